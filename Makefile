@@ -1,0 +1,22 @@
+# What CI runs, by name. PYTHON is any interpreter with `pip install -e '.[test]'`.
+PYTHON ?= python
+
+.PHONY: lint types test test-gpu bench
+
+lint:
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+# Checked as installed: an editable install maps kernels/ and interop/ by an import hook that mypy does not follow.
+types:
+	$(PYTHON) -m pip install --quiet --no-deps --upgrade --target build/types .
+	cd build/types && $(PYTHON) -m mypy --config-file ../../pyproject.toml
+
+test:
+	$(PYTHON) -m pytest
+
+test-gpu:
+	$(PYTHON) -m pytest -m gpu
+
+bench:
+	for script in benchmarks/*.py; do $(PYTHON) $$script || exit 1; done

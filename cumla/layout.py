@@ -1,0 +1,153 @@
+"""Byte layouts of the paged caches. Every offset of every format stands here and nowhere else.
+
+A cache is a pool of pages. A page holds `block_size` tokens and is seen as uint8
+`[num_blocks, block_size, token_bytes]`, whose first stride (the page stride) may be anything from
+`page_bytes(block_size)` up: pages may carry padding, or belong to several layers packed together.
+
+Within a page a token has a *row* and, where the format keeps them apart, *scales*:
+
+    scales "in_row"      token r at r * row_bytes; its scales are inside the row
+    scales "page_tail"   token r at r * row_bytes; its scales at block_size * row_bytes + r * scale_bytes
+
+So the last axis of the view counts bytes a token takes; it is not where the bytes of that token are.
+Formats: DeepSeek V3.2 and V4 as FlashMLA and vLLM store them (bytes equal, padding untouched).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+ValueType = Literal["e4m3", "bfloat16", "float16"]
+ScaleType = Literal["none", "ue8m0", "float32"]
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """One cache format. Sizes in bytes unless the name says otherwise.
+
+    name            what error messages and CUDA sources call it
+    head_dim        values of one token: quantised ones first, then `rope_dim` that stay 16-bit
+    rope_dim        values kept in 16 bits at the end of the row of an FP8 format
+    value_type      type of the first `head_dim - rope_dim` values
+    row_bytes       distance between the rows of neighbouring tokens
+    scale_type      type of one scale
+    scale_tile      values that share one scale
+    scale_bytes     scale area of one token, padding included
+    scale_placement "in_row" or "page_tail"
+    page_alignment  pages are padded to a multiple of this
+    min_exponent    smallest power-of-two scale that is written, as an exponent of 2
+    min_scale       smallest scale that is written where scales need not be powers of two
+    """
+
+    name: str
+    head_dim: int
+    rope_dim: int
+    value_type: ValueType
+    row_bytes: int
+    scale_type: ScaleType = "none"
+    scale_tile: int = 0
+    scale_bytes: int = 0
+    scale_placement: Literal["in_row", "page_tail"] = "in_row"
+    page_alignment: int = 1
+    min_exponent: int = 0
+    min_scale: float = 0.0
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one token takes, padding of the page aside: the last axis of a cache array."""
+        return self.row_bytes + (self.scale_bytes if self.scale_placement == "page_tail" else 0)
+
+    @property
+    def quantized_dim(self) -> int:
+        """Values stored in FP8; 0 for 16-bit formats."""
+        return self.head_dim - self.rope_dim if self.value_type == "e4m3" else 0
+
+    @property
+    def num_scales(self) -> int:
+        """Scales of one token that carry a value (a DSV4_FP8 token has an eighth byte, always 0)."""
+        return self.quantized_dim // self.scale_tile if self.scale_tile else 0
+
+    @property
+    def rope_offset(self) -> int:
+        """First byte of the 16-bit tail of an FP8 row, from the start of the row."""
+        in_row = self.scale_bytes if self.scale_placement == "in_row" else 0
+        return self.quantized_dim + in_row
+
+    @property
+    def scale_stride(self) -> int:
+        """Bytes from the scales of a token to those of the next."""
+        return self.row_bytes if self.scale_placement == "in_row" else self.scale_bytes
+
+    def scale_start(self, block_size: int) -> int:
+        """First scale byte of a page of `block_size` tokens; that of token r is r * scale_stride further."""
+        return self.quantized_dim if self.scale_placement == "in_row" else block_size * self.row_bytes
+
+    def page_bytes(self, block_size: int) -> int:
+        """Bytes of a page of `block_size` tokens, padding included."""
+        if block_size < 1:
+            raise ValueError(f"block_size: got {block_size}, expected a positive number of tokens")
+        used = block_size * self.token_bytes
+        return -(-used // self.page_alignment) * self.page_alignment
+
+    def allocate(self, num_blocks: int, block_size: int, xp: Any = np, page_stride: int | None = None) -> Any:
+        """A zeroed cache: uint8 `[num_blocks, block_size, token_bytes]`, a view of pages of `page_stride` bytes.
+
+        xp           numpy or cupy
+        page_stride  bytes from page to page; `page_bytes(block_size)` unless pages are packed with others'
+        Raises ValueError if a size is not positive or pages would overlap.
+        """
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks: got {num_blocks}, expected at least 1")
+        needed = self.page_bytes(block_size)
+        stride = needed if page_stride is None else page_stride
+        if stride < needed:
+            raise ValueError(
+                f"page_stride: got {stride} bytes, expected at least {needed} for {block_size} tokens of {self.name}"
+            )
+        pool = xp.zeros(num_blocks * stride, dtype=np.uint8)
+        return self.view(pool.reshape(num_blocks, stride), block_size)
+
+    def view(self, pages: Any, block_size: int) -> Any:
+        """Raw pages, uint8 `[num_blocks, page_stride]`, as a cache array `[num_blocks, block_size, token_bytes]`."""
+        if pages.ndim != 2 or pages.dtype != np.uint8 or pages.strides[1] != 1:
+            raise ValueError(
+                f"pages: got {pages.dtype} of shape {pages.shape}, "
+                "expected uint8 [num_blocks, page_stride], contiguous in the last axis"
+            )
+        if pages.shape[1] < block_size * self.token_bytes:
+            raise ValueError(
+                f"pages: got pages of {pages.shape[1]} bytes, expected at least "
+                f"{block_size * self.token_bytes} for {block_size} tokens of {self.name}"
+            )
+        return pages[:, : block_size * self.token_bytes].reshape(pages.shape[0], block_size, self.token_bytes)
+
+
+DSV4_FP8 = CacheLayout(
+    "DSV4_FP8", head_dim=512, rope_dim=64, value_type="e4m3", row_bytes=576,
+    scale_type="ue8m0", scale_tile=64, scale_bytes=8, scale_placement="page_tail", page_alignment=576,
+    min_exponent=-22,
+)  # fmt: skip
+V32_FP8 = CacheLayout(
+    "V32_FP8", head_dim=576, rope_dim=64, value_type="e4m3", row_bytes=656,
+    scale_type="float32", scale_tile=128, scale_bytes=16, min_exponent=-13, min_scale=2.0**-126,
+)  # fmt: skip
+INDEXER_FP8 = CacheLayout(
+    "INDEXER_FP8", head_dim=128, rope_dim=0, value_type="e4m3", row_bytes=128,
+    scale_type="float32", scale_tile=128, scale_bytes=4, scale_placement="page_tail", page_alignment=576,
+    min_exponent=-22, min_scale=1e-4 / 448,
+)  # fmt: skip
+MLA_BF16 = CacheLayout("MLA_BF16", head_dim=576, rope_dim=64, value_type="bfloat16", row_bytes=1152)
+DSV4_BF16 = CacheLayout("DSV4_BF16", head_dim=512, rope_dim=64, value_type="bfloat16", row_bytes=1024)
+
+LAYOUTS = {layout.name: layout for layout in (DSV4_FP8, V32_FP8, MLA_BF16, DSV4_BF16, INDEXER_FP8)}
+
+
+def layout_of(token_bytes: int) -> CacheLayout | None:
+    """The format whose tokens take `token_bytes` bytes, or None. The sizes of all formats differ."""
+    for layout in LAYOUTS.values():
+        if layout.token_bytes == token_bytes:
+            return layout
+    return None

@@ -1,0 +1,1 @@
+"""Carries arrays and streams between frameworks and cumla. Nothing here knows of kernels."""

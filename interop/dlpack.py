@@ -1,0 +1,336 @@
+"""Any framework's array as a NumPy or CuPy array over the same memory, and results back again.
+
+    borrow(array, name)          -> numpy.ndarray (host memory) or cupy.ndarray (CUDA memory), no copy
+    give(native, framework)      -> the same memory as an array of that framework, no copy
+
+No framework is imported that the caller has not imported already. bfloat16 arrives as
+ml_dtypes.bfloat16. 8-bit floats arrive as uint8: NumPy and CuPy exchange their bytes only.
+NumPy, CuPy, torch and JAX arrays take a direct way; everything else speaks DLPack, or failing that
+`__cuda_array_interface__`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+KDL_CPU, KDL_CUDA, KDL_CUDA_HOST, KDL_CUDA_MANAGED = 1, 2, 3, 13
+READ_ONLY_FLAG = 1
+
+# (DLPack type code, bits) -> dtype of the borrowed array
+DLPACK_TYPES: dict[tuple[int, int], np.dtype[Any]] = {
+    **{(0, bits): np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{(1, bits): np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)},
+    **{(2, bits): np.dtype(f"float{bits}") for bits in (16, 32, 64)},
+    (4, 16): np.dtype(ml_dtypes.bfloat16),
+    (6, 8): np.dtype(np.bool_),
+    **{(code, 8): np.dtype(np.uint8) for code in range(7, 15)},  # the 8-bit floats, as bytes
+}
+FLOAT8_TYPES = frozenset(
+    np.dtype(getattr(ml_dtypes, name)) for name in dir(ml_dtypes) if name.startswith("float8_")
+)  # fmt: skip
+
+_FRAMEWORK_OF_TYPE: dict[type, str] = {np.ndarray: "numpy"}
+
+
+def framework_of(array: Any) -> str:
+    """ "numpy", "cupy", "torch", "jax" or "other" for whatever else has one of the array protocols.
+
+    Raises TypeError for what is no array, and for a JAX tracer, which has no memory.
+    """
+    kind = _FRAMEWORK_OF_TYPE.get(type(array))
+    if kind is None:
+        kind = _identify(array)
+        _FRAMEWORK_OF_TYPE[type(array)] = kind
+    return kind
+
+
+def _identify(array: Any) -> str:
+    for root, attribute, kind in (
+        ("numpy", "ndarray", "numpy"),
+        ("cupy", "ndarray", "cupy"),
+        ("torch", "Tensor", "torch"),
+        ("jax", "Array", "jax"),
+    ):
+        module = sys.modules.get(root)
+        if module is not None and isinstance(array, getattr(module, attribute)):
+            if kind == "jax" and "Tracer" in type(array).__name__:
+                raise TypeError("got a JAX tracer, expected an array with memory: inside jax.jit use cumla.interop.jax")
+            return kind
+    if hasattr(array, "__dlpack__") or hasattr(array, "__cuda_array_interface__"):
+        return "other"
+    raise TypeError(f"got {type(array).__name__}, expected an array (NumPy, CuPy, torch, JAX or any with __dlpack__)")
+
+
+def borrow(array: Any, name: str = "array", writable: bool = False) -> Any:
+    """`array` as a NumPy or CuPy array over the same memory.
+
+    name      the argument that errors speak of
+    writable  whether the caller is going to write: read-only memory is then an error, and JAX's always is
+
+    Raises TypeError if it is no array or of a type without a counterpart, ValueError if it lies in memory
+    that cannot be used or written.
+    """
+    try:
+        framework = framework_of(array)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None
+    native, read_only = _BORROW[framework](array, name)
+    if writable and read_only:
+        raise ValueError(f"{name}: got a read-only {framework} array, expected one that can be written")
+    return native
+
+
+def _as_bytes_if_float8(native: Any) -> Any:
+    return native.view(np.uint8) if native.dtype in FLOAT8_TYPES else native
+
+
+def _borrow_numpy(array: Any, name: str) -> tuple[Any, bool]:
+    return _as_bytes_if_float8(array), not array.flags.writeable
+
+
+def _borrow_cupy(array: Any, name: str) -> tuple[Any, bool]:
+    return _as_bytes_if_float8(array), False
+
+
+def _borrow_torch(tensor: Any, name: str) -> tuple[Any, bool]:
+    torch = sys.modules["torch"]
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name}: got a torch tensor of layout {tensor.layout}, expected a strided one")
+    dtype = _torch_type(tensor.dtype, name)
+    if tensor.device.type == "cpu":
+        if tensor.dtype is torch.bfloat16:
+            return tensor.view(torch.int16).numpy().view(dtype), False
+        return (tensor.view(torch.uint8) if dtype == np.uint8 else tensor).numpy(), False
+    if tensor.device.type != "cuda":
+        raise ValueError(f"{name}: got a torch tensor on {tensor.device}, expected one on the CPU or a CUDA device")
+    strides = tuple(stride * dtype.itemsize for stride in tensor.stride())
+    return _over_device_memory(tensor.data_ptr(), tensor.shape, strides, dtype, tensor.device.index, tensor), False
+
+
+def _torch_type(torch_dtype: Any, name: str) -> np.dtype[Any]:
+    dtype = _TORCH_TYPES.get(torch_dtype)
+    if dtype is None:
+        text = str(torch_dtype).removeprefix("torch.")
+        try:
+            dtype = np.dtype(getattr(ml_dtypes, text, text))
+        except TypeError:
+            raise TypeError(f"{name}: got {torch_dtype}, which has no counterpart in NumPy") from None
+        if dtype in FLOAT8_TYPES:
+            dtype = np.dtype(np.uint8)
+        _TORCH_TYPES[torch_dtype] = dtype
+    return dtype
+
+
+_TORCH_TYPES: dict[Any, np.dtype[Any]] = {}
+
+
+def _borrow_jax(array: Any, name: str) -> tuple[Any, bool]:
+    devices = array.devices()
+    if len(devices) != 1:
+        raise ValueError(f"{name}: got a JAX array sharded over {len(devices)} devices, expected one device")
+    if next(iter(devices)).platform == "cpu":
+        return _as_bytes_if_float8(np.asarray(array)), True
+    native, _ = _borrow_dlpack(array, name)
+    return native, True
+
+
+def _borrow_other(array: Any, name: str) -> tuple[Any, bool]:
+    if hasattr(array, "__dlpack__"):
+        return _borrow_dlpack(array, name)
+    interface = array.__cuda_array_interface__
+    dtype = np.dtype(interface["typestr"])
+    pointer, read_only = interface["data"]
+    strides = interface.get("strides") or _row_major(interface["shape"], dtype.itemsize)
+    device = _device_of_pointer(pointer) if pointer else 0
+    native = _over_device_memory(pointer, interface["shape"], strides, dtype, device, array)
+    return _as_bytes_if_float8(native), bool(read_only)
+
+
+_BORROW: dict[str, Callable[[Any, str], tuple[Any, bool]]] = {
+    "numpy": _borrow_numpy,
+    "cupy": _borrow_cupy,
+    "torch": _borrow_torch,
+    "jax": _borrow_jax,
+    "other": _borrow_other,
+}
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _ManagedTensorVersioned(ctypes.Structure):
+    """What a "dltensor_versioned" capsule points to; a plain "dltensor" capsule starts with the tensor."""
+
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _DLTensor),
+    )
+
+
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.restype = ctypes.c_void_p
+_capsule_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
+_capsule_name = ctypes.pythonapi.PyCapsule_GetName
+_capsule_name.restype = ctypes.c_char_p
+_capsule_name.argtypes = (ctypes.py_object,)
+
+
+def _borrow_dlpack(array: Any, name: str) -> tuple[Any, bool]:
+    """Read the capsule ourselves: NumPy and CuPy refuse types that they could carry as bytes.
+
+    The capsule is never marked as used, so its own destructor frees the tensor once we let go of it.
+    """
+    device_type, device_id = (int(x) for x in array.__dlpack_device__())
+    on_device = device_type == KDL_CUDA
+    if device_type not in (KDL_CPU, KDL_CUDA):
+        what = {KDL_CUDA_HOST: "pinned host", KDL_CUDA_MANAGED: "managed"}.get(device_type, f"type {device_type}")
+        raise ValueError(f"{name}: got an array in {what} memory, expected plain CPU or CUDA device memory")
+    stream = {"stream": _current_cupy_stream()} if on_device else {}
+    try:
+        capsule = array.__dlpack__(**stream, max_version=(1, 1))
+    except TypeError:
+        capsule = array.__dlpack__(**stream)
+    kind = _capsule_name(capsule)
+    pointer = _capsule_pointer(capsule, kind)
+    if kind == b"dltensor_versioned":
+        managed = _ManagedTensorVersioned.from_address(pointer)
+        if managed.major != 1:
+            raise ValueError(f"{name}: got DLPack version {managed.major}.{managed.minor}, expected 1.x")
+        tensor, read_only = managed.tensor, bool(managed.flags & READ_ONLY_FLAG)
+    else:
+        tensor, read_only = _DLTensor.from_address(pointer), False
+    dtype = DLPACK_TYPES.get((tensor.code, tensor.bits))
+    if dtype is None or tensor.lanes != 1:
+        raise TypeError(
+            f"{name}: got DLPack type code {tensor.code}, {tensor.bits} bits, {tensor.lanes} lanes, "
+            "which has no counterpart in NumPy"
+        )
+    shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
+    if tensor.strides:
+        strides = tuple(tensor.strides[i] * dtype.itemsize for i in range(tensor.ndim))
+    else:
+        strides = _row_major(shape, dtype.itemsize)
+    address = (tensor.data or 0) + tensor.byte_offset
+    if on_device:
+        return _over_device_memory(address, shape, strides, dtype, device_id, (array, capsule)), read_only
+    if 0 in shape:
+        return np.empty(shape, dtype), read_only
+    holder = _HostMemory(address, shape, strides, dtype, read_only, (array, capsule))
+    return np.asarray(holder).view(dtype), read_only
+
+
+class _HostMemory:
+    """Foreign host memory for NumPy, kept alive by `owner`."""
+
+    def __init__(
+        self,
+        address: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        dtype: np.dtype[Any],
+        read_only: bool,
+        owner: Any,
+    ) -> None:
+        typestr = f"<u{dtype.itemsize}" if dtype.kind == "V" or dtype == ml_dtypes.bfloat16 else dtype.str
+        self.owner = owner
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": shape,
+            "strides": strides,
+            "typestr": typestr,
+            "data": (address, read_only),
+        }
+
+
+def _row_major(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    return tuple(itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def _over_device_memory(
+    address: int, shape: Any, strides: tuple[int, ...], dtype: np.dtype[Any], device: int, owner: Any
+) -> Any:
+    """A CuPy array over CUDA memory that `owner` keeps alive."""
+    cupy = _cupy()
+    shape = tuple(shape)
+    extent = 0 if 0 in shape else dtype.itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    memory = cupy.cuda.UnownedMemory(address, extent, owner, device)
+    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
+
+
+def _device_of_pointer(pointer: int) -> int:
+    return int(_cupy().cuda.runtime.pointerGetAttributes(pointer).device)
+
+
+def _current_cupy_stream() -> int:
+    # DLPack reserves 0; 1 is the legacy default stream.
+    return _cupy().cuda.get_current_stream().ptr or 1
+
+
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError:
+        raise ValueError(
+            "got an array in CUDA memory, which needs CuPy: pip install 'cumla[cuda13]' (or cuda12)"
+        ) from None
+    return cupy
+
+
+def give(native: Any, framework: str) -> Any:
+    """A NumPy or CuPy array as an array of `framework` over the same memory."""
+    if framework == "torch":
+        return _give_torch(native)
+    if framework == "jax":
+        jax = sys.modules["jax"]
+        # Both share memory: on the CPU because `empty` aligns what it allocates as XLA wants it.
+        return jax.device_put(native) if isinstance(native, np.ndarray) else jax.dlpack.from_dlpack(native)
+    return native
+
+
+def _give_torch(native: Any) -> Any:
+    torch = sys.modules["torch"]
+    if not isinstance(native, np.ndarray):
+        return torch.from_dlpack(native)
+    if native.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(native.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(native)
+
+
+def namespace_of(native: Any) -> Any:
+    """The module, numpy or cupy, that a borrowed array is of."""
+    return np if isinstance(native, np.ndarray) else _cupy()
+
+
+def empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Any) -> Any:
+    """An uninitialised array beside `like`, on its device; host memory aligned to 64 bytes, as XLA shares it."""
+    if not isinstance(like, np.ndarray):
+        with like.device:
+            return _cupy().empty(shape, dtype)
+    size = math.prod(shape) * dtype.itemsize
+    block = np.empty(size + 64, np.uint8)
+    start = -block.ctypes.data % 64
+    return block[start : start + size].view(dtype).reshape(shape)

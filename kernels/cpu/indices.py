@@ -1,0 +1,226 @@
+"""Index maps: from positions and local top-k entries to cache slots, one token a loop step."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, prange
+
+from .rows import lookup_slot
+
+
+@njit(parallel=True, cache=True)
+def compute_swa_indices_and_lens(
+    query_start_loc,
+    seq_lens,
+    token_to_req_indices,
+    is_valid_token,
+    block_table,
+    block_size,
+    window_size,
+    token_offset,
+    swa_indices,
+    swa_lens,
+):
+    for t in prange(len(swa_lens)):
+        swa_indices[t] = -1
+        swa_lens[t] = 0
+        token = t + token_offset
+        request = token_to_req_indices[token]
+        if is_valid_token[token] and 0 <= request < len(seq_lens):
+            position = token_position(query_start_loc, seq_lens, request, token)
+            swa_lens[t] = write_window(
+                block_table, request, position, block_size, block_size, swa_indices[t, :window_size]
+            )
+
+
+@njit(cache=True)
+def token_position(query_start_loc, seq_lens, request, token):
+    """Position of a query token in its sequence; the last query token is the sequence's last."""
+    return np.int64(seq_lens[request]) - query_start_loc[request + 1] + token
+
+
+@njit(cache=True)
+def write_window(block_table, request, position, block_size, block_span, row):
+    """The slots of the last len(row) positions up to `position` into `row`; how many they are."""
+    start = max(position - len(row) + 1, 0)
+    count = max(position + 1 - start, 0)
+    for j in range(count):
+        row[j] = to_span(lookup_slot(block_table, request, start + j, block_size), block_size, block_span)
+    return count
+
+
+@njit(cache=True)
+def to_span(slot, block_size, block_span):
+    """A slot where pages are `block_span` tokens apart instead of `block_size`; -1 stays absent."""
+    if slot < 0:
+        return np.int64(-1)
+    slot = np.int64(slot) // block_size * block_span + slot % block_size
+    return slot if slot < 2**31 else np.int64(-1)
+
+
+@njit(parallel=True, cache=True)
+def compute_global_topk_indices_and_lens(
+    topk_indices,
+    token_to_req_indices,
+    block_table,
+    block_size,
+    is_valid_token,
+    compact,
+    global_topk_indices,
+    topk_lens,
+):
+    for token in prange(len(topk_indices)):
+        request = token_to_req_indices[token]
+        count = 0
+        for j in range(topk_indices.shape[1]):
+            slot = lookup_slot(block_table, request, np.int64(topk_indices[token, j]), block_size)
+            if compact:
+                global_topk_indices[token, j] = -1
+                if slot >= 0:
+                    global_topk_indices[token, count] = slot
+            else:
+                global_topk_indices[token, j] = slot
+            count += slot >= 0
+        topk_lens[token] = count if is_valid_token[token] else 0
+
+
+@njit(parallel=True, cache=True)
+def combine_topk_swa_indices(
+    topk_indices,
+    query_start_loc,
+    seq_lens,
+    gather_lens,
+    window_size,
+    compress_ratio,
+    topk,
+    row_stride,
+    swa_start,
+    combined_indices,
+    combined_lens,
+):
+    num_requests = len(seq_lens)
+    for token in prange(len(combined_lens)):
+        combined_indices[token] = -1
+        combined_lens[token] = 0
+        query = token + query_start_loc[0]
+        request = np.searchsorted(query_start_loc, query, side="right") - 1
+        if not 0 <= request < num_requests:
+            continue
+        position = token_position(query_start_loc, seq_lens, request, query)
+        if position < 0:
+            continue
+        base = np.int64(row_stride) * request
+        num_topk = min((position + 1) // compress_ratio, topk)
+        num_swa = min(position + 1, window_size)
+        for j in range(num_topk):
+            local = topk_indices[token, j]
+            if 0 <= local < swa_start:
+                combined_indices[token, j] = base + local
+        first_gathered = np.int64(seq_lens[request]) - gather_lens[request]
+        for j in range(num_swa):
+            gathered = position - num_swa + 1 - first_gathered + j
+            if gathered >= 0 and swa_start + gathered < row_stride:
+                combined_indices[token, num_topk + j] = base + swa_start + gathered
+        combined_lens[token] = num_topk + num_swa
+
+
+def build_flashinfer_mixed_sparse_indices(
+    decode_swa_indices,
+    decode_compressed_indices,
+    decode_compressed_topk_lens,
+    prefill_topk_indices,
+    query_start_loc,
+    seq_lens,
+    token_to_req_indices,
+    swa_block_table,
+    swa_block_size,
+    compressed_block_table,
+    compressed_block_size,
+    window_size,
+    compress_ratio,
+    topk,
+    decode_compressed_indices_are_local,
+    decode_is_valid_token,
+    swa_block_span,
+    compressed_block_span,
+    sparse_indices,
+    sparse_topk_lens,
+):
+    # Compiled code wants arrays, not None: what is not given becomes an array that changes nothing.
+    num_decode_tokens = len(decode_swa_indices)
+    no_indices = np.empty((num_decode_tokens, 0), np.int32)
+    has_lens = decode_compressed_topk_lens is not None and not decode_compressed_indices_are_local
+    _build_mixed(
+        decode_swa_indices,
+        no_indices if decode_compressed_indices is None else decode_compressed_indices,
+        decode_compressed_topk_lens if has_lens else np.full(num_decode_tokens, np.iinfo(np.int32).max, np.int32),
+        prefill_topk_indices,
+        query_start_loc,
+        seq_lens,
+        token_to_req_indices,
+        swa_block_table,
+        swa_block_size,
+        np.empty((0, 0), np.int32) if compressed_block_table is None else compressed_block_table,
+        compressed_block_size,
+        window_size,
+        compress_ratio,
+        0 if compressed_block_table is None else topk,
+        decode_compressed_indices_are_local,
+        np.ones(num_decode_tokens, np.bool_) if decode_is_valid_token is None else decode_is_valid_token,
+        swa_block_span,
+        compressed_block_span,
+        sparse_indices,
+        sparse_topk_lens,
+    )
+
+
+@njit(parallel=True, cache=True)
+def _build_mixed(
+    decode_swa_indices,
+    decode_compressed_indices,
+    decode_compressed_topk_lens,
+    prefill_topk_indices,
+    query_start_loc,
+    seq_lens,
+    token_to_req_indices,
+    swa_block_table,
+    swa_block_size,
+    compressed_block_table,
+    compressed_block_size,
+    window_size,
+    compress_ratio,
+    topk,
+    decode_compressed_indices_are_local,
+    decode_is_valid_token,
+    swa_block_span,
+    compressed_block_span,
+    sparse_indices,
+    sparse_topk_lens,
+):
+    num_decode_tokens = len(decode_swa_indices)
+    width = decode_compressed_indices.shape[1]
+    for token in prange(len(sparse_topk_lens)):
+        row = sparse_indices[token]
+        row[:] = -1
+        request = token_to_req_indices[token]
+        compressed = 0
+        if token < num_decode_tokens:
+            for j in range(window_size):
+                row[j] = to_span(decode_swa_indices[token, j], swa_block_size, swa_block_span)
+            for j in range(width):
+                slot = np.int64(decode_compressed_indices[token, j])
+                if decode_compressed_indices_are_local:
+                    slot = lookup_slot(compressed_block_table, request, slot, compressed_block_size)
+                    compressed += slot >= 0 and decode_is_valid_token[token]
+                row[window_size + j] = to_span(slot, compressed_block_size, compressed_block_span)
+            if not decode_compressed_indices_are_local:
+                compressed = min(max(decode_compressed_topk_lens[token], 0), width)
+        elif 0 <= request < len(seq_lens):
+            position = token_position(query_start_loc, seq_lens, request, token)
+            write_window(swa_block_table, request, position, swa_block_size, swa_block_span, row[:window_size])
+            compressed = max(0, min((position + 1) // compress_ratio, topk))
+            for j in range(compressed):
+                local = np.int64(prefill_topk_indices[token - num_decode_tokens, j])
+                slot = lookup_slot(compressed_block_table, request, local, compressed_block_size)
+                row[window_size + j] = to_span(slot, compressed_block_size, compressed_block_span)
+        sparse_topk_lens[token] = window_size + compressed

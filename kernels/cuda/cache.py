@@ -1,0 +1,64 @@
+"""Insert into and gather from the paged caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..segments import Pages
+from .compile import kernel
+from .launch import C_NAMES, int32, is_aligned, pointer, strides
+
+WARPS = 8  # a thread block
+
+
+def quantize_and_insert_k_cache(k: Any, pages: Pages, slot_mapping: Any, power_of_two_scales: bool) -> None:
+    num_tokens = len(slot_mapping)
+    tokens_per_warp = 1
+    insert = kernel(
+        "cache_insert.cu",
+        "quantize_and_insert_k_cache",
+        LAYOUT=pages.layout.name,
+        INPUT=C_NAMES[k.dtype.name],
+        SLOT=C_NAMES[slot_mapping.dtype.name],
+        POWER_OF_TWO=int(power_of_two_scales),
+        TOKENS=tokens_per_warp,
+        ALIGNED=int(is_aligned(k, pages.bytes)),
+    )
+    blocks = -(-num_tokens // (WARPS * tokens_per_warp))
+    insert(
+        (blocks,),
+        (32 * WARPS,),
+        (
+            k, strides(k)[0], slot_mapping, int32(num_tokens),
+            pages.bytes, pages.bytes.strides[0], pages.num_slots, int32(pages.block_size),
+        ),
+    )  # fmt: skip
+
+
+def dequantize_and_gather_k_cache(
+    out: Any, pages: Pages, seq_lens: Any, gather_lens: Any | None, block_table: Any, offset: int
+) -> None:
+    requests, num_rows = out.shape[0], out.shape[1] - offset
+    if num_rows == 0:
+        return
+    tokens_per_warp = 1
+    gather = kernel(
+        "cache_gather.cu",
+        "dequantize_and_gather_k_cache",
+        LAYOUT=pages.layout.name,
+        OUTPUT=C_NAMES[out.dtype.name],
+        TOKENS=tokens_per_warp,
+        ALIGNED=int(is_aligned(out, pages.bytes)),
+    )
+    blocks_per_request = -(-num_rows // (WARPS * tokens_per_warp))
+    request_stride, token_stride, _ = strides(out)
+    gather(
+        (requests * blocks_per_request,),
+        (32 * WARPS,),
+        (
+            out.data.ptr + offset * out.strides[1], request_stride, token_stride, int32(num_rows),
+            pages.bytes, pages.bytes.strides[0], pages.num_slots, int32(pages.block_size),
+            seq_lens, pointer(gather_lens), block_table, strides(block_table)[0], int32(requests),
+            int32(block_table.shape[1]), int32(blocks_per_request),
+        ),
+    )  # fmt: skip

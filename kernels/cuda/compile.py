@@ -1,0 +1,73 @@
+"""CUDA C++ sources to kernels: put together here, compiled and cached on disk by CuPy, by content."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import re
+from typing import Any
+
+from ...layout import LAYOUTS, CacheLayout
+
+CSRC = pathlib.Path(__file__).parent / "csrc"
+OPTIONS = ("-std=c++17",)
+_INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
+
+
+def layouts_header() -> str:
+    """`cumla.layout` for the CUDA sources: one struct of constants a layout."""
+    return "\n".join(_layout_struct(layout) for layout in LAYOUTS.values())
+
+
+def _layout_struct(layout: CacheLayout) -> str:
+    numbers = {
+        "head_dim": layout.head_dim,
+        "quantized_dim": layout.quantized_dim,
+        "rope_offset": layout.rope_offset if layout.quantized_dim else 0,
+        "row_bytes": layout.row_bytes,
+        "scale_tile": layout.scale_tile or 1,
+        "num_scales": layout.num_scales,
+        "scale_bytes": layout.scale_bytes,
+        "scale_stride": layout.scale_stride,
+        "scale_start": layout.scale_start(0),
+        "scale_start_per_token": layout.scale_start(1) - layout.scale_start(0),
+        "min_exponent": layout.min_exponent,
+    }
+    fields = ", ".join(f"{name} = {value}" for name, value in numbers.items())
+    flags = f"ue8m0 = {str(layout.scale_type == 'ue8m0').lower()}"
+    return (
+        f"struct {layout.name} {{\n"
+        f"    static constexpr int {fields};\n"
+        f"    static constexpr bool {flags};\n"
+        f"    static constexpr float min_scale = {layout.min_scale:.9e}f;\n"
+        "};"
+    )
+
+
+@functools.cache
+def source(file: str) -> str:
+    """csrc/<file> with its includes put in, each once, so that one text is all there is to hash."""
+    included: set[str] = set()
+
+    def expand(name: str) -> str:
+        if name in included:
+            return ""
+        included.add(name)
+        text = layouts_header() if name == "layouts.cuh" else (CSRC / name).read_text()
+        return _INCLUDE.sub(lambda match: expand(match.group(1)), text)
+
+    return expand(file)
+
+
+@functools.cache
+def kernel(file: str, name: str, arch: str | None = None, **defines: str | int) -> Any:
+    """The kernel `name` of csrc/<file> as a CuPy RawKernel.
+
+    arch     a target such as "sm_90a" instead of the device's own
+    defines  macros, one compilation for each set of values
+    """
+    import cupy
+
+    options = OPTIONS + (() if arch is None else (f"-arch={arch}",))
+    text = "".join(f"#define {macro} {value}\n" for macro, value in defines.items()) + source(file)
+    return cupy.RawModule(code=text, options=options).get_function(name)

@@ -1,0 +1,108 @@
+// Number formats: bfloat16, float16, float32 and e4m3, to and from float32, without host headers.
+// float32 arithmetic that must not flush subnormals is written in PTX: CuPy compiles with -ftz=true.
+#pragma once
+
+using uint8 = unsigned char;
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+using int64 = long long;
+
+struct bf16 { uint16 bits; };
+struct f16 { uint16 bits; };
+
+constexpr int INT32_LIMIT = 0x7fffffff;
+
+__device__ inline float infinity() { return __uint_as_float(0x7f800000); }
+
+__device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(bf16 x) { return __uint_as_float(uint32(x.bits) << 16); }
+__device__ inline float to_float(f16 x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+}
+
+// Two floats as a pair of 16-bit values, `low` in the low half; to nearest even.
+__device__ inline uint32 pack(bf16, float low, float high) {
+    uint32 y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
+__device__ inline uint32 pack(f16, float low, float high) {
+    uint32 y;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
+
+__device__ inline float mul(float a, float b) {
+    float y;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+__device__ inline float div(float a, float b) {
+    float y;
+    asm("div.rn.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+
+// 2^e as float32 for -149 <= e <= 127.
+__device__ inline float exp2i(int e) {
+    return __uint_as_float(e >= -126 ? uint32(e + 127) << 23 : 1u << (e + 149));
+}
+
+// The scale that a UE8M0 byte stands for, 255 being NaN.
+__device__ inline float ue8m0_scale(int byte) { return byte == 255 ? __uint_as_float(0x7fc00000) : exp2i(byte - 127); }
+
+#if __CUDA_ARCH__ >= 890
+
+// Two e4m3 bytes (the low 16 bits) to two floats; NaN stays NaN.
+__device__ inline void e4m3x2_to_float(uint32 bytes, float& low, float& high) {
+    uint32 pair;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(uint16(bytes)));
+    low = to_float(f16{uint16(pair)});
+    high = to_float(f16{uint16(pair >> 16)});
+}
+
+// Two floats to two e4m3 bytes, to nearest even; beyond 448 saturates, NaN becomes 0x7F.
+__device__ inline uint32 float_to_e4m3x2(float low, float high) {
+    uint16 y;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
+    return y;
+}
+
+#else  // the same by integer arithmetic
+
+__device__ inline float e4m3_to_float(uint32 byte) {
+    // The byte's exponent and mantissa in float32's place are the value times 2^-120, subnormals too.
+    uint32 magnitude = byte & 0x7f;
+    float value = magnitude == 0x7f ? __uint_as_float(0x7fc00000) : mul(__uint_as_float(magnitude << 20), exp2i(120));
+    return byte & 0x80 ? -value : value;
+}
+
+__device__ inline void e4m3x2_to_float(uint32 bytes, float& low, float& high) {
+    low = e4m3_to_float(bytes & 0xff);
+    high = e4m3_to_float(bytes >> 8 & 0xff);
+}
+
+__device__ inline uint32 float_to_e4m3(float x) {
+    if (x != x) return 0x7f;
+    uint32 sign = __float_as_uint(x) >> 24 & 0x80;
+    uint32 magnitude = __float_as_uint(x) & 0x7fffffff;
+    if (magnitude >= 0x43e00000) return sign | 0x7e;                                  // 448
+    if (magnitude < 0x3c800000) return sign | __float2int_rn(fabsf(x) * 512.0f);      // below 2^-6: steps of 2^-9
+    return sign | (magnitude + 0x7ffff + (magnitude >> 20 & 1)) - (120u << 23) >> 20;  // 3 bits of mantissa
+}
+
+__device__ inline uint32 float_to_e4m3x2(float low, float high) {
+    return float_to_e4m3(low) | float_to_e4m3(high) << 8;
+}
+
+#endif
+
+// Smallest e with amax <= 448 * 2^e, at least `least`. Exact: 448 is 1.75 * 2^8.
+__device__ inline int scale_exponent(float amax, int least) {
+    uint32 bits = __float_as_uint(amax);
+    int e = int(bits >> 23) - 127 - 8 + ((bits & 0x7fffff) > 0x600000);
+    return max(e, least);
+}

@@ -1,0 +1,135 @@
+"""Index maps: from positions and local top-k entries to cache slots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .compile import kernel
+from .launch import int32, is_aligned, pointer, strides
+
+THREADS = 128
+
+
+def table_arguments(block_table: Any) -> tuple[Any, ...]:
+    rows, columns = block_table.shape
+    return block_table, strides(block_table)[0], int32(rows), int32(columns)
+
+
+def compute_swa_indices_and_lens(
+    query_start_loc: Any,
+    seq_lens: Any,
+    token_to_req_indices: Any,
+    is_valid_token: Any,
+    block_table: Any,
+    block_size: int,
+    window_size: int,
+    token_offset: int,
+    swa_indices: Any,
+    swa_lens: Any,
+) -> None:
+    aligned = window_size % 4 == 0 and is_aligned(swa_indices)
+    compute = kernel("indices.cu", "compute_swa_indices_and_lens", ALIGNED=int(aligned))
+    compute(
+        (len(swa_lens),),
+        (THREADS,),
+        (
+            query_start_loc, seq_lens, int32(len(seq_lens)), token_to_req_indices, is_valid_token,
+            *table_arguments(block_table), int32(block_size), int32(window_size), int32(token_offset),
+            swa_indices, strides(swa_indices)[0], swa_lens,
+        ),
+    )  # fmt: skip
+
+
+def compute_global_topk_indices_and_lens(
+    topk_indices: Any,
+    token_to_req_indices: Any,
+    block_table: Any,
+    block_size: int,
+    is_valid_token: Any,
+    compact: bool,
+    global_topk_indices: Any,
+    topk_lens: Any,
+) -> None:
+    tokens, topk = topk_indices.shape
+    aligned = topk % 4 == 0 and is_aligned(topk_indices, global_topk_indices)
+    name = "compute_compact_topk_indices_and_lens" if compact else "compute_global_topk_indices_and_lens"
+    kernel("indices.cu", name, ALIGNED=int(aligned))(
+        (tokens,),
+        (32 if compact else THREADS,),
+        (
+            topk_indices, strides(topk_indices)[0], int32(topk), token_to_req_indices, *table_arguments(block_table),
+            int32(block_size), is_valid_token, global_topk_indices, strides(global_topk_indices)[0], topk_lens,
+        ),
+    )  # fmt: skip
+
+
+def combine_topk_swa_indices(
+    topk_indices: Any,
+    query_start_loc: Any,
+    seq_lens: Any,
+    gather_lens: Any,
+    window_size: int,
+    compress_ratio: int,
+    topk: int,
+    row_stride: int,
+    swa_start: int,
+    combined_indices: Any,
+    combined_lens: Any,
+) -> None:
+    combine = kernel("indices.cu", "combine_topk_swa_indices", ALIGNED=int(is_aligned(topk_indices, combined_indices)))
+    combine(
+        (len(combined_lens),),
+        (THREADS,),
+        (
+            topk_indices, strides(topk_indices)[0], query_start_loc, seq_lens, int32(len(seq_lens)), gather_lens,
+            int32(window_size), int32(compress_ratio), int32(topk), int32(row_stride), int32(swa_start),
+            combined_indices, strides(combined_indices)[0], int32(combined_indices.shape[1]), combined_lens,
+        ),
+    )  # fmt: skip
+
+
+def build_flashinfer_mixed_sparse_indices(
+    decode_swa_indices: Any,
+    decode_compressed_indices: Any | None,
+    decode_compressed_topk_lens: Any | None,
+    prefill_topk_indices: Any,
+    query_start_loc: Any,
+    seq_lens: Any,
+    token_to_req_indices: Any,
+    swa_block_table: Any,
+    swa_block_size: int,
+    compressed_block_table: Any | None,
+    compressed_block_size: int,
+    window_size: int,
+    compress_ratio: int,
+    topk: int,
+    decode_compressed_indices_are_local: bool,
+    decode_is_valid_token: Any | None,
+    swa_block_span: int,
+    compressed_block_span: int,
+    sparse_indices: Any,
+    sparse_topk_lens: Any,
+) -> None:
+    no_array = (0, 0)
+    decode_compressed, decode_topk = no_array, 0
+    if decode_compressed_indices is not None:
+        decode_compressed = decode_compressed_indices.data.ptr, strides(decode_compressed_indices)[0]
+        decode_topk = decode_compressed_indices.shape[1]
+    compressed_table = (*no_array, int32(0), int32(0))
+    if compressed_block_table is not None:
+        compressed_table = table_arguments(compressed_block_table)
+    kernel("indices.cu", "build_flashinfer_mixed_sparse_indices", ALIGNED=0)(
+        (len(sparse_topk_lens),),
+        (THREADS,),
+        (
+            decode_swa_indices, strides(decode_swa_indices)[0], int32(len(decode_swa_indices)),
+            *decode_compressed, int32(decode_topk), pointer(decode_compressed_topk_lens),
+            prefill_topk_indices, strides(prefill_topk_indices)[0],
+            query_start_loc, seq_lens, int32(len(seq_lens)), token_to_req_indices,
+            *table_arguments(swa_block_table), int32(swa_block_size),
+            *compressed_table, int32(compressed_block_size),
+            int32(window_size), int32(compress_ratio), int32(topk), int32(decode_compressed_indices_are_local),
+            pointer(decode_is_valid_token), int32(swa_block_span), int32(compressed_block_span),
+            sparse_indices, strides(sparse_indices)[0], int32(sparse_indices.shape[1]), sparse_topk_lens,
+        ),
+    )  # fmt: skip

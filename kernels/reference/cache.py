@@ -1,0 +1,35 @@
+"""Insert into and gather from the paged caches."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..segments import Pages
+from .rows import lookup_slot, read_token, write_token
+
+
+def quantize_and_insert_k_cache(
+    k: np.ndarray, pages: Pages, slot_mapping: np.ndarray, power_of_two_scales: bool
+) -> None:
+    for token, slot in enumerate(slot_mapping):
+        if 0 <= slot < pages.num_slots:
+            write_token(pages, int(slot), k[token].astype(np.float32), power_of_two_scales)
+
+
+def dequantize_and_gather_k_cache(
+    out: np.ndarray,
+    pages: Pages,
+    seq_lens: np.ndarray,
+    gather_lens: np.ndarray | None,
+    block_table: np.ndarray,
+    offset: int,
+) -> None:
+    for request, seq_len in enumerate(seq_lens.astype(np.int64)):
+        wanted = seq_len if gather_lens is None else gather_lens[request]
+        gather_len = max(0, min(seq_len, wanted, out.shape[1] - offset))
+        first = seq_len - max(0, min(seq_len, wanted))
+        for i in range(gather_len):
+            slot = lookup_slot(block_table, request, int(first + i), pages.block_size)
+            present = 0 <= slot < pages.num_slots
+            with np.errstate(over="ignore"):  # a float16 output may overflow to infinity
+                out[request, offset + i] = read_token(pages, slot).astype(out.dtype) if present else 0

@@ -1,0 +1,91 @@
+"""One token's bytes: values to row and scales, and back."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+from ...layout import CacheLayout
+from ..segments import Pages
+
+E4M3_MAX = 448.0
+
+
+def scale_exponent(amax: np.float32, min_exponent: int) -> int:
+    """Smallest e with amax <= 448 * 2^e, at least `min_exponent`. Exact: 448 is 0.875 * 2^9."""
+    if amax == 0:
+        return min_exponent
+    fraction, exponent = np.frexp(amax)
+    return max(int(exponent) - 9 + int(fraction > 0.875), min_exponent)
+
+
+def quantize_tile(values: np.ndarray, layout: CacheLayout, power_of_two: bool) -> tuple[np.ndarray, np.float32]:
+    """float32 [n] -> e4m3 bytes [n] and their scale.
+
+    The scale comes from the finite values; an infinity saturates, a NaN becomes e4m3's NaN.
+    """
+    finite = np.abs(values[np.isfinite(values)])
+    amax = finite.max(initial=np.float32(0))
+    if power_of_two:
+        scale = np.float32(np.ldexp(1.0, scale_exponent(amax, layout.min_exponent)))
+    else:
+        scale = max(amax / np.float32(E4M3_MAX), np.float32(layout.min_scale))
+    with np.errstate(over="ignore"):
+        scaled = np.clip(values / scale, -E4M3_MAX, E4M3_MAX)  # keeps NaN
+    return scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scale
+
+
+def write_token(pages: Pages, slot: int, values: np.ndarray, power_of_two: bool) -> None:
+    """Quantise `values`, float32 [head_dim], into the row and scales of `slot`."""
+    layout = pages.layout
+    page = pages.bytes[slot // pages.block_size]
+    row = slot % pages.block_size
+    start = row * layout.row_bytes
+    scales = np.zeros(layout.scale_bytes // (1 if layout.scale_type == "ue8m0" else 4), np.float32)
+    for tile in range(layout.num_scales):
+        dims = slice(tile * layout.scale_tile, (tile + 1) * layout.scale_tile)
+        page[start + dims.start : start + dims.stop], scales[tile] = quantize_tile(values[dims], layout, power_of_two)
+    if layout.scale_type == "ue8m0":
+        # The spare eighth byte is 0, whatever exponent that would mean.
+        scale_bytes = np.where(scales > 0, np.frexp(scales)[1] + 126, 0).astype(np.uint8)
+    else:
+        scale_bytes = scales.view(np.uint8)
+    at = layout.scale_start(pages.block_size) + row * layout.scale_stride
+    page[at : at + layout.scale_bytes] = scale_bytes
+    rope = values[layout.quantized_dim :].astype(ml_dtypes.bfloat16)
+    page[start + layout.rope_offset : start + layout.row_bytes] = rope.view(np.uint8)
+
+
+def read_token(pages: Pages, slot: int) -> np.ndarray:
+    """The values of `slot`, float64 [head_dim], exact."""
+    layout = pages.layout
+    page = pages.bytes[slot // pages.block_size]
+    row = slot % pages.block_size
+    start = row * layout.row_bytes
+    data = page[start : start + layout.row_bytes]
+    if layout.value_type != "e4m3":
+        return data.view(ml_dtypes.bfloat16 if layout.value_type == "bfloat16" else np.float16).astype(np.float64)
+    quantized = data[: layout.quantized_dim].view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    at = layout.scale_start(pages.block_size) + row * layout.scale_stride
+    if layout.scale_type == "ue8m0":
+        exponents = page[at : at + layout.num_scales].astype(np.int64)
+        scales = np.where(exponents == 255, np.nan, np.ldexp(1.0, exponents - 127))
+    else:
+        scales = page[at : at + 4 * layout.num_scales].view(np.float32).astype(np.float64)
+    rope = data[layout.rope_offset :].view(ml_dtypes.bfloat16).astype(np.float64)
+    return np.concatenate([quantized * np.repeat(scales, layout.scale_tile), rope])
+
+
+def read_tokens(pages: Pages, slots: np.ndarray) -> np.ndarray:
+    """The values of many slots, float64 [n, head_dim]."""
+    rows = [read_token(pages, int(slot)) for slot in slots]
+    return np.array(rows) if rows else np.empty((0, pages.layout.head_dim))
+
+
+def lookup_slot(block_table: np.ndarray, row: int, position: int, block_size: int) -> int:
+    """The slot of a position of request `row`, or -1 where the table has no such entry or no such block."""
+    if not (0 <= row < block_table.shape[0] and 0 <= position < block_table.shape[1] * block_size):
+        return -1
+    block = int(block_table[row, position // block_size])
+    slot = block * block_size + position % block_size
+    return slot if block >= 0 and slot < 2**31 else -1

@@ -1,0 +1,39 @@
+"""How close results must be (the bounds of FlashMLA's own tests)."""
+
+import numpy as np
+
+
+def assert_within(name, got, want, absolute, relative):
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want), err_msg=f"{name}: NaN in other places")
+    infinite = np.isinf(want)
+    np.testing.assert_array_equal(got[infinite], want[infinite], err_msg=f"{name}: infinities")
+    finite = np.isfinite(want)
+    error = np.abs(got[finite] - want[finite])
+    allowed = absolute + relative * np.abs(want[finite])
+    worst = np.max(error - allowed, initial=-np.inf)
+    assert worst <= 0, f"{name}: {worst:.3g} beyond the bound (largest error {error.max():.3g})"
+
+
+def assert_same_direction(name, got, want, largest):
+    """1 - cosine similarity, the zero vector matching only itself."""
+    got, want = np.asarray(got, np.float64).ravel(), np.asarray(want, np.float64).ravel()
+    keep = np.isfinite(want)
+    got, want = got[keep], want[keep]
+    denominator = (got**2).sum() + (want**2).sum()
+    distance = 1 - 2 * (got * want).sum() / denominator if denominator else 0.0
+    assert distance < largest, f"{name}: cosine distance {distance:.3g}, expected below {largest}"
+
+
+def assert_decode(out, lse, want_out, want_lse):
+    assert_within("out", out, want_out, 1e-3, 2.01 / 128)
+    assert_same_direction("out", out, want_out, 5e-6)
+    assert_within("lse", lse, want_lse, 1e-6, 8.01 / 65536)
+
+
+def assert_prefill(out, max_logits, lse, want_out, want_max, want_lse, rounded_sides=1):
+    """`rounded_sides` is 2 where `want_out` is not exact but another kernel's result with errors of its own."""
+    assert_within("out", out, want_out, rounded_sides * 8e-4, rounded_sides * 3.01 / 128)
+    assert_same_direction("out", out, want_out, 7e-6)
+    assert_within("max_logits", max_logits, want_max, 1e-6, 2.01 / 65536)
+    assert_within("lse", lse, want_lse, 1e-6, 2.01 / 65536)

@@ -1,0 +1,49 @@
+"""Arrays to a backend's memory and back."""
+
+import ml_dtypes
+import numpy as np
+
+BF16 = ml_dtypes.bfloat16
+
+
+class Lab:
+    """backend: the name given to every call; on_device: whether its arrays are CuPy's."""
+
+    def __init__(self, backend, on_device):
+        self.backend = backend
+        self.on_device = on_device
+
+    @property
+    def xp(self):
+        if not self.on_device:
+            return np
+        import cupy
+
+        return cupy
+
+    def put(self, array):
+        """A NumPy array, where this backend wants it; strides (and what lies between rows) included."""
+        if array is None or not self.on_device:
+            return array
+        import cupy
+
+        base = array
+        while isinstance(base.base, np.ndarray) and base.base.ndim:
+            base = base.base
+        if base is array or base.nbytes > 1 << 30 or not base.flags.c_contiguous:
+            return cupy.array(array)
+        device = cupy.array(base.view(np.uint8).reshape(-1))
+        offset = array.ctypes.data - base.ctypes.data
+        return cupy.ndarray(array.shape, array.dtype, device.data + offset, array.strides)
+
+    def get(self, array):
+        return array if isinstance(array, np.ndarray) else array.get()
+
+
+def bfloat16(bits):
+    """uint16 bits as bfloat16."""
+    return np.ascontiguousarray(bits).view(BF16)
+
+
+def to_float(array):
+    return np.asarray(array).astype(np.float64)
