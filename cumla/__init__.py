@@ -1,7 +1,14 @@
 """Sparse attention serving without PyTorch: metadata, paged FP8 KV caches and sparse MLA for any DLPack array."""
 
+from .advance import advance_step
 from .attention import merge_attn_states, sparse_mla_decode, sparse_mla_prefill
-from .cache import dequantize_and_gather_k_cache, quantize_and_insert_k_cache
+from .blocks import copy_blocks, swap_blocks
+from .cache import (
+    cp_gather_indexer_k_quant_cache,
+    dequantize_and_gather_k_cache,
+    indexer_k_quant_and_cache,
+    quantize_and_insert_k_cache,
+)
 from .indices import (
     build_flashinfer_mixed_sparse_indices,
     combine_topk_swa_indices,
@@ -9,6 +16,7 @@ from .indices import (
     compute_swa_indices_and_lens,
 )
 from .layout import DSV4_BF16, DSV4_FP8, INDEXER_FP8, MLA_BF16, V32_FP8, CacheLayout
+from .mla_cache import concat_and_cache_mla, gather_cache
 
 __version__ = "0.1.0"
 
@@ -19,13 +27,20 @@ __all__ = [
     "MLA_BF16",
     "V32_FP8",
     "CacheLayout",
+    "advance_step",
     "build_flashinfer_mixed_sparse_indices",
     "combine_topk_swa_indices",
     "compute_global_topk_indices_and_lens",
     "compute_swa_indices_and_lens",
+    "concat_and_cache_mla",
+    "copy_blocks",
+    "cp_gather_indexer_k_quant_cache",
     "dequantize_and_gather_k_cache",
+    "gather_cache",
+    "indexer_k_quant_and_cache",
     "merge_attn_states",
     "quantize_and_insert_k_cache",
     "sparse_mla_decode",
     "sparse_mla_prefill",
+    "swap_blocks",
 ]

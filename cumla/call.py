@@ -139,7 +139,7 @@ class Call:
                 f"{name}: got strides {strides} bytes, expected tokens {layout.token_bytes} bytes apart "
                 f"and pages at least {rows * layout.token_bytes} bytes apart"
             )
-        return Pages(_bytes_of(native, blocks, rows * layout.token_bytes), rows, layout)
+        return Pages(bytes_of(native, blocks, rows * layout.token_bytes), rows, layout)
 
     def _raw_pages(self, name: str, native: Any, layout: CacheLayout, block_size: int) -> Pages:
         if native.dtype not in BYTES:
@@ -150,7 +150,7 @@ class Call:
                 f"{name}: got pages of {native.shape[1]} bytes {native.strides[0]} bytes apart, "
                 f"expected at least {needed} contiguous bytes for {block_size} tokens of {layout.name}"
             )
-        return Pages(_bytes_of(native[:, :needed], len(native), needed), block_size, layout)
+        return Pages(bytes_of(native[:, :needed], len(native), needed), block_size, layout)
 
     @contextlib.contextmanager
     def kernels(self, file: str) -> Iterator[ModuleType]:
@@ -167,8 +167,8 @@ class Call:
         return back[0] if len(back) == 1 else back
 
 
-def _bytes_of(native: Any, blocks: int, page_bytes: int) -> Any:
-    """uint8 [blocks, page_bytes] over the pages of a checked cache array."""
+def bytes_of(native: Any, blocks: int, page_bytes: int) -> Any:
+    """uint8 [blocks, page_bytes] over an array whose first axis counts pages that are contiguous in themselves."""
     if isinstance(native, np.ndarray):
         return native.view(np.uint8).reshape(blocks, page_bytes)
     stride = native.strides[0] if blocks > 1 else page_bytes

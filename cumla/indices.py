@@ -162,6 +162,8 @@ def combine_topk_swa_indices(
     num_tokens = call.size("T")
     if topk_indices.shape[1] < topk:
         raise ValueError(f"topk_indices: got {topk_indices.shape[1]} columns, expected at least topk = {topk}")
+    if N > M:
+        raise ValueError(f"N: got {N}, expected at most M = {M}, the rows of a request")
     if len(seq_lens) * M > INT32_MAX:
         raise ValueError(f"M: got {M} rows for each of {len(seq_lens)} requests, expected a workspace within int32")
     given = pair("out", out)

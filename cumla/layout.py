@@ -142,6 +142,16 @@ INDEXER_FP8 = CacheLayout(
 MLA_BF16 = CacheLayout("MLA_BF16", head_dim=576, rope_dim=64, value_type="bfloat16", row_bytes=1152)
 DSV4_BF16 = CacheLayout("DSV4_BF16", head_dim=512, rope_dim=64, value_type="bfloat16", row_bytes=1024)
 
+
+def plain_rows(width: int, value_type: ValueType) -> CacheLayout:
+    """The format of rows of `width` values of one type and nothing else.
+
+    16-bit values are what they are; e4m3 values have one scale for all, which is not in the cache.
+    """
+    row_bytes = width if value_type == "e4m3" else 2 * width
+    return CacheLayout(f"{value_type} [.., {width}]", width, 0, value_type, row_bytes)
+
+
 LAYOUTS = {layout.name: layout for layout in (DSV4_FP8, V32_FP8, MLA_BF16, DSV4_BF16, INDEXER_FP8)}
 
 

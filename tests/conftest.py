@@ -1,7 +1,8 @@
 """Every test that takes `lab` runs on each backend; device backends are marked gpu.
 
 Without a device, numba_cuda runs in Numba's simulator on host arrays, which must be asked for before Numba
-is imported.
+is imported. The simulator is slow: `lab.tiny` says that a test should make do with a few tokens. A test marked
+`attention` needs kernels that numba_cuda does not have and does not run on it.
 """
 
 import os
@@ -15,6 +16,7 @@ def wants_gpu(config):
 
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "attention: needs attention kernels, which numba_cuda does not have")
     if not wants_gpu(config):
         os.environ.setdefault("NUMBA_ENABLE_CUDASIM", "1")
 
@@ -22,16 +24,42 @@ def pytest_configure(config):
 BACKENDS = [
     "reference",
     "cpu",
+    "numba_cuda",  # in the simulator
     pytest.param("cuda", marks=pytest.mark.gpu),
+    pytest.param("numba_cuda", marks=pytest.mark.gpu, id="numba_cuda-device"),
 ]
 
 
-@pytest.fixture(params=BACKENDS)
+def backend_of(parameter):
+    return parameter if isinstance(parameter, str) else parameter.values[0]
+
+
+def pytest_generate_tests(metafunc):
+    if "lab" in metafunc.fixturenames:
+        attention = metafunc.definition.get_closest_marker("attention") is not None
+        backends = [x for x in BACKENDS if not (attention and backend_of(x) == "numba_cuda")]
+        metafunc.parametrize("lab", backends, indirect=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    try:
+        return (yield)
+    except ValueError as error:
+        if "'numba_cuda' has no" in str(error):
+            pytest.skip(str(error))
+        raise
+
+
+@pytest.fixture
 def lab(request):
     """A backend and the way to move arrays to it and back."""
     from support.lab import Lab
 
-    return Lab(request.param, on_device=request.node.get_closest_marker("gpu") is not None)
+    on_device = request.node.get_closest_marker("gpu") is not None
+    if on_device and os.environ.get("NUMBA_ENABLE_CUDASIM") == "1" and request.param == "numba_cuda":
+        pytest.skip("Numba's simulator is on; run with -m gpu")
+    return Lab(request.param, on_device)
 
 
 @pytest.fixture

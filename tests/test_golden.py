@@ -6,19 +6,29 @@ import pytest
 import cumla
 from support import golden
 from support.bounds import assert_decode, assert_prefill
-from support.lab import bfloat16, to_float
+from support.lab import BF16, bfloat16, to_float
 
 
 def golden_cases(function):
     return pytest.mark.parametrize("number", golden.cases(function))
 
 
+def few(lab, number):
+    """How many tokens to look at: all, or `number` where each one takes long."""
+    return number if lab.tiny else 10**6
+
+
 @golden_cases("quantize_and_insert_k_cache")
 def test_quantize_and_insert(lab, number):
     case = golden.case("quantize_and_insert_k_cache", number)
     cache = lab.put(case["cache_before"])
+    k, slots = bfloat16(case["k"]), case["slot_mapping"]
+    tokens = slice(-few(lab, 6), None)
+    if lab.tiny:  # the tokens before by the reference
+        before = slice(None, tokens.start)
+        cumla.quantize_and_insert_k_cache(k[before], cache, slots[before], case["block_size"], backend="reference")
     cumla.quantize_and_insert_k_cache(
-        lab.put(bfloat16(case["k"])), cache, lab.put(case["slot_mapping"]), case["block_size"], backend=lab.backend
+        lab.put(k[tokens]), cache, lab.put(slots[tokens]), case["block_size"], backend=lab.backend
     )
     np.testing.assert_array_equal(lab.get(cache), case["cache_after"])
 
@@ -26,13 +36,15 @@ def test_quantize_and_insert(lab, number):
 @golden_cases("dequantize_and_gather_k_cache")
 def test_dequantize_and_gather(lab, number):
     case = golden.case("dequantize_and_gather_k_cache", number)
-    out = lab.put(np.full(case["out"].shape, 7.0, bfloat16(case["out"]).dtype))
+    rows = slice(case["offset"] + few(lab, 4))  # of each request
+    want = case["out"][:, rows]
+    out = lab.put(np.full(want.shape, 7.0, BF16))
     gather_lens = case["gather_lens"] if case["gather_lens"].size else None
     cumla.dequantize_and_gather_k_cache(
         out, lab.put(case["k_cache"]), lab.put(case["seq_lens"]), lab.put(gather_lens), lab.put(case["block_table"]),
         case["block_size"], case["offset"], backend=lab.backend,
     )  # fmt: skip
-    np.testing.assert_array_equal(lab.get(out).view(np.uint16), case["out"])
+    np.testing.assert_array_equal(lab.get(out).view(np.uint16), want)
 
 
 @golden_cases("decode_swa")
@@ -52,23 +64,26 @@ def test_swa_indices(lab, number):
 @golden_cases("compute_global_topk_indices_and_lens")
 def test_global_topk(lab, number):
     case = golden.case("compute_global_topk_indices_and_lens", number)
+    tokens = slice(few(lab, 8))
     indices, lens = cumla.compute_global_topk_indices_and_lens(
-        lab.put(case["topk_indices"]), lab.put(case["token_to_req_indices"]), lab.put(case["block_table"]),
+        lab.put(case["topk_indices"][tokens]), lab.put(case["token_to_req_indices"]), lab.put(case["block_table"]),
         case["block_size"], lab.put(case["is_valid_token"]), backend=lab.backend,
     )  # fmt: skip
-    np.testing.assert_array_equal(lab.get(indices), case["global_topk_indices"])
-    np.testing.assert_array_equal(lab.get(lens), case["topk_lens"])
+    np.testing.assert_array_equal(lab.get(indices), case["global_topk_indices"][tokens])
+    np.testing.assert_array_equal(lab.get(lens), case["topk_lens"][tokens])
 
 
 @golden_cases("combine_topk_swa_indices")
 def test_combine(lab, number):
     case = golden.case("combine_topk_swa_indices", number)
+    tokens = slice(few(lab, 8))
     indices, lens = cumla.combine_topk_swa_indices(
-        *(lab.put(case[name]) for name in ("topk_indices", "query_start_loc", "seq_lens", "gather_lens")),
+        lab.put(case["topk_indices"][tokens]),
+        *(lab.put(case[name]) for name in ("query_start_loc", "seq_lens", "gather_lens")),
         *(case[name] for name in ("window_size", "compress_ratio", "topk", "M", "N")), backend=lab.backend,
     )  # fmt: skip
-    np.testing.assert_array_equal(lab.get(indices), case["combined_indices"])
-    np.testing.assert_array_equal(lab.get(lens), case["combined_lens"])
+    np.testing.assert_array_equal(lab.get(indices), case["combined_indices"][tokens])
+    np.testing.assert_array_equal(lab.get(lens), case["combined_lens"][tokens])
 
 
 @golden_cases("build_flashinfer_mixed_sparse_indices")
@@ -80,12 +95,15 @@ def test_mixed_sparse_indices(lab, number):
         "compressed_block_table", "compressed_block_size", "window_size", "compress_ratio", "topk", "local",
         "decode_is_valid_token",
     )  # fmt: skip
+    case["prefill_topk_indices"] = case["prefill_topk_indices"][: few(lab, 8)]
+    tokens = slice(len(case["decode_swa_indices"]) + len(case["prefill_topk_indices"]))
     arguments = [lab.put(case[name]) if isinstance(case[name], np.ndarray) else case[name] for name in names]
     indices, lens = cumla.build_flashinfer_mixed_sparse_indices(*arguments, backend=lab.backend)
-    np.testing.assert_array_equal(lab.get(indices), case["sparse_indices"])
-    np.testing.assert_array_equal(lab.get(lens), case["sparse_topk_lens"])
+    np.testing.assert_array_equal(lab.get(indices), case["sparse_indices"][tokens])
+    np.testing.assert_array_equal(lab.get(lens), case["sparse_topk_lens"][tokens])
 
 
+@pytest.mark.attention
 @golden_cases("sparse_decode_dsv4")
 def test_sparse_decode_dsv4(lab, number):
     case = golden.case("sparse_decode_dsv4", number)
@@ -99,6 +117,7 @@ def test_sparse_decode_dsv4(lab, number):
     assert_decode(to_float(lab.get(out)), lab.get(lse), to_float(bfloat16(case["out"])), case["lse"])
 
 
+@pytest.mark.attention
 @golden_cases("sparse_decode_v32")
 def test_sparse_decode_v32(lab, number):
     case = golden.case("sparse_decode_v32", number)
@@ -109,6 +128,7 @@ def test_sparse_decode_v32(lab, number):
     assert_decode(to_float(lab.get(out)), lab.get(lse), to_float(bfloat16(case["out"])), case["lse"])
 
 
+@pytest.mark.attention
 @golden_cases("sparse_prefill")
 def test_sparse_prefill(lab, number):
     case = golden.case("sparse_prefill", number)

@@ -2,14 +2,16 @@
 
 import numpy as np
 import pytest
-from support.bounds import assert_same_direction, assert_within
-from support.lab import BF16, to_float
 
 import cumla
 from cumla.batch import CommonAttentionMetadata
 from cumla.kernels.reference.attention import attend
 from cumla.layer import CompressedCache, SparseMLALayer
 from cumla.metadata import DeepseekSparseSWAMetadataBuilder, ServingConfig
+from support.bounds import assert_same_direction, assert_within
+from support.lab import BF16, to_float
+
+pytestmark = pytest.mark.attention
 
 WINDOW, BLOCK, COMPRESSED_BLOCK = 16, 8, 128
 
@@ -35,7 +37,9 @@ class Pool:
 def batch_of(lab, seq_lens, query_lens, pool):
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
     lens = np.array(seq_lens, np.int32)
-    slots = np.concatenate([pool.slots(r, np.arange(s - q, s)) for r, (s, q) in enumerate(zip(seq_lens, query_lens))])
+    slots = np.concatenate(
+        [pool.slots(r, np.arange(s - q, s)) for r, (s, q) in enumerate(zip(seq_lens, query_lens, strict=True))]
+    )
     return CommonAttentionMetadata(
         lab.put(starts), starts, lab.put(lens), lens, lens - np.array(query_lens, np.int32), len(lens),
         int(starts[-1]), max(query_lens), lab.put(pool.table), lab.put(slots),
@@ -48,9 +52,7 @@ def dequantized(lab, rows):
     cumla.quantize_and_insert_k_cache(rows, cache, np.arange(len(rows)), max(len(rows), 1), backend="reference")
     out = np.zeros((1, len(rows), 512), BF16)
     table, lens = np.zeros((1, 1), np.int32), np.array([len(rows)], np.int32)
-    cumla.dequantize_and_gather_k_cache(
-        out, cache, lens, None, table, max(len(rows), 1), 0, backend="reference"
-    )
+    cumla.dequantize_and_gather_k_cache(out, cache, lens, None, table, max(len(rows), 1), 0, backend="reference")
     return to_float(out[0])
 
 
@@ -75,7 +77,7 @@ def test_step(lab, rng, ratio, seq_lens, query_lens):
     compressed_pool = Pool(rng, compressed_lens, COMPRESSED_BLOCK // ratio if ratio > 1 else 1)
 
     # What earlier steps left in the caches; of the compressed rows this step completes the last one at most.
-    for r, (s, q) in enumerate(zip(seq_lens, query_lens)):
+    for r, (s, q) in enumerate(zip(seq_lens, query_lens, strict=True)):
         insert(lab, pool, cache, r, np.arange(s - q))
     batch = batch_of(lab, seq_lens, query_lens, pool)
     builder = DeepseekSparseSWAMetadataBuilder(config, backend=lab.backend)
@@ -98,11 +100,11 @@ def test_step(lab, rng, ratio, seq_lens, query_lens):
     sink = rng.standard_normal(heads).astype(np.float32)
     layer = SparseMLALayer(ratio, index_topk=topk, attn_sink=lab.put(sink))
     q = rng.standard_normal((tokens, heads, 512)).astype(BF16)
-    k = np.concatenate([pool.rows[r][s - n : s] for r, (s, n) in enumerate(zip(seq_lens, query_lens))])
+    k = np.concatenate([pool.rows[r][s - n : s] for r, (s, n) in enumerate(zip(seq_lens, query_lens, strict=True))])
     out = to_float(lab.get(layer.step(lab.put(q), lab.put(k), cache, metadata, compressed, backend=lab.backend)))
 
     token = 0
-    for r, (s, n) in enumerate(zip(seq_lens, query_lens)):
+    for r, (s, n) in enumerate(zip(seq_lens, query_lens, strict=True)):
         window_rows, compressed_rows = dequantized(lab, pool.rows[r]), dequantized(lab, compressed_pool.rows[r])
         for position in range(s - n, s):
             keys = window_rows[max(position - WINDOW + 1, 0) : position + 1]
@@ -126,7 +128,7 @@ def insert(lab, pool, cache, request, positions):
 def select(rng, seq_lens, query_lens, topk):
     """For each token a random choice of the compressed rows that exist at its position, padded with -1."""
     rows = []
-    for s, n in zip(seq_lens, query_lens):
+    for s, n in zip(seq_lens, query_lens, strict=True):
         for position in range(s - n, s):
             chosen = rng.permutation((position + 1) // 4)[:topk]
             rows.append(np.pad(chosen, (0, topk - len(chosen)), constant_values=-1))

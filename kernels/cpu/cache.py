@@ -6,14 +6,16 @@ import numpy as np
 from numba import njit, prange
 
 from ..segments import Pages
-from .rows import Geometry, geometry_of, lookup_slot, read_row, write_row
+from .rows import Geometry, find_request, geometry_of, lookup_slot, read_row, write_row
 
 
 def quantize_and_insert_k_cache(
     k: np.ndarray, pages: Pages, slot_mapping: np.ndarray, power_of_two_scales: bool
 ) -> None:
-    values = np.ascontiguousarray(k[: len(slot_mapping)], dtype=np.float32)
-    _insert(values, pages.bytes, np.ascontiguousarray(slot_mapping), geometry_of(pages), power_of_two_scales)
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        values = np.ascontiguousarray(k[: len(slot_mapping)], dtype=np.float32)
+    slots = np.ascontiguousarray(slot_mapping, dtype=np.int64)
+    _insert(values, pages.bytes, slots, geometry_of(pages), power_of_two_scales)
 
 
 @njit(parallel=True, cache=True)
@@ -38,7 +40,7 @@ def dequantize_and_gather_k_cache(
     np.cumsum(rows, out=starts[1:])
     values = np.empty((int(starts[-1]), pages.layout.head_dim), np.float32)
     _gather(values, pages.bytes, seq_lens.astype(np.int64) - lens, starts, block_table, geometry_of(pages))
-    with np.errstate(over="ignore"):  # a float16 output may overflow to infinity
+    with np.errstate(over="ignore", invalid="ignore"):  # a float16 output may overflow to infinity
         for request in range(len(rows)):
             out[request, offset : offset + rows[request]] = values[starts[request] : starts[request + 1]]
 
@@ -54,3 +56,26 @@ def _gather(
             read_row(pages[slot // g.block_size], slot % g.block_size, values[row], g)
         else:
             values[row] = 0
+
+
+def cp_gather_indexer_k_quant_cache(
+    pages: Pages, dst_k: np.ndarray, dst_scale: np.ndarray, block_table: np.ndarray, cu_seq_lens: np.ndarray
+) -> None:
+    _gather_indexer(pages.bytes, dst_k, dst_scale, block_table, cu_seq_lens, geometry_of(pages))
+
+
+@njit(parallel=True, cache=True)
+def _gather_indexer(pages, dst_k, dst_scale, block_table, cu_seq_lens, g):
+    for row in prange(min(len(dst_k), max(cu_seq_lens[-1], 0))):
+        request = find_request(cu_seq_lens, row)
+        if request < 0:
+            continue
+        slot = lookup_slot(block_table, request, np.int64(row) - cu_seq_lens[request], g.block_size)
+        if 0 <= slot < pages.shape[0] * g.block_size:
+            page, token = pages[slot // g.block_size], slot % g.block_size
+            scales = g.scale_start + token * g.scale_stride
+            dst_k[row] = page[token * g.row_bytes : (token + 1) * g.row_bytes]
+            dst_scale[row] = page[scales : scales + g.scale_bytes]
+        else:
+            dst_k[row] = 0
+            dst_scale[row] = 0

@@ -5,7 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
+from .. import slots
 from .rows import lookup_slot
+
+token_position = njit(cache=True)(slots.token_position)
+to_span = njit(cache=True)(slots.to_span)
 
 
 @njit(parallel=True, cache=True)
@@ -34,12 +38,6 @@ def compute_swa_indices_and_lens(
 
 
 @njit(cache=True)
-def token_position(query_start_loc, seq_lens, request, token):
-    """Position of a query token in its sequence; the last query token is the sequence's last."""
-    return np.int64(seq_lens[request]) - query_start_loc[request + 1] + token
-
-
-@njit(cache=True)
 def write_window(block_table, request, position, block_size, block_span, row):
     """The slots of the last len(row) positions up to `position` into `row`; how many they are."""
     start = max(position - len(row) + 1, 0)
@@ -47,15 +45,6 @@ def write_window(block_table, request, position, block_size, block_span, row):
     for j in range(count):
         row[j] = to_span(lookup_slot(block_table, request, start + j, block_size), block_size, block_span)
     return count
-
-
-@njit(cache=True)
-def to_span(slot, block_size, block_span):
-    """A slot where pages are `block_span` tokens apart instead of `block_size`; -1 stays absent."""
-    if slot < 0:
-        return np.int64(-1)
-    slot = np.int64(slot) // block_size * block_span + slot % block_size
-    return slot if slot < 2**31 else np.int64(-1)
 
 
 @njit(parallel=True, cache=True)

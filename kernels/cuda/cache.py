@@ -6,15 +6,25 @@ from typing import Any
 
 from ..segments import Pages
 from .compile import kernel
-from .launch import C_NAMES, int32, is_aligned, pointer, strides
+from .launch import C_NAMES, MAX_BLOCKS, int32, is_aligned, pointer, strides
 
 WARPS = 8  # a thread block
+INDEXER_ROWS = 32  # a thread block, as in indexer_gather.cu
 
 
 def quantize_and_insert_k_cache(k: Any, pages: Pages, slot_mapping: Any, power_of_two_scales: bool) -> None:
+    rope = k.data.ptr + pages.layout.quantized_dim * k.dtype.itemsize
+    insert(k, rope, strides(k)[0], is_aligned(k, pages.bytes), pages, slot_mapping, power_of_two_scales)
+
+
+def insert(
+    k: Any, rope: Any, rope_stride: int, aligned: bool, pages: Pages, slot_mapping: Any, power_of_two_scales: bool
+) -> None:
+    """Insert rows whose quantised values are in `k`; `rope`, an array or an address, has those that stay 16-bit."""
     num_tokens = len(slot_mapping)
     tokens_per_warp = 1
-    insert = kernel(
+    blocks = -(-num_tokens // (WARPS * tokens_per_warp))
+    kernel(
         "cache_insert.cu",
         "quantize_and_insert_k_cache",
         LAYOUT=pages.layout.name,
@@ -22,14 +32,12 @@ def quantize_and_insert_k_cache(k: Any, pages: Pages, slot_mapping: Any, power_o
         SLOT=C_NAMES[slot_mapping.dtype.name],
         POWER_OF_TWO=int(power_of_two_scales),
         TOKENS=tokens_per_warp,
-        ALIGNED=int(is_aligned(k, pages.bytes)),
-    )
-    blocks = -(-num_tokens // (WARPS * tokens_per_warp))
-    insert(
+        ALIGNED=int(aligned),
+    )(
         (blocks,),
         (32 * WARPS,),
         (
-            k, strides(k)[0], slot_mapping, int32(num_tokens),
+            k, strides(k)[0], rope, rope_stride, slot_mapping, int32(num_tokens),
             pages.bytes, pages.bytes.strides[0], pages.num_slots, int32(pages.block_size),
         ),
     )  # fmt: skip
@@ -60,5 +68,25 @@ def dequantize_and_gather_k_cache(
             pages.bytes, pages.bytes.strides[0], pages.num_slots, int32(pages.block_size),
             seq_lens, pointer(gather_lens), block_table, strides(block_table)[0], int32(requests),
             int32(block_table.shape[1]), int32(blocks_per_request),
+        ),
+    )  # fmt: skip
+
+
+def cp_gather_indexer_k_quant_cache(
+    pages: Pages, dst_k: Any, dst_scale: Any, block_table: Any, cu_seq_lens: Any
+) -> None:
+    num_rows = len(dst_k)
+    scales_aligned = (dst_scale.data.ptr | dst_scale.strides[0]) % 4 == 0
+    kernel(
+        "indexer_gather.cu",
+        "cp_gather_indexer_k_quant_cache",
+        ALIGNED=int(is_aligned(pages.bytes, dst_k) and scales_aligned),
+    )(
+        (min(-(-num_rows // INDEXER_ROWS), MAX_BLOCKS),),
+        (32 * WARPS,),
+        (
+            pages.bytes, pages.bytes.strides[0], pages.num_slots, int32(pages.block_size),
+            dst_k, dst_k.strides[0], dst_scale, dst_scale.strides[0], int32(num_rows),
+            block_table, strides(block_table)[0], int32(block_table.shape[1]), cu_seq_lens, int32(len(block_table)),
         ),
     )  # fmt: skip

@@ -6,8 +6,9 @@ from typing import Any
 
 from numpy import int32
 
-__all__ = ["C_NAMES", "int32", "is_aligned", "pointer", "strides"]
+__all__ = ["C_NAMES", "MAX_BLOCKS", "int32", "is_aligned", "pointer", "strides", "unit"]
 
+MAX_BLOCKS = 4096  # where thread blocks go through the rows in turns: enough to fill any device
 C_NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "float", "int32": "int", "int64": "int64"}
 
 
@@ -30,3 +31,16 @@ def is_aligned(*arrays: Any) -> bool:
         for stride in array.strides[:-1]:
             bits |= stride
     return bits % 16 == 0
+
+
+def unit(row_bytes: int, *arrays: Any) -> str:
+    """The widest type whose size divides `row_bytes` and the addresses of all rows of these arrays."""
+    bits = row_bytes
+    for array in arrays:
+        bits |= array.data.ptr
+        for stride in array.strides[:-1]:
+            bits |= stride
+    for size, name in ((16, "uint4"), (8, "uint2"), (4, "uint32"), (2, "uint16")):
+        if bits % size == 0:
+            return name
+    return "uint8"

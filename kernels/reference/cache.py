@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..segments import Pages
-from .rows import lookup_slot, read_token, write_token
+from .rows import gathered_rows, lookup_slot, read_token, write_token
 
 
 def quantize_and_insert_k_cache(
@@ -13,7 +13,8 @@ def quantize_and_insert_k_cache(
 ) -> None:
     for token, slot in enumerate(slot_mapping):
         if 0 <= slot < pages.num_slots:
-            write_token(pages, int(slot), k[token].astype(np.float32), power_of_two_scales)
+            with np.errstate(invalid="ignore"):  # signalling NaN
+                write_token(pages, int(slot), k[token].astype(np.float32), power_of_two_scales)
 
 
 def dequantize_and_gather_k_cache(
@@ -31,5 +32,21 @@ def dequantize_and_gather_k_cache(
         for i in range(gather_len):
             slot = lookup_slot(block_table, request, int(first + i), pages.block_size)
             present = 0 <= slot < pages.num_slots
-            with np.errstate(over="ignore"):  # a float16 output may overflow to infinity
-                out[request, offset + i] = read_token(pages, slot).astype(out.dtype) if present else 0
+            with np.errstate(over="ignore", invalid="ignore"):  # a float16 output may overflow to infinity
+                values = read_token(pages, slot).astype(np.float32) if present else np.float32(0)
+                out[request, offset + i] = values.astype(out.dtype)
+
+
+def cp_gather_indexer_k_quant_cache(
+    pages: Pages, dst_k: np.ndarray, dst_scale: np.ndarray, block_table: np.ndarray, cu_seq_lens: np.ndarray
+) -> None:
+    layout = pages.layout
+    for request, row, position in gathered_rows(cu_seq_lens, None, len(dst_k)):
+        slot = lookup_slot(block_table, request, position, pages.block_size)
+        if not 0 <= slot < pages.num_slots:
+            dst_k[row], dst_scale[row] = 0, 0
+            continue
+        page, token = pages.bytes[slot // pages.block_size], slot % pages.block_size
+        scale = layout.scale_start(pages.block_size) + token * layout.scale_stride
+        dst_k[row] = page[token * layout.row_bytes : (token + 1) * layout.row_bytes]
+        dst_scale[row] = page[scale : scale + layout.scale_bytes]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import ml_dtypes
 import numpy as np
 
@@ -9,6 +11,7 @@ from ...layout import CacheLayout
 from ..segments import Pages
 
 E4M3_MAX = 448.0
+E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
 def scale_exponent(amax: np.float32, min_exponent: int) -> int:
@@ -30,9 +33,14 @@ def quantize_tile(values: np.ndarray, layout: CacheLayout, power_of_two: bool) -
         scale = np.float32(np.ldexp(1.0, scale_exponent(amax, layout.min_exponent)))
     else:
         scale = max(amax / np.float32(E4M3_MAX), np.float32(layout.min_scale))
-    with np.errstate(over="ignore"):
-        scaled = np.clip(values / scale, -E4M3_MAX, E4M3_MAX)  # keeps NaN
-    return scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scale
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        return to_e4m3(values / scale), scale
+
+
+def to_e4m3(values: np.ndarray) -> np.ndarray:
+    """float32 to e4m3 bytes, to nearest even; beyond 448 saturates, NaN becomes 0x7F."""
+    saturated = np.clip(values, -E4M3_MAX, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return np.where(np.isnan(values), np.uint8(0x7F), saturated)
 
 
 def write_token(pages: Pages, slot: int, values: np.ndarray, power_of_two: bool) -> None:
@@ -56,6 +64,7 @@ def write_token(pages: Pages, slot: int, values: np.ndarray, power_of_two: bool)
     page[start + layout.rope_offset : start + layout.row_bytes] = rope.view(np.uint8)
 
 
+@np.errstate(invalid="ignore")  # signalling NaN
 def read_token(pages: Pages, slot: int) -> np.ndarray:
     """The values of `slot`, float64 [head_dim], exact."""
     layout = pages.layout
@@ -89,3 +98,14 @@ def lookup_slot(block_table: np.ndarray, row: int, position: int, block_size: in
     block = int(block_table[row, position // block_size])
     slot = block * block_size + position % block_size
     return slot if block >= 0 and slot < 2**31 else -1
+
+
+def gathered_rows(
+    cu_seq_lens: np.ndarray, seq_starts: np.ndarray | None, num_rows: int
+) -> Iterator[tuple[int, int, int]]:
+    """(request, row, position) of the rows of a gather: request r has [cu_seq_lens[r], cu_seq_lens[r + 1])."""
+    for request in range(len(cu_seq_lens) - 1):
+        first, end = int(cu_seq_lens[request]), int(cu_seq_lens[request + 1])
+        start = 0 if seq_starts is None else int(seq_starts[request])
+        for row in range(max(first, 0), min(end, num_rows)):
+            yield request, row, start + row - first

@@ -3,6 +3,7 @@
 // A warp takes TOKENS neighbouring tokens. Each lane holds 8 neighbouring values of a row in each of its
 // rounds (a round is 32 lanes x 8 values), so a tile of 64 or 128 values is 8 or 16 lanes and its largest
 // magnitude takes 3 or 4 shuffles. Reads of a row are 512 contiguous bytes a round, writes 256.
+// The values that stay 16-bit come from an array of their own, `rope`, which may be a part of the other.
 //
 // Macros: LAYOUT, INPUT (bf16, f16 or float), SLOT (int64 or int), POWER_OF_TWO, TOKENS, ALIGNED.
 #include "pages.cuh"
@@ -57,8 +58,9 @@ __device__ inline void insert_chunk(Token token, int chunk, const float (&x)[8])
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-quantize_and_insert_k_cache(const INPUT* k, int64 k_stride, const SLOT* slot_mapping, int num_tokens, uint8* pages,
-                            int64 page_stride, int64 num_slots, int block_size) {
+quantize_and_insert_k_cache(const INPUT* k, int64 k_stride, const INPUT* rope, int64 rope_stride,
+                            const SLOT* slot_mapping, int num_tokens, uint8* pages, int64 page_stride, int64 num_slots,
+                            int block_size) {
     int lane = threadIdx.x % 32;
     int first_token = (blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) * TOKENS;
     Raw8<INPUT> raw[TOKENS][ROUNDS];
@@ -70,7 +72,10 @@ quantize_and_insert_k_cache(const INPUT* k, int64 k_stride, const SLOT* slot_map
 #pragma unroll
         for (int round = 0; round < ROUNDS; ++round) {
             int first = 8 * (32 * round + lane);
-            if (token < num_tokens && first < LAYOUT::head_dim) raw[t][round] = load_raw8(k + token * k_stride + first);
+            const INPUT* values = first < LAYOUT::quantized_dim
+                                      ? k + token * k_stride + first
+                                      : rope + token * rope_stride + (first - LAYOUT::quantized_dim);
+            if (token < num_tokens && first < LAYOUT::head_dim) raw[t][round] = load_raw8(values);
             else raw[t][round] = {};
         }
     }

@@ -37,7 +37,7 @@ struct Requests {
     int count;
 
     // Position of a query token in its sequence; the last query token is the sequence's last.
-    __device__ int64 position(int request, int token) const {
+    __device__ int64 position(int request, int64 token) const {
         return int64(seq_lens[request]) - query_start_loc[request + 1] + token;
     }
 };
@@ -141,7 +141,7 @@ combine_topk_swa_indices(const int* topk_indices, int64 topk_stride, const int* 
                          int row_stride, int swa_start, int* combined_indices, int64 combined_stride, int width,
                          int* combined_lens) {
     int token = blockIdx.x;
-    int query = token + query_start_loc[0];
+    int64 query = int64(token) + query_start_loc[0];
     // The token's request: how many of query_start_loc[1:] are at most `query`.
     int passed = 0;
     for (int r = threadIdx.x; r < requests; r += blockDim.x) passed += query_start_loc[r + 1] <= query;

@@ -11,7 +11,7 @@ using int64 = long long;
 struct bf16 { uint16 bits; };
 struct f16 { uint16 bits; };
 
-constexpr int INT32_LIMIT = 0x7fffffff;
+[[maybe_unused]] constexpr int INT32_LIMIT = 0x7fffffff;
 
 __device__ inline float infinity() { return __uint_as_float(0x7f800000); }
 

@@ -8,21 +8,24 @@ struct Token {
     uint8* scales;
 };
 
+struct Place {
+    int64 page;
+    int row;
+};
+
+// Where `slot` is. Slots of a large pool take 64-bit division, which is slow.
+__device__ inline Place place_of(int64 slot, int block_size) {
+    if (slot <= INT32_LIMIT) return {uint32(slot) / uint32(block_size), int(uint32(slot) % uint32(block_size))};
+    return {slot / block_size, int(slot % block_size)};
+}
+
 // The row and scales of `slot`. The page stride may be anything, so page offsets are 64-bit.
 template <class Layout>
 __device__ inline Token token_at(uint8* pages, int64 page_stride, int block_size, int64 slot) {
-    int64 page;
-    int row;
-    if (slot <= INT32_LIMIT) {
-        page = uint32(slot) / uint32(block_size);
-        row = uint32(slot) % uint32(block_size);
-    } else {
-        page = slot / block_size;
-        row = int(slot % block_size);
-    }
-    uint8* base = pages + page * page_stride;
+    Place place = place_of(slot, block_size);
+    uint8* base = pages + place.page * page_stride;
     int64 scale_start = Layout::scale_start + int64(block_size) * Layout::scale_start_per_token;
-    return {base + int64(row) * Layout::row_bytes, base + scale_start + int64(row) * Layout::scale_stride};
+    return {base + int64(place.row) * Layout::row_bytes, base + scale_start + int64(place.row) * Layout::scale_stride};
 }
 
 struct BlockTable {

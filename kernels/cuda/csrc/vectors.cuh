@@ -27,6 +27,16 @@ __device__ inline uint2 load8(const void* p) {
 #endif
 }
 
+__device__ inline uint32 load4(const void* p) {
+#if ALIGNED
+    return *static_cast<const uint32*>(p);
+#else
+    uint32 word = 0;
+    for (int i = 0; i < 4; ++i) word |= uint32(static_cast<const uint8*>(p)[i]) << 8 * i;
+    return word;
+#endif
+}
+
 __device__ inline void store_bytes(uint8* p, const uint32* words, int count) {
     for (int i = 0; i < count; ++i) p[i] = uint8(words[i / 4] >> 8 * (i % 4));
 }

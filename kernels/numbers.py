@@ -1,0 +1,155 @@
+"""Number formats bit by bit: bfloat16, float16, e4m3 and UE8M0, to and from float32.
+
+Both Numba backends use these functions: a CUDA kernel may call an @njit function, which is then compiled
+for the device. They are integer arithmetic wherever targets could differ, on int64 (Numba gives float64 for
+a mix of uint64 and int64). Rounding is to nearest even; where a format is a fixed grid near zero, adding a
+number whose last place is that grid rounds to it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+# What the bits of a floating-point array are: kernels take such arrays as unsigned integers.
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+KINDS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
+
+INFINITY_BITS = 0x7F800000  # of float32; magnitudes beyond are NaN
+NAN_BITS = 0x7FC00000
+
+
+@njit(cache=True)
+def float32_bits(x: Any) -> Any:
+    return np.int64(np.float32(x).view(np.uint32))
+
+
+@njit(cache=True)
+def float32_value(bits: Any) -> Any:
+    return np.uint32(bits).view(np.float32)
+
+
+@njit(cache=True)
+def bfloat16_bits(x: Any) -> Any:
+    bits = float32_bits(x)
+    if x != x:
+        return (bits >> 16) | 0x40
+    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+
+
+@njit(cache=True)
+def bfloat16_value(bits: Any) -> Any:
+    return float32_value(np.int64(bits) << 16)
+
+
+@njit(cache=True)
+def float16_bits(x: Any) -> Any:
+    bits = float32_bits(x)
+    sign, magnitude = (bits >> 16) & 0x8000, bits & 0x7FFFFFFF
+    if magnitude > INFINITY_BITS:
+        return sign | 0x7E00 | ((magnitude >> 13) & 0x3FF)
+    if magnitude >= 0x477FF000:  # 65520, half way from the largest to the next
+        return sign | 0x7C00
+    if magnitude < 0x38800000:  # 2^-14, the smallest normal: steps of 2^-24, the last place of 0.5
+        return sign | (float32_bits(float32_value(magnitude) + np.float32(0.5)) - 0x3F000000)
+    return sign | (((magnitude + 0xFFF + ((magnitude >> 13) & 1)) >> 13) - (112 << 10))
+
+
+@njit(cache=True)
+def float16_value(bits: Any) -> Any:
+    sign, magnitude = (np.int64(bits) & 0x8000) << 16, np.int64(bits) & 0x7FFF
+    if magnitude >= 0x7C00:
+        return float32_value(sign | INFINITY_BITS | ((magnitude & 0x3FF) << 13))
+    if magnitude < 0x400:
+        return float32_value(sign | float32_bits(np.float32(magnitude) * np.float32(2.0**-24)))
+    return float32_value(sign | ((magnitude << 13) + (112 << 23)))
+
+
+@njit(cache=True)
+def e4m3_byte(x: Any) -> Any:
+    """Beyond 448 saturates, NaN becomes 0x7F."""
+    if x != x:
+        return np.int64(0x7F)
+    bits = float32_bits(x)
+    sign, magnitude = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
+    if magnitude >= 0x43E00000:  # 448
+        return sign | 0x7E
+    if magnitude < 0x3C800000:  # 2^-6, the smallest normal: steps of 2^-9, the last place of 2^14
+        return sign | (float32_bits(float32_value(magnitude) + np.float32(16384.0)) - 0x46800000)
+    return sign | (((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3))
+
+
+@njit(cache=True)
+def e4m3_value(byte: Any) -> Any:
+    sign, magnitude = (np.int64(byte) & 0x80) << 24, np.int64(byte) & 0x7F
+    if magnitude == 0x7F:
+        return float32_value(sign | NAN_BITS)
+    if magnitude < 8:
+        return float32_value(sign | float32_bits(np.float32(magnitude) * np.float32(2.0**-9)))
+    return float32_value(sign | ((magnitude << 20) + (120 << 23)))
+
+
+@njit(cache=True)
+def scale_exponent(amax: Any, min_exponent: Any) -> Any:
+    """Smallest e with amax <= 448 * 2^e, at least `min_exponent`. Exact: 448 is 1.75 * 2^8."""
+    bits = float32_bits(amax)
+    exponent = (bits >> 23) - 127 - 8
+    if (bits & 0x7FFFFF) > 0x600000:
+        exponent += 1
+    return max(exponent, min_exponent)
+
+
+@njit(cache=True)
+def power_of_two(exponent: Any) -> Any:
+    """2^exponent as float32, for exponents of normal numbers."""
+    return float32_value((exponent + 127) << 23)
+
+
+@njit(cache=True)
+def ue8m0_value(byte: Any) -> Any:
+    """The scale a UE8M0 byte stands for: 0 is 2^-127, which float32 has as a subnormal, and 255 is NaN."""
+    if byte == 255:
+        return float32_value(NAN_BITS)
+    return float32_value(np.int64(byte) << 23 if byte else 1 << 22)
+
+
+@njit(cache=True, error_model="numpy")
+def tile_scale(amax: Any, powers_of_two: Any, min_exponent: Any, min_scale: Any) -> Any:
+    """The scale of a tile whose largest finite magnitude is `amax`."""
+    if powers_of_two:
+        return power_of_two(scale_exponent(amax, min_exponent))
+    return max(np.float32(amax) / np.float32(448), np.float32(min_scale))
+
+
+@njit(cache=True, error_model="numpy")
+def quantized(x: Any, scale: Any) -> Any:
+    """x / scale as an e4m3 byte."""
+    return e4m3_byte(np.float32(x) / np.float32(scale))
+
+
+@njit(cache=True)
+def dequantized(byte: Any, scale: Any) -> Any:
+    """An e4m3 byte times scale, in float32."""
+    return e4m3_value(byte) * np.float32(scale)
+
+
+@njit(cache=True)
+def to_float32(bits: Any, kind: Any) -> Any:
+    """The value of an element of a float array of `kind` that is seen as unsigned integers."""
+    if kind == BFLOAT16:
+        return bfloat16_value(bits)
+    if kind == FLOAT16:
+        return float16_value(bits)
+    return float32_value(bits)
+
+
+@njit(cache=True)
+def from_float32(x: Any, kind: Any) -> Any:
+    """The bits of `x` as a float of `kind`."""
+    if kind == BFLOAT16:
+        return bfloat16_bits(x)
+    if kind == FLOAT16:
+        return float16_bits(x)
+    return float32_bits(x)

@@ -1,0 +1,11 @@
+"""Copies of whole pages."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def copy_blocks(src: np.ndarray, dst: np.ndarray, src_to_dst: np.ndarray) -> None:
+    for source, destination in src_to_dst:
+        if 0 <= source < len(src) and 0 <= destination < len(dst):
+            dst[destination] = src[source]

@@ -1,0 +1,47 @@
+"""Index arithmetic of both Numba backends: plain functions, which each compiles for its own target.
+
+Arithmetic is on 64-bit integers: an int32 that comes out of an array is widened first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def lookup_slot(block_table: Any, row: Any, position: Any, block_size: Any) -> Any:
+    """The slot of a position of request `row`, or -1 where the table has no such entry or no such block."""
+    if row < 0 or row >= block_table.shape[0] or position < 0 or position >= block_table.shape[1] * block_size:
+        return -1
+    block = np.int64(block_table[row, position // block_size])
+    slot = block * block_size + position % block_size
+    return slot if block >= 0 and slot < 2**31 else -1
+
+
+def token_position(query_start_loc: Any, seq_lens: Any, request: Any, token: Any) -> Any:
+    """Position of a query token in its sequence; the last query token is the sequence's last."""
+    return np.int64(seq_lens[request]) - query_start_loc[request + 1] + token
+
+
+def to_span(slot: Any, block_size: Any, block_span: Any) -> Any:
+    """A slot where pages are `block_span` tokens apart instead of `block_size`; -1 stays absent."""
+    if slot < 0:
+        return np.int64(-1)
+    slot = np.int64(slot) // block_size * block_span + slot % block_size
+    return slot if slot < 2**31 else np.int64(-1)
+
+
+def find_request(starts: Any, row: Any) -> Any:
+    """The request that `row` belongs to: the last one that starts at or before it, or -1.
+
+    starts  [R + 1], ascending: request r has the rows [starts[r], starts[r + 1])
+    """
+    low, high = 0, len(starts)  # of the starts before `low` all are at most `row`, of those from `high` on none
+    while low < high:
+        middle = (low + high) // 2
+        if starts[middle] <= row:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1 if low < len(starts) else -1

@@ -1,0 +1,84 @@
+"""The CUDA sources compile for every target, without a GPU, and keep their values in registers."""
+
+import concurrent.futures
+import re
+
+import pytest
+
+from cumla.kernels.cuda import compile as compiler
+
+nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
+
+TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+INSERTS = {"SLOT": "int64", "TOKENS": 1}
+SOURCES = [
+    ("cache_insert.cu", {**INSERTS, "LAYOUT": "DSV4_FP8", "INPUT": "bf16", "POWER_OF_TWO": 1, "ALIGNED": 1}),
+    ("cache_insert.cu", {**INSERTS, "LAYOUT": "V32_FP8", "INPUT": "f16", "POWER_OF_TWO": 0, "ALIGNED": 1}),
+    ("cache_insert.cu", {**INSERTS, "LAYOUT": "INDEXER_FP8", "INPUT": "float", "POWER_OF_TWO": 1, "ALIGNED": 0}),
+    ("cache_gather.cu", {"LAYOUT": "DSV4_FP8", "OUTPUT": "bf16", "TOKENS": 1, "ALIGNED": 1}),
+    ("cache_gather.cu", {"LAYOUT": "V32_FP8", "OUTPUT": "float", "TOKENS": 1, "ALIGNED": 0}),
+    ("indexer_gather.cu", {"ALIGNED": 1}),
+    ("indexer_gather.cu", {"ALIGNED": 0}),
+    ("mla_insert.cu", {"INPUT": "bf16", "CACHE": "bf16", "KV_C_DIM": 512, "SLOT": "int64", "ALIGNED": 1}),
+    ("mla_insert.cu", {"INPUT": "float", "CACHE": "e4m3", "KV_C_DIM": 512, "SLOT": "int", "ALIGNED": 0}),
+    ("mla_gather.cu", {"UNIT": "uint4"}),
+    ("mla_gather.cu", {"UNIT": "uint8"}),
+    ("mla_gather.cu", {"OUTPUT": "bf16", "ALIGNED": 1}),
+    ("mla_gather.cu", {"OUTPUT": "float", "ALIGNED": 0}),
+    ("copy_blocks.cu", {"UNIT": "uint4", "CHUNK": 1024, "PAIR": "int64"}),
+    ("copy_blocks.cu", {"UNIT": "uint8", "CHUNK": 1024, "PAIR": "int"}),
+    ("advance.cu", {"TOKEN": "int64", "SAMPLED": "int", "POSITION": "int64", "SLOT": "int64"}),
+    ("indices.cu", {"ALIGNED": 1}),
+    ("indices.cu", {"ALIGNED": 0}),
+]
+
+
+def compiled(file, macros, target):
+    """The compiler's log of csrc/<file>; fails the test with it if there is no program."""
+    text = "".join(f"#define {name} {value}\n" for name, value in macros.items()) + compiler.source(file)
+    # What CuPy adds to our own options, and a report of what each kernel uses.
+    cupys = ("--device-as-default-execution-space", "-ftz=true", f"-arch={target}")
+    options = [option.encode() for option in (*compiler.OPTIONS, *cupys, "--ptxas-options=-v")]
+    _, program = nvrtc.nvrtcCreateProgram(text.encode(), file.encode(), 0, None, None)
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    _, size = nvrtc.nvrtcGetProgramLogSize(program)
+    log = b" " * size
+    nvrtc.nvrtcGetProgramLog(program, log)
+    nvrtc.nvrtcDestroyProgram(program)
+    text = log.decode().rstrip("\0 ")
+    assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, text
+    return text
+
+
+@pytest.fixture(scope="module")
+def logs():
+    """What the compiler says of every source for every target; NVRTC lets the cores work at the same time."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return {
+            (number, target): pool.submit(compiled, *source, target)
+            for number, source in enumerate(SOURCES)
+            for target in TARGETS
+        }
+
+
+def name_of(number):
+    file, macros = SOURCES[number]
+    return "-".join(map(str, (file, *macros.values())))
+
+
+@pytest.mark.parametrize("number", range(len(SOURCES)), ids=name_of)
+@pytest.mark.parametrize("target", TARGETS)
+def test_cache_and_index_sources(logs, number, target):
+    log = logs[number, target].result()
+    kernels = re.findall(r"Compiling entry function '(\w+)'", log)
+    spills = [int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
+    assert kernels
+    assert len(spills) == 2 * len(kernels), log
+    assert not any(spills), log
+    assert "warning" not in log, log
+
+
+def test_every_layout_is_in_the_header():
+    header = compiler.layouts_header()
+    for name, layout in compiler.LAYOUTS.items():
+        assert re.search(rf"struct {name} {{[^}}]*head_dim = {layout.head_dim},", header)

@@ -1,0 +1,120 @@
+"""What the simulator does not show of the Numba CUDA kernels: that the device's compiler takes them.
+
+NVVM needs no GPU. The simulator has to be off for it, so this is done in a process of its own.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+COMPILE = """
+import inspect, sys, types, warnings
+import ml_dtypes, numpy as np
+warnings.simplefilter("error")
+
+from numba import cuda
+from numba.cuda import dispatcher
+from cuda import pathfinder
+try:
+    pathfinder.load_nvidia_dynamic_lib("nvvm")
+except Exception as error:
+    print("no NVVM:", error)
+    sys.exit(77)
+
+# Device functions ask what to compile for; there is no device to ask.
+dispatcher.get_current_device = lambda: types.SimpleNamespace(compute_capability=(9, 0))
+
+import cumla
+from cumla import call
+from cumla.kernels.numba_cuda import advance, blocks, cache, indices, launch, mla_cache, step
+from cumla.kernels.step import BatchCounts, SwaBuffers
+
+compiled = {}
+
+def compile_only(kernel, num_blocks, threads, *arguments):
+    key = tuple((x.dtype, x.ndim) if isinstance(x, np.ndarray) else type(x) for x in arguments)
+    if (kernel, key) not in compiled:
+        ptx, _ = cuda.compile_ptx(kernel, launch.signature(key), cc=(9, 0))
+        compiled[kernel, key] = ptx
+
+modules = (advance, blocks, cache, indices, mla_cache, step)
+for module in modules:
+    module.launch = compile_only
+call.choose = lambda name, on_device: "numba_cuda"
+
+BF16 = ml_dtypes.bfloat16
+def i32(*shape):
+    return np.zeros(shape, np.int32)
+
+for dtype in (BF16, np.float32):
+    for layout in (cumla.DSV4_FP8, cumla.V32_FP8):
+        pages = layout.allocate(1, 4)
+        cumla.quantize_and_insert_k_cache(np.zeros((3, layout.head_dim), dtype), pages, np.arange(3), 4, layout=layout)
+        out = np.zeros((1, 3, layout.head_dim), dtype)
+        cumla.dequantize_and_gather_k_cache(out, pages, i32(1), None, i32(1, 1), 4, 0, layout=layout)
+scales, keys = np.zeros(3, np.float32), np.zeros((3, 128), np.uint8)
+cumla.cp_gather_indexer_k_quant_cache(cumla.INDEXER_FP8.allocate(1, 4), keys, scales, i32(1, 1), i32(2))
+kv_c, k_pe = np.zeros((3, 512), BF16), np.zeros((3, 64), BF16)
+dense, fp8 = np.zeros((1, 4, 576), BF16), np.zeros((1, 4, 576), np.uint8)
+cumla.concat_and_cache_mla(kv_c, k_pe, dense, np.arange(3))
+cumla.concat_and_cache_mla(kv_c, k_pe, fp8, np.arange(3), "fp8")
+cumla.gather_cache(dense, np.zeros((3, 576), BF16), i32(1, 1), i32(2), 1)
+cumla.gather_cache(fp8, np.zeros((3, 576), BF16), i32(1, 1), i32(2), 1, i32(1), scale=np.ones(1, np.float32))
+cumla.copy_blocks([dense], np.zeros((3, 2), np.int64))
+tokens = np.zeros(3, np.int64)
+cumla.advance_step(3, 2, 4, tokens, tokens, tokens, i32(3), tokens, i32(3, 1))
+valid = np.ones(2, np.bool_)
+cumla.compute_swa_indices_and_lens(i32(2), i32(1), i32(2), valid, i32(1, 1), 4, 3, 2)
+for compact in (False, True):
+    cumla.compute_global_topk_indices_and_lens(i32(2, 3), i32(2), i32(1, 1), 4, valid, compact=compact)
+cumla.combine_topk_swa_indices(i32(2, 3), i32(2), i32(1), i32(1), 3, 4, 3, 9, 4)
+cumla.build_flashinfer_mixed_sparse_indices(
+    i32(1, 3), None, None, i32(1, 3), i32(2), i32(1), i32(2), i32(1, 1), 4, None, 4, 3, 4, 3
+)
+buffers = SwaBuffers(i32(2), valid, i32(2, 3), i32(2), i32(1), i32(2, 0), i32(2))
+step.build_sparse_swa(i32(2), i32(1), tokens, i32(1, 1), None, BatchCounts(1, 0, 0, 2, 2, 0), 4, 3, 1, 0, buffers)
+
+kernels = {
+    function for module in modules for name, function in inspect.getmembers(module, inspect.isfunction)
+    if name.endswith("_kernel")
+}
+missed = kernels - {kernel for kernel, _ in compiled}
+assert not missed, missed
+for (kernel, _), ptx in compiled.items():
+    name = kernel.__name__
+    assert "fma." not in ptx, f"{name}: a fused multiply-add rounds once where other backends round twice"
+    assert ".ftz" not in ptx and "div.full" not in ptx and "div.approx" not in ptx, f"{name}: approximate arithmetic"
+    # Numba gives float64 for a mix of signed and unsigned: no arithmetic in it, only min_scale's rounding.
+    for operation in ("add", "sub", "mul", "div", "max", "min"):
+        assert f"{operation}.f64" not in ptx and f"{operation}.rn.f64" not in ptx, f"{name}: {operation} in float64"
+print("compiled", len(compiled))
+"""
+
+
+def test_every_kernel_compiles_for_a_device():
+    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "0"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
+    if done.returncode == 77:
+        pytest.skip(done.stdout.strip() + " (pip install nvidia-nvvm)")
+    assert done.returncode == 0, done.stderr
+    assert "compiled" in done.stdout
+
+
+def test_attention_is_not_part_of_it():
+    from cumla.backends import kernels
+
+    with pytest.raises(ValueError, match="backend: 'numba_cuda' has no attention kernels; available: reference, cpu"):
+        kernels("numba_cuda", "attention")
+
+
+def test_the_simulator_works_on_the_callers_memory():
+    """One array as source and destination, as within a cache: a copy of it would lose what is written."""
+    import numpy as np
+
+    import cumla
+
+    cache = np.arange(12, dtype=np.uint8).reshape(4, 3)
+    cumla.copy_blocks([cache], np.array([[0, 3]]), backend="numba_cuda")
+    assert cache[3].tolist() == [0, 1, 2]

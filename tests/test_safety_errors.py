@@ -1,0 +1,307 @@
+"""An argument that does not fit is an error that names it, and nothing has been written by then."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+import cumla
+from cumla.layout import plain_rows
+from support.lab import BF16, Lab
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+@pytest.fixture(params=["reference", pytest.param("cuda", marks=pytest.mark.gpu)])
+def place(request):
+    """Host and device: what the backend is does not matter before it is called."""
+    return Lab(request.param, on_device=request.param == "cuda")
+
+
+@dataclass
+class Operation:
+    """A call that works. arguments: by name; written: names of those that it writes; keywords: options."""
+
+    function: object
+    arguments: dict
+    written: tuple
+    keywords: dict = field(default_factory=dict)
+
+
+def int32(*shape):
+    return np.zeros(shape, np.int32)
+
+
+def ones(dtype, *shape):
+    return np.ones(shape, dtype)
+
+
+def operations():
+    return {
+        "insert": Operation(
+            cumla.quantize_and_insert_k_cache,
+            {
+                "k": ones(BF16, 3, 512), "k_cache": ones(np.uint8, 2, 4, 584), "slot_mapping": np.arange(3),
+                "block_size": 4,
+            },
+            ("k_cache",),
+        ),
+        "gather": Operation(
+            cumla.dequantize_and_gather_k_cache,
+            {
+                "out": ones(BF16, 2, 5, 512), "k_cache": ones(np.uint8, 2, 4, 584), "seq_lens": int32(2),
+                "gather_lens": int32(2), "block_table": int32(2, 1), "block_size": 4, "offset": 0,
+            },
+            ("out",),
+        ),
+        "indexer_insert": Operation(
+            cumla.indexer_k_quant_and_cache,
+            {"k": ones(BF16, 3, 128), "kv_cache": ones(np.uint8, 2, 4, 132), "slot_mapping": np.arange(3)},
+            ("kv_cache",),
+        ),
+        "indexer_gather": Operation(
+            cumla.cp_gather_indexer_k_quant_cache,
+            {
+                "kv_cache": ones(np.uint8, 2, 4, 132), "dst_k": ones(np.uint8, 5, 128),
+                "dst_scale": ones(np.float32, 5), "block_table": int32(2, 1), "cu_seq_lens": int32(3),
+            },
+            ("dst_k", "dst_scale"),
+        ),
+        "concat": Operation(
+            cumla.concat_and_cache_mla,
+            {
+                "kv_c": ones(BF16, 3, 512), "k_pe": ones(BF16, 3, 64), "kv_cache": ones(BF16, 2, 4, 576),
+                "slot_mapping": np.arange(3), "kv_cache_dtype": "auto", "scale": None,
+            },
+            ("kv_cache",),
+        ),
+        "gather_cache": Operation(
+            cumla.gather_cache,
+            {
+                "src_cache": ones(BF16, 2, 4, 576), "dst": ones(BF16, 5, 576), "block_table": int32(2, 1),
+                "cu_seq_lens": int32(3), "batch_size": 2, "seq_starts": int32(2),
+            },
+            ("dst",),
+        ),
+        "swa": Operation(
+            cumla.compute_swa_indices_and_lens,
+            {
+                "query_start_loc": int32(3), "seq_lens": int32(2), "token_to_req_indices": int32(4),
+                "is_valid_token": ones(np.bool_, 4), "block_table": int32(2, 1), "block_size": 4, "window_size": 3,
+                "num_tokens": 4,
+            },
+            (),
+            {"out": (ones(np.int32, 4, 3), ones(np.int32, 4))},
+        ),
+        "topk": Operation(
+            cumla.compute_global_topk_indices_and_lens,
+            {
+                "topk_indices": int32(4, 3), "token_to_req_indices": int32(4), "block_table": int32(2, 1),
+                "block_size": 4, "is_valid_token": ones(np.bool_, 4),
+            },
+            (),
+            {"out": (ones(np.int32, 4, 3), ones(np.int32, 4))},
+        ),
+        "combine": Operation(
+            cumla.combine_topk_swa_indices,
+            {
+                "topk_indices": int32(4, 3), "query_start_loc": int32(3), "seq_lens": int32(2), "gather_lens": int32(2),
+                "window_size": 3, "compress_ratio": 4, "topk": 3, "M": 9, "N": 4,
+            },
+            (),
+            {"out": (ones(np.int32, 4, 128), ones(np.int32, 4))},
+        ),
+        "mixed": Operation(
+            cumla.build_flashinfer_mixed_sparse_indices,
+            {
+                "decode_swa_indices": int32(1, 3), "decode_compressed_indices": int32(1, 2),
+                "decode_compressed_topk_lens": int32(1), "prefill_topk_indices": int32(3, 2),
+                "query_start_loc": int32(3), "seq_lens": int32(2), "token_to_req_indices": int32(4),
+                "swa_block_table": int32(2, 1), "swa_block_size": 4, "compressed_block_table": int32(2, 1),
+                "compressed_block_size": 4, "window_size": 3, "compress_ratio": 4, "topk": 2,
+            },
+            (),
+            {"out": (ones(np.int32, 4, 7), ones(np.int32, 4))},
+        ),
+    }  # fmt: skip
+
+
+class ReadOnly:
+    """An array that may not be written, where there are such arrays (host memory)."""
+
+    def __init__(self, array):
+        self.array = array
+
+
+V = ValueError
+T = TypeError
+CASES = [
+    # operation, argument, wrong value, error, what it says
+    ("insert", "k", ones(BF16, 3, 511), V, r"k: got shape \(3, 511\), expected \[T, 512\]"),
+    ("insert", "k", ones(np.float64, 3, 512), T, "k: got dtype float64"),
+    ("insert", "k", ones(BF16, 512), V, "k: got shape"),
+    ("insert", "k", ones(BF16, 3, 1024)[:, ::2], V, "k: got strides"),
+    ("insert", "k", [[1.0]], T, "k: got list"),
+    ("insert", "k_cache", ones(np.uint8, 2, 4, 583), V, "k_cache: got shape"),
+    ("insert", "k_cache", ones(np.uint8, 2, 5, 584), V, "k_cache: got shape"),
+    ("insert", "k_cache", ones(np.uint8, 2, 4 * 584 - 1), V, "k_cache: got pages of 2335 bytes"),
+    ("insert", "k_cache", ones(BF16, 2, 4, 584), T, "k_cache: got dtype bfloat16"),
+    ("insert", "k_cache", ReadOnly(ones(np.uint8, 2, 4, 584)), V, "k_cache: got a read-only"),
+    ("insert", "slot_mapping", np.arange(4), V, "slot_mapping: got 4 slots, expected at most 3"),
+    ("insert", "slot_mapping", np.zeros(3, np.float32), T, "slot_mapping: got dtype float32"),
+    ("insert", "slot_mapping", np.zeros((3, 1), np.int64), V, "slot_mapping: got shape"),
+    ("insert", "block_size", -4, V, "block_size: got -4"),
+    ("insert", "block_size", 0, V, "block_size: got 0"),
+    ("insert", "block_size", 4.0, T, "block_size: got 4.0"),
+    ("insert", "is_ue8m0", False, V, "is_ue8m0: got False"),
+    ("insert", "layout", cumla.MLA_BF16, V, "layout: got MLA_BF16"),
+    ("insert", "layout", plain_rows(512, "e4m3"), V, "layout: got e4m3"),
+    ("insert", "backend", "gpu", V, "backend: got 'gpu'"),
+    ("gather", "out", ones(BF16, 3, 5, 512), V, "seq_lens: got shape"),
+    ("gather", "out", ones(BF16, 2, 5, 576), V, "out: got shape"),
+    ("gather", "out", ones(np.float64, 2, 5, 512), T, "out: got dtype float64"),
+    ("gather", "out", ReadOnly(ones(BF16, 2, 5, 512)), V, "out: got a read-only"),
+    ("gather", "k_cache", ones(np.uint8, 2, 100), V, "k_cache: got pages of 100 bytes"),
+    ("gather", "seq_lens", np.zeros(2, np.int64), T, "seq_lens: got dtype int64"),
+    ("gather", "gather_lens", int32(3), V, "gather_lens: got shape"),
+    ("gather", "block_table", int32(3, 1), V, "block_table: got shape"),
+    ("gather", "block_size", -1, V, "block_size: got -1"),
+    ("gather", "offset", -1, V, "offset: got -1"),
+    ("gather", "offset", 6, V, "offset: got 6, expected at most 5"),
+    ("gather", "layout", plain_rows(512, "float16"), V, "layout: got float16"),
+    ("indexer_insert", "k", ones(BF16, 3, 64), V, "k: got shape"),
+    ("indexer_insert", "kv_cache", ones(np.uint8, 2, 4, 584), V, "kv_cache: got shape"),
+    ("indexer_insert", "kv_cache", ReadOnly(ones(np.uint8, 2, 4, 132)), V, "kv_cache: got a read-only"),
+    ("indexer_insert", "slot_mapping", np.arange(4), V, "slot_mapping: got 4 slots"),
+    ("indexer_insert", "quant_block_size", 64, V, "quant_block_size: got 64, expected 128"),
+    ("indexer_insert", "scale_fmt", "e8", V, "scale_fmt: got 'e8'"),
+    ("indexer_gather", "kv_cache", ones(np.uint8, 2, 4, 128), V, "kv_cache: got shape"),
+    ("indexer_gather", "dst_k", ones(np.uint8, 5, 132), V, "dst_k: got shape"),
+    ("indexer_gather", "dst_k", ones(BF16, 5, 128), T, "dst_k: got dtype bfloat16"),
+    ("indexer_gather", "dst_k", ReadOnly(ones(np.uint8, 5, 128)), V, "dst_k: got a read-only"),
+    ("indexer_gather", "dst_scale", ones(np.float32, 4), V, "dst_scale: got shape"),
+    ("indexer_gather", "dst_scale", ones(np.uint8, 5, 1), V, "dst_scale: got shape"),
+    ("indexer_gather", "dst_scale", ones(np.float16, 5), T, "dst_scale: got dtype float16"),
+    ("indexer_gather", "dst_scale", ones(np.float32, 5, 2), V, "dst_scale: got shape"),
+    ("indexer_gather", "block_table", int32(1, 1), V, "block_table: got 1 rows, expected at least 2"),
+    ("indexer_gather", "cu_seq_lens", int32(0), V, "cu_seq_lens: got no entries"),
+    ("indexer_gather", "cu_seq_lens", np.zeros(3, np.int64), T, "cu_seq_lens: got dtype int64"),
+    ("concat", "kv_c", ones(BF16, 3, 576), V, "kv_c: got shape"),
+    ("concat", "kv_c", ones(np.float64, 3, 512), T, "kv_c: got dtype float64"),
+    ("concat", "k_pe", ones(BF16, 2, 64), V, "k_pe: got shape"),
+    ("concat", "k_pe", ones(np.float16, 3, 64), T, "k_pe: got dtype float16"),
+    ("concat", "kv_cache", ones(BF16, 2, 4, 512), V, "kv_cache: got shape"),
+    ("concat", "kv_cache", ones(np.float32, 2, 4, 576), T, "kv_cache: got dtype float32"),
+    ("concat", "kv_cache", ones(np.uint8, 2, 4, 576), V, "kv_cache: got shape"),
+    ("concat", "kv_cache", ReadOnly(ones(BF16, 2, 4, 576)), V, "kv_cache: got a read-only"),
+    ("concat", "slot_mapping", np.arange(4), V, "slot_mapping: got 4 slots"),
+    ("concat", "kv_cache_dtype", "fp8", T, "kv_cache: got dtype bfloat16"),
+    ("concat", "kv_cache_dtype", "fp8_ds_mla", T, "kv_cache: got dtype bfloat16"),
+    ("concat", "kv_cache_dtype", "fp8_e5m2", V, "kv_cache_dtype: got 'fp8_e5m2'"),
+    ("gather_cache", "src_cache", ones(np.float32, 2, 4, 576), T, "src_cache: got dtype float32"),
+    ("gather_cache", "src_cache", ones(BF16, 2, 576), V, "src_cache: got shape"),
+    ("gather_cache", "src_cache", ones(BF16, 2, 8, 576)[:, ::2], V, "src_cache: got strides"),
+    ("gather_cache", "dst", ones(BF16, 5, 512), V, "dst: got bfloat16 rows of 512"),
+    ("gather_cache", "dst", ones(np.float16, 5, 576), V, "dst: got float16 rows of 576"),
+    ("gather_cache", "dst", ones(np.int32, 5, 576), T, "dst: got dtype int32"),
+    ("gather_cache", "dst", ReadOnly(ones(BF16, 5, 576)), V, "dst: got a read-only"),
+    ("gather_cache", "block_table", int32(1, 1), V, "block_table: got 1 rows"),
+    ("gather_cache", "cu_seq_lens", int32(2), V, "cu_seq_lens: got 2 entries, expected at least 3"),
+    ("gather_cache", "cu_seq_lens", int32(6)[::2], V, "cu_seq_lens: got strides"),
+    ("gather_cache", "batch_size", -1, V, "batch_size: got -1"),
+    ("gather_cache", "batch_size", 3, V, "cu_seq_lens: got 3 entries"),
+    ("gather_cache", "seq_starts", int32(1), V, "seq_starts: got shape"),
+    ("gather_cache", "seq_starts", np.zeros(2, np.int64), T, "seq_starts: got dtype int64"),
+    ("swa", "query_start_loc", int32(2), V, "query_start_loc: got 2 entries, expected 3"),
+    ("swa", "token_to_req_indices", int32(3), V, "token_to_req_indices: got 3 entries"),
+    ("swa", "is_valid_token", int32(4), T, "is_valid_token: got dtype int32"),
+    ("swa", "block_size", 0, V, "block_size: got 0"),
+    ("swa", "window_size", -2, V, "window_size: got -2"),
+    ("swa", "num_tokens", 5, V, "token_to_req_indices: got 4 entries"),
+    ("swa", "out", (ones(np.int32, 4, 2), ones(np.int32, 4)), V, r"out\[0\] \(swa_indices\): got shape"),
+    ("swa", "out", (ones(np.int32, 4, 3), ones(np.int64, 4)), T, r"out\[1\] \(swa_lens\): got dtype int64"),
+    ("swa", "out", ones(np.int32, 4, 3), T, "out: got ndarray, expected a pair"),
+    ("topk", "topk_indices", np.zeros((4, 3), np.int64), T, "topk_indices: got dtype int64"),
+    ("topk", "topk_indices", int32(4), V, "topk_indices: got shape"),
+    ("topk", "is_valid_token", ones(np.bool_, 3), V, "is_valid_token: got 3 entries"),
+    ("topk", "block_table", int32(2), V, "block_table: got shape"),
+    ("topk", "block_size", -1, V, "block_size: got -1"),
+    ("topk", "out", (ReadOnly(ones(np.int32, 4, 3)), ones(np.int32, 4)), V, r"out\[0\] \(global_topk.*got a read"),
+    ("combine", "gather_lens", int32(3), V, "gather_lens: got shape"),
+    ("combine", "topk", 4, V, "topk_indices: got 3 columns, expected at least topk = 4"),
+    ("combine", "N", 10, V, "N: got 10, expected at most M = 9"),
+    ("combine", "M", 2**31, V, "M: got 2147483648"),
+    ("combine", "compress_ratio", 0, V, "compress_ratio: got 0"),
+    ("combine", "out", (ones(np.int32, 4, 127), ones(np.int32, 4)), V, r"out\[0\] \(combined_indices\): got shape"),
+    ("mixed", "decode_swa_indices", int32(1, 4), V, "decode_swa_indices: got shape"),
+    ("mixed", "decode_compressed_topk_lens", int32(2), V, "decode_compressed_topk_lens: got shape"),
+    ("mixed", "prefill_topk_indices", int32(3, 1), V, "prefill_topk_indices: got 1 columns"),
+    ("mixed", "token_to_req_indices", int32(3), V, "token_to_req_indices: got 3 entries"),
+    ("mixed", "swa_block_size", 0, V, "swa_block_size: got 0"),
+    ("mixed", "swa_block_span", 0, V, "swa_block_span: got 0"),
+    ("mixed", "out", (ones(np.int32, 4, 7), int32(3)), V, r"out\[1\] \(sparse_topk_lens\): got shape"),
+]  # fmt: skip
+
+
+def put(lab, value):
+    if isinstance(value, ReadOnly):
+        array = value.array.copy()
+        array.flags.writeable = False
+        return array
+    if isinstance(value, tuple):
+        return tuple(put(lab, x) for x in value)
+    return lab.put(value) if isinstance(value, np.ndarray) else value
+
+
+def holds_read_only(value):
+    return isinstance(value, ReadOnly) or (isinstance(value, tuple) and any(map(holds_read_only, value)))
+
+
+@pytest.mark.parametrize("name", operations())
+def test_the_calls_work_as_they_stand(lab, name):
+    operation = operations()[name]
+    arguments = {key: put(lab, value) for key, value in {**operation.arguments, **operation.keywords}.items()}
+    operation.function(**{"backend": lab.backend, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "wrong", "kind", "text"), CASES, ids=lambda x: x if isinstance(x, str) else ""
+)
+def test_wrong_argument(place, name, argument, wrong, kind, text):
+    if holds_read_only(wrong) and place.on_device:
+        pytest.skip("CuPy has no read-only arrays")
+    operation = operations()[name]
+    given = {**operation.arguments, **operation.keywords, argument: wrong}
+    arguments = {key: put(place, value) for key, value in given.items()}
+    with pytest.raises(kind, match=text):
+        operation.function(**{"backend": place.backend, **arguments})
+    outputs = [arguments[key] for key in operation.written if key != argument]
+    if "out" in operation.keywords and argument != "out":
+        outputs.extend(arguments["out"])
+    for output in outputs:
+        assert (place.get(output) == 1).all()
+
+
+def test_scale(place):
+    operation = operations()["concat"]
+    arguments = {key: put(place, value) for key, value in operation.arguments.items()}
+    arguments |= {"kv_cache": place.put(ones(np.uint8, 2, 4, 576)), "kv_cache_dtype": "fp8", "backend": place.backend}
+    for scale, kind, text in (
+        (ones(np.float32, 2), V, r"scale: got shape \(2,\), expected one value"),
+        (ones(np.float64, 1), T, "scale: got dtype float64"),
+        ("1", T, "scale: got str"),
+    ):
+        with pytest.raises(kind, match=text):
+            cumla.concat_and_cache_mla(**{**arguments, "scale": put(place, scale)})
+    assert (place.get(arguments["kv_cache"]) == 1).all()
+
+
+@pytest.mark.gpu
+def test_arrays_on_both_sides():
+    import cupy
+
+    cache = cupy.zeros((2, 4, 584), np.uint8)
+    with pytest.raises(ValueError, match="k_cache: got an array on CUDA device 0, expected it in host memory"):
+        cumla.quantize_and_insert_k_cache(ones(BF16, 1, 512), cache, np.arange(1), 4)
+    with pytest.raises(ValueError, match="src_to_dst: got an array in CUDA memory"):
+        cumla.swap_blocks(ones(np.uint8, 2, 8), cache.reshape(2, -1)[:, :8], cupy.zeros((1, 2), np.int64))
