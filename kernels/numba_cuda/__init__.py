@@ -1,0 +1,11 @@
+"""Numba CUDA kernels: portable, and to be read and changed by people who do not write C++.
+
+They run on a device, on CuPy arrays, and in Numba's simulator (NUMBA_ENABLE_CUDASIM=1 before Numba is
+imported), on NumPy arrays: there a `print` or a debugger works inside a kernel. Each kernel says what a thread
+block and a thread do. Threads of a block meet in shared memory and at syncthreads, and nowhere else: the
+simulator has no shuffles or ballots. How many threads a block has is the launcher's choice, so every kernel
+strides by cuda.blockDim.x.
+
+Floating-point arrays arrive as the unsigned integers that their bits are, and their kind beside them
+(`launch.kind_of`), so that device and simulator do the same arithmetic (kernels/numbers.py).
+"""

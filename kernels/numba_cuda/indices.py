@@ -1,0 +1,299 @@
+"""Index maps: from positions and local top-k entries to cache slots.
+
+In every kernel a thread block takes a token, and a thread every blockDim.x-th entry of its row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from .launch import NO_TABLE, NO_VECTOR, launch
+from .rows import find_request, lookup_slot, to_span, token_position
+
+THREADS = 128
+NO_FLAGS = np.empty(0, np.bool_)
+
+
+def compute_swa_indices_and_lens(
+    query_start_loc: Any,
+    seq_lens: Any,
+    token_to_req_indices: Any,
+    is_valid_token: Any,
+    block_table: Any,
+    block_size: int,
+    window_size: int,
+    token_offset: int,
+    swa_indices: Any,
+    swa_lens: Any,
+) -> None:
+    launch(
+        swa_kernel, len(swa_lens), THREADS,
+        query_start_loc, seq_lens, token_to_req_indices, is_valid_token, block_table,
+        block_size, window_size, token_offset, swa_indices, swa_lens,
+    )  # fmt: skip
+
+
+def swa_kernel(
+    query_start_loc,
+    seq_lens,
+    token_to_req_indices,
+    is_valid_token,
+    block_table,
+    block_size,
+    window_size,
+    token_offset,
+    swa_indices,
+    swa_lens,
+):
+    t = cuda.blockIdx.x
+    token = t + token_offset
+    request = token_to_req_indices[token]
+    position = np.int64(-1)
+    if is_valid_token[token] and request >= 0 and request < len(seq_lens):
+        position = token_position(query_start_loc, seq_lens, request, token)
+    start = max(position - window_size + 1, 0)
+    length = max(position + 1 - start, 0)
+    for j in range(cuda.threadIdx.x, window_size, cuda.blockDim.x):
+        swa_indices[t, j] = lookup_slot(block_table, request, start + j, block_size) if j < length else -1
+    if cuda.threadIdx.x == 0:
+        swa_lens[t] = length
+
+
+def compute_global_topk_indices_and_lens(
+    topk_indices: Any,
+    token_to_req_indices: Any,
+    block_table: Any,
+    block_size: int,
+    is_valid_token: Any,
+    compact: bool,
+    global_topk_indices: Any,
+    topk_lens: Any,
+) -> None:
+    launch(
+        compact_topk_kernel if compact else topk_kernel, len(topk_indices), THREADS,
+        topk_indices, token_to_req_indices, block_table, block_size, is_valid_token, global_topk_indices, topk_lens,
+    )  # fmt: skip
+
+
+def topk_kernel(
+    topk_indices, token_to_req_indices, block_table, block_size, is_valid_token, global_topk_indices, topk_lens
+):
+    found = cuda.shared.array(1, np.int32)
+    if cuda.threadIdx.x == 0:
+        found[0] = 0
+    cuda.syncthreads()
+
+    token = cuda.blockIdx.x
+    request = token_to_req_indices[token]
+    for j in range(cuda.threadIdx.x, topk_indices.shape[1], cuda.blockDim.x):
+        slot = lookup_slot(block_table, request, np.int64(topk_indices[token, j]), block_size)
+        global_topk_indices[token, j] = slot
+        if slot >= 0:
+            cuda.atomic.add(found, 0, 1)
+    cuda.syncthreads()
+    if cuda.threadIdx.x == 0:
+        topk_lens[token] = found[0] if is_valid_token[token] else 0
+
+
+def compact_topk_kernel(
+    topk_indices, token_to_req_indices, block_table, block_size, is_valid_token, global_topk_indices, topk_lens
+):
+    """The same with what is present moved to the left of each row, in order: a thread takes a piece of the row.
+
+    It counts what is present in its piece, and after that knows from the others' counts where to put it.
+    """
+    found = cuda.shared.array(THREADS, np.int32)  # by each thread
+    token = cuda.blockIdx.x
+    request = token_to_req_indices[token]
+    topk = topk_indices.shape[1]
+    piece = (topk + cuda.blockDim.x - 1) // cuda.blockDim.x
+    first = cuda.threadIdx.x * piece
+    end = min(first + piece, topk)
+    count = 0
+    for j in range(first, end):
+        count += lookup_slot(block_table, request, np.int64(topk_indices[token, j]), block_size) >= 0
+    found[cuda.threadIdx.x] = count
+    cuda.syncthreads()
+
+    to, total = 0, 0
+    for thread in range(cuda.blockDim.x):
+        if thread < cuda.threadIdx.x:
+            to += found[thread]
+        total += found[thread]
+    for j in range(first, end):
+        slot = lookup_slot(block_table, request, np.int64(topk_indices[token, j]), block_size)
+        if slot >= 0:
+            global_topk_indices[token, to] = slot
+            to += 1
+    for j in range(total + cuda.threadIdx.x, topk, cuda.blockDim.x):
+        global_topk_indices[token, j] = -1
+    if cuda.threadIdx.x == 0:
+        topk_lens[token] = total if is_valid_token[token] else 0
+
+
+def combine_topk_swa_indices(
+    topk_indices: Any,
+    query_start_loc: Any,
+    seq_lens: Any,
+    gather_lens: Any,
+    window_size: int,
+    compress_ratio: int,
+    topk: int,
+    row_stride: int,
+    swa_start: int,
+    combined_indices: Any,
+    combined_lens: Any,
+) -> None:
+    launch(
+        combine_kernel, len(combined_lens), THREADS,
+        topk_indices, query_start_loc, seq_lens, gather_lens, window_size, compress_ratio, topk, row_stride, swa_start,
+        combined_indices, combined_lens,
+    )  # fmt: skip
+
+
+def combine_kernel(
+    topk_indices,
+    query_start_loc,
+    seq_lens,
+    gather_lens,
+    window_size,
+    compress_ratio,
+    topk,
+    row_stride,
+    swa_start,
+    combined_indices,
+    combined_lens,
+):
+    token = cuda.blockIdx.x
+    query = token + np.int64(query_start_loc[0])
+    request = find_request(query_start_loc, query)
+    num_topk, num_swa, first_gathered = np.int64(0), np.int64(0), np.int64(0)
+    if request >= 0:
+        position = token_position(query_start_loc, seq_lens, request, query)
+        if position >= 0:
+            num_topk = min((position + 1) // compress_ratio, topk)
+            num_swa = min(position + 1, window_size)
+            first_gathered = position - num_swa + 1 - (np.int64(seq_lens[request]) - gather_lens[request])
+    base = np.int64(row_stride) * request
+    for j in range(cuda.threadIdx.x, combined_indices.shape[1], cuda.blockDim.x):
+        entry = np.int64(-1)
+        if j < num_topk:
+            local = np.int64(topk_indices[token, j])
+            if local >= 0 and local < swa_start:
+                entry = base + local
+        elif j < num_topk + num_swa:
+            gathered = first_gathered + j - num_topk
+            if gathered >= 0 and swa_start + gathered < row_stride:
+                entry = base + swa_start + gathered
+        combined_indices[token, j] = entry
+    if cuda.threadIdx.x == 0:
+        combined_lens[token] = num_topk + num_swa
+
+
+def build_flashinfer_mixed_sparse_indices(
+    decode_swa_indices: Any,
+    decode_compressed_indices: Any | None,
+    decode_compressed_topk_lens: Any | None,
+    prefill_topk_indices: Any,
+    query_start_loc: Any,
+    seq_lens: Any,
+    token_to_req_indices: Any,
+    swa_block_table: Any,
+    swa_block_size: int,
+    compressed_block_table: Any | None,
+    compressed_block_size: int,
+    window_size: int,
+    compress_ratio: int,
+    topk: int,
+    decode_compressed_indices_are_local: bool,
+    decode_is_valid_token: Any | None,
+    swa_block_span: int,
+    compressed_block_span: int,
+    sparse_indices: Any,
+    sparse_topk_lens: Any,
+) -> None:
+    launch(
+        mixed_kernel, len(sparse_topk_lens), THREADS,
+        decode_swa_indices,
+        NO_TABLE if decode_compressed_indices is None else decode_compressed_indices,
+        NO_VECTOR if decode_compressed_topk_lens is None else decode_compressed_topk_lens,
+        prefill_topk_indices, query_start_loc, seq_lens, token_to_req_indices, swa_block_table, swa_block_size,
+        NO_TABLE if compressed_block_table is None else compressed_block_table,
+        compressed_block_size, window_size, compress_ratio,
+        0 if compressed_block_table is None else topk,
+        decode_compressed_indices_are_local,
+        NO_FLAGS if decode_is_valid_token is None else decode_is_valid_token,
+        swa_block_span, compressed_block_span, sparse_indices, sparse_topk_lens,
+    )  # fmt: skip
+
+
+def mixed_kernel(
+    decode_swa_indices,
+    decode_compressed_indices,
+    decode_compressed_topk_lens,
+    prefill_topk_indices,
+    query_start_loc,
+    seq_lens,
+    token_to_req_indices,
+    swa_block_table,
+    swa_block_size,
+    compressed_block_table,
+    compressed_block_size,
+    window_size,
+    compress_ratio,
+    topk,
+    decode_compressed_indices_are_local,
+    decode_is_valid_token,
+    swa_block_span,
+    compressed_block_span,
+    sparse_indices,
+    sparse_topk_lens,
+):
+    found = cuda.shared.array(1, np.int32)
+    if cuda.threadIdx.x == 0:
+        found[0] = 0
+    cuda.syncthreads()
+
+    token = cuda.blockIdx.x
+    num_decode_tokens = len(decode_swa_indices)
+    decode = token < num_decode_tokens
+    request = token_to_req_indices[token]
+    position = np.int64(-1)
+    if request >= 0 and request < len(seq_lens):
+        position = token_position(query_start_loc, seq_lens, request, token)
+    start = max(position - window_size + 1, 0)
+    num_compressed = decode_compressed_indices.shape[1]
+    if not decode:
+        num_compressed = max(min((position + 1) // compress_ratio, topk), 0)
+
+    for j in range(cuda.threadIdx.x, sparse_indices.shape[1], cuda.blockDim.x):
+        slot = np.int64(-1)
+        if j < window_size:
+            if decode:
+                slot = np.int64(decode_swa_indices[token, j])
+            elif start + j <= position:
+                slot = np.int64(lookup_slot(swa_block_table, request, start + j, swa_block_size))
+            slot = to_span(slot, swa_block_size, swa_block_span)
+        elif j - window_size < num_compressed:
+            if decode:
+                slot = np.int64(decode_compressed_indices[token, j - window_size])
+            else:
+                slot = np.int64(prefill_topk_indices[token - num_decode_tokens, j - window_size])
+            if not decode or decode_compressed_indices_are_local:
+                slot = np.int64(lookup_slot(compressed_block_table, request, slot, compressed_block_size))
+            if slot >= 0:
+                cuda.atomic.add(found, 0, 1)
+            slot = to_span(slot, compressed_block_size, compressed_block_span)
+        sparse_indices[token, j] = slot
+    cuda.syncthreads()
+
+    if cuda.threadIdx.x == 0:
+        if decode and decode_compressed_indices_are_local:
+            valid = len(decode_is_valid_token) == 0 or decode_is_valid_token[token]
+            num_compressed = found[0] if valid else 0
+        elif decode and len(decode_compressed_topk_lens):
+            num_compressed = min(max(decode_compressed_topk_lens[token], 0), num_compressed)
+        sparse_topk_lens[token] = window_size + num_compressed

@@ -1,0 +1,47 @@
+"""One token's bytes, value by value: device functions that the cache kernels are made of."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import cuda
+
+from .. import slots
+from ..numbers import bfloat16_value, dequantized, float16_value, float32_value, ue8m0_value
+
+# The index arithmetic is the CPU backend's, compiled for the device.
+lookup_slot = cuda.jit(device=True)(slots.lookup_slot)
+find_request = cuda.jit(device=True)(slots.find_request)
+token_position = cuda.jit(device=True)(slots.token_position)
+to_span = cuda.jit(device=True)(slots.to_span)
+
+
+# Pages may start at any address, so what is longer than a byte goes byte by byte.
+
+
+@cuda.jit(device=True)
+def load(page, offset, count):
+    """`count` bytes from `offset` of a page on, as one integer."""
+    bits = np.int64(0)
+    for i in range(count):
+        bits |= np.int64(page[offset + i]) << (8 * i)
+    return bits
+
+
+@cuda.jit(device=True)
+def store(page, offset, count, bits):
+    """`count` bytes of an integer into a page from `offset` on."""
+    for i in range(count):
+        page[offset + i] = (bits >> (8 * i)) & 0xFF
+
+
+@cuda.jit(device=True)
+def read_value(page, row, i, g):
+    """Value `i` of token `row` of a page, as float32."""
+    start = row * g.row_bytes
+    if i >= g.quantized_dim:
+        bits = load(page, start + g.rope_offset + 2 * (i - g.quantized_dim), 2)
+        return float16_value(bits) if g.float16_values else bfloat16_value(bits)
+    scales = g.scale_start + row * g.scale_stride
+    tile = i // g.scale_tile
+    scale = ue8m0_value(page[scales + tile]) if g.ue8m0 else float32_value(load(page, scales + 4 * tile, 4))
+    return dequantized(page[start + i], scale)
