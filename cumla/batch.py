@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from .call import check_integers
 from .interop import dlpack
 
 PADDING_SLOT = -1
@@ -27,11 +28,11 @@ class CommonAttentionMetadata:
     seq_lens_cpu            the same in host memory
     num_computed_tokens_cpu [num_reqs] int32 in host memory, tokens already in the cache
     num_reqs                requests, padding requests (no query tokens) included
-    num_actual_tokens       query tokens, padding tokens left out
-    max_query_len           longest query
+    num_actual_tokens       query tokens; may count padding tokens, which follow those of the last request
+    max_query_len           longest query, or a bound on it
     block_table_tensor      [num_reqs, B] int32, page of each block_size positions; on the device
     slot_mapping            [>= num_actual_tokens] int64 or int32, cache slot of each new token; -1 skips it
-    max_seq_len             longest sequence; taken from seq_lens_cpu if not given
+    max_seq_len             longest sequence, or a bound on it; taken from seq_lens_cpu if not given
 
     Source: vLLM CommonAttentionMetadata. There, constructing it fills the tail of slot_mapping with -1;
     here nothing is written until `pad_slot_mapping` is called.
@@ -51,7 +52,7 @@ class CommonAttentionMetadata:
 
     def __post_init__(self) -> None:
         if self.max_seq_len < 0:
-            lens = dlpack.borrow(self.seq_lens_cpu, "seq_lens_cpu")
+            lens = host_array("seq_lens_cpu", self.seq_lens_cpu)
             object.__setattr__(self, "max_seq_len", int(lens.max(initial=0)))
 
     def pad_slot_mapping(self) -> None:
@@ -61,6 +62,55 @@ class CommonAttentionMetadata:
         """
         slots = dlpack.borrow(self.slot_mapping, "slot_mapping", writable=True)
         slots[self.num_actual_tokens :] = PADDING_SLOT
+
+
+def host_array(name: str, value: Any) -> np.ndarray:
+    """A `_cpu` array of a batch as NumPy. Raises ValueError for one on a device: to read it would wait for it."""
+    native = dlpack.borrow(value, name)
+    if not isinstance(native, np.ndarray):
+        raise ValueError(f"{name}: got an array on CUDA device {native.device.id}, expected one in host memory")
+    return native
+
+
+class HostLens(NamedTuple):
+    """What a batch says on the host: query_start_loc [num_reqs + 1], query lengths and seq_lens [num_reqs]."""
+
+    starts: np.ndarray
+    query_lens: np.ndarray
+    seq_lens: np.ndarray
+
+    @classmethod
+    def of(cls, batch: CommonAttentionMetadata) -> HostLens:
+        """Read them. Raises ValueError for shapes that are not the batch's."""
+        starts = host_array("query_start_loc_cpu", batch.query_start_loc_cpu)
+        seq_lens = host_array("seq_lens_cpu", batch.seq_lens_cpu)
+        num_reqs = batch.num_reqs
+        if starts.shape != (num_reqs + 1,) or seq_lens.shape != (num_reqs,):
+            raise ValueError(
+                f"query_start_loc_cpu, seq_lens_cpu: got shapes {starts.shape} and {seq_lens.shape}, "
+                f"expected {(num_reqs + 1,)} and {(num_reqs,)}, as num_reqs is {num_reqs}"
+            )
+        return cls(starts, starts[1:] - starts[:-1], seq_lens)
+
+    def split(
+        self, batch: CommonAttentionMetadata, decode_threshold: int, require_uniform: bool = False
+    ) -> tuple[int, int, int, int]:
+        """As `split_decodes_and_prefills`."""
+        num_reqs, num_tokens, query_lens = batch.num_reqs, batch.num_actual_tokens, self.query_lens
+        all_decodes = (num_reqs, 0, num_tokens, 0)
+        if batch.max_query_len <= decode_threshold and not (require_uniform and decode_threshold > 1):
+            return all_decodes
+        first = query_lens[0] if num_reqs else 0
+        if first > decode_threshold:
+            return 0, num_reqs, 0, num_tokens
+        is_prefill = query_lens != first if require_uniform else query_lens > decode_threshold
+        num_others = np.count_nonzero(is_prefill)
+        all_empty = require_uniform and first and np.count_nonzero(query_lens) == num_reqs - num_others
+        if not num_others or all_empty:
+            return all_decodes
+        num_decodes = int(is_prefill.argmax())
+        num_decode_tokens = int(self.starts[num_decodes])
+        return num_decodes, num_reqs - num_decodes, num_decode_tokens, num_tokens - num_decode_tokens
 
 
 def split_decodes_and_prefills(
@@ -76,22 +126,7 @@ def split_decodes_and_prefills(
     first prefill count as prefills.
     Source: vLLM split_decodes_and_prefills, without its assertions on the order of zero-length padding.
     """
-    num_reqs, num_tokens = common_attn_metadata.num_reqs, common_attn_metadata.num_actual_tokens
-    starts = dlpack.borrow(common_attn_metadata.query_start_loc_cpu, "query_start_loc_cpu")
-    all_decodes = (num_reqs, 0, num_tokens, 0)
-    if common_attn_metadata.max_query_len <= decode_threshold and not (require_uniform and decode_threshold > 1):
-        return all_decodes
-    query_lens = np.diff(starts[: num_reqs + 1])
-    is_prefill = query_lens > decode_threshold
-    if require_uniform and num_reqs and not is_prefill[0]:
-        is_prefill = query_lens != query_lens[0]
-        if not (is_prefill & (query_lens != 0)).any():
-            return all_decodes
-    if not is_prefill.any():
-        return all_decodes
-    num_decodes = int(is_prefill.argmax())
-    num_decode_tokens = int(starts[num_decodes])
-    return num_decodes, num_reqs - num_decodes, num_decode_tokens, num_tokens - num_decode_tokens
+    return HostLens.of(common_attn_metadata).split(common_attn_metadata, decode_threshold, require_uniform)
 
 
 def reorder_batch_to_split_decodes_and_prefills(
@@ -126,15 +161,15 @@ def make_local_attention_virtual_batches(
     Returns seqlens_q_local [V], cu_seqlens_q_local [V + 1] int32, seqlens_k_local [V] int32 and
     block_table_local [V, attn_chunk_size // block_size], whose columns beyond the table repeat its last.
     A request without query tokens gives none.
-    Raises ValueError for sizes that do not divide.
+    Raises ValueError for sizes that do not divide, and for a table without columns that is looked into.
     Source: vLLM make_local_attention_virtual_batches.
     """
     if block_size < 1 or attn_chunk_size < 1 or attn_chunk_size % block_size:
         raise ValueError(
             f"block_size: got {block_size}, expected a positive divisor of attn_chunk_size = {attn_chunk_size}"
         )
-    starts = dlpack.borrow(query_start_loc_np, "query_start_loc_np")
-    seq_lens = dlpack.borrow(seq_lens_np, "seq_lens_np")
+    starts = host_array("query_start_loc_np", query_start_loc_np)
+    seq_lens = host_array("seq_lens_np", seq_lens_np)
     table = dlpack.borrow(block_table, "block_table")
     query_lens = np.diff(starts)
     first_chunk = (seq_lens - query_lens) // attn_chunk_size
@@ -151,6 +186,8 @@ def make_local_attention_virtual_batches(
     np.cumsum(seqlens_q_local, out=cu_seqlens_q_local[1:])
     seqlens_k_local = (chunk_end - chunk_start).astype(np.int32)
 
+    if len(request) and not table.shape[1]:
+        raise ValueError(f"block_table: got shape {tuple(table.shape)}, expected at least one column")
     columns = chunk_start[:, None] // block_size + np.arange(attn_chunk_size // block_size)
     columns = np.minimum(columns, table.shape[1] - 1)
     xp = dlpack.namespace_of(table)
@@ -166,12 +203,15 @@ def get_dcp_local_seq_lens(
     """How many tokens of each request one rank holds when the cache is dealt out over ranks.
 
     seq_lens                     [R] integers
-    cp_kv_cache_interleave_size  neighbouring tokens that go to the same rank
+    dcp_world_size               ranks
     dcp_rank                     the rank, or None for all of them
+    cp_kv_cache_interleave_size  neighbouring tokens that go to the same rank
 
     Returns [R] for a rank, [R, dcp_world_size] for all, of seq_lens' dtype.
+    Raises ValueError for a rank that does not exist.
     Source: vLLM get_dcp_local_seq_lens.
     """
+    check_integers(1, dcp_world_size=dcp_world_size, cp_kv_cache_interleave_size=cp_kv_cache_interleave_size)
     lens = dlpack.borrow(seq_lens, "seq_lens")
     ranks: Any = dcp_rank
     if dcp_rank is None:
@@ -195,7 +235,7 @@ class PerLayerParameters:
     sm_scale: float
 
 
-def get_per_layer_parameters(layers: Mapping[str, Any], cls_: type) -> dict[str, PerLayerParameters]:
+def get_per_layer_parameters(layers: Mapping[str, Any], cls_: type[Any]) -> dict[str, PerLayerParameters]:
     """Read PerLayerParameters off the attention layers of a model.
 
     layers  layer name -> layer with `impl`, which has `scale` and may have `sliding_window` (its first item
@@ -235,17 +275,21 @@ def infer_global_hyperparameters(per_layer_params: Mapping[str, PerLayerParamete
 
 
 KV_CACHE_LAYOUTS = ("NHD", "HND")
-_kv_cache_layout = "NHD"
+_KV_CACHE_LAYOUT_OVERRIDE: str | None = None
 
 
 def get_kv_cache_layout() -> str:
-    """Order of the axes of a dense KV page: "NHD" (tokens, heads, values) or "HND"."""
-    return _kv_cache_layout
+    """Order of the axes of a dense KV page: "NHD" (tokens, heads, values), unless `set_kv_cache_layout` chose "HND"."""
+    return _KV_CACHE_LAYOUT_OVERRIDE or KV_CACHE_LAYOUTS[0]
 
 
-def set_kv_cache_layout(cache_layout: str) -> None:
-    """Choose the order of axes that `get_kv_cache_layout` answers from now on. Raises ValueError for another."""
-    global _kv_cache_layout
-    if cache_layout not in KV_CACHE_LAYOUTS:
+def set_kv_cache_layout(cache_layout: str | None) -> None:
+    """Choose what `get_kv_cache_layout` answers from now on; None takes the choice back.
+
+    Raises ValueError for another layout.
+    Source: vLLM set_kv_cache_layout, whose answer was cached before it could be changed.
+    """
+    global _KV_CACHE_LAYOUT_OVERRIDE
+    if cache_layout is not None and cache_layout not in KV_CACHE_LAYOUTS:
         raise ValueError(f"cache_layout: got {cache_layout!r}, expected one of {', '.join(KV_CACHE_LAYOUTS)}")
-    _kv_cache_layout = cache_layout
+    _KV_CACHE_LAYOUT_OVERRIDE = cache_layout

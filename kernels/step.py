@@ -10,9 +10,10 @@ C128A_RATIO = 128
 class BatchCounts(NamedTuple):
     """Host numbers of a batch.
 
-    num_tokens     query tokens, padding left out; decode tokens are the first num_decode_tokens
+    num_tokens     query tokens of requests, padding left out; decode tokens are the first num_decode_tokens
     rows           rows to fill: entries of slot_mapping
     rows_before    rows that the build before filled: those beyond `rows` are cleared
+    width_before   columns of c128a_indices that the build before filled: those beyond the width are cleared
     """
 
     num_reqs: int
@@ -21,6 +22,7 @@ class BatchCounts(NamedTuple):
     num_tokens: int
     rows: int
     rows_before: int
+    width_before: int = 0
 
 
 class SwaBuffers(NamedTuple):
@@ -30,7 +32,7 @@ class SwaBuffers(NamedTuple):
     is_valid_token        bool
     swa_indices           int32 [.., window_size]; -1 after the length
     swa_lens              int32
-    prefill_gather_lens   int32, one a prefill request
+    prefill_gather_lens   int32, one a prefill request; 0 after the last
     c128a_indices         int32 [.., capacity]: slots for decode tokens, 0, 1, 2, ... for prefill tokens
     c128a_lens            int32
     """
@@ -42,3 +44,45 @@ class SwaBuffers(NamedTuple):
     prefill_gather_lens: Any
     c128a_indices: Any
     c128a_lens: Any
+
+
+class IndexerCounts(NamedTuple):
+    """Host numbers of a batch for the indexer, whose decode kernels take `batch_size` entries.
+
+    num_decodes       requests at the front that are decodes
+    batch_size        entries: the decodes, or their tokens (padding tokens included) if flattened
+    flatten           whether an entry is a token; otherwise it is a request
+    lens_per_entry    lengths of an entry: one a draft token where the kernels take such requests as they are, else 1
+    columns           columns of block_table to copy for each entry; 0 unless flattened
+    entries_before    entries and columns that the build before copied: those beyond are cleared
+    columns_before
+    block_size        rows of a page
+    compress_ratio    positions of a row
+    """
+
+    num_decodes: int
+    batch_size: int
+    flatten: bool
+    lens_per_entry: int
+    columns: int
+    entries_before: int
+    columns_before: int
+    block_size: int
+    compress_ratio: int
+
+
+class IndexerBuffers(NamedTuple):
+    """Fixed buffers of the indexer's builder; what a batch does not use is 0, or -1 in slot_mapping.
+
+    decode_lens   int32 [capacity], query tokens of an entry
+    seq_lens      int32 [capacity], rows an entry may see, `lens_per_entry` after one another
+    slot_mapping  int64 [capacity], one a token; empty unless the cache is compressed
+    block_table   int32 [.., columns], one row an entry; empty unless tokens may be flattened
+    schedule      int32 [num_sms + 1, 2], where each share of the entries' pages starts
+    """
+
+    decode_lens: Any
+    seq_lens: Any
+    slot_mapping: Any
+    block_table: Any
+    schedule: Any

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import abc
 import enum
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from ..batch import CommonAttentionMetadata
-from ..call import check_integers
+import numpy as np
+
+from ..batch import CommonAttentionMetadata, host_array, reorder_batch_to_split_decodes_and_prefills
+from ..call import INT32, SLOTS, Call, check_integers
+from ..interop import dlpack
 
 M = TypeVar("M")
 
@@ -40,6 +45,7 @@ class ServingConfig:
     max_model_len           positions of a sequence
     prefill_chunk_size      requests of the longest kind that the prefill workspace has room for
     max_logits_bytes        budget for the indexer's float32 logits
+    num_sms                 multiprocessors that share the indexer's decode logits (132 on an H100 or H200)
     """
 
     window_size: int = 128
@@ -54,6 +60,7 @@ class ServingConfig:
     max_model_len: int = 131072
     prefill_chunk_size: int = 4
     max_logits_bytes: int = 512 << 20
+    num_sms: int = 132
 
     def __post_init__(self) -> None:
         numbers = {name: value for name, value in vars(self).items() if name != "compress_ratios"}
@@ -78,17 +85,76 @@ class ServingConfig:
         """Longest query that counts as a decode."""
         return 1 + self.num_speculative_tokens
 
+    @property
+    def indexer_compress_ratio(self) -> int:
+        """Positions that a row of the indexer's cache stands for: 4 if there are such layers (V4), else 1 (V3.2)."""
+        return 4 if 4 in self.compress_ratios else 1
+
+
+class BatchArrays(NamedTuple):
+    """A batch's arrays as kernels take them."""
+
+    query_start_loc: Any
+    seq_lens: Any
+    slot_mapping: Any
+    block_table: Any
+
+    @classmethod
+    def of(cls, call: Call, batch: CommonAttentionMetadata, block_table: Any = None) -> BatchArrays:
+        """Borrow and check them; `block_table` stands for the batch's own if given."""
+        num_reqs, name = batch.num_reqs, "block_table"
+        if block_table is None:
+            name, block_table = "block_table_tensor", batch.block_table_tensor
+        return cls(
+            call.array("query_start_loc", batch.query_start_loc, INT32, (num_reqs + 1,)),
+            call.array("seq_lens", batch.seq_lens, INT32, (num_reqs,)),
+            call.array("slot_mapping", batch.slot_mapping, SLOTS, (-1,)),
+            call.array(name, block_table, INT32, (num_reqs, -1)),
+        )
+
+
+def give_view(view: Any, framework: str) -> Any:
+    """A view of a fixed buffer as an array of `framework`: for JAX, whose arrays must not change, a copy."""
+    return dlpack.give(view.copy() if framework == "jax" else view, framework)
+
+
+class ViewCache:
+    """Views of a builder's fixed buffers by name, kept by the counts that they are cut with.
+
+    To cut them and to give them to a framework takes longer than to build what they show.
+    """
+
+    def __init__(self, cut: Callable[..., dict[str, Any]]) -> None:
+        self._cut = cut
+        self._kept = functools.lru_cache(maxsize=256)(self._give)
+
+    def __call__(self, framework: str, *counts: int) -> dict[str, Any]:
+        """`cut(*counts)` as arrays of `framework`."""
+        return (self._give if framework == "jax" else self._kept)(framework, *counts)
+
+    def _give(self, framework: str, *counts: int) -> dict[str, Any]:
+        return {name: give_view(view, framework) for name, view in self._cut(*counts).items()}
+
 
 class AttentionMetadataBuilder(abc.ABC, Generic[M]):
     """Builds one kind of metadata, step after step, into buffers that stay where they are.
+
+    cudagraph_support        which batches may run inside a CUDA graph
+    full_cudagraph_supported whether any may
+    reorder_batch_threshold  longest query that the builder wants at the front of the batch, draft tokens
+                             included once constructed; None if it takes any order
 
     Source: vLLM AttentionMetadataBuilder; `config` in place of the engine's, the device as the arrays have it.
     """
 
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    full_cudagraph_supported: ClassVar[bool] = False
+    reorder_batch_threshold: int | None = None
 
     def __init__(self, config: ServingConfig) -> None:
         self.config = config
+        if self.reorder_batch_threshold is not None:
+            self.reorder_batch_threshold += config.num_speculative_tokens
 
     @abc.abstractmethod
     def build(
@@ -106,24 +172,35 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
         return cls.cudagraph_support
 
     def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
-        """Whether this batch may."""
-        support = self.get_cudagraph_support(self.config)
+        """Whether this batch may: where only uniform batches may, padding requests (no query) do not count."""
+        support, batch = self.get_cudagraph_support(self.config), common_attn_metadata
         if support in (AttentionCGSupport.NEVER, AttentionCGSupport.ALWAYS):
             return support is AttentionCGSupport.ALWAYS
-        longest = common_attn_metadata.max_query_len
-        if support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE and longest > 1:
-            return False
-        batch = common_attn_metadata
-        return longest <= self.config.decode_threshold and batch.num_actual_tokens == longest * batch.num_reqs
+        starts = host_array("query_start_loc_cpu", batch.query_start_loc_cpu)
+        query_lens = np.diff(starts[: batch.num_reqs + 1])
+        query_lens = query_lens[query_lens > 0]
+        longest = 1 if support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE else self.config.decode_threshold
+        return bool((query_lens <= longest).all() and (query_lens == query_lens[:1]).all())
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> M:
         """The metadata to capture a graph with."""
         return self.build(0, common_attn_metadata)
 
-    def use_cascade_attention(self, common_prefix_len: int, *args: Any, **kwargs: Any) -> bool:
-        """Whether to attend to the common prefix apart from the rest."""
+    def use_cascade_attention(
+        self,
+        common_prefix_len: int,
+        query_lens: Any,
+        num_query_heads: int,
+        num_kv_heads: int,
+        use_alibi: bool,
+        use_sliding_window: bool,
+        num_sms: int,
+    ) -> bool:
+        """Whether to attend to the common prefix apart from the rest: never, for sparse attention."""
         return False
 
     def reorder_batch(self, input_batch: Any, scheduler_output: Any) -> bool:
-        """Bring the batch into the order this builder wants; whether anything moved."""
-        return False
+        """Bring decodes to the front, as `reorder_batch_to_split_decodes_and_prefills` does; whether anything moved."""
+        if self.reorder_batch_threshold is None:
+            return False
+        return reorder_batch_to_split_decodes_and_prefills(input_batch, scheduler_output, self.reorder_batch_threshold)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 
-from ..batch import CommonAttentionMetadata, reorder_batch_to_split_decodes_and_prefills, split_decodes_and_prefills
-from ..call import INT32, SLOTS, Call
+from ..batch import CommonAttentionMetadata, HostLens
+from ..call import INT32, Call
 from ..interop import dlpack
 from ..kernels.step import C128A_RATIO, BatchCounts, SwaBuffers
-from .base import AttentionCGSupport, AttentionMetadataBuilder, ServingConfig
-from .validation import check_batch
+from .base import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, ServingConfig, ViewCache
+from .validation import Table, check_batch, check_capacity
 
 LAYER_TYPES = {1: "swaonly", 4: "c4a", 128: "c128a"}
 
@@ -63,34 +63,41 @@ class DeepseekSparseSWAMetadata:
     c128a_global_decode_topk_indices: Any = None
     c128a_decode_topk_lens: Any = None
     c128a_prefill_topk_indices: Any = None
+    _plans: dict[tuple[int, int], list[tuple[int, int, int, int]]] = field(init=False, repr=False, default_factory=dict)
 
-    def get_prefill_chunk_plan(self, compress_ratio: int) -> list[tuple[int, int, int, int]]:
+    def get_prefill_chunk_plan(
+        self, compress_ratio: int, prefill_chunk_size: int | None = None
+    ) -> list[tuple[int, int, int, int]]:
         """Cut the prefills into chunks whose workspace is bounded.
+
+        prefill_chunk_size  requests of the longest kind that a workspace has room for; the config's if None
 
         Returns [(start, end, N, M)]: prefills [start, end) share a workspace of end - start times M rows,
         of which a request's first N hold its compressed rows and the rest its window rows. As many
         requests go together as `prefill_chunk_size` requests of the longest kind would need room for;
         one that is larger alone is a chunk of its own.
         """
-        if not self.num_prefills:
-            return []
+        size = prefill_chunk_size or self.config.prefill_chunk_size
+        if (compress_ratio, size) not in self._plans:
+            self._plans[compress_ratio, size] = self._plan(compress_ratio, size) if self.num_prefills else []
+        return self._plans[compress_ratio, size]
+
+    def _plan(self, compress_ratio: int, prefill_chunk_size: int) -> list[tuple[int, int, int, int]]:
         config = self.config
-        compressed = self.prefill_seq_lens_cpu // compress_ratio if compress_ratio > 1 else 0
-        prefix = self.prefill_seq_lens_cpu - self.prefill_query_lens_cpu
-        window = self.prefill_query_lens_cpu + np.minimum(prefix, config.window_size - 1)
-        compressed = np.broadcast_to(compressed, window.shape)
         longest = config.window_size + config.max_num_batched_tokens
         if compress_ratio > 1:
             longest += -(-config.max_model_len // compress_ratio)
-        budget = config.prefill_chunk_size * longest
+        budget = prefill_chunk_size * longest
+        seq_lens, query_lens = self.prefill_seq_lens_cpu, self.prefill_query_lens_cpu
+        compressed = seq_lens // compress_ratio if compress_ratio > 1 else np.zeros_like(seq_lens)
+        window = query_lens + np.minimum(seq_lens - query_lens, config.window_size - 1)
         plan: list[tuple[int, int, int, int]] = []
         start, rows_compressed, rows_window = 0, 0, 0
-        for i in range(self.num_prefills):
-            more_compressed = max(rows_compressed, int(compressed[i]))
-            more_window = max(rows_window, int(window[i]))
+        for i, (its_compressed, its_window) in enumerate(zip(compressed.tolist(), window.tolist(), strict=True)):
+            more_compressed, more_window = max(rows_compressed, its_compressed), max(rows_window, its_window)
             if i > start and (i + 1 - start) * (more_compressed + more_window) > budget:
                 plan.append((start, i, rows_compressed, rows_compressed + rows_window))
-                start, more_compressed, more_window = i, int(compressed[i]), int(window[i])
+                start, more_compressed, more_window = i, its_compressed, its_window
             rows_compressed, rows_window = more_compressed, more_window
         plan.append((start, self.num_prefills, rows_compressed, rows_compressed + rows_window))
         return plan
@@ -107,16 +114,20 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
     """
 
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    full_cudagraph_supported: ClassVar[bool] = True
+    reorder_batch_threshold = 1
 
     def __init__(self, config: ServingConfig, backend: str | None = None) -> None:
         super().__init__(config)
         self.backend = backend
+        self.num_speculative_tokens = config.num_speculative_tokens
+        self.decode_threshold = config.decode_threshold
+        self.window_size, self.block_size = config.window_size, config.block_size
         self.layer_types = {LAYER_TYPES[ratio] for ratio in config.compress_ratios}
+        self._has_c128a = "c128a" in self.layer_types
         self._buffers: SwaBuffers | None = None
-        self._rows_in_use = 0
-
-    def reorder_batch(self, input_batch: Any, scheduler_output: Any) -> bool:
-        return reorder_batch_to_split_decodes_and_prefills(input_batch, scheduler_output, self.config.decode_threshold)
+        self._rows_in_use = self._width_in_use = 0
+        self._views = ViewCache(self._cut)
 
     def build(
         self,
@@ -136,41 +147,61 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
         Raises ValueError, before the device is touched, for a batch that cannot be: it names the request.
         """
         config, batch = self.config, common_attn_metadata
-        if validate:
-            check_batch(batch, config)
-        split = split_decodes_and_prefills(batch, config.decode_threshold)
-        num_decodes, _, num_decode_tokens, _ = split
-        if "c128a" in self.layer_types and c128a_block_table is None:
+        if self._has_c128a and c128a_block_table is None:
             raise ValueError("c128a_block_table: got None, expected a block table for the C128A layers")
-
         call = Call(self.backend, stream)
-        query_start_loc = call.array("query_start_loc", batch.query_start_loc, INT32, (batch.num_reqs + 1,))
-        seq_lens = call.array("seq_lens", batch.seq_lens, INT32, (batch.num_reqs,))
-        slot_mapping = call.array("slot_mapping", batch.slot_mapping, SLOTS, (-1,))
-        block_table = call.array("block_table_tensor", batch.block_table_tensor, INT32, (batch.num_reqs, -1))
-        c128a_table = call.optional("c128a_block_table", c128a_block_table, INT32, (batch.num_reqs, -1))
-        buffers = self._buffers or self._allocate(seq_lens)
-        rows = len(slot_mapping)
-        if not batch.num_actual_tokens <= rows <= config.max_num_batched_tokens:
-            raise ValueError(
-                f"slot_mapping: got {rows} entries, expected num_actual_tokens = {batch.num_actual_tokens} to "
-                f"max_num_batched_tokens = {config.max_num_batched_tokens}"
-            )
+        arrays = BatchArrays.of(call, batch)
+        c128a_table = None
+        if self._has_c128a:
+            c128a_table = call.array("c128a_block_table", c128a_block_table, INT32, (batch.num_reqs, -1))
+        lens, rows = HostLens.of(batch), len(arrays.slot_mapping)
+        check_capacity(batch, config, rows)
+        if validate:
+            tables: dict[str, Table] = {"block_table_tensor": (arrays.block_table, config.block_size, 1)}
+            if c128a_table is not None:
+                tables["c128a_block_table"] = (c128a_table, config.compressed_block_size, C128A_RATIO)
+            check_batch(batch, lens, config, **tables)
+        split = lens.split(batch, self.decode_threshold)
+        num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = split
         counts = BatchCounts(
-            batch.num_reqs, num_decodes, num_decode_tokens, batch.num_actual_tokens, rows, self._rows_in_use
-        )
+            batch.num_reqs, num_decodes, num_decode_tokens, int(lens.starts[-1]) if batch.num_reqs else 0, rows,
+            self._rows_in_use, self._width_in_use,
+        )  # fmt: skip
         width = self._c128a_width(batch.max_seq_len)
         with call.kernels("step") as kernels:
+            buffers = self._buffers or self._allocate(arrays.seq_lens)
+            call.borrow("the builder's buffers", buffers.swa_lens)
             kernels.build_sparse_swa(
-                query_start_loc, seq_lens, slot_mapping, block_table, c128a_table, counts,
-                config.block_size, config.window_size, config.compressed_block_size // C128A_RATIO, width, buffers,
+                *arrays, c128a_table, counts, config.block_size, config.window_size,
+                config.compressed_block_size // C128A_RATIO, width, buffers,
             )  # fmt: skip
-        self._rows_in_use = rows
-        return self._metadata(batch, split, rows, width, buffers)
+            self._rows_in_use, self._width_in_use = rows, width
+            framework = dlpack.framework_of(batch.query_start_loc)
+            views = self._views(framework, rows, num_decode_tokens, batch.num_actual_tokens, num_prefills, width)
+
+        metadata = DeepseekSparseSWAMetadata(
+            block_table=batch.block_table_tensor,
+            slot_mapping=batch.slot_mapping,
+            block_size=config.block_size,
+            seq_lens=batch.seq_lens,
+            query_start_loc=batch.query_start_loc,
+            query_start_loc_cpu=batch.query_start_loc_cpu,
+            num_decodes=num_decodes,
+            num_prefills=num_prefills,
+            num_decode_tokens=num_decode_tokens,
+            num_prefill_tokens=num_prefill_tokens,
+            config=config,
+            **views,
+        )
+        if num_prefills:
+            metadata.prefill_seq_lens = batch.seq_lens[num_decodes:]
+            metadata.prefill_seq_lens_cpu = lens.seq_lens[num_decodes:]
+            metadata.prefill_query_lens_cpu = lens.query_lens[num_decodes:]
+        return metadata
 
     def _c128a_width(self, max_seq_len: int) -> int:
         """Columns in use: a power of two, so that few widths occur, within the fixed capacity."""
-        if "c128a" not in self.layer_types:
+        if not self._has_c128a:
             return 0
         rows = max(max_seq_len // C128A_RATIO, 1)
         return min(max(128, 1 << (rows - 1).bit_length()), self._c128a_capacity)
@@ -182,62 +213,34 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
     def _allocate(self, like: Any) -> SwaBuffers:
         config, xp = self.config, dlpack.namespace_of(like)
         tokens = config.max_num_batched_tokens
-        has_c128a = "c128a" in self.layer_types
-        capacity = self._c128a_capacity if has_c128a else 0
+        c128a_rows, c128a_width = (tokens, self._c128a_capacity) if self._has_c128a else (0, 0)
         self._buffers = SwaBuffers(
             token_to_req_indices=xp.zeros(tokens, np.int32),
             is_valid_token=xp.zeros(tokens, np.bool_),
             swa_indices=xp.full((tokens, config.window_size), -1, np.int32),
             swa_lens=xp.zeros(tokens, np.int32),
             prefill_gather_lens=xp.zeros(config.max_num_seqs, np.int32),
-            c128a_indices=xp.full((tokens if has_c128a else 0, capacity), -1, np.int32),
-            c128a_lens=xp.zeros(tokens if has_c128a else 0, np.int32),
+            c128a_indices=xp.full((c128a_rows, c128a_width), -1, np.int32),
+            c128a_lens=xp.zeros(c128a_rows, np.int32),
         )
         return self._buffers
 
-    def _metadata(
-        self,
-        batch: CommonAttentionMetadata,
-        split: tuple[int, int, int, int],
-        rows: int,
-        width: int,
-        buffers: SwaBuffers,
-    ) -> DeepseekSparseSWAMetadata:
-        num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = split
-        framework = dlpack.framework_of(batch.seq_lens)
-        num_tokens = num_decode_tokens + num_prefill_tokens
-
-        def give(array: Any) -> Any:
-            return dlpack.give(array, framework)
-
-        metadata = DeepseekSparseSWAMetadata(
-            block_table=batch.block_table_tensor,
-            slot_mapping=batch.slot_mapping,
-            block_size=self.config.block_size,
-            seq_lens=batch.seq_lens,
-            query_start_loc=batch.query_start_loc,
-            query_start_loc_cpu=batch.query_start_loc_cpu,
-            is_valid_token=give(buffers.is_valid_token[:rows]),
-            token_to_req_indices=give(buffers.token_to_req_indices[:rows]),
-            decode_swa_indices=give(buffers.swa_indices[:num_decode_tokens, None]),
-            decode_swa_lens=give(buffers.swa_lens[:num_decode_tokens]),
-            prefill_swa_indices=give(buffers.swa_indices[num_decode_tokens:num_tokens]),
-            prefill_swa_lens=give(buffers.swa_lens[num_decode_tokens:num_tokens]),
-            num_decodes=num_decodes,
-            num_prefills=num_prefills,
-            num_decode_tokens=num_decode_tokens,
-            num_prefill_tokens=num_prefill_tokens,
-            config=self.config,
-        )
+    def _cut(self, rows: int, num_decode_tokens: int, num_tokens: int, num_prefills: int, width: int) -> dict[str, Any]:
+        """The fields that are views of the buffers."""
+        buffers, decodes, prefills = self._buffers, slice(num_decode_tokens), slice(num_decode_tokens, num_tokens)
+        assert buffers is not None
+        views = {
+            "is_valid_token": buffers.is_valid_token[:rows],
+            "token_to_req_indices": buffers.token_to_req_indices[:rows],
+            "decode_swa_indices": buffers.swa_indices[decodes, None],
+            "decode_swa_lens": buffers.swa_lens[decodes],
+            "prefill_swa_indices": buffers.swa_indices[prefills],
+            "prefill_swa_lens": buffers.swa_lens[prefills],
+        }
         if num_prefills:
-            seq_lens_cpu = dlpack.borrow(batch.seq_lens_cpu, "seq_lens_cpu")
-            starts = dlpack.borrow(batch.query_start_loc_cpu, "query_start_loc_cpu")
-            metadata.prefill_seq_lens = batch.seq_lens[num_decodes:]
-            metadata.prefill_gather_lens = give(buffers.prefill_gather_lens[:num_prefills])
-            metadata.prefill_seq_lens_cpu = seq_lens_cpu[num_decodes : batch.num_reqs]
-            metadata.prefill_query_lens_cpu = np.diff(starts[num_decodes : batch.num_reqs + 1])
+            views["prefill_gather_lens"] = buffers.prefill_gather_lens[:num_prefills]
         if width:
-            metadata.c128a_global_decode_topk_indices = give(buffers.c128a_indices[:num_decode_tokens, None, :width])
-            metadata.c128a_decode_topk_lens = give(buffers.c128a_lens[:num_decode_tokens])
-            metadata.c128a_prefill_topk_indices = give(buffers.c128a_indices[num_decode_tokens:num_tokens, :width])
-        return metadata
+            views["c128a_global_decode_topk_indices"] = buffers.c128a_indices[decodes, None, :width]
+            views["c128a_decode_topk_lens"] = buffers.c128a_lens[decodes]
+            views["c128a_prefill_topk_indices"] = buffers.c128a_indices[prefills, :width]
+        return views

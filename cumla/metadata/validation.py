@@ -2,71 +2,96 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from ..batch import CommonAttentionMetadata
-from ..interop import dlpack
+from ..batch import CommonAttentionMetadata, HostLens
 from .base import ServingConfig
 
+Table = tuple[Any, int, int]
+"""A block table [num_reqs, B], the positions that one of its entries covers, and how many of them make a row."""
 
-def check_batch(batch: CommonAttentionMetadata, config: ServingConfig) -> None:
-    """Raise ValueError for a batch that is inconsistent, unordered or larger than the config allows."""
-    num_reqs = batch.num_reqs
-    if num_reqs > config.max_num_seqs:
-        raise ValueError(f"num_reqs: got {num_reqs}, expected at most max_num_seqs = {config.max_num_seqs}")
-    starts = dlpack.borrow(batch.query_start_loc_cpu, "query_start_loc_cpu")
-    seq_lens = dlpack.borrow(batch.seq_lens_cpu, "seq_lens_cpu")
-    if len(starts) != num_reqs + 1 or len(seq_lens) != num_reqs:
+
+def check_capacity(batch: CommonAttentionMetadata, config: ServingConfig, rows: int) -> None:
+    """Raise ValueError for a batch that the builders' buffers cannot hold; `rows` are the entries of slot_mapping."""
+    if not 0 <= batch.num_reqs <= config.max_num_seqs:
+        raise ValueError(f"num_reqs: got {batch.num_reqs}, expected 0 to max_num_seqs = {config.max_num_seqs}")
+    if not 0 <= batch.num_actual_tokens <= config.max_num_batched_tokens:
         raise ValueError(
-            f"query_start_loc_cpu, seq_lens_cpu: got {len(starts)} and {len(seq_lens)} entries, "
-            f"expected {num_reqs + 1} and {num_reqs}"
-        )
-    if not num_reqs:
-        return
-    query_lens = np.diff(starts)
-    if starts[0] != 0 or int(starts[-1]) != batch.num_actual_tokens:
-        raise ValueError(
-            f"query_start_loc_cpu: got {starts[0]} to {starts[-1]}, expected 0 to "
-            f"num_actual_tokens = {batch.num_actual_tokens}"
-        )
-    if batch.num_actual_tokens > config.max_num_batched_tokens:
-        raise ValueError(
-            f"num_actual_tokens: got {batch.num_actual_tokens}, expected at most "
+            f"num_actual_tokens: got {batch.num_actual_tokens}, expected 0 to "
             f"max_num_batched_tokens = {config.max_num_batched_tokens}"
         )
-    if query_lens.min() < 0:
-        request = int((query_lens < 0).argmax())
+    if not batch.num_actual_tokens <= rows <= config.max_num_batched_tokens:
         raise ValueError(
-            f"query_start_loc_cpu: request {request} goes from {starts[request]} to {starts[request + 1]}, "
+            f"slot_mapping: got {rows} entries, expected num_actual_tokens = {batch.num_actual_tokens} to "
+            f"max_num_batched_tokens = {config.max_num_batched_tokens}"
+        )
+
+
+def check_batch(batch: CommonAttentionMetadata, lens: HostLens, config: ServingConfig, **tables: Table) -> None:
+    """Raise ValueError for a batch that is inconsistent, unordered or longer than the config or a table allows.
+
+    A good batch costs one comparison of all requests for each thing that can be wrong.
+    """
+    num_tokens, (starts, query_lens, seq_lens) = batch.num_actual_tokens, lens
+    if starts[0] != 0 or starts[-1] > num_tokens:
+        raise ValueError(
+            f"query_start_loc_cpu: got {starts[0]} to {starts[-1]}, expected 0 to at most "
+            f"num_actual_tokens = {num_tokens}"
+        )
+    if (r := _first(query_lens < 0)) >= 0:
+        raise ValueError(
+            f"query_start_loc_cpu: request {r} goes from {starts[r]} to {starts[r + 1]}, "
             "expected starts that do not decrease"
         )
-    if query_lens.max() != batch.max_query_len:
-        raise ValueError(f"max_query_len: got {batch.max_query_len}, expected {query_lens.max()}, the longest query")
-    short = query_lens > seq_lens
-    if short.any():
-        request = int(short.argmax())
+    if (r := _first(query_lens > batch.max_query_len)) >= 0:
+        raise ValueError(f"max_query_len: got {batch.max_query_len}, but request {r} has {query_lens[r]} query tokens")
+    if (r := _first(query_lens > seq_lens)) >= 0:
         raise ValueError(
-            f"seq_lens_cpu: request {request} has {seq_lens[request]} tokens, expected at least the "
-            f"{query_lens[request]} of its query"
+            f"seq_lens_cpu: request {r} has {seq_lens[r]} tokens, expected at least the {query_lens[r]} of its query"
         )
-    longest = int(seq_lens.max())
-    if longest > config.max_model_len:
-        raise ValueError(
-            f"seq_lens_cpu: request {int(seq_lens.argmax())} has {longest} tokens, expected at most "
-            f"max_model_len = {config.max_model_len}"
-        )
-    covered = batch.block_table_tensor.shape[1] * config.block_size
-    if longest > covered:
-        raise ValueError(
-            f"block_table_tensor: request {int(seq_lens.argmax())} has {longest} tokens, but "
-            f"{batch.block_table_tensor.shape[1]} columns of {config.block_size} cover {covered}"
-        )
+    _check_lengths(seq_lens, batch, config, tables)
     if batch.max_query_len > config.decode_threshold:
-        is_prefill = query_lens > config.decode_threshold
-        late = is_prefill[:-1] & ~is_prefill[1:] & (query_lens[1:] > 0)
-        if late.any():
-            request = int(late.argmax()) + 1
-            raise ValueError(
-                f"query_start_loc_cpu: request {request} with {query_lens[request]} query tokens follows a prefill, "
-                f"expected decodes (at most {config.decode_threshold} tokens) first"
-            )
+        _check_order(query_lens, config.decode_threshold)
+
+
+def _first(mask: Any) -> int:
+    """The first place where `mask` is True, or -1."""
+    return int(mask.argmax()) if np.count_nonzero(mask) else -1
+
+
+def _check_lengths(
+    seq_lens: Any, batch: CommonAttentionMetadata, config: ServingConfig, tables: dict[str, Table]
+) -> None:
+    limit = min(batch.max_seq_len, config.max_model_len, *map(_covered, tables.values()))
+    if (r := _first(seq_lens > limit)) < 0:
+        return
+    got = f"request {r} has {seq_lens[r]} tokens"
+    for name, table in tables.items():
+        if seq_lens[r] > _covered(table):
+            columns, positions = table[0].shape[1], table[1]
+            raise ValueError(f"{name}: {got}, but {columns} columns of {positions} cover {columns * positions}")
+    if seq_lens[r] > config.max_model_len:
+        raise ValueError(f"seq_lens_cpu: {got}, expected at most max_model_len = {config.max_model_len}")
+    raise ValueError(f"max_seq_len: got {batch.max_seq_len}, but {got}")
+
+
+def _covered(table: Table) -> int:
+    """The longest sequence whose rows all have a place: positions that complete no row need none."""
+    entries, positions, positions_per_row = table
+    return int(entries.shape[1]) * positions + positions_per_row - 1
+
+
+def _check_order(query_lens: Any, decode_threshold: int) -> None:
+    is_prefill = query_lens > decode_threshold
+    num_prefills = np.count_nonzero(is_prefill)
+    if not num_prefills or np.count_nonzero(is_prefill[-num_prefills:]) == num_prefills:
+        return
+    first = int(is_prefill.argmax())
+    behind = query_lens[first:]
+    if (late := _first((behind > 0) & (behind <= decode_threshold))) >= 0:
+        raise ValueError(
+            f"query_start_loc_cpu: request {first + late} with {behind[late]} query tokens follows a prefill, "
+            f"expected decodes (at most {decode_threshold} tokens) first"
+        )

@@ -6,8 +6,7 @@ import numpy as np
 from numba import njit, prange
 
 from ..step import C128A_RATIO, BatchCounts, SwaBuffers
-from .indices import token_position, write_window
-from .rows import lookup_slot
+from .indices import token_position
 
 
 def build_sparse_swa(
@@ -50,32 +49,57 @@ def _build(
     c128a_indices,
     c128a_lens,
 ):
+    width = max(c128a_width, counts.width_before)
     for token in prange(max(counts.rows, counts.rows_before)):
         valid = token < counts.rows and slot_mapping[token] >= 0
         is_valid_token[token] = valid
         request = 0
         if token < counts.num_tokens:
-            request = np.searchsorted(query_start_loc, token, side="right") - 1
+            request = request_of(query_start_loc, counts.num_reqs, token)
         token_to_req_indices[token] = request
-        window = swa_indices[token]
+        start = 0
         length = 0
         compressed = 0
         if valid and token < counts.num_tokens:
             position = token_position(query_start_loc, seq_lens, request, token)
-            length = write_window(block_table, request, position, block_size, block_size, window)
+            start = max(position - window_size + 1, 0)
+            length = max(position + 1 - start, 0)
             compressed = min(max((position + 1) // C128A_RATIO, 0), c128a_width)
-        window[length:] = -1
+        write_slots(block_table, request, start, length, block_size, swa_indices[token])
         swa_lens[token] = length
         if c128a_width > 0:
-            row = c128a_indices[token]
-            for j in range(compressed):
-                if token < counts.num_decode_tokens:
-                    row[j] = lookup_slot(c128a_block_table, request, j, c128a_block_size)
-                else:
-                    row[j] = j
-            row[compressed:c128a_width] = -1
+            row = c128a_indices[token, :width]
+            if token < counts.num_decode_tokens:
+                write_slots(c128a_block_table, request, 0, compressed, c128a_block_size, row)
+            else:
+                for j in range(width):
+                    row[j] = j if j < compressed else -1
             c128a_lens[token] = compressed
+    prefill_gather_lens[:] = 0
     for prefill in range(counts.num_reqs - counts.num_decodes):
         request = counts.num_decodes + prefill
         query_len = query_start_loc[request + 1] - query_start_loc[request]
         prefill_gather_lens[prefill] = query_len + min(seq_lens[request] - query_len, window_size - 1)
+
+
+@njit(cache=True)
+def request_of(query_start_loc, num_reqs, token):
+    """The request that a token belongs to: the last one that starts at or before it."""
+    return np.searchsorted(query_start_loc[1:num_reqs], token, side="right")
+
+
+@njit(cache=True)
+def write_slots(block_table, request, start, count, block_size, row):
+    """The slots of `count` positions from `start` on into `row`, one page after another, and -1 into the rest."""
+    done = 0
+    while done < count:
+        column, offset = divmod(start + done, block_size)
+        end = min(done + block_size - offset, count)
+        block = np.int64(-1)
+        if column < block_table.shape[1]:
+            block = np.int64(block_table[request, column])
+        slot = block * block_size + offset
+        for j in range(done, end):
+            row[j] = slot + j - done if block >= 0 and slot + j - done < 2**31 else -1
+        done = end
+    row[count:] = -1

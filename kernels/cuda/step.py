@@ -35,8 +35,9 @@ def build_sparse_swa(
             query_start_loc, seq_lens, int32(counts.num_reqs), int32(counts.num_decodes),
             int32(counts.num_decode_tokens), int32(counts.num_tokens), int32(counts.rows), int32(counts.rows_before),
             slot_mapping, block_table, strides(block_table)[0], int32(block_table.shape[1]), int32(block_size),
-            int32(window_size), *c128a, int32(c128a_block_size), int32(c128a_width), buffers.c128a_indices.shape[1],
-            buffers.token_to_req_indices, buffers.is_valid_token, buffers.swa_indices, buffers.swa_lens,
-            buffers.prefill_gather_lens, buffers.c128a_indices, buffers.c128a_lens, int32(token_blocks),
+            int32(window_size), *c128a, int32(c128a_block_size), int32(c128a_width), int32(counts.width_before),
+            buffers.c128a_indices.shape[1], buffers.token_to_req_indices, buffers.is_valid_token,
+            buffers.swa_indices, buffers.swa_lens, buffers.prefill_gather_lens,
+            int32(len(buffers.prefill_gather_lens)), buffers.c128a_indices, buffers.c128a_lens, int32(token_blocks),
         ),
     )  # fmt: skip

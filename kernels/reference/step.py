@@ -21,17 +21,18 @@ def build_sparse_swa(
     c128a_width: int,
     buffers: SwaBuffers,
 ) -> None:
+    width = max(c128a_width, counts.width_before)
     for token in range(max(counts.rows, counts.rows_before)):
         buffers.token_to_req_indices[token] = 0
         buffers.is_valid_token[token] = token < counts.rows and slot_mapping[token] >= 0
         buffers.swa_indices[token] = -1
         buffers.swa_lens[token] = 0
         if c128a_width:
-            buffers.c128a_indices[token, :c128a_width] = -1
+            buffers.c128a_indices[token, :width] = -1
             buffers.c128a_lens[token] = 0
         if token >= counts.num_tokens:
             continue
-        request = int(np.searchsorted(query_start_loc, token, side="right")) - 1
+        request = request_of(query_start_loc, counts.num_reqs, token)
         buffers.token_to_req_indices[token] = request
         if not buffers.is_valid_token[token]:
             continue
@@ -49,8 +50,14 @@ def build_sparse_swa(
                 slots = list(rows)
             buffers.c128a_indices[token, : len(rows)] = slots
             buffers.c128a_lens[token] = len(rows)
+    buffers.prefill_gather_lens[:] = 0
     for prefill in range(counts.num_reqs - counts.num_decodes):
         request = counts.num_decodes + prefill
         query_len = int(query_start_loc[request + 1]) - int(query_start_loc[request])
         prefix = int(seq_lens[request]) - query_len
         buffers.prefill_gather_lens[prefill] = query_len + min(prefix, window_size - 1)
+
+
+def request_of(query_start_loc: np.ndarray, num_reqs: int, token: int) -> int:
+    """The request that a token belongs to: the last one that starts at or before it."""
+    return int(np.searchsorted(query_start_loc[1:num_reqs], token, side="right"))

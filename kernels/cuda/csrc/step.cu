@@ -1,6 +1,7 @@
 // Metadata of a step: everything that the sparse layers share, in one kernel.
 //
 // The first `token_blocks` thread blocks take one row (a token) a warp; the last one the prefill requests.
+// Rows and columns beyond those in use are cleared as far as the build before wrote them.
 // A row's request is found by all lanes together: 32 boundaries of the search range at a time.
 //
 // Macros: SLOT (int64 or int).
@@ -16,7 +17,7 @@ __device__ inline int find_request(const int* query_start_loc, int requests, int
         int step = (high - low + 31) / 32;
         int probe = low + lane * step;
         uint32 not_after = __ballot_sync(~0u, probe < high && query_start_loc[probe] <= token);
-        int last = 31 - __clz(not_after);
+        int last = max(31 - __clz(not_after), 0);
         low += last * step;
         high = min(high, low + step);
     }
@@ -28,14 +29,17 @@ build_sparse_swa(const int* query_start_loc, const int* seq_lens, int requests, 
                  int num_tokens, int rows, int rows_before, const SLOT* slot_mapping, const int* block_table,
                  int64 table_stride, int table_columns, int block_size, int window_size,
                  const int* c128a_block_table, int64 c128a_table_stride, int c128a_table_columns, int c128a_block_size,
-                 int c128a_width, int64 c128a_stride, int* token_to_req_indices, bool* is_valid_token,
-                 int* swa_indices, int* swa_lens, int* prefill_gather_lens, int* c128a_indices, int* c128a_lens,
-                 int token_blocks) {
+                 int c128a_width, int width_before, int64 c128a_stride, int* token_to_req_indices,
+                 bool* is_valid_token, int* swa_indices, int* swa_lens, int* prefill_gather_lens, int max_prefills,
+                 int* c128a_indices, int* c128a_lens, int token_blocks) {
     if (blockIdx.x == token_blocks) {
-        for (int request = num_decodes + threadIdx.x; request < requests; request += blockDim.x) {
-            int query_len = query_start_loc[request + 1] - query_start_loc[request];
-            int prefix = seq_lens[request] - query_len;
-            prefill_gather_lens[request - num_decodes] = query_len + min(prefix, window_size - 1);
+        for (int prefill = threadIdx.x; prefill < max_prefills; prefill += blockDim.x) {
+            int request = num_decodes + prefill, gather_len = 0;
+            if (request < requests) {
+                int query_len = query_start_loc[request + 1] - query_start_loc[request];
+                gather_len = query_len + min(seq_lens[request] - query_len, window_size - 1);
+            }
+            prefill_gather_lens[prefill] = gather_len;
         }
         return;
     }
@@ -59,10 +63,13 @@ build_sparse_swa(const int* query_start_loc, const int* seq_lens, int requests, 
         int compressed = int(min((position + 1) / C128A_RATIO, int64(c128a_width)));
         BlockTable c128a_table{c128a_block_table, c128a_table_stride, requests, c128a_table_columns};
         int* row = c128a_indices + token * c128a_stride;
-        for (int j = lane; j < c128a_width; j += 32) {
-            int slot = token < num_decode_tokens ? -2 : j;
-            if (j >= compressed) slot = -1;
-            row[j] = slot == -2 ? lookup_slot(c128a_table, request, j, c128a_block_size) : slot;
+        for (int j = lane; j < max(c128a_width, width_before); j += 32) {
+            int slot = -1;
+            if (j < compressed && token < num_decode_tokens)
+                slot = lookup_slot(c128a_table, request, j, c128a_block_size);
+            else if (j < compressed)
+                slot = j;
+            row[j] = slot;
         }
         if (lane == 0) c128a_lens[token] = compressed;
     }

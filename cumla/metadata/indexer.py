@@ -1,0 +1,369 @@
+"""Metadata of the indexer, which scores a cache's rows for each query of DeepSeek V3.2 and V4 layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..batch import CommonAttentionMetadata, HostLens, host_array
+from ..call import INT32, Call, check_integers
+from ..interop import dlpack
+from ..kernels.step import IndexerBuffers, IndexerCounts
+from .base import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, ServingConfig, ViewCache
+from .indexer_chunks import (
+    ChunkBuilder,
+    DeepseekV32IndexerPrefillChunkMetadata,
+    DeepseekV32IndexerPrefillMetadata,
+)
+from .validation import check_batch, check_capacity
+
+INT64 = (np.dtype(np.int64),)
+
+
+@dataclass
+class DeepSeekV32IndexerDecodeMetadata:
+    """What the decode kernels take: entries that are requests, or their tokens where those are flattened.
+
+    block_table        [batch_size, B] int32
+    seq_lens           [batch_size] int32, rows an entry sees, or [batch_size, next_n], one for each of its tokens
+    decode_lens        [batch_size] int32, query tokens of an entry
+    requires_padding   entries have different numbers of tokens: their queries must be padded to the largest
+    schedule_metadata  [num_sms + 1, 2] int32: entry and page where the share of each multiprocessor starts.
+                       The pages of all entries, ceil(rows / block_size) each, of the longest length where an
+                       entry has several, are dealt out in order, in shares as even as can be, the larger ones
+                       first. A share ends where the next one starts and may be empty; the last row is the end,
+                       (batch_size, 0), which names no entry. As DeepGEMM's get_paged_mqa_logits_metadata.
+    """
+
+    block_table: Any
+    seq_lens: Any
+    decode_lens: Any
+    requires_padding: bool
+    schedule_metadata: Any
+
+
+@dataclass
+class DeepseekV32IndexerMetadata:
+    """What the indexers of a step share. Arrays are views of the builder's buffers, or the batch's own.
+
+    seq_lens, query_start_loc, num_reqs, max_query_len, max_seq_len, num_actual_tokens    as in the batch
+    slot_mapping    [slots] slot of each token's row in the indexer's cache, -1 for none: the batch's own, or
+                    for a compressed cache int64, the slot of the row that the token completes
+    num_decodes, num_decode_tokens, num_prefills, num_prefill_tokens    host counts
+    head_dim        values of an indexer key
+    prefill         None without prefills
+    decode          None without decodes
+    compress_ratio  positions of a row; all lengths, rows and slots of prefill and decode count rows
+    """
+
+    seq_lens: Any
+    num_reqs: int
+    max_query_len: int
+    max_seq_len: int
+    num_actual_tokens: int
+    query_start_loc: Any
+    slot_mapping: Any
+    num_decodes: int
+    num_decode_tokens: int
+    num_prefills: int
+    num_prefill_tokens: int
+    head_dim: int = 128
+    prefill: DeepseekV32IndexerPrefillMetadata | None = None
+    decode: DeepSeekV32IndexerDecodeMetadata | None = None
+    compress_ratio: int = 1
+
+
+def get_compressed_slot_mapping(
+    num_tokens: int,
+    query_start_loc: Any,
+    seq_lens: Any,
+    block_table: Any,
+    block_size: int,
+    compress_ratio: int,
+    out: Any = None,
+    *,
+    backend: str | None = None,
+    stream: Any = None,
+) -> Any:
+    """Slots of the rows that a step's tokens complete in a compressed cache.
+
+    num_tokens       query tokens
+    query_start_loc  [R + 1] int32
+    seq_lens         [R] int32, positions, the new ones included
+    block_table      [R, B] int32, page of each block_size rows
+    block_size       rows of a page
+    compress_ratio   positions of a row
+    out              [>= num_tokens] int64 to write instead of allocating; -1 after the tokens
+
+    Returns int64 [num_tokens]: the slot of row position // compress_ratio for a token whose position is the
+    last one of its row, -1 for all others and where the table has no such page.
+    Source: vLLM get_compressed_slot_mapping.
+    """
+    check_integers(0, num_tokens=num_tokens)
+    check_integers(1, block_size=block_size, compress_ratio=compress_ratio)
+    call = Call(backend, stream)
+    query_start_loc = call.array("query_start_loc", query_start_loc, INT32, (-1,))
+    seq_lens = call.array("seq_lens", seq_lens, INT32, ("R",))
+    block_table = call.array("block_table", block_table, INT32, ("R", -1))
+    call.check_shape("query_start_loc", query_start_loc.shape, (len(seq_lens) + 1,))
+    slots = call.output("out", out, INT64, (num_tokens,) if out is None else (-1,))
+    if len(slots) < num_tokens:
+        raise ValueError(f"out: got {len(slots)} entries, expected at least num_tokens = {num_tokens}")
+    with call.kernels("indexer_step") as kernels:
+        kernels.compressed_slot_mapping(
+            query_start_loc, seq_lens, block_table, num_tokens, block_size, compress_ratio, slots
+        )
+    return call.results()[:num_tokens]
+
+
+class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32IndexerMetadata]):
+    """Builds DeepseekV32IndexerMetadata for decode-first batches of decodes (with draft tokens) and prefills.
+
+    Where the decode kernels take requests of `next_n` = 1 + num_speculative_tokens tokens as they are
+    (`natively_supported_next_n`), uniform decodes go to them so, with a length for each token. Otherwise
+    every token becomes an entry of its own (`use_flattening`), which takes ragged decodes too.
+
+    The cache is that of config.compress_ratios: with C4A layers its rows stand for 4 positions each, and a
+    page covers config.compressed_block_size of them; otherwise rows are positions and a page has
+    config.block_size.
+
+    Its buffers are allocated by the first build, on the device of that batch's arrays. What the decode
+    kernels read keeps its address: a captured graph is right after the next build. Nothing is read back
+    from the device and nothing synchronises.
+
+    Source: vLLM DeepseekV32IndexerMetadataBuilder.
+    """
+
+    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    full_cudagraph_supported: ClassVar[bool] = True
+    reorder_batch_threshold = 1
+    natively_supported_next_n: ClassVar[tuple[int, ...]] = (1, 2)
+
+    def __init__(self, config: ServingConfig, backend: str | None = None) -> None:
+        super().__init__(config)
+        self.backend = backend
+        self.num_speculative_tokens = config.num_speculative_tokens
+        self.next_n = 1 + config.num_speculative_tokens
+        self.use_flattening = self.next_n not in self.natively_supported_next_n
+        self.num_sms = config.num_sms
+        self.compress_ratio = config.indexer_compress_ratio
+        self.page_positions = config.compressed_block_size if self.compress_ratio > 1 else config.block_size
+        self.block_size = self.page_positions // self.compress_ratio  # rows of a page
+        self._max_columns = -(-config.max_model_len // self.page_positions)
+        self._most_entries = config.max_num_seqs * self.next_n
+        self._chunks = ChunkBuilder(config, self.compress_ratio)
+        self.max_prefill_buffer_size = self._chunks.workspace_rows
+        self._buffers: IndexerBuffers | None = None
+        self._before = IndexerCounts(0, 0, False, 1, 0, 0, 0, self.block_size, self.compress_ratio)
+        self._views = ViewCache(self._cut)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+        *,
+        block_table: Any = None,
+        validate: bool = True,
+        stream: Any = None,
+    ) -> DeepseekV32IndexerMetadata:
+        """Metadata of a batch.
+
+        block_table  [num_reqs, B] int32, pages of the indexer's cache, if they are not the batch's own
+        validate     check the host numbers of the batch first; False trusts them
+
+        Raises ValueError, before the device is touched, for a batch that cannot be: it names the request.
+        """
+        batch = common_attn_metadata
+        call = Call(self.backend, stream)
+        arrays = BatchArrays.of(call, batch, block_table)
+        lens, rows = HostLens.of(batch), len(arrays.slot_mapping)
+        check_capacity(batch, self.config, rows)
+        if validate:
+            table = (arrays.block_table, self.page_positions, self.compress_ratio)
+            name = "block_table_tensor" if block_table is None else "block_table"
+            check_batch(batch, lens, self.config, **{name: table})
+        split = lens.split(batch, self.config.decode_threshold, require_uniform=not self.use_flattening)
+        num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = split
+        decode_lens_cpu = lens.query_lens[:num_decodes]
+        max_decode_len = int(np.maximum.reduce(decode_lens_cpu, initial=0))
+        use_native = not self.use_flattening and max_decode_len == self.next_n
+        counts = self._lay_out(
+            num_decodes, num_decode_tokens, use_native, self.next_n, max_decode_len, arrays.block_table,
+            batch.max_seq_len,
+        )  # fmt: skip
+        if block_table is None:
+            block_table = batch.block_table_tensor
+        framework = dlpack.framework_of(batch.query_start_loc)
+
+        slot_mapping, decode, prefill = batch.slot_mapping, None, None
+        with call.kernels("indexer_step") as kernels:
+            buffers = self._fixed_buffers(call, arrays.seq_lens)
+            if num_decodes or self._before.num_decodes or self.compress_ratio > 1:
+                kernels.build_indexer_decode(
+                    arrays.query_start_loc, arrays.seq_lens, arrays.block_table, counts, buffers
+                )
+                self._before = counts
+                views = self._views_of(framework, counts, arrays.block_table, rows)
+                if self.compress_ratio > 1:
+                    slot_mapping = views["slot_mapping"]
+                if num_decodes:
+                    decode = DeepSeekV32IndexerDecodeMetadata(
+                        block_table=views["block_table"] if counts.flatten else block_table[:num_decodes],
+                        seq_lens=views["seq_lens"],
+                        decode_lens=views["decode_lens"],
+                        requires_padding=_requires_padding(counts, decode_lens_cpu, max_decode_len),
+                        schedule_metadata=views["schedule_metadata"],
+                    )
+            if num_prefills:
+                prefill = self._chunks.build(kernels, arrays, lens, num_decodes, block_table, framework)
+        return DeepseekV32IndexerMetadata(
+            seq_lens=batch.seq_lens,
+            num_reqs=batch.num_reqs,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+            num_actual_tokens=batch.num_actual_tokens,
+            query_start_loc=batch.query_start_loc,
+            slot_mapping=slot_mapping,
+            num_decodes=num_decodes,
+            num_decode_tokens=num_decode_tokens,
+            num_prefills=num_prefills,
+            num_prefill_tokens=num_prefill_tokens,
+            prefill=prefill,
+            decode=decode,
+            compress_ratio=self.compress_ratio,
+        )
+
+    def build_one_prefill_chunk(
+        self,
+        req_slice: slice,
+        query_slice: slice,
+        query_start_loc_cpu: Any,
+        seq_lens_cpu: Any,
+        block_table: Any,
+        skip_kv_gather: bool = False,
+        *,
+        stream: Any = None,
+    ) -> DeepseekV32IndexerPrefillChunkMetadata | None:
+        """One chunk in arrays of its own, from host numbers alone.
+
+        req_slice            the chunk's requests
+        query_slice          its queries, counted within those of the requests
+        query_start_loc_cpu  [R + 1] int32 in host memory
+        seq_lens_cpu         [R] int32 in host memory
+        block_table          [R, B] int32; its framework and device are those of the chunk
+
+        Returns None where the requests have no row yet. Raises ValueError for more rows than the workspace has.
+        """
+        return self._chunks.build_one(
+            Call(self.backend, stream), req_slice, query_slice, query_start_loc_cpu, seq_lens_cpu, block_table,
+            skip_kv_gather,
+        )  # fmt: skip
+
+    def _prepare_decode_tensors(
+        self,
+        seq_lens: Any,
+        block_table: Any,
+        decode_lens: Any,
+        decode_lens_cpu: Any,
+        query_start_loc: Any,
+        num_decodes: int,
+        num_decode_tokens: int,
+        use_native: bool,
+        next_n: int,
+        max_decode_len: int,
+    ) -> tuple[Any, Any, Any, int, bool]:
+        """What the decode kernels take, for decodes alone: the decode part of `build` without a batch around it.
+
+        seq_lens, decode_lens, query_start_loc  [num_decodes] int32
+        block_table        [num_decodes, B] int32
+        decode_lens_cpu    [num_decodes] host integers
+        num_decode_tokens  their tokens, padding tokens included
+        use_native         whether requests of next_n tokens go to the kernels as they are
+        max_decode_len     largest of decode_lens
+
+        Returns (seq_lens, block_table, decode_lens, batch_size, requires_padding). Requests of several tokens
+        are flattened into one entry a token, those of padding tokens with length 0; or, if `use_native`, have
+        one length for each of next_n tokens, seq_lens [num_decodes, next_n]. No length is below 0.
+        """
+        framework = dlpack.framework_of(seq_lens)
+        call = Call(self.backend)
+        lens = call.array("seq_lens", seq_lens, INT32, (num_decodes,))
+        table = call.array("block_table", block_table, INT32, (num_decodes, -1))
+        starts = call.array("query_start_loc", query_start_loc, INT32, (num_decodes,))
+        last_len = call.array("decode_lens", decode_lens, INT32, (num_decodes,))[-1:]
+        starts = dlpack.namespace_of(starts).concatenate([starts, starts[-1:] + last_len])
+        counts = self._lay_out(
+            num_decodes, num_decode_tokens, use_native, next_n, max_decode_len, table, self.config.max_model_len
+        )
+        with call.kernels("indexer_step") as kernels:
+            kernels.build_indexer_decode(starts, lens, table, counts, self._fixed_buffers(call, lens))
+            self._before = counts
+        views = self._views_of(framework, counts, table, 0)
+        requires_padding = _requires_padding(counts, host_array("decode_lens_cpu", decode_lens_cpu), max_decode_len)
+        table = views["block_table"] if counts.flatten else block_table
+        return views["seq_lens"], table, views["decode_lens"], counts.batch_size, requires_padding
+
+    def _lay_out(
+        self,
+        num_decodes: int,
+        num_decode_tokens: int,
+        use_native: bool,
+        next_n: int,
+        max_decode_len: int,
+        block_table: Any,
+        max_seq_len: int,
+    ) -> IndexerCounts:
+        """Which entries the decode kernels get, and how much of each block table."""
+        before, batch_size, columns = self._before, num_decodes, 0
+        flatten = not use_native and max_decode_len > 1
+        if flatten:
+            batch_size = num_decode_tokens
+            if batch_size > self._most_entries:
+                raise ValueError(
+                    f"num_actual_tokens: got {batch_size} tokens of decodes, expected at most {self._most_entries}, "
+                    "max_num_seqs * (1 + num_speculative_tokens)"
+                )
+            columns = min(-(-max_seq_len // self.page_positions), block_table.shape[1], self._max_columns)
+        return IndexerCounts(
+            num_decodes, batch_size, flatten, next_n if use_native else 1, columns,
+            before.batch_size if before.flatten else 0, before.columns, self.block_size, self.compress_ratio,
+        )  # fmt: skip
+
+    def _fixed_buffers(self, call: Call, like: Any) -> IndexerBuffers:
+        if self._buffers is None:
+            config, xp = self.config, dlpack.namespace_of(like)
+            capacity = max(config.max_num_batched_tokens, self._most_entries)
+            may_flatten = self.use_flattening or self.next_n > 2
+            self._buffers = IndexerBuffers(
+                decode_lens=xp.zeros(capacity, np.int32),
+                seq_lens=xp.zeros(capacity, np.int32),
+                slot_mapping=xp.full(capacity if self.compress_ratio > 1 else 0, -1, np.int64),
+                block_table=xp.zeros((self._most_entries if may_flatten else 0, self._max_columns), np.int32),
+                schedule=xp.zeros((self.num_sms + 1, 2), np.int32),
+            )
+        call.borrow("the builder's buffers", self._buffers.seq_lens)
+        return self._buffers
+
+    def _views_of(self, framework: str, counts: IndexerCounts, block_table: Any, rows: int) -> dict[str, Any]:
+        columns = block_table.shape[1] if counts.flatten else 0
+        return self._views(framework, counts.batch_size, counts.lens_per_entry, columns, rows)
+
+    def _cut(self, batch_size: int, lens_per_entry: int, columns: int, rows: int) -> dict[str, Any]:
+        """What decodes read of the buffers, and the slots of `rows` tokens."""
+        buffers = self._buffers
+        assert buffers is not None
+        seq_lens = buffers.seq_lens[: batch_size * lens_per_entry]
+        return {
+            "seq_lens": seq_lens.reshape(batch_size, lens_per_entry) if lens_per_entry > 1 else seq_lens,
+            "decode_lens": buffers.decode_lens[:batch_size],
+            "block_table": buffers.block_table[:batch_size, :columns],
+            "schedule_metadata": buffers.schedule,
+            "slot_mapping": buffers.slot_mapping[:rows],
+        }
+
+
+def _requires_padding(counts: IndexerCounts, decode_lens_cpu: np.ndarray, max_decode_len: int) -> bool:
+    return not counts.flatten and int(np.count_nonzero(decode_lens_cpu == max_decode_len)) < counts.num_decodes

@@ -1,0 +1,264 @@
+"""How the indexer cuts its prefills into chunks, and what each of their queries sees of a chunk's rows."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..batch import HostLens, host_array
+from ..call import INT32, Call
+from ..interop import dlpack
+from .base import BatchArrays, ServingConfig, give_view
+
+
+@dataclass
+class DeepseekV32IndexerPrefillChunkMetadata:
+    """Prefill requests whose rows are gathered into one workspace, and the queries that are scored against them.
+
+    block_table     [num_reqs, B] int32
+    cu_seqlen_ks    [token_end - token_start] int32, first row of the workspace that each query sees
+    cu_seqlen_ke    the same for the row after the last one
+    cu_seq_lens     [num_reqs + 1] int32, first row of each request
+    token_to_seq    [total_seq_lens] int32, the request of each row, counted within the chunk
+    total_seq_lens  rows of the chunk
+    token_start, token_end  its queries among the tokens of the step
+    num_reqs        its requests
+    skip_kv_gather  the chunk before had the same requests: their rows are in the workspace already
+    """
+
+    block_table: Any
+    cu_seqlen_ks: Any
+    cu_seqlen_ke: Any
+    cu_seq_lens: Any
+    token_to_seq: Any
+    total_seq_lens: int
+    token_start: int
+    token_end: int
+    num_reqs: int
+    skip_kv_gather: bool = False
+
+
+@dataclass
+class DeepseekV32IndexerPrefillMetadata:
+    """The chunks of a step's prefills; there is none for requests that have no row yet."""
+
+    chunks: list[DeepseekV32IndexerPrefillChunkMetadata]
+
+
+def get_max_prefill_buffer_size(config: ServingConfig) -> int:
+    """Rows that the workspace of a prefill chunk has room for: those of 40 sequences of the longest kind.
+
+    Source: vLLM get_max_prefill_buffer_size.
+    """
+    return 40 * config.max_model_len
+
+
+def split_indexer_prefill_chunks(
+    seq_lens_cpu: Any, query_lens_cpu: Any, workspace_size: int, max_logits_bytes: int, request_offset: int = 0
+) -> list[tuple[slice, slice]]:
+    """Cut prefills into chunks whose rows fit a workspace and whose logits fit a budget.
+
+    seq_lens_cpu      [R] host integers, rows of each request
+    query_lens_cpu    [R] host integers
+    workspace_size    rows of a chunk
+    max_logits_bytes  bytes for a chunk's logits, float32 [queries, rows]
+    request_offset    what is added to the requests' numbers
+
+    Returns (requests, queries) slices, the queries counted within the requests. As many requests go together
+    as fit. One that does not fit alone is a chunk nevertheless: its queries are cut until their logits fit,
+    but at least one goes at a time. Requests without queries give no chunk of their own.
+    Source: vLLM split_indexer_prefill_chunks.
+    """
+    query_lens = host_array("query_lens_cpu", query_lens_cpu).tolist()
+    seq_lens = host_array("seq_lens_cpu", seq_lens_cpu).tolist()
+    return _split(seq_lens, query_lens, workspace_size, max_logits_bytes, request_offset)
+
+
+def _split(
+    seq_lens: list[int], query_lens: list[int], workspace_size: int, max_logits_bytes: int, request_offset: int
+) -> list[tuple[slice, slice]]:
+    max_logits = max_logits_bytes // 4
+    chunks: list[tuple[slice, slice]] = []
+    start = 0
+    while start < len(seq_lens):
+        stop, queries, rows = start + 1, query_lens[start], seq_lens[start]
+        fits = rows <= workspace_size and queries * rows <= max_logits
+        while fits and stop < len(seq_lens):
+            more_queries, more_rows = queries + query_lens[stop], rows + seq_lens[stop]
+            fits = more_rows <= workspace_size and more_queries * more_rows <= max_logits
+            if fits:
+                stop, queries, rows = stop + 1, more_queries, more_rows
+        requests = slice(start + request_offset, stop + request_offset)
+        step = max(max_logits // rows if rows else queries, 1)
+        chunks += [(requests, slice(first, min(first + step, queries))) for first in range(0, queries, step)]
+        start = stop
+    return chunks
+
+
+def kv_spans_from_batches(start_seq_loc: Any, seq_len_per_batch: Any, device: int | None = None) -> tuple[Any, Any]:
+    """Where in the rows of all requests, one request's after another's, each query's keys start and end.
+
+    start_seq_loc      [B + 1] host integers, first query of each request; the queries are a sequence's last
+    seq_len_per_batch  [B] host integers, rows of each request
+    device             CUDA ordinal to put the results on; None leaves them in host memory
+
+    Returns start and end, int32 [N]: query i sees rows start[i] up to and without end[i].
+    Raises ValueError for lengths that do not fit together.
+    Source: vLLM kv_spans_from_batches, whose results are int64 where there are no queries.
+    """
+    starts = host_array("start_seq_loc", start_seq_loc)
+    seq_lens = host_array("seq_len_per_batch", seq_len_per_batch)
+    if starts.ndim != 1 or seq_lens.shape != (len(starts) - 1,):
+        raise ValueError(
+            f"start_seq_loc, seq_len_per_batch: got shapes {starts.shape} and {seq_lens.shape}, "
+            "expected [B + 1] and [B]"
+        )
+    counts = np.diff(starts)
+    row_starts = np.cumsum(seq_lens) - seq_lens
+    queries_after = np.repeat(starts[1:], counts) - np.arange(starts[0], starts[-1])
+    start = np.repeat(row_starts, counts).astype(np.int32)
+    end = (np.repeat(row_starts + seq_lens, counts) - queries_after + 1).astype(np.int32)
+    framework = dlpack.framework_of(start_seq_loc)
+    return dlpack.give(_put(start, device), framework), dlpack.give(_put(end, device), framework)
+
+
+def _put(array: np.ndarray, device: int | None) -> Any:
+    if device is None:
+        return array
+    import cupy
+
+    with cupy.cuda.Device(device):
+        return cupy.asarray(array)
+
+
+class ChunkArrays(NamedTuple):
+    """The arrays of the chunks of some prefill requests: as in DeepseekV32IndexerPrefillChunkMetadata, all queries."""
+
+    cu_seqlen_ks: Any
+    cu_seqlen_ke: Any
+    cu_seq_lens: Any
+    token_to_seq: Any
+
+    def metadata(
+        self,
+        requests: slice,
+        queries: slice,
+        first_token: int,
+        block_table: Any,
+        skip_kv_gather: bool,
+    ) -> DeepseekV32IndexerPrefillChunkMetadata:
+        """The chunk with some of the queries."""
+        return DeepseekV32IndexerPrefillChunkMetadata(
+            block_table=block_table[requests],
+            cu_seqlen_ks=self.cu_seqlen_ks[queries],
+            cu_seqlen_ke=self.cu_seqlen_ke[queries],
+            cu_seq_lens=self.cu_seq_lens,
+            token_to_seq=self.token_to_seq,
+            total_seq_lens=len(self.token_to_seq),
+            token_start=first_token + queries.start,
+            token_end=first_token + queries.stop,
+            num_reqs=requests.stop - requests.start,
+            skip_kv_gather=skip_kv_gather,
+        )
+
+
+class ChunkBuilder:
+    """Builds the chunks of a step's prefills, one kernel for the requests that share a workspace.
+
+    What it writes is laid out for the whole step in four buffers that keep their addresses, but for the one
+    of rows, which grows with the longest step.
+    """
+
+    def __init__(self, config: ServingConfig, compress_ratio: int) -> None:
+        self.config, self.compress_ratio = config, compress_ratio
+        self.workspace_rows = get_max_prefill_buffer_size(config)
+        self._space: ChunkArrays | None = None
+
+    def build(
+        self,
+        kernels: Any,
+        arrays: BatchArrays,
+        lens: HostLens,
+        num_decodes: int,
+        block_table: Any,
+        framework: str,
+    ) -> DeepseekV32IndexerPrefillMetadata:
+        """The chunks of the requests behind the decodes; `block_table` is theirs in the caller's `framework`."""
+        rows = (lens.seq_lens[num_decodes:] // self.compress_ratio).tolist()
+        query_lens = lens.query_lens[num_decodes:].tolist()
+        specs = _split(rows, query_lens, self.workspace_rows, self.config.max_logits_bytes, num_decodes)
+        row_starts = [0, *itertools.accumulate(rows)]
+        space = self._space_for(row_starts[-1], arrays.seq_lens)
+        chunks = []
+        for number, (requests, specs_of_requests) in enumerate(itertools.groupby(specs, operator.itemgetter(0))):
+            first, stop = requests.start - num_decodes, requests.stop - num_decodes
+            if not self._check_workspace(row_starts[stop] - row_starts[first], requests):
+                continue
+            tokens = slice(int(lens.starts[requests.start]), int(lens.starts[requests.stop]))
+            chunk = ChunkArrays(
+                space.cu_seqlen_ks[tokens], space.cu_seqlen_ke[tokens],
+                space.cu_seq_lens[first + number : stop + number + 1],
+                space.token_to_seq[row_starts[first] : row_starts[stop]],
+            )  # fmt: skip
+            kernels.build_indexer_chunk(
+                arrays.query_start_loc, arrays.seq_lens, requests.start, stop - first, self.compress_ratio,
+                max(rows[first:stop]), *chunk,
+            )  # fmt: skip
+            chunk = ChunkArrays(*(give_view(array, framework) for array in chunk))
+            chunks += [
+                chunk.metadata(requests, queries, tokens.start, block_table, queries.start > 0)
+                for _, queries in specs_of_requests
+            ]
+        return DeepseekV32IndexerPrefillMetadata(chunks)
+
+    def build_one(
+        self,
+        call: Call,
+        requests: slice,
+        queries: slice,
+        query_start_loc_cpu: Any,
+        seq_lens_cpu: Any,
+        block_table: Any,
+        skip_kv_gather: bool,
+    ) -> DeepseekV32IndexerPrefillChunkMetadata | None:
+        """One chunk in arrays of its own, from host numbers alone."""
+        starts = host_array("query_start_loc_cpu", query_start_loc_cpu)[requests.start : requests.stop + 1]
+        seq_lens = host_array("seq_lens_cpu", seq_lens_cpu)[requests]
+        rows = seq_lens // self.compress_ratio
+        total_rows = self._check_workspace(int(rows.sum()), requests)
+        table = call.array("block_table", block_table, INT32, (-1, -1))
+        if not total_rows:
+            return None
+        xp, num_tokens = dlpack.namespace_of(table), int(starts[-1] - starts[0])
+        with call.kernels("indexer_step") as kernels:
+            sizes = (num_tokens, num_tokens, len(starts), total_rows)
+            chunk = ChunkArrays(*(dlpack.empty((size,), np.dtype(np.int32), table) for size in sizes))
+            kernels.build_indexer_chunk(
+                xp.asarray(starts.astype(np.int32)), xp.asarray(seq_lens.astype(np.int32)), 0, len(seq_lens),
+                self.compress_ratio, int(rows.max()), *chunk,
+            )  # fmt: skip
+        framework = dlpack.framework_of(block_table)
+        chunk = ChunkArrays(*(dlpack.give(array, framework) for array in chunk))
+        return chunk.metadata(requests, queries, int(starts[0]), block_table, skip_kv_gather)
+
+    def _space_for(self, total_rows: int, like: Any) -> ChunkArrays:
+        xp, tokens = dlpack.namespace_of(like), self.config.max_num_batched_tokens
+        if self._space is None:
+            sizes = (tokens, tokens, 2 * self.config.max_num_seqs, tokens)
+            self._space = ChunkArrays(*(xp.zeros(size, np.int32) for size in sizes))
+        if len(self._space.token_to_seq) < total_rows:
+            rows = xp.zeros(1 << (total_rows - 1).bit_length(), np.int32)
+            self._space = self._space._replace(token_to_seq=rows)
+        return self._space
+
+    def _check_workspace(self, total_rows: int, requests: slice) -> int:
+        if total_rows > self.workspace_rows:
+            raise ValueError(
+                f"seq_lens_cpu: requests {requests.start} to {requests.stop - 1} have {total_rows} rows, expected at "
+                f"most the {self.workspace_rows} of the workspace"
+            )
+        return total_rows

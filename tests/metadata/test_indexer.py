@@ -1,0 +1,405 @@
+"""The indexer's builder against what each token may see, written out."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from metadata.batches import BLOCK, THOROUGH, addresses_of, assert_equal, buffers_of, make_batch, shapes, tokens_of
+
+from cumla.metadata import (
+    DeepseekV32IndexerMetadataBuilder,
+    ServingConfig,
+    get_compressed_slot_mapping,
+    get_max_prefill_buffer_size,
+    kv_spans_from_batches,
+    split_indexer_prefill_chunks,
+)
+from support import golden
+
+SMALL_BUDGET = 4 * 24 * 60  # bytes of logits: enough for one short prefill, not for several
+SMALL = ServingConfig(
+    block_size=BLOCK, compressed_block_size=2 * BLOCK, max_num_batched_tokens=160, max_num_seqs=16, max_model_len=128,
+    max_logits_bytes=SMALL_BUDGET, num_sms=5,
+)  # fmt: skip
+CONFIGS = {
+    f"{name}-next_n{spec + 1}": dataclasses.replace(SMALL, compress_ratios=ratios, num_speculative_tokens=spec)
+    for name, ratios in (("v32", (1,)), ("v4", (1, 4)))
+    for spec in (0, 1, 3)
+}
+configs = pytest.mark.parametrize("config", [pytest.param(config, id=name) for name, config in CONFIGS.items()])
+
+
+def page_positions(config):
+    return config.compressed_block_size if config.indexer_compress_ratio > 1 else config.block_size
+
+
+def split(query_lens, config):
+    """How many decodes are at the front: requests of up to `next_n` tokens, which must be as many as the first one's
+    where the kernels take requests as they are; unless all others are padding."""
+    next_n = config.decode_threshold
+    uniform = next_n in (1, 2)
+    if not query_lens or max(query_lens) <= 1 == next_n:
+        return len(query_lens)
+    first = query_lens[0]
+    if uniform and 0 < first <= next_n and all(q in (0, first) for q in query_lens):
+        return len(query_lens)
+    is_decode = [q == first <= next_n if uniform else q <= next_n for q in query_lens]
+    return [*is_decode, False].index(False)
+
+
+def check(place, metadata, batch, config, seq_lens, query_lens):
+    ratio, next_n = config.indexer_compress_ratio, config.decode_threshold
+    decodes = split(query_lens, config)
+    decode_tokens = batch.num_actual_tokens if decodes == len(seq_lens) else sum(query_lens[:decodes])
+    counts = (metadata.num_decodes, metadata.num_prefills, metadata.num_decode_tokens, metadata.num_prefill_tokens)
+    assert counts == (decodes, len(seq_lens) - decodes, decode_tokens, batch.num_actual_tokens - decode_tokens)
+    tokens, table = tokens_of(seq_lens, query_lens), place.get(batch.block_table_tensor)
+
+    if ratio == 1:
+        assert metadata.slot_mapping is batch.slot_mapping
+    else:
+        completed = [compressed_slot(table, r, p, page_positions(config) // ratio, ratio) for r, p in tokens]
+        assert_equal(place, metadata.slot_mapping, completed + [-1] * (len(batch.slot_mapping) - len(tokens)))
+
+    assert (metadata.decode is None) == (decodes == 0)
+    if decodes:
+        check_decode(place, metadata.decode, config, seq_lens[:decodes], query_lens[:decodes], decode_tokens, table)
+    assert (metadata.prefill is None) == (decodes == len(seq_lens))
+    if metadata.prefill:
+        check_prefill(place, metadata.prefill.chunks, config, seq_lens, query_lens, decodes, table)
+    assert next_n == config.num_speculative_tokens + 1
+
+
+def compressed_slot(table, request, position, block_size, ratio):
+    page, offset = divmod(position // ratio, block_size)
+    return table[request, page] * block_size + offset if (position + 1) % ratio == 0 else -1
+
+
+def check_decode(place, decode, config, seq_lens, query_lens, decode_tokens, table):
+    ratio, next_n, longest = config.indexer_compress_ratio, config.decode_threshold, max(query_lens)
+    native = next_n in (1, 2) and longest == next_n
+    entries = [(r, 1) for r, q in enumerate(query_lens)]
+    if not native and longest > 1:
+        tokens = tokens_of(seq_lens, query_lens)
+        padding = decode_tokens - len(tokens)
+        assert_equal(place, decode.seq_lens, [(p + 1) // ratio for _, p in tokens] + [0] * padding)
+        assert_equal(place, decode.decode_lens, [1] * decode_tokens)
+        assert not decode.requires_padding
+        rows = place.get(decode.block_table)
+        assert rows.shape == (decode_tokens, table.shape[1])
+        for row, (r, p) in zip(rows[: len(tokens)], tokens, strict=True):
+            pages = -(-(p + 1) // page_positions(config))
+            np.testing.assert_array_equal(row[:pages], table[r, :pages])
+        assert not rows[len(tokens) :].any()
+        entries = rows
+    else:
+        lens = [[max(s - next_n + 1 + j, 0) // ratio for j in range(next_n)] for s in seq_lens]
+        assert_equal(place, decode.seq_lens, lens if native else [s // ratio for s in seq_lens])
+        assert decode.seq_lens.ndim == (2 if native and next_n > 1 else 1)
+        assert_equal(place, decode.decode_lens, query_lens)
+        assert decode.requires_padding == (min(query_lens) != longest)
+        assert_equal(place, decode.block_table, table[: len(seq_lens)])
+    check_schedule(place, decode, page_positions(config) // ratio, len(entries), config.num_sms)
+
+
+def check_schedule(place, decode, block_size, batch_size, num_sms):
+    """Shares follow one another, cover all pages, and differ by one page at most, the larger ones first."""
+    schedule = place.get(decode.schedule_metadata).astype(int)
+    lens = place.get(decode.seq_lens).reshape(batch_size, -1)[:, -1]
+    pages = -(-lens // block_size)
+    before = np.concatenate([[0], np.cumsum(pages)])
+    assert schedule.shape == (num_sms + 1, 2)
+    assert schedule[-1].tolist() == [batch_size, 0]
+    for entry, page in schedule:
+        assert page < pages[entry] if entry < batch_size else page == 0
+    shares = np.diff([before[entry] + page for entry, page in schedule])
+    assert shares.sum() == before[-1]
+    assert sorted(shares, reverse=True) == shares.tolist()
+    assert shares.max() - shares.min() <= 1
+
+
+def check_prefill(place, chunks, config, seq_lens, query_lens, decodes, table):
+    ratio, starts = config.indexer_compress_ratio, np.concatenate([[0], np.cumsum(query_lens)])
+    tokens = tokens_of(seq_lens, query_lens)
+    covered, rows_before = [], None
+    for chunk in chunks:
+        owner = {t: r for t, (r, _) in enumerate(tokens)}
+        first = next(r for r in range(len(seq_lens)) if (table[r] == place.get(chunk.block_table)[0]).all())
+        requests = range(first, first + chunk.num_reqs)
+        assert_equal(place, chunk.block_table, table[first : first + chunk.num_reqs])
+        rows = [(r, row) for r in requests for row in range(seq_lens[r] // ratio)]
+        assert chunk.total_seq_lens == len(rows) > 0
+        assert_equal(place, chunk.token_to_seq, [r - first for r, _ in rows])
+        assert_equal(place, chunk.cu_seq_lens, np.cumsum([0, *(seq_lens[r] // ratio for r in requests)]))
+        assert starts[first] <= chunk.token_start < chunk.token_end <= starts[requests.stop]
+        spans = zip(place.get(chunk.cu_seqlen_ks), place.get(chunk.cu_seqlen_ke), strict=True)
+        for token, (start, end) in zip(range(chunk.token_start, chunk.token_end), spans, strict=True):
+            r, p = tokens[token]
+            seen = [(r, row) for row in range(seq_lens[r] // ratio) if (row + 1) * ratio <= p + 1]
+            assert rows[start:end] == seen
+            assert owner[token] in requests
+        queries = chunk.token_end - chunk.token_start
+        assert queries * len(rows) <= config.max_logits_bytes // 4 or queries == 1
+        assert chunk.skip_kv_gather == (rows == rows_before)
+        covered += range(chunk.token_start, chunk.token_end)
+        rows_before = rows
+    assert covered == sorted(set(covered))
+    for token, (r, p) in enumerate(tokens):
+        if r >= decodes and (p + 1) // ratio:
+            assert token in covered
+
+
+@configs
+@THOROUGH
+@given(data=st.data())
+def test_every_batch(place, config, data):
+    builder = DeepseekV32IndexerMetadataBuilder(config, backend=place.backend)
+    addresses = None
+    for _ in range(data.draw(st.integers(1, 3))):
+        uniform = data.draw(st.booleans())
+        seq_lens, query_lens = data.draw(shapes(config.decode_threshold, uniform=uniform))
+        padding = data.draw(st.integers(0, 3))
+        columns = -(-config.max_model_len // page_positions(config))
+        batch = make_batch(
+            place, seq_lens, query_lens, block_size=page_positions(config), padding=padding, columns=columns
+        )
+        check(place, builder.build(0, batch), batch, config, seq_lens, query_lens)
+        addresses = addresses or addresses_of(builder)
+        assert addresses_of(builder) == addresses
+    fresh = DeepseekV32IndexerMetadataBuilder(config, backend=place.backend)
+    fresh.build(0, batch)
+    for name, buffer in buffers_of(place, fresh).items():
+        np.testing.assert_array_equal(buffers_of(place, builder)[name], buffer, err_msg=f"{name}: stale")
+
+
+@configs
+@pytest.mark.parametrize(
+    ("seq_lens", "query_lens", "padding"),
+    [
+        pytest.param([], [], 0, id="none"),
+        pytest.param([], [], 4, id="none-padded"),
+        pytest.param([1], [1], 0, id="first-token"),
+        pytest.param([65], [1], 0, id="prefix-hit-leaves-one-token"),
+        pytest.param([0, 0, 0], [0, 0, 0], 0, id="only-padding-requests"),
+        pytest.param([3, 5], [3, 5], 0, id="no-compressed-row-or-one"),
+        pytest.param([12] * 16, [1] * 16, 0, id="more-entries-than-multiprocessors"),
+    ],
+)
+def test_batch(place, config, seq_lens, query_lens, padding):
+    batch = make_batch(place, seq_lens, query_lens, block_size=page_positions(config), padding=padding)
+    metadata = DeepseekV32IndexerMetadataBuilder(config, backend=place.backend).build(0, batch)
+    check(place, metadata, batch, config, seq_lens, query_lens)
+
+
+@pytest.mark.parametrize("name", ["v32-next_n1", "v32-next_n4", "v4-next_n2", "v4-next_n4"])
+def test_a_million_tokens(place, name):
+    config = dataclasses.replace(
+        CONFIGS[name], max_model_len=1 << 20, block_size=64, compressed_block_size=256, max_num_seqs=3,
+        max_logits_bytes=1 << 22,
+    )  # fmt: skip
+    next_n, seq_lens = config.decode_threshold, [1 << 20, (1 << 20) - 5, 1 << 20]
+    query_lens = [next_n, next_n, 6]
+    batch = make_batch(place, seq_lens, query_lens, block_size=page_positions(config))
+    metadata = DeepseekV32IndexerMetadataBuilder(config, backend=place.backend).build(0, batch)
+    check_decode(
+        place, metadata.decode, config, seq_lens[:2], query_lens[:2], 2 * next_n, place.get(batch.block_table_tensor)
+    )
+    rows = (1 << 20) // config.indexer_compress_ratio
+    ends = [(p + 1) // config.indexer_compress_ratio for p in range((1 << 20) - 6, 1 << 20)]
+    got = [end for chunk in metadata.prefill.chunks for end in place.get(chunk.cu_seqlen_ke).tolist()]
+    assert got == ends
+    for chunk in metadata.prefill.chunks:
+        assert chunk.total_seq_lens == len(chunk.token_to_seq) == rows
+        assert not place.get(chunk.token_to_seq).any()
+
+
+def test_thousands_of_requests(place):
+    config = dataclasses.replace(
+        CONFIGS["v32-next_n4"], max_num_seqs=2000, max_num_batched_tokens=8000, num_sms=132, max_model_len=64
+    )
+    query_lens = [1 + i % 4 for i in range(2000)]
+    seq_lens = [q + i % 50 for i, q in enumerate(query_lens)]
+    batch = make_batch(place, seq_lens, query_lens)
+    metadata = DeepseekV32IndexerMetadataBuilder(config, backend=place.backend).build(0, batch)
+    assert_equal(place, metadata.decode.seq_lens, [p + 1 for _, p in tokens_of(seq_lens, query_lens)])
+    check_schedule(place, metadata.decode, BLOCK, sum(query_lens), 132)
+
+
+def test_padding_tokens_that_the_batch_counts_are_empty(place):
+    """A batch at a captured size: its tokens include padding, which belongs to no request."""
+    config = CONFIGS["v32-next_n4"]
+    batch = make_batch(place, [9, 20, 0], [4, 4, 0], padding=4, num_actual_tokens=12)
+    metadata = DeepseekV32IndexerMetadataBuilder(config, backend=place.backend).build(0, batch)
+    check(place, metadata, batch, config, [9, 20, 0], [4, 4, 0])
+    assert_equal(place, metadata.decode.seq_lens, [6, 7, 8, 9, 17, 18, 19, 20, 0, 0, 0, 0])
+
+
+def test_what_the_kernels_take_can_be_widened(place):
+    class Wide(DeepseekV32IndexerMetadataBuilder):
+        natively_supported_next_n = (1, 2, 4)
+
+    builder = Wide(CONFIGS["v32-next_n4"], backend=place.backend)
+    decode = builder.build(0, make_batch(place, [9, 4, 0], [4, 4, 0])).decode
+    assert_equal(place, decode.seq_lens, [[6, 7, 8, 9], [1, 2, 3, 4], [0, 0, 0, 0]])
+    assert decode.requires_padding
+    decode = builder.build(0, make_batch(place, [9, 4], [3, 3])).decode
+    assert_equal(place, decode.seq_lens, [7, 8, 9, 2, 3, 4])
+    assert not decode.requires_padding
+
+
+def test_a_table_of_its_own(place):
+    config = CONFIGS["v4-next_n1"]
+    batch = make_batch(place, [33, 40], [1, 8])
+    table = np.array([[3, 1, 7], [2, 9, 5]], np.int32)
+    builder = DeepseekV32IndexerMetadataBuilder(config, backend=place.backend)
+    metadata = builder.build(0, batch, block_table=place.put(table))
+    own = dataclasses.replace(batch, block_table_tensor=place.put(table))
+    check(place, metadata, own, config, [33, 40], [1, 8])
+
+
+@pytest.mark.parametrize("ratio", [1, 4, 128])
+def test_compressed_slot_mapping(place, ratio):
+    seq_lens, query_lens, block_size = [300, 0, 4, 700], [130, 0, 4, 257], 2
+    batch = make_batch(place, seq_lens, query_lens, block_size=block_size * ratio)
+    table = place.get(batch.block_table_tensor)
+    want = [compressed_slot(table, r, p, block_size, ratio) for r, p in tokens_of(seq_lens, query_lens)]
+    arguments = (batch.query_start_loc, batch.seq_lens, batch.block_table_tensor, block_size, ratio)
+    assert_equal(place, get_compressed_slot_mapping(len(want), *arguments, backend=place.backend), want)
+
+    out = place.put(np.full(len(want) + 7, 5, np.int64))
+    got = get_compressed_slot_mapping(len(want) - 1, *arguments, out=out, backend=place.backend)
+    assert_equal(place, got, want[:-1])
+    assert_equal(place, out, want[:-1] + [-1] * 8)
+
+
+def test_compressed_slots_are_64_bit_and_bounded_by_the_table(place):
+    table = np.array([[2**31 - 1, -1]], np.int32)
+    lens = np.array([32], np.int32)
+    starts = np.array([0, 32], np.int32)
+    got = get_compressed_slot_mapping(32, *map(place.put, (starts, lens, table)), 3, 4, backend=place.backend)
+    want = np.full(32, -1)
+    want[[3, 7, 11]] = (2**31 - 1) * 3 + np.arange(3)
+    assert_equal(place, got, want)
+
+
+def test_compressed_slot_mapping_errors():
+    starts, lens, table = np.array([0, 4], np.int32), np.array([4], np.int32), np.zeros((1, 1), np.int32)
+    with pytest.raises(ValueError, match=r"query_start_loc: got shape \(2,\), expected \[3\]"):
+        get_compressed_slot_mapping(4, starts, np.array([4, 4], np.int32), np.zeros((2, 1), np.int32), 2, 4)
+    with pytest.raises(ValueError, match="out: got 3 entries, expected at least num_tokens = 4"):
+        get_compressed_slot_mapping(4, starts, lens, table, 2, 4, out=np.zeros(3, np.int64))
+    with pytest.raises(ValueError, match="compress_ratio: got 0"):
+        get_compressed_slot_mapping(4, starts, lens, table, 2, 0)
+
+
+@pytest.mark.parametrize("case", golden.metadata("prepare_decode_tensors"))
+def test_golden_decode_tensors(place, case):
+    given_, want = case
+    config = ServingConfig(
+        num_speculative_tokens=given_["next_n"] - 1, max_model_len=64 * len(given_["block_table"][0]),
+        max_num_seqs=8, max_num_batched_tokens=32,
+    )  # fmt: skip
+    arrays = {name: np.array(value, np.int32) for name, value in given_.items() if isinstance(value, list)}
+    got = DeepseekV32IndexerMetadataBuilder(config, backend=place.backend)._prepare_decode_tensors(
+        place.put(arrays["seq_lens"]), place.put(arrays["block_table"]), place.put(arrays["decode_lens"]),
+        arrays["decode_lens"], place.put(arrays["query_start_loc"]), len(arrays["seq_lens"]),
+        given_["num_decode_tokens"], given_["use_native"], given_["next_n"], given_["max_decode_len"],
+    )  # fmt: skip
+    for name, value in zip(("seq_lens", "block_table", "decode_lens"), got[:3], strict=True):
+        np.testing.assert_array_equal(place.get(value), want[name], err_msg=name)
+    assert got[3:] == (want["batch_size"], want["requires_padding"])
+
+
+@pytest.mark.parametrize("case", golden.metadata("build_one_prefill_chunk"))
+def test_golden_prefill_chunk(place, case):
+    given_, want = case
+    requests, queries = slice(*given_["req_slice"]), slice(*given_["query_slice"])
+    chunk = DeepseekV32IndexerMetadataBuilder(ServingConfig(), backend=place.backend).build_one_prefill_chunk(
+        requests, queries, np.array(given_["query_start_loc"], np.int32), np.array(given_["seq_lens"], np.int32),
+        place.put(np.array(given_["block_table"], np.int32)), skip_kv_gather=want["skip_kv_gather"],
+    )  # fmt: skip
+    for name, value in want.items():
+        got = getattr(chunk, name)
+        np.testing.assert_array_equal(place.get(got) if isinstance(value, list) else got, value, err_msg=name)
+
+
+@pytest.mark.parametrize("case", golden.metadata("split_indexer_prefill_chunks"))
+def test_golden_split(case):
+    given_, want = case
+    chunks = split_indexer_prefill_chunks(
+        np.array(given_["seq_lens"]), np.array(given_["query_lens"]), given_["workspace_size"],
+        given_["max_logits_bytes"], given_["request_offset"],
+    )  # fmt: skip
+    assert [[r.start, r.stop, q.start, q.stop] for r, q in chunks] == want["chunks"]
+
+
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40)), max_size=12),
+    workspace=st.integers(1, 90),
+    logits=st.integers(1, 400),
+    offset=st.integers(0, 3),
+)
+def test_split_is_greedy_and_within_budget(requests, workspace, logits, offset):
+    query_lens, seq_lens = [q for q, _ in requests], [q + context for q, context in requests]
+    chunks = split_indexer_prefill_chunks(
+        np.array(seq_lens, np.int32), np.array(query_lens, np.int32), workspace, 4 * logits + 3, offset
+    )
+    seen = []
+    for r, q in chunks:
+        group = range(r.start - offset, r.stop - offset)
+        queries, rows = sum(query_lens[i] for i in group), sum(seq_lens[i] for i in group)
+        assert 0 <= q.start < q.stop <= queries
+        fits = rows <= workspace and queries * rows <= logits
+        assert fits or len(group) == 1
+        assert (q.stop - q.start) * rows <= logits or q.stop - q.start == 1
+        if fits and group.stop < len(requests):
+            more_rows = rows + seq_lens[group.stop]
+            assert more_rows > workspace or (queries + query_lens[group.stop]) * more_rows > logits
+        seen += [(i, t) for i in group for t in range(query_lens[i])][q]
+    assert seen == [(i, t) for i, q in enumerate(query_lens) for t in range(q)]
+
+
+def test_split_of_an_empty_request_is_empty():
+    assert split_indexer_prefill_chunks(np.array([0]), np.array([0]), 10, 40) == []
+
+
+@pytest.mark.parametrize("case", golden.metadata("kv_spans_from_batches"))
+def test_golden_kv_spans(case):
+    given_, want = case
+    start, end = kv_spans_from_batches(np.array(given_["start_seq_loc"]), np.array(given_["seq_len_per_batch"]))
+    assert start.dtype == end.dtype == np.int32
+    np.testing.assert_array_equal(start, want["start"])
+    np.testing.assert_array_equal(end, want["end"])
+
+
+def test_kv_spans():
+    start, end = kv_spans_from_batches(np.array([0, 2, 4, 7]), np.array([5, 9, 4]))
+    assert start.tolist() == [0, 0, 5, 5, 14, 14, 14]
+    assert end.tolist() == [4, 5, 13, 14, 16, 17, 18]
+    assert [len(a) for a in kv_spans_from_batches(np.array([0, 0]), np.array([3]))] == [0, 0]
+    with pytest.raises(ValueError, match=r"got shapes \(2,\) and \(2,\), expected \[B \+ 1\] and \[B\]"):
+        kv_spans_from_batches(np.array([0, 1]), np.array([3, 4]))
+
+
+@pytest.mark.gpu
+def test_kv_spans_on_a_device():
+    import cupy
+
+    start, end = kv_spans_from_batches(np.array([0, 2, 4, 7]), np.array([5, 9, 4]), device=0)
+    assert isinstance(start, cupy.ndarray)
+    assert end.get().tolist() == [4, 5, 13, 14, 16, 17, 18]
+
+
+def test_prefill_workspace():
+    config = dataclasses.replace(CONFIGS["v32-next_n1"], max_model_len=10)
+    assert get_max_prefill_buffer_size(config) == 400
+    builder = DeepseekV32IndexerMetadataBuilder(config, backend="reference")
+    assert builder.max_prefill_buffer_size == 400
+    starts, lens = np.array([0, 2, 4], np.int32), np.array([300, 101], np.int32)
+    with pytest.raises(ValueError, match="requests 0 to 1 have 401 rows, expected at most the 400 of the workspace"):
+        builder.build_one_prefill_chunk(slice(0, 2), slice(0, 4), starts, lens, np.zeros((2, 1), np.int32))
+    v4 = DeepseekV32IndexerMetadataBuilder(CONFIGS["v4-next_n1"], backend="reference")
+    none = v4.build_one_prefill_chunk(slice(0, 1), slice(0, 2), starts, np.array([3, 8]), np.zeros((2, 1), np.int32))
+    assert none is None
