@@ -1,0 +1,194 @@
+"""The command line: `cumla replay`, `cumla check`, `cumla info` (or `python -m cumla ...`)."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from . import __doc__ as summary
+from . import __version__
+from .backends import BACKENDS
+from .replay.errors import InputError, OutputError
+from .replay.options import DEVICE_DEFAULTS, HOST_DEFAULTS, LAYER_RATIOS, choose_backend
+from .replay.scheduler import STEP_MS
+
+MAX_HEADS = 128
+
+REPLAY = f"""\
+Replay a trace of requests through a continuous-batching loop. Requests arrive by their timestamps, prompts are
+prefilled in chunks, running requests decode. Blocks of the cache are shared by requests with equal prefixes and
+freed at the end; a request that finds no room waits. Each step builds its metadata once and runs every layer over it.
+
+Afterwards tables show throughput, time and bandwidth by op, the use of the cache, and how far a sample of every
+step's tokens is from attention in float64: over the rows in the cache (are the kernels exact?) and over the rows
+before quantisation (what does FP8 cost?).
+
+Q and K come from a seeded generator with the outliers of real activations. The clock is virtual: a step takes
+{STEP_MS:.0f} ms of the trace's time, and idle time is skipped, so a run can be repeated.
+
+Exit status: 0; 1 if a sample is beyond its bounds or a file cannot be written; 2 for options or a trace that
+cannot be used; 130 if interrupted.
+"""
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Keeps paragraphs apart, each wrapped to the terminal."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(super(HelpFormatter, self)._fill_text(part, width, indent) for part in text.split("\n\n"))
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, as all of cumla's are."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(formatter_class=HelpFormatter, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message} (see {self.prog} --help)")
+
+
+def make_parser() -> Parser:
+    parser = Parser(prog="cumla", description=summary)
+    parser.add_argument("--version", action="version", version=f"cumla {__version__}")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    _add_replay(commands.add_parser(
+        "replay", help="replay a request trace through the paged cache and the attention layers",
+        description=REPLAY,
+    ))  # fmt: skip
+    check = commands.add_parser(
+        "check", help="compare every backend that can run here with the reference",
+        description="Compare every backend that can run here with the reference, on small random cases. "
+        "Exit status 1 if one is beyond its bounds.",
+    )  # fmt: skip
+    check.add_argument("--backend", choices=[name for name in BACKENDS if name != "reference"], help="only this one")
+    _add_seed(check)
+    check.set_defaults(run=_check)
+    info = commands.add_parser(
+        "info", help="versions, devices and backends, and how to install what is missing",
+        description="Print versions, devices and backends; for each backend that cannot run, why, and the line "
+        "that installs it.",
+    )  # fmt: skip
+    info.set_defaults(run=_info)
+    return parser
+
+
+def _add_replay(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "trace", nargs="?", type=Path, metavar="TRACE",
+        help="JSON lines, plain or gzipped, with timestamp (ms), input_length, output_length and hash_ids (one "
+        "for each 512 tokens of input; equal ids: shared prefix); default: a production trace that comes with "
+        "cumla (300 requests, Mooncake project)",
+    )  # fmt: skip
+    load = parser.add_argument_group("load")
+    load.add_argument("--requests", type=AtLeast(1), metavar="N", help=f"first N requests {_default('requests')}")
+    load.add_argument(
+        "--max-len", type=AtLeast(2), metavar="TOKENS",
+        help=f"cut requests to this length, at most 1/16 of it output {_default('max_len')}",
+    )  # fmt: skip
+    load.add_argument(
+        "--batch-tokens", type=AtLeast(1), metavar="TOKENS", help=f"tokens of a step {_default('batch_tokens')}"
+    )
+    load.add_argument(
+        "--cache-tokens", type=AtLeast(1), metavar="TOKENS",
+        help="size of the cache (default: half of what all requests hold together, at least the largest one)",
+    )  # fmt: skip
+    load.add_argument("--seed", type=AtLeast(0), default=0, metavar="N", help="of Q and K (default: 0)")
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--layers", default=",".join(LAYER_RATIOS), metavar="TYPES",
+        help="comma list of swa (attends to a window), c4a (to a selection of compressed rows of 4 tokens too) and "
+        "c128a (to all compressed rows of 128 tokens too); default: all three",
+    )  # fmt: skip
+    model.add_argument("--heads", type=AtLeast(1, MAX_HEADS), metavar="N", help=f"query heads {_default('heads')}")
+    model.add_argument("--window", type=AtLeast(1), default=128, metavar="TOKENS", help="default: 128")
+    model.add_argument(
+        "--topk", type=AtLeast(1), metavar="N", help=f"compressed rows a token selects at c4a {_default('topk')}"
+    )
+    model.add_argument(
+        "--backend", choices=list(BACKENDS), help="default: cuda if there is a device that CuPy can use, else cpu"
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", type=Path, metavar="FILE", help="write all numbers, those of each step included")
+    output.add_argument(
+        "--plot", type=Path, metavar="FILE.png",
+        help="draw batch make-up, cache occupancy and time by op over the steps (needs matplotlib)",
+    )  # fmt: skip
+    parser.set_defaults(run=_replay)
+
+
+def _default(name: str) -> str:
+    device, host = (getattr(defaults, name) for defaults in (DEVICE_DEFAULTS, HOST_DEFAULTS))
+    return f"(default: {'uncut' if device is None else device} on a device, {host} on the CPU)"
+
+
+def _add_seed(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seed", type=AtLeast(0), default=0, metavar="N", help="of the random numbers (default: 0)")
+
+
+class AtLeast:
+    """An argparse type: an integer within bounds."""
+
+    def __init__(self, minimum: int, maximum: int = 2**47) -> None:
+        self.minimum, self.maximum = minimum, maximum
+
+    def __call__(self, text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = self.minimum - 1
+        if not self.minimum <= value <= self.maximum:
+            most = "" if self.maximum >= 2**47 else f" to {self.maximum}"
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer from {self.minimum}{most or ' up'}")
+        return value
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from .replay import command
+
+    return command.run(args)
+
+
+def _check(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from . import check
+
+    return check.run(Console(), None if args.backend is None else choose_backend(args.backend), args.seed)
+
+
+def _info(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from . import info
+
+    return info.run(Console())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Returns the exit status; what the user can mend is one line on stderr."""
+    try:
+        args = make_parser().parse_args(argv)
+        status: int = args.run(args)
+        return status
+    except InputError as error:
+        return _fail(str(error), 2)
+    except OutputError as error:
+        return _fail(str(error), 1)
+    except MemoryError:
+        return _fail("out of memory; a smaller --cache-tokens, --batch-tokens or --heads needs less", 1)
+    except KeyboardInterrupt:
+        print("cumla: interrupted", file=sys.stderr)
+        return 130
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"cumla: error: {message}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,20 @@
+"""The main job: a request trace through the paged cache and the layers.
+
+In the order in which data flows:
+
+    trace        requests as a file has them
+    options      what a run is made of, checked
+    blocks       the pool of cache blocks, with shared prefixes
+    scheduler    which tokens of which requests run in a step
+    batch        a step's tokens as the arrays that metadata and layers take
+    activations  the rows that stand in for a model's: a function of seed, layer and token
+    topk         which compressed rows a token selects at ratio 4
+    layers       the attention layers, their caches and inputs
+    engine       the loop: metadata once, then every layer
+    traffic      bytes that each op has to move
+    verify       a sample of each step against float64
+    summary      the numbers of a run; report prints them, plot draws them
+    command      `cumla replay`, from options to exit status
+
+`device` knows whose arrays a backend takes and how to measure what runs there.
+"""

@@ -1,0 +1,86 @@
+"""The pool of cache blocks: who holds which, and which prefixes can be shared.
+
+A block is 256 positions of one request in every cache of every layer: four pages of 64 tokens in a window
+cache, one page of 64 rows at ratio 4, one of 2 rows at ratio 128. A trace's hash id stands for 512 tokens, so
+blocks are shared in pairs: `Prefix` names the hash id and which of the prompt's it is, since RoPE makes rows
+depend on their position.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+
+from .trace import HASH_TOKENS
+
+BLOCK_TOKENS = 256
+BLOCKS_PER_HASH = HASH_TOKENS // BLOCK_TOKENS
+Prefix = tuple[int, int]
+
+
+class BlockPool:
+    """Blocks 0 to num_blocks - 1. Each is free, held by one request or more, or idle.
+
+    An idle block is held by nobody but keeps the rows of a prefix, until room is needed: the pair that has
+    been idle for longest goes first.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.holders = [0] * num_blocks
+        self._free = deque(range(num_blocks))
+        self._shared: dict[Prefix, tuple[int, ...]] = {}  # its blocks
+        self._prefix_of: dict[int, Prefix] = {}  # of a block
+        self._idle: OrderedDict[Prefix, None] = OrderedDict()  # longest idle first
+
+    @property
+    def num_held(self) -> int:
+        return self.num_blocks - len(self._free) - self.num_idle
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle) * BLOCKS_PER_HASH
+
+    def find(self, prefixes: Sequence[Prefix]) -> list[Prefix]:
+        """The leading prefixes whose rows are in the cache."""
+        return list(itertools.takewhile(self._shared.__contains__, prefixes))
+
+    def acquire(self, shared: Sequence[Prefix], num_new: int) -> list[int] | None:
+        """The blocks of prefixes that `find` found, then `num_new` more; None if there is no room."""
+        reclaimable = (len(self._idle) - sum(prefix in self._idle for prefix in shared)) * BLOCKS_PER_HASH
+        if num_new > len(self._free) + reclaimable:
+            return None
+        blocks = [block for prefix in shared for block in self._shared[prefix]]
+        for prefix in shared:
+            self._idle.pop(prefix, None)
+        while len(self._free) < num_new:
+            self._forget_longest_idle()
+        blocks += [self._free.popleft() for _ in range(num_new)]
+        for block in blocks:
+            self.holders[block] += 1
+        return blocks
+
+    def publish(self, prefix: Prefix, blocks: Sequence[int]) -> None:
+        """Offer blocks whose rows are all written to later requests, unless another request already did."""
+        if prefix not in self._shared:
+            self._shared[prefix] = tuple(blocks)
+            self._prefix_of.update((block, prefix) for block in blocks)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Let go of a request's blocks. The end of a prefix goes idle first: it is of use to fewer requests."""
+        for block in reversed(blocks):
+            self.holders[block] -= 1
+            prefix = self._prefix_of.get(block)
+            if self.holders[block]:
+                continue
+            if prefix is None:
+                self._free.append(block)
+            elif not any(self.holders[other] for other in self._shared[prefix]):
+                self._idle[prefix] = None
+
+    def _forget_longest_idle(self) -> None:
+        prefix, _ = self._idle.popitem(last=False)
+        for block in self._shared.pop(prefix):
+            del self._prefix_of[block]
+            self._free.append(block)

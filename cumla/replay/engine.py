@@ -1,0 +1,131 @@
+"""The loop: a step's metadata once, then every layer over it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+from ..call import BFLOAT16
+from ..metadata import DeepseekSparseSWAMetadataBuilder, ServingConfig
+from .activations import HEAD_DIM
+from .batch import SWA_BLOCK, StepBatch, completed_groups, make_batch
+from .blocks import BLOCK_TOKENS, BlockPool
+from .device import Stopwatch, array_module
+from .layers import Layer
+from .options import MAX_RUNNING, ReplayOptions
+from .scheduler import Scheduler
+from .trace import HASH_TOKENS, TraceRequest
+from .traffic import bytes_moved
+from .verify import Sample, Verifier
+
+STEP = "step"  # stands for the layer where something is done once for all of them
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What happened in a step. Times and bytes by (layer type or "step", op)."""
+
+    step: int
+    clock_ms: float
+    prefill_tokens: int
+    decode_tokens: int
+    running: int
+    waiting: int
+    blocks_held: int
+    blocks_idle: int
+    seconds: dict[tuple[str, str], float]
+    bytes: dict[tuple[str, str], int]
+    samples: list[Sample]
+
+
+class Engine:
+    """Replays requests. `steps` runs them; the scheduler and the layers are open to look at in between."""
+
+    def __init__(self, options: ReplayOptions, requests: Sequence[TraceRequest], verify: bool = True) -> None:
+        self.options = options
+        self.xp = array_module(options.backend)
+        self.pool = BlockPool(options.num_blocks)
+        self.scheduler = Scheduler(requests, self.pool, options.batch_tokens, MAX_RUNNING)
+        self.layers = [Layer(index, name, options) for index, name in enumerate(options.layers)]
+        self.verifier = Verifier(options) if verify else None
+        config = ServingConfig(
+            window_size=options.window,
+            compress_ratios=tuple(layer.ratio for layer in self.layers),
+            block_size=SWA_BLOCK,
+            compressed_block_size=BLOCK_TOKENS,
+            index_topk=options.topk,
+            num_heads=options.heads,
+            max_num_batched_tokens=options.batch_tokens,
+            max_num_seqs=MAX_RUNNING,
+            max_model_len=max(request.total_length for request in requests),
+        )
+        self._builder = DeepseekSparseSWAMetadataBuilder(config, backend=options.backend)
+        shape = (options.batch_tokens, options.heads, HEAD_DIM)
+        self._q, self._out = self.xp.empty(shape, BFLOAT16), self.xp.empty(shape, BFLOAT16)
+        self._stopwatch = Stopwatch(self.xp)
+
+    def steps(self) -> Iterator[StepRecord]:
+        """Run until every request has finished."""
+        step = 0
+        while scheduled := self.scheduler.next_step():
+            batch = make_batch(scheduled, self.xp)
+            record = self._run(step, batch)
+            self.scheduler.finish_step(scheduled)
+            yield record
+            step += 1
+
+    def _run(self, step: int, batch: StepBatch) -> StepRecord:
+        options, scheduler = self.options, self.scheduler
+        record = StepRecord(
+            step=step,
+            clock_ms=scheduler.clock_ms,
+            prefill_tokens=batch.num_tokens - batch.num_decodes,
+            decode_tokens=batch.num_decodes,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            blocks_held=self.pool.num_held,
+            blocks_idle=self.pool.num_idle,
+            seconds={},
+            bytes={},
+            samples=[],
+        )
+        with self._stopwatch.measure((STEP, "metadata")):
+            metadata = self._builder.build(0, batch.common, c128a_block_table=batch.block_table)
+        ratios = {layer.ratio for layer in self.layers if layer.ratio > 1}
+        groups = {ratio: completed_groups(batch, ratio) for ratio in ratios}
+        q, out = self._q[: batch.num_tokens], self._out[: batch.num_tokens]
+        for layer in self.layers:
+            completed = groups.get(layer.ratio)
+            inputs = layer.inputs(batch, completed, q, self._stopwatch)
+            layer.attention.step(
+                q, inputs.k, layer.swa_cache, metadata, inputs.compressed, out=out, backend=options.backend,
+                observe=functools.partial(self._observe, layer.name),
+            )  # fmt: skip
+            moved = bytes_moved(batch, layer.ratio, options.heads, options.window, options.topk, completed)
+            for op, count in moved.items():
+                record.bytes[layer.name, op] = record.bytes.get((layer.name, op), 0) + count
+            if self.verifier is not None:
+                with self._stopwatch.measure((STEP, "verify")):
+                    record.samples.extend(self.verifier.check(step, layer, batch, inputs, q, out))
+        record.seconds.update(self._stopwatch.collect())
+        return record
+
+    def _observe(self, layer: str, op: str) -> AbstractContextManager[None]:
+        return self._stopwatch.measure((layer, op))
+
+
+def warm_up(options: ReplayOptions) -> None:
+    """Compile what a run needs, on a few requests of made-up tokens with caches of their own.
+
+    They overlap so that steps are all prefill, mixed and all decode.
+    """
+    lengths = (BLOCK_TOKENS + 1, options.batch_tokens + BLOCK_TOKENS)
+    requests = [
+        TraceRequest(0.0, length, 4, tuple(range(-(-length // HASH_TOKENS)))).clipped(options.max_len)
+        for length in lengths
+    ]
+    small = replace(options, cache_tokens=sum(-(-r.total_length // BLOCK_TOKENS) for r in requests) * BLOCK_TOKENS)
+    for _ in Engine(small, requests, verify=False).steps():
+        pass

@@ -1,0 +1,97 @@
+"""The attention layers of a replay: caches, and what a model would hand them in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..call import BFLOAT16
+from ..layer import CompressedCache, SparseMLALayer
+from ..layout import DSV4_FP8
+from .activations import INDEX_DIM, Activations, apply_rope
+from .batch import SWA_BLOCK, SWA_PAGES, Groups, StepBatch
+from .blocks import BLOCK_TOKENS
+from .device import Stopwatch, array_module
+from .options import LAYER_RATIOS, ReplayOptions
+from .topk import select_for_decodes, select_for_prefill
+
+TOPK_RATIO = 4  # the ratio at which a token selects compressed rows; at 128 it takes all
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """What projections, compressor and indexer of a model make of a step's tokens. Q is in the caller's array.
+
+    k           [num_tokens, 512] bfloat16, turned
+    compressed  cache, new rows and selection, or None for a window-only layer
+    """
+
+    k: Any
+    compressed: CompressedCache | None
+
+
+class Layer:
+    """One attention layer.
+
+    swa_cache         uint8 [num_blocks * 4, 64, 584]
+    compressed_cache  uint8 [num_blocks, 64 or 2, 584]; None for a window-only layer
+    index_keys        [num_blocks, 64, 64] float32, what the top-k scores; None but at ratio 4
+    """
+
+    def __init__(self, index: int, name: str, options: ReplayOptions) -> None:
+        self.name, self.index, self.ratio, self.topk = name, index, LAYER_RATIOS[name], options.topk
+        self.xp = xp = array_module(options.backend)
+        self.activations = Activations(options.seed, index, options.heads, xp)
+        self.attention = SparseMLALayer(self.ratio, options.topk, self.activations.attn_sink)
+        blocks, rows = options.num_blocks, BLOCK_TOKENS // self.ratio
+        self.swa_cache = DSV4_FP8.allocate(blocks * SWA_PAGES, SWA_BLOCK, xp)
+        self.compressed_cache = DSV4_FP8.allocate(blocks, rows, xp) if self.ratio > 1 else None
+        self.index_keys = xp.zeros((blocks, rows, INDEX_DIM), np.float32) if self.ratio == TOPK_RATIO else None
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the paged caches, padding of their pages included."""
+        caches = [cache for cache in (self.swa_cache, self.compressed_cache) if cache is not None]
+        return sum(cache.shape[0] * cache.strides[0] for cache in caches)
+
+    def inputs(self, batch: StepBatch, groups: Groups | None, q: Any, stopwatch: Stopwatch) -> LayerInputs:
+        """Make a step's rows.
+
+        groups  the compressed rows that the step completes; None for a window-only layer
+        q       [num_tokens, h, 512] bfloat16, written
+        """
+        xp, activations = self.xp, self.activations
+        with stopwatch.measure((self.name, "activations")):
+            rows = activations.k_rows(batch.token_keys)
+            base = apply_rope(activations.q_rows(batch.token_keys), batch.positions, xp)
+            activations.queries(base, q)
+            k = apply_rope(rows, batch.positions, xp).astype(BFLOAT16)
+            if groups is None:
+                return LayerInputs(k, None)
+            means = rows[:0]
+            if len(groups.slots):
+                rows = xp.concatenate([rows, activations.k_rows(groups.earlier_keys)])
+                means = rows[xp.asarray(groups.members)].mean(axis=1)
+            compressed_k = apply_rope(means, groups.positions, xp).astype(BFLOAT16)
+            slots = xp.asarray(groups.slots)
+        selected = None
+        if self.index_keys is not None:
+            with stopwatch.measure((self.name, "topk")):
+                if len(means):
+                    self.index_keys.reshape(-1, INDEX_DIM)[slots] = means[:, :INDEX_DIM]
+                selected = self._select(batch, base[:, :INDEX_DIM])
+        return LayerInputs(k, CompressedCache(self.compressed_cache, batch.block_table, compressed_k, slots, selected))
+
+    def _select(self, batch: StepBatch, queries: Any) -> Any:
+        """[num_tokens, topk] int32, the compressed rows that each token attends to."""
+        xp, keys, table, n = self.xp, self.index_keys, batch.block_table, batch.num_decodes
+        visible = (batch.positions + 1) // self.ratio
+        parts = []
+        if n:
+            parts.append(select_for_decodes(queries[:n], keys, table[:n], visible[:n], self.topk, xp))
+        for request in range(n, len(batch.scheduled)):
+            tokens = slice(int(batch.starts[request]), int(batch.starts[request + 1]))
+            parts.append(select_for_prefill(queries[tokens], keys, table[request], visible[tokens], self.topk, xp))
+        return xp.concatenate(parts)

@@ -1,0 +1,96 @@
+"""What a replay is made of, with the defaults of the machine it runs on, and checked before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .. import backends
+from .blocks import BLOCK_TOKENS
+from .device import takes_device_arrays
+from .errors import InputError
+from .trace import INT32_MAX, TraceRequest
+
+LAYER_RATIOS = {"swa": 1, "c4a": 4, "c128a": 128}
+KERNELS = ("step", "cache", "indices", "attention")  # files of kernels that a replay calls
+MAX_RUNNING = 256  # requests in a step
+
+
+@dataclass(frozen=True)
+class Defaults:
+    requests: int
+    max_len: int | None
+    batch_tokens: int
+    heads: int
+    topk: int
+
+
+DEVICE_DEFAULTS = Defaults(requests=32, max_len=None, batch_tokens=4096, heads=64, topk=512)
+HOST_DEFAULTS = Defaults(requests=12, max_len=1152, batch_tokens=512, heads=8, topk=64)
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """What the layers and the loop need to know. Sizes in tokens; `cache_tokens` is a whole number of blocks."""
+
+    backend: str
+    layers: tuple[str, ...]
+    heads: int
+    window: int
+    topk: int
+    batch_tokens: int
+    cache_tokens: int
+    max_len: int | None
+    seed: int
+
+    @property
+    def num_blocks(self) -> int:
+        return self.cache_tokens // BLOCK_TOKENS
+
+
+def choose_backend(name: str | None) -> str:
+    """The backend to run on: the one asked for, else the device's, else the CPU's. Raises InputError if it cannot."""
+    if name is None:
+        on_device = backends.unavailable(backends.DEFAULT_ON_DEVICE) is None
+        return backends.DEFAULT_ON_DEVICE if on_device else backends.DEFAULT_ON_HOST
+    reason = backends.unavailable(name)
+    if reason is not None:
+        raise InputError(f"--backend {name}: {reason}; available: {', '.join(backends.available())}")
+    try:
+        for file in KERNELS:
+            backends.kernels(name, file)
+    except ValueError as error:
+        raise InputError(f"--backend {name}: {error}") from None
+    return name
+
+
+def defaults_for(backend: str) -> Defaults:
+    return DEVICE_DEFAULTS if takes_device_arrays(backend) else HOST_DEFAULTS
+
+
+def parse_layers(text: str) -> tuple[str, ...]:
+    """Layer types out of a comma list. Raises InputError."""
+    layers = tuple(name.strip() for name in text.split(","))
+    for name in layers:
+        if name not in LAYER_RATIOS:
+            raise InputError(f"--layers: got {name!r}, expected a comma list of {', '.join(LAYER_RATIOS)}")
+    return layers
+
+
+def cache_size(asked: int | None, requests: Sequence[TraceRequest]) -> int:
+    """Tokens of the cache, in whole blocks: as asked, or half of what all requests hold together.
+
+    Never less than the largest request alone: that it could not run is an InputError.
+    """
+    blocks = [-(-request.total_length // BLOCK_TOKENS) for request in requests]
+    largest = max(blocks) * BLOCK_TOKENS
+    if asked is None:
+        return max(sum(blocks) * BLOCK_TOKENS // 2, largest) // BLOCK_TOKENS * BLOCK_TOKENS
+    if asked < largest:
+        raise InputError(
+            f"--cache-tokens: got {asked}, but one request alone needs {largest}; "
+            "give at least that or cut requests with --max-len"
+        )
+    if asked > INT32_MAX:
+        raise InputError(f"--cache-tokens: got {asked}, expected at most {INT32_MAX}: slots are 32-bit")
+    return asked // BLOCK_TOKENS * BLOCK_TOKENS

@@ -1,0 +1,153 @@
+"""The numbers of a run as tables on the terminal and as a JSON file."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from .blocks import BLOCK_TOKENS
+from .summary import ATTENTION_OPS
+from .verify import EXACT_BOUNDS, FP8_COSINE_BOUND, FP8_MEAN_BOUND, FP8_RMS_BOUND
+
+SHOWN_FAILURES = 5
+
+
+def write_json(path: Path, summary: dict[str, Any]) -> None:
+    """Raises OSError if it cannot be written in full."""
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(_finite(summary), file, indent=1, allow_nan=False)
+        file.write("\n")
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinities, which JSON does not have, as null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def print_report(console: Console, summary: dict[str, Any]) -> None:
+    for table in (_throughput(summary), _ops(summary), _cache(summary), _exactness(summary), _fp8_cost(summary)):
+        console.print(table)
+        console.print()
+    failures = summary["verification"]["failures"]
+    for failure in failures[:SHOWN_FAILURES]:
+        console.print(f"[red]beyond bounds:[/red] {escape(failure)}", soft_wrap=True, highlight=False)
+    if len(failures) > SHOWN_FAILURES:
+        console.print(f"[red]and {len(failures) - SHOWN_FAILURES} more[/red]")
+
+
+def _new_table(title: str, *columns: str, caption: str | None = None) -> Table:
+    """The first column is text, the others are numbers."""
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    return table
+
+
+def _throughput(summary: dict[str, Any]) -> Table:
+    totals = summary["totals"]
+    table = _new_table(
+        f"Throughput: {totals['requests']} requests in {totals['steps']} steps, {totals['wall_seconds']:.1f} s",
+        "", "tokens", "tokens/s in attention", "tokens/s of the run",
+        caption="The run also makes the rows and checks samples; attention is the layers' ops and metadata.",
+    )  # fmt: skip
+    for kind in ("prefill", "decode"):
+        numbers = totals[kind]
+        table.add_row(
+            kind,
+            f"{numbers['tokens']:,}",
+            f"{numbers['tokens_per_second']:,.0f}",
+            f"{numbers['tokens_per_wall_second']:,.0f}",
+        )
+    return table
+
+
+def _ops(summary: dict[str, Any]) -> Table:
+    ops = {(row["layer"], row["op"]): row for row in summary["ops"]}
+    layers = list(dict.fromkeys(layer for layer, op in ops if op in ATTENTION_OPS))
+    columns = [text for layer in layers for text in (f"{layer} ms", "GB/s")]
+    table = _new_table(
+        "Time and bandwidth by op and layer type",
+        "op", *columns,
+        caption="GB/s: bytes the op has to move over its time. Below the line: not attention.",
+    )  # fmt: skip
+    for op in (*ATTENTION_OPS, "activations", "topk"):
+        cells = []
+        for layer in layers:
+            row = ops.get((layer, op))
+            cells.append("" if row is None else f"{row['seconds'] * 1e3:,.1f}")
+            cells.append("" if row is None or row["gbps"] is None else f"{row['gbps']:,.2f}")
+        if any(cells):
+            table.add_row(op, *cells, end_section=op == ATTENTION_OPS[-1])
+    for (layer, op), row in ops.items():
+        if layer not in layers:
+            table.add_row(op, f"{row['seconds'] * 1e3:,.1f}", "", *[""] * (len(columns) - 2))
+    return table
+
+
+def _cache(summary: dict[str, Any]) -> Table:
+    cache, prefix, totals = summary["cache"], summary["prefix"], summary["totals"]
+    table = Table(title="Cache", title_justify="left", show_header=False)
+    rows = (
+        ("size", f"{cache['blocks']:,} blocks of {BLOCK_TOKENS} tokens, {cache['bytes'] / 2**20:,.0f} MiB"),
+        ("in use", f"{cache['held_peak']:.0%} at most, {cache['held_mean']:.0%} in the mean"),
+        ("kept for later prefixes", f"{cache['idle_peak']:.0%} at most"),
+        ("requests that waited for room", f"{totals['requests_that_waited']} of {totals['requests']}"),
+        (
+            "prefix hits",
+            f"{prefix['shared_tokens']:,} of {prefix['prompt_tokens']:,} prompt tokens "
+            f"({prefix['shared_share']:.1%}), in {prefix['requests_with_hits']} requests",
+        ),
+    )
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _exactness(summary: dict[str, Any]) -> Table:
+    checked = summary["verification"]
+    table = _new_table(
+        f"Against float64: {checked['samples']:,} samples, {len(checked['failures'])} beyond bounds\n"
+        "Exactness, over the rows in the cache",
+        "", "samples", "largest error", "share of its bound", "cosine distance", "bound",
+    )  # fmt: skip
+    for kind, numbers in checked["exactness"].items():
+        table.add_row(
+            kind,
+            f"{numbers['samples']:,}",
+            f"{numbers['error_worst']:.2g}",
+            f"{numbers['bound_share_worst']:.0%}",
+            f"{numbers['cosine_worst']:.1e}",
+            f"{EXACT_BOUNDS[kind][2]:.0e}",
+        )
+    return table
+
+
+def _fp8_cost(summary: dict[str, Any]) -> Table:
+    table = _new_table(
+        "What FP8 costs, over the rows before quantisation",
+        "layer", "samples", "rms error, mean", "worst", "cosine distance, mean", "worst",
+        caption="Root mean square error relative to the out's own root mean square.",
+    )  # fmt: skip
+    layers = list(summary["verification"]["fp8"].items())
+    for layer, numbers in layers:
+        table.add_row(
+            layer,
+            f"{numbers['samples']:,}",
+            f"{numbers['rms_mean']:.4f}",
+            f"{numbers['rms_worst']:.4f}",
+            f"{numbers['cosine_mean']:.1e}",
+            f"{numbers['cosine_worst']:.1e}",
+            end_section=layer == layers[-1][0],
+        )
+    table.add_row("bound", "", f"{FP8_MEAN_BOUND:.4f}", f"{FP8_RMS_BOUND:.4f}", "", f"{FP8_COSINE_BOUND:.1e}")
+    return table

@@ -1,0 +1,143 @@
+"""The numbers of a run, as they go into the tables and the JSON file."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from .engine import Engine, StepRecord
+from .verify import FP8_MEAN_BOUND, Sample
+
+PREFILL_OPS, DECODE_OPS = ("gather", "prefill"), ("decode",)
+SHARED_OPS = ("insert", "map")
+ATTENTION_OPS = (*SHARED_OPS, *DECODE_OPS, *PREFILL_OPS)
+
+
+def summarize(engine: Engine, records: Sequence[StepRecord], wall_seconds: float) -> dict[str, Any]:
+    """Totals of a run and its series by step: plain dicts, lists, numbers and strings."""
+    sequences = engine.scheduler.finished
+    held = np.array([record.blocks_held for record in records])
+    blocks = engine.pool.num_blocks
+    prompt_tokens = sum(sequence.request.input_length for sequence in sequences)
+    shared_tokens = sum(sequence.shared for sequence in sequences)
+    samples = [sample for record in records for sample in record.samples]
+    return {
+        "totals": {
+            "wall_seconds": wall_seconds,
+            "steps": len(records),
+            "requests": len(sequences),
+            "requests_that_waited": sum(sequence.waited for sequence in sequences),
+            **_throughput(records, wall_seconds),
+        },
+        "ops": _by_op(records),
+        "cache": {
+            "blocks": blocks,
+            "bytes": sum(layer.cache_bytes for layer in engine.layers),
+            "held_peak": float(held.max() / blocks),
+            "held_mean": float(held.mean() / blocks),
+            "idle_peak": max(record.blocks_idle for record in records) / blocks,
+        },
+        "prefix": {
+            "prompt_tokens": prompt_tokens,
+            "shared_tokens": shared_tokens,
+            "shared_share": shared_tokens / prompt_tokens,
+            "requests_with_hits": sum(sequence.shared > 0 for sequence in sequences),
+        },
+        "verification": _verification(samples),
+        "steps": [_step(record) for record in records],
+    }
+
+
+def op_seconds(record: StepRecord, ops: Iterable[str]) -> float:
+    """Seconds of a step in these ops, all layers together."""
+    return sum(seconds for (_, op), seconds in record.seconds.items() if op in ops)
+
+
+def _throughput(records: Sequence[StepRecord], wall_seconds: float) -> dict[str, Any]:
+    """Tokens a second. Insert, map and metadata serve both kinds: their time is split by tokens."""
+    result = {}
+    for kind, own_ops in (("prefill", PREFILL_OPS), ("decode", DECODE_OPS)):
+        tokens, seconds = 0, 0.0
+        for record in records:
+            mine = record.prefill_tokens if kind == "prefill" else record.decode_tokens
+            share = mine / (record.prefill_tokens + record.decode_tokens)
+            tokens += mine
+            seconds += op_seconds(record, own_ops) + share * op_seconds(record, (*SHARED_OPS, "metadata"))
+        result[kind] = {
+            "tokens": tokens,
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds if tokens else 0.0,
+            "tokens_per_wall_second": tokens / wall_seconds,
+        }
+    return result
+
+
+def _by_op(records: Sequence[StepRecord]) -> list[dict[str, Any]]:
+    seconds: dict[tuple[str, str], float] = defaultdict(float)
+    moved: dict[tuple[str, str], int] = defaultdict(int)
+    for record in records:
+        for key, value in record.seconds.items():
+            seconds[key] += value
+        for key, count in record.bytes.items():
+            moved[key] += count
+    return [
+        {
+            "layer": layer,
+            "op": op,
+            "seconds": seconds[layer, op],
+            "bytes": moved.get((layer, op)),
+            "gbps": moved[layer, op] / seconds[layer, op] / 1e9 if (layer, op) in moved else None,
+        }
+        for layer, op in seconds
+    ]
+
+
+def _verification(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Worst and mean of what was measured. NaN stays NaN: np.max lets it through."""
+    failures = [failure for sample in samples if (failure := sample.failure) is not None]
+    by_layer: dict[str, list[Sample]] = defaultdict(list)
+    by_kind: dict[str, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        by_layer[sample.layer].append(sample)
+        by_kind[sample.kind].append(sample)
+    fp8 = {
+        layer: {
+            "samples": len(some),
+            "rms_worst": float(np.max([sample.fp8_rms for sample in some])),
+            "rms_mean": float(np.mean([sample.fp8_rms for sample in some])),
+            "cosine_worst": float(np.max([sample.fp8_cosine for sample in some])),
+            "cosine_mean": float(np.mean([sample.fp8_cosine for sample in some])),
+        }
+        for layer, some in by_layer.items()
+    }
+    for layer, numbers in fp8.items():
+        if not numbers["rms_mean"] <= FP8_MEAN_BOUND:
+            failures.append(
+                f"layer {layer}: mean relative rms error through FP8 is {numbers['rms_mean']:.3g}, "
+                f"expected at most {FP8_MEAN_BOUND:.3g}"
+            )
+    return {
+        "samples": len(samples),
+        "failures": failures,
+        "exactness": {
+            kind: {
+                "samples": len(some),
+                "error_worst": float(np.max([sample.max_error for sample in some])),
+                "bound_share_worst": float(np.max([sample.bound_share for sample in some])),
+                "cosine_worst": float(np.max([sample.cosine for sample in some])),
+            }
+            for kind, some in sorted(by_kind.items())
+        },
+        "fp8": fp8,
+    }
+
+
+def _step(record: StepRecord) -> dict[str, Any]:
+    plain = asdict(record)
+    for key in ("seconds", "bytes"):
+        plain[key] = {f"{layer}/{op}": x for (layer, op), x in plain[key].items()}
+    return plain

@@ -1,0 +1,130 @@
+"""Requests as a trace file has them: one JSON object a line, plain or gzipped (the format of Mooncake's traces)."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.resources
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .errors import InputError
+
+HASH_TOKENS = 512  # tokens that one hash id stands for
+OUTPUT_SHARE = 16  # a clipped request keeps at most 1/16 of its length for output, near what the trace's have
+GZIP_MAGIC = b"\x1f\x8b"
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """One request. Equal hash ids mean equal tokens, and equal tokens before them.
+
+    timestamp      ms, when it arrives
+    input_length   tokens of the prompt
+    output_length  tokens to generate
+    hash_ids       one for each 512 tokens of the prompt, the last of which may be fewer
+    """
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+
+    @property
+    def total_length(self) -> int:
+        """Positions the cache will hold: the last generated token is never fed back."""
+        return self.input_length + max(self.output_length, 1) - 1
+
+    def clipped(self, max_len: int | None) -> TraceRequest:
+        """The request with prompt and output cut to `max_len` tokens in all; a longer prompt loses its end."""
+        if max_len is None:
+            return self
+        output_length = min(self.output_length, max(max_len // OUTPUT_SHARE, 1))
+        input_length = min(self.input_length, max_len - output_length)
+        hash_ids = self.hash_ids[: -(-input_length // HASH_TOKENS)]
+        return replace(self, input_length=input_length, output_length=output_length, hash_ids=hash_ids)
+
+
+def read_trace(path: Path | None, limit: int | None = None) -> list[TraceRequest]:
+    """The first `limit` requests of a trace by line, in order of arrival; None: the trace that cumla ships.
+
+    Raises InputError for a file that cannot be read, holds something else, or no request at all.
+    """
+    name = "the shipped trace" if path is None else str(path)
+    requests: list[TraceRequest] = []
+    try:
+        for number, line in enumerate(_lines(path), 1):
+            if limit is not None and len(requests) == limit:
+                break
+            if line.strip():
+                requests.append(_parse(line, f"{name}, line {number}"))
+    except OSError as error:
+        raise InputError(f"cannot read {name}: {error.strerror or error}") from None
+    except (EOFError, zlib.error):
+        raise InputError(f"cannot read {name}: the gzip file is cut off or damaged") from None
+    except UnicodeDecodeError:
+        raise InputError(f"cannot read {name}: it is neither text nor gzipped text") from None
+    if not requests:
+        raise InputError(f"{name} has no requests")
+    return sorted(requests, key=lambda request: request.timestamp)
+
+
+def _lines(path: Path | None) -> Iterator[str]:
+    source: Any = path
+    if path is None:
+        source = importlib.resources.files(__package__) / "data" / "conversation_300.jsonl.gz"
+    with source.open("rb") as raw:
+        zipped = raw.peek(2)[:2] == GZIP_MAGIC
+        with io.TextIOWrapper(gzip.GzipFile(fileobj=raw) if zipped else raw, encoding="utf-8") as text:
+            yield from text
+
+
+def _parse(line: str, where: str) -> TraceRequest:
+    try:
+        record = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise InputError(f"{where}: not JSON ({str(error).splitlines()[0]})") from None
+    if not isinstance(record, dict):
+        raise InputError(f"{where}: got {type(record).__name__}, expected an object")
+    timestamp = _number(record, "timestamp", where)
+    input_length = _integer(record, "input_length", 1, where)
+    output_length = _integer(record, "output_length", 0, where)
+    hash_ids = _field(record, "hash_ids", where)
+    if not isinstance(hash_ids, list) or not all(_is_integer(x) and 0 <= x < 2**53 for x in hash_ids):
+        raise InputError(f"{where}: hash_ids: expected a list of integers from 0 up")
+    needed = -(-input_length // HASH_TOKENS)
+    if len(hash_ids) != needed:
+        raise InputError(
+            f"{where}: hash_ids: got {len(hash_ids)}, expected {needed} for {input_length} tokens, "
+            f"one for each {HASH_TOKENS}"
+        )
+    return TraceRequest(timestamp, input_length, output_length, tuple(hash_ids))
+
+
+def _field(record: dict[str, Any], key: str, where: str) -> Any:
+    if key not in record:
+        raise InputError(f"{where}: {key} is missing")
+    return record[key]
+
+
+def _number(record: dict[str, Any], key: str, where: str) -> float:
+    value = _field(record, key, where)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e15:
+        raise InputError(f"{where}: {key}: got {value!r}, expected milliseconds from 0 up")
+    return float(value)
+
+
+def _integer(record: dict[str, Any], key: str, minimum: int, where: str) -> int:
+    value = _field(record, key, where)
+    if not _is_integer(value) or not minimum <= value <= INT32_MAX:
+        raise InputError(f"{where}: {key}: got {value!r}, expected an integer from {minimum} up")
+    return int(value)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,51 @@
+"""Bytes that each op of a layer has to move, from host numbers alone.
+
+    insert   bfloat16 rows and slots read, cache rows written; compressed rows too
+    map      local entries read, slots or workspace rows written, 4 bytes each
+    decode   cache rows and their slots read, Q read, out written
+    gather   cache rows read, bfloat16 rows written
+    prefill  workspace rows and their indices read, Q read, out written
+
+A row counts as often as a token attends to it, so attention that keeps rows on chip for several tokens may
+show more than the memory's bandwidth.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..layout import DSV4_FP8
+from .batch import Groups, StepBatch
+
+CACHE_ROW = DSV4_FP8.token_bytes
+BF16_ROW = 2 * DSV4_FP8.head_dim
+INDEX, SLOT = 4, 8
+
+
+def attended(positions: np.ndarray, ratio: int, window: int, topk: int) -> tuple[np.ndarray, np.ndarray]:
+    """Window rows and compressed rows that tokens at these positions attend to, [n] each."""
+    compressed = (positions + 1) // ratio if ratio > 1 else np.zeros_like(positions)
+    return np.minimum(positions + 1, window), np.minimum(compressed, topk) if ratio == 4 else compressed
+
+
+def bytes_moved(
+    batch: StepBatch, ratio: int, heads: int, window: int, topk: int, groups: Groups | None
+) -> dict[str, int]:
+    """Bytes by op of one layer in one step."""
+    in_window, compressed = attended(batch.positions, ratio, window, topk)
+    n = batch.num_decodes
+    prefills = batch.scheduled[n:]
+    inserted = batch.num_tokens + (0 if groups is None else len(groups.slots))
+    decode_rows = int(in_window[:n].sum() + compressed[:n].sum())
+    prefill_rows = int(in_window[n:].sum() + compressed[n:].sum())
+    gathered = sum(s.count + min(s.start, window - 1) + (s.end // ratio if ratio > 1 else 0) for s in prefills)
+    mapped = prefill_rows + (int(compressed[:n].sum()) if ratio == 4 else 0)
+    q_and_out = 2 * heads * BF16_ROW
+    moved = {
+        "insert": inserted * (BF16_ROW + CACHE_ROW + SLOT),
+        "map": mapped * 2 * INDEX,
+        "decode": decode_rows * (CACHE_ROW + INDEX) + n * q_and_out,
+        "gather": gathered * (CACHE_ROW + BF16_ROW),
+        "prefill": prefill_rows * (BF16_ROW + INDEX) + (batch.num_tokens - n) * q_and_out,
+    }
+    return {op: count for op, count in moved.items() if count}

@@ -1,0 +1,181 @@
+"""A sample of each step's tokens against attention in float64, twice.
+
+Over the rows as the cache holds them: what the kernels add of their own ("exactness"). Over the rows before
+they were quantised: what FP8 costs. Which rows a token attends to comes from the scheduler's view of its
+request, not from the metadata under test, and the rows before quantisation are made again from their keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..call import BFLOAT16
+from ..kernels.reference.attention import attend
+from ..kernels.reference.rows import read_tokens
+from ..kernels.segments import Pages
+from ..layout import DSV4_FP8
+from .activations import HEAD_DIM, apply_rope
+from .batch import StepBatch
+from .blocks import BLOCK_TOKENS
+from .device import to_host
+from .layers import TOPK_RATIO, Layer, LayerInputs
+from .options import ReplayOptions
+from .scheduler import Sequence
+
+# Exactness: error of a value at most `absolute + relative * |value|`, and the cosine distance of a token's out.
+# These are the bounds of FlashMLA's own tests.
+EXACT_BOUNDS = {"decode": (1e-3, 2.01 / 128, 5e-6), "prefill": (8e-4, 3.01 / 128, 7e-6)}
+# FP8 cost, as an error relative to the root mean square of a token's out. Rounding to e4m3 (3 mantissa bits) moves
+# a value by at most 2^-4 of itself, by about 2^-5.3 in the mean square, and through the logits the weights too. So
+# the mean over tokens stays below 2^-4; a single token whose weights hang on two close logits may lose more. A wrong
+# row, scale or weight costs about 1.
+FP8_MEAN_BOUND = 2.0**-4
+FP8_RMS_BOUND = 2.0**-2
+FP8_COSINE_BOUND = FP8_RMS_BOUND**2 / 2
+REMEMBERED_ROWS = 1 << 16  # compressed rows kept to be compared again, 64 MiB
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One checked token in one layer.
+
+    kind          "decode" or "prefill": which kernel it went through
+    max_error     largest error of a value, exactness
+    bound_share   largest share of its bound that a value's error takes; 1 is the bound
+    cosine        cosine distance, exactness
+    fp8_rms       relative root mean square error that FP8 costs
+    fp8_cosine    its cosine distance
+    """
+
+    step: int
+    layer: str
+    request: int
+    position: int
+    kind: str
+    max_error: float
+    bound_share: float
+    cosine: float
+    fp8_rms: float
+    fp8_cosine: float
+
+    @property
+    def failure(self) -> str | None:
+        """What is beyond its bound, or None. NaN is beyond every bound."""
+        cosine_bound = EXACT_BOUNDS[self.kind][2]
+        for what, got, bound in (
+            (f"error {self.max_error:.3g} takes {self.bound_share:.3g} of its bound, which", self.bound_share, 1.0),
+            ("cosine distance", self.cosine, cosine_bound),
+            ("relative rms error through FP8", self.fp8_rms, FP8_RMS_BOUND),
+            ("cosine distance through FP8", self.fp8_cosine, FP8_COSINE_BOUND),
+        ):
+            if not got <= bound:
+                return (
+                    f"step {self.step}, request {self.request}, position {self.position}, layer {self.layer} "
+                    f"({self.kind}): {what} is {got:.3g}, expected at most {bound:.3g}"
+                )
+        return None
+
+
+class Verifier:
+    """Checks one decode token and one prefill token of a step, as far as it has them, in every layer."""
+
+    def __init__(self, options: ReplayOptions) -> None:
+        self.options = options
+        self._remembered: dict[tuple[int, int, int], np.ndarray] = {}
+
+    def check(self, step: int, layer: Layer, batch: StepBatch, inputs: LayerInputs, q: Any, out: Any) -> list[Sample]:
+        """Samples of a layer's step that has run.
+
+        q    [num_tokens, h, 512] bfloat16
+        out  [num_tokens, h, 512] bfloat16
+        """
+        rng = np.random.default_rng([self.options.seed, step])
+        kinds = (("decode", 0, batch.num_decodes), ("prefill", batch.num_decodes, batch.num_tokens))
+        return [
+            self._check_token(step, layer, batch, inputs, q, out, kind, int(rng.integers(first, end)))
+            for kind, first, end in kinds
+            if first < end
+        ]
+
+    def _check_token(
+        self,
+        step: int,
+        layer: Layer,
+        batch: StepBatch,
+        inputs: LayerInputs,
+        q: Any,
+        out: Any,
+        kind: str,
+        token: int,
+    ) -> Sample:
+        scheduled = batch.scheduled[int(np.searchsorted(batch.starts, token, side="right")) - 1]
+        sequence, position = scheduled.sequence, int(batch.positions[token])
+        window = np.arange(max(position - self.options.window + 1, 0), position + 1)
+        cached = [cached_rows(layer.swa_cache, sequence.slots(window), layer.xp)]
+        original = [self._window_rows(layer, sequence, window)]
+        if inputs.compressed is not None:
+            rows = np.arange((position + 1) // layer.ratio)
+            if layer.ratio == TOPK_RATIO:
+                rows = to_host(inputs.compressed.topk_indices[token]).astype(np.int64)
+                rows = rows[rows >= 0]
+            slots = sequence.slots(rows, BLOCK_TOKENS // layer.ratio)
+            cached.append(cached_rows(layer.compressed_cache, slots, layer.xp))
+            original.append(self._compressed_rows(layer, sequence, rows))
+        query, got = (to_host(array[token]).astype(np.float64) for array in (q, out))
+        sink = to_host(layer.activations.attn_sink)
+        exact, _, _ = attend(query, np.concatenate(cached), sink, HEAD_DIM**-0.5)
+        unquantised, _, _ = attend(query, np.concatenate(original), sink, HEAD_DIM**-0.5)
+        absolute, relative, _ = EXACT_BOUNDS[kind]
+        error = np.abs(got - exact)
+        return Sample(
+            step=step,
+            layer=layer.name,
+            request=sequence.index,
+            position=position,
+            kind=kind,
+            max_error=float(error.max()),
+            bound_share=float((error / (absolute + relative * np.abs(exact))).max()),
+            cosine=cosine_distance(got, exact),
+            fp8_rms=float(np.sqrt(((got - unquantised) ** 2).mean() / (unquantised**2).mean())),
+            fp8_cosine=cosine_distance(got, unquantised),
+        )
+
+    def _window_rows(self, layer: Layer, sequence: Sequence, positions: np.ndarray) -> np.ndarray:
+        rows = layer.activations.k_rows(sequence.token_keys[positions])
+        return to_host(apply_rope(rows, positions, layer.xp).astype(BFLOAT16)).astype(np.float64)
+
+    def _compressed_rows(self, layer: Layer, sequence: Sequence, rows: np.ndarray) -> np.ndarray:
+        """Compressed rows before quantisation, float64 [n, 512]. A row is known by its last token and its place."""
+        ratio, known = layer.ratio, self._remembered
+        last_keys = sequence.token_keys[rows * ratio + ratio - 1]
+        names = [(layer.index, int(key), int(row)) for key, row in zip(last_keys, rows, strict=True)]
+        missing = [i for i, name in enumerate(names) if name not in known]
+        if len(known) > REMEMBERED_ROWS:
+            known.clear()
+            missing = list(range(len(names)))
+        if missing:
+            first = rows[missing] * ratio
+            members = first[:, None] + np.arange(ratio)
+            made = layer.activations.k_rows(sequence.token_keys[members.ravel()])
+            means = made.reshape(-1, ratio, HEAD_DIM).mean(axis=1)
+            turned = to_host(apply_rope(means, first, layer.xp).astype(BFLOAT16))
+            known.update((names[i], row) for i, row in zip(missing, turned, strict=True))
+        values = np.array([known[name] for name in names], dtype=BFLOAT16)
+        return values.reshape(-1, HEAD_DIM).astype(np.float64)
+
+
+def cached_rows(cache: Any, slots: np.ndarray, xp: Any) -> np.ndarray:
+    """The rows that a DSV4_FP8 cache holds at these slots, float64 [n, 512]; only their pages are copied."""
+    block_size = cache.shape[1]
+    pages, which = np.unique(slots // block_size, return_inverse=True)
+    copied = to_host(cache[xp.asarray(pages)]).reshape(len(pages), block_size * cache.shape[2])
+    return read_tokens(Pages(copied, block_size, DSV4_FP8), which * block_size + slots % block_size)
+
+
+def cosine_distance(x: np.ndarray, y: np.ndarray) -> float:
+    """1 - 2 x.y / (x.x + y.y): 0 for equal arrays, and sensitive to scale as well as direction."""
+    norm = float((x * x).sum() + (y * y).sum())
+    return 1 - 2 * float((x * y).sum()) / norm if norm else 0.0

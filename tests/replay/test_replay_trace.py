@@ -1,0 +1,75 @@
+"""Traces: what is read, how requests are cut, and what is said about files that are not traces."""
+
+import gzip
+import json
+
+import pytest
+
+from cumla.replay.errors import InputError
+from cumla.replay.trace import TraceRequest, read_trace
+
+GOOD = {"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [0, 7]}
+
+
+def write(tmp_path, text):
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def test_shipped_trace():
+    requests = read_trace(None)
+    assert len(requests) == 300
+    assert requests[0] == TraceRequest(0.0, 6758, 500, tuple(range(14)))
+    assert read_trace(None, 5) == requests[:5]
+
+
+def test_plain_and_gzipped_in_order_of_arrival(tmp_path):
+    lines = [json.dumps(GOOD), "", json.dumps({**GOOD, "timestamp": 1.5})]
+    plain = read_trace(write(tmp_path, "\n".join(lines)))
+    assert [request.timestamp for request in plain] == [1.5, 5]
+    assert read_trace(write(tmp_path, gzip.compress("\n".join(lines).encode()))) == plain
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param("", "no requests", id="empty"),
+        pytest.param("{", "line 1: not JSON", id="bad-json"),
+        pytest.param(json.dumps(GOOD) + "\nnonsense", "line 2: not JSON", id="second-line"),
+        pytest.param("[1]", "expected an object", id="no-object"),
+        pytest.param(json.dumps({k: v for k, v in GOOD.items() if k != "hash_ids"}), "hash_ids is missing", id="key"),
+        pytest.param(json.dumps({**GOOD, "input_length": "9"}), "input_length: got '9'", id="text-length"),
+        pytest.param(json.dumps({**GOOD, "input_length": 0}), "input_length: got 0", id="no-input"),
+        pytest.param(json.dumps({**GOOD, "output_length": -1}), "output_length: got -1", id="negative-output"),
+        pytest.param(json.dumps({**GOOD, "input_length": True}), "input_length: got True", id="bool-length"),
+        pytest.param(json.dumps({**GOOD, "timestamp": None}), "timestamp: got None", id="no-time"),
+        pytest.param('{"timestamp": NaN, "input_length": 1}', "timestamp: got nan", id="nan-time"),
+        pytest.param(json.dumps({**GOOD, "hash_ids": 3}), "hash_ids: expected a list", id="no-list"),
+        pytest.param(json.dumps({**GOOD, "hash_ids": [0, -1]}), "hash_ids: expected a list", id="negative-id"),
+        pytest.param(json.dumps({**GOOD, "hash_ids": [0]}), "hash_ids: got 1, expected 2 for 600", id="too-few-ids"),
+        pytest.param(b"\xff\xfe\x00", "neither text nor gzipped", id="binary"),
+        pytest.param(gzip.compress(json.dumps(GOOD).encode() * 99)[:-20], "cut off or damaged", id="cut-gzip"),
+    ],
+)
+def test_malformed(tmp_path, text, message):
+    with pytest.raises(InputError, match=r"trace\.jsonl") as caught:
+        read_trace(write(tmp_path, text))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing(tmp_path):
+    with pytest.raises(InputError, match="No such file"):
+        read_trace(tmp_path / "nothing")
+
+
+def test_clipped():
+    request = TraceRequest(0.0, 5000, 700, tuple(range(10)))
+    assert request.clipped(None) is request
+    cut = request.clipped(1600)
+    assert (cut.input_length, cut.output_length, cut.hash_ids) == (1500, 100, (0, 1, 2))
+    assert cut.total_length == 1599
+    short = TraceRequest(0.0, 10, 0, (3,))
+    assert short.clipped(1600) == short
+    assert short.total_length == 10
