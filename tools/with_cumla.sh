@@ -1,0 +1,15 @@
+#!/bin/sh
+# Run a command with this checkout of cumla (and any wheels in .whl/) importable, on a machine where it is not
+# installed and cannot be: no network, no virtual environment.
+#
+#     tools/with_cumla.sh python3 -m pytest -m gpu
+set -e
+site=${SITE:-$HOME/site}
+pip="python3 -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --upgrade --target $site"
+if ls .whl/*.whl >/dev/null 2>&1; then $pip .whl/*.whl; fi
+$pip --no-build-isolation . >/dev/null
+PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
+[ -d .peers ] && PYTHONPATH=$PYTHONPATH:$PWD/.peers
+export PYTHONPATH
+export PYTHONSAFEPATH=1 # or the checkout's cumla/, without kernels and interop, would come first
+exec "$@"
