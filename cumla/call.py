@@ -56,7 +56,7 @@ class Call:
     ) -> Any:
         """`value` as a NumPy or CuPy array of one of `dtypes` and of `shape`, contiguous in its last axis.
 
-        Raises TypeError (no array, wrong dtype) or ValueError (wrong shape, strides or device, read-only).
+        Raises TypeError (no array, wrong dtype) or ValueError (wrong shape, strides, alignment or device, read-only).
         """
         native = self.borrow(name, value, writable)
         if native.dtype not in dtypes:
@@ -74,8 +74,13 @@ class Call:
         return None if value is None else self.array(name, value, dtypes, shape, writable)
 
     def borrow(self, name: str, value: Any, writable: bool = False) -> Any:
-        """`value` as a NumPy or CuPy array on this call's device, its dtype and shape unchecked."""
+        """`value` as a NumPy or CuPy array on this call's device, aligned, its dtype and shape unchecked."""
         native = dlpack.borrow(value, name, writable)
+        if not is_aligned(native):
+            raise ValueError(
+                f"{name}: got elements that are not {native.itemsize} bytes aligned (strides {native.strides} bytes), "
+                f"expected address and strides to be multiples of {native.itemsize}"
+            )
         device = -1 if isinstance(native, np.ndarray) else native.device.id
         if self._first is None:
             self._first, self._device, self._framework = native, device, dlpack.framework_of(value)
@@ -134,7 +139,7 @@ class Call:
         blocks, rows, _ = native.shape
         strides = native.strides
         packed = (rows == 1 or strides[1] == layout.token_bytes) and strides[2] == itemsize
-        if not packed or (blocks > 1 and strides[0] < rows * layout.token_bytes):
+        if native.size and (not packed or (blocks > 1 and strides[0] < rows * layout.token_bytes)):
             raise ValueError(
                 f"{name}: got strides {strides} bytes, expected tokens {layout.token_bytes} bytes apart "
                 f"and pages at least {rows * layout.token_bytes} bytes apart"
@@ -165,6 +170,16 @@ class Call:
             dlpack.give(native, self._framework) if given is None else given for given, native in self._results
         )
         return back[0] if len(back) == 1 else back
+
+
+def is_aligned(native: Any) -> bool:
+    """Whether every element is at a multiple of its size: kernels load whole elements."""
+    if isinstance(native, np.ndarray):
+        return native.flags.aligned
+    bits = native.data.ptr
+    for stride in native.strides:
+        bits |= stride
+    return bool(bits % native.itemsize == 0) or not native.size
 
 
 def bytes_of(native: Any, blocks: int, page_bytes: int) -> Any:

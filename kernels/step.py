@@ -32,7 +32,7 @@ class SwaBuffers(NamedTuple):
     is_valid_token        bool
     swa_indices           int32 [.., window_size]; -1 after the length
     swa_lens              int32
-    prefill_gather_lens   int32, one a prefill request; 0 after the last
+    prefill_gather_lens   int32, one a prefill request, from 0 to its length whatever the numbers; 0 after the last
     c128a_indices         int32 [.., capacity]: slots for decode tokens, 0, 1, 2, ... for prefill tokens
     c128a_lens            int32
     """

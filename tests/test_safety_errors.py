@@ -7,6 +7,7 @@ import pytest
 
 import cumla
 from cumla.layout import plain_rows
+from support.guarded import Guarded
 from support.lab import BF16, Lab
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -294,6 +295,27 @@ def test_scale(place):
         with pytest.raises(kind, match=text):
             cumla.concat_and_cache_mla(**{**arguments, "scale": put(place, scale)})
     assert (place.get(arguments["kv_cache"]) == 1).all()
+
+
+@pytest.mark.parametrize("name", operations())
+def test_elements_off_their_size(place, name):
+    """Kernels load whole elements: an array one byte off is refused, whichever of the arguments it is."""
+    operation = operations()[name]
+    for argument, value in operation.arguments.items():
+        if not isinstance(value, np.ndarray) or value.itemsize == 1:
+            continue
+        arguments = {key: put(place, x) for key, x in {**operation.arguments, **operation.keywords}.items()}
+        arguments[argument] = Guarded(place, value, offset=1).array
+        with pytest.raises(ValueError, match=f"{argument}: got elements that are not {value.itemsize} bytes aligned"):
+            operation.function(**{"backend": place.backend, **arguments})
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 584), (2, 0, 584)])
+def test_a_cache_without_tokens_is_a_cache(shape):
+    empty = np.empty(shape, np.uint8)[:, :, :584]  # NumPy's strides are then 0
+    out, lse = cumla.sparse_mla_decode(ones(BF16, 1, 1, 2, 512), empty, int32(1, 1, 3))
+    assert not out.any()
+    assert np.isposinf(lse).all()
 
 
 @pytest.mark.gpu

@@ -78,8 +78,8 @@ def _build(
     prefill_gather_lens[:] = 0
     for prefill in range(counts.num_reqs - counts.num_decodes):
         request = counts.num_decodes + prefill
-        query_len = query_start_loc[request + 1] - query_start_loc[request]
-        prefill_gather_lens[prefill] = query_len + min(seq_lens[request] - query_len, window_size - 1)
+        query_len = np.int64(query_start_loc[request + 1]) - query_start_loc[request]
+        prefill_gather_lens[prefill] = max(min(np.int64(seq_lens[request]), query_len + window_size - 1), 0)
 
 
 @njit(cache=True)

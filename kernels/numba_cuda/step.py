@@ -79,7 +79,7 @@ def step_kernel(
             request, gather_len = counts.num_decodes + prefill, np.int64(0)
             if request < counts.num_reqs:
                 query_len = np.int64(query_start_loc[request + 1]) - query_start_loc[request]
-                gather_len = query_len + min(seq_lens[request] - query_len, window_size - 1)
+                gather_len = max(min(np.int64(seq_lens[request]), query_len + window_size - 1), np.int64(0))
             prefill_gather_lens[prefill] = gather_len
         return
 

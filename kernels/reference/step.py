@@ -54,8 +54,7 @@ def build_sparse_swa(
     for prefill in range(counts.num_reqs - counts.num_decodes):
         request = counts.num_decodes + prefill
         query_len = int(query_start_loc[request + 1]) - int(query_start_loc[request])
-        prefix = int(seq_lens[request]) - query_len
-        buffers.prefill_gather_lens[prefill] = query_len + min(prefix, window_size - 1)
+        buffers.prefill_gather_lens[prefill] = max(min(int(seq_lens[request]), query_len + window_size - 1), 0)
 
 
 def request_of(query_start_loc: np.ndarray, num_reqs: int, token: int) -> int:

@@ -34,12 +34,13 @@ build_sparse_swa(const int* query_start_loc, const int* seq_lens, int requests, 
                  int* c128a_indices, int* c128a_lens, int token_blocks) {
     if (blockIdx.x == token_blocks) {
         for (int prefill = threadIdx.x; prefill < max_prefills; prefill += blockDim.x) {
-            int request = num_decodes + prefill, gather_len = 0;
+            int request = num_decodes + prefill;
+            int64 gather_len = 0;
             if (request < requests) {
-                int query_len = query_start_loc[request + 1] - query_start_loc[request];
-                gather_len = query_len + min(seq_lens[request] - query_len, window_size - 1);
+                int64 query_len = int64(query_start_loc[request + 1]) - query_start_loc[request];
+                gather_len = max(min(int64(seq_lens[request]), query_len + window_size - 1), int64(0));
             }
-            prefill_gather_lens[prefill] = gather_len;
+            prefill_gather_lens[prefill] = int(gather_len);
         }
         return;
     }
