@@ -84,7 +84,15 @@ def borrow(array: Any, name: str = "array", writable: bool = False) -> Any:
     native, read_only = _BORROW[framework](array, name)
     if writable and read_only:
         raise ValueError(f"{name}: got a read-only {framework} array, expected one that can be written")
+    if writable and 0 in native.strides and _overlaps(native):
+        raise ValueError(f"{name}: got strides {native.strides} bytes, to write expected one whose elements are apart")
     return native
+
+
+def _overlaps(native: Any) -> bool:
+    """Whether elements share memory, as those of a broadcast array do."""
+    repeated = (stride == 0 and size > 1 for size, stride in zip(native.shape, native.strides, strict=True))
+    return bool(native.size) and any(repeated)
 
 
 def _as_bytes_if_float8(native: Any) -> Any:
