@@ -14,6 +14,9 @@ from .indexer_chunks import (
     kv_spans_from_batches,
     split_indexer_prefill_chunks,
 )
+from .mla import MLACommonMetadata, MLACommonMetadataBuilder, MLAConfig
+from .mla_groups import GroupedBatch, SequenceGroup
+from .mla_state import MLACommonBackend, MLACommonState
 from .sparse_swa import DeepseekSparseSWAMetadata, DeepseekSparseSWAMetadataBuilder
 
 __all__ = [
@@ -26,6 +29,13 @@ __all__ = [
     "DeepseekV32IndexerMetadataBuilder",
     "DeepseekV32IndexerPrefillChunkMetadata",
     "DeepseekV32IndexerPrefillMetadata",
+    "GroupedBatch",
+    "MLACommonBackend",
+    "MLACommonMetadata",
+    "MLACommonMetadataBuilder",
+    "MLACommonState",
+    "MLAConfig",
+    "SequenceGroup",
     "ServingConfig",
     "get_compressed_slot_mapping",
     "get_max_prefill_buffer_size",

@@ -1,0 +1,415 @@
+"""Metadata of dense multi-head latent attention: prefill in chunks of context, decode over the pages.
+
+A step has two kinds of requests. Decodes (few query tokens over a long context) attend in the latent space, where
+a key is one row of 576 values for all heads. Prefills attend to their new tokens with K and V projected up for
+each head, and to their context chunk by chunk, so that the projected keys never outgrow one workspace; the parts
+are merged by their log-sum-exps.
+
+Batches are decode-first, as everywhere in cumla. The seed page's engine puts prefills first: `mla_groups` turns
+its sequence groups around and says in which order the tokens then are.
+Source: vLLM vllm.attention.backends.mla.common.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..advance import advance_step
+from ..batch import CommonAttentionMetadata, HostLens
+from ..call import Call, check_integers
+from ..interop import dlpack, streams
+from ..layout import MLA_BF16
+from .base import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, ServingConfig
+from .mla_context import cut_context
+from .mla_groups import GroupedBatch, SequenceGroup, batch_of_groups
+from .validation import check_batch, check_capacity
+
+SUPPORTED_HEAD_SIZES = (MLA_BF16.head_dim,)
+MAX_WORKSPACE_TOKENS = 128 * 1024  # 144 MiB of 16-bit rows
+
+
+@dataclass(frozen=True)
+class MLAConfig(ServingConfig):
+    """A `ServingConfig` (whose sliding-window and indexer numbers dense attention does not use) and, beside it:
+
+    sliding_window           tokens of a prompt that are kept in the cache, or None for all of them
+    chunked_prefill_enabled  whether a prompt may come in parts
+    enable_prefix_caching    whether a prompt may start behind rows that are cached already
+    max_seq_len_to_capture   longest sequence that captured graphs are made for; max_model_len if None
+    head_size                values of a cached row
+    dtype                    of the workspace that context is gathered into: "bfloat16" or "float16"
+    """
+
+    sliding_window: int | None = None
+    chunked_prefill_enabled: bool = True
+    enable_prefix_caching: bool = True
+    max_seq_len_to_capture: int | None = None
+    head_size: int = MLA_BF16.head_dim
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        numbers = {name: getattr(self, name) for name in ServingConfig.__dataclass_fields__}
+        object.__setattr__(self, "compress_ratios", ServingConfig(**numbers).compress_ratios)
+        check_head_size("head_size", self.head_size)
+        if self.sliding_window is not None:
+            check_integers(1, sliding_window=self.sliding_window)
+        if self.max_seq_len_to_capture is not None:
+            check_integers(1, max_seq_len_to_capture=self.max_seq_len_to_capture)
+        if self.dtype not in ("bfloat16", "float16"):
+            raise ValueError(f"dtype: got {self.dtype!r}, expected 'bfloat16' or 'float16'")
+
+    @property
+    def allows_context(self) -> bool:
+        """Whether a prefill may have tokens in the cache already."""
+        return self.chunked_prefill_enabled or self.enable_prefix_caching
+
+    @property
+    def context_chunk_workspace_size(self) -> int:
+        """Rows of the workspace that context is gathered into.
+
+        Eight of the longest sequences, or four pages for each request if that is more, within 128 Ki rows: beyond,
+        what the rows are projected up to would take memory that the cache should have.
+        Raises ValueError if that is not a page for each request.
+        """
+        smallest = self.max_num_seqs * self.block_size
+        rows = min(max(8 * self.max_model_len, 4 * smallest), MAX_WORKSPACE_TOKENS)
+        if rows < smallest:
+            raise ValueError(
+                f"max_num_seqs: got {self.max_num_seqs} requests with pages of {self.block_size} tokens, "
+                f"expected at most {MAX_WORKSPACE_TOKENS} tokens in a page of each"
+            )
+        return rows
+
+
+@dataclass
+class MLACommonMetadata:
+    """What the dense layers of one step share. A decode-first batch: decodes, then prefills.
+
+    num_prefills, num_prefill_tokens, num_decodes, num_decode_tokens     host counts; the decodes' queries are all
+                               of one length, num_decode_tokens // num_decodes, and may end in padding
+    slot_mapping               [>= num_decode_tokens + num_prefill_tokens] int64 or int32, -1 skips a token
+    seq_lens                   host list, tokens of each request, the new ones included
+    seq_lens_tensor            [num_reqs] int32
+    max_prefill_seq_len, max_decode_seq_len    longest of each kind, or a bound on it; 0 if there are none
+    context_lens_tensor        [num_reqs] int32, tokens that were in the cache before this step
+    block_tables               [num_reqs, B] int32
+    max_query_len, max_decode_query_len        longest query, of all and of decodes
+    query_start_loc            [num_reqs + 1] int32, first query token of each request
+    seq_start_loc              [num_reqs + 1] int32, seq_lens summed up
+    use_cuda_graph             whether a captured graph runs this batch
+    head_dim                   values of a cached row; 576
+    is_profile_run             whether the step only measures how much memory is needed
+    context_chunk_cu_seq_lens  [num_chunks, num_prefills + 1] int32; None if no prefill has context, as are these:
+    context_chunk_starts       [num_chunks, num_prefills] int32
+    context_chunk_seq_tot, context_chunk_max_seq_lens    host lists [num_chunks]
+    context_chunk_workspace    [rows, head_dim] 16-bit, put here by MLACommonState.begin_forward
+
+    Raises ValueError for a head_dim other than 576.
+    """
+
+    num_prefills: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    slot_mapping: Any
+    seq_lens: list[int] | None
+    seq_lens_tensor: Any
+    max_prefill_seq_len: int
+    max_decode_seq_len: int
+    context_lens_tensor: Any
+    block_tables: Any
+    num_decodes: int = 0
+    use_cuda_graph: bool = False
+    max_query_len: int | None = None
+    max_decode_query_len: int | None = None
+    query_start_loc: Any = None
+    seq_start_loc: Any = None
+    head_dim: int | None = None
+    is_profile_run: bool = False
+    context_chunk_cu_seq_lens: Any = None
+    context_chunk_starts: Any = None
+    context_chunk_seq_tot: list[int] | None = None
+    context_chunk_max_seq_lens: list[int] | None = None
+    context_chunk_workspace: Any = None
+    _views: dict[str, MLACommonMetadata] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.head_dim is not None:
+            check_head_size("head_dim", self.head_dim)
+
+    @property
+    def prefill_metadata(self) -> MLACommonMetadata | None:
+        """The prefills alone, query_start_loc counted from their first token; None if there are none."""
+        if not self.num_prefills:
+            return None
+        if "prefill" not in self._views:
+            first, first_token = self.num_decodes, self.num_decode_tokens
+            starts = _from(self.query_start_loc, first)
+            self._views["prefill"] = MLACommonMetadata(
+                num_prefills=self.num_prefills,
+                num_prefill_tokens=self.num_prefill_tokens,
+                num_decode_tokens=0,
+                slot_mapping=_from(self.slot_mapping, first_token),
+                seq_lens=_from(self.seq_lens, first),
+                seq_lens_tensor=_from(self.seq_lens_tensor, first),
+                max_prefill_seq_len=self.max_prefill_seq_len,
+                max_decode_seq_len=0,
+                context_lens_tensor=_from(self.context_lens_tensor, first),
+                block_tables=_from(self.block_tables, first),
+                max_query_len=self.max_query_len,
+                max_decode_query_len=0,
+                query_start_loc=starts if starts is None or not first else starts - starts[:1],
+                seq_start_loc=_from(self.seq_start_loc, first),
+                head_dim=self.head_dim,
+                is_profile_run=self.is_profile_run,
+                context_chunk_cu_seq_lens=self.context_chunk_cu_seq_lens,
+                context_chunk_starts=self.context_chunk_starts,
+                context_chunk_seq_tot=self.context_chunk_seq_tot,
+                context_chunk_max_seq_lens=self.context_chunk_max_seq_lens,
+            )
+        return self._views["prefill"]
+
+    @property
+    def decode_metadata(self) -> MLACommonMetadata | None:
+        """The decodes alone; None if there are none."""
+        if not self.num_decode_tokens:
+            return None
+        if "decode" not in self._views:
+            end = self.num_decodes
+            self._views["decode"] = MLACommonMetadata(
+                num_prefills=0,
+                num_prefill_tokens=0,
+                num_decodes=end,
+                num_decode_tokens=self.num_decode_tokens,
+                slot_mapping=_to(self.slot_mapping, self.num_decode_tokens),
+                seq_lens=_to(self.seq_lens, end),
+                seq_lens_tensor=_to(self.seq_lens_tensor, end),
+                max_prefill_seq_len=0,
+                max_decode_seq_len=self.max_decode_seq_len,
+                context_lens_tensor=_to(self.context_lens_tensor, end),
+                block_tables=_to(self.block_tables, end),
+                use_cuda_graph=self.use_cuda_graph,
+                max_query_len=self.max_decode_query_len,
+                max_decode_query_len=self.max_decode_query_len,
+                query_start_loc=_to(self.query_start_loc, end + 1),
+                seq_start_loc=_to(self.seq_start_loc, end + 1),
+                head_dim=self.head_dim,
+                is_profile_run=self.is_profile_run,
+            )
+        return self._views["decode"]
+
+    def advance_step(
+        self,
+        model_input: Any,
+        sampled_token_ids: Any,
+        block_size: int,
+        num_seqs: int,
+        num_queries: int,
+        turn_prefills_into_decodes: bool = False,
+        *,
+        backend: str | None = None,
+        stream: Any = None,
+    ) -> None:
+        """Go on to the next decode step in place: every sequence gets the token that was sampled for it.
+
+        model_input                 has `input_tokens` and `input_positions`, [>= num_seqs] int64 or int32, written
+        sampled_token_ids           [>= num_queries] or [>= num_queries, 1] int64 or int32
+        num_seqs, num_queries       sequences with and without those that pad a captured graph's batch
+        turn_prefills_into_decodes  whether this step's prefills have had their whole prompt and decode from now on
+
+        seq_lens, its tensor and slot_mapping advance on the device as `cumla.advance_step` does; what follows from
+        them (context_lens_tensor, seq_start_loc, query_start_loc, the longest lengths) follows.
+        Raises ValueError, before anything is written, for metadata that is no decode step of `num_seqs`.
+        """
+        if num_seqs < num_queries:
+            raise ValueError(f"num_seqs: got {num_seqs}, expected at least num_queries = {num_queries}")
+        num_decodes = self.num_decodes + self.num_prefills if turn_prefills_into_decodes else self.num_decodes
+        if not turn_prefills_into_decodes and (self.num_prefills or self.max_query_len != 1):
+            raise ValueError(
+                f"num_prefills: got {self.num_prefills} prefills and queries of up to {self.max_query_len} tokens, "
+                "expected decodes of one token each; turn_prefills_into_decodes makes them that"
+            )
+        if self.seq_lens is None or num_decodes != num_seqs or len(self.seq_lens) != num_seqs:
+            raise ValueError(f"num_seqs: got {num_seqs}, expected {num_decodes}, the requests of this metadata")
+        if len(self.slot_mapping) < num_seqs:
+            raise ValueError(f"slot_mapping: got {len(self.slot_mapping)} entries, expected at least {num_seqs}")
+
+        framework = dlpack.framework_of(self.seq_lens_tensor)
+        lens = dlpack.borrow(self.seq_lens_tensor, "seq_lens_tensor")
+        slots = self.slot_mapping[:num_seqs]
+        advance_step(
+            num_seqs, num_queries, block_size, model_input.input_tokens, sampled_token_ids,
+            model_input.input_positions, self.seq_lens_tensor, slots, self.block_tables,
+            backend=backend, stream=stream,
+        )  # fmt: skip
+        with streams.callers(lens, framework, stream):
+            xp = dlpack.namespace_of(lens)
+            contexts = dlpack.borrow(self.context_lens_tensor, "context_lens_tensor", writable=True)
+            contexts[:num_queries] = lens[:num_queries] - 1
+            if self.seq_start_loc is not None:
+                seq_starts = dlpack.borrow(self.seq_start_loc, "seq_start_loc", writable=True)
+                xp.cumsum(lens, dtype=np.int32, out=seq_starts[1:])
+            if turn_prefills_into_decodes:
+                self.query_start_loc = dlpack.give(xp.arange(num_seqs + 1, dtype=np.int32), framework)
+
+        self.seq_lens = [n + (i < num_queries) for i, n in enumerate(self.seq_lens)]
+        self.slot_mapping = slots
+        self.num_decodes, self.num_decode_tokens = num_seqs, num_seqs
+        self.num_prefills = self.num_prefill_tokens = self.max_prefill_seq_len = 0
+        self.max_query_len = self.max_decode_query_len = 1
+        self.max_decode_seq_len = max(self.seq_lens, default=0)
+        self.context_chunk_cu_seq_lens = self.context_chunk_starts = None
+        self.context_chunk_seq_tot = self.context_chunk_max_seq_lens = None
+        self._views.clear()
+
+
+class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
+    """Builds MLACommonMetadata for decode-first batches.
+
+    Decodes are requests of at most 1 + num_speculative_tokens query tokens, all of one length; a request of
+    another length is a prefill, whatever its context. What the batch does not bring is made on the host and goes
+    to the device in one copy; nothing is read back and nothing synchronises.
+
+    An engine that has sequence groups instead of a batch uses `prepare`, `add_seq_group` and `build_groups`.
+    Source: vLLM MLACommonMetadataBuilder.
+    """
+
+    cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    full_cudagraph_supported = True
+    reorder_batch_threshold = 1
+
+    def __init__(self, config: MLAConfig, backend: str | None = None) -> None:
+        super().__init__(config)
+        self.mla_config, self.backend = config, backend
+        self.block_size = self.page_size = config.block_size
+        self.sliding_window = config.sliding_window
+        self.chunked_prefill_enabled = config.chunked_prefill_enabled
+        self.enable_prefix_caching = config.enable_prefix_caching
+        self.context_chunk_workspace_size = config.context_chunk_workspace_size if config.allows_context else 0
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Start a new batch of sequence groups."""
+        self._groups: list[SequenceGroup] = []
+
+    def add_seq_group(self, group: SequenceGroup) -> None:
+        """Add a sequence group, in the engine's order."""
+        self._groups.append(group)
+
+    def build_groups(
+        self, like: Any, cuda_graph_pad_size: int = -1, *, is_profile_run: bool = False, stream: Any = None
+    ) -> tuple[MLACommonMetadata, GroupedBatch]:
+        """Metadata of the groups added since `prepare`, as the decode-first batch that they make.
+
+        like                 an array on the device (and of the framework) that the metadata is wanted on
+        cuda_graph_pad_size  padding requests, without tokens and with slot -1, to bring the batch to a captured
+                             size; -1 outside of a graph
+        """
+        config = self.mla_config
+        grouped = batch_of_groups(self._groups, config.block_size, config.sliding_window, max(cuda_graph_pad_size, 0))
+        framework, native = dlpack.framework_of(like), dlpack.borrow(like, "like")
+        with streams.callers(native, framework, stream):
+            batch = grouped.to_device(native, framework)
+        metadata = self.build(
+            0, batch, use_cuda_graph=cuda_graph_pad_size >= 0, is_profile_run=is_profile_run, stream=stream,
+            validate=not is_profile_run,
+        )  # fmt: skip
+        return metadata, grouped
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+        *,
+        use_cuda_graph: bool = False,
+        is_profile_run: bool = False,
+        validate: bool = True,
+        stream: Any = None,
+    ) -> MLACommonMetadata:
+        """Metadata of a batch.
+
+        use_cuda_graph  whether a captured graph is going to run it
+        is_profile_run  whether the step only measures how much memory is needed
+        validate        check the host numbers of the batch first; False trusts them
+
+        Raises ValueError, before the device is touched, for a batch that cannot be: it names the request.
+        """
+        config, batch = self.mla_config, common_attn_metadata
+        call = Call(self.backend, stream)
+        arrays = BatchArrays.of(call, batch)
+        lens = HostLens.of(batch)
+        check_capacity(batch, config, len(arrays.slot_mapping))
+        if validate:
+            check_batch(batch, lens, config, block_table_tensor=(arrays.block_table, config.block_size, 1))
+        num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = lens.split(
+            batch, config.decode_threshold, require_uniform=True
+        )
+        contexts = (lens.seq_lens - lens.query_lens).astype(np.int32)
+        prefill_contexts = contexts[num_decodes:]
+        if not config.allows_context and prefill_contexts.any():
+            request = num_decodes + int(prefill_contexts.argmax())
+            raise ValueError(
+                f"seq_lens_cpu: request {request} has {contexts[request]} tokens in the cache before its prefill, "
+                "expected none as neither chunked_prefill_enabled nor enable_prefix_caching is set"
+            )
+        chunks = cut_context(prefill_contexts, self.context_chunk_workspace_size, self.page_size)
+        parts = [contexts, np.concatenate([[0], np.cumsum(lens.seq_lens, dtype=np.int32)])]
+        if chunks is not None:
+            parts += [chunks.starts, chunks.cu_seq_lens]
+        framework = dlpack.framework_of(batch.query_start_loc)
+        with streams.callers(arrays.seq_lens, framework, stream):
+            sent = [dlpack.give(view, framework) for view in send_together(parts, arrays.seq_lens)]
+
+        decode_lens, prefill_lens = lens.query_lens[:num_decodes], lens.query_lens[num_decodes:]
+        max_decode_query_len = int(decode_lens.max(initial=0))
+        return MLACommonMetadata(
+            num_prefills=num_prefills,
+            num_prefill_tokens=num_prefill_tokens,
+            num_decodes=num_decodes,
+            num_decode_tokens=num_decode_tokens,
+            slot_mapping=batch.slot_mapping,
+            seq_lens=lens.seq_lens.tolist(),
+            seq_lens_tensor=batch.seq_lens,
+            max_prefill_seq_len=int(lens.seq_lens[num_decodes:].max(initial=0)),
+            max_decode_seq_len=int(lens.seq_lens[:num_decodes].max(initial=0)),
+            context_lens_tensor=sent[0],
+            block_tables=batch.block_table_tensor,
+            use_cuda_graph=use_cuda_graph,
+            max_query_len=max(max_decode_query_len, int(prefill_lens.max(initial=0))),
+            max_decode_query_len=max_decode_query_len,
+            query_start_loc=batch.query_start_loc,
+            seq_start_loc=sent[1],
+            head_dim=config.head_size,
+            is_profile_run=is_profile_run,
+            context_chunk_starts=sent[2] if chunks else None,
+            context_chunk_cu_seq_lens=sent[3] if chunks else None,
+            context_chunk_seq_tot=chunks.seq_tot if chunks else None,
+            context_chunk_max_seq_lens=chunks.max_seq_lens if chunks else None,
+        )
+
+
+def send_together(parts: list[np.ndarray], like: Any) -> list[Any]:
+    """int32 arrays beside `like`, as views of one copy."""
+    packed = np.concatenate([part.ravel() for part in parts]).astype(np.int32, copy=False)
+    sent, first, views = dlpack.namespace_of(like).asarray(packed), 0, []
+    for part in parts:
+        views.append(sent[first : first + part.size].reshape(part.shape))
+        first += part.size
+    return views
+
+
+def check_head_size(name: str, head_size: int) -> None:
+    """Raises ValueError for rows that are no MLA rows."""
+    if head_size not in SUPPORTED_HEAD_SIZES:
+        raise ValueError(f"{name}: got {head_size}, expected one of {', '.join(map(str, SUPPORTED_HEAD_SIZES))}")
+
+
+def _from(array: Any, first: int) -> Any:
+    return None if array is None else array[first:]
+
+
+def _to(array: Any, end: int) -> Any:
+    return None if array is None else array[:end]

@@ -1,0 +1,157 @@
+"""Sequence groups, as engines of vLLM's first generation have them, to a decode-first batch.
+
+Such an engine lists prompts before decodes; here decodes come first. `GroupedBatch` says how: token t of the
+batch is token `token_order[t]` of the engine, so an engine's rows become the batch's by `q[token_order]`, and a
+result goes back by `result[token_order] = out`. Requests likewise, by `request_order`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..batch import PADDING_SLOT, CommonAttentionMetadata
+from ..interop import dlpack
+
+
+@dataclass(frozen=True)
+class SequenceGroup:
+    """Sequences that share a prompt: one of a prompt, or several that go on from it.
+
+    is_prompt                  whether their tokens are (part of) a prompt
+    seq_ids                    one a sequence
+    orig_seq_lens              tokens of each, the new ones included
+    query_lens                 new tokens of each
+    context_lens               tokens of each that are computed already
+    block_tables               blocks of each sequence by id; None while memory is being profiled
+    seq_lens                   tokens that decoding attends to, less than orig_seq_lens under a sliding window;
+                               orig_seq_lens if None
+    curr_sliding_window_blocks trailing blocks that a window still covers, 0 for all; all 0 if None
+
+    Source: vLLM InterDataForSeqGroup.
+    """
+
+    is_prompt: bool
+    seq_ids: Sequence[int]
+    orig_seq_lens: Sequence[int]
+    query_lens: Sequence[int]
+    context_lens: Sequence[int]
+    block_tables: Mapping[int, Sequence[int]] | None
+    seq_lens: Sequence[int] | None = None
+    curr_sliding_window_blocks: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("orig_seq_lens", "query_lens", "context_lens", "seq_lens", "curr_sliding_window_blocks"):
+            values = getattr(self, name)
+            if values is not None and len(values) != len(self.seq_ids):
+                raise ValueError(f"{name}: got {len(values)} entries, expected {len(self.seq_ids)}, one a sequence")
+        for i, seq_id in enumerate(self.seq_ids):
+            got, expected = self.query_lens[i], self.orig_seq_lens[i] - self.context_lens[i]
+            if got != expected:
+                raise ValueError(
+                    f"query_lens: got {got} for sequence {seq_id}, expected {expected}: its length without its context"
+                )
+            if self.block_tables is not None and seq_id not in self.block_tables:
+                raise ValueError(f"block_tables: got no blocks for sequence {seq_id}")
+
+
+@dataclass(frozen=True)
+class GroupedBatch:
+    """A decode-first batch on the host, padding requests last.
+
+    query_lens, seq_lens  [num_reqs] int32
+    block_table           [num_reqs, B] int32, -1 where a request has fewer blocks
+    slot_mapping          [num_tokens + padding] int64
+    token_order           [num_tokens] int64, the engine's token that stands at each place
+    request_order         [num_reqs without padding] int64, the engine's request likewise
+    """
+
+    query_lens: np.ndarray
+    seq_lens: np.ndarray
+    block_table: np.ndarray
+    slot_mapping: np.ndarray
+    token_order: np.ndarray
+    request_order: np.ndarray
+
+    def to_device(self, like: Any, framework: str) -> CommonAttentionMetadata:
+        """The batch with its arrays beside `like`, as arrays of `framework`."""
+        xp = dlpack.namespace_of(like)
+        starts = np.concatenate([[0], np.cumsum(self.query_lens)]).astype(np.int32)
+
+        def sent(array: np.ndarray) -> Any:
+            return dlpack.give(xp.asarray(array), framework)
+
+        return CommonAttentionMetadata(
+            query_start_loc=sent(starts),
+            query_start_loc_cpu=starts,
+            seq_lens=sent(self.seq_lens),
+            seq_lens_cpu=self.seq_lens,
+            num_computed_tokens_cpu=self.seq_lens - self.query_lens,
+            num_reqs=len(self.seq_lens),
+            num_actual_tokens=len(self.token_order),
+            max_query_len=int(self.query_lens.max(initial=0)),
+            block_table_tensor=sent(self.block_table),
+            slot_mapping=sent(self.slot_mapping),
+        )
+
+
+def batch_of_groups(
+    groups: Sequence[SequenceGroup], block_size: int, sliding_window: int | None, padding: int
+) -> GroupedBatch:
+    """The groups' sequences, decodes first and otherwise in order.
+
+    sliding_window  tokens of a prompt that are kept: the slots of earlier ones are -1
+    padding         requests without tokens to add at the end, each with a slot of -1
+    """
+    is_prompt, query_lens, seq_lens, tables, slots = [], [], [], [], []
+    for group in groups:
+        for i, seq_id in enumerate(group.seq_ids):
+            blocks = None if group.block_tables is None else np.asarray(group.block_tables[seq_id], np.int32)
+            length, context, query = group.orig_seq_lens[i], group.context_lens[i], group.query_lens[i]
+            window = sliding_window if group.is_prompt else None
+            slots.append(slots_of(blocks, context, length, block_size, window))
+            kept = group.curr_sliding_window_blocks[i] if group.curr_sliding_window_blocks else 0
+            tables.append(np.empty(0, np.int32) if blocks is None else blocks[-kept:])
+            is_prompt.append(group.is_prompt)
+            query_lens.append(query)
+            seq_lens.append(group.seq_lens[i] if group.seq_lens else length)
+
+    order = np.argsort(np.array(is_prompt, np.bool_), kind="stable")
+    first_token = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int64)
+    tokens = [np.arange(first_token[r], first_token[r + 1]) for r in order]
+    nothing = np.empty(0, np.int64)
+    table = np.full((len(order) + padding, max((len(t) for t in tables), default=0) or 1), -1, np.int32)
+    for row, request in enumerate(order):
+        table[row, : len(tables[request])] = tables[request]
+    return GroupedBatch(
+        query_lens=np.array([*(query_lens[r] for r in order), *[0] * padding], np.int32),
+        seq_lens=np.array([*(seq_lens[r] for r in order), *[0] * padding], np.int32),
+        block_table=table,
+        slot_mapping=np.concatenate([nothing, *(slots[r] for r in order), np.full(padding, PADDING_SLOT)]),
+        token_order=np.concatenate([nothing, *tokens]),
+        request_order=order,
+    )
+
+
+def slots_of(
+    blocks: np.ndarray | None, context_len: int, seq_len: int, block_size: int, sliding_window: int | None
+) -> np.ndarray:
+    """Slots of positions context_len to seq_len; -1 without blocks, and for what a window leaves behind.
+
+    Raises ValueError for a sequence that outgrows its blocks.
+    """
+    positions = np.arange(context_len, seq_len)
+    if blocks is None:
+        return np.full(len(positions), PADDING_SLOT)
+    if seq_len > len(blocks) * block_size:
+        raise ValueError(
+            f"block_tables: got {len(blocks)} blocks of {block_size} tokens for a sequence of {seq_len}, "
+            f"expected {-(-seq_len // block_size)}"
+        )
+    found = blocks[positions // block_size].astype(np.int64) * block_size + positions % block_size
+    if sliding_window is not None:
+        found[positions < seq_len - context_len - sliding_window] = PADDING_SLOT
+    return found

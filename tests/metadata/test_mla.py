@@ -1,0 +1,354 @@
+"""Dense MLA metadata: views, context chunks, sequence groups, graphs and advancing, against counting by hand."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from metadata.batches import BLOCK, THOROUGH, assert_equal, make_batch, shapes
+
+from cumla.batch import CommonAttentionMetadata
+from cumla.metadata import (
+    MLACommonBackend,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    MLACommonState,
+    MLAConfig,
+    SequenceGroup,
+)
+from cumla.metadata.mla_context import cut_context
+
+CONFIG = {"block_size": BLOCK, "max_num_batched_tokens": 512, "max_num_seqs": 16, "max_model_len": 256}
+
+
+def builder_of(place, **changes):
+    return MLACommonMetadataBuilder(MLAConfig(**(CONFIG | changes)), backend=place.backend)
+
+
+# ---- views
+
+
+def test_a_mixed_batch_in_two_views(place):
+    batch = make_batch(place, [9, 4, 30, 12], [1, 1, 5, 12], padding=3)
+    metadata = builder_of(place).build(0, batch)
+    assert (metadata.num_decodes, metadata.num_decode_tokens) == (2, 2)
+    assert (metadata.num_prefills, metadata.num_prefill_tokens) == (2, 17)
+    assert metadata.seq_lens == [9, 4, 30, 12]
+    assert (metadata.max_decode_seq_len, metadata.max_prefill_seq_len) == (9, 30)
+    assert (metadata.max_query_len, metadata.max_decode_query_len) == (12, 1)
+    assert_equal(place, metadata.context_lens_tensor, [8, 3, 25, 0])
+    assert_equal(place, metadata.seq_start_loc, [0, 9, 13, 43, 55])
+
+    prefills, decodes = metadata.prefill_metadata, metadata.decode_metadata
+    assert_equal(place, prefills.query_start_loc, [0, 5, 17])
+    assert_equal(place, prefills.seq_lens_tensor, [30, 12])
+    assert_equal(place, prefills.context_lens_tensor, [25, 0])
+    assert_equal(place, prefills.slot_mapping, np.asarray(place.get(batch.slot_mapping))[2:])
+    assert_equal(place, prefills.block_tables, np.asarray(place.get(batch.block_table_tensor))[2:])
+    assert prefills.decode_metadata is None
+    assert prefills.context_chunk_seq_tot == [25]
+    assert_equal(place, decodes.query_start_loc, [0, 1, 2])
+    assert_equal(place, decodes.seq_lens_tensor, [9, 4])
+    assert len(decodes.slot_mapping) == 2
+    assert decodes.prefill_metadata is None
+    assert decodes.context_chunk_cu_seq_lens is None
+    assert metadata.prefill_metadata is prefills
+    assert metadata.decode_metadata is decodes
+
+
+def test_batches_of_one_kind(place):
+    builder = builder_of(place)
+    decodes = builder.build(0, make_batch(place, [9, 4], [1, 1]))
+    assert decodes.prefill_metadata is None
+    assert decodes.context_chunk_starts is None, "the context of decodes needs no workspace"
+    prefills = builder.build(0, make_batch(place, [9, 4], [9, 4]))
+    assert prefills.decode_metadata is None
+    assert prefills.context_chunk_seq_tot is None
+    assert_equal(place, prefills.prefill_metadata.query_start_loc, [0, 9, 13])
+
+
+def test_decodes_are_of_one_length(place):
+    metadata = builder_of(place, num_speculative_tokens=2).build(0, make_batch(place, [9, 8, 7, 30], [3, 3, 2, 30]))
+    assert (metadata.num_decodes, metadata.num_decode_tokens) == (2, 6)
+    assert metadata.prefill_metadata.num_prefills == 2, "a decode of another length is a prefill with context"
+    assert metadata.context_chunk_seq_tot == [5]
+
+
+def test_the_only_head_size_is_576(place):
+    assert MLACommonBackend.get_supported_head_sizes() == [576]
+    fields = dict.fromkeys(("slot_mapping", "seq_lens", "seq_lens_tensor", "context_lens_tensor"))
+    counts = dict.fromkeys(
+        ("num_prefills", "num_prefill_tokens", "num_decode_tokens", "max_prefill_seq_len", "max_decode_seq_len"), 0
+    )
+    for head_dim in (None, 576):
+        assert MLACommonMetadata(**counts, **fields, block_tables=None, head_dim=head_dim).head_dim == head_dim
+    with pytest.raises(ValueError, match="head_dim: got 512, expected one of 576"):
+        MLACommonMetadata(**counts, **fields, block_tables=None, head_dim=512)
+    with pytest.raises(ValueError, match="head_size: got 512"):
+        MLAConfig(head_size=512)
+
+
+# ---- context chunks
+
+
+@THOROUGH
+@given(
+    contexts=st.lists(st.integers(0, 200), min_size=1, max_size=20),
+    page=st.integers(1, 16),
+    spare=st.integers(0, 300),
+)
+def test_every_context_token_is_in_one_chunk(contexts, page, spare):
+    workspace = page * max(sum(c > 0 for c in contexts), 1) + spare
+    chunks = cut_context(np.array(contexts), workspace, page)
+    if not any(contexts):
+        assert chunks is None
+        return
+    seen = [[] for _ in contexts]
+    for starts, cu, total, longest in zip(*chunks, strict=True):
+        lens = np.diff(cu)
+        assert total == lens.sum() == cu[-1] <= workspace
+        assert longest == lens.max() > 0, "no chunk is empty"
+        for r, (start, count) in enumerate(zip(starts, lens, strict=True)):
+            assert start % page == 0
+            seen[r].extend(range(start, start + count))
+    assert seen == [list(range(c)) for c in contexts]
+
+
+def test_a_chunk_can_fill_the_workspace():
+    chunks = cut_context(np.array([64, 0, 32]), 64, 8)
+    assert chunks.seq_tot == [64, 32]
+    assert chunks.max_seq_lens == [32, 32]
+    np.testing.assert_array_equal(chunks.starts, [[0, 0, 0], [32, 32, 32]])
+    np.testing.assert_array_equal(chunks.cu_seq_lens, [[0, 32, 32, 64], [0, 32, 32, 32]])
+
+
+def test_too_small_a_workspace_is_an_error():
+    with pytest.raises(ValueError, match="workspace_size: got 23 tokens, expected at least 24"):
+        cut_context(np.array([5, 0, 5, 5]), 23, 8)
+
+
+@pytest.mark.parametrize("flags", [(True, False), (False, True), (True, True)])
+def test_context_with_either_kind_of_caching(place, flags):
+    """A prefix hit without chunked prefill has context as well."""
+    chunked, prefix = flags
+    builder = builder_of(place, chunked_prefill_enabled=chunked, enable_prefix_caching=prefix)
+    metadata = builder.build(0, make_batch(place, [100, 40, 20], [20, 40, 10]))
+    assert metadata.context_chunk_seq_tot == [90]
+    assert_equal(place, metadata.context_chunk_starts, [[0, 0, 0]])
+    assert_equal(place, metadata.context_chunk_cu_seq_lens, [[0, 80, 80, 90]])
+
+
+def test_context_that_cannot_be_is_an_error(place):
+    builder = builder_of(place, chunked_prefill_enabled=False, enable_prefix_caching=False)
+    builder.build(0, make_batch(place, [9, 30], [1, 30]))
+    with pytest.raises(ValueError, match="seq_lens_cpu: request 1 has 10 tokens in the cache"):
+        builder.build(0, make_batch(place, [9, 30], [1, 20]))
+
+
+@THOROUGH
+@given(shape=shapes(threshold=1))
+def test_a_long_decode_adds_no_chunks(shape):
+    place = SimpleNamespace(backend="reference", put=lambda x: x, get=lambda x: x)
+    batch = make_batch(place, *shape)
+    metadata = builder_of(place).build(0, batch)
+    contexts = (np.array(shape[0]) - np.array(shape[1]))[metadata.num_decodes :]
+    assert sum(metadata.context_chunk_seq_tot or []) == contexts.sum()
+    assert metadata.num_decode_tokens + metadata.num_prefill_tokens == sum(shape[1])
+
+
+# ---- sequence groups
+
+
+def group(is_prompt, lengths, contexts, blocks, **changes):
+    ids = list(range(100, 100 + len(lengths)))
+    queries = [n - c for n, c in zip(lengths, contexts, strict=True)]
+    tables = None if blocks is None else dict(zip(ids, blocks, strict=True))
+    return SequenceGroup(is_prompt, ids, lengths, queries, contexts, tables, **changes)
+
+
+def test_prompts_before_decodes_are_turned_around(place):
+    builder = builder_of(place)
+    builder.add_seq_group(group(True, [10], [8], [[4, 5]]))
+    builder.add_seq_group(group(False, [5, 17], [4, 16], [[7], [1, 2, 3]]))
+    metadata, grouped = builder.build_groups(place.put(np.zeros(1, np.int32)))
+    assert grouped.request_order.tolist() == [1, 2, 0]
+    assert grouped.token_order.tolist() == [2, 3, 0, 1]
+    assert (metadata.num_decodes, metadata.num_prefills) == (2, 1)
+    assert metadata.seq_lens == [5, 17, 10]
+    assert_equal(place, metadata.slot_mapping, [7 * BLOCK + 4, 3 * BLOCK, 5 * BLOCK, 5 * BLOCK + 1])
+    assert_equal(place, metadata.block_tables, [[7, -1, -1], [1, 2, 3], [4, 5, -1]])
+    assert metadata.context_chunk_seq_tot == [8]
+    builder.prepare()
+    builder.add_seq_group(group(False, [1], [0], [[0]]))
+    assert builder.build_groups(place.put(np.zeros(1, np.int32)))[0].num_decodes == 1
+
+
+def test_a_sliding_window_skips_slots_of_a_prompt(place):
+    builder = builder_of(place, sliding_window=4)
+    builder.add_seq_group(group(True, [10], [0], [[4, 5]]))
+    builder.add_seq_group(group(False, [20], [19], [[1, 2, 9]], seq_lens=[12], curr_sliding_window_blocks=[2]))
+    metadata, _ = builder.build_groups(place.put(np.zeros(1, np.int32)))
+    wanted = [9 * BLOCK + 3] + [-1] * 6 + [4 * BLOCK + 6, 4 * BLOCK + 7, 5 * BLOCK, 5 * BLOCK + 1]
+    assert_equal(place, metadata.slot_mapping, wanted)
+    assert_equal(place, metadata.block_tables, [[2, 9], [4, 5]])
+    assert metadata.seq_lens == [12, 10]
+
+
+def test_groups_padded_to_a_captured_size(place):
+    builder = builder_of(place)
+    builder.add_seq_group(group(False, [5, 9], [4, 8], [[7], [1, 2]]))
+    metadata, _ = builder.build_groups(place.put(np.zeros(1, np.int32)), cuda_graph_pad_size=2)
+    assert metadata.use_cuda_graph
+    assert (metadata.num_decodes, metadata.num_decode_tokens, metadata.num_prefills) == (4, 2, 0)
+    assert_equal(place, metadata.slot_mapping, [7 * BLOCK + 4, 2 * BLOCK, -1, -1])
+    assert metadata.seq_lens == [5, 9, 0, 0]
+
+
+def test_a_profile_run_has_no_blocks(place):
+    builder = builder_of(place)
+    builder.add_seq_group(group(True, [10], [0], None))
+    metadata, _ = builder.build_groups(place.put(np.zeros(1, np.int32)), is_profile_run=True)
+    assert metadata.is_profile_run
+    assert_equal(place, metadata.slot_mapping, [-1] * 10)
+
+
+def test_wrong_groups_are_errors():
+    with pytest.raises(ValueError, match="query_lens: got 3 for sequence 7, expected 2"):
+        SequenceGroup(True, [7], [10], [3], [8], {7: [1, 2]})
+    with pytest.raises(ValueError, match="block_tables: got no blocks for sequence 7"):
+        SequenceGroup(True, [7], [10], [2], [8], {8: [1, 2]})
+    with pytest.raises(ValueError, match="context_lens: got 2 entries, expected 1"):
+        SequenceGroup(True, [7], [10], [2], [8, 9], {7: [1, 2]})
+
+
+# ---- state
+
+
+def test_workspace_size():
+    def size(**numbers):
+        return MLAConfig(**numbers).context_chunk_workspace_size
+
+    assert size(max_model_len=1000, max_num_seqs=4, block_size=64) == 8000
+    assert size(max_model_len=100, max_num_seqs=16, block_size=64) == 4 * 16 * 64
+    assert size(max_model_len=1 << 20, max_num_seqs=256, block_size=64) == 128 * 1024
+    with pytest.raises(ValueError, match="max_num_seqs: got 4096 requests with pages of 64"):
+        size(max_num_seqs=4096, block_size=64)
+    config = MLAConfig(chunked_prefill_enabled=False, enable_prefix_caching=False)
+    assert MLACommonState(config).context_chunk_workspace_size == 0
+
+
+def test_begin_forward_allocates_once(place):
+    state = MLACommonState(MLAConfig(**CONFIG))
+    steps = [SimpleNamespace(input_tokens=place.put(np.zeros(1)), attn_metadata=SimpleNamespace()) for _ in range(2)]
+    for step in steps:
+        state.begin_forward(step)
+    first, second = (step.attn_metadata.context_chunk_workspace for step in steps)
+    assert first is second
+    assert first.shape == (8 * 256, 576)
+    assert first.dtype == "bfloat16"
+
+
+def test_graph_buffers_take_a_smaller_batch(place):
+    state, like = MLACommonState(MLAConfig(**CONFIG)), place.put(np.zeros(1, np.int32))
+    with pytest.raises(ValueError, match="graph_capture: not entered"):
+        state.graph_capture_get_metadata_for_batch(4)
+    with state.graph_capture(8, like):
+        captured = state.graph_capture_get_metadata_for_batch(4)
+        assert state.graph_clone(4) is not state
+        with pytest.raises(ValueError, match="batch_size: got 9, expected at most 8"):
+            state.graph_capture_get_metadata_for_batch(9)
+        with pytest.raises(ValueError, match="is_encoder_decoder_model"):
+            state.graph_capture_get_metadata_for_batch(4, True)
+    assert captured.use_cuda_graph
+    assert captured.max_decode_seq_len == 256
+    assert_equal(place, captured.slot_mapping, [-1] * 4)
+    assert_equal(place, captured.seq_lens_tensor, [1] * 4)
+    buffers = state.get_graph_input_buffers(captured)
+    assert buffers["block_tables"].shape == (4, 256 // BLOCK)
+
+    batch = make_batch(place, [9, 20, 3], [1, 1, 1], columns=40)
+    metadata = builder_of(place, max_model_len=320).build(0, batch)
+    state.prepare_graph_input_buffers(buffers, metadata)
+    assert_equal(place, captured.seq_lens_tensor, [9, 20, 3, 0])
+    assert_equal(place, captured.slot_mapping, [*np.asarray(place.get(batch.slot_mapping)), -1])
+    table = np.asarray(place.get(batch.block_table_tensor))[:, : 256 // BLOCK]
+    assert_equal(place, captured.block_tables, np.concatenate([table, np.zeros_like(table[:1])]))
+
+    larger = builder_of(place).build(0, make_batch(place, [9] * 5, [1] * 5))
+    with pytest.raises(ValueError, match="slot_mapping: got 5 requests, expected at most the graph's 4"):
+        state.prepare_graph_input_buffers(buffers, larger)
+    mixed = builder_of(place).build(0, make_batch(place, [9, 5], [1, 5]))
+    with pytest.raises(ValueError, match="got 1 prefills, expected decodes alone"):
+        state.prepare_graph_input_buffers(buffers, mixed)
+
+
+# ---- advancing
+
+
+def test_prefills_turn_into_decodes_and_advance(place):
+    table = np.array([[3, 4], [5, 6], [1, 2], [0, 7]], np.int32)
+    starts = np.array([0, 1, 2, 7, 7], np.int32)
+    lens = np.array([8, 5, 9, 0], np.int32)
+    slots = np.full(7, -1, np.int64)
+    batch = CommonAttentionMetadata(
+        place.put(starts), starts, place.put(lens), lens, lens - np.diff(starts), 4, 7, 5, place.put(table),
+        place.put(slots),
+    )  # fmt: skip
+    metadata = builder_of(place).build(0, batch)
+    assert (metadata.num_decodes, metadata.num_prefills) == (2, 2)
+    step = SimpleNamespace(
+        input_tokens=place.put(np.zeros(4, np.int64)), input_positions=place.put(np.zeros(4, np.int64))
+    )
+    views = metadata.decode_metadata, metadata.prefill_metadata
+    sampled = place.put(np.array([[11], [12], [13]], np.int64))
+    metadata.advance_step(step, sampled, BLOCK, 4, 3, turn_prefills_into_decodes=True, backend=place.backend)
+    assert metadata.prefill_metadata is None
+    assert metadata.decode_metadata not in views
+    assert metadata.decode_metadata.num_decode_tokens == 4
+    assert metadata.seq_lens == [9, 6, 10, 0]
+    assert metadata.max_decode_seq_len == 10
+    assert_equal(place, metadata.seq_lens_tensor, [9, 6, 10, 0])
+    assert_equal(place, metadata.context_lens_tensor, [8, 5, 9, 0])
+    assert_equal(place, metadata.seq_start_loc, [0, 9, 15, 25, 25])
+    assert_equal(place, metadata.query_start_loc, [0, 1, 2, 3, 4])
+    assert_equal(place, metadata.slot_mapping, [4 * BLOCK, 5 * BLOCK + 5, 2 * BLOCK + 1, -1])
+    assert_equal(place, step.input_tokens, [11, 12, 13, 0])
+    assert_equal(place, step.input_positions, [8, 5, 9, 0])
+
+    metadata.advance_step(step, sampled, BLOCK, 4, 3, backend=place.backend)
+    assert metadata.seq_lens == [10, 7, 11, 0]
+    assert_equal(place, metadata.slot_mapping, [4 * BLOCK + 1, 5 * BLOCK + 6, 2 * BLOCK + 2, -1])
+
+
+def test_advancing_what_is_no_decode_is_an_error(place):
+    metadata = builder_of(place).build(0, make_batch(place, [9, 5], [1, 5]))
+    step = SimpleNamespace(input_tokens=None, input_positions=None)
+    with pytest.raises(ValueError, match="num_prefills: got 1 prefills"):
+        metadata.advance_step(step, None, BLOCK, 2, 2)
+    with pytest.raises(ValueError, match="num_seqs: got 3, expected 2"):
+        metadata.advance_step(step, None, BLOCK, 3, 2, turn_prefills_into_decodes=True)
+    with pytest.raises(ValueError, match="num_seqs: got 1, expected at least num_queries = 2"):
+        metadata.advance_step(step, None, BLOCK, 1, 2)
+
+
+# ---- backend
+
+
+def test_backend_names_its_classes():
+    assert MLACommonBackend.get_name() == "TRITON_MLA"
+    assert MLACommonBackend.get_metadata_cls() is MLACommonMetadata
+    assert MLACommonBackend.get_builder_cls() is MLACommonMetadataBuilder
+    assert MLACommonBackend.get_state_cls() is MLACommonState
+    assert MLACommonBackend.get_kv_cache_shape(3, 64, 1, 576) == (3, 64, 576)
+    with pytest.raises(ValueError, match="num_kv_heads: got 2"):
+        MLACommonBackend.get_kv_cache_shape(3, 64, 2, 576)
+
+
+def test_backend_copies_blocks(place):
+    host = np.arange(4 * 2 * 576, dtype=np.float32).reshape(4, 2, 576)
+    cache, other = place.put(host.copy()), place.put(np.zeros_like(host))
+    MLACommonBackend.copy_blocks([cache], np.array([[0, 3]]))
+    assert_equal(place, cache[3], host[0])
+    MLACommonBackend.swap_blocks(cache, other, np.array([[1, 2]]))
+    assert_equal(place, other[2], host[1])
