@@ -15,7 +15,6 @@ A dimension given as a name must be the same wherever the name stands; -1 is any
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -44,7 +43,7 @@ class Call:
 
     def __init__(self, backend: str | None = None, stream: Any = None) -> None:
         self._backend = backend
-        self._stream = stream
+        self._stream = None if stream is None else streams.handle_of(stream)  # None: CuPy's current one
         self._framework = ""
         self._first: Any = None
         self._device = -1  # -1: host memory
@@ -75,15 +74,24 @@ class Call:
 
     def borrow(self, name: str, value: Any, writable: bool = False) -> Any:
         """`value` as a NumPy or CuPy array on this call's device, aligned, its dtype and shape unchecked."""
-        native = dlpack.borrow(value, name, writable)
-        if not is_aligned(native):
+        native = dlpack.borrow(value, name, writable, self._stream)
+        if isinstance(native, np.ndarray):
+            device, aligned = -1, native.flags.aligned
+        else:
+            memory = native.data
+            device, bits = memory.device_id, memory.ptr
+            for stride in native.strides:
+                bits |= stride
+            aligned = not bits % native.itemsize or not native.size
+        if not aligned:
             raise ValueError(
                 f"{name}: got elements that are not {native.itemsize} bytes aligned (strides {native.strides} bytes), "
                 f"expected address and strides to be multiples of {native.itemsize}"
             )
-        device = -1 if isinstance(native, np.ndarray) else native.device.id
         if self._first is None:
             self._first, self._device, self._framework = native, device, dlpack.framework_of(value)
+            if self._stream is None and device >= 0:
+                self._stream = streams.current(self._framework, device)
         elif device != self._device:
             raise ValueError(f"{name}: got an array {_place(device)}, expected it {_place(self._device)} as the others")
         return native
@@ -110,12 +118,21 @@ class Call:
     def output(self, name: str, given: Any, dtypes: tuple[np.dtype[Any], ...], shape: tuple[int, ...]) -> Any:
         """An array to write: the caller's `given`, checked, or a new one of `dtypes[0]`. A result of the call."""
         if given is None:
-            native = dlpack.empty(shape, dtypes[0], self._first)
+            native = self._allocate(name, shape, dtypes[0])
             self._results.append((None, native))
         else:
             native = self.array(name, given, dtypes, shape, writable=True)
             self._results.append((given, native))
         return native
+
+    def _allocate(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        with streams.on(self._device, self._stream):
+            if self._device >= 0 and streams.is_capturing():
+                raise ValueError(
+                    f"{name}: got None while a CUDA graph is being captured, expected {dtype} {list(shape)} to write: "
+                    "what a graph uses must be allocated before it"
+                )
+            return dlpack.empty(shape, dtype, self._first)
 
     def pages(
         self, name: str, value: Any, layout: CacheLayout, block_size: int | None = None, writable: bool = False
@@ -157,29 +174,34 @@ class Call:
             )
         return Pages(bytes_of(native[:, :needed], len(native), needed), block_size, layout)
 
-    @contextlib.contextmanager
-    def kernels(self, file: str) -> Iterator[ModuleType]:
-        """The chosen backend's `file` of kernels, on the caller's stream."""
+    def kernels(self, file: str) -> Launching:
+        """A context that gives the chosen backend's `file` of kernels, on the caller's stream."""
         module = kernels(choose(self._backend, self._device >= 0), file)
-        with streams.callers(self._first, self._framework, self._stream):
-            yield module
+        return Launching(module, streams.on(self._device, self._stream))
 
     def results(self) -> Any:
         """The outputs, in order: one alone, or a tuple, in the framework of the first array."""
-        back = tuple(
-            dlpack.give(native, self._framework) if given is None else given for given, native in self._results
-        )
+        with streams.on(self._device, self._stream):  # which those who take the results wait for
+            back = tuple(
+                dlpack.give(native, self._framework) if given is None else given for given, native in self._results
+            )
         return back[0] if len(back) == 1 else back
 
 
-def is_aligned(native: Any) -> bool:
-    """Whether every element is at a multiple of its size: kernels load whole elements."""
-    if isinstance(native, np.ndarray):
-        return native.flags.aligned
-    bits = native.data.ptr
-    for stride in native.strides:
-        bits |= stride
-    return bool(bits % native.itemsize == 0) or not native.size
+class Launching:
+    """`with` it, kernels are launched on the caller's stream. (contextlib's way takes a microsecond longer.)"""
+
+    __slots__ = ("module", "stream")
+
+    def __init__(self, module: ModuleType, stream: contextlib.AbstractContextManager[Any]) -> None:
+        self.module, self.stream = module, stream
+
+    def __enter__(self) -> ModuleType:
+        self.stream.__enter__()
+        return self.module
+
+    def __exit__(self, *error: Any) -> None:
+        self.stream.__exit__(*error)
 
 
 def bytes_of(native: Any, blocks: int, page_bytes: int) -> Any:

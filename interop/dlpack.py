@@ -11,17 +11,19 @@ NumPy, CuPy, torch and JAX arrays take a direct way; everything else speaks DLPa
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import math
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
 
 KDL_CPU, KDL_CUDA, KDL_CUDA_HOST, KDL_CUDA_MANAGED = 1, 2, 3, 13
 READ_ONLY_FLAG = 1
+LEGACY_STREAM = 1  # the default stream, whose handle is 0, which DLPack reserves
 
 # (DLPack type code, bits) -> dtype of the borrowed array
 DLPACK_TYPES: dict[tuple[int, int], np.dtype[Any]] = {
@@ -68,11 +70,13 @@ def _identify(array: Any) -> str:
     raise TypeError(f"got {type(array).__name__}, expected an array (NumPy, CuPy, torch, JAX or any with __dlpack__)")
 
 
-def borrow(array: Any, name: str = "array", writable: bool = False) -> Any:
+def borrow(array: Any, name: str = "array", writable: bool = False, stream: int | None = None) -> Any:
     """`array` as a NumPy or CuPy array over the same memory.
 
     name      the argument that errors speak of
     writable  whether the caller is going to write: read-only memory is then an error, and JAX's always is
+    stream    handle of the stream that is going to use it, which DLPack makes wait for what the array waits
+              for; None: CuPy's current one. NumPy, CuPy and torch arrays are ready where their user works
 
     Raises TypeError if it is no array or of a type without a counterpart, ValueError if it lies in memory
     that cannot be used or written.
@@ -81,7 +85,7 @@ def borrow(array: Any, name: str = "array", writable: bool = False) -> Any:
         framework = framework_of(array)
     except TypeError as error:
         raise TypeError(f"{name}: {error}") from None
-    native, read_only = _BORROW[framework](array, name)
+    native, read_only = _BORROW[framework](array, name, stream)
     if writable and read_only:
         raise ValueError(f"{name}: got a read-only {framework} array, expected one that can be written")
     if writable and 0 in native.strides and _overlaps(native):
@@ -99,15 +103,15 @@ def _as_bytes_if_float8(native: Any) -> Any:
     return native.view(np.uint8) if native.dtype in FLOAT8_TYPES else native
 
 
-def _borrow_numpy(array: Any, name: str) -> tuple[Any, bool]:
+def _borrow_numpy(array: Any, name: str, stream: int | None) -> tuple[Any, bool]:
     return _as_bytes_if_float8(array), not array.flags.writeable
 
 
-def _borrow_cupy(array: Any, name: str) -> tuple[Any, bool]:
+def _borrow_cupy(array: Any, name: str, stream: int | None) -> tuple[Any, bool]:
     return _as_bytes_if_float8(array), False
 
 
-def _borrow_torch(tensor: Any, name: str) -> tuple[Any, bool]:
+def _borrow_torch(tensor: Any, name: str, stream: int | None) -> tuple[Any, bool]:
     torch = sys.modules["torch"]
     tensor = tensor.detach()
     if tensor.layout is not torch.strided:
@@ -140,29 +144,40 @@ def _torch_type(torch_dtype: Any, name: str) -> np.dtype[Any]:
 _TORCH_TYPES: dict[Any, np.dtype[Any]] = {}
 
 
-def _borrow_jax(array: Any, name: str) -> tuple[Any, bool]:
+def _borrow_jax(array: Any, name: str, stream: int | None) -> tuple[Any, bool]:
     devices = array.devices()
     if len(devices) != 1:
         raise ValueError(f"{name}: got a JAX array sharded over {len(devices)} devices, expected one device")
     if next(iter(devices)).platform == "cpu":
         return _as_bytes_if_float8(np.asarray(array)), True
-    native, _ = _borrow_dlpack(array, name)
+    native, _ = _borrow_dlpack(array, name, stream)
     return native, True
 
 
-def _borrow_other(array: Any, name: str) -> tuple[Any, bool]:
+def _borrow_other(array: Any, name: str, stream: int | None) -> tuple[Any, bool]:
     if hasattr(array, "__dlpack__"):
-        return _borrow_dlpack(array, name)
+        return _borrow_dlpack(array, name, stream)
+    return _borrow_cuda_interface(array, stream)
+
+
+def _borrow_cuda_interface(array: Any, stream: int | None) -> tuple[Any, bool]:
+    """The only way to Numba's device arrays. It leaves it to us to wait for the producer's stream."""
     interface = array.__cuda_array_interface__
     dtype = np.dtype(interface["typestr"])
     pointer, read_only = interface["data"]
     strides = interface.get("strides") or _row_major(interface["shape"], dtype.itemsize)
     device = _device_of_pointer(pointer) if pointer else 0
-    native = _over_device_memory(pointer, interface["shape"], strides, dtype, device, array)
+    user, producer = _user_stream(stream), interface.get("stream")
+    if producer is not None and producer != user:
+        cuda = _cupy().cuda
+        with cuda.Device(device):
+            cuda.ExternalStream(user).wait_event(_recorded(cuda.ExternalStream(producer)))
+    owner = _UntilDone(array, device, user)
+    native = _over_device_memory(pointer, interface["shape"], strides, dtype, device, owner)
     return _as_bytes_if_float8(native), bool(read_only)
 
 
-_BORROW: dict[str, Callable[[Any, str], tuple[Any, bool]]] = {
+_BORROW: dict[str, Callable[[Any, str, int | None], tuple[Any, bool]]] = {
     "numpy": _borrow_numpy,
     "cupy": _borrow_cupy,
     "torch": _borrow_torch,
@@ -207,7 +222,7 @@ _capsule_name.restype = ctypes.c_char_p
 _capsule_name.argtypes = (ctypes.py_object,)
 
 
-def _borrow_dlpack(array: Any, name: str) -> tuple[Any, bool]:
+def _borrow_dlpack(array: Any, name: str, stream: int | None = None) -> tuple[Any, bool]:
     """Read the capsule ourselves: NumPy and CuPy refuse types that they could carry as bytes.
 
     The capsule is never marked as used, so its own destructor frees the tensor once we let go of it.
@@ -217,11 +232,11 @@ def _borrow_dlpack(array: Any, name: str) -> tuple[Any, bool]:
     if device_type not in (KDL_CPU, KDL_CUDA):
         what = {KDL_CUDA_HOST: "pinned host", KDL_CUDA_MANAGED: "managed"}.get(device_type, f"type {device_type}")
         raise ValueError(f"{name}: got an array in {what} memory, expected plain CPU or CUDA device memory")
-    stream = {"stream": _current_cupy_stream()} if on_device else {}
+    user = {"stream": _user_stream(stream)} if on_device else {}
     try:
-        capsule = array.__dlpack__(**stream, max_version=(1, 1))
+        capsule = array.__dlpack__(**user, max_version=(1, 1))
     except TypeError:
-        capsule = array.__dlpack__(**stream)
+        capsule = array.__dlpack__(**user)
     kind = _capsule_name(capsule)
     pointer = _capsule_pointer(capsule, kind)
     if kind == b"dltensor_versioned":
@@ -244,11 +259,48 @@ def _borrow_dlpack(array: Any, name: str) -> tuple[Any, bool]:
         strides = _row_major(shape, dtype.itemsize)
     address = (tensor.data or 0) + tensor.byte_offset
     if on_device:
-        return _over_device_memory(address, shape, strides, dtype, device_id, (array, capsule)), read_only
+        owner = _UntilDone((array, capsule), device_id, user["stream"])
+        return _over_device_memory(address, shape, strides, dtype, device_id, owner), read_only
     if 0 in shape:
         return np.empty(shape, dtype), read_only
     holder = _HostMemory(address, shape, strides, dtype, read_only, (array, capsule))
     return np.asarray(holder).view(dtype), read_only
+
+
+class _UntilDone:
+    """Keeps another library's device memory until the work that was queued on a stream while we had it is done.
+
+    That library may give the memory to somebody else as soon as we let go of it: it does not know our stream.
+    """
+
+    _waiting: ClassVar[collections.deque[tuple[Any, Any]]] = collections.deque()  # (event, what it keeps)
+
+    def __init__(self, kept: Any, device: int, stream: int) -> None:
+        self._kept, self._device, self._stream = kept, device, stream
+
+    def __del__(self) -> None:
+        if sys.is_finalizing():
+            return
+        cuda, waiting = _cupy().cuda, self._waiting
+        with cuda.Device(self._device):
+            stream = cuda.ExternalStream(self._stream)
+            if not stream.is_capturing():  # a graph's memory is for who replays it to keep
+                waiting.append((_recorded(stream), self._kept))
+        while waiting and waiting[0][0].done:
+            waiting.popleft()
+
+
+def _recorded(stream: Any) -> Any:
+    """An event at the end of what is queued on a stream now."""
+    event = _cupy().cuda.Event(disable_timing=True)
+    event.record(stream)
+    return event
+
+
+def _user_stream(stream: int | None) -> int:
+    """The handle of the stream that is going to use an array, as DLPack wants it; None: CuPy's current one."""
+    handle = _cupy().cuda.get_current_stream().ptr if stream is None else stream
+    return handle or LEGACY_STREAM
 
 
 class _HostMemory:
@@ -291,11 +343,6 @@ def _over_device_memory(
 
 def _device_of_pointer(pointer: int) -> int:
     return int(_cupy().cuda.runtime.pointerGetAttributes(pointer).device)
-
-
-def _current_cupy_stream() -> int:
-    # DLPack reserves 0; 1 is the legacy default stream.
-    return _cupy().cuda.get_current_stream().ptr or 1
 
 
 def _cupy() -> Any:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+
 
 def callers(native: Any, framework: str, stream: Any = None) -> contextlib.AbstractContextManager[Any]:
     """A context in which CuPy's current device and stream are the caller's; nothing for host arrays.
@@ -19,7 +21,16 @@ def callers(native: Any, framework: str, stream: Any = None) -> contextlib.Abstr
     if isinstance(native, np.ndarray):
         return contextlib.nullcontext()
     device = native.device.id
-    handle = current(framework, device) if stream is None else handle_of(stream)
+    return on(device, current(framework, device) if stream is None else handle_of(stream))
+
+
+def on(device: int, handle: int | None) -> contextlib.AbstractContextManager[Any]:
+    """A context in which CuPy's current device is `device` and its current stream `handle`; None: as it is there.
+
+    device  a CUDA device, or -1 for host memory: nothing to do
+    """
+    if device < 0:
+        return contextlib.nullcontext()
     cupy = sys.modules["cupy"]
     same_device = cupy.cuda.runtime.getDevice() == device
     if same_device and (handle is None or handle == cupy.cuda.get_current_stream(device).ptr):
@@ -29,6 +40,11 @@ def callers(native: Any, framework: str, stream: Any = None) -> contextlib.Abstr
     if handle is not None:
         contexts.enter_context(cupy.cuda.ExternalStream(handle, device))
     return contexts
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured on CuPy's current stream."""
+    return bool(sys.modules["cupy"].cuda.get_current_stream().is_capturing())
 
 
 def current(framework: str, device: int) -> int | None:
