@@ -1,0 +1,99 @@
+"""cumla's operations inside jax.jit, on CPU and GPU.
+
+    import cumla.interop.jax as ops
+
+    @functools.partial(jax.jit, donate_argnames="cache")
+    def step(cache, k, slots, q, indices):
+        cache = ops.quantize_and_insert_k_cache(k, cache, slots)
+        out, lse = ops.sparse_mla_decode(q, cache, indices)
+        return cache, out
+
+Names, order of arguments and meaning are cumla's own. JAX's arrays do not change, so a function gives back
+what cumla's writes in place: one array, or a tuple in the order of the arguments. XLA updates it where it
+is if the array is donated to the jitted function, and copies it first if it is not. Arguments that are no
+arrays are static. Nothing else is copied, and no work leaves XLA's stream.
+
+Shapes and dtypes are inferred when a function is traced; the rest is checked when it runs, before
+anything is written, and arrives as JAX's own error with cumla's message in it. The operations take whole
+batches: jax.vmap is an error, and so is differentiation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.custom_batching import custom_vmap
+from jax.experimental.buffer_callback import buffer_callback
+
+from .dlpack import KDL_CPU
+from .ops import OPS, Op
+
+Static = tuple[tuple[str, Any], ...]
+
+
+def _traceable(op: Op) -> Callable[..., Any]:
+    """`op` as a function of JAX arrays and tracers."""
+
+    @functools.wraps(op.function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = op.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        arrays, static = {}, []
+        for name, value in bound.arguments.items():
+            if name in op.arrays and value is not None and not isinstance(value, (int, float)):
+                arrays[name] = jax.numpy.asarray(value)
+            elif isinstance(value, jax.core.Tracer):
+                raise TypeError(f"{name}: got a traced value, expected a static one (static_argnames of jax.jit)")
+            else:
+                static.append((name, value))
+        results = _function_of(op, tuple(arrays), tuple(static))(*arrays.values())
+        return results[0] if len(results) == 1 else tuple(results)
+
+    call.__signature__ = op.signature  # type: ignore[attr-defined]
+    call.__doc__ = f"cumla.{op.name} for jax.jit; gives back what that writes.\n\n{op.function.__doc__}"
+    return call
+
+
+@functools.cache
+def _function_of(op: Op, names: tuple[str, ...], static: Static) -> Callable[..., Any]:
+    """The operation with everything but its arrays fixed; the same one each time, as JAX caches by identity."""
+    written = [name for name in op.writes if name in names]
+
+    def run(context: Any, outputs: Any, *inputs: Any) -> None:
+        arguments = {**dict(static), **dict(zip(names, inputs, strict=True))}
+        arguments |= zip(written, outputs, strict=False)  # the same memory as the inputs, but writable
+        on_host = outputs[0].__dlpack_device__()[0] == KDL_CPU
+        op.run(arguments, tuple(outputs[len(written) :]), None if on_host else context.stream)
+
+    @custom_vmap
+    def function(*arrays: Any) -> Any:
+        arguments = {**dict(static), **dict(zip(names, arrays, strict=True))}
+        types = [jax.ShapeDtypeStruct(arguments[name].shape, arguments[name].dtype) for name in written]
+        types += [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in op.results(arguments)]
+        aliases = {names.index(name): i for i, name in enumerate(written)}
+        return buffer_callback(run, types, input_output_aliases=aliases, command_buffer_compatible=True)(*arrays)
+
+    @function.def_vmap
+    def refuse(axis_size: int, in_batched: Any, *arrays: Any) -> Any:
+        raise ValueError(f"{op.name}: got arrays of jax.vmap, expected whole ones: it takes a batch as it is")
+
+    return function
+
+
+advance_step = _traceable(OPS["advance_step"])
+build_flashinfer_mixed_sparse_indices = _traceable(OPS["build_flashinfer_mixed_sparse_indices"])
+combine_topk_swa_indices = _traceable(OPS["combine_topk_swa_indices"])
+compute_global_topk_indices_and_lens = _traceable(OPS["compute_global_topk_indices_and_lens"])
+compute_swa_indices_and_lens = _traceable(OPS["compute_swa_indices_and_lens"])
+concat_and_cache_mla = _traceable(OPS["concat_and_cache_mla"])
+cp_gather_indexer_k_quant_cache = _traceable(OPS["cp_gather_indexer_k_quant_cache"])
+dequantize_and_gather_k_cache = _traceable(OPS["dequantize_and_gather_k_cache"])
+gather_cache = _traceable(OPS["gather_cache"])
+indexer_k_quant_and_cache = _traceable(OPS["indexer_k_quant_and_cache"])
+merge_attn_states = _traceable(OPS["merge_attn_states"])
+quantize_and_insert_k_cache = _traceable(OPS["quantize_and_insert_k_cache"])
+sparse_mla_decode = _traceable(OPS["sparse_mla_decode"])
+sparse_mla_prefill = _traceable(OPS["sparse_mla_prefill"])

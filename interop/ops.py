@@ -1,0 +1,142 @@
+"""The operations as compilers of frameworks must know them: their arrays, what they write, what they give back.
+
+`interop.jax` and `interop.torch` are made from this table, so that an operation is described once.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .. import advance, attention, cache, indices, mla_cache
+from ..layout import LAYOUTS
+
+
+class Result(NamedTuple):
+    """An array that an operation gives back: its shape and the name of its dtype."""
+
+    shape: tuple[Any, ...]
+    dtype: str
+
+
+def no_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
+    return ()
+
+
+@dataclass(frozen=True)
+class Op:
+    """A public function of cumla.
+
+    function  the function
+    writes    arguments that it writes in place
+    results   arguments by name -> what it gives back; shapes may be symbolic
+    outputs   the keywords that take its results: one each, or a single one for the tuple of them
+    """
+
+    function: Callable[..., Any]
+    writes: tuple[str, ...] = ()
+    results: Callable[[Mapping[str, Any]], tuple[Result, ...]] = no_results
+    outputs: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    @functools.cached_property
+    def signature(self) -> inspect.Signature:
+        """Its parameters but for the outputs and what only an eager call can have: a plan, a stream."""
+        signature = inspect.signature(self.function)
+        left_out = {*self.outputs, "plan", "stream"}
+        return signature.replace(
+            parameters=[parameter for name, parameter in signature.parameters.items() if name not in left_out],
+            return_annotation=Any,
+        )
+
+    @functools.cached_property
+    def arrays(self) -> tuple[str, ...]:
+        """The parameters that are arrays, in order."""
+        parameters = self.signature.parameters.items()
+        return tuple(name for name, parameter in parameters if parameter.annotation in ("Any", "Any | None"))
+
+    def run(self, arguments: Mapping[str, Any], results: tuple[Any, ...], stream: Any = None) -> None:
+        """Call the function on arrays with memory; `results` are arrays for what it gives back."""
+        given = dict(zip(self.outputs, (results,) if len(self.outputs) == 1 else results, strict=True))
+        self.function(**arguments, **given, **({} if stream is None else {"stream": stream}))
+
+
+def shape(arguments: Mapping[str, Any], name: str, *axes: str) -> tuple[Any, ...]:
+    """The shape of an array argument. Raises ValueError if it has not one size for each of `axes`."""
+    got = tuple(arguments[name].shape)
+    if len(got) != len(axes):
+        raise ValueError(f"{name}: got shape {got}, expected [{', '.join(axes)}]")
+    return got
+
+
+def padded(count: Any, multiple: int) -> Any:
+    return (count + multiple - 1) // multiple * multiple
+
+
+def swa_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
+    tokens = arguments["num_tokens"]
+    return Result((tokens, arguments["window_size"]), "int32"), Result((tokens,), "int32")
+
+
+def global_topk_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
+    tokens, topk = shape(arguments, "topk_indices", "T", "K")
+    return Result((tokens, topk), "int32"), Result((tokens,), "int32")
+
+
+def combined_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
+    tokens, _ = shape(arguments, "topk_indices", "T", ">= topk")
+    width = padded(arguments["topk"] + arguments["window_size"], 128)
+    return Result((tokens, width), "int32"), Result((tokens,), "int32")
+
+
+def mixed_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
+    compressed, topk = arguments["decode_compressed_indices"], arguments["topk"]
+    prefill_tokens, _ = shape(arguments, "prefill_topk_indices", "P", ">= topk")
+    tokens = arguments["decode_swa_indices"].shape[0] + prefill_tokens
+    widest = topk if compressed is None else max(topk, compressed.shape[-1])
+    return Result((tokens, arguments["window_size"] + padded(widest, 4)), "int32"), Result((tokens,), "int32")
+
+
+def decode_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
+    batch, s_q, heads, _ = shape(arguments, "q", "b", "s_q", "h", "d")
+    return Result((batch, s_q, heads, attention.V_DIM), "bfloat16"), Result((batch, heads, s_q), "float32")
+
+
+def prefill_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
+    tokens, heads, _ = shape(arguments, "q", "s_q", "h", "d")
+    logits = Result((tokens, heads), "float32")
+    return Result((tokens, heads, attention.V_DIM), "bfloat16"), logits, logits
+
+
+OPS = {
+    op.name: op
+    for op in (
+        Op(cache.quantize_and_insert_k_cache, writes=("k_cache",)),
+        Op(cache.dequantize_and_gather_k_cache, writes=("out",)),
+        Op(cache.indexer_k_quant_and_cache, writes=("kv_cache",)),
+        Op(cache.cp_gather_indexer_k_quant_cache, writes=("dst_k", "dst_scale")),
+        Op(mla_cache.concat_and_cache_mla, writes=("kv_cache",)),
+        Op(mla_cache.gather_cache, writes=("dst",)),
+        Op(advance.advance_step, writes=("input_tokens", "input_positions", "seq_lens", "slot_mapping")),
+        Op(indices.compute_swa_indices_and_lens, results=swa_results, outputs=("out",)),
+        Op(indices.compute_global_topk_indices_and_lens, results=global_topk_results, outputs=("out",)),
+        Op(indices.combine_topk_swa_indices, results=combined_results, outputs=("out",)),
+        Op(indices.build_flashinfer_mixed_sparse_indices, results=mixed_results, outputs=("out",)),
+        Op(attention.sparse_mla_decode, results=decode_results, outputs=("out", "lse")),
+        Op(attention.sparse_mla_prefill, results=prefill_results, outputs=("out",)),
+        Op(attention.merge_attn_states, writes=("output", "output_lse")),
+    )
+}
+
+
+def layout_named(name: str | None) -> Any:
+    """The cache format of a name, None for None. Raises ValueError if there is none of that name."""
+    if name is not None and name not in LAYOUTS:
+        raise ValueError(f"layout: got {name!r}, expected one of {', '.join(LAYOUTS)}")
+    return None if name is None else LAYOUTS[name]
