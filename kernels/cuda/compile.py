@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import pathlib
 import re
-from typing import Any
 
 from ...layout import LAYOUTS, CacheLayout
+from .launch import Kernel, packing
 
 CSRC = pathlib.Path(__file__).parent / "csrc"
 OPTIONS = ("-std=c++17",)
@@ -60,8 +60,8 @@ def source(file: str) -> str:
 
 
 @functools.cache
-def kernel(file: str, name: str, arch: str | None = None, **defines: str | int) -> Any:
-    """The kernel `name` of csrc/<file> as a CuPy RawKernel.
+def kernel(file: str, name: str, arch: str | None = None, **defines: str | int) -> Kernel:
+    """The kernel `name` of csrc/<file>.
 
     arch     a target such as "sm_90a" instead of the device's own
     defines  macros, one compilation for each set of values
@@ -70,4 +70,5 @@ def kernel(file: str, name: str, arch: str | None = None, **defines: str | int) 
 
     options = OPTIONS + (() if arch is None else (f"-arch={arch}",))
     text = "".join(f"#define {macro} {value}\n" for macro, value in defines.items()) + source(file)
-    return cupy.RawModule(code=text, options=options).get_function(name)
+    raw = cupy.RawModule(code=text, options=options).get_function(name)
+    return Kernel(raw, packing(text, name, defines))

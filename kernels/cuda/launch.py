@@ -1,21 +1,166 @@
-"""Small things that every launcher needs."""
+"""How a kernel is launched, and small things that every launcher needs.
+
+A call of CuPy's own RawKernel asks every argument for its type. Here the kernel's parameter list, read once
+off its source, says how arguments are packed, and one driver call takes the packed block: several times cheaper.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import re
+import struct
+import threading
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 from numpy import int32
 
-__all__ = ["C_NAMES", "MAX_BLOCKS", "int32", "is_aligned", "pointer", "strides", "unit"]
+__all__ = ["C_NAMES", "C_TYPES", "MAX_BLOCKS", "Kernel", "int32", "is_aligned", "pointer", "strides", "unit"]
 
 MAX_BLOCKS = 4096  # where thread blocks go through the rows in turns: enough to fill any device
 C_NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "float", "int32": "int", "int64": "int64"}
+# The same by dtype, whose name takes NumPy over a microsecond to write.
+C_TYPES = {np.dtype(getattr(ml_dtypes, name, name)): c_name for name, c_name in C_NAMES.items()}
+
+# How an argument of each C type is packed, as in `struct`.
+PACKING = {"*": "P", "int": "i", "int64": "q", "uint32": "I", "float": "f", "double": "d", "bool": "?"}
+
+
+def packing(text: str, name: str, defines: dict[str, str | int]) -> struct.Struct | None:
+    """How the arguments of kernel `name` of a source text lie behind one another; None with a struct among them."""
+    found = re.search(rf"\b{name}\(([^)]*)\)\s*{{", text)
+    if found is None:
+        return None
+    codes = []
+    for parameter in found[1].split(","):
+        c_type = "*" if "*" in parameter else parameter.split()[-2]
+        code = PACKING.get(str(defines.get(c_type, c_type)))
+        if code is None:
+            return None
+        codes.append(code)
+    return struct.Struct("".join(codes))
+
+
+class Kernel:
+    """A CUDA kernel, called as CuPy's RawKernel is: `kernel(grid, block, arguments, shared_mem=bytes)`.
+
+    arguments  CuPy arrays, addresses and numbers; a number takes the C type of its parameter
+    overlap    whether it may start before the kernel ahead of it in the stream has ended (programmatic
+               dependent launch, sm_90 and later). It must then wait for that one itself
+               (`griddepcontrol.wait`) before it touches memory. Not for kernels that take a struct
+
+    Raises CuPy's CUDADriverError where the driver refuses the launch. A grid without blocks does nothing.
+    """
+
+    def __init__(self, raw: Any, arguments: struct.Struct | None) -> None:
+        import cupy
+
+        self.raw = raw  # the RawKernel
+        self._packing = arguments
+        self._array = cupy.ndarray
+        self._device = cupy.cuda.runtime.getDevice
+        self._stream = cupy.cuda.get_current_stream
+        self._thread = _threads()
+        self._functions: dict[int, int] = {}  # handles by device
+
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        arguments: tuple[Any, ...],
+        *,
+        shared_mem: int = 0,
+        overlap: bool = False,
+    ) -> None:
+        packing = self._packing
+        if packing is None:
+            self.raw(grid, block, arguments, shared_mem=shared_mem)
+            return
+        if 0 in grid:
+            return
+        device = self._device()
+        function = self._functions.get(device)
+        if function is None:
+            function = self._functions[device] = self.raw.kernel.ptr
+        array = self._array
+        launch_kernel, launch, config, attribute, extra = self._thread.launch
+        HEAD.pack_into(
+            launch, 0, *(*grid, 1, 1)[:3], *(*block, 1, 1)[:3], shared_mem, self._stream().ptr, attribute, overlap,
+            packing.size,
+        )  # fmt: skip
+        packing.pack_into(launch, ARGUMENTS_AT, *[x.data.ptr if x.__class__ is array else x for x in arguments])
+        status = launch_kernel(config, function, None, extra)
+        if status:
+            from cupy.cuda.driver import CUDADriverError
+
+            raise CUDADriverError(status)
+
+    @property
+    def max_dynamic_shared_size_bytes(self) -> int:
+        """Shared memory that a launch may ask for."""
+        return int(self.raw.max_dynamic_shared_size_bytes)
+
+    @max_dynamic_shared_size_bytes.setter
+    def max_dynamic_shared_size_bytes(self, size: int) -> None:
+        self.raw.max_dynamic_shared_size_bytes = size
+
+
+class _Launch(ctypes.Structure):
+    """What the driver takes for a launch (cuda.h), in one piece."""
+
+    _fields_ = (
+        # CUlaunchConfig
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+        ("argument_bytes", ctypes.c_size_t),  # here, so that HEAD ends with it
+        # CUlaunchAttribute
+        ("attribute_id", ctypes.c_uint64),
+        ("attribute_value", ctypes.c_uint64),
+        ("attribute_rest", ctypes.c_uint64 * 7),
+        ("extra", ctypes.c_void_p * 5),
+        ("arguments", ctypes.c_uint64 * 512),
+    )
+
+
+HEAD = struct.Struct("7IPPIN")  # _Launch up to argument_bytes
+ARGUMENTS_AT = _Launch.arguments.offset
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
+BUFFER_POINTER, BUFFER_SIZE = 1, 2  # what the next entry of `extra` is
+
+
+class _Thread(threading.local):
+    """A thread's own _Launch: others may launch while the driver reads it."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        cupy.cuda.Device().use()  # a thread that has not called the runtime yet has no context
+        launch_kernel = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+        launch_kernel.argtypes = (ctypes.c_void_p,) * 4
+        launch = _Launch(attribute_id=PROGRAMMATIC_STREAM_SERIALIZATION, attribute_value=1)
+        address = ctypes.addressof(launch)
+        launch.extra[:] = (
+            BUFFER_POINTER, address + ARGUMENTS_AT, BUFFER_SIZE, address + _Launch.argument_bytes.offset, None,
+        )  # fmt: skip
+        attribute, extra = (address + field.offset for field in (_Launch.attribute_id, _Launch.extra))
+        self.launch = launch_kernel, launch, address, attribute, extra
+
+
+@functools.cache
+def _threads() -> _Thread:
+    return _Thread()
 
 
 def strides(array: Any) -> tuple[int, ...]:
     """Strides in elements; Python integers, which a kernel takes as 64-bit."""
     size = array.dtype.itemsize
-    return tuple(stride // size for stride in array.strides)
+    return tuple([stride // size for stride in array.strides])
 
 
 def pointer(array: Any | None) -> int:
