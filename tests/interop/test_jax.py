@@ -1,0 +1,238 @@
+"""cumla's operations inside jax.jit: the same bits as eager calls, caches in place, errors that say what to do."""
+
+import functools
+
+import numpy as np
+import pytest
+
+import cumla
+from support import operations
+from support.lab import BF16
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+ops = pytest.importorskip("cumla.interop.jax")
+
+from cumla.interop.ops import OPS  # noqa: E402
+
+PLATFORMS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=PLATFORMS)
+def device(request):
+    return jax.devices(request.param)[0]
+
+
+def split(arguments):
+    arrays = {name: value for name, value in arguments.items() if isinstance(value, np.ndarray)}
+    return arrays, {name: value for name, value in arguments.items() if name not in arrays}
+
+
+def eager(case, arguments, device):
+    """The public call on NumPy or CuPy arrays, results on the host."""
+    writes = OPS[operations.operation(case)].writes
+    if device.platform == "cpu":
+        return operations.expected(case, arguments, writes)
+    import cupy
+
+    return [array.get() for array in operations.expected(case, arguments, writes, cupy.asarray)]
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("case", operations.CASES)
+def test_every_operation_gives_the_bits_of_an_eager_call(case, jitted, device, rng):
+    arguments = operations.CASES[case](rng)
+    arrays, static = split(arguments)
+    function = functools.partial(getattr(ops, operations.operation(case)), **static)
+    with jax.default_device(device):
+        results = (jax.jit(function) if jitted else function)(**jax.device_put(arrays, device))
+    results = results if isinstance(results, tuple) else (results,)
+    want = eager(case, arguments, device)
+    assert len(results) == len(want)
+    for got, expected in zip(results, want, strict=True):
+        assert got.devices() == {device}
+        assert operations.same_bits(np.asarray(got), expected)
+
+
+@pytest.mark.parametrize("case", operations.CASES)
+def test_shapes_and_dtypes_are_known_without_running(case, rng):
+    arguments = operations.CASES[case](rng)
+    arrays, static = split(arguments)
+    function = functools.partial(getattr(ops, operations.operation(case)), **static)
+    types = jax.eval_shape(function, **jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays))
+    want = operations.expected(case, arguments, OPS[operations.operation(case)].writes)
+    types = types if isinstance(types, tuple) else (types,)
+    assert [(x.shape, x.dtype) for x in types] == [(x.shape, x.dtype) for x in want]
+
+
+def insert(cache, k, slots):
+    return ops.quantize_and_insert_k_cache(k, cache, slots, operations.BLOCK)
+
+
+def insert_arguments(rng, device):
+    arguments = operations.quantize_and_insert_k_cache(rng)
+    arrays = [arguments[name] for name in ("k_cache", "k", "slot_mapping")]
+    return [jnp.copy(jax.device_put(array, device)) for array in arrays], arguments
+
+
+def test_a_donated_cache_is_updated_where_it_is(device, rng):
+    (cache, k, slots), arguments = insert_arguments(rng, device)
+    where = cache.unsafe_buffer_pointer()
+    updated = jax.jit(insert, donate_argnums=0)(cache, k, slots)
+    assert updated.unsafe_buffer_pointer() == where
+    assert cache.is_deleted()
+    (want,) = eager("quantize_and_insert_k_cache", arguments, device)
+    assert operations.same_bits(np.asarray(updated), want)
+
+
+def test_a_cache_that_is_not_donated_stays_as_it_was(device, rng):
+    (cache, k, slots), arguments = insert_arguments(rng, device)
+    updated = jax.jit(insert)(cache, k, slots)
+    assert operations.same_bits(np.asarray(cache), arguments["k_cache"])
+    assert not operations.same_bits(np.asarray(updated), arguments["k_cache"])
+
+
+def test_an_old_version_of_a_donated_cache_that_is_still_needed_is_kept(device, rng):
+    """XLA must copy: what was inserted is read after a second insert would have overwritten it."""
+    (cache, k, slots), _ = insert_arguments(rng, device)
+    q = jax.device_put(rng.standard_normal((1, 1, 2, 512)).astype(BF16), device)
+    indices = jax.device_put(np.array([[[3, 20]]], np.int32), device)
+
+    def two_versions(cache, k, slots, q, indices):
+        first = insert(cache, k, slots)
+        second = insert(first, -k, slots)
+        return second, ops.sparse_mla_decode(q, first, indices)[1], ops.sparse_mla_decode(q, second, indices)[1]
+
+    with jax.default_device(device):
+        _, lse_of_first, lse_of_second = jax.jit(two_versions, donate_argnums=0)(cache, k, slots, q, indices)
+        alone = ops.sparse_mla_decode(q, insert(jnp.copy(insert_again(rng, device)), k, slots), indices)[1]
+    assert float(lse_of_first[0, 0, 0]) == float(alone[0, 0, 0])
+    assert float(lse_of_second[0, 0, 0]) != float(lse_of_first[0, 0, 0])
+
+
+def insert_again(rng, device):
+    """A cache for the slots that the test reads: both are written before they are read."""
+    return jax.device_put(np.zeros((operations.BLOCKS, operations.BLOCK, 584), np.uint8), device)
+
+
+def test_fp8_caches_keep_their_dtype(device, rng):
+    (cache, k, slots), arguments = insert_arguments(rng, device)
+    as_float8 = jax.lax.bitcast_convert_type(cache, jnp.float8_e4m3fn)
+    updated = jax.jit(insert)(as_float8, k, slots)
+    assert updated.dtype == jnp.float8_e4m3fn
+    (want,) = eager("quantize_and_insert_k_cache", arguments, device)
+    assert operations.same_bits(np.asarray(updated).view(np.uint8), want)
+
+
+def decode_step(cache, k, q, selected, table, slots, seq_lens, sink):
+    """A C4A layer's step for a batch of decodes: insert, map window and selected rows, attend."""
+    requests = len(seq_lens)
+    starts, token_to_req = jnp.arange(requests + 1, dtype=jnp.int32), jnp.arange(requests, dtype=jnp.int32)
+    valid = slots >= 0
+    cache = ops.quantize_and_insert_k_cache(k, cache, slots, operations.BLOCK)
+    window, window_lens = ops.compute_swa_indices_and_lens(
+        starts, seq_lens, token_to_req, valid, table, operations.BLOCK, 3, requests
+    )
+    rows, row_lens = ops.compute_global_topk_indices_and_lens(selected, token_to_req, table, operations.BLOCK, valid)
+    out, lse = ops.sparse_mla_decode(
+        q[:, None], cache, window[:, None], topk_length=window_lens, extra_k_cache=cache,
+        extra_indices=rows[:, None], extra_topk_length=row_lens, attn_sink=sink,
+    )  # fmt: skip
+    return cache, out[:, 0] * 1, lse
+
+
+def decode_step_eagerly(cache, k, q, selected, table, slots, seq_lens, sink):
+    requests = len(seq_lens)
+    starts, token_to_req = np.arange(requests + 1, dtype=np.int32), np.arange(requests, dtype=np.int32)
+    valid = slots >= 0
+    cumla.quantize_and_insert_k_cache(k, cache, slots, operations.BLOCK)
+    window, window_lens = cumla.compute_swa_indices_and_lens(
+        starts, seq_lens, token_to_req, valid, table, operations.BLOCK, 3, requests
+    )
+    rows, row_lens = cumla.compute_global_topk_indices_and_lens(selected, token_to_req, table, operations.BLOCK, valid)
+    out, lse = cumla.sparse_mla_decode(
+        q[:, None], cache, window[:, None], topk_length=window_lens, extra_k_cache=cache,
+        extra_indices=rows[:, None], extra_topk_length=row_lens, attn_sink=sink,
+    )  # fmt: skip
+    return cache, out[:, 0], lse
+
+
+def test_a_layers_decode_step_in_one_jitted_function(device, rng):
+    """Several steps through one compiled function, with changing lengths and slots, against eager calls."""
+    cache = operations.fp8_cache(rng, cumla.DSV4_FP8)
+    jitted = jax.jit(decode_step, donate_argnums=0)
+    table = operations.page_table(rng)
+    sink = rng.standard_normal(2).astype(np.float32)
+    ours, seq_lens = jnp.copy(jax.device_put(cache, device)), np.array([2, 5, 1], np.int32)
+    for _ in range(4):
+        slots = table[np.arange(3), (seq_lens - 1) // operations.BLOCK] * operations.BLOCK
+        slots = (slots + (seq_lens - 1) % operations.BLOCK).astype(np.int32)
+        step = (
+            operations.rows(rng, 3, 512), operations.rows(rng, 3, 2, 512), operations.ints(rng, 2, 3, 4) - 1, table,
+            slots, seq_lens, sink,
+        )  # fmt: skip
+        ours, out, lse = jitted(ours, *jax.device_put(step, device))
+        if device.platform == "cpu":
+            cache, want_out, want_lse = decode_step_eagerly(cache, *step)
+        else:
+            import cupy
+
+            results = decode_step_eagerly(cupy.asarray(cache), *(cupy.asarray(x) for x in step[:-3]), *[
+                cupy.asarray(x) for x in step[-3:]])  # fmt: skip
+            cache, want_out, want_lse = (x.get() for x in results)
+        assert operations.same_bits(np.asarray(ours), cache)
+        assert operations.same_bits(np.asarray(out), want_out)
+        assert operations.same_bits(np.asarray(lse), want_lse)
+        seq_lens = seq_lens + 1
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_vmap_is_an_error(wrap, rng):
+    arguments = operations.sparse_mla_decode_v32(rng)
+    cache, indices = arguments["k_cache"], arguments["indices"]
+    decode = wrap(lambda q: ops.sparse_mla_decode(q, cache, indices))
+    with pytest.raises(ValueError, match=r"sparse_mla_decode: got arrays of jax.vmap, expected whole ones"):
+        jax.vmap(decode)(arguments["q"][None])
+
+
+def test_differentiation_is_an_error(rng):
+    arguments = operations.sparse_mla_decode_v32(rng)
+    cache, indices = arguments["k_cache"], arguments["indices"]
+    with pytest.raises(ValueError, match="do not support JVP"):
+        jax.grad(lambda q: ops.sparse_mla_decode(q, cache, indices)[1].sum())(jnp.asarray(arguments["q"]))
+
+
+def test_wrong_ranks_are_found_while_tracing(rng):
+    arguments = operations.sparse_mla_decode_v32(rng)
+    with pytest.raises(ValueError, match=r"q: got shape \(1, 3, 576\), expected \[b, s_q, h, d\]"):
+        jax.eval_shape(ops.sparse_mla_decode, arguments["q"][0], arguments["k_cache"], arguments["indices"])
+
+
+def test_other_errors_arrive_when_it_runs_and_name_the_argument(device, rng):
+    arguments = operations.sparse_mla_decode_v32(rng)
+    arrays = jax.device_put([arguments["q"], arguments["k_cache"], arguments["indices"][:1]], device)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"indices: got shape \(1, 1, 6\), expected \[b, s_q, any\]"):
+        jax.block_until_ready(jax.jit(ops.sparse_mla_decode)(*arrays))
+
+
+def test_traced_numbers_are_an_error(rng):
+    arguments = operations.sparse_mla_decode_v32(rng)
+    decode = jax.jit(lambda scale: ops.sparse_mla_decode(**arguments, softmax_scale=scale))
+    with pytest.raises(TypeError, match="softmax_scale: got a traced value, expected a static one"):
+        decode(0.5)
+
+
+def test_results_cannot_be_given(rng):
+    arguments = operations.sparse_mla_decode_v32(rng)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'lse'"):
+        ops.sparse_mla_decode(**arguments, lse=np.zeros((2, 3, 1), np.float32))
+
+
+def test_nothing_is_compiled_twice(rng):
+    arguments = operations.quantize_and_insert_k_cache(rng)
+    arrays, static = split(arguments)
+    jitted = jax.jit(lambda **arrays: ops.quantize_and_insert_k_cache(**arrays, **static))
+    for _ in range(3):
+        jitted(**arrays)
+    assert jitted._cache_size() == 1
+    assert ops._function_of.cache_info().misses <= len(operations.CASES) * 4
