@@ -40,10 +40,11 @@ DEFAULT_ON_DEVICE = "cuda"
 def unavailable(name: str) -> str | None:
     """Why backend `name` cannot run here, or None if it can."""
     backend = BACKENDS[name]
+    on_device = takes_device_arrays(name)
     for module in backend.needs:
-        if not _importable(module):
+        if (on_device or module != "cupy") and not _importable(module):
             return f"{module.partition('.')[0]} is not installed: {backend.install}"
-    if not backend.on_device or (name == "numba_cuda" and simulated()):
+    if not on_device:
         return None
     cupy = importlib.import_module("cupy")
     try:
@@ -57,20 +58,39 @@ def available() -> list[str]:
     return [name for name in BACKENDS if unavailable(name) is None]
 
 
+def takes_device_arrays(name: str) -> bool:
+    """Whether backend `name` wants CUDA arrays; Numba's simulator stands in for a device on the host's."""
+    return BACKENDS[name].on_device and not (name == "numba_cuda" and simulated())
+
+
+def default(on_device: bool) -> str:
+    """The backend for arrays that live on a device, or on the host."""
+    return DEFAULT_ON_DEVICE if on_device else DEFAULT_ON_HOST
+
+
+def best() -> str:
+    """The default on the fastest memory that this machine can use: a device's if there is one."""
+    return default(on_device=unavailable(DEFAULT_ON_DEVICE) is None)
+
+
+def array_module(name: str) -> ModuleType:
+    """The module, numpy or cupy, whose arrays backend `name` takes."""
+    return importlib.import_module("cupy" if takes_device_arrays(name) else "numpy")
+
+
 def choose(name: str | None, on_device: bool) -> str:
     """The backend for arrays on a device or on the host; `name` as the caller asked, None for the default.
 
     Raises ValueError if there is no such backend, it cannot run here, or its arrays live elsewhere.
     """
     if name is None:
-        return DEFAULT_ON_DEVICE if on_device else DEFAULT_ON_HOST
+        return default(on_device)
     if name not in BACKENDS:
         raise ValueError(f"backend: got {name!r}, expected one of {', '.join(BACKENDS)}")
     reason = unavailable(name)
     if reason is not None:
         raise ValueError(f"backend: {name!r} is not available ({reason}); available: {', '.join(available())}")
-    takes_device_arrays = BACKENDS[name].on_device and not (name == "numba_cuda" and simulated())
-    if takes_device_arrays != on_device:
+    if takes_device_arrays(name) != on_device:
         have, want = ("CUDA", "host") if on_device else ("host", "CUDA")
         raise ValueError(f"backend: {name!r} takes {want} arrays, got {have} arrays")
     return name
@@ -89,7 +109,7 @@ def kernels(name: str, file: str) -> ModuleType:
 
 
 def simulated() -> bool:
-    """Whether Numba's CUDA simulator stands in for a device, on host arrays."""
+    """Whether Numba's CUDA simulator is on."""
     if not _importable("numba.cuda"):
         return False
     return bool(importlib.import_module("numba.core.config").ENABLE_CUDASIM)

@@ -10,9 +10,9 @@ import numpy as np
 
 import cumla
 
+from .backends import array_module
 from .call import BFLOAT16
 from .layout import DSV4_FP8, INDEXER_FP8, MLA_BF16, V32_FP8, CacheLayout
-from .replay.device import array_module
 
 BLOCK, NUM_BLOCKS, HEADS, WINDOW = 5, 7, 3, 8
 QUERY_LENS, SEQ_LENS = (1, 1, 4), (13, 2, 19)

@@ -16,5 +16,5 @@ In the order in which data flows:
     summary      the numbers of a run; report prints them, plot draws them
     command      `cumla replay`, from options to exit status
 
-`device` knows whose arrays a backend takes and how to measure what runs there.
+`device` brings arrays back to the host and measures what runs where they live.
 """

@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ..backends import takes_device_arrays
 from ..info import describe_machine
-from .device import share_cores, takes_device_arrays
+from .device import share_cores
 from .engine import Engine, StepRecord, warm_up
 from .errors import InputError, OutputError
 from .options import ReplayOptions, cache_size, choose_backend, defaults_for, parse_layers

@@ -1,4 +1,4 @@
-"""Host or device: whose arrays a backend takes, and how to measure what runs there."""
+"""Host or device: arrays back to the host, threads that do not fight, and how to measure what runs there."""
 
 from __future__ import annotations
 
@@ -11,18 +11,6 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 import numpy as np
-
-from .. import backends
-
-
-def takes_device_arrays(backend: str) -> bool:
-    """Whether a backend wants CuPy arrays; Numba's simulator takes the host's."""
-    return backends.BACKENDS[backend].on_device and not (backend == "numba_cuda" and backends.simulated())
-
-
-def array_module(backend: str) -> Any:
-    """The module, numpy or cupy, whose arrays a backend takes."""
-    return importlib.import_module("cupy") if takes_device_arrays(backend) else np
 
 
 def to_host(array: Any) -> np.ndarray:

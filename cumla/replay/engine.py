@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
+from ..backends import array_module
 from ..call import BFLOAT16
 from ..metadata import DeepseekSparseSWAMetadataBuilder, ServingConfig
 from .activations import HEAD_DIM
 from .batch import SWA_BLOCK, StepBatch, completed_groups, make_batch
 from .blocks import BLOCK_TOKENS, BlockPool
-from .device import Stopwatch, array_module
+from .device import Stopwatch
 from .layers import Layer
 from .options import MAX_RUNNING, ReplayOptions
 from .scheduler import Scheduler

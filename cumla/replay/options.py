@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from .. import backends
 from .blocks import BLOCK_TOKENS
-from .device import takes_device_arrays
 from .errors import InputError
 from .trace import INT32_MAX, TraceRequest
 
@@ -51,8 +50,7 @@ class ReplayOptions:
 def choose_backend(name: str | None) -> str:
     """The backend to run on: the one asked for, else the device's, else the CPU's. Raises InputError if it cannot."""
     if name is None:
-        on_device = backends.unavailable(backends.DEFAULT_ON_DEVICE) is None
-        return backends.DEFAULT_ON_DEVICE if on_device else backends.DEFAULT_ON_HOST
+        return backends.best()
     reason = backends.unavailable(name)
     if reason is not None:
         raise InputError(f"--backend {name}: {reason}; available: {', '.join(backends.available())}")
@@ -65,7 +63,7 @@ def choose_backend(name: str | None) -> str:
 
 
 def defaults_for(backend: str) -> Defaults:
-    return DEVICE_DEFAULTS if takes_device_arrays(backend) else HOST_DEFAULTS
+    return DEVICE_DEFAULTS if backends.takes_device_arrays(backend) else HOST_DEFAULTS
 
 
 def parse_layers(text: str) -> tuple[str, ...]:
