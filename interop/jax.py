@@ -52,7 +52,6 @@ def _traceable(op: Op) -> Callable[..., Any]:
         results = _function_of(op, tuple(arrays), tuple(static))(*arrays.values())
         return results[0] if len(results) == 1 else tuple(results)
 
-    call.__signature__ = op.signature  # type: ignore[attr-defined]
     call.__doc__ = f"cumla.{op.name} for jax.jit; gives back what that writes.\n\n{op.function.__doc__}"
     return call
 

@@ -1,0 +1,133 @@
+"""cumla's operations for torch.compile: torch.library operators with their mutations marked.
+
+    import cumla.interop.torch as ops
+
+    @torch.compile(fullgraph=True)
+    def step(cache, k, slots, q, indices):
+        ops.quantize_and_insert_k_cache(k, cache, slots)
+        return ops.sparse_mla_decode(q, cache, indices)
+
+Names, order of arguments and meaning are cumla's own. Without torch.compile cumla's functions take tensors
+as they are, at less cost; these are for code that a compiler must see through. Results are allocated by
+torch, so that torch's own graph capture (torch.cuda.graph, mode="reduce-overhead") has them in its pool; with
+out= (and lse=) nothing is allocated. A scale is a tensor here. The operators are torch.ops.cumla.*, and *_out
+for given results.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .ops import OPS, Op, layout_named
+
+NAMESPACE = "cumla"
+# What a parameter's annotation is in an operator's schema. A cache format goes by its name.
+SCHEMA_TYPES = {"int": "SymInt", "bool": "bool", "str": "str", "float": "float", "CacheLayout": "str"}
+
+
+def _compilable(op: Op) -> Callable[..., Any]:
+    """Define the operators of `op`; a function that calls them as cumla's own is called."""
+    operator = _define(op, op.name)
+    into = _define(op, f"{op.name}_out", given_results=True) if op.outputs else None
+    outputs = op.outputs
+
+    @functools.wraps(op.function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("layout") is not None:
+            kwargs["layout"] = kwargs["layout"].name
+        if into is None:
+            return operator(*args, **kwargs)
+        given = [kwargs.pop(name, None) for name in outputs]
+        if all(result is None for result in given):
+            return operator(*args, **kwargs)
+        if any(result is None for result in given):
+            raise ValueError(f"{op.name}: got only some of {', '.join(outputs)}, expected all of them or none")
+        results = tuple(given[0] if len(outputs) == 1 else given)
+        into(*results, *args, **kwargs)
+        return results
+
+    call.__doc__ = f"cumla.{op.name} for torch.compile.\n\n{op.function.__doc__}"
+    return call
+
+
+def _define(op: Op, name: str, given_results: bool = False) -> Any:
+    """Register torch.ops.cumla.<name> with its kernel and its fake kernel; the operator."""
+    given = [f"result_{i}" for i in range(_num_results(op))] if given_results else []
+    names = [*given, *op.signature.parameters]
+
+    def named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {**dict(zip(names, args, strict=False)), **kwargs}
+
+    def empty(arguments: dict[str, Any]) -> tuple[Any, ...]:
+        like = arguments[op.arrays[0]]
+        return tuple(like.new_empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in op.results(arguments))
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        arguments = named(args, kwargs)
+        results = tuple(arguments.pop(name) for name in given) if given_results else empty(arguments)
+        if "layout" in arguments:
+            arguments["layout"] = layout_named(arguments["layout"])
+        op.run(arguments, results)
+        return None if given_results or not results else results
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        return None if given_results else empty(named(args, kwargs)) or None
+
+    full_name = f"{NAMESPACE}::{name}"
+    text = _schema(op, given)
+    definition = torch.library.custom_op(full_name, kernel, mutates_args={*op.writes, *given}, schema=text)
+    definition.register_fake(fake)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def _num_results(op: Op) -> int:
+    """How many arrays an operation gives back, which its return annotation says."""
+    annotation = inspect.signature(op.function).return_annotation
+    return 0 if annotation == "None" else annotation.count("Any")
+
+
+def _schema(op: Op, given: list[str]) -> str:
+    """The operator's schema: first the results that are given, then the parameters, by position or by name.
+
+    (torch wants tensors that have a position.)
+    """
+    aliases = iter("abcdefgh")
+    parts = [f"Tensor({next(aliases)}!) {name}" for name in given]
+    for name, parameter in op.signature.parameters.items():
+        if name in op.arrays:
+            optional = parameter.annotation != "Any" or parameter.default is None
+            kind = f"Tensor({next(aliases)}!)" if name in op.writes else "Tensor"
+        else:
+            plain = parameter.annotation.removesuffix(" | None")
+            optional, kind = plain != parameter.annotation, SCHEMA_TYPES[plain]
+        parts.append(f"{kind}{'?' if optional else ''} {name}{_default(parameter)}")
+    count = 0 if given else _num_results(op)
+    return f"({', '.join(parts)}) -> ({', '.join(['Tensor'] * count)})"
+
+
+def _default(parameter: inspect.Parameter) -> str:
+    if parameter.default is inspect.Parameter.empty:
+        return ""
+    default = getattr(parameter.default, "name", parameter.default)  # a cache format by its name
+    return f'="{default}"' if isinstance(default, str) else f"={default}"
+
+
+advance_step = _compilable(OPS["advance_step"])
+build_flashinfer_mixed_sparse_indices = _compilable(OPS["build_flashinfer_mixed_sparse_indices"])
+combine_topk_swa_indices = _compilable(OPS["combine_topk_swa_indices"])
+compute_global_topk_indices_and_lens = _compilable(OPS["compute_global_topk_indices_and_lens"])
+compute_swa_indices_and_lens = _compilable(OPS["compute_swa_indices_and_lens"])
+concat_and_cache_mla = _compilable(OPS["concat_and_cache_mla"])
+cp_gather_indexer_k_quant_cache = _compilable(OPS["cp_gather_indexer_k_quant_cache"])
+dequantize_and_gather_k_cache = _compilable(OPS["dequantize_and_gather_k_cache"])
+gather_cache = _compilable(OPS["gather_cache"])
+indexer_k_quant_and_cache = _compilable(OPS["indexer_k_quant_and_cache"])
+merge_attn_states = _compilable(OPS["merge_attn_states"])
+quantize_and_insert_k_cache = _compilable(OPS["quantize_and_insert_k_cache"])
+sparse_mla_decode = _compilable(OPS["sparse_mla_decode"])
+sparse_mla_prefill = _compilable(OPS["sparse_mla_prefill"])
