@@ -6,8 +6,10 @@ from typing import Any
 
 from .cache import vector
 from .call import INT32, SLOTS, Call, check_integers
+from .prepared import prepared
 
 
+@prepared
 def advance_step(
     num_seqs: int,
     num_queries: int,

@@ -9,8 +9,10 @@ import numpy as np
 from .call import BYTES, FLOAT32, FLOATS, INT32, SLOTS, Call, bytes_of, check_integers
 from .kernels.segments import Pages
 from .layout import DSV4_FP8, INDEXER_FP8, CacheLayout
+from .prepared import prepared
 
 
+@prepared
 def quantize_and_insert_k_cache(
     k: Any,
     k_cache: Any,
@@ -66,6 +68,7 @@ def checked_slots(call: Call, slot_mapping: Any, rows_name: str) -> Any:
     return slots
 
 
+@prepared
 def dequantize_and_gather_k_cache(
     out: Any,
     k_cache: Any,
@@ -113,6 +116,7 @@ def dequantize_and_gather_k_cache(
             kernels.dequantize_and_gather_k_cache(out, pages, seq_lens, gather_lens, block_table, offset)
 
 
+@prepared
 def indexer_k_quant_and_cache(
     k: Any,
     kv_cache: Any,
@@ -143,6 +147,7 @@ def indexer_k_quant_and_cache(
     quantize_and_insert(call, k, pages, slot_mapping, scale_fmt == "ue8m0")
 
 
+@prepared
 def cp_gather_indexer_k_quant_cache(
     kv_cache: Any,
     dst_k: Any,

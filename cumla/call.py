@@ -25,6 +25,7 @@ from .backends import choose, kernels
 from .interop import dlpack, streams
 from .kernels.segments import Pages
 from .layout import CacheLayout
+from .prepared import note_output
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 INT32 = (np.dtype(np.int32),)
@@ -132,7 +133,9 @@ class Call:
                     f"{name}: got None while a CUDA graph is being captured, expected {dtype} {list(shape)} to write: "
                     "what a graph uses must be allocated before it"
                 )
-            return dlpack.empty(shape, dtype, self._first)
+            native = dlpack.empty(shape, dtype, self._first)
+        note_output(native)
+        return native
 
     def pages(
         self, name: str, value: Any, layout: CacheLayout, block_size: int | None = None, writable: bool = False

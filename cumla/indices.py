@@ -9,10 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from .call import BOOL, INT32, Call, check_integers
+from .prepared import prepared
 
 INT32_MAX = 2**31 - 1
 
 
+@prepared
 def compute_swa_indices_and_lens(
     query_start_loc: Any,
     seq_lens: Any,
@@ -71,6 +73,7 @@ def compute_swa_indices_and_lens(
     return call.results()
 
 
+@prepared
 def compute_global_topk_indices_and_lens(
     topk_indices: Any,
     token_to_req_indices: Any,
@@ -123,6 +126,7 @@ def compute_global_topk_indices_and_lens(
     return call.results()
 
 
+@prepared
 def combine_topk_swa_indices(
     topk_indices: Any,
     query_start_loc: Any,
@@ -188,6 +192,7 @@ def combine_topk_swa_indices(
     return call.results()
 
 
+@prepared
 def build_flashinfer_mixed_sparse_indices(
     decode_swa_indices: Any,
     decode_compressed_indices: Any | None,

@@ -9,6 +9,7 @@ import numpy as np
 from .cache import checked_slots, requests_of, vector
 from .call import BF16, BYTES, FLOAT32, FLOATS, INT32, Call, bytes_of, check_integers
 from .layout import MLA_BF16, V32_FP8, CacheLayout, ValueType, plain_rows
+from .prepared import prepared
 
 KV_C_DIM = MLA_BF16.head_dim - MLA_BF16.rope_dim
 K_PE_DIM = MLA_BF16.rope_dim
@@ -19,6 +20,7 @@ VALUE_TYPES: dict[np.dtype[Any], ValueType] = {
 }
 
 
+@prepared
 def concat_and_cache_mla(
     kv_c: Any,
     k_pe: Any,
@@ -64,6 +66,7 @@ def concat_and_cache_mla(
             kernels.concat_and_cache_mla(kv_c, k_pe, pages, slots, tensor_scale)
 
 
+@prepared
 def gather_cache(
     src_cache: Any,
     dst: Any,

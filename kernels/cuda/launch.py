@@ -6,18 +6,32 @@ off its source, says how arguments are packed, and one driver call takes the pac
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import re
 import struct
 import threading
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from numpy import int32
 
-__all__ = ["C_NAMES", "C_TYPES", "MAX_BLOCKS", "Kernel", "int32", "is_aligned", "pointer", "strides", "unit"]
+__all__ = [
+    "C_NAMES",
+    "C_TYPES",
+    "MAX_BLOCKS",
+    "Kernel",
+    "Launch",
+    "int32",
+    "is_aligned",
+    "journal",
+    "pointer",
+    "strides",
+    "unit",
+]
 
 MAX_BLOCKS = 4096  # where thread blocks go through the rows in turns: enough to fill any device
 C_NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "float", "int32": "int", "int64": "int64"}
@@ -74,28 +88,44 @@ class Kernel:
         shared_mem: int = 0,
         overlap: bool = False,
     ) -> None:
-        packing = self._packing
-        if packing is None:
+        journal = self._thread.journal
+        if self._packing is None:
+            if journal is not None:
+                journal.append(None)
             self.raw(grid, block, arguments, shared_mem=shared_mem)
             return
-        if 0 in grid:
+        array = self._array
+        numbers = [x.data.ptr if x.__class__ is array else x for x in arguments]
+        launch = Launch(self, (*grid, 1, 1)[:3], (*block, 1, 1)[:3], shared_mem, overlap, numbers)
+        if journal is not None:
+            journal.append(launch)
+        self.launch(launch, numbers, self._stream().ptr)
+
+    def launch(self, launch: Launch, numbers: list[Any], stream: int) -> None:
+        """Launch as `launch` says, but with these numbers for arguments, on this stream."""
+        if 0 in launch.grid:
             return
         device = self._device()
         function = self._functions.get(device)
         if function is None:
             function = self._functions[device] = self.raw.kernel.ptr
-        array = self._array
-        launch_kernel, launch, config, attribute, extra = self._thread.launch
+        packing = self._packing
+        assert packing is not None  # or there would be no Launch
+        launch_kernel, memory, config, attribute, extra = self._thread.memory
         HEAD.pack_into(
-            launch, 0, *(*grid, 1, 1)[:3], *(*block, 1, 1)[:3], shared_mem, self._stream().ptr, attribute, overlap,
-            packing.size,
-        )  # fmt: skip
-        packing.pack_into(launch, ARGUMENTS_AT, *[x.data.ptr if x.__class__ is array else x for x in arguments])
+            memory, 0, *launch.grid, *launch.block, launch.shared_bytes, stream, attribute, launch.overlap, packing.size
+        )
+        packing.pack_into(memory, ARGUMENTS_AT, *numbers)
         status = launch_kernel(config, function, None, extra)
         if status:
             from cupy.cuda.driver import CUDADriverError
 
             raise CUDADriverError(status)
+
+    @property
+    def addresses(self) -> list[int]:
+        """Which of the arguments are addresses."""
+        return [i for i, code in enumerate(self._packing.format) if code == "P"] if self._packing else []
 
     @property
     def max_dynamic_shared_size_bytes(self) -> int:
@@ -107,7 +137,18 @@ class Kernel:
         self.raw.max_dynamic_shared_size_bytes = size
 
 
-class _Launch(ctypes.Structure):
+class Launch(NamedTuple):
+    """One launch of a kernel; grid and block have three numbers."""
+
+    kernel: Kernel
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    shared_bytes: int
+    overlap: bool
+    numbers: list[Any]
+
+
+class _LaunchMemory(ctypes.Structure):
     """What the driver takes for a launch (cuda.h), in one piece."""
 
     _fields_ = (
@@ -128,14 +169,18 @@ class _Launch(ctypes.Structure):
     )
 
 
-HEAD = struct.Struct("7IPPIN")  # _Launch up to argument_bytes
-ARGUMENTS_AT = _Launch.arguments.offset
+HEAD = struct.Struct("7IPPIN")  # _LaunchMemory up to argument_bytes
+ARGUMENTS_AT = _LaunchMemory.arguments.offset
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
 BUFFER_POINTER, BUFFER_SIZE = 1, 2  # what the next entry of `extra` is
 
 
 class _Thread(threading.local):
-    """A thread's own _Launch: others may launch while the driver reads it."""
+    """What a thread has for itself.
+
+    memory   its _LaunchMemory, as others may launch while the driver reads it, and addresses in there
+    journal  the launches since `journal` began, None for one that cannot be noted
+    """
 
     def __init__(self) -> None:
         import cupy
@@ -143,18 +188,31 @@ class _Thread(threading.local):
         cupy.cuda.Device().use()  # a thread that has not called the runtime yet has no context
         launch_kernel = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
         launch_kernel.argtypes = (ctypes.c_void_p,) * 4
-        launch = _Launch(attribute_id=PROGRAMMATIC_STREAM_SERIALIZATION, attribute_value=1)
-        address = ctypes.addressof(launch)
-        launch.extra[:] = (
-            BUFFER_POINTER, address + ARGUMENTS_AT, BUFFER_SIZE, address + _Launch.argument_bytes.offset, None,
+        memory = _LaunchMemory(attribute_id=PROGRAMMATIC_STREAM_SERIALIZATION, attribute_value=1)
+        address = ctypes.addressof(memory)
+        memory.extra[:] = (
+            BUFFER_POINTER, address + ARGUMENTS_AT, BUFFER_SIZE, address + _LaunchMemory.argument_bytes.offset, None,
         )  # fmt: skip
-        attribute, extra = (address + field.offset for field in (_Launch.attribute_id, _Launch.extra))
-        self.launch = launch_kernel, launch, address, attribute, extra
+        attribute, extra = (address + field.offset for field in (_LaunchMemory.attribute_id, _LaunchMemory.extra))
+        self.memory = launch_kernel, memory, address, attribute, extra
+        self.journal: list[Launch | None] | None = None
 
 
 @functools.cache
 def _threads() -> _Thread:
     return _Thread()
+
+
+@contextlib.contextmanager
+def journal() -> Iterator[list[Launch | None]]:
+    """What is launched on this thread in the meantime, in order; None stands for a kernel that takes a struct."""
+    thread = _threads()
+    launches: list[Launch | None] = []
+    thread.journal, before = launches, thread.journal
+    try:
+        yield launches
+    finally:
+        thread.journal = before
 
 
 def strides(array: Any) -> tuple[int, ...]:
