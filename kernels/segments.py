@@ -1,8 +1,11 @@
-"""What attention reads: lists of token indices into paged caches."""
+"""What attention reads: lists of token indices into paged caches, and sequences packed one behind another."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from ..layout import CacheLayout
 
@@ -35,3 +38,9 @@ class Segment(NamedTuple):
     pages: Pages
     indices: Any
     lengths: Any | None
+
+
+def packed_rows(cu_seqlens: np.ndarray, num_rows: int) -> list[slice]:
+    """The rows of each packed sequence, those outside of the array left out."""
+    starts = np.clip(cu_seqlens.astype(np.int64), 0, num_rows).tolist()
+    return [slice(first, max(first, end)) for first, end in itertools.pairwise(starts)]

@@ -1,0 +1,88 @@
+"""Dense attention on the CPU: a few queries at a time, products are BLAS's."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..segments import Pages, packed_rows
+from .mla_cache import E4M3_VALUES
+
+V_DIM = 512
+SCORES_AT_ONCE = 4 << 20  # 16 MiB of float32
+
+
+def mha_varlen(
+    q: np.ndarray,
+    k: np.ndarray,
+    k_pe: np.ndarray | None,
+    v: np.ndarray,
+    cu_seqlens_q: np.ndarray,
+    cu_seqlens_k: np.ndarray,
+    softmax_scale: float,
+    causal: bool,
+    out: np.ndarray,
+    lse: np.ndarray,
+) -> None:
+    heads = q.shape[1]
+    for queries, keys in zip(packed_rows(cu_seqlens_q, len(q)), packed_rows(cu_seqlens_k, len(k)), strict=True):
+        m, n = queries.stop - queries.start, keys.stop - keys.start
+        values = np.ascontiguousarray(v[keys].transpose(1, 0, 2), np.float32)
+        key = k[keys].transpose(1, 0, 2).astype(np.float32)
+        if k_pe is not None:
+            shared = np.broadcast_to(k_pe[keys].astype(np.float32), (heads, n, k_pe.shape[1]))
+            key = np.concatenate([key, shared], axis=2)
+        key = key.transpose(0, 2, 1)
+        step = max(1, SCORES_AT_ONCE // max(heads * n, 1))
+        for first in range(0, m, step):
+            end = min(first + step, m)
+            part = slice(queries.start + first, queries.start + end)
+            scores = np.matmul(q[part].transpose(1, 0, 2).astype(np.float32) * np.float32(softmax_scale), key)
+            if causal:
+                scores[:, np.arange(n) > np.arange(first, end)[:, None] + n - m] = -np.inf
+            result, lse[:, part] = _attend(scores, values)
+            out[part] = result.transpose(1, 0, 2)
+
+
+def dense_mla_decode(
+    q: np.ndarray,
+    pages: Pages,
+    block_table: np.ndarray,
+    cache_seqlens: np.ndarray,
+    scale: float | np.ndarray | None,
+    softmax_scale: float,
+    causal: bool,
+    max_seqlen: int,
+    plan: object,
+    out: np.ndarray,
+    lse: np.ndarray,
+) -> None:
+    batch, s_q, heads, head_dim = q.shape
+    rows = pages.bytes.reshape(len(pages.bytes), pages.block_size, pages.layout.row_bytes)
+    for b in range(batch):
+        length = int(cache_seqlens[b])
+        positions = np.arange(min(max(length, 0), block_table.shape[1] * pages.block_size))
+        blocks = block_table[b, positions // pages.block_size]
+        positions = positions[(blocks >= 0) & (blocks < len(rows))]
+        stored = rows[block_table[b, positions // pages.block_size], positions % pages.block_size]
+        if scale is None:
+            keys = stored.view(pages.layout.value_type).astype(np.float32)
+        else:
+            keys = E4M3_VALUES[stored] * np.float32(np.ravel(scale)[0])
+        queries = q[b].astype(np.float32).reshape(s_q * heads, head_dim) * np.float32(softmax_scale)
+        scores = (queries @ keys.T).reshape(s_q, heads, len(keys))
+        if causal:
+            visible = length - (s_q - 1) + np.arange(s_q)
+            scores = np.where(positions < visible[:, None, None], scores, np.float32(-np.inf))
+        out[b], log_sum = _attend(scores, keys[:, :V_DIM])
+        lse[b] = log_sum.T
+
+
+def _attend(scores: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """scores [n, m, k], -inf where a key is not seen, and values [n, k, d] or [k, d] -> out [n, m, d], lse [n, m]."""
+    top = scores.max(axis=2, initial=-np.inf)
+    empty = np.isneginf(top)
+    scores -= np.where(empty, np.float32(0), top)[..., None]
+    weights = np.exp(scores, out=scores)
+    total = np.where(empty, np.float32(1), weights.sum(axis=2))
+    out = np.matmul(weights, values) / total[..., None]
+    return out, np.where(empty, np.float32(np.inf), top + np.log(total))
