@@ -45,6 +45,32 @@ class CompressedCache:
 
 
 @dataclass(frozen=True)
+class LayerWorkspace:
+    """What the decodes of a step write beside their result, for steps that must not allocate.
+
+    lse           [>= num_decode_tokens, h, 1] float32
+    topk_indices  [>= num_decode_tokens, topk] int32, slots of the rows that tokens select; for ratio 4
+    topk_lens     [>= num_decode_tokens] int32; for ratio 4
+    """
+
+    lse: Any
+    topk_indices: Any = None
+    topk_lens: Any = None
+
+    @classmethod
+    def allocate(cls, q: Any, topk: int = 0) -> LayerWorkspace:
+        """For steps of as many tokens as `q` has, [num_tokens, h, 512], on its device; topk as selected, at ratio 4."""
+        framework, native = dlpack.framework_of(q), dlpack.borrow(q, "q")
+        tokens, heads, _ = native.shape
+
+        def empty(shape: tuple[int, ...], dtype: type) -> Any:
+            return dlpack.give(dlpack.empty(shape, np.dtype(dtype), native), framework)
+
+        lse = empty((tokens, heads, 1), np.float32)
+        return cls(lse, empty((tokens, topk), np.int32), empty((tokens,), np.int32)) if topk else cls(lse)
+
+
+@dataclass(frozen=True)
 class SparseMLALayer:
     """An attention layer of a DeepSeek V4 class model, between its projections.
 
@@ -72,6 +98,7 @@ class SparseMLALayer:
         compressed: CompressedCache | None = None,
         *,
         out: Any = None,
+        workspace: LayerWorkspace | None = None,
         backend: str | None = None,
         stream: Any = None,
         observe: Observer = not_observed,
@@ -84,6 +111,7 @@ class SparseMLALayer:
         metadata    of the step's batch
         compressed  the compressed cache, for ratios 4 and 128
         out         [num_tokens, h, 512] bfloat16 to write instead of allocating
+        workspace   what decodes need beside it; with out and workspace given a step of decodes allocates nothing
         observe     called with an op's name around each op ("insert", "map", "decode", "gather", "prefill")
 
         Returns out; its last 64 values still carry RoPE. Rows of padding tokens are 0 or not written.
@@ -95,8 +123,11 @@ class SparseMLALayer:
         result = dlpack.borrow(out, "out", writable=True) if out is not None else None
         with streams.callers(q, framework, stream):
             if result is None:
+                refuse_in_capture(q, "out")
                 result = dlpack.empty((*q.shape[:2], V_DIM), BFLOAT16, q)
-            run = _Run(self, metadata, backend, observe)
+            if workspace is None and metadata.num_decode_tokens:
+                refuse_in_capture(q, "workspace")
+            run = _Run(self, metadata, workspace, backend, observe)
             with observe("insert"):
                 run.insert(k, swa_cache, metadata.slot_mapping, metadata.block_size)
                 if compressed is not None:
@@ -108,12 +139,19 @@ class SparseMLALayer:
         return dlpack.give(result, framework) if out is None else out
 
 
+def refuse_in_capture(q: Any, name: str) -> None:
+    """Raise ValueError, naming the argument that is missing, if a CUDA graph is captured on the current stream."""
+    if not isinstance(q, np.ndarray) and streams.is_capturing():
+        raise ValueError(f"{name}: got None while a CUDA graph is being captured, expected memory allocated before it")
+
+
 @dataclass(frozen=True)
 class _Run:
     """The parts of one step, with what they share. The caller's stream is current already."""
 
     layer: SparseMLALayer
     metadata: DeepseekSparseSWAMetadata
+    workspace: LayerWorkspace | None
     backend: str | None
     observe: Observer
 
@@ -133,8 +171,14 @@ class _Run:
             sparse_mla_decode(
                 q[:tokens, None], swa_cache, metadata.decode_swa_indices, layout=DSV4_FP8,
                 topk_length=metadata.decode_swa_lens, **extra, attn_sink=self.layer.attn_sink,
-                softmax_scale=self.layer.softmax_scale, out=out[:tokens, None], backend=self.backend,
+                softmax_scale=self.layer.softmax_scale, out=out[:tokens, None], lse=self._cut("lse", tokens),
+                backend=self.backend,
             )  # fmt: skip
+
+    def _cut(self, name: str, tokens: int) -> Any:
+        """The part of a workspace's array that a step of `tokens` tokens uses; None without a workspace."""
+        array = None if self.workspace is None else getattr(self.workspace, name)
+        return None if array is None else dlpack.borrow(array, f"workspace.{name}", writable=True)[:tokens]
 
     def _decode_compressed(self, compressed: CompressedCache, tokens: int) -> tuple[Any, Any]:
         """Slots [tokens, 1, topk] and lengths of the compressed rows that decode tokens attend to."""
@@ -142,9 +186,13 @@ class _Run:
         if compressed.topk_indices is None:
             return metadata.c128a_global_decode_topk_indices, metadata.c128a_decode_topk_lens
         topk_indices = dlpack.borrow(compressed.topk_indices[:tokens], "topk_indices")
+        indices, lens = self._cut("topk_indices", tokens), self._cut("topk_lens", tokens)
+        if self.workspace is not None and (indices is None or lens is None):
+            raise ValueError("workspace: got no topk_indices and topk_lens, expected them for a layer of ratio 4")
         indices, lens = compute_global_topk_indices_and_lens(
             topk_indices, metadata.token_to_req_indices, compressed.block_table, compressed.cache.shape[1],
-            metadata.is_valid_token, compact=True, backend=self.backend,
+            metadata.is_valid_token, compact=True, out=None if indices is None else (indices, lens),
+            backend=self.backend,
         )  # fmt: skip
         return indices[:, None], lens
 

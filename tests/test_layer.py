@@ -6,7 +6,7 @@ import pytest
 import cumla
 from cumla.batch import CommonAttentionMetadata
 from cumla.kernels.reference.attention import attend
-from cumla.layer import CompressedCache, SparseMLALayer
+from cumla.layer import CompressedCache, LayerWorkspace, SparseMLALayer
 from cumla.metadata import DeepseekSparseSWAMetadataBuilder, ServingConfig
 from support.bounds import assert_same_direction, assert_within
 from support.lab import BF16, to_float
@@ -133,3 +133,36 @@ def select(rng, seq_lens, query_lens, topk):
             chosen = rng.permutation((position + 1) // 4)[:topk]
             rows.append(np.pad(chosen, (0, topk - len(chosen)), constant_values=-1))
     return np.array(rows, np.int32)
+
+
+@pytest.mark.parametrize("ratio", [1, 4])
+def test_a_workspace_changes_no_bit(lab, rng, ratio):
+    seq_lens, heads, topk = [5, 40, 33], 3, 8
+    config = ServingConfig(
+        window_size=WINDOW, compress_ratios=(ratio,), block_size=BLOCK, compressed_block_size=COMPRESSED_BLOCK,
+        max_num_batched_tokens=64, max_num_seqs=8, max_model_len=512,
+    )  # fmt: skip
+    pool = Pool(rng, seq_lens, BLOCK)
+    cache = lab.put(cumla.DSV4_FP8.allocate(pool.num_blocks, BLOCK))
+    for r, s in enumerate(seq_lens):
+        insert(lab, pool, cache, r, np.arange(s - 1))
+    metadata = DeepseekSparseSWAMetadataBuilder(config, backend=lab.backend).build(
+        0, batch_of(lab, seq_lens, [1, 1, 1], pool)
+    )
+    compressed = None
+    if ratio == 4:
+        none = np.zeros((0, 512), BF16)
+        compressed = CompressedCache(
+            cache, lab.put(pool.table), lab.put(none), lab.put(np.zeros(0, np.int64)),
+            lab.put(select(rng, seq_lens, [1, 1, 1], topk)),
+        )  # fmt: skip
+    layer = SparseMLALayer(ratio, index_topk=topk)
+    q = lab.put(rng.standard_normal((3, heads, 512)).astype(BF16))
+    k = lab.put(np.stack([pool.rows[r][-1] for r in range(3)]))
+    want = layer.step(q, k, cache, metadata, compressed, backend=lab.backend)
+    workspace = LayerWorkspace.allocate(q, topk if ratio == 4 else 0)
+    got = layer.step(q, k, cache, metadata, compressed, workspace=workspace, backend=lab.backend)
+    assert lab.get(got).tobytes() == lab.get(want).tobytes()
+    if ratio == 4:
+        with pytest.raises(ValueError, match="workspace: got no topk_indices and topk_lens"):
+            layer.step(q, k, cache, metadata, compressed, workspace=LayerWorkspace.allocate(q), backend=lab.backend)
