@@ -63,8 +63,9 @@ class Call:
             wanted = " or ".join(str(dtype) for dtype in dtypes)
             raise TypeError(f"{name}: got dtype {native.dtype}, expected {wanted}")
         self.check_shape(name, native.shape, shape)
-        if native.strides[-1] != native.itemsize and native.shape[-1] > 1 and native.size:
-            raise ValueError(f"{name}: got strides {native.strides} bytes, expected the last axis contiguous")
+        strides = native.strides
+        if strides[-1] != native.itemsize and native.shape[-1] > 1 and native.size:
+            raise ValueError(f"{name}: got strides {strides} bytes, expected the last axis contiguous")
         return native
 
     def optional(
@@ -99,18 +100,17 @@ class Call:
 
     def check_shape(self, name: str, got: tuple[int, ...], wanted: Shape) -> None:
         """Match `got` against `wanted`, binding dimension names seen for the first time."""
-        matches = len(got) == len(wanted)
-        if matches:
+        sizes = self._sizes
+        if len(got) == len(wanted):
             for size, want in zip(got, wanted, strict=True):
-                expected = self._sizes.setdefault(want, size) if want.__class__ is str else want
-                if expected != size and expected != -1:
-                    matches = False
+                if want != size and want != -1 and (want.__class__ is int or sizes.setdefault(want, size) != size):
                     break
-        if not matches:
-            names = ", ".join("any" if want == -1 else str(want) for want in wanted)
-            known = [f"{want} = {self._sizes[want]}" for want in wanted if want in self._sizes]
-            suffix = f" with {', '.join(known)}" if known and len(got) == len(wanted) else ""
-            raise ValueError(f"{name}: got shape {tuple(got)}, expected [{names}]{suffix}")
+            else:
+                return
+        names = ", ".join("any" if want == -1 else str(want) for want in wanted)
+        known = [f"{want} = {sizes[want]}" for want in wanted if want in sizes]
+        suffix = f" with {', '.join(known)}" if known and len(got) == len(wanted) else ""
+        raise ValueError(f"{name}: got shape {tuple(got)}, expected [{names}]{suffix}")
 
     def size(self, name: str) -> int:
         """The size that a dimension name was bound to."""

@@ -81,14 +81,18 @@ def borrow(array: Any, name: str = "array", writable: bool = False, stream: int 
     Raises TypeError if it is no array or of a type without a counterpart, ValueError if it lies in memory
     that cannot be used or written.
     """
-    try:
-        framework = framework_of(array)
-    except TypeError as error:
-        raise TypeError(f"{name}: {error}") from None
+    framework = _FRAMEWORK_OF_TYPE.get(array.__class__)
+    if framework is None:
+        try:
+            framework = framework_of(array)
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}") from None
     native, read_only = _BORROW[framework](array, name, stream)
-    if writable and read_only:
+    if not writable:
+        return native
+    if read_only:
         raise ValueError(f"{name}: got a read-only {framework} array, expected one that can be written")
-    if writable and 0 in native.strides and _overlaps(native):
+    if 0 in native.strides and _overlaps(native):
         raise ValueError(f"{name}: got strides {native.strides} bytes, to write expected one whose elements are apart")
     return native
 
@@ -113,18 +117,20 @@ def _borrow_cupy(array: Any, name: str, stream: int | None) -> tuple[Any, bool]:
 
 def _borrow_torch(tensor: Any, name: str, stream: int | None) -> tuple[Any, bool]:
     torch = sys.modules["torch"]
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.layout is not torch.strided:
         raise TypeError(f"{name}: got a torch tensor of layout {tensor.layout}, expected a strided one")
-    dtype = _torch_type(tensor.dtype, name)
-    if tensor.device.type == "cpu":
-        if tensor.dtype is torch.bfloat16:
-            return tensor.view(torch.int16).numpy().view(dtype), False
-        return (tensor.view(torch.uint8) if dtype == np.uint8 else tensor).numpy(), False
-    if tensor.device.type != "cuda":
-        raise ValueError(f"{name}: got a torch tensor on {tensor.device}, expected one on the CPU or a CUDA device")
-    strides = tuple(stride * dtype.itemsize for stride in tensor.stride())
-    return _over_device_memory(tensor.data_ptr(), tensor.shape, strides, dtype, tensor.device.index, tensor), False
+    dtype, device = _torch_type(tensor.dtype, name), tensor.device
+    if device.type == "cuda":
+        size = dtype.itemsize
+        strides = tuple([stride * size for stride in tensor.stride()])
+        return _over_device_memory(tensor.data_ptr(), tensor.shape, strides, dtype, device.index, tensor), False
+    if device.type != "cpu":
+        raise ValueError(f"{name}: got a torch tensor on {device}, expected one on the CPU or a CUDA device")
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(dtype), False
+    return (tensor.view(torch.uint8) if dtype == np.uint8 else tensor).numpy(), False
 
 
 def _torch_type(torch_dtype: Any, name: str) -> np.dtype[Any]:
