@@ -6,7 +6,7 @@ from typing import Any
 
 from ..step import IndexerBuffers, IndexerCounts
 from .compile import kernel
-from .launch import int32, strides
+from .launch import strides
 
 THREADS, WARPS, COLUMNS = 256, 8, 1024  # as in indexer_step.cu
 ITEMS_PER_THREAD = 16  # rows of a prefill request that a thread is given before more thread blocks help
@@ -25,12 +25,12 @@ def build_indexer_decode(
         (1 + element_blocks + copy_blocks,),
         (THREADS,),
         (
-            query_start_loc, seq_lens, int32(len(seq_lens)), block_table, strides(block_table)[0],
-            int32(block_table.shape[1]), int32(counts.num_decodes), int32(counts.batch_size), int32(counts.flatten),
-            int32(counts.lens_per_entry), int32(counts.columns), int32(counts.entries_before),
-            int32(counts.columns_before), int32(counts.block_size), int32(counts.compress_ratio),
-            buffers.decode_lens, buffers.seq_lens, int32(capacity), buffers.slot_mapping, buffers.block_table,
-            buffers.block_table.shape[1], buffers.schedule, int32(len(buffers.schedule) - 1), int32(element_blocks),
+            query_start_loc, seq_lens, len(seq_lens), block_table, strides(block_table)[0],
+            block_table.shape[1], counts.num_decodes, counts.batch_size, counts.flatten,
+            counts.lens_per_entry, counts.columns, counts.entries_before,
+            counts.columns_before, counts.block_size, counts.compress_ratio,
+            buffers.decode_lens, buffers.seq_lens, capacity, buffers.slot_mapping, buffers.block_table,
+            buffers.block_table.shape[1], buffers.schedule, len(buffers.schedule) - 1, element_blocks,
         ),
     )  # fmt: skip
 
@@ -50,8 +50,8 @@ def compressed_slot_mapping(
         (-(-len(slots) // THREADS),),
         (THREADS,),
         (
-            query_start_loc, seq_lens, int32(len(seq_lens)), block_table, strides(block_table)[0],
-            int32(block_table.shape[1]), int32(num_tokens), int32(block_size), int32(compress_ratio), slots, len(slots),
+            query_start_loc, seq_lens, len(seq_lens), block_table, strides(block_table)[0],
+            block_table.shape[1], num_tokens, block_size, compress_ratio, slots, len(slots),
         ),
     )  # fmt: skip
 
@@ -74,7 +74,7 @@ def build_indexer_chunk(
         (num_reqs, splits),
         (THREADS,),
         (
-            query_start_loc.data.ptr + offset, seq_lens.data.ptr + offset, int32(compress_ratio),
-            int32(len(cu_seqlen_ks)), int32(len(token_to_seq)), cu_seqlen_ks, cu_seqlen_ke, cu_seq_lens, token_to_seq,
+            query_start_loc.data.ptr + offset, seq_lens.data.ptr + offset, compress_ratio,
+            len(cu_seqlen_ks), len(token_to_seq), cu_seqlen_ks, cu_seqlen_ke, cu_seq_lens, token_to_seq,
         ),
     )  # fmt: skip
