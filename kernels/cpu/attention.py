@@ -1,23 +1,23 @@
 """Sparse MLA on the CPU: rows are gathered by Numba, products are BLAS's.
 
-Work goes in chunks of query tokens so that the gathered rows stay within a few dozen megabytes.
+Threads take one query token at a time: gather the rows that it attends to, dequantised and without gaps, into a buffer
+that stays in the core's cache, multiply there, and go on to the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from ..segments import Segment
-from .rows import Geometry, geometry_of, read_row
+from .rows import Geometry, flat, float32_of_bfloat16, geometry_of, read_row, round_to_bfloat16
+from .threads import for_each
 
 V_DIM = 512
-CHUNK_VALUES = 8 << 20  # gathered values in flight: 32 MB of float32
-# Products of larger values could leave float32: such a chunk is computed in float64.
-FLOAT32_SAFE = 1e30
+Gather = Callable[[int, np.ndarray], int]  # fills rows of a token and says how many there are
 
 
 def sparse_mla_decode(
@@ -27,25 +27,22 @@ def sparse_mla_decode(
     softmax_scale: float,
     out: np.ndarray,
     lse: np.ndarray,
+    plan: object = None,
+    batch_invariant: bool = False,
 ) -> None:
-    batch, s_q, heads, head_dim = q.shape
-    width = sum(x.indices.shape[2] for x in segments)
-    tokens = batch * s_q
-    q_rows = q.reshape(tokens, heads, head_dim)
-    lists = [_flatten(x, tokens) for x in segments]
+    """The plan has no part in it, and every token is on its own anyway."""
+    s_q = q.shape[1]
+    caches = [(*flat(x.pages), x.indices, x.lengths, geometry_of(x.pages)) for x in segments]
 
-    def gather(chunk: slice, rows: np.ndarray, present: np.ndarray) -> None:
-        column = 0
-        for segment, (indices, lengths) in zip(segments, lists, strict=True):
-            _gather_slots(
-                rows, present, column, segment.pages.bytes, indices[chunk], lengths[chunk], geometry_of(segment.pages)
-            )
-            column += indices.shape[1]
+    def gather(token: int, rows: np.ndarray) -> int:
+        b, s = divmod(token, s_q)
+        count = 0
+        for memory, page_stride, num_slots, indices, lengths, geometry in caches:
+            listed = indices.shape[2] if lengths is None else int(lengths[b, s])
+            count = _gather_slots(rows, count, memory, page_stride, num_slots, indices[b, s], listed, geometry)
+        return count
 
-    for chunk, result, _, log_sum in _attend(q_rows, width, gather, attn_sink, softmax_scale):
-        where = np.unravel_index(np.arange(chunk.start, chunk.stop), (batch, s_q))
-        out[where] = result
-        lse[where[0], :, where[1]] = log_sum
+    _attend(q, sum(x.indices.shape[2] for x in segments), gather, attn_sink, softmax_scale, out, None, lse)
 
 
 def sparse_mla_prefill(
@@ -59,134 +56,162 @@ def sparse_mla_prefill(
     max_logits: np.ndarray,
     lse: np.ndarray,
 ) -> None:
-    tokens, width = indices.shape
-    lengths = np.full(tokens, width, np.int64) if topk_length is None else topk_length.astype(np.int64)
-    bits = np.ascontiguousarray(kv).view(np.uint16)
+    bits, width = kv.view(np.uint16), indices.shape[1]
 
-    def gather(chunk: slice, rows: np.ndarray, present: np.ndarray) -> None:
-        _gather_rows(rows, present, bits, np.ascontiguousarray(indices[chunk]), lengths[chunk])
+    def gather(token: int, rows: np.ndarray) -> int:
+        listed = width if topk_length is None else int(topk_length[token])
+        return _gather_rows(rows, bits, indices[token], listed)
 
-    for chunk, result, top, log_sum in _attend(q, width, gather, attn_sink, softmax_scale):
-        out[chunk], max_logits[chunk], lse[chunk] = result, top, log_sum
-
-
-def _flatten(segment: Segment, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """A segment's indices [tokens, topk] and lengths [tokens]."""
-    indices = np.ascontiguousarray(segment.indices).reshape(tokens, -1)
-    if segment.lengths is None:
-        return indices, np.full(tokens, indices.shape[1], np.int64)
-    return indices, segment.lengths.reshape(tokens).astype(np.int64)
+    # As a batch of tokens with one query each.
+    _attend(q[:, None], width, gather, attn_sink, softmax_scale, out[:, None], max_logits[..., None], lse[..., None])
 
 
-def _attend(q: np.ndarray, width: int, gather: Any, attn_sink: np.ndarray | None, softmax_scale: float) -> Any:
-    """Yield (chunk of tokens, out, max_logits, lse) until every token of q [tokens, heads, head_dim] is done."""
-    tokens, heads, head_dim = q.shape
-    step = max(1, CHUNK_VALUES // max(1, width * head_dim))
+def _attend(
+    q: np.ndarray,
+    width: int,
+    gather: Gather,
+    attn_sink: np.ndarray | None,
+    softmax_scale: float,
+    out: np.ndarray,
+    max_logits: np.ndarray | None,
+    lse: np.ndarray,
+) -> None:
+    """Attention of every token of q [b, s_q, h, d] over at most `width` rows; max_logits and lse [b, h, s_q]."""
+    batch, s_q, heads, head_dim = q.shape
+    q_bits, out_bits = q.view(np.uint16), out.view(np.uint16)
     sink = np.full(heads, -np.inf, np.float32) if attn_sink is None else attn_sink
-    for start in range(0, tokens, step):
-        chunk = slice(start, min(start + step, tokens))
-        size = chunk.stop - start
-        queries = q[chunk].astype(np.float32)
-        rows = np.empty((size, width, head_dim), np.float32)
-        present = np.empty((size, width), np.bool_)
-        gather(chunk, rows, present)
-        if _largest(queries) * _largest(rows) * head_dim * max(1.0, abs(softmax_scale)) > FLOAT32_SAFE:
-            queries, rows = queries.astype(np.float64), np.empty(rows.shape, np.float64)
-            gather(chunk, rows, present)
-        scores = np.matmul(queries * queries.dtype.type(softmax_scale), rows.transpose(0, 2, 1))
-        max_logits = np.empty((size, heads), np.float32)
-        lse = np.empty((size, heads), np.float32)
-        share = np.empty((size, heads), scores.dtype)
-        _softmax(scores, present, sink, max_logits, lse, share)
-        out = np.matmul(scores, rows[:, :, :V_DIM])
-        out *= share[:, :, None]
-        yield chunk, out, max_logits, lse
+
+    def work(tokens: Iterator[int]) -> None:
+        buffers = _Buffers(heads, width, head_dim, np.float32)
+        for token in tokens:
+            b, s = divmod(token, s_q)
+            finite = buffers.attend(token, q_bits[b, s], gather, softmax_scale, sink, out_bits[b, s])
+            used = buffers
+            if not finite:  # the numbers of this token may have left float32
+                used = _Buffers(heads, width, head_dim, np.float64)
+                used.attend(token, q_bits[b, s], gather, softmax_scale, sink, out_bits[b, s])
+            lse[b, :, s] = used.lse
+            if max_logits is not None:
+                max_logits[b, :, s] = used.max_logits
+
+    for_each(batch * s_q, work)
 
 
-def _largest(x: np.ndarray) -> float:
-    """Largest magnitude, infinity included, NaN left out."""
-    if x.size == 0:
-        return 0.0
-    with np.errstate(invalid="ignore"):
-        return float(np.fmax(np.fmax.reduce(x, axis=None), -np.fmin.reduce(x, axis=None)))
+class _Buffers:
+    """What one thread needs for one token, in float32 or float64."""
+
+    def __init__(self, heads: int, width: int, head_dim: int, dtype: Any) -> None:
+        self.queries = np.empty((heads, head_dim), dtype)
+        self.rows = np.empty((width, head_dim), dtype)
+        self.scores = np.empty(heads * width, dtype)
+        self.result = np.empty((heads, V_DIM), dtype)
+        self.share = np.empty(heads, dtype)
+        self.max_logits = np.empty(heads, dtype)
+        self.lse = np.empty(heads, dtype)
+
+    def attend(
+        self,
+        token: int,
+        q_bits: np.ndarray,
+        gather: Gather,
+        softmax_scale: float,
+        sink: np.ndarray,
+        out_bits: np.ndarray,
+    ) -> bool:
+        """Write the token's output; max_logits and lse are left here. Returns whether all numbers were finite."""
+        count = gather(token, self.rows)
+        if count == 0:
+            out_bits[...] = 0
+            self.max_logits[:], self.lse[:] = -np.inf, np.inf
+            return True
+        rows, scores = self.rows[:count], self.scores[: len(self.queries) * count].reshape(-1, count)
+        _scaled(self.queries, q_bits, softmax_scale)
+        np.matmul(self.queries, rows.T, out=scores)
+        finite = _softmax(scores, sink, self.max_logits, self.lse, self.share)
+        np.matmul(scores, rows[:, :V_DIM], out=self.result)
+        return bool(_store(out_bits, self.result, self.share) and finite)
 
 
-@njit(parallel=True, cache=True)
+@njit(nogil=True, cache=True)
 def _gather_slots(
     rows: np.ndarray,
-    present: np.ndarray,
-    column: int,
-    pages: np.ndarray,
+    count: int,
+    memory: np.ndarray,
+    page_stride: int,
+    num_slots: int,
     indices: np.ndarray,
-    lengths: np.ndarray,
+    listed: int,
     g: Geometry,
-) -> None:
-    num_slots = pages.shape[0] * g.block_size
-    tokens, topk = indices.shape
-    for i in prange(tokens * topk):
-        token, j = i // topk, i % topk
-        slot = np.int64(indices[token, j])
-        found = j < lengths[token] and 0 <= slot < num_slots
-        present[token, column + j] = found
-        if found:
-            read_row(pages[slot // g.block_size], slot % g.block_size, rows[token, column + j], g)
-        else:
-            rows[token, column + j] = 0
+) -> int:
+    """Append the rows of the first `listed` slots that are in the cache after the first `count` rows."""
+    for j in range(min(listed, len(indices))):
+        slot = np.int64(indices[j])
+        if 0 <= slot < num_slots:
+            read_row(memory[slot // g.block_size * page_stride :], slot % g.block_size, rows[count], g)
+            count += 1
+    return count
 
 
-@njit(parallel=True, cache=True)
-def _gather_rows(
-    rows: np.ndarray, present: np.ndarray, kv_bits: np.ndarray, indices: np.ndarray, lengths: np.ndarray
-) -> None:
-    tokens, topk = indices.shape
-    for i in prange(tokens * topk):
-        token, j = i // topk, i % topk
-        index = indices[token, j]
-        found = j < lengths[token] and 0 <= index < kv_bits.shape[0]
-        present[token, j] = found
-        if found:
-            for d in range(kv_bits.shape[1]):
-                bits = np.uint32(kv_bits[index, d]) << np.uint32(16)
-                rows[token, j, d] = np.uint32(bits).view(np.float32)
-        else:
-            rows[token, j] = 0
+@njit(nogil=True, cache=True)
+def _gather_rows(rows: np.ndarray, kv_bits: np.ndarray, indices: np.ndarray, listed: int) -> int:
+    """The same for rows of a dense workspace, bfloat16 seen as uint16."""
+    count = 0
+    for j in range(min(listed, len(indices))):
+        index = np.int64(indices[j])
+        if 0 <= index < len(kv_bits):
+            row = rows[count]
+            bits = kv_bits[index]
+            for d in range(len(bits)):
+                row[d] = float32_of_bfloat16(bits[d])
+            count += 1
+    return count
 
 
-@njit(parallel=True, cache=True)
-def _softmax(
-    scores: np.ndarray,
-    present: np.ndarray,
-    sink: np.ndarray,
-    max_logits: np.ndarray,
-    lse: np.ndarray,
-    share: np.ndarray,
-) -> None:
+@njit(nogil=True, cache=True)
+def _scaled(queries: np.ndarray, q_bits: np.ndarray, softmax_scale: float) -> None:
+    scale = queries.dtype.type(softmax_scale)
+    for head in range(len(queries)):
+        row, bits = queries[head], q_bits[head]
+        for d in range(len(row)):
+            row[d] = float32_of_bfloat16(bits[d]) * scale
+
+
+@njit(nogil=True, cache=True)
+def _softmax(scores: np.ndarray, sink: np.ndarray, max_logits: np.ndarray, lse: np.ndarray, share: np.ndarray) -> bool:
     """Scores become weights in place; `share` is what the weighted sum is multiplied by at the end."""
-    size, heads, width = scores.shape
-    for i in prange(size * heads):
-        token, head = i // heads, i % heads
-        row = scores[token, head]
-        top = -np.inf
-        poisoned = False
-        for j in range(width):
-            if present[token, j]:
-                poisoned = poisoned or row[j] != row[j]
-                top = max(top, np.float64(row[j]))
-        if top == -np.inf and not poisoned:
-            row[:] = 0
-            max_logits[token, head], lse[token, head], share[token, head] = -np.inf, np.inf, 0
-            continue
-        if poisoned:
-            top = np.nan
+    finite = True
+    for head in range(len(scores)):
+        row = scores[head]
+        top = row[0]
+        check = row[0] - row[0]  # 0, or NaN once a score is no number
+        for j in range(len(row)):
+            top = max(top, row[j])
+            check += row[j] - row[j]
+        if check != 0:
+            finite = False
+            for j in range(len(row)):
+                top = top if row[j] == row[j] else row[j]
         total = 0.0
-        for j in range(width):
-            weight = np.exp(row[j] - top) if present[token, j] else 0.0
-            row[j] = weight
-            total += weight
+        for j in range(len(row)):
+            row[j] = np.exp(row[j] - top)
+            total += row[j]
         log_sum = top + np.log(total)
-        max_logits[token, head] = top
-        lse[token, head] = log_sum
-        share[token, head] = 1.0 / (total * (1.0 + np.exp(np.float64(sink[head]) - log_sum)))
+        max_logits[head], lse[head] = top, log_sum
+        share[head] = 1.0 / (total * (1.0 + np.exp(np.float64(sink[head]) - log_sum)))
+    return finite
+
+
+@njit(nogil=True, cache=True)
+def _store(out_bits: np.ndarray, result: np.ndarray, share: np.ndarray) -> bool:
+    """result times share, rounded to bfloat16."""
+    check = np.float32(0)
+    for head in range(len(result)):
+        row, bits = result[head], out_bits[head]
+        for d in range(len(row)):
+            x = np.float32(row[d] * share[head])
+            check += x - x
+            bits[d] = round_to_bfloat16(x)
+    return check == 0
 
 
 def merge_attn_states(

@@ -65,30 +65,32 @@ def write_token(pages: Pages, slot: int, values: np.ndarray, power_of_two: bool)
 
 
 @np.errstate(invalid="ignore")  # signalling NaN
-def read_token(pages: Pages, slot: int) -> np.ndarray:
-    """The values of `slot`, float64 [head_dim], exact."""
+def read_tokens(pages: Pages, slots: np.ndarray) -> np.ndarray:
+    """The values of many slots, float64 [n, head_dim], exact."""
     layout = pages.layout
-    page = pages.bytes[slot // pages.block_size]
-    row = slot % pages.block_size
-    start = row * layout.row_bytes
-    data = page[start : start + layout.row_bytes]
+    page, row = np.divmod(np.asarray(slots, np.int64)[:, None], pages.block_size)
+
+    def read(start: int, stride: int, count: int) -> np.ndarray:
+        """`count` bytes of each token, from `start` on, where tokens of a page are `stride` bytes apart."""
+        return pages.bytes[page, start + row * stride + np.arange(count)]
+
+    data = read(0, layout.row_bytes, layout.row_bytes)
     if layout.value_type != "e4m3":
         return data.view(ml_dtypes.bfloat16 if layout.value_type == "bfloat16" else np.float16).astype(np.float64)
-    quantized = data[: layout.quantized_dim].view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    at = layout.scale_start(pages.block_size) + row * layout.scale_stride
+    quantized = data[:, : layout.quantized_dim].view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    stored = read(layout.scale_start(pages.block_size), layout.scale_stride, layout.scale_bytes)
     if layout.scale_type == "ue8m0":
-        exponents = page[at : at + layout.num_scales].astype(np.int64)
+        exponents = stored[:, : layout.num_scales].astype(np.int64)
         scales = np.where(exponents == 255, np.nan, np.ldexp(1.0, exponents - 127))
     else:
-        scales = page[at : at + 4 * layout.num_scales].view(np.float32).astype(np.float64)
-    rope = data[layout.rope_offset :].view(ml_dtypes.bfloat16).astype(np.float64)
-    return np.concatenate([quantized * np.repeat(scales, layout.scale_tile), rope])
+        scales = stored[:, : 4 * layout.num_scales].view(np.float32).astype(np.float64)
+    rope = data[:, layout.rope_offset :].view(ml_dtypes.bfloat16).astype(np.float64)
+    return np.concatenate([quantized * np.repeat(scales, layout.scale_tile, axis=1), rope], axis=1)
 
 
-def read_tokens(pages: Pages, slots: np.ndarray) -> np.ndarray:
-    """The values of many slots, float64 [n, head_dim]."""
-    rows = [read_token(pages, int(slot)) for slot in slots]
-    return np.array(rows) if rows else np.empty((0, pages.layout.head_dim))
+def read_token(pages: Pages, slot: int) -> np.ndarray:
+    """The values of `slot`, float64 [head_dim], exact."""
+    return read_tokens(pages, np.array([slot]))[0]
 
 
 def lookup_slot(block_table: np.ndarray, row: int, position: int, block_size: int) -> int:
