@@ -66,10 +66,18 @@ class CommonAttentionMetadata:
 
 def host_array(name: str, value: Any) -> np.ndarray:
     """A `_cpu` array of a batch as NumPy. Raises ValueError for one on a device: to read it would wait for it."""
+    if value.__class__ is np.ndarray:
+        return value
     native = dlpack.borrow(value, name)
     if not isinstance(native, np.ndarray):
         raise ValueError(f"{name}: got an array on CUDA device {native.device.id}, expected one in host memory")
     return native
+
+
+def first_true(mask: Any) -> int:
+    """The first place where `mask` is True, or -1. (argmax stops there, and is quicker than any and count_nonzero.)"""
+    first = int(mask.argmax()) if len(mask) else -1
+    return first if first >= 0 and mask[first] else -1
 
 
 class HostLens(NamedTuple):
@@ -104,11 +112,10 @@ class HostLens(NamedTuple):
         if first > decode_threshold:
             return 0, num_reqs, 0, num_tokens
         is_prefill = query_lens != first if require_uniform else query_lens > decode_threshold
-        num_others = np.count_nonzero(is_prefill)
-        all_empty = require_uniform and first and np.count_nonzero(query_lens) == num_reqs - num_others
-        if not num_others or all_empty:
+        num_decodes = first_true(is_prefill)
+        all_empty = require_uniform and first and not query_lens[is_prefill].any()
+        if num_decodes < 0 or all_empty:
             return all_decodes
-        num_decodes = int(is_prefill.argmax())
         num_decode_tokens = int(self.starts[num_decodes])
         return num_decodes, num_reqs - num_decodes, num_decode_tokens, num_tokens - num_decode_tokens
 

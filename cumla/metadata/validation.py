@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from ..batch import CommonAttentionMetadata, HostLens
+from ..batch import CommonAttentionMetadata, HostLens, first_true
 from .base import ServingConfig
+
+UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}  # by bytes
 
 Table = tuple[Any, int, int]
 """A block table [num_reqs, B], the positions that one of its entries covers, and how many of them make a row."""
@@ -32,7 +34,7 @@ def check_capacity(batch: CommonAttentionMetadata, config: ServingConfig, rows: 
 def check_batch(batch: CommonAttentionMetadata, lens: HostLens, config: ServingConfig, **tables: Table) -> None:
     """Raise ValueError for a batch that is inconsistent, unordered or longer than the config or a table allows.
 
-    A good batch costs one comparison of all requests for each thing that can be wrong.
+    A good batch costs three comparisons of all requests, and one of those behind the first prefill.
     """
     num_tokens, (starts, query_lens, seq_lens) = batch.num_actual_tokens, lens
     if starts[0] != 0 or starts[-1] > num_tokens:
@@ -40,14 +42,15 @@ def check_batch(batch: CommonAttentionMetadata, lens: HostLens, config: ServingC
             f"query_start_loc_cpu: got {starts[0]} to {starts[-1]}, expected 0 to at most "
             f"num_actual_tokens = {num_tokens}"
         )
-    if (r := _first(query_lens < 0)) >= 0:
-        raise ValueError(
-            f"query_start_loc_cpu: request {r} goes from {starts[r]} to {starts[r + 1]}, "
-            "expected starts that do not decrease"
-        )
-    if (r := _first(query_lens > batch.max_query_len)) >= 0:
+    # As unsigned numbers, negative lengths are longer than any.
+    if (r := first_true(query_lens.view(UNSIGNED[query_lens.itemsize]) > max(batch.max_query_len, 0))) >= 0:
+        if query_lens[r] < 0:
+            raise ValueError(
+                f"query_start_loc_cpu: request {r} goes from {starts[r]} to {starts[r + 1]}, "
+                "expected starts that do not decrease"
+            )
         raise ValueError(f"max_query_len: got {batch.max_query_len}, but request {r} has {query_lens[r]} query tokens")
-    if (r := _first(query_lens > seq_lens)) >= 0:
+    if (r := first_true(query_lens > seq_lens)) >= 0:
         raise ValueError(
             f"seq_lens_cpu: request {r} has {seq_lens[r]} tokens, expected at least the {query_lens[r]} of its query"
         )
@@ -56,16 +59,11 @@ def check_batch(batch: CommonAttentionMetadata, lens: HostLens, config: ServingC
         _check_order(query_lens, config.decode_threshold)
 
 
-def _first(mask: Any) -> int:
-    """The first place where `mask` is True, or -1."""
-    return int(mask.argmax()) if np.count_nonzero(mask) else -1
-
-
 def _check_lengths(
     seq_lens: Any, batch: CommonAttentionMetadata, config: ServingConfig, tables: dict[str, Table]
 ) -> None:
     limit = min(batch.max_seq_len, config.max_model_len, *map(_covered, tables.values()))
-    if (r := _first(seq_lens > limit)) < 0:
+    if (r := first_true(seq_lens > limit)) < 0:
         return
     got = f"request {r} has {seq_lens[r]} tokens"
     for name, table in tables.items():
@@ -84,13 +82,11 @@ def _covered(table: Table) -> int:
 
 
 def _check_order(query_lens: Any, decode_threshold: int) -> None:
-    is_prefill = query_lens > decode_threshold
-    num_prefills = np.count_nonzero(is_prefill)
-    if not num_prefills or np.count_nonzero(is_prefill[-num_prefills:]) == num_prefills:
-        return
-    first = int(is_prefill.argmax())
+    first = first_true(query_lens > decode_threshold)
     behind = query_lens[first:]
-    if (late := _first((behind > 0) & (behind <= decode_threshold))) >= 0:
+    if first < 0 or behind.min() > decode_threshold:
+        return
+    if (late := first_true((behind > 0) & (behind <= decode_threshold))) >= 0:
         raise ValueError(
             f"query_start_loc_cpu: request {first + late} with {behind[late]} query tokens follows a prefill, "
             f"expected decodes (at most {decode_threshold} tokens) first"
