@@ -9,12 +9,14 @@ from .cache import (
     indexer_k_quant_and_cache,
     quantize_and_insert_k_cache,
 )
+from .dense_attention import dense_mla_decode, mha_varlen
 from .indices import (
     build_flashinfer_mixed_sparse_indices,
     combine_topk_swa_indices,
     compute_global_topk_indices_and_lens,
     compute_swa_indices_and_lens,
 )
+from .kernels.plan import DecodePlan
 from .layout import DSV4_BF16, DSV4_FP8, INDEXER_FP8, MLA_BF16, V32_FP8, CacheLayout
 from .mla_cache import concat_and_cache_mla, gather_cache
 
@@ -27,6 +29,7 @@ __all__ = [
     "MLA_BF16",
     "V32_FP8",
     "CacheLayout",
+    "DecodePlan",
     "advance_step",
     "build_flashinfer_mixed_sparse_indices",
     "combine_topk_swa_indices",
@@ -35,10 +38,12 @@ __all__ = [
     "concat_and_cache_mla",
     "copy_blocks",
     "cp_gather_indexer_k_quant_cache",
+    "dense_mla_decode",
     "dequantize_and_gather_k_cache",
     "gather_cache",
     "indexer_k_quant_and_cache",
     "merge_attn_states",
+    "mha_varlen",
     "quantize_and_insert_k_cache",
     "sparse_mla_decode",
     "sparse_mla_prefill",

@@ -8,14 +8,17 @@ from typing import Any
 import numpy as np
 
 from .call import BF16, BYTES, FLOAT32, FLOATS, INT32, Call
+from .kernels.plan import DecodePlan
 from .kernels.segments import Pages, Segment
 from .layout import DSV4_BF16, MLA_BF16, CacheLayout, layout_of
+from .prepared import prepared
 
 V_DIM = 512
 HEAD_DIMS = (512, 576)
 MAX_HEADS = 128
 
 
+@prepared
 def sparse_mla_decode(
     q: Any,
     k_cache: Any,
@@ -30,7 +33,8 @@ def sparse_mla_decode(
     extra_block_size: int | None = None,
     attn_sink: Any | None = None,
     softmax_scale: float | None = None,
-    plan: Any | None = None,
+    plan: DecodePlan | None = None,
+    batch_invariant: bool = False,
     out: Any | None = None,
     lse: Any | None = None,
     backend: str | None = None,
@@ -50,11 +54,16 @@ def sparse_mla_decode(
                    lengths
     attn_sink      [h] float32: a logit that takes weight and gives nothing; None: no sink
     softmax_scale  1 / sqrt(d) if None
+    plan           a DecodePlan that the layers of a step share; None: planned here
+    batch_invariant  whether a token's result must not depend on what else is in the batch: its keys are then
+                   never shared out, which makes small batches slower
     out            [b, s_q, h, 512] bfloat16 to write instead of allocating
     lse            [b, h, s_q] float32 to write instead of allocating
 
     Returns out and lse. V is the first 512 values of each key. lse is the natural logarithm of the sum of
-    exp(softmax_scale * q . k), the sink left out. A query without keys gives out 0 and lse +inf.
+    exp(softmax_scale * q . k), the sink left out. A query without keys gives out 0 and lse +inf. The same call
+    gives the same bits every time. Inside CUDA graph capture give plan, out and lse, or memory would have to be
+    allocated, which raises RuntimeError.
     Source: FlashMLA flash_mla_with_kvcache (sparse, FP8).
     """
     call = Call(backend, stream)
@@ -69,17 +78,27 @@ def sparse_mla_decode(
     elif not (extra_k_cache is None and extra_indices is None and extra_topk_length is None):
         raise ValueError("extra_k_cache: extra_k_cache and extra_indices must be given together")
     attn_sink = call.optional("attn_sink", attn_sink, FLOAT32, ("h",))
+    if plan is not None and not isinstance(plan, DecodePlan):
+        raise TypeError(f"plan: got {type(plan).__name__}, expected a DecodePlan")
     batch, s_q, heads, head_dim = q.shape
     out_array = call.output("out", out, BF16, (batch, s_q, heads, V_DIM))
     lse_array = call.output("lse", lse, FLOAT32, (batch, heads, s_q))
     if q.size:
         with call.kernels("attention") as kernels:
             kernels.sparse_mla_decode(
-                q, segments, attn_sink, scale_or_default(softmax_scale, head_dim), out_array, lse_array
+                q,
+                segments,
+                attn_sink,
+                scale_or_default(softmax_scale, head_dim),
+                out_array,
+                lse_array,
+                plan,
+                batch_invariant,
             )
     return call.results()
 
 
+@prepared
 def sparse_mla_prefill(
     q: Any,
     kv: Any,
@@ -136,6 +155,7 @@ def sparse_mla_prefill(
     return call.results()
 
 
+@prepared
 def merge_attn_states(
     output: Any,
     prefix_output: Any,

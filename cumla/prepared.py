@@ -21,6 +21,7 @@ import numpy as np
 
 from .interop import dlpack, streams
 from .kernels.cuda.launch import Launch, journal
+from .kernels.plan import DecodePlan
 from .layout import CacheLayout
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -137,6 +138,15 @@ def _look_at_value(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
     return x.__class__, x
 
 
+def _look_at_plan(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
+    """A plan that is made counts as the memory it has; to make it is more than to launch kernels."""
+    if x.made_for is None:
+        return UNKNOWN
+    looks = [x.made_for]
+    looks += [LOOKS[memory.__class__](memory, arrays, addresses) for memory in x.memory]
+    return tuple(looks)
+
+
 def _look_away(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
     return UNKNOWN
 
@@ -157,6 +167,7 @@ class _Looks(dict[type, Callable[[Any, list[Any], list[int]], Any]]):
 
 LOOKS = _Looks(dict.fromkeys((type(None), bool, int, float, str, CacheLayout), _look_at_value))
 LOOKS[tuple] = _look_at_tuple
+LOOKS[DecodePlan] = _look_at_plan
 
 
 class _Noted(threading.local):
@@ -183,13 +194,11 @@ def note_output(native: Any) -> None:
         _noted.outputs.append(native)
 
 
-def note(launches: list[Launch | None], arrays: list[Any], outputs: list[Any], result: Any) -> KnownCall | None:
+def note(launches: list[Launch], arrays: list[Any], outputs: list[Any], result: Any) -> KnownCall | None:
     """The call that made these launches; None if it cannot be made again from its arrays' addresses."""
     spans = [_span(array) for array in [*arrays, *outputs]]
     again, together = [], set()
     for launch in launches:
-        if launch is None:
-            return None
         places = []
         for place in launch.kernel.addresses:
             address = launch.numbers[place]

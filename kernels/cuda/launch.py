@@ -42,33 +42,45 @@ C_TYPES = {np.dtype(getattr(ml_dtypes, name, name)): c_name for name, c_name in 
 PACKING = {"*": "P", "int": "i", "int64": "q", "uint32": "I", "float": "f", "double": "d", "bool": "?"}
 
 
-def packing(text: str, name: str, defines: dict[str, str | int]) -> struct.Struct | None:
-    """How the arguments of kernel `name` of a source text lie behind one another; None with a struct among them."""
+def packing(text: str, name: str, defines: dict[str, str | int]) -> struct.Struct:
+    """How the arguments of kernel `name` of a source text lie behind one another, a struct's members among them."""
     found = re.search(rf"\b{name}\(([^)]*)\)\s*{{", text)
     if found is None:
-        return None
-    codes = []
-    for parameter in found[1].split(","):
-        c_type = "*" if "*" in parameter else parameter.split()[-2]
-        code = PACKING.get(str(defines.get(c_type, c_type)))
-        if code is None:
-            return None
-        codes.append(code)
-    return struct.Struct("".join(codes))
+        raise ValueError(f"{name}: no such kernel in the source")
+    types = ["*" if "*" in parameter else parameter.split()[-2] for parameter in found[1].split(",")]
+    return struct.Struct("".join(_codes(text, str(defines.get(c_type, c_type))) for c_type in types))
+
+
+def _codes(text: str, c_type: str) -> str:
+    """The codes of a value of a C type; of a struct, those of its members, which must fill whole words of 8 bytes."""
+    if c_type in PACKING:
+        return PACKING[c_type]
+    body = re.search(rf"\nstruct {c_type} {{\n(.*?)\n}};", text, re.DOTALL)
+    if body is None:
+        raise ValueError(f"{c_type}: unknown type of a kernel's argument")
+    codes = ""
+    for member_type, star, names in re.findall(r"^    (?:const )?(\w+)(\*?) ([\w\[\], ]+);", body[1], re.MULTILINE):
+        for member in names.split(","):
+            count = re.search(r"\[(\d+)\]", member)
+            codes += _codes(text, star or member_type) * (int(count[1]) if count else 1)
+    if struct.calcsize(codes) % 8:
+        raise ValueError(f"{c_type}: {struct.calcsize(codes)} bytes, expected a multiple of 8")
+    return codes
 
 
 class Kernel:
     """A CUDA kernel, called as CuPy's RawKernel is: `kernel(grid, block, arguments, shared_mem=bytes)`.
 
-    arguments  CuPy arrays, addresses and numbers; a number takes the C type of its parameter
+    arguments  CuPy arrays, addresses and numbers; a number takes the C type of its parameter, and a struct comes as
+               its members, one after another
     overlap    whether it may start before the kernel ahead of it in the stream has ended (programmatic
                dependent launch, sm_90 and later). It must then wait for that one itself
-               (`griddepcontrol.wait`) before it touches memory. Not for kernels that take a struct
+               (`griddepcontrol.wait`) before it touches memory
 
     Raises CuPy's CUDADriverError where the driver refuses the launch. A grid without blocks does nothing.
     """
 
-    def __init__(self, raw: Any, arguments: struct.Struct | None) -> None:
+    def __init__(self, raw: Any, arguments: struct.Struct) -> None:
         import cupy
 
         self.raw = raw  # the RawKernel
@@ -89,11 +101,6 @@ class Kernel:
         overlap: bool = False,
     ) -> None:
         journal = self._thread.journal
-        if self._packing is None:
-            if journal is not None:
-                journal.append(None)
-            self.raw(grid, block, arguments, shared_mem=shared_mem)
-            return
         array = self._array
         numbers = [x.data.ptr if x.__class__ is array else x for x in arguments]
         launch = Launch(self, (*grid, 1, 1)[:3], (*block, 1, 1)[:3], shared_mem, overlap, numbers)
@@ -110,7 +117,6 @@ class Kernel:
         if function is None:
             function = self._functions[device] = self.raw.kernel.ptr
         packing = self._packing
-        assert packing is not None  # or there would be no Launch
         launch_kernel, memory, config, attribute, extra = self._thread.memory
         HEAD.pack_into(
             memory, 0, *launch.grid, *launch.block, launch.shared_bytes, stream, attribute, launch.overlap, packing.size
@@ -125,7 +131,7 @@ class Kernel:
     @property
     def addresses(self) -> list[int]:
         """Which of the arguments are addresses."""
-        return [i for i, code in enumerate(self._packing.format) if code == "P"] if self._packing else []
+        return [i for i, code in enumerate(self._packing.format) if code == "P"]
 
     @property
     def max_dynamic_shared_size_bytes(self) -> int:
@@ -179,7 +185,7 @@ class _Thread(threading.local):
     """What a thread has for itself.
 
     memory   its _LaunchMemory, as others may launch while the driver reads it, and addresses in there
-    journal  the launches since `journal` began, None for one that cannot be noted
+    journal  the launches since `journal` began
     """
 
     def __init__(self) -> None:
@@ -195,7 +201,7 @@ class _Thread(threading.local):
         )  # fmt: skip
         attribute, extra = (address + field.offset for field in (_LaunchMemory.attribute_id, _LaunchMemory.extra))
         self.memory = launch_kernel, memory, address, attribute, extra
-        self.journal: list[Launch | None] | None = None
+        self.journal: list[Launch] | None = None
 
 
 @functools.cache
@@ -204,10 +210,10 @@ def _threads() -> _Thread:
 
 
 @contextlib.contextmanager
-def journal() -> Iterator[list[Launch | None]]:
-    """What is launched on this thread in the meantime, in order; None stands for a kernel that takes a struct."""
+def journal() -> Iterator[list[Launch]]:
+    """What is launched on this thread in the meantime, in order."""
     thread = _threads()
-    launches: list[Launch | None] = []
+    launches: list[Launch] = []
     thread.journal, before = launches, thread.journal
     try:
         yield launches

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..plan import DecodePlan
 from ..segments import Segment
 from .rows import read_tokens
 
@@ -26,7 +27,10 @@ def sparse_mla_decode(
     softmax_scale: float,
     out: np.ndarray,
     lse: np.ndarray,
+    plan: DecodePlan | None = None,
+    batch_invariant: bool = False,
 ) -> None:
+    """The plan has no part in it, and every token is on its own anyway."""
     for b in range(q.shape[0]):
         for s in range(q.shape[1]):
             keys = np.concatenate([read_tokens(x.pages, attended_slots(x, b, s)) for x in segments])

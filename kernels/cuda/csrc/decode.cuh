@@ -7,11 +7,14 @@
 #pragma once
 #include "pages.cuh"
 
-constexpr int HEADS = 64;
+#ifndef TILE_HEADS
+#define TILE_HEADS 64
+#endif
+constexpr int HEADS = TILE_HEADS;
 constexpr int BLOCK = 64;
-constexpr int V_DIM = 512;
+[[maybe_unused]] constexpr int V_DIM = 512;
 
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+[[maybe_unused]] constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 // Keys of one cache.
 struct List {
@@ -47,7 +50,8 @@ struct Problem {
     float* partial_lse;  // [2 * shares][HEADS], base 2, -inf without keys
     int* unsafe;         // [tiles]: set where the exact kernel must do a tile again
     int batch, s_q, heads, groups;  // groups of HEADS heads
-    int shares, cut;                // without starts: whether shares may begin inside a tile
+    int shares;
+    int cut_blocks, cut_rest;  // without starts: blocks of a share, and how many shares have one more; or 0, see Start
     float softmax_scale;
 
     __device__ int tiles() const { return batch * s_q * groups; }
@@ -79,17 +83,18 @@ struct Start {
     int tile, block;
 
     __device__ Start(const Problem& problem, int share) {
-        int64 tiles = problem.tiles();
         if (problem.starts) {
             tile = problem.starts[2 * share], block = problem.starts[2 * share + 1];
-        } else if (problem.cut) {  // all tiles are alike
-            int blocks = blocks_of_tile(problem.lists[0].topk, problem.lists[1].topk);
-            int64 at = tiles * blocks * share / problem.shares;
-            tile = int(at / blocks), block = int(at % blocks);
-        } else {
-            tile = int(tiles * share / problem.shares), block = 0;
+        } else if (problem.cut_blocks) {  // all tiles are alike
+            uint32 blocks = blocks_of_tile(problem.lists[0].topk, problem.lists[1].topk);
+            uint32 at = share * problem.cut_blocks + min(share, problem.cut_rest);
+            tile = at / blocks, block = at % blocks;
+        } else {  // whole tiles
+            tile = int(int64(problem.tiles()) * share / problem.shares), block = 0;
         }
     }
+
+    __device__ bool operator==(const Start& other) const { return tile == other.tile && block == other.block; }
 };
 
 // One tile's part of a share.

@@ -1,0 +1,89 @@
+"""Which kernel attends: the one place where that is decided, by layout, alignment and the device's capability."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import cupy
+
+from ...layout import DSV4_FP8, V32_FP8, CacheLayout
+from .attention_work import Work, device_sms
+from .compile import kernel
+from .launch import is_aligned
+
+HOPPER_THREADS, HOPPER_SHARED_BYTES = 512, 232448  # all there is; decode_sm90.cu says what for
+EXACT_UNIT, EXACT_KEYS, FINISH_THREADS = 4, 16, 128  # as in exact.cuh
+FINISH_BLOCKS_PER_SM = 2
+
+KERNELS = ("hopper", "exact")
+_forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("forced attention kernel", default=None)
+
+
+class FastKernel(NamedTuple):
+    """A kernel for all but values outside its range, and the most thread blocks it is launched with."""
+
+    function: Any
+    threads: int
+    shared_bytes: int
+    max_shares: int
+
+    def launch(self, shares: int, problem: tuple[Any, ...]) -> None:
+        self.function((shares,), (self.threads,), problem, shared_mem=self.shared_bytes)
+
+
+@contextlib.contextmanager
+def forced(name: str) -> Iterator[None]:
+    """For tests: attend with the kernel `name`, one of KERNELS, whatever would be chosen."""
+    if name not in KERNELS:
+        raise ValueError(f"name: got {name!r}, expected one of {', '.join(KERNELS)}")
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def choose(work: Work) -> FastKernel | None:
+    """The fast kernel for this work, or None for the exact one."""
+    device = work.q.device.id
+    layout = work.segments[0].pages.layout
+    name = _forced.get() or _fastest(device, layout)
+    aligned = is_aligned(work.q, work.out, *(segment.pages.bytes for segment in work.segments))
+    return _hopper(device, layout) if name == "hopper" and aligned else None
+
+
+@functools.cache
+def _fastest(device: int, layout: CacheLayout) -> str:
+    hopper = cupy.cuda.Device(device).compute_capability == "90"
+    return "hopper" if hopper and layout in (DSV4_FP8, V32_FP8) else "exact"
+
+
+@functools.cache
+def _hopper(device: int, layout: CacheLayout) -> FastKernel:
+    function = kernel("decode_sm90.cu", "sparse_mla_decode", arch="sm_90a", LAYOUT=layout.name)
+    function.max_dynamic_shared_size_bytes = HOPPER_SHARED_BYTES
+    return FastKernel(function, HOPPER_THREADS, HOPPER_SHARED_BYTES, device_sms(device))
+
+
+def finish(work: Work, problem: tuple[Any, ...], flags: Any, all_unsafe: bool) -> None:
+    """Put cut tiles together and do again in float64 what a fast kernel marked, or all."""
+    device = work.q.device.id
+    layout = work.segments[0].pages.layout
+    aligned = is_aligned(*(segment.pages.bytes for segment in work.segments))
+    function, shared_bytes = _finish(device, layout, aligned)
+    units = work.tiles * 64 // EXACT_UNIT
+    blocks = min(units, FINISH_BLOCKS_PER_SM * device_sms(device))
+    function((blocks,), (FINISH_THREADS,), (*problem, flags, all_unsafe), shared_mem=shared_bytes)
+
+
+@functools.cache
+def _finish(device: int, layout: CacheLayout, aligned: bool) -> tuple[Any, int]:
+    head_dim = layout.head_dim
+    shared_bytes = 8 * (EXACT_KEYS * (head_dim + 1) + EXACT_UNIT * (head_dim + EXACT_KEYS + 1)) + 4 * EXACT_KEYS
+    function = kernel("finish.cu", "finish_attention", LAYOUT=layout.name, ALIGNED=int(aligned))
+    function.max_dynamic_shared_size_bytes = shared_bytes
+    return function, shared_bytes

@@ -1,0 +1,177 @@
+"""The work of one attention call as csrc/decode.cuh sees it, and its division among thread blocks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import cupy
+import numpy as np
+
+from ..plan import DecodePlan
+from ..segments import Segment
+from .compile import kernel
+from .launch import pointer, strides
+
+HEADS, BLOCK, V_DIM = 64, 64, 512  # of a tile, as in decode.cuh
+TILE_COST, CUT_COST = 2, 5  # in blocks, as in decode_plan.cu
+PLAN_THREADS = 1024
+COUNTERS = 2  # that stand before the flags, as in finish.cu
+LEAST_TILES = 1 << 14  # to have room for, so that a plan's memory need not grow
+INT32_LIMIT = 2**31 - 1
+
+NO_LIST = (0,) * 8 + (0, 1, 0, 0)
+
+
+class Division(NamedTuple):
+    """Who does what.
+
+    shares   thread blocks, each with a run of blocks of work
+    planned  lengths differ: where shares begin is decided on the device
+    cut      shares may begin inside a tile
+    """
+
+    shares: int
+    planned: bool
+    cut: bool
+
+
+UNDIVIDED = Division(0, False, False)
+
+
+class Memory(NamedTuple):
+    """What the kernels of one call use beside its arguments.
+
+    starts       int32 [shares + 1, 2]: tile and block at which each share of the work begins
+    partial_out  float32 [2 * shares, 64, 512], parts of tiles that are cut; None until one may be
+    partial_lse  float32 [2 * shares, 64]
+    flags        int32 [2 + tiles]: two counters, then which tiles the exact kernel must do; zero between calls
+    """
+
+    starts: Any
+    partial_out: Any
+    partial_lse: Any
+    flags: Any
+
+
+class Work(NamedTuple):
+    """The arguments of one call: q [b, s_q, h, d], out [b, s_q, h, 512], strides in elements."""
+
+    q: Any
+    segments: Sequence[Segment]
+    attn_sink: Any | None
+    softmax_scale: float
+    out: Any
+    max_logits: Any | None
+    max_strides: tuple[int, ...]
+    lse: Any
+    lse_strides: tuple[int, ...]
+
+    @property
+    def groups(self) -> int:
+        return -(-int(self.q.shape[2]) // HEADS)
+
+    @property
+    def tiles(self) -> int:
+        return int(self.q.shape[0]) * int(self.q.shape[1]) * self.groups
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks of a tile whose lists are as long as they can be."""
+        return max(1, sum(-(-segment.indices.shape[2] // BLOCK) for segment in self.segments))
+
+    def numbers(self, memory: Memory | None, division: Division = UNDIVIDED) -> tuple[Any, ...]:
+        """A Problem of decode.cuh, member after member; without memory and a division, for the exact kernel."""
+        batch, s_q, heads, _ = self.q.shape
+        lists = [value for segment in self.segments for value in _list(segment)]
+        if len(self.segments) == 1:
+            lists.extend(NO_LIST)
+        buffers = (0, 0, 0, 0)
+        if memory is not None:
+            starts = pointer(memory.starts) if division.planned else 0
+            unsafe = memory.flags.data.ptr + 4 * COUNTERS
+            buffers = (starts, pointer(memory.partial_out), pointer(memory.partial_lse), unsafe)
+        blocks = (0, 0)
+        if division.cut and not division.planned:
+            blocks = divmod(self.tiles * self.most_blocks, division.shares)
+        return (
+            self.q.data.ptr, *strides(self.q)[:3], *lists, pointer(self.attn_sink),
+            self.out.data.ptr, *strides(self.out)[:3], self.lse.data.ptr, *self.lse_strides,
+            pointer(self.max_logits), *self.max_strides, *buffers,
+            batch, s_q, heads, self.groups, division.shares, *blocks, self.softmax_scale,
+        )  # fmt: skip
+
+
+def _list(segment: Segment) -> tuple[int, ...]:
+    (pages, block_size, _), indices, lengths = segment
+    stride_b, stride_s, _ = strides(indices)
+    shift = block_size.bit_length() - 1 if block_size & (block_size - 1) == 0 else -1
+    return (
+        pages.data.ptr, pages.strides[0], indices.data.ptr, stride_b, stride_s,
+        pointer(lengths), *((0, 0) if lengths is None else strides(lengths)),
+        min(segment.pages.num_slots, INT32_LIMIT), block_size, shift, indices.shape[2],
+    )  # fmt: skip
+
+
+def divide(work: Work, may_cut: bool, max_shares: int) -> Division:
+    """How to spread work over at most `max_shares` thread blocks."""
+    tiles, blocks = work.tiles, work.most_blocks
+    if any(segment.lengths is not None for segment in work.segments):
+        return Division(min(max_shares, tiles * blocks if may_cut else tiles), True, may_cut)
+    tile_cost = blocks + TILE_COST
+    whole_tiles = -(-tiles // max_shares) * tile_cost
+    cut = may_cut and tiles * blocks <= INT32_LIMIT and tiles * tile_cost / max_shares + CUT_COST < whole_tiles
+    return Division(min(max_shares, tiles * blocks if cut else tiles), False, cut)
+
+
+def memory_for(plan: DecodePlan | None, work: Work, division: Division) -> Memory:
+    """The plan's memory, made or enlarged where it must be, or memory for this call alone."""
+    if plan is None:
+        return _allocate(work.tiles, division.shares, division.cut)
+    memory = plan.memory
+    if (
+        memory is None
+        or len(memory.flags) < COUNTERS + work.tiles
+        or len(memory.starts) <= division.shares
+        or (division.cut and memory.partial_out is None)
+    ):
+        plan.renew()
+        shares = max(division.shares, device_sms(work.q.device.id))
+        memory = plan.memory = _allocate(max(work.tiles, LEAST_TILES), shares, division.cut)
+    return memory
+
+
+def _allocate(tiles: int, shares: int, cut: bool) -> Memory:
+    stream = cupy.cuda.get_current_stream()
+    if cupy.cuda.runtime.streamIsCapturing(stream.ptr):
+        raise RuntimeError(
+            "plan: memory would have to be allocated while a CUDA graph is captured; "
+            "give plan=, a DecodePlan that has served a call of this shape before"
+        )
+    return Memory(
+        cupy.empty((shares + 1, 2), np.int32),
+        cupy.empty((2 * shares, HEADS, V_DIM), np.float32) if cut else None,
+        cupy.empty((2 * shares, HEADS), np.float32) if cut else None,
+        cupy.zeros(COUNTERS + tiles, np.int32),
+    )
+
+
+def plan_shares(
+    plan: DecodePlan | None, work: Work, division: Division, memory: Memory, problem: tuple[Any, ...]
+) -> None:
+    """Decide on the device where shares begin, unless it follows from the shape or the plan has it already."""
+    if plan is not None:
+        widths = (segment.indices.shape[2] for segment in work.segments)
+        shape = (*work.q.shape[:2], work.groups, *division, *widths)
+        if plan.made_for == shape:
+            return
+        plan.made_for = shape
+    if division.planned:
+        kernel("decode_plan.cu", "plan_decode")((1,), (PLAN_THREADS,), (*problem, memory.starts, division.cut))
+
+
+@functools.cache
+def device_sms(device: int) -> int:
+    """Multiprocessors of a device."""
+    return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])

@@ -1,0 +1,257 @@
+"""Sparse attention on every backend and kernel, against the float64 reference."""
+
+import numpy as np
+import pytest
+
+import cumla
+from support.bounds import assert_decode, assert_prefill
+from support.lab import BF16, Lab, to_float
+
+pytestmark = pytest.mark.attention
+
+FP8 = (cumla.DSV4_FP8, cumla.V32_FP8)
+LAYOUTS = (*FP8, cumla.MLA_BF16, cumla.DSV4_BF16)
+
+
+def make_cache(rng, layout, num_blocks, block_size, page_stride=None, spread=1.0):
+    """A cache of normal values, each token with a size of its own."""
+    cache = layout.allocate(num_blocks, block_size, page_stride=page_stride)
+    slots = num_blocks * block_size
+    k = rng.standard_normal((slots, layout.head_dim)) * np.exp(rng.uniform(-spread, spread, (slots, 1)))
+    k = k.astype(BF16)
+    if layout.quantized_dim:
+        cumla.quantize_and_insert_k_cache(
+            k, cache, np.arange(slots), block_size, layout=layout, backend="reference"
+        )  # fmt: skip
+        return cache
+    for page, rows in enumerate(k.view(np.uint8).reshape(num_blocks, block_size, -1)):
+        cache[page] = rows
+    return cache
+
+
+def make_indices(rng, b, s_q, topk, slots, absent=0.1):
+    indices = rng.integers(0, slots, (b, s_q, topk), dtype=np.int32)
+    bad = rng.choice(np.array([-1, -(2**31), slots, 2**31 - 1], np.int32), indices.shape)
+    return np.where(rng.random(indices.shape) < absent, bad, indices)
+
+
+def make_q(rng, b, s_q, heads, layout, size=1.0):
+    return (rng.standard_normal((b, s_q, heads, layout.head_dim)) * size).astype(BF16)
+
+
+class Problem:
+    """Arguments of sparse_mla_decode as NumPy arrays, and the reference's answer."""
+
+    def __init__(self, q, cache, indices, **options):
+        self.q, self.cache, self.indices, self.options = q, cache, indices, options
+
+    def on(self, lab, **more):
+        options = {name: lab.put(x) if isinstance(x, np.ndarray) else x for name, x in self.options.items()}
+        return cumla.sparse_mla_decode(
+            lab.put(self.q), lab.put(self.cache), lab.put(self.indices), backend=lab.backend, **options, **more
+        )
+
+    def check(self, lab, size=1.0, **more):
+        """The bounds are for values of ordinary size; `size` is how much larger these are."""
+        want_out, want_lse = self.on(Lab("reference", False))
+        out, lse = self.on(lab, **more)
+        out, lse = lab.get(out), lab.get(lse)
+        size = max(size, 1.0)
+        assert_decode(to_float(out) / size, lse, to_float(want_out) / size, want_lse)
+        return out, lse
+
+
+@pytest.fixture(params=["chosen", "exact"])
+def kernel(request, lab):
+    """Every kernel of the cuda backend; the other backends have one."""
+    if request.param == "chosen" or lab.backend != "cuda":
+        if request.param != "chosen":
+            pytest.skip("one kernel only")
+        yield "chosen"
+        return
+    from cumla.kernels.cuda import attention_kernels
+    from cumla.prepared import noted_outputs
+
+    with attention_kernels.forced(request.param), noted_outputs():  # in which no call is made from a note
+        yield request.param
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.name)
+@pytest.mark.parametrize("heads", [1, 8, 64, 100, 128])
+def test_one_cache(lab, kernel, rng, layout, heads):
+    cache = make_cache(rng, layout, 9, 53)
+    Problem(
+        make_q(rng, 3, 2, heads, layout), cache, make_indices(rng, 3, 2, 150, 9 * 53), layout=layout,
+        topk_length=np.array([150, 0, 70], np.int32),
+    ).check(lab)  # fmt: skip
+
+
+@pytest.mark.parametrize(("block_size", "extra_block_size"), [(256, 64), (1, 2), (53, 576), (64, 1)])
+def test_two_caches_and_sink(lab, kernel, rng, block_size, extra_block_size):
+    layout = cumla.DSV4_FP8
+    pages, extra_pages = -(-700 // block_size), -(-900 // extra_block_size)
+    stride = layout.page_bytes(block_size) + 576
+    cache = make_cache(rng, layout, pages, block_size, stride)
+    extra = make_cache(rng, layout, extra_pages, extra_block_size)
+    lengths = rng.integers(-3, 300, (4, 2), dtype=np.int32)
+    lengths[1, 1] = 0
+    Problem(
+        make_q(rng, 4, 2, 64, layout), cache, make_indices(rng, 4, 2, 128, pages * block_size), layout=layout,
+        topk_length=np.array([128, 5, 64, 0], np.int32), extra_k_cache=extra,
+        extra_indices=make_indices(rng, 4, 2, 200, extra_pages * extra_block_size), extra_topk_length=lengths,
+        attn_sink=np.linspace(-5, 5, 64, dtype=np.float32),
+    ).check(lab)  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", FP8, ids=lambda x: x.name)
+@pytest.mark.parametrize(("batch", "topk"), [(1, 1), (1, 64), (1, 4000), (2, 640), (40, 200), (300, 130)])
+def test_work_is_shared_out(lab, rng, layout, batch, topk):
+    """From one long token, cut many times, to more tokens than there are multiprocessors."""
+    if lab.backend != "cuda":
+        pytest.skip("one token at a time")
+    cache = make_cache(rng, layout, 20, 64)
+    Problem(make_q(rng, batch, 1, 64, layout), cache, make_indices(rng, batch, 1, topk, 1280)).check(lab)
+
+
+def test_uneven_lengths(lab, kernel, rng):
+    layout = cumla.DSV4_FP8
+    batch = 24 if kernel == "chosen" and lab.backend == "cuda" else 6
+    cache = make_cache(rng, layout, 30, 64)
+    lengths = np.minimum(rng.pareto(0.5, (batch, 2)) * 20, 3000).astype(np.int32)
+    Problem(
+        make_q(rng, batch, 2, 128, layout), cache, make_indices(rng, batch, 2, 3000, 1920, 0.0), topk_length=lengths
+    ).check(lab)
+
+
+def test_plan_for_other_lengths_is_only_slower(lab, rng):
+    layout, batch = cumla.DSV4_FP8, 5
+    cache, plan = make_cache(rng, layout, 30, 64), cumla.DecodePlan()
+    q, indices = make_q(rng, batch, 1, 64, layout), make_indices(rng, batch, 1, 2000, 1920)
+    for lengths in ([2000] * 5, [0, 1, 64, 65, 2000], [1, 1, 1, 1, 1], [500, 1000, 1500, 2000, 3]):
+        Problem(q, cache, indices, topk_length=np.array(lengths, np.int32)).check(lab, plan=plan)
+    plan.renew()
+    Problem(q, cache, indices, topk_length=np.array([7, 2000, 0, 5, 9], np.int32)).check(lab, plan=plan)
+
+
+def test_the_same_bits_every_time_and_in_every_batch(lab, kernel, rng):
+    layout = cumla.DSV4_FP8
+    cache, q = make_cache(rng, layout, 30, 64), make_q(rng, 3, 2, 64, layout)
+    indices, lengths = make_indices(rng, 3, 2, 700, 1920), np.array([700, 300, 650], np.int32)
+    for options in ({}, {"batch_invariant": True}):
+        first = Problem(q, cache, indices, topk_length=lengths, **options).on(lab)
+        again = Problem(q, cache, indices, topk_length=lengths, **options).on(lab)
+        for x, y in zip(first, again, strict=True):
+            np.testing.assert_array_equal(lab.get(x).view(np.uint8), lab.get(y).view(np.uint8))
+    for b in range(3):  # with the last options: alone
+        alone = Problem(q[b : b + 1], cache, indices[b : b + 1], topk_length=lengths[b : b + 1], **options).on(lab)
+        for x, y in zip(first, alone, strict=True):
+            np.testing.assert_array_equal(lab.get(x)[b : b + 1].view(np.uint8), lab.get(y).view(np.uint8))
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-5, 30.0, 1e6, 1e30])
+def test_q_of_any_size(lab, kernel, rng, size):
+    layout = cumla.DSV4_FP8
+    cache, q = make_cache(rng, layout, 4, 64), make_q(rng, 2, 1, 8, layout)
+    q[1] = (q[1].astype(np.float64) * size).astype(BF16)  # the other token stays ordinary
+    Problem(q, cache, make_indices(rng, 2, 1, 100, 256), softmax_scale=0.04 / max(size, 1)).check(lab)
+
+
+@pytest.mark.parametrize("byte", [0, 1, 100, 104, 105, 112, 126, 127, 135, 143, 200, 254])
+def test_every_scale_byte(lab, kernel, rng, byte):
+    layout = cumla.DSV4_FP8
+    cache = make_cache(rng, layout, 4, 64)
+    for page in (2, 3):  # the first token attends to pages 0 and 1 alone
+        cache[page].reshape(-1)[layout.scale_start(64) + 3 :: layout.scale_stride] = byte
+    indices = make_indices(rng, 2, 1, 100, 256)
+    indices[0] = np.where(indices[0] < 128, indices[0], -1)
+    factor = 2.0 ** min(0, 125 - byte)
+    q = make_q(rng, 2, 1, 16, layout)
+    q[1] = (q[1].astype(np.float64) * factor).astype(BF16)
+    Problem(q, cache, indices).check(lab, size=448.0 * 2.0 ** (byte - 127) / 8)
+
+
+def test_float32_scales(lab, kernel, rng):
+    layout = cumla.V32_FP8
+    for smallest, largest in ((-6, 0), (-20, 10), (-120, -100), (60, 100)):
+        cache = make_cache(rng, layout, 4, 64)
+        scales = np.exp2(rng.uniform(smallest, largest, (4, 64, 4))).astype(np.float32)
+        cache[:, :, 512:528] = scales.view(np.uint8)
+        q = make_q(rng, 2, 1, 16, layout, 2.0 ** min(0, -largest))
+        Problem(q, cache, make_indices(rng, 2, 1, 100, 256)).check(lab, size=448.0 * 2.0**largest / 8)
+
+
+def test_nan_stays_with_its_token(lab, kernel, rng):
+    layout = cumla.DSV4_FP8
+    cache = make_cache(rng, layout, 4, 64)
+    page = cache[2].reshape(-1)
+    page[5] = 0x7F  # a quantised value of slot 128, and a RoPE value of slot 129
+    page[layout.row_bytes + layout.rope_offset + 6 :][:2] = np.array([np.nan], BF16).view(np.uint8)
+    q, indices = make_q(rng, 4, 1, 16, layout), make_indices(rng, 4, 1, 90, 128, 0.0)
+    indices[1, 0, 7], indices[2, 0, 80] = 128, 129
+    q[3, 0, 4, 100] = np.nan
+    out, lse = Problem(q, cache, indices).on(lab)
+    out, lse = to_float(lab.get(out)), lab.get(lse)
+    assert np.isfinite(out[0]).all()
+    assert np.isnan(out[1]).all()
+    assert np.isnan(lse[1:3]).all()
+    assert np.isnan(out[3, 0, 4]).all()
+    assert np.isfinite(out[3, 0, :4]).all()
+    want, _ = Problem(q[:1], cache, indices[:1]).on(Lab("reference", False))
+    np.testing.assert_allclose(out[:1], to_float(want), atol=1e-3, rtol=2.01 / 128)
+
+
+def test_rows_not_attended_may_be_anything(lab, kernel, rng):
+    layout = cumla.DSV4_FP8
+    cache = make_cache(rng, layout, 4, 64)
+    cache[3] = 0xFF
+    indices = make_indices(rng, 2, 2, 300, 192, 0.0)
+    indices[1, 1] = -1
+    indices[0, 1, :200] = -1  # leading blocks without any token
+    out, lse = Problem(make_q(rng, 2, 2, 32, layout), cache, indices).check(lab)
+    assert not to_float(out[1, 1]).any()
+    assert np.isposinf(lse[1, :, 1]).all()
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, 3.0])
+def test_any_softmax_scale(lab, kernel, rng, scale):
+    layout = cumla.DSV4_FP8
+    cache = make_cache(rng, layout, 4, 64)
+    Problem(make_q(rng, 2, 1, 16, layout), cache, make_indices(rng, 2, 1, 200, 256), softmax_scale=scale).check(lab)
+
+
+def test_strided_arguments(lab, kernel, rng):
+    layout = cumla.V32_FP8
+    cache = make_cache(rng, layout, 4, 64)
+    q = np.zeros((3, 4, 70, 576 + 64), BF16)
+    q[:, ::2, 3:67, :576] = make_q(rng, 3, 2, 64, layout)
+    indices = np.zeros((6, 2, 300), np.int32)
+    indices[::2, :, 4:104] = make_indices(rng, 3, 2, 100, 256)
+    out, lse = np.full((3, 2, 66, 520), 7, BF16), np.full((3, 70, 4), 7, np.float32)
+    out, lse = lab.put(out), lab.put(lse)
+    q, cache, indices = lab.put(q), lab.put(cache), lab.put(indices)
+    arguments = q[:, ::2, 3:67, :576], cache, indices[::2, :, 4:104]
+    reference = Lab("reference", False)
+    want_out, want_lse = cumla.sparse_mla_decode(*(lab.get(x) for x in arguments), backend="reference")
+    cumla.sparse_mla_decode(*arguments, out=out[:, :, :64, :512], lse=lse[:, :64, :2], backend=lab.backend)
+    out, lse = reference.get(lab.get(out)), lab.get(lse)
+    assert_decode(to_float(out[:, :, :64, :512]), lse[:, :64, :2], to_float(want_out), want_lse)
+    assert (out[:, :, 64:] == 7).all()
+    assert (out[..., 512:] == 7).all()
+    assert (lse[:, 64:] == 7).all()
+    assert (lse[..., 2:] == 7).all()
+
+
+@pytest.mark.parametrize(("width", "heads", "topk"), [(512, 64, 200), (576, 128, 64), (512, 3, 700), (576, 16, 1)])
+def test_prefill(lab, kernel, rng, width, heads, topk):
+    kv = rng.standard_normal((400, width)).astype(BF16)
+    q = rng.standard_normal((5, heads, width)).astype(BF16)
+    indices = make_indices(rng, 5, 1, topk, 400)[:, 0]
+    indices[3] = -1
+    lengths = np.array([topk, topk // 2, 0, topk, 1], np.int32)
+    sink = np.linspace(-3, 3, heads, dtype=np.float32)
+    options = {"topk_length": lengths, "attn_sink": sink}
+    want = cumla.sparse_mla_prefill(q, kv, indices, **options, backend="reference")
+    options = {name: lab.put(x) for name, x in options.items()}
+    got = cumla.sparse_mla_prefill(lab.put(q), lab.put(kv), lab.put(indices), **options, backend=lab.backend)
+    got = [lab.get(x) for x in got]
+    assert_prefill(to_float(got[0]), got[1], got[2], to_float(want[0]), want[1], want[2])
