@@ -21,6 +21,8 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 
+from . import streams
+
 KDL_CPU, KDL_CUDA, KDL_CUDA_HOST, KDL_CUDA_MANAGED = 1, 2, 3, 13
 READ_ONLY_FLAG = 1
 LEGACY_STREAM = 1  # the default stream, whose handle is 0, which DLPack reserves
@@ -177,7 +179,7 @@ def _borrow_cuda_interface(array: Any, stream: int | None) -> tuple[Any, bool]:
     if producer is not None and producer != user:
         cuda = _cupy().cuda
         with cuda.Device(device):
-            cuda.ExternalStream(user).wait_event(_recorded(cuda.ExternalStream(producer)))
+            streams.of_handle(user, device).wait_event(_recorded(streams.of_handle(producer, device)))
     owner = _UntilDone(array, device, user)
     native = _over_device_memory(pointer, interface["shape"], strides, dtype, device, owner)
     return _as_bytes_if_float8(native), bool(read_only)
@@ -289,9 +291,8 @@ class _UntilDone:
             return
         cuda, waiting = _cupy().cuda, self._waiting
         with cuda.Device(self._device):
-            stream = cuda.ExternalStream(self._stream)
-            if not stream.is_capturing():  # a graph's memory is for who replays it to keep
-                waiting.append((_recorded(stream), self._kept))
+            if not streams.is_capturing(self._stream):  # a graph's memory is for who replays it to keep
+                waiting.append((_recorded(streams.of_handle(self._stream, self._device)), self._kept))
         while waiting and waiting[0][0].done:
             waiting.popleft()
 

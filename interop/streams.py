@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from typing import Any
 
@@ -38,13 +39,32 @@ def on(device: int, handle: int | None) -> contextlib.AbstractContextManager[Any
     contexts = contextlib.ExitStack()
     contexts.enter_context(cupy.cuda.Device(device))
     if handle is not None:
-        contexts.enter_context(cupy.cuda.ExternalStream(handle, device))
+        contexts.enter_context(of_handle(handle, device))
     return contexts
 
 
-def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured on CuPy's current stream."""
-    return bool(sys.modules["cupy"].cuda.get_current_stream().is_capturing())
+class _Handle:
+    """A stream that somebody else owns."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
+@functools.lru_cache(maxsize=256)
+def of_handle(handle: int, device: int) -> Any:
+    """A CuPy stream for the handle of a stream of CUDA device `device`, whoever owns that. Kept: it costs to make."""
+    cupy = sys.modules["cupy"]
+    with cupy.cuda.Device(device):
+        return cupy.cuda.Stream.from_external(_Handle(handle))
+
+
+def is_capturing(handle: int | None = None) -> bool:
+    """Whether a CUDA graph is being captured on a stream; None: CuPy's current one."""
+    cuda = sys.modules["cupy"].cuda
+    return bool(cuda.runtime.streamIsCapturing(cuda.get_current_stream().ptr if handle is None else handle))
 
 
 def current(framework: str, device: int) -> int | None:

@@ -247,7 +247,7 @@ class TestOnDevice:
         cache, indices = np.zeros((1, 4, 584), np.uint8), cupy.zeros((1, 1, 2), np.int32)
         with pytest.raises(ValueError, match="k_cache: got an array in host memory, expected it on CUDA device 0"):
             cumla.sparse_mla_decode(q, cache, indices)
-        with pytest.raises(ValueError, match="q: got an array on CUDA device 0"):
+        with pytest.raises(ValueError, match="kv: got an array on CUDA device 0, expected it in host memory"):
             cumla.sparse_mla_prefill(np.ones((1, 1, 512), BF16), q[0], indices[0])
 
     def test_managed_memory(self):

@@ -160,8 +160,7 @@ class TestOrder:
         with framework.on(side):
             framework.spin()
             cumla.compute_global_topk_indices_and_lens(*given, out=out)
-        handle = streams.handle_of(side)
-        with cupy.cuda.ExternalStream(handle):
+        with cupy.cuda.Stream.from_external(side):
             np.testing.assert_array_equal(cupy.from_dlpack(out[0]).get(), topk)
 
     def test_memory_of_results_is_not_given_to_others_too_early(self, framework, rng):
@@ -209,7 +208,14 @@ def test_numba_arrays_are_waited_for(rng):
     import cupy
     from numba import cuda
 
-    spin = cuda.jit("void(int32[:, :], int32[:, :], int64)")(_spin_and_copy)
+    @cuda.jit("void(int32[:, :], int32[:, :], int64)")
+    def spin(target, source, milliseconds):
+        for _ in range(milliseconds):
+            cuda.nanosleep(1_000_000)
+        for i in range(target.shape[0]):
+            for j in range(target.shape[1]):
+                target[i, j] = source[i, j]
+
     topk, *rest = arguments(rng)
     side = cuda.stream()
     array, fresh = cuda.to_device(np.zeros_like(topk), stream=side), cuda.to_device(topk, stream=side)
@@ -220,16 +226,6 @@ def test_numba_arrays_are_waited_for(rng):
     with cupy.cuda.Stream(non_blocking=True) as stream:
         out, _ = cumla.compute_global_topk_indices_and_lens(array, *rest)
         np.testing.assert_array_equal(out.get(stream=stream), topk)
-
-
-def _spin_and_copy(target, source, milliseconds):
-    from numba import cuda
-
-    for _ in range(milliseconds):
-        cuda.nanosleep(1_000_000)
-    for i in range(target.shape[0]):
-        for j in range(target.shape[1]):
-            target[i, j] = source[i, j]
 
 
 @pytest.mark.gpu
@@ -317,7 +313,7 @@ def test_a_stream_that_is_being_captured(framework, how, rng):
     cumla.compute_global_topk_indices_and_lens(*given, out=out)
     synchronize()
     side = framework.stream()
-    stream = cupy.cuda.ExternalStream(streams.handle_of(side))
+    stream = cupy.cuda.Stream.from_external(side)
     stream.begin_capture()
     with framework.on(side) if how == "current" else contextlib.nullcontext():
         cumla.compute_global_topk_indices_and_lens(*given, out=out, stream=side if how == "stream=" else None)
@@ -339,7 +335,7 @@ def test_allocation_in_a_capture_names_what_is_missing(framework, rng):
     given = [framework.put(x) if isinstance(x, np.ndarray) else x for x in (topk, *rest)]
     cumla.compute_global_topk_indices_and_lens(*given)
     side = framework.stream()
-    stream = cupy.cuda.ExternalStream(streams.handle_of(side))
+    stream = cupy.cuda.Stream.from_external(side)
     stream.begin_capture()
     try:
         text = r"out\[0\] \(global_topk_indices\): got None while a CUDA graph is being captured, expected int32"

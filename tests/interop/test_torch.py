@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 
 import cumla
+from cumla.interop import dlpack
+from cumla.interop.ops import OPS
 from support import operations
 
 torch = pytest.importorskip("torch")
 ops = pytest.importorskip("cumla.interop.torch")
-
-from cumla.interop import dlpack  # noqa: E402
-from cumla.interop.ops import OPS  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
