@@ -51,6 +51,10 @@ class KnownCall(NamedTuple):
     def fits(self, addresses: list[int]) -> bool:
         return all(addresses[i] - addresses[j] == distance for i, j, distance in self.together)
 
+    def is_captured(self) -> bool:
+        """Whether the caller is capturing a CUDA graph, in which nothing may be allocated."""
+        return streams.is_capturing(streams.current(self.framework, self.device))
+
     def again(self, arrays: list[Any], addresses: list[int]) -> Any:
         """Make the call with other arrays."""
         stream = streams.current(self.framework, self.device)
@@ -101,7 +105,7 @@ def prepared(function: F) -> F:
             known[key] = note(launches, arrays, outputs, result)
             return result
         before = known[key]
-        if before is None or not before.fits(addresses) or (before.outputs and streams.is_capturing()):
+        if before is None or not before.fits(addresses) or (before.outputs and before.is_captured()):
             return function(*arguments, **keywords)
         return before.again(arrays, addresses)
 
