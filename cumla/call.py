@@ -78,10 +78,9 @@ class Call:
         """`value` as a NumPy or CuPy array on this call's device, aligned, its dtype and shape unchecked."""
         native = dlpack.borrow(value, name, writable, self._stream)
         if isinstance(native, np.ndarray):
-            device, aligned = -1, native.flags.aligned
+            aligned = native.flags.aligned
         else:
-            memory = native.data
-            device, bits = memory.device_id, memory.ptr
+            bits = native.data.ptr
             for stride in native.strides:
                 bits |= stride
             aligned = not bits % native.itemsize or not native.size
@@ -91,12 +90,22 @@ class Call:
                 f"expected address and strides to be multiples of {native.itemsize}"
             )
         if self._first is None:
-            self._first, self._device, self._framework = native, device, dlpack.framework_of(value)
-            if self._stream is None and device >= 0:
-                self._stream = streams.current(self._framework, device)
-        elif device != self._device:
-            raise ValueError(f"{name}: got an array {_place(device)}, expected it {_place(self._device)} as the others")
+            self.begin(native, dlpack.framework_of(value))
+        else:
+            self.check_place(name, native)
         return native
+
+    def begin(self, native: Any, framework: str) -> None:
+        """Take the first array, which is known to be right."""
+        self._first, self._device, self._framework = native, _device_of(native), framework
+        if self._stream is None and self._device >= 0:
+            self._stream = streams.current(framework, self._device)
+
+    def check_place(self, name: str, native: Any) -> None:
+        """Raise ValueError for an array that is not where the first one is."""
+        device = _device_of(native)
+        if device != self._device:
+            raise ValueError(f"{name}: got an array {_place(device)}, expected it {_place(self._device)} as the others")
 
     def check_shape(self, name: str, got: tuple[int, ...], wanted: Shape) -> None:
         """Match `got` against `wanted`, binding dimension names seen for the first time."""
@@ -213,6 +222,11 @@ def bytes_of(native: Any, blocks: int, page_bytes: int) -> Any:
         return native.view(np.uint8).reshape(blocks, page_bytes)
     stride = native.strides[0] if blocks > 1 else page_bytes
     return type(native)((blocks, page_bytes), np.uint8, native.data, (stride, 1))
+
+
+def _device_of(native: Any) -> int:
+    """The CUDA device that an array is on, or -1."""
+    return -1 if isinstance(native, np.ndarray) else int(native.data.device_id)
 
 
 def _place(device: int) -> str:

@@ -115,6 +115,14 @@ def prepared(function: F) -> F:
 UNKNOWN = object()
 
 
+def look_at(*arguments: Any) -> tuple[Any, ...] | None:
+    """How arguments look, or None with one among them that may be anything."""
+    arrays: list[Any] = []
+    addresses: list[int] = []
+    looks = tuple([LOOKS[x.__class__](x, arrays, addresses) for x in arguments])
+    return None if UNKNOWN in looks else looks
+
+
 def _look_at_cupy(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
     memory = x.data
     address = memory.ptr

@@ -344,7 +344,7 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
                 block_table=xp.zeros((self._most_entries if may_flatten else 0, self._max_columns), np.int32),
                 schedule=xp.zeros((self.num_sms + 1, 2), np.int32),
             )
-        call.borrow("the builder's buffers", self._buffers.seq_lens)
+        call.check_place("the builder's buffers", self._buffers.seq_lens)
         return self._buffers
 
     def _views_of(self, framework: str, counts: IndexerCounts, block_table: Any, rows: int) -> dict[str, Any]:

@@ -152,10 +152,13 @@ class ChunkArrays(NamedTuple):
         skip_kv_gather: bool,
     ) -> DeepseekV32IndexerPrefillChunkMetadata:
         """The chunk with some of the queries."""
+        ks, ke = self.cu_seqlen_ks, self.cu_seqlen_ke
+        if queries.stop - queries.start < len(ks):
+            ks, ke = ks[queries], ke[queries]
         return DeepseekV32IndexerPrefillChunkMetadata(
             block_table=block_table[requests],
-            cu_seqlen_ks=self.cu_seqlen_ks[queries],
-            cu_seqlen_ke=self.cu_seqlen_ke[queries],
+            cu_seqlen_ks=ks,
+            cu_seqlen_ke=ke,
             cu_seq_lens=self.cu_seq_lens,
             token_to_seq=self.token_to_seq,
             total_seq_lens=len(self.token_to_seq),

@@ -170,7 +170,7 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
         width = self._c128a_width(batch.max_seq_len)
         with call.kernels("step") as kernels:
             buffers = self._buffers or self._allocate(arrays.seq_lens)
-            call.borrow("the builder's buffers", buffers.swa_lens)
+            call.check_place("the builder's buffers", buffers.swa_lens)
             kernels.build_sparse_swa(
                 *arrays, c128a_table, counts, config.block_size, config.window_size,
                 config.compressed_block_size // C128A_RATIO, width, buffers,
