@@ -12,7 +12,7 @@ import numpy as np
 from ..batch import HostLens, host_array
 from ..call import INT32, Call
 from ..interop import dlpack
-from .base import BatchArrays, ServingConfig, give_view
+from .base import BatchArrays, ServingConfig, ViewCache
 
 
 @dataclass
@@ -180,6 +180,7 @@ class ChunkBuilder:
         self.config, self.compress_ratio = config, compress_ratio
         self.workspace_rows = get_max_prefill_buffer_size(config)
         self._space: ChunkArrays | None = None
+        self._views = ViewCache(self._cut)
 
     def build(
         self,
@@ -195,25 +196,24 @@ class ChunkBuilder:
         query_lens = lens.query_lens[num_decodes:].tolist()
         specs = _split(rows, query_lens, self.workspace_rows, self.config.max_logits_bytes, num_decodes)
         row_starts = [0, *itertools.accumulate(rows)]
-        space = self._space_for(row_starts[-1], arrays.seq_lens)
+        self._make_room(row_starts[-1], arrays.seq_lens)
         chunks = []
         for number, (requests, specs_of_requests) in enumerate(itertools.groupby(specs, operator.itemgetter(0))):
             first, stop = requests.start - num_decodes, requests.stop - num_decodes
-            if not self._check_workspace(row_starts[stop] - row_starts[first], requests):
+            first_row, last_row = row_starts[first], row_starts[stop]
+            if not self._check_workspace(last_row - first_row, requests):
                 continue
-            tokens = slice(int(lens.starts[requests.start]), int(lens.starts[requests.stop]))
-            chunk = ChunkArrays(
-                space.cu_seqlen_ks[tokens], space.cu_seqlen_ke[tokens],
-                space.cu_seq_lens[first + number : stop + number + 1],
-                space.token_to_seq[row_starts[first] : row_starts[stop]],
-            )  # fmt: skip
+            first_token, last_token = int(lens.starts[requests.start]), int(lens.starts[requests.stop])
+            counts = (first_token, last_token, first + number, stop + number + 1, first_row, last_row)
+            chunk = self._views("", *counts)
             kernels.build_indexer_chunk(
                 arrays.query_start_loc, arrays.seq_lens, requests.start, stop - first, self.compress_ratio,
-                max(rows[first:stop]), *chunk,
+                max(rows[first:stop]), **chunk,
             )  # fmt: skip
-            chunk = ChunkArrays(*(give_view(array, framework) for array in chunk))
+            if framework not in ("numpy", "cupy"):
+                chunk = self._views(framework, *counts)
             chunks += [
-                chunk.metadata(requests, queries, tokens.start, block_table, queries.start > 0)
+                ChunkArrays(**chunk).metadata(requests, queries, first_token, block_table, queries.start > 0)
                 for _, queries in specs_of_requests
             ]
         return DeepseekV32IndexerPrefillMetadata(chunks)
@@ -248,7 +248,7 @@ class ChunkBuilder:
         chunk = ChunkArrays(*(dlpack.give(array, framework) for array in chunk))
         return chunk.metadata(requests, queries, int(starts[0]), block_table, skip_kv_gather)
 
-    def _space_for(self, total_rows: int, like: Any) -> ChunkArrays:
+    def _make_room(self, total_rows: int, like: Any) -> None:
         xp, tokens = dlpack.namespace_of(like), self.config.max_num_batched_tokens
         if self._space is None:
             sizes = (tokens, tokens, 2 * self.config.max_num_seqs, tokens)
@@ -256,7 +256,20 @@ class ChunkBuilder:
         if len(self._space.token_to_seq) < total_rows:
             rows = xp.zeros(1 << (total_rows - 1).bit_length(), np.int32)
             self._space = self._space._replace(token_to_seq=rows)
-        return self._space
+            self._views = ViewCache(self._cut)
+
+    def _cut(
+        self, first_token: int, last_token: int, first_entry: int, last_entry: int, first_row: int, last_row: int
+    ) -> dict[str, Any]:
+        """A chunk's part of the space."""
+        space = self._space
+        assert space is not None
+        return {
+            "cu_seqlen_ks": space.cu_seqlen_ks[first_token:last_token],
+            "cu_seqlen_ke": space.cu_seqlen_ke[first_token:last_token],
+            "cu_seq_lens": space.cu_seq_lens[first_entry:last_entry],
+            "token_to_seq": space.token_to_seq[first_row:last_row],
+        }
 
     def _check_workspace(self, total_rows: int, requests: slice) -> int:
         if total_rows > self.workspace_rows:

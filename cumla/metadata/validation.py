@@ -83,10 +83,11 @@ def _covered(table: Table) -> int:
 
 def _check_order(query_lens: Any, decode_threshold: int) -> None:
     first = first_true(query_lens > decode_threshold)
-    behind = query_lens[first:]
-    if first < 0 or behind.min() > decode_threshold:
+    if first < 0:
         return
-    if (late := first_true((behind > 0) & (behind <= decode_threshold))) >= 0:
+    behind = query_lens[first:]
+    short = behind <= decode_threshold
+    if first_true(short) >= 0 and (late := first_true(short & (behind > 0))) >= 0:
         raise ValueError(
             f"query_start_loc_cpu: request {first + late} with {behind[late]} query tokens follows a prefill, "
             f"expected decodes (at most {decode_threshold} tokens) first"
