@@ -28,7 +28,6 @@ import jax
 from jax.custom_batching import custom_vmap
 from jax.experimental.buffer_callback import buffer_callback
 
-from .dlpack import KDL_CPU
 from .ops import OPS, Op
 
 Static = tuple[tuple[str, Any], ...]
@@ -61,19 +60,35 @@ def _function_of(op: Op, names: tuple[str, ...], static: Static) -> Callable[...
     """The operation with everything but its arrays fixed; the same one each time, as JAX caches by identity."""
     written = [name for name in op.writes if name in names]
 
-    def run(context: Any, outputs: Any, *inputs: Any) -> None:
-        arguments = {**dict(static), **dict(zip(names, inputs, strict=True))}
-        arguments |= zip(written, outputs, strict=False)  # the same memory as the inputs, but writable
-        on_host = outputs[0].__dlpack_device__()[0] == KDL_CPU
-        op.run(arguments, tuple(outputs[len(written) :]), None if on_host else context.stream)
+    def run_on_host(context: Any, outputs: Any, *inputs: Any) -> None:
+        op.run(arguments_of(outputs, inputs), tuple(outputs[len(written) :]))
 
-    @custom_vmap
-    def function(*arrays: Any) -> Any:
+    def run_on_device(context: Any, outputs: Any, *inputs: Any) -> None:
+        results = list(outputs[len(written) :])
+        scratch = None if op.scratch is None else results.pop()
+        op.run(arguments_of(outputs, inputs), tuple(results), scratch, context.stream)
+
+    def arguments_of(outputs: Any, inputs: Any) -> dict[str, Any]:
+        arguments = {**dict(static), **dict(zip(names, inputs, strict=True))}
+        return arguments | dict(zip(written, outputs, strict=False))  # the same memory as the inputs, but writable
+
+    def on(run: Callable[..., None], needs_scratch: bool, *arrays: Any) -> Any:
         arguments = {**dict(static), **dict(zip(names, arrays, strict=True))}
         types = [jax.ShapeDtypeStruct(arguments[name].shape, arguments[name].dtype) for name in written]
         types += [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in op.results(arguments)]
+        count = len(types)
+        if needs_scratch and op.scratch is not None:
+            types.append(jax.ShapeDtypeStruct((op.scratch(arguments),), "uint8"))
         aliases = {names.index(name): i for i, name in enumerate(written)}
-        return buffer_callback(run, types, input_output_aliases=aliases, command_buffer_compatible=True)(*arrays)
+        call = buffer_callback(run, types, input_output_aliases=aliases, command_buffer_compatible=needs_scratch)
+        return call(*arrays)[:count]
+
+    @custom_vmap
+    def function(*arrays: Any) -> Any:
+        on_host = functools.partial(on, run_on_host, False)
+        if jax.default_backend() == "cpu":
+            return on_host(*arrays)
+        return jax.lax.platform_dependent(*arrays, cpu=on_host, cuda=functools.partial(on, run_on_device, True))
 
     @function.def_vmap
     def refuse(axis_size: int, in_batched: Any, *arrays: Any) -> Any:

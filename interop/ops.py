@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .. import advance, attention, cache, indices, mla_cache
+from ..kernels.plan import DecodePlan
 from ..layout import LAYOUTS
+from . import dlpack
 
 
 class Result(NamedTuple):
@@ -34,12 +36,14 @@ class Op:
     writes    arguments that it writes in place
     results   arguments by name -> what it gives back; shapes may be symbolic
     outputs   the keywords that take its results: one each, or a single one for the tuple of them
+    scratch   arguments by name -> bytes of device memory that it needs beside them; None: none
     """
 
     function: Callable[..., Any]
     writes: tuple[str, ...] = ()
     results: Callable[[Mapping[str, Any]], tuple[Result, ...]] = no_results
     outputs: tuple[str, ...] = ()
+    scratch: Callable[[Mapping[str, Any]], int] | None = None
 
     @property
     def name(self) -> str:
@@ -61,10 +65,19 @@ class Op:
         parameters = self.signature.parameters.items()
         return tuple(name for name, parameter in parameters if parameter.annotation in ("Any", "Any | None"))
 
-    def run(self, arguments: Mapping[str, Any], results: tuple[Any, ...], stream: Any = None) -> None:
-        """Call the function on arrays with memory; `results` are arrays for what it gives back."""
+    def run(
+        self, arguments: Mapping[str, Any], results: tuple[Any, ...], scratch: Any = None, stream: int | None = None
+    ) -> None:
+        """Call the function on arrays with memory; `results` and `scratch` are arrays for what it gives back and needs.
+
+        stream  handle of the stream to run on; None: the caller's current one
+        """
         given = dict(zip(self.outputs, (results,) if len(self.outputs) == 1 else results, strict=True))
-        self.function(**arguments, **given, **({} if stream is None else {"stream": stream}))
+        if scratch is not None:
+            given["plan"] = DecodePlan(dlpack.borrow(scratch, "scratch", writable=True, stream=stream))
+        if stream is not None:
+            given["stream"] = stream
+        self.function(**arguments, **given)
 
 
 def shape(arguments: Mapping[str, Any], name: str, *axes: str) -> tuple[Any, ...]:
@@ -108,6 +121,14 @@ def decode_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
     return Result((batch, s_q, heads, attention.V_DIM), "bfloat16"), Result((batch, heads, s_q), "float32")
 
 
+def decode_scratch(arguments: Mapping[str, Any]) -> int:
+    from ..kernels.cuda import attention_work
+
+    batch, s_q, heads, _ = shape(arguments, "q", "b", "s_q", "h", "d")
+    tiles = batch * s_q * -(-heads // attention_work.HEADS)
+    return attention_work.workspace_bytes(tiles, attention_work.device_sms(0))
+
+
 def prefill_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
     tokens, heads, _ = shape(arguments, "q", "s_q", "h", "d")
     logits = Result((tokens, heads), "float32")
@@ -128,7 +149,7 @@ OPS = {
         Op(indices.compute_global_topk_indices_and_lens, results=global_topk_results, outputs=("out",)),
         Op(indices.combine_topk_swa_indices, results=combined_results, outputs=("out",)),
         Op(indices.build_flashinfer_mixed_sparse_indices, results=mixed_results, outputs=("out",)),
-        Op(attention.sparse_mla_decode, results=decode_results, outputs=("out", "lse")),
+        Op(attention.sparse_mla_decode, results=decode_results, outputs=("out", "lse"), scratch=decode_scratch),
         Op(attention.sparse_mla_prefill, results=prefill_results, outputs=("out",)),
         Op(attention.merge_attn_states, writes=("output", "output_lse")),
     )

@@ -72,7 +72,11 @@ def _define(op: Op, name: str, given_results: bool = False) -> Any:
         results = tuple(arguments.pop(name) for name in given) if given_results else empty(arguments)
         if "layout" in arguments:
             arguments["layout"] = layout_named(arguments["layout"])
-        op.run(arguments, results)
+        like = arguments[op.arrays[0]]
+        scratch = None
+        if op.scratch is not None and like.is_cuda:
+            scratch = like.new_empty(op.scratch(arguments), dtype=torch.uint8)
+        op.run(arguments, results, scratch)
         return None if given_results or not results else results
 
     def fake(*args: Any, **kwargs: Any) -> Any:

@@ -16,9 +16,13 @@ class DecodePlan:
     The memory is allocated when it is first needed and then stays where it is, so that a captured graph whose
     plan has served an eager call allocates nothing; where the plan was renewed just before the capture, the graph
     plans anew at every replay. One plan serves one stream at a time. The CPU backends do not need it.
+
+    workspace  uint8 [n] on the device, to be used instead of allocating; what it must have room for is the
+               backend's to say (`workspace_bytes` in kernels/cuda/attention_work.py)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, workspace: Any = None) -> None:
+        self.workspace = workspace
         self.memory: Any = None  # the backend's
         self.made_for: tuple[int, ...] | None = None  # the shape that the plan on the device is for
 

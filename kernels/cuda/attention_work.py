@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -138,7 +139,38 @@ def memory_for(plan: DecodePlan | None, work: Work, division: Division) -> Memor
     ):
         plan.renew()
         shares = max(division.shares, device_sms(work.q.device.id))
-        memory = plan.memory = _allocate(max(work.tiles, LEAST_TILES), shares, division.cut)
+        if plan.workspace is not None:
+            memory = plan.memory = _cut(plan.workspace, work.tiles, shares)
+        else:
+            memory = plan.memory = _allocate(max(work.tiles, LEAST_TILES), shares, division.cut)
+    return memory
+
+
+def workspace_bytes(tiles: int, shares: int) -> int:
+    """What a call of `tiles` tiles (tokens times groups of 64 heads) on a device of `shares` SMs needs at most."""
+    return sum(_aligned(4 * math.prod(shape)) for shape in _shapes(tiles, shares))
+
+
+def _shapes(tiles: int, shares: int) -> Memory:
+    """Of a Memory's arrays, whose elements have four bytes."""
+    return Memory((shares + 1, 2), (2 * shares, HEADS, V_DIM), (2 * shares, HEADS), (COUNTERS + tiles,))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 256) * 256
+
+
+def _cut(workspace: Any, tiles: int, shares: int) -> Memory:
+    """A Memory in a piece of memory that is given."""
+    needed = workspace_bytes(tiles, shares)
+    if workspace.nbytes < needed:
+        raise ValueError(f"workspace: got {workspace.nbytes} bytes, expected at least {needed}")
+    arrays, place = [], workspace.data
+    for shape, dtype in zip(_shapes(tiles, shares), (np.int32, np.float32, np.float32, np.int32), strict=True):
+        arrays.append(cupy.ndarray(shape, dtype, place))
+        place = place + _aligned(arrays[-1].nbytes)
+    memory = Memory(*arrays)
+    memory.flags.data.memset_async(0, memory.flags.nbytes)
     return memory
 
 
@@ -149,11 +181,12 @@ def _allocate(tiles: int, shares: int, cut: bool) -> Memory:
             "plan: memory would have to be allocated while a CUDA graph is captured; "
             "give plan=, a DecodePlan that has served a call of this shape before"
         )
+    shapes = _shapes(tiles, shares)
     return Memory(
-        cupy.empty((shares + 1, 2), np.int32),
-        cupy.empty((2 * shares, HEADS, V_DIM), np.float32) if cut else None,
-        cupy.empty((2 * shares, HEADS), np.float32) if cut else None,
-        cupy.zeros(COUNTERS + tiles, np.int32),
+        cupy.empty(shapes.starts, np.int32),
+        cupy.empty(shapes.partial_out, np.float32) if cut else None,
+        cupy.empty(shapes.partial_lse, np.float32) if cut else None,
+        cupy.zeros(shapes.flags, np.int32),
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import cumla
 from cumla.interop import dlpack
-from cumla.interop.ops import OPS
+from cumla.interop.ops import OPS, Op
 from support import operations
 from support.lab import BF16
 
@@ -236,3 +236,30 @@ def test_nothing_is_compiled_twice(rng):
         jitted(**arrays)
     assert jitted._cache_size() == 1
     assert ops._function_of.cache_info().misses <= len(operations.CASES) * 4
+
+
+@pytest.mark.gpu
+def test_a_step_is_captured_in_a_command_buffer(monkeypatch, rng):
+    """XLA replays what the operations launched instead of calling Python again."""
+    calls = []
+    run = Op.run
+
+    def counted(self, *args, **kwargs):
+        calls.append(self.name)
+        run(self, *args, **kwargs)
+
+    monkeypatch.setattr(Op, "run", counted)
+    device = jax.devices("cuda")[0]
+    jitted = jax.jit(decode_step, donate_argnums=0)
+    cache = jax.device_put(operations.fp8_cache(rng, cumla.DSV4_FP8), device)
+    table, seq_lens = operations.page_table(rng), np.array([2, 5, 1], np.int32)
+    step = jax.device_put(
+        (operations.rows(rng, 3, 512), operations.rows(rng, 3, 2, 512), operations.ints(rng, 2, 3, 4) - 1, table,
+         np.array([4, 9, 13], np.int32), seq_lens, rng.standard_normal(2).astype(np.float32)), device
+    )  # fmt: skip
+    counts = []
+    for _ in range(12):
+        cache, out, _ = jitted(cache, *step)
+        out.block_until_ready()
+        counts.append(len(calls))
+    assert counts[-1] == counts[-2] == counts[-3], counts
