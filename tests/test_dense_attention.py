@@ -10,6 +10,9 @@ from support.properties import INT32_MAX, INT32_MIN
 
 pytestmark = pytest.mark.attention
 
+# Values as in FlashMLA's own tests, whose bounds these are: small V, and q to match.
+KV_STD = 0.1
+
 
 def formula(q, k, v, scale, causal):
     """q [m, h, d], k [n, h, d], v [n, h, d_v] in float64 -> out [m, h, d_v], lse [h, m]."""
@@ -45,9 +48,9 @@ LENGTHS = [
 @pytest.mark.parametrize("dtype", [BF16, np.float16])
 def test_mha_varlen(lab, rng, q_lens, k_lens, causal, dtype):
     heads, scale = 3, 0.11
-    q = rng.standard_normal((sum(q_lens), heads, 192)).astype(dtype)
-    kv = rng.standard_normal((sum(k_lens), heads, 256)).astype(dtype)
-    k_pe = rng.standard_normal((sum(k_lens), 64)).astype(dtype)
+    q = (6 * rng.standard_normal((sum(q_lens), heads, 192))).astype(dtype)
+    kv = (KV_STD * rng.standard_normal((sum(k_lens), heads, 256))).astype(dtype)
+    k_pe = (KV_STD * rng.standard_normal((sum(k_lens), 64))).astype(dtype)
     cu_q, cu_k = (np.concatenate([[0], np.cumsum(lens)]).astype(np.int32) for lens in (q_lens, k_lens))
     device_kv = lab.put(kv)
     out, lse = cumla.mha_varlen(
@@ -67,7 +70,8 @@ def test_mha_varlen(lab, rng, q_lens, k_lens, causal, dtype):
 
 @pytest.mark.parametrize(("head_dim", "v_dim"), [(192, 128), (128, 128), (64, 64), (256, 256), (16, 48)])
 def test_mha_varlen_head_dims_without_rope_part(lab, rng, head_dim, v_dim):
-    q, k, v = (rng.standard_normal((70, 2, d)).astype(BF16) for d in (head_dim, head_dim, v_dim))
+    q, k = (rng.standard_normal((70, 2, head_dim)).astype(BF16) for _ in range(2))
+    v = (KV_STD * rng.standard_normal((70, 2, v_dim))).astype(BF16)
     cu = lab.put(np.array([0, 70], np.int32))
     out, lse = cumla.mha_varlen(lab.put(q), lab.put(k), lab.put(v), cu, cu, causal=True, backend=lab.backend)
     want = formula(*map(to_float, (q, k, v)), head_dim**-0.5, True)
@@ -78,7 +82,7 @@ def test_mha_varlen_large_scores(lab, rng):
     """A running maximum that keeps rising, and weights of one key alone."""
     q = (20 * rng.standard_normal((130, 1, 192))).astype(BF16)
     k = (np.linspace(0.1, 20, 400)[:, None, None] * rng.standard_normal((400, 1, 192))).astype(BF16)
-    v = rng.standard_normal((400, 1, 128)).astype(BF16)
+    v = (KV_STD * rng.standard_normal((400, 1, 128))).astype(BF16)
     cu_q, cu_k = lab.put(np.array([0, 130], np.int32)), lab.put(np.array([0, 400], np.int32))
     out, lse = cumla.mha_varlen(lab.put(q), lab.put(k), lab.put(v), cu_q, cu_k, causal=True, backend=lab.backend)
     want_out, want_lse = formula(*map(to_float, (q, k, v)), 192**-0.5, True)
@@ -86,7 +90,7 @@ def test_mha_varlen_large_scores(lab, rng):
 
 
 def test_mha_varlen_leaves_other_rows(lab, rng):
-    q, k, v = (rng.standard_normal((20, 2, d)).astype(BF16) for d in (192, 192, 128))
+    q, k, v = ((rng.standard_normal((20, 2, d)) * std).astype(BF16) for d, std in ((192, 1), (192, 1), (128, KV_STD)))
     out, lse = lab.put(np.full((20, 2, 128), 7, BF16)), lab.put(np.full((2, 20), 7, np.float32))
     cu_q, cu_k = lab.put(np.array([4, 9, 15], np.int32)), lab.put(np.array([2, 10, 18], np.int32))
     cumla.mha_varlen(lab.put(q), lab.put(k), lab.put(v), cu_q, cu_k, out=out, lse=lse, backend=lab.backend)
@@ -117,7 +121,7 @@ class Paged:
         columns = columns or max(-(-max(lens, default=1) // block_size), 1)
         blocks = len(lens) * columns + 2
         self.table = rng.permutation(blocks)[: len(lens) * columns].reshape(len(lens), columns).astype(np.int32)
-        self.rows = [rng.standard_normal((n, 576)).astype(np.float32) for n in lens]
+        self.rows = [(KV_STD * rng.standard_normal((n, 576))).astype(np.float32) for n in lens]
         cache_dtype = np.uint8 if scale is not None else np.dtype(dtype)
         pool = np.full((blocks, block_size * 576 + page_pad), 0x7F if scale is not None else np.nan, cache_dtype)
         self.cache = pool[:, : block_size * 576].reshape(blocks, block_size, 576)
@@ -170,7 +174,7 @@ def test_dense_mla_decode(lab, rng, lens, block_size, heads):
     if lab.backend == "reference" and heads == 100:
         heads = 65
     paged = Paged(rng, lens, block_size)
-    q = rng.standard_normal((len(lens), 1, heads, 576)).astype(BF16)
+    q = (5 * rng.standard_normal((len(lens), 1, heads, 576))).astype(BF16)
     out, lse = cumla.dense_mla_decode(
         lab.put(q), lab.put(paged.cache), lab.put(paged.table), lab.put(np.array(lens, np.int32)),
         softmax_scale=0.08, backend=lab.backend,
@@ -182,7 +186,7 @@ def test_dense_mla_decode(lab, rng, lens, block_size, heads):
 def test_several_queries_of_a_request(lab, rng, causal):
     lens = [90, 3, 2, 300]
     paged = Paged(rng, lens, 16)
-    q = rng.standard_normal((4, 3, 20, 576)).astype(BF16)
+    q = (5 * rng.standard_normal((4, 3, 20, 576))).astype(BF16)
     out, lse = cumla.dense_mla_decode(
         lab.put(q), lab.put(paged.cache), lab.put(paged.table), lab.put(np.array(lens, np.int32)), causal=causal,
         softmax_scale=0.05, backend=lab.backend,
@@ -192,11 +196,11 @@ def test_several_queries_of_a_request(lab, rng, causal):
 
 @pytest.mark.parametrize("page_pad", [0, 576, 40])
 def test_caches_of_other_types_and_strides(lab, rng, page_pad):
-    lens, device_scale = [100, 64, 7], np.array([0.02], np.float32)
+    lens, device_scale = [100, 64, 7], np.array([0.003], np.float32)
     arrays = [lab.put(np.array(lens, np.int32))]
-    for dtype, scale in ((np.float16, None), (BF16, 0.02), (np.float16, device_scale)):
-        paged = Paged(rng, lens, 32, dtype, page_pad=page_pad, scale=None if scale is None else np.float32(0.02))
-        q = rng.standard_normal((3, 1, 24, 576)).astype(dtype)
+    for dtype, scale in ((np.float16, None), (BF16, 0.003), (np.float16, device_scale)):
+        paged = Paged(rng, lens, 32, dtype, page_pad=page_pad, scale=None if scale is None else np.float32(0.003))
+        q = (5 * rng.standard_normal((3, 1, 24, 576))).astype(dtype)
         given = lab.put(scale) if isinstance(scale, np.ndarray) else scale
         out, lse = cumla.dense_mla_decode(
             lab.put(q), lab.put(paged.cache), lab.put(paged.table), *arrays, scale=given, softmax_scale=0.06,
@@ -215,7 +219,7 @@ def test_absent_pages_are_left_out(lab, rng):
         np.concatenate([paged.values[0][:32], paged.values[0][48:]]), paged.values[1][32:], paged.values[2][:0],
         paged.values[3],
     ]  # fmt: skip
-    q = rng.standard_normal((4, 1, 8, 576)).astype(BF16)
+    q = (5 * rng.standard_normal((4, 1, 8, 576))).astype(BF16)
     device_lens = lab.put(np.array([*lens[:3], 70], np.int32))
     out, lse = cumla.dense_mla_decode(
         lab.put(q), lab.put(paged.cache), lab.put(table), device_lens, softmax_scale=0.05, backend=lab.backend
@@ -226,7 +230,7 @@ def test_absent_pages_are_left_out(lab, rng):
 def test_lengths_beyond_the_table_and_below_zero(lab, rng):
     paged = Paged(rng, [48, 48, 48], 16)
     lens = lab.put(np.array([INT32_MAX, -5, INT32_MIN], np.int32))
-    q = rng.standard_normal((3, 1, 4, 576)).astype(BF16)
+    q = (5 * rng.standard_normal((3, 1, 4, 576))).astype(BF16)
     out, lse = cumla.dense_mla_decode(
         lab.put(q), lab.put(paged.cache), lab.put(paged.table), lens, softmax_scale=0.05, backend=lab.backend
     )
@@ -239,7 +243,7 @@ def test_work_is_split_the_same_way_twice(rng):
     import cupy
 
     paged = Paged(rng, [3000, 17, 900], 64)
-    q = cupy.asarray(rng.standard_normal((3, 1, 128, 576)).astype(BF16))
+    q = cupy.asarray((5 * rng.standard_normal((3, 1, 128, 576))).astype(BF16))
     arrays = [cupy.asarray(x) for x in (paged.cache, paged.table, np.array([3000, 17, 900], np.int32))]
     first = [x.get() for x in cumla.dense_mla_decode(q, *arrays, softmax_scale=0.05)]
     for bound in (None, 3000, 64):
@@ -256,7 +260,7 @@ def test_decode_in_a_captured_graph(rng):
 
     lens = [3000, 17, 900]
     paged = Paged(rng, lens, 64)
-    q = cupy.asarray(rng.standard_normal((3, 1, 128, 576)).astype(BF16))
+    q = cupy.asarray((5 * rng.standard_normal((3, 1, 128, 576))).astype(BF16))
     cache, table, device_lens = (cupy.asarray(x) for x in (paged.cache, paged.table, np.array(lens, np.int32)))
     out, lse = cupy.empty((3, 1, 128, 512), BF16), cupy.empty((3, 128, 1), np.float32)
     plan = cumla.DecodePlan()
@@ -294,7 +298,7 @@ def test_errors_name_the_argument(rng):
         arguments = {"q": q, "k": q, "v": v, "cu_seqlens_q": cu, "cu_seqlens_k": cu} | changes
         with pytest.raises((TypeError, ValueError), match=message):
             cumla.mha_varlen(**arguments)
-    q = rng.standard_normal((2, 1, 4, 576)).astype(BF16)
+    q = (5 * rng.standard_normal((2, 1, 4, 576))).astype(BF16)
     cache, table, lens = np.zeros((3, 16, 576), BF16), np.zeros((2, 3), np.int32), np.zeros(2, np.int32)
     for changes, message in (
         ({"q": q[..., :512]}, "q: got shape"),

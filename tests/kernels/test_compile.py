@@ -11,6 +11,8 @@ nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installe
 
 TARGETS = ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120")
 INSERTS = {"SLOT": "int64", "TOKENS": 1}
+MHA = {"VALUE": "bf16", "OUTPUT": "bf16", "QK_DIM": 192, "ROPE_DIM": 64, "V_DIM": 128, "CAUSAL": 1, "ALIGNED": 1}
+MHA_TYPES = [("bf16", "bf16", 1), ("bf16", "float", 0), ("f16", "f16", 1)]
 # Every file of csrc/, with macros as launchers give them.
 SOURCES = [
     ("cache_insert.cu", {**INSERTS, "LAYOUT": "DSV4_FP8", "INPUT": "bf16", "POWER_OF_TWO": 1, "ALIGNED": 1}),
@@ -40,6 +42,12 @@ SOURCES = [
     ("merge.cu", {"VALUE": "bf16"}),
     ("merge.cu", {"VALUE": "f16"}),
     ("merge.cu", {"VALUE": "float"}),
+    *(("mha_varlen.cu", {**MHA, "VALUE": value, "OUTPUT": out, "CAUSAL": causal}) for value, out, causal in MHA_TYPES),
+    ("mha_varlen.cu", {**MHA, "QK_DIM": 256, "ROPE_DIM": 0, "V_DIM": 256, "ALIGNED": 0}),
+    ("mla_decode.cu", {"VALUE": "bf16", "CACHE": "bf16", "ALIGNED": 1}),
+    ("mla_decode.cu", {"VALUE": "f16", "CACHE": "e4m3", "ALIGNED": 0}),
+    ("mla_decode_merge.cu", {"VALUE": "bf16", "ALIGNED": 1}),
+    ("mla_decode_merge.cu", {"VALUE": "f16", "ALIGNED": 0}),
     ("step.cu", {"SLOT": "int64"}),
     ("step.cu", {"SLOT": "int"}),
 ]
