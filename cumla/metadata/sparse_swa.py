@@ -10,6 +10,7 @@ import numpy as np
 from ..batch import CommonAttentionMetadata, HostLens
 from ..call import INT32, Call
 from ..interop import dlpack
+from ..kernels.plan import DecodePlan
 from ..kernels.step import C128A_RATIO, BatchCounts, SwaBuffers
 from .base import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, ServingConfig, ViewCache
 from .validation import Table, check_batch, check_capacity
@@ -37,6 +38,8 @@ class DeepseekSparseSWAMetadata:
                               None without C128A layers, as are the next two
     c128a_decode_topk_lens    [num_decode_tokens] int32
     c128a_prefill_topk_indices  [num_prefill_tokens, width] int32, 0, 1, ... as many as there are, then -1
+    tile_sched_swaonly, tile_sched_c4a, tile_sched_c128a  the decodes' plan for the layers of each type, None
+                              without such layers or without decodes
     """
 
     block_table: Any
@@ -63,6 +66,9 @@ class DeepseekSparseSWAMetadata:
     c128a_global_decode_topk_indices: Any = None
     c128a_decode_topk_lens: Any = None
     c128a_prefill_topk_indices: Any = None
+    tile_sched_swaonly: DecodePlan | None = None
+    tile_sched_c4a: DecodePlan | None = None
+    tile_sched_c128a: DecodePlan | None = None
     _plans: dict[tuple[int, int], list[tuple[int, int, int, int]]] = field(init=False, repr=False, default_factory=dict)
 
     def get_prefill_chunk_plan(
@@ -125,6 +131,7 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
         self.window_size, self.block_size = config.window_size, config.block_size
         self.layer_types = {LAYER_TYPES[ratio] for ratio in config.compress_ratios}
         self._has_c128a = "c128a" in self.layer_types
+        self._decode_plans = {name: DecodePlan() for name in self.layer_types}
         self._buffers: SwaBuffers | None = None
         self._rows_in_use = self._width_in_use = 0
         self._views = ViewCache(self._cut)
@@ -179,6 +186,7 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
             framework = dlpack.framework_of(batch.query_start_loc)
             views = self._views(framework, rows, num_decode_tokens, batch.num_actual_tokens, num_prefills, width)
 
+        plans = self.build_tile_scheduler(num_decode_tokens)
         metadata = DeepseekSparseSWAMetadata(
             block_table=batch.block_table_tensor,
             slot_mapping=batch.slot_mapping,
@@ -192,12 +200,28 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
             num_prefill_tokens=num_prefill_tokens,
             config=config,
             **views,
+            tile_sched_swaonly=plans["swaonly"],
+            tile_sched_c4a=plans["c4a"],
+            tile_sched_c128a=plans["c128a"],
         )
         if num_prefills:
             metadata.prefill_seq_lens = batch.seq_lens[num_decodes:]
             metadata.prefill_seq_lens_cpu = lens.seq_lens[num_decodes:]
             metadata.prefill_query_lens_cpu = lens.query_lens[num_decodes:]
         return metadata
+
+    def build_tile_scheduler(self, num_decode_tokens: int) -> dict[str, DecodePlan | None]:
+        """A plan for the decodes of one step by layer type ("swaonly", "c4a", "c128a").
+
+        The layers of a type share one, which the first of them makes on the device; its memory stays where it
+        is from step to step. None for types that the model does not have, and where there are no decodes.
+        """
+        plans: dict[str, DecodePlan | None] = dict.fromkeys(LAYER_TYPES.values())
+        if num_decode_tokens:
+            for name, plan in self._decode_plans.items():
+                plan.renew()
+                plans[name] = plan
+        return plans
 
     def _c128a_width(self, max_seq_len: int) -> int:
         """Columns in use: a power of two, so that few widths occur, within the fixed capacity."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from metadata.batches import BLOCK, make_batch
 
+from cumla.kernels.plan import DecodePlan
 from cumla.metadata import (
     AttentionCGSupport,
     AttentionMetadataBuilder,
@@ -120,7 +121,9 @@ def kind(framework):
 
 
 def leaves(value, path="metadata"):
-    """(path, value) of every field, through nested metadata."""
+    """(path, value) of every field, through nested metadata; plans are what an attention kernel makes of them."""
+    if isinstance(value, DecodePlan):
+        return
     if dataclasses.is_dataclass(value) and not isinstance(value, ServingConfig):
         for field in dataclasses.fields(value):
             yield from leaves(getattr(value, field.name), f"{path}.{field.name}")

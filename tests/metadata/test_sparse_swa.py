@@ -168,6 +168,31 @@ def test_padding_tokens_that_the_batch_counts_are_empty(place):
     assert (place.get(metadata.decode_swa_indices)[6:] == -1).all()
 
 
+@pytest.mark.parametrize(
+    ("ratios", "types"),
+    [((0, 1), {"swaonly"}), ((4, 1), {"swaonly", "c4a"}), ((128, 4, 4), {"c4a", "c128a"})],
+    ids=str,
+)
+def test_a_plan_for_each_type_of_layer(place, ratios, types):
+    builder = DeepseekSparseSWAMetadataBuilder(
+        dataclasses.replace(CONFIG, compress_ratios=ratios), backend=place.backend
+    )
+    before = None
+    for query_lens in ([3, 1], [2, 20], [1]):
+        metadata, _, _ = build(place, builder, [q + 9 for q in query_lens], query_lens)
+        plans = {name: getattr(metadata, f"tile_sched_{name}") for name in ("swaonly", "c4a", "c128a")}
+        assert {name for name, plan in plans.items() if plan is not None} == types
+        assert all(plan.made_for is None for plan in plans.values() if plan)  # to be planned in this step
+        assert before is None or all(plans[name] is before[name] for name in types)  # where it was
+        before = plans
+        for name in types:
+            plans[name].made_for = (1,)
+    without_decodes, _, _ = build(place, builder, [30], [20])
+    assert without_decodes.tile_sched_swaonly is without_decodes.tile_sched_c4a is None
+    assert without_decodes.tile_sched_c128a is None
+    assert builder.build_tile_scheduler(0) == {"swaonly": None, "c4a": None, "c128a": None}
+
+
 @THOROUGH
 @given(
     shape=shapes(CONFIG.decode_threshold, max_prefills=8), ratio=st.sampled_from([1, 4, 128]), chunk=st.integers(1, 3)
