@@ -19,8 +19,10 @@ import time
 
 import cupy
 
-CALLS_PER_GRAPH = 24
+GRAPH_US = 1_000  # of calls that a graph holds, about
+MAX_CALLS_PER_GRAPH = 400
 REPLAYS = 20
+L2_BYTES = 64 << 20
 
 
 def arguments(description):
@@ -43,7 +45,7 @@ class Report:
 
     def __init__(self, args):
         self.args, self.rows = args, []
-        print(f"{'op':38} {'config':34} {'impl':12} {'us':>9} {'us_graph':>9} {'GB/s':>7} {'TF':>7} {'max err':>9}")
+        print(f"{'op':38} {'config':34} {'impl':16} {'us':>9} {'us_graph':>9} {'GB/s':>7} {'TF':>7} {'max err':>9}")
 
     def wants(self, op, config):
         return self.args.only in op or self.args.only in config
@@ -70,7 +72,7 @@ class Report:
         ]
         error = "-" if max_abs_err is None else f"{max_abs_err:.2g}"
         print(
-            f"{op:38} {config:34} {impl:12} {text[0]:>9} {text[1]:>9} {text[2]:>7} {text[3]:>7} {error:>9}", flush=True
+            f"{op:38} {config:34} {impl:16} {text[0]:>9} {text[1]:>9} {text[2]:>7} {text[3]:>7} {error:>9}", flush=True
         )
 
     def finish(self, **extra):
@@ -114,6 +116,30 @@ def commit():
         return "unknown"
 
 
+def sets_for(bytes_moved, most=8):
+    """How many sets of inputs it takes until none of them is in the L2 cache when its turn comes."""
+    return max(2, min(most, -(-6 * L2_BYTES // max(bytes_moved, 1))))
+
+
+def measure(report, op, config, impls, bytes_moved, check=None, clear=None):
+    """Check and time several implementations of one operation, one after another.
+
+    impls  {name: (framework, calls)}, a call a set of inputs; "copy" moves as many bytes and is not checked
+    check  given the result of the first call, returns the largest error; raises AssertionError if it is wrong
+    clear  called before each implementation: whatever calls write in place is wiped
+    """
+    for name, (framework, calls) in impls.items():
+        if clear:
+            clear()
+        result = calls[0]()
+        checked = check is not None and name != "copy"
+        error = check(result) if checked else None
+        report.add(
+            op, config, name, us=host_us(calls[0]), us_graph=graph_us(calls, framework), bytes_moved=bytes_moved,
+            max_abs_err=error, checked=checked,
+        )  # fmt: skip
+
+
 def graph_us(calls, framework="cupy"):
     """Median time in us of one call inside a graph of back-to-back calls.
 
@@ -122,18 +148,26 @@ def graph_us(calls, framework="cupy"):
     """
     for call in calls:
         call()
-    cupy.cuda.Device().synchronize()
-    count = max(CALLS_PER_GRAPH // len(calls), 1) * len(calls)
-    replay = _capture_torch(calls, count) if framework == "torch" else _capture_cupy(calls, count)
+    replay, count = _capture(calls, framework, 2), 2 * len(calls)
+    total = statistics.median(_time_us(replay) for _ in range(4))
+    rounds = int(min(GRAPH_US / (total / count), MAX_CALLS_PER_GRAPH) / len(calls))
+    if rounds > 2:
+        replay, count = _capture(calls, framework, rounds), rounds * len(calls)
+    replay()
+    return statistics.median(_time_us(replay) for _ in range(REPLAYS)) / count
+
+
+def _time_us(run):
     start, stop = cupy.cuda.Event(), cupy.cuda.Event()
-    times = []
-    for _ in range(REPLAYS + 2):
-        start.record()
-        replay()
-        stop.record()
-        stop.synchronize()
-        times.append(cupy.cuda.get_elapsed_time(start, stop) * 1e3 / count)
-    return statistics.median(times[2:])
+    start.record()
+    run()
+    stop.record()
+    stop.synchronize()
+    return cupy.cuda.get_elapsed_time(start, stop) * 1e3
+
+
+def _capture(calls, framework, rounds):
+    return (_capture_torch if framework == "torch" else _capture_cupy)(calls, rounds * len(calls))
 
 
 def _capture_cupy(calls, count):
@@ -156,25 +190,67 @@ def _capture_torch(calls, count):
     return graph.replay
 
 
-def host_us(call, repeats=200):
+def host_us(call, repeats=200, seconds=0.3):
     """Median host time in us of one call, the device left to catch up between batches."""
     for _ in range(3):
         call()
+    start = time.perf_counter()
+    call()
+    cupy.cuda.Device().synchronize()
+    batch = max(2, min(repeats // 10, int(seconds / 10 / (time.perf_counter() - start))))
     times = []
     for _ in range(10):
         cupy.cuda.Device().synchronize()
         start = time.perf_counter()
-        for _ in range(repeats // 10):
+        for _ in range(batch):
             call()
-        times.append((time.perf_counter() - start) * 1e6 / (repeats // 10))
+        times.append((time.perf_counter() - start) * 1e6 / batch)
     cupy.cuda.Device().synchronize()
     return statistics.median(times)
 
 
+def as_torch(*arrays):
+    """CuPy arrays as torch tensors over the same memory; anything else as it is."""
+    import torch
+
+    return [torch.from_dlpack(x) if isinstance(x, cupy.ndarray) else x for x in arrays]
+
+
+def random_bits(count, seed=0):
+    """uint32 [count] on the device, any number as likely as any other."""
+    x = cupy.arange(count, dtype=cupy.uint32) + cupy.uint32(seed * 0x9E3779B9 & 0xFFFFFFFF)
+    for factor, shift in ((0x85EBCA6B, 15), (0xC2B2AE35, 13), (0x27D4EB2F, 16)):
+        x ^= x >> cupy.uint32(shift)
+        x *= cupy.uint32(factor)
+    x ^= x >> cupy.uint32(16)
+    return x
+
+
+COPY = r"""
+extern "C" __global__ void copy(const uint4* source, uint4* target, unsigned long long count) {
+    unsigned long long first = blockIdx.x * 1024ull + threadIdx.x;
+    uint4 x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) if (first + 256 * i < count) x[i] = __ldcs(source + first + 256 * i);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) if (first + 256 * i < count) __stcs(target + first + 256 * i, x[i]);
+}
+"""
+
+
+def copy_calls(nbytes, sets):
+    """Calls that copy `nbytes` bytes by an elementwise kernel: the pace that a kernel which only moves can have."""
+    copy = cupy.RawKernel(COPY, "copy")
+    count = max(nbytes // 16, 1)
+
+    def call():
+        source, target = (cupy.zeros(16 * count, cupy.uint8) for _ in range(2))
+        return lambda: copy((-(-count // 1024),), (256,), (source, target, cupy.uint64(count)))
+
+    return [call() for _ in range(sets)]
+
+
 def copy_gbps():
     """Device-to-device copy bandwidth, bytes read plus bytes written."""
-    source = cupy.zeros(1 << 30, cupy.uint8)
-    target = cupy.empty_like(source)
-    us = graph_us([lambda: cupy.cuda.runtime.memcpyAsync(
-        target.data.ptr, source.data.ptr, source.nbytes, 3, cupy.cuda.get_current_stream().ptr)])  # fmt: skip
-    return 2 * source.nbytes / us / 1e3
+    nbytes = 1 << 30
+    return 2 * nbytes / graph_us(copy_calls(nbytes, 1)) / 1e3

@@ -47,14 +47,14 @@ def test_pages(lab, operation):
     )
     def check(page, num_src, num_dst, count, gap, offset, pair_dtype, seed):
         rng = np.random.default_rng(seed)
+        if operation == "copy":
+            num_dst = num_src
         shape, dtype = page
         itemsize = np.dtype(dtype).itemsize
         gaps = (0,) * len(shape) + (gap * itemsize,)
         row = (*shape[:-1], shape[-1] * itemsize)
         content = [rng.integers(0, 256, (n, *row), np.uint8).view(dtype) for n in (num_src, num_dst)]
         pairs = pairs_of(rng, count, num_src, num_dst, pair_dtype, operation == "copy")
-        if operation == "copy":
-            num_dst = num_src
         results = []
         for place in (lab, REFERENCE):
             src, dst = (Guarded(place, array, gaps, offset * itemsize) for array in content)

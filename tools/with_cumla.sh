@@ -8,7 +8,7 @@ site=${SITE:-$HOME/site}
 pip="python3 -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --upgrade --target $site"
 if ls .whl/*.whl >/dev/null 2>&1; then $pip .whl/*.whl; fi
 $pip --no-build-isolation . >/dev/null
-PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
+PYTHONPATH=$site:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}
 [ -d .peers ] && PYTHONPATH=$PYTHONPATH:$PWD/.peers
 export PYTHONPATH
 export PYTHONSAFEPATH=1 # or the checkout's cumla/, without kernels and interop, would come first

@@ -37,4 +37,5 @@ def advance_step(
             input_positions, *strides(input_positions), seq_lens, *strides(seq_lens),
             slot_mapping, *strides(slot_mapping), block_tables, strides(block_tables)[0], int32(block_tables.shape[1]),
         ),
+        overlap=True,
     )  # fmt: skip

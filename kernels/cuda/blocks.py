@@ -25,6 +25,7 @@ def copy_blocks(src: Any, dst: Any, src_to_dst: Any) -> None:
             src, src.strides[0], len(src), dst, dst.strides[0], len(dst),
             src_to_dst, *strides(src_to_dst), page_units, int32(chunks),
         ),
+        overlap=True,
     )  # fmt: skip
 
 

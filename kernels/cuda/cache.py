@@ -9,6 +9,8 @@ from .compile import kernel
 from .launch import C_NAMES, MAX_BLOCKS, int32, is_aligned, pointer, strides
 
 WARPS = 8  # a thread block
+MAX_GRID_Y = 65_535
+MANY_ROWS = 16_384  # to gather: from here on warps are many enough to take several rows each
 INDEXER_ROWS = 32  # a thread block, as in indexer_gather.cu
 
 
@@ -22,8 +24,6 @@ def insert(
 ) -> None:
     """Insert rows whose quantised values are in `k`; `rope`, an array or an address, has those that stay 16-bit."""
     num_tokens = len(slot_mapping)
-    tokens_per_warp = 1
-    blocks = -(-num_tokens // (WARPS * tokens_per_warp))
     kernel(
         "cache_insert.cu",
         "quantize_and_insert_k_cache",
@@ -31,15 +31,15 @@ def insert(
         INPUT=C_NAMES[k.dtype.name],
         SLOT=C_NAMES[slot_mapping.dtype.name],
         POWER_OF_TWO=int(power_of_two_scales),
-        TOKENS=tokens_per_warp,
         ALIGNED=int(aligned),
     )(
-        (blocks,),
+        (-(-num_tokens // WARPS),),
         (32 * WARPS,),
         (
             k, strides(k)[0], rope, rope_stride, slot_mapping, int32(num_tokens),
             pages.bytes, pages.bytes.strides[0], pages.num_slots, int32(pages.block_size),
         ),
+        overlap=True,
     )  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def dequantize_and_gather_k_cache(
     requests, num_rows = out.shape[0], out.shape[1] - offset
     if num_rows == 0:
         return
-    tokens_per_warp = 1
+    tokens_per_warp = 1 if requests * num_rows < MANY_ROWS else 4
     gather = kernel(
         "cache_gather.cu",
         "dequantize_and_gather_k_cache",
@@ -58,17 +58,17 @@ def dequantize_and_gather_k_cache(
         TOKENS=tokens_per_warp,
         ALIGNED=int(is_aligned(out, pages.bytes)),
     )
-    blocks_per_request = -(-num_rows // (WARPS * tokens_per_warp))
     request_stride, token_stride, _ = strides(out)
     gather(
-        (requests * blocks_per_request,),
+        (-(-num_rows // (WARPS * tokens_per_warp)), min(requests, MAX_GRID_Y)),
         (32 * WARPS,),
         (
             out.data.ptr + offset * out.strides[1], request_stride, token_stride, int32(num_rows),
             pages.bytes, pages.bytes.strides[0], pages.num_slots, int32(pages.block_size),
             seq_lens, pointer(gather_lens), block_table, strides(block_table)[0], int32(requests),
-            int32(block_table.shape[1]), int32(blocks_per_request),
+            int32(block_table.shape[1]),
         ),
+        overlap=True,
     )  # fmt: skip
 
 
@@ -89,4 +89,5 @@ def cp_gather_indexer_k_quant_cache(
             dst_k, dst_k.strides[0], dst_scale, dst_scale.strides[0], int32(num_rows),
             block_table, strides(block_table)[0], int32(block_table.shape[1]), cu_seq_lens, int32(len(block_table)),
         ),
+        overlap=True,
     )  # fmt: skip

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
+
+from numpy import uint32
 
 from .compile import kernel
 from .launch import int32, is_aligned, pointer, strides
 
-THREADS = 128
+TOKENS = 2  # of a thread block: a warp each, as in indices.cu
+
+
+def launch(name: str, num_tokens: int, aligned: bool, arguments: tuple[Any, ...]) -> None:
+    run = kernel("indices.cu", name, ALIGNED=int(aligned))
+    run((-(-num_tokens // TOKENS),), (32 * TOKENS,), (int32(num_tokens), *arguments), overlap=True)
+
+
+@functools.cache
+def division(block_size: int) -> tuple[Any, Any, Any]:
+    """A block size with the multiplier and shift that divide numbers below 2^31 by it."""
+    log = (block_size - 1).bit_length()
+    return int32(block_size), uint32(-(-(2 ** (31 + log)) // block_size)), int32(31 + log)
 
 
 def table_arguments(block_table: Any) -> tuple[Any, ...]:
@@ -27,14 +42,11 @@ def compute_swa_indices_and_lens(
     swa_indices: Any,
     swa_lens: Any,
 ) -> None:
-    aligned = window_size % 4 == 0 and is_aligned(swa_indices)
-    compute = kernel("indices.cu", "compute_swa_indices_and_lens", ALIGNED=int(aligned))
-    compute(
-        (len(swa_lens),),
-        (THREADS,),
+    launch(
+        "compute_swa_indices_and_lens", len(swa_lens), window_size % 4 == 0 and is_aligned(swa_indices),
         (
             query_start_loc, seq_lens, int32(len(seq_lens)), token_to_req_indices, is_valid_token,
-            *table_arguments(block_table), int32(block_size), int32(window_size), int32(token_offset),
+            *table_arguments(block_table), *division(block_size), int32(window_size), int32(token_offset),
             swa_indices, strides(swa_indices)[0], swa_lens,
         ),
     )  # fmt: skip
@@ -51,14 +63,12 @@ def compute_global_topk_indices_and_lens(
     topk_lens: Any,
 ) -> None:
     tokens, topk = topk_indices.shape
-    aligned = topk % 4 == 0 and is_aligned(topk_indices, global_topk_indices)
     name = "compute_compact_topk_indices_and_lens" if compact else "compute_global_topk_indices_and_lens"
-    kernel("indices.cu", name, ALIGNED=int(aligned))(
-        (tokens,),
-        (32 if compact else THREADS,),
+    launch(
+        name, tokens, not compact and topk % 4 == 0 and is_aligned(topk_indices, global_topk_indices),
         (
             topk_indices, strides(topk_indices)[0], int32(topk), token_to_req_indices, *table_arguments(block_table),
-            int32(block_size), is_valid_token, global_topk_indices, strides(global_topk_indices)[0], topk_lens,
+            *division(block_size), is_valid_token, global_topk_indices, strides(global_topk_indices)[0], topk_lens,
         ),
     )  # fmt: skip
 
@@ -76,10 +86,8 @@ def combine_topk_swa_indices(
     combined_indices: Any,
     combined_lens: Any,
 ) -> None:
-    combine = kernel("indices.cu", "combine_topk_swa_indices", ALIGNED=int(is_aligned(topk_indices, combined_indices)))
-    combine(
-        (len(combined_lens),),
-        (THREADS,),
+    launch(
+        "combine_topk_swa_indices", len(combined_lens), topk % 4 == 0 and is_aligned(topk_indices, combined_indices),
         (
             topk_indices, strides(topk_indices)[0], query_start_loc, seq_lens, int32(len(seq_lens)), gather_lens,
             int32(window_size), int32(compress_ratio), int32(topk), int32(row_stride), int32(swa_start),
@@ -112,22 +120,24 @@ def build_flashinfer_mixed_sparse_indices(
 ) -> None:
     no_array = (0, 0)
     decode_compressed, decode_topk = no_array, 0
+    rows = [decode_swa_indices, prefill_topk_indices, sparse_indices]
     if decode_compressed_indices is not None:
         decode_compressed = decode_compressed_indices.data.ptr, strides(decode_compressed_indices)[0]
         decode_topk = decode_compressed_indices.shape[1]
+        rows.append(decode_compressed_indices)
     compressed_table = (*no_array, int32(0), int32(0))
     if compressed_block_table is not None:
         compressed_table = table_arguments(compressed_block_table)
-    kernel("indices.cu", "build_flashinfer_mixed_sparse_indices", ALIGNED=0)(
-        (len(sparse_topk_lens),),
-        (THREADS,),
+    launch(
+        "build_flashinfer_mixed_sparse_indices", len(sparse_topk_lens),
+        (window_size | topk | decode_topk) % 4 == 0 and is_aligned(*rows),
         (
             decode_swa_indices, strides(decode_swa_indices)[0], int32(len(decode_swa_indices)),
             *decode_compressed, int32(decode_topk), pointer(decode_compressed_topk_lens),
             prefill_topk_indices, strides(prefill_topk_indices)[0],
             query_start_loc, seq_lens, int32(len(seq_lens)), token_to_req_indices,
-            *table_arguments(swa_block_table), int32(swa_block_size),
-            *compressed_table, int32(compressed_block_size),
+            *table_arguments(swa_block_table), *division(swa_block_size),
+            *compressed_table, *division(compressed_block_size),
             int32(window_size), int32(compress_ratio), int32(topk), int32(decode_compressed_indices_are_local),
             pointer(decode_is_valid_token), int32(swa_block_span), int32(compressed_block_span),
             sparse_indices, strides(sparse_indices)[0], int32(sparse_indices.shape[1]), sparse_topk_lens,

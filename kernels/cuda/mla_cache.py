@@ -40,6 +40,7 @@ def concat_and_cache_mla(kv_c: Any, k_pe: Any, pages: Pages, slot_mapping: Any, 
             kv_c, strides(kv_c)[0], k_pe, strides(k_pe)[0], slot_mapping, int32(len(slot_mapping)),
             pages.bytes, pages.bytes.strides[0], pages.num_slots, int32(pages.block_size), *scale_arguments(scale),
         ),
+        overlap=True,
     )  # fmt: skip
 
 
@@ -61,4 +62,5 @@ def gather_cache(
             dst, dst.strides[0], int32(num_rows), block_table, strides(block_table)[0], int32(block_table.shape[1]),
             cu_seq_lens, int32(len(block_table)), *starts, *scale_arguments(scale),
         ),
+        overlap=True,
     )  # fmt: skip

@@ -1,6 +1,7 @@
 // One step forward of a decode batch: a sampled token becomes the next input. A thread takes a sequence.
 //
 // Macros: TOKEN, SAMPLED, POSITION, SLOT (each int64 or int).
+#include "overlap.cuh"
 #include "pages.cuh"
 
 extern "C" __global__ void __launch_bounds__(128)
@@ -8,6 +9,7 @@ advance_step(int num_seqs, int num_queries, int block_size, TOKEN* input_tokens,
              const SAMPLED* sampled_token_ids, int64 sampled_stride, POSITION* input_positions, int64 positions_stride,
              int* seq_lens, int64 lens_stride, SLOT* slot_mapping, int64 slots_stride, const int* block_tables,
              int64 table_stride, int table_columns) {
+    overlap_with_previous_kernel();
     int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= num_seqs) return;
     TOKEN token = 0;

@@ -1,9 +1,11 @@
 // Gather the last rows of each request from a paged FP8 cache into a dense workspace.
 //
-// A warp takes TOKENS neighbouring positions of one request. Each lane holds 8 neighbouring values of a row
-// in each of its rounds, so that a row is written in contiguous 512-byte pieces.
+// A warp takes TOKENS neighbouring positions of one request (blockIdx.y): its lanes look up a position each, and then
+// hold 8 neighbouring values of every row in each round, so that a row is written in contiguous 512-byte pieces. A row
+// waits for its length, its block number and its bytes, one after another, which is why a warp takes several.
 //
 // Macros: LAYOUT, OUTPUT (bf16, f16 or float), TOKENS, ALIGNED.
+#include "overlap.cuh"
 #include "pages.cuh"
 #include "vectors.cuh"
 
@@ -11,75 +13,68 @@ constexpr int ROUNDS = (LAYOUT::head_dim + 255) / 256;
 
 struct Chunk {
     uint4 bytes;  // 8 e4m3 values in the low half, or 8 bfloat16 values
-    float scale;
+    uint32 scale;  // as it is in the cache
 };
 
 __device__ inline Chunk load_chunk(Token token, int first) {
     if (first >= LAYOUT::quantized_dim)
-        return {load16(token.row + LAYOUT::rope_offset + 2 * (first - LAYOUT::quantized_dim)), 1.0f};
+        return {load16(token.row + LAYOUT::rope_offset + 2 * (first - LAYOUT::quantized_dim)), 0};
     uint2 bytes = load8(token.row + first);
     int tile = first / LAYOUT::scale_tile;
-    float scale;
-    if (LAYOUT::ue8m0) {
-        scale = ue8m0_scale(token.scales[tile]);
-    } else {
-#if ALIGNED
-        scale = reinterpret_cast<const float*>(token.scales)[tile];
-#else
-        uint32 bits = 0;
-        for (int i = 0; i < 4; ++i) bits |= uint32(token.scales[4 * tile + i]) << 8 * i;
-        scale = __uint_as_float(bits);
-#endif
+    return {{bytes.x, bytes.y, 0, 0}, LAYOUT::ue8m0 ? token.scales[tile] : load4(token.scales + 4 * tile)};
+}
+
+__device__ inline void store_chunk(OUTPUT* row, int first, Chunk chunk) {
+    if (first >= LAYOUT::quantized_dim) {
+        store_raw8(row + first, Raw8<bf16>{chunk.bytes});
+        return;
     }
-    return {{bytes.x, bytes.y, 0, 0}, scale};
+    float x[8];
+    dequantize8({chunk.bytes.x, chunk.bytes.y},
+                LAYOUT::ue8m0 ? ue8m0_scale(chunk.scale) : __uint_as_float(chunk.scale), x);
+    store_values8(row + first, x);
 }
 
 extern "C" __global__ void __launch_bounds__(256)
 dequantize_and_gather_k_cache(OUTPUT* out, int64 request_stride, int64 token_stride, int num_rows, uint8* pages,
                               int64 page_stride, int64 num_slots, int block_size, const int* seq_lens,
                               const int* gather_lens, const int* block_table, int64 table_stride, int requests,
-                              int table_columns, int blocks_per_request) {
-    int request = blockIdx.x / blocks_per_request;
-    int block = blockIdx.x % blocks_per_request;
-    int lane = threadIdx.x % 32;
-    int seq_len = seq_lens[request];
-    int gathered = min(gather_lens ? gather_lens[request] : seq_len, seq_len);
-    int rows = min(gathered, num_rows);
-    int first_row = (block * (blockDim.x / 32) + threadIdx.x / 32) * TOKENS;
-    if (first_row >= rows) return;
-
+                              int table_columns) {
+    overlap_with_previous_kernel();
     BlockTable table{block_table, table_stride, requests, table_columns};
-    int slots[TOKENS];
-#pragma unroll
-    for (int t = 0; t < TOKENS; ++t) {
-        int64 position = int64(seq_len) - gathered + first_row + t;
-        int slot = first_row + t < rows ? lookup_slot(table, request, position, block_size) : -1;
-        slots[t] = slot < num_slots ? slot : -1;
-    }
-    Chunk chunks[TOKENS][ROUNDS];
-#pragma unroll
-    for (int t = 0; t < TOKENS; ++t) {
-#pragma unroll
-        for (int round = 0; round < ROUNDS; ++round) {
-            int first = 8 * (32 * round + lane);
-            chunks[t][round] = {};  // an absent token is a row of zeros
-            if (slots[t] >= 0 && first < LAYOUT::head_dim)
-                chunks[t][round] = load_chunk(token_at<LAYOUT>(pages, page_stride, block_size, slots[t]), first);
+    int lane = threadIdx.x % 32;
+    int first_row = (blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) * TOKENS;
+    for (int request = blockIdx.y; request < requests; request += gridDim.y) {
+        int seq_len = seq_lens[request];
+        int gathered = min(gather_lens ? gather_lens[request] : seq_len, seq_len);
+        int rows = min(gathered, num_rows);
+        if (first_row >= rows) continue;
+        Place place{-1, 0};
+        if (lane < TOKENS && first_row + lane < rows) {
+            int64 position = int64(seq_len) - gathered + first_row + lane;
+            place = lookup_place(table, request, position, block_size, num_slots);
         }
-    }
+        Chunk chunks[TOKENS][ROUNDS];
 #pragma unroll
-    for (int t = 0; t < TOKENS; ++t) {
-        if (first_row + t >= rows) break;
-        OUTPUT* row = out + request * request_stride + int64(first_row + t) * token_stride;
+        for (int t = 0; t < TOKENS; ++t) {
+            Place source{__shfl_sync(~0u, int(place.page), t), __shfl_sync(~0u, place.row, t)};
+            Token token = token_at<LAYOUT>(pages, page_stride, block_size, source);
 #pragma unroll
-        for (int round = 0; round < ROUNDS; ++round) {
-            int first = 8 * (32 * round + lane);
-            if (first >= LAYOUT::head_dim) continue;
-            Chunk chunk = chunks[t][round];
-            float x[8];
-            if (first < LAYOUT::quantized_dim) dequantize8({chunk.bytes.x, chunk.bytes.y}, chunk.scale, x);
-            else unpack8(Raw8<bf16>{chunk.bytes}, x);
-            store_values8(row + first, x);
+            for (int round = 0; round < ROUNDS; ++round) {
+                int first = 8 * (32 * round + lane);
+                chunks[t][round] = {};  // an absent token is a row of zeros
+                if (source.page >= 0 && first < LAYOUT::head_dim) chunks[t][round] = load_chunk(token, first);
+            }
+        }
+        OUTPUT* row = out + request * request_stride + first_row * token_stride;
+#pragma unroll
+        for (int t = 0; t < TOKENS; ++t, row += token_stride) {
+            if (first_row + t >= rows) break;
+#pragma unroll
+            for (int round = 0; round < ROUNDS; ++round) {
+                int first = 8 * (32 * round + lane);
+                if (first < LAYOUT::head_dim) store_chunk(row, first, chunks[t][round]);
+            }
         }
     }
 }

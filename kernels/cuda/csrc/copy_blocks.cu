@@ -3,6 +3,7 @@
 // A thread block copies CHUNK units of one page.
 //
 // Macros: UNIT, the type that pages are copied in (uint4, uint2, uint32, uint16 or uint8), CHUNK, PAIR (int64 or int).
+#include "overlap.cuh"
 #include "numbers.cuh"
 
 constexpr int THREADS = 256;
@@ -11,6 +12,7 @@ constexpr int UNROLL = CHUNK / THREADS;
 extern "C" __global__ void __launch_bounds__(THREADS)
 copy_blocks(const uint8* src, int64 src_stride, int64 src_blocks, uint8* dst, int64 dst_stride, int64 dst_blocks,
             const PAIR* pairs, int64 pairs_stride, int64 pair_stride, int64 page_units, int chunks) {
+    overlap_with_previous_kernel();
     const PAIR* pair = pairs + (blockIdx.x / chunks) * pairs_stride;
     int64 source = pair[0], destination = pair[pair_stride];
     if (source < 0 || source >= src_blocks || destination < 0 || destination >= dst_blocks) return;

@@ -4,6 +4,7 @@
 // go through the rows in turns: how many there are only the device knows, and a workspace may have many more.
 //
 // Macros: ALIGNED.
+#include "overlap.cuh"
 #include "requests.cuh"
 #include "vectors.cuh"
 
@@ -15,6 +16,7 @@ cp_gather_indexer_k_quant_cache(uint8* pages, int64 page_stride, int64 num_slots
                                 int64 k_stride, uint8* dst_scale, int64 scale_stride, int num_rows,
                                 const int* block_table, int64 table_stride, int table_columns, const int* cu_seq_lens,
                                 int requests) {
+    overlap_with_previous_kernel();
     BlockTable table{block_table, table_stride, requests, table_columns};
     GatheredRows rows{cu_seq_lens, requests};
     int lane = threadIdx.x % LANES;
@@ -23,11 +25,11 @@ cp_gather_indexer_k_quant_cache(uint8* pages, int64 page_stride, int64 num_slots
     for (int64 row = blockIdx.x * int64(blockDim.x / LANES) + threadIdx.x / LANES; row < count; row += rows_at_once) {
         int request = rows.request(row);
         if (request < 0) continue;
-        int slot = lookup_slot(table, request, row - cu_seq_lens[request], block_size);
+        Place place = lookup_place(table, request, row - cu_seq_lens[request], block_size, num_slots);
         uint4 values = {};
         uint32 scale = 0;
-        if (slot >= 0 && slot < num_slots) {
-            Token token = token_at<Layout>(pages, page_stride, block_size, slot);
+        if (place.page >= 0) {
+            Token token = token_at<Layout>(pages, page_stride, block_size, place);
             values = load16(token.row + 16 * lane);
             if (lane == 0) scale = load4(token.scales);
         }

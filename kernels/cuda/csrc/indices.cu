@@ -1,12 +1,18 @@
 // Index maps: from positions and local top-k entries to cache slots.
 //
-// One thread block a token. Rows are handled four entries at a time where they are aligned (16-byte loads
-// and stores), so a row of 512 entries is one step of 128 threads.
+// A warp takes a token, so nothing here waits for another warp, and what is the same for a whole row is worked out
+// once for many entries. Rows are handled four entries a lane at a time where they are aligned (16-byte loads and
+// stores), and what the lookups of those need from memory is asked for together.
 //
-// Macros: ALIGNED (rows start at multiples of 16 bytes and their widths are multiples of 4).
+// Macros: ALIGNED (rows start at multiples of 16 bytes; their widths, top-k and window are multiples of 4).
+#include "overlap.cuh"
 #include "pages.cuh"
+#include "vectors.cuh"
 
-constexpr int WIDTH = ALIGNED ? 4 : 1;  // entries a thread handles at a time
+constexpr int THREADS = 64;             // of a thread block
+constexpr int WIDTH = ALIGNED ? 4 : 1;  // entries a lane handles at a time
+constexpr int STEP = 32 * WIDTH;        // and a warp
+constexpr int STEPS = 5;                // loads of a lane that are on their way at a time
 
 struct Entries {
     int at[WIDTH];
@@ -15,7 +21,7 @@ struct Entries {
 __device__ inline Entries load_entries(const int* p) {
     Entries x;
 #if ALIGNED
-    int4 four = *reinterpret_cast<const int4*>(p);
+    uint4 four = load16(p);
     x.at[0] = four.x, x.at[1] = four.y, x.at[2] = four.z, x.at[3] = four.w;
 #else
     x.at[0] = *p;
@@ -25,10 +31,19 @@ __device__ inline Entries load_entries(const int* p) {
 
 __device__ inline void store_entries(int* p, Entries x) {
 #if ALIGNED
-    *reinterpret_cast<int4*>(p) = make_int4(x.at[0], x.at[1], x.at[2], x.at[3]);
+    store16(p, {uint32(x.at[0]), uint32(x.at[1]), uint32(x.at[2]), uint32(x.at[3])});
 #else
     *p = x.at[0];
 #endif
+}
+
+__device__ inline int lane_id() { return threadIdx.x % 32; }
+__device__ inline int warp_id() { return (blockIdx.x * THREADS + threadIdx.x) / 32; }
+
+__device__ inline int warp_sum(int value) {
+#pragma unroll
+    for (int lane = 16; lane; lane /= 2) value += __shfl_xor_sync(~0u, value, lane);
+    return value;
 }
 
 struct Requests {
@@ -36,201 +51,301 @@ struct Requests {
     const int* seq_lens;
     int count;
 
+    __device__ bool has(int request) const { return request >= 0 && request < count; }
+
     // Position of a query token in its sequence; the last query token is the sequence's last.
     __device__ int64 position(int request, int64 token) const {
         return int64(seq_lens[request]) - query_start_loc[request + 1] + token;
     }
 };
 
-// The slot in a numbering where pages are `span` tokens apart instead of `block_size`.
-__device__ inline int to_span(int slot, int block_size, int span) {
-    if (slot < 0) return -1;
-    if (span == block_size) return slot;
-    int64 moved = int64(slot / block_size) * span + slot % block_size;
-    return moved <= INT32_LIMIT ? int(moved) : -1;
+// Compressed entries that a token at `position` sees, of which it uses `topk` at most. 32-bit division is enough: a
+// position beyond that is an error of the caller's, which must only not do harm.
+__device__ inline int compressed_entries(int64 position, int compress_ratio, int topk) {
+    if (position < 0) return 0;
+    uint32 length = uint32(min(position, int64(INT32_LIMIT))) + 1;
+    return int(min(length / uint32(compress_ratio), uint32(topk)));
 }
 
-// How many threads of the block have `found` set, added up over the calls; every thread gets the sum.
-__device__ inline int block_sum(int value) {
-    __shared__ int total;
-    if (threadIdx.x == 0) total = 0;
-    __syncthreads();
+// One request's row of a block table.
+struct TableRow {
+    const int* entries;
+    BlockSize block_size;
+    uint32 limit;       // of positions that it has; 0 if the table does not have the request
+    uint32 last_block;  // whose first slot is within int32
+
+    __device__ TableRow(BlockTable table, int row, BlockSize block_size_)
+        : entries(table.entries + row * table.row_stride), block_size(block_size_) {
+        int64 positions = row >= 0 && row < table.rows ? int64(table.columns) * block_size.tokens : 0;
+        limit = uint32(min(positions, INT32_LIMIT + 1ll));
+        last_block = block_size.page_of(INT32_LIMIT);
+    }
+
+    // Slots of positions; -1 for negative positions, and where the table has no such entry or no such block.
+    __device__ Entries slots(Entries positions) const {
+        Entries blocks, slots;
+        uint32 rows[WIDTH];
 #pragma unroll
-    for (int lane = 16; lane; lane /= 2) value += __shfl_xor_sync(~0u, value, lane);
-    if (threadIdx.x % 32 == 0 && value) atomicAdd(&total, value);
-    __syncthreads();
-    return total;
+        for (int i = 0; i < WIDTH; ++i) {
+            uint32 position = positions.at[i];
+            uint32 column = block_size.page_of(position);
+            rows[i] = position - column * block_size.tokens;
+            blocks.at[i] = -1;
+            if (position < limit) blocks.at[i] = entries[column];
+        }
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) {
+            uint32 slot = uint32(blocks.at[i]) * block_size.tokens + rows[i];  // at most the last block's is beyond int32
+            slots.at[i] = uint32(blocks.at[i]) <= last_block ? max(int(slot), -1) : -1;
+        }
+        return slots;
+    }
+};
+
+// start + j, start + j + 1, ... for those of j, j + 1, ... that are below `count`; the others are -1.
+__device__ inline Entries range(int start, int j, int count) {
+    Entries x;
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) x.at[i] = j + i < count ? start + j + i : -1;
+    return x;
 }
 
-extern "C" __global__ void __launch_bounds__(128)
-compute_swa_indices_and_lens(const int* query_start_loc, const int* seq_lens, int requests,
+// A window of positions up to and with `position`; empty if that is negative.
+struct Window {
+    int start, length;
+    int lookups;  // of the positions, those within int32, as all are but where query_start_loc contradicts seq_lens
+
+    __device__ Window(int64 position, int window_size) {
+        int64 first = max(position - window_size + 1, int64(0));
+        start = int(first);
+        length = int(max(position + 1 - first, int64(0)));
+        lookups = position <= INT32_LIMIT ? length : 0;
+    }
+};
+
+__device__ inline int count_present(Entries x) {
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) count += x.at[i] >= 0;
+    return count;
+}
+
+// Slots in a numbering where pages are `span` tokens apart instead of as many as they have.
+__device__ inline Entries to_span(Entries slots, BlockSize block_size, int span) {
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) {
+        int slot = slots.at[i];
+        if (slot >= 0 && span != block_size.tokens) {
+            uint32 page = block_size.page_of(slot);
+            int64 moved = int64(page) * span + (slot - page * block_size.tokens);
+            slot = moved <= INT32_LIMIT ? int(moved) : -1;
+        }
+        slots.at[i] = max(slot, -1);
+    }
+    return slots;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+compute_swa_indices_and_lens(int num_tokens, const int* query_start_loc, const int* seq_lens, int requests,
                              const int* token_to_req_indices, const bool* is_valid_token, const int* block_table,
-                             int64 table_stride, int table_rows, int table_columns, int block_size, int window_size,
-                             int token_offset, int* swa_indices, int64 indices_stride, int* swa_lens) {
-    int token = blockIdx.x + token_offset;
+                             int64 table_stride, int table_rows, int table_columns, int block_size,
+                             uint32 block_multiplier, int block_shift, int window_size, int token_offset,
+                             int* swa_indices, int64 indices_stride, int* swa_lens) {
+    overlap_with_previous_kernel();
+    if (warp_id() >= num_tokens) return;
+    int token = warp_id() + token_offset;
     int request = token_to_req_indices[token];
-    int64 start = 0;
-    int length = 0;
-    if (is_valid_token[token] && request >= 0 && request < requests) {
-        int64 position = Requests{query_start_loc, seq_lens, requests}.position(request, token);
-        start = max(position - window_size + 1, int64(0));
-        length = int(max(position + 1 - start, int64(0)));
-    }
-    BlockTable table{block_table, table_stride, table_rows, table_columns};
-    int* row = swa_indices + blockIdx.x * indices_stride;
-    for (int j = threadIdx.x * WIDTH; j < window_size; j += blockDim.x * WIDTH) {
-        Entries slots;
-#pragma unroll
-        for (int i = 0; i < WIDTH; ++i)
-            slots.at[i] = j + i < length ? lookup_slot(table, request, start + j + i, block_size) : -1;
-        store_entries(row + j, slots);
-    }
-    if (threadIdx.x == 0) swa_lens[blockIdx.x] = length;
+    Requests batch{query_start_loc, seq_lens, requests};
+    int64 position = is_valid_token[token] && batch.has(request) ? batch.position(request, token) : -1;
+    Window window(position, window_size);
+    TableRow table({block_table, table_stride, table_rows, table_columns}, request,
+                   {block_size, block_multiplier, block_shift});
+    int* row = swa_indices + warp_id() * indices_stride;
+    for (int j = lane_id() * WIDTH; j < window_size; j += 32 * WIDTH)
+        store_entries(row + j, table.slots(range(window.start, j, window.lookups)));
+    if (lane_id() == 0) swa_lens[warp_id()] = window.length;
 }
 
-extern "C" __global__ void __launch_bounds__(128)
-compute_global_topk_indices_and_lens(const int* topk_indices, int64 topk_stride, int topk,
+extern "C" __global__ void __launch_bounds__(THREADS)
+compute_global_topk_indices_and_lens(int num_tokens, const int* topk_indices, int64 topk_stride, int topk,
                                      const int* token_to_req_indices, const int* block_table, int64 table_stride,
-                                     int table_rows, int table_columns, int block_size, const bool* is_valid_token,
-                                     int* global_topk_indices, int64 global_stride, int* topk_lens) {
-    int token = blockIdx.x;
-    BlockTable table{block_table, table_stride, table_rows, table_columns};
-    int request = token_to_req_indices[token];
+                                     int table_rows, int table_columns, int block_size, uint32 block_multiplier,
+                                     int block_shift, const bool* is_valid_token, int* global_topk_indices,
+                                     int64 global_stride, int* topk_lens) {
+    overlap_with_previous_kernel();
+    int token = warp_id();
+    if (token >= num_tokens) return;
+    bool valid = is_valid_token[token];
+    TableRow table({block_table, table_stride, table_rows, table_columns}, token_to_req_indices[token],
+                   {block_size, block_multiplier, block_shift});
     const int* local = topk_indices + token * topk_stride;
     int* row = global_topk_indices + token * global_stride;
     int found = 0;
-    for (int j = threadIdx.x * WIDTH; j < topk; j += blockDim.x * WIDTH) {
-        Entries entries = load_entries(local + j);
+    for (int first = lane_id() * WIDTH; first < topk; first += STEPS * STEP) {
+        Entries entries[STEPS];
 #pragma unroll
-        for (int i = 0; i < WIDTH; ++i) {
-            entries.at[i] = lookup_slot(table, request, entries.at[i], block_size);
-            found += entries.at[i] >= 0;
+        for (int step = 0; step < STEPS; ++step)
+            if (first + step * STEP < topk) entries[step] = load_entries(local + first + step * STEP);
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            if (first + step * STEP >= topk) break;
+            Entries slots = table.slots(entries[step]);
+            found += count_present(slots);
+            store_entries(row + first + step * STEP, slots);
         }
-        store_entries(row + j, entries);
     }
-    int total = block_sum(found);
-    if (threadIdx.x == 0) topk_lens[token] = is_valid_token[token] ? total : 0;
+    found = warp_sum(found);
+    if (lane_id() == 0) topk_lens[token] = valid ? found : 0;
 }
 
-// The same with what is present moved to the left of each row, in order. One warp a token.
-extern "C" __global__ void __launch_bounds__(32)
-compute_compact_topk_indices_and_lens(const int* topk_indices, int64 topk_stride, int topk,
+// The same with what is present moved to the left of each row, in order. ALIGNED is 0: a lane takes one entry.
+extern "C" __global__ void __launch_bounds__(THREADS)
+compute_compact_topk_indices_and_lens(int num_tokens, const int* topk_indices, int64 topk_stride, int topk,
                                       const int* token_to_req_indices, const int* block_table, int64 table_stride,
-                                      int table_rows, int table_columns, int block_size, const bool* is_valid_token,
-                                      int* global_topk_indices, int64 global_stride, int* topk_lens) {
-    int token = blockIdx.x;
-    BlockTable table{block_table, table_stride, table_rows, table_columns};
-    int request = token_to_req_indices[token];
+                                      int table_rows, int table_columns, int block_size, uint32 block_multiplier,
+                                      int block_shift, const bool* is_valid_token, int* global_topk_indices,
+                                      int64 global_stride, int* topk_lens) {
+    overlap_with_previous_kernel();
+    int token = warp_id();
+    if (token >= num_tokens) return;
+    bool valid = is_valid_token[token];
+    TableRow table({block_table, table_stride, table_rows, table_columns}, token_to_req_indices[token],
+                   {block_size, block_multiplier, block_shift});
     const int* local = topk_indices + token * topk_stride;
     int* row = global_topk_indices + token * global_stride;
     int kept = 0;
     for (int j = 0; j < topk; j += 32) {
-        int entry = j + int(threadIdx.x);
-        int slot = entry < topk ? lookup_slot(table, request, local[entry], block_size) : -1;
+        Entries entry{};
+        entry.at[0] = j + lane_id() < topk ? local[j + lane_id()] : -1;
+        int slot = table.slots(entry).at[0];
         uint32 present = __ballot_sync(~0u, slot >= 0);
-        if (slot >= 0) row[kept + __popc(present & (1u << threadIdx.x) - 1)] = slot;
+        if (slot >= 0) row[kept + __popc(present & (1u << lane_id()) - 1)] = slot;
         kept += __popc(present);
     }
-    for (int j = kept + threadIdx.x; j < topk; j += 32) row[j] = -1;
-    if (threadIdx.x == 0) topk_lens[token] = is_valid_token[token] ? kept : 0;
+    for (int j = kept + lane_id(); j < topk; j += 32) row[j] = -1;
+    if (lane_id() == 0) topk_lens[token] = valid ? kept : 0;
 }
 
-extern "C" __global__ void __launch_bounds__(128)
-combine_topk_swa_indices(const int* topk_indices, int64 topk_stride, const int* query_start_loc, const int* seq_lens,
-                         int requests, const int* gather_lens, int window_size, int compress_ratio, int topk,
-                         int row_stride, int swa_start, int* combined_indices, int64 combined_stride, int width,
-                         int* combined_lens) {
-    int token = blockIdx.x;
+extern "C" __global__ void __launch_bounds__(THREADS)
+combine_topk_swa_indices(int num_tokens, const int* topk_indices, int64 topk_stride, const int* query_start_loc,
+                         const int* seq_lens, int requests, const int* gather_lens, int window_size,
+                         int compress_ratio, int topk, int row_stride, int swa_start, int* combined_indices,
+                         int64 combined_stride, int width, int* combined_lens) {
+    overlap_with_previous_kernel();
+    int token = warp_id();
+    if (token >= num_tokens) return;
     int64 query = int64(token) + query_start_loc[0];
     // The token's request: how many of query_start_loc[1:] are at most `query`.
-    int passed = 0;
-    for (int r = threadIdx.x; r < requests; r += blockDim.x) passed += query_start_loc[r + 1] <= query;
-    int request = block_sum(passed);
+    int request = 0;
+    for (int r = lane_id(); r - lane_id() < requests; r += 32)
+        request += __popc(__ballot_sync(~0u, r < requests && query_start_loc[r + 1] <= query));
 
-    int num_topk = 0, num_swa = 0;
-    int64 base = int64(row_stride) * request, first_gathered = 0;
+    // Entries [0, num_topk) are of the top-k, the next num_swa of the window, of which those from `swa_first` to
+    // `swa_end` are in the workspace: row `swa_base` for the first of the window, and so on.
+    int num_topk = 0, num_swa = 0, swa_first = 0, swa_end = 0, swa_base = 0;
+    int base = row_stride * request;
     if (request < requests) {
         int64 position = Requests{query_start_loc, seq_lens, requests}.position(request, query);
         if (position >= 0) {
-            num_topk = int(min((position + 1) / compress_ratio, int64(topk)));
+            num_topk = compressed_entries(position, compress_ratio, topk);
             num_swa = int(min(position + 1, int64(window_size)));
-            first_gathered = position - num_swa + 1 - (int64(seq_lens[request]) - gather_lens[request]);
+            int64 gathered = position - num_swa + 1 - (int64(seq_lens[request]) - gather_lens[request]);
+            swa_first = int(min(max(-gathered, int64(0)), int64(num_swa)));
+            swa_end = int(min(max(row_stride - swa_start - gathered, int64(0)), int64(num_swa)));
+            swa_base = int(base + swa_start + gathered);
         }
     }
     const int* local = topk_indices + token * topk_stride;
     int* row = combined_indices + token * combined_stride;
-    for (int j = threadIdx.x * WIDTH; j < width; j += blockDim.x * WIDTH) {
-        Entries entries;
-        bool whole = j + WIDTH <= num_topk;
-        if (whole) entries = load_entries(local + j);
+    for (int first = lane_id() * WIDTH; first < width; first += STEPS * STEP) {
+        Entries entries[STEPS];
 #pragma unroll
-        for (int i = 0; i < WIDTH; ++i) {
-            int64 entry = -1;
-            if (j + i < num_topk) {
-                int index = whole ? entries.at[i] : local[j + i];
-                if (index >= 0 && index < swa_start) entry = base + index;
-            } else if (j + i < num_topk + num_swa) {
-                int64 gathered = first_gathered + (j + i - num_topk);
-                if (gathered >= 0 && swa_start + gathered < row_stride) entry = base + swa_start + gathered;
+        for (int step = 0; step < STEPS; ++step)
+            if (first + step * STEP < num_topk) entries[step] = load_entries(local + first + step * STEP);
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            int j = first + step * STEP;
+            if (j >= width) break;
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) {
+                int rank = j + i - num_topk, entry = -1;
+                if (rank < 0 && uint32(entries[step].at[i]) < uint32(swa_start)) entry = base + entries[step].at[i];
+                if (rank >= swa_first && rank < swa_end) entry = swa_base + rank;
+                entries[step].at[i] = entry;
             }
-            entries.at[i] = int(entry);
+            store_entries(row + j, entries[step]);
         }
-        store_entries(row + j, entries);
     }
-    if (threadIdx.x == 0) combined_lens[token] = num_topk + num_swa;
+    if (lane_id() == 0) combined_lens[token] = num_topk + num_swa;
 }
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(THREADS)
 build_flashinfer_mixed_sparse_indices(
-    const int* decode_swa_indices, int64 decode_swa_stride, int num_decode_tokens,
+    int num_tokens, const int* decode_swa_indices, int64 decode_swa_stride, int num_decode_tokens,
     const int* decode_compressed_indices, int64 decode_compressed_stride, int decode_topk,
     const int* decode_compressed_topk_lens, const int* prefill_topk_indices, int64 prefill_topk_stride,
     const int* query_start_loc, const int* seq_lens, int requests, const int* token_to_req_indices,
     const int* swa_block_table, int64 swa_table_stride, int swa_table_rows, int swa_table_columns, int swa_block_size,
-    const int* compressed_block_table, int64 compressed_table_stride, int compressed_table_rows,
-    int compressed_table_columns, int compressed_block_size, int window_size, int compress_ratio, int topk,
+    uint32 swa_block_multiplier, int swa_block_shift, const int* compressed_block_table, int64 compressed_table_stride, int compressed_table_rows,
+    int compressed_table_columns, int compressed_block_size, uint32 compressed_block_multiplier,
+    int compressed_block_shift, int window_size, int compress_ratio, int topk,
     int decode_indices_are_local, const bool* decode_is_valid_token, int swa_block_span, int compressed_block_span,
     int* sparse_indices, int64 sparse_stride, int width, int* sparse_topk_lens) {
-    int token = blockIdx.x;
+    overlap_with_previous_kernel();
+    int token = warp_id();
+    if (token >= num_tokens) return;
     int request = token_to_req_indices[token];
-    BlockTable swa_table{swa_block_table, swa_table_stride, swa_table_rows, swa_table_columns};
-    BlockTable compressed_table{compressed_block_table, compressed_table_stride, compressed_table_rows,
-                                compressed_table_columns};
+    BlockSize swa_size{swa_block_size, swa_block_multiplier, swa_block_shift};
+    BlockSize compressed_size{compressed_block_size, compressed_block_multiplier, compressed_block_shift};
+    TableRow swa_table({swa_block_table, swa_table_stride, swa_table_rows, swa_table_columns}, request, swa_size);
+    TableRow compressed_table({compressed_block_table, compressed_table_stride, compressed_table_rows,
+                               compressed_table_columns}, request, compressed_size);
     bool decode = token < num_decode_tokens;
-    bool has_request = request >= 0 && request < requests;
-    int64 position = has_request ? Requests{query_start_loc, seq_lens, requests}.position(request, token) : -1;
-    int64 start = max(position - window_size + 1, int64(0));
-    int num_compressed = decode ? decode_topk
-                         : compressed_block_table && position >= 0 ? int(min((position + 1) / compress_ratio, int64(topk)))
-                                                                   : 0;
     const int* decode_swa = decode_swa_indices + token * decode_swa_stride;
-    const int* compressed = decode ? decode_compressed_indices + token * decode_compressed_stride
-                                   : prefill_topk_indices + (token - num_decode_tokens) * prefill_topk_stride;
-    bool map_compressed = !decode || decode_indices_are_local;
-
+    const int* compressed = decode_compressed_indices + token * decode_compressed_stride;
+    int num_compressed = decode_topk;
+    int64 position = -1;
+    if (!decode) {
+        Requests batch{query_start_loc, seq_lens, requests};
+        if (batch.has(request)) position = batch.position(request, token);
+        compressed = prefill_topk_indices + (token - num_decode_tokens) * prefill_topk_stride;
+        num_compressed = compressed_block_table ? compressed_entries(position, compress_ratio, topk) : 0;
+    }
+    bool counted = decode && decode_indices_are_local;
+    bool valid = !counted || decode_is_valid_token == nullptr || decode_is_valid_token[token];
+    int used = num_compressed;
+    if (decode && !counted && decode_compressed_topk_lens)
+        used = min(max(decode_compressed_topk_lens[token], 0), decode_topk);
+    Window window(position, window_size);
     int* row = sparse_indices + token * sparse_stride;
     int found = 0;
-    for (int j = threadIdx.x; j < width; j += blockDim.x) {
-        int slot = -1;
-        if (j < window_size) {
-            if (decode) slot = decode_swa[j];
-            else if (start + j <= position) slot = lookup_slot(swa_table, request, start + j, swa_block_size);
-            slot = to_span(slot, swa_block_size, swa_block_span);
-        } else if (j - window_size < num_compressed) {
-            slot = compressed[j - window_size];
-            if (map_compressed) slot = lookup_slot(compressed_table, request, slot, compressed_block_size);
-            found += slot >= 0;
-            slot = to_span(slot, compressed_block_size, compressed_block_span);
+    for (int first = lane_id() * WIDTH; first < width; first += STEPS * STEP) {
+        Entries entries[STEPS];
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            int j = first + step * STEP, rank = j - window_size;
+            if (rank >= 0 && rank < num_compressed) entries[step] = load_entries(compressed + rank);
+            if (rank < 0 && decode) entries[step] = load_entries(decode_swa + j);
         }
-        row[j] = slot;
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            int j = first + step * STEP, rank = j - window_size;
+            if (j >= width) break;
+            Entries slots = entries[step];
+            if (rank < 0) {
+                if (!decode) slots = swa_table.slots(range(window.start, j, window.lookups));
+                slots = to_span(slots, swa_size, swa_block_span);
+            } else {
+#pragma unroll
+                for (int i = 0; i < WIDTH; ++i)
+                    if (rank + i >= num_compressed) slots.at[i] = -1;
+                if (!decode || decode_indices_are_local) slots = compressed_table.slots(slots);
+                found += count_present(slots);
+                slots = to_span(slots, compressed_size, compressed_block_span);
+            }
+            store_entries(row + j, slots);
+        }
     }
-    int total = block_sum(found);
-    if (threadIdx.x) return;
-    int used = num_compressed;
-    if (decode && decode_indices_are_local) {
-        used = decode_is_valid_token == nullptr || decode_is_valid_token[token] ? total : 0;
-    } else if (decode && decode_compressed_topk_lens) {
-        used = min(max(decode_compressed_topk_lens[token], 0), decode_topk);
-    }
-    sparse_topk_lens[token] = window_size + used;
+    found = warp_sum(found);
+    if (lane_id() == 0) sparse_topk_lens[token] = window_size + (counted ? (valid ? found : 0) : used);
 }

@@ -5,6 +5,7 @@
 //
 // Macros: UNIT, the type that rows are copied in (uint4, uint2, uint32, uint16 or uint8); or, to dequantise e4m3
 // rows, OUTPUT (bf16, f16 or float) and ALIGNED (which also says that rows are a multiple of 8 values).
+#include "overlap.cuh"
 #include "requests.cuh"
 #include "vectors.cuh"
 
@@ -56,6 +57,7 @@ gather_cache(const uint8* pages, int64 page_stride, int64 num_slots, int block_s
              int64 dst_stride, int num_rows, const int* block_table, int64 table_stride, int table_columns,
              const int* cu_seq_lens, int requests, const int* seq_starts, int64 seq_starts_stride, const float* scale,
              float scale_value) {
+    overlap_with_previous_kernel();
     BlockTable table{block_table, table_stride, requests, table_columns};
     GatheredRows rows{cu_seq_lens, requests};
     if (scale) scale_value = *scale;
@@ -65,12 +67,9 @@ gather_cache(const uint8* pages, int64 page_stride, int64 num_slots, int block_s
         int request = rows.request(row);
         if (request < 0) continue;
         int64 start = seq_starts ? seq_starts[request * seq_starts_stride] : 0;
-        int slot = lookup_slot(table, request, start + (row - cu_seq_lens[request]), block_size);
+        Place place = lookup_place(table, request, start + (row - cu_seq_lens[request]), block_size, num_slots);
         const uint8* src = nullptr;  // an absent row is zeros
-        if (slot >= 0 && slot < num_slots) {
-            Place place = place_of(slot, block_size);
-            src = pages + place.page * page_stride + int64(place.row) * row_bytes;
-        }
+        if (place.page >= 0) src = pages + place.page * page_stride + int64(place.row) * row_bytes;
         move_row(src, dst + row * dst_stride, row_bytes, threadIdx.x % 32, scale_value);
     }
 }

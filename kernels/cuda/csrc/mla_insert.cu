@@ -3,39 +3,29 @@
 // A warp takes a token; each lane has 8 neighbouring values of the row in each of its rounds.
 //
 // Macros: INPUT (bf16, f16 or float), CACHE (bf16, f16 or e4m3), KV_C_DIM, SLOT (int64 or int), ALIGNED.
+#include "overlap.cuh"
 #include "pages.cuh"
 #include "vectors.cuh"
 
 struct e4m3 { uint8 bits; };
 
-template <class A, class B> constexpr bool SAME = false;
-template <class A> constexpr bool SAME<A, A> = true;
-
 constexpr int HEAD_DIM = MLA_BF16::head_dim;
 constexpr int ROUNDS = (HEAD_DIM + 255) / 256;
 
-// Values [first, first + 8) of a row; 16-bit values of the cache's type keep their bits, NaN's included.
-template <class Cache, class Input>
-__device__ inline void store_chunk(uint8* row, int first, Raw8<Input> raw, float scale) {
+template <class T> __device__ inline void store_chunk(T* p, Raw8<INPUT> raw, float) { store_raw8(p, raw); }
+__device__ inline void store_chunk(e4m3* p, Raw8<INPUT> raw, float scale) {
     float x[8];
     unpack8(raw, x);
-    if constexpr (SAME<Cache, e4m3>) {
-        uint32 pairs[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) pairs[i] = float_to_e4m3x2(div(x[2 * i], scale), div(x[2 * i + 1], scale));
-        store8(row + first, {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16});
-    } else if constexpr (SAME<Cache, Input>) {
-        store16(row + 2 * first, raw.words);
-    } else {
-        Cache t{};
-        store16(row + 2 * first, {pack(t, x[0], x[1]), pack(t, x[2], x[3]), pack(t, x[4], x[5]), pack(t, x[6], x[7])});
-    }
+    for (int i = 0; i < 8; ++i) x[i] = div(x[i], scale);
+    store_e4m3x8(reinterpret_cast<uint8*>(p), x);
 }
 
 extern "C" __global__ void __launch_bounds__(256)
 concat_and_cache_mla(const INPUT* kv_c, int64 kv_c_stride, const INPUT* k_pe, int64 k_pe_stride,
                      const SLOT* slot_mapping, int num_tokens, uint8* pages, int64 page_stride, int64 num_slots,
                      int block_size, const float* scale, float scale_value) {
+    overlap_with_previous_kernel();
     int lane = threadIdx.x % 32;
     int token = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (token >= num_tokens) return;
@@ -50,10 +40,10 @@ concat_and_cache_mla(const INPUT* kv_c, int64 kv_c_stride, const INPUT* k_pe, in
     }
     if (scale) scale_value = *scale;
     Place place = place_of(slot, block_size);
-    uint8* row = pages + place.page * page_stride + int64(place.row) * (HEAD_DIM * int(sizeof(CACHE)));
+    CACHE* row = reinterpret_cast<CACHE*>(pages + place.page * page_stride) + int64(place.row) * HEAD_DIM;
 #pragma unroll
     for (int round = 0; round < ROUNDS; ++round) {
         int first = 8 * (32 * round + lane);
-        if (first < HEAD_DIM) store_chunk<CACHE, INPUT>(row, first, raw[round], scale_value);
+        if (first < HEAD_DIM) store_chunk(row + first, raw[round], scale_value);
     }
 }

@@ -51,6 +51,9 @@ __device__ inline float exp2i(int e) {
     return __uint_as_float(e >= -126 ? uint32(e + 127) << 23 : 1u << (e + 149));
 }
 
+// 2^e for exponents of normal numbers.
+__device__ inline float power_of_two(int e) { return __uint_as_float(uint32(e + 127) << 23); }
+
 // The scale that a UE8M0 byte stands for, 255 being NaN.
 __device__ inline float ue8m0_scale(int byte) { return byte == 255 ? __uint_as_float(0x7fc00000) : exp2i(byte - 127); }
 

@@ -9,24 +9,42 @@ struct Token {
 };
 
 struct Place {
-    int64 page;
+    int64 page;  // -1 if absent
     int row;
 };
 
-// Where `slot` is. Slots of a large pool take 64-bit division, which is slow.
+// Where `slot`, which is not negative, is. Slots of a large pool take 64-bit division, which is slow.
+__device__ inline Place place_of(int slot, int block_size) {
+    return {uint32(slot) / uint32(block_size), int(uint32(slot) % uint32(block_size))};
+}
 __device__ inline Place place_of(int64 slot, int block_size) {
-    if (slot <= INT32_LIMIT) return {uint32(slot) / uint32(block_size), int(uint32(slot) % uint32(block_size))};
+    if (slot <= INT32_LIMIT) return place_of(int(slot), block_size);
     return {slot / block_size, int(slot % block_size)};
 }
 
-// The row and scales of `slot`. The page stride may be anything, so page offsets are 64-bit.
+// The row and scales at `place`. The page stride may be anything, so page offsets are 64-bit.
 template <class Layout>
-__device__ inline Token token_at(uint8* pages, int64 page_stride, int block_size, int64 slot) {
-    Place place = place_of(slot, block_size);
+__device__ inline Token token_at(uint8* pages, int64 page_stride, int block_size, Place place) {
     uint8* base = pages + place.page * page_stride;
     int64 scale_start = Layout::scale_start + int64(block_size) * Layout::scale_start_per_token;
     return {base + int64(place.row) * Layout::row_bytes, base + scale_start + int64(place.row) * Layout::scale_stride};
 }
+
+template <class Layout>
+__device__ inline Token token_at(uint8* pages, int64 page_stride, int block_size, int64 slot) {
+    return token_at<Layout>(pages, page_stride, block_size, place_of(slot, block_size));
+}
+
+// A block size, and what a division by it as a multiplication takes (`division` of indices.py).
+struct BlockSize {
+    int tokens;
+    uint32 multiplier;
+    int shift;
+
+    __device__ uint32 page_of(uint32 position) const {  // of positions below 2^31
+        return uint32(uint64(position) * multiplier >> shift);
+    }
+};
 
 struct BlockTable {
     const int* entries;
@@ -34,18 +52,22 @@ struct BlockTable {
     int rows, columns;
 };
 
-// The slot of a position of request `row`, or -1 where the table has no such entry or no such block.
-__device__ inline int lookup_slot(BlockTable table, int row, int64 position, int block_size) {
-    if (row < 0 || row >= table.rows || position < 0 || position >= int64(table.columns) * block_size) return -1;
-    int column, offset;
-    if (position <= INT32_LIMIT) {
-        column = uint32(position) / uint32(block_size);
-        offset = uint32(position) % uint32(block_size);
-    } else {
-        column = int(position / block_size);
-        offset = int(position % block_size);
-    }
-    int block = table.entries[row * table.row_stride + column];
-    int64 slot = int64(block) * block_size + offset;
-    return block >= 0 && slot <= INT32_LIMIT ? int(slot) : -1;
+// Where a position (int or int64) of request `row` is; absent where the table has no such entry, or a block that is
+// not there or whose slots are beyond `num_slots` or int32.
+template <class Position>
+__device__ inline Place lookup_place(BlockTable table, int row, Position position, int block_size,
+                                     int64 num_slots = INT32_LIMIT + 1ll) {
+    Place absent{-1, 0};
+    if (row < 0 || row >= table.rows || position < 0 || position >= int64(table.columns) * block_size) return absent;
+    Place column = place_of(position, block_size);
+    int block = table.entries[row * table.row_stride + column.page];
+    int64 slot = int64(block) * block_size + column.row;
+    return block >= 0 && slot <= INT32_LIMIT && slot < num_slots ? Place{block, column.row} : absent;
+}
+
+// The slot of a position of request `row`, or -1 if it is absent.
+template <class Position>
+__device__ inline int lookup_slot(BlockTable table, int row, Position position, int block_size) {
+    Place place = lookup_place(table, row, position, block_size);
+    return place.page < 0 ? -1 : int(place.page) * block_size + place.row;
 }

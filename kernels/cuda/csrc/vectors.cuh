@@ -1,5 +1,9 @@
-// Eight values at a time between memory and registers.
+// Eight values at a time between global memory and registers.
+//
 // ALIGNED says whether 16-byte accesses are allowed; without it every access is a single element or byte.
+// Aligned accesses are written in PTX because the compiler takes some wide stores apart, four for one. They stream
+// (.cs, evict first): rows are read and written once, and at large sizes L2 is through with them sooner. What is read
+// must not be written by the same kernel.
 #pragma once
 #include "numbers.cuh"
 
@@ -9,7 +13,11 @@
 
 __device__ inline uint4 load16(const void* p) {
 #if ALIGNED
-    return *static_cast<const uint4*>(p);
+    uint4 x;
+    asm volatile("ld.global.cs.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(p));
+    return x;
 #else
     uint32 words[4] = {};
     for (int i = 0; i < 16; ++i) words[i / 4] |= uint32(static_cast<const uint8*>(p)[i]) << 8 * (i % 4);
@@ -19,7 +27,9 @@ __device__ inline uint4 load16(const void* p) {
 
 __device__ inline uint2 load8(const void* p) {
 #if ALIGNED
-    return *static_cast<const uint2*>(p);
+    uint2 x;
+    asm volatile("ld.global.cs.nc.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
+    return x;
 #else
     uint32 words[2] = {};
     for (int i = 0; i < 8; ++i) words[i / 4] |= uint32(static_cast<const uint8*>(p)[i]) << 8 * (i % 4);
@@ -43,7 +53,7 @@ __device__ inline void store_bytes(uint8* p, const uint32* words, int count) {
 
 __device__ inline void store16(void* p, uint4 x) {
 #if ALIGNED
-    *static_cast<uint4*>(p) = x;
+    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 #else
     uint32 words[4] = {x.x, x.y, x.z, x.w};
     store_bytes(static_cast<uint8*>(p), words, 16);
@@ -52,7 +62,7 @@ __device__ inline void store16(void* p, uint4 x) {
 
 __device__ inline void store8(void* p, uint2 x) {
 #if ALIGNED
-    *static_cast<uint2*>(p) = x;
+    asm volatile("st.global.cs.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(x.x), "r"(x.y) : "memory");
 #else
     uint32 words[2] = {x.x, x.y};
     store_bytes(static_cast<uint8*>(p), words, 8);
@@ -95,6 +105,23 @@ template <class T> __device__ inline void store_values8(T* p, const float (&x)[8
 __device__ inline void store_values8(float* p, const float (&x)[8]) {
     store16(p, {__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])});
     store16(p + 4, {__float_as_uint(x[4]), __float_as_uint(x[5]), __float_as_uint(x[6]), __float_as_uint(x[7])});
+}
+
+// Eight values as another type; those of the type keep their bits, NaN's included.
+template <class To, class From> __device__ inline void store_raw8(To* p, Raw8<From> raw) {
+    float x[8];
+    unpack8(raw, x);
+    store_values8(p, x);
+}
+template <class T> __device__ inline void store_raw8(T* p, Raw8<T> raw) { store16(p, raw.words); }
+
+// Eight floats as e4m3 bytes.
+__device__ inline void store_e4m3x8(uint8* p, const float (&x)[8]) {
+    uint32 words[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+        words[i] = float_to_e4m3x2(x[4 * i], x[4 * i + 1]) | float_to_e4m3x2(x[4 * i + 2], x[4 * i + 3]) << 16;
+    store8(p, {words[0], words[1]});
 }
 
 // Eight e4m3 bytes times `scale`.

@@ -1,0 +1,172 @@
+"""Cache and index operations on a device with arguments of any value at all, to be watched from outside.
+
+    tools/sanitize.sh             (or: python tests/fuzz_device.py [--backend cuda] [--rounds 20])
+
+Nothing is compared here. Every array is an allocation of its own and of its exact size, so that compute-sanitizer sees
+an access one byte off; rows, pages and tables are strided and off the alignment that wide accesses need, or on it.
+"""
+
+import argparse
+
+import cupy
+import numpy as np
+
+import cumla
+from support.indexing import anything
+from support.lab import BF16
+from support.properties import INT64_MAX, INT64_MIN
+
+LAYOUTS = (cumla.DSV4_FP8, cumla.V32_FP8, cumla.INDEXER_FP8)
+
+
+class Fuzz:
+    """Random arguments. Everything that an operation may read is initialised, whatever it must write is not."""
+
+    def __init__(self, backend, seed):
+        self.backend = backend
+        self.rng = np.random.default_rng(seed)
+
+    def choose(self, *choices):
+        return choices[self.rng.integers(len(choices))]
+
+    def put(self, array, gap=0):
+        """A device array with `gap` elements after each row, and nothing after the last."""
+        array = np.ascontiguousarray(array)
+        if not gap or array.ndim != 2 or not array.size:
+            return cupy.asarray(array)
+        rows, width = array.shape
+        flat = cupy.zeros((rows - 1) * (width + gap) + width, array.dtype)
+        strided = cupy.lib.stride_tricks.as_strided(flat, array.shape, ((width + gap) * array.itemsize, array.itemsize))
+        strided[...] = cupy.asarray(array)
+        return strided
+
+    def ints(self, *shape):
+        return self.put(anything(self.rng, shape))
+
+    def slots(self, count, num_slots):
+        slots = self.rng.integers(INT64_MIN, INT64_MAX, count)
+        near = self.rng.random(count) < 0.7
+        slots[near] = self.rng.integers(-2, num_slots + 2, near.sum())
+        return self.put(slots if self.rng.random() < 0.5 else slots.astype(np.int32))
+
+    def rows(self, count, width, dtype=None):
+        values = self.rng.standard_normal((count, width)) * 2.0 ** self.rng.integers(-30, 30, (count, 1))
+        for value in (np.nan, np.inf, -np.inf):
+            values[self.rng.random(values.shape) < 0.003] = value
+        with np.errstate(all="ignore"):
+            return self.put(values.astype(dtype or self.choose(BF16, np.float16, np.float32)), self.choose(0, 1, 8))
+
+    def cache(self, layout):
+        blocks, block_size = int(self.rng.integers(1, 4)), int(self.choose(1, 2, 53, 64))
+        pages = self.rng.integers(0, 256, (blocks, block_size * layout.token_bytes), np.uint8)
+        return self.put(pages, self.choose(0, 1, 16)), blocks, block_size
+
+    def insert(self):
+        layout = self.choose(*LAYOUTS)
+        pages, blocks, block_size = self.cache(layout)
+        tokens = int(self.rng.integers(0, 70))
+        cumla.quantize_and_insert_k_cache(
+            self.rows(tokens, layout.head_dim), pages, self.slots(tokens, blocks * block_size), block_size,
+            layout=layout, backend=self.backend,
+        )  # fmt: skip
+
+    def gather(self):
+        layout = self.choose(*LAYOUTS)
+        pages, _, block_size = self.cache(layout)
+        requests, rows, columns = (int(x) for x in self.rng.integers((0, 0, 0), (5, 40, 4)))
+        out = cupy.empty((requests, rows, layout.head_dim), self.choose(BF16, np.float16, np.float32))
+        cumla.dequantize_and_gather_k_cache(
+            out, pages, self.ints(requests), self.choose(None, self.ints(requests)), self.ints(requests, columns),
+            block_size, int(self.rng.integers(0, rows + 1)), layout=layout, backend=self.backend,
+        )  # fmt: skip
+
+    def concat(self):
+        blocks, block_size, tokens = 3, int(self.choose(1, 53, 64)), int(self.rng.integers(0, 40))
+        fp8 = self.rng.random() < 0.5
+        cache = cupy.zeros((blocks, block_size, 576), np.uint8 if fp8 else self.choose(BF16, np.float16))
+        dtype = self.choose(BF16, np.float16, np.float32)
+        cumla.concat_and_cache_mla(
+            self.rows(tokens, 512, dtype), self.rows(tokens, 64, dtype), cache,
+            self.slots(tokens, blocks * block_size), "fp8" if fp8 else "auto", backend=self.backend,
+        )  # fmt: skip
+
+    def gather_rows(self):
+        blocks, block_size, width = 3, int(self.choose(1, 53, 64)), int(self.choose(24, 27, 576))
+        requests, rows, columns = (int(x) for x in self.rng.integers((0, 0, 0), (5, 40, 4)))
+        cache = self.put(self.rng.integers(0, 256, (blocks, block_size * width), np.uint8)).reshape(blocks, -1, width)
+        cumla.gather_cache(
+            cache, cupy.empty((rows, width), self.choose(np.uint8, np.float32, BF16)), self.ints(requests, columns),
+            self.ints(requests + 1), requests, self.choose(None, self.ints(requests)), backend=self.backend,
+        )  # fmt: skip
+
+    def gather_indexer(self):
+        pages, _, block_size = self.cache(cumla.INDEXER_FP8)
+        cache = cumla.INDEXER_FP8.view(pages, block_size)
+        requests, rows, columns = (int(x) for x in self.rng.integers((0, 0, 0), (5, 40, 4)))
+        cumla.cp_gather_indexer_k_quant_cache(
+            cache, cupy.empty((rows, 128), np.uint8), cupy.empty((rows, 4), np.uint8), self.ints(requests, columns),
+            self.ints(requests + 1), backend=self.backend,
+        )  # fmt: skip
+
+    def copies(self):
+        src, dst = (self.put(self.rng.integers(0, 256, (n, 5 * 7), np.uint8), self.choose(0, 3)) for n in (3, 2))
+        pairs = self.put(self.rng.integers(-2, 5, (int(self.rng.integers(0, 6)), 2)))
+        cumla.swap_blocks(src, dst, pairs, backend=self.backend)
+        cumla.copy_blocks([src], pairs, backend=self.backend)
+
+    def advance(self):
+        queries, columns = int(self.rng.integers(0, 200)), int(self.rng.integers(0, 3))
+        tokens, positions, slots = (cupy.empty(queries + 3, np.int64) for _ in range(3))
+        cumla.advance_step(
+            queries + 3, queries, 64, tokens, self.put(np.zeros(queries, np.int64)), positions, self.ints(queries),
+            slots, self.ints(queries, columns), backend=self.backend,
+        )  # fmt: skip
+
+    def indices(self):
+        requests, tokens, columns = (int(x) for x in self.rng.integers((0, 1, 0), (40, 9, 4)))
+        block_size = int(self.choose(1, 2, 53, 64, 2**31 - 1))
+        starts, lens, token_to_req = (self.ints(n) for n in (requests + 1, requests, tokens))
+        table, valid = self.ints(requests, columns), self.put(self.rng.random(tokens) < 0.9)
+        window, topk = int(self.choose(1, 5, 64, 200)), int(self.choose(0, 5, 60, 700))
+        indices = self.put(anything(self.rng, (tokens, topk)), self.choose(0, 1, 4))
+        rest = {"backend": self.backend}
+        cumla.compute_swa_indices_and_lens(starts, lens, token_to_req, valid, table, block_size, window, tokens, **rest)
+        for compact in (False, True):
+            cumla.compute_global_topk_indices_and_lens(
+                indices, token_to_req, table, block_size, valid, compact=compact, **rest
+            )
+        cumla.combine_topk_swa_indices(
+            indices, starts, lens, self.ints(requests), window, 4, topk, self.choose(7, 100_000), 6, **rest
+        )
+        decodes = int(self.rng.integers(0, tokens + 1))
+        cumla.build_flashinfer_mixed_sparse_indices(
+            self.ints(decodes, window), self.ints(decodes, self.choose(3, 8)), self.choose(None, self.ints(decodes)),
+            indices[decodes:], starts, lens, token_to_req, table, block_size, table, block_size, window, 4, topk,
+            self.choose(False, True), None, self.choose(None, block_size, 2**31 - 1), **rest,
+        )  # fmt: skip
+
+    def run(self):
+        self.insert()
+        self.gather()
+        self.concat()
+        self.gather_rows()
+        self.gather_indexer()
+        self.copies()
+        self.advance()
+        self.indices()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", default="cuda")
+    parser.add_argument("--rounds", type=int, default=20)
+    args = parser.parse_args()
+    cupy.cuda.set_allocator(None)  # no pool: what one array does not have is nobody's
+    for seed in range(args.rounds):
+        Fuzz(args.backend, seed).run()
+    cupy.cuda.Device().synchronize()
+    print(f"{args.rounds} rounds on {args.backend}")
+
+
+if __name__ == "__main__":
+    main()
