@@ -6,6 +6,7 @@ import numpy as np
 from numba import njit, prange
 
 from ..step import IndexerBuffers, IndexerCounts
+from .threads import enough_for
 
 
 def build_indexer_decode(
@@ -15,15 +16,29 @@ def build_indexer_decode(
     counts: IndexerCounts,
     buffers: IndexerBuffers,
 ) -> None:
-    _decode(
-        query_start_loc, seq_lens, block_table, counts, buffers.decode_lens, buffers.seq_lens, buffers.block_table,
-        buffers.schedule,
-    )  # fmt: skip
-    if counts.compress_ratio > 1:
-        compressed_slot_mapping(
-            query_start_loc, seq_lens, block_table, len(buffers.slot_mapping), counts.block_size,
-            counts.compress_ratio, buffers.slot_mapping,
+    with enough_for(counts.batch_size * counts.columns + len(buffers.slot_mapping)):
+        _decode(
+            query_start_loc, seq_lens, block_table, counts, buffers.decode_lens, buffers.seq_lens, buffers.block_table,
+            buffers.schedule,
         )  # fmt: skip
+        if counts.compress_ratio > 1:
+            _slot_mapping(
+                query_start_loc, seq_lens, block_table, len(buffers.slot_mapping), counts.block_size,
+                counts.compress_ratio, buffers.slot_mapping,
+            )  # fmt: skip
+
+
+def compressed_slot_mapping(
+    query_start_loc: np.ndarray,
+    seq_lens: np.ndarray,
+    block_table: np.ndarray,
+    num_tokens: int,
+    block_size: int,
+    compress_ratio: int,
+    slots: np.ndarray,
+) -> None:
+    with enough_for(len(slots)):
+        _slot_mapping(query_start_loc, seq_lens, block_table, num_tokens, block_size, compress_ratio, slots)
 
 
 @njit(parallel=True, cache=True)
@@ -95,7 +110,7 @@ def pages_of(lens, lens_per_entry, entry, block_size):
 
 
 @njit(parallel=True, cache=True)
-def compressed_slot_mapping(query_start_loc, seq_lens, block_table, num_tokens, block_size, compress_ratio, slots):
+def _slot_mapping(query_start_loc, seq_lens, block_table, num_tokens, block_size, compress_ratio, slots):
     for token in prange(len(slots)):
         slots[token] = -1
         request = request_of(query_start_loc, len(seq_lens), token) if token < num_tokens else np.int64(-1)

@@ -7,6 +7,7 @@ from numba import njit, prange
 
 from ..step import C128A_RATIO, BatchCounts, SwaBuffers
 from .indices import token_position
+from .threads import enough_for
 
 
 def build_sparse_swa(
@@ -23,10 +24,11 @@ def build_sparse_swa(
     buffers: SwaBuffers,
 ) -> None:
     table = np.empty((0, 0), np.int32) if c128a_block_table is None else c128a_block_table
-    _build(
-        query_start_loc, seq_lens, slot_mapping, block_table, table, counts, block_size, window_size,
-        c128a_block_size, c128a_width, *buffers,
-    )  # fmt: skip
+    with enough_for(max(counts.rows, counts.rows_before) * (window_size + max(c128a_width, counts.width_before))):
+        _build(
+            query_start_loc, seq_lens, slot_mapping, block_table, table, counts, block_size, window_size,
+            c128a_block_size, c128a_width, *buffers,
+        )  # fmt: skip
 
 
 @njit(parallel=True, cache=True)

@@ -1,12 +1,13 @@
-"""All cores on independent items, where an item is small matrices for BLAS.
+"""How many cores work: of Numba's threads those that are worth it, or all cores on independent small matrices.
 
-Neither Numba's threads nor BLAS's fit that: BLAS would share out matrices that are too small for it, and its threads
-and Numba's spin for milliseconds after each call and push each other aside.
+For small matrices neither Numba's threads nor BLAS's fit: BLAS would share out what is too small for it, and its
+threads and Numba's spin for milliseconds after each call and push each other aside.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import os
 import threading
@@ -15,6 +16,23 @@ from collections.abc import Callable, Iterator
 import numba
 import numpy as np
 from threadpoolctl import ThreadpoolController
+
+ENTRIES_PER_THREAD = 1 << 21  # of an array that is filled: about a millisecond
+
+
+@contextlib.contextmanager
+def enough_for(entries: int) -> Iterator[None]:
+    """As many of Numba's threads as filling so many entries is worth: to wake more takes longer than it saves.
+
+    On cores that are busy it takes very much longer: a parallel loop ends when its last thread has had its turn.
+    """
+    most = numba.get_num_threads()
+    numba.set_num_threads(min(most, 1 + entries // ENTRIES_PER_THREAD))
+    try:
+        yield
+    finally:
+        numba.set_num_threads(most)
+
 
 # BLAS's number of threads is the process's: one call at a time sets it and puts it back.
 _one_call = threading.Lock()
