@@ -72,15 +72,16 @@ def _function_of(op: Op, names: tuple[str, ...], static: Static) -> Callable[...
         arguments = {**dict(static), **dict(zip(names, inputs, strict=True))}
         return arguments | dict(zip(written, outputs, strict=False))  # the same memory as the inputs, but writable
 
-    def on(run: Callable[..., None], needs_scratch: bool, *arrays: Any) -> Any:
+    def on(run: Callable[..., None], on_device: bool, *arrays: Any) -> Any:
         arguments = {**dict(static), **dict(zip(names, arrays, strict=True))}
         types = [jax.ShapeDtypeStruct(arguments[name].shape, arguments[name].dtype) for name in written]
         types += [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in op.results(arguments)]
         count = len(types)
-        if needs_scratch and op.scratch is not None:
+        if on_device and op.scratch is not None:
             types.append(jax.ShapeDtypeStruct((op.scratch(arguments),), "uint8"))
         aliases = {names.index(name): i for i, name in enumerate(written)}
-        call = buffer_callback(run, types, input_output_aliases=aliases, command_buffer_compatible=needs_scratch)
+        capturable = on_device and not op.allocates
+        call = buffer_callback(run, types, input_output_aliases=aliases, command_buffer_compatible=capturable)
         return call(*arrays)[:count]
 
     @custom_vmap
@@ -104,10 +105,12 @@ compute_global_topk_indices_and_lens = _traceable(OPS["compute_global_topk_indic
 compute_swa_indices_and_lens = _traceable(OPS["compute_swa_indices_and_lens"])
 concat_and_cache_mla = _traceable(OPS["concat_and_cache_mla"])
 cp_gather_indexer_k_quant_cache = _traceable(OPS["cp_gather_indexer_k_quant_cache"])
+dense_mla_decode = _traceable(OPS["dense_mla_decode"])
 dequantize_and_gather_k_cache = _traceable(OPS["dequantize_and_gather_k_cache"])
 gather_cache = _traceable(OPS["gather_cache"])
 indexer_k_quant_and_cache = _traceable(OPS["indexer_k_quant_and_cache"])
 merge_attn_states = _traceable(OPS["merge_attn_states"])
+mha_varlen = _traceable(OPS["mha_varlen"])
 quantize_and_insert_k_cache = _traceable(OPS["quantize_and_insert_k_cache"])
 sparse_mla_decode = _traceable(OPS["sparse_mla_decode"])
 sparse_mla_prefill = _traceable(OPS["sparse_mla_prefill"])

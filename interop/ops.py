@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .. import advance, attention, cache, indices, mla_cache
+from .. import advance, attention, cache, dense_attention, indices, mla_cache
 from ..kernels.plan import DecodePlan
 from ..layout import LAYOUTS
 from . import dlpack
@@ -37,6 +37,7 @@ class Op:
     results   arguments by name -> what it gives back; shapes may be symbolic
     outputs   the keywords that take its results: one each, or a single one for the tuple of them
     scratch   arguments by name -> bytes of device memory that it needs beside them; None: none
+    allocates whether its kernels allocate device memory on their own, so that no graph can capture it
     """
 
     function: Callable[..., Any]
@@ -44,6 +45,7 @@ class Op:
     results: Callable[[Mapping[str, Any]], tuple[Result, ...]] = no_results
     outputs: tuple[str, ...] = ()
     scratch: Callable[[Mapping[str, Any]], int] | None = None
+    allocates: bool = False
 
     @property
     def name(self) -> str:
@@ -135,6 +137,22 @@ def prefill_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
     return Result((tokens, heads, attention.V_DIM), "bfloat16"), logits, logits
 
 
+def dtype_name(array: Any) -> str:
+    return str(array.dtype).removeprefix("torch.")
+
+
+def varlen_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
+    tokens, heads, _ = shape(arguments, "q", "T", "h", "d")
+    _, _, v_dim = shape(arguments, "v", "N", "h", "d_v")
+    return Result((tokens, heads, v_dim), dtype_name(arguments["q"])), Result((heads, tokens), "float32")
+
+
+def dense_decode_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
+    batch, s_q, heads, _ = shape(arguments, "q", "b", "s_q", "h", "d")
+    out = Result((batch, s_q, heads, attention.V_DIM), dtype_name(arguments["q"]))
+    return out, Result((batch, heads, s_q), "float32")
+
+
 OPS = {
     op.name: op
     for op in (
@@ -150,8 +168,15 @@ OPS = {
         Op(indices.combine_topk_swa_indices, results=combined_results, outputs=("out",)),
         Op(indices.build_flashinfer_mixed_sparse_indices, results=mixed_results, outputs=("out",)),
         Op(attention.sparse_mla_decode, results=decode_results, outputs=("out", "lse"), scratch=decode_scratch),
-        Op(attention.sparse_mla_prefill, results=prefill_results, outputs=("out",)),
+        Op(attention.sparse_mla_prefill, results=prefill_results, outputs=("out",), allocates=True),
         Op(attention.merge_attn_states, writes=("output", "output_lse")),
+        Op(dense_attention.mha_varlen, results=varlen_results, outputs=("out", "lse")),
+        Op(
+            dense_attention.dense_mla_decode,
+            results=dense_decode_results,
+            outputs=("out", "lse"),
+            allocates=True,
+        ),
     )
 }
 

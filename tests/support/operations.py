@@ -182,6 +182,22 @@ def merge_attn_states(rng):
     return part
 
 
+@case
+def mha_varlen(rng):
+    return {
+        "q": rows(rng, 6, 3, 64), "k": rows(rng, 9, 3, 48), "v": rows(rng, 9, 3, 32), "k_pe": rows(rng, 9, 16),
+        "cu_seqlens_q": np.array([0, 2, 6], np.int32), "cu_seqlens_k": np.array([0, 5, 9], np.int32), "causal": True,
+    }  # fmt: skip
+
+
+@case
+def dense_mla_decode(rng):
+    return {
+        "q": rows(rng, 3, 2, 4, 576), "k_cache": rows(rng, BLOCKS, BLOCK, 576), "block_table": page_table(rng),
+        "cache_seqlens": np.array([5, 8, 2], np.int32), "softmax_scale": 0.05,
+    }  # fmt: skip
+
+
 def operation(case):
     """The name of the operation that a case calls."""
     return case.removesuffix("_fp8").removesuffix("_v32")
