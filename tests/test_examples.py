@@ -1,0 +1,50 @@
+"""Every file of examples/ runs and says what it should."""
+
+import pathlib
+import runpy
+
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+EXPECTED = {
+    "from_flash_mla.py": ["sparse: out torch.bfloat16 (2, 2, 128, 512), lse (2, 128, 2)", "dense:  out torch.bfloat16"],
+    "graph_loop.py": ["20 steps, lengths from ["],
+    "with_cupy.py": ["out bfloat16 (32, 1, 64, 512) on <CUDA Device 0>"],
+    "with_jax.py": ["out bfloat16 (4, 16, 512) on ", "cache updated in place: True"],
+    "with_numpy.py": ["out bfloat16 (4, 1, 16, 512), lse float32 (4, 16, 1), keys attended [1, 70, 128, 128]"],
+    "with_torch.py": ["out torch.bfloat16 (4, 1, 16, 512) on ", "as eager: True"],
+}
+NEEDS = {"from_flash_mla.py": "torch", "with_jax.py": "jax", "with_torch.py": "torch"}
+NEEDS_GPU = {"graph_loop.py", "with_cupy.py"}
+
+
+def run(name, capsys):
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    printed = capsys.readouterr().out
+    for text in EXPECTED[name]:
+        assert text in printed
+    return printed
+
+
+def test_every_example_is_listed():
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", sorted(set(EXPECTED) - NEEDS_GPU))
+def test_example(name, capsys):
+    run(name, capsys)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_example_on_the_device(name, capsys):
+    printed = run(name, capsys)
+    if name == "graph_loop.py":
+        before, after = (eval_list(part) for part in printed.split("from ")[1].split(" to "))
+        assert [b + 20 for b in before] == after
+
+
+def eval_list(text):
+    return [int(number) for number in text.strip().strip("[]").split(",")]
