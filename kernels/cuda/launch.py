@@ -100,27 +100,25 @@ class Kernel:
         shared_mem: int = 0,
         overlap: bool = False,
     ) -> None:
-        journal = self._thread.journal
         array = self._array
         numbers = [x.data.ptr if x.__class__ is array else x for x in arguments]
         launch = Launch(self, (*grid, 1, 1)[:3], (*block, 1, 1)[:3], shared_mem, overlap, numbers)
+        journal = self._thread.journal
         if journal is not None:
             journal.append(launch)
         self.launch(launch, numbers, self._stream().ptr)
 
     def launch(self, launch: Launch, numbers: list[Any], stream: int) -> None:
         """Launch as `launch` says, but with these numbers for arguments, on this stream."""
-        if 0 in launch.grid:
+        _, grid, block, shared_bytes, overlap, _ = launch
+        if 0 in grid:
             return
-        device = self._device()
-        function = self._functions.get(device)
+        function = self._functions.get(self._device())
         if function is None:
-            function = self._functions[device] = self.raw.kernel.ptr
+            function = self._functions[self._device()] = self.raw.kernel.ptr
         packing = self._packing
         launch_kernel, memory, config, attribute, extra = self._thread.memory
-        HEAD.pack_into(
-            memory, 0, *launch.grid, *launch.block, launch.shared_bytes, stream, attribute, launch.overlap, packing.size
-        )
+        HEAD.pack_into(memory, 0, *grid, *block, shared_bytes, stream, attribute, overlap, packing.size)
         packing.pack_into(memory, ARGUMENTS_AT, *numbers)
         status = launch_kernel(config, function, None, extra)
         if status:
