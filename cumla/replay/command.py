@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..backends import takes_device_arrays
 from ..info import describe_machine
 from .device import share_cores
 from .engine import Engine, StepRecord, warm_up
@@ -34,8 +33,7 @@ def run(args: argparse.Namespace) -> int:
             check_writable(name, path)
     if args.plot is not None:
         check_can_plot(args.plot)
-    if not takes_device_arrays(options.backend):
-        share_cores()
+    share_cores()
     console = Console()
     trace = "shipped with cumla" if args.trace is None else str(args.trace)
     title = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import time
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
@@ -26,18 +25,19 @@ def share_cores() -> None:
     (without effect once threads have started), and matrices of one token's size are one thread's work.
     """
     importlib.import_module("numba").config.THREADING_LAYER = "workqueue"
-    if importlib.util.find_spec("threadpoolctl") is not None:
-        importlib.import_module("threadpoolctl").threadpool_limits(1, "blas")
+    importlib.import_module("threadpoolctl").threadpool_limits(1, "blas")
 
 
 class Stopwatch:
     """Seconds by key. On the host by its clock; on a device between two CUDA events.
 
-    Events count what the device does between them, and where it has nothing queued, its waiting for the host.
+    Events count what the device does between them and, where it has nothing queued, its waiting for the host;
+    inside `queued` it has.
     """
 
     def __init__(self, xp: Any) -> None:
         self._xp = xp
+        self._gate = None if xp is np else _Gate()
         self._seconds: dict[Any, float] = defaultdict(float)
         self._spans: list[tuple[Hashable, Any, Any]] = []
 
@@ -54,6 +54,10 @@ class Stopwatch:
             end.record()
             self._spans.append((key, begin, end))
 
+    def queued(self) -> contextlib.AbstractContextManager[None]:
+        """Let a device begin with what is inside only when the host has queued all of it."""
+        return contextlib.nullcontext() if self._gate is None else self._gate.closed()
+
     def collect(self) -> dict[Any, float]:
         """The seconds since the last call. Waits for the device."""
         for key, begin, end in self._spans:
@@ -61,3 +65,23 @@ class Stopwatch:
             self._seconds[key] += self._xp.cuda.get_elapsed_time(begin, end) / 1e3
         seconds, self._seconds, self._spans = dict(self._seconds), defaultdict(float), []
         return seconds
+
+
+class _Gate:
+    """Holds CuPy's current stream. Each hold has a number; the device goes on once `opened` has reached it."""
+
+    LONGEST = 5_000_000  # nanoseconds, in case that the host waits for the device meanwhile
+
+    def __init__(self) -> None:
+        self._hold = importlib.import_module("cumla.kernels.cuda.compile").kernel("hold.cu", "hold")
+        self._opened = importlib.import_module("cupyx").zeros_pinned(1, np.int64)
+        self._ticket = 0
+
+    @contextlib.contextmanager
+    def closed(self) -> Iterator[None]:
+        self._ticket += 1
+        self._hold((1,), (1,), (self._opened.ctypes.data, self._ticket, self.LONGEST))
+        try:
+            yield
+        finally:
+            self._opened[0] = self._ticket

@@ -92,7 +92,7 @@ class Engine:
             bytes={},
             samples=[],
         )
-        with self._stopwatch.measure((STEP, "metadata")):
+        with self._stopwatch.queued(), self._stopwatch.measure((STEP, "metadata")):
             metadata = self._builder.build(0, batch.common, c128a_block_table=batch.block_table)
         ratios = {layer.ratio for layer in self.layers if layer.ratio > 1}
         groups = {ratio: completed_groups(batch, ratio) for ratio in ratios}
@@ -100,10 +100,11 @@ class Engine:
         for layer in self.layers:
             completed = groups.get(layer.ratio)
             inputs = layer.inputs(batch, completed, q, self._stopwatch)
-            layer.attention.step(
-                q, inputs.k, layer.swa_cache, metadata, inputs.compressed, out=out, backend=options.backend,
-                observe=functools.partial(self._observe, layer.name),
-            )  # fmt: skip
+            with self._stopwatch.queued():
+                layer.attention.step(
+                    q, inputs.k, layer.swa_cache, metadata, inputs.compressed, out=out, backend=options.backend,
+                    observe=functools.partial(self._observe, layer.name),
+                )  # fmt: skip
             moved = bytes_moved(batch, layer.ratio, options.heads, options.window, options.topk, completed)
             for op, count in moved.items():
                 record.bytes[layer.name, op] = record.bytes.get((layer.name, op), 0) + count

@@ -68,11 +68,12 @@ def write_token(pages: Pages, slot: int, values: np.ndarray, power_of_two: bool)
 def read_tokens(pages: Pages, slots: np.ndarray) -> np.ndarray:
     """The values of many slots, float64 [n, head_dim], exact."""
     layout = pages.layout
-    page, row = np.divmod(np.asarray(slots, np.int64)[:, None], pages.block_size)
+    page, row = np.divmod(np.asarray(slots, np.int64), pages.block_size)
 
     def read(start: int, stride: int, count: int) -> np.ndarray:
-        """`count` bytes of each token, from `start` on, where tokens of a page are `stride` bytes apart."""
-        return pages.bytes[page, start + row * stride + np.arange(count)]
+        """`count` bytes of each token, from `start` of its page on, where tokens are `stride` bytes apart."""
+        shape, strides = (len(pages.bytes), pages.block_size, count), (pages.bytes.strides[0], stride, 1)
+        return np.lib.stride_tricks.as_strided(pages.bytes[:, start:], shape, strides)[page, row]
 
     data = read(0, layout.row_bytes, layout.row_bytes)
     if layout.value_type != "e4m3":
