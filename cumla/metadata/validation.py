@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from typing import Any
 
-import numpy as np
-
-from ..batch import CommonAttentionMetadata, HostLens, first_true
+from ..batch import CommonAttentionMetadata, HostLens
 from .base import ServingConfig
-
-UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}  # by bytes
 
 Table = tuple[Any, int, int]
 """A block table [num_reqs, B], the positions that one of its entries covers, and how many of them make a row."""
@@ -34,7 +32,7 @@ def check_capacity(batch: CommonAttentionMetadata, config: ServingConfig, rows: 
 def check_batch(batch: CommonAttentionMetadata, lens: HostLens, config: ServingConfig, **tables: Table) -> None:
     """Raise ValueError for a batch that is inconsistent, unordered or longer than the config or a table allows.
 
-    A good batch costs three comparisons of all requests, and one of those behind the first prefill.
+    A good batch costs one compiled pass over its requests.
     """
     num_tokens, (starts, query_lens, seq_lens) = batch.num_actual_tokens, lens
     if starts[0] != 0 or starts[-1] > num_tokens:
@@ -42,53 +40,47 @@ def check_batch(batch: CommonAttentionMetadata, lens: HostLens, config: ServingC
             f"query_start_loc_cpu: got {starts[0]} to {starts[-1]}, expected 0 to at most "
             f"num_actual_tokens = {num_tokens}"
         )
-    # As unsigned numbers, negative lengths are longer than any.
-    if (r := first_true(query_lens.view(UNSIGNED[query_lens.itemsize]) > max(batch.max_query_len, 0))) >= 0:
-        if query_lens[r] < 0:
-            raise ValueError(
-                f"query_start_loc_cpu: request {r} goes from {starts[r]} to {starts[r + 1]}, "
-                "expected starts that do not decrease"
-            )
-        raise ValueError(f"max_query_len: got {batch.max_query_len}, but request {r} has {query_lens[r]} query tokens")
-    if (r := first_true(query_lens > seq_lens)) >= 0:
-        raise ValueError(
-            f"seq_lens_cpu: request {r} has {seq_lens[r]} tokens, expected at least the {query_lens[r]} of its query"
-        )
-    _check_lengths(seq_lens, batch, config, tables)
-    if batch.max_query_len > config.decode_threshold:
-        _check_order(query_lens, config.decode_threshold)
-
-
-def _check_lengths(
-    seq_lens: Any, batch: CommonAttentionMetadata, config: ServingConfig, tables: dict[str, Table]
-) -> None:
     limit = min(batch.max_seq_len, config.max_model_len, *map(_covered, tables.values()))
-    if (r := first_true(seq_lens > limit)) < 0:
+    faults = _faults()
+    r, fault = faults.first_fault(starts, seq_lens, batch.max_query_len, limit, config.decode_threshold)
+    if fault == faults.NOTHING:
         return
-    got = f"request {r} has {seq_lens[r]} tokens"
+    if fault == faults.LONG_SEQUENCE:
+        raise ValueError(_too_long(r, int(seq_lens[r]), batch, config, tables))
+    raise ValueError(
+        {
+            faults.DECREASES: f"query_start_loc_cpu: request {r} goes from {starts[r]} to {starts[r + 1]}, "
+            "expected starts that do not decrease",
+            faults.LONG_QUERY: f"max_query_len: got {batch.max_query_len}, but request {r} has {query_lens[r]} "
+            "query tokens",
+            faults.SHORT_SEQUENCE: f"seq_lens_cpu: request {r} has {seq_lens[r]} tokens, expected at least the "
+            f"{query_lens[r]} of its query",
+            faults.LATE_DECODE: f"query_start_loc_cpu: request {r} with {query_lens[r]} query tokens follows a "
+            f"prefill, expected decodes (at most {config.decode_threshold} tokens) first",
+        }[fault]
+    )
+
+
+@functools.cache
+def _faults() -> Any:
+    """The compiled pass, without which `import cumla` takes half as long."""
+    return importlib.import_module("..kernels.batch", __package__)
+
+
+def _too_long(
+    r: int, seq_len: int, batch: CommonAttentionMetadata, config: ServingConfig, tables: dict[str, Table]
+) -> str:
+    got = f"request {r} has {seq_len} tokens"
     for name, table in tables.items():
-        if seq_lens[r] > _covered(table):
+        if seq_len > _covered(table):
             columns, positions = table[0].shape[1], table[1]
-            raise ValueError(f"{name}: {got}, but {columns} columns of {positions} cover {columns * positions}")
-    if seq_lens[r] > config.max_model_len:
-        raise ValueError(f"seq_lens_cpu: {got}, expected at most max_model_len = {config.max_model_len}")
-    raise ValueError(f"max_seq_len: got {batch.max_seq_len}, but {got}")
+            return f"{name}: {got}, but {columns} columns of {positions} cover {columns * positions}"
+    if seq_len > config.max_model_len:
+        return f"seq_lens_cpu: {got}, expected at most max_model_len = {config.max_model_len}"
+    return f"max_seq_len: got {batch.max_seq_len}, but {got}"
 
 
 def _covered(table: Table) -> int:
     """The longest sequence whose rows all have a place: positions that complete no row need none."""
     entries, positions, positions_per_row = table
     return int(entries.shape[1]) * positions + positions_per_row - 1
-
-
-def _check_order(query_lens: Any, decode_threshold: int) -> None:
-    first = first_true(query_lens > decode_threshold)
-    if first < 0:
-        return
-    behind = query_lens[first:]
-    short = behind <= decode_threshold
-    if first_true(short) >= 0 and (late := first_true(short & (behind > 0))) >= 0:
-        raise ValueError(
-            f"query_start_loc_cpu: request {first + late} with {behind[late]} query tokens follows a prefill, "
-            f"expected decodes (at most {decode_threshold} tokens) first"
-        )
