@@ -53,17 +53,19 @@ def sparse_mla_prefill(
 
 
 def _attend(work: Work, plan: DecodePlan | None, may_cut: bool) -> None:
-    """The fast kernel, if one can take these arrays, and then what it leaves to the exact one."""
+    """The fast kernel, if one can take these arrays, and then what it leaves to do."""
     fast = attention_kernels.choose(work)
     if fast is None:
-        attention_kernels.finish(work, work.numbers(None), 0, all_unsafe=True)
+        attention_kernels.attend_exactly(work, work.numbers(None), 0, everything=True)
         return
     division = attention_work.divide(work, may_cut, fast.max_shares)
     memory = attention_work.memory_for(plan, work, division)
     problem = work.numbers(memory, division)
     attention_work.plan_shares(plan, work, division, memory, problem)
     fast.launch(division.shares, problem)
-    attention_kernels.finish(work, problem, memory.flags, all_unsafe=False)
+    if division.cut:
+        attention_kernels.combine(work, problem, division.shares)
+    attention_kernels.attend_exactly(work, problem, memory.flags, everything=False)
 
 
 def merge_attn_states(

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import cupy
 
 from ...layout import DSV4_FP8, V32_FP8, CacheLayout
-from .attention_work import Work, device_sms
+from .attention_work import HEADS, Work, device_sms
 from .compile import kernel
 from .launch import is_aligned
 
 HOPPER_THREADS, HOPPER_SHARED_BYTES = 512, 232448  # all there is; decode_sm90.cu says what for
-EXACT_UNIT, EXACT_KEYS, FINISH_THREADS = 4, 16, 128  # as in exact.cuh
-FINISH_BLOCKS_PER_SM = 2
+COMBINE_WARPS = 4  # as in combine.cu
+EXACT_UNIT, EXACT_THREADS, EXACT_BLOCKS_PER_SM = 4, 128, 2  # as in exact.cuh
 
 KERNELS = ("hopper", "exact")
 _forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("forced attention kernel", default=None)
@@ -32,7 +32,7 @@ class FastKernel(NamedTuple):
     max_shares: int
 
     def launch(self, shares: int, problem: tuple[Any, ...]) -> None:
-        self.function((shares,), (self.threads,), problem, shared_mem=self.shared_bytes)
+        self.function((shares,), (self.threads,), problem, shared_mem=self.shared_bytes, overlap=True)
 
 
 @contextlib.contextmanager
@@ -69,21 +69,18 @@ def _hopper(device: int, layout: CacheLayout) -> FastKernel:
     return FastKernel(function, HOPPER_THREADS, HOPPER_SHARED_BYTES, device_sms(device))
 
 
-def finish(work: Work, problem: tuple[Any, ...], flags: Any, all_unsafe: bool) -> None:
-    """Put cut tiles together and do again in float64 what a fast kernel marked, or all."""
+def combine(work: Work, problem: tuple[Any, ...], shares: int) -> None:
+    """Put the parts of cut tiles together."""
+    if shares > 1:
+        grid = (HEADS // COMBINE_WARPS, shares - 1)
+        kernel("combine.cu", "combine_parts")(grid, (32 * COMBINE_WARPS,), problem, overlap=True)
+
+
+def attend_exactly(work: Work, problem: tuple[Any, ...], flags: Any, everything: bool) -> None:
+    """Attend in float64, to the tiles that a fast kernel marked or to all."""
     device = work.q.device.id
     layout = work.segments[0].pages.layout
     aligned = is_aligned(*(segment.pages.bytes for segment in work.segments))
-    function, shared_bytes = _finish(device, layout, aligned)
-    units = work.tiles * 64 // EXACT_UNIT
-    blocks = min(units, FINISH_BLOCKS_PER_SM * device_sms(device))
-    function((blocks,), (FINISH_THREADS,), (*problem, flags, all_unsafe), shared_mem=shared_bytes)
-
-
-@functools.cache
-def _finish(device: int, layout: CacheLayout, aligned: bool) -> tuple[Any, int]:
-    head_dim = layout.head_dim
-    shared_bytes = 8 * (EXACT_KEYS * (head_dim + 1) + EXACT_UNIT * (head_dim + EXACT_KEYS + 1)) + 4 * EXACT_KEYS
-    function = kernel("finish.cu", "finish_attention", LAYOUT=layout.name, ALIGNED=int(aligned))
-    function.max_dynamic_shared_size_bytes = shared_bytes
-    return function, shared_bytes
+    blocks = min(work.tiles * HEADS // EXACT_UNIT, EXACT_BLOCKS_PER_SM * device_sms(device))
+    function = kernel("exact.cu", "attend_exactly_where_unsafe", LAYOUT=layout.name, ALIGNED=int(aligned))
+    function((blocks,), (EXACT_THREADS,), (*problem, flags, everything), overlap=True)

@@ -18,7 +18,7 @@ from .launch import pointer, strides
 HEADS, BLOCK, V_DIM = 64, 64, 512  # of a tile, as in decode.cuh
 TILE_COST, CUT_COST = 2, 5  # in blocks, as in decode_plan.cu
 PLAN_THREADS = 1024
-COUNTERS = 2  # that stand before the flags, as in finish.cu
+COUNTERS = 2  # that stand before the flags, as in exact.cu
 LEAST_TILES = 1 << 14  # to have room for, so that a plan's memory need not grow
 INT32_LIMIT = 2**31 - 1
 

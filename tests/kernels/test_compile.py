@@ -10,7 +10,7 @@ from cumla.kernels.cuda import compile as compiler
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed (pip install 'cumla[test]')")
 
 TARGETS = ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120")
-INSERTS = {"SLOT": "int64", "TOKENS": 1}
+INSERTS = {"SLOT": "int64"}
 MHA = {"VALUE": "bf16", "OUTPUT": "bf16", "QK_DIM": 192, "ROPE_DIM": 64, "V_DIM": 128, "CAUSAL": 1, "ALIGNED": 1}
 MHA_TYPES = [("bf16", "bf16", 1), ("bf16", "float", 0), ("f16", "f16", 1)]
 # Every file of csrc/, with macros as launchers give them.
@@ -18,7 +18,7 @@ SOURCES = [
     ("cache_insert.cu", {**INSERTS, "LAYOUT": "DSV4_FP8", "INPUT": "bf16", "POWER_OF_TWO": 1, "ALIGNED": 1}),
     ("cache_insert.cu", {**INSERTS, "LAYOUT": "V32_FP8", "INPUT": "f16", "POWER_OF_TWO": 0, "ALIGNED": 1}),
     ("cache_insert.cu", {**INSERTS, "LAYOUT": "INDEXER_FP8", "INPUT": "float", "POWER_OF_TWO": 1, "ALIGNED": 0}),
-    ("cache_gather.cu", {"LAYOUT": "DSV4_FP8", "OUTPUT": "bf16", "TOKENS": 1, "ALIGNED": 1}),
+    ("cache_gather.cu", {"LAYOUT": "DSV4_FP8", "OUTPUT": "bf16", "TOKENS": 4, "ALIGNED": 1}),
     ("cache_gather.cu", {"LAYOUT": "V32_FP8", "OUTPUT": "float", "TOKENS": 1, "ALIGNED": 0}),
     ("indexer_gather.cu", {"ALIGNED": 1}),
     ("indexer_gather.cu", {"ALIGNED": 0}),
@@ -33,11 +33,13 @@ SOURCES = [
     ("advance.cu", {"TOKEN": "int64", "SAMPLED": "int", "POSITION": "int64", "SLOT": "int64"}),
     ("indices.cu", {"ALIGNED": 1}),
     ("indices.cu", {"ALIGNED": 0}),
+    ("combine.cu", {}),
     ("decode_plan.cu", {}),
     ("decode_sm90.cu", {"LAYOUT": "DSV4_FP8"}),
     ("decode_sm90.cu", {"LAYOUT": "V32_FP8"}),
-    ("finish.cu", {"LAYOUT": "DSV4_FP8", "ALIGNED": 1}),
-    ("finish.cu", {"LAYOUT": "MLA_BF16", "ALIGNED": 0}),
+    ("exact.cu", {"LAYOUT": "DSV4_FP8", "ALIGNED": 1}),
+    ("exact.cu", {"LAYOUT": "MLA_BF16", "ALIGNED": 0}),
+    ("hold.cu", {}),
     ("indexer_step.cu", {}),
     ("merge.cu", {"VALUE": "bf16"}),
     ("merge.cu", {"VALUE": "f16"}),

@@ -3,7 +3,7 @@
 // A query token and HEADS of its heads are a *tile* of work; the keys of a tile are taken BLOCK at a time, a
 // *block*. The blocks of the first list come before those of the second, and none has keys of both. Each thread
 // block of a persistent kernel has a *share*: a run of blocks, which may begin and end inside a tile. A tile that
-// is cut in this way leaves partial results that finish.cu puts together.
+// is cut in this way leaves partial results that combine.cu puts together.
 #pragma once
 #include "pages.cuh"
 

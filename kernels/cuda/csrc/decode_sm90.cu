@@ -23,6 +23,8 @@
 // Macros: LAYOUT (DSV4_FP8 or V32_FP8).
 #include "decode.cuh"
 #include "hopper.cuh"
+#include "overlap.cuh"
+#include "overlap.cuh"
 
 constexpr int STAGE = 32;  // tokens of a ring stage; a block is two
 constexpr int SLICES = LAYOUT::quantized_dim / 64;
@@ -761,6 +763,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_mla_decode(const
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
+    overlap_with_previous_kernel();
+    overlap_with_previous_kernel();
     int role = threadIdx.x / 128;
     if (role == 0) {
         give_registers<SCORER_REGISTERS>();

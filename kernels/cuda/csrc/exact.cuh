@@ -1,7 +1,7 @@
 // Sparse MLA in float64: plain, slow and right for every finite input.
 //
 // A thread block takes UNIT heads of one query token and walks over the listed keys KEYS at a time: gather and
-// dequantise them into shared memory, scores (a warp a head, two lanes a key), a running softmax, and the
+// dequantise them into shared memory, scores (a warp a head, LANES lanes a key), a running softmax, and the
 // weighted sum (a thread four output values of each head).
 //
 // Macros: LAYOUT, ALIGNED.
@@ -10,7 +10,8 @@
 #include "vectors.cuh"
 
 constexpr int UNIT = 4;  // heads
-constexpr int KEYS = 16;
+constexpr int KEYS = 4;
+constexpr int LANES = 32 / KEYS;
 constexpr int THREADS = 128;
 constexpr int DIM = LAYOUT::head_dim;
 constexpr int VALUES_PER_THREAD = V_DIM / THREADS;
@@ -107,20 +108,20 @@ __device__ inline void attend_exactly(const Problem& problem, int b, int s, int 
         Entries entries(list, b, s);
         for (int first = 0; first < entries.length; first += KEYS) {
             load_keys(entries, first, shared);
-            int key = lane / 2, half = lane % 2;
+            int key = lane / LANES, part = lane % LANES;
             double score = 0.0;
-            for (int d = half * (DIM / 2); d < (half + 1) * (DIM / 2); ++d)
-                score += shared.q[warp][d] * shared.keys[key][d];
-            score = (score + __shfl_xor_sync(~0u, score, 1)) * double(problem.softmax_scale);
+            for (int d = part; d < DIM; d += LANES) score += shared.q[warp][d] * shared.keys[key][d];
+            for (int by = 1; by < LANES; by *= 2) score += __shfl_xor_sync(~0u, score, by);
+            score *= double(problem.softmax_scale);
             bool present = shared.slots[key] >= 0;
             any |= __any_sync(~0u, present);
             double tile_top = warp_max(present ? score : -double(infinity()));
             double new_top = tile_top != tile_top || tile_top > top ? tile_top : top;
             double weight = present ? exp(score - new_top) : 0.0;
             double rescale = any && total != 0.0 ? exp(top - new_top) : 0.0;
-            total = total * rescale + warp_sum(half == 0 ? weight : 0.0);
+            total = total * rescale + warp_sum(part == 0 ? weight : 0.0);
             top = new_top;
-            if (half == 0) shared.weights[warp][key] = weight;
+            if (part == 0) shared.weights[warp][key] = weight;
             if (lane == 0) shared.rescale[warp] = rescale;
             __syncthreads();
             for (int head = 0; head < UNIT; ++head)

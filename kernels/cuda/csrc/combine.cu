@@ -1,13 +1,9 @@
-// What is left to do after an attention kernel: put the parts of cut tiles together, and do again in float64 the
-// tiles that left the range of the fast kernel. Usually there is little of either.
-//
-// A unit of work is UNIT heads of a tile. `flags` holds two counters and then Problem::unsafe; the last thread
-// block to come by leaves it zero for the next call.
-//
-// Macros: LAYOUT, ALIGNED.
-#include "exact.cuh"
+// Puts the parts of cut tiles together: a warp a head of a tile.
+#include "decode.cuh"
+#include "overlap.cuh"
 
-constexpr int UNITS = HEADS / UNIT;  // of a tile
+constexpr int THREADS = 128;
+constexpr int WARPS = THREADS / 32;
 constexpr int LANE_VALUES = V_DIM / 32;
 
 // A tile cut into the parts of shares first .. last - 1.
@@ -16,26 +12,32 @@ struct CutTile {
 };
 
 // The tile that `share` begins inside of, if it is the first share to do so (the one before has the tile's start);
-// otherwise nothing, last = first.
+// otherwise nothing, last = first. A warp works together.
 __device__ inline CutTile cut_tile_at(const Problem& problem, int share) {
     Start start(problem, share);
-    if (share == 0 || start.block == 0 || start.tile >= problem.tiles()) return {};
+    if (start.block == 0 || start.tile >= problem.tiles()) return {};
     Start before(problem, share - 1);
     if (before.tile == start.tile && before.block > 0) return {};
     // A plan made for other lengths may cut where there is nothing any more.
     int blocks = blocks_of_tile(problem, start.tile);
     CutTile cut{start.tile, share - 1, share};
-    while (cut.last < problem.shares) {
-        Start next(problem, cut.last);
-        if (next.tile != cut.tile || next.block >= blocks) break;
-        ++cut.last;
+    for (;;) {
+        int mine = cut.last + threadIdx.x % 32;
+        bool inside = false;
+        if (mine < problem.shares) {
+            Start next(problem, mine);
+            inside = next.tile == cut.tile && next.block < blocks;
+        }
+        uint32 votes = __ballot_sync(~0u, inside);
+        cut.last += __popc(votes);  // those inside come first
+        if (~votes) break;
     }
     return cut.last - cut.first > 1 ? cut : CutTile{};
 }
 
 // A warp a head.
-__device__ inline void combine(const Problem& problem, const CutTile& cut, int unit) {
-    int row = unit * UNIT + threadIdx.x / 32, lane = threadIdx.x % 32;
+__device__ inline void combine(const Problem& problem, const CutTile& cut, int row) {
+    int lane = threadIdx.x % 32;
     TilePlace at(problem, cut.tile);
     int head = at.first_head + row;
     if (head >= problem.heads) return;
@@ -89,53 +91,9 @@ __device__ inline void combine(const Problem& problem, const CutTile& cut, int u
             empty ? infinity() : lse;
 }
 
-// Go through items 0 .. count - 1 of all thread blocks, THREADS at a time: `wanted` is asked by one thread an
-// item, and the whole block does those that are.
-template <class Wanted, class Do> __device__ inline void for_wanted(int count, Wanted wanted, Do act) {
-    __shared__ uint32 found[THREADS / 32];
-    for (int first = 0; first < count; first += THREADS * gridDim.x) {
-        int mine = first + threadIdx.x * gridDim.x + blockIdx.x;
-        uint32 votes = __ballot_sync(~0u, mine < count && wanted(mine));
-        if (threadIdx.x % 32 == 0) found[threadIdx.x / 32] = votes;
-        if (!__syncthreads_or(votes)) continue;
-        for (int warp = 0; warp < THREADS / 32; ++warp)
-            for (uint32 left = found[warp]; left; left &= left - 1)
-                act(first + (32 * warp + __ffs(left) - 1) * gridDim.x + blockIdx.x);
-        __syncthreads();  // before `found` is written again
-    }
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
-finish_attention(const __grid_constant__ Problem problem, int* flags, int all_unsafe) {
-    extern __shared__ double memory[];
-    __shared__ bool last;
-    Shared& shared = *reinterpret_cast<Shared*>(memory);
-    auto unsafe = [&](int tile) { return all_unsafe || problem.unsafe[tile]; };
-    if (!all_unsafe && (problem.starts || problem.cut_blocks))
-        for_wanted(problem.shares * UNITS,
-            [&](int item) {
-                CutTile cut = cut_tile_at(problem, item / UNITS);
-                return cut.last > cut.first && !unsafe(cut.tile);
-            },
-            [&](int item) { combine(problem, cut_tile_at(problem, item / UNITS), item % UNITS); });
-    bool seen = false;
-    for_wanted(problem.tiles() * UNITS, [&](int item) { return unsafe(item / UNITS); },
-        [&](int item) {
-            seen = true;
-            TilePlace at(problem, item / UNITS);
-            int head = at.first_head + item % UNITS * UNIT;
-            if (head < problem.heads) attend_exactly(problem, at.b, at.s, head, shared);
-        });
-    if (all_unsafe) return;
-    if (threadIdx.x == 0) {
-        if (seen) atomicAdd(flags + 1, 1);
-        __threadfence();
-        last = atomicAdd(flags, 1) == int(gridDim.x) - 1;
-    }
-    __syncthreads();
-    if (!last) return;
-    if (atomicAdd(flags + 1, 0))
-        for (int tile = threadIdx.x; tile < problem.tiles(); tile += THREADS) problem.unsafe[tile] = 0;
-    __syncthreads();
-    if (threadIdx.x == 0) flags[0] = flags[1] = 0;
+// Thread blocks [HEADS / WARPS][shares - 1].
+extern "C" __global__ void __launch_bounds__(THREADS) combine_parts(const __grid_constant__ Problem problem) {
+    overlap_with_previous_kernel();
+    CutTile cut = cut_tile_at(problem, blockIdx.y + 1);
+    if (cut.last > cut.first) combine(problem, cut, blockIdx.x * WARPS + threadIdx.x / 32);
 }
