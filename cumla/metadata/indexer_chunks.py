@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-import operator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +12,9 @@ import numpy as np
 from ..batch import HostLens, host_array
 from ..call import INT32, Call
 from ..interop import dlpack
-from .base import BatchArrays, ServingConfig, ViewCache
+from .base import BatchArrays, ServingConfig, give_view
+
+MOST_PARTS = 256  # views that are kept: to cut them takes longer than to fill them
 
 
 @dataclass
@@ -180,7 +182,8 @@ class ChunkBuilder:
         self.config, self.compress_ratio = config, compress_ratio
         self.workspace_rows = get_max_prefill_buffer_size(config)
         self._space: ChunkArrays | None = None
-        self._views = ViewCache(self._cut)
+        self._native = functools.lru_cache(MOST_PARTS)(self._cut)
+        self._given = functools.lru_cache(MOST_PARTS)(self._give)
 
     def build(
         self,
@@ -192,30 +195,28 @@ class ChunkBuilder:
         framework: str,
     ) -> DeepseekV32IndexerPrefillMetadata:
         """The chunks of the requests behind the decodes; `block_table` is theirs in the caller's `framework`."""
-        rows = (lens.seq_lens[num_decodes:] // self.compress_ratio).tolist()
-        query_lens = lens.query_lens[num_decodes:].tolist()
+        rows = [seq_len // self.compress_ratio for seq_len in lens.seq_lens[num_decodes:].tolist()]
+        starts = lens.starts[num_decodes:].tolist()
+        query_lens = [stop - start for start, stop in itertools.pairwise(starts)]
         specs = _split(rows, query_lens, self.workspace_rows, self.config.max_logits_bytes, num_decodes)
         row_starts = [0, *itertools.accumulate(rows)]
         self._make_room(row_starts[-1], arrays.seq_lens)
-        chunks = []
-        for number, (requests, specs_of_requests) in enumerate(itertools.groupby(specs, operator.itemgetter(0))):
+        chunks, before, number = [], None, -1
+        for requests, queries in specs:
             first, stop = requests.start - num_decodes, requests.stop - num_decodes
-            first_row, last_row = row_starts[first], row_starts[stop]
-            if not self._check_workspace(last_row - first_row, requests):
-                continue
-            first_token, last_token = int(lens.starts[requests.start]), int(lens.starts[requests.stop])
-            counts = (first_token, last_token, first + number, stop + number + 1, first_row, last_row)
-            chunk = self._views("", *counts)
-            kernels.build_indexer_chunk(
-                arrays.query_start_loc, arrays.seq_lens, requests.start, stop - first, self.compress_ratio,
-                max(rows[first:stop]), **chunk,
-            )  # fmt: skip
-            if framework not in ("numpy", "cupy"):
-                chunk = self._views(framework, *counts)
-            chunks += [
-                ChunkArrays(**chunk).metadata(requests, queries, first_token, block_table, queries.start > 0)
-                for _, queries in specs_of_requests
-            ]
+            if requests is not before:
+                before, number = requests, number + 1
+                total_rows = self._check_workspace(row_starts[stop] - row_starts[first], requests)
+                if total_rows:
+                    part = (starts[first], starts[stop], first + number, stop + number + 1,
+                            row_starts[first], row_starts[stop])  # fmt: skip
+                    kernels.build_indexer_chunk(
+                        arrays.query_start_loc, arrays.seq_lens, requests.start, stop - first, self.compress_ratio,
+                        max(rows[first:stop]), *self._native(part),
+                    )  # fmt: skip
+                    chunk = self._parts(framework, part)
+            if total_rows:
+                chunks.append(chunk.metadata(requests, queries, starts[first], block_table, queries.start > 0))
         return DeepseekV32IndexerPrefillMetadata(chunks)
 
     def build_one(
@@ -256,20 +257,29 @@ class ChunkBuilder:
         if len(self._space.token_to_seq) < total_rows:
             rows = xp.zeros(1 << (total_rows - 1).bit_length(), np.int32)
             self._space = self._space._replace(token_to_seq=rows)
-            self._views = ViewCache(self._cut)
+            self._native.cache_clear()
+            self._given.cache_clear()
 
-    def _cut(
-        self, first_token: int, last_token: int, first_entry: int, last_entry: int, first_row: int, last_row: int
-    ) -> dict[str, Any]:
-        """A chunk's part of the space."""
+    def _parts(self, framework: str, part: tuple[int, ...]) -> ChunkArrays:
+        """A chunk's part of the space as arrays of `framework`."""
+        if framework in ("numpy", "cupy"):
+            return self._native(part)
+        return (self._give if framework == "jax" else self._given)(framework, part)
+
+    def _cut(self, part: tuple[int, ...]) -> ChunkArrays:
+        """A chunk's part of the space: its tokens, its entries of cu_seq_lens, its rows; each from and to."""
         space = self._space
         assert space is not None
-        return {
-            "cu_seqlen_ks": space.cu_seqlen_ks[first_token:last_token],
-            "cu_seqlen_ke": space.cu_seqlen_ke[first_token:last_token],
-            "cu_seq_lens": space.cu_seq_lens[first_entry:last_entry],
-            "token_to_seq": space.token_to_seq[first_row:last_row],
-        }
+        first_token, last_token, first_entry, last_entry, first_row, last_row = part
+        return ChunkArrays(
+            space.cu_seqlen_ks[first_token:last_token],
+            space.cu_seqlen_ke[first_token:last_token],
+            space.cu_seq_lens[first_entry:last_entry],
+            space.token_to_seq[first_row:last_row],
+        )
+
+    def _give(self, framework: str, part: tuple[int, ...]) -> ChunkArrays:
+        return ChunkArrays(*(give_view(view, framework) for view in self._native(part)))
 
     def _check_workspace(self, total_rows: int, requests: slice) -> int:
         if total_rows > self.workspace_rows:
