@@ -9,11 +9,13 @@ and two small kernels. `cpu` and `reference` are cumla's backends on host arrays
 import cProfile
 import dataclasses
 import pstats
+import statistics
+import time
 from functools import partial
 
 import cupy
 import numpy as np
-from common import Report, arguments, graph_us, host_us
+from common import Report, arguments, graph_us
 
 from cumla.batch import CommonAttentionMetadata, split_decodes_and_prefills
 from cumla.metadata import DeepseekSparseSWAMetadataBuilder, DeepseekV32IndexerMetadataBuilder, ServingConfig
@@ -118,26 +120,38 @@ def profile(build, what):
     pstats.Stats(profiler).strip_dirs().sort_stats("tottime").print_stats(16)
 
 
+def in_turn_us(calls, rounds=25, batch=20):
+    """Median host time in us of one call of each, measured in turn: a host's pace changes from second to second."""
+    times = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            cupy.cuda.Device().synchronize()
+            start = time.perf_counter()
+            for _ in range(batch):
+                call()
+            times[name].append((time.perf_counter() - start) * 1e6 / batch)
+    return {name: statistics.median(its_times) for name, its_times in times.items()}
+
+
 def measure(report, op, what, builder, config, impls, batches, its_check, with_profile):
     """Rows of one builder and one batch; `batches` on the device and on the host."""
     on_device, on_host = batches
     expected = builder(config, backend="reference").build(0, on_host)
+    calls = {}
     for impl in impls:
-        built, batch = builder(config, backend=impl), on_host if impl == "cpu" else on_device
-
-        def build(built=built, batch=batch, **options):
-            return built.build(0, batch, **options)
-
+        build = partial(builder(config, backend=impl).build, 0, on_host if impl == "cpu" else on_device)
         its_check(build(), expected)
-        report.add(op, what, impl, us=host_us(build), us_graph=None if impl == "cpu" else graph_us([build]))
-        if impl == "cuda":
-            report.add(op, what, "cuda, unchecked", us=host_us(partial(build, validate=False)))
-            if with_profile:
-                profile(build, f"{op}, {what}")
+        calls[impl] = build
+    calls["cuda, unchecked"] = partial(calls["cuda"], validate=False)
     if builder is DeepseekSparseSWAMetadataBuilder:
-        build = partial(OpByOp(config).build, on_device)
-        check(build(), expected)
-        report.add(op, what, "cupy-ops", us=host_us(build))
+        calls["cupy-ops"] = partial(OpByOp(config).build, on_device)
+        check(calls["cupy-ops"](), expected)
+    host_us = in_turn_us(calls)
+    for impl, build in calls.items():
+        graph = graph_us([build]) if impl in ("cuda", "numba_cuda") else None
+        report.add(op, what, impl, us=host_us[impl], us_graph=graph)
+    if with_profile:
+        profile(calls["cuda"], f"{op}, {what}")
 
 
 def main():

@@ -32,6 +32,7 @@ def build_indexer_decode(
             buffers.decode_lens, buffers.seq_lens, capacity, buffers.slot_mapping, buffers.block_table,
             buffers.block_table.shape[1], buffers.schedule, len(buffers.schedule) - 1, element_blocks,
         ),
+        overlap=True,
     )  # fmt: skip
 
 
@@ -53,6 +54,7 @@ def compressed_slot_mapping(
             query_start_loc, seq_lens, len(seq_lens), block_table, strides(block_table)[0],
             block_table.shape[1], num_tokens, block_size, compress_ratio, slots, len(slots),
         ),
+        overlap=True,
     )  # fmt: skip
 
 
@@ -77,4 +79,5 @@ def build_indexer_chunk(
             query_start_loc.data.ptr + offset, seq_lens.data.ptr + offset, compress_ratio,
             len(cu_seqlen_ks), len(token_to_seq), cu_seqlen_ks, cu_seqlen_ke, cu_seq_lens, token_to_seq,
         ),
+        overlap=True,
     )  # fmt: skip

@@ -40,4 +40,5 @@ def build_sparse_swa(
             buffers.swa_indices, buffers.swa_lens, buffers.prefill_gather_lens,
             len(buffers.prefill_gather_lens), buffers.c128a_indices, buffers.c128a_lens, token_blocks,
         ),
+        overlap=True,
     )  # fmt: skip

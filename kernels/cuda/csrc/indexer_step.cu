@@ -6,6 +6,7 @@
 // compressed_slot_mapping  one token a thread.
 // build_indexer_chunk      one request of a prefill chunk in each column of the grid, whose thread blocks share
 //                          out its rows and queries.
+#include "overlap.cuh"
 #include "pages.cuh"
 
 constexpr int THREADS = 256;
@@ -130,6 +131,7 @@ build_indexer_decode(const int* query_start_loc, const int* seq_lens, int num_re
                      int lens_per_entry, int columns, int entries_before, int columns_before, int block_size,
                      int compress_ratio, int* decode_lens, int* out_seq_lens, int capacity, int64* slot_mapping,
                      int* out_block_table, int64 out_table_stride, int* schedule, int num_shares, int element_blocks) {
+    overlap_with_previous_kernel();
     Requests requests{query_start_loc, seq_lens, num_reqs};
     Entries entries{requests, num_decodes, batch_size, lens_per_entry, flatten != 0, compress_ratio};
     if (blockIdx.x == 0) {
@@ -173,6 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 compressed_slot_mapping(const int* query_start_loc, const int* seq_lens, int num_reqs, const int* block_table,
                         int64 table_stride, int table_columns, int num_tokens, int block_size, int compress_ratio,
                         int64* slot_mapping, int64 num_slots) {
+    overlap_with_previous_kernel();
     int64 i = int64(blockIdx.x) * THREADS + threadIdx.x;
     if (i >= num_slots) return;
     BlockTable table{block_table, table_stride, num_reqs, table_columns};
@@ -183,6 +186,7 @@ compressed_slot_mapping(const int* query_start_loc, const int* seq_lens, int num
 extern "C" __global__ void __launch_bounds__(THREADS)
 build_indexer_chunk(const int* query_start_loc, const int* seq_lens, int compress_ratio, int num_tokens,
                     int total_rows, int* cu_seqlen_ks, int* cu_seqlen_ke, int* cu_seq_lens, int* token_to_seq) {
+    overlap_with_previous_kernel();
     // Where the request's rows start: after those of the chunk's earlier requests.
     __shared__ uint32 rows_before;
     if (threadIdx.x == 0) rows_before = 0;

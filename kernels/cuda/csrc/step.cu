@@ -5,6 +5,7 @@
 // A row's request is found by all lanes together: 32 boundaries of the search range at a time.
 //
 // Macros: SLOT (int64 or int).
+#include "overlap.cuh"
 #include "pages.cuh"
 
 constexpr int C128A_RATIO = 128;
@@ -32,6 +33,7 @@ build_sparse_swa(const int* query_start_loc, const int* seq_lens, int requests, 
                  int c128a_width, int width_before, int64 c128a_stride, int* token_to_req_indices,
                  bool* is_valid_token, int* swa_indices, int* swa_lens, int* prefill_gather_lens, int max_prefills,
                  int* c128a_indices, int* c128a_lens, int token_blocks) {
+    overlap_with_previous_kernel();
     if (blockIdx.x == token_blocks) {
         for (int prefill = threadIdx.x; prefill < max_prefills; prefill += blockDim.x) {
             int request = num_decodes + prefill;
