@@ -8,10 +8,10 @@ from ..segments import Pages
 from .compile import kernel
 from .launch import C_NAMES, MAX_BLOCKS, int32, is_aligned, pointer, strides
 
-WARPS = 8  # a thread block
+WARPS = 4  # of a thread block
 MAX_GRID_Y = 65_535
-MANY_ROWS = 16_384  # to gather: from here on warps are many enough to take several rows each
-INDEXER_ROWS = 32  # a thread block, as in indexer_gather.cu
+MANY_ROWS = 4_096  # to gather: from here on there are warps enough to take more rows each
+INDEXER_ROWS = 4 * WARPS  # of a thread block, as in indexer_gather.cu
 
 
 def quantize_and_insert_k_cache(k: Any, pages: Pages, slot_mapping: Any, power_of_two_scales: bool) -> None:
@@ -49,7 +49,7 @@ def dequantize_and_gather_k_cache(
     requests, num_rows = out.shape[0], out.shape[1] - offset
     if num_rows == 0:
         return
-    tokens_per_warp = 1 if requests * num_rows < MANY_ROWS else 4
+    tokens_per_warp = 2 if requests * num_rows < MANY_ROWS else 4
     gather = kernel(
         "cache_gather.cu",
         "dequantize_and_gather_k_cache",

@@ -10,7 +10,7 @@ from numpy import uint32
 from .compile import kernel
 from .launch import int32, is_aligned, pointer, strides
 
-TOKENS = 2  # of a thread block: a warp each, as in indices.cu
+TOKENS = 4  # of a thread block: a warp each, as in indices.cu
 
 
 def launch(name: str, num_tokens: int, aligned: bool, arguments: tuple[Any, ...]) -> None:

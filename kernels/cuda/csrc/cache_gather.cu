@@ -35,7 +35,7 @@ __device__ inline void store_chunk(OUTPUT* row, int first, Chunk chunk) {
     store_values8(row + first, x);
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(128)
 dequantize_and_gather_k_cache(OUTPUT* out, int64 request_stride, int64 token_stride, int num_rows, uint8* pages,
                               int64 page_stride, int64 num_slots, int block_size, const int* seq_lens,
                               const int* gather_lens, const int* block_table, int64 table_stride, int requests,
@@ -48,12 +48,14 @@ dequantize_and_gather_k_cache(OUTPUT* out, int64 request_stride, int64 token_str
         int seq_len = seq_lens[request];
         int gathered = min(gather_lens ? gather_lens[request] : seq_len, seq_len);
         int rows = min(gathered, num_rows);
-        if (first_row >= rows) continue;
         Place place{-1, 0};
-        if (lane < TOKENS && first_row + lane < rows) {
-            int64 position = int64(seq_len) - gathered + first_row + lane;
-            place = lookup_place(table, request, position, block_size, num_slots);
+        if (lane < TOKENS) {
+            // Where all rows are gathered, which block it is does not wait for the length.
+            int64 position = (gather_lens ? int64(seq_len) - gathered : 0) + first_row + lane;
+            place = lookup_place(table, request, int(min(position, int64(INT32_LIMIT))), block_size, num_slots);
         }
+        if (first_row >= rows) continue;
+        if (first_row + lane >= rows) place.page = -1;
         Chunk chunks[TOKENS][ROUNDS];
 #pragma unroll
         for (int t = 0; t < TOKENS; ++t) {

@@ -70,7 +70,7 @@ __device__ inline void store_exponents(Token token, int lane, const uint32 (&exp
     if (lane == 0) store8(token.scales, {words[0], words[1]});
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(128)
 quantize_and_insert_k_cache(const INPUT* k, int64 k_stride, const INPUT* rope, int64 rope_stride,
                             const SLOT* slot_mapping, int num_tokens, uint8* pages, int64 page_stride, int64 num_slots,
                             int block_size) {

@@ -11,7 +11,7 @@
 using Layout = INDEXER_FP8;
 constexpr int LANES = Layout::row_bytes / 16;
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(128)
 cp_gather_indexer_k_quant_cache(uint8* pages, int64 page_stride, int64 num_slots, int block_size, uint8* dst_k,
                                 int64 k_stride, uint8* dst_scale, int64 scale_stride, int num_rows,
                                 const int* block_table, int64 table_stride, int table_columns, const int* cu_seq_lens,

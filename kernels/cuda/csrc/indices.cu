@@ -9,10 +9,10 @@
 #include "pages.cuh"
 #include "vectors.cuh"
 
-constexpr int THREADS = 64;             // of a thread block
+constexpr int THREADS = 128;            // of a thread block
 constexpr int WIDTH = ALIGNED ? 4 : 1;  // entries a lane handles at a time
 constexpr int STEP = 32 * WIDTH;        // and a warp
-constexpr int STEPS = 5;                // loads of a lane that are on their way at a time
+constexpr int STEPS = 4;                // loads of a lane that are on their way at a time
 
 struct Entries {
     int at[WIDTH];
@@ -27,6 +27,16 @@ __device__ inline Entries load_entries(const int* p) {
     x.at[0] = *p;
 #endif
     return x;
+}
+
+// What a lane has of entries [first, count): -1 where there is none.
+__device__ inline void load_steps(Entries (&entries)[STEPS], const int* p, int first, int count) {
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) entries[step].at[i] = -1;
+        if (first + step * STEP < count) entries[step] = load_entries(p + first + step * STEP);
+    }
 }
 
 __device__ inline void store_entries(int* p, Entries x) {
@@ -100,6 +110,12 @@ struct TableRow {
         }
         return slots;
     }
+
+    // The same for all that a lane has; nothing is stored in between, so no lookup waits for another.
+    __device__ void to_slots(Entries (&entries)[STEPS]) const {
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) entries[step] = slots(entries[step]);
+    }
 };
 
 // start + j, start + j + 1, ... for those of j, j + 1, ... that are below `count`; the others are -1.
@@ -133,14 +149,13 @@ __device__ inline int count_present(Entries x) {
 // Slots in a numbering where pages are `span` tokens apart instead of as many as they have.
 __device__ inline Entries to_span(Entries slots, BlockSize block_size, int span) {
 #pragma unroll
+    for (int i = 0; i < WIDTH; ++i) slots.at[i] = max(slots.at[i], -1);
+    if (span == block_size.tokens) return slots;
+#pragma unroll
     for (int i = 0; i < WIDTH; ++i) {
-        int slot = slots.at[i];
-        if (slot >= 0 && span != block_size.tokens) {
-            uint32 page = block_size.page_of(slot);
-            int64 moved = int64(page) * span + (slot - page * block_size.tokens);
-            slot = moved <= INT32_LIMIT ? int(moved) : -1;
-        }
-        slots.at[i] = max(slot, -1);
+        uint32 slot = slots.at[i], page = block_size.page_of(slot);
+        int64 moved = int64(page) * span + (slot - page * block_size.tokens);
+        slots.at[i] = slots.at[i] >= 0 && moved <= INT32_LIMIT ? int(moved) : -1;
     }
     return slots;
 }
@@ -183,15 +198,13 @@ compute_global_topk_indices_and_lens(int num_tokens, const int* topk_indices, in
     int found = 0;
     for (int first = lane_id() * WIDTH; first < topk; first += STEPS * STEP) {
         Entries entries[STEPS];
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step)
-            if (first + step * STEP < topk) entries[step] = load_entries(local + first + step * STEP);
+        load_steps(entries, local, first, topk);
+        table.to_slots(entries);
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             if (first + step * STEP >= topk) break;
-            Entries slots = table.slots(entries[step]);
-            found += count_present(slots);
-            store_entries(row + first + step * STEP, slots);
+            found += count_present(entries[step]);
+            store_entries(row + first + step * STEP, entries[step]);
         }
     }
     found = warp_sum(found);
@@ -234,6 +247,11 @@ combine_topk_swa_indices(int num_tokens, const int* topk_indices, int64 topk_str
     overlap_with_previous_kernel();
     int token = warp_id();
     if (token >= num_tokens) return;
+    const int* local = topk_indices + token * topk_stride;
+    int* row = combined_indices + token * combined_stride;
+    int first = lane_id() * WIDTH;
+    Entries entries[STEPS];
+    load_steps(entries, local, first, topk);  // before it is known how many of them count
     int64 query = int64(token) + query_start_loc[0];
     // The token's request: how many of query_start_loc[1:] are at most `query`.
     int request = 0;
@@ -255,13 +273,7 @@ combine_topk_swa_indices(int num_tokens, const int* topk_indices, int64 topk_str
             swa_base = int(base + swa_start + gathered);
         }
     }
-    const int* local = topk_indices + token * topk_stride;
-    int* row = combined_indices + token * combined_stride;
-    for (int first = lane_id() * WIDTH; first < width; first += STEPS * STEP) {
-        Entries entries[STEPS];
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step)
-            if (first + step * STEP < num_topk) entries[step] = load_entries(local + first + step * STEP);
+    while (first < width) {
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             int j = first + step * STEP;
@@ -275,6 +287,8 @@ combine_topk_swa_indices(int num_tokens, const int* topk_indices, int64 topk_str
             }
             store_entries(row + j, entries[step]);
         }
+        first += STEPS * STEP;
+        load_steps(entries, local, first, num_topk);
     }
     if (lane_id() == 0) combined_lens[token] = num_topk + num_swa;
 }
@@ -286,66 +300,68 @@ build_flashinfer_mixed_sparse_indices(
     const int* decode_compressed_topk_lens, const int* prefill_topk_indices, int64 prefill_topk_stride,
     const int* query_start_loc, const int* seq_lens, int requests, const int* token_to_req_indices,
     const int* swa_block_table, int64 swa_table_stride, int swa_table_rows, int swa_table_columns, int swa_block_size,
-    uint32 swa_block_multiplier, int swa_block_shift, const int* compressed_block_table, int64 compressed_table_stride, int compressed_table_rows,
-    int compressed_table_columns, int compressed_block_size, uint32 compressed_block_multiplier,
-    int compressed_block_shift, int window_size, int compress_ratio, int topk,
+    uint32 swa_block_multiplier, int swa_block_shift, const int* compressed_block_table,
+    int64 compressed_table_stride, int compressed_table_rows, int compressed_table_columns, int compressed_block_size,
+    uint32 compressed_block_multiplier, int compressed_block_shift, int window_size, int compress_ratio, int topk,
     int decode_indices_are_local, const bool* decode_is_valid_token, int swa_block_span, int compressed_block_span,
     int* sparse_indices, int64 sparse_stride, int width, int* sparse_topk_lens) {
     overlap_with_previous_kernel();
     int token = warp_id();
     if (token >= num_tokens) return;
+    bool decode = token < num_decode_tokens;
+    const int* window_slots = decode_swa_indices + token * decode_swa_stride;
+    const int* compressed = decode ? decode_compressed_indices + token * decode_compressed_stride
+                                   : prefill_topk_indices + (token - num_decode_tokens) * prefill_topk_stride;
+    int num_compressed = decode ? decode_topk : compressed_block_table ? topk : 0;
+    int num_columns = width - window_size;
+    int first = lane_id() * WIDTH;
+    Entries entries[STEPS];
+    load_steps(entries, compressed, first, num_compressed);  // of a prefill before it is known how many of them count
+    Entries slots{};
+    if (decode && first < window_size) slots = load_entries(window_slots + first);
+
     int request = token_to_req_indices[token];
+    bool counted = decode && decode_indices_are_local;
+    bool valid = !counted || decode_is_valid_token == nullptr || decode_is_valid_token[token];
+    int given_length = decode && decode_compressed_topk_lens ? decode_compressed_topk_lens[token] : decode_topk;
     BlockSize swa_size{swa_block_size, swa_block_multiplier, swa_block_shift};
     BlockSize compressed_size{compressed_block_size, compressed_block_multiplier, compressed_block_shift};
     TableRow swa_table({swa_block_table, swa_table_stride, swa_table_rows, swa_table_columns}, request, swa_size);
     TableRow compressed_table({compressed_block_table, compressed_table_stride, compressed_table_rows,
                                compressed_table_columns}, request, compressed_size);
-    bool decode = token < num_decode_tokens;
-    const int* decode_swa = decode_swa_indices + token * decode_swa_stride;
-    const int* compressed = decode_compressed_indices + token * decode_compressed_stride;
-    int num_compressed = decode_topk;
     int64 position = -1;
     if (!decode) {
         Requests batch{query_start_loc, seq_lens, requests};
         if (batch.has(request)) position = batch.position(request, token);
-        compressed = prefill_topk_indices + (token - num_decode_tokens) * prefill_topk_stride;
-        num_compressed = compressed_block_table ? compressed_entries(position, compress_ratio, topk) : 0;
+        if (compressed_block_table) num_compressed = compressed_entries(position, compress_ratio, topk);
     }
-    bool counted = decode && decode_indices_are_local;
-    bool valid = !counted || decode_is_valid_token == nullptr || decode_is_valid_token[token];
-    int used = num_compressed;
-    if (decode && !counted && decode_compressed_topk_lens)
-        used = min(max(decode_compressed_topk_lens[token], 0), decode_topk);
     Window window(position, window_size);
     int* row = sparse_indices + token * sparse_stride;
+    for (int j = first; j < window_size; j += STEP) {
+        if (!decode) slots = swa_table.slots(range(window.start, j, window.lookups));
+        store_entries(row + j, to_span(slots, swa_size, swa_block_span));
+        if (decode && j + STEP < window_size) slots = load_entries(window_slots + j + STEP);
+    }
     int found = 0;
-    for (int first = lane_id() * WIDTH; first < width; first += STEPS * STEP) {
-        Entries entries[STEPS];
+    row += window_size;
+    while (first < num_columns) {
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i)
+                if (first + step * STEP + i >= num_compressed) entries[step].at[i] = -1;
+        if (!decode || decode_indices_are_local) compressed_table.to_slots(entries);
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
-            int j = first + step * STEP, rank = j - window_size;
-            if (rank >= 0 && rank < num_compressed) entries[step] = load_entries(compressed + rank);
-            if (rank < 0 && decode) entries[step] = load_entries(decode_swa + j);
+            int j = first + step * STEP;
+            if (j >= num_columns) break;
+            found += count_present(entries[step]);
+            store_entries(row + j, to_span(entries[step], compressed_size, compressed_block_span));
         }
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-            int j = first + step * STEP, rank = j - window_size;
-            if (j >= width) break;
-            Entries slots = entries[step];
-            if (rank < 0) {
-                if (!decode) slots = swa_table.slots(range(window.start, j, window.lookups));
-                slots = to_span(slots, swa_size, swa_block_span);
-            } else {
-#pragma unroll
-                for (int i = 0; i < WIDTH; ++i)
-                    if (rank + i >= num_compressed) slots.at[i] = -1;
-                if (!decode || decode_indices_are_local) slots = compressed_table.slots(slots);
-                found += count_present(slots);
-                slots = to_span(slots, compressed_size, compressed_block_span);
-            }
-            store_entries(row + j, slots);
-        }
+        first += STEPS * STEP;
+        load_steps(entries, compressed, first, num_compressed);
     }
     found = warp_sum(found);
-    if (lane_id() == 0) sparse_topk_lens[token] = window_size + (counted ? (valid ? found : 0) : used);
+    int used = counted ? (valid ? found : 0) : decode ? min(max(given_length, 0), decode_topk) : num_compressed;
+    if (lane_id() == 0) sparse_topk_lens[token] = window_size + used;
 }
