@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from metadata.batches import BLOCK, THOROUGH, addresses_of, assert_equal, buffers_of, make_batch, shapes, tokens_of
 
 from cumla.metadata import DeepseekSparseSWAMetadataBuilder, ServingConfig
+from metadata.batches import BLOCK, THOROUGH, addresses_of, assert_equal, buffers_of, make_batch, shapes, tokens_of
 from support.lab import Lab
 
 WINDOW, PAGE = 12, 256  # positions of a compressed page
