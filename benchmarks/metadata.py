@@ -29,6 +29,7 @@ BATCHES = [
     ("256 decodes + 4 prefills of 2,048", [1] * 256 + [2048] * 4, [4000] * 256 + [8192] * 4, 0),
     ("1,024 decodes of 3 tokens", [3] * 1024, [4000] * 1024, 2),
 ]
+IMPLS = ("cuda", "numba_cuda", "cpu")
 FIELDS = ("token_to_req_indices", "is_valid_token", "decode_swa_indices", "decode_swa_lens", "prefill_gather_lens")
 
 
@@ -133,12 +134,12 @@ def in_turn_us(calls, rounds=25, batch=20):
     return {name: statistics.median(its_times) for name, its_times in times.items()}
 
 
-def measure(report, op, what, builder, config, impls, batches, its_check, with_profile):
+def measure(report, op, what, builder, config, batches, its_check, with_profile):
     """Rows of one builder and one batch; `batches` on the device and on the host."""
     on_device, on_host = batches
     expected = builder(config, backend="reference").build(0, on_host)
     calls = {}
-    for impl in impls:
+    for impl in IMPLS:
         build = partial(builder(config, backend=impl).build, 0, on_host if impl == "cpu" else on_device)
         its_check(build(), expected)
         calls[impl] = build
@@ -163,12 +164,12 @@ def main():
         config = dataclasses.replace(SERVING, num_speculative_tokens=speculative)
         compressed = dataclasses.replace(config, compress_ratios=(1, 4), compressed_block_size=4 * BLOCK_SIZE)
         batches = [batch_of(query_lens, seq_lens, xp) for xp in (cupy, np)]
-        for op, builder, its_config, impls, its_check in (
-            ("sparse_swa.build", DeepseekSparseSWAMetadataBuilder, config, ("cuda", "numba_cuda", "cpu"), check),
-            ("indexer.build", DeepseekV32IndexerMetadataBuilder, compressed, ("cuda", "cpu"), check_indexer),
+        for op, builder, its_config, its_check in (
+            ("sparse_swa.build", DeepseekSparseSWAMetadataBuilder, config, check),
+            ("indexer.build", DeepseekV32IndexerMetadataBuilder, compressed, check_indexer),
         ):
             if report.wants(op, what):
-                measure(report, op, what, builder, its_config, impls, batches, its_check, args.profile)
+                measure(report, op, what, builder, its_config, batches, its_check, args.profile)
     report.finish()
 
 

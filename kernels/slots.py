@@ -10,6 +10,13 @@ from typing import Any
 import numpy as np
 
 
+def lookup_block(block_table: Any, row: Any, column: Any) -> Any:
+    """A block table's entry as 64 bits, or -1 where the table does not reach."""
+    if row < 0 or row >= block_table.shape[0] or column < 0 or column >= block_table.shape[1]:
+        return np.int64(-1)
+    return np.int64(block_table[row, column])
+
+
 def lookup_slot(block_table: Any, row: Any, position: Any, block_size: Any) -> Any:
     """The slot of a position of request `row`, or -1 where the table has no such entry or no such block."""
     if row < 0 or row >= block_table.shape[0] or position < 0 or position >= block_table.shape[1] * block_size:

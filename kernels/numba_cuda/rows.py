@@ -10,6 +10,7 @@ from ..numbers import bfloat16_value, dequantized, float16_value, float32_value,
 
 # The index arithmetic is the CPU backend's, compiled for the device.
 lookup_slot = cuda.jit(device=True)(slots.lookup_slot)
+lookup_block = cuda.jit(device=True)(slots.lookup_block)
 find_request = cuda.jit(device=True)(slots.find_request)
 token_position = cuda.jit(device=True)(slots.token_position)
 to_span = cuda.jit(device=True)(slots.to_span)

@@ -17,6 +17,7 @@ CONFIGS = {
     )
     for name, spec in (("one-token", 0), ("native", 1), ("flattened", 3))
 }  # fmt: skip
+ON_DEVICE = ("cuda", "numba_cuda")
 BUILDERS = [DeepseekSparseSWAMetadataBuilder, DeepseekV32IndexerMetadataBuilder]
 every_builder = pytest.mark.parametrize("builder", BUILDERS)
 every_config = pytest.mark.parametrize("config", [pytest.param(config, id=name) for name, config in CONFIGS.items()])
@@ -113,12 +114,12 @@ def test_a_build_can_be_captured(builder, config):
         np.testing.assert_array_equal(buffers_of(lab, built)[name][written], buffer[written], err_msg=name)
 
 
-@pytest.mark.parametrize("backend", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("backend", ["cpu", *(pytest.param(name, marks=pytest.mark.gpu) for name in ON_DEVICE)])
 @every_config
 @every_builder
 def test_no_number_in_an_array_leads_outside(builder, config, backend):
     """Host numbers are right, the arrays hold anything: nothing is written outside the buffers' rows in use."""
-    lab, rng = Lab(backend, on_device=backend == "cuda"), np.random.default_rng(0)
+    lab, rng = Lab(backend, on_device=backend in ON_DEVICE), np.random.default_rng(0)
     next_n = config.decode_threshold
     query_lens = [next_n] * 6 + [20, 0, 30]
     batch = make_batch(lab, [q + 40 for q in query_lens], query_lens, padding=3)
