@@ -6,7 +6,6 @@ import types
 
 import numpy as np
 import pytest
-from metadata.batches import BLOCK, make_batch
 
 from cumla.kernels.plan import DecodePlan
 from cumla.metadata import (
@@ -16,6 +15,7 @@ from cumla.metadata import (
     DeepseekV32IndexerMetadataBuilder,
     ServingConfig,
 )
+from metadata.batches import BLOCK, make_batch
 from support.lab import Lab
 
 HOST = Lab("cpu", on_device=False)

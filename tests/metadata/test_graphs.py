@@ -5,9 +5,9 @@ import itertools
 
 import numpy as np
 import pytest
-from metadata.batches import BLOCK, buffers_of, make_batch
 
 from cumla.metadata import DeepseekSparseSWAMetadataBuilder, DeepseekV32IndexerMetadataBuilder, ServingConfig
+from metadata.batches import BLOCK, buffers_of, make_batch
 from support.lab import Lab
 
 CONFIGS = {

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from metadata.batches import BLOCK, THOROUGH, addresses_of, assert_equal, buffers_of, make_batch, shapes, tokens_of
 
 from cumla.metadata import (
     DeepseekV32IndexerMetadataBuilder,
@@ -16,6 +15,7 @@ from cumla.metadata import (
     kv_spans_from_batches,
     split_indexer_prefill_chunks,
 )
+from metadata.batches import BLOCK, THOROUGH, addresses_of, assert_equal, buffers_of, make_batch, shapes, tokens_of
 from support import golden
 
 SMALL_BUDGET = 4 * 24 * 60  # bytes of logits: enough for one short prefill, not for several

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from metadata.batches import BLOCK, THOROUGH, assert_equal, make_batch, shapes
 
 from cumla.batch import CommonAttentionMetadata
 from cumla.metadata import (
@@ -18,6 +17,7 @@ from cumla.metadata import (
     SequenceGroup,
 )
 from cumla.metadata.mla_context import cut_context
+from metadata.batches import BLOCK, THOROUGH, assert_equal, make_batch, shapes
 
 CONFIG = {"block_size": BLOCK, "max_num_batched_tokens": 512, "max_num_seqs": 16, "max_model_len": 256}
 

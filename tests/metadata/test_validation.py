@@ -4,9 +4,9 @@ import dataclasses
 
 import numpy as np
 import pytest
-from metadata.batches import make_batch
 
 from cumla.metadata import DeepseekSparseSWAMetadataBuilder, DeepseekV32IndexerMetadataBuilder, ServingConfig
+from metadata.batches import make_batch
 from support.lab import Lab
 
 HOST = Lab("reference", on_device=False)
