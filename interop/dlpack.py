@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import functools
 import math
 import sys
 from collections.abc import Callable
@@ -245,15 +246,7 @@ def _borrow_dlpack(array: Any, name: str, stream: int | None = None) -> tuple[An
         capsule = array.__dlpack__(**user, max_version=(1, 1))
     except TypeError:
         capsule = array.__dlpack__(**user)
-    kind = _capsule_name(capsule)
-    pointer = _capsule_pointer(capsule, kind)
-    if kind == b"dltensor_versioned":
-        managed = _ManagedTensorVersioned.from_address(pointer)
-        if managed.major != 1:
-            raise ValueError(f"{name}: got DLPack version {managed.major}.{managed.minor}, expected 1.x")
-        tensor, read_only = managed.tensor, bool(managed.flags & READ_ONLY_FLAG)
-    else:
-        tensor, read_only = _DLTensor.from_address(pointer), False
+    tensor, read_only = _read_capsule(capsule, name)
     dtype = DLPACK_TYPES.get((tensor.code, tensor.bits))
     if dtype is None or tensor.lanes != 1:
         raise TypeError(
@@ -275,6 +268,37 @@ def _borrow_dlpack(array: Any, name: str, stream: int | None = None) -> tuple[An
     return np.asarray(holder).view(dtype), read_only
 
 
+def _read_capsule(capsule: Any, name: str) -> tuple[_DLTensor, bool]:
+    """What a capsule of either kind says, and whether it is read-only."""
+    kind = _capsule_name(capsule)
+    pointer = _capsule_pointer(capsule, kind)
+    if kind != b"dltensor_versioned":
+        return _DLTensor.from_address(pointer), False
+    managed = _ManagedTensorVersioned.from_address(pointer)
+    if managed.major != 1:
+        raise ValueError(f"{name}: got DLPack version {managed.major}.{managed.minor}, expected 1.x")
+    return managed.tensor, bool(managed.flags & READ_ONLY_FLAG)
+
+
+def borrow_in_callback(buffer: Any, stream: int) -> Any:
+    """A row-major buffer that a compiler hands to a callback on `stream`, as NumPy or CuPy; for the callback only.
+
+    Nothing is kept and nothing waited for: the compiler sees to both. Whether it may be written is not looked at.
+    """
+    device_type, device = buffer.__dlpack_device__()
+    if device_type == KDL_CPU:
+        return borrow(buffer)
+    tensor, _ = _read_capsule(buffer.__dlpack__(stream=stream, max_version=(1, 1)), "buffer")
+    return _row_major_at((tensor.data or 0) + tensor.byte_offset, buffer.shape, buffer.dtype, device)
+
+
+@functools.lru_cache(maxsize=4096)
+def _row_major_at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> Any:
+    """Kept, as a compiled program has its buffers in the same places again and again."""
+    dtype = np.dtype(np.uint8) if dtype in FLOAT8_TYPES else np.dtype(dtype)
+    return _over_device_memory(address, shape, _row_major(shape, dtype.itemsize), dtype, device, None)
+
+
 class _UntilDone:
     """Keeps another library's device memory until the work that was queued on a stream while we had it is done.
 
@@ -289,10 +313,11 @@ class _UntilDone:
     def __del__(self) -> None:
         if sys.is_finalizing():
             return
-        cuda, waiting = _cupy().cuda, self._waiting
-        with cuda.Device(self._device):
-            if not streams.is_capturing(self._stream):  # a graph's memory is for who replays it to keep
-                waiting.append((_recorded(streams.of_handle(self._stream, self._device)), self._kept))
+        if streams.is_capturing(self._stream):
+            return  # a graph's memory is for who replays it to keep, and to ask an event would end the capture
+        waiting = self._waiting
+        with _cupy().cuda.Device(self._device):
+            waiting.append((_recorded(streams.of_handle(self._stream, self._device)), self._kept))
         while waiting and waiting[0][0].done:
             waiting.popleft()
 

@@ -28,6 +28,8 @@ import jax
 from jax.custom_batching import custom_vmap
 from jax.experimental.buffer_callback import buffer_callback
 
+from . import streams
+from .dlpack import borrow_in_callback
 from .ops import OPS, Op
 
 Static = tuple[tuple[str, Any], ...]
@@ -64,9 +66,12 @@ def _function_of(op: Op, names: tuple[str, ...], static: Static) -> Callable[...
         op.run(arguments_of(outputs, inputs), tuple(outputs[len(written) :]))
 
     def run_on_device(context: Any, outputs: Any, *inputs: Any) -> None:
-        results = list(outputs[len(written) :])
+        stream = context.stream
+        inputs, outputs = ([borrow_in_callback(x, stream) for x in buffers] for buffers in (inputs, outputs))
+        results = outputs[len(written) :]
         scratch = None if op.scratch is None else results.pop()
-        op.run(arguments_of(outputs, inputs), tuple(results), scratch, context.stream)
+        with streams.on(outputs[0].device.id, stream):
+            op.run(arguments_of(outputs, inputs), tuple(results), scratch)
 
     def arguments_of(outputs: Any, inputs: Any) -> dict[str, Any]:
         arguments = {**dict(static), **dict(zip(names, inputs, strict=True))}

@@ -67,18 +67,14 @@ class Op:
         parameters = self.signature.parameters.items()
         return tuple(name for name, parameter in parameters if parameter.annotation in ("Any", "Any | None"))
 
-    def run(
-        self, arguments: Mapping[str, Any], results: tuple[Any, ...], scratch: Any = None, stream: int | None = None
-    ) -> None:
-        """Call the function on arrays with memory; `results` and `scratch` are arrays for what it gives back and needs.
+    def run(self, arguments: Mapping[str, Any], results: tuple[Any, ...], scratch: Any = None) -> None:
+        """Call the function on arrays with memory, on the caller's current stream.
 
-        stream  handle of the stream to run on; None: the caller's current one
+        results, scratch  arrays for what it gives back and for what it needs
         """
         given = dict(zip(self.outputs, (results,) if len(self.outputs) == 1 else results, strict=True))
         if scratch is not None:
-            given["plan"] = DecodePlan(dlpack.borrow(scratch, "scratch", writable=True, stream=stream))
-        if stream is not None:
-            given["stream"] = stream
+            given["plan"] = DecodePlan(dlpack.borrow(scratch, "scratch", writable=True))
         self.function(**arguments, **given)
 
 

@@ -18,7 +18,6 @@ from .launch import pointer, strides
 HEADS, BLOCK, V_DIM = 64, 64, 512  # of a tile, as in decode.cuh
 TILE_COST, CUT_COST = 2, 5  # in blocks, as in decode_plan.cu
 PLAN_THREADS = 1024
-COUNTERS = 2  # that stand before the flags, as in exact.cu
 LEAST_TILES = 1 << 14  # to have room for, so that a plan's memory need not grow
 INT32_LIMIT = 2**31 - 1
 
@@ -45,15 +44,15 @@ class Memory(NamedTuple):
     """What the kernels of one call use beside its arguments.
 
     starts       int32 [shares + 1, 2]: tile and block at which each share of the work begins
-    partial_out  float32 [2 * shares, 64, 512], parts of tiles that are cut; None until one may be
+    partial_out  float32 [2 * shares, 64 * 512], parts of tiles that are cut; None until one may be
     partial_lse  float32 [2 * shares, 64]
-    flags        int32 [2 + tiles]: two counters, then which tiles the exact kernel must do; zero between calls
+    unsafe       int32 [tiles]: which the exact kernel must do; zero between calls
     """
 
     starts: Any
     partial_out: Any
     partial_lse: Any
-    flags: Any
+    unsafe: Any
 
 
 class Work(NamedTuple):
@@ -91,8 +90,7 @@ class Work(NamedTuple):
         buffers = (0, 0, 0, 0)
         if memory is not None:
             starts = pointer(memory.starts) if division.planned else 0
-            unsafe = memory.flags.data.ptr + 4 * COUNTERS
-            buffers = (starts, pointer(memory.partial_out), pointer(memory.partial_lse), unsafe)
+            buffers = (starts, pointer(memory.partial_out), pointer(memory.partial_lse), pointer(memory.unsafe))
         blocks = (0, 0)
         if division.cut and not division.planned:
             blocks = divmod(self.tiles * self.most_blocks, division.shares)
@@ -133,7 +131,7 @@ def memory_for(plan: DecodePlan | None, work: Work, division: Division) -> Memor
     memory = plan.memory
     if (
         memory is None
-        or len(memory.flags) < COUNTERS + work.tiles
+        or len(memory.unsafe) < work.tiles
         or len(memory.starts) <= division.shares
         or (division.cut and memory.partial_out is None)
     ):
@@ -146,6 +144,7 @@ def memory_for(plan: DecodePlan | None, work: Work, division: Division) -> Memor
     return memory
 
 
+@functools.lru_cache(maxsize=1024)
 def workspace_bytes(tiles: int, shares: int) -> int:
     """What a call of `tiles` tiles (tokens times groups of 64 heads) on a device of `shares` SMs needs at most."""
     return sum(_aligned(4 * math.prod(shape)) for shape in _shapes(tiles, shares))
@@ -153,7 +152,7 @@ def workspace_bytes(tiles: int, shares: int) -> int:
 
 def _shapes(tiles: int, shares: int) -> Memory:
     """Of a Memory's arrays, whose elements have four bytes."""
-    return Memory((shares + 1, 2), (2 * shares, HEADS, V_DIM), (2 * shares, HEADS), (COUNTERS + tiles,))
+    return Memory((shares + 1, 2), (2 * shares, HEADS * V_DIM), (2 * shares, HEADS), (tiles,))
 
 
 def _aligned(size: int) -> int:
@@ -162,16 +161,23 @@ def _aligned(size: int) -> int:
 
 def _cut(workspace: Any, tiles: int, shares: int) -> Memory:
     """A Memory in a piece of memory that is given."""
-    needed = workspace_bytes(tiles, shares)
+    memory, needed = _cut_at(workspace.data.ptr, workspace.data.device_id, tiles, shares)
     if workspace.nbytes < needed:
         raise ValueError(f"workspace: got {workspace.nbytes} bytes, expected at least {needed}")
-    arrays, place = [], workspace.data
+    memory.unsafe.data.memset_async(0, memory.unsafe.nbytes)
+    return memory
+
+
+@functools.lru_cache(maxsize=256)
+def _cut_at(address: int, device: int, tiles: int, shares: int) -> tuple[Memory, int]:
+    """A Memory at an address, and its bytes. Kept: frameworks give the same memory again and again."""
+    needed = workspace_bytes(tiles, shares)
+    place = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(address, needed, None, device), 0)
+    arrays = []
     for shape, dtype in zip(_shapes(tiles, shares), (np.int32, np.float32, np.float32, np.int32), strict=True):
         arrays.append(cupy.ndarray(shape, dtype, place))
         place = place + _aligned(arrays[-1].nbytes)
-    memory = Memory(*arrays)
-    memory.flags.data.memset_async(0, memory.flags.nbytes)
-    return memory
+    return Memory(*arrays), needed
 
 
 def _allocate(tiles: int, shares: int, cut: bool) -> Memory:
@@ -186,7 +192,7 @@ def _allocate(tiles: int, shares: int, cut: bool) -> Memory:
         cupy.empty(shapes.starts, np.int32),
         cupy.empty(shapes.partial_out, np.float32) if cut else None,
         cupy.empty(shapes.partial_lse, np.float32) if cut else None,
-        cupy.zeros(shapes.flags, np.int32),
+        cupy.zeros(shapes.unsafe, np.int32),
     )
 
 
