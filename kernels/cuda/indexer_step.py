@@ -8,8 +8,8 @@ from ..step import IndexerBuffers, IndexerCounts
 from .compile import kernel
 from .launch import strides
 
-THREADS, WARPS, COLUMNS = 256, 8, 1024  # as in indexer_step.cu
-ITEMS_PER_THREAD = 16  # rows of a prefill request that a thread is given before more thread blocks help
+THREADS, WARPS, COLUMNS = 1024, 32, 1024  # as in indexer_step.cu
+ITEMS_PER_THREAD = 4  # rows of a prefill request that a thread is given before more thread blocks help
 MOST_SPLITS = 256
 
 

@@ -9,7 +9,7 @@
 #include "overlap.cuh"
 #include "pages.cuh"
 
-constexpr int THREADS = 256;
+constexpr int THREADS = 1024;  // many, as one thread block deals out the pages of all
 constexpr int WARPS = THREADS / 32;
 constexpr int COLUMNS = 1024;
 
