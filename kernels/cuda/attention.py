@@ -56,7 +56,7 @@ def _attend(work: Work, plan: DecodePlan | None, may_cut: bool) -> None:
     """The fast kernel, if one can take these arrays, and then what it leaves to do."""
     fast = attention_kernels.choose(work)
     if fast is None:
-        attention_kernels.attend_exactly(work, work.numbers(None), 0, everything=True)
+        attention_kernels.attend_exactly(work, work.numbers(None), everything=True)
         return
     division = attention_work.divide(work, may_cut, fast.max_shares)
     memory = attention_work.memory_for(plan, work, division)
@@ -65,7 +65,7 @@ def _attend(work: Work, plan: DecodePlan | None, may_cut: bool) -> None:
     fast.launch(division.shares, problem)
     if division.cut:
         attention_kernels.combine(work, problem, division.shares)
-    attention_kernels.attend_exactly(work, problem, memory.flags, everything=False)
+    attention_kernels.attend_exactly(work, problem, everything=False)
 
 
 def merge_attn_states(

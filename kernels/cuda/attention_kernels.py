@@ -16,7 +16,7 @@ from .compile import kernel
 from .launch import is_aligned
 
 HOPPER_THREADS, HOPPER_SHARED_BYTES = 512, 232448  # all there is; decode_sm90.cu says what for
-COMBINE_WARPS = 4  # as in combine.cu
+COMBINE_WARPS, PART_LINES = 8, 128  # as in combine.cu
 EXACT_UNIT, EXACT_THREADS, EXACT_BLOCKS_PER_SM = 4, 128, 2  # as in exact.cuh
 
 KERNELS = ("hopper", "exact")
@@ -72,15 +72,15 @@ def _hopper(device: int, layout: CacheLayout) -> FastKernel:
 def combine(work: Work, problem: tuple[Any, ...], shares: int) -> None:
     """Put the parts of cut tiles together."""
     if shares > 1:
-        grid = (HEADS // COMBINE_WARPS, shares - 1)
+        grid = (PART_LINES // COMBINE_WARPS, shares - 1)
         kernel("combine.cu", "combine_parts")(grid, (32 * COMBINE_WARPS,), problem, overlap=True)
 
 
-def attend_exactly(work: Work, problem: tuple[Any, ...], flags: Any, everything: bool) -> None:
+def attend_exactly(work: Work, problem: tuple[Any, ...], everything: bool) -> None:
     """Attend in float64, to the tiles that a fast kernel marked or to all."""
     device = work.q.device.id
     layout = work.segments[0].pages.layout
     aligned = is_aligned(*(segment.pages.bytes for segment in work.segments))
     blocks = min(work.tiles * HEADS // EXACT_UNIT, EXACT_BLOCKS_PER_SM * device_sms(device))
     function = kernel("exact.cu", "attend_exactly_where_unsafe", LAYOUT=layout.name, ALIGNED=int(aligned))
-    function((blocks,), (EXACT_THREADS,), (*problem, flags, everything), overlap=True)
+    function((blocks,), (EXACT_THREADS,), (*problem, everything), overlap=True)

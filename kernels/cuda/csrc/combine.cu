@@ -1,10 +1,10 @@
-// Puts the parts of cut tiles together: a warp a head of a tile.
+// Puts the parts of cut tiles together. A warp has a line of each part: 64 values of four heads, eight a lane.
 #include "decode.cuh"
 #include "overlap.cuh"
 
-constexpr int THREADS = 128;
+constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
-constexpr int LANE_VALUES = V_DIM / 32;
+constexpr int AT_ONCE = 4;  // parts that are loaded together
 
 // A tile cut into the parts of shares first .. last - 1.
 struct CutTile {
@@ -35,63 +35,69 @@ __device__ inline CutTile cut_tile_at(const Problem& problem, int share) {
     return cut.last - cut.first > 1 ? cut : CutTile{};
 }
 
-// A warp a head.
-__device__ inline void combine(const Problem& problem, const CutTile& cut, int row) {
-    int lane = threadIdx.x % 32;
+__device__ inline void combine(const Problem& problem, const CutTile& cut, int line) {
+    int lane = threadIdx.x % 32, value = line / 16 * 64 + lane / 4 * 8, row = line % 16 / 2 * 8 + lane % 4 * 2 + line % 2;
     TilePlace at(problem, cut.tile);
     int head = at.first_head + row;
-    if (head >= problem.heads) return;
 
-    // A lane looks after one part at a time: where it is (-1 of a share that ends where it begins) and its sum.
-    auto slot_of = [&](int share) -> int64 {
-        if (share >= cut.last) return -1;
-        Start start(problem, share);
-        if (start == Start(problem, share + 1)) return -1;
-        return int64(partial_slot(share, start.tile != cut.tile || start.block == 0)) * HEADS + row;
-    };
-    float top = -infinity();
+    float top = -infinity(), total = 0.0f, sums[8] = {};
     for (int first = cut.first; first < cut.last; first += 32) {
-        int64 slot = slot_of(first + lane);
-        if (slot >= 0) top = fmaxf(top, problem.partial_lse[slot]);
-    }
+        int slot = -1;  // of this lane's share; one that ends where it begins has no part
+        if (first + lane < cut.last) {
+            Start start(problem, first + lane);
+            if (!(start == Start(problem, first + lane + 1)))
+                slot = partial_slot(first + lane, start.tile != cut.tile || start.block == 0);
+        }
+        uint32 parts = __ballot_sync(~0u, slot >= 0);
+        while (parts) {
+            float lse[AT_ONCE];
+            float4 low[AT_ONCE], high[AT_ONCE];
+            int source = 0;
 #pragma unroll
-    for (int by = 16; by; by /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, by));
-    bool empty = top == -infinity();
-    float total = 0.0f, sums[LANE_VALUES] = {};
-    for (int first = cut.first; first < cut.last && !empty; first += 32) {
-        int64 slot = slot_of(first + lane);
-        float weight = slot >= 0 ? exp2f(problem.partial_lse[slot] - top) : 0.0f;
-        int count = min(32, cut.last - first);
-#pragma unroll 4
-        for (int part = 0; part < count; ++part) {
-            int64 part_slot = __shfl_sync(~0u, slot, part);
-            float part_weight = __shfl_sync(~0u, weight, part);
-            if (part_weight == 0.0f) continue;  // nothing was written where there is no part
-            total += part_weight;
-            const float4* values = reinterpret_cast<const float4*>(problem.partial_out + part_slot * V_DIM) + lane;
+            for (int i = 0; i < AT_ONCE; ++i) {
+                bool another = parts;
+                if (another) source = __ffs(parts) - 1;  // or the one before again, without weight
+                parts &= parts - 1;
+                int64 from = __shfl_sync(~0u, slot, source);
+                lse[i] = another ? problem.partial_lse[from * HEADS + row] : -infinity();
+                const float4* part = reinterpret_cast<const float4*>(problem.partial_out) + from * (HEADS * V_DIM / 4) +
+                                     partial_at(row, value);
+                low[i] = part[0], high[i] = part[PLANE];
+            }
+            float before = top;
 #pragma unroll
-            for (int i = 0; i < LANE_VALUES / 4; ++i) {
-                float4 x = values[32 * i];
-                sums[4 * i] += part_weight * x.x, sums[4 * i + 1] += part_weight * x.y;
-                sums[4 * i + 2] += part_weight * x.z, sums[4 * i + 3] += part_weight * x.w;
+            for (int i = 0; i < AT_ONCE; ++i) top = fmaxf(top, lse[i]);
+            if (top == -infinity()) continue;  // nothing yet
+            float rescale = exp2f(before - top);
+            total *= rescale;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) sums[i] *= rescale;
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                float weight = exp2f(lse[i] - top);
+                total += weight;
+                sums[0] += weight * low[i].x, sums[1] += weight * low[i].y;
+                sums[2] += weight * low[i].z, sums[3] += weight * low[i].w;
+                sums[4] += weight * high[i].x, sums[5] += weight * high[i].y;
+                sums[6] += weight * high[i].z, sums[7] += weight * high[i].w;
             }
         }
     }
+    if (head >= problem.heads) return;
+    bool empty = total == 0.0f;
     float lse = (top + log2f(total)) * LN_2;
     float factor = empty ? 0.0f : 1.0f / total;
     if (problem.attn_sink && !empty) factor *= 1.0f / (1.0f + expf(problem.attn_sink[head] - lse));
-    uint2* out = reinterpret_cast<uint2*>(problem.out + at.b * problem.out_stride_b + at.s * problem.out_stride_s +
-                                          head * problem.out_stride_h) + lane;
-#pragma unroll
-    for (int i = 0; i < LANE_VALUES / 4; ++i)
-        out[32 * i] = uint2{pack(bf16{}, sums[4 * i] * factor, sums[4 * i + 1] * factor),
-                            pack(bf16{}, sums[4 * i + 2] * factor, sums[4 * i + 3] * factor)};
-    if (lane == 0)
+    bf16* out = problem.out + at.b * problem.out_stride_b + at.s * problem.out_stride_s + head * problem.out_stride_h;
+    *reinterpret_cast<uint4*>(out + value) =
+        uint4{pack(bf16{}, sums[0] * factor, sums[1] * factor), pack(bf16{}, sums[2] * factor, sums[3] * factor),
+              pack(bf16{}, sums[4] * factor, sums[5] * factor), pack(bf16{}, sums[6] * factor, sums[7] * factor)};
+    if (value == 0)
         problem.lse[at.b * problem.lse_stride_b + head * problem.lse_stride_h + at.s * problem.lse_stride_s] =
             empty ? infinity() : lse;
 }
 
-// Thread blocks [HEADS / WARPS][shares - 1].
+// Thread blocks [lines of a part / WARPS][shares - 1].
 extern "C" __global__ void __launch_bounds__(THREADS) combine_parts(const __grid_constant__ Problem problem) {
     overlap_with_previous_kernel();
     CutTile cut = cut_tile_at(problem, blockIdx.y + 1);

@@ -46,7 +46,7 @@ struct Problem {
     float* max_logits;  // or null; written by kernels of which no tile is cut
     int64 max_stride_b, max_stride_h;
     const int* starts;   // [shares + 1][2]: tile and block at which each share begins; or null, see Share
-    float* partial_out;  // [2 * shares][HEADS][V_DIM] of cut tiles, see partial_slot
+    float* partial_out;  // [2 * shares][HEADS * V_DIM] of cut tiles, see partial_slot and partial_at
     float* partial_lse;  // [2 * shares][HEADS], base 2, -inf without keys
     int* unsafe;         // [tiles]: set where the exact kernel must do a tile again
     int batch, s_q, heads, groups;  // groups of HEADS heads
@@ -144,3 +144,12 @@ __device__ inline int blocks_of_share(const Problem& problem) {
 
 // Where a share's part of a cut tile goes: it has at most two, one from a tile's start and one from further in.
 __device__ inline int partial_slot(int share, bool from_start) { return 2 * share + from_start; }
+
+// Where eight values of a head are in a part, as the first of two float4 with PLANE of them between: in the order of
+// Hopper's accumulators, so that a warp writes and reads whole lines.
+[[maybe_unused]] constexpr int PLANE = 32;
+
+__device__ inline int partial_at(int head, int value) {
+    int octet = value / 8, line = octet / 8 * 16 + head / 8 * 2 + head % 2;
+    return line * 2 * PLANE + octet % 8 * 4 + head / 2 % 4;
+}

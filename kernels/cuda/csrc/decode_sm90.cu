@@ -16,14 +16,13 @@
 // Within 16 tokens the order is permuted so that neither converter's nor mixers' reads of raw rows conflict:
 // token t stands at place(t) among the columns of S, the rows of a slice and the rows of P^T.
 //
-// Float16 has a narrower range than what a cache and q may hold. A tile that leaves it (scale bytes outside
+// Float16 has a narrower range than what a cache and q may hold. A tile that leaves it (scales outside
 // [MIN_SCALE, MAX_SCALE], large or very small q, a result that is not finite) is marked in `unsafe` for the
-// exact kernel, which the launcher runs after this one.
+// exact kernel, which the launcher runs after this one. A float32 scale is rounded to float16.
 //
 // Macros: LAYOUT (DSV4_FP8 or V32_FP8).
 #include "decode.cuh"
 #include "hopper.cuh"
-#include "overlap.cuh"
 #include "overlap.cuh"
 
 constexpr int STAGE = 32;  // tokens of a ring stage; a block is two
@@ -38,7 +37,7 @@ constexpr int CONVERTERS = 3;                     // warps
 constexpr int THREADS = 512;
 constexpr int SCORER_REGISTERS = 88, MIXER_REGISTERS = 176, FEEDER_REGISTERS = 72;
 
-constexpr int MIN_SCALE = 105, MAX_SCALE = 126;
+constexpr uint32 MIN_SCALE = 105, F16_NORMAL = 113, MAX_SCALE = 126;  // float32 exponents of scales
 constexpr uint32 MAX_F16 = 0x477f, MIN_Q = 0x3a80;  // bfloat16 bits: just below 65536, and 2^-10
 constexpr float NO_MAX = -1e30f;
 constexpr uint32 LAZY = 0x5c00;  // float16 bits of 256: the running maximum is raised when a weight exceeds this
@@ -131,8 +130,12 @@ __device__ inline float exp2_fast(float x) {
 
 __device__ uint4 absent_row[64];  // zeros: what a token that is not there reads
 
-// float16 bits of a power-of-two scale given as a UE8M0 byte; exact within [MIN_SCALE, MAX_SCALE].
-__device__ inline uint32 factor_of(uint32 byte) { return pack(f16{}, __uint_as_float(byte << 23), 0.0f); }
+// Whether float16 has the scale whose float32 bits these are, at least to its own precision: powers of two may be
+// subnormal there.
+__device__ inline bool fits_f16(uint32 bits) {
+    uint32 exponent = bits >> 23, least = bits & 0x7fffff ? F16_NORMAL : MIN_SCALE;
+    return exponent >= least && exponent <= MAX_SCALE;
+}
 
 // One warp. A lane looks after the token of its number in a stage; 4 lanes copy a row, 8 rows at a time.
 struct Gatherer {
@@ -233,16 +236,11 @@ struct Gatherer {
         bool bad = false;
 #pragma unroll
         for (int i = 0; i < SLICES; ++i) {
-            uint32 byte;
-            if (LAYOUT::ue8m0) {
-                byte = (i < 4 ? pending.scales.x : pending.scales.y) >> 8 * (i % 4) & 0xff;
-            } else {
-                uint32 bits = i < 2 ? pending.scales.x : i < 4 ? pending.scales.y : i < 6 ? pending.scales.z : pending.scales.w;
-                byte = bits >> 23;
-                bad |= (bits & 0x807fffff) != 0;
-            }
-            bad |= byte - MIN_SCALE > MAX_SCALE - MIN_SCALE;
-            sts16(at + i * (STAGE * 2), factor_of(byte));
+            uint32 bits;  // of the scale as float32
+            if (LAYOUT::ue8m0) bits = ((i < 4 ? pending.scales.x : pending.scales.y) >> 8 * (i % 4) & 0xff) << 23;
+            else bits = i < 2 ? pending.scales.x : i < 4 ? pending.scales.y : i < 6 ? pending.scales.z : pending.scales.w;
+            bad |= !fits_f16(bits);
+            sts16(at + i * (STAGE * 2), pack(f16{}, __uint_as_float(bits), 0.0f));
         }
         float absent = problem.softmax_scale < 0.0f ? infinity() : -infinity();
         sts_float(BIAS_AT + (stage * STAGE + n) * 4, pending.present ? 0.0f : absent);
@@ -718,7 +716,8 @@ struct Mixer {
         int value = (4 * half + warp) * 64 + 8 * g;
         TilePlace at(problem, work.tile);
         bf16* out = problem.out + at.b * problem.out_stride_b + at.s * problem.out_stride_s + value;
-        float* partial = problem.partial_out + (int64(partial_slot(blockIdx.x, work.first == 0)) * HEADS) * V_DIM + value;
+        float4* partial = reinterpret_cast<float4*>(problem.partial_out) +
+                          int64(partial_slot(blockIdx.x, work.first == 0)) * (HEADS * V_DIM / 4) + partial_at(2 * c, value);
         bool whole = work.whole();
         float worst = 0.0f;
 #pragma unroll
@@ -741,9 +740,8 @@ struct Mixer {
                             uint4{pack(bf16{}, x[0], x[1]), pack(bf16{}, x[2], x[3]), pack(bf16{}, x[4], x[5]),
                                   pack(bf16{}, x[6], x[7])};
                 } else {
-                    float4* row_at = reinterpret_cast<float4*>(partial + int64(row) * V_DIM);
-                    row_at[0] = make_float4(x[0], x[1], x[2], x[3]);
-                    row_at[1] = make_float4(x[4], x[5], x[6], x[7]);
+                    float4* to = partial + (2 * i + e) * 2 * PLANE;  // heads 8 i + 2 c + e
+                    to[0] = make_float4(x[0], x[1], x[2], x[3]), to[PLANE] = make_float4(x[4], x[5], x[6], x[7]);
                 }
             }
         }
@@ -763,7 +761,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_mla_decode(const
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    overlap_with_previous_kernel();
     overlap_with_previous_kernel();
     int role = threadIdx.x / 128;
     if (role == 0) {

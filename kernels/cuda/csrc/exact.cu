@@ -1,6 +1,7 @@
 // Attention in float64 of the tiles that a fast kernel marked as outside its range, or of all. Usually there are none.
 //
-// `flags` holds two counters and then Problem::unsafe; the last thread block to come by leaves it zero for the next call.
+// Problem::unsafe is 0 for most tiles, 1 for these. Each unit of such a tile that is done adds 2, and the last of them
+// leaves 0 for the next call: nothing else is written where all is well.
 //
 // Macros: LAYOUT, ALIGNED.
 #include "exact.cuh"
@@ -25,29 +26,16 @@ template <class Wanted, class Do> __device__ inline void for_wanted(int count, W
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-attend_exactly_where_unsafe(const __grid_constant__ Problem problem, int* flags, int all_unsafe) {
+attend_exactly_where_unsafe(const __grid_constant__ Problem problem, int everything) {
     __shared__ Shared shared;
-    __shared__ bool last;
     overlap_with_previous_kernel();
-    auto unsafe = [&](int tile) { return all_unsafe || problem.unsafe[tile]; };
-    bool seen = false;
-    for_wanted(problem.tiles() * UNITS, [&](int item) { return unsafe(item / UNITS); },
+    for_wanted(problem.tiles() * UNITS, [&](int item) { return everything || problem.unsafe[item / UNITS]; },
         [&](int item) {
-            seen = true;
-            TilePlace at(problem, item / UNITS);
+            int tile = item / UNITS;
+            TilePlace at(problem, tile);
             int head = at.first_head + item % UNITS * UNIT;
             if (head < problem.heads) attend_exactly(problem, at.b, at.s, head, shared);
+            if (!everything && threadIdx.x == 0 && atomicAdd(problem.unsafe + tile, 2) == 1 + 2 * (UNITS - 1))
+                problem.unsafe[tile] = 0;
         });
-    if (all_unsafe) return;
-    if (threadIdx.x == 0) {
-        if (seen) atomicAdd(flags + 1, 1);
-        __threadfence();
-        last = atomicAdd(flags, 1) == int(gridDim.x) - 1;
-    }
-    __syncthreads();
-    if (!last) return;
-    if (atomicAdd(flags + 1, 0))
-        for (int tile = threadIdx.x; tile < problem.tiles(); tile += THREADS) problem.unsafe[tile] = 0;
-    __syncthreads();
-    if (threadIdx.x == 0) flags[0] = flags[1] = 0;
 }
