@@ -125,7 +125,7 @@ __device__ inline void deal_pages(Entries entries, int block_size, int num_share
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 build_indexer_decode(const int* query_start_loc, const int* seq_lens, int num_reqs, const int* block_table,
                      int64 table_stride, int table_columns, int num_decodes, int batch_size, int flatten,
                      int lens_per_entry, int columns, int entries_before, int columns_before, int block_size,
