@@ -10,7 +10,7 @@ from numpy import uint32
 from .compile import kernel
 from .launch import int32, is_aligned, pointer, strides
 
-TOKENS = 4  # of a thread block: a warp each, as in indices.cu
+TOKENS = 2  # of a thread block: a warp each, as in indices.cu
 
 
 def launch(name: str, num_tokens: int, aligned: bool, arguments: tuple[Any, ...]) -> None:
@@ -20,9 +20,9 @@ def launch(name: str, num_tokens: int, aligned: bool, arguments: tuple[Any, ...]
 
 @functools.cache
 def division(block_size: int) -> tuple[Any, Any, Any]:
-    """A block size with the multiplier and shift that divide numbers below 2^31 by it."""
+    """A block size, and the multiplier and shift by which `BlockSize` of pages.cuh divides by it."""
     log = (block_size - 1).bit_length()
-    return int32(block_size), uint32(-(-(2 ** (31 + log)) // block_size)), int32(31 + log)
+    return int32(block_size), uint32(-(-(2 ** (31 + log)) // block_size)), int32(log)
 
 
 def table_arguments(block_table: Any) -> tuple[Any, ...]:

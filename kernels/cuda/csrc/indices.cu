@@ -2,14 +2,14 @@
 //
 // A warp takes a token, so nothing here waits for another warp, and what is the same for a whole row is worked out
 // once for many entries. Rows are handled four entries a lane at a time where they are aligned (16-byte loads and
-// stores), and what the lookups of those need from memory is asked for together.
+// stores), several of which are on their way before the first is looked at.
 //
 // Macros: ALIGNED (rows start at multiples of 16 bytes; their widths, top-k and window are multiples of 4).
 #include "overlap.cuh"
 #include "pages.cuh"
 #include "vectors.cuh"
 
-constexpr int THREADS = 128;            // of a thread block
+constexpr int THREADS = 64;             // of a thread block
 constexpr int WIDTH = ALIGNED ? 4 : 1;  // entries a lane handles at a time
 constexpr int STEP = 32 * WIDTH;        // and a warp
 constexpr int STEPS = 4;                // loads of a lane that are on their way at a time
@@ -29,14 +29,11 @@ __device__ inline Entries load_entries(const int* p) {
     return x;
 }
 
-// What a lane has of entries [first, count): -1 where there is none.
+// What a lane has of entries [first, count), and anything beyond.
 __device__ inline void load_steps(Entries (&entries)[STEPS], const int* p, int first, int count) {
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-#pragma unroll
-        for (int i = 0; i < WIDTH; ++i) entries[step].at[i] = -1;
+    for (int step = 0; step < STEPS; ++step)
         if (first + step * STEP < count) entries[step] = load_entries(p + first + step * STEP);
-    }
 }
 
 __device__ inline void store_entries(int* p, Entries x) {
@@ -77,6 +74,13 @@ __device__ inline int compressed_entries(int64 position, int compress_ratio, int
     return int(min(length / uint32(compress_ratio), uint32(topk)));
 }
 
+// p[i], in PTX because the compiler would work out the whole of p again for each of a row's entries.
+__device__ inline int load_at(const int* p, uint32 i) {
+    int x;
+    asm volatile("{ .reg .u64 a; mad.wide.u32 a, %1, 4, %2; ld.global.nc.u32 %0, [a]; }" : "=r"(x) : "r"(i), "l"(p));
+    return x;
+}
+
 // One request's row of a block table.
 struct TableRow {
     const int* entries;
@@ -101,7 +105,7 @@ struct TableRow {
             uint32 column = block_size.page_of(position);
             rows[i] = position - column * block_size.tokens;
             blocks.at[i] = -1;
-            if (position < limit) blocks.at[i] = entries[column];
+            if (position < limit) blocks.at[i] = load_at(entries, column);
         }
 #pragma unroll
         for (int i = 0; i < WIDTH; ++i) {
@@ -109,12 +113,6 @@ struct TableRow {
             slots.at[i] = uint32(blocks.at[i]) <= last_block ? max(int(slot), -1) : -1;
         }
         return slots;
-    }
-
-    // The same for all that a lane has; nothing is stored in between, so no lookup waits for another.
-    __device__ void to_slots(Entries (&entries)[STEPS]) const {
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) entries[step] = slots(entries[step]);
     }
 };
 
@@ -199,12 +197,12 @@ compute_global_topk_indices_and_lens(int num_tokens, const int* topk_indices, in
     for (int first = lane_id() * WIDTH; first < topk; first += STEPS * STEP) {
         Entries entries[STEPS];
         load_steps(entries, local, first, topk);
-        table.to_slots(entries);
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             if (first + step * STEP >= topk) break;
-            found += count_present(entries[step]);
-            store_entries(row + first + step * STEP, entries[step]);
+            Entries slots = table.slots(entries[step]);
+            found += count_present(slots);
+            store_entries(row + first + step * STEP, slots);
         }
     }
     found = warp_sum(found);
@@ -346,17 +344,16 @@ build_flashinfer_mixed_sparse_indices(
     row += window_size;
     while (first < num_columns) {
 #pragma unroll
-        for (int step = 0; step < STEPS; ++step)
-#pragma unroll
-            for (int i = 0; i < WIDTH; ++i)
-                if (first + step * STEP + i >= num_compressed) entries[step].at[i] = -1;
-        if (!decode || decode_indices_are_local) compressed_table.to_slots(entries);
-#pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             int j = first + step * STEP;
             if (j >= num_columns) break;
-            found += count_present(entries[step]);
-            store_entries(row + j, to_span(entries[step], compressed_size, compressed_block_span));
+            slots = entries[step];
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i)
+                if (j + i >= num_compressed) slots.at[i] = -1;
+            if (!decode || decode_indices_are_local) slots = compressed_table.slots(slots);
+            found += count_present(slots);
+            store_entries(row + j, to_span(slots, compressed_size, compressed_block_span));
         }
         first += STEPS * STEP;
         load_steps(entries, compressed, first, num_compressed);

@@ -42,7 +42,7 @@ struct BlockSize {
     int shift;
 
     __device__ uint32 page_of(uint32 position) const {  // of positions below 2^31
-        return uint32(uint64(position) * multiplier >> shift);
+        return __umulhi(2 * position, multiplier) >> shift;
     }
 };
 
