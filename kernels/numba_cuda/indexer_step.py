@@ -120,7 +120,7 @@ def share_kernel(counts, lens, schedule):
     for entry in range(counts.batch_size):
         total += pages_of(lens, counts, entry)
     for share in range(cuda.threadIdx.x, num_shares + 1, cuda.blockDim.x):
-        page = share * (total // num_shares) + min(share, total % num_shares)
+        page = share * (total // num_shares) + min(np.int64(share), total % num_shares)
         entry = 0
         while entry < counts.batch_size and page >= pages_of(lens, counts, entry):
             page -= pages_of(lens, counts, entry)
