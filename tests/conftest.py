@@ -17,6 +17,8 @@ def wants_gpu(config):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "attention: needs attention kernels, which numba_cuda does not have")
+    # Or JAX takes most of a device's memory for itself, and several processes of tests would not fit on one.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if not wants_gpu(config):
         os.environ.setdefault("NUMBA_ENABLE_CUDASIM", "1")
 
