@@ -113,9 +113,10 @@ class HostLens(NamedTuple):
             return 0, num_reqs, 0, num_tokens
         is_prefill = query_lens != first if require_uniform else query_lens > decode_threshold
         num_decodes = first_true(is_prefill)
-        all_empty = require_uniform and first and not query_lens[is_prefill].any()
-        if num_decodes < 0 or all_empty:
+        if num_decodes < 0:
             return all_decodes
+        if require_uniform and first and not query_lens[num_decodes] and not query_lens[is_prefill].any():
+            return all_decodes  # padded to a captured size
         num_decode_tokens = int(self.starts[num_decodes])
         return num_decodes, num_reqs - num_decodes, num_decode_tokens, num_tokens - num_decode_tokens
 

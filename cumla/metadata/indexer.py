@@ -366,4 +366,4 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
 
 
 def _requires_padding(counts: IndexerCounts, decode_lens_cpu: np.ndarray, max_decode_len: int) -> bool:
-    return not counts.flatten and int(np.count_nonzero(decode_lens_cpu == max_decode_len)) < counts.num_decodes
+    return not counts.flatten and int(np.minimum.reduce(decode_lens_cpu, initial=max_decode_len)) < max_decode_len
