@@ -6,7 +6,7 @@ Host time: `us` of one call whose outputs are given, by framework; `launch` is t
 launched again with arguments that are packed already. Under jax.jit the call is one of a jitted function that does
 nothing else, and `jax.jit, identity` is what JAX takes for a function of the same arrays that hands them through.
 Copies: what CUPTI sees of memory copies and sets while each of these calls runs.
-The step: metadata, then insert, map and attend of 8 layers in one graph, against the sum of its kernels.
+The step: metadata, then insert, map and attend of 8 layers in one graph, against the sum of its kernels by CUPTI.
 """
 
 import cProfile
@@ -308,14 +308,6 @@ def captured(run):
     return lambda: graph.launch(cupy.cuda.get_current_stream())
 
 
-def each_kernel_alone(run):
-    """us of each kernel of `run` in a graph of nothing but itself, back to back, and which it is."""
-    with journal() as launches:
-        run()
-    cupy.cuda.Device().synchronize()
-    return [(launch.kernel.raw.name, common.graph_us([functools.partial(again, [launch])])) for launch in launches]
-
-
 def step_rows(report, rng):
     config = f"8 layers b=32 h={HEADS} ctx=8192"
     if not report.wants("step", config):
@@ -323,18 +315,12 @@ def step_rows(report, rng):
     step = Step(rng)
     replay = captured(step.run)
     step_us = common.graph_us([step.run])
-    alone = each_kernel_alone(step.run)
-    alone_us = sum(us for _, us in alone)
     report.add("decode step, one graph", config, "cumla", us=common.host_us(step.run), us_graph=step_us)
-    report.add("decode step, sum of its kernels", config, "cumla", us_graph=alone_us)
-    extra = {"graph_us": step_us, "kernels_alone_us": alone_us, "over_kernels": step_us / alone_us - 1}
+    extra = {"graph_us": step_us}
     if common.has_peer("torch"):
-        extra["kernels_cupti_us"], extra["kernels"] = kernel_us(replay)
-    by_kernel = {}
-    for name, us in alone:
-        count, total = by_kernel.get(name, (0, 0.0))
-        by_kernel[name] = (count + 1, total + us)
-    extra["by_kernel"] = {name: {"count": count, "us": total / count} for name, (count, total) in by_kernel.items()}
+        extra["kernels_us"], extra["kernels"] = kernel_us(replay)
+        extra["over_kernels"] = step_us / extra["kernels_us"] - 1
+        report.add("decode step, sum of its kernels", config, "cumla", us_graph=extra["kernels_us"])
     print(extra)
     return extra
 
