@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from .cache import dequantize_and_gather_k_cache, quantize_and_insert_k_cache
 from .call import BFLOAT16
 from .indices import combine_topk_swa_indices, compute_global_topk_indices_and_lens
 from .interop import dlpack, streams
-from .kernels.plan import DecodePlan
 from .layout import DSV4_FP8
 from .metadata.sparse_swa import DeepseekSparseSWAMetadata
 
@@ -52,14 +51,11 @@ class LayerWorkspace:
     lse           [>= num_decode_tokens, h, 1] float32
     topk_indices  [>= num_decode_tokens, topk] int32, slots of the rows that tokens select; for ratio 4
     topk_lens     [>= num_decode_tokens] int32; for ratio 4
-    plan          how decodes are spread over the device, and memory for it, which the first step allocates. Layers
-                  of one type may share a workspace: `plan.renew()` once a step, or plans are those of older lengths
     """
 
     lse: Any
     topk_indices: Any = None
     topk_lens: Any = None
-    plan: DecodePlan = field(default_factory=DecodePlan)
 
     @classmethod
     def allocate(cls, q: Any, topk: int = 0) -> LayerWorkspace:
@@ -115,7 +111,8 @@ class SparseMLALayer:
         metadata    of the step's batch
         compressed  the compressed cache, for ratios 4 and 128
         out         [num_tokens, h, 512] bfloat16 to write instead of allocating
-        workspace   what decodes need beside it; with out and workspace given a step of decodes allocates nothing
+        workspace   what decodes need beside it; with out and workspace given, and after a first step with metadata of
+                    the same builder, a step of decodes allocates nothing
         observe     called with an op's name around each op ("insert", "map", "decode", "gather", "prefill")
 
         Returns out; its last 64 values still carry RoPE. Rows of padding tokens are 0 or not written.
@@ -176,7 +173,7 @@ class _Run:
                 q[:tokens, None], swa_cache, metadata.decode_swa_indices, layout=DSV4_FP8,
                 topk_length=metadata.decode_swa_lens, **extra, attn_sink=self.layer.attn_sink,
                 softmax_scale=self.layer.softmax_scale, out=out[:tokens, None], lse=self._cut("lse", tokens),
-                plan=self.workspace.plan if self.workspace is not None else None, backend=self.backend,
+                plan=metadata.decode_plan(self.layer.compress_ratio), backend=self.backend,
             )  # fmt: skip
 
     def _cut(self, name: str, tokens: int) -> Any:

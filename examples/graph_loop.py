@@ -49,7 +49,6 @@ class Loop:
             self.block_table, self.slots,
         )  # fmt: skip
         metadata = self.builder.build(0, batch, validate=False)
-        self.workspace.plan.renew()
         self.layer.step(self.q, self.k, self.cache, metadata, out=self.out, workspace=self.workspace)
 
 

@@ -71,6 +71,11 @@ class DeepseekSparseSWAMetadata:
     tile_sched_c128a: DecodePlan | None = None
     _plans: dict[tuple[int, int], list[tuple[int, int, int, int]]] = field(init=False, repr=False, default_factory=dict)
 
+    def decode_plan(self, compress_ratio: int) -> DecodePlan | None:
+        """What the decodes of the layers with this ratio share; None if the config has no such layers."""
+        plan: DecodePlan | None = getattr(self, f"tile_sched_{LAYER_TYPES[compress_ratio]}")
+        return plan
+
     def get_prefill_chunk_plan(
         self, compress_ratio: int, prefill_chunk_size: int | None = None
     ) -> list[tuple[int, int, int, int]]:
