@@ -24,8 +24,9 @@ def documented(title):
 
 def compare_with_docs(title, lines):
     rows = documented(title)
-    for line in lines:
-        assert line in rows, f"docs/interop.md, {title}, should have:\n" + "\n".join(lines)
+    complete = pairs.installed("torch") and pairs.installed("jax")
+    right = rows == lines if complete else set(lines) <= set(rows)
+    assert right, f"docs/interop.md, {title}, should have:\n" + "\n".join(lines)
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")

@@ -215,9 +215,10 @@ def test_importing_cumla_imports_no_framework():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_gradients_are_refused(rng):
+def test_that_there_are_no_gradients_is_said(rng):
     given = tensors(operations.sparse_mla_decode_v32(rng), "cpu")
     given["q"].requires_grad_()
     out, _ = ops.sparse_mla_decode(**given)
-    with pytest.raises(RuntimeError, match="register_autograd"):
+    with pytest.warns(UserWarning, match="cumla::sparse_mla_decode: an autograd kernel was not registered"):
         out.float().sum().backward()
+    assert given["q"].grad is None
