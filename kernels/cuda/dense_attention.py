@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,8 +15,9 @@ from .mla_cache import scale_arguments
 
 V_DIM = 512
 MAX_HEAD_DIM = 256
-QUERIES, MHA_THREADS = 64, 128  # as in mha_varlen.cu
 LOG2_E = 1.4426950408889634
+HOPPER_HEAD_DIMS = (192, 64, 128)  # of q, of its RoPE part, of v: what mha_varlen_sm90.cu is made for
+HOPPER_CACHE_BYTES = 1 << 36  # of mla_decode_sm90.cu, whose offsets are 32 bits in units of 16 bytes
 
 
 def mha_varlen(
@@ -38,23 +39,23 @@ def mha_varlen(
             f"q, k_pe, v: got {head_dim}, {rope_dim} and {v_dim} values a head, "
             f"expected multiples of 16 up to {MAX_HEAD_DIM} on CUDA"
         )
-    sequences = len(cu_seqlens_q) - 1
-    mha = kernel(
-        "mha_varlen.cu",
-        "mha_varlen",
-        VALUE=C_NAMES[q.dtype.name],
-        OUTPUT=C_NAMES[out.dtype.name],
-        QK_DIM=head_dim,
-        ROPE_DIM=rope_dim,
-        V_DIM=v_dim,
-        CAUSAL=int(causal),
-        ALIGNED=int(is_aligned(q, k, v, out) and (k_pe is None or is_aligned(k_pe))),
-    )
-    shared_bytes = QUERIES * (2 * (2 * head_dim + 16) + 2 * v_dim + 16)
+    aligned = is_aligned(q, k, v, out) and (k_pe is None or is_aligned(k_pe))
+    types = {"VALUE": C_NAMES[q.dtype.name], "OUTPUT": C_NAMES[out.dtype.name], "CAUSAL": int(causal)}
+    if aligned and (head_dim, rope_dim, v_dim) == HOPPER_HEAD_DIMS and is_hopper(q.device.id):
+        queries, threads, shared_bytes = 128, 384, 1024 + 26 * 8192  # as in mha_varlen_sm90.cu
+        mha = kernel("mha_varlen_sm90.cu", "mha_varlen_sm90", arch="sm_90a", **types)
+    else:
+        queries, threads = 64, 128  # as in mha_varlen.cu
+        shared_bytes = queries * (2 * (2 * head_dim + 16) + 2 * v_dim + 16)
+        mha = kernel(
+            "mha_varlen.cu", "mha_varlen", **types, QK_DIM=head_dim, ROPE_DIM=rope_dim, V_DIM=v_dim,
+            ALIGNED=int(aligned),
+        )  # fmt: skip
     mha.max_dynamic_shared_size_bytes = shared_bytes
+    sequences = len(cu_seqlens_q) - 1
     mha(
-        (-(-tokens // QUERIES) + sequences, heads),
-        (MHA_THREADS,),
+        (-(-tokens // queries) + sequences, heads),
+        (threads,),
         (
             q, *strides(q)[:2], k, *strides(k)[:2], pointer(k_pe), 0 if k_pe is None else strides(k_pe)[0],
             v, *strides(v)[:2], cu_seqlens_q, cu_seqlens_k, sequences, tokens, len(k), softmax_scale * LOG2_E,
@@ -62,12 +63,6 @@ def mha_varlen(
         ),
         shared_mem=shared_bytes,
     )  # fmt: skip
-
-
-# As in mla_decode.cu.
-HEADS, KEYS, DECODE_THREADS = 32, 32, 256
-DECODE_SHARED_BYTES = (HEADS + KEYS) * (2 * 576 + 16) + HEADS * (2 * KEYS + 16 + 4 * (KEYS + 1) + 4) + 8 * KEYS
-BLOCK_COST, MERGE_COST = 6, 0.5  # of starting on a tile and of merging a part, in blocks of keys
 
 
 def dense_mla_decode(
@@ -83,54 +78,85 @@ def dense_mla_decode(
     out: Any,
     lse: Any,
 ) -> None:
-    batch, s_q, heads, _ = q.shape
-    groups = -(-heads // HEADS)
-    tiles = batch * s_q * groups
-    splits = split_count(tiles, -(-max_seqlen // KEYS), 2 * device_sms(q.device.id))
+    (batch, s_q, heads, _), device = q.shape, q.device.id
+    value, aligned = C_NAMES[q.dtype.name], is_aligned(q, pages.bytes, out)
+    cache_bytes = len(pages.bytes) * pages.bytes.strides[0]
+    hopper = aligned and scale is None and cache_bytes <= HOPPER_CACHE_BYTES and is_hopper(device)
+    made = HOPPER_DECODE if hopper else PORTABLE_DECODE
+    tiles = batch * s_q * -(-heads // made.heads)
+    splits = split_count(tiles, max_seqlen, device_sms(device), made)
     parts, parts_lse = partial_results(plan, batch * s_q * splits * heads) if splits > 1 else (None, None)
-    value = C_NAMES[q.dtype.name]
-    aligned = int(is_aligned(q, pages.bytes, out))
-    decode = kernel(
-        "mla_decode.cu",
-        "mla_decode",
-        VALUE=value,
-        CACHE=value if scale is None else "e4m3",
-        ALIGNED=aligned,
-    )
-    decode.max_dynamic_shared_size_bytes = DECODE_SHARED_BYTES
+    scales: tuple[Any, ...] = ()
+    if hopper:
+        decode = kernel(
+            "mla_decode_sm90.cu", "mla_decode_sm90", arch="sm_90a", VALUE=value, FLOAT16=int(value == "f16")
+        )
+    else:
+        cached = value if scale is None else "e4m3"
+        decode = kernel("mla_decode.cu", "mla_decode", VALUE=value, CACHE=cached, ALIGNED=int(aligned))
+        scales = scale_arguments(scale)
+    decode.max_dynamic_shared_size_bytes = made.shared_bytes
     decode(
         (tiles * splits,),
-        (DECODE_THREADS,),
+        (made.threads,),
         (
             q, *strides(q)[:3], s_q, heads, pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size,
             block_table, strides(block_table)[0], block_table.shape[1], batch, cache_seqlens, int(causal), splits,
-            softmax_scale, *scale_arguments(scale), out, *strides(out)[:3], lse, *strides(lse), pointer(parts),
-            pointer(parts_lse),
+            softmax_scale, *scales, out, *strides(out)[:3], lse, *strides(lse), pointer(parts), pointer(parts_lse),
         ),
-        shared_mem=DECODE_SHARED_BYTES,
+        shared_mem=made.shared_bytes,
+        overlap=True,
     )  # fmt: skip
     if splits > 1:
-        kernel("mla_decode_merge.cu", "mla_decode_merge", VALUE=value, ALIGNED=aligned)(
+        kernel("mla_decode_merge.cu", "mla_decode_merge", VALUE=value, ALIGNED=int(aligned))(
             (batch * s_q * heads,),
             (V_DIM // 4,),
             (parts, parts_lse, splits, s_q, heads, out, *strides(out)[:3], lse, *strides(lse)),
+            overlap=True,
         )
 
 
-@functools.lru_cache(maxsize=1024)
-def split_count(tiles: int, blocks: int, slots: int) -> int:
-    """Into how many parts to split the keys of each tile.
+class DecodeKernel(NamedTuple):
+    """What a decode kernel is made for: numbers of its source, and what its work costs in blocks of keys.
 
-    tiles   pieces of work, each of up to `blocks` blocks of keys
-    slots   thread blocks that run at a time
+    tile_cost  to start on a tile and to store its result
+    part_cost  to merge a part of one
     """
 
-    def cost(splits: int) -> float:
-        waves = -(-tiles * splits // slots)
-        return waves * (-(-blocks // splits) + BLOCK_COST) + (splits * MERGE_COST if splits > 1 else 0)
+    heads: int
+    keys: int
+    threads: int
+    shared_bytes: int
+    blocks_per_sm: int
+    tile_cost: float
+    part_cost: float
 
-    most = max(1, min(blocks, 2 * slots // tiles if tiles < 2 * slots else 1))
+
+PORTABLE_DECODE = DecodeKernel(
+    32, 32, 256, (32 + 32) * (2 * 576 + 16) + 32 * (2 * 32 + 16 + 4 * 33 + 4) + 8 * 32, 2, 6, 0.5
+)
+HOPPER_DECODE = DecodeKernel(64, 64, 384, 3 * 1024 + 27 * 8192, 1, 4, 0.1)
+MAX_SPLITS = 256  # as in mla_decode_merge.cu
+
+
+@functools.lru_cache(maxsize=1024)
+def split_count(tiles: int, max_seqlen: int, sms: int, made: DecodeKernel) -> int:
+    """Into how many parts to split the keys of each tile, so that the thread blocks fill the device."""
+    blocks, at_a_time = -(-max_seqlen // made.keys), sms * made.blocks_per_sm
+
+    def cost(splits: int) -> float:
+        waves = -(-tiles * splits // at_a_time)
+        return waves * (-(-blocks // splits) + made.tile_cost) + (splits * made.part_cost if splits > 1 else 0)
+
+    most = max(1, min(blocks, MAX_SPLITS, 4 * at_a_time // tiles))
     return min(range(1, most + 1), key=cost)
+
+
+@functools.cache
+def is_hopper(device: int) -> bool:
+    import cupy
+
+    return bool(cupy.cuda.Device(device).compute_capability == "90")
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any
 
 from .launch import pointer, strides
@@ -12,6 +13,7 @@ DATA_TYPES = {"bfloat16": 14, "float16": 2}
 COMPUTE_32F, ALGORITHM_DEFAULT, AS_IS, TRANSPOSED = 68, -1, 0, 1
 
 ONE, ZERO = ctypes.c_float(1), ctypes.c_float(0)
+WORKSPACE_BYTES = 32 << 20  # what cuBLAS takes on Hopper
 
 
 def batched_product(a: Any, b: Any, out: Any) -> None:
@@ -25,12 +27,18 @@ def batched_product(a: Any, b: Any, out: Any) -> None:
     b_operation, b_leading = operand(b)
     a_operation, a_leading = operand(a)
     data_type = DATA_TYPES[out.dtype.name]
-    cublas.gemmStridedBatchedEx(
-        cupy.cuda.device.get_cublas_handle(), b_operation, a_operation, n, m, k, ctypes.addressof(ONE),
-        pointer(b), data_type, b_leading, strides(b)[0], pointer(a), data_type, a_leading, strides(a)[0],
-        ctypes.addressof(ZERO), pointer(out), data_type, max(strides(out)[1], n), strides(out)[0], batch,
-        COMPUTE_32F, ALGORITHM_DEFAULT,
+    handle = cupy.cuda.device.get_cublas_handle()
+    arguments = (
+        handle, b_operation, a_operation, n, m, k, ctypes.addressof(ONE), pointer(b), data_type, b_leading,
+        strides(b)[0], pointer(a), data_type, a_leading, strides(a)[0], ctypes.addressof(ZERO), pointer(out), data_type,
+        max(strides(out)[1], n), strides(out)[0], batch, COMPUTE_32F, ALGORITHM_DEFAULT,
     )  # fmt: skip
+    stream = cupy.cuda.get_current_stream()
+    if stream.is_capturing():
+        product_in_capture(handle, stream.ptr, out.device.id, arguments)
+    else:
+        workspace(out.device.id)
+        cublas.gemmStridedBatchedEx(*arguments)
 
 
 def operand(matrices: Any) -> tuple[int, int]:
@@ -40,3 +48,48 @@ def operand(matrices: Any) -> tuple[int, int]:
     if column_stride == 1 or columns == 1:
         return AS_IS, max(row_stride, columns)
     return TRANSPOSED, max(column_stride, rows)
+
+
+def product_in_capture(handle: int, stream: int, device: int, arguments: tuple[Any, ...]) -> None:
+    """The same in a CUDA graph capture, where CuPy calls no cuBLAS: with memory that was allocated before.
+
+    Captured products of a device share that memory, so graphs that hold some must not run at the same time.
+    Raises RuntimeError if cuBLAS refuses, or if no product has prepared the memory before the capture.
+    """
+    library, memory = cublas_library(handle), workspace(device)
+    for status in (
+        library.cublasSetStream_v2(handle, stream),
+        library.cublasSetWorkspace_v2(handle, pointer(memory), WORKSPACE_BYTES),
+        library.cublasGemmStridedBatchedEx(*arguments),
+    ):
+        if status:
+            raise RuntimeError(f"cuBLAS: status {status} while a CUDA graph is being captured")
+
+
+@functools.cache
+def workspace(device: int) -> Any:
+    """Memory for captured products, which the first product outside of a capture allocates."""
+    import cupy
+
+    if cupy.cuda.get_current_stream().is_capturing():
+        raise RuntimeError(
+            "cuBLAS: memory would have to be allocated while a CUDA graph is captured; run the step once"
+        )
+    with cupy.cuda.Device(device):
+        return cupy.empty(WORKSPACE_BYTES, "uint8")
+
+
+@functools.cache
+def cublas_library(handle: int) -> Any:
+    """The cuBLAS that CuPy has loaded, with the functions that are called past CuPy."""
+    from cupy.cuda import cublas
+
+    library = ctypes.CDLL(f"libcublas.so.{cublas.getVersion(handle) // 10000}")
+    address, number, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
+    matrix = [address, number, number, long]
+    library.cublasSetStream_v2.argtypes = [address, address]
+    library.cublasSetWorkspace_v2.argtypes = [address, address, ctypes.c_size_t]
+    library.cublasGemmStridedBatchedEx.argtypes = [
+        address, *[number] * 5, address, *matrix, *matrix, address, *matrix, number, number, number,
+    ]  # fmt: skip
+    return library

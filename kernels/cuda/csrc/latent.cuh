@@ -15,11 +15,15 @@ struct LatentCache {
     int block_size;
     BlockTable table;
 
-    // The bytes of the row at a position of a request, or null if it is absent.
-    __device__ const uint8* row(int request, int position, int row_bytes) const {
+    // The slot of a position of a request, or -1 if it is absent.
+    __device__ int slot(int request, int position) const {
         int slot = lookup_slot(table, request, position, block_size);
-        if (slot < 0 || slot >= num_slots) return nullptr;
-        return pages + slot / block_size * page_stride + int64(slot % block_size) * row_bytes;
+        return slot < num_slots ? slot : -1;
+    }
+    // How many bytes from the start of the cache the row in a slot is.
+    __device__ int64 offset(int slot, int row_bytes) const {
+        uint32 page = uint32(slot) / uint32(block_size);
+        return page * page_stride + int64(slot - page * block_size) * row_bytes;
     }
 };
 

@@ -7,6 +7,7 @@
 // Macros: VALUE (bf16 or f16), CACHE (VALUE or e4m3), ALIGNED.
 #include "latent.cuh"
 #include "matrix.cuh"
+#include "overlap.cuh"
 #include "vectors.cuh"
 
 constexpr int HEADS = 32, KEYS = 32, THREADS = 256;
@@ -37,6 +38,7 @@ mla_decode(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h,
            int requests, const int* lens, int causal, int splits, float softmax_scale, const float* scale,
            float scale_value, VALUE* out, int64 out_stride_b, int64 out_stride_s, int64 out_stride_h, float* lse,
            int64 lse_stride_b, int64 lse_stride_h, int64 lse_stride_s, float* partial_out, float* partial_lse) {
+    overlap_with_previous_kernel();
     extern __shared__ uint4 memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     int groups = (heads + HEADS - 1) / HEADS, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -60,8 +62,8 @@ mla_decode(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h,
         __syncthreads();
         if (threadIdx.x < KEYS) {
             int position = block * KEYS + threadIdx.x;
-            shared.rows[threadIdx.x] =
-                position < share.keys ? cache.row(share.request, position, LATENT_DIM * int(sizeof(CACHE))) : nullptr;
+            int slot = position < share.keys ? cache.slot(share.request, position) : -1;
+            shared.rows[threadIdx.x] = slot < 0 ? nullptr : pages + cache.offset(slot, LATENT_DIM * int(sizeof(CACHE)));
         }
         __syncthreads();
         for (int i = threadIdx.x; i < KEYS * (LATENT_DIM / 8); i += THREADS) {
