@@ -314,12 +314,12 @@ class _UntilDone:
         if sys.is_finalizing():
             return
         if streams.is_capturing(self._stream):
-            return  # a graph's memory is for who replays it to keep, and to ask an event would end the capture
+            return  # a graph's memory is for who replays it to keep
         waiting = self._waiting
-        with _cupy().cuda.Device(self._device):
+        with _cupy().cuda.Device(self._device), streams.relaxed_capture():
             waiting.append((_recorded(streams.of_handle(self._stream, self._device)), self._kept))
-        while waiting and waiting[0][0].done:
-            waiting.popleft()
+            while waiting and waiting[0][0].done:
+                waiting.popleft()
 
 
 def _recorded(stream: Any) -> Any:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
@@ -65,6 +68,22 @@ def is_capturing(handle: int | None = None) -> bool:
     """Whether a CUDA graph is being captured on a stream; None: CuPy's current one."""
     cuda = sys.modules["cupy"].cuda
     return bool(cuda.runtime.streamIsCapturing(cuda.get_current_stream().ptr if handle is None else handle))
+
+
+@contextlib.contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """A context in which this thread may do what would end a capture that it is in: load code, ask events."""
+    exchange, mode = _exchange_capture_mode(), ctypes.c_int(RELAXED)
+    exchange(ctypes.byref(mode))  # swaps the thread's mode and ours
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+@functools.cache
+def _exchange_capture_mode() -> Any:
+    return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
 
 
 def current(framework: str, device: int) -> int | None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
 import pathlib
 import re
-from collections.abc import Iterator
 
+from ...interop.streams import relaxed_capture
 from ...layout import LAYOUTS, CacheLayout
 from .launch import Kernel, packing
 
 CSRC = pathlib.Path(__file__).parent / "csrc"
-RELAXED_CAPTURE = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 OPTIONS = ("-std=c++17",)
 _INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
 
@@ -63,18 +60,6 @@ def source(file: str) -> str:
     return expand(file)
 
 
-@contextlib.contextmanager
-def loading_allowed() -> Iterator[None]:
-    """A context in which code may be loaded even while this thread captures a graph in a stricter mode."""
-    exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
-    mode = ctypes.c_int(RELAXED_CAPTURE)
-    exchange(ctypes.byref(mode))
-    try:
-        yield
-    finally:
-        exchange(ctypes.byref(mode))
-
-
 @functools.cache
 def kernel(file: str, name: str, arch: str | None = None, **defines: str | int) -> Kernel:
     """The kernel `name` of csrc/<file>.
@@ -86,6 +71,6 @@ def kernel(file: str, name: str, arch: str | None = None, **defines: str | int) 
 
     options = OPTIONS + (() if arch is None else (f"-arch={arch}",))
     text = "".join(f"#define {macro} {value}\n" for macro, value in defines.items()) + source(file)
-    with loading_allowed():
+    with relaxed_capture():  # or no code could be loaded while this thread captures a graph
         raw = cupy.RawModule(code=text, options=options).get_function(name)
     return Kernel(raw, packing(text, name, defines))
