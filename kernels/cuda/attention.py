@@ -9,9 +9,11 @@ from ...layout import DSV4_BF16, MLA_BF16
 from ..plan import DecodePlan
 from ..segments import Pages, Segment
 from . import attention_kernels, attention_work
-from .attention_work import Work
+from .attention_work import Division, Work
 from .compile import kernel
 from .launch import C_NAMES, int32, pointer, strides
+
+PREFILL_WAVES = 8  # shares of the work per thread block that runs at a time: lengths grow with position
 
 
 def sparse_mla_decode(
@@ -49,7 +51,16 @@ def sparse_mla_prefill(
         q[:, None], [Segment(pages, indices[:, None], lengths)], attn_sink, softmax_scale, out[:, None],
         max_logits, strides(max_logits), lse, (lse_stride_s, lse_stride_h, 0),
     )  # fmt: skip
-    _attend(work, None, may_cut=False)
+    fast = attention_kernels.choose(work)
+    if fast is None:
+        attention_kernels.attend_exactly(work, work.numbers(None), everything=True)
+        return
+    # Whole tiles, several a thread block, and no memory beside the arguments: max_logits say what is unsafe.
+    work = work._replace(tile_heads=fast.tile_heads)
+    division = Division(min(work.tiles, PREFILL_WAVES * fast.max_shares), planned=False, cut=False)
+    problem = work.numbers(None, division)
+    fast.launch(division.shares, problem)
+    attention_kernels.attend_exactly(work, problem, everything=False)
 
 
 def _attend(work: Work, plan: DecodePlan | None, may_cut: bool) -> None:
@@ -58,6 +69,7 @@ def _attend(work: Work, plan: DecodePlan | None, may_cut: bool) -> None:
     if fast is None:
         attention_kernels.attend_exactly(work, work.numbers(None), everything=True)
         return
+    work = work._replace(tile_heads=fast.tile_heads)
     division = attention_work.divide(work, may_cut, fast.max_shares)
     memory = attention_work.memory_for(plan, work, division)
     problem = work.numbers(memory, division)

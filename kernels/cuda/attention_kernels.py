@@ -11,24 +11,30 @@ from typing import Any, NamedTuple
 import cupy
 
 from ...layout import DSV4_FP8, V32_FP8, CacheLayout
+from . import attention_portable
 from .attention_work import HEADS, Work, device_sms
 from .compile import kernel
 from .launch import is_aligned
 
 HOPPER_THREADS, HOPPER_SHARED_BYTES = 512, 232448  # all there is; decode_sm90.cu says what for
-COMBINE_WARPS, PART_LINES = 8, 128  # as in combine.cu
+COMBINE_WARPS = 8  # as in combine.cu
 EXACT_UNIT, EXACT_THREADS, EXACT_BLOCKS_PER_SM = 4, 128, 2  # as in exact.cuh
 
-KERNELS = ("hopper", "exact")
+KERNELS = ("hopper", "portable", "exact")
 _forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("forced attention kernel", default=None)
 
 
 class FastKernel(NamedTuple):
-    """A kernel for all but values outside its range, and the most thread blocks it is launched with."""
+    """A kernel for all but values outside its range.
+
+    tile_heads  heads of a tile of its work
+    max_shares  thread blocks that run at a time
+    """
 
     function: Any
     threads: int
     shared_bytes: int
+    tile_heads: int
     max_shares: int
 
     def launch(self, shares: int, problem: tuple[Any, ...]) -> None:
@@ -53,27 +59,45 @@ def choose(work: Work) -> FastKernel | None:
     layout = work.segments[0].pages.layout
     name = _forced.get() or _fastest(device, layout)
     aligned = is_aligned(work.q, work.out, *(segment.pages.bytes for segment in work.segments))
-    return _hopper(device, layout) if name == "hopper" and aligned else None
+    if not aligned or name == "exact":
+        return None
+    return _hopper(device, layout) if name == "hopper" else _portable(device, layout, int(work.q.shape[2]))
 
 
 @functools.cache
 def _fastest(device: int, layout: CacheLayout) -> str:
-    hopper = cupy.cuda.Device(device).compute_capability == "90"
-    return "hopper" if hopper and layout in (DSV4_FP8, V32_FP8) else "exact"
+    capability = int(cupy.cuda.Device(device).compute_capability)
+    if capability == 90 and layout in (DSV4_FP8, V32_FP8):
+        return "hopper"
+    return "portable" if capability >= 80 else "exact"
 
 
 @functools.cache
 def _hopper(device: int, layout: CacheLayout) -> FastKernel:
     function = kernel("decode_sm90.cu", "sparse_mla_decode", arch="sm_90a", LAYOUT=layout.name)
     function.max_dynamic_shared_size_bytes = HOPPER_SHARED_BYTES
-    return FastKernel(function, HOPPER_THREADS, HOPPER_SHARED_BYTES, device_sms(device))
+    return FastKernel(function, HOPPER_THREADS, HOPPER_SHARED_BYTES, HEADS, device_sms(device))
+
+
+@functools.cache
+def _portable(device: int, layout: CacheLayout, heads: int) -> FastKernel:
+    limits = cupy.cuda.Device(device).attributes
+    size = attention_portable.choose(
+        layout, heads, limits["MaxSharedMemoryPerBlockOptin"], limits["MaxSharedMemoryPerMultiprocessor"]
+    )
+    function = kernel("attention_mma.cu", "sparse_mla_mma", **attention_portable.macros(layout, size))
+    shared_bytes = attention_portable.shared_bytes(layout, size)
+    function.max_dynamic_shared_size_bytes = shared_bytes
+    max_shares = size.blocks * device_sms(device)
+    return FastKernel(function, attention_portable.THREADS, shared_bytes, size.heads, max_shares)
 
 
 def combine(work: Work, problem: tuple[Any, ...], shares: int) -> None:
     """Put the parts of cut tiles together."""
     if shares > 1:
-        grid = (PART_LINES // COMBINE_WARPS, shares - 1)
-        kernel("combine.cu", "combine_parts")(grid, (32 * COMBINE_WARPS,), problem, overlap=True)
+        grid = (2 * work.tile_heads // COMBINE_WARPS, shares - 1)
+        function = kernel("combine.cu", "combine_parts", TILE_HEADS=work.tile_heads)
+        function(grid, (32 * COMBINE_WARPS,), problem, overlap=True)
 
 
 def attend_exactly(work: Work, problem: tuple[Any, ...], everything: bool) -> None:
@@ -81,6 +105,9 @@ def attend_exactly(work: Work, problem: tuple[Any, ...], everything: bool) -> No
     device = work.q.device.id
     layout = work.segments[0].pages.layout
     aligned = is_aligned(*(segment.pages.bytes for segment in work.segments))
-    blocks = min(work.tiles * HEADS // EXACT_UNIT, EXACT_BLOCKS_PER_SM * device_sms(device))
-    function = kernel("exact.cu", "attend_exactly_where_unsafe", LAYOUT=layout.name, ALIGNED=int(aligned))
+    blocks = min(work.tiles * work.tile_heads // EXACT_UNIT, EXACT_BLOCKS_PER_SM * device_sms(device))
+    function = kernel(
+        "exact.cu", "attend_exactly_where_unsafe",
+        LAYOUT=layout.name, ALIGNED=int(aligned), TILE_HEADS=work.tile_heads,
+    )  # fmt: skip
     function((blocks,), (EXACT_THREADS,), (*problem, everything), overlap=True)

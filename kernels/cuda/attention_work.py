@@ -15,7 +15,8 @@ from ..segments import Segment
 from .compile import kernel
 from .launch import pointer, strides
 
-HEADS, BLOCK, V_DIM = 64, 64, 512  # of a tile, as in decode.cuh
+HEADS, BLOCK, V_DIM = 64, 64, 512  # of a tile (unless a kernel's are lower), as in decode.cuh
+LOWEST_HEADS = 16  # of a tile
 TILE_COST, CUT_COST = 2, 5  # in blocks, as in decode_plan.cu
 PLAN_THREADS = 1024
 LEAST_TILES = 1 << 14  # to have room for, so that a plan's memory need not grow
@@ -44,8 +45,8 @@ class Memory(NamedTuple):
     """What the kernels of one call use beside its arguments.
 
     starts       int32 [shares + 1, 2]: tile and block at which each share of the work begins
-    partial_out  float32 [2 * shares, 64 * 512], parts of tiles that are cut; None until one may be
-    partial_lse  float32 [2 * shares, 64]
+    partial_out  float32 [2 * shares, tile_heads * 512], parts of tiles that are cut; None until one may be
+    partial_lse  float32 [2 * shares, tile_heads]
     unsafe       int32 [tiles]: which the exact kernel must do; zero between calls
     """
 
@@ -56,7 +57,10 @@ class Memory(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The arguments of one call: q [b, s_q, h, d], out [b, s_q, h, 512], strides in elements."""
+    """The arguments of one call: q [b, s_q, h, d], out [b, s_q, h, 512], strides in elements.
+
+    tile_heads  heads that the kernel chosen for it takes at a time
+    """
 
     q: Any
     segments: Sequence[Segment]
@@ -67,10 +71,11 @@ class Work(NamedTuple):
     max_strides: tuple[int, ...]
     lse: Any
     lse_strides: tuple[int, ...]
+    tile_heads: int = HEADS
 
     @property
     def groups(self) -> int:
-        return -(-int(self.q.shape[2]) // HEADS)
+        return -(-int(self.q.shape[2]) // self.tile_heads)
 
     @property
     def tiles(self) -> int:
@@ -127,41 +132,53 @@ def divide(work: Work, may_cut: bool, max_shares: int) -> Division:
 def memory_for(plan: DecodePlan | None, work: Work, division: Division) -> Memory:
     """The plan's memory, made or enlarged where it must be, or memory for this call alone."""
     if plan is None:
-        return _allocate(work.tiles, division.shares, division.cut)
+        return _allocate(work, work.tiles, division.shares, division.cut)
     memory = plan.memory
     if (
         memory is None
         or len(memory.unsafe) < work.tiles
         or len(memory.starts) <= division.shares
-        or (division.cut and memory.partial_out is None)
+        or (division.cut and _too_small(memory.partial_out, 2 * division.shares * work.tile_heads * V_DIM))
     ):
         plan.renew()
         shares = max(division.shares, device_sms(work.q.device.id))
         if plan.workspace is not None:
-            memory = plan.memory = _cut(plan.workspace, work.tiles, shares)
+            memory = plan.memory = _cut(plan.workspace, work, shares)
         else:
-            memory = plan.memory = _allocate(max(work.tiles, LEAST_TILES), shares, division.cut)
+            memory = plan.memory = _allocate(work, max(work.tiles, LEAST_TILES), shares, division.cut)
     return memory
+
+
+def _too_small(array: Any | None, size: int) -> bool:
+    return array is None or int(array.size) < size
 
 
 @functools.lru_cache(maxsize=1024)
 def workspace_bytes(tiles: int, shares: int) -> int:
-    """What a call of `tiles` tiles (tokens times groups of 64 heads) on a device of `shares` SMs needs at most."""
-    return sum(_aligned(4 * math.prod(shape)) for shape in _shapes(tiles, shares))
+    """What a call of `tiles` tiles (tokens times groups of 64 heads) on a device of `shares` SMs needs at most.
+
+    Kernels whose tiles are lower have more of them and up to two thread blocks an SM.
+    """
+    lowest = _bytes(tiles * (HEADS // LOWEST_HEADS), 2 * shares, LOWEST_HEADS)
+    return max(_bytes(tiles, shares, HEADS), _bytes(2 * tiles, shares, HEADS // 2), lowest)
 
 
-def _shapes(tiles: int, shares: int) -> Memory:
-    """Of a Memory's arrays, whose elements have four bytes."""
-    return Memory((shares + 1, 2), (2 * shares, HEADS * V_DIM), (2 * shares, HEADS), (tiles,))
+def _bytes(tiles: int, shares: int, heads: int) -> int:
+    return sum(_aligned(4 * math.prod(shape)) for shape in _shapes(tiles, shares, heads))
+
+
+def _shapes(tiles: int, shares: int, heads: int) -> Memory:
+    """Of a Memory's arrays, whose elements have four bytes, for tiles of `heads` heads."""
+    return Memory((shares + 1, 2), (2 * shares, heads * V_DIM), (2 * shares, heads), (tiles,))
 
 
 def _aligned(size: int) -> int:
     return -(-size // 256) * 256
 
 
-def _cut(workspace: Any, tiles: int, shares: int) -> Memory:
+def _cut(workspace: Any, work: Work, shares: int) -> Memory:
     """A Memory in a piece of memory that is given."""
-    memory, needed = _cut_at(workspace.data.ptr, workspace.data.device_id, tiles, shares)
+    memory, needed = _cut_at(workspace.data.ptr, workspace.data.device_id, work.tiles, shares, work.tile_heads)
     if workspace.nbytes < needed:
         raise ValueError(f"workspace: got {workspace.nbytes} bytes, expected at least {needed}")
     memory.unsafe.data.memset_async(0, memory.unsafe.nbytes)
@@ -169,25 +186,25 @@ def _cut(workspace: Any, tiles: int, shares: int) -> Memory:
 
 
 @functools.lru_cache(maxsize=256)
-def _cut_at(address: int, device: int, tiles: int, shares: int) -> tuple[Memory, int]:
+def _cut_at(address: int, device: int, tiles: int, shares: int, heads: int) -> tuple[Memory, int]:
     """A Memory at an address, and its bytes. Kept: frameworks give the same memory again and again."""
-    needed = workspace_bytes(tiles, shares)
+    needed = _bytes(tiles, shares, heads)
     place = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(address, needed, None, device), 0)
     arrays = []
-    for shape, dtype in zip(_shapes(tiles, shares), (np.int32, np.float32, np.float32, np.int32), strict=True):
+    for shape, dtype in zip(_shapes(tiles, shares, heads), (np.int32, np.float32, np.float32, np.int32), strict=True):
         arrays.append(cupy.ndarray(shape, dtype, place))
         place = place + _aligned(arrays[-1].nbytes)
     return Memory(*arrays), needed
 
 
-def _allocate(tiles: int, shares: int, cut: bool) -> Memory:
+def _allocate(work: Work, tiles: int, shares: int, cut: bool) -> Memory:
     stream = cupy.cuda.get_current_stream()
     if cupy.cuda.runtime.streamIsCapturing(stream.ptr):
         raise RuntimeError(
             "plan: memory would have to be allocated while a CUDA graph is captured; "
             "give plan=, a DecodePlan that has served a call of this shape before"
         )
-    shapes = _shapes(tiles, shares)
+    shapes = _shapes(tiles, shares, work.tile_heads)
     return Memory(
         cupy.empty(shapes.starts, np.int32),
         cupy.empty(shapes.partial_out, np.float32) if cut else None,

@@ -113,9 +113,11 @@ class Kernel:
         _, grid, block, shared_bytes, overlap, _ = launch
         if 0 in grid:
             return
-        function = self._functions.get(self._device())
+        device = self._device()
+        function = self._functions.get(device)
         if function is None:
-            function = self._functions[self._device()] = self.raw.kernel.ptr
+            function = self._functions[device] = self.raw.kernel.ptr
+        overlap = overlap and _can_overlap(device)
         packing = self._packing
         launch_kernel, memory, config, attribute, extra = self._thread.memory
         HEAD.pack_into(memory, 0, *grid, *block, shared_bytes, stream, attribute, overlap, packing.size)
@@ -205,6 +207,13 @@ class _Thread(threading.local):
 @functools.cache
 def _threads() -> _Thread:
     return _Thread()
+
+
+@functools.cache
+def _can_overlap(device: int) -> bool:
+    import cupy
+
+    return int(cupy.cuda.Device(device).compute_capability) >= 90
 
 
 @contextlib.contextmanager

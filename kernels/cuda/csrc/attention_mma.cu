@@ -17,7 +17,8 @@
 // Float16 has a narrower range than caches and queries may hold. A tile that leaves it, or has a score or a result
 // that is not finite, is marked in `unsafe` for the exact kernel, which the launcher runs after this one.
 //
-// Macros: LAYOUT, TILE_HEADS (decode.cuh), KEYS, STAGES (3 or more), CTAS (thread blocks a multiprocessor).
+// Macros: LAYOUT, TILE_HEADS (decode.cuh), KEYS, STAGES (3 or more), CTAS (thread blocks a multiprocessor) and
+// SHARED_BYTES, see attention_portable.py.
 #include "attention_mma_scores.cuh"
 
 constexpr int VALUES = V_DIM / WARPS;
@@ -172,12 +173,28 @@ struct Sums {
                     }
                 }
             }
-        if (bad || check != 0.0f) problem.unsafe[step.tile] = 1;
+        if (threadIdx.x == 0) {
+            int& unsafe = shared.ring.unsafe[step.tile % 2];
+            bad |= unsafe != 0, unsafe = 0;
+        }
+        if (bad || check != 0.0f) leave_to_exact_kernel(step.tile);
+    }
+
+    __device__ void leave_to_exact_kernel(int tile) {
+        if (problem.unsafe) {
+            problem.unsafe[tile] = 1;
+            return;
+        }
+        TilePlace at(problem, tile);
+        float* max_logits = problem.max_logits + at.b * problem.max_stride_b;
+        for (int head = at.first_head; head < min(problem.heads, at.first_head + HEADS); ++head)
+            max_logits[head * problem.max_stride_h] = __uint_as_float(UNSAFE_BITS);
     }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) sparse_mla_mma(const __grid_constant__ Problem problem) {
     extern __shared__ uint8 memory[];
+    overlap_with_previous_kernel();
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     Gatherer gatherer(problem, shared.ring);
     int number = 0;  // of the step to score next

@@ -4,6 +4,7 @@
 // their scales and whether they are there. Rows of absent keys are zeros.
 #pragma once
 #include "decode.cuh"
+#include "overlap.cuh"
 #include "mma.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
@@ -99,6 +100,7 @@ struct Ring {
     // By place:
     float scales[STAGES][NUM_SCALES ? NUM_SCALES : 1][KEYS];  // times CODE_UNIT
     float bias[STAGES][KEYS];                                 // -infinity where there is no key
+    int unsafe[2];  // by tile, of which one may be at its end and one at its start
 
     __device__ float2 scales_at(int stage, int scale, int place) const {
         return *reinterpret_cast<const float2*>(&scales[stage][scale][place]);
@@ -117,6 +119,7 @@ struct Gatherer {
     // Everything before the first step.
     __device__ Gatherer(const Problem& p, Ring& r) : problem(p), ring(r) {
         row = threadIdx.x / LANES, part = threadIdx.x % LANES;
+        if (threadIdx.x < 2) ring.unsafe[threadIdx.x] = 0;
         if (threadIdx.x == 0) {
             ring.walk.begin(problem);
             for (int i = 0; i <= AHEAD; ++i) ring.walk.next(problem, ring.steps[i]);
@@ -195,6 +198,6 @@ struct Gatherer {
             }
             ring.scales[stage][i][place] = scale * CODE_UNIT;
         }
-        if (bad && ring.bias[stage][place] == 0.0f) problem.unsafe[tile] = 1;
+        if (bad && ring.bias[stage][place] == 0.0f) ring.unsafe[tile % 2] = 1;
     }
 };

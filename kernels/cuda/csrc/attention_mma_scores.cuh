@@ -9,9 +9,6 @@
 constexpr float LAZY = 8.0f;                       // P is up to 2^LAZY
 constexpr uint32 MAX_F16 = 0x477f, MIN_Q = 0x3a80;  // bfloat16 bits: just below 65536, and 2^-10
 constexpr bool MAX_LOGITS = FP8_SLICES == 0;        // prefill has bfloat16 rows
-#ifndef UNROLLED_SCALES
-#define UNROLLED_SCALES 1
-#endif
 
 // The scores of a step: WARPS_M by WARPS_N warps, of M by N products of 16 heads and 8 keys; other warps have none.
 constexpr int M_TILES = HEADS / 16;
@@ -20,12 +17,14 @@ constexpr int WARPS_N = KEYS / 8 < WARPS / WARPS_M ? KEYS / 8 : WARPS / WARPS_M;
 constexpr int M = M_TILES / WARPS_M, N = KEYS / 8 / WARPS_N;
 static_assert(HEADS % 16 == 0 && KEYS % 16 == 0 && BLOCK % KEYS == 0 && STAGES >= 3, "sizes that the kernel is made for");
 
+// All where registers allow it.
+constexpr int UNROLLED_SCALES = M * N < 4 && (CTAS == 1 || SLICES_PER_SCALE == 1) ? 8 : 1;
+
 constexpr int Q_CHUNKS = LAYOUT::head_dim / 8;  // of 16 bytes
 // Rows of Q and P are a little longer, so that neighbours lie in other banks.
 constexpr int Q_STRIDE = 2 * LAYOUT::head_dim + 16;
 constexpr int P_STRIDE = 2 * KEYS + 16;
 
-// attention_kernels.py has the size of this.
 struct Shared {
     Ring ring;
     alignas(16) uint8 q[HEADS][Q_STRIDE];
@@ -34,6 +33,7 @@ struct Shared {
     float top[HEADS];
     float factor[HEADS];  // what the sums are to be multiplied by
 };
+static_assert(sizeof(Shared) == SHARED_BYTES, "attention_portable.py has another size");
 
 __device__ inline float quad_max(float v) {
     v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
@@ -108,7 +108,7 @@ struct Scores {
             if (FP8_SLICES == 0) continue;
             largest = __reduce_max_sync(~0u, max(largest & 0xffff, largest >> 16));
             // Zero is exact; what is small otherwise would lose its last bits.
-            if (largest > MAX_F16 || (largest && largest < MIN_Q)) problem.unsafe[tile] = 1;
+            if (largest > MAX_F16 || (largest && largest < MIN_Q)) shared.ring.unsafe[tile % 2] = 1;
         }
     }
 
@@ -200,7 +200,7 @@ struct Scores {
                 }
             }
         }
-        if (check != 0.0f || nan) problem.unsafe[tile] = 1;
+        if (check != 0.0f || nan) shared.ring.unsafe[tile % 2] = 1;
     }
 
     // ---- the softmax

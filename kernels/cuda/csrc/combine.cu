@@ -1,10 +1,13 @@
 // Puts the parts of cut tiles together. A warp has a line of each part: 64 values of four heads, eight a lane.
+//
+// Macros: TILE_HEADS (decode.cuh).
 #include "decode.cuh"
 #include "overlap.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 constexpr int AT_ONCE = 4;  // parts that are loaded together
+constexpr int LINES = HEADS / 4;  // of 64 values
 
 // A tile cut into the parts of shares first .. last - 1.
 struct CutTile {
@@ -36,7 +39,8 @@ __device__ inline CutTile cut_tile_at(const Problem& problem, int share) {
 }
 
 __device__ inline void combine(const Problem& problem, const CutTile& cut, int line) {
-    int lane = threadIdx.x % 32, value = line / 16 * 64 + lane / 4 * 8, row = line % 16 / 2 * 8 + lane % 4 * 2 + line % 2;
+    int lane = threadIdx.x % 32, value = line / LINES * 64 + lane / 4 * 8;
+    int row = line % LINES / 2 * 8 + lane % 4 * 2 + line % 2;
     TilePlace at(problem, cut.tile);
     int head = at.first_head + row;
 

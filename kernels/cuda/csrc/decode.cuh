@@ -48,7 +48,7 @@ struct Problem {
     const int* starts;   // [shares + 1][2]: tile and block at which each share begins; or null, see Share
     float* partial_out;  // [2 * shares][HEADS * V_DIM] of cut tiles, see partial_slot and partial_at
     float* partial_lse;  // [2 * shares][HEADS], base 2, -inf without keys
-    int* unsafe;         // [tiles]: set where the exact kernel must do a tile again
+    int* unsafe;         // [tiles]: set where the exact kernel must do a tile again; or null, see UNSAFE_BITS
     int batch, s_q, heads, groups;  // groups of HEADS heads
     int shares;
     int cut_blocks, cut_rest;  // without starts: blocks of a share, and how many shares have one more; or 0, see Start
@@ -56,6 +56,9 @@ struct Problem {
 
     __device__ int tiles() const { return batch * s_q * groups; }
 };
+
+// Without `unsafe`, what a fast kernel writes to max_logits of all heads of such a tile: a NaN that no arithmetic gives.
+[[maybe_unused]] constexpr uint32 UNSAFE_BITS = 0x7fc0dead;
 
 __device__ inline int blocks_of(int length) { return (length + BLOCK - 1) / BLOCK; }
 
@@ -150,6 +153,6 @@ __device__ inline int partial_slot(int share, bool from_start) { return 2 * shar
 [[maybe_unused]] constexpr int PLANE = 32;
 
 __device__ inline int partial_at(int head, int value) {
-    int octet = value / 8, line = octet / 8 * 16 + head / 8 * 2 + head % 2;
+    int octet = value / 8, line = octet / 8 * (HEADS / 4) + head / 8 * 2 + head % 2;
     return line * 2 * PLANE + octet % 8 * 4 + head / 2 % 4;
 }

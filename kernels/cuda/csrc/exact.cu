@@ -1,9 +1,9 @@
 // Attention in float64 of the tiles that a fast kernel marked as outside its range, or of all. Usually there are none.
 //
 // Problem::unsafe is 0 for most tiles, 1 for these. Each unit of such a tile that is done adds 2, and the last of them
-// leaves 0 for the next call: nothing else is written where all is well.
+// leaves 0 for the next call: nothing else is written where all is well. Without it UNSAFE_BITS tell.
 //
-// Macros: LAYOUT, ALIGNED.
+// Macros: LAYOUT, ALIGNED, TILE_HEADS (decode.cuh).
 #include "exact.cuh"
 #include "overlap.cuh"
 
@@ -25,17 +25,26 @@ template <class Wanted, class Do> __device__ inline void for_wanted(int count, W
     }
 }
 
+// Whether a fast kernel asks for a unit of a tile.
+__device__ inline bool is_unsafe(const Problem& problem, int tile, int unit) {
+    if (problem.unsafe) return problem.unsafe[tile];
+    TilePlace at(problem, tile);
+    int head = at.first_head + unit * UNIT;
+    return head < problem.heads &&
+           __float_as_uint(problem.max_logits[at.b * problem.max_stride_b + head * problem.max_stride_h]) == UNSAFE_BITS;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 attend_exactly_where_unsafe(const __grid_constant__ Problem problem, int everything) {
     __shared__ Shared shared;
     overlap_with_previous_kernel();
-    for_wanted(problem.tiles() * UNITS, [&](int item) { return everything || problem.unsafe[item / UNITS]; },
+    for_wanted(problem.tiles() * UNITS, [&](int item) { return everything || is_unsafe(problem, item / UNITS, item % UNITS); },
         [&](int item) {
             int tile = item / UNITS;
             TilePlace at(problem, tile);
             int head = at.first_head + item % UNITS * UNIT;
             if (head < problem.heads) attend_exactly(problem, at.b, at.s, head, shared);
-            if (!everything && threadIdx.x == 0 && atomicAdd(problem.unsafe + tile, 2) == 1 + 2 * (UNITS - 1))
+            if (!everything && problem.unsafe && threadIdx.x == 0 && atomicAdd(problem.unsafe + tile, 2) == 1 + 2 * (UNITS - 1))
                 problem.unsafe[tile] = 0;
         });
 }
