@@ -105,8 +105,10 @@ def flash_mla_with_kvcache(
     _check_ranks(q=q, k_cache=k_cache, extra_k_cache=extra_k_cache)
     if bool(is_fp8_kvcache) != (dlpack.borrow(k_cache, "k_cache").itemsize == 1):
         raise ValueError(f"is_fp8_kvcache: got {is_fp8_kvcache} with a k_cache of {k_cache.dtype}")
+    b, s_q, h_q, _ = q.shape
+    _, page_block_size, h_k, _ = k_cache.shape
     config = Config(
-        *q.shape[:3], *k_cache.shape[1:3], bool(causal), bool(is_fp8_kvcache), _width(indices),
+        b, s_q, h_q, page_block_size, h_k, bool(causal), bool(is_fp8_kvcache), _width(indices),
         None if extra_k_cache is None else extra_k_cache.shape[1], _width(extra_indices_in_kvcache),
     )  # fmt: skip
     _check_config(schedule, config)

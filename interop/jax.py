@@ -67,11 +67,12 @@ def _function_of(op: Op, names: tuple[str, ...], static: Static) -> Callable[...
 
     def run_on_device(context: Any, outputs: Any, *inputs: Any) -> None:
         stream = context.stream
-        inputs, outputs = ([borrow_in_callback(x, stream) for x in buffers] for buffers in (inputs, outputs))
-        results = outputs[len(written) :]
+        read = [borrow_in_callback(buffer, stream) for buffer in inputs]
+        wrote = [borrow_in_callback(buffer, stream) for buffer in outputs]
+        results = wrote[len(written) :]
         scratch = None if op.scratch is None else results.pop()
-        with streams.on(outputs[0].device.id, stream):
-            op.run(arguments_of(outputs, inputs), tuple(results), scratch)
+        with streams.on(wrote[0].device.id, stream):
+            op.run(arguments_of(wrote, read), tuple(results), scratch)
 
     def arguments_of(outputs: Any, inputs: Any) -> dict[str, Any]:
         arguments = {**dict(static), **dict(zip(names, inputs, strict=True))}

@@ -23,7 +23,7 @@ def callers(native: Any, framework: str, stream: Any = None) -> contextlib.Abstr
     stream     what the caller asked for, or None for the framework's current stream
     """
     if isinstance(native, np.ndarray):
-        return contextlib.nullcontext()
+        return NOTHING
     device = native.device.id
     return on(device, current(framework, device) if stream is None else handle_of(stream))
 
@@ -34,11 +34,11 @@ def on(device: int, handle: int | None) -> contextlib.AbstractContextManager[Any
     device  a CUDA device, or -1 for host memory: nothing to do
     """
     if device < 0:
-        return contextlib.nullcontext()
+        return NOTHING
     cupy = sys.modules["cupy"]
     same_device = cupy.cuda.runtime.getDevice() == device
     if same_device and (handle is None or handle == cupy.cuda.get_current_stream(device).ptr):
-        return contextlib.nullcontext()
+        return NOTHING
     contexts = contextlib.ExitStack()
     contexts.enter_context(cupy.cuda.Device(device))
     if handle is not None:
