@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .compile import kernel
-from .launch import C_NAMES, int32, strides
+from .launch import C_NAMES, strides
 
 THREADS = 128
 
@@ -32,10 +32,10 @@ def advance_step(
         (-(-num_seqs // THREADS),),
         (THREADS,),
         (
-            int32(num_seqs), int32(num_queries), int32(block_size),
+            num_seqs, num_queries, block_size,
             input_tokens, *strides(input_tokens), sampled_token_ids, *strides(sampled_token_ids),
             input_positions, *strides(input_positions), seq_lens, *strides(seq_lens),
-            slot_mapping, *strides(slot_mapping), block_tables, strides(block_tables)[0], int32(block_tables.shape[1]),
+            slot_mapping, *strides(slot_mapping), block_tables, strides(block_tables)[0], block_tables.shape[1],
         ),
         overlap=True,
     )  # fmt: skip

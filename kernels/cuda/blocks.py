@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .compile import kernel
-from .launch import C_NAMES, int32, strides, unit
+from .launch import C_NAMES, strides, unit
 
 THREADS = 256  # as in copy_blocks.cu
 CHUNK = 4 * THREADS  # units a thread block copies
@@ -23,7 +23,7 @@ def copy_blocks(src: Any, dst: Any, src_to_dst: Any) -> None:
         (THREADS,),
         (
             src, src.strides[0], len(src), dst, dst.strides[0], len(dst),
-            src_to_dst, *strides(src_to_dst), page_units, int32(chunks),
+            src_to_dst, *strides(src_to_dst), page_units, chunks,
         ),
         overlap=True,
     )  # fmt: skip

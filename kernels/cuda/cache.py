@@ -6,11 +6,12 @@ from typing import Any
 
 from ..segments import Pages
 from .compile import kernel
-from .launch import C_NAMES, MAX_BLOCKS, int32, is_aligned, pointer, strides
+from .launch import C_NAMES, MAX_BLOCKS, is_aligned, pointer, strides
 
 WARPS = 4  # of a thread block
 MAX_GRID_Y = 65_535
-MANY_ROWS = 4_096  # to gather: from here on there are warps enough to take more rows each
+TOKENS = 2  # that a warp gathers: see NOTES.md
+STREAMED_ROWS = 8_192  # gathered: more would push each other out of L2
 INDEXER_ROWS = 4 * WARPS  # of a thread block, as in indexer_gather.cu
 
 
@@ -36,8 +37,8 @@ def insert(
         (-(-num_tokens // WARPS),),
         (32 * WARPS,),
         (
-            k, strides(k)[0], rope, rope_stride, slot_mapping, int32(num_tokens),
-            pages.bytes, pages.bytes.strides[0], pages.num_slots, int32(pages.block_size),
+            k, strides(k)[0], rope, rope_stride, slot_mapping, num_tokens,
+            pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size,
         ),
         overlap=True,
     )  # fmt: skip
@@ -49,24 +50,24 @@ def dequantize_and_gather_k_cache(
     requests, num_rows = out.shape[0], out.shape[1] - offset
     if num_rows == 0:
         return
-    tokens_per_warp = 2 if requests * num_rows < MANY_ROWS else 4
     gather = kernel(
         "cache_gather.cu",
         "dequantize_and_gather_k_cache",
         LAYOUT=pages.layout.name,
         OUTPUT=C_NAMES[out.dtype.name],
-        TOKENS=tokens_per_warp,
+        TOKENS=TOKENS,
         ALIGNED=int(is_aligned(out, pages.bytes)),
+        STREAM=int(requests * num_rows >= STREAMED_ROWS),
     )
     request_stride, token_stride, _ = strides(out)
     gather(
-        (-(-num_rows // (WARPS * tokens_per_warp)), min(requests, MAX_GRID_Y)),
+        (-(-num_rows // (WARPS * TOKENS)), min(requests, MAX_GRID_Y)),
         (32 * WARPS,),
         (
-            out.data.ptr + offset * out.strides[1], request_stride, token_stride, int32(num_rows),
-            pages.bytes, pages.bytes.strides[0], pages.num_slots, int32(pages.block_size),
-            seq_lens, pointer(gather_lens), block_table, strides(block_table)[0], int32(requests),
-            int32(block_table.shape[1]),
+            out.data.ptr + offset * out.strides[1], request_stride, token_stride, num_rows,
+            pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size,
+            seq_lens, pointer(gather_lens), block_table, strides(block_table)[0], requests,
+            block_table.shape[1],
         ),
         overlap=True,
     )  # fmt: skip
@@ -85,9 +86,9 @@ def cp_gather_indexer_k_quant_cache(
         (min(-(-num_rows // INDEXER_ROWS), MAX_BLOCKS),),
         (32 * WARPS,),
         (
-            pages.bytes, pages.bytes.strides[0], pages.num_slots, int32(pages.block_size),
-            dst_k, dst_k.strides[0], dst_scale, dst_scale.strides[0], int32(num_rows),
-            block_table, strides(block_table)[0], int32(block_table.shape[1]), cu_seq_lens, int32(len(block_table)),
+            pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size,
+            dst_k, dst_k.strides[0], dst_scale, dst_scale.strides[0], num_rows,
+            block_table, strides(block_table)[0], block_table.shape[1], cu_seq_lens, len(block_table),
         ),
         overlap=True,
     )  # fmt: skip

@@ -5,29 +5,27 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from numpy import uint32
-
 from .compile import kernel
-from .launch import int32, is_aligned, pointer, strides
+from .launch import is_aligned, pointer, strides
 
 TOKENS = 2  # of a thread block: a warp each, as in indices.cu
 
 
 def launch(name: str, num_tokens: int, aligned: bool, arguments: tuple[Any, ...]) -> None:
     run = kernel("indices.cu", name, ALIGNED=int(aligned))
-    run((-(-num_tokens // TOKENS),), (32 * TOKENS,), (int32(num_tokens), *arguments), overlap=True)
+    run((-(-num_tokens // TOKENS),), (32 * TOKENS,), (num_tokens, *arguments), overlap=True)
 
 
 @functools.cache
-def division(block_size: int) -> tuple[Any, Any, Any]:
+def division(block_size: int) -> tuple[int, int, int]:
     """A block size, and the multiplier and shift by which `BlockSize` of pages.cuh divides by it."""
     log = (block_size - 1).bit_length()
-    return int32(block_size), uint32(-(-(2 ** (31 + log)) // block_size)), int32(log)
+    return block_size, -(-(2 ** (31 + log)) // block_size), log
 
 
 def table_arguments(block_table: Any) -> tuple[Any, ...]:
     rows, columns = block_table.shape
-    return block_table, strides(block_table)[0], int32(rows), int32(columns)
+    return block_table, strides(block_table)[0], rows, columns
 
 
 def compute_swa_indices_and_lens(
@@ -45,8 +43,8 @@ def compute_swa_indices_and_lens(
     launch(
         "compute_swa_indices_and_lens", len(swa_lens), window_size % 4 == 0 and is_aligned(swa_indices),
         (
-            query_start_loc, seq_lens, int32(len(seq_lens)), token_to_req_indices, is_valid_token,
-            *table_arguments(block_table), *division(block_size), int32(window_size), int32(token_offset),
+            query_start_loc, seq_lens, len(seq_lens), token_to_req_indices, is_valid_token,
+            *table_arguments(block_table), *division(block_size), window_size, token_offset,
             swa_indices, strides(swa_indices)[0], swa_lens,
         ),
     )  # fmt: skip
@@ -67,7 +65,7 @@ def compute_global_topk_indices_and_lens(
     launch(
         name, tokens, not compact and topk % 4 == 0 and is_aligned(topk_indices, global_topk_indices),
         (
-            topk_indices, strides(topk_indices)[0], int32(topk), token_to_req_indices, *table_arguments(block_table),
+            topk_indices, strides(topk_indices)[0], topk, token_to_req_indices, *table_arguments(block_table),
             *division(block_size), is_valid_token, global_topk_indices, strides(global_topk_indices)[0], topk_lens,
         ),
     )  # fmt: skip
@@ -89,9 +87,9 @@ def combine_topk_swa_indices(
     launch(
         "combine_topk_swa_indices", len(combined_lens), topk % 4 == 0 and is_aligned(topk_indices, combined_indices),
         (
-            topk_indices, strides(topk_indices)[0], query_start_loc, seq_lens, int32(len(seq_lens)), gather_lens,
-            int32(window_size), int32(compress_ratio), int32(topk), int32(row_stride), int32(swa_start),
-            combined_indices, strides(combined_indices)[0], int32(combined_indices.shape[1]), combined_lens,
+            topk_indices, strides(topk_indices)[0], query_start_loc, seq_lens, len(seq_lens), gather_lens,
+            window_size, compress_ratio, topk, row_stride, swa_start,
+            combined_indices, strides(combined_indices)[0], combined_indices.shape[1], combined_lens,
         ),
     )  # fmt: skip
 
@@ -125,21 +123,21 @@ def build_flashinfer_mixed_sparse_indices(
         decode_compressed = decode_compressed_indices.data.ptr, strides(decode_compressed_indices)[0]
         decode_topk = decode_compressed_indices.shape[1]
         rows.append(decode_compressed_indices)
-    compressed_table = (*no_array, int32(0), int32(0))
+    compressed_table = (*no_array, 0, 0)
     if compressed_block_table is not None:
         compressed_table = table_arguments(compressed_block_table)
     launch(
         "build_flashinfer_mixed_sparse_indices", len(sparse_topk_lens),
         (window_size | topk | decode_topk) % 4 == 0 and is_aligned(*rows),
         (
-            decode_swa_indices, strides(decode_swa_indices)[0], int32(len(decode_swa_indices)),
-            *decode_compressed, int32(decode_topk), pointer(decode_compressed_topk_lens),
+            decode_swa_indices, strides(decode_swa_indices)[0], len(decode_swa_indices),
+            *decode_compressed, decode_topk, pointer(decode_compressed_topk_lens),
             prefill_topk_indices, strides(prefill_topk_indices)[0],
-            query_start_loc, seq_lens, int32(len(seq_lens)), token_to_req_indices,
+            query_start_loc, seq_lens, len(seq_lens), token_to_req_indices,
             *table_arguments(swa_block_table), *division(swa_block_size),
             *compressed_table, *division(compressed_block_size),
-            int32(window_size), int32(compress_ratio), int32(topk), int32(decode_compressed_indices_are_local),
-            pointer(decode_is_valid_token), int32(swa_block_span), int32(compressed_block_span),
-            sparse_indices, strides(sparse_indices)[0], int32(sparse_indices.shape[1]), sparse_topk_lens,
+            window_size, compress_ratio, topk, decode_compressed_indices_are_local,
+            pointer(decode_is_valid_token), swa_block_span, compressed_block_span,
+            sparse_indices, strides(sparse_indices)[0], sparse_indices.shape[1], sparse_topk_lens,
         ),
     )  # fmt: skip

@@ -9,7 +9,7 @@ from numpy import float32, generic
 from ..segments import Pages
 from .cache import WARPS, insert
 from .compile import kernel
-from .launch import C_NAMES, MAX_BLOCKS, int32, is_aligned, strides, unit
+from .launch import C_NAMES, MAX_BLOCKS, is_aligned, strides, unit
 
 
 def scale_arguments(scale: Any | None) -> tuple[Any, ...]:
@@ -37,8 +37,8 @@ def concat_and_cache_mla(kv_c: Any, k_pe: Any, pages: Pages, slot_mapping: Any, 
         (-(-len(slot_mapping) // WARPS),),
         (32 * WARPS,),
         (
-            kv_c, strides(kv_c)[0], k_pe, strides(k_pe)[0], slot_mapping, int32(len(slot_mapping)),
-            pages.bytes, pages.bytes.strides[0], pages.num_slots, int32(pages.block_size), *scale_arguments(scale),
+            kv_c, strides(kv_c)[0], k_pe, strides(k_pe)[0], slot_mapping, len(slot_mapping),
+            pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size, *scale_arguments(scale),
         ),
         overlap=True,
     )  # fmt: skip
@@ -58,9 +58,9 @@ def gather_cache(
         (min(-(-num_rows // WARPS), MAX_BLOCKS),),
         (32 * WARPS,),
         (
-            pages.bytes, pages.bytes.strides[0], pages.num_slots, int32(pages.block_size), int32(row_bytes),
-            dst, dst.strides[0], int32(num_rows), block_table, strides(block_table)[0], int32(block_table.shape[1]),
-            cu_seq_lens, int32(len(block_table)), *starts, *scale_arguments(scale),
+            pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size, row_bytes,
+            dst, dst.strides[0], num_rows, block_table, strides(block_table)[0], block_table.shape[1],
+            cu_seq_lens, len(block_table), *starts, *scale_arguments(scale),
         ),
         overlap=True,
     )  # fmt: skip

@@ -4,7 +4,7 @@
 // hold 8 neighbouring values of every row in each round, so that a row is written in contiguous 512-byte pieces. A row
 // waits for its length, its block number and its bytes, one after another, which is why a warp takes several.
 //
-// Macros: LAYOUT, OUTPUT (bf16, f16 or float), TOKENS, ALIGNED.
+// Macros: LAYOUT, OUTPUT (bf16, f16 or float), TOKENS, ALIGNED, STREAM.
 #include "overlap.cuh"
 #include "pages.cuh"
 #include "vectors.cuh"

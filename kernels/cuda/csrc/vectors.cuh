@@ -1,6 +1,7 @@
 // Eight values at a time between global memory and registers.
 //
 // ALIGNED says whether 16-byte accesses are allowed; without it every access is a single element or byte.
+// STREAM says that neither what is read nor what is written is wanted again soon: evicted first.
 // Aligned accesses are written in PTX because the compiler takes some wide stores apart, four for one; they keep their
 // order. What is read must not be written by the same kernel.
 #pragma once
@@ -9,11 +10,16 @@
 #ifndef ALIGNED
 #define ALIGNED 1
 #endif
+#if STREAM
+#define EVICTION ".cs"
+#else
+#define EVICTION ""
+#endif
 
 __device__ inline uint4 load16(const void* p) {
 #if ALIGNED
     uint4 x;
-    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global" EVICTION ".nc.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
                  : "l"(p));
     return x;
@@ -27,7 +33,7 @@ __device__ inline uint4 load16(const void* p) {
 __device__ inline uint2 load8(const void* p) {
 #if ALIGNED
     uint2 x;
-    asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
+    asm volatile("ld.global" EVICTION ".nc.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
     return x;
 #else
     uint32 words[2] = {};
@@ -52,7 +58,7 @@ __device__ inline void store_bytes(uint8* p, const uint32* words, int count) {
 
 __device__ inline void store16(void* p, uint4 x) {
 #if ALIGNED
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+    asm volatile("st.global" EVICTION ".v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 #else
     uint32 words[4] = {x.x, x.y, x.z, x.w};
     store_bytes(static_cast<uint8*>(p), words, 16);
@@ -61,7 +67,7 @@ __device__ inline void store16(void* p, uint4 x) {
 
 __device__ inline void store8(void* p, uint2 x) {
 #if ALIGNED
-    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(x.x), "r"(x.y) : "memory");
+    asm volatile("st.global" EVICTION ".v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(x.x), "r"(x.y) : "memory");
 #else
     uint32 words[2] = {x.x, x.y};
     store_bytes(static_cast<uint8*>(p), words, 8);
