@@ -12,7 +12,6 @@ NumPy, CuPy, torch and JAX arrays take a direct way; everything else speaks DLPa
 from __future__ import annotations
 
 import collections
-import ctypes
 import functools
 import math
 import sys
@@ -22,10 +21,9 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 
-from . import streams
+from . import capsule, streams
 
 KDL_CPU, KDL_CUDA, KDL_CUDA_HOST, KDL_CUDA_MANAGED = 1, 2, 3, 13
-READ_ONLY_FLAG = 1
 LEGACY_STREAM = 1  # the default stream, whose handle is 0, which DLPack reserves
 
 # (DLPack type code, bits) -> dtype of the borrowed array
@@ -195,47 +193,7 @@ _BORROW: dict[str, Callable[[Any, str, int | None], tuple[Any, bool]]] = {
 }
 
 
-class _DLTensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-class _ManagedTensorVersioned(ctypes.Structure):
-    """What a "dltensor_versioned" capsule points to; a plain "dltensor" capsule starts with the tensor."""
-
-    _fields_ = (
-        ("major", ctypes.c_uint32),
-        ("minor", ctypes.c_uint32),
-        ("manager", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-        ("flags", ctypes.c_uint64),
-        ("tensor", _DLTensor),
-    )
-
-
-_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_capsule_pointer.restype = ctypes.c_void_p
-_capsule_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
-_capsule_name = ctypes.pythonapi.PyCapsule_GetName
-_capsule_name.restype = ctypes.c_char_p
-_capsule_name.argtypes = (ctypes.py_object,)
-
-
 def _borrow_dlpack(array: Any, name: str, stream: int | None = None) -> tuple[Any, bool]:
-    """Read the capsule ourselves: NumPy and CuPy refuse types that they could carry as bytes.
-
-    The capsule is never marked as used, so its own destructor frees the tensor once we let go of it.
-    """
     device_type, device_id = (int(x) for x in array.__dlpack_device__())
     on_device = device_type == KDL_CUDA
     if device_type not in (KDL_CPU, KDL_CUDA):
@@ -243,10 +201,10 @@ def _borrow_dlpack(array: Any, name: str, stream: int | None = None) -> tuple[An
         raise ValueError(f"{name}: got an array in {what} memory, expected plain CPU or CUDA device memory")
     user = {"stream": _user_stream(stream)} if on_device else {}
     try:
-        capsule = array.__dlpack__(**user, max_version=(1, 1))
+        held = array.__dlpack__(**user, max_version=(1, 1))
     except TypeError:
-        capsule = array.__dlpack__(**user)
-    tensor, read_only = _read_capsule(capsule, name)
+        held = array.__dlpack__(**user)
+    tensor, read_only = capsule.read(held, name)
     dtype = DLPACK_TYPES.get((tensor.code, tensor.bits))
     if dtype is None or tensor.lanes != 1:
         raise TypeError(
@@ -260,24 +218,12 @@ def _borrow_dlpack(array: Any, name: str, stream: int | None = None) -> tuple[An
         strides = _row_major(shape, dtype.itemsize)
     address = (tensor.data or 0) + tensor.byte_offset
     if on_device:
-        owner = _UntilDone((array, capsule), device_id, user["stream"])
+        owner = _UntilDone((array, held), device_id, user["stream"])
         return _over_device_memory(address, shape, strides, dtype, device_id, owner), read_only
     if 0 in shape:
         return np.empty(shape, dtype), read_only
-    holder = _HostMemory(address, shape, strides, dtype, read_only, (array, capsule))
+    holder = _HostMemory(address, shape, strides, dtype, read_only, (array, held))
     return np.asarray(holder).view(dtype), read_only
-
-
-def _read_capsule(capsule: Any, name: str) -> tuple[_DLTensor, bool]:
-    """What a capsule of either kind says, and whether it is read-only."""
-    kind = _capsule_name(capsule)
-    pointer = _capsule_pointer(capsule, kind)
-    if kind != b"dltensor_versioned":
-        return _DLTensor.from_address(pointer), False
-    managed = _ManagedTensorVersioned.from_address(pointer)
-    if managed.major != 1:
-        raise ValueError(f"{name}: got DLPack version {managed.major}.{managed.minor}, expected 1.x")
-    return managed.tensor, bool(managed.flags & READ_ONLY_FLAG)
 
 
 def borrow_in_callback(buffer: Any, stream: int) -> Any:
@@ -288,7 +234,8 @@ def borrow_in_callback(buffer: Any, stream: int) -> Any:
     device_type, device = buffer.__dlpack_device__()
     if device_type == KDL_CPU:
         return borrow(buffer)
-    tensor, _ = _read_capsule(buffer.__dlpack__(stream=stream, max_version=(1, 1)), "buffer")
+    held = buffer.__dlpack__(stream=stream, max_version=(1, 1))
+    tensor, _ = capsule.read(held, "buffer")
     return _row_major_at((tensor.data or 0) + tensor.byte_offset, buffer.shape, buffer.dtype, device)
 
 

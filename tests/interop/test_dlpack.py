@@ -1,5 +1,6 @@
 """Arrays of every framework go in and come back as they are: same memory, same values, or a clear error."""
 
+import ctypes
 import gc
 import pathlib
 import weakref
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.interop import dlpack
+from cumla.interop import capsule, dlpack
 from support import pairs
 from support.lab import BF16
 
@@ -189,6 +190,23 @@ def test_types_without_a_counterpart():
     wrapped = pairs.VersionedProducer(torch.zeros(3, dtype=torch.complex64))
     with pytest.raises(TypeError, match="q: got DLPack type code 5, 64 bits, 1 lanes, which has no counterpart"):
         dlpack.borrow(wrapped, "q")
+
+
+def test_a_capsule_of_a_later_dlpack():
+    """Of which nothing but the version may be read."""
+    tensor = capsule.ManagedTensorVersioned(major=2, minor=1)
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+
+    class Later:
+        def __dlpack_device__(self):
+            return 1, 0
+
+        def __dlpack__(self, *, max_version):
+            return new(ctypes.addressof(tensor), b"dltensor_versioned", None)
+
+    with pytest.raises(ValueError, match=r"q: got DLPack version 2.1, expected 1.x"):
+        dlpack.borrow(Later(), "q")
 
 
 def test_jax_tracers_are_told_where_to_go():
