@@ -100,8 +100,8 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument(
         "--layers", default=",".join(LAYER_RATIOS), metavar="TYPES",
-        help="comma list of swa (attends to a window), c4a (to a selection of compressed rows of 4 tokens too) and "
-        "c128a (to all compressed rows of 128 tokens too); default: all three",
+        help="comma list of swa (attends to a window), c4a (to a selection of compressed rows of 4 tokens too), "
+        "c128a (to all compressed rows of 128 tokens too) and mla (dense: to all tokens); default: the first three",
     )  # fmt: skip
     model.add_argument("--heads", type=AtLeast(1, MAX_HEADS), metavar="N", help=f"query heads {_default('heads')}")
     model.add_argument("--window", type=AtLeast(1), default=128, metavar="TOKENS", help="default: 128")

@@ -31,6 +31,7 @@ class Bound:
 EQUAL = Bound()
 DECODE = (Bound(1e-3, 2.01 / 128, 5e-6), Bound(1e-6, 8.01 / 65536))
 PREFILL = (Bound(8e-4, 3.01 / 128, 7e-6), Bound(1e-6, 2.01 / 65536), Bound(1e-6, 2.01 / 65536))
+DENSE_PREFILL = (Bound(8e-4, 3.01 / 128, 7e-6), Bound(1e-6, 2.01 / 65536))
 MERGE = (Bound(1e-6, 1e-5), Bound(1e-6, 1e-5))
 
 
@@ -49,6 +50,10 @@ class Bench:
         """Heavy-tailed values."""
         values = self.rng.standard_normal(shape) * np.exp(self.rng.standard_normal(shape) / 2)
         return self.put(values.astype(dtype))
+
+    def small(self, *shape: int) -> Any:
+        """Values of the size that the bounds of attention are for."""
+        return self.put(0.1 * self.rng.standard_normal(shape), BFLOAT16)
 
     def indices(self, end: int, *shape: int) -> Any:
         """int32 from -2 to end, absent ones included."""
@@ -256,6 +261,36 @@ def _merge(bench: Bench) -> Sequence[Any]:
     return out, lse
 
 
+def _mha(causal: bool) -> Callable[[Bench], Sequence[Any]]:
+    def run(bench: Bench) -> Sequence[Any]:
+        q_lens, k_lens = (3, 0, 70, 5), (9, 4, 130, 2)
+        q, kv, k_pe = (
+            bench.normal(sum(q_lens), HEADS, 192), bench.small(sum(k_lens), HEADS, 256), bench.small(sum(k_lens), 64)
+        )  # fmt: skip
+        starts = [bench.put(np.concatenate([[0], np.cumsum(lens)]), np.int32) for lens in (q_lens, k_lens)]
+        out, lse = cumla.mha_varlen(
+            q, kv[..., :128], kv[..., 128:], *starts, k_pe=k_pe, softmax_scale=0.3, causal=causal, backend=bench.backend
+        )
+        return out, lse
+
+    return run
+
+
+def _dense_decode(fp8: bool) -> Callable[[Bench], Sequence[Any]]:
+    def run(bench: Bench) -> Sequence[Any]:
+        shape = (NUM_BLOCKS, BLOCK, MLA_BF16.head_dim)
+        cache = bench.put(bench.rng.integers(0, 0x70, shape), np.uint8) if fp8 else bench.small(*shape)
+        table = bench.indices(NUM_BLOCKS, 3, 4)
+        lens = bench.put([20, 0, 7], np.int32)
+        out, lse = cumla.dense_mla_decode(
+            bench.normal(3, 2, HEADS, MLA_BF16.head_dim), cache, table, lens, scale=2.0**-10 if fp8 else None,
+            softmax_scale=0.2, backend=bench.backend,
+        )  # fmt: skip
+        return out, lse
+
+    return run
+
+
 CASES = (
     Case("quantize_and_insert_k_cache", "DSV4_FP8", "cache", (EQUAL,), _insert(DSV4_FP8)),
     Case("quantize_and_insert_k_cache", "V32_FP8", "cache", (EQUAL,), _insert(V32_FP8)),
@@ -281,5 +316,9 @@ CASES = (
     Case("sparse_mla_decode", "MLA_BF16", "attention", DECODE, _decode(MLA_BF16, False)),
     Case("sparse_mla_prefill", "512", "attention", PREFILL, _prefill(512)),
     Case("sparse_mla_prefill", "576", "attention", PREFILL, _prefill(576)),
+    Case("mha_varlen", "causal", "dense_attention", DENSE_PREFILL, _mha(True)),
+    Case("mha_varlen", "not causal", "dense_attention", DENSE_PREFILL, _mha(False)),
+    Case("dense_mla_decode", "bfloat16", "dense_attention", DECODE, _dense_decode(False)),
+    Case("dense_mla_decode", "e4m3, one scale", "dense_attention", DECODE, _dense_decode(True)),
     Case("merge_attn_states", "float32", "attention", MERGE, _merge),
 )

@@ -10,6 +10,7 @@ In the order in which data flows:
     activations  the rows that stand in for a model's: a function of seed, layer and token
     topk         which compressed rows a token selects at ratio 4
     layers       the attention layers, their caches and inputs
+    dense        the same for dense layers, with what verifies them
     engine       the loop: metadata once, then every layer
     traffic      bytes that each op has to move
     verify       a sample of each step against float64

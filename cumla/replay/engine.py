@@ -13,6 +13,7 @@ from ..metadata import DeepseekSparseSWAMetadataBuilder, ServingConfig
 from .activations import HEAD_DIM
 from .batch import SWA_BLOCK, StepBatch, completed_groups, make_batch
 from .blocks import BLOCK_TOKENS, BlockPool
+from .dense import DENSE, DenseLayer, DenseMetadata, dense_bytes_moved
 from .device import Stopwatch
 from .layers import Layer
 from .options import MAX_RUNNING, ReplayOptions
@@ -40,6 +41,10 @@ class StepRecord:
     bytes: dict[tuple[str, str], int]
     samples: list[Sample]
 
+    def add_bytes(self, layer: str, moved: dict[str, int]) -> None:
+        for op, count in moved.items():
+            self.bytes[layer, op] = self.bytes.get((layer, op), 0) + count
+
 
 class Engine:
     """Replays requests. `steps` runs them; the scheduler and the layers are open to look at in between."""
@@ -49,19 +54,23 @@ class Engine:
         self.xp = array_module(options.backend)
         self.pool = BlockPool(options.num_blocks)
         self.scheduler = Scheduler(requests, self.pool, options.batch_tokens, MAX_RUNNING)
-        self.layers = [Layer(index, name, options) for index, name in enumerate(options.layers)]
+        self.layers = [
+            (DenseLayer if name == DENSE else Layer)(index, name, options) for index, name in enumerate(options.layers)
+        ]
         self.verifier = Verifier(options) if verify else None
+        longest = max(request.total_length for request in requests)
         config = ServingConfig(
             window_size=options.window,
-            compress_ratios=tuple(layer.ratio for layer in self.layers),
+            compress_ratios=tuple(layer.ratio for layer in self._sparse) or (1,),
             block_size=SWA_BLOCK,
             compressed_block_size=BLOCK_TOKENS,
             index_topk=options.topk,
             num_heads=options.heads,
             max_num_batched_tokens=options.batch_tokens,
             max_num_seqs=MAX_RUNNING,
-            max_model_len=max(request.total_length for request in requests),
+            max_model_len=longest,
         )
+        self._dense_metadata = DenseMetadata(options, longest) if DENSE in options.layers else None
         self._builder = DeepseekSparseSWAMetadataBuilder(config, backend=options.backend)
         shape = (options.batch_tokens, options.heads, HEAD_DIM)
         self._q, self._out = self.xp.empty(shape, BFLOAT16), self.xp.empty(shape, BFLOAT16)
@@ -78,7 +87,7 @@ class Engine:
             step += 1
 
     def _run(self, step: int, batch: StepBatch) -> StepRecord:
-        options, scheduler = self.options, self.scheduler
+        scheduler = self.scheduler
         record = StepRecord(
             step=step,
             clock_ms=scheduler.clock_ms,
@@ -92,12 +101,25 @@ class Engine:
             bytes={},
             samples=[],
         )
+        self._run_sparse(step, batch, record)
+        self._run_dense(step, batch, record)
+        record.seconds.update(self._stopwatch.collect())
+        return record
+
+    @property
+    def _sparse(self) -> list[Layer]:
+        return [layer for layer in self.layers if isinstance(layer, Layer)]
+
+    def _run_sparse(self, step: int, batch: StepBatch, record: StepRecord) -> None:
+        options, layers = self.options, self._sparse
+        if not layers:
+            return
         with self._stopwatch.queued(), self._stopwatch.measure((STEP, "metadata")):
             metadata = self._builder.build(0, batch.common, c128a_block_table=batch.block_table)
-        ratios = {layer.ratio for layer in self.layers if layer.ratio > 1}
+        ratios = {layer.ratio for layer in layers if layer.ratio > 1}
         groups = {ratio: completed_groups(batch, ratio) for ratio in ratios}
         q, out = self._q[: batch.num_tokens], self._out[: batch.num_tokens]
-        for layer in self.layers:
+        for layer in layers:
             completed = groups.get(layer.ratio)
             inputs = layer.inputs(batch, completed, q, self._stopwatch)
             with self._stopwatch.queued():
@@ -106,13 +128,26 @@ class Engine:
                     observe=functools.partial(self._observe, layer.name),
                 )  # fmt: skip
             moved = bytes_moved(batch, layer.ratio, options.heads, options.window, options.topk, completed)
-            for op, count in moved.items():
-                record.bytes[layer.name, op] = record.bytes.get((layer.name, op), 0) + count
+            record.add_bytes(layer.name, moved)
             if self.verifier is not None:
                 with self._stopwatch.measure((STEP, "verify")):
                     record.samples.extend(self.verifier.check(step, layer, batch, inputs, q, out))
-        record.seconds.update(self._stopwatch.collect())
-        return record
+
+    def _run_dense(self, step: int, batch: StepBatch, record: StepRecord) -> None:
+        if self._dense_metadata is None:
+            return
+        with self._stopwatch.measure((STEP, "metadata")):
+            metadata = self._dense_metadata.build(batch)
+        for layer in self.layers:
+            if not isinstance(layer, DenseLayer):
+                continue
+            inputs = layer.inputs(batch, self._stopwatch)
+            out = layer.step(inputs, metadata, functools.partial(self._observe, layer.name))
+            record.add_bytes(layer.name, dense_bytes_moved(batch, layer.heads))
+            if self.verifier is not None:
+                with self._stopwatch.measure((STEP, "verify")):
+                    for kind, token in self.verifier.pick(step, layer.index, batch):
+                        record.samples.append(layer.check(step, batch, inputs, out, kind, token))
 
     def _observe(self, layer: str, op: str) -> AbstractContextManager[None]:
         return self._stopwatch.measure((layer, op))

@@ -10,8 +10,10 @@ from .blocks import BLOCK_TOKENS
 from .errors import InputError
 from .trace import INT32_MAX, TraceRequest
 
-LAYER_RATIOS = {"swa": 1, "c4a": 4, "c128a": 128}
-KERNELS = ("step", "cache", "indices", "attention")  # files of kernels that a replay calls
+LAYER_RATIOS = {"swa": 1, "c4a": 4, "c128a": 128}  # of sparse layers
+LAYER_TYPES = (*LAYER_RATIOS, "mla")
+# Files of kernels that a replay calls.
+KERNELS = ("step", "cache", "indices", "attention", "mla_cache", "dense_attention", "projection")
 MAX_RUNNING = 256  # requests in a step
 
 
@@ -70,8 +72,8 @@ def parse_layers(text: str) -> tuple[str, ...]:
     """Layer types out of a comma list. Raises InputError."""
     layers = tuple(name.strip() for name in text.split(","))
     for name in layers:
-        if name not in LAYER_RATIOS:
-            raise InputError(f"--layers: got {name!r}, expected a comma list of {', '.join(LAYER_RATIOS)}")
+        if name not in LAYER_TYPES:
+            raise InputError(f"--layers: got {name!r}, expected a comma list of {', '.join(LAYER_TYPES)}")
     return layers
 
 

@@ -97,15 +97,16 @@ class Verifier:
         q    [num_tokens, h, 512] bfloat16
         out  [num_tokens, h, 512] bfloat16
         """
-        if (step - layer.index) % self._turns:
+        picked = self.pick(step, layer.index, batch)
+        return [self._check_token(step, layer, batch, inputs, q, out, kind, token) for kind, token in picked]
+
+    def pick(self, step: int, layer_index: int, batch: StepBatch) -> list[tuple[str, int]]:
+        """Kind and place of the tokens to check in a layer, none if it is another layer's turn."""
+        if (step - layer_index) % self._turns:
             return []
         rng = np.random.default_rng([self.options.seed, step])
         kinds = (("decode", 0, batch.num_decodes), ("prefill", batch.num_decodes, batch.num_tokens))
-        return [
-            self._check_token(step, layer, batch, inputs, q, out, kind, int(rng.integers(first, end)))
-            for kind, first, end in kinds
-            if first < end
-        ]
+        return [(kind, int(rng.integers(first, end))) for kind, first, end in kinds if first < end]
 
     def _check_token(
         self,
@@ -135,20 +136,7 @@ class Verifier:
         sink = to_host(layer.activations.attn_sink)
         exact, _, _ = attend(query, np.concatenate(cached), sink, HEAD_DIM**-0.5)
         unquantised, _, _ = attend(query, np.concatenate(original), sink, HEAD_DIM**-0.5)
-        absolute, relative, _ = EXACT_BOUNDS[kind]
-        error = np.abs(got - exact)
-        return Sample(
-            step=step,
-            layer=layer.name,
-            request=sequence.index,
-            position=position,
-            kind=kind,
-            max_error=float(error.max()),
-            bound_share=float((error / (absolute + relative * np.abs(exact))).max()),
-            cosine=cosine_distance(got, exact),
-            fp8_rms=float(np.sqrt(((got - unquantised) ** 2).mean() / (unquantised**2).mean())),
-            fp8_cosine=cosine_distance(got, unquantised),
-        )
+        return measured(step, layer.name, sequence.index, position, kind, got, exact, unquantised)
 
     def _window_rows(self, layer: Layer, sequence: Sequence, positions: np.ndarray) -> np.ndarray:
         rows = layer.activations.k_rows(sequence.token_keys[positions])
@@ -172,6 +160,33 @@ class Verifier:
             known.update((names[i], row) for i, row in zip(missing, turned, strict=True))
         values = np.array([known[name] for name in names], dtype=BFLOAT16)
         return values.reshape(-1, HEAD_DIM).astype(np.float64)
+
+
+def measured(
+    step: int,
+    layer: str,
+    request: int,
+    position: int,
+    kind: str,
+    got: np.ndarray,
+    exact: np.ndarray,
+    before: np.ndarray,
+) -> Sample:
+    """The sample of a token's out, given what it is over the rows in the cache and over the rows before."""
+    absolute, relative, _ = EXACT_BOUNDS[kind]
+    error = np.abs(got - exact)
+    return Sample(
+        step=step,
+        layer=layer,
+        request=request,
+        position=position,
+        kind=kind,
+        max_error=float(error.max()),
+        bound_share=float((error / (absolute + relative * np.abs(exact))).max()),
+        cosine=cosine_distance(got, exact),
+        fp8_rms=float(np.sqrt(((got - before) ** 2).mean() / (before**2).mean())),
+        fp8_cosine=cosine_distance(got, before),
+    )
 
 
 def cached_rows(cache: Any, slots: np.ndarray, xp: Any) -> np.ndarray:

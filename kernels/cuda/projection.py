@@ -85,11 +85,11 @@ def cublas_library(handle: int) -> Any:
     from cupy.cuda import cublas
 
     library = ctypes.CDLL(f"libcublas.so.{cublas.getVersion(handle) // 10000}")
-    address, number, long = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
-    matrix = [address, number, number, long]
+    address, number = ctypes.c_void_p, ctypes.c_int
+    matrix: list[Any] = [address, number, number, ctypes.c_longlong]
     library.cublasSetStream_v2.argtypes = [address, address]
     library.cublasSetWorkspace_v2.argtypes = [address, address, ctypes.c_size_t]
     library.cublasGemmStridedBatchedEx.argtypes = [
-        address, *[number] * 5, address, *matrix, *matrix, address, *matrix, number, number, number,
+        address, *[number] * 5, address, *matrix, *matrix, address, *matrix, *[number] * 3,
     ]  # fmt: skip
     return library

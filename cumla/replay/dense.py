@@ -1,0 +1,155 @@
+"""The dense layers of a replay: latent rows in 16 bits, keys and values of every head out of them.
+
+Rows come from the same activations as a sparse layer's: kv_c is what K is there, k_pe the part that RoPE turns of a
+second kind of row, q the last values of each head. The projection is made of a seed. Checks are against attention in
+float64 over every row of a request, with K and V projected for each head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from ..backends import array_module
+from ..call import BFLOAT16
+from ..layer import Observer
+from ..layout import MLA_BF16
+from ..metadata import MLACommonMetadata, MLACommonMetadataBuilder, MLACommonState, MLAConfig
+from ..mla_layer import MLACommonImpl
+from .activations import K_STD, NOPE_DIM, Q_STD, ROPE_DIM, Activations, apply_rope
+from .batch import SWA_BLOCK, SWA_PAGES, StepBatch
+from .device import Stopwatch, to_host
+from .options import MAX_RUNNING, ReplayOptions
+from .scheduler import Sequence
+from .verify import Sample, measured
+
+DENSE = "mla"  # the layer type
+NOPE, V = 128, 128  # of a head, without its RoPE part
+HEAD_DIM = NOPE + ROPE_DIM
+KV_C = MLA_BF16.head_dim - ROPE_DIM
+WEIGHT_STD = 0.006  # as DeepSeek V3 initialises its weights
+SCALE = HEAD_DIM**-0.5
+VALUE, ROW = 2, MLA_BF16.row_bytes  # bytes
+SLOT = 8
+
+
+@dataclass(frozen=True)
+class DenseInputs:
+    """What projections make of a step's tokens: q [n, h, 192], kv_c [n, 512], k_pe [n, 64], all bfloat16."""
+
+    q: Any
+    kv_c: Any
+    k_pe: Any
+
+
+class DenseLayer:
+    """One dense layer.
+
+    cache  bfloat16 [num_blocks * 4, 64, 576]
+    """
+
+    def __init__(self, index: int, name: str, options: ReplayOptions) -> None:
+        self.name, self.index, self.heads = name, index, options.heads
+        self.xp = xp = array_module(options.backend)
+        self.activations = Activations(options.seed, index, options.heads, xp)
+        self.cache = xp.zeros((options.num_blocks * SWA_PAGES, SWA_BLOCK, MLA_BF16.head_dim), BFLOAT16)
+        rng = np.random.default_rng([options.seed, index, 4])
+        weight = rng.standard_normal((options.heads * (NOPE + V), KV_C), np.float32) * np.float32(WEIGHT_STD)
+        self.weight = weight.astype(BFLOAT16)
+        self.attention = MLACommonImpl(
+            options.heads, MLA_BF16.head_dim, SCALE, kv_b_proj=xp.asarray(self.weight), qk_nope_head_dim=NOPE,
+            v_head_dim=V, backend=options.backend,
+        )  # fmt: skip
+        self.attention.process_weights_after_loading()
+
+    @property
+    def cache_bytes(self) -> int:
+        return int(self.cache.nbytes)
+
+    def inputs(self, batch: StepBatch, stopwatch: Stopwatch) -> DenseInputs:
+        with stopwatch.measure((self.name, "activations")):
+            q_rows = self.activations.q_rows(batch.token_keys)
+            q = self.xp.empty((batch.num_tokens, self.heads, NOPE_DIM + ROPE_DIM), BFLOAT16)
+            self.activations.queries(apply_rope(q_rows, batch.positions, self.xp), q)
+            kv_c, k_pe = self.rows(batch.token_keys, batch.positions)
+            return DenseInputs(self.xp.ascontiguousarray(q[..., -HEAD_DIM:]), kv_c, k_pe)
+
+    def rows(self, token_keys: np.ndarray, positions: np.ndarray) -> tuple[Any, Any]:
+        """kv_c [n, 512] and k_pe [n, 64] bfloat16 of tokens with these keys at these positions."""
+        second = self.activations.q_rows(token_keys) * np.float32(K_STD / Q_STD)
+        k_pe = apply_rope(second, positions, self.xp)[:, -ROPE_DIM:]
+        return self.activations.k_rows(token_keys).astype(BFLOAT16), k_pe.astype(BFLOAT16)
+
+    def step(self, inputs: DenseInputs, metadata: MLACommonMetadata, observe: Observer) -> Any:
+        """Out [n, h, 128] bfloat16."""
+        out = self.attention.forward(inputs.q, inputs.kv_c, inputs.k_pe, self.cache, metadata, observe=observe)
+        return out.reshape(len(out), self.heads, V)
+
+    def check(self, step: int, batch: StepBatch, inputs: DenseInputs, out: Any, kind: str, token: int) -> Sample:
+        """One token of a step that has run, over the rows in the cache and over the rows as they were made."""
+        scheduled = batch.scheduled[int(np.searchsorted(batch.starts, token, side="right")) - 1]
+        sequence, position = scheduled.sequence, int(batch.positions[token])
+        seen = np.arange(position + 1)
+        query, got = (to_host(array[token]).astype(np.float64) for array in (inputs.q, out))
+        made = np.concatenate([to_host(part) for part in self.rows(sequence.token_keys[seen], seen)], axis=1)
+        exact = self.attend(query, self.cached(sequence, seen))
+        before = self.attend(query, made.astype(np.float64))
+        return measured(step, self.name, sequence.index, position, kind, got, exact, before)
+
+    def cached(self, sequence: Sequence, positions: np.ndarray) -> np.ndarray:
+        """The rows that the cache holds at these positions, float64 [n, 576]."""
+        slots = sequence.slots(positions)
+        pages, which = np.unique(slots // SWA_BLOCK, return_inverse=True)
+        bits = to_host(self.cache.view(np.uint16)[self.xp.asarray(pages)])
+        return bits[which, slots % SWA_BLOCK].view(BFLOAT16).astype(np.float64)
+
+    def attend(self, query: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """query [h, 192], rows [n, 576], both float64 -> out [h, 128]."""
+        weight = self.weight.astype(np.float64).reshape(self.heads, NOPE + V, KV_C)
+        latent = np.einsum("hp,hpl->hl", query[:, :NOPE], weight[:, :NOPE])
+        scores = SCALE * (latent @ rows[:, :KV_C].T + query[:, NOPE:] @ rows[:, KV_C:].T)
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        mixed = (weights / weights.sum(axis=1, keepdims=True)) @ rows[:, :KV_C]
+        return np.einsum("hl,hvl->hv", mixed, weight[:, NOPE:])
+
+
+class DenseMetadata:
+    """The metadata of dense layers, a step's context workspace in it."""
+
+    def __init__(self, options: ReplayOptions, max_model_len: int) -> None:
+        config = MLAConfig(
+            block_size=SWA_BLOCK, num_heads=options.heads, max_num_batched_tokens=options.batch_tokens,
+            max_num_seqs=MAX_RUNNING, max_model_len=max_model_len,
+        )  # fmt: skip
+        self._builder = MLACommonMetadataBuilder(config, backend=options.backend)
+        self._state = MLACommonState(config)
+
+    def build(self, batch: StepBatch) -> MLACommonMetadata:
+        metadata = self._builder.build(0, batch.common)
+        self._state.begin_forward(SimpleNamespace(input_tokens=batch.common.seq_lens, attn_metadata=metadata))
+        return metadata
+
+
+def dense_bytes_moved(batch: StepBatch, heads: int) -> dict[str, int]:
+    """Bytes by op of a dense layer in a step, each row counted once for all queries that attend to it.
+
+    absorb and project read and write activations, their weights aside.
+    """
+    n = batch.num_decodes
+    prefills = batch.scheduled[n:]
+    new, context = batch.num_tokens - n, sum(s.start for s in prefills)
+    keys_and_values = heads * (NOPE + V) * VALUE + ROPE_DIM * VALUE
+    queries = heads * HEAD_DIM * VALUE
+    moved = {
+        "insert": batch.num_tokens * (2 * ROW + SLOT),
+        "absorb": n * heads * (HEAD_DIM + MLA_BF16.head_dim + KV_C + V) * VALUE,
+        "decode": int((batch.positions[:n] + 1).sum()) * ROW + n * heads * (MLA_BF16.head_dim + KV_C) * VALUE,
+        "gather": 2 * context * ROW,
+        "project": (new + context) * (KV_C * VALUE + heads * (NOPE + V) * VALUE),
+        "prefill": new * (queries + keys_and_values + heads * V * VALUE),
+        "context": context * keys_and_values + (new * (queries + heads * V * 2 * VALUE) if context else 0),
+    }
+    return {op: count for op, count in moved.items() if count}
