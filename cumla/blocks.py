@@ -10,8 +10,10 @@ import numpy as np
 
 from .call import SLOTS, Call, bytes_of
 from .interop import dlpack
+from .prepared import prepared
 
 
+@prepared
 def swap_blocks(
     src: Any,
     dst: Any,
@@ -58,6 +60,7 @@ def swap_blocks(
                 kernels.copy_blocks(source, destination, beside(call, source, pairs, "src_to_dst"))
 
 
+@prepared
 def copy_blocks(
     kv_caches: Sequence[Any],
     src_to_dsts: Any,

@@ -178,7 +178,7 @@ class _Looks(dict[type, Callable[[Any, list[Any], list[int]], Any]]):
 
 
 LOOKS = _Looks(dict.fromkeys((type(None), bool, int, float, str, CacheLayout), _look_at_value))
-LOOKS[tuple] = _look_at_tuple
+LOOKS[tuple] = LOOKS[list] = _look_at_tuple
 LOOKS[DecodePlan] = _look_at_plan
 
 

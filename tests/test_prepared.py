@@ -7,7 +7,7 @@ import pytest
 
 import cumla
 from cumla.kernels.cuda.launch import Launch
-from cumla.prepared import note
+from cumla.prepared import look_at, note
 from support.lab import BF16, Lab
 
 DEVICE = Lab("cuda", on_device=True)
@@ -24,6 +24,13 @@ def launched(*numbers):
     """A launch all of whose arguments are addresses."""
     kernel = types.SimpleNamespace(addresses=range(len(numbers)))
     return Launch(kernel, (1, 1, 1), (1, 1, 1), 0, False, list(numbers))
+
+
+def test_a_list_looks_as_its_arrays_do():
+    a, b = (on_paper(np.zeros((4, 8), np.int32)) for _ in range(2))
+    assert look_at([a, b], 1) == look_at((b, a), 1)
+    assert look_at([a, b], 1) != look_at([a, b[:, :4]], 1)
+    assert look_at([a, np.zeros(3)], 1) is None
 
 
 class TestNote:
@@ -194,3 +201,18 @@ def test_from_many_threads(rng):
         results = list(pool.map(lambda seed: insert(DEVICE.put, np.random.default_rng(seed)), range(200)))
     for got, expected in results:
         np.testing.assert_array_equal(DEVICE.get(got), expected)
+
+
+@pytest.mark.gpu
+def test_copies_again(rng):
+    """Other caches and other pairs, the caches in a list."""
+    for _ in range(3):
+        caches = [rng.integers(0, 256, (6, 5, 7), np.uint8) for _ in range(2)]
+        pairs = np.stack([rng.permutation(3), 3 + rng.permutation(3)], axis=1)
+        on_device = [DEVICE.put(cache) for cache in caches]
+        cumla.copy_blocks(on_device, DEVICE.put(pairs))
+        cumla.copy_blocks(caches, pairs, backend="reference")
+        cumla.swap_blocks(on_device[0], on_device[1], DEVICE.put(pairs))
+        cumla.swap_blocks(caches[0], caches[1], pairs, backend="reference")
+        for got, expected in zip(on_device, caches, strict=True):
+            np.testing.assert_array_equal(DEVICE.get(got), expected)
