@@ -61,7 +61,7 @@ class Problem:
         return out, lse
 
 
-@pytest.fixture(params=["chosen", "exact"])
+@pytest.fixture(params=["chosen", "portable", "exact"])
 def kernel(request, lab):
     """Every kernel of the cuda backend; the other backends have one."""
     if request.param == "chosen" or lab.backend != "cuda":
@@ -255,3 +255,32 @@ def test_prefill(lab, kernel, rng, width, heads, topk):
     got = cumla.sparse_mla_prefill(lab.put(q), lab.put(kv), lab.put(indices), **options, backend=lab.backend)
     got = [lab.get(x) for x in got]
     assert_prefill(to_float(got[0]), got[1], got[2], to_float(want[0]), want[1], want[2])
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-7, 1e-3, 1e6, 1e30])
+def test_prefill_of_rows_of_any_size(lab, kernel, rng, size):
+    """The first token attends to ordinary rows, the second to large or small ones; max_logits and lse stay right."""
+    kv = rng.standard_normal((200, 512))
+    kv[100:] *= size
+    kv, q = kv.astype(BF16), rng.standard_normal((2, 20, 512)).astype(BF16)
+    q[1] = (q[1].astype(np.float64) / max(size, 1)).astype(BF16)
+    indices = rng.integers(0, 100, (2, 150), dtype=np.int32) + np.array([[0], [100]], np.int32)
+    want = cumla.sparse_mla_prefill(q, kv, indices, backend="reference")
+    got = cumla.sparse_mla_prefill(lab.put(q), lab.put(kv), lab.put(indices), backend=lab.backend)
+    got = [lab.get(x) for x in got]
+    for token, scale in ((0, 1.0), (1, size)):
+        out, expected = to_float(got[0])[token] / scale, to_float(want[0])[token] / scale
+        assert_prefill(out, got[1][token], got[2][token], expected, want[1][token], want[2][token])
+
+
+def test_nan_in_prefill_stays_with_its_token(lab, kernel, rng):
+    kv, q = rng.standard_normal((200, 512)).astype(BF16), rng.standard_normal((3, 20, 512)).astype(BF16)
+    kv[150, 9] = np.nan
+    indices = rng.integers(0, 150, (3, 100), dtype=np.int32)
+    indices[1, 40] = 150
+    got = cumla.sparse_mla_prefill(lab.put(q), lab.put(kv), lab.put(indices), backend=lab.backend)
+    want = cumla.sparse_mla_prefill(q[::2], kv, indices[::2], backend="reference")
+    out, max_logits, lse = (lab.get(x) for x in got)
+    assert np.isnan(to_float(out)[1]).all()
+    assert np.isnan(lse[1]).all()
+    assert_prefill(to_float(out)[::2], max_logits[::2], lse[::2], to_float(want[0]), want[1], want[2])

@@ -5,6 +5,8 @@ import re
 
 import pytest
 
+import cumla
+from cumla.kernels.cuda import attention_portable
 from cumla.kernels.cuda import compile as compiler
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed (pip install 'cumla[test]')")
@@ -18,8 +20,8 @@ SOURCES = [
     ("cache_insert.cu", {**INSERTS, "LAYOUT": "DSV4_FP8", "INPUT": "bf16", "POWER_OF_TWO": 1, "ALIGNED": 1}),
     ("cache_insert.cu", {**INSERTS, "LAYOUT": "V32_FP8", "INPUT": "f16", "POWER_OF_TWO": 0, "ALIGNED": 1}),
     ("cache_insert.cu", {**INSERTS, "LAYOUT": "INDEXER_FP8", "INPUT": "float", "POWER_OF_TWO": 1, "ALIGNED": 0}),
-    ("cache_gather.cu", {"LAYOUT": "DSV4_FP8", "OUTPUT": "bf16", "TOKENS": 4, "ALIGNED": 1}),
-    ("cache_gather.cu", {"LAYOUT": "V32_FP8", "OUTPUT": "float", "TOKENS": 1, "ALIGNED": 0}),
+    ("cache_gather.cu", {"LAYOUT": "DSV4_FP8", "OUTPUT": "bf16", "TOKENS": 2, "ALIGNED": 1, "STREAM": 1}),
+    ("cache_gather.cu", {"LAYOUT": "V32_FP8", "OUTPUT": "float", "TOKENS": 2, "ALIGNED": 0, "STREAM": 0}),
     ("indexer_gather.cu", {"ALIGNED": 1}),
     ("indexer_gather.cu", {"ALIGNED": 0}),
     ("mla_insert.cu", {"INPUT": "bf16", "CACHE": "bf16", "KV_C_DIM": 512, "SLOT": "int64", "ALIGNED": 1}),
@@ -67,7 +69,25 @@ def targets_of(file):
     return ("sm_90a",) if file.endswith("_sm90.cu") else TARGETS
 
 
+# Shared memory of a thread block and of a multiprocessor, in KiB.
+SHARED_MEMORY = {
+    "sm_80": (163, 164), "sm_89": (99, 100), "sm_90a": (227, 228), "sm_100": (227, 228), "sm_120": (99, 100),
+}  # fmt: skip
+
+
+def portable_attention(layout, heads, target):
+    """The portable attention kernel as a device takes it."""
+    size = attention_portable.choose(layout, heads, *(1024 * limit for limit in SHARED_MEMORY[target]))
+    return "attention_mma.cu", attention_portable.macros(layout, size), target
+
+
 COMPILATIONS = [(file, macros, target) for file, macros in SOURCES for target in targets_of(file)]
+COMPILATIONS += [
+    portable_attention(layout, heads, target)
+    for layout in (cumla.DSV4_FP8, cumla.V32_FP8, cumla.MLA_BF16, cumla.DSV4_BF16)
+    for heads in (16, 64)
+    for target in TARGETS
+]
 
 
 def compiled(file, macros, target):
@@ -112,7 +132,7 @@ def test_source(logs, number):
 
 
 def test_every_source_is_compiled():
-    assert {file for file, _ in SOURCES} == {path.name for path in compiler.CSRC.glob("*.cu")}
+    assert {file for file, _, _ in COMPILATIONS} == {path.name for path in compiler.CSRC.glob("*.cu")}
 
 
 def test_every_layout_is_in_the_header():

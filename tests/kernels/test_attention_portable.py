@@ -1,0 +1,35 @@
+"""The sizes of the portable attention kernel fit the devices that it is for."""
+
+import pytest
+
+import cumla
+from cumla.kernels.cuda import attention_portable
+
+LAYOUTS = (cumla.DSV4_FP8, cumla.V32_FP8, cumla.MLA_BF16, cumla.DSV4_BF16)
+KIB = 1024
+# Shared memory of a thread block and of a multiprocessor (CUDA programming guide, compute capabilities).
+DEVICES = {
+    "8.0": (163, 164), "8.6": (99, 100), "8.9": (99, 100), "9.0": (227, 228), "10.0": (227, 228), "12.0": (99, 100),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.name)
+@pytest.mark.parametrize("heads", [1, 16, 17, 32, 33, 128])
+def test_every_device_has_room(device, layout, heads):
+    block_limit, multiprocessor_limit = (limit * KIB for limit in DEVICES[device])
+    size = attention_portable.choose(layout, heads, block_limit, multiprocessor_limit)
+    assert attention_portable.shared_bytes(layout, size) <= block_limit
+    assert size.heads in (16, 32, 64)
+    assert 64 % size.keys == 0
+    assert size.heads < max(2 * heads, 17)  # not mostly empty
+
+
+def test_large_devices_take_64_heads():
+    for layout in LAYOUTS:
+        assert attention_portable.choose(layout, 128, 227 * KIB, 228 * KIB).heads == 64
+
+
+def test_too_little_shared_memory_is_an_error():
+    with pytest.raises(ValueError, match="shared memory"):
+        attention_portable.choose(cumla.MLA_BF16, 128, 48 * KIB, 64 * KIB)
