@@ -233,10 +233,12 @@ def _place(device: int) -> str:
     return "in host memory" if device < 0 else f"on CUDA device {device}"
 
 
-def check_integers(minimum: int, **values: Any) -> None:
-    """Raise TypeError for a value that is no integer, ValueError for one below `minimum`."""
+def check_integers(minimum: int, maximum: int = 2**31 - 1, **values: Any) -> None:
+    """Raise TypeError for a value that is no integer, ValueError for one out of range."""
     for name, value in values.items():
         if value.__class__ is not int and (isinstance(value, bool) or not isinstance(value, (int, np.integer))):
             raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected an integer")
         if value < minimum:
             raise ValueError(f"{name}: got {value}, expected at least {minimum}")
+        if value > maximum:
+            raise ValueError(f"{name}: got {value}, expected at most {maximum}")

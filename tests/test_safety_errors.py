@@ -227,6 +227,7 @@ CASES = [
     ("topk", "is_valid_token", ones(np.bool_, 3), V, "is_valid_token: got 3 entries"),
     ("topk", "block_table", int32(2), V, "block_table: got shape"),
     ("topk", "block_size", -1, V, "block_size: got -1"),
+    ("topk", "block_size", 2**31, V, "block_size: got 2147483648, expected at most"),
     ("topk", "out", (ReadOnly(ones(np.int32, 4, 3)), ones(np.int32, 4)), V, r"out\[0\] \(global_topk.*got a read"),
     ("combine", "gather_lens", int32(3), V, "gather_lens: got shape"),
     ("combine", "topk", 4, V, "topk_indices: got 3 columns, expected at least topk = 4"),

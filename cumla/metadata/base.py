@@ -66,7 +66,7 @@ class ServingConfig:
     def __post_init__(self) -> None:
         numbers = {name: value for name, value in vars(self).items() if name != "compress_ratios"}
         check_integers(0, num_speculative_tokens=numbers.pop("num_speculative_tokens"))
-        check_integers(1, **numbers)
+        check_integers(1, 2**63 - 1, **numbers)
         ratios = tuple(max(1, int(ratio)) for ratio in self.compress_ratios)
         for ratio in ratios:
             if ratio not in COMPRESS_RATIOS:
