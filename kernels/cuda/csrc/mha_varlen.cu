@@ -14,19 +14,19 @@ constexpr int QK_STRIDE = row_stride(QK_DIM), V_STRIDE = row_stride(V_DIM);
 
 // 64 rows of DIM values of which `count` are there, to rows of `stride` bytes; zeros where there are none.
 template <int DIM>
-__device__ inline void load_rows(uint32 target, int stride, const VALUE* source, int64 source_stride, int count) {
+__device__ inline void load_rows(uint8* target, int stride, const VALUE* source, int64 source_stride, int count) {
     constexpr int CHUNKS = DIM / 8;
     for (int i = threadIdx.x; i < 64 * CHUNKS; i += THREADS) {
         int row = i / CHUNKS, chunk = i % CHUNKS;
         bool present = row < count;
         const VALUE* from = source + (present ? row * source_stride + 8 * chunk : 0);
-        uint32 to = target + row * stride + 16 * chunk;
+        uint8* to = target + row * stride + 16 * chunk;
 #if ALIGNED
-        copy16_async(to, from, present);
+        copy_async<16>(to, from, present);
 #else
         uint32 words[4] = {};
         for (int j = 0; j < 8 && present; ++j) words[j / 2] |= uint32(from[j].bits) << 16 * (j % 2);
-        sts128(to, {words[0], words[1], words[2], words[3]});
+        *reinterpret_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
 #endif
     }
 }
@@ -41,7 +41,8 @@ mha_varlen(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE* k, i
     PackedTile tile = find_tile<QUERIES>(cu_seqlens_q, cu_seqlens_k, sequences, num_queries, num_keys, blockIdx.x);
     if (!tile.queries) return;
     int head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    uint32 q_at = shared_address(memory), k_at = q_at + QUERIES * QK_STRIDE, v_at = k_at + KEYS * QK_STRIDE;
+    uint8* q_at = reinterpret_cast<uint8*>(memory);
+    uint8 *k_at = q_at + QUERIES * QK_STRIDE, *v_at = k_at + KEYS * QK_STRIDE;
     int keys = tile.keys;
     if (CAUSAL) keys = min(keys, max(tile.last_key + tile.queries, 0));
     int blocks = (keys + KEYS - 1) / KEYS;
@@ -73,10 +74,10 @@ mha_varlen(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE* k, i
 #pragma unroll
         for (int step = 0; step < QK_DIM / 16; ++step) {
             uint32 a[4], b[4];
-            load_matrices(a, a_address(q_at, QK_STRIDE, 16 * warp, 16 * step));
+            load_matrices(a, a_row(q_at, QK_STRIDE, 16 * warp, 16 * step));
 #pragma unroll
             for (int n = 0; n < KEYS / 16; ++n) {
-                load_matrices(b, b_address(k_at, QK_STRIDE, 16 * n, 16 * step));
+                load_matrices(b, b_row(k_at, QK_STRIDE, 16 * n, 16 * step));
                 multiply_add(VALUE{}, scores[2 * n], a, b[0], b[1]);
                 multiply_add(VALUE{}, scores[2 * n + 1], a, b[2], b[3]);
             }
@@ -131,7 +132,7 @@ mha_varlen(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE* k, i
             uint32 b[4];
 #pragma unroll
             for (int n = 0; n < V_DIM / 16; ++n) {
-                load_transposed(b, a_address(v_at, V_STRIDE, 16 * step, 16 * n));
+                load_transposed(b, a_row(v_at, V_STRIDE, 16 * step, 16 * n));
                 multiply_add(VALUE{}, sums[2 * n], a, b[0], b[1]);
                 multiply_add(VALUE{}, sums[2 * n + 1], a, b[2], b[3]);
             }

@@ -26,12 +26,6 @@ constexpr uint32 V_AT = K_AT + 2 * K_BYTES;         // [2 stages][2 halves of th
 constexpr uint32 V_BYTES = 4 * TILE_BYTES;
 constexpr uint32 K_FULL = BARRIERS_AT, K_EMPTY = K_FULL + 16, V_FULL = K_FULL + 32, V_EMPTY = K_FULL + 48;
 
-__device__ inline float exp2_approx(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // Softmax of a thread's two rows of scores: weights in place; returns what the sums so far are multiplied by.
 struct Softmax {
     float top[2] = {-infinity(), -infinity()}, total[2] = {};

@@ -57,7 +57,9 @@ mla_decode(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h,
     // Of head threadIdx.x / 8: the running maximum in log2, and this thread's part of the sum.
     float top = -infinity(), total = 0.0f;
     float sums[2][8][4] = {};
-    uint32 q_at = shared_address(shared.q), k_at = shared_address(shared.k), p_at = shared_address(shared.p);
+    const uint8* q_at = reinterpret_cast<const uint8*>(shared.q);
+    const uint8* k_at = reinterpret_cast<const uint8*>(shared.k);
+    const uint8* p_at = reinterpret_cast<const uint8*>(shared.p);
     for (int block = share.first_block; block < share.last_block; ++block) {
         __syncthreads();
         if (threadIdx.x < KEYS) {
@@ -79,9 +81,9 @@ mla_decode(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h,
             uint32 a[4], b[4];
             // Two steps of eight keys: rows are keys, the four matrices 32 values along them.
             load_matrices(b, k_at + (warp % 4 * 8 + lane % 8) * STRIDE + 2 * (32 * step + lane / 8 * 8));
-            load_matrices(a, a_address(q_at, STRIDE, warp / 4 * 16, 32 * step));
+            load_matrices(a, a_row(q_at, STRIDE, warp / 4 * 16, 32 * step));
             multiply_add(VALUE{}, scores, a, b[0], b[1]);
-            load_matrices(a, a_address(q_at, STRIDE, warp / 4 * 16, 32 * step + 16));
+            load_matrices(a, a_row(q_at, STRIDE, warp / 4 * 16, 32 * step + 16));
             multiply_add(VALUE{}, scores, a, b[2], b[3]);
         }
 #pragma unroll
@@ -117,11 +119,11 @@ mla_decode(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h,
 #pragma unroll
         for (int step = 0; step < KEYS / 16; ++step) {
             uint32 a[2][4], b[4];
-            load_matrices(a[0], a_address(p_at, P_STRIDE, 0, 16 * step));
-            load_matrices(a[1], a_address(p_at, P_STRIDE, 16, 16 * step));
+            load_matrices(a[0], a_row(p_at, P_STRIDE, 0, 16 * step));
+            load_matrices(a[1], a_row(p_at, P_STRIDE, 16, 16 * step));
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
-                load_transposed(b, a_address(k_at, STRIDE, 16 * step, 64 * warp + 16 * n));
+                load_transposed(b, a_row(k_at, STRIDE, 16 * step, 64 * warp + 16 * n));
 #pragma unroll
                 for (int m = 0; m < 2; ++m) {
                     multiply_add(VALUE{}, sums[m][2 * n], a[m], b[0], b[1]);

@@ -44,11 +44,6 @@ constexpr uint32 K_AT = Q_AT + TILES * TILE_BYTES;            // [2 blocks][9 ti
 constexpr uint32 K_BYTES = TILES * TILE_BYTES;
 static_assert(TOTALS_AT + 2 * 64 * 4 <= Q_AT);
 
-__device__ inline float exp2_approx(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 __device__ inline void mixers_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 
 constexpr uint32 ABSENT = ~0u;

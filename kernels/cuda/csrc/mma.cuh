@@ -26,7 +26,7 @@ __device__ inline void load_matrices(uint32 (&x)[4], const void* row) {
 
 // e4m3 bytes to float16 pairs, in units of 1 / CODE_UNIT.
 #if __CUDA_ARCH__ >= 890
-constexpr float CODE_UNIT = 1.0f;
+[[maybe_unused]] constexpr float CODE_UNIT = 1.0f;
 __device__ inline void codes_to_f16(uint32 bytes, uint32& low, uint32& high) {
     asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
         : "=r"(low), "=r"(high) : "r"(bytes));
@@ -34,7 +34,7 @@ __device__ inline void codes_to_f16(uint32 bytes, uint32& low, uint32& high) {
 __device__ inline bool has_nan(uint32) { return false; }  // NaN stayed NaN
 #else
 // A code's bits in float16's place are its value times 2^-8, subnormals too; NaN would become 480.
-constexpr float CODE_UNIT = 256.0f;
+[[maybe_unused]] constexpr float CODE_UNIT = 256.0f;
 __device__ inline uint32 spread_codes(uint32 x) { return (x & 0x80008000) | (x >> 1 & 0x3f803f80); }
 __device__ inline void codes_to_f16(uint32 bytes, uint32& low, uint32& high) {
     low = spread_codes(__byte_perm(bytes, 0, 0x1404));

@@ -47,6 +47,12 @@ __device__ inline PackedTile find_tile(const int* cu_seqlens_q, const int* cu_se
     return {0, 0, 0, 0, 0};
 }
 
+__device__ inline float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // Two neighbouring values. ALIGNED says whether they may be written at once.
 __device__ inline void store_pair(float* p, float x, float y) {
 #if ALIGNED
