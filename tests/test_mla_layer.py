@@ -17,8 +17,8 @@ pytestmark = pytest.mark.attention
 
 HEADS, P, R, L, V = 3, 128, 64, 512, 128
 SCALE = 192**-0.5
-# The bounds are FlashMLA's, for exact K and V of its tests' size. The layer rounds K and V to 16 bits between projection
-# and attention, as every MLA does; with V of that size, 0.1, it stays within the bounds all the same.
+# The bounds are FlashMLA's, for exact K and V of its tests' size. The layer rounds K and V to 16 bits between
+# projection and attention, as every MLA does; with V of that size, 0.1, it stays within the bounds all the same.
 WEIGHT_STD = 0.1 * L**-0.5
 BLOCK = 8
 
