@@ -157,3 +157,12 @@ def test_cosine_distance():
     assert cosine_distance(x, x) == 0
     assert cosine_distance(x, -x) == 2
     assert cosine_distance(np.zeros(2), np.zeros(2)) == 0
+
+
+def test_layers_take_turns_where_steps_are_faster_than_checks(monkeypatch):
+    monkeypatch.setattr("cumla.replay.verify.takes_device_arrays", lambda backend: True)
+    _, records = run()
+    assert len(records) > len(OPTIONS.layers)
+    for record in records:
+        checked = {sample.layer for sample in record.samples}
+        assert checked == {OPTIONS.layers[record.step % len(OPTIONS.layers)]}
