@@ -21,7 +21,7 @@ class MLACommonState:
     """The workspace that prefills gather context into, and the arrays that captured decode graphs read.
 
     context_chunk_workspace_size  rows of the workspace (0 if the config allows no context)
-    context_chunk_workspace       [rows, head_size], allocated by the first `begin_forward`
+    context_chunk_workspace       [rows, head_size] NumPy or CuPy array, allocated by the first `begin_forward`
 
     Source: vLLM MLACommonState.
     """
