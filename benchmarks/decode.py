@@ -6,6 +6,7 @@ indices take turns. FLOP count what is attended to: 2 * heads * (head_dim + 512)
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
 import cupy
@@ -14,6 +15,7 @@ from common import Report, arguments, graph_us, has_peer, host_us
 
 import cumla
 from cumla.call import BFLOAT16
+from cumla.kernels.cuda import attention_kernels
 
 FLASH_MLA = "vllm.third_party.flashmla.flash_mla_interface"
 BASE_TOKENS = 1 << 16  # made of random values; the cache repeats them
@@ -159,11 +161,11 @@ class Inputs:
         return worst
 
 
-def run(report: Report, config: Config, caches: list[Cache], peer: bool) -> None:
+def run(report: Report, config: Config, caches: list[Cache], peer: bool, ours: str) -> None:
     sets = [Inputs(config, caches, seed) for seed in range(SETS)]
     flop = sum(x.keys for x in sets) / SETS * 2 * config.heads * (config.layout.head_dim + 512)
     traffic = sum(x.keys for x in sets) / SETS * config.layout.token_bytes + sets[0].q.nbytes + sets[0].out.nbytes
-    impls = {"cumla": ("cupy", [x.cumla for x in sets])}
+    impls = {ours: ("cupy", [x.cumla for x in sets])}
     if peer and config.heads in (64, 128):
         impls["flash_mla"] = ("torch", [x.flash_mla() for x in sets])
     for name, (framework, calls) in impls.items():
@@ -176,8 +178,16 @@ def run(report: Report, config: Config, caches: list[Cache], peer: bool) -> None
 
 
 def main() -> None:
-    args = arguments(__doc__).parse_args()
-    report, caches = Report(args), {}
+    parser = arguments(__doc__)
+    parser.add_argument("--kernel", choices=attention_kernels.KERNELS, help="instead of the one that is chosen")
+    args = parser.parse_args()
+    forced = attention_kernels.forced(args.kernel) if args.kernel else contextlib.nullcontext()
+    with forced:
+        run_all(Report(args), "cumla" + (f" {args.kernel}" if args.kernel else ""))
+
+
+def run_all(report: Report, ours: str) -> None:
+    caches: dict[tuple[str, int], Cache] = {}
     peer = has_peer(FLASH_MLA)
     for config in CONFIGS:
         if not report.wants("sparse_mla_decode", str(config)):
@@ -190,7 +200,7 @@ def main() -> None:
         for key in wanted:
             if key not in caches:
                 caches[key] = Cache(config.layout, key[1])
-        run(report, config, [caches[key] for key in wanted], peer)
+        run(report, config, [caches[key] for key in wanted], peer, ours)
     report.finish()
 
 
