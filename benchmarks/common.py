@@ -15,6 +15,7 @@ import pathlib
 import platform
 import statistics
 import subprocess
+import sys
 import time
 
 import cupy
@@ -30,6 +31,21 @@ def arguments(description):
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the rows and what they were run on")
     parser.add_argument("--only", metavar="TEXT", default="", help="run only rows whose op or config has TEXT")
     return parser
+
+
+def compile_from(csrc):
+    """From here on take CUDA sources from `csrc`, a changed copy of cumla's, to compare versions of a kernel.
+
+    Calls must be made under cumla.prepared.noted_outputs, or those made before are made again as they were.
+    """
+    from cumla.kernels.cuda import compile as compiler
+
+    compiler.CSRC = pathlib.Path(csrc)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("cumla.kernels.cuda."):
+            for value in vars(module).values():
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
 
 
 def has_peer(module):

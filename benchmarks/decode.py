@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import cupy
 import numpy as np
-from common import Report, arguments, graph_us, has_peer, host_us
+from common import Report, arguments, compile_from, graph_us, has_peer, host_us
 
 import cumla
 from cumla.call import BFLOAT16
+from cumla.prepared import noted_outputs
 from cumla.kernels.cuda import attention_kernels
 
 FLASH_MLA = "vllm.third_party.flashmla.flash_mla_interface"
