@@ -15,8 +15,8 @@ from common import Report, arguments, compile_from, graph_us, has_peer, host_us
 
 import cumla
 from cumla.call import BFLOAT16
-from cumla.prepared import noted_outputs
 from cumla.kernels.cuda import attention_kernels
+from cumla.prepared import noted_outputs
 
 FLASH_MLA = "vllm.third_party.flashmla.flash_mla_interface"
 BASE_TOKENS = 1 << 16  # made of random values; the cache repeats them
@@ -178,16 +178,37 @@ def run(report: Report, config: Config, caches: list[Cache], peer: bool, ours: s
         )  # fmt: skip
 
 
+def compare(report: Report, config: Config, caches: list[Cache], versions: list[str]) -> None:
+    """Versions of the CUDA sources against one another; the error of a wrong one is nan."""
+    sets = [Inputs(config, caches, seed) for seed in range(SETS)]
+    flop = sum(x.keys for x in sets) / SETS * 2 * config.heads * (config.layout.head_dim + 512)
+    for version in versions:
+        compile_from(version)
+        with noted_outputs():
+            sets[0].out[:] = 0
+            try:
+                error, checked = sets[0].check(sets[0].cumla()), True
+            except AssertionError:
+                error, checked = float("nan"), False
+            us = graph_us([x.cumla for x in sets])
+        report.add(
+            "sparse_mla_decode", str(config), version, us_graph=us, flop=flop, max_abs_err=error, checked=checked
+        )
+
+
 def main() -> None:
     parser = arguments(__doc__)
+    parser.add_argument(
+        "--versions", nargs="+", metavar="CSRC", help="compare changed copies of kernels/cuda/csrc instead"
+    )
     parser.add_argument("--kernel", choices=attention_kernels.KERNELS, help="instead of the one that is chosen")
     args = parser.parse_args()
     forced = attention_kernels.forced(args.kernel) if args.kernel else contextlib.nullcontext()
     with forced:
-        run_all(Report(args), "cumla" + (f" {args.kernel}" if args.kernel else ""))
+        run_all(Report(args), "cumla" + (f" {args.kernel}" if args.kernel else ""), args.versions)
 
 
-def run_all(report: Report, ours: str) -> None:
+def run_all(report: Report, ours: str, versions: list[str] | None) -> None:
     caches: dict[tuple[str, int], Cache] = {}
     peer = has_peer(FLASH_MLA)
     for config in CONFIGS:
@@ -201,7 +222,10 @@ def run_all(report: Report, ours: str) -> None:
         for key in wanted:
             if key not in caches:
                 caches[key] = Cache(config.layout, key[1])
-        run(report, config, [caches[key] for key in wanted], peer, ours)
+        if versions:
+            compare(report, config, [caches[key] for key in wanted], versions)
+        else:
+            run(report, config, [caches[key] for key in wanted], peer, ours)
     report.finish()
 
 
