@@ -47,7 +47,8 @@ def mha_varlen(
     Returns out and lse, the natural logarithm of the sum of exp(softmax_scale * q . k). A query without keys gives
     out 0 and lse +inf; queries of no sequence are left as they are (in arrays allocated here: undefined).
 
-    On CUDA d and d_v are multiples of 16, up to 256. Any strides but the last axis'.
+    On CUDA d, r and d_v are multiples of 16, up to 256. Any strides but the last axis'. NaN in a value may also reach
+    queries of its sequence that do not see it: their weight for it is 0, and 0 times NaN is NaN.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: flash_attn_varlen_func, as vLLM's MLA prefill calls it.
     """

@@ -60,6 +60,8 @@ class MLACommonImpl:
     kv_b_proj         [num_heads * (P + V), 512], for each head W_UK^T over W_UV^T: bfloat16, float16 or float32,
                       or a BlockQuantizedWeight
 
+    A layer keeps scratch memory from step to step, so its steps must run one after another, on one stream.
+
     What the seed's constructor takes beside these (alibi slopes, sparse blocks, soft caps, KV sharing) it refuses
     or ignores, so there are no arguments for it here.
     Source: vLLM MLACommonImpl.

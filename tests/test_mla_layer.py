@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cumla.batch import CommonAttentionMetadata
-from cumla.metadata import MLACommonMetadataBuilder, MLACommonState, MLAConfig
+from cumla.metadata import MLACommonMetadataBuilder, MLACommonState, MLAConfig, SequenceGroup
 from cumla.mla_layer import BlockQuantizedWeight, MLACommonImpl, dequantized
 from support.bounds import assert_same_direction, assert_within
 from support.lab import BF16, to_float
@@ -297,6 +297,29 @@ def test_the_state_brings_the_workspace(lab, rng):
         model.forward(metadata)
     MLACommonState(config).begin_forward(SimpleNamespace(input_tokens=model.cache, attn_metadata=metadata))
     model.check(metadata)
+
+
+def test_sequence_groups_of_an_engine_that_puts_prompts_first(lab, rng):
+    model = Model(lab, rng, [9, 40, 150, 20], [1, 1, 30, 20])
+    want = model.check(model.metadata())
+    order = [2, 3, 0, 1]  # the engine's
+    builder = MLACommonMetadataBuilder(
+        MLAConfig(block_size=BLOCK, max_num_batched_tokens=64, max_num_seqs=8, max_model_len=256), backend=lab.backend
+    )
+    for r in order:
+        length, query = model.seq_lens[r], model.query_lens[r]
+        builder.add_seq_group(
+            SequenceGroup(query > 1, [r], [length], [query], [length - query], {r: model.table[r].tolist()})
+        )
+    metadata, grouped = builder.build_groups(model.cache)
+    metadata.context_chunk_workspace = lab.put(np.empty((256, 576), BF16))
+    first = np.concatenate([[0], np.cumsum(model.query_lens)])
+    to_engine = np.concatenate([np.arange(first[r], first[r + 1]) for r in order])
+    engine_q, engine_kv_c, engine_k_pe = (x[to_engine] for x in (model.q, model.kv_c, model.k_pe))
+    model.q, model.kv_c, model.k_pe = (x[grouped.token_order] for x in (engine_q, engine_kv_c, engine_k_pe))
+    got = np.empty_like(want)
+    got[grouped.token_order] = to_float(lab.get(model.forward(metadata)))
+    np.testing.assert_array_equal(got, want[to_engine])
 
 
 def test_errors_name_the_argument(rng):

@@ -10,7 +10,7 @@ import numpy as np
 from ..plan import DecodePlan
 from ..segments import Pages
 from .compile import kernel
-from .launch import C_NAMES, is_aligned, pointer, strides
+from .launch import C_NAMES, Kernel, is_aligned, pointer, strides
 from .mla_cache import scale_arguments
 
 V_DIM = 512
@@ -41,17 +41,17 @@ def mha_varlen(
         )
     aligned = is_aligned(q, k, v, out) and (k_pe is None or is_aligned(k_pe))
     types = {"VALUE": C_NAMES[q.dtype.name], "OUTPUT": C_NAMES[out.dtype.name], "CAUSAL": int(causal)}
-    if aligned and (head_dim, rope_dim, v_dim) == HOPPER_HEAD_DIMS and is_hopper(q.device.id):
+    device = q.device.id
+    if aligned and (head_dim, rope_dim, v_dim) == HOPPER_HEAD_DIMS and is_hopper(device):
         queries, threads, shared_bytes = 128, 384, 1024 + 26 * 8192  # as in mha_varlen_sm90.cu
-        mha = kernel("mha_varlen_sm90.cu", "mha_varlen_sm90", arch="sm_90a", **types)
+        mha = large_kernel(device, shared_bytes, "mha_varlen_sm90.cu", "mha_varlen_sm90", "sm_90a", **types)
     else:
         queries, threads = 64, 128  # as in mha_varlen.cu
         shared_bytes = queries * (2 * (2 * head_dim + 16) + 2 * v_dim + 16)
-        mha = kernel(
-            "mha_varlen.cu", "mha_varlen", **types, QK_DIM=head_dim, ROPE_DIM=rope_dim, V_DIM=v_dim,
-            ALIGNED=int(aligned),
+        mha = large_kernel(
+            device, shared_bytes, "mha_varlen.cu", "mha_varlen", **types, QK_DIM=head_dim, ROPE_DIM=rope_dim,
+            V_DIM=v_dim, ALIGNED=int(aligned),
         )  # fmt: skip
-    mha.max_dynamic_shared_size_bytes = shared_bytes
     sequences = len(cu_seqlens_q) - 1
     mha(
         (-(-tokens // queries) + sequences, heads),
@@ -88,14 +88,16 @@ def dense_mla_decode(
     parts, parts_lse = partial_results(plan, batch * s_q * splits * heads) if splits > 1 else (None, None)
     scales: tuple[Any, ...] = ()
     if hopper:
-        decode = kernel(
-            "mla_decode_sm90.cu", "mla_decode_sm90", arch="sm_90a", VALUE=value, FLOAT16=int(value == "f16")
-        )
+        decode = large_kernel(
+            device, made.shared_bytes, "mla_decode_sm90.cu", "mla_decode_sm90", "sm_90a", VALUE=value,
+            FLOAT16=int(value == "f16"),
+        )  # fmt: skip
     else:
-        cached = value if scale is None else "e4m3"
-        decode = kernel("mla_decode.cu", "mla_decode", VALUE=value, CACHE=cached, ALIGNED=int(aligned))
+        decode = large_kernel(
+            device, made.shared_bytes, "mla_decode.cu", "mla_decode", VALUE=value,
+            CACHE=value if scale is None else "e4m3", ALIGNED=int(aligned),
+        )  # fmt: skip
         scales = scale_arguments(scale)
-    decode.max_dynamic_shared_size_bytes = made.shared_bytes
     decode(
         (tiles * splits,),
         (made.threads,),
@@ -150,6 +152,16 @@ def split_count(tiles: int, max_seqlen: int, sms: int, made: DecodeKernel) -> in
 
     most = max(1, min(blocks, MAX_SPLITS, 4 * at_a_time // tiles))
     return min(range(1, most + 1), key=cost)
+
+
+@functools.cache
+def large_kernel(
+    device: int, shared_bytes: int, file: str, name: str, arch: str | None = None, **defines: str | int
+) -> Kernel:
+    """A kernel that takes so much shared memory on `device`, which is the current one, that it has to be allowed to."""
+    found = kernel(file, name, arch, **defines)
+    found.max_dynamic_shared_size_bytes = shared_bytes
+    return found
 
 
 @functools.cache
