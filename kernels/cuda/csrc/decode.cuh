@@ -128,7 +128,7 @@ struct Share {
         work.lengths0 = problem.lists[0].length(at.b, at.s);
         work.lengths1 = problem.lists[1].length(at.b, at.s);
         work.blocks = blocks_of_tile(work.lengths0, work.lengths1);
-        // A plan made for other lengths gives wrong results, but never an empty part.
+        // Of a plan made for other lengths parts may lie beyond the end. They are never empty, and nobody reads them.
         work.first = min(first, work.blocks - 1);
         work.last = tile == end_tile ? max(work.first + 1, min(end_block, work.blocks)) : work.blocks;
         ++tile, first = 0;
