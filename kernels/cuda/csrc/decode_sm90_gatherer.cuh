@@ -94,9 +94,9 @@ struct Gatherer {
             const uint8* from = reinterpret_cast<const uint8*>(__shfl_sync(~0u, address, first + 8 * i)) + 16 * part;
 #pragma unroll
             for (int slice = 0; slice < SLICES; ++slice)
-                copy16_async(slice_of(raw, slice, first) + i * 8 * RAW_BYTES, from + 64 * slice, true);
-            copy16_async(rope + i * 1024, from + LAYOUT::rope_offset, true);
-            copy16_async((rope ^ 64) + i * 1024, from + LAYOUT::rope_offset + 64, true);
+                copy_async<16>(slice_of(raw, slice, first) + i * 8 * RAW_BYTES, from + 64 * slice, true);
+            copy_async<16>(rope + i * 1024, from + LAYOUT::rope_offset, true);
+            copy_async<16>((rope ^ 64) + i * 1024, from + LAYOUT::rope_offset + 64, true);
         }
         copies_commit();
         return pending;

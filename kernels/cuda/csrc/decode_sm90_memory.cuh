@@ -1,6 +1,7 @@
 // What the roles of decode_sm90.cu share: sizes, the plan of shared memory, rings, orders and conversions.
 #pragma once
 #include "decode.cuh"
+#include "f16.cuh"
 #include "hopper.cuh"
 
 constexpr int STAGE = 32;  // tokens of a ring stage; a block is two
@@ -78,6 +79,7 @@ __device__ inline uint32 slice_of(uint32 raw, int slice, int token) {
     return raw + slice * 64;
 }
 
+// Volatile, so that conversions stay where they are written: between the products that they are for.
 __device__ inline uint32 multiply(uint32 x, uint32 factor) {
     uint32 y;
     asm volatile("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(factor));
@@ -87,19 +89,4 @@ __device__ inline uint32 multiply(uint32 x, uint32 factor) {
 __device__ inline void to_f16(uint32 bytes, uint32& low, uint32& high) {
     asm volatile("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
                  : "=r"(low), "=r"(high) : "r"(bytes));
-}
-__device__ inline uint32 bf16x2_to_f16x2(uint32 x) {
-    return pack(f16{}, __uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
-}
-__device__ inline uint4 bf16x8_to_f16x8(uint4 x) {
-    return {bf16x2_to_f16x2(x.x), bf16x2_to_f16x2(x.y), bf16x2_to_f16x2(x.z), bf16x2_to_f16x2(x.w)};
-}
-// Larger of the magnitudes of 8 bfloat16 values, in each half of a word.
-__device__ inline uint32 largest_of_8(uint4 x) {
-    return __vmaxu2(__vmaxu2(x.x & 0x7fff7fff, x.y & 0x7fff7fff), __vmaxu2(x.z & 0x7fff7fff, x.w & 0x7fff7fff));
-}
-__device__ inline float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
 }

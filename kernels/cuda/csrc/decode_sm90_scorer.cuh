@@ -26,7 +26,7 @@ struct Scorer {
             const bf16* from = q + (here ? at.first_head + row : 0) * problem.q_stride_h;
             uint32 to = Q_AT + row * 128 + ((chunk ^ (row & 7)) << 4);
 #pragma unroll
-            for (int slice = 0; slice <= SLICES; ++slice) copy16_async(to + slice * TILE_BYTES, from + slice * 64, here);
+            for (int slice = 0; slice <= SLICES; ++slice) copy_async<16>(to + slice * TILE_BYTES, from + slice * 64, here);
         }
         copies_commit();
     }

@@ -4,7 +4,7 @@
 // 64 rows of 128 bytes, 1024-aligned, whose 16-byte chunks are swizzled: chunk c of row r lies at
 // r * 128 + ((c ^ (r & 7)) << 4).
 #pragma once
-#include "numbers.cuh"
+#include "async_copy.cuh"
 
 constexpr int TILE_BYTES = 64 * 128;
 
@@ -106,16 +106,10 @@ __device__ inline void fence_for_matrix() { asm volatile("fence.proxy.async.shar
 
 // ---- asynchronous copies
 
-// 16 bytes from global to shared memory; zeros where `present` is false.
-__device__ inline void copy16_async(uint32 target, const void* source, bool present) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(present ? 16 : 0) : "memory");
-}
-__device__ inline void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Arrive when the copies that this thread has started are there.
 __device__ inline void copies_arrive(uint32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
-template <int PENDING> __device__ inline void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
 // ---- matrix products of a warpgroup
 

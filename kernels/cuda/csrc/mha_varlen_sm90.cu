@@ -94,9 +94,9 @@ mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE*
             for (int r = 0; r < KEYS / 16; ++r) {
                 bool present = 16 * r < left;
                 const VALUE* row = present ? k_row + 16 * r * k_stride_t : k;
-                copy16_async(at + 2048 * r, row, present);
-                copy16_async(at + 2 * TILE_BYTES + 2048 * r, row + (present ? 64 : 0), present);
-                copy16_async(at + 4 * TILE_BYTES + 2048 * r, present ? pe_row + 16 * r * k_pe_stride_t : k_pe, present);
+                copy_async<16>(at + 2048 * r, row, present);
+                copy_async<16>(at + 2 * TILE_BYTES + 2048 * r, row + (present ? 64 : 0), present);
+                copy_async<16>(at + 4 * TILE_BYTES + 2048 * r, present ? pe_row + 16 * r * k_pe_stride_t : k_pe, present);
             }
             copies_arrive(K_FULL + 8 * stage);
             at = V_AT + stage * V_BYTES + place;
@@ -106,8 +106,8 @@ mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE*
                 bool present = 16 * r < left;
                 const VALUE* row = present ? v_row + 16 * r * v_stride_t : v;
                 uint32 to = at + r / 4 * 2 * TILE_BYTES + 2048 * (r % 4);
-                copy16_async(to, row, present);
-                copy16_async(to + TILE_BYTES, row + (present ? 64 : 0), present);
+                copy_async<16>(to, row, present);
+                copy_async<16>(to + TILE_BYTES, row + (present ? 64 : 0), present);
             }
             copies_arrive(V_FULL + 8 * stage);
             k_row += KEYS * k_stride_t, pe_row += KEYS * k_pe_stride_t, v_row += KEYS * v_stride_t;
@@ -125,7 +125,7 @@ mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE*
         bool present = 64 * consumer + lane_row + 16 * r < tile.queries;
         const VALUE* row = present ? q_rows + (lane_row + 16 * r) * q_stride_t : q;
 #pragma unroll
-        for (int t = 0; t < 3; ++t) copy16_async(q_at + t * TILE_BYTES + 2048 * r + place, row + (present ? 64 * t : 0), present);
+        for (int t = 0; t < 3; ++t) copy_async<16>(q_at + t * TILE_BYTES + 2048 * r + place, row + (present ? 64 * t : 0), present);
     }
     copies_commit();
     copies_wait<0>();

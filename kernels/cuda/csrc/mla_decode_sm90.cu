@@ -76,8 +76,8 @@ struct Feeder {
             const uint8* from = cache.pages + (present ? uint64(rows[r]) << 4 : 0) + 16 * chunk;
             asm volatile("" : "+l"(from), "+r"(to));  // or every sum with them is kept in a register
 #pragma unroll
-            for (int t = FIRST; t < FIRST + 4; ++t) copy16_async(to + t * TILE_BYTES + 2048 * r, from + 128 * t, present);
-            if (ROPE) copy16_async(to + ROPE_TILE * TILE_BYTES + 2048 * r, from + 128 * ROPE_TILE, present);
+            for (int t = FIRST; t < FIRST + 4; ++t) copy_async<16>(to + t * TILE_BYTES + 2048 * r, from + 128 * t, present);
+            if (ROPE) copy_async<16>(to + ROPE_TILE * TILE_BYTES + 2048 * r, from + 128 * ROPE_TILE, present);
         }
     }
 
@@ -171,7 +171,7 @@ mla_decode_sm90(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stri
             const VALUE* from = present ? token + (first_head + head) * q_stride_h : q;
 #pragma unroll
             for (int t = 0; t < TILES; ++t)
-                copy16_async(Q_AT + t * TILE_BYTES + 2048 * (2 * mixer + r) + place, from + (present ? 64 * t : 0), present);
+                copy_async<16>(Q_AT + t * TILE_BYTES + 2048 * (2 * mixer + r) + place, from + (present ? 64 * t : 0), present);
         }
         copies_commit();
         copies_wait<0>();

@@ -6,6 +6,7 @@
 //     x   rows g and g + 8, columns 2 c and + 1:             g, g, g + 8, g + 8
 #pragma once
 #include "async_copy.cuh"
+#include "f16.cuh"
 
 __device__ inline void mma(f16, float (&x)[4], const uint32 (&a)[4], const uint32 (&b)[2]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -46,30 +47,5 @@ __device__ inline bool has_nan(uint32 bytes) { return ((bytes & 0x7f7f7f7f) + 0x
 __device__ inline uint32 multiply(uint32 x, uint32 factors) {
     uint32 y;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(factors));
-    return y;
-}
-__device__ inline uint32 bf16x2_to_f16x2(uint32 x) {
-    return pack(f16{}, __uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
-}
-__device__ inline uint4 bf16x8_to_f16x8(uint4 x) {
-    return {bf16x2_to_f16x2(x.x), bf16x2_to_f16x2(x.y), bf16x2_to_f16x2(x.z), bf16x2_to_f16x2(x.w)};
-}
-// Larger of the magnitudes of 8 bfloat16 values, in each half of a word.
-__device__ inline uint32 largest_of_8(uint4 x) {
-    return __vmaxu2(__vmaxu2(x.x & 0x7fff7fff, x.y & 0x7fff7fff), __vmaxu2(x.z & 0x7fff7fff, x.w & 0x7fff7fff));
-}
-__device__ inline float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ inline float log2_fast(float x) {
-    float y;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ inline float reciprocal_fast(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
