@@ -20,6 +20,7 @@ from .rows import read_tokens
 V_DIM = 512
 
 
+@np.errstate(over="ignore")  # what bfloat16 or float32 cannot hold is infinite in the results, without a warning
 def sparse_mla_decode(
     q: np.ndarray,
     segments: Sequence[Segment],
@@ -39,6 +40,7 @@ def sparse_mla_decode(
             lse[b, :, s] = log_sum
 
 
+@np.errstate(over="ignore")
 def sparse_mla_prefill(
     q: np.ndarray,
     kv: np.ndarray,
