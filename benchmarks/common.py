@@ -33,14 +33,14 @@ def arguments(description):
     return parser
 
 
-def compile_from(csrc):
-    """From here on take CUDA sources from `csrc`, a changed copy of cumla's, to compare versions of a kernel.
+def compile_from(folder):
+    """From here on take CUDA sources from `folder` where it has them, to compare versions of a kernel.
 
     Calls must be made under cumla.prepared.noted_outputs, or those made before are made again as they were.
     """
     from cumla.kernels.cuda import compile as compiler
 
-    compiler.CSRC = pathlib.Path(csrc)
+    compiler.FOLDERS[:] = [pathlib.Path(folder), compiler.CSRC]
     for name, module in list(sys.modules.items()):
         if name.startswith("cumla.kernels.cuda."):
             for value in vars(module).values():

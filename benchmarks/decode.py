@@ -199,7 +199,10 @@ def compare(report: Report, config: Config, caches: list[Cache], versions: list[
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument(
-        "--versions", nargs="+", metavar="CSRC", help="compare changed copies of kernels/cuda/csrc instead"
+        "--versions",
+        nargs="+",
+        metavar="DIR",
+        help="compare versions of the sources instead, such as those in candidates/",
     )
     parser.add_argument("--kernel", choices=attention_kernels.KERNELS, help="instead of the one that is chosen")
     args = parser.parse_args()

@@ -11,6 +11,7 @@ from ...layout import LAYOUTS, CacheLayout
 from .launch import Kernel, packing
 
 CSRC = pathlib.Path(__file__).parent / "csrc"
+FOLDERS = [CSRC]  # where sources are looked for, first to last; benchmarks put other versions in front
 OPTIONS = ("-std=c++17",)
 _INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
 
@@ -45,6 +46,11 @@ def _layout_struct(layout: CacheLayout) -> str:
     )
 
 
+def find(name: str) -> pathlib.Path:
+    """The source `name`."""
+    return next(folder / name for folder in FOLDERS if (folder / name).exists())
+
+
 @functools.cache
 def source(file: str) -> str:
     """csrc/<file> with its includes put in, each once, so that one text is all there is to hash."""
@@ -54,7 +60,7 @@ def source(file: str) -> str:
         if name in included:
             return ""
         included.add(name)
-        text = layouts_header() if name == "layouts.cuh" else (CSRC / name).read_text()
+        text = layouts_header() if name == "layouts.cuh" else find(name).read_text()
         return _INCLUDE.sub(lambda match: expand(match.group(1)), text)
 
     return expand(file)

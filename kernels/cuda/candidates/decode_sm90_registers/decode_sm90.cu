@@ -1,0 +1,60 @@
+// Sparse MLA over paged FP8 caches on Hopper (sm_90a): one thread block an SM, four warpgroups.
+//
+// A query token and 64 of its heads are a *tile* of work; the keys of a tile are taken 64 at a time, a *block*.
+//
+//     scorer     S^T = K Q^T (M = tokens): converts K in registers straight from the raw rows; the softmax; P in float16
+//     mixer 0    O^T = V^T P^T for values 0..255: converts V in registers straight from the raw rows
+//     mixer 1    the same for values 256..511
+//     gatherer   one warp: copies raw rows into a ring (cp.async)
+//     scaler     one warp: turns scales into float16 factors, and tells where tokens are absent
+//     loaders    two warps: bring Q of the next tile, slice by slice, as the scorer is done with this one's
+//
+// A candidate: run by tests/emulation only, never measured. Against csrc/ it saves the float16 copy of K in shared
+// memory and its traffic (about 250 KB a block instead of 360), has three blocks of raw rows for V3.2 too instead of
+// two, and loads Q while the last block of the tile before is worked on. NOTES.md says what is expected of it.
+//
+// K and V are the same bytes, converted twice, both times in registers: cheap in float16 (one conversion instruction
+// and one multiplication for two values). The last 64 values of a row (RoPE) are bfloat16 and enter the scores as they are.
+//
+// Within 16 tokens the order is permuted so that neither the scorer's nor the mixers' reads of raw rows conflict:
+// token t stands at place(t) among the rows of S^T and of P^T.
+//
+// Float16 has a narrower range than what a cache and q may hold. A tile that leaves it (scales outside
+// [MIN_SCALE, MAX_SCALE], large or very small q, a result that is not finite) is marked in `unsafe` for the
+// exact kernel, which the launcher runs after this one. A float32 scale is rounded to float16.
+//
+// Macros: LAYOUT (DSV4_FP8 or V32_FP8).
+#include "decode_sm90_gatherer.cuh"
+#include "decode_sm90_loader.cuh"
+#include "decode_sm90_mixer.cuh"
+#include "decode_sm90_scorer.cuh"
+#include "overlap.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_mla_decode(const __grid_constant__ Problem problem) {
+    extern __shared__ uint8 memory[];
+    if (threadIdx.x == 0) {
+        if (uint32(__cvta_generic_to_shared(memory)) != 1024) __trap();
+        // Full: the gatherer's lanes and the scaler. Empty: eight mixing warps and the two scoring a stage's tokens.
+        for (int i = 0; i < STAGES; ++i) barrier_init(RAW_FULL + 8 * i, 33), barrier_init(RAW_EMPTY + 8 * i, 10);
+        for (int i = 0; i <= SLICES; ++i) barrier_init(Q_FULL + 8 * i, LOADERS), barrier_init(Q_EMPTY + 8 * i, 4);
+        for (int i = 0; i < P_SLOTS; ++i) barrier_init(P_FULL + 8 * i, 4), barrier_init(P_EMPTY + 8 * i, 8);
+        for (int i = 0; i < 2; ++i) barrier_init(SHARE_FULL + 8 * i, 2);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    overlap_with_previous_kernel();
+    int role = threadIdx.x / 128;
+    if (role == 0) {
+        give_registers<SCORER_REGISTERS>();
+        Scorer(problem).run();
+    } else if (role == 3) {
+        give_registers<FEEDER_REGISTERS>();
+        int warp = threadIdx.x / 32 % 4;
+        if (warp == 0) Gatherer(problem).run();
+        else if (warp == 1) Scaler(problem).run();
+        else Loader(problem).run();
+    } else {
+        take_registers<MIXER_REGISTERS>();
+        Mixer(problem, role - 1).run();
+    }
+}
