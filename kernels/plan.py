@@ -24,6 +24,7 @@ class DecodePlan:
     def __init__(self, workspace: Any = None) -> None:
         self.workspace = workspace
         self.memory: Any = None  # the backend's
+        self.outgrown: list[Any] = []  # memory that was too small for a later call: captured graphs may still use it
         self.made_for: tuple[int, ...] | None = None  # the shape that the plan on the device is for
 
     def renew(self) -> None:

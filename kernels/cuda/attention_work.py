@@ -136,11 +136,14 @@ def memory_for(plan: DecodePlan | None, work: Work, division: Division) -> Memor
     memory = plan.memory
     if (
         memory is None
+        or memory.starts.data.device_id != work.q.data.device_id
         or len(memory.unsafe) < work.tiles
         or len(memory.starts) <= division.shares
         or (division.cut and _too_small(memory.partial_out, 2 * division.shares * work.tile_heads * V_DIM))
     ):
         plan.renew()
+        if memory is not None:
+            plan.outgrown.append(memory)
         shares = max(division.shares, device_sms(work.q.device.id))
         if plan.workspace is not None:
             memory = plan.memory = _cut(plan.workspace, work, shares)
