@@ -29,6 +29,7 @@ L2_BYTES = 64 << 20
 def arguments(description):
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the rows and what they were run on")
+    parser.add_argument("--sources", metavar="DIR", help="compile CUDA sources of DIR where it has them (candidates/...)")
     parser.add_argument("--only", metavar="TEXT", default="", help="run only rows whose op or config has TEXT")
     return parser
 
@@ -61,6 +62,8 @@ class Report:
 
     def __init__(self, args):
         self.args, self.rows = args, []
+        if args.sources:
+            compile_from(args.sources)
         print(f"{'op':38} {'config':34} {'impl':16} {'us':>9} {'us_graph':>9} {'GB/s':>7} {'TF':>7} {'max err':>9}")
 
     def wants(self, op, config):
