@@ -29,7 +29,9 @@ L2_BYTES = 64 << 20
 def arguments(description):
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the rows and what they were run on")
-    parser.add_argument("--sources", metavar="DIR", help="compile CUDA sources of DIR where it has them (candidates/...)")
+    parser.add_argument(
+        "--sources", metavar="DIR", help="compile CUDA sources of DIR where it has them (candidates/...)"
+    )
     parser.add_argument("--only", metavar="TEXT", default="", help="run only rows whose op or config has TEXT")
     return parser
 
