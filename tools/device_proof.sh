@@ -3,9 +3,9 @@
 # go to DIR; the last lines of each are printed. Parts go on where one fails, each within its own time.
 #
 #     tools/with_cumla.sh tools/device_proof.sh DIR [PART ...]     parts: tests cache indices metadata decode interop mla replay
+[ $# -gt 0 ] || { sed -n 's/^# \{0,1\}//p' "$0"; exit 2; }
 dir=$1
 shift
-[ -n "$dir" ] || { sed -n 's/^# \{0,1\}//p' "$0"; exit 2; }
 mkdir -p "$dir"
 failed=
 
