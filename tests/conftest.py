@@ -1,8 +1,9 @@
 """Every test that takes `lab` runs on each backend; device backends are marked gpu.
 
 Without a device, numba_cuda runs in Numba's simulator on host arrays, which must be asked for before Numba
-is imported. The simulator is slow: `lab.tiny` says that a test should make do with a few tokens. A test marked
-`attention` needs kernels that numba_cuda does not have and does not run on it.
+is imported, and cuda on devices that the tests emulate (tests/emulation). The simulator is slow: `lab.tiny` says that
+a test should make do with a few tokens. A test marked `attention` needs kernels that numba_cuda does not have and
+does not run on it.
 """
 
 import os
@@ -21,12 +22,17 @@ def pytest_configure(config):
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if not wants_gpu(config):
         os.environ.setdefault("NUMBA_ENABLE_CUDASIM", "1")
+    if hasattr(config, "cache"):  # what is built for the emulation is kept from run to run
+        from emulation import builds
+
+        builds.keep_in(config.cache.mkdir("emulation"))
 
 
 BACKENDS = [
     "reference",
     "cpu",
     "numba_cuda",  # in the simulator
+    pytest.param("cuda", id="cuda-emulated"),
     pytest.param("cuda", marks=pytest.mark.gpu),
     pytest.param("numba_cuda", marks=pytest.mark.gpu, id="numba_cuda-device"),
 ]
@@ -56,12 +62,24 @@ def pytest_runtest_call(item):
 @pytest.fixture
 def lab(request):
     """A backend and the way to move arrays to it and back."""
+    yield from lab_of(request)
+
+
+def lab_of(request):
     from support.lab import Lab
 
     on_device = request.node.get_closest_marker("gpu") is not None
-    if on_device and os.environ.get("NUMBA_ENABLE_CUDASIM") == "1" and request.param == "numba_cuda":
-        pytest.skip("Numba's simulator is on; run with -m gpu")
-    return Lab(request.param, on_device)
+    if on_device and not wants_gpu(request.config):
+        pytest.skip("devices are simulated and emulated; run with -m gpu")
+    if request.param != "cuda" or on_device:
+        yield Lab(request.param, on_device)
+        return
+    import emulation
+
+    if emulation.unavailable():
+        pytest.skip(emulation.unavailable())
+    with emulation.devices():
+        yield Lab("cuda", on_device=True, emulated=True)
 
 
 @pytest.fixture

@@ -7,11 +7,12 @@ BF16 = ml_dtypes.bfloat16
 
 
 class Lab:
-    """backend: the name given to every call; on_device: whether its arrays are CuPy's."""
+    """backend: the name given to every call; on_device: whether its arrays are CuPy's; emulated: or look like them."""
 
-    def __init__(self, backend, on_device):
+    def __init__(self, backend, on_device, emulated=False):
         self.backend = backend
         self.on_device = on_device
+        self.emulated = emulated
 
     @property
     def tiny(self):

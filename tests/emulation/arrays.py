@@ -1,0 +1,182 @@
+"""Arrays in the memory of an emulated device: host memory that NumPy computes with, behind CuPy's interface.
+
+They are no NumPy arrays, or cumla would take them for host memory; and as on a device, what lies beyond an allocation
+cannot be accessed.
+"""
+
+import ctypes
+import mmap
+
+import numpy as np
+
+PAGE = mmap.PAGESIZE
+ALIGNMENT = 256  # of allocations, as CuPy's
+LIBC = ctypes.CDLL(None)
+
+
+class Memory:
+    """An allocation at the end of its pages; those around it nobody may touch."""
+
+    def __init__(self, size, device_id):
+        inside = -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
+        pages = -(-inside // PAGE) * PAGE
+        self._map = mmap.mmap(-1, pages + 2 * PAGE)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        for guard in (start, start + PAGE + pages):
+            if LIBC.mprotect(ctypes.c_void_p(guard), ctypes.c_size_t(PAGE), 0):
+                raise MemoryError("no pages for an emulated device's memory")
+        self.ptr, self.size, self.device_id = start + PAGE + pages - inside, size, device_id
+
+
+class UnownedMemory:
+    """Memory that `owner` keeps."""
+
+    def __init__(self, ptr, size, owner, device_id=0):
+        self.ptr, self.size, self.owner, self.device_id = ptr, size, owner, device_id
+
+
+class MemoryPointer:
+    def __init__(self, mem, offset):
+        self.mem, self.ptr, self.device_id = mem, mem.ptr + offset, mem.device_id
+
+    def __add__(self, offset):
+        return MemoryPointer(self.mem, self.ptr - self.mem.ptr + offset)
+
+    def memset_async(self, value, size):
+        ctypes.memset(self.ptr, value, size)
+
+
+class Device:
+    """The emulated devices: 0 as Hopper is, 1 as Ampere is, with few multiprocessors, which small problems fill too."""
+
+    current = 0
+    CAPABILITIES = ("90", "80")
+    SHARED_KIB = ((227, 228), (163, 164))  # of a thread block, of a multiprocessor
+    MULTIPROCESSORS = 4
+
+    def __init__(self, number=None):
+        self.id = Device.current if number is None else number
+        self._before = []
+
+    @property
+    def compute_capability(self):
+        return self.CAPABILITIES[self.id]
+
+    @property
+    def attributes(self):
+        block, multiprocessor = (1024 * kib for kib in self.SHARED_KIB[self.id])
+        return {
+            "MultiProcessorCount": self.MULTIPROCESSORS,
+            "MaxSharedMemoryPerBlockOptin": block,
+            "MaxSharedMemoryPerMultiprocessor": multiprocessor,
+        }
+
+    def use(self):
+        Device.current = self.id
+
+    def synchronize(self):
+        """Nothing runs beside the host."""
+
+    def __enter__(self):
+        self._before.append(Device.current)
+        Device.current = self.id
+        return self
+
+    def __exit__(self, *error):
+        Device.current = self._before.pop()
+
+
+class Array(np.lib.mixins.NDArrayOperatorsMixin):
+    """cupy.ndarray. What it does not do itself, NumPy does for it."""
+
+    def __init__(self, shape, dtype=float, memptr=None, strides=None):
+        shape, dtype = (shape,) if isinstance(shape, int) else tuple(shape), np.dtype(dtype)
+        if memptr is None:
+            memptr = MemoryPointer(Memory(dtype.itemsize * int(np.prod(shape, dtype=np.int64)), Device.current), 0)
+        memory = memptr.mem
+        room = (ctypes.c_uint8 * (memory.ptr + memory.size - memptr.ptr)).from_address(memptr.ptr)
+        self.data, self._host = memptr, np.ndarray(shape, dtype, room, strides=strides)
+
+    @classmethod
+    def of(cls, host, memory=None):
+        """A NumPy array in device memory: a copy, or what is in that memory already."""
+        if memory is None:
+            array = cls(host.shape, host.dtype)
+            array._host[...] = host
+            return array
+        array = cls.__new__(cls)
+        array.data, array._host = MemoryPointer(memory, host.ctypes.data - memory.ptr), host
+        return array
+
+    @property
+    def device(self):
+        return Device(self.data.device_id)
+
+    def get(self):
+        return self._host.copy("K")
+
+    def set(self, array):
+        self._host[...] = array
+
+    def fill(self, value):
+        self._host.fill(value)
+
+    def __getitem__(self, key):
+        return self._given(self._host[own(key)])
+
+    def __setitem__(self, key, value):
+        refuse_host(value)
+        self._host[own(key)] = own(value)
+
+    def __len__(self):
+        return len(self._host)
+
+    def __iter__(self):
+        return (self[i] for i in range(len(self)))
+
+    def __int__(self):
+        return int(self._host)
+
+    def __float__(self):
+        return float(self._host)
+
+    def __bool__(self):
+        return bool(self._host)
+
+    def __array__(self, *arguments, **keywords):
+        raise TypeError("an array on a device does not become one on the host without get()")
+
+    def __array_ufunc__(self, function, method, *arguments, **keywords):
+        for argument in arguments:
+            refuse_host(argument)
+        return self._given(getattr(function, method)(*own(arguments), **own(keywords)))
+
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        value = getattr(self._host, name)
+        if not callable(value):
+            return self._given(value)
+        return lambda *arguments, **keywords: self._given(value(*own(arguments), **own(keywords)))
+
+    def _given(self, result):
+        """A result of NumPy's as CuPy gives it: in this array's memory if it is there."""
+        if not isinstance(result, np.ndarray | np.generic):
+            return result
+        result = np.asarray(result)
+        with self.device:
+            return Array.of(result, self.data.mem if np.may_share_memory(result, self._host) else None)
+
+
+def own(value):
+    """Arguments with NumPy arrays for our own."""
+    if isinstance(value, Array):
+        return value._host
+    if isinstance(value, tuple | list):
+        return type(value)(own(item) for item in value)
+    return {name: own(item) for name, item in value.items()} if isinstance(value, dict) else value
+
+
+def refuse_host(value):
+    if isinstance(value, np.ndarray) and value.ndim:
+        raise TypeError("an array on the host and one on a device do not go together")

@@ -1,0 +1,93 @@
+"""Shared libraries from C++, built once for each text and kept in a folder between runs."""
+
+import ctypes
+import functools
+import hashlib
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import tempfile
+
+RUNTIME = pathlib.Path(__file__).parent / "runtime"
+FLAGS = (
+    "-std=c++20", "-w", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-fno-strict-aliasing",
+    "-ffp-contract=off", f"-I{RUNTIME}",
+)  # fmt: skip
+
+
+class Dim3(ctypes.Structure):
+    _fields_ = tuple((axis, ctypes.c_uint) for axis in "xyz")
+
+
+_folder: list[pathlib.Path] = []
+
+
+def keep_in(folder):
+    """Where to keep what is built."""
+    _folder[:] = [pathlib.Path(folder)]
+
+
+@functools.cache
+def unavailable():
+    """Why nothing can be emulated here, or None."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return f"CUDA kernels are emulated on Linux on x86-64 only, not on {platform.system()} on {platform.machine()}"
+    if compiler() is None:
+        return "CUDA kernels are emulated with g++, which is not installed"
+    major = subprocess.run([compiler(), "-dumpversion"], capture_output=True, text=True, check=True).stdout.split(".")[
+        0
+    ]
+    return None if int(major) >= 11 else f"CUDA kernels are emulated with g++ 11 or newer, not with {major}"
+
+
+def compiler():
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+@functools.cache
+def runtime():
+    """The emulator. Global, as kernels find its functions by name."""
+    library = ctypes.PyDLL(str(built("", "-O2", *RUNTIME.glob("*.cpp"))), ctypes.RTLD_GLOBAL)
+    library.emulator_launch.restype = ctypes.c_char_p
+    library.emulator_launch.argtypes = (*[ctypes.c_void_p] * 2, Dim3, Dim3, ctypes.c_uint, *[ctypes.c_int] * 3)
+    return library
+
+
+@functools.cache
+def loaded(text):
+    """A kernel's library."""
+    runtime()
+    return ctypes.CDLL(str(built(text, "-O1")))
+
+
+def built(text, optimisation, *files):
+    """The library for a C++ text (and files); raises AssertionError with what the compiler says."""
+    target = folder() / f"{digest(text, optimisation)}.so"
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=folder()) as place:
+            source, result = pathlib.Path(place, "source.cpp"), pathlib.Path(place, "result.so")
+            source.write_text(text)
+            command = [compiler(), *FLAGS, optimisation, "-o", str(result), str(source), *map(str, files)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+            result.replace(target)  # at once, as others may build the same
+    return target
+
+
+def folder():
+    if not _folder:
+        _folder.append(pathlib.Path(tempfile.mkdtemp(prefix="cumla-emulation-")))
+    _folder[0].mkdir(parents=True, exist_ok=True)
+    return _folder[0]
+
+
+def digest(text, optimisation):
+    return hashlib.sha256("\0".join((runtime_text(), text, optimisation, *FLAGS)).encode()).hexdigest()[:24]
+
+
+@functools.cache
+def runtime_text():
+    parts = [compiler(), *(path.read_text() for path in sorted(RUNTIME.iterdir()))]
+    return "\0".join(parts)

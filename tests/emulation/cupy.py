@@ -1,0 +1,156 @@
+"""What stands in for CuPy and the driver while a device is emulated: what cumla and its tests use of them."""
+
+import contextlib
+import ctypes
+import importlib.machinery
+import sys
+import types
+from unittest import mock
+
+import numpy as np
+
+from cumla import backends
+from cumla.interop import streams
+from cumla.kernels.cuda import launch
+
+from . import arrays, launches
+from .arrays import Array, Device
+
+NUMPY_FUNCTIONS = (
+    "arange", "broadcast_to", "concatenate", "cumsum", "empty", "empty_like", "full", "ones", "stack", "where", "zeros",
+    "zeros_like",
+)  # fmt: skip
+FREELY_SHARED = 48 << 10  # bytes of shared memory that a launch may ask for unless the kernel is allowed more
+
+
+@contextlib.contextmanager
+def devices():
+    """A context in which this machine seems to have the emulated devices, and CuPy."""
+    replaced = types.SimpleNamespace(**{**vars(ctypes), "CDLL": lambda name, *rest: library(name, *rest)})
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(sys.modules, cupy=CUPY))
+        for module in (launch, streams):
+            stack.enter_context(mock.patch.object(module, "ctypes", replaced))
+        for name, module in list(sys.modules.items()):
+            if name.startswith("cumla.") and hasattr(module, "cupy"):  # bound at an import, maybe of the real one
+                stack.enter_context(mock.patch.object(module, "cupy", CUPY))
+        backends.unavailable.cache_clear()
+        stack.callback(backends.unavailable.cache_clear)
+        yield
+
+
+LAUNCHABLE = []  # (raw kernel, kernel), by what the driver knows them by, less 1
+
+
+class RawKernel:
+    """A kernel, compiled for a device when it is first launched there. `ptr` is what the driver knows it by."""
+
+    def __init__(self, code, name):
+        self.code, self.name, self.max_dynamic_shared_size_bytes = code, name, FREELY_SHARED
+
+    @property
+    def kernel(self):
+        LAUNCHABLE.append((self, launches.Kernel(self.code, self.name, int(Device().compute_capability))))
+        return types.SimpleNamespace(ptr=len(LAUNCHABLE))
+
+
+class RawModule:
+    def __init__(self, code, options):
+        self.code = code
+
+    def get_function(self, name):
+        return RawKernel(self.code, name)
+
+
+# ---- libcuda
+
+
+def library(name, *rest):
+    return DRIVER if name.startswith("libcuda.so") else ctypes.CDLL(name, *rest)
+
+
+def launch_kernel(config, function, _, extra):
+    """cuLaunchKernelEx, whose arguments are addresses, for packed arguments; raises what goes wrong."""
+    *sizes, shared_bytes, _, _, _, argument_bytes = launch.HEAD.unpack(ctypes.string_at(config, launch.HEAD.size))
+    kind, arguments, *_ = (ctypes.c_void_p * 5).from_address(extra)
+    assert kind == launch.BUFFER_POINTER
+    raw, kernel = LAUNCHABLE[function - 1]
+    if shared_bytes > raw.max_dynamic_shared_size_bytes:
+        raise launches.EmulationError(f"{raw.name}: {shared_bytes} bytes of shared memory, which it is not allowed")
+    # A copy that ends where the arguments do: more than was packed cannot be read by chance.
+    packed = ctypes.create_string_buffer(ctypes.string_at(arguments, argument_bytes), argument_bytes)
+    kernel.launch(sizes[:3], sizes[3:], shared_bytes, ctypes.addressof(packed))
+    return 0
+
+
+DRIVER = types.SimpleNamespace(cuLaunchKernelEx=launch_kernel, cuThreadExchangeStreamCaptureMode=lambda mode: 0)
+
+
+# ---- cupy
+
+
+class Stream:
+    """The only one. What is launched has run when the launch returns."""
+
+    ptr = 0
+
+    def is_capturing(self):
+        return False
+
+    def synchronize(self):
+        """Nothing is left to wait for."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+
+STREAM = Stream()
+
+
+def copy_memory(target, source, size, kind, stream):
+    ctypes.memmove(target, source, size)
+
+
+def on_device(function):
+    """A function of NumPy's for arrays on a device."""
+
+    def call(*arguments, **keywords):
+        result = function(*arrays.own(arguments), **arrays.own(keywords))
+        for argument in arguments:
+            if isinstance(argument, Array) and np.may_share_memory(result, argument._host):
+                return Array.of(result, argument.data.mem)
+        return Array.of(result)
+
+    return call
+
+
+def array(value, dtype=None):
+    return Array.of(np.array(arrays.own(value), dtype))
+
+
+def asarray(value, dtype=None):
+    return value if isinstance(value, Array) and dtype in (None, value.dtype) else array(value, dtype)
+
+
+def make_module():
+    cupy = types.ModuleType("cupy")
+    cupy.__spec__ = importlib.machinery.ModuleSpec("cupy", None)
+    for name in NUMPY_FUNCTIONS:
+        setattr(cupy, name, on_device(getattr(np, name)))
+    cupy.ndarray, cupy.array, cupy.asarray, cupy.RawModule = Array, array, asarray, RawModule
+    runtime = types.SimpleNamespace(
+        CUDARuntimeError=RuntimeError, getDevice=lambda: Device.current,
+        getDeviceCount=lambda: len(Device.CAPABILITIES), streamIsCapturing=lambda stream: False,
+        memcpyAsync=copy_memory, memcpyHostToDevice=1, memcpyDeviceToHost=2,
+    )  # fmt: skip
+    cupy.cuda = types.SimpleNamespace(
+        runtime=runtime, Device=Device, MemoryPointer=arrays.MemoryPointer, UnownedMemory=arrays.UnownedMemory,
+        get_current_stream=lambda device=None: STREAM,
+    )  # fmt: skip
+    return cupy
+
+
+CUPY = make_module()

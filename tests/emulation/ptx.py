@@ -1,0 +1,191 @@
+"""CUDA C++ as C++ for the emulator: every inline PTX statement becomes what a table says of it.
+
+What the table says of a statement is all that the emulation knows of it; one that it does not have is an error.
+"""
+
+import re
+
+# PTX -> C++, operands numbered alike. PTX is written as normalised() makes it.
+TABLE = {
+    "": "",
+    # numbers
+    "cvt.f32.f16 %0, %1;": "%0 = emulator::from_f16(%1)",
+    "cvt.f64.f32 %0, %1;": "%0 = emulator::to_double(%1)",
+    "cvt.rn.bf16x2.f32 %0, %1, %2;": "%0 = emulator::to_bf16x2(%2, %1)",
+    "cvt.rn.f16x2.f32 %0, %1, %2;": "%0 = emulator::to_f16x2(%2, %1)",
+    "cvt.rn.f16x2.e4m3x2 %0, %1;": "%0 = emulator::e4m3x2_to_f16x2(%1)",
+    "cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;": "%0 = emulator::to_e4m3x2(%2, %1)",
+    "{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }": (
+        "unsigned bytes_ = %2; %0 = emulator::e4m3x2_to_f16x2(bytes_); %1 = emulator::e4m3x2_to_f16x2(bytes_ >> 16)"
+    ),
+    "mul.rn.f32 %0, %1, %2;": "%0 = emulator::multiply(%1, %2)",
+    "div.rn.f32 %0, %1, %2;": "%0 = emulator::divide(%1, %2)",
+    "mul.rn.f16x2 %0, %1, %2;": "%0 = emulator::multiply_f16x2(%1, %2)",
+    "ex2.approx.ftz.f32 %0, %1;": "%0 = exp2f(%1)",
+    "lg2.approx.ftz.f32 %0, %1;": "%0 = log2f(%1)",
+    "rcp.approx.ftz.f32 %0, %1;": "%0 = 1.0f / %1",
+    # memory that is indexed in PTX
+    "{ .reg .u64 a; mad.wide.u32 a, %1, 4, %2; ld.global.nc.u32 %0, [a]; }": (
+        "%0 = *reinterpret_cast<const int*>(reinterpret_cast<uint64_t>(%2) + 4ull * unsigned(%1))"
+    ),
+    # asynchronous copies
+    "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;": "emulator::copy_async(%0, %1, 16, %2)",
+    "cp.async.ca.shared.global [%0], [%1], %2, %3;": "emulator::copy_async(%0, %1, %2, %3)",
+    "cp.async.commit_group;": "emulator::copies_commit()",
+    "cp.async.wait_group %0;": "emulator::copies_wait(%0)",
+    "cp.async.mbarrier.arrive.noinc.shared.b64 [%0];": "emulator::copies_arrive(%0)",
+    # barriers
+    "bar.sync 1, 128;": "emulator::named_sync(1, 128)",
+    "bar.sync 1, 256;": "emulator::named_sync(1, 256)",
+    "bar.sync %0, 128;": "emulator::named_sync(%0, 128)",
+    "mbarrier.init.shared.b64 [%0], %1;": "emulator::barrier_init(%0, %1)",
+    "mbarrier.arrive.shared.b64 _, [%0], %1;": "emulator::barrier_arrive(%0, %1)",
+    "{ .reg .pred one; elect.sync _|one, 0xffffffff; @one mbarrier.arrive.shared.b64 _, [%0]; }": (
+        "if (threadIdx.x % 32 == 0) emulator::barrier_arrive(%0, 1)"
+    ),
+    "{ .reg .pred done; again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1; @!done bra again; }": (
+        "emulator::barrier_wait(%0, %1)"
+    ),
+    # matrices
+    "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];": (
+        "emulator::load_matrices(%0, %1, %2, %3, %4, false)"
+    ),
+    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];": (
+        "emulator::load_matrices(%0, %1, %2, %3, %4, true)"
+    ),
+    "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};": (
+        "emulator::store_matrices(%0, %1, %2, %3, %4, false)"
+    ),
+    "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};": (
+        "emulator::store_matrices(%0, %1, %2, %3, %4, true)"
+    ),
+    "wgmma.commit_group.sync.aligned;": "emulator::wgmma_commit()",
+    "wgmma.wait_group.sync.aligned %0;": "emulator::wgmma_wait(%0)",
+    # what has no meaning for one CPU thread that does everything in order
+    "fence.mbarrier_init.release.cluster;": "",
+    "fence.proxy.async.shared::cta;": "",
+    "griddepcontrol.wait;": "",
+    "setmaxnreg.dec.sync.aligned.u32 %0;": "",
+    "setmaxnreg.inc.sync.aligned.u32 %0;": "",
+    "wgmma.fence.sync.aligned;": "",
+}
+for name in ("f16", "bf16"):
+    TABLE[
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    ] = f"emulator::mma({', '.join(f'%{i}' for i in range(10))}, {str(name == 'bf16').lower()})"
+
+# Plain loads and stores: the C++ type of each PTX type, and how many of them there are at once.
+TYPES = {"u8": "unsigned char", "u16": "unsigned short", "u32": "unsigned", "s32": "int", "f32": "float"}
+for ptx_type, c_type in TYPES.items():
+    for count in (1, 2, 4):
+        vector = f".v{count}" if count > 1 else ""
+        size = f"{count} * sizeof({c_type})"
+        values = [f"%{i}" for i in range(count + 1)]
+        loaded = "; ".join(f"{value} = from_[{i}]" for i, value in enumerate(values[:-1]))
+        stored = "; ".join(f"to_[{i}] = {value}" for i, value in enumerate(values[1:]))
+        many = "{{{}}}" if count > 1 else "{}"
+        operands_in, operands_out = (many.format(", ".join(part)) for part in (values[:-1], values[1:]))
+        for space in ("shared", "global", "global.nc", "global.cs", "global.cs.nc"):
+            at = (
+                "emulator::shared_at({}, " + size + ")"
+                if space == "shared"
+                else "emulator::global_at({}, " + size + ")"
+            )
+            TABLE[f"ld.{space}{vector}.{ptx_type} {operands_in}, [{values[-1]}];"] = (
+                f"auto from_ = reinterpret_cast<const {c_type}*>({at.format(values[-1])}); {loaded}"
+            )
+            TABLE[f"st.{space}{vector}.{ptx_type} [%0], {operands_out};"] = (
+                f"auto to_ = reinterpret_cast<{c_type}*>({at.format('%0')}); {stored}"
+            )
+
+# Products of warpgroups have a pattern of their own, as their operands are too many for one line.
+WGMMA = re.compile(
+    r"{ \.reg \.pred p; setp\.ne\.b32 p, %\d+, 0; "
+    r"wgmma\.mma_async\.sync\.aligned\.m64n(?P<columns>\d+)k16\.f32\.(?P<type>b?f16)\.(?P=type) "
+    r"(?P<registers>, {%\d+, %\d+, %\d+, %\d+})?(?:, %\d+){1,2}, p, 1, 1(?:, 0)?, (?P<across>[01]); }"
+)
+
+ASM = re.compile(r"\basm\b(?:\s+volatile)?\s*\(")
+LITERAL = re.compile(r'"((?:[^"\\]|\\.)*)"')
+OPERAND = re.compile(r'^\s*"[^"]*"\s*\((.*)\)\s*$', re.DOTALL)
+# The part for a debugger's eyes, which waits without letting anybody else go on.
+WATCHDOG = re.compile(r"^#ifdef WATCHDOG\n.*?^#else\n(.*?)^#endif\n", re.MULTILINE | re.DOTALL)
+
+
+def translated(text):
+    """A CUDA source, its includes put in, as a C++ source with a function emulated_<name> for each kernel."""
+    text = WATCHDOG.sub(r"\1", text)
+    text = re.sub(
+        r"extern __shared__ (\w+) memory\[\];",
+        r"\1* memory = reinterpret_cast<\1*>(emulator::shared_memory + emulator::DYNAMIC_SHARED_AT);",
+        text,
+    )
+    parts, end = [], 0
+    while match := ASM.search(text, end):
+        parts.append(text[end : match.start()])
+        sections, end = split(text, match.end(), ":")
+        parts.append(f"do {{ {statement(*sections[:3])}; }} while (0)")
+    parts.append(text[end:])
+    entries = [
+        f'extern "C" EXPORT void emulated_{name}(const void* packed) {{ emulator::call({name}, packed); }}\n'
+        for name in kernel_names(text)
+    ]
+    return '#include "device.h"\n' + "".join(parts) + "\n" + "".join(entries)
+
+
+def kernel_names(text):
+    return re.findall(r"__global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(", text)
+
+
+def statement(template, outputs="", inputs=""):
+    """C++ for one statement; `asm` gives its template, then its operands."""
+    ptx = normalised(template)
+    values = [OPERAND.sub(r"\1", operand) for part in (outputs, inputs) for operand in listed(part)]
+    product = WGMMA.fullmatch(ptx)
+    if product:
+        return warpgroup_product(product, outputs, values)
+    if ptx not in TABLE:
+        raise LookupError(f"the emulator does not know {ptx!r}")
+    return re.sub(r"%(\d+)", lambda number: f"({values[int(number[1])]})", TABLE[ptx])
+
+
+def normalised(template):
+    r"""A template's string literals as one, with a space for \n and more space; macros between them left out."""
+    text = "".join(LITERAL.findall(template)).replace("\\n", " ")
+    return " ".join(text.split())
+
+
+def warpgroup_product(product, outputs, values):
+    """`values`: the sums (one macro for all); a's tile, or four registers of an array; b's tile; whether to add."""
+    sums = re.search(r"\((\w+)\)", outputs)[1]
+    if product["registers"]:
+        a, a_tile, b_tile, add = values[1].removesuffix("[0]"), "0", *values[5:]
+    else:
+        a, a_tile, b_tile, add = "nullptr", *values[1:]
+    b_rows, bfloat16 = (str(flag).lower() for flag in (product["across"] == "0", product["type"] == "bf16"))
+    return f"emulator::wgmma({sums}, {product['columns']}, {a}, {a_tile}, {b_tile}, {b_rows}, {add}, {bfloat16})"
+
+
+def listed(part):
+    """The operands of a list of them."""
+    found, _ = split(part + ")", 0, ",")
+    return [operand for operand in found if operand.strip()]
+
+
+def split(text, start, separator):
+    """What is between separators from `start` on up to the parenthesis that closes, and where that ends."""
+    found, depth, begin, i = [], 0, start, start
+    while True:
+        literal = LITERAL.match(text, i)
+        if literal:
+            i = literal.end()
+            continue
+        c = text[i]
+        if depth == 0 and c in (separator, ")"):
+            found.append(text[begin:i])
+            begin = i + 1
+            if c == ")":
+                return found, begin
+        depth += (c in "([{") - (c in ")]}")
+        i += 1

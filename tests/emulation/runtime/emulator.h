@@ -1,0 +1,140 @@
+// What the parts of the emulator, and the kernels that run in it, have in common.
+//
+//     threads.cpp    threads of a block as fibers, and the scheduler
+//     meetings.cpp   what threads do together: warps, __syncthreads, named barriers, mbarriers
+//     copies.cpp     cp.async
+//     matrices.cpp   ldmatrix, stmatrix, mma.sync, wgmma
+//     formats.cpp    float16, bfloat16 and e4m3
+//     device.h       what CUDA C++ gives a kernel without any include, in terms of all this
+//
+// Kernels are compiled one by one, so that what they include is kept small: the rest is compiled once.
+#pragma once
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+namespace emulator {
+
+// ---- threads.cpp
+
+struct Index { unsigned x, y, z; };
+
+// Blocked while (*word & mask) == value; `what` and `number` are for the report of a deadlock.
+struct Wait {
+    const uint64_t* word;
+    uint64_t mask, value;
+    const char* what;
+    uint64_t number;
+};
+
+EXPORT extern Index thread_index, block_index, grid_size, block_size;  // thread_index: of the fiber that runs
+EXPORT extern int thread_number;
+EXPORT extern uint64_t events;  // that may end somebody's wait; counted to find deadlocks
+
+EXPORT void wait(const Wait& wait);
+// Ends the launch: the message becomes an error in Python.
+[[noreturn]] EXPORT void fail(const char* format, ...);
+
+// Asynchronous work, at once or, in a launch with late work, when nothing else can go on.
+struct Work {
+    virtual ~Work() = default;
+    virtual void run() = 0;
+};
+bool work_is_late();
+void when_stuck(Work* work);
+int random_number(int below);
+bool has_jitter();
+
+// Shared memory is addressed from 0 on, where the system's own part lies, as on the device.
+constexpr uint32_t DYNAMIC_SHARED_AT = 1024;
+EXPORT extern uint8_t* shared_memory;
+EXPORT extern uint32_t shared_end;
+EXPORT uint8_t* shared_at(uint32_t address, uint32_t bytes);
+// Global memory, for accesses that must be aligned.
+inline uint8_t* global_at(const void* address, uint32_t bytes) {
+    if (uintptr_t(address) % bytes) fail("%u bytes at %p, which is misaligned", bytes, address);
+    return static_cast<uint8_t*>(const_cast<void*>(address));
+}
+
+// ---- meetings.cpp
+
+constexpr int MOST_BYTES = 64;  // that a lane brings or takes
+
+using Act = void (*)(void* context, uint8_t (*brought)[MOST_BYTES], uint8_t (*taken)[MOST_BYTES]);
+// All lanes of the warp come; the last one acts for all. Returns what this lane takes.
+EXPORT const uint8_t* meet(const char* what, const void* brought, size_t bytes, Act act, void* context);
+
+template <class In, class F> const uint8_t* meet(const char* what, const In& in, F act) {
+    static_assert(sizeof(In) <= MOST_BYTES);
+    Act call = [](void* context, uint8_t (*brought)[MOST_BYTES], uint8_t (*taken)[MOST_BYTES]) {
+        (*static_cast<F*>(context))(brought, taken);
+    };
+    return meet(what, &in, sizeof in, call, &act);
+}
+// Everybody's `x`.
+template <class T> struct Everybodys {
+    T of[32];
+};
+template <class T> Everybodys<T> everybodys(const char* what, T x) {
+    Everybodys<T> all;
+    const uint8_t* from = meet(what, x, [](uint8_t (*brought)[MOST_BYTES], uint8_t (*)[MOST_BYTES]) {});
+    from -= (thread_number % 32) * MOST_BYTES;  // the table of what was taken: without an act, what was brought
+    for (int i = 0; i < 32; ++i) memcpy(&all.of[i], from + i * MOST_BYTES, sizeof(T));
+    return all;
+}
+
+EXPORT void block_sync();
+EXPORT int block_sync_or(int predicate);
+EXPORT void named_sync(int id, int threads);
+EXPORT void barrier_init(uint32_t barrier, int arrivals);
+EXPORT void barrier_arrive(uint32_t barrier, int count);
+EXPORT bool barrier_passed(uint32_t barrier, uint32_t parity);
+EXPORT void barrier_wait(uint32_t barrier, uint32_t parity);
+void begin_block_meetings();
+
+// ---- copies.cpp
+
+EXPORT void copy_async(uint32_t target, const void* source, int bytes, int present_bytes);
+EXPORT void copies_commit();
+EXPORT void copies_wait(uint32_t pending);
+EXPORT void copies_arrive(uint32_t barrier);
+void begin_block_copies();
+
+// ---- matrices.cpp
+
+EXPORT void load_matrices(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t address, bool transposed);
+EXPORT void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d, bool transposed);
+EXPORT void mma(float& x0, float& x1, float& x2, float& x3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                uint32_t b0, uint32_t b1, bool bfloat16);
+// x (64 x columns) = a b (+ x); a from registers, or where that is null a tile. b_rows: b's rows are the columns.
+EXPORT void wgmma(float* x, int columns, const uint32_t* a, uint64_t a_tile, uint64_t b_tile, bool b_rows, bool add,
+                  bool bfloat16);
+EXPORT void wgmma_commit();
+EXPORT void wgmma_wait(uint32_t pending);
+void begin_block_matrices();
+
+// ---- formats.cpp: numbers and their bits, to nearest even
+
+EXPORT float from_f16(uint32_t bits);
+EXPORT float from_bf16(uint32_t bits);
+EXPORT float from_e4m3(uint32_t byte);
+EXPORT uint32_t to_f16x2(float low, float high);
+EXPORT uint32_t to_bf16x2(float low, float high);
+EXPORT uint16_t to_e4m3x2(float low, float high);
+EXPORT uint32_t e4m3x2_to_f16x2(uint32_t bytes);
+EXPORT uint32_t multiply_f16x2(uint32_t a, uint32_t b);
+// With subnormal numbers, which the rest of a kernel flushes to zero (CuPy compiles with -ftz=true).
+EXPORT float multiply(float a, float b);
+EXPORT float divide(float a, float b);
+EXPORT double to_double(float x);
+
+struct KeepSubnormals {
+    uint32_t before;
+    KeepSubnormals();
+    ~KeepSubnormals();
+};
+
+}  // namespace emulator

@@ -1,0 +1,102 @@
+// Number formats. Conversions from 8 and 16 bits are tables: they are most of what a matrix product costs.
+#include "emulator.h"
+#include <immintrin.h>
+#include <vector>
+
+namespace emulator {
+
+static uint32_t bits_of(float x) { return __builtin_bit_cast(uint32_t, x); }
+static float of_bits(uint32_t bits) { return __builtin_bit_cast(float, bits); }
+
+KeepSubnormals::KeepSubnormals() : before(_mm_getcsr()) { _mm_setcsr(before & ~0x8040u); }
+KeepSubnormals::~KeepSubnormals() { _mm_setcsr(before); }
+
+// A value with `mantissa` bits after the point and an exponent's bias; the exponent of all ones as any other.
+static float small_float(uint32_t magnitude, int mantissa, int bias) {
+    int exponent = magnitude >> mantissa, fraction = magnitude & ((1 << mantissa) - 1);
+    return exponent ? ldexpf((1 << mantissa) + fraction, exponent - bias - mantissa) : ldexpf(fraction, 1 - bias - mantissa);
+}
+
+static const std::vector<float> F16 = [] {
+    std::vector<float> values(1 << 16);
+    for (uint32_t bits = 0; bits < 1 << 16; ++bits) {
+        uint32_t magnitude = bits & 0x7fff;
+        uint32_t special = 0x7f800000 | (magnitude & 0x3ff) << 13;  // infinity and NaN
+        float value = magnitude >= 0x7c00 ? of_bits(special) : small_float(magnitude, 10, 15);
+        values[bits] = bits & 0x8000 ? -value : value;
+    }
+    return values;
+}();
+
+static const std::vector<float> E4M3 = [] {
+    std::vector<float> values(256);
+    for (uint32_t byte = 0; byte < 256; ++byte) {
+        float value = (byte & 0x7f) == 0x7f ? NAN : small_float(byte & 0x7f, 3, 7);
+        values[byte] = byte & 0x80 ? -value : value;
+    }
+    return values;
+}();
+
+float from_f16(uint32_t bits) { return F16[bits & 0xffff]; }
+float from_bf16(uint32_t bits) { return of_bits(bits << 16); }
+float from_e4m3(uint32_t byte) { return E4M3[byte & 0xff]; }
+
+static uint32_t to_bf16(float x) {
+    if (x != x) return 0x7fff;
+    uint32_t bits = bits_of(x);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+static uint32_t to_f16(float x) {
+    uint32_t sign = bits_of(x) >> 16 & 0x8000, bits = bits_of(x) & 0x7fffffff;
+    if (bits > 0x7f800000) return 0x7fff;
+    if (bits >= 0x47800000) return sign | 0x7c00;  // 65536 and more; what rounds up to it comes out right below
+    if (bits < 0x38800000) return sign | uint32_t(lrintf(of_bits(bits) * 16777216.0f));  // below 2^-14: steps of 2^-24
+    return sign | (bits + 0xfff + (bits >> 13 & 1) - (112u << 23)) >> 13;
+}
+
+static uint32_t to_e4m3(float x) {
+    if (x != x) return 0x7f;
+    float magnitude = fminf(fabsf(x), 448.0f);
+    uint32_t low = 0, high = 0x7e;  // the codes around it: their values ascend
+    while (high - low > 1) {
+        uint32_t middle = (low + high) / 2;
+        if (E4M3[middle] <= magnitude) low = middle;
+        else high = middle;
+    }
+    float below = magnitude - E4M3[low], above = E4M3[high] - magnitude;
+    uint32_t code = below < above || (below == above && low % 2 == 0) ? low : high;
+    return code | (signbit(x) ? 0x80 : 0);
+}
+
+uint32_t to_f16x2(float low, float high) {
+    KeepSubnormals keep;
+    return to_f16(low) | to_f16(high) << 16;
+}
+uint32_t to_bf16x2(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
+uint16_t to_e4m3x2(float low, float high) {
+    KeepSubnormals keep;
+    return to_e4m3(low) | to_e4m3(high) << 8;
+}
+uint32_t e4m3x2_to_f16x2(uint32_t bytes) { return to_f16x2(from_e4m3(bytes), from_e4m3(bytes >> 8)); }
+uint32_t multiply_f16x2(uint32_t a, uint32_t b) {
+    return to_f16x2(from_f16(a) * from_f16(b), from_f16(a >> 16) * from_f16(b >> 16));
+}
+
+float multiply(float a, float b) {
+    KeepSubnormals keep;
+    volatile float product = a * b;  // here, and not after the mode has changed
+    return product;
+}
+float divide(float a, float b) {
+    KeepSubnormals keep;
+    volatile float quotient = a / b;
+    return quotient;
+}
+double to_double(float x) {
+    KeepSubnormals keep;
+    volatile double wide = x;
+    return wide;
+}
+
+}  // namespace emulator

@@ -1,0 +1,194 @@
+// Matrix operands and products of a warp and of a warpgroup, as the PTX manual lays fragments out.
+//
+// Of a 16 x 8 fragment of 16-bit values, lane 4 g + c holds rows g and g + 8, columns 2 c and 2 c + 1, and the same of
+// the next 8 columns; of a result columns 2 c and 2 c + 1 of both rows.
+#include "emulator.h"
+#include <deque>
+#include <vector>
+
+namespace emulator {
+namespace {
+
+constexpr int LANES = 32, K = 16;
+
+struct Operand {
+    uint32_t address, x[4];
+};
+struct Fragments {
+    float x[4];
+    uint32_t a[4], b[2];
+};
+
+template <class T> const T& as(const uint8_t* bytes) { return *reinterpret_cast<const T*>(bytes); }
+template <class T> T& as(uint8_t* bytes) { return *reinterpret_cast<T*>(bytes); }
+
+float value(uint32_t pair, int half, bool bfloat16) {
+    return bfloat16 ? from_bf16(pair >> 16 * half & 0xffff) : from_f16(pair >> 16 * half);
+}
+
+uint16_t& element(uint8_t (*brought)[MOST_BYTES], int matrix, int row, int column) {
+    uint32_t at = as<Operand>(brought[8 * matrix + row]).address;
+    shared_at(at, 16);
+    return *reinterpret_cast<uint16_t*>(shared_memory + at + 2 * column);
+}
+
+}  // namespace
+
+// Lanes 8 i to 8 i + 7 point to the rows of matrix i.
+void load_matrices(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t address, bool transposed) {
+    auto load = [&](uint8_t (*brought)[MOST_BYTES], uint8_t (*taken)[MOST_BYTES]) {
+        for (int lane = 0; lane < LANES; ++lane)
+            for (int i = 0; i < 4; ++i) {
+                int g = lane / 4, column = 2 * (lane % 4);
+                uint32_t low = transposed ? element(brought, i, column, g) : element(brought, i, g, column);
+                uint32_t high = transposed ? element(brought, i, column + 1, g) : element(brought, i, g, column + 1);
+                as<Operand>(taken[lane]).x[i] = low | high << 16;
+            }
+    };
+    const auto& mine = as<Operand>(meet(transposed ? "ldmatrix.trans" : "ldmatrix", Operand{address, {}}, load));
+    a = mine.x[0], b = mine.x[1], c = mine.x[2], d = mine.x[3];
+}
+
+void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d, bool transposed) {
+    auto store = [&](uint8_t (*brought)[MOST_BYTES], uint8_t (*)[MOST_BYTES]) {
+        for (int lane = 0; lane < LANES; ++lane)
+            for (int i = 0; i < 4; ++i)
+                for (int half = 0; half < 2; ++half) {
+                    int g = lane / 4, column = 2 * (lane % 4) + half;
+                    uint16_t bits = as<Operand>(brought[lane]).x[i] >> 16 * half;
+                    (transposed ? element(brought, i, column, g) : element(brought, i, g, column)) = bits;
+                }
+    };
+    meet(transposed ? "stmatrix.trans" : "stmatrix", Operand{address, {a, b, c, d}}, store);
+}
+
+void mma(float& x0, float& x1, float& x2, float& x3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+         uint32_t b1, bool bfloat16) {
+    auto multiply = [&](uint8_t (*brought)[MOST_BYTES], uint8_t (*taken)[MOST_BYTES]) {
+        KeepSubnormals keep;
+        float a[16][K], b[K][8];
+        for (int lane = 0; lane < LANES; ++lane) {
+            const auto& from = as<Fragments>(brought[lane]);
+            int g = lane / 4, k = 2 * (lane % 4);
+            for (int half = 0; half < 2; ++half)
+                for (int i = 0; i < 2; ++i) {
+                    a[g][k + 8 * i + half] = value(from.a[2 * i], half, bfloat16);
+                    a[g + 8][k + 8 * i + half] = value(from.a[2 * i + 1], half, bfloat16);
+                    b[k + 8 * i + half][g] = value(from.b[i], half, bfloat16);
+                }
+        }
+        float sums[16][8] = {};
+        for (int row = 0; row < 16; ++row)
+            for (int k = 0; k < K; ++k)
+                for (int column = 0; column < 8; ++column) sums[row][column] += a[row][k] * b[k][column];
+        for (int lane = 0; lane < LANES; ++lane)
+            for (int i = 0; i < 4; ++i) as<Fragments>(taken[lane]).x[i] += sums[lane / 4 + i / 2 * 8][2 * (lane % 4) + i % 2];
+    };
+    Fragments brought{{x0, x1, x2, x3}, {a0, a1, a2, a3}, {b0, b1}};
+    const auto& mine = as<Fragments>(meet(bfloat16 ? "mma.bf16" : "mma.f16", brought, multiply));
+    x0 = mine.x[0], x1 = mine.x[1], x2 = mine.x[2], x3 = mine.x[3];
+}
+
+// ---- wgmma: a warp's 16 of the 64 rows. It reads shared memory, registers and sums when it is done, not before.
+
+namespace {
+
+// A tile of shared memory whose 16-byte chunks are swizzled over 8 rows of 128 bytes (the descriptor of the PTX manual).
+struct Tile {
+    uint32_t start, leading, stride;
+
+    explicit Tile(uint64_t descriptor)
+        : start((descriptor & 0x3fff) << 4), leading((descriptor >> 16 & 0x3fff) << 4), stride((descriptor >> 32 & 0x3fff) << 4) {
+        if (descriptor >> 62 != 1) fail("wgmma: only tiles swizzled over 128 bytes are emulated");
+    }
+    float at(uint32_t offset, bool bfloat16) const {
+        uint32_t address = start + offset;
+        uint32_t bits = *reinterpret_cast<uint16_t*>(shared_at(address ^ (address >> 3 & 0x70), 2));
+        return bfloat16 ? from_bf16(bits) : from_f16(bits);
+    }
+    // Rows of the operand are rows of the tile, k runs along them.
+    float along(int row, int k, bool bfloat16) const { return at(row / 8 * stride + row % 8 * 128 + 2 * k, bfloat16); }
+    // The other way round; every 64 columns another tile.
+    float across(int k, int column, bool bfloat16) const {
+        return at(column / 64 * leading + k / 8 * stride + k % 8 * 128 + column % 64 * 2, bfloat16);
+    }
+};
+
+struct Registers {
+    float* x;
+    const uint32_t* a;
+};
+
+struct Product {
+    Registers of[LANES];
+    uint64_t a_tile, b_tile;
+    int first_row, columns;
+    bool b_rows, add, bfloat16;
+
+    void run() const {
+        KeepSubnormals keep;
+        float a[16][K], b[K][256], sums[16][256] = {};
+        Tile a_at(of[0].a ? b_tile : a_tile), b_at(b_tile);
+        for (int row = 0; row < 16; ++row)
+            for (int k = 0; k < K; ++k) {
+                int lane = row % 8 * 4 + k % 8 / 2;
+                a[row][k] = of[lane].a ? value(of[lane].a[row / 8 + k / 8 * 2], k % 2, bfloat16)
+                                       : a_at.along(first_row + row, k, bfloat16);
+            }
+        for (int k = 0; k < K; ++k)
+            for (int column = 0; column < columns; ++column)
+                b[k][column] = b_rows ? b_at.along(column, k, bfloat16) : b_at.across(k, column, bfloat16);
+        for (int row = 0; row < 16; ++row)
+            for (int k = 0; k < K; ++k)
+                for (int column = 0; column < columns; ++column) sums[row][column] += a[row][k] * b[k][column];
+        for (int lane = 0; lane < LANES; ++lane)
+            for (int i = 0; i < columns / 2; ++i) {
+                int row = lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + 2 * (lane % 4) + i % 2;
+                of[lane].x[i] = (add ? of[lane].x[i] : 0.0f) + sums[row][column];
+            }
+    }
+};
+
+struct WarpProducts {
+    std::vector<Product> open;
+    std::deque<std::vector<Product>> groups;
+
+    void finish(size_t pending) {
+        for (; groups.size() > pending; groups.pop_front())
+            for (const Product& product : groups.front()) product.run();
+    }
+};
+std::vector<WarpProducts> products;
+
+}  // namespace
+
+void begin_block_matrices() { products.assign(block_size.x * block_size.y * block_size.z / LANES, {}); }
+
+void wgmma(float* x, int columns, const uint32_t* a, uint64_t a_tile, uint64_t b_tile, bool b_rows, bool add, bool bfloat16) {
+    int warp = thread_number / LANES;
+    meet("wgmma", Registers{x, a}, [&](uint8_t (*brought)[MOST_BYTES], uint8_t (*)[MOST_BYTES]) {
+        Product product{{}, a_tile, b_tile, 16 * (warp % 4), columns, b_rows, add, bfloat16};
+        for (int lane = 0; lane < LANES; ++lane) product.of[lane] = as<Registers>(brought[lane]);
+        products[warp].open.push_back(product);
+    });
+}
+
+void wgmma_commit() {
+    WarpProducts& mine = products[thread_number / LANES];
+    meet("wgmma.commit_group", 0, [&](uint8_t (*)[MOST_BYTES], uint8_t (*)[MOST_BYTES]) {
+        mine.groups.push_back(std::move(mine.open));
+        mine.open.clear();
+        if (!work_is_late()) {
+            size_t groups = mine.groups.size();
+            mine.finish(0);
+            mine.groups.resize(groups);
+        }
+    });
+}
+
+void wgmma_wait(uint32_t pending) {
+    WarpProducts& mine = products[thread_number / LANES];
+    meet("wgmma.wait_group", 0, [&](uint8_t (*)[MOST_BYTES], uint8_t (*)[MOST_BYTES]) { mine.finish(pending); });
+}
+
+}  // namespace emulator

@@ -1,0 +1,105 @@
+// What threads do together.
+#include "emulator.h"
+#include <unordered_map>
+#include <vector>
+
+namespace emulator {
+namespace {
+
+constexpr int MOST_WARPS = 32, LANES = 32;
+
+// A warp's meeting place. What lanes bring and take is kept until the meeting after the next: by then all have it.
+struct Warp {
+    uint64_t meetings;
+    int arrived;
+    const char* what;
+    alignas(64) uint8_t brought[2][LANES][MOST_BYTES], taken[2][LANES][MOST_BYTES];
+};
+Warp warps[MOST_WARPS];
+
+// A counter of those who came, and of the times that all did.
+struct Gate {
+    int arrived = 0;
+    uint64_t times = 0;
+
+    void pass(int threads, const char* what, uint64_t number) {
+        uint64_t now = times;
+        if (++arrived == threads) arrived = 0, ++times, ++events;
+        else wait({&times, ~0ull, now, what, number});
+    }
+};
+Gate everybody;
+int votes[2];
+std::unordered_map<int, Gate> named;
+
+struct Barrier {
+    int expected, pending;
+    uint64_t phase = 0;
+};
+std::unordered_map<uint32_t, Barrier> barriers;
+
+Barrier& barrier_at(uint32_t address) {
+    auto found = barriers.find(address);
+    if (found == barriers.end()) fail("there is no mbarrier at %u of shared memory", address);
+    return found->second;
+}
+
+}  // namespace
+
+void begin_block_meetings() {
+    for (Warp& warp : warps) warp.meetings = 0, warp.arrived = 0;
+    everybody = {}, named.clear(), barriers.clear(), votes[0] = votes[1] = 0;
+}
+
+const uint8_t* meet(const char* what, const void* brought, size_t bytes, Act act, void* context) {
+    Warp& warp = warps[thread_number / LANES];
+    int lane = thread_number % LANES, place = warp.meetings & 1;
+    if (warp.arrived == 0) warp.what = what;
+    else if (strcmp(warp.what, what)) fail("lanes of warp %d meet at %s and at %s", thread_number / LANES, warp.what, what);
+    memcpy(warp.brought[place][lane], brought, bytes);
+    memcpy(warp.taken[place][lane], brought, bytes);  // what an act leaves as it is
+    uint64_t now = warp.meetings;
+    if (++warp.arrived == LANES) {
+        act(context, warp.brought[place], warp.taken[place]);
+        warp.arrived = 0, ++warp.meetings, ++events;
+    } else {
+        wait({&warp.meetings, ~0ull, now, what, 0});
+    }
+    return warp.taken[place][lane];
+}
+
+static int threads_of_block() { return block_size.x * block_size.y * block_size.z; }
+
+void block_sync() { everybody.pass(threads_of_block(), "__syncthreads", 0); }
+
+int block_sync_or(int predicate) {
+    int& vote = votes[everybody.times & 1];
+    vote |= predicate;
+    block_sync();
+    int result = vote;
+    block_sync();  // before anybody votes here again
+    vote = 0;
+    return result;
+}
+
+void named_sync(int id, int threads) { named[id].pass(threads, "bar.sync", id); }
+
+void barrier_init(uint32_t barrier, int arrivals) {
+    shared_at(barrier, 8);
+    barriers[barrier] = {arrivals, arrivals};
+}
+
+void barrier_arrive(uint32_t barrier, int count) {
+    Barrier& at = barrier_at(barrier);
+    if (at.pending < count) fail("mbarrier at %u: more arrivals than the %d that it expects", barrier, at.expected);
+    at.pending -= count, ++events;
+    if (!at.pending) at.pending = at.expected, ++at.phase;
+}
+
+bool barrier_passed(uint32_t barrier, uint32_t parity) { return (barrier_at(barrier).phase & 1) != parity; }
+
+void barrier_wait(uint32_t barrier, uint32_t parity) {
+    wait({&barrier_at(barrier).phase, 1, parity, "mbarrier", barrier});
+}
+
+}  // namespace emulator
