@@ -113,6 +113,16 @@ def test_work_is_shared_out(lab, rng, layout, batch, topk):
     Problem(make_q(rng, batch, 1, 64, layout), cache, make_indices(rng, batch, 1, topk, 1280)).check(lab)
 
 
+def test_many_short_tokens(lab, kernel, rng):
+    """So much work in all that a share may begin anywhere in a tile of one block: the first one must not skip it."""
+    layout, batch = cumla.DSV4_FP8, 200
+    lengths = rng.integers(0, 65, batch, dtype=np.int32)
+    Problem(
+        make_q(rng, batch, 1, 8, layout), make_cache(rng, layout, 4, 64), make_indices(rng, batch, 1, 64, 256, 0.0),
+        topk_length=lengths,
+    ).check(lab)  # fmt: skip
+
+
 def test_uneven_lengths(lab, kernel, rng):
     layout = cumla.DSV4_FP8
     batch = 24 if kernel == "chosen" and lab.backend == "cuda" else 6

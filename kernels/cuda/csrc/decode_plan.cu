@@ -56,7 +56,7 @@ plan_decode(const __grid_constant__ Problem problem, int* starts, int may_cut) {
             }
             int64 cut = max(left - TILE_COST, int64(0));
             if (!may_cut) tile += 2 * left >= blocks + TILE_COST;
-            else if (cut >= blocks - near_enough) ++tile;
+            else if (cut >= blocks - near_enough && 2 * cut >= blocks) ++tile;  // the nearer edge
             else if (cut >= near_enough) block = int(cut);
             break;
         }
