@@ -3,7 +3,7 @@
 # go to DIR; the last lines of each are printed. Parts go on where one fails, each within its own time.
 #
 #     tools/with_cumla.sh tools/device_proof.sh DIR [PART ...]     parts: tests cache indices metadata decode interop mla replay
-[ $# -gt 0 ] || { sed -n 's/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -gt 0 ] || { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 2; }
 dir=$1
 shift
 mkdir -p "$dir"
