@@ -62,24 +62,9 @@ def pytest_runtest_call(item):
 @pytest.fixture
 def lab(request):
     """A backend and the way to move arrays to it and back."""
+    from support.lab import lab_of
+
     yield from lab_of(request)
-
-
-def lab_of(request):
-    from support.lab import Lab
-
-    on_device = request.node.get_closest_marker("gpu") is not None
-    if on_device and not wants_gpu(request.config):
-        pytest.skip("devices are simulated and emulated; run with -m gpu")
-    if request.param != "cuda" or on_device:
-        yield Lab(request.param, on_device)
-        return
-    import emulation
-
-    if emulation.unavailable():
-        pytest.skip(emulation.unavailable())
-    with emulation.devices():
-        yield Lab("cuda", on_device=True, emulated=True)
 
 
 @pytest.fixture

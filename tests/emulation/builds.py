@@ -49,7 +49,7 @@ def compiler():
 @functools.cache
 def runtime():
     """The emulator. Global, as kernels find its functions by name."""
-    library = ctypes.PyDLL(str(built("", "-O2", *RUNTIME.glob("*.cpp"))), ctypes.RTLD_GLOBAL)
+    library = ctypes.PyDLL(str(built("", "-O3", *RUNTIME.glob("*.cpp"))), ctypes.RTLD_GLOBAL)
     library.emulator_launch.restype = ctypes.c_char_p
     library.emulator_launch.argtypes = (*[ctypes.c_void_p] * 2, Dim3, Dim3, ctypes.c_uint, *[ctypes.c_int] * 3)
     return library
@@ -59,7 +59,7 @@ def runtime():
 def loaded(text):
     """A kernel's library."""
     runtime()
-    return ctypes.CDLL(str(built(text, "-O1")))
+    return ctypes.CDLL(str(built(text, "-O2")))
 
 
 def built(text, optimisation, *files):

@@ -13,13 +13,13 @@ from cumla import backends
 from cumla.interop import streams
 from cumla.kernels.cuda import launch
 
-from . import arrays, launches
+from . import arrays, cublas, launches
 from .arrays import Array, Device
 
 NUMPY_FUNCTIONS = (
-    "arange", "broadcast_to", "concatenate", "cumsum", "empty", "empty_like", "full", "ones", "stack", "where", "zeros",
-    "zeros_like",
+    "arange", "broadcast_to", "concatenate", "cumsum", "full", "ones", "stack", "where", "zeros", "zeros_like",
 )  # fmt: skip
+UNWRITTEN = 0x7F  # in every byte: 3.4e38 as a float, 2e9 as an int
 FREELY_SHARED = 48 << 10  # bytes of shared memory that a launch may ask for unless the kernel is allowed more
 
 
@@ -28,7 +28,7 @@ def devices():
     """A context in which this machine seems to have the emulated devices, and CuPy."""
     replaced = types.SimpleNamespace(**{**vars(ctypes), "CDLL": lambda name, *rest: library(name, *rest)})
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(sys.modules, cupy=CUPY))
+        stack.enter_context(mock.patch.dict(sys.modules, {"cupy": CUPY, "cupy.cuda": CUPY.cuda}))
         for module in (launch, streams):
             stack.enter_context(mock.patch.object(module, "ctypes", replaced))
         for name, module in list(sys.modules.items()):
@@ -127,6 +127,17 @@ def on_device(function):
     return call
 
 
+def empty(shape, dtype=float):
+    """Full of numbers that nobody takes for a result."""
+    made = Array(shape, dtype)
+    made.data.memset_async(UNWRITTEN, made.nbytes)
+    return made
+
+
+def empty_like(array):
+    return empty(array.shape, array.dtype)
+
+
 def array(value, dtype=None):
     return Array.of(np.array(arrays.own(value), dtype))
 
@@ -140,14 +151,18 @@ def make_module():
     cupy.__spec__ = importlib.machinery.ModuleSpec("cupy", None)
     for name in NUMPY_FUNCTIONS:
         setattr(cupy, name, on_device(getattr(np, name)))
-    cupy.ndarray, cupy.array, cupy.asarray, cupy.RawModule = Array, array, asarray, RawModule
+    cupy.ndarray, cupy.RawModule = Array, RawModule
+    cupy.empty, cupy.empty_like, cupy.array, cupy.asarray = empty, empty_like, array, asarray
+    cublas_functions = types.SimpleNamespace(gemmStridedBatchedEx=cublas.gemm_strided_batched)
     runtime = types.SimpleNamespace(
         CUDARuntimeError=RuntimeError, getDevice=lambda: Device.current,
         getDeviceCount=lambda: len(Device.CAPABILITIES), streamIsCapturing=lambda stream: False,
         memcpyAsync=copy_memory, memcpyHostToDevice=1, memcpyDeviceToHost=2,
     )  # fmt: skip
-    cupy.cuda = types.SimpleNamespace(
-        runtime=runtime, Device=Device, MemoryPointer=arrays.MemoryPointer, UnownedMemory=arrays.UnownedMemory,
+    cupy.cuda = types.ModuleType("cupy.cuda")
+    vars(cupy.cuda).update(
+        runtime=runtime, cublas=cublas_functions, device=types.SimpleNamespace(get_cublas_handle=lambda: 0),
+        Device=Device, MemoryPointer=arrays.MemoryPointer, UnownedMemory=arrays.UnownedMemory,
         get_current_stream=lambda device=None: STREAM,
     )  # fmt: skip
     return cupy

@@ -1,7 +1,10 @@
 """Arrays to a backend's memory and back."""
 
+import os
+
 import ml_dtypes
 import numpy as np
+import pytest
 
 BF16 = ml_dtypes.bfloat16
 
@@ -44,6 +47,22 @@ class Lab:
 
     def get(self, array):
         return array if isinstance(array, np.ndarray) else array.get()
+
+
+def lab_of(request):
+    """For a fixture whose parameter is a backend's name: the lab, while its devices are emulated if need be."""
+    on_device = request.node.get_closest_marker("gpu") is not None
+    if on_device and os.environ.get("NUMBA_ENABLE_CUDASIM") == "1":
+        pytest.skip("devices are simulated and emulated here; run with -m gpu")
+    if on_device or request.param != "cuda":
+        yield Lab(request.param, on_device)
+        return
+    import emulation
+
+    if emulation.unavailable():
+        pytest.skip(emulation.unavailable())
+    with emulation.devices():
+        yield Lab("cuda", on_device=True, emulated=True)
 
 
 def bfloat16(bits):

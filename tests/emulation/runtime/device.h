@@ -84,30 +84,27 @@ inline void whole_warp(unsigned mask) {
 }
 template <class T> T __shfl_sync(unsigned mask, T x, int source) {
     whole_warp(mask);
-    return emulator::everybodys("shfl.sync", x).of[source & 31];
+    return emulator::everybodys("shfl.sync", x)[source & 31];
 }
 template <class T> T __shfl_xor_sync(unsigned mask, T x, int other) {
     whole_warp(mask);
-    return emulator::everybodys("shfl.sync.bfly", x).of[(emulator::thread_number ^ other) & 31];
+    return emulator::everybodys("shfl.sync.bfly", x)[(emulator::thread_number ^ other) & 31];
 }
 template <class T> T __shfl_up_sync(unsigned mask, T x, int by) {
     whole_warp(mask);
     int lane = emulator::thread_number % 32;
-    return emulator::everybodys("shfl.sync.up", x).of[lane >= by ? lane - by : lane];
+    return emulator::everybodys("shfl.sync.up", x)[lane >= by ? lane - by : lane];
 }
 inline unsigned __ballot_sync(unsigned mask, bool vote) {
     whole_warp(mask);
-    auto votes = emulator::everybodys("vote.sync", vote);
-    unsigned ballot = 0;
-    for (int i = 0; i < 32; ++i) ballot |= unsigned(votes.of[i]) << i;
-    return ballot;
+    return emulator::ballot(vote);
 }
 inline int __any_sync(unsigned mask, int vote) { return __ballot_sync(mask, vote) != 0; }
 inline int __all_sync(unsigned mask, int vote) { return __ballot_sync(mask, vote) == ~0u; }
 inline unsigned __reduce_max_sync(unsigned mask, unsigned x) {
     whole_warp(mask);
     auto all = emulator::everybodys("redux.sync.max", x);
-    for (int i = 0; i < 32; ++i) x = max(x, all.of[i]);
+    for (int i = 0; i < 32; ++i) x = max(x, all[i]);
     return x;
 }
 inline void __syncwarp(unsigned mask = ~0u) {

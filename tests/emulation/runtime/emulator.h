@@ -74,17 +74,20 @@ template <class In, class F> const uint8_t* meet(const char* what, const In& in,
     };
     return meet(what, &in, sizeof in, call, &act);
 }
-// Everybody's `x`.
-template <class T> struct Everybodys {
-    T of[32];
+// Everybody's `x`, to be looked at before the next meeting.
+template <class T> struct Table {
+    const uint8_t* rows;
+    T operator[](int lane) const {
+        T x;
+        memcpy(&x, rows + lane * MOST_BYTES, sizeof x);
+        return x;
+    }
 };
-template <class T> Everybodys<T> everybodys(const char* what, T x) {
-    Everybodys<T> all;
-    const uint8_t* from = meet(what, x, [](uint8_t (*brought)[MOST_BYTES], uint8_t (*)[MOST_BYTES]) {});
-    from -= (thread_number % 32) * MOST_BYTES;  // the table of what was taken: without an act, what was brought
-    for (int i = 0; i < 32; ++i) memcpy(&all.of[i], from + i * MOST_BYTES, sizeof(T));
-    return all;
+template <class T> Table<T> everybodys(const char* what, T x) {
+    const uint8_t* mine = meet(what, &x, sizeof x, nullptr, nullptr);
+    return {mine - thread_number % 32 * MOST_BYTES};
 }
+EXPORT uint32_t ballot(bool vote);
 
 EXPORT void block_sync();
 EXPORT int block_sync_or(int predicate);

@@ -60,12 +60,23 @@ const uint8_t* meet(const char* what, const void* brought, size_t bytes, Act act
     memcpy(warp.taken[place][lane], brought, bytes);  // what an act leaves as it is
     uint64_t now = warp.meetings;
     if (++warp.arrived == LANES) {
-        act(context, warp.brought[place], warp.taken[place]);
+        if (act) act(context, warp.brought[place], warp.taken[place]);
         warp.arrived = 0, ++warp.meetings, ++events;
     } else {
         wait({&warp.meetings, ~0ull, now, what, 0});
     }
     return warp.taken[place][lane];
+}
+
+uint32_t ballot(bool vote) {
+    auto count = [](uint8_t (*brought)[MOST_BYTES], uint8_t (*taken)[MOST_BYTES]) {
+        uint32_t votes = 0;
+        for (int lane = 0; lane < LANES; ++lane) votes |= uint32_t(brought[lane][0]) << lane;
+        for (int lane = 0; lane < LANES; ++lane) memcpy(taken[lane], &votes, sizeof votes);
+    };
+    uint32_t votes;
+    memcpy(&votes, meet("vote.sync", uint8_t(vote), count), sizeof votes);
+    return votes;
 }
 
 static int threads_of_block() { return block_size.x * block_size.y * block_size.z; }

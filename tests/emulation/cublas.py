@@ -1,0 +1,34 @@
+"""The one function of cuBLAS that cumla calls, with NumPy."""
+
+import ctypes
+
+import ml_dtypes
+import numpy as np
+
+DTYPES = {14: np.dtype(ml_dtypes.bfloat16), 2: np.dtype(np.float16)}
+
+
+def gemm_strided_batched(
+    handle, a_operation, b_operation, m, n, k, alpha, a, a_type, a_leading, a_stride, b, b_type, b_leading, b_stride,
+    beta, c, c_type, c_leading, c_stride, batch, compute_type, algorithm,
+):  # fmt: skip
+    """c [batch, m, n] = a [batch, m, k] b [batch, k, n], columns first; operation 1 transposes a matrix."""
+    left = matrices(a, a_type, a_leading, a_stride, batch, *((k, m) if a_operation else (m, k)))
+    right = matrices(b, b_type, b_leading, b_stride, batch, *((n, k) if b_operation else (k, n)))
+    left, right = (x.astype(np.float32) for x in (left, right))
+    product = (left.swapaxes(1, 2) if a_operation else left) @ (right.swapaxes(1, 2) if b_operation else right)
+    out = matrices(c, c_type, c_leading, c_stride, batch, m, n)
+    out[...] = product.astype(out.dtype)
+
+
+def matrices(address, data_type, leading, stride, batch, rows, columns):
+    """[batch, rows, columns] at an address; `leading` elements from column to column."""
+    if leading < rows:
+        raise AssertionError(f"cuBLAS: {leading} elements between columns of {rows}")
+    dtype, shape = DTYPES[data_type], (batch, rows, columns)
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    size = dtype.itemsize
+    extent = size * ((batch - 1) * stride + (columns - 1) * leading + rows)
+    room = (ctypes.c_uint8 * extent).from_address(address)
+    return np.ndarray(shape, dtype, room, strides=(stride * size, size, leading * size))
