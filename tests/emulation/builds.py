@@ -13,8 +13,10 @@ import tempfile
 RUNTIME = pathlib.Path(__file__).parent / "runtime"
 FLAGS = (
     "-std=c++20", "-w", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-fno-strict-aliasing",
-    "-ffp-contract=off", f"-I{RUNTIME}",
+    "-fno-semantic-interposition", "-ffp-contract=off", f"-I{RUNTIME}",
 )  # fmt: skip
+# C's own headers, as C++'s are most of what it takes to compile a kernel.
+C_HEADERS = "-D_GLIBCXX_INCLUDE_NEXT_C_HEADERS"
 
 
 class Dim3(ctypes.Structure):
@@ -49,7 +51,7 @@ def compiler():
 @functools.cache
 def runtime():
     """The emulator. Global, as kernels find its functions by name."""
-    library = ctypes.PyDLL(str(built("", "-O3", *RUNTIME.glob("*.cpp"))), ctypes.RTLD_GLOBAL)
+    library = ctypes.PyDLL(str(built("", "-O3", "-flto", *map(str, RUNTIME.glob("*.cpp")))), ctypes.RTLD_GLOBAL)
     library.emulator_launch.restype = ctypes.c_char_p
     library.emulator_launch.argtypes = (*[ctypes.c_void_p] * 2, Dim3, Dim3, ctypes.c_uint, *[ctypes.c_int] * 3)
     return library
@@ -59,17 +61,17 @@ def runtime():
 def loaded(text):
     """A kernel's library."""
     runtime()
-    return ctypes.CDLL(str(built(text, "-O2")))
+    return ctypes.CDLL(str(built(text, "-O1", C_HEADERS)))
 
 
-def built(text, optimisation, *files):
-    """The library for a C++ text (and files); raises AssertionError with what the compiler says."""
-    target = folder() / f"{digest(text, optimisation)}.so"
+def built(text, *options):
+    """The library for a C++ text; raises AssertionError with what the compiler says. Options may be files to add."""
+    target = folder() / f"{digest(text, *options)}.so"
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=folder()) as place:
             source, result = pathlib.Path(place, "source.cpp"), pathlib.Path(place, "result.so")
             source.write_text(text)
-            command = [compiler(), *FLAGS, optimisation, "-o", str(result), str(source), *map(str, files)]
+            command = [compiler(), *FLAGS, *options, "-o", str(result), str(source)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stderr
             result.replace(target)  # at once, as others may build the same
@@ -83,8 +85,8 @@ def folder():
     return _folder[0]
 
 
-def digest(text, optimisation):
-    return hashlib.sha256("\0".join((runtime_text(), text, optimisation, *FLAGS)).encode()).hexdigest()[:24]
+def digest(text, *options):
+    return hashlib.sha256("\0".join((runtime_text(), text, *options, *FLAGS)).encode()).hexdigest()[:24]
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from . import arrays, cublas, launches
 from .arrays import Array, Device
 
 NUMPY_FUNCTIONS = (
-    "arange", "broadcast_to", "concatenate", "cumsum", "full", "ones", "stack", "where", "zeros", "zeros_like",
+    "arange", "broadcast_to", "concatenate", "cumsum", "full", "ones", "stack", "where", "zeros_like",
 )  # fmt: skip
 UNWRITTEN = 0x7F  # in every byte: 3.4e38 as a float, 2e9 as an int
 FREELY_SHARED = 48 << 10  # bytes of shared memory that a launch may ask for unless the kernel is allowed more
@@ -134,6 +134,10 @@ def empty(shape, dtype=float):
     return made
 
 
+def zeros(shape, dtype=float):
+    return Array(shape, dtype)  # as fresh memory is, which may be more than there is if nobody touches it
+
+
 def empty_like(array):
     return empty(array.shape, array.dtype)
 
@@ -152,7 +156,7 @@ def make_module():
     for name in NUMPY_FUNCTIONS:
         setattr(cupy, name, on_device(getattr(np, name)))
     cupy.ndarray, cupy.RawModule = Array, RawModule
-    cupy.empty, cupy.empty_like, cupy.array, cupy.asarray = empty, empty_like, array, asarray
+    cupy.empty, cupy.empty_like, cupy.zeros, cupy.array, cupy.asarray = empty, empty_like, zeros, array, asarray
     cublas_functions = types.SimpleNamespace(gemmStridedBatchedEx=cublas.gemm_strided_batched)
     runtime = types.SimpleNamespace(
         CUDARuntimeError=RuntimeError, getDevice=lambda: Device.current,

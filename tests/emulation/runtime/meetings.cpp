@@ -55,7 +55,7 @@ const uint8_t* meet(const char* what, const void* brought, size_t bytes, Act act
     Warp& warp = warps[thread_number / LANES];
     int lane = thread_number % LANES, place = warp.meetings & 1;
     if (warp.arrived == 0) warp.what = what;
-    else if (strcmp(warp.what, what)) fail("lanes of warp %d meet at %s and at %s", thread_number / LANES, warp.what, what);
+    else if (warp.what != what && strcmp(warp.what, what)) fail("lanes of warp %d meet at %s and at %s", thread_number / LANES, warp.what, what);
     memcpy(warp.brought[place][lane], brought, bytes);
     memcpy(warp.taken[place][lane], brought, bytes);  // what an act leaves as it is
     uint64_t now = warp.meetings;

@@ -76,8 +76,9 @@ uint8_t* new_stack() {
     return static_cast<uint8_t*>(memory) + PAGE;
 }
 
-void begin_fiber(Fiber& fiber) {
-    void** top = reinterpret_cast<void**>(fiber.stack + STACK_BYTES) - 2;
+void begin_fiber(Fiber& fiber, int number) {
+    // Tops of stacks lie at all offsets in a page, or those of a warp would fall into the same lines of the cache.
+    void** top = reinterpret_cast<void**>(fiber.stack + STACK_BYTES - number % 32 * 128) - 2;
     *top = reinterpret_cast<void*>(run_fiber);
     memset(top - 6, 0, 6 * sizeof(void*));  // the registers that a switch takes from the stack
     fiber.stack_pointer = top - 6, fiber.wait = {}, fiber.done = false;
@@ -117,7 +118,7 @@ void do_late_work(int threads) {
 
 void run_block(int threads) {
     std::vector<int> order(threads);
-    for (int i = 0; i < threads; ++i) order[i] = i, begin_fiber(fibers[i]);
+    for (int i = 0; i < threads; ++i) order[i] = i, begin_fiber(fibers[i], i);
     late_work.clear();
     begin_block_meetings(), begin_block_copies(), begin_block_matrices();
     for (;;) {

@@ -1,0 +1,55 @@
+"""Problems of sparse attention."""
+
+import numpy as np
+
+import cumla
+from support.bounds import assert_decode
+from support.lab import BF16, Lab, to_float
+
+
+def make_cache(rng, layout, num_blocks, block_size, page_stride=None, spread=1.0):
+    """A cache of normal values, each token with a size of its own."""
+    cache = layout.allocate(num_blocks, block_size, page_stride=page_stride)
+    slots = num_blocks * block_size
+    k = rng.standard_normal((slots, layout.head_dim)) * np.exp(rng.uniform(-spread, spread, (slots, 1)))
+    k = k.astype(BF16)
+    if layout.quantized_dim:
+        cumla.quantize_and_insert_k_cache(
+            k, cache, np.arange(slots), block_size, layout=layout, backend="reference"
+        )  # fmt: skip
+        return cache
+    for page, rows in enumerate(k.view(np.uint8).reshape(num_blocks, block_size, -1)):
+        cache[page] = rows
+    return cache
+
+
+def make_indices(rng, b, s_q, topk, slots, absent=0.1):
+    indices = rng.integers(0, slots, (b, s_q, topk), dtype=np.int32)
+    bad = rng.choice(np.array([-1, -(2**31), slots, 2**31 - 1], np.int32), indices.shape)
+    return np.where(rng.random(indices.shape) < absent, bad, indices)
+
+
+def make_q(rng, b, s_q, heads, layout, size=1.0):
+    return (rng.standard_normal((b, s_q, heads, layout.head_dim)) * size).astype(BF16)
+
+
+class Problem:
+    """Arguments of sparse_mla_decode as NumPy arrays, and the reference's answer."""
+
+    def __init__(self, q, cache, indices, **options):
+        self.q, self.cache, self.indices, self.options = q, cache, indices, options
+
+    def on(self, lab, **more):
+        options = {name: lab.put(x) if isinstance(x, np.ndarray) else x for name, x in self.options.items()}
+        return cumla.sparse_mla_decode(
+            lab.put(self.q), lab.put(self.cache), lab.put(self.indices), backend=lab.backend, **options, **more
+        )
+
+    def check(self, lab, size=1.0, **more):
+        """The bounds are for values of ordinary size; `size` is how much larger these are."""
+        want_out, want_lse = self.on(Lab("reference", False))
+        out, lse = self.on(lab, **more)
+        out, lse = lab.get(out), lab.get(lse)
+        size = max(size, 1.0)
+        assert_decode(to_float(out) / size, lse, to_float(want_out) / size, want_lse)
+        return out, lse

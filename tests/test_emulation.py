@@ -1,0 +1,202 @@
+"""CUDA kernels under every schedule that the emulator knows, and the emulator itself (tests/emulation)."""
+
+import ctypes
+
+import numpy as np
+import pytest
+
+import cumla
+import emulation
+from cumla.kernels.cuda import compile as compiler
+from cumla.prepared import noted_outputs
+from emulation import launches
+from support import operations
+from support.attention import Problem, make_cache, make_indices, make_q
+from support.bounds import assert_decode, assert_within
+from support.lab import BF16, Lab, to_float
+
+pytestmark = pytest.mark.skipif(emulation.unavailable() is not None, reason=str(emulation.unavailable()))
+
+HOPPER, AMPERE = 0, 1
+DEVICES = pytest.mark.parametrize("device", [HOPPER, AMPERE], ids=["hopper", "ampere"])
+SCHEDULES = pytest.mark.parametrize("schedule", emulation.SCHEDULES.values(), ids=emulation.SCHEDULES.keys())
+WILDEST = emulation.SCHEDULES["late, jitter"]
+FP8 = (cumla.DSV4_FP8, cumla.V32_FP8)
+
+
+@pytest.fixture
+def here():
+    with emulation.devices():
+        yield Lab("cuda", on_device=True, emulated=True)
+
+
+def run(case, arguments, put, get, backend):
+    """What a call leaves in its arrays and what it returns."""
+    arrays = {name: put(value) if isinstance(value, np.ndarray) else value for name, value in arguments.items()}
+    results = getattr(cumla, operations.operation(case))(**arrays, backend=backend)
+    results = () if results is None else results if isinstance(results, tuple) else (results,)
+    return [get(x) for x in (*arrays.values(), *results) if hasattr(x, "dtype")]
+
+
+@DEVICES
+@pytest.mark.parametrize("case", sorted(operations.CASES.keys() - {"dense_mla_decode", "mha_varlen"}))  # see below
+def test_every_operation(here, rng, case, device):
+    """In any order and as late as can be."""
+    arguments = operations.CASES[case](rng)
+    with here.xp.cuda.Device(device), emulation.scheduled(WILDEST):
+        got = run(case, arguments, here.put, here.get, "cuda")
+    want = run(case, arguments, np.array, np.array, "reference")
+    for x, y in zip(got, want, strict=True):
+        if x.dtype.kind in "iub":
+            np.testing.assert_array_equal(x, y)
+        else:
+            assert_within(case, to_float(x), to_float(y), 1e-3, 2.01 / 128)
+
+
+def on(here, device, schedule, problem, **options):
+    with here.xp.cuda.Device(device), emulation.scheduled(schedule), noted_outputs():
+        problem.check(here, **options)
+
+
+@SCHEDULES
+@DEVICES
+@pytest.mark.parametrize("layout", FP8, ids=lambda x: x.name)
+class TestDecode:
+    """The Hopper kernel on one device, the portable one on the other."""
+
+    def test_several_tiles_a_thread_block(self, here, rng, layout, device, schedule):
+        problem = Problem(
+            make_q(rng, 2, 2, 70, layout), make_cache(rng, layout, 20, 53, spread=0),
+            make_indices(rng, 2, 2, 150, 1060), topk_length=np.array([150, 0], np.int32),
+            attn_sink=np.linspace(-3, 3, 70, dtype=np.float32), layout=layout,
+        )  # fmt: skip
+        on(here, device, schedule, problem, batch_invariant=True)
+
+    def test_tiles_cut_where_the_shape_says(self, here, rng, layout, device, schedule):
+        cache = make_cache(rng, layout, 20, 64, spread=0)
+        problem = Problem(make_q(rng, 1, 2, 64, layout), cache, make_indices(rng, 1, 2, 640, 1280), layout=layout)
+        on(here, device, schedule, problem)
+
+    def test_tiles_cut_where_the_lengths_say(self, here, rng, layout, device, schedule):
+        problem = Problem(
+            make_q(rng, 3, 1, 64, layout), make_cache(rng, layout, 20, 64, spread=0),
+            make_indices(rng, 3, 1, 640, 1280), topk_length=np.array([5, 640, 300], np.int32), layout=layout,
+        )  # fmt: skip
+        on(here, device, schedule, problem)
+
+
+@SCHEDULES
+@DEVICES
+def test_two_caches(here, rng, device, schedule):
+    layout = cumla.DSV4_FP8
+    problem = Problem(
+        make_q(rng, 2, 1, 20, layout), make_cache(rng, layout, 20, 64, spread=0), make_indices(rng, 2, 1, 128, 1280),
+        extra_k_cache=make_cache(rng, layout, 20, 2, spread=0), extra_indices=make_indices(rng, 2, 1, 200, 40),
+        extra_topk_length=np.array([70, 200], np.int32),
+    )  # fmt: skip
+    on(here, device, schedule, problem)
+
+
+@SCHEDULES
+@DEVICES
+def test_dense_decode(here, rng, device, schedule):
+    q, cache = (size * rng.standard_normal(shape) for size, shape in ((6, (2, 2, 70, 576)), (0.1, (40, 16, 576))))
+    arguments = {
+        "q": q.astype(BF16), "k_cache": cache.astype(BF16), "softmax_scale": 0.05, "causal": True,
+        "block_table": rng.permutation(40).reshape(2, 20).astype(np.int32),
+        "cache_seqlens": np.array([300, 65], np.int32),
+    }  # fmt: skip
+    check_dense(here, device, schedule, "dense_mla_decode", arguments)
+
+
+@SCHEDULES
+@DEVICES
+def test_packed_sequences(here, rng, device, schedule):
+    starts = np.array([0, 150, 170, 450], np.int32)
+    shapes = {"q": (450, 2, 192), "k": (450, 2, 128), "k_pe": (450, 64), "v": (450, 2, 128)}
+    arrays = {name: (6 if name == "q" else 0.1) * rng.standard_normal(shape) for name, shape in shapes.items()}
+    arguments = {name: array.astype(BF16) for name, array in arrays.items()}
+    check_dense(
+        here, device, schedule, "mha_varlen",
+        {**arguments, "cu_seqlens_q": starts, "cu_seqlens_k": starts, "softmax_scale": 0.11, "causal": True},
+    )  # fmt: skip
+
+
+def check_dense(here, device, schedule, case, arguments):
+    with here.xp.cuda.Device(device), emulation.scheduled(schedule):
+        *_, out, lse = run(case, arguments, here.put, here.get, "cuda")
+    *_, want, want_lse = run(case, arguments, np.array, np.array, "reference")
+    assert_decode(to_float(out), lse, to_float(want), want_lse)
+
+
+# ---- the emulator
+
+HEADER = compiler.source("hopper.cuh")
+ENTRY = 'extern "C" __global__ void f(float* out, const float* in) {\n'
+
+
+def launch(here, body, before="", schedule=emulation.SCHEDULES["in order"], shared_bytes=1024, capability=90):
+    """What a kernel of one warp leaves in `out`, of `in` with 64 numbers."""
+    out, given = here.put(np.zeros(64, np.float32)), here.put(np.arange(64, dtype=np.float32))
+    packed = (ctypes.c_void_p * 2)(out.data.ptr, given.data.ptr)
+    kernel = launches.Kernel(f"{HEADER}{before}\n{ENTRY}{body}\n}}\n", "f", capability)
+    with emulation.scheduled(schedule):
+        kernel.launch((1, 1, 1), (32, 1, 1), shared_bytes, ctypes.addressof(packed))
+    return here.get(out)
+
+
+COPY = """
+    extern __shared__ float memory[];
+    int lane = threadIdx.x;
+    copy_async<4>(memory + lane, in + lane, true);
+    copies_commit();
+    {wait}
+    out[lane] = memory[lane];
+"""
+
+
+def test_a_copy_is_there_when_it_is_waited_for(here):
+    for schedule in emulation.SCHEDULES.values():
+        out = launch(here, COPY.replace("{wait}", "copies_wait<0>();"), schedule=schedule)
+        np.testing.assert_array_equal(out[:32], np.arange(32))
+
+
+def test_a_late_copy_is_not_there_before(here):
+    body = COPY.replace("{wait}", "")
+    assert not np.isnan(launch(here, body)).any()
+    assert np.isnan(launch(here, body, schedule=emulation.SCHEDULES["late"])[:32]).all()
+
+
+WRONG = {
+    "barrier_init(1024, 1); __syncwarp(); barrier_wait(1024, 0);": "deadlock in block .*mbarrier 400",
+    "if (threadIdx.x) __syncthreads();": "deadlock in block .*__syncthreads",
+    "out[threadIdx.x] = in[64 + threadIdx.x];": "where no array is",
+    "out[int(threadIdx.x) - 1000] = 1.0f;": "where no array is",
+    "sts32(1024 + 1024, 1);": "of shared memory, which ends at 2048",
+    "sts128(1032, {});": "misaligned",
+    "extern __shared__ float memory[];\n memory[260] = 1.0f;": "behind the end of shared memory",
+    "copy_async<16>(1024u, in + 1, true);": "cp.async of 16 bytes .* misaligned",
+    "if (threadIdx.x % 2) __syncwarp(); else __any_sync(~0u, 1);": "meet at",
+    "__shfl_sync(1u, 1, 0);": "a warp's part",
+    "barrier_init(1024, 1); barrier_arrive(1024); barrier_arrive(1024, 2);": "more arrivals than",
+    "barrier_arrive(1024);": "no mbarrier",
+    "__trap();": "__trap",
+}
+
+
+@pytest.mark.parametrize("body", WRONG)
+def test_what_no_device_forgives(here, body):
+    with pytest.raises(emulation.EmulationError, match=f"(?s){WRONG[body]}"):
+        launch(here, body)
+    assert launch(here, "out[threadIdx.x] = in[threadIdx.x];")[31] == 31  # and the next launch works
+
+
+def test_unknown_ptx_is_an_error(here):
+    with pytest.raises(LookupError, match="vote pred"):
+        launch(here, 'asm volatile("vote pred;");')
+
+
+def test_subnormal_numbers_are_flushed_except_in_ptx(here):
+    out = launch(here, "float x = __uint_as_float(1 << 20); out[0] = x * in[2], out[1] = mul(x, in[2]);")
+    assert out[0] == 0
+    assert out[1] > 0
