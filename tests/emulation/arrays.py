@@ -10,7 +10,9 @@ import mmap
 import numpy as np
 
 PAGE = mmap.PAGESIZE
+GUARD = 16 << 20  # bytes on both sides of an allocation: more than a wrong index is likely to leap over
 ALIGNMENT = 256  # of allocations, as CuPy's
+MAP_NORESERVE = 0x4000  # of Linux; Python has no name for it before 3.13
 LIBC = ctypes.CDLL(None)
 
 
@@ -20,12 +22,12 @@ class Memory:
     def __init__(self, size, device_id):
         inside = -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
         pages = -(-inside // PAGE) * PAGE
-        self._map = mmap.mmap(-1, pages + 2 * PAGE)
+        self._map = mmap.mmap(-1, pages + 2 * GUARD, MAP_NORESERVE | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        for guard in (start, start + PAGE + pages):
-            if LIBC.mprotect(ctypes.c_void_p(guard), ctypes.c_size_t(PAGE), 0):
+        for guard in (start, start + GUARD + pages):
+            if LIBC.mprotect(ctypes.c_void_p(guard), ctypes.c_size_t(GUARD), 0):
                 raise MemoryError("no pages for an emulated device's memory")
-        self.ptr, self.size, self.device_id = start + PAGE + pages - inside, size, device_id
+        self.ptr, self.size, self.device_id = start + GUARD + pages - inside, size, device_id
 
 
 class UnownedMemory:

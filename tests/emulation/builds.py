@@ -53,7 +53,7 @@ def runtime():
     """The emulator. Global, as kernels find its functions by name."""
     library = ctypes.PyDLL(str(built("", "-O3", "-flto", *map(str, RUNTIME.glob("*.cpp")))), ctypes.RTLD_GLOBAL)
     library.emulator_launch.restype = ctypes.c_char_p
-    library.emulator_launch.argtypes = (*[ctypes.c_void_p] * 2, Dim3, Dim3, ctypes.c_uint, *[ctypes.c_int] * 3)
+    library.emulator_launch.argtypes = (*[ctypes.c_void_p] * 2, Dim3, Dim3, ctypes.c_uint, *[ctypes.c_int] * 2)
     return library
 
 

@@ -16,21 +16,21 @@ class EmulationError(AssertionError):
 class Schedule(NamedTuple):
     """How a launch goes about what a device leaves open.
 
-    late    asynchronous copies and products are done when they are waited for (or when nothing else can go on) and
-            not when they are started
-    jitter  threads go on in random order, and any may be kept back; of this seed
+    late  asynchronous copies and products are done when they are waited for (or when nothing else can go on) and not
+          when they are started
+    seed  of random numbers, unless 0: threads go on in random order, any may be kept back, and each copy and product
+          is late or not
     """
 
     late: bool = False
-    jitter: bool = False
     seed: int = 0
 
 
 SCHEDULES = {
     "in order": Schedule(),
     "late": Schedule(late=True),
-    "jitter": Schedule(jitter=True, seed=1),
-    "late, jitter": Schedule(late=True, jitter=True, seed=2),
+    "random 1": Schedule(seed=1),
+    "random 2": Schedule(seed=2),
 }
 
 _schedule = contextvars.ContextVar("schedule", default=SCHEDULES["in order"])
@@ -55,10 +55,8 @@ class Kernel:
 
     def launch(self, grid, block, shared_bytes, arguments):
         """`arguments`: the address of the packed ones. Raises EmulationError."""
-        late, jitter, seed = _schedule.get()
-        error = builds.runtime().emulator_launch(
-            self._address, arguments, builds.Dim3(*grid), builds.Dim3(*block), shared_bytes, late, jitter, seed
-        )  # fmt: skip
+        sizes = builds.Dim3(*grid), builds.Dim3(*block)
+        error = builds.runtime().emulator_launch(self._address, arguments, *sizes, shared_bytes, *_schedule.get())
         if error is not None:
             raise EmulationError(f"{self.name}: {error.decode()}")
 

@@ -1,4 +1,4 @@
-// cp.async: with late work, a copy is there when its thread waits for it and not before.
+// cp.async: a late copy is there when its thread waits for it and not before.
 #include "emulator.h"
 #include <deque>
 #include <vector>
@@ -62,7 +62,10 @@ void copies_wait(uint32_t pending) {
 }
 
 void copies_arrive(uint32_t barrier) {
-    if (!work_is_late()) return barrier_arrive(barrier, 1);
+    if (!work_is_late()) {
+        copies_commit(), copies_wait(0);
+        return barrier_arrive(barrier, 1);
+    }
     Thread& thread = copying[thread_number];
     auto* arrival = new Arrival;
     arrival->barrier = barrier;

@@ -38,7 +38,7 @@ EXPORT void wait(const Wait& wait);
 // Ends the launch: the message becomes an error in Python.
 [[noreturn]] EXPORT void fail(const char* format, ...);
 
-// Asynchronous work, at once or, in a launch with late work, when nothing else can go on.
+// Asynchronous work: done at once or, if it is to be late, when nothing else can go on. Asked for each piece of it.
 struct Work {
     virtual ~Work() = default;
     virtual void run() = 0;
@@ -46,7 +46,6 @@ struct Work {
 bool work_is_late();
 void when_stuck(Work* work);
 int random_number(int below);
-bool has_jitter();
 
 // Shared memory is addressed from 0 on, where the system's own part lies, as on the device.
 constexpr uint32_t DYNAMIC_SHARED_AT = 1024;

@@ -1,7 +1,7 @@
 // The threads of a block as fibers on one CPU thread, one block after another.
 //
 // A fiber runs until it has to wait; the scheduler then goes on with the next one whose wait is over. In turn, that is
-// lane after lane and warp after warp; with jitter, in another random order every round, some being passed over.
+// lane after lane and warp after warp; or, with a seed, in another random order every round, some being passed over.
 // When nobody can go on, late work (copies and products that were started and not waited for) is done, piece after
 // piece; when there is none either, that is a deadlock, which the report shows.
 #include "emulator.h"
@@ -159,8 +159,7 @@ void fail(const char* format, ...) {
     longjmp(out, 1);
 }
 
-bool work_is_late() { return late; }
-bool has_jitter() { return jitter; }
+bool work_is_late() { return jitter ? random_number(2) : late; }
 int random_number(int below) { return int(generator() % below); }
 void when_stuck(Work* work) { late_work.push_back(work); }
 
@@ -173,13 +172,13 @@ uint8_t* shared_at(uint32_t address, uint32_t bytes) {
 
 // Runs a kernel; null, or what went wrong.
 extern "C" EXPORT const char* emulator_launch(void (*kernel)(const void*), const void* arguments, Index grid,
-                                              Index block, uint32_t shared_bytes, int late_, int jitter_, int seed) {
+                                              Index block, uint32_t shared_bytes, int late_, int seed) {
     int threads = block.x * block.y * block.z;
     if (threads % 32 || threads > 1024) return "a block is not of up to 1024 threads in whole warps";
     if (shared_bytes > MOST_SHARED) return "more shared memory than there is";
     if (!shared_memory) shared_memory = static_cast<uint8_t*>(aligned_alloc(1024, 2 * MOST_SHARED));
     grid_size = grid, block_size = block;
-    entry = kernel, entry_arguments = arguments, late = late_, jitter = jitter_, events = 0;
+    entry = kernel, entry_arguments = arguments, late = late_, jitter = seed != 0, events = 0;
     generator.seed(seed);
     shared_end = DYNAMIC_SHARED_AT + shared_bytes;
 
