@@ -18,8 +18,8 @@ class Schedule(NamedTuple):
 
     late  asynchronous copies and products are done when they are waited for (or when nothing else can go on) and not
           when they are started
-    seed  of random numbers, unless 0: threads go on in random order, any may be kept back, and each copy and product
-          is late or not
+    seed  of random numbers, unless 0: some warps hurry on, as far as they can, while others are kept back, in changing
+          order; and each copy and product is late or not
     """
 
     late: bool = False

@@ -1,7 +1,8 @@
 // The threads of a block as fibers on one CPU thread, one block after another.
 //
 // A fiber runs until it has to wait; the scheduler then goes on with the next one whose wait is over. In turn, that is
-// lane after lane and warp after warp; or, with a seed, in another random order every round, some being passed over.
+// lane after lane and warp after warp. With a seed, the most urgent warp that can goes on, and the rest stays behind as
+// far as it is allowed to; which is the most urgent one changes at random, seldom or often.
 // When nobody can go on, late work (copies and products that were started and not waited for) is done, piece after
 // piece; when there is none either, that is a deadlock, which the report shows.
 #include "emulator.h"
@@ -116,24 +117,47 @@ void do_late_work(int threads) {
     ++events;
 }
 
+// Warps by urgency: in random order, or warpgroups in random order.
+void put_in_order(std::vector<int>& warps) {
+    std::shuffle(warps.begin(), warps.end(), generator);
+    if (random_number(2)) return;
+    int first = random_number(64);
+    std::stable_sort(warps.begin(), warps.end(), [&](int a, int b) { return ((a / 4) ^ first) % 5 < ((b / 4) ^ first) % 5; });
+}
+
+// The lanes of a warp that can go on, as far as they can for now.
+bool run_warp(int warp) {
+    bool ran = false;
+    int first = jitter ? random_number(32) : 0;
+    for (int i = 0; i < 32; ++i) {
+        int thread = 32 * warp + (first + i) % 32;
+        if (!fibers[thread].done && !is_blocked(fibers[thread].wait)) ran = true, resume(thread);
+    }
+    return ran;
+}
+
+bool is_done(int threads) {
+    for (int i = 0; i < threads; ++i)
+        if (!fibers[i].done) return false;
+    return true;
+}
+
 void run_block(int threads) {
-    std::vector<int> order(threads);
-    for (int i = 0; i < threads; ++i) order[i] = i, begin_fiber(fibers[i], i);
+    std::vector<int> warps(threads / 32);
+    for (int i = 0; i < threads; ++i) begin_fiber(fibers[i], i);
+    for (size_t i = 0; i < warps.size(); ++i) warps[i] = i;
     late_work.clear();
     begin_block_meetings(), begin_block_copies(), begin_block_matrices();
+    int turns = jitter ? 1 << 3 * (1 + random_number(4)) : 0;  // that an order lasts, on average
     for (;;) {
-        if (jitter) std::shuffle(order.begin(), order.end(), generator);
-        bool all_done = true, ran = false, passed_over = false;
-        for (int i : order) {
-            if (fibers[i].done) continue;
-            all_done = false;
-            if (is_blocked(fibers[i].wait)) continue;
-            if (jitter && random_number(4) == 0) passed_over = true;
-            else ran = true, resume(i);
+        if (jitter && random_number(turns) == 0) put_in_order(warps);
+        bool ran = false;
+        for (int warp : warps) {
+            ran |= run_warp(warp);
+            if (jitter && ran) break;
         }
-        if (all_done) return;
-        if (jitter && !late_work.empty() && random_number(64) == 0) do_late_work(threads);
-        else if (!ran && !passed_over) do_late_work(threads);
+        if (!ran && is_done(threads)) return;
+        if (!ran || (jitter && !late_work.empty() && random_number(64) == 0)) do_late_work(threads);
     }
 }
 
