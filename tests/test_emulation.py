@@ -83,13 +83,13 @@ class TestDecode:
 
     def test_tiles_cut_where_the_shape_says(self, here, rng, layout, device, schedule):
         cache = make_cache(rng, layout, 20, 64, spread=0)
-        problem = Problem(make_q(rng, 1, 2, 64, layout), cache, make_indices(rng, 1, 2, 640, 1280), layout=layout)
+        problem = Problem(make_q(rng, 1, 2, 64, layout), cache, make_indices(rng, 1, 2, 400, 1280), layout=layout)
         on(here, device, schedule, problem)
 
     def test_tiles_cut_where_the_lengths_say(self, here, rng, layout, device, schedule):
         problem = Problem(
             make_q(rng, 3, 1, 64, layout), make_cache(rng, layout, 20, 64, spread=0),
-            make_indices(rng, 3, 1, 640, 1280), topk_length=np.array([5, 640, 300], np.int32), layout=layout,
+            make_indices(rng, 3, 1, 400, 1280), topk_length=np.array([5, 400, 200], np.int32), layout=layout,
         )  # fmt: skip
         on(here, device, schedule, problem)
 

@@ -5,18 +5,19 @@
     launches.py  kernels, and how a launch schedules their threads
     arrays.py    cupy.ndarray and device memory
     cupy.py      the module `cupy`, and libcuda, as far as cumla uses them
+    cublas.py    the product of matrices that is not ours
     runtime/     the emulator itself, in C++: threads as fibers, barriers, asynchronous copies, matrix products
 
 Launchers, argument packing and public functions run as they are: nothing in the package knows of this.
 
-What it shows: wrong results; accesses where no array is; waits that are missing or never end (with late and jittered
-schedules, see launches.py); arguments that are packed wrongly.
+What it shows: wrong results; accesses where no array is; waits that are missing or never end (under late and random
+schedules, see launches.py); arguments that are packed wrongly; outputs that nobody writes.
 
-What it cannot show: anything about time, registers or occupancy; weak ordering of memory (fences do nothing here:
-every write is seen by all at once, so a missing __threadfence, proxy fence or wgmma.fence goes unnoticed); races that
-need two threads between one wait and the next; what an instruction does beyond what ptx.py says of it; the
-rounding of approximate instructions and of the order in which tensor cores add; more than one thread block at a
-time. Only a device shows those: pytest -m gpu.
+What it cannot show: time, registers, occupancy; weakly ordered memory (fences do nothing: a write is seen by all at
+once, so that a missing proxy fence, wgmma.fence or __threadfence goes unnoticed); races between threads that do not
+wait in between, as a fiber runs from one wait to the next undisturbed; thread blocks side by side, or kernels, as one
+runs after another; what an instruction does beyond what ptx.py says of it; how tensor cores and approximate
+instructions round. hold.cu, which waits for the clock, does not run. For these there are devices: pytest -m gpu.
 """
 
 from .builds import unavailable

@@ -45,7 +45,7 @@ void begin_block_copies() { copying.assign(block_size.x * block_size.y * block_s
 
 void copy_async(uint32_t target, const void* source, int bytes, int present_bytes) {
     Copy copy{shared_at(target, bytes), source, bytes, present_bytes};
-    if (reinterpret_cast<uintptr_t>(source) % bytes) fail("cp.async of %d bytes from %p, which is misaligned", bytes, source);
+    if (uintptr_t(source) % bytes) fail("cp.async of %d bytes from %p, which is misaligned", bytes, source);
     if (work_is_late()) copying[thread_number].open.push_back(copy);
     else copy.run();
 }

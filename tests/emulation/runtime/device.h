@@ -75,7 +75,9 @@ template <class T> T atomicAdd(T* p, T x) {
 inline void __threadfence() {}
 [[noreturn]] inline void __trap() { emulator::fail("__trap"); }
 
-inline size_t __cvta_generic_to_shared(const void* p) { return static_cast<const uint8_t*>(p) - emulator::shared_memory; }
+inline size_t __cvta_generic_to_shared(const void* p) {
+    return static_cast<const uint8_t*>(p) - emulator::shared_memory;
+}
 
 // ---- warps
 

@@ -32,7 +32,6 @@ struct Wait {
 
 EXPORT extern Index thread_index, block_index, grid_size, block_size;  // thread_index: of the fiber that runs
 EXPORT extern int thread_number;
-EXPORT extern uint64_t events;  // that may end somebody's wait; counted to find deadlocks
 
 EXPORT void wait(const Wait& wait);
 // Ends the launch: the message becomes an error in Python.

@@ -14,7 +14,8 @@ KeepSubnormals::~KeepSubnormals() { _mm_setcsr(before); }
 // A value with `mantissa` bits after the point and an exponent's bias; the exponent of all ones as any other.
 static float small_float(uint32_t magnitude, int mantissa, int bias) {
     int exponent = magnitude >> mantissa, fraction = magnitude & ((1 << mantissa) - 1);
-    return exponent ? ldexpf((1 << mantissa) + fraction, exponent - bias - mantissa) : ldexpf(fraction, 1 - bias - mantissa);
+    int last_place = (exponent ? exponent : 1) - bias - mantissa;
+    return ldexpf((exponent ? 1 << mantissa : 0) + fraction, last_place);
 }
 
 static const std::vector<float> F16 = [] {

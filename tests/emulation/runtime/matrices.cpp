@@ -82,7 +82,8 @@ void mma(float& x0, float& x1, float& x2, float& x3, uint32_t a0, uint32_t a1, u
             for (int k = 0; k < K; ++k)
                 for (int column = 0; column < 8; ++column) sums[row][column] += a[row][k] * b[k][column];
         for (int lane = 0; lane < LANES; ++lane)
-            for (int i = 0; i < 4; ++i) as<Fragments>(taken[lane]).x[i] += sums[lane / 4 + i / 2 * 8][2 * (lane % 4) + i % 2];
+            for (int i = 0; i < 4; ++i)
+                as<Fragments>(taken[lane]).x[i] += sums[lane / 4 + i / 2 * 8][2 * (lane % 4) + i % 2];
     };
     Fragments brought{{x0, x1, x2, x3}, {a0, a1, a2, a3}, {b0, b1}};
     const auto& mine = as<Fragments>(meet(bfloat16 ? "mma.bf16" : "mma.f16", brought, multiply));
@@ -93,12 +94,14 @@ void mma(float& x0, float& x1, float& x2, float& x3, uint32_t a0, uint32_t a1, u
 
 namespace {
 
-// A tile of shared memory whose 16-byte chunks are swizzled over 8 rows of 128 bytes (the descriptor of the PTX manual).
+// A tile of shared memory whose 16-byte chunks are swizzled over 8 rows of 128 bytes, by its descriptor.
 struct Tile {
     uint32_t start, leading, stride;
 
     explicit Tile(uint64_t descriptor)
-        : start((descriptor & 0x3fff) << 4), leading((descriptor >> 16 & 0x3fff) << 4), stride((descriptor >> 32 & 0x3fff) << 4) {
+        : start((descriptor & 0x3fff) << 4),
+          leading((descriptor >> 16 & 0x3fff) << 4),
+          stride((descriptor >> 32 & 0x3fff) << 4) {
         if (descriptor >> 62 != 1) fail("wgmma: only tiles swizzled over 128 bytes are emulated");
     }
     float at(uint32_t offset, bool bfloat16) const {
@@ -164,7 +167,8 @@ std::vector<WarpProducts> products;
 
 void begin_block_matrices() { products.assign(block_size.x * block_size.y * block_size.z / LANES, {}); }
 
-void wgmma(float* x, int columns, const uint32_t* a, uint64_t a_tile, uint64_t b_tile, bool b_rows, bool add, bool bfloat16) {
+void wgmma(float* x, int columns, const uint32_t* a, uint64_t a_tile, uint64_t b_tile, bool b_rows, bool add,
+           bool bfloat16) {
     int warp = thread_number / LANES;
     meet("wgmma", Registers{x, a}, [&](uint8_t (*brought)[MOST_BYTES], uint8_t (*)[MOST_BYTES]) {
         Product product{{}, a_tile, b_tile, 16 * (warp % 4), columns, b_rows, add, bfloat16};

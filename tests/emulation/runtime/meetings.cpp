@@ -24,7 +24,7 @@ struct Gate {
 
     void pass(int threads, const char* what, uint64_t number) {
         uint64_t now = times;
-        if (++arrived == threads) arrived = 0, ++times, ++events;
+        if (++arrived == threads) arrived = 0, ++times;
         else wait({&times, ~0ull, now, what, number});
     }
 };
@@ -55,13 +55,14 @@ const uint8_t* meet(const char* what, const void* brought, size_t bytes, Act act
     Warp& warp = warps[thread_number / LANES];
     int lane = thread_number % LANES, place = warp.meetings & 1;
     if (warp.arrived == 0) warp.what = what;
-    else if (warp.what != what && strcmp(warp.what, what)) fail("lanes of warp %d meet at %s and at %s", thread_number / LANES, warp.what, what);
+    else if (warp.what != what && strcmp(warp.what, what))
+        fail("lanes of warp %d meet at %s and at %s", thread_number / LANES, warp.what, what);
     memcpy(warp.brought[place][lane], brought, bytes);
     memcpy(warp.taken[place][lane], brought, bytes);  // what an act leaves as it is
     uint64_t now = warp.meetings;
     if (++warp.arrived == LANES) {
         if (act) act(context, warp.brought[place], warp.taken[place]);
-        warp.arrived = 0, ++warp.meetings, ++events;
+        warp.arrived = 0, ++warp.meetings;
     } else {
         wait({&warp.meetings, ~0ull, now, what, 0});
     }
@@ -103,7 +104,7 @@ void barrier_init(uint32_t barrier, int arrivals) {
 void barrier_arrive(uint32_t barrier, int count) {
     Barrier& at = barrier_at(barrier);
     if (at.pending < count) fail("mbarrier at %u: more arrivals than the %d that it expects", barrier, at.expected);
-    at.pending -= count, ++events;
+    at.pending -= count;
     if (!at.pending) at.pending = at.expected, ++at.phase;
 }
 

@@ -36,7 +36,6 @@ namespace emulator {
 
 Index thread_index, block_index, grid_size, block_size;
 int thread_number;
-uint64_t events;
 uint8_t* shared_memory;
 uint32_t shared_end;
 
@@ -57,7 +56,7 @@ std::vector<Fiber> fibers;  // as many as a launch ever had, for their stacks
 void* scheduler;
 void (*entry)(const void*);
 const void* entry_arguments;
-bool late, jitter;
+bool late, seeded;
 std::mt19937 generator;
 std::vector<Work*> late_work;
 jmp_buf out;
@@ -66,7 +65,6 @@ std::string message;
 void run_fiber() {
     entry(entry_arguments);
     fibers[thread_number].done = true;
-    ++events;
     emulator_switch(&fibers[thread_number].stack_pointer, scheduler);
 }
 
@@ -109,26 +107,26 @@ void resume(int number) {
 
 void do_late_work(int threads) {
     if (late_work.empty()) report_deadlock(threads);
-    auto next = late_work.begin() + (jitter ? random_number(int(late_work.size())) : 0);
+    auto next = late_work.begin() + (seeded ? random_number(int(late_work.size())) : 0);
     Work* work = *next;
     late_work.erase(next);
     work->run();
     delete work;
-    ++events;
 }
 
 // Warps by urgency: in random order, or warpgroups in random order.
 void put_in_order(std::vector<int>& warps) {
     std::shuffle(warps.begin(), warps.end(), generator);
     if (random_number(2)) return;
-    int first = random_number(64);
-    std::stable_sort(warps.begin(), warps.end(), [&](int a, int b) { return ((a / 4) ^ first) % 5 < ((b / 4) ^ first) % 5; });
+    int groups[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+    std::shuffle(groups, groups + 8, generator);
+    std::stable_sort(warps.begin(), warps.end(), [&](int a, int b) { return groups[a / 4] < groups[b / 4]; });
 }
 
 // The lanes of a warp that can go on, as far as they can for now.
 bool run_warp(int warp) {
     bool ran = false;
-    int first = jitter ? random_number(32) : 0;
+    int first = seeded ? random_number(32) : 0;
     for (int i = 0; i < 32; ++i) {
         int thread = 32 * warp + (first + i) % 32;
         if (!fibers[thread].done && !is_blocked(fibers[thread].wait)) ran = true, resume(thread);
@@ -148,16 +146,17 @@ void run_block(int threads) {
     for (size_t i = 0; i < warps.size(); ++i) warps[i] = i;
     late_work.clear();
     begin_block_meetings(), begin_block_copies(), begin_block_matrices();
-    int turns = jitter ? 1 << 3 * (1 + random_number(4)) : 0;  // that an order lasts, on average
+    int turns = seeded ? 1 << 3 * (1 + random_number(4)) : 0;  // that an order lasts, on average
+    if (seeded) put_in_order(warps);
     for (;;) {
-        if (jitter && random_number(turns) == 0) put_in_order(warps);
+        if (seeded && random_number(turns) == 0) put_in_order(warps);
         bool ran = false;
         for (int warp : warps) {
             ran |= run_warp(warp);
-            if (jitter && ran) break;
+            if (seeded && ran) break;
         }
         if (!ran && is_done(threads)) return;
-        if (!ran || (jitter && !late_work.empty() && random_number(64) == 0)) do_late_work(threads);
+        if (!ran || (seeded && !late_work.empty() && random_number(64) == 0)) do_late_work(threads);
     }
 }
 
@@ -183,14 +182,14 @@ void fail(const char* format, ...) {
     longjmp(out, 1);
 }
 
-bool work_is_late() { return jitter ? random_number(2) : late; }
+bool work_is_late() { return seeded ? random_number(2) : late; }
 int random_number(int below) { return int(generator() % below); }
 void when_stuck(Work* work) { late_work.push_back(work); }
 
 uint8_t* shared_at(uint32_t address, uint32_t bytes) {
     if (address < DYNAMIC_SHARED_AT || address + bytes > shared_end)
         fail("%u bytes at %u of shared memory, which ends at %u", bytes, address, shared_end);
-    if (address % (bytes < 16 ? bytes : 16)) fail("%u bytes at %u of shared memory, which is misaligned", bytes, address);
+    if (address % bytes) fail("%u bytes at %u of shared memory, which is misaligned", bytes, address);
     return shared_memory + address;
 }
 
@@ -202,7 +201,7 @@ extern "C" EXPORT const char* emulator_launch(void (*kernel)(const void*), const
     if (shared_bytes > MOST_SHARED) return "more shared memory than there is";
     if (!shared_memory) shared_memory = static_cast<uint8_t*>(aligned_alloc(1024, 2 * MOST_SHARED));
     grid_size = grid, block_size = block;
-    entry = kernel, entry_arguments = arguments, late = late_, jitter = seed != 0, events = 0;
+    entry = kernel, entry_arguments = arguments, late = late_, seeded = seed != 0;
     generator.seed(seed);
     shared_end = DYNAMIC_SHARED_AT + shared_bytes;
 
@@ -219,7 +218,7 @@ extern "C" EXPORT const char* emulator_launch(void (*kernel)(const void*), const
             for (unsigned y = 0; y < grid.y; ++y)
                 for (unsigned x = 0; x < grid.x; ++x) block_index = {x, y, z}, run_block(threads);
         for (uint32_t i = shared_end; i < shared_end + 1024; ++i)
-            if (shared_memory[i] != UNWRITTEN) fail("a byte was written %u behind the end of shared memory", i - shared_end);
+            if (shared_memory[i] != UNWRITTEN) fail("a write %u bytes behind the end of shared memory", i - shared_end);
     }
     _mm_setcsr(float_mode);
     sigaction(SIGSEGV, &segv, nullptr), sigaction(SIGBUS, &bus, nullptr);
