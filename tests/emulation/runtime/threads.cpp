@@ -146,7 +146,7 @@ void run_block(int threads) {
     for (size_t i = 0; i < warps.size(); ++i) warps[i] = i;
     late_work.clear();
     begin_block_meetings(), begin_block_copies(), begin_block_matrices();
-    int turns = seeded ? 1 << 3 * (1 + random_number(4)) : 0;  // that an order lasts, on average
+    int turns = seeded ? 1 << 3 * random_number(4) : 0;  // that an order lasts, on average
     if (seeded) put_in_order(warps);
     for (;;) {
         if (seeded && random_number(turns) == 0) put_in_order(warps);
