@@ -15,10 +15,11 @@ import pathlib
 import platform
 import statistics
 import subprocess
-import sys
 import time
 
 import cupy
+
+from cumla.kernels.cuda import compile as compiler
 
 GRAPH_US = 1_000  # of calls that a graph holds, about
 MAX_CALLS_PER_GRAPH = 400
@@ -36,21 +37,6 @@ def arguments(description):
     return parser
 
 
-def compile_from(folder):
-    """From here on take CUDA sources from `folder` where it has them, to compare versions of a kernel.
-
-    Calls must be made under cumla.prepared.noted_outputs, or those made before are made again as they were.
-    """
-    from cumla.kernels.cuda import compile as compiler
-
-    compiler.FOLDERS[:] = [pathlib.Path(folder), compiler.CSRC]
-    for name, module in list(sys.modules.items()):
-        if name.startswith("cumla.kernels.cuda."):
-            for value in vars(module).values():
-                if hasattr(value, "cache_clear"):
-                    value.cache_clear()
-
-
 def has_peer(module):
     """Whether a peer can be imported (tools in the shared folder lay them out; cumla never needs them)."""
     try:
@@ -65,7 +51,7 @@ class Report:
     def __init__(self, args):
         self.args, self.rows = args, []
         if args.sources:
-            compile_from(args.sources)
+            compiler.look_first_in(pathlib.Path(args.sources))
         print(f"{'op':38} {'config':34} {'impl':16} {'us':>9} {'us_graph':>9} {'GB/s':>7} {'TF':>7} {'max err':>9}")
 
     def wants(self, op, config):

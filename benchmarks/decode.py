@@ -7,15 +7,17 @@ indices take turns. FLOP count what is attended to: 2 * heads * (head_dim + 512)
 from __future__ import annotations
 
 import contextlib
+import pathlib
 from typing import NamedTuple
 
 import cupy
 import numpy as np
-from common import Report, arguments, compile_from, graph_us, has_peer, host_us
+from common import Report, arguments, graph_us, has_peer, host_us
 
 import cumla
 from cumla.call import BFLOAT16
 from cumla.kernels.cuda import attention_kernels
+from cumla.kernels.cuda import compile as compiler
 from cumla.prepared import noted_outputs
 
 FLASH_MLA = "vllm.third_party.flashmla.flash_mla_interface"
@@ -183,7 +185,7 @@ def compare(report: Report, config: Config, caches: list[Cache], versions: list[
     sets = [Inputs(config, caches, seed) for seed in range(SETS)]
     flop = sum(x.keys for x in sets) / SETS * 2 * config.heads * (config.layout.head_dim + 512)
     for version in versions:
-        compile_from(version)
+        compiler.look_first_in(pathlib.Path(version))
         with noted_outputs():
             sets[0].out[:] = 0
             try:

@@ -66,6 +66,13 @@ def on(here, device, schedule, problem, **options):
         problem.check(here, **options)
 
 
+@pytest.fixture
+def compiled_from():
+    """A function that takes sources from one of kernels/cuda/candidates first."""
+    yield lambda candidate: compiler.look_first_in(compiler.CSRC.parent / "candidates" / candidate)
+    compiler.look_first_in()
+
+
 @SCHEDULES
 @DEVICES
 @pytest.mark.usefixtures("no_exact_kernel")
@@ -95,6 +102,20 @@ class TestDecode:
 
 
 @SCHEDULES
+@pytest.mark.usefixtures("no_exact_kernel")
+@pytest.mark.parametrize("layout", FP8, ids=lambda x: x.name)
+def test_candidate_for_decode(here, rng, compiled_from, layout, schedule):
+    """Cut tiles, several a thread block, and more heads than a tile has."""
+    compiled_from("decode_sm90_registers")
+    problem = Problem(
+        make_q(rng, 3, 2, 70, layout), make_cache(rng, layout, 20, 53, spread=0),
+        make_indices(rng, 3, 2, 400, 1060), topk_length=np.array([5, 400, 150], np.int32),
+        attn_sink=np.linspace(-3, 3, 70, dtype=np.float32), layout=layout,
+    )  # fmt: skip
+    on(here, HOPPER, schedule, problem)
+
+
+@SCHEDULES
 @DEVICES
 @pytest.mark.usefixtures("no_exact_kernel")
 def test_two_caches(here, rng, device, schedule):
@@ -117,6 +138,18 @@ def test_dense_decode(here, rng, device, schedule):
         "cache_seqlens": np.array([300, 65], np.int32),
     }  # fmt: skip
     check_dense(here, device, schedule, "dense_mla_decode", arguments)
+
+
+@SCHEDULES
+def test_candidate_for_dense_decode(here, rng, compiled_from, schedule):
+    compiled_from("mla_decode_sm90_turns")
+    q, cache = (size * rng.standard_normal(shape) for size, shape in ((6, (2, 2, 70, 576)), (0.1, (40, 16, 576))))
+    arguments = {
+        "q": q.astype(BF16), "k_cache": cache.astype(BF16), "softmax_scale": 0.05, "causal": True,
+        "block_table": rng.permutation(40).reshape(2, 20).astype(np.int32),
+        "cache_seqlens": np.array([300, 65], np.int32),
+    }  # fmt: skip
+    check_dense(here, HOPPER, schedule, "dense_mla_decode", arguments)
 
 
 @SCHEDULES

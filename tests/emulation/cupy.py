@@ -28,7 +28,7 @@ def devices():
     """A context in which this machine seems to have the emulated devices, and CuPy."""
     replaced = types.SimpleNamespace(**{**vars(ctypes), "CDLL": lambda name, *rest: library(name, *rest)})
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(sys.modules, {"cupy": CUPY, "cupy.cuda": CUPY.cuda}))
+        stack.enter_context(_modules({"cupy": CUPY, "cupy.cuda": CUPY.cuda}))
         for module in (launch, streams):
             stack.enter_context(mock.patch.object(module, "ctypes", replaced))
         for name, module in list(sys.modules.items()):
@@ -37,6 +37,21 @@ def devices():
         backends.unavailable.cache_clear()
         stack.callback(backends.unavailable.cache_clear)
         yield
+
+
+@contextlib.contextmanager
+def _modules(stand_ins):
+    """These modules in the place of those of their names. What else is imported in the meantime stays imported."""
+    before = {name: sys.modules.get(name) for name in stand_ins}
+    sys.modules.update(stand_ins)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
 
 
 LAUNCHABLE = []  # (raw kernel, kernel), by what the driver knows them by, less 1

@@ -37,6 +37,9 @@ TABLE = {
     # barriers
     "bar.sync 1, 128;": "emulator::named_sync(1, 128)",
     "bar.sync 1, 256;": "emulator::named_sync(1, 256)",
+    "{ .reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, 1, 128, p; selp.u32 %0, 1, 0, q; }": (
+        "%0 = emulator::named_sync_or(1, 128, %1)"
+    ),
     "bar.sync %0, 128;": "emulator::named_sync(%0, 128)",
     "mbarrier.init.shared.b64 [%0], %1;": "emulator::barrier_init(%0, %1)",
     "mbarrier.arrive.shared.b64 _, [%0], %1;": "emulator::barrier_arrive(%0, %1)",
@@ -64,6 +67,7 @@ TABLE = {
     # what has no meaning for one CPU thread that does everything in order
     "fence.mbarrier_init.release.cluster;": "",
     "fence.proxy.async.shared::cta;": "",
+    "griddepcontrol.launch_dependents;": "",
     "griddepcontrol.wait;": "",
     "setmaxnreg.dec.sync.aligned.u32 %0;": "",
     "setmaxnreg.inc.sync.aligned.u32 %0;": "",

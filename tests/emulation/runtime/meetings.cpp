@@ -29,8 +29,9 @@ struct Gate {
     }
 };
 Gate everybody;
-int votes[2];
+int block_vote;
 std::unordered_map<int, Gate> named;
+std::unordered_map<int, int> named_votes;
 
 struct Barrier {
     int expected, pending;
@@ -48,7 +49,7 @@ Barrier& barrier_at(uint32_t address) {
 
 void begin_block_meetings() {
     for (Warp& warp : warps) warp.meetings = 0, warp.arrived = 0;
-    everybody = {}, named.clear(), barriers.clear(), votes[0] = votes[1] = 0;
+    everybody = {}, named.clear(), named_votes.clear(), barriers.clear(), block_vote = 0;
 }
 
 const uint8_t* meet(const char* what, const void* brought, size_t bytes, Act act, void* context) {
@@ -85,16 +86,27 @@ static int threads_of_block() { return block_size.x * block_size.y * block_size.
 void block_sync() { everybody.pass(threads_of_block(), "__syncthreads", 0); }
 
 int block_sync_or(int predicate) {
-    int& vote = votes[everybody.times & 1];
-    vote |= predicate;
+    block_vote |= predicate;
     block_sync();
-    int result = vote;
-    block_sync();  // before anybody votes here again
-    vote = 0;
+    int result = block_vote;
+    block_sync();
+    block_vote = 0;
+    block_sync();  // before anybody votes again
     return result;
 }
 
 void named_sync(int id, int threads) { named[id].pass(threads, "bar.sync", id); }
+
+int named_sync_or(int id, int threads, int predicate) {
+    int& vote = named_votes[id];
+    vote |= predicate;
+    named_sync(id, threads);
+    int result = vote;
+    named_sync(id, threads);
+    vote = 0;
+    named_sync(id, threads);
+    return result;
+}
 
 void barrier_init(uint32_t barrier, int arrivals) {
     shared_at(barrier, 8);
