@@ -15,7 +15,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -109,7 +109,7 @@ def prepared(function: F) -> F:
             return function(*arguments, **keywords)
         return before.again(arrays, addresses)
 
-    return call  # type: ignore[return-value]
+    return cast(F, call)
 
 
 UNKNOWN = object()
