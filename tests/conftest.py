@@ -49,16 +49,6 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("lab", backends, indirect=True)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):
-    try:
-        return (yield)
-    except ValueError as error:
-        if "'numba_cuda' has no" in str(error):
-            pytest.skip(str(error))
-        raise
-
-
 @pytest.fixture
 def lab(request):
     """A backend and the way to move arrays to it and back."""

@@ -22,7 +22,7 @@ def kernel(request, lab):
     """Every kernel of the cuda backend; the other backends have one."""
     if request.param == "chosen" or lab.backend != "cuda":
         if request.param != "chosen":
-            pytest.skip("one kernel only")
+            pytest.skip("only the cuda backend has several kernels")
         yield "chosen"
         return
     if lab.emulated and request.param == "exact" and request.node.originalname not in EXACT_EMULATED:
@@ -69,7 +69,7 @@ def test_two_caches_and_sink(lab, kernel, rng, block_size, extra_block_size):
 def test_work_is_shared_out(lab, rng, layout, batch, topk):
     """From one long token, cut many times, to more tokens than there are multiprocessors."""
     if lab.backend != "cuda":
-        pytest.skip("one token at a time")
+        pytest.skip("only the cuda backend shares a token's work out")
     batch = min(batch, 40) if lab.emulated else batch  # the emulated device has few multiprocessors
     cache = make_cache(rng, layout, 20, 64)
     Problem(make_q(rng, batch, 1, 64, layout), cache, make_indices(rng, batch, 1, topk, 1280)).check(lab)

@@ -25,10 +25,11 @@ def pairs_of(rng, count, num_src, num_dst, dtype, same):
     keep = min(count, num_dst - (num_src // 2 if same else 0))
     pairs = np.stack([sources, destinations], axis=1)[:keep]
     info = np.iinfo(dtype)
-    wrong = [-1, info.min, info.max, max(num_src, num_dst), INT32_MAX, INT32_MIN]
+    wrong = [(-1, info.min, info.max, num, INT32_MAX, INT32_MIN) for num in (num_src, num_dst)]
     for pair in pairs:
         if rng.random() < 0.25:
-            pair[rng.integers(2)] = rng.choice(wrong)
+            side = rng.integers(2)
+            pair[side] = rng.choice(wrong[side])
     return pairs.astype(dtype)
 
 

@@ -44,8 +44,8 @@ def test_docs_table_of_device_memory():
 @pytest.mark.parametrize("producer", ["NumPy", "torch", "any, DLPack 1", "any, DLPack 0", "JAX"])
 def test_host_arrays_are_borrowed_without_a_copy(producer, dtype):
     produce = pairs.host_producers().get(producer)
-    if produce is None:
-        pytest.skip(f"no library for {producer}")
+    if produce is None and producer in ("torch", "JAX"):
+        pytest.skip(f"{producer} is not installed")
     array = produce(dtype)
     native = dlpack.borrow(array)
     raw = pairs.bytes_of_pattern(dtype)

@@ -53,7 +53,7 @@ def lab_of(request):
     """For a fixture whose parameter is a backend's name: the lab, while its devices are emulated if need be."""
     on_device = request.node.get_closest_marker("gpu") is not None
     if on_device and os.environ.get("NUMBA_ENABLE_CUDASIM") == "1":
-        pytest.skip("devices are simulated and emulated here; run with -m gpu")
+        pytest.skip("NUMBA_ENABLE_CUDASIM is set, as it is without -m gpu: no device is used")
     if on_device or request.param != "cuda":
         yield Lab(request.param, on_device)
         return
