@@ -1,82 +1,19 @@
 // The gatherer and the scaler of decode_sm90.cu.
 #pragma once
-#include "decode_sm90_memory.cuh"
+#include "decode_sm90_walk.cuh"
 
-__device__ uint4 absent_row[64];  // zeros: what a token that is not there reads
-
-// Whether float16 has the scale whose float32 bits these are, at least to its own precision: powers of two may be
-// subnormal there.
-__device__ inline bool fits_f16(uint32 bits) {
-    uint32 exponent = bits >> 23, least = bits & 0x7fffff ? F16_NORMAL : MIN_SCALE;
-    return exponent >= least && exponent <= MAX_SCALE;
+// Where the token in a slot is: its row, and its scales.
+__device__ inline Token token_in(const List& list, int slot) {
+    if (uint32(slot) >= uint32(list.num_slots)) {
+        uint8* zeros = reinterpret_cast<uint8*>(absent_row);
+        return {zeros, zeros};
+    }
+    int page = list.block_shift >= 0 ? slot >> list.block_shift : int(uint32(slot) / uint32(list.block_size));
+    int row = slot - page * list.block_size;
+    uint8* base = list.pages + page * list.page_stride;
+    return {base + row * LAYOUT::row_bytes,
+            base + LAYOUT::scale_start + list.block_size * LAYOUT::scale_start_per_token + row * LAYOUT::scale_stride};
 }
-
-// A warp's way through the indices of its thread block's share. A lane looks after the token of its number in a stage.
-struct Walk {
-    const Problem& problem;
-    int lane;
-    // The block to gather next: where this lane's indices are, how many of its list are left from there, how many
-    // blocks of the list and of the tile.
-    const int* cursor;
-    int tile, left, list_blocks, tile_blocks;
-    bool second, more;
-
-    __device__ Walk(const Problem& p) : problem(p), lane(threadIdx.x % 32) { open_tile(Share(problem)); }
-
-    __device__ void open_tile(Share share) {
-        Work work;
-        more = share.next(problem, work);
-        if (!more) return;
-        tile = work.tile, tile_blocks = work.last - work.first;
-        int blocks0 = blocks_of(work.lengths0);
-        second = work.first >= blocks0;
-        open_list(work.first - (second ? blocks0 : 0));
-    }
-
-    // Point at the indices of a block of the list.
-    __device__ void open_list(int block) {
-        const List& list = problem.lists[second];
-        TilePlace at(problem, tile);
-        int position = block * BLOCK + lane, length = list.length(at.b, at.s);
-        cursor = list.indices + at.b * list.indices_stride_b + at.s * list.indices_stride_s + position;
-        left = length - position;
-        list_blocks = blocks_of(length) - block;
-    }
-
-    // Volatile, or the compiler would load where the index is used.
-    __device__ int fetch_index(int half) {
-        int index = -1;
-        if (left > STAGE * half) asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(index) : "l"(cursor + STAGE * half));
-        return index;
-    }
-
-    __device__ void next_block() {
-        if (--tile_blocks == 0) {
-            Share share(problem);
-            share.tile = tile + 1, share.first = 0;
-            open_tile(share);
-        } else if (--list_blocks == 0 && !second) {
-            second = true;
-            open_list(0);
-        } else {
-            cursor += BLOCK, left -= BLOCK;
-        }
-    }
-
-    // Where the token of a slot is: its row, and its scales.
-    __device__ Token token_at(int slot) {
-        const List& list = problem.lists[second];
-        if (uint32(slot) >= uint32(list.num_slots)) {
-            uint8* zeros = reinterpret_cast<uint8*>(absent_row);
-            return {zeros, zeros};
-        }
-        int page = list.block_shift >= 0 ? slot >> list.block_shift : int(uint32(slot) / uint32(list.block_size));
-        int row = slot - page * list.block_size;
-        uint8* base = list.pages + page * list.page_stride;
-        return {base + row * LAYOUT::row_bytes,
-                base + LAYOUT::scale_start + list.block_size * LAYOUT::scale_start_per_token + row * LAYOUT::scale_stride};
-    }
-};
 
 // One warp copies rows into the ring: 4 lanes a row, 8 rows at a time. It says that a stage is full when the copies
 // have ended, without waiting for them.
@@ -108,7 +45,7 @@ struct Gatherer {
         while (walk.more) {
             uint64 rows[2];
 #pragma unroll
-            for (int half = 0; half < 2; ++half) rows[half] = reinterpret_cast<uint64>(walk.token_at(index[half]).row);
+            for (int half = 0; half < 2; ++half) rows[half] = reinterpret_cast<uint64>(token_in(walk.problem.lists[walk.second], index[half]).row);
             walk.next_block();
             if (walk.more) index[0] = walk.fetch_index(0), index[1] = walk.fetch_index(1);
 #pragma unroll
@@ -135,7 +72,7 @@ struct Scaler {
     __device__ Scaler(const Problem& problem) : walk(problem), lane(threadIdx.x % 32) {}
 
     __device__ Pending fetch(int slot) {
-        const uint8* scales = walk.token_at(slot).scales;
+        const uint8* scales = token_in(walk.problem.lists[walk.second], slot).scales;
         Pending pending{{}, uint32(slot) < uint32(walk.problem.lists[walk.second].num_slots)};
         if (LAYOUT::ue8m0)
             asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(pending.scales.x), "=r"(pending.scales.y) : "l"(scales));
