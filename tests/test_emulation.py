@@ -141,18 +141,6 @@ def test_dense_decode(here, rng, device, schedule):
 
 
 @SCHEDULES
-def test_candidate_for_dense_decode(here, rng, compiled_from, schedule):
-    compiled_from("mla_decode_sm90_turns")
-    q, cache = (size * rng.standard_normal(shape) for size, shape in ((6, (2, 2, 70, 576)), (0.1, (40, 16, 576))))
-    arguments = {
-        "q": q.astype(BF16), "k_cache": cache.astype(BF16), "softmax_scale": 0.05, "causal": True,
-        "block_table": rng.permutation(40).reshape(2, 20).astype(np.int32),
-        "cache_seqlens": np.array([300, 65], np.int32),
-    }  # fmt: skip
-    check_dense(here, HOPPER, schedule, "dense_mla_decode", arguments)
-
-
-@SCHEDULES
 @DEVICES
 def test_packed_sequences(here, rng, device, schedule):
     starts = np.array([0, 150, 170, 450], np.int32)

@@ -88,10 +88,7 @@ def dense_mla_decode(
     parts, parts_lse = partial_results(plan, batch * s_q * splits * heads) if splits > 1 else (None, None)
     scales: tuple[Any, ...] = ()
     if hopper:
-        decode = large_kernel(
-            device, made.shared_bytes, "mla_decode_sm90.cu", "mla_decode_sm90", "sm_90a", VALUE=value,
-            FLOAT16=int(value == "f16"),
-        )  # fmt: skip
+        decode = large_kernel(device, made.shared_bytes, "mla_decode_sm90.cu", "mla_decode_sm90", "sm_90a", VALUE=value)
     else:
         decode = large_kernel(
             device, made.shared_bytes, "mla_decode.cu", "mla_decode", VALUE=value,
