@@ -34,6 +34,9 @@ TABLE = {
     "cp.async.commit_group;": "emulator::copies_commit()",
     "cp.async.wait_group %0;": "emulator::copies_wait(%0)",
     "cp.async.mbarrier.arrive.noinc.shared.b64 [%0];": "emulator::copies_arrive(%0)",
+    "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+    "[%0], [%1, {%2, %3, %4}], [%5];": "emulator::copy_box(%0, %1, %2, %3, %4, %5)",
+    "cp.async.bulk.prefetch.L2.global [%0], %1;": "emulator::prefetch(%0, %1)",
     # barriers
     "bar.sync 1, 128;": "emulator::named_sync(1, 128)",
     "bar.sync 1, 256;": "emulator::named_sync(1, 256)",
@@ -43,6 +46,9 @@ TABLE = {
     "bar.sync %0, 128;": "emulator::named_sync(%0, 128)",
     "mbarrier.init.shared.b64 [%0], %1;": "emulator::barrier_init(%0, %1)",
     "mbarrier.arrive.shared.b64 _, [%0], %1;": "emulator::barrier_arrive(%0, %1)",
+    "mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;": (
+        "emulator::barrier_expect(%0, %1); emulator::barrier_arrive(%0, 1)"
+    ),
     "{ .reg .pred one; elect.sync _|one, 0xffffffff; @one mbarrier.arrive.shared.b64 _, [%0]; }": (
         "if (threadIdx.x % 32 == 0) emulator::barrier_arrive(%0, 1)"
     ),
@@ -68,6 +74,7 @@ TABLE = {
     "fence.mbarrier_init.release.cluster;": "",
     "fence.proxy.async.shared::cta;": "",
     "griddepcontrol.launch_dependents;": "",
+    "prefetch.tensormap [%0];": "",
     "griddepcontrol.wait;": "",
     "setmaxnreg.dec.sync.aligned.u32 %0;": "",
     "setmaxnreg.inc.sync.aligned.u32 %0;": "",

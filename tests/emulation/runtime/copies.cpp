@@ -1,4 +1,4 @@
-// cp.async: a late copy is there when its thread waits for it and not before.
+// cp.async: a late copy is there when its thread waits for it and not before. Copies of boxes: whenever they like.
 #include "emulator.h"
 #include <deque>
 #include <vector>
@@ -39,7 +39,52 @@ struct Arrival : Work {
     }
 };
 
+// What stands in for the driver writes of an array (tests/emulation/cupy.py): bytes, sizes in elements, and the box.
+struct Map {
+    const uint8_t* start;
+    uint64_t element_bytes, size[3], stride[2], box[3];
+};
+
+struct Box : Work {
+    Map map;
+    uint32_t target, barrier;
+    int at[3];
+
+    // Rows of 128 bytes, swizzled by the address in shared memory; zeros where the array has ended.
+    void run() override {
+        for (uint64_t row = 0; row < map.box[1]; ++row) {
+            for (uint64_t i = 0; i < 128 / map.element_bytes; ++i) {
+                uint64_t x = at[0] + i, y = at[1] + row, z = at[2];
+                uint32_t to = target + row * 128 + i * map.element_bytes;
+                uint8_t* element = shared_at(to ^ (to >> 7 & 7) << 4, map.element_bytes);
+                bool inside = x < map.size[0] && y < map.size[1] && z < map.size[2];
+                const uint8_t* from = map.start + x * map.element_bytes + y * map.stride[0] + z * map.stride[1];
+                if (inside) memcpy(element, from, map.element_bytes);
+                else memset(element, 0, map.element_bytes);
+            }
+        }
+        barrier_bytes(barrier, map.box[1] * 128);
+    }
+};
+
 }  // namespace
+
+void copy_box(uint32_t target, const void* map, int x, int y, int z, uint32_t barrier) {
+    auto* box = new Box;
+    memcpy(&box->map, map, sizeof box->map);
+    box->target = target, box->barrier = barrier, box->at[0] = x, box->at[1] = y, box->at[2] = z;
+    if (target % 1024) fail("a box to %u of shared memory, where the swizzle does not begin", target);
+    if (uintptr_t(map) % 64) fail("a tensor map at %p, which is misaligned", map);
+    if (work_is_late()) return when_stuck(box);
+    box->run();
+    delete box;
+}
+
+// Nothing comes of it, but an address where no array is.
+void prefetch(const void* start, uint32_t bytes) {
+    if (uintptr_t(start) % 16 || bytes % 16) fail("a prefetch of %u bytes at %p, which is misaligned", bytes, start);
+    if (bytes) (void)*static_cast<const volatile uint8_t*>(start), (void)*(static_cast<const volatile uint8_t*>(start) + bytes - 1);
+}
 
 void begin_block_copies() { copying.assign(block_size.x * block_size.y * block_size.z, {}); }
 

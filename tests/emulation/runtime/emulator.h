@@ -2,7 +2,7 @@
 //
 //     threads.cpp    threads of a block as fibers, and the scheduler
 //     meetings.cpp   what threads do together: warps, __syncthreads, named barriers, mbarriers
-//     copies.cpp     cp.async
+//     copies.cpp     cp.async, and copies of boxes by the tensor memory accelerator
 //     matrices.cpp   ldmatrix, stmatrix, mma.sync, wgmma
 //     formats.cpp    float16, bfloat16 and e4m3
 //     device.h       what CUDA C++ gives a kernel without any include, in terms of all this
@@ -93,6 +93,8 @@ EXPORT void named_sync(int id, int threads);
 EXPORT int named_sync_or(int id, int threads, int predicate);
 EXPORT void barrier_init(uint32_t barrier, int arrivals);
 EXPORT void barrier_arrive(uint32_t barrier, int count);
+EXPORT void barrier_expect(uint32_t barrier, uint32_t bytes);
+void barrier_bytes(uint32_t barrier, uint32_t bytes);  // have come
 EXPORT bool barrier_passed(uint32_t barrier, uint32_t parity);
 EXPORT void barrier_wait(uint32_t barrier, uint32_t parity);
 void begin_block_meetings();
@@ -103,6 +105,8 @@ EXPORT void copy_async(uint32_t target, const void* source, int bytes, int prese
 EXPORT void copies_commit();
 EXPORT void copies_wait(uint32_t pending);
 EXPORT void copies_arrive(uint32_t barrier);
+EXPORT void copy_box(uint32_t target, const void* map, int x, int y, int z, uint32_t barrier);
+EXPORT void prefetch(const void* start, uint32_t bytes);
 void begin_block_copies();
 
 // ---- matrices.cpp

@@ -36,6 +36,12 @@ std::unordered_map<int, int> named_votes;
 struct Barrier {
     int expected, pending;
     uint64_t phase = 0;
+    int64_t bytes = 0;  // that are still to come, beside the arrivals
+
+    void arrive(int count) {
+        pending -= count;
+        if (!pending && !bytes) pending = expected, ++phase;
+    }
 };
 std::unordered_map<uint32_t, Barrier> barriers;
 
@@ -116,8 +122,15 @@ void barrier_init(uint32_t barrier, int arrivals) {
 void barrier_arrive(uint32_t barrier, int count) {
     Barrier& at = barrier_at(barrier);
     if (at.pending < count) fail("mbarrier at %u: more arrivals than the %d that it expects", barrier, at.expected);
-    at.pending -= count;
-    if (!at.pending) at.pending = at.expected, ++at.phase;
+    at.arrive(count);
+}
+
+void barrier_expect(uint32_t barrier, uint32_t bytes) { barrier_at(barrier).bytes += bytes; }
+
+void barrier_bytes(uint32_t barrier, uint32_t bytes) {
+    Barrier& at = barrier_at(barrier);
+    at.bytes -= bytes;
+    at.arrive(0);
 }
 
 bool barrier_passed(uint32_t barrier, uint32_t parity) { return (barrier_at(barrier).phase & 1) != parity; }
