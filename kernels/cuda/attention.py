@@ -76,7 +76,7 @@ def _attend(work: Work, plan: DecodePlan | None, may_cut: bool) -> None:
     attention_work.plan_shares(plan, work, division, memory, problem)
     fast.launch(division.shares, problem)
     if division.cut:
-        attention_kernels.combine(work, problem, division.shares)
+        attention_kernels.combine(work, problem, division)
     attention_kernels.attend_exactly(work, problem, everything=False)
 
 

@@ -12,12 +12,13 @@ import cupy
 
 from ...layout import DSV4_FP8, V32_FP8, CacheLayout
 from . import attention_portable
-from .attention_work import HEADS, Work, device_sms
+from .attention_work import HEADS, V_DIM, Division, Work, device_sms
 from .compile import kernel
 from .launch import is_aligned
 
 HOPPER_THREADS, HOPPER_SHARED_BYTES = 512, 232448  # all there is; decode_sm90.cu says what for
-COMBINE_WARPS = 8  # as in combine.cu
+COMBINE_WARPS, COMBINE_VALUES = 8, 128  # values that a warp puts together, as in combine.cu
+COMBINE_BLOCKS = {4: 5, 8: 4, 16: 2}  # thread blocks a multiprocessor, by parts that are loaded together
 EXACT_UNIT, EXACT_THREADS, EXACT_BLOCKS_PER_SM = 4, 128, 2  # as in exact.cuh
 
 KERNELS = ("hopper", "portable", "exact")
@@ -92,12 +93,23 @@ def _portable(device: int, layout: CacheLayout, heads: int) -> FastKernel:
     return FastKernel(function, attention_portable.THREADS, shared_bytes, size.heads, max_shares)
 
 
-def combine(work: Work, problem: tuple[Any, ...], shares: int) -> None:
+def combine(work: Work, problem: tuple[Any, ...], division: Division) -> None:
     """Put the parts of cut tiles together."""
-    if shares > 1:
-        grid = (2 * work.tile_heads // COMBINE_WARPS, shares - 1)
-        function = kernel("combine.cu", "combine_parts", TILE_HEADS=work.tile_heads)
-        function(grid, (32 * COMBINE_WARPS,), problem, overlap=True)
+    sms = device_sms(work.q.device.id)
+    parts = division.parts or division.shares // work.tiles + 2  # of a tile: not many more
+    at_once = next((number for number in COMBINE_BLOCKS if number >= parts), max(COMBINE_BLOCKS))
+    pieces = work.tile_heads * V_DIM // COMBINE_VALUES
+    macros = {"TILE_HEADS": work.tile_heads, "AT_ONCE": at_once}
+    if division.parts:
+        # All multiprocessors, if there is only one tile.
+        warps = next((warps for warps in (4, 2) if work.tiles * pieces >= warps * sms), 1)
+        batch, s_q = work.q.shape[:2]
+        grid = (work.groups * pieces // warps, s_q, batch)
+        kernel("combine.cu", "combine_equal_cuts", **macros)(grid, (32 * warps,), problem, overlap=True)
+    else:
+        blocks = -(-min(work.tiles, division.shares) * pieces // COMBINE_WARPS)
+        grid = (min(blocks, COMBINE_BLOCKS[at_once] * sms),)
+        kernel("combine.cu", "combine_cuts", **macros)(grid, (32 * COMBINE_WARPS,), problem, overlap=True)
 
 
 def attend_exactly(work: Work, problem: tuple[Any, ...], everything: bool) -> None:

@@ -17,8 +17,14 @@ from .launch import pointer, strides
 
 HEADS, BLOCK, V_DIM = 64, 64, 512  # of a tile (unless a kernel's are lower), as in decode.cuh
 LOWEST_HEADS = 16  # of a tile
-TILE_COST, CUT_COST = 2, 5  # in blocks, as in decode_plan.cu
+MAX_SHARES = 512  # as in combine.cu
 PLAN_THREADS = 1024
+
+# What the division is made by, in blocks, as in decode_plan.cu (NOTES.md): reading a tile's Q and writing its result;
+# writing a part and launching what puts parts together, which does so many a block's time; and the same where a share
+# has parts of two tiles.
+TILE_COST, CUT_COST, STRADDLE_COST = 2, 2, 5
+PARTS_A_BLOCK = 64
 LEAST_TILES = 1 << 14  # to have room for, so that a plan's memory need not grow
 INT32_LIMIT = 2**31 - 1
 
@@ -31,11 +37,13 @@ class Division(NamedTuple):
     shares   thread blocks, each with a run of blocks of work
     planned  lengths differ: where shares begin is decided on the device
     cut      shares may begin inside a tile
+    parts    shares of each tile, where all have as many and no share has two; or 0
     """
 
     shares: int
     planned: bool
     cut: bool
+    parts: int = 0
 
 
 UNDIVIDED = Division(0, False, False)
@@ -96,15 +104,21 @@ class Work(NamedTuple):
         if memory is not None:
             starts = pointer(memory.starts) if division.planned else 0
             buffers = (starts, pointer(memory.partial_out), pointer(memory.partial_lse), pointer(memory.unsafe))
-        blocks = (0, 0)
-        if division.cut and not division.planned:
-            blocks = divmod(self.tiles * self.most_blocks, division.shares)
         return (
             self.q.data.ptr, *strides(self.q)[:3], *lists, pointer(self.attn_sink),
             self.out.data.ptr, *strides(self.out)[:3], self.lse.data.ptr, *self.lse_strides,
             pointer(self.max_logits), *self.max_strides, *buffers,
-            batch, s_q, heads, self.groups, division.shares, *blocks, self.softmax_scale,
+            batch, s_q, heads, self.groups, division.shares, *self._cut(division), self.softmax_scale,
         )  # fmt: skip
+
+    def _cut(self, division: Division) -> tuple[int, ...]:
+        """The members of a Problem that say where shares begin."""
+        _, planned, cut, parts = division
+        if planned or not division.shares:
+            return (0,) * 6
+        tiles, shares = (1, parts) if parts else (self.tiles, division.shares)
+        units = self.most_blocks if cut else 1
+        return (tiles, shares, *divmod(tiles * units, shares), units, -(-(1 << 32) // shares) if shares > 1 else 0)
 
 
 def _list(segment: Segment) -> tuple[int, ...]:
@@ -120,13 +134,34 @@ def _list(segment: Segment) -> tuple[int, ...]:
 
 def divide(work: Work, may_cut: bool, max_shares: int) -> Division:
     """How to spread work over at most `max_shares` thread blocks."""
-    tiles, blocks = work.tiles, work.most_blocks
-    if any(segment.lengths is not None for segment in work.segments):
+    return _divide(
+        work.tiles, work.most_blocks, any(segment.lengths is not None for segment in work.segments), may_cut, max_shares
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _divide(tiles: int, blocks: int, ragged: bool, may_cut: bool, max_shares: int) -> Division:
+    may_cut = may_cut and tiles * blocks <= INT32_LIMIT
+    max_shares = min(max_shares, MAX_SHARES)
+    if ragged:
         return Division(min(max_shares, tiles * blocks if may_cut else tiles), True, may_cut)
-    tile_cost = blocks + TILE_COST
-    whole_tiles = -(-tiles // max_shares) * tile_cost
-    cut = may_cut and tiles * blocks <= INT32_LIMIT and tiles * tile_cost / max_shares + CUT_COST < whole_tiles
-    return Division(min(max_shares, tiles * blocks if cut else tiles), False, cut)
+    whole = Division(min(max_shares, tiles), False, False)
+    if not may_cut:
+        return whole
+    cost = -(-tiles // max_shares) * (blocks + TILE_COST)
+    # As many parts as make the longest shorter, while that saves more than it costs to put them together.
+    parts, parts_cost = 0, math.inf
+    for count in range(2, min(max_shares // tiles, blocks) + 1):
+        count_cost = -(-blocks // count) + TILE_COST + CUT_COST + count * (tiles + 1) / PARTS_A_BLOCK
+        if count_cost < parts_cost:
+            parts, parts_cost = count, count_cost
+    straddle_cost = tiles * (blocks + TILE_COST) / max_shares + STRADDLE_COST
+    straddle_cost += max_shares / tiles * (tiles + 1) / PARTS_A_BLOCK
+    if cost <= min(parts_cost, straddle_cost):
+        return whole
+    if parts_cost <= straddle_cost:
+        return Division(tiles * parts, False, True, parts)
+    return Division(min(max_shares, tiles * blocks), False, True)
 
 
 def memory_for(plan: DecodePlan | None, work: Work, division: Division) -> Memory:

@@ -35,7 +35,7 @@ SOURCES = [
     ("advance.cu", {"TOKEN": "int64", "SAMPLED": "int", "POSITION": "int64", "SLOT": "int64"}),
     ("indices.cu", {"ALIGNED": 1}),
     ("indices.cu", {"ALIGNED": 0}),
-    ("combine.cu", {}),
+    *(("combine.cu", {"AT_ONCE": number}) for number in (4, 8, 16)),
     ("decode_plan.cu", {}),
     ("decode_sm90.cu", {"LAYOUT": "DSV4_FP8"}),
     ("decode_sm90.cu", {"LAYOUT": "V32_FP8"}),

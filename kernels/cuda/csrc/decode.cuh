@@ -45,13 +45,17 @@ struct Problem {
     int64 lse_stride_b, lse_stride_h, lse_stride_s;
     float* max_logits;  // or null; written by kernels of which no tile is cut
     int64 max_stride_b, max_stride_h;
-    const int* starts;   // [shares + 1][2]: tile and block at which each share begins; or null, see Share
+    const int* starts;   // [shares + 1][2]: tile and block at which each share begins; or null, see Start
     float* partial_out;  // [2 * shares][HEADS * V_DIM] of cut tiles, see partial_slot and partial_at
     float* partial_lse;  // [2 * shares][HEADS], base 2, -inf without keys
     int* unsafe;         // [tiles]: set where the exact kernel must do a tile again; or null, see UNSAFE_BITS
     int batch, s_q, heads, groups;  // groups of HEADS heads
     int shares;
-    int cut_blocks, cut_rest;  // without starts: blocks of a share, and how many shares have one more; or 0, see Start
+    // Without starts: every cut_tiles tiles have cut_shares shares of cut_length units, the first cut_rest of one more. A
+    // tile has cut_units units: blocks, or 1 where tiles stay whole. The inverse is 2^32 / cut_shares, rounded up, or 0
+    // where there is one share.
+    int cut_tiles, cut_shares, cut_length, cut_rest, cut_units;
+    uint32 cut_inverse;
     float softmax_scale;
 
     __device__ int tiles() const { return batch * s_q * groups; }
@@ -65,6 +69,8 @@ __device__ inline int blocks_of(int length) { return (length + BLOCK - 1) / BLOC
 // Where a tile's token and heads are.
 struct TilePlace {
     int b, s, first_head;
+
+    __device__ TilePlace(int b, int s, int first_head) : b(b), s(s), first_head(first_head) {}
 
     __device__ TilePlace(const Problem& problem, int tile) {
         int token = tile / problem.groups;
@@ -88,12 +94,10 @@ struct Start {
     __device__ Start(const Problem& problem, int share) {
         if (problem.starts) {
             tile = problem.starts[2 * share], block = problem.starts[2 * share + 1];
-        } else if (problem.cut_blocks) {  // all tiles are alike
-            uint32 blocks = blocks_of_tile(problem.lists[0].topk, problem.lists[1].topk);
-            uint32 at = share * problem.cut_blocks + min(share, problem.cut_rest);
-            tile = at / blocks, block = at % blocks;
-        } else {  // whole tiles
-            tile = int(int64(problem.tiles()) * share / problem.shares), block = 0;
+        } else {
+            int group = __umulhi(share, problem.cut_inverse), part = share - group * problem.cut_shares;
+            uint32 at = part * problem.cut_length + min(part, problem.cut_rest), ahead = at / problem.cut_units;
+            tile = group * problem.cut_tiles + ahead, block = at - ahead * problem.cut_units;
         }
     }
 
