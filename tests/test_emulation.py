@@ -101,6 +101,37 @@ class TestDecode:
         on(here, device, schedule, problem)
 
 
+@pytest.fixture
+def many_multiprocessors(here, monkeypatch):
+    """As many as an H200 has."""
+    from cumla.kernels.cuda import attention_kernels, attention_work
+
+    caches = (attention_work.device_sms, attention_kernels._hopper, attention_kernels._portable)
+    monkeypatch.setattr(here.xp.cuda.Device, "MULTIPROCESSORS", 132)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@DEVICES
+@pytest.mark.usefixtures("no_exact_kernel", "many_multiprocessors")
+@pytest.mark.parametrize(
+    ("batch", "heads", "topk", "lengths"),
+    [(1, 64, 640, None), (4, 70, 300, None), (1, 16, 6000, None), (1, 16, 17000, [16999]), (3, 64, 640, [640, 0, 400])],
+)
+def test_tiles_cut_into_many_parts(here, rng, device, batch, heads, topk, lengths):
+    """Into more than are loaded together, and into more than a thread block has threads to look for."""
+    layout = cumla.DSV4_FP8
+    problem = Problem(
+        make_q(rng, batch, 1, heads, layout), make_cache(rng, layout, 20, 64, spread=0),
+        make_indices(rng, batch, 1, topk, 1280), attn_sink=np.linspace(-3, 3, heads, dtype=np.float32), layout=layout,
+        topk_length=None if lengths is None else np.array(lengths, np.int32),
+    )  # fmt: skip
+    on(here, device, WILDEST, problem)
+
+
 @SCHEDULES
 @pytest.mark.usefixtures("no_exact_kernel")
 @pytest.mark.parametrize("layout", FP8, ids=lambda x: x.name)

@@ -37,8 +37,14 @@ __device__ inline bool is_unsafe(const Problem& problem, int tile, int unit) {
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 attend_exactly_where_unsafe(const __grid_constant__ Problem problem, int everything) {
     __shared__ Shared shared;
+    int count = problem.tiles() * UNITS;
     overlap_with_previous_kernel();
-    for_wanted(problem.tiles() * UNITS, [&](int item) { return everything || is_unsafe(problem, item / UNITS, item % UNITS); },
+    // Usually it ends here. The same is asked again below, but only behind all that prepares for an answer.
+    bool any = everything;
+    for (int item = threadIdx.x * gridDim.x + blockIdx.x; item < count && !any; item += THREADS * gridDim.x)
+        any = is_unsafe(problem, item / UNITS, item % UNITS);
+    if (!__syncthreads_or(any)) return;
+    for_wanted(count, [&](int item) { return everything || is_unsafe(problem, item / UNITS, item % UNITS); },
         [&](int item) {
             int tile = item / UNITS;
             TilePlace at(problem, tile);
