@@ -108,8 +108,8 @@ def combine(work: Work, problem: tuple[Any, ...], division: Division) -> None:
         kernel("combine.cu", "combine_equal_cuts", **macros)(grid, (32 * warps,), problem, overlap=True)
     else:
         blocks = -(-min(work.tiles, division.shares) * pieces // COMBINE_WARPS)
-        grid = (min(blocks, COMBINE_BLOCKS[at_once] * sms),)
-        kernel("combine.cu", "combine_cuts", **macros)(grid, (32 * COMBINE_WARPS,), problem, overlap=True)
+        blocks = min(blocks, COMBINE_BLOCKS[at_once] * sms)
+        kernel("combine.cu", "combine_cuts", **macros)((blocks,), (32 * COMBINE_WARPS,), problem, overlap=True)
 
 
 def attend_exactly(work: Work, problem: tuple[Any, ...], everything: bool) -> None:
