@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 
 import cumla
+from cumla.kernels.cuda import boxes, dense_attention
+from cumla.kernels.segments import Pages
+from cumla.prepared import prepared
 from support.bounds import assert_decode, assert_same_direction, assert_within
-from support.lab import BF16, to_float
+from support.lab import BF16, lab_of, to_float
 from support.properties import INT32_MAX, INT32_MIN
 
 pytestmark = pytest.mark.attention
@@ -227,6 +230,80 @@ def test_absent_pages_are_left_out(lab, rng):
     assert_decode(lab.get(out), lab.get(lse), *want_decode(q, kept, 0.05))
 
 
+@pytest.mark.parametrize("page_pad", [0, 104])
+@pytest.mark.parametrize("block_size", [1, 8, 16, 24, 32, 48, 53, 64, 128, 192])
+def test_pages_of_every_size(lab, rng, block_size, page_pad):
+    """Blocks whose rows are there all and not, of several pages or a part of one; nobody's rows are NaN."""
+    lens = [320, 200, 448, 64, 0]
+    paged = Paged(rng, lens, block_size, columns=-(-448 // block_size) + 1, page_pad=page_pad)
+    table, kept = paged.table.copy(), list(paged.values)
+    page = 130 // block_size
+    table[2, page] = -1
+    kept[2] = np.delete(kept[2], np.s_[page * block_size : (page + 1) * block_size], axis=0)
+    q = (5 * rng.standard_normal((5, 1, 70, 576))).astype(BF16)
+    out, lse = cumla.dense_mla_decode(
+        lab.put(q), lab.put(paged.cache), lab.put(table), lab.put(np.array(lens, np.int32)), softmax_scale=0.05,
+        backend=lab.backend,
+    )  # fmt: skip
+    assert_decode(lab.get(out), lab.get(lse), *want_decode(q, kept, 0.05))
+
+
+@pytest.fixture(params=[pytest.param("cuda", id="cuda-emulated"), pytest.param("cuda", marks=pytest.mark.gpu)])
+def device_lab(request):
+    yield from lab_of(request)
+
+
+def test_the_same_call_with_another_cache(device_lab, rng, monkeypatch):
+    """And taken from a note of its launches, among whose arguments the cache's address is more than once."""
+    again = prepared(cumla.dense_mla_decode)
+    q = (5 * rng.standard_normal((3, 1, 20, 576))).astype(BF16)
+    lab, lens = device_lab, [64, 60, 40]
+    calls = [Paged(rng, lens, 32) for _ in range(3)]
+    device_q, device_lens = lab.put(q), lab.put(np.array(lens, np.int32))
+    arrays = [(lab.put(x.cache), lab.put(x.table)) for x in calls]
+    for number in (0, 1, 0, 2, 1):
+        for function in (cumla.dense_mla_decode, again):
+            out, lse = function(
+                device_q, *arrays[number], device_lens, softmax_scale=0.05, max_seqlen=64, backend=lab.backend
+            )
+            assert_decode(lab.get(out), lab.get(lse), *want_decode(q, calls[number].values, 0.05))
+        with monkeypatch.context() as patched:
+            patched.setattr(dense_attention, "dense_mla_decode", None)  # all is known
+            again(device_q, *arrays[2], device_lens, softmax_scale=0.05, max_seqlen=64, backend=lab.backend)
+
+
+class TestBoxes:
+    """Pages by the tensor memory accelerator."""
+
+    def test_rows(self):
+        sizes = {1: 0, 4: 0, 8: 8, 16: 16, 24: 8, 32: 32, 48: 16, 53: 0, 64: 64, 96: 32, 128: 64, 192: 64}
+        assert {size: boxes.box_rows(64, size) for size in sizes} == sizes
+
+    def pages(self, lab, block_size=64, blocks=3, pad=0):
+        pool = lab.put(np.zeros((blocks, block_size * 1152 + pad), np.uint8))
+        return Pages(pool[:, : block_size * 1152], block_size, cumla.MLA_BF16)
+
+    def test_maps(self, device_lab):
+        """The driver makes them, and an address is their first word and nothing else."""
+        boxes.map_of_pages.cache_clear()
+        for pages, rows in (
+            (self.pages(device_lab), 64), (self.pages(device_lab, 48), 16), (self.pages(device_lab, pad=16), 64),
+            (self.pages(device_lab, blocks=1), 64), (self.pages(device_lab, 53), 0), (self.pages(device_lab, pad=8), 0),
+            (self.pages(device_lab, blocks=0), 0),
+        ):  # fmt: skip
+            found, words = dense_attention.boxes_of(pages, 64)
+            assert found == rows
+            assert len(words) == boxes.MAP_WORDS
+            assert words[0] == (pages.bytes.data.ptr if rows else 0)
+
+    def test_a_map_that_holds_an_address_elsewhere(self, device_lab, rng, monkeypatch):
+        """None is made, and rows are copied one by one."""
+        monkeypatch.setattr(boxes, "encoded", lambda address, *sizes: (address, address, *boxes.NO_MAP[2:]))
+        boxes.map_of_pages.cache_clear()
+        test_dense_mla_decode(device_lab, rng, [200, 64, 1, 0, 65], 64, 16)
+        boxes.map_of_pages.cache_clear()
+
+
 def test_lengths_beyond_the_table_and_below_zero(lab, rng):
     paged = Paged(rng, [48, 48, 48], 16)
     lens = lab.put(np.array([INT32_MAX, -5, INT32_MIN], np.int32))
@@ -262,24 +339,29 @@ def test_decode_in_a_captured_graph(rng):
     paged = Paged(rng, lens, 64)
     q = cupy.asarray((5 * rng.standard_normal((3, 1, 128, 576))).astype(BF16))
     cache, table, device_lens = (cupy.asarray(x) for x in (paged.cache, paged.table, np.array(lens, np.int32)))
-    out, lse = cupy.empty((3, 1, 128, 512), BF16), cupy.empty((3, 128, 1), np.float32)
+    out, lse = cupy.empty((2, 3, 1, 128, 512), BF16), cupy.empty((2, 3, 128, 1), np.float32)
+    copy = cache.copy()  # first seen inside the graph
     plan = cumla.DecodePlan()
 
-    def call():
-        cumla.dense_mla_decode(q, cache, table, device_lens, softmax_scale=0.05, plan=plan, out=out, lse=lse)
+    def call(cache, i, plan):
+        cumla.dense_mla_decode(q, cache, table, device_lens, softmax_scale=0.05, plan=plan, out=out[i], lse=lse[i])
 
-    call()
+    call(cache, 0, plan)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
-        call()
+        call(cache, 0, plan)
+        call(copy, 1, plan)
+        with pytest.raises(RuntimeError, match="plan: memory would have to be allocated"):
+            call(cache, 0, None)
         graph = stream.end_capture()
     out[:], lse[:] = 0, 0
     device_lens[1] = 1
     graph.launch()
     cupy.cuda.Device().synchronize()
     values = [paged.values[0], paged.values[1][:1], paged.values[2]]
-    assert_decode(out.get(), lse.get(), *want_decode(q.get(), values, 0.05))
+    for i in range(2):
+        assert_decode(out[i].get(), lse[i].get(), *want_decode(q.get(), values, 0.05))
 
 
 def test_errors_name_the_argument(rng):

@@ -161,12 +161,17 @@ def test_two_caches(here, rng, device, schedule):
 
 @SCHEDULES
 @DEVICES
-def test_dense_decode(here, rng, device, schedule):
-    q, cache = (size * rng.standard_normal(shape) for size, shape in ((6, (2, 2, 70, 576)), (0.1, (40, 16, 576))))
+@pytest.mark.parametrize("block_size", [16, 53, 64, 128])
+def test_dense_decode(here, rng, block_size, device, schedule):
+    """On Hopper blocks come as boxes and row by row, in turn where a page is missing."""
+    columns = 700 // block_size + 1
+    q = 6 * rng.standard_normal((2, 2, 70, 576))
+    cache = 0.1 * rng.standard_normal((2 * columns, block_size, 576))
+    table = rng.permutation(2 * columns).reshape(2, columns).astype(np.int32)
+    table[0, 200 // block_size] = -1
     arguments = {
         "q": q.astype(BF16), "k_cache": cache.astype(BF16), "softmax_scale": 0.05, "causal": True,
-        "block_table": rng.permutation(40).reshape(2, 20).astype(np.int32),
-        "cache_seqlens": np.array([300, 65], np.int32),
+        "block_table": table, "cache_seqlens": np.array([700, 65], np.int32),
     }  # fmt: skip
     check_dense(here, device, schedule, "dense_mla_decode", arguments)
 

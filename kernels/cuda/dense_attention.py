@@ -9,6 +9,7 @@ import numpy as np
 
 from ..plan import DecodePlan
 from ..segments import Pages
+from .boxes import NO_MAP, Words, box_rows, map_of_pages
 from .compile import kernel
 from .launch import C_NAMES, Kernel, is_aligned, pointer, strides
 from .mla_cache import scale_arguments
@@ -86,26 +87,24 @@ def dense_mla_decode(
     tiles = batch * s_q * -(-heads // made.heads)
     splits = split_count(tiles, max_seqlen, device_sms(device), made)
     parts, parts_lse = partial_results(plan, batch * s_q * splits * heads) if splits > 1 else (None, None)
-    scales: tuple[Any, ...] = ()
+    query = (q, *strides(q)[:3], s_q, heads)
+    table = (block_table, strides(block_table)[0], block_table.shape[1], batch, cache_seqlens)
+    work = (int(causal), splits, softmax_scale)
+    results = (out, *strides(out)[:3], lse, *strides(lse), pointer(parts), pointer(parts_lse))
+    arguments: tuple[Any, ...]
     if hopper:
         decode = large_kernel(device, made.shared_bytes, "mla_decode_sm90.cu", "mla_decode_sm90", "sm_90a", VALUE=value)
+        rows, tensor_map = boxes_of(pages, made.keys)
+        cache = (pages.block_size, rows, *tensor_map, pages.bytes, pages.bytes.strides[0], pages.num_slots)
+        arguments = (*query, *cache, *table, *work, *results)
     else:
         decode = large_kernel(
             device, made.shared_bytes, "mla_decode.cu", "mla_decode", VALUE=value,
             CACHE=value if scale is None else "e4m3", ALIGNED=int(aligned),
         )  # fmt: skip
-        scales = scale_arguments(scale)
-    decode(
-        (tiles * splits,),
-        (made.threads,),
-        (
-            q, *strides(q)[:3], s_q, heads, pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size,
-            block_table, strides(block_table)[0], block_table.shape[1], batch, cache_seqlens, int(causal), splits,
-            softmax_scale, *scales, out, *strides(out)[:3], lse, *strides(lse), pointer(parts), pointer(parts_lse),
-        ),
-        shared_mem=made.shared_bytes,
-        overlap=True,
-    )  # fmt: skip
+        cache = (pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size)
+        arguments = (*query, *cache, *table, *work, *scale_arguments(scale), *results)
+    decode((tiles * splits,), (made.threads,), arguments, shared_mem=made.shared_bytes, overlap=True)
     if splits > 1:
         kernel("mla_decode_merge.cu", "mla_decode_merge", VALUE=value, ALIGNED=int(aligned))(
             (batch * s_q * heads,),
@@ -113,6 +112,16 @@ def dense_mla_decode(
             (parts, parts_lse, splits, s_q, heads, out, *strides(out)[:3], lse, *strides(lse)),
             overlap=True,
         )
+
+
+def boxes_of(pages: Pages, keys: int) -> tuple[int, Words]:
+    """How many rows boxes of these pages have, for blocks of so many keys, and the words of their TensorMap."""
+    rows = box_rows(keys, pages.block_size)
+    if not rows:
+        return 0, NO_MAP
+    at, page_bytes, row_bytes = pages.bytes.data.ptr, pages.bytes.strides[0], pages.layout.token_bytes
+    tensor_map = map_of_pages(at, len(pages.bytes), page_bytes, pages.block_size, row_bytes, rows)
+    return (0 if tensor_map is NO_MAP else rows), tensor_map
 
 
 class DecodeKernel(NamedTuple):
@@ -134,7 +143,7 @@ class DecodeKernel(NamedTuple):
 PORTABLE_DECODE = DecodeKernel(
     32, 32, 256, (32 + 32) * (2 * 576 + 16) + 32 * (2 * 32 + 16 + 4 * 33 + 4) + 8 * 32, 2, 6, 0.5
 )
-HOPPER_DECODE = DecodeKernel(64, 64, 384, 3 * 1024 + 27 * 8192, 1, 4, 0.1)
+HOPPER_DECODE = DecodeKernel(64, 64, 384, 3 * 1024 + 28 * 8192, 1, 4, 0.1)
 MAX_SPLITS = 256  # as in mla_decode_merge.cu
 
 

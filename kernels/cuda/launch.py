@@ -55,7 +55,7 @@ def _codes(text: str, c_type: str) -> str:
     """The codes of a value of a C type; of a struct, those of its members, which must fill whole words of 8 bytes."""
     if c_type in PACKING:
         return PACKING[c_type]
-    body = re.search(rf"\nstruct (?:alignas\(\d+\) )?{c_type} {{\n(.*?)\n}};", text, re.DOTALL)
+    body = re.search(rf"\nstruct {c_type} {{\n(.*?)\n}};", text, re.DOTALL)
     if body is None:
         raise ValueError(f"{c_type}: unknown type of a kernel's argument")
     codes = ""

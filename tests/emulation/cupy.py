@@ -12,7 +12,7 @@ import numpy as np
 
 from cumla import backends
 from cumla.interop import streams
-from cumla.kernels.cuda import launch
+from cumla.kernels.cuda import boxes, launch
 
 from . import arrays, cublas, launches
 from .arrays import Array, Device
@@ -30,7 +30,7 @@ def devices():
     replaced = types.SimpleNamespace(**{**vars(ctypes), "CDLL": lambda name, *rest: library(name, *rest)})
     with contextlib.ExitStack() as stack:
         stack.enter_context(_modules({"cupy": CUPY, "cupy.cuda": CUPY.cuda}))
-        for module in (launch, streams):
+        for module in (boxes, launch, streams):
             stack.enter_context(mock.patch.object(module, "ctypes", replaced))
         for name, module in list(sys.modules.items()):
             if name.startswith("cumla.") and hasattr(module, "cupy"):  # bound at an import, maybe of the real one
@@ -93,21 +93,26 @@ def launch_kernel(config, function, _, extra):
     raw, kernel = LAUNCHABLE[function - 1]
     if shared_bytes > raw.max_dynamic_shared_size_bytes:
         raise launches.EmulationError(f"{raw.name}: {shared_bytes} bytes of shared memory, which it is not allowed")
-    # A copy that ends where the arguments do: more than was packed cannot be read by chance.
-    packed = ctypes.create_string_buffer(ctypes.string_at(arguments, argument_bytes), argument_bytes)
-    kernel.launch(sizes[:3], sizes[3:], shared_bytes, ctypes.addressof(packed))
+    # A copy: 16 bytes behind a multiple of 64, as on sm_90 (0x210 of a constant bank).
+    memory = ctypes.create_string_buffer(argument_bytes + 64)
+    packed = (ctypes.addressof(memory) + 47) // 64 * 64 + 16
+    ctypes.memmove(packed, arguments, argument_bytes)
+    kernel.launch(sizes[:3], sizes[3:], shared_bytes, packed)
     return 0
 
 
 def encode_tensor_map(tensor_map, kind, rank, address, sizes, strides, box, element_strides, *options):
-    """cuTensorMapEncodeTiled for what cumla asks of it, as runtime/copies.cpp reads it."""
+    """cuTensorMapEncodeTiled for what cumla asks of it, as runtime/copies.cpp reads it; the array may be any."""
     element_bytes = {1: 2}[kind]  # UINT16
     assert (rank, list(element_strides), options) == (3, [1, 1, 1], (0, 3, 3, 0))  # 128-byte swizzle
     assert element_bytes * box[0] == 128
     assert box[2] == 1
     assert max(box) <= 256
-    assert not any(number % 16 for number in (address, *strides))
-    ctypes.memmove(tensor_map, struct.pack("10Q", address, element_bytes, *sizes, *strides, *box), 80)
+    assert tensor_map.value % 64 == 0
+    if any(number % 16 for number in (address.value, *strides)) or 0 in sizes or max(strides) >= 1 << 40:
+        return 1  # CUDA_ERROR_INVALID_VALUE
+    words = struct.pack("10Q", address.value, element_bytes, *sizes, *strides, *box)
+    ctypes.memmove(tensor_map, words, len(words))
     return 0
 
 

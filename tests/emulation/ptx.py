@@ -36,7 +36,6 @@ TABLE = {
     "cp.async.mbarrier.arrive.noinc.shared.b64 [%0];": "emulator::copies_arrive(%0)",
     "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
     "[%0], [%1, {%2, %3, %4}], [%5];": "emulator::copy_box(%0, %1, %2, %3, %4, %5)",
-    "cp.async.bulk.prefetch.L2.global [%0], %1;": "emulator::prefetch(%0, %1)",
     # barriers
     "bar.sync 1, 128;": "emulator::named_sync(1, 128)",
     "bar.sync 1, 256;": "emulator::named_sync(1, 256)",
@@ -132,6 +131,7 @@ def translated(text):
         r"\1* memory = reinterpret_cast<\1*>(emulator::shared_memory + emulator::DYNAMIC_SHARED_AT);",
         text,
     )
+    text = re.sub(r"const __grid_constant__ (\w+) (\w+)", r"const \1& \2", text)  # whose address may be taken
     parts, end = [], 0
     while match := ASM.search(text, end):
         parts.append(text[end : match.start()])

@@ -20,17 +20,23 @@ KERNELS = [
 WIDTHS = {"u64": 8, "s64": 8, "f64": 8, "u32": 4, "s32": 4, "f32": 4, "u8": 1, "s8": 1, "b8": 1}
 
 
-def parameters_of(text, name):
-    """Bytes of each parameter of a kernel, as the compiler has them."""
-    options = [*compiler.OPTIONS, "--device-as-default-execution-space", "-arch=compute_90"]
+def compiled(text, target, kind):
+    """The program for a target, of a kind: "PTX" or "CUBIN"."""
+    options = [*compiler.OPTIONS, "--device-as-default-execution-space", f"-arch={target}"]
     _, program = nvrtc.nvrtcCreateProgram(text.encode(), b"kernel.cu", 0, None, None)
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS
-    _, size = nvrtc.nvrtcGetPTXSize(program)
-    ptx = b" " * size
-    nvrtc.nvrtcGetPTX(program, ptx)
+    _, size = getattr(nvrtc, f"nvrtcGet{kind}Size")(program)
+    made = bytearray(size)
+    getattr(nvrtc, f"nvrtcGet{kind}")(program, made)
     nvrtc.nvrtcDestroyProgram(program)
-    entry = re.search(rf"\.entry {name}\((.*?)\)", ptx.decode(), re.DOTALL)[1]
+    return bytes(made)
+
+
+def parameters_of(text, name):
+    """Bytes of each parameter of a kernel, as the compiler has them."""
+    ptx = compiled(text, "compute_90", "PTX").decode()
+    entry = re.search(rf"\.entry {name}\((.*?)\)", ptx, re.DOTALL)[1]
     return [WIDTHS[kind] for kind in re.findall(r"\.param \.(\w+)", entry)]
 
 
@@ -41,6 +47,27 @@ def test_packing_is_the_compilers(file, name, defines):
     text = "".join(f"#define {macro} {value}\n" for macro, value in defines.items()) + compiler.source(file)
     codes = packing(text, name, defines).format
     assert [struct.calcsize(code) for code in codes] == parameters_of(text, name)
+
+
+def parameters_in(program):
+    """(offset, bytes) of each parameter of a program's only kernel, and where in their constant bank they begin."""
+    entries = re.findall(rb"\x04\x17\x0c\x00(.{12})", program, re.DOTALL)  # EIATTR_KPARAM_INFO
+    places = [struct.unpack("<4xHHI", entry) for entry in entries]
+    (bank,) = re.findall(rb"\x04\x0a\x08\x00.{4}(..)", program, re.DOTALL)  # EIATTR_PARAM_CBANK
+    return [(offset, flags >> 18) for _, offset, flags in sorted(places)], *struct.unpack("<H", bank)
+
+
+def test_a_tensor_map_lies_where_the_device_wants_it():
+    """At a multiple of 64 of the constant bank, and at the place where it is packed."""
+    text = "#define VALUE bf16\n" + compiler.source("mla_decode_sm90.cu")
+    parameters, start = parameters_in(compiled(text, "sm_90a", "CUBIN"))
+    codes = packing(text, "mla_decode_sm90", {"VALUE": "bf16"}).format
+    ends = [struct.calcsize(codes[:end]) for end in range(1, len(codes) + 1)]
+    at = [end - struct.calcsize(code) for end, code in zip(ends, codes, strict=True)]
+    assert [offset for offset, _ in parameters] == [x for i, x in enumerate(at) if not 8 < i < 24]
+    assert sum(parameters[-1]) == ends[-1]
+    assert parameters[8] == (48, 128)
+    assert (start + 48) % 64 == 0
 
 
 def test_every_type():

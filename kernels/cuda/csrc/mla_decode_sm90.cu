@@ -2,27 +2,34 @@
 //
 // A thread block takes 64 heads of a query token; keys go 64 at a time, a *block*. Three warpgroups:
 //
-//     feeder     copies rows into two buffers in turn (cp.async)
+//     feeder     copies rows into two buffers in turn
 //     mixer 0    S = Q K^T and the softmax of even blocks; values 0..255 of the result, of all blocks
 //     mixer 1    the same of odd blocks; values 256..511
 //
-// A mixer multiplies its own weights out of registers, and the other's out of shared memory, where they lie in the
-// RoPE tile of their block's keys, which nobody needs any more. Both add up the blocks in order, so that each can go
-// on from the other's running maximum, and a mixer's softmax runs beside its product with the other's weights. Each
-// half of a buffer is freed by one mixer alone, the last to use it:
+// A mixer multiplies its own weights out of registers, and the other's out of shared memory. Both add up the blocks in
+// order, so that each can go on from the other's running maximum. Memory is what takes longest, so each *piece* of a
+// buffer is filled again as soon as it has been used; a mixer adds up the other's block before it scores most of its
+// own, for whose keys it would have to wait anyway. Pieces, in the order in which they are used and freed:
 //
-//     buffer 0   values 0..255 (mixer 0)            values 256..511 and RoPE (mixer 1)
-//     buffer 1   values 0..255 and RoPE (mixer 0)   values 256..511 (mixer 1)
+//     0  RoPE      freed by the mixer that scores the block
+//     1  values 0..127 (mixer 0)      2  values 256..383 (mixer 1)
+//     3  values 128..255 (mixer 0)    4  values 384..511 (mixer 1)
+//
+// Boxes of `box_rows` neighbouring rows, of which pages are made, are copied by one thread each for 64 values; blocks of
+// which not all rows are there (a request's last, missing pages) and pages without boxes (box_rows 0) row by row.
 //
 // Macros: VALUE (bf16 or f16).
 #define ALIGNED 1
+#include "boxes.cuh"
 #include "hopper_products.cuh"
 #include "latent.cuh"
 #include "overlap.cuh"
 
-constexpr int HEADS = 64, KEYS = 64, THREADS = 384;
+constexpr int HEADS = 64, KEYS = 64, THREADS = 384, FEEDERS = 128;
 constexpr int TILES = LATENT_DIM / 64, ROPE_TILE = TILES - 1;
 constexpr int FEEDER_REGISTERS = 64, MIXER_REGISTERS = 216;
+constexpr int PIECES = 5;
+constexpr int EARLY_PIECES = 2;  // that are scored before the other mixer's block is added up
 
 // Weights are exp2(score - reference); the reference is raised to the running maximum when that is so much larger,
 // which seldom happens after the first blocks.
@@ -30,15 +37,19 @@ constexpr float RAISE = 8.0f;
 
 // Shared memory. Without static shared memory the dynamic part starts at 1024; the kernel traps otherwise.
 constexpr uint32 BARRIERS_AT = 1024;
-constexpr uint32 READY = BARRIERS_AT, FREE = READY + 32;  // of each half: 2 * buffer + half
-constexpr uint32 WEIGHTS_READY = FREE + 32;               // of each buffer
-constexpr uint32 PRESENT_AT = WEIGHTS_READY + 16;         // of each buffer: a byte for every four rows
-constexpr uint32 REFERENCE_AT = PRESENT_AT + 32;          // of each buffer's weights, [64 heads]
-constexpr uint32 TOTALS_AT = REFERENCE_AT + 2 * 64 * 4;   // of each mixer, [64 heads]
+constexpr uint32 READY = BARRIERS_AT, FREE = READY + 16 * PIECES;  // of each piece: [2 buffers][PIECES]
+constexpr uint32 WEIGHTS_READY = FREE + 16 * PIECES;               // of each mixer
+constexpr uint32 PRESENT_AT = WEIGHTS_READY + 16;                  // of each buffer: a byte for every four rows
+constexpr uint32 REFERENCE_AT = PRESENT_AT + 32;                   // of each mixer's weights, [64 heads]
+constexpr uint32 TOTALS_AT = REFERENCE_AT + 2 * 64 * 4;            // of each mixer, [64 heads]
 constexpr uint32 Q_AT = 4096;
-constexpr uint32 K_AT = Q_AT + TILES * TILE_BYTES;            // [2 blocks][9 tiles]
+constexpr uint32 K_AT = Q_AT + TILES * TILE_BYTES;                 // [2 buffers][9 tiles]
 constexpr uint32 K_BYTES = TILES * TILE_BYTES;
-static_assert(TOTALS_AT + 2 * 64 * 4 <= Q_AT);
+constexpr uint32 WEIGHTS_AT = K_AT + 2 * K_BYTES;                  // of one block at a time
+static_assert(PRESENT_AT % 16 == 0 && TOTALS_AT + 2 * 64 * 4 <= Q_AT);
+
+constexpr int first_tile(int piece) { return piece == 0 ? ROPE_TILE : piece % 2 ? piece - 1 : piece + 2; }
+constexpr int tile_count(int piece) { return piece ? 2 : 1; }
 
 __device__ inline void mixers_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 
@@ -46,45 +57,79 @@ constexpr uint32 ABSENT = ~0u;
 
 struct Feeder {
     LatentCache cache;
-    int request, keys, row, chunk;  // row (of 16) and 16-byte chunk (of 8) of this thread
-    uint32 place;
+    const TensorMap& map;
+    int box_rows;
+    int request, first_block, keys;
 
-    // Slots of the rows row, row + 16, .. of a block, -1 where there is none.
-    __device__ void look_up(int block, int (&slots)[4]) const {
+    // ---- boxes
+
+    // Where this lane's box of a block starts; absent if one of its rows is, or if a block has fewer boxes.
+    __device__ Place box(int i) const {
+        int row = threadIdx.x % 32 * box_rows, position = (first_block + i) * KEYS + row;
+        if (!box_rows || row >= KEYS || position + box_rows > keys) return {-1, 0};
+        return lookup_place(cache.table, request, position, cache.block_size, cache.num_slots);
+    }
+    // Whether all boxes of a block are there.
+    __device__ bool is_whole(Place box) const {
+        return __all_sync(~0u, int(threadIdx.x % 32) * box_rows >= KEYS || box.page >= 0);
+    }
+    // One warp copies a block.
+    __device__ void copy_boxes(int buffer, Place box, uint32 parity) const {
+        int lane = threadIdx.x % 32;
 #pragma unroll
-        for (int r = 0; r < 4; ++r) {
-            int position = block * KEYS + 16 * r + row;
-            slots[r] = position < keys ? cache.slot(request, position) : -1;
+        for (int piece = 0; piece < PIECES; ++piece) {
+            uint32 ready = READY + 8 * (PIECES * buffer + piece);
+            barrier_wait(FREE + 8 * (PIECES * buffer + piece), parity);
+            if (lane == 0) {
+                if (piece == 0) sts128(PRESENT_AT + 16 * buffer, {0x0f0f0f0f, 0x0f0f0f0f, 0x0f0f0f0f, 0x0f0f0f0f});
+                barrier_arrive_expecting(ready, tile_count(piece) * TILE_BYTES);
+                barrier_arrive(ready, FEEDERS - 1);  // for those that have nothing to do
+            }
+            if (box.page >= 0) {
+#pragma unroll
+                for (int tile = first_tile(piece); tile < first_tile(piece) + tile_count(piece); ++tile) {
+                    uint32 to = K_AT + buffer * K_BYTES + tile * TILE_BYTES + lane * box_rows * 128;
+                    copy_box(to, map, 64 * tile, box.row, int(box.page), ready);
+                }
+            }
         }
     }
-    // Where those rows are, in units of 16 bytes, which take one register; ABSENT where there is none.
-    __device__ void find(const int (&slots)[4], uint32 (&rows)[4]) const {
-#pragma unroll
-        for (int r = 0; r < 4; ++r) rows[r] = slots[r] < 0 ? ABSENT : uint32(cache.offset(slots[r], 2 * LATENT_DIM) >> 4);
-    }
 
-    // Four tiles of a block from `first` on, and its RoPE tile where that belongs to them.
-    template <int FIRST, bool ROPE> __device__ void copy(int buffer, const uint32 (&rows)[4]) const {
-        uint32 to = K_AT + buffer * K_BYTES + place;
+    // ---- rows
+
+    // All four warps copy a block.
+    __device__ void copy_rows(int buffer, int i, uint32 parity) const {
+        int thread = threadIdx.x % FEEDERS, warp = thread / 32, lane = thread % 32, row = thread / 8, chunk = thread % 8;
+        uint32 place = row * 128 + ((chunk ^ (row & 7)) << 4);
+        uint32 rows[4];  // in units of 16 bytes, which take one register
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-            bool present = rows[r] != ABSENT;
-            const uint8* from = cache.pages + (present ? uint64(rows[r]) << 4 : 0) + 16 * chunk;
-            asm volatile("" : "+l"(from), "+r"(to));  // or every sum with them is kept in a register
-#pragma unroll
-            for (int t = FIRST; t < FIRST + 4; ++t) copy_async<16>(to + t * TILE_BYTES + 2048 * r, from + 128 * t, present);
-            if (ROPE) copy_async<16>(to + ROPE_TILE * TILE_BYTES + 2048 * r, from + 128 * ROPE_TILE, present);
+            int position = (first_block + i) * KEYS + 16 * r + row;
+            int slot = position < keys ? cache.slot(request, position) : -1;
+            rows[r] = slot < 0 ? ABSENT : uint32(cache.offset(slot, 2 * LATENT_DIM) >> 4);
         }
-    }
-
-    // Tell which rows are there. An arrival beside those of the copies, which do not order plain writes.
-    __device__ void tell(int buffer, const uint32 (&rows)[4]) const {
-        int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
 #pragma unroll
-        for (int r = 0; r < 4; ++r) {
-            uint32 there = __ballot_sync(~0u, rows[r] != ABSENT) & 0x01010101;  // of lanes 0, 8, 16, 24
-            uint32 bits = (there | there >> 7 | there >> 14 | there >> 21) & 15;
-            if (lane == 0) asm volatile("st.shared.u8 [%0], %1;" ::"r"(PRESENT_AT + 16 * buffer + 4 * r + warp), "r"(bits) : "memory");
+        for (int piece = 0; piece < PIECES; ++piece) {
+            uint32 ready = READY + 8 * (PIECES * buffer + piece), to = K_AT + buffer * K_BYTES + place;
+            if (warp == 0) barrier_wait(FREE + 8 * (PIECES * buffer + piece), parity);
+            warpgroup_sync(4);
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                bool present = rows[r] != ABSENT;
+                const uint8* from = cache.pages + (present ? uint64(rows[r]) << 4 : 0) + 16 * chunk;
+                asm volatile("" : "+l"(from), "+r"(to));  // or every sum with them is kept in a register
+#pragma unroll
+                for (int tile = first_tile(piece); tile < first_tile(piece) + tile_count(piece); ++tile)
+                    copy_async<16>(to + tile * TILE_BYTES + 2048 * r, from + 128 * tile, present);
+                if (piece == 0) {  // a byte for the rows of lanes 0, 8, 16 and 24
+                    uint32 there = __ballot_sync(~0u, present) & 0x01010101;
+                    uint32 bits = (there | there >> 7 | there >> 14 | there >> 21) & 15;
+                    if (lane == 0) asm volatile("st.shared.u8 [%0], %1;" ::"r"(PRESENT_AT + 16 * buffer + 4 * r + warp), "r"(bits) : "memory");
+                }
+            }
+            copies_commit();
+            if (piece) copies_wait<1>(), fence_for_matrix(), barrier_arrive(ready - 8);
+            if (piece == PIECES - 1) copies_wait<0>(), fence_for_matrix(), barrier_arrive(ready);
         }
     }
 };
@@ -126,14 +171,13 @@ template <int MIXER> __device__ inline void mix(const Problem& problem, const Sh
         mixers_sync();
     }
     float scale_log2 = problem.scale_log2;
-    // Of READY and FREE: the halves of this mixer's own blocks, first and second, and its half of the other's blocks.
-    uint32 first = mixer ? 24 : 0, second = mixer ? 16 : 8, other = mixer ? 8 : 16;
+    // Of READY and FREE: the buffer of this mixer's own blocks, and of the other's; this mixer's pieces of both.
+    constexpr uint32 own = 8 * PIECES * mixer, other = 8 * PIECES * (mixer ^ 1), low_piece = 8 * (1 + mixer), high_piece = 8 * (3 + mixer);
     uint64 q_tile = tile_descriptor(Q_AT);
     uint64 own_k = tile_descriptor(K_AT + mixer * K_BYTES);
     uint64 own_columns = transposed_descriptor(K_AT + mixer * K_BYTES + 4 * mixer * TILE_BYTES);
     uint64 other_columns = transposed_descriptor(K_AT + (mixer ^ 1) * K_BYTES + 4 * mixer * TILE_BYTES);
-    uint32 own_weights_at = K_AT + mixer * K_BYTES + ROPE_TILE * TILE_BYTES;
-    uint64 other_weights = tile_descriptor(K_AT + (mixer ^ 1) * K_BYTES + ROPE_TILE * TILE_BYTES);
+    uint64 weights_tile = tile_descriptor(WEIGHTS_AT);
     int head = 16 * warp + lane / 4;  // and head + 8
 
     float low[64] = {}, high[64] = {};  // sums of 128 values each
@@ -156,50 +200,52 @@ template <int MIXER> __device__ inline void mix(const Problem& problem, const Sh
     // Begin to add what the other mixer's weights of its block in round `round` give.
     auto add_other = [&](int round) {
         barrier_wait(WEIGHTS_READY + 8 * (mixer ^ 1), round % 2);
-        barrier_wait(READY + other, round % 2);
-        fence_for_matrix();
         float now[2] = {lds_float(REFERENCE_AT + 256 * (mixer ^ 1) + 4 * head),
                         lds_float(REFERENCE_AT + 256 * (mixer ^ 1) + 4 * head + 32)};
         raise_to(now);
+        barrier_wait(READY + other + low_piece, round % 2);
+        barrier_wait(READY + other + high_piece, round % 2);
         pin(low), pin(high);
         matrix_begin();
 #pragma unroll
-        for (int step = 0; step < 4; ++step) {
-            multiply_columns(VALUE{}, low, other_weights + 2 * step, other_columns + 128 * step, 1);
-            multiply_columns(VALUE{}, high, other_weights + 2 * step, other_columns + (2 * TILE_BYTES >> 4) + 128 * step, 1);
-        }
+        for (int step = 0; step < 4; ++step) multiply_columns(VALUE{}, low, weights_tile + 2 * step, other_columns + 128 * step, 1);
+        matrix_commit();
+#pragma unroll
+        for (int step = 0; step < 4; ++step)
+            multiply_columns(VALUE{}, high, weights_tile + 2 * step, other_columns + (2 * TILE_BYTES >> 4) + 128 * step, 1);
         matrix_commit();
     };
 
     auto take = [&](auto has_other, int block) {
+        constexpr bool WITH_OTHER = decltype(has_other)::value;
         uint32 parity = block / 2 % 2;
         float scores[32];
-        barrier_wait(READY + first, parity);
-        fence_for_matrix();
+        auto score = [&](int piece) {
+            barrier_wait(READY + own + 8 * piece, parity);
+#pragma unroll
+            for (int step = 0; step < 4 * tile_count(piece); ++step) {
+                int tile = (first_tile(piece) + step / 4) * (TILE_BYTES >> 4);
+                multiply_rows(VALUE{}, scores, q_tile + tile + step % 4 * 2, own_k + tile + step % 4 * 2, piece + step > 0);
+            }
+        };
         pin(scores);
         matrix_begin();
 #pragma unroll
-        for (int step = 0; step < 16; ++step) {
-            int tile = (step / 4 + 4 * mixer) * (TILE_BYTES >> 4);
-            multiply_rows(VALUE{}, scores, q_tile + tile + step % 4 * 2, own_k + tile + step % 4 * 2, step > 0);
-        }
-        barrier_wait(READY + second, parity);
-        fence_for_matrix();
-#pragma unroll
-        for (int step = 0; step < 20; ++step) {
-            int tile = (step < 16 ? step / 4 + 4 * (mixer ^ 1) : ROPE_TILE) * (TILE_BYTES >> 4);
-            multiply_rows(VALUE{}, scores, q_tile + tile + step % 4 * 2, own_k + tile + step % 4 * 2, 1);
-        }
+        for (int piece = 0; piece < EARLY_PIECES; ++piece) score(piece);
         matrix_commit();
-        if constexpr (decltype(has_other)::value) {
-            add_other((block - 1) / 2);
-            matrix_wait<1>();
-        } else {
-            matrix_wait<0>();
+        if constexpr (WITH_OTHER) add_other((block - 1) / 2);
+#pragma unroll
+        for (int piece = EARLY_PIECES; piece < PIECES; ++piece) {
+            score(piece);
+            matrix_commit();
+            if (WITH_OTHER && piece == EARLY_PIECES) matrix_wait<2>(), warp_arrive(FREE + other + low_piece);
+            if (WITH_OTHER && piece == EARLY_PIECES + 1) matrix_wait<2>(), warp_arrive(FREE + other + high_piece);
         }
-        pin(scores);
+        matrix_wait<0>();
+        pin(scores), pin(low), pin(high);
 
         uint4 present = lds128(PRESENT_AT + 16 * mixer);
+        warp_arrive(FREE + own);
         if ((present.x & present.y & present.z & present.w) != 0x0f0f0f0f) {
             uint32 words[4] = {present.x, present.y, present.z, present.w};
 #pragma unroll
@@ -230,32 +276,32 @@ template <int MIXER> __device__ inline void mix(const Problem& problem, const Sh
         uint32 weights[4][4];
 #pragma unroll
         for (int i = 0; i < 16; ++i) weights[i / 4][i % 4] = pack(VALUE{}, scores[2 * i], scores[2 * i + 1]);
-        warpgroup_sync(2 + mixer);  // all of this mixer have used the RoPE tile
+        warpgroup_sync(2 + mixer);  // all of this mixer have used the weights before
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
             int at = 16 * warp + lane % 16;
-            stmatrix4(own_weights_at + at * 128 + (((2 * step + lane / 16) ^ (at & 7)) << 4), weights[step][0],
+            stmatrix4(WEIGHTS_AT + at * 128 + (((2 * step + lane / 16) ^ (at & 7)) << 4), weights[step][0],
                       weights[step][1], weights[step][2], weights[step][3]);
         }
         fence_for_matrix();
         warp_arrive(WEIGHTS_READY + 8 * mixer);
 
-        matrix_wait<0>();
-        pin(low), pin(high);
-        if constexpr (decltype(has_other)::value) warp_arrive(FREE + other);
         raise_to(now);
         total[0] += sum[0], total[1] += sum[1];
         pin(low), pin(high);
         matrix_begin();
 #pragma unroll
-        for (int step = 0; step < 4; ++step) {
-            multiply_columns(VALUE{}, low, weights[step], own_columns + 128 * step, 1);
-            multiply_columns(VALUE{}, high, weights[step], own_columns + (2 * TILE_BYTES >> 4) + 128 * step, 1);
-        }
+        for (int step = 0; step < 4; ++step) multiply_columns(VALUE{}, low, weights[step], own_columns + 128 * step, 1);
         matrix_commit();
+#pragma unroll
+        for (int step = 0; step < 4; ++step)
+            multiply_columns(VALUE{}, high, weights[step], own_columns + (2 * TILE_BYTES >> 4) + 128 * step, 1);
+        matrix_commit();
+        matrix_wait<1>();
+        warp_arrive(FREE + own + low_piece);
         matrix_wait<0>();
         pin(low), pin(high);
-        warp_arrive(FREE + first);
+        warp_arrive(FREE + own + high_piece);
     };
     if (mixer == 0 && blocks) take(Yes<false>{}, 0);
     for (int block = 2 - mixer; block < blocks; block += 2) take(Yes<true>{}, block);
@@ -307,53 +353,42 @@ template <int MIXER> __device__ inline void mix(const Problem& problem, const Sh
     }
 }
 
+// 48 bytes come before the map: a tensor map lies at a multiple of 64, and parameters begin 16 bytes behind one.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-mla_decode_sm90(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h, int s_q, int heads, uint8* pages,
-                int64 page_stride, int64 num_slots, int block_size, const int* block_table, int64 table_stride,
-                int columns, int requests, const int* lens, int causal, int splits, float softmax_scale, VALUE* out,
-                int64 out_stride_b, int64 out_stride_s, int64 out_stride_h, float* lse, int64 lse_stride_b,
-                int64 lse_stride_h, int64 lse_stride_s, float* partial_out, float* partial_lse) {
+mla_decode_sm90(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h, int s_q, int heads, int block_size,
+                int box_rows, const __grid_constant__ TensorMap map, const uint8* pages, int64 page_stride,
+                int64 num_slots, const int* block_table, int64 table_stride, int columns, int requests, const int* lens,
+                int causal, int splits, float softmax_scale, VALUE* out, int64 out_stride_b, int64 out_stride_s,
+                int64 out_stride_h, float* lse, int64 lse_stride_b, int64 lse_stride_h, int64 lse_stride_s,
+                float* partial_out, float* partial_lse) {
     extern __shared__ uint4 memory[];
-    if (uint32(__cvta_generic_to_shared(memory)) != BARRIERS_AT) __trap();
+    if (uint32(__cvta_generic_to_shared(memory)) != BARRIERS_AT || reinterpret_cast<uint64>(&map) % 64) __trap();
+    if (threadIdx.x == 0 && box_rows) prefetch_map(map);
     overlap_with_previous_kernel();
     int groups = (heads + HEADS - 1) / HEADS;
     Share share = Share::of(blockIdx.x, splits, groups, s_q, lens, int64(columns) * block_size, causal, KEYS);
     int blocks = share.last_block - share.first_block;
-    int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = thread % 32;
+    int group = threadIdx.x / 128;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < 4; ++i) barrier_init(READY + 8 * i, i == 0 || i == 3 ? 128 + 4 : 128), barrier_init(FREE + 8 * i, 4);
+        for (int i = 0; i < 2 * PIECES; ++i) barrier_init(READY + 8 * i, FEEDERS), barrier_init(FREE + 8 * i, 4);
         barrier_init(WEIGHTS_READY, 4), barrier_init(WEIGHTS_READY + 8, 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
 
-    int row = thread / 8, chunk = thread % 8;
-    uint32 place = row * 128 + ((chunk ^ (row & 7)) << 4);
     if (group == 0) {
         give_registers<FEEDER_REGISTERS>();
         LatentCache cache{pages, page_stride, num_slots, block_size, {block_table, table_stride, requests, columns}};
         int end = min(share.keys, share.last_block * KEYS);
-        Feeder feeder{cache, share.request, end, row, chunk, place};
-        int slots[4];
-        feeder.look_up(share.first_block, slots);
+        Feeder feeder{cache, map, box_rows, share.request, share.first_block, end};
+        Place box = feeder.box(0);
         for (int i = 0; i < blocks; ++i) {
-            uint32 parity = i / 2 % 2 ^ 1, rows[4];
-            feeder.find(slots, rows);
-            // The half that is freed first, and scored with first.
-            int first = i % 2 ? 3 : 0, second = first ^ 1;
-            barrier_wait(FREE + 8 * first, parity);
-            feeder.tell(i % 2, rows);
-            if (i % 2) feeder.copy<4, false>(1, rows);
-            else feeder.copy<0, false>(0, rows);
-            copies_arrive(READY + 8 * first);
-            if (lane == 0) barrier_arrive(READY + 8 * first);
-            barrier_wait(FREE + 8 * second, parity);
-            if (i % 2) feeder.copy<0, true>(1, rows);
-            else feeder.copy<4, true>(0, rows);
-            copies_arrive(READY + 8 * second);
-            feeder.look_up(share.first_block + i + 1, slots);
+            uint32 parity = i / 2 % 2 ^ 1;
+            Place next = feeder.box(i + 1);
+            if (!feeder.is_whole(box)) feeder.copy_rows(i % 2, i, parity);
+            else if (threadIdx.x < 32) feeder.copy_boxes(i % 2, box, parity);
+            box = next;
         }
-        copies_wait<0>();
         return;
     }
 

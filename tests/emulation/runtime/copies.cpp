@@ -80,12 +80,6 @@ void copy_box(uint32_t target, const void* map, int x, int y, int z, uint32_t ba
     delete box;
 }
 
-// Nothing comes of it, but an address where no array is.
-void prefetch(const void* start, uint32_t bytes) {
-    if (uintptr_t(start) % 16 || bytes % 16) fail("a prefetch of %u bytes at %p, which is misaligned", bytes, start);
-    if (bytes) (void)*static_cast<const volatile uint8_t*>(start), (void)*(static_cast<const volatile uint8_t*>(start) + bytes - 1);
-}
-
 void begin_block_copies() { copying.assign(block_size.x * block_size.y * block_size.z, {}); }
 
 void copy_async(uint32_t target, const void* source, int bytes, int present_bytes) {

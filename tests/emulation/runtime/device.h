@@ -7,7 +7,6 @@
 #define __global__
 #define __shared__ static
 #define __launch_bounds__(...)
-#define __grid_constant__
 #define __restrict__
 
 #define threadIdx emulator::thread_index
@@ -123,14 +122,16 @@ inline int __syncthreads_or(int predicate) { return emulator::block_sync_or(pred
 // ---- how a kernel is called: with arguments as the driver takes them, each at a multiple of its alignment
 
 namespace emulator {
+template <class T> struct Plain { using Type = T; };
+template <class T> struct Plain<const T&> { using Type = T; };  // a __grid_constant__, which is where it was packed
 struct Arguments {
     const uint8_t *start, *at;
     template <class T> T next() {
-        size_t offset = (at - start + alignof(T) - 1) / alignof(T) * alignof(T);
-        at = start + offset + sizeof(T);
-        T x;
-        memcpy(&x, start + offset, sizeof x);
-        return x;
+        using Type = typename Plain<T>::Type;
+        static_assert(alignof(Type) <= 16, "the compiler and a struct do not agree on where this would be");
+        size_t offset = (at - start + alignof(Type) - 1) / alignof(Type) * alignof(Type);
+        at = start + offset + sizeof(Type);
+        return *reinterpret_cast<const Type*>(start + offset);
     }
 };
 template <class... T> struct Call {  // braces, as only in these arguments are read in order

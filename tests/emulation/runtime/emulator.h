@@ -106,7 +106,6 @@ EXPORT void copies_commit();
 EXPORT void copies_wait(uint32_t pending);
 EXPORT void copies_arrive(uint32_t barrier);
 EXPORT void copy_box(uint32_t target, const void* map, int x, int y, int z, uint32_t barrier);
-EXPORT void prefetch(const void* start, uint32_t bytes);
 void begin_block_copies();
 
 // ---- matrices.cpp
