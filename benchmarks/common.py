@@ -31,7 +31,7 @@ def arguments(description):
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the rows and what they were run on")
     parser.add_argument(
-        "--sources", metavar="DIR", help="compile CUDA sources of DIR where it has them (candidates/...)"
+        "--sources", metavar="DIR", help="compile CUDA sources of DIR where it has them, for experiments"
     )
     parser.add_argument("--only", metavar="TEXT", default="", help="run only rows whose op or config has TEXT")
     return parser

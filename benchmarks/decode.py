@@ -204,7 +204,7 @@ def main() -> None:
         "--versions",
         nargs="+",
         metavar="DIR",
-        help="compare versions of the sources instead, such as those in candidates/",
+        help="for experiments: compare versions of the sources instead, csrc/ or folders with files to take first",
     )
     parser.add_argument("--kernel", choices=attention_kernels.KERNELS, help="instead of the one that is chosen")
     args = parser.parse_args()

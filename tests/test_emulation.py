@@ -66,13 +66,6 @@ def on(here, device, schedule, problem, **options):
         problem.check(here, **options)
 
 
-@pytest.fixture
-def compiled_from():
-    """A function that takes sources from one of kernels/cuda/candidates first."""
-    yield lambda candidate: compiler.look_first_in(compiler.CSRC.parent / "candidates" / candidate)
-    compiler.look_first_in()
-
-
 @SCHEDULES
 @DEVICES
 @pytest.mark.usefixtures("no_exact_kernel")
@@ -130,20 +123,6 @@ def test_tiles_cut_into_many_parts(here, rng, device, batch, heads, topk, length
         topk_length=None if lengths is None else np.array(lengths, np.int32),
     )  # fmt: skip
     on(here, device, WILDEST, problem)
-
-
-@SCHEDULES
-@pytest.mark.usefixtures("no_exact_kernel")
-@pytest.mark.parametrize("layout", FP8, ids=lambda x: x.name)
-def test_candidate_for_decode(here, rng, compiled_from, layout, schedule):
-    """Cut tiles, several a thread block, and more heads than a tile has."""
-    compiled_from("decode_sm90_registers")
-    problem = Problem(
-        make_q(rng, 3, 2, 70, layout), make_cache(rng, layout, 20, 53, spread=0),
-        make_indices(rng, 3, 2, 400, 1060), topk_length=np.array([5, 400, 150], np.int32),
-        attn_sink=np.linspace(-3, 3, 70, dtype=np.float32), layout=layout,
-    )  # fmt: skip
-    on(here, HOPPER, schedule, problem)
 
 
 @SCHEDULES

@@ -48,7 +48,7 @@ def _layout_struct(layout: CacheLayout) -> str:
 
 
 def look_first_in(*folders: pathlib.Path) -> None:
-    """From now on take sources from `folders` where they have them, to compare versions of a kernel.
+    """From now on take sources from `folders` where they have them: for experiments, to compare versions of a kernel.
 
     What was compiled is forgotten; calls that `cumla.prepared` has taken note of are not.
     """

@@ -1,28 +1,5 @@
 // Sparse MLA over paged FP8 caches on Hopper (sm_90a): one thread block an SM, four warpgroups.
-//
-// A query token and 64 of its heads are a *tile* of work; the keys of a tile are taken 64 at a time, a *block*.
-//
-//     scorer     S = Q K^T (M = heads), the softmax, and P in float16; loads Q
-//     mixer 0    O^T = V^T P^T for values 0..255: converts V in registers straight from the raw rows
-//     mixer 1    the same for values 256..511
-//     gatherer   one warp: copies raw rows into a ring (cp.async) and tells where tokens are absent
-//     converter  three warps: K from e4m3 to float16 for the scorer, a slice of 64 values at a time
-//
-// K and V are the same bytes, converted twice: once into shared memory for the scorer, once into registers for
-// the mixers. That is cheap in float16 (one conversion instruction and one multiplication for two values), leaves
-// shared memory to three blocks of raw rows, and keeps the chains short. The last 64 values of a row (RoPE) are
-// bfloat16 and enter the scores as they are.
-//
-// Within 16 tokens the order is permuted so that neither converter's nor mixers' reads of raw rows conflict:
-// token t stands at place(t) among the columns of S, the rows of a slice and the rows of P^T.
-//
-// Float16 has a narrower range than what a cache and q may hold. A tile that leaves it (scales outside
-// [MIN_SCALE, MAX_SCALE], large or very small q, a result that is not finite) is marked in `unsafe` for the
-// exact kernel, which the launcher runs after this one. A float32 scale is rounded to float16.
-//
-// Macros: LAYOUT (DSV4_FP8 or V32_FP8).
-#include "decode_sm90_converter.cuh"
-#include "decode_sm90_gatherer.cuh"
+#include "decode_sm90_feeder.cuh"
 #include "decode_sm90_mixer.cuh"
 #include "decode_sm90_scorer.cuh"
 #include "overlap.cuh"
@@ -31,23 +8,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_mla_decode(const
     extern __shared__ uint8 memory[];
     if (threadIdx.x == 0) {
         if (uint32(__cvta_generic_to_shared(memory)) != 1024) __trap();
-        // Warps arrive: one gathers, three convert, four score, eight mix.
-        for (int i = 0; i < STAGES; ++i) barrier_init(RAW_FULL + 8 * i, 1), barrier_init(RAW_EMPTY + 8 * i, 15);
-        for (int i = 0; i < K_SLOTS; ++i) barrier_init(K_FULL + 8 * i, 1), barrier_init(K_EMPTY + 8 * i, 4);
+        // Warps arrive: four score, eight mix, four feed.
+        for (int i = 0; i < BUFFERS * PARTS; ++i) barrier_init(K_FULL + 8 * i, 4);
+        for (int i = 0; i < BUFFERS; ++i) barrier_init(K_EMPTY + 8 * i, 8);
         for (int i = 0; i < P_SLOTS; ++i) barrier_init(P_FULL + 8 * i, 4), barrier_init(P_EMPTY + 8 * i, 8);
         for (int i = 0; i < 2; ++i) barrier_init(SHARE_FULL + 8 * i, 4);
+        sts32(ZERO_AT, 0);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    __syncthreads();
     overlap_with_previous_kernel();
+    if (threadIdx.x == 0) keep_share(Share(problem));
+    __syncthreads();
     int role = threadIdx.x / 128;
     if (role == 0) {
         give_registers<SCORER_REGISTERS>();
         Scorer(problem).run();
     } else if (role == 3) {
         give_registers<FEEDER_REGISTERS>();
-        if (threadIdx.x / 32 % 4 == CONVERTERS) Gatherer(problem).run();
-        else Converter().run(blocks_of_share(problem));
+        Feeder(problem).run();
     } else {
         take_registers<MIXER_REGISTERS>();
         Mixer(problem, role - 1).run();

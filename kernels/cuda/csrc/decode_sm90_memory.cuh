@@ -3,36 +3,59 @@
 #include "decode_sm90_rows.cuh"
 #include "hopper.cuh"
 
-constexpr int STAGES = ROPE_IN_V ? 6 : 4;
-constexpr int K_SLOTS = 4;
-constexpr int P_SLOTS = 2;
-constexpr int CONVERTERS = 3;                     // warps
+constexpr int BUFFERS = 2;                   // of K, a block each
+constexpr int P_SLOTS = ROPE_IN_V ? 2 : 1;   // what there is room for
+constexpr int PARTS = 4;                     // of a buffer, each with a barrier
 
 constexpr int THREADS = 512;
-constexpr int SCORER_REGISTERS = 88, MIXER_REGISTERS = 176, FEEDER_REGISTERS = 72;
+constexpr int SCORER_REGISTERS = ROPE_IN_V ? 72 : 80, MIXER_REGISTERS = 160, FEEDER_REGISTERS = ROPE_IN_V ? 120 : 112;
 
 constexpr float NO_MAX = -1e30f;
-constexpr uint32 LAZY = 0x5c00;  // float16 bits of 256: the running maximum is raised when a weight exceeds this
+constexpr float LAZY = 8;  // the running maximum is raised when a weight exceeds 2 to this
+
+// Tiles of a buffer: the 512 values that are V, as float16, then RoPE as bfloat16.
+constexpr int V_TILES = V_DIM / 64, K_ROPE = V_TILES;
+constexpr uint32 K_BYTES = (V_TILES + 1) * TILE_BYTES;
 
 // Shared memory. Without static shared memory the dynamic part starts at 1024; the kernel traps otherwise.
 constexpr uint32 Q_AT = 1024;
 constexpr uint32 K_AT = Q_AT + (SLICES + 1) * TILE_BYTES;  // the last tile of Q is RoPE
-constexpr uint32 P_AT = K_AT + K_SLOTS * TILE_BYTES;
-constexpr uint32 ROPE_AT = P_AT + P_SLOTS * TILE_BYTES;
-constexpr uint32 RAW_AT = ROPE_AT + STAGES * STAGE * 128;
-constexpr uint32 FACTOR_AT = RAW_AT + STAGES * STAGE * RAW_BYTES;
-constexpr uint32 BIAS_AT = FACTOR_AT + STAGES * SLICES * STAGE * 2;  // of each token: 0, or what makes its score -inf
-constexpr uint32 ALPHA_AT = BIAS_AT + STAGES * STAGE * 4;
+constexpr uint32 P_AT = K_AT + BUFFERS * K_BYTES;
+constexpr uint32 BIAS_AT = P_AT + P_SLOTS * TILE_BYTES;  // of each token: 0, or what makes its score -inf
+constexpr uint32 ABSENT_AT = BIAS_AT + BUFFERS * BLOCK * 4;  // of each of the feeder's warps: whether a token is absent
+constexpr uint32 ALPHA_AT = ABSENT_AT + BUFFERS * 16;
 constexpr uint32 SHARE_AT = ALPHA_AT + P_SLOTS * HEADS * 4;
 constexpr uint32 RAISED_AT = SHARE_AT + 2 * HEADS * 4;
-constexpr uint32 ABSENT_AT = RAISED_AT + P_SLOTS * 16;  // of each stage: whether a token is absent
-constexpr uint32 RAW_FULL = ABSENT_AT + 8 * STAGES;
-constexpr uint32 RAW_EMPTY = RAW_FULL + 8 * STAGES;
-constexpr uint32 K_FULL = RAW_EMPTY + 8 * STAGES;
-constexpr uint32 K_EMPTY = K_FULL + 8 * K_SLOTS;
-constexpr uint32 P_FULL = K_EMPTY + 8 * K_SLOTS;
+constexpr uint32 K_FULL = RAISED_AT + P_SLOTS * 16;  // of each part
+constexpr uint32 K_EMPTY = K_FULL + 8 * BUFFERS * PARTS;
+constexpr uint32 P_FULL = K_EMPTY + 8 * BUFFERS;
 constexpr uint32 P_EMPTY = P_FULL + 8 * P_SLOTS;
 constexpr uint32 SHARE_FULL = P_EMPTY + 8 * P_SLOTS;
-constexpr uint32 SHARED_BYTES = SHARE_FULL + 16 - 1024;
+constexpr uint32 LISTS_AT = SHARE_FULL + 16;  // of each of the feeder's warps: where its tile's indices are
+constexpr uint32 WORK_AT = LISTS_AT + 4 * 32;  // this thread block's share
+constexpr uint32 ZERO_AT = WORK_AT + 16;
+constexpr uint32 SHARED_BYTES = ZERO_AT + 16 - 1024;
 static_assert(SHARED_BYTES <= 232448, "more shared memory than there is");
-static_assert(STAGES % 2 == 0, "a block's two stages must be neighbours");
+
+// Which block of a thread block's share is worked on: where its K and P lie, and the parities of their rounds.
+struct Turn {
+    uint32 n = 0;
+    __device__ uint32 k() const { return n % BUFFERS; }
+    __device__ uint32 k_round() const { return n / BUFFERS & 1; }
+    __device__ uint32 p() const { return n % P_SLOTS; }
+    __device__ uint32 p_round() const { return n / P_SLOTS & 1; }
+};
+
+// This thread block's share is found once: it takes divisions.
+__device__ inline void keep_share(const Share& share) {
+    sts128(WORK_AT, {uint32(share.tile), uint32(share.first), uint32(share.end_tile), uint32(share.end_block)});
+}
+__device__ inline Share whole_share() {
+    uint4 x = lds128(WORK_AT);
+    return Share(x.x, x.y, x.z, x.w);
+}
+// What is left of it once a tile is done.
+__device__ inline Share share_after(int tile) {
+    uint4 x = lds128(WORK_AT);
+    return Share(tile + 1, 0, x.z, x.w);
+}

@@ -5,9 +5,7 @@
 struct Scorer {
     const Problem& problem;
     int warp, lane;
-    Ring<STAGES> raw;
-    uint32 k = 0;  // slices taken, over all blocks
-    Ring<P_SLOTS> p_slot;
+    Turn turn;
 
     __device__ Scorer(const Problem& p) : problem(p), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {}
 
@@ -31,25 +29,25 @@ struct Scorer {
         copies_commit();
     }
 
-    // Wait for Q and turn all but RoPE to float16 in place. Each thread has the chunks that it copied.
+    // Wait for Q and turn all but RoPE to float16 in place, in the order of K. A thread has half of a row's slice at a time.
     __device__ void convert_q(int tile) {
         copies_wait<0>();
-        int thread = threadIdx.x % 128, chunk = thread % 8;
-        uint32 largest = 0;
-        uint32 at = Q_AT + thread / 8 * 128 + ((chunk ^ (thread / 8 & 7)) << 4);
+        sync();  // a thread converts what others copied
+        int row = threadIdx.x % 128 / 2;
+        uint32 largest = 0, at = Q_AT + row * 128 + ((threadIdx.x % 2 * 4 ^ (row & 7)) << 4);
 #pragma unroll 1
-        for (int slice = 0; slice < SLICES; slice += 2, at += 2 * TILE_BYTES) {
-            uint4 x[8];  // rows 16 further and the next slice (of seven the last has none)
-            int count = slice + 1 < SLICES ? 8 : 4;
+        for (int slice = 0; slice < SLICES; ++slice, at += TILE_BYTES) {
+            uint4 x[4];  // chunk c has words 4 c to 4 c + 3 of the group's 16
 #pragma unroll
-            for (int i = 0; i < 8; ++i)
-                if (i < count) x[i] = lds128(at + i / 4 * TILE_BYTES + i % 4 * 2048);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                if (i >= count) break;
-                largest = __vmaxu2(largest, largest_of_8(x[i]));
-                sts128(at + i / 4 * TILE_BYTES + i % 4 * 2048, bf16x8_to_f16x8(x[i]));
+            for (int c = 0; c < 4; ++c) {
+                x[c] = lds128(at ^ c << 4);
+                largest = __vmaxu2(largest, largest_of_8(x[c]));
+                x[c] = bf16x8_to_f16x8(x[c]);
             }
+            sts128(at, {x[0].x, x[1].x, x[2].x, x[3].x});
+            sts128(at ^ 1 << 4, {x[0].y, x[1].y, x[2].y, x[3].y});
+            sts128(at ^ 2 << 4, {x[0].z, x[1].z, x[2].z, x[3].z});
+            sts128(at ^ 3 << 4, {x[0].w, x[1].w, x[2].w, x[3].w});
         }
         fence_for_matrix();
         largest = __reduce_max_sync(~0u, max(largest & 0xffff, largest >> 16));
@@ -58,64 +56,71 @@ struct Scorer {
         sync();
     }
 
-    // Scores of a block into x: column n is the token at place n.
+    // Scores of a block into x: column n is token n.
     __device__ void score(float (&x)[32]) {
-        barrier_wait(RAW_FULL + 8 * raw.slot, raw.round);
-        barrier_wait(RAW_FULL + 8 * (raw.slot + 1), raw.round);
-        fence_for_matrix();
-        matrix_begin();
+        uint32 k_at = K_AT + turn.k() * K_BYTES;
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            matrix_bf16(x, tile_descriptor(Q_AT + SLICES * TILE_BYTES) + 2 * i,
-                        tile_descriptor(ROPE_AT + raw.slot * (STAGE * 128)) + 2 * i, i != 0);
-        matrix_commit();
-#pragma unroll
-        for (int slice = 0; slice < SLICES; slice += 2) {
-            int pair = slice + 1 < SLICES ? 2 : 1;
-            int slots[2] = {int(k % K_SLOTS), int((k + 1) % K_SLOTS)};
-            barrier_wait(K_FULL + 8 * slots[0], k / K_SLOTS & 1);
-            if (pair == 2) barrier_wait(K_FULL + 8 * slots[1], (k + 1) / K_SLOTS & 1);
-            fence_for_matrix();
+        for (int part = 0; part < PARTS; ++part) {
+            barrier_wait(K_FULL + 8 * (PARTS * turn.k() + part), turn.k_round());
             matrix_begin();
 #pragma unroll
-            for (int i = 0; i < 4 * pair; ++i)
-                matrix_f16(x, tile_descriptor(Q_AT + (slice + i / 4) * TILE_BYTES) + 2 * (i % 4),
-                           tile_descriptor(K_AT + slots[i / 4] * TILE_BYTES) + 2 * (i % 4), 1);
-            matrix_commit();
-            if (slice) {  // the pair before is done with
-                matrix_wait<1>();
-                warp_arrive(K_EMPTY + 8 * int((k - 2) % K_SLOTS));
-                warp_arrive(K_EMPTY + 8 * int((k - 1) % K_SLOTS));
+            for (int slice = 2 * part; slice < min(2 * part + 2, SLICES); ++slice)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    matrix_f16(x, tile_descriptor(Q_AT + slice * TILE_BYTES) + 2 * i,
+                               tile_descriptor(k_at + slice * TILE_BYTES) + 2 * i, slice || i);
+            if (part == PARTS - 1) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    matrix_bf16(x, tile_descriptor(Q_AT + SLICES * TILE_BYTES) + 2 * i,
+                                tile_descriptor(k_at + K_ROPE * TILE_BYTES) + 2 * i, 1);
             }
-            k += pair;
+            matrix_commit();
         }
         matrix_wait<0>();
         pin(x);
-#pragma unroll
-        for (int i = SLICES % 2 ? 1 : 2; i; --i) warp_arrive(K_EMPTY + 8 * int((k - i) % K_SLOTS));
-        uint2 absent = lds64(ABSENT_AT + raw.slot * 4);
-        if (__any_sync(~0u, absent.x | absent.y)) hide_absent(x);
-        warp_arrive(RAW_EMPTY + 8 * raw.slot);
-        warp_arrive(RAW_EMPTY + 8 * (raw.slot + 1));
-        raw.advance(2);
+        uint4 absent = lds128(ABSENT_AT + turn.k() * 16);
+        if (__any_sync(~0u, absent.x | absent.y | absent.z | absent.w)) hide_absent(x);
     }
 
     // Columns 8 j + 2 c and + 1 of rows g are elements 4 j and 4 j + 1, of rows g + 8 those after them.
     __device__ void hide_absent(float (&x)[32]) {
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-            float2 bias = lds_float2(BIAS_AT + (raw.slot * STAGE + 8 * j + 2 * (lane % 4)) * 4);
+            float2 bias = lds_float2(BIAS_AT + (turn.k() * BLOCK + 8 * j + 2 * (lane % 4)) * 4);
             x[4 * j] += bias.x, x[4 * j + 1] += bias.y, x[4 * j + 2] += bias.x, x[4 * j + 3] += bias.y;
         }
     }
 
-    // P = 2^(scale x - top) to shared memory, its row sums to `sums`; whether a weight is above LAZY.
-    __device__ bool write_weights(const float (&x)[32], float scale, const float (&top)[2], float (&sums)[2]) {
-        int row = 16 * warp + lane % 16;
-        uint32 at = P_AT + p_slot.slot * TILE_BYTES + row * 128;
-        uint32 largest = 0;
+    // Raise the maxima of this warp's rows to what x has, and tell the mixers by how much.
+    __device__ void raise(float (&highest)[2], float (&top)[2], float (&total)[2]) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) sums[r] = 0.0f;
+        for (int r = 0; r < 2; ++r) {
+            highest[r] = fmaxf(highest[r], __shfl_xor_sync(~0u, highest[r], 1));
+            highest[r] = fmaxf(fmaxf(highest[r], __shfl_xor_sync(~0u, highest[r], 2)), top[r]);
+            float alpha = exp2_fast(top[r] - highest[r]);
+            top[r] = highest[r];
+            total[r] *= alpha;
+            if (lane % 4 == 0) sts_float(ALPHA_AT + (turn.p() * HEADS + 16 * warp + lane / 4 + 8 * r) * 4, alpha);
+        }
+    }
+
+    // The softmax of a block: P = 2^(scale x - top) to shared memory; `total` is this lane's part of the rows' sums.
+    __device__ void weigh(float (&x)[32], float (&top)[2], float (&total)[2], float scale) {
+        if (problem.softmax_scale < 0.0f)
+#pragma unroll
+            for (int i = 0; i < 32; ++i) x[i] = -x[i];
+        float highest[2] = {x[0], x[2]};
+#pragma unroll
+        for (int i = 0; i < 32; ++i) highest[i / 2 % 2] = fmaxf(highest[i / 2 % 2], x[i]);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) highest[r] *= scale;
+        bool raised = __any_sync(~0u, highest[0] > top[0] + LAZY || highest[1] > top[1] + LAZY);
+        barrier_wait(P_EMPTY + 8 * turn.p(), turn.p_round() ^ 1);
+        if (raised) raise(highest, top, total);
+        if (lane == 0) sts32(RAISED_AT + turn.p() * 16 + warp * 4, raised);
+        int row = 16 * warp + lane % 16;
+        uint32 at = P_AT + turn.p() * TILE_BYTES + row * 128;
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             uint32 p[4];
@@ -124,46 +129,20 @@ struct Scorer {
                 int from = 8 * k + 4 * (i / 2) + 2 * (i % 2);
                 float low = exp2_fast(fmaf(x[from], scale, -top[i % 2]));
                 float high = exp2_fast(fmaf(x[from + 1], scale, -top[i % 2]));
-                sums[i % 2] += low + high;
+                total[i % 2] += low + high;
                 p[i] = pack(f16{}, low, high);
-                largest = __vmaxu2(largest, p[i]);
             }
             stmatrix4(at + (((2 * k + lane / 16) ^ (row & 7)) << 4), p[0], p[1], p[2], p[3]);
         }
-        return largest >> 16 > LAZY || (largest & 0xffff) > LAZY;
-    }
-
-    // The softmax of a block; `total` is this lane's part of the rows' sums.
-    __device__ void weigh(const float (&x)[32], float (&top)[2], float (&total)[2], float scale) {
-        float sums[2];
-        barrier_wait(P_EMPTY + 8 * p_slot.slot, p_slot.round ^ 1);
-        bool raise = __any_sync(~0u, write_weights(x, scale, top, sums));
-        if (raise) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                float highest = top[r];
-#pragma unroll
-                for (int i = 0; i < 16; ++i) highest = fmaxf(highest, x[4 * (i / 2) + 2 * r + i % 2] * scale);
-                highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
-                highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
-                float alpha = exp2_fast(top[r] - highest);
-                top[r] = highest;
-                total[r] *= alpha;
-                if (lane % 4 == 0) sts_float(ALPHA_AT + (p_slot.slot * HEADS + 16 * warp + lane / 4 + 8 * r) * 4, alpha);
-            }
-            write_weights(x, scale, top, sums);
-        }
-        if (lane == 0) sts32(RAISED_AT + p_slot.slot * 16 + warp * 4, raise);
-        total[0] += sums[0], total[1] += sums[1];
-        warp_arrive(P_FULL + 8 * p_slot.slot);
-        p_slot.advance();
+        warp_arrive(P_FULL + 8 * turn.p());
+        ++turn.n;
     }
 
     __device__ void run() {
-        Share share(problem);
+        Share share = whole_share();
         Work work;
         // A scale of 0 would make NaN of an absent token's infinite score.
-        float scale = problem.softmax_scale == 0.0f ? 1e-30f : problem.softmax_scale * LOG2_E;
+        float scale = problem.softmax_scale == 0.0f ? 1e-30f : fabsf(problem.softmax_scale) * LOG2_E;
         int parity = 0;
         bool pending = share.next(problem, work);
         if (pending) copy_q(work.tile);
@@ -184,9 +163,7 @@ struct Scorer {
             }
             finish(tile, whole, from_start, top, total, parity);
             parity ^= 1;
-            // Found again rather than kept: registers are dear here.
-            share = Share(problem);
-            share.tile = tile + 1, share.first = 0;
+            share = share_after(tile);  // read again rather than kept: registers are dear here
             pending = share.next(problem, work);
         }
     }
