@@ -16,7 +16,7 @@ from .attention_work import HEADS, V_DIM, Division, Work, device_sms
 from .compile import kernel
 from .launch import is_aligned
 
-HOPPER_THREADS, HOPPER_SHARED_BYTES = 512, 232448  # all there is; decode_sm90.cu says what for
+HOPPER_THREADS, HOPPER_SHARED_BYTES = 512, 232448  # all there is; decode_sm90_memory.cuh says what for
 COMBINE_WARPS, COMBINE_VALUES = 8, 128  # values that a warp puts together, as in combine.cu
 COMBINE_BLOCKS = {4: 5, 8: 4, 16: 2}  # thread blocks a multiprocessor, by parts that are loaded together
 EXACT_UNIT, EXACT_THREADS, EXACT_BLOCKS_PER_SM = 4, 128, 2  # as in exact.cuh

@@ -60,8 +60,8 @@ SOURCES = [
     ("step.cu", {"SLOT": "int"}),
 ]
 
-# In bytes, outside of loops: where every register is given to a role.
-SPILLS_ALLOWED = {"decode_sm90.cu": 24}
+# In bytes, where every register is given to a role: 8 of these in the feeder's loop, the others at a tile's end.
+SPILLS_ALLOWED = {"decode_sm90.cu-V32_FP8-sm_90a": 24}
 
 
 def targets_of(file):
@@ -127,7 +127,7 @@ def test_source(logs, number):
     spills = [int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
     assert kernels
     assert len(spills) == 2 * len(kernels), log
-    assert max(spills) <= SPILLS_ALLOWED.get(COMPILATIONS[number][0], 0), log
+    assert max(spills) <= SPILLS_ALLOWED.get(name_of(number), 0), log
     assert "warning" not in log, log
     assert "serialized" not in log, log  # products of a warpgroup, of which little is heard otherwise
 

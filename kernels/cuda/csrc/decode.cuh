@@ -143,15 +143,6 @@ struct Share {
     }
 };
 
-// How many blocks a share has.
-__device__ inline int blocks_of_share(const Problem& problem) {
-    Share share(problem);
-    Work work;
-    int blocks = 0;
-    while (share.next(problem, work)) blocks += work.last - work.first;
-    return blocks;
-}
-
 // Where a share's part of a cut tile goes: it has at most two, one from a tile's start and one from further in.
 __device__ inline int partial_slot(int share, bool from_start) { return 2 * share + from_start; }
 

@@ -4,9 +4,9 @@
 
 __device__ uint4 absent_row[64];  // zeros: what a token that is not there reads
 
-// Whether float16 lacks one of the scales in a word, or has it with less than its own precision: powers of two may be
-// subnormal there, other numbers may not.
-__device__ inline bool lacks_exponents(uint32 bytes) {  // four float32 exponents
+// Whether float16 lacks any of these scales, or has it with less than its own precision: powers of two may be subnormal
+// there, other numbers may not. Of four UE8M0 bytes, and of a float32's bits.
+__device__ inline bool lacks_exponents(uint32 bytes) {
     constexpr uint32 ONES = 0x01010101, TOP = 0x80808080;
     return (bytes | bytes + (127 - MAX_SCALE) * ONES | ~(bytes + (128 - MIN_SCALE) * ONES)) & TOP;
 }
@@ -15,8 +15,9 @@ __device__ inline bool lacks_float(uint32 bits) {
     return exponent < least || exponent > MAX_SCALE;
 }
 
-// One warpgroup. Four threads have two tokens of each block: of every slice of 64 values a thread has 16 of both. It loads
-// them a block ahead, into registers, and replaces each by the next block's as soon as it is converted.
+// One warpgroup. Four threads have two tokens of each block: of every slice of 64 values a thread has 16 of both. While it
+// converts the first half of its rows the second half is on its way into registers, and while it converts that, the first
+// half of the next block's rows.
 struct Feeder {
     static constexpr int FIRST_HALF = 4;  // slices of the first half; RoPE is of the second
 
@@ -38,32 +39,35 @@ struct Feeder {
     // Volatile, or the compiler would load where the values are used.
     static __device__ uint4 load(const uint8* from) {
         uint4 x;
-        asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
+        asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
         return x;
     }
-
-    static __device__ void load(uint32& x, const uint8* from) { asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(x) : "l"(from)); }
+    static __device__ void load(uint32& x, const uint8* from) {
+        asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(x) : "l"(from));
+    }
     static __device__ void load(uint32& x, uint32& y, const uint8* from) {
         asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "l"(from));
     }
 
-    // What is known of a tile's lists, such that index n of the tile's blocks is at indices[n] where n < end; of blocks that are
-    // not this share's there is none.
+    // Note where a tile's indices are, for each warp: {indices, end, the tile's first block of the second list} of both lists,
+    // such that token n of the tile has indices[n] where n < end. Of blocks beyond this share's there is none.
     __device__ void open(const Work& work) {
         TilePlace at(problem, work.tile);
-        int blocks0 = blocks_of(work.lengths0), second = threadIdx.x % 32;
+        int blocks0 = blocks_of(work.lengths0), second = threadIdx.x % 32;  // one lane for each list
         __syncwarp();
         if (second < 2) {
             const List& list = problem.lists[second];
             int before = second ? blocks0 * BLOCK : 0;
-            uint64 indices = reinterpret_cast<uint64>(list.indices + at.b * list.indices_stride_b + at.s * list.indices_stride_s - before);
+            const int* from = list.indices + at.b * list.indices_stride_b + at.s * list.indices_stride_s - before;
+            uint64 indices = reinterpret_cast<uint64>(from);
             int end = min(second ? before + work.lengths1 : work.lengths0, work.last * BLOCK);
             sts128(lists + second * 16, {uint32(indices), uint32(indices >> 32), uint32(end), uint32(blocks0)});
         }
         __syncwarp();
     }
 
-    // This thread's indices in a block.
+    // The indices of this thread's two tokens of a block; -1 where there is none.
     __device__ void fetch_indices(int (&slots)[2], int block) {
         bool second = block >= int(lds32(lists + 12));
         uint4 list = lds128(lists + second * 16);
@@ -76,7 +80,7 @@ struct Feeder {
         }
     }
 
-    // Where this thread's parts of the rows of two tokens are.
+    // Where this thread's parts of these tokens' rows are.
     __device__ void find(int block, const int (&slots)[2]) {
         const List& list = problem.lists[block >= int(lds32(lists + 12))];
 #pragma unroll
@@ -127,8 +131,8 @@ struct Feeder {
         return LAYOUT::ue8m0 ? lacks_exponents(scales.y & ~PAD | ANY) : lacks_float(scales.z) || lacks_float(scales.w);
     }
 
-    // 16 values, 4 of each of `low` and `high`, to two chunks. Of a group of 32 values, words of two, word w stands at
-    // 4 (w % 4) + w / 4: so the results come in an order in which each lane has 8 neighbours.
+    // Four words of two values to two neighbouring chunks, in the order of decode_sm90_rows.cuh: those of `high` are four
+    // further in their row than those of `low`, and so stand beside them.
     static __device__ void convert(uint32 at, uint32 low, uint32 high, uint32 factor) {
         uint32 x[4];
         to_f16(low, x[0], x[1]), to_f16(high, x[2], x[3]);
@@ -136,9 +140,9 @@ struct Feeder {
         sts64(at ^ 16, multiply(x[1], factor), multiply(x[3], factor));
     }
 
-    // Half of a row is on its way while the other half is converted. Loads whose values live from turn to turn share one
-    // scoreboard, so a wait for any is a wait for all: a half is loaded only when the half before has arrived (`after`
-    // is one of its values, and the compiler does not know that nothing comes of it).
+    // Loads whose values live from turn to turn share one scoreboard, so that a wait for any is a wait for all: a half is asked
+    // for only when the half before is there. `after` is one of its values; the compiler does not know that nothing comes of
+    // it, as shares are never negative.
     __device__ void load_first_half(uint32 after) {
         uint32 zero = after & problem.shares >> 31;
 #pragma unroll
@@ -159,7 +163,7 @@ struct Feeder {
         }
     }
 
-    // Keeps the compiler from looking at the second half's scales, which would be to wait for them, before `zero` is there.
+    // Keeps the compiler from taking the second half's scales apart, that is, from waiting for them, before it has `zero`.
     __device__ void not_before(uint32 zero) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -168,6 +172,7 @@ struct Feeder {
         }
     }
 
+    // RoPE as it is and, where it is of V, as float16. `k`: where this thread's part of the buffer's first tile is.
     __device__ void write_rope(uint32 k, uint32 to, uint32 rope_to) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -183,6 +188,8 @@ struct Feeder {
             }
         }
     }
+
+    // Slices to the buffer as float16; `bad`: whether a token's scales are out of range.
     template <int FIRST, int LAST> __device__ void write_slices(uint32 k, bool (&bad)[2]) {
 #pragma unroll
         for (int slice = FIRST; slice < LAST; ++slice)
@@ -190,12 +197,14 @@ struct Feeder {
             for (int i = 0; i < 2; ++i) {
                 const Token& token = tokens[i];
                 uint32 at = k + i * 32 * 128 + slice * TILE_BYTES, bits = scale_bits(token.scales, slice);
-                if (slice == FIRST && !(slice % FIRST_HALF)) bad[i] |= slice ? lacks_second(token.scales) : lacks_first(token.scales);
+                if (slice == FIRST && !(slice % FIRST_HALF))
+                    bad[i] |= slice ? lacks_second(token.scales) : lacks_first(token.scales);
                 uint32 factor = pack(f16{}, __uint_as_float(bits), __uint_as_float(bits));
                 convert(at, token.raw[slice].x, token.raw[slice].z, factor);
                 convert(at ^ 32, token.raw[slice].y, token.raw[slice].w, factor);
             }
     }
+
     // Say that a part is written.
     __device__ void say(uint32 barrier) {
         fence_for_matrix();
@@ -205,8 +214,10 @@ struct Feeder {
     __device__ void run() {
         Turn turn;
         Share share = whole_share();
-        // This thread's half of the first of four chunks of a tile, and where its RoPE is.
-        uint32 to = row * 128 + ((part / 2 * 4 ^ (row & 7)) << 4) + part % 2 * 8, rope_to = row * 128 + ((2 * part ^ (row & 7)) << 4);
+        // Where this thread's values are in a tile: the first of its half chunks (the others are 16, 32 and 48 away, XOR), and
+        // the first of its two chunks of RoPE.
+        uint32 to = row * 128 + ((part / 2 * 4 ^ (row & 7)) << 4) + part % 2 * 8;
+        uint32 rope_to = row * 128 + ((2 * part ^ (row & 7)) << 4);
         Work work;
         for (; share.next(problem, work); share = share_after(work.tile)) {
             open(work);

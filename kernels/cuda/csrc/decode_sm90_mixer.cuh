@@ -1,6 +1,7 @@
 // The mixers of decode_sm90.cu.
 #pragma once
 #include "decode_sm90_memory.cuh"
+#include "hopper_products.cuh"
 
 struct Mixer {
     const Problem& problem;
@@ -13,7 +14,7 @@ struct Mixer {
         Share share = whole_share();
         Work work;
         int parity = 0;
-        uint32 share_round = 0;
+        uint32 factors_round = 0;
         float sums[2][64];
         while (share.next(problem, work)) {
             bool fresh = true;
@@ -28,29 +29,30 @@ struct Mixer {
                 matrix_begin();
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    matrix_f16_wide(sums[0], p + 2 * i, v + 128 * i, i != 0 || !fresh);
-                    matrix_f16_wide(sums[1], p + 2 * i, v + 128 * i + 2 * (TILE_BYTES >> 4), i != 0 || !fresh);
+                    multiply_columns(f16{}, sums[0], p + 2 * i, v + 128 * i, i != 0 || !fresh);
+                    multiply_columns(f16{}, sums[1], p + 2 * i, v + 128 * i + 2 * (TILE_BYTES >> 4), i != 0 || !fresh);
                 }
                 matrix_commit();
                 fresh = false;
                 if (left == 1) {
-                    barrier_wait(SHARE_FULL + 8 * parity, share_round);
-                    uint32 at = SHARE_AT + (parity * HEADS + 16 * warp + lane / 4) * 4;
+                    barrier_wait(FACTORS_FULL + 8 * parity, factors_round);
+                    uint32 at = FACTORS_AT + (parity * HEADS + 16 * warp + lane / 4) * 4;
                     factors[0] = lds_float(at), factors[1] = lds_float(at + 32);
                 }
                 matrix_wait<0>();
                 pin(sums[0]), pin(sums[1]);
                 warp_arrive(K_EMPTY + 8 * turn.k());
-                warp_arrive(P_EMPTY + 8 * turn.p());  // of the last block it also says that the shares were read
+                warp_arrive(P_EMPTY + 8 * turn.p());  // of the last block it also says that the factors were read
                 ++turn.n;
             }
             store(work, sums, factors);
             parity ^= 1;
-            if (parity == 0) share_round ^= 1;
+            if (parity == 0) factors_round ^= 1;
         }
     }
 
-    // This warp's heads 16 w + g and + 8: elements 4 i, + 1 and 4 i + 2, + 3 are their values 8 i + 2 c and + 1.
+    // Elements 4 i, + 1 are columns 8 i + 2 c, + 1 of head 16 w + g, and elements 4 i + 2, + 3 those of head 16 w + g + 8
+    // (lane 4 g + c of warp w).
     __device__ void rescale(float (&sums)[2][64]) {
         if (!__any_sync(~0u, lds32(RAISED_AT + turn.p() * 16 + warp * 4) != 0)) return;
         uint32 at = ALPHA_AT + (turn.p() * HEADS + 16 * warp + lane / 4) * 4;
@@ -59,7 +61,7 @@ struct Mixer {
         for (int i = 0; i < 128; ++i) sums[i / 64][i % 64] *= alpha[i / 2 % 2];
     }
 
-    // The columns of a group of 32 are so ordered (place_of_word) that each lane has 8 neighbouring values of two heads.
+    // Columns are in the order of decode_sm90_rows.cuh: of every 32 values a lane has 8 neighbours, for two heads.
     __device__ void store(const Work& work, float (&sums)[2][64], const float (&factors)[2]) {
         int row = 16 * warp + lane / 4, value = 256 * half + 8 * (lane % 4);
         TilePlace at(problem, work.tile);

@@ -1,4 +1,8 @@
-// FP8 rows of a cache for decode_sm90.cu: their slices, the range of their scales, and their conversion.
+// FP8 rows of a cache for decode_sm90.cu: their slices, the range of their scales, their conversion, and their order.
+//
+// What is float16 in shared memory, Q and K alike, has a group of 32 values, 16 words of two, in the order in which word w
+// stands at 4 (w % 4) + w / 4. A lane's columns of a product with V are then 8 neighbouring values in every group, which
+// it stores at once, and a thread of the feeder, which has 8 words in a row, writes two of them at a time.
 #pragma once
 #include "decode.cuh"
 #include "f16.cuh"

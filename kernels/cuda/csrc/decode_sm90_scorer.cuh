@@ -2,6 +2,7 @@
 #pragma once
 #include "decode_sm90_memory.cuh"
 
+// One warpgroup. The products of a block have a warp's 16 heads as rows and its tokens as columns.
 struct Scorer {
     const Problem& problem;
     int warp, lane;
@@ -29,7 +30,8 @@ struct Scorer {
         copies_commit();
     }
 
-    // Wait for Q and turn all but RoPE to float16 in place, in the order of K. A thread has half of a row's slice at a time.
+    // Wait for Q and turn all but RoPE to float16 in place, in the order of decode_sm90_rows.cuh. A thread has half of a row's
+    // slice, which is a group, at a time.
     __device__ void convert_q(int tile) {
         copies_wait<0>();
         sync();  // a thread converts what others copied
@@ -37,7 +39,7 @@ struct Scorer {
         uint32 largest = 0, at = Q_AT + row * 128 + ((threadIdx.x % 2 * 4 ^ (row & 7)) << 4);
 #pragma unroll 1
         for (int slice = 0; slice < SLICES; ++slice, at += TILE_BYTES) {
-            uint4 x[4];  // chunk c has words 4 c to 4 c + 3 of the group's 16
+            uint4 x[4];  // chunk c has the group's words 4 c to 4 c + 3
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
                 x[c] = lds128(at ^ c << 4);
@@ -80,11 +82,12 @@ struct Scorer {
         matrix_wait<0>();
         pin(x);
         uint4 absent = lds128(ABSENT_AT + turn.k() * 16);
-        if (__any_sync(~0u, absent.x | absent.y | absent.z | absent.w)) hide_absent(x);
+        if (__any_sync(~0u, absent.x | absent.y | absent.z | absent.w)) mask_absent(x);
     }
 
-    // Columns 8 j + 2 c and + 1 of rows g are elements 4 j and 4 j + 1, of rows g + 8 those after them.
-    __device__ void hide_absent(float (&x)[32]) {
+    // Minus infinity for absent tokens, or plus infinity where softmax() is to negate the scores. Elements 4 j and 4 j + 1
+    // are columns 8 j + 2 c and + 1 of row g, those after them of row g + 8.
+    __device__ void mask_absent(float (&x)[32]) {
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             float2 bias = lds_float2(BIAS_AT + (turn.k() * BLOCK + 8 * j + 2 * (lane % 4)) * 4);
@@ -92,7 +95,7 @@ struct Scorer {
         }
     }
 
-    // Raise the maxima of this warp's rows to what x has, and tell the mixers by how much.
+    // Raise the maxima of this warp's rows to `highest` of their lanes, and tell the mixers by how much.
     __device__ void raise(float (&highest)[2], float (&top)[2], float (&total)[2]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -105,8 +108,10 @@ struct Scorer {
         }
     }
 
-    // The softmax of a block: P = 2^(scale x - top) to shared memory; `total` is this lane's part of the rows' sums.
-    __device__ void weigh(float (&x)[32], float (&top)[2], float (&total)[2], float scale) {
+    // The softmax of a block: P = 2^(scale x - top) to shared memory; `total` is this lane's part of the rows' sums. The scale
+    // is positive, so that the maximum of x can be looked for before it is scaled; scores of a negative one are negated.
+    // The maximum is certain before any weight is written: weights that were written again would not fit the registers.
+    __device__ void softmax(float (&x)[32], float (&top)[2], float (&total)[2], float scale) {
         if (problem.softmax_scale < 0.0f)
 #pragma unroll
             for (int i = 0; i < 32; ++i) x[i] = -x[i];
@@ -141,7 +146,7 @@ struct Scorer {
     __device__ void run() {
         Share share = whole_share();
         Work work;
-        // A scale of 0 would make NaN of an absent token's infinite score.
+        // A negative scale's sign is softmax()'s. One of 0 would make NaN of an absent token's infinite score.
         float scale = problem.softmax_scale == 0.0f ? 1e-30f : fabsf(problem.softmax_scale) * LOG2_E;
         int parity = 0;
         bool pending = share.next(problem, work);
@@ -159,7 +164,7 @@ struct Scorer {
                     sync();  // all have read Q
                     copy_q(tile + 1);
                 }
-                weigh(x, top, total, scale);
+                softmax(x, top, total, scale);
             }
             finish(tile, whole, from_start, top, total, parity);
             parity ^= 1;
@@ -168,7 +173,7 @@ struct Scorer {
         }
     }
 
-    // What the mixers multiply their sums by, and the logarithm of the sum.
+    // What the mixers multiply their sums by, and the logarithm of the rows' sums.
     __device__ void finish(int tile, bool whole, bool from_start, const float (&top)[2], const float (&total)[2], int parity) {
         TilePlace at(problem, tile);
 #pragma unroll
@@ -180,19 +185,19 @@ struct Scorer {
             sum += __shfl_xor_sync(~0u, sum, 2);
             bool empty = sum == 0.0f;
             float lse2 = top[r] + log2f(sum);
-            float share = 1.0f / sum;
+            float factor = 1.0f / sum;
             if (lane % 4 == 0) {
                 if (!whole) {
                     problem.partial_lse[partial_slot(blockIdx.x, from_start) * HEADS + row] = empty ? -infinity() : lse2;
                 } else if (head < problem.heads) {
                     float lse = lse2 * LN_2;
-                    if (problem.attn_sink) share *= 1.0f / (1.0f + expf(problem.attn_sink[head] - lse));
+                    if (problem.attn_sink) factor *= 1.0f / (1.0f + expf(problem.attn_sink[head] - lse));
                     problem.lse[at.b * problem.lse_stride_b + head * problem.lse_stride_h + at.s * problem.lse_stride_s] =
                         empty ? infinity() : lse;
                 }
-                sts_float(SHARE_AT + (parity * HEADS + row) * 4, empty ? 0.0f : share);
+                sts_float(FACTORS_AT + (parity * HEADS + row) * 4, empty ? 0.0f : factor);
             }
         }
-        warp_arrive(SHARE_FULL + 8 * parity);
+        warp_arrive(FACTORS_FULL + 8 * parity);
     }
 };

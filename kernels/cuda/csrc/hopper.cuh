@@ -15,19 +15,9 @@ __device__ inline uint4 lds128(uint32 address) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address));
     return x;
 }
-__device__ inline uint2 lds64(uint32 address) {
-    uint2 x;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address));
-    return x;
-}
 __device__ inline uint32 lds32(uint32 address) {
     uint32 x;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address));
-    return x;
-}
-__device__ inline uint32 lds16(uint32 address) {
-    uint16 x;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address));
     return x;
 }
 __device__ inline float2 lds_float2(uint32 address) {
@@ -47,19 +37,11 @@ __device__ inline void sts64(uint32 address, uint32 x, uint32 y) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y) : "memory");
 }
 __device__ inline void sts32(uint32 address, uint32 x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
-__device__ inline void sts16(uint32 address, uint32 x) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(uint16(x)) : "memory"); }
 __device__ inline void sts_float(uint32 address, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory"); }
-__device__ inline void sts_float2(uint32 address, float2 x) {
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x.x), "f"(x.y) : "memory");
-}
 
 // Four 8x8 matrices of 16-bit values, as an accumulator fragment holds them, to the rows that lanes point to.
 __device__ inline void stmatrix4(uint32 address, uint32 a, uint32 b, uint32 c, uint32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
-// The same, stored transposed: rows pointed to receive columns.
-__device__ inline void stmatrix4_transposed(uint32 address, uint32 a, uint32 b, uint32 c, uint32 d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
 // ---- barriers in shared memory
@@ -171,21 +153,4 @@ __device__ inline void matrix_bf16(float (&x)[32], uint64 a, uint64 b, int add) 
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " REGISTERS32 ", %32, %33, p, 1, 1, 0, 0;\n}\n"
                  : FLOATS32(x) : "l"(a), "l"(b), "r"(add));
-}
-// The same with the first operand as a fragment in registers.
-__device__ inline void matrix_f16(float (&x)[32], const uint32 (&a)[4], uint64 b, int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 " REGISTERS32 ", {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
-                 : FLOATS32(x) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-}
-__device__ inline void matrix_bf16(float (&x)[32], const uint32 (&a)[4], uint64 b, int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " REGISTERS32 ", {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
-                 : FLOATS32(x) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-}
-// x (64 x 128) = a b (+ x): a as above, b 16 rows of two neighbouring tiles.
-__device__ inline void matrix_f16_wide(float (&x)[64], uint64 a, uint64 b, int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 " REGISTERS64 ", %64, %65, p, 1, 1, 0, 1;\n}\n"
-                 : FLOATS64(x) : "l"(a), "l"(b), "r"(add));
 }
