@@ -1,6 +1,6 @@
-"""Cache and index operations on a device with arguments of any value at all, to be watched from outside.
+"""Operations on a device with arguments of any value at all, to be watched from outside.
 
-    tools/sanitize.sh             (or: python tests/fuzz_device.py [--backend cuda] [--rounds 20])
+    tools/sanitize.sh             (or: python tests/fuzz_device.py [--backend cuda] [--ops attention] [--rounds 20])
 
 Nothing is compared here. Every array is an allocation of its own and of its exact size, so that compute-sanitizer sees
 an access one byte off; rows, pages and tables are strided and off the alignment that wide accesses need, or on it.
@@ -12,6 +12,7 @@ import cupy
 import numpy as np
 
 import cumla
+from cumla.kernels.cuda import attention_kernels
 from support.indexing import anything
 from support.lab import BF16
 from support.properties import INT64_MAX, INT64_MIN
@@ -145,7 +146,73 @@ class Fuzz:
             self.choose(False, True), None, self.choose(None, block_size, 2**31 - 1), **rest,
         )  # fmt: skip
 
-    def run(self):
+    def numbers(self, *shape, dtype=BF16):
+        """Values of ordinary size, a few of them anything."""
+        values = self.rng.standard_normal(shape)
+        values[self.rng.random(shape) < 0.001] = self.choose(np.nan, np.inf, 1e30, 1e-30, 0.0)
+        with np.errstate(over="ignore"):
+            return self.put(values.astype(dtype))
+
+    def filled_cache(self, layout):
+        """A cache of quantised rows, a few pages of it random bytes."""
+        pages, blocks, block_size = self.cache(layout)
+        slots = cupy.arange(self.choose(blocks * block_size, max(1, (blocks - 1) * block_size)))
+        rows = self.numbers(len(slots), layout.head_dim)
+        cumla.quantize_and_insert_k_cache(rows, pages, slots, block_size, layout=layout, backend=self.backend)
+        return layout.view(pages, block_size), blocks * block_size
+
+    def sparse(self, kernel):
+        layout = self.choose(cumla.DSV4_FP8, cumla.V32_FP8)
+        batch, s_q, heads = (int(x) for x in self.rng.integers((1, 1, 1), (4, 3, 70)))
+        options = {}
+        for prefix in ("", "extra_")[: self.choose(1, 2)]:
+            cache, slots = self.filled_cache(layout)
+            indices = self.rng.integers(-1, slots + 1, (batch, s_q, int(self.choose(0, 1, 60, 64, 130, 200))))
+            lengths = self.choose(None, self.ints(batch), self.ints(batch, s_q))
+            options |= {f"{prefix}k_cache": cache, f"{prefix}indices": self.put(indices.astype(np.int32))}
+            options |= {f"{prefix}topk_length": lengths}
+        with attention_kernels.forced(kernel):
+            cumla.sparse_mla_decode(
+                self.numbers(batch, s_q, heads, layout.head_dim), **options, layout=layout,
+                attn_sink=self.choose(None, self.numbers(heads, dtype=np.float32)),
+                batch_invariant=bool(self.choose(False, True)), backend=self.backend,
+            )  # fmt: skip
+
+    def prefill(self, kernel):
+        tokens, heads, width, rows = (int(x) for x in self.rng.integers((1, 1, 0, 1), (6, 70, 200, 90)))
+        dim = int(self.choose(512, 576))
+        with attention_kernels.forced(kernel):
+            cumla.sparse_mla_prefill(
+                self.numbers(tokens, heads, dim), self.numbers(rows, dim),
+                self.put(self.rng.integers(-1, rows + 1, (tokens, width)).astype(np.int32)),
+                topk_length=self.choose(None, self.ints(tokens)), backend=self.backend,
+            )  # fmt: skip
+
+    def dense(self):
+        dtype = self.choose(BF16, np.float16)
+        batch, s_q, heads = (int(x) for x in self.rng.integers((1, 1, 1), (4, 3, 130)))
+        blocks, block_size, columns = 7, int(self.choose(1, 16, 53, 64, 128)), int(self.rng.integers(1, 6))
+        cumla.dense_mla_decode(
+            self.numbers(batch, s_q, heads, 576, dtype=dtype), self.numbers(blocks, block_size, 576, dtype=dtype),
+            self.put(self.rng.integers(-1, blocks + 1, (batch, columns)).astype(np.int32)),
+            self.put(self.rng.integers(0, columns * block_size + 1, batch).astype(np.int32)), backend=self.backend,
+        )  # fmt: skip
+        queries, keys = int(self.rng.integers(0, 200)), int(self.rng.integers(1, 300))
+        heads, d, d_v = int(self.rng.integers(1, 4)), int(self.choose(64, 192)), int(self.choose(64, 128))
+        cumla.mha_varlen(
+            self.numbers(queries, heads, d, dtype=dtype), self.numbers(keys, heads, d, dtype=dtype),
+            self.numbers(keys, heads, d_v, dtype=dtype), self.put(np.array([0, queries // 3, queries], np.int32)),
+            self.put(np.array([0, keys // 2, keys], np.int32)), causal=bool(self.choose(False, True)),
+            backend=self.backend,
+        )  # fmt: skip
+
+    def attention(self):
+        for kernel in attention_kernels.KERNELS:
+            self.sparse(kernel)
+        self.prefill(self.choose("portable", "exact"))
+        self.dense()
+
+    def caches(self):
         self.insert()
         self.gather()
         self.concat()
@@ -159,13 +226,14 @@ class Fuzz:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="cuda")
+    parser.add_argument("--ops", choices=("caches", "attention"), default="caches", help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=20)
     args = parser.parse_args()
     cupy.cuda.set_allocator(None)  # no pool: what one array does not have is nobody's
     for seed in range(args.rounds):
-        Fuzz(args.backend, seed).run()
+        getattr(Fuzz(args.backend, seed), args.ops)()
     cupy.cuda.Device().synchronize()
-    print(f"{args.rounds} rounds on {args.backend}")
+    print(f"{args.rounds} rounds of {args.ops} on {args.backend}")
 
 
 if __name__ == "__main__":
