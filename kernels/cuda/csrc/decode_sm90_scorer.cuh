@@ -110,7 +110,7 @@ struct Scorer {
 
     // The softmax of a block: P = 2^(scale x - top) to shared memory; `total` is this lane's part of the rows' sums. The scale
     // is positive, so that the maximum of x can be looked for before it is scaled; scores of a negative one are negated.
-    // The maximum is certain before any weight is written: weights that were written again would not fit the registers.
+    // The maximum is looked for before any weight is written, so that this code is there once: twice, it spills.
     __device__ void softmax(float (&x)[32], float (&top)[2], float (&total)[2], float scale) {
         if (problem.softmax_scale < 0.0f)
 #pragma unroll
