@@ -253,6 +253,20 @@ def device_lab(request):
     yield from lab_of(request)
 
 
+@pytest.mark.parametrize("splits", [1, 2, 3, 4, 5, 8, 9, 25, 64, 100])
+def test_any_number_of_splits(device_lab, rng, monkeypatch, splits):
+    """Parts without keys among them, and requests of nothing else."""
+    monkeypatch.setattr(dense_attention, "split_count", lambda *_: splits)
+    lab, lens = device_lab, [1600, 65, 0]
+    paged = Paged(rng, lens, 64)
+    q = (5 * rng.standard_normal((3, 1, 3, 576))).astype(BF16)
+    out, lse = cumla.dense_mla_decode(
+        lab.put(q), lab.put(paged.cache), lab.put(paged.table), lab.put(np.array(lens, np.int32)), softmax_scale=0.05,
+        backend=lab.backend,
+    )  # fmt: skip
+    assert_decode(lab.get(out), lab.get(lse), *want_decode(q, paged.values, 0.05))
+
+
 def test_the_same_call_with_another_cache(device_lab, rng, monkeypatch):
     """And taken from a note of its launches, among whose arguments the cache's address is more than once."""
     again = prepared(cumla.dense_mla_decode)

@@ -106,12 +106,25 @@ def dense_mla_decode(
         arguments = (*query, *cache, *table, *work, *scale_arguments(scale), *results)
     decode((tiles * splits,), (made.threads,), arguments, shared_mem=made.shared_bytes, overlap=True)
     if splits > 1:
-        kernel("mla_decode_merge.cu", "mla_decode_merge", VALUE=value, ALIGNED=int(aligned))(
+        at_once, sets, most_sets = merge_shape(splits)
+        merge = kernel(
+            "mla_decode_merge.cu", "mla_decode_merge", VALUE=value, ALIGNED=int(aligned), AT_ONCE=at_once,
+            MAX_SETS=most_sets,
+        )  # fmt: skip
+        merge(
             (batch * s_q * heads,),
-            (V_DIM // 4,),
+            (sets * V_DIM // 4,),
             (parts, parts_lse, splits, s_q, heads, out, *strides(out)[:3], lse, *strides(lse)),
             overlap=True,
         )
+
+
+def merge_shape(splits: int) -> tuple[int, int, int]:
+    """How mla_decode_merge.cu takes so many parts: how many at once, and by how many sets of threads, of how many."""
+    if splits <= 4:
+        return 4, 1, 1
+    sets = min(-(-splits // 8), 8)
+    return 8, sets, 1 if sets == 1 else 8
 
 
 def boxes_of(pages: Pages, keys: int) -> tuple[int, Words]:
@@ -144,7 +157,7 @@ PORTABLE_DECODE = DecodeKernel(
     32, 32, 256, (32 + 32) * (2 * 576 + 16) + 32 * (2 * 32 + 16 + 4 * 33 + 4) + 8 * 32, 2, 6, 0.5
 )
 HOPPER_DECODE = DecodeKernel(64, 64, 384, 3 * 1024 + 28 * 8192, 1, 4, 0.1)
-MAX_SPLITS = 256  # as in mla_decode_merge.cu
+MAX_SPLITS = 256
 
 
 @functools.lru_cache(maxsize=1024)

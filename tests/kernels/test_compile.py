@@ -54,8 +54,9 @@ SOURCES = [
     ("mla_decode_sm90.cu", {"VALUE": "f16"}),
     ("mla_decode.cu", {"VALUE": "bf16", "CACHE": "bf16", "ALIGNED": 1}),
     ("mla_decode.cu", {"VALUE": "f16", "CACHE": "e4m3", "ALIGNED": 0}),
-    ("mla_decode_merge.cu", {"VALUE": "bf16", "ALIGNED": 1}),
-    ("mla_decode_merge.cu", {"VALUE": "f16", "ALIGNED": 0}),
+    ("mla_decode_merge.cu", {"VALUE": "bf16", "ALIGNED": 1, "AT_ONCE": 4, "MAX_SETS": 1}),
+    ("mla_decode_merge.cu", {"VALUE": "f16", "ALIGNED": 0, "AT_ONCE": 8, "MAX_SETS": 1}),
+    ("mla_decode_merge.cu", {"VALUE": "bf16", "ALIGNED": 1, "AT_ONCE": 8, "MAX_SETS": 8}),
     ("step.cu", {"SLOT": "int64"}),
     ("step.cu", {"SLOT": "int"}),
 ]

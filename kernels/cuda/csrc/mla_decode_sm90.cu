@@ -365,16 +365,15 @@ mla_decode_sm90(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stri
     if (uint32(__cvta_generic_to_shared(memory)) != BARRIERS_AT || reinterpret_cast<uint64>(&map) % 64) __trap();
     if (threadIdx.x == 0 && box_rows) prefetch_map(map);
     overlap_with_previous_kernel();
-    int groups = (heads + HEADS - 1) / HEADS;
-    Share share = Share::of(blockIdx.x, splits, groups, s_q, lens, int64(columns) * block_size, causal, KEYS);
-    int blocks = share.last_block - share.first_block;
-    int group = threadIdx.x / 128;
+    int groups = (heads + HEADS - 1) / HEADS, group = threadIdx.x / 128;
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2 * PIECES; ++i) barrier_init(READY + 8 * i, FEEDERS), barrier_init(FREE + 8 * i, 4);
         barrier_init(WEIGHTS_READY, 4), barrier_init(WEIGHTS_READY + 8, 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
+    Share share = Share::of(blockIdx.x, splits, groups, s_q, lens, int64(columns) * block_size, causal, KEYS);
+    int blocks = share.last_block - share.first_block;
 
     if (group == 0) {
         give_registers<FEEDER_REGISTERS>();
