@@ -26,6 +26,7 @@ def mha_varlen(
     k_pe: Any | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
+    onto: bool = False,
     out: Any | None = None,
     lse: Any | None = None,
     backend: str | None = None,
@@ -41,8 +42,10 @@ def mha_varlen(
     k_pe           [N, r] of q's dtype: the last r values of each key, the same for all heads
     softmax_scale  1 / sqrt(d) if None
     causal         the last query sees all keys of its sequence, the one before it one less, and so on
-    out            [T, h, d_v] of q's dtype, or float32, to write instead of allocating
-    lse            [h, T] float32 to write instead of allocating
+    onto           out and lse hold attention of these queries over other keys: these are added to them, as
+                   merge_attn_states would
+    out            [T, h, d_v] of q's dtype, or float32, to write instead of allocating; with onto given, float32
+    lse            [h, T] float32 to write instead of allocating; with onto given
 
     Returns out and lse, the natural logarithm of the sum of exp(softmax_scale * q . k). A query without keys gives
     out 0 and lse +inf; queries of no sequence are left as they are (in arrays allocated here: undefined).
@@ -69,13 +72,16 @@ def mha_varlen(
     cu_seqlens_k = call.array("cu_seqlens_k", cu_seqlens_k, INT32, ("R + 1",))
     if not len(cu_seqlens_q):
         raise ValueError("cu_seqlens_q: got no entries, expected one more than there are sequences")
-    out_array = call.output("out", out, (q.dtype, *FLOAT32), (tokens, heads, v.shape[2]))
+    for name, array in (("out", out), ("lse", lse)):
+        if onto and array is None:
+            raise ValueError(f"{name}: got None, expected the attention onto which these keys are added")
+    out_array = call.output("out", out, FLOAT32 if onto else (q.dtype, *FLOAT32), (tokens, heads, v.shape[2]))
     lse_array = call.output("lse", lse, FLOAT32, (heads, tokens))
     if q.size and len(cu_seqlens_q) > 1:
         with call.kernels("dense_attention") as kernels:
             kernels.mha_varlen(
                 q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, scale_or_default(softmax_scale, head_dim), bool(causal),
-                out_array, lse_array,
+                bool(onto), out_array, lse_array,
             )  # fmt: skip
     return call.results()
 

@@ -1,7 +1,7 @@
 """One dense MLA layer, one step: insert, then prefill with projected keys and decode in the latent space.
 
     prefill   k_nope, v = kv_c W_UK, kv_c W_UV for every head; causal attention over the new tokens; then chunk by
-              chunk over the context: gather rows into the workspace, project them, attend, merge
+              chunk over the context: gather rows into the workspace, project them, attend to them too
     decode    q_latent = q_nope W_UK^T; attention over the paged rows, which are keys and values of all heads;
               out = latent out W_UV
 
@@ -18,7 +18,6 @@ import ml_dtypes
 import numpy as np
 
 from .attention import V_DIM as KV_LORA_RANK
-from .attention import merge_attn_states
 from .call import BFLOAT16, Call
 from .dense_attention import dense_mla_decode, mha_varlen
 from .interop import dlpack, streams
@@ -153,7 +152,7 @@ class MLACommonImpl:
         output      [T, num_heads * V] of q's dtype to write instead of allocating
         k_scale     of an FP8 cache: float32 array of one value on the device, or a number (`layer._k_scale`)
         observe     called with an op's name around each op ("insert", "project", "prefill", "gather", "context",
-                    "merge", "absorb", "decode")
+                    "absorb", "decode")
 
         Returns output. A step of decodes alone reads nothing back and, after the same shape has run once, allocates
         nothing but its output, so a CUDA graph can capture it when `output` is given.
@@ -273,11 +272,9 @@ class _Run:
                 f"context_chunk_workspace: got {workspace.dtype} {list(workspace.shape)}, "
                 f"expected {q.dtype} of at least {max(chunks)} rows"
             )
-        # In float32: 16 bits would lose some at each of many merges. The sum so far goes to and fro between two arrays.
-        lse_shape = (self.layer.num_heads, len(q))
-        sums = [(dlpack.empty(out.shape, FLOAT32, q), dlpack.empty(lse_shape, FLOAT32, q)) for _ in range(2)]
-        part, part_lse = dlpack.empty(out.shape, FLOAT32, q), dlpack.empty(lse_shape, FLOAT32, q)
-        self.attend("prefill", q, kv_c, k_pe, metadata.query_start_loc, metadata.query_start_loc, True, *sums[0])
+        # In float32: 16 bits would lose some with each of many chunks.
+        sums = dlpack.empty(out.shape, FLOAT32, q), dlpack.empty((self.layer.num_heads, len(q)), FLOAT32, q)
+        self.attend("prefill", q, kv_c, k_pe, metadata.query_start_loc, metadata.query_start_loc, True, *sums)
         starts = dlpack.borrow(metadata.context_chunk_starts, "context_chunk_starts")
         cu_seq_lens = dlpack.borrow(metadata.context_chunk_cu_seq_lens, "context_chunk_cu_seq_lens")
         for i, tokens in enumerate(chunks):
@@ -289,13 +286,9 @@ class _Run:
                 )  # fmt: skip
             self.attend(
                 "context", q, rows[:, :KV_LORA_RANK], rows[:, KV_LORA_RANK:], metadata.query_start_loc, cu_seq_lens[i],
-                False, part, part_lse,
+                False, *sums, onto=True,
             )  # fmt: skip
-            (suffix, suffix_lse), (merged, merged_lse) = sums
-            with self.observe("merge"):
-                merge_attn_states(merged, part, part_lse, suffix, suffix_lse, merged_lse, backend=self.layer.backend)
-            sums.reverse()
-        out[...] = sums[0][0]
+        out[...] = sums[0]
 
     def attend(
         self,
@@ -308,6 +301,7 @@ class _Run:
         causal: bool,
         out: Any,
         lse: Any = None,
+        onto: bool = False,
     ) -> None:
         """Project rows up for every head and attend to them."""
         layer, nope = self.layer, self.layer.qk_nope_head_dim
@@ -317,7 +311,8 @@ class _Run:
         with self.observe(op):
             mha_varlen(
                 q, kv[..., :nope], kv[..., nope:], dlpack.borrow(query_start_loc, "query_start_loc"), cu_seq_lens,
-                k_pe=k_pe, softmax_scale=layer.scale, causal=causal, out=out, lse=lse, backend=layer.backend,
+                k_pe=k_pe, softmax_scale=layer.scale, causal=causal, onto=onto, out=out, lse=lse,
+                backend=layer.backend,
             )  # fmt: skip
 
 

@@ -53,9 +53,9 @@ class Op:
 
     @functools.cached_property
     def signature(self) -> inspect.Signature:
-        """Its parameters but for the outputs and what only an eager call can have: a plan, a stream."""
+        """Its parameters but for the outputs and what only an eager call can have: a plan, a stream, given outputs."""
         signature = inspect.signature(self.function)
-        left_out = {*self.outputs, "plan", "stream"}
+        left_out = {*self.outputs, "plan", "stream", "onto"}
         return signature.replace(
             parameters=[parameter for name, parameter in signature.parameters.items() if name not in left_out],
             return_annotation=Any,

@@ -203,7 +203,10 @@ class Fuzz:
             self.numbers(queries, heads, d, dtype=dtype), self.numbers(keys, heads, d, dtype=dtype),
             self.numbers(keys, heads, d_v, dtype=dtype), self.put(np.array([0, queries // 3, queries], np.int32)),
             self.put(np.array([0, keys // 2, keys], np.int32)), causal=bool(self.choose(False, True)),
-            backend=self.backend,
+            backend=self.backend, **self.choose({}, {
+                "onto": True, "out": self.numbers(queries, heads, d_v, dtype=np.float32),
+                "lse": self.numbers(heads, queries, dtype=np.float32),
+            }),
         )  # fmt: skip
 
     def attention(self):

@@ -92,6 +92,50 @@ def test_mha_varlen_large_scores(lab, rng):
     assert_prefill(lab.get(out), lab.get(lse), want_out, want_lse)
 
 
+PARTS = [([0, 5, 200, 1, 0], True), ([3, 0, 130, 0, 0], False), ([0, 0, 0, 0, 0], False), ([129, 0, 1, 64, 0], False)]
+
+
+@pytest.mark.parametrize("head_dims", [(192, 64, 128), (64, 0, 48)])
+@pytest.mark.parametrize("dtype", [BF16, np.float16])
+def test_mha_varlen_onto_attention_over_other_keys(lab, rng, head_dims, dtype):
+    """New tokens, then chunks of context: of some sequences only, and of none."""
+    (d, rope, d_v), heads, q_lens = head_dims, 2, [4, 5, 150, 1, 3]
+    q = (6 * rng.standard_normal((sum(q_lens), heads, d))).astype(dtype)
+    cu_q = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
+    out, lse = (
+        lab.put(np.full((len(q), heads, d_v), np.nan, np.float32)),
+        lab.put(np.zeros((heads, len(q)), np.float32)),
+    )
+    weights, sums = np.zeros((heads, len(q))), np.zeros((heads, len(q), d_v))
+    for k_lens, causal in PARTS:
+        n = sum(k_lens)
+        k, v, k_pe = (
+            (KV_STD * rng.standard_normal(s)).astype(dtype) for s in ((n, heads, d - rope), (n, heads, d_v), (n, rope))
+        )
+        cu_k = np.concatenate([[0], np.cumsum(k_lens)]).astype(np.int32)
+        before = lab.get(out).copy(), lab.get(lse).copy()
+        got = cumla.mha_varlen(
+            *map(lab.put, (q, k, v, cu_q, cu_k)), k_pe=lab.put(k_pe) if rope else None, softmax_scale=0.11,
+            causal=causal, onto=not causal, out=out, lse=lse, backend=lab.backend,
+        )  # fmt: skip
+        assert got[0] is out
+        assert got[1] is lse
+        keys = np.concatenate([k, np.repeat(k_pe[:, None], heads, axis=1)], axis=2)
+        for i in range(len(q_lens)):
+            rows, seen = slice(*cu_q[i : i + 2]), slice(*cu_k[i : i + 2])
+            part, part_lse = formula(*map(to_float, (q[rows], keys[seen], v[seen])), 0.11, causal)
+            part_weights = np.where(np.isinf(part_lse), 0, np.exp(part_lse))
+            weights[:, rows] += part_weights
+            sums[:, rows] += part_weights[..., None] * part.transpose(1, 0, 2)
+            if not causal and not k_lens[i]:
+                np.testing.assert_array_equal(lab.get(out)[rows], before[0][rows])
+                np.testing.assert_array_equal(lab.get(lse)[:, rows], before[1][:, rows])
+    empty = weights == 0
+    total = np.where(empty, 1, weights)
+    want_lse = np.where(empty, np.inf, np.log(total))
+    assert_prefill(lab.get(out), lab.get(lse), (sums / total[..., None]).transpose(1, 0, 2), want_lse)
+
+
 def test_mha_varlen_leaves_other_rows(lab, rng):
     q, k, v = ((rng.standard_normal((20, 2, d)) * std).astype(BF16) for d, std in ((192, 1), (192, 1), (128, KV_STD)))
     out, lse = lab.put(np.full((20, 2, 128), 7, BF16)), lab.put(np.full((2, 20), 7, np.float32))
@@ -390,6 +434,9 @@ def test_errors_name_the_argument(rng):
         ({"cu_seqlens_k": np.array([0, 2, 4], np.int32)}, "cu_seqlens_k: got shape"),
         ({"cu_seqlens_q": cu[:0], "cu_seqlens_k": cu[:0]}, "cu_seqlens_q: got no entries"),
         ({"softmax_scale": np.nan}, "softmax_scale: got nan"),
+        ({"onto": True}, "out: got None"),
+        ({"onto": True, "out": np.zeros((4, 2, 128), np.float32)}, "lse: got None"),
+        ({"onto": True, "out": v, "lse": np.zeros((2, 4), np.float32)}, "out: got dtype bfloat16, expected float32"),
     ):
         arguments = {"q": q, "k": q, "v": v, "cu_seqlens_q": cu, "cu_seqlens_k": cu} | changes
         with pytest.raises((TypeError, ValueError), match=message):

@@ -157,11 +157,17 @@ def test_dense_decode(here, rng, block_size, device, schedule):
 
 @SCHEDULES
 @DEVICES
-def test_packed_sequences(here, rng, device, schedule):
+@pytest.mark.parametrize("onto", [False, True])
+def test_packed_sequences(here, rng, device, schedule, onto):
     starts = np.array([0, 150, 170, 450], np.int32)
     shapes = {"q": (450, 2, 192), "k": (450, 2, 128), "k_pe": (450, 64), "v": (450, 2, 128)}
     arrays = {name: (6 if name == "q" else 0.1) * rng.standard_normal(shape) for name, shape in shapes.items()}
     arguments = {name: array.astype(BF16) for name, array in arrays.items()}
+    if onto:
+        arguments |= {
+            "onto": True, "out": rng.standard_normal((450, 2, 128)).astype(np.float32),
+            "lse": rng.standard_normal((2, 450)).astype(np.float32),
+        }  # fmt: skip
     check_dense(
         here, device, schedule, "mha_varlen",
         {**arguments, "cu_seqlens_q": starts, "cu_seqlens_k": starts, "softmax_scale": 0.11, "causal": True},

@@ -192,7 +192,6 @@ def test_memory_is_bounded_by_the_workspace(lab, rng):
         "project": chunks + 1,
         "gather": chunks,
         "context": chunks,
-        "merge": chunks,
     }
     assert model.impl._scratch["kv"].size == 16 * HEADS * (P + V)
 

@@ -12,7 +12,7 @@ import numpy as np
 from .engine import Engine, StepRecord
 from .verify import FP8_MEAN_BOUND, Sample
 
-PREFILL_OPS, DECODE_OPS = ("gather", "project", "prefill", "context", "merge"), ("absorb", "decode")
+PREFILL_OPS, DECODE_OPS = ("gather", "project", "prefill", "context"), ("absorb", "decode")
 SHARED_OPS = ("insert", "map")
 ATTENTION_OPS = (*SHARED_OPS, *DECODE_OPS, *PREFILL_OPS)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..segments import Pages, packed_rows
+from .attention import merge_attn_states
 from .mla_cache import E4M3_VALUES
 
 V_DIM = 512
@@ -20,6 +21,7 @@ def mha_varlen(
     cu_seqlens_k: np.ndarray,
     softmax_scale: float,
     causal: bool,
+    onto: bool,
     out: np.ndarray,
     lse: np.ndarray,
 ) -> None:
@@ -39,8 +41,12 @@ def mha_varlen(
             scores = np.matmul(q[part].transpose(1, 0, 2).astype(np.float32) * np.float32(softmax_scale), key)
             if causal:
                 scores[:, np.arange(n) > np.arange(first, end)[:, None] + n - m] = -np.inf
-            result, lse[:, part] = _attend(scores, values)
-            out[part] = result.transpose(1, 0, 2)
+            result, log_sum = _attend(scores, values)
+            result = result.transpose(1, 0, 2)
+            if onto:
+                merge_attn_states(out[part], out[part], lse[:, part], result, log_sum, lse[:, part])
+            else:
+                out[part], lse[:, part] = result, log_sum
 
 
 def dense_mla_decode(

@@ -30,6 +30,7 @@ def mha_varlen(
     cu_seqlens_k: Any,
     softmax_scale: float,
     causal: bool,
+    onto: bool,
     out: Any,
     lse: Any,
 ) -> None:
@@ -41,7 +42,9 @@ def mha_varlen(
             f"expected multiples of 16 up to {MAX_HEAD_DIM} on CUDA"
         )
     aligned = is_aligned(q, k, v, out) and (k_pe is None or is_aligned(k_pe))
-    types = {"VALUE": C_NAMES[q.dtype.name], "OUTPUT": C_NAMES[out.dtype.name], "CAUSAL": int(causal)}
+    types = {
+        "VALUE": C_NAMES[q.dtype.name], "OUTPUT": C_NAMES[out.dtype.name], "CAUSAL": int(causal), "ONTO": int(onto)
+    }  # fmt: skip
     device = q.device.id
     if aligned and (head_dim, rope_dim, v_dim) == HOPPER_HEAD_DIMS and is_hopper(device):
         queries, threads, shared_bytes = 128, 384, 1024 + 26 * 8192  # as in mha_varlen_sm90.cu

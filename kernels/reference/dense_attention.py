@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..segments import Pages, packed_rows
+from .attention import merge_attn_states
 from .mla_cache import gather_cache
 from .rows import lookup_slot
 
@@ -26,15 +27,21 @@ def mha_varlen(
     cu_seqlens_k: np.ndarray,
     softmax_scale: float,
     causal: bool,
+    onto: bool,
     out: np.ndarray,
     lse: np.ndarray,
 ) -> None:
     for queries, keys in zip(packed_rows(cu_seqlens_q, len(q)), packed_rows(cu_seqlens_k, len(k)), strict=True):
+        part, part_lse = np.empty(out[queries].shape), np.empty(lse[:, queries].shape)
         for head in range(q.shape[1]):
             key = k[keys, head]
             if k_pe is not None:
                 key = np.concatenate([key, k_pe[keys]], axis=1)
-            out[queries, head], lse[head, queries] = attend(q[queries, head], key, v[keys, head], softmax_scale, causal)
+            part[:, head], part_lse[head] = attend(q[queries, head], key, v[keys, head], softmax_scale, causal)
+        if onto:
+            merge_attn_states(out[queries], out[queries], lse[:, queries], part, part_lse, lse[:, queries])
+        else:
+            out[queries], lse[:, queries] = part, part_lse
 
 
 def dense_mla_decode(

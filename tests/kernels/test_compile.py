@@ -13,7 +13,9 @@ nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installe
 
 TARGETS = ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120")
 INSERTS = {"SLOT": "int64"}
-MHA = {"VALUE": "bf16", "OUTPUT": "bf16", "QK_DIM": 192, "ROPE_DIM": 64, "V_DIM": 128, "CAUSAL": 1, "ALIGNED": 1}
+MHA = {
+    "VALUE": "bf16", "OUTPUT": "bf16", "QK_DIM": 192, "ROPE_DIM": 64, "V_DIM": 128, "CAUSAL": 1, "ALIGNED": 1, "ONTO": 0,
+}  # fmt: skip
 MHA_TYPES = [("bf16", "bf16", 1), ("bf16", "float", 0), ("f16", "f16", 1)]
 # Every file of csrc/, with macros as launchers give them.
 SOURCES = [
@@ -48,8 +50,11 @@ SOURCES = [
     ("merge.cu", {"VALUE": "float"}),
     *(("mha_varlen.cu", {**MHA, "VALUE": value, "OUTPUT": out, "CAUSAL": causal}) for value, out, causal in MHA_TYPES),
     ("mha_varlen.cu", {**MHA, "QK_DIM": 256, "ROPE_DIM": 0, "V_DIM": 256, "ALIGNED": 0}),
-    ("mha_varlen_sm90.cu", {"VALUE": "bf16", "OUTPUT": "bf16", "CAUSAL": 1}),
-    ("mha_varlen_sm90.cu", {"VALUE": "f16", "OUTPUT": "float", "CAUSAL": 0}),
+    *(("mha_varlen.cu", {**MHA, "OUTPUT": "float", "ALIGNED": aligned, "ONTO": 1}) for aligned in (0, 1)),
+    ("mha_varlen_sm90.cu", {"VALUE": "bf16", "OUTPUT": "bf16", "CAUSAL": 1, "ONTO": 0}),
+    ("mha_varlen_sm90.cu", {"VALUE": "f16", "OUTPUT": "float", "CAUSAL": 0, "ONTO": 0}),
+    ("mha_varlen_sm90.cu", {"VALUE": "bf16", "OUTPUT": "float", "CAUSAL": 0, "ONTO": 1}),
+    ("mha_varlen_sm90.cu", {"VALUE": "f16", "OUTPUT": "float", "CAUSAL": 1, "ONTO": 1}),
     ("mla_decode_sm90.cu", {"VALUE": "bf16"}),
     ("mla_decode_sm90.cu", {"VALUE": "f16"}),
     ("mla_decode.cu", {"VALUE": "bf16", "CACHE": "bf16", "ALIGNED": 1}),

@@ -58,7 +58,7 @@ def test_prompts_in_parts_and_behind_shared_prefixes_attend_to_their_context(fin
     with_context = [record for record in records if ("mla", "context") in record.seconds]
     assert len(with_context) >= 2
     for record in with_context:
-        assert {("mla", "gather"), ("mla", "project"), ("mla", "merge")} <= set(record.seconds)
+        assert {("mla", "gather"), ("mla", "project"), ("mla", "context")} <= set(record.seconds)
 
 
 def test_shared_rows_are_those_of_a_run_alone(finished):
@@ -82,13 +82,12 @@ def test_beside_sparse_layers():
     assert all({("swa", "insert"), ("mla", "insert")} <= set(record.bytes) for record in records)
 
 
-def test_a_wrong_merge_is_found(monkeypatch):
-    """Context that is left out, as where chunks are merged by the wrong weights."""
+def test_context_that_is_left_out_is_found(monkeypatch):
+    def forgetful(*arguments, onto, **more):
+        if not onto:
+            cumla.mha_varlen(*arguments, **more)
 
-    def forgetful(output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None, **_):
-        output[...], output_lse[...] = suffix_output, suffix_lse
-
-    monkeypatch.setattr(cumla.mla_layer, "merge_attn_states", forgetful)
+    monkeypatch.setattr(cumla.mla_layer, "mha_varlen", forgetful)
     _, records = run()
     assert any("(prefill)" in failure for failure in failures(records))
 

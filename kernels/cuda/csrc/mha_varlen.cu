@@ -4,7 +4,8 @@
 // softmax and the second product of the block before run; V while the first product runs.
 //
 // Macros: VALUE (bf16 or f16), OUTPUT (VALUE or float), QK_DIM, ROPE_DIM (of K's values, those that all heads
-// share; 0: none), V_DIM, CAUSAL, ALIGNED (whether all rows start at a multiple of 16 bytes).
+// share; 0: none), V_DIM, CAUSAL, ALIGNED (whether all rows start at a multiple of 16 bytes), ONTO (whether `out`, of
+// float, and `lse` hold attention over earlier keys, to which these are added).
 #include "matrix.cuh"
 #include "packed.cuh"
 
@@ -46,6 +47,7 @@ mha_varlen(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE* k, i
     int keys = tile.keys;
     if (CAUSAL) keys = min(keys, max(tile.last_key + tile.queries, 0));
     int blocks = (keys + KEYS - 1) / KEYS;
+    if (ONTO && !blocks) return;
 
     auto load_k = [&](int block) {
         int64 first = tile.first_key + block * KEYS;
@@ -63,6 +65,21 @@ mha_varlen(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE* k, i
 
     float sums[V_DIM / 8][4] = {}, top[2] = {-infinity(), -infinity()}, total[2] = {};
     int row = 16 * warp + lane / 4;  // and row + 8
+#if ONTO
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        if (row + 8 * half >= tile.queries) continue;
+        int64 query = tile.first_query + row + 8 * half;
+        float before = lse[head * lse_stride_h + query * lse_stride_t];
+        if (!begin_with(before, lane % 4 == 0, top[half], total[half])) continue;
+        const float* from = out + query * out_stride_t + head * out_stride_h + 2 * (lane % 4);
+#pragma unroll
+        for (int n = 0; n < V_DIM / 8; ++n) {
+            float2 pair = load_pair(from + 8 * n);
+            sums[n][2 * half] = pair.x, sums[n][2 * half + 1] = pair.y;
+        }
+    }
+#endif
     for (int block = 0; block < blocks; ++block) {
         copies_wait<0>();
         __syncthreads();

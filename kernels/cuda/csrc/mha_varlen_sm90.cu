@@ -9,7 +9,8 @@
 // K's 192 values are three tiles of 128 rows, the last one RoPE, which all heads share; V is two times two tiles of
 // 64 rows.
 //
-// Macros: VALUE (bf16 or f16), OUTPUT (VALUE or float), CAUSAL.
+// Macros: VALUE (bf16 or f16), OUTPUT (VALUE or float), CAUSAL, ONTO (whether `out`, of float, and `lse` hold attention
+// over earlier keys, to which these are added).
 #define ALIGNED 1
 #include "hopper_products.cuh"
 #include "packed.cuh"
@@ -69,6 +70,7 @@ mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE*
     int keys = tile.keys;
     if (CAUSAL) keys = min(keys, max(tile.last_key + tile.queries, 0));
     int blocks = (keys + KEYS - 1) / KEYS;
+    if (ONTO && !blocks) return;
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < 2; ++stage) {
             barrier_init(K_FULL + 8 * stage, 128), barrier_init(K_EMPTY + 8 * stage, 8);
@@ -128,14 +130,29 @@ mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE*
         for (int t = 0; t < 3; ++t) copy_async<16>(q_at + t * TILE_BYTES + 2048 * r + place, row + (present ? 64 * t : 0), present);
     }
     copies_commit();
-    copies_wait<0>();
-    fence_for_matrix();
-    warpgroup_sync(1 + consumer);
 
     float sums[64] = {}, scores[64];
     uint32 weights[8][4];
     Softmax softmax;
     int row = 64 * consumer + 16 * warp + lane / 4;  // of the tile; and row + 8
+#if ONTO
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        if (row + 8 * half >= tile.queries) continue;
+        int64 query = tile.first_query + row + 8 * half;
+        float before = lse[head * lse_stride_h + query * lse_stride_t];
+        if (!begin_with(before, lane % 4 == 0, softmax.top[half], softmax.total[half])) continue;
+        const float* from = out + query * out_stride_t + head * out_stride_h + 2 * (lane % 4);
+#pragma unroll
+        for (int n = 0; n < 16; ++n) {
+            float2 pair = load_pair(from + 8 * n);
+            sums[4 * n + 2 * half] = pair.x, sums[4 * n + 2 * half + 1] = pair.y;
+        }
+    }
+#endif
+    copies_wait<0>();
+    fence_for_matrix();
+    warpgroup_sync(1 + consumer);
     uint64 q_tile = tile_descriptor(q_at);
 
     auto score = [&](int stage) {
@@ -162,6 +179,11 @@ mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE*
             if (!seen) scores[i] = -infinity();
         }
     };
+    auto rescale_sums = [&](float2 rescale) {
+#pragma unroll
+        for (int i = 0; i < 64; i += 4)
+            sums[i] *= rescale.x, sums[i + 1] *= rescale.x, sums[i + 2] *= rescale.y, sums[i + 3] *= rescale.y;
+    };
     auto to_weights = [&]() {
 #pragma unroll
         for (int i = 0; i < 32; ++i) weights[i / 4][i % 4] = pack(VALUE{}, scores[2 * i], scores[2 * i + 1]);
@@ -177,7 +199,8 @@ mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE*
         pin(scores);
         warp_arrive(K_EMPTY);
         mask(0);
-        softmax.weights(scores, scale_log2);
+        float2 rescale = softmax.weights(scores, scale_log2);
+        if (ONTO) rescale_sums(rescale);
         to_weights();
     }
     for (int block = 1; block < blocks; ++block) {
@@ -198,9 +221,7 @@ mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE*
         matrix_wait<0>();
         pin(sums);
         warp_arrive(V_EMPTY + 8 * before);
-#pragma unroll
-        for (int i = 0; i < 64; i += 4)
-            sums[i] *= rescale.x, sums[i + 1] *= rescale.x, sums[i + 2] *= rescale.y, sums[i + 3] *= rescale.y;
+        rescale_sums(rescale);
         to_weights();
     }
     if (blocks) {

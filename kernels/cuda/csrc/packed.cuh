@@ -53,7 +53,22 @@ __device__ inline float exp2_approx(float x) {
     return y;
 }
 
-// Two neighbouring values. ALIGNED says whether they may be written at once.
+// Attention over earlier keys as the start of a softmax over more: its log-sum is the top, and the total 1 at that,
+// which one of the row's lanes has. Says whether there were any.
+__device__ inline bool begin_with(float lse, bool has_total, float& top, float& total) {
+    if (lse == infinity() || lse == -infinity()) return false;
+    top = lse * LOG2_E, total = has_total ? 1.0f : 0.0f;
+    return true;
+}
+
+// Two neighbouring values. ALIGNED says whether they may be read or written at once.
+__device__ inline float2 load_pair(const float* p) {
+#if ALIGNED
+    return *reinterpret_cast<const float2*>(p);
+#else
+    return {p[0], p[1]};
+#endif
+}
 __device__ inline void store_pair(float* p, float x, float y) {
 #if ALIGNED
     *reinterpret_cast<float2*>(p) = {x, y};
