@@ -14,7 +14,8 @@ nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installe
 TARGETS = ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120")
 INSERTS = {"SLOT": "int64"}
 MHA = {
-    "VALUE": "bf16", "OUTPUT": "bf16", "QK_DIM": 192, "ROPE_DIM": 64, "V_DIM": 128, "CAUSAL": 1, "ALIGNED": 1, "ONTO": 0,
+    "VALUE": "bf16", "OUTPUT": "bf16", "QK_DIM": 192, "ROPE_DIM": 64, "V_DIM": 128, "CAUSAL": 1, "ALIGNED": 1,
+    "ONTO": 0,
 }  # fmt: skip
 MHA_TYPES = [("bf16", "bf16", 1), ("bf16", "float", 0), ("f16", "f16", 1)]
 # Every file of csrc/, with macros as launchers give them.
