@@ -27,6 +27,7 @@ for name in ${*:-tests cache indices metadata decode interop mla replay}; do
     replay)
         part replay128 60 40 python3 -m cumla replay --heads 128 --requests 6 --cache-tokens 80000 --json "$dir/replay128.json"
         part replay64 60 40 python3 -m cumla replay --heads 64 --requests 6 --cache-tokens 80000 --json "$dir/replay64.json"
+        part replay_mla 60 40 python3 -m cumla replay --layers mla --requests 6 --cache-tokens 80000 --json "$dir/replay_mla.json"
         ;;
     *) part "$name" 90 60 python3 "benchmarks/$name.py" --json "$dir/$name.json" ;;
     esac
