@@ -1,7 +1,6 @@
 """CUDA kernels under every schedule that the emulator knows, and the emulator itself (tests/emulation)."""
 
 import ctypes
-import itertools
 
 import numpy as np
 import pytest
@@ -124,34 +123,6 @@ def test_tiles_cut_into_many_parts(here, rng, device, batch, heads, topk, length
         topk_length=None if lengths is None else np.array(lengths, np.int32),
     )  # fmt: skip
     on(here, device, WILDEST, problem)
-
-
-@DEVICES
-@pytest.mark.parametrize("may_cut", [True, False])
-@pytest.mark.parametrize(
-    ("lengths", "pays"), [([640, 5, 70, 300, 0, 640, 129, 64, 500, 1, 200], False), ([64, 0, 64, 64, 1920], True)]
-)
-def test_more_tiles_than_thread_blocks(here, rng, device, lengths, pays, may_cut):
-    """Whole, and dealt to thread blocks in an order of their own, unless one is so long that cutting it pays."""
-    layout, plan, shares = cumla.DSV4_FP8, cumla.DecodePlan(), 4
-    batch, heads, topk = len(lengths), 70, max(lengths)
-    q = make_q(rng, batch, 1, heads, layout)
-    q[2] *= BF16(2**20)  # for the exact kernel, which must know the order too
-    problem = Problem(
-        q, make_cache(rng, layout, 20, 64, spread=0), make_indices(rng, batch, 1, topk, 1280),
-        topk_length=np.array(lengths, np.int32), layout=layout,
-    )  # fmt: skip
-    on(here, device, WILDEST, problem, plan=plan, batch_invariant=not may_cut)
-    if device == HOPPER:
-        numbers, tiles = here.get(plan.memory.starts), 2 * batch
-        starts, order = numbers[: 2 * shares + 2].reshape(-1, 2), numbers[2 * shares + 2 :][:tiles]
-        assert sorted(order) == list(range(tiles))
-        assert starts[-1, 0] == tiles
-        assert starts[:, 1].any() == (pays and may_cut)
-        if not starts[:, 1].any():
-            costs = [2 + max(1, -(-length // 64)) for length in lengths for _ in range(2)]
-            loads = [sum(costs[tile] for tile in order[i:j]) for i, j in itertools.pairwise(starts[:, 0])]
-            assert max(loads) <= max(max(costs), sum(costs) / shares + 5)
 
 
 @SCHEDULES

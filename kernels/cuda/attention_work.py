@@ -52,7 +52,7 @@ UNDIVIDED = Division(0, False, False)
 class Memory(NamedTuple):
     """What the kernels of one call use beside its arguments.
 
-    starts       int32 [2 * (shares + 1) + tiles]: tile and block at which each share begins; the order of the tiles
+    starts       int32 [shares + 1, 2]: tile and block at which each share of the work begins
     partial_out  float32 [2 * shares, tile_heads * 512], parts of tiles that are cut; None until one may be
     partial_lse  float32 [2 * shares, tile_heads]
     unsafe       int32 [tiles]: which the exact kernel must do; zero between calls
@@ -173,7 +173,7 @@ def memory_for(plan: DecodePlan | None, work: Work, division: Division) -> Memor
         memory is None
         or memory.starts.data.device_id != work.q.data.device_id
         or len(memory.unsafe) < work.tiles
-        or len(memory.starts) < _starts_size(work.tiles, division.shares)
+        or len(memory.starts) <= division.shares
         or (division.cut and _too_small(memory.partial_out, 2 * division.shares * work.tile_heads * V_DIM))
     ):
         plan.renew()
@@ -207,11 +207,7 @@ def _bytes(tiles: int, shares: int, heads: int) -> int:
 
 def _shapes(tiles: int, shares: int, heads: int) -> Memory:
     """Of a Memory's arrays, whose elements have four bytes, for tiles of `heads` heads."""
-    return Memory((_starts_size(tiles, shares),), (2 * shares, heads * V_DIM), (2 * shares, heads), (tiles,))
-
-
-def _starts_size(tiles: int, shares: int) -> int:
-    return 2 * (shares + 1) + tiles
+    return Memory((shares + 1, 2), (2 * shares, heads * V_DIM), (2 * shares, heads), (tiles,))
 
 
 def _aligned(size: int) -> int:

@@ -45,9 +45,7 @@ struct Problem {
     int64 lse_stride_b, lse_stride_h, lse_stride_s;
     float* max_logits;  // or null; written by kernels of which no tile is cut
     int64 max_stride_b, max_stride_h;
-    // [shares + 1][2]: tile and block at which each share begins; or null, see Start. Then [tiles]: which token and heads each
-    // tile has, see TilePlace.
-    const int* starts;
+    const int* starts;   // [shares + 1][2]: tile and block at which each share begins; or null, see Start
     float* partial_out;  // [2 * shares][HEADS * V_DIM] of cut tiles, see partial_slot and partial_at
     float* partial_lse;  // [2 * shares][HEADS], base 2, -inf without keys
     int* unsafe;         // [tiles]: set where the exact kernel must do a tile again; or null, see UNSAFE_BITS
@@ -68,30 +66,26 @@ struct Problem {
 
 __device__ inline int blocks_of(int length) { return (length + BLOCK - 1) / BLOCK; }
 
-// Where a tile's token and heads are. A plan puts tiles into an order of its own, so that shares are runs of them.
+// Where a tile's token and heads are.
 struct TilePlace {
     int b, s, first_head;
 
     __device__ TilePlace(int b, int s, int first_head) : b(b), s(s), first_head(first_head) {}
 
     __device__ TilePlace(const Problem& problem, int tile) {
-        *this = unplanned(problem, problem.starts ? problem.starts[2 * (problem.shares + 1) + tile] : tile);
-    }
-
-    // Without a plan: in the order of tokens.
-    __device__ static TilePlace unplanned(const Problem& problem, int tile) {
         int token = tile / problem.groups;
-        return {token / problem.s_q, token % problem.s_q, tile % problem.groups * HEADS};
+        first_head = tile % problem.groups * HEADS;
+        b = token / problem.s_q, s = token % problem.s_q;
     }
 };
 
 // A tile without keys has a block too, or nobody would write its result.
 __device__ inline int blocks_of_tile(int length0, int length1) { return max(1, blocks_of(length0) + blocks_of(length1)); }
 
-__device__ inline int blocks_of_tile(const Problem& problem, TilePlace at) {
+__device__ inline int blocks_of_tile(const Problem& problem, int tile) {
+    TilePlace at(problem, tile);
     return blocks_of_tile(problem.lists[0].length(at.b, at.s), problem.lists[1].length(at.b, at.s));
 }
-__device__ inline int blocks_of_tile(const Problem& problem, int tile) { return blocks_of_tile(problem, TilePlace(problem, tile)); }
 
 // Where a share begins; share `shares` begins where the last one ends.
 struct Start {

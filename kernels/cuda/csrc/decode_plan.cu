@@ -2,22 +2,15 @@
 //
 // A tile costs its blocks and TILE_COST for reading Q and writing the result.
 //
-// Where there are a few tiles, each has shares of its own, as many as make the longest share as short as can be.
-//
-// Where there are more tiles than shares, tiles stay whole, in an order that makes each share a run of them, if that is
-// about as fast: then nothing has to be put together.
-//
-// Else share i begins where the costs of all blocks before add up to i / shares of the total, but at a tile's edge where
-// that is near enough. Shares then have the end of one tile and the start of another, which costs each of them both.
+// Where there are a few tiles, each has shares of its own, as many as make the longest share as short as can be. Else
+// share i begins where the costs of all blocks before add up to i / shares of the total, but at a tile's edge where that
+// is near enough. Shares then have the end of one tile and the start of another, which costs each of them both.
 #include "decode.cuh"
 
 constexpr int THREADS = 1024;
 // In blocks, as in kernels/cuda/attention_work.py, which says what they stand for.
 constexpr int TILE_COST = 2, CUT_COST = 2, STRADDLE_COST = 5, PARTS_A_BLOCK = 64;
 constexpr int NEAR = 2;
-constexpr int MAX_SHARES = 512;  // as in kernels/cuda/attention_work.py
-constexpr int MAX_DEALT = 2048;  // tiles that are put into an order
-constexpr int MAX_ROUNDS = 64;   // of dealing as well as can be, as each takes about 1 us
 
 // The sum of the values of this thread and those before it, and of all.
 __device__ inline int64 block_prefix(int64 x, int64& sum) {
@@ -42,30 +35,22 @@ __device__ inline int64 block_prefix(int64 x, int64& sum) {
 
 struct Planner {
     const Problem& problem;
-    int *starts, *order;
+    int* starts;
     int tiles, shares, first_tile, end_tile;  // tiles of this thread
 
-    __device__ Planner(const Problem& p, int* to)
-        : problem(p), starts(to), order(to + 2 * (p.shares + 1)), tiles(p.tiles()), shares(p.shares) {
+    __device__ Planner(const Problem& p, int* to) : problem(p), starts(to), tiles(p.tiles()), shares(p.shares) {
         int per_thread = (tiles + THREADS - 1) / THREADS;
         first_tile = min(int(threadIdx.x) * per_thread, tiles), end_tile = min(first_tile + per_thread, tiles);
     }
 
-    // In blocks. Problem has no order yet.
-    __device__ int length_of(int tile) const { return blocks_of_tile(problem, TilePlace::unplanned(problem, tile)); }
-
     __device__ void begin(int share, int tile, int block) const { starts[2 * share] = tile, starts[2 * share + 1] = block; }
-
-    __device__ void keep_order() const {
-        for (int tile = threadIdx.x; tile < tiles; tile += THREADS) order[tile] = tile;
-    }
 
     __device__ static int parts_of(int blocks, int longest) { return (blocks + longest - 1) / longest; }
 
     // Shares that these tiles need if none may be longer.
     __device__ int64 shares_of(int longest) const {
         int64 sum = 0;
-        for (int tile = first_tile; tile < end_tile; ++tile) sum += parts_of(length_of(tile), longest);
+        for (int tile = first_tile; tile < end_tile; ++tile) sum += parts_of(blocks_of_tile(problem, tile), longest);
         return sum;
     }
 
@@ -88,7 +73,7 @@ struct Planner {
         int64 mine = shares_of(longest), all, end = block_prefix(mine, all);
         int share = int(end - mine);
         for (int tile = first_tile; tile < end_tile; ++tile) {
-            int blocks = length_of(tile), parts = parts_of(blocks, longest);
+            int blocks = blocks_of_tile(problem, tile), parts = parts_of(blocks, longest);
             for (int i = 0; i < parts; ++i) begin(share++, tile, i * (blocks / parts) + min(i, blocks % parts));
         }
         for (int i = int(all) + threadIdx.x; i <= shares; i += THREADS) begin(i, tiles, 0);
@@ -109,7 +94,7 @@ struct Planner {
             int tile = min(low * ((tiles + THREADS - 1) / THREADS), tiles), block = 0;
             int64 left = low < THREADS ? wanted - (low ? cost_until[low - 1] : 0) : 0;
             while (tile < tiles) {
-                int blocks = length_of(tile);
+                int blocks = blocks_of_tile(problem, tile);
                 if (left >= blocks + TILE_COST) {
                     left -= blocks + TILE_COST, ++tile;
                     continue;
@@ -126,75 +111,12 @@ struct Planner {
     }
 };
 
-// Whole tiles given to shares, of which there are fewer: the longest first, each to the share that has least. As this
-// goes on round by round, a round gives one to each share that has less than the one with least will have after it.
-struct Deal {
-    uint32 cards[MAX_DEALT];  // cost and number of each tile, the cheapest first; of those dealt: number, share, place
-    int loads[MAX_SHARES], firsts[MAX_SHARES];
-
-    // Bitonic; returns how many cards there are: a power of two, of which the first cost nothing and are no tiles.
-    __device__ int sort(const Planner& planner) {
-        int size = 2;
-        while (size < planner.tiles) size *= 2;
-        for (int i = threadIdx.x; i < size; i += THREADS) {
-            uint32 cost = i < planner.tiles ? planner.length_of(i) + TILE_COST : 0;
-            cards[i] = min(cost, 0xffffffffu / MAX_DEALT) * MAX_DEALT + i;
-        }
-        for (int run = 2; run <= size; run *= 2)
-            for (int by = run / 2; by; by /= 2) {
-                __syncthreads();
-                for (int pair = threadIdx.x; pair < size / 2; pair += THREADS) {
-                    int i = (pair & -by) * 2 + (pair & by - 1);
-                    uint32 low = cards[i], high = cards[i + by];
-                    if (low > high == !(i & run)) cards[i] = high, cards[i + by] = low;
-                }
-            }
-        __syncthreads();
-        return size;
-    }
-
-    // Puts the tiles into their order and returns true, if no share costs more than `limit` then.
-    __device__ bool deal(const Planner& planner, int64 limit) {
-        int last = sort(planner) - 1, share = threadIdx.x, shares = planner.shares, load = 0, count = 0;
-        if (share < shares) loads[share] = 0;
-        __syncthreads();
-        for (int dealt = 0, round = 0, players; dealt < planner.tiles; dealt += players, ++round) {
-            int least = loads[0], turn = dealt;
-            players = 0;
-            for (int other = 1; other < shares; ++other) least = min(least, loads[other]);
-            int bound = round < MAX_ROUNDS ? least + int(cards[last - dealt] / MAX_DEALT) : 0x7fffffff;
-            for (int other = 0; other < shares; ++other) {
-                players += loads[other] < bound;
-                turn += loads[other] < load + (other < share);
-            }
-            __syncthreads();
-            if (share < shares && load < bound && turn < planner.tiles) {
-                uint32& card = cards[last - turn];
-                loads[share] = load += card / MAX_DEALT;
-                card = (count++ * MAX_SHARES + share) * MAX_DEALT + card % MAX_DEALT;
-            }
-            __syncthreads();
-        }
-        int64 all, end = block_prefix(count, all);
-        if (share < shares) firsts[share] = end - count;
-        if (__syncthreads_or(load > limit)) return false;
-        if (share < shares) planner.begin(share, firsts[share], 0);
-        if (share == shares) planner.begin(share, planner.tiles, 0);
-        for (int i = threadIdx.x; i < planner.tiles; i += THREADS) {
-            uint32 card = cards[last - i], owner = card / MAX_DEALT;
-            planner.order[firsts[owner % MAX_SHARES] + owner / MAX_SHARES] = card % MAX_DEALT;
-        }
-        return true;
-    }
-};
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 plan_decode(const __grid_constant__ Problem problem, int* starts, int may_cut) {
     __shared__ int64 cost_until[THREADS];
-    __shared__ Deal deal;
     Planner planner(problem, starts);
     int64 cost = 0, total;
-    for (int tile = planner.first_tile; tile < planner.end_tile; ++tile) cost += planner.length_of(tile) + TILE_COST;
+    for (int tile = planner.first_tile; tile < planner.end_tile; ++tile) cost += blocks_of_tile(problem, tile) + TILE_COST;
     cost_until[threadIdx.x] = block_prefix(cost, total);
     __syncthreads();
 
@@ -203,15 +125,10 @@ plan_decode(const __grid_constant__ Problem problem, int* starts, int may_cut) {
         if (longest + TILE_COST + CUT_COST <= total / problem.shares + STRADDLE_COST + problem.shares / PARTS_A_BLOCK) {
             int uncut = longest + CUT_COST;
             bool pays = false;
-            for (int tile = planner.first_tile; tile < planner.end_tile; ++tile) pays |= planner.length_of(tile) > uncut;
+            for (int tile = planner.first_tile; tile < planner.end_tile; ++tile) pays |= blocks_of_tile(problem, tile) > uncut;
             planner.cut_each_tile(__syncthreads_or(pays) ? longest : uncut);
-            planner.keep_order();
             return;
         }
-    } else if (planner.tiles > problem.shares && planner.tiles <= MAX_DEALT) {
-        int64 limit = total / problem.shares + STRADDLE_COST + problem.shares / PARTS_A_BLOCK;
-        if (deal.deal(planner, may_cut ? limit : total)) return;
     }
-    planner.keep_order();
     planner.cut_anywhere(cost_until, total, may_cut);
 }
