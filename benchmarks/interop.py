@@ -280,8 +280,6 @@ class Step:
         return cache
 
     def build(self):
-        for workspace in self.workspaces:
-            workspace.plan.renew()
         self.metadata = self.builder.build(0, self.batch, validate=False)
 
     def layer(self, i):

@@ -7,6 +7,7 @@ float64 over every row of a request, with K and V projected for each head.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -93,27 +94,36 @@ class DenseLayer:
         scheduled = batch.scheduled[int(np.searchsorted(batch.starts, token, side="right")) - 1]
         sequence, position = scheduled.sequence, int(batch.positions[token])
         seen = np.arange(position + 1)
-        query, got = (to_host(array[token]).astype(np.float64) for array in (inputs.q, out))
-        made = np.concatenate([to_host(part) for part in self.rows(sequence.token_keys[seen], seen)], axis=1)
-        exact = self.attend(query, self.cached(sequence, seen))
-        before = self.attend(query, made.astype(np.float64))
+        parts = [part.view(np.uint16) for part in self.rows(sequence.token_keys[seen], seen)]
+        made = self.xp.concatenate(parts, axis=1).view(BFLOAT16)
+        exact = self.attend(inputs.q[token], self.cached(sequence, seen))
+        before = self.attend(inputs.q[token], made)
+        got = to_host(out[token]).astype(np.float64)
         return measured(step, self.name, sequence.index, position, kind, got, exact, before)
 
-    def cached(self, sequence: Sequence, positions: np.ndarray) -> np.ndarray:
-        """The rows that the cache holds at these positions, float64 [n, 576]."""
+    def cached(self, sequence: Sequence, positions: np.ndarray) -> Any:
+        """The rows that the cache holds at these positions, bfloat16 [n, 576]."""
         slots = sequence.slots(positions)
-        pages, which = np.unique(slots // SWA_BLOCK, return_inverse=True)
-        bits = to_host(self.cache.view(np.uint16)[self.xp.asarray(pages)])
-        return bits[which, slots % SWA_BLOCK].view(BFLOAT16).astype(np.float64)
+        pages, rows = (self.xp.asarray(x) for x in (slots // SWA_BLOCK, slots % SWA_BLOCK))
+        return self.cache.view(np.uint16)[pages, rows].view(BFLOAT16)
 
-    def attend(self, query: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """query [h, 192], rows [n, 576], both float64 -> out [h, 128]."""
-        weight = self.weight.astype(np.float64).reshape(self.heads, NOPE + V, KV_C)
-        latent = np.einsum("hp,hpl->hl", query[:, :NOPE], weight[:, :NOPE])
+    @functools.cached_property
+    def exact_weight(self) -> Any:
+        """The projection, float64 [h, 128 + 128, 512]."""
+        return self.xp.asarray(self.weight.astype(np.float64).reshape(self.heads, NOPE + V, KV_C))
+
+    def attend(self, query: Any, rows: Any) -> np.ndarray:
+        """query [h, 192], rows [n, 576], both bfloat16 -> out [h, 128] float64.
+
+        On a device by its own matrix products in float64: rows are as many as a request has.
+        """
+        xp = self.xp
+        query, rows = (x.astype(np.float32).astype(np.float64) for x in (query, rows))
+        latent = xp.matmul(query[:, None, :NOPE], self.exact_weight[:, :NOPE])[:, 0]
         scores = SCALE * (latent @ rows[:, :KV_C].T + query[:, NOPE:] @ rows[:, KV_C:].T)
-        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        weights = xp.exp(scores - scores.max(axis=1, keepdims=True))
         mixed = (weights / weights.sum(axis=1, keepdims=True)) @ rows[:, :KV_C]
-        return np.einsum("hl,hvl->hv", mixed, weight[:, NOPE:])
+        return to_host(xp.matmul(self.exact_weight[:, NOPE:], mixed[:, :, None])[..., 0])
 
 
 class DenseMetadata:
