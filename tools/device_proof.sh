@@ -1,35 +1,54 @@
 #!/bin/sh
-# What a device has to show, in one run: the tests, then each benchmark, then the replay. Logs and the benchmarks' JSON
-# go to DIR; the last lines of each are printed. Parts go on where one fails, each within its own time.
+# What a device has to show, in one run: the tests, the sanitizers, each benchmark, the replay. A line a part is printed,
+# and what failed; logs and JSON are in DIR/proof.tgz. Parts go on where one fails, each within its own time.
 #
-#     tools/with_cumla.sh tools/device_proof.sh DIR [PART ...]     parts: tests cache indices metadata decode interop mla replay
+#     tools/with_cumla.sh tools/device_proof.sh DIR [PART ...]
+#
+# Parts: tests sanitize decode mla cache indices metadata interop replay (all of them, in this order: about 5 minutes)
 [ $# -gt 0 ] || { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 2; }
 dir=$1
 shift
+logs=$(mktemp -d)
 mkdir -p "$dir"
 failed=
 
-part() { # name, seconds, lines, command ...
+part() { # name, seconds, lines to show, command ...
     name=$1 seconds=$2 lines=$3
     shift 3
     start=$(date +%s)
-    timeout "$seconds" "$@" >"$dir/$name.txt" 2>&1
+    timeout "$seconds" "$@" >"$logs/$name.txt" 2>&1
     status=$?
-    [ $status = 0 ] || failed="$failed $name"
-    printf '\n== %s: exit %d, %d s\n' "$name" $status $(($(date +%s) - start))
-    grep -E '^(FAILED|ERROR)' "$dir/$name.txt" | cut -c1-160 | head -40
-    tail -n "$lines" "$dir/$name.txt" | cut -c1-150
+    [ $status = 0 ] || failed="$failed $name" lines=$((lines + 5))
+    printf '== %s: exit %d, %d s\n' "$name" $status $(($(date +%s) - start))
+    grep -E '^(FAILED|ERROR)' "$logs/$name.txt" | cut -c1-160 | head -20
+    tail -n "$lines" "$logs/$name.txt" | cut -c1-150
+    tar czf "$dir/proof.tgz" -C "$logs" . # as it goes, or a run that is cut short leaves nothing
 }
 
-for name in ${*:-tests cache indices metadata decode interop mla replay}; do
+replay() { # name, options ...
+    name=$1
+    shift
+    part "$name" 60 0 python3 -m cumla replay --requests 6 --cache-tokens 80000 --json "$logs/$name.json" "$@"
+}
+
+workers=
+python3 -c 'import xdist' 2>/dev/null && workers="-n 10"
+for name in ${*:-tests sanitize decode mla cache indices metadata interop replay}; do
     case $name in
-    tests) part tests 240 3 python3 -m pytest -m gpu -q --tb=short --durations=15 ;;
-    replay)
-        part replay128 60 40 python3 -m cumla replay --heads 128 --requests 6 --cache-tokens 80000 --json "$dir/replay128.json"
-        part replay64 60 40 python3 -m cumla replay --heads 64 --requests 6 --cache-tokens 80000 --json "$dir/replay64.json"
-        part replay_mla 60 40 python3 -m cumla replay --layers mla --requests 6 --cache-tokens 80000 --json "$dir/replay_mla.json"
+    # shellcheck disable=SC2086
+    tests) part tests 240 1 python3 -m pytest -m gpu -q --tb=short -p no:cacheprovider $workers ;;
+    sanitize)
+        TOOLS="memcheck racecheck synccheck" part sanitize_attention 90 2 tools/sanitize.sh --ops attention --rounds 2
+        TOOLS="memcheck initcheck racecheck" part sanitize_caches 60 2 tools/sanitize.sh --rounds 5
+        TOOLS="memcheck racecheck" part sanitize_numba 60 2 tools/sanitize.sh --backend numba_cuda --rounds 1
         ;;
-    *) part "$name" 90 60 python3 "benchmarks/$name.py" --json "$dir/$name.json" ;;
+    replay)
+        replay replay128 --heads 128
+        replay replay64 --heads 64
+        replay replay_mla --layers mla
+        ;;
+    *) part "$name" 90 0 python3 "benchmarks/$name.py" --json "$logs/$name.json" ;;
     esac
 done
-[ -z "$failed" ] || { printf '\nfailed:%s\n' "$failed"; exit 1; }
+rm -rf "$logs"
+[ -z "$failed" ] || { printf 'failed:%s\n' "$failed"; exit 1; }
