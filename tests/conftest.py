@@ -28,6 +28,12 @@ def pytest_configure(config):
         builds.keep_in(config.cache.mkdir("emulation"))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """Processes that share the tests (-n auto). No more than a device's memory has room for."""
+    return min(os.cpu_count() or 1, 8)
+
+
 BACKENDS = [
     "reference",
     "cpu",

@@ -31,12 +31,10 @@ replay() { # name, options ...
     part "$name" 60 0 python3 -m cumla replay --requests 6 --cache-tokens 80000 --json "$logs/$name.json" "$@"
 }
 
-workers=
-python3 -c 'import xdist' 2>/dev/null && workers="-n 10"
+
 for name in ${*:-tests sanitize decode mla cache indices metadata interop replay}; do
     case $name in
-    # shellcheck disable=SC2086
-    tests) part tests 240 1 python3 -m pytest -m gpu -q --tb=short -p no:cacheprovider $workers ;;
+    tests) part tests 240 1 python3 -m pytest -m gpu -q --tb=short -p no:cacheprovider ;;
     sanitize)
         TOOLS="memcheck racecheck synccheck" part sanitize_attention 90 2 tools/sanitize.sh --ops attention --rounds 2
         TOOLS="memcheck initcheck racecheck" part sanitize_caches 60 2 tools/sanitize.sh --rounds 5
