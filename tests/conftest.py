@@ -30,8 +30,8 @@ def pytest_configure(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """Processes that share the tests (-n auto). No more than a device's memory has room for."""
-    return min(os.cpu_count() or 1, 8)
+    """Processes that share the tests (-n auto): each takes a gigabyte of memory, and one of the device's."""
+    return min(os.cpu_count() or 1, 8 if wants_gpu(config) else 4)
 
 
 BACKENDS = [
