@@ -11,6 +11,7 @@ lint:
 types:
 	$(PYTHON) -m pip install --quiet --no-deps --upgrade --target build/types .
 	cd build/types && $(PYTHON) -m mypy --config-file ../../pyproject.toml
+	cd build/types && $(PYTHON) -m mypy --config-file ../../pyproject.toml ../../benchmarks/*.py
 
 test:
 	$(PYTHON) -m pytest

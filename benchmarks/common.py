@@ -115,9 +115,8 @@ def commit():
     if stand_in.exists():
         return stand_in.read_text().strip()
     try:
-        run = {"cwd": root, "capture_output": True, "text": True, "check": True}
-        head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], **run).stdout.strip()
-        changed = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no"], **run).stdout.strip()
+        head = subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], cwd=root, text=True).strip()
+        changed = subprocess.check_output(["git", "status", "--porcelain", "--untracked-files=no"], cwd=root)
         return head + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

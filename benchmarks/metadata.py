@@ -123,7 +123,7 @@ def profile(build, what):
 
 def in_turn_us(calls, rounds=25, batch=20):
     """Median host time in us of one call of each, measured in turn: a host's pace changes from second to second."""
-    times = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
             cupy.cuda.Device().synchronize()

@@ -8,6 +8,9 @@ query and a key. Attention is checked against float64 on a sample of queries bef
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import cupy
 import numpy as np
 from common import Report, arguments, graph_us, has_peer, host_us
@@ -96,14 +99,14 @@ def decode(report, batch, rng):
         for c, t in zip(caches, tables, strict=True)
     ]
     torch_lens, schedule = torch.from_dlpack(lens), peer.get_mla_metadata()[0]
-    results = []
+    results: list[Any] = []
 
     def call(cache, table):
         results[:] = peer.flash_mla_with_kvcache(
             theirs["q"], cache, table, torch_lens, 512, schedule, softmax_scale=SCALE
         )
 
-    calls = [lambda pair=pair: call(*pair) for pair in torch_sets]
+    calls = [functools.partial(call, *pair) for pair in torch_sets]
     calls[0]()
     error = checked(cupy.from_dlpack(results[0].view(torch.int16)).view(BFLOAT16))
     report.add("dense_mla_decode", config, "flash_mla", host_us(calls[0]), graph_us(calls, "torch"), moved, flop, error)
