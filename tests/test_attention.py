@@ -158,6 +158,22 @@ def test_float32_scales(lab, kernel, rng):
         Problem(q, cache, make_indices(rng, 2, 1, 100, 256)).check(lab, size=448.0 * 2.0**largest / 8)
 
 
+@pytest.mark.parametrize("layout", FP8, ids=lambda x: x.name)
+def test_small_scales_may_decide(lab, kernel, rng, layout):
+    """Scales that float16 lacks: with a large q the keys under them make all the difference."""
+    cache = make_cache(rng, layout, 4, 64, spread=0)
+    for page in cache:
+        if layout is cumla.DSV4_FP8:
+            for i in range(layout.num_scales):
+                page.reshape(-1)[layout.scale_start(64) + i :: layout.scale_stride] = 100  # 2^-27
+        else:
+            scales = page[:, layout.scale_start(64) :][:, : 4 * layout.num_scales]
+            scales[...] = np.full((64, layout.num_scales), 1.3 * 2.0**-27, np.float32).view(np.uint8)
+    q = make_q(rng, 2, 1, 16, layout, size=2.0**14)
+    q[..., -64:] = 0  # of RoPE, which has no scales
+    Problem(q, cache, make_indices(rng, 2, 1, 100, 256), softmax_scale=4.0).check(lab)
+
+
 def test_nan_stays_with_its_token(lab, kernel, rng):
     layout = cumla.DSV4_FP8
     cache = make_cache(rng, layout, 4, 64)

@@ -31,7 +31,6 @@ replay() { # name, options ...
     part "$name" 60 0 python3 -m cumla replay --requests 6 --cache-tokens 80000 --json "$logs/$name.json" "$@"
 }
 
-
 for name in ${*:-tests sanitize decode mla cache indices metadata interop replay}; do
     case $name in
     tests) part tests 240 1 python3 -m pytest -m gpu -q --tb=short -p no:cacheprovider ;;

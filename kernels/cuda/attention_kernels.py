@@ -64,9 +64,8 @@ def choose(work: Work, batch_invariant: bool = False) -> FastKernel | None:
     name = _forced.get()
     if name is None:
         name = _fastest(device, layout)
-        # Hopper's kernel multiplies 64 heads whatever there are; the portable one as few, which pays where work
-        # is plenty.
-        # Which it is must not depend on the batch where results may not.
+        # Hopper's kernel multiplies 64 heads whatever there are; the portable one as few as 16, which pays where
+        # work is plenty. Which it is must not depend on the batch where results may not.
         if name == "hopper" and heads <= FEW_HEADS and not batch_invariant and work.tiles >= device_sms(device):
             name = "portable"
     if not aligned or name == "exact":

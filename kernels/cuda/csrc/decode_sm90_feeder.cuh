@@ -1,4 +1,4 @@
-// The feeders of decode_sm90.cu.
+// The feeder of decode_sm90.cu.
 #pragma once
 #include "decode_sm90_memory.cuh"
 
@@ -143,23 +143,14 @@ struct Feeder {
     // Loads whose values live from turn to turn share one scoreboard, so that a wait for any is a wait for all: a half is asked
     // for only when the half before is there. `after` is one of its values; the compiler does not know that nothing comes of
     // it, as shares are never negative.
-    __device__ void load_first_half(uint32 after) {
+    template <int FIRST, int LAST> __device__ void load_half(uint32 after) {
         uint32 zero = after & problem.shares >> 31;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             tokens[i].from += zero;
 #pragma unroll
-            for (int slice = 0; slice < FIRST_HALF; ++slice) load_slice(tokens[i], slice);
-        }
-    }
-    __device__ void load_second_half(uint32 after) {
-        uint32 zero = after & problem.shares >> 31;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            tokens[i].from += zero;
-#pragma unroll
-            for (int slice = FIRST_HALF; slice < SLICES; ++slice) load_slice(tokens[i], slice);
-            load_rope(tokens[i]);
+            for (int slice = FIRST; slice < LAST; ++slice) load_slice(tokens[i], slice);
+            if (LAST == SLICES) load_rope(tokens[i]);
         }
     }
 
@@ -224,13 +215,13 @@ struct Feeder {
             int block = work.first, last = work.last, slots[2];
             fetch_indices(slots, block);
             find(block, slots);
-            load_first_half(0);
+            load_half<0, FIRST_HALF>(0);
             fetch_indices(slots, block + 1);
 #pragma unroll 1
             for (; block < last; ++block) {
                 uint32 k = K_AT + turn.k() * K_BYTES + to, full = K_FULL + 8 * PARTS * turn.k();
                 barrier_wait(K_EMPTY + 8 * turn.k(), turn.k_round() ^ 1);
-                load_second_half(tokens[0].raw[0].x);
+                load_half<FIRST_HALF, SLICES>(tokens[0].raw[0].x);
                 bool present[2] = {tokens[0].present, tokens[1].present}, bad[2] = {};
                 if (part < 2) {
                     bool here = part ? present[1] : present[0];
@@ -248,7 +239,7 @@ struct Feeder {
                 say(full + 8);
                 uint32 zero = lds32(ZERO_AT);
                 not_before(zero);
-                load_first_half(tokens[0].rope[0].x ^ zero);
+                load_half<0, FIRST_HALF>(tokens[0].rope[0].x ^ zero);
                 write_slices<FIRST_HALF, 6>(k, bad);
                 say(full + 16);
                 write_slices<6, SLICES>(k, bad);

@@ -66,19 +66,8 @@ mha_varlen(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE* k, i
     float sums[V_DIM / 8][4] = {}, top[2] = {-infinity(), -infinity()}, total[2] = {};
     int row = 16 * warp + lane / 4;  // and row + 8
 #if ONTO
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        if (row + 8 * half >= tile.queries) continue;
-        int64 query = tile.first_query + row + 8 * half;
-        float before = lse[head * lse_stride_h + query * lse_stride_t];
-        if (!begin_with(before, lane % 4 == 0, top[half], total[half])) continue;
-        const float* from = out + query * out_stride_t + head * out_stride_h + 2 * (lane % 4);
-#pragma unroll
-        for (int n = 0; n < V_DIM / 8; ++n) {
-            float2 pair = load_pair(from + 8 * n);
-            sums[n][2 * half] = pair.x, sums[n][2 * half + 1] = pair.y;
-        }
-    }
+    begin_onto<V_DIM>(tile, row, out + head * out_stride_h, out_stride_t, lse + head * lse_stride_h, lse_stride_t, top, total,
+                      [&](int half, int n, float2 pair) { sums[n][2 * half] = pair.x, sums[n][2 * half + 1] = pair.y; });
 #endif
     for (int block = 0; block < blocks; ++block) {
         copies_wait<0>();

@@ -136,19 +136,9 @@ mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE*
     Softmax softmax;
     int row = 64 * consumer + 16 * warp + lane / 4;  // of the tile; and row + 8
 #if ONTO
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        if (row + 8 * half >= tile.queries) continue;
-        int64 query = tile.first_query + row + 8 * half;
-        float before = lse[head * lse_stride_h + query * lse_stride_t];
-        if (!begin_with(before, lane % 4 == 0, softmax.top[half], softmax.total[half])) continue;
-        const float* from = out + query * out_stride_t + head * out_stride_h + 2 * (lane % 4);
-#pragma unroll
-        for (int n = 0; n < 16; ++n) {
-            float2 pair = load_pair(from + 8 * n);
-            sums[4 * n + 2 * half] = pair.x, sums[4 * n + 2 * half + 1] = pair.y;
-        }
-    }
+    begin_onto<128>(tile, row, out + head * out_stride_h, out_stride_t, lse + head * lse_stride_h, lse_stride_t, softmax.top,
+                    softmax.total,
+                    [&](int half, int n, float2 pair) { sums[4 * n + 2 * half] = pair.x, sums[4 * n + 2 * half + 1] = pair.y; });
 #endif
     copies_wait<0>();
     fence_for_matrix();

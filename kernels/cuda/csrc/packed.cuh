@@ -53,14 +53,6 @@ __device__ inline float exp2_approx(float x) {
     return y;
 }
 
-// Attention over earlier keys as the start of a softmax over more: its log-sum is the top, and the total 1 at that,
-// which one of the row's lanes has. Says whether there were any.
-__device__ inline bool begin_with(float lse, bool has_total, float& top, float& total) {
-    if (lse == infinity() || lse == -infinity()) return false;
-    top = lse * LOG2_E, total = has_total ? 1.0f : 0.0f;
-    return true;
-}
-
 // Two neighbouring values. ALIGNED says whether they may be read or written at once.
 __device__ inline float2 load_pair(const float* p) {
 #if ALIGNED
@@ -83,4 +75,24 @@ template <class T> __device__ inline void store_pair(T* p, float x, float y) {
 #else
     p[0].bits = uint16(pair), p[1].bits = uint16(pair >> 16);
 #endif
+}
+
+// Attention over earlier keys, `out` and `lse` of a head, as the start of a softmax over more: its log-sum is the top, and
+// the total 1 at that, which one of a row's lanes has. Of rows `row` and `row` + 8 of a tile, where there were keys, calls
+// put(half, n, the values 8 n + 2 (lane % 4) and + 1).
+template <int VALUES, class Put>
+__device__ inline void begin_onto(const PackedTile& tile, int row, const float* out, int64 out_stride_t, const float* lse,
+                                  int64 lse_stride_t, float (&top)[2], float (&total)[2], Put put) {
+    int c = threadIdx.x % 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        if (row + 8 * half >= tile.queries) continue;
+        int64 query = tile.first_query + row + 8 * half;
+        float before = lse[query * lse_stride_t];
+        if (before == infinity() || before == -infinity()) continue;
+        top[half] = before * LOG2_E, total[half] = c == 0 ? 1.0f : 0.0f;
+        const float* from = out + query * out_stride_t + 2 * c;
+#pragma unroll
+        for (int n = 0; n < VALUES / 8; ++n) put(half, n, load_pair(from + 8 * n));
+    }
 }
