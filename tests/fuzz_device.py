@@ -13,6 +13,8 @@ import numpy as np
 
 import cumla
 from cumla.kernels.cuda import attention_kernels
+from cumla.kernels.cuda import compile as compiler
+from cumla.prepared import noted_outputs
 from support.indexing import anything
 from support.lab import BF16
 from support.properties import INT64_MAX, INT64_MIN
@@ -171,7 +173,7 @@ class Fuzz:
             lengths = self.choose(None, self.ints(batch), self.ints(batch, s_q))
             options |= {f"{prefix}k_cache": cache, f"{prefix}indices": self.put(indices.astype(np.int32))}
             options |= {f"{prefix}topk_length": lengths}
-        with attention_kernels.forced(kernel):
+        with attention_kernels.forced(kernel), noted_outputs():  # not from a note of another kernel
             cumla.sparse_mla_decode(
                 self.numbers(batch, s_q, heads, layout.head_dim), **options, layout=layout,
                 attn_sink=self.choose(None, self.numbers(heads, dtype=np.float32)),
@@ -181,7 +183,7 @@ class Fuzz:
     def prefill(self, kernel):
         tokens, heads, width, rows = (int(x) for x in self.rng.integers((1, 1, 0, 1), (6, 70, 200, 90)))
         dim = int(self.choose(512, 576))
-        with attention_kernels.forced(kernel):
+        with attention_kernels.forced(kernel), noted_outputs():
             cumla.sparse_mla_prefill(
                 self.numbers(tokens, heads, dim), self.numbers(rows, dim),
                 self.put(self.rng.integers(-1, rows + 1, (tokens, width)).astype(np.int32)),
@@ -231,7 +233,9 @@ def main():
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--ops", choices=("caches", "attention"), default="caches", help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--define", action="append", default=[], metavar="MACRO", help="for the CUDA sources")
     args = parser.parse_args()
+    compiler.OPTIONS += tuple(f"-D{macro}" for macro in args.define)
     cupy.cuda.set_allocator(None)  # no pool: what one array does not have is nobody's
     for seed in range(args.rounds):
         getattr(Fuzz(args.backend, seed), args.ops)()

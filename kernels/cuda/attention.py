@@ -65,7 +65,7 @@ def sparse_mla_prefill(
 
 def _attend(work: Work, plan: DecodePlan | None, may_cut: bool) -> None:
     """The fast kernel, if one can take these arrays, and then what it leaves to do."""
-    fast = attention_kernels.choose(work, batch_invariant=not may_cut)
+    fast = attention_kernels.choose(work)
     if fast is None:
         attention_kernels.attend_exactly(work, work.numbers(None), everything=True)
         return

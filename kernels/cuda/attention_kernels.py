@@ -19,7 +19,6 @@ from .launch import is_aligned
 HOPPER_THREADS, HOPPER_SHARED_BYTES = 512, 232448  # all there is; decode_sm90_memory.cuh says what for
 COMBINE_WARPS, COMBINE_VALUES = 8, 128  # values that a warp puts together, as in combine.cu
 COMBINE_BLOCKS = {4: 5, 8: 4, 16: 2}  # thread blocks a multiprocessor, by parts that are loaded together
-FEW_HEADS = 16  # of which one tile of the portable kernel's lowest is enough (NOTES.md)
 EXACT_UNIT, EXACT_THREADS, EXACT_BLOCKS_PER_SM = 4, 128, 2  # as in exact.cuh
 
 KERNELS = ("hopper", "portable", "exact")
@@ -55,19 +54,13 @@ def forced(name: str) -> Iterator[None]:
         _forced.reset(token)
 
 
-def choose(work: Work, batch_invariant: bool = False) -> FastKernel | None:
+def choose(work: Work) -> FastKernel | None:
     """The fast kernel for this work, or None for the exact one."""
     device = work.q.device.id
     layout = work.segments[0].pages.layout
     heads = int(work.q.shape[2])
     aligned = is_aligned(work.q, work.out, *(segment.pages.bytes for segment in work.segments))
-    name = _forced.get()
-    if name is None:
-        name = _fastest(device, layout)
-        # Hopper's kernel multiplies 64 heads whatever there are; the portable one as few as 16, which pays where
-        # work is plenty. Which it is must not depend on the batch where results may not.
-        if name == "hopper" and heads <= FEW_HEADS and not batch_invariant and work.tiles >= device_sms(device):
-            name = "portable"
+    name = _forced.get() or _fastest(device, layout)
     if not aligned or name == "exact":
         return None
     return _hopper(device, layout) if name == "hopper" else _portable(device, layout, heads)

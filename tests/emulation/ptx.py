@@ -21,6 +21,8 @@ TABLE = {
     "mul.rn.f32 %0, %1, %2;": "%0 = emulator::multiply(%1, %2)",
     "div.rn.f32 %0, %1, %2;": "%0 = emulator::divide(%1, %2)",
     "mul.rn.f16x2 %0, %1, %2;": "%0 = emulator::multiply_f16x2(%1, %2)",
+    "{ .reg .b32 m; abs.f16x2 m, %1; max.f16x2 %0, %0, m; }": "%0 = __vmaxu2(%0, %1 & 0x7fff7fffu)",
+    "prmt.b32 %0, %1, 0, %2;": "%0 = __byte_perm(%1, 0, %2)",
     "ex2.approx.ftz.f32 %0, %1;": "%0 = exp2f(%1)",
     "lg2.approx.ftz.f32 %0, %1;": "%0 = log2f(%1)",
     "rcp.approx.ftz.f32 %0, %1;": "%0 = 1.0f / %1",
@@ -30,6 +32,7 @@ TABLE = {
     ),
     # asynchronous copies
     "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;": "emulator::copy_async(%0, %1, 16, %2)",
+    "cp.async.cg.shared.global [%0], [%1], 16;": "emulator::copy_async(%0, %1, 16, 16)",
     "cp.async.ca.shared.global [%0], [%1], %2, %3;": "emulator::copy_async(%0, %1, %2, %3)",
     "cp.async.commit_group;": "emulator::copies_commit()",
     "cp.async.wait_group %0;": "emulator::copies_wait(%0)",

@@ -1,12 +1,9 @@
-"""The sizes of the portable attention kernel fit the devices that it is for, and it is taken for few heads."""
+"""The sizes of the portable attention kernel fit the devices that it is for."""
 
 import pytest
 
 import cumla
-import emulation
 from cumla.kernels.cuda import attention_portable
-from support.attention import Problem, make_cache, make_indices, make_q
-from support.lab import Lab
 
 LAYOUTS = (cumla.DSV4_FP8, cumla.V32_FP8, cumla.MLA_BF16, cumla.DSV4_BF16)
 KIB = 1024
@@ -36,26 +33,3 @@ def test_large_devices_take_64_heads():
 def test_too_little_shared_memory_is_an_error():
     with pytest.raises(ValueError, match="shared memory"):
         attention_portable.choose(cumla.MLA_BF16, 128, 48 * KIB, 64 * KIB)
-
-
-@pytest.mark.skipif(emulation.unavailable() is not None, reason=str(emulation.unavailable()))
-@pytest.mark.parametrize(
-    ("tokens", "heads", "invariant", "chosen"),
-    [(20, 16, False, "portable"), (20, 17, False, "hopper"), (1, 16, False, "hopper"), (20, 16, True, "hopper")],
-)
-def test_few_heads_of_many_tokens_are_not_padded_to_64(rng, monkeypatch, tokens, heads, invariant, chosen):
-    layout = cumla.DSV4_FP8
-    problem = Problem(
-        make_q(rng, tokens, 1, heads, layout), make_cache(rng, layout, 2, 64), make_indices(rng, tokens, 1, 9, 128)
-    )
-    with emulation.devices():
-        from cumla.kernels.cuda import attention_kernels
-
-        taken = []
-        for name in ("hopper", "portable"):
-            make = getattr(attention_kernels, f"_{name}")
-            monkeypatch.setattr(
-                attention_kernels, f"_{name}", lambda *x, name=name, make=make: taken.append(name) or make(*x)
-            )
-        problem.check(Lab("cuda", on_device=True, emulated=True), batch_invariant=invariant)
-    assert taken == [chosen]

@@ -2,62 +2,69 @@
 #pragma once
 #include "decode_sm90_rows.cuh"
 #include "hopper.cuh"
+#include "overlap.cuh"
 
-constexpr int BUFFERS = 2;                  // of K, a block each
-constexpr int PARTS = 4;                    // of a buffer, two slices and a barrier each; the last has RoPE
-constexpr int P_SLOTS = ROPE_IN_V ? 2 : 1;  // what there is room for
+constexpr int RING = 3;     // blocks of raw rows
+constexpr int P_SLOTS = 2;
+constexpr int ITEMS = 4, ITEM_BYTES = 80;  // see Item
+constexpr int GATHERERS = 2;  // warps, one for each half of a block
 
 constexpr int THREADS = 512;
-constexpr int SCORER_REGISTERS = ROPE_IN_V ? 72 : 80, MIXER_REGISTERS = 160, FEEDER_REGISTERS = ROPE_IN_V ? 120 : 112;
-// What some give others take: of more than the launch gave (128 a thread) the takers would wait for ever.
-static_assert(SCORER_REGISTERS + 2 * MIXER_REGISTERS + FEEDER_REGISTERS <= 65536 / 128);
+constexpr int SCORER_REGISTERS = 120, MIXER_REGISTERS = 176, FEEDER_REGISTERS = 40;
 
 constexpr float NO_MAX = -1e30f;
-constexpr float LAZY = 8;  // a row's maximum is raised only where a weight would exceed 2 to this
-
-// Tiles of a buffer: the 512 values that are V, as float16, then RoPE, as bfloat16.
-constexpr int V_TILES = V_DIM / 64, K_ROPE = V_TILES;
-constexpr uint32 K_BYTES = (V_TILES + 1) * TILE_BYTES;
+constexpr float LAZY = 8;  // the running maximum is raised when a weight exceeds 2 to this
 
 // Shared memory. Without static shared memory the dynamic part starts at 1024; the kernel traps otherwise.
 constexpr uint32 Q_AT = 1024;
-constexpr uint32 K_AT = Q_AT + (SLICES + 1) * TILE_BYTES;  // the last tile of Q is RoPE
-constexpr uint32 P_AT = K_AT + BUFFERS * K_BYTES;
-constexpr uint32 BIAS_AT = P_AT + P_SLOTS * TILE_BYTES;  // of each token: 0, or an infinity where it is absent
-constexpr uint32 ABSENT_AT = BIAS_AT + BUFFERS * BLOCK * 4;  // of each of the feeder's warps: whether a token is absent
-constexpr uint32 ALPHA_AT = ABSENT_AT + BUFFERS * 16;  // what a block's new maxima make of the sums before, by head
-constexpr uint32 FACTORS_AT = ALPHA_AT + P_SLOTS * HEADS * 4;  // what makes a tile's sums results, by head; of two tiles
-constexpr uint32 RAISED_AT = FACTORS_AT + 2 * HEADS * 4;  // of each of the scorer's warps: whether a maximum is new
-constexpr uint32 K_FULL = RAISED_AT + P_SLOTS * 16;  // barriers, of each part
-constexpr uint32 K_EMPTY = K_FULL + 8 * BUFFERS * PARTS;
-constexpr uint32 P_FULL = K_EMPTY + 8 * BUFFERS;
+constexpr uint32 P_AT = Q_AT + (SLICES + 1) * TILE_BYTES;  // the last tile of Q is RoPE
+constexpr uint32 ROPE_AT = P_AT + P_SLOTS * TILE_BYTES;    // of raw rows, half a block after another
+constexpr uint32 RAW_AT = ROPE_AT + 2 * RING * HALF * 128;
+constexpr uint32 FACTOR_AT = RAW_AT + 2 * RING * HALF * RAW_BYTES;     // scales in float16
+constexpr uint32 BIAS_AT = FACTOR_AT + 2 * RING * SLICES * HALF * 2;   // of each token: 0, or -inf if absent
+constexpr uint32 TOP_AT = BIAS_AT + 2 * RING * HALF * 4;   // of each head: the running maximum, base 2; of two tiles
+constexpr uint32 SUMS_AT = TOP_AT + 2 * HEADS * 4;         // of each of the scorer's warps and each head; of two tiles
+constexpr uint32 SHARE_AT = SUMS_AT + 2 * 4 * HEADS * 4;   // what makes a tile's sums results, by head; of two tiles
+constexpr uint32 HIGHEST_AT = SHARE_AT + 2 * HEADS * 4;    // of each of the scorer's warps and each head
+constexpr uint32 ALPHA_AT = HIGHEST_AT + 4 * HEADS * 4;    // by how much a block lowers the sums before it
+constexpr uint32 ITEMS_AT = ALPHA_AT + P_SLOTS * HEADS * 4;  // see Item
+constexpr uint32 RAISED_AT = ITEMS_AT + ITEMS * ITEM_BYTES;        // whether a block does
+constexpr uint32 RAW_FULL = (RAISED_AT + 4 * P_SLOTS + 7) / 8 * 8;
+constexpr uint32 RAW_EMPTY = RAW_FULL + 8 * RING;          // of each half
+constexpr uint32 P_FULL = RAW_EMPTY + 16 * RING;
 constexpr uint32 P_EMPTY = P_FULL + 8 * P_SLOTS;
-constexpr uint32 FACTORS_FULL = P_EMPTY + 8 * P_SLOTS;
-constexpr uint32 LISTS_AT = FACTORS_FULL + 16;  // of each of the feeder's warps: where its tile's indices are
-constexpr uint32 WORK_AT = LISTS_AT + 4 * 32;  // this thread block's share
-constexpr uint32 ZERO_AT = WORK_AT + 16;  // 0, which the compiler does not know
-constexpr uint32 SHARED_BYTES = ZERO_AT + 16 - 1024;
+constexpr uint32 ITEM_FULL = P_EMPTY + 8 * P_SLOTS;
+constexpr uint32 SUMS_FULL = ITEM_FULL + 8 * ITEMS;
+constexpr uint32 SHARE_FULL = SUMS_FULL + 16;
+constexpr uint32 SHARED_BYTES = SHARE_FULL + 16 - 1024;
 static_assert(SHARED_BYTES <= 232448, "more shared memory than there is");
+static_assert(ITEMS_AT % 16 == 0, "items are read 16 bytes at a time");
 
-// Which block of a thread block's share is worked on: where its K and P lie, and the parities of their rounds.
-struct Turn {
-    uint32 n = 0;
-    __device__ uint32 k() const { return n % BUFFERS; }
-    __device__ uint32 k_round() const { return n / BUFFERS & 1; }
-    __device__ uint32 p() const { return n % P_SLOTS; }
-    __device__ uint32 p_round() const { return n / P_SLOTS & 1; }
+// The same number from all lanes, such that the compiler knows that it is.
+__device__ inline int uniform(uint32 x) { return int(__reduce_max_sync(~0u, x)); }
+
+// A tile of this thread block, or its part of one, as the dispatcher puts it down for all. Tile t + 1 is put down once t - 1
+// is scored. By then results of t - 3 are stored, for there are P_SLOTS blocks between the scorer and the mixers: ITEMS
+// of them need no barrier that says which may be overwritten.
+struct Item {
+    uint32 at;
+
+    __device__ explicit Item(const Ring<ITEMS>& ring) : at(ITEMS_AT + ring.slot * ITEM_BYTES) {
+        barrier_wait(ITEM_FULL + 8 * ring.slot, ring.round);
+    }
+    // Its tile, its number of blocks (0 behind the last item), heads that there are, and flags.
+    __device__ uint4 summary() const { return lds128(at); }
+    static constexpr uint32 WHOLE = 1, FROM_START = 2, SECOND = 4;
+    // A list's indices from the first block on (two words), the number of keys from there, and of blocks.
+    __device__ uint4 list(int i) const { return lds128(at + 16 + 16 * i); }
+    // Addresses of the first head: of q and of where its results go.
+    __device__ uint4 query_and_result() const { return lds128(at + 48); }
+    // Address of the first head's lse, and that head.
+    __device__ uint4 lse_and_head() const { return lds128(at + 64); }
 };
 
-// This thread block's share is found once: it takes divisions.
-__device__ inline void keep_share(const Share& share) {
-    sts128(WORK_AT, {uint32(share.tile), uint32(share.first), uint32(share.end_tile), uint32(share.end_block)});
-}
-__device__ inline Share whole_share() {
-    uint4 x = lds128(WORK_AT);
-    return Share(x.x, x.y, x.z, x.w);
-}
-// What is left of it once a tile is done.
-__device__ inline Share share_after(int tile) {
-    uint4 x = lds128(WORK_AT);
-    return Share(tile + 1, 0, x.z, x.w);
+__device__ inline uint64 joined(uint32 low, uint32 high) { return uint64(high) << 32 | low; }
+__device__ inline uint2 parted(const void* p) {
+    uint64 x = reinterpret_cast<uint64>(p);
+    return {uint32(x), uint32(x >> 32)};
 }

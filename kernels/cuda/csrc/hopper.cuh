@@ -15,6 +15,11 @@ __device__ inline uint4 lds128(uint32 address) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address));
     return x;
 }
+__device__ inline uint2 lds64(uint32 address) {
+    uint2 x;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address));
+    return x;
+}
 __device__ inline uint32 lds32(uint32 address) {
     uint32 x;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address));
@@ -37,11 +42,20 @@ __device__ inline void sts64(uint32 address, uint32 x, uint32 y) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y) : "memory");
 }
 __device__ inline void sts32(uint32 address, uint32 x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
+__device__ inline void sts16(uint32 address, uint32 x) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(uint16(x)) : "memory"); }
 __device__ inline void sts_float(uint32 address, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory"); }
+__device__ inline void sts_float2(uint32 address, float2 x) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x.x), "f"(x.y) : "memory");
+}
 
 // Four 8x8 matrices of 16-bit values, as an accumulator fragment holds them, to the rows that lanes point to.
 __device__ inline void stmatrix4(uint32 address, uint32 a, uint32 b, uint32 c, uint32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+// The same, stored transposed: rows pointed to receive columns.
+__device__ inline void stmatrix4_transposed(uint32 address, uint32 a, uint32 b, uint32 c, uint32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
 // ---- barriers in shared memory
@@ -76,7 +90,13 @@ __device__ inline void barrier_wait(uint32 barrier, uint32 parity) {
         "}\n" ::"r"(barrier), "r"(parity) : "memory");
 #endif
 }
-// One arrival for a warp, after all its lanes came here.
+// Arrivals for a warp, after all its lanes came here: one, or with -DEVERY_LANE_ARRIVES one a lane, for racecheck, which
+// follows an arrival only from the lane that makes it.
+#ifdef EVERY_LANE_ARRIVES
+constexpr int WARP_ARRIVALS = 32;
+__device__ inline void warp_arrive(uint32 barrier) { barrier_arrive(barrier); }
+#else
+constexpr int WARP_ARRIVALS = 1;
 __device__ inline void warp_arrive(uint32 barrier) {
     __syncwarp();
     asm volatile(
@@ -86,6 +106,7 @@ __device__ inline void warp_arrive(uint32 barrier) {
         "@one mbarrier.arrive.shared.b64 _, [%0];\n"
         "}\n" ::"r"(barrier) : "memory");
 }
+#endif
 // Writes of this thread become visible to matrix products that are started later.
 __device__ inline void fence_for_matrix() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -153,4 +174,15 @@ __device__ inline void matrix_bf16(float (&x)[32], uint64 a, uint64 b, int add) 
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " REGISTERS32 ", %32, %33, p, 1, 1, 0, 0;\n}\n"
                  : FLOATS32(x) : "l"(a), "l"(b), "r"(add));
+}
+// The same with the first operand as a fragment in registers.
+__device__ inline void matrix_f16(float (&x)[32], const uint32 (&a)[4], uint64 b, int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 " REGISTERS32 ", {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
+                 : FLOATS32(x) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+__device__ inline void matrix_bf16(float (&x)[32], const uint32 (&a)[4], uint64 b, int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " REGISTERS32 ", {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
+                 : FLOATS32(x) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }

@@ -73,8 +73,8 @@ mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE*
     if (ONTO && !blocks) return;
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < 2; ++stage) {
-            barrier_init(K_FULL + 8 * stage, 128), barrier_init(K_EMPTY + 8 * stage, 8);
-            barrier_init(V_FULL + 8 * stage, 128), barrier_init(V_EMPTY + 8 * stage, 8);
+            barrier_init(K_FULL + 8 * stage, 128), barrier_init(K_EMPTY + 8 * stage, 8 * WARP_ARRIVALS);
+            barrier_init(V_FULL + 8 * stage, 128), barrier_init(V_EMPTY + 8 * stage, 8 * WARP_ARRIVALS);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }

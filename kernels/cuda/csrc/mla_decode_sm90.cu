@@ -39,7 +39,8 @@ constexpr float RAISE = 8.0f;
 constexpr uint32 BARRIERS_AT = 1024;
 constexpr uint32 READY = BARRIERS_AT, FREE = READY + 16 * PIECES;  // of each piece: [2 buffers][PIECES]
 constexpr uint32 WEIGHTS_READY = FREE + 16 * PIECES;               // of each mixer
-constexpr uint32 PRESENT_AT = WEIGHTS_READY + 16;                  // of each buffer: a byte for every four rows
+constexpr uint32 TOTALS_READY = WEIGHTS_READY + 16;                // of each mixer
+constexpr uint32 PRESENT_AT = TOTALS_READY + 16;                   // of each buffer: a byte for every four rows
 constexpr uint32 REFERENCE_AT = PRESENT_AT + 32;                   // of each mixer's weights, [64 heads]
 constexpr uint32 TOTALS_AT = REFERENCE_AT + 2 * 64 * 4;            // of each mixer, [64 heads]
 constexpr uint32 Q_AT = 4096;
@@ -50,8 +51,6 @@ static_assert(PRESENT_AT % 16 == 0 && TOTALS_AT + 2 * 64 * 4 <= Q_AT);
 
 constexpr int first_tile(int piece) { return piece == 0 ? ROPE_TILE : piece % 2 ? piece - 1 : piece + 2; }
 constexpr int tile_count(int piece) { return piece ? 2 : 1; }
-
-__device__ inline void mixers_sync() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 
 constexpr uint32 ABSENT = ~0u;
 
@@ -168,7 +167,7 @@ template <int MIXER> __device__ inline void mix(const Problem& problem, const Sh
         copies_commit();
         copies_wait<0>();
         fence_for_matrix();
-        mixers_sync();
+        asm volatile("bar.sync 1, 256;" ::: "memory");  // both mixers
     }
     float scale_log2 = problem.scale_log2;
     // Of READY and FREE: the buffer of this mixer's own blocks, and of the other's; this mixer's pieces of both.
@@ -317,7 +316,8 @@ template <int MIXER> __device__ inline void mix(const Problem& problem, const Sh
         total[half] += __shfl_xor_sync(~0u, total[half], 2);
         if (lane % 4 == 0) sts_float(TOTALS_AT + 256 * mixer + 4 * (head + 8 * half), total[half]);
     }
-    mixers_sync();
+    warp_arrive(TOTALS_READY + 8 * mixer);
+    barrier_wait(TOTALS_READY + 8 * (mixer ^ 1), 0);
     int64 token = int64(share.request) * problem.s_q + share.query;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -367,8 +367,9 @@ mla_decode_sm90(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stri
     overlap_with_previous_kernel();
     int groups = (heads + HEADS - 1) / HEADS, group = threadIdx.x / 128;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < 2 * PIECES; ++i) barrier_init(READY + 8 * i, FEEDERS), barrier_init(FREE + 8 * i, 4);
-        barrier_init(WEIGHTS_READY, 4), barrier_init(WEIGHTS_READY + 8, 4);
+        for (int i = 0; i < 2 * PIECES; ++i) barrier_init(READY + 8 * i, FEEDERS), barrier_init(FREE + 8 * i, 4 * WARP_ARRIVALS);
+        for (int i = 0; i < 2; ++i)
+            barrier_init(WEIGHTS_READY + 8 * i, 4 * WARP_ARRIVALS), barrier_init(TOTALS_READY + 8 * i, 4 * WARP_ARRIVALS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
