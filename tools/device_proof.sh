@@ -35,8 +35,7 @@ for name in ${*:-tests sanitize decode mla cache indices metadata interop replay
     case $name in
     tests) part tests 240 1 python3 -m pytest -m gpu -q --tb=short -p no:cacheprovider ;;
     sanitize)
-        # not synccheck: it objects to one barrier of two roles at two places of mla_decode_sm90, which PTX allows
-        TOOLS="memcheck initcheck racecheck" part sanitize_attention 90 2 tools/sanitize.sh --ops attention --rounds 2
+        TOOLS="memcheck initcheck racecheck synccheck" part sanitize_attention 90 2 tools/sanitize.sh --ops attention --rounds 2
         TOOLS="memcheck initcheck racecheck" part sanitize_caches 60 2 tools/sanitize.sh --rounds 5
         TOOLS="memcheck racecheck" part sanitize_numba 60 2 tools/sanitize.sh --backend numba_cuda --rounds 1
         ;;

@@ -41,7 +41,6 @@ TABLE = {
     "[%0], [%1, {%2, %3, %4}], [%5];": "emulator::copy_box(%0, %1, %2, %3, %4, %5)",
     # barriers
     "bar.sync 1, 128;": "emulator::named_sync(1, 128)",
-    "bar.sync 1, 256;": "emulator::named_sync(1, 256)",
     "{ .reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, 1, 128, p; selp.u32 %0, 1, 0, q; }": (
         "%0 = emulator::named_sync_or(1, 128, %1)"
     ),

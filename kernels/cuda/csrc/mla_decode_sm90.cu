@@ -40,7 +40,8 @@ constexpr uint32 BARRIERS_AT = 1024;
 constexpr uint32 READY = BARRIERS_AT, FREE = READY + 16 * PIECES;  // of each piece: [2 buffers][PIECES]
 constexpr uint32 WEIGHTS_READY = FREE + 16 * PIECES;               // of each mixer
 constexpr uint32 TOTALS_READY = WEIGHTS_READY + 16;                // of each mixer
-constexpr uint32 PRESENT_AT = TOTALS_READY + 16;                   // of each buffer: a byte for every four rows
+constexpr uint32 Q_READY = TOTALS_READY + 16;
+constexpr uint32 PRESENT_AT = Q_READY + 16;                        // of each buffer: a byte for every four rows
 constexpr uint32 REFERENCE_AT = PRESENT_AT + 32;                   // of each mixer's weights, [64 heads]
 constexpr uint32 TOTALS_AT = REFERENCE_AT + 2 * 64 * 4;            // of each mixer, [64 heads]
 constexpr uint32 Q_AT = 4096;
@@ -167,7 +168,9 @@ template <int MIXER> __device__ inline void mix(const Problem& problem, const Sh
         copies_commit();
         copies_wait<0>();
         fence_for_matrix();
-        asm volatile("bar.sync 1, 256;" ::: "memory");  // both mixers
+        warp_arrive(Q_READY);
+        barrier_wait(Q_READY, 0);
+        warpgroup_sync(2 + mixer);  // or the compiler takes what follows for divergent, and serialises the products
     }
     float scale_log2 = problem.scale_log2;
     // Of READY and FREE: the buffer of this mixer's own blocks, and of the other's; this mixer's pieces of both.
@@ -370,6 +373,7 @@ mla_decode_sm90(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stri
         for (int i = 0; i < 2 * PIECES; ++i) barrier_init(READY + 8 * i, FEEDERS), barrier_init(FREE + 8 * i, 4 * WARP_ARRIVALS);
         for (int i = 0; i < 2; ++i)
             barrier_init(WEIGHTS_READY + 8 * i, 4 * WARP_ARRIVALS), barrier_init(TOTALS_READY + 8 * i, 4 * WARP_ARRIVALS);
+        barrier_init(Q_READY, 8 * WARP_ARRIVALS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
