@@ -206,7 +206,11 @@ def main() -> None:
         metavar="DIR",
         help="for experiments: compare versions of the sources instead, csrc/ or folders with files to take first",
     )
-    parser.add_argument("--kernel", choices=attention_kernels.KERNELS, help="instead of the one that is chosen")
+    parser.add_argument(
+        "--kernel",
+        choices=attention_kernels.KERNELS,
+        help="instead of the one that is chosen; host times are then of calls without notes",
+    )
     args = parser.parse_args()
     forced = attention_kernels.forced(args.kernel) if args.kernel else contextlib.nullcontext()
     with forced:

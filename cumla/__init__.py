@@ -1,5 +1,6 @@
 """Sparse attention serving without PyTorch: metadata, paged FP8 KV caches and sparse MLA for any DLPack array."""
 
+from . import _checkout as _checkout  # before what it makes findable
 from .advance import advance_step
 from .attention import merge_attn_states, sparse_mla_decode, sparse_mla_prefill
 from .blocks import copy_blocks, swap_blocks

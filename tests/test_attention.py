@@ -28,9 +28,8 @@ def kernel(request, lab):
     if lab.emulated and request.param == "exact" and request.node.originalname not in EXACT_EMULATED:
         pytest.skip("for a device: slow to emulate, and the other kernels call this one where they must")
     from cumla.kernels.cuda import attention_kernels
-    from cumla.prepared import noted_outputs
 
-    with attention_kernels.forced(request.param), noted_outputs():  # in which no call is made from a note
+    with attention_kernels.forced(request.param):
         yield request.param
 
 
@@ -132,6 +131,32 @@ def test_q_of_any_size(lab, kernel, rng, size):
     cache, q = make_cache(rng, layout, 4, 64), make_q(rng, 2, 1, 8, layout)
     q[1] = (q[1].astype(np.float64) * size).astype(BF16)  # the other token stays ordinary
     Problem(q, cache, make_indices(rng, 2, 1, 100, 256), softmax_scale=0.04 / max(size, 1)).check(lab)
+
+
+@pytest.mark.parametrize("size", [2.0**-20, 2.0**-40])
+def test_small_q_may_decide(lab, kernel, rng, size):
+    """Where the scale makes up for it, bits that float16 lacks count."""
+    layout = cumla.DSV4_FP8
+    q = make_q(rng, 2, 1, 8, layout, size)
+    Problem(q, make_cache(rng, layout, 4, 64), make_indices(rng, 2, 1, 100, 256), softmax_scale=0.04 / size).check(lab)
+
+
+def test_large_q_may_bring_every_score_down(lab, kernel, rng):
+    """To minus infinity in float16, as if no token were there; one that is not would make NaN, so all are."""
+    layout = cumla.DSV4_FP8
+    cache, q = make_cache(rng, layout, 4, 64), make_q(rng, 2, 1, 8, layout)
+    rows = cache.reshape(4, -1)[:, : 64 * layout.row_bytes].reshape(4, 64, layout.row_bytes)
+    rows[..., 7], q[..., 7] = 0xB8, 2.0**17  # e4m3's -1
+    Problem(q, cache, make_indices(rng, 2, 1, 128, 256, 0.0), softmax_scale=4 / 2.0**17).check(lab)
+
+
+def test_rope_of_any_size_in_results(lab, kernel, rng):
+    layout, size = cumla.DSV4_FP8, 2.0**20
+    cache, q = make_cache(rng, layout, 4, 64), make_q(rng, 2, 1, 8, layout)
+    rows = cache.reshape(4, -1)[:, : 64 * layout.row_bytes].reshape(4, 64, layout.row_bytes)
+    rows[..., layout.rope_offset :].view(BF16)[..., 5] = (size * rng.standard_normal((4, 64))).astype(BF16)
+    q[..., layout.quantized_dim + 5] = 0  # the scores are ordinary
+    Problem(q, cache, make_indices(rng, 2, 1, 100, 256)).check(lab, size=size)
 
 
 @pytest.mark.parametrize("byte", [0, 1, 100, 104, 105, 112, 126, 127, 135, 143, 200, 254])

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 import cumla
+import emulation
 from cumla.kernels.cuda.launch import Launch
 from cumla.prepared import look_at, note
+from support.attention import make_cache, make_indices, make_q
 from support.lab import BF16, Lab
 
 DEVICE = Lab("cuda", on_device=True)
@@ -31,6 +33,26 @@ def test_a_list_looks_as_its_arrays_do():
     assert look_at([a, b], 1) == look_at((b, a), 1)
     assert look_at([a, b], 1) != look_at([a, b[:, :4]], 1)
     assert look_at([a, np.zeros(3)], 1) is None
+
+
+@pytest.mark.skipif(emulation.unavailable() is not None, reason=str(emulation.unavailable()))
+def test_a_kernel_that_is_forced_is_not_that_of_a_note(rng, monkeypatch):
+    layout = cumla.V32_FP8
+    arrays = make_q(rng, 2, 1, 16, layout), make_cache(rng, layout, 2, 64), make_indices(rng, 2, 1, 9, 128)
+    with emulation.devices():
+        from cumla.kernels.cuda import attention_kernels
+
+        taken, portable = [], attention_kernels._portable
+        monkeypatch.setattr(attention_kernels, "_portable", lambda *x: taken.append(x) or portable(*x))
+        put = Lab("cuda", on_device=True, emulated=True).put
+        results = {"out": put(np.zeros((2, 1, 16, 512), BF16)), "lse": put(np.zeros((2, 16, 1), np.float32))}
+        arguments, options = [put(array) for array in arrays], {**results, "plan": cumla.DecodePlan()}
+        for _ in range(2):  # the first makes the plan's memory
+            cumla.sparse_mla_decode(*arguments, **options)
+        assert not taken
+        with attention_kernels.forced("portable"):
+            cumla.sparse_mla_decode(*arguments, **options)
+    assert taken
 
 
 class TestNote:

@@ -1,7 +1,10 @@
 """What the README says: its examples run, its table of layouts and its extras are the code's."""
 
+import os
 import pathlib
 import re
+import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -50,3 +53,17 @@ def test_extras_exist():
 def test_files_that_are_named_exist():
     for path in re.findall(r"\]\(([\w/.]+)\)", README):
         assert (ROOT / path).exists(), path
+
+
+def test_a_checkout_can_be_imported_from_its_own_folder():
+    """As by Python started there after a plain `pip install .`, which an editable install's import hook would hide."""
+    code = (
+        "import sys\n"
+        "sys.meta_path = [finder for finder in sys.meta_path if 'editable' not in repr(finder)]\n"
+        "import cumla, cumla.kernels\n"
+        "print(cumla.kernels.__file__)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert pathlib.Path(done.stdout.strip()) == ROOT / "kernels" / "__init__.py"

@@ -11,5 +11,5 @@ $pip --no-build-isolation . >/dev/null
 PYTHONPATH=$site:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}
 [ -d .peers ] && PYTHONPATH=$PYTHONPATH:$PWD/.peers
 export PYTHONPATH
-export PYTHONSAFEPATH=1 # or the checkout's cumla/, without kernels and interop, would come first
+export PYTHONSAFEPATH=1 # what is installed comes first, not the checkout
 exec "$@"

@@ -44,12 +44,15 @@ class FastKernel(NamedTuple):
 
 @contextlib.contextmanager
 def forced(name: str) -> Iterator[None]:
-    """For tests: attend with the kernel `name`, one of KERNELS, whatever would be chosen."""
+    """For tests: attend with the kernel `name`, one of KERNELS, whatever would be chosen or was noted before."""
+    from ...prepared import noted_outputs
+
     if name not in KERNELS:
         raise ValueError(f"name: got {name!r}, expected one of {', '.join(KERNELS)}")
     token = _forced.set(name)
     try:
-        yield
+        with noted_outputs():  # in which no call is made from a note
+            yield
     finally:
         _forced.reset(token)
 
@@ -58,12 +61,11 @@ def choose(work: Work) -> FastKernel | None:
     """The fast kernel for this work, or None for the exact one."""
     device = work.q.device.id
     layout = work.segments[0].pages.layout
-    heads = int(work.q.shape[2])
-    aligned = is_aligned(work.q, work.out, *(segment.pages.bytes for segment in work.segments))
     name = _forced.get() or _fastest(device, layout)
+    aligned = is_aligned(work.q, work.out, *(segment.pages.bytes for segment in work.segments))
     if not aligned or name == "exact":
         return None
-    return _hopper(device, layout) if name == "hopper" else _portable(device, layout, heads)
+    return _hopper(device, layout) if name == "hopper" else _portable(device, layout, int(work.q.shape[2]))
 
 
 @functools.cache

@@ -160,7 +160,7 @@ PORTABLE_DECODE = DecodeKernel(
     32, 32, 256, (32 + 32) * (2 * 576 + 16) + 32 * (2 * 32 + 16 + 4 * 33 + 4) + 8 * 32, 2, 6, 0.5
 )
 HOPPER_DECODE = DecodeKernel(64, 64, 384, 3 * 1024 + 28 * 8192, 1, 4, 0.1)
-MAX_SPLITS = 256
+MAX_SPLITS = 256  # bounds the memory of partial results
 
 
 @functools.lru_cache(maxsize=1024)

@@ -58,6 +58,10 @@ SOURCES = [
     ("mha_varlen_sm90.cu", {"VALUE": "f16", "OUTPUT": "float", "CAUSAL": 1, "ONTO": 1}),
     ("mla_decode_sm90.cu", {"VALUE": "bf16"}),
     ("mla_decode_sm90.cu", {"VALUE": "f16"}),
+    # as racecheck takes them (hopper.cuh)
+    ("decode_sm90.cu", {"LAYOUT": "DSV4_FP8", "EVERY_LANE_ARRIVES": 1}),
+    ("mha_varlen_sm90.cu", {"VALUE": "bf16", "OUTPUT": "bf16", "CAUSAL": 1, "ONTO": 0, "EVERY_LANE_ARRIVES": 1}),
+    ("mla_decode_sm90.cu", {"VALUE": "bf16", "EVERY_LANE_ARRIVES": 1}),
     ("mla_decode.cu", {"VALUE": "bf16", "CACHE": "bf16", "ALIGNED": 1}),
     ("mla_decode.cu", {"VALUE": "f16", "CACHE": "e4m3", "ALIGNED": 0}),
     ("mla_decode_merge.cu", {"VALUE": "bf16", "ALIGNED": 1, "AT_ONCE": 4, "MAX_SETS": 1}),
@@ -67,8 +71,7 @@ SOURCES = [
     ("step.cu", {"SLOT": "int"}),
 ]
 
-# In bytes, where every register is given to a role: 8 of these in the feeder's loop, the others at a tile's end.
-SPILLS_ALLOWED = {"decode_sm90.cu-V32_FP8-sm_90a": 24}
+SPILLS_ALLOWED = {"decode_sm90.cu-V32_FP8-sm_90a": 8}  # bytes, once a tile: every register is given to a role
 
 
 def targets_of(file):
@@ -136,7 +139,8 @@ def test_source(logs, number):
     assert len(spills) == 2 * len(kernels), log
     assert max(spills) <= SPILLS_ALLOWED.get(name_of(number), 0), log
     assert "warning" not in log, log
-    assert "serialized" not in log, log  # products of a warpgroup, of which little is heard otherwise
+    if "EVERY_LANE_ARRIVES" not in COMPILATIONS[number][1]:  # which need not be fast
+        assert "serialized" not in log, log  # products of a warpgroup, of which little is heard otherwise
 
 
 def test_every_source_is_compiled():

@@ -118,9 +118,6 @@ struct Work {
 struct Share {
     int tile, first, end_tile, end_block;
 
-    __device__ Share(int tile, int first, int end_tile, int end_block)
-        : tile(tile), first(first), end_tile(end_tile), end_block(end_block) {}
-
     __device__ Share(const Problem& problem) {
         Start start(problem, blockIdx.x), end(problem, blockIdx.x + 1);
         tile = start.tile, first = start.block, end_tile = end.tile, end_block = end.block;

@@ -10,7 +10,13 @@ struct Dispatcher {
     Share share;
     Ring<ITEMS> to;
 
-    __device__ Dispatcher(const Problem& p) : problem(p), lane(threadIdx.x % 32), share((overlap_with_previous_kernel(), p)) {}
+    __device__ Dispatcher(const Problem& p) : problem(p), lane(threadIdx.x % 32), share(when_written(p)) {}
+
+    // Where shares begin may be what the kernel ahead writes.
+    __device__ static Share when_written(const Problem& problem) {
+        overlap_with_previous_kernel();
+        return Share(problem);
+    }
 
     // Put down the next item, which has no blocks if there are no more. Returns their number.
     __device__ int put() {

@@ -22,7 +22,7 @@ template <int SLOTS> struct Ring {
     }
 };
 
-// Where token t of 16 stands in the permuted order; see the top.
+// Where token t of 16 stands in the permuted order; see decode_sm90.cu.
 __device__ inline int place(int t) {
     int b = t >> 2 & 1, c = (t & 3) ^ b;
     return 2 * c + b + (t & 8);
@@ -53,6 +53,7 @@ __device__ inline uint32 multiply(uint32 x, uint32 factor) {
     asm volatile("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(factor));
     return y;
 }
+// Bytes of a word, and zeros.
 __device__ inline uint32 permuted(uint32 x, uint32 selector) {
     uint32 y;
     asm volatile("prmt.b32 %0, %1, 0, %2;" : "=r"(y) : "r"(x), "r"(selector));

@@ -38,9 +38,6 @@ __device__ inline float lds_float(uint32 address) {
 __device__ inline void sts128(uint32 address, uint4 x) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
-__device__ inline void sts64(uint32 address, uint32 x, uint32 y) {
-    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y) : "memory");
-}
 __device__ inline void sts32(uint32 address, uint32 x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
 __device__ inline void sts16(uint32 address, uint32 x) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(uint16(x)) : "memory"); }
 __device__ inline void sts_float(uint32 address, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory"); }
@@ -52,7 +49,6 @@ __device__ inline void sts_float2(uint32 address, float2 x) {
 __device__ inline void stmatrix4(uint32 address, uint32 a, uint32 b, uint32 c, uint32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
-
 // The same, stored transposed: rows pointed to receive columns.
 __device__ inline void stmatrix4_transposed(uint32 address, uint32 a, uint32 b, uint32 c, uint32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");

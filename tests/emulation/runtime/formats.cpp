@@ -83,6 +83,9 @@ uint32_t e4m3x2_to_f16x2(uint32_t bytes) { return to_f16x2(from_e4m3(bytes), fro
 uint32_t multiply_f16x2(uint32_t a, uint32_t b) {
     return to_f16x2(from_f16(a) * from_f16(b), from_f16(a >> 16) * from_f16(b >> 16));
 }
+uint32_t max_f16x2(uint32_t a, uint32_t b) {
+    return to_f16x2(fmaxf(from_f16(a), from_f16(b)), fmaxf(from_f16(a >> 16), from_f16(b >> 16)));
+}
 
 float multiply(float a, float b) {
     KeepSubnormals keep;
