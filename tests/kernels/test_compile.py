@@ -1,6 +1,5 @@
 """The CUDA sources compile for every target, without a GPU, and keep their values in registers."""
 
-import concurrent.futures
 import re
 
 import pytest
@@ -117,22 +116,14 @@ def compiled(file, macros, target):
     return text
 
 
-@pytest.fixture(scope="module")
-def logs():
-    """What the compiler says of every compilation; NVRTC lets the cores work at the same time."""
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        yield [pool.submit(compiled, *compilation) for compilation in COMPILATIONS]
-        pool.shutdown(cancel_futures=True)
-
-
 def name_of(number):
     file, macros, target = COMPILATIONS[number]
     return "-".join(map(str, (file, *macros.values(), target)))
 
 
 @pytest.mark.parametrize("number", range(len(COMPILATIONS)), ids=name_of)
-def test_source(logs, number):
-    log = logs[number].result()
+def test_source(number):
+    log = compiled(*COMPILATIONS[number])
     kernels = re.findall(r"Compiling entry function '(\w+)'", log)
     spills = [int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
     assert kernels
