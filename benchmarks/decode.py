@@ -15,10 +15,10 @@ import numpy as np
 from common import Report, arguments, graph_us, has_peer, host_us
 
 import cumla
-from cumla.call import BFLOAT16
-from cumla.kernels.cuda import attention_kernels
+from cumla.dispatch.call import BFLOAT16
+from cumla.dispatch.launch_cache import noted_outputs
 from cumla.kernels.cuda import compile as compiler
-from cumla.prepared import noted_outputs
+from cumla.kernels.cuda.sparse import kernels as sparse_kernels
 
 FLASH_MLA = "vllm.third_party.flashmla.flash_mla_interface"
 BASE_TOKENS = 1 << 16  # made of random values; the cache repeats them
@@ -208,11 +208,11 @@ def main() -> None:
     )
     parser.add_argument(
         "--kernel",
-        choices=attention_kernels.KERNELS,
+        choices=sparse_kernels.KERNELS,
         help="instead of the one that is chosen; host times are then of calls without notes",
     )
     args = parser.parse_args()
-    forced = attention_kernels.forced(args.kernel) if args.kernel else contextlib.nullcontext()
+    forced = sparse_kernels.forced(args.kernel) if args.kernel else contextlib.nullcontext()
     with forced:
         run_all(Report(args), "cumla" + (f" {args.kernel}" if args.kernel else ""), args.versions)
 

@@ -23,11 +23,11 @@ import ml_dtypes
 import numpy as np
 
 import cumla
-from cumla.batch import CommonAttentionMetadata
-from cumla.interop import dlpack
+from cumla.arrays import dlpack
 from cumla.kernels.cuda.launch import journal
-from cumla.layer import CompressedCache, LayerWorkspace, SparseMLALayer
+from cumla.layers.sparse import CompressedCache, LayerWorkspace, SparseMLALayer
 from cumla.metadata import DeepseekSparseSWAMetadataBuilder, ServingConfig
+from cumla.metadata.batch import CommonAttentionMetadata
 
 BF16 = ml_dtypes.bfloat16
 BATCH, HEADS, TOPK, BLOCK = 32, 64, 512, 64

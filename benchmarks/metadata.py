@@ -17,8 +17,8 @@ import cupy
 import numpy as np
 from common import Report, arguments, graph_us
 
-from cumla.batch import CommonAttentionMetadata, split_decodes_and_prefills
 from cumla.metadata import DeepseekSparseSWAMetadataBuilder, DeepseekV32IndexerMetadataBuilder, ServingConfig
+from cumla.metadata.batch import CommonAttentionMetadata, split_decodes_and_prefills
 
 BLOCK_SIZE, WINDOW = 64, 128
 SERVING = ServingConfig(

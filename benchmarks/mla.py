@@ -16,9 +16,9 @@ import numpy as np
 from common import Report, arguments, graph_us, has_peer, host_us
 
 import cumla
-from cumla.call import BFLOAT16
+from cumla.dispatch.call import BFLOAT16
+from cumla.layers.dense import MLACommonImpl
 from cumla.metadata import MLACommonMetadataBuilder, MLAConfig
-from cumla.mla_layer import MLACommonImpl
 
 FLASH_MLA = "vllm.third_party.flashmla.flash_mla_interface"
 HEADS, BLOCK, CONTEXT = 128, 64, 8192
@@ -217,7 +217,7 @@ def layer(report, heads, new, context, workspace, rng):
     table = rng.permutation(blocks).astype(np.int32)[None]
     positions = np.arange(context, length)
     slots = table[0][positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
-    batch = cumla.batch.CommonAttentionMetadata(
+    batch = cumla.metadata.batch.CommonAttentionMetadata(
         cupy.asarray(starts), starts, cupy.asarray(lens), lens, lens - new, 1, new, new, cupy.asarray(table),
         cupy.asarray(slots),
     )  # fmt: skip

@@ -1,25 +1,25 @@
 """Sparse attention serving without PyTorch: metadata, paged FP8 KV caches and sparse MLA for any DLPack array."""
 
 from . import _checkout as _checkout  # before what it makes findable
-from .advance import advance_step
-from .attention import merge_attn_states, sparse_mla_decode, sparse_mla_prefill
-from .blocks import copy_blocks, swap_blocks
-from .cache import (
-    cp_gather_indexer_k_quant_cache,
-    dequantize_and_gather_k_cache,
-    indexer_k_quant_and_cache,
-    quantize_and_insert_k_cache,
-)
-from .dense_attention import dense_mla_decode, mha_varlen
-from .indices import (
+from .kernels.types.plan import DecodePlan
+from .layout import DSV4_BF16, DSV4_FP8, INDEXER_FP8, MLA_BF16, V32_FP8, CacheLayout
+from .ops.advance import advance_step
+from .ops.blocks import copy_blocks, swap_blocks
+from .ops.dense_attention import dense_mla_decode, mha_varlen
+from .ops.dense_cache import concat_and_cache_mla, gather_cache
+from .ops.indices import (
     build_flashinfer_mixed_sparse_indices,
     combine_topk_swa_indices,
     compute_global_topk_indices_and_lens,
     compute_swa_indices_and_lens,
 )
-from .kernels.plan import DecodePlan
-from .layout import DSV4_BF16, DSV4_FP8, INDEXER_FP8, MLA_BF16, V32_FP8, CacheLayout
-from .mla_cache import concat_and_cache_mla, gather_cache
+from .ops.sparse_attention import merge_attn_states, sparse_mla_decode, sparse_mla_prefill
+from .ops.sparse_cache import (
+    cp_gather_indexer_k_quant_cache,
+    dequantize_and_gather_k_cache,
+    indexer_k_quant_and_cache,
+    quantize_and_insert_k_cache,
+)
 
 __version__ = "0.1.0"
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from . import __doc__ as summary
 from . import __version__
-from .backends import BACKENDS
+from .dispatch.backends import BACKENDS
 from .replay.errors import InputError, OutputError
 from .replay.options import DEVICE_DEFAULTS, HOST_DEFAULTS, LAYER_RATIOS, choose_backend
 from .replay.scheduler import STEP_MS
@@ -147,7 +147,7 @@ class AtLeast:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    from .replay import command
+    from .cli import replay as command
 
     return command.run(args)
 
@@ -155,7 +155,7 @@ def _replay(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from . import check
+    from .cli import check
 
     return check.run(Console(), None if args.backend is None else choose_backend(args.backend), args.seed)
 
@@ -163,7 +163,7 @@ def _check(args: argparse.Namespace) -> int:
 def _info(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from . import info
+    from .cli import info
 
     return info.run(Console())
 

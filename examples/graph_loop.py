@@ -8,9 +8,9 @@ import ml_dtypes
 import numpy as np
 
 import cumla
-from cumla.batch import CommonAttentionMetadata
-from cumla.layer import LayerWorkspace, SparseMLALayer
+from cumla.layers.sparse import LayerWorkspace, SparseMLALayer
 from cumla.metadata import DeepseekSparseSWAMetadataBuilder, ServingConfig
+from cumla.metadata.batch import CommonAttentionMetadata
 
 REQUESTS, HEADS, BLOCK_SIZE, LONGEST, STEPS = 8, 64, 64, 512, 20
 COLUMNS = LONGEST // BLOCK_SIZE

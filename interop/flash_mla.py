@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..attention import V_DIM, sparse_mla_decode, sparse_mla_prefill
-from ..dense_attention import dense_mla_decode
-from ..kernels.plan import DecodePlan
-from . import dlpack
+from ..arrays import dlpack
+from ..kernels.types.plan import DecodePlan
+from ..ops.dense_attention import dense_mla_decode
+from ..ops.sparse_attention import V_DIM, sparse_mla_decode, sparse_mla_prefill
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 

@@ -28,8 +28,8 @@ import jax
 from jax.custom_batching import custom_vmap
 from jax.experimental.buffer_callback import buffer_callback
 
-from . import streams
-from .dlpack import borrow_in_callback
+from ..arrays import streams
+from ..arrays.dlpack import borrow_in_callback
 from .ops import OPS, Op
 
 Static = tuple[tuple[str, Any], ...]

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .. import advance, attention, cache, dense_attention, indices, mla_cache
-from ..kernels.plan import DecodePlan
+from ..arrays import dlpack
+from ..kernels.types.plan import DecodePlan
 from ..layout import LAYOUTS
-from . import dlpack
+from ..ops import advance, dense_attention, dense_cache, indices, sparse_attention, sparse_cache
 
 
 class Result(NamedTuple):
@@ -116,21 +116,21 @@ def mixed_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
 
 def decode_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
     batch, s_q, heads, _ = shape(arguments, "q", "b", "s_q", "h", "d")
-    return Result((batch, s_q, heads, attention.V_DIM), "bfloat16"), Result((batch, heads, s_q), "float32")
+    return Result((batch, s_q, heads, sparse_attention.V_DIM), "bfloat16"), Result((batch, heads, s_q), "float32")
 
 
 def decode_scratch(arguments: Mapping[str, Any]) -> int:
-    from ..kernels.cuda import attention_work
+    from ..kernels.cuda.sparse import work as sparse_work
 
     batch, s_q, heads, _ = shape(arguments, "q", "b", "s_q", "h", "d")
-    tiles = batch * s_q * -(-heads // attention_work.HEADS)
-    return attention_work.workspace_bytes(tiles, attention_work.device_sms(0))
+    tiles = batch * s_q * -(-heads // sparse_work.HEADS)
+    return sparse_work.workspace_bytes(tiles, sparse_work.device_sms(0))
 
 
 def prefill_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
     tokens, heads, _ = shape(arguments, "q", "s_q", "h", "d")
     logits = Result((tokens, heads), "float32")
-    return Result((tokens, heads, attention.V_DIM), "bfloat16"), logits, logits
+    return Result((tokens, heads, sparse_attention.V_DIM), "bfloat16"), logits, logits
 
 
 def dtype_name(array: Any) -> str:
@@ -145,27 +145,27 @@ def varlen_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
 
 def dense_decode_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
     batch, s_q, heads, _ = shape(arguments, "q", "b", "s_q", "h", "d")
-    out = Result((batch, s_q, heads, attention.V_DIM), dtype_name(arguments["q"]))
+    out = Result((batch, s_q, heads, sparse_attention.V_DIM), dtype_name(arguments["q"]))
     return out, Result((batch, heads, s_q), "float32")
 
 
 OPS = {
     op.name: op
     for op in (
-        Op(cache.quantize_and_insert_k_cache, writes=("k_cache",)),
-        Op(cache.dequantize_and_gather_k_cache, writes=("out",)),
-        Op(cache.indexer_k_quant_and_cache, writes=("kv_cache",)),
-        Op(cache.cp_gather_indexer_k_quant_cache, writes=("dst_k", "dst_scale")),
-        Op(mla_cache.concat_and_cache_mla, writes=("kv_cache",)),
-        Op(mla_cache.gather_cache, writes=("dst",)),
+        Op(sparse_cache.quantize_and_insert_k_cache, writes=("k_cache",)),
+        Op(sparse_cache.dequantize_and_gather_k_cache, writes=("out",)),
+        Op(sparse_cache.indexer_k_quant_and_cache, writes=("kv_cache",)),
+        Op(sparse_cache.cp_gather_indexer_k_quant_cache, writes=("dst_k", "dst_scale")),
+        Op(dense_cache.concat_and_cache_mla, writes=("kv_cache",)),
+        Op(dense_cache.gather_cache, writes=("dst",)),
         Op(advance.advance_step, writes=("input_tokens", "input_positions", "seq_lens", "slot_mapping")),
         Op(indices.compute_swa_indices_and_lens, results=swa_results, outputs=("out",)),
         Op(indices.compute_global_topk_indices_and_lens, results=global_topk_results, outputs=("out",)),
         Op(indices.combine_topk_swa_indices, results=combined_results, outputs=("out",)),
         Op(indices.build_flashinfer_mixed_sparse_indices, results=mixed_results, outputs=("out",)),
-        Op(attention.sparse_mla_decode, results=decode_results, outputs=("out", "lse"), scratch=decode_scratch),
-        Op(attention.sparse_mla_prefill, results=prefill_results, outputs=("out",), allocates=True),
-        Op(attention.merge_attn_states, writes=("output", "output_lse")),
+        Op(sparse_attention.sparse_mla_decode, results=decode_results, outputs=("out", "lse"), scratch=decode_scratch),
+        Op(sparse_attention.sparse_mla_prefill, results=prefill_results, outputs=("out",), allocates=True),
+        Op(sparse_attention.merge_attn_states, writes=("output", "output_lse")),
         Op(dense_attention.mha_varlen, results=varlen_results, outputs=("out", "lse")),
         Op(
             dense_attention.dense_mla_decode,

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import cache, indices
 from ..layout import DSV4_FP8
+from ..ops import indices, sparse_cache
 
 __all__ = [
     "build_flashinfer_mixed_sparse_indices",
@@ -35,7 +35,7 @@ def quantize_and_insert_k_cache(
     use_fnuz  False: the FP8 of AMD's gfx942 is not supported
     """
     _refuse_fnuz(use_fnuz)
-    cache.quantize_and_insert_k_cache(k, k_cache, slot_mapping, block_size, is_ue8m0)
+    sparse_cache.quantize_and_insert_k_cache(k, k_cache, slot_mapping, block_size, is_ue8m0)
 
 
 def dequantize_and_gather_k_cache(
@@ -50,7 +50,7 @@ def dequantize_and_gather_k_cache(
 ) -> None:
     """cumla.dequantize_and_gather_k_cache of DSV4_FP8; k_cache and use_fnuz as in quantize_and_insert_k_cache."""
     _refuse_fnuz(use_fnuz)
-    cache.dequantize_and_gather_k_cache(
+    sparse_cache.dequantize_and_gather_k_cache(
         out, k_cache, seq_lens, gather_lens, block_table, block_size, offset, layout=DSV4_FP8
     )
 

@@ -12,8 +12,8 @@ import cupy
 import numpy as np
 
 import cumla
-from cumla.kernels.cuda import attention_kernels
 from cumla.kernels.cuda import compile as compiler
+from cumla.kernels.cuda.sparse import kernels as sparse_kernels
 from support.indexing import anything
 from support.lab import BF16
 from support.properties import INT64_MAX, INT64_MIN
@@ -172,7 +172,7 @@ class Fuzz:
             lengths = self.choose(None, self.ints(batch), self.ints(batch, s_q))
             options |= {f"{prefix}k_cache": cache, f"{prefix}indices": self.put(indices.astype(np.int32))}
             options |= {f"{prefix}topk_length": lengths}
-        with attention_kernels.forced(kernel):
+        with sparse_kernels.forced(kernel):
             cumla.sparse_mla_decode(
                 self.numbers(batch, s_q, heads, layout.head_dim), **options, layout=layout,
                 attn_sink=self.choose(None, self.numbers(heads, dtype=np.float32)),
@@ -182,7 +182,7 @@ class Fuzz:
     def prefill(self, kernel):
         tokens, heads, width, rows = (int(x) for x in self.rng.integers((1, 1, 0, 1), (6, 70, 200, 90)))
         dim = int(self.choose(512, 576))
-        with attention_kernels.forced(kernel):
+        with sparse_kernels.forced(kernel):
             cumla.sparse_mla_prefill(
                 self.numbers(tokens, heads, dim), self.numbers(rows, dim),
                 self.put(self.rng.integers(-1, rows + 1, (tokens, width)).astype(np.int32)),
@@ -211,7 +211,7 @@ class Fuzz:
         )  # fmt: skip
 
     def attention(self):
-        for kernel in attention_kernels.KERNELS:
+        for kernel in sparse_kernels.KERNELS:
             self.sparse(kernel)
         self.prefill(self.choose("portable", "exact"))
         self.dense()

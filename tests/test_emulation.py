@@ -7,8 +7,8 @@ import pytest
 
 import cumla
 import emulation
+from cumla.dispatch.launch_cache import noted_outputs
 from cumla.kernels.cuda import compile as compiler
-from cumla.prepared import noted_outputs
 from emulation import launches
 from support import operations
 from support.attention import Problem, make_cache, make_indices, make_q
@@ -56,9 +56,9 @@ def test_every_operation(here, rng, case, device):
 @pytest.fixture
 def no_exact_kernel(here, monkeypatch):
     """The fast kernels do it all: for numbers that they took wrongly for ones outside of their range, nobody helps."""
-    from cumla.kernels.cuda import attention_kernels
+    from cumla.kernels.cuda.sparse import kernels as sparse_kernels
 
-    monkeypatch.setattr(attention_kernels, "attend_exactly", lambda work, problem, everything: None)
+    monkeypatch.setattr(sparse_kernels, "attend_exactly", lambda work, problem, everything: None)
 
 
 def on(here, device, schedule, problem, **options):
@@ -97,9 +97,10 @@ class TestDecode:
 @pytest.fixture
 def many_multiprocessors(here, monkeypatch):
     """As many as an H200 has."""
-    from cumla.kernels.cuda import attention_kernels, attention_work
+    from cumla.kernels.cuda.sparse import kernels as sparse_kernels
+    from cumla.kernels.cuda.sparse import work as sparse_work
 
-    caches = (attention_work.device_sms, attention_kernels._hopper, attention_kernels._portable)
+    caches = (sparse_work.device_sms, sparse_kernels._hopper, sparse_kernels._portable)
     monkeypatch.setattr(here.xp.cuda.Device, "MULTIPROCESSORS", 132)
     for cache in caches:
         cache.cache_clear()

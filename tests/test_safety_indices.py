@@ -9,8 +9,8 @@ import pytest
 from hypothesis import strategies as st
 
 import cumla
-from cumla.backends import kernels
-from cumla.kernels.step import BatchCounts, SwaBuffers
+from cumla.dispatch.backends import kernels
+from cumla.kernels.types.metadata import BatchCounts, SwaBuffers
 from support.guarded import Guarded
 from support.indexing import anything
 from support.properties import for_all, seeds
@@ -134,7 +134,7 @@ def test_step(lab):
         table = lab.put(anything(rng, (requests, columns)))
         decodes, decode_tokens = int(rng.integers(requests + 1)), int(rng.integers(tokens + 1))
         counts = BatchCounts(requests, decodes, decode_tokens, tokens, tokens, 0)
-        kernels(lab.backend, "step").build_sparse_swa(
+        kernels(lab.backend, "window_metadata").build_sparse_swa(
             *(lab.put(anything(rng, n)) for n in (requests + 1, requests)),
             lab.put(anything(rng, tokens).astype(np.int64)), table, table if width else None, counts, block_size,
             window, block_size, width, SwaBuffers(**{name: x.array for name, x in buffers.items()}),

@@ -1,6 +1,6 @@
 """Builders: from a batch to what the attention layers of a step share. One builder a file."""
 
-from .base import AttentionCGSupport, AttentionMetadataBuilder, ServingConfig
+from .builder import AttentionCGSupport, AttentionMetadataBuilder, ServingConfig
 from .indexer import (
     DeepSeekV32IndexerDecodeMetadata,
     DeepseekV32IndexerMetadata,

@@ -7,16 +7,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..batch import CommonAttentionMetadata, HostLens, host_array
-from ..call import INT32, Call, check_integers
-from ..interop import dlpack
-from ..kernels.step import IndexerBuffers, IndexerCounts
-from .base import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, ServingConfig, ViewCache
-from .indexer_chunks import (
-    ChunkBuilder,
-    DeepseekV32IndexerPrefillChunkMetadata,
-    DeepseekV32IndexerPrefillMetadata,
-)
+from ..arrays import dlpack
+from ..dispatch.call import INT32, Call, check_integers
+from ..kernels.types.metadata import IndexerBuffers, IndexerCounts
+from .batch import CommonAttentionMetadata, HostLens, host_array
+from .builder import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, ServingConfig, ViewCache
+from .indexer_chunks import ChunkBuilder, DeepseekV32IndexerPrefillChunkMetadata, DeepseekV32IndexerPrefillMetadata
 from .validation import check_batch, check_capacity
 
 INT64 = (np.dtype(np.int64),)
@@ -111,7 +107,7 @@ def get_compressed_slot_mapping(
     slots = call.output("out", out, INT64, (num_tokens,) if out is None else (-1,))
     if len(slots) < num_tokens:
         raise ValueError(f"out: got {len(slots)} entries, expected at least num_tokens = {num_tokens}")
-    with call.kernels("indexer_step") as kernels:
+    with call.kernels("indexer_metadata") as kernels:
         kernels.compressed_slot_mapping(
             query_start_loc, seq_lens, block_table, num_tokens, block_size, compress_ratio, slots
         )
@@ -199,7 +195,7 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
         framework = dlpack.framework_of(batch.query_start_loc)
 
         slot_mapping, decode, prefill = batch.slot_mapping, None, None
-        with call.kernels("indexer_step") as kernels:
+        with call.kernels("indexer_metadata") as kernels:
             buffers = self._fixed_buffers(call, arrays.seq_lens)
             if num_decodes or self._before.num_decodes or self.compress_ratio > 1:
                 kernels.build_indexer_decode(
@@ -298,7 +294,7 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
         counts = self._lay_out(
             num_decodes, num_decode_tokens, use_native, next_n, max_decode_len, table, self.config.max_model_len
         )
-        with call.kernels("indexer_step") as kernels:
+        with call.kernels("indexer_metadata") as kernels:
             kernels.build_indexer_decode(starts, lens, table, counts, self._fixed_buffers(call, lens))
             self._before = counts
         views = self._views_of(framework, counts, table, 0)

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..batch import HostLens, host_array
-from ..call import INT32, Call
-from ..interop import dlpack
-from .base import BatchArrays, ServingConfig, give_view
+from ..arrays import dlpack
+from ..dispatch.call import INT32, Call
+from .batch import HostLens, host_array
+from .builder import BatchArrays, ServingConfig, give_view
 
 MOST_PARTS = 256  # views that are kept: to cut them takes longer than to fill them
 
@@ -238,7 +238,7 @@ class ChunkBuilder:
         if not total_rows:
             return None
         xp, num_tokens = dlpack.namespace_of(table), int(starts[-1] - starts[0])
-        with call.kernels("indexer_step") as kernels:
+        with call.kernels("indexer_metadata") as kernels:
             sizes = (num_tokens, num_tokens, len(starts), total_rows)
             chunk = ChunkArrays(*(dlpack.empty((size,), np.dtype(np.int32), table) for size in sizes))
             kernels.build_indexer_chunk(

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from ..advance import advance_step
-from ..batch import CommonAttentionMetadata, HostLens
-from ..call import Call, check_integers
-from ..interop import dlpack, streams
+from ..arrays import dlpack, streams
+from ..dispatch.call import Call, check_integers
 from ..layout import MLA_BF16
-from .base import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, ServingConfig
+from ..ops.advance import advance_step
+from .batch import CommonAttentionMetadata, HostLens
+from .builder import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, ServingConfig
 from .mla_context import cut_context
 from .mla_groups import GroupedBatch, SequenceGroup, batch_of_groups
 from .validation import check_batch, check_capacity

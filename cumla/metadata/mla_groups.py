@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ..batch import PADDING_SLOT, CommonAttentionMetadata
-from ..interop import dlpack
+from ..arrays import dlpack
+from .batch import PADDING_SLOT, CommonAttentionMetadata
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ..batch import PADDING_SLOT
-from ..blocks import copy_blocks, swap_blocks
-from ..interop import dlpack, streams
+from ..arrays import dlpack, streams
+from ..ops.blocks import copy_blocks, swap_blocks
+from .batch import PADDING_SLOT
 from .mla import SUPPORTED_HEAD_SIZES, MLACommonMetadata, MLACommonMetadataBuilder, MLAConfig, check_head_size
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}

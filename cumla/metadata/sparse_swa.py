@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..batch import CommonAttentionMetadata, HostLens
-from ..call import INT32, Call
-from ..interop import dlpack
-from ..kernels.plan import DecodePlan
-from ..kernels.step import C128A_RATIO, BatchCounts, SwaBuffers
-from .base import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, ServingConfig, ViewCache
+from ..arrays import dlpack
+from ..dispatch.call import INT32, Call
+from ..kernels.types.metadata import C128A_RATIO, BatchCounts, SwaBuffers
+from ..kernels.types.plan import DecodePlan
+from .batch import CommonAttentionMetadata, HostLens
+from .builder import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, ServingConfig, ViewCache
 from .validation import Table, check_batch, check_capacity
 
 LAYER_TYPES = {1: "swaonly", 4: "c4a", 128: "c128a"}
@@ -180,7 +180,7 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
             self._rows_in_use, self._width_in_use,
         )  # fmt: skip
         width = self._c128a_width(batch.max_seq_len)
-        with call.kernels("step") as kernels:
+        with call.kernels("window_metadata") as kernels:
             buffers = self._buffers or self._allocate(arrays.seq_lens)
             call.check_place("the builder's buffers", buffers.swa_lens)
             kernels.build_sparse_swa(

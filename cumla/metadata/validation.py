@@ -6,8 +6,8 @@ import functools
 import importlib
 from typing import Any
 
-from ..batch import CommonAttentionMetadata, HostLens
-from .base import ServingConfig
+from .batch import CommonAttentionMetadata, HostLens
+from .builder import ServingConfig
 
 Table = tuple[Any, int, int]
 """A block table [num_reqs, B], the positions that one of its entries covers, and how many of them make a row."""
@@ -64,7 +64,7 @@ def check_batch(batch: CommonAttentionMetadata, lens: HostLens, config: ServingC
 @functools.cache
 def _faults() -> Any:
     """The compiled pass, without which `import cumla` takes half as long."""
-    return importlib.import_module("..kernels.batch", __package__)
+    return importlib.import_module("cumla.kernels.numba_common.batch_checks")
 
 
 def _too_long(

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..call import BFLOAT16
+from ..dispatch.call import BFLOAT16
 from ..layout import DSV4_FP8
 
 HEAD_DIM, ROPE_DIM = DSV4_FP8.head_dim, DSV4_FP8.rope_dim

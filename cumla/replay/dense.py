@@ -14,17 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from ..backends import array_module
-from ..call import BFLOAT16
-from ..layer import Observer
+from ..dispatch.backends import array_module
+from ..dispatch.call import BFLOAT16
+from ..layers.dense import MLACommonImpl
+from ..layers.sparse import Observer
 from ..layout import MLA_BF16
 from ..metadata import MLACommonMetadata, MLACommonMetadataBuilder, MLACommonState, MLAConfig
-from ..mla_layer import MLACommonImpl
 from .activations import K_STD, NOPE_DIM, Q_STD, ROPE_DIM, Activations, apply_rope
-from .batch import SWA_BLOCK, SWA_PAGES, StepBatch
 from .device import Stopwatch, to_host
 from .options import MAX_RUNNING, ReplayOptions
 from .scheduler import Sequence
+from .step_batch import SWA_BLOCK, SWA_PAGES, StepBatch
 from .verify import Sample, measured
 
 DENSE = "mla"  # the layer type

@@ -7,17 +7,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
-from ..backends import array_module
-from ..call import BFLOAT16
+from ..dispatch.backends import array_module
+from ..dispatch.call import BFLOAT16
 from ..metadata import DeepseekSparseSWAMetadataBuilder, ServingConfig
 from .activations import HEAD_DIM
-from .batch import SWA_BLOCK, StepBatch, completed_groups, make_batch
 from .blocks import BLOCK_TOKENS, BlockPool
 from .dense import DENSE, DenseLayer, DenseMetadata, dense_bytes_moved
 from .device import Stopwatch
 from .layers import Layer
 from .options import MAX_RUNNING, ReplayOptions
 from .scheduler import Scheduler
+from .step_batch import SWA_BLOCK, StepBatch, completed_groups, make_batch
 from .trace import HASH_TOKENS, TraceRequest
 from .traffic import bytes_moved
 from .verify import Sample, Verifier

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from ..backends import array_module
-from ..call import BFLOAT16
-from ..layer import CompressedCache, SparseMLALayer
+from ..dispatch.backends import array_module
+from ..dispatch.call import BFLOAT16
+from ..layers.sparse import CompressedCache, SparseMLALayer
 from ..layout import DSV4_FP8
 from .activations import INDEX_DIM, Activations, apply_rope
-from .batch import SWA_BLOCK, SWA_PAGES, Groups, StepBatch
 from .blocks import BLOCK_TOKENS
 from .device import Stopwatch
 from .options import LAYER_RATIOS, ReplayOptions
+from .step_batch import SWA_BLOCK, SWA_PAGES, Groups, StepBatch
 from .topk import select_for_decodes, select_for_prefill
 
 TOPK_RATIO = 4  # the ratio at which a token selects compressed rows; at 128 it takes all

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .. import backends
+from ..dispatch import backends
 from .blocks import BLOCK_TOKENS
 from .errors import InputError
 from .trace import INT32_MAX, TraceRequest
@@ -13,7 +13,9 @@ from .trace import INT32_MAX, TraceRequest
 LAYER_RATIOS = {"swa": 1, "c4a": 4, "c128a": 128}  # of sparse layers
 LAYER_TYPES = (*LAYER_RATIOS, "mla")
 # Files of kernels that a replay calls.
-KERNELS = ("step", "cache", "indices", "attention", "mla_cache", "dense_attention", "projection")
+KERNELS = (
+    "window_metadata", "sparse_cache", "indices", "sparse_attention", "dense_cache", "dense_attention", "projection",
+)  # fmt: skip
 MAX_RUNNING = 256  # requests in a step
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..layout import DSV4_FP8
-from .batch import Groups, StepBatch
+from .step_batch import Groups, StepBatch
 
 CACHE_ROW = DSV4_FP8.token_bytes
 BF16_ROW = 2 * DSV4_FP8.head_dim

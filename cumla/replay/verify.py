@@ -12,19 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from ..backends import takes_device_arrays
-from ..call import BFLOAT16
-from ..kernels.reference.attention import attend
+from ..dispatch.backends import takes_device_arrays
+from ..dispatch.call import BFLOAT16
 from ..kernels.reference.rows import read_tokens
-from ..kernels.segments import Pages
+from ..kernels.reference.sparse_attention import attend
+from ..kernels.types.segments import Pages
 from ..layout import DSV4_FP8
 from .activations import HEAD_DIM, apply_rope
-from .batch import StepBatch
 from .blocks import BLOCK_TOKENS
 from .device import to_host
 from .layers import TOPK_RATIO, Layer, LayerInputs
 from .options import ReplayOptions
 from .scheduler import Sequence
+from .step_batch import StepBatch
 
 # Exactness: error of a value at most `absolute + relative * |value|`, and the cosine distance of a token's out.
 # These are the bounds of FlashMLA's own tests.

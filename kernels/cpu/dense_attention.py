@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..segments import Pages, packed_rows
-from .attention import merge_attn_states
-from .mla_cache import E4M3_VALUES
+from ..types.segments import Pages, packed_rows
+from .dense_cache import E4M3_VALUES
+from .sparse_attention import merge_attn_states
 
 V_DIM = 512
 SCORES_AT_ONCE = 4 << 20  # 16 MiB of float32

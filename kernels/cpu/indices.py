@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
-from .. import slots
+from ..numba_common import slots
 from .rows import lookup_slot
 
 token_position = njit(cache=True)(slots.token_position)

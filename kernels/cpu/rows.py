@@ -6,10 +6,10 @@ import ml_dtypes
 import numpy as np
 from numba import njit
 
-from .. import slots
-from ..geometry import Geometry, geometry_of
-from ..numbers import bfloat16_bits, float16_value, float32_bits, float32_value, quantized, tile_scale
-from ..segments import Pages
+from ..numba_common import slots
+from ..numba_common.geometry import Geometry, geometry_of
+from ..numba_common.numbers import bfloat16_bits, float16_value, float32_bits, float32_value, quantized, tile_scale
+from ..types.segments import Pages
 
 __all__ = [
     "Geometry",

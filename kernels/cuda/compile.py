@@ -7,7 +7,7 @@ import pathlib
 import re
 import sys
 
-from ...interop.streams import relaxed_capture
+from ...arrays.streams import relaxed_capture
 from ...layout import LAYOUTS, CacheLayout
 from .launch import Kernel, packing
 

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..plan import DecodePlan
-from ..segments import Pages
-from .boxes import NO_MAP, Words, box_rows, map_of_pages
+from ..types.plan import DecodePlan
+from ..types.segments import Pages
 from .compile import kernel
+from .dense_cache import scale_arguments
 from .launch import C_NAMES, Kernel, is_aligned, pointer, strides
-from .mla_cache import scale_arguments
+from .tma import NO_MAP, Words, box_rows, map_of_pages
 
 V_DIM = 512
 MAX_HEAD_DIM = 256

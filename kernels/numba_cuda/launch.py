@@ -14,7 +14,7 @@ import numba
 import numpy as np
 from numba import cuda
 
-from ..numbers import KINDS
+from ..numba_common.numbers import KINDS
 
 SIMULATED = bool(numba.config.ENABLE_CUDASIM)
 SIMULATED_THREADS = 8  # a thread block: the simulator runs about 8,000 threads a second

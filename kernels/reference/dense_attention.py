@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..segments import Pages, packed_rows
-from .attention import merge_attn_states
-from .mla_cache import gather_cache
+from ..types.segments import Pages, packed_rows
+from .dense_cache import gather_cache
 from .rows import lookup_slot
+from .sparse_attention import merge_attn_states
 
 V_DIM = 512
 

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from ...layout import CacheLayout
-from ..segments import Pages
+from ..types.segments import Pages
 
 E4M3_MAX = 448.0
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)

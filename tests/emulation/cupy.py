@@ -10,9 +10,9 @@ from unittest import mock
 
 import numpy as np
 
-from cumla import backends
-from cumla.interop import streams
-from cumla.kernels.cuda import boxes, launch
+from cumla.arrays import streams
+from cumla.dispatch import backends
+from cumla.kernels.cuda import launch, tma
 
 from . import arrays, cublas, launches
 from .arrays import Array, Device
@@ -30,7 +30,7 @@ def devices():
     replaced = types.SimpleNamespace(**{**vars(ctypes), "CDLL": lambda name, *rest: library(name, *rest)})
     with contextlib.ExitStack() as stack:
         stack.enter_context(_modules({"cupy": CUPY, "cupy.cuda": CUPY.cuda}))
-        for module in (boxes, launch, streams):
+        for module in (launch, streams, tma):
             stack.enter_context(mock.patch.object(module, "ctypes", replaced))
         for name, module in list(sys.modules.items()):
             if name.startswith("cumla.") and hasattr(module, "cupy"):  # bound at an import, maybe of the real one

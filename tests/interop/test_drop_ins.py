@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.interop import dlpack, flash_mla, vllm
+from cumla.arrays import dlpack
+from cumla.interop import flash_mla, vllm
 from support import golden
 from support.bounds import assert_decode, assert_prefill
 from support.lab import BF16, to_float

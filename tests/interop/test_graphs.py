@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.batch import CommonAttentionMetadata
-from cumla.interop import dlpack
-from cumla.layer import CompressedCache, LayerWorkspace, SparseMLALayer
+from cumla.arrays import dlpack
+from cumla.layers.sparse import CompressedCache, LayerWorkspace, SparseMLALayer
 from cumla.metadata import DeepseekSparseSWAMetadataBuilder, ServingConfig
+from cumla.metadata.batch import CommonAttentionMetadata
 from support.lab import BF16
 
 pytestmark = pytest.mark.gpu

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.interop import dlpack
+from cumla.arrays import dlpack
 from cumla.interop.ops import OPS, Op
 from support import operations
 from support.lab import BF16

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.interop import dlpack
+from cumla.arrays import dlpack
 from cumla.interop.ops import OPS
 from support import operations
 

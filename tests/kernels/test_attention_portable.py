@@ -3,7 +3,7 @@
 import pytest
 
 import cumla
-from cumla.kernels.cuda import attention_portable
+from cumla.kernels.cuda.sparse import portable as sparse_portable
 
 LAYOUTS = (cumla.DSV4_FP8, cumla.V32_FP8, cumla.MLA_BF16, cumla.DSV4_BF16)
 KIB = 1024
@@ -18,8 +18,8 @@ DEVICES = {
 @pytest.mark.parametrize("heads", [1, 16, 17, 32, 33, 128])
 def test_every_device_has_room(device, layout, heads):
     block_limit, multiprocessor_limit = (limit * KIB for limit in DEVICES[device])
-    size = attention_portable.choose(layout, heads, block_limit, multiprocessor_limit)
-    assert attention_portable.shared_bytes(layout, size) <= block_limit
+    size = sparse_portable.choose(layout, heads, block_limit, multiprocessor_limit)
+    assert sparse_portable.shared_bytes(layout, size) <= block_limit
     assert size.heads in (16, 32, 64)
     assert 64 % size.keys == 0
     assert size.heads < max(2 * heads, 17)  # not mostly empty
@@ -27,9 +27,9 @@ def test_every_device_has_room(device, layout, heads):
 
 def test_large_devices_take_64_heads():
     for layout in LAYOUTS:
-        assert attention_portable.choose(layout, 128, 227 * KIB, 228 * KIB).heads == 64
+        assert sparse_portable.choose(layout, 128, 227 * KIB, 228 * KIB).heads == 64
 
 
 def test_too_little_shared_memory_is_an_error():
     with pytest.raises(ValueError, match="shared memory"):
-        attention_portable.choose(cumla.MLA_BF16, 128, 48 * KIB, 64 * KIB)
+        sparse_portable.choose(cumla.MLA_BF16, 128, 48 * KIB, 64 * KIB)

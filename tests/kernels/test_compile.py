@@ -5,8 +5,8 @@ import re
 import pytest
 
 import cumla
-from cumla.kernels.cuda import attention_portable
 from cumla.kernels.cuda import compile as compiler
+from cumla.kernels.cuda.sparse import portable as sparse_portable
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed (pip install 'cumla[test]')")
 
@@ -86,8 +86,8 @@ SHARED_MEMORY = {
 
 def portable_attention(layout, heads, target):
     """The portable attention kernel as a device takes it."""
-    size = attention_portable.choose(layout, heads, *(1024 * limit for limit in SHARED_MEMORY[target]))
-    return "attention_mma.cu", attention_portable.macros(layout, size), target
+    size = sparse_portable.choose(layout, heads, *(1024 * limit for limit in SHARED_MEMORY[target]))
+    return "attention_mma.cu", sparse_portable.macros(layout, size), target
 
 
 COMPILATIONS = [(file, macros, target) for file, macros in SOURCES for target in targets_of(file)]

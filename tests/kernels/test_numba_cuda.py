@@ -27,9 +27,9 @@ except Exception as error:
 dispatcher.get_current_device = lambda: types.SimpleNamespace(compute_capability=(9, 0))
 
 import cumla
-from cumla import call
-from cumla.kernels.numba_cuda import advance, blocks, cache, indices, launch, mla_cache, step
-from cumla.kernels.step import BatchCounts, SwaBuffers
+from cumla.dispatch import call
+from cumla.kernels.numba_cuda import advance, blocks, dense_cache, indices, launch, sparse_cache, window_metadata
+from cumla.kernels.types.metadata import BatchCounts, SwaBuffers
 
 compiled = {}
 
@@ -39,7 +39,7 @@ def compile_only(kernel, num_blocks, threads, *arguments):
         ptx, _ = cuda.compile_ptx(kernel, launch.signature(key), cc=(9, 0))
         compiled[kernel, key] = ptx
 
-modules = (advance, blocks, cache, indices, mla_cache, step)
+modules = (advance, blocks, dense_cache, indices, sparse_cache, window_metadata)
 for module in modules:
     module.launch = compile_only
 call.choose = lambda name, on_device: "numba_cuda"
@@ -74,7 +74,9 @@ cumla.build_flashinfer_mixed_sparse_indices(
     i32(1, 3), None, None, i32(1, 3), i32(2), i32(1), i32(2), i32(1, 1), 4, None, 4, 3, 4, 3
 )
 buffers = SwaBuffers(i32(2), valid, i32(2, 3), i32(2), i32(1), i32(2, 0), i32(2))
-step.build_sparse_swa(i32(2), i32(1), tokens, i32(1, 1), None, BatchCounts(1, 0, 0, 2, 2, 0), 4, 3, 1, 0, buffers)
+window_metadata.build_sparse_swa(
+    i32(2), i32(1), tokens, i32(1, 1), None, BatchCounts(1, 0, 0, 2, 2, 0), 4, 3, 1, 0, buffers
+)
 
 kernels = {
     function for module in modules for name, function in inspect.getmembers(module, inspect.isfunction)
@@ -103,10 +105,12 @@ def test_every_kernel_compiles_for_a_device():
 
 
 def test_attention_is_not_part_of_it():
-    from cumla.backends import kernels
+    from cumla.dispatch.backends import kernels
 
-    with pytest.raises(ValueError, match="backend: 'numba_cuda' has no attention kernels; available: reference, cpu"):
-        kernels("numba_cuda", "attention")
+    with pytest.raises(
+        ValueError, match="backend: 'numba_cuda' has no sparse_attention kernels; available: reference, cpu"
+    ):
+        kernels("numba_cuda", "sparse_attention")
 
 
 def test_the_simulator_works_on_the_callers_memory():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from cumla.kernels import numbers
+from cumla.kernels.numba_common import numbers
 from support.lab import BF16
 
 E4M3 = ml_dtypes.float8_e4m3fn

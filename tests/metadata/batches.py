@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from cumla.batch import CommonAttentionMetadata
+from cumla.metadata.batch import CommonAttentionMetadata
 
 BLOCK = 8
 THOROUGH = settings(

@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 
-from cumla.kernels.plan import DecodePlan
+from cumla.kernels.types.plan import DecodePlan
 from cumla.metadata import (
     AttentionCGSupport,
     AttentionMetadataBuilder,

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cumla.batch import CommonAttentionMetadata
 from cumla.metadata import (
     MLACommonBackend,
     MLACommonMetadata,
@@ -16,6 +15,7 @@ from cumla.metadata import (
     MLAConfig,
     SequenceGroup,
 )
+from cumla.metadata.batch import CommonAttentionMetadata
 from cumla.metadata.mla_context import cut_context
 from metadata.batches import BLOCK, THOROUGH, assert_equal, make_batch, shapes
 

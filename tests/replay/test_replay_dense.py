@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import cumla.mla_layer
+import cumla.layers.dense
 from cumla.replay.dense import DenseLayer, dense_bytes_moved
 from cumla.replay.engine import Engine
 from cumla.replay.errors import InputError
@@ -87,7 +87,7 @@ def test_context_that_is_left_out_is_found(monkeypatch):
         if not onto:
             cumla.mha_varlen(*arguments, **more)
 
-    monkeypatch.setattr(cumla.mla_layer, "mha_varlen", forgetful)
+    monkeypatch.setattr(cumla.layers.dense, "mha_varlen", forgetful)
     _, records = run()
     assert any("(prefill)" in failure for failure in failures(records))
 

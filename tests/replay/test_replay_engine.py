@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.lib.stride_tricks import as_strided
 
-import cumla.layer
+import cumla.layers.sparse
 from cumla.layout import DSV4_FP8
 from cumla.replay.activations import apply_rope
 from cumla.replay.engine import Engine
@@ -101,14 +101,14 @@ def test_compressed_rows_are_means(finished):
 
 @pytest.mark.parametrize("op", ["sparse_mla_decode", "sparse_mla_prefill"])
 def test_wrong_output_is_found(monkeypatch, op):
-    original = getattr(cumla.layer, op)
+    original = getattr(cumla.layers.sparse, op)
 
     def off_by_a_little(*args, out, **kwargs):
         original(*args, out=out, **kwargs)
         array = out[0] if isinstance(out, tuple) else out
         array[:] = (to_float(array) + 0.05).astype(BF16)
 
-    monkeypatch.setattr(cumla.layer, op, off_by_a_little)
+    monkeypatch.setattr(cumla.layers.sparse, op, off_by_a_little)
     failures = [sample.failure for sample in samples_of(run()[1]) if sample.failure]
     assert failures
     kind = op.rpartition("_")[2]

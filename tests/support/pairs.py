@@ -9,7 +9,7 @@ import importlib.util
 import ml_dtypes
 import numpy as np
 
-from cumla.interop import dlpack
+from cumla.arrays import dlpack
 
 DTYPES = ("uint8", "int32", "bool", "float32", "bfloat16", "float8_e4m3fn", "float8_e8m0fnu")
 SHAPE = (3, 4)

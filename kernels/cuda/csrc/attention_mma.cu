@@ -18,7 +18,7 @@
 // that is not finite, is marked in `unsafe` for the exact kernel, which the launcher runs after this one.
 //
 // Macros: LAYOUT, TILE_HEADS (decode.cuh), KEYS, STAGES (3 or more), CTAS (thread blocks a multiprocessor) and
-// SHARED_BYTES, see attention_portable.py.
+// SHARED_BYTES, see sparse_portable.py.
 #include "attention_mma_scores.cuh"
 
 constexpr int VALUES = V_DIM / WARPS;

@@ -33,7 +33,7 @@ struct Shared {
     float top[HEADS];
     float factor[HEADS];  // what the sums are to be multiplied by
 };
-static_assert(sizeof(Shared) == SHARED_BYTES, "attention_portable.py has another size");
+static_assert(sizeof(Shared) == SHARED_BYTES, "sparse_portable.py has another size");
 
 __device__ inline float quad_max(float v) {
     v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));

@@ -13,7 +13,7 @@
 
 constexpr int MAX_THREADS = 256;
 constexpr int MIN_BLOCKS = AT_ONCE > 8 ? 2 : AT_ONCE > 4 ? 4 : 5;  // of a multiprocessor: no fewer registers than loads need
-constexpr int MAX_SHARES = 512;                // as in kernels/cuda/attention_work.py
+constexpr int MAX_SHARES = 512;                // as in kernels/cuda/sparse_work.py
 constexpr int PIECES = HEADS * V_DIM / 128;    // of a tile
 constexpr int PART = HEADS * V_DIM / 4;        // float4 of one
 

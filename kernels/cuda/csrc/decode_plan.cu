@@ -8,7 +8,7 @@
 #include "decode.cuh"
 
 constexpr int THREADS = 1024;
-// In blocks, as in kernels/cuda/attention_work.py, which says what they stand for.
+// In blocks, as in kernels/cuda/sparse_work.py, which says what they stand for.
 constexpr int TILE_COST = 2, CUT_COST = 2, STRADDLE_COST = 5, PARTS_A_BLOCK = 64;
 constexpr int NEAR = 2;
 

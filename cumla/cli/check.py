@@ -1,0 +1,92 @@
+"""Every backend that can run here against the reference, on the small random cases of `check_cases`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..dispatch import backends
+from ..replay.device import to_host
+from .check_cases import CASES, Bench, Bound, Case
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one case on one backend. error: largest difference, None where nothing could be compared."""
+
+    passed: bool
+    error: float | None
+    note: str = ""
+
+
+def check_case(case: Case, backend: str, seed: int) -> Outcome:
+    """Run a case on a backend and on the reference, on the same numbers."""
+    try:
+        backends.kernels(backend, case.kernels)
+    except ValueError:
+        return Outcome(True, None)
+    want = [to_host(array) for array in case.run(Bench("reference", seed))]
+    try:
+        got = [to_host(array) for array in case.run(Bench(backend, seed))]
+    except Exception as error:  # whatever a backend fails with is what the table is for
+        lines = str(error).strip().splitlines() or [""]
+        return Outcome(False, None, f"{type(error).__name__}: {lines[0]}")
+    passed, largest = True, 0.0
+    for got_array, want_array, bound in zip(got, want, case.bounds, strict=True):
+        within, difference = compare(got_array, want_array, bound)
+        passed, largest = passed and within, max(largest, difference)
+    return Outcome(passed, largest)
+
+
+def compare(got: np.ndarray, want: np.ndarray, bound: Bound) -> tuple[bool, float]:
+    """Whether `got` is within its bound, and its largest error. Infinities and NaN must match."""
+    got, want = got.astype(np.float64), want.astype(np.float64)
+    finite = np.isfinite(want)
+    if got.shape != want.shape or not np.array_equal(got[~finite], want[~finite], equal_nan=True):
+        return False, np.inf
+    got, want = got[finite], want[finite]
+    error = np.abs(got - want)
+    within = bool((error <= bound.absolute + bound.relative * np.abs(want)).all())
+    norm = float((got * got).sum() + (want * want).sum())
+    if norm:
+        within = within and 1 - 2 * float((got * want).sum()) / norm <= bound.cosine
+    return within, float(np.max(error, initial=0.0))
+
+
+def run(console: Console, backend: str | None, seed: int) -> int:
+    """Print the table. Returns the exit status: 1 if anything is off."""
+    names = [name for name in backends.available() if name != "reference"] if backend is None else [backend]
+    table = Table(
+        title="Largest error against the reference", title_justify="left", caption_justify="left",
+        caption="0: equal, as maps, bytes and gathered values must be. -: the backend does not have the op.",
+    )  # fmt: skip
+    for column in ("op", "case"):
+        table.add_column(column)
+    for name in names:
+        table.add_column(name, justify="right")
+    notes, failed = [], 0
+    with console.status("checking"):
+        for case in CASES:
+            outcomes = [check_case(case, name, seed) for name in names]
+            failed += sum(not outcome.passed for outcome in outcomes)
+            notes += [
+                f"{name}: {case.op} {case.variant}: {outcome.note}"
+                for name, outcome in zip(names, outcomes, strict=True)
+                if outcome.note
+            ]
+            table.add_row(case.op, case.variant, *(_cell(outcome) for outcome in outcomes))
+    console.print(table)
+    for note in notes:
+        console.print(escape(note), highlight=False, soft_wrap=True)
+    console.print(f"[red]{failed} beyond bounds[/red]" if failed else "[green]all within bounds[/green]")
+    return 1 if failed else 0
+
+
+def _cell(outcome: Outcome) -> str:
+    if outcome.passed:
+        return "-" if outcome.error is None else f"[green]{outcome.error:.2g}[/green]"
+    return "[red]error[/red]" if outcome.error is None else f"[red]{outcome.error:.2g} failed[/red]"

@@ -1,0 +1,324 @@
+"""Small random cases of every public op, the same for every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import cumla
+
+from ..dispatch.backends import array_module
+from ..dispatch.call import BFLOAT16
+from ..layout import DSV4_FP8, INDEXER_FP8, MLA_BF16, V32_FP8, CacheLayout
+
+BLOCK, NUM_BLOCKS, HEADS, WINDOW = 5, 7, 3, 8
+QUERY_LENS, SEQ_LENS = (1, 1, 4), (13, 2, 19)
+UNWRITTEN = 165  # fills what an op must leave alone
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How far a result may be off: absolute + relative * |value|, and the cosine distance of all of it."""
+
+    absolute: float = 0.0
+    relative: float = 0.0
+    cosine: float = np.inf
+
+
+EQUAL = Bound()
+DECODE = (Bound(1e-3, 2.01 / 128, 5e-6), Bound(1e-6, 8.01 / 65536))
+PREFILL = (Bound(8e-4, 3.01 / 128, 7e-6), Bound(1e-6, 2.01 / 65536), Bound(1e-6, 2.01 / 65536))
+DENSE_PREFILL = (Bound(8e-4, 3.01 / 128, 7e-6), Bound(1e-6, 2.01 / 65536))
+MERGE = (Bound(1e-6, 1e-5), Bound(1e-6, 1e-5))
+
+
+class Bench:
+    """Where a case runs: the backend, its arrays, and random numbers that are the same for every backend."""
+
+    def __init__(self, backend: str, seed: int) -> None:
+        self.backend = backend
+        self.xp = array_module(backend)
+        self.rng = np.random.default_rng(seed)
+
+    def put(self, array: Any, dtype: Any = None) -> Any:
+        return self.xp.asarray(np.asarray(array, dtype))
+
+    def normal(self, *shape: int, dtype: Any = BFLOAT16) -> Any:
+        """Heavy-tailed values."""
+        values = self.rng.standard_normal(shape) * np.exp(self.rng.standard_normal(shape) / 2)
+        return self.put(values.astype(dtype))
+
+    def small(self, *shape: int) -> Any:
+        """Values of the size that the bounds of attention are for."""
+        return self.put(0.1 * self.rng.standard_normal(shape), BFLOAT16)
+
+    def indices(self, end: int, *shape: int) -> Any:
+        """int32 from -2 to end, absent ones included."""
+        return self.put(self.rng.integers(-2, end + 1, shape), np.int32)
+
+    def cache(self, layout: CacheLayout) -> Any:
+        """A cache of random rows in random order."""
+        cache = layout.allocate(NUM_BLOCKS, BLOCK, self.xp)
+        rows = self.normal(NUM_BLOCKS * BLOCK, layout.head_dim)
+        if layout.quantized_dim:
+            slots = self.put(self.rng.permutation(len(rows)))
+            cumla.quantize_and_insert_k_cache(rows, cache, slots, BLOCK, layout=layout, backend=self.backend)
+        else:
+            cache[...] = rows.view(np.uint8).reshape(cache.shape)
+        return cache
+
+    def starts(self, lens: Sequence[int]) -> Any:
+        """int32, where each of neighbouring ranges of these lengths starts, and where the last ends."""
+        return self.put(np.cumsum([0, *lens]), np.int32)
+
+    def batch(self) -> dict[str, Any]:
+        """Two decodes and a prefill, as arrays by name."""
+        blocks = self.rng.permutation(3 * NUM_BLOCKS)[: 3 * 4].reshape(3, 4) % NUM_BLOCKS
+        return {
+            "query_start_loc": self.starts(QUERY_LENS),
+            "seq_lens": self.put(SEQ_LENS, np.int32),
+            "token_to_req_indices": self.put(np.repeat(np.arange(3), QUERY_LENS), np.int32),
+            "is_valid_token": self.put([True, False, True, True, True, True]),
+            "block_table": self.put(blocks, np.int32),
+        }
+
+
+@dataclass(frozen=True)
+class Case:
+    """run(bench) returns the results to compare; `kernels` is the file of kernels it needs."""
+
+    op: str
+    variant: str
+    kernels: str
+    bounds: Sequence[Bound]
+    run: Callable[[Bench], Sequence[Any]]
+
+
+def _insert(layout: CacheLayout, is_ue8m0: bool = True) -> Callable[[Bench], Sequence[Any]]:
+    def run(bench: Bench) -> Sequence[Any]:
+        pages = bench.xp.full((NUM_BLOCKS, layout.page_bytes(BLOCK)), UNWRITTEN, np.uint8)
+        slots = bench.rng.permutation(NUM_BLOCKS * BLOCK)[:9]
+        slots[::4] = -1
+        cumla.quantize_and_insert_k_cache(
+            bench.normal(9, layout.head_dim), pages, bench.put(slots), BLOCK, is_ue8m0, layout=layout,
+            backend=bench.backend,
+        )  # fmt: skip
+        return (pages,)
+
+    return run
+
+
+def _gather(layout: CacheLayout) -> Callable[[Bench], Sequence[Any]]:
+    def run(bench: Bench) -> Sequence[Any]:
+        batch, out = bench.batch(), bench.xp.zeros((3, 24, layout.head_dim), BFLOAT16)
+        cumla.dequantize_and_gather_k_cache(
+            out, bench.cache(layout), batch["seq_lens"], bench.put([5, 2, 11], np.int32), batch["block_table"],
+            BLOCK, 2, layout=layout, backend=bench.backend,
+        )  # fmt: skip
+        return (out.astype(np.float32),)
+
+    return run
+
+
+def _indexer_insert(bench: Bench) -> Sequence[Any]:
+    cache = INDEXER_FP8.allocate(NUM_BLOCKS, BLOCK, bench.xp)
+    slots = bench.put(bench.rng.permutation(NUM_BLOCKS * BLOCK)[:9])
+    cumla.indexer_k_quant_and_cache(bench.normal(9, 128), cache, slots, backend=bench.backend)
+    return (cache,)
+
+
+def _indexer_gather(bench: Bench) -> Sequence[Any]:
+    cache, batch = bench.cache(INDEXER_FP8), bench.batch()
+    keys, scales = bench.xp.zeros((40, 128), np.uint8), bench.xp.zeros(40, np.float32)
+    cumla.cp_gather_indexer_k_quant_cache(
+        cache, keys, scales, batch["block_table"], bench.starts(SEQ_LENS), backend=bench.backend
+    )
+    return keys, scales
+
+
+def _concat(kv_cache_dtype: str, width: int, dtype: Any) -> Callable[[Bench], Sequence[Any]]:
+    def run(bench: Bench) -> Sequence[Any]:
+        cache = bench.xp.zeros((NUM_BLOCKS, BLOCK, width), dtype)
+        slots = bench.put(bench.rng.permutation(NUM_BLOCKS * BLOCK)[:9])
+        cumla.concat_and_cache_mla(
+            bench.normal(9, 512), bench.normal(9, 64), cache, slots, kv_cache_dtype, 0.5, backend=bench.backend
+        )
+        return (cache.view(np.uint8),)
+
+    return run
+
+
+def _mla_gather(bench: Bench) -> Sequence[Any]:
+    batch, out = bench.batch(), bench.xp.zeros((40, 576), np.float32)
+    cache = bench.put(bench.rng.integers(0, 127, (NUM_BLOCKS, BLOCK, 576)), np.uint8)
+    cumla.gather_cache(
+        cache, out, batch["block_table"], bench.starts((4, 2, 15)), 3, bench.put([9, 0, 4], np.int32), scale=0.25,
+        backend=bench.backend,
+    )  # fmt: skip
+    return (out,)
+
+
+def _copy(bench: Bench) -> Sequence[Any]:
+    caches = [bench.cache(DSV4_FP8), bench.normal(NUM_BLOCKS, 3, 4)]
+    pairs = bench.put([[0, 3], [1, 5], [NUM_BLOCKS, 2], [4, -1]], np.int64)
+    cumla.copy_blocks(caches, pairs, backend=bench.backend)
+    return caches[0], caches[1].view(np.uint8)
+
+
+def _swap(bench: Bench) -> Sequence[Any]:
+    source, target = bench.cache(DSV4_FP8), bench.cache(DSV4_FP8)
+    cumla.swap_blocks(source, target, bench.put([[0, 3], [2, 5]], np.int64), backend=bench.backend)
+    return (target,)
+
+
+def _advance(bench: Bench) -> Sequence[Any]:
+    tokens, positions, slots = (bench.xp.full(5, UNWRITTEN, np.int64) for _ in range(3))
+    batch = bench.batch()
+    cumla.advance_step(
+        5, 3, BLOCK, tokens, bench.put([7, 8, 9], np.int64), positions, batch["seq_lens"], slots, batch["block_table"],
+        backend=bench.backend,
+    )  # fmt: skip
+    return tokens, positions, slots, batch["seq_lens"]
+
+
+def _swa_indices(bench: Bench) -> Sequence[Any]:
+    batch = bench.batch()
+    return cumla.compute_swa_indices_and_lens(
+        **batch, block_size=BLOCK, window_size=WINDOW, num_tokens=6, backend=bench.backend
+    )
+
+
+def _global_topk(compact: bool) -> Callable[[Bench], Sequence[Any]]:
+    def run(bench: Bench) -> Sequence[Any]:
+        batch = bench.batch()
+        return cumla.compute_global_topk_indices_and_lens(
+            bench.indices(4 * BLOCK, 6, 7), batch["token_to_req_indices"], batch["block_table"], BLOCK,
+            batch["is_valid_token"], compact=compact, backend=bench.backend,
+        )  # fmt: skip
+
+    return run
+
+
+def _combine(bench: Bench) -> Sequence[Any]:
+    batch = bench.batch()
+    gather_lens = bench.put([8, 2, 11], np.int32)
+    return cumla.combine_topk_swa_indices(
+        bench.indices(5, 6, 7), batch["query_start_loc"], batch["seq_lens"], gather_lens, WINDOW, 4, 6, 16, 5,
+        backend=bench.backend,
+    )  # fmt: skip
+
+
+def _flashinfer(bench: Bench) -> Sequence[Any]:
+    batch = bench.batch()
+    return cumla.build_flashinfer_mixed_sparse_indices(
+        bench.indices(30, 2, WINDOW), bench.indices(4 * BLOCK, 2, 6), None, bench.indices(4 * BLOCK, 4, 6),
+        batch["query_start_loc"], batch["seq_lens"], batch["token_to_req_indices"], batch["block_table"], BLOCK,
+        batch["block_table"], BLOCK, WINDOW, 4, 6, True, batch["is_valid_token"], 9, None, backend=bench.backend,
+    )  # fmt: skip
+
+
+def _decode(layout: CacheLayout, two_caches: bool) -> Callable[[Bench], Sequence[Any]]:
+    def run(bench: Bench) -> Sequence[Any]:
+        slots = NUM_BLOCKS * BLOCK
+        extra: dict[str, Any] = {}
+        if two_caches:
+            lengths = bench.put([[4, 0], [9, 1]], np.int32)
+            extra = {
+                "extra_k_cache": bench.cache(layout),
+                "extra_indices": bench.indices(slots, 2, 2, 9),
+                "extra_topk_length": lengths,
+            }
+        return cumla.sparse_mla_decode(
+            bench.normal(2, 2, HEADS, layout.head_dim), bench.cache(layout), bench.indices(slots, 2, 2, 11),
+            layout=layout, topk_length=bench.put([11, 0], np.int32), attn_sink=bench.normal(HEADS, dtype=np.float32),
+            **extra, backend=bench.backend,
+        )  # fmt: skip
+
+    return run
+
+
+def _prefill(head_dim: int) -> Callable[[Bench], Sequence[Any]]:
+    def run(bench: Bench) -> Sequence[Any]:
+        return cumla.sparse_mla_prefill(
+            bench.normal(4, HEADS, head_dim), bench.normal(20, head_dim), bench.indices(20, 4, 13),
+            attn_sink=bench.normal(HEADS, dtype=np.float32), topk_length=bench.put([13, 0, 1, 9], np.int32),
+            backend=bench.backend,
+        )  # fmt: skip
+
+    return run
+
+
+def _merge(bench: Bench) -> Sequence[Any]:
+    parts = [bench.normal(4, HEADS, 64, dtype=np.float32) for _ in range(2)]
+    logs = [bench.normal(HEADS, 4, dtype=np.float32) for _ in range(2)]
+    logs[0][:, 1] = np.inf
+    out = bench.xp.zeros((4, HEADS, 64), np.float32)
+    lse = bench.xp.zeros((HEADS, 4), np.float32)
+    cumla.merge_attn_states(out, parts[0], logs[0], parts[1], logs[1], lse, backend=bench.backend)
+    return out, lse
+
+
+def _mha(causal: bool) -> Callable[[Bench], Sequence[Any]]:
+    def run(bench: Bench) -> Sequence[Any]:
+        q_lens, k_lens = (3, 0, 70, 5), (9, 4, 130, 2)
+        q, kv, k_pe = (
+            bench.normal(sum(q_lens), HEADS, 192), bench.small(sum(k_lens), HEADS, 256), bench.small(sum(k_lens), 64)
+        )  # fmt: skip
+        starts = [bench.put(np.concatenate([[0], np.cumsum(lens)]), np.int32) for lens in (q_lens, k_lens)]
+        out, lse = cumla.mha_varlen(
+            q, kv[..., :128], kv[..., 128:], *starts, k_pe=k_pe, softmax_scale=0.3, causal=causal, backend=bench.backend
+        )
+        return out, lse
+
+    return run
+
+
+def _dense_decode(fp8: bool) -> Callable[[Bench], Sequence[Any]]:
+    def run(bench: Bench) -> Sequence[Any]:
+        shape = (NUM_BLOCKS, BLOCK, MLA_BF16.head_dim)
+        cache = bench.put(bench.rng.integers(0, 0x70, shape), np.uint8) if fp8 else bench.small(*shape)
+        table = bench.indices(NUM_BLOCKS, 3, 4)
+        lens = bench.put([20, 0, 7], np.int32)
+        out, lse = cumla.dense_mla_decode(
+            bench.normal(3, 2, HEADS, MLA_BF16.head_dim), cache, table, lens, scale=2.0**-10 if fp8 else None,
+            softmax_scale=0.2, backend=bench.backend,
+        )  # fmt: skip
+        return out, lse
+
+    return run
+
+
+CASES = (
+    Case("quantize_and_insert_k_cache", "DSV4_FP8", "sparse_cache", (EQUAL,), _insert(DSV4_FP8)),
+    Case("quantize_and_insert_k_cache", "V32_FP8", "sparse_cache", (EQUAL,), _insert(V32_FP8)),
+    Case("quantize_and_insert_k_cache", "V32_FP8, any scale", "sparse_cache", (EQUAL,), _insert(V32_FP8, False)),
+    Case("quantize_and_insert_k_cache", "INDEXER_FP8", "sparse_cache", (EQUAL,), _insert(INDEXER_FP8)),
+    Case("dequantize_and_gather_k_cache", "DSV4_FP8", "sparse_cache", (EQUAL,), _gather(DSV4_FP8)),
+    Case("dequantize_and_gather_k_cache", "V32_FP8", "sparse_cache", (EQUAL,), _gather(V32_FP8)),
+    Case("indexer_k_quant_and_cache", "", "sparse_cache", (EQUAL,), _indexer_insert),
+    Case("cp_gather_indexer_k_quant_cache", "", "sparse_cache", (EQUAL, EQUAL), _indexer_gather),
+    Case("concat_and_cache_mla", "bfloat16", "dense_cache", (EQUAL,), _concat("auto", 576, BFLOAT16)),
+    Case("concat_and_cache_mla", "e4m3, one scale", "dense_cache", (EQUAL,), _concat("fp8", 576, np.uint8)),
+    Case("gather_cache", "e4m3, one scale", "dense_cache", (EQUAL,), _mla_gather),
+    Case("copy_blocks", "", "blocks", (EQUAL, EQUAL), _copy),
+    Case("swap_blocks", "", "blocks", (EQUAL,), _swap),
+    Case("advance_step", "", "advance", (EQUAL,) * 4, _advance),
+    Case("compute_swa_indices_and_lens", "", "indices", (EQUAL, EQUAL), _swa_indices),
+    Case("compute_global_topk_indices_and_lens", "", "indices", (EQUAL, EQUAL), _global_topk(False)),
+    Case("compute_global_topk_indices_and_lens", "compact", "indices", (EQUAL, EQUAL), _global_topk(True)),
+    Case("combine_topk_swa_indices", "", "indices", (EQUAL, EQUAL), _combine),
+    Case("build_flashinfer_mixed_sparse_indices", "", "indices", (EQUAL, EQUAL), _flashinfer),
+    Case("sparse_mla_decode", "DSV4_FP8, two caches", "sparse_attention", DECODE, _decode(DSV4_FP8, True)),
+    Case("sparse_mla_decode", "V32_FP8", "sparse_attention", DECODE, _decode(V32_FP8, False)),
+    Case("sparse_mla_decode", "MLA_BF16", "sparse_attention", DECODE, _decode(MLA_BF16, False)),
+    Case("sparse_mla_prefill", "512", "sparse_attention", PREFILL, _prefill(512)),
+    Case("sparse_mla_prefill", "576", "sparse_attention", PREFILL, _prefill(576)),
+    Case("mha_varlen", "causal", "dense_attention", DENSE_PREFILL, _mha(True)),
+    Case("mha_varlen", "not causal", "dense_attention", DENSE_PREFILL, _mha(False)),
+    Case("dense_mla_decode", "bfloat16", "dense_attention", DECODE, _dense_decode(False)),
+    Case("dense_mla_decode", "e4m3, one scale", "dense_attention", DECODE, _dense_decode(True)),
+    Case("merge_attn_states", "float32", "sparse_attention", MERGE, _merge),
+)

@@ -1,0 +1,119 @@
+"""What is installed, which devices there are, and which backends can run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from .. import __version__
+from ..dispatch import backends
+
+PACKAGES = (
+    "numpy", "ml_dtypes", "numba", "rich", "cupy-cuda12x", "cupy-cuda13x", "numba-cuda", "torch", "jax", "matplotlib",
+)  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    """Python, cumla and those of PACKAGES that are installed; nothing is imported for it."""
+    found = {"python": platform.python_version(), "cumla": __version__}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def cuda_versions() -> dict[str, str]:
+    """The CUDA driver's version, and of what CuPy uses the runtime's and the compiler's; empty without a device."""
+    cupy = _usable_cupy()
+    if cupy is None:
+        return {}
+    return {
+        "driver": _cuda_version(cupy.cuda.runtime.driverGetVersion()),
+        "runtime": _cuda_version(cupy.cuda.runtime.runtimeGetVersion()),
+        "nvrtc": ".".join(str(part) for part in cupy.cuda.nvrtc.getVersion()),
+    }
+
+
+def devices() -> list[dict[str, Any]]:
+    """The CUDA devices: name, number of SMs, memory in bytes, compute capability."""
+    cupy = _usable_cupy()
+    if cupy is None:
+        return []
+    found = []
+    for index in range(cupy.cuda.runtime.getDeviceCount()):
+        properties = cupy.cuda.runtime.getDeviceProperties(index)
+        found.append(
+            {
+                "name": properties["name"].decode(),
+                "sms": properties["multiProcessorCount"],
+                "memory_bytes": properties["totalGlobalMem"],
+                "compute_capability": f"{properties['major']}.{properties['minor']}",
+            }
+        )
+    return found
+
+
+def describe_machine() -> dict[str, Any]:
+    """Everything that a file of results should say about where they come from."""
+    return {
+        "versions": versions(),
+        "processor": platform.processor() or platform.machine(),
+        "cuda": cuda_versions(),
+        "devices": devices(),
+    }
+
+
+def run(console: Console) -> int:
+    """Print it all."""
+    table = _new_table("Versions", "package", "version")
+    for package, version in versions().items():
+        table.add_row(package, version)
+    for part, version in cuda_versions().items():
+        table.add_row(f"CUDA {part}", version)
+    console.print(table)
+
+    found = devices()
+    if found:
+        table = _new_table("Devices", "device", "SMs", "memory", "compute capability")
+        for device in found:
+            memory = f"{device['memory_bytes'] / 2**30:.0f} GiB"
+            table.add_row(device["name"], str(device["sms"]), memory, device["compute_capability"])
+        console.print(table)
+    else:
+        console.print("Devices: no CUDA device that CuPy can use", highlight=False)
+
+    table = _new_table("Backends", "backend", "arrays", "available")
+    for name, backend in backends.BACKENDS.items():
+        reason = backends.unavailable(name)
+        state = "[green]yes[/green]" if reason is None else f"[yellow]no[/yellow]: {escape(reason)}"
+        table.add_row(name, "CUDA" if backend.on_device else "host", state)
+    console.print(table)
+    return 0
+
+
+def _new_table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column)
+    return table
+
+
+def _usable_cupy() -> Any:
+    """CuPy where it finds a device, else None."""
+    if backends.unavailable("cuda") is not None:
+        return None
+    import cupy
+
+    return cupy
+
+
+def _cuda_version(number: int) -> str:
+    """13020 as 13.2"""
+    return f"{number // 1000}.{number % 1000 // 10}"

@@ -1,0 +1,140 @@
+"""`cumla replay`: options in, progress while it runs, tables and files out."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ..replay.device import share_cores
+from ..replay.engine import Engine, StepRecord, warm_up
+from ..replay.errors import InputError, OutputError
+from ..replay.options import ReplayOptions, cache_size, choose_backend, defaults_for, parse_layers
+from ..replay.plot import check_can_plot, write_plot
+from ..replay.report import print_report, write_json
+from ..replay.scheduler import STEP_MS
+from ..replay.summary import summarize
+from ..replay.trace import TraceRequest, read_trace
+from .info import describe_machine
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit status: 0, or 1 where a sample is beyond its bounds or a file cannot be written."""
+    options, requests = resolve(args)
+    for name, path in (("--json", args.json), ("--plot", args.plot)):
+        if path is not None:
+            check_writable(name, path)
+    if args.plot is not None:
+        check_can_plot(args.plot)
+    share_cores()
+    console = Console()
+    trace = "shipped with cumla" if args.trace is None else str(args.trace)
+    title = (
+        f"{len(requests)} requests, {'+'.join(options.layers)} layers, {options.heads} heads, backend {options.backend}"
+    )
+    console.print(escape(f"{title}; trace: {trace}"), highlight=False, soft_wrap=True)
+    engine, records, warm_up_seconds, wall_seconds = replay(options, requests)
+    summary = {
+        "config": {"trace": trace, "requests": len(requests), "step_ms": STEP_MS, **asdict(options)},
+        "machine": describe_machine(),
+        "warm_up_seconds": warm_up_seconds,
+        **summarize(engine, records, wall_seconds),
+    }
+    # Files first: a reader of stdout may go away.
+    problem = write_files(args, summary, title)
+    print_report(console, summary)
+    if problem is not None:
+        raise OutputError(problem)
+    return 1 if summary["verification"]["failures"] else 0
+
+
+def write_files(args: argparse.Namespace, summary: dict[str, Any], title: str) -> str | None:
+    """Write what --json and --plot ask for. Returns what went wrong, if anything did."""
+    path = args.json
+    try:
+        if args.json is not None:
+            write_json(args.json, summary)
+        path = args.plot
+        if args.plot is not None:
+            write_plot(args.plot, summary, title)
+    except OSError as error:
+        return f"cannot write {path}: {error.strerror or error}"
+    return None
+
+
+def resolve(args: argparse.Namespace) -> tuple[ReplayOptions, list[TraceRequest]]:
+    """Options with the machine's defaults filled in, and the requests cut to them. Raises InputError."""
+    backend = choose_backend(args.backend)
+    defaults = defaults_for(backend)
+
+    def given(name: str) -> Any:
+        value = getattr(args, name)
+        return getattr(defaults, name) if value is None else value
+
+    max_len = given("max_len")
+    requests = [request.clipped(max_len) for request in read_trace(args.trace, given("requests"))]
+    if args.requests is not None and len(requests) < args.requests:
+        raise InputError(f"--requests: got {args.requests}, but the trace has {len(requests)}")
+    options = ReplayOptions(
+        backend=backend,
+        layers=parse_layers(args.layers),
+        heads=given("heads"),
+        window=args.window,
+        topk=given("topk"),
+        batch_tokens=given("batch_tokens"),
+        cache_tokens=cache_size(args.cache_tokens, requests),
+        max_len=max_len,
+        seed=args.seed,
+    )
+    return options, requests
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Raises InputError for a file that could not be written, as far as can be told before."""
+    target = path if path.exists() else path.parent
+    if path.is_dir():
+        raise InputError(f"{option}: {path} is a folder, expected a file")
+    if not target.exists():
+        raise InputError(f"{option}: there is no folder {path.parent}")
+    if not os.access(target, os.W_OK):
+        raise InputError(f"{option}: no permission to write {path}")
+
+
+def replay(options: ReplayOptions, requests: list[TraceRequest]) -> tuple[Engine, list[StepRecord], float, float]:
+    """Run with a progress bar on stderr. Returns engine, steps and the seconds of warm-up and run."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        TextColumn("{task.percentage:3.0f}%"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("compiling kernels", total=None)
+        start = time.perf_counter()
+        warm_up(options)
+        warm_up_seconds = time.perf_counter() - start
+        engine = Engine(options, requests)
+        progress.update(task, total=sum(request.total_length for request in requests))
+        records = []
+        start = time.perf_counter()
+        for record in engine.steps():
+            records.append(record)
+            scheduler = engine.scheduler
+            done = sum(sequence.computed for sequence in (*scheduler.running, *scheduler.finished))
+            progress.update(
+                task,
+                completed=done,
+                description=f"step {record.step}: {record.prefill_tokens} prefill, {record.decode_tokens} decode, "
+                f"{record.waiting} waiting, cache {record.blocks_held / options.num_blocks:.0%}",
+            )
+        return engine, records, warm_up_seconds, time.perf_counter() - start

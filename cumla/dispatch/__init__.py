@@ -1,0 +1,1 @@
+"""From a public function to a backend: arguments checked, the backend chosen, repeated calls remembered."""

@@ -1,0 +1,122 @@
+"""The one place where a backend is chosen.
+
+Where the arrays live decides: host arrays run on "cpu", CUDA arrays on "cuda". `backend=` overrides that
+for a call with any backend that can take the arrays as they are; nothing falls back silently.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from types import ModuleType
+
+
+@dataclass(frozen=True)
+class Backend:
+    """name, what it needs, the extra that brings it, and whether it takes host or device arrays."""
+
+    name: str
+    needs: tuple[str, ...]
+    install: str
+    on_device: bool
+
+
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        Backend("reference", (), "pip install cumla", on_device=False),
+        Backend("cpu", ("numba",), "pip install cumla", on_device=False),
+        Backend("numba_cuda", ("numba.cuda", "cupy"), "pip install 'cumla[cuda13]' (or cuda12)", on_device=True),
+        Backend("cuda", ("cupy",), "pip install 'cumla[cuda13]' (or cuda12)", on_device=True),
+    )
+}
+DEFAULT_ON_HOST = "cpu"
+DEFAULT_ON_DEVICE = "cuda"
+
+
+@functools.cache
+def unavailable(name: str) -> str | None:
+    """Why backend `name` cannot run here, or None if it can."""
+    backend = BACKENDS[name]
+    on_device = takes_device_arrays(name)
+    for module in backend.needs:
+        if (on_device or module != "cupy") and not _importable(module):
+            return f"{module.partition('.')[0]} is not installed: {backend.install}"
+    if not on_device:
+        return None
+    cupy = importlib.import_module("cupy")
+    try:
+        return None if cupy.cuda.runtime.getDeviceCount() else "no CUDA device"
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"no CUDA device can be used ({error})"
+
+
+def available() -> list[str]:
+    """The backends that can run here."""
+    return [name for name in BACKENDS if unavailable(name) is None]
+
+
+def takes_device_arrays(name: str) -> bool:
+    """Whether backend `name` wants CUDA arrays; Numba's simulator stands in for a device on the host's."""
+    return BACKENDS[name].on_device and not (name == "numba_cuda" and simulated())
+
+
+def default(on_device: bool) -> str:
+    """The backend for arrays that live on a device, or on the host."""
+    return DEFAULT_ON_DEVICE if on_device else DEFAULT_ON_HOST
+
+
+def best() -> str:
+    """The default on the fastest memory that this machine can use: a device's if there is one."""
+    return default(on_device=unavailable(DEFAULT_ON_DEVICE) is None)
+
+
+def array_module(name: str) -> ModuleType:
+    """The module, numpy or cupy, whose arrays backend `name` takes."""
+    return importlib.import_module("cupy" if takes_device_arrays(name) else "numpy")
+
+
+def choose(name: str | None, on_device: bool) -> str:
+    """The backend for arrays on a device or on the host; `name` as the caller asked, None for the default.
+
+    Raises ValueError if there is no such backend, it cannot run here, or its arrays live elsewhere.
+    """
+    if name is None:
+        return default(on_device)
+    if name not in BACKENDS:
+        raise ValueError(f"backend: got {name!r}, expected one of {', '.join(BACKENDS)}")
+    reason = unavailable(name)
+    if reason is not None:
+        raise ValueError(f"backend: {name!r} is not available ({reason}); available: {', '.join(available())}")
+    if takes_device_arrays(name) != on_device:
+        have, want = ("CUDA", "host") if on_device else ("host", "CUDA")
+        raise ValueError(f"backend: {name!r} takes {want} arrays, got {have} arrays")
+    return name
+
+
+@functools.cache
+def kernels(name: str, file: str) -> ModuleType:
+    """The module `kernels/<name>/<file>.py`. Raises ValueError if the backend does not have that file yet."""
+    module = f"cumla.kernels.{name}.{file}"
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise ValueError(f"backend: {name!r} has no {file} kernels; available: {', '.join(available())}") from None
+
+
+def simulated() -> bool:
+    """Whether Numba's CUDA simulator is on."""
+    if not _importable("numba.cuda"):
+        return False
+    return bool(importlib.import_module("numba.core.config").ENABLE_CUDASIM)
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

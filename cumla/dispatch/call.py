@@ -1,0 +1,244 @@
+"""One call of a public function: its arrays borrowed and checked, its results given back.
+
+Every public function starts a `Call`, takes its arguments through it in order, and only then writes:
+
+    call = Call(backend, stream)
+    topk = call.array("topk_indices", topk_indices, INT32, ("T", "K"))
+    lens = call.output("topk_lens", None, INT32, ("T",))
+    with call.kernels("indices") as kernels:
+        kernels.some_function(topk, lens)
+    return call.results()
+
+A dimension given as a name must be the same wherever the name stands; -1 is any size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ..arrays import dlpack, streams
+from ..kernels.types.segments import Pages
+from ..layout import CacheLayout
+from .backends import choose, kernels
+from .launch_cache import note_output
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+INT32 = (np.dtype(np.int32),)
+SLOTS = (np.dtype(np.int64), np.dtype(np.int32))
+BOOL = (np.dtype(np.bool_),)
+FLOAT32 = (np.dtype(np.float32),)
+BF16 = (BFLOAT16,)
+FLOATS = (BFLOAT16, np.dtype(np.float16), np.dtype(np.float32))
+BYTES = (np.dtype(np.uint8), np.dtype(np.int8))
+
+Shape = tuple[int | str, ...]
+
+
+class Call:
+    """The arrays of one call. The first array decides the framework, the device and so the backend."""
+
+    def __init__(self, backend: str | None = None, stream: Any = None) -> None:
+        self._backend = backend
+        self._stream = None if stream is None else streams.handle_of(stream)  # None: CuPy's current one
+        self._framework = ""
+        self._first: Any = None
+        self._device = -1  # -1: host memory
+        self._sizes: dict[int | str, int] = {}
+        self._results: list[tuple[Any, Any]] = []
+
+    def array(
+        self, name: str, value: Any, dtypes: tuple[np.dtype[Any], ...], shape: Shape, writable: bool = False
+    ) -> Any:
+        """`value` as a NumPy or CuPy array of one of `dtypes` and of `shape`, contiguous in its last axis.
+
+        Raises TypeError (no array, wrong dtype) or ValueError (wrong shape, strides, alignment or device, read-only).
+        """
+        native = self.borrow(name, value, writable)
+        if native.dtype not in dtypes:
+            wanted = " or ".join(str(dtype) for dtype in dtypes)
+            raise TypeError(f"{name}: got dtype {native.dtype}, expected {wanted}")
+        self.check_shape(name, native.shape, shape)
+        strides = native.strides
+        if strides[-1] != native.itemsize and native.shape[-1] > 1 and native.size:
+            raise ValueError(f"{name}: got strides {strides} bytes, expected the last axis contiguous")
+        return native
+
+    def optional(
+        self, name: str, value: Any, dtypes: tuple[np.dtype[Any], ...], shape: Shape, writable: bool = False
+    ) -> Any:
+        """Like `array`, but None stays None."""
+        return None if value is None else self.array(name, value, dtypes, shape, writable)
+
+    def borrow(self, name: str, value: Any, writable: bool = False) -> Any:
+        """`value` as a NumPy or CuPy array on this call's device, aligned, its dtype and shape unchecked."""
+        native = dlpack.borrow(value, name, writable, self._stream)
+        if isinstance(native, np.ndarray):
+            aligned = native.flags.aligned
+        else:
+            bits = native.data.ptr
+            for stride in native.strides:
+                bits |= stride
+            aligned = not bits % native.itemsize or not native.size
+        if not aligned:
+            raise ValueError(
+                f"{name}: got elements that are not {native.itemsize} bytes aligned (strides {native.strides} bytes), "
+                f"expected address and strides to be multiples of {native.itemsize}"
+            )
+        if self._first is None:
+            self.begin(native, dlpack.framework_of(value))
+        else:
+            self.check_place(name, native)
+        return native
+
+    def begin(self, native: Any, framework: str) -> None:
+        """Take the first array, which is known to be right."""
+        self._first, self._device, self._framework = native, _device_of(native), framework
+        if self._stream is None and self._device >= 0:
+            self._stream = streams.current(framework, self._device)
+
+    def check_place(self, name: str, native: Any) -> None:
+        """Raise ValueError for an array that is not where the first one is."""
+        device = _device_of(native)
+        if device != self._device:
+            raise ValueError(f"{name}: got an array {_place(device)}, expected it {_place(self._device)} as the others")
+
+    def check_shape(self, name: str, got: tuple[int, ...], wanted: Shape) -> None:
+        """Match `got` against `wanted`, binding dimension names seen for the first time."""
+        sizes = self._sizes
+        if len(got) == len(wanted):
+            for size, want in zip(got, wanted, strict=True):
+                if want != size and want != -1 and (want.__class__ is int or sizes.setdefault(want, size) != size):
+                    break
+            else:
+                return
+        names = ", ".join("any" if want == -1 else str(want) for want in wanted)
+        known = [f"{want} = {sizes[want]}" for want in wanted if want in sizes]
+        suffix = f" with {', '.join(known)}" if known and len(got) == len(wanted) else ""
+        raise ValueError(f"{name}: got shape {tuple(got)}, expected [{names}]{suffix}")
+
+    def size(self, name: str) -> int:
+        """The size that a dimension name was bound to."""
+        return self._sizes[name]
+
+    def output(self, name: str, given: Any, dtypes: tuple[np.dtype[Any], ...], shape: tuple[int, ...]) -> Any:
+        """An array to write: the caller's `given`, checked, or a new one of `dtypes[0]`. A result of the call."""
+        if given is None:
+            native = self._allocate(name, shape, dtypes[0])
+            self._results.append((None, native))
+        else:
+            native = self.array(name, given, dtypes, shape, writable=True)
+            self._results.append((given, native))
+        return native
+
+    def _allocate(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        with streams.on(self._device, self._stream):
+            if self._device >= 0 and streams.is_capturing():
+                raise ValueError(
+                    f"{name}: got None while a CUDA graph is being captured, expected {dtype} {list(shape)} to write: "
+                    "what a graph uses must be allocated before it"
+                )
+            native = dlpack.empty(shape, dtype, self._first)
+        note_output(native)
+        return native
+
+    def pages(
+        self, name: str, value: Any, layout: CacheLayout, block_size: int | None = None, writable: bool = False
+    ) -> Pages:
+        """A paged cache as `Pages`.
+
+        value  bytes `[num_blocks, block_size, token_bytes]` (an axis of 1 before the last is allowed) or raw
+               pages `[num_blocks, page_bytes]`; 16-bit formats also as `[num_blocks, block_size, head_dim]`
+        """
+        native = self.borrow(name, value, writable)
+        if native.ndim == 4 and native.shape[2] == 1:
+            native = native[:, :, 0]
+        if native.ndim == 2 and block_size is not None:
+            return self._raw_pages(name, native, layout, block_size)
+        itemsize, width = native.dtype.itemsize, layout.token_bytes
+        if native.dtype not in BYTES:
+            if str(native.dtype) != layout.value_type:
+                raise TypeError(f"{name}: got dtype {native.dtype}, expected uint8 for a {layout.name} cache")
+            width = layout.head_dim
+        self.check_shape(name, native.shape, (-1, -1 if block_size is None else block_size, width))
+        blocks, rows, _ = native.shape
+        strides = native.strides
+        packed = (rows == 1 or strides[1] == layout.token_bytes) and strides[2] == itemsize
+        if native.size and (not packed or (blocks > 1 and strides[0] < rows * layout.token_bytes)):
+            raise ValueError(
+                f"{name}: got strides {strides} bytes, expected tokens {layout.token_bytes} bytes apart "
+                f"and pages at least {rows * layout.token_bytes} bytes apart"
+            )
+        return Pages(bytes_of(native, blocks, rows * layout.token_bytes), rows, layout)
+
+    def _raw_pages(self, name: str, native: Any, layout: CacheLayout, block_size: int) -> Pages:
+        if native.dtype not in BYTES:
+            raise TypeError(f"{name}: got dtype {native.dtype}, expected uint8 for raw pages")
+        needed = block_size * layout.token_bytes
+        if native.shape[1] < needed or native.strides[1] != 1 or (len(native) > 1 and native.strides[0] < needed):
+            raise ValueError(
+                f"{name}: got pages of {native.shape[1]} bytes {native.strides[0]} bytes apart, "
+                f"expected at least {needed} contiguous bytes for {block_size} tokens of {layout.name}"
+            )
+        return Pages(bytes_of(native[:, :needed], len(native), needed), block_size, layout)
+
+    def kernels(self, file: str) -> Launching:
+        """A context that gives the chosen backend's `file` of kernels, on the caller's stream."""
+        module = kernels(choose(self._backend, self._device >= 0), file)
+        return Launching(module, streams.on(self._device, self._stream))
+
+    def results(self) -> Any:
+        """The outputs, in order: one alone, or a tuple, in the framework of the first array."""
+        with streams.on(self._device, self._stream):  # which those who take the results wait for
+            back = tuple(
+                dlpack.give(native, self._framework) if given is None else given for given, native in self._results
+            )
+        return back[0] if len(back) == 1 else back
+
+
+class Launching:
+    """`with` it, kernels are launched on the caller's stream. (contextlib's way takes a microsecond longer.)"""
+
+    __slots__ = ("module", "stream")
+
+    def __init__(self, module: ModuleType, stream: contextlib.AbstractContextManager[Any]) -> None:
+        self.module, self.stream = module, stream
+
+    def __enter__(self) -> ModuleType:
+        self.stream.__enter__()
+        return self.module
+
+    def __exit__(self, *error: Any) -> None:
+        self.stream.__exit__(*error)
+
+
+def bytes_of(native: Any, blocks: int, page_bytes: int) -> Any:
+    """uint8 [blocks, page_bytes] over an array whose first axis counts pages that are contiguous in themselves."""
+    if isinstance(native, np.ndarray):
+        return native.view(np.uint8).reshape(blocks, page_bytes)
+    stride = native.strides[0] if blocks > 1 else page_bytes
+    return type(native)((blocks, page_bytes), np.uint8, native.data, (stride, 1))
+
+
+def _device_of(native: Any) -> int:
+    """The CUDA device that an array is on, or -1."""
+    return -1 if isinstance(native, np.ndarray) else int(native.data.device_id)
+
+
+def _place(device: int) -> str:
+    return "in host memory" if device < 0 else f"on CUDA device {device}"
+
+
+def check_integers(minimum: int, maximum: int = 2**31 - 1, **values: Any) -> None:
+    """Raise TypeError for a value that is no integer, ValueError for one out of range."""
+    for name, value in values.items():
+        if value.__class__ is not int and (isinstance(value, bool) or not isinstance(value, (int, np.integer))):
+            raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected an integer")
+        if value < minimum:
+            raise ValueError(f"{name}: got {value}, expected at least {minimum}")
+        if value > maximum:
+            raise ValueError(f"{name}: got {value}, expected at most {maximum}")

@@ -1,0 +1,260 @@
+"""One sparse attention layer, one step: insert, map, attend, for a mixed decode/prefill batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..arrays import dlpack, streams
+from ..dispatch.call import BFLOAT16
+from ..layout import DSV4_FP8
+from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
+from ..ops.indices import combine_topk_swa_indices, compute_global_topk_indices_and_lens
+from ..ops.sparse_attention import V_DIM, sparse_mla_decode, sparse_mla_prefill
+from ..ops.sparse_cache import dequantize_and_gather_k_cache, quantize_and_insert_k_cache
+
+Observer = Callable[[str], AbstractContextManager[Any]]
+
+
+def not_observed(op: str) -> AbstractContextManager[Any]:
+    """The observer of a step that nobody measures."""
+    return contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class CompressedCache:
+    """The compressed rows of one layer and what a step adds to them.
+
+    cache         uint8 [num_blocks, block_size, 584], a DSV4_FP8 cache of compressed rows
+    block_table   [num_reqs, B] int32
+    k             [n, 512] bfloat16, rows that this step completes
+    slot_mapping  [n] int64 or int32, their slots
+    topk_indices  [num_tokens, topk] int32, rows each token selects; None for a C128A layer, which takes all
+    """
+
+    cache: Any
+    block_table: Any
+    k: Any
+    slot_mapping: Any
+    topk_indices: Any = None
+
+
+@dataclass(frozen=True)
+class LayerWorkspace:
+    """What the decodes of a step write beside their result, for steps that must not allocate.
+
+    lse           [>= num_decode_tokens, h, 1] float32
+    topk_indices  [>= num_decode_tokens, topk] int32, slots of the rows that tokens select; for ratio 4
+    topk_lens     [>= num_decode_tokens] int32; for ratio 4
+    """
+
+    lse: Any
+    topk_indices: Any = None
+    topk_lens: Any = None
+
+    @classmethod
+    def allocate(cls, q: Any, topk: int = 0) -> LayerWorkspace:
+        """For steps of as many tokens as `q` has, [num_tokens, h, 512], on its device; topk as selected, at ratio 4."""
+        framework, native = dlpack.framework_of(q), dlpack.borrow(q, "q")
+        tokens, heads, _ = native.shape
+
+        def empty(shape: tuple[int, ...], dtype: type) -> Any:
+            return dlpack.give(dlpack.empty(shape, np.dtype(dtype), native), framework)
+
+        lse = empty((tokens, heads, 1), np.float32)
+        return cls(lse, empty((tokens, topk), np.int32), empty((tokens,), np.int32)) if topk else cls(lse)
+
+
+@dataclass(frozen=True)
+class SparseMLALayer:
+    """An attention layer of a DeepSeek V4 class model, between its projections.
+
+    compress_ratio  1: window only, 4: window and selected compressed rows, 128: window and all of them
+    index_topk      entries selected at ratio 4
+    attn_sink       [h] float32, or None
+    softmax_scale   1 / sqrt(512) if None
+    """
+
+    compress_ratio: int = 1
+    index_topk: int = 512
+    attn_sink: Any = None
+    softmax_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.compress_ratio not in (1, 4, 128):
+            raise ValueError(f"compress_ratio: got {self.compress_ratio}, expected 1, 4 or 128")
+
+    def step(
+        self,
+        q: Any,
+        k: Any,
+        swa_cache: Any,
+        metadata: DeepseekSparseSWAMetadata,
+        compressed: CompressedCache | None = None,
+        *,
+        out: Any = None,
+        workspace: LayerWorkspace | None = None,
+        backend: str | None = None,
+        stream: Any = None,
+        observe: Observer = not_observed,
+    ) -> Any:
+        """Insert this step's rows and attend.
+
+        q           [num_tokens, h, 512] bfloat16, RoPE applied
+        k           [num_tokens, 512] bfloat16, RoPE applied
+        swa_cache   uint8 [num_blocks, block_size, 584], written
+        metadata    of the step's batch
+        compressed  the compressed cache, for ratios 4 and 128
+        out         [num_tokens, h, 512] bfloat16 to write instead of allocating
+        workspace   what decodes need beside it; with out and workspace given, and after a first step with metadata of
+                    the same builder, a step of decodes allocates nothing
+        observe     called with an op's name around each op ("insert", "map", "decode", "gather", "prefill")
+
+        Returns out; its last 64 values still carry RoPE. Rows of padding tokens are 0 or not written.
+        """
+        if (self.compress_ratio > 1) != (compressed is not None):
+            raise ValueError(f"compressed: got {compressed}, which does not fit compress_ratio {self.compress_ratio}")
+        framework = dlpack.framework_of(q)
+        q = dlpack.borrow(q, "q")
+        result = dlpack.borrow(out, "out", writable=True) if out is not None else None
+        with streams.callers(q, framework, stream):
+            if result is None:
+                refuse_in_capture(q, "out")
+                result = dlpack.empty((*q.shape[:2], V_DIM), BFLOAT16, q)
+            if workspace is None and metadata.num_decode_tokens:
+                refuse_in_capture(q, "workspace")
+            run = _Run(self, metadata, workspace, backend, observe)
+            with observe("insert"):
+                run.insert(k, swa_cache, metadata.slot_mapping, metadata.block_size)
+                if compressed is not None:
+                    run.insert(compressed.k, compressed.cache, compressed.slot_mapping, compressed.cache.shape[1])
+            if metadata.num_decode_tokens:
+                run.decode(q, swa_cache, compressed, result)
+            for start, end, n, m in metadata.get_prefill_chunk_plan(self.compress_ratio):
+                run.prefill(q, swa_cache, compressed, result, slice(start, end), n, m)
+        return dlpack.give(result, framework) if out is None else out
+
+
+def refuse_in_capture(q: Any, name: str) -> None:
+    """Raise ValueError, naming the argument that is missing, if a CUDA graph is captured on the current stream."""
+    if not isinstance(q, np.ndarray) and streams.is_capturing():
+        raise ValueError(f"{name}: got None while a CUDA graph is being captured, expected memory allocated before it")
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The parts of one step, with what they share. The caller's stream is current already."""
+
+    layer: SparseMLALayer
+    metadata: DeepseekSparseSWAMetadata
+    workspace: LayerWorkspace | None
+    backend: str | None
+    observe: Observer
+
+    def insert(self, k: Any, cache: Any, slot_mapping: Any, block_size: int) -> None:
+        k = dlpack.borrow(k, "k")
+        slots = dlpack.borrow(slot_mapping, "slot_mapping")[: len(k)]
+        quantize_and_insert_k_cache(k, cache, slots, block_size, layout=DSV4_FP8, backend=self.backend)
+
+    def decode(self, q: Any, swa_cache: Any, compressed: CompressedCache | None, out: Any) -> None:
+        metadata, tokens = self.metadata, self.metadata.num_decode_tokens
+        extra: dict[str, Any] = {}
+        if compressed is not None:
+            with self.observe("map"):
+                indices, lens = self._decode_compressed(compressed, tokens)
+            extra = {"extra_k_cache": compressed.cache, "extra_indices": indices, "extra_topk_length": lens}
+        with self.observe("decode"):
+            sparse_mla_decode(
+                q[:tokens, None], swa_cache, metadata.decode_swa_indices, layout=DSV4_FP8,
+                topk_length=metadata.decode_swa_lens, **extra, attn_sink=self.layer.attn_sink,
+                softmax_scale=self.layer.softmax_scale, out=out[:tokens, None], lse=self._cut("lse", tokens),
+                plan=metadata.decode_plan(self.layer.compress_ratio), backend=self.backend,
+            )  # fmt: skip
+
+    def _cut(self, name: str, tokens: int) -> Any:
+        """The part of a workspace's array that a step of `tokens` tokens uses; None without a workspace."""
+        array = None if self.workspace is None else getattr(self.workspace, name)
+        return None if array is None else dlpack.borrow(array, f"workspace.{name}", writable=True)[:tokens]
+
+    def _decode_compressed(self, compressed: CompressedCache, tokens: int) -> tuple[Any, Any]:
+        """Slots [tokens, 1, topk] and lengths of the compressed rows that decode tokens attend to."""
+        metadata = self.metadata
+        if compressed.topk_indices is None:
+            return metadata.c128a_global_decode_topk_indices, metadata.c128a_decode_topk_lens
+        topk_indices = dlpack.borrow(compressed.topk_indices[:tokens], "topk_indices")
+        indices, lens = self._cut("topk_indices", tokens), self._cut("topk_lens", tokens)
+        if self.workspace is not None and (indices is None or lens is None):
+            raise ValueError("workspace: got no topk_indices and topk_lens, expected them for a layer of ratio 4")
+        indices, lens = compute_global_topk_indices_and_lens(
+            topk_indices, metadata.token_to_req_indices, compressed.block_table, compressed.cache.shape[1],
+            metadata.is_valid_token, compact=True, out=None if indices is None else (indices, lens),
+            backend=self.backend,
+        )  # fmt: skip
+        return indices[:, None], lens
+
+    def prefill(
+        self, q: Any, swa_cache: Any, compressed: CompressedCache | None, out: Any, chunk: slice, n: int, m: int
+    ) -> None:
+        """Gather what the chunk's requests attend to into a workspace [requests, m, 512], and attend there."""
+        metadata, ratio = self.metadata, self.layer.compress_ratio
+        first = metadata.num_decodes
+        requests = slice(first + chunk.start, first + chunk.stop)
+        starts = dlpack.borrow(metadata.query_start_loc_cpu, "query_start_loc_cpu")
+        tokens = slice(int(starts[requests.start]), int(starts[requests.stop]))
+        if tokens.start == tokens.stop:
+            return
+        seq_lens = dlpack.borrow(metadata.seq_lens, "seq_lens")[requests]
+        gather_lens = dlpack.borrow(metadata.prefill_gather_lens, "prefill_gather_lens")[chunk]
+        workspace = dlpack.empty((chunk.stop - chunk.start, m, V_DIM), BFLOAT16, q)
+        with self.observe("gather"):
+            if compressed is not None and n:
+                table = dlpack.borrow(compressed.block_table, "block_table")[requests]
+                dequantize_and_gather_k_cache(
+                    workspace,
+                    compressed.cache,
+                    seq_lens // ratio,
+                    None,
+                    table,
+                    compressed.cache.shape[1],
+                    0,
+                    backend=self.backend,
+                )
+            table = dlpack.borrow(metadata.block_table, "block_table")[requests]
+            dequantize_and_gather_k_cache(
+                workspace, swa_cache, seq_lens, gather_lens, table, metadata.block_size, n, backend=self.backend
+            )
+        with self.observe("map"):
+            topk_indices, topk = self._prefill_topk(compressed, tokens)
+            query_start_loc = dlpack.borrow(metadata.query_start_loc, "query_start_loc")
+            indices, lens = combine_topk_swa_indices(
+                topk_indices, query_start_loc[requests.start : requests.stop + 1], seq_lens, gather_lens,
+                metadata.config.window_size, ratio, topk, m, n, backend=self.backend,
+            )  # fmt: skip
+        with self.observe("prefill"):
+            _, heads, _ = q.shape
+            count = tokens.stop - tokens.start
+            logits = dlpack.empty((2, count, heads), np.dtype(np.float32), q)
+            sparse_mla_prefill(
+                q[tokens], workspace.reshape(-1, V_DIM), indices, softmax_scale=self.layer.softmax_scale,
+                attn_sink=self.layer.attn_sink, topk_length=lens, out=(out[tokens], logits[0], logits[1]),
+                backend=self.backend,
+            )  # fmt: skip
+
+    def _prefill_topk(self, compressed: CompressedCache | None, tokens: slice) -> tuple[Any, int]:
+        """Local compressed rows [tokens, >= topk] that prefill tokens attend to, and topk."""
+        first = self.metadata.num_decode_tokens
+        if compressed is None:
+            return dlpack.borrow(self.metadata.prefill_swa_indices, "prefill_swa_indices")[
+                : tokens.stop - tokens.start
+            ], 0
+        if compressed.topk_indices is not None:
+            local = dlpack.borrow(compressed.topk_indices, "topk_indices")[tokens]
+            return local, min(self.layer.index_topk, local.shape[1])
+        local = dlpack.borrow(self.metadata.c128a_prefill_topk_indices, "c128a_prefill_topk_indices")
+        local = local[tokens.start - first : tokens.stop - first]
+        return local, local.shape[1]

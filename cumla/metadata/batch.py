@@ -1,0 +1,165 @@
+"""What a step's batch looks like, and how requests are ordered in it.
+
+A batch is decode-first: requests with few query tokens (decodes) stand before those with many (prefills).
+Each array that a kernel needs on its device has a `_cpu` twin, so that nothing is ever read back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import dlpack
+from ..dispatch.call import check_integers
+
+PADDING_SLOT = -1
+
+
+@dataclass(frozen=True)
+class CommonAttentionMetadata:
+    """One batch, shared by all layers and builders.
+
+    query_start_loc         [num_reqs + 1] int32, first query token of each request; on the device
+    query_start_loc_cpu     the same in host memory
+    seq_lens                [num_reqs] int32, tokens of each request, the new ones included; on the device
+    seq_lens_cpu            the same in host memory
+    num_computed_tokens_cpu [num_reqs] int32 in host memory, tokens already in the cache
+    num_reqs                requests, padding requests (no query tokens) included
+    num_actual_tokens       query tokens; may count padding tokens, which follow those of the last request
+    max_query_len           longest query, or a bound on it
+    block_table_tensor      [num_reqs, B] int32, page of each block_size positions; on the device
+    slot_mapping            [>= num_actual_tokens] int64 or int32, cache slot of each new token; -1 skips it
+    max_seq_len             longest sequence, or a bound on it; taken from seq_lens_cpu if not given
+
+    Source: vLLM CommonAttentionMetadata. There, constructing it fills the tail of slot_mapping with -1;
+    here nothing is written until `pad_slot_mapping` is called.
+    """
+
+    query_start_loc: Any
+    query_start_loc_cpu: Any
+    seq_lens: Any
+    seq_lens_cpu: Any
+    num_computed_tokens_cpu: Any
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    block_table_tensor: Any
+    slot_mapping: Any
+    max_seq_len: int = -1
+
+    def __post_init__(self) -> None:
+        if self.max_seq_len < 0:
+            lens = host_array("seq_lens_cpu", self.seq_lens_cpu)
+            object.__setattr__(self, "max_seq_len", int(lens.max(initial=0)))
+
+    def pad_slot_mapping(self) -> None:
+        """Fill slot_mapping beyond num_actual_tokens with -1, so that padding tokens are written nowhere.
+
+        Needed before a step that runs at a captured size larger than its batch.
+        """
+        slots = dlpack.borrow(self.slot_mapping, "slot_mapping", writable=True)
+        slots[self.num_actual_tokens :] = PADDING_SLOT
+
+
+def host_array(name: str, value: Any) -> np.ndarray:
+    """A `_cpu` array of a batch as NumPy. Raises ValueError for one on a device: to read it would wait for it."""
+    if value.__class__ is np.ndarray:
+        return value
+    native = dlpack.borrow(value, name)
+    if not isinstance(native, np.ndarray):
+        raise ValueError(f"{name}: got an array on CUDA device {native.device.id}, expected one in host memory")
+    return native
+
+
+def first_true(mask: Any) -> int:
+    """The first place where `mask` is True, or -1. (argmax stops there, and is quicker than any and count_nonzero.)"""
+    first = int(mask.argmax()) if len(mask) else -1
+    return first if first >= 0 and mask[first] else -1
+
+
+class HostLens(NamedTuple):
+    """What a batch says on the host: query_start_loc [num_reqs + 1], query lengths and seq_lens [num_reqs]."""
+
+    starts: np.ndarray
+    query_lens: np.ndarray
+    seq_lens: np.ndarray
+
+    @classmethod
+    def of(cls, batch: CommonAttentionMetadata) -> HostLens:
+        """Read them. Raises ValueError for shapes that are not the batch's."""
+        starts = host_array("query_start_loc_cpu", batch.query_start_loc_cpu)
+        seq_lens = host_array("seq_lens_cpu", batch.seq_lens_cpu)
+        num_reqs = batch.num_reqs
+        if starts.shape != (num_reqs + 1,) or seq_lens.shape != (num_reqs,):
+            raise ValueError(
+                f"query_start_loc_cpu, seq_lens_cpu: got shapes {starts.shape} and {seq_lens.shape}, "
+                f"expected {(num_reqs + 1,)} and {(num_reqs,)}, as num_reqs is {num_reqs}"
+            )
+        return cls(starts, starts[1:] - starts[:-1], seq_lens)
+
+    def split(
+        self, batch: CommonAttentionMetadata, decode_threshold: int, require_uniform: bool = False
+    ) -> tuple[int, int, int, int]:
+        """As `split_decodes_and_prefills`."""
+        num_reqs, num_tokens, query_lens = batch.num_reqs, batch.num_actual_tokens, self.query_lens
+        all_decodes = (num_reqs, 0, num_tokens, 0)
+        if batch.max_query_len <= decode_threshold and not (require_uniform and decode_threshold > 1):
+            return all_decodes
+        first = query_lens[0] if num_reqs else 0
+        if first > decode_threshold:
+            return 0, num_reqs, 0, num_tokens
+        is_prefill = query_lens != first if require_uniform else query_lens > decode_threshold
+        num_decodes = first_true(is_prefill)
+        if num_decodes < 0:
+            return all_decodes
+        if require_uniform and first and not query_lens[num_decodes] and not query_lens[is_prefill].any():
+            return all_decodes  # padded to a captured size
+        num_decode_tokens = int(self.starts[num_decodes])
+        return num_decodes, num_reqs - num_decodes, num_decode_tokens, num_tokens - num_decode_tokens
+
+
+def split_decodes_and_prefills(
+    common_attn_metadata: CommonAttentionMetadata, decode_threshold: int = 1, require_uniform: bool = False
+) -> tuple[int, int, int, int]:
+    """Find where a decode-first batch changes from decodes to prefills.
+
+    decode_threshold  longest query of a decode
+    require_uniform   decodes must all have the query length of the first one; a batch in which every other
+                      query is empty (a padded uniform batch) is all decodes
+
+    Returns (num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens). Empty queries after the
+    first prefill count as prefills.
+    Source: vLLM split_decodes_and_prefills, without its assertions on the order of zero-length padding.
+    """
+    return HostLens.of(common_attn_metadata).split(common_attn_metadata, decode_threshold, require_uniform)
+
+
+def get_dcp_local_seq_lens(
+    seq_lens: Any, dcp_world_size: int = 1, dcp_rank: int | None = None, cp_kv_cache_interleave_size: int = 1
+) -> Any:
+    """How many tokens of each request one rank holds when the cache is dealt out over ranks.
+
+    seq_lens                     [R] integers
+    dcp_world_size               ranks
+    dcp_rank                     the rank, or None for all of them
+    cp_kv_cache_interleave_size  neighbouring tokens that go to the same rank
+
+    Returns [R] for a rank, [R, dcp_world_size] for all, of seq_lens' dtype.
+    Raises ValueError for a rank that does not exist.
+    Source: vLLM get_dcp_local_seq_lens.
+    """
+    check_integers(1, dcp_world_size=dcp_world_size, cp_kv_cache_interleave_size=cp_kv_cache_interleave_size)
+    lens = dlpack.borrow(seq_lens, "seq_lens")
+    ranks: Any = dcp_rank
+    if dcp_rank is None:
+        ranks = dlpack.namespace_of(lens).arange(dcp_world_size)
+        lens = lens[:, None]
+    elif not 0 <= dcp_rank < dcp_world_size:
+        raise ValueError(f"dcp_rank: got {dcp_rank}, expected 0 to {dcp_world_size - 1}")
+    interleave = cp_kv_cache_interleave_size
+    whole_rounds = lens // interleave // dcp_world_size * interleave
+    rest = lens - whole_rounds * dcp_world_size - ranks * interleave
+    local = (whole_rounds + rest.clip(0, interleave)).astype(lens.dtype)
+    return dlpack.give(local, dlpack.framework_of(seq_lens))

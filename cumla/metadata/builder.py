@@ -1,0 +1,224 @@
+"""What every metadata builder has, and the numbers that builders are configured with."""
+
+from __future__ import annotations
+
+import abc
+import enum
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from ..arrays import dlpack
+from ..dispatch.call import INT32, SLOTS, Call, check_integers
+from ..dispatch.launch_cache import MOST_KNOWN, look_at
+from .batch import CommonAttentionMetadata, host_array
+from .vllm_helpers import reorder_batch_to_split_decodes_and_prefills
+
+M = TypeVar("M")
+
+COMPRESS_RATIOS = (1, 4, 128)
+
+
+class AttentionCGSupport(enum.IntEnum):
+    """Which batches a builder's metadata can be used with inside a CUDA graph."""
+
+    NEVER = 0
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    UNIFORM_BATCH = 2
+    ALWAYS = 3
+
+
+@dataclass(frozen=True)
+class ServingConfig:
+    """What the builders need to know of a model and of its server.
+
+    window_size             positions of the sliding window, a token's own included
+    compress_ratios         one a layer: 1 (or 0) window only, 4 with an indexer, 128 without
+    block_size              tokens of a page of the window cache
+    compressed_block_size   positions (not rows) that a page of a compressed cache covers
+    index_topk              entries the indexer selects
+    num_heads               query heads on this device
+    num_speculative_tokens  draft tokens a decode may carry beside its own
+    max_num_batched_tokens  query tokens of a step
+    max_num_seqs            requests of a step
+    max_model_len           positions of a sequence
+    prefill_chunk_size      requests of the longest kind that the prefill workspace has room for
+    max_logits_bytes        budget for the indexer's float32 logits
+    num_sms                 multiprocessors that share the indexer's decode logits (132 on an H100 or H200)
+    """
+
+    window_size: int = 128
+    compress_ratios: tuple[int, ...] = (1,)
+    block_size: int = 64
+    compressed_block_size: int = 256
+    index_topk: int = 512
+    num_heads: int = 64
+    num_speculative_tokens: int = 0
+    max_num_batched_tokens: int = 8192
+    max_num_seqs: int = 256
+    max_model_len: int = 131072
+    prefill_chunk_size: int = 4
+    max_logits_bytes: int = 512 << 20
+    num_sms: int = 132
+
+    def __post_init__(self) -> None:
+        numbers = {name: value for name, value in vars(self).items() if name != "compress_ratios"}
+        check_integers(0, num_speculative_tokens=numbers.pop("num_speculative_tokens"))
+        check_integers(1, 2**63 - 1, **numbers)
+        ratios = tuple(max(1, int(ratio)) for ratio in self.compress_ratios)
+        for ratio in ratios:
+            if ratio not in COMPRESS_RATIOS:
+                raise ValueError(f"compress_ratios: got {ratio}, expected 0, 1, 4 or 128")
+        if not ratios:
+            raise ValueError("compress_ratios: got no layers, expected at least one")
+        object.__setattr__(self, "compress_ratios", ratios)
+        largest = max(ratios)
+        if self.compressed_block_size % largest:
+            raise ValueError(
+                f"compressed_block_size: got {self.compressed_block_size}, expected a multiple of {largest}, "
+                "the largest compress ratio"
+            )
+
+    @property
+    def decode_threshold(self) -> int:
+        """Longest query that counts as a decode."""
+        return 1 + self.num_speculative_tokens
+
+    @property
+    def indexer_compress_ratio(self) -> int:
+        """Positions that a row of the indexer's cache stands for: 4 if there are such layers (V4), else 1 (V3.2)."""
+        return 4 if 4 in self.compress_ratios else 1
+
+
+class BatchArrays(NamedTuple):
+    """A batch's arrays as kernels take them."""
+
+    query_start_loc: Any
+    seq_lens: Any
+    slot_mapping: Any
+    block_table: Any
+
+    @classmethod
+    def of(cls, call: Call, batch: CommonAttentionMetadata, block_table: Any = None) -> BatchArrays:
+        """Borrow and check them; `block_table` stands for the batch's own if given.
+
+        CuPy arrays that look as others that passed before pass again, unchecked.
+        """
+        num_reqs, name = batch.num_reqs, "block_table"
+        if block_table is None:
+            name, block_table = "block_table_tensor", batch.block_table_tensor
+        given = cls(batch.query_start_loc, batch.seq_lens, batch.slot_mapping, block_table)
+        look = look_at(num_reqs, *given)
+        if look in _PASSED:
+            call.begin(given.query_start_loc, "cupy")
+            return given
+        arrays = cls(
+            call.array("query_start_loc", given.query_start_loc, INT32, (num_reqs + 1,)),
+            call.array("seq_lens", given.seq_lens, INT32, (num_reqs,)),
+            call.array("slot_mapping", given.slot_mapping, SLOTS, (-1,)),
+            call.array(name, block_table, INT32, (num_reqs, -1)),
+        )
+        if look is not None and all(array is its for array, its in zip(arrays, given, strict=True)):
+            if len(_PASSED) >= MOST_KNOWN:
+                _PASSED.clear()
+            _PASSED.add(look)
+        return arrays
+
+
+_PASSED: set[tuple[Any, ...] | None] = set()  # looks of arrays that are right for a batch
+
+
+def give_view(view: Any, framework: str) -> Any:
+    """A view of a fixed buffer as an array of `framework`: for JAX, whose arrays must not change, a copy."""
+    return dlpack.give(view.copy() if framework == "jax" else view, framework)
+
+
+class ViewCache:
+    """Views of a builder's fixed buffers by name, kept by the counts that they are cut with.
+
+    To cut them and to give them to a framework takes longer than to build what they show.
+    """
+
+    def __init__(self, cut: Callable[..., dict[str, Any]]) -> None:
+        self._cut = cut
+        self._kept = functools.lru_cache(maxsize=256)(self._give)
+
+    def __call__(self, framework: str, *counts: int) -> dict[str, Any]:
+        """`cut(*counts)` as arrays of `framework`."""
+        return (self._give if framework == "jax" else self._kept)(framework, *counts)
+
+    def _give(self, framework: str, *counts: int) -> dict[str, Any]:
+        return {name: give_view(view, framework) for name, view in self._cut(*counts).items()}
+
+
+class AttentionMetadataBuilder(abc.ABC, Generic[M]):
+    """Builds one kind of metadata, step after step, into buffers that stay where they are.
+
+    cudagraph_support        which batches may run inside a CUDA graph
+    full_cudagraph_supported whether any may
+    reorder_batch_threshold  longest query that the builder wants at the front of the batch, draft tokens
+                             included once constructed; None if it takes any order
+
+    Source: vLLM AttentionMetadataBuilder; `config` in place of the engine's, the device as the arrays have it.
+    """
+
+    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    full_cudagraph_supported: ClassVar[bool] = False
+    reorder_batch_threshold: int | None = None
+
+    def __init__(self, config: ServingConfig) -> None:
+        self.config = config
+        if self.reorder_batch_threshold is not None:
+            self.reorder_batch_threshold += config.num_speculative_tokens
+
+    @abc.abstractmethod
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> M:
+        """The metadata of a batch.
+
+        common_prefix_len  leading tokens that all requests share (for cascade attention)
+        fast_build         build fast rather than for fast execution: the result is used only a few times
+        """
+
+    @classmethod
+    def get_cudagraph_support(cls, config: ServingConfig) -> AttentionCGSupport:
+        """Which batches may run inside a CUDA graph."""
+        return cls.cudagraph_support
+
+    def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        """Whether this batch may: where only uniform batches may, padding requests (no query) do not count."""
+        support, batch = self.get_cudagraph_support(self.config), common_attn_metadata
+        if support in (AttentionCGSupport.NEVER, AttentionCGSupport.ALWAYS):
+            return support is AttentionCGSupport.ALWAYS
+        starts = host_array("query_start_loc_cpu", batch.query_start_loc_cpu)
+        query_lens = np.diff(starts[: batch.num_reqs + 1])
+        query_lens = query_lens[query_lens > 0]
+        longest = 1 if support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE else self.config.decode_threshold
+        return bool((query_lens <= longest).all() and (query_lens == query_lens[:1]).all())
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> M:
+        """The metadata to capture a graph with."""
+        return self.build(0, common_attn_metadata)
+
+    def use_cascade_attention(
+        self,
+        common_prefix_len: int,
+        query_lens: Any,
+        num_query_heads: int,
+        num_kv_heads: int,
+        use_alibi: bool,
+        use_sliding_window: bool,
+        num_sms: int,
+    ) -> bool:
+        """Whether to attend to the common prefix apart from the rest: never, for sparse attention."""
+        return False
+
+    def reorder_batch(self, input_batch: Any, scheduler_output: Any) -> bool:
+        """Bring decodes to the front, as `reorder_batch_to_split_decodes_and_prefills` does; whether anything moved."""
+        if self.reorder_batch_threshold is None:
+            return False
+        return reorder_batch_to_split_decodes_and_prefills(input_batch, scheduler_output, self.reorder_batch_threshold)

@@ -1,0 +1,149 @@
+"""Helpers of vLLM's scheduler and model runner, for engines that are built like it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..arrays import dlpack
+from .batch import host_array
+
+
+def reorder_batch_to_split_decodes_and_prefills(
+    input_batch: Any, scheduler_output: Any, decode_threshold: int = 1
+) -> bool:
+    """Bring decodes to the front of a persistent batch with as few swaps as possible.
+
+    input_batch       has `req_ids`, in batch order, and `swap_states(i, j)`
+    scheduler_output  has `num_scheduled_tokens`, request id -> query tokens of this step
+
+    Returns whether anything was moved. Decodes near the end trade places with prefills near the front.
+    Source: vLLM reorder_batch_to_split_decodes_and_prefills.
+    """
+    scheduled = [scheduler_output.num_scheduled_tokens[req_id] for req_id in input_batch.req_ids]
+    num_decodes = sum(tokens <= decode_threshold for tokens in scheduled)
+    misplaced_prefills = [i for i in range(num_decodes) if scheduled[i] > decode_threshold]
+    misplaced_decodes = [i for i in range(num_decodes, len(scheduled)) if scheduled[i] <= decode_threshold]
+    for prefill, decode in zip(misplaced_prefills, reversed(misplaced_decodes), strict=True):
+        input_batch.swap_states(prefill, decode)
+    return bool(misplaced_prefills)
+
+
+def make_local_attention_virtual_batches(
+    attn_chunk_size: int, query_start_loc_np: Any, seq_lens_np: Any, block_table: Any, block_size: int = 0
+) -> tuple[Any, Any, Any, Any]:
+    """Cut each request at multiples of `attn_chunk_size` into requests that attend within their chunk only.
+
+    query_start_loc_np  [R + 1] host integers; seq_lens_np [R] host integers
+    block_table         [R, B] int32
+    block_size          tokens of a page, a divisor of attn_chunk_size; has no usable default
+
+    Returns seqlens_q_local [V], cu_seqlens_q_local [V + 1] int32, seqlens_k_local [V] int32 and
+    block_table_local [V, attn_chunk_size // block_size], whose columns beyond the table repeat its last.
+    A request without query tokens gives none.
+    Raises ValueError for sizes that do not divide, and for a table without columns that is looked into.
+    Source: vLLM make_local_attention_virtual_batches.
+    """
+    if block_size < 1 or attn_chunk_size < 1 or attn_chunk_size % block_size:
+        raise ValueError(
+            f"block_size: got {block_size}, expected a positive divisor of attn_chunk_size = {attn_chunk_size}"
+        )
+    starts = host_array("query_start_loc_np", query_start_loc_np)
+    seq_lens = host_array("seq_lens_np", seq_lens_np)
+    table = dlpack.borrow(block_table, "block_table")
+    query_lens = np.diff(starts)
+    first_chunk = (seq_lens - query_lens) // attn_chunk_size
+    last_chunk = (seq_lens - 1) // attn_chunk_size
+    num_chunks = np.where(query_lens > 0, last_chunk - first_chunk + 1, 0)
+
+    request = np.repeat(np.arange(len(seq_lens)), num_chunks)
+    within = np.arange(len(request)) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
+    chunk_start = (first_chunk[request] + within) * attn_chunk_size
+    chunk_end = np.minimum(chunk_start + attn_chunk_size, seq_lens[request])
+    query_start = np.maximum(chunk_start, (seq_lens - query_lens)[request])
+    seqlens_q_local = (chunk_end - query_start).astype(query_lens.dtype)
+    cu_seqlens_q_local = np.zeros(len(request) + 1, np.int32)
+    np.cumsum(seqlens_q_local, out=cu_seqlens_q_local[1:])
+    seqlens_k_local = (chunk_end - chunk_start).astype(np.int32)
+
+    if len(request) and not table.shape[1]:
+        raise ValueError(f"block_table: got shape {tuple(table.shape)}, expected at least one column")
+    columns = chunk_start[:, None] // block_size + np.arange(attn_chunk_size // block_size)
+    columns = np.minimum(columns, table.shape[1] - 1)
+    xp = dlpack.namespace_of(table)
+    request, columns = xp.asarray(request), xp.asarray(columns)
+    local_table = table[request[:, None], columns]
+    framework = dlpack.framework_of(block_table)
+    return seqlens_q_local, cu_seqlens_q_local, seqlens_k_local, dlpack.give(local_table, framework)
+
+
+@dataclass(frozen=True)
+class PerLayerParameters:
+    """What attention kernels take from a layer: window to the left (-1: none), logits soft cap, scale."""
+
+    window_left: int
+    logits_soft_cap: float | None
+    sm_scale: float
+
+
+def get_per_layer_parameters(layers: Mapping[str, Any], cls_: type[Any]) -> dict[str, PerLayerParameters]:
+    """Read PerLayerParameters off the attention layers of a model.
+
+    layers  layer name -> layer with `impl`, which has `scale` and may have `sliding_window` (its first item
+            is window_left) and `logits_soft_cap`
+    cls_    class that every impl must be of
+
+    Raises TypeError for another impl.
+    Source: vLLM get_per_layer_parameters, with the layers handed in.
+    """
+    parameters = {}
+    for name, layer in layers.items():
+        impl = layer.impl
+        if not isinstance(impl, cls_):
+            raise TypeError(f"layers[{name!r}].impl: got {type(impl).__name__}, expected {cls_.__name__}")
+        window = getattr(impl, "sliding_window", None)
+        parameters[name] = PerLayerParameters(
+            window_left=-1 if window is None else window[0],
+            logits_soft_cap=getattr(impl, "logits_soft_cap", None),
+            sm_scale=impl.scale,
+        )
+    return parameters
+
+
+def infer_global_hyperparameters(per_layer_params: Mapping[str, PerLayerParameters]) -> PerLayerParameters:
+    """The parameters that all layers share.
+
+    Raises ValueError if there are no layers, or names one that differs from the first.
+    Source: vLLM infer_global_hyperparameters.
+    """
+    if not per_layer_params:
+        raise ValueError("per_layer_params: got no layers, expected at least one")
+    first_name, first = next(iter(per_layer_params.items()))
+    for name, parameters in per_layer_params.items():
+        if parameters != first:
+            raise ValueError(f"per_layer_params: {name!r} has {parameters}, expected {first} as {first_name!r} has")
+    return first
+
+
+KV_CACHE_LAYOUTS = ("NHD", "HND")
+_KV_CACHE_LAYOUT_OVERRIDE: str | None = None
+
+
+def get_kv_cache_layout() -> str:
+    """Order of the axes of a dense KV page: "NHD" (tokens, heads, values), unless `set_kv_cache_layout` chose "HND"."""
+    return _KV_CACHE_LAYOUT_OVERRIDE or KV_CACHE_LAYOUTS[0]
+
+
+def set_kv_cache_layout(cache_layout: str | None) -> None:
+    """Choose what `get_kv_cache_layout` answers from now on; None takes the choice back.
+
+    Raises ValueError for another layout.
+    Source: vLLM set_kv_cache_layout, whose answer was cached before it could be changed.
+    """
+    global _KV_CACHE_LAYOUT_OVERRIDE
+    if cache_layout is not None and cache_layout not in KV_CACHE_LAYOUTS:
+        raise ValueError(f"cache_layout: got {cache_layout!r}, expected one of {', '.join(KV_CACHE_LAYOUTS)}")
+    _KV_CACHE_LAYOUT_OVERRIDE = cache_layout

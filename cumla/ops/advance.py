@@ -1,0 +1,65 @@
+"""One step forward of a decode batch, on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..dispatch.call import INT32, SLOTS, Call, check_integers
+from ..dispatch.launch_cache import prepared
+from .sparse_cache import vector
+
+
+@prepared
+def advance_step(
+    num_seqs: int,
+    num_queries: int,
+    block_size: int,
+    input_tokens: Any,
+    sampled_token_ids: Any,
+    input_positions: Any,
+    seq_lens: Any,
+    slot_mapping: Any,
+    block_tables: Any,
+    *,
+    backend: str | None = None,
+    stream: Any = None,
+) -> None:
+    """Make of each sequence's sampled token the next step's input.
+
+    num_seqs           sequences of the batch, those that only pad it included
+    num_queries        real sequences, the first ones
+    block_size         tokens of a page
+    input_tokens       [>= num_seqs] int64 or int32, written: the sampled token
+    sampled_token_ids  [>= num_queries] or [>= num_queries, 1] int64 or int32
+    input_positions    [>= num_seqs] int64 or int32, written: the token's position, which is the old length
+    seq_lens           [>= num_queries] int32, tokens of each sequence; one more afterwards
+    slot_mapping       [>= num_seqs] int64 or int32, written: the slot of the position, -1 if the block table
+                       has no block for it
+    block_tables       [>= num_queries, B] int32
+
+    Padding gets token 0, position 0 and slot -1. A length of 2^31 - 1 stays what it is.
+
+    Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
+    Source: vLLM advance_step_flashattn.
+    """
+    check_integers(0, num_queries=num_queries)
+    check_integers(1, block_size=block_size)
+    check_integers(num_queries, num_seqs=num_seqs)
+    call = Call(backend, stream)
+    input_tokens = vector(call, "input_tokens", input_tokens, SLOTS, num_seqs, writable=True)
+    sampled = call.borrow("sampled_token_ids", sampled_token_ids)
+    if sampled.ndim == 2 and sampled.shape[1] == 1:
+        sampled = sampled[:, 0]
+    sampled = vector(call, "sampled_token_ids", sampled, SLOTS, num_queries)
+    input_positions = vector(call, "input_positions", input_positions, SLOTS, num_seqs, writable=True)
+    seq_lens = vector(call, "seq_lens", seq_lens, INT32, num_queries, writable=True)
+    slot_mapping = vector(call, "slot_mapping", slot_mapping, SLOTS, num_seqs, writable=True)
+    block_tables = call.array("block_tables", block_tables, INT32, (-1, -1))
+    if len(block_tables) < num_queries:
+        raise ValueError(f"block_tables: got {len(block_tables)} rows, expected at least {num_queries}, one a query")
+    if num_seqs:
+        with call.kernels("advance") as kernels:
+            kernels.advance_step(
+                num_seqs, num_queries, block_size, input_tokens, sampled, input_positions, seq_lens, slot_mapping,
+                block_tables,
+            )  # fmt: skip

@@ -1,0 +1,124 @@
+"""Copies of whole pages: within a cache, between caches, and to and from host memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..arrays import dlpack
+from ..dispatch.call import SLOTS, Call, bytes_of
+from ..dispatch.launch_cache import prepared
+
+
+@prepared
+def swap_blocks(
+    src: Any,
+    dst: Any,
+    src_to_dst: Any,
+    *,
+    backend: str | None = None,
+    stream: Any = None,
+) -> None:
+    """Copy pages of one cache into pages of another, which may be on the other side: host or device.
+
+    src         [num_blocks, ...] any dtype; a page is contiguous, pages may be any distance apart
+    dst         [num_blocks, ...] with pages of src's shape and dtype, written
+    src_to_dst  [n, 2] int64 or int32, pairs of block numbers, on the host or beside the caches. Between host
+                and device it must be on the host, and a page goes as one asynchronous copy: memory that is
+                not pinned is as good as synchronous, pinned memory must be kept until the stream is through
+
+    A pair out of range is skipped; padding between pages is not touched. Pages that are both read and written
+    by one call, and pages written twice, end up with either content.
+
+    Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
+    Source: vLLM swap_blocks.
+    """
+    call = Call(backend, stream)
+    source, destination = dlpack.borrow(src, "src"), dlpack.borrow(dst, "dst", writable=True)
+    across = isinstance(source, np.ndarray) != isinstance(destination, np.ndarray)
+    if across:
+        on_device = (dst, "dst") if isinstance(source, np.ndarray) else (src, "src")
+        call.borrow(on_device[1], on_device[0])
+    else:
+        source, destination = call.borrow("src", src), call.borrow("dst", dst, writable=True)
+    if source.dtype != destination.dtype:
+        raise TypeError(f"dst: got dtype {destination.dtype}, expected {source.dtype} as src has")
+    if source.shape[1:] != destination.shape[1:]:
+        raise ValueError(f"dst: got pages of shape {destination.shape[1:]}, expected {source.shape[1:]} as src has")
+    source, destination = page_bytes("src", source), page_bytes("dst", destination)
+    pairs = block_pairs("src_to_dst", src_to_dst)
+    if across and not isinstance(pairs, np.ndarray):
+        raise ValueError("src_to_dst: got an array in CUDA memory, expected host memory to copy between both")
+    if pairs.size and source.size and destination.size:
+        with call.kernels("blocks") as kernels:
+            if across:
+                kernels.copy_blocks_across(source, destination, pairs)
+            else:
+                kernels.copy_blocks(source, destination, beside(call, source, pairs, "src_to_dst"))
+
+
+@prepared
+def copy_blocks(
+    kv_caches: Sequence[Any],
+    src_to_dsts: Any,
+    *,
+    backend: str | None = None,
+    stream: Any = None,
+) -> None:
+    """Copy pages within each of several caches, the same pages in all.
+
+    kv_caches    caches, each [num_blocks, ...] of any dtype; a page is contiguous, pages may be any distance apart
+    src_to_dsts  [n, 2] int64 or int32, pairs of block numbers, on the host or beside the caches
+
+    A pair out of range is skipped; padding between pages is not touched. Pages that are both read and written
+    by one call, and pages written twice, end up with either content.
+
+    Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
+    Source: vLLM copy_blocks_mla.
+    """
+    call = Call(backend, stream)
+    caches = []
+    for i, cache in enumerate(kv_caches):
+        caches.append(page_bytes(f"kv_caches[{i}]", call.borrow(f"kv_caches[{i}]", cache, writable=True)))
+    pairs = block_pairs("src_to_dsts", src_to_dsts)
+    if not caches or not pairs.size:
+        return
+    with call.kernels("blocks") as kernels:
+        pairs = beside(call, caches[0], pairs, "src_to_dsts")
+        for cache in caches:
+            if cache.size:
+                kernels.copy_blocks(cache, cache, pairs)
+
+
+def page_bytes(name: str, native: Any) -> Any:
+    """A cache [num_blocks, ...] as its pages' bytes, uint8 [num_blocks, page_bytes]."""
+    if native.ndim < 2:
+        raise ValueError(f"{name}: got shape {tuple(native.shape)}, expected [num_blocks, ...]")
+    contiguous = native.itemsize
+    for size, stride in zip(reversed(native.shape[1:]), reversed(native.strides[1:]), strict=True):
+        if size > 1 and stride != contiguous:
+            raise ValueError(f"{name}: got strides {native.strides} bytes, expected contiguous pages")
+        contiguous *= size
+    if len(native) > 1 and native.strides[0] < contiguous:
+        raise ValueError(f"{name}: got pages {native.strides[0]} bytes apart, expected at least {contiguous}")
+    return bytes_of(native, len(native), math.prod(native.shape[1:]) * native.itemsize)
+
+
+def block_pairs(name: str, value: Any) -> Any:
+    """Check pairs of block numbers, [n, 2], wherever they are."""
+    pairs = dlpack.borrow(value, name)
+    if pairs.dtype not in SLOTS:
+        raise TypeError(f"{name}: got dtype {pairs.dtype}, expected int64 or int32")
+    if pairs.ndim != 2 or pairs.shape[1] != 2:
+        raise ValueError(f"{name}: got shape {tuple(pairs.shape)}, expected [n, 2]")
+    return pairs
+
+
+def beside(call: Call, cache: Any, pairs: Any, name: str) -> Any:
+    """The pairs where the cache is: pairs on the host are copied to its device."""
+    if isinstance(pairs, np.ndarray):
+        return dlpack.namespace_of(cache).asarray(pairs)
+    return call.borrow(name, pairs)

@@ -1,0 +1,153 @@
+"""Dense attention: over packed sequences with a K and V for each head, and over the rows of a paged MLA cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..dispatch.call import BF16, BYTES, INT32, Call, check_integers
+from ..kernels.types.plan import DecodePlan
+from ..layout import MLA_BF16, plain_rows
+from .dense_cache import VALUE_TYPES, checked_scale
+from .sparse_attention import V_DIM, check_heads, scale_or_default
+
+HALVES = (*BF16, np.dtype(np.float16))
+FLOAT32 = (np.dtype(np.float32),)
+
+
+def mha_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    k_pe: Any | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    onto: bool = False,
+    out: Any | None = None,
+    lse: Any | None = None,
+    backend: str | None = None,
+    stream: Any = None,
+) -> tuple[Any, Any]:
+    """Attention of sequences that lie one behind another, each within itself.
+
+    q              [T, h, d] bfloat16 or float16
+    k              [N, h, d], or [N, h, d - r] with k_pe, of q's dtype
+    v              [N, h, d_v] of q's dtype; d_v may differ from d and is not padded
+    cu_seqlens_q   [R + 1] int32, ascending: sequence i has the queries [cu_seqlens_q[i], cu_seqlens_q[i + 1])
+    cu_seqlens_k   [R + 1] int32, the same of keys; either may be empty
+    k_pe           [N, r] of q's dtype: the last r values of each key, the same for all heads
+    softmax_scale  1 / sqrt(d) if None
+    causal         the last query sees all keys of its sequence, the one before it one less, and so on
+    onto           out and lse hold attention of these queries over other keys: these are added to them, as
+                   merge_attn_states would
+    out            [T, h, d_v] of q's dtype, or float32, to write instead of allocating; with onto given, float32
+    lse            [h, T] float32 to write instead of allocating; with onto given
+
+    Returns out and lse, the natural logarithm of the sum of exp(softmax_scale * q . k). A query without keys gives
+    out 0 and lse +inf; queries of no sequence are left as they are (in arrays allocated here: undefined).
+
+    On CUDA d, r and d_v are multiples of 16, up to 256. Any strides but the last axis'. NaN in a value may also reach
+    queries of its sequence that do not see it: their weight for it is 0, and 0 times NaN is NaN.
+    Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
+    Source: flash_attn_varlen_func, as vLLM's MLA prefill calls it.
+    """
+    call = Call(backend, stream)
+    q = call.array("q", q, HALVES, ("T", "h", "d"))
+    same = (q.dtype,)
+    check_heads(q.shape[1])
+    tokens, heads, head_dim = q.shape
+    rope_dim = 0
+    if k_pe is not None:
+        k_pe = call.array("k_pe", k_pe, same, ("N", -1))
+        rope_dim = k_pe.shape[1]
+        if rope_dim >= head_dim:
+            raise ValueError(f"k_pe: got {rope_dim} values a key, expected fewer than q's {head_dim}")
+    k = call.array("k", k, same, ("N", "h", head_dim - rope_dim))
+    v = call.array("v", v, same, ("N", "h", -1))
+    cu_seqlens_q = call.array("cu_seqlens_q", cu_seqlens_q, INT32, ("R + 1",))
+    cu_seqlens_k = call.array("cu_seqlens_k", cu_seqlens_k, INT32, ("R + 1",))
+    if not len(cu_seqlens_q):
+        raise ValueError("cu_seqlens_q: got no entries, expected one more than there are sequences")
+    for name, array in (("out", out), ("lse", lse)):
+        if onto and array is None:
+            raise ValueError(f"{name}: got None, expected the attention onto which these keys are added")
+    out_array = call.output("out", out, FLOAT32 if onto else (q.dtype, *FLOAT32), (tokens, heads, v.shape[2]))
+    lse_array = call.output("lse", lse, FLOAT32, (heads, tokens))
+    if q.size and len(cu_seqlens_q) > 1:
+        with call.kernels("dense_attention") as kernels:
+            kernels.mha_varlen(
+                q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, scale_or_default(softmax_scale, head_dim), bool(causal),
+                bool(onto), out_array, lse_array,
+            )  # fmt: skip
+    return call.results()
+
+
+def dense_mla_decode(
+    q: Any,
+    k_cache: Any,
+    block_table: Any,
+    cache_seqlens: Any,
+    *,
+    scale: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    max_seqlen: int | None = None,
+    plan: DecodePlan | None = None,
+    out: Any | None = None,
+    lse: Any | None = None,
+    backend: str | None = None,
+    stream: Any = None,
+) -> tuple[Any, Any]:
+    """Attention of each request's queries over all of its tokens in a paged cache of latent rows.
+
+    q              [b, s_q, h, 576] bfloat16 or float16: absorbed q (512 values), then its RoPE part
+    k_cache        [num_blocks, block_size, 576] (or [num_blocks, block_size, 1, 576]) of q's dtype, or uint8: e4m3
+                   of value / scale
+    block_table    [>= b, B] int32, pages of each request; a page outside of the cache is absent
+    cache_seqlens  [>= b] int32, tokens of each request, the queries' own included
+    scale          of an FP8 cache: float32 array of one value on the device, or a number; None is 1
+    softmax_scale  1 / sqrt(576) if None; a model's own scale is that of its unabsorbed heads
+    causal         query i of s_q sees the tokens up to its own, the last one sees all
+    max_seqlen     a bound on cache_seqlens that is known on the host, by which the work is split up; the width of
+                   the table if None. A bound that is too small is slow, not wrong
+    plan           a DecodePlan of its own, which keeps the memory that partial results need: inside CUDA graph
+                   capture give one that has served a call of this shape
+    out            [b, s_q, h, 512] of q's dtype to write instead of allocating
+    lse            [b, h, s_q] float32 to write instead of allocating
+
+    Returns out and lse (natural logarithm). V is the first 512 values of a row. A query without keys gives out 0
+    and lse +inf.
+    Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
+    Source: FlashMLA flash_mla_with_kvcache (dense).
+    """
+    call = Call(backend, stream)
+    q = call.array("q", q, HALVES, ("b", "s_q", "h", MLA_BF16.head_dim))
+    check_heads(q.shape[2])
+    batch, s_q, heads, head_dim = q.shape
+    native = call.borrow("k_cache", k_cache)
+    if native.dtype not in (q.dtype, *BYTES):
+        raise TypeError(f"k_cache: got dtype {native.dtype}, expected {q.dtype} as q has, or uint8")
+    pages = call.pages("k_cache", k_cache, plain_rows(head_dim, VALUE_TYPES[native.dtype]))
+    tensor_scale = checked_scale(call, scale) if native.dtype in BYTES else None
+    block_table = call.array("block_table", block_table, INT32, (-1, -1))
+    cache_seqlens = call.array("cache_seqlens", cache_seqlens, INT32, (-1,))
+    for name, array in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
+        if len(array) < batch:
+            raise ValueError(f"{name}: got {len(array)} requests, expected at least {batch}, as q has")
+    longest = block_table.shape[1] * pages.block_size
+    if max_seqlen is not None:
+        check_integers(0, max_seqlen=max_seqlen)
+        longest = min(longest, max_seqlen)
+    out_array = call.output("out", out, (q.dtype,), (batch, s_q, heads, V_DIM))
+    lse_array = call.output("lse", lse, FLOAT32, (batch, heads, s_q))
+    if q.size:
+        with call.kernels("dense_attention") as kernels:
+            kernels.dense_mla_decode(
+                q, pages, block_table[:batch], cache_seqlens[:batch], tensor_scale,
+                scale_or_default(softmax_scale, head_dim), bool(causal), longest, plan, out_array, lse_array,
+            )  # fmt: skip
+    return call.results()

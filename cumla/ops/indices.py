@@ -1,0 +1,338 @@
+"""Index maps: which cache slots each query token attends to.
+
+A slot is block * block_size + row. In every map -1 means absent, an entry that its block table does not
+have (or has as a negative block, or whose slot is beyond int32) is absent, and padding stays -1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..dispatch.call import BOOL, INT32, Call, check_integers
+from ..dispatch.launch_cache import prepared
+
+INT32_MAX = 2**31 - 1
+
+
+@prepared
+def compute_swa_indices_and_lens(
+    query_start_loc: Any,
+    seq_lens: Any,
+    token_to_req_indices: Any,
+    is_valid_token: Any,
+    block_table: Any,
+    block_size: int,
+    window_size: int,
+    num_tokens: int,
+    *,
+    token_offset: int = 0,
+    out: tuple[Any, Any] | None = None,
+    backend: str | None = None,
+    stream: Any = None,
+) -> tuple[Any, Any]:
+    """The sliding window of each token: slots of its own and the window_size - 1 positions before it.
+
+    query_start_loc       [R + 1] int32, first query token of each request
+    seq_lens              [R] int32, tokens of each request, these queries included
+    token_to_req_indices  [>= token_offset + num_tokens] int32
+    is_valid_token        [>= token_offset + num_tokens] bool; False for padding
+    block_table           [R, B] int32
+    num_tokens            T, rows to compute; row t is for token t + token_offset
+    out                   (swa_indices, swa_lens) to write instead of allocating
+
+    Returns swa_indices [T, window_size] int32, oldest position first, and swa_lens [T] int32. A padding
+    token has length 0 and a row of -1.
+    Source: vLLM sparse_swa, _compute_swa_indices_and_lens_kernel.
+    """
+    check_integers(1, block_size=block_size, window_size=window_size)
+    check_integers(0, num_tokens=num_tokens, token_offset=token_offset)
+    call = Call(backend, stream)
+    query_start_loc, seq_lens = request_arrays(call, query_start_loc, seq_lens)
+    token_to_req_indices = call.array("token_to_req_indices", token_to_req_indices, INT32, (-1,))
+    is_valid_token = call.array("is_valid_token", is_valid_token, BOOL, (-1,))
+    block_table = call.array("block_table", block_table, INT32, (-1, -1))
+    for name, array in (("token_to_req_indices", token_to_req_indices), ("is_valid_token", is_valid_token)):
+        check_covers(name, array, num_tokens + token_offset)
+    given = pair("out", out)
+    swa_indices = call.output("out[0] (swa_indices)", given[0], INT32, (num_tokens, window_size))
+    swa_lens = call.output("out[1] (swa_lens)", given[1], INT32, (num_tokens,))
+    if num_tokens:
+        with call.kernels("indices") as kernels:
+            kernels.compute_swa_indices_and_lens(
+                query_start_loc,
+                seq_lens,
+                token_to_req_indices,
+                is_valid_token,
+                block_table,
+                block_size,
+                window_size,
+                token_offset,
+                swa_indices,
+                swa_lens,
+            )
+    return call.results()
+
+
+@prepared
+def compute_global_topk_indices_and_lens(
+    topk_indices: Any,
+    token_to_req_indices: Any,
+    block_table: Any,
+    block_size: int,
+    is_valid_token: Any,
+    *,
+    compact: bool = False,
+    out: tuple[Any, Any] | None = None,
+    backend: str | None = None,
+    stream: Any = None,
+) -> tuple[Any, Any]:
+    """Local top-k positions to cache slots, and how many of them are there.
+
+    topk_indices          [T, K] int32, positions in the request's cache, -1 = none
+    token_to_req_indices  [>= T] int32
+    block_table           [R, B] int32
+    is_valid_token        [>= T] bool; a padding token's length is 0 (its indices are mapped all the same)
+    compact               move what is present to the left of each row, in order, so that a reader may
+                          stop at the length; False leaves every entry in its place, as vLLM 0.26 does
+    out                   (global_topk_indices, topk_lens) to write instead of allocating
+
+    Returns global_topk_indices [T, K] int32 and topk_lens [T] int32.
+    Source: vLLM compute_global_topk_indices_and_lens; compaction and bounds as in its later releases.
+    """
+    check_integers(1, block_size=block_size)
+    call = Call(backend, stream)
+    topk_indices = call.array("topk_indices", topk_indices, INT32, ("T", "K"))
+    token_to_req_indices = call.array("token_to_req_indices", token_to_req_indices, INT32, (-1,))
+    block_table = call.array("block_table", block_table, INT32, (-1, -1))
+    is_valid_token = call.array("is_valid_token", is_valid_token, BOOL, (-1,))
+    num_tokens, topk = topk_indices.shape
+    check_covers("token_to_req_indices", token_to_req_indices, num_tokens)
+    check_covers("is_valid_token", is_valid_token, num_tokens)
+    given = pair("out", out)
+    global_topk_indices = call.output("out[0] (global_topk_indices)", given[0], INT32, (num_tokens, topk))
+    topk_lens = call.output("out[1] (topk_lens)", given[1], INT32, (num_tokens,))
+    if num_tokens:
+        with call.kernels("indices") as kernels:
+            kernels.compute_global_topk_indices_and_lens(
+                topk_indices,
+                token_to_req_indices,
+                block_table,
+                block_size,
+                is_valid_token,
+                bool(compact),
+                global_topk_indices,
+                topk_lens,
+            )
+    return call.results()
+
+
+@prepared
+def combine_topk_swa_indices(
+    topk_indices: Any,
+    query_start_loc: Any,
+    seq_lens: Any,
+    gather_lens: Any,
+    window_size: int,
+    compress_ratio: int,
+    topk: int,
+    M: int,
+    N: int,
+    *,
+    out: tuple[Any, Any] | None = None,
+    backend: str | None = None,
+    stream: Any = None,
+) -> tuple[Any, Any]:
+    """Rows of a gathered prefill workspace that each token attends to: its top-k, then its window.
+
+    The workspace is [R, M] rows: compressed rows of request r from M * r on, its last gather_lens[r]
+    uncompressed rows from M * r + N on.
+
+    topk_indices     [T, >= topk] int32, local compressed positions; < 0 or >= N is absent
+    query_start_loc  [R + 1] int32; may start anywhere, row t of the result is token query_start_loc[0] + t
+    seq_lens         [R] int32
+    gather_lens      [R] int32
+    topk             entries of topk_indices to use at most; 0 for a layer that has only the window
+
+    Returns combined_indices [T, pad128(topk + window_size)] int32 and combined_lens [T] int32:
+    min((position + 1) // compress_ratio, topk) entries of top-k, then min(position + 1, window_size).
+    Source: vLLM combine_topk_swa_indices.
+    """
+    check_integers(1, window_size=window_size, compress_ratio=compress_ratio, M=M)
+    check_integers(0, topk=topk, N=N)
+    call = Call(backend, stream)
+    topk_indices = call.array("topk_indices", topk_indices, INT32, ("T", -1))
+    query_start_loc, seq_lens = request_arrays(call, query_start_loc, seq_lens)
+    gather_lens = call.array("gather_lens", gather_lens, INT32, ("R",))
+    num_tokens = call.size("T")
+    if topk_indices.shape[1] < topk:
+        raise ValueError(f"topk_indices: got {topk_indices.shape[1]} columns, expected at least topk = {topk}")
+    if N > M:
+        raise ValueError(f"N: got {N}, expected at most M = {M}, the rows of a request")
+    if len(seq_lens) * M > INT32_MAX:
+        raise ValueError(f"M: got {M} rows for each of {len(seq_lens)} requests, expected a workspace within int32")
+    given = pair("out", out)
+    width = -(-(topk + window_size) // 128) * 128
+    combined_indices = call.output("out[0] (combined_indices)", given[0], INT32, (num_tokens, width))
+    combined_lens = call.output("out[1] (combined_lens)", given[1], INT32, (num_tokens,))
+    if num_tokens:
+        with call.kernels("indices") as kernels:
+            kernels.combine_topk_swa_indices(
+                topk_indices,
+                query_start_loc,
+                seq_lens,
+                gather_lens,
+                window_size,
+                compress_ratio,
+                topk,
+                M,
+                N,
+                combined_indices,
+                combined_lens,
+            )
+    return call.results()
+
+
+@prepared
+def build_flashinfer_mixed_sparse_indices(
+    decode_swa_indices: Any,
+    decode_compressed_indices: Any | None,
+    decode_compressed_topk_lens: Any | None,
+    prefill_topk_indices: Any,
+    query_start_loc: Any,
+    seq_lens: Any,
+    token_to_req_indices: Any,
+    swa_block_table: Any,
+    swa_block_size: int,
+    compressed_block_table: Any | None,
+    compressed_block_size: int,
+    window_size: int,
+    compress_ratio: int,
+    topk: int,
+    decode_compressed_indices_are_local: bool = False,
+    decode_is_valid_token: Any | None = None,
+    swa_block_span: int | None = None,
+    compressed_block_span: int | None = None,
+    *,
+    out: tuple[Any, Any] | None = None,
+    backend: str | None = None,
+    stream: Any = None,
+) -> tuple[Any, Any]:
+    """The sparse-index matrix of FlashInfer's DeepSeek V4 attention for a decode-first batch.
+
+    Columns [0, window_size) are SWA slots, the rest compressed slots. Decode tokens copy what was computed
+    for them; prefill tokens take their window from their position and map their top-k.
+
+    decode_swa_indices           [D, window_size] or [D, 1, window_size] int32 slots
+    decode_compressed_indices    [D, Kd] or [D, 1, Kd] int32, slots or local positions; None for SWA-only layers
+    decode_compressed_topk_lens  [D] int32, entries in use; None: all (of local ones: those present)
+    prefill_topk_indices         [P, >= topk] int32 local compressed positions of the P prefill tokens
+    query_start_loc, seq_lens    [R + 1], [R] int32
+    token_to_req_indices         [>= D + P] int32
+    swa_block_table              [R, B] int32; compressed_block_table likewise, None for SWA-only layers
+    decode_is_valid_token        [>= D] bool: padding tokens count no compressed entries; None: all valid
+    swa_block_span               slots from page to page in the reader's numbering where pages are packed
+                                 (page stride / token bytes); None: swa_block_size. compressed_block_span likewise
+
+    Returns sparse_indices [D + P, window_size + pad4(max(topk, Kd))] int32 and sparse_topk_lens [D + P]
+    int32 = window_size + compressed entries: a window shorter than window_size leaves holes of -1.
+    Source: vLLM build_flashinfer_mixed_sparse_indices.
+    """
+    check_integers(
+        1,
+        swa_block_size=swa_block_size,
+        compressed_block_size=compressed_block_size,
+        window_size=window_size,
+        compress_ratio=compress_ratio,
+        swa_block_span=swa_block_size if swa_block_span is None else swa_block_span,
+        compressed_block_span=compressed_block_size if compressed_block_span is None else compressed_block_span,
+    )
+    check_integers(0, topk=topk)
+    call = Call(backend, stream)
+    decode_swa_indices = two_dimensional(call, "decode_swa_indices", decode_swa_indices, ("D", window_size))
+    num_decode_tokens, decode_topk = call.size("D"), 0
+    if decode_compressed_indices is not None:
+        decode_compressed_indices = two_dimensional(
+            call, "decode_compressed_indices", decode_compressed_indices, ("D", "Kd")
+        )
+        decode_topk = call.size("Kd")
+        if decode_compressed_indices_are_local and compressed_block_table is None:
+            raise ValueError("compressed_block_table: got None, expected a table to map local indices by")
+    lens = call.optional("decode_compressed_topk_lens", decode_compressed_topk_lens, INT32, ("D",))
+    prefill_topk_indices = call.array("prefill_topk_indices", prefill_topk_indices, INT32, ("P", -1))
+    query_start_loc, seq_lens = request_arrays(call, query_start_loc, seq_lens)
+    token_to_req_indices = call.array("token_to_req_indices", token_to_req_indices, INT32, (-1,))
+    swa_block_table = call.array("swa_block_table", swa_block_table, INT32, (-1, -1))
+    compressed_block_table = call.optional("compressed_block_table", compressed_block_table, INT32, (-1, -1))
+    valid = call.optional("decode_is_valid_token", decode_is_valid_token, BOOL, (-1,))
+    num_tokens = num_decode_tokens + call.size("P")
+    check_covers("token_to_req_indices", token_to_req_indices, num_tokens)
+    if valid is not None:
+        check_covers("decode_is_valid_token", valid, num_decode_tokens)
+    if compressed_block_table is not None and call.size("P") and prefill_topk_indices.shape[1] < topk:
+        raise ValueError(
+            f"prefill_topk_indices: got {prefill_topk_indices.shape[1]} columns, expected at least topk = {topk}"
+        )
+    given = pair("out", out)
+    width = window_size + -(-max(topk, decode_topk) // 4) * 4
+    sparse_indices = call.output("out[0] (sparse_indices)", given[0], INT32, (num_tokens, width))
+    sparse_topk_lens = call.output("out[1] (sparse_topk_lens)", given[1], INT32, (num_tokens,))
+    if num_tokens:
+        with call.kernels("indices") as kernels:
+            kernels.build_flashinfer_mixed_sparse_indices(
+                decode_swa_indices,
+                decode_compressed_indices,
+                lens,
+                prefill_topk_indices,
+                query_start_loc,
+                seq_lens,
+                token_to_req_indices,
+                swa_block_table,
+                swa_block_size,
+                compressed_block_table,
+                compressed_block_size,
+                window_size,
+                compress_ratio,
+                topk,
+                bool(decode_compressed_indices_are_local),
+                valid,
+                swa_block_size if swa_block_span is None else swa_block_span,
+                compressed_block_size if compressed_block_span is None else compressed_block_span,
+                sparse_indices,
+                sparse_topk_lens,
+            )
+    return call.results()
+
+
+def request_arrays(call: Call, query_start_loc: Any, seq_lens: Any) -> tuple[Any, Any]:
+    """Check query_start_loc [R + 1] and seq_lens [R]."""
+    query_start_loc = call.array("query_start_loc", query_start_loc, INT32, (-1,))
+    seq_lens = call.array("seq_lens", seq_lens, INT32, ("R",))
+    if len(query_start_loc) != len(seq_lens) + 1:
+        raise ValueError(
+            f"query_start_loc: got {len(query_start_loc)} entries, expected {len(seq_lens) + 1}, "
+            "one more than seq_lens has"
+        )
+    return query_start_loc, seq_lens
+
+
+def two_dimensional(call: Call, name: str, value: Any, shape: tuple[int | str, ...]) -> Any:
+    """Check an index matrix that may carry an axis of 1 in the middle, as FlashMLA's do."""
+    native = call.borrow(name, value)
+    if native.ndim == 3 and native.shape[1] == 1:
+        native = native[:, 0]
+    return call.array(name, native, INT32, shape)
+
+
+def check_covers(name: str, array: Any, num_tokens: int) -> None:
+    """Raise ValueError if a per-token array has fewer entries than there are tokens."""
+    if len(array) < num_tokens:
+        raise ValueError(f"{name}: got {len(array)} entries, expected at least {num_tokens}, one a token")
+
+
+def pair(name: str, out: Any) -> tuple[Any, Any]:
+    """Two output arrays as given, or two of None."""
+    if out is None:
+        return None, None
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        raise TypeError(f"{name}: got {type(out).__name__}, expected a pair of arrays")
+    return out[0], out[1]

@@ -1,0 +1,253 @@
+"""Sparse multi-head latent attention over paged caches (decode) and dense workspaces (prefill)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ..dispatch.call import BF16, BYTES, FLOAT32, FLOATS, INT32, Call
+from ..dispatch.launch_cache import prepared
+from ..kernels.types.plan import DecodePlan
+from ..kernels.types.segments import Pages, Segment
+from ..layout import DSV4_BF16, MLA_BF16, CacheLayout, layout_of
+
+V_DIM = 512
+HEAD_DIMS = (512, 576)
+MAX_HEADS = 128
+
+
+@prepared
+def sparse_mla_decode(
+    q: Any,
+    k_cache: Any,
+    indices: Any,
+    *,
+    layout: CacheLayout | None = None,
+    block_size: int | None = None,
+    topk_length: Any | None = None,
+    extra_k_cache: Any | None = None,
+    extra_indices: Any | None = None,
+    extra_topk_length: Any | None = None,
+    extra_block_size: int | None = None,
+    attn_sink: Any | None = None,
+    softmax_scale: float | None = None,
+    plan: DecodePlan | None = None,
+    batch_invariant: bool = False,
+    out: Any | None = None,
+    lse: Any | None = None,
+    backend: str | None = None,
+    stream: Any = None,
+) -> tuple[Any, Any]:
+    """Attention of each query over the listed tokens of one or two paged caches, in one softmax.
+
+    q              [b, s_q, h, d] bfloat16; d = 512 or 576 as the layout has it, h from 1 to 128
+    k_cache        uint8 [num_blocks, block_size, token_bytes] (or [..., 1, token_bytes], or raw pages
+                   [num_blocks, page_bytes] with layout and block_size given), or bfloat16
+                   [num_blocks, block_size, d]
+    indices        [b, s_q, topk] int32 slots; -1 and anything outside the cache is absent. A slot listed
+                   twice counts twice
+    layout         DSV4_FP8, V32_FP8, MLA_BF16 or DSV4_BF16; None: told by the size of a token
+    topk_length    [b] or [b, s_q] int32, entries of `indices` in use; None: all
+    extra_*        a second cache of the same layout, with its own pages, indices [b, s_q, extra_topk] and
+                   lengths
+    attn_sink      [h] float32: a logit that takes weight and gives nothing; None: no sink
+    softmax_scale  1 / sqrt(d) if None
+    plan           a DecodePlan that the layers of a step share; None: planned here
+    batch_invariant  whether a token's result must not depend on what else is in the batch: its keys are then
+                   never shared out, which makes small batches slower
+    out            [b, s_q, h, 512] bfloat16 to write instead of allocating
+    lse            [b, h, s_q] float32 to write instead of allocating
+
+    Returns out and lse. V is the first 512 values of each key. lse is the natural logarithm of the sum of
+    exp(softmax_scale * q . k), the sink left out. A query without keys gives out 0 and lse +inf. The same call
+    gives the same bits every time. Inside CUDA graph capture give plan, out and lse, or memory would have to be
+    allocated, which raises RuntimeError.
+    Source: FlashMLA flash_mla_with_kvcache (sparse, FP8).
+    """
+    call = Call(backend, stream)
+    q = call.array("q", q, BF16, ("b", "s_q", "h", -1))
+    layout = cache_layout(call, k_cache, layout, q.shape[3])
+    check_heads(q.shape[2])
+    segments = [segment(call, "", k_cache, indices, topk_length, layout, block_size)]
+    if extra_k_cache is not None and extra_indices is not None:
+        segments.append(
+            segment(call, "extra_", extra_k_cache, extra_indices, extra_topk_length, layout, extra_block_size)
+        )
+    elif not (extra_k_cache is None and extra_indices is None and extra_topk_length is None):
+        raise ValueError("extra_k_cache: extra_k_cache and extra_indices must be given together")
+    attn_sink = call.optional("attn_sink", attn_sink, FLOAT32, ("h",))
+    if plan is not None and not isinstance(plan, DecodePlan):
+        raise TypeError(f"plan: got {type(plan).__name__}, expected a DecodePlan")
+    batch, s_q, heads, head_dim = q.shape
+    out_array = call.output("out", out, BF16, (batch, s_q, heads, V_DIM))
+    lse_array = call.output("lse", lse, FLOAT32, (batch, heads, s_q))
+    if q.size:
+        with call.kernels("sparse_attention") as kernels:
+            kernels.sparse_mla_decode(
+                q,
+                segments,
+                attn_sink,
+                scale_or_default(softmax_scale, head_dim),
+                out_array,
+                lse_array,
+                plan,
+                batch_invariant,
+            )
+    return call.results()
+
+
+@prepared
+def sparse_mla_prefill(
+    q: Any,
+    kv: Any,
+    indices: Any,
+    *,
+    softmax_scale: float | None = None,
+    d_v: int = V_DIM,
+    attn_sink: Any | None = None,
+    topk_length: Any | None = None,
+    out: tuple[Any, Any, Any] | None = None,
+    backend: str | None = None,
+    stream: Any = None,
+) -> tuple[Any, Any, Any]:
+    """Attention of each query over the listed rows of a dense workspace.
+
+    q            [s_q, h, d] bfloat16, d = 512 or 576, h from 1 to 128
+    kv           [s_kv, d] or [s_kv, 1, d] bfloat16
+    indices      [s_q, topk] or [s_q, 1, topk] int32 rows of kv; outside of it is absent
+    d_v          512: V is the first 512 values of each row
+    attn_sink    [h] float32, as in sparse_mla_decode
+    topk_length  [s_q] int32, entries of `indices` in use; None: all
+    out          (out, max_logits, lse) to write instead of allocating
+
+    Returns out [s_q, h, 512] bfloat16, max_logits [s_q, h] float32 (largest scaled logit, -inf if there is
+    no key) and lse [s_q, h] float32 (+inf if there is no key; the sink left out).
+    Source: FlashMLA flash_mla_sparse_fwd.
+    """
+    if d_v != V_DIM:
+        raise ValueError(f"d_v: got {d_v}, expected {V_DIM}")
+    call = Call(backend, stream)
+    q = call.array("q", q, BF16, ("s_q", "h", "d"))
+    check_heads(q.shape[1])
+    if q.shape[2] not in HEAD_DIMS:
+        raise ValueError(f"q: got {q.shape[2]} values a head, expected 512 or 576")
+    kv = without_middle_axis(call.borrow("kv", kv))
+    kv = call.array("kv", kv, BF16, (-1, "d"))
+    indices = without_middle_axis(call.borrow("indices", indices))
+    indices = call.array("indices", indices, INT32, ("s_q", -1))
+    topk_length = call.optional("topk_length", topk_length, INT32, ("s_q",))
+    attn_sink = call.optional("attn_sink", attn_sink, FLOAT32, ("h",))
+    tokens, heads, head_dim = q.shape
+    given = (None, None, None) if out is None else tuple(out)
+    if len(given) != 3:
+        raise TypeError(f"out: got {len(given)} arrays, expected (out, max_logits, lse)")
+    out_array = call.output("out[0] (out)", given[0], BF16, (tokens, heads, V_DIM))
+    max_logits = call.output("out[1] (max_logits)", given[1], FLOAT32, (tokens, heads))
+    lse = call.output("out[2] (lse)", given[2], FLOAT32, (tokens, heads))
+    if q.size:
+        with call.kernels("sparse_attention") as kernels:
+            kernels.sparse_mla_prefill(
+                q, kv, indices, topk_length, attn_sink, scale_or_default(softmax_scale, head_dim),
+                out_array, max_logits, lse,
+            )  # fmt: skip
+    return call.results()
+
+
+@prepared
+def merge_attn_states(
+    output: Any,
+    prefix_output: Any,
+    prefix_lse: Any,
+    suffix_output: Any,
+    suffix_lse: Any,
+    output_lse: Any | None = None,
+    *,
+    backend: str | None = None,
+    stream: Any = None,
+) -> None:
+    """Combine attention over two sets of keys into attention over their union.
+
+    output          [T, h, d] bfloat16, float16 or float32, written
+    prefix_output   [T, h, d], suffix_output likewise, of output's dtype
+    prefix_lse      [h, T] float32, suffix_lse likewise; -inf or +inf says that no key was attended, and
+                    that part's output is not looked at
+    output_lse      [h, T] float32, written if given: +inf where neither part had a key (output is 0 there)
+
+    Source: vLLM merge_attn_states.
+    """
+    call = Call(backend, stream)
+    output = call.array("output", output, FLOATS, ("T", "h", "d"), writable=True)
+    same = (output.dtype,)
+    prefix_output = call.array("prefix_output", prefix_output, same, ("T", "h", "d"))
+    prefix_lse = call.array("prefix_lse", prefix_lse, FLOAT32, ("h", "T"))
+    suffix_output = call.array("suffix_output", suffix_output, same, ("T", "h", "d"))
+    suffix_lse = call.array("suffix_lse", suffix_lse, FLOAT32, ("h", "T"))
+    output_lse = call.optional("output_lse", output_lse, FLOAT32, ("h", "T"), writable=True)
+    if output.size:
+        with call.kernels("sparse_attention") as kernels:
+            kernels.merge_attn_states(output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse)
+
+
+def cache_layout(call: Call, k_cache: Any, layout: CacheLayout | None, head_dim: int) -> CacheLayout:
+    """The layout of a cache as given or as its tokens' size tells, checked against q's head_dim."""
+    if layout is None:
+        native = call.borrow("k_cache", k_cache)
+        if native.dtype in BYTES:
+            layout = layout_of(native.shape[-1])
+        elif native.dtype in BF16:
+            layout = {576: MLA_BF16, 512: DSV4_BF16}.get(native.shape[-1])
+        if layout is None or native.ndim not in (3, 4):
+            raise ValueError(
+                f"k_cache: got {native.dtype} of shape {tuple(native.shape)}, which is no cache format; "
+                "give layout (and block_size for raw pages)"
+            )
+    if layout.head_dim not in HEAD_DIMS:
+        raise ValueError(f"layout: got {layout.name}, expected one for attention")
+    if layout.head_dim != head_dim:
+        raise ValueError(f"q: got {head_dim} values a head, expected {layout.head_dim} for a {layout.name} cache")
+    return layout
+
+
+def segment(
+    call: Call, prefix: str, k_cache: Any, indices: Any, lengths: Any, layout: CacheLayout, block_size: int | None
+) -> Segment:
+    """Check one cache with its indices and lengths."""
+    pages: Pages = call.pages(f"{prefix}k_cache", k_cache, layout, block_size)
+    indices = call.array(f"{prefix}indices", indices, INT32, ("b", "s_q", -1))
+    name = f"{prefix}topk_length"
+    if lengths is not None:
+        lengths = call.borrow(name, lengths)
+        if lengths.ndim == 1:
+            lengths = call.array(name, lengths, INT32, ("b",))
+            lengths = broadcast_lengths(lengths, indices.shape[1])
+        else:
+            lengths = call.array(name, lengths, INT32, ("b", "s_q"))
+    return Segment(pages, indices, lengths)
+
+
+def broadcast_lengths(lengths: Any, s_q: int) -> Any:
+    """[b] as [b, s_q] with a stride of 0, no copy."""
+    if isinstance(lengths, np.ndarray):
+        return np.broadcast_to(lengths[:, None], (len(lengths), s_q))
+    return type(lengths)((len(lengths), s_q), lengths.dtype, lengths.data, (lengths.strides[0], 0))
+
+
+def without_middle_axis(array: Any) -> Any:
+    """[n, 1, d], as FlashMLA has it for its one KV head, as [n, d]."""
+    return array[:, 0] if array.ndim == 3 and array.shape[1] == 1 else array
+
+
+def check_heads(heads: int) -> None:
+    if not 1 <= heads <= MAX_HEADS:
+        raise ValueError(f"q: got {heads} heads, expected 1 to {MAX_HEADS}")
+
+
+def scale_or_default(softmax_scale: float | None, head_dim: int) -> float:
+    """Raises ValueError if the scale is not finite."""
+    if softmax_scale is None:
+        return head_dim**-0.5
+    if not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale: got {softmax_scale}, expected a finite number")
+    return float(softmax_scale)

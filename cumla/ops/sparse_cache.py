@@ -1,0 +1,210 @@
+"""Insert rows into the paged caches, and gather them back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..dispatch.call import BYTES, FLOAT32, FLOATS, INT32, SLOTS, Call, bytes_of, check_integers
+from ..dispatch.launch_cache import prepared
+from ..kernels.types.segments import Pages
+from ..layout import DSV4_FP8, INDEXER_FP8, CacheLayout
+
+
+@prepared
+def quantize_and_insert_k_cache(
+    k: Any,
+    k_cache: Any,
+    slot_mapping: Any,
+    block_size: int = 64,
+    is_ue8m0: bool = True,
+    *,
+    layout: CacheLayout = DSV4_FP8,
+    backend: str | None = None,
+    stream: Any = None,
+) -> None:
+    """Quantise rows to FP8 and write each into its slot of a paged cache.
+
+    k             [T, head_dim] bfloat16, float16 or float32; RoPE applied already
+    k_cache       uint8 [num_blocks, block_size, token_bytes] or raw pages [num_blocks, page_bytes], written
+    slot_mapping  [N] int64 or int32, N <= T: slot = block * block_size + row. A slot outside the cache
+                  (-1 above all) skips its row; rows of `k` beyond N are not looked at
+    block_size    tokens of a page
+    is_ue8m0      scales are powers of two; False, for float32 scales only, takes amax / 448 as it is
+    layout        DSV4_FP8, V32_FP8 or INDEXER_FP8
+
+    A tile's scale comes from its finite values: an infinity saturates and a NaN is stored as NaN, and
+    neither changes another byte. Bytes of other slots and padding keep what they hold.
+
+    Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
+    Source: vLLM quantize_and_insert_k_cache (DeepSeek V4), concat_and_cache_mla fp8_ds_mla (V3.2) and
+    indexer_k_quant_and_cache.
+    """
+    check_integers(1, block_size=block_size)
+    if not layout.num_scales:
+        raise ValueError(f"layout: got {layout.name}, expected one with FP8 values")
+    if layout.scale_type == "ue8m0" and not is_ue8m0:
+        raise ValueError(f"is_ue8m0: got False, but {layout.name} stores scales as powers of two")
+    call = Call(backend, stream)
+    k = call.array("k", k, FLOATS, ("T", layout.head_dim))
+    pages = call.pages("k_cache", k_cache, layout, block_size, writable=True)
+    quantize_and_insert(call, k, pages, slot_mapping, bool(is_ue8m0))
+
+
+def quantize_and_insert(call: Call, k: Any, pages: Pages, slot_mapping: Any, power_of_two_scales: bool) -> None:
+    slots = checked_slots(call, slot_mapping, "k")
+    if len(slots):
+        with call.kernels("sparse_cache") as kernels:
+            kernels.quantize_and_insert_k_cache(k, pages, slots, power_of_two_scales)
+
+
+def checked_slots(call: Call, slot_mapping: Any, rows_name: str) -> Any:
+    """Check slot_mapping [N] against the T rows that there are to insert."""
+    slots = call.array("slot_mapping", slot_mapping, SLOTS, ("N",))
+    num_rows = call.size("T")
+    if len(slots) > num_rows:
+        raise ValueError(f"slot_mapping: got {len(slots)} slots, expected at most {num_rows}, the rows of {rows_name}")
+    return slots
+
+
+@prepared
+def dequantize_and_gather_k_cache(
+    out: Any,
+    k_cache: Any,
+    seq_lens: Any,
+    gather_lens: Any | None,
+    block_table: Any,
+    block_size: int,
+    offset: int,
+    *,
+    layout: CacheLayout = DSV4_FP8,
+    backend: str | None = None,
+    stream: Any = None,
+) -> None:
+    """Dequantise the last rows of each request into a dense workspace.
+
+    out          [R, max_tokens, head_dim] bfloat16, float16 or float32, written:
+                 out[r, offset + i] = row of position seq_lens[r] - gather_lens[r] + i
+    k_cache      uint8 [num_blocks, block_size, token_bytes] or raw pages [num_blocks, page_bytes]
+    seq_lens     [R] int32, tokens of each request in the cache
+    gather_lens  [R] int32, how many of the last positions to gather, or None for all of them
+    block_table  [R, B] int32, page of each block_size positions
+    block_size   tokens of a page
+    offset       first row of `out` that is written
+
+    A value is e4m3 times scale in float32, rounded once to out's type. Lengths are clamped to what exists
+    and to the rows of `out`; a position whose block is absent gives zeros; other rows keep what they hold.
+
+    Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
+    Source: vLLM dequantize_and_gather_k_cache.
+    """
+    check_integers(1, block_size=block_size)
+    check_integers(0, offset=offset)
+    if not layout.num_scales and layout.value_type != "bfloat16":
+        raise ValueError(f"layout: got {layout.name}, expected one with FP8 values and their scales")
+    call = Call(backend, stream)
+    out = call.array("out", out, FLOATS, ("R", -1, layout.head_dim), writable=True)
+    pages = call.pages("k_cache", k_cache, layout, block_size)
+    seq_lens = call.array("seq_lens", seq_lens, INT32, ("R",))
+    gather_lens = call.optional("gather_lens", gather_lens, INT32, ("R",))
+    block_table = call.array("block_table", block_table, INT32, ("R", -1))
+    if offset > out.shape[1]:
+        raise ValueError(f"offset: got {offset}, expected at most {out.shape[1]}, the rows of out")
+    if out.size:
+        with call.kernels("sparse_cache") as kernels:
+            kernels.dequantize_and_gather_k_cache(out, pages, seq_lens, gather_lens, block_table, offset)
+
+
+@prepared
+def indexer_k_quant_and_cache(
+    k: Any,
+    kv_cache: Any,
+    slot_mapping: Any,
+    quant_block_size: int = 128,
+    scale_fmt: str | None = "ue8m0",
+    *,
+    backend: str | None = None,
+    stream: Any = None,
+) -> None:
+    """Quantise the indexer's keys to FP8 and write each into its slot.
+
+    k                 [T, 128] bfloat16, float16 or float32
+    kv_cache          uint8 [num_blocks, block_size, 132] (or [num_blocks, block_size, 1, 132]), written
+    slot_mapping      [N] int64 or int32, N <= T; a slot outside the cache skips its row
+    quant_block_size  values that share a scale: 128
+    scale_fmt         "ue8m0": scales are powers of two; None: amax / 448 as it is
+
+    Source: vLLM indexer_k_quant_and_cache. See quantize_and_insert_k_cache, of which this is INDEXER_FP8.
+    """
+    if quant_block_size != INDEXER_FP8.scale_tile:
+        raise ValueError(f"quant_block_size: got {quant_block_size}, expected {INDEXER_FP8.scale_tile}")
+    if scale_fmt not in ("ue8m0", None):
+        raise ValueError(f"scale_fmt: got {scale_fmt!r}, expected 'ue8m0' or None")
+    call = Call(backend, stream)
+    k = call.array("k", k, FLOATS, ("T", INDEXER_FP8.head_dim))
+    pages = call.pages("kv_cache", kv_cache, INDEXER_FP8, writable=True)
+    quantize_and_insert(call, k, pages, slot_mapping, scale_fmt == "ue8m0")
+
+
+@prepared
+def cp_gather_indexer_k_quant_cache(
+    kv_cache: Any,
+    dst_k: Any,
+    dst_scale: Any,
+    block_table: Any,
+    cu_seq_lens: Any,
+    *,
+    backend: str | None = None,
+    stream: Any = None,
+) -> None:
+    """Gather the indexer's keys of whole sequences, one after another, as the FP8 values and scales they are.
+
+    kv_cache     uint8 [num_blocks, block_size, 132] (or [num_blocks, block_size, 1, 132])
+    dst_k        uint8 [N, 128], written: rows [cu_seq_lens[r], cu_seq_lens[r + 1]) are positions 0, 1, ... of
+                 request r; rows of no request, as at the end of an array that is longer, keep what they hold
+    dst_scale    float32 [N] or [N, 1], or their bytes, uint8 [N, 4]; written likewise
+    block_table  [>= R, B] int32
+    cu_seq_lens  [R + 1] int32, ascending
+
+    A position whose block is absent gives zeros.
+    Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
+    Source: vLLM cp_gather_indexer_k_quant_cache.
+    """
+    call = Call(backend, stream)
+    pages = call.pages("kv_cache", kv_cache, INDEXER_FP8)
+    dst_k = call.array("dst_k", dst_k, BYTES, ("N", INDEXER_FP8.head_dim), writable=True)
+    scales = call.borrow("dst_scale", dst_scale, writable=True)
+    as_bytes = scales.dtype in BYTES
+    shape = ("N", INDEXER_FP8.scale_bytes) if as_bytes else ("N", 1)[: scales.ndim]
+    scales = call.array("dst_scale", scales, BYTES if as_bytes else FLOAT32, shape, writable=True)
+    block_table = call.array("block_table", block_table, INT32, (-1, -1))
+    cu_seq_lens = call.array("cu_seq_lens", cu_seq_lens, INT32, (-1,))
+    block_table = requests_of(block_table, cu_seq_lens)
+    if len(dst_k) and len(block_table):
+        with call.kernels("sparse_cache") as kernels:
+            kernels.cp_gather_indexer_k_quant_cache(
+                pages, dst_k, bytes_of(scales, len(scales), INDEXER_FP8.scale_bytes), block_table, cu_seq_lens
+            )
+
+
+def requests_of(block_table: Any, cu_seq_lens: Any) -> Any:
+    """The rows of a block table that `cu_seq_lens`, [R + 1], speaks of. Raises ValueError if there are fewer."""
+    requests = len(cu_seq_lens) - 1
+    if requests < 0:
+        raise ValueError("cu_seq_lens: got no entries, expected one more than there are requests")
+    if len(block_table) < requests:
+        raise ValueError(f"block_table: got {len(block_table)} rows, expected at least {requests}, one a request")
+    return block_table if len(block_table) == requests else block_table[:requests]
+
+
+def vector(
+    call: Call, name: str, value: Any, dtypes: tuple[np.dtype[Any], ...], entries: int, writable: bool = False
+) -> Any:
+    """Check a 1-D array of any stride with at least `entries` entries."""
+    native = call.borrow(name, value, writable)
+    if native.dtype not in dtypes:
+        raise TypeError(f"{name}: got dtype {native.dtype}, expected {' or '.join(str(dtype) for dtype in dtypes)}")
+    if native.ndim != 1 or len(native) < entries:
+        raise ValueError(f"{name}: got shape {tuple(native.shape)}, expected at least {entries} entries")
+    return native

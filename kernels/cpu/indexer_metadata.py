@@ -1,0 +1,155 @@
+"""Metadata of a step for the indexer, one entry or token a loop step."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, prange
+
+from ..types.metadata import IndexerBuffers, IndexerCounts
+from .threads import enough_for
+
+
+def build_indexer_decode(
+    query_start_loc: np.ndarray,
+    seq_lens: np.ndarray,
+    block_table: np.ndarray,
+    counts: IndexerCounts,
+    buffers: IndexerBuffers,
+) -> None:
+    with enough_for(counts.batch_size * counts.columns + len(buffers.slot_mapping)):
+        _decode(
+            query_start_loc, seq_lens, block_table, counts, buffers.decode_lens, buffers.seq_lens, buffers.block_table,
+            buffers.schedule,
+        )  # fmt: skip
+        if counts.compress_ratio > 1:
+            _slot_mapping(
+                query_start_loc, seq_lens, block_table, len(buffers.slot_mapping), counts.block_size,
+                counts.compress_ratio, buffers.slot_mapping,
+            )  # fmt: skip
+
+
+def compressed_slot_mapping(
+    query_start_loc: np.ndarray,
+    seq_lens: np.ndarray,
+    block_table: np.ndarray,
+    num_tokens: int,
+    block_size: int,
+    compress_ratio: int,
+    slots: np.ndarray,
+) -> None:
+    with enough_for(len(slots)):
+        _slot_mapping(query_start_loc, seq_lens, block_table, num_tokens, block_size, compress_ratio, slots)
+
+
+@njit(parallel=True, cache=True)
+def _decode(query_start_loc, seq_lens, block_table, counts, decode_lens, out_seq_lens, out_block_table, schedule):
+    decode_lens[:] = 0
+    out_seq_lens[:] = 0
+    columns = max(counts.columns, counts.columns_before)
+    for entry in prange(max(counts.batch_size, counts.entries_before)):
+        request = np.int64(-1)
+        if counts.flatten and entry < counts.batch_size:
+            decode_lens[entry] = 1
+            request = request_of(query_start_loc, counts.num_decodes, entry)
+            if request >= 0:
+                visible = visible_to(query_start_loc, seq_lens, request, entry)
+                out_seq_lens[entry] = rows_of(visible, counts.compress_ratio)
+        elif entry < counts.batch_size:
+            decode_lens[entry] = query_start_loc[entry + 1] - query_start_loc[entry]
+            for j in range(counts.lens_per_entry):
+                visible = np.int64(seq_lens[entry]) - (counts.lens_per_entry - 1 - j)
+                out_seq_lens[entry * counts.lens_per_entry + j] = rows_of(visible, counts.compress_ratio)
+        if entry < len(out_block_table):
+            out_block_table[entry, :columns] = 0
+            if request >= 0:
+                out_block_table[entry, : counts.columns] = block_table[request, : counts.columns]
+    deal_pages(out_seq_lens, counts.lens_per_entry, counts.batch_size, counts.block_size, schedule)
+
+
+@njit(cache=True)
+def request_of(query_start_loc, num_reqs, token):
+    """The request that a token belongs to, or -1."""
+    if num_reqs == 0 or token < query_start_loc[0] or token >= query_start_loc[num_reqs]:
+        return np.int64(-1)
+    return np.searchsorted(query_start_loc[1:num_reqs], token, side="right")
+
+
+@njit(cache=True)
+def visible_to(query_start_loc, seq_lens, request, token):
+    """Positions up to that of a query token; the last query token is the sequence's last."""
+    return np.int64(seq_lens[request]) - query_start_loc[request + 1] + token + 1
+
+
+@njit(cache=True)
+def rows_of(positions, compress_ratio):
+    """How many whole rows so many positions make."""
+    return max(positions, np.int64(0)) // compress_ratio
+
+
+@njit(cache=True)
+def deal_pages(lens, lens_per_entry, batch_size, block_size, schedule):
+    """Deal the pages of all entries out in contiguous shares as even as can be, the larger ones first."""
+    num_shares = len(schedule) - 1
+    total = 0
+    for entry in range(batch_size):
+        total += pages_of(lens, lens_per_entry, entry, block_size)
+    entry, passed = 0, 0
+    for share in range(num_shares + 1):
+        start = share * (total // num_shares) + min(share, total % num_shares)
+        while entry < batch_size and passed + pages_of(lens, lens_per_entry, entry, block_size) <= start:
+            passed += pages_of(lens, lens_per_entry, entry, block_size)
+            entry += 1
+        schedule[share, 0] = entry
+        schedule[share, 1] = start - passed
+
+
+@njit(cache=True)
+def pages_of(lens, lens_per_entry, entry, block_size):
+    """Pages that an entry's longest length reaches into."""
+    return (np.int64(lens[(entry + 1) * lens_per_entry - 1]) + block_size - 1) // block_size
+
+
+@njit(parallel=True, cache=True)
+def _slot_mapping(query_start_loc, seq_lens, block_table, num_tokens, block_size, compress_ratio, slots):
+    for token in prange(len(slots)):
+        slots[token] = -1
+        request = request_of(query_start_loc, len(seq_lens), token) if token < num_tokens else np.int64(-1)
+        if request < 0:
+            continue
+        positions = visible_to(query_start_loc, seq_lens, request, token)
+        row = positions // compress_ratio - 1
+        if positions <= 0 or positions % compress_ratio or row >= block_table.shape[1] * block_size:
+            continue
+        block = np.int64(block_table[request, row // block_size])
+        if block >= 0:
+            slots[token] = block * block_size + row % block_size
+
+
+@njit(cache=True)
+def build_indexer_chunk(
+    query_start_loc,
+    seq_lens,
+    first_request,
+    num_reqs,
+    compress_ratio,
+    longest,
+    cu_seqlen_ks,
+    cu_seqlen_ke,
+    cu_seq_lens,
+    token_to_seq,
+):
+    origin = query_start_loc[first_request]
+    row_start = 0
+    for i in range(num_reqs):
+        request = first_request + i
+        row_end = min(row_start + rows_of(np.int64(seq_lens[request]), compress_ratio), len(token_to_seq))
+        cu_seq_lens[i] = row_start
+        cu_seq_lens[i + 1] = row_end
+        token_to_seq[row_start:row_end] = i
+        first = max(query_start_loc[request] - origin, 0)
+        last = min(query_start_loc[request + 1] - origin, len(cu_seqlen_ks))
+        for token in range(first, last):
+            visible = visible_to(query_start_loc, seq_lens, request, token + origin)
+            cu_seqlen_ks[token] = row_start
+            cu_seqlen_ke[token] = row_start + rows_of(visible, compress_ratio)
+        row_start = row_end

@@ -1,0 +1,238 @@
+"""Sparse MLA on the CPU: rows are gathered by Numba, products are BLAS's.
+
+Threads take one query token at a time: gather the rows that it attends to, dequantised and without gaps, into a buffer
+that stays in the core's cache, multiply there, and go on to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from ..types.segments import Segment
+from .rows import Geometry, flat, float32_of_bfloat16, geometry_of, read_row, round_to_bfloat16
+from .threads import for_each
+
+V_DIM = 512
+Gather = Callable[[int, np.ndarray], int]  # fills rows of a token and says how many there are
+
+
+def sparse_mla_decode(
+    q: np.ndarray,
+    segments: Sequence[Segment],
+    attn_sink: np.ndarray | None,
+    softmax_scale: float,
+    out: np.ndarray,
+    lse: np.ndarray,
+    plan: object = None,
+    batch_invariant: bool = False,
+) -> None:
+    """The plan has no part in it, and every token is on its own anyway."""
+    s_q = q.shape[1]
+    caches = [(*flat(x.pages), x.indices, x.lengths, geometry_of(x.pages)) for x in segments]
+
+    def gather(token: int, rows: np.ndarray) -> int:
+        b, s = divmod(token, s_q)
+        count = 0
+        for memory, page_stride, num_slots, indices, lengths, geometry in caches:
+            listed = indices.shape[2] if lengths is None else int(lengths[b, s])
+            count = _gather_slots(rows, count, memory, page_stride, num_slots, indices[b, s], listed, geometry)
+        return count
+
+    _attend(q, sum(x.indices.shape[2] for x in segments), gather, attn_sink, softmax_scale, out, None, lse)
+
+
+def sparse_mla_prefill(
+    q: np.ndarray,
+    kv: np.ndarray,
+    indices: np.ndarray,
+    topk_length: np.ndarray | None,
+    attn_sink: np.ndarray | None,
+    softmax_scale: float,
+    out: np.ndarray,
+    max_logits: np.ndarray,
+    lse: np.ndarray,
+) -> None:
+    bits, width = kv.view(np.uint16), indices.shape[1]
+
+    def gather(token: int, rows: np.ndarray) -> int:
+        listed = width if topk_length is None else int(topk_length[token])
+        return _gather_rows(rows, bits, indices[token], listed)
+
+    # As a batch of tokens with one query each.
+    _attend(q[:, None], width, gather, attn_sink, softmax_scale, out[:, None], max_logits[..., None], lse[..., None])
+
+
+def _attend(
+    q: np.ndarray,
+    width: int,
+    gather: Gather,
+    attn_sink: np.ndarray | None,
+    softmax_scale: float,
+    out: np.ndarray,
+    max_logits: np.ndarray | None,
+    lse: np.ndarray,
+) -> None:
+    """Attention of every token of q [b, s_q, h, d] over at most `width` rows; max_logits and lse [b, h, s_q]."""
+    batch, s_q, heads, head_dim = q.shape
+    q_bits, out_bits = q.view(np.uint16), out.view(np.uint16)
+    sink = np.full(heads, -np.inf, np.float32) if attn_sink is None else attn_sink
+
+    def work(tokens: Iterator[int]) -> None:
+        buffers = _Buffers(heads, width, head_dim, np.float32)
+        for token in tokens:
+            b, s = divmod(token, s_q)
+            finite = buffers.attend(token, q_bits[b, s], gather, softmax_scale, sink, out_bits[b, s])
+            used = buffers
+            if not finite:  # the numbers of this token may have left float32
+                used = _Buffers(heads, width, head_dim, np.float64)
+                used.attend(token, q_bits[b, s], gather, softmax_scale, sink, out_bits[b, s])
+            lse[b, :, s] = used.lse
+            if max_logits is not None:
+                max_logits[b, :, s] = used.max_logits
+
+    for_each(batch * s_q, work)
+
+
+class _Buffers:
+    """What one thread needs for one token, in float32 or float64."""
+
+    def __init__(self, heads: int, width: int, head_dim: int, dtype: Any) -> None:
+        self.queries = np.empty((heads, head_dim), dtype)
+        self.rows = np.empty((width, head_dim), dtype)
+        self.scores = np.empty(heads * width, dtype)
+        self.result = np.empty((heads, V_DIM), dtype)
+        self.share = np.empty(heads, dtype)
+        self.max_logits = np.empty(heads, dtype)
+        self.lse = np.empty(heads, dtype)
+
+    def attend(
+        self,
+        token: int,
+        q_bits: np.ndarray,
+        gather: Gather,
+        softmax_scale: float,
+        sink: np.ndarray,
+        out_bits: np.ndarray,
+    ) -> bool:
+        """Write the token's output; max_logits and lse are left here. Returns whether all numbers were finite."""
+        count = gather(token, self.rows)
+        if count == 0:
+            out_bits[...] = 0
+            self.max_logits[:], self.lse[:] = -np.inf, np.inf
+            return True
+        rows, scores = self.rows[:count], self.scores[: len(self.queries) * count].reshape(-1, count)
+        _scaled(self.queries, q_bits, softmax_scale)
+        np.matmul(self.queries, rows.T, out=scores)
+        finite = _softmax(scores, sink, self.max_logits, self.lse, self.share)
+        np.matmul(scores, rows[:, :V_DIM], out=self.result)
+        return bool(_store(out_bits, self.result, self.share) and finite)
+
+
+@njit(nogil=True, cache=True)
+def _gather_slots(
+    rows: np.ndarray,
+    count: int,
+    memory: np.ndarray,
+    page_stride: int,
+    num_slots: int,
+    indices: np.ndarray,
+    listed: int,
+    g: Geometry,
+) -> int:
+    """Append the rows of the first `listed` slots that are in the cache after the first `count` rows."""
+    for j in range(min(listed, len(indices))):
+        slot = np.int64(indices[j])
+        if 0 <= slot < num_slots:
+            read_row(memory[slot // g.block_size * page_stride :], slot % g.block_size, rows[count], g)
+            count += 1
+    return count
+
+
+@njit(nogil=True, cache=True)
+def _gather_rows(rows: np.ndarray, kv_bits: np.ndarray, indices: np.ndarray, listed: int) -> int:
+    """The same for rows of a dense workspace, bfloat16 seen as uint16."""
+    count = 0
+    for j in range(min(listed, len(indices))):
+        index = np.int64(indices[j])
+        if 0 <= index < len(kv_bits):
+            row = rows[count]
+            bits = kv_bits[index]
+            for d in range(len(bits)):
+                row[d] = float32_of_bfloat16(bits[d])
+            count += 1
+    return count
+
+
+@njit(nogil=True, cache=True)
+def _scaled(queries: np.ndarray, q_bits: np.ndarray, softmax_scale: float) -> None:
+    scale = queries.dtype.type(softmax_scale)
+    for head in range(len(queries)):
+        row, bits = queries[head], q_bits[head]
+        for d in range(len(row)):
+            row[d] = float32_of_bfloat16(bits[d]) * scale
+
+
+@njit(nogil=True, cache=True)
+def _softmax(scores: np.ndarray, sink: np.ndarray, max_logits: np.ndarray, lse: np.ndarray, share: np.ndarray) -> bool:
+    """Scores become weights in place; `share` is what the weighted sum is multiplied by at the end."""
+    finite = True
+    for head in range(len(scores)):
+        row = scores[head]
+        top = row[0]
+        check = row[0] - row[0]  # 0, or NaN once a score is no number
+        for j in range(len(row)):
+            top = max(top, row[j])
+            check += row[j] - row[j]
+        if check != 0:
+            finite = False
+            for j in range(len(row)):
+                top = top if row[j] == row[j] else row[j]
+        total = 0.0
+        for j in range(len(row)):
+            row[j] = np.exp(row[j] - top)
+            total += row[j]
+        log_sum = top + np.log(total)
+        max_logits[head], lse[head] = top, log_sum
+        share[head] = 1.0 / (total * (1.0 + np.exp(np.float64(sink[head]) - log_sum)))
+    return finite
+
+
+@njit(nogil=True, cache=True)
+def _store(out_bits: np.ndarray, result: np.ndarray, share: np.ndarray) -> bool:
+    """result times share, rounded to bfloat16."""
+    check = np.float32(0)
+    for head in range(len(result)):
+        row, bits = result[head], out_bits[head]
+        for d in range(len(row)):
+            x = np.float32(row[d] * share[head])
+            check += x - x
+            bits[d] = round_to_bfloat16(x)
+    return check == 0
+
+
+def merge_attn_states(
+    output: np.ndarray,
+    prefix_output: np.ndarray,
+    prefix_lse: np.ndarray,
+    suffix_output: np.ndarray,
+    suffix_lse: np.ndarray,
+    output_lse: np.ndarray | None,
+) -> None:
+    lse = np.stack([prefix_lse, suffix_lse]).astype(np.float32)
+    lse[np.isposinf(lse)] = -np.inf  # +inf says that nothing was attended
+    top = lse.max(axis=0)
+    empty = np.isneginf(top)
+    weights = np.exp(lse - np.where(empty, np.float32(0), top))
+    total = np.where(empty, np.float32(1), weights.sum(axis=0))
+    share = (weights / total).transpose(0, 2, 1)[..., None]
+    merged = np.zeros(output.shape, np.float32)
+    for part, weight in zip((prefix_output, suffix_output), share, strict=True):
+        # An empty part may hold anything; a NaN lse must show.
+        merged += np.where(weight == 0, np.float32(0), weight * part.astype(np.float32))
+    output[:] = merged
+    if output_lse is not None:
+        output_lse[:] = np.where(empty, np.float32(np.inf), top + np.log(total))

@@ -1,0 +1,81 @@
+"""Insert into and gather from the paged caches, one token a loop step, over all cores."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, prange
+
+from ..types.segments import Pages
+from .rows import Geometry, find_request, geometry_of, lookup_slot, read_row, write_row
+
+
+def quantize_and_insert_k_cache(
+    k: np.ndarray, pages: Pages, slot_mapping: np.ndarray, power_of_two_scales: bool
+) -> None:
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        values = np.ascontiguousarray(k[: len(slot_mapping)], dtype=np.float32)
+    slots = np.ascontiguousarray(slot_mapping, dtype=np.int64)
+    _insert(values, pages.bytes, slots, geometry_of(pages), power_of_two_scales)
+
+
+@njit(parallel=True, cache=True)
+def _insert(values: np.ndarray, pages: np.ndarray, slots: np.ndarray, g: Geometry, power_of_two: bool) -> None:
+    for token in prange(len(slots)):
+        slot = slots[token]
+        if 0 <= slot < pages.shape[0] * g.block_size:
+            write_row(pages[slot // g.block_size], slot % g.block_size, values[token], g, power_of_two)
+
+
+def dequantize_and_gather_k_cache(
+    out: np.ndarray,
+    pages: Pages,
+    seq_lens: np.ndarray,
+    gather_lens: np.ndarray | None,
+    block_table: np.ndarray,
+    offset: int,
+) -> None:
+    lens = np.minimum(np.maximum(seq_lens if gather_lens is None else gather_lens, 0), seq_lens).astype(np.int64)
+    rows = np.maximum(np.minimum(lens, out.shape[1] - offset), 0)
+    starts = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(rows, out=starts[1:])
+    values = np.empty((int(starts[-1]), pages.layout.head_dim), np.float32)
+    _gather(values, pages.bytes, seq_lens.astype(np.int64) - lens, starts, block_table, geometry_of(pages))
+    with np.errstate(over="ignore", invalid="ignore"):  # a float16 output may overflow to infinity
+        for request in range(len(rows)):
+            out[request, offset : offset + rows[request]] = values[starts[request] : starts[request + 1]]
+
+
+@njit(parallel=True, cache=True)
+def _gather(
+    values: np.ndarray, pages: np.ndarray, first: np.ndarray, starts: np.ndarray, block_table: np.ndarray, g: Geometry
+) -> None:
+    for row in prange(len(values)):
+        request = np.searchsorted(starts, row, side="right") - 1
+        slot = lookup_slot(block_table, request, first[request] + row - starts[request], g.block_size)
+        if 0 <= slot < pages.shape[0] * g.block_size:
+            read_row(pages[slot // g.block_size], slot % g.block_size, values[row], g)
+        else:
+            values[row] = 0
+
+
+def cp_gather_indexer_k_quant_cache(
+    pages: Pages, dst_k: np.ndarray, dst_scale: np.ndarray, block_table: np.ndarray, cu_seq_lens: np.ndarray
+) -> None:
+    _gather_indexer(pages.bytes, dst_k, dst_scale, block_table, cu_seq_lens, geometry_of(pages))
+
+
+@njit(parallel=True, cache=True)
+def _gather_indexer(pages, dst_k, dst_scale, block_table, cu_seq_lens, g):
+    for row in prange(min(len(dst_k), max(cu_seq_lens[-1], 0))):
+        request = find_request(cu_seq_lens, row)
+        if request < 0:
+            continue
+        slot = lookup_slot(block_table, request, np.int64(row) - cu_seq_lens[request], g.block_size)
+        if 0 <= slot < pages.shape[0] * g.block_size:
+            page, token = pages[slot // g.block_size], slot % g.block_size
+            scales = g.scale_start + token * g.scale_stride
+            dst_k[row] = page[token * g.row_bytes : (token + 1) * g.row_bytes]
+            dst_scale[row] = page[scales : scales + g.scale_bytes]
+        else:
+            dst_k[row] = 0
+            dst_scale[row] = 0

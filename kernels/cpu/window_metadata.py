@@ -1,0 +1,107 @@
+"""Metadata of a step, one token a loop step over all cores."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, prange
+
+from ..types.metadata import C128A_RATIO, BatchCounts, SwaBuffers
+from .indices import token_position
+from .threads import enough_for
+
+
+def build_sparse_swa(
+    query_start_loc: np.ndarray,
+    seq_lens: np.ndarray,
+    slot_mapping: np.ndarray,
+    block_table: np.ndarray,
+    c128a_block_table: np.ndarray | None,
+    counts: BatchCounts,
+    block_size: int,
+    window_size: int,
+    c128a_block_size: int,
+    c128a_width: int,
+    buffers: SwaBuffers,
+) -> None:
+    table = np.empty((0, 0), np.int32) if c128a_block_table is None else c128a_block_table
+    with enough_for(max(counts.rows, counts.rows_before) * (window_size + max(c128a_width, counts.width_before))):
+        _build(
+            query_start_loc, seq_lens, slot_mapping, block_table, table, counts, block_size, window_size,
+            c128a_block_size, c128a_width, *buffers,
+        )  # fmt: skip
+
+
+@njit(parallel=True, cache=True)
+def _build(
+    query_start_loc,
+    seq_lens,
+    slot_mapping,
+    block_table,
+    c128a_block_table,
+    counts,
+    block_size,
+    window_size,
+    c128a_block_size,
+    c128a_width,
+    token_to_req_indices,  # one by one: stores through a tuple's arrays inside prange are lost (Numba 0.68)
+    is_valid_token,
+    swa_indices,
+    swa_lens,
+    prefill_gather_lens,
+    c128a_indices,
+    c128a_lens,
+):
+    width = max(c128a_width, counts.width_before)
+    for token in prange(max(counts.rows, counts.rows_before)):
+        valid = token < counts.rows and slot_mapping[token] >= 0
+        is_valid_token[token] = valid
+        request = 0
+        if token < counts.num_tokens:
+            request = request_of(query_start_loc, counts.num_reqs, token)
+        token_to_req_indices[token] = request
+        start = 0
+        length = 0
+        compressed = 0
+        if valid and token < counts.num_tokens:
+            position = token_position(query_start_loc, seq_lens, request, token)
+            start = max(position - window_size + 1, 0)
+            length = max(position + 1 - start, 0)
+            compressed = min(max((position + 1) // C128A_RATIO, 0), c128a_width)
+        write_slots(block_table, request, start, length, block_size, swa_indices[token])
+        swa_lens[token] = length
+        if c128a_width > 0:
+            row = c128a_indices[token, :width]
+            if token < counts.num_decode_tokens:
+                write_slots(c128a_block_table, request, 0, compressed, c128a_block_size, row)
+            else:
+                for j in range(width):
+                    row[j] = j if j < compressed else -1
+            c128a_lens[token] = compressed
+    prefill_gather_lens[:] = 0
+    for prefill in range(counts.num_reqs - counts.num_decodes):
+        request = counts.num_decodes + prefill
+        query_len = np.int64(query_start_loc[request + 1]) - query_start_loc[request]
+        prefill_gather_lens[prefill] = max(min(np.int64(seq_lens[request]), query_len + window_size - 1), 0)
+
+
+@njit(cache=True)
+def request_of(query_start_loc, num_reqs, token):
+    """The request that a token belongs to: the last one that starts at or before it."""
+    return np.searchsorted(query_start_loc[1:num_reqs], token, side="right")
+
+
+@njit(cache=True)
+def write_slots(block_table, request, start, count, block_size, row):
+    """The slots of `count` positions from `start` on into `row`, one page after another, and -1 into the rest."""
+    done = 0
+    while done < count:
+        column, offset = divmod(start + done, block_size)
+        end = min(done + block_size - offset, count)
+        block = np.int64(-1)
+        if column < block_table.shape[1]:
+            block = np.int64(block_table[request, column])
+        slot = block * block_size + offset
+        for j in range(done, end):
+            row[j] = slot + j - done if block >= 0 and slot + j - done < 2**31 else -1
+        done = end
+    row[count:] = -1

@@ -1,0 +1,83 @@
+"""Metadata of a step for the indexer: one kernel for the decodes, one for each prefill chunk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..types.metadata import IndexerBuffers, IndexerCounts
+from .compile import kernel
+from .launch import strides
+
+THREADS, WARPS, COLUMNS = 1024, 32, 1024  # as in indexer_step.cu
+ITEMS_PER_THREAD = 4  # rows of a prefill request that a thread is given before more thread blocks help
+MOST_SPLITS = 256
+
+
+def build_indexer_decode(
+    query_start_loc: Any, seq_lens: Any, block_table: Any, counts: IndexerCounts, buffers: IndexerBuffers
+) -> None:
+    capacity = len(buffers.decode_lens)
+    element_blocks = -(-capacity // THREADS)
+    copied = counts.batch_size if counts.flatten else 0
+    width = max(counts.columns, counts.columns_before)
+    copy_blocks = -(-max(copied, counts.entries_before) // WARPS) * -(-width // COLUMNS)
+    kernel("indexer_step.cu", "build_indexer_decode")(
+        (1 + element_blocks + copy_blocks,),
+        (THREADS,),
+        (
+            query_start_loc, seq_lens, len(seq_lens), block_table, strides(block_table)[0],
+            block_table.shape[1], counts.num_decodes, counts.batch_size, counts.flatten,
+            counts.lens_per_entry, counts.columns, counts.entries_before,
+            counts.columns_before, counts.block_size, counts.compress_ratio,
+            buffers.decode_lens, buffers.seq_lens, capacity, buffers.slot_mapping, buffers.block_table,
+            buffers.block_table.shape[1], buffers.schedule, len(buffers.schedule) - 1, element_blocks,
+        ),
+        overlap=True,
+    )  # fmt: skip
+
+
+def compressed_slot_mapping(
+    query_start_loc: Any,
+    seq_lens: Any,
+    block_table: Any,
+    num_tokens: int,
+    block_size: int,
+    compress_ratio: int,
+    slots: Any,
+) -> None:
+    if not len(slots):
+        return
+    kernel("indexer_step.cu", "compressed_slot_mapping")(
+        (-(-len(slots) // THREADS),),
+        (THREADS,),
+        (
+            query_start_loc, seq_lens, len(seq_lens), block_table, strides(block_table)[0],
+            block_table.shape[1], num_tokens, block_size, compress_ratio, slots, len(slots),
+        ),
+        overlap=True,
+    )  # fmt: skip
+
+
+def build_indexer_chunk(
+    query_start_loc: Any,
+    seq_lens: Any,
+    first_request: int,
+    num_reqs: int,
+    compress_ratio: int,
+    longest: int,
+    cu_seqlen_ks: Any,
+    cu_seqlen_ke: Any,
+    cu_seq_lens: Any,
+    token_to_seq: Any,
+) -> None:
+    offset = 4 * first_request
+    splits = min(max(-(-longest // (ITEMS_PER_THREAD * THREADS)), 1), MOST_SPLITS)
+    kernel("indexer_step.cu", "build_indexer_chunk")(
+        (num_reqs, splits),
+        (THREADS,),
+        (
+            query_start_loc.data.ptr + offset, seq_lens.data.ptr + offset, compress_ratio,
+            len(cu_seqlen_ks), len(token_to_seq), cu_seqlen_ks, cu_seqlen_ke, cu_seq_lens, token_to_seq,
+        ),
+        overlap=True,
+    )  # fmt: skip

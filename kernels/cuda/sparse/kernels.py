@@ -1,0 +1,128 @@
+"""Which kernel attends: the one place where that is decided, by layout, alignment and the device's capability."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import cupy
+
+from ....layout import DSV4_FP8, V32_FP8, CacheLayout
+from ..compile import kernel
+from ..launch import is_aligned
+from . import portable as sparse_portable
+from .work import HEADS, V_DIM, Division, Work, device_sms
+
+HOPPER_THREADS, HOPPER_SHARED_BYTES = 512, 232448  # all there is; decode_sm90_memory.cuh says what for
+COMBINE_WARPS, COMBINE_VALUES = 8, 128  # values that a warp puts together, as in combine.cu
+COMBINE_BLOCKS = {4: 5, 8: 4, 16: 2}  # thread blocks a multiprocessor, by parts that are loaded together
+EXACT_UNIT, EXACT_THREADS, EXACT_BLOCKS_PER_SM = 4, 128, 2  # as in exact.cuh
+
+KERNELS = ("hopper", "portable", "exact")
+_forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("forced attention kernel", default=None)
+
+
+class FastKernel(NamedTuple):
+    """A kernel for all but values outside its range.
+
+    tile_heads  heads of a tile of its work
+    max_shares  thread blocks that run at a time
+    """
+
+    function: Any
+    threads: int
+    shared_bytes: int
+    tile_heads: int
+    max_shares: int
+
+    def launch(self, shares: int, problem: tuple[Any, ...]) -> None:
+        self.function((shares,), (self.threads,), problem, shared_mem=self.shared_bytes, overlap=True)
+
+
+@contextlib.contextmanager
+def forced(name: str) -> Iterator[None]:
+    """For tests: attend with the kernel `name`, one of KERNELS, whatever would be chosen or was noted before."""
+    from ....dispatch.launch_cache import noted_outputs
+
+    if name not in KERNELS:
+        raise ValueError(f"name: got {name!r}, expected one of {', '.join(KERNELS)}")
+    token = _forced.set(name)
+    try:
+        with noted_outputs():  # in which no call is made from a note
+            yield
+    finally:
+        _forced.reset(token)
+
+
+def choose(work: Work) -> FastKernel | None:
+    """The fast kernel for this work, or None for the exact one."""
+    device = work.q.device.id
+    layout = work.segments[0].pages.layout
+    name = _forced.get() or _fastest(device, layout)
+    aligned = is_aligned(work.q, work.out, *(segment.pages.bytes for segment in work.segments))
+    if not aligned or name == "exact":
+        return None
+    return _hopper(device, layout) if name == "hopper" else _portable(device, layout, int(work.q.shape[2]))
+
+
+@functools.cache
+def _fastest(device: int, layout: CacheLayout) -> str:
+    capability = int(cupy.cuda.Device(device).compute_capability)
+    if capability == 90 and layout in (DSV4_FP8, V32_FP8):
+        return "hopper"
+    return "portable" if capability >= 80 else "exact"
+
+
+@functools.cache
+def _hopper(device: int, layout: CacheLayout) -> FastKernel:
+    function = kernel("decode_sm90.cu", "sparse_mla_decode", arch="sm_90a", LAYOUT=layout.name)
+    function.max_dynamic_shared_size_bytes = HOPPER_SHARED_BYTES
+    return FastKernel(function, HOPPER_THREADS, HOPPER_SHARED_BYTES, HEADS, device_sms(device))
+
+
+@functools.cache
+def _portable(device: int, layout: CacheLayout, heads: int) -> FastKernel:
+    limits = cupy.cuda.Device(device).attributes
+    size = sparse_portable.choose(
+        layout, heads, limits["MaxSharedMemoryPerBlockOptin"], limits["MaxSharedMemoryPerMultiprocessor"]
+    )
+    function = kernel("attention_mma.cu", "sparse_mla_mma", **sparse_portable.macros(layout, size))
+    shared_bytes = sparse_portable.shared_bytes(layout, size)
+    function.max_dynamic_shared_size_bytes = shared_bytes
+    max_shares = size.blocks * device_sms(device)
+    return FastKernel(function, sparse_portable.THREADS, shared_bytes, size.heads, max_shares)
+
+
+def combine(work: Work, problem: tuple[Any, ...], division: Division) -> None:
+    """Put the parts of cut tiles together."""
+    sms = device_sms(work.q.device.id)
+    parts = division.parts or division.shares // work.tiles + 2  # of a tile: not many more
+    at_once = next((number for number in COMBINE_BLOCKS if number >= parts), max(COMBINE_BLOCKS))
+    pieces = work.tile_heads * V_DIM // COMBINE_VALUES
+    macros = {"TILE_HEADS": work.tile_heads, "AT_ONCE": at_once}
+    if division.parts:
+        # All multiprocessors, if there is only one tile.
+        warps = next((warps for warps in (4, 2) if work.tiles * pieces >= warps * sms), 1)
+        batch, s_q = work.q.shape[:2]
+        grid = (work.groups * pieces // warps, s_q, batch)
+        kernel("combine.cu", "combine_equal_cuts", **macros)(grid, (32 * warps,), problem, overlap=True)
+    else:
+        blocks = -(-min(work.tiles, division.shares) * pieces // COMBINE_WARPS)
+        blocks = min(blocks, COMBINE_BLOCKS[at_once] * sms)
+        kernel("combine.cu", "combine_cuts", **macros)((blocks,), (32 * COMBINE_WARPS,), problem, overlap=True)
+
+
+def attend_exactly(work: Work, problem: tuple[Any, ...], everything: bool) -> None:
+    """Attend in float64, to the tiles that a fast kernel marked or to all."""
+    device = work.q.device.id
+    layout = work.segments[0].pages.layout
+    aligned = is_aligned(*(segment.pages.bytes for segment in work.segments))
+    blocks = min(work.tiles * work.tile_heads // EXACT_UNIT, EXACT_BLOCKS_PER_SM * device_sms(device))
+    function = kernel(
+        "exact.cu", "attend_exactly_where_unsafe",
+        LAYOUT=layout.name, ALIGNED=int(aligned), TILE_HEADS=work.tile_heads,
+    )  # fmt: skip
+    function((blocks,), (EXACT_THREADS,), (*problem, everything), overlap=True)

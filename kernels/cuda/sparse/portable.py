@@ -1,0 +1,70 @@
+"""Sizes of csrc/attention_mma.cu: how many heads and keys it takes at a time, by layout and shared memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ....layout import CacheLayout
+
+THREADS, WARPS = 256, 8
+STEP_BYTES, WALK_BYTES, STEPS_LISTED = 24, 64, 16  # Step and Walk of attention_mma_rows.cuh
+RESERVED_BYTES = 1024  # of a multiprocessor's shared memory, for each thread block
+
+
+class Size(NamedTuple):
+    """heads of a tile, keys of a step, stages of the ring (both in tokens), thread blocks a multiprocessor."""
+
+    heads: int
+    keys: int
+    stages: int
+    blocks: int
+
+
+# The fastest first, of each height (NOTES.md).
+SIZES = {
+    64: (Size(64, 64, 3, 1), Size(64, 32, 3, 1), Size(64, 16, 3, 1)),
+    32: (Size(32, 64, 3, 1), Size(32, 32, 3, 1), Size(32, 16, 3, 1)),
+    16: (Size(16, 32, 3, 2), Size(16, 16, 3, 2), Size(16, 16, 3, 1)),
+}
+
+
+def choose(layout: CacheLayout, heads: int, block_limit: int, multiprocessor_limit: int) -> Size:
+    """The sizes for queries of `heads` heads where a thread block and a multiprocessor have so much shared memory.
+
+    Raises ValueError if there is too little for any.
+    """
+    highest = min((height for height in SIZES if height >= heads), default=64)
+    for height in (height for height in SIZES if height <= highest):
+        for size in SIZES[height]:
+            needed = shared_bytes(layout, size)
+            if needed <= block_limit and size.blocks * (needed + RESERVED_BYTES) <= multiprocessor_limit:
+                return size
+    raise ValueError(f"shared memory: got {block_limit} bytes a thread block, expected more for {layout.name}")
+
+
+def macros(layout: CacheLayout, size: Size) -> dict[str, str | int]:
+    """What to compile csrc/attention_mma.cu with."""
+    return {
+        "LAYOUT": layout.name,
+        "TILE_HEADS": size.heads,
+        "KEYS": size.keys,
+        "STAGES": size.stages,
+        "CTAS": size.blocks,
+        "SHARED_BYTES": shared_bytes(layout, size),
+    }
+
+
+def shared_bytes(layout: CacheLayout, size: Size) -> int:
+    """The size of Shared in csrc/attention_mma_scores.cuh, which asserts that it is this."""
+    heads, keys, stages, _ = size
+    tokens = stages * keys
+    row_stride = (layout.token_bytes + 31) // 64 * 64 + 32
+    bookkeeping = STEPS_LISTED * STEP_BYTES + WALK_BYTES + 8
+    ring = _aligned(tokens * (row_stride + 4 * (1 + max(layout.num_scales, 1) + 1)) + bookkeeping)
+    operands = heads * (2 * layout.head_dim + 16) + 2 * heads * (2 * keys + 16)
+    warps_of_keys = min(keys // 8, WARPS // min(heads // 16, 2))
+    return _aligned(ring + operands + 4 * heads * (2 * warps_of_keys + 2))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 16) * 16

@@ -1,0 +1,96 @@
+"""Sparse MLA decode and prefill, and merging of partial results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...layout import DSV4_BF16, MLA_BF16
+from ..types.plan import DecodePlan
+from ..types.segments import Pages, Segment
+from .compile import kernel
+from .launch import C_NAMES, int32, pointer, strides
+from .sparse import kernels as sparse_kernels
+from .sparse import work as sparse_work
+from .sparse.work import Division, Work
+
+PREFILL_WAVES = 8  # shares of the work per thread block that runs at a time: lengths grow with position
+
+
+def sparse_mla_decode(
+    q: Any,
+    segments: Sequence[Segment],
+    attn_sink: Any | None,
+    softmax_scale: float,
+    out: Any,
+    lse: Any,
+    plan: DecodePlan | None = None,
+    batch_invariant: bool = False,
+) -> None:
+    work = Work(q, segments, attn_sink, softmax_scale, out, None, (0, 0), lse, strides(lse))
+    _attend(work, plan, not batch_invariant)
+
+
+def sparse_mla_prefill(
+    q: Any,
+    kv: Any,
+    indices: Any,
+    topk_length: Any | None,
+    attn_sink: Any | None,
+    softmax_scale: float,
+    out: Any,
+    max_logits: Any,
+    lse: Any,
+) -> None:
+    # A workspace row is a page of one token.
+    row_bytes = kv.shape[1] * kv.dtype.itemsize
+    rows = type(kv)((len(kv), row_bytes), "uint8", kv.data, (kv.strides[0], 1))
+    pages = Pages(rows, 1, {512: DSV4_BF16, 576: MLA_BF16}[kv.shape[1]])
+    lengths = None if topk_length is None else topk_length[:, None]
+    lse_stride_s, lse_stride_h = strides(lse)
+    work = Work(
+        q[:, None], [Segment(pages, indices[:, None], lengths)], attn_sink, softmax_scale, out[:, None],
+        max_logits, strides(max_logits), lse, (lse_stride_s, lse_stride_h, 0),
+    )  # fmt: skip
+    fast = sparse_kernels.choose(work)
+    if fast is None:
+        sparse_kernels.attend_exactly(work, work.numbers(None), everything=True)
+        return
+    # Whole tiles, several a thread block, and no memory beside the arguments: max_logits say what is unsafe.
+    work = work._replace(tile_heads=fast.tile_heads)
+    division = Division(min(work.tiles, PREFILL_WAVES * fast.max_shares), planned=False, cut=False)
+    problem = work.numbers(None, division)
+    fast.launch(division.shares, problem)
+    sparse_kernels.attend_exactly(work, problem, everything=False)
+
+
+def _attend(work: Work, plan: DecodePlan | None, may_cut: bool) -> None:
+    """The fast kernel, if one can take these arrays, and then what it leaves to do."""
+    fast = sparse_kernels.choose(work)
+    if fast is None:
+        sparse_kernels.attend_exactly(work, work.numbers(None), everything=True)
+        return
+    work = work._replace(tile_heads=fast.tile_heads)
+    division = sparse_work.divide(work, may_cut, fast.max_shares)
+    memory = sparse_work.memory_for(plan, work, division)
+    problem = work.numbers(memory, division)
+    sparse_work.plan_shares(plan, work, division, memory, problem)
+    fast.launch(division.shares, problem)
+    if division.cut:
+        sparse_kernels.combine(work, problem, division)
+    sparse_kernels.attend_exactly(work, problem, everything=False)
+
+
+def merge_attn_states(
+    output: Any, prefix_output: Any, prefix_lse: Any, suffix_output: Any, suffix_lse: Any, output_lse: Any | None
+) -> None:
+    tokens, heads, dim = output.shape
+    kernel("merge.cu", "merge_attn_states", VALUE=C_NAMES[output.dtype.name])(
+        (tokens * heads,),
+        (128,),
+        (
+            output, *strides(output)[:2], prefix_output, *strides(prefix_output)[:2], prefix_lse, *strides(prefix_lse),
+            suffix_output, *strides(suffix_output)[:2], suffix_lse, *strides(suffix_lse),
+            pointer(output_lse), *((0, 0) if output_lse is None else strides(output_lse)), int32(heads), int32(dim),
+        ),
+    )  # fmt: skip

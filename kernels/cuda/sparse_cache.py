@@ -1,0 +1,94 @@
+"""Insert into and gather from the paged caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..types.segments import Pages
+from .compile import kernel
+from .launch import C_NAMES, MAX_BLOCKS, is_aligned, pointer, strides
+
+WARPS = 4  # of a thread block
+MAX_GRID_Y = 65_535
+TOKENS = 2  # that a warp gathers: see NOTES.md
+STREAMED_ROWS = 8_192  # gathered: more would push each other out of L2
+INDEXER_ROWS = 4 * WARPS  # of a thread block, as in indexer_gather.cu
+
+
+def quantize_and_insert_k_cache(k: Any, pages: Pages, slot_mapping: Any, power_of_two_scales: bool) -> None:
+    rope = k.data.ptr + pages.layout.quantized_dim * k.dtype.itemsize
+    insert(k, rope, strides(k)[0], is_aligned(k, pages.bytes), pages, slot_mapping, power_of_two_scales)
+
+
+def insert(
+    k: Any, rope: Any, rope_stride: int, aligned: bool, pages: Pages, slot_mapping: Any, power_of_two_scales: bool
+) -> None:
+    """Insert rows whose quantised values are in `k`; `rope`, an array or an address, has those that stay 16-bit."""
+    num_tokens = len(slot_mapping)
+    kernel(
+        "cache_insert.cu",
+        "quantize_and_insert_k_cache",
+        LAYOUT=pages.layout.name,
+        INPUT=C_NAMES[k.dtype.name],
+        SLOT=C_NAMES[slot_mapping.dtype.name],
+        POWER_OF_TWO=int(power_of_two_scales),
+        ALIGNED=int(aligned),
+    )(
+        (-(-num_tokens // WARPS),),
+        (32 * WARPS,),
+        (
+            k, strides(k)[0], rope, rope_stride, slot_mapping, num_tokens,
+            pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size,
+        ),
+        overlap=True,
+    )  # fmt: skip
+
+
+def dequantize_and_gather_k_cache(
+    out: Any, pages: Pages, seq_lens: Any, gather_lens: Any | None, block_table: Any, offset: int
+) -> None:
+    requests, num_rows = out.shape[0], out.shape[1] - offset
+    if num_rows == 0:
+        return
+    gather = kernel(
+        "cache_gather.cu",
+        "dequantize_and_gather_k_cache",
+        LAYOUT=pages.layout.name,
+        OUTPUT=C_NAMES[out.dtype.name],
+        TOKENS=TOKENS,
+        ALIGNED=int(is_aligned(out, pages.bytes)),
+        STREAM=int(requests * num_rows >= STREAMED_ROWS),
+    )
+    request_stride, token_stride, _ = strides(out)
+    gather(
+        (-(-num_rows // (WARPS * TOKENS)), min(requests, MAX_GRID_Y)),
+        (32 * WARPS,),
+        (
+            out.data.ptr + offset * out.strides[1], request_stride, token_stride, num_rows,
+            pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size,
+            seq_lens, pointer(gather_lens), block_table, strides(block_table)[0], requests,
+            block_table.shape[1],
+        ),
+        overlap=True,
+    )  # fmt: skip
+
+
+def cp_gather_indexer_k_quant_cache(
+    pages: Pages, dst_k: Any, dst_scale: Any, block_table: Any, cu_seq_lens: Any
+) -> None:
+    num_rows = len(dst_k)
+    scales_aligned = (dst_scale.data.ptr | dst_scale.strides[0]) % 4 == 0
+    kernel(
+        "indexer_gather.cu",
+        "cp_gather_indexer_k_quant_cache",
+        ALIGNED=int(is_aligned(pages.bytes, dst_k) and scales_aligned),
+    )(
+        (min(-(-num_rows // INDEXER_ROWS), MAX_BLOCKS),),
+        (32 * WARPS,),
+        (
+            pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size,
+            dst_k, dst_k.strides[0], dst_scale, dst_scale.strides[0], num_rows,
+            block_table, strides(block_table)[0], block_table.shape[1], cu_seq_lens, len(block_table),
+        ),
+        overlap=True,
+    )  # fmt: skip

@@ -1,0 +1,44 @@
+"""A layout as plain numbers, the form in which compiled Numba code takes it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..types.segments import Pages
+
+
+class Geometry(NamedTuple):
+    """A `CacheLayout` and a block size as plain numbers."""
+
+    block_size: int
+    head_dim: int
+    quantized_dim: int
+    row_bytes: int
+    rope_offset: int
+    scale_tile: int
+    scale_bytes: int
+    scale_start: int
+    scale_stride: int
+    ue8m0: bool
+    float16_values: bool
+    min_exponent: int
+    min_scale: float
+
+
+def geometry_of(pages: Pages) -> Geometry:
+    layout = pages.layout
+    return Geometry(
+        pages.block_size,
+        layout.head_dim,
+        layout.quantized_dim,
+        layout.row_bytes,
+        layout.rope_offset if layout.quantized_dim else 0,
+        layout.scale_tile or 1,
+        layout.scale_bytes,
+        layout.scale_start(pages.block_size),
+        layout.scale_stride,
+        layout.scale_type == "ue8m0",
+        layout.value_type == "float16",
+        layout.min_exponent,
+        layout.min_scale,
+    )

@@ -1,0 +1,175 @@
+"""Metadata of a step for the indexer: lengths and slots, block tables, shares of the pages, prefill chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from ..types.metadata import IndexerBuffers, IndexerCounts
+from .launch import launch
+from .rows import find_request, lookup_block, token_position
+
+THREADS = 128
+
+
+def build_indexer_decode(
+    query_start_loc: Any, seq_lens: Any, block_table: Any, counts: IndexerCounts, buffers: IndexerBuffers
+) -> None:
+    launch(
+        lengths_kernel, -(-len(buffers.decode_lens) // THREADS), THREADS,
+        query_start_loc, seq_lens, counts, buffers.decode_lens, buffers.seq_lens,
+    )  # fmt: skip
+    entries = max(counts.batch_size if counts.flatten else 0, counts.entries_before)
+    if entries:
+        launch(
+            tables_kernel, entries, THREADS, query_start_loc, block_table, counts, buffers.block_table
+        )  # fmt: skip
+    launch(share_kernel, 1, THREADS, counts, buffers.seq_lens, buffers.schedule)
+    if counts.compress_ratio > 1:
+        compressed_slot_mapping(
+            query_start_loc, seq_lens, block_table, len(buffers.slot_mapping), counts.block_size,
+            counts.compress_ratio, buffers.slot_mapping,
+        )  # fmt: skip
+
+
+def compressed_slot_mapping(
+    query_start_loc: Any,
+    seq_lens: Any,
+    block_table: Any,
+    num_tokens: int,
+    block_size: int,
+    compress_ratio: int,
+    slots: Any,
+) -> None:
+    if len(slots):
+        launch(
+            slots_kernel, -(-len(slots) // THREADS), THREADS,
+            query_start_loc, seq_lens, block_table, num_tokens, block_size, compress_ratio, slots,
+        )  # fmt: skip
+
+
+def build_indexer_chunk(
+    query_start_loc: Any,
+    seq_lens: Any,
+    first_request: int,
+    num_reqs: int,
+    compress_ratio: int,
+    longest: int,
+    cu_seqlen_ks: Any,
+    cu_seqlen_ke: Any,
+    cu_seq_lens: Any,
+    token_to_seq: Any,
+) -> None:
+    launch(
+        chunk_kernel, num_reqs, THREADS,
+        query_start_loc, seq_lens, first_request, compress_ratio, cu_seqlen_ks, cu_seqlen_ke, cu_seq_lens, token_to_seq,
+    )  # fmt: skip
+
+
+@cuda.jit(device=True)
+def rows_of(positions, compress_ratio):
+    """How many whole rows so many positions make."""
+    return max(np.int64(positions), np.int64(0)) // compress_ratio
+
+
+@cuda.jit(device=True)
+def decode_of(query_start_loc, counts, entry):
+    """The request of an entry that is a token, or -1 if it is padding."""
+    request = find_request(query_start_loc, entry)
+    return request if request < counts.num_decodes and entry < counts.batch_size else -1
+
+
+def lengths_kernel(query_start_loc, seq_lens, counts, decode_lens, out_seq_lens):
+    """A thread takes every element of both arrays whose number is its own, give or take whole grids."""
+    for i in range(cuda.grid(1), len(decode_lens), cuda.gridsize(1)):
+        decode_len, rows = np.int64(0), np.int64(0)
+        if counts.flatten:
+            if i < counts.batch_size:
+                decode_len = np.int64(1)
+            request = decode_of(query_start_loc, counts, i)
+            if request >= 0:
+                rows = rows_of(token_position(query_start_loc, seq_lens, request, i) + 1, counts.compress_ratio)
+        else:
+            entry, later = i // counts.lens_per_entry, counts.lens_per_entry - 1 - i % counts.lens_per_entry
+            if i < counts.batch_size:
+                decode_len = np.int64(query_start_loc[i + 1]) - query_start_loc[i]
+            if entry < counts.batch_size:
+                rows = rows_of(np.int64(seq_lens[entry]) - later, counts.compress_ratio)
+        decode_lens[i] = decode_len
+        out_seq_lens[i] = rows
+
+
+def tables_kernel(query_start_loc, block_table, counts, out_block_table):
+    """A thread block copies the row of an entry; what the build before wrote beyond is cleared."""
+    entry, request = cuda.blockIdx.x, -1
+    if counts.flatten:
+        request = decode_of(query_start_loc, counts, entry)
+    for column in range(cuda.threadIdx.x, max(counts.columns, counts.columns_before), cuda.blockDim.x):
+        block = 0
+        if request >= 0 and column < counts.columns:
+            block = block_table[request, column]
+        out_block_table[entry, column] = block
+
+
+def share_kernel(counts, lens, schedule):
+    """One thread block; a thread looks for the starts of its shares among the pages of all entries."""
+    num_shares = len(schedule) - 1
+    total = np.int64(0)
+    for entry in range(counts.batch_size):
+        total += pages_of(lens, counts, entry)
+    for share in range(cuda.threadIdx.x, num_shares + 1, cuda.blockDim.x):
+        page = share * (total // num_shares) + min(np.int64(share), total % num_shares)
+        entry = 0
+        while entry < counts.batch_size and page >= pages_of(lens, counts, entry):
+            page -= pages_of(lens, counts, entry)
+            entry += 1
+        schedule[share, 0] = entry
+        schedule[share, 1] = page
+
+
+@cuda.jit(device=True)
+def pages_of(lens, counts, entry):
+    """Pages that an entry's longest length reaches into."""
+    return (np.int64(lens[(entry + 1) * counts.lens_per_entry - 1]) + counts.block_size - 1) // counts.block_size
+
+
+def slots_kernel(query_start_loc, seq_lens, block_table, num_tokens, block_size, compress_ratio, slots):
+    """A thread takes every token whose number is its own, give or take whole grids."""
+    for token in range(cuda.grid(1), len(slots), cuda.gridsize(1)):
+        slot = np.int64(-1)
+        request = find_request(query_start_loc, token)
+        if token < num_tokens and request >= 0:
+            positions = token_position(query_start_loc, seq_lens, request, token) + 1
+            if positions > 0 and positions % compress_ratio == 0:
+                row = positions // compress_ratio - 1
+                block = lookup_block(block_table, request, row // block_size)
+                if block >= 0:
+                    slot = block * block_size + row % block_size
+        slots[token] = slot
+
+
+def chunk_kernel(
+    query_start_loc, seq_lens, first_request, compress_ratio, cu_seqlen_ks, cu_seqlen_ke, cu_seq_lens, token_to_seq
+):
+    """A thread block takes a request, its threads every blockDim.x-th row and query."""
+    number = cuda.blockIdx.x
+    request = first_request + number
+    total_rows, row_start = np.int64(len(token_to_seq)), np.int64(0)
+    for earlier in range(first_request, request):
+        row_start = min(row_start + rows_of(seq_lens[earlier], compress_ratio), total_rows)
+    row_end = min(row_start + rows_of(seq_lens[request], compress_ratio), total_rows)
+    for row in range(row_start + cuda.threadIdx.x, row_end, cuda.blockDim.x):
+        token_to_seq[row] = number
+    origin = np.int64(query_start_loc[first_request])
+    first = max(query_start_loc[request] - origin, np.int64(0))
+    last = min(query_start_loc[request + 1] - origin, np.int64(len(cu_seqlen_ks)))
+    for token in range(first + cuda.threadIdx.x, last, cuda.blockDim.x):
+        visible = token_position(query_start_loc, seq_lens, request, token + origin) + 1
+        cu_seqlen_ks[token] = row_start
+        cu_seqlen_ke[token] = row_start + rows_of(visible, compress_ratio)
+    if cuda.threadIdx.x == 0:
+        if number == 0:
+            cu_seq_lens[0] = 0
+        cu_seq_lens[number + 1] = row_end

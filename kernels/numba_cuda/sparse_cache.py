@@ -1,0 +1,133 @@
+"""Insert into and gather from the paged caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from ..numba_common.geometry import geometry_of
+from ..numba_common.numbers import (
+    INFINITY_BITS,
+    bfloat16_bits,
+    float32_bits,
+    float32_value,
+    from_float32,
+    quantized,
+    tile_scale,
+    to_float32,
+)
+from ..types.segments import Pages
+from .launch import MAX_BLOCKS, NO_VECTOR, kind_of, launch
+from .rows import find_request, lookup_slot, read_value, store
+
+THREADS = 128
+MAX_TILES = 8  # of a row, in any layout
+
+
+def quantize_and_insert_k_cache(k: Any, pages: Pages, slot_mapping: Any, power_of_two_scales: bool) -> None:
+    insert(k, k[:, pages.layout.quantized_dim :], pages, slot_mapping, power_of_two_scales)
+
+
+def insert(k: Any, rope: Any, pages: Pages, slot_mapping: Any, power_of_two_scales: bool) -> None:
+    """Insert rows whose quantised values are in `k`; `rope` has those that stay 16-bit."""
+    launch(
+        insert_kernel, len(slot_mapping), THREADS,
+        k, rope, kind_of(k), slot_mapping, pages.bytes, geometry_of(pages), power_of_two_scales,
+    )  # fmt: skip
+
+
+def insert_kernel(k, rope, kind, slots, pages, g, powers_of_two):
+    """A thread block takes a token, a thread every blockDim.x-th value of its row."""
+    # Magnitudes are compared as float32 bits, which are in the same order and can be maximised atomically.
+    largest = cuda.shared.array(MAX_TILES, np.int32)
+    token = cuda.blockIdx.x
+    slot = np.int64(slots[token])
+    if slot < 0 or slot >= pages.shape[0] * g.block_size:
+        return
+    page, row = pages[slot // g.block_size], slot % g.block_size
+    for tile in range(cuda.threadIdx.x, MAX_TILES, cuda.blockDim.x):
+        largest[tile] = 0
+    cuda.syncthreads()
+
+    for i in range(cuda.threadIdx.x, g.quantized_dim, cuda.blockDim.x):
+        magnitude = float32_bits(to_float32(k[token, i], kind)) & 0x7FFFFFFF
+        if magnitude < INFINITY_BITS:
+            cuda.atomic.max(largest, i // g.scale_tile, np.int32(magnitude))
+    cuda.syncthreads()
+
+    start, scales = row * g.row_bytes, g.scale_start + row * g.scale_stride
+    num_tiles = g.quantized_dim // g.scale_tile
+    for tile in range(cuda.threadIdx.x, g.scale_bytes if g.ue8m0 else num_tiles, cuda.blockDim.x):
+        scale_bits = np.int64(0)  # of the spare byte of a row of UE8M0 scales
+        if tile < num_tiles:
+            amax = float32_value(largest[tile])
+            scale_bits = float32_bits(tile_scale(amax, powers_of_two, g.min_exponent, g.min_scale))
+        if g.ue8m0:
+            page[scales + tile] = scale_bits >> 23  # the exponent
+        else:
+            store(page, scales + 4 * tile, 4, scale_bits)
+    for i in range(cuda.threadIdx.x, g.head_dim, cuda.blockDim.x):
+        if i < g.quantized_dim:
+            amax = float32_value(largest[i // g.scale_tile])
+            scale = tile_scale(amax, powers_of_two, g.min_exponent, g.min_scale)
+            page[start + i] = quantized(to_float32(k[token, i], kind), scale)
+        else:
+            x = to_float32(rope[token, i - g.quantized_dim], kind)
+            store(page, start + g.rope_offset + 2 * (i - g.quantized_dim), 2, bfloat16_bits(x))
+
+
+def dequantize_and_gather_k_cache(
+    out: Any, pages: Pages, seq_lens: Any, gather_lens: Any | None, block_table: Any, offset: int
+) -> None:
+    requests, num_rows = out.shape[0], out.shape[1] - offset
+    if num_rows:
+        launch(
+            gather_kernel, requests * num_rows, THREADS,
+            out, kind_of(out), pages.bytes, geometry_of(pages), seq_lens,
+            NO_VECTOR if gather_lens is None else gather_lens, block_table, offset, num_rows,
+        )  # fmt: skip
+
+
+def gather_kernel(out, kind, pages, g, seq_lens, gather_lens, block_table, offset, num_rows):
+    """A thread block takes a row of `out`, a thread every blockDim.x-th value of it."""
+    request, row = cuda.blockIdx.x // num_rows, cuda.blockIdx.x % num_rows
+    seq_len = np.int64(seq_lens[request])
+    gathered = seq_len
+    if len(gather_lens):
+        gathered = min(np.int64(gather_lens[request]), seq_len)
+    if row >= gathered:
+        return
+    slot = lookup_slot(block_table, request, seq_len - gathered + row, g.block_size)
+    present = slot >= 0 and slot < pages.shape[0] * g.block_size
+    for i in range(cuda.threadIdx.x, g.head_dim, cuda.blockDim.x):
+        bits = np.int64(0)
+        if present:
+            bits = from_float32(read_value(pages[slot // g.block_size], slot % g.block_size, i, g), kind)
+        out[request, offset + row, i] = bits
+
+
+def cp_gather_indexer_k_quant_cache(
+    pages: Pages, dst_k: Any, dst_scale: Any, block_table: Any, cu_seq_lens: Any
+) -> None:
+    launch(
+        gather_indexer_kernel, min(len(dst_k), MAX_BLOCKS), THREADS,
+        pages.bytes, geometry_of(pages), dst_k, dst_scale, block_table, cu_seq_lens,
+    )  # fmt: skip
+
+
+def gather_indexer_kernel(pages, g, dst_k, dst_scale, block_table, cu_seq_lens):
+    """A thread block takes every gridDim.x-th row, a thread every blockDim.x-th byte of it."""
+    num_rows = min(len(dst_k), max(cu_seq_lens[len(cu_seq_lens) - 1], 0))
+    for row in range(cuda.blockIdx.x, num_rows, cuda.gridDim.x):
+        request = find_request(cu_seq_lens, row)
+        if request < 0:
+            continue
+        slot = lookup_slot(block_table, request, np.int64(row) - cu_seq_lens[request], g.block_size)
+        present = slot >= 0 and slot < pages.shape[0] * g.block_size
+        page, token = slot // g.block_size, slot % g.block_size
+        for i in range(cuda.threadIdx.x, g.row_bytes, cuda.blockDim.x):
+            dst_k[row, i] = pages[page, token * g.row_bytes + i] if present else 0
+        for i in range(cuda.threadIdx.x, g.scale_bytes, cuda.blockDim.x):
+            dst_scale[row, i] = pages[page, g.scale_start + token * g.scale_stride + i] if present else 0

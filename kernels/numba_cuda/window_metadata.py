@@ -1,0 +1,111 @@
+"""Metadata of a step: everything that the sparse layers share, in one kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from ..types.metadata import C128A_RATIO, BatchCounts, SwaBuffers
+from .launch import NO_TABLE, launch
+from .rows import lookup_slot, token_position
+
+THREADS = 128
+
+
+def build_sparse_swa(
+    query_start_loc: Any,
+    seq_lens: Any,
+    slot_mapping: Any,
+    block_table: Any,
+    c128a_block_table: Any | None,
+    counts: BatchCounts,
+    block_size: int,
+    window_size: int,
+    c128a_block_size: int,
+    c128a_width: int,
+    buffers: SwaBuffers,
+) -> None:
+    token_blocks = max(counts.rows, counts.rows_before)
+    launch(
+        step_kernel, token_blocks + 1, THREADS,
+        query_start_loc, seq_lens, slot_mapping, block_table,
+        NO_TABLE if c128a_block_table is None else c128a_block_table,
+        counts, block_size, window_size, c128a_block_size, c128a_width, token_blocks, *buffers,
+    )  # fmt: skip
+
+
+@cuda.jit(device=True)
+def request_of(query_start_loc, num_reqs, token):
+    """The request that a token belongs to: the last one that starts at or before it."""
+    low, high = 1, num_reqs  # requests before `low` start in time, those from `high` on do not
+    while low < high:
+        middle = (low + high) // 2
+        if query_start_loc[middle] <= token:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+def step_kernel(
+    query_start_loc,
+    seq_lens,
+    slot_mapping,
+    block_table,
+    c128a_block_table,
+    counts,
+    block_size,
+    window_size,
+    c128a_block_size,
+    c128a_width,
+    token_blocks,
+    token_to_req_indices,
+    is_valid_token,
+    swa_indices,
+    swa_lens,
+    prefill_gather_lens,
+    c128a_indices,
+    c128a_lens,
+):
+    """A thread block takes a row (a token), a thread every blockDim.x-th entry; the last block the prefills.
+
+    Rows and columns beyond those in use are cleared as far as the build before wrote them.
+    """
+    token = cuda.blockIdx.x
+    if token == token_blocks:
+        for prefill in range(cuda.threadIdx.x, len(prefill_gather_lens), cuda.blockDim.x):
+            request, gather_len = counts.num_decodes + prefill, np.int64(0)
+            if request < counts.num_reqs:
+                query_len = np.int64(query_start_loc[request + 1]) - query_start_loc[request]
+                gather_len = max(min(np.int64(seq_lens[request]), query_len + window_size - 1), np.int64(0))
+            prefill_gather_lens[prefill] = gather_len
+        return
+
+    valid = token < counts.rows and slot_mapping[token] >= 0
+    request, position = 0, np.int64(-1)
+    if token < counts.num_tokens:
+        request = request_of(query_start_loc, counts.num_reqs, token)
+        if valid:
+            position = max(token_position(query_start_loc, seq_lens, request, token), np.int64(-1))
+    start = max(position - window_size + 1, np.int64(0))
+    length = position + 1 - start
+    for j in range(cuda.threadIdx.x, window_size, cuda.blockDim.x):
+        swa_indices[token, j] = lookup_slot(block_table, request, start + j, block_size) if j < length else -1
+
+    compressed = min((position + 1) // C128A_RATIO, c128a_width)
+    if c128a_width:
+        for j in range(cuda.threadIdx.x, max(c128a_width, counts.width_before), cuda.blockDim.x):
+            entry = np.int64(-1)
+            if j < compressed:
+                entry = np.int64(j)
+                if token < counts.num_decode_tokens:
+                    entry = np.int64(lookup_slot(c128a_block_table, request, j, c128a_block_size))
+            c128a_indices[token, j] = entry
+    if cuda.threadIdx.x == 0:
+        token_to_req_indices[token] = request
+        is_valid_token[token] = valid
+        swa_lens[token] = length
+        if c128a_width:
+            c128a_lens[token] = compressed

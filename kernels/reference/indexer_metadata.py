@@ -1,0 +1,103 @@
+"""Metadata of a step for the indexer, request by request."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from ..types.metadata import IndexerBuffers, IndexerCounts
+
+
+def build_indexer_decode(
+    query_start_loc: np.ndarray,
+    seq_lens: np.ndarray,
+    block_table: np.ndarray,
+    counts: IndexerCounts,
+    buffers: IndexerBuffers,
+) -> None:
+    buffers.decode_lens[:] = 0
+    buffers.seq_lens[:] = 0
+    buffers.block_table[:] = 0
+    if counts.flatten:
+        buffers.decode_lens[: counts.batch_size] = 1
+    for request in range(counts.num_decodes):
+        start, end, length = (int(x) for x in (*query_start_loc[request : request + 2], seq_lens[request]))
+        if counts.flatten:
+            for token in range(max(start, 0), min(end, counts.batch_size)):
+                buffers.seq_lens[token] = rows_of(length - (end - 1 - token), counts.compress_ratio)
+                buffers.block_table[token, : counts.columns] = block_table[request, : counts.columns]
+        else:
+            buffers.decode_lens[request] = end - start
+            for j in range(counts.lens_per_entry):
+                visible = length - (counts.lens_per_entry - 1 - j)
+                buffers.seq_lens[request * counts.lens_per_entry + j] = rows_of(visible, counts.compress_ratio)
+    longest = buffers.seq_lens[: counts.batch_size * counts.lens_per_entry].reshape(-1, counts.lens_per_entry)[:, -1]
+    deal_pages(longest, counts.block_size, buffers.schedule)
+    if counts.compress_ratio > 1:
+        compressed_slot_mapping(
+            query_start_loc, seq_lens, block_table, len(buffers.slot_mapping), counts.block_size,
+            counts.compress_ratio, buffers.slot_mapping,
+        )  # fmt: skip
+
+
+def rows_of(positions: int, compress_ratio: int) -> int:
+    """How many whole rows so many positions make."""
+    return max(positions, 0) // compress_ratio
+
+
+def deal_pages(lens: np.ndarray, block_size: int, schedule: np.ndarray) -> None:
+    """Deal the pages of all entries out in contiguous shares as even as can be, the larger ones first."""
+    pages = [(entry, page) for entry, n in enumerate(lens) for page in range(-(-int(n) // block_size))]
+    shares = np.array_split(np.arange(len(pages)), len(schedule) - 1)
+    ends = list(itertools.accumulate(len(share) for share in shares))
+    pages.append((len(lens), 0))
+    schedule[:] = [pages[start] for start in [0, *ends]]
+
+
+def compressed_slot_mapping(
+    query_start_loc: np.ndarray,
+    seq_lens: np.ndarray,
+    block_table: np.ndarray,
+    num_tokens: int,
+    block_size: int,
+    compress_ratio: int,
+    slots: np.ndarray,
+) -> None:
+    slots[:] = -1
+    for request in range(len(seq_lens)):
+        start, end, length = (int(x) for x in (*query_start_loc[request : request + 2], seq_lens[request]))
+        for token in range(max(start, 0), min(end, num_tokens)):
+            position = length - end + token
+            row, last = divmod(position + 1, compress_ratio)
+            if position < 0 or last or row > block_table.shape[1] * block_size:
+                continue
+            page, offset = divmod(row - 1, block_size)
+            if (block := int(block_table[request, page])) >= 0:
+                slots[token] = block * block_size + offset
+
+
+def build_indexer_chunk(
+    query_start_loc: np.ndarray,
+    seq_lens: np.ndarray,
+    first_request: int,
+    num_reqs: int,
+    compress_ratio: int,
+    longest: int,
+    cu_seqlen_ks: np.ndarray,
+    cu_seqlen_ke: np.ndarray,
+    cu_seq_lens: np.ndarray,
+    token_to_seq: np.ndarray,
+) -> None:
+    origin = int(query_start_loc[first_request])
+    row_start = 0
+    for i in range(num_reqs):
+        request = first_request + i
+        start, end, length = (int(x) for x in (*query_start_loc[request : request + 2], seq_lens[request]))
+        row_end = min(row_start + rows_of(length, compress_ratio), len(token_to_seq))
+        cu_seq_lens[i : i + 2] = row_start, row_end
+        token_to_seq[row_start:row_end] = i
+        for token in range(max(start - origin, 0), min(end - origin, len(cu_seqlen_ks))):
+            cu_seqlen_ks[token] = row_start
+            cu_seqlen_ke[token] = row_start + rows_of(length - end + origin + token + 1, compress_ratio)
+        row_start = row_end

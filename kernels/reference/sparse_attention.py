@@ -1,0 +1,108 @@
+"""Sparse multi-head latent attention, the plain formula in float64.
+
+    score[h, n] = softmax_scale * q[h] . k[n]           over the tokens that are present
+    out[h]      = sum_n exp(score[h, n] - lse[h]) v[n]   v is the first 512 values of k
+    out[h]     *= 1 / (1 + exp(attn_sink[h] - lse[h]))   where a sink is given
+
+A token whose keys are all absent gives out 0 and lse +inf. A key listed twice counts twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..types.plan import DecodePlan
+from ..types.segments import Segment
+from .rows import read_tokens
+
+V_DIM = 512
+
+
+@np.errstate(over="ignore")  # what bfloat16 or float32 cannot hold is infinite in the results, without a warning
+def sparse_mla_decode(
+    q: np.ndarray,
+    segments: Sequence[Segment],
+    attn_sink: np.ndarray | None,
+    softmax_scale: float,
+    out: np.ndarray,
+    lse: np.ndarray,
+    plan: DecodePlan | None = None,
+    batch_invariant: bool = False,
+) -> None:
+    """The plan has no part in it, and every token is on its own anyway."""
+    for b in range(q.shape[0]):
+        for s in range(q.shape[1]):
+            keys = np.concatenate([read_tokens(x.pages, attended_slots(x, b, s)) for x in segments])
+            result, _, log_sum = attend(q[b, s].astype(np.float64), keys, attn_sink, softmax_scale)
+            out[b, s] = result.astype(out.dtype)
+            lse[b, :, s] = log_sum
+
+
+@np.errstate(over="ignore")
+def sparse_mla_prefill(
+    q: np.ndarray,
+    kv: np.ndarray,
+    indices: np.ndarray,
+    topk_length: np.ndarray | None,
+    attn_sink: np.ndarray | None,
+    softmax_scale: float,
+    out: np.ndarray,
+    max_logits: np.ndarray,
+    lse: np.ndarray,
+) -> None:
+    for s in range(q.shape[0]):
+        listed = indices[s] if topk_length is None else indices[s, : max(0, int(topk_length[s]))]
+        keys = kv[listed[(listed >= 0) & (listed < len(kv))]].astype(np.float64)
+        result, max_logits[s], lse[s] = attend(q[s].astype(np.float64), keys, attn_sink, softmax_scale)
+        out[s] = result.astype(out.dtype)
+
+
+def attended_slots(segment: Segment, b: int, s: int) -> np.ndarray:
+    """The slots that token (b, s) attends to: listed, within its length and in the cache."""
+    listed = segment.indices[b, s]
+    if segment.lengths is not None:
+        listed = listed[: max(0, int(segment.lengths[b, s]))]
+    return listed[(listed >= 0) & (listed < segment.pages.num_slots)]
+
+
+def attend(
+    q: np.ndarray, keys: np.ndarray, attn_sink: np.ndarray | None, softmax_scale: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """q [h, d], keys [n, d], all float64 -> out [h, 512], max_logits [h], lse [h]."""
+    if len(keys) == 0:
+        heads = len(q)
+        return np.zeros((heads, V_DIM)), np.full(heads, -np.inf), np.full(heads, np.inf)
+    scores = softmax_scale * (q @ keys.T)
+    max_logits = scores.max(axis=1)
+    weights = np.exp(scores - max_logits[:, None])
+    total = weights.sum(axis=1)
+    lse = max_logits + np.log(total)
+    out = (weights @ keys[:, :V_DIM]) / total[:, None]
+    if attn_sink is not None:
+        with np.errstate(over="ignore"):
+            out = out / (1 + np.exp(attn_sink.astype(np.float64) - lse))[:, None]
+    return out, max_logits, lse
+
+
+def merge_attn_states(
+    output: np.ndarray,
+    prefix_output: np.ndarray,
+    prefix_lse: np.ndarray,
+    suffix_output: np.ndarray,
+    suffix_lse: np.ndarray,
+    output_lse: np.ndarray | None,
+) -> None:
+    lse = np.stack([prefix_lse, suffix_lse]).astype(np.float64)  # [2, heads, tokens]
+    lse[np.isposinf(lse)] = -np.inf  # +inf says that nothing was attended
+    top = lse.max(axis=0)
+    empty = np.isneginf(top)
+    weights = np.exp(lse - np.where(empty, 0.0, top))
+    total = weights.sum(axis=0)
+    share = (weights / np.where(empty, 1.0, total)).transpose(0, 2, 1)[..., None]  # [2, tokens, heads, 1]
+    parts = np.stack([prefix_output, suffix_output]).astype(np.float64)
+    merged = np.where(share > 0, share * parts, np.where(np.isnan(share), np.nan, 0.0)).sum(axis=0)
+    output[:] = merged.astype(output.dtype)
+    if output_lse is not None:
+        output_lse[:] = np.where(empty, np.inf, top + np.log(np.where(empty, 1.0, total)))

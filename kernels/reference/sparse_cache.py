@@ -1,0 +1,52 @@
+"""Insert into and gather from the paged caches."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..types.segments import Pages
+from .rows import gathered_rows, lookup_slot, read_token, write_token
+
+
+def quantize_and_insert_k_cache(
+    k: np.ndarray, pages: Pages, slot_mapping: np.ndarray, power_of_two_scales: bool
+) -> None:
+    for token, slot in enumerate(slot_mapping):
+        if 0 <= slot < pages.num_slots:
+            with np.errstate(invalid="ignore"):  # signalling NaN
+                write_token(pages, int(slot), k[token].astype(np.float32), power_of_two_scales)
+
+
+def dequantize_and_gather_k_cache(
+    out: np.ndarray,
+    pages: Pages,
+    seq_lens: np.ndarray,
+    gather_lens: np.ndarray | None,
+    block_table: np.ndarray,
+    offset: int,
+) -> None:
+    for request, seq_len in enumerate(seq_lens.astype(np.int64)):
+        wanted = seq_len if gather_lens is None else gather_lens[request]
+        gather_len = max(0, min(seq_len, wanted, out.shape[1] - offset))
+        first = seq_len - max(0, min(seq_len, wanted))
+        for i in range(gather_len):
+            slot = lookup_slot(block_table, request, int(first + i), pages.block_size)
+            present = 0 <= slot < pages.num_slots
+            with np.errstate(over="ignore", invalid="ignore"):  # a float16 output may overflow to infinity
+                values = read_token(pages, slot).astype(np.float32) if present else np.float32(0)
+                out[request, offset + i] = values.astype(out.dtype)
+
+
+def cp_gather_indexer_k_quant_cache(
+    pages: Pages, dst_k: np.ndarray, dst_scale: np.ndarray, block_table: np.ndarray, cu_seq_lens: np.ndarray
+) -> None:
+    layout = pages.layout
+    for request, row, position in gathered_rows(cu_seq_lens, None, len(dst_k)):
+        slot = lookup_slot(block_table, request, position, pages.block_size)
+        if not 0 <= slot < pages.num_slots:
+            dst_k[row], dst_scale[row] = 0, 0
+            continue
+        page, token = pages.bytes[slot // pages.block_size], slot % pages.block_size
+        scale = layout.scale_start(pages.block_size) + token * layout.scale_stride
+        dst_k[row] = page[token * layout.row_bytes : (token + 1) * layout.row_bytes]
+        dst_scale[row] = page[scale : scale + layout.scale_bytes]

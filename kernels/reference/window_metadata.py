@@ -1,0 +1,62 @@
+"""Metadata of a step, token by token."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..types.metadata import C128A_RATIO, BatchCounts, SwaBuffers
+from .rows import lookup_slot
+
+
+def build_sparse_swa(
+    query_start_loc: np.ndarray,
+    seq_lens: np.ndarray,
+    slot_mapping: np.ndarray,
+    block_table: np.ndarray,
+    c128a_block_table: np.ndarray | None,
+    counts: BatchCounts,
+    block_size: int,
+    window_size: int,
+    c128a_block_size: int,
+    c128a_width: int,
+    buffers: SwaBuffers,
+) -> None:
+    width = max(c128a_width, counts.width_before)
+    for token in range(max(counts.rows, counts.rows_before)):
+        buffers.token_to_req_indices[token] = 0
+        buffers.is_valid_token[token] = token < counts.rows and slot_mapping[token] >= 0
+        buffers.swa_indices[token] = -1
+        buffers.swa_lens[token] = 0
+        if c128a_width:
+            buffers.c128a_indices[token, :width] = -1
+            buffers.c128a_lens[token] = 0
+        if token >= counts.num_tokens:
+            continue
+        request = request_of(query_start_loc, counts.num_reqs, token)
+        buffers.token_to_req_indices[token] = request
+        if not buffers.is_valid_token[token]:
+            continue
+        position = int(seq_lens[request]) - int(query_start_loc[request + 1]) + token
+        start = max(position - window_size + 1, 0)
+        window = [lookup_slot(block_table, request, p, block_size) for p in range(start, position + 1)]
+        buffers.swa_indices[token, : len(window)] = window
+        buffers.swa_lens[token] = len(window)
+        if c128a_width:
+            assert c128a_block_table is not None
+            rows = range(min((position + 1) // C128A_RATIO, c128a_width))
+            if token < counts.num_decode_tokens:
+                slots = [lookup_slot(c128a_block_table, request, row, c128a_block_size) for row in rows]
+            else:
+                slots = list(rows)
+            buffers.c128a_indices[token, : len(rows)] = slots
+            buffers.c128a_lens[token] = len(rows)
+    buffers.prefill_gather_lens[:] = 0
+    for prefill in range(counts.num_reqs - counts.num_decodes):
+        request = counts.num_decodes + prefill
+        query_len = int(query_start_loc[request + 1]) - int(query_start_loc[request])
+        buffers.prefill_gather_lens[prefill] = max(min(int(seq_lens[request]), query_len + window_size - 1), 0)
+
+
+def request_of(query_start_loc: np.ndarray, num_reqs: int, token: int) -> int:
+    """The request that a token belongs to: the last one that starts at or before it."""
+    return int(np.searchsorted(query_start_loc[1:num_reqs], token, side="right"))

@@ -1,0 +1,1 @@
+"""What crosses the seam between the checked functions and the backends."""

@@ -1,0 +1,294 @@
+"""Arrays of every framework go in and come back as they are: same memory, same values, or a clear error."""
+
+import ctypes
+import gc
+import pathlib
+import weakref
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cumla
+from cumla.arrays import capsule, dlpack
+from support import pairs
+from support.lab import BF16
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs" / "interop.md"
+
+
+def documented(title):
+    """The table under a heading of the docs."""
+    text = DOCS.read_text().split(f"### {title}\n")[1].split("\n#")[0]
+    return [line for line in text.splitlines() if line.startswith("|")]
+
+
+def compare_with_docs(title, lines):
+    rows = documented(title)
+    complete = pairs.installed("torch") and pairs.installed("jax")
+    right = rows == lines if complete else set(lines) <= set(rows)
+    assert right, f"docs/interop.md, {title}, should have:\n" + "\n".join(lines)
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_docs_table_of_host_memory():
+    compare_with_docs("Host memory", pairs.table(pairs.host_producers(), on_device=False))
+
+
+@pytest.mark.gpu
+def test_docs_table_of_device_memory():
+    compare_with_docs("CUDA memory", pairs.table(pairs.cuda_producers(), on_device=True))
+
+
+@pytest.mark.parametrize("dtype", pairs.DTYPES)
+@pytest.mark.parametrize("producer", ["NumPy", "torch", "any, DLPack 1", "any, DLPack 0", "JAX"])
+def test_host_arrays_are_borrowed_without_a_copy(producer, dtype):
+    produce = pairs.host_producers().get(producer)
+    if produce is None and producer in ("torch", "JAX"):
+        pytest.skip(f"{producer} is not installed")
+    array = produce(dtype)
+    native = dlpack.borrow(array)
+    raw = pairs.bytes_of_pattern(dtype)
+    assert native.shape == pairs.SHAPE
+    assert native.dtype == (np.uint8 if dtype.startswith("float8") else pairs.numpy_type(dtype))
+    np.testing.assert_array_equal(native.view(np.uint8).reshape(-1), raw)
+    assert pairs.address(native) == pairs.address(getattr(array, "array", array))
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        pytest.param(lambda x: x[1:, 2:], id="offset"),
+        pytest.param(lambda x: x[::2, ::3], id="steps"),
+        pytest.param(lambda x: x.T, id="transposed"),
+        pytest.param(lambda x: x[:0], id="no-rows"),
+        pytest.param(lambda x: x[:, :0], id="no-columns"),
+        pytest.param(lambda x: x[1, 1], id="0-d"),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "float8_e4m3fn"])
+@pytest.mark.parametrize("wrap", [lambda tensor: tensor, pairs.VersionedProducer, pairs.UnversionedProducer])
+def test_strides_offsets_and_empty_arrays(cut, dtype, wrap):
+    torch = pytest.importorskip("torch")
+    tensor = cut(torch.arange(96).view(6, 16).to(getattr(torch, dtype)))
+    native = dlpack.borrow(wrap(tensor))
+    assert native.shape == tuple(tensor.shape)
+    if native.size:
+        assert native.strides == tuple(stride * native.itemsize for stride in tensor.stride())
+        assert pairs.address(native) == tensor.data_ptr()
+    want = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    np.testing.assert_array_equal(np.ascontiguousarray(native).reshape(-1).view(np.uint8), want)
+
+
+def test_broadcast_arrays_are_read_but_not_written():
+    torch = pytest.importorskip("torch")
+    tensor = torch.zeros(1, 8).expand(5, 8)
+    assert dlpack.borrow(tensor).strides == (0, 4)
+    with pytest.raises(ValueError, match=r"out: got strides \(0, 4\) bytes, to write expected one whose"):
+        dlpack.borrow(tensor, "out", writable=True)
+    one = torch.zeros(1, 8).expand(1, 8)
+    assert dlpack.borrow(one, "out", writable=True).shape == (1, 8)
+
+
+def read_only_arrays():
+    frozen = np.zeros((2, 3), np.float32)
+    frozen.flags.writeable = False
+    yield pytest.param(lambda: frozen, id="numpy")
+    yield pytest.param(lambda: pairs.VersionedProducer(frozen), id="dlpack-flag")
+    yield pytest.param(lambda: pytest.importorskip("jax.numpy").zeros((2, 3)), id="jax")
+
+
+@pytest.mark.parametrize("make", list(read_only_arrays()))
+def test_read_only_arrays_are_no_outputs(make):
+    array = make()
+    assert not dlpack.borrow(array, "k_cache").flags.writeable
+    with pytest.raises(ValueError, match=r"k_cache: got a read-only .* array, expected one that can be written"):
+        dlpack.borrow(array, "k_cache", writable=True)
+
+
+def test_jax_caches_are_never_written_behind_its_back():
+    jax = pytest.importorskip("jax")
+    cache = jax.device_put(cumla.V32_FP8.allocate(2, 4))
+    k = jax.numpy.ones((1, 576), jax.numpy.bfloat16)
+    with pytest.raises(ValueError, match="k_cache: got a read-only jax array"):
+        cumla.quantize_and_insert_k_cache(k, cache, jax.numpy.zeros(1, jax.numpy.int32), 4, layout=cumla.V32_FP8)
+    assert not np.asarray(cache).any()
+
+
+@pytest.mark.parametrize("wrap", [pairs.VersionedProducer, pairs.UnversionedProducer])
+def test_memory_lives_as_long_as_the_view_of_it(wrap):
+    torch = pytest.importorskip("torch")
+    tensor = torch.full((1000,), 7.0)
+    alive = weakref.ref(tensor.untyped_storage())
+    native = dlpack.borrow(wrap(tensor))[10:20]
+    del tensor
+    gc.collect()
+    assert (native == 7).all()
+    del native
+    gc.collect()
+    assert alive() is None
+
+
+def test_results_outlive_the_call():
+    torch = pytest.importorskip("torch")
+    results = []
+    for i in range(20):
+        out, _ = cumla.compute_global_topk_indices_and_lens(
+            torch.full((50, 64), i, dtype=torch.int32), torch.zeros(50, dtype=torch.int32),
+            torch.zeros(1, 100, dtype=torch.int32), 1, torch.ones(50, dtype=torch.bool),
+        )  # fmt: skip
+        results.append(out)
+    gc.collect()
+    assert all((out == 0).all() for out in results)
+
+
+class Elsewhere:
+    """An array in memory that cumla does not take."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def __dlpack_device__(self):
+        return self.device
+
+    def __dlpack__(self, **kwargs):
+        raise AssertionError("its memory was asked for")
+
+
+@pytest.mark.parametrize(
+    ("device", "text"), [((3, 0), "pinned host"), ((13, 0), "managed"), ((10, 0), "type 10")], ids=str
+)
+def test_memory_that_is_neither_host_nor_device(device, text):
+    with pytest.raises(ValueError, match=f"q: got an array in {text} memory, expected plain CPU or CUDA device memory"):
+        dlpack.borrow(Elsewhere(device), "q")
+
+
+def test_unusable_objects():
+    with pytest.raises(TypeError, match="q: got list, expected an array"):
+        dlpack.borrow([1, 2], "q")
+    with pytest.raises(TypeError, match="q: got NoneType, expected an array"):
+        dlpack.borrow(None, "q")
+
+
+def test_unusable_torch_tensors():
+    torch = pytest.importorskip("torch")
+    for tensor, error, text in (
+        (torch.zeros(3, device="meta"), ValueError, "q: got a torch tensor on meta, expected one on the CPU or a CUDA"),
+        (torch.zeros(3, 3).to_sparse(), TypeError, "q: got a torch tensor of layout torch.sparse_coo"),
+        (torch.zeros(3, dtype=torch.complex64), TypeError, "x"),
+    ):
+        if text == "x":  # a dtype that NumPy has is for the public function to refuse
+            with pytest.raises(TypeError, match="q: got dtype complex64, expected bfloat16"):
+                cumla.sparse_mla_decode(tensor, tensor, tensor)
+            continue
+        with pytest.raises(error, match=text):
+            dlpack.borrow(tensor, "q")
+
+
+def test_types_without_a_counterpart():
+    torch = pytest.importorskip("torch")
+    wrapped = pairs.VersionedProducer(torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(TypeError, match="q: got DLPack type code 5, 64 bits, 1 lanes, which has no counterpart"):
+        dlpack.borrow(wrapped, "q")
+
+
+def test_a_capsule_of_a_later_dlpack():
+    """Of which nothing but the version may be read."""
+    tensor = capsule.ManagedTensorVersioned(major=2, minor=1)
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+
+    class Later:
+        def __dlpack_device__(self):
+            return 1, 0
+
+        def __dlpack__(self, *, max_version):
+            return new(ctypes.addressof(tensor), b"dltensor_versioned", None)
+
+    with pytest.raises(ValueError, match=r"q: got DLPack version 2.1, expected 1.x"):
+        dlpack.borrow(Later(), "q")
+
+
+def test_jax_tracers_are_told_where_to_go():
+    jax = pytest.importorskip("jax")
+    with pytest.raises(TypeError, match=r"q: got a JAX tracer, .* inside jax.jit use cumla.interop.jax"):
+        jax.jit(lambda x: cumla.sparse_mla_decode(x, x, x))(jax.numpy.zeros(3))
+
+
+def test_tensors_that_need_gradients_are_taken():
+    torch = pytest.importorskip("torch")
+    assert dlpack.borrow(torch.ones(3, requires_grad=True)).sum() == 3
+
+
+def test_frameworks_mix_on_one_device(rng):
+    torch, jnp = pytest.importorskip("torch"), pytest.importorskip("jax.numpy")
+    topk = rng.integers(0, 8, (6, 4)).astype(np.int32)
+    table = rng.permutation(8).astype(np.int32)[None]
+    want, _ = cumla.compute_global_topk_indices_and_lens(
+        topk, np.zeros(6, np.int32), table, 1, np.ones(6, np.bool_)
+    )  # fmt: skip
+    out, lens = cumla.compute_global_topk_indices_and_lens(
+        torch.from_numpy(topk), jnp.zeros(6, jnp.int32), pairs.VersionedProducer(table), 1, np.ones(6, np.bool_)
+    )
+    assert type(out) is type(lens) is torch.Tensor
+    np.testing.assert_array_equal(out.numpy(), want)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_results_come_back_in_the_callers_framework(framework):
+    module = pytest.importorskip(framework)
+    make = module.from_numpy if framework == "torch" else module.device_put
+    q = dlpack.give(np.ones((2, 1, 3, 512), BF16), framework)
+    cache = make(np.zeros((2, 4, 584), np.uint8))
+    out, lse = cumla.sparse_mla_decode(q, cache, make(np.zeros((2, 1, 5), np.int32)))
+    assert type(out) is type(lse) is type(q)
+    assert str(out.dtype).endswith("bfloat16")
+    assert tuple(out.shape) == (2, 1, 3, 512)
+
+
+def test_float8_caches_of_any_framework_are_taken_as_their_bytes():
+    torch = pytest.importorskip("torch")
+    raw = np.random.default_rng(0).integers(0, 120, (2, 4, 656)).astype(np.uint8)
+    q = torch.ones(1, 1, 2, 576, dtype=torch.bfloat16)
+    indices = torch.arange(8, dtype=torch.int32).view(1, 1, 8)
+    want, _ = cumla.sparse_mla_decode(q, torch.from_numpy(raw), indices)
+    for cache in (torch.from_numpy(raw).view(torch.float8_e4m3fn), raw.view(ml_dtypes.float8_e4m3fn)):
+        out, _ = cumla.sparse_mla_decode(q, cache, indices)
+        assert torch.equal(out.view(torch.int16), want.view(torch.int16))
+
+
+@pytest.mark.gpu
+class TestOnDevice:
+    def test_mixed_devices(self):
+        import cupy
+
+        q = cupy.ones((1, 1, 1, 512), BF16)
+        cache, indices = np.zeros((1, 4, 584), np.uint8), cupy.zeros((1, 1, 2), np.int32)
+        with pytest.raises(ValueError, match="k_cache: got an array in host memory, expected it on CUDA device 0"):
+            cumla.sparse_mla_decode(q, cache, indices)
+        with pytest.raises(ValueError, match="kv: got an array on CUDA device 0, expected it in host memory"):
+            cumla.sparse_mla_prefill(np.ones((1, 1, 512), BF16), q[0], indices[0])
+
+    def test_managed_memory(self):
+        import cupy
+
+        with cupy.cuda.using_allocator(cupy.cuda.malloc_managed):
+            managed = cupy.zeros(8)
+        with pytest.raises(ValueError, match="q: got an array in managed memory"):
+            dlpack.borrow(pairs.VersionedProducer(managed), "q")
+
+    @pytest.mark.parametrize("framework", ["torch", "jax"])
+    def test_results_share_memory(self, framework):
+        import cupy
+
+        pytest.importorskip(framework)
+        native = cupy.arange(24, dtype=np.float32).reshape(4, 6)
+        given = dlpack.give(native, framework)
+        assert pairs.address(given) == native.data.ptr
+
+    def test_strides_of_torch_tensors(self):
+        torch = pytest.importorskip("torch")
+        tensor = torch.arange(96, device="cuda").view(6, 16).to(torch.bfloat16)[1::2, 3:]
+        native = dlpack.borrow(tensor)
+        assert native.strides == (64, 2)
+        np.testing.assert_array_equal(native.get().astype(np.float32), tensor.float().cpu().numpy())

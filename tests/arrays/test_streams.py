@@ -1,0 +1,345 @@
+"""A call runs on the caller's current stream: after what produced its arguments, before what reads its results.
+
+Each device test starts with work that keeps a side stream busy for long; whoever does not wait for it sees old values.
+"""
+
+import contextlib
+
+import numpy as np
+import pytest
+
+import cumla
+from cumla.arrays import streams
+from support import pairs
+
+CYCLES = 100_000_000  # some 50 ms
+T, K = 64, 32
+
+
+class TestHandles:
+    def test_integers(self):
+        assert streams.handle_of(0) == 0
+        assert streams.handle_of(12345) == 12345
+
+    def test_the_stream_protocol_comes_first(self):
+        class Stream:
+            ptr = 1
+
+            def __cuda_stream__(self):
+                return 0, 77
+
+        assert streams.handle_of(Stream()) == 77
+
+    @pytest.mark.parametrize("attribute", ["ptr", "cuda_stream"])
+    def test_attributes(self, attribute):
+        assert streams.handle_of(type("Stream", (), {attribute: 9})()) == 9
+
+    @pytest.mark.parametrize("stream", ["legacy", True, object(), 1.5])
+    def test_anything_else_is_an_error(self, stream):
+        with pytest.raises(TypeError, match=r"stream: got .*, expected a CUDA stream or its handle"):
+            cumla.sparse_mla_decode(None, None, None, stream=stream)
+
+
+def arguments(rng):
+    """Of compute_global_topk_indices_and_lens, whose result is its first argument while the table is 0, 1, 2, ..."""
+    topk = rng.integers(0, K, (T, K)).astype(np.int32)
+    return topk, np.zeros(T, np.int32), np.arange(K, dtype=np.int32)[None], 1, np.ones(T, np.bool_)
+
+
+class CuPy:
+    def __init__(self):
+        import cupy
+
+        self.module = cupy
+        self.spin_kernel = cupy.RawKernel(
+            'extern "C" __global__ void spin(long long n) { long long t = clock64(); while (clock64() - t < n); }',
+            "spin",
+        )
+        self.spin_kernel((1,), (1,), (1,))  # compile it
+
+    def put(self, array):
+        return self.module.asarray(array)
+
+    def get(self, array):
+        return array.get(stream=self.module.cuda.get_current_stream())
+
+    def stream(self):
+        return self.module.cuda.Stream(non_blocking=True)
+
+    def on(self, stream):
+        return stream
+
+    def spin(self):
+        self.spin_kernel((1,), (1,), (CYCLES,))
+
+    def copy(self, target, source):
+        target[...] = source
+
+
+class Torch:
+    def __init__(self):
+        self.module = pytest.importorskip("torch")
+
+    def put(self, array):
+        return self.module.from_numpy(array).cuda()
+
+    def get(self, array):
+        return array.cpu().numpy()
+
+    def stream(self):
+        return self.module.cuda.Stream()
+
+    def on(self, stream):
+        return self.module.cuda.stream(stream)
+
+    def spin(self):
+        self.module.cuda._sleep(CYCLES)
+
+    def copy(self, target, source):
+        target.copy_(source)
+
+
+@pytest.fixture(params=[CuPy, Torch])
+def framework(request):
+    return request.param()
+
+
+def synchronize():
+    import cupy
+
+    cupy.cuda.Device().synchronize()
+
+
+def produced_late(framework, side, rng):
+    """Arguments whose first array gets its values on `side`, late, and those values."""
+    topk, *rest = arguments(rng)
+    array, fresh = framework.put(np.zeros_like(topk)), framework.put(topk)
+    rest = [framework.put(x) if isinstance(x, np.ndarray) else x for x in rest]
+    cumla.compute_global_topk_indices_and_lens(array, *rest)  # compiles the kernel
+    synchronize()
+    with framework.on(side):
+        framework.spin()
+        framework.copy(array, fresh)
+    return (array, *rest), topk
+
+
+@pytest.mark.gpu
+class TestOrder:
+    def test_the_current_stream_is_used(self, framework, rng):
+        side = framework.stream()
+        late, values = produced_late(framework, side, rng)
+        with framework.on(side):
+            out, _ = cumla.compute_global_topk_indices_and_lens(*late)
+            np.testing.assert_array_equal(framework.get(out), values)
+
+    def test_another_stream_would_have_been_too_early(self, framework, rng):
+        """That the producer is slow enough for these tests to fail."""
+        side, other = framework.stream(), framework.stream()
+        late, values = produced_late(framework, side, rng)
+        with framework.on(other):
+            out, _ = cumla.compute_global_topk_indices_and_lens(*late)
+            assert not np.array_equal(framework.get(out), values)
+        synchronize()
+
+    def test_the_stream_asked_for_is_used(self, framework, rng):
+        side = framework.stream()
+        late, values = produced_late(framework, side, rng)
+        out, _ = cumla.compute_global_topk_indices_and_lens(*late, stream=side)
+        with framework.on(side):
+            np.testing.assert_array_equal(framework.get(out), values)
+
+    def test_those_who_read_results_on_the_current_stream_wait(self, framework, rng):
+        """The op comes late on its stream; its reader, another library on that stream, still sees its result."""
+        import cupy
+
+        side = framework.stream()
+        topk, *rest = arguments(rng)
+        given = [framework.put(x) if isinstance(x, np.ndarray) else x for x in (topk, *rest)]
+        out = (framework.put(np.zeros_like(topk)), framework.put(np.zeros(T, np.int32)))
+        synchronize()
+        with framework.on(side):
+            framework.spin()
+            cumla.compute_global_topk_indices_and_lens(*given, out=out)
+        with cupy.cuda.Stream.from_external(side):
+            np.testing.assert_array_equal(cupy.from_dlpack(out[0]).get(), topk)
+
+    def test_memory_of_results_is_not_given_to_others_too_early(self, framework, rng):
+        """A result that is dropped while the op has not run yet is not overwritten by one on another stream."""
+        side, other = framework.stream(), framework.stream()
+        late, values = produced_late(framework, side, rng)
+        with framework.on(side):
+            out, _ = cumla.compute_global_topk_indices_and_lens(*late)
+            kept = framework.put(np.zeros_like(values))
+            framework.copy(kept, out)
+            del out
+        with framework.on(other):
+            for _ in range(8):
+                zeros = framework.put(np.zeros((T, K), np.int32))
+                cumla.compute_global_topk_indices_and_lens(zeros, *late[1:])
+        with framework.on(side):
+            np.testing.assert_array_equal(framework.get(kept), values)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wrap", [pairs.VersionedProducer, pairs.UnversionedProducer, pairs.CudaInterface])
+def test_arrays_by_protocol_are_waited_for(wrap, rng):
+    """A torch tensor of a side stream, handed over by its protocol only, to CuPy's current stream."""
+    import cupy
+
+    framework, cupy_stream = Torch(), cupy.cuda.Stream(non_blocking=True)
+    rest = [cupy.asarray(x) if isinstance(x, np.ndarray) else x for x in arguments(rng)[1:]]
+    side = framework.stream()
+    late, values = produced_late(framework, side, rng)
+    with framework.on(side):  # where the protocols of torch say that the tensor is ready
+        array = wrap(late[0])
+        if wrap is pairs.CudaInterface:
+            array.__cuda_array_interface__ = {
+                **array.__cuda_array_interface__,
+                "version": 3,
+                "stream": side.cuda_stream,
+            }
+        with cupy_stream:
+            out, _ = cumla.compute_global_topk_indices_and_lens(array, *rest)
+            np.testing.assert_array_equal(out.get(stream=cupy_stream), values)
+
+
+@pytest.mark.gpu
+def test_numba_arrays_are_waited_for(rng):
+    import cupy
+    from numba import cuda
+
+    @cuda.jit("void(int32[:, :], int32[:, :], int64)")
+    def spin(target, source, milliseconds):
+        for _ in range(milliseconds):
+            cuda.nanosleep(1_000_000)
+        for i in range(target.shape[0]):
+            for j in range(target.shape[1]):
+                target[i, j] = source[i, j]
+
+    topk, *rest = arguments(rng)
+    side = cuda.stream()
+    array, fresh = cuda.to_device(np.zeros_like(topk), stream=side), cuda.to_device(topk, stream=side)
+    rest = [cupy.asarray(x) if isinstance(x, np.ndarray) else x for x in rest]
+    cumla.compute_global_topk_indices_and_lens(cupy.asarray(topk), *rest)  # compiles the kernel
+    synchronize()
+    spin[1, 1, side](array, fresh, 60)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        out, _ = cumla.compute_global_topk_indices_and_lens(array, *rest)
+        np.testing.assert_array_equal(out.get(stream=stream), topk)
+
+
+@pytest.mark.gpu
+class TestJax:
+    @staticmethod
+    def slowly(values):
+        """A JAX array that the device is still busy making."""
+        import jax
+
+        jnp = jax.numpy
+
+        @jax.jit
+        def late(x, busy):
+            busy = jax.lax.fori_loop(0, 200, lambda i, a: a @ a * 1e-3, busy)
+            return x + (busy.sum() * 0).astype(jnp.int32)
+
+        busy = jnp.zeros((4096, 4096), jnp.bfloat16)
+        late(jnp.zeros_like(values), busy).block_until_ready()
+        return late(jnp.asarray(values), busy)
+
+    def test_a_slow_producer(self, rng):
+        jax = pytest.importorskip("jax")
+        topk, *rest = arguments(rng)
+        rest = [jax.numpy.asarray(x) if isinstance(x, np.ndarray) else x for x in rest]
+        cumla.compute_global_topk_indices_and_lens(jax.numpy.asarray(topk), *rest)
+        out, _ = cumla.compute_global_topk_indices_and_lens(self.slowly(topk), *rest)
+        np.testing.assert_array_equal(np.asarray(out), topk)
+
+    def test_a_reader_of_late_results(self, rng):
+        """The op comes late on CuPy's stream; JAX waits for it."""
+        jax = pytest.importorskip("jax")
+        framework = CuPy()
+        topk, *rest = arguments(rng)
+        given = [jax.numpy.asarray(x) if isinstance(x, np.ndarray) else x for x in (topk, *rest)]
+        add = jax.jit(lambda x: x + 1)
+        add(cumla.compute_global_topk_indices_and_lens(*given)[0]).block_until_ready()
+        with framework.stream():
+            framework.spin()
+            out, _ = cumla.compute_global_topk_indices_and_lens(*given)
+            later = add(out)
+        np.testing.assert_array_equal(np.asarray(later), topk + 1)
+
+    def test_arguments_that_are_dropped_are_kept_until_they_were_read(self, rng):
+        """JAX may give the memory of a dropped array to its next one, while CuPy's stream has yet to read it."""
+        jax = pytest.importorskip("jax")
+        framework = CuPy()
+        topk, *rest = arguments(rng)
+        rest = [jax.numpy.asarray(x) if isinstance(x, np.ndarray) else x for x in rest]
+        out = [framework.put(np.zeros_like(topk)), framework.put(np.zeros(T, np.int32))]
+        array = jax.numpy.asarray(topk).block_until_ready()
+        side = framework.stream()
+        with side:
+            framework.spin()
+            cumla.compute_global_topk_indices_and_lens(array, *rest, out=out)
+            del array
+            for _ in range(50):
+                jax.numpy.zeros((T, K), np.int32).block_until_ready()
+            np.testing.assert_array_equal(framework.get(out[0]), topk)
+
+    def test_a_step_inside_jit_waits_and_is_waited_for(self, rng):
+        jax = pytest.importorskip("jax")
+        import cumla.interop.jax as ops
+
+        topk, *rest = arguments(rng)
+        rest = [jax.numpy.asarray(x) if isinstance(x, np.ndarray) else x for x in rest]
+
+        @jax.jit
+        def mapped(topk, requests, table, valid):
+            return ops.compute_global_topk_indices_and_lens(topk + 1, requests, table, 1, valid)[0] * 2
+
+        late = self.slowly(topk - 1)
+        out = mapped(late, rest[0], rest[1], rest[3])
+        np.testing.assert_array_equal(np.asarray(out), topk * 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["current", "stream="])
+def test_a_stream_that_is_being_captured(framework, how, rng):
+    """`stream=` is the way into a capture that was begun by hand."""
+    import cupy
+
+    topk, *rest = arguments(rng)
+    given = [framework.put(x) if isinstance(x, np.ndarray) else x for x in (topk, *rest)]
+    out = (framework.put(np.zeros_like(topk)), framework.put(np.zeros(T, np.int32)))
+    cumla.compute_global_topk_indices_and_lens(*given, out=out)
+    synchronize()
+    side = framework.stream()
+    stream = cupy.cuda.Stream.from_external(side)
+    stream.begin_capture()
+    with framework.on(side) if how == "current" else contextlib.nullcontext():
+        cumla.compute_global_topk_indices_and_lens(*given, out=out, stream=side if how == "stream=" else None)
+    graph = stream.end_capture()
+    for _ in range(3):
+        fresh = rng.integers(0, K, (T, K)).astype(np.int32)
+        framework.copy(given[0], framework.put(fresh))
+        synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        np.testing.assert_array_equal(framework.get(out[0]), fresh)
+
+
+@pytest.mark.gpu
+def test_allocation_in_a_capture_names_what_is_missing(framework, rng):
+    import cupy
+
+    topk, *rest = arguments(rng)
+    given = [framework.put(x) if isinstance(x, np.ndarray) else x for x in (topk, *rest)]
+    cumla.compute_global_topk_indices_and_lens(*given)
+    side = framework.stream()
+    stream = cupy.cuda.Stream.from_external(side)
+    stream.begin_capture()
+    try:
+        text = r"out\[0\] \(global_topk_indices\): got None while a CUDA graph is being captured, expected int32"
+        with framework.on(side), pytest.raises(ValueError, match=text):
+            cumla.compute_global_topk_indices_and_lens(*given)
+    finally:
+        stream.end_capture()

@@ -1,0 +1,193 @@
+"""The command line: what it prints and writes, and one line for what a user can mend."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+import cumla
+from cumla.__main__ import main
+from cumla.cli import check
+from cumla.cli.check_cases import EQUAL, Case
+
+TINY = [
+    "replay", "--backend", "cpu", "--requests", "2", "--max-len", "600", "--heads", "2", "--batch-tokens", "256",
+    "--window", "16", "--topk", "8",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def threads_as_they_are(monkeypatch):
+    """Numba's threading layer is for the whole process, and other tests' too."""
+    monkeypatch.setattr("cumla.cli.replay.share_cores", lambda: None)
+
+
+def error_line(capsys, argv, status=2):
+    assert main([str(arg) for arg in argv]) == status
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith("cumla: error: ")
+    return line
+
+
+def test_replay_writes_everything(tmp_path, capsys):
+    numbers, picture = tmp_path / "run.json", tmp_path / "run.png"
+    assert main([*TINY, "--json", str(numbers), "--plot", str(picture)]) == 0
+    out = capsys.readouterr().out
+    for text in ("prefill", "decode", "gather", "c128a", "prefix hits", "What FP8 costs"):
+        assert text in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    summary = json.loads(numbers.read_text())
+    assert summary["config"]["backend"] == "cpu"
+    assert summary["machine"]["versions"]["cumla"] == cumla.__version__
+    totals, steps = summary["totals"], summary["steps"]
+    assert totals["requests"] == 2
+    assert totals["steps"] == len(steps)
+    assert totals["prefill"]["tokens"] == sum(step["prefill_tokens"] for step in steps)
+    assert totals["prefill"]["tokens_per_second"] > 0
+    assert summary["verification"]["failures"] == []
+    assert summary["verification"]["samples"] == sum(len(step["samples"]) for step in steps) > 0
+    ops = {(row["layer"], row["op"]): row for row in summary["ops"]}
+    for layer in ("swa", "c4a", "c128a"):
+        for op in ("insert", "decode", "gather", "prefill"):
+            row = ops[layer, op]
+            assert row["gbps"] == pytest.approx(row["bytes"] / row["seconds"] / 1e9)
+    assert 0 < summary["cache"]["held_peak"] <= 1
+
+
+def test_replay_fails_beyond_bounds(monkeypatch, capsys):
+    monkeypatch.setattr("cumla.replay.verify.EXACT_BOUNDS", {"decode": (1e-9, 0, 1), "prefill": (1e-9, 0, 1)})
+    assert main([*TINY, "--layers", "swa", "--max-len", "60"]) == 1
+    out = capsys.readouterr().out
+    assert "beyond bounds: step 0, request" in out
+    assert "more" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        pytest.param([], "COMMAND", id="no-command"),
+        pytest.param(["replya"], "replya", id="unknown-command"),
+        pytest.param(["replay", "--head", "x"], "expected an integer from 1 to 128", id="no-number"),
+        pytest.param(["replay", "--heads", "129"], "expected an integer from 1 to 128", id="heads"),
+        pytest.param(["replay", "--requests", "0"], "from 1 up", id="no-requests"),
+        pytest.param(["replay", "--max-len", "1"], "from 2 up", id="max-len"),
+        pytest.param(["replay", "--seed", "-1"], "from 0 up", id="seed"),
+        pytest.param(["replay", "--layers", "swa,c5a"], "got 'c5a'", id="layers"),
+        pytest.param(["replay", "--layers", ""], "got ''", id="no-layers"),
+        pytest.param(["replay", "nowhere.jsonl"], "cannot read nowhere.jsonl: No such file", id="trace"),
+        pytest.param(["replay", "."], "cannot read .: Is a directory", id="folder-as-trace"),
+        pytest.param(["replay", "--requests", "301"], "the trace has 300", id="too-many-requests"),
+        pytest.param([*TINY, "--cache-tokens", "512"], "one request alone needs 768", id="cache"),
+        pytest.param([*TINY, "--cache-tokens", str(2**40)], "at most 2147483647", id="huge-cache"),
+        pytest.param([*TINY, "--json", "nowhere/run.json"], "there is no folder nowhere", id="json-folder"),
+        pytest.param([*TINY, "--json", "."], "is a folder", id="json-is-folder"),
+        pytest.param([*TINY, "--plot", "run.txt"], "ends in .png", id="plot-name"),
+        pytest.param([*TINY, "--backend", "cdua"], "cdua", id="backend"),
+        pytest.param(["check", "--backend", "reference"], "reference", id="check-reference"),
+    ],
+)
+def test_errors_are_one_line(capsys, argv, message):
+    assert message in error_line(capsys, argv)
+
+
+def test_malformed_trace(tmp_path, capsys):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0}\n')
+    assert "line 1: input_length is missing" in error_line(capsys, ["replay", trace])
+
+
+def test_unavailable_backend(monkeypatch, capsys):
+    def unavailable(name):
+        return "no CUDA device" if name == "cuda" else None
+
+    monkeypatch.setattr("cumla.dispatch.backends.unavailable", unavailable)
+    line = error_line(capsys, ["replay", "--backend", "cuda"])
+    assert "--backend cuda: no CUDA device; available: reference, cpu" in line
+
+
+def test_plot_needs_matplotlib(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'cumla[plot]'" in error_line(capsys, [*TINY, "--plot", "run.png"])
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_full_disk(capsys):
+    argv = [*TINY, "--layers", "swa", "--max-len", "40", "--json", "/dev/full"]
+    assert "cannot write /dev/full: No space left on device" in error_line(capsys, argv, status=1)
+
+
+def test_out_of_memory(monkeypatch, capsys):
+    def allocate(*args):
+        raise MemoryError
+
+    monkeypatch.setattr("cumla.cli.replay.warm_up", allocate)
+    assert "out of memory" in error_line(capsys, TINY, status=1)
+
+
+def test_interrupted(monkeypatch, capsys):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cumla.cli.replay.warm_up", interrupt)
+    assert main(TINY) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "cumla: interrupted"
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["replay", "--help"], ["check", "--help"], ["info", "--help"]])
+def test_help(capsys, argv):
+    with pytest.raises(SystemExit) as stopped:
+        main(argv)
+    assert stopped.value.code == 0
+    assert "usage: cumla" in capsys.readouterr().out
+
+
+def test_help_is_quick():
+    """Nothing heavy is imported before there is something to run."""
+    code = (
+        "import sys\nfrom cumla.__main__ import main\n"
+        "try: main(['replay', '--help'])\nexcept SystemExit: pass\n"
+        "heavy = {'numba', 'cupy', 'torch', 'jax', 'matplotlib'} & set(sys.modules)\nassert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_info(capsys):
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    for text in ("python", "numpy", cumla.__version__, "reference", "numba_cuda"):
+        assert text in out
+
+
+def test_info_says_how_to_install(monkeypatch, capsys):
+    monkeypatch.setattr("cumla.dispatch.backends._importable", lambda module: module not in ("cupy", "numba.cuda"))
+    monkeypatch.setattr("cumla.dispatch.backends.unavailable", cumla.dispatch.backends.unavailable.__wrapped__)
+    assert main(["info"]) == 0
+    assert "pip install 'cumla[cuda13]'" in " ".join(capsys.readouterr().out.split())
+
+
+def test_check(capsys):
+    assert main(["check", "--backend", "cpu", "--seed", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "all within bounds" in out
+    for name in cumla.__all__:
+        if name[0].islower():
+            assert name in out, f"{name} is not checked"
+
+
+def test_check_fails(monkeypatch):
+    wrong = Case("wrong", "", "sparse_cache", (EQUAL,), lambda bench: [bench.put([bench.backend == "cpu"])])
+    broken = Case("broken", "", "sparse_cache", (EQUAL,), lambda bench: 1 / (bench.backend == "reference") and [])
+    lacking = Case("lacking", "", "no_such_file", (EQUAL,), lambda bench: [])
+    monkeypatch.setattr(check, "CASES", (wrong, broken, lacking))
+    console = Console(width=120, record=True, quiet=True)
+    assert check.run(console, "cpu", 0) == 1
+    outcomes = [check.check_case(case, "cpu", 0) for case in check.CASES]
+    assert outcomes == [
+        check.Outcome(False, 1.0),
+        check.Outcome(False, None, "ZeroDivisionError: division by zero"),
+        check.Outcome(True, None),
+    ]

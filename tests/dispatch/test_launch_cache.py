@@ -1,0 +1,240 @@
+"""A call made again with other arrays does what it would have done the first time."""
+
+import types
+
+import numpy as np
+import pytest
+
+import cumla
+import emulation
+from cumla.dispatch.launch_cache import look_at, note
+from cumla.kernels.cuda.launch import Launch
+from support.attention import make_cache, make_indices, make_q
+from support.lab import BF16, Lab
+
+DEVICE = Lab("cuda", on_device=True)
+
+
+def on_paper(array):
+    """A CuPy array over host memory: nothing may be done with it, but it looks like any other."""
+    cupy = pytest.importorskip("cupy")
+    memory = cupy.cuda.UnownedMemory(array.ctypes.data, array.nbytes, array, 0)
+    return cupy.ndarray(array.shape, array.dtype, cupy.cuda.MemoryPointer(memory, 0), array.strides)
+
+
+def launched(*numbers):
+    """A launch all of whose arguments are addresses."""
+    kernel = types.SimpleNamespace(addresses=range(len(numbers)))
+    return Launch(kernel, (1, 1, 1), (1, 1, 1), 0, False, list(numbers))
+
+
+def test_a_list_looks_as_its_arrays_do():
+    a, b = (on_paper(np.zeros((4, 8), np.int32)) for _ in range(2))
+    assert look_at([a, b], 1) == look_at((b, a), 1)
+    assert look_at([a, b], 1) != look_at([a, b[:, :4]], 1)
+    assert look_at([a, np.zeros(3)], 1) is None
+
+
+@pytest.mark.skipif(emulation.unavailable() is not None, reason=str(emulation.unavailable()))
+def test_a_kernel_that_is_forced_is_not_that_of_a_note(rng, monkeypatch):
+    layout = cumla.V32_FP8
+    arrays = make_q(rng, 2, 1, 16, layout), make_cache(rng, layout, 2, 64), make_indices(rng, 2, 1, 9, 128)
+    with emulation.devices():
+        from cumla.kernels.cuda.sparse import kernels as sparse_kernels
+
+        taken, portable = [], sparse_kernels._portable
+        monkeypatch.setattr(sparse_kernels, "_portable", lambda *x: taken.append(x) or portable(*x))
+        put = Lab("cuda", on_device=True, emulated=True).put
+        results = {"out": put(np.zeros((2, 1, 16, 512), BF16)), "lse": put(np.zeros((2, 16, 1), np.float32))}
+        arguments, options = [put(array) for array in arrays], {**results, "plan": cumla.DecodePlan()}
+        for _ in range(2):  # the first makes the plan's memory
+            cumla.sparse_mla_decode(*arguments, **options)
+        assert not taken
+        with sparse_kernels.forced("portable"):
+            cumla.sparse_mla_decode(*arguments, **options)
+    assert taken
+
+
+class TestNote:
+    a, b, new = (np.zeros((4, 8), np.int32) for _ in range(3))
+
+    def test_addresses_are_those_of_arrays(self):
+        a, b = on_paper(self.a), on_paper(self.b)
+        known = note([launched(b.data.ptr, 0, a.data.ptr + 40)], [a, b], [], None)
+        assert [places for _, places in known.launches] == [[(0, 1, 0), (2, 0, 40)]]
+        assert (known.together, known.outputs, known.results, known.framework) == ([], [], None, "cupy")
+
+    def test_outputs(self):
+        a, new = on_paper(self.a), on_paper(self.new)
+        known = note([launched(new.data.ptr)], [a], [new], (new, a))
+        assert [places for _, places in known.launches] == [[(0, 1, 0)]]
+        assert known.outputs == [((4, 8), np.dtype(np.int32))]
+        assert known.results == [1, 0]
+
+    def test_arrays_that_share_memory_must_share_it_again(self):
+        whole = on_paper(self.a)
+        right = whole[:, 4:]
+        known = note([launched(right.data.ptr)], [whole, right], [], None)
+        start = whole.data.ptr
+        assert known.fits([start, start + 16])
+        assert known.fits([0, 16])
+        assert not known.fits([start, start + 32])
+
+    @pytest.mark.parametrize("what", ["nothing", "an address of its own", "another result"])
+    def test_what_cannot_be_made_again(self, what):
+        a, own = on_paper(self.a), on_paper(self.new)
+        launches = {"nothing": [], "an address of its own": [launched(own.data.ptr)]}
+        result = own if what == "another result" else None
+        assert note(launches.get(what, [launched(a.data.ptr)]), [a], [], result) is None
+
+
+def insert(array_of, rng, k=None, tokens=40, slots=np.int64, **options):
+    """One insert of fresh rows, and the pages that it made."""
+    k = rng.standard_normal((tokens, 512)).astype(BF16) if k is None else k
+    cache = np.full((8, 16, 584), 165, np.uint8)
+    slot_mapping = rng.permutation(128)[:tokens].astype(slots)
+    given = [array_of(x) for x in (k, cache, slot_mapping)]
+    cumla.quantize_and_insert_k_cache(*given, 16, **options)
+    expected = cache.copy()
+    cumla.quantize_and_insert_k_cache(k, expected, slot_mapping, 16, backend="reference")
+    return given[1], expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cuda", "numba_cuda"])
+def test_insert_again(rng, backend):
+    for tokens in (40, 40, 1, 40, 1):
+        for slots in (np.int64, np.int32):
+            got, expected = insert(DEVICE.put, rng, tokens=tokens, slots=slots, backend=backend)
+            np.testing.assert_array_equal(DEVICE.get(got), expected)
+
+
+@pytest.mark.gpu
+def test_rows_off_their_alignment(rng):
+    import cupy
+
+    for offset in (0, 8, 0, 1, 8):
+        k = cupy.zeros((40, 528), BF16)[:, offset : offset + 512]
+        k[:] = cupy.asarray(rng.standard_normal((40, 512)).astype(BF16))
+        got, expected = insert(lambda x, k=k: k if x.ndim == 2 else DEVICE.put(x), rng, k=k.get())
+        np.testing.assert_array_equal(DEVICE.get(got), expected)
+
+
+@pytest.mark.gpu
+def test_a_wrong_call_after_a_right_one(rng):
+    insert(DEVICE.put, rng)
+    insert(DEVICE.put, rng)
+    with pytest.raises(TypeError, match="slot_mapping: got dtype uint32"):
+        insert(DEVICE.put, rng, slots=np.uint32)
+    with pytest.raises(TypeError, match="block_size"):
+        cumla.quantize_and_insert_k_cache(*(DEVICE.put(x) for x in _arrays(rng)), 16.0)
+    with pytest.raises(TypeError, match="block_size"):
+        cumla.quantize_and_insert_k_cache(*(DEVICE.put(x) for x in _arrays(rng)), True)
+
+
+def _arrays(rng):
+    return rng.standard_normal((40, 512)).astype(BF16), np.zeros((8, 16, 584), np.uint8), np.arange(40)
+
+
+@pytest.mark.gpu
+def test_columns_of_one_array_and_arrays_of_their_own(rng):
+    """kv_c and k_pe often lie side by side in one array, but need not."""
+    for side_by_side in (True, True, False, True, False, False):
+        rows = rng.standard_normal((40, 576)).astype(BF16)
+        given = DEVICE.put(rows)
+        kv_c, k_pe = given[:, :512], given[:, 512:]
+        if not side_by_side:
+            other = DEVICE.put(rng.standard_normal((40, 576)).astype(BF16))
+            rows[:, 512:], k_pe = DEVICE.get(other)[:, 512:], other[:, 512:]
+        cache, slots = DEVICE.put(np.zeros((4, 16, 576), BF16)), rng.permutation(64)[:40]
+        cumla.concat_and_cache_mla(kv_c, k_pe, cache, DEVICE.put(slots))
+        np.testing.assert_array_equal(DEVICE.get(cache).reshape(64, 576)[slots].view(np.uint16), rows.view(np.uint16))
+
+
+def topk_case(rng):
+    table = rng.integers(0, 50, (3, 6)).astype(np.int32)
+    return (
+        rng.integers(-1, 48, (7, 5)).astype(np.int32),
+        rng.integers(0, 3, 7).astype(np.int32),
+        table,
+        8,
+        np.ones(7, bool),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("framework", ["cupy", "torch"])
+@pytest.mark.parametrize("given", [False, True])
+def test_results(rng, framework, given):
+    """New arrays or those given, in the framework of the arguments, on its current stream."""
+    put = DEVICE.put
+    if framework == "torch":
+        torch = pytest.importorskip("torch")
+
+        def put(x):
+            return torch.from_numpy(x).cuda()
+
+    earlier = []
+    for _ in range(4):
+        case = topk_case(rng)
+        want = cumla.compute_global_topk_indices_and_lens(*case, backend="reference")
+        arrays = [put(x) if isinstance(x, np.ndarray) else x for x in case]
+        out = [put(np.zeros_like(x)) for x in want] if given else None
+        got = cumla.compute_global_topk_indices_and_lens(*arrays, out=tuple(out) if given else None)
+        assert type(got[0]) is type(arrays[0])
+        assert not given or got[0] is out[0]
+        earlier.append((got, want))
+    for got, want in earlier:  # none was written again
+        for array, expected in zip(got, want, strict=True):
+            np.testing.assert_array_equal(array.cpu() if framework == "torch" else array.get(), expected)
+
+
+@pytest.mark.gpu
+def test_on_the_stream_of_its_caller(rng):
+    import cupy
+
+    case = [DEVICE.put(x) if isinstance(x, np.ndarray) else x for x in topk_case(rng)]
+    out = tuple(cupy.empty_like(x) for x in cumla.compute_global_topk_indices_and_lens(*case))
+    cumla.compute_global_topk_indices_and_lens(*case, out=out)
+    want = [x.get() for x in out]
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        cumla.compute_global_topk_indices_and_lens(*case, out=out)
+        with pytest.raises(ValueError, match="got None while a CUDA graph is being captured"):
+            cumla.compute_global_topk_indices_and_lens(*case)
+        graph = stream.end_capture()
+    for array in out:
+        array.fill(99)
+    cupy.cuda.Device().synchronize()
+    graph.launch(stream)
+    stream.synchronize()
+    for array, expected in zip(out, want, strict=True):
+        np.testing.assert_array_equal(array.get(), expected)
+
+
+@pytest.mark.gpu
+def test_from_many_threads(rng):
+    """Threads that never called the runtime, all launching at once."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    insert(DEVICE.put, rng)
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda seed: insert(DEVICE.put, np.random.default_rng(seed)), range(200)))
+    for got, expected in results:
+        np.testing.assert_array_equal(DEVICE.get(got), expected)
+
+
+@pytest.mark.gpu
+def test_copies_again(rng):
+    """Other caches and other pairs, the caches in a list."""
+    for _ in range(3):
+        caches = [rng.integers(0, 256, (6, 5, 7), np.uint8) for _ in range(2)]
+        pairs = np.stack([rng.permutation(3), 3 + rng.permutation(3)], axis=1)
+        on_device = [DEVICE.put(cache) for cache in caches]
+        cumla.copy_blocks(on_device, DEVICE.put(pairs))
+        cumla.copy_blocks(caches, pairs, backend="reference")
+        cumla.swap_blocks(on_device[0], on_device[1], DEVICE.put(pairs))
+        cumla.swap_blocks(caches[0], caches[1], pairs, backend="reference")
+        for got, expected in zip(on_device, caches, strict=True):
+            np.testing.assert_array_equal(DEVICE.get(got), expected)

@@ -1,0 +1,357 @@
+"""The dense MLA layer against the formula over every token's own K and V, in float64."""
+
+import contextlib
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from cumla.layers.dense import BlockQuantizedWeight, MLACommonImpl, dequantized
+from cumla.metadata import MLACommonMetadataBuilder, MLACommonState, MLAConfig, SequenceGroup
+from cumla.metadata.batch import CommonAttentionMetadata
+from support.bounds import assert_same_direction, assert_within
+from support.lab import BF16, to_float
+
+pytestmark = pytest.mark.attention
+
+HEADS, P, R, L, V = 3, 128, 64, 512, 128
+SCALE = 192**-0.5
+# The bounds are FlashMLA's, for exact K and V of its tests' size. The layer rounds K and V to 16 bits between
+# projection and attention, as every MLA does; with V of that size, 0.1, it stays within the bounds all the same.
+WEIGHT_STD = 0.1 * L**-0.5
+BLOCK = 8
+
+
+class Model:
+    """A layer, sequences of random rows in a paged cache, and what attention over them is."""
+
+    def __init__(self, lab, rng, seq_lens, query_lens, *, dtype=BF16, kv_cache_dtype="auto", k_scale=None, weight=None):
+        self.lab, self.seq_lens, self.query_lens, self.dtype = lab, seq_lens, query_lens, np.dtype(dtype)
+        self.k_scale, fp8 = k_scale, kv_cache_dtype != "auto"
+        if weight is None:
+            weight = (rng.standard_normal((HEADS * (P + V), L)) * WEIGHT_STD).astype(dtype)
+        self.impl = MLACommonImpl(
+            HEADS, 576, SCALE, kv_cache_dtype=kv_cache_dtype, kv_b_proj=place_weight(lab, weight), backend=lab.backend
+        )
+        self.impl.process_weights_after_loading(dtype)
+        values = dequantized(weight) if isinstance(weight, BlockQuantizedWeight) else weight
+        self.weight = to_float(np.asarray(values).astype(dtype)).reshape(HEADS, P + V, L)
+        columns = max(-(-max(seq_lens) // BLOCK), 1)
+        order = rng.permutation(len(seq_lens) * columns + 2)
+        self.table = order[: len(seq_lens) * columns].reshape(len(seq_lens), columns).astype(np.int32)
+        cache = np.full((len(order), BLOCK, 576), 0x7F if fp8 else np.nan, np.uint8 if fp8 else dtype)
+        self.rows = [rng.standard_normal((n, L + R)).astype(dtype) for n in seq_lens]
+        # What earlier steps left in the cache.
+        self.cached = [rows.copy() for rows in self.rows]
+        for table, rows, cached, new in zip(self.table, self.rows, self.cached, query_lens, strict=True):
+            stored = rows
+            if fp8:
+                import ml_dtypes
+
+                stored = (to_float(rows) / k_scale).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
+                cached[:] = (stored.astype(np.float32) * np.float32(k_scale)).astype(dtype)
+                stored = stored.view(np.uint8)
+            for position in range(len(rows) - new):
+                cache[table[position // BLOCK], position % BLOCK] = stored[position]
+        self.cache = lab.put(cache)
+        self.q = (4 * rng.standard_normal((sum(query_lens), HEADS, P + R))).astype(dtype)
+        nothing = np.empty((0, L + R), dtype)
+        new = np.concatenate([nothing, *(r[len(r) - n :] for r, n in zip(self.rows, query_lens, strict=True) if n)])
+        self.kv_c, self.k_pe = new[:, :L], new[:, L:]
+
+    def batch(self):
+        lab, lens = self.lab, np.array(self.seq_lens, np.int32)
+        query_lens = np.array(self.query_lens, np.int32)
+        starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+        positions = [(r, p) for r, (s, q) in enumerate(zip(lens, query_lens, strict=True)) for p in range(s - q, s)]
+        slots = np.array([self.table[r, p // BLOCK] * BLOCK + p % BLOCK for r, p in positions], np.int64)
+        return CommonAttentionMetadata(
+            lab.put(starts), starts, lab.put(lens), lens, lens - query_lens, len(lens), int(starts[-1]),
+            int(query_lens.max()), lab.put(self.table), lab.put(slots),
+        )  # fmt: skip
+
+    def metadata(self, workspace=None, **config):
+        config = MLAConfig(
+            **{
+                "block_size": BLOCK,
+                "max_num_batched_tokens": 4096,
+                "max_num_seqs": 512,
+                "max_model_len": 4096,
+                **config,
+            }
+        )
+        builder = MLACommonMetadataBuilder(config, backend=self.lab.backend)
+        if workspace is not None:
+            builder.context_chunk_workspace_size = workspace
+        metadata = builder.build(0, self.batch())
+        if metadata.context_chunk_seq_tot:
+            rows = self.lab.put(np.full((builder.context_chunk_workspace_size, 576), np.nan, self.dtype))
+            metadata.context_chunk_workspace = rows
+        return metadata
+
+    def forward(self, metadata, **more):
+        put = self.lab.put
+        return self.impl.forward(
+            put(self.q.reshape(len(self.q), -1)), put(self.kv_c), put(self.k_pe), self.cache, metadata,
+            k_scale=self.k_scale, **more,
+        )  # fmt: skip
+
+    def wanted(self, through_cache):
+        """through_cache: of each request, whether its new tokens are read from the cache, as decodes' are."""
+        w_uk, w_uv = self.weight[:, :P], self.weight[:, P:]
+        out, token = np.zeros((len(self.q), HEADS, V)), 0
+        for seq, (n, new) in enumerate(zip(self.seq_lens, self.query_lens, strict=True)):
+            rows = to_float(self.cached[seq])
+            if not through_cache[seq]:
+                rows[n - new :] = to_float(self.rows[seq][n - new :])
+            k = np.einsum("nl,hpl->nhp", rows[:, :L], w_uk)
+            k = np.concatenate([k, np.repeat(rows[:, None, L:], HEADS, axis=1)], axis=2)
+            v = np.einsum("nl,hvl->nhv", rows[:, :L], w_uv)
+            for position in range(n - new, n):
+                scores = SCALE * np.einsum("hd,nhd->hn", to_float(self.q[token]), k[: position + 1])
+                weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+                out[token] = np.einsum("hn,nhv->hv", weights / weights.sum(axis=1, keepdims=True), v[: position + 1])
+                token += 1
+        return out.reshape(len(out), HEADS * V)
+
+    def check(self, metadata, **more):
+        out = to_float(self.lab.get(self.forward(metadata, **more)))
+        want, n = self.wanted([r < metadata.num_decodes for r in range(len(self.seq_lens))]), metadata.num_decode_tokens
+        for name, part, bounds, cosine in (
+            ("decode", slice(n), (1e-3, 2.01 / 128), 5e-6),
+            ("prefill", slice(n, len(want)), (8e-4, 3.01 / 128), 7e-6),
+        ):
+            assert_within(name, out[part], want[part], *bounds)
+            assert_same_direction(name, out[part], want[part], cosine)
+        return out
+
+
+def place_weight(lab, weight):
+    if isinstance(weight, BlockQuantizedWeight):
+        return BlockQuantizedWeight(lab.put(weight.weight), lab.put(weight.scale), weight.block)
+    return lab.put(weight)
+
+
+BATCHES = [
+    pytest.param([40], [40], id="a-prompt"),
+    pytest.param([100], [1], id="a-decode"),
+    pytest.param([9, 40, 200, 1], [1, 1, 1, 1], id="decodes"),
+    pytest.param([20, 7, 33], [20, 7, 33], id="prompts"),
+    pytest.param([60, 80, 33, 200], [20, 80, 3, 64], id="ragged-contexts-and-none"),
+    pytest.param([9, 150, 75, 20, 90], [1, 1, 30, 20, 2], id="mixed"),
+    pytest.param([3] * 100 + [5] * 120, [1] * 100 + [3, 5] * 60, id="hundreds"),
+]
+
+
+@pytest.mark.parametrize(("seq_lens", "query_lens"), BATCHES)
+def test_forward(lab, rng, seq_lens, query_lens):
+    model = Model(lab, rng, seq_lens, query_lens)
+    model.check(model.metadata())
+
+
+@pytest.mark.parametrize("workspace", [24, 32, 64, 176, 1000])
+def test_context_in_chunks(lab, rng, workspace):
+    """Contexts of 136, 0, 40 and 1 tokens: in one chunk, in many, and in some whose workspace is exactly full."""
+    model = Model(lab, rng, [150, 10, 64, 9], [14, 10, 24, 8])
+    metadata = model.metadata(workspace)
+    share = workspace // 3 // BLOCK * BLOCK
+    assert len(metadata.context_chunk_seq_tot) == -(-136 // share)
+    model.check(metadata)
+
+
+def test_the_workspace_can_be_exactly_full(lab, rng):
+    model = Model(lab, rng, [150, 144], [22, 16])
+    metadata = model.metadata(64)
+    assert metadata.context_chunk_seq_tot == [64] * 4
+    assert len(metadata.context_chunk_workspace) == 64
+    model.check(metadata)
+
+
+@pytest.mark.parametrize(("chunked", "prefix"), [(True, False), (False, True)])
+def test_prefix_hits_with_and_without_chunked_prefill(lab, rng, chunked, prefix):
+    model = Model(lab, rng, [50, 48, 90], [1, 8, 26])
+    model.check(model.metadata(32, chunked_prefill_enabled=chunked, enable_prefix_caching=prefix))
+
+
+def test_memory_is_bounded_by_the_workspace(lab, rng):
+    """However long the context, what is projected at a time is a workspace of it."""
+    model = Model(lab, rng, [700], [4])
+    metadata = model.metadata(16)
+    ops = Counter()
+
+    def observe(op):
+        ops[op] += 1
+        return contextlib.nullcontext()
+
+    model.check(metadata, observe=observe)
+    chunks = -(-696 // 16)
+    assert ops == {
+        "insert": 1,
+        "prefill": 1,
+        "project": chunks + 1,
+        "gather": chunks,
+        "context": chunks,
+    }
+    assert model.impl._scratch["kv"].size == 16 * HEADS * (P + V)
+
+
+def test_float16(lab, rng):
+    model = Model(lab, rng, [9, 150, 75, 20], [1, 1, 30, 20], dtype=np.float16)
+    model.check(model.metadata(32, dtype="float16"))
+
+
+@pytest.mark.parametrize("in_array", [False, True])
+def test_fp8_cache(lab, rng, in_array):
+    model = Model(lab, rng, [9, 150, 75, 20], [1, 1, 30, 20], kv_cache_dtype="fp8", k_scale=2.0**-6)
+    if in_array:
+        model.k_scale = lab.put(np.array([2.0**-6], np.float32))
+    model.check(model.metadata(32))
+
+
+def test_decodes_of_several_tokens(lab, rng):
+    model = Model(lab, rng, [90, 3, 40, 33], [3, 3, 3, 2])
+    metadata = model.metadata(num_speculative_tokens=2)
+    assert (metadata.num_decode_tokens, metadata.num_prefill_tokens) == (9, 2)
+    model.check(metadata)
+
+
+def test_block_quantised_weight(lab, rng):
+    import ml_dtypes
+
+    weight = BlockQuantizedWeight(
+        rng.standard_normal((HEADS * (P + V), L)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8),
+        WEIGHT_STD * rng.uniform(0.5, 1.5, (HEADS * 2, L // 128)).astype(np.float32),
+    )
+    model = Model(lab, rng, [60, 33], [1, 20], weight=weight)
+    model.check(model.metadata())
+    np.testing.assert_array_equal(
+        dequantized(weight)[130:260:129, 127:129],
+        np.array(
+            [
+                [to_float(weight.weight.view(ml_dtypes.float8_e4m3fn))[r, c] * weight.scale[r // 128, c // 128]
+                 for c in (127, 128)] for r in (130, 259)
+            ], np.float32,
+        ),
+    )  # fmt: skip
+
+
+def test_rows_beyond_the_metadata_are_zero(lab, rng):
+    """A captured graph's batch is padded, its metadata may not be."""
+    model = Model(lab, rng, [9, 150, 40], [1, 1, 10])
+    metadata = model.metadata()
+    want = model.check(metadata)
+    padding = np.full((5, HEADS, P + R), np.nan, BF16)
+    model.q = np.concatenate([model.q, padding])
+    output = lab.put(np.full((17, HEADS * V), 7, BF16))
+    assert model.forward(metadata, output=output) is output
+    got = to_float(lab.get(output))
+    np.testing.assert_array_equal(got[:12], want)
+    assert not got[12:].any()
+
+
+def test_a_profile_run_has_no_cache(lab, rng):
+    model = Model(lab, rng, [20, 7], [20, 7])
+    model.cache = model.cache[:0]
+    model.check(model.metadata())
+
+
+@pytest.mark.gpu
+def test_decodes_in_a_captured_graph(rng):
+    import cupy
+
+    from support.lab import Lab
+
+    lab = Lab("cuda", on_device=True)
+    model = Model(lab, rng, [9, 150, 40], [1, 1, 1])
+    config = MLAConfig(block_size=BLOCK, max_num_batched_tokens=64, max_num_seqs=8, max_model_len=256)
+    state = MLACommonState(config)
+    with state.graph_capture(4, model.cache):
+        captured = state.graph_capture_get_metadata_for_batch(4)
+    q, kv_c, k_pe = (cupy.zeros((4, *x.shape[1:]), BF16) for x in (model.q, model.kv_c, model.k_pe))
+    output = cupy.empty((4, HEADS * V), BF16)
+    model.impl.forward(q, kv_c, k_pe, model.cache, captured, output)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        model.impl.forward(q, kv_c, k_pe, model.cache, captured, output)
+        graph = stream.end_capture()
+    for target, source in ((q, model.q), (kv_c, model.kv_c), (k_pe, model.k_pe)):
+        target[:3] = cupy.asarray(source)
+    metadata = model.metadata()
+    state.prepare_graph_input_buffers(state.get_graph_input_buffers(captured), metadata)
+    output.view(np.uint16)[:] = 1
+    graph.launch()
+    cupy.cuda.Device().synchronize()
+    got = to_float(output.get())
+    assert_within("decode", got[:3], model.wanted([True] * 3), 1e-3, 2.01 / 128)
+    assert not got[3].any()
+
+
+def test_the_state_brings_the_workspace(lab, rng):
+    model = Model(lab, rng, [50, 48], [1, 8])
+    config = MLAConfig(block_size=BLOCK, max_num_batched_tokens=64, max_num_seqs=8, max_model_len=256)
+    metadata = MLACommonMetadataBuilder(config, backend=lab.backend).build(0, model.batch())
+    with pytest.raises(ValueError, match="got no context_chunk_workspace"):
+        model.forward(metadata)
+    MLACommonState(config).begin_forward(SimpleNamespace(input_tokens=model.cache, attn_metadata=metadata))
+    model.check(metadata)
+
+
+def test_sequence_groups_of_an_engine_that_puts_prompts_first(lab, rng):
+    model = Model(lab, rng, [9, 40, 150, 20], [1, 1, 30, 20])
+    want = model.check(model.metadata())
+    order = [2, 3, 0, 1]  # the engine's
+    builder = MLACommonMetadataBuilder(
+        MLAConfig(block_size=BLOCK, max_num_batched_tokens=64, max_num_seqs=8, max_model_len=256), backend=lab.backend
+    )
+    for r in order:
+        length, query = model.seq_lens[r], model.query_lens[r]
+        builder.add_seq_group(
+            SequenceGroup(query > 1, [r], [length], [query], [length - query], {r: model.table[r].tolist()})
+        )
+    metadata, grouped = builder.build_groups(model.cache)
+    metadata.context_chunk_workspace = lab.put(np.empty((256, 576), BF16))
+    first = np.concatenate([[0], np.cumsum(model.query_lens)])
+    to_engine = np.concatenate([np.arange(first[r], first[r + 1]) for r in order])
+    engine_q, engine_kv_c, engine_k_pe = (x[to_engine] for x in (model.q, model.kv_c, model.k_pe))
+    model.q, model.kv_c, model.k_pe = (x[grouped.token_order] for x in (engine_q, engine_kv_c, engine_k_pe))
+    got = np.empty_like(want)
+    got[grouped.token_order] = to_float(lab.get(model.forward(metadata)))
+    np.testing.assert_array_equal(got, want[to_engine])
+
+
+def test_errors_name_the_argument(rng):
+    def impl(**changes):
+        weight = np.zeros((HEADS * (P + V), L), BF16)
+        return MLACommonImpl(**({"num_heads": HEADS, "head_size": 576, "scale": 1.0, "kv_b_proj": weight} | changes))
+
+    for changes, message in (
+        ({"head_size": 512}, "head_size: got 512, expected 576"),
+        ({"num_kv_heads": 2}, "num_kv_heads: got 2, expected 1"),
+        ({"kv_lora_rank": 256}, "kv_lora_rank: got 256"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype: got 'int4'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            impl(**changes)
+    with pytest.raises(ValueError, match=r"kv_b_proj: got shape \(4, 512\), expected \[768, 512\]"):
+        impl(kv_b_proj=np.zeros((4, 512), BF16)).process_weights_after_loading()
+    with pytest.raises(TypeError, match="act_dtype: got float64"):
+        impl().process_weights_after_loading(np.float64)
+    quantised = BlockQuantizedWeight(np.zeros((768, 512), np.uint8), np.zeros((6, 5), np.float32))
+    with pytest.raises(ValueError, match=r"kv_b_proj.scale: got shape \(6, 5\), expected \[6, 4\]"):
+        impl(kv_b_proj=quantised).process_weights_after_loading()
+    lab = SimpleNamespace(backend="reference", put=lambda x: x, get=lambda x: x)
+    model = Model(lab, rng, [9, 20], [1, 20])
+    metadata = model.metadata()
+    with pytest.raises(ValueError, match="kv_b_proj: not processed"):
+        impl().forward(model.q, model.kv_c, model.k_pe, model.cache, metadata)
+    for changes, message in (
+        ({"q": model.q[:20]}, "q: got 20 tokens, expected at least the metadata's 21"),
+        ({"q": model.q[..., :128]}, "q: got shape"),
+        ({"q": model.q.astype(np.float16)}, "q: got dtype float16, expected bfloat16"),
+        ({"output": np.zeros((21, 5), BF16)}, r"output: got bfloat16 \[21, 5\]"),
+    ):
+        arguments = {"q": model.q, "k_c_normed": model.kv_c, "k_pe": model.k_pe, "kv_cache": model.cache}
+        with pytest.raises((TypeError, ValueError), match=message):
+            model.impl.forward(**(arguments | {"attn_metadata": metadata} | changes))

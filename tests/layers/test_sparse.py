@@ -1,0 +1,168 @@
+"""One layer, one step, of mixed batches, against attention over everything a token may see."""
+
+import numpy as np
+import pytest
+
+import cumla
+from cumla.kernels.reference.sparse_attention import attend
+from cumla.layers.sparse import CompressedCache, LayerWorkspace, SparseMLALayer
+from cumla.metadata import DeepseekSparseSWAMetadataBuilder, ServingConfig
+from cumla.metadata.batch import CommonAttentionMetadata
+from support.bounds import assert_same_direction, assert_within
+from support.lab import BF16, to_float
+
+pytestmark = pytest.mark.attention
+
+WINDOW, BLOCK, COMPRESSED_BLOCK = 16, 8, 128
+
+
+class Pool:
+    """Sequences of random rows whose blocks lie anywhere in a cache."""
+
+    def __init__(self, rng, seq_lens, block_size):
+        self.block_size = block_size
+        columns = max(-(-max(seq_lens, default=0) // block_size), 1)
+        self.num_blocks = columns * max(len(seq_lens), 1) + 3
+        order = rng.permutation(self.num_blocks)[: columns * len(seq_lens)]
+        self.table = order.reshape(len(seq_lens), columns).astype(np.int32)
+        self.rows = [rng.standard_normal((n, 512)).astype(BF16) for n in seq_lens]
+
+    def slots(self, request, positions):
+        positions = np.asarray(positions, np.int64)
+        return self.table[request][positions // self.block_size].astype(np.int64) * self.block_size + (
+            positions % self.block_size
+        )
+
+
+def batch_of(lab, seq_lens, query_lens, pool):
+    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    lens = np.array(seq_lens, np.int32)
+    slots = np.concatenate(
+        [pool.slots(r, np.arange(s - q, s)) for r, (s, q) in enumerate(zip(seq_lens, query_lens, strict=True))]
+    )
+    return CommonAttentionMetadata(
+        lab.put(starts), starts, lab.put(lens), lens, lens - np.array(query_lens, np.int32), len(lens),
+        int(starts[-1]), max(query_lens), lab.put(pool.table), lab.put(slots),
+    )  # fmt: skip
+
+
+def dequantized(lab, rows):
+    """What the rows are once they have been through an FP8 cache."""
+    cache = cumla.DSV4_FP8.allocate(1, max(len(rows), 1))
+    cumla.quantize_and_insert_k_cache(rows, cache, np.arange(len(rows)), max(len(rows), 1), backend="reference")
+    out = np.zeros((1, len(rows), 512), BF16)
+    table, lens = np.zeros((1, 1), np.int32), np.array([len(rows)], np.int32)
+    cumla.dequantize_and_gather_k_cache(out, cache, lens, None, table, max(len(rows), 1), 0, backend="reference")
+    return to_float(out[0])
+
+
+@pytest.mark.parametrize("ratio", [1, 4, 128])
+@pytest.mark.parametrize(
+    ("seq_lens", "query_lens"),
+    [
+        pytest.param([5, 200, 33], [1, 1, 1], id="decodes"),
+        pytest.param([40, 300], [40, 7], id="prefills"),
+        pytest.param([150, 1, 2, 260, 19], [2, 1, 2, 30, 19], id="mixed-with-draft-tokens"),
+    ],
+)
+def test_step(lab, rng, ratio, seq_lens, query_lens):
+    heads, topk = 3, 8
+    config = ServingConfig(
+        window_size=WINDOW, compress_ratios=(ratio,), block_size=BLOCK, compressed_block_size=COMPRESSED_BLOCK,
+        num_speculative_tokens=1, max_num_batched_tokens=64, max_num_seqs=8, max_model_len=512, prefill_chunk_size=1,
+    )  # fmt: skip
+    pool = Pool(rng, seq_lens, BLOCK)
+    cache = lab.put(cumla.DSV4_FP8.allocate(pool.num_blocks, BLOCK))
+    compressed_lens = [s // ratio if ratio > 1 else 0 for s in seq_lens]
+    compressed_pool = Pool(rng, compressed_lens, COMPRESSED_BLOCK // ratio if ratio > 1 else 1)
+
+    # What earlier steps left in the caches; of the compressed rows this step completes the last one at most.
+    for r, (s, q) in enumerate(zip(seq_lens, query_lens, strict=True)):
+        insert(lab, pool, cache, r, np.arange(s - q))
+    batch = batch_of(lab, seq_lens, query_lens, pool)
+    builder = DeepseekSparseSWAMetadataBuilder(config, backend=lab.backend)
+    compressed, selected = None, None
+    tokens = sum(query_lens)
+    if ratio > 1:
+        compressed_cache = lab.put(cumla.DSV4_FP8.allocate(compressed_pool.num_blocks, compressed_pool.block_size))
+        for r, n in enumerate(compressed_lens):
+            insert(lab, compressed_pool, compressed_cache, r, np.arange(max(n - 1, 0)))
+        fresh = [r for r, n in enumerate(compressed_lens) if n]
+        new_rows = np.array([compressed_pool.rows[r][-1] for r in fresh]).reshape(-1, 512).astype(BF16)
+        new_slots = np.array([compressed_pool.slots(r, [compressed_lens[r] - 1])[0] for r in fresh], np.int64)
+        if ratio == 4:
+            selected = select(rng, seq_lens, query_lens, topk)
+        compressed = CompressedCache(
+            compressed_cache, lab.put(compressed_pool.table), lab.put(new_rows), lab.put(new_slots), lab.put(selected)
+        )
+    metadata = builder.build(0, batch, c128a_block_table=compressed and compressed.block_table)
+
+    sink = rng.standard_normal(heads).astype(np.float32)
+    layer = SparseMLALayer(ratio, index_topk=topk, attn_sink=lab.put(sink))
+    q = rng.standard_normal((tokens, heads, 512)).astype(BF16)
+    k = np.concatenate([pool.rows[r][s - n : s] for r, (s, n) in enumerate(zip(seq_lens, query_lens, strict=True))])
+    out = to_float(lab.get(layer.step(lab.put(q), lab.put(k), cache, metadata, compressed, backend=lab.backend)))
+
+    token = 0
+    for r, (s, n) in enumerate(zip(seq_lens, query_lens, strict=True)):
+        window_rows, compressed_rows = dequantized(lab, pool.rows[r]), dequantized(lab, compressed_pool.rows[r])
+        for position in range(s - n, s):
+            keys = window_rows[max(position - WINDOW + 1, 0) : position + 1]
+            if ratio > 1:
+                seen = np.arange((position + 1) // ratio) if selected is None else selected[token]
+                keys = np.concatenate([keys, compressed_rows[seen[seen >= 0]]])
+            want, _, _ = attend(to_float(q[token]), keys, sink, 512**-0.5)
+            assert_within(f"token {token}", out[token], want, 1e-3, 3.01 / 128)
+            assert_same_direction(f"token {token}", out[token], want, 7e-6)
+            token += 1
+
+
+def insert(lab, pool, cache, request, positions):
+    if len(positions):
+        cumla.quantize_and_insert_k_cache(
+            lab.put(pool.rows[request][positions]), cache, lab.put(pool.slots(request, positions)), pool.block_size,
+            backend=lab.backend,
+        )  # fmt: skip
+
+
+def select(rng, seq_lens, query_lens, topk):
+    """For each token a random choice of the compressed rows that exist at its position, padded with -1."""
+    rows = []
+    for s, n in zip(seq_lens, query_lens, strict=True):
+        for position in range(s - n, s):
+            chosen = rng.permutation((position + 1) // 4)[:topk]
+            rows.append(np.pad(chosen, (0, topk - len(chosen)), constant_values=-1))
+    return np.array(rows, np.int32)
+
+
+@pytest.mark.parametrize("ratio", [1, 4])
+def test_a_workspace_changes_no_bit(lab, rng, ratio):
+    seq_lens, heads, topk = [5, 40, 33], 3, 8
+    config = ServingConfig(
+        window_size=WINDOW, compress_ratios=(ratio,), block_size=BLOCK, compressed_block_size=COMPRESSED_BLOCK,
+        max_num_batched_tokens=64, max_num_seqs=8, max_model_len=512,
+    )  # fmt: skip
+    pool = Pool(rng, seq_lens, BLOCK)
+    cache = lab.put(cumla.DSV4_FP8.allocate(pool.num_blocks, BLOCK))
+    for r, s in enumerate(seq_lens):
+        insert(lab, pool, cache, r, np.arange(s - 1))
+    metadata = DeepseekSparseSWAMetadataBuilder(config, backend=lab.backend).build(
+        0, batch_of(lab, seq_lens, [1, 1, 1], pool)
+    )
+    compressed = None
+    if ratio == 4:
+        none = np.zeros((0, 512), BF16)
+        compressed = CompressedCache(
+            cache, lab.put(pool.table), lab.put(none), lab.put(np.zeros(0, np.int64)),
+            lab.put(select(rng, seq_lens, [1, 1, 1], topk)),
+        )  # fmt: skip
+    layer = SparseMLALayer(ratio, index_topk=topk)
+    q = lab.put(rng.standard_normal((3, heads, 512)).astype(BF16))
+    k = lab.put(np.stack([pool.rows[r][-1] for r in range(3)]))
+    want = layer.step(q, k, cache, metadata, compressed, backend=lab.backend)
+    workspace = LayerWorkspace.allocate(q, topk if ratio == 4 else 0)
+    got = layer.step(q, k, cache, metadata, compressed, workspace=workspace, backend=lab.backend)
+    assert lab.get(got).tobytes() == lab.get(want).tobytes()
+    if ratio == 4:
+        with pytest.raises(ValueError, match="workspace: got no topk_indices and topk_lens"):
+            layer.step(q, k, cache, metadata, compressed, workspace=LayerWorkspace.allocate(q), backend=lab.backend)

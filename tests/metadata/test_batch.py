@@ -1,0 +1,225 @@
+"""Batches: how they split, in which order requests stand, and what of them a chunk or a rank holds."""
+
+import types
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cumla.metadata import vllm_helpers
+from cumla.metadata.batch import (
+    CommonAttentionMetadata,
+    get_dcp_local_seq_lens,
+    split_decodes_and_prefills,
+)
+from cumla.metadata.vllm_helpers import (
+    PerLayerParameters,
+    get_kv_cache_layout,
+    get_per_layer_parameters,
+    infer_global_hyperparameters,
+    make_local_attention_virtual_batches,
+    reorder_batch_to_split_decodes_and_prefills,
+    set_kv_cache_layout,
+)
+from support import golden
+
+
+def batch_of(query_lens, seq_lens=None, **changes):
+    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    lens = np.array(query_lens if seq_lens is None else seq_lens, np.int32)
+    fields = {
+        "query_start_loc": starts,
+        "query_start_loc_cpu": starts,
+        "seq_lens": lens,
+        "seq_lens_cpu": lens,
+        "num_computed_tokens_cpu": lens - np.diff(starts),
+        "num_reqs": len(lens),
+        "num_actual_tokens": int(starts[-1]),
+        "max_query_len": int(np.max(query_lens, initial=0)),
+        "block_table_tensor": np.zeros((len(lens), 1), np.int32),
+        "slot_mapping": np.arange(starts[-1] + 2),
+    }
+    return CommonAttentionMetadata(**(fields | changes))
+
+
+def test_max_seq_len_is_taken_from_the_lengths():
+    assert batch_of([1, 2], [9, 4]).max_seq_len == 9
+    assert batch_of([]).max_seq_len == 0
+    assert batch_of([1], [9], max_seq_len=20).max_seq_len == 20
+
+
+def test_padding_of_the_slot_mapping():
+    batch = batch_of([1, 2])
+    assert batch.slot_mapping.tolist() == [0, 1, 2, 3, 4]  # constructing it changes nothing
+    batch.pad_slot_mapping()
+    assert batch.slot_mapping.tolist() == [0, 1, 2, -1, -1]
+
+
+@pytest.mark.parametrize("case", golden.metadata("split_decodes_and_prefills"))
+def test_golden_split(case):
+    given_, want = case
+    query_lens = np.diff(given_["query_start_loc"])
+    threshold = given_["decode_threshold"]
+    assert list(split_decodes_and_prefills(batch_of(query_lens), threshold)) == want["result"]
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "threshold", "uniform", "want"),
+    [
+        ([], 1, False, (0, 0, 0, 0)),
+        ([], 2, True, (0, 0, 0, 0)),
+        ([1, 1, 5], 1, False, (2, 1, 2, 5)),
+        ([1, 0, 5, 0, 0], 1, False, (2, 3, 1, 5)),
+        ([5, 6], 1, False, (0, 2, 0, 11)),
+        ([5, 6], 2, True, (0, 2, 0, 11)),
+        ([2, 2, 1, 5], 2, False, (3, 1, 5, 5)),
+        ([2, 2, 1, 5], 2, True, (2, 2, 4, 6)),
+        ([2, 2, 1], 2, True, (2, 1, 4, 1)),
+        ([2, 2, 0, 0], 2, True, (4, 0, 4, 0)),
+        ([1, 1, 0], 2, True, (3, 0, 2, 0)),
+        ([0, 0], 2, True, (2, 0, 0, 0)),
+    ],
+)
+def test_split(query_lens, threshold, uniform, want):
+    assert split_decodes_and_prefills(batch_of(query_lens), threshold, uniform) == want
+
+
+def test_padding_tokens_of_a_captured_size_are_the_decodes():
+    batch = batch_of([2, 2, 0, 0], num_actual_tokens=8)
+    assert split_decodes_and_prefills(batch, 2, require_uniform=True) == (4, 0, 8, 0)
+
+
+def test_split_wants_the_batchs_shapes():
+    with pytest.raises(ValueError, match=r"got shapes \(3,\) and \(2,\), expected \(2,\) and \(1,\)"):
+        split_decodes_and_prefills(batch_of([1, 2], num_reqs=1))
+
+
+class InputBatch:
+    """A persistent batch that counts its swaps."""
+
+    def __init__(self, lengths):
+        self.req_ids = list(range(len(lengths)))
+        self.scheduled = types.SimpleNamespace(num_scheduled_tokens=dict(enumerate(lengths)))
+        self.swaps = 0
+
+    def swap_states(self, i, j):
+        self.req_ids[i], self.req_ids[j] = self.req_ids[j], self.req_ids[i]
+        self.swaps += 1
+
+
+@pytest.mark.parametrize("case", golden.metadata("reorder_batch_to_split_decodes_and_prefills"))
+def test_golden_reorder(case):
+    given_, want = case
+    batch = InputBatch(given_["num_scheduled_tokens"])
+    modified = reorder_batch_to_split_decodes_and_prefills(batch, batch.scheduled, given_["decode_threshold"])
+    assert (batch.req_ids, modified) == (want["order"], want["modified"])
+
+
+@given(lengths=st.lists(st.integers(0, 6), max_size=20), threshold=st.integers(1, 4))
+def test_reorder_swaps_as_few_as_can_be(lengths, threshold):
+    batch = InputBatch(lengths)
+    modified = reorder_batch_to_split_decodes_and_prefills(batch, batch.scheduled, threshold)
+    is_prefill = [lengths[i] > threshold for i in batch.req_ids]
+    assert is_prefill == sorted(is_prefill)
+    assert sorted(batch.req_ids) == list(range(len(lengths)))
+    misplaced = sum(length > threshold for length in lengths[: is_prefill.count(False)])
+    assert batch.swaps == misplaced  # each swap can mend one prefill at the front at most
+    assert modified == (misplaced > 0)
+
+
+@pytest.mark.parametrize("case", golden.metadata("make_local_attention_virtual_batches"))
+def test_golden_local_attention(case):
+    given_, want = case
+    got = make_local_attention_virtual_batches(
+        given_["attn_chunk_size"], np.array(given_["query_start_loc"]), np.array(given_["seq_lens"]),
+        np.array(given_["block_table"]), given_["block_size"],
+    )  # fmt: skip
+    names = ("seqlens_q_local", "cu_seqlens_q_local", "seqlens_k_local", "block_table_local")
+    for name, value in zip(names, got, strict=True):
+        np.testing.assert_array_equal(value, want[name], err_msg=name)
+
+
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 30)), max_size=6),
+    block_size=st.integers(1, 4),
+    blocks=st.integers(1, 4),
+)
+def test_local_attention_sees_a_tokens_own_chunk(requests, block_size, blocks):
+    chunk = block_size * blocks
+    query_lens, seq_lens = [q for q, _ in requests], [q + context for q, context in requests]
+    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    columns = max(-(-max(seq_lens, default=0) // chunk), 1) * blocks
+    table = np.arange(len(requests) * columns, dtype=np.int32).reshape(-1, columns)
+    q_local, cu_q_local, k_local, table_local = make_local_attention_virtual_batches(
+        chunk, starts, np.array(seq_lens, np.int32), table, block_size
+    )
+    assert cu_q_local.tolist() == [0, *np.cumsum(q_local)]
+    got = []  # what each query token of each virtual request sees, as slots
+    for queries, keys, blocks_of in zip(q_local, k_local, table_local, strict=True):
+        slots = (blocks_of[:, None] * block_size + np.arange(block_size)).ravel()
+        got += [slots[: keys - queries + i + 1].tolist() for i in range(queries)]
+    want = []
+    for r, (q, s) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        for p in range(s - q, s):
+            seen = range(p // chunk * chunk, p + 1)
+            want.append([int(table[r, i // block_size]) * block_size + i % block_size for i in seen])
+    assert got == want
+
+
+def test_local_attention_errors():
+    starts, lens, table = np.array([0, 2]), np.array([4]), np.zeros((1, 4), np.int32)
+    for block_size in (0, 3):
+        with pytest.raises(ValueError, match=f"block_size: got {block_size}, expected a positive divisor of"):
+            make_local_attention_virtual_batches(4, starts, lens, table, block_size)
+    with pytest.raises(ValueError, match=r"block_table: got shape \(1, 0\), expected at least one column"):
+        make_local_attention_virtual_batches(4, starts, lens, table[:, :0], 2)
+
+
+@given(lens=st.lists(st.integers(0, 200), max_size=6), world=st.integers(1, 5), interleave=st.integers(1, 7))
+def test_dcp_lens_count_a_ranks_tokens(lens, world, interleave):
+    seq_lens = np.array(lens, np.int32)
+    owners = [[token // interleave % world for token in range(n)] for n in lens]
+    want = np.array([[owner.count(rank) for rank in range(world)] for owner in owners]).reshape(-1, world)
+    got = get_dcp_local_seq_lens(seq_lens, world, None, interleave)
+    assert got.dtype == np.int32
+    np.testing.assert_array_equal(got, want)
+    for rank in range(world):
+        np.testing.assert_array_equal(get_dcp_local_seq_lens(seq_lens, world, rank, interleave), want[:, rank])
+
+
+def test_dcp_errors():
+    with pytest.raises(ValueError, match="dcp_rank: got 2, expected 0 to 1"):
+        get_dcp_local_seq_lens(np.array([3]), 2, 2)
+    with pytest.raises(ValueError, match="dcp_world_size: got 0, expected at least 1"):
+        get_dcp_local_seq_lens(np.array([3]), 0)
+
+
+def layer(scale=0.5, **values):
+    return types.SimpleNamespace(impl=types.SimpleNamespace(scale=scale, **values))
+
+
+def test_per_layer_parameters():
+    layers = {"a": layer(), "b": layer(0.25, sliding_window=(127, 0), logits_soft_cap=30.0)}
+    got = get_per_layer_parameters(layers, types.SimpleNamespace)
+    assert got == {"a": PerLayerParameters(-1, None, 0.5), "b": PerLayerParameters(127, 30.0, 0.25)}
+    with pytest.raises(TypeError, match=r"layers\['a'\].impl: got SimpleNamespace, expected int"):
+        get_per_layer_parameters(layers, int)
+    with pytest.raises(ValueError, match=r"per_layer_params: 'b' has .* expected .* as 'a' has"):
+        infer_global_hyperparameters(got)
+    with pytest.raises(ValueError, match="per_layer_params: got no layers, expected at least one"):
+        infer_global_hyperparameters({})
+    assert infer_global_hyperparameters({"a": got["a"], "c": got["a"]}) == got["a"]
+
+
+def test_kv_cache_layout():
+    assert get_kv_cache_layout() == "NHD"
+    try:
+        set_kv_cache_layout("HND")
+        assert get_kv_cache_layout() == vllm_helpers._KV_CACHE_LAYOUT_OVERRIDE == "HND"
+        with pytest.raises(ValueError, match="cache_layout: got 'HNN', expected one of NHD, HND"):
+            set_kv_cache_layout("HNN")
+        assert get_kv_cache_layout() == "HND"
+    finally:
+        set_kv_cache_layout(None)
+    assert get_kv_cache_layout() == "NHD"

@@ -1,0 +1,305 @@
+"""Sparse attention on every backend and kernel, against the float64 reference."""
+
+import numpy as np
+import pytest
+
+import cumla
+from support.attention import Problem, make_cache, make_indices, make_q
+from support.bounds import assert_decode, assert_prefill
+from support.lab import BF16, Lab, to_float
+
+pytestmark = pytest.mark.attention
+
+FP8 = (cumla.DSV4_FP8, cumla.V32_FP8)
+LAYOUTS = (*FP8, cumla.MLA_BF16, cumla.DSV4_BF16)
+
+
+EXACT_EMULATED = {"test_one_cache", "test_two_caches_and_sink", "test_prefill"}
+
+
+@pytest.fixture(params=["chosen", "portable", "exact"])
+def kernel(request, lab):
+    """Every kernel of the cuda backend; the other backends have one."""
+    if request.param == "chosen" or lab.backend != "cuda":
+        if request.param != "chosen":
+            pytest.skip("only the cuda backend has several kernels")
+        yield "chosen"
+        return
+    if lab.emulated and request.param == "exact" and request.node.originalname not in EXACT_EMULATED:
+        pytest.skip("for a device: slow to emulate, and the other kernels call this one where they must")
+    from cumla.kernels.cuda.sparse import kernels as sparse_kernels
+
+    with sparse_kernels.forced(request.param):
+        yield request.param
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.name)
+@pytest.mark.parametrize("heads", [1, 8, 64, 100, 128])
+def test_one_cache(lab, kernel, rng, layout, heads):
+    if lab.emulated and heads not in (1, 100):
+        pytest.skip("for a device; 1 and 100 heads are one tile and two")
+    cache = make_cache(rng, layout, 9, 53)
+    Problem(
+        make_q(rng, 3, 2, heads, layout), cache, make_indices(rng, 3, 2, 150, 9 * 53), layout=layout,
+        topk_length=np.array([150, 0, 70], np.int32),
+    ).check(lab)  # fmt: skip
+
+
+@pytest.mark.parametrize(("block_size", "extra_block_size"), [(256, 64), (1, 2), (53, 576), (64, 1)])
+def test_two_caches_and_sink(lab, kernel, rng, block_size, extra_block_size):
+    layout = cumla.DSV4_FP8
+    pages, extra_pages = -(-700 // block_size), -(-900 // extra_block_size)
+    stride = layout.page_bytes(block_size) + 576
+    cache = make_cache(rng, layout, pages, block_size, stride)
+    extra = make_cache(rng, layout, extra_pages, extra_block_size)
+    lengths = rng.integers(-3, 300, (4, 2), dtype=np.int32)
+    lengths[1, 1] = 0
+    heads = 16 if lab.emulated else 64
+    Problem(
+        make_q(rng, 4, 2, heads, layout), cache, make_indices(rng, 4, 2, 128, pages * block_size), layout=layout,
+        topk_length=np.array([128, 5, 64, 0], np.int32), extra_k_cache=extra,
+        extra_indices=make_indices(rng, 4, 2, 200, extra_pages * extra_block_size), extra_topk_length=lengths,
+        attn_sink=np.linspace(-5, 5, heads, dtype=np.float32),
+    ).check(lab)  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", FP8, ids=lambda x: x.name)
+@pytest.mark.parametrize(
+    ("batch", "topk"), [(1, 1), (1, 64), (1, 4000), (2, 640), (3, 2000), (40, 200), (100, 2100), (300, 130)]
+)
+def test_work_is_shared_out(lab, rng, layout, batch, topk):
+    """From one long token, cut many times, to more tokens than there are multiprocessors."""
+    if lab.backend != "cuda":
+        pytest.skip("only the cuda backend shares a token's work out")
+    batch = min(batch, 40) if lab.emulated else batch  # the emulated device has few multiprocessors
+    cache = make_cache(rng, layout, 20, 64)
+    Problem(make_q(rng, batch, 1, 64, layout), cache, make_indices(rng, batch, 1, topk, 1280)).check(lab)
+
+
+def test_many_short_tokens(lab, kernel, rng):
+    """So much work in all that a share may begin anywhere in a tile of one block: the first one must not skip it."""
+    layout, batch = cumla.DSV4_FP8, 200
+    lengths = rng.integers(0, 65, batch, dtype=np.int32)
+    Problem(
+        make_q(rng, batch, 1, 8, layout), make_cache(rng, layout, 4, 64), make_indices(rng, batch, 1, 64, 256, 0.0),
+        topk_length=lengths,
+    ).check(lab)  # fmt: skip
+
+
+def test_uneven_lengths(lab, kernel, rng):
+    layout = cumla.DSV4_FP8
+    batch = 24 if kernel == "chosen" and lab.backend == "cuda" and not lab.emulated else 6
+    heads, longest = (66, 500) if lab.emulated else (128, 3000)
+    cache = make_cache(rng, layout, 30, 64)
+    lengths = np.minimum(rng.pareto(0.5, (batch, 2)) * 20, longest).astype(np.int32)
+    Problem(
+        make_q(rng, batch, 2, heads, layout), cache, make_indices(rng, batch, 2, longest, 1920, 0.0),
+        topk_length=lengths,
+    ).check(lab)  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [5, 3])
+def test_plan_for_other_lengths_is_only_slower(lab, rng, batch):
+    """With more tokens than the emulated device has multiprocessors, and with fewer."""
+    layout = cumla.DSV4_FP8
+    cache, plan = make_cache(rng, layout, 30, 64), cumla.DecodePlan()
+    q, indices = make_q(rng, batch, 1, 64, layout), make_indices(rng, batch, 1, 2000, 1920)
+    for lengths in ([2000] * 5, [0, 1, 64, 65, 2000], [1, 1, 1, 1, 1], [500, 1000, 1500, 2000, 3]):
+        Problem(q, cache, indices, topk_length=np.array(lengths[-batch:], np.int32)).check(lab, plan=plan)
+    plan.renew()
+    Problem(q, cache, indices, topk_length=np.array([7, 2000, 0, 5, 9][:batch], np.int32)).check(lab, plan=plan)
+
+
+def test_the_same_bits_every_time_and_in_every_batch(lab, kernel, rng):
+    layout, heads = cumla.DSV4_FP8, 8 if lab.emulated else 64
+    cache, q = make_cache(rng, layout, 30, 64), make_q(rng, 3, 2, heads, layout)
+    indices, lengths = make_indices(rng, 3, 2, 700, 1920), np.array([700, 300, 650], np.int32)
+    for options in ({}, {"batch_invariant": True}):
+        first = Problem(q, cache, indices, topk_length=lengths, **options).on(lab)
+        again = Problem(q, cache, indices, topk_length=lengths, **options).on(lab)
+        for x, y in zip(first, again, strict=True):
+            np.testing.assert_array_equal(lab.get(x).view(np.uint8), lab.get(y).view(np.uint8))
+    for b in range(3):  # with the last options: alone
+        alone = Problem(q[b : b + 1], cache, indices[b : b + 1], topk_length=lengths[b : b + 1], **options).on(lab)
+        for x, y in zip(first, alone, strict=True):
+            np.testing.assert_array_equal(lab.get(x)[b : b + 1].view(np.uint8), lab.get(y).view(np.uint8))
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-5, 30.0, 1e6, 1e30])
+def test_q_of_any_size(lab, kernel, rng, size):
+    layout = cumla.DSV4_FP8
+    cache, q = make_cache(rng, layout, 4, 64), make_q(rng, 2, 1, 8, layout)
+    q[1] = (q[1].astype(np.float64) * size).astype(BF16)  # the other token stays ordinary
+    Problem(q, cache, make_indices(rng, 2, 1, 100, 256), softmax_scale=0.04 / max(size, 1)).check(lab)
+
+
+@pytest.mark.parametrize("size", [2.0**-20, 2.0**-40])
+def test_small_q_may_decide(lab, kernel, rng, size):
+    """Where the scale makes up for it, bits that float16 lacks count."""
+    layout = cumla.DSV4_FP8
+    q = make_q(rng, 2, 1, 8, layout, size)
+    Problem(q, make_cache(rng, layout, 4, 64), make_indices(rng, 2, 1, 100, 256), softmax_scale=0.04 / size).check(lab)
+
+
+def test_large_q_may_bring_every_score_down(lab, kernel, rng):
+    """To minus infinity in float16, as if no token were there; one that is not would make NaN, so all are."""
+    layout = cumla.DSV4_FP8
+    cache, q = make_cache(rng, layout, 4, 64), make_q(rng, 2, 1, 8, layout)
+    rows = cache.reshape(4, -1)[:, : 64 * layout.row_bytes].reshape(4, 64, layout.row_bytes)
+    rows[..., 7], q[..., 7] = 0xB8, 2.0**17  # e4m3's -1
+    Problem(q, cache, make_indices(rng, 2, 1, 128, 256, 0.0), softmax_scale=4 / 2.0**17).check(lab)
+
+
+def test_rope_of_any_size_in_results(lab, kernel, rng):
+    layout, size = cumla.DSV4_FP8, 2.0**20
+    cache, q = make_cache(rng, layout, 4, 64), make_q(rng, 2, 1, 8, layout)
+    rows = cache.reshape(4, -1)[:, : 64 * layout.row_bytes].reshape(4, 64, layout.row_bytes)
+    rows[..., layout.rope_offset :].view(BF16)[..., 5] = (size * rng.standard_normal((4, 64))).astype(BF16)
+    q[..., layout.quantized_dim + 5] = 0  # the scores are ordinary
+    Problem(q, cache, make_indices(rng, 2, 1, 100, 256)).check(lab, size=size)
+
+
+@pytest.mark.parametrize("byte", [0, 1, 100, 104, 105, 112, 126, 127, 135, 143, 200, 254])
+def test_every_scale_byte(lab, kernel, rng, byte):
+    layout = cumla.DSV4_FP8
+    cache = make_cache(rng, layout, 4, 64)
+    for page in (2, 3):  # the first token attends to pages 0 and 1 alone
+        cache[page].reshape(-1)[layout.scale_start(64) + 3 :: layout.scale_stride] = byte
+    indices = make_indices(rng, 2, 1, 100, 256)
+    indices[0] = np.where(indices[0] < 128, indices[0], -1)
+    factor = 2.0 ** min(0, 125 - byte)
+    q = make_q(rng, 2, 1, 16, layout)
+    q[1] = (q[1].astype(np.float64) * factor).astype(BF16)
+    Problem(q, cache, indices).check(lab, size=448.0 * 2.0 ** (byte - 127) / 8)
+
+
+def test_float32_scales(lab, kernel, rng):
+    layout = cumla.V32_FP8
+    for smallest, largest in ((-6, 0), (-20, 10), (-120, -100), (60, 100)):
+        cache = make_cache(rng, layout, 4, 64)
+        scales = np.exp2(rng.uniform(smallest, largest, (4, 64, 4))).astype(np.float32)
+        cache[:, :, 512:528] = scales.view(np.uint8)
+        q = make_q(rng, 2, 1, 16, layout, 8 / 448 * 2.0**-largest)  # so that scores are ordinary
+        Problem(q, cache, make_indices(rng, 2, 1, 100, 256)).check(lab, size=448.0 * 2.0**largest / 8)
+
+
+@pytest.mark.parametrize("layout", FP8, ids=lambda x: x.name)
+def test_small_scales_may_decide(lab, kernel, rng, layout):
+    """Scales that float16 lacks: with a large q the keys under them make all the difference."""
+    cache = make_cache(rng, layout, 4, 64, spread=0)
+    for page in cache:
+        if layout is cumla.DSV4_FP8:
+            for i in range(layout.num_scales):
+                page.reshape(-1)[layout.scale_start(64) + i :: layout.scale_stride] = 100  # 2^-27
+        else:
+            scales = page[:, layout.scale_start(64) :][:, : 4 * layout.num_scales]
+            scales[...] = np.full((64, layout.num_scales), 1.3 * 2.0**-27, np.float32).view(np.uint8)
+    q = make_q(rng, 2, 1, 16, layout, size=2.0**14)
+    q[..., -64:] = 0  # of RoPE, which has no scales
+    Problem(q, cache, make_indices(rng, 2, 1, 100, 256), softmax_scale=4.0).check(lab)
+
+
+def test_nan_stays_with_its_token(lab, kernel, rng):
+    layout = cumla.DSV4_FP8
+    cache = make_cache(rng, layout, 4, 64)
+    page = cache[2].reshape(-1)
+    page[5] = 0x7F  # a quantised value of slot 128, and a RoPE value of slot 129
+    page[layout.row_bytes + layout.rope_offset + 6 :][:2] = np.array([np.nan], BF16).view(np.uint8)
+    q, indices = make_q(rng, 4, 1, 16, layout), make_indices(rng, 4, 1, 90, 128, 0.0)
+    indices[1, 0, 7], indices[2, 0, 80] = 128, 129
+    q[3, 0, 4, 100] = np.nan
+    out, lse = Problem(q, cache, indices).on(lab)
+    out, lse = to_float(lab.get(out)), lab.get(lse)
+    assert np.isfinite(out[0]).all()
+    assert np.isnan(out[1]).all()
+    assert np.isnan(lse[1:3]).all()
+    assert np.isnan(out[3, 0, 4]).all()
+    assert np.isfinite(out[3, 0, :4]).all()
+    want, _ = Problem(q[:1], cache, indices[:1]).on(Lab("reference", False))
+    np.testing.assert_allclose(out[:1], to_float(want), atol=1e-3, rtol=2.01 / 128)
+
+
+def test_rows_not_attended_may_be_anything(lab, kernel, rng):
+    layout = cumla.DSV4_FP8
+    cache = make_cache(rng, layout, 4, 64)
+    cache[3] = 0xFF
+    indices = make_indices(rng, 2, 2, 300, 192, 0.0)
+    indices[1, 1] = -1
+    indices[0, 1, :200] = -1  # leading blocks without any token
+    out, lse = Problem(make_q(rng, 2, 2, 32, layout), cache, indices).check(lab)
+    assert not to_float(out[1, 1]).any()
+    assert np.isposinf(lse[1, :, 1]).all()
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, 3.0])
+def test_any_softmax_scale(lab, kernel, rng, scale):
+    layout = cumla.DSV4_FP8
+    cache = make_cache(rng, layout, 4, 64)
+    Problem(make_q(rng, 2, 1, 16, layout), cache, make_indices(rng, 2, 1, 200, 256), softmax_scale=scale).check(lab)
+
+
+def test_strided_arguments(lab, kernel, rng):
+    layout = cumla.V32_FP8
+    cache = make_cache(rng, layout, 4, 64)
+    q = np.zeros((3, 4, 70, 576 + 64), BF16)
+    q[:, ::2, 3:67, :576] = make_q(rng, 3, 2, 64, layout)
+    indices = np.zeros((6, 2, 300), np.int32)
+    indices[::2, :, 4:104] = make_indices(rng, 3, 2, 100, 256)
+    out, lse = np.full((3, 2, 66, 520), 7, BF16), np.full((3, 70, 4), 7, np.float32)
+    out, lse = lab.put(out), lab.put(lse)
+    q, cache, indices = lab.put(q), lab.put(cache), lab.put(indices)
+    arguments = q[:, ::2, 3:67, :576], cache, indices[::2, :, 4:104]
+    reference = Lab("reference", False)
+    want_out, want_lse = cumla.sparse_mla_decode(*(lab.get(x) for x in arguments), backend="reference")
+    cumla.sparse_mla_decode(*arguments, out=out[:, :, :64, :512], lse=lse[:, :64, :2], backend=lab.backend)
+    out, lse = reference.get(lab.get(out)), lab.get(lse)
+    assert_decode(to_float(out[:, :, :64, :512]), lse[:, :64, :2], to_float(want_out), want_lse)
+    assert (out[:, :, 64:] == 7).all()
+    assert (out[..., 512:] == 7).all()
+    assert (lse[:, 64:] == 7).all()
+    assert (lse[..., 2:] == 7).all()
+
+
+@pytest.mark.parametrize(("width", "heads", "topk"), [(512, 64, 200), (576, 128, 64), (512, 3, 700), (576, 16, 1)])
+def test_prefill(lab, kernel, rng, width, heads, topk):
+    kv = rng.standard_normal((400, width)).astype(BF16)
+    q = rng.standard_normal((5, heads, width)).astype(BF16)
+    indices = make_indices(rng, 5, 1, topk, 400)[:, 0]
+    indices[3] = -1
+    lengths = np.array([topk, topk // 2, 0, topk, 1], np.int32)
+    sink = np.linspace(-3, 3, heads, dtype=np.float32)
+    options = {"topk_length": lengths, "attn_sink": sink}
+    want = cumla.sparse_mla_prefill(q, kv, indices, **options, backend="reference")
+    options = {name: lab.put(x) for name, x in options.items()}
+    got = cumla.sparse_mla_prefill(lab.put(q), lab.put(kv), lab.put(indices), **options, backend=lab.backend)
+    got = [lab.get(x) for x in got]
+    assert_prefill(to_float(got[0]), got[1], got[2], to_float(want[0]), want[1], want[2])
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-7, 1e-3, 1e6, 1e30])
+def test_prefill_of_rows_of_any_size(lab, kernel, rng, size):
+    """The first token attends to ordinary rows, the second to large or small ones; max_logits and lse stay right."""
+    kv = rng.standard_normal((200, 512))
+    kv[100:] *= size
+    kv, q = kv.astype(BF16), rng.standard_normal((2, 20, 512)).astype(BF16)
+    q[1] = (q[1].astype(np.float64) / max(size, 1)).astype(BF16)
+    indices = rng.integers(0, 100, (2, 150), dtype=np.int32) + np.array([[0], [100]], np.int32)
+    want = cumla.sparse_mla_prefill(q, kv, indices, backend="reference")
+    got = cumla.sparse_mla_prefill(lab.put(q), lab.put(kv), lab.put(indices), backend=lab.backend)
+    got = [lab.get(x) for x in got]
+    for token, scale in ((0, 1.0), (1, size)):
+        out, expected = to_float(got[0])[token] / scale, to_float(want[0])[token] / scale
+        assert_prefill(out, got[1][token], got[2][token], expected, want[1][token], want[2][token])
+
+
+def test_nan_in_prefill_stays_with_its_token(lab, kernel, rng):
+    kv, q = rng.standard_normal((200, 512)).astype(BF16), rng.standard_normal((3, 20, 512)).astype(BF16)
+    kv[150, 9] = np.nan
+    indices = rng.integers(0, 150, (3, 100), dtype=np.int32)
+    indices[1, 40] = 150
+    got = cumla.sparse_mla_prefill(lab.put(q), lab.put(kv), lab.put(indices), backend=lab.backend)
+    want = cumla.sparse_mla_prefill(q[::2], kv, indices[::2], backend="reference")
+    out, max_logits, lse = (lab.get(x) for x in got)
+    assert np.isnan(to_float(out)[1]).all()
+    assert np.isnan(lse[1]).all()
+    assert_prefill(to_float(out)[::2], max_logits[::2], lse[::2], to_float(want[0]), want[1], want[2])
