@@ -123,9 +123,9 @@ def test_step(lab):
             return
         rng = np.random.default_rng(seed)
         rows = {
-            "token_to_req_indices": (tokens,), "is_valid_token": (tokens,), "swa_indices": (tokens, window),
-            "swa_lens": (tokens,), "prefill_gather_lens": (requests,), "c128a_indices": (tokens, width),
-            "c128a_lens": (tokens,),
+            "token_to_req_indices": (tokens,), "is_valid_token": (tokens,), "positions": (tokens,),
+            "swa_indices": (tokens, window), "swa_lens": (tokens,), "prefill_gather_lens": (requests,),
+            "c128a_indices": (tokens, width), "c128a_lens": (tokens,),
         }  # fmt: skip
         buffers = {
             name: Guarded(lab, np.zeros(shape, np.bool_ if name == "is_valid_token" else np.int32))

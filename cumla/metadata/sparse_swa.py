@@ -26,6 +26,7 @@ class DeepseekSparseSWAMetadata:
     block_size                tokens of a page of the window cache
     is_valid_token            [slots] bool, False where slot_mapping is negative
     token_to_req_indices      [slots] int32, 0 for padding
+    positions                 [slots] int32, of the token in its sequence, -1 for padding
     decode_swa_indices        [num_decode_tokens, 1, window] int32 slots, -1 after the length
     decode_swa_lens           [num_decode_tokens] int32, 0 for padding
     prefill_swa_indices       [num_prefill_tokens, window] int32 slots, for prefill straight from the pages
@@ -50,6 +51,7 @@ class DeepseekSparseSWAMetadata:
     query_start_loc_cpu: Any
     is_valid_token: Any
     token_to_req_indices: Any
+    positions: Any
     decode_swa_indices: Any
     decode_swa_lens: Any
     prefill_swa_indices: Any
@@ -246,6 +248,7 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
         self._buffers = SwaBuffers(
             token_to_req_indices=xp.zeros(tokens, np.int32),
             is_valid_token=xp.zeros(tokens, np.bool_),
+            positions=xp.full(tokens, -1, np.int32),
             swa_indices=xp.full((tokens, config.window_size), -1, np.int32),
             swa_lens=xp.zeros(tokens, np.int32),
             prefill_gather_lens=xp.zeros(config.max_num_seqs, np.int32),
@@ -261,6 +264,7 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
         views = {
             "is_valid_token": buffers.is_valid_token[:rows],
             "token_to_req_indices": buffers.token_to_req_indices[:rows],
+            "positions": buffers.positions[:rows],
             "decode_swa_indices": buffers.swa_indices[decodes, None],
             "decode_swa_lens": buffers.swa_lens[decodes],
             "prefill_swa_indices": buffers.swa_indices[prefills],

@@ -82,6 +82,8 @@ def compute_global_topk_indices_and_lens(
     is_valid_token: Any,
     *,
     compact: bool = False,
+    positions: Any | None = None,
+    compress_ratio: int = 1,
     out: tuple[Any, Any] | None = None,
     backend: str | None = None,
     stream: Any = None,
@@ -94,20 +96,27 @@ def compute_global_topk_indices_and_lens(
     is_valid_token        [>= T] bool; a padding token's length is 0 (its indices are mapped all the same)
     compact               move what is present to the left of each row, in order, so that a reader may
                           stop at the length; False leaves every entry in its place, as vLLM 0.26 does
+    positions             [>= T] int32, of each token in its sequence: if they are given, a token sees only rows that
+                          are complete there, those below (position + 1) // compress_ratio; other entries are absent
+    compress_ratio        positions of a row
     out                   (global_topk_indices, topk_lens) to write instead of allocating
 
     Returns global_topk_indices [T, K] int32 and topk_lens [T] int32.
     Source: vLLM compute_global_topk_indices_and_lens; compaction and bounds as in its later releases.
     """
-    check_integers(1, block_size=block_size)
+    check_integers(1, block_size=block_size, compress_ratio=compress_ratio)
     call = Call(backend, stream)
     topk_indices = call.array("topk_indices", topk_indices, INT32, ("T", "K"))
     token_to_req_indices = call.array("token_to_req_indices", token_to_req_indices, INT32, (-1,))
     block_table = call.array("block_table", block_table, INT32, (-1, -1))
     is_valid_token = call.array("is_valid_token", is_valid_token, BOOL, (-1,))
     num_tokens, topk = topk_indices.shape
-    check_covers("token_to_req_indices", token_to_req_indices, num_tokens)
-    check_covers("is_valid_token", is_valid_token, num_tokens)
+    positions = call.optional("positions", positions, INT32, (-1,))
+    for name, array in (
+        ("token_to_req_indices", token_to_req_indices), ("is_valid_token", is_valid_token), ("positions", positions)
+    ):  # fmt: skip
+        if array is not None:
+            check_covers(name, array, num_tokens)
     given = pair("out", out)
     global_topk_indices = call.output("out[0] (global_topk_indices)", given[0], INT32, (num_tokens, topk))
     topk_lens = call.output("out[1] (topk_lens)", given[1], INT32, (num_tokens,))
@@ -120,6 +129,8 @@ def compute_global_topk_indices_and_lens(
                 block_size,
                 is_valid_token,
                 bool(compact),
+                positions,
+                compress_ratio,
                 global_topk_indices,
                 topk_lens,
             )
@@ -138,6 +149,7 @@ def combine_topk_swa_indices(
     M: int,
     N: int,
     *,
+    compact: bool = False,
     out: tuple[Any, Any] | None = None,
     backend: str | None = None,
     stream: Any = None,
@@ -152,9 +164,12 @@ def combine_topk_swa_indices(
     seq_lens         [R] int32
     gather_lens      [R] int32
     topk             entries of topk_indices to use at most; 0 for a layer that has only the window
+    compact          take what is present wherever it stands among the first topk entries, which is what names a row
+                     that is complete at the token's position, one below (position + 1) // compress_ratio; False takes
+                     the first min((position + 1) // compress_ratio, topk) entries as they are
 
-    Returns combined_indices [T, pad128(topk + window_size)] int32 and combined_lens [T] int32:
-    min((position + 1) // compress_ratio, topk) entries of top-k, then min(position + 1, window_size).
+    Returns combined_indices [T, pad128(topk + window_size)] int32 and combined_lens [T] int32: the entries of top-k,
+    then min(position + 1, window_size) of the window.
     Source: vLLM combine_topk_swa_indices.
     """
     check_integers(1, window_size=window_size, compress_ratio=compress_ratio, M=M)
@@ -186,6 +201,7 @@ def combine_topk_swa_indices(
                 topk,
                 M,
                 N,
+                bool(compact),
                 combined_indices,
                 combined_lens,
             )

@@ -10,6 +10,8 @@ from .rows import lookup_slot
 
 token_position = njit(cache=True)(slots.token_position)
 to_span = njit(cache=True)(slots.to_span)
+complete_rows = njit(cache=True)(slots.complete_rows)
+NO_VECTOR = np.empty(0, np.int32)
 
 
 @njit(parallel=True, cache=True)
@@ -47,7 +49,6 @@ def write_window(block_table, request, position, block_size, block_span, row):
     return count
 
 
-@njit(parallel=True, cache=True)
 def compute_global_topk_indices_and_lens(
     topk_indices,
     token_to_req_indices,
@@ -55,14 +56,45 @@ def compute_global_topk_indices_and_lens(
     block_size,
     is_valid_token,
     compact,
+    positions,
+    compress_ratio,
+    global_topk_indices,
+    topk_lens,
+):
+    _map_topk(
+        topk_indices,
+        token_to_req_indices,
+        block_table,
+        block_size,
+        is_valid_token,
+        compact,
+        NO_VECTOR if positions is None else positions,
+        compress_ratio,
+        global_topk_indices,
+        topk_lens,
+    )
+
+
+@njit(parallel=True, cache=True)
+def _map_topk(
+    topk_indices,
+    token_to_req_indices,
+    block_table,
+    block_size,
+    is_valid_token,
+    compact,
+    positions,
+    compress_ratio,
     global_topk_indices,
     topk_lens,
 ):
     for token in prange(len(topk_indices)):
         request = token_to_req_indices[token]
+        complete = complete_rows(positions, token, compress_ratio)
         count = 0
         for j in range(topk_indices.shape[1]):
-            slot = lookup_slot(block_table, request, np.int64(topk_indices[token, j]), block_size)
+            local = np.int64(topk_indices[token, j])
+            slot = lookup_slot(block_table, request, local, block_size) if local < complete else -1
             if compact:
                 global_topk_indices[token, j] = -1
                 if slot >= 0:
@@ -84,6 +116,7 @@ def combine_topk_swa_indices(
     topk,
     row_stride,
     swa_start,
+    compact,
     combined_indices,
     combined_lens,
 ):
@@ -99,11 +132,15 @@ def combine_topk_swa_indices(
         if position < 0:
             continue
         base = np.int64(row_stride) * request
-        num_topk = min((position + 1) // compress_ratio, topk)
+        complete = (position + 1) // compress_ratio
+        num_topk = 0 if compact else min(complete, topk)
         num_swa = min(position + 1, window_size)
-        for j in range(num_topk):
+        for j in range(topk if compact else num_topk):
             local = topk_indices[token, j]
-            if 0 <= local < swa_start:
+            if compact and 0 <= local < min(complete, swa_start):
+                combined_indices[token, num_topk] = base + local
+                num_topk += 1
+            elif not compact and 0 <= local < swa_start:
                 combined_indices[token, j] = base + local
         first_gathered = np.int64(seq_lens[request]) - gather_lens[request]
         for j in range(num_swa):

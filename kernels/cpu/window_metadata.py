@@ -45,6 +45,7 @@ def _build(
     c128a_width,
     token_to_req_indices,  # one by one: stores through a tuple's arrays inside prange are lost (Numba 0.68)
     is_valid_token,
+    positions,
     swa_indices,
     swa_lens,
     prefill_gather_lens,
@@ -62,11 +63,13 @@ def _build(
         start = 0
         length = 0
         compressed = 0
+        position = np.int64(-1)
         if valid and token < counts.num_tokens:
-            position = token_position(query_start_loc, seq_lens, request, token)
+            position = max(token_position(query_start_loc, seq_lens, request, token), np.int64(-1))
             start = max(position - window_size + 1, 0)
-            length = max(position + 1 - start, 0)
-            compressed = min(max((position + 1) // C128A_RATIO, 0), c128a_width)
+            length = position + 1 - start
+            compressed = min((position + 1) // C128A_RATIO, c128a_width)
+        positions[token] = min(position, 2**31 - 1)
         write_slots(block_table, request, start, length, block_size, swa_indices[token])
         swa_lens[token] = length
         if c128a_width > 0:

@@ -57,6 +57,8 @@ def compute_global_topk_indices_and_lens(
     block_size: int,
     is_valid_token: Any,
     compact: bool,
+    positions: Any | None,
+    compress_ratio: int,
     global_topk_indices: Any,
     topk_lens: Any,
 ) -> None:
@@ -66,7 +68,8 @@ def compute_global_topk_indices_and_lens(
         name, tokens, not compact and topk % 4 == 0 and is_aligned(topk_indices, global_topk_indices),
         (
             topk_indices, strides(topk_indices)[0], topk, token_to_req_indices, *table_arguments(block_table),
-            *division(block_size), is_valid_token, global_topk_indices, strides(global_topk_indices)[0], topk_lens,
+            *division(block_size), is_valid_token, pointer(positions), compress_ratio,
+            global_topk_indices, strides(global_topk_indices)[0], topk_lens,
         ),
     )  # fmt: skip
 
@@ -81,11 +84,13 @@ def combine_topk_swa_indices(
     topk: int,
     row_stride: int,
     swa_start: int,
+    compact: bool,
     combined_indices: Any,
     combined_lens: Any,
 ) -> None:
+    name = "combine_compact_topk_swa_indices" if compact else "combine_topk_swa_indices"
     launch(
-        "combine_topk_swa_indices", len(combined_lens), topk % 4 == 0 and is_aligned(topk_indices, combined_indices),
+        name, len(combined_lens), not compact and topk % 4 == 0 and is_aligned(topk_indices, combined_indices),
         (
             topk_indices, strides(topk_indices)[0], query_start_loc, seq_lens, len(seq_lens), gather_lens,
             window_size, compress_ratio, topk, row_stride, swa_start,

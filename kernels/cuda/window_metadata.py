@@ -36,7 +36,7 @@ def build_sparse_swa(
             counts.num_decode_tokens, counts.num_tokens, counts.rows, counts.rows_before,
             slot_mapping, block_table, strides(block_table)[0], block_table.shape[1], block_size,
             window_size, *c128a, c128a_block_size, c128a_width, counts.width_before,
-            buffers.c128a_indices.shape[1], buffers.token_to_req_indices, buffers.is_valid_token,
+            buffers.c128a_indices.shape[1], buffers.token_to_req_indices, buffers.is_valid_token, buffers.positions,
             buffers.swa_indices, buffers.swa_lens, buffers.prefill_gather_lens,
             len(buffers.prefill_gather_lens), buffers.c128a_indices, buffers.c128a_lens, token_blocks,
         ),

@@ -31,6 +31,13 @@ def token_position(query_start_loc: Any, seq_lens: Any, request: Any, token: Any
     return np.int64(seq_lens[request]) - query_start_loc[request + 1] + token
 
 
+def complete_rows(positions: Any, token: Any, compress_ratio: Any) -> Any:
+    """Rows of `compress_ratio` positions each that are complete at a token's position; any number without positions."""
+    if len(positions) == 0:
+        return np.int64(2**31)
+    return max(np.int64(positions[token]) + 1, 0) // compress_ratio
+
+
 def to_span(slot: Any, block_size: Any, block_span: Any) -> Any:
     """A slot where pages are `block_span` tokens apart instead of `block_size`; -1 stays absent."""
     if slot < 0:

@@ -11,7 +11,7 @@ import numpy as np
 from numba import cuda
 
 from .launch import NO_TABLE, NO_VECTOR, launch
-from .rows import find_request, lookup_slot, to_span, token_position
+from .rows import complete_rows, find_request, lookup_slot, to_span, token_position
 
 THREADS = 128
 NO_FLAGS = np.empty(0, np.bool_)
@@ -69,17 +69,28 @@ def compute_global_topk_indices_and_lens(
     block_size: int,
     is_valid_token: Any,
     compact: bool,
+    positions: Any | None,
+    compress_ratio: int,
     global_topk_indices: Any,
     topk_lens: Any,
 ) -> None:
     launch(
         compact_topk_kernel if compact else topk_kernel, len(topk_indices), THREADS,
-        topk_indices, token_to_req_indices, block_table, block_size, is_valid_token, global_topk_indices, topk_lens,
+        topk_indices, token_to_req_indices, block_table, block_size, is_valid_token,
+        NO_VECTOR if positions is None else positions, compress_ratio, global_topk_indices, topk_lens,
     )  # fmt: skip
 
 
 def topk_kernel(
-    topk_indices, token_to_req_indices, block_table, block_size, is_valid_token, global_topk_indices, topk_lens
+    topk_indices,
+    token_to_req_indices,
+    block_table,
+    block_size,
+    is_valid_token,
+    positions,
+    compress_ratio,
+    global_topk_indices,
+    topk_lens,
 ):
     found = cuda.shared.array(1, np.int32)
     if cuda.threadIdx.x == 0:
@@ -88,8 +99,9 @@ def topk_kernel(
 
     token = cuda.blockIdx.x
     request = token_to_req_indices[token]
+    complete = complete_rows(positions, token, compress_ratio)
     for j in range(cuda.threadIdx.x, topk_indices.shape[1], cuda.blockDim.x):
-        slot = lookup_slot(block_table, request, np.int64(topk_indices[token, j]), block_size)
+        slot = lookup_slot(block_table, request, seen_row(topk_indices[token, j], complete), block_size)
         global_topk_indices[token, j] = slot
         if slot >= 0:
             cuda.atomic.add(found, 0, 1)
@@ -98,8 +110,22 @@ def topk_kernel(
         topk_lens[token] = found[0] if is_valid_token[token] else 0
 
 
+@cuda.jit(device=True)
+def seen_row(local, complete):
+    """A local entry, or -1 where it names a row that is not complete."""
+    return np.int64(local) if local < complete else np.int64(-1)
+
+
 def compact_topk_kernel(
-    topk_indices, token_to_req_indices, block_table, block_size, is_valid_token, global_topk_indices, topk_lens
+    topk_indices,
+    token_to_req_indices,
+    block_table,
+    block_size,
+    is_valid_token,
+    positions,
+    compress_ratio,
+    global_topk_indices,
+    topk_lens,
 ):
     """The same with what is present moved to the left of each row, in order: a thread takes a piece of the row.
 
@@ -108,13 +134,14 @@ def compact_topk_kernel(
     found = cuda.shared.array(THREADS, np.int32)  # by each thread
     token = cuda.blockIdx.x
     request = token_to_req_indices[token]
+    complete = complete_rows(positions, token, compress_ratio)
     topk = topk_indices.shape[1]
     piece = (topk + cuda.blockDim.x - 1) // cuda.blockDim.x
     first = cuda.threadIdx.x * piece
     end = min(first + piece, topk)
     count = 0
     for j in range(first, end):
-        count += lookup_slot(block_table, request, np.int64(topk_indices[token, j]), block_size) >= 0
+        count += lookup_slot(block_table, request, seen_row(topk_indices[token, j], complete), block_size) >= 0
     found[cuda.threadIdx.x] = count
     cuda.syncthreads()
 
@@ -124,7 +151,7 @@ def compact_topk_kernel(
             to += found[thread]
         total += found[thread]
     for j in range(first, end):
-        slot = lookup_slot(block_table, request, np.int64(topk_indices[token, j]), block_size)
+        slot = lookup_slot(block_table, request, seen_row(topk_indices[token, j], complete), block_size)
         if slot >= 0:
             global_topk_indices[token, to] = slot
             to += 1
@@ -144,13 +171,14 @@ def combine_topk_swa_indices(
     topk: int,
     row_stride: int,
     swa_start: int,
+    compact: bool,
     combined_indices: Any,
     combined_lens: Any,
 ) -> None:
     launch(
         combine_kernel, len(combined_lens), THREADS,
         topk_indices, query_start_loc, seq_lens, gather_lens, window_size, compress_ratio, topk, row_stride, swa_start,
-        combined_indices, combined_lens,
+        compact, combined_indices, combined_lens,
     )  # fmt: skip
 
 
@@ -164,23 +192,48 @@ def combine_kernel(
     topk,
     row_stride,
     swa_start,
+    compact,
     combined_indices,
     combined_lens,
 ):
+    found = cuda.shared.array(THREADS, np.int32)  # entries that are present in each thread's piece of the row
     token = cuda.blockIdx.x
     query = token + np.int64(query_start_loc[0])
     request = find_request(query_start_loc, query)
-    num_topk, num_swa, first_gathered = np.int64(0), np.int64(0), np.int64(0)
+    complete, num_topk, num_swa, first_gathered = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
     if request >= 0:
         position = token_position(query_start_loc, seq_lens, request, query)
         if position >= 0:
-            num_topk = min((position + 1) // compress_ratio, topk)
+            complete = (position + 1) // compress_ratio
+            num_topk = min(complete, topk)
             num_swa = min(position + 1, window_size)
             first_gathered = position - num_swa + 1 - (np.int64(seq_lens[request]) - gather_lens[request])
     base = np.int64(row_stride) * request
+    if compact:
+        limit = min(complete, swa_start)
+        piece = (topk + cuda.blockDim.x - 1) // cuda.blockDim.x
+        first = cuda.threadIdx.x * piece
+        end = min(first + piece, topk)
+        count = 0
+        for j in range(first, end):
+            count += topk_indices[token, j] >= 0 and topk_indices[token, j] < limit
+        found[cuda.threadIdx.x] = count
+        cuda.syncthreads()
+        to, num_topk = 0, np.int64(0)
+        for thread in range(cuda.blockDim.x):
+            if thread < cuda.threadIdx.x:
+                to += found[thread]
+            num_topk += found[thread]
+        for j in range(first, end):
+            local = np.int64(topk_indices[token, j])
+            if local >= 0 and local < limit:
+                combined_indices[token, to] = base + local
+                to += 1
     for j in range(cuda.threadIdx.x, combined_indices.shape[1], cuda.blockDim.x):
         entry = np.int64(-1)
         if j < num_topk:
+            if compact:
+                continue
             local = np.int64(topk_indices[token, j])
             if local >= 0 and local < swa_start:
                 entry = base + local

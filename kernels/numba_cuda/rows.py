@@ -14,6 +14,7 @@ lookup_block = cuda.jit(device=True)(slots.lookup_block)
 find_request = cuda.jit(device=True)(slots.find_request)
 token_position = cuda.jit(device=True)(slots.token_position)
 to_span = cuda.jit(device=True)(slots.to_span)
+complete_rows = cuda.jit(device=True)(slots.complete_rows)
 
 
 # Pages may start at any address, so what is longer than a byte goes byte by byte.

@@ -63,6 +63,7 @@ def step_kernel(
     token_blocks,
     token_to_req_indices,
     is_valid_token,
+    positions,
     swa_indices,
     swa_lens,
     prefill_gather_lens,
@@ -106,6 +107,7 @@ def step_kernel(
     if cuda.threadIdx.x == 0:
         token_to_req_indices[token] = request
         is_valid_token[token] = valid
+        positions[token] = min(position, np.int64(2**31 - 1))
         swa_lens[token] = length
         if c128a_width:
             c128a_lens[token] = compressed

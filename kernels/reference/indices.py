@@ -41,12 +41,16 @@ def compute_global_topk_indices_and_lens(
     block_size: int,
     is_valid_token: np.ndarray,
     compact: bool,
+    positions: np.ndarray | None,
+    compress_ratio: int,
     global_topk_indices: np.ndarray,
     topk_lens: np.ndarray,
 ) -> None:
     for token, local in enumerate(topk_indices):
         request = int(token_to_req_indices[token])
         slots = np.array([lookup_slot(block_table, request, int(i), block_size) for i in local], np.int32)
+        if positions is not None:
+            slots[local >= (int(positions[token]) + 1) // compress_ratio] = -1
         valid = slots >= 0
         if compact:
             slots = np.concatenate([slots[valid], slots[~valid]])
@@ -64,6 +68,7 @@ def combine_topk_swa_indices(
     topk: int,
     row_stride: int,
     swa_start: int,
+    compact: bool,
     combined_indices: np.ndarray,
     combined_lens: np.ndarray,
 ) -> None:
@@ -78,9 +83,12 @@ def combine_topk_swa_indices(
             position = seq_len - (query_end - query_start) + (token - query_start)
             if position < 0:
                 continue
-            num_topk = min((position + 1) // compress_ratio, topk)
+            complete = (position + 1) // compress_ratio
             num_swa = min(position + 1, window_size)
-            local = topk_indices[token, :num_topk].astype(np.int64)
+            local = topk_indices[token, : topk if compact else min(complete, topk)].astype(np.int64)
+            if compact:
+                local = local[(local >= 0) & (local < min(complete, swa_start))]
+            num_topk = len(local)
             combined_indices[token, :num_topk] = np.where((local >= 0) & (local < swa_start), base + local, -1)
             gathered = position - num_swa + 1 - first_gathered + np.arange(num_swa)
             inside = (gathered >= 0) & (swa_start + gathered < row_stride)

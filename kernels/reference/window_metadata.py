@@ -7,6 +7,8 @@ import numpy as np
 from ..types.metadata import C128A_RATIO, BatchCounts, SwaBuffers
 from .rows import lookup_slot
 
+INT32_MAX = 2**31 - 1
+
 
 def build_sparse_swa(
     query_start_loc: np.ndarray,
@@ -25,6 +27,7 @@ def build_sparse_swa(
     for token in range(max(counts.rows, counts.rows_before)):
         buffers.token_to_req_indices[token] = 0
         buffers.is_valid_token[token] = token < counts.rows and slot_mapping[token] >= 0
+        buffers.positions[token] = -1
         buffers.swa_indices[token] = -1
         buffers.swa_lens[token] = 0
         if c128a_width:
@@ -37,6 +40,7 @@ def build_sparse_swa(
         if not buffers.is_valid_token[token]:
             continue
         position = int(seq_lens[request]) - int(query_start_loc[request + 1]) + token
+        buffers.positions[token] = min(max(position, -1), INT32_MAX)
         start = max(position - window_size + 1, 0)
         window = [lookup_slot(block_table, request, p, block_size) for p in range(start, position + 1)]
         buffers.swa_indices[token, : len(window)] = window

@@ -30,6 +30,7 @@ class SwaBuffers(NamedTuple):
 
     token_to_req_indices  int32; 0 for padding
     is_valid_token        bool
+    positions             int32, of the token in its sequence; -1 for padding
     swa_indices           int32 [.., window_size]; -1 after the length
     swa_lens              int32
     prefill_gather_lens   int32, one a prefill request, from 0 to its length whatever the numbers; 0 after the last
@@ -39,6 +40,7 @@ class SwaBuffers(NamedTuple):
 
     token_to_req_indices: Any
     is_valid_token: Any
+    positions: Any
     swa_indices: Any
     swa_lens: Any
     prefill_gather_lens: Any

@@ -73,7 +73,7 @@ cumla.combine_topk_swa_indices(i32(2, 3), i32(2), i32(1), i32(1), 3, 4, 3, 9, 4)
 cumla.build_flashinfer_mixed_sparse_indices(
     i32(1, 3), None, None, i32(1, 3), i32(2), i32(1), i32(2), i32(1, 1), 4, None, 4, 3, 4, 3
 )
-buffers = SwaBuffers(i32(2), valid, i32(2, 3), i32(2), i32(1), i32(2, 0), i32(2))
+buffers = SwaBuffers(i32(2), valid, i32(2), i32(2, 3), i32(2), i32(1), i32(2, 0), i32(2))
 window_metadata.build_sparse_swa(
     i32(2), i32(1), tokens, i32(1, 1), None, BatchCounts(1, 0, 0, 2, 2, 0), 4, 3, 1, 0, buffers
 )

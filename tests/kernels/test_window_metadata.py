@@ -43,8 +43,8 @@ def test_build_sparse_swa(lab):
         counts = BatchCounts(requests, decodes, int(starts[decodes]), tokens, rows, capacity, width + 1 if width else 0)
         table = table_for(rng, requests, seq_lens, block_size, 9, 1)
         shapes = {
-            "token_to_req_indices": (capacity,), "is_valid_token": (capacity,), "swa_indices": (capacity, window),
-            "swa_lens": (capacity,), "prefill_gather_lens": (requests + 1,),
+            "token_to_req_indices": (capacity,), "is_valid_token": (capacity,), "positions": (capacity,),
+            "swa_indices": (capacity, window), "swa_lens": (capacity,), "prefill_gather_lens": (requests + 1,),
             "c128a_indices": (capacity if width else 0, width + 2 if width else 0), "c128a_lens": (capacity,),
         }  # fmt: skip
         results = []

@@ -87,7 +87,41 @@ def test_global_topk(lab, compact):
             np.testing.assert_array_equal(indices >= 0, np.arange(topk) < present[:, None])
 
 
-def test_combine(lab):
+@pytest.mark.parametrize("compact", [False, True], ids=["in-place", "compact"])
+def test_global_topk_of_complete_rows(lab, compact):
+    """With positions given, a token sees no row that is not complete at its own."""
+
+    @for_all(
+        lab,
+        tokens=st.integers(1, 12),
+        ratio=st.sampled_from((1, 4, 128)),
+        topk=st.sampled_from((1, 4, 63, 130)),
+        **batches,
+    )
+    def check(tokens, ratio, topk, requests, longest_query, longest_prefix, block_size, gap, seed):
+        rng = np.random.default_rng(seed)
+        table = fuzzed(rng, (requests, 3), 9)
+        positions = fuzzed(rng, tokens + 1, 3 * block_size * ratio)
+        local = fuzzed(rng, (tokens, topk), 3 * block_size)
+        valid = rng.random(tokens) < 0.8
+
+        def by_name(*arrays, **keywords):
+            local, requests, table, valid, positions = arrays
+            cumla.compute_global_topk_indices_and_lens(
+                local, requests, table, block_size, valid, positions=positions, compress_ratio=ratio, compact=compact,
+                **keywords,
+            )  # fmt: skip
+
+        indices, _ = run_both(
+            lab, by_name, [local, fuzzed(rng, tokens, requests), table, valid, positions], {},
+            [(tokens, topk), (tokens,)], gap,
+        )  # fmt: skip
+        seen = (local >= 0) & (local < (positions[:tokens, None].astype(np.int64) + 1) // ratio)
+        assert ((indices >= 0).sum(axis=1) <= seen.sum(axis=1)).all()
+
+
+@pytest.mark.parametrize("compact", [False, True], ids=["in-place", "compact"])
+def test_combine(lab, compact):
     @for_all(
         lab,
         window=st.sampled_from((1, 4, 7, 64)),
@@ -108,8 +142,33 @@ def test_combine(lab):
         run_both(
             lab, cumla.combine_topk_swa_indices, [local, starts, seq_lens, gather_lens],
             {4: window, 5: ratio, 6: topk, 7: max(row_stride, 1), 8: compressed},
-            [(len(local), width), (len(local),)], gap,
+            [(len(local), width), (len(local),)], gap, compact=compact,
         )  # fmt: skip
+
+
+def test_combined_rows_do_not_depend_on_where_entries_stand(lab, rng):
+    """-1 in front, in between or behind, an array wider than needed: the same rows."""
+    starts, seq_lens = np.array([0, 9, 12], np.int32), np.array([20, 3], np.int32)
+    local = np.full((12, 6), -1, np.int32)
+    for token, position in enumerate([*range(11, 20), *range(3)]):
+        seen = min((position + 1) // 4, 6)
+        local[token, :seen] = rng.permutation(seen)
+    spread = np.full((12, 11), -1, np.int32)
+    for row, entries in zip(spread, local, strict=True):
+        row[np.sort(rng.permutation(11)[:6])] = entries
+
+    def rows_of(topk_indices):
+        indices, lens = cumla.combine_topk_swa_indices(
+            *(lab.put(x) for x in (topk_indices, starts, seq_lens, seq_lens)), 7, 4, topk_indices.shape[1], 25, 5,
+            compact=True, backend=lab.backend,
+        )  # fmt: skip
+        return [row[:n].tolist() for row, n in zip(lab.get(indices), lab.get(lens), strict=True)]
+
+    assert rows_of(spread) == rows_of(local)
+    plain, lens = cumla.combine_topk_swa_indices(
+        *(lab.put(x) for x in (local, starts, seq_lens, seq_lens)), 7, 4, 6, 25, 5, backend=lab.backend
+    )
+    assert rows_of(local) == [row[:n].tolist() for row, n in zip(lab.get(plain), lab.get(lens), strict=True)]
 
 
 def test_mixed(lab):

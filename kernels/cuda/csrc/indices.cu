@@ -66,12 +66,16 @@ struct Requests {
     }
 };
 
-// Compressed entries that a token at `position` sees, of which it uses `topk` at most. 32-bit division is enough: a
-// position beyond that is an error of the caller's, which must only not do harm.
-__device__ inline int compressed_entries(int64 position, int compress_ratio, int topk) {
+// Rows of `compress_ratio` positions each that are complete at `position`. 32-bit division is enough: a position
+// beyond that is an error of the caller's, which must only not do harm.
+__device__ inline uint32 complete_rows(int64 position, int compress_ratio) {
     if (position < 0) return 0;
-    uint32 length = uint32(min(position, int64(INT32_LIMIT))) + 1;
-    return int(min(length / uint32(compress_ratio), uint32(topk)));
+    return (uint32(min(position, int64(INT32_LIMIT))) + 1) / uint32(compress_ratio);
+}
+
+// Compressed entries that a token at `position` sees, of which it uses `topk` at most.
+__device__ inline int compressed_entries(int64 position, int compress_ratio, int topk) {
+    return int(min(complete_rows(position, compress_ratio), uint32(topk)));
 }
 
 // p[i], in PTX because the compiler would work out the whole of p again for each of a row's entries.
@@ -94,6 +98,9 @@ struct TableRow {
         limit = uint32(min(positions, INT32_LIMIT + 1ll));
         last_block = block_size.page_of(INT32_LIMIT);
     }
+
+    // Only positions below `count` are looked up from now on.
+    __device__ void see(uint32 count) { limit = min(limit, count); }
 
     // Slots of positions; -1 for negative positions, and where the table has no such entry or no such block.
     __device__ Entries slots(Entries positions) const {
@@ -183,14 +190,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 compute_global_topk_indices_and_lens(int num_tokens, const int* topk_indices, int64 topk_stride, int topk,
                                      const int* token_to_req_indices, const int* block_table, int64 table_stride,
                                      int table_rows, int table_columns, int block_size, uint32 block_multiplier,
-                                     int block_shift, const bool* is_valid_token, int* global_topk_indices,
-                                     int64 global_stride, int* topk_lens) {
+                                     int block_shift, const bool* is_valid_token, const int* positions, int compress_ratio,
+                                     int* global_topk_indices, int64 global_stride, int* topk_lens) {
     overlap_with_previous_kernel();
     int token = warp_id();
     if (token >= num_tokens) return;
     bool valid = is_valid_token[token];
     TableRow table({block_table, table_stride, table_rows, table_columns}, token_to_req_indices[token],
                    {block_size, block_multiplier, block_shift});
+    if (positions) table.see(complete_rows(positions[token], compress_ratio));
     const int* local = topk_indices + token * topk_stride;
     int* row = global_topk_indices + token * global_stride;
     int found = 0;
@@ -214,14 +222,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 compute_compact_topk_indices_and_lens(int num_tokens, const int* topk_indices, int64 topk_stride, int topk,
                                       const int* token_to_req_indices, const int* block_table, int64 table_stride,
                                       int table_rows, int table_columns, int block_size, uint32 block_multiplier,
-                                      int block_shift, const bool* is_valid_token, int* global_topk_indices,
-                                      int64 global_stride, int* topk_lens) {
+                                      int block_shift, const bool* is_valid_token, const int* positions, int compress_ratio,
+                                      int* global_topk_indices, int64 global_stride, int* topk_lens) {
     overlap_with_previous_kernel();
     int token = warp_id();
     if (token >= num_tokens) return;
     bool valid = is_valid_token[token];
     TableRow table({block_table, table_stride, table_rows, table_columns}, token_to_req_indices[token],
                    {block_size, block_multiplier, block_shift});
+    if (positions) table.see(complete_rows(positions[token], compress_ratio));
     const int* local = topk_indices + token * topk_stride;
     int* row = global_topk_indices + token * global_stride;
     int kept = 0;
@@ -237,6 +246,37 @@ compute_compact_topk_indices_and_lens(int num_tokens, const int* topk_indices, i
     if (lane_id() == 0) topk_lens[token] = valid ? kept : 0;
 }
 
+// A token of a gathered prefill workspace: the request that it belongs to, and where its window's rows are.
+struct Gathered {
+    int base = 0;      // first row of the request
+    uint32 complete = 0;  // compressed rows that the token sees
+    int num_swa = 0;   // entries of the window, of which those from `swa_first` to `swa_end` are in the workspace:
+    int swa_first = 0, swa_end = 0;
+    int swa_base = 0;  // row of the first of the window
+
+    __device__ Gathered(Requests batch, const int* gather_lens, int token, int window_size, int compress_ratio,
+                        int row_stride, int swa_start) {
+        int64 query = int64(token) + batch.query_start_loc[0];
+        // How many of query_start_loc[1:] are at most `query`.
+        int request = 0;
+        for (int r = lane_id(); r - lane_id() < batch.count; r += 32)
+            request += __popc(__ballot_sync(~0u, r < batch.count && batch.query_start_loc[r + 1] <= query));
+        if (request >= batch.count) return;
+        int64 position = batch.position(request, query);
+        if (position < 0) return;
+        base = row_stride * request;
+        complete = complete_rows(position, compress_ratio);
+        num_swa = int(min(position + 1, int64(window_size)));
+        int64 gathered = position - num_swa + 1 - (int64(batch.seq_lens[request]) - gather_lens[request]);
+        swa_first = int(min(max(-gathered, int64(0)), int64(num_swa)));
+        swa_end = int(min(max(row_stride - swa_start - gathered, int64(0)), int64(num_swa)));
+        swa_base = int(base + swa_start + gathered);
+    }
+
+    // The row of the window's entry `rank`, or -1.
+    __device__ int window_row(int rank) const { return rank >= swa_first && rank < swa_end ? swa_base + rank : -1; }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS)
 combine_topk_swa_indices(int num_tokens, const int* topk_indices, int64 topk_stride, const int* query_start_loc,
                          const int* seq_lens, int requests, const int* gather_lens, int window_size,
@@ -250,27 +290,9 @@ combine_topk_swa_indices(int num_tokens, const int* topk_indices, int64 topk_str
     int first = lane_id() * WIDTH;
     Entries entries[STEPS];
     load_steps(entries, local, first, topk);  // before it is known how many of them count
-    int64 query = int64(token) + query_start_loc[0];
-    // The token's request: how many of query_start_loc[1:] are at most `query`.
-    int request = 0;
-    for (int r = lane_id(); r - lane_id() < requests; r += 32)
-        request += __popc(__ballot_sync(~0u, r < requests && query_start_loc[r + 1] <= query));
-
-    // Entries [0, num_topk) are of the top-k, the next num_swa of the window, of which those from `swa_first` to
-    // `swa_end` are in the workspace: row `swa_base` for the first of the window, and so on.
-    int num_topk = 0, num_swa = 0, swa_first = 0, swa_end = 0, swa_base = 0;
-    int base = row_stride * request;
-    if (request < requests) {
-        int64 position = Requests{query_start_loc, seq_lens, requests}.position(request, query);
-        if (position >= 0) {
-            num_topk = compressed_entries(position, compress_ratio, topk);
-            num_swa = int(min(position + 1, int64(window_size)));
-            int64 gathered = position - num_swa + 1 - (int64(seq_lens[request]) - gather_lens[request]);
-            swa_first = int(min(max(-gathered, int64(0)), int64(num_swa)));
-            swa_end = int(min(max(row_stride - swa_start - gathered, int64(0)), int64(num_swa)));
-            swa_base = int(base + swa_start + gathered);
-        }
-    }
+    Gathered rows({query_start_loc, seq_lens, requests}, gather_lens, token, window_size, compress_ratio, row_stride,
+                  swa_start);
+    int num_topk = int(min(rows.complete, uint32(topk)));
     while (first < width) {
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
@@ -278,9 +300,9 @@ combine_topk_swa_indices(int num_tokens, const int* topk_indices, int64 topk_str
             if (j >= width) break;
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) {
-                int rank = j + i - num_topk, entry = -1;
-                if (rank < 0 && uint32(entries[step].at[i]) < uint32(swa_start)) entry = base + entries[step].at[i];
-                if (rank >= swa_first && rank < swa_end) entry = swa_base + rank;
+                int rank = j + i - num_topk, entry = rows.window_row(rank);
+                if (rank < 0 && uint32(entries[step].at[i]) < uint32(swa_start))
+                    entry = rows.base + entries[step].at[i];
                 entries[step].at[i] = entry;
             }
             store_entries(row + j, entries[step]);
@@ -288,7 +310,32 @@ combine_topk_swa_indices(int num_tokens, const int* topk_indices, int64 topk_str
         first += STEPS * STEP;
         load_steps(entries, local, first, num_topk);
     }
-    if (lane_id() == 0) combined_lens[token] = num_topk + num_swa;
+    if (lane_id() == 0) combined_lens[token] = num_topk + rows.num_swa;
+}
+
+// The same with the entries that are present, wherever they stand, in order. ALIGNED is 0: a lane takes one entry.
+extern "C" __global__ void __launch_bounds__(THREADS)
+combine_compact_topk_swa_indices(int num_tokens, const int* topk_indices, int64 topk_stride,
+                                 const int* query_start_loc, const int* seq_lens, int requests, const int* gather_lens,
+                                 int window_size, int compress_ratio, int topk, int row_stride, int swa_start,
+                                 int* combined_indices, int64 combined_stride, int width, int* combined_lens) {
+    overlap_with_previous_kernel();
+    int token = warp_id();
+    if (token >= num_tokens) return;
+    const int* local = topk_indices + token * topk_stride;
+    int* row = combined_indices + token * combined_stride;
+    Gathered rows({query_start_loc, seq_lens, requests}, gather_lens, token, window_size, compress_ratio, row_stride,
+                  swa_start);
+    uint32 seen = min(rows.complete, uint32(swa_start));
+    int kept = 0;
+    for (int j = 0; j < topk; j += 32) {
+        int entry = j + lane_id() < topk ? local[j + lane_id()] : -1;
+        uint32 present = __ballot_sync(~0u, uint32(entry) < seen);
+        if (uint32(entry) < seen) row[kept + __popc(present & (1u << lane_id()) - 1)] = rows.base + entry;
+        kept += __popc(present);
+    }
+    for (int j = kept + lane_id(); j < width; j += 32) row[j] = rows.window_row(j - kept);
+    if (lane_id() == 0) combined_lens[token] = kept + rows.num_swa;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

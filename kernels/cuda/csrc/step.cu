@@ -31,8 +31,8 @@ build_sparse_swa(const int* query_start_loc, const int* seq_lens, int requests, 
                  int64 table_stride, int table_columns, int block_size, int window_size,
                  const int* c128a_block_table, int64 c128a_table_stride, int c128a_table_columns, int c128a_block_size,
                  int c128a_width, int width_before, int64 c128a_stride, int* token_to_req_indices,
-                 bool* is_valid_token, int* swa_indices, int* swa_lens, int* prefill_gather_lens, int max_prefills,
-                 int* c128a_indices, int* c128a_lens, int token_blocks) {
+                 bool* is_valid_token, int* positions, int* swa_indices, int* swa_lens, int* prefill_gather_lens,
+                 int max_prefills, int* c128a_indices, int* c128a_lens, int token_blocks) {
     overlap_with_previous_kernel();
     if (blockIdx.x == token_blocks) {
         for (int prefill = threadIdx.x; prefill < max_prefills; prefill += blockDim.x) {
@@ -79,6 +79,7 @@ build_sparse_swa(const int* query_start_loc, const int* seq_lens, int requests, 
     if (lane == 0) {
         token_to_req_indices[token] = request;
         is_valid_token[token] = valid;
+        positions[token] = int(min(position, int64(INT32_LIMIT)));
         swa_lens[token] = length;
     }
 }
