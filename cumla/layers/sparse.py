@@ -12,11 +12,13 @@ import numpy as np
 
 from ..arrays import dlpack, streams
 from ..dispatch.call import BFLOAT16
+from ..kernels.types.metadata import C128A_RATIO
 from ..layout import DSV4_FP8
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 from ..ops.indices import combine_topk_swa_indices, compute_global_topk_indices_and_lens
 from ..ops.sparse_attention import V_DIM, sparse_mla_decode, sparse_mla_prefill
 from ..ops.sparse_cache import dequantize_and_gather_k_cache, quantize_and_insert_k_cache
+from .sparse_checks import check_step, refuse_in_capture
 
 Observer = Callable[[str], AbstractContextManager[Any]]
 
@@ -34,7 +36,8 @@ class CompressedCache:
     block_table   [num_reqs, B] int32
     k             [n, 512] bfloat16, rows that this step completes
     slot_mapping  [n] int64 or int32, their slots
-    topk_indices  [num_tokens, topk] int32, rows each token selects; None for a C128A layer, which takes all
+    topk_indices  [num_tokens, topk] int32, rows each token selects, in any order, with -1 anywhere among them; those
+                  that are not complete at the token's position are absent. None for a C128A layer, which takes all
     """
 
     cache: Any
@@ -49,7 +52,7 @@ class LayerWorkspace:
     """What the decodes of a step write beside their result, for steps that must not allocate.
 
     lse           [>= num_decode_tokens, h, 1] float32
-    topk_indices  [>= num_decode_tokens, topk] int32, slots of the rows that tokens select; for ratio 4
+    topk_indices  [>= num_decode_tokens, >= topk] int32, slots of the rows that tokens select; for ratio 4
     topk_lens     [>= num_decode_tokens] int32; for ratio 4
     """
 
@@ -75,7 +78,7 @@ class SparseMLALayer:
     """An attention layer of a DeepSeek V4 class model, between its projections.
 
     compress_ratio  1: window only, 4: window and selected compressed rows, 128: window and all of them
-    index_topk      entries selected at ratio 4
+    index_topk      entries selected at ratio 4, as the model has it; topk_indices may have more columns or fewer
     attn_sink       [h] float32, or None
     softmax_scale   1 / sqrt(512) if None
     """
@@ -116,18 +119,16 @@ class SparseMLALayer:
         observe     called with an op's name around each op ("insert", "map", "decode", "gather", "prefill")
 
         Returns out; its last 64 values still carry RoPE. Rows of padding tokens are 0 or not written.
+        Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
         """
-        if (self.compress_ratio > 1) != (compressed is not None):
-            raise ValueError(f"compressed: got {compressed}, which does not fit compress_ratio {self.compress_ratio}")
+        check_step(self, q, k, swa_cache, metadata, compressed, out, workspace, backend, stream)
         framework = dlpack.framework_of(q)
         q = dlpack.borrow(q, "q")
         result = dlpack.borrow(out, "out", writable=True) if out is not None else None
         with streams.callers(q, framework, stream):
+            refuse_in_capture(q, metadata, out, workspace)
             if result is None:
-                refuse_in_capture(q, "out")
                 result = dlpack.empty((*q.shape[:2], V_DIM), BFLOAT16, q)
-            if workspace is None and metadata.num_decode_tokens:
-                refuse_in_capture(q, "workspace")
             run = _Run(self, metadata, workspace, backend, observe)
             with observe("insert"):
                 run.insert(k, swa_cache, metadata.slot_mapping, metadata.block_size)
@@ -138,12 +139,6 @@ class SparseMLALayer:
             for start, end, n, m in metadata.get_prefill_chunk_plan(self.compress_ratio):
                 run.prefill(q, swa_cache, compressed, result, slice(start, end), n, m)
         return dlpack.give(result, framework) if out is None else out
-
-
-def refuse_in_capture(q: Any, name: str) -> None:
-    """Raise ValueError, naming the argument that is missing, if a CUDA graph is captured on the current stream."""
-    if not isinstance(q, np.ndarray) and streams.is_capturing():
-        raise ValueError(f"{name}: got None while a CUDA graph is being captured, expected memory allocated before it")
 
 
 @dataclass(frozen=True)
@@ -186,13 +181,14 @@ class _Run:
         metadata = self.metadata
         if compressed.topk_indices is None:
             return metadata.c128a_global_decode_topk_indices, metadata.c128a_decode_topk_lens
-        topk_indices = dlpack.borrow(compressed.topk_indices[:tokens], "topk_indices")
+        topk_indices = dlpack.borrow(compressed.topk_indices, "topk_indices")[:tokens]
         indices, lens = self._cut("topk_indices", tokens), self._cut("topk_lens", tokens)
-        if self.workspace is not None and (indices is None or lens is None):
-            raise ValueError("workspace: got no topk_indices and topk_lens, expected them for a layer of ratio 4")
+        if indices is not None:
+            indices = indices[:, : topk_indices.shape[1]]
         indices, lens = compute_global_topk_indices_and_lens(
             topk_indices, metadata.token_to_req_indices, compressed.block_table, compressed.cache.shape[1],
-            metadata.is_valid_token, compact=True, out=None if indices is None else (indices, lens),
+            metadata.is_valid_token, compact=True, positions=metadata.positions,
+            compress_ratio=self.layer.compress_ratio, out=None if indices is None else (indices, lens),
             backend=self.backend,
         )  # fmt: skip
         return indices[:, None], lens
@@ -233,7 +229,7 @@ class _Run:
             query_start_loc = dlpack.borrow(metadata.query_start_loc, "query_start_loc")
             indices, lens = combine_topk_swa_indices(
                 topk_indices, query_start_loc[requests.start : requests.stop + 1], seq_lens, gather_lens,
-                metadata.config.window_size, ratio, topk, m, n, backend=self.backend,
+                metadata.config.window_size, ratio, topk, m, n, compact=ratio != C128A_RATIO, backend=self.backend,
             )  # fmt: skip
         with self.observe("prefill"):
             _, heads, _ = q.shape
@@ -254,7 +250,7 @@ class _Run:
             ], 0
         if compressed.topk_indices is not None:
             local = dlpack.borrow(compressed.topk_indices, "topk_indices")[tokens]
-            return local, min(self.layer.index_topk, local.shape[1])
+            return local, local.shape[1]
         local = dlpack.borrow(self.metadata.c128a_prefill_topk_indices, "c128a_prefill_topk_indices")
         local = local[tokens.start - first : tokens.stop - first]
         return local, local.shape[1]

@@ -1,5 +1,8 @@
 """One layer, one step, of mixed batches, against attention over everything a token may see."""
 
+import re
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,7 +12,7 @@ from cumla.layers.sparse import CompressedCache, LayerWorkspace, SparseMLALayer
 from cumla.metadata import DeepseekSparseSWAMetadataBuilder, ServingConfig
 from cumla.metadata.batch import CommonAttentionMetadata
 from support.bounds import assert_same_direction, assert_within
-from support.lab import BF16, to_float
+from support.lab import BF16, Lab, to_float
 
 pytestmark = pytest.mark.attention
 
@@ -166,3 +169,104 @@ def test_a_workspace_changes_no_bit(lab, rng, ratio):
     if ratio == 4:
         with pytest.raises(ValueError, match="workspace: got no topk_indices and topk_lens"):
             layer.step(q, k, cache, metadata, compressed, workspace=LayerWorkspace.allocate(q), backend=lab.backend)
+
+
+def step_of(rng, lab, ratio, seq_lens, query_lens, **config):
+    """The right arguments of a layer's step by name, and the layer."""
+    config = ServingConfig(
+        **{
+            "window_size": WINDOW, "compress_ratios": (ratio,), "block_size": BLOCK,
+            "compressed_block_size": COMPRESSED_BLOCK, "max_num_batched_tokens": 64, "max_num_seqs": 8,
+            "max_model_len": 512, **config,
+        }
+    )  # fmt: skip
+    pool, tokens = Pool(rng, seq_lens, BLOCK), sum(query_lens)
+    compressed = None
+    if ratio > 1:
+        rows_of = Pool(rng, [s // ratio for s in seq_lens], COMPRESSED_BLOCK // ratio)
+        compressed = CompressedCache(
+            lab.put(cumla.DSV4_FP8.allocate(rows_of.num_blocks, rows_of.block_size)), lab.put(rows_of.table),
+            lab.put(np.ones((1, 512), BF16)), lab.put(np.zeros(1, np.int64)),
+            lab.put(select(rng, seq_lens, query_lens, 8)) if ratio == 4 else None,
+        )  # fmt: skip
+    metadata = DeepseekSparseSWAMetadataBuilder(config, backend=lab.backend).build(
+        0, batch_of(lab, seq_lens, query_lens, pool), c128a_block_table=compressed and compressed.block_table
+    )
+    q, k = (lab.put(rng.standard_normal(shape).astype(BF16)) for shape in ((tokens, 3, 512), (tokens, 512)))
+    cache = lab.put(cumla.DSV4_FP8.allocate(pool.num_blocks, BLOCK))
+    arguments = {"q": q, "k": k, "swa_cache": cache, "metadata": metadata, "compressed": compressed}
+    return SparseMLALayer(ratio, index_topk=8), arguments
+
+
+def changed(name, **changes):
+    return lambda given: {name: replace(given[name], **{field: make(given[name]) for field, make in changes.items()})}
+
+
+WRONG_STEPS = [
+    (4, lambda x: {"q": x["q"][:-1]}, ValueError, "q: got 19 tokens, expected at least the metadata's 20"),
+    (4, lambda x: {"q": x["q"].astype(np.float32)}, TypeError, "q: got dtype float32"),
+    (4, lambda x: {"q": x["q"][..., :448]}, ValueError, "q: got shape"),
+    (1, lambda x: {"k": x["k"][:-1]}, ValueError, "k: got 19 tokens, expected at least the metadata's 20"),
+    (1, lambda x: {"k": x["k"].astype(np.float16)}, TypeError, "k: got dtype float16"),
+    (1, lambda x: {"swa_cache": x["swa_cache"][:, :4]}, ValueError, "swa_cache: got shape"),
+    (1, lambda x: {"metadata": None}, TypeError, "metadata: got NoneType"),
+    (1, lambda x: {"out": x["q"][:5]}, ValueError, "out: got shape"),
+    (1, lambda x: {"out": x["q"].astype(np.float32)}, TypeError, "out: got dtype float32"),
+    (1, lambda x: {"workspace": LayerWorkspace(x["k"])}, TypeError, "workspace.lse: got dtype bfloat16"),
+    (4, lambda x: {"compressed": None}, ValueError, "compressed: got None, expected a CompressedCache"),
+    (4, changed("compressed", topk_indices=lambda x: None), TypeError, "compressed.topk_indices: got None"),
+    (4, changed("compressed", topk_indices=lambda x: x.topk_indices[:4]), ValueError,
+     "compressed.topk_indices: got 4 tokens, expected at least the metadata's 20"),
+    (4, changed("compressed", topk_indices=lambda x: x.topk_indices.astype(np.int64)), TypeError,
+     "compressed.topk_indices: got dtype int64"),
+    (4, changed("compressed", block_table=lambda x: x.block_table.astype(np.int64)), TypeError,
+     "compressed.block_table: got dtype int64"),
+    (4, changed("compressed", block_table=lambda x: x.block_table[:1]), ValueError,
+     "compressed.block_table: got 1 requests, expected at least the metadata's 2"),
+    (4, changed("compressed", k=lambda x: x.k.astype(np.float32)), TypeError, "compressed.k: got dtype float32"),
+    (4, changed("compressed", slot_mapping=lambda x: x.slot_mapping[:0]), ValueError,
+     "compressed.slot_mapping: got 0 entries"),
+    (4, changed("compressed", cache=lambda x: x.cache[..., :500]), ValueError, "compressed.cache: got shape"),
+    (128, changed("compressed", cache=lambda x: x.cache[:, :0]), ValueError, "compressed.cache: got pages of 0 rows"),
+    (128, changed("compressed", topk_indices=lambda x: x.block_table), ValueError, "compressed.topk_indices: got an"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ratio", "change", "error", "text"), WRONG_STEPS, ids=[text for *_, text in WRONG_STEPS])
+def test_a_wrong_step_writes_nothing(rng, ratio, change, error, text):
+    """And says so in the caller's words."""
+    lab = Lab("cpu", on_device=False)
+    layer, arguments = step_of(rng, lab, ratio, [150, 40], [1, 19])
+    caches = [arguments["swa_cache"]] + ([arguments["compressed"].cache] if ratio > 1 else [])
+    with pytest.raises(error, match="^" + re.escape(text)):
+        layer.step(**(arguments | change(arguments)), backend="cpu")
+    assert not any(cache.any() for cache in caches)
+    layer.step(**arguments, backend="cpu")
+    assert all(cache.any() for cache in caches)
+
+
+def test_what_a_layer_itself_holds_is_checked_first(rng):
+    lab = Lab("cpu", on_device=False)
+    _, arguments = step_of(rng, lab, 1, [40], [1])
+    for layer, text in (
+        (SparseMLALayer(attn_sink=np.zeros(4, np.float32)), "attn_sink: got shape"),
+        (SparseMLALayer(softmax_scale=float("nan")), "softmax_scale: got nan"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            layer.step(**arguments, backend="cpu")
+    assert not arguments["swa_cache"].any()
+
+
+def test_c128a_slots_are_for_the_pages_of_the_cache(rng):
+    """The builder's pages and the cache's: what differs would give rows of other positions."""
+    lab = Lab("cpu", on_device=False)
+    layer, arguments = step_of(rng, lab, 128, [300, 400], [1, 1])
+    _, others = step_of(rng, lab, 128, [300, 400], [1, 1], compressed_block_size=2 * COMPRESSED_BLOCK)
+    with pytest.raises(
+        ValueError, match=r"compressed.cache: got pages of 1 rows, expected 2: .* compressed_block_size"
+    ):
+        layer.step(**(arguments | {"metadata": others["metadata"]}), backend="cpu")
+    _, without = step_of(rng, lab, 1, [300, 400], [1, 1])
+    with pytest.raises(ValueError, match="metadata: got one without C128A layers"):
+        layer.step(**(arguments | {"metadata": without["metadata"]}), backend="cpu")
+    assert not arguments["swa_cache"].any()

@@ -1,0 +1,163 @@
+"""What the arguments of a sparse layer's step must be, checked before the first of them is written.
+
+The operations check theirs, too; by then the step has written its rows, and the names are the operations'.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..arrays import streams
+from ..dispatch.call import BF16, FLOAT32, INT32, SLOTS, Call
+from ..dispatch.launch_cache import MOST_KNOWN, look_at
+from ..kernels.types.metadata import C128A_RATIO
+from ..layout import DSV4_FP8
+from ..metadata.batch import host_array
+from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
+from ..ops.sparse_attention import V_DIM, check_heads, scale_or_default
+
+if TYPE_CHECKING:
+    from .sparse import CompressedCache, LayerWorkspace, SparseMLALayer
+
+_PASSED: set[tuple[Any, ...]] = set()  # how arguments looked that were right
+
+
+def check_step(
+    layer: SparseMLALayer,
+    q: Any,
+    k: Any,
+    swa_cache: Any,
+    metadata: DeepseekSparseSWAMetadata,
+    compressed: CompressedCache | None,
+    out: Any,
+    workspace: LayerWorkspace | None,
+    backend: str | None,
+    stream: Any,
+) -> None:
+    """Raise TypeError or ValueError for arguments of `SparseMLALayer.step` that do not fit together.
+
+    Arguments on a device that look as others that passed before pass again, unchecked.
+    """
+    if not isinstance(metadata, DeepseekSparseSWAMetadata):
+        raise TypeError(f"metadata: got {type(metadata).__name__}, expected DeepseekSparseSWAMetadata")
+    ratio = layer.compress_ratio
+    if (ratio > 1) != (compressed is not None):
+        got, expected = ("None", "a CompressedCache") if compressed is None else ("a CompressedCache", "None")
+        raise ValueError(f"compressed: got {got}, expected {expected} at compress_ratio {ratio}")
+    used = tokens_used(metadata)
+    look = look_at(
+        ratio, backend, used, metadata.num_decode_tokens, metadata.num_decodes + metadata.num_prefills,
+        metadata.block_size, metadata.config.compressed_block_size, layer.attn_sink, layer.softmax_scale,
+        q, k, swa_cache, metadata.slot_mapping, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
+        metadata.c128a_decode_topk_lens, *(() if compressed is None else vars(compressed).values()), out,
+        *(() if workspace is None else vars(workspace).values()), stream,
+    )  # fmt: skip
+    if look is not None and look in _PASSED:
+        return
+    call = Call(backend, stream)
+    q = call.array("q", q, BF16, ("num_tokens", "h", V_DIM))
+    check_heads(q.shape[1])
+    check_rows("q", q, used, "tokens")
+    check_rows("k", call.array("k", k, BF16, (-1, V_DIM)), used, "tokens")
+    call.pages("swa_cache", swa_cache, DSV4_FP8, metadata.block_size, writable=True)
+    call.optional("attn_sink", layer.attn_sink, FLOAT32, ("h",))
+    scale_or_default(layer.softmax_scale, V_DIM)
+    call.array("metadata.slot_mapping", metadata.slot_mapping, SLOTS, (-1,))
+    num_reqs = metadata.num_decodes + metadata.num_prefills
+    for name, shape in (("block_table", (-1, -1)), ("seq_lens", (-1,)), ("query_start_loc", (-1,))):
+        array = call.array(f"metadata.{name}", getattr(metadata, name), INT32, shape)
+        check_rows(f"metadata.{name}", array, num_reqs + (name == "query_start_loc"), "entries")
+    columns = 0
+    if compressed is not None:
+        columns = check_compressed(call, ratio, metadata, compressed, used)
+    call.optional("out", out, BF16, (call.size("num_tokens"), "h", V_DIM), writable=True)
+    if workspace is not None and metadata.num_decode_tokens:
+        check_workspace(call, workspace, metadata.num_decode_tokens, columns)
+    call.kernels("sparse_attention")  # which raises for a backend that cannot
+    if look is not None:
+        if len(_PASSED) >= MOST_KNOWN:
+            _PASSED.clear()
+        _PASSED.add(look)
+
+
+def tokens_used(metadata: DeepseekSparseSWAMetadata) -> int:
+    """Tokens that a step attends with: those of requests, and the padding of decodes."""
+    if not metadata.num_prefills:
+        return metadata.num_decode_tokens
+    starts = host_array("metadata.query_start_loc_cpu", metadata.query_start_loc_cpu)
+    return max(metadata.num_decode_tokens, int(starts[metadata.num_decodes + metadata.num_prefills]))
+
+
+def check_compressed(
+    call: Call, ratio: int, metadata: DeepseekSparseSWAMetadata, compressed: CompressedCache, used: int
+) -> int:
+    """The same for the compressed cache. Returns the columns of topk_indices, 0 without them."""
+    pages = call.pages("compressed.cache", compressed.cache, DSV4_FP8, writable=True)
+    table = call.array("compressed.block_table", compressed.block_table, INT32, (-1, -1))
+    check_rows("compressed.block_table", table, metadata.num_decodes + metadata.num_prefills, "requests")
+    k = call.array("compressed.k", compressed.k, BF16, (-1, V_DIM))
+    slots = call.array("compressed.slot_mapping", compressed.slot_mapping, SLOTS, (-1,))
+    check_rows("compressed.slot_mapping", slots, len(k), "entries")
+    if ratio != C128A_RATIO:
+        if compressed.topk_indices is None:
+            raise TypeError(
+                f"compressed.topk_indices: got None, expected int32 [num_tokens, topk] at compress_ratio {ratio}"
+            )
+        topk_indices = call.array("compressed.topk_indices", compressed.topk_indices, INT32, (-1, -1))
+        check_rows("compressed.topk_indices", topk_indices, used, "tokens")
+        return int(topk_indices.shape[1])
+    if compressed.topk_indices is not None:
+        raise ValueError(
+            "compressed.topk_indices: got an array, expected None at compress_ratio 128: all rows are taken"
+        )
+    if metadata.c128a_decode_topk_lens is None:
+        raise ValueError(
+            "metadata: got one without C128A layers, expected a builder whose config has compress_ratios with 128"
+        )
+    positions = metadata.config.compressed_block_size
+    if pages.block_size * C128A_RATIO != positions:
+        raise ValueError(
+            f"compressed.cache: got pages of {pages.block_size} rows, expected {positions // C128A_RATIO}: the "
+            f"metadata's slots are for compressed_block_size = {positions} positions a page"
+        )
+    return 0
+
+
+def check_workspace(call: Call, workspace: LayerWorkspace, tokens: int, columns: int) -> None:
+    """The same for a workspace, for so many decode tokens; `columns` of topk_indices."""
+    lse = call.array("workspace.lse", workspace.lse, FLOAT32, (-1, "h", 1), writable=True)
+    check_rows("workspace.lse", lse, tokens, "tokens")
+    if not columns:
+        return
+    if workspace.topk_indices is None or workspace.topk_lens is None:
+        raise ValueError("workspace: got no topk_indices and topk_lens, expected them for a layer of ratio 4")
+    name = "workspace.topk_indices"
+    indices = call.array(name, workspace.topk_indices, INT32, (-1, -1), writable=True)
+    check_rows(name, indices, tokens, "tokens")
+    if indices.shape[1] < columns:
+        raise ValueError(f"{name}: got {indices.shape[1]} columns, expected {columns}, as compressed.topk_indices has")
+    lens = call.array("workspace.topk_lens", workspace.topk_lens, INT32, (-1,), writable=True)
+    check_rows("workspace.topk_lens", lens, tokens, "tokens")
+
+
+def check_rows(name: str, array: Any, needed: int, of: str) -> None:
+    if len(array) < needed:
+        raise ValueError(f"{name}: got {len(array)} {of}, expected at least the metadata's {needed}")
+
+
+def refuse_in_capture(q: Any, metadata: DeepseekSparseSWAMetadata, out: Any, workspace: Any) -> None:
+    """Raise ValueError, naming what is missing, if a CUDA graph is captured on the current stream."""
+    if isinstance(q, np.ndarray) or not streams.is_capturing():
+        return
+    for name, value, needed in (("out", out, True), ("workspace", workspace, metadata.num_decode_tokens)):
+        if value is None and needed:
+            raise ValueError(
+                f"{name}: got None while a CUDA graph is being captured, expected memory allocated before it"
+            )
+    if metadata.num_prefills:
+        raise ValueError(
+            f"metadata: got {metadata.num_prefills} prefills while a CUDA graph is being captured, expected decodes "
+            "alone: what prefills gather into would have to be allocated"
+        )
