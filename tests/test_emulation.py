@@ -9,7 +9,7 @@ import cumla
 import emulation
 from cumla.dispatch.launch_cache import noted_outputs
 from cumla.kernels.cuda import compile as compiler
-from emulation import launches
+from emulation import launches, queues
 from support import operations
 from support.attention import Problem, make_cache, make_indices, make_q
 from support.bounds import assert_decode, assert_within
@@ -51,6 +51,67 @@ def test_every_operation(here, rng, case, device):
             np.testing.assert_array_equal(x, y)
         else:
             assert_within(case, to_float(x), to_float(y), 1e-3, 2.01 / 128)
+
+
+# The kernel ahead: what each array holds is still to come while it waits, and it still reads what they held before.
+AHEAD = """
+struct Move { const unsigned char* from; unsigned char *to, *before; long long bytes; };
+extern "C" __global__ void ahead(const Move* moves, int count) {
+    for (int m = 0; m < count; ++m)
+        for (long long i = threadIdx.x; i < moves[m].bytes; i += blockDim.x) {
+            moves[m].before[i] = moves[m].to[i];
+            moves[m].to[i] = moves[m].from[i];
+        }
+}
+"""
+
+
+class KernelAhead:
+    """A kernel that writes `arrays` on the device, in which there is something else until it has run.
+
+    Whoever overlaps with it and does not wait reads that, or writes over what this kernel has yet to read.
+    """
+
+    OLD = 1  # in every byte: indices and lengths out of range, wrong numbers
+
+    def __init__(self, here, arrays):
+        self.here, self.arrays = here, [array for array in arrays if array.nbytes]
+        sources = [here.xp.array(array) for array in self.arrays]
+        self.before = [here.xp.zeros(array.nbytes, np.uint8) for array in self.arrays]
+        moves = [
+            (source.data.ptr, array.data.ptr, before.data.ptr, array.nbytes)
+            for source, array, before in zip(sources, self.arrays, self.before, strict=True)
+        ]
+        table = here.put(np.array(moves, np.uint64))
+        for array in self.arrays:
+            ctypes.memset(array.data.ptr, self.OLD, array.nbytes)
+        self._kept = sources, table
+
+    def launch(self):
+        table = self._kept[1]
+        arguments = (ctypes.c_uint64 * 2)(table.data.ptr, len(self.arrays))
+        kernel = launches.Kernel(AHEAD, "ahead", 90)
+        work = launches.Launch(kernel, (1, 1, 1), (32, 1, 1), 0, ctypes.addressof(arguments), (arguments, self._kept))
+        self.here.xp.cuda.get_current_stream().add(queues.KernelWork(work, overlap=False))
+
+    def check(self):
+        """That nobody wrote before this kernel had read."""
+        for array, before in zip(self.arrays, self.before, strict=True):
+            assert (self.here.get(before) == self.OLD).all(), f"{array.dtype} {array.shape} was written too early"
+
+
+@pytest.mark.parametrize("case", sorted(operations.CASES))
+def test_every_operation_waits_for_the_kernel_ahead(here, rng, case):
+    """Each is launched to overlap with what is ahead of it in the stream (griddepcontrol.wait)."""
+    arguments = operations.CASES[case](rng)
+    given = {name: here.put(value) if isinstance(value, np.ndarray) else value for name, value in arguments.items()}
+    ahead = KernelAhead(here, [x for x in given.values() if hasattr(x, "dtype")])
+    ahead.launch()
+    got = run(case, given, lambda x: x, here.get, "cuda")
+    ahead.check()
+    want = run(case, arguments, here.put, here.get, "cuda")  # with nothing ahead
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x.view(np.uint8), y.view(np.uint8))
 
 
 @pytest.fixture

@@ -9,11 +9,15 @@ import mmap
 
 import numpy as np
 
+from . import queues
+from .queues import Device
+
 PAGE = mmap.PAGESIZE
 GUARD = 16 << 20  # bytes on both sides of an allocation: more than a wrong index is likely to leap over
 ALIGNMENT = 256  # of allocations, as CuPy's
 MAP_NORESERVE = 0x4000  # of Linux; Python has no name for it before 3.13
 LIBC = ctypes.CDLL(None)
+VIEWS = ("reshape", "view", "transpose", "swapaxes")  # methods that look at no value, if they copy none
 
 
 class Memory:
@@ -28,6 +32,10 @@ class Memory:
             if LIBC.mprotect(ctypes.c_void_p(guard), ctypes.c_size_t(GUARD), 0):
                 raise MemoryError("no pages for an emulated device's memory")
         self.ptr, self.size, self.device_id = start + GUARD + pages - inside, size, device_id
+
+    def __del__(self):
+        if queues.is_anything_queued():  # CuPy's pool gives it to what comes later on the same stream
+            queues.kept.append(self._map)
 
 
 class UnownedMemory:
@@ -45,47 +53,7 @@ class MemoryPointer:
         return MemoryPointer(self.mem, self.ptr - self.mem.ptr + offset)
 
     def memset_async(self, value, size):
-        ctypes.memset(self.ptr, value, size)
-
-
-class Device:
-    """The emulated devices: 0 as Hopper is, 1 as Ampere is, with few multiprocessors, which small problems fill too."""
-
-    current = 0
-    CAPABILITIES = ("90", "80")
-    SHARED_KIB = ((227, 228), (163, 164))  # of a thread block, of a multiprocessor
-    MULTIPROCESSORS = 4
-
-    def __init__(self, number=None):
-        self.id = Device.current if number is None else number
-        self._before = []
-
-    @property
-    def compute_capability(self):
-        return self.CAPABILITIES[self.id]
-
-    @property
-    def attributes(self):
-        block, multiprocessor = (1024 * kib for kib in self.SHARED_KIB[self.id])
-        return {
-            "MultiProcessorCount": self.MULTIPROCESSORS,
-            "MaxSharedMemoryPerBlockOptin": block,
-            "MaxSharedMemoryPerMultiprocessor": multiprocessor,
-        }
-
-    def use(self):
-        Device.current = self.id
-
-    def synchronize(self):
-        """Nothing runs beside the host."""
-
-    def __enter__(self):
-        self._before.append(Device.current)
-        Device.current = self.id
-        return self
-
-    def __exit__(self, *error):
-        Device.current = self._before.pop()
+        queues.current_stream().add(lambda: ctypes.memset(self.ptr, value, size))
 
 
 class Array(np.lib.mixins.NDArrayOperatorsMixin):
@@ -97,41 +65,58 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
             memptr = MemoryPointer(Memory(dtype.itemsize * int(np.prod(shape, dtype=np.int64)), Device.current), 0)
         memory = memptr.mem
         room = (ctypes.c_uint8 * (memory.ptr + memory.size - memptr.ptr)).from_address(memptr.ptr)
-        self.data, self._host = memptr, np.ndarray(shape, dtype, room, strides=strides)
+        self.data, self._view = memptr, np.ndarray(shape, dtype, room, strides=strides)
+
+    @property
+    def _host(self):
+        """What it holds once everything on the current stream is done."""
+        queues.current_stream().synchronize()
+        return self._view
 
     @classmethod
     def of(cls, host, memory=None):
         """A NumPy array in device memory: a copy, or what is in that memory already."""
         if memory is None:
             array = cls(host.shape, host.dtype)
-            array._host[...] = host
+            array._view[...] = host
             return array
         array = cls.__new__(cls)
-        array.data, array._host = MemoryPointer(memory, host.ctypes.data - memory.ptr), host
+        array.data, array._view = MemoryPointer(memory, host.ctypes.data - memory.ptr), host
         return array
 
     @property
     def device(self):
         return Device(self.data.device_id)
 
-    def get(self):
-        return self._host.copy("K")
+    def get(self, stream=None):
+        (stream or queues.current_stream()).synchronize()
+        return self._view.copy("K")
 
     def set(self, array):
-        self._host[...] = array
+        self._assign(..., array.copy())
 
     def fill(self, value):
-        self._host.fill(value)
+        self._assign(..., value)
 
     def __getitem__(self, key):
-        return self._given(self._host[own(key)])
+        parts = key if isinstance(key, tuple) else (key,)
+        is_view = all(x is None or x is ... or isinstance(x, int | slice) for x in parts)
+        return self._given((self._view if is_view else self._host)[own(key)])
 
     def __setitem__(self, key, value):
         refuse_host(value)
-        self._host[own(key)] = own(value)
+        self._assign(own(key), value)
+
+    def _assign(self, key, value):
+        value = value._view if isinstance(value, Array) else value
+
+        def work():
+            self._view[key] = value
+
+        queues.current_stream().add(work)
 
     def __len__(self):
-        return len(self._host)
+        return len(self._view)
 
     def __iter__(self):
         return (self[i] for i in range(len(self)))
@@ -156,9 +141,11 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
     def __getattr__(self, name):
         if name.startswith("_"):
             raise AttributeError(name)
-        value = getattr(self._host, name)
+        value = getattr(self._view, name)
         if not callable(value):
             return self._given(value)
+        if name not in VIEWS:
+            queues.current_stream().synchronize()
         return lambda *arguments, **keywords: self._given(value(*own(arguments), **own(keywords)))
 
     def _given(self, result):
@@ -167,7 +154,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
             return result
         result = np.asarray(result)
         with self.device:
-            return Array.of(result, self.data.mem if np.may_share_memory(result, self._host) else None)
+            return Array.of(result, self.data.mem if np.may_share_memory(result, self._view) else None)
 
 
 def own(value):

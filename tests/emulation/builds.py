@@ -23,6 +23,17 @@ class Dim3(ctypes.Structure):
     _fields_ = tuple((axis, ctypes.c_uint) for axis in "xyz")
 
 
+class LaunchDescription(ctypes.Structure):
+    """`Launch` of runtime/threads.cpp."""
+
+
+LaunchDescription._fields_ = (
+    ("name", ctypes.c_char_p), ("kernel", ctypes.c_void_p), ("arguments", ctypes.c_void_p), ("grid", Dim3),
+    ("block", Dim3), ("shared_bytes", ctypes.c_uint), ("late", ctypes.c_int), ("seed", ctypes.c_int),
+    ("ahead", ctypes.POINTER(LaunchDescription)),
+)  # fmt: skip
+
+
 _folder: list[pathlib.Path] = []
 
 
@@ -53,7 +64,7 @@ def runtime():
     """The emulator. Global, as kernels find its functions by name."""
     library = ctypes.PyDLL(str(built("", "-O3", "-flto", *map(str, RUNTIME.glob("*.cpp")))), ctypes.RTLD_GLOBAL)
     library.emulator_launch.restype = ctypes.c_char_p
-    library.emulator_launch.argtypes = (*[ctypes.c_void_p] * 2, Dim3, Dim3, ctypes.c_uint, *[ctypes.c_int] * 2)
+    library.emulator_launch.argtypes = (ctypes.POINTER(LaunchDescription),)
     return library
 
 

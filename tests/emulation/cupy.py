@@ -14,8 +14,9 @@ from cumla.arrays import streams
 from cumla.dispatch import backends
 from cumla.kernels.cuda import launch, tma
 
-from . import arrays, cublas, launches
-from .arrays import Array, Device
+from . import arrays, cublas, launches, queues
+from .arrays import Array
+from .queues import Device, Stream
 
 NUMPY_FUNCTIONS = (
     "arange", "broadcast_to", "concatenate", "cumsum", "full", "ones", "stack", "where", "zeros_like",
@@ -35,9 +36,12 @@ def devices():
         for name, module in list(sys.modules.items()):
             if name.startswith("cumla.") and hasattr(module, "cupy"):  # bound at an import, maybe of the real one
                 stack.enter_context(mock.patch.object(module, "cupy", CUPY))
-        backends.unavailable.cache_clear()
-        stack.callback(backends.unavailable.cache_clear)
+        for cache in (backends.unavailable, streams.of_handle):
+            cache.cache_clear()
+            stack.callback(cache.cache_clear)
+        stack.callback(queues.forget_everything)
         yield
+        queues.finish_everything()  # or what is still to come would go wrong unseen
 
 
 @contextlib.contextmanager
@@ -66,6 +70,7 @@ class RawKernel:
 
     @property
     def kernel(self):
+        queues.refuse_in_capture("a kernel is loaded")
         LAUNCHABLE.append((self, launches.Kernel(self.code, self.name, int(Device().compute_capability))))
         return types.SimpleNamespace(ptr=len(LAUNCHABLE))
 
@@ -87,7 +92,8 @@ def library(name, *rest):
 
 def launch_kernel(config, function, _, extra):
     """cuLaunchKernelEx, whose arguments are addresses, for packed arguments; raises what goes wrong."""
-    *sizes, shared_bytes, _, _, _, argument_bytes = launch.HEAD.unpack(ctypes.string_at(config, launch.HEAD.size))
+    head = launch.HEAD.unpack(ctypes.string_at(config, launch.HEAD.size))
+    *sizes, shared_bytes, stream, _, overlap, argument_bytes = head
     kind, arguments, *_ = (ctypes.c_void_p * 5).from_address(extra)
     assert kind == launch.BUFFER_POINTER
     raw, kernel = LAUNCHABLE[function - 1]
@@ -97,7 +103,8 @@ def launch_kernel(config, function, _, extra):
     memory = ctypes.create_string_buffer(argument_bytes + 64)
     packed = (ctypes.addressof(memory) + 47) // 64 * 64 + 16
     ctypes.memmove(packed, arguments, argument_bytes)
-    kernel.launch(sizes[:3], sizes[3:], shared_bytes, packed)
+    work = launches.Launch(kernel, sizes[:3], sizes[3:], shared_bytes, packed, memory)
+    Stream(handle=stream or 0).add(queues.KernelWork(work, bool(overlap)))
     return 0
 
 
@@ -117,7 +124,7 @@ def encode_tensor_map(tensor_map, kind, rank, address, sizes, strides, box, elem
 
 
 DRIVER = types.SimpleNamespace(
-    cuLaunchKernelEx=launch_kernel, cuThreadExchangeStreamCaptureMode=lambda mode: 0,
+    cuLaunchKernelEx=launch_kernel, cuThreadExchangeStreamCaptureMode=queues.exchange_capture_mode,
     cuTensorMapEncodeTiled=encode_tensor_map,
 )  # fmt: skip
 
@@ -125,29 +132,15 @@ DRIVER = types.SimpleNamespace(
 # ---- cupy
 
 
-class Stream:
-    """The only one. What is launched has run when the launch returns."""
-
-    ptr = 0
-
-    def is_capturing(self):
-        return False
-
-    def synchronize(self):
-        """Nothing is left to wait for."""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
-
-
-STREAM = Stream()
-
-
 def copy_memory(target, source, size, kind, stream):
-    ctypes.memmove(target, source, size)
+    Stream(handle=stream).add(lambda: ctypes.memmove(target, source, size))
+
+
+class PointerAttributes:
+    """What runtime.pointerGetAttributes says of an address: nobody asks for more, or from device 1."""
+
+    def __init__(self, address):
+        self.device = 0
 
 
 def on_device(function):
@@ -156,7 +149,7 @@ def on_device(function):
     def call(*arguments, **keywords):
         result = function(*arrays.own(arguments), **arrays.own(keywords))
         for argument in arguments:
-            if isinstance(argument, Array) and np.may_share_memory(result, argument._host):
+            if isinstance(argument, Array) and np.may_share_memory(result, argument._view):
                 return Array.of(result, argument.data.mem)
         return Array.of(result)
 
@@ -166,7 +159,7 @@ def on_device(function):
 def empty(shape, dtype=float):
     """Full of numbers that nobody takes for a result."""
     made = Array(shape, dtype)
-    made.data.memset_async(UNWRITTEN, made.nbytes)
+    ctypes.memset(made.data.ptr, UNWRITTEN, made.nbytes)  # at once, as the memory is fresh
     return made
 
 
@@ -186,24 +179,31 @@ def asarray(value, dtype=None):
     return value if isinstance(value, Array) and dtype in (None, value.dtype) else array(value, dtype)
 
 
+def from_dlpack(array):
+    if not isinstance(array, Array):
+        raise TypeError("no other library is emulated")
+    return array
+
+
 def make_module():
     cupy = types.ModuleType("cupy")
     cupy.__spec__ = importlib.machinery.ModuleSpec("cupy", None)
     for name in NUMPY_FUNCTIONS:
         setattr(cupy, name, on_device(getattr(np, name)))
-    cupy.ndarray, cupy.RawModule = Array, RawModule
+    cupy.ndarray, cupy.RawModule, cupy.from_dlpack = Array, RawModule, from_dlpack
     cupy.empty, cupy.empty_like, cupy.zeros, cupy.array, cupy.asarray = empty, empty_like, zeros, array, asarray
     cublas_functions = types.SimpleNamespace(gemmStridedBatchedEx=cublas.gemm_strided_batched)
     runtime = types.SimpleNamespace(
         CUDARuntimeError=RuntimeError, getDevice=lambda: Device.current,
-        getDeviceCount=lambda: len(Device.CAPABILITIES), streamIsCapturing=lambda stream: False,
+        getDeviceCount=lambda: len(Device.CAPABILITIES),
+        streamIsCapturing=lambda handle: Stream(handle=handle).is_capturing(), pointerGetAttributes=PointerAttributes,
         memcpyAsync=copy_memory, memcpyHostToDevice=1, memcpyDeviceToHost=2,
     )  # fmt: skip
     cupy.cuda = types.ModuleType("cupy.cuda")
     vars(cupy.cuda).update(
         runtime=runtime, cublas=cublas_functions, device=types.SimpleNamespace(get_cublas_handle=lambda: 0),
-        Device=Device, MemoryPointer=arrays.MemoryPointer, UnownedMemory=arrays.UnownedMemory,
-        get_current_stream=lambda device=None: STREAM,
+        Device=Device, MemoryPointer=arrays.MemoryPointer, UnownedMemory=arrays.UnownedMemory, Stream=Stream,
+        Event=queues.Event, get_current_stream=queues.current_stream,
     )  # fmt: skip
     return cupy
 

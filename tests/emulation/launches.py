@@ -51,14 +51,34 @@ class Kernel:
 
     def __init__(self, text, name, capability):
         function = builds.loaded(translated(text, capability))[f"emulated_{name}"]
-        self.name, self._address = name, ctypes.cast(function, ctypes.c_void_p).value
+        self.name, self.address = name, ctypes.cast(function, ctypes.c_void_p).value
 
     def launch(self, grid, block, shared_bytes, arguments):
         """`arguments`: the address of the packed ones. Raises EmulationError."""
-        sizes = builds.Dim3(*grid), builds.Dim3(*block)
-        error = builds.runtime().emulator_launch(self._address, arguments, *sizes, shared_bytes, *_schedule.get())
+        Launch(self, grid, block, shared_bytes, arguments).run()
+
+
+class Launch:
+    """A kernel with all that it needs, to be run later, as the schedule of now has it.
+
+    arguments  the address of the packed ones; `memory` keeps them
+    ahead      the launch that it may overlap with
+    """
+
+    def __init__(self, kernel, grid, block, shared_bytes, arguments, memory=None):
+        self._name, self._memory = kernel.name.encode(), memory
+        self._sizes = builds.Dim3(*grid), builds.Dim3(*block)
+        self._rest = kernel.address, arguments, *self._sizes, shared_bytes, *_schedule.get()
+        self.ahead = None
+
+    def run(self):
+        error = builds.runtime().emulator_launch(ctypes.byref(self.description()))
         if error is not None:
-            raise EmulationError(f"{self.name}: {error.decode()}")
+            raise EmulationError(error.decode())
+
+    def description(self):
+        ahead = ctypes.pointer(self.ahead.description()) if self.ahead else None
+        return builds.LaunchDescription(self._name, *self._rest, ahead)
 
 
 @functools.cache

@@ -56,6 +56,7 @@ TABLE = {
     "{ .reg .pred done; again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1; @!done bra again; }": (
         "emulator::barrier_wait(%0, %1)"
     ),
+    "griddepcontrol.wait;": "emulator::wait_for_kernel_ahead()",
     # matrices
     "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];": (
         "emulator::load_matrices(%0, %1, %2, %3, %4, false)"
@@ -76,7 +77,6 @@ TABLE = {
     "fence.proxy.async.shared::cta;": "",
     "griddepcontrol.launch_dependents;": "",
     "prefetch.tensormap [%0];": "",
-    "griddepcontrol.wait;": "",
     "setmaxnreg.dec.sync.aligned.u32 %0;": "",
     "setmaxnreg.inc.sync.aligned.u32 %0;": "",
     "wgmma.fence.sync.aligned;": "",

@@ -82,6 +82,8 @@ void copy_box(uint32_t target, const void* map, int x, int y, int z, uint32_t ba
 
 void begin_block_copies() { copying.assign(block_size.x * block_size.y * block_size.z, {}); }
 
+SetAside* set_aside_copies() { return new Kept(copying); }
+
 void copy_async(uint32_t target, const void* source, int bytes, int present_bytes) {
     Copy copy{shared_at(target, bytes), source, bytes, present_bytes};
     if (uintptr_t(source) % bytes) fail("cp.async of %d bytes from %p, which is misaligned", bytes, source);

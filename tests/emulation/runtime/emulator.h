@@ -13,6 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#include <utility>
 
 #define EXPORT __attribute__((visibility("default")))
 
@@ -34,6 +35,7 @@ EXPORT extern Index thread_index, block_index, grid_size, block_size;  // thread
 EXPORT extern int thread_number;
 
 EXPORT void wait(const Wait& wait);
+EXPORT void wait_for_kernel_ahead();
 // Ends the launch: the message becomes an error in Python.
 [[noreturn]] EXPORT void fail(const char* format, ...);
 
@@ -42,6 +44,16 @@ struct Work {
     virtual ~Work() = default;
     virtual void run() = 0;
 };
+// What a block has under way, kept while blocks of the kernel ahead run; its destructor puts it back.
+struct SetAside {
+    virtual ~SetAside() = default;
+};
+template <class T> struct Kept : SetAside {
+    T &place, kept;
+    explicit Kept(T& place_) : place(place_), kept(std::move(place_)) { place = T(); }
+    ~Kept() override { place = std::move(kept); }
+};
+
 bool work_is_late();
 void when_stuck(Work* work);
 int random_number(int below);
@@ -98,6 +110,7 @@ void barrier_bytes(uint32_t barrier, uint32_t bytes);  // have come
 EXPORT bool barrier_passed(uint32_t barrier, uint32_t parity);
 EXPORT void barrier_wait(uint32_t barrier, uint32_t parity);
 void begin_block_meetings();
+SetAside* set_aside_meetings();
 
 // ---- copies.cpp
 
@@ -107,6 +120,7 @@ EXPORT void copies_wait(uint32_t pending);
 EXPORT void copies_arrive(uint32_t barrier);
 EXPORT void copy_box(uint32_t target, const void* map, int x, int y, int z, uint32_t barrier);
 void begin_block_copies();
+SetAside* set_aside_copies();
 
 // ---- matrices.cpp
 
@@ -120,6 +134,7 @@ EXPORT void wgmma(float* x, int columns, const uint32_t* a, uint64_t a_tile, uin
 EXPORT void wgmma_commit();
 EXPORT void wgmma_wait(uint32_t pending);
 void begin_block_matrices();
+SetAside* set_aside_matrices();
 
 // ---- formats.cpp: numbers and their bits, to nearest even
 

@@ -167,6 +167,8 @@ std::vector<WarpProducts> products;
 
 void begin_block_matrices() { products.assign(block_size.x * block_size.y * block_size.z / LANES, {}); }
 
+SetAside* set_aside_matrices() { return new Kept(products); }
+
 void wgmma(float* x, int columns, const uint32_t* a, uint64_t a_tile, uint64_t b_tile, bool b_rows, bool add,
            bool bfloat16) {
     int warp = thread_number / LANES;

@@ -1,5 +1,6 @@
 // What threads do together.
 #include "emulator.h"
+#include <memory>
 #include <unordered_map>
 #include <vector>
 
@@ -15,8 +16,6 @@ struct Warp {
     const char* what;
     alignas(64) uint8_t brought[2][LANES][MOST_BYTES], taken[2][LANES][MOST_BYTES];
 };
-Warp warps[MOST_WARPS];
-
 // A counter of those who came, and of the times that all did.
 struct Gate {
     int arrived = 0;
@@ -28,11 +27,6 @@ struct Gate {
         else wait({&times, ~0ull, now, what, number});
     }
 };
-Gate everybody;
-int block_vote;
-std::unordered_map<int, Gate> named;
-std::unordered_map<int, int> named_votes;
-
 struct Barrier {
     int expected, pending;
     uint64_t phase = 0;
@@ -43,23 +37,36 @@ struct Barrier {
         if (!pending && !bytes) pending = expected, ++phase;
     }
 };
-std::unordered_map<uint32_t, Barrier> barriers;
+
+struct Block {
+    Warp warps[MOST_WARPS];
+    Gate everybody;
+    int vote = 0;
+    std::unordered_map<int, Gate> named;
+    std::unordered_map<int, int> named_votes;
+    std::unordered_map<uint32_t, Barrier> barriers;
+};
+std::unique_ptr<Block> block;  // on the heap: fibers wait for words in there
 
 Barrier& barrier_at(uint32_t address) {
-    auto found = barriers.find(address);
-    if (found == barriers.end()) fail("there is no mbarrier at %u of shared memory", address);
+    auto found = block->barriers.find(address);
+    if (found == block->barriers.end()) fail("there is no mbarrier at %u of shared memory", address);
     return found->second;
 }
 
 }  // namespace
 
 void begin_block_meetings() {
-    for (Warp& warp : warps) warp.meetings = 0, warp.arrived = 0;
-    everybody = {}, named.clear(), named_votes.clear(), barriers.clear(), block_vote = 0;
+    if (!block) block = std::make_unique<Block>();
+    for (Warp& warp : block->warps) warp.meetings = 0, warp.arrived = 0;
+    block->everybody = {}, block->vote = 0;
+    block->named.clear(), block->named_votes.clear(), block->barriers.clear();
 }
 
+SetAside* set_aside_meetings() { return new Kept(block); }
+
 const uint8_t* meet(const char* what, const void* brought, size_t bytes, Act act, void* context) {
-    Warp& warp = warps[thread_number / LANES];
+    Warp& warp = block->warps[thread_number / LANES];
     int lane = thread_number % LANES, place = warp.meetings & 1;
     if (warp.arrived == 0) warp.what = what;
     else if (warp.what != what && strcmp(warp.what, what))
@@ -89,22 +96,22 @@ uint32_t ballot(bool vote) {
 
 static int threads_of_block() { return block_size.x * block_size.y * block_size.z; }
 
-void block_sync() { everybody.pass(threads_of_block(), "__syncthreads", 0); }
+void block_sync() { block->everybody.pass(threads_of_block(), "__syncthreads", 0); }
 
 int block_sync_or(int predicate) {
-    block_vote |= predicate;
+    block->vote |= predicate;
     block_sync();
-    int result = block_vote;
+    int result = block->vote;
     block_sync();
-    block_vote = 0;
+    block->vote = 0;
     block_sync();  // before anybody votes again
     return result;
 }
 
-void named_sync(int id, int threads) { named[id].pass(threads, "bar.sync", id); }
+void named_sync(int id, int threads) { block->named[id].pass(threads, "bar.sync", id); }
 
 int named_sync_or(int id, int threads, int predicate) {
-    int& vote = named_votes[id];
+    int& vote = block->named_votes[id];
     vote |= predicate;
     named_sync(id, threads);
     int result = vote;
@@ -116,7 +123,7 @@ int named_sync_or(int id, int threads, int predicate) {
 
 void barrier_init(uint32_t barrier, int arrivals) {
     shared_at(barrier, 8);
-    barriers[barrier] = {arrivals, arrivals};
+    block->barriers[barrier] = {arrivals, arrivals};
 }
 
 void barrier_arrive(uint32_t barrier, int count) {

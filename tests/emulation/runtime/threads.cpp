@@ -5,9 +5,13 @@
 // far as it is allowed to; which is the most urgent one changes at random, seldom or often.
 // When nobody can go on, late work (copies and products that were started and not waited for) is done, piece after
 // piece; when there is none either, that is a deadlock, which the report shows.
+//
+// A kernel that was launched to overlap with the one ahead of it runs first, until nobody can go on without that one's
+// end (griddepcontrol.wait): then that one runs as a whole, on fibers and in shared memory of its own.
 #include "emulator.h"
 #include <algorithm>
 #include <map>
+#include <memory>
 #include <random>
 #include <setjmp.h>
 #include <signal.h>
@@ -52,20 +56,45 @@ struct Fiber {
     bool done;
 };
 
-std::vector<Fiber> fibers;  // as many as a launch ever had, for their stacks
-void* scheduler;
-void (*entry)(const void*);
-const void* entry_arguments;
-bool late, seeded;
-std::mt19937 generator;
-std::vector<Work*> late_work;
+// What Python asks for.
+struct Launch {
+    const char* name;
+    void (*kernel)(const void*);
+    const void* arguments;
+    Index grid, block;
+    uint32_t shared_bytes;
+    int late, seed;
+    const Launch* ahead;  // the kernel that this one may overlap with, or null
+};
+
+// A kernel and the one ahead of it, and so on, have fibers and shared memory of their own, kept for later launches.
+struct Level {
+    std::vector<Fiber> fibers;
+    uint8_t* shared = nullptr;
+};
+std::vector<Level> levels;
+
+// The kernel that runs.
+struct Running {
+    const Launch* launch = nullptr;
+    bool seeded = false;
+    std::mt19937 generator;
+    std::vector<Work*> late_work;
+    void* scheduler = nullptr;
+    Fiber* fibers = nullptr;
+    size_t level = 0;
+};
+Running now;
+uint64_t kernel_ahead_is_to_come;  // 1 while it is
 jmp_buf out;
 std::string message;
 
+void run_kernel(const Launch& launch);
+
 void run_fiber() {
-    entry(entry_arguments);
-    fibers[thread_number].done = true;
-    emulator_switch(&fibers[thread_number].stack_pointer, scheduler);
+    now.launch->kernel(now.launch->arguments);
+    now.fibers[thread_number].done = true;
+    emulator_switch(&now.fibers[thread_number].stack_pointer, now.scheduler);
 }
 
 // A stack with a page below it that nobody may touch.
@@ -89,15 +118,16 @@ void resume(int number) {
     thread_number = number;
     unsigned row = number / block_size.x;
     thread_index = {number % block_size.x, row % block_size.y, row / block_size.y};
-    emulator_switch(&scheduler, fibers[number].stack_pointer);
+    emulator_switch(&now.scheduler, now.fibers[number].stack_pointer);
 }
 
 [[noreturn]] void report_deadlock(int threads) {
     std::map<std::string, int> waiting;
     for (int i = 0; i < threads; ++i) {
-        if (fibers[i].done) continue;
+        const Fiber& fiber = now.fibers[i];
+        if (fiber.done) continue;
         char line[120];
-        snprintf(line, sizeof line, "warp %d: %s %lx", i / 32, fibers[i].wait.what, fibers[i].wait.number);
+        snprintf(line, sizeof line, "warp %d: %s %lx", i / 32, fiber.wait.what, fiber.wait.number);
         ++waiting[line];
     }
     std::string lines;
@@ -105,59 +135,105 @@ void resume(int number) {
     fail("deadlock in block (%u, %u, %u):%s", block_index.x, block_index.y, block_index.z, lines.c_str());
 }
 
+// The whole kernel that this one overlaps with.
+void run_kernel_ahead() {
+    const Index thread = thread_index, block = block_index, grid = grid_size, size = block_size;
+    uint8_t* const memory = shared_memory;
+    const uint32_t end = shared_end;
+    const Launch& ahead = *now.launch->ahead;
+    {
+        std::unique_ptr<SetAside> meetings(set_aside_meetings()), copies(set_aside_copies()),
+            matrices(set_aside_matrices());
+        Running mine = std::move(now);
+        now = {}, now.level = mine.level + 1;
+        run_kernel(ahead);
+        now = std::move(mine);
+        now.fibers = levels[now.level].fibers.data();
+    }
+    thread_index = thread, block_index = block, grid_size = grid, block_size = size;
+    shared_memory = memory, shared_end = end;
+    kernel_ahead_is_to_come = 0;
+}
+
 void do_late_work(int threads) {
-    if (late_work.empty()) report_deadlock(threads);
-    auto next = late_work.begin() + (seeded ? random_number(int(late_work.size())) : 0);
+    if (now.late_work.empty()) {
+        if (!kernel_ahead_is_to_come) report_deadlock(threads);
+        return run_kernel_ahead();
+    }
+    auto next = now.late_work.begin() + (now.seeded ? random_number(int(now.late_work.size())) : 0);
     Work* work = *next;
-    late_work.erase(next);
+    now.late_work.erase(next);
     work->run();
     delete work;
 }
 
 // Warps by urgency: in random order, or warpgroups in random order.
 void put_in_order(std::vector<int>& warps) {
-    std::shuffle(warps.begin(), warps.end(), generator);
+    std::shuffle(warps.begin(), warps.end(), now.generator);
     if (random_number(2)) return;
     int groups[8] = {0, 1, 2, 3, 4, 5, 6, 7};
-    std::shuffle(groups, groups + 8, generator);
+    std::shuffle(groups, groups + 8, now.generator);
     std::stable_sort(warps.begin(), warps.end(), [&](int a, int b) { return groups[a / 4] < groups[b / 4]; });
 }
 
 // The lanes of a warp that can go on, as far as they can for now.
 bool run_warp(int warp) {
     bool ran = false;
-    int first = seeded ? random_number(32) : 0;
+    int first = now.seeded ? random_number(32) : 0;
     for (int i = 0; i < 32; ++i) {
         int thread = 32 * warp + (first + i) % 32;
-        if (!fibers[thread].done && !is_blocked(fibers[thread].wait)) ran = true, resume(thread);
+        const Fiber& fiber = now.fibers[thread];
+        if (!fiber.done && !is_blocked(fiber.wait)) ran = true, resume(thread);
     }
     return ran;
 }
 
 bool is_done(int threads) {
     for (int i = 0; i < threads; ++i)
-        if (!fibers[i].done) return false;
+        if (!now.fibers[i].done) return false;
     return true;
 }
 
 void run_block(int threads) {
     std::vector<int> warps(threads / 32);
-    for (int i = 0; i < threads; ++i) begin_fiber(fibers[i], i);
+    for (int i = 0; i < threads; ++i) begin_fiber(now.fibers[i], i);
     for (size_t i = 0; i < warps.size(); ++i) warps[i] = i;
-    late_work.clear();
+    now.late_work.clear();
     begin_block_meetings(), begin_block_copies(), begin_block_matrices();
-    int turns = seeded ? 1 << 3 * random_number(4) : 0;  // that an order lasts, on average
-    if (seeded) put_in_order(warps);
+    int turns = now.seeded ? 1 << 3 * random_number(4) : 0;  // that an order lasts, on average
+    if (now.seeded) put_in_order(warps);
     for (;;) {
-        if (seeded && random_number(turns) == 0) put_in_order(warps);
+        if (now.seeded && random_number(turns) == 0) put_in_order(warps);
         bool ran = false;
         for (int warp : warps) {
             ran |= run_warp(warp);
-            if (seeded && ran) break;
+            if (now.seeded && ran) break;
         }
         if (!ran && is_done(threads)) return;
-        if (!ran || (seeded && !late_work.empty() && random_number(64) == 0)) do_late_work(threads);
+        if (!ran || (now.seeded && !now.late_work.empty() && random_number(64) == 0)) do_late_work(threads);
     }
+}
+
+void run_kernel(const Launch& launch) {
+    int threads = launch.block.x * launch.block.y * launch.block.z;
+    if (levels.size() <= now.level) levels.resize(now.level + 1);
+    Level& level = levels[now.level];
+    if (!level.shared) level.shared = static_cast<uint8_t*>(aligned_alloc(1024, 2 * MOST_SHARED));
+    now.launch = &launch, now.seeded = launch.seed != 0, now.generator.seed(launch.seed);
+    if (threads % 32 || threads > 1024) fail("a block is not of up to 1024 threads in whole warps");
+    if (launch.shared_bytes > MOST_SHARED) fail("more shared memory than there is");
+    while (int(level.fibers.size()) < threads) level.fibers.push_back({new_stack(), nullptr, {}, true});
+    now.fibers = level.fibers.data();
+    shared_memory = level.shared, shared_end = DYNAMIC_SHARED_AT + launch.shared_bytes;
+    grid_size = launch.grid, block_size = launch.block;
+    kernel_ahead_is_to_come = launch.ahead != nullptr;
+    memset(shared_memory, UNWRITTEN, shared_end + 1024);
+    for (unsigned z = 0; z < launch.grid.z; ++z)
+        for (unsigned y = 0; y < launch.grid.y; ++y)
+            for (unsigned x = 0; x < launch.grid.x; ++x) block_index = {x, y, z}, run_block(threads);
+    for (uint32_t i = shared_end; i < shared_end + 1024; ++i)
+        if (shared_memory[i] != UNWRITTEN) fail("a write %u bytes behind the end of shared memory", i - shared_end);
+    if (kernel_ahead_is_to_come) run_kernel_ahead();  // for whom nobody has waited
 }
 
 void on_bad_address(int, siginfo_t* info, void*) { fail("an access at %p, where no array is", info->si_addr); }
@@ -165,12 +241,13 @@ void on_bad_address(int, siginfo_t* info, void*) { fail("an access at %p, where 
 }  // namespace
 
 void wait(const Wait& wait) {
-    Fiber& fiber = fibers[thread_number];
-    int number = thread_number;
+    Fiber& fiber = now.fibers[thread_number];
     fiber.wait = wait;
-    while (is_blocked(fiber.wait)) emulator_switch(&fibers[number].stack_pointer, scheduler);
+    while (is_blocked(fiber.wait)) emulator_switch(&fiber.stack_pointer, now.scheduler);
     fiber.wait = {};
 }
+
+void wait_for_kernel_ahead() { wait({&kernel_ahead_is_to_come, ~0ull, 1, "griddepcontrol.wait", 0}); }
 
 void fail(const char* format, ...) {
     char text[2000];
@@ -178,13 +255,13 @@ void fail(const char* format, ...) {
     va_start(arguments, format);
     vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
-    message = text;
+    message = std::string(now.launch->name) + ": " + text;
     longjmp(out, 1);
 }
 
-bool work_is_late() { return seeded ? random_number(2) : late; }
-int random_number(int below) { return int(generator() % below); }
-void when_stuck(Work* work) { late_work.push_back(work); }
+bool work_is_late() { return now.seeded ? random_number(2) : now.launch->late; }
+int random_number(int below) { return int(now.generator() % below); }
+void when_stuck(Work* work) { now.late_work.push_back(work); }
 
 uint8_t* shared_at(uint32_t address, uint32_t bytes) {
     if (address < DYNAMIC_SHARED_AT || address + bytes > shared_end)
@@ -193,32 +270,17 @@ uint8_t* shared_at(uint32_t address, uint32_t bytes) {
     return shared_memory + address;
 }
 
-// Runs a kernel; null, or what went wrong.
-extern "C" EXPORT const char* emulator_launch(void (*kernel)(const void*), const void* arguments, Index grid,
-                                              Index block, uint32_t shared_bytes, int late_, int seed) {
-    int threads = block.x * block.y * block.z;
-    if (threads % 32 || threads > 1024) return "a block is not of up to 1024 threads in whole warps";
-    if (shared_bytes > MOST_SHARED) return "more shared memory than there is";
-    if (!shared_memory) shared_memory = static_cast<uint8_t*>(aligned_alloc(1024, 2 * MOST_SHARED));
-    grid_size = grid, block_size = block;
-    entry = kernel, entry_arguments = arguments, late = late_, seeded = seed != 0;
-    generator.seed(seed);
-    shared_end = DYNAMIC_SHARED_AT + shared_bytes;
-
+// Runs a kernel, and those ahead of it that it may overlap with; null, or what went wrong.
+extern "C" EXPORT const char* emulator_launch(const Launch* launch) {
     struct sigaction action = {}, segv, bus;
     action.sa_sigaction = on_bad_address, action.sa_flags = SA_SIGINFO | SA_NODEFER;
     sigaction(SIGSEGV, &action, &segv), sigaction(SIGBUS, &action, &bus);
     uint32_t float_mode = _mm_getcsr();
     message.clear();
+    now = {};
     if (!setjmp(out)) {
-        while (int(fibers.size()) < threads) fibers.push_back({new_stack(), nullptr, {}, true});
-        memset(shared_memory, UNWRITTEN, shared_end + 1024);
         _mm_setcsr(float_mode | 0x8040);  // subnormal numbers are flushed to zero
-        for (unsigned z = 0; z < grid.z; ++z)
-            for (unsigned y = 0; y < grid.y; ++y)
-                for (unsigned x = 0; x < grid.x; ++x) block_index = {x, y, z}, run_block(threads);
-        for (uint32_t i = shared_end; i < shared_end + 1024; ++i)
-            if (shared_memory[i] != UNWRITTEN) fail("a write %u bytes behind the end of shared memory", i - shared_end);
+        run_kernel(*launch);
     }
     _mm_setcsr(float_mode);
     sigaction(SIGSEGV, &segv, nullptr), sigaction(SIGBUS, &bus, nullptr);

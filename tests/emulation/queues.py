@@ -1,0 +1,262 @@
+"""The emulated devices and their streams: what is queued on one runs in order, and as late as it may.
+
+The last kernel of a stream waits for the next thing that is queued there: if that is a kernel that may overlap with it
+(programmatic dependent launch), that one starts first and this one runs where it is waited for. So a kernel that does
+not wait (griddepcontrol.wait), or not before it touches memory, finds nothing of what the kernel ahead of it writes.
+
+What is queued behind `busy()` runs when somebody waits for it: who does not, on another stream, comes too early.
+"""
+
+import threading
+
+RELAXED = 2  # of the ways to capture a graph: this thread may do what would spoil it
+MOST_OVERLAPPING = 4  # kernels, each with the next; on a device it is two
+
+
+class Device:
+    """The emulated devices: 0 as Hopper is, 1 as Ampere is, with few multiprocessors, which small problems fill too."""
+
+    current = 0
+    CAPABILITIES = ("90", "80")
+    SHARED_KIB = ((227, 228), (163, 164))  # of a thread block, of a multiprocessor
+    MULTIPROCESSORS = 4
+
+    def __init__(self, number=None):
+        self.id = Device.current if number is None else number
+        self._before = []
+
+    @property
+    def compute_capability(self):
+        return self.CAPABILITIES[self.id]
+
+    @property
+    def attributes(self):
+        block, multiprocessor = (1024 * kib for kib in self.SHARED_KIB[self.id])
+        return {
+            "MultiProcessorCount": self.MULTIPROCESSORS,
+            "MaxSharedMemoryPerBlockOptin": block,
+            "MaxSharedMemoryPerMultiprocessor": multiprocessor,
+        }
+
+    def use(self):
+        Device.current = self.id
+
+    def synchronize(self):
+        finish_everything()
+
+    def __enter__(self):
+        self._before.append(Device.current)
+        Device.current = self.id
+        return self
+
+    def __exit__(self, *error):
+        Device.current = self._before.pop()
+
+
+class Work:
+    """Something to do. long: what is behind it is done when it is waited for and not before."""
+
+    is_kernel = overlap = False
+
+    def __init__(self, do, long=False):
+        self.do, self.long = do, long
+
+
+class KernelWork(Work):
+    """A launch. overlap: whether it may start before the kernel ahead of it has ended."""
+
+    is_kernel = True
+
+    def __init__(self, launch, overlap):
+        super().__init__(launch.run)
+        self.launch, self.overlap = launch, overlap
+
+
+class Queue:
+    """What is to be done on a stream, `done` of all that ever was; graph: where it goes instead during a capture."""
+
+    def __init__(self):
+        self.works, self.done, self.graph = [], 0, None
+
+    @property
+    def end(self):
+        return self.done + len(self.works)
+
+    def add(self, work):
+        if self.graph is not None:
+            self.graph.append(work)
+            return
+        self.works.append(work)
+        if not any(x.long for x in self.works):
+            self._advance(self.end, keep_kernel=True)
+
+    def finish(self, end=None):
+        """Do all that is queued, or what was when the queue's end was `end`."""
+        if self.graph is not None:
+            raise RuntimeError("cudaErrorStreamCaptureUnsupported: a stream that is being captured is waited for")
+        self._advance(self.end if end is None else end, keep_kernel=False)
+
+    def _advance(self, end, keep_kernel):
+        while self.done < end:
+            count = self._overlapping(end - self.done)
+            at_end = count == len(self.works) and count < MOST_OVERLAPPING
+            if keep_kernel and at_end and self.works[0].is_kernel:
+                return
+            run, self.works = self.works[:count], self.works[count:]
+            self.done += count
+            for kernel, ahead in zip(run[1:], run, strict=False):
+                kernel.launch.ahead = ahead.launch
+            run[-1].do()
+
+    def _overlapping(self, most):
+        """How many of the next works are one: a kernel and those that overlap, each with the one ahead of it."""
+        count, works = 1, self.works[: min(most, MOST_OVERLAPPING)]
+        while count < len(works) and works[count - 1].is_kernel and works[count].overlap:
+            count += 1
+        return count
+
+
+_queues = {0: Queue()}  # by handle
+_lock = threading.RLock()
+_handles = iter(range(0x10000, 1 << 40, 16))
+kept = []  # memory that was given up while something was queued that may use it
+
+
+def queue_of(handle):
+    """0 and 1 are both the default stream's handle."""
+    return _queues[0 if handle == 1 else handle]
+
+
+def finish_everything():
+    with _lock:
+        for queue in list(_queues.values()):
+            if queue.graph is None:
+                queue.finish()
+        kept.clear()
+
+
+def forget_everything():
+    """What is still queued is never done."""
+    _queues.clear()
+    _queues[0] = Queue()
+    kept.clear()
+
+
+def is_anything_queued():
+    return any(queue.works or queue.graph is not None for queue in _queues.values())
+
+
+class _Current(threading.local):
+    """Of a thread: handles of the streams that were made the current one, by device; how it captures."""
+
+    def __init__(self):
+        self.streams, self.capture_mode = {}, 0
+
+
+_thread = _Current()
+
+
+class Stream:
+    """cupy.cuda.Stream. None of them waits for the default stream on its own."""
+
+    def __init__(self, null=False, non_blocking=False, handle=None):
+        self.ptr = 0 if null else next(_handles) if handle is None else handle
+        _queues.setdefault(self.ptr, Queue())
+
+    @classmethod
+    def from_external(cls, stream):
+        return cls(handle=stream.__cuda_stream__()[1])
+
+    def __cuda_stream__(self):
+        return 0, self.ptr
+
+    def add(self, work):
+        """Queue Work, or a function."""
+        with _lock:
+            queue_of(self.ptr).add(work if isinstance(work, Work) else Work(work))
+
+    def busy(self):
+        """Take long, from now on."""
+        self.add(Work(lambda: None, long=True))
+
+    def synchronize(self):
+        with _lock:
+            queue_of(self.ptr).finish()
+
+    def record(self, event=None):
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event):
+        self.add(event.synchronize)
+
+    def is_capturing(self):
+        return queue_of(self.ptr).graph is not None
+
+    def begin_capture(self, mode=0):
+        queue_of(self.ptr).finish()
+        queue_of(self.ptr).graph = []
+
+    def end_capture(self):
+        queue = queue_of(self.ptr)
+        works, queue.graph = queue.graph, None
+        return Graph(works)
+
+    def __enter__(self):
+        _thread.streams.setdefault(Device.current, []).append(self)
+        return self
+
+    def __exit__(self, *error):
+        _thread.streams[Device.current].pop()
+
+
+DEFAULT = Stream(null=True)
+
+
+def current_stream(device=None):
+    streams = _thread.streams.get(Device.current if device is None else device)
+    return streams[-1] if streams else DEFAULT
+
+
+class Graph:
+    def __init__(self, works):
+        self.works = works
+
+    def launch(self, stream=None):
+        for work in self.works:
+            (stream or current_stream()).add(work)
+
+
+class Event:
+    def __init__(self, *flags, **more):
+        self._queue, self._end = queue_of(0), 0
+
+    def record(self, stream=None):
+        self._queue = queue_of((stream or current_stream()).ptr)
+        self._end = self._queue.end
+
+    @property
+    def done(self):
+        refuse_in_capture("an event is asked for")
+        return self._queue.done >= self._end
+
+    def synchronize(self):
+        with _lock:
+            self._queue.finish(self._end)
+
+
+def refuse_in_capture(what):
+    """What would spoil a capture unless this thread captures in a relaxed way."""
+    if _thread.capture_mode != RELAXED and any(queue.graph is not None for queue in _queues.values()):
+        raise RuntimeError(f"cudaErrorStreamCaptureUnsupported: {what} while a graph is being captured")
+
+
+def exchange_capture_mode(mode):
+    """cuThreadExchangeStreamCaptureMode, for a reference to a C int."""
+    _thread.capture_mode, mode._obj.value = mode._obj.value, _thread.capture_mode
+    return 0
+
+
+def capture_mode():
+    return _thread.capture_mode
