@@ -12,6 +12,7 @@ import pytest
 import cumla
 from cumla.arrays import capsule, dlpack
 from support import pairs
+from support.capsules import Foreign
 from support.lab import BF16
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "interop.md"
@@ -127,6 +128,31 @@ def test_memory_lives_as_long_as_the_view_of_it(wrap):
     del native
     gc.collect()
     assert alive() is None
+
+
+def test_memory_that_a_capsule_alone_keeps():
+    """The array that was given may know nothing of it."""
+    array = Foreign(np.arange(6, dtype=np.int32).reshape(2, 3))
+    native = dlpack.borrow(array)
+    gc.collect()
+    assert native.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert not array.released
+    part = native[1]
+    del native
+    assert part.tolist() == [3, 4, 5]
+    del part
+    gc.collect()
+    assert array.released == 1
+
+
+def test_an_offset_that_is_said_apart():
+    whole = np.arange(8, dtype=np.int32)
+    assert dlpack.borrow(Foreign(whole[3:], byte_offset=12)).tolist() == [3, 4, 5, 6, 7]
+
+
+def test_elements_of_several_lanes_are_refused():
+    with pytest.raises(TypeError, match="q: got DLPack type code 2, 32 bits, 4 lanes, which has no counterpart"):
+        dlpack.borrow(Foreign(np.zeros(3, np.float32), lanes=4), "q")
 
 
 def test_results_outlive_the_call():

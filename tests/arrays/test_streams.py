@@ -1,16 +1,21 @@
 """A call runs on the caller's current stream: after what produced its arguments, before what reads its results.
 
-Each device test starts with work that keeps a side stream busy for long; whoever does not wait for it sees old values.
+Each test starts with work that keeps a side stream busy for long; whoever does not wait for it sees old values. On
+emulated devices that work takes until somebody waits for it.
 """
 
 import contextlib
+import ctypes
+import gc
 
 import numpy as np
 import pytest
 
 import cumla
-from cumla.arrays import streams
+import emulation
+from cumla.arrays import dlpack, streams
 from support import pairs
+from support.capsules import Foreign
 
 CYCLES = 100_000_000  # some 50 ms
 T, K = 64, 32
@@ -76,6 +81,16 @@ class CuPy:
         target[...] = source
 
 
+class Emulated(CuPy):
+    def __init__(self):
+        import cupy
+
+        self.module = cupy
+
+    def spin(self):
+        self.module.cuda.get_current_stream().busy()
+
+
 class Torch:
     def __init__(self):
         self.module = pytest.importorskip("torch")
@@ -99,9 +114,19 @@ class Torch:
         target.copy_(source)
 
 
-@pytest.fixture(params=[CuPy, Torch])
+@pytest.fixture
+def emulated():
+    if emulation.unavailable():
+        pytest.skip(emulation.unavailable())
+    with emulation.devices():
+        yield Emulated()
+
+
+@pytest.fixture(
+    params=[pytest.param(CuPy, marks=pytest.mark.gpu), pytest.param(Torch, marks=pytest.mark.gpu), Emulated]
+)
 def framework(request):
-    return request.param()
+    return request.getfixturevalue("emulated") if request.param is Emulated else request.param()
 
 
 def synchronize():
@@ -123,7 +148,6 @@ def produced_late(framework, side, rng):
     return (array, *rest), topk
 
 
-@pytest.mark.gpu
 class TestOrder:
     def test_the_current_stream_is_used(self, framework, rng):
         side = framework.stream()
@@ -178,6 +202,97 @@ class TestOrder:
                 cumla.compute_global_topk_indices_and_lens(zeros, *late[1:])
         with framework.on(side):
             np.testing.assert_array_equal(framework.get(kept), values)
+
+
+class TestOfOtherLibraries:
+    """Arrays by protocol only, on emulated devices."""
+
+    def test_dlpack_is_told_the_stream_that_will_read(self, emulated, rng):
+        side, (topk, *rest) = emulated.stream(), arguments(rng)
+        rest = [emulated.put(x) if isinstance(x, np.ndarray) else x for x in rest]
+        for stream, told in ((None, dlpack.LEGACY_STREAM), (0, dlpack.LEGACY_STREAM), (side, side.ptr)):
+            array = Foreign(emulated.put(topk))
+            cumla.compute_global_topk_indices_and_lens(array, *rest, stream=stream)
+            assert array.stream == told
+
+    def test_memory_is_kept_until_it_was_read(self, emulated, rng):
+        """Who made it gives it to others as soon as nobody has it any more."""
+        side, (topk, *rest) = emulated.stream(), arguments(rng)
+        rest = [emulated.put(x) if isinstance(x, np.ndarray) else x for x in rest]
+        array = Foreign(emulated.put(topk))
+        with side:
+            side.busy()
+            out, _ = cumla.compute_global_topk_indices_and_lens(array, *rest)
+            gc.collect()
+            assert not array.released
+            np.testing.assert_array_equal(emulated.get(out), topk)
+        cumla.compute_global_topk_indices_and_lens(Foreign(emulated.put(topk)), *rest)
+        assert array.released == 1  # and no longer than until the next one is
+
+    def test_the_cuda_array_interface_is_waited_for(self, emulated, rng):
+        """Which leaves it to its reader to wait for the stream that writes."""
+        side, other = emulated.stream(), emulated.stream()
+        late, values = produced_late(emulated, side, rng)
+        array = InterfaceOnly(late[0], side.ptr)
+        with other:
+            out, _ = cumla.compute_global_topk_indices_and_lens(array, *late[1:])
+            np.testing.assert_array_equal(emulated.get(out), values)
+
+
+class InterfaceOnly:
+    """An array with `__cuda_array_interface__` alone; `stream` is where its values are made."""
+
+    def __init__(self, array, stream):
+        self.array = array
+        self.__cuda_array_interface__ = {
+            "version": 3, "shape": array.shape, "typestr": array.dtype.str, "data": (array.data.ptr, False),
+            "stream": stream,
+        }  # fmt: skip
+
+
+def test_a_call_on_another_device_than_the_current_one(emulated, rng):
+    """Its kernels run there, on whatever stream, and the caller's device is the current one afterwards."""
+    import cupy
+
+    case = arguments(rng)
+    for stream in (None, "other"):
+        with cupy.cuda.Device(1):
+            given = [emulated.put(x) if isinstance(x, np.ndarray) else x for x in case]
+            handle = emulated.stream().ptr if stream else None
+        with streams.on(1, handle):
+            assert cupy.cuda.runtime.getDevice() == 1
+        out, _ = cumla.compute_global_topk_indices_and_lens(*given, stream=handle)
+        assert out.device.id == 1
+        assert cupy.cuda.runtime.getDevice() == 0
+        cupy.cuda.Device().synchronize()
+        np.testing.assert_array_equal(out.get(), case[0])
+
+
+def test_arrays_on_the_host_and_on_two_devices_do_not_mix(emulated, rng):
+    import cupy
+
+    topk, requests, table, block_size, valid = arguments(rng)
+    rest = [emulated.put(x) for x in (requests, table)]
+    with cupy.cuda.Device(1):
+        elsewhere = emulated.put(table)
+    for wrong, where in ((table, "in host memory"), (elsewhere, "on CUDA device 1")):
+        with pytest.raises(ValueError, match=f"block_table: got an array {where}, expected it on CUDA device 0"):
+            cumla.compute_global_topk_indices_and_lens(emulated.put(topk), rest[0], wrong, block_size, valid)
+    with pytest.raises(ValueError, match="block_table: got an array on CUDA device 0, expected it in host memory"):
+        cumla.compute_global_topk_indices_and_lens(topk, requests, rest[1], block_size, valid)
+
+
+def test_a_relaxed_capture_is_over_when_its_context_is(emulated):
+    """What a thread may do while it captures is as before, after an error too."""
+    from emulation import queues
+
+    for before in (0, 1, queues.RELAXED):
+        queues.exchange_capture_mode(ctypes.byref(ctypes.c_int(before)))
+        with contextlib.suppress(KeyError), streams.relaxed_capture():
+            assert queues.capture_mode() == queues.RELAXED
+            raise KeyError
+        assert queues.capture_mode() == before
+    queues.exchange_capture_mode(ctypes.byref(ctypes.c_int(0)))
 
 
 @pytest.mark.gpu
@@ -301,7 +416,6 @@ class TestJax:
         np.testing.assert_array_equal(np.asarray(out), topk * 2)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("how", ["current", "stream="])
 def test_a_stream_that_is_being_captured(framework, how, rng):
     """`stream=` is the way into a capture that was begun by hand."""
@@ -327,7 +441,6 @@ def test_a_stream_that_is_being_captured(framework, how, rng):
         np.testing.assert_array_equal(framework.get(out[0]), fresh)
 
 
-@pytest.mark.gpu
 def test_allocation_in_a_capture_names_what_is_missing(framework, rng):
     import cupy
 

@@ -10,14 +10,31 @@ import emulation
 from cumla.dispatch.launch_cache import look_at, note
 from cumla.kernels.cuda.launch import Launch
 from support.attention import make_cache, make_indices, make_q
-from support.lab import BF16, Lab
+from support.lab import BF16, Lab, lab_of
 
 DEVICE = Lab("cuda", on_device=True)
 
 
+@pytest.fixture
+def emulated():
+    if emulation.unavailable():
+        pytest.skip(emulation.unavailable())
+    with emulation.devices():
+        yield
+
+
+@pytest.fixture(params=[pytest.param("cuda", id="emulated"), pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    yield from lab_of(request)
+
+
+on_device = pytest.mark.usefixtures("device")
+
+
 def on_paper(array):
     """A CuPy array over host memory: nothing may be done with it, but it looks like any other."""
-    cupy = pytest.importorskip("cupy")
+    import cupy
+
     memory = cupy.cuda.UnownedMemory(array.ctypes.data, array.nbytes, array, 0)
     return cupy.ndarray(array.shape, array.dtype, cupy.cuda.MemoryPointer(memory, 0), array.strides)
 
@@ -28,6 +45,7 @@ def launched(*numbers):
     return Launch(kernel, (1, 1, 1), (1, 1, 1), 0, False, list(numbers))
 
 
+@pytest.mark.usefixtures("emulated")
 def test_a_list_looks_as_its_arrays_do():
     a, b = (on_paper(np.zeros((4, 8), np.int32)) for _ in range(2))
     assert look_at([a, b], 1) == look_at((b, a), 1)
@@ -35,26 +53,26 @@ def test_a_list_looks_as_its_arrays_do():
     assert look_at([a, np.zeros(3)], 1) is None
 
 
-@pytest.mark.skipif(emulation.unavailable() is not None, reason=str(emulation.unavailable()))
+@pytest.mark.usefixtures("emulated")
 def test_a_kernel_that_is_forced_is_not_that_of_a_note(rng, monkeypatch):
+    from cumla.kernels.cuda.sparse import kernels as sparse_kernels
+
     layout = cumla.V32_FP8
     arrays = make_q(rng, 2, 1, 16, layout), make_cache(rng, layout, 2, 64), make_indices(rng, 2, 1, 9, 128)
-    with emulation.devices():
-        from cumla.kernels.cuda.sparse import kernels as sparse_kernels
-
-        taken, portable = [], sparse_kernels._portable
-        monkeypatch.setattr(sparse_kernels, "_portable", lambda *x: taken.append(x) or portable(*x))
-        put = Lab("cuda", on_device=True, emulated=True).put
-        results = {"out": put(np.zeros((2, 1, 16, 512), BF16)), "lse": put(np.zeros((2, 16, 1), np.float32))}
-        arguments, options = [put(array) for array in arrays], {**results, "plan": cumla.DecodePlan()}
-        for _ in range(2):  # the first makes the plan's memory
-            cumla.sparse_mla_decode(*arguments, **options)
-        assert not taken
-        with sparse_kernels.forced("portable"):
-            cumla.sparse_mla_decode(*arguments, **options)
+    taken, portable = [], sparse_kernels._portable
+    monkeypatch.setattr(sparse_kernels, "_portable", lambda *x: taken.append(x) or portable(*x))
+    put = DEVICE.put
+    results = {"out": put(np.zeros((2, 1, 16, 512), BF16)), "lse": put(np.zeros((2, 16, 1), np.float32))}
+    arguments, options = [put(array) for array in arrays], {**results, "plan": cumla.DecodePlan()}
+    for _ in range(2):  # the first makes the plan's memory
+        cumla.sparse_mla_decode(*arguments, **options)
+    assert not taken
+    with sparse_kernels.forced("portable"):
+        cumla.sparse_mla_decode(*arguments, **options)
     assert taken
 
 
+@pytest.mark.usefixtures("emulated")
 class TestNote:
     a, b, new = (np.zeros((4, 8), np.int32) for _ in range(3))
 
@@ -101,15 +119,23 @@ def insert(array_of, rng, k=None, tokens=40, slots=np.int64, **options):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["cuda", "numba_cuda"])
-def test_insert_again(rng, backend):
+def test_insert_again_by_numba(rng):
+    insert_again(rng, "numba_cuda")
+
+
+@on_device
+def test_insert_again(rng):
+    insert_again(rng, "cuda")
+
+
+def insert_again(rng, backend):
     for tokens in (40, 40, 1, 40, 1):
         for slots in (np.int64, np.int32):
             got, expected = insert(DEVICE.put, rng, tokens=tokens, slots=slots, backend=backend)
             np.testing.assert_array_equal(DEVICE.get(got), expected)
 
 
-@pytest.mark.gpu
+@on_device
 def test_rows_off_their_alignment(rng):
     import cupy
 
@@ -120,7 +146,7 @@ def test_rows_off_their_alignment(rng):
         np.testing.assert_array_equal(DEVICE.get(got), expected)
 
 
-@pytest.mark.gpu
+@on_device
 def test_a_wrong_call_after_a_right_one(rng):
     insert(DEVICE.put, rng)
     insert(DEVICE.put, rng)
@@ -136,7 +162,7 @@ def _arrays(rng):
     return rng.standard_normal((40, 512)).astype(BF16), np.zeros((8, 16, 584), np.uint8), np.arange(40)
 
 
-@pytest.mark.gpu
+@on_device
 def test_columns_of_one_array_and_arrays_of_their_own(rng):
     """kv_c and k_pe often lie side by side in one array, but need not."""
     for side_by_side in (True, True, False, True, False, False):
@@ -162,8 +188,8 @@ def topk_case(rng):
     )
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("framework", ["cupy", "torch"])
+@on_device
+@pytest.mark.parametrize("framework", ["cupy", pytest.param("torch", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("given", [False, True])
 def test_results(rng, framework, given):
     """New arrays or those given, in the framework of the arguments, on its current stream."""
@@ -189,7 +215,7 @@ def test_results(rng, framework, given):
             np.testing.assert_array_equal(array.cpu() if framework == "torch" else array.get(), expected)
 
 
-@pytest.mark.gpu
+@on_device
 def test_on_the_stream_of_its_caller(rng):
     import cupy
 
@@ -213,19 +239,19 @@ def test_on_the_stream_of_its_caller(rng):
         np.testing.assert_array_equal(array.get(), expected)
 
 
-@pytest.mark.gpu
-def test_from_many_threads(rng):
+def test_from_many_threads(device, rng):
     """Threads that never called the runtime, all launching at once."""
     from concurrent.futures import ThreadPoolExecutor
 
     insert(DEVICE.put, rng)
+    seeds = range(20 if device.emulated else 200)
     with ThreadPoolExecutor(8) as pool:
-        results = list(pool.map(lambda seed: insert(DEVICE.put, np.random.default_rng(seed)), range(200)))
+        results = list(pool.map(lambda seed: insert(DEVICE.put, np.random.default_rng(seed)), seeds))
     for got, expected in results:
         np.testing.assert_array_equal(DEVICE.get(got), expected)
 
 
-@pytest.mark.gpu
+@on_device
 def test_copies_again(rng):
     """Other caches and other pairs, the caches in a list."""
     for _ in range(3):

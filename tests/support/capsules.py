@@ -1,0 +1,85 @@
+"""Arrays of a library that speaks DLPack and nothing else, and gives memory to others as soon as it is given back."""
+
+import ctypes
+
+import numpy as np
+
+RELEASED = 0xEE  # in every byte of memory that was given back
+
+
+class Tensor(ctypes.Structure):
+    """DLTensor."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )  # fmt: skip
+
+
+class Managed(ctypes.Structure):
+    """DLManagedTensor."""
+
+    _fields_ = (("tensor", Tensor), ("manager", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+
+
+_new = ctypes.pythonapi.PyCapsule_New
+_new.restype, _new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+# Of a capsule that is going: as a pointer, as an object could not be counted any more.
+_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
+_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+_exported = {}  # address of a Managed -> what it needs
+
+
+def _release(address):
+    """The deleter: the memory goes to somebody else."""
+    _, array, owner = _exported.pop(address)
+    owner.released += 1
+    ctypes.memset(_address(array), RELEASED, array.nbytes)
+
+
+def _destroy(capsule):
+    """A capsule that nobody has consumed calls the deleter."""
+    if _is_valid(capsule, b"dltensor"):
+        _release(_pointer(capsule, b"dltensor"))
+
+
+_release_function = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(_release)
+_destroy_function = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(_destroy)
+CODES = {"i": 0, "u": 1, "f": 2, "b": 6}
+
+
+def _address(array):
+    return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+
+
+class Foreign:
+    """One of its arrays, contiguous. Memory belongs to what DLPack hands over, not to this object.
+
+    array        NumPy or CuPy array whose memory it has
+    byte_offset  how much of the address is said apart; lanes as DLPack has them
+    stream       what the last consumer asked for
+    released     how often memory was given back
+    """
+
+    def __init__(self, array, byte_offset=0, lanes=1):
+        self.array, self.byte_offset, self.lanes = array, byte_offset, lanes
+        self.stream, self.released = None, 0
+
+    def __dlpack_device__(self):
+        return (1, 0) if isinstance(self.array, np.ndarray) else (2, self.array.data.device_id)
+
+    def __dlpack__(self, stream=None):
+        self.stream, array = stream, self.array
+        shape = (ctypes.c_int64 * array.ndim)(*array.shape)
+        dtype = np.dtype(array.dtype)
+        tensor = Tensor(
+            _address(array) - self.byte_offset, *self.__dlpack_device__(), array.ndim, CODES[dtype.kind],
+            8 * dtype.itemsize, self.lanes, shape, None, self.byte_offset,
+        )  # fmt: skip
+        managed = Managed(tensor, None, ctypes.cast(_release_function, ctypes.c_void_p).value)
+        _exported[ctypes.addressof(managed)] = (managed, shape), array, self
+        return _new(ctypes.addressof(managed), b"dltensor", ctypes.cast(_destroy_function, ctypes.c_void_p).value)
