@@ -2,11 +2,27 @@
 
 from . import _checkout as _checkout  # before what it makes findable
 from .kernels.types.plan import DecodePlan
-from .layout import DSV4_BF16, DSV4_FP8, INDEXER_FP8, MLA_BF16, V32_FP8, CacheLayout
+from .layout import (
+    DSV4_BF16,
+    DSV4_FP8,
+    INDEXER_BF16,
+    INDEXER_F32,
+    INDEXER_FP8,
+    MLA_BF16,
+    V32_FP8,
+    CacheLayout,
+)
 from .ops.advance import advance_step
 from .ops.blocks import copy_blocks, swap_blocks
 from .ops.dense_attention import dense_mla_decode, mha_varlen
 from .ops.dense_cache import concat_and_cache_mla, gather_cache
+from .ops.indexer import (
+    fp8_mqa_logits,
+    fp8_paged_mqa_logits,
+    fused_indexer_q_rope_quant,
+    get_paged_mqa_logits_metadata,
+)
+from .ops.indexer_topk import indexer_topk, top_k_per_row
 from .ops.indices import (
     build_flashinfer_mixed_sparse_indices,
     combine_topk_swa_indices,
@@ -26,6 +42,8 @@ __version__ = "0.1.0"
 __all__ = [
     "DSV4_BF16",
     "DSV4_FP8",
+    "INDEXER_BF16",
+    "INDEXER_F32",
     "INDEXER_FP8",
     "MLA_BF16",
     "V32_FP8",
@@ -41,12 +59,18 @@ __all__ = [
     "cp_gather_indexer_k_quant_cache",
     "dense_mla_decode",
     "dequantize_and_gather_k_cache",
+    "fp8_mqa_logits",
+    "fp8_paged_mqa_logits",
+    "fused_indexer_q_rope_quant",
     "gather_cache",
+    "get_paged_mqa_logits_metadata",
     "indexer_k_quant_and_cache",
+    "indexer_topk",
     "merge_attn_states",
     "mha_varlen",
     "quantize_and_insert_k_cache",
     "sparse_mla_decode",
     "sparse_mla_prefill",
     "swap_blocks",
+    "top_k_per_row",
 ]

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-ValueType = Literal["e4m3", "bfloat16", "float16"]
+ValueType = Literal["e4m3", "bfloat16", "float16", "float32"]
 ScaleType = Literal["none", "ue8m0", "float32"]
 
 
@@ -139,6 +139,8 @@ INDEXER_FP8 = CacheLayout(
     scale_type="float32", scale_tile=128, scale_bytes=4, scale_placement="page_tail", page_alignment=576,
     min_exponent=-22, min_scale=1e-4 / 448,
 )  # fmt: skip
+INDEXER_BF16 = CacheLayout("INDEXER_BF16", head_dim=128, rope_dim=0, value_type="bfloat16", row_bytes=256)
+INDEXER_F32 = CacheLayout("INDEXER_F32", head_dim=128, rope_dim=0, value_type="float32", row_bytes=512)
 MLA_BF16 = CacheLayout("MLA_BF16", head_dim=576, rope_dim=64, value_type="bfloat16", row_bytes=1152)
 DSV4_BF16 = CacheLayout("DSV4_BF16", head_dim=512, rope_dim=64, value_type="bfloat16", row_bytes=1024)
 
@@ -146,13 +148,15 @@ DSV4_BF16 = CacheLayout("DSV4_BF16", head_dim=512, rope_dim=64, value_type="bflo
 def plain_rows(width: int, value_type: ValueType) -> CacheLayout:
     """The format of rows of `width` values of one type and nothing else.
 
-    16-bit values are what they are; e4m3 values have one scale for all, which is not in the cache.
+    16- and 32-bit values are what they are; e4m3 values have one scale for all, which is not in the cache.
     """
-    row_bytes = width if value_type == "e4m3" else 2 * width
+    row_bytes = width * {"e4m3": 1, "float32": 4}.get(value_type, 2)
     return CacheLayout(f"{value_type} [.., {width}]", width, 0, value_type, row_bytes)
 
 
-LAYOUTS = {layout.name: layout for layout in (DSV4_FP8, V32_FP8, MLA_BF16, DSV4_BF16, INDEXER_FP8)}
+LAYOUTS = {
+    layout.name: layout for layout in (DSV4_FP8, V32_FP8, MLA_BF16, DSV4_BF16, INDEXER_FP8, INDEXER_BF16, INDEXER_F32)
+}
 
 
 def layout_of(token_bytes: int) -> CacheLayout | None:

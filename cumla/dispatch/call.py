@@ -135,6 +135,10 @@ class Call:
             self._results.append((given, native))
         return native
 
+    def scratch(self, name: str, size: int) -> Any:
+        """uint8 [size] for the kernels alone, which a caller might have given as `name`."""
+        return self._allocate(name, (size,), BYTES[0])
+
     def _allocate(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         with streams.on(self._device, self._stream):
             if self._device >= 0 and streams.is_capturing():

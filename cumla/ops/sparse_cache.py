@@ -9,7 +9,7 @@ import numpy as np
 from ..dispatch.call import BYTES, FLOAT32, FLOATS, INT32, SLOTS, Call, bytes_of, check_integers
 from ..dispatch.launch_cache import prepared
 from ..kernels.types.segments import Pages
-from ..layout import DSV4_FP8, INDEXER_FP8, CacheLayout
+from ..layout import DSV4_FP8, INDEXER_BF16, INDEXER_F32, INDEXER_FP8, CacheLayout
 
 
 @prepared
@@ -130,7 +130,9 @@ def indexer_k_quant_and_cache(
     """Quantise the indexer's keys to FP8 and write each into its slot.
 
     k                 [T, 128] bfloat16, float16 or float32
-    kv_cache          uint8 [num_blocks, block_size, 132] (or [num_blocks, block_size, 1, 132]), written
+    kv_cache          uint8 [num_blocks, block_size, 132] (or [num_blocks, block_size, 1, 132]), written; or, for
+                      keys that are not quantised, bfloat16 or float32 [num_blocks, block_size, 128], or the bytes
+                      of those, 256 or 512 a token (INDEXER_BF16, INDEXER_F32)
     slot_mapping      [N] int64 or int32, N <= T; a slot outside the cache skips its row
     quant_block_size  values that share a scale: 128
     scale_fmt         "ue8m0": scales are powers of two; None: amax / 448 as it is
@@ -143,15 +145,30 @@ def indexer_k_quant_and_cache(
         raise ValueError(f"scale_fmt: got {scale_fmt!r}, expected 'ue8m0' or None")
     call = Call(backend, stream)
     k = call.array("k", k, FLOATS, ("T", INDEXER_FP8.head_dim))
-    pages = call.pages("kv_cache", kv_cache, INDEXER_FP8, writable=True)
-    quantize_and_insert(call, k, pages, slot_mapping, scale_fmt == "ue8m0")
+    pages = indexer_pages(call, kv_cache, writable=True)
+    if pages.layout.num_scales:
+        quantize_and_insert(call, k, pages, slot_mapping, scale_fmt == "ue8m0")
+        return
+    slots = checked_slots(call, slot_mapping, "k")
+    if len(slots):
+        with call.kernels("indexer") as kernels:
+            kernels.insert_keys(k, pages, slots)
+
+
+def indexer_pages(call: Call, kv_cache: Any, writable: bool = False) -> Pages:
+    """A cache of the indexer's keys, whose format its dtype says, or the bytes that a token takes."""
+    cache = call.borrow("kv_cache", kv_cache, writable)
+    layout = {"bfloat16": INDEXER_BF16, "float32": INDEXER_F32}.get(cache.dtype.name, INDEXER_FP8)
+    if cache.dtype in BYTES and cache.ndim > 2:
+        layout = {x.token_bytes: x for x in (INDEXER_BF16, INDEXER_F32)}.get(cache.shape[-1], INDEXER_FP8)
+    return call.pages("kv_cache", cache, layout, writable=writable)
 
 
 @prepared
 def cp_gather_indexer_k_quant_cache(
     kv_cache: Any,
     dst_k: Any,
-    dst_scale: Any,
+    dst_scale: Any | None,
     block_table: Any,
     cu_seq_lens: Any,
     *,
@@ -160,10 +177,11 @@ def cp_gather_indexer_k_quant_cache(
 ) -> None:
     """Gather the indexer's keys of whole sequences, one after another, as the FP8 values and scales they are.
 
-    kv_cache     uint8 [num_blocks, block_size, 132] (or [num_blocks, block_size, 1, 132])
-    dst_k        uint8 [N, 128], written: rows [cu_seq_lens[r], cu_seq_lens[r + 1]) are positions 0, 1, ... of
-                 request r; rows of no request, as at the end of an array that is longer, keep what they hold
-    dst_scale    float32 [N] or [N, 1], or their bytes, uint8 [N, 4]; written likewise
+    kv_cache     uint8 [num_blocks, block_size, 132] (or [num_blocks, block_size, 1, 132]); or a cache of keys that
+                 are not quantised, as indexer_k_quant_and_cache takes it
+    dst_k        uint8 [N, 128], or bfloat16 or float32 as such a cache is; written:
+                 rows [cu_seq_lens[r], cu_seq_lens[r + 1]) are positions 0, 1, ... of request r; rows of no request, as at the end of an array that is longer, keep what they hold
+    dst_scale    float32 [N] or [N, 1], or their bytes, uint8 [N, 4]; written likewise. None without scales
     block_table  [>= R, B] int32
     cu_seq_lens  [R + 1] int32, ascending
 
@@ -172,7 +190,10 @@ def cp_gather_indexer_k_quant_cache(
     Source: vLLM cp_gather_indexer_k_quant_cache.
     """
     call = Call(backend, stream)
-    pages = call.pages("kv_cache", kv_cache, INDEXER_FP8)
+    pages = indexer_pages(call, kv_cache)
+    if not pages.layout.num_scales:
+        gather_plain_keys(call, pages, dst_k, dst_scale, block_table, cu_seq_lens)
+        return
     dst_k = call.array("dst_k", dst_k, BYTES, ("N", INDEXER_FP8.head_dim), writable=True)
     scales = call.borrow("dst_scale", dst_scale, writable=True)
     as_bytes = scales.dtype in BYTES
@@ -186,6 +207,21 @@ def cp_gather_indexer_k_quant_cache(
             kernels.cp_gather_indexer_k_quant_cache(
                 pages, dst_k, bytes_of(scales, len(scales), INDEXER_FP8.scale_bytes), block_table, cu_seq_lens
             )
+
+
+def gather_plain_keys(
+    call: Call, pages: Pages, dst_k: Any, dst_scale: Any | None, block_table: Any, cu_seq_lens: Any
+) -> None:
+    if dst_scale is not None:
+        raise ValueError(f"dst_scale: got an array, expected None for a {pages.layout.name} cache")
+    dtypes = tuple(dtype for dtype in FLOATS if dtype.name == pages.layout.value_type)
+    dst_k = call.array("dst_k", dst_k, dtypes, ("N", pages.layout.head_dim), writable=True)
+    block_table = call.array("block_table", block_table, INT32, (-1, -1))
+    cu_seq_lens = call.array("cu_seq_lens", cu_seq_lens, INT32, (-1,))
+    block_table = requests_of(block_table, cu_seq_lens)
+    if len(dst_k) and len(block_table):
+        with call.kernels("indexer") as kernels:
+            kernels.gather_keys(pages, dst_k, block_table, cu_seq_lens)
 
 
 def requests_of(block_table: Any, cu_seq_lens: Any) -> Any:

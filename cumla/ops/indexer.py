@@ -1,0 +1,263 @@
+"""The indexer: score the rows of its cache for each query of a sparse layer, and choose the best.
+
+    logits[m, n] = scale[n] * sum over heads h of weights[m, h] * relu(q[m, h] . k[n])
+
+q and k are e4m3 bytes: k with a float32 scale a row, q with one a head that `fused_indexer_q_rope_quant` folds into
+`weights`. For exactness both may be float32 or bfloat16 instead, which have no scales.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ..dispatch.call import FLOAT32, FLOATS, INT32, SLOTS, Call, check_integers
+from ..dispatch.launch_cache import prepared
+from ..layout import INDEXER_BF16, INDEXER_F32, INDEXER_FP8, CacheLayout
+
+HEAD_DIM = INDEXER_FP8.head_dim
+ROPE_DIM = 64
+SPLIT_PAGES = 4  # of the schedule of the paged logits: a split is so many pages
+UINT8 = (np.dtype(np.uint8),)
+PLAIN = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))  # keys without scales
+TABLE = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
+# Exponents of the smallest scales of a query: amax is at least 1e-4 (V4) or 1e-10 (V3.2).
+LEAST_EXPONENT, LEAST_EXPONENT_ROPE_FIRST = INDEXER_FP8.min_exponent, -42
+
+
+@prepared
+def fused_indexer_q_rope_quant(
+    positions: Any,
+    index_q: Any,
+    index_q_cos_sin_cache: Any,
+    index_weights: Any,
+    index_weights_softmax_scale: float | None = None,
+    index_weights_head_scale: float | None = None,
+    *,
+    rope_first: bool = False,
+    is_neox: bool = False,
+    quantize: bool = True,
+    out: tuple[Any, Any] | None = None,
+    backend: str | None = None,
+    stream: Any = None,
+) -> tuple[Any, Any]:
+    """Rotate the indexer's queries, quantise them to FP8 and fold their scales into the weights of the heads.
+
+    positions              [T] int64 or int32
+    index_q                [T, H, 128] bfloat16, float16 or float32
+    index_q_cos_sin_cache  [P, 64] float32 or bfloat16: 32 cosines, then 32 sines of each position
+    index_weights          [T, H] bfloat16, float16 or float32
+    index_weights_softmax_scale, index_weights_head_scale    128 ** -0.5 and H ** -0.5 if None
+    rope_first  whether the first 64 values are rotated (V3.2) or the last 64 (V4)
+    is_neox     whether value i is paired with value i + 32 or neighbours are paired
+    quantize    False leaves the queries as they are after RoPE, and the weights without their scales
+    out         (q, weights) to write instead of allocating
+
+    Returns q uint8 [T, H, 128], e4m3 (float32 unless quantised; bfloat16 if `out` says so), and weights float32
+    [T, H] = index_weights * scale of q * softmax_scale * head_scale. A scale is one power of two a head, the smallest
+    by which its largest magnitude, at least 1e-4 (1e-10 with rope_first), fits in e4m3. RoPE is computed in float32,
+    and what is then quantised is rounded to bfloat16 first. A position that the table does not have leaves its
+    queries unrotated.
+
+    Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
+    Source: vLLM fused_indexer_q_rope_quant (DeepSeek V4) and its V3.2 indexer's forward.
+    """
+    call = Call(backend, stream)
+    positions = call.array("positions", positions, SLOTS, ("T",))
+    index_q = call.array("index_q", index_q, FLOATS, ("T", "H", HEAD_DIM))
+    table = call.array("index_q_cos_sin_cache", index_q_cos_sin_cache, TABLE, (-1, ROPE_DIM))
+    index_weights = call.array("index_weights", index_weights, FLOATS, ("T", "H"))
+    tokens, heads = index_weights.shape
+    scale = HEAD_DIM**-0.5 if index_weights_softmax_scale is None else float(index_weights_softmax_scale)
+    scale *= max(heads, 1) ** -0.5 if index_weights_head_scale is None else float(index_weights_head_scale)
+    given = (None, None) if out is None else out
+    q_out = call.output("out[0] (q)", given[0], UINT8 if quantize else PLAIN, (tokens, heads, HEAD_DIM))
+    weights = call.output("out[1] (weights)", given[1], FLOAT32, (tokens, heads))
+    least = LEAST_EXPONENT_ROPE_FIRST if rope_first else LEAST_EXPONENT
+    if tokens and heads:
+        with call.kernels("indexer") as kernels:
+            kernels.fused_indexer_q_rope_quant(
+                positions, index_q, table, index_weights, scale, bool(rope_first), bool(is_neox), least, q_out, weights
+            )
+    return call.results()
+
+
+@prepared
+def fp8_mqa_logits(
+    q: Any,
+    kv: Any,
+    weights: Any,
+    cu_seqlen_ks: Any,
+    cu_seqlen_ke: Any,
+    clean_logits: bool = True,
+    max_seqlen_k: int = 0,
+    *,
+    out: Any = None,
+    backend: str | None = None,
+    stream: Any = None,
+) -> Any:
+    """Scores of keys that lie one behind another, a range of them for each query.
+
+    q             uint8 [M, H, 128], e4m3; or float32 or bfloat16 as the keys are
+    kv            (k, scales): uint8 [N, 128], e4m3, and float32 [N] or [N, 1]; or float32 or bfloat16 [N, 128] alone
+    weights       [M, H] float32
+    cu_seqlen_ks, cu_seqlen_ke    [M] int32: query m sees the keys ks[m] <= n < ke[m], and none beyond N
+    clean_logits  write -inf for what a query does not see; False leaves it as it was
+    max_seqlen_k  0, or the width of compressed rows: column j is key ks[m] + j; keys further on are left out
+    out           to write instead of allocating
+
+    Returns logits float32 [M, N], or [M, max_seqlen_k].
+    Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
+    Source: DeepGEMM fp8_mqa_logits.
+    """
+    check_integers(0, max_seqlen_k=max_seqlen_k)
+    call = Call(backend, stream)
+    q, k, scales, weights = checked_keys(call, q, kv, weights)
+    starts = call.array("cu_seqlen_ks", cu_seqlen_ks, INT32, ("M",))
+    ends = call.array("cu_seqlen_ke", cu_seqlen_ke, INT32, ("M",))
+    logits = call.output("out", out, FLOAT32, (len(q), max_seqlen_k or len(k)))
+    if logits.size:
+        with call.kernels("indexer") as kernels:
+            kernels.mqa_logits(q, k, scales, weights, starts, ends, max_seqlen_k > 0, bool(clean_logits), logits)
+    return call.results()
+
+
+def checked_keys(call: Call, q: Any, kv: Any, weights: Any) -> tuple[Any, Any, Any, Any]:
+    """q [M, H, 128], k [N, 128], its scales [N] or None, and weights [M, H]."""
+    pair = isinstance(kv, (tuple, list))
+    if pair and len(kv) != 2:
+        raise ValueError(f"kv: got {len(kv)} arrays, expected (k, scales) or one array")
+    q = call.array("q", q, UINT8 if pair else PLAIN, ("M", "H", HEAD_DIM))
+    if not pair:
+        k = call.array("kv", kv, (q.dtype,), ("N", HEAD_DIM))
+        return q, k, None, call.array("weights", weights, FLOAT32, ("M", "H"))
+    k = call.array("kv[0] (k)", kv[0], UINT8, ("N", HEAD_DIM))
+    scales = call.borrow("kv[1] (scales)", kv[1])
+    scales = call.array("kv[1] (scales)", scales, FLOAT32, ("N", 1)[: max(scales.ndim, 1)])
+    if scales.ndim == 2:
+        scales = scales[:, 0]
+    if scales.strides[0] != scales.itemsize and len(scales) > 1:
+        raise ValueError(f"kv[1] (scales): got strides {scales.strides} bytes, expected scales one behind another")
+    return q, k, scales, call.array("weights", weights, FLOAT32, ("M", "H"))
+
+
+@prepared
+def fp8_paged_mqa_logits(
+    q: Any,
+    kv_cache: Any,
+    weights: Any,
+    context_lens: Any,
+    block_table: Any,
+    schedule_metadata: Any = None,
+    max_context_len: int | None = None,
+    clean_logits: bool = False,
+    *,
+    layout: CacheLayout | None = None,
+    out: Any = None,
+    backend: str | None = None,
+    stream: Any = None,
+) -> Any:
+    """Scores of the rows of a paged cache for a few queries of each request.
+
+    q                  uint8 [B, next_n, H, 128], e4m3; or float32 or bfloat16 as the cache's rows are
+    kv_cache           uint8 [num_blocks, block_size, 132] (or [num_blocks, block_size, 1, 132]) as INDEXER_FP8; or
+                       float32 or bfloat16 [num_blocks, block_size, 128]; bytes of those with `layout`
+    weights            [B * next_n, H] float32
+    context_lens       [B] int32, rows of each request, of which query j sees context_lens - next_n + 1 + j; or
+                       [B, next_n], rows that each query sees
+    block_table        [>= B, C] int32, page of each block_size rows
+    schedule_metadata  int32 [num_sms + 1, 2] of get_paged_mqa_logits_metadata, or None. The kernels here deal out the
+                       rows by the lengths on their own; it is taken for the sake of callers that have one
+    max_context_len    width of the logits; all that the block table reaches if None. Rows beyond are left out
+    clean_logits       write -inf for what a query does not see; False leaves it as it was
+    layout             INDEXER_FP8, INDEXER_BF16 or INDEXER_F32; by the cache's dtype if None
+    out                to write instead of allocating
+
+    Returns logits float32 [B * next_n, max_context_len]. A row whose page is absent (not in the table, or the table's
+    entry outside of the cache) scores -inf.
+    Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
+    Source: DeepGEMM fp8_paged_mqa_logits.
+    """
+    call = Call(backend, stream)
+    q, pages, weights, lens, table = checked_paged(call, q, kv_cache, weights, context_lens, block_table, layout)
+    check_schedule(call, schedule_metadata)
+    width = checked_width(max_context_len, table, pages)
+    logits = call.output("out", out, FLOAT32, (q.shape[0] * q.shape[1], width))
+    if logits.size:
+        with call.kernels("indexer") as kernels:
+            kernels.paged_mqa_logits(q, pages, weights, lens, table, bool(clean_logits), logits)
+    return call.results()
+
+
+def checked_paged(
+    call: Call, q: Any, kv_cache: Any, weights: Any, context_lens: Any, block_table: Any, layout: CacheLayout | None
+) -> tuple[Any, Any, Any, Any, Any]:
+    """q [B, next_n, H, 128], Pages, weights [B * next_n, H], context_lens and block_table [B, C]."""
+    q = call.borrow("q", q)
+    by_dtype = {"float32": INDEXER_F32, "bfloat16": INDEXER_BF16}
+    if layout is None:
+        layout = by_dtype.get(q.dtype.name, INDEXER_FP8)
+    elif layout not in (INDEXER_FP8, INDEXER_BF16, INDEXER_F32):
+        raise ValueError(f"layout: got {layout.name}, expected INDEXER_FP8, INDEXER_BF16 or INDEXER_F32")
+    wanted = UINT8 if layout.num_scales else tuple(dtype for dtype in PLAIN if dtype.name == layout.value_type)
+    q = call.array("q", q, wanted, ("B", "next_n", "H", HEAD_DIM))
+    pages = call.pages("kv_cache", kv_cache, layout)
+    batch, next_n, heads, _ = q.shape
+    weights = call.array("weights", weights, FLOAT32, (batch * next_n, heads))
+    lens = call.borrow("context_lens", context_lens)
+    lens = call.array("context_lens", lens, INT32, ("B", "next_n") if lens.ndim == 2 else ("B",))
+    table = call.array("block_table", block_table, INT32, (-1, -1))
+    if len(table) < batch:
+        raise ValueError(f"block_table: got {len(table)} rows, expected at least {batch}, one a request")
+    return q, pages, weights, lens, table[:batch]
+
+
+def check_schedule(call: Call, schedule_metadata: Any) -> None:
+    schedule = call.optional("schedule_metadata", schedule_metadata, INT32, (-1, 2))
+    if schedule is not None and len(schedule) < 2:
+        raise ValueError(
+            f"schedule_metadata: got {len(schedule)} rows, expected one more than there are multiprocessors"
+        )
+
+
+def checked_width(max_context_len: int | None, block_table: Any, pages: Any) -> int:
+    if max_context_len is None:
+        return int(block_table.shape[1] * pages.block_size)
+    check_integers(0, max_context_len=max_context_len)
+    return int(max_context_len)
+
+
+@prepared
+def get_paged_mqa_logits_metadata(
+    context_lens: Any,
+    block_kv: int,
+    num_sms: int,
+    *,
+    out: Any = None,
+    backend: str | None = None,
+    stream: Any = None,
+) -> Any:
+    """Where the share of each multiprocessor in the paged logits of a batch starts.
+
+    context_lens  [B] int32, or [B, next_n], of which an entry's last length counts
+    block_kv      rows of a page
+    num_sms       multiprocessors
+    out           to write instead of allocating
+
+    Returns int32 [num_sms + 1, 2]: (entry, split), a split being four pages. The splits of all entries are dealt out
+    in order, in shares as even as can be, the larger ones first. A share ends where the next one starts and may be
+    empty; the end is (B, 0).
+    Source: DeepGEMM get_paged_mqa_logits_metadata.
+    """
+    check_integers(1, block_kv=block_kv, num_sms=num_sms)
+    call = Call(backend, stream)
+    lens = call.borrow("context_lens", context_lens)
+    lens = call.array("context_lens", lens, INT32, (-1, -1)[: max(lens.ndim, 1)])
+    if lens.ndim == 2 and not lens.shape[1]:
+        raise ValueError(f"context_lens: got shape {tuple(lens.shape)}, expected a length for each query of an entry")
+    schedule = call.output("out", out, INT32, (num_sms + 1, 2))
+    with call.kernels("indexer") as kernels:
+        kernels.paged_mqa_logits_metadata(lens[:, -1] if lens.ndim == 2 else lens, SPLIT_PAGES * block_kv, schedule)
+    return call.results()

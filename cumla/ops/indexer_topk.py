@@ -1,0 +1,172 @@
+"""The choice of the indexer: the best columns of rows of logits, and of scores that are never all held at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..dispatch.call import FLOAT32, INT32, Call, check_integers
+from ..dispatch.launch_cache import prepared
+from ..kernels.types.indexer import Rows
+from ..layout import CacheLayout
+from .indexer import UINT8, check_schedule, checked_keys, checked_paged, checked_width
+
+WORKSPACE_BYTES = 64 << 20
+ALIGNMENT = 16  # of the rows of logits in a workspace, in bytes
+
+
+@prepared
+def top_k_per_row(
+    logits: Any,
+    topk: int,
+    row_starts: Any = None,
+    row_ends: Any = None,
+    *,
+    seq_lens: Any = None,
+    next_n: int = 1,
+    out: Any = None,
+    backend: str | None = None,
+    stream: Any = None,
+) -> Any:
+    """The columns of the largest logits of each row.
+
+    logits      [M, N] float32
+    topk        how many to choose
+    row_starts, row_ends    [M] int32 or None: choose among the columns row_starts <= n < row_ends (prefill rows);
+                            indices count from row_starts
+    seq_lens    [B] int32: row b * next_n + j has the first seq_lens[b] - next_n + 1 + j columns (decode rows); or
+                [B, next_n], columns of each row. M = B * next_n. Not together with row_starts or row_ends
+    next_n      query tokens of a request, for seq_lens [B]
+    out         to write instead of allocating
+
+    Returns int32 [M, topk]: indices in ascending order, then -1 where a row has fewer columns. Of equal logits those of
+    the lowest index are chosen, so that the choice is one and the same on every backend; -0 equals 0, -inf is a number
+    like any other, and NaN is never chosen.
+    Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
+    Source: vLLM top_k_per_row_prefill and top_k_per_row_decode, which leave order and ties open.
+    """
+    check_integers(0, topk=topk)
+    check_integers(1, next_n=next_n)
+    call = Call(backend, stream)
+    logits = call.array("logits", logits, FLOAT32, ("M", "N"))
+    starts = call.optional("row_starts", row_starts, INT32, ("M",))
+    ends = call.optional("row_ends", row_ends, INT32, ("M",))
+    lens = None
+    if seq_lens is not None:
+        if starts is not None or ends is not None:
+            raise ValueError("seq_lens: got it together with row_starts or row_ends, expected one or the other")
+        lens = call.borrow("seq_lens", seq_lens)
+        lens = call.array("seq_lens", lens, INT32, ("B", -1)[: max(lens.ndim, 1)])
+        next_n = lens.shape[1] if lens.ndim == 2 else next_n
+        if len(lens) * next_n != len(logits):
+            raise ValueError(
+                f"seq_lens: got shape {tuple(lens.shape)} for {next_n} tokens of a request, "
+                f"expected lengths of {len(logits)} rows of logits"
+            )
+    indices = call.output("out", out, INT32, (len(logits), int(topk)))
+    if indices.size:
+        with call.kernels("indexer") as kernels:
+            kernels.top_k_per_row(logits, Rows(starts, ends, lens, next_n), indices)
+    return call.results()
+
+
+@prepared
+def indexer_topk(
+    q: Any,
+    kv: Any,
+    weights: Any,
+    topk: int,
+    *,
+    cu_seqlen_ks: Any = None,
+    cu_seqlen_ke: Any = None,
+    max_seqlen_k: int = 0,
+    context_lens: Any = None,
+    block_table: Any = None,
+    schedule_metadata: Any = None,
+    max_context_len: int | None = None,
+    layout: CacheLayout | None = None,
+    max_workspace_bytes: int = WORKSPACE_BYTES,
+    workspace: Any = None,
+    out: Any = None,
+    backend: str | None = None,
+    stream: Any = None,
+) -> Any:
+    """Score keys and choose the best of each query, without ever holding the logits of all queries.
+
+    Over keys one behind another (prefill), as fp8_mqa_logits and top_k_per_row:
+      q [M, H, 128], kv (k, scales) or one array, weights [M, H], cu_seqlen_ks and cu_seqlen_ke [M];
+      max_seqlen_k, if not 0, bounds cu_seqlen_ke - cu_seqlen_ks; keys further on are left out
+    Over a paged cache (decode), as fp8_paged_mqa_logits and top_k_per_row:
+      q [B, next_n, H, 128], kv the cache, weights [B * next_n, H], context_lens [B] or [B, next_n], block_table;
+      schedule_metadata, max_context_len and layout as there
+
+    topk                 how many to choose
+    max_workspace_bytes  device memory for the logits of some queries at a time; at least those of one query
+    workspace            uint8 [bytes] to use instead of allocating; its size is the bound
+    out                  to write instead of allocating
+
+    Returns int32 [M, topk] (M = B * next_n): what the two steps give, to the bit. Indices count from cu_seqlen_ks.
+    Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
+    """
+    check_integers(0, topk=topk, max_seqlen_k=max_seqlen_k)
+    check_integers(1, 2**63 - 1, max_workspace_bytes=max_workspace_bytes)
+    call = Call(backend, stream)
+    paged = block_table is not None
+    if paged:
+        for name, value in (("cu_seqlen_ks", cu_seqlen_ks), ("cu_seqlen_ke", cu_seqlen_ke)):
+            if value is not None:
+                raise ValueError(f"{name}: got it together with block_table, expected one or the other")
+        q, pages, weights, lens, table = checked_paged(call, q, kv, weights, context_lens, block_table, layout)
+        check_schedule(call, schedule_metadata)
+        next_n, width = q.shape[1], checked_width(max_context_len, table, pages)
+        tokens = len(q) * next_n
+    else:
+        q, k, scales, weights = checked_keys(call, q, kv, weights)
+        starts = call.array("cu_seqlen_ks", cu_seqlen_ks, INT32, ("M",))
+        ends = call.array("cu_seqlen_ke", cu_seqlen_ke, INT32, ("M",))
+        tokens, next_n, width = len(q), 1, max_seqlen_k or len(k)
+    indices = call.output("out", out, INT32, (tokens, int(topk)))
+    if not indices.size:
+        return call.results()
+    row_bytes = max(-(-width * 4 // ALIGNMENT) * ALIGNMENT, ALIGNMENT)
+    memory, rows = logits_memory(call, workspace, max_workspace_bytes, row_bytes, tokens, next_n)
+    with call.kernels("indexer") as kernels:
+        for first in range(0, tokens, rows):
+            some = slice(first, min(first + rows, tokens))
+            logits = memory[: (some.stop - first) * row_bytes // 4].reshape(-1, row_bytes // 4)[:, :width]
+            if paged:
+                entries = slice(first // next_n, some.stop // next_n)
+                kernels.paged_mqa_logits(q[entries], pages, weights[some], lens[entries], table[entries], False, logits)
+                choose_from = Rows(lens=lens[entries], next_n=next_n)
+            else:
+                compressed = max_seqlen_k > 0
+                kernels.mqa_logits(
+                    q[some], k, scales, weights[some], starts[some], ends[some], compressed, False, logits
+                )
+                choose_from = Rows(starts[some], ends[some], num_keys=len(k) if compressed else None)
+            kernels.top_k_per_row(logits, choose_from, indices[some])
+    return call.results()
+
+
+def logits_memory(
+    call: Call, workspace: Any, most_bytes: int, row_bytes: int, tokens: int, next_n: int
+) -> tuple[Any, int]:
+    """Memory for the logits of some tokens at a time, float32 [..], and how many those are: whole requests."""
+    name = "max_workspace_bytes"
+    if workspace is not None:
+        name = "workspace"
+        workspace = call.array(name, workspace, UINT8, (-1,), writable=True)
+        most_bytes = len(workspace)
+        address = workspace.ctypes.data if isinstance(workspace, np.ndarray) else workspace.data.ptr
+        if address % ALIGNMENT:
+            raise ValueError(f"workspace: got the address {address:#x}, expected a multiple of {ALIGNMENT}")
+    requests = most_bytes // (row_bytes * next_n)
+    if not requests:
+        raise ValueError(
+            f"{name}: got {most_bytes} bytes, expected at least {row_bytes * next_n}, the logits of one request"
+        )
+    rows = min(requests * next_n, tokens)
+    if workspace is None:
+        workspace = call.scratch(name, rows * row_bytes)
+    return workspace[: rows * row_bytes].view(np.float32), rows

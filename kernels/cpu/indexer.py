@@ -1,0 +1,255 @@
+"""The indexer on the CPU: scores are BLAS's, some queries at a time; the choice takes one row a loop step."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, prange
+
+from ..numba_common.numbers import bfloat16_bits, bfloat16_value, float32_bits, power_of_two, quantized, scale_exponent
+from ..reference.indexer import keys_of, paged_mqa_logits_metadata, row_lens, scales_of
+from ..types.indexer import Rows
+from ..types.segments import Pages
+from .rows import E4M3_VALUES, lookup_slot
+
+__all__ = [
+    "fused_indexer_q_rope_quant",
+    "gather_keys",
+    "insert_keys",
+    "mqa_logits",
+    "paged_mqa_logits",
+    "paged_mqa_logits_metadata",
+    "top_k_per_row",
+]
+
+ROPE_DIM = 64
+PRODUCTS_AT_ONCE = 4 << 20  # 16 MiB of float32
+DIGIT_BITS = 8  # of the radix selection
+
+
+# ---- queries
+
+
+def fused_indexer_q_rope_quant(
+    positions: np.ndarray,
+    index_q: np.ndarray,
+    table: np.ndarray,
+    index_weights: np.ndarray,
+    scale: float,
+    rope_first: bool,
+    is_neox: bool,
+    least_exponent: int,
+    q_out: np.ndarray,
+    weights: np.ndarray,
+) -> None:
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        q = index_q.astype(np.float32)
+    first = 0 if rope_first else q.shape[2] - ROPE_DIM
+    weights[:] = index_weights.astype(np.float32)
+    quantize = q_out.dtype == np.uint8
+    stored = q_out if quantize else np.empty((0, 0, 0), np.uint8)
+    _rotate_and_quantize(
+        positions, q, table.astype(np.float32), np.float32(scale), first, is_neox, least_exponent, stored, weights
+    )
+    if not quantize:
+        q_out[:] = q
+
+
+@njit(parallel=True, cache=True)
+def _rotate_and_quantize(positions, q, table, scale, first, is_neox, least_exponent, q_out, weights):
+    half = ROPE_DIM // 2
+    for token in prange(len(q)):
+        position = np.int64(positions[token])
+        for head in range(q.shape[1]):
+            x = q[token, head]
+            for i in range(half if 0 <= position < len(table) else 0):
+                low = first + (i if is_neox else 2 * i)
+                high = low + (half if is_neox else 1)
+                cosine, sine = table[position, i], table[position, half + i]
+                a, b = x[low], x[high]
+                x[low], x[high] = a * cosine - b * sine, b * cosine + a * sine
+            q_scale = np.float32(1)
+            if len(q_out):
+                amax = np.float32(0)
+                for i in range(len(x)):
+                    x[i] = bfloat16_value(bfloat16_bits(x[i]))
+                    magnitude = np.abs(x[i])
+                    if magnitude > amax and magnitude < np.inf:
+                        amax = magnitude
+                q_scale = power_of_two(scale_exponent(amax, least_exponent))
+                for i in range(len(x)):
+                    q_out[token, head, i] = quantized(x[i], q_scale)
+            weights[token, head] = weights[token, head] * q_scale * scale
+
+
+# ---- keys without scales
+
+
+def insert_keys(k: np.ndarray, pages: Pages, slot_mapping: np.ndarray) -> None:
+    kept = np.flatnonzero((slot_mapping >= 0) & (slot_mapping < pages.num_slots))
+    page, row = np.divmod(slot_mapping[kept].astype(np.int64), pages.block_size)
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        keys_of(pages)[page, row] = k[kept].astype(keys_of(pages).dtype)
+
+
+def gather_keys(pages: Pages, dst_k: np.ndarray, block_table: np.ndarray, cu_seq_lens: np.ndarray) -> None:
+    for request in range(len(cu_seq_lens) - 1):
+        first, end = max(int(cu_seq_lens[request]), 0), min(int(cu_seq_lens[request + 1]), len(dst_k))
+        if end > first:
+            start = first - int(cu_seq_lens[request])
+            page, row, present = _slots(block_table, request, start, start + end - first, pages)
+            dst_k[first:end] = 0
+            dst_k[first:end][present] = keys_of(pages)[page[present], row[present]]
+
+
+def _slots(
+    block_table: np.ndarray, request: int, start: int, end: int, pages: Pages
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Page and row of the positions [start, end) of a request, and which of them there are."""
+    slots = np.empty(end - start, np.int64)
+    _look_up(block_table, request, start, pages.block_size, slots)
+    present = (slots >= 0) & (slots < pages.num_slots)
+    return *np.divmod(slots, pages.block_size), present
+
+
+@njit(cache=True)
+def _look_up(block_table, request, start, block_size, slots):
+    for i in range(len(slots)):
+        slots[i] = lookup_slot(block_table, request, np.int64(start + i), block_size)
+
+
+# ---- scores
+
+
+def mqa_logits(
+    q: np.ndarray,
+    k: np.ndarray,
+    scales: np.ndarray | None,
+    weights: np.ndarray,
+    starts: np.ndarray,
+    ends: np.ndarray,
+    compressed: bool,
+    clean: bool,
+    logits: np.ndarray,
+) -> None:
+    firsts = np.clip(starts.astype(np.int64), 0, len(k))
+    lasts = np.clip(ends.astype(np.int64), firsts, len(k))
+    keys = _float32(k)
+    step = max(1, PRODUCTS_AT_ONCE // max(q.shape[1] * len(k), 1))
+    for begin in range(0, len(q), step):
+        some = slice(begin, begin + step)
+        first, last = int(firsts[some].min()), int(lasts[some].max())
+        found = _scores(q[some], keys[first:last], None if scales is None else scales[first:last], weights[some])
+        for m in range(begin, min(begin + step, len(q))):
+            start, end = int(firsts[m]), int(lasts[m])
+            shift = start if compressed else 0
+            end = min(end, shift + logits.shape[1])
+            if clean:
+                logits[m] = -np.inf
+            logits[m, start - shift : end - shift] = found[m - begin, start - first : end - first]
+
+
+def paged_mqa_logits(
+    q: np.ndarray,
+    pages: Pages,
+    weights: np.ndarray,
+    context_lens: np.ndarray,
+    block_table: np.ndarray,
+    clean: bool,
+    logits: np.ndarray,
+) -> None:
+    batch, next_n = q.shape[:2]
+    lens = np.clip(row_lens(context_lens, next_n).astype(np.int64), 0, logits.shape[1]).reshape(batch, next_n)
+    keys, scales = keys_of(pages), scales_of(pages) if pages.layout.num_scales else None
+    for request in range(batch):
+        longest = int(lens[request].max())
+        page, row, present = _slots(block_table, request, 0, longest, pages)
+        where = page[present], row[present]
+        rows = slice(request * next_n, (request + 1) * next_n)
+        found = np.full((next_n, longest), -np.inf, np.float32)
+        some_scales = None if scales is None else scales[where]
+        found[:, present] = _scores(q[request], _float32(keys[where]), some_scales, weights[rows])
+        for j in range(next_n):
+            out = logits[request * next_n + j]
+            if clean:
+                out[:] = -np.inf
+            out[: lens[request, j]] = found[j, : lens[request, j]]
+
+
+def _float32(array: np.ndarray) -> np.ndarray:
+    """Queries or keys; bytes are e4m3."""
+    if array.dtype.itemsize == 1:
+        return E4M3_VALUES[array.view(np.uint8)]
+    return array.astype(np.float32, copy=False)
+
+
+def _scores(q: np.ndarray, keys: np.ndarray, scales: np.ndarray | None, weights: np.ndarray) -> np.ndarray:
+    """Scores [m, n] of keys [n, D] for queries [m, H, D]."""
+    m, heads, dims = q.shape
+    with np.errstate(all="ignore"):
+        products = np.matmul(_float32(q).reshape(m * heads, dims), keys.T)
+        np.maximum(products, 0, out=products)
+        found = np.matmul(weights[:, None], products.reshape(m, heads, len(keys)))[:, 0]
+        return found if scales is None else found * scales
+
+
+# ---- the choice
+
+
+def top_k_per_row(logits: np.ndarray, rows: Rows, indices: np.ndarray) -> None:
+    first, count = _columns(rows, *logits.shape)
+    _choose(logits, first, count, indices)
+
+
+def _columns(rows: Rows, num_rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """First column and number of columns of each row that there are to choose from."""
+    zeros = np.zeros(num_rows, np.int64)
+    if rows.lens is not None:
+        return zeros, np.clip(row_lens(rows.lens, rows.next_n).astype(np.int64), 0, width)
+    keys = width if rows.num_keys is None else rows.num_keys
+    start = zeros if rows.starts is None else np.clip(rows.starts.astype(np.int64), 0, keys)
+    end = zeros + keys if rows.ends is None else np.clip(rows.ends.astype(np.int64), start, keys)
+    return (start, end - start) if rows.num_keys is None else (zeros, np.minimum(end - start, width))
+
+
+@njit(cache=True)
+def order_of(x):
+    """An integer that grows as float32 `x` does, from 1 on; 0 for NaN. -0 equals 0."""
+    if x != x:
+        return np.int64(0)
+    bits = float32_bits(x + np.float32(0))
+    return bits ^ np.int64(0xFFFFFFFF) if bits >> 31 else bits | np.int64(0x80000000)
+
+
+@njit(parallel=True, cache=True)
+def _choose(logits, first, count, indices):
+    topk = indices.shape[1]
+    for m in prange(len(logits)):
+        row = logits[m, first[m] : first[m] + count[m]]
+        # The k-th largest order, digit by digit: `needed` of those that share the digits so far.
+        needed, prefix, shift = topk, np.int64(0), 32
+        numbers = 0
+        for i in range(len(row)):
+            numbers += row[i] == row[i]
+        if numbers <= topk:
+            prefix, needed = np.int64(0), 0
+        else:
+            while shift:
+                shift -= DIGIT_BITS
+                bins = np.zeros(1 << DIGIT_BITS, np.int64)
+                for i in range(len(row)):
+                    order = order_of(row[i])
+                    if order and order >> (shift + DIGIT_BITS) == prefix:
+                        bins[(order >> shift) & 0xFF] += 1
+                digit = (1 << DIGIT_BITS) - 1
+                while bins[digit] < needed:
+                    needed -= bins[digit]
+                    digit -= 1
+                prefix = (prefix << DIGIT_BITS) | digit
+        found = 0
+        for i in range(len(row)):
+            order = order_of(row[i])
+            if order > prefix or (order == prefix and order and needed > 0):
+                needed -= order == prefix
+                indices[m, found] = i
+                found += 1
+        indices[m, found:] = -1

@@ -1,0 +1,183 @@
+"""The indexer, query by query in float64."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+from ..types.indexer import Rows
+from ..types.segments import Pages
+from .rows import lookup_slot, scale_exponent, to_e4m3
+
+ROPE_DIM = 64
+
+
+def fused_indexer_q_rope_quant(
+    positions: np.ndarray,
+    index_q: np.ndarray,
+    table: np.ndarray,
+    index_weights: np.ndarray,
+    scale: float,
+    rope_first: bool,
+    is_neox: bool,
+    least_exponent: int,
+    q_out: np.ndarray,
+    weights: np.ndarray,
+) -> None:
+    q = index_q.astype(np.float32)
+    part = q[..., :ROPE_DIM] if rope_first else q[..., -ROPE_DIM:]
+    rotate(part, positions, table.astype(np.float32), is_neox)
+    weights[:] = index_weights.astype(np.float32) * np.float32(scale)
+    if q_out.dtype != np.uint8:
+        q_out[:] = q
+        return
+    q = q.astype(ml_dtypes.bfloat16).astype(np.float32)
+    finite = np.where(np.isfinite(q), np.abs(q), np.float32(0))
+    for token, head in np.ndindex(weights.shape):
+        q_scale = np.float32(np.ldexp(1.0, scale_exponent(finite[token, head].max(), least_exponent)))
+        with np.errstate(invalid="ignore"):  # signalling NaN
+            q_out[token, head] = to_e4m3(q[token, head] / q_scale)
+        weights[token, head] = np.float32(index_weights[token, head]) * q_scale * np.float32(scale)
+
+
+def rotate(x: np.ndarray, positions: np.ndarray, table: np.ndarray, is_neox: bool) -> None:
+    """RoPE of x, float32 [T, H, 64], in place; a position outside of the table, [P, 64], rotates nothing."""
+    for token, position in enumerate(positions):
+        if not 0 <= position < len(table):
+            continue
+        cosines, sines = table[position, : ROPE_DIM // 2], table[position, ROPE_DIM // 2 :]
+        first = x[token, :, : ROPE_DIM // 2] if is_neox else x[token, :, 0::2]
+        second = x[token, :, ROPE_DIM // 2 :] if is_neox else x[token, :, 1::2]
+        first[:], second[:] = first * cosines - second * sines, second * cosines + first * sines
+
+
+def insert_keys(k: np.ndarray, pages: Pages, slot_mapping: np.ndarray) -> None:
+    """Rows as they are into the slots of a cache without scales."""
+    for token, slot in enumerate(slot_mapping):
+        if 0 <= slot < pages.num_slots:
+            page, row = divmod(int(slot), pages.block_size)
+            keys_of(pages)[page, row] = k[token]
+
+
+def gather_keys(pages: Pages, dst_k: np.ndarray, block_table: np.ndarray, cu_seq_lens: np.ndarray) -> None:
+    """Rows of whole sequences one behind another, out of a cache without scales; zeros for those that are absent."""
+    for request in range(len(cu_seq_lens) - 1):
+        first, end = int(cu_seq_lens[request]), int(cu_seq_lens[request + 1])
+        for row in range(max(first, 0), min(end, len(dst_k))):
+            slot = lookup_slot(block_table, request, row - first, pages.block_size)
+            present = 0 <= slot < pages.num_slots
+            dst_k[row] = keys_of(pages)[divmod(slot, pages.block_size)] if present else 0
+
+
+def keys_of(pages: Pages) -> np.ndarray:
+    """The keys of a cache, [blocks, block_size, head_dim], in the type that they are stored in."""
+    layout = pages.layout
+    blocks = len(pages.bytes)
+    rows = pages.bytes[:, : pages.block_size * layout.row_bytes]
+    kind = {"e4m3": ml_dtypes.float8_e4m3fn, "bfloat16": ml_dtypes.bfloat16}.get(layout.value_type, np.float32)
+    return rows.view(kind).reshape(blocks, pages.block_size, layout.head_dim)
+
+
+def scales_of(pages: Pages) -> np.ndarray:
+    """The scales of a cache, float32 [blocks, block_size]."""
+    layout = pages.layout
+    if not layout.num_scales:
+        return np.ones((len(pages.bytes), pages.block_size), np.float32)
+    start = layout.scale_start(pages.block_size)
+    return np.ascontiguousarray(pages.bytes[:, start : start + pages.block_size * layout.scale_bytes]).view(np.float32)
+
+
+def values(array: np.ndarray) -> np.ndarray:
+    """Queries or keys in float64; bytes are e4m3."""
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        return (array.view(ml_dtypes.float8_e4m3fn) if array.dtype == np.uint8 else array).astype(np.float64)
+
+
+def scores(q: np.ndarray, k: np.ndarray, scales: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """One query's scores of some keys: q [H, D], k [n, D], scales [n], weights [H]; float64 [n]."""
+    with np.errstate(all="ignore"):
+        products = np.maximum(values(q) @ values(k).T, 0.0)
+        return (weights.astype(np.float64) @ products) * scales.astype(np.float64)
+
+
+def mqa_logits(
+    q: np.ndarray,
+    k: np.ndarray,
+    scales: np.ndarray | None,
+    weights: np.ndarray,
+    starts: np.ndarray,
+    ends: np.ndarray,
+    compressed: bool,
+    clean: bool,
+    logits: np.ndarray,
+) -> None:
+    scales = np.ones(len(k), np.float32) if scales is None else scales
+    for m in range(len(q)):
+        start, end = np.clip((int(starts[m]), int(ends[m])), 0, len(k))
+        if clean:
+            logits[m] = -np.inf
+        shift = start if compressed else 0
+        end = min(end, shift + logits.shape[1])
+        if end > start:
+            with np.errstate(over="ignore"):
+                logits[m, start - shift : end - shift] = scores(q[m], k[start:end], scales[start:end], weights[m])
+
+
+def row_lens(lens: np.ndarray, next_n: int) -> np.ndarray:
+    """Lengths of each row, [B * next_n], of lengths [B] or [B, next_n]."""
+    if lens.ndim == 1:
+        lens = lens.astype(np.int64)[:, None] - (next_n - 1) + np.arange(next_n)
+    return lens.reshape(-1)
+
+
+def paged_mqa_logits(
+    q: np.ndarray,
+    pages: Pages,
+    weights: np.ndarray,
+    context_lens: np.ndarray,
+    block_table: np.ndarray,
+    clean: bool,
+    logits: np.ndarray,
+) -> None:
+    next_n, width = q.shape[1], logits.shape[1]
+    for row, length in enumerate(row_lens(context_lens, next_n)):
+        request, j = divmod(row, next_n)
+        if clean:
+            logits[row] = -np.inf
+        length = min(max(int(length), 0), width)
+        slots = np.array([lookup_slot(block_table, request, i, pages.block_size) for i in range(length)], np.int64)
+        present = (slots >= 0) & (slots < pages.num_slots)
+        where = np.divmod(slots[present], pages.block_size)
+        logits[row, :length] = -np.inf
+        keys = keys_of(pages)[where]
+        with np.errstate(over="ignore"):
+            logits[row, :length][present] = scores(q[request, j], keys, scales_of(pages)[where], weights[row])
+
+
+def paged_mqa_logits_metadata(lens: np.ndarray, split: int, schedule: np.ndarray) -> None:
+    """Deal the splits of all entries out in contiguous shares as even as can be, the larger ones first."""
+    splits = [(entry, i) for entry, n in enumerate(lens) for i in range(-(-max(int(n), 0) // split))]
+    shares = np.array_split(np.arange(len(splits)), len(schedule) - 1)
+    ends = np.cumsum([0, *map(len, shares)])
+    splits.append((len(lens), 0))
+    schedule[:] = [splits[start] for start in ends]
+
+
+def top_k_per_row(logits: np.ndarray, rows: Rows, indices: np.ndarray) -> None:
+    for m, row in enumerate(logits):
+        start, end = columns_of(rows, m, len(row))
+        candidates = row[start:end]
+        numbers = np.flatnonzero(~np.isnan(candidates))
+        best = numbers[np.argsort(-candidates[numbers], kind="stable")][: indices.shape[1]]
+        indices[m] = -1
+        indices[m, : len(best)] = np.sort(best)
+
+
+def columns_of(rows: Rows, m: int, width: int) -> tuple[int, int]:
+    """The columns of row m that there are to choose from."""
+    if rows.lens is not None:
+        return 0, min(max(int(row_lens(rows.lens, rows.next_n)[m]), 0), width)
+    keys = width if rows.num_keys is None else rows.num_keys
+    start = 0 if rows.starts is None else min(max(int(rows.starts[m]), 0), keys)
+    end = keys if rows.ends is None else min(max(int(rows.ends[m]), start), keys)
+    return (start, end) if rows.num_keys is None else (0, min(end - start, width))

@@ -1,0 +1,244 @@
+"""The indexer's scores and choices on every backend, against the reference."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cumla
+from support.lab import BF16
+
+FP8 = ml_dtypes.float8_e4m3fn
+HEAD_DIM = 128
+PLAIN = {"bfloat16": BF16, "float32": np.float32}
+
+
+@pytest.fixture(autouse=True)
+def built(request):
+    """Until every backend has the indexer."""
+    if "lab" in request.fixturenames and request.getfixturevalue("lab").backend in ("numba_cuda", "cuda"):
+        pytest.skip("no indexer kernels yet")
+
+
+def e4m3(x):
+    return x.astype(FP8).view(np.uint8)
+
+
+def difference(x, y):
+    """1 - 2<x, y> / (<x, x> + <y, y>), DeepGEMM's measure."""
+    x, y = x.astype(np.float64), y.astype(np.float64)
+    return 1 - 2 * (x * y).sum() / max((x * x).sum() + (y * y).sum(), 1e-300)
+
+
+def check_logits(found, reference):
+    """The bounds of scores: of all together, and of each against the largest of its row."""
+    there = np.isfinite(reference)
+    np.testing.assert_array_equal(found[~there], reference[~there])
+    found, reference = np.where(there, found, 0), np.where(there, reference, 0)
+    assert difference(found, reference) < 5e-6
+    largest = np.abs(reference).max(axis=1, keepdims=True)
+    assert (np.abs(found - reference) <= 1e-3 * largest).all()
+
+
+def ragged(rng, queries, heads, keys, kind="fp8"):
+    """q, kv, weights and ranges, some of which reach beyond the keys or are empty."""
+    q, k = rng.normal(size=(queries, heads, HEAD_DIM)), rng.normal(size=(keys, HEAD_DIM))
+    starts = rng.integers(-3, keys, queries).astype(np.int32)
+    ends = (starts + rng.integers(-5, keys + 5, queries)).astype(np.int32)
+    weights = rng.normal(size=(queries, heads)).astype(np.float32)
+    if kind == "fp8":
+        return e4m3(q), (e4m3(k), rng.uniform(0.1, 2, keys).astype(np.float32)), weights, starts, ends
+    return q.astype(PLAIN[kind]), k.astype(PLAIN[kind]), weights, starts, ends
+
+
+def put_keys(lab, kv):
+    return tuple(map(lab.put, kv)) if isinstance(kv, tuple) else lab.put(kv)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "bfloat16", "float32"])
+@pytest.mark.parametrize("heads", [64, 5])
+@pytest.mark.parametrize("width", [0, 40])
+def test_scores_of_ranges(lab, rng, kind, heads, width):
+    q, kv, weights, starts, ends = ragged(rng, 3 if lab.tiny else 7, 2 if lab.tiny else heads, 70, kind)
+    reference = cumla.fp8_mqa_logits(q, kv, weights, starts, ends, True, width, backend="reference")
+    arguments = [lab.put(q), put_keys(lab, kv), *map(lab.put, (weights, starts, ends))]
+    found = lab.get(cumla.fp8_mqa_logits(*arguments, True, width, backend=lab.backend))
+    check_logits(found, reference)
+    # What a query does not see stays as it is, unless it is to be cleaned.
+    out = lab.put(np.full_like(reference, 7))
+    cumla.fp8_mqa_logits(*arguments, False, width, out=out, backend=lab.backend)
+    np.testing.assert_array_equal(lab.get(out), np.where(np.isinf(reference), np.float32(7), found))
+
+
+def paged(rng, layout, block_size, batch, next_n, heads, columns):
+    """q, cache, weights and a table with absent pages."""
+    blocks = batch * columns + 3
+    cache = layout.allocate(blocks, block_size, page_stride=layout.page_bytes(block_size) + 16)
+    keys = rng.normal(size=(blocks * block_size, HEAD_DIM)).astype(np.float32)
+    cumla.indexer_k_quant_and_cache(keys, cache, np.arange(len(keys)), backend="reference")
+    table = rng.permutation(blocks)[: batch * columns].reshape(batch, columns).astype(np.int32)
+    table[0, columns // 2], table[-1, -1] = -1, blocks
+    q = rng.normal(size=(batch, next_n, heads, HEAD_DIM))
+    q = e4m3(q) if layout.num_scales else q.astype(PLAIN[layout.value_type])
+    return q, cache, rng.normal(size=(batch * next_n, heads)).astype(np.float32), table
+
+
+@pytest.mark.parametrize("layout", [cumla.INDEXER_FP8, cumla.INDEXER_BF16, cumla.INDEXER_F32], ids=lambda x: x.name)
+@pytest.mark.parametrize(("block_size", "next_n", "heads"), [(64, 1, 64), (16, 2, 64), (5, 3, 4)])
+@pytest.mark.parametrize("axes", [1, 2])
+def test_scores_of_pages(lab, rng, layout, block_size, next_n, heads, axes):
+    block_size, heads = (block_size % 7 + 1, 2) if lab.tiny else (block_size, heads)
+    columns = 3 if block_size == 64 else 5
+    q, cache, weights, table = paged(rng, layout, block_size, 2, next_n, heads, columns)
+    lens = rng.integers(-2, columns * block_size + 4, (2, next_n)[:axes]).astype(np.int32)
+    lens.flat[0] = columns * block_size - 1
+    arguments = [lab.put(x) for x in (q, cache, weights, lens, table)]
+    options = {"max_context_len": columns * block_size - 2, "layout": layout}
+    reference = cumla.fp8_paged_mqa_logits(
+        q, cache, weights, lens, table, clean_logits=True, backend="reference", **options
+    )
+    found = lab.get(cumla.fp8_paged_mqa_logits(*arguments, clean_logits=True, backend=lab.backend, **options))
+    check_logits(found, reference)
+    topk = cumla.top_k_per_row(found, 9, seq_lens=lens, next_n=next_n, backend="reference")
+    chosen = cumla.indexer_topk(
+        *arguments[:3], 9, context_lens=arguments[3], block_table=arguments[4], backend=lab.backend, **options
+    )
+    np.testing.assert_array_equal(lab.get(chosen), topk)
+
+
+@pytest.mark.parametrize(
+    ("lens", "num_sms", "expected"),
+    [
+        ([1000, 500], 4, [[0, 0], [0, 2], [1, 0], [1, 1], [2, 0]]),
+        ([64, 0, 300], 5, [[0, 0], [2, 0], [2, 1], [3, 0], [3, 0], [3, 0]]),
+        ([], 2, [[0, 0]] * 3),
+    ],
+)
+def test_schedule_counts_splits_of_four_pages(lab, lens, num_sms, expected):
+    lens = np.array(lens, np.int32)
+    found = cumla.get_paged_mqa_logits_metadata(lab.put(lens), 64, num_sms, backend=lab.backend)
+    assert lab.get(found).tolist() == expected
+    several = np.stack([lens // 2, lens], axis=1)
+    found = cumla.get_paged_mqa_logits_metadata(lab.put(several), 64, num_sms, backend=lab.backend)
+    assert lab.get(found).tolist() == expected
+
+
+def hard_rows(rng, rows, width):
+    """Few different values, NaN, infinities, both zeros, a row that grows and one that falls."""
+    x = rng.normal(size=(rows, width)).astype(np.float32)
+    x[0] = rng.integers(-2, 3, width)
+    x[1, :: max(width // 7, 1)] = np.nan
+    x[1, 1::5], x[1, 2::7] = np.inf, -np.inf
+    x[2] = np.where(np.arange(width) % 2, np.float32(0), np.float32(-0.0))
+    if rows > 5:
+        x[3], x[4], x[5] = np.sort(x[3]), np.sort(x[4])[::-1], np.nan
+    return x
+
+
+@pytest.mark.parametrize(("width", "topk"), [(1, 1), (33, 5), (300, 7), (300, 300), (300, 512), (5000, 64)])
+def test_choice_is_the_references(lab, rng, width, topk):
+    if lab.tiny:
+        width = min(width, 60)
+    x = hard_rows(rng, 7, width + 3)[:, :width]  # rows of any alignment
+    expected = cumla.top_k_per_row(x, topk, backend="reference")
+    np.testing.assert_array_equal(lab.get(cumla.top_k_per_row(lab.put(x), topk, backend=lab.backend)), expected)
+    starts = rng.integers(-2, width + 2, len(x)).astype(np.int32)
+    ends = (starts + rng.integers(-2, width + 5, len(x))).astype(np.int32)
+    expected = cumla.top_k_per_row(x, topk, starts, ends, backend="reference")
+    found = cumla.top_k_per_row(lab.put(x), topk, lab.put(starts), lab.put(ends), backend=lab.backend)
+    np.testing.assert_array_equal(lab.get(found), expected)
+    lens = rng.integers(-1, width + 2, 1).astype(np.int32)
+    expected = cumla.top_k_per_row(x, topk, seq_lens=lens, next_n=7, backend="reference")
+    found = cumla.top_k_per_row(lab.put(x), topk, seq_lens=lab.put(lens), next_n=7, backend=lab.backend)
+    np.testing.assert_array_equal(lab.get(found), expected)
+
+
+def test_choice_is_what_sorting_gives(rng):
+    x = hard_rows(rng, 7, 200)
+    found = cumla.top_k_per_row(x, 20, backend="reference")
+    for row, indices in zip(x, found, strict=True):
+        order = sorted((i for i in range(200) if row[i] == row[i]), key=lambda i: (-row[i], i))[:20]
+        assert indices.tolist() == sorted(order) + [-1] * (20 - len(order))
+
+
+@pytest.mark.parametrize("width", [0, 30])
+@pytest.mark.parametrize("workspace_rows", [2, 100])
+def test_scoring_and_choosing_at_once_gives_what_the_steps_give(lab, rng, width, workspace_rows):
+    q, kv, weights, starts, ends = ragged(rng, 3 if lab.tiny else 9, 2 if lab.tiny else 64, 70)
+    arguments = [lab.put(q), put_keys(lab, kv), lab.put(weights)]
+    ranges = [lab.put(starts), lab.put(ends)]
+    logits = cumla.fp8_mqa_logits(*arguments, *ranges, backend=lab.backend)
+    if width:
+        ends = np.minimum(ends, np.clip(starts, 0, 70) + width).astype(np.int32)
+    expected = cumla.top_k_per_row(lab.get(logits), 11, starts, ends, backend="reference")
+    found = cumla.indexer_topk(
+        *arguments, 11, cu_seqlen_ks=ranges[0], cu_seqlen_ke=ranges[1], max_seqlen_k=width,
+        max_workspace_bytes=4 * 72 * workspace_rows, backend=lab.backend,
+    )  # fmt: skip
+    np.testing.assert_array_equal(lab.get(found), expected)
+
+
+@pytest.mark.parametrize("rope_first", [False, True])
+@pytest.mark.parametrize("is_neox", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, np.float32])
+def test_queries(lab, rng, rope_first, is_neox, dtype):
+    tokens, heads = (2, 2) if lab.tiny else (5, 64)
+    angles = rng.uniform(0, 7, (20, 32))
+    table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+    positions = rng.integers(-1, 22, tokens)
+    q = (rng.normal(size=(tokens, heads, HEAD_DIM)) * 10.0 ** rng.integers(-14, 3, (tokens, heads, 1))).astype(dtype)
+    w = rng.normal(size=(tokens, heads)).astype(np.float32)
+    options = {"rope_first": rope_first, "is_neox": is_neox}
+    arguments = [lab.put(x) for x in (positions, q, table, w)]
+    for quantize in (True, False):
+        expected = cumla.fused_indexer_q_rope_quant(
+            positions, q, table, w, quantize=quantize, backend="reference", **options
+        )
+        found = cumla.fused_indexer_q_rope_quant(*arguments, quantize=quantize, backend=lab.backend, **options)
+        found = [lab.get(x) for x in found]
+        if quantize:
+            # A value may fall on either side of a rounding boundary of bfloat16: products may be fused with sums.
+            assert (found[0] != expected[0]).mean() < 1e-2
+            values, wanted = (x.view(FP8).astype(np.float32) for x in (found[0], expected[0]))
+            np.testing.assert_allclose(values, wanted, rtol=0.126, atol=2**-9)
+            np.testing.assert_allclose(found[1], expected[1], rtol=1e-6)
+        else:
+            largest = np.abs(expected[0]).max(axis=2, keepdims=True)
+            assert (np.abs(found[0] - expected[0]) <= 1e-6 * largest).all()
+            np.testing.assert_allclose(found[1], expected[1], rtol=1e-6)
+
+
+def test_rope_pairs(rng):
+    """A quarter turn of one pair, by both ways to pair."""
+    table = np.concatenate([np.ones(32), np.zeros(32)])[None].astype(np.float32)
+    table[0, 3], table[0, 32 + 3] = 0, 1
+    q = rng.normal(size=(1, 1, HEAD_DIM)).astype(np.float32)
+    for rope_first, is_neox, low, high in (
+        (False, False, 64 + 6, 64 + 7), (False, True, 64 + 3, 64 + 35), (True, False, 6, 7), (True, True, 3, 35),
+    ):  # fmt: skip
+        found, _ = cumla.fused_indexer_q_rope_quant(
+            np.zeros(1, np.int64), q, table, np.ones((1, 1), np.float32), quantize=False,
+            rope_first=rope_first, is_neox=is_neox, backend="reference",
+        )  # fmt: skip
+        expected = q[0, 0].copy()
+        expected[low], expected[high] = -q[0, 0, high], q[0, 0, low]
+        np.testing.assert_array_equal(found[0, 0], expected)
+
+
+@pytest.mark.parametrize("layout", [cumla.INDEXER_BF16, cumla.INDEXER_F32], ids=lambda x: x.name)
+def test_keys_without_scales_come_back_as_they_were(lab, rng, layout):
+    dtype = PLAIN[layout.value_type]
+    k = rng.normal(size=(9, HEAD_DIM)).astype(dtype)
+    cache = lab.put(np.full((4, 3, layout.token_bytes), 165, np.uint8))
+    slots = np.array([0, 11, -1, 4, 12, 5, 6, 1], np.int64)
+    cumla.indexer_k_quant_and_cache(lab.put(k), cache, lab.put(slots), backend=lab.backend)
+    expected = np.full((12, layout.token_bytes), 165, np.uint8)
+    for token, slot in enumerate(slots):
+        if 0 <= slot < 12:
+            expected[slot] = k[token].view(np.uint8)
+    np.testing.assert_array_equal(lab.get(cache).reshape(12, -1), expected)
+    table, starts = np.array([[1, 0], [3, -1]], np.int32), np.array([0, 5, 9], np.int32)
+    out = lab.put(np.ones((10, HEAD_DIM), dtype))
+    cumla.cp_gather_indexer_k_quant_cache(cache, out, None, lab.put(table), lab.put(starts), backend=lab.backend)
+    expected = expected.view(dtype)
+    expected = np.concatenate([expected[[3, 4, 5, 0, 1, 9, 10, 11]], np.zeros((1, HEAD_DIM)), np.ones((1, HEAD_DIM))])
+    np.testing.assert_array_equal(lab.get(out), expected.astype(dtype))
