@@ -3,7 +3,7 @@
 Without a device, numba_cuda runs in Numba's simulator on host arrays, which must be asked for before Numba
 is imported, and cuda on devices that the tests emulate (tests/emulation). The simulator is slow: `lab.tiny` says that
 a test should make do with a few tokens. A test marked `attention` needs kernels that numba_cuda does not have and
-does not run on it.
+does not run on it. `nowhere(when)` says of which combinations of parameters there is no test.
 """
 
 import os
@@ -18,6 +18,7 @@ def wants_gpu(config):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "attention: needs attention kernels, which numba_cuda does not have")
+    config.addinivalue_line("markers", "nowhere(when): combinations, as Combination, that are no tests")
     # Or JAX takes most of a device's memory for itself, and several processes of tests would not fit on one.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if not wants_gpu(config):
@@ -53,6 +54,35 @@ def pytest_generate_tests(metafunc):
         attention = metafunc.definition.get_closest_marker("attention") is not None
         backends = [x for x in BACKENDS if not (attention and backend_of(x) == "numba_cuda")]
         metafunc.parametrize("lab", backends, indirect=True)
+
+
+class Combination:
+    """A test's name and its parameters by name; where it runs, if it has a `lab` or a `place`.
+
+    backend   its name; "" without
+    device    whether that is a device and no stand-in
+    emulated, simulated  whether it is cuda without a device, or numba_cuda
+    """
+
+    def __init__(self, item):
+        self.test, self.parameters = item.originalname, item.callspec.params
+        self.backend = self.parameters.get("lab", self.parameters.get("place", ""))
+        self.device = item.get_closest_marker("gpu") is not None
+        self.emulated = self.backend == "cuda" and not self.device
+        self.simulated = self.backend == "numba_cuda" and not self.device
+
+    def get(self, name, default=None):
+        return self.parameters.get(name, default)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    def exists(item):
+        return not (hasattr(item, "callspec") and any(
+            mark.kwargs["when"](Combination(item)) for mark in item.iter_markers("nowhere")
+        ))  # fmt: skip
+
+    items[:] = [item for item in items if exists(item)]
 
 
 @pytest.fixture

@@ -251,6 +251,8 @@ def test_vllm_index_maps(function, number, stack):
 def test_vllm_has_no_fnuz():
     with pytest.raises(ValueError, match="use_fnuz: got True, expected False"):
         vllm.quantize_and_insert_k_cache(None, None, None, use_fnuz=True)
+    with pytest.raises(ValueError, match="use_fnuz: got True, expected False"):
+        vllm.dequantize_and_gather_k_cache(None, None, None, None, None, 64, 0, use_fnuz=True)
 
 
 def test_import_of_one_name_is_all_that_changes():

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from numba import njit
 
+from cumla.kernels.cpu import rows
 from cumla.kernels.numba_common import numbers
 from support.lab import BF16
 
@@ -69,8 +70,13 @@ def rounding_cases(dtype):
 
 @pytest.mark.parametrize(
     ("function", "dtype", "limit"),
-    [(numbers.bfloat16_bits, BF16, None), (numbers.float16_bits, np.float16, None), (numbers.e4m3_byte, E4M3, 448)],
-    ids=["bfloat16", "float16", "e4m3"],
+    [
+        (numbers.bfloat16_bits, BF16, None),
+        (rows.round_to_bfloat16, BF16, None),
+        (numbers.float16_bits, np.float16, None),
+        (numbers.e4m3_byte, E4M3, 448),
+    ],
+    ids=["bfloat16", "bfloat16-in-32-bits", "float16", "e4m3"],
 )
 def test_rounding(function, dtype, limit):
     with np.errstate(all="ignore"):

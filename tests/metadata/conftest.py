@@ -15,10 +15,13 @@ BACKENDS = [
 TOO_LONG = ("million", "thousands", "longer_batch")  # for Numba's simulator, which takes minutes
 
 
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if any(word in item.name for word in TOO_LONG):
+            item.add_marker(pytest.mark.nowhere(when=lambda x: x.simulated))
+
+
 @pytest.fixture(params=BACKENDS)
 def place(request):
     """As `lab`, for the builders."""
-    for place in lab_of(request):
-        if place.tiny and any(word in request.node.name for word in TOO_LONG):
-            pytest.skip("too long for Numba's simulator")
-        yield place
+    yield from lab_of(request)

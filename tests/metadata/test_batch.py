@@ -155,6 +155,7 @@ def test_local_attention_sees_a_tokens_own_chunk(requests, block_size, blocks):
         chunk, starts, np.array(seq_lens, np.int32), table, block_size
     )
     assert cu_q_local.tolist() == [0, *np.cumsum(q_local)]
+    assert all(q_local)  # none without queries
     got = []  # what each query token of each virtual request sees, as slots
     for queries, keys, blocks_of in zip(q_local, k_local, table_local, strict=True):
         slots = (blocks_of[:, None] * block_size + np.arange(block_size)).ravel()

@@ -1,6 +1,8 @@
 """The indexer's builder against what each token may see, written out."""
 
 import dataclasses
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from cumla.metadata import (
 )
 from metadata.batches import BLOCK, THOROUGH, addresses_of, assert_equal, buffers_of, make_batch, shapes, tokens_of
 from support import golden
+from support.lab import Lab
 
 SMALL_BUDGET = 4 * 24 * 60  # bytes of logits: enough for one short prefill, not for several
 SMALL = ServingConfig(
@@ -390,6 +393,31 @@ def test_kv_spans_on_a_device():
     start, end = kv_spans_from_batches(np.array([0, 2, 4, 7]), np.array([5, 9, 4]), device=0)
     assert isinstance(start, cupy.ndarray)
     assert end.get().tolist() == [4, 5, 13, 14, 16, 17, 18]
+
+
+def test_every_query_a_chunk_of_its_own(place):
+    """As many chunks as a step can have, and views of a space that grows between steps."""
+    config = dataclasses.replace(CONFIGS["v32-next_n1"], max_num_seqs=4, max_num_batched_tokens=12, max_logits_bytes=4)
+    builder = DeepseekV32IndexerMetadataBuilder(config, backend=place.backend)
+    for seq_lens in ([3, 4, 3, 2], [60, 70, 80, 90], [3, 4, 3, 2]):
+        query_lens = [3, 4, 3, 2]
+        batch = make_batch(place, seq_lens, query_lens)
+        metadata = builder.build(0, batch)
+        check(place, metadata, batch, config, seq_lens, query_lens)
+        assert len(metadata.prefill.chunks) == 12
+
+
+def test_rows_that_were_outgrown_are_let_go_of():
+    place = Lab("reference", False)
+    config = dataclasses.replace(CONFIGS["v32-next_n1"], max_num_batched_tokens=12)
+    builder = DeepseekV32IndexerMetadataBuilder(config, backend="reference")
+    metadata = builder.build(0, make_batch(place, [6, 4], [6, 4]))
+    outgrown = weakref.ref(metadata.prefill.chunks[0].token_to_seq.base)
+    del metadata
+    assert outgrown() is not None
+    builder.build(0, make_batch(place, [90, 40], [6, 4]))
+    gc.collect()
+    assert outgrown() is None
 
 
 def test_prefill_workspace():

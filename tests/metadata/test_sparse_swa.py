@@ -193,6 +193,17 @@ def test_a_plan_for_each_type_of_layer(place, ratios, types):
     assert builder.build_tile_scheduler(0) == {"swaonly": None, "c4a": None, "c128a": None}
 
 
+def test_a_chunk_may_fill_its_workspace():
+    """Two requests whose rows are just as many as there is room for go together."""
+    config = dataclasses.replace(CONFIG, compress_ratios=(1,), max_num_batched_tokens=92)
+    queries = (config.max_num_batched_tokens - WINDOW + 2) // 2
+    batch = make_batch(Lab("reference", False), [queries + 50] * 2, [queries] * 2)
+    metadata = DeepseekSparseSWAMetadataBuilder(config, backend="reference").build(0, batch)
+    rows = queries + WINDOW - 1
+    assert 2 * rows == WINDOW + config.max_num_batched_tokens
+    assert metadata.get_prefill_chunk_plan(1, 1) == [(0, 2, 0, rows)]
+
+
 @THOROUGH
 @given(
     shape=shapes(CONFIG.decode_threshold, max_prefills=8), ratio=st.sampled_from([1, 4, 128]), chunk=st.integers(1, 3)

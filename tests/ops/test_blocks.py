@@ -141,6 +141,11 @@ def test_errors_leave_everything_as_it_was(lab):
     error(lambda: cumla.swap_blocks(src, dst, pairs[0], **on), ValueError, "src_to_dst: got shape")
     error(lambda: cumla.swap_blocks(src, dst, src, **on), TypeError, "src_to_dst: got dtype")
     error(lambda: cumla.swap_blocks([1], dst, pairs, **on), TypeError, "src: got list")
+    into_one_another = type(src)(src.shape, src.dtype, src.data, strides=(48, 4))
+    error(
+        lambda: cumla.swap_blocks(into_one_another, dst, pairs, **on),
+        ValueError, "src: got pages 48 bytes apart, expected at least 96",
+    )  # fmt: skip
     error(lambda: cumla.copy_blocks([dst, dst[0]], pairs, **on), ValueError, r"kv_caches\[1\]: got shape")
     error(lambda: cumla.copy_blocks([dst], pairs[:, :1], **on), ValueError, "src_to_dsts: got shape")
     if not lab.on_device:

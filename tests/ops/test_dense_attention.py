@@ -373,6 +373,22 @@ def test_lengths_beyond_the_table_and_below_zero(lab, rng):
     assert_decode(lab.get(out), lab.get(lse), *want_decode(q, kept, 0.05))
 
 
+def test_what_queries_see_is_told_by_the_length_whatever_the_table_holds(lab, rng):
+    """Of a request that is longer than its table, the last queries see all that is there, the first ones less."""
+    paged = Paged(rng, [48, 48], 16)
+    lens = [50, 52]
+    q = (5 * rng.standard_normal((2, 4, 3, 576))).astype(BF16)
+    out, lse = cumla.dense_mla_decode(
+        lab.put(q), lab.put(paged.cache), lab.put(paged.table), lab.put(np.array(lens, np.int32)), causal=True,
+        softmax_scale=0.05, backend=lab.backend,
+    )  # fmt: skip
+    for b, length in enumerate(lens):
+        for i in range(4):
+            seen = [paged.values[b][: length - 3 + i]]
+            want, want_lse = want_decode(q[b : b + 1, i : i + 1], seen, 0.05)
+            assert_decode(lab.get(out)[b : b + 1, i : i + 1], lab.get(lse)[b : b + 1, :, i : i + 1], want, want_lse)
+
+
 @pytest.mark.gpu
 def test_work_is_split_the_same_way_twice(rng):
     import cupy

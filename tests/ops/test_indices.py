@@ -136,7 +136,8 @@ def test_combine(lab, compact):
         starts, seq_lens, token_to_req = batch(rng, requests, longest_query, longest_prefix, first_token)
         gather_lens = np.maximum(seq_lens - rng.integers(0, 9, requests), 0).astype(np.int32)
         compressed = int(rng.integers(0, 12))
-        row_stride = compressed + int(gather_lens.max(initial=0)) + 1 - int(rng.integers(0, 2))
+        # A workspace may be too small for a request's window rows, too.
+        row_stride = max(compressed, compressed + int(gather_lens.max(initial=0)) + 1 - int(rng.integers(0, 4)))
         local = fuzzed(rng, (len(token_to_req) + spare, topk + 1), compressed)
         width = -(-(topk + window) // 128) * 128
         run_both(
@@ -215,6 +216,17 @@ def test_mixed(lab):
             lab, cumla.build_flashinfer_mixed_sparse_indices, inputs, numbers,
             [(tokens, width), (tokens,)], gap, **keywords,
         )  # fmt: skip
+
+
+def test_slots_beyond_int32_are_absent(lab):
+    """2^31 is the first of them."""
+    table = lab.put(np.array([[2**30 - 1, 2**30]], np.int32))
+    indices, lens = cumla.compute_global_topk_indices_and_lens(
+        lab.put(np.array([[0, 1, 2, 3]], np.int32)), lab.put(np.zeros(1, np.int32)), table, 2,
+        lab.put(np.ones(1, np.bool_)), backend=lab.backend,
+    )  # fmt: skip
+    assert lab.get(indices).tolist() == [[2**31 - 2, 2**31 - 1, -1, -1]]
+    assert lab.get(lens).tolist() == [2]
 
 
 def test_outputs_are_allocated_where_none_are_given(lab):

@@ -5,10 +5,8 @@ import pytest
 
 import cumla
 from support.attention import Problem, make_cache, make_indices, make_q
-from support.bounds import assert_decode, assert_prefill
+from support.bounds import assert_decode, assert_prefill, assert_within
 from support.lab import BF16, Lab, to_float
-
-pytestmark = pytest.mark.attention
 
 FP8 = (cumla.DSV4_FP8, cumla.V32_FP8)
 LAYOUTS = (*FP8, cumla.MLA_BF16, cumla.DSV4_BF16)
@@ -17,16 +15,29 @@ LAYOUTS = (*FP8, cumla.MLA_BF16, cumla.DSV4_BF16)
 EXACT_EMULATED = {"test_one_cache", "test_two_caches_and_sink", "test_prefill"}
 
 
+def has_no_such_kernel(x):
+    """Only the cuda backend has several."""
+    return x.get("kernel", "chosen") != "chosen" and x.backend != "cuda"
+
+
+def is_slow_to_emulate(x):
+    """And the other kernels call this one where they must."""
+    return x.emulated and x.get("kernel") == "exact" and x.test not in EXACT_EMULATED
+
+
+pytestmark = [
+    pytest.mark.attention,
+    pytest.mark.nowhere(when=has_no_such_kernel),
+    pytest.mark.nowhere(when=is_slow_to_emulate),
+]
+
+
 @pytest.fixture(params=["chosen", "portable", "exact"])
 def kernel(request, lab):
     """Every kernel of the cuda backend; the other backends have one."""
-    if request.param == "chosen" or lab.backend != "cuda":
-        if request.param != "chosen":
-            pytest.skip("only the cuda backend has several kernels")
-        yield "chosen"
+    if request.param == "chosen":
+        yield request.param
         return
-    if lab.emulated and request.param == "exact" and request.node.originalname not in EXACT_EMULATED:
-        pytest.skip("for a device: slow to emulate, and the other kernels call this one where they must")
     from cumla.kernels.cuda.sparse import kernels as sparse_kernels
 
     with sparse_kernels.forced(request.param):
@@ -35,9 +46,8 @@ def kernel(request, lab):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.name)
 @pytest.mark.parametrize("heads", [1, 8, 64, 100, 128])
+@pytest.mark.nowhere(when=lambda x: x.emulated and x.get("heads") not in (1, 100))  # which are one tile and two
 def test_one_cache(lab, kernel, rng, layout, heads):
-    if lab.emulated and heads not in (1, 100):
-        pytest.skip("for a device; 1 and 100 heads are one tile and two")
     cache = make_cache(rng, layout, 9, 53)
     Problem(
         make_q(rng, 3, 2, heads, layout), cache, make_indices(rng, 3, 2, 150, 9 * 53), layout=layout,
@@ -67,10 +77,9 @@ def test_two_caches_and_sink(lab, kernel, rng, block_size, extra_block_size):
 @pytest.mark.parametrize(
     ("batch", "topk"), [(1, 1), (1, 64), (1, 4000), (2, 640), (3, 2000), (40, 200), (100, 2100), (300, 130)]
 )
+@pytest.mark.nowhere(when=lambda x: x.backend != "cuda")  # which alone shares a token's work out
 def test_work_is_shared_out(lab, rng, layout, batch, topk):
     """From one long token, cut many times, to more tokens than there are multiprocessors."""
-    if lab.backend != "cuda":
-        pytest.skip("only the cuda backend shares a token's work out")
     batch = min(batch, 40) if lab.emulated else batch  # the emulated device has few multiprocessors
     cache = make_cache(rng, layout, 20, 64)
     Problem(make_q(rng, batch, 1, 64, layout), cache, make_indices(rng, batch, 1, topk, 1280)).check(lab)
@@ -131,6 +140,44 @@ def test_q_of_any_size(lab, kernel, rng, size):
     cache, q = make_cache(rng, layout, 4, 64), make_q(rng, 2, 1, 8, layout)
     q[1] = (q[1].astype(np.float64) * size).astype(BF16)  # the other token stays ordinary
     Problem(q, cache, make_indices(rng, 2, 1, 100, 256), softmax_scale=0.04 / max(size, 1)).check(lab)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_merge_of_parts_that_are_empty_or_no_numbers(lab, rng, dtype):
+    """An lse of plus or minus infinity says that no key was attended, and the part may then hold anything."""
+    inf, nan = np.inf, np.nan
+    prefix_lse = np.array([[0.5, inf, -inf, 0.5, 0.5, inf, inf, -inf, -inf, nan, 1.0, nan]], np.float32)
+    suffix_lse = np.array([[1.5, 0.5, 0.5, inf, -inf, inf, -inf, inf, -inf, 1.0, nan, inf]], np.float32)
+    tokens = prefix_lse.shape[1]
+    prefix, suffix = (rng.standard_normal((tokens, 1, 40)).astype(dtype) for _ in range(2))
+    prefix[np.isinf(prefix_lse[0])], suffix[np.isinf(suffix_lse[0])] = nan, nan
+    sums = np.zeros((tokens, 40)), np.zeros(tokens)
+    for part, lse in ((prefix, prefix_lse[0]), (suffix, suffix_lse[0])):
+        weight = np.where(np.isinf(lse), 0, np.exp(lse.astype(np.float64)))
+        sums[0][...] += np.where(weight[:, None] == 0, 0, weight[:, None] * to_float(part)[:, 0])
+        sums[1][...] += weight
+    empty = sums[1] == 0
+    total = np.where(empty, 1, sums[1])
+    want, want_lse = sums[0] / total[:, None], np.where(empty, inf, np.log(total))
+    output, output_lse = lab.put(np.full((tokens, 1, 40), 7, dtype)), lab.put(np.full((1, tokens), 7, np.float32))
+    arguments = [lab.put(x) for x in (prefix, prefix_lse, suffix, suffix_lse)]
+    cumla.merge_attn_states(output, *arguments, output_lse, backend=lab.backend)
+    bound = (1e-6, 1e-5) if dtype is np.float32 else (1e-6, 1.01 / 128)
+    assert_within("output", to_float(lab.get(output))[:, 0], want, *bound)
+    assert_within("output_lse", lab.get(output_lse)[0], want_lse, 1e-6, 1e-5)
+
+
+@pytest.mark.parametrize("place", [0, 31, 32, 63, 64 + 40])
+def test_one_scale_that_float16_lacks(lab, kernel, rng, place):
+    """Wherever its token stands in a block of 64."""
+    layout, byte = cumla.DSV4_FP8, 160  # 2^33
+    cache = make_cache(rng, layout, 4, 64)
+    cache[3].reshape(-1)[layout.scale_start(64) + 3 :: layout.scale_stride] = byte
+    indices = make_indices(rng, 2, 1, 128, 192, 0.0)
+    indices[1, 0, place] = 3 * 64 + 5
+    q = make_q(rng, 2, 1, 16, layout)
+    q[1] = (q[1].astype(np.float64) * 2.0 ** (125 - byte)).astype(BF16)
+    Problem(q, cache, indices).check(lab, size=448.0 * 2.0 ** (byte - 127) / 8)
 
 
 @pytest.mark.parametrize("size", [2.0**-20, 2.0**-40])

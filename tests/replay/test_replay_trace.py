@@ -5,7 +5,9 @@ import json
 
 import pytest
 
+from cumla.replay.blocks import BLOCK_TOKENS
 from cumla.replay.errors import InputError
+from cumla.replay.options import cache_size
 from cumla.replay.trace import TraceRequest, read_trace
 
 GOOD = {"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [0, 7]}
@@ -45,7 +47,10 @@ def test_plain_and_gzipped_in_order_of_arrival(tmp_path):
         pytest.param(json.dumps({**GOOD, "input_length": True}), "input_length: got True", id="bool-length"),
         pytest.param(json.dumps({**GOOD, "timestamp": None}), "timestamp: got None", id="no-time"),
         pytest.param('{"timestamp": NaN, "input_length": 1}', "timestamp: got nan", id="nan-time"),
+        pytest.param(json.dumps({**GOOD, "timestamp": 1e15}), "timestamp: got 1000000000000000.0", id="late"),
+        pytest.param("[" * 100_000, "line 1: not JSON", id="nested"),
         pytest.param(json.dumps({**GOOD, "hash_ids": 3}), "hash_ids: expected a list", id="no-list"),
+        pytest.param(json.dumps({**GOOD, "hash_ids": [0, 1, 2]}), "hash_ids: got 3, expected 2 for", id="many-ids"),
         pytest.param(json.dumps({**GOOD, "hash_ids": [0, -1]}), "hash_ids: expected a list", id="negative-id"),
         pytest.param(json.dumps({**GOOD, "hash_ids": [0]}), "hash_ids: got 1, expected 2 for 600", id="too-few-ids"),
         pytest.param(b"\xff\xfe\x00", "neither text nor gzipped", id="binary"),
@@ -73,3 +78,14 @@ def test_clipped():
     short = TraceRequest(0.0, 10, 0, (3,))
     assert short.clipped(1600) == short
     assert short.total_length == 10
+
+
+def test_the_cache_has_room_for_the_largest_request_at_least():
+    """Half of what all hold, in whole blocks, unless one alone needs more."""
+    sizes = [TraceRequest(0.0, tokens, 0, tuple(range(-(-tokens // 512)))) for tokens in (5000, 100, 300)]
+    blocks = [-(-request.total_length // BLOCK_TOKENS) for request in sizes]
+    assert cache_size(None, sizes) == max(blocks) * BLOCK_TOKENS > sum(blocks) * BLOCK_TOKENS // 2
+    assert cache_size(None, sizes[:1]) == blocks[0] * BLOCK_TOKENS
+    assert cache_size(None, 4 * sizes[:1]) == 2 * blocks[0] * BLOCK_TOKENS
+    with pytest.raises(InputError, match="--cache-tokens: got 4096, but one request alone needs 5120"):
+        cache_size(4096, sizes)
