@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 from typing import Any
 
-from .batch import CommonAttentionMetadata, HostLens
+import numpy as np
+
+from .batch import CommonAttentionMetadata, HostLens, first_true, host_array
 from .builder import ServingConfig
+
+INT32_MAX = 2**31 - 1
 
 Table = tuple[Any, int, int]
 """A block table [num_reqs, B], the positions that one of its entries covers, and how many of them make a row."""
@@ -32,39 +34,84 @@ def check_capacity(batch: CommonAttentionMetadata, config: ServingConfig, rows: 
 def check_batch(batch: CommonAttentionMetadata, lens: HostLens, config: ServingConfig, **tables: Table) -> None:
     """Raise ValueError for a batch that is inconsistent, unordered or longer than the config or a table allows.
 
-    A good batch costs one compiled pass over its requests.
+    A good batch takes a few steps of NumPy; in what looks wrong the request is found one by one.
     """
-    num_tokens, (starts, query_lens, seq_lens) = batch.num_actual_tokens, lens
+    num_tokens, (starts, _, seq_lens) = batch.num_actual_tokens, lens
     if starts[0] != 0 or starts[-1] > num_tokens:
         raise ValueError(
             f"query_start_loc_cpu: got {starts[0]} to {starts[-1]}, expected 0 to at most "
             f"num_actual_tokens = {num_tokens}"
         )
     limit = min(batch.max_seq_len, config.max_model_len, *map(_covered, tables.values()))
-    faults = _faults()
-    r, fault = faults.first_fault(starts, seq_lens, batch.max_query_len, limit, config.decode_threshold)
-    if fault == faults.NOTHING:
+    if len(seq_lens) and not _surely_right(lens, batch.max_query_len, limit, config.decode_threshold):
+        _check_each(batch, lens, limit, config, tables)
+    _check_computed(batch, lens)
+
+
+def _check_computed(batch: CommonAttentionMetadata, lens: HostLens) -> None:
+    """Raise ValueError where num_computed_tokens_cpu contradicts the lengths of a request that has a query."""
+    if batch.num_computed_tokens_cpu is None:
         return
-    if fault == faults.LONG_SEQUENCE:
-        raise ValueError(_too_long(r, int(seq_lens[r]), batch, config, tables))
-    raise ValueError(
-        {
-            faults.DECREASES: f"query_start_loc_cpu: request {r} goes from {starts[r]} to {starts[r + 1]}, "
-            "expected starts that do not decrease",
-            faults.LONG_QUERY: f"max_query_len: got {batch.max_query_len}, but request {r} has {query_lens[r]} "
-            "query tokens",
-            faults.SHORT_SEQUENCE: f"seq_lens_cpu: request {r} has {seq_lens[r]} tokens, expected at least the "
-            f"{query_lens[r]} of its query",
-            faults.LATE_DECODE: f"query_start_loc_cpu: request {r} with {query_lens[r]} query tokens follows a "
-            f"prefill, expected decodes (at most {config.decode_threshold} tokens) first",
-        }[fault]
-    )
+    computed = host_array("num_computed_tokens_cpu", batch.num_computed_tokens_cpu)
+    if computed.shape != lens.seq_lens.shape:
+        raise ValueError(f"num_computed_tokens_cpu: got shape {computed.shape}, expected {lens.seq_lens.shape}")
+    wrong = computed + lens.query_lens != lens.seq_lens
+    if first_true(wrong) < 0:
+        return
+    r = first_true(wrong & (lens.query_lens > 0))
+    if r >= 0:
+        raise ValueError(
+            f"num_computed_tokens_cpu: request {r} has {computed[r]}, expected {lens.seq_lens[r]} tokens without the "
+            f"{lens.query_lens[r]} of its query"
+        )
 
 
-@functools.cache
-def _faults() -> Any:
-    """The compiled pass, without which `import cumla` takes half as long."""
-    return importlib.import_module("cumla.kernels.numba_common.batch_checks")
+_UNSIGNED = {np.dtype(f"{sign}{size}"): np.dtype(f"u{size}") for sign in "iu" for size in (4, 8)}
+
+
+def _surely_right(lens: HostLens, max_query_len: int, max_seq_len: int, decode_threshold: int) -> bool:
+    """Whether all requests are right, of which there is one. Few steps of NumPy, each of which takes a microsecond."""
+    _, query_lens, seq_lens = lens
+    unsigned = _UNSIGNED.get(query_lens.dtype)
+    if unsigned is None:
+        return False
+    longest = int(np.maximum.reduce(query_lens.view(unsigned)))  # a negative length is a very long one
+    if longest > max_query_len or longest * len(query_lens) > INT32_MAX:  # from here on, no difference has overflown
+        return False
+    if np.maximum.reduce(seq_lens) > max_seq_len or first_true(query_lens > seq_lens) >= 0:
+        return False
+    if longest <= decode_threshold:
+        return True
+    first_prefill = int((query_lens > decode_threshold).argmax())
+    return bool(np.minimum.reduce(query_lens[first_prefill:]) > decode_threshold)  # or there is padding
+
+
+def _check_each(
+    batch: CommonAttentionMetadata, lens: HostLens, limit: int, config: ServingConfig, tables: dict[str, Table]
+) -> None:
+    """Raise what is wrong with the first request that is."""
+    starts, seq_lens, prefills = lens.starts.tolist(), lens.seq_lens.tolist(), False
+    for r, seq_len in enumerate(seq_lens):
+        start, end = starts[r], starts[r + 1]
+        query_len = end - start
+        if query_len < 0:
+            raise ValueError(
+                f"query_start_loc_cpu: request {r} goes from {start} to {end}, expected starts that do not decrease"
+            )
+        if query_len > batch.max_query_len:
+            raise ValueError(f"max_query_len: got {batch.max_query_len}, but request {r} has {query_len} query tokens")
+        if query_len > seq_len:
+            raise ValueError(
+                f"seq_lens_cpu: request {r} has {seq_len} tokens, expected at least the {query_len} of its query"
+            )
+        if seq_len > limit:
+            raise ValueError(_too_long(r, seq_len, batch, config, tables))
+        if prefills and 0 < query_len <= config.decode_threshold:
+            raise ValueError(
+                f"query_start_loc_cpu: request {r} with {query_len} query tokens follows a prefill, expected decodes "
+                f"(at most {config.decode_threshold} tokens) first"
+            )
+        prefills = prefills or query_len > config.decode_threshold
 
 
 def _too_long(
