@@ -18,13 +18,11 @@ def to_host(array: Any) -> np.ndarray:
 
 
 def share_cores() -> None:
-    """Keep Numba's threads and BLAS's from fighting over the cores, for the whole process.
+    """Keep BLAS's threads off the cores, for the whole process: matrices of one token's size are one thread's work.
 
-    Both spin for milliseconds after each call and wait for threads that the other has pushed aside: four times
-    slower on two cores, and more where another process runs. Numba's own layer of threads sleeps instead
-    (without effect once threads have started), and matrices of one token's size are one thread's work.
+    They spin for milliseconds after each call and push others aside: four times slower on two cores, and more where
+    another process runs.
     """
-    importlib.import_module("numba").config.THREADING_LAYER = "workqueue"
     importlib.import_module("threadpoolctl").threadpool_limits(1, "blas")
 
 

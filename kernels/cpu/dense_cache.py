@@ -1,14 +1,15 @@
-"""Insert into and gather from caches of plain rows, one row a loop step, over all cores."""
+"""Insert into and gather from caches of plain rows, one row a loop step, shared out over the cores."""
 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
 
+from ..numba_common.compiled import compiled
 from ..numba_common.numbers import quantized
 from ..types.segments import Pages
-from .rows import E4M3_VALUES, find_request, lookup_slot
-from .sparse_cache import quantize_and_insert_k_cache
+from .rows import E4M3_VALUES, GROUPS, find_request, group_of, lookup_slot
+from .sparse_cache import TO_COPY, TO_QUANTIZE, quantize_and_insert_k_cache
+from .threads import share_out
 
 
 def concat_and_cache_mla(
@@ -29,23 +30,26 @@ def concat_and_cache_mla(
         row_bytes = values.view(np.uint8)
     else:
         row_bytes = np.empty(values.shape, np.uint8)
-        _quantize(values, np.float32(np.ravel(scale)[0]), row_bytes)
-    _scatter(row_bytes, pages.bytes, np.ascontiguousarray(slot_mapping, dtype=np.int64), pages.block_size)
+        nanoseconds = values.shape[1] * TO_QUANTIZE
+        share_out(len(values), nanoseconds, _quantize, values, np.float32(np.ravel(scale)[0]), row_bytes)
+    slots = np.ascontiguousarray(slot_mapping, dtype=np.int64)
+    nanoseconds = row_bytes.size * TO_COPY // GROUPS
+    share_out(GROUPS, nanoseconds, _scatter, row_bytes, pages.bytes, slots, pages.block_size)
 
 
-@njit(parallel=True, cache=True)
-def _quantize(values, scale, row_bytes):
-    for row in prange(len(values)):
+@compiled(nogil=True)
+def _quantize(first_row, end_row, values, scale, row_bytes):
+    for row in range(first_row, end_row):
         for i in range(values.shape[1]):
             row_bytes[row, i] = quantized(values[row, i], scale)
 
 
-@njit(parallel=True, cache=True)
-def _scatter(rows, pages, slots, block_size):
+@compiled(nogil=True)
+def _scatter(first_group, end_group, rows, pages, slots, block_size):
     width = rows.shape[1]
-    for row in prange(len(slots)):
+    for row in range(len(slots)):
         slot = slots[row]
-        if 0 <= slot < pages.shape[0] * block_size:
+        if 0 <= slot < pages.shape[0] * block_size and first_group <= group_of(slot) < end_group:
             start = slot % block_size * width
             pages[slot // block_size, start : start + width] = rows[row]
 
@@ -60,19 +64,26 @@ def gather_cache(
 ) -> None:
     starts = np.zeros(len(block_table), np.int32) if seq_starts is None else np.ascontiguousarray(seq_starts)
     if scale is None:
-        _gather(pages.bytes, dst, block_table, cu_seq_lens, starts, pages.block_size)
+        _gather_rows(pages, dst, block_table, cu_seq_lens, starts)
         return
     first, end = (min(max(int(cu_seq_lens[i]), 0), len(dst)) for i in (0, -1))
     stored = np.zeros((end, pages.layout.row_bytes), np.uint8)
-    _gather(pages.bytes, stored, block_table, cu_seq_lens, starts, pages.block_size)
+    _gather_rows(pages, stored, block_table, cu_seq_lens, starts)
     with np.errstate(all="ignore"):  # a float16 output may overflow to infinity
         dst[first:end] = E4M3_VALUES[stored[first:]] * np.float32(np.ravel(scale)[0])
 
 
-@njit(parallel=True, cache=True)
-def _gather(pages, dst, block_table, cu_seq_lens, seq_starts, block_size):
+def _gather_rows(
+    pages: Pages, dst: np.ndarray, block_table: np.ndarray, cu_seq_lens: np.ndarray, seq_starts: np.ndarray
+) -> None:
+    rows, nanoseconds = min(len(dst), max(int(cu_seq_lens[-1]), 0)), dst.shape[1] * TO_COPY
+    share_out(rows, nanoseconds, _gather, pages.bytes, dst, block_table, cu_seq_lens, seq_starts, pages.block_size)
+
+
+@compiled(nogil=True)
+def _gather(first_row, end_row, pages, dst, block_table, cu_seq_lens, seq_starts, block_size):
     width = dst.shape[1]
-    for row in prange(min(len(dst), max(cu_seq_lens[-1], 0))):
+    for row in range(first_row, end_row):
         request = find_request(cu_seq_lens, row)
         if request < 0:
             continue

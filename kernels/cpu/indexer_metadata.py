@@ -1,12 +1,14 @@
-"""Metadata of a step for the indexer, one entry or token a loop step."""
+"""Metadata of a step for the indexer, one entry or token a loop step, shared out over the cores."""
 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
 
+from ..numba_common.compiled import compiled
 from ..types.metadata import IndexerBuffers, IndexerCounts
-from .threads import enough_for
+from .threads import share_out
+
+TO_SEARCH = 20  # nanoseconds that it takes to find a token's request
 
 
 def build_indexer_decode(
@@ -16,16 +18,19 @@ def build_indexer_decode(
     counts: IndexerCounts,
     buffers: IndexerBuffers,
 ) -> None:
-    with enough_for(counts.batch_size * counts.columns + len(buffers.slot_mapping)):
-        _decode(
-            query_start_loc, seq_lens, block_table, counts, buffers.decode_lens, buffers.seq_lens, buffers.block_table,
-            buffers.schedule,
+    buffers.decode_lens[:] = 0
+    buffers.seq_lens[:] = 0
+    entries, columns = max(counts.batch_size, counts.entries_before), max(counts.columns, counts.columns_before)
+    share_out(
+        entries, columns + TO_SEARCH, _decode,
+        query_start_loc, seq_lens, block_table, counts, buffers.decode_lens, buffers.seq_lens, buffers.block_table,
+    )  # fmt: skip
+    deal_pages(buffers.seq_lens, counts.lens_per_entry, counts.batch_size, counts.block_size, buffers.schedule)
+    if counts.compress_ratio > 1:
+        compressed_slot_mapping(
+            query_start_loc, seq_lens, block_table, len(buffers.slot_mapping), counts.block_size,
+            counts.compress_ratio, buffers.slot_mapping,
         )  # fmt: skip
-        if counts.compress_ratio > 1:
-            _slot_mapping(
-                query_start_loc, seq_lens, block_table, len(buffers.slot_mapping), counts.block_size,
-                counts.compress_ratio, buffers.slot_mapping,
-            )  # fmt: skip
 
 
 def compressed_slot_mapping(
@@ -37,16 +42,18 @@ def compressed_slot_mapping(
     compress_ratio: int,
     slots: np.ndarray,
 ) -> None:
-    with enough_for(len(slots)):
-        _slot_mapping(query_start_loc, seq_lens, block_table, num_tokens, block_size, compress_ratio, slots)
+    share_out(
+        len(slots), TO_SEARCH, _slot_mapping,
+        query_start_loc, seq_lens, block_table, num_tokens, block_size, compress_ratio, slots,
+    )  # fmt: skip
 
 
-@njit(parallel=True, cache=True)
-def _decode(query_start_loc, seq_lens, block_table, counts, decode_lens, out_seq_lens, out_block_table, schedule):
-    decode_lens[:] = 0
-    out_seq_lens[:] = 0
+@compiled(nogil=True)
+def _decode(
+    first_entry, end_entry, query_start_loc, seq_lens, block_table, counts, decode_lens, out_seq_lens, out_block_table
+):
     columns = max(counts.columns, counts.columns_before)
-    for entry in prange(max(counts.batch_size, counts.entries_before)):
+    for entry in range(first_entry, end_entry):
         request = np.int64(-1)
         if counts.flatten and entry < counts.batch_size:
             decode_lens[entry] = 1
@@ -63,10 +70,9 @@ def _decode(query_start_loc, seq_lens, block_table, counts, decode_lens, out_seq
             out_block_table[entry, :columns] = 0
             if request >= 0:
                 out_block_table[entry, : counts.columns] = block_table[request, : counts.columns]
-    deal_pages(out_seq_lens, counts.lens_per_entry, counts.batch_size, counts.block_size, schedule)
 
 
-@njit(cache=True)
+@compiled
 def request_of(query_start_loc, num_reqs, token):
     """The request that a token belongs to, or -1."""
     if num_reqs == 0 or token < query_start_loc[0] or token >= query_start_loc[num_reqs]:
@@ -74,19 +80,19 @@ def request_of(query_start_loc, num_reqs, token):
     return np.searchsorted(query_start_loc[1:num_reqs], token, side="right")
 
 
-@njit(cache=True)
+@compiled
 def visible_to(query_start_loc, seq_lens, request, token):
     """Positions up to that of a query token; the last query token is the sequence's last."""
     return np.int64(seq_lens[request]) - query_start_loc[request + 1] + token + 1
 
 
-@njit(cache=True)
+@compiled
 def rows_of(positions, compress_ratio):
     """How many whole rows so many positions make."""
     return max(positions, np.int64(0)) // compress_ratio
 
 
-@njit(cache=True)
+@compiled
 def deal_pages(lens, lens_per_entry, batch_size, block_size, schedule):
     """Deal the pages of all entries out in contiguous shares as even as can be, the larger ones first."""
     num_shares = len(schedule) - 1
@@ -103,15 +109,17 @@ def deal_pages(lens, lens_per_entry, batch_size, block_size, schedule):
         schedule[share, 1] = start - passed
 
 
-@njit(cache=True)
+@compiled
 def pages_of(lens, lens_per_entry, entry, block_size):
     """Pages that an entry's longest length reaches into."""
     return (np.int64(lens[(entry + 1) * lens_per_entry - 1]) + block_size - 1) // block_size
 
 
-@njit(parallel=True, cache=True)
-def _slot_mapping(query_start_loc, seq_lens, block_table, num_tokens, block_size, compress_ratio, slots):
-    for token in prange(len(slots)):
+@compiled(nogil=True)
+def _slot_mapping(
+    first_token, end_token, query_start_loc, seq_lens, block_table, num_tokens, block_size, compress_ratio, slots
+):
+    for token in range(first_token, end_token):
         slots[token] = -1
         request = request_of(query_start_loc, len(seq_lens), token) if token < num_tokens else np.int64(-1)
         if request < 0:
@@ -125,7 +133,7 @@ def _slot_mapping(query_start_loc, seq_lens, block_table, num_tokens, block_size
             slots[token] = block * block_size + row % block_size
 
 
-@njit(cache=True)
+@compiled
 def build_indexer_chunk(
     query_start_loc,
     seq_lens,

@@ -1,20 +1,22 @@
-"""Index maps: from positions and local top-k entries to cache slots, one token a loop step."""
+"""Index maps: from positions and local top-k entries to cache slots, one token a loop step on as many cores as help."""
 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
 
 from ..numba_common import slots
+from ..numba_common.compiled import compiled
 from .rows import lookup_slot
+from .threads import share_out
 
-token_position = njit(cache=True)(slots.token_position)
-to_span = njit(cache=True)(slots.to_span)
-complete_rows = njit(cache=True)(slots.complete_rows)
+TO_MAP = 3  # nanoseconds that an entry takes, roughly
+
+token_position = compiled(slots.token_position)
+to_span = compiled(slots.to_span)
+complete_rows = compiled(slots.complete_rows)
 NO_VECTOR = np.empty(0, np.int32)
 
 
-@njit(parallel=True, cache=True)
 def compute_swa_indices_and_lens(
     query_start_loc,
     seq_lens,
@@ -27,7 +29,29 @@ def compute_swa_indices_and_lens(
     swa_indices,
     swa_lens,
 ):
-    for t in prange(len(swa_lens)):
+    share_out(
+        len(swa_lens), window_size * TO_MAP, _swa,
+        query_start_loc, seq_lens, token_to_req_indices, is_valid_token, block_table, block_size, window_size,
+        token_offset, swa_indices, swa_lens,
+    )  # fmt: skip
+
+
+@compiled(nogil=True)
+def _swa(
+    first_token,
+    end_token,
+    query_start_loc,
+    seq_lens,
+    token_to_req_indices,
+    is_valid_token,
+    block_table,
+    block_size,
+    window_size,
+    token_offset,
+    swa_indices,
+    swa_lens,
+):
+    for t in range(first_token, end_token):
         swa_indices[t] = -1
         swa_lens[t] = 0
         token = t + token_offset
@@ -39,7 +63,7 @@ def compute_swa_indices_and_lens(
             )
 
 
-@njit(cache=True)
+@compiled
 def write_window(block_table, request, position, block_size, block_span, row):
     """The slots of the last len(row) positions up to `position` into `row`; how many they are."""
     start = max(position - len(row) + 1, 0)
@@ -61,7 +85,10 @@ def compute_global_topk_indices_and_lens(
     global_topk_indices,
     topk_lens,
 ):
-    _map_topk(
+    share_out(
+        len(topk_indices),
+        topk_indices.shape[1] * TO_MAP,
+        _map_topk,
         topk_indices,
         token_to_req_indices,
         block_table,
@@ -75,8 +102,10 @@ def compute_global_topk_indices_and_lens(
     )
 
 
-@njit(parallel=True, cache=True)
+@compiled(nogil=True)
 def _map_topk(
+    first_token,
+    end_token,
     topk_indices,
     token_to_req_indices,
     block_table,
@@ -88,7 +117,7 @@ def _map_topk(
     global_topk_indices,
     topk_lens,
 ):
-    for token in prange(len(topk_indices)):
+    for token in range(first_token, end_token):
         request = token_to_req_indices[token]
         complete = complete_rows(positions, token, compress_ratio)
         count = 0
@@ -105,7 +134,6 @@ def _map_topk(
         topk_lens[token] = count if is_valid_token[token] else 0
 
 
-@njit(parallel=True, cache=True)
 def combine_topk_swa_indices(
     topk_indices,
     query_start_loc,
@@ -120,8 +148,32 @@ def combine_topk_swa_indices(
     combined_indices,
     combined_lens,
 ):
+    share_out(
+        len(combined_lens), combined_indices.shape[1] * TO_MAP, _combine,
+        topk_indices, query_start_loc, seq_lens, gather_lens, window_size, compress_ratio, topk, row_stride,
+        swa_start, compact, combined_indices, combined_lens,
+    )  # fmt: skip
+
+
+@compiled(nogil=True)
+def _combine(
+    first_token,
+    end_token,
+    topk_indices,
+    query_start_loc,
+    seq_lens,
+    gather_lens,
+    window_size,
+    compress_ratio,
+    topk,
+    row_stride,
+    swa_start,
+    compact,
+    combined_indices,
+    combined_lens,
+):
     num_requests = len(seq_lens)
-    for token in prange(len(combined_lens)):
+    for token in range(first_token, end_token):
         combined_indices[token] = -1
         combined_lens[token] = 0
         query = token + query_start_loc[0]
@@ -176,7 +228,10 @@ def build_flashinfer_mixed_sparse_indices(
     num_decode_tokens = len(decode_swa_indices)
     no_indices = np.empty((num_decode_tokens, 0), np.int32)
     has_lens = decode_compressed_topk_lens is not None and not decode_compressed_indices_are_local
-    _build_mixed(
+    share_out(
+        len(sparse_topk_lens),
+        sparse_indices.shape[1] * TO_MAP,
+        _build_mixed,
         decode_swa_indices,
         no_indices if decode_compressed_indices is None else decode_compressed_indices,
         decode_compressed_topk_lens if has_lens else np.full(num_decode_tokens, np.iinfo(np.int32).max, np.int32),
@@ -200,8 +255,10 @@ def build_flashinfer_mixed_sparse_indices(
     )
 
 
-@njit(parallel=True, cache=True)
+@compiled(nogil=True)
 def _build_mixed(
+    first_token,
+    end_token,
     decode_swa_indices,
     decode_compressed_indices,
     decode_compressed_topk_lens,
@@ -225,7 +282,7 @@ def _build_mixed(
 ):
     num_decode_tokens = len(decode_swa_indices)
     width = decode_compressed_indices.shape[1]
-    for token in prange(len(sparse_topk_lens)):
+    for token in range(first_token, end_token):
         row = sparse_indices[token]
         row[:] = -1
         request = token_to_req_indices[token]

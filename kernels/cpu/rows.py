@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
-from numba import njit
 
 from ..numba_common import slots
+from ..numba_common.compiled import compiled
 from ..numba_common.geometry import Geometry, geometry_of
 from ..numba_common.numbers import bfloat16_bits, float16_value, float32_bits, float32_value, quantized, tile_scale
 from ..types.segments import Pages
 
 __all__ = [
+    "GROUPS",
     "Geometry",
     "dequantize",
     "find_request",
     "flat",
     "float32_of_bfloat16",
     "geometry_of",
+    "group_of",
     "lookup_slot",
     "read_row",
     "round_to_bfloat16",
@@ -27,8 +29,11 @@ __all__ = [
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 UE8M0_VALUES = np.append(np.ldexp(1.0, np.arange(255) - 127), np.nan)  # 2^-127 is not a normal float32
 
-lookup_slot = njit(cache=True)(slots.lookup_slot)
-find_request = njit(cache=True)(slots.find_request)
+# Tokens are shared out by the groups of their slots and go in order within one: of several for one slot the last stays.
+GROUPS = 64
+
+lookup_slot = compiled(slots.lookup_slot)
+find_request = compiled(slots.find_request)
 
 
 def flat(pages: Pages) -> tuple[np.ndarray, int, int]:
@@ -42,13 +47,23 @@ def flat(pages: Pages) -> tuple[np.ndarray, int, int]:
     return np.lib.stride_tricks.as_strided(pages.bytes, (size,), (1,)), stride, pages.num_slots
 
 
-@njit(cache=True)
+@compiled
+def group_of(slot):
+    """Which of GROUPS a slot belongs to; neighbours, whose bytes share cache lines, mostly to the same."""
+    return slot // 16 % GROUPS
+
+
+@compiled
 def write_row(page, row, values, g, power_of_two):
-    """Quantise `values`, float32 [head_dim], into token `row` of `page`."""
+    """Quantise `values`, float32 [head_dim], into token `row` of `page`.
+
+    Each byte is written once, as what it is to be: whoever reads a row while it is written anew with what it holds
+    sees nothing else.
+    """
     start = row * g.row_bytes
     scales = g.scale_start + row * g.scale_stride
     if g.ue8m0:
-        for i in range(g.scale_bytes):
+        for i in range(g.quantized_dim // g.scale_tile, g.scale_bytes):
             page[scales + i] = 0
     for tile in range(g.quantized_dim // g.scale_tile):
         first = tile * g.scale_tile
@@ -72,7 +87,7 @@ def write_row(page, row, values, g, power_of_two):
         page[start + g.rope_offset + 2 * i + 1] = bits >> 8
 
 
-@njit(cache=True)
+@compiled
 def read_row(page, row, values, g):
     """Dequantise token `row` of `page` into `values`, float32 or float64 [head_dim]."""
     start = row * g.row_bytes
@@ -94,7 +109,7 @@ def read_row(page, row, values, g):
         values[g.quantized_dim + i] = value
 
 
-@njit(cache=True)
+@compiled
 def dequantize(values, quantized, scale):
     """e4m3 bytes times scale. Without branches or a table, so that it becomes vector instructions."""
     for i in range(len(values)):
@@ -108,12 +123,12 @@ def dequantize(values, quantized, scale):
         values[i] = np.uint32(value.view(np.uint32) | sign).view(np.float32) * scale
 
 
-@njit(cache=True)
+@compiled
 def float32_of_bfloat16(bits):
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
-@njit(cache=True)
+@compiled
 def round_to_bfloat16(x):
     """The bits of float32 `x` rounded to nearest even, in 32-bit arithmetic for the sake of vector instructions."""
     bits = np.float32(x).view(np.uint32)

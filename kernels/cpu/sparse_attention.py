@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from ..numba_common.compiled import compiled
 from ..types.segments import Segment
 from .rows import Geometry, flat, float32_of_bfloat16, geometry_of, read_row, round_to_bfloat16
 from .threads import for_each
@@ -132,7 +132,7 @@ class _Buffers:
         return bool(_store(out_bits, self.result, self.share) and finite)
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _gather_slots(
     rows: np.ndarray,
     count: int,
@@ -152,7 +152,7 @@ def _gather_slots(
     return count
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _gather_rows(rows: np.ndarray, kv_bits: np.ndarray, indices: np.ndarray, listed: int) -> int:
     """The same for rows of a dense workspace, bfloat16 seen as uint16."""
     count = 0
@@ -167,7 +167,7 @@ def _gather_rows(rows: np.ndarray, kv_bits: np.ndarray, indices: np.ndarray, lis
     return count
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _scaled(queries: np.ndarray, q_bits: np.ndarray, softmax_scale: float) -> None:
     scale = queries.dtype.type(softmax_scale)
     for head in range(len(queries)):
@@ -176,7 +176,7 @@ def _scaled(queries: np.ndarray, q_bits: np.ndarray, softmax_scale: float) -> No
             row[d] = float32_of_bfloat16(bits[d]) * scale
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _softmax(scores: np.ndarray, sink: np.ndarray, max_logits: np.ndarray, lse: np.ndarray, share: np.ndarray) -> bool:
     """Scores become weights in place; `share` is what the weighted sum is multiplied by at the end."""
     finite = True
@@ -201,7 +201,7 @@ def _softmax(scores: np.ndarray, sink: np.ndarray, max_logits: np.ndarray, lse: 
     return finite
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _store(out_bits: np.ndarray, result: np.ndarray, share: np.ndarray) -> bool:
     """result times share, rounded to bfloat16."""
     check = np.float32(0)

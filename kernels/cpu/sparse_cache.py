@@ -1,12 +1,16 @@
-"""Insert into and gather from the paged caches, one token a loop step, over all cores."""
+"""Insert into and gather from the paged caches, one token a loop step, shared out over the cores."""
 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
 
+from ..numba_common.compiled import compiled
 from ..types.segments import Pages
-from .rows import Geometry, find_request, geometry_of, lookup_slot, read_row, write_row
+from .rows import GROUPS, Geometry, find_request, geometry_of, group_of, lookup_slot, read_row, write_row
+from .threads import share_out
+
+# Nanoseconds that a value takes, roughly.
+TO_QUANTIZE, TO_DEQUANTIZE, TO_COPY = 4, 1, 1
 
 
 def quantize_and_insert_k_cache(
@@ -15,14 +19,23 @@ def quantize_and_insert_k_cache(
     with np.errstate(invalid="ignore"):  # signalling NaN
         values = np.ascontiguousarray(k[: len(slot_mapping)], dtype=np.float32)
     slots = np.ascontiguousarray(slot_mapping, dtype=np.int64)
-    _insert(values, pages.bytes, slots, geometry_of(pages), power_of_two_scales)
+    nanoseconds = values.size * TO_QUANTIZE // GROUPS
+    share_out(GROUPS, nanoseconds, _insert, values, pages.bytes, slots, geometry_of(pages), power_of_two_scales)
 
 
-@njit(parallel=True, cache=True)
-def _insert(values: np.ndarray, pages: np.ndarray, slots: np.ndarray, g: Geometry, power_of_two: bool) -> None:
-    for token in prange(len(slots)):
+@compiled(nogil=True)
+def _insert(
+    first_group: int,
+    end_group: int,
+    values: np.ndarray,
+    pages: np.ndarray,
+    slots: np.ndarray,
+    g: Geometry,
+    power_of_two: bool,
+) -> None:
+    for token in range(len(slots)):
         slot = slots[token]
-        if 0 <= slot < pages.shape[0] * g.block_size:
+        if 0 <= slot < pages.shape[0] * g.block_size and first_group <= group_of(slot) < end_group:
             write_row(pages[slot // g.block_size], slot % g.block_size, values[token], g, power_of_two)
 
 
@@ -39,19 +52,29 @@ def dequantize_and_gather_k_cache(
     starts = np.zeros(len(rows) + 1, np.int64)
     np.cumsum(rows, out=starts[1:])
     values = np.empty((int(starts[-1]), pages.layout.head_dim), np.float32)
-    _gather(values, pages.bytes, seq_lens.astype(np.int64) - lens, starts, block_table, geometry_of(pages))
+    share_out(
+        len(values), values.shape[1] * TO_DEQUANTIZE, _gather,
+        values, pages.bytes, seq_lens.astype(np.int64) - lens, starts, block_table, geometry_of(pages),
+    )  # fmt: skip
     with np.errstate(over="ignore", invalid="ignore"):  # a float16 output may overflow to infinity
         for request in range(len(rows)):
             out[request, offset : offset + rows[request]] = values[starts[request] : starts[request + 1]]
 
 
-@njit(parallel=True, cache=True)
+@compiled(nogil=True)
 def _gather(
-    values: np.ndarray, pages: np.ndarray, first: np.ndarray, starts: np.ndarray, block_table: np.ndarray, g: Geometry
+    first_row: int,
+    end_row: int,
+    values: np.ndarray,
+    pages: np.ndarray,
+    positions: np.ndarray,
+    starts: np.ndarray,
+    block_table: np.ndarray,
+    g: Geometry,
 ) -> None:
-    for row in prange(len(values)):
+    for row in range(first_row, end_row):
         request = np.searchsorted(starts, row, side="right") - 1
-        slot = lookup_slot(block_table, request, first[request] + row - starts[request], g.block_size)
+        slot = lookup_slot(block_table, request, positions[request] + row - starts[request], g.block_size)
         if 0 <= slot < pages.shape[0] * g.block_size:
             read_row(pages[slot // g.block_size], slot % g.block_size, values[row], g)
         else:
@@ -61,12 +84,16 @@ def _gather(
 def cp_gather_indexer_k_quant_cache(
     pages: Pages, dst_k: np.ndarray, dst_scale: np.ndarray, block_table: np.ndarray, cu_seq_lens: np.ndarray
 ) -> None:
-    _gather_indexer(pages.bytes, dst_k, dst_scale, block_table, cu_seq_lens, geometry_of(pages))
+    rows = min(len(dst_k), max(int(cu_seq_lens[-1]), 0))
+    share_out(
+        rows, dst_k.shape[1] * TO_COPY, _gather_indexer,
+        pages.bytes, dst_k, dst_scale, block_table, cu_seq_lens, geometry_of(pages),
+    )  # fmt: skip
 
 
-@njit(parallel=True, cache=True)
-def _gather_indexer(pages, dst_k, dst_scale, block_table, cu_seq_lens, g):
-    for row in prange(min(len(dst_k), max(cu_seq_lens[-1], 0))):
+@compiled(nogil=True)
+def _gather_indexer(first_row, end_row, pages, dst_k, dst_scale, block_table, cu_seq_lens, g):
+    for row in range(first_row, end_row):
         request = find_request(cu_seq_lens, row)
         if request < 0:
             continue

@@ -1,60 +1,176 @@
-"""How many cores work: of Numba's threads those that are worth it, or all cores on independent small matrices.
+"""Work shared out over the cores: compiled loops over rows, and products of small matrices.
 
-For small matrices neither Numba's threads nor BLAS's fit: BLAS would share out what is too small for it, and its
-threads and Numba's spin for milliseconds after each call and push each other aside.
+Threads are Python's, and what they call lets go of the GIL. Numba's own would be less to write, but of its layers
+one ends every forked child, one the whole process as soon as two threads call at a time, and none can be stopped.
+Neither do BLAS's threads fit: small matrices are shared out among threads that spin, and then push ours aside.
+
+One call at a time has the cores; calls of other threads wait. A call that fails, or that Ctrl-C ends, returns when
+all threads have left its arrays alone. In a forked child everything starts anew.
 """
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
 import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numba
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-ENTRIES_PER_THREAD = 1 << 21  # of an array that is filled: about a millisecond
+WORTH_A_THREAD = 500_000  # nanoseconds of work: to wake one takes some 50,000, and more where cores are busy
+LONGEST_PIECE = 2_000_000  # nanoseconds: Ctrl-C waits as long
+PIECES_PER_THREAD = 4  # so that a thread that comes late keeps nobody waiting
+
+Work = Callable[[Iterator[int]], None]
 
 
-@contextlib.contextmanager
-def enough_for(entries: int) -> Iterator[None]:
-    """As many of Numba's threads as filling so many entries is worth: to wake more takes longer than it saves.
+def share_out(count: int, nanoseconds: int, loop: Callable[..., None], *arguments: Any) -> None:
+    """Call `loop(first, end, *arguments)` for ranges that make up 0 to count - 1, on as many cores as it is worth.
 
-    On cores that are busy it takes very much longer: a parallel loop ends when its last thread has had its turn.
+    count        rows of which each can be done on its own
+    nanoseconds  what one of them takes a core, roughly
+    loop         compiled with nogil=True
     """
-    most = numba.get_num_threads()
-    numba.set_num_threads(min(most, 1 + entries // ENTRIES_PER_THREAD))
-    try:
-        yield
-    finally:
-        numba.set_num_threads(most)
+    threads = min(num_cores(), 1 + count * nanoseconds // WORTH_A_THREAD)
+    if threads == 1:
+        loop(0, count, *arguments)
+        return
+    rows = max(1, min(-(-count // (PIECES_PER_THREAD * threads)), LONGEST_PIECE // max(nanoseconds, 1)))
+
+    def work(firsts: Iterator[int]) -> None:
+        for first in firsts:
+            loop(first, min(first + rows, count), *arguments)
+
+    with _cores.taken():
+        _Job(iter(range(0, count, rows)), work).run(threads)
 
 
-# BLAS's number of threads is the process's: one call at a time sets it and puts it back.
-_one_call = threading.Lock()
-
-
-def for_each(count: int, work: Callable[[Iterator[int]], None]) -> None:
-    """Call `work` on each of Numba's number of threads with an iterator; together they yield 0 to count - 1 once.
+def for_each(count: int, work: Work) -> None:
+    """Call `work` on each core with an iterator; together they yield 0 to count - 1 once. Its products are BLAS's.
 
     Floating-point errors show as infinities and NaN, not as warnings.
     """
-    items = iter(range(count))  # next() of a range is one step under the GIL
 
-    def quiet() -> None:
+    def quiet(items: Iterator[int]) -> None:
         with np.errstate(all="ignore"):
             work(items)
 
-    helpers = min(numba.get_num_threads(), count) - 1
-    with _one_call, _blas().limit(limits=1, user_api="blas"):
-        running = [_pool().submit(quiet) for _ in range(helpers)]
-        quiet()
-        for helper in running:
-            helper.result()
+    with _cores.taken(), _cores.blas_on_one_thread():
+        _Job(iter(range(count)), quiet).run(min(num_cores(), count))
+
+
+def num_cores() -> int:
+    """The cores that this process may use; fewer if NUMBA_NUM_THREADS says so."""
+    return int(numba.config.NUMBA_NUM_THREADS)
+
+
+class _Job:
+    """What several threads do together. Each takes the next item until there is none (next() is a step of the GIL)."""
+
+    def __init__(self, items: Iterator[int], work: Work) -> None:
+        self._items, self._work = items, work
+        self._changed = threading.Condition()
+        self._helpers, self._over = 0, False
+        self._error: BaseException | None = None
+
+    def run(self, threads: int) -> None:
+        """Do it on so many threads, this one among them. Afterwards none works any more, whatever has happened."""
+        try:
+            for _ in range(threads - 1):
+                try:
+                    _cores.pool().submit(self._help)
+                except RuntimeError:  # no more threads may be started
+                    break
+            self._work(self._items)
+        finally:
+            self._end()
+        if self._error is not None:
+            raise self._error
+
+    def _help(self) -> None:
+        with self._changed:
+            if self._over:
+                return
+            self._helpers += 1
+        try:
+            self._work(self._items)
+        except BaseException as error:
+            self._error = error
+            self._stop()
+        finally:
+            with self._changed:
+                self._helpers -= 1
+                self._changed.notify_all()
+
+    def _stop(self) -> None:
+        collections.deque(self._items, maxlen=0)  # nothing is left to take
+
+    def _end(self) -> None:
+        interrupted = None
+        while True:
+            try:
+                self._stop()
+                with self._changed:
+                    self._over = True
+                    self._changed.wait_for(lambda: not self._helpers)
+                break
+            except BaseException as error:  # Ctrl-C again: not before the others have stopped
+                interrupted = error
+        if interrupted is not None:
+            raise interrupted
+
+
+class _Cores:
+    """The cores of this process and the threads on them."""
+
+    def __init__(self) -> None:
+        self._turn = threading.RLock()
+        self._busy = False
+        self._pool: concurrent.futures.ThreadPoolExecutor | None = None
+        self._blas_limit: Any = None
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Have the cores, once other threads' calls are done.
+
+        Raises RuntimeError within a call of the same thread, as in a signal handler: the call could not go on.
+        """
+        with self._turn:
+            if self._busy:
+                raise RuntimeError(
+                    "cumla was called while a call of the same thread was at work (in a signal handler?): "
+                    "note what to do there, and do it afterwards"
+                )
+            try:
+                self._busy = True
+                yield
+            finally:
+                self._busy = False
+
+    def pool(self) -> concurrent.futures.ThreadPoolExecutor:
+        if self._pool is None:
+            self._pool = concurrent.futures.ThreadPoolExecutor(max(num_cores() - 1, 1), "cumla")
+        return self._pool
+
+    @contextlib.contextmanager
+    def blas_on_one_thread(self) -> Iterator[None]:
+        """Its number of threads is the process's: whoever has the cores sets it and puts it back."""
+        with _blas().limit(limits=1, user_api="blas") as self._blas_limit:
+            try:
+                yield
+            finally:
+                self._blas_limit = None
+
+    def leave_to_child(self) -> None:
+        """What a forked child, which has none of its parent's threads, takes over: BLAS's number of threads."""
+        if self._blas_limit is not None:
+            self._blas_limit.restore_original_limits()
 
 
 @functools.cache
@@ -62,10 +178,13 @@ def _blas() -> ThreadpoolController:
     return ThreadpoolController()
 
 
-@functools.cache
-def _pool() -> concurrent.futures.ThreadPoolExecutor:
-    return concurrent.futures.ThreadPoolExecutor(numba.config.NUMBA_NUM_THREADS, "cumla")
+_cores = _Cores()
 
 
-# A fork has none of its parent's threads.
-os.register_at_fork(after_in_child=_pool.cache_clear)
+def _begin_in_child() -> None:
+    global _cores
+    parents, _cores = _cores, _Cores()
+    parents.leave_to_child()
+
+
+os.register_at_fork(after_in_child=_begin_in_child)

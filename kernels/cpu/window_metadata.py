@@ -1,13 +1,13 @@
-"""Metadata of a step, one token a loop step over all cores."""
+"""Metadata of a step, one token a loop step, shared out over the cores."""
 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
 
+from ..numba_common.compiled import compiled
 from ..types.metadata import C128A_RATIO, BatchCounts, SwaBuffers
 from .indices import token_position
-from .threads import enough_for
+from .threads import share_out
 
 
 def build_sparse_swa(
@@ -24,15 +24,18 @@ def build_sparse_swa(
     buffers: SwaBuffers,
 ) -> None:
     table = np.empty((0, 0), np.int32) if c128a_block_table is None else c128a_block_table
-    with enough_for(max(counts.rows, counts.rows_before) * (window_size + max(c128a_width, counts.width_before))):
-        _build(
-            query_start_loc, seq_lens, slot_mapping, block_table, table, counts, block_size, window_size,
-            c128a_block_size, c128a_width, *buffers,
-        )  # fmt: skip
+    share_out(
+        max(counts.rows, counts.rows_before), window_size + max(c128a_width, counts.width_before), _build,
+        query_start_loc, seq_lens, slot_mapping, block_table, table, counts, block_size, window_size,
+        c128a_block_size, c128a_width, buffers,
+    )  # fmt: skip
+    _gather_lens(query_start_loc, seq_lens, counts, window_size, buffers.prefill_gather_lens)
 
 
-@njit(parallel=True, cache=True)
+@compiled(nogil=True)
 def _build(
+    first_token,
+    end_token,
     query_start_loc,
     seq_lens,
     slot_mapping,
@@ -43,23 +46,16 @@ def _build(
     window_size,
     c128a_block_size,
     c128a_width,
-    token_to_req_indices,  # one by one: stores through a tuple's arrays inside prange are lost (Numba 0.68)
-    is_valid_token,
-    positions,
-    swa_indices,
-    swa_lens,
-    prefill_gather_lens,
-    c128a_indices,
-    c128a_lens,
+    buffers,
 ):
     width = max(c128a_width, counts.width_before)
-    for token in prange(max(counts.rows, counts.rows_before)):
+    for token in range(first_token, end_token):
         valid = token < counts.rows and slot_mapping[token] >= 0
-        is_valid_token[token] = valid
+        buffers.is_valid_token[token] = valid
         request = 0
         if token < counts.num_tokens:
             request = request_of(query_start_loc, counts.num_reqs, token)
-        token_to_req_indices[token] = request
+        buffers.token_to_req_indices[token] = request
         start = 0
         length = 0
         compressed = 0
@@ -69,17 +65,21 @@ def _build(
             start = max(position - window_size + 1, 0)
             length = position + 1 - start
             compressed = min((position + 1) // C128A_RATIO, c128a_width)
-        positions[token] = min(position, 2**31 - 1)
-        write_slots(block_table, request, start, length, block_size, swa_indices[token])
-        swa_lens[token] = length
+        buffers.positions[token] = min(position, 2**31 - 1)
+        write_slots(block_table, request, start, length, block_size, buffers.swa_indices[token])
+        buffers.swa_lens[token] = length
         if c128a_width > 0:
-            row = c128a_indices[token, :width]
+            row = buffers.c128a_indices[token, :width]
             if token < counts.num_decode_tokens:
                 write_slots(c128a_block_table, request, 0, compressed, c128a_block_size, row)
             else:
                 for j in range(width):
                     row[j] = j if j < compressed else -1
-            c128a_lens[token] = compressed
+            buffers.c128a_lens[token] = compressed
+
+
+@compiled
+def _gather_lens(query_start_loc, seq_lens, counts, window_size, prefill_gather_lens):
     prefill_gather_lens[:] = 0
     for prefill in range(counts.num_reqs - counts.num_decodes):
         request = counts.num_decodes + prefill
@@ -87,13 +87,13 @@ def _build(
         prefill_gather_lens[prefill] = max(min(np.int64(seq_lens[request]), query_len + window_size - 1), 0)
 
 
-@njit(cache=True)
+@compiled
 def request_of(query_start_loc, num_reqs, token):
     """The request that a token belongs to: the last one that starts at or before it."""
     return np.searchsorted(query_start_loc[1:num_reqs], token, side="right")
 
 
-@njit(cache=True)
+@compiled
 def write_slots(block_table, request, start, count, block_size, row):
     """The slots of `count` positions from `start` on into `row`, one page after another, and -1 into the rest."""
     done = 0

@@ -1,6 +1,6 @@
 """Number formats bit by bit: bfloat16, float16, e4m3 and UE8M0, to and from float32.
 
-Both Numba backends use these functions: a CUDA kernel may call an @njit function, which is then compiled
+Both Numba backends use these functions: a CUDA kernel may call a compiled function, which is then compiled
 for the device. They are integer arithmetic wherever targets could differ, on int64 (Numba gives float64 for
 a mix of uint64 and int64). Rounding is to nearest even; where a format is a fixed grid near zero, adding a
 number whose last place is that grid rounds to it.
@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from .compiled import compiled
 
 # What the bits of a floating-point array are: kernels take such arrays as unsigned integers.
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
@@ -21,17 +22,17 @@ INFINITY_BITS = 0x7F800000  # of float32; magnitudes beyond are NaN
 NAN_BITS = 0x7FC00000
 
 
-@njit(cache=True)
+@compiled
 def float32_bits(x: Any) -> Any:
     return np.int64(np.float32(x).view(np.uint32))
 
 
-@njit(cache=True)
+@compiled
 def float32_value(bits: Any) -> Any:
     return np.uint32(bits).view(np.float32)
 
 
-@njit(cache=True)
+@compiled
 def bfloat16_bits(x: Any) -> Any:
     bits = float32_bits(x)
     if x != x:
@@ -39,12 +40,12 @@ def bfloat16_bits(x: Any) -> Any:
     return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
 
 
-@njit(cache=True)
+@compiled
 def bfloat16_value(bits: Any) -> Any:
     return float32_value(np.int64(bits) << 16)
 
 
-@njit(cache=True)
+@compiled
 def float16_bits(x: Any) -> Any:
     bits = float32_bits(x)
     sign, magnitude = (bits >> 16) & 0x8000, bits & 0x7FFFFFFF
@@ -57,7 +58,7 @@ def float16_bits(x: Any) -> Any:
     return sign | (((magnitude + 0xFFF + ((magnitude >> 13) & 1)) >> 13) - (112 << 10))
 
 
-@njit(cache=True)
+@compiled
 def float16_value(bits: Any) -> Any:
     sign, magnitude = (np.int64(bits) & 0x8000) << 16, np.int64(bits) & 0x7FFF
     if magnitude >= 0x7C00:
@@ -67,7 +68,7 @@ def float16_value(bits: Any) -> Any:
     return float32_value(sign | ((magnitude << 13) + (112 << 23)))
 
 
-@njit(cache=True)
+@compiled
 def e4m3_byte(x: Any) -> Any:
     """Beyond 448 saturates, NaN becomes 0x7F."""
     if x != x:
@@ -81,7 +82,7 @@ def e4m3_byte(x: Any) -> Any:
     return sign | (((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3))
 
 
-@njit(cache=True)
+@compiled
 def e4m3_value(byte: Any) -> Any:
     sign, magnitude = (np.int64(byte) & 0x80) << 24, np.int64(byte) & 0x7F
     if magnitude == 0x7F:
@@ -91,7 +92,7 @@ def e4m3_value(byte: Any) -> Any:
     return float32_value(sign | ((magnitude << 20) + (120 << 23)))
 
 
-@njit(cache=True)
+@compiled
 def scale_exponent(amax: Any, min_exponent: Any) -> Any:
     """Smallest e with amax <= 448 * 2^e, at least `min_exponent`. Exact: 448 is 1.75 * 2^8."""
     bits = float32_bits(amax)
@@ -101,13 +102,13 @@ def scale_exponent(amax: Any, min_exponent: Any) -> Any:
     return max(exponent, min_exponent)
 
 
-@njit(cache=True)
+@compiled
 def power_of_two(exponent: Any) -> Any:
     """2^exponent as float32, for exponents of normal numbers."""
     return float32_value((exponent + 127) << 23)
 
 
-@njit(cache=True)
+@compiled
 def ue8m0_value(byte: Any) -> Any:
     """The scale a UE8M0 byte stands for: 0 is 2^-127, which float32 has as a subnormal, and 255 is NaN."""
     if byte == 255:
@@ -115,7 +116,7 @@ def ue8m0_value(byte: Any) -> Any:
     return float32_value(np.int64(byte) << 23 if byte else 1 << 22)
 
 
-@njit(cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def tile_scale(amax: Any, powers_of_two: Any, min_exponent: Any, min_scale: Any) -> Any:
     """The scale of a tile whose largest finite magnitude is `amax`."""
     if powers_of_two:
@@ -123,19 +124,19 @@ def tile_scale(amax: Any, powers_of_two: Any, min_exponent: Any, min_scale: Any)
     return max(np.float32(amax) / np.float32(448), np.float32(min_scale))
 
 
-@njit(cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def quantized(x: Any, scale: Any) -> Any:
     """x / scale as an e4m3 byte."""
     return e4m3_byte(np.float32(x) / np.float32(scale))
 
 
-@njit(cache=True)
+@compiled
 def dequantized(byte: Any, scale: Any) -> Any:
     """An e4m3 byte times scale, in float32."""
     return e4m3_value(byte) * np.float32(scale)
 
 
-@njit(cache=True)
+@compiled
 def to_float32(bits: Any, kind: Any) -> Any:
     """The value of an element of a float array of `kind` that is seen as unsigned integers."""
     if kind == BFLOAT16:
@@ -145,7 +146,7 @@ def to_float32(bits: Any, kind: Any) -> Any:
     return float32_value(bits)
 
 
-@njit(cache=True)
+@compiled
 def from_float32(x: Any, kind: Any) -> Any:
     """The bits of `x` as a float of `kind`."""
     if kind == BFLOAT16:
