@@ -1,15 +1,17 @@
-"""The indexer on the CPU: scores are BLAS's, some queries at a time; the choice takes one row a loop step."""
+"""The indexer on the CPU: scores are BLAS's, some queries at a time; the choice takes a row a loop step, on as many cores as help."""
 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
 
+from ..numba_common.compiled import compiled
 from ..numba_common.numbers import bfloat16_bits, bfloat16_value, float32_bits, power_of_two, quantized, scale_exponent
 from ..reference.indexer import keys_of, paged_mqa_logits_metadata, row_lens, scales_of
 from ..types.indexer import Rows
 from ..types.segments import Pages
 from .rows import E4M3_VALUES, lookup_slot
+from .sparse_cache import TO_QUANTIZE
+from .threads import share_out
 
 __all__ = [
     "fused_indexer_q_rope_quant",
@@ -24,6 +26,7 @@ __all__ = [
 ROPE_DIM = 64
 PRODUCTS_AT_ONCE = 4 << 20  # 16 MiB of float32
 DIGIT_BITS = 8  # of the radix selection
+TO_CHOOSE = 10  # nanoseconds that a logit takes, roughly
 
 
 # ---- queries
@@ -47,17 +50,20 @@ def fused_indexer_q_rope_quant(
     weights[:] = index_weights.astype(np.float32)
     quantize = q_out.dtype == np.uint8
     stored = q_out if quantize else np.empty((0, 0, 0), np.uint8)
-    _rotate_and_quantize(
-        positions, q, table.astype(np.float32), np.float32(scale), first, is_neox, least_exponent, stored, weights
-    )
+    share_out(
+        len(q), q[:1].size * TO_QUANTIZE, _rotate_and_quantize,
+        positions, q, table.astype(np.float32), np.float32(scale), first, is_neox, least_exponent, stored, weights,
+    )  # fmt: skip
     if not quantize:
         q_out[:] = q
 
 
-@njit(parallel=True, cache=True)
-def _rotate_and_quantize(positions, q, table, scale, first, is_neox, least_exponent, q_out, weights):
+@compiled(nogil=True)
+def _rotate_and_quantize(
+    first_token, end_token, positions, q, table, scale, first, is_neox, least_exponent, q_out, weights
+):
     half = ROPE_DIM // 2
-    for token in prange(len(q)):
+    for token in range(first_token, end_token):
         position = np.int64(positions[token])
         for head in range(q.shape[1]):
             x = q[token, head]
@@ -111,7 +117,7 @@ def _slots(
     return *np.divmod(slots, pages.block_size), present
 
 
-@njit(cache=True)
+@compiled
 def _look_up(block_table, request, start, block_size, slots):
     for i in range(len(slots)):
         slots[i] = lookup_slot(block_table, request, np.int64(start + i), block_size)
@@ -197,7 +203,7 @@ def _scores(q: np.ndarray, keys: np.ndarray, scales: np.ndarray | None, weights:
 
 def top_k_per_row(logits: np.ndarray, rows: Rows, indices: np.ndarray) -> None:
     first, count = _columns(rows, *logits.shape)
-    _choose(logits, first, count, indices)
+    share_out(len(logits), logits.shape[1] * TO_CHOOSE, _choose, logits, first, count, indices)
 
 
 def _columns(rows: Rows, num_rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -211,7 +217,7 @@ def _columns(rows: Rows, num_rows: int, width: int) -> tuple[np.ndarray, np.ndar
     return (start, end - start) if rows.num_keys is None else (zeros, np.minimum(end - start, width))
 
 
-@njit(cache=True)
+@compiled
 def order_of(x):
     """An integer that grows as float32 `x` does, from 1 on; 0 for NaN. -0 equals 0."""
     if x != x:
@@ -220,10 +226,10 @@ def order_of(x):
     return bits ^ np.int64(0xFFFFFFFF) if bits >> 31 else bits | np.int64(0x80000000)
 
 
-@njit(parallel=True, cache=True)
-def _choose(logits, first, count, indices):
+@compiled(nogil=True)
+def _choose(first_row, end_row, logits, first, count, indices):
     topk = indices.shape[1]
-    for m in prange(len(logits)):
+    for m in range(first_row, end_row):
         row = logits[m, first[m] : first[m] + count[m]]
         # The k-th largest order, digit by digit: `needed` of those that share the digits so far.
         needed, prefix, shift = topk, np.int64(0), 32

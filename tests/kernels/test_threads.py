@@ -18,6 +18,7 @@ CHECKOUT = Path(__file__).parent.parent.parent
 @pytest.fixture(autouse=True)
 def three_cores(monkeypatch):
     monkeypatch.setattr(threads, "num_cores", lambda: 3)
+    monkeypatch.setattr(threads, "_cores", threads._Cores())
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 64, 1000])
@@ -84,6 +85,14 @@ def test_without_more_threads(monkeypatch):
     done = []
     threads.for_each(5, done.extend)
     assert done == [0, 1, 2, 3, 4]
+
+
+def test_no_kernel_has_other_threads():
+    """Nor a cache that does not see what has changed: kernels use `compiled` and `share_out`."""
+    for path in (CHECKOUT / "kernels").rglob("*.py"):
+        text = path.read_text()
+        assert "prange" not in text, path
+        assert "njit" not in text or path.name == "compiled.py", path
 
 
 PRELUDE = """
