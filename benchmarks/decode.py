@@ -16,8 +16,8 @@ from common import Report, arguments, graph_us, has_peer, host_us
 
 import cumla
 from cumla.dispatch.call import BFLOAT16
-from cumla.dispatch.launch_cache import noted_outputs
 from cumla.kernels.cuda import compile as compiler
+from cumla.kernels.cuda.launch import recorded_launches
 from cumla.kernels.cuda.sparse import kernels as sparse_kernels
 
 FLASH_MLA = "vllm.third_party.flashmla.flash_mla_interface"
@@ -186,7 +186,7 @@ def compare(report: Report, config: Config, caches: list[Cache], versions: list[
     flop = sum(x.keys for x in sets) / SETS * 2 * config.heads * (config.layout.head_dim + 512)
     for version in versions:
         compiler.look_first_in(pathlib.Path(version))
-        with noted_outputs():
+        with recorded_launches():
             sets[0].out[:] = 0
             try:
                 error, checked = sets[0].check(sets[0].cumla()), True

@@ -24,7 +24,7 @@ import numpy as np
 
 import cumla
 from cumla.arrays import dlpack
-from cumla.kernels.cuda.launch import journal
+from cumla.kernels.cuda.launch import recorded_launches
 from cumla.layers.sparse import CompressedCache, LayerWorkspace, SparseMLALayer
 from cumla.metadata import DeepseekSparseSWAMetadataBuilder, ServingConfig
 from cumla.metadata.batch import CommonAttentionMetadata
@@ -95,7 +95,7 @@ def ways(name, host):
     native = [cupy.asarray(array) for array in host]
     plan = cumla.DecodePlan()
     call(name, native, plan=plan)
-    with journal() as launches:
+    with recorded_launches() as launches:
         call(name, native, UNPREPARED, plan)
     found = {
         "launch": functools.partial(again, list(launches)),

@@ -55,7 +55,7 @@ class Op:
     def signature(self) -> inspect.Signature:
         """Its parameters but for the outputs and what only an eager call can have: a plan, a stream, given outputs."""
         signature = inspect.signature(self.function)
-        left_out = {*self.outputs, "plan", "stream", "onto"}
+        left_out = {*self.outputs, "plan", "stream", "accumulate"}
         return signature.replace(
             parameters=[parameter for name, parameter in signature.parameters.items() if name not in left_out],
             return_annotation=Any,

@@ -205,7 +205,7 @@ class Fuzz:
             self.numbers(keys, heads, d_v, dtype=dtype), self.put(np.array([0, queries // 3, queries], np.int32)),
             self.put(np.array([0, keys // 2, keys], np.int32)), causal=bool(self.choose(False, True)),
             backend=self.backend, **self.choose({}, {
-                "onto": True, "out": self.numbers(queries, heads, d_v, dtype=np.float32),
+                "accumulate": True, "out": self.numbers(queries, heads, d_v, dtype=np.float32),
                 "lse": self.numbers(heads, queries, dtype=np.float32),
             }),
         )  # fmt: skip

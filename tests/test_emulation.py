@@ -7,8 +7,8 @@ import pytest
 
 import cumla
 import emulation
-from cumla.dispatch.launch_cache import noted_outputs
 from cumla.kernels.cuda import compile as compiler
+from cumla.kernels.cuda.launch import recorded_launches
 from emulation import launches, queues
 from support import operations
 from support.attention import Problem, make_cache, make_indices, make_q
@@ -123,7 +123,7 @@ def no_exact_kernel(here, monkeypatch):
 
 
 def on(here, device, schedule, problem, **options):
-    with here.xp.cuda.Device(device), emulation.scheduled(schedule), noted_outputs():
+    with here.xp.cuda.Device(device), emulation.scheduled(schedule), recorded_launches():
         problem.check(here, **options)
 
 
@@ -219,15 +219,15 @@ def test_dense_decode(here, rng, block_size, device, schedule):
 
 @SCHEDULES
 @DEVICES
-@pytest.mark.parametrize("onto", [False, True])
-def test_packed_sequences(here, rng, device, schedule, onto):
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_packed_sequences(here, rng, device, schedule, accumulate):
     starts = np.array([0, 150, 170, 450], np.int32)
     shapes = {"q": (450, 2, 192), "k": (450, 2, 128), "k_pe": (450, 64), "v": (450, 2, 128)}
     arrays = {name: (6 if name == "q" else 0.1) * rng.standard_normal(shape) for name, shape in shapes.items()}
     arguments = {name: array.astype(BF16) for name, array in arrays.items()}
-    if onto:
+    if accumulate:
         arguments |= {
-            "onto": True, "out": rng.standard_normal((450, 2, 128)).astype(np.float32),
+            "accumulate": True, "out": rng.standard_normal((450, 2, 128)).astype(np.float32),
             "lse": rng.standard_normal((2, 450)).astype(np.float32),
         }  # fmt: skip
     check_dense(
@@ -245,7 +245,7 @@ def check_dense(here, device, schedule, case, arguments):
 
 # ---- the emulator
 
-HEADER = compiler.source("hopper.cuh")
+HEADER = compiler.source("sm90/hopper.cuh")
 ENTRY = 'extern "C" __global__ void f(float* out, const float* in) {\n'
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What the compiler makes of a CUDA source of cumla, without a GPU: registers, shared memory, and where it spills.
 
-    tools/registers.py decode_sm90.cu sm_90a LAYOUT=DSV4_FP8
+    tools/registers.py sm90/decode/decode.cu sm_90a LAYOUT=DSV4_FP8
 
 Compiles csrc/FILE for a target with macros as its launcher gives them (tests/kernels/test_compile.py lists them all).
 Lines that spill are found in the machine code if CUDA's nvdisasm is on the path; the program is left in --cubin.

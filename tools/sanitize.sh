@@ -7,7 +7,7 @@ export PYTHONPATH
 for tool in ${TOOLS:-memcheck initcheck racecheck synccheck}; do
     echo "== $tool"
     options=
-    [ "$tool" != racecheck ] || options="--define EVERY_LANE_ARRIVES" # see hopper.cuh
+    [ "$tool" != racecheck ] || options="--define EVERY_LANE_ARRIVES" # see sm90/hopper.cuh
     # shellcheck disable=SC2086
     compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 1 python3 tests/fuzz_device.py $options "$@"
 done

@@ -25,7 +25,7 @@ from ..arrays import dlpack, streams
 from ..kernels.types.segments import Pages
 from ..layout import CacheLayout
 from .backends import choose, kernels
-from .launch_cache import note_output
+from .launch_cache import record_output
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 INT32 = (np.dtype(np.int32),)
@@ -147,7 +147,7 @@ class Call:
                     "what a graph uses must be allocated before it"
                 )
             native = dlpack.empty(shape, dtype, self._first)
-        note_output(native)
+        record_output(native)
         return native
 
     def pages(

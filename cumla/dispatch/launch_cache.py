@@ -2,8 +2,9 @@
 
 What a public function checks, and what it launches, follows from how its array arguments look (type, shape,
 strides, dtype, device, address modulo ALIGNMENT) and from its other arguments; never from what an array holds.
-So a function marked `@prepared` takes note of the launches of a call, and a later call whose arguments look the
-same only puts the new addresses in: every check would pass again.
+So a function marked `@launch_cached` records the launches of a call, and a later call whose arguments look the
+same only puts the new addresses in: every check would pass again. While somebody records launches, every call is
+made in full.
 
 Only CuPy arrays and torch's CUDA tensors come this way, to kernels of the "cuda" backend; the rest is called plainly.
 """
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 
 from ..arrays import dlpack, streams
-from ..kernels.cuda.launch import Launch, journal
+from ..kernels.cuda.launch import Launch, are_recorded, recorded_launches
 from ..kernels.types.plan import DecodePlan
 from ..layout import CacheLayout
 
@@ -80,7 +81,7 @@ class KnownCall(NamedTuple):
             launch.kernel.launch(launch, numbers, stream)
 
 
-def prepared(function: F) -> F:
+def launch_cached(function: F) -> F:
     """Remember the calls of a public function, all of whose work on a device is to launch kernels."""
     known: dict[Any, KnownCall | None] = {}
 
@@ -94,15 +95,15 @@ def prepared(function: F) -> F:
         for name, x in keywords.items():
             looks.append(name)
             looks.append(LOOKS[x.__class__](x, arrays, addresses))
-        if UNKNOWN in looks or not arrays or keywords.get("stream") is not None or _noted.outputs is not None:
+        if UNKNOWN in looks or not arrays or keywords.get("stream") is not None or are_recorded():
             return function(*arguments, **keywords)
         key = tuple(looks)
         if key not in known:
             if len(known) >= MOST_KNOWN:
                 known.clear()
-            with journal() as launches, noted_outputs() as outputs:
+            with recorded_launches() as launches, recorded_outputs() as outputs:
                 result = function(*arguments, **keywords)
-            known[key] = note(launches, arrays, outputs, result)
+            known[key] = record(launches, arrays, outputs, result)
             return result
         before = known[key]
         if before is None or not before.fits(addresses) or (before.outputs and before.is_captured()):
@@ -115,7 +116,7 @@ def prepared(function: F) -> F:
 UNKNOWN = object()
 
 
-def look_at(*arguments: Any) -> tuple[Any, ...] | None:
+def call_key(*arguments: Any) -> tuple[Any, ...] | None:
     """How arguments look, or None with one among them that may be anything."""
     arrays: list[Any] = []
     addresses: list[int] = []
@@ -182,31 +183,31 @@ LOOKS[tuple] = LOOKS[list] = _look_at_tuple
 LOOKS[DecodePlan] = _look_at_plan
 
 
-class _Noted(threading.local):
+class _Recording(threading.local):
     outputs: list[Any] | None = None
 
 
-_noted = _Noted()
+_recording = _Recording()
 
 
 @contextlib.contextmanager
-def noted_outputs() -> Iterator[list[Any]]:
+def recorded_outputs() -> Iterator[list[Any]]:
     """The CuPy arrays that public functions allocate on this thread in the meantime, in order."""
     outputs: list[Any] = []
-    _noted.outputs, before = outputs, _noted.outputs
+    _recording.outputs, before = outputs, _recording.outputs
     try:
         yield outputs
     finally:
-        _noted.outputs = before
+        _recording.outputs = before
 
 
-def note_output(native: Any) -> None:
+def record_output(native: Any) -> None:
     """Say that an output was allocated."""
-    if _noted.outputs is not None:
-        _noted.outputs.append(native)
+    if _recording.outputs is not None:
+        _recording.outputs.append(native)
 
 
-def note(launches: list[Launch], arrays: list[Any], outputs: list[Any], result: Any) -> KnownCall | None:
+def record(launches: list[Launch], arrays: list[Any], outputs: list[Any], result: Any) -> KnownCall | None:
     """The call that made these launches; None if it cannot be made again from its arrays' addresses."""
     spans = [_span(array) for array in [*arrays, *outputs]]
     again, together = [], set()

@@ -286,7 +286,7 @@ class _Run:
                 )  # fmt: skip
             self.attend(
                 "context", q, rows[:, :KV_LORA_RANK], rows[:, KV_LORA_RANK:], metadata.query_start_loc, cu_seq_lens[i],
-                False, *sums, onto=True,
+                False, *sums, accumulate=True,
             )  # fmt: skip
         out[...] = sums[0]
 
@@ -301,7 +301,7 @@ class _Run:
         causal: bool,
         out: Any,
         lse: Any = None,
-        onto: bool = False,
+        accumulate: bool = False,
     ) -> None:
         """Project rows up for every head and attend to them."""
         layer, nope = self.layer, self.layer.qk_nope_head_dim
@@ -311,7 +311,7 @@ class _Run:
         with self.observe(op):
             mha_varlen(
                 q, kv[..., :nope], kv[..., nope:], dlpack.borrow(query_start_loc, "query_start_loc"), cu_seq_lens,
-                k_pe=k_pe, softmax_scale=layer.scale, causal=causal, onto=onto, out=out, lse=lse,
+                k_pe=k_pe, softmax_scale=layer.scale, causal=causal, accumulate=accumulate, out=out, lse=lse,
                 backend=layer.backend,
             )  # fmt: skip
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays import streams
 from ..dispatch.call import BF16, FLOAT32, INT32, SLOTS, Call
-from ..dispatch.launch_cache import MOST_KNOWN, look_at
+from ..dispatch.launch_cache import MOST_KNOWN, call_key
 from ..kernels.types.metadata import C128A_RATIO
 from ..layout import DSV4_FP8
 from ..metadata.batch import host_array
@@ -47,7 +47,7 @@ def check_step(
         got, expected = ("None", "a CompressedCache") if compressed is None else ("a CompressedCache", "None")
         raise ValueError(f"compressed: got {got}, expected {expected} at compress_ratio {ratio}")
     used = tokens_used(metadata)
-    look = look_at(
+    look = call_key(
         ratio, backend, used, metadata.num_decode_tokens, metadata.num_decodes + metadata.num_prefills,
         metadata.block_size, metadata.config.compressed_block_size, layer.attn_sink, layer.softmax_scale,
         q, k, swa_cache, metadata.slot_mapping, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,

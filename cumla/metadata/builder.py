@@ -13,7 +13,7 @@ import numpy as np
 
 from ..arrays import dlpack
 from ..dispatch.call import INT32, SLOTS, Call, check_integers
-from ..dispatch.launch_cache import MOST_KNOWN, look_at
+from ..dispatch.launch_cache import MOST_KNOWN, call_key
 from .batch import CommonAttentionMetadata, host_array
 from .vllm_helpers import reorder_batch_to_split_decodes_and_prefills
 
@@ -111,7 +111,7 @@ class BatchArrays(NamedTuple):
         if block_table is None:
             name, block_table = "block_table_tensor", batch.block_table_tensor
         given = cls(batch.query_start_loc, batch.seq_lens, batch.slot_mapping, block_table)
-        look = look_at(num_reqs, *given)
+        look = call_key(num_reqs, *given)
         if look in _PASSED:
             call.begin(given.query_start_loc, "cupy")
             return given

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ..dispatch.call import INT32, SLOTS, Call, check_integers
-from ..dispatch.launch_cache import prepared
+from ..dispatch.launch_cache import launch_cached
 from .sparse_cache import vector
 
 
-@prepared
+@launch_cached
 def advance_step(
     num_seqs: int,
     num_queries: int,

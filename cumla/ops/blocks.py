@@ -10,10 +10,10 @@ import numpy as np
 
 from ..arrays import dlpack
 from ..dispatch.call import SLOTS, Call, bytes_of
-from ..dispatch.launch_cache import prepared
+from ..dispatch.launch_cache import launch_cached
 
 
-@prepared
+@launch_cached
 def swap_blocks(
     src: Any,
     dst: Any,
@@ -60,7 +60,7 @@ def swap_blocks(
                 kernels.copy_blocks(source, destination, beside(call, source, pairs, "src_to_dst"))
 
 
-@prepared
+@launch_cached
 def copy_blocks(
     kv_caches: Sequence[Any],
     src_to_dsts: Any,

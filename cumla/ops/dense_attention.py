@@ -26,7 +26,7 @@ def mha_varlen(
     k_pe: Any | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    onto: bool = False,
+    accumulate: bool = False,
     out: Any | None = None,
     lse: Any | None = None,
     backend: str | None = None,
@@ -42,10 +42,10 @@ def mha_varlen(
     k_pe           [N, r] of q's dtype: the last r values of each key, the same for all heads
     softmax_scale  1 / sqrt(d) if None
     causal         the last query sees all keys of its sequence, the one before it one less, and so on
-    onto           out and lse hold attention of these queries over other keys: these are added to them, as
+    accumulate     out and lse hold attention of these queries over other keys: these are added to them, as
                    merge_attn_states would
-    out            [T, h, d_v] of q's dtype, or float32, to write instead of allocating; with onto given, float32
-    lse            [h, T] float32 to write instead of allocating; with onto given
+    out            [T, h, d_v] of q's dtype, or float32, to write instead of allocating; with accumulate given, float32
+    lse            [h, T] float32 to write instead of allocating; with accumulate given
 
     Returns out and lse, the natural logarithm of the sum of exp(softmax_scale * q . k). A query without keys gives
     out 0 and lse +inf; queries of no sequence are left as they are (in arrays allocated here: undefined).
@@ -73,15 +73,15 @@ def mha_varlen(
     if not len(cu_seqlens_q):
         raise ValueError("cu_seqlens_q: got no entries, expected one more than there are sequences")
     for name, array in (("out", out), ("lse", lse)):
-        if onto and array is None:
-            raise ValueError(f"{name}: got None, expected the attention onto which these keys are added")
-    out_array = call.output("out", out, FLOAT32 if onto else (q.dtype, *FLOAT32), (tokens, heads, v.shape[2]))
+        if accumulate and array is None:
+            raise ValueError(f"{name}: got None, expected the attention to which these keys are added")
+    out_array = call.output("out", out, FLOAT32 if accumulate else (q.dtype, *FLOAT32), (tokens, heads, v.shape[2]))
     lse_array = call.output("lse", lse, FLOAT32, (heads, tokens))
     if q.size and len(cu_seqlens_q) > 1:
         with call.kernels("dense_attention") as kernels:
             kernels.mha_varlen(
                 q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, scale_or_default(softmax_scale, head_dim), bool(causal),
-                bool(onto), out_array, lse_array,
+                bool(accumulate), out_array, lse_array,
             )  # fmt: skip
     return call.results()
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..dispatch.call import BF16, BYTES, FLOAT32, FLOATS, INT32, Call, bytes_of, check_integers
-from ..dispatch.launch_cache import prepared
+from ..dispatch.launch_cache import launch_cached
 from ..layout import MLA_BF16, V32_FP8, CacheLayout, ValueType, plain_rows
 from .sparse_cache import checked_slots, requests_of, vector
 
@@ -20,7 +20,7 @@ VALUE_TYPES: dict[np.dtype[Any], ValueType] = {
 }
 
 
-@prepared
+@launch_cached
 def concat_and_cache_mla(
     kv_c: Any,
     k_pe: Any,
@@ -66,7 +66,7 @@ def concat_and_cache_mla(
             kernels.concat_and_cache_mla(kv_c, k_pe, pages, slots, tensor_scale)
 
 
-@prepared
+@launch_cached
 def gather_cache(
     src_cache: Any,
     dst: Any,

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from ..dispatch.call import FLOAT32, FLOATS, INT32, SLOTS, Call, check_integers
-from ..dispatch.launch_cache import prepared
+from ..dispatch.launch_cache import launch_cached
 from ..layout import INDEXER_BF16, INDEXER_F32, INDEXER_FP8, CacheLayout
 
 HEAD_DIM = INDEXER_FP8.head_dim
@@ -27,7 +27,7 @@ TABLE = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
 LEAST_EXPONENT, LEAST_EXPONENT_ROPE_FIRST = INDEXER_FP8.min_exponent, -42
 
 
-@prepared
+@launch_cached
 def fused_indexer_q_rope_quant(
     positions: Any,
     index_q: Any,
@@ -84,7 +84,7 @@ def fused_indexer_q_rope_quant(
     return call.results()
 
 
-@prepared
+@launch_cached
 def fp8_mqa_logits(
     q: Any,
     kv: Any,
@@ -143,7 +143,7 @@ def checked_keys(call: Call, q: Any, kv: Any, weights: Any) -> tuple[Any, Any, A
     return q, k, scales, call.array("weights", weights, FLOAT32, ("M", "H"))
 
 
-@prepared
+@launch_cached
 def fp8_paged_mqa_logits(
     q: Any,
     kv_cache: Any,
@@ -229,7 +229,7 @@ def checked_width(max_context_len: int | None, block_table: Any, pages: Any) -> 
     return int(max_context_len)
 
 
-@prepared
+@launch_cached
 def get_paged_mqa_logits_metadata(
     context_lens: Any,
     block_kv: int,

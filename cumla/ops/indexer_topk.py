@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..dispatch.call import FLOAT32, INT32, Call, check_integers
-from ..dispatch.launch_cache import prepared
+from ..dispatch.launch_cache import launch_cached
 from ..kernels.types.indexer import Rows
 from ..layout import CacheLayout
 from .indexer import UINT8, check_schedule, checked_keys, checked_paged, checked_width
@@ -16,7 +16,7 @@ WORKSPACE_BYTES = 64 << 20
 ALIGNMENT = 16  # of the rows of logits in a workspace, in bytes
 
 
-@prepared
+@launch_cached
 def top_k_per_row(
     logits: Any,
     topk: int,
@@ -71,7 +71,7 @@ def top_k_per_row(
     return call.results()
 
 
-@prepared
+@launch_cached
 def indexer_topk(
     q: Any,
     kv: Any,

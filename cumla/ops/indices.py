@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from ..dispatch.call import BOOL, INT32, Call, check_integers
-from ..dispatch.launch_cache import prepared
+from ..dispatch.launch_cache import launch_cached
 
 INT32_MAX = 2**31 - 1
 
 
-@prepared
+@launch_cached
 def compute_swa_indices_and_lens(
     query_start_loc: Any,
     seq_lens: Any,
@@ -73,7 +73,7 @@ def compute_swa_indices_and_lens(
     return call.results()
 
 
-@prepared
+@launch_cached
 def compute_global_topk_indices_and_lens(
     topk_indices: Any,
     token_to_req_indices: Any,
@@ -137,7 +137,7 @@ def compute_global_topk_indices_and_lens(
     return call.results()
 
 
-@prepared
+@launch_cached
 def combine_topk_swa_indices(
     topk_indices: Any,
     query_start_loc: Any,
@@ -208,7 +208,7 @@ def combine_topk_swa_indices(
     return call.results()
 
 
-@prepared
+@launch_cached
 def build_flashinfer_mixed_sparse_indices(
     decode_swa_indices: Any,
     decode_compressed_indices: Any | None,

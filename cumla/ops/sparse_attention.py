@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..dispatch.call import BF16, BYTES, FLOAT32, FLOATS, INT32, Call
-from ..dispatch.launch_cache import prepared
+from ..dispatch.launch_cache import launch_cached
 from ..kernels.types.plan import DecodePlan
 from ..kernels.types.segments import Pages, Segment
 from ..layout import DSV4_BF16, MLA_BF16, CacheLayout, layout_of
@@ -18,7 +18,7 @@ HEAD_DIMS = (512, 576)
 MAX_HEADS = 128
 
 
-@prepared
+@launch_cached
 def sparse_mla_decode(
     q: Any,
     k_cache: Any,
@@ -98,7 +98,7 @@ def sparse_mla_decode(
     return call.results()
 
 
-@prepared
+@launch_cached
 def sparse_mla_prefill(
     q: Any,
     kv: Any,
@@ -155,7 +155,7 @@ def sparse_mla_prefill(
     return call.results()
 
 
-@prepared
+@launch_cached
 def merge_attn_states(
     output: Any,
     prefix_output: Any,

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from ..dispatch.call import BYTES, FLOAT32, FLOATS, INT32, SLOTS, Call, bytes_of, check_integers
-from ..dispatch.launch_cache import prepared
+from ..dispatch.launch_cache import launch_cached
 from ..kernels.types.segments import Pages
 from ..layout import DSV4_FP8, INDEXER_BF16, INDEXER_F32, INDEXER_FP8, CacheLayout
 
 
-@prepared
+@launch_cached
 def quantize_and_insert_k_cache(
     k: Any,
     k_cache: Any,
@@ -68,7 +68,7 @@ def checked_slots(call: Call, slot_mapping: Any, rows_name: str) -> Any:
     return slots
 
 
-@prepared
+@launch_cached
 def dequantize_and_gather_k_cache(
     out: Any,
     k_cache: Any,
@@ -116,7 +116,7 @@ def dequantize_and_gather_k_cache(
             kernels.dequantize_and_gather_k_cache(out, pages, seq_lens, gather_lens, block_table, offset)
 
 
-@prepared
+@launch_cached
 def indexer_k_quant_and_cache(
     k: Any,
     kv_cache: Any,
@@ -164,7 +164,7 @@ def indexer_pages(call: Call, kv_cache: Any, writable: bool = False) -> Pages:
     return call.pages("kv_cache", cache, layout, writable=writable)
 
 
-@prepared
+@launch_cached
 def cp_gather_indexer_k_quant_cache(
     kv_cache: Any,
     dst_k: Any,
@@ -180,7 +180,8 @@ def cp_gather_indexer_k_quant_cache(
     kv_cache     uint8 [num_blocks, block_size, 132] (or [num_blocks, block_size, 1, 132]); or a cache of keys that
                  are not quantised, as indexer_k_quant_and_cache takes it
     dst_k        uint8 [N, 128], or bfloat16 or float32 as such a cache is; written:
-                 rows [cu_seq_lens[r], cu_seq_lens[r + 1]) are positions 0, 1, ... of request r; rows of no request, as at the end of an array that is longer, keep what they hold
+                 rows [cu_seq_lens[r], cu_seq_lens[r + 1]) are positions 0, 1, ... of request r;
+                 rows of no request, as at the end of an array that is longer, keep what they hold
     dst_scale    float32 [N] or [N, 1], or their bytes, uint8 [N, 4]; written likewise. None without scales
     block_table  [>= R, B] int32
     cu_seq_lens  [R + 1] int32, ascending

@@ -71,7 +71,7 @@ class _Gate:
     LONGEST = 5_000_000  # nanoseconds, in case that the host waits for the device meanwhile
 
     def __init__(self) -> None:
-        self._hold = importlib.import_module("cumla.kernels.cuda.compile").kernel("hold.cu", "hold")
+        self._hold = importlib.import_module("cumla.kernels.cuda.compile").kernel("common/hold.cu", "hold")
         self._opened = importlib.import_module("cupyx").zeros_pinned(1, np.int64)
         self._ticket = 0
 

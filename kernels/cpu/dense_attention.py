@@ -21,7 +21,7 @@ def mha_varlen(
     cu_seqlens_k: np.ndarray,
     softmax_scale: float,
     causal: bool,
-    onto: bool,
+    accumulate: bool,
     out: np.ndarray,
     lse: np.ndarray,
 ) -> None:
@@ -43,7 +43,7 @@ def mha_varlen(
                 scores[:, np.arange(n) > np.arange(first, end)[:, None] + n - m] = -np.inf
             result, log_sum = _attend(scores, values)
             result = result.transpose(1, 0, 2)
-            if onto:
+            if accumulate:
                 merge_attn_states(out[part], out[part], lse[:, part], result, log_sum, lse[:, part])
             else:
                 out[part], lse[:, part] = result, log_sum

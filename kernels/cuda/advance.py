@@ -22,7 +22,7 @@ def advance_step(
     block_tables: Any,
 ) -> None:
     kernel(
-        "advance.cu",
+        "common/advance.cu",
         "advance_step",
         TOKEN=C_NAMES[input_tokens.dtype.name],
         SAMPLED=C_NAMES[sampled_token_ids.dtype.name],

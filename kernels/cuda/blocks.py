@@ -9,7 +9,7 @@ import numpy as np
 from .compile import kernel
 from .launch import C_NAMES, strides, unit
 
-THREADS = 256  # as in copy_blocks.cu
+THREADS = 256  # as in common/copy_blocks.cu
 CHUNK = 4 * THREADS  # units a thread block copies
 UNIT_BYTES = {"uint4": 16, "uint2": 8, "uint32": 4, "uint16": 2, "uint8": 1}
 
@@ -18,7 +18,7 @@ def copy_blocks(src: Any, dst: Any, src_to_dst: Any) -> None:
     name = unit(src.shape[1], src, dst)
     page_units = src.shape[1] // UNIT_BYTES[name]
     chunks = -(-page_units // CHUNK)
-    kernel("copy_blocks.cu", "copy_blocks", UNIT=name, CHUNK=CHUNK, PAIR=C_NAMES[src_to_dst.dtype.name])(
+    kernel("common/copy_blocks.cu", "copy_blocks", UNIT=name, CHUNK=CHUNK, PAIR=C_NAMES[src_to_dst.dtype.name])(
         (len(src_to_dst) * chunks,),
         (THREADS,),
         (

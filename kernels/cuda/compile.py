@@ -14,7 +14,7 @@ from .launch import Kernel, packing
 CSRC = pathlib.Path(__file__).parent / "csrc"
 FOLDERS = [CSRC]  # where sources are looked for, first to last
 OPTIONS = ("-std=c++17",)
-_INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
+_INCLUDE = re.compile(r'^#include "([\w./]+)"$', re.MULTILINE)
 
 
 def layouts_header() -> str:
@@ -50,7 +50,7 @@ def _layout_struct(layout: CacheLayout) -> str:
 def look_first_in(*folders: pathlib.Path) -> None:
     """From now on take sources from `folders` where they have them: for experiments, to compare versions of a kernel.
 
-    What was compiled is forgotten; calls that `cumla.prepared` has taken note of are not.
+    What was compiled is forgotten; calls that `the launch cache` has taken note of are not.
     """
     FOLDERS[:] = [*folders, CSRC]
     for name, module in list(sys.modules.items()):

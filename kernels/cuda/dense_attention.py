@@ -17,8 +17,8 @@ from .tma import NO_MAP, Words, box_rows, map_of_pages
 V_DIM = 512
 MAX_HEAD_DIM = 256
 LOG2_E = 1.4426950408889634
-HOPPER_HEAD_DIMS = (192, 64, 128)  # of q, of its RoPE part, of v: what mha_varlen_sm90.cu is made for
-HOPPER_CACHE_BYTES = 1 << 36  # of mla_decode_sm90.cu, whose offsets are 32 bits in units of 16 bytes
+HOPPER_HEAD_DIMS = (192, 64, 128)  # of q, of its RoPE part, of v: what sm90/dense/mha_varlen.cu is made for
+HOPPER_CACHE_BYTES = 1 << 36  # of sm90/dense/decode.cu, whose offsets are 32 bits in units of 16 bytes
 
 
 def mha_varlen(
@@ -30,7 +30,7 @@ def mha_varlen(
     cu_seqlens_k: Any,
     softmax_scale: float,
     causal: bool,
-    onto: bool,
+    accumulate: bool,
     out: Any,
     lse: Any,
 ) -> None:
@@ -43,17 +43,18 @@ def mha_varlen(
         )
     aligned = is_aligned(q, k, v, out) and (k_pe is None or is_aligned(k_pe))
     types = {
-        "VALUE": C_NAMES[q.dtype.name], "OUTPUT": C_NAMES[out.dtype.name], "CAUSAL": int(causal), "ONTO": int(onto)
+        "VALUE": C_NAMES[q.dtype.name], "OUTPUT": C_NAMES[out.dtype.name], "CAUSAL": int(causal),
+        "ACCUMULATE": int(accumulate),
     }  # fmt: skip
     device = q.device.id
     if aligned and (head_dim, rope_dim, v_dim) == HOPPER_HEAD_DIMS and is_hopper(device):
-        queries, threads, shared_bytes = 128, 384, 1024 + 26 * 8192  # as in mha_varlen_sm90.cu
-        mha = large_kernel(device, shared_bytes, "mha_varlen_sm90.cu", "mha_varlen_sm90", "sm_90a", **types)
+        queries, threads, shared_bytes = 128, 384, 1024 + 26 * 8192  # as in sm90/dense/mha_varlen.cu
+        mha = large_kernel(device, shared_bytes, "sm90/dense/mha_varlen.cu", "mha_varlen_sm90", "sm_90a", **types)
     else:
-        queries, threads = 64, 128  # as in mha_varlen.cu
+        queries, threads = 64, 128  # as in sm80/mha_varlen.cu
         shared_bytes = queries * (2 * (2 * head_dim + 16) + 2 * v_dim + 16)
         mha = large_kernel(
-            device, shared_bytes, "mha_varlen.cu", "mha_varlen", **types, QK_DIM=head_dim, ROPE_DIM=rope_dim,
+            device, shared_bytes, "sm80/mha_varlen.cu", "mha_varlen", **types, QK_DIM=head_dim, ROPE_DIM=rope_dim,
             V_DIM=v_dim, ALIGNED=int(aligned),
         )  # fmt: skip
     sequences = len(cu_seqlens_q) - 1
@@ -96,13 +97,15 @@ def dense_mla_decode(
     results = (out, *strides(out)[:3], lse, *strides(lse), pointer(parts), pointer(parts_lse))
     arguments: tuple[Any, ...]
     if hopper:
-        decode = large_kernel(device, made.shared_bytes, "mla_decode_sm90.cu", "mla_decode_sm90", "sm_90a", VALUE=value)
+        decode = large_kernel(
+            device, made.shared_bytes, "sm90/dense/decode.cu", "mla_decode_sm90", "sm_90a", VALUE=value
+        )
         rows, tensor_map = boxes_of(pages, made.keys)
         cache = (pages.block_size, rows, *tensor_map, pages.bytes, pages.bytes.strides[0], pages.num_slots)
         arguments = (*query, *cache, *table, *work, *results)
     else:
         decode = large_kernel(
-            device, made.shared_bytes, "mla_decode.cu", "mla_decode", VALUE=value,
+            device, made.shared_bytes, "sm80/dense_decode.cu", "mla_decode", VALUE=value,
             CACHE=value if scale is None else "e4m3", ALIGNED=int(aligned),
         )  # fmt: skip
         cache = (pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size)
@@ -111,7 +114,7 @@ def dense_mla_decode(
     if splits > 1:
         at_once, sets, most_sets = merge_shape(splits)
         merge = kernel(
-            "mla_decode_merge.cu", "mla_decode_merge", VALUE=value, ALIGNED=int(aligned), AT_ONCE=at_once,
+            "common/dense_decode_merge.cu", "mla_decode_merge", VALUE=value, ALIGNED=int(aligned), AT_ONCE=at_once,
             MAX_SETS=most_sets,
         )  # fmt: skip
         merge(
@@ -123,7 +126,7 @@ def dense_mla_decode(
 
 
 def merge_shape(splits: int) -> tuple[int, int, int]:
-    """How mla_decode_merge.cu takes so many parts: how many at once, and by how many sets of threads, of how many."""
+    """How dense_decode_merge.cu takes so many parts: how many at once, and by how many sets of threads, of how many."""
     if splits <= 4:
         return 4, 1, 1
     sets = min(-(-splits // 8), 8)

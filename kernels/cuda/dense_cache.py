@@ -26,7 +26,7 @@ def concat_and_cache_mla(kv_c: Any, k_pe: Any, pages: Pages, slot_mapping: Any, 
         insert(kv_c, k_pe, strides(k_pe)[0], aligned, pages, slot_mapping, True)
         return
     kernel(
-        "mla_insert.cu",
+        "common/dense_insert.cu",
         "concat_and_cache_mla",
         INPUT=C_NAMES[kv_c.dtype.name],
         CACHE=C_NAMES.get(layout.value_type, layout.value_type),
@@ -49,10 +49,10 @@ def gather_cache(
 ) -> None:
     num_rows, row_bytes = len(dst), pages.layout.row_bytes
     if scale is None:
-        gather = kernel("mla_gather.cu", "gather_cache", UNIT=unit(row_bytes, pages.bytes, dst))
+        gather = kernel("common/dense_gather.cu", "gather_cache", UNIT=unit(row_bytes, pages.bytes, dst))
     else:
         aligned = row_bytes % 8 == 0 and is_aligned(pages.bytes, dst)
-        gather = kernel("mla_gather.cu", "gather_cache", OUTPUT=C_NAMES[dst.dtype.name], ALIGNED=int(aligned))
+        gather = kernel("common/dense_gather.cu", "gather_cache", OUTPUT=C_NAMES[dst.dtype.name], ALIGNED=int(aligned))
     starts = (0, 0) if seq_starts is None else (seq_starts.data.ptr, strides(seq_starts)[0])
     gather(
         (min(-(-num_rows // WARPS), MAX_BLOCKS),),

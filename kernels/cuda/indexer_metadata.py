@@ -8,7 +8,7 @@ from ..types.metadata import IndexerBuffers, IndexerCounts
 from .compile import kernel
 from .launch import strides
 
-THREADS, WARPS, COLUMNS = 1024, 32, 1024  # as in indexer_step.cu
+THREADS, WARPS, COLUMNS = 1024, 32, 1024  # as in common/indexer_metadata.cu
 ITEMS_PER_THREAD = 4  # rows of a prefill request that a thread is given before more thread blocks help
 MOST_SPLITS = 256
 
@@ -21,7 +21,7 @@ def build_indexer_decode(
     copied = counts.batch_size if counts.flatten else 0
     width = max(counts.columns, counts.columns_before)
     copy_blocks = -(-max(copied, counts.entries_before) // WARPS) * -(-width // COLUMNS)
-    kernel("indexer_step.cu", "build_indexer_decode")(
+    kernel("common/indexer_metadata.cu", "build_indexer_decode")(
         (1 + element_blocks + copy_blocks,),
         (THREADS,),
         (
@@ -47,7 +47,7 @@ def compressed_slot_mapping(
 ) -> None:
     if not len(slots):
         return
-    kernel("indexer_step.cu", "compressed_slot_mapping")(
+    kernel("common/indexer_metadata.cu", "compressed_slot_mapping")(
         (-(-len(slots) // THREADS),),
         (THREADS,),
         (
@@ -72,7 +72,7 @@ def build_indexer_chunk(
 ) -> None:
     offset = 4 * first_request
     splits = min(max(-(-longest // (ITEMS_PER_THREAD * THREADS)), 1), MOST_SPLITS)
-    kernel("indexer_step.cu", "build_indexer_chunk")(
+    kernel("common/indexer_metadata.cu", "build_indexer_chunk")(
         (num_reqs, splits),
         (THREADS,),
         (

@@ -8,17 +8,17 @@ from typing import Any
 from .compile import kernel
 from .launch import is_aligned, pointer, strides
 
-TOKENS = 2  # of a thread block: a warp each, as in indices.cu
+TOKENS = 2  # of a thread block: a warp each, as in common/indices.cu
 
 
 def launch(name: str, num_tokens: int, aligned: bool, arguments: tuple[Any, ...]) -> None:
-    run = kernel("indices.cu", name, ALIGNED=int(aligned))
+    run = kernel("common/indices.cu", name, ALIGNED=int(aligned))
     run((-(-num_tokens // TOKENS),), (32 * TOKENS,), (num_tokens, *arguments), overlap=True)
 
 
 @functools.cache
 def division(block_size: int) -> tuple[int, int, int]:
-    """A block size, and the multiplier and shift by which `BlockSize` of pages.cuh divides by it."""
+    """A block size, and the multiplier and shift by which `BlockSize` of common/pages.cuh divides by it."""
     log = (block_size - 1).bit_length()
     return block_size, -(-(2 ** (31 + log)) // block_size), log
 

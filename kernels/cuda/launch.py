@@ -25,10 +25,11 @@ __all__ = [
     "MAX_BLOCKS",
     "Kernel",
     "Launch",
+    "are_recorded",
     "int32",
     "is_aligned",
-    "journal",
     "pointer",
+    "recorded_launches",
     "strides",
     "unit",
 ]
@@ -103,9 +104,9 @@ class Kernel:
         array = self._array
         numbers = [x.data.ptr if x.__class__ is array else x for x in arguments]
         launch = Launch(self, (*grid, 1, 1)[:3], (*block, 1, 1)[:3], shared_mem, overlap, numbers)
-        journal = self._thread.journal
-        if journal is not None:
-            journal.append(launch)
+        recorded_launches = self._thread.recorded_launches
+        if recorded_launches is not None:
+            recorded_launches.append(launch)
         self.launch(launch, numbers, self._stream().ptr)
 
     def launch(self, launch: Launch, numbers: list[Any], stream: int) -> None:
@@ -185,7 +186,7 @@ class _Thread(threading.local):
     """What a thread has for itself.
 
     memory   its _LaunchMemory, as others may launch while the driver reads it, and addresses in there
-    journal  the launches since `journal` began
+    recorded_launches  the launches since `recorded_launches` began
     """
 
     def __init__(self) -> None:
@@ -201,7 +202,7 @@ class _Thread(threading.local):
         )  # fmt: skip
         attribute, extra = (address + field.offset for field in (_LaunchMemory.attribute_id, _LaunchMemory.extra))
         self.memory = launch_kernel, memory, address, attribute, extra
-        self.journal: list[Launch] | None = None
+        self.recorded_launches: list[Launch] | None = None
 
 
 @functools.cache
@@ -217,15 +218,20 @@ def _can_overlap(device: int) -> bool:
 
 
 @contextlib.contextmanager
-def journal() -> Iterator[list[Launch]]:
+def recorded_launches() -> Iterator[list[Launch]]:
     """What is launched on this thread in the meantime, in order."""
     thread = _threads()
     launches: list[Launch] = []
-    thread.journal, before = launches, thread.journal
+    thread.recorded_launches, before = launches, thread.recorded_launches
     try:
         yield launches
     finally:
-        thread.journal = before
+        thread.recorded_launches = before
+
+
+def are_recorded() -> bool:
+    """Whether this thread's launches are being recorded."""
+    return _threads().recorded_launches is not None
 
 
 def strides(array: Any) -> tuple[int, ...]:

@@ -85,7 +85,7 @@ def merge_attn_states(
     output: Any, prefix_output: Any, prefix_lse: Any, suffix_output: Any, suffix_lse: Any, output_lse: Any | None
 ) -> None:
     tokens, heads, dim = output.shape
-    kernel("merge.cu", "merge_attn_states", VALUE=C_NAMES[output.dtype.name])(
+    kernel("common/merge.cu", "merge_attn_states", VALUE=C_NAMES[output.dtype.name])(
         (tokens * heads,),
         (128,),
         (

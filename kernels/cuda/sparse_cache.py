@@ -12,7 +12,7 @@ WARPS = 4  # of a thread block
 MAX_GRID_Y = 65_535
 TOKENS = 2  # that a warp gathers: see NOTES.md
 STREAMED_ROWS = 8_192  # gathered: more would push each other out of L2
-INDEXER_ROWS = 4 * WARPS  # of a thread block, as in indexer_gather.cu
+INDEXER_ROWS = 4 * WARPS  # of a thread block, as in common/indexer_gather.cu
 
 
 def quantize_and_insert_k_cache(k: Any, pages: Pages, slot_mapping: Any, power_of_two_scales: bool) -> None:
@@ -26,7 +26,7 @@ def insert(
     """Insert rows whose quantised values are in `k`; `rope`, an array or an address, has those that stay 16-bit."""
     num_tokens = len(slot_mapping)
     kernel(
-        "cache_insert.cu",
+        "common/cache_insert.cu",
         "quantize_and_insert_k_cache",
         LAYOUT=pages.layout.name,
         INPUT=C_NAMES[k.dtype.name],
@@ -51,7 +51,7 @@ def dequantize_and_gather_k_cache(
     if num_rows == 0:
         return
     gather = kernel(
-        "cache_gather.cu",
+        "common/cache_gather.cu",
         "dequantize_and_gather_k_cache",
         LAYOUT=pages.layout.name,
         OUTPUT=C_NAMES[out.dtype.name],
@@ -79,7 +79,7 @@ def cp_gather_indexer_k_quant_cache(
     num_rows = len(dst_k)
     scales_aligned = (dst_scale.data.ptr | dst_scale.strides[0]) % 4 == 0
     kernel(
-        "indexer_gather.cu",
+        "common/indexer_gather.cu",
         "cp_gather_indexer_k_quant_cache",
         ALIGNED=int(is_aligned(pages.bytes, dst_k) and scales_aligned),
     )(

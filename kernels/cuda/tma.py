@@ -1,4 +1,4 @@
-"""Tensor maps, by which the tensor memory accelerator copies boxes of an array (csrc/boxes.cuh)."""
+"""Tensor maps, by which the tensor memory accelerator copies boxes of an array (csrc/sm90/tma.cuh)."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from ..types.metadata import BatchCounts, SwaBuffers
 from .compile import kernel
 from .launch import C_TYPES, strides
 
-WARPS = 4  # a thread block, as in step.cu
+WARPS = 4  # a thread block, as in common/window_metadata.cu
 
 
 def build_sparse_swa(
@@ -28,7 +28,7 @@ def build_sparse_swa(
     if c128a_block_table is not None:
         c128a = (c128a_block_table.data.ptr, strides(c128a_block_table)[0], c128a_block_table.shape[1])
     token_blocks = -(-max(counts.rows, counts.rows_before) // WARPS)
-    kernel("step.cu", "build_sparse_swa", SLOT=C_TYPES[slot_mapping.dtype])(
+    kernel("common/window_metadata.cu", "build_sparse_swa", SLOT=C_TYPES[slot_mapping.dtype])(
         (token_blocks + 1,),
         (32 * WARPS,),
         (

@@ -27,7 +27,7 @@ def mha_varlen(
     cu_seqlens_k: np.ndarray,
     softmax_scale: float,
     causal: bool,
-    onto: bool,
+    accumulate: bool,
     out: np.ndarray,
     lse: np.ndarray,
 ) -> None:
@@ -38,7 +38,7 @@ def mha_varlen(
             if k_pe is not None:
                 key = np.concatenate([key, k_pe[keys]], axis=1)
             part[:, head], part_lse[head] = attend(q[queries, head], key, v[keys, head], softmax_scale, causal)
-        if onto:
+        if accumulate:
             merge_attn_states(out[queries], out[queries], lse[:, queries], part, part_lse, lse[:, queries])
         else:
             out[queries], lse[:, queries] = part, part_lse

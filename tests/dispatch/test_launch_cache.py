@@ -7,7 +7,7 @@ import pytest
 
 import cumla
 import emulation
-from cumla.dispatch.launch_cache import look_at, note
+from cumla.dispatch.launch_cache import call_key, record
 from cumla.kernels.cuda.launch import Launch
 from support.attention import make_cache, make_indices, make_q
 from support.lab import BF16, Lab, lab_of
@@ -48,9 +48,9 @@ def launched(*numbers):
 @pytest.mark.usefixtures("emulated")
 def test_a_list_looks_as_its_arrays_do():
     a, b = (on_paper(np.zeros((4, 8), np.int32)) for _ in range(2))
-    assert look_at([a, b], 1) == look_at((b, a), 1)
-    assert look_at([a, b], 1) != look_at([a, b[:, :4]], 1)
-    assert look_at([a, np.zeros(3)], 1) is None
+    assert call_key([a, b], 1) == call_key((b, a), 1)
+    assert call_key([a, b], 1) != call_key([a, b[:, :4]], 1)
+    assert call_key([a, np.zeros(3)], 1) is None
 
 
 @pytest.mark.usefixtures("emulated")
@@ -78,13 +78,13 @@ class TestNote:
 
     def test_addresses_are_those_of_arrays(self):
         a, b = on_paper(self.a), on_paper(self.b)
-        known = note([launched(b.data.ptr, 0, a.data.ptr + 40)], [a, b], [], None)
+        known = record([launched(b.data.ptr, 0, a.data.ptr + 40)], [a, b], [], None)
         assert [places for _, places in known.launches] == [[(0, 1, 0), (2, 0, 40)]]
         assert (known.together, known.outputs, known.results, known.framework) == ([], [], None, "cupy")
 
     def test_outputs(self):
         a, new = on_paper(self.a), on_paper(self.new)
-        known = note([launched(new.data.ptr)], [a], [new], (new, a))
+        known = record([launched(new.data.ptr)], [a], [new], (new, a))
         assert [places for _, places in known.launches] == [[(0, 1, 0)]]
         assert known.outputs == [((4, 8), np.dtype(np.int32))]
         assert known.results == [1, 0]
@@ -92,7 +92,7 @@ class TestNote:
     def test_arrays_that_share_memory_must_share_it_again(self):
         whole = on_paper(self.a)
         right = whole[:, 4:]
-        known = note([launched(right.data.ptr)], [whole, right], [], None)
+        known = record([launched(right.data.ptr)], [whole, right], [], None)
         start = whole.data.ptr
         assert known.fits([start, start + 16])
         assert known.fits([0, 16])
@@ -103,7 +103,7 @@ class TestNote:
         a, own = on_paper(self.a), on_paper(self.new)
         launches = {"nothing": [], "an address of its own": [launched(own.data.ptr)]}
         result = own if what == "another result" else None
-        assert note(launches.get(what, [launched(a.data.ptr)]), [a], [], result) is None
+        assert record(launches.get(what, [launched(a.data.ptr)]), [a], [], result) is None
 
 
 def insert(array_of, rng, k=None, tokens=40, slots=np.int64, **options):

@@ -14,68 +14,74 @@ TARGETS = ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120")
 INSERTS = {"SLOT": "int64"}
 MHA = {
     "VALUE": "bf16", "OUTPUT": "bf16", "QK_DIM": 192, "ROPE_DIM": 64, "V_DIM": 128, "CAUSAL": 1, "ALIGNED": 1,
-    "ONTO": 0,
+    "ACCUMULATE": 0,
 }  # fmt: skip
 MHA_TYPES = [("bf16", "bf16", 1), ("bf16", "float", 0), ("f16", "f16", 1)]
 # Every file of csrc/, with macros as launchers give them.
 SOURCES = [
-    ("cache_insert.cu", {**INSERTS, "LAYOUT": "DSV4_FP8", "INPUT": "bf16", "POWER_OF_TWO": 1, "ALIGNED": 1}),
-    ("cache_insert.cu", {**INSERTS, "LAYOUT": "V32_FP8", "INPUT": "f16", "POWER_OF_TWO": 0, "ALIGNED": 1}),
-    ("cache_insert.cu", {**INSERTS, "LAYOUT": "INDEXER_FP8", "INPUT": "float", "POWER_OF_TWO": 1, "ALIGNED": 0}),
-    ("cache_gather.cu", {"LAYOUT": "DSV4_FP8", "OUTPUT": "bf16", "TOKENS": 2, "ALIGNED": 1, "STREAM": 1}),
-    ("cache_gather.cu", {"LAYOUT": "V32_FP8", "OUTPUT": "float", "TOKENS": 2, "ALIGNED": 0, "STREAM": 0}),
-    ("indexer_gather.cu", {"ALIGNED": 1}),
-    ("indexer_gather.cu", {"ALIGNED": 0}),
-    ("mla_insert.cu", {"INPUT": "bf16", "CACHE": "bf16", "KV_C_DIM": 512, "SLOT": "int64", "ALIGNED": 1}),
-    ("mla_insert.cu", {"INPUT": "float", "CACHE": "e4m3", "KV_C_DIM": 512, "SLOT": "int", "ALIGNED": 0}),
-    ("mla_gather.cu", {"UNIT": "uint4"}),
-    ("mla_gather.cu", {"UNIT": "uint8"}),
-    ("mla_gather.cu", {"OUTPUT": "bf16", "ALIGNED": 1}),
-    ("mla_gather.cu", {"OUTPUT": "float", "ALIGNED": 0}),
-    ("copy_blocks.cu", {"UNIT": "uint4", "CHUNK": 1024, "PAIR": "int64"}),
-    ("copy_blocks.cu", {"UNIT": "uint8", "CHUNK": 1024, "PAIR": "int"}),
-    ("advance.cu", {"TOKEN": "int64", "SAMPLED": "int", "POSITION": "int64", "SLOT": "int64"}),
-    ("indices.cu", {"ALIGNED": 1}),
-    ("indices.cu", {"ALIGNED": 0}),
-    *(("combine.cu", {"AT_ONCE": number}) for number in (4, 8, 16)),
-    ("decode_plan.cu", {}),
-    ("decode_sm90.cu", {"LAYOUT": "DSV4_FP8"}),
-    ("decode_sm90.cu", {"LAYOUT": "V32_FP8"}),
-    ("exact.cu", {"LAYOUT": "DSV4_FP8", "ALIGNED": 1}),
-    ("exact.cu", {"LAYOUT": "MLA_BF16", "ALIGNED": 0}),
-    ("hold.cu", {}),
-    ("indexer_step.cu", {}),
-    ("merge.cu", {"VALUE": "bf16"}),
-    ("merge.cu", {"VALUE": "f16"}),
-    ("merge.cu", {"VALUE": "float"}),
-    *(("mha_varlen.cu", {**MHA, "VALUE": value, "OUTPUT": out, "CAUSAL": causal}) for value, out, causal in MHA_TYPES),
-    ("mha_varlen.cu", {**MHA, "QK_DIM": 256, "ROPE_DIM": 0, "V_DIM": 256, "ALIGNED": 0}),
-    *(("mha_varlen.cu", {**MHA, "OUTPUT": "float", "ALIGNED": aligned, "ONTO": 1}) for aligned in (0, 1)),
-    ("mha_varlen_sm90.cu", {"VALUE": "bf16", "OUTPUT": "bf16", "CAUSAL": 1, "ONTO": 0}),
-    ("mha_varlen_sm90.cu", {"VALUE": "f16", "OUTPUT": "float", "CAUSAL": 0, "ONTO": 0}),
-    ("mha_varlen_sm90.cu", {"VALUE": "bf16", "OUTPUT": "float", "CAUSAL": 0, "ONTO": 1}),
-    ("mha_varlen_sm90.cu", {"VALUE": "f16", "OUTPUT": "float", "CAUSAL": 1, "ONTO": 1}),
-    ("mla_decode_sm90.cu", {"VALUE": "bf16"}),
-    ("mla_decode_sm90.cu", {"VALUE": "f16"}),
-    # as racecheck takes them (hopper.cuh)
-    ("decode_sm90.cu", {"LAYOUT": "DSV4_FP8", "EVERY_LANE_ARRIVES": 1}),
-    ("mha_varlen_sm90.cu", {"VALUE": "bf16", "OUTPUT": "bf16", "CAUSAL": 1, "ONTO": 0, "EVERY_LANE_ARRIVES": 1}),
-    ("mla_decode_sm90.cu", {"VALUE": "bf16", "EVERY_LANE_ARRIVES": 1}),
-    ("mla_decode.cu", {"VALUE": "bf16", "CACHE": "bf16", "ALIGNED": 1}),
-    ("mla_decode.cu", {"VALUE": "f16", "CACHE": "e4m3", "ALIGNED": 0}),
-    ("mla_decode_merge.cu", {"VALUE": "bf16", "ALIGNED": 1, "AT_ONCE": 4, "MAX_SETS": 1}),
-    ("mla_decode_merge.cu", {"VALUE": "f16", "ALIGNED": 0, "AT_ONCE": 8, "MAX_SETS": 1}),
-    ("mla_decode_merge.cu", {"VALUE": "bf16", "ALIGNED": 1, "AT_ONCE": 8, "MAX_SETS": 8}),
-    ("step.cu", {"SLOT": "int64"}),
-    ("step.cu", {"SLOT": "int"}),
+    ("common/cache_insert.cu", {**INSERTS, "LAYOUT": "DSV4_FP8", "INPUT": "bf16", "POWER_OF_TWO": 1, "ALIGNED": 1}),
+    ("common/cache_insert.cu", {**INSERTS, "LAYOUT": "V32_FP8", "INPUT": "f16", "POWER_OF_TWO": 0, "ALIGNED": 1}),
+    ("common/cache_insert.cu", {**INSERTS, "LAYOUT": "INDEXER_FP8", "INPUT": "float", "POWER_OF_TWO": 1, "ALIGNED": 0}),
+    ("common/cache_gather.cu", {"LAYOUT": "DSV4_FP8", "OUTPUT": "bf16", "TOKENS": 2, "ALIGNED": 1, "STREAM": 1}),
+    ("common/cache_gather.cu", {"LAYOUT": "V32_FP8", "OUTPUT": "float", "TOKENS": 2, "ALIGNED": 0, "STREAM": 0}),
+    ("common/indexer_gather.cu", {"ALIGNED": 1}),
+    ("common/indexer_gather.cu", {"ALIGNED": 0}),
+    ("common/dense_insert.cu", {"INPUT": "bf16", "CACHE": "bf16", "KV_C_DIM": 512, "SLOT": "int64", "ALIGNED": 1}),
+    ("common/dense_insert.cu", {"INPUT": "float", "CACHE": "e4m3", "KV_C_DIM": 512, "SLOT": "int", "ALIGNED": 0}),
+    ("common/dense_gather.cu", {"UNIT": "uint4"}),
+    ("common/dense_gather.cu", {"UNIT": "uint8"}),
+    ("common/dense_gather.cu", {"OUTPUT": "bf16", "ALIGNED": 1}),
+    ("common/dense_gather.cu", {"OUTPUT": "float", "ALIGNED": 0}),
+    ("common/copy_blocks.cu", {"UNIT": "uint4", "CHUNK": 1024, "PAIR": "int64"}),
+    ("common/copy_blocks.cu", {"UNIT": "uint8", "CHUNK": 1024, "PAIR": "int"}),
+    ("common/advance.cu", {"TOKEN": "int64", "SAMPLED": "int", "POSITION": "int64", "SLOT": "int64"}),
+    ("common/indices.cu", {"ALIGNED": 1}),
+    ("common/indices.cu", {"ALIGNED": 0}),
+    *(("common/sparse/combine.cu", {"AT_ONCE": number}) for number in (4, 8, 16)),
+    ("common/sparse/plan.cu", {}),
+    ("sm90/decode/decode.cu", {"LAYOUT": "DSV4_FP8"}),
+    ("sm90/decode/decode.cu", {"LAYOUT": "V32_FP8"}),
+    ("common/sparse/exact.cu", {"LAYOUT": "DSV4_FP8", "ALIGNED": 1}),
+    ("common/sparse/exact.cu", {"LAYOUT": "MLA_BF16", "ALIGNED": 0}),
+    ("common/hold.cu", {}),
+    ("common/indexer_metadata.cu", {}),
+    ("common/merge.cu", {"VALUE": "bf16"}),
+    ("common/merge.cu", {"VALUE": "f16"}),
+    ("common/merge.cu", {"VALUE": "float"}),
+    *(
+        ("sm80/mha_varlen.cu", {**MHA, "VALUE": value, "OUTPUT": out, "CAUSAL": causal})
+        for value, out, causal in MHA_TYPES
+    ),
+    ("sm80/mha_varlen.cu", {**MHA, "QK_DIM": 256, "ROPE_DIM": 0, "V_DIM": 256, "ALIGNED": 0}),
+    *(("sm80/mha_varlen.cu", {**MHA, "OUTPUT": "float", "ALIGNED": aligned, "ACCUMULATE": 1}) for aligned in (0, 1)),
+    ("sm90/dense/mha_varlen.cu", {"VALUE": "bf16", "OUTPUT": "bf16", "CAUSAL": 1, "ACCUMULATE": 0}),
+    ("sm90/dense/mha_varlen.cu", {"VALUE": "f16", "OUTPUT": "float", "CAUSAL": 0, "ACCUMULATE": 0}),
+    ("sm90/dense/mha_varlen.cu", {"VALUE": "bf16", "OUTPUT": "float", "CAUSAL": 0, "ACCUMULATE": 1}),
+    ("sm90/dense/mha_varlen.cu", {"VALUE": "f16", "OUTPUT": "float", "CAUSAL": 1, "ACCUMULATE": 1}),
+    ("sm90/dense/decode.cu", {"VALUE": "bf16"}),
+    ("sm90/dense/decode.cu", {"VALUE": "f16"}),
+    # as racecheck takes them (sm90/hopper.cuh)
+    ("sm90/decode/decode.cu", {"LAYOUT": "DSV4_FP8", "EVERY_LANE_ARRIVES": 1}),
+    (
+        "sm90/dense/mha_varlen.cu",
+        {"VALUE": "bf16", "OUTPUT": "bf16", "CAUSAL": 1, "ACCUMULATE": 0, "EVERY_LANE_ARRIVES": 1},
+    ),
+    ("sm90/dense/decode.cu", {"VALUE": "bf16", "EVERY_LANE_ARRIVES": 1}),
+    ("sm80/dense_decode.cu", {"VALUE": "bf16", "CACHE": "bf16", "ALIGNED": 1}),
+    ("sm80/dense_decode.cu", {"VALUE": "f16", "CACHE": "e4m3", "ALIGNED": 0}),
+    ("common/dense_decode_merge.cu", {"VALUE": "bf16", "ALIGNED": 1, "AT_ONCE": 4, "MAX_SETS": 1}),
+    ("common/dense_decode_merge.cu", {"VALUE": "f16", "ALIGNED": 0, "AT_ONCE": 8, "MAX_SETS": 1}),
+    ("common/dense_decode_merge.cu", {"VALUE": "bf16", "ALIGNED": 1, "AT_ONCE": 8, "MAX_SETS": 8}),
+    ("common/window_metadata.cu", {"SLOT": "int64"}),
+    ("common/window_metadata.cu", {"SLOT": "int"}),
 ]
 
-SPILLS_ALLOWED = {"decode_sm90.cu-V32_FP8-sm_90a": 8}  # bytes, once a tile: every register is given to a role
+SPILLS_ALLOWED = {"sm90/decode/decode.cu-V32_FP8-sm_90a": 8}  # bytes, once a tile: every register is given to a role
 
 
 def targets_of(file):
-    """A file named after an architecture is for that one alone."""
-    return ("sm_90a",) if file.endswith("_sm90.cu") else TARGETS
+    """What is in the folder of Hopper is for it alone; what is in sm80/ serves all that is newer, too."""
+    return ("sm_90a",) if file.startswith("sm90/") else TARGETS
 
 
 # Shared memory of a thread block and of a multiprocessor, in KiB.
@@ -87,7 +93,7 @@ SHARED_MEMORY = {
 def portable_attention(layout, heads, target):
     """The portable attention kernel as a device takes it."""
     size = sparse_portable.choose(layout, heads, *(1024 * limit for limit in SHARED_MEMORY[target]))
-    return "attention_mma.cu", sparse_portable.macros(layout, size), target
+    return "sm80/sparse/attention.cu", sparse_portable.macros(layout, size), target
 
 
 COMPILATIONS = [(file, macros, target) for file, macros in SOURCES for target in targets_of(file)]
@@ -135,7 +141,9 @@ def test_source(number):
 
 
 def test_every_source_is_compiled():
-    assert {file for file, _, _ in COMPILATIONS} == {path.name for path in compiler.CSRC.glob("*.cu")}
+    assert {file for file, _, _ in COMPILATIONS} == {
+        str(path.relative_to(compiler.CSRC)) for path in compiler.CSRC.rglob("*.cu")
+    }
 
 
 def test_every_layout_is_in_the_header():

@@ -72,23 +72,23 @@ def test_a_loop_of_little_work_leaves_the_number_of_threads_as_it_was():
         numba.set_num_threads(before)
 
 
-@pytest.mark.parametrize("onto", [False, True])
-def test_causal_attention_in_several_steps(rng, monkeypatch, onto):
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_causal_attention_in_several_steps(rng, monkeypatch, accumulate):
     """Queries go a few at a time where their scores would take much memory: each sees up to its own key."""
     q, k, v = (rng.standard_normal((n, 2, 64)).astype(BF16) for n in (23, 40, 40))
     starts, ends = np.array([0, 11, 23], np.int32), np.array([0, 25, 40], np.int32)
-    options = {"causal": True, "onto": onto}
+    options = {"causal": True, "accumulate": accumulate}
     given = rng.standard_normal((23, 2, 64)).astype(np.float32), rng.standard_normal((2, 23)).astype(np.float32)
-    want = cumla.mha_varlen(q, k, v, starts, ends, backend="reference", **options, **results(onto, given))
+    want = cumla.mha_varlen(q, k, v, starts, ends, backend="reference", **options, **results(accumulate, given))
     for scores in (1, 4 * 2 * 25, 1 << 20):  # one query at a time, a few, and all
         monkeypatch.setattr(dense_attention, "SCORES_AT_ONCE", scores)
-        got = cumla.mha_varlen(q, k, v, starts, ends, backend="cpu", **options, **results(onto, given))
+        got = cumla.mha_varlen(q, k, v, starts, ends, backend="cpu", **options, **results(accumulate, given))
         assert_within("out", to_float(got[0]), to_float(want[0]), 1e-3, 2.01 / 128)
         assert_within("lse", got[1], want[1], 1e-6, 2.01 / 65536)
 
 
-def results(onto, given):
-    return dict(zip(("out", "lse"), (x.copy() for x in given), strict=True)) if onto else {}
+def results(accumulate, given):
+    return dict(zip(("out", "lse"), (x.copy() for x in given), strict=True)) if accumulate else {}
 
 
 def test_calls_from_several_threads(rng):

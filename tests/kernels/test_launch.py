@@ -11,11 +11,11 @@ from cumla.kernels.cuda.launch import HEAD, PACKING, _LaunchMemory, packing
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
 
 KERNELS = [
-    ("step.cu", "build_sparse_swa", {"SLOT": "int64"}),
-    ("indexer_step.cu", "build_indexer_decode", {}),
-    ("indexer_step.cu", "build_indexer_chunk", {}),
-    ("advance.cu", "advance_step", {"TOKEN": "int64", "SAMPLED": "int", "POSITION": "int64", "SLOT": "int64"}),
-    ("mla_gather.cu", "gather_cache", {"UNIT": "uint4"}),
+    ("common/window_metadata.cu", "build_sparse_swa", {"SLOT": "int64"}),
+    ("common/indexer_metadata.cu", "build_indexer_decode", {}),
+    ("common/indexer_metadata.cu", "build_indexer_chunk", {}),
+    ("common/advance.cu", "advance_step", {"TOKEN": "int64", "SAMPLED": "int", "POSITION": "int64", "SLOT": "int64"}),
+    ("common/dense_gather.cu", "gather_cache", {"UNIT": "uint4"}),
 ]
 WIDTHS = {"u64": 8, "s64": 8, "f64": 8, "u32": 4, "s32": 4, "f32": 4, "u8": 1, "s8": 1, "b8": 1}
 
@@ -59,7 +59,7 @@ def parameters_in(program):
 
 def test_a_tensor_map_lies_where_the_device_wants_it():
     """At a multiple of 64 of the constant bank, and at the place where it is packed."""
-    text = "#define VALUE bf16\n" + compiler.source("mla_decode_sm90.cu")
+    text = "#define VALUE bf16\n" + compiler.source("sm90/dense/decode.cu")
     parameters, start = parameters_in(compiled(text, "sm_90a", "CUBIN"))
     codes = packing(text, "mla_decode_sm90", {"VALUE": "bf16"}).format
     ends = [struct.calcsize(codes[:end]) for end in range(1, len(codes) + 1)]

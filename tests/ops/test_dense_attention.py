@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.dispatch.launch_cache import prepared
+from cumla.dispatch.launch_cache import launch_cached
 from cumla.kernels.cuda import dense_attention, tma
 from cumla.kernels.types.segments import Pages
 from support.bounds import assert_decode, assert_same_direction, assert_within
@@ -116,7 +116,7 @@ def test_mha_varlen_onto_attention_over_other_keys(lab, rng, head_dims, dtype):
         before = lab.get(out).copy(), lab.get(lse).copy()
         got = cumla.mha_varlen(
             *map(lab.put, (q, k, v, cu_q, cu_k)), k_pe=lab.put(k_pe) if rope else None, softmax_scale=0.11,
-            causal=causal, onto=not causal, out=out, lse=lse, backend=lab.backend,
+            causal=causal, accumulate=not causal, out=out, lse=lse, backend=lab.backend,
         )  # fmt: skip
         assert got[0] is out
         assert got[1] is lse
@@ -313,7 +313,7 @@ def test_any_number_of_splits(device_lab, rng, monkeypatch, splits):
 
 def test_the_same_call_with_another_cache(device_lab, rng, monkeypatch):
     """And taken from a note of its launches, among whose arguments the cache's address is more than once."""
-    again = prepared(cumla.dense_mla_decode)
+    again = launch_cached(cumla.dense_mla_decode)
     q = (5 * rng.standard_normal((3, 1, 20, 576))).astype(BF16)
     lab, lens = device_lab, [64, 60, 40]
     calls = [Paged(rng, lens, 32) for _ in range(3)]
@@ -450,9 +450,12 @@ def test_errors_name_the_argument(rng):
         ({"cu_seqlens_k": np.array([0, 2, 4], np.int32)}, "cu_seqlens_k: got shape"),
         ({"cu_seqlens_q": cu[:0], "cu_seqlens_k": cu[:0]}, "cu_seqlens_q: got no entries"),
         ({"softmax_scale": np.nan}, "softmax_scale: got nan"),
-        ({"onto": True}, "out: got None"),
-        ({"onto": True, "out": np.zeros((4, 2, 128), np.float32)}, "lse: got None"),
-        ({"onto": True, "out": v, "lse": np.zeros((2, 4), np.float32)}, "out: got dtype bfloat16, expected float32"),
+        ({"accumulate": True}, "out: got None"),
+        ({"accumulate": True, "out": np.zeros((4, 2, 128), np.float32)}, "lse: got None"),
+        (
+            {"accumulate": True, "out": v, "lse": np.zeros((2, 4), np.float32)},
+            "out: got dtype bfloat16, expected float32",
+        ),
     ):
         arguments = {"q": q, "k": q, "v": v, "cu_seqlens_q": cu, "cu_seqlens_k": cu} | changes
         with pytest.raises((TypeError, ValueError), match=message):

@@ -83,8 +83,8 @@ def test_beside_sparse_layers():
 
 
 def test_context_that_is_left_out_is_found(monkeypatch):
-    def forgetful(*arguments, onto, **more):
-        if not onto:
+    def forgetful(*arguments, accumulate, **more):
+        if not accumulate:
             cumla.mha_varlen(*arguments, **more)
 
     monkeypatch.setattr(cumla.layers.dense, "mha_varlen", forgetful)

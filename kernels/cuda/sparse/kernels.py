@@ -12,14 +12,14 @@ import cupy
 
 from ....layout import DSV4_FP8, V32_FP8, CacheLayout
 from ..compile import kernel
-from ..launch import is_aligned
+from ..launch import is_aligned, recorded_launches
 from . import portable as sparse_portable
 from .work import HEADS, V_DIM, Division, Work, device_sms
 
-HOPPER_THREADS, HOPPER_SHARED_BYTES = 512, 232448  # all there is; decode_sm90_memory.cuh says what for
-COMBINE_WARPS, COMBINE_VALUES = 8, 128  # values that a warp puts together, as in combine.cu
+HOPPER_THREADS, HOPPER_SHARED_BYTES = 512, 232448  # all there is; sm90/decode/memory.cuh says what for
+COMBINE_WARPS, COMBINE_VALUES = 8, 128  # values that a warp puts together, as in common/sparse/combine.cu
 COMBINE_BLOCKS = {4: 5, 8: 4, 16: 2}  # thread blocks a multiprocessor, by parts that are loaded together
-EXACT_UNIT, EXACT_THREADS, EXACT_BLOCKS_PER_SM = 4, 128, 2  # as in exact.cuh
+EXACT_UNIT, EXACT_THREADS, EXACT_BLOCKS_PER_SM = 4, 128, 2  # as in common/sparse/exact.cuh
 
 KERNELS = ("hopper", "portable", "exact")
 _forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("forced attention kernel", default=None)
@@ -45,13 +45,11 @@ class FastKernel(NamedTuple):
 @contextlib.contextmanager
 def forced(name: str) -> Iterator[None]:
     """For tests: attend with the kernel `name`, one of KERNELS, whatever would be chosen or was noted before."""
-    from ....dispatch.launch_cache import noted_outputs
-
     if name not in KERNELS:
         raise ValueError(f"name: got {name!r}, expected one of {', '.join(KERNELS)}")
     token = _forced.set(name)
     try:
-        with noted_outputs():  # in which no call is made from a note
+        with recorded_launches():  # in which no call is made from the launch cache
             yield
     finally:
         _forced.reset(token)
@@ -78,7 +76,7 @@ def _fastest(device: int, layout: CacheLayout) -> str:
 
 @functools.cache
 def _hopper(device: int, layout: CacheLayout) -> FastKernel:
-    function = kernel("decode_sm90.cu", "sparse_mla_decode", arch="sm_90a", LAYOUT=layout.name)
+    function = kernel("sm90/decode/decode.cu", "sparse_mla_decode", arch="sm_90a", LAYOUT=layout.name)
     function.max_dynamic_shared_size_bytes = HOPPER_SHARED_BYTES
     return FastKernel(function, HOPPER_THREADS, HOPPER_SHARED_BYTES, HEADS, device_sms(device))
 
@@ -89,7 +87,7 @@ def _portable(device: int, layout: CacheLayout, heads: int) -> FastKernel:
     size = sparse_portable.choose(
         layout, heads, limits["MaxSharedMemoryPerBlockOptin"], limits["MaxSharedMemoryPerMultiprocessor"]
     )
-    function = kernel("attention_mma.cu", "sparse_mla_mma", **sparse_portable.macros(layout, size))
+    function = kernel("sm80/sparse/attention.cu", "sparse_mla_mma", **sparse_portable.macros(layout, size))
     shared_bytes = sparse_portable.shared_bytes(layout, size)
     function.max_dynamic_shared_size_bytes = shared_bytes
     max_shares = size.blocks * device_sms(device)
@@ -108,11 +106,13 @@ def combine(work: Work, problem: tuple[Any, ...], division: Division) -> None:
         warps = next((warps for warps in (4, 2) if work.tiles * pieces >= warps * sms), 1)
         batch, s_q = work.q.shape[:2]
         grid = (work.groups * pieces // warps, s_q, batch)
-        kernel("combine.cu", "combine_equal_cuts", **macros)(grid, (32 * warps,), problem, overlap=True)
+        kernel("common/sparse/combine.cu", "combine_equal_cuts", **macros)(grid, (32 * warps,), problem, overlap=True)
     else:
         blocks = -(-min(work.tiles, division.shares) * pieces // COMBINE_WARPS)
         blocks = min(blocks, COMBINE_BLOCKS[at_once] * sms)
-        kernel("combine.cu", "combine_cuts", **macros)((blocks,), (32 * COMBINE_WARPS,), problem, overlap=True)
+        kernel("common/sparse/combine.cu", "combine_cuts", **macros)(
+            (blocks,), (32 * COMBINE_WARPS,), problem, overlap=True
+        )
 
 
 def attend_exactly(work: Work, problem: tuple[Any, ...], everything: bool) -> None:
@@ -122,7 +122,7 @@ def attend_exactly(work: Work, problem: tuple[Any, ...], everything: bool) -> No
     aligned = is_aligned(*(segment.pages.bytes for segment in work.segments))
     blocks = min(work.tiles * work.tile_heads // EXACT_UNIT, EXACT_BLOCKS_PER_SM * device_sms(device))
     function = kernel(
-        "exact.cu", "attend_exactly_where_unsafe",
+        "common/sparse/exact.cu", "attend_exactly_where_unsafe",
         LAYOUT=layout.name, ALIGNED=int(aligned), TILE_HEADS=work.tile_heads,
     )  # fmt: skip
     function((blocks,), (EXACT_THREADS,), (*problem, everything), overlap=True)

@@ -1,4 +1,4 @@
-"""Sizes of csrc/attention_mma.cu: how many heads and keys it takes at a time, by layout and shared memory."""
+"""Sizes of csrc/sm80/sparse/attention.cu: how many heads and keys it takes at a time, by layout and shared memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ....layout import CacheLayout
 
 THREADS, WARPS = 256, 8
-STEP_BYTES, WALK_BYTES, STEPS_LISTED = 24, 64, 16  # Step and Walk of attention_mma_rows.cuh
+STEP_BYTES, CURSOR_BYTES, STEPS_LISTED = 24, 64, 16  # Step and StepCursor of sm80/sparse/rows.cuh
 RESERVED_BYTES = 1024  # of a multiprocessor's shared memory, for each thread block
 
 
@@ -43,7 +43,7 @@ def choose(layout: CacheLayout, heads: int, block_limit: int, multiprocessor_lim
 
 
 def macros(layout: CacheLayout, size: Size) -> dict[str, str | int]:
-    """What to compile csrc/attention_mma.cu with."""
+    """What to compile csrc/sm80/sparse/attention.cu with."""
     return {
         "LAYOUT": layout.name,
         "TILE_HEADS": size.heads,
@@ -55,11 +55,11 @@ def macros(layout: CacheLayout, size: Size) -> dict[str, str | int]:
 
 
 def shared_bytes(layout: CacheLayout, size: Size) -> int:
-    """The size of Shared in csrc/attention_mma_scores.cuh, which asserts that it is this."""
+    """The size of SparseShared in csrc/sm80/sparse/scores.cuh, which asserts that it is this."""
     heads, keys, stages, _ = size
     tokens = stages * keys
     row_stride = (layout.token_bytes + 31) // 64 * 64 + 32
-    bookkeeping = STEPS_LISTED * STEP_BYTES + WALK_BYTES + 8
+    bookkeeping = STEPS_LISTED * STEP_BYTES + CURSOR_BYTES + 8
     ring = _aligned(tokens * (row_stride + 4 * (1 + max(layout.num_scales, 1) + 1)) + bookkeeping)
     operands = heads * (2 * layout.head_dim + 16) + 2 * heads * (2 * keys + 16)
     warps_of_keys = min(keys // 8, WARPS // min(heads // 16, 2))

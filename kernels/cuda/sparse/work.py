@@ -1,4 +1,4 @@
-"""The work of one attention call as csrc/decode.cuh sees it, and its division among thread blocks."""
+"""The work of one attention call as csrc/common/sparse/work.cuh sees it, and its division among thread blocks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ...types.segments import Segment
 from ..compile import kernel
 from ..launch import pointer, strides
 
-HEADS, BLOCK, V_DIM = 64, 64, 512  # of a tile (unless a kernel's are lower), as in decode.cuh
+HEADS, BLOCK, V_DIM = 64, 64, 512  # of a tile (unless a kernel's are lower), as in common/sparse/work.cuh
 LOWEST_HEADS = 16  # of a tile
-MAX_SHARES = 512  # as in combine.cu
+MAX_SHARES = 512  # as in common/sparse/combine.cu
 PLAN_THREADS = 1024
 
-# What the division is made by, in blocks, as in decode_plan.cu (NOTES.md): reading a tile's Q and writing its result;
-# writing a part and launching what puts parts together, which does so many a block's time; and the same where a share
-# has parts of two tiles.
+# What the division is made by, in blocks, as in common/sparse/plan.cu (NOTES.md): reading a tile's Q and writing its
+# result; writing a part and launching what puts parts together, which does so many a block's time; and the same where a
+# share has parts of two tiles.
 TILE_COST, CUT_COST, STRADDLE_COST = 2, 2, 5
 PARTS_A_BLOCK = 64
 LEAST_TILES = 1 << 14  # to have room for, so that a plan's memory need not grow
@@ -95,7 +95,7 @@ class Work(NamedTuple):
         return max(1, sum(-(-segment.indices.shape[2] // BLOCK) for segment in self.segments))
 
     def numbers(self, memory: Memory | None, division: Division = UNDIVIDED) -> tuple[Any, ...]:
-        """A Problem of decode.cuh, member after member; without memory and a division, for the exact kernel."""
+        """A SparseProblem of sparse/work.cuh, member after member; without memory and division for the exact one."""
         batch, s_q, heads, _ = self.q.shape
         lists = [value for segment in self.segments for value in _list(segment)]
         if len(self.segments) == 1:
@@ -262,7 +262,7 @@ def plan_shares(
             return
         plan.made_for = shape
     if division.planned:
-        kernel("decode_plan.cu", "plan_decode")((1,), (PLAN_THREADS,), (*problem, memory.starts, division.cut))
+        kernel("common/sparse/plan.cu", "plan_decode")((1,), (PLAN_THREADS,), (*problem, memory.starts, division.cut))
 
 
 @functools.cache

@@ -1,0 +1,26 @@
+// One step forward of a decode batch: a sampled token becomes the next input. A thread takes a sequence.
+//
+// Macros: TOKEN, SAMPLED, POSITION, SLOT (each int64 or int).
+#include "common/pdl.cuh"
+#include "common/pages.cuh"
+
+extern "C" __global__ void __launch_bounds__(128)
+advance_step(int num_seqs, int num_queries, int block_size, TOKEN* input_tokens, int64 tokens_stride,
+             const SAMPLED* sampled_token_ids, int64 sampled_stride, POSITION* input_positions, int64 positions_stride,
+             int* seq_lens, int64 lens_stride, SLOT* slot_mapping, int64 slots_stride, const int* block_tables,
+             int64 table_stride, int table_columns) {
+    pdl_wait();
+    int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= num_seqs) return;
+    TOKEN token = 0;
+    int position = 0, slot = -1;
+    if (i < num_queries) {
+        position = seq_lens[i * lens_stride];  // of the sampled token: the first that the sequence does not have yet
+        token = TOKEN(sampled_token_ids[i * sampled_stride]);
+        slot = lookup_slot({block_tables, table_stride, num_queries, table_columns}, int(i), position, block_size);
+        if (position < INT32_LIMIT) seq_lens[i * lens_stride] = position + 1;
+    }
+    input_tokens[i * tokens_stride] = token;
+    input_positions[i * positions_stride] = position;
+    slot_mapping[i * slots_stride] = slot;
+}

@@ -1,0 +1,20 @@
+// Copies from global to shared memory that run beside the arithmetic (cp.async, sm_80 and newer).
+#pragma once
+#include "common/numbers.cuh"
+
+__device__ inline uint32 shared_address(const void* pointer) { return uint32(__cvta_generic_to_shared(pointer)); }
+
+// BYTES (4, 8 or 16) from global to shared memory; zeros, and no access, where `present` is false.
+template <int BYTES> __device__ inline void copy_async(uint32 target, const void* source, bool present) {
+    int size = present ? BYTES : 0;
+    if (BYTES == 16)  // past the L1 cache, which has no use for it
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(size) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target), "l"(source), "n"(BYTES), "r"(size) : "memory");
+}
+template <int BYTES> __device__ inline void copy_async(void* target, const void* source, bool present) {
+    copy_async<BYTES>(shared_address(target), source, present);
+}
+__device__ inline void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Wait until all but the last PENDING groups of this thread's copies are there.
+template <int PENDING> __device__ inline void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }

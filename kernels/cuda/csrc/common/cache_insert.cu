@@ -1,0 +1,96 @@
+// Quantise rows to FP8 and insert them into a paged cache.
+//
+// A warp takes a token. Each lane holds 8 neighbouring values of a row in each of its
+// rounds (a round is 32 lanes x 8 values), so a tile of 64 or 128 values is 8 or 16 lanes and its largest
+// magnitude takes 3 or 4 shuffles. Reads of a row are 512 contiguous bytes a round, writes 256.
+// The values that stay 16-bit come from an array of their own, `rope`, which may be a part of the other.
+//
+// Macros: LAYOUT, INPUT (bf16, f16 or float), SLOT (int64 or int), POWER_OF_TWO, ALIGNED.
+#include "common/pdl.cuh"
+#include "common/pages.cuh"
+#include "common/vectors.cuh"
+
+constexpr int ROUNDS = (LAYOUT::head_dim + 255) / 256;
+constexpr int TILE_LANES = LAYOUT::scale_tile / 8;
+
+// The largest of |x|, NaN aside.
+__device__ inline float largest_magnitude(const float (&x)[8]) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) largest = fmaxf(largest, fabsf(x[i]));
+    return largest;
+}
+
+__device__ inline float largest_finite(const float (&x)[8]) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) largest = fmaxf(largest, fabsf(x[i]) < infinity() ? fabsf(x[i]) : 0.0f);
+    return largest;
+}
+
+__device__ inline float largest_of_tile(float largest) {
+#pragma unroll
+    for (int lane = 1; lane < TILE_LANES; lane *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lane));
+    return largest;
+}
+
+// Values [8 * chunk, 8 * chunk + 8) of a row; every lane of the warp takes part. Returns the biased exponent of the
+// scale of a power of two, 0 if there is none.
+__device__ inline uint32 insert_chunk(Token token, int chunk, Raw8<INPUT> raw) {
+    float x[8];
+    unpack8(raw, x);
+    float amax = largest_of_tile(largest_magnitude(x));
+    if (__any_sync(~0u, amax == infinity())) amax = largest_of_tile(largest_finite(x));
+    int first = 8 * chunk;
+    if (first >= LAYOUT::quantized_dim) {
+        bf16* rope = reinterpret_cast<bf16*>(token.row + LAYOUT::rope_offset) + (first - LAYOUT::quantized_dim);
+        if (first < LAYOUT::head_dim) store_raw8(rope, raw);
+        return 0;
+    }
+    int exponent = POWER_OF_TWO ? scale_exponent(amax, LAYOUT::min_exponent) : 0;
+    float scale = POWER_OF_TWO ? power_of_two(exponent) : fmaxf(div(amax, 448.0f), LAYOUT::min_scale);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = POWER_OF_TWO ? x[i] * power_of_two(-exponent) : div(x[i], scale);
+    store_e4m3x8(token.row + first, x);
+    if (!LAYOUT::ue8m0 && chunk % TILE_LANES == 0) store4(token.scales + 4 * (chunk / TILE_LANES), __float_as_uint(scale));
+    return exponent + 127;
+}
+
+// The UE8M0 scales of a row by one store: the exponents of all tiles are brought together in every lane. What is left
+// of the 8 bytes is 0.
+__device__ inline void store_exponents(Token token, int lane, const uint32 (&exponents)[ROUNDS]) {
+    static_assert(!LAYOUT::ue8m0 || (LAYOUT::scale_bytes == 8 && TILE_LANES == 8 && ROUNDS == 2));
+    uint32 words[2] = {};
+#pragma unroll
+    for (int round = 0; round < 2 && round < ROUNDS; ++round) {
+        uint32 word = exponents[round] << 8 * (lane / 8);
+        word |= __shfl_xor_sync(~0u, word, 8);
+        words[round] = word | __shfl_xor_sync(~0u, word, 16);
+    }
+    if (lane == 0) store8(token.scales, {words[0], words[1]});
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+quantize_and_insert_k_cache(const INPUT* k, int64 k_stride, const INPUT* rope, int64 rope_stride,
+                            const SLOT* slot_mapping, int num_tokens, uint8* pages, int64 page_stride, int64 num_slots,
+                            int block_size) {
+    pdl_wait();
+    int lane = threadIdx.x % 32;
+    int token = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (token >= num_tokens) return;
+    int64 slot = slot_mapping[token];
+    Raw8<INPUT> raw[ROUNDS];
+#pragma unroll
+    for (int round = 0; round < ROUNDS; ++round) {  // before the slot is known, though it may say to skip the row
+        int first = 8 * (32 * round + lane);
+        raw[round] = {};
+        if (first < LAYOUT::quantized_dim) raw[round] = load_raw8(k + token * k_stride + first);
+        else if (first < LAYOUT::head_dim) raw[round] = load_raw8(rope + token * rope_stride + (first - LAYOUT::quantized_dim));
+    }
+    if (slot < 0 || slot >= num_slots) return;
+    Token token_row = token_at<LAYOUT>(pages, page_stride, block_size, slot);
+    uint32 exponents[ROUNDS];
+#pragma unroll
+    for (int round = 0; round < ROUNDS; ++round) exponents[round] = insert_chunk(token_row, 32 * round + lane, raw[round]);
+    if (LAYOUT::ue8m0) store_exponents(token_row, lane, exponents);
+}

@@ -1,0 +1,88 @@
+// Merge what the splits of dense MLA decode have left. Each thread has four values of a head.
+//
+// Parts lie in L2, so that time goes into round trips rather than bytes: log-sums and values of up to AT_ONCE parts
+// are asked for together. Where there are more, several sets of four warps take some each.
+//
+// Macros: VALUE (bf16 or f16), ALIGNED, AT_ONCE (parts that a thread asks for together), MAX_SETS.
+#include "common/pdl.cuh"
+#include "common/packed.cuh"
+
+constexpr int V_DIM = 512, SET = V_DIM / 4;  // threads that have a head's values
+#if __CUDA_ARCH__ >= 900
+constexpr int MANY_BLOCKS = 12;  // on a multiprocessor
+#else
+constexpr int MANY_BLOCKS = 10;  // where 40 registers are too few
+#endif
+constexpr int MIN_BLOCKS = MAX_SETS > 1 ? 1 : AT_ONCE > 4 ? 8 : MANY_BLOCKS;
+
+// Of parts: values times exp(log-sum - top).
+struct PartSum {
+    float top, total;
+    float4 x;
+
+    __device__ void scale(float factor) { total *= factor, x.x *= factor, x.y *= factor, x.z *= factor, x.w *= factor; }
+    __device__ void add(float weight, float weight_of_total, float4 part) {
+        total += weight_of_total;
+        x.x += weight * part.x, x.y += weight * part.y, x.z += weight * part.z, x.w += weight * part.w;
+    }
+};
+
+__device__ inline float base_of(float top) { return top == -infinity() ? 0.0f : top; }  // no NaN where no keys are
+
+extern "C" __global__ void __launch_bounds__(SET * MAX_SETS, MIN_BLOCKS)
+mla_decode_merge(const float* partial_out, const float* partial_lse, int splits, int s_q, int heads, VALUE* out,
+                 int64 out_stride_b, int64 out_stride_s, int64 out_stride_h, float* lse, int64 lse_stride_b,
+                 int64 lse_stride_h, int64 lse_stride_s) {
+    int head = blockIdx.x % heads, token = blockIdx.x / heads, b = token / s_q, s = token % s_q;
+    int thread = threadIdx.x % SET, set = threadIdx.x / SET, sets = blockDim.x / SET;
+    int64 part = (int64(token) * splits + set * AT_ONCE) * heads + head;
+    const float* lse_at = partial_lse + part;
+    const float4* at = reinterpret_cast<const float4*>(partial_out + part * V_DIM) + thread;
+    out += b * out_stride_b + s * out_stride_s + head * out_stride_h + 4 * thread;
+    lse += b * lse_stride_b + head * lse_stride_h + s * lse_stride_s;
+    pdl_wait();
+    PartSum sum{-infinity(), 0.0f, {}};
+    for (int first = set * AT_ONCE; first < splits; first += sets * AT_ONCE) {
+        float log_sums[AT_ONCE];
+        float4 x[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {  // volatile, or the first is waited for before the last is asked for
+            log_sums[i] = -infinity(), x[i] = {};
+            if (first + i >= splits) continue;
+            asm volatile("ld.global.f32 %0, [%1];" : "=f"(log_sums[i]) : "l"(lse_at + i * heads));
+            asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                         : "=f"(x[i].x), "=f"(x[i].y), "=f"(x[i].z), "=f"(x[i].w)
+                         : "l"(at + i * heads * (V_DIM / 4)));
+        }
+        float before = sum.top;
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) sum.top = fmaxf(sum.top, log_sums[i]);  // NaN is in the total instead
+        float base = base_of(sum.top);
+        sum.scale(expf(before - base));
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            float weight = expf(log_sums[i] - base);
+            sum.add(weight, weight, x[i]);
+        }
+        lse_at += sets * AT_ONCE * heads, at += int64(sets * AT_ONCE) * heads * (V_DIM / 4);
+    }
+#if MAX_SETS > 1
+    __shared__ PartSum sums[MAX_SETS - 1][SET];
+    if (set) sums[set - 1][thread] = sum;
+    __syncthreads();
+    if (set) return;
+    for (int i = 0; i < sets - 1; ++i) {
+        PartSum other = sums[i][thread];
+        float before = sum.top;
+        sum.top = fmaxf(sum.top, other.top);
+        float base = base_of(sum.top), weight = expf(other.top - base);
+        sum.scale(expf(before - base));
+        sum.add(weight, weight * other.total, other.x);
+    }
+#endif
+    bool empty = sum.top == -infinity() && sum.total == 0.0f;
+    float factor = empty ? 0.0f : 1.0f / sum.total;
+    store_pair(out, factor * sum.x.x, factor * sum.x.y);
+    store_pair(out + 2, factor * sum.x.z, factor * sum.x.w);
+    if (thread == 0) *lse = empty ? infinity() : sum.top + logf(sum.total);
+}

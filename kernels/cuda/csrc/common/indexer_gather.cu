@@ -1,0 +1,39 @@
+// Gather the indexer's keys, FP8 values and scales as they are, from a paged cache.
+//
+// 8 lanes take a row of 128 bytes, 16 bytes each; the first of them takes the scale as well. The thread blocks
+// go through the rows in turns: how many there are only the device knows, and a workspace may have many more.
+//
+// Macros: ALIGNED.
+#include "common/pdl.cuh"
+#include "common/requests.cuh"
+#include "common/vectors.cuh"
+
+using Layout = INDEXER_FP8;
+constexpr int LANES = Layout::row_bytes / 16;
+
+extern "C" __global__ void __launch_bounds__(128)
+cp_gather_indexer_k_quant_cache(uint8* pages, int64 page_stride, int64 num_slots, int block_size, uint8* dst_k,
+                                int64 k_stride, uint8* dst_scale, int64 scale_stride, int num_rows,
+                                const int* block_table, int64 table_stride, int table_columns, const int* cu_seq_lens,
+                                int requests) {
+    pdl_wait();
+    BlockTable table{block_table, table_stride, requests, table_columns};
+    GatheredRows rows{cu_seq_lens, requests};
+    int lane = threadIdx.x % LANES;
+    int64 rows_at_once = int64(gridDim.x) * (blockDim.x / LANES);
+    int count = rows.count(num_rows);
+    for (int64 row = blockIdx.x * int64(blockDim.x / LANES) + threadIdx.x / LANES; row < count; row += rows_at_once) {
+        int request = rows.request(row);
+        if (request < 0) continue;
+        PageRow at = lookup_page_row(table, request, row - cu_seq_lens[request], block_size, num_slots);
+        uint4 values = {};
+        uint32 scale = 0;
+        if (at.page >= 0) {
+            Token token = token_at<Layout>(pages, page_stride, block_size, at);
+            values = load16(token.row + 16 * lane);
+            if (lane == 0) scale = load4(token.scales);
+        }
+        store16(dst_k + row * k_stride + 16 * lane, values);
+        if (lane == 0) store4(dst_scale + row * scale_stride, scale);
+    }
+}

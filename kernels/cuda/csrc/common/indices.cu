@@ -1,0 +1,411 @@
+// Index maps: from positions and local top-k entries to cache slots.
+//
+// A warp takes a token, so nothing here waits for another warp, and what is the same for a whole row is worked out
+// once for many entries. Rows are handled four entries a lane at a time where they are aligned (16-byte loads and
+// stores), several of which are on their way before the first is looked at.
+//
+// Macros: ALIGNED (rows start at multiples of 16 bytes; their widths, top-k and window are multiples of 4).
+#include "common/pdl.cuh"
+#include "common/pages.cuh"
+#include "common/vectors.cuh"
+
+constexpr int THREADS = 64;             // of a thread block
+constexpr int WIDTH = ALIGNED ? 4 : 1;  // entries a lane handles at a time
+constexpr int STEP = 32 * WIDTH;        // and a warp
+constexpr int STEPS = 4;                // loads of a lane that are on their way at a time
+
+struct LoadedIndices {
+    int at[WIDTH];
+};
+
+__device__ inline LoadedIndices load_entries(const int* p) {
+    LoadedIndices x;
+#if ALIGNED
+    uint4 four = load16(p);
+    x.at[0] = four.x, x.at[1] = four.y, x.at[2] = four.z, x.at[3] = four.w;
+#else
+    x.at[0] = *p;
+#endif
+    return x;
+}
+
+// What a lane has of entries [first, count), and anything beyond.
+__device__ inline void load_steps(LoadedIndices (&entries)[STEPS], const int* p, int first, int count) {
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+        if (first + step * STEP < count) entries[step] = load_entries(p + first + step * STEP);
+}
+
+__device__ inline void store_entries(int* p, LoadedIndices x) {
+#if ALIGNED
+    store16(p, {uint32(x.at[0]), uint32(x.at[1]), uint32(x.at[2]), uint32(x.at[3])});
+#else
+    *p = x.at[0];
+#endif
+}
+
+__device__ inline int lane_id() { return threadIdx.x % 32; }
+__device__ inline int warp_id() { return (blockIdx.x * THREADS + threadIdx.x) / 32; }
+
+__device__ inline int warp_sum(int value) {
+#pragma unroll
+    for (int lane = 16; lane; lane /= 2) value += __shfl_xor_sync(~0u, value, lane);
+    return value;
+}
+
+struct QueryPositions {
+    const int* query_start_loc;
+    const int* seq_lens;
+    int count;
+
+    __device__ bool has(int request) const { return request >= 0 && request < count; }
+
+    // Position of a query token in its sequence; the last query token is the sequence's last.
+    __device__ int64 position(int request, int64 token) const {
+        return int64(seq_lens[request]) - query_start_loc[request + 1] + token;
+    }
+};
+
+// Rows of `compress_ratio` positions each that are complete at `position`. 32-bit division is enough: a position
+// beyond that is an error of the caller's, which must only not do harm.
+__device__ inline uint32 complete_rows(int64 position, int compress_ratio) {
+    if (position < 0) return 0;
+    return (uint32(min(position, int64(INT32_LIMIT))) + 1) / uint32(compress_ratio);
+}
+
+// Compressed entries that a token at `position` sees, of which it uses `topk` at most.
+__device__ inline int compressed_entries(int64 position, int compress_ratio, int topk) {
+    return int(min(complete_rows(position, compress_ratio), uint32(topk)));
+}
+
+// p[i], in PTX because the compiler would work out the whole of p again for each of a row's entries.
+__device__ inline int load_at(const int* p, uint32 i) {
+    int x;
+    asm volatile("{ .reg .u64 a; mad.wide.u32 a, %1, 4, %2; ld.global.nc.u32 %0, [a]; }" : "=r"(x) : "r"(i), "l"(p));
+    return x;
+}
+
+// One request's row of a block table.
+struct TableRow {
+    const int* entries;
+    BlockSize block_size;
+    uint32 limit;       // of positions that it has; 0 if the table does not have the request
+    uint32 last_block;  // whose first slot is within int32
+
+    __device__ TableRow(BlockTable table, int row, BlockSize block_size_)
+        : entries(table.entries + row * table.row_stride), block_size(block_size_) {
+        int64 positions = row >= 0 && row < table.rows ? int64(table.columns) * block_size.tokens : 0;
+        limit = uint32(min(positions, INT32_LIMIT + 1ll));
+        last_block = block_size.page_of(INT32_LIMIT);
+    }
+
+    // Only positions below `count` are looked up from now on.
+    __device__ void see(uint32 count) { limit = min(limit, count); }
+
+    // Slots of positions; -1 for negative positions, and where the table has no such entry or no such block.
+    __device__ LoadedIndices slots(LoadedIndices positions) const {
+        LoadedIndices blocks, slots;
+        uint32 rows[WIDTH];
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) {
+            uint32 position = positions.at[i];
+            uint32 column = block_size.page_of(position);
+            rows[i] = position - column * block_size.tokens;
+            blocks.at[i] = -1;
+            if (position < limit) blocks.at[i] = load_at(entries, column);
+        }
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) {
+            uint32 slot = uint32(blocks.at[i]) * block_size.tokens + rows[i];  // at most the last block's is beyond int32
+            slots.at[i] = uint32(blocks.at[i]) <= last_block ? max(int(slot), -1) : -1;
+        }
+        return slots;
+    }
+};
+
+// start + j, start + j + 1, ... for those of j, j + 1, ... that are below `count`; the others are -1.
+__device__ inline LoadedIndices range(int start, int j, int count) {
+    LoadedIndices x;
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) x.at[i] = j + i < count ? start + j + i : -1;
+    return x;
+}
+
+// A window of positions up to and with `position`; empty if that is negative.
+struct Window {
+    int start, length;
+    int lookups;  // of the positions, those within int32, as all are but where query_start_loc contradicts seq_lens
+
+    __device__ Window(int64 position, int window_size) {
+        int64 first = max(position - window_size + 1, int64(0));
+        start = int(first);
+        length = int(max(position + 1 - first, int64(0)));
+        lookups = position <= INT32_LIMIT ? length : 0;
+    }
+};
+
+__device__ inline int count_present(LoadedIndices x) {
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) count += x.at[i] >= 0;
+    return count;
+}
+
+// Slots in a numbering where pages are `span` tokens apart instead of as many as they have.
+__device__ inline LoadedIndices to_span(LoadedIndices slots, BlockSize block_size, int span) {
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) slots.at[i] = max(slots.at[i], -1);
+    if (span == block_size.tokens) return slots;
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) {
+        uint32 slot = slots.at[i], page = block_size.page_of(slot);
+        int64 moved = int64(page) * span + (slot - page * block_size.tokens);
+        slots.at[i] = slots.at[i] >= 0 && moved <= INT32_LIMIT ? int(moved) : -1;
+    }
+    return slots;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+compute_swa_indices_and_lens(int num_tokens, const int* query_start_loc, const int* seq_lens, int requests,
+                             const int* token_to_req_indices, const bool* is_valid_token, const int* block_table,
+                             int64 table_stride, int table_rows, int table_columns, int block_size,
+                             uint32 block_multiplier, int block_shift, int window_size, int token_offset,
+                             int* swa_indices, int64 indices_stride, int* swa_lens) {
+    pdl_wait();
+    if (warp_id() >= num_tokens) return;
+    int token = warp_id() + token_offset;
+    int request = token_to_req_indices[token];
+    QueryPositions batch{query_start_loc, seq_lens, requests};
+    int64 position = is_valid_token[token] && batch.has(request) ? batch.position(request, token) : -1;
+    Window window(position, window_size);
+    TableRow table({block_table, table_stride, table_rows, table_columns}, request,
+                   {block_size, block_multiplier, block_shift});
+    int* row = swa_indices + warp_id() * indices_stride;
+    for (int j = lane_id() * WIDTH; j < window_size; j += 32 * WIDTH)
+        store_entries(row + j, table.slots(range(window.start, j, window.lookups)));
+    if (lane_id() == 0) swa_lens[warp_id()] = window.length;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+compute_global_topk_indices_and_lens(int num_tokens, const int* topk_indices, int64 topk_stride, int topk,
+                                     const int* token_to_req_indices, const int* block_table, int64 table_stride,
+                                     int table_rows, int table_columns, int block_size, uint32 block_multiplier,
+                                     int block_shift, const bool* is_valid_token, const int* positions, int compress_ratio,
+                                     int* global_topk_indices, int64 global_stride, int* topk_lens) {
+    pdl_wait();
+    int token = warp_id();
+    if (token >= num_tokens) return;
+    bool valid = is_valid_token[token];
+    TableRow table({block_table, table_stride, table_rows, table_columns}, token_to_req_indices[token],
+                   {block_size, block_multiplier, block_shift});
+    if (positions) table.see(complete_rows(positions[token], compress_ratio));
+    const int* local = topk_indices + token * topk_stride;
+    int* row = global_topk_indices + token * global_stride;
+    int found = 0;
+    for (int first = lane_id() * WIDTH; first < topk; first += STEPS * STEP) {
+        LoadedIndices entries[STEPS];
+        load_steps(entries, local, first, topk);
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            if (first + step * STEP >= topk) break;
+            LoadedIndices slots = table.slots(entries[step]);
+            found += count_present(slots);
+            store_entries(row + first + step * STEP, slots);
+        }
+    }
+    found = warp_sum(found);
+    if (lane_id() == 0) topk_lens[token] = valid ? found : 0;
+}
+
+// The same with what is present moved to the left of each row, in order. ALIGNED is 0: a lane takes one entry.
+extern "C" __global__ void __launch_bounds__(THREADS)
+compute_compact_topk_indices_and_lens(int num_tokens, const int* topk_indices, int64 topk_stride, int topk,
+                                      const int* token_to_req_indices, const int* block_table, int64 table_stride,
+                                      int table_rows, int table_columns, int block_size, uint32 block_multiplier,
+                                      int block_shift, const bool* is_valid_token, const int* positions, int compress_ratio,
+                                      int* global_topk_indices, int64 global_stride, int* topk_lens) {
+    pdl_wait();
+    int token = warp_id();
+    if (token >= num_tokens) return;
+    bool valid = is_valid_token[token];
+    TableRow table({block_table, table_stride, table_rows, table_columns}, token_to_req_indices[token],
+                   {block_size, block_multiplier, block_shift});
+    if (positions) table.see(complete_rows(positions[token], compress_ratio));
+    const int* local = topk_indices + token * topk_stride;
+    int* row = global_topk_indices + token * global_stride;
+    int kept = 0;
+    for (int j = 0; j < topk; j += 32) {
+        LoadedIndices entry{};
+        entry.at[0] = j + lane_id() < topk ? local[j + lane_id()] : -1;
+        int slot = table.slots(entry).at[0];
+        uint32 present = __ballot_sync(~0u, slot >= 0);
+        if (slot >= 0) row[kept + __popc(present & (1u << lane_id()) - 1)] = slot;
+        kept += __popc(present);
+    }
+    for (int j = kept + lane_id(); j < topk; j += 32) row[j] = -1;
+    if (lane_id() == 0) topk_lens[token] = valid ? kept : 0;
+}
+
+// A token of a gathered prefill workspace: the request that it belongs to, and where its window's rows are.
+struct Gathered {
+    int base = 0;      // first row of the request
+    uint32 complete = 0;  // compressed rows that the token sees
+    int num_swa = 0;   // entries of the window, of which those from `swa_first` to `swa_end` are in the workspace:
+    int swa_first = 0, swa_end = 0;
+    int swa_base = 0;  // row of the first of the window
+
+    __device__ Gathered(QueryPositions batch, const int* gather_lens, int token, int window_size, int compress_ratio,
+                        int row_stride, int swa_start) {
+        int64 query = int64(token) + batch.query_start_loc[0];
+        // How many of query_start_loc[1:] are at most `query`.
+        int request = 0;
+        for (int r = lane_id(); r - lane_id() < batch.count; r += 32)
+            request += __popc(__ballot_sync(~0u, r < batch.count && batch.query_start_loc[r + 1] <= query));
+        if (request >= batch.count) return;
+        int64 position = batch.position(request, query);
+        if (position < 0) return;
+        base = row_stride * request;
+        complete = complete_rows(position, compress_ratio);
+        num_swa = int(min(position + 1, int64(window_size)));
+        int64 gathered = position - num_swa + 1 - (int64(batch.seq_lens[request]) - gather_lens[request]);
+        swa_first = int(min(max(-gathered, int64(0)), int64(num_swa)));
+        swa_end = int(min(max(row_stride - swa_start - gathered, int64(0)), int64(num_swa)));
+        swa_base = int(base + swa_start + gathered);
+    }
+
+    // The row of the window's entry `rank`, or -1.
+    __device__ int window_row(int rank) const { return rank >= swa_first && rank < swa_end ? swa_base + rank : -1; }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+combine_topk_swa_indices(int num_tokens, const int* topk_indices, int64 topk_stride, const int* query_start_loc,
+                         const int* seq_lens, int requests, const int* gather_lens, int window_size,
+                         int compress_ratio, int topk, int row_stride, int swa_start, int* combined_indices,
+                         int64 combined_stride, int width, int* combined_lens) {
+    pdl_wait();
+    int token = warp_id();
+    if (token >= num_tokens) return;
+    const int* local = topk_indices + token * topk_stride;
+    int* row = combined_indices + token * combined_stride;
+    int first = lane_id() * WIDTH;
+    LoadedIndices entries[STEPS];
+    load_steps(entries, local, first, topk);  // before it is known how many of them count
+    Gathered rows({query_start_loc, seq_lens, requests}, gather_lens, token, window_size, compress_ratio, row_stride,
+                  swa_start);
+    int num_topk = int(min(rows.complete, uint32(topk)));
+    while (first < width) {
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            int j = first + step * STEP;
+            if (j >= width) break;
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) {
+                int rank = j + i - num_topk, entry = rows.window_row(rank);
+                if (rank < 0 && uint32(entries[step].at[i]) < uint32(swa_start))
+                    entry = rows.base + entries[step].at[i];
+                entries[step].at[i] = entry;
+            }
+            store_entries(row + j, entries[step]);
+        }
+        first += STEPS * STEP;
+        load_steps(entries, local, first, num_topk);
+    }
+    if (lane_id() == 0) combined_lens[token] = num_topk + rows.num_swa;
+}
+
+// The same with the entries that are present, wherever they stand, in order. ALIGNED is 0: a lane takes one entry.
+extern "C" __global__ void __launch_bounds__(THREADS)
+combine_compact_topk_swa_indices(int num_tokens, const int* topk_indices, int64 topk_stride,
+                                 const int* query_start_loc, const int* seq_lens, int requests, const int* gather_lens,
+                                 int window_size, int compress_ratio, int topk, int row_stride, int swa_start,
+                                 int* combined_indices, int64 combined_stride, int width, int* combined_lens) {
+    pdl_wait();
+    int token = warp_id();
+    if (token >= num_tokens) return;
+    const int* local = topk_indices + token * topk_stride;
+    int* row = combined_indices + token * combined_stride;
+    Gathered rows({query_start_loc, seq_lens, requests}, gather_lens, token, window_size, compress_ratio, row_stride,
+                  swa_start);
+    uint32 seen = min(rows.complete, uint32(swa_start));
+    int kept = 0;
+    for (int j = 0; j < topk; j += 32) {
+        int entry = j + lane_id() < topk ? local[j + lane_id()] : -1;
+        uint32 present = __ballot_sync(~0u, uint32(entry) < seen);
+        if (uint32(entry) < seen) row[kept + __popc(present & (1u << lane_id()) - 1)] = rows.base + entry;
+        kept += __popc(present);
+    }
+    for (int j = kept + lane_id(); j < width; j += 32) row[j] = rows.window_row(j - kept);
+    if (lane_id() == 0) combined_lens[token] = kept + rows.num_swa;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+build_flashinfer_mixed_sparse_indices(
+    int num_tokens, const int* decode_swa_indices, int64 decode_swa_stride, int num_decode_tokens,
+    const int* decode_compressed_indices, int64 decode_compressed_stride, int decode_topk,
+    const int* decode_compressed_topk_lens, const int* prefill_topk_indices, int64 prefill_topk_stride,
+    const int* query_start_loc, const int* seq_lens, int requests, const int* token_to_req_indices,
+    const int* swa_block_table, int64 swa_table_stride, int swa_table_rows, int swa_table_columns, int swa_block_size,
+    uint32 swa_block_multiplier, int swa_block_shift, const int* compressed_block_table,
+    int64 compressed_table_stride, int compressed_table_rows, int compressed_table_columns, int compressed_block_size,
+    uint32 compressed_block_multiplier, int compressed_block_shift, int window_size, int compress_ratio, int topk,
+    int decode_indices_are_local, const bool* decode_is_valid_token, int swa_block_span, int compressed_block_span,
+    int* sparse_indices, int64 sparse_stride, int width, int* sparse_topk_lens) {
+    pdl_wait();
+    int token = warp_id();
+    if (token >= num_tokens) return;
+    bool decode = token < num_decode_tokens;
+    const int* window_slots = decode_swa_indices + token * decode_swa_stride;
+    const int* compressed = decode ? decode_compressed_indices + token * decode_compressed_stride
+                                   : prefill_topk_indices + (token - num_decode_tokens) * prefill_topk_stride;
+    int num_compressed = decode ? decode_topk : compressed_block_table ? topk : 0;
+    int num_columns = width - window_size;
+    int first = lane_id() * WIDTH;
+    LoadedIndices entries[STEPS];
+    load_steps(entries, compressed, first, num_compressed);  // of a prefill before it is known how many of them count
+    LoadedIndices slots{};
+    if (decode && first < window_size) slots = load_entries(window_slots + first);
+
+    int request = token_to_req_indices[token];
+    bool counted = decode && decode_indices_are_local;
+    bool valid = !counted || decode_is_valid_token == nullptr || decode_is_valid_token[token];
+    int given_length = decode && decode_compressed_topk_lens ? decode_compressed_topk_lens[token] : decode_topk;
+    BlockSize swa_size{swa_block_size, swa_block_multiplier, swa_block_shift};
+    BlockSize compressed_size{compressed_block_size, compressed_block_multiplier, compressed_block_shift};
+    TableRow swa_table({swa_block_table, swa_table_stride, swa_table_rows, swa_table_columns}, request, swa_size);
+    TableRow compressed_table({compressed_block_table, compressed_table_stride, compressed_table_rows,
+                               compressed_table_columns}, request, compressed_size);
+    int64 position = -1;
+    if (!decode) {
+        QueryPositions batch{query_start_loc, seq_lens, requests};
+        if (batch.has(request)) position = batch.position(request, token);
+        if (compressed_block_table) num_compressed = compressed_entries(position, compress_ratio, topk);
+    }
+    Window window(position, window_size);
+    int* row = sparse_indices + token * sparse_stride;
+    for (int j = first; j < window_size; j += STEP) {
+        if (!decode) slots = swa_table.slots(range(window.start, j, window.lookups));
+        store_entries(row + j, to_span(slots, swa_size, swa_block_span));
+        if (decode && j + STEP < window_size) slots = load_entries(window_slots + j + STEP);
+    }
+    int found = 0;
+    row += window_size;
+    while (first < num_columns) {
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            int j = first + step * STEP;
+            if (j >= num_columns) break;
+            slots = entries[step];
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i)
+                if (j + i >= num_compressed) slots.at[i] = -1;
+            if (!decode || decode_indices_are_local) slots = compressed_table.slots(slots);
+            found += count_present(slots);
+            store_entries(row + j, to_span(slots, compressed_size, compressed_block_span));
+        }
+        first += STEPS * STEP;
+        load_steps(entries, compressed, first, num_compressed);
+    }
+    found = warp_sum(found);
+    int used = counted ? (valid ? found : 0) : decode ? min(max(given_length, 0), decode_topk) : num_compressed;
+    if (lane_id() == 0) sparse_topk_lens[token] = window_size + used;
+}

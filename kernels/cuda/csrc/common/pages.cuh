@@ -1,0 +1,73 @@
+// Where a token's bytes are in a paged cache, and what a block table says.
+#pragma once
+#include "common/numbers.cuh"
+#include "layouts.cuh"
+
+struct Token {
+    uint8* row;
+    uint8* scales;
+};
+
+struct PageRow {
+    int64 page;  // -1 if absent
+    int row;
+};
+
+// Where `slot`, which is not negative, is. Slots of a large pool take 64-bit division, which is slow.
+__device__ inline PageRow page_row_of(int slot, int block_size) {
+    return {uint32(slot) / uint32(block_size), int(uint32(slot) % uint32(block_size))};
+}
+__device__ inline PageRow page_row_of(int64 slot, int block_size) {
+    if (slot <= INT32_LIMIT) return page_row_of(int(slot), block_size);
+    return {slot / block_size, int(slot % block_size)};
+}
+
+// The row and scales at `at`. The page stride may be anything, so page offsets are 64-bit.
+template <class Layout>
+__device__ inline Token token_at(uint8* pages, int64 page_stride, int block_size, PageRow at) {
+    uint8* base = pages + at.page * page_stride;
+    int64 scale_start = Layout::scale_start + int64(block_size) * Layout::scale_start_per_token;
+    return {base + int64(at.row) * Layout::row_bytes, base + scale_start + int64(at.row) * Layout::scale_stride};
+}
+
+template <class Layout>
+__device__ inline Token token_at(uint8* pages, int64 page_stride, int block_size, int64 slot) {
+    return token_at<Layout>(pages, page_stride, block_size, page_row_of(slot, block_size));
+}
+
+// A block size, and what a division by it as a multiplication takes (`division` of indices.py).
+struct BlockSize {
+    int tokens;
+    uint32 multiplier;
+    int shift;
+
+    __device__ uint32 page_of(uint32 position) const {  // of positions below 2^31
+        return __umulhi(2 * position, multiplier) >> shift;
+    }
+};
+
+struct BlockTable {
+    const int* entries;
+    int64 row_stride;  // in entries
+    int rows, columns;
+};
+
+// Where a position (int or int64) of request `row` is; absent where the table has no such entry, or a block that is
+// not there or whose slots are beyond `num_slots` or int32.
+template <class Position>
+__device__ inline PageRow lookup_page_row(BlockTable table, int row, Position position, int block_size,
+                                     int64 num_slots = INT32_LIMIT + 1ll) {
+    PageRow absent{-1, 0};
+    if (row < 0 || row >= table.rows || position < 0 || position >= int64(table.columns) * block_size) return absent;
+    PageRow column = page_row_of(position, block_size);
+    int block = table.entries[row * table.row_stride + column.page];
+    int64 slot = int64(block) * block_size + column.row;
+    return block >= 0 && slot <= INT32_LIMIT && slot < num_slots ? PageRow{block, column.row} : absent;
+}
+
+// The slot of a position of request `row`, or -1 if it is absent.
+template <class Position>
+__device__ inline int lookup_slot(BlockTable table, int row, Position position, int block_size) {
+    PageRow at = lookup_page_row(table, row, position, block_size);
+    return at.page < 0 ? -1 : int(at.page) * block_size + at.row;
+}

@@ -1,0 +1,158 @@
+// Puts the parts of cut tiles together. A warp has a piece of each part, four values a lane.
+//
+// The results of a small batch lie in L2, so that time goes into round trips rather than bytes: the weights and values
+// of up to AT_ONCE parts are asked for together, by as many thread blocks as there are multiprocessors.
+//
+// Macros: TILE_HEADS (common/sparse/work.cuh), AT_ONCE.
+#include "common/sparse/work.cuh"
+#include "common/pdl.cuh"
+
+#ifndef AT_ONCE
+#define AT_ONCE 8
+#endif
+
+constexpr int MAX_THREADS = 256;
+constexpr int MIN_BLOCKS = AT_ONCE > 8 ? 2 : AT_ONCE > 4 ? 4 : 5;  // of a multiprocessor: no fewer registers than loads need
+constexpr int MAX_SHARES = 512;                // as in kernels/cuda/sparse_work.py
+constexpr int PIECES = HEADS * V_DIM / 128;    // of a tile
+constexpr int PART = HEADS * V_DIM / 4;        // float4 of one
+
+// AT_ONCE parts of a piece. The loads are volatile, or the compiler would wait for the first before it asks for the last.
+struct Parts {
+    float log_sums[AT_ONCE];
+    float4 x[AT_ONCE];
+
+    // From these places in a share's slot on, of which every share has two.
+    // `first_slot`: how far the first part of all is from there.
+    __device__ void load(const float* lse, const float4* values, int first_slot, int count) {
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            log_sums[i] = -infinity(), x[i] = {};
+            const float* lse_at = lse + (i ? 2 * i : first_slot) * HEADS;
+            const float4* at = values + (i ? 2 * i : first_slot) * PART;
+            if (i < count) {
+                asm volatile("ld.global.f32 %0, [%1];" : "=f"(log_sums[i]) : "l"(lse_at));
+                asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                             : "=f"(x[i].x), "=f"(x[i].y), "=f"(x[i].z), "=f"(x[i].w)
+                             : "l"(at));
+            }
+        }
+    }
+};
+
+struct PartSum {
+    float top = -infinity(), total = 0.0f, x = 0.0f, y = 0.0f, z = 0.0f, w = 0.0f;
+
+    __device__ void add(const Parts& parts) {
+        float before = top;
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) top = fmaxf(top, parts.log_sums[i]);
+        float base = top == -infinity() ? 0.0f : top, rescale = exp2f(before - base);  // no NaN where no keys are yet
+        total *= rescale, x *= rescale, y *= rescale, z *= rescale, w *= rescale;
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            float weight = exp2f(parts.log_sums[i] - base);
+            float4 part = parts.x[i];
+            total += weight, x += weight * part.x, y += weight * part.y, z += weight * part.z, w += weight * part.w;
+        }
+    }
+};
+
+// Put together a piece of the tile at where(), whose parts are those of `count` shares from `first` on.
+template <class Where>
+__device__ inline void combine(const SparseProblem& problem, Where where, int first, int count, int piece) {
+    // Lanes 16 .. 31 have the other half of the eight neighbouring values of lanes 0 .. 15: a warp reads two runs of
+    // 256 bytes and writes whole sectors.
+    int lane = threadIdx.x % 32, line = piece / 2, at = piece % 2 * 16 + lane % 16;
+    int row = line % (HEADS / 4) / 2 * 8 + at % 4 * 2 + line % 2, octet = line / (HEADS / 4) * 8 + at / 4;
+    int value = 8 * octet + lane / 16 * 4;
+    // Of all parts but the first, which is in the other slot.
+    const float* lse = problem.partial_lse + partial_slot(first, false) * HEADS + row;
+    const float4* values = reinterpret_cast<const float4*>(problem.partial_out) + partial_slot(first, false) * PART +
+                           partial_at(row, 8 * octet) + lane / 16 * PLANE;
+    Parts parts;
+    parts.load(lse, values, partial_slot(0, true), count);
+    // Under way, so that it costs no time: where the result goes.
+    TileCoord to = where();
+    int head = to.first_head + row;
+    bool exists = head < problem.heads, has_sink = exists && problem.attn_sink;
+    float sink = has_sink ? problem.attn_sink[head] : 0.0f;
+    bf16* out = problem.out + to.b * problem.out_stride_b + to.s * problem.out_stride_s + head * problem.out_stride_h;
+    float* out_lse = problem.lse + to.b * problem.lse_stride_b + head * problem.lse_stride_h + to.s * problem.lse_stride_s;
+    PartSum sum;
+    sum.add(parts);
+    for (int next = AT_ONCE; next < count; next += AT_ONCE) {
+        parts.load(lse + 2 * next * HEADS, values + 2 * next * PART, partial_slot(0, false), count - next);
+        sum.add(parts);
+    }
+    if (!exists) return;
+    bool empty = sum.total == 0.0f;
+    float log_sum = (sum.top + log2f(sum.total)) * LN_2;
+    float factor = empty ? 0.0f : 1.0f / sum.total;
+    if (has_sink && !empty) factor *= 1.0f / (1.0f + expf(sink - log_sum));
+    *reinterpret_cast<uint2*>(out + value) = uint2{pack(bf16{}, sum.x * factor, sum.y * factor), pack(bf16{}, sum.z * factor, sum.w * factor)};
+    if (value == 0) *out_lse = empty ? infinity() : log_sum;
+}
+
+// Where each tile has as many parts: thread blocks [batch][s_q][tiles of a token, PIECES / warps of one for each], so that
+// nothing has to be divided.
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS)
+combine_equal_cuts(const __grid_constant__ SparseProblem problem) {
+    int b = blockIdx.z, s = blockIdx.y, warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32, group = warp / PIECES;
+    int tile = (b * problem.s_q + s) * problem.groups + group, parts = problem.cut_shares;
+    pdl_wait();
+    combine(problem, [=] { return TileCoord(b, s, group * HEADS); }, tile * parts, parts, warp % PIECES);
+}
+
+struct CutTile {
+    int tile;
+    uint16 first_share, parts;
+};
+
+// The tiles that are cut, which each thread block finds for itself; returns how many there are.
+__device__ inline int find_cut_tiles(const SparseProblem& problem, CutTile (&cut_tiles)[MAX_SHARES]) {
+    // Of each share: whether it begins inside of a tile, and whether it is the first to do so.
+    __shared__ uint32 inside[MAX_SHARES / 32], begins[MAX_SHARES / 32];
+    for (int first = 0; first < problem.shares; first += blockDim.x) {
+        int share = first + threadIdx.x;
+        bool is_inside = false, is_first = false;
+        if (share > 0 && share < problem.shares) {
+            Start start(problem, share), before(problem, share - 1);
+            // A plan made for other lengths may cut where there is nothing any more.
+            is_inside = start.block > 0 && start.tile < problem.tiles() && start.block < blocks_of_tile(problem, start.tile);
+            is_first = is_inside && !(before.tile == start.tile && before.block > 0);
+        }
+        uint32 votes = __ballot_sync(~0u, is_inside), first_votes = __ballot_sync(~0u, is_first);
+        if (threadIdx.x % 32 == 0 && share < MAX_SHARES) inside[share / 32] = votes, begins[share / 32] = first_votes;
+    }
+    __syncthreads();
+    int words = (problem.shares + 31) / 32, count = 0;
+    for (int word = 0; word < words; ++word) {
+        uint32 mine = begins[word];
+        int bit = threadIdx.x % 32;
+        if (threadIdx.x / 32 == word % (blockDim.x / 32) && mine >> bit & 1) {
+            int share = 32 * word + bit, last = share + 1;
+            for (uint32 stop = 0; last / 32 < words && !stop; last = stop ? last : last / 32 * 32 + 32) {
+                stop = (~inside[last / 32] | begins[last / 32]) & ~0u << last % 32;
+                if (stop) last = last / 32 * 32 + __ffs(stop) - 1;
+            }
+            Start start(problem, share);
+            cut_tiles[count + __popc(mine & ((1u << bit) - 1))] = {start.tile, uint16(share - 1), uint16(last - share + 1)};
+        }
+        count += __popc(mine);
+    }
+    __syncthreads();
+    return count;
+}
+
+// Where cuts are anywhere. Warps take turns.
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS)
+combine_cuts(const __grid_constant__ SparseProblem problem) {
+    __shared__ CutTile cut_tiles[MAX_SHARES];
+    pdl_wait();
+    int count = find_cut_tiles(problem, cut_tiles) * PIECES;
+    for (int i = (blockIdx.x * blockDim.x + threadIdx.x) / 32; i < count; i += gridDim.x * blockDim.x / 32) {
+        CutTile cut = cut_tiles[i / PIECES];
+        combine(problem, [&] { return TileCoord(problem, cut.tile); }, cut.first_share, cut.parts, i % PIECES);
+    }
+}

@@ -1,0 +1,70 @@
+// What the roles of sm90/decode/decode.cu share: who has which registers, and what lies where in shared memory.
+#pragma once
+#include "sm90/decode/rows.cuh"
+#include "sm90/hopper.cuh"
+#include "common/pdl.cuh"
+
+constexpr int RING = 3;     // blocks of raw rows
+constexpr int P_SLOTS = 2;
+constexpr int SCHEDULED_TILES = 4, SCHEDULED_TILE_BYTES = 80;  // see ScheduledTile
+constexpr int ROW_PRODUCERS = 2;  // warps, one for each half of a block
+
+constexpr int THREADS = 512;
+constexpr int QK_REGISTERS = 120, PV_REGISTERS = 176, PRODUCER_REGISTERS = 40;
+
+constexpr float NO_MAX = -1e30f;
+constexpr float LAZY = 8;  // the running maximum is raised when a weight exceeds 2 to this
+
+// Shared memory. Without static shared memory the dynamic part starts at 1024; the kernel traps otherwise.
+constexpr uint32 Q_AT = 1024;
+constexpr uint32 P_AT = Q_AT + (SLICES + 1) * TILE_BYTES;  // the last tile of Q is RoPE
+constexpr uint32 ROPE_AT = P_AT + P_SLOTS * TILE_BYTES;    // of raw rows, half a block after another
+constexpr uint32 RAW_AT = ROPE_AT + 2 * RING * HALF * 128;
+constexpr uint32 FACTOR_AT = RAW_AT + 2 * RING * HALF * RAW_BYTES;     // scales in float16
+constexpr uint32 BIAS_AT = FACTOR_AT + 2 * RING * SLICES * HALF * 2;   // of each token: 0, or -inf if absent
+constexpr uint32 TOP_AT = BIAS_AT + 2 * RING * HALF * 4;   // of each head: the running maximum, base 2; of two tiles
+constexpr uint32 SUMS_AT = TOP_AT + 2 * HEADS * 4;         // of each of the QK-softmax warps and each head; of two tiles
+constexpr uint32 SHARE_AT = SUMS_AT + 2 * 4 * HEADS * 4;   // what makes a tile's sums results, by head; of two tiles
+constexpr uint32 HIGHEST_AT = SHARE_AT + 2 * HEADS * 4;    // of each of the QK-softmax warps and each head
+constexpr uint32 ALPHA_AT = HIGHEST_AT + 4 * HEADS * 4;    // by how much a block lowers the sums before it
+constexpr uint32 SCHEDULE_AT = ALPHA_AT + P_SLOTS * HEADS * 4;  // see ScheduledTile
+constexpr uint32 RAISED_AT = SCHEDULE_AT + SCHEDULED_TILES * SCHEDULED_TILE_BYTES;        // whether a block does
+constexpr uint32 RAW_FULL = (RAISED_AT + 4 * P_SLOTS + 7) / 8 * 8;
+constexpr uint32 RAW_EMPTY = RAW_FULL + 8 * RING;          // of each half
+constexpr uint32 P_FULL = RAW_EMPTY + 16 * RING;
+constexpr uint32 P_EMPTY = P_FULL + 8 * P_SLOTS;
+constexpr uint32 SCHEDULED_FULL = P_EMPTY + 8 * P_SLOTS;
+constexpr uint32 SUMS_FULL = SCHEDULED_FULL + 8 * SCHEDULED_TILES;
+constexpr uint32 SHARE_FULL = SUMS_FULL + 16;
+constexpr uint32 SHARED_BYTES = SHARE_FULL + 16 - 1024;
+static_assert(SHARED_BYTES <= 232448, "more shared memory than there is");
+static_assert(SCHEDULE_AT % 16 == 0, "scheduled tiles are read 16 bytes at a time");
+
+// The same number from all lanes, such that the compiler knows that it is.
+__device__ inline int uniform(uint32 x) { return int(__reduce_max_sync(~0u, x)); }
+
+// A tile of this thread block, or its part of one, as the tile scheduler puts it down for all. Tile t + 1 is put down once t - 1
+// is scored. By then results of t - 3 are stored, for there are P_SLOTS blocks between QK-softmax and PV: SCHEDULED_TILES
+// of them need no barrier that says which may be overwritten.
+struct ScheduledTile {
+    uint32 at;
+
+    __device__ explicit ScheduledTile(const PipelineState<SCHEDULED_TILES>& ring) : at(SCHEDULE_AT + ring.slot * SCHEDULED_TILE_BYTES) {
+        barrier_wait(SCHEDULED_FULL + 8 * ring.slot, ring.phase);
+    }
+    // Its tile, its number of blocks (0 behind the last tile), heads that there are, and flags.
+    __device__ uint4 summary() const { return lds128(at); }
+    static constexpr uint32 WHOLE = 1, FROM_START = 2, SECOND = 4;
+    // A list's indices from the first block on (two words), the number of keys from there, and of blocks.
+    __device__ uint4 list(int i) const { return lds128(at + 16 + 16 * i); }
+    // Addresses of the first head: of q and of where its results go.
+    __device__ uint4 query_and_result() const { return lds128(at + 48); }
+    // Address of the first head's lse, and that head.
+    __device__ uint4 lse_and_head() const { return lds128(at + 64); }
+};
+
+__device__ inline uint64 joined(uint32 low, uint32 high) { return uint64(high) << 32 | low; }
+__device__ inline uint2 parted(const void* p) {
+    uint64 x = reinterpret_cast<uint64>(p);
+    return {uint32(x), uint32(x >> 32)};
+}

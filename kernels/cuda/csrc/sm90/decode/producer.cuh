@@ -1,0 +1,193 @@
+// The producer warps of sm90/decode/decode.cu.
+#pragma once
+#include "sm90/decode/memory.cuh"
+
+__device__ uint4 absent_row[64];  // zeros: what a token that is not there reads
+
+// The token in a slot of a list's cache.
+__device__ inline Token token_in(const List& list, int slot) {
+    if (uint32(slot) >= uint32(list.num_slots)) {
+        uint8* zeros = reinterpret_cast<uint8*>(absent_row);
+        return {zeros, zeros};
+    }
+    int page = list.block_shift >= 0 ? slot >> list.block_shift : int(uint32(slot) / uint32(list.block_size));
+    int row = slot - page * list.block_size;
+    uint8* base = list.pages + page * list.page_stride;
+    return {base + row * LAYOUT::row_bytes,
+            base + LAYOUT::scale_start + list.block_size * LAYOUT::scale_start_per_token + row * LAYOUT::scale_stride};
+}
+
+// Whether float16 has the scale whose float32 bits these are, at least to its own precision: powers of two may be
+// subnormal there.
+__device__ inline bool fits_f16(uint32 bits) {
+    uint32 exponent = bits >> 23, least = bits & 0x7fffff ? F16_NORMAL : MIN_SCALE;
+    return exponent >= least && exponent <= MAX_SCALE;
+}
+
+// A warp's way through the indices of all blocks. A lane looks after the token of its number in each half of a block.
+struct BlockCursor {
+    const SparseProblem& problem;
+    int lane;
+    PipelineState<SCHEDULED_TILES> ring;
+    // The block to gather next: where this lane's indices are, how many of its list are left from there, how many
+    // blocks of the list and of the tile.
+    const int* cursor;
+    int tile, left, list_blocks, tile_blocks;
+    bool second;
+
+    __device__ BlockCursor(const SparseProblem& p) : problem(p), lane(threadIdx.x % 32) {
+        pdl_wait();
+        open_item();
+    }
+
+    __device__ bool more() const { return tile_blocks != 0; }
+
+    __device__ void open_item() {
+        ScheduledTile scheduled(ring);
+        uint4 summary = scheduled.summary();
+        tile = summary.x, tile_blocks = summary.y, second = summary.w & ScheduledTile::SECOND;
+        if (more()) open_list(scheduled.list(0));
+    }
+
+    __device__ void open_list(uint4 list) {
+        cursor = reinterpret_cast<const int*>(joined(list.x, list.y)) + lane;
+        left = int(list.z) - lane, list_blocks = list.w;
+    }
+
+    // Volatile, or the compiler would load where the index is used.
+    __device__ int fetch_index(int half) {
+        int index = -1;
+        if (left > HALF * half) asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(index) : "l"(cursor + HALF * half));
+        return index;
+    }
+
+    __device__ void next_block() {
+        if (--tile_blocks == 0) {
+            ring.advance();
+            open_item();
+        } else if (--list_blocks == 0 && !second) {
+            second = true;
+            open_list(ScheduledTile(ring).list(1));
+        } else {
+            cursor += BLOCK, left -= BLOCK;
+        }
+    }
+};
+
+// 16 bytes of a row. Unlike copy_async, without asking for whole lines of L2: rows end within them.
+__device__ inline void copy_of_row(uint32 to, const uint8* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// A warp copies one half of each block into the ring: 4 lanes a row, 8 rows at a time. It says that they are there when
+// the copies have ended, without waiting for them.
+struct RowProducer {
+    BlockCursor upcoming;
+    int half;
+
+    __device__ RowProducer(const SparseProblem& problem, int h) : upcoming(problem), half(h) {}
+
+    __device__ void gather(int slot, uint64 address) {
+        int first = upcoming.lane / 4, part = upcoming.lane % 4;  // of 8 rows, and of a row's 4 parts of 16 bytes in each slice
+        uint32 raw = RAW_AT + (2 * slot + half) * (HALF * RAW_BYTES) + raw_offset(first, part);
+        uint32 rope = ROPE_AT + (2 * slot + half) * (HALF * 128) + permuted(first) * 128 + ((part ^ permuted(first)) << 4);
+#pragma unroll
+        for (int i = 0; i < HALF / 8; ++i) {  // 8 rows further are 8 places further
+            const uint8* from = reinterpret_cast<const uint8*>(__shfl_sync(~0u, address, first + 8 * i)) + 16 * part;
+#pragma unroll
+            for (int slice = 0; slice < SLICES; ++slice)
+                copy_of_row(slice_of(raw, slice, first) + i * 8 * RAW_BYTES, from + 64 * slice);
+            copy_of_row(rope + i * 1024, from + LAYOUT::rope_offset);
+            copy_of_row((rope ^ 64) + i * 1024, from + LAYOUT::rope_offset + 64);
+        }
+        copies_arrive(RAW_FULL + 8 * slot);
+    }
+
+    __device__ void run() {
+        PipelineState<RING> at;
+        int index = upcoming.more() ? upcoming.fetch_index(half) : 0;
+        while (upcoming.more()) {
+            uint64 row = reinterpret_cast<uint64>(token_in(upcoming.problem.lists[upcoming.second], index).row);
+            // The next tile may not be known yet: what can be copied comes first then.
+            bool last = upcoming.tile_blocks == 1;
+            if (!last) upcoming.next_block(), index = upcoming.fetch_index(half);
+            barrier_wait(RAW_EMPTY + 8 * (2 * at.slot + half), at.phase ^ 1);
+            gather(at.slot, row);
+            if (last) {
+                upcoming.next_block();
+                if (upcoming.more()) index = upcoming.fetch_index(half);
+            }
+            at.advance();
+        }
+    }
+};
+
+// One warp brings the tokens' scales, a block ahead, and leaves them as float16, and says which tokens are absent.
+struct ScaleProducer {
+    BlockCursor upcoming;
+
+    // Scales on their way.
+    struct Pending {
+        uint4 scales;
+        bool present;
+    };
+
+    __device__ ScaleProducer(const SparseProblem& problem) : upcoming(problem) {}
+
+    __device__ Pending fetch(int slot) {
+        const List& list = upcoming.problem.lists[upcoming.second];
+        const uint8* scales = token_in(list, slot).scales;
+        Pending pending{{}, uint32(slot) < uint32(list.num_slots)};
+        if (LAYOUT::ue8m0)
+            asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(pending.scales.x), "=r"(pending.scales.y) : "l"(scales));
+        else
+            asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(pending.scales.x), "=r"(pending.scales.y), "=r"(pending.scales.z), "=r"(pending.scales.w) : "l"(scales));
+        return pending;
+    }
+
+    // The bits of a slice's scale as float32.
+    __device__ static uint32 scale(const uint4& scales, int i) {
+        if (LAYOUT::ue8m0) return ((i < 4 ? scales.x : scales.y) >> 8 * (i % 4) & 0xff) << 23;
+        return i < 2 ? scales.x : i < 4 ? scales.y : i < 6 ? scales.z : scales.w;
+    }
+
+    __device__ void publish(int half_block, const Pending& pending) {
+        int lane = upcoming.lane, n = (lane & 16) + permuted(lane & 15);
+        int b = n & 1, c = n >> 1 & 3, h = n >> 3 & 1;
+        uint32 at = FACTOR_AT + half_block * (SLICES * HALF * 2) + (lane & 16) * 2 + c * 8 + (b + 2 * h) * 2;
+#pragma unroll
+        for (int i = 0; i < SLICES; ++i) sts16(at + i * (HALF * 2), pack(f16{}, __uint_as_float(scale(pending.scales, i)), 0.0f));
+        sts_float(BIAS_AT + (half_block * HALF + n) * 4, pending.present ? 0.0f : -infinity());
+    }
+
+    __device__ bool fits(const Pending& pending) {
+        bool all = true;
+#pragma unroll
+        for (int i = 0; i < SLICES; ++i) all &= fits_f16(scale(pending.scales, i));
+        return all || !pending.present;
+    }
+
+    __device__ void run() {
+        PipelineState<RING> at;
+        int index[2] = {upcoming.more() ? upcoming.fetch_index(0) : 0, upcoming.more() ? upcoming.fetch_index(1) : 0};
+        while (upcoming.more()) {
+            int tile = upcoming.tile;
+            Pending pending[2] = {fetch(index[0]), fetch(index[1])};
+            bool last = upcoming.tile_blocks == 1;  // as above
+            if (!last) upcoming.next_block(), index[0] = upcoming.fetch_index(0), index[1] = upcoming.fetch_index(1);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                barrier_wait(RAW_EMPTY + 8 * (2 * at.slot + half), at.phase ^ 1);
+                publish(2 * at.slot + half, pending[half]);
+            }
+            warp_arrive(RAW_FULL + 8 * at.slot);
+            if (!fits(pending[0]) || !fits(pending[1])) upcoming.problem.unsafe[tile] = 1;
+            if (last) {
+                upcoming.next_block();
+                if (upcoming.more()) index[0] = upcoming.fetch_index(0), index[1] = upcoming.fetch_index(1);
+            }
+            at.advance();
+        }
+    }
+};

@@ -1,0 +1,183 @@
+// The PV warpgroups of sm90/decode/decode.cu.
+#pragma once
+#include "sm90/decode/memory.cuh"
+
+// One warpgroup, for half of the values; a warp has 64 of them. Sums are transposed: their rows are values, their columns
+// heads. Lane 4 g + c has its warp's values 8 g to 8 g + 7: two of every 4 elements of each of sums[4].
+struct Pv {
+    const SparseProblem& problem;
+    int half, warp, lane;
+    PipelineState<RING> raw;
+    PipelineState<P_SLOTS> p_slot;
+    // Where this lane's raw values are: in slot 0, of the tokens at places 2 c + b of a 16-token group, the values
+    // 8 g .. 8 g + 7 of this warp's 64. Places 8 further, groups and slots are constant distances away.
+    uint32 row_at[2], factor_at, columns_at;
+    bool rope;  // whether this warp's values are those that stay bfloat16
+
+    __device__ Pv(const SparseProblem& p, int h) : problem(p), half(h), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {
+        int g = lane / 4, c = lane % 4, slice = 4 * half + warp;
+        rope = __any_sync(~0u, ROPE_IN_V && half == 1 && warp == 3);
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+            int n = 2 * c + b;
+            row_at[b] = rope ? ROPE_AT + n * 128 + ((g ^ n) << 4) : RAW_AT + raw_offset(token_at_permuted(n), 4 * slice + g / 2) + 8 * (g % 2);
+        }
+        factor_at = FACTOR_AT + slice * (HALF * 2) + c * 8;
+        columns_at = 2 * c * 4;
+        // Not to be found again from threadIdx, which takes longer than keeping them.
+        asm volatile("" : "+r"(row_at[0]), "+r"(row_at[1]), "+r"(factor_at), "+r"(columns_at));
+    }
+
+    // Raw values of 16 tokens and half of a lane's values come together, but for RoPE, whose 4 values are as many bytes.
+    struct ValueRows {
+        uint2 values[4];  // of the tokens at places 2 c + b + 8 h, in [b + 2 h]
+        uint2 factors;
+    };
+    // Part i of a block: tokens 16 (i / 2) on, half i % 2 of the values.
+    __device__ void load(ValueRows& rows, int i) {
+        int stage = i / 4, group = i / 2 % 2;
+        if (rope) {
+            uint32 at = raw.slot * (2 * HALF * 128) + stage * (HALF * 128) + group * 2048 + i % 2 * 8;
+#pragma unroll
+            for (int t = 0; t < 4; ++t) rows.values[t] = lds64(row_at[t % 2] + at + t / 2 * 1024);
+        } else if (i % 2 == 0) {
+            uint32 at = raw.slot * (2 * HALF * RAW_BYTES) + stage * (HALF * RAW_BYTES) + group * 16 * RAW_BYTES;
+#pragma unroll
+            for (int t = 0; t < 4; ++t) rows.values[t] = lds64(row_at[t % 2] + at + t / 2 * 8 * RAW_BYTES);
+            rows.factors = lds64(factor_at + raw.slot * (2 * SLICES * HALF * 2) + stage * (SLICES * HALF * 2) + group * 32);
+        }
+    }
+
+    // Fragments of V^T: fragment j has values 4 * (i % 2) + 2 j and + 1 of each 8.
+    __device__ void convert(uint32 (&a)[2][4], const ValueRows& rows, int i) {
+        const uint2(&x)[4] = rows.values;
+        if (rope) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                a[0][2 * h] = bf16x2_to_f16x2(__byte_perm(x[2 * h].x, x[2 * h + 1].x, 0x5410));
+                a[0][2 * h + 1] = bf16x2_to_f16x2(__byte_perm(x[2 * h].x, x[2 * h + 1].x, 0x7632));
+                a[1][2 * h] = bf16x2_to_f16x2(__byte_perm(x[2 * h].y, x[2 * h + 1].y, 0x5410));
+                a[1][2 * h + 1] = bf16x2_to_f16x2(__byte_perm(x[2 * h].y, x[2 * h + 1].y, 0x7632));
+            }
+        } else {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                uint32 factor = h ? rows.factors.y : rows.factors.x;
+                uint32 first = i % 2 ? x[2 * h].y : x[2 * h].x, second = i % 2 ? x[2 * h + 1].y : x[2 * h + 1].x;
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    uint32 low, high;
+                    to_f16(__byte_perm(first, second, j ? 0x7362 : 0x5140), low, high);
+                    a[j][2 * h] = multiply(low, factor);
+                    a[j][2 * h + 1] = multiply(high, factor);
+                }
+            }
+        }
+    }
+
+    __device__ void run() {
+        PipelineState<SCHEDULED_TILES> ring;
+        int parity = 0;
+        uint32 share_round = 0;
+        float sums[4][32];
+        pdl_wait();
+        while (int left = ScheduledTile(ring).summary().y) {
+            bool fresh = true;
+#pragma unroll 1
+            for (; left; --left) {
+                uint32 a[2][2][4];
+                ValueRows rows;
+                barrier_wait(RAW_FULL + 8 * raw.slot, raw.phase);
+                load(rows, 0);
+                convert(a[0], rows, 0);
+                load(rows, 1);
+                barrier_wait(P_FULL + 8 * p_slot.slot, p_slot.phase);
+                fence_proxy_async();
+                if (!fresh && __any_sync(~0u, lds32(RAISED_AT + 4 * p_slot.slot))) rescale(sums);
+                uint64 p = tile_descriptor(P_AT + p_slot.slot * TILE_BYTES);
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    int k = i / 2, w = i % 2;
+                    wgmma_fence();
+                    wgmma_f16(sums[2 * w], a[w][0], p + 2 * k, k != 0 || !fresh);
+                    wgmma_f16(sums[2 * w + 1], a[w][1], p + 2 * k, k != 0 || !fresh);
+                    wgmma_commit();
+                    if (i == 7) break;
+                    if (i > 0) wgmma_wait<1>();
+                    convert(a[1 - w], rows, i + 1);
+                    if (i < 6) load(rows, i + 2);
+                    if (i == 2) warp_arrive(RAW_EMPTY + 16 * raw.slot);
+                    if (i == 6) warp_arrive(RAW_EMPTY + 16 * raw.slot + 8);
+                }
+                wgmma_wait<0>();
+#pragma unroll
+                for (int j = 0; j < 4; ++j) pin(sums[j]);
+                fresh = false;
+                raw.advance();
+                if (left > 1) {
+                    warp_arrive(P_EMPTY + 8 * p_slot.slot);
+                    p_slot.advance();
+                }
+            }
+            barrier_wait(SHARE_FULL + 8 * parity, share_round);
+            uint4 summary = ScheduledTile(ring).summary();
+            if (summary.w & ScheduledTile::WHOLE) store<true>(ScheduledTile(ring), summary, sums, parity);
+            else store<false>(ScheduledTile(ring), summary, sums, parity);
+            warp_arrive(P_EMPTY + 8 * p_slot.slot);  // only now: it also says that what is scheduled and the shares were read
+            p_slot.advance();
+            ring.advance();
+            parity ^= 1;
+            if (parity == 0) share_round ^= 1;
+        }
+    }
+
+    // Heads are columns: 8 i + 2 c + e in elements 4 i + e and 4 i + 2 + e.
+    __device__ void rescale(float (&sums)[4][32]) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            float2 alpha = lds_float2(ALPHA_AT + columns_at + (p_slot.slot * HEADS + 8 * i) * 4);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                sums[j][4 * i] *= alpha.x, sums[j][4 * i + 1] *= alpha.y;
+                sums[j][4 * i + 2] *= alpha.x, sums[j][4 * i + 3] *= alpha.y;
+            }
+        }
+    }
+
+    // Each lane has 8 neighbouring values of 16 heads: 8 i + 2 c + e.
+    template <bool WHOLE> __device__ void store(ScheduledTile scheduled, uint4 summary, const float (&sums)[4][32], int parity) {
+        uint4 addresses = scheduled.query_and_result();
+        uint64 to = joined(addresses.z, addresses.w);
+        int head = 2 * (lane % 4), value = (4 * half + warp) * 64 + 8 * (lane / 4), heads = summary.z;
+        bf16* out = reinterpret_cast<bf16*>(to) + head * problem.out_stride_h + value;
+        float4* partial = reinterpret_cast<float4*>(to) + partial_at(head, value);
+        float worst = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            float2 share = lds_float2(SHARE_AT + columns_at + (parity * HEADS + 8 * i) * 4);
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float factor = e ? share.y : share.x;
+                float x[8];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    x[2 * j] = sums[j][4 * i + e] * factor;
+                    x[2 * j + 1] = sums[j][4 * i + 2 + e] * factor;
+                    worst += x[2 * j] + x[2 * j + 1];
+                }
+                if (WHOLE) {
+                    uint4 packed = {pack(bf16{}, x[0], x[1]), pack(bf16{}, x[2], x[3]), pack(bf16{}, x[4], x[5]),
+                                    pack(bf16{}, x[6], x[7])};
+                    if (head < heads) *reinterpret_cast<uint4*>(out) = packed;
+                    int by = e ? 7 : 1;
+                    head += by, out += by * problem.out_stride_h;
+                } else {
+                    float4* line = partial + (2 * i + e) * 2 * PLANE;
+                    line[0] = make_float4(x[0], x[1], x[2], x[3]), line[PLANE] = make_float4(x[4], x[5], x[6], x[7]);
+                }
+            }
+        }
+        // Infinite or NaN: something left the range. Finite results are too small for their sum to do so.
+        if (!(fabsf(worst) < infinity())) problem.unsafe[summary.x] = 1;
+    }
+};

@@ -1,0 +1,283 @@
+// The QK-softmax warpgroup of sm90/decode/decode.cu.
+#pragma once
+#include "sm90/decode/memory.cuh"
+
+// One warpgroup. The products of a block are transposed: their rows are tokens at their places, 16 a warp, and columns
+// are heads. Of warp w, lane 4 g + c has in elements 4 j + e and 4 j + 2 + e rows g and g + 8, column 8 j + 2 c + e.
+struct QkSoftmax {
+    const SparseProblem& problem;
+    int warp, lane;
+    PipelineState<RING> raw;
+    PipelineState<P_SLOTS> p_slot;
+    // Where this lane's raw values are, of a block in slot 0: of the token at place g of its warp's 16, 16 of the first
+    // slice's 64; its RoPE; its scales. The token at place g + 8 is 8 rows further. And where its weights go.
+    uint32 row_at, rope_at, factor_at, p_at;
+
+    // Of its columns, in an array of a float a head.
+    __device__ uint32 columns_at() const { return lane % 4 * 8; }
+
+    __device__ QkSoftmax(const SparseProblem& p) : problem(p), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {
+        int g = lane / 4, c = lane % 4, token = token_at_permuted(g), group = warp % 2 * 16, head = lane / 16 * 8 + lane % 8;
+        row_at = RAW_AT + warp / 2 * (HALF * RAW_BYTES) + raw_offset(group + token, c);
+        rope_at = ROPE_AT + warp / 2 * (HALF * 128) + (group + g) * 128 + ((2 * c ^ g) << 4);
+        factor_at = FACTOR_AT + warp / 2 * (SLICES * HALF * 2) + group * 2 + g / 2 * 8;
+        p_at = P_AT + head * 128 + ((2 * warp + lane / 8 % 2 ^ (head & 7)) << 4);
+        // Not to be found again from threadIdx, which takes longer than keeping them.
+        asm volatile("" : "+r"(row_at), "+r"(rope_at), "+r"(factor_at), "+r"(p_at), "+r"(lane));
+    }
+
+    // All threads of the QK-softmax warpgroup.
+    __device__ void sync() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
+
+    // Whether any thread of the QK-softmax warpgroup says so.
+    __device__ bool any(bool x) {
+        uint32 y;
+        asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, 1, 128, p;\nselp.u32 %0, 1, 0, q;\n}"
+                     : "=r"(y) : "r"(uint32(x)) : "memory");
+        return y;
+    }
+
+    // Raw values of a slice, of the tokens at places g and g + 8, and their scales. Word i of each is for product i, its low
+    // half for positions 2 c and + 1, its high half for 2 c + 8 and + 9: so the values of Q are ordered, too.
+    struct KeyRows {
+        uint4 values[2];
+        uint2 factors;
+    };
+    __device__ void load(KeyRows& rows, int slice) {
+        uint32 at = slice_of(row_at, slice, token_at_permuted(lane / 4)) + raw.slot * (2 * HALF * RAW_BYTES);
+        rows.factors = lds64(factor_at + raw.slot * (2 * SLICES * HALF * 2) + slice * (HALF * 2));
+        rows.values[0] = lds128(at), rows.values[1] = lds128(at + 8 * RAW_BYTES);
+    }
+
+    __device__ void convert(uint32 (&a)[4][4], const KeyRows& rows) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            uint32 words[4] = {rows.values[r].x, rows.values[r].y, rows.values[r].z, rows.values[r].w};
+            uint32 factor = permuted(r ? rows.factors.y : rows.factors.x, lane & 4 ? 0x3232 : 0x1010);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                uint32 low, high;
+                to_f16(words[i], low, high);
+                a[i][r] = multiply(low, factor), a[i][2 + r] = multiply(high, factor);
+            }
+        }
+    }
+
+    // The same of RoPE, which stays as it is.
+    __device__ void load_rope(uint32 (&a)[4][4]) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                uint4 x = lds128((rope_at ^ half << 4) + raw.slot * (2 * HALF * 128) + r * 1024);
+                a[2 * half][r] = x.x, a[2 * half][2 + r] = x.y, a[2 * half + 1][r] = x.z, a[2 * half + 1][2 + r] = x.w;
+            }
+    }
+
+    // Add a slice's products, and load the next one. Those of the slice before it may still be under way.
+    __device__ void multiply_slice(float (&x)[32], uint32 (&a)[4][4], KeyRows& rows, int slice) {
+        convert(a, rows);
+        if (slice + 1 < SLICES) load(rows, slice + 1);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) wgmma_f16(x, a[i], tile_descriptor(Q_AT + slice * TILE_BYTES) + 2 * i, 1);
+        wgmma_commit();
+        wgmma_wait<1>();
+    }
+
+    // Scores of a block into x, minus infinity for absent tokens, and the columns' maxima before it. While the last products are
+    // under way, waits until the PV warpgroups leave room for the weights.
+    __device__ void score(float (&x)[32], float2 (&top)[8], int parity) {
+        uint32 a[2][4][4];
+        KeyRows rows;
+        barrier_wait(RAW_FULL + 8 * raw.slot, raw.phase);
+        load_rope(a[0]);
+        uint32 bias_at = BIAS_AT + raw.slot * (BLOCK * 4) + (16 * warp + lane / 4) * 4;
+        float bias[2] = {lds_float(bias_at), lds_float(bias_at + 32)};
+        load(rows, 0);
+#pragma unroll
+        for (int i = 0; i < 32; ++i) x[i] = bias[i / 2 % 2];
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) wgmma_bf16(x, a[0][i], tile_descriptor(Q_AT + SLICES * TILE_BYTES) + 2 * i, 1);
+        wgmma_commit();
+#pragma unroll
+        for (int slice = 0; slice < SLICES; ++slice) multiply_slice(x, a[(slice + 1) % 2], rows, slice);
+        barrier_wait(P_EMPTY + 8 * p_slot.slot, p_slot.phase ^ 1);
+        wgmma_wait<0>();
+        pin(x);
+        load_top(top, parity);
+        warp_arrive(RAW_EMPTY + 8 * (2 * raw.slot + warp / 2));
+        raw.advance();
+    }
+
+    __device__ void load_top(float2 (&top)[8], int parity) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) top[j] = lds_float2(TOP_AT + columns_at() + (parity * HEADS + 8 * j) * 4);
+    }
+
+    // Start copying a tile's Q, as bfloat16.
+    __device__ void copy_q(ScheduledTile scheduled) {
+        uint4 query = scheduled.query_and_result();
+        int thread = threadIdx.x % 128, chunk = thread % 8, row = thread / 8, heads = scheduled.summary().z;
+        const bf16* from = reinterpret_cast<const bf16*>(joined(query.x, query.y)) + chunk * 8;
+        uint32 to = Q_AT + row * 128 + ((chunk ^ (row & 7)) << 4);
+#pragma unroll
+        for (int i = 0; i < 4; ++i, row += 16) {
+            bool here = row < heads;
+            const bf16* head = from + (here ? row : 0) * problem.q_stride_h;
+#pragma unroll
+            for (int slice = 0; slice <= SLICES; ++slice)
+                copy_async<16>(to + slice * TILE_BYTES + i * 2048, head + slice * 64, here);
+        }
+        copies_commit();
+    }
+
+    // Wait for Q and put it in the order of the products, all but RoPE as float16: of a slice's 32 words, word 8 j + 2 i + h
+    // goes to product i, its half h, position j (see load). Of a row, one thread has the words with i < 2, another the others,
+    // which are every other chunk before and neighbouring chunks after. Lanes take rows such that reads have no conflicts.
+    __device__ void arrange_q(ScheduledTile scheduled) {
+        copies_wait<0>();
+        sync();  // a thread arranges what others copied
+        int part = lane % 2, row = 16 * warp + (lane & 6) + lane / 8 % 2 + lane / 16 * 8;
+        bool negative = problem.softmax_scale < 0.0f;
+        uint32 from = Q_AT + row * 128 + ((part ^ (row & 7)) << 4), to = Q_AT + row * 128 + ((4 * part ^ (row & 7)) << 4);
+        uint32 largest = 0, bits = 0;
+        uint4 next[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) next[j] = lds128(from ^ j << 5);
+#pragma unroll 1
+        for (int slice = 0; slice <= SLICES; ++slice, to += TILE_BYTES) {
+            uint4 x[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) x[j] = next[j];
+            if (negative)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) x[j].x ^= SIGNS, x[j].y ^= SIGNS, x[j].z ^= SIGNS, x[j].w ^= SIGNS;
+            __syncwarp();  // before others' words are overwritten
+            from += TILE_BYTES;
+            if (slice < SLICES)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    next[j] = lds128(from ^ j << 5);
+                    bits |= x[j].x | x[j].y | x[j].z | x[j].w;
+                    x[j] = bf16x8_to_f16x8(x[j]);
+                    raise_to_magnitude(largest, x[j].x), raise_to_magnitude(largest, x[j].y);
+                    raise_to_magnitude(largest, x[j].z), raise_to_magnitude(largest, x[j].w);
+                }
+            sts128(to, {x[0].x, x[1].x, x[2].x, x[3].x});
+            sts128(to ^ 1 << 4, {x[0].y, x[1].y, x[2].y, x[3].y});
+            sts128(to ^ 2 << 4, {x[0].z, x[1].z, x[2].z, x[3].z});
+            sts128(to ^ 3 << 4, {x[0].w, x[1].w, x[2].w, x[3].w});
+        }
+        fence_proxy_async();
+        largest = __reduce_max_sync(~0u, max(largest & 0xffff, largest >> 16));
+        bool zero = !__any_sync(~0u, bits & ~SIGNS);
+        // Zero is exact; what is small otherwise would lose its last bits.
+        if (largest >= INFINITE_F16 || (!zero && largest < MIN_Q)) problem.unsafe[scheduled.summary().x] = 1;
+        sync();
+    }
+
+    // Of 16 columns that this lane and those with the same c have (2 j + e: column 8 j + 2 c + e), two for all of them: lane l
+    // gets columns 2 l and 2 l + 1.
+    template <class Combine> __device__ float2 over_rows(float (&x)[16], Combine combine) {
+        exchange<8>(x, combine), exchange<4>(x, combine), exchange<2>(x, combine);
+        return make_float2(x[0], x[1]);
+    }
+    // Give half of 2 N columns to lane ^ 2 N, and take the other half from it.
+    template <int N, class Combine> __device__ void exchange(float (&x)[16], Combine combine) {
+        bool upper = lane & 2 * N;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            float low = x[i], high = x[i + N];
+            x[i] = combine(upper ? high : low, __shfl_xor_sync(~0u, upper ? low : high, 2 * N));
+        }
+    }
+
+    // Raise the maxima to what x has, and tell the PV warpgroups by how much; the sums with them.
+    __device__ void raise(const float (&x)[32], float2 (&top)[8], float (&sums)[16], float scale, bool first, int parity) {
+        float highest[16];
+#pragma unroll
+        for (int i = 0; i < 16; ++i) highest[i] = fmaxf(x[2 * i - i % 2], x[2 * i - i % 2 + 2]) * scale;
+        float2 of_warp = over_rows(highest, [](float a, float b) { return fmaxf(a, b); });
+        sts_float2(HIGHEST_AT + (warp * HEADS + 2 * lane) * 4, of_warp);
+        sync();
+        if (warp < 2) {
+            uint32 at = threadIdx.x % HEADS * 4;
+            float before = first ? NO_MAX : lds_float(TOP_AT + parity * (HEADS * 4) + at), now = before;
+#pragma unroll
+            for (int w = 0; w < 4; ++w) now = fmaxf(now, lds_float(HIGHEST_AT + w * (HEADS * 4) + at));
+            sts_float(TOP_AT + parity * (HEADS * 4) + at, now);
+            sts_float(ALPHA_AT + p_slot.slot * (HEADS * 4) + at, exp2_fast(before - now));
+        }
+        sync();
+        load_top(top, parity);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            float2 alpha = lds_float2(ALPHA_AT + columns_at() + (p_slot.slot * HEADS + 8 * j) * 4);
+            sums[2 * j] *= alpha.x, sums[2 * j + 1] *= alpha.y;
+        }
+    }
+
+    // The softmax of a block: weights 2^(scale x - top) as float16 to shared memory, and their sums to this lane's.
+    __device__ void softmax(const float (&x)[32], float2 (&top)[8], float (&sums)[16], float scale, bool first, int parity) {
+        float above = -infinity();  // by how much, in base 2, a weight exceeds 1
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            above = fmaxf(above, fmaf(fmaxf(x[4 * j], x[4 * j + 2]), scale, -top[j].x));
+            above = fmaxf(above, fmaf(fmaxf(x[4 * j + 1], x[4 * j + 3]), scale, -top[j].y));
+        }
+        bool raised = any(first || above > LAZY);
+        sts32(RAISED_AT + 4 * p_slot.slot, raised);
+        if (raised) raise(x, top, sums, scale, first, parity);
+        uint32 p[4], at = p_at + p_slot.slot * TILE_BYTES;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            float weights[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) weights[i] = exp2_fast(fmaf(x[4 * j + i], scale, i % 2 ? -top[j].y : -top[j].x));
+            sums[2 * j] += weights[0] + weights[2], sums[2 * j + 1] += weights[1] + weights[3];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) p[j % 2 * 2 + r] = pack(f16{}, weights[2 * r], weights[2 * r + 1]);
+            if (j % 2) stmatrix4_transposed(at + j / 2 * 2048, p[0], p[1], p[2], p[3]);
+        }
+        warp_arrive(P_FULL + 8 * p_slot.slot);
+        p_slot.advance();
+    }
+
+    __device__ void run() {
+        // Of a negative scale the sign is Q's. One of 0 would make NaN of an absent token's infinite score.
+        float scale = problem.softmax_scale == 0.0f ? 1e-30f : fabsf(problem.softmax_scale) * LOG2_E;
+        PipelineState<SCHEDULED_TILES> ring;
+        int parity = 0;
+        pdl_wait();
+        int blocks = uniform(ScheduledTile(ring).summary().y);
+        if (blocks) copy_q(ScheduledTile(ring));
+        while (blocks) {
+            arrange_q(ScheduledTile(ring));
+            float sums[16] = {};
+            bool first = true;
+#pragma unroll 1
+            for (bool last = false; !last;) {
+                float x[32];
+                float2 top[8];
+                score(x, top, parity);
+                last = --blocks == 0;
+                if (last) {
+                    ring.advance();
+                    blocks = uniform(ScheduledTile(ring).summary().y);
+                    if (blocks) {
+                        sync();  // all have read Q
+                        copy_q(ScheduledTile(ring));
+                    }
+                }
+                softmax(x, top, sums, scale, first, parity);
+                first = false;
+            }
+            float2 of_warp = over_rows(sums, [](float a, float b) { return a + b; });
+            sts_float2(SUMS_AT + ((parity * 4 + warp) * HEADS + 2 * lane) * 4, of_warp);
+            warp_arrive(SUMS_FULL + 8 * parity);
+            parity ^= 1;
+        }
+    }
+};

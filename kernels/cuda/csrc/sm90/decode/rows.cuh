@@ -1,0 +1,70 @@
+// Raw FP8 rows in the ring of sm90/decode/decode.cu: the order of their tokens and bytes, the range of their scales, and their
+// conversion.
+#pragma once
+#include "common/sparse/work.cuh"
+#include "common/f16.cuh"
+
+constexpr int HALF = 32;  // tokens that are gathered, and given back, together
+constexpr int SLICES = LAYOUT::quantized_dim / 64;
+constexpr bool ROPE_IN_V = LAYOUT::quantized_dim < V_DIM;
+constexpr int RAW_BYTES = LAYOUT::quantized_dim;  // of a row in the ring
+
+constexpr uint32 MIN_SCALE = 105, F16_NORMAL = 113, MAX_SCALE = 126;  // float32 exponents of scales
+constexpr uint32 INFINITE_F16 = 0x7c00, MIN_Q = 0x1400;  // float16 bits: infinity, and 2^-10
+constexpr uint32 SIGNS = 0x80008000;
+
+// A ring's position: which slot, and the parity of its current phase.
+template <int SLOTS> struct PipelineState {
+    int slot = 0;
+    uint32 phase = 0;
+    __device__ void advance() {
+        if (++slot == SLOTS) slot = 0, phase ^= 1;
+    }
+};
+
+// Where token t of 16 stands in the permuted order; see sm90/decode/decode.cu.
+__device__ inline int permuted(int t) {
+    int b = t >> 2 & 1, c = (t & 3) ^ b;
+    return 2 * c + b + (t & 8);
+}
+// The token at a place.
+__device__ inline int token_at_permuted(int n) {
+    int b = n & 1, c = n >> 1 & 3;
+    return (c ^ b) | b << 2 | (n & 8);
+}
+
+// Byte of 16-byte chunk `chunk` of raw row t, such that 4 tokens' 32-byte halves never meet in a bank.
+__device__ inline uint32 raw_offset(int t, int chunk) {
+    int swizzle = (t >> 1 & 1) << 1;
+    if (RAW_BYTES % 128 == 0) swizzle |= (t & 1) << 2;
+    return t * RAW_BYTES + ((chunk ^ swizzle) << 4);
+}
+
+// Address of another slice of the row at `raw`, given that of its slice 0. Where a row is a multiple of 128
+// bytes, the swizzle of odd tokens exchanges neighbouring slices.
+__device__ inline uint32 slice_of(uint32 raw, int slice, int token) {
+    if (RAW_BYTES % 128 == 0 && token & 1) return raw + ((slice ^ 1) - 1) * 64;
+    return raw + slice * 64;
+}
+
+// Volatile, so that conversions stay where they are written: between the products that they are for.
+__device__ inline uint32 multiply(uint32 x, uint32 factor) {
+    uint32 y;
+    asm volatile("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(factor));
+    return y;
+}
+// Bytes of a word, and zeros.
+__device__ inline uint32 permuted(uint32 x, uint32 selector) {
+    uint32 y;
+    asm volatile("prmt.b32 %0, %1, 0, %2;" : "=r"(y) : "r"(x), "r"(selector));
+    return y;
+}
+// The larger of it and the magnitudes of a float16 pair, each half for itself.
+__device__ inline void raise_to_magnitude(uint32& largest, uint32 x) {
+    asm("{\n.reg .b32 m;\nabs.f16x2 m, %1;\nmax.f16x2 %0, %0, m;\n}" : "+r"(largest) : "r"(x));
+}
+// e4m3 bytes to float16 pairs.
+__device__ inline void to_f16(uint32 bytes, uint32& low, uint32& high) {
+    asm volatile("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
+                 : "=r"(low), "=r"(high) : "r"(bytes));
+}

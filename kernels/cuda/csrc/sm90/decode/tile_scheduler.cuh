@@ -1,0 +1,110 @@
+// The tile scheduler of sm90/decode/decode.cu.
+#pragma once
+#include "sm90/decode/memory.cuh"
+
+// One warp: says which tiles are to be done, each while the one before is worked on, and makes results of their sums. What
+// happens once a tile is here, where its instructions are in nobody's way.
+struct TileScheduler {
+    const SparseProblem& problem;
+    int lane;
+    SparseShare share;
+    PipelineState<SCHEDULED_TILES> to;
+
+    __device__ TileScheduler(const SparseProblem& p) : problem(p), lane(threadIdx.x % 32), share(when_written(p)) {}
+
+    // Where shares begin may be what the kernel ahead writes.
+    __device__ static SparseShare when_written(const SparseProblem& problem) {
+        pdl_wait();
+        return SparseShare(problem);
+    }
+
+    // Put down the next tile, which has no blocks if there are no more. Returns their number.
+    __device__ int put() {
+        Work work;
+        int blocks = share.next(problem, work) ? work.last - work.first : 0;
+        uint32 scheduled = SCHEDULE_AT + to.slot * SCHEDULED_TILE_BYTES;
+        if (lane == 0) {
+            sts32(scheduled + 4, blocks);
+            if (blocks) describe(scheduled, work, blocks);
+            barrier_arrive(SCHEDULED_FULL + 8 * to.slot);
+        }
+        to.advance();
+        return blocks;
+    }
+
+    __device__ void describe(uint32 scheduled, const Work& work, int blocks) {
+        TileCoord at(problem, work.tile);
+        int blocks0 = blocks_of(work.lengths0);
+        bool second = work.first >= blocks0, from_start = work.first == 0;
+        uint32 flags = (work.whole() ? ScheduledTile::WHOLE : 0) | (from_start ? ScheduledTile::FROM_START : 0) | (second ? ScheduledTile::SECOND : 0);
+        sts128(scheduled, {uint32(work.tile), uint32(blocks), uint32(min(HEADS, problem.heads - at.first_head)), flags});
+        if (second) {
+            describe_list(scheduled + 16, problem.lists[1], at, work.lengths1, work.first - blocks0);
+        } else {
+            describe_list(scheduled + 16, problem.lists[0], at, work.lengths0, work.first);
+            describe_list(scheduled + 32, problem.lists[1], at, work.lengths1, 0);
+        }
+        uint2 q = parted(problem.q + at.b * problem.q_stride_b + at.s * problem.q_stride_s + at.first_head * problem.q_stride_h);
+        uint2 out = parted(problem.out + at.b * problem.out_stride_b + at.s * problem.out_stride_s + at.first_head * problem.out_stride_h);
+        if (!work.whole()) out = parted(problem.partial_out + int64(partial_slot(blockIdx.x, from_start)) * (HEADS * V_DIM));
+        sts128(scheduled + 48, {q.x, q.y, out.x, out.y});
+        uint2 lse = parted(problem.lse + at.b * problem.lse_stride_b + at.first_head * problem.lse_stride_h + at.s * problem.lse_stride_s);
+        sts128(scheduled + 64, {lse.x, lse.y, uint32(at.first_head), 0});
+    }
+
+    __device__ void describe_list(uint32 to, const List& list, const TileCoord& at, int length, int block) {
+        uint2 from = parted(list.indices + at.b * list.indices_stride_b + at.s * list.indices_stride_s + block * BLOCK);
+        sts128(to, {from.x, from.y, uint32(length - block * BLOCK), uint32(blocks_of(length) - block)});
+    }
+
+    // What the PV warpgroups multiply their sums by, and the logarithm of the sum. A lane has two neighbouring heads.
+    __device__ void finish(ScheduledTile scheduled, int parity, uint32 phase) {
+        uint4 summary = scheduled.summary(), lse_and_head = scheduled.lse_and_head();
+        int row = 2 * lane, heads = summary.z;
+        bool whole = summary.w & ScheduledTile::WHOLE;
+        float sink[2] = {-infinity(), -infinity()};
+        if (problem.attn_sink && whole)
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                if (row + r < heads) sink[r] = problem.attn_sink[lse_and_head.z + row + r];
+        barrier_wait(SUMS_FULL + 8 * parity, phase);
+        float2 top = lds_float2(TOP_AT + (parity * HEADS + row) * 4), sum = {};
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            float2 of_warp = lds_float2(SUMS_AT + ((parity * 4 + w) * HEADS + row) * 4);
+            sum.x += of_warp.x, sum.y += of_warp.y;
+        }
+        float lse2[2] = {top.x + log2f(sum.x), top.y + log2f(sum.y)}, share[2] = {1.0f / sum.x, 1.0f / sum.y};
+        bool empty[2] = {sum.x == 0.0f, sum.y == 0.0f};
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            if (problem.attn_sink && whole) share[r] *= 1.0f / (1.0f + expf(sink[r] - lse2[r] * LN_2));
+            if (empty[r]) share[r] = 0.0f;
+        }
+        sts_float2(SHARE_AT + (parity * HEADS + row) * 4, make_float2(share[0], share[1]));
+        warp_arrive(SHARE_FULL + 8 * parity);
+        if (whole) {
+            float* lse = reinterpret_cast<float*>(joined(lse_and_head.x, lse_and_head.y)) + row * problem.lse_stride_h;
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                if (row + r < heads) lse[r * problem.lse_stride_h] = empty[r] ? infinity() : lse2[r] * LN_2;
+        } else {
+            float* to = problem.partial_lse + partial_slot(blockIdx.x, summary.w & ScheduledTile::FROM_START ? 1 : 0) * HEADS + row;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) to[r] = empty[r] ? -infinity() : lse2[r];
+        }
+    }
+
+    __device__ void run() {
+        PipelineState<SCHEDULED_TILES> ring;
+        int parity = 0;
+        uint32 phase = 0;
+        for (int blocks = put(), next; blocks; blocks = next) {
+            next = put();
+            finish(ScheduledTile(ring), parity, phase);
+            ring.advance();
+            parity ^= 1;
+            if (parity == 0) phase ^= 1;
+        }
+    }
+};

@@ -1,0 +1,404 @@
+// Decode over a paged cache of 16-bit dense MLA rows, on Hopper (sm_90a).
+//
+// A thread block takes 64 heads of a query token; keys go 64 at a time, a *block*. Three warpgroups:
+//
+//     producer     copies rows into two buffers in turn
+//     consumer 0    S = Q K^T and the softmax of even blocks; values 0..255 of the result, of all blocks
+//     consumer 1    the same of odd blocks; values 256..511
+//
+// A consumer multiplies its own weights out of registers, and the other's out of shared memory. Both add up the blocks in
+// order, so that each can go on from the other's running maximum. Memory is what takes longest, so each *piece* of a
+// buffer is filled again as soon as it has been used; a consumer adds up the other's block before it scores most of its
+// own, for whose keys it would have to wait anyway. Pieces, in the order in which they are used and freed:
+//
+//     0  RoPE      freed by the consumer that scores the block
+//     1  values 0..127 (consumer 0)      2  values 256..383 (consumer 1)
+//     3  values 128..255 (consumer 0)    4  values 384..511 (consumer 1)
+//
+// Boxes of `box_rows` neighbouring rows, of which pages are made, are copied by one thread each for 64 values; blocks of
+// which not all rows are there (a request's last, missing pages) and pages without boxes (box_rows 0) row by row.
+//
+// Macros: VALUE (bf16 or f16).
+#define ALIGNED 1
+#include "sm90/tma.cuh"
+#include "sm90/wgmma.cuh"
+#include "common/latent.cuh"
+#include "common/pdl.cuh"
+
+constexpr int HEADS = 64, KEYS = 64, THREADS = 384, PRODUCERS = 128;
+constexpr int TILES = LATENT_DIM / 64, ROPE_TILE = TILES - 1;
+constexpr int PRODUCER_REGISTERS = 64, CONSUMER_REGISTERS = 216;
+constexpr int PIECES = 5;
+constexpr int EARLY_PIECES = 2;  // that are scored before the other consumer's block is added up
+
+// Weights are exp2(score - reference); the reference is raised to the running maximum when that is so much larger,
+// which seldom happens after the first blocks.
+constexpr float RAISE = 8.0f;
+
+// Shared memory. Without static shared memory the dynamic part starts at 1024; the kernel traps otherwise.
+constexpr uint32 BARRIERS_AT = 1024;
+constexpr uint32 READY = BARRIERS_AT, FREE = READY + 16 * PIECES;  // of each piece: [2 buffers][PIECES]
+constexpr uint32 WEIGHTS_READY = FREE + 16 * PIECES;               // of each consumer
+constexpr uint32 TOTALS_READY = WEIGHTS_READY + 16;                // of each consumer
+constexpr uint32 Q_READY = TOTALS_READY + 16;
+constexpr uint32 PRESENT_AT = Q_READY + 16;                        // of each buffer: a byte for every four rows
+constexpr uint32 REFERENCE_AT = PRESENT_AT + 32;                   // of each consumer's weights, [64 heads]
+constexpr uint32 TOTALS_AT = REFERENCE_AT + 2 * 64 * 4;            // of each consumer, [64 heads]
+constexpr uint32 Q_AT = 4096;
+constexpr uint32 K_AT = Q_AT + TILES * TILE_BYTES;                 // [2 buffers][9 tiles]
+constexpr uint32 K_BYTES = TILES * TILE_BYTES;
+constexpr uint32 WEIGHTS_AT = K_AT + 2 * K_BYTES;                  // of one block at a time
+static_assert(PRESENT_AT % 16 == 0 && TOTALS_AT + 2 * 64 * 4 <= Q_AT);
+
+constexpr int first_tile(int piece) { return piece == 0 ? ROPE_TILE : piece % 2 ? piece - 1 : piece + 2; }
+constexpr int tile_count(int piece) { return piece ? 2 : 1; }
+
+constexpr uint32 ABSENT = ~0u;
+
+struct RowProducer {
+    LatentCache cache;
+    const TensorMap& map;
+    int box_rows;
+    int request, first_block, keys;
+
+    // ---- boxes
+
+    // Where this lane's box of a block starts; absent if one of its rows is, or if a block has fewer boxes.
+    __device__ PageRow box(int i) const {
+        int row = threadIdx.x % 32 * box_rows, position = (first_block + i) * KEYS + row;
+        if (!box_rows || row >= KEYS || position + box_rows > keys) return {-1, 0};
+        return lookup_page_row(cache.table, request, position, cache.block_size, cache.num_slots);
+    }
+    // Whether all boxes of a block are there.
+    __device__ bool is_whole(PageRow box) const {
+        return __all_sync(~0u, int(threadIdx.x % 32) * box_rows >= KEYS || box.page >= 0);
+    }
+    // One warp copies a block.
+    __device__ void copy_boxes(int buffer, PageRow box, uint32 parity) const {
+        int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece) {
+            uint32 ready = READY + 8 * (PIECES * buffer + piece);
+            barrier_wait(FREE + 8 * (PIECES * buffer + piece), parity);
+            if (lane == 0) {
+                if (piece == 0) sts128(PRESENT_AT + 16 * buffer, {0x0f0f0f0f, 0x0f0f0f0f, 0x0f0f0f0f, 0x0f0f0f0f});
+                barrier_arrive_expecting(ready, tile_count(piece) * TILE_BYTES);
+                barrier_arrive(ready, PRODUCERS - 1);  // for those that have nothing to do
+            }
+            if (box.page >= 0) {
+#pragma unroll
+                for (int tile = first_tile(piece); tile < first_tile(piece) + tile_count(piece); ++tile) {
+                    uint32 to = K_AT + buffer * K_BYTES + tile * TILE_BYTES + lane * box_rows * 128;
+                    tma_load(to, map, 64 * tile, box.row, int(box.page), ready);
+                }
+            }
+        }
+    }
+
+    // ---- rows
+
+    // All four warps copy a block.
+    __device__ void copy_rows(int buffer, int i, uint32 parity) const {
+        int thread = threadIdx.x % PRODUCERS, warp = thread / 32, lane = thread % 32, row = thread / 8, chunk = thread % 8;
+        uint32 swizzled = row * 128 + ((chunk ^ (row & 7)) << 4);
+        uint32 rows[4];  // in units of 16 bytes, which take one register
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            int position = (first_block + i) * KEYS + 16 * r + row;
+            int slot = position < keys ? cache.slot(request, position) : -1;
+            rows[r] = slot < 0 ? ABSENT : uint32(cache.offset(slot, 2 * LATENT_DIM) >> 4);
+        }
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece) {
+            uint32 ready = READY + 8 * (PIECES * buffer + piece), to = K_AT + buffer * K_BYTES + swizzled;
+            if (warp == 0) barrier_wait(FREE + 8 * (PIECES * buffer + piece), parity);
+            warpgroup_sync(4);
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                bool present = rows[r] != ABSENT;
+                const uint8* from = cache.pages + (present ? uint64(rows[r]) << 4 : 0) + 16 * chunk;
+                asm volatile("" : "+l"(from), "+r"(to));  // or every sum with them is kept in a register
+#pragma unroll
+                for (int tile = first_tile(piece); tile < first_tile(piece) + tile_count(piece); ++tile)
+                    copy_async<16>(to + tile * TILE_BYTES + 2048 * r, from + 128 * tile, present);
+                if (piece == 0) {  // a byte for the rows of lanes 0, 8, 16 and 24
+                    uint32 there = __ballot_sync(~0u, present) & 0x01010101;
+                    uint32 bits = (there | there >> 7 | there >> 14 | there >> 21) & 15;
+                    if (lane == 0) asm volatile("st.shared.u8 [%0], %1;" ::"r"(PRESENT_AT + 16 * buffer + 4 * r + warp), "r"(bits) : "memory");
+                }
+            }
+            copies_commit();
+            if (piece) copies_wait<1>(), fence_proxy_async(), barrier_arrive(ready - 8);
+            if (piece == PIECES - 1) copies_wait<0>(), fence_proxy_async(), barrier_arrive(ready);
+        }
+    }
+};
+
+template <bool VALUE_> struct Yes { static constexpr bool value = VALUE_; };
+
+// What a launch is given beside the cache.
+struct DenseProblem {
+    const VALUE* q;
+    int64 q_stride_b, q_stride_s, q_stride_h;
+    int s_q, heads, splits;
+    float scale_log2;
+    VALUE* out;
+    int64 out_stride_b, out_stride_s, out_stride_h;
+    float* lse;
+    int64 lse_stride_b, lse_stride_h, lse_stride_s;
+    float *partial_out, *partial_lse;
+};
+
+template <int CONSUMER> __device__ inline void consume(const DenseProblem& problem, const DenseShare& share, int blocks) {
+    constexpr int consumer = CONSUMER;
+    int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, row = thread / 8, chunk = thread % 8;
+    uint32 swizzled = row * 128 + ((chunk ^ (row & 7)) << 4);
+    int first_head = share.group * HEADS;
+    {
+        const VALUE* token = problem.q + share.request * problem.q_stride_b + share.query * problem.q_stride_s + 8 * chunk;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            int head = 32 * consumer + 16 * r + row;
+            bool present = first_head + head < problem.heads;
+            const VALUE* from = present ? token + (first_head + head) * problem.q_stride_h : problem.q;
+#pragma unroll
+            for (int t = 0; t < TILES; ++t)
+                copy_async<16>(Q_AT + t * TILE_BYTES + 2048 * (2 * consumer + r) + swizzled, from + (present ? 64 * t : 0), present);
+        }
+        copies_commit();
+        copies_wait<0>();
+        fence_proxy_async();
+        warp_arrive(Q_READY);
+        barrier_wait(Q_READY, 0);
+        warpgroup_sync(2 + consumer);  // or the compiler takes what follows for divergent, and serialises the products
+    }
+    float scale_log2 = problem.scale_log2;
+    // Of READY and FREE: the buffer of this consumer's own blocks, and of the other's; this consumer's pieces of both.
+    constexpr uint32 own = 8 * PIECES * consumer, other = 8 * PIECES * (consumer ^ 1), low_piece = 8 * (1 + consumer), high_piece = 8 * (3 + consumer);
+    uint64 q_tile = tile_descriptor(Q_AT);
+    uint64 own_k = tile_descriptor(K_AT + consumer * K_BYTES);
+    uint64 own_columns = transposed_descriptor(K_AT + consumer * K_BYTES + 4 * consumer * TILE_BYTES);
+    uint64 other_columns = transposed_descriptor(K_AT + (consumer ^ 1) * K_BYTES + 4 * consumer * TILE_BYTES);
+    uint64 weights_tile = tile_descriptor(WEIGHTS_AT);
+    int head = 16 * warp + lane / 4;  // and head + 8
+
+    float low[64] = {}, high[64] = {};  // sums of 128 values each
+    float reference[2] = {-infinity(), -infinity()}, total[2] = {};
+    pin(low), pin(high);
+
+    // Raise the reference: what was added up so far counts less.
+    auto raise_to = [&](const float (&now)[2]) {
+        if (!__any_sync(~0u, now[0] != reference[0] || now[1] != reference[1])) return;
+        float rescale[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            rescale[half] = now[half] == reference[half] ? 1.0f : exp2_approx(reference[half] - now[half]);
+            reference[half] = now[half];
+            total[half] *= rescale[half];
+        }
+#pragma unroll
+        for (int i = 0; i < 64; ++i) low[i] *= rescale[i / 2 % 2], high[i] *= rescale[i / 2 % 2];
+    };
+    // Begin to add what the other consumer's weights of its block in phase `phase` give.
+    auto add_other = [&](int phase) {
+        barrier_wait(WEIGHTS_READY + 8 * (consumer ^ 1), phase % 2);
+        float now[2] = {lds_float(REFERENCE_AT + 256 * (consumer ^ 1) + 4 * head),
+                        lds_float(REFERENCE_AT + 256 * (consumer ^ 1) + 4 * head + 32)};
+        raise_to(now);
+        barrier_wait(READY + other + low_piece, phase % 2);
+        barrier_wait(READY + other + high_piece, phase % 2);
+        pin(low), pin(high);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < 4; ++step) wgmma_columns(VALUE{}, low, weights_tile + 2 * step, other_columns + 128 * step, 1);
+        wgmma_commit();
+#pragma unroll
+        for (int step = 0; step < 4; ++step)
+            wgmma_columns(VALUE{}, high, weights_tile + 2 * step, other_columns + (2 * TILE_BYTES >> 4) + 128 * step, 1);
+        wgmma_commit();
+    };
+
+    auto take = [&](auto has_other, int block) {
+        constexpr bool WITH_OTHER = decltype(has_other)::value;
+        uint32 parity = block / 2 % 2;
+        float scores[32];
+        auto score = [&](int piece) {
+            barrier_wait(READY + own + 8 * piece, parity);
+#pragma unroll
+            for (int step = 0; step < 4 * tile_count(piece); ++step) {
+                int tile = (first_tile(piece) + step / 4) * (TILE_BYTES >> 4);
+                wgmma_rows(VALUE{}, scores, q_tile + tile + step % 4 * 2, own_k + tile + step % 4 * 2, piece + step > 0);
+            }
+        };
+        pin(scores);
+        wgmma_fence();
+#pragma unroll
+        for (int piece = 0; piece < EARLY_PIECES; ++piece) score(piece);
+        wgmma_commit();
+        if constexpr (WITH_OTHER) add_other((block - 1) / 2);
+#pragma unroll
+        for (int piece = EARLY_PIECES; piece < PIECES; ++piece) {
+            score(piece);
+            wgmma_commit();
+            if (WITH_OTHER && piece == EARLY_PIECES) wgmma_wait<2>(), warp_arrive(FREE + other + low_piece);
+            if (WITH_OTHER && piece == EARLY_PIECES + 1) wgmma_wait<2>(), warp_arrive(FREE + other + high_piece);
+        }
+        wgmma_wait<0>();
+        pin(scores), pin(low), pin(high);
+
+        uint4 present = lds128(PRESENT_AT + 16 * consumer);
+        warp_arrive(FREE + own);
+        if ((present.x & present.y & present.z & present.w) != 0x0f0f0f0f) {
+            uint32 words[4] = {present.x, present.y, present.z, present.w};
+#pragma unroll
+            for (int i = 0; i < 32; ++i) {
+                // Column 8 (i / 4) + 2 (lane % 4) + i % 2: word column / 16, byte column / 4 % 4, bit column % 4.
+                int bit = 16 * (i / 4 % 2) + 8 * (lane % 4 / 2) + 2 * (lane % 2) + i % 2;
+                if (!(words[i / 8] >> bit & 1)) scores[i] = -infinity();
+            }
+        }
+        float now[2], sum[2] = {};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float largest = -infinity();
+#pragma unroll
+            for (int i = 2 * half; i < 32; i += 4) largest = fmaxf(largest, fmaxf(scores[i], scores[i + 1]));
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2)) * scale_log2;
+            now[half] = largest > reference[half] + RAISE ? largest : reference[half];
+            if (lane % 4 == 0) sts_float(REFERENCE_AT + 256 * consumer + 4 * head + 32 * half, now[half]);
+            float base = now[half] == -infinity() ? 0.0f : now[half];
+#pragma unroll
+            for (int i = 2 * half; i < 32; i += 4) {
+                scores[i] = exp2_approx(fmaf(scores[i], scale_log2, -base));
+                scores[i + 1] = exp2_approx(fmaf(scores[i + 1], scale_log2, -base));
+                sum[half] += scores[i] + scores[i + 1];
+            }
+        }
+        uint32 weights[4][4];
+#pragma unroll
+        for (int i = 0; i < 16; ++i) weights[i / 4][i % 4] = pack(VALUE{}, scores[2 * i], scores[2 * i + 1]);
+        warpgroup_sync(2 + consumer);  // all of this consumer have used the weights before
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+            int at = 16 * warp + lane % 16;
+            stmatrix4(WEIGHTS_AT + at * 128 + (((2 * step + lane / 16) ^ (at & 7)) << 4), weights[step][0],
+                      weights[step][1], weights[step][2], weights[step][3]);
+        }
+        fence_proxy_async();
+        warp_arrive(WEIGHTS_READY + 8 * consumer);
+
+        raise_to(now);
+        total[0] += sum[0], total[1] += sum[1];
+        pin(low), pin(high);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < 4; ++step) wgmma_columns(VALUE{}, low, weights[step], own_columns + 128 * step, 1);
+        wgmma_commit();
+#pragma unroll
+        for (int step = 0; step < 4; ++step)
+            wgmma_columns(VALUE{}, high, weights[step], own_columns + (2 * TILE_BYTES >> 4) + 128 * step, 1);
+        wgmma_commit();
+        wgmma_wait<1>();
+        warp_arrive(FREE + own + low_piece);
+        wgmma_wait<0>();
+        pin(low), pin(high);
+        warp_arrive(FREE + own + high_piece);
+    };
+    if (consumer == 0 && blocks) take(Yes<false>{}, 0);
+    for (int block = 2 - consumer; block < blocks; block += 2) take(Yes<true>{}, block);
+    if (blocks && (blocks - 1) % 2 != consumer) {
+        add_other((blocks - 1) / 2);
+        wgmma_wait<0>();
+        pin(low), pin(high);
+    }
+
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        total[half] += __shfl_xor_sync(~0u, total[half], 1);
+        total[half] += __shfl_xor_sync(~0u, total[half], 2);
+        if (lane % 4 == 0) sts_float(TOTALS_AT + 256 * consumer + 4 * (head + 8 * half), total[half]);
+    }
+    warp_arrive(TOTALS_READY + 8 * consumer);
+    barrier_wait(TOTALS_READY + 8 * (consumer ^ 1), 0);
+    int64 token = int64(share.request) * problem.s_q + share.query;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        int own_head = first_head + head + 8 * half;
+        if (own_head >= problem.heads) continue;
+        total[half] += lds_float(TOTALS_AT + 256 * (consumer ^ 1) + 4 * (head + 8 * half));
+        bool empty = reference[half] == -infinity();
+        float share_of = empty ? 0.0f : 1.0f / total[half];
+        float log_sum = (reference[half] + log2f(total[half])) * LN_2;
+        int column = 256 * consumer + 2 * (lane % 4);
+        if (problem.splits > 1) {
+            int64 part = (token * problem.splits + share.split) * problem.heads + own_head;
+            float* to = problem.partial_out + part * LATENT_V + column;
+#pragma unroll
+            for (int n = 0; n < 16; ++n) {
+                int i = 4 * n + 2 * half;
+                store_pair(to + 8 * n, low[i] * share_of, low[i + 1] * share_of);
+                store_pair(to + 128 + 8 * n, high[i] * share_of, high[i + 1] * share_of);
+            }
+            if (consumer == 0 && lane % 4 == 0) problem.partial_lse[part] = empty ? -infinity() : log_sum;
+        } else {
+            VALUE* to = problem.out + share.request * problem.out_stride_b + share.query * problem.out_stride_s + own_head * problem.out_stride_h + column;
+#pragma unroll
+            for (int n = 0; n < 16; ++n) {
+                int i = 4 * n + 2 * half;
+                store_pair(to + 8 * n, low[i] * share_of, low[i + 1] * share_of);
+                store_pair(to + 128 + 8 * n, high[i] * share_of, high[i + 1] * share_of);
+            }
+            if (consumer == 0 && lane % 4 == 0)
+                problem.lse[share.request * problem.lse_stride_b + own_head * problem.lse_stride_h + share.query * problem.lse_stride_s] =
+                    empty ? infinity() : log_sum;
+        }
+    }
+}
+
+// 48 bytes come before the map: a tensor map lies at a multiple of 64, and parameters begin 16 bytes behind one.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+mla_decode_sm90(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h, int s_q, int heads, int block_size,
+                int box_rows, const __grid_constant__ TensorMap map, const uint8* pages, int64 page_stride,
+                int64 num_slots, const int* block_table, int64 table_stride, int columns, int requests, const int* lens,
+                int causal, int splits, float softmax_scale, VALUE* out, int64 out_stride_b, int64 out_stride_s,
+                int64 out_stride_h, float* lse, int64 lse_stride_b, int64 lse_stride_h, int64 lse_stride_s,
+                float* partial_out, float* partial_lse) {
+    extern __shared__ uint4 memory[];
+    if (uint32(__cvta_generic_to_shared(memory)) != BARRIERS_AT || reinterpret_cast<uint64>(&map) % 64) __trap();
+    if (threadIdx.x == 0 && box_rows) prefetch_tensor_map(map);
+    pdl_wait();
+    int groups = (heads + HEADS - 1) / HEADS, group = threadIdx.x / 128;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2 * PIECES; ++i) barrier_init(READY + 8 * i, PRODUCERS), barrier_init(FREE + 8 * i, 4 * WARP_ARRIVALS);
+        for (int i = 0; i < 2; ++i)
+            barrier_init(WEIGHTS_READY + 8 * i, 4 * WARP_ARRIVALS), barrier_init(TOTALS_READY + 8 * i, 4 * WARP_ARRIVALS);
+        barrier_init(Q_READY, 8 * WARP_ARRIVALS);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    DenseShare share = DenseShare::of(blockIdx.x, splits, groups, s_q, lens, int64(columns) * block_size, causal, KEYS);
+    int blocks = share.last_block - share.first_block;
+
+    if (group == 0) {
+        warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
+        LatentCache cache{pages, page_stride, num_slots, block_size, {block_table, table_stride, requests, columns}};
+        int end = min(share.keys, share.last_block * KEYS);
+        RowProducer producer{cache, map, box_rows, share.request, share.first_block, end};
+        PageRow box = producer.box(0);
+        for (int i = 0; i < blocks; ++i) {
+            uint32 parity = i / 2 % 2 ^ 1;
+            PageRow next = producer.box(i + 1);
+            if (!producer.is_whole(box)) producer.copy_rows(i % 2, i, parity);
+            else if (threadIdx.x < 32) producer.copy_boxes(i % 2, box, parity);
+            box = next;
+        }
+        return;
+    }
+
+    warpgroup_reg_alloc<CONSUMER_REGISTERS>();
+    DenseProblem problem{q, q_stride_b, q_stride_s, q_stride_h, s_q, heads, splits, softmax_scale * LOG2_E, out, out_stride_b,
+                    out_stride_s, out_stride_h, lse, lse_stride_b, lse_stride_h, lse_stride_s, partial_out, partial_lse};
+    if (group == 1) consume<0>(problem, share, blocks);
+    else consume<1>(problem, share, blocks);
+}

@@ -1,0 +1,244 @@
+// Attention of packed sequences with a K and V for each head, on Hopper (sm_90a).
+//
+// A thread block takes 128 queries of a head and the keys 128 at a time. Three warpgroups:
+//
+//     producer       copies K and V into two stages each (cp.async; zeros where there is no key)
+//     consumers    64 queries each: the scores of a block are computed while the values of the block before are
+//                  added up, and the softmax runs beside the latter
+//
+// K's 192 values are three tiles of 128 rows, the last one RoPE, which all heads share; V is two times two tiles of
+// 64 rows.
+//
+// Macros: VALUE (bf16 or f16), OUTPUT (VALUE or float), CAUSAL, ACCUMULATE (whether `out`, of float, and `lse` hold attention
+// over earlier keys, to which these are added).
+#define ALIGNED 1
+#include "sm90/wgmma.cuh"
+#include "common/packed.cuh"
+
+constexpr int QUERIES = 128, KEYS = 128, THREADS = 384;
+constexpr int FEEDER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+
+// Shared memory. Without static shared memory the dynamic part starts at 1024; the kernel traps otherwise.
+constexpr uint32 BARRIERS_AT = 1024;
+constexpr uint32 Q_AT = 2048;                       // [2 consumers][3 tiles]
+constexpr uint32 K_AT = Q_AT + 6 * TILE_BYTES;      // [2 stages][3 tiles of 128 rows]
+constexpr uint32 K_BYTES = 6 * TILE_BYTES;
+constexpr uint32 V_AT = K_AT + 2 * K_BYTES;         // [2 stages][2 halves of the keys][2 tiles]
+constexpr uint32 V_BYTES = 4 * TILE_BYTES;
+constexpr uint32 K_FULL = BARRIERS_AT, K_EMPTY = K_FULL + 16, V_FULL = K_FULL + 32, V_EMPTY = K_FULL + 48;
+
+// Softmax of a thread's two rows of scores: weights in place; returns what the sums so far are multiplied by.
+struct Softmax {
+    float top[2] = {-infinity(), -infinity()}, total[2] = {};
+
+    __device__ inline float2 weights(float (&x)[64], float scale_log2) {
+        float rescale[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float now = -infinity();
+#pragma unroll
+            for (int i = 2 * half; i < 64; i += 4) now = fmaxf(now, fmaxf(x[i], x[i + 1]));
+            now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
+            now = fmaxf(now, __shfl_xor_sync(~0u, now, 2));
+            now = fmaxf(top[half], now * scale_log2);
+            float base = now == -infinity() ? 0.0f : now, sum = 0.0f;
+            rescale[half] = exp2_approx(top[half] - base);
+            top[half] = now;
+#pragma unroll
+            for (int i = 2 * half; i < 64; i += 4) {
+                x[i] = exp2_approx(fmaf(x[i], scale_log2, -base));
+                x[i + 1] = exp2_approx(fmaf(x[i + 1], scale_log2, -base));
+                sum += x[i] + x[i + 1];
+            }
+            total[half] = fmaf(total[half], rescale[half], sum);
+        }
+        return {rescale[0], rescale[1]};
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE* k, int64 k_stride_t, int64 k_stride_h,
+                const VALUE* k_pe, int64 k_pe_stride_t, const VALUE* v, int64 v_stride_t, int64 v_stride_h,
+                const int* cu_seqlens_q, const int* cu_seqlens_k, int sequences, int num_queries, int num_keys,
+                float scale_log2, OUTPUT* out, int64 out_stride_t, int64 out_stride_h, float* lse, int64 lse_stride_h,
+                int64 lse_stride_t) {
+    extern __shared__ uint4 memory[];
+    if (uint32(__cvta_generic_to_shared(memory)) != BARRIERS_AT) __trap();
+    PackedTile tile = find_tile<QUERIES>(cu_seqlens_q, cu_seqlens_k, sequences, num_queries, num_keys, blockIdx.x);
+    if (!tile.queries) return;
+    int head = blockIdx.y, group = threadIdx.x / 128, thread = threadIdx.x % 128;
+    int keys = tile.keys;
+    if (CAUSAL) keys = min(keys, max(tile.last_key + tile.queries, 0));
+    int blocks = (keys + KEYS - 1) / KEYS;
+    if (ACCUMULATE && !blocks) return;
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < 2; ++stage) {
+            barrier_init(K_FULL + 8 * stage, 128), barrier_init(K_EMPTY + 8 * stage, 8 * WARP_ARRIVALS);
+            barrier_init(V_FULL + 8 * stage, 128), barrier_init(V_EMPTY + 8 * stage, 8 * WARP_ARRIVALS);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+
+    // Eight threads copy 128 bytes of a row; the rows of a thread are 16 apart, so its chunk is swizzled alike in all.
+    int lane_row = thread / 8, chunk = thread % 8;
+    uint32 swizzled = lane_row * 128 + ((chunk ^ (lane_row & 7)) << 4);
+    if (group == 0) {
+        warpgroup_reg_dealloc<FEEDER_REGISTERS>();
+        const VALUE* k_row = k + head * k_stride_h + (int64(tile.first_key) + lane_row) * k_stride_t + 8 * chunk;
+        const VALUE* pe_row = k_pe + (int64(tile.first_key) + lane_row) * k_pe_stride_t + 8 * chunk;
+        const VALUE* v_row = v + head * v_stride_h + (int64(tile.first_key) + lane_row) * v_stride_t + 8 * chunk;
+        for (int block = 0; block < blocks; ++block) {
+            int stage = block % 2, left = tile.keys - block * KEYS - lane_row;  // a row of this thread is there below it
+            uint32 parity = block / 2 % 2 ^ 1, at = K_AT + stage * K_BYTES + swizzled;
+            barrier_wait(K_EMPTY + 8 * stage, parity);
+#pragma unroll
+            for (int r = 0; r < KEYS / 16; ++r) {
+                bool present = 16 * r < left;
+                const VALUE* row = present ? k_row + 16 * r * k_stride_t : k;
+                copy_async<16>(at + 2048 * r, row, present);
+                copy_async<16>(at + 2 * TILE_BYTES + 2048 * r, row + (present ? 64 : 0), present);
+                copy_async<16>(at + 4 * TILE_BYTES + 2048 * r, present ? pe_row + 16 * r * k_pe_stride_t : k_pe, present);
+            }
+            copies_arrive(K_FULL + 8 * stage);
+            at = V_AT + stage * V_BYTES + swizzled;
+            barrier_wait(V_EMPTY + 8 * stage, parity);
+#pragma unroll
+            for (int r = 0; r < KEYS / 16; ++r) {
+                bool present = 16 * r < left;
+                const VALUE* row = present ? v_row + 16 * r * v_stride_t : v;
+                uint32 to = at + r / 4 * 2 * TILE_BYTES + 2048 * (r % 4);
+                copy_async<16>(to, row, present);
+                copy_async<16>(to + TILE_BYTES, row + (present ? 64 : 0), present);
+            }
+            copies_arrive(V_FULL + 8 * stage);
+            k_row += KEYS * k_stride_t, pe_row += KEYS * k_pe_stride_t, v_row += KEYS * v_stride_t;
+        }
+        copies_wait<0>();
+        return;
+    }
+
+    warpgroup_reg_alloc<CONSUMER_REGISTERS>();
+    int consumer = group - 1, warp = thread / 32, lane = thread % 32;
+    uint32 q_at = Q_AT + consumer * 3 * TILE_BYTES;
+    const VALUE* q_rows = q + (int64(tile.first_query) + 64 * consumer) * q_stride_t + head * q_stride_h + 8 * chunk;
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+        bool present = 64 * consumer + lane_row + 16 * r < tile.queries;
+        const VALUE* row = present ? q_rows + (lane_row + 16 * r) * q_stride_t : q;
+#pragma unroll
+        for (int t = 0; t < 3; ++t) copy_async<16>(q_at + t * TILE_BYTES + 2048 * r + swizzled, row + (present ? 64 * t : 0), present);
+    }
+    copies_commit();
+
+    float sums[64] = {}, scores[64];
+    uint32 weights[8][4];
+    Softmax softmax;
+    int row = 64 * consumer + 16 * warp + lane / 4;  // of the tile; and row + 8
+#if ACCUMULATE
+    begin_onto<128>(tile, row, out + head * out_stride_h, out_stride_t, lse + head * lse_stride_h, lse_stride_t, softmax.top,
+                    softmax.total,
+                    [&](int half, int n, float2 pair) { sums[4 * n + 2 * half] = pair.x, sums[4 * n + 2 * half + 1] = pair.y; });
+#endif
+    copies_wait<0>();
+    fence_proxy_async();
+    warpgroup_sync(1 + consumer);
+    uint64 q_tile = tile_descriptor(q_at);
+
+    auto score = [&](int stage) {
+        uint64 k_tile = tile_descriptor(K_AT + stage * K_BYTES);
+#pragma unroll
+        for (int step = 0; step < 12; ++step)
+            wgmma_rows(VALUE{}, scores, q_tile + step / 4 * (TILE_BYTES >> 4) + step % 4 * 2,
+                          k_tile + step / 4 * (2 * TILE_BYTES >> 4) + step % 4 * 2, step > 0);
+        wgmma_commit();
+    };
+    auto mix = [&](int stage) {
+        uint64 v_tile = transposed_descriptor(V_AT + stage * V_BYTES);
+#pragma unroll
+        for (int step = 0; step < 8; ++step)
+            wgmma_columns(VALUE{}, sums, weights[step], v_tile + step / 4 * (2 * TILE_BYTES >> 4) + step % 4 * 128, 1);
+        wgmma_commit();
+    };
+    auto mask = [&](int block) {
+        if ((block + 1) * KEYS <= tile.keys && (!CAUSAL || (block + 1) * KEYS - 1 <= tile.last_key + 64 * consumer)) return;
+#pragma unroll
+        for (int i = 0; i < 64; ++i) {
+            int column = block * KEYS + i / 4 * 8 + lane % 4 * 2 + i % 2;
+            bool seen = column < tile.keys && (!CAUSAL || column <= tile.last_key + row + i % 4 / 2 * 8);
+            if (!seen) scores[i] = -infinity();
+        }
+    };
+    auto rescale_sums = [&](float2 rescale) {
+#pragma unroll
+        for (int i = 0; i < 64; i += 4)
+            sums[i] *= rescale.x, sums[i + 1] *= rescale.x, sums[i + 2] *= rescale.y, sums[i + 3] *= rescale.y;
+    };
+    auto to_weights = [&]() {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) weights[i / 4][i % 4] = pack(VALUE{}, scores[2 * i], scores[2 * i + 1]);
+    };
+
+    if (blocks) {
+        barrier_wait(K_FULL, 0);
+        fence_proxy_async();
+        pin(scores);
+        wgmma_fence();
+        score(0);
+        wgmma_wait<0>();
+        pin(scores);
+        warp_arrive(K_EMPTY);
+        mask(0);
+        float2 rescale = softmax.weights(scores, scale_log2);
+        if (ACCUMULATE) rescale_sums(rescale);
+        to_weights();
+    }
+    for (int block = 1; block < blocks; ++block) {
+        int stage = block % 2, before = stage ^ 1;
+        barrier_wait(K_FULL + 8 * stage, block / 2 % 2);
+        barrier_wait(V_FULL + 8 * before, (block - 1) / 2 % 2);
+        fence_proxy_async();
+        pin(scores);
+        pin(sums);
+        wgmma_fence();
+        score(stage);
+        mix(before);
+        wgmma_wait<1>();
+        pin(scores);
+        warp_arrive(K_EMPTY + 8 * stage);
+        mask(block);
+        float2 rescale = softmax.weights(scores, scale_log2);
+        wgmma_wait<0>();
+        pin(sums);
+        warp_arrive(V_EMPTY + 8 * before);
+        rescale_sums(rescale);
+        to_weights();
+    }
+    if (blocks) {
+        int last = (blocks - 1) % 2;
+        barrier_wait(V_FULL + 8 * last, (blocks - 1) / 2 % 2);
+        fence_proxy_async();
+        pin(sums);
+        wgmma_fence();
+        mix(last);
+        wgmma_wait<0>();
+        pin(sums);
+    }
+
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float total = softmax.total[half];
+        total += __shfl_xor_sync(~0u, total, 1);
+        total += __shfl_xor_sync(~0u, total, 2);
+        if (row + 8 * half >= tile.queries) continue;
+        int64 query = tile.first_query + row + 8 * half;
+        bool empty = softmax.top[half] == -infinity();
+        float share = empty ? 0.0f : 1.0f / total;
+        OUTPUT* to = out + query * out_stride_t + head * out_stride_h + 2 * (lane % 4);
+#pragma unroll
+        for (int n = 0; n < 16; ++n) store_pair(to + 8 * n, sums[4 * n + 2 * half] * share, sums[4 * n + 2 * half + 1] * share);
+        if (lane % 4 == 0)
+            lse[head * lse_stride_h + query * lse_stride_t] =
+                empty ? infinity() : (softmax.top[half] + log2f(total)) * LN_2;
+    }
+}

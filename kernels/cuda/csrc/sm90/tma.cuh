@@ -1,0 +1,25 @@
+// Copies of boxes of an array from global to shared memory by the tensor memory accelerator (sm_90 and newer).
+//
+// Rows of a box are 128 bytes; they land swizzled as matrix operands are (sm90/hopper.cuh).
+#pragma once
+#include "sm90/hopper.cuh"
+
+// What the driver makes of an array of three dimensions (boxes.py). A kernel takes it by
+// `const __grid_constant__ TensorMap`, and its address has to be a multiple of 64. That is not said by alignas(64), as
+// the compiler then counts from a multiple of 64 before the parameters: of them the first may lie at 48, unlike in a
+// struct. So whoever declares a kernel sees to it (tests/kernels/test_launch.py).
+struct TensorMap {
+    const uint8* start;
+    int64 rest[15];
+};
+
+// The arrival of one thread, and so many bytes by copies that are still to come.
+__device__ inline void barrier_arrive_expecting(uint32 barrier, uint32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// Start to copy the box at [z][y][x]; its bytes count at the barrier when they are there.
+__device__ inline void tma_load(uint32 target, const TensorMap& map, int x, int y, int z, uint32 barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+                 ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier) : "memory");
+}
+__device__ inline void prefetch_tensor_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }

@@ -1,0 +1,44 @@
+// Products of a warpgroup with 128 columns, for bfloat16 and float16 operands.
+#pragma once
+#include "sm90/hopper.cuh"
+
+// x (64 x 128) = a b^T (+ x): a tile of 64 rows, b of 128 rows; 16 values along both.
+__device__ inline void wgmma_rows(bf16, float (&x)[64], uint64 a, uint64 b, int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " REGISTERS64 ", %64, %65, p, 1, 1, 0, 0;\n}\n"
+                 : FLOATS64(x) : "l"(a), "l"(b), "r"(add));
+}
+__device__ inline void wgmma_rows(f16, float (&x)[64], uint64 a, uint64 b, int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 " REGISTERS64 ", %64, %65, p, 1, 1, 0, 0;\n}\n"
+                 : FLOATS64(x) : "l"(a), "l"(b), "r"(add));
+}
+
+// x (64 x 128) = a b (+ x): b is 16 rows of two neighbouring tiles, a 16 columns of a tile or a fragment in registers.
+__device__ inline void wgmma_columns(bf16, float (&x)[64], uint64 a, uint64 b, int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " REGISTERS64 ", %64, %65, p, 1, 1, 0, 1;\n}\n"
+                 : FLOATS64(x) : "l"(a), "l"(b), "r"(add));
+}
+__device__ inline void wgmma_columns(f16, float (&x)[64], uint64 a, uint64 b, int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 " REGISTERS64 ", %64, %65, p, 1, 1, 0, 1;\n}\n"
+                 : FLOATS64(x) : "l"(a), "l"(b), "r"(add));
+}
+__device__ inline void wgmma_columns(bf16, float (&x)[64], const uint32 (&a)[4], uint64 b, int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " REGISTERS64 ", {%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}\n"
+                 : FLOATS64(x) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+__device__ inline void wgmma_columns(f16, float (&x)[64], const uint32 (&a)[4], uint64 b, int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 " REGISTERS64 ", {%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}\n"
+                 : FLOATS64(x) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+
+// x (64 x 64) = a b^T (+ x), both tiles of 64 rows.
+__device__ inline void wgmma_rows(bf16, float (&x)[32], uint64 a, uint64 b, int add) { wgmma_bf16(x, a, b, add); }
+__device__ inline void wgmma_rows(f16, float (&x)[32], uint64 a, uint64 b, int add) { wgmma_f16(x, a, b, add); }
+
+// All threads of a warpgroup; `id` 1 to 15.
+__device__ inline void warpgroup_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
