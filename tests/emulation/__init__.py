@@ -19,7 +19,8 @@ What it cannot show: time, registers, occupancy; weakly ordered memory (fences d
 once, so that a missing proxy fence, wgmma.fence or __threadfence goes unnoticed); races between threads that do not
 wait in between, as a fiber runs from one wait to the next undisturbed; thread blocks side by side, as one runs after
 another: of a kernel's blocks only the first waits for the kernel ahead in earnest; what an instruction does beyond what
-ptx.py says of it; how tensor cores and approximate instructions round. hold.cu, which waits for the clock, does not run. For these there are devices: pytest -m gpu.
+ptx.py says of it; how tensor cores and approximate instructions round.
+hold.cu, which waits for the clock, does not run. For these there are devices: pytest -m gpu.
 """
 
 from .builds import unavailable
