@@ -11,12 +11,23 @@ import os
 import pytest
 
 
+def pytest_addoption(parser):
+    parser.addoption("--seed", type=int, default=0, help="another number, other random numbers in all tests (0)")
+
+
+def pytest_report_header(config):
+    return f"random numbers: --seed {config.getoption('--seed')}"
+
+
 def wants_gpu(config):
     expression = config.getoption("-m") or ""
     return "gpu" in expression and "not gpu" not in expression
 
 
 def pytest_configure(config):
+    from support import properties
+
+    properties.SEED = config.getoption("--seed")
     config.addinivalue_line("markers", "attention: needs attention kernels, which numba_cuda does not have")
     config.addinivalue_line("markers", "nowhere(when): combinations, as Combination, that are no tests")
     # Or JAX takes most of a device's memory for itself, and several processes of tests would not fit on one.
@@ -95,7 +106,8 @@ def lab(request):
 
 @pytest.fixture
 def rng(request):
-    """A generator seeded by the test's name: fresh numbers for each test, the same at each run."""
+    """A generator seeded by the test's name and --seed: fresh numbers for each test, the same at each run."""
     import numpy as np
 
-    return np.random.default_rng(list(request.node.nodeid.encode()))
+    name, seed = request.node.nodeid, request.config.getoption("--seed")
+    return np.random.default_rng(list(f"{name}{seed or ''}".encode()))

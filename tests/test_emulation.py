@@ -11,7 +11,7 @@ from cumla.kernels.cuda import compile as compiler
 from cumla.kernels.cuda.launch import recorded_launches
 from emulation import launches, queues
 from support import operations
-from support.attention import Problem, make_cache, make_indices, make_q
+from support.attention import Problem, make_cache, make_indices, make_q, steep
 from support.bounds import assert_decode, assert_within
 from support.lab import BF16, Lab, to_float
 
@@ -136,7 +136,7 @@ class TestDecode:
 
     def test_several_tiles_a_thread_block(self, here, rng, layout, device, schedule):
         problem = Problem(
-            make_q(rng, 2, 2, 70, layout), make_cache(rng, layout, 20, 53, spread=0),
+            make_q(rng, 2, 2, 70, layout, steep(70)), make_cache(rng, layout, 20, 53, spread=0),
             make_indices(rng, 2, 2, 150, 1060), topk_length=np.array([150, 0], np.int32),
             attn_sink=np.linspace(-3, 3, 70, dtype=np.float32), layout=layout,
         )  # fmt: skip
@@ -144,12 +144,13 @@ class TestDecode:
 
     def test_tiles_cut_where_the_shape_says(self, here, rng, layout, device, schedule):
         cache = make_cache(rng, layout, 20, 64, spread=0)
-        problem = Problem(make_q(rng, 1, 2, 64, layout), cache, make_indices(rng, 1, 2, 400, 1280), layout=layout)
+        q = make_q(rng, 1, 2, 64, layout, steep(64))
+        problem = Problem(q, cache, make_indices(rng, 1, 2, 400, 1280), layout=layout)
         on(here, device, schedule, problem)
 
     def test_tiles_cut_where_the_lengths_say(self, here, rng, layout, device, schedule):
         problem = Problem(
-            make_q(rng, 3, 1, 64, layout), make_cache(rng, layout, 20, 64, spread=0),
+            make_q(rng, 3, 1, 64, layout, steep(64)), make_cache(rng, layout, 20, 64, spread=0),
             make_indices(rng, 3, 1, 400, 1280), topk_length=np.array([5, 400, 200], np.int32), layout=layout,
         )  # fmt: skip
         on(here, device, schedule, problem)
@@ -180,9 +181,24 @@ def test_tiles_cut_into_many_parts(here, rng, device, batch, heads, topk, length
     """Into more than are loaded together, and into more than a thread block has threads to look for."""
     layout = cumla.DSV4_FP8
     problem = Problem(
-        make_q(rng, batch, 1, heads, layout), make_cache(rng, layout, 20, 64, spread=0),
+        make_q(rng, batch, 1, heads, layout, steep(heads)), make_cache(rng, layout, 20, 64, spread=0),
         make_indices(rng, batch, 1, topk, 1280), attn_sink=np.linspace(-3, 3, heads, dtype=np.float32), layout=layout,
         topk_length=None if lengths is None else np.array(lengths, np.int32),
+    )  # fmt: skip
+    on(here, device, WILDEST, problem)
+
+
+@DEVICES
+@pytest.mark.usefixtures("no_exact_kernel", "many_multiprocessors")
+@pytest.mark.parametrize("present", [0, 1, 700, 2000])
+def test_parts_without_keys(here, rng, device, present):
+    """Of a tile that is cut into more parts than are loaded together: all of them, the first ones, the last ones."""
+    layout, topk = cumla.DSV4_FP8, 2000
+    indices = make_indices(rng, 3, 1, topk, 1280, 0.0)
+    indices[0, 0, : topk - present], indices[1, 0, present:] = -1, 1280
+    problem = Problem(
+        make_q(rng, 3, 1, 16, layout, steep(16)), make_cache(rng, layout, 20, 64, spread=0), indices,
+        attn_sink=np.linspace(-3, 3, 16, dtype=np.float32), layout=layout,
     )  # fmt: skip
     on(here, device, WILDEST, problem)
 
@@ -193,7 +209,8 @@ def test_tiles_cut_into_many_parts(here, rng, device, batch, heads, topk, length
 def test_two_caches(here, rng, device, schedule):
     layout = cumla.DSV4_FP8
     problem = Problem(
-        make_q(rng, 2, 1, 20, layout), make_cache(rng, layout, 20, 64, spread=0), make_indices(rng, 2, 1, 128, 1280),
+        make_q(rng, 2, 1, 20, layout, steep(20)), make_cache(rng, layout, 20, 64, spread=0),
+        make_indices(rng, 2, 1, 128, 1280),
         extra_k_cache=make_cache(rng, layout, 20, 2, spread=0), extra_indices=make_indices(rng, 2, 1, 200, 40),
         extra_topk_length=np.array([70, 200], np.int32),
     )  # fmt: skip
@@ -206,7 +223,7 @@ def test_two_caches(here, rng, device, schedule):
 def test_dense_decode(here, rng, block_size, device, schedule):
     """On Hopper blocks come as boxes and row by row, in turn where a page is missing."""
     columns = 700 // block_size + 1
-    q = 6 * rng.standard_normal((2, 2, 70, 576))
+    q = 6 * steep(70) * rng.standard_normal((2, 2, 70, 576))
     cache = 0.1 * rng.standard_normal((2 * columns, block_size, 576))
     table = rng.permutation(2 * columns).reshape(2, columns).astype(np.int32)
     table[0, 200 // block_size] = -1
@@ -223,7 +240,8 @@ def test_dense_decode(here, rng, block_size, device, schedule):
 def test_packed_sequences(here, rng, device, schedule, accumulate):
     starts = np.array([0, 150, 170, 450], np.int32)
     shapes = {"q": (450, 2, 192), "k": (450, 2, 128), "k_pe": (450, 64), "v": (450, 2, 128)}
-    arrays = {name: (6 if name == "q" else 0.1) * rng.standard_normal(shape) for name, shape in shapes.items()}
+    sizes = {"q": 6 * np.array([[[1.0], [32.0]]])}  # as steep() has them, for two heads
+    arrays = {name: sizes.get(name, 0.1) * rng.standard_normal(shape) for name, shape in shapes.items()}
     arguments = {name: array.astype(BF16) for name, array in arrays.items()}
     if accumulate:
         arguments |= {

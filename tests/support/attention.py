@@ -33,6 +33,14 @@ def make_q(rng, b, s_q, heads, layout, size=1.0):
     return (rng.standard_normal((b, s_q, heads, layout.head_dim)) * size).astype(BF16)
 
 
+def steep(heads):
+    """A size of q for each head: the scores of the first ones are flat, those of the last ones have far-off maxima.
+
+    So that running maxima rise from block to block, by little and by more than kernels may put off.
+    """
+    return np.exp2(np.linspace(-3, 5, heads))[:, None]
+
+
 class Problem:
     """Arguments of sparse_mla_decode as NumPy arrays, and the reference's answer."""
 
