@@ -65,7 +65,7 @@ def decode(report, batch, rng):
     tables = [cupy.asarray(rng.permutation(blocks).reshape(batch, -1).astype(np.int32)) for _ in caches]
     lens = cupy.full(batch, CONTEXT, np.int32)
     out, lse = cupy.empty((batch, 1, HEADS, 512), BFLOAT16), cupy.empty((batch, HEADS, 1), np.float32)
-    plan = cumla.DecodePlan()
+    plan = cumla.DenseDecodePlan()
     calls = [
         lambda cache=cache, table=table: cumla.dense_mla_decode(
             q, cache, table, lens, softmax_scale=SCALE, max_seqlen=CONTEXT, plan=plan, out=out, lse=lse

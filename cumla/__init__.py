@@ -1,7 +1,7 @@
 """Sparse attention serving without PyTorch: metadata, paged FP8 KV caches and sparse MLA for any DLPack array."""
 
 from . import _checkout as _checkout  # before what it makes findable
-from .kernels.types.plan import DecodePlan
+from .kernels.types.plan import DecodePlan, DenseDecodePlan
 from .layout import (
     DSV4_BF16,
     DSV4_FP8,
@@ -49,6 +49,7 @@ __all__ = [
     "V32_FP8",
     "CacheLayout",
     "DecodePlan",
+    "DenseDecodePlan",
     "advance_step",
     "build_flashinfer_mixed_sparse_indices",
     "combine_topk_swa_indices",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..arrays import dlpack
-from ..kernels.types.plan import DecodePlan
+from ..kernels.types.plan import DecodePlan, DenseDecodePlan
 from ..ops.dense_attention import dense_mla_decode
 from ..ops.sparse_attention import V_DIM, sparse_mla_decode, sparse_mla_prefill
 
@@ -40,14 +40,16 @@ class FlashMLASchedMeta:
 
     have_initialized         whether a call has made it
     config                   the shapes of that call
-    tile_scheduler_metadata  the plan, which FlashMLA keeps in two tensors
+    tile_scheduler_metadata  the plan of sparse decode, which FlashMLA keeps in two tensors
     num_splits               None: it is part of the plan
+    dense                    the plan of dense decode
     """
 
     have_initialized: bool = False
     config: Config | None = None
     tile_scheduler_metadata: DecodePlan = field(default_factory=DecodePlan)
     num_splits: None = None
+    dense: DenseDecodePlan = field(default_factory=DenseDecodePlan)
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
@@ -61,7 +63,7 @@ def flash_mla_with_kvcache(
     block_table: Any,
     cache_seqlens: Any,
     head_dim_v: int,
-    tile_scheduler_metadata: FlashMLASchedMeta,
+    tile_scheduler_metadata: FlashMLASchedMeta | DecodePlan,
     num_splits: None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -82,7 +84,8 @@ def flash_mla_with_kvcache(
     block_table              [b, max_blocks] int32; not looked at by sparse decode, nor is cache_seqlens
     cache_seqlens            [b] int32
     head_dim_v               512
-    tile_scheduler_metadata  from get_mla_metadata
+    tile_scheduler_metadata  from get_mla_metadata; or, for sparse decode, a DecodePlan: the tile_sched_* of cumla's
+                             metadata are such
     softmax_scale            1 / sqrt(d) if None
     causal                   dense decode only
     indices                  [b, s_q, topk] int32 slots, -1 is absent
@@ -96,6 +99,8 @@ def flash_mla_with_kvcache(
     Source: FlashMLA flash_mla_with_kvcache.
     """
     schedule = tile_scheduler_metadata
+    if isinstance(schedule, DecodePlan) and indices is not None:
+        schedule = FlashMLASchedMeta(tile_scheduler_metadata=schedule)
     if not isinstance(schedule, FlashMLASchedMeta):
         raise TypeError(f"tile_scheduler_metadata: got {type(schedule).__name__}, expected a FlashMLASchedMeta")
     if num_splits is not None:
@@ -132,7 +137,7 @@ def flash_mla_with_kvcache(
                 raise ValueError(f"{name}: got None, expected an array without indices (dense decode)")
         results = dense_mla_decode(
             q, k_cache, block_table, cache_seqlens, softmax_scale=softmax_scale, causal=bool(causal),
-            plan=schedule.tile_scheduler_metadata, out=out,
+            plan=schedule.dense, out=out,
         )  # fmt: skip
     schedule.have_initialized, schedule.config = True, config
     return results

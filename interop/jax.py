@@ -86,8 +86,7 @@ def _function_of(op: Op, names: tuple[str, ...], static: Static) -> Callable[...
         if on_device and op.scratch is not None:
             types.append(jax.ShapeDtypeStruct((op.scratch(arguments),), "uint8"))
         aliases = {names.index(name): i for i, name in enumerate(written)}
-        capturable = on_device and not op.allocates
-        call = buffer_callback(run, types, input_output_aliases=aliases, command_buffer_compatible=capturable)
+        call = buffer_callback(run, types, input_output_aliases=aliases, command_buffer_compatible=on_device)
         return call(*arrays)[:count]
 
     @custom_vmap

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..arrays import dlpack
-from ..kernels.types.plan import DecodePlan
+from ..kernels.types.plan import DecodePlan, DenseDecodePlan
 from ..layout import LAYOUTS
 from ..ops import advance, dense_attention, dense_cache, indices, sparse_attention, sparse_cache
 
@@ -37,7 +37,7 @@ class Op:
     results   arguments by name -> what it gives back; shapes may be symbolic
     outputs   the keywords that take its results: one each, or a single one for the tuple of them
     scratch   arguments by name -> bytes of device memory that it needs beside them; None: none
-    allocates whether its kernels allocate device memory on their own, so that no graph can capture it
+    plan      the plan that takes this memory to its kernels
     """
 
     function: Callable[..., Any]
@@ -45,7 +45,7 @@ class Op:
     results: Callable[[Mapping[str, Any]], tuple[Result, ...]] = no_results
     outputs: tuple[str, ...] = ()
     scratch: Callable[[Mapping[str, Any]], int] | None = None
-    allocates: bool = False
+    plan: type[DecodePlan | DenseDecodePlan] = DecodePlan
 
     @property
     def name(self) -> str:
@@ -74,7 +74,7 @@ class Op:
         """
         given = dict(zip(self.outputs, (results,) if len(self.outputs) == 1 else results, strict=True))
         if scratch is not None:
-            given["plan"] = DecodePlan(dlpack.borrow(scratch, "scratch", writable=True))
+            given["plan"] = self.plan(dlpack.borrow(scratch, "scratch", writable=True))
         self.function(**arguments, **given)
 
 
@@ -149,6 +149,16 @@ def dense_decode_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
     return out, Result((batch, heads, s_q), "float32")
 
 
+def dense_decode_scratch(arguments: Mapping[str, Any]) -> int:
+    from ..kernels.cuda import dense_attention
+
+    batch, s_q, heads, _ = shape(arguments, "q", "b", "s_q", "h", "d")
+    _, columns = shape(arguments, "block_table", "R", "B")
+    longest, bound = columns * int(arguments["k_cache"].shape[1]), arguments["max_seqlen"]
+    longest = longest if bound is None else min(longest, bound)
+    return dense_attention.workspace_bytes(batch, s_q, heads, longest, dense_attention.device_sms(0))
+
+
 OPS = {
     op.name: op
     for op in (
@@ -164,14 +174,15 @@ OPS = {
         Op(indices.combine_topk_swa_indices, results=combined_results, outputs=("out",)),
         Op(indices.build_flashinfer_mixed_sparse_indices, results=mixed_results, outputs=("out",)),
         Op(sparse_attention.sparse_mla_decode, results=decode_results, outputs=("out", "lse"), scratch=decode_scratch),
-        Op(sparse_attention.sparse_mla_prefill, results=prefill_results, outputs=("out",), allocates=True),
+        Op(sparse_attention.sparse_mla_prefill, results=prefill_results, outputs=("out",)),
         Op(sparse_attention.merge_attn_states, writes=("output", "output_lse")),
         Op(dense_attention.mha_varlen, results=varlen_results, outputs=("out", "lse")),
         Op(
             dense_attention.dense_mla_decode,
             results=dense_decode_results,
             outputs=("out", "lse"),
-            allocates=True,
+            scratch=dense_decode_scratch,
+            plan=DenseDecodePlan,
         ),
     )
 }

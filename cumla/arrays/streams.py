@@ -70,6 +70,18 @@ def is_capturing(handle: int | None = None) -> bool:
     return bool(cuda.runtime.streamIsCapturing(cuda.get_current_stream().ptr if handle is None else handle))
 
 
+def capture_id(handle: int | None = None) -> int:
+    """A number of the CUDA graph that is being captured on a stream, 0 if none is; None: CuPy's current stream."""
+    if handle is None:
+        handle = int(sys.modules["cupy"].cuda.get_current_stream().ptr)
+    if not is_capturing(handle):
+        return 0
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    ask = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
+    ask(ctypes.c_void_p(handle), ctypes.byref(status), ctypes.byref(number), None, None, None)
+    return number.value + 1
+
+
 @contextlib.contextmanager
 def relaxed_capture() -> Iterator[None]:
     """A context in which this thread may do what would end a capture that it is in: load code, ask events."""

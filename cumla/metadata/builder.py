@@ -200,9 +200,9 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
         longest = 1 if support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE else self.config.decode_threshold
         return bool((query_lens <= longest).all() and (query_lens == query_lens[:1]).all())
 
-    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> M:
-        """The metadata to capture a graph with."""
-        return self.build(0, common_attn_metadata)
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata, **options: Any) -> M:
+        """The metadata to capture a graph with; options as `build` has them."""
+        return self.build(0, common_attn_metadata, **options)
 
     def use_cascade_attention(
         self,

@@ -10,7 +10,7 @@ import numpy as np
 from ..arrays import dlpack
 from ..dispatch.call import INT32, Call
 from ..kernels.types.metadata import C128A_RATIO, BatchCounts, SwaBuffers
-from ..kernels.types.plan import DecodePlan
+from ..kernels.types.plan import DecodePlan, Workspace
 from .batch import CommonAttentionMetadata, HostLens
 from .builder import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, ServingConfig, ViewCache
 from .validation import Table, check_batch, check_capacity
@@ -138,7 +138,7 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
         self.window_size, self.block_size = config.window_size, config.block_size
         self.layer_types = {LAYER_TYPES[ratio] for ratio in config.compress_ratios}
         self._has_c128a = "c128a" in self.layer_types
-        self._decode_plans = {name: DecodePlan() for name in self.layer_types}
+        self._workspaces = {name: Workspace() for name in self.layer_types}
         self._buffers: SwaBuffers | None = None
         self._rows_in_use = self._width_in_use = 0
         self._views = ViewCache(self._cut)
@@ -217,17 +217,30 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
             metadata.prefill_query_lens_cpu = lens.query_lens[num_decodes:]
         return metadata
 
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata, *, c128a_block_table: Any = None, **options: Any
+    ) -> DeepseekSparseSWAMetadata:
+        """The metadata to capture a graph with.
+
+        c128a_block_table  as for `build`; None: C128A layers find no rows, until a build brings them
+        """
+        if self._has_c128a and c128a_block_table is None:
+            batch = common_attn_metadata
+            columns = -(-max(batch.max_seq_len, 1) // self.config.compressed_block_size)
+            xp = dlpack.namespace_of(dlpack.borrow(batch.seq_lens, "seq_lens"))
+            c128a_block_table = xp.full((batch.num_reqs, columns), -1, np.int32)
+        return self.build(0, common_attn_metadata, c128a_block_table=c128a_block_table, **options)
+
     def build_tile_scheduler(self, num_decode_tokens: int) -> dict[str, DecodePlan | None]:
         """A plan for the decodes of one step by layer type ("swaonly", "c4a", "c128a").
 
-        The layers of a type share one, which the first of them makes on the device; its memory stays where it
-        is from step to step. None for types that the model does not have, and where there are no decodes.
+        The layers of a type share one, which the first of them makes on the device. The plans of a type, one a step,
+        share memory that stays where it is. None for types that the model does not have, and where there are no
+        decodes.
         """
         plans: dict[str, DecodePlan | None] = dict.fromkeys(LAYER_TYPES.values())
         if num_decode_tokens:
-            for name, plan in self._decode_plans.items():
-                plan.renew()
-                plans[name] = plan
+            plans |= {name: DecodePlan(workspace) for name, workspace in self._workspaces.items()}
         return plans
 
     def _c128a_width(self, max_seq_len: int) -> int:

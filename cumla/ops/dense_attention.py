@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from ..dispatch.call import BF16, BYTES, INT32, Call, check_integers
-from ..kernels.types.plan import DecodePlan
+from ..kernels.types.plan import DenseDecodePlan
 from ..layout import MLA_BF16, plain_rows
 from .dense_cache import VALUE_TYPES, checked_scale
-from .sparse_attention import V_DIM, check_heads, scale_or_default
+from .sparse_attention import V_DIM, check_heads, check_plan, scale_or_default
 
 HALVES = (*BF16, np.dtype(np.float16))
 FLOAT32 = (np.dtype(np.float32),)
@@ -96,7 +96,7 @@ def dense_mla_decode(
     softmax_scale: float | None = None,
     causal: bool = True,
     max_seqlen: int | None = None,
-    plan: DecodePlan | None = None,
+    plan: DenseDecodePlan | None = None,
     out: Any | None = None,
     lse: Any | None = None,
     backend: str | None = None,
@@ -114,8 +114,8 @@ def dense_mla_decode(
     causal         query i of s_q sees the tokens up to its own, the last one sees all
     max_seqlen     a bound on cache_seqlens that is known on the host, by which the work is split up; the width of
                    the table if None. A bound that is too small is slow, not wrong
-    plan           a DecodePlan of its own, which keeps the memory that partial results need: inside CUDA graph
-                   capture give one that has served a call of this shape
+    plan           a DenseDecodePlan, which keeps the memory that partial results need: inside CUDA graph capture give
+                   one that has served a call of this shape
     out            [b, s_q, h, 512] of q's dtype to write instead of allocating
     lse            [b, h, s_q] float32 to write instead of allocating
 
@@ -138,6 +138,7 @@ def dense_mla_decode(
     for name, array in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
         if len(array) < batch:
             raise ValueError(f"{name}: got {len(array)} requests, expected at least {batch}, as q has")
+    check_plan(plan, DenseDecodePlan, q)
     longest = block_table.shape[1] * pages.block_size
     if max_seqlen is not None:
         check_integers(0, max_seqlen=max_seqlen)

@@ -144,13 +144,13 @@ def layout_of_dtype(native: Any, kv_cache_dtype: str) -> CacheLayout:
     return MLA_BF16
 
 
-def checked_scale(call: Call, scale: Any) -> Any:
+def checked_scale(call: Call, scale: Any, name: str = "scale") -> Any:
     """A scale of a whole cache as float32: an array of one value as it came, a number by value, None as 1."""
     if scale is None or isinstance(scale, (int, float, np.number)):
         return np.float32(1 if scale is None else scale)
-    native = call.borrow("scale", scale)
+    native = call.borrow(name, scale)
     if native.dtype not in FLOAT32:
-        raise TypeError(f"scale: got dtype {native.dtype}, expected float32")
+        raise TypeError(f"{name}: got dtype {native.dtype}, expected float32")
     if native.size != 1:
-        raise ValueError(f"scale: got shape {tuple(native.shape)}, expected one value")
+        raise ValueError(f"{name}: got shape {tuple(native.shape)}, expected one value")
     return native.reshape(1)

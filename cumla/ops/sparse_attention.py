@@ -9,7 +9,7 @@ import numpy as np
 
 from ..dispatch.call import BF16, BYTES, FLOAT32, FLOATS, INT32, Call
 from ..dispatch.launch_cache import launch_cached
-from ..kernels.types.plan import DecodePlan
+from ..kernels.types.plan import DecodePlan, DenseDecodePlan
 from ..kernels.types.segments import Pages, Segment
 from ..layout import DSV4_BF16, MLA_BF16, CacheLayout, layout_of
 
@@ -78,8 +78,7 @@ def sparse_mla_decode(
     elif not (extra_k_cache is None and extra_indices is None and extra_topk_length is None):
         raise ValueError("extra_k_cache: extra_k_cache and extra_indices must be given together")
     attn_sink = call.optional("attn_sink", attn_sink, FLOAT32, ("h",))
-    if plan is not None and not isinstance(plan, DecodePlan):
-        raise TypeError(f"plan: got {type(plan).__name__}, expected a DecodePlan")
+    check_plan(plan, DecodePlan, q)
     batch, s_q, heads, head_dim = q.shape
     out_array = call.output("out", out, BF16, (batch, s_q, heads, V_DIM))
     lse_array = call.output("lse", lse, FLOAT32, (batch, heads, s_q))
@@ -242,6 +241,15 @@ def without_middle_axis(array: Any) -> Any:
 def check_heads(heads: int) -> None:
     if not 1 <= heads <= MAX_HEADS:
         raise ValueError(f"q: got {heads} heads, expected 1 to {MAX_HEADS}")
+
+
+def check_plan(plan: Any, kind: type[DecodePlan | DenseDecodePlan], q: Any) -> None:
+    """Raise TypeError for a plan that is no `kind`, ValueError for one whose memory is not where q is."""
+    if plan is None:
+        return
+    if not isinstance(plan, kind):
+        raise TypeError(f"plan: got {type(plan).__name__}, expected a {kind.__name__}")
+    plan.workspace.check_place(q)
 
 
 def scale_or_default(softmax_scale: float | None, head_dim: int) -> float:

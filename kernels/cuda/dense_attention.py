@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..types.plan import DecodePlan
+from ..types.plan import DenseDecodePlan, Workspace, aligned_bytes
 from ..types.segments import Pages
 from .compile import kernel
 from .dense_cache import scale_arguments
@@ -79,7 +79,7 @@ def dense_mla_decode(
     softmax_scale: float,
     causal: bool,
     max_seqlen: int,
-    plan: DecodePlan | None,
+    plan: DenseDecodePlan | None,
     out: Any,
     lse: Any,
 ) -> None:
@@ -90,7 +90,7 @@ def dense_mla_decode(
     made = HOPPER_DECODE if hopper else PORTABLE_DECODE
     tiles = batch * s_q * -(-heads // made.heads)
     splits = split_count(tiles, max_seqlen, device_sms(device), made)
-    parts, parts_lse = partial_results(plan, batch * s_q * splits * heads) if splits > 1 else (None, None)
+    parts, parts_lse = partial_results(plan, batch * s_q * splits * heads, q) if splits > 1 else (None, None)
     query = (q, *strides(q)[:3], s_q, heads)
     table = (block_table, strides(block_table)[0], block_table.shape[1], batch, cache_seqlens)
     work = (int(causal), splits, softmax_scale)
@@ -164,6 +164,7 @@ PORTABLE_DECODE = DecodeKernel(
 )
 HOPPER_DECODE = DecodeKernel(64, 64, 384, 3 * 1024 + 28 * 8192, 1, 4, 0.1)
 MAX_SPLITS = 256  # bounds the memory of partial results
+PARTS = {"parts": V_DIM, "parts_lse": 1}  # names of partial results, and values of a row
 
 
 @functools.lru_cache(maxsize=1024)
@@ -203,21 +204,21 @@ def device_sms(device: int) -> int:
     return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
 
 
-def partial_results(plan: DecodePlan | None, rows: int) -> tuple[Any, Any]:
-    """float32 [rows, 512] and [rows], kept by the plan if there is one.
+def partial_results(plan: DenseDecodePlan | None, rows: int, like: Any) -> tuple[Any, Any]:
+    """float32 [rows * 512] and [rows] at least, kept by the plan if there is one.
 
     Raises RuntimeError where they would have to be allocated while a CUDA graph is being captured.
     """
-    import cupy
+    workspace = Workspace() if plan is None else plan.workspace
+    return tuple(workspace.array(name, rows * size, np.float32, like) for name, size in PARTS.items())
 
-    held = None if plan is None else plan.memory
-    if held is None or len(held[1]) < rows:
-        if cupy.cuda.runtime.streamIsCapturing(cupy.cuda.get_current_stream().ptr):
-            raise RuntimeError(
-                "plan: memory would have to be allocated while a CUDA graph is captured; "
-                "give plan=, a DecodePlan that has served a call of this shape before"
-            )
-        held = cupy.empty((rows, V_DIM), np.float32), cupy.empty(rows, np.float32)
-        if plan is not None:
-            plan.memory = held
-    return held
+
+def workspace_bytes(batch: int, s_q: int, heads: int, max_seqlen: int, sms: int) -> int:
+    """What the partial results of a dense_mla_decode of these sizes need at most, on a device of so many SMs."""
+    rows = 0
+    if not batch * s_q * heads:
+        return 0
+    for made in (HOPPER_DECODE, PORTABLE_DECODE):
+        splits = split_count(batch * s_q * -(-heads // made.heads), max_seqlen, sms, made)
+        rows = max(rows, batch * s_q * splits * heads)
+    return sum(aligned_bytes(4 * rows * size) for size in PARTS.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ...arrays.streams import capture_id
 from ...layout import DSV4_BF16, MLA_BF16
 from ..types.plan import DecodePlan
 from ..types.segments import Pages, Segment
@@ -72,9 +73,10 @@ def _attend(work: Work, plan: DecodePlan | None, may_cut: bool) -> None:
         return
     work = work._replace(tile_heads=fast.tile_heads)
     division = sparse_work.divide(work, may_cut, fast.max_shares)
-    memory = sparse_work.memory_for(plan, work, division)
+    capture = capture_id()
+    memory = sparse_work.memory_for(plan, work, division, capture)
     problem = work.numbers(memory, division)
-    sparse_work.plan_shares(plan, work, division, memory, problem)
+    sparse_work.plan_shares(plan, work, division, memory, problem, capture)
     fast.launch(division.shares, problem)
     if division.cut:
         sparse_kernels.combine(work, problem, division)

@@ -5,10 +5,17 @@ import ctypes
 import ml_dtypes
 import numpy as np
 
+from . import queues
+
 DTYPES = {14: np.dtype(ml_dtypes.bfloat16), 2: np.dtype(np.float16)}
 
 
-def gemm_strided_batched(
+def gemm_strided_batched(*arguments):
+    """Behind what is queued on the current stream, as cuBLAS has it from CuPy."""
+    queues.current_stream().add(lambda: multiply(*arguments))
+
+
+def multiply(
     handle, a_operation, b_operation, m, n, k, alpha, a, a_type, a_leading, a_stride, b, b_type, b_leading, b_stride,
     beta, c, c_type, c_leading, c_stride, batch, compute_type, algorithm,
 ):  # fmt: skip

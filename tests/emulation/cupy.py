@@ -125,7 +125,7 @@ def encode_tensor_map(tensor_map, kind, rank, address, sizes, strides, box, elem
 
 DRIVER = types.SimpleNamespace(
     cuLaunchKernelEx=launch_kernel, cuThreadExchangeStreamCaptureMode=queues.exchange_capture_mode,
-    cuTensorMapEncodeTiled=encode_tensor_map,
+    cuTensorMapEncodeTiled=encode_tensor_map, cuStreamGetCaptureInfo_v2=queues.capture_info,
 )  # fmt: skip
 
 

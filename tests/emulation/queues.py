@@ -73,10 +73,13 @@ class KernelWork(Work):
 
 
 class Queue:
-    """What is to be done on a stream, `done` of all that ever was; graph: where it goes instead during a capture."""
+    """What is to be done on a stream, `done` of all that ever was.
+
+    graph  where it goes instead during a capture, which has the number `capture`
+    """
 
     def __init__(self):
-        self.works, self.done, self.graph = [], 0, None
+        self.works, self.done, self.graph, self.capture = [], 0, None, 0
 
     @property
     def end(self):
@@ -118,6 +121,7 @@ class Queue:
 
 _queues = {0: Queue()}  # by handle
 _lock = threading.RLock()
+_captures = iter(range(1 << 40))
 _handles = iter(range(0x10000, 1 << 40, 16))
 kept = []  # memory that was given up while something was queued that may use it
 
@@ -196,7 +200,7 @@ class Stream:
 
     def begin_capture(self, mode=0):
         queue_of(self.ptr).finish()
-        queue_of(self.ptr).graph = []
+        queue_of(self.ptr).graph, queue_of(self.ptr).capture = [], next(_captures)
 
     def end_capture(self):
         queue = queue_of(self.ptr)
@@ -255,6 +259,13 @@ def refuse_in_capture(what):
 def exchange_capture_mode(mode):
     """cuThreadExchangeStreamCaptureMode, for a reference to a C int."""
     _thread.capture_mode, mode._obj.value = mode._obj.value, _thread.capture_mode
+    return 0
+
+
+def capture_info(handle, status, number, *more):
+    """cuStreamGetCaptureInfo_v2, for references to what it tells."""
+    queue = queue_of(handle.value or 0)
+    status._obj.value, number._obj.value = queue.graph is not None, queue.capture
     return 0
 
 

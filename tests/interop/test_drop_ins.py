@@ -8,6 +8,8 @@ import pytest
 import cumla
 from cumla.arrays import dlpack
 from cumla.interop import flash_mla, vllm
+from cumla.metadata import DeepseekSparseSWAMetadataBuilder, ServingConfig
+from cumla.metadata.batch import CommonAttentionMetadata
 from support import golden
 from support.bounds import assert_decode, assert_prefill
 from support.lab import BF16, to_float
@@ -199,6 +201,20 @@ def sparse_arguments(**changes):
 def test_wrong_arguments(changes, error, text):
     with pytest.raises(error, match=text):
         flash_mla.flash_mla_with_kvcache(**sparse_arguments(**changes))
+
+
+def test_plans_of_metadata_are_schedules(rng):
+    """What a builder makes for a step's sparse decodes, but not for dense decodes."""
+    config = ServingConfig(max_num_batched_tokens=8, max_num_seqs=4, max_model_len=128)
+    lens, starts = np.array([5, 6], np.int32), np.arange(3, dtype=np.int32)
+    batch = CommonAttentionMetadata(starts, starts, lens, lens, lens - 1, 2, 2, 1, np.zeros((2, 2), np.int32), lens - 1)
+    plan = DeepseekSparseSWAMetadataBuilder(config).build(0, batch).tile_sched_swaonly
+    want, _ = flash_mla.flash_mla_with_kvcache(**sparse_arguments())
+    out, _ = flash_mla.flash_mla_with_kvcache(**sparse_arguments(tile_scheduler_metadata=plan))
+    np.testing.assert_array_equal(out, want)
+    q, cache, table, lens, *_ = dense_case(rng, causal=False)
+    with pytest.raises(TypeError, match="tile_scheduler_metadata: got DecodePlan, expected a FlashMLASchedMeta"):
+        flash_mla.flash_mla_with_kvcache(q, cache, table, lens, 512, plan)
 
 
 def test_a_schedule_is_for_one_shape():

@@ -183,10 +183,11 @@ def test_a_plan_for_each_type_of_layer(place, ratios, types):
         plans = {name: getattr(metadata, f"tile_sched_{name}") for name in ("swaonly", "c4a", "c128a")}
         assert sorted(name for name, plan in plans.items() if plan is not None) == types
         assert all(plan.made_for is None for plan in plans.values() if plan)  # to be planned in this step
-        assert before is None or all(plans[name] is before[name] for name in types)  # where it was
-        before = plans
-        for name in types:
+        for name in types:  # a plan of its own, in memory that is where it was
+            assert before is None or plans[name] is not before[name]
+            assert before is None or plans[name].workspace is before[name].workspace
             plans[name].made_for = (1,)
+        before = plans
     without_decodes, _, _ = build(place, builder, [30], [20])
     assert without_decodes.tile_sched_swaonly is without_decodes.tile_sched_c4a is None
     assert without_decodes.tile_sched_c128a is None
@@ -228,3 +229,17 @@ def test_chunk_plan(shape, ratio, chunk):
         if end < metadata.num_prefills:
             wider = max(compressed[start : end + 1]) + max(window[start : end + 1])
             assert (end + 1 - start) * wider > budget
+
+
+def test_capture_without_a_table_of_c128a_pages(place):
+    """C128A layers then find no rows, and those of the next build at the same addresses."""
+    config = dataclasses.replace(CONFIG, compress_ratios=(0, 4, 128))
+    builder = DeepseekSparseSWAMetadataBuilder(config, backend=place.backend)
+    batch = make_batch(place, [200, 130], [1, 1])
+    captured = builder.build_for_cudagraph_capture(batch)
+    assert (place.get(captured.c128a_global_decode_topk_indices) == -1).all()
+    table = place.put(np.array([[5], [2]], np.int32))
+    given = builder.build_for_cudagraph_capture(batch, c128a_block_table=table)
+    rows = config.compressed_block_size // 128
+    assert place.get(given.c128a_global_decode_topk_indices)[:, 0, 0].tolist() == [5 * rows, 2 * rows]
+    assert place.get(captured.c128a_global_decode_topk_indices)[:, 0, 0].tolist() == [5 * rows, 2 * rows]

@@ -415,7 +415,7 @@ def test_decode_in_a_captured_graph(rng):
     cache, table, device_lens = (cupy.asarray(x) for x in (paged.cache, paged.table, np.array(lens, np.int32)))
     out, lse = cupy.empty((2, 3, 1, 128, 512), BF16), cupy.empty((2, 3, 128, 1), np.float32)
     copy = cache.copy()  # first seen inside the graph
-    plan = cumla.DecodePlan()
+    plan = cumla.DenseDecodePlan()
 
     def call(cache, i, plan):
         cumla.dense_mla_decode(q, cache, table, device_lens, softmax_scale=0.05, plan=plan, out=out[i], lse=lse[i])

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import cupy
 import numpy as np
 
-from ...types.plan import DecodePlan
+from ...types.plan import DecodePlan, Workspace, aligned_bytes
 from ...types.segments import Segment
 from ..compile import kernel
 from ..launch import pointer, strides
@@ -25,6 +25,7 @@ PLAN_THREADS = 1024
 # share has parts of two tiles.
 TILE_COST, CUT_COST, STRADDLE_COST = 2, 2, 5
 PARTS_A_BLOCK = 64
+STARTS = ("starts", "starts of graphs")  # names of `starts`, outside of a capture and in one
 LEAST_TILES = 1 << 14  # to have room for, so that a plan's memory need not grow
 INT32_LIMIT = 2**31 - 1
 
@@ -50,10 +51,10 @@ UNDIVIDED = Division(0, False, False)
 
 
 class Memory(NamedTuple):
-    """What the kernels of one call use beside its arguments.
+    """What the kernels of one call use beside its arguments: flat arrays that are at least as large as said.
 
     starts       int32 [shares + 1, 2]: tile and block at which each share of the work begins
-    partial_out  float32 [2 * shares, tile_heads * 512], parts of tiles that are cut; None until one may be
+    partial_out  float32 [2 * shares, tile_heads * 512], parts of tiles that are cut; None where none is
     partial_lse  float32 [2 * shares, tile_heads]
     unsafe       int32 [tiles]: which the exact kernel must do; zero between calls
     """
@@ -164,31 +165,27 @@ def _divide(tiles: int, blocks: int, ragged: bool, may_cut: bool, max_shares: in
     return Division(min(max_shares, tiles * blocks), False, True)
 
 
-def memory_for(plan: DecodePlan | None, work: Work, division: Division) -> Memory:
-    """The plan's memory, made or enlarged where it must be, or memory for this call alone."""
+def memory_for(plan: DecodePlan | None, work: Work, division: Division, capture: int) -> Memory:
+    """The plan's memory, made or enlarged where it must be, or memory for this call alone.
+
+    capture  the graph that is being captured, or 0: graphs plan for themselves, in a place that no eager call uses
+    """
+    device = work.q.device.id
     if plan is None:
-        return _allocate(work, work.tiles, division.shares, division.cut)
-    memory = plan.memory
-    if (
-        memory is None
-        or memory.starts.data.device_id != work.q.data.device_id
-        or len(memory.unsafe) < work.tiles
-        or len(memory.starts) <= division.shares
-        or (division.cut and _too_small(memory.partial_out, 2 * division.shares * work.tile_heads * V_DIM))
-    ):
-        plan.renew()
-        if memory is not None:
-            plan.outgrown.append(memory)
-        shares = max(division.shares, device_sms(work.q.device.id))
-        if plan.workspace is not None:
-            memory = plan.memory = _cut(plan.workspace, work, shares)
-        else:
-            memory = plan.memory = _allocate(work, max(work.tiles, LEAST_TILES), shares, division.cut)
-    return memory
-
-
-def _too_small(array: Any | None, size: int) -> bool:
-    return array is None or int(array.size) < size
+        workspace, tiles, shares, cut = Workspace(), work.tiles, division.shares, division.cut
+    else:
+        workspace, shares = plan.workspace, max(division.shares, device_sms(device))
+        # What is given is used in one order, so that more tiles than before are more of the same place.
+        given = workspace.memory is not None
+        tiles, cut = work.tiles if given else max(work.tiles, LEAST_TILES), division.cut or given
+    sizes = _sizes(tiles, shares, work.tile_heads)
+    starts = [workspace.array(name, sizes.starts, np.int32, work.q) for name in STARTS]
+    return Memory(
+        starts[capture > 0],
+        workspace.array("partial_out", sizes.partial_out, np.float32, work.q) if cut else None,
+        workspace.array("partial_lse", sizes.partial_lse, np.float32, work.q) if cut else None,
+        workspace.array("unsafe", sizes.unsafe, np.int32, work.q, zeroed=True),
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -202,65 +199,26 @@ def workspace_bytes(tiles: int, shares: int) -> int:
 
 
 def _bytes(tiles: int, shares: int, heads: int) -> int:
-    return sum(_aligned(4 * math.prod(shape)) for shape in _shapes(tiles, shares, heads))
+    sizes = _sizes(tiles, shares, heads)
+    return sum(aligned_bytes(4 * size) for size in (*sizes, *[sizes.starts] * (len(STARTS) - 1)))
 
 
-def _shapes(tiles: int, shares: int, heads: int) -> Memory:
-    """Of a Memory's arrays, whose elements have four bytes, for tiles of `heads` heads."""
-    return Memory((shares + 1, 2), (2 * shares, heads * V_DIM), (2 * shares, heads), (tiles,))
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 256) * 256
-
-
-def _cut(workspace: Any, work: Work, shares: int) -> Memory:
-    """A Memory in a piece of memory that is given."""
-    memory, needed = _cut_at(workspace.data.ptr, workspace.data.device_id, work.tiles, shares, work.tile_heads)
-    if workspace.nbytes < needed:
-        raise ValueError(f"workspace: got {workspace.nbytes} bytes, expected at least {needed}")
-    memory.unsafe.data.memset_async(0, memory.unsafe.nbytes)
-    return memory
-
-
-@functools.lru_cache(maxsize=256)
-def _cut_at(address: int, device: int, tiles: int, shares: int, heads: int) -> tuple[Memory, int]:
-    """A Memory at an address, and its bytes. Kept: frameworks give the same memory again and again."""
-    needed = _bytes(tiles, shares, heads)
-    place = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(address, needed, None, device), 0)
-    arrays = []
-    for shape, dtype in zip(_shapes(tiles, shares, heads), (np.int32, np.float32, np.float32, np.int32), strict=True):
-        arrays.append(cupy.ndarray(shape, dtype, place))
-        place = place + _aligned(arrays[-1].nbytes)
-    return Memory(*arrays), needed
-
-
-def _allocate(work: Work, tiles: int, shares: int, cut: bool) -> Memory:
-    stream = cupy.cuda.get_current_stream()
-    if cupy.cuda.runtime.streamIsCapturing(stream.ptr):
-        raise RuntimeError(
-            "plan: memory would have to be allocated while a CUDA graph is captured; "
-            "give plan=, a DecodePlan that has served a call of this shape before"
-        )
-    shapes = _shapes(tiles, shares, work.tile_heads)
-    return Memory(
-        cupy.empty(shapes.starts, np.int32),
-        cupy.empty(shapes.partial_out, np.float32) if cut else None,
-        cupy.empty(shapes.partial_lse, np.float32) if cut else None,
-        cupy.zeros(shapes.unsafe, np.int32),
-    )
+@functools.lru_cache(maxsize=1024)
+def _sizes(tiles: int, shares: int, heads: int) -> Memory:
+    """Elements, of four bytes, of a Memory's arrays, for tiles of `heads` heads."""
+    return Memory(2 * (MAX_SHARES + 1), 2 * shares * heads * V_DIM, 2 * shares * heads, tiles)
 
 
 def plan_shares(
-    plan: DecodePlan | None, work: Work, division: Division, memory: Memory, problem: tuple[Any, ...]
+    plan: DecodePlan | None, work: Work, division: Division, memory: Memory, problem: tuple[Any, ...], capture: int
 ) -> None:
     """Decide on the device where shares begin, unless it follows from the shape or the plan has it already."""
     if plan is not None:
         widths = (segment.indices.shape[2] for segment in work.segments)
-        shape = (*work.q.shape[:2], work.groups, *division, *widths)
-        if plan.made_for == shape:
+        shape, name = (*work.q.shape[:2], work.groups, *division, *widths), STARTS[capture > 0]
+        if plan.made_for == shape and plan.is_made(name, capture):
             return
-        plan.made_for = shape
+        plan.made(shape, name, capture)
     if division.planned:
         kernel("common/sparse/plan.cu", "plan_decode")((1,), (PLAN_THREADS,), (*problem, memory.starts, division.cut))
 

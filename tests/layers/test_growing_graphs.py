@@ -1,0 +1,220 @@
+"""Graphs captured one after another, each for a larger batch than the one before, all replayed afterwards.
+
+What a graph was captured with it uses for good: memory that was outgrown since, a plan after which others were made.
+"""
+
+import numpy as np
+import pytest
+
+import cumla
+from cumla.kernels.types.plan import DenseDecodePlan, Workspace
+from cumla.layers.dense import MLACommonImpl
+from cumla.layers.sparse import LayerWorkspace, SparseMLALayer
+from cumla.metadata import DeepseekSparseSWAMetadataBuilder, MLACommonMetadata, ServingConfig
+from cumla.metadata.batch import CommonAttentionMetadata
+from support.attention import make_cache, make_indices, make_q
+from support.lab import BF16, Lab, lab_of
+
+BATCHES = (1, 3, 5, 6)
+HEADS, BLOCK = 8, 16
+
+
+@pytest.fixture(params=[pytest.param("cuda", id="emulated"), pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    yield from lab_of(request)
+
+
+def captured(call):
+    """A graph of a call, which has been made once before."""
+    import cupy
+
+    call()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        call()
+        return stream.end_capture()
+
+
+def results(lab, batch):
+    """out and lse of a decode."""
+    shapes = ((batch, 1, HEADS, 512), BF16), ((batch, HEADS, 1), np.float32)
+    return [lab.put(np.zeros(shape, dtype)) for shape, dtype in shapes]
+
+
+def check_replays(lab, steps):
+    """steps: of each batch the call, and the arrays that it writes. Every replay gives the bits of the first call."""
+    import cupy
+
+    graphs, wanted, strangers = [], [], []
+    for call, written in steps:
+        graphs.append(captured(call))
+        call()
+        cupy.cuda.Device().synchronize()
+        wanted.append([lab.get(x).tobytes() for x in written])
+    # Whoever takes memory that was given up finds it unchanged after the replays.
+    for floats in {HEADS * 512 * batch * splits for batch in BATCHES for splits in range(1, 9)}:
+        strangers += [cupy.full(floats, 7, np.float32) for _ in range(2)]
+    for order in (range(len(graphs)), reversed(range(len(graphs)))):
+        for i in order:
+            for x in steps[i][1]:
+                x.view(np.uint8)[:] = 1
+            graphs[i].launch()
+            cupy.cuda.Device().synchronize()
+            assert [lab.get(x).tobytes() for x in steps[i][1]] == wanted[i], f"batch {BATCHES[i]}"
+            steps[-1 - i][0]()  # an eager call of another size in between
+            cupy.cuda.Device().synchronize()
+    assert all((lab.get(x) == 7).all() for x in strangers)
+
+
+def test_sparse_decode_with_one_plan(device, rng, monkeypatch):
+    from cumla.kernels.cuda.sparse import work
+
+    monkeypatch.setattr(work, "LEAST_TILES", 1)  # so that memory has to grow
+    layout, plan = cumla.DSV4_FP8, cumla.DecodePlan()
+    cache = device.put(make_cache(rng, layout, 8, 64))
+    steps = []
+    for batch in BATCHES:
+        q, indices = (
+            device.put(x) for x in (make_q(rng, batch, 1, HEADS, layout), make_indices(rng, batch, 1, 300, 512))
+        )
+        lengths = device.put(rng.integers(0, 301, batch).astype(np.int32))
+        out, lse = (
+            device.put(np.zeros(s, t)) for s, t in (((batch, 1, HEADS, 512), BF16), ((batch, HEADS, 1), np.float32))
+        )
+
+        def call(q=q, indices=indices, lengths=lengths, out=out, lse=lse):
+            cumla.sparse_mla_decode(q, cache, indices, topk_length=lengths, plan=plan, out=out, lse=lse)
+
+        steps.append((call, (out, lse)))
+    check_replays(device, steps)
+
+
+def test_dense_decode_with_one_plan(device, rng):
+    plan, steps = DenseDecodePlan(), []
+    cache = device.put(rng.standard_normal((40, BLOCK, 576)).astype(BF16))
+    for batch in BATCHES:
+        q = device.put(rng.standard_normal((batch, 1, HEADS, 576)).astype(BF16))
+        table = device.put(rng.integers(0, 40, (batch, 16)).astype(np.int32))
+        lens = device.put(rng.integers(1, 16 * BLOCK, batch).astype(np.int32))
+        out, lse = (
+            device.put(np.zeros(s, t)) for s, t in (((batch, 1, HEADS, 512), BF16), ((batch, HEADS, 1), np.float32))
+        )
+
+        def call(q=q, table=table, lens=lens, out=out, lse=lse):
+            cumla.dense_mla_decode(q, cache, table, lens, plan=plan, out=out, lse=lse)
+
+        steps.append((call, (out, lse)))
+    check_replays(device, steps)
+
+
+def test_a_sparse_layer_with_one_builder(device, rng):
+    config = ServingConfig(
+        window_size=40, block_size=BLOCK, num_heads=HEADS, max_num_batched_tokens=8, max_num_seqs=8, max_model_len=64,
+    )  # fmt: skip
+    builder, layer, put = DeepseekSparseSWAMetadataBuilder(config), SparseMLALayer(), device.put
+    steps = []
+    for batch in BATCHES:
+        cache = put(make_cache(rng, cumla.DSV4_FP8, 8 * 4, BLOCK))
+        lens, starts = rng.integers(1, 64, batch).astype(np.int32), np.arange(batch + 1, dtype=np.int32)
+        table = np.arange(32, dtype=np.int32).reshape(8, 4)[:batch]
+        slots = table[np.arange(batch), (lens - 1) // BLOCK] * BLOCK + (lens - 1) % BLOCK
+        common = CommonAttentionMetadata(
+            put(starts), starts, put(lens), lens, lens - 1, batch, batch, 1, put(table), put(slots.astype(np.int64))
+        )
+        q, k = (put(rng.standard_normal((batch, *shape)).astype(BF16)) for shape in ((HEADS, 512), (512,)))
+        out, workspace = put(np.zeros((batch, HEADS, 512), BF16)), LayerWorkspace.allocate(q)
+
+        def call(cache=cache, common=common, q=q, k=k, out=out, workspace=workspace):
+            metadata = builder.build(0, common)
+            for _ in range(2):  # of layers, which share the plan
+                layer.step(q, k, cache, metadata, out=out, workspace=workspace)
+
+        steps.append((call, (out,)))
+    check_replays(device, steps)
+
+
+@pytest.mark.gpu  # the emulated cuBLAS captures nothing
+def test_a_dense_layer(rng):
+    device = Lab("cuda", on_device=True)
+    put, scale = device.put, 192**-0.5
+    weight = (rng.standard_normal((HEADS * 256, 512)) * 512**-0.5).astype(BF16)
+    layer = MLACommonImpl(HEADS, 576, scale, kv_b_proj=put(weight))
+    layer.process_weights_after_loading()
+    steps = []
+    for batch in BATCHES:
+        cache = put(rng.standard_normal((8 * 4, BLOCK, 576)).astype(BF16))
+        lens = rng.integers(1, 64, batch).astype(np.int32)
+        table = np.arange(32, dtype=np.int32).reshape(8, 4)[:batch]
+        slots = table[np.arange(batch), (lens - 1) // BLOCK] * BLOCK + (lens - 1) % BLOCK
+        metadata = MLACommonMetadata(
+            num_prefills=0, num_prefill_tokens=0, num_decodes=batch, num_decode_tokens=batch,
+            slot_mapping=put(slots.astype(np.int64)), seq_lens=None, seq_lens_tensor=put(lens), max_prefill_seq_len=0,
+            max_decode_seq_len=64, context_lens_tensor=None, block_tables=put(table), max_query_len=1,
+            max_decode_query_len=1,
+        )  # fmt: skip
+        q, kv_c, k_pe = (put(rng.standard_normal((batch, *s)).astype(BF16)) for s in ((HEADS, 192), (512,), (64,)))
+        output = put(np.zeros((batch, HEADS * 128), BF16))
+
+        def call(cache=cache, q=q, kv_c=kv_c, k_pe=k_pe, metadata=metadata, output=output):
+            layer.forward(q, kv_c, k_pe, cache, metadata, output)
+
+        steps.append((call, (output,)))
+    check_replays(device, steps)
+
+
+def test_an_eager_call_after_a_capture_plans_for_itself(device, rng):
+    """What a capture has only noted down has not been planned on the device."""
+    import cupy
+
+    layout, plan = cumla.DSV4_FP8, cumla.DecodePlan()
+    cache, q = device.put(make_cache(rng, layout, 8, 64)), device.put(make_q(rng, 3, 1, HEADS, layout))
+    indices, lengths = device.put(make_indices(rng, 3, 1, 300, 512)), device.put(np.array([300, 2, 77], np.int32))
+    want, _ = cumla.sparse_mla_decode(q, cache, indices, topk_length=lengths)
+    out, lse = results(device, 3)
+
+    def call():
+        cumla.sparse_mla_decode(q, cache, indices, topk_length=lengths, plan=plan, out=out, lse=lse)
+
+    captured(call)
+    out.view(np.uint8)[:] = 1
+    call()
+    cupy.cuda.Device().synchronize()
+    assert device.get(out).tobytes() == device.get(want).tobytes()
+
+
+def test_plans_are_of_one_kind_and_one_device(device, rng):
+    import cupy
+
+    layout, put = cumla.DSV4_FP8, device.put
+    cache, q, indices = (
+        put(x)
+        for x in (make_cache(rng, layout, 2, 64), make_q(rng, 2, 1, HEADS, layout), make_indices(rng, 2, 1, 9, 64))
+    )
+    rows, dense_q = put(np.zeros((2, BLOCK, 576), BF16)), put(np.zeros((2, 1, HEADS, 576), BF16))
+    table, lens = put(np.zeros((2, 1), np.int32)), put(np.ones(2, np.int32))
+
+    def sparse(plan):
+        cumla.sparse_mla_decode(q, cache, indices, plan=plan)
+
+    def dense(plan):
+        cumla.dense_mla_decode(dense_q, rows, table, lens, plan=plan)
+
+    for call, kind, others in (
+        (sparse, "DecodePlan", (DenseDecodePlan(), Workspace(), 5)),
+        (dense, "DenseDecodePlan", (cumla.DecodePlan(), Workspace(), 5)),
+    ):
+        for other in others:
+            with pytest.raises(TypeError, match=f"plan: got {type(other).__name__}, expected a {kind}$"):
+                call(other)
+    for kind, call in ((cumla.DecodePlan, sparse), (DenseDecodePlan, dense)):
+        with pytest.raises(ValueError, match="plan: got memory in host memory, expected it on CUDA device 0"):
+            call(kind(np.zeros(1 << 20, np.uint8)))
+        with pytest.raises(ValueError, match="plan: got a workspace of 64 bytes, expected at least"):
+            kind(cupy.zeros(64, np.uint8)).workspace.array("a", 65, np.uint8, q)
+    if cupy.cuda.runtime.getDeviceCount() > 1:
+        with cupy.cuda.Device(1):
+            elsewhere = cupy.zeros(1 << 20, np.uint8)
+        with pytest.raises(ValueError, match="plan: got memory on CUDA device 1, expected it on CUDA device 0"):
+            dense(DenseDecodePlan(elsewhere))
