@@ -8,7 +8,7 @@ import numpy as np
 from ..numba_common import slots
 from ..numba_common.compiled import compiled
 from ..numba_common.geometry import Geometry, geometry_of
-from ..numba_common.numbers import bfloat16_bits, float16_value, float32_bits, float32_value, quantized, tile_scale
+from ..numba_common.numbers import float16_value, float32_bits, float32_value, quantized, tile_scale
 from ..types.segments import Pages
 
 __all__ = [
@@ -54,8 +54,8 @@ def group_of(slot):
 
 
 @compiled
-def write_row(page, row, values, g, power_of_two):
-    """Quantise `values`, float32 [head_dim], into token `row` of `page`.
+def write_row(page, row, values, rope, g, power_of_two):
+    """Quantise `values`, float32 [>= quantized_dim], into token `row` of `page`; `rope`, bfloat16's bits, as it is.
 
     Each byte is written once, as what it is to be: whoever reads a row while it is written anew with what it holds
     sees nothing else.
@@ -82,9 +82,8 @@ def write_row(page, row, values, g, power_of_two):
         for i in range(first, first + g.scale_tile):
             page[start + i] = quantized(values[i], scale)
     for i in range(g.head_dim - g.quantized_dim):
-        bits = bfloat16_bits(values[g.quantized_dim + i])
-        page[start + g.rope_offset + 2 * i] = bits & 0xFF
-        page[start + g.rope_offset + 2 * i + 1] = bits >> 8
+        page[start + g.rope_offset + 2 * i] = rope[i] & 0xFF
+        page[start + g.rope_offset + 2 * i + 1] = rope[i] >> 8
 
 
 @compiled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 
 from ..numba_common.compiled import compiled
@@ -12,15 +13,21 @@ from .threads import share_out
 # Nanoseconds that a value takes, roughly.
 TO_QUANTIZE, TO_DEQUANTIZE, TO_COPY = 4, 1, 1
 
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
 
 def quantize_and_insert_k_cache(
     k: np.ndarray, pages: Pages, slot_mapping: np.ndarray, power_of_two_scales: bool
 ) -> None:
     with np.errstate(invalid="ignore"):  # signalling NaN
         values = np.ascontiguousarray(k[: len(slot_mapping)], dtype=np.float32)
+        rope = np.ascontiguousarray(k[: len(slot_mapping), pages.layout.quantized_dim :], dtype=BFLOAT16)
     slots = np.ascontiguousarray(slot_mapping, dtype=np.int64)
     nanoseconds = values.size * TO_QUANTIZE // GROUPS
-    share_out(GROUPS, nanoseconds, _insert, values, pages.bytes, slots, geometry_of(pages), power_of_two_scales)
+    share_out(
+        GROUPS, nanoseconds, _insert,
+        values, rope.view(np.uint16), pages.bytes, slots, geometry_of(pages), power_of_two_scales,
+    )  # fmt: skip
 
 
 @compiled(nogil=True)
@@ -28,6 +35,7 @@ def _insert(
     first_group: int,
     end_group: int,
     values: np.ndarray,
+    rope: np.ndarray,
     pages: np.ndarray,
     slots: np.ndarray,
     g: Geometry,
@@ -36,7 +44,7 @@ def _insert(
     for token in range(len(slots)):
         slot = slots[token]
         if 0 <= slot < pages.shape[0] * g.block_size and first_group <= group_of(slot) < end_group:
-            write_row(pages[slot // g.block_size], slot % g.block_size, values[token], g, power_of_two)
+            write_row(pages[slot // g.block_size], slot % g.block_size, values[token], rope[token], g, power_of_two)
 
 
 def dequantize_and_gather_k_cache(
@@ -56,9 +64,14 @@ def dequantize_and_gather_k_cache(
         len(values), values.shape[1] * TO_DEQUANTIZE, _gather,
         values, pages.bytes, seq_lens.astype(np.int64) - lens, starts, block_table, geometry_of(pages),
     )  # fmt: skip
+    kept = pages.layout.quantized_dim  # what follows is bfloat16 in the cache
     with np.errstate(over="ignore", invalid="ignore"):  # a float16 output may overflow to infinity
         for request in range(len(rows)):
-            out[request, offset : offset + rows[request]] = values[starts[request] : starts[request + 1]]
+            target = out[request, offset : offset + rows[request]]
+            source = values[starts[request] : starts[request + 1]]
+            target[:] = source
+            if out.dtype == BFLOAT16:  # NaN and all
+                target.view(np.uint16)[:, kept:] = source.view(np.uint32)[:, kept:] >> 16
 
 
 @compiled(nogil=True)

@@ -9,6 +9,7 @@ from numba import cuda
 
 from ..numba_common.geometry import geometry_of
 from ..numba_common.numbers import (
+    BFLOAT16,
     INFINITY_BITS,
     bfloat16_bits,
     float32_bits,
@@ -20,7 +21,7 @@ from ..numba_common.numbers import (
 )
 from ..types.segments import Pages
 from .launch import MAX_BLOCKS, NO_VECTOR, kind_of, launch
-from .rows import find_request, lookup_slot, read_value, store
+from .rows import find_request, load, lookup_slot, read_value, store
 
 THREADS = 128
 MAX_TILES = 8  # of a row, in any layout
@@ -74,8 +75,9 @@ def insert_kernel(k, rope, kind, slots, pages, g, powers_of_two):
             scale = tile_scale(amax, powers_of_two, g.min_exponent, g.min_scale)
             page[start + i] = quantized(to_float32(k[token, i], kind), scale)
         else:
-            x = to_float32(rope[token, i - g.quantized_dim], kind)
-            store(page, start + g.rope_offset + 2 * (i - g.quantized_dim), 2, bfloat16_bits(x))
+            x = rope[token, i - g.quantized_dim]
+            bits = np.int64(x) if kind == BFLOAT16 else bfloat16_bits(to_float32(x, kind))  # NaN and all
+            store(page, start + g.rope_offset + 2 * (i - g.quantized_dim), 2, bits)
 
 
 def dequantize_and_gather_k_cache(
@@ -104,7 +106,11 @@ def gather_kernel(out, kind, pages, g, seq_lens, gather_lens, block_table, offse
     for i in range(cuda.threadIdx.x, g.head_dim, cuda.blockDim.x):
         bits = np.int64(0)
         if present:
-            bits = from_float32(read_value(pages[slot // g.block_size], slot % g.block_size, i, g), kind)
+            page, token = pages[slot // g.block_size], slot % g.block_size
+            if kind == BFLOAT16 and i >= g.quantized_dim:
+                bits = load(page, token * g.row_bytes + g.rope_offset + 2 * (i - g.quantized_dim), 2)  # NaN and all
+            else:
+                bits = from_float32(read_value(page, token, i, g), kind)
         out[request, offset + row, i] = bits
 
 

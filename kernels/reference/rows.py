@@ -43,8 +43,8 @@ def to_e4m3(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), np.uint8(0x7F), saturated)
 
 
-def write_token(pages: Pages, slot: int, values: np.ndarray, power_of_two: bool) -> None:
-    """Quantise `values`, float32 [head_dim], into the row and scales of `slot`."""
+def write_token(pages: Pages, slot: int, values: np.ndarray, rope: np.ndarray, power_of_two: bool) -> None:
+    """Quantise `values`, float32 [quantized_dim], into the row and scales of `slot`, and `rope` as it is, bfloat16."""
     layout = pages.layout
     page = pages.bytes[slot // pages.block_size]
     row = slot % pages.block_size
@@ -60,7 +60,6 @@ def write_token(pages: Pages, slot: int, values: np.ndarray, power_of_two: bool)
         scale_bytes = scales.view(np.uint8)
     at = layout.scale_start(pages.block_size) + row * layout.scale_stride
     page[at : at + layout.scale_bytes] = scale_bytes
-    rope = values[layout.quantized_dim :].astype(ml_dtypes.bfloat16)
     page[start + layout.rope_offset : start + layout.row_bytes] = rope.view(np.uint8)
 
 
@@ -87,6 +86,13 @@ def read_tokens(pages: Pages, slots: np.ndarray) -> np.ndarray:
         scales = stored[:, : 4 * layout.num_scales].view(np.float32).astype(np.float64)
     rope = data[:, layout.rope_offset :].view(ml_dtypes.bfloat16).astype(np.float64)
     return np.concatenate([quantized * np.repeat(scales, layout.scale_tile, axis=1), rope], axis=1)
+
+
+def rope_bits(pages: Pages, slot: int) -> np.ndarray:
+    """The 16-bit values of `slot` that are not quantised, bit by bit, uint16 [head_dim - quantized_dim]."""
+    layout, (page, row) = pages.layout, divmod(slot, pages.block_size)
+    start = row * layout.row_bytes
+    return pages.bytes[page, start + layout.rope_offset : start + layout.row_bytes].copy().view(np.uint16)
 
 
 def read_token(pages: Pages, slot: int) -> np.ndarray:

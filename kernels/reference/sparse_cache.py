@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 
 from ..types.segments import Pages
-from .rows import gathered_rows, lookup_slot, read_token, write_token
+from .rows import gathered_rows, lookup_slot, read_token, rope_bits, write_token
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def quantize_and_insert_k_cache(
@@ -14,7 +17,8 @@ def quantize_and_insert_k_cache(
     for token, slot in enumerate(slot_mapping):
         if 0 <= slot < pages.num_slots:
             with np.errstate(invalid="ignore"):  # signalling NaN
-                write_token(pages, int(slot), k[token].astype(np.float32), power_of_two_scales)
+                values, rope = np.split(k[token], [pages.layout.quantized_dim])
+                write_token(pages, int(slot), values.astype(np.float32), rope.astype(BFLOAT16), power_of_two_scales)
 
 
 def dequantize_and_gather_k_cache(
@@ -35,6 +39,8 @@ def dequantize_and_gather_k_cache(
             with np.errstate(over="ignore", invalid="ignore"):  # a float16 output may overflow to infinity
                 values = read_token(pages, slot).astype(np.float32) if present else np.float32(0)
                 out[request, offset + i] = values.astype(out.dtype)
+            if present and out.dtype == BFLOAT16:  # NaN and all
+                out.view(np.uint16)[request, offset + i, pages.layout.quantized_dim :] = rope_bits(pages, slot)
 
 
 def cp_gather_indexer_k_quant_cache(
