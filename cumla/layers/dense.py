@@ -10,41 +10,27 @@ Both give the same result. The first computes less for many queries, the second 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from ..arrays import dlpack, streams
 from ..dispatch.call import BFLOAT16, Call
-from ..kernels.types.plan import DecodePlan
+from ..kernels.types.plan import DenseDecodePlan, Workspace
 from ..layout import MLA_BF16
 from ..metadata.mla import MLACommonMetadata
 from ..ops.dense_attention import dense_mla_decode, mha_varlen
 from ..ops.dense_cache import concat_and_cache_mla, gather_cache
 from ..ops.sparse_attention import V_DIM as KV_LORA_RANK
+from .dense_checks import check_forward
 from .sparse import Observer, not_observed
+from .weights import BlockQuantizedWeight as BlockQuantizedWeight
+from .weights import weight_of
 
 ROPE_DIM = MLA_BF16.rope_dim
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 FLOAT32 = np.dtype(np.float32)
 ACT_DTYPES = {"bfloat16": BFLOAT16, "float16": np.dtype(np.float16)}
-
-
-@dataclass(frozen=True)
-class BlockQuantizedWeight:
-    """A matrix in FP8 with a scale for each block, as DeepSeek V3 checkpoints hold them.
-
-    weight  uint8 (or float8) [out, in], e4m3
-    scale   float32 [ceil(out / block[0]), ceil(in / block[1])]; value = e4m3 * scale
-    block   rows and columns that share a scale
-    """
-
-    weight: Any
-    scale: Any
-    block: tuple[int, int] = (128, 128)
 
 
 class MLACommonImpl:
@@ -57,9 +43,10 @@ class MLACommonImpl:
     kv_cache_dtype    "auto" (rows of the activations' dtype), or "fp8" / "fp8_e4m3" with one scale for the cache
     kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim    512, P, 64 and V
     kv_b_proj         [num_heads * (P + V), 512], for each head W_UK^T over W_UV^T: bfloat16, float16 or float32,
-                      or a BlockQuantizedWeight
+                      or a BlockQuantizedWeight; or a layer that has it as its `weight` (layers/weights.py)
 
-    A layer keeps scratch memory from step to step, so its steps must run one after another, on one stream.
+    A layer keeps memory for decodes from step to step, so its steps must run one after another, on one stream. Memory
+    that is outgrown is kept, too: graphs that were captured with it go on.
 
     What the seed's constructor takes beside these (alibi slopes, sparse blocks, soft caps, KV sharing) it refuses
     or ignores, so there are no arguments for it here.
@@ -98,8 +85,8 @@ class MLACommonImpl:
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
         self.qk_head_dim, self.v_head_dim = qk_nope_head_dim + qk_rope_head_dim, v_head_dim
         self.kv_b_proj, self.backend = kv_b_proj, backend
-        self.plan = DecodePlan()  # keeps the memory of the decodes' partial results
-        self._scratch: dict[str, Any] = {}
+        self.workspace = Workspace(owner="layer")
+        self.plan = DenseDecodePlan(self.workspace)
 
     def process_weights_after_loading(self, act_dtype: Any = BFLOAT16) -> None:
         """Make W_UK_T [num_heads, P, 512] and W_UV [num_heads, 512, V] of kv_b_proj: views of one 16-bit matrix.
@@ -111,10 +98,7 @@ class MLACommonImpl:
         dtype = np.dtype(act_dtype)
         if dtype not in ACT_DTYPES.values():
             raise TypeError(f"act_dtype: got {dtype}, expected {' or '.join(ACT_DTYPES)}")
-        if isinstance(self.kv_b_proj, BlockQuantizedWeight):
-            weight = dequantized(self.kv_b_proj)
-        else:
-            weight = dlpack.borrow(self.kv_b_proj, "kv_b_proj")
+        weight = weight_of("kv_b_proj", self.kv_b_proj)
         heads, both = self.num_heads, self.qk_nope_head_dim + self.v_head_dim
         if weight.shape != (heads * both, self.kv_lora_rank):
             raise ValueError(
@@ -158,15 +142,10 @@ class MLACommonImpl:
         nothing but its output, so a CUDA graph can capture it when `output` is given.
         Raises TypeError or ValueError for an argument that does not fit.
         """
-        if not hasattr(self, "W_UV"):
-            raise ValueError("kv_b_proj: not processed, expected process_weights_after_loading to be called first")
+        check_forward(self, q, k_c_normed, k_pe, kv_cache, attn_metadata, output, k_scale, stream)
         framework = dlpack.framework_of(q)
         q = dlpack.borrow(q, "q")
-        tokens, width = len(q), self.num_heads * self.qk_head_dim
-        if q.size != tokens * width or q.ndim not in (2, 3):
-            raise ValueError(f"q: got shape {tuple(q.shape)}, expected [T, {self.num_heads}, {self.qk_head_dim}]")
-        if q.dtype != self.W_UV.dtype:
-            raise TypeError(f"q: got dtype {q.dtype}, expected {self.W_UV.dtype} as act_dtype said")
+        tokens = len(q)
         q = q.reshape(tokens, self.num_heads, self.qk_head_dim)
         k_c_normed = dlpack.borrow(k_c_normed, "k_c_normed")
         k_pe = dlpack.borrow(k_pe, "k_pe").reshape(-1, ROPE_DIM)
@@ -174,21 +153,15 @@ class MLACommonImpl:
         decodes, prefills = attn_metadata.decode_metadata, attn_metadata.prefill_metadata
         num_decode, num_prefill = attn_metadata.num_decode_tokens, attn_metadata.num_prefill_tokens
         used = num_decode + num_prefill
-        for name, rows in (("q", tokens), ("k_c_normed", len(k_c_normed)), ("k_pe", len(k_pe))):
-            if rows < used:
-                raise ValueError(f"{name}: got {rows} tokens, expected at least the metadata's {used}")
         with streams.callers(q, framework, stream):
+            if not isinstance(q, np.ndarray) and streams.is_capturing():
+                refuse_in_capture(output, num_prefill)
             shape = (tokens, self.num_heads * self.v_head_dim)
-            if output is None:
-                result = dlpack.empty(shape, q.dtype, q)
-            else:
-                result = dlpack.borrow(output, "output", writable=True)
-                if result.shape != shape or result.dtype != q.dtype:
-                    raise ValueError(
-                        f"output: got {result.dtype} {list(result.shape)}, expected {q.dtype} {list(shape)}"
-                    )
+            result = dlpack.empty(shape, q.dtype, q) if output is None else dlpack.borrow(output, "output", True)
             heads_out = result.reshape(tokens, self.num_heads, self.v_head_dim)
             run = _Run(self, cache, k_scale, observe)
+            if attn_metadata.is_profile_run:
+                run.allocate_worst_case(q, attn_metadata)
             if cache.size:
                 slots = dlpack.borrow(attn_metadata.slot_mapping, "slot_mapping")[:tokens]
                 with observe("insert"):
@@ -204,14 +177,6 @@ class MLACommonImpl:
             if used < tokens:
                 bits_of(result)[used:] = 0
         return dlpack.give(result, framework) if output is None else output
-
-    def scratch(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], like: Any) -> Any:
-        """An array beside `like` that stays where it is from step to step, larger ones replacing smaller ones."""
-        size = math.prod(shape)
-        held = self._scratch.get(name)
-        if held is None or held.size < size or held.dtype != dtype:
-            held = self._scratch[name] = dlpack.empty((size,), dtype, like)
-        return held[:size].reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -234,13 +199,8 @@ class _Run:
         """q [n, h, P + 64], out [n, h, V] written."""
         layer, nope = self.layer, self.layer.qk_nope_head_dim
         query_len = metadata.max_decode_query_len or 1
-        requests = len(q) // query_len
-        if requests * query_len != len(q):
-            raise ValueError(f"attn_metadata: got {len(q)} decode tokens, expected a multiple of {query_len} each")
         heads, rank = layer.num_heads, layer.kv_lora_rank
-        latent_q = layer.scratch("latent_q", (requests, query_len, heads, layer.head_size), q.dtype, q)
-        latent_out = layer.scratch("latent_out", (requests, query_len, heads, rank), q.dtype, q)
-        lse = layer.scratch("lse", (requests, heads, query_len), FLOAT32, q)
+        latent_q, latent_out, lse = self.latent(q, len(q) // query_len, query_len)
         by_token = latent_q.reshape(len(q), heads, layer.head_size)
         with self.observe("absorb"):
             self.product(q[..., :nope].transpose(1, 0, 2), layer.W_UK_T, by_token[..., :rank].transpose(1, 0, 2))
@@ -255,25 +215,45 @@ class _Run:
         with self.observe("absorb"):
             self.product(latent_out.reshape(len(q), heads, rank).transpose(1, 0, 2), layer.W_UV, out.transpose(1, 0, 2))
 
+    def latent(self, like: Any, requests: int, query_len: int) -> tuple[Any, Any, Any]:
+        """Absorbed q, and out and lse of the attention to it, where they are from step to step."""
+        layer, array = self.layer, self.layer.workspace.shaped
+        sizes = requests, query_len, layer.num_heads
+        return (
+            array("latent_q", (*sizes, layer.head_size), like.dtype, like),
+            array("latent_out", (*sizes, layer.kv_lora_rank), like.dtype, like),
+            array("lse", (requests, layer.num_heads, query_len), FLOAT32, like),
+        )
+
+    def allocate_worst_case(self, q: Any, metadata: MLACommonMetadata) -> None:
+        """What the largest step needs beside its arguments, for who measures memory: a full context workspace
+        projected up and the float32 sums of all tokens, and decodes of as many requests as there are here.
+        """
+        workspace = metadata.context_chunk_workspace
+        self.latent(q, metadata.num_decodes + metadata.num_prefills, metadata.max_decode_query_len or 1)
+        rows = max(len(q), 0 if workspace is None else len(workspace))
+        _together = (self.projected(rows, q), *self.sums(q))
+
+    def projected(self, rows: int, like: Any) -> Any:
+        """For K without its RoPE part, and V, of every head."""
+        layer = self.layer
+        return dlpack.empty((rows, layer.num_heads, layer.qk_nope_head_dim + layer.v_head_dim), like.dtype, like)
+
+    def sums(self, q: Any) -> tuple[Any, Any]:
+        """For out and lse of chunks that are added up; in float32: 16 bits would lose some with each of many."""
+        heads = self.layer.num_heads
+        return (
+            dlpack.empty((len(q), heads, self.layer.v_head_dim), FLOAT32, q), dlpack.empty((heads, len(q)), FLOAT32, q)
+        )  # fmt: skip
+
     def prefill(self, q: Any, kv_c: Any, k_pe: Any, metadata: MLACommonMetadata, workspace: Any, out: Any) -> None:
         """q [n, h, P + 64], kv_c [n, 512], k_pe [n, 64], out [n, h, V] written."""
         chunks = metadata.context_chunk_seq_tot or []
         if not chunks:
             self.attend("prefill", q, kv_c, k_pe, metadata.query_start_loc, metadata.query_start_loc, True, out)
             return
-        if workspace is None:
-            raise ValueError(
-                "attn_metadata: got no context_chunk_workspace for prefills with context, "
-                "expected MLACommonState.begin_forward to have put one there"
-            )
         workspace = dlpack.borrow(workspace, "context_chunk_workspace", writable=True)
-        if len(workspace) < max(chunks) or workspace.dtype != q.dtype:
-            raise ValueError(
-                f"context_chunk_workspace: got {workspace.dtype} {list(workspace.shape)}, "
-                f"expected {q.dtype} of at least {max(chunks)} rows"
-            )
-        # In float32: 16 bits would lose some with each of many chunks.
-        sums = dlpack.empty(out.shape, FLOAT32, q), dlpack.empty((self.layer.num_heads, len(q)), FLOAT32, q)
+        sums = self.sums(q)
         self.attend("prefill", q, kv_c, k_pe, metadata.query_start_loc, metadata.query_start_loc, True, *sums)
         starts = dlpack.borrow(metadata.context_chunk_starts, "context_chunk_starts")
         cu_seq_lens = dlpack.borrow(metadata.context_chunk_cu_seq_lens, "context_chunk_cu_seq_lens")
@@ -305,7 +285,7 @@ class _Run:
     ) -> None:
         """Project rows up for every head and attend to them."""
         layer, nope = self.layer, self.layer.qk_nope_head_dim
-        kv = layer.scratch("kv", (len(kv_c), layer.num_heads, nope + layer.v_head_dim), q.dtype, q)
+        kv = self.projected(len(kv_c), q)
         with self.observe("project"):
             self.product(kv_c[None], layer._up_projection, kv.reshape(1, len(kv_c), -1))
         with self.observe(op):
@@ -316,20 +296,15 @@ class _Run:
             )  # fmt: skip
 
 
-def dequantized(weight: BlockQuantizedWeight) -> Any:
-    """float32 [out, in], where the weight is. Raises TypeError or ValueError if it and its scales do not fit."""
-    native, scale = dlpack.borrow(weight.weight, "kv_b_proj.weight"), dlpack.borrow(weight.scale, "kv_b_proj.scale")
-    if native.dtype != np.uint8 or scale.dtype != np.float32:
-        raise TypeError(f"kv_b_proj: got {native.dtype} with scales of {scale.dtype}, expected uint8 and float32")
-    (rows, columns), (block_rows, block_columns) = native.shape, weight.block
-    expected = (-(-rows // block_rows), -(-columns // block_columns))
-    if scale.shape != expected:
-        raise ValueError(f"kv_b_proj.scale: got shape {tuple(scale.shape)}, expected {list(expected)}")
-    on_host = isinstance(native, np.ndarray)
-    host, host_scale = (array if on_host else array.get() for array in (native, scale))
-    scales = host_scale.repeat(block_rows, axis=0)[:rows].repeat(block_columns, axis=1)[:, :columns]
-    values = np.ascontiguousarray(host).view(E4M3).astype(np.float32) * scales
-    return values if on_host else dlpack.namespace_of(native).asarray(values)
+def refuse_in_capture(output: Any, num_prefill: int) -> None:
+    """Raise ValueError, naming what would have to be allocated while a CUDA graph is being captured."""
+    if output is None:
+        raise ValueError("output: got None while a CUDA graph is being captured, expected memory allocated before it")
+    if num_prefill:
+        raise ValueError(
+            f"attn_metadata: got {num_prefill} prefill tokens while a CUDA graph is being captured, expected decodes "
+            "alone: what prefills project would have to be allocated"
+        )
 
 
 def bits_of(array: Any) -> Any:

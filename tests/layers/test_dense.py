@@ -1,13 +1,16 @@
 """The dense MLA layer against the formula over every token's own K and V, in float64."""
 
 import contextlib
+import re
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from cumla.layers.dense import BlockQuantizedWeight, MLACommonImpl, dequantized
+from cumla.layers.dense import BlockQuantizedWeight, MLACommonImpl
+from cumla.layers.weights import dequantized
 from cumla.metadata import MLACommonMetadataBuilder, MLACommonState, MLAConfig, SequenceGroup
 from cumla.metadata.batch import CommonAttentionMetadata
 from support.bounds import assert_same_direction, assert_within
@@ -174,7 +177,17 @@ def test_prefix_hits_with_and_without_chunked_prefill(lab, rng, chunked, prefix)
     model.check(model.metadata(32, chunked_prefill_enabled=chunked, enable_prefix_caching=prefix))
 
 
-def test_memory_is_bounded_by_the_workspace(lab, rng):
+@pytest.fixture
+def allocated(monkeypatch):
+    """Shapes of what the layer allocates from now on."""
+    from cumla.arrays import dlpack
+
+    shapes, empty = [], dlpack.empty
+    monkeypatch.setattr(dlpack, "empty", lambda shape, *more: shapes.append(shape) or empty(shape, *more))
+    return shapes
+
+
+def test_memory_is_bounded_by_the_workspace(lab, rng, allocated):
     """However long the context, what is projected at a time is a workspace of it."""
     model = Model(lab, rng, [700], [4])
     metadata = model.metadata(16)
@@ -193,7 +206,8 @@ def test_memory_is_bounded_by_the_workspace(lab, rng):
         "gather": chunks,
         "context": chunks,
     }
-    assert model.impl._scratch["kv"].size == 16 * HEADS * (P + V)
+    projected = [shape[0] for shape in allocated if shape[1:] == (HEADS, P + V)]
+    assert max(projected) == 16
 
 
 def test_float16(lab, rng):
@@ -254,6 +268,59 @@ def test_a_profile_run_has_no_cache(lab, rng):
     model = Model(lab, rng, [20, 7], [20, 7])
     model.cache = model.cache[:0]
     model.check(model.metadata())
+
+
+def test_a_profile_run_allocates_the_worst_case(lab, rng, allocated):
+    """A whole workspace of projected rows, sums of all tokens and decodes of all requests, before there is a cache."""
+    model = Model(lab, rng, [20, 7], [20, 7])
+    model.cache, cache = model.cache[:0], model.cache
+    metadata = model.metadata()
+    metadata.is_profile_run = True
+    metadata.context_chunk_workspace = lab.put(np.zeros((300, 576), BF16))
+    model.check(metadata)
+    assert {(300, HEADS, P + V), (27, HEADS, V), (HEADS, 27)} <= set(allocated)
+    model.cache, model.seq_lens, model.query_lens = cache, [20, 7], [1, 1]
+    allocated.clear()
+    model.q, model.kv_c, model.k_pe = model.q[:2], model.kv_c[:2], model.k_pe[:2]
+    model.forward(model.metadata())
+    assert {shape for shape in allocated if len(shape) == 1} <= {(0,)}  # decodes find what they need
+
+
+@pytest.mark.parametrize("quantised", ["not", "blocks", "a tensor", "rows"])
+def test_the_projection_can_be_a_layer(rng, quantised):
+    """As an engine has it: an object with a weight, and with scales if that is FP8."""
+    import ml_dtypes
+
+    rows = HEADS * (P + V)
+    weight = rng.standard_normal((rows, L)).astype(np.float32)
+    layer, want = SimpleNamespace(weight=weight), weight
+    if quantised != "not":
+        shape, block = {
+            "blocks": ((rows // 128, L // 128), (128, 128)), "a tensor": ((1,), (rows, L)), "rows": ((rows, 1), (1, L)),
+        }[quantised]  # fmt: skip
+        layer.weight = weight.astype(ml_dtypes.float8_e4m3fn)
+        scale = rng.uniform(0.5, 1.5, shape).astype(np.float32)
+        setattr(layer, "weight_scale_inv" if quantised == "blocks" else "weight_scale", scale)
+        grid = scale.reshape(-(-rows // block[0]), -(-L // block[1]))
+        want = layer.weight.astype(np.float32) * grid.repeat(block[0], 0).repeat(block[1], 1)
+    impl = MLACommonImpl(HEADS, 576, SCALE, kv_b_proj=layer)
+    impl.process_weights_after_loading()
+    want = want.astype(BF16).reshape(HEADS, P + V, L)
+    np.testing.assert_array_equal(impl.W_UK_T, want[:, :P])
+    np.testing.assert_array_equal(impl.W_UV, want[:, P:].transpose(0, 2, 1))
+
+
+def test_weights_that_cannot_be_read_are_refused_by_name():
+    weight = np.zeros((HEADS * (P + V), L), np.uint8)
+    for layer, error, text in (
+        (SimpleNamespace(weight_packed=weight), TypeError, "kv_b_proj.weight_packed: got a packed weight"),
+        (SimpleNamespace(qweight=weight), TypeError, "kv_b_proj.qweight: got a packed weight"),
+        (SimpleNamespace(weight=weight), ValueError, "kv_b_proj: got an FP8 weight without weight_scale_inv"),
+        (SimpleNamespace(bias=weight), TypeError, "kv_b_proj: got SimpleNamespace"),
+        (weight, TypeError, "kv_b_proj: got dtype uint8"),
+    ):
+        with pytest.raises(error, match=text):
+            MLACommonImpl(HEADS, 576, SCALE, kv_b_proj=layer).process_weights_after_loading()
 
 
 @pytest.mark.gpu
@@ -355,3 +422,66 @@ def test_errors_name_the_argument(rng):
         arguments = {"q": model.q, "k_c_normed": model.kv_c, "k_pe": model.k_pe, "kv_cache": model.cache}
         with pytest.raises((TypeError, ValueError), match=message):
             model.impl.forward(**(arguments | {"attn_metadata": metadata} | changes))
+
+
+def changed(**changes):
+    """Of the step's metadata."""
+    return lambda given: {"attn_metadata": replace(given["attn_metadata"], **{k: f(given) for k, f in changes.items()})}
+
+
+def cut(name, rows):
+    return lambda given: getattr(given["attn_metadata"], name)[:rows]
+
+
+def as_int64(name):
+    return lambda given: getattr(given["attn_metadata"], name).astype(np.int64)
+
+
+WRONG_STEPS = [
+    (lambda x: {"q": x["q"][:-1]}, ValueError, "q: got 20 tokens, expected at least the metadata's 21"),
+    (lambda x: {"q": x["q"].astype(np.float16)}, TypeError, "q: got dtype float16"),
+    (lambda x: {"k_c_normed": x["k_c_normed"][:-1]}, ValueError, "k_c_normed: got 20 tokens"),
+    (lambda x: {"k_c_normed": x["k_c_normed"].astype(np.float32)}, TypeError, "k_c_normed: got dtype float32"),
+    (lambda x: {"k_c_normed": x["k_c_normed"][:, :500]}, ValueError, "k_c_normed: got shape"),
+    (lambda x: {"k_pe": x["k_pe"][:, :60]}, ValueError, "k_pe: got shape"),
+    (lambda x: {"k_pe": x["k_pe"].astype(np.float32)}, TypeError, "k_pe: got dtype float32"),
+    (lambda x: {"kv_cache": x["kv_cache"][..., :500]}, ValueError, "kv_cache: got shape"),
+    (lambda x: {"kv_cache": x["kv_cache"].astype(np.float16)}, TypeError, "kv_cache: got dtype float16"),
+    (lambda x: {"output": np.zeros((21, 5), BF16)}, ValueError, "output: got bfloat16"),
+    (lambda x: {"attn_metadata": None}, TypeError, "attn_metadata: got NoneType"),
+    (changed(slot_mapping=cut("slot_mapping", 20)), ValueError, "attn_metadata.slot_mapping: got 20 entries"),
+    (changed(block_tables=as_int64("block_tables")), TypeError, "attn_metadata.block_tables: got dtype int64"),
+    (changed(seq_lens_tensor=as_int64("seq_lens_tensor")), TypeError, "attn_metadata.seq_lens_tensor: got dtype int64"),
+    (changed(query_start_loc=as_int64("query_start_loc")), TypeError, "attn_metadata.query_start_loc: got dtype int64"),
+    (changed(context_chunk_starts=lambda x: None), TypeError, "attn_metadata.context_chunk_starts: got NoneType"),
+    (changed(context_chunk_workspace=lambda x: None), ValueError, "attn_metadata: got no context_chunk_workspace"),
+    (changed(context_chunk_workspace=cut("context_chunk_workspace", 8)), ValueError, "context_chunk_workspace: got"),
+    (changed(max_decode_query_len=lambda x: 2), ValueError, "attn_metadata: got 1 decode tokens, expected a multiple"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "error", "text"), WRONG_STEPS, ids=[text for *_, text in WRONG_STEPS])
+def test_a_wrong_step_writes_nothing(rng, change, error, text):
+    """And says so in the caller's words."""
+    lab = SimpleNamespace(backend="cpu", put=lambda x: x, get=lambda x: x)
+    model = Model(lab, rng, [9, 40], [1, 20])
+    arguments = {"q": model.q, "k_c_normed": model.kv_c, "k_pe": model.k_pe, "kv_cache": model.cache}
+    arguments["attn_metadata"] = model.metadata()
+    before = model.cache.tobytes()
+    with pytest.raises(error, match="^" + re.escape(text)):
+        model.impl.forward(**(arguments | change(arguments)))
+    assert model.cache.tobytes() == before
+    model.impl.forward(**arguments)
+    assert model.cache.tobytes() != before
+
+
+@pytest.mark.parametrize(
+    ("k_scale", "error"), [(np.zeros(2, np.float32), ValueError), (np.zeros(1), TypeError)], ids=["shape", "dtype"]
+)
+def test_a_wrong_scale_writes_nothing(rng, k_scale, error):
+    lab = SimpleNamespace(backend="cpu", put=lambda x: x, get=lambda x: x)
+    model = Model(lab, rng, [9], [1], kv_cache_dtype="fp8", k_scale=1.0)
+    before, model.k_scale = model.cache.tobytes(), k_scale
+    with pytest.raises(error, match=r"^k_scale: got"):
+        model.forward(model.metadata())
+    assert model.cache.tobytes() == before

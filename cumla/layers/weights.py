@@ -1,0 +1,92 @@
+"""A projection's weight, as an engine's layer holds it, in full precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ..arrays import dlpack
+from ..dispatch.call import BYTES, FLOATS
+
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+BLOCK = (128, 128)  # of DeepSeek V3 checkpoints
+PACKED = ("weight_packed", "qweight")  # of compressed-tensors, and of GPTQ and AWQ
+SCALES = ("weight_scale_inv", "weight_scale")  # of blocks, and of a tensor or its rows: value = e4m3 * scale
+
+
+@dataclass(frozen=True)
+class BlockQuantizedWeight:
+    """A matrix in FP8 with a scale for each block, as DeepSeek V3 checkpoints hold them.
+
+    weight  uint8 (or float8) [out, in], e4m3
+    scale   float32 [ceil(out / block[0]), ceil(in / block[1])]; value = e4m3 * scale
+    block   rows and columns that share a scale
+    """
+
+    weight: Any
+    scale: Any
+    block: tuple[int, int] = (128, 128)
+
+
+def weight_of(name: str, source: Any) -> Any:
+    """The weight [out, in] as a NumPy or CuPy array of bfloat16, float16 or float32.
+
+    source  the array; a BlockQuantizedWeight; or a layer with `weight`. If that is FP8 the layer also has
+            `weight_scale_inv` (a scale a block of `weight_block_size`, 128 x 128 if it does not say) or
+            `weight_scale` (one scale, or one a row)
+
+    Raises TypeError or ValueError for what is none of these, by its name for weights that are packed.
+    """
+    if isinstance(source, BlockQuantizedWeight):
+        return dequantized(source, name)
+    for attribute in PACKED:
+        if hasattr(source, attribute):
+            raise TypeError(
+                f"{name}.{attribute}: got a packed weight, expected a layer with `weight` in bfloat16, float16, "
+                "float32 or FP8; unpack it first"
+            )
+    if hasattr(source, "weight"):
+        return _weight_of_layer(name, source)
+    weight = dlpack.borrow(source, name)
+    if weight.dtype not in FLOATS:
+        raise TypeError(f"{name}: got dtype {weight.dtype}, expected bfloat16, float16 or float32, or FP8 with scales")
+    return weight
+
+
+def _weight_of_layer(name: str, layer: Any) -> Any:
+    weight = dlpack.borrow(layer.weight, f"{name}.weight")
+    if weight.dtype not in BYTES:
+        return weight_of(f"{name}.weight", layer.weight)
+    scale = next(
+        (getattr(layer, attribute) for attribute in SCALES if getattr(layer, attribute, None) is not None), None
+    )
+    if scale is None:
+        raise ValueError(f"{name}: got an FP8 weight without {' or '.join(SCALES)}, expected the scales beside it")
+    native = dlpack.borrow(scale, f"{name}'s scales")
+    rows, columns = weight.shape
+    if native.size == 1:
+        block, native = (rows, columns), native.reshape(1, 1)
+    elif native.shape in ((rows,), (rows, 1)):
+        block, native = (1, columns), native.reshape(rows, 1)
+    else:
+        block = tuple(getattr(layer, "weight_block_size", None) or BLOCK)
+    return dequantized(BlockQuantizedWeight(weight, native, block), name)
+
+
+def dequantized(weight: BlockQuantizedWeight, name: str = "kv_b_proj") -> Any:
+    """float32 [out, in], where the weight is. Raises TypeError or ValueError if it and its scales do not fit."""
+    native, scale = dlpack.borrow(weight.weight, f"{name}.weight"), dlpack.borrow(weight.scale, f"{name}.scale")
+    if native.dtype != np.uint8 or scale.dtype != np.float32:
+        raise TypeError(f"{name}: got {native.dtype} with scales of {scale.dtype}, expected uint8 and float32")
+    (rows, columns), (block_rows, block_columns) = native.shape, weight.block
+    expected = (-(-rows // block_rows), -(-columns // block_columns))
+    if scale.shape != expected:
+        raise ValueError(f"{name}.scale: got shape {tuple(scale.shape)}, expected {list(expected)}")
+    on_host = isinstance(native, np.ndarray)
+    host, host_scale = (array if on_host else array.get() for array in (native, scale))
+    scales = host_scale.repeat(block_rows, axis=0)[:rows].repeat(block_columns, axis=1)[:, :columns]
+    values = np.ascontiguousarray(host).view(E4M3).astype(np.float32) * scales
+    return values if on_host else dlpack.namespace_of(native).asarray(values)
