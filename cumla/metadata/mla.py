@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import dlpack, streams
-from ..dispatch.call import Call, check_integers
+from ..dispatch.call import INT32, SLOTS, Call, check_integers
 from ..layout import MLA_BF16
 from ..ops.advance import advance_step
 from .batch import CommonAttentionMetadata, HostLens
@@ -28,6 +28,7 @@ from .mla_groups import GroupedBatch, SequenceGroup, batch_of_groups
 from .validation import check_batch, check_capacity
 
 SUPPORTED_HEAD_SIZES = (MLA_BF16.head_dim,)
+INT32_MAX = 2**31 - 1
 MAX_WORKSPACE_TOKENS = 128 * 1024  # 144 MiB of 16-bit rows
 
 
@@ -98,7 +99,7 @@ class MLACommonMetadata:
     block_tables               [num_reqs, B] int32
     max_query_len, max_decode_query_len        longest query, of all and of decodes
     query_start_loc            [num_reqs + 1] int32, first query token of each request
-    seq_start_loc              [num_reqs + 1] int32, seq_lens summed up
+    seq_start_loc              [num_reqs + 1] int32, seq_lens summed up; int64 where that is more than int32 holds
     use_cuda_graph             whether a captured graph runs this batch
     head_dim                   values of a cached row; 576
     is_profile_run             whether the step only measures how much memory is needed
@@ -141,12 +142,11 @@ class MLACommonMetadata:
 
     @property
     def prefill_metadata(self) -> MLACommonMetadata | None:
-        """The prefills alone, query_start_loc counted from their first token; None if there are none."""
+        """The prefills alone, query_start_loc and seq_start_loc counted from their first; None if there are none."""
         if not self.num_prefills:
             return None
         if "prefill" not in self._views:
             first, first_token = self.num_decodes, self.num_decode_tokens
-            starts = _from(self.query_start_loc, first)
             self._views["prefill"] = MLACommonMetadata(
                 num_prefills=self.num_prefills,
                 num_prefill_tokens=self.num_prefill_tokens,
@@ -160,8 +160,8 @@ class MLACommonMetadata:
                 block_tables=_from(self.block_tables, first),
                 max_query_len=self.max_query_len,
                 max_decode_query_len=0,
-                query_start_loc=starts if starts is None or not first else starts - starts[:1],
-                seq_start_loc=_from(self.seq_start_loc, first),
+                query_start_loc=_rebased(self.query_start_loc, first),
+                seq_start_loc=_rebased(self.seq_start_loc, first),
                 head_dim=self.head_dim,
                 is_profile_run=self.is_profile_run,
                 context_chunk_cu_seq_lens=self.context_chunk_cu_seq_lens,
@@ -220,7 +220,8 @@ class MLACommonMetadata:
         turn_prefills_into_decodes  whether this step's prefills have had their whole prompt and decode from now on
 
         seq_lens, its tensor and slot_mapping advance on the device as `cumla.advance_step` does; what follows from
-        them (context_lens_tensor, seq_start_loc, query_start_loc, the longest lengths) follows.
+        them (context_lens_tensor, seq_start_loc, query_start_loc, the longest lengths) follows; what is None stays so,
+        as in a captured graph's metadata.
         Raises ValueError, before anything is written, for metadata that is no decode step of `num_seqs`.
         """
         if num_seqs < num_queries:
@@ -231,13 +232,20 @@ class MLACommonMetadata:
                 f"num_prefills: got {self.num_prefills} prefills and queries of up to {self.max_query_len} tokens, "
                 "expected decodes of one token each; turn_prefills_into_decodes makes them that"
             )
-        if self.seq_lens is None or num_decodes != num_seqs or len(self.seq_lens) != num_seqs:
+        if num_decodes != num_seqs or (self.seq_lens is not None and len(self.seq_lens) != num_seqs):
             raise ValueError(f"num_seqs: got {num_seqs}, expected {num_decodes}, the requests of this metadata")
         if len(self.slot_mapping) < num_seqs:
             raise ValueError(f"slot_mapping: got {len(self.slot_mapping)} entries, expected at least {num_seqs}")
 
         framework = dlpack.framework_of(self.seq_lens_tensor)
-        lens = dlpack.borrow(self.seq_lens_tensor, "seq_lens_tensor")
+        call = Call(backend, stream)
+        lens = call.array("seq_lens_tensor", self.seq_lens_tensor, INT32, (num_seqs,), writable=True)
+        contexts = call.optional("context_lens_tensor", self.context_lens_tensor, INT32, (num_seqs,), writable=True)
+        seq_starts = call.optional("seq_start_loc", self.seq_start_loc, SLOTS, (num_seqs + 1,), writable=True)
+        if seq_starts is not None and seq_starts.dtype in INT32 and self.seq_lens is not None:
+            total = sum(self.seq_lens) + num_queries
+            if total > INT32_MAX:
+                raise ValueError(f"seq_start_loc: got int32, expected int64 for {total} tokens")
         slots = self.slot_mapping[:num_seqs]
         advance_step(
             num_seqs, num_queries, block_size, model_input.input_tokens, sampled_token_ids,
@@ -246,20 +254,23 @@ class MLACommonMetadata:
         )  # fmt: skip
         with streams.callers(lens, framework, stream):
             xp = dlpack.namespace_of(lens)
-            contexts = dlpack.borrow(self.context_lens_tensor, "context_lens_tensor", writable=True)
-            contexts[:num_queries] = lens[:num_queries] - 1
-            if self.seq_start_loc is not None:
-                seq_starts = dlpack.borrow(self.seq_start_loc, "seq_start_loc", writable=True)
-                xp.cumsum(lens, dtype=np.int32, out=seq_starts[1:])
+            if contexts is not None:
+                contexts[:num_queries] = lens[:num_queries] - 1
+            if seq_starts is not None:
+                xp.cumsum(lens, dtype=seq_starts.dtype, out=seq_starts[1:])
             if turn_prefills_into_decodes:
                 self.query_start_loc = dlpack.give(xp.arange(num_seqs + 1, dtype=np.int32), framework)
 
-        self.seq_lens = [n + (i < num_queries) for i, n in enumerate(self.seq_lens)]
+        if self.seq_lens is not None:
+            self.seq_lens = [n + (i < num_queries) for i, n in enumerate(self.seq_lens)]
         self.slot_mapping = slots
         self.num_decodes, self.num_decode_tokens = num_seqs, num_seqs
         self.num_prefills = self.num_prefill_tokens = self.max_prefill_seq_len = 0
         self.max_query_len = self.max_decode_query_len = 1
-        self.max_decode_seq_len = max(self.seq_lens, default=0)
+        if self.seq_lens is not None:
+            self.max_decode_seq_len = max(self.seq_lens, default=0)
+        elif not self.use_cuda_graph:  # whose bound is for all steps
+            self.max_decode_seq_len += 1
         self.context_chunk_cu_seq_lens = self.context_chunk_starts = None
         self.context_chunk_seq_tot = self.context_chunk_max_seq_lens = None
         self._views.clear()
@@ -356,7 +367,8 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
                 "expected none as neither chunked_prefill_enabled nor enable_prefix_caching is set"
             )
         chunks = cut_context(prefill_contexts, self.context_chunk_workspace_size, self.page_size)
-        parts = [contexts, np.concatenate([[0], np.cumsum(lens.seq_lens, dtype=np.int32)])]
+        seq_starts = np.concatenate([[0], np.cumsum(lens.seq_lens, dtype=np.int64)])
+        parts = [contexts, seq_starts]
         if chunks is not None:
             parts += [chunks.starts, chunks.cu_seq_lens]
         framework = dlpack.framework_of(batch.query_start_loc)
@@ -392,9 +404,13 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
 
 
 def send_together(parts: list[np.ndarray], like: Any) -> list[Any]:
-    """int32 arrays beside `like`, as views of one copy."""
-    packed = np.concatenate([part.ravel() for part in parts]).astype(np.int32, copy=False)
-    sent, first, views = dlpack.namespace_of(like).asarray(packed), 0, []
+    """int32 arrays beside `like`, as views of one copy; what is beyond int32 as int64, by itself."""
+    xp = dlpack.namespace_of(like)
+    packed = np.concatenate([part.ravel() for part in parts])
+    if packed.max(initial=0) > INT32_MAX:
+        return [xp.asarray(part if part.max(initial=0) > INT32_MAX else part.astype(np.int32)) for part in parts]
+    packed = packed.astype(np.int32)
+    sent, first, views = xp.asarray(packed), 0, []
     for part in parts:
         views.append(sent[first : first + part.size].reshape(part.shape))
         first += part.size
@@ -409,6 +425,11 @@ def check_head_size(name: str, head_size: int) -> None:
 
 def _from(array: Any, first: int) -> Any:
     return None if array is None else array[first:]
+
+
+def _rebased(starts: Any, first: int) -> Any:
+    """The starts from `first` on, counted from that one."""
+    return starts if starts is None or not first else starts[first:] - starts[first : first + 1]
 
 
 def _to(array: Any, end: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -129,12 +130,22 @@ def infer_global_hyperparameters(per_layer_params: Mapping[str, PerLayerParamete
 
 
 KV_CACHE_LAYOUTS = ("NHD", "HND")
+KV_CACHE_LAYOUT_VARIABLE = "CUMLA_KV_CACHE_LAYOUT"
 _KV_CACHE_LAYOUT_OVERRIDE: str | None = None
 
 
 def get_kv_cache_layout() -> str:
-    """Order of the axes of a dense KV page: "NHD" (tokens, heads, values), unless `set_kv_cache_layout` chose "HND"."""
-    return _KV_CACHE_LAYOUT_OVERRIDE or KV_CACHE_LAYOUTS[0]
+    """Order of the axes of a dense KV page: "NHD" (tokens, heads, values) or "HND".
+
+    As `set_kv_cache_layout` chose; else as the environment variable CUMLA_KV_CACHE_LAYOUT says; else "NHD".
+    Raises ValueError for another layout in the variable.
+    """
+    if _KV_CACHE_LAYOUT_OVERRIDE is not None:
+        return _KV_CACHE_LAYOUT_OVERRIDE
+    layout = os.environ.get(KV_CACHE_LAYOUT_VARIABLE) or KV_CACHE_LAYOUTS[0]
+    if layout not in KV_CACHE_LAYOUTS:
+        raise ValueError(f"{KV_CACHE_LAYOUT_VARIABLE}: got {layout!r}, expected one of {', '.join(KV_CACHE_LAYOUTS)}")
+    return layout
 
 
 def set_kv_cache_layout(cache_layout: str | None) -> None:

@@ -224,3 +224,17 @@ def test_kv_cache_layout():
     finally:
         set_kv_cache_layout(None)
     assert get_kv_cache_layout() == "NHD"
+
+
+def test_kv_cache_layout_of_the_environment(monkeypatch):
+    """Read at every call, and second to what was set."""
+    monkeypatch.setenv("CUMLA_KV_CACHE_LAYOUT", "HND")
+    assert get_kv_cache_layout() == "HND"
+    set_kv_cache_layout("NHD")
+    assert get_kv_cache_layout() == "NHD"
+    set_kv_cache_layout(None)
+    monkeypatch.setenv("CUMLA_KV_CACHE_LAYOUT", "hnd")
+    with pytest.raises(ValueError, match="CUMLA_KV_CACHE_LAYOUT: got 'hnd', expected one of NHD, HND"):
+        get_kv_cache_layout()
+    monkeypatch.setenv("CUMLA_KV_CACHE_LAYOUT", "")
+    assert get_kv_cache_layout() == "NHD"

@@ -1,5 +1,7 @@
 """Dense MLA metadata: views, context chunks, sequence groups, graphs and advancing, against counting by hand."""
 
+import copy
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +20,7 @@ from cumla.metadata import (
 from cumla.metadata.batch import CommonAttentionMetadata
 from cumla.metadata.mla_context import cut_context
 from metadata.batches import BLOCK, THOROUGH, assert_equal, make_batch, shapes
+from support.lab import Lab
 
 CONFIG = {"block_size": BLOCK, "max_num_batched_tokens": 512, "max_num_seqs": 16, "max_model_len": 256}
 
@@ -330,6 +333,65 @@ def test_advancing_what_is_no_decode_is_an_error(place):
         metadata.advance_step(step, None, BLOCK, 3, 2, turn_prefills_into_decodes=True)
     with pytest.raises(ValueError, match="num_seqs: got 1, expected at least num_queries = 2"):
         metadata.advance_step(step, None, BLOCK, 1, 2)
+
+
+def test_metadata_of_a_captured_graph_advances(place):
+    """Which has neither host lengths nor contexts."""
+    config = MLAConfig(**CONFIG)
+    state = MLACommonState(config)
+    with state.graph_capture(3, place.put(np.zeros(1, np.int32))):
+        metadata = state.graph_capture_get_metadata_for_batch(3)
+    state.prepare_graph_input_buffers(
+        state.get_graph_input_buffers(metadata), builder_of(place).build(0, make_batch(place, [9, 5], [1, 1]))
+    )
+    step = SimpleNamespace(
+        input_tokens=place.put(np.zeros(3, np.int64)), input_positions=place.put(np.zeros(3, np.int64))
+    )
+    longest = metadata.max_decode_seq_len
+    metadata.advance_step(step, place.put(np.array([7, 8])), BLOCK, 3, 2, backend=place.backend)
+    assert_equal(place, metadata.seq_lens_tensor, [10, 6, 0])
+    assert_equal(place, step.input_tokens, [7, 8, 0])
+    assert metadata.seq_lens is metadata.context_lens_tensor is None
+    assert metadata.max_decode_seq_len == longest
+
+
+def test_advancing_writes_nothing_before_it_fails():
+    """Whatever is wrong with what follows from the lengths."""
+    host = Lab("reference", on_device=False)
+
+    for wrong, error in (
+        ({"context_lens_tensor": np.zeros(2, np.int64)}, TypeError),
+        ({"seq_start_loc": np.zeros(2, np.int32)}, ValueError),
+        ({"seq_lens_tensor": np.zeros(3, np.int32)}, ValueError),
+        ({"seq_lens": [2**31 - 5, 4]}, ValueError),
+    ):
+        metadata = dataclasses.replace(builder_of(host).build(0, make_batch(host, [9, 5], [1, 1])), **wrong)
+        step = SimpleNamespace(input_tokens=np.full(2, -1), input_positions=np.full(2, -1))
+        before = fields_of(metadata)
+        with pytest.raises(error, match=f"^{'seq_start_loc' if 'seq_lens' in wrong else next(iter(wrong))}: got"):
+            metadata.advance_step(step, np.array([1, 2]), BLOCK, 2, 2)
+        assert (step.input_tokens == -1).all()
+        assert (step.input_positions == -1).all()
+        for value, was in zip(fields_of(metadata), before, strict=True):
+            np.testing.assert_array_equal(value, was)
+
+
+def fields_of(metadata):
+    return [copy.copy(getattr(metadata, field.name)) for field in dataclasses.fields(metadata) if field.init]
+
+
+def test_starts_of_sequences(place):
+    """Of the prefills alone they are counted from the first of these; beyond int32 they are int64."""
+    metadata = builder_of(place).build(0, make_batch(place, [9, 40, 20], [1, 30, 20]))
+    assert_equal(place, metadata.seq_start_loc, [0, 9, 49, 69])
+    assert_equal(place, metadata.prefill_metadata.seq_start_loc, [0, 40, 60])
+    assert_equal(place, metadata.decode_metadata.seq_start_loc, [0, 9])
+    batch, long = make_batch(place, [9, 40], [1, 1]), np.array([2**31 - 2, 2**31 - 1], np.int32)
+    batch = dataclasses.replace(batch, seq_lens=place.put(long), seq_lens_cpu=long, max_seq_len=2**31 - 1)
+    metadata = builder_of(place, max_model_len=2**31 - 1).build(0, batch, validate=False)
+    assert_equal(place, metadata.seq_start_loc, [0, 2**31 - 2, 2**32 - 3])
+    assert_equal(place, metadata.context_lens_tensor, long - 1)
+    assert place.get(metadata.context_lens_tensor).dtype == np.int32
 
 
 # ---- backend
