@@ -4,16 +4,19 @@ from . import _checkout as _checkout  # before what it makes findable
 from .kernels.types.plan import DecodePlan, DenseDecodePlan
 from .layout import (
     DSV4_BF16,
+    DSV4_F32,
     DSV4_FP8,
     INDEXER_BF16,
     INDEXER_F32,
     INDEXER_FP8,
     MLA_BF16,
+    MLA_F32,
     V32_FP8,
     CacheLayout,
 )
 from .ops.advance import advance_step
 from .ops.blocks import copy_blocks, swap_blocks
+from .ops.compressor import compress_and_insert
 from .ops.dense_attention import dense_mla_decode, mha_varlen
 from .ops.dense_cache import concat_and_cache_mla, gather_cache
 from .ops.indexer import (
@@ -29,6 +32,7 @@ from .ops.indices import (
     compute_global_topk_indices_and_lens,
     compute_swa_indices_and_lens,
 )
+from .ops.norm_rope import apply_rope, fused_q_kv_rmsnorm, inverse_rope_and_quantize, qnorm_rope_and_insert
 from .ops.sparse_attention import merge_attn_states, sparse_mla_decode, sparse_mla_prefill
 from .ops.sparse_cache import (
     cp_gather_indexer_k_quant_cache,
@@ -41,18 +45,22 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DSV4_BF16",
+    "DSV4_F32",
     "DSV4_FP8",
     "INDEXER_BF16",
     "INDEXER_F32",
     "INDEXER_FP8",
     "MLA_BF16",
+    "MLA_F32",
     "V32_FP8",
     "CacheLayout",
     "DecodePlan",
     "DenseDecodePlan",
     "advance_step",
+    "apply_rope",
     "build_flashinfer_mixed_sparse_indices",
     "combine_topk_swa_indices",
+    "compress_and_insert",
     "compute_global_topk_indices_and_lens",
     "compute_swa_indices_and_lens",
     "concat_and_cache_mla",
@@ -63,12 +71,15 @@ __all__ = [
     "fp8_mqa_logits",
     "fp8_paged_mqa_logits",
     "fused_indexer_q_rope_quant",
+    "fused_q_kv_rmsnorm",
     "gather_cache",
     "get_paged_mqa_logits_metadata",
     "indexer_k_quant_and_cache",
     "indexer_topk",
+    "inverse_rope_and_quantize",
     "merge_attn_states",
     "mha_varlen",
+    "qnorm_rope_and_insert",
     "quantize_and_insert_k_cache",
     "sparse_mla_decode",
     "sparse_mla_prefill",

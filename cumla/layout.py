@@ -23,6 +23,8 @@ import numpy as np
 ValueType = Literal["e4m3", "bfloat16", "float16", "float32"]
 ScaleType = Literal["none", "ue8m0", "float32"]
 
+VALUE_BYTES: dict[ValueType, int] = {"e4m3": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+
 
 @dataclass(frozen=True)
 class CacheLayout:
@@ -31,7 +33,8 @@ class CacheLayout:
     name            what error messages and CUDA sources call it
     head_dim        values of one token: quantised ones first, then `rope_dim` that stay 16-bit
     rope_dim        values kept in 16 bits at the end of the row of an FP8 format
-    value_type      type of the first `head_dim - rope_dim` values
+    value_type      type of the first `head_dim - rope_dim` values; "float32" rows are for telling what rounding does,
+                    and host backends alone take them
     row_bytes       distance between the rows of neighbouring tokens
     scale_type      type of one scale
     scale_tile      values that share one scale
@@ -143,6 +146,8 @@ INDEXER_BF16 = CacheLayout("INDEXER_BF16", head_dim=128, rope_dim=0, value_type=
 INDEXER_F32 = CacheLayout("INDEXER_F32", head_dim=128, rope_dim=0, value_type="float32", row_bytes=512)
 MLA_BF16 = CacheLayout("MLA_BF16", head_dim=576, rope_dim=64, value_type="bfloat16", row_bytes=1152)
 DSV4_BF16 = CacheLayout("DSV4_BF16", head_dim=512, rope_dim=64, value_type="bfloat16", row_bytes=1024)
+MLA_F32 = CacheLayout("MLA_F32", head_dim=576, rope_dim=64, value_type="float32", row_bytes=2304)
+DSV4_F32 = CacheLayout("DSV4_F32", head_dim=512, rope_dim=64, value_type="float32", row_bytes=2048)
 
 
 def plain_rows(width: int, value_type: ValueType) -> CacheLayout:
@@ -150,13 +155,16 @@ def plain_rows(width: int, value_type: ValueType) -> CacheLayout:
 
     16- and 32-bit values are what they are; e4m3 values have one scale for all, which is not in the cache.
     """
-    row_bytes = width * {"e4m3": 1, "float32": 4}.get(value_type, 2)
+    row_bytes = width * VALUE_BYTES[value_type]
     return CacheLayout(f"{value_type} [.., {width}]", width, 0, value_type, row_bytes)
 
 
 LAYOUTS = {
-    layout.name: layout for layout in (DSV4_FP8, V32_FP8, MLA_BF16, DSV4_BF16, INDEXER_FP8, INDEXER_BF16, INDEXER_F32)
-}
+    layout.name: layout
+    for layout in (
+        DSV4_FP8, V32_FP8, INDEXER_FP8, DSV4_BF16, MLA_BF16, INDEXER_BF16, DSV4_F32, MLA_F32, INDEXER_F32,
+    )
+}  # fmt: skip
 
 
 def layout_of(token_bytes: int) -> CacheLayout | None:

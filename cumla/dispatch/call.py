@@ -121,6 +121,11 @@ class Call:
         suffix = f" with {', '.join(known)}" if known and len(got) == len(wanted) else ""
         raise ValueError(f"{name}: got shape {tuple(got)}, expected [{names}]{suffix}")
 
+    def check_float32(self, name: str, dtype: str) -> None:
+        """Raise ValueError for float32 rows and queries on a device: on the host they tell rounding from all else."""
+        if dtype == "float32" and (self._device >= 0 or self._backend == "numba_cuda"):
+            raise ValueError(f"{name}: got float32 for a device's kernels, expected 16 bits (the host's take both)")
+
     def size(self, name: str) -> int:
         """The size that a dimension name was bound to."""
         return self._sizes[name]

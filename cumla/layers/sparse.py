@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from ..arrays import dlpack, streams
-from ..dispatch.call import BFLOAT16
 from ..kernels.types.metadata import C128A_RATIO
-from ..layout import DSV4_FP8
+from ..layout import DSV4_FP8, CacheLayout
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 from ..ops.indices import combine_topk_swa_indices, compute_global_topk_indices_and_lens
 from ..ops.sparse_attention import V_DIM, sparse_mla_decode, sparse_mla_prefill
@@ -32,18 +31,18 @@ def not_observed(op: str) -> AbstractContextManager[Any]:
 class CompressedCache:
     """The compressed rows of one layer and what a step adds to them.
 
-    cache         uint8 [num_blocks, block_size, 584], a DSV4_FP8 cache of compressed rows
+    cache         uint8 [num_blocks, block_size, 584] (or rows of numbers), of the layer's layout
     block_table   [num_reqs, B] int32
-    k             [n, 512] bfloat16, rows that this step completes
-    slot_mapping  [n] int64 or int32, their slots
+    k             [n, 512] bfloat16, rows that this step completes; None: they are in the cache already
+    slot_mapping  [n] int64 or int32, their slots; not looked at without k
     topk_indices  [num_tokens, topk] int32, rows each token selects, in any order, with -1 anywhere among them; those
                   that are not complete at the token's position are absent. None for a C128A layer, which takes all
     """
 
     cache: Any
     block_table: Any
-    k: Any
-    slot_mapping: Any
+    k: Any = None
+    slot_mapping: Any = None
     topk_indices: Any = None
 
 
@@ -81,12 +80,14 @@ class SparseMLALayer:
     index_topk      entries selected at ratio 4, as the model has it; topk_indices may have more columns or fewer
     attn_sink       [h] float32, or None
     softmax_scale   1 / sqrt(512) if None
+    layout          of the caches: DSV4_FP8 or DSV4_BF16; on the host also DSV4_F32
     """
 
     compress_ratio: int = 1
     index_topk: int = 512
     attn_sink: Any = None
     softmax_scale: float | None = None
+    layout: CacheLayout = DSV4_FP8
 
     def __post_init__(self) -> None:
         if self.compress_ratio not in (1, 4, 128):
@@ -108,12 +109,12 @@ class SparseMLALayer:
     ) -> Any:
         """Insert this step's rows and attend.
 
-        q           [num_tokens, h, 512] bfloat16, RoPE applied
-        k           [num_tokens, 512] bfloat16, RoPE applied
-        swa_cache   uint8 [num_blocks, block_size, 584], written
+        q           [num_tokens, h, 512] bfloat16, RoPE applied; on the host also float32, without k
+        k           [num_tokens, 512] bfloat16, RoPE applied; None: the rows are in the cache already
+        swa_cache   uint8 [num_blocks, block_size, 584] (or rows of numbers), of the layer's layout, written
         metadata    of the step's batch
         compressed  the compressed cache, for ratios 4 and 128
-        out         [num_tokens, h, 512] bfloat16 to write instead of allocating
+        out         [num_tokens, h, 512] of q's dtype to write instead of allocating
         workspace   what decodes need beside it; with out and workspace given, and after a first step with metadata of
                     the same builder, a step of decodes allocates nothing
         observe     called with an op's name around each op ("insert", "map", "decode", "gather", "prefill")
@@ -128,11 +129,13 @@ class SparseMLALayer:
         with streams.callers(q, framework, stream):
             refuse_in_capture(q, metadata, out, workspace)
             if result is None:
-                result = dlpack.empty((*q.shape[:2], V_DIM), BFLOAT16, q)
+                result = dlpack.empty((*q.shape[:2], V_DIM), q.dtype, q)
             run = _Run(self, metadata, workspace, backend, observe)
-            with observe("insert"):
-                run.insert(k, swa_cache, metadata.slot_mapping, metadata.block_size)
-                if compressed is not None:
+            if k is not None:
+                with observe("insert"):
+                    run.insert(k, swa_cache, metadata.slot_mapping, metadata.block_size)
+            if compressed is not None and compressed.k is not None:
+                with observe("insert"):
                     run.insert(compressed.k, compressed.cache, compressed.slot_mapping, compressed.cache.shape[1])
             if metadata.num_decode_tokens:
                 run.decode(q, swa_cache, compressed, result)
@@ -154,7 +157,7 @@ class _Run:
     def insert(self, k: Any, cache: Any, slot_mapping: Any, block_size: int) -> None:
         k = dlpack.borrow(k, "k")
         slots = dlpack.borrow(slot_mapping, "slot_mapping")[: len(k)]
-        quantize_and_insert_k_cache(k, cache, slots, block_size, layout=DSV4_FP8, backend=self.backend)
+        quantize_and_insert_k_cache(k, cache, slots, block_size, layout=self.layer.layout, backend=self.backend)
 
     def decode(self, q: Any, swa_cache: Any, compressed: CompressedCache | None, out: Any) -> None:
         metadata, tokens = self.metadata, self.metadata.num_decode_tokens
@@ -165,7 +168,7 @@ class _Run:
             extra = {"extra_k_cache": compressed.cache, "extra_indices": indices, "extra_topk_length": lens}
         with self.observe("decode"):
             sparse_mla_decode(
-                q[:tokens, None], swa_cache, metadata.decode_swa_indices, layout=DSV4_FP8,
+                q[:tokens, None], swa_cache, metadata.decode_swa_indices, layout=self.layer.layout,
                 topk_length=metadata.decode_swa_lens, **extra, attn_sink=self.layer.attn_sink,
                 softmax_scale=self.layer.softmax_scale, out=out[:tokens, None], lse=self._cut("lse", tokens),
                 plan=metadata.decode_plan(self.layer.compress_ratio), backend=self.backend,
@@ -206,7 +209,7 @@ class _Run:
             return
         seq_lens = dlpack.borrow(metadata.seq_lens, "seq_lens")[requests]
         gather_lens = dlpack.borrow(metadata.prefill_gather_lens, "prefill_gather_lens")[chunk]
-        workspace = dlpack.empty((chunk.stop - chunk.start, m, V_DIM), BFLOAT16, q)
+        workspace = dlpack.empty((chunk.stop - chunk.start, m, V_DIM), q.dtype, q)
         with self.observe("gather"):
             if compressed is not None and n:
                 table = dlpack.borrow(compressed.block_table, "block_table")[requests]
@@ -218,11 +221,20 @@ class _Run:
                     table,
                     compressed.cache.shape[1],
                     0,
+                    layout=self.layer.layout,
                     backend=self.backend,
                 )
             table = dlpack.borrow(metadata.block_table, "block_table")[requests]
             dequantize_and_gather_k_cache(
-                workspace, swa_cache, seq_lens, gather_lens, table, metadata.block_size, n, backend=self.backend
+                workspace,
+                swa_cache,
+                seq_lens,
+                gather_lens,
+                table,
+                metadata.block_size,
+                n,
+                layout=self.layer.layout,
+                backend=self.backend,
             )
         with self.observe("map"):
             topk_indices, topk = self._prefill_topk(compressed, tokens)

@@ -13,10 +13,9 @@ from ..arrays import streams
 from ..dispatch.call import BF16, FLOAT32, INT32, SLOTS, Call
 from ..dispatch.launch_cache import MOST_KNOWN, call_key
 from ..kernels.types.metadata import C128A_RATIO
-from ..layout import DSV4_FP8
 from ..metadata.batch import host_array
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
-from ..ops.sparse_attention import V_DIM, check_heads, scale_or_default
+from ..ops.sparse_attention import ROWS, V_DIM, check_heads, scale_or_default
 
 if TYPE_CHECKING:
     from .sparse import CompressedCache, LayerWorkspace, SparseMLALayer
@@ -50,18 +49,23 @@ def check_step(
     look = call_key(
         ratio, backend, used, metadata.num_decode_tokens, metadata.num_decodes + metadata.num_prefills,
         metadata.block_size, metadata.config.compressed_block_size, layer.attn_sink, layer.softmax_scale,
-        q, k, swa_cache, metadata.slot_mapping, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
-        metadata.c128a_decode_topk_lens, *(() if compressed is None else vars(compressed).values()), out,
-        *(() if workspace is None else vars(workspace).values()), stream,
+        layer.layout.name, q, k, swa_cache, metadata.slot_mapping, metadata.block_table, metadata.seq_lens,
+        metadata.query_start_loc, metadata.c128a_decode_topk_lens, out,
+        *(() if compressed is None else vars(compressed).values()), *(() if workspace is None else vars(workspace).values()), stream,
     )  # fmt: skip
     if look is not None and look in _PASSED:
         return
     call = Call(backend, stream)
-    q = call.array("q", q, BF16, ("num_tokens", "h", V_DIM))
+    q = call.array("q", q, ROWS if k is None else BF16, ("num_tokens", "h", V_DIM))
     check_heads(q.shape[1])
     check_rows("q", q, used, "tokens")
-    check_rows("k", call.array("k", k, BF16, (-1, V_DIM)), used, "tokens")
-    call.pages("swa_cache", swa_cache, DSV4_FP8, metadata.block_size, writable=True)
+    for name, dtype in (("q", q.dtype.name), ("layout", layer.layout.value_type)):
+        call.check_float32(name, dtype)
+    if k is not None:
+        if not layer.layout.num_scales:
+            raise ValueError(f"k: got rows for a {layer.layout.name} cache, expected None: such rows are in it already")
+        check_rows("k", call.array("k", k, BF16, (-1, V_DIM)), used, "tokens")
+    call.pages("swa_cache", swa_cache, layer.layout, metadata.block_size, writable=True)
     call.optional("attn_sink", layer.attn_sink, FLOAT32, ("h",))
     scale_or_default(layer.softmax_scale, V_DIM)
     call.array("metadata.slot_mapping", metadata.slot_mapping, SLOTS, (-1,))
@@ -71,8 +75,8 @@ def check_step(
         check_rows(f"metadata.{name}", array, num_reqs + (name == "query_start_loc"), "entries")
     columns = 0
     if compressed is not None:
-        columns = check_compressed(call, ratio, metadata, compressed, used)
-    call.optional("out", out, BF16, (call.size("num_tokens"), "h", V_DIM), writable=True)
+        columns = check_compressed(call, layer, metadata, compressed, used)
+    call.optional("out", out, (q.dtype,), (call.size("num_tokens"), "h", V_DIM), writable=True)
     if workspace is not None and metadata.num_decode_tokens:
         check_workspace(call, workspace, metadata.num_decode_tokens, columns)
     call.kernels("sparse_attention")  # which raises for a backend that cannot
@@ -91,15 +95,17 @@ def tokens_used(metadata: DeepseekSparseSWAMetadata) -> int:
 
 
 def check_compressed(
-    call: Call, ratio: int, metadata: DeepseekSparseSWAMetadata, compressed: CompressedCache, used: int
+    call: Call, layer: SparseMLALayer, metadata: DeepseekSparseSWAMetadata, compressed: CompressedCache, used: int
 ) -> int:
     """The same for the compressed cache. Returns the columns of topk_indices, 0 without them."""
-    pages = call.pages("compressed.cache", compressed.cache, DSV4_FP8, writable=True)
+    ratio = layer.compress_ratio
+    pages = call.pages("compressed.cache", compressed.cache, layer.layout, writable=True)
     table = call.array("compressed.block_table", compressed.block_table, INT32, (-1, -1))
     check_rows("compressed.block_table", table, metadata.num_decodes + metadata.num_prefills, "requests")
-    k = call.array("compressed.k", compressed.k, BF16, (-1, V_DIM))
-    slots = call.array("compressed.slot_mapping", compressed.slot_mapping, SLOTS, (-1,))
-    check_rows("compressed.slot_mapping", slots, len(k), "entries")
+    if compressed.k is not None:
+        k = call.array("compressed.k", compressed.k, BF16, (-1, V_DIM))
+        slots = call.array("compressed.slot_mapping", compressed.slot_mapping, SLOTS, (-1,))
+        check_rows("compressed.slot_mapping", slots, len(k), "entries")
     if ratio != C128A_RATIO:
         if compressed.topk_indices is None:
             raise TypeError(

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..dispatch.call import BF16, BYTES, FLOAT32, FLOATS, INT32, Call, bytes_of, check_integers
 from ..dispatch.launch_cache import launch_cached
-from ..layout import MLA_BF16, V32_FP8, CacheLayout, ValueType, plain_rows
+from ..layout import MLA_BF16, MLA_F32, V32_FP8, CacheLayout, ValueType, plain_rows
 from .sparse_cache import checked_slots, requests_of, vector
 
 KV_C_DIM = MLA_BF16.head_dim - MLA_BF16.rope_dim
@@ -38,7 +38,8 @@ def concat_and_cache_mla(
     k_pe            [T, 64] or [T, 1, 64] of kv_c's dtype; RoPE applied already
     kv_cache        written; what it is depends on kv_cache_dtype:
                     "auto"               [num_blocks, block_size, 576] bfloat16 or float16 (or the bytes of a
-                                         MLA_BF16 cache); another dtype than kv_c's is rounded to
+                                         MLA_BF16 cache), on the host also float32; another dtype than kv_c's is
+                                         rounded to
                     "fp8", "fp8_e4m3"    uint8 [num_blocks, block_size, 576]: e4m3 of value / scale
                     "fp8_ds_mla"         a V32_FP8 cache, uint8 [num_blocks, block_size, 656], power-of-two scales
     slot_mapping    [N] int64 or int32, N <= T: slot = block * block_size + row. A slot outside the cache
@@ -58,6 +59,7 @@ def concat_and_cache_mla(
     k_pe = call.array("k_pe", k_pe, (kv_c.dtype,), ("T", K_PE_DIM))
     layout = layout_of_dtype(call.borrow("kv_cache", kv_cache), kv_cache_dtype)
     pages = call.pages("kv_cache", kv_cache, layout, writable=True)
+    call.check_float32("kv_cache", layout.value_type)
     slots = checked_slots(call, slot_mapping, "kv_c")
     per_tensor = layout.value_type == "e4m3" and not layout.num_scales
     tensor_scale = checked_scale(call, scale) if per_tensor else None
@@ -141,6 +143,8 @@ def layout_of_dtype(native: Any, kv_cache_dtype: str) -> CacheLayout:
         raise ValueError(f"kv_cache_dtype: got {kv_cache_dtype!r}, expected 'auto', 'fp8', 'fp8_e4m3' or 'fp8_ds_mla'")
     if native.dtype == np.float16:
         return plain_rows(MLA_BF16.head_dim, "float16")
+    if native.dtype == np.float32:
+        return MLA_F32
     return MLA_BF16
 
 

@@ -11,9 +11,10 @@ from ..dispatch.call import BF16, BYTES, FLOAT32, FLOATS, INT32, Call
 from ..dispatch.launch_cache import launch_cached
 from ..kernels.types.plan import DecodePlan, DenseDecodePlan
 from ..kernels.types.segments import Pages, Segment
-from ..layout import DSV4_BF16, MLA_BF16, CacheLayout, layout_of
+from ..layout import DSV4_BF16, DSV4_F32, MLA_BF16, MLA_F32, CacheLayout, layout_of
 
 V_DIM = 512
+ROWS = (*BF16, *FLOAT32)
 HEAD_DIMS = (512, 576)
 MAX_HEADS = 128
 
@@ -42,13 +43,15 @@ def sparse_mla_decode(
 ) -> tuple[Any, Any]:
     """Attention of each query over the listed tokens of one or two paged caches, in one softmax.
 
-    q              [b, s_q, h, d] bfloat16; d = 512 or 576 as the layout has it, h from 1 to 128
+    q              [b, s_q, h, d] bfloat16; d = 512 or 576 as the layout has it, h from 1 to 128. On the host also
+                   float32, for results without its rounding: out is float32 then
     k_cache        uint8 [num_blocks, block_size, token_bytes] (or [..., 1, token_bytes], or raw pages
                    [num_blocks, page_bytes] with layout and block_size given), or bfloat16
                    [num_blocks, block_size, d]
     indices        [b, s_q, topk] int32 slots; -1 and anything outside the cache is absent. A slot listed
                    twice counts twice
-    layout         DSV4_FP8, V32_FP8, MLA_BF16 or DSV4_BF16; None: told by the size of a token
+    layout         DSV4_FP8, V32_FP8, MLA_BF16 or DSV4_BF16, on the host also MLA_F32 or DSV4_F32; None: told by
+                   the size of a token
     topk_length    [b] or [b, s_q] int32, entries of `indices` in use; None: all
     extra_*        a second cache of the same layout, with its own pages, indices [b, s_q, extra_topk] and
                    lengths
@@ -57,7 +60,7 @@ def sparse_mla_decode(
     plan           a DecodePlan that the layers of a step share; None: planned here
     batch_invariant  whether a token's result must not depend on what else is in the batch: its keys are then
                    never shared out, which makes small batches slower
-    out            [b, s_q, h, 512] bfloat16 to write instead of allocating
+    out            [b, s_q, h, 512] of q's dtype to write instead of allocating
     lse            [b, h, s_q] float32 to write instead of allocating
 
     Returns out and lse. V is the first 512 values of each key. lse is the natural logarithm of the sum of
@@ -67,9 +70,11 @@ def sparse_mla_decode(
     Source: FlashMLA flash_mla_with_kvcache (sparse, FP8).
     """
     call = Call(backend, stream)
-    q = call.array("q", q, BF16, ("b", "s_q", "h", -1))
+    q = call.array("q", q, ROWS, ("b", "s_q", "h", -1))
     layout = cache_layout(call, k_cache, layout, q.shape[3])
     check_heads(q.shape[2])
+    call.check_float32("q", q.dtype.name)
+    call.check_float32("k_cache", layout.value_type)
     segments = [segment(call, "", k_cache, indices, topk_length, layout, block_size)]
     if extra_k_cache is not None and extra_indices is not None:
         segments.append(
@@ -80,7 +85,7 @@ def sparse_mla_decode(
     attn_sink = call.optional("attn_sink", attn_sink, FLOAT32, ("h",))
     check_plan(plan, DecodePlan, q)
     batch, s_q, heads, head_dim = q.shape
-    out_array = call.output("out", out, BF16, (batch, s_q, heads, V_DIM))
+    out_array = call.output("out", out, (q.dtype,), (batch, s_q, heads, V_DIM))
     lse_array = call.output("lse", lse, FLOAT32, (batch, heads, s_q))
     if q.size:
         with call.kernels("sparse_attention") as kernels:
@@ -113,27 +118,28 @@ def sparse_mla_prefill(
 ) -> tuple[Any, Any, Any]:
     """Attention of each query over the listed rows of a dense workspace.
 
-    q            [s_q, h, d] bfloat16, d = 512 or 576, h from 1 to 128
-    kv           [s_kv, d] or [s_kv, 1, d] bfloat16
+    q            [s_q, h, d] bfloat16, d = 512 or 576, h from 1 to 128; on the host also float32
+    kv           [s_kv, d] or [s_kv, 1, d] of q's dtype
     indices      [s_q, topk] or [s_q, 1, topk] int32 rows of kv; outside of it is absent
     d_v          512: V is the first 512 values of each row
     attn_sink    [h] float32, as in sparse_mla_decode
     topk_length  [s_q] int32, entries of `indices` in use; None: all
     out          (out, max_logits, lse) to write instead of allocating
 
-    Returns out [s_q, h, 512] bfloat16, max_logits [s_q, h] float32 (largest scaled logit, -inf if there is
+    Returns out [s_q, h, 512] of q's dtype, max_logits [s_q, h] float32 (largest scaled logit, -inf if there is
     no key) and lse [s_q, h] float32 (+inf if there is no key; the sink left out).
     Source: FlashMLA flash_mla_sparse_fwd.
     """
     if d_v != V_DIM:
         raise ValueError(f"d_v: got {d_v}, expected {V_DIM}")
     call = Call(backend, stream)
-    q = call.array("q", q, BF16, ("s_q", "h", "d"))
+    q = call.array("q", q, ROWS, ("s_q", "h", "d"))
+    call.check_float32("q", q.dtype.name)
     check_heads(q.shape[1])
     if q.shape[2] not in HEAD_DIMS:
         raise ValueError(f"q: got {q.shape[2]} values a head, expected 512 or 576")
     kv = without_middle_axis(call.borrow("kv", kv))
-    kv = call.array("kv", kv, BF16, (-1, "d"))
+    kv = call.array("kv", kv, (q.dtype,), (-1, "d"))
     indices = without_middle_axis(call.borrow("indices", indices))
     indices = call.array("indices", indices, INT32, ("s_q", -1))
     topk_length = call.optional("topk_length", topk_length, INT32, ("s_q",))
@@ -142,7 +148,7 @@ def sparse_mla_prefill(
     given = (None, None, None) if out is None else tuple(out)
     if len(given) != 3:
         raise TypeError(f"out: got {len(given)} arrays, expected (out, max_logits, lse)")
-    out_array = call.output("out[0] (out)", given[0], BF16, (tokens, heads, V_DIM))
+    out_array = call.output("out[0] (out)", given[0], (q.dtype,), (tokens, heads, V_DIM))
     max_logits = call.output("out[1] (max_logits)", given[1], FLOAT32, (tokens, heads))
     lse = call.output("out[2] (lse)", given[2], FLOAT32, (tokens, heads))
     if q.size:
@@ -195,8 +201,9 @@ def cache_layout(call: Call, k_cache: Any, layout: CacheLayout | None, head_dim:
         native = call.borrow("k_cache", k_cache)
         if native.dtype in BYTES:
             layout = layout_of(native.shape[-1])
-        elif native.dtype in BF16:
-            layout = {576: MLA_BF16, 512: DSV4_BF16}.get(native.shape[-1])
+        elif native.dtype in ROWS:
+            plain = (MLA_BF16, DSV4_BF16) if native.dtype in BF16 else (MLA_F32, DSV4_F32)
+            layout = next((x for x in plain if x.head_dim == native.shape[-1]), None)
         if layout is None or native.ndim not in (3, 4):
             raise ValueError(
                 f"k_cache: got {native.dtype} of shape {tuple(native.shape)}, which is no cache format; "

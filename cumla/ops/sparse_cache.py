@@ -101,11 +101,12 @@ def dequantize_and_gather_k_cache(
     """
     check_integers(1, block_size=block_size)
     check_integers(0, offset=offset)
-    if not layout.num_scales and layout.value_type != "bfloat16":
+    if not layout.num_scales and layout.value_type not in ("bfloat16", "float32"):
         raise ValueError(f"layout: got {layout.name}, expected one with FP8 values and their scales")
     call = Call(backend, stream)
     out = call.array("out", out, FLOATS, ("R", -1, layout.head_dim), writable=True)
     pages = call.pages("k_cache", k_cache, layout, block_size)
+    call.check_float32("layout", layout.value_type)
     seq_lens = call.array("seq_lens", seq_lens, INT32, ("R",))
     gather_lens = call.optional("gather_lens", gather_lens, INT32, ("R",))
     block_table = call.array("block_table", block_table, INT32, ("R", -1))

@@ -102,6 +102,12 @@ def read_row(page, row, values, g):
         first, end = tile * g.scale_tile, (tile + 1) * g.scale_tile
         dequantize(values[first:end], page[start + first : start + end], values.dtype.type(scale))
     tail = page[start + g.rope_offset : start + g.row_bytes]
+    if g.float32_values:
+        for i in range(g.head_dim):
+            word = np.uint32(tail[4 * i]) | (np.uint32(tail[4 * i + 1]) << np.uint32(8))
+            word |= (np.uint32(tail[4 * i + 2]) << np.uint32(16)) | (np.uint32(tail[4 * i + 3]) << np.uint32(24))
+            values[i] = np.uint32(word).view(np.float32)
+        return
     for i in range(g.head_dim - g.quantized_dim):
         stored = np.uint32(tail[2 * i]) | (np.uint32(tail[2 * i + 1]) << np.uint32(8))
         value = float16_value(np.int64(stored)) if g.float16_values else float32_of_bfloat16(stored)

@@ -56,11 +56,13 @@ def sparse_mla_prefill(
     max_logits: np.ndarray,
     lse: np.ndarray,
 ) -> None:
-    bits, width = kv.view(np.uint16), indices.shape[1]
+    rows_of, width = (kv if kv.dtype == np.float32 else kv.view(np.uint16)), indices.shape[1]
+    append = _gather_float32_rows if kv.dtype == np.float32 else _gather_rows
 
     def gather(token: int, rows: np.ndarray) -> int:
         listed = width if topk_length is None else int(topk_length[token])
-        return _gather_rows(rows, bits, indices[token], listed)
+        count: int = append(rows, rows_of, indices[token], listed)
+        return count
 
     # As a batch of tokens with one query each.
     _attend(q[:, None], width, gather, attn_sink, softmax_scale, out[:, None], max_logits[..., None], lse[..., None])
@@ -78,18 +80,19 @@ def _attend(
 ) -> None:
     """Attention of every token of q [b, s_q, h, d] over at most `width` rows; max_logits and lse [b, h, s_q]."""
     batch, s_q, heads, head_dim = q.shape
-    q_bits, out_bits = q.view(np.uint16), out.view(np.uint16)
+    if q.dtype != np.float32:  # Numba knows no bfloat16
+        q, out = q.view(np.uint16), out.view(np.uint16)
     sink = np.full(heads, -np.inf, np.float32) if attn_sink is None else attn_sink
 
     def work(tokens: Iterator[int]) -> None:
         buffers = _Buffers(heads, width, head_dim, np.float32)
         for token in tokens:
             b, s = divmod(token, s_q)
-            finite = buffers.attend(token, q_bits[b, s], gather, softmax_scale, sink, out_bits[b, s])
+            finite = buffers.attend(token, q[b, s], gather, softmax_scale, sink, out[b, s])
             used = buffers
             if not finite:  # the numbers of this token may have left float32
                 used = _Buffers(heads, width, head_dim, np.float64)
-                used.attend(token, q_bits[b, s], gather, softmax_scale, sink, out_bits[b, s])
+                used.attend(token, q[b, s], gather, softmax_scale, sink, out[b, s])
             lse[b, :, s] = used.lse
             if max_logits is not None:
                 max_logits[b, :, s] = used.max_logits
@@ -112,24 +115,33 @@ class _Buffers:
     def attend(
         self,
         token: int,
-        q_bits: np.ndarray,
+        q: np.ndarray,
         gather: Gather,
         softmax_scale: float,
         sink: np.ndarray,
-        out_bits: np.ndarray,
+        out: np.ndarray,
     ) -> bool:
-        """Write the token's output; max_logits and lse are left here. Returns whether all numbers were finite."""
+        """Write the token's output, float32 or bfloat16 seen as uint16 as q is; max_logits and lse are left here.
+
+        Returns whether all numbers were finite.
+        """
         count = gather(token, self.rows)
         if count == 0:
-            out_bits[...] = 0
+            out[...] = 0
             self.max_logits[:], self.lse[:] = -np.inf, np.inf
             return True
         rows, scores = self.rows[:count], self.scores[: len(self.queries) * count].reshape(-1, count)
-        _scaled(self.queries, q_bits, softmax_scale)
+        if q.dtype == np.float32:
+            np.multiply(q, softmax_scale, out=self.queries)
+        else:
+            _scaled(self.queries, q, softmax_scale)
         np.matmul(self.queries, rows.T, out=scores)
         finite = _softmax(scores, sink, self.max_logits, self.lse, self.share)
         np.matmul(scores, rows[:, :V_DIM], out=self.result)
-        return bool(_store(out_bits, self.result, self.share) and finite)
+        if out.dtype == np.float32:
+            np.multiply(self.result, self.share[:, None], out=out, casting="same_kind")
+            return finite and bool(np.isfinite(out).all())
+        return bool(_store(out, self.result, self.share) and finite)
 
 
 @compiled(nogil=True)
@@ -163,6 +175,18 @@ def _gather_rows(rows: np.ndarray, kv_bits: np.ndarray, indices: np.ndarray, lis
             bits = kv_bits[index]
             for d in range(len(bits)):
                 row[d] = float32_of_bfloat16(bits[d])
+            count += 1
+    return count
+
+
+@compiled(nogil=True)
+def _gather_float32_rows(rows: np.ndarray, kv: np.ndarray, indices: np.ndarray, listed: int) -> int:
+    """The same for float32 rows."""
+    count = 0
+    for j in range(min(listed, len(indices))):
+        index = np.int64(indices[j])
+        if 0 <= index < len(kv):
+            rows[count] = kv[index]
             count += 1
     return count
 

@@ -21,6 +21,7 @@ class Geometry(NamedTuple):
     scale_stride: int
     ue8m0: bool
     float16_values: bool
+    float32_values: bool
     min_exponent: int
     min_scale: float
 
@@ -39,6 +40,7 @@ def geometry_of(pages: Pages) -> Geometry:
         layout.scale_stride,
         layout.scale_type == "ue8m0",
         layout.value_type == "float16",
+        layout.value_type == "float32",
         layout.min_exponent,
         layout.min_scale,
     )

@@ -1,4 +1,4 @@
-"""Products of 16-bit matrices."""
+"""Products of matrices."""
 
 from __future__ import annotations
 

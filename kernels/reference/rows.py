@@ -11,6 +11,13 @@ from ...layout import CacheLayout
 from ..types.segments import Pages
 
 E4M3_MAX = 448.0
+# What a row's values that have no scale are stored as, by the layout's value_type.
+PLAIN_TYPES = {
+    "e4m3": ml_dtypes.bfloat16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float16": np.float16,
+    "float32": np.float32,
+}
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
@@ -44,7 +51,7 @@ def to_e4m3(values: np.ndarray) -> np.ndarray:
 
 
 def write_token(pages: Pages, slot: int, values: np.ndarray, rope: np.ndarray, power_of_two: bool) -> None:
-    """Quantise `values`, float32 [quantized_dim], into the row and scales of `slot`, and `rope` as it is, bfloat16."""
+    """Quantise `values`, float32 [quantized_dim], into the row and scales of `slot`, and `rope` as it is."""
     layout = pages.layout
     page = pages.bytes[slot // pages.block_size]
     row = slot % pages.block_size
@@ -76,7 +83,7 @@ def read_tokens(pages: Pages, slots: np.ndarray) -> np.ndarray:
 
     data = read(0, layout.row_bytes, layout.row_bytes)
     if layout.value_type != "e4m3":
-        return data.view(ml_dtypes.bfloat16 if layout.value_type == "bfloat16" else np.float16).astype(np.float64)
+        return data.view(PLAIN_TYPES[layout.value_type]).astype(np.float64)
     quantized = data[:, : layout.quantized_dim].view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     stored = read(layout.scale_start(pages.block_size), layout.scale_stride, layout.scale_bytes)
     if layout.scale_type == "ue8m0":

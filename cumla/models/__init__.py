@@ -1,0 +1,1 @@
+"""Attention layers of whole models, from hidden states to their output, weights by their published names."""

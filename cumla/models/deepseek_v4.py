@@ -1,0 +1,320 @@
+"""An attention layer of a DeepSeek V4 model, from hidden states to its output.
+
+qr, kv      = norm(W_qa x), norm(W_kv x)                  kv goes to the window cache, turned
+q           = norm of each head of W_qb qr, turned
+compressor  (ratios 4, 128) pools kv and score of ratio positions into a row of the compressed cache
+indexer     (ratio 4) scores rows of a compressor of its own against queries W_iqb qr, takes the best
+o           = attention over the window and the compressed rows, with sinks, turned back
+out         = W_ob (W_oa of each group of heads)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..arrays import dlpack, streams
+from ..layers.sparse import CompressedCache, LayerWorkspace, Observer, SparseMLALayer, not_observed
+from ..metadata.builder import ServingConfig
+from ..ops.compressor import compress_and_insert
+from ..ops.norm_rope import apply_rope, fused_q_kv_rmsnorm, qnorm_rope_and_insert
+from . import caches
+from .products import compute_type, multiply, multiply_groups, stacked
+from .scratch import Scratch
+from .selection import Indexer
+from .step import STATE_BLOCK_SIZES, DeepseekV4StepMetadata
+from .v4_config import HEAD_DIM, DeepseekV4Config
+from .weights import V4_ATTENTION, LayerWeights, plain
+
+__all__ = ["DeepseekV4Attention", "DeepseekV4Caches", "DeepseekV4Config"]
+
+FLOAT32 = np.dtype(np.float32)
+
+
+@dataclass(frozen=True)
+class DeepseekV4Caches:
+    """What one layer keeps of its requests, in pages.
+
+    window         [num_blocks, block_size, 584] uint8 (or [.., 512] numbers)
+    compressed     the same of compressed rows; None at ratio 1, as are the next
+    state          float32 [state_blocks, state_block_size, 2 * coff * 512], of the compressor
+    indexer        [compressed_blocks, compressed_block_size / 4, 132] uint8 (or [.., 128] numbers); ratio 4 alone
+    indexer_state  float32 [state_blocks, state_block_size, 512], of the indexer's compressor; ratio 4 alone
+    """
+
+    window: Any
+    compressed: Any = None
+    state: Any = None
+    indexer: Any = None
+    indexer_state: Any = None
+
+    @classmethod
+    def allocate(
+        cls,
+        compress_ratio: int,
+        serving: ServingConfig,
+        blocks: int,
+        compressed_blocks: int = 0,
+        state_blocks: int = 0,
+        cache_format: caches.CacheFormat = "fp8",
+        xp: Any = np,
+        state_block_size: int | None = None,
+    ) -> DeepseekV4Caches:
+        """Zeroed caches: pages of serving.block_size positions, of serving.compressed_block_size, and of states.
+
+        cache_format  "fp8", "bfloat16", or on the host "float32"
+        """
+        layouts = caches.formats(cache_format)
+        window = caches.allocate(layouts.v4, blocks, serving.block_size, xp)
+        if compress_ratio == 1:
+            return cls(window)
+        rows, overlap = serving.compressed_block_size // compress_ratio, compress_ratio == 4
+        block = state_block_size or STATE_BLOCK_SIZES[compress_ratio]
+
+        def states(dim: int) -> Any:
+            return xp.zeros((state_blocks, block, (4 if overlap else 2) * dim), np.float32)
+
+        compressed = caches.allocate(layouts.v4, compressed_blocks, rows, xp)
+        if not overlap:
+            return cls(window, compressed, states(HEAD_DIM))
+        keys = caches.allocate(layouts.indexer, compressed_blocks, rows, xp)
+        return cls(window, compressed, states(HEAD_DIM), keys, states(layouts.indexer.head_dim))
+
+
+class DeepseekV4Attention:
+    """One attention layer.
+
+    config        of the model
+    layer         the layer's number
+    weights       transformers' names within the attention module ("q_a_proj.weight") -> arrays, or a checkpoint's
+                  tensors under transformers' or the published names of the whole model: NumPy or CuPy arrays (of any
+                  framework), float32 or bfloat16, or FP8 with a scale for each block, which is dequantised here
+    activations   bfloat16, or on the host also float32
+    cache_format  "fp8", "bfloat16", or on the host "float32": of the caches that `step` is given
+    max_position  positions that RoPE's tables reach; max_position_embeddings if None
+    scratch       memory that layers which run one after another share
+    xp            numpy or cupy, where the layer lives; None: where its weights are
+
+    Weights are kept as the device multiplies them: in the activations' type, on the host in float32; those that take
+    the hidden states lie in one matrix.
+    """
+
+    def __init__(
+        self,
+        config: DeepseekV4Config,
+        layer: int,
+        weights: Mapping[str, Any],
+        *,
+        activations: Any = "bfloat16",
+        cache_format: caches.CacheFormat = "fp8",
+        max_position: int | None = None,
+        scratch: Scratch | None = None,
+        xp: Any = None,
+        backend: str | None = None,
+    ) -> None:
+        self.config, self.layer, self.backend = config, layer, backend
+        self.ratio = config.compress_ratios[layer]
+        self.activations = caches.PLAIN_DTYPES[str(np.dtype(caches.PLAIN_DTYPES.get(activations, activations)))]
+        self.layouts = caches.formats(cache_format)
+        self.scratch = scratch or Scratch()
+        if "sinks" not in weights:
+            weights = LayerWeights(weights, layer, V4_ATTENTION)
+        self._load(weights, xp)
+        table = config.cos_sin_table(self.ratio, max_position or config.max_position_embeddings)
+        self.cos_sin = self.xp.asarray(table)
+        self.attention = SparseMLALayer(self.ratio, config.index_topk, self.sinks, layout=self.layouts.v4)
+        self.indexer = Indexer(
+            config.index_n_heads, config.index_topk, self.layouts.indexer, False, self.scratch, backend
+        )
+
+    def _load(self, weights: Mapping[str, Any], xp: Any) -> None:
+        config, activations = self.config, self.activations
+        found = plain(weights["q_a_proj.weight"], "q_a_proj.weight", dlpack.borrow)
+        self.xp = xp = dlpack.namespace_of(found) if xp is None else xp
+        dtype = compute_type(activations, xp)
+
+        def get(name: str, *shape: int) -> Any:
+            array = plain(weights[name], name, dlpack.borrow)
+            if array.shape != shape:
+                raise ValueError(f"{name}: got shape {tuple(array.shape)}, expected {list(shape)}")
+            return array
+
+        def vector(name: str, *shape: int) -> Any:
+            return xp.ascontiguousarray(xp.asarray(get(name, *shape)).astype(FLOAT32))
+
+        hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.q_lora_rank
+        groups, width = config.o_groups, config.o_groups * config.o_lora_rank
+        low = [get("q_a_proj.weight", rank, hidden), get("kv_proj.weight", HEAD_DIM, hidden)]
+        self.low_rank = stacked(low, dtype, xp)
+        self.q_a_norm, self.kv_norm = vector("q_a_norm.weight", rank), vector("kv_norm.weight", HEAD_DIM)
+        self.q_b = stacked([get("q_b_proj.weight", heads * HEAD_DIM, rank)], dtype, xp)
+        o_a = get("o_a_proj.weight", width, heads * HEAD_DIM // groups)
+        self.o_a = stacked([o_a], dtype, xp).reshape(groups, config.o_lora_rank, -1)
+        self.o_b = stacked([get("o_b_proj.weight", hidden, width)], dtype, xp)
+        self.sinks = vector("sinks", heads)
+        self.compressors: list[_Compressor] = []
+        if self.ratio == 1:
+            return
+        coff, index_dim = (2 if self.ratio == 4 else 1), config.index_head_dim
+        pooled = []
+        for prefix, dim in (("compressor.", HEAD_DIM), ("compressor.indexer.", index_dim))[:coff]:
+            pooled += [get(f"{prefix}{name}.weight", coff * dim, hidden) for name in ("kv_proj", "gate_proj")]
+            bias = vector(f"{prefix}position_bias", self.ratio, coff * dim)
+            self.compressors.append(_Compressor(bias, vector(f"{prefix}kv_norm.weight", dim), 2 * coff * dim))
+        if self.ratio == 4:
+            index_heads = config.index_n_heads
+            pooled.append(get("compressor.indexer.scorer.weights_proj.weight", index_heads, hidden))
+            q_b = get("compressor.indexer.q_b_proj.weight", index_heads * index_dim, rank)
+            self.index_q_b = stacked([q_b], dtype, xp)
+        self.pooled = stacked(pooled, dtype, xp)
+
+    def step(
+        self,
+        hidden_states: Any,
+        layer_caches: DeepseekV4Caches,
+        metadata: DeepseekV4StepMetadata,
+        *,
+        topk_indices: Any = None,
+        out: Any = None,
+        stream: Any = None,
+        observe: Observer = not_observed,
+    ) -> Any:
+        """Attend to what a step's tokens may see, and write what later tokens will.
+
+        hidden_states  [T, hidden_size] of the layer's activations, T the metadata's tokens (padding included)
+        layer_caches   written
+        metadata       of the step's batch (DeepseekV4StepBuilder)
+        topk_indices   [T, topk] int32, compressed rows that each token selects, counted within its request, -1 for
+                       none; for ratio 4, in place of the indexer's choice, which is then not made
+        out            [T, hidden_size] of hidden_states' dtype to write instead of allocating
+        observe        called with a part's name around each part ("project", "insert", "compress", "select", "map",
+                       "decode", "gather", "prefill", "output")
+
+        Returns out. A step of decodes, once one of its size has run, allocates nothing if `out` is given, and can be
+        captured in a CUDA graph.
+        Raises TypeError or ValueError for an argument that does not fit.
+        """
+        framework = dlpack.framework_of(hidden_states)
+        x = dlpack.borrow(hidden_states, "hidden_states")
+        if x.dtype != self.activations:
+            raise TypeError(f"hidden_states: got dtype {x.dtype}, expected {self.activations}")
+        tokens = len(metadata.positions)
+        if x.shape != (tokens, self.config.hidden_size):
+            raise ValueError(f"hidden_states: got shape {tuple(x.shape)}, expected {[tokens, self.config.hidden_size]}")
+        if topk_indices is not None and self.ratio != 4:
+            raise ValueError(f"topk_indices: got an array for a layer of ratio {self.ratio}, expected None")
+        result = None if out is None else dlpack.borrow(out, "out", writable=True)
+        if result is not None and (result.shape != x.shape or result.dtype != x.dtype):
+            raise ValueError(f"out: got {result.dtype} {list(result.shape)}, expected {x.dtype} {list(x.shape)}")
+        with streams.callers(x, framework, stream):
+            if result is None:
+                result = dlpack.empty(x.shape, x.dtype, x)
+            given = None if topk_indices is None else dlpack.borrow(topk_indices, "topk_indices")
+            _Step(self, layer_caches, metadata, observe).run(x, given, result)
+        return dlpack.give(result, framework) if out is None else out
+
+
+@dataclass(frozen=True)
+class _Compressor:
+    """The weights of a compressor beside its projections, and the columns that those make."""
+
+    position_bias: Any
+    norm_weight: Any
+    columns: int
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The parts of one step. The caller's stream is current."""
+
+    layer: DeepseekV4Attention
+    caches: DeepseekV4Caches
+    metadata: DeepseekV4StepMetadata
+    observe: Observer
+
+    def run(self, x: Any, topk_indices: Any, out: Any) -> None:
+        layer, metadata = self.layer, self.metadata
+        config, backend, tokens = layer.config, layer.backend, len(x)
+        heads = config.num_attention_heads
+        with self.observe("project"):
+            low = self.array("low_rank", (tokens, config.q_lora_rank + HEAD_DIM))
+            multiply(x, layer.low_rank, low, backend)
+            qr, kv = low[:, : config.q_lora_rank], low[:, config.q_lora_rank :]
+            fused_q_kv_rmsnorm(
+                qr, kv, layer.q_a_norm, layer.kv_norm, config.rms_norm_eps, out=(qr, kv), backend=backend
+            )
+            q = self.array("q", (tokens, heads, HEAD_DIM))
+            multiply(qr, layer.q_b, q.reshape(tokens, -1), backend)
+        with self.observe("insert"):
+            qnorm_rope_and_insert(
+                q, kv, self.caches.window, metadata.window.slot_mapping, metadata.positions, layer.cos_sin,
+                eps=config.rms_norm_eps, layout=layer.layouts.v4, out=q, backend=backend,
+            )  # fmt: skip
+        compressed = None
+        if layer.ratio > 1:
+            step = metadata.compressors[layer.ratio]
+            pooled = self.compress(x)
+            if layer.ratio == 4 and topk_indices is None:
+                with self.observe("select"):
+                    topk_indices = self.select(qr, pooled[:, -config.index_n_heads :])
+            compressed = CompressedCache(self.caches.compressed, step.block_table, topk_indices=topk_indices)
+        o = self.array("o", (tokens, heads, HEAD_DIM))
+        layer.attention.step(
+            q, None, self.caches.window, metadata.window, compressed, out=o, workspace=self.workspace(q, topk_indices),
+            backend=backend, observe=self.observe,
+        )  # fmt: skip
+        with self.observe("output"):
+            apply_rope(o, metadata.positions, layer.cos_sin, inverse=True, out=o, backend=backend)
+            grouped = self.array("o_low_rank", (tokens, config.o_groups, config.o_lora_rank))
+            by_group = o.reshape(tokens, config.o_groups, -1).transpose(1, 0, 2)
+            multiply_groups(by_group, layer.o_a, grouped.transpose(1, 0, 2), backend)
+            multiply(grouped.reshape(tokens, -1), layer.o_b, out, backend)
+
+    def compress(self, x: Any) -> Any:
+        """Pool this step's tokens into rows of the compressed cache and of the indexer's; what was projected."""
+        layer, metadata = self.layer, self.metadata
+        step = metadata.compressors[layer.ratio]
+        with self.observe("compress"):
+            pooled = self.array("pooled", (len(x), len(layer.pooled)), FLOAT32)
+            multiply(x, layer.pooled, pooled, layer.backend)
+            first = 0
+            for compressor, state, cache, layout in zip(
+                layer.compressors,
+                (self.caches.state, self.caches.indexer_state),
+                (self.caches.compressed, self.caches.indexer),
+                (layer.layouts.v4, layer.layouts.indexer),
+                strict=False,
+            ):
+                compress_and_insert(
+                    pooled[:, first : first + compressor.columns], compressor.position_bias, compressor.norm_weight,
+                    state, step.state_slot_mapping, step.state_block_table, cache, step.slot_mapping,
+                    metadata.positions, metadata.window.token_to_req_indices, metadata.window.query_start_loc,
+                    layer.cos_sin, compress_ratio=layer.ratio, eps=layer.config.rms_norm_eps, layout=layout,
+                    backend=layer.backend,
+                )  # fmt: skip
+                first += compressor.columns
+        return pooled
+
+    def select(self, qr: Any, weights: Any) -> Any:
+        """[tokens, index_topk] int32, the compressed rows that each token takes."""
+        layer, metadata, config = self.layer, self.metadata, self.layer.config
+        q = self.array("index_q", (len(qr), config.index_n_heads, config.index_head_dim))
+        multiply(qr, layer.index_q_b, q.reshape(len(qr), -1), layer.backend)
+        return layer.indexer.select(
+            q, weights, self.caches.indexer, metadata.indexer, metadata.positions,
+            metadata.window.token_to_req_indices, metadata.compressors[layer.ratio].block_table, layer.cos_sin,
+        )  # fmt: skip
+
+    def workspace(self, q: Any, topk_indices: Any) -> LayerWorkspace:
+        tokens, heads, _ = q.shape
+        lse = self.array("lse", (tokens, heads, 1), FLOAT32)
+        if topk_indices is None:
+            return LayerWorkspace(lse)
+        slots = self.array("topk_slots", topk_indices.shape, np.int32)
+        return LayerWorkspace(lse, slots, self.array("topk_lens", (tokens,), np.int32))
+
+    def array(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> Any:
+        return self.layer.scratch.array(name, shape, dtype or self.layer.activations, self.layer.cos_sin)

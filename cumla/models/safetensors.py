@@ -1,0 +1,83 @@
+"""Files of named arrays (safetensors): a header in JSON, then the arrays' bytes one behind another."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+# The format's names of types that weights come in.
+DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+HEADER_ALIGNMENT = 8
+
+
+class Checkpoint(Mapping[str, np.ndarray]):
+    """The arrays of all .safetensors files of a folder, by name; each is mapped from its file when it is asked for.
+
+    Raises ValueError for a folder without such files, a file that is cut off or an array whose type NumPy lacks.
+    """
+
+    def __init__(self, folder: str | pathlib.Path) -> None:
+        self._places: dict[str, tuple[pathlib.Path, int, dict[str, Any]]] = {}
+        for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
+            with path.open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(size))
+            header.pop("__metadata__", None)
+            self._places |= {name: (path, 8 + size, entry) for name, entry in header.items()}
+        if not self._places:
+            raise ValueError(f"folder: got {folder}, expected one with .safetensors files")
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        path, data, entry = self._places[name]
+        dtype = DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise ValueError(f"{name}: got type {entry['dtype']}, expected one of {', '.join(DTYPES)}")
+        start, end = entry["data_offsets"]
+        shape = tuple(entry["shape"])
+        if end - start != dtype.itemsize * int(np.prod(shape)) or data + end > path.stat().st_size:
+            raise ValueError(f"{name}: {path.name} has {end - start} bytes for {shape} of {dtype}, or is cut off")
+        if start == end:
+            return np.empty(shape, dtype)
+        return np.memmap(path, np.uint8, "r", data + start, end - start).view(dtype).reshape(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def write(path: str | pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write arrays under their names. Raises ValueError for a type that the format lacks."""
+    header: dict[str, Any] = {}
+    offset = 0
+    for name, array in arrays.items():
+        if array.dtype not in NAMES:
+            raise ValueError(f"{name}: got dtype {array.dtype}, expected one of {', '.join(map(str, NAMES))}")
+        places = [offset, offset + array.nbytes]
+        header[name] = {"dtype": NAMES[array.dtype], "shape": list(array.shape), "data_offsets": places}
+        offset = places[1]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % HEADER_ALIGNMENT)
+    with pathlib.Path(path).open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for array in arrays.values():
+            file.write(np.ascontiguousarray(array).tobytes())

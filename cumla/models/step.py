@@ -1,0 +1,134 @@
+"""What the V4 layers of one step share: the builders' metadata, and the slots of compressors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..arrays import dlpack
+from ..metadata.batch import CommonAttentionMetadata
+from ..metadata.builder import ServingConfig
+from ..metadata.indexer import (
+    DeepseekV32IndexerMetadata,
+    DeepseekV32IndexerMetadataBuilder,
+    get_compressed_slot_mapping,
+)
+from ..metadata.sparse_swa import DeepseekSparseSWAMetadata, DeepseekSparseSWAMetadataBuilder
+
+STATE_BLOCK_SIZES = {4: 4, 128: 8}  # positions of a page of states, by compress ratio
+
+
+@dataclass(frozen=True)
+class CompressorStep:
+    """What a step's compressors of one ratio share.
+
+    block_table         [num_reqs, B] int32, pages of the compressed caches
+    slot_mapping        [slots] int64, of the row that each token completes; -1 for the others
+    state_block_table   [num_reqs, S] int32, pages of the states; -1 where there is none (any more)
+    state_slot_mapping  [slots] int64, of each token's state; -1 where it has no page
+    """
+
+    block_table: Any
+    slot_mapping: Any
+    state_block_table: Any
+    state_slot_mapping: Any
+
+
+@dataclass(frozen=True)
+class DeepseekV4StepMetadata:
+    """Of one step. Arrays are views of the builder's buffers, or the batch's own.
+
+    window       of the window caches and of attention
+    indexer      of the indexers; None without layers that select
+    compressors  by compress ratio
+    """
+
+    window: DeepseekSparseSWAMetadata
+    indexer: DeepseekV32IndexerMetadata | None
+    compressors: dict[int, CompressorStep]
+
+    @property
+    def positions(self) -> Any:
+        """[slots] int32, of each token in its sequence; -1 for padding."""
+        return self.window.positions
+
+
+@dataclass
+class DeepseekV4StepBuilder:
+    """Builds DeepseekV4StepMetadata. Its buffers keep their addresses, so a captured graph is right after a build.
+
+    config             as the metadata builders take it
+    state_block_sizes  positions of a page of states, by compress ratio
+    """
+
+    config: ServingConfig
+    backend: str | None = None
+    state_block_sizes: Mapping[int, int] = field(default_factory=lambda: dict(STATE_BLOCK_SIZES))
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.ratios = sorted({ratio for ratio in config.compress_ratios if ratio > 1})
+        for ratio in self.ratios:
+            if self.state_block_sizes.get(ratio, 0) < 1:
+                raise ValueError(f"state_block_sizes: got {dict(self.state_block_sizes)}, expected one for {ratio}")
+        self._window = DeepseekSparseSWAMetadataBuilder(config, self.backend)
+        self._indexer = DeepseekV32IndexerMetadataBuilder(config, self.backend) if 4 in self.ratios else None
+        self._buffers: dict[str, Any] = {}
+
+    def build(
+        self,
+        batch: CommonAttentionMetadata,
+        compressed_block_table: Any = None,
+        state_block_tables: Mapping[int, Any] | None = None,
+    ) -> DeepseekV4StepMetadata:
+        """Metadata of a decode-first batch, whose own block table is that of the window caches.
+
+        compressed_block_table  [num_reqs, B] int32, pages of compressed_block_size positions, of the compressed
+                                caches of both ratios and of the indexers; needed where there are such layers
+        state_block_tables      by compress ratio, [num_reqs, S] int32, pages of state_block_sizes[ratio] positions.
+                                A state is saved where its page is in the table: those of the last ratio positions
+                                (at ratio 4 of 2 * ratio) before one from which a later step goes on must be
+
+        Raises ValueError for a batch that cannot be, or a table that is missing.
+        """
+        if self.ratios and compressed_block_table is None:
+            raise ValueError("compressed_block_table: got None, expected a block table for the compressed caches")
+        tables = state_block_tables or {}
+        for ratio in self.ratios:
+            if ratio not in tables:
+                raise ValueError(f"state_block_tables: got ratios {sorted(tables)}, expected {self.ratios}")
+        window = self._window.build(0, batch, c128a_block_table=compressed_block_table if 128 in self.ratios else None)
+        indexer = None
+        if self._indexer is not None:
+            indexer = self._indexer.build(0, batch, block_table=compressed_block_table)
+        rows = len(batch.slot_mapping)
+        compressors = {}
+        for ratio in self.ratios:
+            table, state_table = compressed_block_table, tables[ratio]
+            block = self.config.compressed_block_size // ratio
+            compressors[ratio] = CompressorStep(
+                table,
+                self._slots(f"slots{ratio}", batch, rows, table, block, ratio),
+                state_table,
+                self._slots(f"states{ratio}", batch, rows, state_table, self.state_block_sizes[ratio], 1),
+            )
+        return DeepseekV4StepMetadata(window, indexer, compressors)
+
+    def _slots(
+        self, name: str, batch: CommonAttentionMetadata, rows: int, table: Any, block_size: int, ratio: int
+    ) -> Any:
+        """Slots of rows of `ratio` positions, one a token."""
+        out = self._buffer(name, batch)[:rows]
+        get_compressed_slot_mapping(
+            rows, batch.query_start_loc, batch.seq_lens, table, block_size, ratio, out, backend=self.backend
+        )
+        return out
+
+    def _buffer(self, name: str, batch: CommonAttentionMetadata) -> Any:
+        if name not in self._buffers:
+            xp = dlpack.namespace_of(dlpack.borrow(batch.seq_lens, "seq_lens"))
+            self._buffers[name] = xp.zeros(self.config.max_num_batched_tokens, np.int64)
+        return self._buffers[name]

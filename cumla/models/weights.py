@@ -1,0 +1,153 @@
+"""Weights by name: transformers' names, the published checkpoints' names, and FP8 blocks dequantised.
+
+A layer takes a mapping from transformers' names within its attention module ("q_a_proj.weight",
+"compressor.indexer.q_b_proj.weight") to arrays. A published checkpoint names the same matrices after the authors' own
+code ("layers.2.attn.indexer.wq_b.weight") and holds most of them in FP8, with a scale for each block of 128 by 128
+values under the same name with "scale" (V4) or "weight_scale_inv" (V3.2) for "weight".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ..layers.dense import BlockQuantizedWeight
+
+# Within a layer's attention: published name -> transformers' name.
+V4_ATTENTION = {
+    "wq_a.weight": "q_a_proj.weight",
+    "q_norm.weight": "q_a_norm.weight",
+    "wq_b.weight": "q_b_proj.weight",
+    "wkv.weight": "kv_proj.weight",
+    "kv_norm.weight": "kv_norm.weight",
+    "wo_a.weight": "o_a_proj.weight",
+    "wo_b.weight": "o_b_proj.weight",
+    "attn_sink": "sinks",
+    "compressor.wkv.weight": "compressor.kv_proj.weight",
+    "compressor.wgate.weight": "compressor.gate_proj.weight",
+    "compressor.ape": "compressor.position_bias",
+    "compressor.norm.weight": "compressor.kv_norm.weight",
+    "indexer.wq_b.weight": "compressor.indexer.q_b_proj.weight",
+    "indexer.weights_proj.weight": "compressor.indexer.scorer.weights_proj.weight",
+    "indexer.compressor.wkv.weight": "compressor.indexer.kv_proj.weight",
+    "indexer.compressor.wgate.weight": "compressor.indexer.gate_proj.weight",
+    "indexer.compressor.ape": "compressor.indexer.position_bias",
+    "indexer.compressor.norm.weight": "compressor.indexer.kv_norm.weight",
+}
+V32_ATTENTION = {
+    "wq_a.weight": "q_a_proj.weight",
+    "q_norm.weight": "q_a_layernorm.weight",
+    "wq_b.weight": "q_b_proj.weight",
+    "wkv_a.weight": "kv_a_proj_with_mqa.weight",
+    "kv_norm.weight": "kv_a_layernorm.weight",
+    "wkv_b.weight": "kv_b_proj.weight",
+    "wo.weight": "o_proj.weight",
+    **{
+        name: name
+        for name in (
+            "indexer.wq_b.weight",
+            "indexer.wk.weight",
+            "indexer.k_norm.weight",
+            "indexer.k_norm.bias",
+            "indexer.weights_proj.weight",
+        )
+    },
+}
+# Published name of a layer's attention, with the layer's number and what is within, in any file.
+PUBLISHED_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.attn\.(.+)")
+TRANSFORMERS_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.self_attn\.(.+)")
+SCALE_NAMES = ("scale", "weight_scale_inv")
+FP8_DTYPES = (np.dtype(np.uint8), np.dtype(ml_dtypes.float8_e4m3fn))
+
+
+def transformers_name(name: str, table: Mapping[str, str]) -> str | None:
+    """A weight of an attention layer under transformers' name, "model.layers.2.self_attn.sinks"; None for others.
+
+    name   transformers' own or the published name, with or without "model." in front; that of a scale, too
+    table  V4_ATTENTION or V32_ATTENTION
+    """
+    if match := TRANSFORMERS_LAYER.fullmatch(name):
+        return f"model.layers.{match[1]}.self_attn.{match[2]}"
+    match = PUBLISHED_LAYER.fullmatch(name)
+    if match is None:
+        return None
+    module, _, kind = match[2].rpartition(".")
+    if kind in SCALE_NAMES:
+        within = table.get(f"{module}.weight")
+        return within and f"model.layers.{match[1]}.self_attn.{within.removesuffix('weight')}{kind}"
+    within = table.get(match[2])
+    return within and f"model.layers.{match[1]}.self_attn.{within}"
+
+
+class LayerWeights(Mapping[str, Any]):
+    """The weights of one layer's attention under transformers' names within it, out of a checkpoint's.
+
+    tensors  name -> array, under transformers' or the published names
+    layer    its number
+    table    V4_ATTENTION or V32_ATTENTION
+
+    An FP8 matrix with scales comes as a BlockQuantizedWeight.
+    """
+
+    def __init__(self, tensors: Mapping[str, Any], layer: int, table: Mapping[str, str]) -> None:
+        prefix = f"model.layers.{layer}.self_attn."
+        self._tensors = tensors
+        self._names = {
+            known.removeprefix(prefix): name
+            for name in tensors
+            if (known := transformers_name(name, table)) is not None and known.startswith(prefix)
+        }
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._names:
+            raise KeyError(f"{name}: the checkpoint has no such weight, but {sorted(self._names)}")
+        weight = self._tensors[self._names[name]]
+        for kind in SCALE_NAMES:
+            scale = self._names.get(name.removesuffix("weight") + kind)
+            if scale is not None:
+                return BlockQuantizedWeight(weight, self._tensors[scale])
+        return weight
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._names if name.rpartition(".")[2] not in SCALE_NAMES)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def plain(weight: Any, name: str, borrow: Callable[[Any, str], Any]) -> Any:
+    """A weight as an array of numbers, FP8 blocks dequantised to float32, where the weight is.
+
+    weight  an array of any framework, or a BlockQuantizedWeight; a scale may be float32 or UE8M0 (float8_e8m0fnu)
+
+    Raises ValueError for FP8 values without scales.
+    """
+    if not isinstance(weight, BlockQuantizedWeight):
+        array = borrow(weight, name)
+        if array.dtype in FP8_DTYPES:
+            raise ValueError(f"{name}: got FP8 values without scales, expected a BlockQuantizedWeight")
+        return array
+    values, scales = _host(borrow(weight.weight, name)), _scales(weight.scale, name, borrow)
+    (rows, columns), (block_rows, block_columns) = values.shape, weight.block
+    expected = (-(-rows // block_rows), -(-columns // block_columns))
+    if scales.shape != expected:
+        raise ValueError(f"{name}: got scales of shape {scales.shape}, expected {expected} for {values.shape}")
+    spread = scales.repeat(block_rows, axis=0)[:rows].repeat(block_columns, axis=1)[:, :columns]
+    return np.ascontiguousarray(values).view(ml_dtypes.float8_e4m3fn).astype(np.float32) * spread
+
+
+def _scales(scale: Any, name: str, borrow: Callable[[Any, str], Any]) -> np.ndarray:
+    array = _host(borrow(scale, f"{name} (scale)"))
+    if array.dtype in (np.uint8, ml_dtypes.float8_e8m0fnu):
+        array = array.view(ml_dtypes.float8_e8m0fnu)
+    scales: np.ndarray = array.astype(np.float32)
+    return scales
+
+
+def _host(array: Any) -> np.ndarray:
+    host: np.ndarray = array if isinstance(array, np.ndarray) else array.get()
+    return host

@@ -1,0 +1,216 @@
+"""RMSNorm and RoPE around sparse attention: of queries and rows before it, of its output after it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..dispatch.call import BF16, BYTES, FLOAT32, SLOTS, Call, check_integers
+from ..dispatch.launch_cache import launch_cached
+from ..layout import DSV4_FP8, CacheLayout
+from .sparse_attention import check_heads
+from .sparse_cache import checked_slots
+
+ROWS = (*BF16, *FLOAT32)
+QUANTIZED_GROUP = 128  # values of an output that share a scale
+
+
+@launch_cached
+def fused_q_kv_rmsnorm(
+    qr: Any,
+    kv: Any,
+    q_weight: Any,
+    kv_weight: Any,
+    eps: float = 1e-6,
+    *,
+    out: tuple[Any, Any] | None = None,
+    backend: str | None = None,
+    stream: Any = None,
+) -> tuple[Any, Any]:
+    """RMSNorm of the low-rank queries and of the keys of a layer, in one launch.
+
+    qr         [T, q_lora_rank] bfloat16 or float32
+    kv         [T, D] of qr's dtype; rows of both may be columns of one wider array
+    q_weight   [q_lora_rank] float32 or bfloat16
+    kv_weight  [D] of q_weight's dtype
+    out        (qr, kv) to write instead of allocating; they may be the inputs
+
+    Returns x / sqrt(mean(x^2) + eps) * weight of both, in qr's dtype; sums are float32.
+    Source: vLLM fused_q_kv_rmsnorm.
+    """
+    call = Call(backend, stream)
+    qr = call.array("qr", qr, ROWS, ("T", "q_lora_rank"))
+    call.check_float32("qr", qr.dtype.name)
+    kv = call.array("kv", kv, (qr.dtype,), ("T", "D"))
+    q_weight = call.array("q_weight", q_weight, ROWS, ("q_lora_rank",))
+    kv_weight = call.array("kv_weight", kv_weight, (q_weight.dtype,), ("D",))
+    given = (None, None) if out is None else tuple(out)
+    if len(given) != 2:
+        raise TypeError(f"out: got {len(given)} arrays, expected (qr, kv)")
+    q_out = call.output("out[0] (qr)", given[0], (qr.dtype,), qr.shape)
+    kv_out = call.output("out[1] (kv)", given[1], (qr.dtype,), kv.shape)
+    epsilon = check_epsilon(eps)
+    if len(qr):
+        with call.kernels("norm_rope") as kernels:
+            kernels.fused_q_kv_rmsnorm(qr, kv, q_weight, kv_weight, epsilon, q_out, kv_out)
+    results: tuple[Any, Any] = call.results()
+    return results
+
+
+@launch_cached
+def qnorm_rope_and_insert(
+    q: Any,
+    kv: Any,
+    k_cache: Any,
+    slot_mapping: Any,
+    positions: Any,
+    cos_sin_cache: Any,
+    *,
+    eps: float = 1e-6,
+    block_size: int | None = None,
+    layout: CacheLayout = DSV4_FP8,
+    out: Any = None,
+    backend: str | None = None,
+    stream: Any = None,
+) -> Any:
+    """What stands between a V4 layer's projections and its attention, in one launch.
+
+    Queries: RMSNorm of each head without a weight, then RoPE on its last values. Rows of the window cache: RoPE, the
+    cache's format, insert.
+
+    q             [T, h, 512] bfloat16, h from 1 to 128; on the host also float32
+    kv            [T, 512] of q's dtype, its RMSNorm done
+    k_cache       a cache of `layout`, written: uint8 [num_blocks, block_size, 584], raw pages
+                  [num_blocks, page_bytes] with block_size given, or rows [num_blocks, block_size, 512]
+    slot_mapping  [N] int64 or int32, N <= T: slot of each row; one outside the cache (-1 above all) skips its row
+    positions     [T] int64 or int32
+    cos_sin_cache  [max_position, rope_dim] float32: cosines of the pairs (2 i, 2 i + 1) of the last rope_dim values,
+                  then sines. A position outside of it turns as its nearest row says
+    eps           of the norm of the queries
+    layout        DSV4_FP8 or DSV4_BF16; on the host also DSV4_F32
+    out           [T, h, 512] of q's dtype to write instead of allocating; may be q
+
+    Returns the queries. Sums and products are float32, rounded once; rows are rounded to bfloat16 before they are
+    quantised.
+    Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
+    Source: vLLM's fused q-norm, RoPE and K insert of DeepSeek V4.
+    """
+    call = Call(backend, stream)
+    if layout.head_dim != DSV4_FP8.head_dim:
+        raise ValueError(f"layout: got {layout.name}, expected that of V4's window rows")
+    q = call.array("q", q, ROWS, ("T", "h", layout.head_dim))
+    check_heads(q.shape[1])
+    call.check_float32("q", q.dtype.name)
+    kv = call.array("kv", kv, (q.dtype,), ("T", layout.head_dim))
+    pages = call.pages("k_cache", k_cache, layout, block_size, writable=True)
+    call.check_float32("layout", layout.value_type)
+    slots = checked_slots(call, slot_mapping, "kv")
+    positions = call.array("positions", positions, SLOTS, ("T",))
+    turns = cos_sin(call, cos_sin_cache, layout.head_dim)
+    epsilon = check_epsilon(eps)
+    q_out = call.output("out", out, (q.dtype,), q.shape)
+    if len(q):
+        with call.kernels("norm_rope") as kernels:
+            kernels.qnorm_rope_and_insert(q, kv, pages, slots, positions, turns, epsilon, q_out)
+    return call.results()
+
+
+@launch_cached
+def apply_rope(
+    x: Any,
+    positions: Any,
+    cos_sin_cache: Any,
+    *,
+    inverse: bool = False,
+    out: Any = None,
+    backend: str | None = None,
+    stream: Any = None,
+) -> Any:
+    """RoPE on the last values of each head; `inverse` takes it back, as V4 does with its attention's output.
+
+    x              [T, h, d] bfloat16, d 512, 192, 128 or 64; on the host also float32
+    positions      [T] int64 or int32
+    cos_sin_cache  [max_position, rope_dim] float32, as in qnorm_rope_and_insert
+    out            [T, h, d] of x's dtype to write instead of allocating; may be x
+
+    Returns x turned by its position, or back by it. Products are float32, rounded once.
+    Source: vLLM's inverse RoPE of DeepSeek V4's attention output.
+    """
+    call = Call(backend, stream)
+    x = call.array("x", x, ROWS, ("T", "h", -1))
+    call.check_float32("x", x.dtype.name)
+    if x.shape[2] % 2:
+        raise ValueError(f"x: got {x.shape[2]} values a head, expected an even number")
+    positions = call.array("positions", positions, SLOTS, ("T",))
+    turns = cos_sin(call, cos_sin_cache, x.shape[2])
+    result = call.output("out", out, (x.dtype,), x.shape)
+    if x.size:
+        with call.kernels("norm_rope") as kernels:
+            kernels.apply_rope(x, positions, turns, bool(inverse), result)
+    return call.results()
+
+
+@launch_cached
+def inverse_rope_and_quantize(
+    o: Any,
+    positions: Any,
+    cos_sin_cache: Any,
+    num_groups: int,
+    *,
+    is_ue8m0: bool = False,
+    out: tuple[Any, Any] | None = None,
+    backend: str | None = None,
+    stream: Any = None,
+) -> tuple[Any, Any]:
+    """Take RoPE back from an attention's output and quantise it for a grouped product in FP8.
+
+    o              [T, h, 512] bfloat16; on the host also float32
+    positions      [T] int64 or int32
+    cos_sin_cache  [max_position, rope_dim] float32, as in qnorm_rope_and_insert
+    num_groups     G, a divisor of h: h / G heads lie one behind another in a group
+    is_ue8m0       scales are powers of two; False takes amax / 448 as it is
+    out            (values, scales) to write instead of allocating
+
+    Returns values uint8 (e4m3) [G, T, h / G * 512] and scales float32 [G, T, h / G * 4], one for 128 values, of their
+    magnitude of 1e-10 at least: value = e4m3 * scale. What is quantised is rounded to o's dtype first.
+    Source: vLLM's fused inverse RoPE and FP8 quantisation of DeepSeek V4, with groups in front.
+    """
+    check_integers(1, num_groups=num_groups)
+    call = Call(backend, stream)
+    o = call.array("o", o, ROWS, ("T", "h", DSV4_FP8.head_dim))
+    call.check_float32("o", o.dtype.name)
+    tokens, heads, head_dim = o.shape
+    if heads % num_groups:
+        raise ValueError(f"num_groups: got {num_groups}, expected a divisor of the {heads} heads of o")
+    positions = call.array("positions", positions, SLOTS, ("T",))
+    turns = cos_sin(call, cos_sin_cache, head_dim)
+    given = (None, None) if out is None else tuple(out)
+    if len(given) != 2:
+        raise TypeError(f"out: got {len(given)} arrays, expected (values, scales)")
+    width = heads // num_groups * head_dim
+    values = call.output("out[0] (values)", given[0], BYTES, (num_groups, tokens, width))
+    scales = call.output("out[1] (scales)", given[1], FLOAT32, (num_groups, tokens, width // QUANTIZED_GROUP))
+    if o.size:
+        with call.kernels("norm_rope") as kernels:
+            kernels.inverse_rope_and_quantize(o, positions, turns, bool(is_ue8m0), values, scales)
+    results: tuple[Any, Any] = call.results()
+    return results
+
+
+def cos_sin(call: Call, cos_sin_cache: Any, head_dim: int) -> Any:
+    """Check a table of cosines and sines against the values of a head."""
+    table = call.array("cos_sin_cache", cos_sin_cache, FLOAT32, (-1, -1))
+    positions, rope_dim = table.shape
+    if not positions or rope_dim % 2 or not 2 <= rope_dim <= head_dim:
+        raise ValueError(
+            f"cos_sin_cache: got shape {tuple(table.shape)}, expected at least one position and an even number of "
+            f"columns up to {head_dim}"
+        )
+    return table
+
+
+def check_epsilon(eps: float) -> float:
+    """Raise ValueError unless eps is a number that a norm can add."""
+    if not (math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"eps: got {eps}, expected a finite number of at least 0")
+    return float(eps)

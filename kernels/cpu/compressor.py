@@ -1,0 +1,143 @@
+"""The compressor, shared out over the cores: softmax pooling, RMSNorm, RoPE, insert; and its states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..numba_common.compiled import compiled
+from ..types.compressor import Compression
+from ..types.segments import Pages
+from .norm_rope import insert_row, nearest, scale_by_rms, turn
+from .rows import GROUPS, Geometry, geometry_of, group_of, lookup_slot
+from .threads import share_out
+
+# Nanoseconds that a value takes, roughly.
+TO_COPY, TO_POOL = 1, 8
+
+
+def compress_and_insert(
+    kv_score: np.ndarray,
+    state: np.ndarray,
+    state_slots: np.ndarray,
+    state_block_table: np.ndarray,
+    pages: Pages,
+    slot_mapping: np.ndarray,
+    positions: np.ndarray,
+    token_to_req: np.ndarray,
+    query_start_loc: np.ndarray,
+    compression: Compression,
+) -> None:
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        states = np.array(kv_score, np.float32)
+    width = states.shape[1]
+    share_out(len(states), width * TO_COPY, _add_bias, states, positions, compression.position_bias)
+    rows = int(np.count_nonzero(np.asarray(slot_mapping) >= 0))
+    share_out(
+        GROUPS, rows * compression.compress_ratio * width * TO_POOL // GROUPS, _compress,
+        states, state, state_block_table, pages.bytes, geometry_of(pages), np.asarray(slot_mapping, np.int64),
+        positions, token_to_req, query_start_loc, compression.norm_weight.astype(np.float32), compression.cos_sin,
+        compression.compress_ratio, compression.eps,
+    )  # fmt: skip
+    share_out(
+        GROUPS, len(state_slots) * width * TO_COPY // GROUPS, _save, states, state, np.asarray(state_slots, np.int64)
+    )
+
+
+@compiled(nogil=True)
+def _add_bias(first: int, end: int, states: np.ndarray, positions: np.ndarray, bias: np.ndarray) -> None:
+    half = bias.shape[1]
+    for token in range(first, end):
+        row = bias[np.int64(positions[token]) % len(bias)]
+        for i in range(half):
+            states[token, half + i] += row[i]
+
+
+@compiled(nogil=True)
+def _save(first_group: int, end_group: int, states: np.ndarray, state: np.ndarray, slots: np.ndarray) -> None:
+    block = state.shape[1]
+    for token in range(len(slots)):
+        slot = slots[token]
+        if 0 <= slot < len(state) * block and first_group <= group_of(slot) < end_group:
+            state[slot // block, slot % block] = states[token]
+
+
+@compiled(nogil=True)
+def _compress(
+    first_group: int,
+    end_group: int,
+    states: np.ndarray,
+    state: np.ndarray,
+    block_table: np.ndarray,
+    pages: np.ndarray,
+    g: Geometry,
+    slots: np.ndarray,
+    positions: np.ndarray,
+    token_to_req: np.ndarray,
+    query_start_loc: np.ndarray,
+    weight: np.ndarray,
+    cos_sin: np.ndarray,
+    ratio: int,
+    eps: Any,
+) -> None:
+    for token in range(len(slots)):
+        slot = slots[token]
+        if not (0 <= slot < pages.shape[0] * g.block_size and first_group <= group_of(slot) < end_group):
+            continue
+        row = np.empty(g.head_dim, np.float32)
+        position, request = np.int64(positions[token]), np.int64(token_to_req[token])
+        _pool(row, token, states, state, block_table, position, request, query_start_loc, ratio)
+        scale_by_rms(row, eps)
+        for i in range(len(row)):
+            row[i] *= weight[i]
+        turn(row, cos_sin[nearest(position // ratio * ratio, len(cos_sin))], np.float32(1))
+        insert_row(pages, slot, row, g)
+
+
+@compiled
+def _pool(
+    row: np.ndarray,
+    token: int,
+    states: np.ndarray,
+    state: np.ndarray,
+    block_table: np.ndarray,
+    position: int,
+    request: int,
+    query_start_loc: np.ndarray,
+    ratio: int,
+) -> None:
+    """The mean of the window's kv weighted by the softmax of its score into `row`; position by position, for memory."""
+    head_dim, channels, block = len(row), states.shape[1] // 2, state.shape[1]
+    overlaps = channels == 2 * head_dim
+    first_token = token
+    if 0 <= request < len(query_start_loc) - 1:
+        first_token = max(np.int64(query_start_loc[request]), 0)
+    top = np.full(head_dim, -np.inf, np.float32)
+    total = np.zeros(head_dim, np.float32)
+    row[:] = 0
+    for back in range((2 if overlaps else 1) * ratio - 1, -1, -1):
+        if back > position:
+            continue
+        source = states[token]
+        if token - back >= first_token:
+            source = states[token - back]
+        else:
+            slot = lookup_slot(block_table, request, position - back, block)
+            if slot < 0 or slot >= len(state) * block:
+                continue
+            source = state[slot // block, slot % block]
+        first = head_dim if overlaps and back < ratio else 0
+        for i in range(head_dim):
+            score = source[channels + first + i]
+            if score > top[i]:
+                shrink = np.exp(top[i] - score)
+                row[i] *= shrink
+                total[i] *= shrink
+                top[i] = score
+            weight = np.exp(score - top[i])
+            row[i] += weight * source[first + i]
+            total[i] += weight
+    for i in range(head_dim):
+        if total[i] != 0:
+            row[i] /= total[i]

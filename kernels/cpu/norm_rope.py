@@ -1,0 +1,189 @@
+"""RMSNorm and RoPE around sparse attention, one token a loop step, shared out over the cores; on float32 numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ..numba_common.compiled import compiled
+from ..numba_common.numbers import e4m3_byte, float32_bits, power_of_two, scale_exponent
+from ..types.segments import Pages
+from .rows import GROUPS, Geometry, float32_of_bfloat16, geometry_of, group_of, round_to_bfloat16, write_row
+from .threads import share_out
+
+GROUP = 128
+MIN_AMAX = np.float32(1e-10)
+
+# Nanoseconds that a value takes, roughly.
+TO_NORM, TO_TURN, TO_QUANTIZE = 1, 1, 4
+
+
+def fused_q_kv_rmsnorm(
+    qr: np.ndarray,
+    kv: np.ndarray,
+    q_weight: np.ndarray,
+    kv_weight: np.ndarray,
+    eps: float,
+    q_out: np.ndarray,
+    kv_out: np.ndarray,
+) -> None:
+    for x, weight, out in ((qr, q_weight, q_out), (kv, kv_weight, kv_out)):
+        rows = float32(x)
+        share_out(len(rows), rows.shape[1] * TO_NORM, _rmsnorm, rows, weight.astype(np.float32), eps)
+        out[...] = rows
+
+
+@compiled(nogil=True)
+def _rmsnorm(first, end, rows, weight, eps):
+    for token in range(first, end):
+        scale_by_rms(rows[token], eps)
+        for i in range(len(weight)):
+            rows[token, i] *= weight[i]
+
+
+def qnorm_rope_and_insert(
+    q: np.ndarray,
+    kv: np.ndarray,
+    pages: Pages,
+    slot_mapping: np.ndarray,
+    positions: np.ndarray,
+    cos_sin: np.ndarray,
+    eps: float,
+    q_out: np.ndarray,
+) -> None:
+    queries, rows = float32(q), float32(kv[: len(slot_mapping)])
+    share_out(len(q), q[0].size * (TO_NORM + TO_TURN), _norm_and_turn, queries, positions, cos_sin, eps)
+    q_out[...] = queries
+    slots = np.asarray(slot_mapping, np.int64)
+    nanoseconds = rows.size * (TO_TURN + TO_QUANTIZE) // GROUPS
+    share_out(GROUPS, nanoseconds, _turn_and_insert, rows, pages.bytes, geometry_of(pages), slots, positions, cos_sin)
+
+
+@compiled(nogil=True)
+def _norm_and_turn(first: int, end: int, q: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray, eps: float) -> None:
+    for token in range(first, end):
+        turns = cos_sin[nearest(positions[token], len(cos_sin))]
+        for head in range(q.shape[1]):
+            scale_by_rms(q[token, head], eps)
+            turn(q[token, head], turns, np.float32(1))
+
+
+@compiled(nogil=True)
+def _turn_and_insert(
+    first_group: int,
+    end_group: int,
+    rows: np.ndarray,
+    pages: np.ndarray,
+    g: Geometry,
+    slots: np.ndarray,
+    positions: np.ndarray,
+    cos_sin: np.ndarray,
+) -> None:
+    for token in range(len(slots)):
+        slot = slots[token]
+        if 0 <= slot < pages.shape[0] * g.block_size and first_group <= group_of(slot) < end_group:
+            turn(rows[token], cos_sin[nearest(positions[token], len(cos_sin))], np.float32(1))
+            insert_row(pages, slot, rows[token], g)
+
+
+def apply_rope(x: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray, inverse: bool, out: np.ndarray) -> None:
+    turned = float32(x)
+    direction = np.float32(-1 if inverse else 1)
+    share_out(len(x), x[0].size * TO_TURN, _turn_heads, turned, positions, cos_sin, direction)
+    out[...] = turned
+
+
+@compiled(nogil=True)
+def _turn_heads(
+    first: int, end: int, x: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray, direction: Any
+) -> None:
+    for token in range(first, end):
+        turns = cos_sin[nearest(positions[token], len(cos_sin))]
+        for head in range(x.shape[1]):
+            turn(x[token, head], turns, direction)
+
+
+def inverse_rope_and_quantize(
+    o: np.ndarray,
+    positions: np.ndarray,
+    cos_sin: np.ndarray,
+    powers_of_two: bool,
+    values: np.ndarray,
+    scales: np.ndarray,
+) -> None:
+    back = float32(o)
+    share_out(len(o), o[0].size * TO_TURN, _turn_heads, back, positions, cos_sin, np.float32(-1))
+    groups, tokens, width = values.shape
+    if o.dtype == ml_dtypes.bfloat16:
+        back = float32(back.astype(o.dtype))
+    by_group = back.reshape(tokens, groups, width)
+    share_out(tokens, o[0].size * TO_QUANTIZE, _quantize, by_group, powers_of_two, values.view(np.uint8), scales)
+
+
+@compiled(nogil=True, error_model="numpy")
+def _quantize(first: int, end: int, x: np.ndarray, powers_of_two: bool, values: np.ndarray, scales: np.ndarray) -> None:
+    for token in range(first, end):
+        for group in range(x.shape[1]):
+            for start in range(0, x.shape[2], GROUP):
+                amax = MIN_AMAX
+                for i in range(start, start + GROUP):
+                    magnitude = np.abs(x[token, group, i])
+                    if magnitude > amax and magnitude < np.inf:
+                        amax = magnitude
+                scale = power_of_two(scale_exponent(amax, -126)) if powers_of_two else amax / np.float32(448)
+                scales[group, token, start // GROUP] = scale
+                for i in range(start, start + GROUP):
+                    values[group, token, i] = e4m3_byte(np.float32(x[token, group, i] / np.float32(scale)))
+
+
+def float32(x: np.ndarray) -> np.ndarray:
+    """A copy to work in."""
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        return np.array(x, np.float32, order="C")
+
+
+@compiled
+def nearest(position, count):
+    return min(max(np.int64(position), 0), count - 1)
+
+
+@compiled
+def scale_by_rms(row, eps):
+    """row /= sqrt(mean(row^2) + eps); the sum is float64, as numbers of a row may be of any size."""
+    total = 0.0
+    for i in range(len(row)):
+        total += np.float64(row[i]) * np.float64(row[i])
+    scale = np.float32(1.0 / np.sqrt(total / len(row) + eps))
+    for i in range(len(row)):
+        row[i] *= scale
+
+
+@compiled
+def turn(row, turns, direction):
+    """Turn the last values of float32 `row` in pairs of neighbours; `direction` -1 turns them back."""
+    half = len(turns) // 2
+    first = len(row) - 2 * half
+    for pair in range(half):
+        cos, sin = turns[pair], turns[half + pair] * direction
+        x, y = row[first + 2 * pair], row[first + 2 * pair + 1]
+        row[first + 2 * pair] = x * cos - y * sin
+        row[first + 2 * pair + 1] = y * cos + x * sin
+
+
+@compiled
+def insert_row(pages, slot, row, g):
+    """Write float32 values into a slot, through bfloat16 unless the cache holds float32. `row` is rounded, too."""
+    page, token = pages[slot // g.block_size], slot % g.block_size
+    if g.float32_values:
+        for i in range(len(row)):
+            word = float32_bits(row[i])
+            for byte in range(4):
+                page[token * g.row_bytes + 4 * i + byte] = (word >> (8 * byte)) & 0xFF
+        return
+    bits = np.empty(len(row), np.uint16)
+    for i in range(len(row)):
+        bits[i] = round_to_bfloat16(row[i])
+        row[i] = float32_of_bfloat16(bits[i])
+    write_row(page, token, row, bits[g.quantized_dim :], g, True)

@@ -1,0 +1,93 @@
+"""The compressor, in float64: softmax pooling over a window, RMSNorm, RoPE, insert.
+
+state[p]    = kv[p], score[p] + bias[p mod ratio]                         float32, of every position p
+row[n]      = sum_p softmax_p(score[p]) kv[p]                             channel by channel
+              over p = n ratio ... n ratio + ratio - 1; where windows overlap, over those with the second half of
+              their channels and over the ratio positions before with the first half
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..types.compressor import Compression
+from ..types.segments import Pages
+from .norm_rope import at_positions, insert_row, normed, turned
+from .rows import lookup_slot
+
+
+def compress_and_insert(
+    kv_score: np.ndarray,
+    state: np.ndarray,
+    state_slots: np.ndarray,
+    state_block_table: np.ndarray,
+    pages: Pages,
+    slot_mapping: np.ndarray,
+    positions: np.ndarray,
+    token_to_req: np.ndarray,
+    query_start_loc: np.ndarray,
+    compression: Compression,
+) -> None:
+    ratio, state_block = compression.compress_ratio, state.shape[1]
+    states = biased(kv_score, positions, compression)
+    for token, slot in enumerate(slot_mapping):
+        if 0 <= slot < pages.num_slots:
+            window = _window(
+                int(token), states, state, state_block_table, int(positions[token]), int(token_to_req[token]),
+                query_start_loc, ratio, pages.layout.head_dim,
+            )  # fmt: skip
+            row = normed(pooled(window), compression.eps) * compression.norm_weight.astype(np.float64)
+            first = np.array([positions[token] // ratio * ratio])
+            insert_row(pages, int(slot), turned(row, at_positions(compression.cos_sin, first)[0]))
+    for token, slot in enumerate(state_slots):
+        if 0 <= slot < len(state) * state_block:
+            state[slot // state_block, slot % state_block] = states[token]
+
+
+def biased(kv_score: np.ndarray, positions: np.ndarray, compression: Compression) -> np.ndarray:
+    """What is saved of each token: kv, and score with its bias, float32 [T, 2 * coff * D]."""
+    states = kv_score.astype(np.float32)
+    states[:, states.shape[1] // 2 :] += compression.position_bias[positions % compression.compress_ratio]
+    return states
+
+
+def _window(
+    token: int,
+    states: np.ndarray,
+    state: np.ndarray,
+    block_table: np.ndarray,
+    position: int,
+    request: int,
+    query_start_loc: np.ndarray,
+    ratio: int,
+    head_dim: int,
+) -> np.ndarray:
+    """kv and score of the positions that a row ending at `position` pools, float64 [n, 2, D]."""
+    overlaps = states.shape[1] == 4 * head_dim
+    present = 0 <= request < len(query_start_loc) - 1
+    first_token = max(int(query_start_loc[request]), 0) if present else token
+    rows = []
+    for back in range((2 if overlaps else 1) * ratio):  # from the last position on backwards
+        at = position - back
+        if at < 0:
+            break
+        if token - back >= first_token:
+            whole = states[token - back]
+        else:
+            slot = lookup_slot(block_table, request, at, state.shape[1])
+            if not 0 <= slot < len(state) * state.shape[1]:
+                continue
+            whole = state[slot // state.shape[1], slot % state.shape[1]]
+        halves = whole.astype(np.float64).reshape(2, -1, head_dim)
+        rows.append(halves[:, -1 if back < ratio else 0])
+    return np.array(rows[::-1]).reshape(-1, 2, head_dim)
+
+
+def pooled(window: np.ndarray) -> np.ndarray:
+    """The mean of kv weighted by the softmax of score, channel by channel, float64 [D]; 0 of nothing."""
+    if not len(window):
+        return np.zeros(window.shape[2])
+    kv, score = window[:, 0], window[:, 1]
+    weights = np.exp(score - score.max(axis=0))
+    mean: np.ndarray = (weights * kv).sum(axis=0) / weights.sum(axis=0)
+    return mean

@@ -1,0 +1,101 @@
+"""RMSNorm and RoPE around sparse attention, in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..types.segments import Pages
+from .rows import E4M3_MAX, PLAIN_TYPES, scale_exponent, to_e4m3, write_token
+
+GROUP = 128
+MIN_AMAX = np.float32(1e-10)
+
+
+def fused_q_kv_rmsnorm(
+    qr: np.ndarray,
+    kv: np.ndarray,
+    q_weight: np.ndarray,
+    kv_weight: np.ndarray,
+    eps: float,
+    q_out: np.ndarray,
+    kv_out: np.ndarray,
+) -> None:
+    q_out[...] = normed(qr.astype(np.float64), eps) * q_weight.astype(np.float64)
+    kv_out[...] = normed(kv.astype(np.float64), eps) * kv_weight.astype(np.float64)
+
+
+def qnorm_rope_and_insert(
+    q: np.ndarray,
+    kv: np.ndarray,
+    pages: Pages,
+    slot_mapping: np.ndarray,
+    positions: np.ndarray,
+    cos_sin: np.ndarray,
+    eps: float,
+    q_out: np.ndarray,
+) -> None:
+    turns = at_positions(cos_sin, positions)
+    rows = turned(kv.astype(np.float64), turns)
+    q_out[...] = turned(normed(q.astype(np.float64), eps), turns[:, None])
+    for token, slot in enumerate(slot_mapping):
+        if 0 <= slot < pages.num_slots:
+            insert_row(pages, int(slot), rows[token])
+
+
+def apply_rope(x: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray, inverse: bool, out: np.ndarray) -> None:
+    out[...] = turned(x.astype(np.float64), at_positions(cos_sin, positions)[:, None], inverse)
+
+
+def inverse_rope_and_quantize(
+    o: np.ndarray,
+    positions: np.ndarray,
+    cos_sin: np.ndarray,
+    power_of_two: bool,
+    values: np.ndarray,
+    scales: np.ndarray,
+) -> None:
+    back = turned(o.astype(np.float64), at_positions(cos_sin, positions)[:, None], inverse=True)
+    groups, tokens, width = values.shape
+    rounded = back.astype(o.dtype).astype(np.float32).reshape(tokens, groups, width // GROUP, GROUP)
+    magnitude = np.where(np.isfinite(rounded), np.abs(rounded), 0).max(axis=-1)
+    amax = np.maximum(magnitude, MIN_AMAX)
+    if power_of_two:
+        scale = np.ldexp(np.float32(1), np.vectorize(scale_exponent, otypes=[int])(amax, -126)).astype(np.float32)
+    else:
+        scale = amax / np.float32(E4M3_MAX)
+    quantized = to_e4m3(rounded / scale[..., None])
+    values[...] = quantized.reshape(tokens, groups, width).transpose(1, 0, 2).view(values.dtype)
+    scales[...] = scale.transpose(1, 0, 2)
+
+
+def normed(x: np.ndarray, eps: float) -> np.ndarray:
+    """x / sqrt(mean(x^2) + eps) over the last axis."""
+    scaled: np.ndarray = x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + eps)
+    return scaled
+
+
+def at_positions(cos_sin: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """The table's rows at positions [T], the nearest where it has none, float64 [T, rope_dim]."""
+    rows: np.ndarray = cos_sin[np.clip(positions, 0, len(cos_sin) - 1)].astype(np.float64)
+    return rows
+
+
+def turned(x: np.ndarray, turns: np.ndarray, inverse: bool = False) -> np.ndarray:
+    """x with the last values of its last axis turned in pairs of neighbours; `turns` has cosines, then sines."""
+    rope_dim = turns.shape[-1]
+    cos, sin = turns[..., : rope_dim // 2], turns[..., rope_dim // 2 :]
+    if inverse:
+        sin = -sin
+    result = x.copy()
+    first, second = x[..., -rope_dim::2], x[..., x.shape[-1] - rope_dim + 1 :: 2]
+    result[..., -rope_dim::2] = first * cos - second * sin
+    result[..., x.shape[-1] - rope_dim + 1 :: 2] = second * cos + first * sin
+    return result
+
+
+def insert_row(pages: Pages, slot: int, row: np.ndarray) -> None:
+    """Write float64 values into a slot, through bfloat16 unless the cache holds float32."""
+    with np.errstate(over="ignore", invalid="ignore"):  # beyond bfloat16 is infinite; signalling NaN
+        stored = row.astype(np.float32).astype(PLAIN_TYPES[pages.layout.value_type])
+        values, rope = np.split(stored, [pages.layout.quantized_dim])
+        write_token(pages, slot, values.astype(np.float32), rope, power_of_two=True)

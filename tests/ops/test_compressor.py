@@ -1,0 +1,329 @@
+"""The compressor, and norms with RoPE, against the plain formulas, on every backend."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cumla import (
+    DSV4_BF16,
+    DSV4_F32,
+    DSV4_FP8,
+    INDEXER_BF16,
+    INDEXER_F32,
+    INDEXER_FP8,
+    apply_rope,
+    compress_and_insert,
+    dequantize_and_gather_k_cache,
+    fused_q_kv_rmsnorm,
+    inverse_rope_and_quantize,
+    qnorm_rope_and_insert,
+)
+
+BF16 = ml_dtypes.bfloat16
+KINDS = {"ratio4": (4, 2), "ratio128": (128, 1)}
+DTYPES = {"bfloat16": BF16, "float32": np.float32}
+
+
+@pytest.fixture(autouse=True)
+def backend_has_kernels(request):
+    if "lab" in request.fixturenames and request.getfixturevalue("lab").backend not in ("reference", "cpu"):
+        pytest.skip("no such kernels yet")
+
+
+def cache_of(layout, blocks, block_size):
+    """Bytes of 0xA5, or rows of numbers."""
+    if layout.value_type == "e4m3":
+        cache = layout.allocate(blocks, block_size)
+        cache.base[...] = 0xA5
+        return cache
+    return np.full((blocks, block_size, layout.head_dim), 7, DTYPES[layout.value_type])
+
+
+def rows_of(cache, layout):
+    """What all slots of a cache hold, float32."""
+    blocks, block_size, _ = cache.shape
+    out = np.empty((1, blocks * block_size, layout.head_dim), np.float32)
+    table = np.arange(blocks, dtype=np.int32)[None]
+    lens = np.array([blocks * block_size], np.int32)
+    dequantize_and_gather_k_cache(out, cache, lens, None, table, block_size, 0, layout=layout, backend="reference")
+    return out[0]
+
+
+class Case:
+    """Two requests at positions that lie across windows, states of earlier positions in pages anywhere."""
+
+    def __init__(self, rng, layout, kind, tokens=9, dtype=np.float32):
+        self.layout, (self.ratio, coff) = layout, KINDS[kind]
+        dim, first = layout.head_dim, (self.ratio - 3, 5 * self.ratio - 6)
+        self.kv_score = rng.standard_normal((2 * tokens, 2 * coff * dim), np.float32).astype(dtype)
+        self.bias = rng.standard_normal((self.ratio, coff * dim), np.float32)
+        self.weight = rng.standard_normal(dim, np.float32)
+        self.state = rng.standard_normal((2 * 96, 8, 2 * coff * dim), np.float32)
+        self.table = rng.permutation(len(self.state)).astype(np.int32).reshape(2, -1)
+        self.cos_sin = rng.standard_normal((1024, 64), np.float32)
+        self.positions = np.concatenate([np.arange(at, at + tokens) for at in first]).astype(np.int64)
+        self.requests = np.repeat([0, 1], tokens).astype(np.int32)
+        self.starts = np.array([0, tokens, 2 * tokens], np.int32)
+        self.slots = np.where((self.positions + 1) % self.ratio == 0, rng.permutation(64)[: 2 * tokens], -1)
+        block = self.positions // 8
+        self.state_slots = self.table[self.requests, block].astype(np.int64) * 8 + self.positions % 8
+        self.state_slots[::3] = -1
+
+    def run(self, lab, cache, state=None):
+        state = lab.put(self.state.copy() if state is None else state)
+        placed = lab.put(cache)
+        compress_and_insert(
+            lab.put(self.kv_score), lab.put(self.bias), lab.put(self.weight), state, lab.put(self.state_slots),
+            lab.put(self.table), placed, lab.put(self.slots), lab.put(self.positions), lab.put(self.requests),
+            lab.put(self.starts), lab.put(self.cos_sin), compress_ratio=self.ratio, layout=self.layout,
+            backend=lab.backend,
+        )  # fmt: skip
+        return lab.get(placed), lab.get(state)
+
+    def rows(self):
+        """slot -> row in float64: softmax over the window, norm, turn; one position at a time."""
+        dim, coff = self.layout.head_dim, self.bias.shape[1] // self.layout.head_dim
+        rows = {}
+        for token, slot in enumerate(self.slots):
+            if slot < 0:
+                continue
+            position, request = int(self.positions[token]), int(self.requests[token])
+            kv, score = [], []
+            for p in range(max(0, position + 1 - coff * self.ratio), position + 1):
+                at = token - (position - p)
+                if at >= self.starts[request]:
+                    state = self.kv_score[at].astype(np.float64)
+                    state[coff * dim :] += self.bias[p % self.ratio]
+                else:
+                    state = self.state[self.table[request, p // 8], p % 8].astype(np.float64)
+                half = slice(dim, 2 * dim) if coff == 2 and p > position - self.ratio else slice(0, dim)
+                kv.append(state[: coff * dim][half])
+                score.append(state[coff * dim :][half])
+            weights = np.exp(np.array(score) - np.max(score, axis=0))
+            row = (weights * kv).sum(axis=0) / weights.sum(axis=0)
+            row *= self.weight / np.sqrt(np.mean(row**2) + 1e-6)
+            rows[int(slot)] = turned(row, self.cos_sin[position // self.ratio * self.ratio])
+        return rows
+
+
+def turned(row, turns, inverse=False):
+    pairs = row[..., -64:].astype(np.float64).reshape(*row.shape[:-1], 32, 2)
+    angle = turns[..., :32] + (-1j if inverse else 1j) * turns[..., 32:]
+    spun = (pairs[..., 0] + 1j * pairs[..., 1]) * angle
+    return np.concatenate([row[..., :-64], np.stack([spun.real, spun.imag], -1).reshape(*row.shape[:-1], 64)], -1)
+
+
+def assert_rows(got, want, layout):
+    """float32 sums in float32 rows; else one step of bfloat16, or of e4m3 within its tile."""
+    if layout.value_type == "float32":
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+        return
+    allowed = 2.0**-7 * np.abs(want) + 2.0**-12
+    if layout.value_type == "e4m3":
+        tile, n = layout.scale_tile, layout.quantized_dim
+        largest = np.abs(want[:n]).reshape(-1, tile).max(axis=1).repeat(tile)
+        allowed[:n] = np.abs(want[:n]) / 8 + largest / 256
+    assert (np.abs(got - want) <= allowed).all()
+
+
+@pytest.mark.parametrize("layout", [DSV4_FP8, DSV4_BF16, DSV4_F32, INDEXER_FP8, INDEXER_BF16, INDEXER_F32], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_compressor(lab, rng, layout, kind):
+    if layout.value_type == "float32" and lab.backend not in ("reference", "cpu"):
+        pytest.skip("float32 rows are for the host")
+    if lab.tiny and (kind == "ratio128" or layout not in (DSV4_FP8, INDEXER_BF16)):
+        pytest.skip("slow in the simulator")
+    case = Case(rng, layout, kind)
+    before = cache_of(layout, 4, 16)
+    cache, state = case.run(lab, before.copy() if before.base is None else cache_of(layout, 4, 16))
+    rows, want = rows_of(cache, layout), case.rows()
+    assert len(want) >= 2
+    for slot, row in want.items():
+        assert_rows(rows[slot], row, layout)
+    untouched = np.setdiff1d(np.arange(64), list(want))
+    np.testing.assert_array_equal(rows[untouched], rows_of(before, layout)[untouched])
+    saved = case.state.copy()
+    biased = case.kv_score.copy()
+    biased[:, biased.shape[1] // 2 :] += case.bias[case.positions % case.ratio]
+    for token, slot in enumerate(case.state_slots):
+        if slot >= 0:
+            saved[slot // 8, slot % 8] = biased[token]
+    np.testing.assert_array_equal(state, saved)
+
+
+def test_states_in_pages_give_the_bits_of_states_at_hand(lab, rng):
+    """A prompt at once, and token by token."""
+    if lab.tiny:
+        pytest.skip("slow in the simulator")
+    case = Case(rng, DSV4_FP8, "ratio4")
+    tokens = 9
+    case.positions = np.tile(np.arange(tokens), 2)
+    case.slots = np.where((case.positions + 1) % 4 == 0, np.arange(2 * tokens), -1)
+    case.state_slots = case.table[case.requests, case.positions // 8].astype(np.int64) * 8 + case.positions % 8
+    whole, state = case.run(lab, cache_of(DSV4_FP8, 4, 16))
+    parts, states, everything = cache_of(DSV4_FP8, 4, 16), case.state.copy(), vars(case).copy()
+    for first, last in ((0, 2), (2, 3), (3, 7), (7, 9)):
+        tokens_of = np.concatenate([np.arange(first, last), tokens + np.arange(first, last)])
+        for name in ("kv_score", "positions", "requests", "slots", "state_slots"):
+            setattr(case, name, everything[name][tokens_of])
+        case.starts = np.array([0, last - first, 2 * (last - first)], np.int32)
+        parts, states = case.run(lab, parts, states)
+        parts, states = np.array(parts), np.array(states)
+        parts = parts if parts.strides[0] == whole.strides[0] else DSV4_FP8.view(padded(parts), 16)
+    np.testing.assert_array_equal(parts, np.asarray(whole))
+    np.testing.assert_array_equal(states, state)
+
+
+def padded(cache):
+    pages = np.full((len(cache), DSV4_FP8.page_bytes(16)), 0xA5, np.uint8)
+    pages[:, : 16 * 584] = cache.reshape(len(cache), -1)
+    return pages
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_of_queries_and_keys(lab, rng, dtype):
+    if dtype == "float32" and lab.backend not in ("reference", "cpu"):
+        pytest.skip("float32 activations are for the host")
+    both = rng.standard_normal((5, 384 + 512), np.float32).astype(DTYPES[dtype])
+    weights = [rng.standard_normal(n, np.float32) for n in (384, 512)]
+    placed = lab.put(both)
+    got = fused_q_kv_rmsnorm(placed[:, :384], placed[:, 384:], *map(lab.put, weights), 1e-6, backend=lab.backend)
+    for x, weight, y in zip((both[:, :384], both[:, 384:]), weights, got, strict=True):
+        x = x.astype(np.float64)
+        want = x / np.sqrt((x**2).mean(axis=1, keepdims=True) + 1e-6) * weight
+        np.testing.assert_allclose(
+            lab.get(y).astype(np.float64), want, rtol=1e-5 if dtype == "float32" else 2.0**-7, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("layout", [DSV4_FP8, DSV4_BF16, DSV4_F32], ids=str)
+def test_queries_and_window_rows(lab, rng, layout):
+    dtype = np.float32 if layout is DSV4_F32 else BF16
+    if layout is DSV4_F32 and lab.backend not in ("reference", "cpu"):
+        pytest.skip("float32 rows are for the host")
+    tokens, heads = (3, 2) if lab.tiny else (7, 5)
+    q = rng.standard_normal((tokens, heads, 512), np.float32).astype(dtype)
+    kv = rng.standard_normal((tokens, 512), np.float32).astype(dtype)
+    cos_sin = rng.standard_normal((64, 64), np.float32)
+    positions = rng.integers(0, 64, tokens)
+    slots = rng.permutation(64)[: tokens - 1].astype(np.int64)  # the last token has no slot
+    slots[0] = -1
+    before, cache = cache_of(layout, 4, 16), lab.put(cache_of(layout, 4, 16))
+    got = qnorm_rope_and_insert(
+        lab.put(q), lab.put(kv), cache, lab.put(slots), lab.put(positions), lab.put(cos_sin), layout=layout,
+        backend=lab.backend,
+    )  # fmt: skip
+    x = q.astype(np.float64)
+    want = turned(x / np.sqrt((x**2).mean(axis=2, keepdims=True) + 1e-6), cos_sin[positions][:, None])
+    near = {"rtol": 1e-5, "atol": 1e-5} if dtype == np.float32 else {"rtol": 2.0**-7, "atol": 1e-3}
+    np.testing.assert_allclose(lab.get(got).astype(np.float64), want, **near)
+    rows, turned_rows = rows_of(lab.get(cache), layout), turned(kv.astype(np.float64), cos_sin[positions])
+    for token in range(1, tokens - 1):
+        assert_rows(rows[slots[token]], turned_rows[token], layout)
+    untouched = np.setdiff1d(np.arange(64), slots)
+    np.testing.assert_array_equal(rows[untouched], rows_of(before, layout)[untouched])
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("dim", [64, 128, 192, 512])
+def test_rope(lab, rng, dim, inverse):
+    if lab.tiny and dim > 128:
+        pytest.skip("slow in the simulator")
+    x = rng.standard_normal((3, 4, dim), np.float32).astype(BF16)
+    cos_sin = rng.standard_normal((32, 64), np.float32)
+    positions = np.array([0, 31, 7], np.int32)
+    got = apply_rope(lab.put(x), lab.put(positions), lab.put(cos_sin), inverse=inverse, backend=lab.backend)
+    want = turned(x.astype(np.float64), cos_sin[positions][:, None], inverse)
+    np.testing.assert_allclose(lab.get(got).astype(np.float64), want, rtol=2.0**-8, atol=1e-6)
+    np.testing.assert_array_equal(lab.get(got)[..., :-64].view(np.uint16), x[..., :-64].view(np.uint16))
+
+
+@pytest.mark.parametrize("is_ue8m0", [False, True])
+def test_inverse_rope_with_quantisation(lab, rng, is_ue8m0):
+    tokens, heads, groups = 3, 4, 2
+    o = rng.standard_normal((tokens, heads, 512), np.float32).astype(BF16)
+    o[1, 2, :128] = 0
+    o[2, 0, 5] = np.nan
+    cos_sin = rng.standard_normal((32, 64), np.float32)
+    positions = np.array([3, 40, -2])  # beyond the table: its nearest row
+    values, scales = inverse_rope_and_quantize(
+        lab.put(o), lab.put(positions), lab.put(cos_sin), groups, is_ue8m0=is_ue8m0, backend=lab.backend
+    )
+    back = turned(o.astype(np.float64), cos_sin[np.clip(positions, 0, 31)][:, None], inverse=True)
+    x = back.reshape(tokens, groups, -1, 128).transpose(1, 0, 2, 3)
+    amax = np.maximum(np.nan_to_num(np.abs(x)).max(axis=3), 1e-10)
+    scales = lab.get(scales)
+    if is_ue8m0:
+        assert (np.log2(scales) % 1 == 0).all()
+        assert (scales >= amax / 448 * (1 - 2.0**-8)).all()
+        assert (scales <= 2 * amax / 448 * (1 + 2.0**-8)).all()
+    else:
+        np.testing.assert_allclose(scales, amax / 448, rtol=2.0**-8)
+    held = np.ascontiguousarray(lab.get(values)).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    got = held.reshape(x.shape) * scales[..., None]
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(x))
+    error = np.nan_to_num(np.abs(got - x))
+    assert (error <= np.nan_to_num(np.abs(x)) / 15 + scales[..., None] * 2.0**-9).all()
+
+
+def test_numbers_of_any_value_stay_inside(lab, rng):
+    """Slots, positions, requests and starts of any value; states and rows that nobody owns stay as they are."""
+    case = Case(rng, INDEXER_FP8, "ratio4", tokens=3 if lab.tiny else 9)
+    wild = np.array([-(2**31), -1, 2**31 - 1, 2**20, 0, 3, -7], np.int64)
+    n = len(case.positions)
+    case.positions = rng.choice(wild, n)
+    case.requests = rng.choice(wild, n).astype(np.int32)
+    case.starts = np.array([-5, 2**30, -(2**31)], np.int32)
+    case.slots = rng.choice(np.append(wild, 2**40), n)
+    case.state_slots = rng.choice([-1, -(2**50), 2**40, len(case.state) * 8], n)
+    case.table[...] = rng.choice(wild, case.table.shape).astype(np.int32)
+    _, state = case.run(lab, cache_of(INDEXER_FP8, 4, 16))
+    np.testing.assert_array_equal(state, case.state)
+
+
+def test_a_window_without_states_gives_nothing(lab, rng):
+    case = Case(rng, INDEXER_FP8, "ratio4", tokens=3 if lab.tiny else 9)
+    case.table[...] = -1
+    case.state[...] = np.nan  # which must not leak
+    case.state_slots[...] = -1
+    cache, _ = case.run(lab, cache_of(INDEXER_FP8, 4, 16))
+    rows = rows_of(cache, INDEXER_FP8)
+    for slot in case.slots[case.slots >= 0]:
+        assert np.isfinite(rows[slot]).all()
+
+
+WRONG = [
+    ("kv_score", lambda c: c["kv_score"][:, :-1], ValueError),
+    ("kv_score", lambda c: c["kv_score"].astype(np.float64), TypeError),
+    ("position_bias", lambda c: c["position_bias"][:-1], ValueError),
+    ("norm_weight", lambda c: c["norm_weight"][:5], ValueError),
+    ("state_cache", lambda c: c["state_cache"][..., :-4], ValueError),
+    ("state_slot_mapping", lambda c: np.zeros(99, np.int64), ValueError),
+    ("slot_mapping", lambda c: np.zeros(99, np.int64), ValueError),
+    ("positions", lambda c: c["positions"][:-1], ValueError),
+    ("token_to_req_indices", lambda c: c["token_to_req_indices"][:-1], ValueError),
+    ("query_start_loc", lambda c: c["query_start_loc"][:-1], ValueError),
+    ("cos_sin_cache", lambda c: c["cos_sin_cache"][:, :63], ValueError),
+    ("k_cache", lambda c: c["k_cache"][..., :-1], ValueError),
+    ("eps", lambda c: -1.0, ValueError),
+    ("compress_ratio", lambda c: 0, ValueError),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "error"), WRONG, ids=[f"{name}-{i}" for i, (name, _, _) in enumerate(WRONG)]
+)
+def test_wrong_arguments_are_named_before_anything_is_written(rng, name, change, error):
+    case = Case(rng, DSV4_FP8, "ratio4")
+    arguments = {
+        "kv_score": case.kv_score, "position_bias": case.bias, "norm_weight": case.weight,
+        "state_cache": case.state.copy(), "state_slot_mapping": case.state_slots, "state_block_table": case.table,
+        "k_cache": cache_of(DSV4_FP8, 4, 16), "slot_mapping": case.slots, "positions": case.positions,
+        "token_to_req_indices": case.requests, "query_start_loc": case.starts, "cos_sin_cache": case.cos_sin,
+        "compress_ratio": 4,
+    }  # fmt: skip
+    wrong = {name: change(arguments | {"eps": 1e-6})}
+    with pytest.raises(error, match=name):
+        compress_and_insert(**(arguments | wrong))
+    np.testing.assert_array_equal(arguments["state_cache"], case.state)
+    assert (arguments["k_cache"].base == 0xA5).all()

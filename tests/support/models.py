@@ -1,0 +1,150 @@
+"""Golden layers and models of transformers: their weights by the rule, and a way to run a layer over paged requests."""
+
+import functools
+import json
+
+import numpy as np
+
+from cumla.metadata.batch import CommonAttentionMetadata
+from cumla.metadata.builder import ServingConfig
+from cumla.models.deepseek_v4 import DeepseekV4Attention, DeepseekV4Caches, DeepseekV4Config
+from cumla.models.step import STATE_BLOCK_SIZES, DeepseekV4StepBuilder
+
+from .golden import DATA
+
+MAX_TOKENS = 2048
+
+
+def by_the_rule(parameters, seed):
+    """Weights by name, float32 (tests/data/README.md)."""
+    generator = np.random.Generator(np.random.PCG64(seed))
+    weights = {}
+    for name in sorted(parameters):
+        shape = parameters[name]
+        n = generator.standard_normal(shape, dtype=np.float32)
+        if "norm" in name and name.endswith("weight"):
+            weights[name] = 1 + np.float32(0.1) * n
+        elif name.endswith("bias") and "position" not in name:
+            weights[name] = np.float32(0.1) * n
+        elif "position_bias" in name:
+            weights[name] = np.float32(0.5) * n
+        else:
+            weights[name] = n if len(shape) == 1 else n / np.float32(np.sqrt(shape[-1]))
+    return weights
+
+
+@functools.cache
+def records(kind):
+    """The cases of layers.json or models.json."""
+    return json.loads((DATA / f"{kind}.json").read_text())["cases"]
+
+
+@functools.cache
+def outputs(kind):
+    with np.load(DATA / f"{kind}.npz") as archive:
+        return dict(archive)
+
+
+class GoldenLayer:
+    """One case of layers.npz: its hidden states, output and the rows that its indexer chose (None without one)."""
+
+    def __init__(self, case):
+        self.record = records("layers")[case]
+        seed, self.splits = self.record["seed"], self.record["splits"]
+        self.config, self.tokens = self.record["config"], sum(self.record["splits"])
+        generator = np.random.Generator(np.random.PCG64(seed + 7))
+        self.hidden = generator.standard_normal((self.tokens, self.config["hidden_size"]), dtype=np.float32)
+        self.weights = by_the_rule(self.record["parameters"], seed)
+        self.out = outputs("layers")[f"{case}/out"].astype(np.float64)
+        self.topk = outputs("layers").get(f"{case}/topk")
+
+
+def relative_rms(got, want):
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return float(np.sqrt(np.square(got - want).mean() / np.square(want).mean()))
+
+
+class PagedRequests:
+    """Block tables of requests over pools of pages that lie anywhere.
+
+    pages  {pool: positions of a page}; `tables[pool]` is [requests, columns], pages not handed out are -1
+    """
+
+    def __init__(self, requests, longest, pages, seed=0, spare=1):
+        rng = np.random.default_rng(seed)
+        self.pages, self.tables, self.num_blocks = pages, {}, {}
+        for pool, size in pages.items():
+            columns = -(-longest // size)
+            self.num_blocks[pool] = (requests + spare) * columns
+            blocks = rng.permutation(self.num_blocks[pool]).astype(np.int32)
+            self.tables[pool] = blocks[: requests * columns].reshape(requests, columns).copy()
+
+    def batch(self, scheduled):
+        """A decode-first step of (request, first position, tokens), and the block tables of its rows."""
+        rows = [request for request, _, _ in scheduled]
+        counts = np.array([count for _, _, count in scheduled], np.int32)
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        lens = np.array([first + count for _, first, count in scheduled], np.int32)
+        tables = {pool: np.ascontiguousarray(table[rows]) for pool, table in self.tables.items()}
+        size, slots = self.pages["window"], []
+        for row, (_, first, count) in enumerate(scheduled):
+            positions = np.arange(first, first + count)
+            slots.append(tables["window"][row, positions // size].astype(np.int64) * size + positions % size)
+        return CommonAttentionMetadata(
+            starts, starts, lens, lens, lens - counts, len(rows), int(starts[-1]), int(counts.max()),
+            tables["window"], np.concatenate(slots),
+        ), tables  # fmt: skip
+
+
+class V4Layer:
+    """A golden V4 layer with caches of its own, for some requests that all have the golden hidden states."""
+
+    def __init__(self, golden, requests=1, *, backend="cpu", activations="float32", cache_format="float32",
+                 speculative=0, seed=0):  # fmt: skip
+        self.golden = golden
+        config = DeepseekV4Config.from_dict(golden.config)
+        self.layer = DeepseekV4Attention(
+            config, 0, golden.weights, activations=activations, cache_format=cache_format, max_position=MAX_TOKENS,
+            backend=backend,
+        )  # fmt: skip
+        ratio = self.layer.ratio
+        serving = ServingConfig(
+            compress_ratios=config.compress_ratios, index_topk=config.index_topk, num_heads=8,
+            num_speculative_tokens=speculative, max_num_batched_tokens=MAX_TOKENS, max_num_seqs=8,
+            max_model_len=MAX_TOKENS,
+        )  # fmt: skip
+        self.builder = DeepseekV4StepBuilder(serving, backend)
+        pages = {"window": 64, "compressed": 256, "state": STATE_BLOCK_SIZES.get(ratio, 4)}
+        self.paged = PagedRequests(requests, golden.tokens, pages, seed)
+        blocks = self.paged.num_blocks
+        self.caches = DeepseekV4Caches.allocate(
+            ratio, serving, blocks["window"], blocks["compressed"], blocks["state"], cache_format
+        )
+
+    def arrays(self):
+        """The caches there are, by pool."""
+        caches = self.caches
+        found = [("window", caches.window), ("compressed", caches.compressed), ("compressed", caches.indexer),
+                 ("state", caches.state), ("state", caches.indexer_state)]  # fmt: skip
+        return [(pool, array) for pool, array in found if array is not None]
+
+    def step(self, scheduled, given=True):
+        """Outputs of (request, first position, tokens), one array each; `given`: rows are chosen as golden says."""
+        golden = self.golden
+        batch, tables = self.paged.batch(scheduled)
+        metadata = self.builder.build(batch, tables["compressed"], dict.fromkeys((4, 128), tables["state"]))
+        spans = [slice(first, first + count) for _, first, count in scheduled]
+        hidden = np.concatenate([golden.hidden[span] for span in spans]).astype(self.layer.activations)
+        topk = None
+        if given and golden.topk is not None:
+            topk = np.concatenate([golden.topk[span] for span in spans])
+        out = self.layer.step(hidden, self.caches, metadata, topk_indices=topk)
+        return np.split(out, batch.query_start_loc[1:-1])
+
+    def run(self, splits, request=0, given=True):
+        """The output of a request that comes in these splits."""
+        first, parts = 0, []
+        for count in splits:
+            parts += self.step([(request, first, count)], given)
+            first += count
+        return np.concatenate(parts)
