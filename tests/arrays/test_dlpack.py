@@ -12,7 +12,7 @@ import pytest
 import cumla
 from cumla.arrays import capsule, dlpack
 from support import pairs
-from support.capsules import Foreign
+from support.capsules import Foreign, ForeignVersioned
 from support.lab import BF16
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "interop.md"
@@ -114,6 +114,16 @@ def test_jax_caches_are_never_written_behind_its_back():
     with pytest.raises(ValueError, match="k_cache: got a read-only jax array"):
         cumla.quantize_and_insert_k_cache(k, cache, jax.numpy.zeros(1, jax.numpy.int32), 4, layout=cumla.V32_FP8)
     assert not np.asarray(cache).any()
+
+
+def test_versioned_memory_is_given_back_once():
+    array = ForeignVersioned(np.arange(6, dtype=np.int32))
+    view = dlpack.borrow(array)[2:]
+    gc.collect()
+    assert (view.tolist(), array.released) == ([2, 3, 4, 5], 0)
+    del view
+    gc.collect()
+    assert array.released == 1
 
 
 @pytest.mark.parametrize("wrap", [pairs.VersionedProducer, pairs.UnversionedProducer])

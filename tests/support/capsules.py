@@ -24,6 +24,15 @@ class Managed(ctypes.Structure):
     _fields_ = (("tensor", Tensor), ("manager", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
 
 
+class ManagedVersioned(ctypes.Structure):
+    """DLManagedTensorVersioned."""
+
+    _fields_ = (
+        ("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("manager", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p), ("flags", ctypes.c_uint64), ("tensor", Tensor),
+    )  # fmt: skip
+
+
 _new = ctypes.pythonapi.PyCapsule_New
 _new.restype, _new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 # Of a capsule that is going: as a pointer, as an object could not be counted any more.
@@ -43,13 +52,16 @@ def _release(address):
 
 def _destroy(capsule):
     """A capsule that nobody has consumed calls the deleter."""
-    if _is_valid(capsule, b"dltensor"):
-        _release(_pointer(capsule, b"dltensor"))
+    for kind in KINDS:
+        if _is_valid(capsule, kind):
+            _release(_pointer(capsule, kind))
 
 
 _release_function = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(_release)
 _destroy_function = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(_destroy)
-CODES = {"i": 0, "u": 1, "f": 2, "b": 6}
+RELEASE = ctypes.cast(_release_function, ctypes.c_void_p).value
+KINDS = (b"dltensor", b"dltensor_versioned")
+CODES = {"i": 0, "u": 1, "f": 2, "b": 6, "bfloat16": 4, "float8_e4m3fn": 10, "float8_e8m0fnu": 14}
 
 
 def _address(array):
@@ -73,13 +85,25 @@ class Foreign:
         return (1, 0) if isinstance(self.array, np.ndarray) else (2, self.array.data.device_id)
 
     def __dlpack__(self, stream=None):
-        self.stream, array = stream, self.array
-        shape = (ctypes.c_int64 * array.ndim)(*array.shape)
-        dtype = np.dtype(array.dtype)
+        self.stream = stream
+        return self._export(KINDS[0], lambda tensor: Managed(tensor, None, RELEASE))
+
+    def _export(self, kind, manage):
+        array = self.array
+        shape, dtype = (ctypes.c_int64 * array.ndim)(*array.shape), np.dtype(array.dtype)
         tensor = Tensor(
-            _address(array) - self.byte_offset, *self.__dlpack_device__(), array.ndim, CODES[dtype.kind],
-            8 * dtype.itemsize, self.lanes, shape, None, self.byte_offset,
+            _address(array) - self.byte_offset, *self.__dlpack_device__(), array.ndim,
+            CODES[dtype.name if dtype.name in CODES else dtype.kind], 8 * dtype.itemsize, self.lanes, shape, None,
+            self.byte_offset,
         )  # fmt: skip
-        managed = Managed(tensor, None, ctypes.cast(_release_function, ctypes.c_void_p).value)
+        managed = manage(tensor)
         _exported[ctypes.addressof(managed)] = (managed, shape), array, self
-        return _new(ctypes.addressof(managed), b"dltensor", ctypes.cast(_destroy_function, ctypes.c_void_p).value)
+        return _new(ctypes.addressof(managed), kind, ctypes.cast(_destroy_function, ctypes.c_void_p).value)
+
+
+class ForeignVersioned(Foreign):
+    """One of a later version of the library, which speaks DLPack 1.x."""
+
+    def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
+        self.stream = stream
+        return self._export(KINDS[1], lambda tensor: ManagedVersioned(1, 0, None, RELEASE, 0, tensor))

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from cumla.arrays import dlpack
+from support.capsules import Foreign, ForeignVersioned
 
 DTYPES = ("uint8", "int32", "bool", "float32", "bfloat16", "float8_e4m3fn", "float8_e8m0fnu")
 SHAPE = (3, 4)
@@ -103,8 +104,8 @@ def host_producers():
     producers = {"NumPy": numpy_array}
     if installed("torch"):
         producers["torch"] = torch_tensor
-        producers["any, DLPack 1"] = lambda dtype: VersionedProducer(torch_tensor(dtype))
-        producers["any, DLPack 0"] = lambda dtype: UnversionedProducer(torch_tensor(dtype))
+    producers["any, DLPack 1"] = lambda dtype: ForeignVersioned(numpy_array(dtype))
+    producers["any, DLPack 0"] = lambda dtype: Foreign(numpy_array(dtype))
     if installed("jax"):
         producers["JAX"] = jax_array
     return producers
