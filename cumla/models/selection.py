@@ -66,8 +66,6 @@ class Indexer:
     def _queries(self, q: Any, weights: Any, positions: Any, cos_sin: Any) -> tuple[Any, Any]:
         quantized = self.layout.num_scales > 0
         dtype = np.dtype(np.uint8) if quantized else PLAIN_DTYPES[self.layout.value_type]
-        if not quantized and q.dtype != dtype:
-            q = q.astype(dtype)
         out = (
             self.scratch.array("indexed_q", q.shape, dtype, q),
             self.scratch.array("indexed_weights", weights.shape, FLOAT32, q),

@@ -7,6 +7,12 @@ import numpy as np
 
 from cumla.metadata.batch import CommonAttentionMetadata
 from cumla.metadata.builder import ServingConfig
+from cumla.models.deepseek_v32 import (
+    DeepseekV32Attention,
+    DeepseekV32Caches,
+    DeepseekV32Config,
+    DeepseekV32StepBuilder,
+)
 from cumla.models.deepseek_v4 import DeepseekV4Attention, DeepseekV4Caches, DeepseekV4Config
 from cumla.models.step import STATE_BLOCK_SIZES, DeepseekV4StepBuilder
 
@@ -96,8 +102,55 @@ class PagedRequests:
         ), tables  # fmt: skip
 
 
-class V4Layer:
-    """A golden V4 layer with caches of its own, for some requests that all have the golden hidden states."""
+class PagedLayer:
+    """A golden layer with caches of its own, for some requests that all have the golden hidden states."""
+
+    def step(self, scheduled, given=True):
+        """Outputs of (request, first position, tokens), one array each; `given`: rows are chosen as golden says."""
+        golden = self.golden
+        batch, tables = self.paged.batch(scheduled)
+        spans = [slice(first, first + count) for _, first, count in scheduled]
+        hidden = np.concatenate([golden.hidden[span] for span in spans]).astype(self.layer.activations)
+        topk = None
+        if given and golden.topk is not None:
+            topk = np.concatenate([golden.topk[span] for span in spans])
+        out = self.layer.step(hidden, self.caches, self.build(batch, tables), topk_indices=topk)
+        return np.split(out, batch.query_start_loc[1:-1])
+
+    def run(self, splits, request=0, given=True):
+        """The output of a request that comes in these splits."""
+        first, parts = 0, []
+        for count in splits:
+            parts += self.step([(request, first, count)], given)
+            first += count
+        return np.concatenate(parts)
+
+
+class V32Layer(PagedLayer):
+    """A golden V3.2 layer."""
+
+    def __init__(self, golden, requests=1, *, backend="cpu", activations="float32", cache_format="float32",
+                 speculative=0, seed=0):  # fmt: skip
+        self.golden = golden
+        config = DeepseekV32Config.from_dict(golden.config)
+        self.layer = DeepseekV32Attention(
+            config, 0, golden.weights, activations=activations, cache_format=cache_format, max_position=MAX_TOKENS,
+            backend=backend,
+        )  # fmt: skip
+        serving = ServingConfig(
+            index_topk=config.index_topk, num_heads=8, num_speculative_tokens=speculative,
+            max_num_batched_tokens=MAX_TOKENS, max_num_seqs=8, max_model_len=MAX_TOKENS,
+        )  # fmt: skip
+        self.builder = DeepseekV32StepBuilder(serving, backend)
+        self.paged = PagedRequests(requests, golden.tokens, {"window": 64}, seed)
+        self.caches = DeepseekV32Caches.allocate(self.paged.num_blocks["window"], 64, cache_format)
+
+    def build(self, batch, tables):
+        return self.builder.build(batch)
+
+
+class V4Layer(PagedLayer):
+    """A golden V4 layer."""
 
     def __init__(self, golden, requests=1, *, backend="cpu", activations="float32", cache_format="float32",
                  speculative=0, seed=0):  # fmt: skip
@@ -128,23 +181,5 @@ class V4Layer:
                  ("state", caches.state), ("state", caches.indexer_state)]  # fmt: skip
         return [(pool, array) for pool, array in found if array is not None]
 
-    def step(self, scheduled, given=True):
-        """Outputs of (request, first position, tokens), one array each; `given`: rows are chosen as golden says."""
-        golden = self.golden
-        batch, tables = self.paged.batch(scheduled)
-        metadata = self.builder.build(batch, tables["compressed"], dict.fromkeys((4, 128), tables["state"]))
-        spans = [slice(first, first + count) for _, first, count in scheduled]
-        hidden = np.concatenate([golden.hidden[span] for span in spans]).astype(self.layer.activations)
-        topk = None
-        if given and golden.topk is not None:
-            topk = np.concatenate([golden.topk[span] for span in spans])
-        out = self.layer.step(hidden, self.caches, metadata, topk_indices=topk)
-        return np.split(out, batch.query_start_loc[1:-1])
-
-    def run(self, splits, request=0, given=True):
-        """The output of a request that comes in these splits."""
-        first, parts = 0, []
-        for count in splits:
-            parts += self.step([(request, first, count)], given)
-            first += count
-        return np.concatenate(parts)
+    def build(self, batch, tables):
+        return self.builder.build(batch, tables["compressed"], dict.fromkeys((4, 128), tables["state"]))

@@ -1,0 +1,326 @@
+"""An attention layer of a DeepSeek V3.2 model, from hidden states to its output.
+
+qr          = norm(W_qa x);   q_nope, q_pe = W_qb qr of each head, q_pe turned
+kv_c, k_pe  = W_kva x;        norm(kv_c) and k_pe, turned, are the row that goes to the cache
+indexer       scores LayerNorm(W_k x), turned, of all tokens before against queries W_iqb qr, takes the best
+o           = attention of W_UK q_nope, q_pe over the chosen rows, in the latent space
+out         = W_o (W_UV o of each head)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..arrays import dlpack, streams
+from ..layers.sparse import Observer, not_observed
+from ..metadata.batch import CommonAttentionMetadata
+from ..metadata.builder import ServingConfig
+from ..metadata.indexer import DeepseekV32IndexerMetadata, DeepseekV32IndexerMetadataBuilder
+from ..metadata.sparse_swa import DeepseekSparseSWAMetadata, DeepseekSparseSWAMetadataBuilder
+from ..ops.dense_cache import concat_and_cache_mla
+from ..ops.indices import compute_global_topk_indices_and_lens
+from ..ops.norm_rope import apply_rope, fused_q_kv_rmsnorm
+from ..ops.sparse_attention import sparse_mla_decode
+from ..ops.sparse_cache import indexer_k_quant_and_cache
+from . import caches
+from .products import compute_type, multiply, multiply_groups, stacked
+from .rope import cos_sin_table, mscale, turned_halves
+from .scratch import Scratch
+from .selection import Indexer
+from .weights import V32_ATTENTION, LayerWeights, plain
+
+FLOAT32 = np.dtype(np.float32)
+LATENT, ROPE = 512, 64
+LAYER_NORM_EPS = 1e-6  # of the indexer's keys
+
+
+@dataclass(frozen=True)
+class DeepseekV32Config:
+    """Sizes and numbers of the attention layers of a model, named as in transformers' configuration.
+
+    rope_scaling  None, or YaRN's numbers
+    """
+
+    hidden_size: int
+    num_attention_heads: int
+    q_lora_rank: int
+    qk_nope_head_dim: int = 128
+    v_head_dim: int = 128
+    index_n_heads: int = 64
+    index_topk: int = 2048
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 163840
+    rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> DeepseekV32Config:
+        """Of a config.json. Raises ValueError for sizes that the caches do not have."""
+        for name, expected in (("kv_lora_rank", LATENT), ("qk_rope_head_dim", ROPE), ("index_head_dim", 128)):
+            if config.get(name, expected) != expected:
+                raise ValueError(f"{name}: got {config[name]}, expected {expected}")
+        numbers = {name: config[name] for name in set(cls.__dataclass_fields__) - {"rope_scaling"} if name in config}
+        rope = config.get("rope_parameters") or config.get("rope_scaling")
+        if rope and "rope_theta" in rope:
+            numbers["rope_theta"] = rope["rope_theta"]
+        return cls(**numbers, rope_scaling=rope)
+
+    @property
+    def softmax_scale(self) -> float:
+        scale = float((self.qk_nope_head_dim + ROPE) ** -0.5)
+        scaling = self.rope_scaling or {}
+        if scaling.get("rope_type", scaling.get("type", "default")) == "yarn" and scaling.get("mscale_all_dim"):
+            scale *= mscale(scaling["factor"], scaling["mscale_all_dim"]) ** 2
+        return scale
+
+
+@dataclass(frozen=True)
+class DeepseekV32Caches:
+    """What one layer keeps of its requests, in pages of the same block table.
+
+    rows     [num_blocks, block_size, 656] uint8 (or [.., 576] numbers)
+    indexer  [num_blocks, block_size, 132] uint8 (or [.., 128] numbers), keys
+    """
+
+    rows: Any
+    indexer: Any
+
+    @classmethod
+    def allocate(
+        cls, blocks: int, block_size: int = 64, cache_format: caches.CacheFormat = "fp8", xp: Any = np
+    ) -> DeepseekV32Caches:
+        """Zeroed caches. cache_format  "fp8", "bfloat16", or on the host "float32"."""
+        layouts = caches.formats(cache_format)
+        return cls(
+            caches.allocate(layouts.v32, blocks, block_size, xp),
+            caches.allocate(layouts.indexer, blocks, block_size, xp),
+        )
+
+
+@dataclass(frozen=True)
+class DeepseekV32StepMetadata:
+    """What the layers of one step share: of its tokens, and of the indexers."""
+
+    tokens: DeepseekSparseSWAMetadata
+    indexer: DeepseekV32IndexerMetadata
+
+    @property
+    def positions(self) -> Any:
+        """[slots] int32, of each token in its sequence; -1 for padding."""
+        return self.tokens.positions
+
+
+class DeepseekV32StepBuilder:
+    """Builds DeepseekV32StepMetadata of decode-first batches, in buffers that keep their addresses."""
+
+    def __init__(self, config: ServingConfig, backend: str | None = None) -> None:
+        if config.compress_ratios != (1,):
+            raise ValueError(f"config.compress_ratios: got {config.compress_ratios}, expected (1,)")
+        self.config = config
+        self._tokens = DeepseekSparseSWAMetadataBuilder(config, backend)
+        self._indexer = DeepseekV32IndexerMetadataBuilder(config, backend)
+
+    def build(self, batch: CommonAttentionMetadata) -> DeepseekV32StepMetadata:
+        """Metadata of a batch whose block table is that of both caches. Raises ValueError for one that cannot be."""
+        return DeepseekV32StepMetadata(self._tokens.build(0, batch), self._indexer.build(0, batch))
+
+
+class DeepseekV32Attention:
+    """One attention layer.
+
+    Arguments as DeepseekV4Attention's (cumla.models.deepseek_v4); weights under transformers' names within the module
+    ("kv_b_proj.weight"), or a checkpoint's tensors under the names of the whole model.
+    """
+
+    def __init__(
+        self,
+        config: DeepseekV32Config,
+        layer: int,
+        weights: Mapping[str, Any],
+        *,
+        activations: Any = "bfloat16",
+        cache_format: caches.CacheFormat = "fp8",
+        max_position: int | None = None,
+        scratch: Scratch | None = None,
+        xp: Any = None,
+        backend: str | None = None,
+    ) -> None:
+        self.config, self.layer, self.backend = config, layer, backend
+        self.activations = caches.PLAIN_DTYPES[str(np.dtype(caches.PLAIN_DTYPES.get(activations, activations)))]
+        self.layouts, self.scratch = caches.formats(cache_format), scratch or Scratch()
+        self.cache_dtype = "fp8_ds_mla" if cache_format == "fp8" else "auto"
+        if "q_a_proj.weight" not in weights:
+            weights = LayerWeights(weights, layer, V32_ATTENTION)
+        self._load(weights, xp)
+        self.cos_sin = self.xp.asarray(
+            cos_sin_table(ROPE, config.rope_theta, max_position or config.max_position_embeddings, config.rope_scaling)
+        )
+        self.indexer = Indexer(
+            config.index_n_heads, config.index_topk, self.layouts.indexer, True, self.scratch, backend
+        )
+
+    def _load(self, weights: Mapping[str, Any], xp: Any) -> None:
+        config = self.config
+        found = plain(weights["q_a_proj.weight"], "q_a_proj.weight", dlpack.borrow)
+        self.xp = xp = dlpack.namespace_of(found) if xp is None else xp
+        dtype = compute_type(self.activations, xp)
+
+        def get(name: str, *shape: int) -> Any:
+            array = plain(weights[name], name, dlpack.borrow)
+            if array.shape != shape:
+                raise ValueError(f"{name}: got shape {tuple(array.shape)}, expected {list(shape)}")
+            return array
+
+        def vector(name: str, size: int) -> Any:
+            return xp.ascontiguousarray(xp.asarray(get(name, size)).astype(FLOAT32))
+
+        def matrix(name: str, *shape: int) -> Any:
+            return stacked([get(name, *shape)], dtype, xp)
+
+        hidden, heads, rank, index_heads = (
+            config.hidden_size, config.num_attention_heads, config.q_lora_rank, config.index_n_heads,
+        )  # fmt: skip
+        nope, v_dim = config.qk_nope_head_dim, config.v_head_dim
+        low = [get("q_a_proj.weight", rank, hidden), get("kv_a_proj_with_mqa.weight", LATENT + ROPE, hidden)]
+        self.low_rank = stacked(low, dtype, xp)
+        self.q_a_norm, self.kv_a_norm = vector("q_a_layernorm.weight", rank), vector("kv_a_layernorm.weight", LATENT)
+        self.q_b = matrix("q_b_proj.weight", heads * (nope + ROPE), rank)
+        kv_b = matrix("kv_b_proj.weight", heads * (nope + v_dim), LATENT).reshape(heads, nope + v_dim, LATENT)
+        self.latent = xp.ascontiguousarray(kv_b[:, :nope].transpose(0, 2, 1))  # W_UK: [h, 512, P]
+        self.value = xp.ascontiguousarray(kv_b[:, nope:])  # W_UV: [h, V, 512]
+        self.o = matrix("o_proj.weight", hidden, heads * v_dim)
+        keys = [get("indexer.wk.weight", 128, hidden), get("indexer.weights_proj.weight", index_heads, hidden)]
+        self.index_keys = stacked(keys, dtype, xp)
+        self.k_norm, self.k_bias = vector("indexer.k_norm.weight", 128), vector("indexer.k_norm.bias", 128)
+        self.index_q_b = matrix("indexer.wq_b.weight", index_heads * 128, rank)
+
+    def step(
+        self,
+        hidden_states: Any,
+        layer_caches: DeepseekV32Caches,
+        metadata: DeepseekV32StepMetadata,
+        *,
+        topk_indices: Any = None,
+        out: Any = None,
+        stream: Any = None,
+        observe: Observer = not_observed,
+    ) -> Any:
+        """Attend to what a step's tokens may see, and write what later tokens will.
+
+        hidden_states  [T, hidden_size] of the layer's activations, T the metadata's tokens (padding included)
+        layer_caches   written
+        metadata       of the step's batch (DeepseekV32StepBuilder)
+        topk_indices   [T, topk] int32, positions that each token selects, -1 for none; in place of the indexer's
+                       choice, which is then not made. One behind the token itself is left out
+        out            [T, hidden_size] of hidden_states' dtype to write instead of allocating
+        observe        called with a part's name around each part ("project", "insert", "select", "map", "decode",
+                       "output")
+
+        Returns out.
+        Raises TypeError or ValueError for an argument that does not fit.
+        """
+        framework = dlpack.framework_of(hidden_states)
+        x = dlpack.borrow(hidden_states, "hidden_states")
+        expected = [len(metadata.positions), self.config.hidden_size]
+        if x.dtype != self.activations:
+            raise TypeError(f"hidden_states: got dtype {x.dtype}, expected {self.activations}")
+        if list(x.shape) != expected:
+            raise ValueError(f"hidden_states: got shape {tuple(x.shape)}, expected {expected}")
+        result = None if out is None else dlpack.borrow(out, "out", writable=True)
+        if result is not None and (result.shape != x.shape or result.dtype != x.dtype):
+            raise ValueError(f"out: got {result.dtype} {list(result.shape)}, expected {x.dtype} {list(x.shape)}")
+        with streams.callers(x, framework, stream):
+            if result is None:
+                result = dlpack.empty(x.shape, x.dtype, x)
+            given = None if topk_indices is None else dlpack.borrow(topk_indices, "topk_indices")
+            _Step(self, layer_caches, metadata, observe).run(x, given, result)
+        return dlpack.give(result, framework) if out is None else out
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The parts of one step. The caller's stream is current."""
+
+    layer: DeepseekV32Attention
+    caches: DeepseekV32Caches
+    metadata: DeepseekV32StepMetadata
+    observe: Observer
+
+    def run(self, x: Any, topk_indices: Any, out: Any) -> None:
+        layer, config, tokens, backend = self.layer, self.layer.config, len(x), self.layer.backend
+        heads, nope, rank = config.num_attention_heads, config.qk_nope_head_dim, config.q_lora_rank
+        step = self.metadata.tokens
+        with self.observe("project"):
+            low = self.array("low_rank", (tokens, rank + LATENT + ROPE))
+            multiply(x, layer.low_rank, low, backend)
+            qr, kv = low[:, :rank], low[:, rank:]
+            kv_c = kv[:, :LATENT]
+            fused_q_kv_rmsnorm(
+                qr, kv_c, layer.q_a_norm, layer.kv_a_norm, config.rms_norm_eps, out=(qr, kv_c), backend=backend
+            )
+            projected = self.array("projected_q", (tokens, heads, nope + ROPE))
+            multiply(qr, layer.q_b, projected.reshape(tokens, -1), backend)
+            q = self.array("q", (tokens, heads, LATENT + ROPE))
+            multiply_groups(
+                projected[..., :nope].transpose(1, 0, 2), layer.latent, q[..., :LATENT].transpose(1, 0, 2), backend
+            )
+            q[..., LATENT:] = projected[..., nope:]
+            apply_rope(q, step.positions, layer.cos_sin, out=q, backend=backend)
+        with self.observe("insert"):
+            rows = kv[:, None]
+            apply_rope(rows, step.positions, layer.cos_sin, out=rows, backend=backend)
+            slots = dlpack.borrow(step.slot_mapping, "slot_mapping")
+            concat_and_cache_mla(kv_c, kv[:, LATENT:], self.caches.rows, slots, layer.cache_dtype, backend=backend)
+            keys = self.insert_keys(x, slots)
+        if topk_indices is None:
+            with self.observe("select"):
+                topk_indices = self.select(qr, keys[:, 128:])
+        block_size = step.block_size
+        with self.observe("map"):
+            given = self.array("slots", topk_indices.shape, np.int32), self.array("lens", (tokens,), np.int32)
+            indices, lens = compute_global_topk_indices_and_lens(
+                topk_indices, step.token_to_req_indices, step.block_table, block_size, step.is_valid_token,
+                compact=True, positions=step.positions, compress_ratio=1, out=given, backend=backend,
+            )  # fmt: skip
+        o = self.array("o", (tokens, heads, LATENT))
+        with self.observe("decode"):
+            sparse_mla_decode(
+                q[:, None], self.caches.rows, indices[:, None], layout=layer.layouts.v32, topk_length=lens,
+                softmax_scale=config.softmax_scale, out=o[:, None], lse=self.array("lse", (tokens, heads, 1), FLOAT32),
+                plan=step.tile_sched_swaonly, backend=backend,
+            )  # fmt: skip
+        with self.observe("output"):
+            values = self.array("values", (tokens, heads, config.v_head_dim))
+            multiply_groups(o.transpose(1, 0, 2), layer.value, values.transpose(1, 0, 2), backend)
+            multiply(values.reshape(tokens, -1), layer.o, out, backend)
+
+    def insert_keys(self, x: Any, slots: Any) -> Any:
+        """Write the indexer's keys. Returns what was projected, float32 [T, 128 + index heads]: keys, then weights."""
+        layer, xp = self.layer, self.layer.xp
+        projected = self.array("index_projected", (len(x), len(layer.index_keys)), FLOAT32)
+        multiply(x, layer.index_keys, projected, layer.backend)
+        k = projected[:, :128]
+        k = k - k.mean(axis=1, keepdims=True)
+        k = k / xp.sqrt((k * k).mean(axis=1, keepdims=True) + np.float32(LAYER_NORM_EPS)) * layer.k_norm + layer.k_bias
+        k = turned_halves(k, self.metadata.positions, layer.cos_sin, xp)
+        if layer.layouts.indexer.value_type != "float32":
+            k = k.astype(caches.PLAIN_DTYPES["bfloat16"])
+        indexer_k_quant_and_cache(xp.ascontiguousarray(k), self.caches.indexer, slots, backend=layer.backend)
+        return projected
+
+    def select(self, qr: Any, weights: Any) -> Any:
+        """[tokens, index_topk] int32, the positions that each token takes."""
+        layer, metadata, config = self.layer, self.metadata, self.layer.config
+        q = self.array("index_q", (len(qr), config.index_n_heads, 128))
+        multiply(qr, layer.index_q_b, q.reshape(len(qr), -1), layer.backend)
+        return layer.indexer.select(
+            q, weights, self.caches.indexer, metadata.indexer, metadata.positions,
+            metadata.tokens.token_to_req_indices, metadata.tokens.block_table, layer.cos_sin,
+        )  # fmt: skip
+
+    def array(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> Any:
+        return self.layer.scratch.array(name, shape, dtype or self.layer.activations, self.layer.cos_sin)
