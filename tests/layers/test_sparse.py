@@ -115,7 +115,9 @@ def test_step(lab, rng, ratio, seq_lens, query_lens):
                 seen = np.arange((position + 1) // ratio) if selected is None else selected[token]
                 keys = np.concatenate([keys, compressed_rows[seen[seen >= 0]]])
             want, _, _ = attend(to_float(q[token]), keys, sink, 512**-0.5)
-            assert_within(f"token {token}", out[token], want, 1e-3, 3.01 / 128)
+            # On Hopper prefill's weights are bfloat16, see assert_prefill.
+            largest = max(np.abs(keys).max(), 1.0) if lab.backend == "cuda" else 1.0
+            assert_within(f"token {token}", out[token], want, 1e-3 * largest, 3.01 / 128)
             assert_same_direction(f"token {token}", out[token], want, 7e-6)
             token += 1
 
