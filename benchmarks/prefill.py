@@ -18,8 +18,8 @@ from common import Report, arguments, graph_us, has_peer
 
 import cumla
 from cumla.dispatch.call import BFLOAT16
-from cumla.kernels.cuda.launch import recorded_launches
 from cumla.kernels.cuda import compile as compiler
+from cumla.kernels.cuda.launch import recorded_launches
 from cumla.kernels.cuda.sparse import kernels as sparse_kernels
 
 FLASH_MLA = "vllm.third_party.flashmla.flash_mla_interface"
