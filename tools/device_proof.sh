@@ -4,7 +4,8 @@
 #
 #     tools/with_cumla.sh tools/device_proof.sh DIR [PART ...]
 #
-# Parts: tests sanitize decode mla cache indices metadata interop replay (all of them, in this order: about 5 minutes)
+# Parts: tests sanitize fences decode mla cache indices metadata interop replay (all of them, in this order: about 6
+# minutes)
 [ $# -gt 0 ] || { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 2; }
 dir=$1
 shift
@@ -31,7 +32,7 @@ replay() { # name, options ...
     part "$name" 60 0 python3 -m cumla replay --requests 6 --cache-tokens 80000 --json "$logs/$name.json" "$@"
 }
 
-for name in ${*:-tests sanitize decode mla cache indices metadata interop replay}; do
+for name in ${*:-tests sanitize fences decode mla cache indices metadata interop replay}; do
     case $name in
     tests) part tests 240 1 python3 -m pytest -m gpu -q --tb=short -p no:cacheprovider ;;
     sanitize)
@@ -39,6 +40,7 @@ for name in ${*:-tests sanitize decode mla cache indices metadata interop replay
         TOOLS="memcheck initcheck racecheck" part sanitize_caches 60 2 tools/sanitize.sh --rounds 5
         TOOLS="memcheck racecheck" part sanitize_numba 60 2 tools/sanitize.sh --backend numba_cuda --rounds 1
         ;;
+    fences) PYTHONPATH=$PWD/tests:$PYTHONPATH part fences 120 24 python3 tests/fences_device.py ;;
     replay)
         replay replay128 --heads 128
         replay replay64 --heads 64
