@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 from . import __doc__ as summary
 from . import __version__
 from .dispatch.backends import BACKENDS
-from .layers.prefill_road import ROADS
 from .replay.errors import InputError, OutputError
 from .replay.options import DEVICE_DEFAULTS, HOST_DEFAULTS, LAYER_RATIOS, choose_backend
 from .replay.scheduler import STEP_MS
@@ -108,12 +107,6 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--window", type=AtLeast(1), default=128, metavar="TOKENS", help="default: 128")
     model.add_argument(
         "--topk", type=AtLeast(1), metavar="N", help=f"compressed rows a token selects at c4a {_default('topk')}"
-    )
-    model.add_argument(
-        "--prefill-road",
-        choices=ROADS,
-        help="how sparse layers prefill: over the caches' pages, or over rows gathered from them "
-        "(default: what is faster for each chunk)",
     )
     model.add_argument(
         "--backend", choices=list(BACKENDS), help="default: cuda if there is a device that CuPy can use, else cpu"

@@ -92,7 +92,6 @@ def resolve(args: argparse.Namespace) -> tuple[ReplayOptions, list[TraceRequest]
         cache_tokens=cache_size(args.cache_tokens, requests),
         max_len=max_len,
         seed=args.seed,
-        prefill_road=args.prefill_road,
     )
     return options, requests
 

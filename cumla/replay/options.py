@@ -45,7 +45,6 @@ class ReplayOptions:
     cache_tokens: int
     max_len: int | None
     seed: int
-    prefill_road: str | None = None  # as in SparseMLALayer.step
 
     @property
     def num_blocks(self) -> int:

@@ -120,6 +120,7 @@ def emulated():
         pytest.skip(emulation.unavailable())
     with emulation.devices():
         yield Emulated()
+        dlpack._UntilDone._waiting.clear()  # what was handed over is given back while these devices are there
 
 
 @pytest.fixture(

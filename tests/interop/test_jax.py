@@ -202,6 +202,15 @@ def test_differentiation_is_an_error(rng):
         jax.grad(lambda q: ops.sparse_mla_decode(q, cache, indices)[1].sum())(jnp.asarray(arguments["q"]))
 
 
+def test_arrays_of_other_kinds_are_taken_as_jax_takes_them(rng):
+    """Lists of numbers too, which are no arrays before that."""
+    arguments = operations.compute_global_topk_indices_and_lens(rng)
+    want = ops.compute_global_topk_indices_and_lens(**arguments)
+    lists = {name: x.tolist() if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
+    for got, expected in zip(ops.compute_global_topk_indices_and_lens(**lists), want, strict=True):
+        assert operations.same_bits(np.asarray(got), np.asarray(expected))
+
+
 def test_wrong_ranks_are_found_while_tracing(rng):
     arguments = operations.sparse_mla_decode_v32(rng)
     with pytest.raises(ValueError, match=r"q: got shape \(1, 3, 576\), expected \[b, s_q, h, d\]"):

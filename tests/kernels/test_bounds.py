@@ -1,4 +1,4 @@
-"""The safety tests once more where an index out of bounds is an error: the cpu kernels as interpreted code."""
+"""Tests once more where an index out of bounds is an error: cpu kernels as interpreted code (support/checked.py)."""
 
 import os
 import pathlib
@@ -6,13 +6,30 @@ import subprocess
 import sys
 
 TESTS = pathlib.Path(__file__).parent.parent
+# Of each file of kernels/cpu all compiled functions are called, as the plugin makes sure, by what is small.
+FILES = {
+    "test_safety_indices.py": "cpu",
+    "test_safety_cache.py": "cpu and not large",
+    "test_safety_attention.py": "any_row_and_length and cpu or any_index and cpu-layout0",
+    "metadata/test_sparse_swa.py": "test_batch and cpu",
+    "metadata/test_indexer.py": "(test_batch or compressed_slot_mapping) and cpu and v4",
+    "ops/test_indexer.py": (
+        "cpu and (choice_is_the_references and 300 or test_queries and bfloat16-True-True or without_scales and F32)"
+    ),
+    "ops/test_compressor.py": (
+        "cpu and (test_compressor and ratio4 and (DSV4_FP8 or INDEXER_FP8) or norms and bfloat16 or any_value"
+        " or queries_and_window and DSV4_FP8 or inverse_rope or test_rope and 64)"
+    ),
+    "ops/test_sparse_attention.py": "float32_rows and cpu",
+}
 
 
 def test_no_array_is_left():
-    files = [str(TESTS / name) for name in ("test_safety_indices.py", "test_safety_cache.py")]
-    options = ("-q", "-p", "no:cacheprovider", "-p", "no:warnings", "-k", "cpu and not large")
+    chosen = " or ".join(f"({pathlib.Path(file).name} and ({words}))" for file, words in FILES.items())
+    options = ("-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:warnings", "-p", "support.checked", "-k", chosen)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *files],
-        env={**os.environ, "NUMBA_DISABLE_JIT": "1"}, cwd=TESTS.parent, capture_output=True, text=True, check=False,
+        [sys.executable, "-m", "pytest", *options, *(str(TESTS / file) for file in FILES)],
+        env={**os.environ, "NUMBA_DISABLE_JIT": "1", "PYTHONPATH": str(TESTS)}, cwd=TESTS.parent, capture_output=True,
+        text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout

@@ -1,5 +1,6 @@
 """Batches: how they split, in which order requests stand, and what of them a chunk or a rank holds."""
 
+import dataclasses
 import types
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import emulation
 from cumla.metadata import vllm_helpers
 from cumla.metadata.batch import (
     CommonAttentionMetadata,
@@ -23,6 +25,7 @@ from cumla.metadata.vllm_helpers import (
     set_kv_cache_layout,
 )
 from support import golden
+from support.lab import Lab
 
 
 def batch_of(query_lens, seq_lens=None, **changes):
@@ -47,6 +50,18 @@ def test_max_seq_len_is_taken_from_the_lengths():
     assert batch_of([1, 2], [9, 4]).max_seq_len == 9
     assert batch_of([]).max_seq_len == 0
     assert batch_of([1], [9], max_seq_len=20).max_seq_len == 20
+
+
+@pytest.mark.skipif(emulation.unavailable() is not None, reason=str(emulation.unavailable()))
+def test_host_numbers_on_a_device_are_an_error():
+    """To read them would wait for it."""
+    with emulation.devices():
+        put = Lab("cuda", on_device=True, emulated=True).put
+        for name in ("seq_lens_cpu", "query_start_loc_cpu"):
+            batch = batch_of([1, 2], [9, 4], max_seq_len=9)
+            batch = dataclasses.replace(batch, **{name: put(getattr(batch, name))})
+            with pytest.raises(ValueError, match=f"{name}: got an array on CUDA device 0, expected one in host memory"):
+                split_decodes_and_prefills(batch)
 
 
 def test_padding_of_the_slot_mapping():

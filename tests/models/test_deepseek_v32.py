@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from support.models import GoldenLayer, V32Layer, relative_rms
 
 BOUNDS = {"float32": 1e-5, "bfloat16": 3e-3, "fp8": 0.04}  # of the whole output, by what rows are kept as

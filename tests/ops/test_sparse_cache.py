@@ -63,6 +63,28 @@ def test_insert(lab, layout):
 
 
 @layouts(*FP8_LAYOUTS)
+def test_pages_of_one_token_may_lie_in_larger_ones(lab, rng, layout):
+    """How far the next row would be does not matter where there is none."""
+    k, slots = rng.standard_normal((3, layout.head_dim)).astype(BF16), np.array([4, 0, 2])
+    content = np.zeros((5, 3 * layout.token_bytes), np.uint8)
+    caches = []
+    for place in (lab, REFERENCE):
+        pages = place.put(content.copy())
+        shape, strides = (5, 1, layout.token_bytes), (3 * layout.token_bytes, 2 * layout.token_bytes, 1)
+        if isinstance(pages, np.ndarray):
+            cache = np.lib.stride_tricks.as_strided(pages, shape, strides)
+        else:
+            cache = type(pages)(shape, pages.dtype, pages.data, strides)
+        cumla.quantize_and_insert_k_cache(
+            place.put(k), cache, place.put(slots), 1, layout=layout, backend=place.backend
+        )  # fmt: skip
+        caches.append(place.get(pages))
+    np.testing.assert_array_equal(*caches)
+    assert caches[0][slots, : layout.row_bytes].any(axis=1).all()
+    assert not caches[0][:, layout.token_bytes :].any()
+
+
+@layouts(*FP8_LAYOUTS)
 def test_insert_writes_the_bytes_of_its_slots_and_no_other(lab, rng, layout):
     block_size, slots = 3, np.array([4, -1, 6, 99])
     used = layout.allocate(3, block_size).reshape(3, -1)

@@ -7,13 +7,13 @@ import numpy as np
 
 from cumla.metadata.batch import CommonAttentionMetadata
 from cumla.metadata.builder import ServingConfig
+from cumla.models.deepseek_v4 import DeepseekV4Attention, DeepseekV4Caches, DeepseekV4Config
 from cumla.models.deepseek_v32 import (
     DeepseekV32Attention,
     DeepseekV32Caches,
     DeepseekV32Config,
     DeepseekV32StepBuilder,
 )
-from cumla.models.deepseek_v4 import DeepseekV4Attention, DeepseekV4Caches, DeepseekV4Config
 from cumla.models.step import STATE_BLOCK_SIZES, DeepseekV4StepBuilder
 
 from .golden import DATA

@@ -10,6 +10,7 @@ INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 FLOAT_DTYPES = (BF16, np.float16, np.float32)
 EMULATED_EXAMPLES = 10
+MOST_EXAMPLES = 1000  # of any property; fewer where all of them take long (checked.py)
 SEED = 0  # as --seed says: examples of their own for every other number
 
 seeds = st.integers(0, 2**32 - 1)
@@ -19,6 +20,7 @@ def for_all(lab, examples=25, tiny_examples=4, **strategies):
     """Run the decorated function at once, for examples of these strategies; few of them where they take long."""
     if lab.emulated:  # each may be a kernel to compile
         examples = min(examples, EMULATED_EXAMPLES)
+    examples = min(examples, MOST_EXAMPLES)
 
     def decorate(check):
         property_ = settings(

@@ -3,7 +3,6 @@
 #include "emulator.h"
 
 #define __device__
-#define __forceinline__ inline
 #define __host__
 #define __global__
 #define __shared__ static

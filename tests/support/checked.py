@@ -1,0 +1,71 @@
+"""A plugin of pytest: compiled functions run as they are written, on arrays that refuse to be left.
+
+    NUMBA_DISABLE_JIT=1 pytest -p support.checked -k cpu ...
+
+NumPy counts negative indices from the end; these arrays do not. The run fails if a compiled function of kernels/cpu was
+never called.
+"""
+
+import functools
+import importlib
+import pkgutil
+
+import numba
+import numpy as np
+
+from . import properties
+
+properties.MOST_EXAMPLES = 3
+PACKAGE = "cumla.kernels.cpu"
+_known, _called = set(), set()
+
+
+class Checked(np.ndarray):
+    """An array in which a negative index is an error, as one beyond the end is. Views of it are so, too."""
+
+    def __getitem__(self, key):
+        check(key)
+        return super().__getitem__(key)
+
+    def __setitem__(self, key, value):
+        check(key)
+        super().__setitem__(key, value)
+
+
+def check(key):
+    for part in key if key.__class__ is tuple else (key,):
+        if part.__class__ is slice:
+            negative = (part.start or 0) < 0 or (part.stop or 0) < 0
+        else:
+            negative = (part < 0).any() if part.__class__ is np.ndarray else part is not ... and part < 0
+        if negative:
+            raise IndexError(f"index {part}, which is before the start of an array")
+
+
+def njit(function=None, **options):
+    """numba.njit that leaves a function as it is but for its arrays."""
+    if function is None:
+        return functools.partial(njit, **options)
+    name = f"{function.__module__}.{function.__qualname__}"
+    if function.__module__.startswith(PACKAGE):
+        _known.add(name)
+
+    @functools.wraps(function)
+    def call(*arguments):
+        _called.add(name)
+        return function(*[x.view(Checked) if type(x) is np.ndarray else x for x in arguments])
+
+    return call
+
+
+numba.njit = njit
+
+
+def pytest_sessionfinish(session):
+    package = importlib.import_module(PACKAGE)
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{PACKAGE}.{module.name}")
+    missing = sorted(_known - _called)
+    if missing:
+        print("\nnever called:", *missing, sep="\n  ")
+        session.exitstatus = 1
