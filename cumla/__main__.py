@@ -12,7 +12,7 @@ from . import __doc__ as summary
 from . import __version__
 from .dispatch.backends import BACKENDS
 from .replay.errors import InputError, OutputError
-from .replay.options import DEVICE_DEFAULTS, HOST_DEFAULTS, LAYER_RATIOS, choose_backend
+from .replay.options import DEVICE_DEFAULTS, HOST_DEFAULTS, LAYER_RATIOS, MLA_CACHES, choose_backend
 from .replay.scheduler import STEP_MS
 
 MAX_HEADS = 128
@@ -107,6 +107,9 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--window", type=AtLeast(1), default=128, metavar="TOKENS", help="default: 128")
     model.add_argument(
         "--topk", type=AtLeast(1), metavar="N", help=f"compressed rows a token selects at c4a {_default('topk')}"
+    )
+    model.add_argument(
+        "--mla-cache", choices=MLA_CACHES, default=MLA_CACHES[0], help="values of mla's cache (default: bf16)"
     )
     model.add_argument(
         "--backend", choices=list(BACKENDS), help="default: cuda if there is a device that CuPy can use, else cpu"

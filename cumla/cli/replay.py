@@ -21,13 +21,13 @@ from ..replay.plot import check_can_plot, write_plot
 from ..replay.report import print_report, write_json
 from ..replay.scheduler import STEP_MS
 from ..replay.summary import summarize
-from ..replay.trace import TraceRequest, read_trace
+from ..replay.trace import Share, TraceRequest, in_order, requests_of
 from .info import describe_machine
 
 
 def run(args: argparse.Namespace) -> int:
     """The exit status: 0, or 1 where a sample is beyond its bounds or a file cannot be written."""
-    options, requests = resolve(args)
+    options, requests, share = resolve(args)
     for name, path in (("--json", args.json), ("--plot", args.plot)):
         if path is not None:
             check_writable(name, path)
@@ -36,13 +36,12 @@ def run(args: argparse.Namespace) -> int:
     share_cores()
     console = Console()
     trace = "shipped with cumla" if args.trace is None else str(args.trace)
-    title = (
-        f"{len(requests)} requests, {'+'.join(options.layers)} layers, {options.heads} heads, backend {options.backend}"
-    )
+    title = f"{share}, {'+'.join(options.layers)} layers, {options.heads} heads, backend {options.backend}"
     console.print(escape(f"{title}; trace: {trace}"), highlight=False, soft_wrap=True)
     engine, records, warm_up_seconds, wall_seconds = replay(options, requests)
     summary = {
         "config": {"trace": trace, "requests": len(requests), "step_ms": STEP_MS, **asdict(options)},
+        "share": asdict(share),
         "machine": describe_machine(),
         "warm_up_seconds": warm_up_seconds,
         **summarize(engine, records, wall_seconds),
@@ -69,8 +68,11 @@ def write_files(args: argparse.Namespace, summary: dict[str, Any], title: str) -
     return None
 
 
-def resolve(args: argparse.Namespace) -> tuple[ReplayOptions, list[TraceRequest]]:
-    """Options with the machine's defaults filled in, and the requests cut to them. Raises InputError."""
+def resolve(args: argparse.Namespace) -> tuple[ReplayOptions, list[TraceRequest], Share]:
+    """Options with the machine's defaults filled in, the requests cut to them, and how much of the trace that is.
+
+    Raises InputError.
+    """
     backend = choose_backend(args.backend)
     defaults = defaults_for(backend)
 
@@ -79,7 +81,9 @@ def resolve(args: argparse.Namespace) -> tuple[ReplayOptions, list[TraceRequest]
         return getattr(defaults, name) if value is None else value
 
     max_len = given("max_len")
-    requests = [request.clipped(max_len) for request in read_trace(args.trace, given("requests"))]
+    trace = requests_of(args.trace)
+    taken = trace[: given("requests")]
+    requests = [request.clipped(max_len) for request in in_order(taken)]
     if args.requests is not None and len(requests) < args.requests:
         raise InputError(f"--requests: got {args.requests}, but the trace has {len(requests)}")
     options = ReplayOptions(
@@ -92,8 +96,9 @@ def resolve(args: argparse.Namespace) -> tuple[ReplayOptions, list[TraceRequest]
         cache_tokens=cache_size(args.cache_tokens, requests),
         max_len=max_len,
         seed=args.seed,
+        mla_cache=args.mla_cache,
     )
-    return options, requests
+    return options, requests, Share.of(trace, taken, requests)
 
 
 def check_writable(option: str, path: Path) -> None:

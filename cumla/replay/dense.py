@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from ..dispatch.backends import array_module
@@ -34,6 +35,8 @@ KV_C = MLA_BF16.head_dim - ROPE_DIM
 WEIGHT_STD = 0.006  # as DeepSeek V3 initialises its weights
 SCALE = HEAD_DIM**-0.5
 VALUE, ROW = 2, MLA_BF16.row_bytes  # bytes
+FP8_SCALE = 2.0**-6  # of FP8 caches: rows spread by K_STD, and the scaled ones fill the middle of what e4m3 has
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 SLOT = 8
 
 
@@ -49,22 +52,29 @@ class DenseInputs:
 class DenseLayer:
     """One dense layer.
 
-    cache  bfloat16 [num_blocks * 4, 64, 576]
+    cache  [num_blocks * 4, 64, 576] bfloat16, or uint8: e4m3 of value / FP8_SCALE
     """
 
     def __init__(self, index: int, name: str, options: ReplayOptions) -> None:
         self.name, self.index, self.heads = name, index, options.heads
         self.xp = xp = array_module(options.backend)
         self.activations = Activations(options.seed, index, options.heads, xp)
-        self.cache = xp.zeros((options.num_blocks * SWA_PAGES, SWA_BLOCK, MLA_BF16.head_dim), BFLOAT16)
+        self.fp8 = options.mla_cache == "fp8"
+        shape = (options.num_blocks * SWA_PAGES, SWA_BLOCK, MLA_BF16.head_dim)
+        self.cache = xp.zeros(shape, np.uint8 if self.fp8 else BFLOAT16)
         rng = np.random.default_rng([options.seed, index, 4])
         weight = rng.standard_normal((options.heads * (NOPE + V), KV_C), np.float32) * np.float32(WEIGHT_STD)
         self.weight = weight.astype(BFLOAT16)
         self.attention = MLACommonImpl(
-            options.heads, MLA_BF16.head_dim, SCALE, kv_b_proj=xp.asarray(self.weight), qk_nope_head_dim=NOPE,
+            options.heads, MLA_BF16.head_dim, SCALE, kv_cache_dtype="fp8" if self.fp8 else "auto",
+            kv_b_proj=xp.asarray(self.weight), qk_nope_head_dim=NOPE,
             v_head_dim=V, backend=options.backend,
         )  # fmt: skip
         self.attention.process_weights_after_loading()
+
+    @property
+    def row_bytes(self) -> int:
+        return MLA_BF16.head_dim if self.fp8 else ROW
 
     @property
     def cache_bytes(self) -> int:
@@ -86,7 +96,9 @@ class DenseLayer:
 
     def step(self, inputs: DenseInputs, metadata: MLACommonMetadata, observe: Observer) -> Any:
         """Out [n, h, 128] bfloat16."""
-        out = self.attention.forward(inputs.q, inputs.kv_c, inputs.k_pe, self.cache, metadata, observe=observe)
+        out = self.attention.forward(
+            inputs.q, inputs.kv_c, inputs.k_pe, self.cache, metadata, k_scale=FP8_SCALE, observe=observe
+        )
         return out.reshape(len(out), self.heads, V)
 
     def check(self, step: int, batch: StepBatch, inputs: DenseInputs, out: Any, kind: str, token: int) -> Sample:
@@ -96,15 +108,21 @@ class DenseLayer:
         seen = np.arange(position + 1)
         parts = [part.view(np.uint16) for part in self.rows(sequence.token_keys[seen], seen)]
         made = self.xp.concatenate(parts, axis=1).view(BFLOAT16)
-        exact = self.attend(inputs.q[token], self.cached(sequence, seen))
-        before = self.attend(inputs.q[token], made)
+        there = self.cached(sequence, seen)
+        if kind == "prefill":  # whose new rows are not read back
+            there.view(np.uint16)[scheduled.start :] = made.view(np.uint16)[scheduled.start :]
+        exact = self.attend(inputs.q[token], there)
+        before = self.attend(inputs.q[token], made) if self.fp8 else None
         got = to_host(out[token]).astype(np.float64)
         return measured(step, self.name, sequence.index, position, kind, got, exact, before)
 
     def cached(self, sequence: Sequence, positions: np.ndarray) -> Any:
-        """The rows that the cache holds at these positions, bfloat16 [n, 576]."""
+        """The rows that the cache holds at these positions, bfloat16 [n, 576], exact."""
         slots = sequence.slots(positions)
         pages, rows = (self.xp.asarray(x) for x in (slots // SWA_BLOCK, slots % SWA_BLOCK))
+        if self.fp8:
+            values = to_host(self.cache[pages, rows]).view(E4M3).astype(np.float32) * np.float32(FP8_SCALE)
+            return self.xp.asarray(values.astype(BFLOAT16))
         return self.cache.view(np.uint16)[pages, rows].view(BFLOAT16)
 
     @functools.cached_property
@@ -143,10 +161,10 @@ class DenseMetadata:
         return metadata
 
 
-def dense_bytes_moved(batch: StepBatch, heads: int) -> dict[str, int]:
+def dense_bytes_moved(batch: StepBatch, heads: int, row_bytes: int = ROW) -> dict[str, int]:
     """Bytes by op of a dense layer in a step, each row counted once for all queries that attend to it.
 
-    absorb and project read and write activations, their weights aside.
+    row_bytes  of the cache; absorb and project read and write activations, their weights aside.
     """
     n = batch.num_decodes
     prefills = batch.scheduled[n:]
@@ -154,10 +172,10 @@ def dense_bytes_moved(batch: StepBatch, heads: int) -> dict[str, int]:
     keys_and_values = heads * (NOPE + V) * VALUE + ROPE_DIM * VALUE
     queries = heads * HEAD_DIM * VALUE
     moved = {
-        "insert": batch.num_tokens * (2 * ROW + SLOT),
+        "insert": batch.num_tokens * (ROW + row_bytes + SLOT),
         "absorb": n * heads * (HEAD_DIM + MLA_BF16.head_dim + KV_C + V) * VALUE,
-        "decode": int((batch.positions[:n] + 1).sum()) * ROW + n * heads * (MLA_BF16.head_dim + KV_C) * VALUE,
-        "gather": 2 * context * ROW,
+        "decode": int((batch.positions[:n] + 1).sum()) * row_bytes + n * heads * (MLA_BF16.head_dim + KV_C) * VALUE,
+        "gather": context * (row_bytes + ROW),
         "project": (new + context) * (KV_C * VALUE + heads * (NOPE + V) * VALUE),
         "prefill": new * (queries + keys_and_values + heads * V * VALUE),
         "context": context * keys_and_values + (new * (queries + heads * V * 2 * VALUE) if context else 0),

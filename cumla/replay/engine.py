@@ -143,7 +143,7 @@ class Engine:
                 continue
             inputs = layer.inputs(batch, self._stopwatch)
             out = layer.step(inputs, metadata, functools.partial(self._observe, layer.name))
-            record.add_bytes(layer.name, dense_bytes_moved(batch, layer.heads))
+            record.add_bytes(layer.name, dense_bytes_moved(batch, layer.heads, layer.row_bytes))
             if self.verifier is not None:
                 with self._stopwatch.measure((STEP, "verify")):
                     for kind, token in self.verifier.pick(step, layer.index, batch):

@@ -12,6 +12,7 @@ from .trace import INT32_MAX, TraceRequest
 
 LAYER_RATIOS = {"swa": 1, "c4a": 4, "c128a": 128}  # of sparse layers
 LAYER_TYPES = (*LAYER_RATIOS, "mla")
+MLA_CACHES = ("bf16", "fp8")
 # Files of kernels that a replay calls.
 KERNELS = (
     "window_metadata", "sparse_cache", "indices", "sparse_attention", "dense_cache", "dense_attention", "projection",
@@ -45,6 +46,7 @@ class ReplayOptions:
     cache_tokens: int
     max_len: int | None
     seed: int
+    mla_cache: str = "bf16"  # values of dense layers' caches: "bf16" or "fp8"
 
     @property
     def num_blocks(self) -> int:

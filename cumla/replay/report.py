@@ -35,7 +35,17 @@ def _finite(value: Any) -> Any:
 
 
 def print_report(console: Console, summary: dict[str, Any]) -> None:
-    for table in (_throughput(summary), _ops(summary), _cache(summary), _exactness(summary), _fp8_cost(summary)):
+    tables = [
+        _run(summary),
+        _throughput(summary),
+        _latency(summary),
+        _ops(summary),
+        _cache(summary),
+        _exactness(summary),
+    ]
+    if summary["verification"]["fp8"]:
+        tables.append(_fp8_cost(summary))
+    for table in tables:
         console.print(table)
         console.print()
     failures = summary["verification"]["failures"]
@@ -53,11 +63,60 @@ def _new_table(title: str, *columns: str, caption: str | None = None) -> Table:
     return table
 
 
+def _run(summary: dict[str, Any]) -> Table:
+    config, share = summary["config"], summary["share"]
+    left_out = share["trace_requests"] - share["requests"]
+    cut = share["requests"] - share["whole_requests"]
+    lengths = "as long as in the trace"
+    if cut:
+        lengths = f"{cut:,} of the {share['requests']:,} cut to {config['max_len']:,} tokens (--max-len)"
+    rows = (
+        (
+            "requests",
+            f"{share['requests']:,} of the trace's {share['trace_requests']:,}"
+            + (f"; {left_out:,} left out (--requests)" if left_out else ""),
+        ),
+        ("their lengths", lengths),
+        (
+            "their tokens",
+            f"{share['tokens']:,} of {share['tokens_uncut']:,} ({share['tokens'] / share['tokens_uncut']:.0%}); "
+            f"the trace has {share['trace_tokens']:,}",
+        ),
+        ("layers", f"{', '.join(config['layers'])}; {_counted(config['heads'], 'head')}"),
+        ("window", f"{config['window']:,} tokens"),
+        ("topk", f"{config['topk']:,} compressed rows"),
+        ("batch", f"at most {config['batch_tokens']:,} tokens a step"),
+        ("seed", f"{config['seed']}"),
+        ("backend", config["backend"]),
+    )
+    table = Table(title="What ran", title_justify="left", show_header=False)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _latency(summary: dict[str, Any]) -> Table:
+    layers = len(summary["config"]["layers"])
+    columns = list(summary["latency"]["step_ms"])
+    table = _new_table(
+        f"Latency: milliseconds in attention of {_counted(layers, 'layer')}, and nothing else",
+        "", *columns,
+        caption="First output: from a request's arrival, which is simulated, to the end of the step that makes it.",
+    )  # fmt: skip
+    for name, key in (("a step", "step_ms"), ("a request's first output", "first_output_ms")):
+        table.add_row(name, *(f"{summary['latency'][key][column]:,.2f}" for column in columns))
+    return table
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
 def _throughput(summary: dict[str, Any]) -> Table:
-    totals = summary["totals"]
+    totals, layers = summary["totals"], len(summary["config"]["layers"])
     table = _new_table(
         f"Throughput: {totals['requests']} requests in {totals['steps']} steps, {totals['wall_seconds']:.1f} s",
-        "", "tokens", "tokens/s in attention", "tokens/s of the run",
+        "", "tokens", f"tokens/s in attention of {_counted(layers, 'layer')}", "tokens/s of the run",
         caption="The run also makes the rows and checks samples; attention is the layers' ops and metadata.",
     )  # fmt: skip
     for kind in ("prefill", "decode"):
@@ -80,6 +139,7 @@ def _ops(summary: dict[str, Any]) -> Table:
         "op", *columns,
         caption="GB/s: bytes the op has to move over its time. Below the line: not attention.",
     )  # fmt: skip
+    last = [op for op in ATTENTION_OPS if any((layer, op) in ops for layer in layers)][-1]
     for op in (*ATTENTION_OPS, "activations", "topk"):
         cells = []
         for layer in layers:
@@ -87,7 +147,7 @@ def _ops(summary: dict[str, Any]) -> Table:
             cells.append("" if row is None else f"{row['seconds'] * 1e3:,.1f}")
             cells.append("" if row is None or row["gbps"] is None else f"{row['gbps']:,.2f}")
         if any(cells):
-            table.add_row(op, *cells, end_section=op == ATTENTION_OPS[-1])
+            table.add_row(op, *cells, end_section=op == last)
     for (layer, op), row in ops.items():
         if layer not in layers:
             table.add_row(op, f"{row['seconds'] * 1e3:,.1f}", "", *[""] * (len(columns) - 2))

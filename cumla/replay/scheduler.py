@@ -29,6 +29,7 @@ class Sequence:
     computed  positions whose rows are in the cache
     shared    of these, how many came from another request
     waited    whether it had arrived but found no room
+    arrival_step, output_step  numbers of the first step it could have run in, and of the one that made its first output
     """
 
     index: int
@@ -37,6 +38,8 @@ class Sequence:
     computed: int = 0
     shared: int = 0
     waited: bool = False
+    arrival_step: int = -1
+    output_step: int = -1
 
     @property
     def is_prefilling(self) -> bool:
@@ -92,6 +95,7 @@ class Scheduler:
         self.batch_tokens = batch_tokens
         self.max_running = min(max_running, batch_tokens)  # so that every decode has its token
         self.clock_ms = requests[0].timestamp
+        self.step = 0  # the next one
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.finished: list[Sequence] = []
@@ -122,16 +126,20 @@ class Scheduler:
         for scheduled in step:
             sequence = scheduled.sequence
             sequence.computed += scheduled.count
+            if sequence.output_step < 0 and not sequence.is_prefilling:
+                sequence.output_step = self.step
             self._publish(sequence, scheduled.start)
             if sequence.is_finished:
                 self.pool.release(sequence.blocks)
                 self.running.remove(sequence)
                 self.finished.append(sequence)
         self.clock_ms += STEP_MS
+        self.step += 1
 
     def _admit(self) -> None:
         while self._arrivals and self._arrivals[0].request.timestamp <= self.clock_ms:
             self.waiting.append(self._arrivals.popleft())
+            self.waiting[-1].arrival_step = self.step
         while self.waiting and len(self.running) < self.max_running:
             sequence = self.waiting[0]
             request = sequence.request

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from .engine import Engine, StepRecord
-from .verify import FP8_MEAN_BOUND, Sample
+from .verify import FP8_MEAN_BOUND, Direction, Sample, directions_of
 
 PREFILL_OPS, DECODE_OPS = ("gather", "project", "prefill", "context"), ("absorb", "decode")
 SHARED_OPS = ("insert", "map")
+PERCENTILES = (50, 90, 99)
 ATTENTION_OPS = (*SHARED_OPS, *DECODE_OPS, *PREFILL_OPS)
 
 
@@ -33,6 +34,7 @@ def summarize(engine: Engine, records: Sequence[StepRecord], wall_seconds: float
             "requests_that_waited": sum(sequence.waited for sequence in sequences),
             **_throughput(records, wall_seconds),
         },
+        "latency": _latency(engine, records),
         "ops": _by_op(records),
         "cache": {
             "blocks": blocks,
@@ -76,6 +78,20 @@ def _throughput(records: Sequence[StepRecord], wall_seconds: float) -> dict[str,
     return result
 
 
+def _latency(engine: Engine, records: Sequence[StepRecord]) -> dict[str, dict[str, float]]:
+    """Milliseconds of a step's attention, and of all steps from a request's arrival to its first output.
+
+    Requests arrive as the simulated clock has it; their time is that of attention and metadata alone.
+    """
+    steps = np.array([op_seconds(record, (*ATTENTION_OPS, "metadata")) for record in records]) * 1e3
+    until = np.concatenate([[0], np.cumsum(steps)])
+    outputs = [until[s.output_step + 1] - until[s.arrival_step] for s in engine.scheduler.finished]
+    return {
+        what: {f"p{p}": float(np.percentile(times, p)) for p in PERCENTILES} | {"max": float(np.max(times))}
+        for what, times in (("step_ms", steps), ("first_output_ms", outputs))
+    }
+
+
 def _by_op(records: Sequence[StepRecord]) -> list[dict[str, Any]]:
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     moved: dict[tuple[str, str], int] = defaultdict(int)
@@ -101,9 +117,15 @@ def _verification(samples: Sequence[Sample]) -> dict[str, Any]:
     failures = [failure for sample in samples if (failure := sample.failure) is not None]
     by_layer: dict[str, list[Sample]] = defaultdict(list)
     by_kind: dict[str, list[Sample]] = defaultdict(list)
+    directions: dict[str, list[Direction]] = defaultdict(list)
     for sample in samples:
-        by_layer[sample.layer].append(sample)
         by_kind[sample.kind].append(sample)
+        if sample.fp8_rms is not None:
+            by_layer[sample.layer].append(sample)
+    for direction in directions_of(samples):
+        directions[direction.kind].append(direction)
+        if direction.failure is not None:
+            failures.append(direction.failure)
     fp8 = {
         layer: {
             "samples": len(some),
@@ -128,7 +150,7 @@ def _verification(samples: Sequence[Sample]) -> dict[str, Any]:
                 "samples": len(some),
                 "error_worst": float(np.max([sample.max_error for sample in some])),
                 "bound_share_worst": float(np.max([sample.bound_share for sample in some])),
-                "cosine_worst": float(np.max([sample.cosine for sample in some])),
+                "cosine_worst": float(np.max([direction.cosine for direction in directions[kind]])),
             }
             for kind, some in sorted(by_kind.items())
         },

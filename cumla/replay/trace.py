@@ -46,12 +46,57 @@ class TraceRequest:
             return self
         output_length = min(self.output_length, max(max_len // OUTPUT_SHARE, 1))
         input_length = min(self.input_length, max_len - output_length)
+        if (input_length, output_length) == (self.input_length, self.output_length):
+            return self
         hash_ids = self.hash_ids[: -(-input_length // HASH_TOKENS)]
         return replace(self, input_length=input_length, output_length=output_length, hash_ids=hash_ids)
 
 
+@dataclass(frozen=True)
+class Share:
+    """How much of a trace runs. Tokens are those of prompts and outputs.
+
+    requests, tokens                  what runs
+    whole_requests                    of them, those that are not cut
+    tokens_uncut                      tokens of the same requests as the trace has them
+    trace_requests, trace_tokens      all of the trace
+    """
+
+    requests: int
+    tokens: int
+    whole_requests: int
+    tokens_uncut: int
+    trace_requests: int
+    trace_tokens: int
+
+    @classmethod
+    def of(cls, trace: list[TraceRequest], taken: list[TraceRequest], requests: list[TraceRequest]) -> Share:
+        """trace: all requests; taken: those that run, as the trace has them; requests: as they run, in any order."""
+        kept = {id(request) for request in taken}
+        counts = [sum(x.input_length + x.output_length for x in some) for some in (requests, taken, trace)]
+        whole = sum(id(request) in kept for request in requests)  # `clipped` gives what it does not cut as it is
+        return cls(len(requests), counts[0], whole, counts[1], len(trace), counts[2])
+
+    def __str__(self) -> str:
+        text = f"{self.requests:,} of the trace's {self.trace_requests:,} requests"
+        if self.tokens == self.tokens_uncut:
+            return f"{text}, uncut"
+        cut = self.requests - self.whole_requests
+        return f"{text}, {cut:,} of them cut, to {self.tokens:,} of their {self.tokens_uncut:,} tokens"
+
+
 def read_trace(path: Path | None, limit: int | None = None) -> list[TraceRequest]:
-    """The first `limit` requests of a trace by line, in order of arrival; None: the trace that cumla ships.
+    """The first `limit` requests of a trace by line, in order of arrival. Raises as `requests_of`."""
+    return in_order(requests_of(path)[:limit])
+
+
+def in_order(requests: list[TraceRequest]) -> list[TraceRequest]:
+    """Requests in order of arrival."""
+    return sorted(requests, key=lambda request: request.timestamp)
+
+
+def requests_of(path: Path | None) -> list[TraceRequest]:
+    """The requests of a trace by line; None: of the trace that cumla ships.
 
     Raises InputError for a file that cannot be read, holds something else, or no request at all.
     """
@@ -59,8 +104,6 @@ def read_trace(path: Path | None, limit: int | None = None) -> list[TraceRequest
     requests: list[TraceRequest] = []
     try:
         for number, line in enumerate(_lines(path), 1):
-            if limit is not None and len(requests) == limit:
-                break
             if line.strip():
                 requests.append(_parse(line, f"{name}, line {number}"))
     except OSError as error:
@@ -71,7 +114,7 @@ def read_trace(path: Path | None, limit: int | None = None) -> list[TraceRequest
         raise InputError(f"cannot read {name}: it is neither text nor gzipped text") from None
     if not requests:
         raise InputError(f"{name} has no requests")
-    return sorted(requests, key=lambda request: request.timestamp)
+    return requests
 
 
 def _lines(path: Path | None) -> Iterator[str]:

@@ -7,6 +7,7 @@ request, not from the metadata under test, and the rows before quantisation are 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,7 @@ EXACT_BOUNDS = {"decode": (1e-3, 2.01 / 128, 5e-6), "prefill": (8e-4, 3.01 / 128
 FP8_MEAN_BOUND = 2.0**-4
 FP8_RMS_BOUND = 2.0**-2
 FP8_COSINE_BOUND = FP8_RMS_BOUND**2 / 2
+SINGLE_HEADS = 32  # tokens of a single head whose outs together have a direction that the cosine's bound is for
 REMEMBERED_ROWS = 1 << 16  # compressed rows kept to be compared again, 64 MiB
 
 
@@ -46,8 +48,9 @@ class Sample:
     kind          "decode" or "prefill": which kernel it went through
     max_error     largest error of a value, exactness
     bound_share   largest share of its bound that a value's error takes; 1 is the bound
-    cosine        cosine distance, exactness
-    fp8_rms       relative root mean square error that FP8 costs
+    heads         of the out
+    product, norms  got x exact and got x got + exact x exact, of which cosine distances are made
+    fp8_rms       relative root mean square error that FP8 costs; None where the cache is not FP8
     fp8_cosine    its cosine distance
     """
 
@@ -58,26 +61,75 @@ class Sample:
     kind: str
     max_error: float
     bound_share: float
-    cosine: float
-    fp8_rms: float
-    fp8_cosine: float
+    heads: int
+    product: float
+    norms: float
+    fp8_rms: float | None = None
+    fp8_cosine: float | None = None
 
     @property
     def failure(self) -> str | None:
-        """What is beyond its bound, or None. NaN is beyond every bound."""
-        cosine_bound = EXACT_BOUNDS[self.kind][2]
+        """What is beyond its bound, or None. NaN is beyond every bound. (Directions: `directions_of`.)"""
         for what, got, bound in (
             (f"error {self.max_error:.3g} takes {self.bound_share:.3g} of its bound, which", self.bound_share, 1.0),
-            ("cosine distance", self.cosine, cosine_bound),
             ("relative rms error through FP8", self.fp8_rms, FP8_RMS_BOUND),
             ("cosine distance through FP8", self.fp8_cosine, FP8_COSINE_BOUND),
         ):
-            if not got <= bound:
+            if got is not None and not got <= bound:
                 return (
                     f"step {self.step}, request {self.request}, position {self.position}, layer {self.layer} "
                     f"({self.kind}): {what} is {got:.3g}, expected at most {bound:.3g}"
                 )
         return None
+
+
+@dataclass(frozen=True)
+class Direction:
+    """The cosine distance of samples of a layer and kind, taken as one array."""
+
+    samples: tuple[Sample, ...]
+    is_checked: bool
+
+    @property
+    def kind(self) -> str:
+        return self.samples[0].kind
+
+    @property
+    def cosine(self) -> float:
+        norms = sum(sample.norms for sample in self.samples)
+        return 1 - 2 * sum(sample.product for sample in self.samples) / norms if norms else 0.0
+
+    @property
+    def failure(self) -> str | None:
+        bound, first = EXACT_BOUNDS[self.kind][2], self.samples[0]
+        if not self.is_checked or self.cosine <= bound:
+            return None
+        more = f" and {len(self.samples) - 1} more" if len(self.samples) > 1 else ""
+        return (
+            f"step {first.step}, request {first.request}, position {first.position}{more}, layer {first.layer} "
+            f"({self.kind}): cosine distance is {self.cosine:.3g}, expected at most {bound:.3g}"
+        )
+
+
+def directions_of(samples: Iterable[Sample]) -> list[Direction]:
+    """What the bound of cosine distances is for: outs of several heads.
+
+    A head's query is rounded once, which turns all values of its out together; among heads these errors average out,
+    and the bound is that of such arrays. So a token of several heads is one, and the tokens of a single head are taken
+    together, SINGLE_HEADS at a time; what is left over joins the last. Fewer in all are not checked but value by value.
+    """
+    directions = []
+    single: dict[tuple[str, str], list[Sample]] = {}
+    for sample in samples:
+        if sample.heads > 1:
+            directions.append(Direction((sample,), True))
+        else:
+            single.setdefault((sample.layer, sample.kind), []).append(sample)
+    for some in single.values():
+        ends = list(range(SINGLE_HEADS, len(some) - SINGLE_HEADS + 1, SINGLE_HEADS))
+        groups = zip([0, *ends], [*ends, len(some)], strict=True)
+        directions += [Direction(tuple(some[i:j]), j - i >= SINGLE_HEADS) for i, j in groups]
+    return directions
 
 
 class Verifier:
@@ -170,9 +222,12 @@ def measured(
     kind: str,
     got: np.ndarray,
     exact: np.ndarray,
-    before: np.ndarray,
+    before: np.ndarray | None,
 ) -> Sample:
-    """The sample of a token's out, given what it is over the rows in the cache and over the rows before."""
+    """The sample of a token's out [h, d], given what it is over the rows in the cache and over the rows before.
+
+    before  None where the cache is not FP8
+    """
     absolute, relative, _ = EXACT_BOUNDS[kind]
     error = np.abs(got - exact)
     return Sample(
@@ -183,9 +238,11 @@ def measured(
         kind=kind,
         max_error=float(error.max()),
         bound_share=float((error / (absolute + relative * np.abs(exact))).max()),
-        cosine=cosine_distance(got, exact),
-        fp8_rms=float(np.sqrt(((got - before) ** 2).mean() / (before**2).mean())),
-        fp8_cosine=cosine_distance(got, before),
+        heads=len(got),
+        product=float((got * exact).sum()),
+        norms=float((got * got).sum() + (exact * exact).sum()),
+        fp8_rms=None if before is None else float(np.sqrt(((got - before) ** 2).mean() / (before**2).mean())),
+        fp8_cosine=None if before is None else cosine_distance(got, before),
     )
 
 

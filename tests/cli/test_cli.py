@@ -58,6 +58,43 @@ def test_replay_writes_everything(tmp_path, capsys):
     assert 0 < summary["cache"]["held_peak"] <= 1
 
 
+def test_replay_says_how_much_of_the_trace_it_ran(capsys, tmp_path):
+    lines = [
+        {"timestamp": 10 * i, "input_length": n, "output_length": 4, "hash_ids": [i]}
+        for i, n in enumerate((50, 200, 30, 400))
+    ]
+    trace, numbers = tmp_path / "trace.jsonl", tmp_path / "run.json"
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = ["replay", str(trace), "--backend", "cpu", "--heads", "2", "--layers", "swa", "--window", "16", "--seed", "3"]
+    assert main([*run, "--requests", "3", "--max-len", "100", "--json", str(numbers)]) == 0
+    out = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for text in (
+        "3 of the trace's 4 requests, 1 of them cut, to 188 of their 292 tokens", "3 of the trace's 4; 1 left out",
+        "1 of the 3 cut to 100 tokens (--max-len)", "188 of 292 (64%); the trace has 696", "16 tokens", "seed 3",
+        "tokens/s in attention of 1 layer", "Latency", "a request's first output", "simulated",
+    ):  # fmt: skip
+        assert text in out, text
+    summary = json.loads(numbers.read_text())
+    assert summary["share"] == {
+        "requests": 3, "tokens": 188, "whole_requests": 2, "tokens_uncut": 292, "trace_requests": 4,
+        "trace_tokens": 696,
+    }  # fmt: skip
+    for latency in summary["latency"].values():
+        assert 0 < latency["p50"] <= latency["p90"] <= latency["p99"] <= latency["max"]
+    assert main([*run, "--requests", "1"]) == 0
+    assert "1 of the trace's 4 requests, uncut" in capsys.readouterr().out
+
+
+def test_replay_of_bf16_caches_speaks_of_no_fp8(capsys):
+    options = [*TINY, "--layers", "mla", "--max-len", "60"]
+    assert main(options) == 0
+    out = capsys.readouterr().out
+    assert "FP8" not in out
+    assert "├" in out.split("context")[-1].split("activations")[0]  # the line that the caption speaks of
+    assert main([*options, "--mla-cache", "fp8"]) == 0
+    assert "What FP8 costs" in capsys.readouterr().out
+
+
 def test_replay_fails_beyond_bounds(monkeypatch, capsys):
     monkeypatch.setattr("cumla.replay.verify.EXACT_BOUNDS", {"decode": (1e-9, 0, 1), "prefill": (1e-9, 0, 1)})
     assert main([*TINY, "--layers", "swa", "--max-len", "60"]) == 1

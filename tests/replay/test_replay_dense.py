@@ -120,3 +120,20 @@ def test_layer_types_are_parsed():
     assert parse_layers("mla, swa") == ("mla", "swa")
     with pytest.raises(InputError, match="got 'mlb', expected a comma list of swa, c4a, c128a, mla"):
         parse_layers("mlb")
+
+
+def test_fp8_caches():
+    """Their cost is measured, and bf16 caches', which have none, is not."""
+    engine, records = run(replace(OPTIONS, mla_cache="fp8"))
+    assert failures(records) == []
+    samples = [sample for record in records for sample in record.samples]
+    assert 0.001 < np.mean([sample.fp8_rms for sample in samples]) < 0.0625
+    assert engine.layers[0].cache_bytes == OPTIONS.cache_tokens * 576
+    assert sum(r.bytes["mla", "insert"] for r in records) == sum(
+        (r.prefill_tokens + r.decode_tokens) * (1152 + 576 + 8) for r in records
+    )
+
+
+def test_bf16_caches_cost_nothing(finished):
+    _, records = finished
+    assert {sample.fp8_rms for record in records for sample in record.samples} == {None}

@@ -12,7 +12,7 @@ from cumla.replay.activations import apply_rope
 from cumla.replay.engine import Engine
 from cumla.replay.options import ReplayOptions
 from cumla.replay.trace import TraceRequest
-from cumla.replay.verify import Sample, cached_rows, cosine_distance
+from cumla.replay.verify import Sample, cached_rows, cosine_distance, directions_of, measured
 from support.lab import BF16, to_float
 
 OPTIONS = ReplayOptions(
@@ -147,7 +147,7 @@ def test_corrupted_cache_is_found():
 
 
 def test_nan_is_beyond_every_bound():
-    sample = Sample(0, "swa", 0, 0, "decode", float("nan"), float("nan"), 0.0, 0.0, 0.0)
+    sample = Sample(0, "swa", 0, 0, "decode", float("nan"), float("nan"), 8, 1.0, 2.0, 0.0, 0.0)
     assert sample.failure is not None
     assert replace(sample, max_error=0.0, bound_share=0.0).failure is None
 
@@ -166,3 +166,34 @@ def test_layers_take_turns_where_steps_are_faster_than_checks(monkeypatch):
     for record in records:
         checked = {sample.layer for sample in record.samples}
         assert checked == {OPTIONS.layers[record.step % len(OPTIONS.layers)]}
+
+
+def measured_samples(errors, heads):
+    """Samples whose out is `exact` but for a part of that size at a right angle."""
+    rng = np.random.default_rng(0)
+    for error in errors:
+        exact, other = rng.standard_normal((2, heads, 128))
+        other -= exact * (exact * other).sum() / (exact * exact).sum()
+        got = exact + error * other
+        yield measured(0, "mla", 0, 0, "decode", got, exact, None)
+
+
+def test_the_direction_of_several_heads_is_a_tokens_own():
+    assert [x.failure is None for x in directions_of(measured_samples([1e-3, 4e-3, 1e-3], heads=2))] == [
+        True,
+        False,
+        True,
+    ]
+
+
+def test_the_direction_of_a_single_head_is_that_of_many_tokens():
+    """As good a token as any may turn by more, but not all of them."""
+    alone, few = [4e-3] + [1e-3] * 70, [4e-3] * 3
+    assert [(len(x.samples), x.failure) for x in directions_of(measured_samples(alone, heads=1))] == [
+        (32, None),
+        (39, None),
+    ]
+    turned = directions_of(measured_samples([4e-3] * 32 + [1e-3] * 32, heads=1))
+    assert [x.failure is None for x in turned] == [False, True]
+    assert "and 31 more, layer mla (decode): cosine distance is" in turned[0].failure
+    assert [x.failure for x in directions_of(measured_samples(few, heads=1))] == [None]  # too few to tell
