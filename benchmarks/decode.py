@@ -109,12 +109,12 @@ class Inputs:
             return {}
         return dict(zip(names, (self.caches[1].array, self.indices[1], self.extra_lengths), strict=True))
 
-    def cumla(self):
+    def cumla(self, backend=None):
         config = self.config
         cumla.sparse_mla_decode(
             self.q, self.caches[0].array, self.indices[0], layout=config.layout,
             **self.options(("extra_k_cache", "extra_indices", "extra_topk_length")),
-            plan=self.plan, out=self.out, lse=self.lse,
+            plan=self.plan, out=self.out, lse=self.lse, backend=backend,
         )  # fmt: skip
         return self.out
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from . import __doc__ as summary
 from . import __version__
 from .dispatch.backends import BACKENDS
+from .layers.prefill_road import ROADS
 from .replay.errors import InputError, OutputError
 from .replay.options import DEVICE_DEFAULTS, HOST_DEFAULTS, LAYER_RATIOS, MLA_CACHES, choose_backend
 from .replay.scheduler import STEP_MS
@@ -110,6 +111,12 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument(
         "--mla-cache", choices=MLA_CACHES, default=MLA_CACHES[0], help="values of mla's cache (default: bf16)"
+    )
+    model.add_argument(
+        "--prefill-road",
+        choices=ROADS,
+        help="how sparse layers prefill: over the caches' pages, or over rows gathered from them "
+        "(default: what is faster for each chunk)",
     )
     model.add_argument(
         "--backend", choices=list(BACKENDS), help="default: cuda if there is a device that CuPy can use, else cpu"

@@ -2,8 +2,8 @@
 
 Without a device, numba_cuda runs in Numba's simulator on host arrays, which must be asked for before Numba
 is imported, and cuda on devices that the tests emulate (tests/emulation). The simulator is slow: `lab.tiny` says that
-a test should make do with a few tokens. A test marked `attention` needs kernels that numba_cuda does not have and
-does not run on it. `nowhere(when)` says of which combinations of parameters there is no test.
+a test should make do with a few tokens. A test marked `attention` is for devices there: tests/kernels/
+test_simulated_attention.py has small cases. `nowhere(when)` says of which combinations of parameters there is no test.
 """
 
 import os
@@ -28,7 +28,7 @@ def pytest_configure(config):
     from support import properties
 
     properties.SEED = config.getoption("--seed")
-    config.addinivalue_line("markers", "attention: needs attention kernels, which numba_cuda does not have")
+    config.addinivalue_line("markers", "attention: takes Numba's simulator too long")
     config.addinivalue_line("markers", "nowhere(when): combinations, as Combination, that are no tests")
     # Or JAX takes most of a device's memory for itself, and several processes of tests would not fit on one.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -56,14 +56,10 @@ BACKENDS = [
 ]
 
 
-def backend_of(parameter):
-    return parameter if isinstance(parameter, str) else parameter.values[0]
-
-
 def pytest_generate_tests(metafunc):
     if "lab" in metafunc.fixturenames:
         attention = metafunc.definition.get_closest_marker("attention") is not None
-        backends = [x for x in BACKENDS if not (attention and backend_of(x) == "numba_cuda")]
+        backends = [x for x in BACKENDS if not (attention and x == "numba_cuda")]
         metafunc.parametrize("lab", backends, indirect=True)
 
 

@@ -213,7 +213,7 @@ class Fuzz:
     def attention(self):
         for kernel in sparse_kernels.KERNELS:
             self.sparse(kernel)
-        self.prefill(self.choose("portable", "exact"))
+        self.prefill(self.choose("hopper", "portable", "exact"))
         self.dense()
 
     def caches(self):

@@ -12,7 +12,7 @@ from cumla.kernels.cuda.launch import recorded_launches
 from emulation import launches, queues
 from support import operations
 from support.attention import Problem, make_cache, make_indices, make_q, steep
-from support.bounds import assert_decode, assert_within
+from support.bounds import assert_decode, assert_prefill, assert_within, largest_values
 from support.lab import BF16, Lab, to_float
 
 pytestmark = pytest.mark.skipif(emulation.unavailable() is not None, reason=str(emulation.unavailable()))
@@ -50,7 +50,9 @@ def test_every_operation(here, rng, case, device):
         if x.dtype.kind in "iub":
             np.testing.assert_array_equal(x, y)
         else:
-            assert_within(case, to_float(x), to_float(y), 1e-3, 2.01 / 128)
+            # Of bfloat16 weights, see assert_prefill.
+            largest = np.abs(to_float(arguments["kv"])).max() if case == "sparse_mla_prefill" else 1.0
+            assert_within(case, to_float(x), to_float(y), 1e-3 * largest, 2.01 / 128)
 
 
 # The kernel ahead: what each array holds is still to come while it waits, and it still reads what they held before.
@@ -154,6 +156,40 @@ class TestDecode:
             make_indices(rng, 3, 1, 400, 1280), topk_length=np.array([5, 400, 200], np.int32), layout=layout,
         )  # fmt: skip
         on(here, device, schedule, problem)
+
+
+@SCHEDULES
+@DEVICES
+@pytest.mark.usefixtures("no_exact_kernel")
+@pytest.mark.parametrize("width", [512, 576])
+class TestPrefill:
+    """The Hopper kernel on one device, the portable one on the other. The emulated device has few multiprocessors, so a
+    thread block has several tiles, of odd and even numbers of blocks and of none."""
+
+    @pytest.mark.parametrize(("heads", "topk"), [(3, 330), (70, 130)])
+    def test_tiles(self, here, rng, width, heads, topk, device, schedule):
+        lengths = np.array([topk, 1, 0, 64, 65, topk // 2, 129, topk, 2**31 - 1, -1, 128], np.int32)
+        self.check(here, rng, device, schedule, width, heads, topk, lengths)
+
+    def test_absent_rows(self, here, rng, width, device, schedule):
+        self.check(here, rng, device, schedule, width, 5, 200, None, absent=0.9)
+
+    def check(self, here, rng, device, schedule, width, heads, topk, lengths, absent=0.1):
+        tokens = 11
+        q = rng.standard_normal((tokens, heads, width)).astype(BF16)
+        kv = rng.standard_normal((300, width)).astype(BF16)
+        indices = make_indices(rng, tokens, 1, topk, 300, absent)[:, 0]
+        indices[4] = -1
+        kv[7], indices[indices == 7] = np.nan, -1
+        arguments = {
+            "q": q, "kv": kv, "indices": indices, "topk_length": lengths,
+            "attn_sink": np.linspace(-3, 3, heads, dtype=np.float32),
+        }  # fmt: skip
+        with here.xp.cuda.Device(device), emulation.scheduled(schedule), recorded_launches():
+            *_, out, max_logits, lse = run("sparse_mla_prefill", arguments, here.put, here.get, "cuda")
+        *_, want, want_max, want_lse = run("sparse_mla_prefill", arguments, np.array, np.array, "reference")
+        largest = largest_values(kv, indices) if device == HOPPER else 1.0
+        assert_prefill(to_float(out), max_logits, lse, to_float(want), want_max, want_lse, largest=largest)
 
 
 @pytest.fixture

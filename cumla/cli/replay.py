@@ -97,6 +97,7 @@ def resolve(args: argparse.Namespace) -> tuple[ReplayOptions, list[TraceRequest]
         max_len=max_len,
         seed=args.seed,
         mla_cache=args.mla_cache,
+        prefill_road=args.prefill_road,
     )
     return options, requests, Share.of(trace, taken, requests)
 

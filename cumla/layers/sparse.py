@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 
 from ..arrays import dlpack, streams
+from ..dispatch.backends import choose
 from ..kernels.types.metadata import C128A_RATIO
 from ..layout import DSV4_FP8, CacheLayout
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 from ..ops.indices import combine_topk_swa_indices, compute_global_topk_indices_and_lens
 from ..ops.sparse_attention import V_DIM, sparse_mla_decode, sparse_mla_prefill
 from ..ops.sparse_cache import dequantize_and_gather_k_cache, quantize_and_insert_k_cache
+from .prefill_road import ROADS, chunk_roads
 from .sparse_checks import check_step, refuse_in_capture
 
 Observer = Callable[[str], AbstractContextManager[Any]]
@@ -103,6 +105,7 @@ class SparseMLALayer:
         *,
         out: Any = None,
         workspace: LayerWorkspace | None = None,
+        prefill_road: str | None = None,
         backend: str | None = None,
         stream: Any = None,
         observe: Observer = not_observed,
@@ -117,12 +120,16 @@ class SparseMLALayer:
         out         [num_tokens, h, 512] of q's dtype to write instead of allocating
         workspace   what decodes need beside it; with out and workspace given, and after a first step with metadata of
                     the same builder, a step of decodes allocates nothing
+        prefill_road  how prefills attend: "pages", straight over the caches; "rows", over rows gathered from them;
+                    None: by what is faster for each chunk (cumla/layers/prefill_road.py)
         observe     called with an op's name around each op ("insert", "map", "decode", "gather", "prefill")
 
         Returns out; its last 64 values still carry RoPE. Rows of padding tokens are 0 or not written.
         Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
         """
         check_step(self, q, k, swa_cache, metadata, compressed, out, workspace, backend, stream)
+        if prefill_road not in (*ROADS, None):
+            raise ValueError(f"prefill_road: got {prefill_road!r}, expected {', '.join(map(repr, ROADS))} or None")
         framework = dlpack.framework_of(q)
         q = dlpack.borrow(q, "q")
         result = dlpack.borrow(out, "out", writable=True) if out is not None else None
@@ -139,8 +146,17 @@ class SparseMLALayer:
                     run.insert(compressed.k, compressed.cache, compressed.slot_mapping, compressed.cache.shape[1])
             if metadata.num_decode_tokens:
                 run.decode(q, swa_cache, compressed, result)
-            for start, end, n, m in metadata.get_prefill_chunk_plan(self.compress_ratio):
-                run.prefill(q, swa_cache, compressed, result, slice(start, end), n, m)
+            topk = None if compressed is None or compressed.topk_indices is None else compressed.topk_indices.shape[1]
+            name = choose(backend, on_device=not isinstance(q, np.ndarray))
+            roads = chunk_roads(metadata, self.compress_ratio, q.shape[1], topk, name, self.layout, prefill_road)
+            for prefills, n, m, road in roads:
+                tokens = run.tokens_of(prefills)
+                if tokens.start == tokens.stop:
+                    continue
+                if road == "pages":
+                    run.prefill_over_pages(q, swa_cache, compressed, result, tokens)
+                else:
+                    run.prefill_over_rows(q, swa_cache, compressed, result, prefills, tokens, n, m)
         return dlpack.give(result, framework) if out is None else out
 
 
@@ -196,17 +212,54 @@ class _Run:
         )  # fmt: skip
         return indices[:, None], lens
 
-    def prefill(
-        self, q: Any, swa_cache: Any, compressed: CompressedCache | None, out: Any, chunk: slice, n: int, m: int
+    def tokens_of(self, prefills: slice) -> slice:
+        """The tokens of a run of prefills among those of the step."""
+        starts = dlpack.borrow(self.metadata.query_start_loc_cpu, "query_start_loc_cpu")
+        first = self.metadata.num_decodes
+        return slice(int(starts[first + prefills.start]), int(starts[first + prefills.stop]))
+
+    def prefill_over_pages(
+        self, q: Any, swa_cache: Any, compressed: CompressedCache | None, out: Any, tokens: slice
+    ) -> None:
+        """Attend with prefill tokens as decodes do."""
+        metadata, ratio = self.metadata, self.layer.compress_ratio
+        local = slice(tokens.start - metadata.num_decode_tokens, tokens.stop - metadata.num_decode_tokens)
+        extra: dict[str, Any] = {}
+        if compressed is not None:
+            with self.observe("map"):
+                topk_indices, _ = self._prefill_topk(compressed, tokens)
+                of_tokens = [
+                    dlpack.borrow(getattr(metadata, name), name)[tokens]
+                    for name in ("token_to_req_indices", "is_valid_token", "positions")
+                ]
+                indices, lens = compute_global_topk_indices_and_lens(
+                    topk_indices, of_tokens[0], compressed.block_table, compressed.cache.shape[1], of_tokens[1],
+                    compact=True, positions=of_tokens[2], compress_ratio=ratio, backend=self.backend,
+                )  # fmt: skip
+            extra = {"extra_k_cache": compressed.cache, "extra_indices": indices[:, None], "extra_topk_length": lens}
+        with self.observe("prefill"):
+            window = dlpack.borrow(metadata.prefill_swa_indices, "prefill_swa_indices")[local, None]
+            lens = dlpack.borrow(metadata.prefill_swa_lens, "prefill_swa_lens")[local]
+            sparse_mla_decode(
+                q[tokens, None], swa_cache, window, layout=self.layer.layout, topk_length=lens, **extra,
+                attn_sink=self.layer.attn_sink, softmax_scale=self.layer.softmax_scale, out=out[tokens, None],
+                backend=self.backend,
+            )  # fmt: skip
+
+    def prefill_over_rows(
+        self,
+        q: Any,
+        swa_cache: Any,
+        compressed: CompressedCache | None,
+        out: Any,
+        chunk: slice,
+        tokens: slice,
+        n: int,
+        m: int,
     ) -> None:
         """Gather what the chunk's requests attend to into a workspace [requests, m, 512], and attend there."""
         metadata, ratio = self.metadata, self.layer.compress_ratio
-        first = metadata.num_decodes
-        requests = slice(first + chunk.start, first + chunk.stop)
-        starts = dlpack.borrow(metadata.query_start_loc_cpu, "query_start_loc_cpu")
-        tokens = slice(int(starts[requests.start]), int(starts[requests.stop]))
-        if tokens.start == tokens.stop:
-            return
+        requests = slice(metadata.num_decodes + chunk.start, metadata.num_decodes + chunk.stop)
         seq_lens = dlpack.borrow(metadata.seq_lens, "seq_lens")[requests]
         gather_lens = dlpack.borrow(metadata.prefill_gather_lens, "prefill_gather_lens")[chunk]
         workspace = dlpack.empty((chunk.stop - chunk.start, m, V_DIM), q.dtype, q)

@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 
 from ..dispatch.backends import array_module
 from ..dispatch.call import BFLOAT16
+from ..layers.prefill_road import chunk_roads
 from ..metadata import DeepseekSparseSWAMetadataBuilder, ServingConfig
 from .activations import HEAD_DIM
 from .blocks import BLOCK_TOKENS, BlockPool
 from .dense import DENSE, DenseLayer, DenseMetadata, dense_bytes_moved
 from .device import Stopwatch
-from .layers import Layer
+from .layers import TOPK_RATIO, Layer
 from .options import MAX_RUNNING, ReplayOptions
 from .scheduler import Scheduler
 from .step_batch import SWA_BLOCK, StepBatch, completed_groups, make_batch
@@ -124,10 +125,18 @@ class Engine:
             inputs = layer.inputs(batch, completed, q, self._stopwatch)
             with self._stopwatch.queued():
                 layer.attention.step(
-                    q, inputs.k, layer.swa_cache, metadata, inputs.compressed, out=out, backend=options.backend,
+                    q, inputs.k, layer.swa_cache, metadata, inputs.compressed, out=out,
+                    prefill_road=options.prefill_road, backend=options.backend,
                     observe=functools.partial(self._observe, layer.name),
                 )  # fmt: skip
-            moved = bytes_moved(batch, layer.ratio, options.heads, options.window, options.topk, completed)
+            roads = chunk_roads(
+                metadata, layer.ratio, options.heads, options.topk if layer.ratio == TOPK_RATIO else None,
+                options.backend, layer.attention.layout, options.prefill_road,
+            )  # fmt: skip
+            over_pages = [
+                road == "pages" for prefills, _, _, road in roads for _ in range(prefills.start, prefills.stop)
+            ]
+            moved = bytes_moved(batch, layer.ratio, options.heads, options.window, options.topk, completed, over_pages)
             record.add_bytes(layer.name, moved)
             if self.verifier is not None:
                 with self._stopwatch.measure((STEP, "verify")):

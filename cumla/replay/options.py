@@ -47,6 +47,7 @@ class ReplayOptions:
     max_len: int | None
     seed: int
     mla_cache: str = "bf16"  # values of dense layers' caches: "bf16" or "fp8"
+    prefill_road: str | None = None  # as in SparseMLALayer.step
 
     @property
     def num_blocks(self) -> int:

@@ -4,13 +4,15 @@
     map      local entries read, slots or workspace rows written, 4 bytes each
     decode   cache rows and their slots read, Q read, out written
     gather   cache rows read, bfloat16 rows written
-    prefill  workspace rows and their indices read, Q read, out written
+    prefill  workspace rows (over pages: cache rows) and their indices read, Q read, out written
 
 A row counts as often as a token attends to it, so attention that keeps rows on chip for several tokens may
 show more than the memory's bandwidth.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -29,23 +31,41 @@ def attended(positions: np.ndarray, ratio: int, window: int, topk: int) -> tuple
 
 
 def bytes_moved(
-    batch: StepBatch, ratio: int, heads: int, window: int, topk: int, groups: Groups | None
+    batch: StepBatch,
+    ratio: int,
+    heads: int,
+    window: int,
+    topk: int,
+    groups: Groups | None,
+    over_pages: Sequence[bool] = (),
 ) -> dict[str, int]:
-    """Bytes by op of one layer in one step."""
+    """Bytes by op of one layer in one step; `over_pages` says which prefills attend over pages, none if empty."""
     in_window, compressed = attended(batch.positions, ratio, window, topk)
     n = batch.num_decodes
     prefills = batch.scheduled[n:]
     inserted = batch.num_tokens + (0 if groups is None else len(groups.slots))
     decode_rows = int(in_window[:n].sum() + compressed[:n].sum())
-    prefill_rows = int(in_window[n:].sum() + compressed[n:].sum())
-    gathered = sum(s.count + min(s.start, window - 1) + (s.end // ratio if ratio > 1 else 0) for s in prefills)
-    mapped = prefill_rows + (int(compressed[:n].sum()) if ratio == 4 else 0)
+    paged = over_pages or [False] * len(prefills)
+    counts = [s.count for s in prefills]
+    token_paged = np.repeat(np.array(paged, bool), counts)
+    per_token = in_window[n:] + compressed[n:]
+    prefill_rows, paged_rows = int(per_token.sum()), int(per_token[token_paged].sum())
+    gathered = sum(
+        s.count + min(s.start, window - 1) + (s.end // ratio if ratio > 1 else 0)
+        for s, skip in zip(prefills, paged, strict=True)
+        if not skip
+    )
+    mapped = prefill_rows - int(in_window[n:][token_paged].sum())
+    mapped += int(compressed[:n].sum()) if ratio == 4 else 0
     q_and_out = 2 * heads * BF16_ROW
     moved = {
         "insert": inserted * (BF16_ROW + CACHE_ROW + SLOT),
         "map": mapped * 2 * INDEX,
         "decode": decode_rows * (CACHE_ROW + INDEX) + n * q_and_out,
         "gather": gathered * (CACHE_ROW + BF16_ROW),
-        "prefill": prefill_rows * (BF16_ROW + INDEX) + (batch.num_tokens - n) * q_and_out,
+        "prefill": (prefill_rows - paged_rows) * BF16_ROW
+        + paged_rows * CACHE_ROW
+        + prefill_rows * INDEX
+        + (batch.num_tokens - n) * q_and_out,
     }
     return {op: count for op, count in moved.items() if count}

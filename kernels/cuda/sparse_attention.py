@@ -15,8 +15,6 @@ from .sparse import kernels as sparse_kernels
 from .sparse import work as sparse_work
 from .sparse.work import Division, Work
 
-PREFILL_WAVES = 8  # shares of the work per thread block that runs at a time: lengths grow with position
-
 
 def sparse_mla_decode(
     q: Any,
@@ -53,13 +51,13 @@ def sparse_mla_prefill(
         q[:, None], [Segment(pages, indices[:, None], lengths)], attn_sink, softmax_scale, out[:, None],
         max_logits, strides(max_logits), lse, (lse_stride_s, lse_stride_h, 0),
     )  # fmt: skip
-    fast = sparse_kernels.choose(work)
+    fast = sparse_kernels.choose_for_prefill(work)
     if fast is None:
         sparse_kernels.attend_exactly(work, work.numbers(None), everything=True)
         return
-    # Whole tiles, several a thread block, and no memory beside the arguments: max_logits say what is unsafe.
+    # Whole tiles, several a thread block, and no memory beside the arguments: max_logits and lse say what is unsafe.
     work = work._replace(tile_heads=fast.tile_heads)
-    division = Division(min(work.tiles, PREFILL_WAVES * fast.max_shares), planned=False, cut=False)
+    division = Division(min(work.tiles, fast.max_shares), planned=False, cut=False)
     problem = work.numbers(None, division)
     fast.launch(division.shares, problem)
     sparse_kernels.attend_exactly(work, problem, everything=False)

@@ -24,6 +24,7 @@ MAX_BLOCKS = 4096  # where thread blocks go through the rows in turns: enough to
 NO_VECTOR = np.empty(0, np.int32)
 NO_TABLE = np.empty((0, 0), np.int32)
 NO_SCALE = np.empty(0, np.float32)
+NO_PARTS = np.empty((0, 0), np.float32)
 
 _AS_BITS: dict[Any, np.dtype[Any]] = {
     np.dtype(np.float32): np.dtype(np.uint32),
@@ -43,17 +44,30 @@ def kind_of(array: Any) -> int:
     return KINDS[array.dtype.name]
 
 
-def launch(kernel: Callable[..., None], blocks: int, threads: int, *arguments: Any) -> None:
+def launch(
+    kernel: Callable[..., None],
+    blocks: int,
+    threads: int,
+    *arguments: Any,
+    shared_bytes: int = 0,
+    at_a_time: int = 1,
+) -> None:
     """Run `kernel` with `blocks` thread blocks of `threads` threads, on CuPy's current stream.
 
-    arguments  NumPy or CuPy arrays (of which floating-point ones arrive as bits), numbers, and tuples of numbers
+    arguments     NumPy or CuPy arrays (of which floating-point ones arrive as bits), numbers, and tuples of numbers
+    shared_bytes  of dynamic shared memory, for each thread block
+    at_a_time     thread blocks that a multiprocessor must have registers for
     """
     if SIMULATED:
-        _simulated(kernel)[blocks, min(threads, SIMULATED_THREADS)](*(_simulated_argument(x) for x in arguments))
+        configured = _simulated(kernel)[blocks, min(threads, SIMULATED_THREADS), 0, shared_bytes]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of NumPy, where a number leaves float32
+            configured(*(_simulated_argument(x) for x in arguments))
         return
     types = tuple((x.dtype, x.ndim) if _is_array(x) else type(x) for x in arguments)
     device, stream = _current_device_and_stream()
-    _configured(kernel, types, blocks, threads, device, stream)(*(_device_argument(x) for x in arguments))
+    configured = _configured(kernel, types, blocks, threads, shared_bytes, at_a_time, device, stream)
+    configured(*(_device_argument(x) for x in arguments))
 
 
 def _current_device_and_stream() -> tuple[int, int]:
@@ -67,18 +81,73 @@ def _is_array(argument: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _configured(
-    kernel: Callable[..., None], types: tuple[Any, ...], blocks: int, threads: int, device: int, stream: int
+    kernel: Callable[..., None],
+    types: tuple[Any, ...],
+    blocks: int,
+    threads: int,
+    shared_bytes: int,
+    at_a_time: int,
+    device: int,
+    stream: int,
 ) -> Any:
     with warnings.catch_warnings():
         # Numba finds fault with every grid of less than 128 blocks, and a decode batch is no larger.
         warnings.simplefilter("ignore")
-        return compiled(kernel, types)[blocks, threads, cuda.external_stream(stream) if stream else 0]
+        made = compiled(kernel, types, (threads, at_a_time) if at_a_time > 1 else None)
+        if shared_bytes:
+            _allow_shared_bytes(made, device)
+        return made[blocks, threads, cuda.external_stream(stream) if stream else 0, shared_bytes]
 
 
 @functools.cache
-def compiled(kernel: Callable[..., None], types: tuple[Any, ...]) -> Any:
-    """The kernel for arguments of these types: once for all strides of the arrays."""
-    return cuda.jit(signature(types))(kernel)
+def compiled(kernel: Callable[..., None], types: tuple[Any, ...], bounds: tuple[int, int] | None) -> Any:
+    """The kernel for arguments of these types: once for all strides of the arrays.
+
+    bounds  threads of a thread block, and thread blocks that a multiprocessor must have registers for
+    """
+    return cuda.jit(signature(types), launch_bounds=bounds)(kernel)
+
+
+@functools.cache
+def _allow_shared_bytes(made: Any, device: int) -> None:
+    """Let a kernel have as much dynamic shared memory as the device has: from 48 KiB on it has to be asked for."""
+    from cuda.bindings import driver
+
+    most = _attribute(device, "MaxSharedMemoryPerBlockOptin")
+    (overload,) = made.overloads.values()
+    kernel = driver.CUkernel(int(overload._codelibrary.get_cufunc().handle))
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    (status,) = driver.cuKernelSetAttribute(attribute, most, kernel, driver.CUdevice(device))
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"shared memory: {status.name} when asked for {most} bytes")
+
+
+def multiprocessors() -> int:
+    """Multiprocessors of the current device; a few in the simulator, so that work is shared out there, too."""
+    return 2 if SIMULATED else _attribute(sys.modules["cupy"].cuda.runtime.getDevice(), "MultiProcessorCount")
+
+
+@functools.cache
+def _attribute(device: int, name: str) -> int:
+    return int(sys.modules["cupy"].cuda.Device(device).attributes[name])
+
+
+def is_aligned(*arrays: Any) -> bool:
+    """Whether every row of these arrays starts at a multiple of 16 bytes."""
+    bits = 0
+    for array in arrays:
+        bits |= array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+        for stride in array.strides[:-1]:
+            bits |= stride
+    return bits % 16 == 0
+
+
+def device_function(function: Callable[..., Any]) -> Any:
+    """For functions that kernels call: compiled into them, so that arrays of registers stay in registers."""
+    if not SIMULATED:
+        return cuda.jit(device=True, forceinline=True)(function)
+    # The simulator takes long over a call, in which it lends the function's module a `cuda` of its own.
+    return cuda.jit(device=True)(function) if "cuda" in function.__code__.co_names else function
 
 
 def signature(types: tuple[Any, ...]) -> Any:

@@ -17,6 +17,13 @@ to_span = cuda.jit(device=True)(slots.to_span)
 complete_rows = cuda.jit(device=True)(slots.complete_rows)
 
 
+@cuda.jit(device=True)
+def rows_of(starts, sequence, num_rows):
+    """The first row of a packed sequence and the one behind its last, as far as they are in the array."""
+    start = min(max(np.int64(starts[sequence]), 0), num_rows)
+    return start, max(start, min(max(np.int64(starts[sequence + 1]), 0), num_rows))
+
+
 # Pages may start at any address, so what is longer than a byte goes byte by byte.
 
 

@@ -41,6 +41,8 @@ SOURCES = [
     ("common/sparse/plan.cu", {}),
     ("sm90/decode/decode.cu", {"LAYOUT": "DSV4_FP8"}),
     ("sm90/decode/decode.cu", {"LAYOUT": "V32_FP8"}),
+    ("sm90/prefill/prefill.cu", {"LAYOUT": "DSV4_BF16"}),
+    ("sm90/prefill/prefill.cu", {"LAYOUT": "MLA_BF16"}),
     ("common/sparse/exact.cu", {"LAYOUT": "DSV4_FP8", "ALIGNED": 1}),
     ("common/sparse/exact.cu", {"LAYOUT": "MLA_BF16", "ALIGNED": 0}),
     ("common/hold.cu", {}),
@@ -62,6 +64,7 @@ SOURCES = [
     ("sm90/dense/decode.cu", {"VALUE": "f16"}),
     # as racecheck takes them (sm90/hopper.cuh)
     ("sm90/decode/decode.cu", {"LAYOUT": "DSV4_FP8", "EVERY_LANE_ARRIVES": 1}),
+    ("sm90/prefill/prefill.cu", {"LAYOUT": "DSV4_BF16", "EVERY_LANE_ARRIVES": 1}),
     (
         "sm90/dense/mha_varlen.cu",
         {"VALUE": "bf16", "OUTPUT": "bf16", "CAUSAL": 1, "ACCUMULATE": 0, "EVERY_LANE_ARRIVES": 1},

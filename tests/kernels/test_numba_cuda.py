@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-COMPILE = """
+SETUP = """
 import inspect, sys, types, warnings
 import ml_dtypes, numpy as np
 warnings.simplefilter("error")
@@ -26,27 +26,32 @@ except Exception as error:
 # Device functions ask what to compile for; there is no device to ask.
 dispatcher.get_current_device = lambda: types.SimpleNamespace(compute_capability=(9, 0))
 
-import cumla
-from cumla.dispatch import call
-from cumla.kernels.numba_cuda import advance, blocks, dense_cache, indices, launch, sparse_cache, window_metadata
-from cumla.kernels.types.metadata import BatchCounts, SwaBuffers
-
-compiled = {}
-
-def compile_only(kernel, num_blocks, threads, *arguments):
-    key = tuple((x.dtype, x.ndim) if isinstance(x, np.ndarray) else type(x) for x in arguments)
-    if (kernel, key) not in compiled:
-        ptx, _ = cuda.compile_ptx(kernel, launch.signature(key), cc=(9, 0))
-        compiled[kernel, key] = ptx
-
-modules = (advance, blocks, dense_cache, indices, sparse_cache, window_metadata)
-for module in modules:
-    module.launch = compile_only
-call.choose = lambda name, on_device: "numba_cuda"
 
 BF16 = ml_dtypes.bfloat16
 def i32(*shape):
     return np.zeros(shape, np.int32)
+
+import cumla
+from cumla.dispatch import call
+from cumla.kernels.numba_cuda import launch
+
+call.choose = lambda name, on_device: "numba_cuda"
+compiled = {}
+
+def compile_only(kernel, num_blocks, threads, *arguments, **options):
+    key = tuple((x.dtype, x.ndim) if isinstance(x, np.ndarray) else type(x) for x in arguments)
+    if (kernel, key) not in compiled:
+        ptx, _ = cuda.compile_ptx(kernel, launch.signature(key), cc=(9, 0))
+        compiled[kernel, key] = ptx
+"""
+
+COMPILE = """
+from cumla.kernels.numba_cuda import advance, blocks, dense_cache, indices, sparse_cache, window_metadata
+from cumla.kernels.types.metadata import BatchCounts, SwaBuffers
+
+modules = (advance, blocks, dense_cache, indices, sparse_cache, window_metadata)
+for module in modules:
+    module.launch = compile_only
 
 for dtype in (BF16, np.float32):
     for layout in (cumla.DSV4_FP8, cumla.V32_FP8):
@@ -95,22 +100,37 @@ print("compiled", len(compiled))
 """
 
 
-def test_every_kernel_compiles_for_a_device():
+ATTENTION = """
+from cumla.kernels.numba_cuda import latent_attention, projection, sparse_attention
+
+for module in (latent_attention, projection, sparse_attention):
+    module.launch = compile_only
+latent_attention.multiprocessors = lambda: 132
+
+q, cache, lse = np.zeros((1, 1, 3, 512), BF16), cumla.DSV4_FP8.allocate(1, 4), np.zeros((3, 1), np.float32)
+cumla.sparse_mla_decode(q, cache, i32(1, 1, 100))
+cumla.merge_attn_states(q[0], q[0], lse, q[0], lse)
+projection.batched_product(q[0], q[0].transpose(0, 2, 1), np.zeros((1, 3, 3), BF16))
+
+assert len(compiled) == 4
+for (kernel, _), ptx in compiled.items():
+    name = kernel.__name__
+    assert "local_depot" not in ptx, f"{name}: an array that should be registers is memory"
+    assert ("mma.sync" in ptx) == (name in ("attend_kernel", "product_kernel")), f"{name}: tensor cores"
+    assert "mul.f64" not in ptx and "fma.rn.f64" not in ptx, f"{name}: float64"
+print("compiled", len(compiled))
+"""
+
+
+@pytest.mark.parametrize("kernels", [COMPILE, ATTENTION], ids=["all but attention", "attention"])
+def test_every_kernel_compiles_for_a_device(kernels):
     environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "0"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", SETUP + kernels]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode == 77:
         pytest.skip(done.stdout.strip() + " (pip install nvidia-nvvm)")
     assert done.returncode == 0, done.stderr
     assert "compiled" in done.stdout
-
-
-def test_attention_is_not_part_of_it():
-    from cumla.dispatch.backends import kernels
-
-    with pytest.raises(
-        ValueError, match="backend: 'numba_cuda' has no sparse_attention kernels; available: reference, cpu"
-    ):
-        kernels("numba_cuda", "sparse_attention")
 
 
 def test_the_simulator_works_on_the_callers_memory():

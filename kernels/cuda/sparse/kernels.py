@@ -17,6 +17,8 @@ from . import portable as sparse_portable
 from .work import HEADS, V_DIM, Division, Work, device_sms
 
 HOPPER_THREADS, HOPPER_SHARED_BYTES = 512, 232448  # all there is; sm90/decode/memory.cuh says what for
+PREFILL_THREADS = 384  # sm90/prefill/memory.cuh
+PREFILL_WAVES = 8  # shares of the portable kernel for each thread block that runs at a time: lengths grow with position
 COMBINE_WARPS, COMBINE_VALUES = 8, 128  # values that a warp puts together, as in common/sparse/combine.cu
 COMBINE_BLOCKS = {4: 5, 8: 4, 16: 2}  # thread blocks a multiprocessor, by parts that are loaded together
 EXACT_UNIT, EXACT_THREADS, EXACT_BLOCKS_PER_SM = 4, 128, 2  # as in common/sparse/exact.cuh
@@ -56,14 +58,44 @@ def forced(name: str) -> Iterator[None]:
 
 
 def choose(work: Work) -> FastKernel | None:
-    """The fast kernel for this work, or None for the exact one."""
+    """The fast kernel for this work on paged caches, or None for the exact one."""
     device = work.q.device.id
     layout = work.segments[0].pages.layout
-    name = _forced.get() or _fastest(device, layout)
-    aligned = is_aligned(work.q, work.out, *(segment.pages.bytes for segment in work.segments))
-    if not aligned or name == "exact":
+    name = _name(work, _fastest(device, layout))
+    if name == "exact":
         return None
     return _hopper(device, layout) if name == "hopper" else _portable(device, layout, int(work.q.shape[2]))
+
+
+def choose_for_prefill(work: Work) -> FastKernel | None:
+    """The same for whole tiles over gathered rows; its `max_shares` are those that the work is best divided into."""
+    device = work.q.device.id
+    layout = work.segments[0].pages.layout
+    name = _name(work, _fastest_prefill(device))
+    if name == "exact":
+        return None
+    if name == "hopper":
+        return _hopper_prefill(device, layout)
+    fast = _portable(device, layout, int(work.q.shape[2]))
+    return fast._replace(max_shares=PREFILL_WAVES * fast.max_shares)
+
+
+def _name(work: Work, fastest: str) -> str:
+    aligned = is_aligned(work.q, work.out, *(segment.pages.bytes for segment in work.segments))
+    return (_forced.get() or fastest) if aligned else "exact"
+
+
+@functools.cache
+def _fastest_prefill(device: int) -> str:
+    capability = int(cupy.cuda.Device(device).compute_capability)
+    return "hopper" if capability == 90 else "portable" if capability >= 80 else "exact"
+
+
+@functools.cache
+def _hopper_prefill(device: int, layout: CacheLayout) -> FastKernel:
+    function = kernel("sm90/prefill/prefill.cu", "sparse_mla_prefill", arch="sm_90a", LAYOUT=layout.name)
+    function.max_dynamic_shared_size_bytes = HOPPER_SHARED_BYTES
+    return FastKernel(function, PREFILL_THREADS, HOPPER_SHARED_BYTES, HEADS, device_sms(device))
 
 
 @functools.cache

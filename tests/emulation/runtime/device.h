@@ -3,6 +3,7 @@
 #include "emulator.h"
 
 #define __device__
+#define __forceinline__ inline
 #define __host__
 #define __global__
 #define __shared__ static

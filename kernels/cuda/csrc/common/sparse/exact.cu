@@ -30,8 +30,9 @@ __device__ inline bool is_unsafe(const SparseProblem& problem, int tile, int uni
     if (problem.unsafe) return problem.unsafe[tile];
     TileCoord at(problem, tile);
     int head = at.first_head + unit * UNIT;
-    return head < problem.heads &&
-           __float_as_uint(problem.max_logits[at.b * problem.max_stride_b + head * problem.max_stride_h]) == UNSAFE_BITS;
+    if (head >= problem.heads) return false;
+    return __float_as_uint(problem.max_logits[at.b * problem.max_stride_b + head * problem.max_stride_h]) == UNSAFE_BITS ||
+           __float_as_uint(problem.lse[at.b * problem.lse_stride_b + head * problem.lse_stride_h]) == UNSAFE_BITS;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)

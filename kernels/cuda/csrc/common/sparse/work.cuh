@@ -61,7 +61,7 @@ struct SparseProblem {
     __device__ int tiles() const { return batch * s_q * groups; }
 };
 
-// Without `unsafe`, what a fast kernel writes to max_logits of all heads of such a tile: a NaN that no arithmetic gives.
+// Without `unsafe`, what a fast kernel writes to max_logits or to lse of such heads: a NaN that no arithmetic gives.
 [[maybe_unused]] constexpr uint32 UNSAFE_BITS = 0x7fc0dead;
 
 __device__ inline int blocks_of(int length) { return (length + BLOCK - 1) / BLOCK; }

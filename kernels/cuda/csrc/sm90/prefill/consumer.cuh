@@ -1,0 +1,338 @@
+// The consumers of sm90/prefill/prefill.cu.
+#pragma once
+#include "common/f16.cuh"
+#include "sm90/prefill/memory.cuh"
+#include "common/vectors.cuh"
+
+// Weights are exp2(score - reference); the reference is raised to the running maximum when that is so much larger,
+// which seldom happens after the first blocks.
+constexpr float RAISE = 8.0f;
+
+// What the softmax of a row is about. Exponents are in base 2.
+struct Row {
+    float reference, highest;
+    float total;  // of a consumer's own weights
+};
+
+// Consumer CONSUMER scores every other block, and has values 256 CONSUMER .. + 255 of the result. Of warp w, lane 4 g + c has
+// rows (heads) 16 w + g and + 8 of products: in elements 4 j + 2 r + e of row r column 8 j + 2 c + e.
+template <int CONSUMER> struct Consumer {
+    // Of READY and FREE: the buffer of this consumer's own blocks, and of the other's; this consumer's pieces of both.
+    static constexpr uint32 OWN = 8 * PIECES * CONSUMER, OTHER = 8 * PIECES * (CONSUMER ^ 1), LOW = 8 * CONSUMER, HIGH = 8 * (2 + CONSUMER);
+    static constexpr uint32 OWN_K = K_AT + CONSUMER * K_BYTES, OTHER_K = K_AT + (CONSUMER ^ 1) * K_BYTES;
+    static constexpr uint32 COLUMNS = 4 * CONSUMER * TILE_BYTES;
+
+    const SparseProblem& problem;
+    float scale_log2;  // of the scores' magnitude
+    int warp, lane, head;
+    float low[64], high[64];  // sums of 128 values each
+    Row rows[2];
+    uint32 seen;              // not 0 after a key that is there
+
+    __device__ explicit Consumer(const SparseProblem& p) : problem(p), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {
+        head = 16 * warp + lane / 4;
+        // One of 0 would make NaN of an absent key's infinite score.
+        scale_log2 = problem.softmax_scale == 0.0f ? 1e-30f : fabsf(problem.softmax_scale) * LOG2_E;
+    }
+
+    __device__ void begin() {
+#pragma unroll
+        for (int i = 0; i < 64; ++i) low[i] = high[i] = 0.0f;
+        rows[0] = rows[1] = {-infinity(), -infinity(), 0.0f};
+        seen = 0;
+    }
+
+    // Raise the references: what was added up so far counts less.
+    __device__ void raise_to(const float (&now)[2]) {
+        if (!__any_sync(~0u, now[0] != rows[0].reference || now[1] != rows[1].reference)) return;
+        float rescale[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            rescale[r] = now[r] == rows[r].reference ? 1.0f : exp2_fast(rows[r].reference - now[r]);
+            rows[r].reference = now[r];
+            rows[r].total *= rescale[r];
+        }
+#pragma unroll
+        for (int i = 0; i < 64; ++i) low[i] *= rescale[i / 2 % 2], high[i] *= rescale[i / 2 % 2];
+    }
+
+    // Begin to add what the other consumer's weights of its block, the thread block's n-th, give.
+    __device__ void add_other(uint32 n) {
+        barrier_wait(WEIGHTS_READY + 8 * (CONSUMER ^ 1), n / 2 % 2);
+        uint32 at = REFERENCE_AT + 4 * HEADS * (CONSUMER ^ 1) + 4 * head;
+        float now[2] = {lds_float(at), lds_float(at + 32)};
+        raise_to(now);
+        barrier_wait(READY + OTHER + LOW, n / 2 % 2);
+        barrier_wait(READY + OTHER + HIGH, n / 2 % 2);
+        pin(low), pin(high);
+        uint64 weights = tile_descriptor(WEIGHTS_AT), columns = transposed_descriptor(OTHER_K + COLUMNS);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < 4; ++step) wgmma_columns(bf16{}, low, weights + 2 * step, columns + 128 * step, 1);
+        wgmma_commit();
+#pragma unroll
+        for (int step = 0; step < 4; ++step)
+            wgmma_columns(bf16{}, high, weights + 2 * step, columns + (2 * TILE_BYTES >> 4) + 128 * step, 1);
+        wgmma_commit();
+    }
+
+    // Start the products of one tile of Q and K, all that were started before.
+    template <int TILE> __device__ void score_tile(float (&scores)[32]) {
+        uint64 q = tile_descriptor(Q_AT + TILE * TILE_BYTES), k = tile_descriptor(OWN_K + TILE * TILE_BYTES);
+#pragma unroll
+        for (int step = 0; step < 4; ++step) wgmma_rows(bf16{}, scores, q + 2 * step, k + 2 * step, TILE + step > 0);
+    }
+    template <int PIECE> __device__ void score_piece(float (&scores)[32], uint32 n, uint32 tiles) {
+        barrier_wait(Q_READY + 8 * PIECE, tiles % 2);
+        barrier_wait(READY + OWN + 8 * PIECE, n / 2 % 2);
+        wgmma_fence();  // again, as the compiler takes what follows a wait for divergent
+        score_tile<first_tile(PIECE)>(scores);
+        score_tile<first_tile(PIECE) + 1>(scores);
+    }
+
+    // Minus infinity for keys that are absent.
+    __device__ void mask(float (&scores)[32]) {
+        if (problem.softmax_scale < 0.0f)
+#pragma unroll
+            for (int i = 0; i < 32; ++i) scores[i] = -scores[i];
+        uint2 present = lds64(PRESENT_AT + 8 * CONSUMER);
+        seen |= present.x | present.y;
+        if ((present.x & present.y) == ~0u) return;
+        uint32 words[2] = {present.x >> 2 * (lane % 4), present.y >> 2 * (lane % 4)};
+#pragma unroll
+        for (int i = 0; i < 32; ++i)
+            if (!(words[i / 16] >> (i / 4 % 4 * 8 + i % 2) & 1)) scores[i] = -infinity();
+    }
+
+    // The softmax of a block: weights in bfloat16 for products, and to shared memory for the other consumer.
+    __device__ void weigh(float (&scores)[32], uint32 (&weights)[4][4], float (&now)[2], float (&sum)[2]) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float largest = -infinity();
+#pragma unroll
+            for (int i = 2 * r; i < 32; i += 4) largest = fmaxf(largest, fmaxf(scores[i], scores[i + 1]));
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2)) * scale_log2;
+            rows[r].highest = fmaxf(rows[r].highest, largest);
+            now[r] = largest > rows[r].reference + RAISE ? largest : rows[r].reference;
+            if (lane % 4 == 0) sts_float(REFERENCE_AT + 4 * HEADS * CONSUMER + 4 * head + 32 * r, now[r]);
+            float base = now[r] == -infinity() ? 0.0f : now[r];
+            sum[r] = 0.0f;
+#pragma unroll
+            for (int i = 2 * r; i < 32; i += 4) {
+                scores[i] = exp2_fast(fmaf(scores[i], scale_log2, -base));
+                scores[i + 1] = exp2_fast(fmaf(scores[i + 1], scale_log2, -base));
+                sum[r] += scores[i] + scores[i + 1];
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 16; ++i) weights[i / 4][i % 4] = pack(bf16{}, scores[2 * i], scores[2 * i + 1]);
+        warpgroup_sync(2 + CONSUMER);  // all of this consumer have used the weights before
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+            int row = 16 * warp + lane % 16;
+            stmatrix4(WEIGHTS_AT + row * 128 + (((2 * step + lane / 16) ^ (row & 7)) << 4), weights[step][0],
+                      weights[step][1], weights[step][2], weights[step][3]);
+        }
+        fence_proxy_async();
+        warp_arrive(WEIGHTS_READY + 8 * CONSUMER);
+    }
+
+    // Add the other consumer's last block of a tile, the `tiles`-th, and wait for it.
+    __device__ __forceinline__ void add_last_of_other(uint32 n, uint32 tiles) {
+        add_other(n);
+        tell_totals(tiles);
+        wgmma_wait<1>();
+        warp_arrive(FREE + OTHER + LOW);
+        wgmma_wait<0>();
+        pin(low), pin(high);
+        warp_arrive(FREE + OTHER + HIGH);
+    }
+
+    // Attend to the n-th block of this thread block, which is this consumer's own and of its `tiles`-th tile with keys; `last`
+    // if it is the last one of the tile that this consumer scores. The block before it, but for the FIRST of a tile, is the
+    // other consumer's and is added up meanwhile.
+    template <bool FIRST> __device__ __forceinline__ void take(uint32 n, uint32 tiles, bool last) {
+        float scores[32];
+        pin(scores);
+        score_piece<0>(scores, n, tiles);
+        score_piece<1>(scores, n, tiles);
+        wgmma_commit();
+        if (!FIRST) add_other(n - 1);
+        score_piece<2>(scores, n, tiles);
+        wgmma_commit();
+        score_piece<3>(scores, n, tiles);
+        if (HAS_ROPE) score_tile<TILES - 1>(scores);
+        wgmma_commit();
+        if (!FIRST) {
+            wgmma_wait<3>();
+            warp_arrive(FREE + OTHER + LOW);
+            wgmma_wait<2>();
+            warp_arrive(FREE + OTHER + HIGH);
+        }
+        wgmma_wait<0>();
+        pin(scores), pin(low), pin(high);
+        if (last) free_q();
+        mask(scores);
+        uint32 weights[4][4];
+        float now[2], sum[2];
+        weigh(scores, weights, now, sum);
+
+        raise_to(now);
+        rows[0].total += sum[0], rows[1].total += sum[1];
+        pin(low), pin(high);
+        uint64 columns = transposed_descriptor(OWN_K + COLUMNS);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < 4; ++step) wgmma_columns(bf16{}, low, weights[step], columns + 128 * step, 1);
+        wgmma_commit();
+#pragma unroll
+        for (int step = 0; step < 4; ++step)
+            wgmma_columns(bf16{}, high, weights[step], columns + (2 * TILE_BYTES >> 4) + 128 * step, 1);
+        wgmma_commit();
+        wgmma_wait<1>();
+        warp_arrive(FREE + OWN + LOW);
+        wgmma_wait<0>();
+        pin(low), pin(high);
+        warp_arrive(FREE + OWN + HIGH);
+    }
+
+    __device__ void free_q() {
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece) warp_arrive(Q_FREE + 8 * piece);
+    }
+
+    // Tell the other consumer what this one's scores of a tile come to.
+    __device__ void tell_totals(uint32 tiles) {
+        uint32 slot = 2 * (tiles % 2) + CONSUMER;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float total = rows[r].total;
+            total += __shfl_xor_sync(~0u, total, 1);
+            total += __shfl_xor_sync(~0u, total, 2);
+            rows[r].total = total;
+            if (lane % 4 == 0) sts_float2(TOTALS_AT + slot * (HEADS * 8) + 8 * head + 64 * r, {total, rows[r].highest});
+        }
+        warp_arrive(TOTALS_READY + 8 * slot);
+    }
+
+    // Put both consumers' sums together, and store the results of a tile.
+    __device__ void finish(int tile, uint32 tiles) {
+        uint32 slot = 2 * (tiles % 2) + (CONSUMER ^ 1);
+        float check = 0.0f;  // NaN after a number that is not finite
+#pragma unroll
+        for (int i = 0; i < 64; ++i) check = fmaf(low[i], 0.0f, check), check = fmaf(high[i], 0.0f, check);
+        barrier_wait(TOTALS_READY + 8 * slot, tiles / 2 % 2);
+        TileCoord at(problem, tile);
+        float sum[2];
+        float2 others[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            others[r] = lds_float2(TOTALS_AT + slot * (HEADS * 8) + 8 * head + 64 * r);
+            sum[r] = rows[r].total + others[r].x;
+            check = fmaf(sum[r], 0.0f, check);
+            // Every score minus infinity, though there are keys: they are not, but out of range.
+            if (seen && rows[r].reference == -infinity()) check = 1.0f;
+        }
+        bool bad = __any_sync(~0u, check != 0.0f);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            int own_head = at.first_head + head + 8 * r;
+            bool here = own_head < problem.heads, empty = rows[r].reference == -infinity();
+            float lse2 = rows[r].reference + log2_fast(sum[r]);
+            float factor = empty ? 0.0f : reciprocal_fast(sum[r]);
+            if (here && problem.attn_sink)
+                factor *= reciprocal_fast(1.0f + exp2_fast(fmaf(problem.attn_sink[own_head], LOG2_E, -lse2)));
+            if (here && lane % 4 == 0) {
+                if (CONSUMER == 0) {
+                    float most = fmaxf(rows[r].highest, others[r].y) * LN_2;
+                    problem.max_logits[at.b * problem.max_stride_b + own_head * problem.max_stride_h] =
+                        bad ? __uint_as_float(UNSAFE_BITS) : most;
+                } else {
+                    float lse = empty ? infinity() : lse2 * LN_2;
+                    problem.lse[at.b * problem.lse_stride_b + own_head * problem.lse_stride_h] =
+                        bad ? __uint_as_float(UNSAFE_BITS) : lse;
+                }
+            }
+            bf16* out = problem.out + at.b * problem.out_stride_b + own_head * problem.out_stride_h + 256 * CONSUMER + 8 * (lane % 4);
+            store_row(out, low, r, factor, here);
+            store_row(out + 128, high, r, factor, here);
+        }
+    }
+
+    // 128 values of row r: of each four neighbouring chunks of 8 values this lane stores one, at `out` and every 32 values.
+    __device__ void store_row(bf16* out, const float (&x)[64], int r, float factor, bool here) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            uint32 words[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                int k = 4 * (4 * i + j) + 2 * r;
+                words[j] = pack(bf16{}, x[k] * factor, x[k + 1] * factor);
+            }
+            transpose(words);
+            if (here) store16(out + 32 * i, {words[0], words[1], words[2], words[3]});
+        }
+    }
+
+    // Lane c of four gets word c of each of them.
+    __device__ void transpose(uint32 (&words)[4]) {
+#pragma unroll
+        for (int step = 1; step <= 2; step *= 2) {
+            bool upper = lane & step;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                uint32 &a = words[step == 1 ? 2 * i : i], &b = words[step == 1 ? 2 * i + 1 : i + 2];
+                uint32 got = __shfl_xor_sync(~0u, upper ? a : b, step);
+                a = upper ? got : a, b = upper ? b : got;
+            }
+        }
+    }
+
+    __device__ void store_nothing(int tile) {
+        TileCoord at(problem, tile);
+        int thread = threadIdx.x % 128 + 128 * CONSUMER, heads = min(HEADS, problem.heads - at.first_head);
+        for (int i = thread; i < heads * (V_DIM / 8); i += 256) {
+            int own_head = at.first_head + i / (V_DIM / 8);
+            store16(problem.out + at.b * problem.out_stride_b + own_head * problem.out_stride_h + i % (V_DIM / 8) * 8, {});
+        }
+        if (thread < heads) {
+            int own_head = at.first_head + thread;
+            problem.lse[at.b * problem.lse_stride_b + own_head * problem.lse_stride_h] = infinity();
+            problem.max_logits[at.b * problem.max_stride_b + own_head * problem.max_stride_h] = -infinity();
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        uint32 n = 0, tiles = 0;
+        int tile = blockIdx.x, tile_before = 0, next_length = length_of_tile(problem, tile);
+        for (;;) {
+            int length = __reduce_max_sync(~0u, next_length);  // the same in all lanes, which the compiler then knows
+            next_length = length_of_tile(problem, tile + gridDim.x);
+            bool more = tile < problem.tiles();
+            if (more && !length) {
+                store_nothing(tile);
+                tile += gridDim.x;
+                continue;
+            }
+            if (n) {
+                if (n % 2 == CONSUMER) add_last_of_other(n - 1, tiles - 1);
+                finish(tile_before, tiles - 1);
+            }
+            if (!more) return;
+            uint32 end = n + blocks_of(length), own = n;
+            warpgroup_sync(2 + CONSUMER);  // or the compiler takes what follows for divergent, and serialises the products
+            begin();
+            if (n % 2 == CONSUMER) {
+                take<true>(n, tiles, n + 2 >= end);
+                own += 2;
+            } else {
+                own += 1;
+                if (own >= end) free_q();
+            }
+            for (; own < end; own += 2) take<false>(own, tiles, own + 2 >= end);
+            if ((end - 1) % 2 == CONSUMER) tell_totals(tiles);
+            tile_before = tile, n = end, ++tiles, tile += gridDim.x;
+        }
+    }
+};

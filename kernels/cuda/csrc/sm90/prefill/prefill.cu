@@ -1,0 +1,44 @@
+// Sparse MLA prefill over gathered bfloat16 rows, on Hopper (sm_90a).
+//
+// A tile is 64 heads of a query token (work.cuh); keys go 64 at a time, a *block*. A thread block does every so many-th
+// tile, one after another, and loads a tile's Q and first keys while the last of the tile before are added up. Three
+// warpgroups:
+//
+//     producer     copies rows into two buffers in turn, and Q; a warp a quarter of the values
+//     consumer 0    S = Q K^T and the softmax of every other block; values 0..255 of the result, of all blocks
+//     consumer 1    the same of the others; values 256..511
+//
+// A consumer multiplies its own weights out of registers, and the other's out of shared memory. Both add up the blocks in
+// order, so that each goes on from the other's running maximum, and a *piece* of a buffer is filled again as soon as it
+// has been used (sm90/prefill/memory.cuh). Weights are bfloat16, as the rows are.
+//
+// A tile of which a score, a sum or a result is not finite is marked by UNSAFE_BITS (work.cuh) for the exact kernel.
+//
+// Macros: LAYOUT (DSV4_BF16 or MLA_BF16: 512 or 576 values a row).
+#include "sm90/prefill/producer.cuh"
+#include "sm90/prefill/consumer.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_mla_prefill(const __grid_constant__ SparseProblem problem) {
+    extern __shared__ uint4 memory[];
+    if (uint32(__cvta_generic_to_shared(memory)) != READY) __trap();
+    int group = threadIdx.x / 128;  // consumers come first
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2 * PIECES; ++i)
+            barrier_init(READY + 8 * i, PRODUCERS / PIECES * WARP_ARRIVALS), barrier_init(FREE + 8 * i, 4 * WARP_ARRIVALS);
+        for (int i = 0; i < PIECES; ++i)
+            barrier_init(Q_READY + 8 * i, PRODUCERS / PIECES * WARP_ARRIVALS), barrier_init(Q_FREE + 8 * i, 8 * WARP_ARRIVALS);
+        for (int i = 0; i < 2; ++i) barrier_init(WEIGHTS_READY + 8 * i, 4 * WARP_ARRIVALS);
+        for (int i = 0; i < 4; ++i) barrier_init(TOTALS_READY + 8 * i, 4 * WARP_ARRIVALS);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    pdl_wait();
+    if (group >= 2) {
+        warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
+        Producer(problem).run();
+    } else {
+        warpgroup_reg_alloc<CONSUMER_REGISTERS>();
+        if (group == 0) Consumer<0>(problem).run();
+        else Consumer<1>(problem).run();
+    }
+}

@@ -1,0 +1,134 @@
+// The producer of sm90/prefill/prefill.cu.
+#pragma once
+#include "sm90/prefill/memory.cuh"
+
+// Goes through the blocks of a thread block's tiles. Lengths are asked for a tile ahead.
+struct BlockWalk {
+    const SparseProblem& problem;
+    int tile, block = 0, length, next_length;
+
+    __device__ explicit BlockWalk(const SparseProblem& p) : problem(p), tile(blockIdx.x) {
+        length = length_of_tile(problem, tile), next_length = length_of_tile(problem, tile + gridDim.x);
+        skip_finished();
+    }
+    __device__ bool more() const { return tile < problem.tiles(); }
+    __device__ void advance() { ++block, skip_finished(); }
+
+    __device__ void skip_finished() {
+        while (more() && block * BLOCK >= length) {
+            tile += gridDim.x, block = 0, length = next_length;
+            next_length = length_of_tile(problem, tile + gridDim.x);
+        }
+    }
+};
+
+// A warp, which copies one piece of everything, or some of its rows: 16 bytes a lane, so four rows of 128 bytes at a time.
+struct Producer {
+    static constexpr int ROWS = 64 * PIECES / PRODUCERS;  // of 64, that are this warp's
+
+    const SparseProblem& problem;
+    int piece, first_row, lane;
+    uint32 to, from;  // where this lane's first 16 bytes go in a block of tiles, and where they come from in a row
+
+    __device__ explicit Producer(const SparseProblem& p) : problem(p), piece(threadIdx.x / 32 % PIECES), lane(threadIdx.x % 32) {
+        int row = lane / 8, chunk = lane % 8;
+        first_row = threadIdx.x / 32 % PRODUCERS / PIECES * ROWS;
+        to = first_tile(piece) * TILE_BYTES + (first_row + row) * 128 + ((chunk ^ row) << 4);
+        from = first_tile(piece) * 128 + chunk * 16;
+    }
+
+    // Which rows of an array a lane looked up: those for rows `lane` and `lane` + 32 of 64; negative where there is none.
+    struct Rows {
+        int low, high;
+
+        // The same of four rows, 8 lanes each: `first` + lane / 8.
+        __device__ int at(int first, int lane) const {
+            return __shfl_sync(~0u, first < 32 ? low : high, (first + lane / 8) % 32);
+        }
+    };
+
+    // Indices as they are listed, or -1 behind the end.
+    __device__ Rows listed(const BlockWalk& walk) const {
+        const List& list = problem.lists[0];
+        const int* indices = list.indices + walk.tile / problem.groups * list.indices_stride_b;
+        int at = walk.block * BLOCK + lane;
+        return {at < walk.length ? indices[at] : -1, at + 32 < walk.length ? indices[at + 32] : -1};
+    }
+    __device__ Rows keys(Rows listed) const {
+        uint32 rows = problem.lists[0].num_slots;
+        return {uint32(listed.low) < rows ? listed.low : -1, uint32(listed.high) < rows ? listed.high : -1};
+    }
+    __device__ Rows heads(int tile) const {
+        int first = tile % problem.groups * HEADS + lane;
+        return {first < problem.heads ? first : -1, first + 32 < problem.heads ? first + 32 : -1};
+    }
+
+    // Start to copy this warp's part of 64 rows to the tiles at `block`; zeros where there is no row.
+    __device__ void copy(uint32 block, const uint8* array, int64 stride, Rows rows) const {
+#pragma unroll
+        for (int i = 0; i < ROWS / 4; ++i) {
+            int row = rows.at(first_row + 4 * i, lane);
+            const uint8* source = array + (row < 0 ? 0 : row * stride) + from;
+            uint32 target = block + (to ^ i % 2 * 64) + i * 512;  // every other row's chunks lie 4 chunks away
+            copy_async<16>(target, source, row >= 0);
+            copy_async<16>(target + TILE_BYTES, source + 128, row >= 0);
+        }
+        if (HAS_ROPE)
+#pragma unroll
+            for (int i = 0; i < ROWS / 16; ++i) {
+                int first = 16 * piece + first_row / 4 + 4 * i, row = rows.at(first, lane), chunk = lane % 8;
+                const uint8* source = array + (row < 0 ? 0 : row * stride) + (TILES - 1) * 128 + chunk * 16;
+                uint32 target = block + (TILES - 1) * TILE_BYTES + (first + lane / 8) * 128;
+                copy_async<16>(target + ((chunk ^ lane / 8 ^ i % 2 * 4) << 4), source, row >= 0);
+            }
+        copies_commit();
+    }
+
+    // Say that what was copied is there, but for the last PENDING copies.
+    template <int PENDING> __device__ void tell(uint32 barrier) const {
+        copies_wait<PENDING>();
+        fence_proxy_async();
+        warp_arrive(barrier + 8 * piece);
+    }
+
+    // Call this warp's part of a tile's Q into the L2 cache.
+    __device__ void prefetch_q(int tile) const {
+        if (tile >= problem.tiles()) return;
+        int head = tile % problem.groups * HEADS + threadIdx.x / 32 % PRODUCERS * (HEADS / PRODUCERS) + lane / 2 % (HEADS / PRODUCERS);
+        if (head >= problem.heads) return;
+        const bf16* q = problem.q + tile / problem.groups * problem.q_stride_b + head * problem.q_stride_h + lane % 2 * 64;
+#pragma unroll
+        for (int i = 0; i < TILES; i += 2)
+            if (i + lane % 2 < TILES) asm volatile("prefetch.global.L2 [%0];" ::"l"(q + 64 * i));
+    }
+
+    __device__ void run() const {
+        const List& list = problem.lists[0];
+        BlockWalk walk(problem);
+        if (!walk.more()) return;
+        Rows next = listed(walk);
+        uint32 tiles = 0;
+        for (uint32 n = 0; walk.more(); ++n) {
+            Rows rows = keys(next);
+            int tile = walk.tile;
+            bool first = walk.block == 0;
+            walk.advance();
+            if (walk.more()) next = listed(walk);
+            uint32 buffer = n % 2;
+            barrier_wait(FREE + 8 * (PIECES * buffer + piece), n / 2 % 2 ^ 1);
+            copy(K_AT + buffer * K_BYTES, list.pages, list.page_stride, rows);
+            uint32 low = __ballot_sync(~0u, rows.low >= 0), high = __ballot_sync(~0u, rows.high >= 0);
+            if (piece + first_row + lane == 0) sts32(PRESENT_AT + 8 * buffer, low), sts32(PRESENT_AT + 8 * buffer + 4, high);
+            if (first) {
+                barrier_wait(Q_FREE + 8 * piece, tiles++ % 2 ^ 1);
+                const bf16* q = problem.q + tile / problem.groups * problem.q_stride_b;
+                copy(Q_AT, reinterpret_cast<const uint8*>(q), 2 * problem.q_stride_h, heads(tile));
+                prefetch_q(tile + gridDim.x);
+                tell<1>(READY + 8 * PIECES * buffer);
+                tell<0>(Q_READY);
+            } else {
+                tell<0>(READY + 8 * PIECES * buffer);
+            }
+        }
+    }
+};

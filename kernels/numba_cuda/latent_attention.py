@@ -1,0 +1,277 @@
+"""The kernel of all attention over latent rows: sparse decode and prefill, and dense decode.
+
+A thread block has a few heads of one query token and all of its keys, or a part of them: then every part leaves a
+result of its own, and merge_parts_kernel puts them together.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import cuda, float32, int32, uint32
+
+from ...layout import CacheLayout
+from ..numba_common.geometry import geometry_of
+from ..numba_common.numbers import float32_bits, float32_value, from_float32
+from ..types.plan import DecodePlan, DenseDecodePlan, Workspace
+from ..types.segments import Pages
+from .attention_tile import Tile, attention_of
+from .intrinsics import exponential
+from .latent_rows import latent_rows_of
+from .launch import (
+    NO_PARTS,
+    NO_SCALE,
+    NO_TABLE,
+    SIMULATED,
+    device_function,
+    is_aligned,
+    kind_of,
+    launch,
+    multiprocessors,
+)
+from .log_sums import MINUS_INFINITY, bits_of_log_sum, larger, rest_of_sink, summary
+from .plain_rows import plain_rows_of
+from .products import GROUP, THREADS
+from .rows import lookup_slot
+
+V_DIM = 512
+ROWS, KEYS = (8, 16) if SIMULATED else (32, 32)  # of a tile
+BLOCKS_AT_A_TIME = 2  # on a multiprocessor
+MAX_PARTS = 64
+NO_LIST = np.empty((0, 0, 0), np.int32)
+NO_LOGITS = np.empty((0, 0, 0), np.float32)
+
+
+class KeyList(NamedTuple):
+    """Keys of one cache.
+
+    slots    int32 [b, s_q, n]; or a block table, int32 [b, B]
+    lengths  int32 [b, s_q], entries of `slots` in use, or None; or the tokens of each request, int32 [b]
+    """
+
+    pages: Pages
+    slots: Any
+    lengths: Any
+
+
+class Results(NamedTuple):
+    """out [b, s_q, h, 512], max_logits and lse float32 [b, h, s_q]; max_logits may be None."""
+
+    out: Any
+    max_logits: Any
+    lse: Any
+
+
+def attend(
+    q: Any,
+    lists: list[KeyList],
+    most_keys: int,
+    attn_sink: Any | None,
+    softmax_scale: float,
+    results: Results,
+    plan: DecodePlan | DenseDecodePlan | None,
+    may_split: bool,
+    causal: bool = False,
+    scale: tuple[Any, np.float32] = (NO_SCALE, np.float32(1)),
+) -> None:
+    """q [b, s_q, h, d] over one list of keys, or two of the same layout and one softmax.
+
+    most_keys  that a token may have
+    causal     of a block table: whether a query sees only tokens up to its own
+    scale      of plain e4m3 rows: (float32 [1] or empty, number that counts if it is empty)
+    """
+    (batch, s_q, heads, _), layout = q.shape, lists[0].pages.layout
+    caches = [x.pages.bytes for x in lists]
+    groups, weighted, float16 = layout.head_dim // GROUP, layout.num_scales > 0, q.dtype == np.float16
+    tile = Tile(ROWS, KEYS, groups, V_DIM // GROUP, False, weighted, float16)
+    blocks = batch * s_q * -(-heads // ROWS)
+    parts = part_count(blocks, -(-most_keys // KEYS), multiprocessors()) if may_split else 1
+    part_out, part_lse = NO_PARTS, NO_PARTS
+    if parts > 1:
+        workspace, rows = plan.workspace if plan is not None else Workspace(), batch * s_q * parts
+        part_out = workspace.shaped("part_out", (rows * heads, V_DIM), np.float32, q)
+        part_lse = workspace.shaped("part_lse", (rows, heads), np.float32, q)
+    listed = lists[0].slots.ndim == 3
+    second = lists[1] if len(lists) > 1 else lists[0]._replace(slots=NO_LIST if listed else NO_TABLE)
+    kernel = attend_kernel_of(tile, layout, listed, is_aligned(q, *caches))
+    sink = NO_SCALE if attn_sink is None else attn_sink
+    max_logits = NO_LOGITS if results.max_logits is None else results.max_logits
+    launch(
+        kernel, blocks * parts, THREADS,
+        q, *list_arguments(lists[0]), *list_arguments(second), causal, *scale, sink, np.float32(softmax_scale),
+        results.out, kind_of(results.out), max_logits, results.lse, part_out, part_lse, parts,
+        shared_bytes=tile.shared_bytes, at_a_time=BLOCKS_AT_A_TIME,
+    )  # fmt: skip
+    if parts > 1:
+        launch(
+            merge_parts_kernel, batch * s_q * heads, MERGE_THREADS,
+            part_out, part_lse, parts, attention_of(tile).growing, sink, results.out, kind_of(results.out), results.lse,
+        )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def part_count(blocks: int, key_tiles: int, sms: int) -> int:
+    """In how many parts to do the keys of each token, so that the thread blocks fill the device once."""
+    return max(1, min(BLOCKS_AT_A_TIME * sms // blocks, key_tiles, MAX_PARTS))
+
+
+def list_arguments(keys: KeyList) -> tuple[Any, ...]:
+    lengths = NO_TABLE if keys.lengths is None else keys.lengths
+    return keys.pages.bytes, keys.pages.block_size, geometry_of(keys.pages).scale_start, keys.slots, lengths
+
+
+@functools.cache
+def attend_kernel_of(tile: Tile, layout: CacheLayout, listed: bool, aligned: bool) -> Any:
+    """The kernel for a layout; `listed` for lists of slots, else for a block table."""
+    rows, keys = tile.rows, tile.keys
+    growing, count, stride, memory, score, weigh, mix, finish = attention_of(tile)
+    word_count, scale_count, prepare, load, store = latent_rows_of(tile, layout, aligned)
+    copy_queries = plain_rows_of(rows, layout.head_dim, tile.groups, aligned)
+    length_of, slot_of = (listed_length, listed_slot) if listed else (table_length, table_slot)
+
+    @device_function
+    def find(m, first, b, s, n, pages, block_size, slots, extra_n, extra_pages, extra_block_size, extra_slots):
+        """Where the keys from number `first` on are, those of the second list behind those of the first."""
+        for key in range(cuda.threadIdx.x, keys, THREADS):
+            i, slot, size = first + key, np.int64(-1), block_size
+            if i < n:
+                slot = slot_of(slots, b, s, i, block_size, pages.shape[0])
+            elif i < n + extra_n:
+                slot = slot_of(extra_slots, b, s, i - n, extra_block_size, extra_pages.shape[0])
+                size = extra_block_size
+            present = slot >= 0
+            slot, size = np.uint32(max(slot, 0)), np.uint32(size)  # whose division is short
+            m.pages[key] = slot // size if present else -1
+            m.tokens[key] = slot % size
+
+    def attend_kernel(
+        q, pages, block_size, scale_start, slots, lengths, extra_pages, extra_block_size, extra_scale_start,
+        extra_slots, extra_lengths, causal, scale, scale_value, attn_sink, softmax_scale, out, kind, max_logits, lse,
+        part_out, part_lse, parts,
+    ):  # fmt: skip
+        """A thread block takes `rows` heads of a token over one part of its keys."""
+        m = memory(cuda.shared.array(0, uint32), cuda.shared.array(0, float32), cuda.shared.array(0, int32))
+        sums = cuda.local.array(count, np.float32)
+        words, scales = cuda.local.array(word_count, np.uint32), cuda.local.array(scale_count, np.float32)
+        s_q, heads = q.shape[1], q.shape[2]
+        head_tiles = (heads + rows - 1) // rows
+        head, block = cuda.blockIdx.x % head_tiles * rows, cuda.blockIdx.x // head_tiles
+        part, token = block % parts, block // parts
+        b, s = token // s_q, token % s_q
+        n = length_of(slots, lengths, b, s, s_q, causal, block_size)
+        extra_n = length_of(extra_slots, extra_lengths, b, s, s_q, causal, extra_block_size)
+        tiles = (n + extra_n + keys - 1) // keys
+        start, end = tiles * part // parts * keys, tiles * (part + 1) // parts * keys
+        if len(scale):
+            scale_value = float32_value(scale[0])
+
+        for i in range(count):
+            sums[i] = 0
+        for row in range(cuda.threadIdx.x, rows, THREADS):
+            m.limits[row] = 1 if head + row < heads else 0
+        prepare(m)
+        copy_queries(q[b, s], head, heads - head, m.q)
+        find(m, start, b, s, n, pages, block_size, slots, extra_n, extra_pages, extra_block_size, extra_slots)
+        top, total = MINUS_INFINITY, np.float32(0)
+        for first in range(start, end, keys):
+            cuda.syncthreads()
+            load(m, words, scales, pages, scale_start, extra_pages, extra_scale_start, n - first)
+            store(m, words, scales)
+            cuda.syncthreads()
+            after = first + keys
+            find(m, after, b, s, n, pages, block_size, slots, extra_n, extra_pages, extra_block_size, extra_slots)
+            score(m, softmax_scale * scale_value)
+            cuda.syncthreads()
+            top, total = weigh(m, top, total)
+            cuda.syncthreads()
+            mix(m, sums)
+        finish(m, sums, top, total)
+
+        for row in range(cuda.threadIdx.x, rows, THREADS):
+            if head + row < heads:
+                log_sum, share = summary(m.tops[row], m.totals[row])
+                share *= scale_value
+                if parts > 1:
+                    part_lse[token * parts + part, head + row] = float32_bits(log_sum)
+                else:
+                    share *= rest_of_sink(attn_sink, head + row, log_sum) * growing
+                    lse[b, head + row, s] = bits_of_log_sum(log_sum)
+                    if len(max_logits):
+                        max_logits[b, head + row, s] = float32_bits(m.tops[row])
+                m.factors[row] = share
+        cuda.syncthreads()
+        for i in range(cuda.threadIdx.x, rows * V_DIM, THREADS):
+            row, dim = i // V_DIM, i % V_DIM
+            if head + row < heads:
+                value = m.result[row * stride + dim] * m.factors[row]
+                if parts > 1:
+                    part_out[(token * parts + part) * heads + head + row, dim] = float32_bits(value)
+                else:
+                    out[b, s, head + row, dim] = from_float32(value, kind)
+
+    return attend_kernel
+
+
+@device_function
+def listed_length(slots, lengths, b, s, s_q, causal, block_size):
+    """How many entries of a list of slots are in use."""
+    if len(lengths):
+        return min(max(np.int64(lengths[b, s]), 0), slots.shape[2])
+    return np.int64(slots.shape[2])
+
+
+@device_function
+def listed_slot(slots, b, s, i, block_size, num_pages):
+    """Entry i of a list of slots, or -1 if the cache does not have it."""
+    slot = np.int64(slots[b, s, i])
+    return slot if slot >= 0 and slot < num_pages * block_size else np.int64(-1)
+
+
+@device_function
+def table_length(table, lengths, b, s, s_q, causal, block_size):
+    """How many tokens of request b its query s sees, as far as the block table reaches."""
+    if not len(table):
+        return np.int64(0)
+    seen = np.int64(lengths[b])
+    if causal:
+        seen -= s_q - 1 - s
+    return min(max(seen, 0), table.shape[1] * block_size)
+
+
+@device_function
+def table_slot(table, b, s, i, block_size, num_pages):
+    """The slot of token i of request b, or -1 if the cache does not have it."""
+    slot = np.int64(lookup_slot(table, b, i, block_size))
+    return slot if slot < num_pages * block_size else np.int64(-1)
+
+
+MERGE_THREADS = 128
+
+
+def merge_parts_kernel(part_out, part_lse, parts, growing, attn_sink, out, kind, lse):
+    """A thread block takes one head of a token, a thread every blockDim.x-th value of its output."""
+    weights = cuda.shared.array(MAX_PARTS, np.float32)
+    s_q, heads = out.shape[1], out.shape[2]
+    token, head = cuda.blockIdx.x // heads, cuda.blockIdx.x % heads
+    b, s = token // s_q, token % s_q
+    top = MINUS_INFINITY
+    for part in range(parts):
+        top = larger(top, float32_value(part_lse[token * parts + part, head]))
+    shift = np.float32(0) if top == MINUS_INFINITY else top
+    for part in range(cuda.threadIdx.x, parts, cuda.blockDim.x):
+        weights[part] = exponential(float32_value(part_lse[token * parts + part, head]) - shift)
+    cuda.syncthreads()
+    total = np.float32(0)
+    for part in range(parts):
+        total += weights[part]
+    log_sum, share = summary(top, total)
+    share *= rest_of_sink(attn_sink, head, log_sum) * growing
+    for dim in range(cuda.threadIdx.x, V_DIM, cuda.blockDim.x):
+        value = np.float32(0)
+        for part in range(parts):
+            value += weights[part] * float32_value(part_out[(token * parts + part) * heads + head, dim])
+        out[b, s, head, dim] = from_float32(value * share, kind)
+    if cuda.threadIdx.x == 0:
+        lse[b, head, s] = bits_of_log_sum(log_sum)

@@ -1,0 +1,67 @@
+"""Products of 16-bit matrices."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numba import cuda, float32, uint32
+
+from ..numba_common.numbers import from_float32
+from .launch import SIMULATED, kind_of, launch
+from .products import GROUP_WORDS, THREADS, scores_of, stride_of
+
+ROWS, COLUMNS = (8, 16) if SIMULATED else (32, 64)  # of a tile of the product
+GROUPS = 2  # of 64 values, which a tile of the factors is deep
+
+
+def batched_product(a: Any, b: Any, out: Any) -> None:
+    """out [n, M, N] = a [n, M, K] b [n, K, N], of any strides."""
+    batch, m, n = out.shape
+    tiles = -(-m // ROWS) * -(-n // COLUMNS)
+    shared_bytes = 4 * (ROWS + COLUMNS) * stride_of(GROUPS) + 4 * ROWS * (COLUMNS + 8)
+    kernel = product_kernel_of(out.dtype == np.float16)
+    launch(kernel, batch * tiles, THREADS, a, b, out, kind_of(out), shared_bytes=shared_bytes)
+
+
+@functools.cache
+def product_kernel_of(float16: bool) -> Any:
+    count, product_stride, multiply, store = scores_of(ROWS, COLUMNS, GROUPS, False, float16)
+    words, stride = GROUPS * GROUP_WORDS, stride_of(GROUPS)
+    b_at, products_at = ROWS * stride, (ROWS + COLUMNS) * stride
+
+    def product_kernel(a, b, out, kind):
+        """A thread block takes a tile of a matrix, a thread every so many-th pair of values of the factors' tiles."""
+        shared, floats = cuda.shared.array(0, uint32), cuda.shared.array(0, float32)
+        shared_a, shared_b, products = shared, shared[b_at:], floats[products_at:]
+        m, n, k = out.shape[1], out.shape[2], a.shape[2]
+        across = (n + COLUMNS - 1) // COLUMNS
+        tiles = (m + ROWS - 1) // ROWS * across
+        matrix, tile = cuda.blockIdx.x // tiles, cuda.blockIdx.x % tiles
+        row, column = tile // across * ROWS, tile % across * COLUMNS
+        sums = cuda.local.array(count, np.float32)
+        for i in range(count):
+            sums[i] = 0
+        for start in range(0, k, 2 * words):
+            cuda.syncthreads()
+            for i in range(cuda.threadIdx.x, ROWS * words, THREADS):
+                r, d = row + i // words, start + i % words * 2
+                first = a[matrix, r, d] if r < m and d < k else 0
+                second = a[matrix, r, d + 1] if r < m and d + 1 < k else 0
+                shared_a[i // words * stride + i % words] = np.int64(first) | np.int64(second) << 16
+            for i in range(cuda.threadIdx.x, COLUMNS * words, THREADS):
+                c, d = column + i % COLUMNS, start + i // COLUMNS * 2
+                first = b[matrix, d, c] if c < n and d < k else 0
+                second = b[matrix, d + 1, c] if c < n and d + 1 < k else 0
+                shared_b[i % COLUMNS * stride + i // COLUMNS] = np.int64(first) | np.int64(second) << 16
+            cuda.syncthreads()
+            multiply(sums, shared_a, shared_b, floats)
+        store(sums, products, np.float32(1))
+        cuda.syncthreads()
+        for i in range(cuda.threadIdx.x, ROWS * COLUMNS, THREADS):
+            r, c = i // COLUMNS, i % COLUMNS
+            if row + r < m and column + c < n:
+                out[matrix, row + r, column + c] = from_float32(products[r * product_stride + c], kind)
+
+    return product_kernel

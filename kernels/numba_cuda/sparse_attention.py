@@ -1,0 +1,90 @@
+"""Sparse MLA decode and prefill, and merging of partial results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from ...layout import DSV4_BF16, MLA_BF16
+from ..numba_common.numbers import from_float32, to_float32
+from ..types.plan import DecodePlan
+from ..types.segments import Pages, Segment
+from .latent_attention import KeyList, Results, attend
+from .launch import MAX_BLOCKS, NO_PARTS, kind_of, launch
+from .log_sums import bits_of_log_sum, joined, log_sum_of
+
+MERGE_THREADS = 128
+
+
+def sparse_mla_decode(
+    q: Any,
+    segments: Sequence[Segment],
+    attn_sink: Any | None,
+    softmax_scale: float,
+    out: Any,
+    lse: Any,
+    plan: DecodePlan | None = None,
+    batch_invariant: bool = False,
+) -> None:
+    """The plan has only the memory of partial results; in how many parts keys are done, the shapes say."""
+    lists = [KeyList(x.pages, x.indices, x.lengths) for x in segments]
+    most_keys = sum(x.indices.shape[2] for x in segments)
+    attend(q, lists, most_keys, attn_sink, softmax_scale, Results(out, None, lse), plan, not batch_invariant)
+
+
+def sparse_mla_prefill(
+    q: Any,
+    kv: Any,
+    indices: Any,
+    topk_length: Any | None,
+    attn_sink: Any | None,
+    softmax_scale: float,
+    out: Any,
+    max_logits: Any,
+    lse: Any,
+) -> None:
+    """Tokens are a batch with one query each, and a row of the workspace is a page of one token."""
+    pages = Pages(row_bytes_of(kv), 1, {512: DSV4_BF16, 576: MLA_BF16}[kv.shape[1]])
+    lengths = None if topk_length is None else topk_length[:, None]
+    results = Results(out[:, None], max_logits[..., None], lse[..., None])
+    keys = KeyList(pages, indices[:, None], lengths)
+    attend(q[:, None], [keys], indices.shape[1], attn_sink, softmax_scale, results, None, may_split=False)
+
+
+def row_bytes_of(kv: Any) -> Any:
+    """uint8 [s_kv, 2 d] over 16-bit rows."""
+    if isinstance(kv, np.ndarray):
+        return np.lib.stride_tricks.as_strided(kv.view(np.uint8), (len(kv), 2 * kv.shape[1]), (kv.strides[0], 1))
+    return type(kv)((len(kv), 2 * kv.shape[1]), "uint8", kv.data, (kv.strides[0], 1))
+
+
+def merge_attn_states(
+    output: Any, prefix_output: Any, prefix_lse: Any, suffix_output: Any, suffix_lse: Any, output_lse: Any | None
+) -> None:
+    tokens, heads, _ = output.shape
+    launch(
+        merge_states_kernel, min(tokens * heads, MAX_BLOCKS), MERGE_THREADS,
+        output, prefix_output, prefix_lse, suffix_output, suffix_lse, kind_of(output),
+        NO_PARTS if output_lse is None else output_lse,
+    )  # fmt: skip
+
+
+def merge_states_kernel(output, prefix_output, prefix_lse, suffix_output, suffix_lse, kind, output_lse):
+    """A thread block takes every gridDim.x-th head of a token, a thread every blockDim.x-th value of its output."""
+    tokens, heads, dim = output.shape
+    for row in range(cuda.blockIdx.x, tokens * heads, cuda.gridDim.x):
+        token, head = row // heads, row % heads
+        first, second = log_sum_of(prefix_lse[head, token]), log_sum_of(suffix_lse[head, token])
+        log_sum, first, second = joined(first, second)
+        for i in range(cuda.threadIdx.x, dim, cuda.blockDim.x):
+            value = np.float32(0)
+            if first != 0:  # or the part may hold anything; NaN must show
+                value += first * to_float32(prefix_output[token, head, i], kind)
+            if second != 0:
+                value += second * to_float32(suffix_output[token, head, i], kind)
+            output[token, head, i] = from_float32(value, kind)
+        if cuda.threadIdx.x == 0 and len(output_lse):
+            output_lse[head, token] = bits_of_log_sum(log_sum)

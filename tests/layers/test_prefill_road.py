@@ -1,0 +1,63 @@
+"""Which road a chunk of prefills takes."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from cumla.layers.prefill_road import COSTS, Costs, cheaper_road, chunk_roads
+from cumla.layout import DSV4_BF16, DSV4_FP8
+
+WINDOW = 128
+
+
+def metadata(*chunks):
+    """Of prefills (tokens, length) in chunks, as far as roads depend on it."""
+    prefills = [prefill for chunk in chunks for prefill in chunk]
+    ends = np.cumsum([len(chunk) for chunk in chunks]).tolist()
+    plan = [
+        (end - len(chunk), end, max(s // 4 for _, s in chunk), max(s // 4 + q + WINDOW for q, s in chunk))
+        for end, chunk in zip(ends, chunks, strict=True)
+    ]
+    return SimpleNamespace(
+        get_prefill_chunk_plan=lambda ratio: plan, config=SimpleNamespace(window_size=WINDOW),
+        prefill_query_lens_cpu=np.array([q for q, _ in prefills]),
+        prefill_seq_lens_cpu=np.array([s for _, s in prefills]),
+    )  # fmt: skip
+
+
+def roads(*chunks, backend="cuda", forced=None, ratio=4, topk=512, layout=DSV4_FP8):
+    return [road for *_, road in chunk_roads(metadata(*chunks), ratio, 64, topk, backend, layout, forced)]
+
+
+def test_few_tokens_of_a_long_request_do_not_gather_it():
+    assert roads([(8, 1 << 17)]) == ["pages"]
+
+
+def test_chunks_of_a_step_go_their_own_ways():
+    chunks = [(8, 1 << 17)], [(4096, 4096)]
+    assert roads(*chunks, forced="pages") == ["pages", "pages"]
+    assert roads(*chunks, forced="rows") == ["rows", "rows"]
+    assert [c[:3] for c in chunk_roads(metadata(*chunks), 4, 64, 512, "cuda")] == [
+        (slice(0, 1), 1 << 15, (1 << 15) + 8 + WINDOW), (slice(1, 2), 1024, 1024 + 4096 + WINDOW)
+    ]  # fmt: skip
+
+
+def test_backends_that_were_not_measured_gather():
+    assert roads([(8, 1 << 17)], backend="cpu") == ["rows"]
+    assert roads([(8, 1 << 17)], layout=DSV4_BF16) == ["rows"]
+
+
+@pytest.mark.parametrize("heads", [8, 64, 128])
+@pytest.mark.parametrize("compressed", [0, 512, 4096])
+def test_more_to_gather_never_favours_gathering(heads, compressed):
+    taken = [cheaper_road(COSTS["cuda", DSV4_FP8.name], 256, heads, WINDOW, compressed, 1 << n) for n in range(24)]
+    assert taken == sorted(taken, reverse=True)  # "rows" first, then "pages"
+    assert taken[-1] == "pages"
+
+
+def test_the_costs_decide():
+    costs = Costs(pages=1, pages_block=1, rows=1, gathered=1, wave_tile=1, wave_block=1, tiles=2)
+    # Over pages 1 + 6 tiles of 3 blocks, over rows 1 + gathered + 3 waves of a tile with 3 blocks.
+    assert cheaper_road(costs, 3, 65, 64, 100, gathered=5) == "rows"
+    assert cheaper_road(costs, 3, 65, 64, 100, gathered=7) == "pages"
