@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 from ..arrays import dlpack
 from ..kernels.types.plan import DecodePlan, DenseDecodePlan
 from ..layout import LAYOUTS
-from ..ops import advance, dense_attention, dense_cache, indices, sparse_attention, sparse_cache
+from ..ops import advance, dense_attention, dense_cache, indexer, indexer_topk, indices, sparse_attention, sparse_cache
 
 
 class Result(NamedTuple):
@@ -35,9 +36,9 @@ class Op:
     function  the function
     writes    arguments that it writes in place
     results   arguments by name -> what it gives back; shapes may be symbolic
-    outputs   the keywords that take its results: one each, or a single one for the tuple of them
+    outputs   the keywords that take its results: one each, or a single one for the tuple of several
     scratch   arguments by name -> bytes of device memory that it needs beside them; None: none
-    plan      the plan that takes this memory to its kernels
+    plan      the plan that takes this memory to its kernels; None: its argument `workspace` does
     """
 
     function: Callable[..., Any]
@@ -45,7 +46,7 @@ class Op:
     results: Callable[[Mapping[str, Any]], tuple[Result, ...]] = no_results
     outputs: tuple[str, ...] = ()
     scratch: Callable[[Mapping[str, Any]], int] | None = None
-    plan: type[DecodePlan | DenseDecodePlan] = DecodePlan
+    plan: type[DecodePlan | DenseDecodePlan] | None = DecodePlan
 
     @property
     def name(self) -> str:
@@ -53,9 +54,9 @@ class Op:
 
     @functools.cached_property
     def signature(self) -> inspect.Signature:
-        """Its parameters but for the outputs and what only an eager call can have: a plan, a stream, given outputs."""
+        """Its parameters but for the outputs and what only an eager call has: memory, a stream, given outputs."""
         signature = inspect.signature(self.function)
-        left_out = {*self.outputs, "plan", "stream", "accumulate"}
+        left_out = {*self.outputs, "plan", "stream", "accumulate", "workspace"}
         return signature.replace(
             parameters=[parameter for name, parameter in signature.parameters.items() if name not in left_out],
             return_annotation=Any,
@@ -72,9 +73,11 @@ class Op:
 
         results, scratch  arrays for what it gives back and for what it needs
         """
-        given = dict(zip(self.outputs, (results,) if len(self.outputs) == 1 else results, strict=True))
+        as_one = len(self.outputs) == 1 and len(results) > 1
+        given = dict(zip(self.outputs, (results,) if as_one else results, strict=True))
         if scratch is not None:
-            given["plan"] = self.plan(dlpack.borrow(scratch, "scratch", writable=True))
+            memory = dlpack.borrow(scratch, "scratch", writable=True)
+            given |= {"workspace": memory} if self.plan is None else {"plan": self.plan(memory)}
         self.function(**arguments, **given)
 
 
@@ -159,6 +162,52 @@ def dense_decode_scratch(arguments: Mapping[str, Any]) -> int:
     return dense_attention.workspace_bytes(batch, s_q, heads, longest, dense_attention.device_sms(0))
 
 
+def queries_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
+    tokens, heads, dim = shape(arguments, "index_q", "T", "H", "D")
+    return Result((tokens, heads, dim), "uint8" if arguments.get("quantize", True) else "float32"), Result(
+        (tokens, heads), "float32"
+    )
+
+
+def logits_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
+    tokens, _, _ = shape(arguments, "q", "M", "H", "D")
+    return (Result((tokens, arguments.get("max_seqlen_k") or arguments["kv"].shape[0]), "float32"),)
+
+
+def paged_width(arguments: Mapping[str, Any], cache: str) -> Any:
+    given = arguments.get("max_context_len")
+    return given if given is not None else arguments["block_table"].shape[1] * arguments[cache].shape[1]
+
+
+def paged_logits_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
+    batch, next_n, _, _ = shape(arguments, "q", "B", "next_n", "H", "D")
+    return (Result((batch * next_n, paged_width(arguments, "kv_cache")), "float32"),)
+
+
+def schedule_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
+    return (Result((arguments["num_sms"] + 1, 2), "int32"),)
+
+
+def choice_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
+    rows, _ = shape(arguments, "logits", "M", "N")
+    return (Result((rows, arguments["topk"]), "int32"),)
+
+
+def indexer_topk_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
+    *tokens, _, _ = arguments["q"].shape
+    return (Result((math.prod(tokens), arguments["topk"]), "int32"),)
+
+
+def indexer_topk_scratch(arguments: Mapping[str, Any]) -> int:
+    paged = arguments.get("block_table") is not None
+    width = paged_width(arguments, "kv") if paged else arguments.get("max_seqlen_k") or int(arguments["kv"].shape[0])
+    row_bytes = indexer_topk.logits_row_bytes(width)
+    rows = math.prod(arguments["q"].shape[:-2])
+    return int(
+        min(max(arguments.get("max_workspace_bytes", indexer_topk.WORKSPACE_BYTES), row_bytes), rows * row_bytes)
+    )
+
+
 OPS = {
     op.name: op
     for op in (
@@ -166,6 +215,18 @@ OPS = {
         Op(sparse_cache.dequantize_and_gather_k_cache, writes=("out",)),
         Op(sparse_cache.indexer_k_quant_and_cache, writes=("kv_cache",)),
         Op(sparse_cache.cp_gather_indexer_k_quant_cache, writes=("dst_k", "dst_scale")),
+        Op(indexer.fused_indexer_q_rope_quant, results=queries_results, outputs=("out",)),
+        Op(indexer.fp8_mqa_logits, results=logits_results, outputs=("out",)),
+        Op(indexer.fp8_paged_mqa_logits, results=paged_logits_results, outputs=("out",)),
+        Op(indexer.get_paged_mqa_logits_metadata, results=schedule_results, outputs=("out",)),
+        Op(indexer_topk.top_k_per_row, results=choice_results, outputs=("out",)),
+        Op(
+            indexer_topk.indexer_topk,
+            results=indexer_topk_results,
+            outputs=("out",),
+            scratch=indexer_topk_scratch,
+            plan=None,
+        ),
         Op(dense_cache.concat_and_cache_mla, writes=("kv_cache",)),
         Op(dense_cache.gather_cache, writes=("dst",)),
         Op(advance.advance_step, writes=("input_tokens", "input_positions", "seq_lens", "slot_mapping")),

@@ -48,9 +48,10 @@ def _compilable(op: Op) -> Callable[..., Any]:
             return operator(*args, **kwargs)
         if any(result is None for result in given):
             raise ValueError(f"{op.name}: got only some of {', '.join(outputs)}, expected all of them or none")
-        results = tuple(given[0] if len(outputs) == 1 else given)
+        several = len(outputs) == 1 and isinstance(given[0], (tuple, list))
+        results = tuple(given[0] if several else given)
         into(*results, *args, **kwargs)
-        return results
+        return _returned(results)
 
     call.__doc__ = f"cumla.{op.name} for torch.compile.\n\n{op.function.__doc__}"
     return call
@@ -78,15 +79,20 @@ def _define(op: Op, name: str, given_results: bool = False) -> Any:
         if op.scratch is not None and like.is_cuda:
             scratch = like.new_empty(op.scratch(arguments), dtype=torch.uint8)
         op.run(arguments, results, scratch)
-        return None if given_results or not results else results
+        return None if given_results else _returned(results)
 
     def fake(*args: Any, **kwargs: Any) -> Any:
-        return None if given_results else empty(named(args, kwargs)) or None
+        return None if given_results else _returned(empty(named(args, kwargs)))
 
     LIBRARY.define(name + _schema(op, given), tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def _returned(results: tuple[Any, ...]) -> Any:
+    """Results as a call returns them: none, one alone, or a tuple."""
+    return None if not results else results[0] if len(results) == 1 else results
 
 
 def _num_results(op: Op) -> int:
@@ -127,10 +133,16 @@ concat_and_cache_mla = _compilable(OPS["concat_and_cache_mla"])
 cp_gather_indexer_k_quant_cache = _compilable(OPS["cp_gather_indexer_k_quant_cache"])
 dense_mla_decode = _compilable(OPS["dense_mla_decode"])
 dequantize_and_gather_k_cache = _compilable(OPS["dequantize_and_gather_k_cache"])
+fp8_mqa_logits = _compilable(OPS["fp8_mqa_logits"])
+fp8_paged_mqa_logits = _compilable(OPS["fp8_paged_mqa_logits"])
+fused_indexer_q_rope_quant = _compilable(OPS["fused_indexer_q_rope_quant"])
 gather_cache = _compilable(OPS["gather_cache"])
+get_paged_mqa_logits_metadata = _compilable(OPS["get_paged_mqa_logits_metadata"])
 indexer_k_quant_and_cache = _compilable(OPS["indexer_k_quant_and_cache"])
+indexer_topk = _compilable(OPS["indexer_topk"])
 merge_attn_states = _compilable(OPS["merge_attn_states"])
 mha_varlen = _compilable(OPS["mha_varlen"])
 quantize_and_insert_k_cache = _compilable(OPS["quantize_and_insert_k_cache"])
 sparse_mla_decode = _compilable(OPS["sparse_mla_decode"])
 sparse_mla_prefill = _compilable(OPS["sparse_mla_prefill"])
+top_k_per_row = _compilable(OPS["top_k_per_row"])

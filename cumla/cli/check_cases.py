@@ -32,6 +32,7 @@ EQUAL = Bound()
 DECODE = (Bound(1e-3, 2.01 / 128, 5e-6), Bound(1e-6, 8.01 / 65536))
 PREFILL = (Bound(8e-4, 3.01 / 128, 7e-6), Bound(1e-6, 2.01 / 65536), Bound(1e-6, 2.01 / 65536))
 DENSE_PREFILL = (Bound(8e-4, 3.01 / 128, 7e-6), Bound(1e-6, 2.01 / 65536))
+SCORES = Bound(1e-2, 1e-4, 5e-6)  # of sums of hundreds
 MERGE = (Bound(1e-6, 1e-5), Bound(1e-6, 1e-5))
 
 
@@ -137,6 +138,56 @@ def _indexer_gather(bench: Bench) -> Sequence[Any]:
         cache, keys, scales, batch["block_table"], bench.starts(SEQ_LENS), backend=bench.backend
     )
     return keys, scales
+
+
+def _scores(bench: Bench, *shape: int) -> Any:
+    """e4m3 bytes of queries or keys."""
+    return bench.put(bench.rng.integers(0, 0x7E, shape), np.uint8)
+
+
+def _indexer_queries(bench: Bench) -> Sequence[Any]:
+    q, weights = cumla.fused_indexer_q_rope_quant(
+        bench.put([3, 0, 9], np.int64), bench.normal(3, 5, 128), bench.normal(7, 64, dtype=np.float32),
+        bench.normal(3, 5, dtype=np.float32), quantize=False, backend=bench.backend,
+    )  # fmt: skip
+    return q, weights
+
+
+def _indexer_scores(bench: Bench) -> Sequence[Any]:
+    q, k, scales = _scores(bench, 5, 64, 128), _scores(bench, 70, 128), abs(bench.normal(70, dtype=np.float32))
+    ranges = bench.indices(60, 5), bench.indices(75, 5)
+    weights = bench.normal(5, 64, dtype=np.float32)
+    out = bench.xp.zeros((5, 70), np.float32)
+    cumla.fp8_mqa_logits(q, (k, scales), weights, *ranges, False, out=out, backend=bench.backend)
+    return (out,)
+
+
+def _indexer_paged(bench: Bench) -> dict[str, Any]:
+    table = bench.put(bench.rng.permutation(NUM_BLOCKS)[:6].reshape(3, 2), np.int32)
+    return {
+        "q": _scores(bench, 3, 2, HEADS, 128), "weights": bench.normal(6, HEADS, dtype=np.float32),
+        "context_lens": bench.put([9, 2, 0], np.int32), "block_table": table, "backend": bench.backend,
+    }  # fmt: skip
+
+
+def _indexer_paged_scores(bench: Bench) -> Sequence[Any]:
+    out = bench.xp.zeros((6, 2 * BLOCK), np.float32)
+    cumla.fp8_paged_mqa_logits(kv_cache=bench.cache(INDEXER_FP8), out=out, **_indexer_paged(bench))
+    return (out,)
+
+
+def _indexer_schedule(bench: Bench) -> Sequence[Any]:
+    lens = bench.put([1000, 0, 500, 64], np.int32)
+    return (cumla.get_paged_mqa_logits_metadata(lens, 64, 5, backend=bench.backend),)
+
+
+def _top_k(bench: Bench) -> Sequence[Any]:
+    logits = bench.put(bench.rng.integers(-20, 20, (5, 90)), np.float32)
+    return (cumla.top_k_per_row(logits, 16, None, bench.indices(100, 5), backend=bench.backend),)
+
+
+def _indexer_topk(bench: Bench) -> Sequence[Any]:
+    return (cumla.indexer_topk(kv=bench.cache(INDEXER_FP8), topk=4, **_indexer_paged(bench)),)
 
 
 def _concat(kv_cache_dtype: str, width: int, dtype: Any) -> Callable[[Bench], Sequence[Any]]:
@@ -300,6 +351,12 @@ CASES = (
     Case("dequantize_and_gather_k_cache", "V32_FP8", "sparse_cache", (EQUAL,), _gather(V32_FP8)),
     Case("indexer_k_quant_and_cache", "", "sparse_cache", (EQUAL,), _indexer_insert),
     Case("cp_gather_indexer_k_quant_cache", "", "sparse_cache", (EQUAL, EQUAL), _indexer_gather),
+    Case("fused_indexer_q_rope_quant", "not quantised", "indexer", (SCORES, SCORES), _indexer_queries),
+    Case("fp8_mqa_logits", "", "indexer", (SCORES,), _indexer_scores),
+    Case("fp8_paged_mqa_logits", "", "indexer", (SCORES,), _indexer_paged_scores),
+    Case("get_paged_mqa_logits_metadata", "", "indexer", (EQUAL,), _indexer_schedule),
+    Case("top_k_per_row", "", "indexer", (EQUAL,), _top_k),
+    Case("indexer_topk", "", "indexer", (EQUAL,), _indexer_topk),
     Case("concat_and_cache_mla", "bfloat16", "dense_cache", (EQUAL,), _concat("auto", 576, BFLOAT16)),
     Case("concat_and_cache_mla", "e4m3, one scale", "dense_cache", (EQUAL,), _concat("fp8", 576, np.uint8)),
     Case("gather_cache", "e4m3, one scale", "dense_cache", (EQUAL,), _mla_gather),

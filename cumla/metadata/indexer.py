@@ -26,10 +26,10 @@ class DeepSeekV32IndexerDecodeMetadata:
     seq_lens           [batch_size] int32, rows an entry sees, or [batch_size, next_n], one for each of its tokens
     decode_lens        [batch_size] int32, query tokens of an entry
     requires_padding   entries have different numbers of tokens: their queries must be padded to the largest
-    schedule_metadata  [num_sms + 1, 2] int32: entry and page where the share of each multiprocessor starts.
-                       The pages of all entries, ceil(rows / block_size) each, of the longest length where an
-                       entry has several, are dealt out in order, in shares as even as can be, the larger ones
-                       first. A share ends where the next one starts and may be empty; the last row is the end,
+    schedule_metadata  [num_sms + 1, 2] int32: entry and split where the share of each multiprocessor starts.
+                       A split is four pages. The splits of all entries, of the last length where an entry has
+                       several, are dealt out in order, in shares as even as can be, the larger ones first. A
+                       share ends where the next one starts and may be empty; the last row is the end,
                        (batch_size, 0), which names no entry. As DeepGEMM's get_paged_mqa_logits_metadata.
     """
 

@@ -15,11 +15,11 @@ import numpy as np
 
 from ..dispatch.call import FLOAT32, FLOATS, INT32, SLOTS, Call, check_integers
 from ..dispatch.launch_cache import launch_cached
+from ..kernels.types.metadata import SPLIT_PAGES
 from ..layout import INDEXER_BF16, INDEXER_F32, INDEXER_FP8, CacheLayout
 
 HEAD_DIM = INDEXER_FP8.head_dim
 ROPE_DIM = 64
-SPLIT_PAGES = 4  # of the schedule of the paged logits: a split is so many pages
 UINT8 = (np.dtype(np.uint8),)
 PLAIN = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))  # keys without scales
 TABLE = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
@@ -94,6 +94,7 @@ def fp8_mqa_logits(
     clean_logits: bool = True,
     max_seqlen_k: int = 0,
     *,
+    kv_scales: Any | None = None,
     out: Any = None,
     backend: str | None = None,
     stream: Any = None,
@@ -106,6 +107,7 @@ def fp8_mqa_logits(
     cu_seqlen_ks, cu_seqlen_ke    [M] int32: query m sees the keys ks[m] <= n < ke[m], and none beyond N
     clean_logits  write -inf for what a query does not see; False leaves it as it was
     max_seqlen_k  0, or the width of compressed rows: column j is key ks[m] + j; keys further on are left out
+    kv_scales     the scales where kv is k alone
     out           to write instead of allocating
 
     Returns logits float32 [M, N], or [M, max_seqlen_k].
@@ -114,7 +116,7 @@ def fp8_mqa_logits(
     """
     check_integers(0, max_seqlen_k=max_seqlen_k)
     call = Call(backend, stream)
-    q, k, scales, weights = checked_keys(call, q, kv, weights)
+    q, k, scales, weights = checked_keys(call, q, kv, kv_scales, weights)
     starts = call.array("cu_seqlen_ks", cu_seqlen_ks, INT32, ("M",))
     ends = call.array("cu_seqlen_ke", cu_seqlen_ke, INT32, ("M",))
     logits = call.output("out", out, FLOAT32, (len(q), max_seqlen_k or len(k)))
@@ -124,11 +126,15 @@ def fp8_mqa_logits(
     return call.results()
 
 
-def checked_keys(call: Call, q: Any, kv: Any, weights: Any) -> tuple[Any, Any, Any, Any]:
+def checked_keys(call: Call, q: Any, kv: Any, kv_scales: Any, weights: Any) -> tuple[Any, Any, Any, Any]:
     """q [M, H, 128], k [N, 128], its scales [N] or None, and weights [M, H]."""
     pair = isinstance(kv, (tuple, list))
     if pair and len(kv) != 2:
         raise ValueError(f"kv: got {len(kv)} arrays, expected (k, scales) or one array")
+    if kv_scales is not None:
+        if pair:
+            raise ValueError("kv_scales: got them beside the pair kv, expected one or the other")
+        kv, pair = (kv, kv_scales), True
     q = call.array("q", q, UINT8 if pair else PLAIN, ("M", "H", HEAD_DIM))
     if not pair:
         k = call.array("kv", kv, (q.dtype,), ("N", HEAD_DIM))
@@ -150,7 +156,7 @@ def fp8_paged_mqa_logits(
     weights: Any,
     context_lens: Any,
     block_table: Any,
-    schedule_metadata: Any = None,
+    schedule_metadata: Any | None = None,
     max_context_len: int | None = None,
     clean_logits: bool = False,
     *,

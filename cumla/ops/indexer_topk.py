@@ -20,10 +20,10 @@ ALIGNMENT = 16  # of the rows of logits in a workspace, in bytes
 def top_k_per_row(
     logits: Any,
     topk: int,
-    row_starts: Any = None,
-    row_ends: Any = None,
+    row_starts: Any | None = None,
+    row_ends: Any | None = None,
     *,
-    seq_lens: Any = None,
+    seq_lens: Any | None = None,
     next_n: int = 1,
     out: Any = None,
     backend: str | None = None,
@@ -78,12 +78,13 @@ def indexer_topk(
     weights: Any,
     topk: int,
     *,
-    cu_seqlen_ks: Any = None,
-    cu_seqlen_ke: Any = None,
+    cu_seqlen_ks: Any | None = None,
+    cu_seqlen_ke: Any | None = None,
     max_seqlen_k: int = 0,
-    context_lens: Any = None,
-    block_table: Any = None,
-    schedule_metadata: Any = None,
+    kv_scales: Any | None = None,
+    context_lens: Any | None = None,
+    block_table: Any | None = None,
+    schedule_metadata: Any | None = None,
     max_context_len: int | None = None,
     layout: CacheLayout | None = None,
     max_workspace_bytes: int = WORKSPACE_BYTES,
@@ -96,7 +97,8 @@ def indexer_topk(
 
     Over keys one behind another (prefill), as fp8_mqa_logits and top_k_per_row:
       q [M, H, 128], kv (k, scales) or one array, weights [M, H], cu_seqlen_ks and cu_seqlen_ke [M];
-      max_seqlen_k, if not 0, bounds cu_seqlen_ke - cu_seqlen_ks; keys further on are left out
+      kv_scales where kv is k alone; max_seqlen_k, if not 0, bounds cu_seqlen_ke - cu_seqlen_ks: keys further on are
+      left out
     Over a paged cache (decode), as fp8_paged_mqa_logits and top_k_per_row:
       q [B, next_n, H, 128], kv the cache, weights [B * next_n, H], context_lens [B] or [B, next_n], block_table;
       schedule_metadata, max_context_len and layout as there
@@ -122,14 +124,14 @@ def indexer_topk(
         next_n, width = q.shape[1], checked_width(max_context_len, table, pages)
         tokens = len(q) * next_n
     else:
-        q, k, scales, weights = checked_keys(call, q, kv, weights)
+        q, k, scales, weights = checked_keys(call, q, kv, kv_scales, weights)
         starts = call.array("cu_seqlen_ks", cu_seqlen_ks, INT32, ("M",))
         ends = call.array("cu_seqlen_ke", cu_seqlen_ke, INT32, ("M",))
         tokens, next_n, width = len(q), 1, max_seqlen_k or len(k)
     indices = call.output("out", out, INT32, (tokens, int(topk)))
     if not indices.size:
         return call.results()
-    row_bytes = max(-(-width * 4 // ALIGNMENT) * ALIGNMENT, ALIGNMENT)
+    row_bytes = logits_row_bytes(width)
     memory, rows = logits_memory(call, workspace, max_workspace_bytes, row_bytes, tokens, next_n)
     with call.kernels("indexer") as kernels:
         for first in range(0, tokens, rows):
@@ -147,6 +149,11 @@ def indexer_topk(
                 choose_from = Rows(starts[some], ends[some], num_keys=len(k) if compressed else None)
             kernels.top_k_per_row(logits, choose_from, indices[some])
     return call.results()
+
+
+def logits_row_bytes(width: Any) -> Any:
+    """Bytes of a row of logits in a workspace."""
+    return (max(width, 1) * 4 + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
 def logits_memory(

@@ -1,4 +1,4 @@
-"""The indexer on the CPU: scores are BLAS's, some queries at a time; a row is chosen from by a step of a compiled loop."""
+"""The indexer on the CPU: scores are BLAS's, some queries at a time; the choice goes row by row."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..numba_common.compiled import compiled
-from ..types.metadata import IndexerBuffers, IndexerCounts
+from ..types.metadata import SPLIT_PAGES, IndexerBuffers, IndexerCounts
 from .threads import share_out
 
 TO_SEARCH = 20  # nanoseconds that it takes to find a token's request
@@ -25,7 +25,9 @@ def build_indexer_decode(
         entries, columns + TO_SEARCH, _decode,
         query_start_loc, seq_lens, block_table, counts, buffers.decode_lens, buffers.seq_lens, buffers.block_table,
     )  # fmt: skip
-    deal_pages(buffers.seq_lens, counts.lens_per_entry, counts.batch_size, counts.block_size, buffers.schedule)
+    deal_splits(
+        buffers.seq_lens, counts.lens_per_entry, counts.batch_size, SPLIT_PAGES * counts.block_size, buffers.schedule
+    )
     if counts.compress_ratio > 1:
         compressed_slot_mapping(
             query_start_loc, seq_lens, block_table, len(buffers.slot_mapping), counts.block_size,
@@ -93,26 +95,26 @@ def rows_of(positions, compress_ratio):
 
 
 @compiled
-def deal_pages(lens, lens_per_entry, batch_size, block_size, schedule):
-    """Deal the pages of all entries out in contiguous shares as even as can be, the larger ones first."""
+def deal_splits(lens, lens_per_entry, batch_size, split, schedule):
+    """Deal the splits of all entries out in contiguous shares as even as can be, the larger ones first."""
     num_shares = len(schedule) - 1
     total = 0
     for entry in range(batch_size):
-        total += pages_of(lens, lens_per_entry, entry, block_size)
+        total += splits_of(lens, lens_per_entry, entry, split)
     entry, passed = 0, 0
     for share in range(num_shares + 1):
         start = share * (total // num_shares) + min(share, total % num_shares)
-        while entry < batch_size and passed + pages_of(lens, lens_per_entry, entry, block_size) <= start:
-            passed += pages_of(lens, lens_per_entry, entry, block_size)
+        while entry < batch_size and passed + splits_of(lens, lens_per_entry, entry, split) <= start:
+            passed += splits_of(lens, lens_per_entry, entry, split)
             entry += 1
         schedule[share, 0] = entry
         schedule[share, 1] = start - passed
 
 
 @compiled
-def pages_of(lens, lens_per_entry, entry, block_size):
-    """Pages that an entry's longest length reaches into."""
-    return (np.int64(lens[(entry + 1) * lens_per_entry - 1]) + block_size - 1) // block_size
+def splits_of(lens, lens_per_entry, entry, split):
+    """Splits that an entry's longest length reaches into."""
+    return (np.int64(lens[(entry + 1) * lens_per_entry - 1]) + split - 1) // split
 
 
 @compiled(nogil=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...layout import INDEXER_FP8
 from ..types.segments import Pages
 from .compile import kernel
 from .launch import C_NAMES, MAX_BLOCKS, is_aligned, pointer, strides
@@ -12,12 +13,38 @@ WARPS = 4  # of a thread block
 MAX_GRID_Y = 65_535
 TOKENS = 2  # that a warp gathers: see NOTES.md
 STREAMED_ROWS = 8_192  # gathered: more would push each other out of L2
+MANY_KEYS = 8_192  # of the indexer: so many fill the device though 16 lanes take four
 INDEXER_ROWS = 4 * WARPS  # of a thread block, as in common/indexer_gather.cu
 
 
 def quantize_and_insert_k_cache(k: Any, pages: Pages, slot_mapping: Any, power_of_two_scales: bool) -> None:
+    if pages.layout is INDEXER_FP8:
+        insert_indexer_keys(k, pages, slot_mapping, power_of_two_scales)
+        return
     rope = k.data.ptr + pages.layout.quantized_dim * k.dtype.itemsize
     insert(k, rope, strides(k)[0], is_aligned(k, pages.bytes), pages, slot_mapping, power_of_two_scales)
+
+
+def insert_indexer_keys(k: Any, pages: Pages, slot_mapping: Any, power_of_two_scales: bool) -> None:
+    num_tokens = len(slot_mapping)
+    tokens = 4 if num_tokens >= MANY_KEYS else 1
+    kernel(
+        "common/indexer_insert.cu",
+        "indexer_k_quant_and_cache",
+        INPUT=C_NAMES[k.dtype.name],
+        SLOT=C_NAMES[slot_mapping.dtype.name],
+        POWER_OF_TWO=int(power_of_two_scales),
+        ALIGNED=int(is_aligned(k, pages.bytes)),
+        TOKENS=tokens,
+    )(
+        (-(-num_tokens // (2 * WARPS * tokens)),),
+        (32 * WARPS,),
+        (
+            k, strides(k)[0], slot_mapping, num_tokens, pages.bytes, pages.bytes.strides[0], pages.num_slots,
+            pages.block_size,
+        ),
+        overlap=True,
+    )  # fmt: skip
 
 
 def insert(

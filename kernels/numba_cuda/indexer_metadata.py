@@ -1,4 +1,4 @@
-"""Metadata of a step for the indexer: lengths and slots, block tables, shares of the pages, prefill chunks."""
+"""Metadata of a step for the indexer: lengths and slots, block tables, shares of the splits, prefill chunks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from ..types.metadata import IndexerBuffers, IndexerCounts
+from ..types.metadata import SPLIT_PAGES, IndexerBuffers, IndexerCounts
 from .launch import launch
 from .rows import find_request, lookup_block, token_position
 
@@ -114,25 +114,26 @@ def tables_kernel(query_start_loc, block_table, counts, out_block_table):
 
 
 def share_kernel(counts, lens, schedule):
-    """One thread block; a thread looks for the starts of its shares among the pages of all entries."""
+    """One thread block; a thread looks for the starts of its shares among the splits of all entries."""
     num_shares = len(schedule) - 1
     total = np.int64(0)
     for entry in range(counts.batch_size):
-        total += pages_of(lens, counts, entry)
+        total += splits_of(lens, counts, entry)
     for share in range(cuda.threadIdx.x, num_shares + 1, cuda.blockDim.x):
         page = share * (total // num_shares) + min(np.int64(share), total % num_shares)
         entry = 0
-        while entry < counts.batch_size and page >= pages_of(lens, counts, entry):
-            page -= pages_of(lens, counts, entry)
+        while entry < counts.batch_size and page >= splits_of(lens, counts, entry):
+            page -= splits_of(lens, counts, entry)
             entry += 1
         schedule[share, 0] = entry
         schedule[share, 1] = page
 
 
 @cuda.jit(device=True)
-def pages_of(lens, counts, entry):
-    """Pages that an entry's longest length reaches into."""
-    return (np.int64(lens[(entry + 1) * counts.lens_per_entry - 1]) + counts.block_size - 1) // counts.block_size
+def splits_of(lens, counts, entry):
+    """Splits that an entry's longest length reaches into."""
+    split = SPLIT_PAGES * counts.block_size
+    return (np.int64(lens[(entry + 1) * counts.lens_per_entry - 1]) + split - 1) // split
 
 
 def slots_kernel(query_start_loc, seq_lens, block_table, num_tokens, block_size, compress_ratio, slots):

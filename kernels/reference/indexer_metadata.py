@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 
-from ..types.metadata import IndexerBuffers, IndexerCounts
+from ..types.metadata import SPLIT_PAGES, IndexerBuffers, IndexerCounts
+from .indexer import paged_mqa_logits_metadata
 
 
 def build_indexer_decode(
@@ -33,7 +32,7 @@ def build_indexer_decode(
                 visible = length - (counts.lens_per_entry - 1 - j)
                 buffers.seq_lens[request * counts.lens_per_entry + j] = rows_of(visible, counts.compress_ratio)
     longest = buffers.seq_lens[: counts.batch_size * counts.lens_per_entry].reshape(-1, counts.lens_per_entry)[:, -1]
-    deal_pages(longest, counts.block_size, buffers.schedule)
+    paged_mqa_logits_metadata(longest, SPLIT_PAGES * counts.block_size, buffers.schedule)
     if counts.compress_ratio > 1:
         compressed_slot_mapping(
             query_start_loc, seq_lens, block_table, len(buffers.slot_mapping), counts.block_size,
@@ -44,15 +43,6 @@ def build_indexer_decode(
 def rows_of(positions: int, compress_ratio: int) -> int:
     """How many whole rows so many positions make."""
     return max(positions, 0) // compress_ratio
-
-
-def deal_pages(lens: np.ndarray, block_size: int, schedule: np.ndarray) -> None:
-    """Deal the pages of all entries out in contiguous shares as even as can be, the larger ones first."""
-    pages = [(entry, page) for entry, n in enumerate(lens) for page in range(-(-int(n) // block_size))]
-    shares = np.array_split(np.arange(len(pages)), len(schedule) - 1)
-    ends = list(itertools.accumulate(len(share) for share in shares))
-    pages.append((len(lens), 0))
-    schedule[:] = [pages[start] for start in [0, *ends]]
 
 
 def compressed_slot_mapping(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 C128A_RATIO = 128
+SPLIT_PAGES = 4  # of the schedule of the paged logits: a split is so many pages
 
 
 class BatchCounts(NamedTuple):
@@ -80,7 +81,7 @@ class IndexerBuffers(NamedTuple):
     seq_lens      int32 [capacity], rows an entry may see, `lens_per_entry` after one another
     slot_mapping  int64 [capacity], one a token; empty unless the cache is compressed
     block_table   int32 [.., columns], one row an entry; empty unless tokens may be flattened
-    schedule      int32 [num_sms + 1, 2], where each share of the entries' pages starts
+    schedule      int32 [num_sms + 1, 2], where each share of the entries' splits starts
     """
 
     decode_lens: Any

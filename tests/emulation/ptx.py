@@ -20,6 +20,7 @@ TABLE = {
     ),
     "mul.rn.f32 %0, %1, %2;": "%0 = emulator::multiply(%1, %2)",
     "div.rn.f32 %0, %1, %2;": "%0 = emulator::divide(%1, %2)",
+    "max.NaN.f32 %0, %1, 0f00000000;": "%0 = (%1) < 0 ? 0.0f : (%1)",
     "mul.rn.f16x2 %0, %1, %2;": "%0 = emulator::multiply_f16x2(%1, %2)",
     "{ .reg .b32 m; abs.f16x2 m, %1; max.f16x2 %0, %0, m; }": "%0 = emulator::max_f16x2(%0, %1 & 0x7fff7fffu)",
     "prmt.b32 %0, %1, 0, %2;": "%0 = __byte_perm(%1, 0, %2)",
@@ -115,8 +116,8 @@ for ptx_type, c_type in TYPES.items():
 # Products of warpgroups have a pattern of their own, as their operands are too many for one line.
 WGMMA = re.compile(
     r"{ \.reg \.pred p; setp\.ne\.b32 p, %\d+, 0; "
-    r"wgmma\.mma_async\.sync\.aligned\.m64n(?P<columns>\d+)k16\.f32\.(?P<type>b?f16)\.(?P=type) "
-    r"(?P<registers>, {%\d+, %\d+, %\d+, %\d+})?(?:, %\d+){1,2}, p, 1, 1(?:, 0)?, (?P<across>[01]); }"
+    r"wgmma\.mma_async\.sync\.aligned\.m64n(?P<columns>\d+)k(?:16|32)\.f32\.(?P<type>b?f16|e4m3)\.(?P=type) "
+    r"(?P<registers>, {%\d+, %\d+, %\d+, %\d+})?(?:, %\d+){1,2}, p, 1, 1(?:, 0)?(?:, (?P<across>[01]))?; }"
 )
 
 ASM = re.compile(r"\basm\b(?:\s+volatile)?\s*\(")
@@ -177,8 +178,8 @@ def warpgroup_product(product, outputs, values):
         a, a_tile, b_tile, add = values[1].removesuffix("[0]"), "0", *values[5:]
     else:
         a, a_tile, b_tile, add = "nullptr", *values[1:]
-    b_rows, bfloat16 = (str(flag).lower() for flag in (product["across"] == "0", product["type"] == "bf16"))
-    return f"emulator::wgmma({sums}, {product['columns']}, {a}, {a_tile}, {b_tile}, {b_rows}, {add}, {bfloat16})"
+    b_rows, operands = str(product["across"] != "1").lower(), "emulator::Operands::" + product["type"].upper()
+    return f"emulator::wgmma({sums}, {product['columns']}, {a}, {a_tile}, {b_tile}, {b_rows}, {add}, {operands})"
 
 
 def listed(part):

@@ -61,7 +61,7 @@ def test_compiles_without_graph_breaks_to_the_bits_of_an_eager_call(case, device
     function = getattr(ops, name)
     given = tensors(arguments, device)
     results = torch.compile(lambda given: function(**given), fullgraph=True, backend=compiler)(given)
-    results = () if results is None else results
+    results = () if results is None else results if isinstance(results, tuple) else (results,)
     written = [given[name] for name in OPS[name].writes if given.get(name) is not None]
     assert_same([*written, *results], eager(case, arguments, device))
 

@@ -12,6 +12,7 @@ nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installe
 
 TARGETS = ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120")
 INSERTS = {"SLOT": "int64"}
+QUERIES = {"INPUT": "bf16", "WEIGHT": "float", "TABLE": "float", "POSITION": "int64"}
 MHA = {
     "VALUE": "bf16", "OUTPUT": "bf16", "QK_DIM": 192, "ROPE_DIM": 64, "V_DIM": 128, "CAUSAL": 1, "ALIGNED": 1,
     "ACCUMULATE": 0,
@@ -21,7 +22,21 @@ MHA_TYPES = [("bf16", "bf16", 1), ("bf16", "float", 0), ("f16", "f16", 1)]
 SOURCES = [
     ("common/cache_insert.cu", {**INSERTS, "LAYOUT": "DSV4_FP8", "INPUT": "bf16", "POWER_OF_TWO": 1, "ALIGNED": 1}),
     ("common/cache_insert.cu", {**INSERTS, "LAYOUT": "V32_FP8", "INPUT": "f16", "POWER_OF_TWO": 0, "ALIGNED": 1}),
-    ("common/cache_insert.cu", {**INSERTS, "LAYOUT": "INDEXER_FP8", "INPUT": "float", "POWER_OF_TWO": 1, "ALIGNED": 0}),
+    ("common/cache_insert.cu", {**INSERTS, "LAYOUT": "DSV4_FP8", "INPUT": "float", "POWER_OF_TWO": 1, "ALIGNED": 0}),
+    ("common/indexer_insert.cu", {**INSERTS, "INPUT": "bf16", "POWER_OF_TWO": 1, "ALIGNED": 1, "TOKENS": 4}),
+    ("common/indexer_insert.cu", {**INSERTS, "INPUT": "float", "POWER_OF_TWO": 0, "ALIGNED": 0, "TOKENS": 1}),
+    ("common/indexer_keys.cu", {**INSERTS, "INPUT": "float", "VALUE": "bf16", "LAYOUT": "INDEXER_BF16"}),
+    ("common/indexer_keys.cu", {**INSERTS, "INPUT": "bf16", "VALUE": "float", "LAYOUT": "INDEXER_F32"}),
+    ("common/indexer_logits.cu", {"VALUE": "uint8", "PAGED": 0, "LAYOUT": "INDEXER_FP8"}),
+    ("common/indexer_logits.cu", {"VALUE": "bf16", "PAGED": 1, "LAYOUT": "INDEXER_BF16"}),
+    ("common/indexer_queries.cu", {**QUERIES, "OUTPUT": "uint8", "ALIGNED": 1}),
+    ("common/indexer_queries.cu", {**QUERIES, "OUTPUT": "float", "ALIGNED": 0}),
+    ("common/indexer_topk.cu", {"THREADS": 512, "ALIGNED": 0}),
+    ("common/indexer_topk.cu", {"THREADS": 1024, "ALIGNED": 1}),
+    *(
+        ("sm90/indexer/logits.cu", {"PAGED": paged, "PASS": queries, "QUERY_GROUPS": groups})
+        for paged, queries, groups in ((0, 2, 2), (1, 1, 1), (1, 2, 1), (1, 2, 2))
+    ),
     ("common/cache_gather.cu", {"LAYOUT": "DSV4_FP8", "OUTPUT": "bf16", "TOKENS": 2, "ALIGNED": 1, "STREAM": 1}),
     ("common/cache_gather.cu", {"LAYOUT": "V32_FP8", "OUTPUT": "float", "TOKENS": 2, "ALIGNED": 0, "STREAM": 0}),
     ("common/indexer_gather.cu", {"ALIGNED": 1}),

@@ -108,16 +108,16 @@ def check_decode(place, decode, config, seq_lens, query_lens, decode_tokens, tab
 
 
 def check_schedule(place, decode, block_size, batch_size, num_sms):
-    """Shares follow one another, cover all pages, and differ by one page at most, the larger ones first."""
+    """Shares follow one another, cover all splits, and differ by one at most, the larger ones first."""
     schedule = place.get(decode.schedule_metadata).astype(int)
     lens = place.get(decode.seq_lens).reshape(batch_size, -1)[:, -1]
-    pages = -(-lens // block_size)
-    before = np.concatenate([[0], np.cumsum(pages)])
+    splits = -(-lens // (4 * block_size))
+    before = np.concatenate([[0], np.cumsum(splits)])
     assert schedule.shape == (num_sms + 1, 2)
     assert schedule[-1].tolist() == [batch_size, 0]
-    for entry, page in schedule:
-        assert page < pages[entry] if entry < batch_size else page == 0
-    shares = np.diff([before[entry] + page for entry, page in schedule])
+    for entry, split in schedule:
+        assert split < splits[entry] if entry < batch_size else split == 0
+    shares = np.diff([before[entry] + split for entry, split in schedule])
     assert shares.sum() == before[-1]
     assert sorted(shares, reverse=True) == shares.tolist()
     assert shares.max() - shares.min() <= 1

@@ -12,13 +12,6 @@ HEAD_DIM = 128
 PLAIN = {"bfloat16": BF16, "float32": np.float32}
 
 
-@pytest.fixture(autouse=True)
-def built(request):
-    """Until every backend has the indexer."""
-    if "lab" in request.fixturenames and request.getfixturevalue("lab").backend in ("numba_cuda", "cuda"):
-        pytest.skip("no indexer kernels yet")
-
-
 def e4m3(x):
     return x.astype(FP8).view(np.uint8)
 

@@ -124,6 +124,59 @@ def cp_gather_indexer_k_quant_cache(rng):
     }  # fmt: skip
 
 
+def indexer_queries(rng, *shape):
+    return rng.integers(0, 0x7E, shape).astype(np.uint8)
+
+
+@case
+def fused_indexer_q_rope_quant(rng):
+    return {
+        "positions": np.array([3, 0, 7], np.int64), "index_q": rows(rng, 3, 4, 128),
+        "index_q_cos_sin_cache": rng.standard_normal((6, 64)).astype(np.float32), "index_weights": rows(rng, 3, 4),
+        "rope_first": True,
+    }  # fmt: skip
+
+
+@case
+def fp8_mqa_logits(rng):
+    return {
+        "q": indexer_queries(rng, 3, 4, 128), "kv": indexer_queries(rng, 9, 128),
+        "weights": rng.standard_normal((3, 4)).astype(np.float32), "cu_seqlen_ks": np.array([0, 2, 5], np.int32),
+        "cu_seqlen_ke": np.array([4, 9, 5], np.int32), "kv_scales": np.ones(9, np.float32),
+    }  # fmt: skip
+
+
+def paged_queries(rng):
+    return {
+        "q": indexer_queries(rng, 3, 2, 4, 128), "weights": rng.standard_normal((6, 4)).astype(np.float32),
+        "context_lens": np.array([5, 8, 2], np.int32), "block_table": page_table(rng),
+    }  # fmt: skip
+
+
+@case
+def fp8_paged_mqa_logits(rng):
+    return {**paged_queries(rng), "kv_cache": fp8_cache(rng, cumla.INDEXER_FP8), "clean_logits": True}
+
+
+@case
+def get_paged_mqa_logits_metadata(rng):
+    return {"context_lens": np.array([1000, 500], np.int32), "block_kv": 64, "num_sms": 4}
+
+
+@case
+def top_k_per_row(rng):
+    return {
+        "logits": rng.standard_normal((3, 20)).astype(np.float32),
+        "topk": 4,
+        "row_ends": np.array([9, 3, 20], np.int32),
+    }
+
+
+@case
+def indexer_topk(rng):
+    return {**paged_queries(rng), "kv": fp8_cache(rng, cumla.INDEXER_FP8), "topk": 3}
+
+
 @case
 def concat_and_cache_mla(rng):
     return {

@@ -73,6 +73,11 @@ template <class T> T atomicAdd(T* p, T x) {
     *p += x;
     return before;
 }
+template <class T> T atomicOr(T* p, T x) {
+    T before = *p;
+    *p |= x;
+    return before;
+}
 inline void __threadfence() {}
 [[noreturn]] inline void __trap() { emulator::fail("__trap"); }
 

@@ -94,6 +94,8 @@ void mma(float& x0, float& x1, float& x2, float& x3, uint32_t a0, uint32_t a1, u
 
 namespace {
 
+int bytes_of(Operands type) { return type == Operands::E4M3 ? 1 : 2; }
+
 // A tile of shared memory whose 16-byte chunks are swizzled over 8 rows of 128 bytes, by its descriptor.
 struct Tile {
     uint32_t start, leading, stride;
@@ -104,16 +106,20 @@ struct Tile {
           stride((descriptor >> 32 & 0x3fff) << 4) {
         if (descriptor >> 62 != 1) fail("wgmma: only tiles swizzled over 128 bytes are emulated");
     }
-    float at(uint32_t offset, bool bfloat16) const {
+    float at(uint32_t offset, Operands type) const {
         uint32_t address = start + offset;
-        uint32_t bits = *reinterpret_cast<uint16_t*>(shared_at(address ^ (address >> 3 & 0x70), 2));
-        return bfloat16 ? from_bf16(bits) : from_f16(bits);
+        uint8_t* bytes = shared_at(address ^ (address >> 3 & 0x70), bytes_of(type));
+        if (type == Operands::E4M3) return from_f16(e4m3x2_to_f16x2(*bytes));
+        uint32_t bits = *reinterpret_cast<uint16_t*>(bytes);
+        return type == Operands::BF16 ? from_bf16(bits) : from_f16(bits);
     }
     // Rows of the operand are rows of the tile, k runs along them.
-    float along(int row, int k, bool bfloat16) const { return at(row / 8 * stride + row % 8 * 128 + 2 * k, bfloat16); }
+    float along(int row, int k, Operands type) const {
+        return at(row / 8 * stride + row % 8 * 128 + bytes_of(type) * k, type);
+    }
     // The other way round; every 64 columns another tile.
-    float across(int k, int column, bool bfloat16) const {
-        return at(column / 64 * leading + k / 8 * stride + k % 8 * 128 + column % 64 * 2, bfloat16);
+    float across(int k, int column, Operands type) const {
+        return at(column / 64 * leading + k / 8 * stride + k % 8 * 128 + column % 64 * 2, type);
     }
 };
 
@@ -126,23 +132,26 @@ struct Product {
     Registers of[LANES];
     uint64_t a_tile, b_tile;
     int first_row, columns;
-    bool b_rows, add, bfloat16;
+    bool b_rows, add;
+    Operands type;
 
     void run() const {
         KeepSubnormals keep;
-        float a[16][K], b[K][256], sums[16][256] = {};
+        constexpr int MOST = 32;  // bytes are twice as deep as what has two
+        int depth = MOST / bytes_of(type);
+        float a[16][MOST], b[MOST][256], sums[16][256] = {};
         Tile a_at(of[0].a ? b_tile : a_tile), b_at(b_tile);
         for (int row = 0; row < 16; ++row)
-            for (int k = 0; k < K; ++k) {
+            for (int k = 0; k < depth; ++k) {
                 int lane = row % 8 * 4 + k % 8 / 2;
-                a[row][k] = of[lane].a ? value(of[lane].a[row / 8 + k / 8 * 2], k % 2, bfloat16)
-                                       : a_at.along(first_row + row, k, bfloat16);
+                a[row][k] = of[lane].a ? value(of[lane].a[row / 8 + k / 8 * 2], k % 2, type == Operands::BF16)
+                                       : a_at.along(first_row + row, k, type);
             }
-        for (int k = 0; k < K; ++k)
+        for (int k = 0; k < depth; ++k)
             for (int column = 0; column < columns; ++column)
-                b[k][column] = b_rows ? b_at.along(column, k, bfloat16) : b_at.across(k, column, bfloat16);
+                b[k][column] = b_rows ? b_at.along(column, k, type) : b_at.across(k, column, type);
         for (int row = 0; row < 16; ++row)
-            for (int k = 0; k < K; ++k)
+            for (int k = 0; k < depth; ++k)
                 for (int column = 0; column < columns; ++column) sums[row][column] += a[row][k] * b[k][column];
         for (int lane = 0; lane < LANES; ++lane)
             for (int i = 0; i < columns / 2; ++i) {
@@ -170,10 +179,10 @@ void begin_block_matrices() { products.assign(block_size.x * block_size.y * bloc
 SetAside* set_aside_matrices() { return new Kept(products); }
 
 void wgmma(float* x, int columns, const uint32_t* a, uint64_t a_tile, uint64_t b_tile, bool b_rows, bool add,
-           bool bfloat16) {
+           Operands type) {
     int warp = thread_number / LANES;
     meet("wgmma", Registers{x, a}, [&](uint8_t (*brought)[MOST_BYTES], uint8_t (*)[MOST_BYTES]) {
-        Product product{{}, a_tile, b_tile, 16 * (warp % 4), columns, b_rows, add, bfloat16};
+        Product product{{}, a_tile, b_tile, 16 * (warp % 4), columns, b_rows, add, type};
         for (int lane = 0; lane < LANES; ++lane) product.of[lane] = as<Registers>(brought[lane]);
         products[warp].open.push_back(product);
     });

@@ -1,22 +1,25 @@
 // Metadata of a step for the indexer of DeepSeek V3.2 and V4 layers.
 //
-// build_indexer_decode     one launch for all that the decode kernels take. Thread block 0 deals out the pages,
+// build_indexer_decode     one launch for all that the decode kernels take. Thread block 0 deals out the splits,
 //                          the next `element_blocks` take one element of each flat buffer a thread, the rest
 //                          copy block tables, COLUMNS columns of an entry a warp.
+// paged_mqa_logits_metadata  one thread block that deals out the splits, nothing else.
 // compressed_slot_mapping  one token a thread.
 // build_indexer_chunk      one request of a prefill chunk in each column of the grid, whose thread blocks share
 //                          out its rows and queries.
 #include "common/pdl.cuh"
 #include "common/pages.cuh"
 
-constexpr int THREADS = 1024;  // many, as one thread block deals out the pages of all
+constexpr int THREADS = 1024;  // many, as one thread block deals out the splits of all
 constexpr int WARPS = THREADS / 32;
 constexpr int COLUMNS = 1024;
+constexpr int SPLIT_PAGES = 4;  // of the schedule: a split is so many pages
 
 struct BatchRequests {
     const int* query_start_loc;
     const int* seq_lens;
     int count;
+    int64 lens_stride = 1;
 
     // The request that a token belongs to: the last one that starts at or before it. -1 if there is none.
     __device__ int of(int token) const {
@@ -74,51 +77,51 @@ struct DecodeEntries {
 
     // Rows of the cache that an entry may see; a request's last draft token sees all.
     __device__ int rows_seen(int request, int entry) const {
-        return rows_of(flatten ? requests.visible_to(request, entry) : requests.seq_lens[request], compress_ratio);
+        return rows_of(flatten ? requests.visible_to(request, entry) : requests.seq_lens[request * requests.lens_stride], compress_ratio);
     }
 };
 
-// Deal the pages of all entries out in contiguous shares as even as can be, the larger ones first.
-// Each thread counts the pages of a run of requests; shares then look for the run that they start in.
-__device__ inline void deal_pages(DecodeEntries entries, int block_size, int num_shares, int2* schedule) {
-    __shared__ int64 pages_before[THREADS + 1];
+// Deal the splits of all entries, of `split` rows each, out in contiguous shares as even as can be, the larger ones first.
+// Each thread counts the splits of a run of requests; shares then look for the run that they start in.
+__device__ inline void deal_splits(DecodeEntries entries, int split_rows, int num_shares, int2* schedule) {
+    __shared__ int64 splits_before[THREADS + 1];
     int run = (entries.num_decodes + THREADS - 1) / THREADS;
-    auto pages_of = [&](int request, int entry) {
-        return (int64(entries.rows_seen(request, entry)) + block_size - 1) / block_size;
+    auto splits_of = [&](int request, int entry) {
+        return (int64(entries.rows_seen(request, entry)) + split_rows - 1) / split_rows;
     };
 
-    int64 pages = 0;
+    int64 splits = 0;
     int last_request = min((int(threadIdx.x) + 1) * run, entries.num_decodes);
     for (int request = threadIdx.x * run; request < last_request; ++request)
         for (int entry = entries.first_of(request); entry < entries.first_of(request + 1); ++entry)
-            pages += pages_of(request, entry);
-    if (threadIdx.x == 0) pages_before[0] = 0;
-    pages_before[threadIdx.x + 1] = pages;
+            splits += splits_of(request, entry);
+    if (threadIdx.x == 0) splits_before[0] = 0;
+    splits_before[threadIdx.x + 1] = splits;
     __syncthreads();
     for (int step = 1; step < THREADS; step *= 2) {
-        int64 left = threadIdx.x >= step ? pages_before[threadIdx.x + 1 - step] : 0;
+        int64 left = threadIdx.x >= step ? splits_before[threadIdx.x + 1 - step] : 0;
         __syncthreads();
-        pages_before[threadIdx.x + 1] += left;
+        splits_before[threadIdx.x + 1] += left;
         __syncthreads();
     }
 
-    int64 total = pages_before[THREADS];
+    int64 total = splits_before[THREADS];
     for (int share = threadIdx.x; share <= num_shares; share += THREADS) {
         int64 start = share * (total / num_shares) + min(int64(share), total % num_shares);
         int owner = 0;  // the last run with no more than `start` pages before it
         for (int step = THREADS / 2; step; step /= 2)
-            if (pages_before[owner + step] <= start) owner += step;
-        int64 page = start - pages_before[owner];
+            if (splits_before[owner + step] <= start) owner += step;
+        int64 split = start - splits_before[owner];
         int2 found = make_int2(entries.batch_size, 0);
         int last_request = min((owner + 1) * run, entries.num_decodes);
         for (int request = owner * run; request < last_request && found.x == entries.batch_size; ++request) {
             for (int entry = entries.first_of(request); entry < entries.first_of(request + 1); ++entry) {
-                int64 here = pages_of(request, entry);
-                if (page < here) {
-                    found = make_int2(entry, int(page));
+                int64 here = splits_of(request, entry);
+                if (split < here) {
+                    found = make_int2(entry, int(split));
                     break;
                 }
-                page -= here;
+                split -= here;
             }
         }
         schedule[share] = found;
@@ -135,7 +138,7 @@ build_indexer_decode(const int* query_start_loc, const int* seq_lens, int num_re
     BatchRequests requests{query_start_loc, seq_lens, num_reqs};
     DecodeEntries entries{requests, num_decodes, batch_size, lens_per_entry, flatten != 0, compress_ratio};
     if (blockIdx.x == 0) {
-        deal_pages(entries, block_size, num_shares, reinterpret_cast<int2*>(schedule));
+        deal_splits(entries, SPLIT_PAGES * block_size, num_shares, reinterpret_cast<int2*>(schedule));
         return;
     }
     if (blockIdx.x <= element_blocks) {
@@ -214,4 +217,11 @@ build_indexer_chunk(const int* query_start_loc, const int* seq_lens, int compres
         if (request == 0) cu_seq_lens[0] = 0;
         cu_seq_lens[request + 1] = row_end;
     }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+paged_mqa_logits_metadata(const int* lens, int64 lens_stride, int count, int split_rows, int* schedule, int num_shares) {
+    pdl_wait();
+    BatchRequests requests{nullptr, lens, count, lens_stride};
+    deal_splits(DecodeEntries{requests, count, count, 1, false, 1}, split_rows, num_shares, reinterpret_cast<int2*>(schedule));
 }

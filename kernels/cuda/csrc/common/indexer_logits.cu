@@ -1,0 +1,117 @@
+// Scores of keys for queries of any type and number of heads: logits = scale * sum of weights * relu(q . k).
+//
+// A thread block takes KEYS keys of a query: lane i has key i, and the warps share out the heads. Plain arithmetic; the
+// usual case has a kernel of its own (sm90/indexer/logits.cu).
+// clean_logits writes -inf where a query does not see a key.
+//
+// Macros: VALUE (uint8 for e4m3, bf16 or float), PAGED (a paged cache, or keys one behind another).
+#include "common/pages.cuh"
+#include "common/pdl.cuh"
+
+constexpr int DIM = 128, KEYS = 32, WARPS = 4, THREADS = 32 * WARPS;
+
+__device__ inline float value_of(uint8 x) {
+    float low, high;
+    e4m3x2_to_float(x, low, high);
+    return low;
+}
+__device__ inline float value_of(bf16 x) { return to_float(x); }
+__device__ inline float value_of(float x) { return x; }
+
+// Keys that each query sees.
+struct Queries {
+    const int *starts, *ends;  // PAGED: lengths, and none
+    int64 lens_stride;
+    int per_query, count;  // count: of all, or of an entry of a paged cache
+    int keys, room;        // room: of compressed rows, else 0
+
+    __device__ void range_of(int query, int& first, int& end) const {
+        if (PAGED) {
+            int entry = query / count, j = query % count;
+            int64 length = per_query ? starts[entry * lens_stride + j] : int64(starts[entry * lens_stride]) - (count - 1 - j);
+            first = 0, end = int(min(max(length, int64(0)), int64(keys)));
+        } else {
+            first = min(max(starts[query], 0), keys), end = min(max(ends[query], first), keys);
+            if (room) end = int(min(int64(end), int64(first) + room));
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+indexer_logits(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h, int heads, const float* weights,
+               int64 weights_stride, const int* starts, const int* ends, int64 lens_stride, int per_query, int count,
+               int num_queries, const VALUE* k, int64 k_stride, const float* scales, int keys, int room,
+               const int* block_table, int64 table_stride, int table_rows, int table_columns, uint8* pages,
+               int64 page_stride, int64 num_slots, int block_size, float* logits, int64 logits_stride) {
+    __shared__ float key[KEYS][DIM + 1];
+    __shared__ float query_head[WARPS][DIM];
+    __shared__ float sums[WARPS][KEYS];
+    pdl_wait();
+    Queries queries{starts, ends, lens_stride, per_query, count, keys, room};
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    for (int query = blockIdx.y; query < num_queries; query += gridDim.y) {
+        int first, end;
+        queries.range_of(query, first, end);
+        int entry = PAGED ? query / count : 0, j = PAGED ? query % count : query;
+        for (int64 start = first + int64(blockIdx.x) * KEYS; start < end; start += int64(gridDim.x) * KEYS) {
+            int here = int(min(int64(KEYS), end - start));
+            float scale = 1;
+            bool present = lane < here;
+#if PAGED
+            BlockTable table{block_table, table_stride, table_rows, table_columns};
+            for (int i = warp; i < here; i += WARPS) {
+                PageRow at = lookup_page_row(table, entry, start + i, block_size, num_slots);
+                if (at.page < 0) continue;
+                Token token = token_at<LAYOUT>(pages, page_stride, block_size, at);
+                const VALUE* row = reinterpret_cast<const VALUE*>(token.row);
+                for (int d = lane; d < DIM; d += 32) key[i][d] = value_of(row[d]);
+            }
+            if (present) {
+                PageRow at = lookup_page_row(table, entry, start + lane, block_size, num_slots);
+                present = at.page >= 0;
+                if (present && LAYOUT::num_scales)
+                    scale = *reinterpret_cast<const float*>(token_at<LAYOUT>(pages, page_stride, block_size, at).scales);
+            }
+#else
+            for (int i = warp; i < here; i += WARPS)
+                for (int d = lane; d < DIM; d += 32) key[i][d] = value_of(k[(start + i) * k_stride + d]);
+            if (present && scales) scale = scales[start + lane];
+#endif
+            __syncthreads();
+            float sum = 0;
+            for (int head = warp; head < heads; head += WARPS) {
+                const VALUE* from = q + entry * q_stride_b + j * q_stride_s + head * q_stride_h;
+                for (int d = lane; d < DIM; d += 32) query_head[warp][d] = value_of(from[d]);
+                __syncwarp();
+                float product = 0;
+                for (int d = 0; d < DIM; ++d) product = fmaf(query_head[warp][d], key[lane][d], product);
+                product = product < 0 ? 0 : product;  // NaN stays NaN
+                sum = fmaf(product, weights[query * weights_stride + head], sum);
+                __syncwarp();
+            }
+            sums[warp][lane] = sum;
+            __syncthreads();
+            if (warp == 0 && lane < here) {
+                for (int other = 1; other < WARPS; ++other) sum += sums[other][lane];
+                logits[query * logits_stride + start + lane - (room ? first : 0)] = present ? sum * scale : -infinity();
+            }
+            __syncthreads();
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+clean_logits(const int* starts, const int* ends, int64 lens_stride, int per_query, int count, int num_queries, int keys,
+             int room, float* logits, int64 logits_stride) {
+    pdl_wait();
+    Queries queries{starts, ends, lens_stride, per_query, count, keys, room};
+    int width = room ? room : keys, stride = gridDim.x * THREADS;
+    for (int query = blockIdx.y; query < num_queries; query += gridDim.y) {
+        int first, end;
+        queries.range_of(query, first, end);
+        if (room) end -= first, first = 0;
+        float* row = logits + query * logits_stride;
+        for (int64 i = blockIdx.x * THREADS + threadIdx.x; i < width; i += stride)
+            if (i < first || i >= end) row[i] = -infinity();
+    }
+}

@@ -1,0 +1,279 @@
+"""The indexer: scores, the choice among them, queries, and keys without scales."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...layout import INDEXER_FP8
+from ..types.indexer import Rows
+from ..types.segments import Pages
+from .compile import kernel
+from .dense_attention import device_sms, is_hopper, large_kernel
+from .indices import table_arguments
+from .launch import C_NAMES, MAX_BLOCKS, is_aligned, pointer, strides
+from .tma import NO_MAP, Words, box_rows, map_of_pages
+
+DIM = INDEXER_FP8.head_dim
+MAX_GRID_Y = 65_535
+VALUES = {"uint8": "uint8", "bfloat16": "bf16", "float32": "float"}
+NO_TABLE = (0, 0, 0, 0)
+NO_PAGES = (0, 0, 0, 1)
+LANES_PER_HEAD, QUERY_THREADS = 16, 128  # as in common/indexer_queries.cu
+KEY_THREADS = 128  # as in common/indexer_keys.cu
+
+
+def fused_indexer_q_rope_quant(
+    positions: Any,
+    index_q: Any,
+    table: Any,
+    index_weights: Any,
+    scale: float,
+    rope_first: bool,
+    is_neox: bool,
+    least_exponent: int,
+    q_out: Any,
+    weights: Any,
+) -> None:
+    tokens, heads = weights.shape
+    kernel(
+        "common/indexer_queries.cu",
+        "fused_indexer_q_rope_quant",
+        INPUT=C_NAMES[index_q.dtype.name],
+        WEIGHT=C_NAMES[index_weights.dtype.name],
+        TABLE=C_NAMES[table.dtype.name],
+        POSITION=C_NAMES[positions.dtype.name],
+        OUTPUT=VALUES[q_out.dtype.name],
+        ALIGNED=int(is_aligned(index_q, q_out)),
+    )(
+        (-(-tokens * heads * LANES_PER_HEAD // QUERY_THREADS),),
+        (QUERY_THREADS,),
+        (
+            positions, index_q, *strides(index_q)[:2], table, strides(table)[0], len(table),
+            index_weights, strides(index_weights)[0], scale, rope_first, is_neox, least_exponent, tokens, heads,
+            q_out, *strides(q_out)[:2], weights, strides(weights)[0],
+        ),
+        overlap=True,
+    )  # fmt: skip
+
+
+# ---- keys without scales
+
+
+def insert_keys(k: Any, pages: Pages, slot_mapping: Any) -> None:
+    value = VALUES[pages.layout.value_type]
+    kernel(
+        "common/indexer_keys.cu", "insert_keys", INPUT=C_NAMES[k.dtype.name], VALUE=value,
+        SLOT=C_NAMES[slot_mapping.dtype.name], LAYOUT=pages.layout.name,
+    )(
+        (-(-len(slot_mapping) * 32 // KEY_THREADS),),
+        (KEY_THREADS,),
+        (
+            k, strides(k)[0], slot_mapping, len(slot_mapping), pages.bytes, pages.bytes.strides[0], pages.num_slots,
+            pages.block_size,
+        ),
+        overlap=True,
+    )  # fmt: skip
+
+
+def gather_keys(pages: Pages, dst_k: Any, block_table: Any, cu_seq_lens: Any) -> None:
+    value = VALUES[pages.layout.value_type]
+    kernel(
+        "common/indexer_keys.cu", "gather_keys", INPUT=value, VALUE=value, SLOT="int64", LAYOUT=pages.layout.name
+    )(
+        (min(-(-len(dst_k) * 32 // KEY_THREADS), MAX_BLOCKS),),
+        (KEY_THREADS,),
+        (
+            pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size, dst_k, strides(dst_k)[0],
+            len(dst_k), block_table, strides(block_table)[0], block_table.shape[1], cu_seq_lens, len(block_table),
+        ),
+        overlap=True,
+    )  # fmt: skip
+
+
+# ---- scores
+
+
+def mqa_logits(
+    q: Any,
+    k: Any,
+    scales: Any | None,
+    weights: Any,
+    starts: Any,
+    ends: Any,
+    compressed: bool,
+    clean: bool,
+    logits: Any,
+) -> None:
+    room = logits.shape[1] if compressed else 0
+    seen = (starts, ends, 0, False, len(q))
+    if clean:
+        clean_logits(seen, len(k), room, logits, paged=False)
+    if not len(k):
+        return
+    maps = None
+    if scales is not None and q.shape[1] == HEADS and is_hopper(q.data.device_id) and k.strides[0] == DIM:
+        maps = query_map(q), map_of_pages(k.data.ptr, 1, len(k) * DIM, len(k), DIM, HopperSize(2, 2).keys)
+    if maps is not None and NO_MAP not in maps:
+        score_on_hopper(
+            HopperSize(2, 2), False, q, weights, seen, maps, (scales, len(k), room), NO_TABLE, (0, 0, 0, 1, 1), logits
+        )
+        return
+    score(q[None], weights, seen, (k, strides(k)[0], pointer(scales), len(k), room), NO_TABLE, None, logits)
+
+
+def paged_mqa_logits(
+    q: Any, pages: Pages, weights: Any, context_lens: Any, block_table: Any, clean: bool, logits: Any
+) -> None:
+    next_n, width = q.shape[1], logits.shape[1]
+    seen = (context_lens, 0, strides(context_lens)[0], context_lens.ndim == 2, next_n)
+    if clean:
+        clean_logits(seen, width, 0, logits, paged=True)
+    table = table_arguments(block_table)
+    size = HopperSize(min(next_n, 2), 1 if next_n <= 2 else 2)
+    rows, layout = box_rows(64, pages.block_size), pages.layout
+    page_bytes = pages.bytes.strides[0]
+    if layout is INDEXER_FP8 and q.shape[2] == HEADS and rows and page_bytes % 16 == 0 and is_hopper(q.data.device_id):
+        queries = q.reshape(-1, HEADS, DIM) if q.strides[0] == next_n * q.strides[1] else None
+        at = pages.bytes.data.ptr
+        maps = (
+            NO_MAP if queries is None else query_map(queries),
+            map_of_pages(at, len(pages.bytes), page_bytes, pages.block_size, layout.row_bytes, rows),
+        )
+        if NO_MAP not in maps:
+            place = (pages.bytes, page_bytes, pages.num_slots, pages.block_size, rows)
+            score_on_hopper(size, True, q, weights, seen, maps, (0, width, 0), table, place, logits)
+            return
+    score(q, weights, seen, (0, 0, 0, width, 0), table, pages, logits)
+
+
+def score(
+    q: Any, weights: Any, seen: tuple[Any, ...], keys: tuple[Any, ...], table: Any, pages: Pages | None, logits: Any
+) -> None:
+    """By the plain kernel: q [B, n, H, 128]."""
+    macros = {"LAYOUT": "INDEXER_FP8"} if pages is None else {"LAYOUT": pages.layout.name}
+    place = NO_PAGES
+    if pages is not None:
+        place = (pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size)
+    width, num_queries = keys[3] if not keys[4] else keys[4], len(weights)
+    kernel(
+        "common/indexer_logits.cu", "indexer_logits", VALUE=VALUES[q.dtype.name], PAGED=int(pages is not None), **macros
+    )(
+        (min(-(-width // 32), MAX_BLOCKS), min(num_queries, MAX_GRID_Y)),
+        (128,),
+        (
+            q, *strides(q)[:3], q.shape[2], weights, strides(weights)[0], *seen, num_queries, *keys, *table, *place,
+            logits, strides(logits)[0],
+        ),
+        overlap=True,
+    )  # fmt: skip
+
+
+def clean_logits(seen: tuple[Any, ...], keys: int, room: int, logits: Any, paged: bool) -> None:
+    """-inf where a query does not see a key."""
+    kernel("common/indexer_logits.cu", "clean_logits", VALUE="uint8", PAGED=int(paged), LAYOUT="INDEXER_FP8")(
+        (min(-(-logits.shape[1] // 512), MAX_BLOCKS), min(len(logits), MAX_GRID_Y)),
+        (128,),
+        (*seen, len(logits), keys, room, logits, strides(logits)[0]),
+        overlap=True,
+    )
+
+
+# ---- scores on Hopper
+
+HEADS = 64  # of a query, for which the kernel is made
+HOPPER_THREADS = 640
+
+
+class HopperSize:
+    """Sizes of sm90/indexer/logits.cu for queries of a warpgroup and groups of queries."""
+
+    def __init__(self, queries_of_pass: int, query_groups: int) -> None:
+        self.macros = {"PASS": queries_of_pass, "QUERY_GROUPS": query_groups}
+        queries, key_groups = queries_of_pass * query_groups, 4 // query_groups
+        self.keys = 64 * key_groups
+        stages = 8 if query_groups == 2 else 5 if queries_of_pass == 2 else 6
+        small = 2048 + 2 * queries * HEADS * 4 + stages * self.keys * 4
+        self.shared_bytes = -(-small // 1024) * 1024 + 2 * queries * HEADS * DIM + stages * self.keys * DIM - 1024
+
+
+def query_map(q: Any) -> Words:
+    """The map of queries [n, 64, 128], or NO_MAP if heads are not one behind another."""
+    if q.strides[1] != DIM or not len(q):
+        return NO_MAP
+    stride = q.strides[0] if len(q) > 1 else HEADS * DIM
+    return map_of_pages(q.data.ptr, len(q), stride, HEADS, DIM, HEADS)
+
+
+def score_on_hopper(
+    size: HopperSize,
+    paged: bool,
+    q: Any,
+    weights: Any,
+    seen: tuple[Any, ...],
+    maps: tuple[Words, Words],
+    keys: tuple[Any, ...],
+    table: tuple[Any, ...],
+    place: tuple[Any, ...],
+    logits: Any,
+) -> None:
+    device = q.data.device_id
+    run = large_kernel(
+        device, size.shared_bytes, "sm90/indexer/logits.cu", "indexer_logits_sm90", "sm_90a", PAGED=int(paged),
+        **size.macros,
+    )  # fmt: skip
+    run(
+        (device_sms(device),),
+        (HOPPER_THREADS,),
+        (
+            weights, strides(weights)[0], *seen, *maps[0], *maps[1], *keys, *table, *place,
+            logits, strides(logits)[0],
+        ),
+        shared_mem=size.shared_bytes,
+        overlap=True,
+    )  # fmt: skip
+
+
+def paged_mqa_logits_metadata(lens: Any, split: int, schedule: Any) -> None:
+    kernel("common/indexer_metadata.cu", "paged_mqa_logits_metadata")(
+        (1,),
+        (1024,),
+        (lens, strides(lens)[0], len(lens), split, schedule, len(schedule) - 1),
+        overlap=True,
+    )
+
+
+# ---- the choice
+
+
+def top_k_per_row(logits: Any, rows: Rows, indices: Any) -> None:
+    device, topk = logits.data.device_id, indices.shape[1]
+    num_rows, width = logits.shape
+    threads = 1024 if num_rows <= 2 * device_sms(device) and shared_bytes_of(device) > choice_bytes(1024) else 512
+    name = "top_k_per_row" if topk <= 8 * threads else "top_k_per_row_wide"
+    shared_bytes = choice_bytes(threads)
+    run = large_kernel(
+        device, shared_bytes, "common/indexer_topk.cu", name, THREADS=threads, ALIGNED=int(is_aligned(logits))
+    )
+    lens = rows.lens
+    run(
+        (min(num_rows, 2**31 - 1),),
+        (threads,),
+        (
+            logits, strides(logits)[0], width, num_rows, pointer(rows.starts), pointer(rows.ends), pointer(lens),
+            0 if lens is None else strides(lens)[0], rows.next_n, lens is not None and lens.ndim == 2,
+            -1 if rows.num_keys is None else rows.num_keys, indices, strides(indices)[0], topk,
+        ),
+        shared_mem=shared_bytes,
+        overlap=True,
+    )  # fmt: skip
+
+
+def choice_bytes(threads: int) -> int:
+    """Shared memory of common/indexer_topk.cu: a buffer of 16 entries a thread, bins, and a few numbers."""
+    return 16 * threads * 8 + 4 * 2048 + 4 * (threads // 32) + 16
+
+
+def shared_bytes_of(device: int) -> int:
+    import cupy
+
+    return int(cupy.cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"])

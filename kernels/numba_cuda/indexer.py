@@ -1,0 +1,352 @@
+"""The indexer, plainly: a thread takes a head or a score, a thread block a row of which the best are chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from ..numba_common.geometry import geometry_of
+from ..numba_common.numbers import (
+    KINDS,
+    bfloat16_bits,
+    bfloat16_value,
+    dequantized,
+    float32_bits,
+    float32_value,
+    from_float32,
+    power_of_two,
+    quantized,
+    scale_exponent,
+    to_float32,
+)
+from ..types.indexer import Rows
+from ..types.segments import Pages
+from .launch import MAX_BLOCKS, NO_SCALE, NO_TABLE, NO_VECTOR, kind_of, launch
+from .rows import find_request, load, lookup_slot, store
+
+THREADS = 128
+ROPE_DIM = 64
+E4M3 = -1  # in place of a kind of floating-point numbers
+
+
+def fused_indexer_q_rope_quant(
+    positions: Any,
+    index_q: Any,
+    table: Any,
+    index_weights: Any,
+    scale: float,
+    rope_first: bool,
+    is_neox: bool,
+    least_exponent: int,
+    q_out: Any,
+    weights: Any,
+) -> None:
+    launch(
+        queries_kernel, min(weights.size, MAX_BLOCKS), 32,
+        positions, index_q, kind_of(index_q), table, kind_of(table), index_weights, kind_of(index_weights),
+        np.float32(scale), 0 if rope_first else index_q.shape[2] - ROPE_DIM, is_neox, least_exponent,
+        q_out, E4M3 if q_out.dtype == np.uint8 else kind_of(q_out), weights,
+    )  # fmt: skip
+
+
+def queries_kernel(
+    positions, q, kind, table, table_kind, index_weights, weight_kind, scale, first, is_neox, least_exponent, q_out,
+    out_kind, weights,
+):  # fmt: skip
+    """A thread takes a head, twice: for its largest value, and to write."""
+    half, dims = ROPE_DIM // 2, q.shape[2]
+    for number in range(cuda.grid(1), weights.shape[0] * weights.shape[1], cuda.gridsize(1)):
+        token, head = number // weights.shape[1], number % weights.shape[1]
+        position = np.int64(positions[token])
+        if position >= len(table):
+            position = np.int64(-1)
+        q_scale = np.float32(1)
+        for writes in range(out_kind != E4M3, 2):
+            amax = np.float32(0)
+            for i in range(dims):
+                x = to_float32(np.int64(q[token, head, i]), kind)
+                j = i - first
+                if position >= 0 and j >= 0 and j < ROPE_DIM:
+                    angle = j % half if is_neox else j // 2
+                    second = j >= half if is_neox else j % 2 == 1
+                    other = (half if is_neox else 1) * (-1 if second else 1)
+                    y = to_float32(np.int64(q[token, head, i + other]), kind)
+                    cosine = to_float32(np.int64(table[position, angle]), table_kind)
+                    sine = to_float32(np.int64(table[position, half + angle]), table_kind)
+                    x = x * cosine + (y if second else -y) * sine
+                if out_kind == E4M3:
+                    x = bfloat16_value(bfloat16_bits(x))
+                if writes:
+                    q_out[token, head, i] = quantized(x, q_scale) if out_kind == E4M3 else from_float32(x, out_kind)
+                elif abs(x) > amax and abs(x) < np.inf:
+                    amax = np.float32(abs(x))
+            if not writes:
+                q_scale = power_of_two(scale_exponent(amax, least_exponent))
+        weight = to_float32(np.int64(index_weights[token, head]), weight_kind) * q_scale * scale
+        weights[token, head] = float32_bits(weight)
+
+
+# ---- keys without scales
+
+
+def insert_keys(k: Any, pages: Pages, slot_mapping: Any) -> None:
+    launch(
+        insert_kernel, min(len(slot_mapping), MAX_BLOCKS), THREADS,
+        k, kind_of(k), slot_mapping, pages.bytes, pages.block_size, KINDS[pages.layout.value_type],
+        pages.layout.row_bytes // pages.layout.head_dim,
+    )  # fmt: skip
+
+
+def insert_kernel(k, kind, slots, pages, block_size, stored_kind, size):
+    """A thread block takes a token, a thread every blockDim.x-th value of its row."""
+    for token in range(cuda.blockIdx.x, len(slots), cuda.gridDim.x):
+        slot = np.int64(slots[token])
+        if slot < 0 or slot >= pages.shape[0] * block_size:
+            continue
+        page, start = pages[slot // block_size], slot % block_size * size * k.shape[1]
+        for i in range(cuda.threadIdx.x, k.shape[1], cuda.blockDim.x):
+            bits = np.int64(k[token, i])
+            if kind != stored_kind:
+                bits = from_float32(to_float32(bits, kind), stored_kind)
+            store(page, start + size * i, size, bits)
+
+
+def gather_keys(pages: Pages, dst_k: Any, block_table: Any, cu_seq_lens: Any) -> None:
+    launch(
+        gather_kernel, min(len(dst_k), MAX_BLOCKS), THREADS,
+        pages.bytes, pages.block_size, dst_k, pages.layout.row_bytes // pages.layout.head_dim, block_table, cu_seq_lens,
+    )  # fmt: skip
+
+
+def gather_kernel(pages, block_size, dst_k, size, block_table, cu_seq_lens):
+    """A thread block takes a row, a thread every blockDim.x-th value of it."""
+    for row in range(cuda.blockIdx.x, len(dst_k), cuda.gridDim.x):
+        request = find_request(cu_seq_lens, row)
+        if request < 0:
+            continue
+        slot = lookup_slot(block_table, request, np.int64(row) - cu_seq_lens[request], block_size)
+        present = slot >= 0 and slot < pages.shape[0] * block_size
+        for i in range(cuda.threadIdx.x, dst_k.shape[1], cuda.blockDim.x):
+            bits = np.int64(0)
+            if present:
+                bits = load(pages[slot // block_size], (slot % block_size * dst_k.shape[1] + i) * size, size)
+            dst_k[row, i] = bits
+
+
+# ---- scores
+
+
+def mqa_logits(
+    q: Any,
+    k: Any,
+    scales: Any | None,
+    weights: Any,
+    starts: Any,
+    ends: Any,
+    compressed: bool,
+    clean: bool,
+    logits: Any,
+) -> None:
+    launch(
+        logits_kernel, min(-(-logits.size // THREADS), MAX_BLOCKS), THREADS,
+        q, element_kind(q), k, NO_SCALE if scales is None else scales, weights, starts, ends, compressed, clean, logits,
+    )  # fmt: skip
+
+
+def element_kind(array: Any) -> int:
+    return E4M3 if array.dtype == np.uint8 else kind_of(array)
+
+
+@cuda.jit(device=True)
+def element(bits, kind):
+    if kind == E4M3:
+        return dequantized(bits, np.float32(1))
+    return to_float32(np.int64(bits), kind)
+
+
+def logits_kernel(q, kind, k, scales, weights, starts, ends, compressed, clean, logits):
+    """A thread takes a column of a query."""
+    keys = np.int64(len(k))
+    for number in range(cuda.grid(1), logits.shape[0] * logits.shape[1], cuda.gridsize(1)):
+        m, column = number // logits.shape[1], number % logits.shape[1]
+        start = min(max(np.int64(starts[m]), 0), keys)
+        end = min(max(np.int64(ends[m]), 0), keys)
+        n = start + column if compressed else column
+        if n < start or n >= end:
+            if clean:
+                logits[m, column] = float32_bits(np.float32(-np.inf))
+            continue
+        score = np.float32(0)
+        for head in range(q.shape[1]):
+            product = np.float32(0)
+            for i in range(q.shape[2]):
+                product += element(q[m, head, i], kind) * element(k[n, i], kind)
+            product = np.float32(0) if product < 0 else product
+            score += product * float32_value(np.int64(weights[m, head]))
+        if len(scales):
+            score *= float32_value(np.int64(scales[n]))
+        logits[m, column] = float32_bits(score)
+
+
+@cuda.jit(device=True)
+def length_of(lens, entry, j, next_n):
+    """Columns that query j of next_n sees: `lens` is [B] or [B, next_n], seen as two-dimensional."""
+    if lens.shape[1] > 1:
+        return np.int64(lens[entry, j])
+    return np.int64(lens[entry, 0]) - (next_n - 1 - j)
+
+
+def two_axes(lens: Any) -> Any:
+    return lens.reshape(-1, 1) if lens.ndim == 1 else lens
+
+
+def paged_mqa_logits(
+    q: Any, pages: Pages, weights: Any, context_lens: Any, block_table: Any, clean: bool, logits: Any
+) -> None:
+    layout = pages.layout
+    launch(
+        paged_logits_kernel, min(-(-logits.size // THREADS), MAX_BLOCKS), THREADS,
+        q, element_kind(q), pages.bytes, geometry_of(pages), layout.row_bytes // layout.head_dim, weights,
+        two_axes(context_lens), block_table, clean, logits,
+    )  # fmt: skip
+
+
+def paged_logits_kernel(q, kind, pages, g, size, weights, lens, block_table, clean, logits):
+    """A thread takes a column of a query."""
+    next_n = q.shape[1]
+    for number in range(cuda.grid(1), logits.shape[0] * logits.shape[1], cuda.gridsize(1)):
+        row, n = number // logits.shape[1], number % logits.shape[1]
+        entry, j = row // next_n, row % next_n
+        if n >= length_of(lens, entry, j, next_n):
+            if clean:
+                logits[row, n] = float32_bits(np.float32(-np.inf))
+            continue
+        slot = lookup_slot(block_table, entry, np.int64(n), g.block_size)
+        if slot < 0 or slot >= pages.shape[0] * g.block_size:
+            logits[row, n] = float32_bits(np.float32(-np.inf))
+            continue
+        page, token = pages[slot // g.block_size], slot % g.block_size
+        score = np.float32(0)
+        for head in range(q.shape[2]):
+            product = np.float32(0)
+            for i in range(q.shape[3]):
+                key = element(load(page, token * g.row_bytes + size * i, size), kind)
+                product += element(q[entry, j, head, i], kind) * key
+            product = np.float32(0) if product < 0 else product
+            score += product * float32_value(np.int64(weights[row, head]))
+        if kind == E4M3:
+            score *= float32_value(load(page, g.scale_start + token * g.scale_stride, 4))
+        logits[row, n] = float32_bits(score)
+
+
+def paged_mqa_logits_metadata(lens: Any, split: int, schedule: Any) -> None:
+    launch(shares_kernel, 1, THREADS, lens, split, schedule)
+
+
+def shares_kernel(lens, split, schedule):
+    """One thread block; a thread looks for the starts of its shares among the splits of all entries."""
+    num_shares = len(schedule) - 1
+    total = np.int64(0)
+    for entry in range(len(lens)):
+        total += (max(np.int64(lens[entry]), 0) + split - 1) // split
+    for share in range(cuda.threadIdx.x, num_shares + 1, cuda.blockDim.x):
+        left = share * (total // num_shares) + min(np.int64(share), total % num_shares)
+        entry = 0
+        while entry < len(lens):
+            here = (max(np.int64(lens[entry]), 0) + split - 1) // split
+            if left < here:
+                break
+            left -= here
+            entry += 1
+        schedule[share, 0] = entry
+        schedule[share, 1] = left
+
+
+# ---- the choice
+
+
+def top_k_per_row(logits: Any, rows: Rows, indices: Any) -> None:
+    has_lens = rows.lens is not None
+    launch(
+        choice_kernel, len(logits), THREADS,
+        logits, NO_VECTOR if rows.starts is None else rows.starts, NO_VECTOR if rows.ends is None else rows.ends,
+        two_axes(rows.lens) if has_lens else NO_TABLE, rows.next_n, -1 if rows.num_keys is None else rows.num_keys,
+        indices,
+    )  # fmt: skip
+
+
+@cuda.jit(device=True)
+def order_of(bits):
+    """Grows as the float32 of these bits does, from 1 on; 0 for NaN. -0 equals 0."""
+    magnitude = bits & np.int64(0x7FFFFFFF)
+    if magnitude > 0x7F800000:
+        return np.int64(0)
+    if magnitude == 0:
+        return np.int64(0x80000000)
+    return bits ^ np.int64(0xFFFFFFFF) if bits >> 31 else bits | np.int64(0x80000000)
+
+
+def choice_kernel(logits, starts, ends, lens, next_n, num_keys, indices):
+    """A thread block takes a row: it finds the k-th largest order bit by bit, then each thread writes a piece."""
+    found = cuda.shared.array(1, np.int32)
+    above = cuda.shared.array(THREADS, np.int32)  # by each thread, of its piece
+    equal = cuda.shared.array(THREADS, np.int32)
+    m, topk, width = cuda.blockIdx.x, indices.shape[1], np.int64(logits.shape[1])
+    thread, threads = cuda.threadIdx.x, cuda.blockDim.x
+    first, end = np.int64(0), width
+    if lens.shape[0]:
+        end = min(max(length_of(lens, m // next_n, m % next_n, next_n), 0), width)
+    else:
+        keys = width if num_keys < 0 else num_keys
+        first = min(max(np.int64(starts[m]), 0), keys) if len(starts) else np.int64(0)
+        end = min(max(np.int64(ends[m]), first), keys) if len(ends) else keys
+        if num_keys >= 0:
+            end = min(end - first, width)
+            first = np.int64(0)
+    threshold = np.int64(0)
+    for bit in range(32):
+        candidate = threshold | (np.int64(1) << (31 - bit))
+        if thread == 0:
+            found[0] = 0
+        cuda.syncthreads()
+        count = 0
+        for i in range(first + thread, end, threads):
+            count += order_of(np.int64(logits[m, i])) >= candidate
+        if count:
+            cuda.atomic.add(found, 0, count)
+        cuda.syncthreads()
+        if found[0] >= topk:
+            threshold = candidate
+        cuda.syncthreads()
+    piece = (end - first + threads - 1) // threads
+    begin = first + thread * piece
+    stop = min(begin + piece, end)
+    above[thread] = 0
+    equal[thread] = 0
+    for i in range(begin, stop):
+        order = order_of(np.int64(logits[m, i]))
+        above[thread] += order > threshold
+        equal[thread] += order == threshold and order > 0
+    cuda.syncthreads()
+    total_above, above_before, equal_before, total_equal = 0, 0, 0, 0
+    for other in range(threads):
+        total_above += above[other]
+        total_equal += equal[other]
+        if other < thread:
+            above_before += above[other]
+            equal_before += equal[other]
+    needed = min(topk - total_above, total_equal)
+    to = above_before + min(equal_before, needed)
+    for i in range(begin, stop):
+        order = order_of(np.int64(logits[m, i]))
+        taken = order > threshold
+        if order == threshold and order > 0:
+            taken = equal_before < needed
+            equal_before += 1
+        if taken:
+            indices[m, to] = i - first
+            to += 1
+    for i in range(total_above + needed + thread, topk, threads):
+        indices[m, i] = -1
