@@ -51,7 +51,8 @@ def check_step(
         metadata.block_size, metadata.config.compressed_block_size, layer.attn_sink, layer.softmax_scale,
         layer.layout.name, q, k, swa_cache, metadata.slot_mapping, metadata.block_table, metadata.seq_lens,
         metadata.query_start_loc, metadata.c128a_decode_topk_lens, out,
-        *(() if compressed is None else vars(compressed).values()), *(() if workspace is None else vars(workspace).values()), stream,
+        *(() if compressed is None else vars(compressed).values()),
+        *(() if workspace is None else vars(workspace).values()), stream,
     )  # fmt: skip
     if look is not None and look in _PASSED:
         return

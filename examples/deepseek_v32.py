@@ -1,0 +1,110 @@
+"""A whole DeepSeek V3.2 model around cumla's attention layers: from a checkpoint folder to greedily generated tokens.
+
+python examples/deepseek_v32.py [FOLDER] [--device cupy] [--cache-format bfloat16] [--plot parts.png]
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+import tiny_checkpoint
+from serving import Stopwatch, experts, gated_mlp, largest, main, rms_norm
+
+from cumla.metadata.builder import ServingConfig
+from cumla.models.deepseek_v32 import (
+    DeepseekV32Attention,
+    DeepseekV32Caches,
+    DeepseekV32Config,
+    DeepseekV32StepBuilder,
+)
+from cumla.models.safetensors import Checkpoint
+from cumla.models.scratch import Scratch
+
+PAGE = 64  # positions
+MLP = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+
+
+class Model:
+    """Weights are float32, or bfloat16 for attention on a device; the residual is float32."""
+
+    def __init__(
+        self, folder: pathlib.Path, *, xp: Any = np, cache_format: str = "fp8", activations: str | None = None,
+        longest: int = 1024, requests: int = 8, batch_tokens: int = 256, backend: str | None = None,
+    ) -> None:  # fmt: skip
+        self.xp, self.stopwatch = xp, Stopwatch(xp)
+        self.config = config = json.loads((pathlib.Path(folder) / "config.json").read_text())
+        tensors = Checkpoint(folder)
+        attention = DeepseekV32Config.from_dict(config)
+        self.groups = {"window": (PAGE, None)}
+        self.num_pages = {"window": requests * -(-longest // PAGE) + 1}
+        serving = ServingConfig(
+            block_size=PAGE, index_topk=attention.index_topk, num_heads=attention.num_attention_heads,
+            max_num_batched_tokens=batch_tokens, max_num_seqs=requests, max_model_len=longest,
+        )  # fmt: skip
+        self.builder = DeepseekV32StepBuilder(serving, backend)
+        self.activations = activations or ("float32" if xp is np else "bfloat16")
+        scratch = Scratch()
+        layers = range(config["num_hidden_layers"])
+        self.layers = [
+            DeepseekV32Attention(
+                attention, layer, tensors, activations=self.activations, cache_format=cache_format,
+                max_position=longest, scratch=scratch, xp=xp, backend=backend,
+            )
+            for layer in layers
+        ]  # fmt: skip
+        self.caches = [DeepseekV32Caches.allocate(self.num_pages["window"], PAGE, cache_format, xp) for _ in layers]
+        self.weights = {
+            name: xp.asarray(np.asarray(tensors[name]), np.float32) for name in tensors if ".self_attn." not in name
+        }
+        self.mlp_types = tiny_checkpoint.mlp_types(config)
+
+    def build(self, batch: Any, tables: dict[str, Any]) -> Any:
+        with self.stopwatch("metadata"):
+            return self.builder.build(batch)
+
+    def forward(self, tokens: np.ndarray, metadata: Any, last: np.ndarray, selected: Any = None) -> np.ndarray:
+        """Logits of the tokens at `last`, float32 on the host. selected: {layer: positions that tokens attend to}."""
+        xp, weights, observe, eps = self.xp, self.weights, self.stopwatch, self.config.get("rms_norm_eps", 1e-6)
+        with observe("embedding"):
+            h = weights["model.embed_tokens.weight"][xp.asarray(tokens)]
+        for layer, attention in enumerate(self.layers):
+            prefix = f"model.layers.{layer}."
+            with observe("residual"):
+                x = rms_norm(h, weights[prefix + "input_layernorm.weight"], eps, xp).astype(attention.activations)
+            given = None if selected is None else selected.get(layer)
+            attended = attention.step(x, self.caches[layer], metadata, topk_indices=given, observe=observe)
+            with observe("residual"):
+                h = h + attended.astype(np.float32)
+                x = rms_norm(h, weights[prefix + "post_attention_layernorm.weight"], eps, xp)
+            with observe("experts"):
+                h = h + self.mlp(x, prefix + "mlp.", self.mlp_types[layer])
+        with observe("head"):
+            x = rms_norm(h[xp.asarray(last)], weights["model.norm.weight"], eps, xp)
+            logits = x @ weights["lm_head.weight"].T
+        return logits if xp is np else logits.get()
+
+    def mlp(self, x: Any, prefix: str, kind: str) -> Any:
+        xp, weights, config = self.xp, self.weights, self.config
+        if kind == "dense":
+            return gated_mlp(x, *(weights[prefix + name] for name in MLP), None, xp)
+        scores = 1 / (1 + xp.exp(-(x @ weights[prefix + "gate.weight"].T)))
+        choice = scores + weights.get(prefix + "gate.e_score_correction_bias", 0)
+        # Experts come in groups; the groups whose best two experts score highest are chosen from.
+        groups = choice.reshape(len(x), config["n_group"], -1)
+        best_two = xp.sort(groups, axis=2)[:, :, -2:].sum(axis=2)
+        kept = xp.zeros_like(best_two)
+        xp.put_along_axis(kept, largest(best_two, config["topk_group"], xp), 1, axis=1)
+        choice = xp.where(kept[:, :, None] > 0, groups, 0).reshape(scores.shape)
+        chosen = largest(choice, config["num_experts_per_tok"], xp)
+        share = xp.take_along_axis(scores, chosen, axis=1)
+        share = share / share.sum(axis=1, keepdims=True) * config.get("routed_scaling_factor", 2.5)
+        expert, shared = prefix + "experts.", prefix + "shared_experts."
+        routed = experts(x, chosen, share, weights[expert + "gate_up_proj"], weights[expert + "down_proj"], None, xp)
+        return routed + gated_mlp(x, *(weights[shared + name] for name in MLP), None, xp)
+
+
+if __name__ == "__main__":
+    main("DeepSeek V3.2", Model, tiny_checkpoint.V32)

@@ -1,0 +1,267 @@
+"""What serving needs around a model's layers: pages for requests, continuous batching, greedy choice, time by part.
+
+A model has `groups`, {name: (positions of a page, positions that stay in sight or None for all)}, `build(batch,
+tables)`, which makes a step's metadata, and `forward(tokens, metadata, last)`, the logits of the tokens at `last`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import pathlib
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tiny_checkpoint
+
+from cumla.metadata.batch import CommonAttentionMetadata
+
+
+@dataclass
+class Request:
+    """A prompt, and what was generated behind it. `computed` tokens are in the caches."""
+
+    number: int
+    tokens: list[int]
+    new_tokens: int
+    computed: int = 0
+    pages: dict[str, list[int]] = field(default_factory=dict)
+    logits: list[np.ndarray] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        return self.new_tokens == 0
+
+
+class Pages:
+    """The free pages of each group, and which requests have the others."""
+
+    def __init__(self, groups: dict[str, tuple[int, int | None]], num_pages: dict[str, int]) -> None:
+        self.groups = groups
+        self.free = {name: list(range(num_pages[name] - 1, -1, -1)) for name in groups}
+
+    def reserve(self, request: Request, end: int) -> bool:
+        """Pages for positions up to `end`; False, with nothing taken, if there are too few."""
+        missing = {name: -(-end // size) - len(request.pages.get(name, [])) for name, (size, _) in self.groups.items()}
+        if any(count > len(self.free[name]) for name, count in missing.items()):
+            return False
+        for name, count in missing.items():
+            request.pages.setdefault(name, []).extend(self.free[name].pop() for _ in range(max(count, 0)))
+        return True
+
+    def forget(self, request: Request) -> None:
+        """Give back pages of which no later token sees a position."""
+        for name, (size, sight) in self.groups.items():
+            if sight is not None:
+                for i in range(max(0, (request.computed - sight) // size)):
+                    self._give_back(name, request.pages[name], i)
+
+    def release(self, request: Request) -> None:
+        for name, pages in request.pages.items():
+            for i in range(len(pages)):
+                self._give_back(name, pages, i)
+        request.pages = {}
+
+    def _give_back(self, name: str, pages: list[int], i: int) -> None:
+        if pages[i] >= 0:
+            self.free[name].append(pages[i])
+            pages[i] = -1
+
+
+class Server:
+    """Greedy generation for several requests at once: each step decodes all that run and goes on with prompts.
+
+    batch_tokens  tokens of a step; a longer prompt comes in chunks
+    """
+
+    def __init__(self, model: Any, num_pages: dict[str, int], batch_tokens: int = 256, max_running: int = 8) -> None:
+        self.model, self.pages = model, Pages(model.groups, num_pages)
+        self.batch_tokens, self.max_running = batch_tokens, max_running
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.preempted = 0
+
+    def generate(self, prompts: list[list[int]], new_tokens: int) -> list[Request]:
+        """All requests, finished: `tokens` has prompt and answer, `logits` what each new token was chosen by."""
+        requests = [Request(i, list(prompt), new_tokens) for i, prompt in enumerate(prompts)]
+        self.waiting = list(requests)
+        while self.waiting or self.running:
+            self.step()
+        return requests
+
+    def step(self) -> None:
+        scheduled = self.schedule()
+        if not scheduled:
+            raise RuntimeError("a request does not fit into the pages there are")
+        scheduled.sort(key=lambda x: x[1] > 1)  # decodes first
+        batch, tables = self.batch(scheduled)
+        tokens = np.concatenate([r.tokens[r.computed : r.computed + count] for r, count in scheduled]).astype(np.int32)
+        last = batch.query_start_loc_cpu[1:] - 1
+        logits = self.model.forward(tokens, self.model.build(batch, tables), last)
+        for (request, count), row in zip(scheduled, logits, strict=True):
+            request.computed += count
+            self.pages.forget(request)
+            if request.computed == len(request.tokens) and not request.done:
+                request.logits.append(row)
+                request.tokens.append(int(row.argmax()))
+                request.new_tokens -= 1
+            if request.done:
+                self.pages.release(request)
+                self.running.remove(request)
+
+    def schedule(self) -> list[tuple[Request, int]]:
+        """Requests and how many of their tokens are computed; the youngest gives way where pages run out."""
+        while self.waiting and len(self.running) < self.max_running:
+            self.running.append(self.waiting.pop(0))
+        left, scheduled = self.batch_tokens, []
+        for request in list(self.running):
+            count = min(left, len(request.tokens) - request.computed)
+            while count and not self.pages.reserve(request, request.computed + count):
+                victim = self.running[-1]
+                if victim is request or any(victim is r for r, _ in scheduled):
+                    count = 0
+                    break
+                self.preempt(victim)
+            if count and request in self.running:
+                scheduled.append((request, count))
+                left -= count
+        return scheduled
+
+    def preempt(self, request: Request) -> None:
+        """Its pages go to others; later it starts again, with what it has generated as part of its prompt."""
+        self.pages.release(request)
+        self.running.remove(request)
+        request.computed = 0
+        self.waiting.insert(0, request)
+        self.preempted += 1
+
+    def batch(self, scheduled: list[tuple[Request, int]]) -> tuple[CommonAttentionMetadata, dict[str, Any]]:
+        xp = self.model.xp
+        counts = np.array([count for _, count in scheduled], np.int32)
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        lens = np.array([r.computed + count for r, count in scheduled], np.int32)
+        tables = {}
+        for name in self.model.groups:
+            pages = [r.pages[name] for r, _ in scheduled]
+            tables[name] = np.full((len(pages), max(map(len, pages))), -1, np.int32)
+            for row, its in zip(tables[name], pages, strict=True):
+                row[: len(its)] = its
+        size = self.model.groups["window"][0]
+        positions = [np.arange(r.computed, r.computed + count) for r, count in scheduled]
+        slots = [tables["window"][i, p // size].astype(np.int64) * size + p % size for i, p in enumerate(positions)]
+        batch = CommonAttentionMetadata(
+            xp.asarray(starts), starts, xp.asarray(lens), lens, lens - counts, len(scheduled), int(starts[-1]),
+            int(counts.max()), xp.asarray(tables["window"]), xp.asarray(np.concatenate(slots)),
+        )  # fmt: skip
+        return batch, {name: xp.asarray(table) for name, table in tables.items()}
+
+
+class Stopwatch:
+    """Time by part of a step."""
+
+    def __init__(self, xp: Any) -> None:
+        self.xp, self.seconds = xp, defaultdict(float)
+
+    @contextlib.contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        start = self._now()
+        yield
+        self.seconds[part] += self._now() - start
+
+    def _now(self) -> float:
+        if self.xp is not np:
+            self.xp.cuda.get_current_stream().synchronize()
+        return time.perf_counter()
+
+    def plot(self, path: str, title: str) -> None:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        parts = sorted(self.seconds, key=self.seconds.__getitem__)
+        figure, axes = pyplot.subplots(figsize=(7, 4))
+        axes.barh(parts, [1e3 * self.seconds[part] for part in parts])
+        axes.set_xlabel("ms in all steps")
+        axes.set_title(title)
+        figure.tight_layout()
+        figure.savefig(path)
+
+
+def rms_norm(x: Any, weight: Any, eps: float, xp: Any) -> Any:
+    return x / xp.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
+
+
+def silu(x: Any, xp: Any) -> Any:
+    return x / (1 + xp.exp(-x))
+
+
+def gated_mlp(x: Any, gate: Any, up: Any, down: Any, limit: float | None, xp: Any) -> Any:
+    gate, up = x @ gate.T, x @ up.T
+    if limit is not None:
+        gate, up = xp.minimum(gate, limit), xp.clip(up, -limit, limit)
+    return (silu(gate, xp) * up) @ down.T
+
+
+def experts(x: Any, chosen: Any, weights: Any, gate_up: Any, down: Any, limit: float | None, xp: Any) -> Any:
+    """The weighted sum of what each token's experts make of it; chosen and weights [T, k]."""
+    out, half = xp.zeros_like(x), gate_up.shape[1] // 2
+    for expert in range(len(gate_up)):
+        mine = chosen == expert
+        (tokens,) = xp.nonzero(mine.any(axis=1))
+        if len(tokens):
+            gate, up = gate_up[expert, :half], gate_up[expert, half:]
+            share = (mine * weights)[tokens].sum(axis=1, keepdims=True)  # a table may name an expert twice
+            out[tokens] += gated_mlp(x[tokens], gate, up, down[expert], limit, xp) * share
+    return out
+
+
+def largest(scores: Any, count: int, xp: Any) -> Any:
+    """Columns of the largest entries of each row, ties by the lowest."""
+    if xp is np:
+        return np.argsort(-scores, axis=1, kind="stable")[:, :count]
+    return xp.argsort(-scores, axis=1)[:, :count]
+
+
+def main(name: str, model_class: Any, tiny: dict) -> None:
+    parser = argparse.ArgumentParser(description=f"Greedy generation with a {name} checkpoint, without torch.")
+    parser.add_argument("folder", nargs="?", type=pathlib.Path, help="a checkpoint; a tiny one if left out")
+    parser.add_argument("--device", choices=("numpy", "cupy"), default="numpy")
+    parser.add_argument("--cache-format", choices=("fp8", "bfloat16", "float32"), default="fp8")
+    parser.add_argument("--prompts", type=int, default=3, help="prompts of random tokens, of different lengths")
+    parser.add_argument("--longest", type=int, default=200, help="tokens of the longest prompt")
+    parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument("--batch-tokens", type=int, default=128)
+    parser.add_argument("--plot", metavar="FILE", help="draw the time by part of a step")
+    options = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        folder = options.folder
+        if folder is None:
+            folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            tiny_checkpoint.write(folder, tiny, seed=6000)
+        xp = np
+        if options.device == "cupy":
+            import cupy as xp
+        config = json.loads((folder / "config.json").read_text())
+        longest = options.longest + options.new_tokens
+        model = model_class(
+            folder, xp=xp, cache_format=options.cache_format, longest=longest, requests=options.prompts,
+            batch_tokens=options.batch_tokens,
+        )  # fmt: skip
+        rng = np.random.default_rng(0)
+        lengths = np.linspace(options.longest // options.prompts, options.longest, options.prompts).astype(int)
+        prompts = [rng.integers(2, config["vocab_size"], length).tolist() for length in lengths]
+        server = Server(model, model.num_pages, options.batch_tokens)
+        start = time.perf_counter()
+        for request in server.generate(prompts, options.new_tokens):
+            print(f"{len(prompts[request.number])} tokens -> {request.tokens[-options.new_tokens :]}")
+        seconds = time.perf_counter() - start
+        print(f"{name}: {options.prompts * options.new_tokens} tokens in {seconds:.2f} s")
+        if options.plot:
+            model.stopwatch.plot(options.plot, f"{name}, {options.cache_format} caches, {options.device}")

@@ -1,0 +1,165 @@
+"""Write a tiny checkpoint: config.json and model.safetensors, with weights that follow from a seed.
+
+    python examples/tiny_checkpoint.py v4 FOLDER        or v32
+
+The rule: one generator for all parameters in the order of their names; standard normals n of each, then 1 + 0.1 n for
+the weights of norms, 0.1 n for biases, 0.5 n for position biases, n for other vectors, n / sqrt(columns) for matrices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import pathlib
+
+import numpy as np
+
+from cumla.models import safetensors
+
+V4 = {
+    "model_type": "deepseek_v4", "vocab_size": 512, "hidden_size": 256, "moe_intermediate_size": 128,
+    "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 512, "q_lora_rank": 128,
+    "num_experts_per_tok": 2, "n_routed_experts": 8, "n_shared_experts": 1, "o_groups": 2, "o_lora_rank": 64,
+    "index_n_heads": 8, "index_head_dim": 128, "index_topk": 16, "sliding_window": 128, "hc_mult": 2,
+    "max_position_embeddings": 8192, "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+                    "compressed_sparse_attention"],
+    "rope_parameters": {"rope_type": "yarn", "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                        "original_max_position_embeddings": 512, "rope_theta": 10000.0},
+}  # fmt: skip
+V32 = {
+    "model_type": "deepseek_v32", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 256,
+    "moe_intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 8, "n_shared_experts": 1,
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+    "q_lora_rank": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+    "index_n_heads": 8, "index_head_dim": 128, "max_position_embeddings": 8192, "num_hidden_layers": 3,
+    "index_topk": 64,
+}  # fmt: skip
+HASH_LAYERS = 3  # of V4, by default
+
+
+def write(folder: pathlib.Path, config: dict, seed: int) -> None:
+    """A checkpoint of this configuration."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    shapes = v4_shapes(config) if config.get("layer_types") else v32_shapes(config)
+    arrays = by_the_rule(shapes, seed)
+    for layer, kind in enumerate(mlp_types(config)):
+        if kind == "hash_moe":  # which experts a token goes to, by its number
+            shape = (config["vocab_size"], config["num_experts_per_tok"])
+            table = np.random.Generator(np.random.PCG64(seed + 1)).integers(0, config["n_routed_experts"], shape)
+            arrays[f"model.layers.{layer}.mlp.gate.tid2eid"] = table
+    safetensors.write(folder / "model.safetensors", arrays)
+
+
+def mlp_types(config: dict) -> list[str]:
+    layers = config["num_hidden_layers"]
+    if not config.get("layer_types"):
+        return ["dense" if layer < config["first_k_dense_replace"] else "moe" for layer in range(layers)]
+    return config.get("mlp_layer_types") or ["hash_moe"] * min(layers, HASH_LAYERS) + ["moe"] * (layers - HASH_LAYERS)
+
+
+def by_the_rule(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:
+    generator = np.random.Generator(np.random.PCG64(seed))
+    arrays = {}
+    for name in sorted(shapes):
+        n = generator.standard_normal(shapes[name], dtype=np.float32)
+        if "norm" in name and name.endswith("weight"):
+            arrays[name] = 1 + np.float32(0.1) * n
+        elif name.endswith("bias") and "position" not in name:
+            arrays[name] = np.float32(0.1) * n
+        elif "position_bias" in name:
+            arrays[name] = np.float32(0.5) * n
+        else:
+            arrays[name] = n if n.ndim == 1 else n / np.float32(math.sqrt(n.shape[-1]))
+    return arrays
+
+
+def common_shapes(config: dict) -> dict[str, tuple[int, ...]]:
+    vocab, hidden, width, experts = (
+        config[name] for name in ("vocab_size", "hidden_size", "moe_intermediate_size", "n_routed_experts")
+    )
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden),
+    }  # fmt: skip
+    for layer, kind in enumerate(mlp_types(config)):
+        prefix = f"model.layers.{layer}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{prefix}{norm}.weight"] = (hidden,)
+        mlp, inner = f"{prefix}mlp.", width
+        if kind == "dense":
+            inner = config["intermediate_size"]
+        else:
+            shapes[f"{mlp}gate.weight"] = (experts, hidden)
+            shapes[f"{mlp}experts.gate_up_proj"] = (experts, 2 * width, hidden)
+            shapes[f"{mlp}experts.down_proj"] = (experts, hidden, width)
+            mlp += "shared_experts."
+        shapes[f"{mlp}gate_proj.weight"] = shapes[f"{mlp}up_proj.weight"] = (inner, hidden)
+        shapes[f"{mlp}down_proj.weight"] = (hidden, inner)
+    return shapes
+
+
+def v4_shapes(config: dict) -> dict[str, tuple[int, ...]]:
+    hidden, heads, rank, streams = (
+        config[name] for name in ("hidden_size", "num_attention_heads", "q_lora_rank", "hc_mult")
+    )
+    low, mixes = config["o_groups"] * config["o_lora_rank"], (2 + streams) * streams
+    shapes = common_shapes(config) | {
+        "model.hc_head.hc_fn": (streams, streams * hidden), "model.hc_head.hc_base": (streams,),
+        "model.hc_head.hc_scale": (1,),
+    }  # fmt: skip
+    for layer, kind in enumerate(config["layer_types"]):
+        attention = f"model.layers.{layer}.self_attn."
+        for site in ("attn_hc", "ffn_hc"):
+            prefix = f"model.layers.{layer}.{site}."
+            shapes |= {f"{prefix}fn": (mixes, streams * hidden), f"{prefix}base": (mixes,), f"{prefix}scale": (3,)}
+        within = {
+            "q_a_proj.weight": (rank, hidden), "q_a_norm.weight": (rank,), "q_b_proj.weight": (heads * 512, rank),
+            "kv_proj.weight": (512, hidden), "kv_norm.weight": (512,), "sinks": (heads,),
+            "o_a_proj.weight": (low, heads * 512 // config["o_groups"]), "o_b_proj.weight": (hidden, low),
+        }  # fmt: skip
+        if kind == "compressed_sparse_attention":
+            index = "compressor.indexer."
+            within |= compressor("compressor.", 4, 1024, 512, hidden) | compressor(index, 4, 256, 128, hidden)
+            within[f"{index}q_b_proj.weight"] = (config["index_n_heads"] * 128, rank)
+            within[f"{index}scorer.weights_proj.weight"] = (config["index_n_heads"], hidden)
+        elif kind == "heavily_compressed_attention":
+            within |= compressor("compressor.", 128, 512, 512, hidden)
+        shapes |= {attention + name: shape for name, shape in within.items()}
+    return shapes
+
+
+def compressor(prefix: str, ratio: int, channels: int, dim: int, hidden: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}kv_proj.weight": (channels, hidden), f"{prefix}gate_proj.weight": (channels, hidden),
+        f"{prefix}position_bias": (ratio, channels), f"{prefix}kv_norm.weight": (dim,),
+    }  # fmt: skip
+
+
+def v32_shapes(config: dict) -> dict[str, tuple[int, ...]]:
+    hidden, heads, rank, index_heads = (
+        config[name] for name in ("hidden_size", "num_attention_heads", "q_lora_rank", "index_n_heads")
+    )
+    nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
+    shapes = common_shapes(config)
+    for layer in range(config["num_hidden_layers"]):
+        within = {
+            "q_a_proj.weight": (rank, hidden), "q_a_layernorm.weight": (rank,),
+            "q_b_proj.weight": (heads * (nope + 64), rank), "kv_a_proj_with_mqa.weight": (576, hidden),
+            "kv_a_layernorm.weight": (512,), "kv_b_proj.weight": (heads * (nope + value), 512),
+            "o_proj.weight": (hidden, heads * value), "indexer.wq_b.weight": (index_heads * 128, rank),
+            "indexer.wk.weight": (128, hidden), "indexer.k_norm.weight": (128,), "indexer.k_norm.bias": (128,),
+            "indexer.weights_proj.weight": (index_heads, hidden),
+        }  # fmt: skip
+        shapes |= {f"model.layers.{layer}.self_attn.{name}": shape for name, shape in within.items()}
+    return shapes
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=("v4", "v32"))
+    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("--seed", type=int, default=6000)
+    options = parser.parse_args()
+    write(options.folder, V4 if options.model == "v4" else V32, options.seed)
