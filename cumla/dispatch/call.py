@@ -15,13 +15,13 @@ A dimension given as a name must be the same wherever the name stands; -1 is any
 from __future__ import annotations
 
 import contextlib
-from types import ModuleType
-from typing import Any
+from typing import Any, Generic, Literal, TypeVar, overload
 
 import ml_dtypes
 import numpy as np
 
 from ..arrays import dlpack, streams
+from ..kernels.types import operations
 from ..kernels.types.segments import Pages
 from ..layout import CacheLayout
 from .backends import choose, kernels
@@ -37,6 +37,7 @@ FLOATS = (BFLOAT16, np.dtype(np.float16), np.dtype(np.float32))
 BYTES = (np.dtype(np.uint8), np.dtype(np.int8))
 
 Shape = tuple[int | str, ...]
+K = TypeVar("K")  # the operations of a file of kernels
 
 
 class Call:
@@ -195,9 +196,31 @@ class Call:
             )
         return Pages(bytes_of(native[:, :needed], len(native), needed), block_size, layout)
 
-    def kernels(self, file: str) -> Launching:
+    @overload
+    def kernels(self, file: Literal["advance"]) -> Launching[operations.Advance]: ...
+    @overload
+    def kernels(self, file: Literal["blocks"]) -> Launching[operations.Blocks]: ...
+    @overload
+    def kernels(self, file: Literal["dense_attention"]) -> Launching[operations.DenseAttention]: ...
+    @overload
+    def kernels(self, file: Literal["dense_cache"]) -> Launching[operations.DenseCache]: ...
+    @overload
+    def kernels(self, file: Literal["indexer"]) -> Launching[operations.Indexer]: ...
+    @overload
+    def kernels(self, file: Literal["indexer_metadata"]) -> Launching[operations.IndexerMetadata]: ...
+    @overload
+    def kernels(self, file: Literal["indices"]) -> Launching[operations.Indices]: ...
+    @overload
+    def kernels(self, file: Literal["projection"]) -> Launching[operations.Projection]: ...
+    @overload
+    def kernels(self, file: Literal["sparse_attention"]) -> Launching[operations.SparseAttention]: ...
+    @overload
+    def kernels(self, file: Literal["sparse_cache"]) -> Launching[operations.SparseCache]: ...
+    @overload
+    def kernels(self, file: Literal["window_metadata"]) -> Launching[operations.WindowMetadata]: ...
+    def kernels(self, file: str) -> Launching[Any]:
         """A context that gives the chosen backend's `file` of kernels, on the caller's stream."""
-        module = kernels(choose(self._backend, self._device >= 0), file)
+        module: Any = kernels(choose(self._backend, self._device >= 0), file)
         return Launching(module, streams.on(self._device, self._stream))
 
     def results(self) -> Any:
@@ -209,15 +232,15 @@ class Call:
         return back[0] if len(back) == 1 else back
 
 
-class Launching:
+class Launching(Generic[K]):
     """`with` it, kernels are launched on the caller's stream. (contextlib's way takes a microsecond longer.)"""
 
     __slots__ = ("module", "stream")
 
-    def __init__(self, module: ModuleType, stream: contextlib.AbstractContextManager[Any]) -> None:
+    def __init__(self, module: K, stream: contextlib.AbstractContextManager[Any]) -> None:
         self.module, self.stream = module, stream
 
-    def __enter__(self) -> ModuleType:
+    def __enter__(self) -> K:
         self.stream.__enter__()
         return self.module
 

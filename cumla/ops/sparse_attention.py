@@ -10,10 +10,9 @@ import numpy as np
 from ..dispatch.call import BF16, BYTES, FLOAT32, FLOATS, INT32, Call
 from ..dispatch.launch_cache import launch_cached
 from ..kernels.types.plan import DecodePlan, DenseDecodePlan
-from ..kernels.types.segments import Pages, Segment
+from ..kernels.types.segments import V_DIM, Pages, Segment
 from ..layout import DSV4_BF16, DSV4_F32, MLA_BF16, MLA_F32, CacheLayout, layout_of
 
-V_DIM = 512
 ROWS = (*BF16, *FLOAT32)
 HEAD_DIMS = (512, 576)
 MAX_HEADS = 128

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..types.segments import Pages, packed_rows
+from ..types.segments import V_DIM, Pages, packed_rows
 from .dense_cache import E4M3_VALUES
 from .sparse_attention import merge_attn_states
 
-V_DIM = 512
 SCORES_AT_ONCE = 4 << 20  # 16 MiB of float32
 
 

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 
 from ..numba_common.compiled import compiled
-from ..types.segments import Segment
+from ..types.segments import V_DIM, Segment
 from .rows import Geometry, flat, float32_of_bfloat16, geometry_of, read_row, round_to_bfloat16
 from .threads import for_each
 
-V_DIM = 512
 Gather = Callable[[int, np.ndarray], int]  # fills rows of a token and says how many there are
 
 

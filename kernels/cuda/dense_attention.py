@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..types.plan import DenseDecodePlan, Workspace, aligned_bytes
-from ..types.segments import Pages
+from ..types.segments import V_DIM, Pages
 from .compile import kernel
 from .dense_cache import scale_arguments
+from .device import device_sms, is_hopper
 from .launch import C_NAMES, Kernel, is_aligned, pointer, strides
 from .tma import NO_MAP, Words, box_rows, map_of_pages
 
-V_DIM = 512
 MAX_HEAD_DIM = 256
 LOG2_E = 1.4426950408889634
 HOPPER_HEAD_DIMS = (192, 64, 128)  # of q, of its RoPE part, of v: what sm90/dense/mha_varlen.cu is made for
@@ -188,20 +188,6 @@ def large_kernel(
     found = kernel(file, name, arch, **defines)
     found.max_dynamic_shared_size_bytes = shared_bytes
     return found
-
-
-@functools.cache
-def is_hopper(device: int) -> bool:
-    import cupy
-
-    return bool(cupy.cuda.Device(device).compute_capability == "90")
-
-
-@functools.cache
-def device_sms(device: int) -> int:
-    import cupy
-
-    return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
 
 
 def partial_results(plan: DenseDecodePlan | None, rows: int, like: Any) -> tuple[Any, Any]:

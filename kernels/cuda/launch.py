@@ -19,6 +19,8 @@ import ml_dtypes
 import numpy as np
 from numpy import int32
 
+from .device import capability
+
 __all__ = [
     "C_NAMES",
     "C_TYPES",
@@ -118,7 +120,7 @@ class Kernel:
         function = self._functions.get(device)
         if function is None:
             function = self._functions[device] = self.raw.kernel.ptr
-        overlap = overlap and _can_overlap(device)
+        overlap = overlap and capability(device) >= 90
         packing = self._packing
         launch_kernel, memory, config, attribute, extra = self._thread.memory
         HEAD.pack_into(memory, 0, *grid, *block, shared_bytes, stream, attribute, overlap, packing.size)
@@ -208,13 +210,6 @@ class _Thread(threading.local):
 @functools.cache
 def _threads() -> _Thread:
     return _Thread()
-
-
-@functools.cache
-def _can_overlap(device: int) -> bool:
-    import cupy
-
-    return int(cupy.cuda.Device(device).compute_capability) >= 90
 
 
 @contextlib.contextmanager

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..types.segments import Pages, packed_rows
+from ..types.segments import V_DIM, Pages, packed_rows
 from .dense_cache import gather_cache
 from .rows import lookup_slot
 from .sparse_attention import merge_attn_states
-
-V_DIM = 512
 
 
 def mha_varlen(

@@ -14,10 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..types.plan import DecodePlan
-from ..types.segments import Segment
+from ..types.segments import V_DIM, Segment
 from .rows import read_tokens
-
-V_DIM = 512
 
 
 @np.errstate(over="ignore")  # what bfloat16 or float32 cannot hold is infinite in the results, without a warning

@@ -9,6 +9,8 @@ import numpy as np
 
 from ...layout import CacheLayout
 
+V_DIM = 512  # values of a result: those of a latent row, RoPE left out unless it is part of them
+
 
 class Pages(NamedTuple):
     """A paged cache as raw bytes.

@@ -12,9 +12,10 @@ import cupy
 
 from ....layout import DSV4_FP8, V32_FP8, CacheLayout
 from ..compile import kernel
+from ..device import capability, device_sms, is_hopper
 from ..launch import is_aligned, recorded_launches
 from . import portable as sparse_portable
-from .work import HEADS, V_DIM, Division, Work, device_sms
+from .work import HEADS, V_DIM, Division, Work
 
 HOPPER_THREADS, HOPPER_SHARED_BYTES = 512, 232448  # all there is; sm90/decode/memory.cuh says what for
 PREFILL_THREADS = 384  # sm90/prefill/memory.cuh
@@ -100,10 +101,9 @@ def _hopper_prefill(device: int, layout: CacheLayout) -> FastKernel:
 
 @functools.cache
 def _fastest(device: int, layout: CacheLayout) -> str:
-    capability = int(cupy.cuda.Device(device).compute_capability)
-    if capability == 90 and layout in (DSV4_FP8, V32_FP8):
+    if is_hopper(device) and layout in (DSV4_FP8, V32_FP8):
         return "hopper"
-    return "portable" if capability >= 80 else "exact"
+    return "portable" if capability(device) >= 80 else "exact"
 
 
 @functools.cache

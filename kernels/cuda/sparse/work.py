@@ -7,15 +7,15 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import cupy
 import numpy as np
 
 from ...types.plan import DecodePlan, Workspace, aligned_bytes
-from ...types.segments import Segment
+from ...types.segments import V_DIM, Segment
 from ..compile import kernel
+from ..device import device_sms
 from ..launch import pointer, strides
 
-HEADS, BLOCK, V_DIM = 64, 64, 512  # of a tile (unless a kernel's are lower), as in common/sparse/work.cuh
+HEADS, BLOCK = 64, 64  # of a tile (unless a kernel's are lower), as in common/sparse/work.cuh
 LOWEST_HEADS = 16  # of a tile
 MAX_SHARES = 512  # as in common/sparse/combine.cu
 PLAN_THREADS = 1024
@@ -221,9 +221,3 @@ def plan_shares(
         plan.made(shape, name, capture)
     if division.planned:
         kernel("common/sparse/plan.cu", "plan_decode")((1,), (PLAN_THREADS,), (*problem, memory.starts, division.cut))
-
-
-@functools.cache
-def device_sms(device: int) -> int:
-    """Multiprocessors of a device."""
-    return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])

@@ -5,9 +5,9 @@
 //
 // Macros: VALUE (bf16 or f16), ALIGNED, AT_ONCE (parts that a thread asks for together), MAX_SETS.
 #include "common/pdl.cuh"
-#include "common/packed.cuh"
+#include "common/latent.cuh"
 
-constexpr int V_DIM = 512, SET = V_DIM / 4;  // threads that have a head's values
+constexpr int SET = LATENT_V / 4;  // threads that have a head's values
 #if __CUDA_ARCH__ >= 900
 constexpr int MANY_BLOCKS = 12;  // on a multiprocessor
 #else
@@ -37,7 +37,7 @@ mla_decode_merge(const float* partial_out, const float* partial_lse, int splits,
     int thread = threadIdx.x % SET, set = threadIdx.x / SET, sets = blockDim.x / SET;
     int64 part = (int64(token) * splits + set * AT_ONCE) * heads + head;
     const float* lse_at = partial_lse + part;
-    const float4* at = reinterpret_cast<const float4*>(partial_out + part * V_DIM) + thread;
+    const float4* at = reinterpret_cast<const float4*>(partial_out + part * LATENT_V) + thread;
     out += b * out_stride_b + s * out_stride_s + head * out_stride_h + 4 * thread;
     lse += b * lse_stride_b + head * lse_stride_h + s * lse_stride_s;
     pdl_wait();
@@ -52,7 +52,7 @@ mla_decode_merge(const float* partial_out, const float* partial_lse, int splits,
             asm volatile("ld.global.f32 %0, [%1];" : "=f"(log_sums[i]) : "l"(lse_at + i * heads));
             asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
                          : "=f"(x[i].x), "=f"(x[i].y), "=f"(x[i].z), "=f"(x[i].w)
-                         : "l"(at + i * heads * (V_DIM / 4)));
+                         : "l"(at + i * heads * (LATENT_V / 4)));
         }
         float before = sum.top;
 #pragma unroll
@@ -64,7 +64,7 @@ mla_decode_merge(const float* partial_out, const float* partial_lse, int splits,
             float weight = expf(log_sums[i] - base);
             sum.add(weight, weight, x[i]);
         }
-        lse_at += sets * AT_ONCE * heads, at += int64(sets * AT_ONCE) * heads * (V_DIM / 4);
+        lse_at += sets * AT_ONCE * heads, at += int64(sets * AT_ONCE) * heads * (LATENT_V / 4);
     }
 #if MAX_SETS > 1
     __shared__ PartSum sums[MAX_SETS - 1][SET];

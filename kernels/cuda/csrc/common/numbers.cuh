@@ -109,3 +109,9 @@ __device__ inline int scale_exponent(float amax, int least) {
     int e = int(bits >> 23) - 127 - 8 + ((bits & 0x7fffff) > 0x600000);
     return max(e, least);
 }
+
+__device__ inline float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}

@@ -47,12 +47,6 @@ __device__ inline PackedTile find_tile(const int* cu_seqlens_q, const int* cu_se
     return {0, 0, 0, 0, 0};
 }
 
-__device__ inline float exp2_approx(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // Two neighbouring values. ALIGNED says whether they may be read or written at once.
 __device__ inline float2 load_pair(const float* p) {
 #if ALIGNED

@@ -111,14 +111,14 @@ struct Sums {
 #pragma unroll
         for (int i = 0; i < WARPS_N; ++i) sum += shared.total[i][row], most = fmaxf(most, shared.highest[i][row]);
         bool empty = sum == 0.0f;
-        float lse2 = shared.top[row] + log2_fast(sum), share = empty ? 0.0f : reciprocal_fast(sum), factor = share;
+        float lse2 = shared.top[row] + log2_approx(sum), share = empty ? 0.0f : reciprocal_fast(sum), factor = share;
         TileCoord at(problem, step.tile);
         int head = at.first_head + row;
         if (!step.whole) {
             problem.partial_lse[partial_slot(blockIdx.x, step.from_start) * HEADS + row] = empty ? -infinity() : lse2;
         } else if (head < problem.heads) {
             float lse = lse2 * LN_2;
-            if (problem.attn_sink) factor *= reciprocal_fast(1.0f + exp2_fast((problem.attn_sink[head] - lse) * LOG2_E));
+            if (problem.attn_sink) factor *= reciprocal_fast(1.0f + exp2_approx((problem.attn_sink[head] - lse) * LOG2_E));
             problem.lse[at.b * problem.lse_stride_b + head * problem.lse_stride_h + at.s * problem.lse_stride_s] =
                 empty ? infinity() : lse;
             if (MAX_LOGITS && problem.max_logits)

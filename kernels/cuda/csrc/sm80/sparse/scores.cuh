@@ -226,7 +226,7 @@ struct Scores {
                 sums[m][r] = 0.0f;
 #pragma unroll
                 for (int n = 0; n < N; ++n) {
-                    float low = exp2_fast(x[m][n][2 * r] - base), high = exp2_fast(x[m][n][2 * r + 1] - base);
+                    float low = exp2_approx(x[m][n][2 * r] - base), high = exp2_approx(x[m][n][2 * r + 1] - base);
                     sums[m][r] += low + high;
                     *reinterpret_cast<uint32*>(row + 2 * (first_n + 8 * n + 2 * c)) = pack(f16{}, low, high);
                 }
@@ -273,7 +273,7 @@ struct Scores {
                 float most = top[m][r];
 #pragma unroll
                 for (int i = 0; i < WARPS_N; ++i) most = fmaxf(most, shared.highest[i][row]);
-                float factor = exp2_fast(top[m][r] - base_of(most));
+                float factor = exp2_approx(top[m][r] - base_of(most));
                 top[m][r] = most;
                 total[m][r] *= factor;
                 if (column == 0 && c == 0) shared.factor[row] = factor;

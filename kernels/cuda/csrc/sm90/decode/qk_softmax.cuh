@@ -208,7 +208,7 @@ struct QkSoftmax {
 #pragma unroll
             for (int w = 0; w < 4; ++w) now = fmaxf(now, lds_float(HIGHEST_AT + w * (HEADS * 4) + at));
             sts_float(TOP_AT + parity * (HEADS * 4) + at, now);
-            sts_float(ALPHA_AT + p_slot.slot * (HEADS * 4) + at, exp2_fast(before - now));
+            sts_float(ALPHA_AT + p_slot.slot * (HEADS * 4) + at, exp2_approx(before - now));
         }
         sync();
         load_top(top, parity);
@@ -235,7 +235,7 @@ struct QkSoftmax {
         for (int j = 0; j < 8; ++j) {
             float weights[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) weights[i] = exp2_fast(fmaf(x[4 * j + i], scale, i % 2 ? -top[j].y : -top[j].x));
+            for (int i = 0; i < 4; ++i) weights[i] = exp2_approx(fmaf(x[4 * j + i], scale, i % 2 ? -top[j].y : -top[j].x));
             sums[2 * j] += weights[0] + weights[2], sums[2 * j + 1] += weights[1] + weights[3];
 #pragma unroll
             for (int r = 0; r < 2; ++r) p[j % 2 * 2 + r] = pack(f16{}, weights[2 * r], weights[2 * r + 1]);

@@ -1,0 +1,350 @@
+"""The operations that every backend has: one Protocol for each file of a backend's folder.
+
+Arrays are NumPy's or CuPy's, as the backend takes them, with shapes, dtypes and devices checked; the docstrings of
+the public functions and of kernels/reference say what each operation does. FILES says which Protocol a file has; mypy
+(`make types`) and a test hold the backends to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias
+
+from .indexer import Rows
+from .metadata import BatchCounts, IndexerBuffers, IndexerCounts, SwaBuffers
+from .plan import DecodePlan
+from .segments import Pages, Segment
+
+Array: TypeAlias = Any
+
+
+class Advance(Protocol):
+    """A decode step onward (`cumla.ops.advance`)."""
+
+    def advance_step(
+        self,
+        num_seqs: int,
+        num_queries: int,
+        block_size: int,
+        input_tokens: Array,
+        sampled_token_ids: Array,
+        input_positions: Array,
+        seq_lens: Array,
+        slot_mapping: Array,
+        block_tables: Array,
+    ) -> None: ...
+
+
+class Blocks(Protocol):
+    """Pages copied from cache to cache."""
+
+    def copy_blocks(self, src: Array, dst: Array, src_to_dst: Array) -> None: ...
+
+    def copy_blocks_across(self, src: Array, dst: Array, src_to_dst: Array) -> None: ...
+
+
+class DenseAttention(Protocol):
+    """Attention of packed sequences, and of decodes over paged latent rows."""
+
+    def mha_varlen(
+        self,
+        q: Array,
+        k: Array,
+        k_pe: Array | None,
+        v: Array,
+        cu_seqlens_q: Array,
+        cu_seqlens_k: Array,
+        softmax_scale: float,
+        causal: bool,
+        accumulate: bool,
+        out: Array,
+        lse: Array,
+    ) -> None: ...
+
+    def dense_mla_decode(
+        self,
+        q: Array,
+        pages: Pages,
+        block_table: Array,
+        cache_seqlens: Array,
+        scale: float | Array | None,
+        softmax_scale: float,
+        causal: bool,
+        max_seqlen: int,
+        plan: object,
+        out: Array,
+        lse: Array,
+    ) -> None: ...
+
+
+class DenseCache(Protocol):
+    """Rows of one format into and out of paged caches."""
+
+    def concat_and_cache_mla(
+        self, kv_c: Array, k_pe: Array, pages: Pages, slot_mapping: Array, scale: float | Array | None
+    ) -> None: ...
+
+    def gather_cache(
+        self,
+        pages: Pages,
+        dst: Array,
+        block_table: Array,
+        cu_seq_lens: Array,
+        seq_starts: Array | None,
+        scale: float | Array | None,
+    ) -> None: ...
+
+
+class Indexer(Protocol):
+    """The indexer's queries, keys, scores and choices."""
+
+    def fused_indexer_q_rope_quant(
+        self,
+        positions: Array,
+        index_q: Array,
+        table: Array,
+        index_weights: Array,
+        scale: float,
+        rope_first: bool,
+        is_neox: bool,
+        least_exponent: int,
+        q_out: Array,
+        weights: Array,
+    ) -> None: ...
+
+    def insert_keys(self, k: Array, pages: Pages, slot_mapping: Array) -> None: ...
+
+    def gather_keys(self, pages: Pages, dst_k: Array, block_table: Array, cu_seq_lens: Array) -> None: ...
+
+    def mqa_logits(
+        self,
+        q: Array,
+        k: Array,
+        scales: Array | None,
+        weights: Array,
+        starts: Array,
+        ends: Array,
+        compressed: bool,
+        clean: bool,
+        logits: Array,
+    ) -> None: ...
+
+    def paged_mqa_logits(
+        self,
+        q: Array,
+        pages: Pages,
+        weights: Array,
+        context_lens: Array,
+        block_table: Array,
+        clean: bool,
+        logits: Array,
+    ) -> None: ...
+
+    def paged_mqa_logits_metadata(self, lens: Array, split: int, schedule: Array) -> None: ...
+
+    def top_k_per_row(self, logits: Array, rows: Rows, indices: Array) -> None: ...
+
+
+class IndexerMetadata(Protocol):
+    """What the indexer's builder makes of a batch."""
+
+    def build_indexer_decode(
+        self,
+        query_start_loc: Array,
+        seq_lens: Array,
+        block_table: Array,
+        counts: IndexerCounts,
+        buffers: IndexerBuffers,
+    ) -> None: ...
+
+    def compressed_slot_mapping(
+        self,
+        query_start_loc: Array,
+        seq_lens: Array,
+        block_table: Array,
+        num_tokens: int,
+        block_size: int,
+        compress_ratio: int,
+        slots: Array,
+    ) -> None: ...
+
+    def build_indexer_chunk(
+        self,
+        query_start_loc: Array,
+        seq_lens: Array,
+        first_request: int,
+        num_reqs: int,
+        compress_ratio: int,
+        longest: int,
+        cu_seqlen_ks: Array,
+        cu_seqlen_ke: Array,
+        cu_seq_lens: Array,
+        token_to_seq: Array,
+    ) -> None: ...
+
+
+class Indices(Protocol):
+    """Maps of the indices that attention reads."""
+
+    def compute_swa_indices_and_lens(
+        self,
+        query_start_loc: Array,
+        seq_lens: Array,
+        token_to_req_indices: Array,
+        is_valid_token: Array,
+        block_table: Array,
+        block_size: int,
+        window_size: int,
+        token_offset: int,
+        swa_indices: Array,
+        swa_lens: Array,
+    ) -> None: ...
+
+    def compute_global_topk_indices_and_lens(
+        self,
+        topk_indices: Array,
+        token_to_req_indices: Array,
+        block_table: Array,
+        block_size: int,
+        is_valid_token: Array,
+        compact: bool,
+        positions: Array | None,
+        compress_ratio: int,
+        global_topk_indices: Array,
+        topk_lens: Array,
+    ) -> None: ...
+
+    def combine_topk_swa_indices(
+        self,
+        topk_indices: Array,
+        query_start_loc: Array,
+        seq_lens: Array,
+        gather_lens: Array,
+        window_size: int,
+        compress_ratio: int,
+        topk: int,
+        row_stride: int,
+        swa_start: int,
+        compact: bool,
+        combined_indices: Array,
+        combined_lens: Array,
+    ) -> None: ...
+
+    def build_flashinfer_mixed_sparse_indices(
+        self,
+        decode_swa_indices: Array,
+        decode_compressed_indices: Array | None,
+        decode_compressed_topk_lens: Array | None,
+        prefill_topk_indices: Array,
+        query_start_loc: Array,
+        seq_lens: Array,
+        token_to_req_indices: Array,
+        swa_block_table: Array,
+        swa_block_size: int,
+        compressed_block_table: Array | None,
+        compressed_block_size: int,
+        window_size: int,
+        compress_ratio: int,
+        topk: int,
+        decode_compressed_indices_are_local: bool,
+        decode_is_valid_token: Array | None,
+        swa_block_span: int,
+        compressed_block_span: int,
+        sparse_indices: Array,
+        sparse_topk_lens: Array,
+    ) -> None: ...
+
+
+class Projection(Protocol):
+    """The batched products beside dense attention."""
+
+    def batched_product(self, a: Array, b: Array, out: Array) -> None: ...
+
+
+class SparseAttention(Protocol):
+    """Attention to listed rows, and merges of partial results."""
+
+    def sparse_mla_decode(
+        self,
+        q: Array,
+        segments: Sequence[Segment],
+        attn_sink: Array | None,
+        softmax_scale: float,
+        out: Array,
+        lse: Array,
+        plan: DecodePlan | None = None,
+        batch_invariant: bool = False,
+    ) -> None: ...
+
+    def sparse_mla_prefill(
+        self,
+        q: Array,
+        kv: Array,
+        indices: Array,
+        topk_length: Array | None,
+        attn_sink: Array | None,
+        softmax_scale: float,
+        out: Array,
+        max_logits: Array,
+        lse: Array,
+    ) -> None: ...
+
+    def merge_attn_states(
+        self,
+        output: Array,
+        prefix_output: Array,
+        prefix_lse: Array,
+        suffix_output: Array,
+        suffix_lse: Array,
+        output_lse: Array | None,
+    ) -> None: ...
+
+
+class SparseCache(Protocol):
+    """Quantised rows into and out of paged caches."""
+
+    def quantize_and_insert_k_cache(
+        self, k: Array, pages: Pages, slot_mapping: Array, power_of_two_scales: bool
+    ) -> None: ...
+
+    def dequantize_and_gather_k_cache(
+        self, out: Array, pages: Pages, seq_lens: Array, gather_lens: Array | None, block_table: Array, offset: int
+    ) -> None: ...
+
+    def cp_gather_indexer_k_quant_cache(
+        self, pages: Pages, dst_k: Array, dst_scale: Array, block_table: Array, cu_seq_lens: Array
+    ) -> None: ...
+
+
+class WindowMetadata(Protocol):
+    """What the window's builder makes of a batch."""
+
+    def build_sparse_swa(
+        self,
+        query_start_loc: Array,
+        seq_lens: Array,
+        slot_mapping: Array,
+        block_table: Array,
+        c128a_block_table: Array | None,
+        counts: BatchCounts,
+        block_size: int,
+        window_size: int,
+        c128a_block_size: int,
+        c128a_width: int,
+        buffers: SwaBuffers,
+    ) -> None: ...
+
+
+FILES: dict[str, type] = {
+    "advance": Advance,
+    "blocks": Blocks,
+    "dense_attention": DenseAttention,
+    "dense_cache": DenseCache,
+    "indexer": Indexer,
+    "indexer_metadata": IndexerMetadata,
+    "indices": Indices,
+    "projection": Projection,
+    "sparse_attention": SparseAttention,
+    "sparse_cache": SparseCache,
+    "window_metadata": WindowMetadata,
+}

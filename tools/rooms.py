@@ -1,0 +1,99 @@
+#!/usr/bin/env python3
+"""Which room imports which: arrows from each room of the project to those it uses, and those that run upward.
+
+    tools/rooms.py
+
+Rooms stand in the order of ROOMS, from the cellar to the roof; a room may use those before it and itself. Imports
+inside functions count too. Exit status 1 with an arrow that runs upward, or a file that is in no room.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOMS = (
+    "cumla._checkout",
+    "cumla.layout",
+    "cumla.arrays",
+    "cumla.kernels.types",
+    "cumla.kernels.numba_common",
+    "cumla.kernels",
+    "cumla.dispatch",
+    "cumla.ops",
+    "cumla.metadata",
+    "cumla.layers",
+    "cumla.models",
+    "cumla.parallel",
+    "cumla",
+    "cumla.interop",
+    "cumla.replay",
+    "cumla.cli",
+    "cumla.__main__",
+)
+
+
+def room_of(module: str) -> str | None:
+    """The room that a module is in: the longest name that it begins with, `cumla` being for its __init__ alone."""
+    fitting = [room for room in ROOMS if module == room or (room != "cumla" and module.startswith(room + "."))]
+    return max(fitting, key=len, default=None)
+
+
+def modules() -> dict[str, pathlib.Path]:
+    """Every module of the package by its name as installed."""
+    found = {}
+    for folder, name in (("cumla", "cumla"), ("kernels", "cumla.kernels"), ("interop", "cumla.interop")):
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join([name, *parts]).removesuffix(".__init__")] = path
+    return found
+
+
+def imports(module: str, path: pathlib.Path, known: dict[str, pathlib.Path]) -> set[str]:
+    """The modules of the package that a module imports, wherever in it."""
+    package = module.split(".") if path.stem == "__init__" else module.split(".")[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name in known}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join([*package[: len(package) - node.level + 1]] if node.level else [])
+            base = ".".join(part for part in (base, node.module) if part)
+            names = {f"{base}.{alias.name}" for alias in node.names}
+            found |= {name if name in known else base for name in names if name in known or base in known}
+    return found
+
+
+def arrows() -> tuple[collections.Counter[tuple[str, str]], list[str]]:
+    """How many imports there are from room to room, and what is wrong."""
+    known, counts, wrong = modules(), collections.Counter(), []
+    for module, path in sorted(known.items()):
+        room = room_of(module)
+        if room is None:
+            wrong.append(f"{module} is in no room")
+            continue
+        for used in sorted(imports(module, path, known)):
+            other = room_of(used)
+            if other is None or other == room:
+                continue
+            counts[room, other] += 1
+            if ROOMS.index(other) > ROOMS.index(room):
+                wrong.append(f"{module} ({room}) uses {used} ({other})")
+    return counts, wrong
+
+
+def main() -> int:
+    counts, wrong = arrows()
+    for room in ROOMS:
+        used = [(ROOMS.index(other), other, count) for (user, other), count in counts.items() if user == room]
+        print(f"{room:28} -> {', '.join(f'{other} {count}' for _, other, count in sorted(used)) or '-'}")
+    print(f"{sum(counts.values())} arrows between rooms, {len(wrong)} of them upward")
+    print(*wrong, sep="\n")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
