@@ -9,8 +9,10 @@ lint:
 
 # Checked as installed: an editable install maps kernels/ and interop/ by an import hook that mypy does not follow.
 types:
-	$(PYTHON) -m pip install --quiet --no-deps --upgrade --target build/types .
-	cd build/types && $(PYTHON) -m mypy --config-file ../../pyproject.toml
+	rm -rf build/types
+	$(PYTHON) -m pip install --quiet --no-deps --target build/types .
+	cd build/types && PYTHONPATH=. $(PYTHON) ../../tools/seam.py > seam.py
+	cd build/types && $(PYTHON) -m mypy --config-file ../../pyproject.toml -p cumla -m seam
 	cd build/types && $(PYTHON) -m mypy --config-file ../../pyproject.toml ../../benchmarks/*.py
 
 test:

@@ -58,8 +58,10 @@ def check_forward(
         shape = (tokens, heads * layer.v_head_dim)
         if result.shape != shape or result.dtype != native.dtype:
             raise ValueError(f"output: got {result.dtype} {list(result.shape)}, expected {native.dtype} {list(shape)}")
-    for file in ("dense_cache", "dense_attention", "projection"):
-        call.kernels(file)  # which raises for a backend that cannot
+    # Which raise for a backend that cannot.
+    call.kernels("dense_cache")
+    call.kernels("dense_attention")
+    call.kernels("projection")
 
 
 def check_cache(call: Call, layer: MLACommonImpl, kv_cache: Any, dtype: np.dtype[Any], k_scale: Any) -> None:

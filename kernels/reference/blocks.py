@@ -9,3 +9,8 @@ def copy_blocks(src: np.ndarray, dst: np.ndarray, src_to_dst: np.ndarray) -> Non
     for source, destination in src_to_dst:
         if 0 <= source < len(src) and 0 <= destination < len(dst):
             dst[destination] = src[source]
+
+
+def copy_blocks_across(src: np.ndarray, dst: np.ndarray, src_to_dst: np.ndarray) -> None:
+    """From one kind of memory to another, of which a host has one."""
+    copy_blocks(src, dst, src_to_dst)

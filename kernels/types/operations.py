@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
+from .compressor import Compression
 from .indexer import Rows
 from .metadata import BatchCounts, IndexerBuffers, IndexerCounts, SwaBuffers
-from .plan import DecodePlan
+from .plan import DecodePlan, DenseDecodePlan
 from .segments import Pages, Segment
 
 Array: TypeAlias = Any
@@ -43,6 +44,50 @@ class Blocks(Protocol):
     def copy_blocks_across(self, src: Array, dst: Array, src_to_dst: Array) -> None: ...
 
 
+class Compressor(Protocol):
+    """Keys of several tokens made into one, into a paged cache."""
+
+    def compress_and_insert(
+        self,
+        kv_score: Array,
+        state: Array,
+        state_slots: Array,
+        state_block_table: Array,
+        pages: Pages,
+        slot_mapping: Array,
+        positions: Array,
+        token_to_req: Array,
+        query_start_loc: Array,
+        compression: Compression,
+    ) -> None: ...
+
+
+class NormRope(Protocol):
+    """Norms and rotations of queries, keys and results."""
+
+    def fused_q_kv_rmsnorm(
+        self, qr: Array, kv: Array, q_weight: Array, kv_weight: Array, eps: float, q_out: Array, kv_out: Array
+    ) -> None: ...
+
+    def qnorm_rope_and_insert(
+        self,
+        q: Array,
+        kv: Array,
+        pages: Pages,
+        slot_mapping: Array,
+        positions: Array,
+        cos_sin: Array,
+        eps: float,
+        q_out: Array,
+    ) -> None: ...
+
+    def apply_rope(self, x: Array, positions: Array, cos_sin: Array, inverse: bool, out: Array) -> None: ...
+
+    def inverse_rope_and_quantize(
+        self, o: Array, positions: Array, cos_sin: Array, power_of_two: bool, values: Array, scales: Array
+    ) -> None: ...
+
+
 class DenseAttention(Protocol):
     """Attention of packed sequences, and of decodes over paged latent rows."""
 
@@ -71,7 +116,7 @@ class DenseAttention(Protocol):
         softmax_scale: float,
         causal: bool,
         max_seqlen: int,
-        plan: object,
+        plan: DenseDecodePlan | None,
         out: Array,
         lse: Array,
     ) -> None: ...
@@ -338,11 +383,13 @@ class WindowMetadata(Protocol):
 FILES: dict[str, type] = {
     "advance": Advance,
     "blocks": Blocks,
+    "compressor": Compressor,
     "dense_attention": DenseAttention,
     "dense_cache": DenseCache,
     "indexer": Indexer,
     "indexer_metadata": IndexerMetadata,
     "indices": Indices,
+    "norm_rope": NormRope,
     "projection": Projection,
     "sparse_attention": SparseAttention,
     "sparse_cache": SparseCache,
