@@ -1,6 +1,6 @@
 """In a checkout, kernels/ and interop/ lie beside cumla/; where it is installed, inside.
 
-Python started in a checkout imports cumla/ from there, whatever is installed: the others are then looked for beside it.
+A checkout has links in the place where they would be installed; on systems without links they are looked for here.
 """
 
 import pathlib
