@@ -9,7 +9,7 @@ lint:
 
 # Checked as installed: an editable install maps kernels/ and interop/ by an import hook that mypy does not follow.
 types:
-	rm -rf build/types
+	rm -rf build
 	$(PYTHON) -m pip install --quiet --no-deps --target build/types .
 	cd build/types && PYTHONPATH=. $(PYTHON) ../../tools/seam.py > seam.py
 	cd build/types && $(PYTHON) -m mypy --config-file ../../pyproject.toml -p cumla -m seam

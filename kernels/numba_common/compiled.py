@@ -53,7 +53,7 @@ def compiled(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     return dispatcher
 
 
-class _MachineCode(NullCache):  # type: ignore[misc]
+class _MachineCode(NullCache):
     """The machine code of one function, a file for each signature and processor."""
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:

@@ -50,7 +50,7 @@ def inverse_rope_and_quantize(
     o: np.ndarray,
     positions: np.ndarray,
     cos_sin: np.ndarray,
-    power_of_two: bool,
+    powers_of_two: bool,
     values: np.ndarray,
     scales: np.ndarray,
 ) -> None:
@@ -59,7 +59,7 @@ def inverse_rope_and_quantize(
     rounded = back.astype(o.dtype).astype(np.float32).reshape(tokens, groups, width // GROUP, GROUP)
     magnitude = np.where(np.isfinite(rounded), np.abs(rounded), 0).max(axis=-1)
     amax = np.maximum(magnitude, MIN_AMAX)
-    if power_of_two:
+    if powers_of_two:
         scale = np.ldexp(np.float32(1), np.vectorize(scale_exponent, otypes=[int])(amax, -126)).astype(np.float32)
     else:
         scale = amax / np.float32(E4M3_MAX)

@@ -84,7 +84,7 @@ class NormRope(Protocol):
     def apply_rope(self, x: Array, positions: Array, cos_sin: Array, inverse: bool, out: Array) -> None: ...
 
     def inverse_rope_and_quantize(
-        self, o: Array, positions: Array, cos_sin: Array, power_of_two: bool, values: Array, scales: Array
+        self, o: Array, positions: Array, cos_sin: Array, powers_of_two: bool, values: Array, scales: Array
     ) -> None: ...
 
 
