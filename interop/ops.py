@@ -157,7 +157,7 @@ def dense_decode_scratch(arguments: Mapping[str, Any]) -> int:
 
     batch, s_q, heads, _ = shape(arguments, "q", "b", "s_q", "h", "d")
     _, columns = shape(arguments, "block_table", "R", "B")
-    longest, bound = columns * int(arguments["k_cache"].shape[1]), arguments["max_seqlen"]
+    longest, bound = columns * int(arguments["k_cache"].shape[1]), arguments.get("max_seqlen")
     longest = longest if bound is None else min(longest, bound)
     return dense_attention.workspace_bytes(batch, s_q, heads, longest, dense_attention.device_sms(0))
 
