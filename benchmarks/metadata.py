@@ -2,7 +2,7 @@
 
     python benchmarks/metadata.py [--json benchmarks/results/h200/metadata.json] [--profile]
 
-`cupy-ops` is the same window metadata written operation by operation in CuPy, as the seed pages write it in torch
+`cupy-ops` is the same window metadata written operation by operation in CuPy, as vLLM writes it in torch
 and two small kernels. `cpu` and `reference` are cumla's backends on host arrays; their `us` is the whole build.
 """
 
@@ -47,7 +47,7 @@ def batch_of(query_lens, seq_lens, xp):
 
 
 class OpByOp:
-    """The window builder of the seed pages, its tensor operations in CuPy and its kernels as operations too."""
+    """vLLM's window builder, its tensor operations in CuPy and its kernels as operations too."""
 
     def __init__(self, config):
         tokens = config.max_num_batched_tokens

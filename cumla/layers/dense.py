@@ -48,7 +48,7 @@ class MLACommonImpl:
     A layer keeps memory for decodes from step to step, so its steps must run one after another, on one stream. Memory
     that is outgrown is kept, too: graphs that were captured with it go on.
 
-    What the seed's constructor takes beside these (alibi slopes, sparse blocks, soft caps, KV sharing) it refuses
+    What vLLM's constructor takes beside these (alibi slopes, sparse blocks, soft caps, KV sharing) it refuses
     or ignores, so there are no arguments for it here.
     Source: vLLM MLACommonImpl.
     """

@@ -5,7 +5,7 @@ a key is one row of 576 values for all heads. Prefills attend to their new token
 each head, and to their context chunk by chunk, so that the projected keys never outgrow one workspace; the parts
 are merged by their log-sum-exps.
 
-Batches are decode-first, as everywhere in cumla. The seed page's engine puts prefills first: `mla_groups` turns
+Batches are decode-first, as everywhere in cumla. vLLM's first engine puts prefills first: `mla_groups` turns
 its sequence groups around and says in which order the tokens then are.
 Source: vLLM vllm.attention.backends.mla.common.
 """

@@ -13,5 +13,5 @@ intrinsics has the few instructions that Numba lacks. These kernels are made by 
 the compiler they are constants.
 
 Floating-point arrays arrive as the unsigned integers that their bits are, and their kind beside them
-(`launch.kind_of`), so that device and simulator do the same arithmetic (kernels/numbers.py).
+(`launch.kind_of`), so that device and simulator do the same arithmetic (kernels/numba_common/numbers.py).
 """

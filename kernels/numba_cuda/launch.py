@@ -40,7 +40,7 @@ def _as_bits(dtype: Any) -> np.dtype[Any]:
 
 
 def kind_of(array: Any) -> int:
-    """What the bits of a floating-point array are: FLOAT32, BFLOAT16 or FLOAT16 of kernels/numbers.py."""
+    """What the bits of a floating-point array are: FLOAT32, BFLOAT16 or FLOAT16 of kernels/numba_common/numbers.py."""
     return KINDS[array.dtype.name]
 
 
