@@ -48,7 +48,7 @@ template <int CONSUMER> struct Consumer {
         float rescale[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            rescale[r] = now[r] == rows[r].reference ? 1.0f : exp2_fast(rows[r].reference - now[r]);
+            rescale[r] = now[r] == rows[r].reference ? 1.0f : exp2_approx(rows[r].reference - now[r]);
             rows[r].reference = now[r];
             rows[r].total *= rescale[r];
         }
@@ -120,8 +120,8 @@ template <int CONSUMER> struct Consumer {
             sum[r] = 0.0f;
 #pragma unroll
             for (int i = 2 * r; i < 32; i += 4) {
-                scores[i] = exp2_fast(fmaf(scores[i], scale_log2, -base));
-                scores[i + 1] = exp2_fast(fmaf(scores[i + 1], scale_log2, -base));
+                scores[i] = exp2_approx(fmaf(scores[i], scale_log2, -base));
+                scores[i + 1] = exp2_approx(fmaf(scores[i + 1], scale_log2, -base));
                 sum[r] += scores[i] + scores[i + 1];
             }
         }
@@ -239,10 +239,10 @@ template <int CONSUMER> struct Consumer {
         for (int r = 0; r < 2; ++r) {
             int own_head = at.first_head + head + 8 * r;
             bool here = own_head < problem.heads, empty = rows[r].reference == -infinity();
-            float lse2 = rows[r].reference + log2_fast(sum[r]);
+            float lse2 = rows[r].reference + log2_approx(sum[r]);
             float factor = empty ? 0.0f : reciprocal_fast(sum[r]);
             if (here && problem.attn_sink)
-                factor *= reciprocal_fast(1.0f + exp2_fast(fmaf(problem.attn_sink[own_head], LOG2_E, -lse2)));
+                factor *= reciprocal_fast(1.0f + exp2_approx(fmaf(problem.attn_sink[own_head], LOG2_E, -lse2)));
             if (here && lane % 4 == 0) {
                 if (CONSUMER == 0) {
                     float most = fmaxf(rows[r].highest, others[r].y) * LN_2;
