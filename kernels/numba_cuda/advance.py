@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import cuda
 
+from .compiler import cuda
 from .launch import launch
 from .rows import lookup_slot
 

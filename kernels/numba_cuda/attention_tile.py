@@ -11,8 +11,8 @@ import functools
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda
 
+from .compiler import cuda
 from .intrinsics import exponential
 from .launch import device_function
 from .log_sums import MINUS_INFINITY, larger

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import cuda
 
 from ..cuda.blocks import copy_blocks_across
+from .compiler import cuda
 from .launch import launch
 
 __all__ = ["copy_blocks", "copy_blocks_across"]

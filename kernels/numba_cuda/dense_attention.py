@@ -6,12 +6,12 @@ import functools
 from typing import Any
 
 import numpy as np
-from numba import cuda, float32, int32, uint32
 
 from ..numba_common.numbers import from_float32, to_float32
 from ..types.plan import DenseDecodePlan
 from ..types.segments import Pages
 from .attention_tile import ABSENT, Tile, attention_of
+from .compiler import cuda, float32, int32, uint32
 from .dense_cache import scale_arguments
 from .latent_attention import KeyList, Results, attend
 from .launch import NO_SCALE, SIMULATED, device_function, is_aligned, kind_of, launch

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import cuda
 
 from ..numba_common.geometry import geometry_of
 from ..numba_common.numbers import (
@@ -23,6 +22,7 @@ from ..numba_common.numbers import (
 )
 from ..types.indexer import Rows
 from ..types.segments import Pages
+from .compiler import cuda
 from .launch import MAX_BLOCKS, NO_SCALE, NO_TABLE, NO_VECTOR, kind_of, launch
 from .rows import find_request, load, lookup_slot, store
 

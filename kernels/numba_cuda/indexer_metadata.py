@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import cuda
 
 from ..types.metadata import SPLIT_PAGES, IndexerBuffers, IndexerCounts
+from .compiler import cuda
 from .launch import launch
 from .rows import find_request, lookup_block, token_position
 

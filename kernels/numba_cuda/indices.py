@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import cuda
 
+from .compiler import cuda
 from .launch import NO_TABLE, NO_VECTOR, launch
 from .rows import complete_rows, find_request, lookup_slot, to_span, token_position
 

@@ -10,7 +10,6 @@ import functools
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda, float32, int32, uint32
 
 from ...layout import CacheLayout
 from ..numba_common.geometry import geometry_of
@@ -18,6 +17,7 @@ from ..numba_common.numbers import float32_bits, float32_value, from_float32
 from ..types.plan import DecodePlan, DenseDecodePlan, Workspace
 from ..types.segments import Pages
 from .attention_tile import Tile, attention_of
+from .compiler import cuda, float32, int32, uint32
 from .intrinsics import exponential
 from .latent_rows import latent_rows_of
 from .launch import (

@@ -10,13 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
-import numba
 import numpy as np
-from numba import cuda
 
 from ..numba_common.numbers import KINDS
+from .compiler import SIMULATED, cuda, from_dtype
+from .compiler import types as numba_types
 
-SIMULATED = bool(numba.config.ENABLE_CUDASIM)
 SIMULATED_THREADS = 8  # a thread block: the simulator runs about 8,000 threads a second
 MAX_BLOCKS = 4096  # where thread blocks go through the rows in turns: enough to fill any device
 
@@ -32,7 +31,12 @@ _AS_BITS: dict[Any, np.dtype[Any]] = {
     np.dtype(ml_dtypes.bfloat16): np.dtype(np.uint16),
 }
 
-_NUMBERS = {bool: numba.boolean, int: numba.int64, float: numba.float64, np.float32: numba.float32}
+_NUMBERS = {
+    bool: numba_types.boolean,
+    int: numba_types.int64,
+    float: numba_types.float64,
+    np.float32: numba_types.float32,
+}
 
 
 def _as_bits(dtype: Any) -> np.dtype[Any]:
@@ -152,31 +156,32 @@ def device_function(function: Callable[..., Any]) -> Any:
 
 def signature(types: tuple[Any, ...]) -> Any:
     """Numba's signature of a kernel. An array is (dtype, ndim), anything else its Python type."""
-    return numba.void(*(_numba_type(x) for x in types))
+    return numba_types.void(*(_numba_type(x) for x in types))
 
 
 def _numba_type(python_type: Any) -> Any:
     if isinstance(python_type, tuple):
         dtype, ndim = python_type
-        return numba.types.Array(numba.from_dtype(_as_bits(dtype)), ndim, "A")  # "A": any strides
+        return numba_types.Array(from_dtype(_as_bits(dtype)), ndim, "A")  # "A": any strides
     if python_type in _NUMBERS:
         return _NUMBERS[python_type]
     fields = typing.get_type_hints(python_type)
-    return numba.types.NamedTuple([_NUMBERS[fields[name]] for name in python_type._fields], python_type)
+    return numba_types.NamedTuple([_NUMBERS[fields[name]] for name in python_type._fields], python_type)
 
 
 def _device_argument(argument: Any) -> Any:
     """A CuPy array as Numba's, without a word about streams, for which Numba would synchronise."""
     if not _is_array(argument):
         return argument
-    description = {
-        "shape": argument.shape,
-        "strides": argument.strides,
-        "typestr": _as_bits(argument.dtype).str,
-        "data": (0 if isinstance(argument, np.ndarray) else argument.data.ptr, False),
-        "version": 2,
-    }
-    return cuda.from_cuda_array_interface(description, owner=argument, sync=False)
+    address = 0 if isinstance(argument, np.ndarray) else argument.data.ptr
+    return _device_array(address, argument.shape, argument.strides, _as_bits(argument.dtype).str)
+
+
+@functools.lru_cache(maxsize=4096)
+def _device_array(address: int, shape: tuple[int, ...], strides: tuple[int, ...], typestr: str) -> Any:
+    """Numba's array over memory that it does not own: making one takes longer than finding it."""
+    description = {"shape": shape, "strides": strides, "typestr": typestr, "data": (address, False), "version": 2}
+    return cuda.from_cuda_array_interface(description, sync=False)
 
 
 @functools.cache

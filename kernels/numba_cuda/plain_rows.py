@@ -6,8 +6,8 @@ import functools
 from typing import Any
 
 import numpy as np
-from numba import cuda
 
+from .compiler import cuda
 from .intrinsics import read1, read2, read16, store4
 from .launch import SIMULATED, device_function
 from .products import THREADS, stride_of

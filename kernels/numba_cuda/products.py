@@ -15,10 +15,10 @@ import functools
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda
 
 from ..numba_common.numbers import bfloat16_value
 from . import intrinsics, simulated
+from .compiler import cuda
 from .intrinsics import load2, load4, permute_bytes
 from .launch import SIMULATED, device_function
 

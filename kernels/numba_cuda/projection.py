@@ -6,9 +6,9 @@ import functools
 from typing import Any
 
 import numpy as np
-from numba import cuda, float32, uint32
 
 from ..numba_common.numbers import from_float32
+from .compiler import cuda, float32, uint32
 from .launch import SIMULATED, kind_of, launch
 from .products import GROUP_WORDS, THREADS, scores_of, stride_of
 

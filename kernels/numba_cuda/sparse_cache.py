@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import cuda
 
 from ..numba_common.geometry import geometry_of
 from ..numba_common.numbers import (
@@ -20,6 +19,7 @@ from ..numba_common.numbers import (
     to_float32,
 )
 from ..types.segments import Pages
+from .compiler import cuda
 from .launch import MAX_BLOCKS, NO_VECTOR, kind_of, launch
 from .rows import find_request, load, lookup_slot, read_value, store
 

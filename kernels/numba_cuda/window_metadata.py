@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import cuda
 
 from ..types.metadata import C128A_RATIO, BatchCounts, SwaBuffers
+from .compiler import cuda
 from .launch import NO_TABLE, launch
 from .rows import lookup_slot, token_position
 
