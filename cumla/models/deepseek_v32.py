@@ -176,7 +176,7 @@ class DeepseekV32Attention:
             return array
 
         def vector(name: str, size: int) -> Any:
-            return xp.ascontiguousarray(xp.asarray(get(name, size)).astype(FLOAT32))
+            return xp.asarray(get(name, size)).astype(FLOAT32)
 
         def matrix(name: str, *shape: int) -> Any:
             return stacked([get(name, *shape)], dtype, xp)
@@ -190,8 +190,8 @@ class DeepseekV32Attention:
         self.q_a_norm, self.kv_a_norm = vector("q_a_layernorm.weight", rank), vector("kv_a_layernorm.weight", LATENT)
         self.q_b = matrix("q_b_proj.weight", heads * (nope + ROPE), rank)
         kv_b = matrix("kv_b_proj.weight", heads * (nope + v_dim), LATENT).reshape(heads, nope + v_dim, LATENT)
-        self.latent = xp.ascontiguousarray(kv_b[:, :nope].transpose(0, 2, 1))  # W_UK: [h, 512, P]
-        self.value = xp.ascontiguousarray(kv_b[:, nope:])  # W_UV: [h, V, 512]
+        self.latent = kv_b[:, :nope].transpose(0, 2, 1)  # W_UK: [h, 512, P]
+        self.value = kv_b[:, nope:]  # W_UV: [h, V, 512]
         self.o = matrix("o_proj.weight", hidden, heads * v_dim)
         keys = [get("indexer.wk.weight", 128, hidden), get("indexer.weights_proj.weight", index_heads, hidden)]
         self.index_keys = stacked(keys, dtype, xp)
@@ -305,11 +305,12 @@ class _Step:
         multiply(x, layer.index_keys, projected, layer.backend)
         k = projected[:, :128]
         k = k - k.mean(axis=1, keepdims=True)
-        k = k / xp.sqrt((k * k).mean(axis=1, keepdims=True) + np.float32(LAYER_NORM_EPS)) * layer.k_norm + layer.k_bias
+        scale = ((k * k).mean(axis=1, keepdims=True) + np.float32(LAYER_NORM_EPS)) ** np.float32(-0.5)
+        k = k * scale * layer.k_norm + layer.k_bias
         k = turned_halves(k, self.metadata.positions, layer.cos_sin, xp)
         if layer.layouts.indexer.value_type != "float32":
             k = k.astype(caches.PLAIN_DTYPES["bfloat16"])
-        indexer_k_quant_and_cache(xp.ascontiguousarray(k), self.caches.indexer, slots, backend=layer.backend)
+        indexer_k_quant_and_cache(k, self.caches.indexer, slots, backend=layer.backend)
         return projected
 
     def select(self, qr: Any, weights: Any) -> Any:

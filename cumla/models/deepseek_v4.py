@@ -143,7 +143,7 @@ class DeepseekV4Attention:
             return array
 
         def vector(name: str, *shape: int) -> Any:
-            return xp.ascontiguousarray(xp.asarray(get(name, *shape)).astype(FLOAT32))
+            return xp.asarray(get(name, *shape)).astype(FLOAT32)
 
         hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.q_lora_rank
         groups, width = config.o_groups, config.o_groups * config.o_lora_rank

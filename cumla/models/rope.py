@@ -72,7 +72,7 @@ def turned_halves(x: Any, positions: Any, table: Any, xp: Any) -> Any:
     Returns a new array.
     """
     half = table.shape[1] // 2
-    turns = table[xp.clip(positions, 0, len(table) - 1)].reshape(len(x), *[1] * (x.ndim - 2), 2 * half)
+    turns = table[positions.clip(0, len(table) - 1)].reshape(len(x), *[1] * (x.ndim - 2), 2 * half)
     cos, sin = turns[..., :half], turns[..., half:]
     first, second = x[..., :half], x[..., half : 2 * half]
     return xp.concatenate([first * cos - second * sin, second * cos + first * sin, x[..., 2 * half :]], axis=-1)

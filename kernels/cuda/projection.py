@@ -1,4 +1,4 @@
-"""Products of 16-bit matrices, by cuBLAS with float32 sums."""
+"""Products of matrices, by cuBLAS with float32 sums."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from .launch import pointer, strides
 
 # Of cudaDataType, cublasComputeType_t, cublasGemmAlgo_t and cublasOperation_t.
-DATA_TYPES = {"bfloat16": 14, "float16": 2}
+DATA_TYPES = {"float32": 0, "bfloat16": 14, "float16": 2}
 COMPUTE_32F, ALGORITHM_DEFAULT, AS_IS, TRANSPOSED = 68, -1, 0, 1
 
 ONE, ZERO = ctypes.c_float(1), ctypes.c_float(0)
@@ -17,7 +17,10 @@ WORKSPACE_BYTES = 32 << 20  # what cuBLAS takes on Hopper
 
 
 def batched_product(a: Any, b: Any, out: Any) -> None:
-    """out [n, M, N] = a [n, M, K] b [n, K, N]; of each matrix one of both axes is contiguous, of out the last."""
+    """out [n, M, N] = a [n, M, K] b [n, K, N]; of each matrix one of both axes is contiguous, of out the last.
+
+    a and b are of one type; out is, too, or float32.
+    """
     import cupy
     from cupy.cuda import cublas
 
@@ -26,11 +29,11 @@ def batched_product(a: Any, b: Any, out: Any) -> None:
     # cuBLAS counts columns first: its operands are the transposes, in the other order.
     b_operation, b_leading = operand(b)
     a_operation, a_leading = operand(a)
-    data_type = DATA_TYPES[out.dtype.name]
+    data_type, out_type = DATA_TYPES[a.dtype.name], DATA_TYPES[out.dtype.name]
     handle = cupy.cuda.device.get_cublas_handle()
     arguments = (
         handle, b_operation, a_operation, n, m, k, ctypes.addressof(ONE), pointer(b), data_type, b_leading,
-        strides(b)[0], pointer(a), data_type, a_leading, strides(a)[0], ctypes.addressof(ZERO), pointer(out), data_type,
+        strides(b)[0], pointer(a), data_type, a_leading, strides(a)[0], ctypes.addressof(ZERO), pointer(out), out_type,
         max(strides(out)[1], n), strides(out)[0], batch, COMPUTE_32F, ALGORITHM_DEFAULT,
     )  # fmt: skip
     stream = cupy.cuda.get_current_stream()

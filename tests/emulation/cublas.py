@@ -7,7 +7,7 @@ import numpy as np
 
 from . import queues
 
-DTYPES = {14: np.dtype(ml_dtypes.bfloat16), 2: np.dtype(np.float16)}
+DTYPES = {0: np.dtype(np.float32), 14: np.dtype(ml_dtypes.bfloat16), 2: np.dtype(np.float16)}
 
 
 def gemm_strided_batched(*arguments):

@@ -47,6 +47,33 @@ SOURCES = [
     ("common/dense_gather.cu", {"UNIT": "uint8"}),
     ("common/dense_gather.cu", {"OUTPUT": "bf16", "ALIGNED": 1}),
     ("common/dense_gather.cu", {"OUTPUT": "float", "ALIGNED": 0}),
+    *(
+        (
+            "common/norm_rope.cu",
+            {"LAYOUT": layout, "SLOT": slot, "POSITION": "int64", "WEIGHT": weight, "ALIGNED": aligned},
+        )
+        for layout, slot, weight, aligned in (("DSV4_FP8", "int64", "float", 1), ("DSV4_BF16", "int", "bf16", 0))
+    ),
+    *(
+        (
+            "common/compressor.cu",
+            {
+                "LAYOUT": layout,
+                "INPUT": value,
+                "WEIGHT": value,
+                "STATE_SLOT": "int64",
+                "SLOT": "int64",
+                "POSITION": "int",
+                "GROUPS": 4,
+                "ALIGNED": aligned,
+            },
+        )
+        for layout, value, aligned in (
+            ("DSV4_FP8", "float", 1),
+            ("INDEXER_FP8", "bf16", 0),
+            ("INDEXER_BF16", "float", 1),
+        )
+    ),
     ("common/copy_blocks.cu", {"UNIT": "uint4", "CHUNK": 1024, "PAIR": "int64"}),
     ("common/copy_blocks.cu", {"UNIT": "uint8", "CHUNK": 1024, "PAIR": "int"}),
     ("common/advance.cu", {"TOKEN": "int64", "SAMPLED": "int", "POSITION": "int64", "SLOT": "int64"}),

@@ -94,7 +94,7 @@ def test_continuous_batching_generates_the_golden_tokens(examples, tmp_path, cas
     if case == 2:
         break_tie(model, 209, 176)
     prompt = golden.tokens[: golden.prompt_length].tolist()
-    pages = dict(model.num_pages, window=8 if case == 0 else 7)
+    pages = dict(model.num_pages, window=8 if case == 0 else 9)
     server = Server(model, pages, batch_tokens=150)
     new = golden.new_tokens
     requests = server.generate([prompt, prompt[:120], prompt], new)

@@ -76,7 +76,8 @@ class PagedRequests:
     pages  {pool: positions of a page}; `tables[pool]` is [requests, columns], pages not handed out are -1
     """
 
-    def __init__(self, requests, longest, pages, seed=0, spare=1):
+    def __init__(self, requests, longest, pages, seed=0, spare=1, put=np.asarray):
+        self.put = put
         rng = np.random.default_rng(seed)
         self.pages, self.tables, self.num_blocks = pages, {}, {}
         for pool, size in pages.items():
@@ -96,9 +97,10 @@ class PagedRequests:
         for row, (_, first, count) in enumerate(scheduled):
             positions = np.arange(first, first + count)
             slots.append(tables["window"][row, positions // size].astype(np.int64) * size + positions % size)
+        tables = {pool: self.put(table) for pool, table in tables.items()}
         return CommonAttentionMetadata(
-            starts, starts, lens, lens, lens - counts, len(rows), int(starts[-1]), int(counts.max()),
-            tables["window"], np.concatenate(slots),
+            self.put(starts), starts, self.put(lens), lens, lens - counts, len(rows), int(starts[-1]),
+            int(counts.max()), tables["window"], self.put(np.concatenate(slots)),
         ), tables  # fmt: skip
 
 
@@ -113,9 +115,10 @@ class PagedLayer:
         hidden = np.concatenate([golden.hidden[span] for span in spans]).astype(self.layer.activations)
         topk = None
         if given and golden.topk is not None:
-            topk = np.concatenate([golden.topk[span] for span in spans])
-        out = self.layer.step(hidden, self.caches, self.build(batch, tables), topk_indices=topk)
-        return np.split(out, batch.query_start_loc[1:-1])
+            topk = self.paged.put(np.concatenate([golden.topk[span] for span in spans]))
+        out = self.layer.step(self.paged.put(hidden), self.caches, self.build(batch, tables), topk_indices=topk)
+        out = out if isinstance(out, np.ndarray) else out.get()
+        return np.split(out, batch.query_start_loc_cpu[1:-1])
 
     def run(self, splits, request=0, given=True):
         """The output of a request that comes in these splits."""
@@ -130,20 +133,21 @@ class V32Layer(PagedLayer):
     """A golden V3.2 layer."""
 
     def __init__(self, golden, requests=1, *, backend="cpu", activations="float32", cache_format="float32",
-                 speculative=0, seed=0):  # fmt: skip
+                 speculative=0, seed=0, lab=None):  # fmt: skip
         self.golden = golden
+        put, xp = (np.asarray, np) if lab is None else (lab.put, lab.xp)
         config = DeepseekV32Config.from_dict(golden.config)
         self.layer = DeepseekV32Attention(
             config, 0, golden.weights, activations=activations, cache_format=cache_format, max_position=MAX_TOKENS,
-            backend=backend,
+            backend=backend, xp=xp,
         )  # fmt: skip
         serving = ServingConfig(
             index_topk=config.index_topk, num_heads=8, num_speculative_tokens=speculative,
             max_num_batched_tokens=MAX_TOKENS, max_num_seqs=8, max_model_len=MAX_TOKENS,
         )  # fmt: skip
         self.builder = DeepseekV32StepBuilder(serving, backend)
-        self.paged = PagedRequests(requests, golden.tokens, {"window": 64}, seed)
-        self.caches = DeepseekV32Caches.allocate(self.paged.num_blocks["window"], 64, cache_format)
+        self.paged = PagedRequests(requests, golden.tokens, {"window": 64}, seed, put=put)
+        self.caches = DeepseekV32Caches.allocate(self.paged.num_blocks["window"], 64, cache_format, xp)
 
     def build(self, batch, tables):
         return self.builder.build(batch)
@@ -153,12 +157,13 @@ class V4Layer(PagedLayer):
     """A golden V4 layer."""
 
     def __init__(self, golden, requests=1, *, backend="cpu", activations="float32", cache_format="float32",
-                 speculative=0, seed=0):  # fmt: skip
+                 speculative=0, seed=0, lab=None):  # fmt: skip
         self.golden = golden
+        put, xp = (np.asarray, np) if lab is None else (lab.put, lab.xp)
         config = DeepseekV4Config.from_dict(golden.config)
         self.layer = DeepseekV4Attention(
             config, 0, golden.weights, activations=activations, cache_format=cache_format, max_position=MAX_TOKENS,
-            backend=backend,
+            backend=backend, xp=xp,
         )  # fmt: skip
         ratio = self.layer.ratio
         serving = ServingConfig(
@@ -168,10 +173,10 @@ class V4Layer(PagedLayer):
         )  # fmt: skip
         self.builder = DeepseekV4StepBuilder(serving, backend)
         pages = {"window": 64, "compressed": 256, "state": STATE_BLOCK_SIZES.get(ratio, 4)}
-        self.paged = PagedRequests(requests, golden.tokens, pages, seed)
+        self.paged = PagedRequests(requests, golden.tokens, pages, seed, put=put)
         blocks = self.paged.num_blocks
         self.caches = DeepseekV4Caches.allocate(
-            ratio, serving, blocks["window"], blocks["compressed"], blocks["state"], cache_format
+            ratio, serving, blocks["window"], blocks["compressed"], blocks["state"], cache_format, xp
         )
 
     def arrays(self):

@@ -1,0 +1,55 @@
+"""The compressor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..types.compressor import Compression
+from ..types.segments import Pages
+from .compile import kernel
+from .launch import C_NAMES, is_aligned, strides
+
+# Groups of threads that share a window's positions: what fits in 48 KB of shared memory.
+GROUPS = 4
+
+
+def compress_and_insert(
+    kv_score: Any,
+    state: Any,
+    state_slots: Any,
+    state_block_table: Any,
+    pages: Pages,
+    slot_mapping: Any,
+    positions: Any,
+    token_to_req: Any,
+    query_start_loc: Any,
+    compression: Compression,
+) -> None:
+    dim = pages.layout.head_dim
+    bias, weight, cos_sin = compression.position_bias, compression.norm_weight, compression.cos_sin
+    state_page, state_row, _ = strides(state)
+    kernel(
+        "common/compressor.cu",
+        "compress_and_insert",
+        LAYOUT=pages.layout.name,
+        INPUT=C_NAMES[kv_score.dtype.name],
+        WEIGHT=C_NAMES[weight.dtype.name],
+        STATE_SLOT=C_NAMES[state_slots.dtype.name],
+        SLOT=C_NAMES[slot_mapping.dtype.name],
+        POSITION=C_NAMES[positions.dtype.name],
+        GROUPS=GROUPS,
+        ALIGNED=int(is_aligned(pages.bytes)),
+    )(
+        (len(kv_score),),
+        (GROUPS * dim // 4,),
+        (
+            kv_score, strides(kv_score)[0], len(kv_score), bias, strides(bias)[0], weight,
+            state, state_page, state_row, len(state) * state.shape[1], state.shape[1], state_slots, len(state_slots),
+            state_block_table, strides(state_block_table)[0], len(state_block_table), state_block_table.shape[1],
+            pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size, slot_mapping, len(slot_mapping),
+            positions, token_to_req, query_start_loc, len(query_start_loc) - 1, cos_sin, strides(cos_sin)[0],
+            len(cos_sin), cos_sin.shape[1], compression.compress_ratio, kv_score.shape[1] // (2 * dim),
+            compression.eps,
+        ),
+        overlap=True,
+    )  # fmt: skip

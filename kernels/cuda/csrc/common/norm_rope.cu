@@ -1,0 +1,124 @@
+// RMSNorm and RoPE around sparse attention, plainly: a warp takes a row of 512 values.
+//
+//   qnorm_rope_and_insert      of each token's h query heads, and of its row of the window cache, the last of h + 1
+//   inverse_rope_and_quantize  of each head of an output; 128 values, 8 lanes, share a scale
+//   fused_q_kv_rmsnorm         a thread block a row of any length: blockIdx.y 0 is a query's, 1 a key's
+//   apply_rope                 a thread a pair
+//
+// Macros: LAYOUT, SLOT and POSITION (int64 or int), WEIGHT (float or bf16), ALIGNED. Rows are bf16.
+#include "common/pdl.cuh"
+#include "common/warp_row.cuh"
+
+constexpr int VALUES = 512 / 32;
+using Row = WarpRow<VALUES>;
+
+__device__ inline Row load_row(const bf16* p) {
+    Row row;
+    row.lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < VALUES; i += 8) {
+        float x[8];
+        unpack8(load_raw8(p + row.first() + i), x);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) row.x[i + j] = x[j];
+    }
+    return row;
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+qnorm_rope_and_insert(const bf16* q, int64 q_token, int64 q_head, const bf16* kv, int64 kv_token, bf16* out,
+                      int64 out_token, int64 out_head, int tokens, int heads, const SLOT* slots, int num_slots_given,
+                      const POSITION* positions, const float* cos_sin, int64 cos_stride, int max_position,
+                      int rope_dim, float eps, uint8* pages, int64 page_stride, int64 num_slots, int block_size) {
+    pdl_wait();
+    int64 item = int64(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
+    if (item >= int64(tokens) * (heads + 1)) return;
+    int token = int(item / (heads + 1)), head = int(item % (heads + 1));
+    const float* turns = turns_at(cos_sin, cos_stride, max_position, positions[token]);
+    if (head < heads) {
+        Row row = load_row(q + token * q_token + head * q_head);
+        row.normalize(eps);
+        row.turn(turns, rope_dim, 1.0f);
+        row.store_bf16(reinterpret_cast<uint8*>(out + token * out_token + head * out_head + row.first()));
+        return;
+    }
+    if (token >= num_slots_given) return;
+    int64 slot = slots[token];
+    if (slot < 0 || slot >= num_slots) return;
+    Row row = load_row(kv + token * kv_token);
+    row.turn(turns, rope_dim, 1.0f);
+    row.insert<LAYOUT>(token_at<LAYOUT>(pages, page_stride, block_size, slot));
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+inverse_rope_and_quantize(const bf16* o, int64 o_token, int64 o_head, int tokens, int heads, int heads_of_group,
+                          const POSITION* positions, const float* cos_sin, int64 cos_stride, int max_position,
+                          int rope_dim, int powers_of_two, uint8* values, int64 values_group, int64 values_token,
+                          float* scales, int64 scales_group, int64 scales_token) {
+    pdl_wait();
+    int64 item = int64(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
+    if (item >= int64(tokens) * heads) return;
+    int token = int(item / heads), head = int(item % heads);
+    Row row = load_row(o + token * o_token + head * o_head);
+    row.turn(turns_at(cos_sin, cos_stride, max_position, positions[token]), rope_dim, -1.0f);
+    row.round(bf16{});
+    float amax = fmaxf(row.largest_of_tile<8>(), 1e-10f);
+    float scale = powers_of_two ? power_of_two(scale_exponent(amax, -126)) : div(amax, 448.0f);
+    int group = head / heads_of_group, place = head % heads_of_group;
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) row.x[i] = div(row.x[i], scale);
+    row.store_e4m3(values + group * values_group + token * values_token + 512 * place + row.first(), 1.0f, 1.0f);
+    if (row.lane % 8 == 0) scales[group * scales_group + token * scales_token + 4 * place + row.lane / 8] = scale;
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+fused_q_kv_rmsnorm(const bf16* qr, int64 qr_stride, int q_dim, const WEIGHT* q_weight, bf16* q_out, int64 q_out_stride,
+                   const bf16* kv, int64 kv_stride, int kv_dim, const WEIGHT* kv_weight, bf16* kv_out,
+                   int64 kv_out_stride, float eps) {
+    __shared__ float partial[4];
+    pdl_wait();
+    bool keys = blockIdx.y == 1;
+    int dim = keys ? kv_dim : q_dim;
+    const bf16* x = keys ? kv + blockIdx.x * kv_stride : qr + blockIdx.x * qr_stride;
+    const WEIGHT* weight = keys ? kv_weight : q_weight;
+    bf16* out = keys ? kv_out + blockIdx.x * kv_out_stride : q_out + blockIdx.x * q_out_stride;
+    float total = 0.0f;
+    for (int i = threadIdx.x; i < dim; i += blockDim.x) total += to_float(x[i]) * to_float(x[i]);
+#pragma unroll
+    for (int other = 1; other < 32; other *= 2) total += __shfl_xor_sync(~0u, total, other);
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = total;
+    __syncthreads();
+    total = partial[0] + partial[1] + partial[2] + partial[3];
+    float scale = div(1.0f, sqrtf(div(total, float(dim)) + eps));
+    for (int i = threadIdx.x; i < dim; i += blockDim.x)
+        out[i] = bf16{uint16(pack(bf16{}, to_float(x[i]) * scale * to_float(weight[i]), 0.0f))};
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+apply_rope(const bf16* x, int64 x_token, int64 x_head, bf16* out, int64 out_token, int64 out_head, int tokens,
+           int heads, int dim, int first, const POSITION* positions, const float* cos_sin, int64 cos_stride,
+           int max_position, int rope_dim, float direction) {
+    pdl_wait();
+    // Pairs from value `first` on: where x is turned in place the others stay.
+    int pairs = (dim - first) / 2, start = dim - rope_dim;
+    int64 count = int64(tokens) * heads * pairs;
+    for (int64 item = int64(blockIdx.x) * blockDim.x + threadIdx.x; item < count; item += int64(gridDim.x) * blockDim.x) {
+        int at = first + 2 * int(item % pairs);
+        int64 row = item / pairs;
+        int64 token = row / heads, head = row % heads;
+        const bf16* source = x + token * x_token + head * x_head + at;
+        bf16* target = out + token * out_token + head * out_head + at;
+        bf16 low = source[0], high = source[1];
+        if (at >= start) {
+            const float* turns = turns_at(cos_sin, cos_stride, max_position, positions[token]);
+            int pair = (at - start) / 2;
+            float cos = turns[pair], sin = turns[rope_dim / 2 + pair] * direction;
+            float a = to_float(low), b = to_float(high);
+            uint32 both = pack(bf16{}, a * cos - b * sin, b * cos + a * sin);
+            low = bf16{uint16(both)};
+            high = bf16{uint16(both >> 16)};
+        }
+        target[0] = low;
+        target[1] = high;
+    }
+}

@@ -1,0 +1,98 @@
+// A row of float32 values held by a warp: lane l has the neighbouring values [l * VALUES, (l + 1) * VALUES).
+#pragma once
+#include "common/pages.cuh"
+#include "common/vectors.cuh"
+
+template <int VALUES> struct WarpRow {
+    float x[VALUES];
+    int lane;
+
+    __device__ int first() const { return lane * VALUES; }
+
+    // x / sqrt(mean(x^2) + eps)
+    __device__ void normalize(float eps) {
+        float total = 0.0f;
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) total += x[i] * x[i];
+#pragma unroll
+        for (int other = 1; other < 32; other *= 2) total += __shfl_xor_sync(~0u, total, other);
+        float scale = div(1.0f, sqrtf(div(total, 32.0f * VALUES) + eps));
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) x[i] *= scale;
+    }
+
+    // Turn the last `rope_dim` values in pairs of neighbours; `direction` -1 turns them back. turns: cosines, then sines.
+    __device__ void turn(const float* turns, int rope_dim, float direction) {
+        int start = 32 * VALUES - rope_dim;
+#pragma unroll
+        for (int i = 0; i < VALUES; i += 2) {
+            int pair = (first() + i - start) / 2;
+            if (first() + i < start) continue;
+            float cos = turns[pair], sin = turns[rope_dim / 2 + pair] * direction;
+            float a = x[i], b = x[i + 1];
+            x[i] = a * cos - b * sin;
+            x[i + 1] = b * cos + a * sin;
+        }
+    }
+
+    __device__ void round(bf16) {
+#pragma unroll
+        for (int i = 0; i < VALUES; i += 2) {
+            uint32 pair = pack(bf16{}, x[i], x[i + 1]);
+            x[i] = to_float(bf16{uint16(pair)});
+            x[i + 1] = to_float(bf16{uint16(pair >> 16)});
+        }
+    }
+
+    // The largest finite magnitude of each LANES neighbouring lanes.
+    template <int LANES> __device__ float largest_of_tile() const {
+        float largest = 0.0f;
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) largest = fmaxf(largest, fabsf(x[i]) < infinity() ? fabsf(x[i]) : 0.0f);
+#pragma unroll
+        for (int other = 1; other < LANES; other *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, other));
+        return largest;
+    }
+
+    // This lane's values times `factor` as e4m3 bytes.
+    __device__ void store_e4m3(uint8* p, float factor, float divisor) const {
+#pragma unroll
+        for (int i = 0; i < VALUES; i += 4) {
+            float y[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) y[j] = divisor == 1.0f ? x[i + j] * factor : div(x[i + j], divisor);
+            store4(p + i, float_to_e4m3x2(y[0], y[1]) | float_to_e4m3x2(y[2], y[3]) << 16);
+        }
+    }
+
+    __device__ void store_bf16(uint8* p) const {
+#pragma unroll
+        for (int i = 0; i < VALUES; i += 2) store4(p + 2 * i, pack(bf16{}, x[i], x[i + 1]));
+    }
+
+    // Write the row into a cache, through bfloat16. Every lane takes part.
+    template <class Layout> __device__ void insert(Token token) {
+        static_assert(Layout::head_dim == 32 * VALUES);
+        if constexpr (Layout::quantized_dim == 0) {
+            store_bf16(token.row + 2 * first());
+        } else {
+            round(bf16{});
+            constexpr int lanes = Layout::scale_tile / VALUES;
+            int exponent = scale_exponent(largest_of_tile<lanes>(), Layout::min_exponent);
+            bool quantized = first() < Layout::quantized_dim;
+            if (quantized) store_e4m3(token.row + first(), power_of_two(-exponent), 1.0f);
+            else store_bf16(token.row + Layout::rope_offset + 2 * (first() - Layout::quantized_dim));
+            if (lane % lanes == 0) {
+                // The last byte of a row's UE8M0 scales has no tile and is 0.
+                if (Layout::ue8m0) token.scales[lane / lanes] = quantized ? exponent + 127 : 0;
+                else store4(token.scales + 4 * (lane / lanes), __float_as_uint(power_of_two(exponent)));
+            }
+        }
+    }
+};
+
+// The row of a table of cosines and sines that a position turns by: the nearest where it has none.
+__device__ inline const float* turns_at(const float* cos_sin, int64 stride, int max_position, int64 position) {
+    int64 row = position < 0 ? 0 : position >= max_position ? max_position - 1 : position;
+    return cos_sin + row * stride;
+}

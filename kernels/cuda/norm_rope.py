@@ -1,0 +1,98 @@
+"""RMSNorm and RoPE around sparse attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..types.segments import Pages
+from .compile import kernel
+from .launch import C_NAMES, MAX_BLOCKS, Kernel, is_aligned, strides
+
+WARPS = 4  # of a thread block
+FILE = "common/norm_rope.cu"
+# What a kernel of the file does not look at.
+DEFAULTS: dict[str, str | int] = {
+    "LAYOUT": "DSV4_FP8", "SLOT": "int64", "POSITION": "int64", "WEIGHT": "float", "ALIGNED": 0,
+}  # fmt: skip
+
+
+def _kernel(name: str, **macros: str | int) -> Kernel:
+    return kernel(FILE, name, **(DEFAULTS | macros))
+
+
+def fused_q_kv_rmsnorm(qr: Any, kv: Any, q_weight: Any, kv_weight: Any, eps: float, q_out: Any, kv_out: Any) -> None:
+    _kernel("fused_q_kv_rmsnorm", WEIGHT=C_NAMES[q_weight.dtype.name])(
+        (len(qr), 2),
+        (32 * WARPS,),
+        (
+            qr, strides(qr)[0], qr.shape[1], q_weight, q_out, strides(q_out)[0],
+            kv, strides(kv)[0], kv.shape[1], kv_weight, kv_out, strides(kv_out)[0], eps,
+        ),
+        overlap=True,
+    )  # fmt: skip
+
+
+def qnorm_rope_and_insert(
+    q: Any, kv: Any, pages: Pages, slot_mapping: Any, positions: Any, cos_sin: Any, eps: float, q_out: Any
+) -> None:
+    tokens, heads, _ = q.shape
+    q_token, q_head, _ = strides(q)
+    out_token, out_head, _ = strides(q_out)
+    _kernel(
+        "qnorm_rope_and_insert",
+        LAYOUT=pages.layout.name,
+        SLOT=C_NAMES[slot_mapping.dtype.name],
+        POSITION=C_NAMES[positions.dtype.name],
+        ALIGNED=int(is_aligned(q, kv, q_out, pages.bytes)),
+    )(
+        (-(-tokens * (heads + 1) // WARPS),),
+        (32 * WARPS,),
+        (
+            q, q_token, q_head, kv, strides(kv)[0], q_out, out_token, out_head, tokens, heads, slot_mapping,
+            len(slot_mapping), positions, cos_sin, strides(cos_sin)[0], len(cos_sin), cos_sin.shape[1], eps,
+            pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size,
+        ),
+        overlap=True,
+    )  # fmt: skip
+
+
+def apply_rope(x: Any, positions: Any, cos_sin: Any, inverse: bool, out: Any) -> None:
+    tokens, heads, dim = x.shape
+    rope_dim = cos_sin.shape[1]
+    in_place = x.data.ptr == out.data.ptr and x.strides == out.strides
+    first = dim - rope_dim if in_place else 0
+    x_token, x_head, _ = strides(x)
+    out_token, out_head, _ = strides(out)
+    pairs = tokens * heads * (dim - first) // 2
+    _kernel("apply_rope", POSITION=C_NAMES[positions.dtype.name])(
+        (min(-(-pairs // 256), MAX_BLOCKS),),
+        (256,),
+        (
+            x, x_token, x_head, out, out_token, out_head, tokens, heads, dim, first, positions, cos_sin,
+            strides(cos_sin)[0], len(cos_sin), rope_dim, -1.0 if inverse else 1.0,
+        ),
+        overlap=True,
+    )  # fmt: skip
+
+
+def inverse_rope_and_quantize(
+    o: Any, positions: Any, cos_sin: Any, power_of_two: bool, values: Any, scales: Any
+) -> None:
+    tokens, heads, _ = o.shape
+    o_token, o_head, _ = strides(o)
+    values_group, values_token, _ = strides(values)
+    scales_group, scales_token, _ = strides(scales)
+    _kernel(
+        "inverse_rope_and_quantize",
+        POSITION=C_NAMES[positions.dtype.name],
+        ALIGNED=int(is_aligned(o, values)),
+    )(
+        (-(-tokens * heads // WARPS),),
+        (32 * WARPS,),
+        (
+            o, o_token, o_head, tokens, heads, heads // len(values), positions, cos_sin, strides(cos_sin)[0],
+            len(cos_sin), cos_sin.shape[1], int(power_of_two), values, values_group, values_token, scales,
+            scales_group, scales_token,
+        ),
+        overlap=True,
+    )  # fmt: skip
