@@ -99,3 +99,19 @@ def test_what_the_driver_reads():
     assert at["extra"] - at["attribute_id"] == 72
     assert HEAD.size == at["argument_bytes"] + 8
     assert at["arguments"] % 16 == 0
+
+
+def members(struct_name):
+    """The names of a struct's members in csrc/common/sparse/work.cuh, in order."""
+    text = (compiler.CSRC / "common/sparse/work.cuh").read_text()
+    body = re.search(rf"^struct {struct_name} \{{(.*?)^\}};", text, re.MULTILINE | re.DOTALL)[1]
+    body = re.sub(r"//[^\n]*", "", body.split("__device__")[0])
+    declarations = [line.strip() for line in body.split(";") if line.strip()]
+    return [re.findall(r"\w+", name)[-1] for line in declarations for name in re.sub(r"\[\d+\]", "", line).split(",")]
+
+
+def test_parameters_by_name_stand_as_in_the_struct():
+    from cumla.kernels.cuda.sparse.problem import List, SparseProblem
+
+    assert members("List") == list(List._fields)
+    assert members("SparseProblem") == list(SparseProblem._fields)

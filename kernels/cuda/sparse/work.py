@@ -14,6 +14,7 @@ from ...types.segments import V_DIM, Segment
 from ..compile import kernel
 from ..device import device_sms
 from ..launch import pointer, strides
+from .problem import NO_LIST, List, SparseProblem
 
 HEADS, BLOCK = 64, 64  # of a tile (unless a kernel's are lower), as in common/sparse/work.cuh
 LOWEST_HEADS = 16  # of a tile
@@ -29,7 +30,6 @@ STARTS = ("starts", "starts of graphs")  # names of `starts`, outside of a captu
 LEAST_TILES = 1 << 14  # to have room for, so that a plan's memory need not grow
 INT32_LIMIT = 2**31 - 1
 
-NO_LIST = (0,) * 8 + (0, 1, 0, 0)
 
 
 class Division(NamedTuple):
@@ -98,38 +98,49 @@ class Work(NamedTuple):
     def numbers(self, memory: Memory | None, division: Division = UNDIVIDED) -> tuple[Any, ...]:
         """A SparseProblem of sparse/work.cuh, member after member; without memory and division for the exact one."""
         batch, s_q, heads, _ = self.q.shape
-        lists = [value for segment in self.segments for value in _list(segment)]
-        if len(self.segments) == 1:
-            lists.extend(NO_LIST)
-        buffers = (0, 0, 0, 0)
-        if memory is not None:
-            starts = pointer(memory.starts) if division.planned else 0
-            buffers = (starts, pointer(memory.partial_out), pointer(memory.partial_lse), pointer(memory.unsafe))
-        return (
-            self.q.data.ptr, *strides(self.q)[:3], *lists, pointer(self.attn_sink),
-            self.out.data.ptr, *strides(self.out)[:3], self.lse.data.ptr, *self.lse_strides,
-            pointer(self.max_logits), *self.max_strides, *buffers,
-            batch, s_q, heads, self.groups, division.shares, *self._cut(division), self.softmax_scale,
-        )  # fmt: skip
+        first, *rest = (_list(segment) for segment in self.segments)
+        q_strides, out_strides = strides(self.q), strides(self.out)
+        return SparseProblem(
+            q=self.q.data.ptr, q_stride_b=q_strides[0], q_stride_s=q_strides[1], q_stride_h=q_strides[2],
+            lists=(first, rest[0] if rest else NO_LIST),
+            attn_sink=pointer(self.attn_sink),
+            out=self.out.data.ptr,
+            out_stride_b=out_strides[0], out_stride_s=out_strides[1], out_stride_h=out_strides[2],
+            lse=self.lse.data.ptr,
+            lse_stride_b=self.lse_strides[0], lse_stride_h=self.lse_strides[1], lse_stride_s=self.lse_strides[2],
+            max_logits=pointer(self.max_logits), max_stride_b=self.max_strides[0], max_stride_h=self.max_strides[1],
+            starts=pointer(memory.starts) if memory is not None and division.planned else 0,
+            partial_out=0 if memory is None else pointer(memory.partial_out),
+            partial_lse=0 if memory is None else pointer(memory.partial_lse),
+            unsafe=0 if memory is None else pointer(memory.unsafe),
+            batch=batch, s_q=s_q, heads=heads, groups=self.groups,
+            shares=division.shares, **self._cut(division),
+            softmax_scale=self.softmax_scale,
+        ).numbers()  # fmt: skip
 
-    def _cut(self, division: Division) -> tuple[int, ...]:
-        """The members of a Problem that say where shares begin."""
+    def _cut(self, division: Division) -> dict[str, int]:
+        """The members of a SparseProblem that say where shares begin."""
+        names = ("cut_tiles", "cut_shares", "cut_length", "cut_rest", "cut_units", "cut_inverse")
         _, planned, cut, parts = division
         if planned or not division.shares:
-            return (0,) * 6
+            return dict.fromkeys(names, 0)
         tiles, shares = (1, parts) if parts else (self.tiles, division.shares)
         units = self.most_blocks if cut else 1
-        return (tiles, shares, *divmod(tiles * units, shares), units, -(-(1 << 32) // shares) if shares > 1 else 0)
+        length, rest = divmod(tiles * units, shares)
+        inverse = -(-(1 << 32) // shares) if shares > 1 else 0
+        return dict(zip(names, (tiles, shares, length, rest, units, inverse), strict=True))
 
 
-def _list(segment: Segment) -> tuple[int, ...]:
+def _list(segment: Segment) -> List:
     (pages, block_size, _), indices, lengths = segment
     stride_b, stride_s, _ = strides(indices)
-    shift = block_size.bit_length() - 1 if block_size & (block_size - 1) == 0 else -1
-    return (
-        pages.data.ptr, pages.strides[0], indices.data.ptr, stride_b, stride_s,
-        pointer(lengths), *((0, 0) if lengths is None else strides(lengths)),
-        min(segment.pages.num_slots, INT32_LIMIT), block_size, shift, indices.shape[2],
+    length_stride_b, length_stride_s = (0, 0) if lengths is None else strides(lengths)
+    return List(
+        pages=pages.data.ptr, page_stride=pages.strides[0],
+        indices=indices.data.ptr, indices_stride_b=stride_b, indices_stride_s=stride_s,
+        lengths=pointer(lengths), lengths_stride_b=length_stride_b, lengths_stride_s=length_stride_s,
+        num_slots=min(segment.pages.num_slots, INT32_LIMIT), block_size=block_size,
+        block_shift=block_size.bit_length() - 1 if block_size & (block_size - 1) == 0 else -1, topk=indices.shape[2],
     )  # fmt: skip
 
 
