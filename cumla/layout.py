@@ -58,6 +58,11 @@ class CacheLayout:
     min_exponent: int = 0
     min_scale: float = 0.0
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, np.integer):
+                object.__setattr__(self, name, int(value))
+
     @property
     def token_bytes(self) -> int:
         """Bytes that one token takes, padding of the page aside: the last axis of a cache array."""
@@ -90,8 +95,7 @@ class CacheLayout:
 
     def page_bytes(self, block_size: int) -> int:
         """Bytes of a page of `block_size` tokens, padding included."""
-        if block_size < 1:
-            raise ValueError(f"block_size: got {block_size}, expected a positive number of tokens")
+        block_size = _positive("block_size", block_size)
         used = block_size * self.token_bytes
         return -(-used // self.page_alignment) * self.page_alignment
 
@@ -100,12 +104,11 @@ class CacheLayout:
 
         xp           numpy or cupy
         page_stride  bytes from page to page; `page_bytes(block_size)` unless pages are packed with others'
-        Raises ValueError if a size is not positive or pages would overlap.
+        Raises TypeError for a size that is no integer, ValueError if one is not positive or pages would overlap.
         """
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks: got {num_blocks}, expected at least 1")
+        num_blocks, block_size = _positive("num_blocks", num_blocks), _positive("block_size", block_size)
         needed = self.page_bytes(block_size)
-        stride = needed if page_stride is None else page_stride
+        stride = needed if page_stride is None else _positive("page_stride", page_stride)
         if stride < needed:
             raise ValueError(
                 f"page_stride: got {stride} bytes, expected at least {needed} for {block_size} tokens of {self.name}"
@@ -115,6 +118,7 @@ class CacheLayout:
 
     def view(self, pages: Any, block_size: int) -> Any:
         """Raw pages, uint8 `[num_blocks, page_stride]`, as a cache array `[num_blocks, block_size, token_bytes]`."""
+        block_size = _positive("block_size", block_size)
         if pages.ndim != 2 or pages.dtype != np.uint8 or pages.strides[1] != 1:
             raise ValueError(
                 f"pages: got {pages.dtype} of shape {pages.shape}, "
@@ -126,6 +130,15 @@ class CacheLayout:
                 f"{block_size * self.token_bytes} for {block_size} tokens of {self.name}"
             )
         return pages[:, : block_size * self.token_bytes].reshape(pages.shape[0], block_size, self.token_bytes)
+
+
+def _positive(name: str, value: Any) -> int:
+    """A size as Python's integer, whose products do not wrap around as NumPy's may."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected an integer")
+    if value < 1:
+        raise ValueError(f"{name}: got {int(value)}, expected at least 1")
+    return int(value)
 
 
 DSV4_FP8 = CacheLayout(

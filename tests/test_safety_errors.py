@@ -1,5 +1,7 @@
 """An argument that does not fit is an error that names it, and nothing has been written by then."""
 
+import inspect
+import re
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -183,7 +185,80 @@ def operations():
                 "out": ones(np.int32, 3, 2),
             },
         ),
+        "decode": Operation(
+            cumla.sparse_mla_decode,
+            {
+                "q": ones(BF16, 1, 1, 2, 512), "k_cache": ones(np.uint8, 2, 4 * 584), "indices": int32(1, 1, 3),
+                "layout": cumla.DSV4_FP8, "block_size": 4, "topk_length": int32(1), "attn_sink": ones(np.float32, 2),
+                "softmax_scale": 0.1,
+            },
+            ("out", "lse"),
+            {"out": ones(BF16, 1, 1, 2, 512), "lse": ones(np.float32, 1, 2, 1)},
+        ),
+        "prefill": Operation(
+            cumla.sparse_mla_prefill,
+            {
+                "q": ones(BF16, 2, 2, 512), "kv": ones(BF16, 3, 512), "indices": int32(2, 3), "softmax_scale": 0.1,
+                "d_v": 512, "attn_sink": ones(np.float32, 2), "topk_length": int32(2),
+            },
+            (),
+            {"out": (ones(BF16, 2, 2, 512), ones(np.float32, 2, 2), ones(np.float32, 2, 2))},
+        ),
+        "merge": Operation(
+            cumla.merge_attn_states,
+            {
+                "output": ones(BF16, 2, 1, 8), "prefix_output": ones(BF16, 2, 1, 8),
+                "prefix_lse": ones(np.float32, 1, 2), "suffix_output": ones(BF16, 2, 1, 8),
+                "suffix_lse": ones(np.float32, 1, 2), "output_lse": ones(np.float32, 1, 2),
+            },
+            ("output", "output_lse"),
+        ),
+        "mha": Operation(
+            cumla.mha_varlen,
+            {
+                "q": ones(BF16, 2, 1, 48), "k": ones(BF16, 3, 1, 32), "v": ones(BF16, 3, 1, 16),
+                "k_pe": ones(BF16, 3, 16), "cu_seqlens_q": np.array([0, 2], np.int32),
+                "cu_seqlens_k": np.array([0, 3], np.int32), "softmax_scale": 0.1, "causal": True,
+            },
+            ("out", "lse"),
+            {"out": ones(BF16, 2, 1, 16), "lse": ones(np.float32, 1, 2)},
+        ),
+        "dense": Operation(
+            cumla.dense_mla_decode,
+            {
+                "q": ones(BF16, 1, 2, 1, 576), "k_cache": ones(np.uint8, 2, 4, 576), "block_table": int32(1, 1),
+                "cache_seqlens": ones(np.int32, 1), "scale": 1.0, "softmax_scale": 0.1, "causal": True, "max_seqlen": 4,
+            },
+            ("out", "lse"),
+            {"out": ones(BF16, 1, 2, 1, 512), "lse": ones(np.float32, 1, 1, 2)},
+        ),
+        "swap": Operation(
+            cumla.swap_blocks,
+            {"src": int32(2, 3), "dst": ones(np.int32, 2, 3), "src_to_dst": np.zeros((1, 2), np.int64)},
+            ("dst",),
+        ),
+        "copy": Operation(
+            cumla.copy_blocks,
+            {"kv_caches": (ones(np.int32, 2, 3),), "src_to_dsts": np.array([[0, 1]])},
+            (),
+        ),
+        "advance": Operation(
+            cumla.advance_step,
+            {
+                "num_seqs": 2, "num_queries": 1, "block_size": 4, "input_tokens": ones(np.int64, 2),
+                "sampled_token_ids": ones(np.int64, 1), "input_positions": ones(np.int64, 2),
+                "seq_lens": ones(np.int32, 1), "slot_mapping": ones(np.int64, 2), "block_tables": int32(1, 2),
+            },
+            ("input_tokens", "input_positions", "seq_lens", "slot_mapping"),
+        ),
     }  # fmt: skip
+
+
+# What Numba's simulator takes too long for.
+ATTENTION = ("decode", "prefill", "merge", "mha", "dense")
+
+
+HOST = Lab("reference", on_device=False)
 
 
 class ReadOnly:
@@ -219,6 +294,8 @@ CASES = [
     ("insert", "is_ue8m0", False, V, "is_ue8m0: got False"),
     ("insert", "layout", cumla.MLA_BF16, V, "layout: got MLA_BF16"),
     ("insert", "layout", plain_rows(512, "e4m3"), V, "layout: got e4m3"),
+    ("insert", "block_size", np.array(4), T, r"block_size: got array\(4\) of type ndarray"),
+    ("insert", "block_size", np.True_, T, r"block_size: got np.True_ of type bool"),
     ("insert", "backend", "gpu", V, "backend: got 'gpu'"),
     ("gather", "out", ones(BF16, 3, 5, 512), V, "seq_lens: got shape"),
     ("gather", "out", ones(BF16, 2, 5, 576), V, "out: got shape"),
@@ -282,7 +359,7 @@ CASES = [
     ("concat", "k_pe", ones(BF16, 2, 64), V, "k_pe: got shape"),
     ("concat", "k_pe", ones(np.float16, 3, 64), T, "k_pe: got dtype float16"),
     ("concat", "kv_cache", ones(BF16, 2, 4, 512), V, "kv_cache: got shape"),
-    ("concat", "kv_cache", ones(np.float32, 2, 4, 576), T, "kv_cache: got dtype float32"),
+    ("concat", "kv_cache", ones(np.float64, 2, 4, 576), T, "kv_cache: got dtype float64"),
     ("concat", "kv_cache", ones(np.uint8, 2, 4, 576), V, "kv_cache: got shape"),
     ("concat", "kv_cache", ReadOnly(ones(BF16, 2, 4, 576)), V, "kv_cache: got a read-only"),
     ("concat", "slot_mapping", np.arange(4), V, "slot_mapping: got 4 slots"),
@@ -353,11 +430,28 @@ def holds_read_only(value):
     return isinstance(value, ReadOnly) or (isinstance(value, tuple) and any(map(holds_read_only, value)))
 
 
-@pytest.mark.parametrize("name", operations())
+@pytest.mark.parametrize("name", sorted(operations().keys() - ATTENTION))
 def test_the_calls_work_as_they_stand(lab, name):
-    operation = operations()[name]
-    arguments = {key: put(lab, value) for key, value in {**operation.arguments, **operation.keywords}.items()}
-    operation.function(**{"backend": lab.backend, **arguments})
+    work_as_they_stand(lab, operations()[name])
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("name", ATTENTION)
+def test_the_calls_of_attention_work_as_they_stand(lab, name):
+    work_as_they_stand(lab, operations()[name])
+
+
+def work_as_they_stand(lab, operation):
+    for kind in (int, np.int64, np.uint8):
+        given = {**operation.arguments, **operation.keywords}
+        arguments = {key: with_integers(kind, put(lab, value)) for key, value in given.items()}
+        operation.function(**{"backend": lab.backend, **arguments})
+
+
+def with_integers(kind, value):
+    """An argument; an integer as one of another kind, where that has it."""
+    fits = value.__class__ is int and (kind is int or np.iinfo(kind).min <= value <= np.iinfo(kind).max)
+    return kind(value) if fits else value
 
 
 @pytest.mark.parametrize(
@@ -366,15 +460,56 @@ def test_the_calls_work_as_they_stand(lab, name):
 @pytest.mark.nowhere(when=lambda x: x.device and holds_read_only(x.get("wrong")))  # CuPy has no read-only arrays
 def test_wrong_argument(place, name, argument, wrong, kind, text):
     operation = operations()[name]
-    given = {**operation.arguments, **operation.keywords, argument: wrong}
-    arguments = {key: put(place, value) for key, value in given.items()}
-    with pytest.raises(kind, match=text):
-        operation.function(**{"backend": place.backend, **arguments})
-    outputs = [arguments[key] for key in operation.written if key != argument]
-    if "out" in operation.keywords and argument != "out":
-        outputs.extend(arguments["out"])
+    for integer in (int, np.int64, np.int16):
+        given = {**operation.arguments, **operation.keywords, argument: wrong}
+        arguments = {key: with_integers(integer, put(place, value)) for key, value in given.items()}
+        with pytest.raises(kind, match=text):
+            operation.function(**{"backend": place.backend, **arguments})
+        assert_nothing_written(place, operation, arguments, argument)
+
+
+def assert_nothing_written(place, operation, arguments, wrong):
+    outputs = [arguments[key] for key in operation.written if key != wrong]
+    if "out" in operation.keywords and wrong != "out":
+        outputs.extend(arguments["out"] if isinstance(arguments["out"], tuple) else [arguments["out"]])
     for output in outputs:
         assert (place.get(output) == 1).all()
+
+
+NONSENSE = {
+    "a string": "DSV4_FP8", "no string": b"x", "True": True, "a fraction": 0.5, "NaN": float("nan"), "complex": 1j,
+    "huge": 10**400, "of 5,000 digits": 10**5000, "a list": [], "an object": object(), "a type": int,
+    "0-d": np.zeros((), np.float32), "0-d integer": np.zeros((), np.int32), "0-d bytes": np.zeros((), np.uint8),
+    "objects": np.array([None]), "strings": np.array(["x"]), "masked": np.ma.masked_all((3, 512), BF16),
+    "long": "x" * 5_000_000,
+}  # fmt: skip
+RIGHT = {  # what looks like nonsense and is none, or is not looked at
+    "softmax_scale": ("a fraction",), "scale": NONSENSE, "is_ue8m0": ("True",), "causal": ("True",),
+    "accumulate": ("True",), "compact": ("True",), "decode_compressed_indices_are_local": ("True",),
+    "batch_invariant": ("True",), "kv_caches": ("a list",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", operations())
+def test_nonsense(name):
+    """Whatever an argument is, it is an error that names it, and not a long one."""
+    operation = operations()[name]
+    parameters = [x for x in inspect.signature(operation.function).parameters if x != "stream"]
+    for argument in parameters:
+        for what, nonsense in NONSENSE.items():
+            if what in RIGHT.get(argument, ()):
+                continue
+            given = {**operation.arguments, **operation.keywords, argument: nonsense}
+            arguments = {key: put(HOST, value) if key != argument else value for key, value in given.items()}
+            try:
+                with pytest.raises((TypeError, ValueError)) as caught:
+                    operation.function(**{"backend": "reference", **arguments})
+            except pytest.fail.Exception:
+                pytest.fail(f"{argument}: {what} was taken")
+            message = str(caught.value)
+            assert re.search(rf"\b{argument}\b", message), f"{argument}, {what}: {message}"
+            assert len(message) < 500, f"{argument}, {what}"
+            assert_nothing_written(HOST, operation, arguments, argument)
 
 
 def test_scale(place):
@@ -385,6 +520,11 @@ def test_scale(place):
         (ones(np.float32, 2), V, r"scale: got shape \(2,\), expected one value"),
         (ones(np.float64, 1), T, "scale: got dtype float64"),
         ("1", T, "scale: got str"),
+        (True, T, "scale: got True of type bool"),
+        (10**400, V, "scale: got an integer of 1329 bits, expected a finite number"),
+        (1e300, V, r"scale: got 1e\+300, expected a number that float32 has"),
+        (float("nan"), V, "scale: got nan"),
+        (1j, T, "scale: got 1j of type complex"),
     ):
         with pytest.raises(kind, match=text):
             cumla.concat_and_cache_mla(**{**arguments, "scale": put(place, scale)})
@@ -396,7 +536,7 @@ def test_elements_off_their_size(place, name):
     """Kernels load whole elements: an array one byte off is refused, whichever of the arguments it is."""
     operation = operations()[name]
     for argument, value in operation.arguments.items():
-        if not isinstance(value, np.ndarray) or value.itemsize == 1:
+        if not isinstance(value, np.ndarray) or value.itemsize == 1 or argument.startswith("src_to_dst"):
             continue
         arguments = {key: put(place, x) for key, x in {**operation.arguments, **operation.keywords}.items()}
         arguments[argument] = Guarded(place, value, offset=1).array

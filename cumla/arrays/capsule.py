@@ -1,15 +1,19 @@
 """DLPack capsules, read in place: what they say of a tensor and where its memory is.
 
-NumPy and CuPy refuse types that they could carry as bytes, so capsules are not given to them. A capsule that was
-read is not marked as used: its own destructor frees the tensor when it is let go of, and until then it must be kept.
+NumPy and CuPy refuse types that they could carry as bytes, so capsules are not given to them. While it is borrowed
+a capsule is marked as used, so that nobody else takes its tensor and frees it; then it is as it was, and its own
+destructor frees the tensor.
 """
 
 from __future__ import annotations
 
 import ctypes
+import sys
 from typing import Any
 
 READ_ONLY_FLAG = 1
+DEVICE_TYPES = {1: "CPU", 2: "CUDA"}
+USED_NAMES = {b"dltensor": b"used_dltensor", b"dltensor_versioned": b"used_dltensor_versioned"}
 
 
 class Tensor(ctypes.Structure):
@@ -48,16 +52,53 @@ _capsule_name.restype = ctypes.c_char_p
 _capsule_name.argtypes = (ctypes.py_object,)
 
 
-def read(capsule: Any, name: str) -> tuple[Tensor, bool]:
+_set_capsule_name = ctypes.pythonapi.PyCapsule_SetName
+_set_capsule_name.restype = ctypes.c_int
+_set_capsule_name.argtypes = (ctypes.py_object, ctypes.c_char_p)
+
+
+def read(capsule: Any, name: str, device: tuple[int, int]) -> tuple[Tensor, bool]:
     """What a capsule of either kind says of its tensor, and whether that is read-only.
 
-    Raises ValueError, which speaks of the argument `name`, for a DLPack that is not of version 0 or 1.
+    device  the DLPack type and number of the device that the array says it is on
+
+    Raises TypeError for what is no capsule and ValueError for one that was used already, is not of DLPack's version 0
+    or 1, or has a tensor elsewhere than the array said. They speak of the argument `name`.
     """
+    if type(capsule).__name__ != "PyCapsule":
+        raise TypeError(f"{name}: got {type(capsule).__name__} from __dlpack__, expected a capsule")
     kind = _capsule_name(capsule)
+    if kind not in USED_NAMES:
+        shown = "without a name" if kind is None else f"named {kind.decode(errors='replace')!r}"
+        raise ValueError(f"{name}: got a DLPack capsule {shown}, expected one that nobody has used")
     pointer = _capsule_pointer(capsule, kind)
-    if kind != b"dltensor_versioned":
-        return Tensor.from_address(pointer), False
-    managed = ManagedTensorVersioned.from_address(pointer)
-    if managed.major != 1:
-        raise ValueError(f"{name}: got DLPack version {managed.major}.{managed.minor}, expected 1.x")
-    return managed.tensor, bool(managed.flags & READ_ONLY_FLAG)
+    tensor, read_only = Tensor.from_address(pointer), False
+    if kind == b"dltensor_versioned":
+        managed = ManagedTensorVersioned.from_address(pointer)
+        if managed.major != 1:
+            raise ValueError(f"{name}: got DLPack version {managed.major}.{managed.minor}, expected 1.x")
+        tensor, read_only = managed.tensor, bool(managed.flags & READ_ONLY_FLAG)
+    if tensor.device_type != device[0] or (device[0] != 1 and tensor.device_id != device[1]):
+        raise ValueError(
+            f"{name}: got a tensor on {_device(tensor.device_type, tensor.device_id)} from an array that says it is on "
+            f"{_device(*device)}"
+        )
+    return tensor, read_only
+
+
+def _device(kind: int, number: int) -> str:
+    return f"{DEVICE_TYPES.get(kind, f'DLPack device type {kind}')} {number}"
+
+
+class Borrowed:
+    """A capsule whose tensor is ours while this lives."""
+
+    def __init__(self, capsule: Any) -> None:
+        self._capsule = capsule
+        # A capsule has the address of its name, not the characters: they are those of constants.
+        self._name, used = next(names for names in USED_NAMES.items() if names[0] == _capsule_name(capsule))
+        _set_capsule_name(capsule, used)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            _set_capsule_name(self._capsule, self._name)

@@ -109,6 +109,10 @@ def _as_bytes_if_float8(native: Any) -> Any:
 
 
 def _borrow_numpy(array: Any, name: str, stream: int | None) -> tuple[Any, bool]:
+    if array.__class__ is not np.ndarray:
+        if isinstance(array, np.ma.MaskedArray):
+            raise TypeError(f"{name}: got a masked array, whose mask would be lost, expected a plain one")
+        array = np.asarray(array)  # slices of a matrix would stay matrices
     return _as_bytes_if_float8(array), not array.flags.writeable
 
 
@@ -204,7 +208,7 @@ def _borrow_dlpack(array: Any, name: str, stream: int | None = None) -> tuple[An
         held = array.__dlpack__(**user, max_version=(1, 1))
     except TypeError:
         held = array.__dlpack__(**user)
-    tensor, read_only = capsule.read(held, name)
+    tensor, read_only = capsule.read(held, name, (device_type, device_id))
     dtype = DLPACK_TYPES.get((tensor.code, tensor.bits))
     if dtype is None or tensor.lanes != 1:
         raise TypeError(
@@ -217,6 +221,7 @@ def _borrow_dlpack(array: Any, name: str, stream: int | None = None) -> tuple[An
     else:
         strides = _row_major(shape, dtype.itemsize)
     address = (tensor.data or 0) + tensor.byte_offset
+    held = capsule.Borrowed(held)
     if on_device:
         owner = _UntilDone((array, held), device_id, user["stream"])
         return _over_device_memory(address, shape, strides, dtype, device_id, owner), read_only
@@ -235,7 +240,7 @@ def borrow_in_callback(buffer: Any, stream: int) -> Any:
     if device_type == KDL_CPU:
         return borrow(buffer)
     held = buffer.__dlpack__(stream=stream, max_version=(1, 1))
-    tensor, _ = capsule.read(held, "buffer")
+    tensor, _ = capsule.read(held, "buffer", (device_type, device))
     return _row_major_at((tensor.data or 0) + tensor.byte_offset, buffer.shape, buffer.dtype, device)
 
 

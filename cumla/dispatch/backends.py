@@ -12,6 +12,8 @@ import importlib.util
 from dataclasses import dataclass
 from types import ModuleType
 
+from .values import shown
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -85,8 +87,8 @@ def choose(name: str | None, on_device: bool) -> str:
     """
     if name is None:
         return default(on_device)
-    if name not in BACKENDS:
-        raise ValueError(f"backend: got {name!r}, expected one of {', '.join(BACKENDS)}")
+    if not isinstance(name, str) or name not in BACKENDS:
+        raise ValueError(f"backend: got {shown(name)}, expected one of {', '.join(BACKENDS)}")
     reason = unavailable(name)
     if reason is not None:
         raise ValueError(f"backend: {name!r} is not available ({reason}); available: {', '.join(available())}")

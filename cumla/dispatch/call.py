@@ -26,6 +26,7 @@ from ..kernels.types.segments import Pages
 from ..layout import CacheLayout
 from .backends import choose, kernels
 from .launch_cache import record_output
+from .values import check_integers as check_integers
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 INT32 = (np.dtype(np.int32),)
@@ -65,7 +66,7 @@ class Call:
             raise TypeError(f"{name}: got dtype {native.dtype}, expected {wanted}")
         self.check_shape(name, native.shape, shape)
         strides = native.strides
-        if strides[-1] != native.itemsize and native.shape[-1] > 1 and native.size:
+        if native.ndim and strides[-1] != native.itemsize and native.shape[-1] > 1 and native.size:
             raise ValueError(f"{name}: got strides {strides} bytes, expected the last axis contiguous")
         return native
 
@@ -113,7 +114,7 @@ class Call:
         sizes = self._sizes
         if len(got) == len(wanted):
             for size, want in zip(got, wanted, strict=True):
-                if want != size and want != -1 and (want.__class__ is int or sizes.setdefault(want, size) != size):
+                if want != size and want != -1 and (want.__class__ is not str or sizes.setdefault(want, size) != size):
                     break
             else:
                 return
@@ -267,14 +268,3 @@ def _device_of(native: Any) -> int:
 
 def _place(device: int) -> str:
     return "in host memory" if device < 0 else f"on CUDA device {device}"
-
-
-def check_integers(minimum: int, maximum: int = 2**31 - 1, **values: Any) -> None:
-    """Raise TypeError for a value that is no integer, ValueError for one out of range."""
-    for name, value in values.items():
-        if value.__class__ is not int and (isinstance(value, bool) or not isinstance(value, (int, np.integer))):
-            raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected an integer")
-        if value < minimum:
-            raise ValueError(f"{name}: got {value}, expected at least {minimum}")
-        if value > maximum:
-            raise ValueError(f"{name}: got {value}, expected at most {maximum}")

@@ -24,6 +24,7 @@ from ..arrays import dlpack, streams
 from ..kernels.cuda.launch import Launch, are_recorded, recorded_launches
 from ..kernels.types.plan import DecodePlan
 from ..layout import CacheLayout
+from .values import plain_integers
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -83,6 +84,7 @@ class KnownCall(NamedTuple):
 
 def launch_cached(function: F) -> F:
     """Remember the calls of a public function, all of whose work on a device is to launch kernels."""
+    function = plain_integers(function)
     known: dict[Any, KnownCall | None] = {}
 
     @functools.wraps(function)
@@ -160,6 +162,10 @@ def _look_at_value(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
     return x.__class__, x
 
 
+def _look_at_integer(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
+    return int, int(x)  # what functions make of NumPy's
+
+
 def _look_at_plan(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
     """A plan that is made counts as the memory it has; to make it is more than to launch kernels."""
     if not x.is_made("starts", 0):
@@ -183,6 +189,8 @@ class _Looks(dict[type, Callable[[Any, list[Any], list[int]], Any]]):
             look = _look_at_cupy
         elif torch is not None and kind is torch.Tensor:
             look = _look_at_torch
+        elif issubclass(kind, np.integer):
+            look = _look_at_integer
         self[kind] = look
         return look
 

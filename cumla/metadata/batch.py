@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import dlpack
-from ..dispatch.call import check_integers
+from ..dispatch.values import check_flags, check_integers, plain, plain_integers
 
 PADDING_SLOT = -1
 
@@ -50,6 +50,12 @@ class CommonAttentionMetadata:
     max_seq_len: int = -1
 
     def __post_init__(self) -> None:
+        counts = {name: getattr(self, name) for name in ("num_reqs", "num_actual_tokens", "max_query_len")}
+        check_integers(0, **counts)
+        check_integers(-1, max_seq_len=self.max_seq_len)
+        for name, value in {**counts, "max_seq_len": self.max_seq_len}.items():
+            if value.__class__ is not int:
+                object.__setattr__(self, name, plain(value))
         if self.max_seq_len < 0:
             lens = host_array("seq_lens_cpu", self.seq_lens_cpu)
             object.__setattr__(self, "max_seq_len", int(lens.max(initial=0)))
@@ -92,6 +98,10 @@ class HostLens(NamedTuple):
         starts = host_array("query_start_loc_cpu", batch.query_start_loc_cpu)
         seq_lens = host_array("seq_lens_cpu", batch.seq_lens_cpu)
         num_reqs = batch.num_reqs
+        if starts.dtype.kind not in "iu" or seq_lens.dtype.kind not in "iu":
+            raise TypeError(
+                f"query_start_loc_cpu, seq_lens_cpu: got dtypes {starts.dtype} and {seq_lens.dtype}, expected integers"
+            )
         if starts.shape != (num_reqs + 1,) or seq_lens.shape != (num_reqs,):
             raise ValueError(
                 f"query_start_loc_cpu, seq_lens_cpu: got shapes {starts.shape} and {seq_lens.shape}, "
@@ -120,6 +130,7 @@ class HostLens(NamedTuple):
         return num_decodes, num_reqs - num_decodes, num_decode_tokens, num_tokens - num_decode_tokens
 
 
+@plain_integers
 def split_decodes_and_prefills(
     common_attn_metadata: CommonAttentionMetadata, decode_threshold: int = 1, require_uniform: bool = False
 ) -> tuple[int, int, int, int]:
@@ -133,9 +144,12 @@ def split_decodes_and_prefills(
     first prefill count as prefills.
     Source: vLLM split_decodes_and_prefills, without its assertions on the order of zero-length padding.
     """
+    check_integers(0, decode_threshold=decode_threshold)
+    check_flags(require_uniform=require_uniform)
     return HostLens.of(common_attn_metadata).split(common_attn_metadata, decode_threshold, require_uniform)
 
 
+@plain_integers
 def get_dcp_local_seq_lens(
     seq_lens: Any, dcp_world_size: int = 1, dcp_rank: int | None = None, cp_kv_cache_interleave_size: int = 1
 ) -> Any:
@@ -156,8 +170,8 @@ def get_dcp_local_seq_lens(
     if dcp_rank is None:
         ranks = dlpack.namespace_of(lens).arange(dcp_world_size)
         lens = lens[:, None]
-    elif not 0 <= dcp_rank < dcp_world_size:
-        raise ValueError(f"dcp_rank: got {dcp_rank}, expected 0 to {dcp_world_size - 1}")
+    else:
+        check_integers(0, dcp_world_size - 1, dcp_rank=dcp_rank)
     interleave = cp_kv_cache_interleave_size
     whole_rounds = lens // interleave // dcp_world_size * interleave
     rest = lens - whole_rounds * dcp_world_size - ranks * interleave

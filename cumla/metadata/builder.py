@@ -12,8 +12,9 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from ..arrays import dlpack
-from ..dispatch.call import INT32, SLOTS, Call, check_integers
+from ..dispatch.call import INT32, SLOTS, Call
 from ..dispatch.launch_cache import MOST_KNOWN, call_key
+from ..dispatch.values import check_integers, plain, shown
 from .batch import CommonAttentionMetadata, host_array
 from .vllm_helpers import reorder_batch_to_split_decodes_and_prefills
 
@@ -68,10 +69,17 @@ class ServingConfig:
         numbers = {name: value for name, value in vars(self).items() if name != "compress_ratios"}
         check_integers(0, num_speculative_tokens=numbers.pop("num_speculative_tokens"))
         check_integers(1, 2**63 - 1, **numbers)
-        ratios = tuple(max(1, int(ratio)) for ratio in self.compress_ratios)
-        for ratio in ratios:
-            if ratio not in COMPRESS_RATIOS:
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, plain(value))
+        try:
+            given = tuple(self.compress_ratios)
+        except TypeError:
+            raise TypeError(f"compress_ratios: got {shown(self.compress_ratios)}, expected one a layer") from None
+        for ratio in given:
+            check_integers(0, compress_ratios=ratio)
+            if ratio and ratio not in COMPRESS_RATIOS:
                 raise ValueError(f"compress_ratios: got {ratio}, expected 0, 1, 4 or 128")
+        ratios = tuple(max(1, int(ratio)) for ratio in given)
         if not ratios:
             raise ValueError("compress_ratios: got no layers, expected at least one")
         object.__setattr__(self, "compress_ratios", ratios)

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..arrays import dlpack
-from ..dispatch.call import INT32, Call, check_integers
+from ..dispatch.call import INT32, Call
+from ..dispatch.values import check_integers, plain_integers
 from ..kernels.types.metadata import IndexerBuffers, IndexerCounts
 from .batch import CommonAttentionMetadata, HostLens, host_array
 from .builder import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, ServingConfig, ViewCache
@@ -71,6 +72,7 @@ class DeepseekV32IndexerMetadata:
     compress_ratio: int = 1
 
 
+@plain_integers
 def get_compressed_slot_mapping(
     num_tokens: int,
     query_start_loc: Any,
@@ -232,6 +234,7 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
             compress_ratio=self.compress_ratio,
         )
 
+    @plain_integers
     def build_one_prefill_chunk(
         self,
         req_slice: slice,
@@ -258,6 +261,7 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
             skip_kv_gather,
         )  # fmt: skip
 
+    @plain_integers
     def _prepare_decode_tensors(
         self,
         seq_lens: Any,

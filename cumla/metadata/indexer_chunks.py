@@ -11,6 +11,7 @@ import numpy as np
 
 from ..arrays import dlpack
 from ..dispatch.call import INT32, Call
+from ..dispatch.values import check_integers, plain_integers
 from .batch import HostLens, host_array
 from .builder import BatchArrays, ServingConfig, give_view
 
@@ -59,6 +60,7 @@ def get_max_prefill_buffer_size(config: ServingConfig) -> int:
     return 40 * config.max_model_len
 
 
+@plain_integers
 def split_indexer_prefill_chunks(
     seq_lens_cpu: Any, query_lens_cpu: Any, workspace_size: int, max_logits_bytes: int, request_offset: int = 0
 ) -> list[tuple[slice, slice]]:
@@ -75,6 +77,8 @@ def split_indexer_prefill_chunks(
     but at least one goes at a time. Requests without queries give no chunk of their own.
     Source: vLLM split_indexer_prefill_chunks.
     """
+    check_integers(0, 2**63 - 1, workspace_size=workspace_size, max_logits_bytes=max_logits_bytes)
+    check_integers(0, request_offset=request_offset)
     query_lens = host_array("query_lens_cpu", query_lens_cpu).tolist()
     seq_lens = host_array("seq_lens_cpu", seq_lens_cpu).tolist()
     return _split(seq_lens, query_lens, workspace_size, max_logits_bytes, request_offset)
@@ -101,6 +105,7 @@ def _split(
     return chunks
 
 
+@plain_integers
 def kv_spans_from_batches(start_seq_loc: Any, seq_len_per_batch: Any, device: int | None = None) -> tuple[Any, Any]:
     """Where in the rows of all requests, one request's after another's, each query's keys start and end.
 

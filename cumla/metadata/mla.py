@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from ..arrays import dlpack, streams
-from ..dispatch.call import INT32, SLOTS, Call, check_integers
+from ..dispatch.call import INT32, SLOTS, Call
+from ..dispatch.values import check_flags, check_integers, plain, shown
 from ..layout import MLA_BF16
 from ..ops.advance import advance_step
 from .batch import CommonAttentionMetadata, HostLens
@@ -54,13 +55,18 @@ class MLAConfig(ServingConfig):
     def __post_init__(self) -> None:
         numbers = {name: getattr(self, name) for name in ServingConfig.__dataclass_fields__}
         object.__setattr__(self, "compress_ratios", ServingConfig(**numbers).compress_ratios)
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, plain(value))
         check_head_size("head_size", self.head_size)
+        check_flags(
+            chunked_prefill_enabled=self.chunked_prefill_enabled, enable_prefix_caching=self.enable_prefix_caching
+        )
         if self.sliding_window is not None:
             check_integers(1, sliding_window=self.sliding_window)
         if self.max_seq_len_to_capture is not None:
             check_integers(1, max_seq_len_to_capture=self.max_seq_len_to_capture)
         if self.dtype not in ("bfloat16", "float16"):
-            raise ValueError(f"dtype: got {self.dtype!r}, expected 'bfloat16' or 'float16'")
+            raise ValueError(f"dtype: got {shown(self.dtype)}, expected 'bfloat16' or 'float16'")
 
     @property
     def allows_context(self) -> bool:
@@ -418,7 +424,8 @@ def send_together(parts: list[np.ndarray], like: Any) -> list[Any]:
 
 
 def check_head_size(name: str, head_size: int) -> None:
-    """Raises ValueError for rows that are no MLA rows."""
+    """Raises ValueError for rows that are no MLA rows, TypeError for what is no integer."""
+    check_integers(1, **{name: head_size})
     if head_size not in SUPPORTED_HEAD_SIZES:
         raise ValueError(f"{name}: got {head_size}, expected one of {', '.join(map(str, SUPPORTED_HEAD_SIZES))}")
 

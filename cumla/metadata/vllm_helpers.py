@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import dlpack
+from ..dispatch.values import check_integers, plain_integers, shown
 from .batch import host_array
 
 
@@ -33,6 +34,7 @@ def reorder_batch_to_split_decodes_and_prefills(
     return bool(misplaced_prefills)
 
 
+@plain_integers
 def make_local_attention_virtual_batches(
     attn_chunk_size: int, query_start_loc_np: Any, seq_lens_np: Any, block_table: Any, block_size: int = 0
 ) -> tuple[Any, Any, Any, Any]:
@@ -48,14 +50,29 @@ def make_local_attention_virtual_batches(
     Raises ValueError for sizes that do not divide, and for a table without columns that is looked into.
     Source: vLLM make_local_attention_virtual_batches.
     """
-    if block_size < 1 or attn_chunk_size < 1 or attn_chunk_size % block_size:
+    check_integers(-(2**31), block_size=block_size)
+    check_integers(1, attn_chunk_size=attn_chunk_size)
+    if block_size < 1 or attn_chunk_size % block_size:
         raise ValueError(
             f"block_size: got {block_size}, expected a positive divisor of attn_chunk_size = {attn_chunk_size}"
         )
     starts = host_array("query_start_loc_np", query_start_loc_np)
     seq_lens = host_array("seq_lens_np", seq_lens_np)
     table = dlpack.borrow(block_table, "block_table")
+    if starts.ndim != 1 or seq_lens.shape != (len(starts) - 1,):
+        raise ValueError(
+            f"query_start_loc_np, seq_lens_np: got shapes {starts.shape} and {seq_lens.shape}, expected [R + 1] and [R]"
+        )
+    if table.ndim != 2 or len(table) < len(seq_lens):
+        raise ValueError(f"block_table: got shape {tuple(table.shape)}, expected a row for each of {len(seq_lens)}")
     query_lens = np.diff(starts)
+    wrong = (query_lens < 0) | (query_lens > seq_lens)
+    if wrong.any():
+        r = int(wrong.argmax())
+        raise ValueError(
+            f"seq_lens_np: request {r} has {seq_lens[r]} tokens and a query of {query_lens[r]}, expected a query of 0 "
+            "to all of them"
+        )
     first_chunk = (seq_lens - query_lens) // attn_chunk_size
     last_chunk = (seq_lens - 1) // attn_chunk_size
     num_chunks = np.where(query_lens > 0, last_chunk - first_chunk + 1, 0)
@@ -156,5 +173,5 @@ def set_kv_cache_layout(cache_layout: str | None) -> None:
     """
     global _KV_CACHE_LAYOUT_OVERRIDE
     if cache_layout is not None and cache_layout not in KV_CACHE_LAYOUTS:
-        raise ValueError(f"cache_layout: got {cache_layout!r}, expected one of {', '.join(KV_CACHE_LAYOUTS)}")
+        raise ValueError(f"cache_layout: got {shown(cache_layout)}, expected one of {', '.join(KV_CACHE_LAYOUTS)}")
     _KV_CACHE_LAYOUT_OVERRIDE = cache_layout

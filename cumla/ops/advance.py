@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..dispatch.call import INT32, SLOTS, Call, check_integers
+from ..dispatch.call import INT32, SLOTS, Call
 from ..dispatch.launch_cache import launch_cached
+from ..dispatch.values import check_integers
 from .sparse_cache import vector
 
 

@@ -80,8 +80,11 @@ def copy_blocks(
     Source: vLLM copy_blocks_mla.
     """
     call = Call(backend, stream)
-    caches = []
-    for i, cache in enumerate(kv_caches):
+    try:
+        given, caches = list(kv_caches), []
+    except TypeError:
+        raise TypeError(f"kv_caches: got {type(kv_caches).__name__}, expected a list of arrays") from None
+    for i, cache in enumerate(given):
         caches.append(page_bytes(f"kv_caches[{i}]", call.borrow(f"kv_caches[{i}]", cache, writable=True)))
     pairs = block_pairs("src_to_dsts", src_to_dsts)
     if not caches or not pairs.size:
@@ -97,6 +100,8 @@ def page_bytes(name: str, native: Any) -> Any:
     """A cache [num_blocks, ...] as its pages' bytes, uint8 [num_blocks, page_bytes]."""
     if native.ndim < 2:
         raise ValueError(f"{name}: got shape {tuple(native.shape)}, expected [num_blocks, ...]")
+    if not native.size:  # nothing to copy, whatever its strides
+        return native
     contiguous = native.itemsize
     for size, stride in zip(reversed(native.shape[1:]), reversed(native.strides[1:]), strict=True):
         if size > 1 and stride != contiguous:

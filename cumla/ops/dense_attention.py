@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..dispatch.call import BF16, BYTES, INT32, Call, check_integers
+from ..dispatch.call import BF16, BYTES, INT32, Call
+from ..dispatch.values import check_flags, check_integers, plain_integers
 from ..kernels.types.plan import DenseDecodePlan
 from ..layout import MLA_BF16, plain_rows
 from .dense_cache import VALUE_TYPES, checked_scale
@@ -16,6 +17,7 @@ HALVES = (*BF16, np.dtype(np.float16))
 FLOAT32 = (np.dtype(np.float32),)
 
 
+@plain_integers
 def mha_varlen(
     q: Any,
     k: Any,
@@ -55,6 +57,7 @@ def mha_varlen(
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: flash_attn_varlen_func, as vLLM's MLA prefill calls it.
     """
+    check_flags(causal=causal, accumulate=accumulate)
     call = Call(backend, stream)
     q = call.array("q", q, HALVES, ("T", "h", "d"))
     same = (q.dtype,)
@@ -72,6 +75,9 @@ def mha_varlen(
     cu_seqlens_k = call.array("cu_seqlens_k", cu_seqlens_k, INT32, ("R + 1",))
     if not len(cu_seqlens_q):
         raise ValueError("cu_seqlens_q: got no entries, expected one more than there are sequences")
+    if not head_dim:
+        raise ValueError("q: got 0 values a head, expected at least one")
+    scale = scale_or_default(softmax_scale, head_dim)
     for name, array in (("out", out), ("lse", lse)):
         if accumulate and array is None:
             raise ValueError(f"{name}: got None, expected the attention to which these keys are added")
@@ -80,12 +86,12 @@ def mha_varlen(
     if q.size and len(cu_seqlens_q) > 1:
         with call.kernels("dense_attention") as kernels:
             kernels.mha_varlen(
-                q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, scale_or_default(softmax_scale, head_dim), bool(causal),
-                bool(accumulate), out_array, lse_array,
+                q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, scale, bool(causal), bool(accumulate), out_array, lse_array,
             )  # fmt: skip
     return call.results()
 
 
+@plain_integers
 def dense_mla_decode(
     q: Any,
     k_cache: Any,
@@ -124,6 +130,7 @@ def dense_mla_decode(
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: FlashMLA flash_mla_with_kvcache (dense).
     """
+    check_flags(causal=causal)
     call = Call(backend, stream)
     q = call.array("q", q, HALVES, ("b", "s_q", "h", MLA_BF16.head_dim))
     check_heads(q.shape[2])
@@ -143,12 +150,13 @@ def dense_mla_decode(
     if max_seqlen is not None:
         check_integers(0, max_seqlen=max_seqlen)
         longest = min(longest, max_seqlen)
+    logits_scale = scale_or_default(softmax_scale, head_dim)
     out_array = call.output("out", out, (q.dtype,), (batch, s_q, heads, V_DIM))
     lse_array = call.output("lse", lse, FLOAT32, (batch, heads, s_q))
     if q.size:
         with call.kernels("dense_attention") as kernels:
             kernels.dense_mla_decode(
                 q, pages, block_table[:batch], cache_seqlens[:batch], tensor_scale,
-                scale_or_default(softmax_scale, head_dim), bool(causal), longest, plan, out_array, lse_array,
+                logits_scale, bool(causal), longest, plan, out_array, lse_array,
             )  # fmt: skip
     return call.results()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import numpy as np
 
-from ..dispatch.call import BF16, BYTES, FLOAT32, FLOATS, INT32, Call, bytes_of, check_integers
+from ..dispatch.call import BF16, BYTES, FLOAT32, FLOATS, INT32, Call, bytes_of
 from ..dispatch.launch_cache import launch_cached
+from ..dispatch.values import check_choice, check_integers, finite, shown
 from ..layout import MLA_BF16, MLA_F32, V32_FP8, CacheLayout, ValueType, plain_rows
 from .sparse_cache import checked_slots, requests_of, vector
 
@@ -46,7 +48,8 @@ def concat_and_cache_mla(
                     (-1 above all) skips its row; rows of kv_c beyond N are not looked at
     scale           of "fp8": float32 array of one value on the device, or a number; None is 1. Else not looked at
 
-    Infinity saturates in FP8 and NaN is stored as NaN. Bytes of other slots and padding keep what they hold.
+    Infinity saturates in FP8 and NaN is stored as NaN. Bytes of other slots and padding keep what they hold. Two
+    tokens for one slot are the caller's error, as quantize_and_insert_k_cache says.
 
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM concat_and_cache_mla.
@@ -135,23 +138,26 @@ def gather_cache(
 
 def layout_of_dtype(native: Any, kv_cache_dtype: str) -> CacheLayout:
     """The format that `kv_cache_dtype` says a cache array is in."""
+    check_choice(("auto", "fp8", "fp8_e4m3", "fp8_ds_mla"), kv_cache_dtype=kv_cache_dtype)
     if kv_cache_dtype == "fp8_ds_mla":
         return V32_FP8
-    if kv_cache_dtype in ("fp8", "fp8_e4m3"):
-        return plain_rows(MLA_BF16.head_dim, "e4m3")
     if kv_cache_dtype != "auto":
-        raise ValueError(f"kv_cache_dtype: got {kv_cache_dtype!r}, expected 'auto', 'fp8', 'fp8_e4m3' or 'fp8_ds_mla'")
+        return plain_rows(MLA_BF16.head_dim, "e4m3")
     if native.dtype == np.float16:
         return plain_rows(MLA_BF16.head_dim, "float16")
-    if native.dtype == np.float32:
-        return MLA_F32
-    return MLA_BF16
+    return MLA_F32 if native.dtype == np.float32 else MLA_BF16
 
 
 def checked_scale(call: Call, scale: Any, name: str = "scale") -> Any:
     """A scale of a whole cache as float32: an array of one value as it came, a number by value, None as 1."""
-    if scale is None or isinstance(scale, (int, float, np.number)):
-        return np.float32(1 if scale is None else scale)
+    if scale is None:
+        return np.float32(1)
+    if isinstance(scale, (numbers.Number, np.generic)):
+        with np.errstate(over="ignore"):
+            number = np.float32(finite(name, scale))
+        if not np.isfinite(number):
+            raise ValueError(f"{name}: got {shown(scale)}, expected a number that float32 has")
+        return number
     native = call.borrow(name, scale)
     if native.dtype not in FLOAT32:
         raise TypeError(f"{name}: got dtype {native.dtype}, expected float32")

@@ -13,8 +13,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ..dispatch.call import FLOAT32, FLOATS, INT32, SLOTS, Call, check_integers
+from ..dispatch.call import FLOAT32, FLOATS, INT32, SLOTS, Call
 from ..dispatch.launch_cache import launch_cached
+from ..dispatch.values import check_integers
 from ..kernels.types.metadata import SPLIT_PAGES
 from ..layout import INDEXER_BF16, INDEXER_F32, INDEXER_FP8, CacheLayout
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ..dispatch.call import FLOAT32, INT32, Call, check_integers
+from ..dispatch.call import FLOAT32, INT32, Call
 from ..dispatch.launch_cache import launch_cached
+from ..dispatch.values import check_integers
 from ..kernels.types.indexer import Rows
 from ..layout import CacheLayout
 from .indexer import UINT8, check_schedule, checked_keys, checked_paged, checked_width

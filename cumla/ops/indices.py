@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..dispatch.call import BOOL, INT32, Call, check_integers
+from ..dispatch.call import BOOL, INT32, Call
 from ..dispatch.launch_cache import launch_cached
+from ..dispatch.values import check_flags, check_integers
 
 INT32_MAX = 2**31 - 1
 
@@ -105,6 +106,7 @@ def compute_global_topk_indices_and_lens(
     Source: vLLM compute_global_topk_indices_and_lens; compaction and bounds as in its later releases.
     """
     check_integers(1, block_size=block_size, compress_ratio=compress_ratio)
+    check_flags(compact=compact)
     call = Call(backend, stream)
     topk_indices = call.array("topk_indices", topk_indices, INT32, ("T", "K"))
     token_to_req_indices = call.array("token_to_req_indices", token_to_req_indices, INT32, (-1,))
@@ -174,6 +176,7 @@ def combine_topk_swa_indices(
     """
     check_integers(1, window_size=window_size, compress_ratio=compress_ratio, M=M)
     check_integers(0, topk=topk, N=N)
+    check_flags(compact=compact)
     call = Call(backend, stream)
     topk_indices = call.array("topk_indices", topk_indices, INT32, ("T", -1))
     query_start_loc, seq_lens = request_arrays(call, query_start_loc, seq_lens)
@@ -263,6 +266,7 @@ def build_flashinfer_mixed_sparse_indices(
         compressed_block_span=compressed_block_size if compressed_block_span is None else compressed_block_span,
     )
     check_integers(0, topk=topk)
+    check_flags(decode_compressed_indices_are_local=decode_compressed_indices_are_local)
     call = Call(backend, stream)
     decode_swa_indices = two_dimensional(call, "decode_swa_indices", decode_swa_indices, ("D", window_size))
     num_decode_tokens, decode_topk = call.size("D"), 0

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
 from ..dispatch.call import BF16, BYTES, FLOAT32, FLOATS, INT32, Call
 from ..dispatch.launch_cache import launch_cached
+from ..dispatch.values import check_choice, check_flags, check_integers, check_kind, finite, shown
 from ..kernels.types.plan import DecodePlan, DenseDecodePlan
 from ..kernels.types.segments import V_DIM, Pages, Segment
 from ..layout import DSV4_BF16, DSV4_F32, MLA_BF16, MLA_F32, CacheLayout, layout_of
@@ -68,9 +68,13 @@ def sparse_mla_decode(
     allocated, which raises RuntimeError.
     Source: FlashMLA flash_mla_with_kvcache (sparse, FP8).
     """
+    sizes = {"block_size": block_size, "extra_block_size": extra_block_size}
+    check_integers(1, **{name: size for name, size in sizes.items() if size is not None})
+    check_flags(batch_invariant=batch_invariant)
     call = Call(backend, stream)
     q = call.array("q", q, ROWS, ("b", "s_q", "h", -1))
     layout = cache_layout(call, k_cache, layout, q.shape[3])
+    scale = scale_or_default(softmax_scale, q.shape[3])
     check_heads(q.shape[2])
     call.check_float32("q", q.dtype.name)
     call.check_float32("k_cache", layout.value_type)
@@ -80,10 +84,12 @@ def sparse_mla_decode(
             segment(call, "extra_", extra_k_cache, extra_indices, extra_topk_length, layout, extra_block_size)
         )
     elif not (extra_k_cache is None and extra_indices is None and extra_topk_length is None):
-        raise ValueError("extra_k_cache: extra_k_cache and extra_indices must be given together")
-    attn_sink = call.optional("attn_sink", attn_sink, FLOAT32, ("h",))
+        raise ValueError(
+            "extra_k_cache: extra_k_cache and extra_indices must be given together, and with extra_topk_length"
+        )
+    attn_sink = checked_sink(call, attn_sink)
     check_plan(plan, DecodePlan, q)
-    batch, s_q, heads, head_dim = q.shape
+    batch, s_q, heads, _ = q.shape
     out_array = call.output("out", out, (q.dtype,), (batch, s_q, heads, V_DIM))
     lse_array = call.output("lse", lse, FLOAT32, (batch, heads, s_q))
     if q.size:
@@ -92,7 +98,7 @@ def sparse_mla_decode(
                 q,
                 segments,
                 attn_sink,
-                scale_or_default(softmax_scale, head_dim),
+                scale,
                 out_array,
                 lse_array,
                 plan,
@@ -129,8 +135,7 @@ def sparse_mla_prefill(
     no key) and lse [s_q, h] float32 (+inf if there is no key; the sink left out).
     Source: FlashMLA flash_mla_sparse_fwd.
     """
-    if d_v != V_DIM:
-        raise ValueError(f"d_v: got {d_v}, expected {V_DIM}")
+    check_choice((V_DIM,), d_v=d_v)
     call = Call(backend, stream)
     q = call.array("q", q, ROWS, ("s_q", "h", "d"))
     call.check_float32("q", q.dtype.name)
@@ -142,19 +147,19 @@ def sparse_mla_prefill(
     indices = without_middle_axis(call.borrow("indices", indices))
     indices = call.array("indices", indices, INT32, ("s_q", -1))
     topk_length = call.optional("topk_length", topk_length, INT32, ("s_q",))
-    attn_sink = call.optional("attn_sink", attn_sink, FLOAT32, ("h",))
+    attn_sink = checked_sink(call, attn_sink)
     tokens, heads, head_dim = q.shape
-    given = (None, None, None) if out is None else tuple(out)
-    if len(given) != 3:
-        raise TypeError(f"out: got {len(given)} arrays, expected (out, max_logits, lse)")
+    scale = scale_or_default(softmax_scale, head_dim)
+    given = (None, None, None) if out is None else out
+    if not isinstance(given, (tuple, list)) or len(given) != 3:
+        raise TypeError(f"out: got {shown(out)}, expected (out, max_logits, lse)")
     out_array = call.output("out[0] (out)", given[0], (q.dtype,), (tokens, heads, V_DIM))
     max_logits = call.output("out[1] (max_logits)", given[1], FLOAT32, (tokens, heads))
     lse = call.output("out[2] (lse)", given[2], FLOAT32, (tokens, heads))
     if q.size:
         with call.kernels("sparse_attention") as kernels:
             kernels.sparse_mla_prefill(
-                q, kv, indices, topk_length, attn_sink, scale_or_default(softmax_scale, head_dim),
-                out_array, max_logits, lse,
+                q, kv, indices, topk_length, attn_sink, scale, out_array, max_logits, lse,
             )  # fmt: skip
     return call.results()
 
@@ -194,13 +199,21 @@ def merge_attn_states(
             kernels.merge_attn_states(output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse)
 
 
+def checked_sink(call: Call, attn_sink: Any) -> Any:
+    """attn_sink [h] or None. Raises ValueError for NaN where it can be seen without waiting, in host memory."""
+    attn_sink = call.optional("attn_sink", attn_sink, FLOAT32, ("h",))
+    if isinstance(attn_sink, np.ndarray) and np.isnan(attn_sink).any():
+        raise ValueError(f"attn_sink: got NaN for head {int(np.isnan(attn_sink).argmax())}, expected numbers")
+    return attn_sink
+
+
 def cache_layout(call: Call, k_cache: Any, layout: CacheLayout | None, head_dim: int) -> CacheLayout:
     """The layout of a cache as given or as its tokens' size tells, checked against q's head_dim."""
     if layout is None:
         native = call.borrow("k_cache", k_cache)
-        if native.dtype in BYTES:
+        if native.dtype in BYTES and native.ndim:
             layout = layout_of(native.shape[-1])
-        elif native.dtype in ROWS:
+        elif native.dtype in ROWS and native.ndim:
             plain = (MLA_BF16, DSV4_BF16) if native.dtype in BF16 else (MLA_F32, DSV4_F32)
             layout = next((x for x in plain if x.head_dim == native.shape[-1]), None)
         if layout is None or native.ndim not in (3, 4):
@@ -208,6 +221,7 @@ def cache_layout(call: Call, k_cache: Any, layout: CacheLayout | None, head_dim:
                 f"k_cache: got {native.dtype} of shape {tuple(native.shape)}, which is no cache format; "
                 "give layout (and block_size for raw pages)"
             )
+    check_kind(CacheLayout, layout=layout)
     if layout.head_dim not in HEAD_DIMS:
         raise ValueError(f"layout: got {layout.name}, expected one for attention")
     if layout.head_dim != head_dim:
@@ -253,15 +267,10 @@ def check_plan(plan: Any, kind: type[DecodePlan | DenseDecodePlan], q: Any) -> N
     """Raise TypeError for a plan that is no `kind`, ValueError for one whose memory is not where q is."""
     if plan is None:
         return
-    if not isinstance(plan, kind):
-        raise TypeError(f"plan: got {type(plan).__name__}, expected a {kind.__name__}")
+    check_kind(kind, plan=plan)
     plan.workspace.check_place(q)
 
 
 def scale_or_default(softmax_scale: float | None, head_dim: int) -> float:
-    """Raises ValueError if the scale is not finite."""
-    if softmax_scale is None:
-        return head_dim**-0.5
-    if not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale: got {softmax_scale}, expected a finite number")
-    return float(softmax_scale)
+    """Raises TypeError for what is no number, ValueError for one that is not finite."""
+    return head_dim**-0.5 if softmax_scale is None else finite("softmax_scale", softmax_scale)

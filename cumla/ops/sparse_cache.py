@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ..dispatch.call import BYTES, FLOAT32, FLOATS, INT32, SLOTS, Call, bytes_of, check_integers
+from ..dispatch.call import BYTES, FLOAT32, FLOATS, INT32, SLOTS, Call, bytes_of
 from ..dispatch.launch_cache import launch_cached
+from ..dispatch.values import check_choice, check_flags, check_integers, check_kind
 from ..kernels.types.segments import Pages
 from ..layout import DSV4_FP8, INDEXER_BF16, INDEXER_F32, INDEXER_FP8, CacheLayout
 
@@ -29,7 +30,8 @@ def quantize_and_insert_k_cache(
     k             [T, head_dim] bfloat16, float16 or float32; RoPE applied already
     k_cache       uint8 [num_blocks, block_size, token_bytes] or raw pages [num_blocks, page_bytes], written
     slot_mapping  [N] int64 or int32, N <= T: slot = block * block_size + row. A slot outside the cache
-                  (-1 above all) skips its row; rows of `k` beyond N are not looked at
+                  (-1 above all) skips its row; rows of `k` beyond N are not looked at. Slots of one call
+                  differ: see below
     block_size    tokens of a page
     is_ue8m0      scales are powers of two; False, for float32 scales only, takes amax / 448 as it is
     layout        DSV4_FP8, V32_FP8 or INDEXER_FP8
@@ -37,11 +39,18 @@ def quantize_and_insert_k_cache(
     A tile's scale comes from its finite values: an infinity saturates and a NaN is stored as NaN, and
     neither changes another byte. Bytes of other slots and padding keep what they hold.
 
+    Two tokens for one slot are the caller's error: the slot then holds bytes of either, nothing else is touched, and
+    which ones may change from call to call (in host memory the last token stays whole). Equal tokens give that token's
+    row. Each byte is written once, as what it is to be: a row that is written anew with what it holds already looks
+    the same all the while to whoever reads it.
+
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM quantize_and_insert_k_cache (DeepSeek V4), concat_and_cache_mla fp8_ds_mla (V3.2) and
     indexer_k_quant_and_cache.
     """
     check_integers(1, block_size=block_size)
+    check_flags(is_ue8m0=is_ue8m0)
+    check_kind(CacheLayout, layout=layout)
     if not layout.num_scales:
         raise ValueError(f"layout: got {layout.name}, expected one with FP8 values")
     if layout.scale_type == "ue8m0" and not is_ue8m0:
@@ -101,6 +110,7 @@ def dequantize_and_gather_k_cache(
     """
     check_integers(1, block_size=block_size)
     check_integers(0, offset=offset)
+    check_kind(CacheLayout, layout=layout)
     if not layout.num_scales and layout.value_type not in ("bfloat16", "float32"):
         raise ValueError(f"layout: got {layout.name}, expected one with FP8 values and their scales")
     call = Call(backend, stream)
@@ -140,10 +150,8 @@ def indexer_k_quant_and_cache(
 
     Source: vLLM indexer_k_quant_and_cache. See quantize_and_insert_k_cache, of which this is INDEXER_FP8.
     """
-    if quant_block_size != INDEXER_FP8.scale_tile:
-        raise ValueError(f"quant_block_size: got {quant_block_size}, expected {INDEXER_FP8.scale_tile}")
-    if scale_fmt not in ("ue8m0", None):
-        raise ValueError(f"scale_fmt: got {scale_fmt!r}, expected 'ue8m0' or None")
+    check_choice((INDEXER_FP8.scale_tile,), quant_block_size=quant_block_size)
+    check_choice(("ue8m0", None), scale_fmt=scale_fmt)
     call = Call(backend, stream)
     k = call.array("k", k, FLOATS, ("T", INDEXER_FP8.head_dim))
     pages = indexer_pages(call, kv_cache, writable=True)
@@ -199,7 +207,7 @@ def cp_gather_indexer_k_quant_cache(
     dst_k = call.array("dst_k", dst_k, BYTES, ("N", INDEXER_FP8.head_dim), writable=True)
     scales = call.borrow("dst_scale", dst_scale, writable=True)
     as_bytes = scales.dtype in BYTES
-    shape = ("N", INDEXER_FP8.scale_bytes) if as_bytes else ("N", 1)[: scales.ndim]
+    shape = ("N", INDEXER_FP8.scale_bytes) if as_bytes else ("N", 1)[: max(scales.ndim, 1)]
     scales = call.array("dst_scale", scales, BYTES if as_bytes else FLOAT32, shape, writable=True)
     block_table = call.array("block_table", block_table, INT32, (-1, -1))
     cu_seq_lens = call.array("cu_seq_lens", cu_seq_lens, INT32, (-1,))

@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..dispatch.values import shown
 from .errors import InputError
 
 HASH_TOKENS = 512  # tokens that one hash id stands for
 OUTPUT_SHARE = 16  # a clipped request keeps at most 1/16 of its length for output, near what the trace's have
 GZIP_MAGIC = b"\x1f\x8b"
 INT32_MAX = 2**31 - 1
+MOST_CHARACTERS = 1 << 25  # of a line: a request with 2^31 tokens has four million hash ids
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,8 @@ def requests_of(path: Path | None) -> list[TraceRequest]:
     requests: list[TraceRequest] = []
     try:
         for number, line in enumerate(_lines(path), 1):
+            if len(line) >= MOST_CHARACTERS:
+                raise InputError(f"{name}, line {number}: longer than {MOST_CHARACTERS:,} characters")
             if line.strip():
                 requests.append(_parse(line, f"{name}, line {number}"))
     except OSError as error:
@@ -124,13 +128,14 @@ def _lines(path: Path | None) -> Iterator[str]:
     with source.open("rb") as raw:
         zipped = raw.peek(2)[:2] == GZIP_MAGIC
         with io.TextIOWrapper(gzip.GzipFile(fileobj=raw) if zipped else raw, encoding="utf-8") as text:
-            yield from text
+            while line := text.readline(MOST_CHARACTERS):
+                yield line
 
 
 def _parse(line: str, where: str) -> TraceRequest:
     try:
         record = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError for integers of thousands of digits, too
         raise InputError(f"{where}: not JSON ({str(error).splitlines()[0]})") from None
     if not isinstance(record, dict):
         raise InputError(f"{where}: got {type(record).__name__}, expected an object")
@@ -158,14 +163,14 @@ def _field(record: dict[str, Any], key: str, where: str) -> Any:
 def _number(record: dict[str, Any], key: str, where: str) -> float:
     value = _field(record, key, where)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e15:
-        raise InputError(f"{where}: {key}: got {value!r}, expected milliseconds from 0 up")
+        raise InputError(f"{where}: {key}: got {shown(value)}, expected milliseconds from 0 up")
     return float(value)
 
 
 def _integer(record: dict[str, Any], key: str, minimum: int, where: str) -> int:
     value = _field(record, key, where)
     if not _is_integer(value) or not minimum <= value <= INT32_MAX:
-        raise InputError(f"{where}: {key}: got {value!r}, expected an integer from {minimum} up")
+        raise InputError(f"{where}: {key}: got {shown(value)}, expected an integer from {minimum} up")
     return int(value)
 
 

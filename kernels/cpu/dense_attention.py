@@ -75,19 +75,18 @@ def dense_mla_decode(
             keys = E4M3_VALUES[stored] * np.float32(np.ravel(scale)[0])
         queries = q[b].astype(np.float32).reshape(s_q * heads, head_dim) * np.float32(softmax_scale)
         scores = (queries @ keys.T).reshape(s_q, heads, len(keys))
-        if causal:
-            visible = length - (s_q - 1) + np.arange(s_q)
-            scores = np.where(positions < visible[:, None, None], scores, np.float32(-np.inf))
-        out[b], log_sum = _attend(scores, keys[:, :V_DIM])
-        lse[b] = log_sum.T
+        for i in range(s_q):
+            # Keys that a query does not see take no part: 0 times NaN would be NaN.
+            visible = np.searchsorted(positions, length - (s_q - 1 - i)) if causal else len(keys)
+            out[b, i], lse[b, :, i] = _attend(scores[i, :, :visible], keys[:visible, :V_DIM])
 
 
 def _attend(scores: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """scores [n, m, k], -inf where a key is not seen, and values [n, k, d] or [k, d] -> out [n, m, d], lse [n, m]."""
-    top = scores.max(axis=2, initial=-np.inf)
+    """scores [..., m, k], -inf where a key is not seen, and values [..., k, d] -> out [..., m, d], lse [..., m]."""
+    top = scores.max(axis=-1, initial=-np.inf)
     empty = np.isneginf(top)
     scores -= np.where(empty, np.float32(0), top)[..., None]
     weights = np.exp(scores, out=scores)
-    total = np.where(empty, np.float32(1), weights.sum(axis=2))
+    total = np.where(empty, np.float32(1), weights.sum(axis=-1))
     out = np.matmul(weights, values) / total[..., None]
     return out, np.where(empty, np.float32(np.inf), top + np.log(total))

@@ -1,0 +1,89 @@
+"""Arguments that are no arrays: how they are checked, and how an error shows what came."""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+MOST_SHOWN = 100  # characters of a value
+MOST_BITS = 256  # of an integer that is shown in digits
+
+
+def plain_integers(function: F) -> F:
+    """NumPy integers among the arguments become Python's: they compare, wrap and are looked up as others."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        return function(*map(plain, arguments), **{name: plain(value) for name, value in keywords.items()})
+
+    return cast(F, call)
+
+
+def plain(value: Any) -> Any:
+    """A NumPy integer as Python's; anything else as it is."""
+    return int(value) if isinstance(value, np.integer) else value
+
+
+def check_integers(minimum: int, maximum: int = 2**31 - 1, **values: Any) -> None:
+    """Raise TypeError for a value that is no integer (a bool is none), ValueError for one out of range."""
+    for name, value in values.items():
+        if value.__class__ is not int and (isinstance(value, bool) or not isinstance(value, (int, np.integer))):
+            raise TypeError(f"{name}: got {shown(value)} of type {type(value).__name__}, expected an integer")
+        if value < minimum:
+            raise ValueError(f"{name}: got {shown(value)}, expected at least {minimum}")
+        if value > maximum:
+            raise ValueError(f"{name}: got {shown(value)}, expected at most {maximum}")
+
+
+def check_flags(**values: Any) -> None:
+    """Raise TypeError for a value that is neither True nor False."""
+    for name, value in values.items():
+        if value.__class__ is not bool and not isinstance(value, np.bool_):
+            raise TypeError(f"{name}: got {shown(value)} of type {type(value).__name__}, expected True or False")
+
+
+def check_choice(choices: tuple[Any, ...], **values: Any) -> None:
+    """Raise ValueError for a value that is none of the choices: strings, integers or None."""
+    for name, value in values.items():
+        if not isinstance(value, (str, int, np.integer, type(None))) or isinstance(value, bool) or value not in choices:
+            expected = " or ".join(filter(None, (", ".join(map(repr, choices[:-1])), repr(choices[-1]))))
+            raise ValueError(f"{name}: got {shown(value)}, expected {expected}")
+
+
+def check_kind(kind: type, **values: Any) -> None:
+    """Raise TypeError for a value that is not of a class."""
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            raise TypeError(f"{name}: got {shown(value)} of type {type(value).__name__}, expected a {kind.__name__}")
+
+
+def finite(name: str, value: Any) -> float:
+    """A number as a float. Raises TypeError for what is none, as a bool, ValueError for one that is not finite."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (numbers.Real, np.integer, np.floating)):
+        raise TypeError(f"{name}: got {shown(value)} of type {type(value).__name__}, expected a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{name}: got {shown(value)}, expected a finite number")
+    return number
+
+
+def shown(value: Any) -> str:
+    """A value as an error shows it, however long it is."""
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+        bits = int(value).bit_length()
+        return str(int(value)) if bits <= MOST_BITS else f"an integer of {bits} bits"
+    try:
+        text = repr(value)
+    except Exception:
+        return f"a {type(value).__name__}"
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({len(text):,} characters)"
