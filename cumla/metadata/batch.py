@@ -171,7 +171,9 @@ def get_dcp_local_seq_lens(
         ranks = dlpack.namespace_of(lens).arange(dcp_world_size)
         lens = lens[:, None]
     else:
-        check_integers(0, dcp_world_size - 1, dcp_rank=dcp_rank)
+        check_integers(-(2**31), dcp_rank=dcp_rank)
+        if not 0 <= dcp_rank < dcp_world_size:
+            raise ValueError(f"dcp_rank: got {dcp_rank}, expected 0 to {dcp_world_size - 1}")
     interleave = cp_kv_cache_interleave_size
     whole_rounds = lens // interleave // dcp_world_size * interleave
     rest = lens - whole_rounds * dcp_world_size - ranks * interleave

@@ -245,6 +245,59 @@ def test_a_capsule_of_a_later_dlpack():
         dlpack.borrow(Later(), "q")
 
 
+class Once:
+    """A library that hands out one capsule again and again."""
+
+    def __init__(self, array, device=(1, 0)):
+        self.capsule, self.device = array.__dlpack__(), device
+
+    def __dlpack_device__(self):
+        return self.device
+
+    def __dlpack__(self, **keywords):
+        return self.capsule
+
+
+def test_a_capsule_is_taken_by_one_at_a_time():
+    once = Once(np.full(100, 7.0))
+    ours = dlpack.borrow(once, "k")
+    with pytest.raises((ValueError, BufferError)):  # NumPy would free what we have
+        np.from_dlpack(once)
+    with pytest.raises(ValueError, match="k: got a DLPack capsule named 'used_dltensor', expected one that nobody has"):
+        dlpack.borrow(once, "k")
+    assert (ours == 7).all()
+    del ours
+    gc.collect()
+    theirs = np.from_dlpack(once)  # it was given back as it was
+    with pytest.raises(ValueError, match="k: got a DLPack capsule named 'used_dltensor'"):
+        dlpack.borrow(once, "k")
+    assert (theirs == 7).all()
+
+
+def test_what_is_no_capsule():
+    once = Once(np.zeros(3))
+    for wrong in (None, 5, np.zeros(3)):
+        once.capsule = wrong
+        with pytest.raises(TypeError, match=f"q: got {type(wrong).__name__} from __dlpack__, expected a capsule"):
+            dlpack.borrow(once, "q")
+
+
+def test_a_tensor_that_is_elsewhere_than_it_says():
+    """Read as host memory, an address of a device is a crash."""
+    foreign = Foreign(np.zeros(3))
+    foreign.__class__ = type("Elsewhere", (Foreign,), {"__dlpack_device__": lambda self: next(self.devices)})
+    foreign.devices = iter([(1, 0), (2, 1)])  # what the object says, and then its tensor
+    with pytest.raises(ValueError, match="q: got a tensor on CUDA 1 from an array that says it is on CPU 0"):
+        dlpack.borrow(foreign, "q")
+
+
+def test_masks_are_not_lost_in_silence():
+    with pytest.raises(TypeError, match="q: got a masked array, whose mask would be lost, expected a plain one"):
+        dlpack.borrow(np.ma.masked_equal([1, 2], 2), "q")
+    records = np.zeros(2, np.float32).view(np.recarray)
+    assert type(dlpack.borrow(records, "q")) is np.ndarray
+
+
 def test_jax_tracers_are_told_where_to_go():
     jax = pytest.importorskip("jax")
     with pytest.raises(TypeError, match=r"q: got a JAX tracer, .* inside jax.jit use cumla.interop.jax"):

@@ -253,3 +253,33 @@ def test_kv_cache_layout_of_the_environment(monkeypatch):
         get_kv_cache_layout()
     monkeypatch.setenv("CUMLA_KV_CACHE_LAYOUT", "")
     assert get_kv_cache_layout() == "NHD"
+
+
+def test_queries_longer_than_their_sequences():
+    starts, lens, table = np.array([0, 1, 4]), np.array([4, 2]), np.zeros((2, 4), np.int32)
+    with pytest.raises(ValueError, match="seq_lens_np: request 1 has 2 tokens and a query of 3"):
+        make_local_attention_virtual_batches(4, starts, lens, table, 2)
+    with pytest.raises(ValueError, match="seq_lens_np: request 0 has 4 tokens and a query of -1"):
+        make_local_attention_virtual_batches(4, np.array([1, 0, 1]), lens, table, 2)
+    with pytest.raises(ValueError, match=r"got shapes \(3,\) and \(1,\), expected \[R \+ 1\] and \[R\]"):
+        make_local_attention_virtual_batches(4, starts, lens[:1], table, 2)
+
+
+@pytest.mark.parametrize("name", ["num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len"])
+def test_counts_are_integers(name):
+    for wrong in (None, True, 1.0, "1", np.array(1)):
+        with pytest.raises(TypeError, match=f"{name}: got .* of type .*, expected an integer"):
+            batch_of([1, 2], **{name: wrong})
+    assert type(getattr(batch_of([1, 2], **{name: np.int16(2)}), name)) is int
+
+
+def test_small_numpy_integers_do_not_wrap_around():
+    """Sums and products of these leave 8 bits."""
+    small, starts, table = np.uint8(200), np.array([0, 300]), np.arange(4, dtype=np.int32)[None]
+    got = make_local_attention_virtual_batches(small, starts, np.array([300]), table, np.uint8(100))
+    want = make_local_attention_virtual_batches(200, starts, np.array([300]), table, 100)
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    sizes = 16, 3, 17
+    assert get_dcp_local_seq_lens(starts, *map(np.uint8, sizes))[1] == get_dcp_local_seq_lens(starts, *sizes)[1]
+    assert split_decodes_and_prefills(batch_of([1, 300]), np.uint8(255)) == (1, 1, 1, 300)

@@ -59,6 +59,14 @@ WRONG = {
         {"max_query_len": 4},
         r"max_query_len: got 4, but request 2 has 5 query tokens",
     ),
+    "computed-tokens-that-contradict": (
+        {"num_computed_tokens_cpu": i32(18, 0, 24)},
+        r"num_computed_tokens_cpu: request 2 has 24, expected 30 tokens without the 5 of its query",
+    ),
+    "starts-that-wrap-around": (
+        {"query_start_loc_cpu": i32(0, 2**31 - 1, -(2**31), 8), "max_query_len": 2**31 - 1},
+        r"seq_lens_cpu: request 0 has 20 tokens, expected at least the 2147483647 of its query",
+    ),
     "decode-behind-prefill": (
         {"query_start_loc_cpu": i32(0, 2, 7, 8), "seq_lens_cpu": i32(20, 30, 1)},
         r"query_start_loc_cpu: request 2 with 1 query tokens follows a prefill, "
@@ -118,8 +126,26 @@ def test_trusted_batch_is_not_checked(builder):
     builder(CONFIG, backend="reference").build(0, wrong, validate=False)
 
 
+def test_integers_of_numpy():
+    """They count as others do: in a config, a batch, and what is checked by them."""
+    numbers = {name: np.int64(value) for name, value in vars(CONFIG).items() if isinstance(value, int)}
+    config = dataclasses.replace(CONFIG, **numbers, compress_ratios=[np.int64(1), np.uint8(4)])
+    assert config == dataclasses.replace(CONFIG, compress_ratios=(1, 4))
+    assert all(type(x) is int for x in [*config.compress_ratios, config.block_size, config.decode_threshold])
+    short = batch(num_reqs=np.int64(3), seq_lens=i32(20))  # three requests, and room for one
+    with pytest.raises(ValueError, match=r"seq_lens: got shape \(1,\), expected \[3\]"):
+        DeepseekSparseSWAMetadataBuilder(CONFIG, backend="reference").build(0, short)
+    for wrong in (True, 1.5, None, "8"):
+        with pytest.raises(TypeError, match="block_size: got "):
+            dataclasses.replace(CONFIG, block_size=wrong)
+        with pytest.raises(TypeError, match="compress_ratios: got "):
+            dataclasses.replace(CONFIG, compress_ratios=(1, wrong))
+
+
 @pytest.mark.parametrize("builder", BUILDERS)
 def test_no_array(builder):
+    with pytest.raises(TypeError, match="seq_lens_cpu: got dtypes int32 and float64, expected integers"):
+        builder(CONFIG, backend="reference").build(0, batch(seq_lens_cpu=np.array([20.0, 1.0, 30.0])))
     with pytest.raises(TypeError, match="slot_mapping: got list, expected an array"):
         builder(CONFIG, backend="reference").build(0, batch(slot_mapping=[1] * 8))
     with pytest.raises(TypeError, match="seq_lens: got dtype int64, expected int32"):

@@ -472,3 +472,18 @@ def test_errors_name_the_argument(rng):
         arguments = {"q": q, "k_cache": cache, "block_table": table, "cache_seqlens": lens} | changes
         with pytest.raises((TypeError, ValueError), match=message):
             cumla.dense_mla_decode(**arguments)
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float16])
+def test_keys_that_causality_hides_may_hold_anything(lab, rng, dtype):
+    """The last two of five tokens are NaN: of three queries the first does not see them, the others do."""
+    s_q, heads = 3, 2
+    cache = (KV_STD * rng.standard_normal((1, 8, 576))).astype(dtype)
+    cache[0, 3:5] = np.nan
+    q = rng.standard_normal((1, s_q, heads, 576)).astype(dtype)
+    table, lens = np.zeros((1, 1), np.int32), np.array([5], np.int32)
+    out, lse = cumla.dense_mla_decode(*map(lab.put, (q, cache, table, lens)), backend=lab.backend)
+    keys = to_float(cache[0, :3])[:, None].repeat(heads, axis=1)
+    want_out, want_lse = formula(to_float(q[0, :1]), keys, keys[..., :512], 576**-0.5, False)
+    assert_decode(to_float(lab.get(out))[0, :1], lab.get(lse)[0, :, :1], want_out, want_lse)
+    assert np.isnan(to_float(lab.get(out))[0, 1:]).all()

@@ -8,7 +8,7 @@ import pytest
 from cumla.replay.blocks import BLOCK_TOKENS
 from cumla.replay.errors import InputError
 from cumla.replay.options import cache_size
-from cumla.replay.trace import TraceRequest, read_trace
+from cumla.replay.trace import MOST_CHARACTERS, TraceRequest, read_trace
 
 GOOD = {"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [0, 7]}
 
@@ -62,6 +62,25 @@ def test_malformed(tmp_path, text, message):
         read_trace(write(tmp_path, text))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["9" * 5_000, '"' + "x" * 5_000_000 + '"', "1e400", "[" * 100_000])
+@pytest.mark.parametrize("key", ["timestamp", "input_length", "output_length", "hash_ids"])
+def test_what_is_wrong_is_not_echoed_whole(tmp_path, key, value):
+    record = {"timestamp": "0", "input_length": "1", "output_length": "1", "hash_ids": "[0]", key: value}
+    line = "{" + ", ".join(f'"{k}": {v}' for k, v in record.items()) + "}"
+    with pytest.raises(InputError, match=r"trace\.jsonl, line 1") as caught:
+        read_trace(write(tmp_path, line + "\n"))
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bytes])
+def test_a_line_without_end(tmp_path, pack):
+    """Of a gigabyte from a megabyte of gzip no more is read than a line may have."""
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(pack(b'{"timestamp": 0, "x": "' + b" " * (MOST_CHARACTERS + 100)))
+    with pytest.raises(InputError, match="line 1: longer than 33,554,432 characters"):
+        read_trace(path)
 
 
 def test_missing(tmp_path):
