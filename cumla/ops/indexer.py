@@ -15,7 +15,7 @@ import numpy as np
 
 from ..dispatch.call import FLOAT32, FLOATS, INT32, SLOTS, Call
 from ..dispatch.launch_cache import launch_cached
-from ..dispatch.values import check_integers
+from ..dispatch.values import check_flags, check_integers, check_kind, finite, shown
 from ..kernels.types.metadata import SPLIT_PAGES
 from ..layout import INDEXER_BF16, INDEXER_F32, INDEXER_FP8, CacheLayout
 
@@ -65,15 +65,22 @@ def fused_indexer_q_rope_quant(
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM fused_indexer_q_rope_quant (DeepSeek V4) and its V3.2 indexer's forward.
     """
+    check_flags(rope_first=rope_first, is_neox=is_neox, quantize=quantize)
+    scales = {
+        "index_weights_softmax_scale": index_weights_softmax_scale, "index_weights_head_scale": index_weights_head_scale
+    }  # fmt: skip
+    softmax_scale, head_scale = (None if x is None else finite(name, x) for name, x in scales.items())
     call = Call(backend, stream)
     positions = call.array("positions", positions, SLOTS, ("T",))
     index_q = call.array("index_q", index_q, FLOATS, ("T", "H", HEAD_DIM))
     table = call.array("index_q_cos_sin_cache", index_q_cos_sin_cache, TABLE, (-1, ROPE_DIM))
     index_weights = call.array("index_weights", index_weights, FLOATS, ("T", "H"))
     tokens, heads = index_weights.shape
-    scale = HEAD_DIM**-0.5 if index_weights_softmax_scale is None else float(index_weights_softmax_scale)
-    scale *= max(heads, 1) ** -0.5 if index_weights_head_scale is None else float(index_weights_head_scale)
+    scale = HEAD_DIM**-0.5 if softmax_scale is None else softmax_scale
+    scale *= max(heads, 1) ** -0.5 if head_scale is None else head_scale
     given = (None, None) if out is None else out
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise TypeError(f"out: got {shown(out)}, expected (q, weights)")
     q_out = call.output("out[0] (q)", given[0], UINT8 if quantize else PLAIN, (tokens, heads, HEAD_DIM))
     weights = call.output("out[1] (weights)", given[1], FLOAT32, (tokens, heads))
     least = LEAST_EXPONENT_ROPE_FIRST if rope_first else LEAST_EXPONENT
@@ -116,6 +123,7 @@ def fp8_mqa_logits(
     Source: DeepGEMM fp8_mqa_logits.
     """
     check_integers(0, max_seqlen_k=max_seqlen_k)
+    check_flags(clean_logits=clean_logits)
     call = Call(backend, stream)
     q, k, scales, weights = checked_keys(call, q, kv, kv_scales, weights)
     starts = call.array("cu_seqlen_ks", cu_seqlen_ks, INT32, ("M",))
@@ -187,6 +195,7 @@ def fp8_paged_mqa_logits(
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: DeepGEMM fp8_paged_mqa_logits.
     """
+    check_flags(clean_logits=clean_logits)
     call = Call(backend, stream)
     q, pages, weights, lens, table = checked_paged(call, q, kv_cache, weights, context_lens, block_table, layout)
     check_schedule(call, schedule_metadata)
@@ -204,6 +213,8 @@ def checked_paged(
     """q [B, next_n, H, 128], Pages, weights [B * next_n, H], context_lens and block_table [B, C]."""
     q = call.borrow("q", q)
     by_dtype = {"float32": INDEXER_F32, "bfloat16": INDEXER_BF16}
+    if layout is not None:
+        check_kind(CacheLayout, layout=layout)
     if layout is None:
         layout = by_dtype.get(q.dtype.name, INDEXER_FP8)
     elif layout not in (INDEXER_FP8, INDEXER_BF16, INDEXER_F32):
