@@ -270,7 +270,7 @@ def top_k_per_row(logits: Any, rows: Rows, indices: Any) -> None:
 
 def choice_bytes(threads: int) -> int:
     """Shared memory of common/indexer_topk.cu: a buffer of 16 entries a thread, bins, and a few numbers."""
-    return 16 * threads * 8 + 4 * 2048 + 4 * (threads // 32) + 16
+    return 16 * threads * 8 + 4 * 2048 + 12 * (threads // 32) + 16
 
 
 def shared_bytes_of(device: int) -> int:

@@ -127,10 +127,14 @@ def hard_rows(rng, rows, width):
     return x
 
 
-@pytest.mark.parametrize(("width", "topk"), [(1, 1), (33, 5), (300, 7), (300, 300), (300, 512), (5000, 64)])
+@pytest.mark.parametrize(
+    ("width", "topk"), [(1, 1), (33, 5), (300, 7), (300, 300), (300, 512), (5000, 64), (40_000, 700)]
+)
 def test_choice_is_the_references(lab, rng, width, topk):
     if lab.tiny:
         width = min(width, 60)
+    if lab.emulated:
+        width = min(width, 20_000)
     x = hard_rows(rng, 7, width + 3)[:, :width]  # rows of any alignment
     expected = cumla.top_k_per_row(x, topk, backend="reference")
     np.testing.assert_array_equal(lab.get(cumla.top_k_per_row(lab.put(x), topk, backend=lab.backend)), expected)
@@ -143,6 +147,13 @@ def test_choice_is_the_references(lab, rng, width, topk):
     expected = cumla.top_k_per_row(x, topk, seq_lens=lens, next_n=7, backend="reference")
     found = cumla.top_k_per_row(lab.put(x), topk, seq_lens=lab.put(lens), next_n=7, backend=lab.backend)
     np.testing.assert_array_equal(lab.get(found), expected)
+
+
+def test_choice_of_more_than_fits_in_a_thread_block(lab, rng):
+    x = hard_rows(rng, 3, 40 if lab.tiny else 9_000)
+    topk = 30 if lab.tiny else 8_500
+    expected = cumla.top_k_per_row(x, topk, backend="reference")
+    np.testing.assert_array_equal(lab.get(cumla.top_k_per_row(lab.put(x), topk, backend=lab.backend)), expected)
 
 
 def test_choice_is_what_sorting_gives(rng):

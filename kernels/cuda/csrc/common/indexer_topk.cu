@@ -53,10 +53,10 @@ __device__ inline uint32 order_of(float x) {
 
 struct Memory {
     Entry buffer[CAPACITY];
-    uint32 bins[BINS];
+    uint32 bins[BINS];  // 0 whenever nobody counts
+    uint32 most[2 * WARPS];
     int sums[WARPS];
-    int count, digit, needed;
-    bool all;
+    int count, digit, needed, here;
 };
 
 // The float of an order that is not 0: of those below -inf's, -inf.
@@ -75,7 +75,7 @@ __device__ inline int sum_to(int x) {  // of the lanes up to this one
     return x;
 }
 
-// The sum of x over the threads before this one; all threads take part.
+// The sum of x over the threads before this one; all threads take part, and meet once more before the next such sum.
 __device__ inline int sum_before(Memory& memory, int x, int& total) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, up_to = sum_to(x);
     if (lane == 31) memory.sums[warp] = up_to;
@@ -83,47 +83,54 @@ __device__ inline int sum_before(Memory& memory, int x, int& total) {
     int sums = sum_to(lane < WARPS ? memory.sums[lane] : 0);
     total = __shfl_sync(~0u, sums, 31);
     int before = __shfl_sync(~0u, sums, warp ? warp - 1 : 0);
-    __syncthreads();
     return up_to - x + (warp ? before : 0);
 }
 
-// The k-th largest of numbers, 1 <= k <= how many are not 0; `rest` is how many of those equal to it are
-// among the k largest, `all` whether all are.
-// `number(i)` is that of entry i < count. All threads take part.
-template <class Number>
-__device__ inline uint32 kth_largest(Memory& memory, int64 count, int k, int& rest, bool& all, Number number) {
-    uint32 prefix = 0;
+// A number that k of all numbers are not below, and `all`: whether they are no more than k. If not, `rest` of those that
+// equal it are among the k largest. `each` calls what it is given with every number of a thread; 0 is none. There are k
+// or more. All threads take part; `passes` of the selection at most, which then may leave more than k.
+template <class Each> __device__ inline uint32 kth_largest(Memory& memory, int k, int& rest, bool& all, int passes, Each each) {
+    constexpr int RUN = BINS / THREADS;
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    // Of numbers in a range, however narrow, as many bins as there are are used.
+    uint32 largest = 0, inverted = 0;  // the smallest's
+    each([&](uint32 x) {
+        if (x) largest = max(largest, x), inverted = max(inverted, ~x);
+    });
+    largest = __reduce_max_sync(~0u, largest), inverted = __reduce_max_sync(~0u, inverted);
+    if (lane == 0) memory.most[warp] = largest, memory.most[WARPS + warp] = inverted;
+    __syncthreads();
+    largest = __reduce_max_sync(~0u, lane < WARPS ? memory.most[lane] : 0);
+    uint32 low = ~__reduce_max_sync(~0u, lane < WARPS ? memory.most[WARPS + lane] : 0), span = largest - low;
     rest = k;
-#pragma unroll 1
-    for (int pass = 0; pass < 3; ++pass) {
-        int shift = pass == 0 ? 21 : pass == 1 ? 10 : 0, bits = pass < 2 ? 11 : 10;
-        for (int i = threadIdx.x; i < BINS; i += THREADS) memory.bins[i] = 0;
-        __syncthreads();
-        for (int64 i = threadIdx.x; i < count; i += THREADS) {
-            uint32 x = number(i);
-            if (x && (pass == 0 || x >> (shift + bits) == prefix)) atomicAdd(&memory.bins[x >> shift & ((1 << bits) - 1)], 1u);
-        }
+    for (int bits = 32 - __clz(int(span));; --passes) {
+        int shift = max(bits - 11, 0);
+        each([&](uint32 x) {
+            if (x && x - low <= span) atomicAdd(&memory.bins[(x - low) >> shift], 1u);
+        });
         __syncthreads();
         // Bins from the largest digit on, in runs of a thread.
-        constexpr int RUN = BINS / THREADS;
-        int own = 0, total;
+        int first = BINS - 1 - threadIdx.x * RUN, own = 0, total;
+        int counts[RUN];
 #pragma unroll
-        for (int i = 0; i < RUN; ++i) own += memory.bins[BINS - 1 - (threadIdx.x * RUN + i)];
+        for (int i = 0; i < RUN; ++i) own += counts[i] = memory.bins[first - i], memory.bins[first - i] = 0;
         int before = sum_before(memory, own, total);
         if (before < rest && rest <= before + own) {
-            int digit = BINS - 1 - threadIdx.x * RUN, here;
-            for (;; --digit) {
-                here = memory.bins[digit];
-                if (before + here >= rest) break;
-                before += here;
+            bool found = false;
+#pragma unroll
+            for (int i = 0; i < RUN; ++i) {
+                if (!found && before + counts[i] >= rest) {
+                    memory.digit = first - i, memory.needed = rest - before, memory.here = counts[i];
+                    found = true;
+                }
+                before += counts[i];
             }
-            memory.digit = digit, memory.needed = rest - before, memory.all = here == rest - before;
         }
         __syncthreads();
-        prefix = prefix << bits | uint32(memory.digit), rest = memory.needed, all = memory.all;
-        __syncthreads();
+        low += uint32(memory.digit) << shift, rest = memory.needed, all = memory.here == rest;
+        if (all || !shift || passes == 1) return low;
+        span = (1u << shift) - 1, bits = shift;
     }
-    return prefix;
 }
 
 // What of the buffer is among its k largest, of which it has more than k: numbers above `order`, and those that equal
@@ -136,12 +143,16 @@ struct Best {
 __device__ inline Best best_of(Memory& memory, int k) {
     int count = memory.count, rest, unused;
     bool all;
-    const Entry* buffer = memory.buffer;
-    Best best{kth_largest(memory, count, k, rest, all, [=](int64 i) { return buffer[i].order; }), 0};
+    auto numbers = [&](auto number) {
+        return [=, &memory](auto visit) {
+            for (int i = threadIdx.x; i < count; i += THREADS) visit(number(memory.buffer[i]));
+        };
+    };
+    Best best{kth_largest(memory, k, rest, all, 3, numbers([](Entry entry) { return entry.order; })), 0};
     if (!all) {
         uint32 order = best.order;
-        auto place = [=](int64 i) { return buffer[i].order == order ? ~uint32(buffer[i].column) : 0; };
-        best.place = kth_largest(memory, count, rest, unused, all, place);
+        auto place = [=](Entry entry) { return entry.order == order ? ~uint32(entry.column) : 0; };
+        best.place = kth_largest(memory, rest, unused, all, 3, numbers(place));
     }
     return best;
 }
@@ -156,8 +167,7 @@ __device__ inline int places(Memory& memory, int own) {
 // Leave the k largest in the buffer, which has more of them, and return the smallest.
 __device__ inline uint32 keep_largest(Memory& memory, int k) {
     int count = memory.count;
-    Best best = best_of(memory, k);
-    __syncthreads();
+    Best best = best_of(memory, k);  // in which all have met
     if (threadIdx.x == 0) memory.count = 0;
     for (int first = 0; first < count; first += THREADS) {
         int i = first + threadIdx.x;
@@ -177,8 +187,6 @@ __device__ inline void write_columns(Memory& memory, int64 length, int* indices,
     Best best = count > topk ? best_of(memory, topk) : Best{0, 0};
     uint32* words = memory.bins;
     for (int64 start = 0; start < length && written < min(count, topk); start += BINS * 32) {
-        for (int i = threadIdx.x; i < BINS; i += THREADS) words[i] = 0;
-        __syncthreads();
         for (int i = threadIdx.x; i < count; i += THREADS) {
             Entry entry = memory.buffer[i];
             int64 bit = entry.column - start;
@@ -186,14 +194,14 @@ __device__ inline void write_columns(Memory& memory, int64 length, int* indices,
         }
         __syncthreads();
         constexpr int RUN = BINS / THREADS;
-        int own = 0, total;
+        int first = threadIdx.x * RUN, own = 0, total;
+        uint32 bits[RUN];
 #pragma unroll
-        for (int i = 0; i < RUN; ++i) own += __popc(words[threadIdx.x * RUN + i]);
+        for (int i = 0; i < RUN; ++i) bits[i] = words[first + i], words[first + i] = 0, own += __popc(bits[i]);
         int to = written + sum_before(memory, own, total);
-        for (int i = 0; i < RUN; ++i) {
-            int word = threadIdx.x * RUN + i;
-            for (uint32 bits = words[word]; bits; bits &= bits - 1) indices[to++] = int(start) + word * 32 + __ffs(bits) - 1;
-        }
+#pragma unroll
+        for (int i = 0; i < RUN; ++i)
+            for (uint32 left = bits[i]; left; left &= left - 1) indices[to++] = int(start) + (first + i) * 32 + __ffs(left) - 1;
         written += total;
         __syncthreads();
     }
@@ -214,29 +222,28 @@ __device__ inline void load4(const float* row, int64 at, int64 begin, int64 end,
 // groups. All threads take part.
 template <class Load> __device__ inline uint32 first_threshold(Memory& memory, Load load, int64 origin, int k) {
     if (k > GROUPS * THREADS) return 0;
-    float most[GROUPS];
+    uint32 orders[GROUPS] = {};
 #pragma unroll
     for (int i = 0; i < SAMPLED; i += VALUES) {
         float x[VALUES];
         load(origin + i * THREADS, x);
 #pragma unroll
         for (int j = 0; j < VALUES; ++j) {
-            int group = (i + j) * GROUPS / SAMPLED;
-            most[group] = (i + j) * GROUPS % SAMPLED ? fmaxf(most[group], x[j]) : x[j];  // of NaN and another, the other
+            uint32& group = orders[(i + j) * GROUPS / SAMPLED];
+            group = max(group, order_of(x[j]));
         }
     }
-    uint32* orders = reinterpret_cast<uint32*>(memory.buffer);
     int own = 0, there, unused;
 #pragma unroll
-    for (int i = 0; i < GROUPS; ++i) {
-        uint32 order = order_of(most[i]);
-        orders[i * THREADS + threadIdx.x] = order, own += order != 0;
-    }
+    for (int i = 0; i < GROUPS; ++i) own += orders[i] != 0;
     sum_before(memory, own, there);
+    if (there < k) return 0;
     bool all;
-    uint32 least = there < k ? 1 : kth_largest(memory, GROUPS * THREADS, k, unused, all, [=](int64 i) { return orders[i]; });
-    __syncthreads();
-    return least - 1;
+    auto each = [&](auto visit) {
+#pragma unroll
+        for (int i = 0; i < GROUPS; ++i) visit(orders[i]);
+    };
+    return kth_largest(memory, k, unused, all, 1, each) - 1;
 }
 
 // topk <= CHUNK.
@@ -254,6 +261,7 @@ top_k_per_row(const float* logits, int64 stride, int width, int64 num_rows, cons
         int64 begin, end;
         rows.range_of(number, begin, end);
         if (threadIdx.x == 0) shared.count = 0;
+        for (int i = threadIdx.x; i < BINS; i += THREADS) shared.bins[i] = 0;
         __syncthreads();
         int64 origin = begin / 4 * 4;
         auto load = [&](int64 from, float (&x)[VALUES]) {
@@ -286,10 +294,8 @@ top_k_per_row(const float* logits, int64 stride, int width, int64 num_rows, cons
                         shared.buffer[to++] = {order, int(from - begin) + 4 * (i / 4 * THREADS + int(threadIdx.x)) + i % 4};
                 }
             }
-            __syncthreads();
-            int count = shared.count;
-            __syncthreads();
-            if (count > CAPACITY - CHUNK) threshold = keep_largest(shared, topk);
+            // The last to come sees what all have added.
+            if (__syncthreads_or(shared.count > CAPACITY - CHUNK)) threshold = keep_largest(shared, topk);
         }
         write_columns(shared, end - begin, indices + number * indices_stride, topk);
         __syncthreads();
@@ -311,16 +317,23 @@ top_k_per_row_wide(const float* logits, int64 stride, int width, int64 num_rows,
         const float* row = logits + number * stride + begin;
         int64 length = end - begin;
         auto order = [=](int64 i) { return order_of(row[i]); };
+        auto numbers = [=](auto number) {
+            return [=](auto visit) {
+                for (int64 i = threadIdx.x; i < length; i += THREADS) visit(number(i));
+            };
+        };
+        for (int i = threadIdx.x; i < BINS; i += THREADS) shared.bins[i] = 0;
         int valid = 0, there, rest, unused;
         for (int64 i = threadIdx.x; i < length; i += THREADS) valid += order(i) != 0;
         sum_before(shared, valid, there);
         uint32 threshold = 1, least = 0;
         if (topk && there > topk) {
             bool all;
-            threshold = kth_largest(shared, length, topk, rest, all, order);
+            threshold = kth_largest(shared, topk, rest, all, 3, numbers(order));
             auto place = [=](int64 i) { return order_of(row[i]) == threshold ? ~uint32(i) : 0; };
-            if (!all) least = kth_largest(shared, length, rest, unused, all, place);
+            if (!all) least = kth_largest(shared, rest, unused, all, 3, numbers(place));
         }
+        __syncthreads();
         int written = 0;
         for (int64 first = 0; first < length; first += THREADS) {
             int64 i = first + threadIdx.x;
@@ -329,6 +342,7 @@ top_k_per_row_wide(const float* logits, int64 stride, int width, int64 num_rows,
             int total, to = written + sum_before(shared, keep, total);
             if (keep) indices[number * indices_stride + to] = int(i);
             written += total;
+            __syncthreads();
         }
         for (int i = written + threadIdx.x; i < topk; i += THREADS) indices[number * indices_stride + i] = -1;
         __syncthreads();

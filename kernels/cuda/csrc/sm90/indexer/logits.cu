@@ -20,6 +20,8 @@ constexpr int HEADS = 64, DIM = 128, WARPGROUPS = 4, CONSUMERS = 128 * WARPGROUP
 constexpr int QUERIES = PASS * QUERY_GROUPS, KEY_GROUPS = WARPGROUPS / QUERY_GROUPS, KEYS = 64 * KEY_GROUPS;
 constexpr int PRODUCER_REGISTERS = PASS == 2 ? 32 : 56, CONSUMER_REGISTERS = PASS == 2 ? 112 : 104;
 constexpr int Q_STAGES = 2, K_STAGES = QUERY_GROUPS == 2 ? 8 : PASS == 2 ? 5 : 6;
+// Of a paged cache each warpgroup's keys are awaited alone: if all came at once, so would all products, and all sums.
+constexpr int PARTS = PAGED ? KEY_GROUPS : 1, PART_KEYS = KEYS / PARTS;
 constexpr int COLUMNS = 32 * PASS;  // of a product, in a thread's registers
 static_assert(HEADS * DIM == TILE_BYTES);
 
@@ -34,9 +36,9 @@ struct Info {
 // Shared memory. Without static shared memory the dynamic part starts at 1024; the kernel traps otherwise.
 constexpr uint32 BARRIERS_AT = 1024;
 constexpr uint32 Q_READY = BARRIERS_AT, Q_FREE = Q_READY + 8 * Q_STAGES;
-constexpr uint32 K_READY = Q_FREE + 8 * Q_STAGES, K_FREE = K_READY + 8 * K_STAGES;
-constexpr uint32 PRESENT_AT = K_FREE + 8 * K_STAGES;           // of each stage: a bit for each box of the tile
-constexpr uint32 INFO_AT = PRESENT_AT + 4 * K_STAGES;          // of each Q stage
+constexpr uint32 K_READY = Q_FREE + 8 * Q_STAGES, K_FREE = K_READY + 8 * K_STAGES * PARTS;  // [K_STAGES][PARTS]
+constexpr uint32 PRESENT_AT = K_FREE + 8 * K_STAGES * PARTS;   // of each part: a bit for each box
+constexpr uint32 INFO_AT = PRESENT_AT + 4 * K_STAGES * PARTS;  // of each Q stage
 constexpr uint32 SUMS_AT = (INFO_AT + Q_STAGES * sizeof(Info) + 7) / 8 * 8;  // of each warp, while the share is sought
 constexpr uint32 WEIGHTS_AT = 2048;                            // [Q_STAGES][QUERIES][HEADS]
 constexpr uint32 SCALES_AT = WEIGHTS_AT + Q_STAGES * QUERIES * HEADS * 4;  // [K_STAGES][KEYS]
@@ -193,30 +195,32 @@ struct Producer {
 
     __device__ void bring_tile(PageRow place, int key) {
         int lane = threadIdx.x % 32;
-        uint32 ready = K_READY + 8 * k_stage, to = K_AT + k_stage * K_BYTES, scales = SCALES_AT + k_stage * KEYS * 4;
+        uint32 to = K_AT + k_stage * K_BYTES, scales = SCALES_AT + k_stage * KEYS * 4;
 #if PAGED
-        int row = lane * problem.box_rows;
+        int row = lane * problem.box_rows, log = __ffs(problem.box_rows) - 1, boxes = PART_KEYS >> log;
         uint32 present = __ballot_sync(~0u, place.page >= 0);
-        barrier_wait(K_FREE + 8 * k_stage, k_parity ^ 1);
-        int log = __ffs(problem.box_rows) - 1;
 #pragma unroll
-        for (int i = 4 * lane; i < KEYS; i += 128) {  // scales of a box are one behind another
+        for (int part = 0; part < PARTS; ++part) {
+            uint32 ready = K_READY + 8 * (k_stage * PARTS + part), here = present >> part * boxes & ((1 << boxes) - 1);
+            barrier_wait(K_FREE + 8 * (k_stage * PARTS + part), k_parity ^ 1);
+            int i = part * PART_KEYS + 4 * lane % PART_KEYS;  // scales of a box are one behind another
             int64 page = __shfl_sync(~0u, place.page, i >> log);
             int at = __shfl_sync(~0u, place.row, i >> log) + (i & (problem.box_rows - 1));
             const uint8* from = problem.pages;
             if (page >= 0)
                 from += page * problem.page_stride + INDEXER_FP8::scale_start +
                         int64(problem.block_size) * INDEXER_FP8::scale_start_per_token + at * INDEXER_FP8::scale_stride;
-            copy_async<16>(scales + 4 * i, from, page >= 0);
+            if (4 * lane < PART_KEYS) copy_async<16>(scales + 4 * i, from, page >= 0);
+            copies_arrive(ready);
+            if (lane == 0) {
+                sts32(PRESENT_AT + 4 * (k_stage * PARTS + part), here);
+                barrier_arrive_expecting(ready, __popc(here) * problem.box_rows * DIM);
+            }
+            __syncwarp();
+            if (place.page >= 0 && row / PART_KEYS == part) tma_load(to + row * DIM, k_map, 0, place.row, int(place.page), ready);
         }
-        copies_arrive(ready);
-        if (lane == 0) {
-            sts32(PRESENT_AT + 4 * k_stage, present);
-            barrier_arrive_expecting(ready, __popc(present) * problem.box_rows * DIM);
-        }
-        __syncwarp();
-        if (place.page >= 0) tma_load(to + row * DIM, k_map, 0, place.row, int(place.page), ready);
 #else
+        uint32 ready = K_READY + 8 * k_stage;
         barrier_wait(K_FREE + 8 * k_stage, k_parity ^ 1);
 #pragma unroll
         for (int i = lane; i < KEYS; i += 32) {
@@ -289,7 +293,7 @@ __device__ inline void consume(const Problem& problem) {
     // After the lanes have added up, this one has one key of one query.
     int own_query = query_group * PASS + (PASS == 2 ? c & 1 : 0);
     int own_key = 64 * key_group + 16 * warp + lane / 4 + 8 * (PASS == 2 ? c >> 1 : c & 1);
-    int own_box = PAGED ? own_key / problem.box_rows : 0;
+    int part = PAGED ? key_group : 0, own_box = PAGED ? own_key % PART_KEYS / problem.box_rows : 0;
     bool stores = PASS == 2 || c < 2;
     int k_stage = 0, q_stage = 0;
     uint32 k_parity = 0, q_parity = 0;
@@ -313,7 +317,7 @@ __device__ inline void consume(const Problem& problem) {
         uint64 q_tile = tile_descriptor(Q_AT + (q_stage * QUERIES + query_group * PASS) * TILE_BYTES);
 #pragma unroll 1
         for (int i = 0; i < tiles; ++i, key += KEYS) {
-            barrier_wait(K_READY + 8 * k_stage, k_parity);
+            barrier_wait(K_READY + 8 * (k_stage * PARTS + part), k_parity);
             uint64 k_tile = tile_descriptor(K_AT + k_stage * K_BYTES + key_group * TILE_BYTES);
             float x[COLUMNS];
             pin(x);
@@ -322,10 +326,10 @@ __device__ inline void consume(const Problem& problem) {
             for (int step = 0; step < DIM / 32; ++step) multiply(x, k_tile + 2 * step, q_tile + 2 * step, step > 0);
             wgmma_commit();
             float scale = lds_float(SCALES_AT + (k_stage * KEYS + own_key) * 4);
-            bool present = !PAGED || lds32(PRESENT_AT + 4 * k_stage) >> own_box & 1;
+            bool present = !PAGED || lds32(PRESENT_AT + 4 * (k_stage * PARTS + part)) >> own_box & 1;
             wgmma_wait<0>();
             pin(x);
-            warp_arrive(K_FREE + 8 * k_stage);
+            warp_arrive(K_FREE + 8 * (k_stage * PARTS + part));
             float low, high, score;
             sum_heads(x, weights, 0, low, high);
             if (PASS == 2) {
@@ -362,7 +366,8 @@ indexer_logits_sm90(const float* weights, int64 weights_stride, const int* start
     if (threadIdx.x == 0) {
         prefetch_tensor_map(q_map), prefetch_tensor_map(k_map);
         for (int i = 0; i < Q_STAGES; ++i) barrier_init(Q_READY + 8 * i, 33), barrier_init(Q_FREE + 8 * i, CONSUMERS / 32 * WARP_ARRIVALS);
-        for (int i = 0; i < K_STAGES; ++i) barrier_init(K_READY + 8 * i, 33), barrier_init(K_FREE + 8 * i, CONSUMERS / 32 * WARP_ARRIVALS);
+        for (int i = 0; i < K_STAGES * PARTS; ++i)
+            barrier_init(K_READY + 8 * i, 33), barrier_init(K_FREE + 8 * i, CONSUMERS / 32 / PARTS * WARP_ARRIVALS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     pdl_wait();
