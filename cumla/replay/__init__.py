@@ -8,7 +8,7 @@ In the order in which data flows:
     scheduler    which tokens of which requests run in a step
     batch        a step's tokens as the arrays that metadata and layers take
     activations  the rows that stand in for a model's: a function of seed, layer and token
-    topk         which compressed rows a token selects at ratio 4
+    indexer      which compressed rows a token selects at ratio 4
     layers       the attention layers, their caches and inputs
     dense        the same for dense layers, with what verifies them
     engine       the loop: metadata once, then every layer

@@ -22,7 +22,6 @@ from ..layout import DSV4_FP8
 HEAD_DIM, ROPE_DIM = DSV4_FP8.head_dim, DSV4_FP8.rope_dim
 NOPE_DIM = HEAD_DIM - ROPE_DIM
 ROPE_BASE = 10000.0
-INDEX_DIM = 64  # leading values of a row that the top-k scores
 
 TAIL = 0.5  # sigma of the log-normal: kurtosis 8, a normal has 3
 K_STD, Q_STD = 0.25, 2.5  # logits then spread by about 1.5

@@ -5,18 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ..dispatch.backends import array_module
 from ..dispatch.call import BFLOAT16
 from ..layers.sparse import CompressedCache, SparseMLALayer
 from ..layout import DSV4_FP8
-from .activations import INDEX_DIM, Activations, apply_rope
+from .activations import Activations, apply_rope
 from .blocks import BLOCK_TOKENS
 from .device import Stopwatch
+from .indexer import Indexer
 from .options import LAYER_RATIOS, ReplayOptions
 from .step_batch import SWA_BLOCK, SWA_PAGES, Groups, StepBatch
-from .topk import select_for_decodes, select_for_prefill
 
 TOPK_RATIO = 4  # the ratio at which a token selects compressed rows; at 128 it takes all
 
@@ -38,7 +36,7 @@ class Layer:
 
     swa_cache         uint8 [num_blocks * 4, 64, 584]
     compressed_cache  uint8 [num_blocks, 64 or 2, 584]; None for a window-only layer
-    index_keys        [num_blocks, 64, 64] float32, what the top-k scores; None but at ratio 4
+    indexer           what selects compressed rows, with its cache of their keys; None but at ratio 4
     """
 
     def __init__(self, index: int, name: str, options: ReplayOptions) -> None:
@@ -49,7 +47,9 @@ class Layer:
         blocks, rows = options.num_blocks, BLOCK_TOKENS // self.ratio
         self.swa_cache = DSV4_FP8.allocate(blocks * SWA_PAGES, SWA_BLOCK, xp)
         self.compressed_cache = DSV4_FP8.allocate(blocks, rows, xp) if self.ratio > 1 else None
-        self.index_keys = xp.zeros((blocks, rows, INDEX_DIM), np.float32) if self.ratio == TOPK_RATIO else None
+        self.indexer = None
+        if self.ratio == TOPK_RATIO:
+            self.indexer = Indexer(options.seed, index, blocks, rows, options.topk, options.backend, xp)
 
     @property
     def cache_bytes(self) -> int:
@@ -78,21 +78,10 @@ class Layer:
             compressed_k = apply_rope(means, groups.positions, xp).astype(BFLOAT16)
             slots = xp.asarray(groups.slots)
         selected = None
-        if self.index_keys is not None:
-            with stopwatch.measure((self.name, "topk")):
-                if len(means):
-                    self.index_keys.reshape(-1, INDEX_DIM)[slots] = means[:, :INDEX_DIM]
-                selected = self._select(batch, base[:, :INDEX_DIM])
+        if self.indexer is not None:
+            if len(means):
+                with stopwatch.measure((self.name, "index k")):
+                    self.indexer.insert(means, slots)
+            visible = (batch.positions + 1) // self.ratio
+            selected = self.indexer.select(batch, base, visible, stopwatch, self.name)
         return LayerInputs(k, CompressedCache(self.compressed_cache, batch.block_table, compressed_k, slots, selected))
-
-    def _select(self, batch: StepBatch, queries: Any) -> Any:
-        """[num_tokens, topk] int32, the compressed rows that each token attends to."""
-        xp, keys, table, n = self.xp, self.index_keys, batch.block_table, batch.num_decodes
-        visible = (batch.positions + 1) // self.ratio
-        parts = []
-        if n:
-            parts.append(select_for_decodes(queries[:n], keys, table[:n], visible[:n], self.topk, xp))
-        for request in range(n, len(batch.scheduled)):
-            tokens = slice(int(batch.starts[request]), int(batch.starts[request + 1]))
-            parts.append(select_for_prefill(queries[tokens], keys, table[request], visible[tokens], self.topk, xp))
-        return xp.concatenate(parts)

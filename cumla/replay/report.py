@@ -140,7 +140,7 @@ def _ops(summary: dict[str, Any]) -> Table:
         caption="GB/s: bytes the op has to move over its time. Below the line: not attention.",
     )  # fmt: skip
     last = [op for op in ATTENTION_OPS if any((layer, op) in ops for layer in layers)][-1]
-    for op in (*ATTENTION_OPS, "activations", "topk"):
+    for op in (*ATTENTION_OPS, "index k", "index q", "scores", "choice", "activations"):
         cells = []
         for layer in layers:
             row = ops.get((layer, op))

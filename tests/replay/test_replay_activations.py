@@ -1,10 +1,9 @@
-"""The generator of rows and the selection of compressed rows."""
+"""The generator of rows."""
 
 import numpy as np
 import pytest
 
 from cumla.replay.activations import HEAD_DIM, NOPE_DIM, Activations, apply_rope
-from cumla.replay.topk import select, select_for_decodes, select_for_prefill
 from support.lab import BF16, to_float
 
 KEYS = np.arange(700, dtype=np.uint64) * np.uint64(12345678901)
@@ -57,42 +56,3 @@ def test_rope_keeps_lengths_and_depends_on_distance(rng):
     near = float((apply_rope(x, np.array([107]), np) @ apply_rope(y, np.array([100]), np).T)[0, 0])
     far = float((apply_rope(x, np.array([9007]), np) @ apply_rope(y, np.array([9000]), np).T)[0, 0])
     assert near == pytest.approx(far, rel=1e-3)
-
-
-def want_selection(scores, visible, topk):
-    """The same by a full sort."""
-    rows = []
-    for row, seen in zip(scores, visible, strict=True):
-        chosen = np.sort(np.argsort(-row[:seen], kind="stable")[:topk])
-        rows.append(np.pad(chosen, (0, topk - len(chosen)), constant_values=-1))
-    return np.array(rows)
-
-
-@pytest.mark.parametrize(("rows", "topk"), [(0, 4), (1, 4), (4, 4), (5, 4), (300, 16), (10, 64)])
-def test_selection_is_exact(rng, rows, topk):
-    scores = rng.standard_normal((40, rows)).astype(np.float32)
-    visible = rng.integers(0, rows + 1, 40)
-    got = select(scores, visible, topk, np)
-    assert got.dtype == np.int32
-    np.testing.assert_array_equal(got, want_selection(scores, visible, topk))
-
-
-def test_selection_leaves_nan_for_last():
-    scores = np.array([[1.0, np.nan, 3.0, 2.0, np.nan]], np.float32)
-    np.testing.assert_array_equal(select(scores, np.array([5]), 3, np), [[0, 2, 3]])
-
-
-@pytest.mark.parametrize("budget", [1, 1 << 24])
-def test_selections_through_the_block_table(rng, monkeypatch, budget):
-    monkeypatch.setattr("cumla.replay.topk.SCORES_AT_ONCE", budget)
-    pool = rng.standard_normal((9, 8, 4)).astype(np.float32)
-    table = rng.permutation(9)[:6].reshape(2, 3).astype(np.int32)
-    queries = rng.standard_normal((2, 4)).astype(np.float32)
-    visible = np.array([19, 3])
-    scores = np.array([pool[table[i]].reshape(-1, 4) @ queries[i] for i in range(2)])
-    got = select_for_decodes(queries, pool, table, visible, 5, np)
-    np.testing.assert_array_equal(got, want_selection(scores, visible, 5))
-    scores = queries @ pool[table[0]].reshape(-1, 4).T
-    got = select_for_prefill(queries, pool, table[0], visible, 5, np)
-    np.testing.assert_array_equal(got, want_selection(scores, visible, 5))
-    assert (select_for_prefill(queries, pool, table[0], np.zeros(2, int), 5, np) == -1).all()
