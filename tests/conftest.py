@@ -46,6 +46,20 @@ def pytest_xdist_auto_num_workers(config):
     return min(os.cpu_count() or 1, 8 if wants_gpu(config) else 4)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """On a device, Numba's tests of a file are one process's: what Numba compiles, each process compiles anew."""
+    if not wants_gpu(config):
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByCompiler(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return nodeid.split("::")[0] if "numba_cuda-device" in nodeid else nodeid
+
+    return ByCompiler(config, log)
+
+
 BACKENDS = [
     "reference",
     "cpu",

@@ -4,7 +4,7 @@
 #
 #     tools/with_cumla.sh tools/device_proof.sh DIR [PART ...]
 #
-# Parts: tests sanitize fences decode mla cache indices metadata interop replay (all of them, in this order: about 6
+# Parts: tests sanitize fences decode mla attention_backends cache indices metadata interop replay (all of them, in this order: about 6
 # minutes)
 [ $# -gt 0 ] || { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 2; }
 dir=$1
@@ -32,7 +32,7 @@ replay() { # name, options ...
     part "$name" 60 0 python3 -m cumla replay --requests 6 --cache-tokens 80000 --json "$logs/$name.json" "$@"
 }
 
-for name in ${*:-tests sanitize fences decode mla cache indices metadata interop replay}; do
+for name in ${*:-tests sanitize fences decode mla attention_backends cache indices metadata interop replay}; do
     case $name in
     tests) part tests 240 1 python3 -m pytest -m gpu -q --tb=short -p no:cacheprovider ;;
     sanitize)
