@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..bounds import compare
 from ..dispatch import backends
 from ..replay.device import to_host
-from .check_cases import CASES, Bench, Bound, Case
+from .check_cases import CASES, Bench, Case
 
 
 @dataclass(frozen=True)
@@ -40,21 +40,6 @@ def check_case(case: Case, backend: str, seed: int) -> Outcome:
         within, difference = compare(got_array, want_array, bound)
         passed, largest = passed and within, max(largest, difference)
     return Outcome(passed, largest)
-
-
-def compare(got: np.ndarray, want: np.ndarray, bound: Bound) -> tuple[bool, float]:
-    """Whether `got` is within its bound, and its largest error. Infinities and NaN must match."""
-    got, want = got.astype(np.float64), want.astype(np.float64)
-    finite = np.isfinite(want)
-    if got.shape != want.shape or not np.array_equal(got[~finite], want[~finite], equal_nan=True):
-        return False, np.inf
-    got, want = got[finite], want[finite]
-    error = np.abs(got - want)
-    within = bool((error <= bound.absolute + bound.relative * np.abs(want)).all())
-    norm = float((got * got).sum() + (want * want).sum())
-    if norm:
-        within = within and 1 - 2 * float((got * want).sum()) / norm <= bound.cosine
-    return within, float(np.max(error, initial=0.0))
 
 
 def run(console: Console, backend: str | None, seed: int) -> int:

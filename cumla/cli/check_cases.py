@@ -10,6 +10,8 @@ import numpy as np
 
 import cumla
 
+from .. import bounds
+from ..bounds import DECODE_LSE, DECODE_OUT, EQUAL, PREFILL_LSE, PREFILL_OUT, SCORES, Bound
 from ..dispatch.backends import array_module
 from ..dispatch.call import BFLOAT16
 from ..layout import DSV4_FP8, INDEXER_FP8, MLA_BF16, V32_FP8, CacheLayout
@@ -17,23 +19,10 @@ from ..layout import DSV4_FP8, INDEXER_FP8, MLA_BF16, V32_FP8, CacheLayout
 BLOCK, NUM_BLOCKS, HEADS, WINDOW = 5, 7, 3, 8
 QUERY_LENS, SEQ_LENS = (1, 1, 4), (13, 2, 19)
 UNWRITTEN = 165  # fills what an op must leave alone
-
-
-@dataclass(frozen=True)
-class Bound:
-    """How far a result may be off: absolute + relative * |value|, and the cosine distance of all of it."""
-
-    absolute: float = 0.0
-    relative: float = 0.0
-    cosine: float = np.inf
-
-
-EQUAL = Bound()
-DECODE = (Bound(1e-3, 2.01 / 128, 5e-6), Bound(1e-6, 8.01 / 65536))
-PREFILL = (Bound(8e-4, 3.01 / 128, 7e-6), Bound(1e-6, 2.01 / 65536), Bound(1e-6, 2.01 / 65536))
-DENSE_PREFILL = (Bound(8e-4, 3.01 / 128, 7e-6), Bound(1e-6, 2.01 / 65536))
-SCORES = Bound(1e-2, 1e-4, 5e-6)  # of sums of hundreds
-MERGE = (Bound(1e-6, 1e-5), Bound(1e-6, 1e-5))
+DECODE = (DECODE_OUT, DECODE_LSE)
+PREFILL = (PREFILL_OUT, PREFILL_LSE, PREFILL_LSE)
+DENSE_PREFILL = (PREFILL_OUT, PREFILL_LSE)
+MERGE = (bounds.MERGE, bounds.MERGE)
 
 
 class Bench:

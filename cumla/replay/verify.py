@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..bounds import DECODE_OUT, PREFILL_OUT
 from ..dispatch.backends import takes_device_arrays
 from ..dispatch.call import BFLOAT16
 from ..kernels.reference.rows import read_tokens
@@ -27,10 +28,10 @@ from .options import ReplayOptions
 from .scheduler import Sequence
 from .step_batch import StepBatch
 
-# Exactness: error of a value at most `absolute + relative * |value|`, and the cosine distance of a token's out.
-# These are the bounds of FlashMLA's own tests. Prefill over gathered rows may have weights in bfloat16, as FlashMLA's
-# has: its absolute bound is in units of the largest value that a token attends to, where that is more than 1.
-EXACT_BOUNDS = {"decode": (1e-3, 2.01 / 128, 5e-6), "prefill": (8e-4, 3.01 / 128, 7e-6)}
+# Exactness: error of a value, and the cosine distance of a token's out. Prefill over gathered rows may have weights in
+# bfloat16, as FlashMLA's has: its absolute bound is in units of the largest value that a token attends to, where that
+# is more than 1.
+EXACT_BOUNDS = {"decode": DECODE_OUT, "prefill": PREFILL_OUT}
 # FP8 cost, as an error relative to the root mean square of a token's out. Rounding to e4m3 (3 mantissa bits) moves
 # a value by at most 2^-4 of itself, by about 2^-5.3 in the mean square, and through the logits the weights too. So
 # the mean over tokens stays below 2^-4; a single token whose weights hang on two close logits may lose more. A wrong

@@ -10,8 +10,9 @@ from rich.console import Console
 
 import cumla
 from cumla.__main__ import main
+from cumla.bounds import EQUAL
 from cumla.cli import check
-from cumla.cli.check_cases import EQUAL, Case
+from cumla.cli.check_cases import Case
 
 TINY = [
     "replay", "--backend", "cpu", "--requests", "2", "--max-len", "600", "--heads", "2", "--batch-tokens", "256",

@@ -1,6 +1,8 @@
-"""How close results must be (the bounds of FlashMLA's own tests)."""
+"""Results held to the bounds of cumla.bounds, with what is wrong in words."""
 
 import numpy as np
+
+from cumla.bounds import DECODE_LSE, DECODE_OUT, PREFILL_LSE, PREFILL_OUT
 
 
 def assert_within(name, got, want, absolute, relative):
@@ -26,9 +28,9 @@ def assert_same_direction(name, got, want, largest):
 
 
 def assert_decode(out, lse, want_out, want_lse):
-    assert_within("out", out, want_out, 1e-3, 2.01 / 128)
-    assert_same_direction("out", out, want_out, 5e-6)
-    assert_within("lse", lse, want_lse, 1e-6, 8.01 / 65536)
+    assert_within("out", out, want_out, *DECODE_OUT[:2])
+    assert_same_direction("out", out, want_out, DECODE_OUT.cosine)
+    assert_within("lse", lse, want_lse, *DECODE_LSE[:2])
 
 
 def assert_prefill(out, max_logits, lse, want_out, want_max, want_lse, rounded_sides=1, largest=1.0):
@@ -39,10 +41,20 @@ def assert_prefill(out, max_logits, lse, want_out, want_max, want_lse, rounded_s
                    largest magnitude of the values that a query's result is made of (`largest_values`). Half a unit in a
                    weight's last place, 2^-9, of such a value is what an error comes from
     """
-    assert_within("out", out, want_out, rounded_sides * 8e-4 * largest, rounded_sides * 3.01 / 128)
-    assert_same_direction("out", out, want_out, 7e-6)
-    assert_within("max_logits", max_logits, want_max, 1e-6, 2.01 / 65536)
-    assert_within("lse", lse, want_lse, 1e-6, 2.01 / 65536)
+    assert_prefill_out(out, want_out, rounded_sides, largest)
+    assert_within("max_logits", max_logits, want_max, *PREFILL_LSE[:2])
+    assert_within("lse", lse, want_lse, *PREFILL_LSE[:2])
+
+
+def assert_dense_prefill(out, lse, want_out, want_lse):
+    assert_prefill_out(out, want_out)
+    assert_within("lse", lse, want_lse, *PREFILL_LSE[:2])
+
+
+def assert_prefill_out(out, want_out, rounded_sides=1, largest=1.0):
+    absolute, relative, cosine = PREFILL_OUT
+    assert_within("out", out, want_out, rounded_sides * absolute * largest, rounded_sides * relative)
+    assert_same_direction("out", out, want_out, cosine)
 
 
 def largest_values(kv, indices):

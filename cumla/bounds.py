@@ -1,0 +1,37 @@
+"""How close results must be to the reference's: for attention, the bounds of FlashMLA's own tests."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Bound(NamedTuple):
+    """How far a result may be off: absolute + relative * |value|, and the cosine distance of all of it."""
+
+    absolute: float = 0.0
+    relative: float = 0.0
+    cosine: float = np.inf
+
+
+EQUAL = Bound()
+DECODE_OUT, DECODE_LSE = Bound(1e-3, 2.01 / 128, 5e-6), Bound(1e-6, 8.01 / 65536)
+PREFILL_OUT, PREFILL_LSE = Bound(8e-4, 3.01 / 128, 7e-6), Bound(1e-6, 2.01 / 65536)  # lse and max_logits
+MERGE = Bound(1e-6, 1e-5)  # in float32
+SCORES = Bound(1e-2, 1e-4, 5e-6)  # of the indexer: sums of hundreds
+
+
+def compare(got: np.ndarray, want: np.ndarray, bound: Bound) -> tuple[bool, float]:
+    """Whether `got` is within its bound, and its largest error. Infinities and NaN must match."""
+    got, want = got.astype(np.float64), want.astype(np.float64)
+    finite = np.isfinite(want)
+    if got.shape != want.shape or not np.array_equal(got[~finite], want[~finite], equal_nan=True):
+        return False, np.inf
+    got, want = got[finite], want[finite]
+    error = np.abs(got - want)
+    within = bool((error <= bound.absolute + bound.relative * np.abs(want)).all())
+    norm = float((got * got).sum() + (want * want).sum())
+    if norm:
+        within = within and 1 - 2 * float((got * want).sum()) / norm <= bound.cosine
+    return within, float(np.max(error, initial=0.0))
