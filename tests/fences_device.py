@@ -6,7 +6,7 @@ For each statement that is a fence, the kernels are compiled without it and run 
 kernels as they are: results that differ in a bit, an error or a hang show that the fence is needed. Where results stay
 right, the hardware or the compiler hides that it is missing: the programming model asks for it, this device does not
 punish who leaves it out. That such a thing would be seen is shown by the waits for data at barriers, which are left out
-likewise: some of each folder's kernels must be missed, or the run fails. Mutants run in processes of their own.
+likewise: some of each kernel must be missed, or the run fails. Mutants run in processes of their own.
 """
 
 import argparse
@@ -25,7 +25,7 @@ FENCE = re.compile(
     r"^(?!__device__).*?(?P<statement>\b(?:fence_proxy_async|wgmma_fence|__threadfence)\(\)"
     r'|\basm volatile\("fence\.[^;]*;" ::: "memory"\))'
 )
-WAIT = re.compile(r"^\s*(?P<statement>barrier_wait\((?:RAW|P|K|V)?_?(?:FULL|READY) \+ [^;{}]*\));$")
+WAIT = re.compile(r"^\s*(?P<statement>barrier_wait\((?:(?:RAW|P|K|V)_FULL|(?:Q_)?READY)\b[^;{}]*\));$")
 TIMES = 100  # that the problems are run
 TIMEOUT = 40  # seconds, most of which are compilation
 UNNOTICED, WRONG = 0, 3  # exit statuses of a mutant
@@ -137,14 +137,14 @@ def main():
     all_mutants = list(mutants())
     if args.mutant is not None:
         run(all_mutants[args.mutant])
-    missed = {}  # folder -> whether a wait was missed
+    missed = {}  # kernel -> whether a wait was missed
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for mutant, seen in zip(all_mutants, pool.map(watch, range(len(all_mutants))), strict=True):
-            folder = mutant.file.rpartition("/")[0]
-            missed[folder] = missed.get(folder, False) or (bool(seen) and not mutant.is_fence)
+            kernel = "sm90/decode" if mutant.file.startswith("sm90/decode/") else mutant.file
+            missed[kernel] = missed.get(kernel, False) or (bool(seen) and not mutant.is_fence)
             kind = "fence" if mutant.is_fence else "wait"
             print(f"{kind} {mutant.file}:{mutant.line + 1} {mutant.statement[:40]}: {seen or 'hidden by the hardware'}")
-    unwatched = [folder for folder, seen in missed.items() if not seen]
+    unwatched = [kernel for kernel, seen in missed.items() if not seen]
     if unwatched:
         sys.exit(f"no wait of {', '.join(unwatched)} is missed: these problems would show nothing")
 

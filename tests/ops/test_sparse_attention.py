@@ -172,17 +172,20 @@ def test_merge_of_parts_that_are_empty_or_no_numbers(lab, rng, dtype):
     assert_within("output_lse", lab.get(output_lse)[0], want_lse, 1e-6, 1e-5)
 
 
-@pytest.mark.parametrize("place", [0, 31, 32, 63, 64 + 40])
-def test_one_scale_that_float16_lacks(lab, kernel, rng, place):
-    """Wherever its token stands in a block of 64."""
-    layout, byte = cumla.DSV4_FP8, 160  # 2^33
-    cache = make_cache(rng, layout, 4, 64)
-    cache[3].reshape(-1)[layout.scale_start(64) + 3 :: layout.scale_stride] = byte
+@pytest.mark.parametrize("place", [0, 30, 32, 62, 64 + 40])
+def test_scales_that_float16_lacks_in_one_place(lab, kernel, rng, place):
+    """Two neighbours in a block of 64, in either half of it, which are all that there is; their scales decide."""
+    layout = cumla.DSV4_FP8
+    cache = make_cache(rng, layout, 4, 64, spread=0)
+    for i in range(layout.num_scales):
+        cache[3].reshape(-1)[layout.scale_start(64) + i :: layout.scale_stride] = 100  # 2^-27
     indices = make_indices(rng, 2, 1, 128, 192, 0.0)
-    indices[1, 0, place] = 3 * 64 + 5
+    indices[1] = -1
+    indices[1, 0, place : place + 2] = 3 * 64 + 5, 3 * 64 + 9
     q = make_q(rng, 2, 1, 16, layout)
-    q[1] = (q[1].astype(np.float64) * 2.0 ** (125 - byte)).astype(BF16)
-    Problem(q, cache, indices).check(lab, size=448.0 * 2.0 ** (byte - 127) / 8)
+    q[1] *= np.array(2.0**14, BF16)
+    q[1, ..., -64:] = 0  # of RoPE, which has no scales
+    Problem(q, cache, indices, softmax_scale=4.0).check(lab)
 
 
 @pytest.mark.parametrize("size", [2.0**-20, 2.0**-40])

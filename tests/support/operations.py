@@ -1,8 +1,17 @@
-"""One small call of each operation that compilers of frameworks know, as NumPy arrays by name."""
+"""Small calls of operations, as NumPy arrays by name.
+
+EXAMPLES  those that `python -m cumla check` makes, of every public operation
+CASES     one of each that compilers of frameworks know, of which they compile every one
+"""
+
+import inspect
+from unittest import mock
 
 import numpy as np
 
 import cumla
+from cumla.cli import check_cases
+from cumla.cli.check_cases import Bench
 from support.lab import BF16
 
 BLOCK, BLOCKS = 4, 6
@@ -249,6 +258,37 @@ def dense_mla_decode(rng):
         "q": rows(rng, 3, 2, 4, 576), "k_cache": rows(rng, BLOCKS, BLOCK, 576), "block_table": page_table(rng),
         "cache_seqlens": np.array([5, 8, 2], np.int32), "softmax_scale": 0.05,
     }  # fmt: skip
+
+
+class _Recorded(BaseException):
+    """What an example calls its operation with."""
+
+
+def arguments_of(example, seed):
+    """The arguments of a case of cumla.cli.check_cases by name: NumPy arrays, and what is none."""
+    signature = inspect.signature(getattr(cumla, example.op))
+
+    def record(*arguments, **keywords):
+        raise _Recorded(signature.bind(*arguments, **keywords).arguments)
+
+    with mock.patch.object(cumla, example.op, record):
+        try:
+            example.run(Bench("reference", seed))
+        except _Recorded as recorded:
+            return {name: x for name, x in recorded.args[0].items() if name != "backend"}
+    raise AssertionError(f"{example.op} is not called")
+
+
+def public(example):
+    """The operation of a case."""
+    return getattr(cumla, example.op)
+
+
+def identifier(example):
+    return f"{example.op}-{example.variant.replace(', ', '-').replace(' ', '-')}".rstrip("-")
+
+
+EXAMPLES = {identifier(example): example for example in check_cases.CASES}
 
 
 def operation(case):
