@@ -1,0 +1,93 @@
+"""Weights by transformers' and by the published names, FP8 blocks, and files of them."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cumla.layers.dense import BlockQuantizedWeight
+from cumla.models import safetensors
+from cumla.models.deepseek_v4 import DeepseekV4Attention
+from cumla.models.weights import V4_ATTENTION, V32_ATTENTION, LayerWeights, transformers_name
+from support.models import GoldenLayer, V4Layer, V32Layer
+
+E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
+
+
+def test_names():
+    assert transformers_name("layers.2.attn.indexer.wq_b.weight", V4_ATTENTION) == (
+        "model.layers.2.self_attn.compressor.indexer.q_b_proj.weight"
+    )
+    assert transformers_name("layers.7.attn.wkv_b.scale", V32_ATTENTION) == ("model.layers.7.self_attn.kv_b_proj.scale")
+    same = "model.layers.0.self_attn.o_proj.weight_scale_inv"
+    assert transformers_name(same, V32_ATTENTION) == same
+    assert transformers_name("layers.2.ffn.gate.weight", V4_ATTENTION) is None
+
+
+@pytest.mark.parametrize(("case", "table"), [(8, V4_ATTENTION), (3, V4_ATTENTION), (13, V32_ATTENTION)])
+def test_every_golden_name_has_a_published_one(case, table):
+    assert set(GoldenLayer(case).weights) <= set(table.values())
+
+
+@pytest.mark.parametrize("scale_type", [np.float32, E8M0])
+@pytest.mark.parametrize("case", [0, 8])
+def test_a_published_checkpoint_with_fp8_blocks(tmp_path, case, scale_type):
+    """From a file: the same bits as from the dequantised matrices under transformers' names."""
+    golden = GoldenLayer(case)
+    published, plain = {}, {}
+    names = {value: name for name, value in V4_ATTENTION.items()}
+    for name, weight in golden.weights.items():
+        key = f"layers.0.attn.{names[name]}"
+        if weight.ndim == 2 and "proj" in name and "compressor.kv" not in name:
+            rows, columns = (-(-size // 128) for size in weight.shape)
+            scale = np.exp2(np.arange(rows * columns) % 3 - 9).reshape(rows, columns).astype(np.float32)
+            spread = scale.repeat(128, 0)[: weight.shape[0]].repeat(128, 1)[:, : weight.shape[1]]
+            values = (weight / spread).astype(E4M3)
+            published[key], published[key.removesuffix("weight") + "scale"] = values, scale.astype(scale_type)
+            plain[name] = values.astype(np.float32) * spread
+        else:
+            published[key] = plain[name] = weight
+    safetensors.write(tmp_path / "a.safetensors", published)
+    golden.weights = plain
+    layer = V4Layer(golden)
+    other = DeepseekV4Attention(
+        layer.layer.config, 0, safetensors.Checkpoint(tmp_path), activations="float32", cache_format="float32",
+        max_position=2048,
+    )  # fmt: skip
+    for name, array in vars(layer.layer).items():
+        if isinstance(array, np.ndarray):
+            np.testing.assert_array_equal(array, getattr(other, name), err_msg=name)
+
+
+def test_what_is_missing_or_wrong_is_named():
+    golden = GoldenLayer(13)
+    weights = LayerWeights({"layers.0.attn.wq_a.weight": np.zeros((2, 2))}, 0, V32_ATTENTION)
+    assert list(weights) == ["q_a_proj.weight"]
+    with pytest.raises(KeyError, match=r"o_proj\.weight"):
+        weights["o_proj.weight"]
+    golden.weights["o_proj.weight"] = np.zeros((256, 1024), E4M3)
+    with pytest.raises(ValueError, match=r"o_proj\.weight: got FP8 values without scales"):
+        V32Layer(golden)
+    golden.weights["o_proj.weight"] = BlockQuantizedWeight(np.zeros((256, 1024), E4M3), np.zeros((2, 7), np.float32))
+    with pytest.raises(ValueError, match=r"o_proj\.weight: got scales of shape \(2, 7\)"):
+        V32Layer(golden)
+
+
+def test_files(tmp_path, rng):
+    arrays = {
+        "a": rng.standard_normal((3, 5)).astype(ml_dtypes.bfloat16), "b": np.arange(7), "empty": np.empty((0, 4), "f4"),
+        "c": rng.standard_normal((2, 2, 2)).astype(np.float16), "d": np.array([1.0, 448.0], E4M3),
+    }  # fmt: skip
+    safetensors.write(tmp_path / "x.safetensors", arrays)
+    found = safetensors.Checkpoint(tmp_path)
+    assert set(found) == set(arrays)
+    for name, array in arrays.items():
+        assert found[name].dtype == array.dtype
+        np.testing.assert_array_equal(found[name], array)
+    data = (tmp_path / "x.safetensors").read_bytes()
+    (tmp_path / "x.safetensors").write_bytes(data[:-1])
+    with pytest.raises(ValueError, match="cut off"):
+        safetensors.Checkpoint(tmp_path)["d"]
+    with pytest.raises(ValueError, match="folder: got"):
+        safetensors.Checkpoint(tmp_path / "none")
+    with pytest.raises(ValueError, match="dtype complex128"):
+        safetensors.write(tmp_path / "y.safetensors", {"z": np.zeros(1, complex)})
