@@ -12,6 +12,7 @@ from support.properties import INT64_MAX, INT64_MIN
 
 pytestmark = pytest.mark.filterwarnings("error")
 ROUNDS = 2
+LONG_SIMULATED = ("sparse_attention", "dense_attention", "indexer")  # files of kernels
 
 
 def has_no_such_kernels(x):
@@ -32,7 +33,12 @@ def anything_like(rng, array):
     return array
 
 
+def takes_the_simulator_long(x):
+    return x.simulated and operations.EXAMPLES[x.get("name")].kernels in LONG_SIMULATED
+
+
 @pytest.mark.nowhere(when=has_no_such_kernels)
+@pytest.mark.nowhere(when=takes_the_simulator_long)
 @pytest.mark.parametrize("name", operations.EXAMPLES)
 def test_any_integers(lab, rng, name):
     example = operations.EXAMPLES[name]
