@@ -76,7 +76,7 @@ def apply_rope(x: Any, positions: Any, cos_sin: Any, inverse: bool, out: Any) ->
 
 
 def inverse_rope_and_quantize(
-    o: Any, positions: Any, cos_sin: Any, power_of_two: bool, values: Any, scales: Any
+    o: Any, positions: Any, cos_sin: Any, powers_of_two: bool, values: Any, scales: Any
 ) -> None:
     tokens, heads, _ = o.shape
     o_token, o_head, _ = strides(o)
@@ -91,7 +91,7 @@ def inverse_rope_and_quantize(
         (32 * WARPS,),
         (
             o, o_token, o_head, tokens, heads, heads // len(values), positions, cos_sin, strides(cos_sin)[0],
-            len(cos_sin), cos_sin.shape[1], int(power_of_two), values, values_group, values_token, scales,
+            len(cos_sin), cos_sin.shape[1], int(powers_of_two), values, values_group, values_token, scales,
             scales_group, scales_token,
         ),
         overlap=True,

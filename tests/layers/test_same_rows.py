@@ -148,7 +148,8 @@ def test_the_same_rows(lab, ratio):
 
     @for_all(
         lab, examples=2 if lab.emulated or lab.backend == "reference" else 5,
-        road=st.sampled_from((None, *ROADS)), lens=st.lists(st.integers(4, longest), min_size=1, max_size=3), chunk_requests=st.integers(1, 4), seed=seeds,
+        road=st.sampled_from((None, *ROADS)), lens=st.lists(st.integers(4, longest), min_size=1, max_size=3),
+        chunk_requests=st.integers(1, 4), seed=seeds,
     )  # fmt: skip
     def check(road, lens, chunk_requests, seed):
         rng = np.random.default_rng(seed)

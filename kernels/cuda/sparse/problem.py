@@ -5,7 +5,7 @@ Members stand in the order of the struct's, which a test compares.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class List(NamedTuple):
@@ -68,7 +68,7 @@ class SparseProblem(NamedTuple):
     cut_inverse: int
     softmax_scale: float
 
-    def numbers(self) -> tuple[int | float, ...]:
+    def numbers(self) -> tuple[Any, ...]:
         """One after another, as a launch takes them."""
         at = self._fields.index("lists")
         first, second = self.lists
