@@ -301,6 +301,8 @@ class _Step:
     def select(self, qr: Any, weights: Any) -> Any:
         """[tokens, index_topk] int32, the compressed rows that each token takes."""
         layer, metadata, config = self.layer, self.metadata, self.layer.config
+        if metadata.indexer is None:
+            raise ValueError("metadata: got none of the indexer, expected it for a layer that selects")
         q = self.array("index_q", (len(qr), config.index_n_heads, config.index_head_dim))
         multiply(qr, layer.index_q_b, q.reshape(len(qr), -1), layer.backend)
         return layer.indexer.select(

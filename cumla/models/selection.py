@@ -88,6 +88,8 @@ class Indexer:
         out: Any,
     ) -> None:
         decode, tokens = metadata.decode, len(out)
+        if decode is None:
+            raise ValueError(f"metadata: got no decodes, expected those of {tokens} tokens")
         lens, table = decode.seq_lens, decode.block_table
         each = lens.shape[1] if lens.ndim == 2 else 1
         schedule = decode.schedule_metadata
