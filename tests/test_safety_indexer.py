@@ -23,7 +23,8 @@ def test_ranges(lab, heads):
     )
     def check(keys, width, seed):
         rng = np.random.default_rng(seed)
-        q, weights = queries(rng, 3, 2 if lab.tiny else heads, 128)
+        keys = min(keys, 8) if lab.tiny else keys
+        q, weights = queries(rng, 3, 1 if lab.tiny else heads, 128)
         kv = Guarded(lab, queries(rng, keys, 128)[0]), Guarded(lab, rng.standard_normal(keys, np.float32))
         ranges = [lab.put(anything(rng, 3)) for _ in range(2)]
         out = Guarded(lab, np.zeros((3, width or keys), np.float32), (0, 4))
@@ -47,8 +48,8 @@ def test_pages(lab, heads):
     )  # fmt: skip
     def check(next_n, block_size, columns, axes, seed):
         rng = np.random.default_rng(seed)
-        block_size = min(block_size, 5) if lab.tiny else block_size
-        q, weights = queries(rng, 2, next_n, 2 if lab.tiny else heads, 128)
+        block_size = min(block_size, 2) if lab.tiny else block_size
+        q, weights = queries(rng, 2, next_n, 1 if lab.tiny else heads, 128)
         cache = Guarded(lab, rng.integers(0, 256, (3, block_size, 132), np.uint8))
         lens, table = lab.put(anything(rng, (2, next_n)[:axes])), lab.put(anything(rng, (2, columns)))
         width = columns * block_size + 3
@@ -65,6 +66,7 @@ def test_pages(lab, heads):
 def test_choice(lab):
     @for_all(lab, examples=6, width=st.integers(0, 70), topk=st.sampled_from((0, 1, 6, 80)), seed=seeds)
     def check(width, topk, seed):
+        width = min(width, 12) if lab.tiny else width
         rng = np.random.default_rng(seed)
         logits = Guarded(lab, rng.integers(0, 2**32, (3, width), np.uint32).view(np.float32), (0, 4), 4)
         out = Guarded(lab, np.full((3, topk), -9, np.int32), (0, 4))

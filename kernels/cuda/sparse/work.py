@@ -31,7 +31,6 @@ LEAST_TILES = 1 << 14  # to have room for, so that a plan's memory need not grow
 INT32_LIMIT = 2**31 - 1
 
 
-
 class Division(NamedTuple):
     """Who does what.
 
