@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import pathlib
 import statistics
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
@@ -65,12 +66,12 @@ class Inputs:
         self.out = cupy.empty((*shape, 512), BFLOAT16)
         self.logits = cupy.empty((2, *shape), cupy.float32)
 
-    def cumla(self):
+    def cumla(self) -> Any:
         outputs = (self.out, self.logits[0], self.logits[1])
         cumla.sparse_mla_prefill(self.q, self.kv, self.indices, out=outputs)
         return self.out
 
-    def flash_mla(self):
+    def flash_mla(self) -> Callable[[], Any]:
         """A function that calls FlashMLA on this set."""
         import torch
         from vllm.third_party.flashmla import flash_mla_interface as peer
@@ -83,13 +84,13 @@ class Inputs:
         kv, indices = torch.from_dlpack(self.kv)[:, None], torch.from_dlpack(self.indices)[:, None]
         scale = config.width**-0.5
 
-        def call():
+        def call() -> Any:
             out, _, _ = peer.flash_mla_sparse_fwd(q, kv, indices, scale)
             return out[:, : config.heads]
 
         return call
 
-    def check(self, result) -> float:
+    def check(self, result: Any) -> float:
         """The largest error of a few tokens against float64; raises AssertionError beyond the bound."""
         worst = 0.0
         kv = self.kv.get()
@@ -104,7 +105,7 @@ class Inputs:
         return worst
 
 
-def run(report: Report, config: Config, impls: dict, checked: Inputs) -> None:
+def run(report: Report, config: Config, impls: dict[str, Any], checked: Inputs) -> None:
     """Rows of several implementations: name -> (framework, calls, what to do before)."""
     errors: dict[str, float] = {}
     times: dict[str, list[float]] = {name: [] for name in impls}
@@ -128,11 +129,11 @@ def run(report: Report, config: Config, impls: dict, checked: Inputs) -> None:
         )  # fmt: skip
 
 
-def version(folder: str):
+def version(folder: str) -> Callable[[], Any]:
     """A context in which the sources of `folder` come first."""
 
     @contextlib.contextmanager
-    def context():
+    def context() -> Iterator[None]:
         compiler.look_first_in(pathlib.Path(folder))
         with recorded_launches():
             yield

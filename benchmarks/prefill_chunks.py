@@ -7,7 +7,8 @@ chunk's own rows; the first row is the road that the layer takes by itself. Erro
 from __future__ import annotations
 
 import statistics
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
@@ -17,7 +18,8 @@ import cumla
 from cumla.dispatch.call import BFLOAT16
 from cumla.layers.prefill_road import chunk_roads
 from cumla.layers.sparse import CompressedCache, SparseMLALayer
-from cumla.metadata import CommonAttentionMetadata, DeepseekSparseSWAMetadataBuilder, ServingConfig
+from cumla.metadata import DeepseekSparseSWAMetadataBuilder, ServingConfig
+from cumla.metadata.batch import CommonAttentionMetadata
 
 FLASH_MLA = "vllm.third_party.flashmla.flash_mla_interface"
 WINDOW, HEADS, TOPK, RATIO, PAGE = 128, 64, 512, 4, 64
@@ -38,13 +40,15 @@ class Chunk(NamedTuple):
 CHUNKS = [Chunk(4, 1024, 32 << 10), Chunk(1, 512, 128 << 10), Chunk(8, 256, 16 << 10)]
 
 
-def filled_cache(pages: int):
+def filled_cache(pages: int) -> Any:
     cache = cumla.DSV4_FP8.allocate(pages, PAGE, cupy)
     rows = min(pages * PAGE, 1 << 16)
     k = cupy.random.default_rng(0).standard_normal((rows, 512), cupy.float32).astype(BFLOAT16)
     for first in range(0, pages * PAGE, rows):
         count = min(rows, pages * PAGE - first)
-        cumla.quantize_and_insert_k_cache(k[:count], cache, cupy.arange(first, first + count), PAGE)
+        cumla.quantize_and_insert_k_cache(
+            k[:count], cache, cupy.arange(first, first + count), PAGE, layout=cumla.DSV4_FP8
+        )
     return cache
 
 
@@ -84,12 +88,12 @@ class Inputs:
         self.metadata = DeepseekSparseSWAMetadataBuilder(config).build(0, batch)
         self.layer = SparseMLALayer(RATIO, TOPK, self.sink)
 
-    def cumla(self, road: str | None):
+    def cumla(self, road: str | None) -> Callable[[], Any]:
         compressed = CompressedCache(
             self.compressed_cache, self.compressed_table, self.k[:0], cupy.empty(0, cupy.int64), self.topk
         )
 
-        def call():
+        def call() -> Any:
             self.layer.step(self.q, self.k, self.cache, self.metadata, compressed, out=self.out, prefill_road=road)
             return self.out
 
@@ -98,7 +102,7 @@ class Inputs:
     def road(self) -> str:
         return ", ".join(road for *_, road in chunk_roads(self.metadata, RATIO, HEADS, TOPK, "cuda"))
 
-    def vllm(self):
+    def vllm(self) -> Callable[[], Any]:
         import torch
         from vllm.models.deepseek_v4.common.ops import cache_utils
         from vllm.third_party.flashmla import flash_mla_interface as peer
@@ -112,7 +116,7 @@ class Inputs:
         rows = torch.empty((self.chunk.requests, m, 512), dtype=torch.bfloat16, device="cuda")
         scale = 512**-0.5
 
-        def call():
+        def call() -> Any:
             gather = cache_utils.dequantize_and_gather_k_cache
             gather(rows, compressed_cache, lens // RATIO, None, compressed_table, PAGE, 0)
             gather(rows, cache, lens, gather_lens, table, PAGE, n)
@@ -134,11 +138,12 @@ def main() -> None:
             continue
         x = Inputs(chunk)
         want = x.cumla("pages")().astype(cupy.float32)
-        impls = {f"cumla ({x.road()})": ("cupy", x.cumla(None))}
+        impls: dict[str, tuple[str, Callable[[], Any]]] = {f"cumla ({x.road()})": ("cupy", x.cumla(None))}
         impls |= {f"cumla {road}": ("cupy", x.cumla(road)) for road in ("pages", "rows")}
         if has_peer(FLASH_MLA):
             impls["vllm"] = ("torch", x.vllm())
-        errors, times = {}, {name: [] for name in impls}
+        errors: dict[str, float] = {}
+        times: dict[str, list[float]] = {name: [] for name in impls}
         for _ in range(ROUNDS):
             for name, (framework, call) in impls.items():
                 errors[name] = float(abs(cupy.from_dlpack(call()).astype(cupy.float32) - want).max())
