@@ -78,7 +78,6 @@ TABLE = {
     "fence.proxy.async.shared::cta;": "",
     "griddepcontrol.launch_dependents;": "",
     "prefetch.tensormap [%0];": "",
-    "prefetch.global.L2 [%0];": "",
     "setmaxnreg.dec.sync.aligned.u32 %0;": "",
     "setmaxnreg.inc.sync.aligned.u32 %0;": "",
     "wgmma.fence.sync.aligned;": "",

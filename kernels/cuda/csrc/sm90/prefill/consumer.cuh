@@ -151,25 +151,24 @@ template <int CONSUMER> struct Consumer {
 
     // Attend to the n-th block of this thread block, which is this consumer's own and of its `tiles`-th tile with keys; `last`
     // if it is the last one of the tile that this consumer scores. The block before it, but for the FIRST of a tile, is the
-    // other consumer's and is added up meanwhile.
+    // other consumer's and is added up first, so that its rows make room soon.
     template <bool FIRST> __device__ __forceinline__ void take(uint32 n, uint32 tiles, bool last) {
         float scores[32];
         pin(scores);
-        score_piece<0>(scores, n, tiles);
-        score_piece<1>(scores, n, tiles);
-        wgmma_commit();
         if (!FIRST) add_other(n - 1);
-        score_piece<2>(scores, n, tiles);
+        score_piece<0>(scores, n, tiles);
         wgmma_commit();
+        if (!FIRST) {
+            wgmma_wait<2>();
+            warp_arrive(FREE + OTHER + LOW);
+            wgmma_wait<1>();
+            warp_arrive(FREE + OTHER + HIGH);
+        }
+        score_piece<1>(scores, n, tiles);
+        score_piece<2>(scores, n, tiles);
         score_piece<3>(scores, n, tiles);
         if (HAS_ROPE) score_tile<TILES - 1>(scores);
         wgmma_commit();
-        if (!FIRST) {
-            wgmma_wait<3>();
-            warp_arrive(FREE + OTHER + LOW);
-            wgmma_wait<2>();
-            warp_arrive(FREE + OTHER + HIGH);
-        }
         wgmma_wait<0>();
         pin(scores), pin(low), pin(high);
         if (last) free_q();

@@ -91,17 +91,6 @@ struct Producer {
         warp_arrive(barrier + 8 * piece);
     }
 
-    // Call this warp's part of a tile's Q into the L2 cache.
-    __device__ void prefetch_q(int tile) const {
-        if (tile >= problem.tiles()) return;
-        int head = tile % problem.groups * HEADS + threadIdx.x / 32 % PRODUCERS * (HEADS / PRODUCERS) + lane / 2 % (HEADS / PRODUCERS);
-        if (head >= problem.heads) return;
-        const bf16* q = problem.q + tile / problem.groups * problem.q_stride_b + head * problem.q_stride_h + lane % 2 * 64;
-#pragma unroll
-        for (int i = 0; i < TILES; i += 2)
-            if (i + lane % 2 < TILES) asm volatile("prefetch.global.L2 [%0];" ::"l"(q + 64 * i));
-    }
-
     __device__ void run() const {
         const List& list = problem.lists[0];
         BlockWalk walk(problem);
@@ -123,7 +112,6 @@ struct Producer {
                 barrier_wait(Q_FREE + 8 * piece, tiles++ % 2 ^ 1);
                 const bf16* q = problem.q + tile / problem.groups * problem.q_stride_b;
                 copy(Q_AT, reinterpret_cast<const uint8*>(q), 2 * problem.q_stride_h, heads(tile));
-                prefetch_q(tile + gridDim.x);
                 tell<1>(READY + 8 * PIECES * buffer);
                 tell<0>(Q_READY);
             } else {
