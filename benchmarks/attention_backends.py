@@ -195,7 +195,7 @@ def dense_decode(report: Report, batch: int) -> None:
 
 def main() -> None:
     report = Report(arguments(__doc__).parse_args())
-    caches: dict[int, Cache] = {}
+    caches: dict[tuple[str, int], Cache] = {}
     for config in DECODES:
         if report.wants("sparse_mla_decode", str(config)):
             keys = [(config.layout.name, size) for size in (config.block_size, config.extra_block_size)]
