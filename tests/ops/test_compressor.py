@@ -24,12 +24,6 @@ KINDS = {"ratio4": (4, 2), "ratio128": (128, 1)}
 DTYPES = {"bfloat16": BF16, "float32": np.float32}
 
 
-@pytest.fixture(autouse=True)
-def backend_has_kernels(request):
-    if "lab" in request.fixturenames and request.getfixturevalue("lab").backend == "numba_cuda":
-        pytest.skip("no such kernels yet")
-
-
 def cache_of(layout, blocks, block_size):
     """Bytes of 0xA5, or rows of numbers."""
     if layout.value_type == "e4m3":

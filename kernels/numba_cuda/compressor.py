@@ -1,0 +1,98 @@
+"""The compressor, plainly: a thread block takes a token, a thread every blockDim.x-th channel of its row."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ..numba_common.geometry import geometry_of
+from ..numba_common.numbers import float32_bits, float32_value, to_float32
+from ..types.compressor import Compression
+from ..types.segments import Pages
+from .compiler import cuda
+from .launch import kind_of, launch
+from .norm_rope import MAX_TILES, THREADS, WIDTH, insert_row, nearest, normalize, turn
+from .rows import lookup_slot
+
+
+def compress_and_insert(
+    kv_score: Any,
+    state: Any,
+    state_slots: Any,
+    state_block_table: Any,
+    pages: Pages,
+    slot_mapping: Any,
+    positions: Any,
+    token_to_req: Any,
+    query_start_loc: Any,
+    compression: Compression,
+) -> None:
+    weight = compression.norm_weight
+    launch(
+        compress_kernel, len(kv_score), THREADS,
+        kv_score, kind_of(kv_score), compression.position_bias, weight, kind_of(weight), compression.cos_sin,
+        compression.compress_ratio, np.float32(compression.eps), state, state_slots, state_block_table, pages.bytes,
+        geometry_of(pages), slot_mapping, positions, token_to_req, query_start_loc,
+    )  # fmt: skip
+
+
+def compress_kernel(
+    kv_score, kind, bias, weight, weight_kind, cos_sin, ratio, eps, state, state_slots, block_table, pages, g, slots,
+    positions, token_to_req, query_start_loc,
+):  # fmt: skip
+    """Save the token's state; pool, norm, turn and insert the row that it completes. float32 arrays come as bits."""
+    row = cuda.shared.array(WIDTH, np.float32)
+    total = cuda.shared.array(1, np.float32)
+    largest = cuda.shared.array(MAX_TILES, np.int32)
+    token, channels, block, dim = cuda.blockIdx.x, kv_score.shape[1] // 2, state.shape[1], g.head_dim
+    position = np.int64(positions[token])
+    remainder = position % ratio
+    if token < len(state_slots):
+        state_slot = np.int64(state_slots[token])
+        if state_slot >= 0 and state_slot < state.shape[0] * block:
+            for i in range(cuda.threadIdx.x, 2 * channels, cuda.blockDim.x):
+                value = to_float32(kv_score[token, i], kind)
+                if i >= channels:
+                    value = value + float32_value(bias[remainder, i - channels])
+                state[state_slot // block, state_slot % block, i] = float32_bits(value)
+    if token >= len(slots):
+        return
+    slot = np.int64(slots[token])
+    if slot < 0 or slot >= pages.shape[0] * g.block_size:
+        return
+    request, first_token = np.int64(token_to_req[token]), np.int64(token)
+    if request >= 0 and request < len(query_start_loc) - 1:
+        first_token = max(np.int64(query_start_loc[request]), 0)
+    overlaps = channels == 2 * dim
+    for channel in range(cuda.threadIdx.x, dim, cuda.blockDim.x):
+        top, weights, mean = np.float32(-np.inf), np.float32(0), np.float32(0)
+        for back in range(2 * ratio if overlaps else ratio):
+            if back > position:
+                break
+            at = channel + dim if overlaps and back < ratio else channel
+            if token - back >= first_token:
+                kv = to_float32(kv_score[token - back, at], kind)
+                score = to_float32(kv_score[token - back, channels + at], kind)
+                score = score + float32_value(bias[(position - back) % ratio, at])
+            else:
+                its_slot = lookup_slot(block_table, request, position - back, block)
+                if its_slot < 0 or its_slot >= state.shape[0] * block:
+                    continue
+                kv = float32_value(state[its_slot // block, its_slot % block, at])
+                score = float32_value(state[its_slot // block, its_slot % block, channels + at])
+            if score > top:
+                keep = np.float32(math.exp(top - score))
+                weights, mean, top = weights * keep, mean * keep, score
+            share = np.float32(math.exp(score - top))
+            weights, mean = weights + share, mean + share * kv
+        row[channel] = np.float32(0)
+        if weights != 0:
+            row[channel] = mean / weights
+    normalize(row, dim, total, eps)
+    for channel in range(cuda.threadIdx.x, dim, cuda.blockDim.x):
+        row[channel] = row[channel] * to_float32(weight[channel], weight_kind)
+    cuda.syncthreads()
+    turn(row, dim, cos_sin, nearest(position - remainder, len(cos_sin)), np.float32(1))
+    insert_row(row, largest, pages[slot // g.block_size], slot % g.block_size, g)

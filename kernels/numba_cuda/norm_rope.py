@@ -1,0 +1,231 @@
+"""RMSNorm and RoPE around sparse attention, plainly: a thread block takes a row, which lies in shared memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ..numba_common.geometry import geometry_of
+from ..numba_common.numbers import (
+    BFLOAT16,
+    INFINITY_BITS,
+    bfloat16_bits,
+    bfloat16_value,
+    e4m3_byte,
+    float32_bits,
+    float32_value,
+    from_float32,
+    power_of_two,
+    quantized,
+    scale_exponent,
+    tile_scale,
+    to_float32,
+)
+from ..types.segments import Pages
+from .compiler import cuda
+from .launch import kind_of, launch
+from .rows import store
+
+THREADS = 128
+WIDTH = 512  # of a row in shared memory
+MAX_TILES = 8
+GROUP = 128
+MIN_AMAX = np.float32(1e-10)
+
+
+def fused_q_kv_rmsnorm(qr: Any, kv: Any, q_weight: Any, kv_weight: Any, eps: float, q_out: Any, kv_out: Any) -> None:
+    for x, weight, out in ((qr, q_weight, q_out), (kv, kv_weight, kv_out)):
+        launch(
+            rmsnorm_kernel, len(x), THREADS, x, kind_of(x), weight, kind_of(weight), np.float32(eps), out, kind_of(out)
+        )
+
+
+def rmsnorm_kernel(x, kind, weight, weight_kind, eps, out, out_kind):
+    """A thread block takes a row of any length."""
+    total = cuda.shared.array(1, np.float32)
+    token = cuda.blockIdx.x
+    if cuda.threadIdx.x == 0:
+        total[0] = 0
+    cuda.syncthreads()
+    part = np.float32(0)
+    for i in range(cuda.threadIdx.x, x.shape[1], cuda.blockDim.x):
+        value = to_float32(x[token, i], kind)
+        part += value * value
+    add_in_order(total, part)
+    scale = np.float32(1) / math.sqrt(total[0] / np.float32(x.shape[1]) + eps)
+    for i in range(cuda.threadIdx.x, x.shape[1], cuda.blockDim.x):
+        value = to_float32(x[token, i], kind) * np.float32(scale) * to_float32(weight[i], weight_kind)
+        out[token, i] = from_float32(value, out_kind)
+
+
+@cuda.jit(device=True)
+def add_in_order(total, part):
+    """total[0] becomes the sum of all threads' parts, added one after another so that it is the same every time."""
+    for thread in range(cuda.blockDim.x):
+        if thread == cuda.threadIdx.x:
+            total[0] += part
+        cuda.syncthreads()
+
+
+def qnorm_rope_and_insert(
+    q: Any, kv: Any, pages: Pages, slot_mapping: Any, positions: Any, cos_sin: Any, eps: float, q_out: Any
+) -> None:
+    heads = q.shape[1]
+    launch(
+        qnorm_rope_insert_kernel, len(q) * (heads + 1), THREADS,
+        q, kv, kind_of(q), q_out, slot_mapping, positions, cos_sin, np.float32(eps), pages.bytes, geometry_of(pages),
+    )  # fmt: skip
+
+
+def qnorm_rope_insert_kernel(q, kv, kind, q_out, slots, positions, cos_sin, eps, pages, g):
+    """A thread block takes a head of a token, or behind its heads the token's row of the cache."""
+    row = cuda.shared.array(WIDTH, np.float32)
+    total = cuda.shared.array(1, np.float32)
+    largest = cuda.shared.array(MAX_TILES, np.int32)
+    heads = q.shape[1]
+    token, head = cuda.blockIdx.x // (heads + 1), cuda.blockIdx.x % (heads + 1)
+    at = nearest(positions[token], len(cos_sin))
+    if head == heads:
+        if token >= len(slots):
+            return
+        slot = np.int64(slots[token])
+        if slot < 0 or slot >= pages.shape[0] * g.block_size:
+            return
+        for i in range(cuda.threadIdx.x, WIDTH, cuda.blockDim.x):
+            row[i] = to_float32(kv[token, i], kind)
+        cuda.syncthreads()
+        turn(row, WIDTH, cos_sin, at, np.float32(1))
+        insert_row(row, largest, pages[slot // g.block_size], slot % g.block_size, g)
+        return
+    for i in range(cuda.threadIdx.x, WIDTH, cuda.blockDim.x):
+        row[i] = to_float32(q[token, head, i], kind)
+    normalize(row, WIDTH, total, eps)
+    turn(row, WIDTH, cos_sin, at, np.float32(1))
+    for i in range(cuda.threadIdx.x, WIDTH, cuda.blockDim.x):
+        q_out[token, head, i] = from_float32(row[i], kind)
+
+
+def apply_rope(x: Any, positions: Any, cos_sin: Any, inverse: bool, out: Any) -> None:
+    launch(
+        rope_kernel, x.shape[0] * x.shape[1], THREADS,
+        x, kind_of(x), positions, cos_sin, np.float32(-1 if inverse else 1), out,
+    )  # fmt: skip
+
+
+def rope_kernel(x, kind, positions, cos_sin, direction, out):
+    """A thread block takes a head, a thread every blockDim.x-th pair of it."""
+    token, head = cuda.blockIdx.x // x.shape[1], cuda.blockIdx.x % x.shape[1]
+    at, half = nearest(positions[token], len(cos_sin)), cos_sin.shape[1] // 2
+    start = x.shape[2] - 2 * half
+    for i in range(cuda.threadIdx.x, x.shape[2] // 2, cuda.blockDim.x):
+        if 2 * i < start:
+            out[token, head, 2 * i], out[token, head, 2 * i + 1] = x[token, head, 2 * i], x[token, head, 2 * i + 1]
+            continue
+        pair = i - start // 2
+        cos, sin = float32_value(cos_sin[at, pair]), float32_value(cos_sin[at, half + pair]) * direction
+        a, b = to_float32(x[token, head, 2 * i], kind), to_float32(x[token, head, 2 * i + 1], kind)
+        out[token, head, 2 * i] = from_float32(a * cos - b * sin, kind)
+        out[token, head, 2 * i + 1] = from_float32(b * cos + a * sin, kind)
+
+
+def inverse_rope_and_quantize(
+    o: Any, positions: Any, cos_sin: Any, powers_of_two: bool, values: Any, scales: Any
+) -> None:
+    launch(
+        inverse_rope_quantize_kernel, o.shape[0] * o.shape[1], THREADS,
+        o, kind_of(o), positions, cos_sin, powers_of_two, values.view(np.uint8), scales,
+    )  # fmt: skip
+
+
+def inverse_rope_quantize_kernel(o, kind, positions, cos_sin, powers_of_two, values, scales):
+    """A thread block takes a head."""
+    row = cuda.shared.array(WIDTH, np.float32)
+    largest = cuda.shared.array(MAX_TILES, np.int32)
+    token, head = cuda.blockIdx.x // o.shape[1], cuda.blockIdx.x % o.shape[1]
+    per_group = o.shape[1] // values.shape[0]
+    group, first = head // per_group, head % per_group * WIDTH
+    for tile in range(cuda.threadIdx.x, MAX_TILES, cuda.blockDim.x):
+        largest[tile] = np.int32(float32_bits(MIN_AMAX))
+    for i in range(cuda.threadIdx.x, WIDTH, cuda.blockDim.x):
+        row[i] = to_float32(o[token, head, i], kind)
+    cuda.syncthreads()
+    turn(row, WIDTH, cos_sin, nearest(positions[token], len(cos_sin)), np.float32(-1))
+    for i in range(cuda.threadIdx.x, WIDTH, cuda.blockDim.x):
+        if kind == BFLOAT16:
+            row[i] = bfloat16_value(bfloat16_bits(row[i]))
+        magnitude = float32_bits(row[i]) & 0x7FFFFFFF
+        if magnitude < INFINITY_BITS:
+            cuda.atomic.max(largest, i // GROUP, np.int32(magnitude))
+    cuda.syncthreads()
+    for i in range(cuda.threadIdx.x, WIDTH, cuda.blockDim.x):
+        amax = float32_value(largest[i // GROUP])
+        scale = power_of_two(scale_exponent(amax, -126)) if powers_of_two else amax / np.float32(448)
+        if i % GROUP == 0:
+            scales[group, token, (first + i) // GROUP] = float32_bits(scale)
+        values[group, token, first + i] = e4m3_byte(row[i] / scale)
+
+
+@cuda.jit(device=True)
+def nearest(position, count):
+    return min(max(np.int64(position), 0), count - 1)
+
+
+@cuda.jit(device=True)
+def normalize(row, width, total, eps):
+    """row /= sqrt(mean(row^2) + eps); each thread has written values of its own before."""
+    if cuda.threadIdx.x == 0:
+        total[0] = 0
+    cuda.syncthreads()
+    part = np.float32(0)
+    for i in range(cuda.threadIdx.x, width, cuda.blockDim.x):
+        part += row[i] * row[i]
+    add_in_order(total, part)
+    scale = np.float32(1) / math.sqrt(total[0] / np.float32(width) + eps)
+    for i in range(cuda.threadIdx.x, width, cuda.blockDim.x):
+        row[i] = row[i] * np.float32(scale)
+    cuda.syncthreads()
+
+
+@cuda.jit(device=True)
+def turn(row, width, cos_sin, at, direction):
+    """Turn the last values of `row` in pairs of neighbours by row `at` of the table, float32's bits."""
+    half = cos_sin.shape[1] // 2
+    first = width - 2 * half
+    for pair in range(cuda.threadIdx.x, half, cuda.blockDim.x):
+        cos, sin = float32_value(cos_sin[at, pair]), float32_value(cos_sin[at, half + pair]) * direction
+        a, b = row[first + 2 * pair], row[first + 2 * pair + 1]
+        row[first + 2 * pair] = a * cos - b * sin
+        row[first + 2 * pair + 1] = b * cos + a * sin
+    cuda.syncthreads()
+
+
+@cuda.jit(device=True)
+def insert_row(values, largest, page, row, g):
+    """Write a row into token `row` of a page, through bfloat16; all threads take part."""
+    for tile in range(cuda.threadIdx.x, MAX_TILES, cuda.blockDim.x):
+        largest[tile] = 0
+    cuda.syncthreads()
+    for i in range(cuda.threadIdx.x, g.head_dim, cuda.blockDim.x):
+        values[i] = bfloat16_value(bfloat16_bits(values[i]))
+        magnitude = float32_bits(values[i]) & 0x7FFFFFFF
+        if i < g.quantized_dim and magnitude < INFINITY_BITS:
+            cuda.atomic.max(largest, i // g.scale_tile, np.int32(magnitude))
+    cuda.syncthreads()
+    start, scales = row * g.row_bytes, g.scale_start + row * g.scale_stride
+    num_tiles = g.quantized_dim // g.scale_tile
+    for tile in range(cuda.threadIdx.x, g.scale_bytes if g.ue8m0 else num_tiles, cuda.blockDim.x):
+        scale_bits = np.int64(0)  # of the spare byte of a row of UE8M0 scales
+        if tile < num_tiles:
+            scale_bits = float32_bits(tile_scale(float32_value(largest[tile]), True, g.min_exponent, g.min_scale))
+        if g.ue8m0:
+            page[scales + tile] = scale_bits >> 23  # the exponent
+        else:
+            store(page, scales + 4 * tile, 4, scale_bits)
+    for i in range(cuda.threadIdx.x, g.head_dim, cuda.blockDim.x):
+        if i < g.quantized_dim:
+            scale = tile_scale(float32_value(largest[i // g.scale_tile]), True, g.min_exponent, g.min_scale)
+            page[start + i] = quantized(values[i], scale)
+        else:
+            store(page, start + g.rope_offset + 2 * (i - g.quantized_dim), 2, bfloat16_bits(values[i]))
