@@ -247,7 +247,7 @@ template <class Load> __device__ inline uint32 first_threshold(Memory& memory, L
 }
 
 // topk <= CHUNK.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
 top_k_per_row(const float* logits, int64 stride, int width, int64 num_rows, const int* starts, const int* ends,
               const int* lens, int64 lens_stride, int next_n, int per_row, int64 num_keys, int* indices,
               int64 indices_stride, int topk) {
@@ -255,7 +255,6 @@ top_k_per_row(const float* logits, int64 stride, int width, int64 num_rows, cons
     Memory& shared = *reinterpret_cast<Memory*>(memory);
     pdl_wait();
     Rows rows{starts, ends, lens, lens_stride, next_n, per_row != 0, num_keys, width};
-    int lane = threadIdx.x % 32;
     for (int64 number = blockIdx.x; number < num_rows; number += gridDim.x) {
         const float* row = logits + number * stride;
         int64 begin, end;
@@ -303,7 +302,7 @@ top_k_per_row(const float* logits, int64 stride, int width, int64 num_rows, cons
 }
 
 // The same for any topk: reads the row from global memory four times or, where equal logits compete, seven.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
 top_k_per_row_wide(const float* logits, int64 stride, int width, int64 num_rows, const int* starts, const int* ends,
                    const int* lens, int64 lens_stride, int next_n, int per_row, int64 num_keys, int* indices,
                    int64 indices_stride, int topk) {
