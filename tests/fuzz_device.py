@@ -150,7 +150,7 @@ class Fuzz:
     def numbers(self, *shape, dtype=BF16):
         """Values of ordinary size, a few of them anything."""
         values = self.rng.standard_normal(shape)
-        values[self.rng.random(shape) < 0.001] = self.choose(np.nan, np.inf, 1e30, 1e-30, 0.0)
+        values[self.rng.random(shape) < 0.001] = self.choose(np.nan, np.inf, -np.inf, 1e6, 1e30, 1e38, 1e-30, 0.0)
         with np.errstate(over="ignore"):
             return self.put(values.astype(dtype))
 

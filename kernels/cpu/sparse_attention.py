@@ -16,6 +16,7 @@ from ..types.segments import V_DIM, Segment
 from .rows import Geometry, flat, float32_of_bfloat16, geometry_of, read_row, round_to_bfloat16
 from .threads import for_each
 
+PRECISE_SCORE = 1024.0  # of scores beyond, float32 leaves too few digits to what they differ by
 Gather = Callable[[int, np.ndarray], int]  # fills rows of a token and says how many there are
 
 
@@ -87,9 +88,9 @@ def _attend(
         buffers = _Buffers(heads, width, head_dim, np.float32)
         for token in tokens:
             b, s = divmod(token, s_q)
-            finite = buffers.attend(token, q[b, s], gather, softmax_scale, sink, out[b, s])
+            fits = buffers.attend(token, q[b, s], gather, softmax_scale, sink, out[b, s])
             used = buffers
-            if not finite:  # the numbers of this token may have left float32
+            if not fits:  # the numbers of this token may have left float32, or its scores need more digits
                 used = _Buffers(heads, width, head_dim, np.float64)
                 used.attend(token, q[b, s], gather, softmax_scale, sink, out[b, s])
             lse[b, :, s] = used.lse
@@ -122,7 +123,7 @@ class _Buffers:
     ) -> bool:
         """Write the token's output, float32 or bfloat16 seen as uint16 as q is; max_logits and lse are left here.
 
-        Returns whether all numbers were finite.
+        Returns whether float32 was enough.
         """
         count = gather(token, self.rows)
         if count == 0:
@@ -135,12 +136,12 @@ class _Buffers:
         else:
             _scaled(self.queries, q, softmax_scale)
         np.matmul(self.queries, rows.T, out=scores)
-        finite = _softmax(scores, sink, self.max_logits, self.lse, self.share)
+        fits = _softmax(scores, sink, self.max_logits, self.lse, self.share)
         np.matmul(scores, rows[:, :V_DIM], out=self.result)
         if out.dtype == np.float32:
             np.multiply(self.result, self.share[:, None], out=out, casting="same_kind")
-            return finite and bool(np.isfinite(out).all())
-        return bool(_store(out, self.result, self.share) and finite)
+            return fits and bool(np.isfinite(out).all())
+        return bool(_store(out, self.result, self.share) and fits)
 
 
 @compiled(nogil=True)
@@ -201,8 +202,11 @@ def _scaled(queries: np.ndarray, q_bits: np.ndarray, softmax_scale: float) -> No
 
 @compiled(nogil=True)
 def _softmax(scores: np.ndarray, sink: np.ndarray, max_logits: np.ndarray, lse: np.ndarray, share: np.ndarray) -> bool:
-    """Scores become weights in place; `share` is what the weighted sum is multiplied by at the end."""
-    finite = True
+    """Scores become weights in place; `share` is what the weighted sum is multiplied by at the end.
+
+    Returns whether all scores were finite, and what differs between those that count is within float32's digits.
+    """
+    fits = True
     for head in range(len(scores)):
         row = scores[head]
         top = row[0]
@@ -211,17 +215,18 @@ def _softmax(scores: np.ndarray, sink: np.ndarray, max_logits: np.ndarray, lse: 
             top = max(top, row[j])
             check += row[j] - row[j]
         if check != 0:
-            finite = False
+            fits = False
             for j in range(len(row)):
                 top = top if row[j] == row[j] else row[j]
         total = 0.0
         for j in range(len(row)):
             row[j] = np.exp(row[j] - top)
             total += row[j]
+        fits = fits and abs(top) < PRECISE_SCORE
         log_sum = top + np.log(total)
         max_logits[head], lse[head] = top, log_sum
         share[head] = 1.0 / (total * (1.0 + np.exp(np.float64(sink[head]) - log_sum)))
-    return finite
+    return fits
 
 
 @compiled(nogil=True)

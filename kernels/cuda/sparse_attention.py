@@ -78,7 +78,7 @@ def _attend(work: Work, plan: DecodePlan | None, may_cut: bool) -> None:
     fast.launch(division.shares, problem)
     if division.cut:
         sparse_kernels.combine(work, problem, division)
-    sparse_kernels.attend_exactly(work, problem, everything=False)
+    sparse_kernels.attend_exactly(work, problem, everything=False, memory=memory, may_cut=may_cut)
 
 
 def merge_attn_states(

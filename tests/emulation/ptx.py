@@ -11,6 +11,7 @@ TABLE = {
     # numbers
     "cvt.f32.f16 %0, %1;": "%0 = emulator::from_f16(%1)",
     "cvt.f64.f32 %0, %1;": "%0 = emulator::to_double(%1)",
+    "cvt.rn.f32.f64 %0, %1;": "%0 = emulator::to_float(%1)",
     "cvt.rn.bf16x2.f32 %0, %1, %2;": "%0 = emulator::to_bf16x2(%2, %1)",
     "cvt.rn.f16x2.f32 %0, %1, %2;": "%0 = emulator::to_f16x2(%2, %1)",
     "cvt.rn.f16x2.e4m3x2 %0, %1;": "%0 = emulator::e4m3x2_to_f16x2(%1)",
@@ -73,11 +74,15 @@ TABLE = {
     ),
     "wgmma.commit_group.sync.aligned;": "emulator::wgmma_commit()",
     "wgmma.wait_group.sync.aligned %0;": "emulator::wgmma_wait(%0)",
+    "mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};": (
+        "emulator::mma_f64(%0, %1, %2, %3)"
+    ),
     # what has no meaning for one CPU thread that does everything in order
     "fence.mbarrier_init.release.cluster;": "",
     "fence.proxy.async.shared::cta;": "",
     "griddepcontrol.launch_dependents;": "",
     "prefetch.tensormap [%0];": "",
+    "prefetch.global.L2 [%0];": "",
     "setmaxnreg.dec.sync.aligned.u32 %0;": "",
     "setmaxnreg.inc.sync.aligned.u32 %0;": "",
     "wgmma.fence.sync.aligned;": "",

@@ -86,6 +86,7 @@ SOURCES = [
     ("sm90/prefill/prefill.cu", {"LAYOUT": "DSV4_BF16"}),
     ("sm90/prefill/prefill.cu", {"LAYOUT": "MLA_BF16"}),
     ("common/sparse/exact.cu", {"LAYOUT": "DSV4_FP8", "ALIGNED": 1}),
+    ("common/sparse/exact.cu", {"LAYOUT": "V32_FP8", "ALIGNED": 1}),
     ("common/sparse/exact.cu", {"LAYOUT": "MLA_BF16", "ALIGNED": 0}),
     ("common/hold.cu", {}),
     ("common/indexer_metadata.cu", {}),
@@ -125,6 +126,8 @@ SOURCES = [
 SPILLS_ALLOWED = {"sm90/decode/decode.cu-V32_FP8-sm_90a": 8}  # once a tile: every register is given to a role
 if nvrtc.nvrtcVersion()[1] < 13:  # which fits into the same 128 registers what CUDA 12 does not
     SPILLS_ALLOWED["sm80/dense_decode.cu-f16-e4m3-0-sm_90a"] = 40
+
+SPILLS_ALLOWED_IN = {"common/sparse/exact.cu": 256}  # which runs seldom, and has two thread blocks a multiprocessor
 
 
 def targets_of(file):
@@ -182,7 +185,8 @@ def test_source(number):
     spills = [int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
     assert kernels
     assert len(spills) == 2 * len(kernels), log
-    assert max(spills) <= SPILLS_ALLOWED.get(name_of(number), 0), log
+    allowed = SPILLS_ALLOWED_IN.get(COMPILATIONS[number][0], 0)
+    assert max(spills) <= SPILLS_ALLOWED.get(name_of(number), allowed), log
     assert "warning" not in log, log
     if "EVERY_LANE_ARRIVES" not in COMPILATIONS[number][1]:  # which need not be fast
         assert "serialized" not in log, log  # products of a warpgroup, of which little is heard otherwise

@@ -274,6 +274,108 @@ def test_nan_stays_with_its_token(lab, kernel, rng):
     np.testing.assert_allclose(out[:1], to_float(want), atol=1e-3, rtol=2.01 / 128)
 
 
+def rows_of(cache, layout):
+    """The rows of a cache of pages of 64 tokens, without their scales."""
+    return cache.reshape(len(cache), -1)[:, : 64 * layout.row_bytes].reshape(-1, 64, layout.row_bytes)
+
+
+def rope_of(cache, layout):
+    return rows_of(cache, layout)[..., layout.rope_offset :].view(BF16)
+
+
+def marks(lab, plan):
+    """What the fast kernels of the cuda backend leave for the exact one, and its counters."""
+    return lab.get(plan.workspace.array("unsafe", 0, np.int32, lab.put(np.zeros(1, np.int32))))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("where", ["window", "extra", "both"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e6, -1e30, 3e38])
+def test_poisoned_rows(lab, kernel, rng, where, value):
+    """One value of one row, of which one request attends to it, while another attends to rows that nobody wrote."""
+    layout, heads = cumla.DSV4_FP8, 20 if lab.emulated else 64
+    cache, extra = make_cache(rng, layout, 4, 64), make_cache(rng, layout, 4, 64)
+    cache[3] = extra[3] = 0
+    for poisoned in {"window": [cache], "extra": [extra], "both": [cache, extra]}[where]:
+        rope_of(poisoned, layout)[2, 9, 31] = value
+    indices, extra_indices = (make_indices(rng, 4, 2, n, 128) for n in (70, 150))
+    indices[1, :, 66] = extra_indices[1, :, 3] = 128 + 9
+    indices[2], extra_indices[2] = 192 + indices[2] % 64, 192 + extra_indices[2] % 64
+    out, lse = Problem(
+        make_q(rng, 4, 2, heads, layout), cache, indices, extra_k_cache=extra, extra_indices=extra_indices,
+        topk_length=np.array([70, 67, 70, 1], np.int32), attn_sink=np.linspace(-5, 5, heads, dtype=np.float32),
+    ).check(lab)  # fmt: skip
+    assert np.isfinite(lse[[0, 2, 3]]).all()
+    assert not to_float(out[2]).any()
+
+
+@pytest.mark.parametrize("value", [1e6, 1e30])
+def test_every_row_poisoned(lab, kernel, rng, value):
+    layout = cumla.V32_FP8
+    cache = make_cache(rng, layout, 4, 64)
+    rope = rope_of(cache, layout)
+    rope[...] = (rng.choice([-value, value], rope.shape)).astype(BF16)
+    Problem(make_q(rng, 2, 1, 20, layout), cache, make_indices(rng, 2, 1, 150, 256)).check(lab)
+
+
+@pytest.mark.parametrize("value", [2.0**20, 2.0**30])
+def test_large_values_that_all_rows_share(lab, kernel, rng, value):
+    """Scores that are equal but for the last bits of a float32: what those say decides."""
+    layout = cumla.DSV4_FP8
+    cache, q = make_cache(rng, layout, 4, 64, spread=0), make_q(rng, 2, 1, 8, layout)
+    rope_of(cache, layout)[..., 5] = value
+    q[..., layout.quantized_dim + 5] = 1
+    Problem(q, cache, make_indices(rng, 2, 1, 100, 256)).check(lab)
+
+
+@pytest.mark.parametrize("byte", [0, 20, 27, 32, 40, 41, 80])
+def test_nothing_but_tiny_values(lab, kernel, rng, byte):
+    """Zero would be within the bound of each value, but not of their direction."""
+    layout = cumla.DSV4_FP8
+    cache = make_cache(rng, layout, 4, 64)
+    for page in cache:
+        for i in range(layout.num_scales):
+            page.reshape(-1)[layout.scale_start(64) + i :: layout.scale_stride] = byte
+    rope_of(cache, layout)[...] = 0
+    Problem(make_q(rng, 2, 1, 20, layout), cache, make_indices(rng, 2, 1, 100, 256)).check(lab)
+
+
+@pytest.mark.parametrize("layout", FP8, ids=lambda x: x.name)
+def test_caches_as_allocated(lab, kernel, rng, layout):
+    """Zeros, scales too, which the fast kernels take for what they are."""
+    cache = layout.allocate(4, 64)
+    problem = Problem(make_q(rng, 3, 1, 20, layout), cache, make_indices(rng, 3, 1, 100, 256), layout=layout)
+    if lab.backend == "cuda" and kernel != "exact":
+        from cumla.kernels.cuda.sparse import kernels as sparse_kernels
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sparse_kernels, "attend_exactly", lambda *arguments, **options: None)
+            problem.check(lab, plan=(plan := cumla.DecodePlan()))
+        assert not marks(lab, plan).any()
+    problem.check(lab)
+
+
+@pytest.mark.parametrize("poisoned", [1, 3, 40])
+def test_poison_leaves_no_traces(lab, kernel, rng, poisoned):
+    """However many tiles are marked: the same bits every time, alone too if asked for, and no marks afterwards."""
+    layout, batch = cumla.DSV4_FP8, 40
+    cache = make_cache(rng, layout, 5, 64)
+    rope_of(cache, layout)[4, :, 3] = 1e6
+    indices = make_indices(rng, batch, 1, 200, 256)
+    indices[:poisoned, 0, 17] = 256 + 5
+    q, plan = make_q(rng, batch, 1, 16, layout), cumla.DecodePlan()
+    for options in ({}, {"batch_invariant": True}):
+        first = Problem(q, cache, indices, **options).check(lab, plan=plan)
+        if lab.backend == "cuda" and kernel != "exact":
+            assert not marks(lab, plan).any()
+        again = Problem(q, cache, indices, **options).on(lab, plan=plan)
+        for x, y in zip(first, again, strict=True):
+            np.testing.assert_array_equal(x.view(np.uint8), lab.get(y).view(np.uint8))
+    alone = Problem(q[:1], cache, indices[:1], batch_invariant=True).on(lab)
+    for x, y in zip(first, alone, strict=True):
+        np.testing.assert_array_equal(x[:1].view(np.uint8), lab.get(y).view(np.uint8))
+
+
 def test_rows_not_attended_may_be_anything(lab, kernel, rng):
     layout = cumla.DSV4_FP8
     cache = make_cache(rng, layout, 4, 64)
@@ -362,6 +464,25 @@ def test_prefill_of_rows_of_any_size(lab, kernel, rng, size):
             out, got[1][token], got[2][token], expected, want[1][token], want[2][token],
             largest=largest[token] / (scale if kernel == "chosen" and lab.backend == "cuda" else 1.0),
         )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e6, 1e30, 3e38])
+@pytest.mark.parametrize("width", [512, 576])
+def test_prefill_of_poisoned_rows(lab, kernel, rng, width, value):
+    """The first token attends to ordinary rows, the second to one poisoned one, the third to nothing else."""
+    kv, q = rng.standard_normal((200, width)).astype(BF16), rng.standard_normal((3, 20, width)).astype(BF16)
+    kv[100:, 7] = value
+    indices = rng.integers(0, 100, (3, 70), dtype=np.int32)
+    indices[1, 66] = 150
+    indices[2] += 100
+    options = {"topk_length": np.array([70, 67, 65], np.int32), "attn_sink": np.linspace(-3, 3, 20, dtype=np.float32)}
+    want = cumla.sparse_mla_prefill(q, kv, indices, **options, backend="reference")
+    options = {name: lab.put(x) for name, x in options.items()}
+    got = cumla.sparse_mla_prefill(lab.put(q), lab.put(kv), lab.put(indices), **options, backend=lab.backend)
+    got = [lab.get(x) for x in got]
+    largest = np.abs(to_float(kv[:100])).max()
+    assert_prefill(to_float(got[0]), got[1], got[2], to_float(want[0]), want[1], want[2], largest=largest)
 
 
 def test_nan_in_prefill_stays_with_its_token(lab, kernel, rng):

@@ -13,16 +13,17 @@ import cupy
 from ....layout import DSV4_FP8, V32_FP8, CacheLayout
 from ..compile import kernel
 from ..device import capability, device_sms, is_hopper
-from ..launch import is_aligned, recorded_launches
+from ..launch import is_aligned, pointer, recorded_launches
 from . import portable as sparse_portable
-from .work import HEADS, V_DIM, Division, Work
+from .work import EXACT_SLOTS, HEADS, V_DIM, Division, Memory, Work
 
 HOPPER_THREADS, HOPPER_SHARED_BYTES = 512, 232448  # all there is; sm90/decode/memory.cuh says what for
 PREFILL_THREADS = 384  # sm90/prefill/memory.cuh
 PREFILL_WAVES = 8  # shares of the portable kernel for each thread block that runs at a time: lengths grow with position
 COMBINE_WARPS, COMBINE_VALUES = 8, 128  # values that a warp puts together, as in common/sparse/combine.cu
 COMBINE_BLOCKS = {4: 5, 8: 4, 16: 2}  # thread blocks a multiprocessor, by parts that are loaded together
-EXACT_UNIT, EXACT_THREADS, EXACT_BLOCKS_PER_SM = 4, 128, 2  # as in common/sparse/exact.cuh
+EXACT_ROWS, EXACT_THREADS, EXACT_BLOCKS_PER_SM = 16, 256, 2  # as in common/sparse/exact_mma_scores.cuh
+EXACT_MOST_PARTS = 64  # of a tile, that one thread block puts together
 
 KERNELS = ("hopper", "portable", "exact")
 _forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("forced attention kernel", default=None)
@@ -147,14 +148,26 @@ def combine(work: Work, problem: tuple[Any, ...], division: Division) -> None:
         )
 
 
-def attend_exactly(work: Work, problem: tuple[Any, ...], everything: bool) -> None:
-    """Attend in float64, to the tiles that a fast kernel marked or to all."""
+def attend_exactly(
+    work: Work, problem: tuple[Any, ...], everything: bool, memory: Memory | None = None, may_cut: bool = False
+) -> None:
+    """Attend, whatever the values, to the tiles that a fast kernel marked (in `memory`, or in max_logits), or to all.
+
+    may_cut  whether thread blocks may share the keys of a marked tile: how many tiles are marked then decides in which
+             order keys are added up
+    """
     device = work.q.device.id
     layout = work.segments[0].pages.layout
-    aligned = is_aligned(*(segment.pages.bytes for segment in work.segments))
-    blocks = min(work.tiles * work.tile_heads // EXACT_UNIT, EXACT_BLOCKS_PER_SM * device_sms(device))
+    aligned = is_aligned(work.q, work.out, *(segment.pages.bytes for segment in work.segments))
+    parts, counters, slots, most_parts = 0, 0, 0, 1
+    if memory is not None:
+        parts, counters = pointer(memory.exact_parts), pointer(memory.unsafe)
+        if may_cut:
+            slots, most_parts = EXACT_SLOTS, min(work.most_blocks, EXACT_MOST_PARTS)
+    units = work.tiles * -(-work.tile_heads // EXACT_ROWS) * most_parts
     function = kernel(
         "common/sparse/exact.cu", "attend_exactly_where_unsafe",
         LAYOUT=layout.name, ALIGNED=int(aligned), TILE_HEADS=work.tile_heads,
     )  # fmt: skip
-    function((blocks,), (EXACT_THREADS,), (*problem, everything), overlap=True)
+    grid = (min(units, EXACT_BLOCKS_PER_SM * device_sms(device)),)
+    function(grid, (EXACT_THREADS,), (*problem, everything, parts, counters, slots, most_parts), overlap=True)

@@ -27,6 +27,9 @@ PLAN_THREADS = 1024
 TILE_COST, CUT_COST, STRADDLE_COST = 2, 2, 5
 PARTS_A_BLOCK = 64
 STARTS = ("starts", "starts of graphs")  # names of `starts`, outside of a capture and in one
+# Parts of tiles that the exact kernel has room for, their size (Part of common/sparse/exact_mma.cuh), and its counters.
+EXACT_SLOTS, EXACT_PART_BYTES = 128, 33024
+EXACT_COUNTERS = EXACT_SLOTS + 1
 LEAST_TILES = 1 << 14  # to have room for, so that a plan's memory need not grow
 INT32_LIMIT = 2**31 - 1
 
@@ -55,12 +58,14 @@ class Memory(NamedTuple):
     starts       int32 [shares + 1, 2]: tile and block at which each share of the work begins
     partial_out  float32 [2 * shares, tile_heads * 512], parts of tiles that are cut; None where none is
     partial_lse  float32 [2 * shares, tile_heads]
-    unsafe       int32 [tiles]: which the exact kernel must do; zero between calls
+    exact_parts  float32 [EXACT_SLOTS, EXACT_PART_BYTES / 4]: of tiles that the exact kernel does
+    unsafe       int32 [EXACT_COUNTERS + tiles], zero between calls: the exact kernel's counters, which tiles it must do
     """
 
     starts: Any
     partial_out: Any
     partial_lse: Any
+    exact_parts: Any
     unsafe: Any
 
 
@@ -111,7 +116,7 @@ class Work(NamedTuple):
             starts=pointer(memory.starts) if memory is not None and division.planned else 0,
             partial_out=0 if memory is None else pointer(memory.partial_out),
             partial_lse=0 if memory is None else pointer(memory.partial_lse),
-            unsafe=0 if memory is None else pointer(memory.unsafe),
+            unsafe=0 if memory is None else pointer(memory.unsafe) + 4 * EXACT_COUNTERS,
             batch=batch, s_q=s_q, heads=heads, groups=self.groups,
             shares=division.shares, **self._cut(division),
             softmax_scale=self.softmax_scale,
@@ -194,6 +199,7 @@ def memory_for(plan: DecodePlan | None, work: Work, division: Division, capture:
         starts[capture > 0],
         workspace.array("partial_out", sizes.partial_out, np.float32, work.q) if cut else None,
         workspace.array("partial_lse", sizes.partial_lse, np.float32, work.q) if cut else None,
+        workspace.array("exact_parts", sizes.exact_parts, np.float32, work.q),
         workspace.array("unsafe", sizes.unsafe, np.int32, work.q, zeroed=True),
     )
 
@@ -216,7 +222,8 @@ def _bytes(tiles: int, shares: int, heads: int) -> int:
 @functools.lru_cache(maxsize=1024)
 def _sizes(tiles: int, shares: int, heads: int) -> Memory:
     """Elements, of four bytes, of a Memory's arrays, for tiles of `heads` heads."""
-    return Memory(2 * (MAX_SHARES + 1), 2 * shares * heads * V_DIM, 2 * shares * heads, tiles)
+    parts = EXACT_SLOTS * EXACT_PART_BYTES // 4
+    return Memory(2 * (MAX_SHARES + 1), 2 * shares * heads * V_DIM, 2 * shares * heads, parts, EXACT_COUNTERS + tiles)
 
 
 def plan_shares(

@@ -128,6 +128,7 @@ EXPORT void load_matrices(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, ui
 EXPORT void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d, bool transposed);
 EXPORT void mma(float& x0, float& x1, float& x2, float& x3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                 uint32_t b0, uint32_t b1, bool bfloat16);
+EXPORT void mma_f64(double& x0, double& x1, double a, double b);
 // x (64 x columns) = a b (+ x); a from registers, or where that is null a tile. b_rows: b's rows are the columns.
 enum class Operands { F16, BF16, E4M3 };
 EXPORT void wgmma(float* x, int columns, const uint32_t* a, uint64_t a_tile, uint64_t b_tile, bool b_rows, bool add,
@@ -152,6 +153,7 @@ EXPORT uint32_t max_f16x2(uint32_t a, uint32_t b);  // the other one where one i
 EXPORT float multiply(float a, float b);
 EXPORT float divide(float a, float b);
 EXPORT double to_double(float x);
+EXPORT float to_float(double x);
 
 struct KeepSubnormals {
     uint32_t before;

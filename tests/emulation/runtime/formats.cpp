@@ -97,6 +97,11 @@ float divide(float a, float b) {
     volatile float quotient = a / b;
     return quotient;
 }
+float to_float(double x) {
+    KeepSubnormals keep;
+    volatile float narrow = x;
+    return narrow;
+}
 double to_double(float x) {
     KeepSubnormals keep;
     volatile double wide = x;

@@ -90,6 +90,23 @@ void mma(float& x0, float& x1, float& x2, float& x3, uint32_t a0, uint32_t a1, u
     x0 = mine.x[0], x1 = mine.x[1], x2 = mine.x[2], x3 = mine.x[3];
 }
 
+void mma_f64(double& x0, double& x1, double a, double b) {
+    struct Numbers {
+        double x[2], a, b;
+    };
+    auto multiply = [](uint8_t (*brought)[MOST_BYTES], uint8_t (*taken)[MOST_BYTES]) {
+        for (int lane = 0; lane < LANES; ++lane)
+            for (int i = 0; i < 2; ++i) {
+                double sum = 0;
+                for (int k = 0; k < 4; ++k)
+                    sum += as<Numbers>(brought[lane / 4 * 4 + k]).a * as<Numbers>(brought[(2 * (lane % 4) + i) * 4 + k]).b;
+                as<Numbers>(taken[lane]).x[i] += sum;
+            }
+    };
+    const auto& mine = as<Numbers>(meet("mma.f64", Numbers{{x0, x1}, a, b}, multiply));
+    x0 = mine.x[0], x1 = mine.x[1];
+}
+
 // ---- wgmma: a warp's 16 of the 64 rows. It reads shared memory, registers and sums when it is done, not before.
 
 namespace {

@@ -19,6 +19,13 @@ __device__ inline void mma(bf16, float (&x)[4], const uint32 (&a)[4], const uint
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// The same for 8 columns over 4 values in float64: lane 4 g + c has of a value c of rows g and g + 8, of b value c of column g.
+__device__ inline void mma(double (&x)[4], const double (&a)[2], double b) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+        asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};" : "+d"(x[2 * i]), "+d"(x[2 * i + 1]) : "d"(a[i]), "d"(b));
+}
+
 // Four 8 x 8 matrices of 16-bit values; lanes 8 i to 8 i + 7 point to the rows of matrix i.
 __device__ inline void load_matrices(uint32 (&x)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -1,57 +1,154 @@
-// Attention in float64 of the tiles that a fast kernel marked as outside its range, or of all. Usually there are none.
+// Attention, within the bounds whatever the values, of the tiles that a fast kernel marked as outside its range, or of all.
+// Usually there are none.
 //
-// SparseProblem::unsafe is 0 for most tiles, 1 for these. Each unit of such a tile that is done adds 2, and the last of them
-// leaves 0 for the next call: nothing else is written where all is well. Without it UNSAFE_BITS tell.
+// SparseProblem::unsafe is 0 for most tiles, 1 for these; nothing is written where all are 0. A tile's heads are done ROWS at a
+// time (common/sparse/exact_mma.cuh). Where few tiles are marked, several thread blocks share the keys of ROWS heads, in as many parts as
+// there are thread blocks and room for them. The last thread block of all leaves the marks and counters 0 for the next call.
+// Without `unsafe`, UNSAFE_BITS tell, and nothing is shared.
 //
 // Macros: LAYOUT, ALIGNED, TILE_HEADS (common/sparse/work.cuh).
-#include "common/sparse/exact.cuh"
+#include "common/sparse/exact_mma.cuh"
 #include "common/pdl.cuh"
 
-constexpr int UNITS = HEADS / UNIT;  // of a tile
+constexpr int UNITS = HEADS / ROWS;  // of a tile
+
+union Memory {
+    Wide wide;
+    ExactShared float64;
+};
+
+// Attend for ROWS heads of a tile, to blocks first .. last - 1 of its keys.
+struct Unit {
+    const SparseProblem& problem;
+    Memory& memory;
+    TileCoord at;
+    WideAttention wide;
+
+    __device__ Unit(const SparseProblem& problem, Memory& memory, int tile, int unit)
+        : problem(problem), memory(memory), at(problem, tile), wide(problem, memory.wide, at.b, at.s, at.first_head + unit * ROWS) {}
+
+    __device__ bool exists() const { return wide.first_head < problem.heads; }
+
+    __device__ int blocks() const { return blocks_of_tile(problem.lists[0].length(at.b, at.s), problem.lists[1].length(at.b, at.s)); }
+
+    __device__ void attend_in_float64() {
+        for (int head = 0; head < ROWS; head += UNIT)
+            ::attend_in_float64(problem, at.b, at.s, wide.first_head + head, memory.float64);
+    }
+
+    // Part `part` of `count`; `arrived` counts them, and is 0 again after the last.
+    __device__ void attend(int part, int count, Part* parts, int* arrived) {
+        if (!exists()) return;
+#if __CUDA_ARCH__ >= 800
+        int all = blocks();
+        wide.attend(all * part / count, all * (part + 1) / count);
+        if (count > 1 && !gathered(part, count, parts, arrived)) return;
+        if (wide.store()) return;
+#endif
+        attend_in_float64();
+    }
+
+    // Leave this part to the last one, or, as that, put all together.
+    __device__ bool gathered(int part, int count, Part* parts, int* arrived) {
+        __shared__ bool is_last;
+        wide.leave(parts[part]);
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) is_last = atomicAdd(arrived, 1) == count - 1;
+        __syncthreads();
+        if (!is_last) return false;
+        __threadfence();
+        wide.gather(parts, count);
+        if (threadIdx.x == 0) *arrived = 0;
+        return true;
+    }
+};
+
+// How many numbers before `end` are not 0. All threads of the block.
+__device__ inline int count_marks(const int* marks, int end) {
+    __shared__ int counts[WARPS];
+    int count = 0;
+    for (int i = threadIdx.x; i < end; i += THREADS) count += marks[i] != 0;
+    if (!__syncthreads_or(count)) return 0;  // what usually happens
+    for (int by = 16; by; by /= 2) count += __shfl_xor_sync(~0u, count, by);
+    if (threadIdx.x % 32 == 0) counts[threadIdx.x / 32] = count;
+    __syncthreads();
+    count = 0;
+    for (int i = 0; i < WARPS; ++i) count += counts[i];
+    return count;
+}
+
+// Where the number is that has `before` others before it that are not 0 either. There is one before `end`.
+__device__ inline int find_mark(const int* marks, int end, int before) {
+    __shared__ uint32 votes[WARPS];
+    for (int first = 0; first < end; first += THREADS) {
+        int mine = first + threadIdx.x;
+        __syncthreads();  // all have read the votes before
+        uint32 of_warp = __ballot_sync(~0u, mine < end && marks[mine] != 0);
+        if (threadIdx.x % 32 == 0) votes[threadIdx.x / 32] = of_warp;
+        __syncthreads();
+        for (int warp = 0; warp < WARPS; ++warp) {
+            uint32 left = votes[warp];
+            int count = __popc(left);
+            if (before >= count) {
+                before -= count;
+                continue;
+            }
+            for (; before; --before) left &= left - 1;
+            return first + 32 * warp + __ffs(left) - 1;
+        }
+    }
+    return -1;
+}
 
 // Go through items 0 .. count - 1 of all thread blocks, THREADS at a time: `wanted` is asked by one thread an
 // item, and the whole block does those that are.
 template <class Wanted, class Do> __device__ inline void for_wanted(int count, Wanted wanted, Do act) {
-    __shared__ uint32 found[THREADS / 32];
+    __shared__ uint32 found[WARPS];
     for (int first = 0; first < count; first += THREADS * gridDim.x) {
         int mine = first + threadIdx.x * gridDim.x + blockIdx.x;
         uint32 votes = __ballot_sync(~0u, mine < count && wanted(mine));
         if (threadIdx.x % 32 == 0) found[threadIdx.x / 32] = votes;
         if (!__syncthreads_or(votes)) continue;
-        for (int warp = 0; warp < THREADS / 32; ++warp)
+        for (int warp = 0; warp < WARPS; ++warp)
             for (uint32 left = found[warp]; left; left &= left - 1)
                 act(first + (32 * warp + __ffs(left) - 1) * gridDim.x + blockIdx.x);
         __syncthreads();  // before `found` is written again
     }
 }
 
-// Whether a fast kernel asks for a unit of a tile.
+// Whether max_logits say that a unit of a tile is asked for.
 __device__ inline bool is_unsafe(const SparseProblem& problem, int tile, int unit) {
-    if (problem.unsafe) return problem.unsafe[tile];
     TileCoord at(problem, tile);
-    int head = at.first_head + unit * UNIT;
+    int head = at.first_head + unit * ROWS;
     if (head >= problem.heads) return false;
     return __float_as_uint(problem.max_logits[at.b * problem.max_stride_b + head * problem.max_stride_h]) == UNSAFE_BITS ||
            __float_as_uint(problem.lse[at.b * problem.lse_stride_b + head * problem.lse_stride_h]) == UNSAFE_BITS;
 }
 
+// parts     room for `most_slots` parts, of which a unit has no more than `most_parts`; not used without `unsafe`
+// counters  zeros between calls: the first for thread blocks that are done, one behind it for each slot
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-attend_exactly_where_unsafe(const __grid_constant__ SparseProblem problem, int everything) {
-    __shared__ ExactShared shared;
-    int count = problem.tiles() * UNITS;
+attend_exactly_where_unsafe(const __grid_constant__ SparseProblem problem, int everything, uint8* parts, int* counters, int most_slots, int most_parts) {
+    __shared__ Memory memory;
+    __shared__ bool is_last;
+    int tiles = problem.tiles(), of_tile = min(UNITS, (problem.heads + ROWS - 1) / ROWS);  // units that exist
+    int count = 1, *marks = everything ? nullptr : problem.unsafe;
     pdl_wait();
-    // Usually it ends here. The same is asked again below, but only behind all that prepares for an answer.
-    bool any = everything;
-    for (int item = threadIdx.x * gridDim.x + blockIdx.x; item < count && !any; item += THREADS * gridDim.x)
-        any = is_unsafe(problem, item / UNITS, item % UNITS);
-    if (!__syncthreads_or(any)) return;
-    for_wanted(count, [&](int item) { return everything || is_unsafe(problem, item / UNITS, item % UNITS); },
+    int marked = marks ? count_marks(marks, tiles) : tiles;
+    if (marks && marked) count = max(1, min(most_parts, most_slots / (marked * of_tile)));
+    for_wanted(
+        marked * of_tile * count, [&](int item) { return everything || marks || is_unsafe(problem, item / of_tile, item % of_tile); },
         [&](int item) {
-            int tile = item / UNITS;
-            TileCoord at(problem, tile);
-            int head = at.first_head + item % UNITS * UNIT;
-            if (head < problem.heads) attend_exactly(problem, at.b, at.s, head, shared);
-            if (!everything && problem.unsafe && threadIdx.x == 0 && atomicAdd(problem.unsafe + tile, 2) == 1 + 2 * (UNITS - 1))
-                problem.unsafe[tile] = 0;
+            int number = item / count, tile = number / of_tile;
+            Unit unit(problem, memory, marks ? find_mark(marks, tiles, tile) : tile, number % of_tile);
+            unit.attend(item % count, count, reinterpret_cast<Part*>(parts) + number * count, counters + 1 + number);
         });
+    if (!marks || !marked) return;
+    __syncthreads();  // all have read the marks
+    if (threadIdx.x == 0) is_last = atomicAdd(counters, 1) == gridDim.x - 1;
+    __syncthreads();
+    if (!is_last) return;
+    for (int tile = threadIdx.x; tile < tiles; tile += THREADS) marks[tile] = 0;
+    if (threadIdx.x == 0) *counters = 0;
 }

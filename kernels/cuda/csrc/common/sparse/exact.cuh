@@ -2,17 +2,17 @@
 //
 // A thread block takes UNIT heads of one query token and walks over the listed keys KEYS at a time: gather and
 // dequantise them into shared memory, scores (a warp a head, LANES lanes a key), a running softmax, and the
-// weighted sum (a thread four output values of each head).
+// weighted sum (a thread two output values of each head).
 //
 // Macros: LAYOUT, ALIGNED.
 #pragma once
 #include "common/sparse/work.cuh"
 #include "common/vectors.cuh"
 
-constexpr int UNIT = 4;  // heads
+constexpr int THREADS = 256, WARPS = THREADS / 32;
+constexpr int UNIT = WARPS;  // heads
 constexpr int KEYS = 4;
 constexpr int LANES = 32 / KEYS;
-constexpr int THREADS = 128;
 constexpr int DIM = LAYOUT::head_dim;
 constexpr int VALUES_PER_THREAD = V_DIM / THREADS;
 
@@ -29,6 +29,8 @@ struct ListEntries {
         int slot = entry < length ? indices[entry] : -1;
         return slot < list.num_slots ? slot : -1;
     }
+
+    __device__ Token token(int slot) const { return token_at<LAYOUT>(list.pages, list.page_stride, list.block_size, slot); }
 };
 
 // Subnormals too: CuPy compiles with -ftz=true.
@@ -38,32 +40,35 @@ __device__ inline double to_double(float x) {
     return y;
 }
 
+// Those, too.
+__device__ inline float to_float(double x) {
+    float y;
+    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(y) : "d"(x));
+    return y;
+}
+
 struct ExactShared {
     double keys[KEYS][DIM + 1];
-    double q[UNIT][DIM];
+    bf16 q[UNIT][DIM];
     double weights[UNIT][KEYS];
     double rescale[UNIT];
     int slots[KEYS];
 };
 
-__device__ inline void load_values(const List& list, int slot, int first, double* values) {
-    Token token = token_at<LAYOUT>(list.pages, list.page_stride, list.block_size, slot);
+// Scale `tile` of a token, 1 where its layout has none.
+__device__ inline float scale_of(const Token& token, int tile) {
+    if (LAYOUT::num_scales == 0) return 1.0f;
+    if (LAYOUT::ue8m0) return ue8m0_scale(token.scales[tile]);
+    return __uint_as_float(load4(token.scales + 4 * tile));
+}
+
+// Eight values of a row, those of e4m3 times `scale`.
+__device__ inline void load_values(const uint8* row, float scale, int first, double (&values)[8]) {
     float x[8];
-    double scale = 1.0;
-    if (first < LAYOUT::quantized_dim) {
-        int tile = first / LAYOUT::scale_tile;
-        if (LAYOUT::ue8m0) {
-            scale = to_double(ue8m0_scale(token.scales[tile]));
-        } else {
-            uint32 bits = 0;
-            for (int i = 0; i < 4; ++i) bits |= uint32(token.scales[4 * tile + i]) << 8 * i;
-            scale = to_double(__uint_as_float(bits));
-        }
-        dequantize8(load8(token.row + first), 1.0f, x);
-    } else {
-        unpack8(Raw8<bf16>{load16(token.row + LAYOUT::rope_offset + 2 * (first - LAYOUT::quantized_dim))}, x);
-    }
-    for (int i = 0; i < 8; ++i) values[i] = to_double(x[i]) * scale;
+    bool quantized = first < LAYOUT::quantized_dim;
+    if (quantized) dequantize8(load8(row + first), 1.0f, x);
+    else unpack8(Raw8<bf16>{load16(row + LAYOUT::rope_offset + 2 * (first - LAYOUT::quantized_dim))}, x);
+    for (int i = 0; i < 8; ++i) values[i] = quantized ? to_double(x[i]) * to_double(scale) : to_double(x[i]);
 }
 
 __device__ inline void load_keys(const ListEntries& entries, int first_entry, ExactShared& shared) {
@@ -72,9 +77,12 @@ __device__ inline void load_keys(const ListEntries& entries, int first_entry, Ex
     __syncthreads();
     for (int i = threadIdx.x; i < KEYS * (DIM / 8); i += THREADS) {
         int key = i / (DIM / 8), first = i % (DIM / 8) * 8;
-        double* values = shared.keys[key] + first;
-        if (shared.slots[key] >= 0) load_values(entries.list, shared.slots[key], first, values);
-        else for (int j = 0; j < 8; ++j) values[j] = 0.0;
+        double values[8] = {};
+        if (shared.slots[key] >= 0) {
+            Token token = entries.token(shared.slots[key]);
+            load_values(token.row, first < LAYOUT::quantized_dim ? scale_of(token, first / LAYOUT::scale_tile) : 1.0f, first, values);
+        }
+        for (int j = 0; j < 8; ++j) shared.keys[key][first + j] = values[j];
     }
     __syncthreads();
 }
@@ -92,14 +100,28 @@ __device__ inline double warp_sum(double x) {
     return x;
 }
 
+// What is subtracted from scores of which `top` is the highest: anything, while there is none but minus infinity.
+__device__ inline double base_of(double top) { return top == -double(infinity()) ? 0.0 : top; }
+
+// A head's lse and max_logits, written, and what makes its sums results. `top` and `log_sum` to base e.
+__device__ inline double finish_head(const SparseProblem& problem, int b, int s, int head, bool any, double top, double total) {
+    if (any && top == -double(infinity())) total = top - top;  // nothing but minus infinity: NaN, as of the plain formula
+    double log_sum = any ? top + log(total) : double(infinity());
+    problem.lse[b * problem.lse_stride_b + head * problem.lse_stride_h + s * problem.lse_stride_s] = float(log_sum);
+    if (problem.max_logits)
+        problem.max_logits[b * problem.max_stride_b + head * problem.max_stride_h] = float(any ? top : -double(infinity()));
+    return any ? 1.0 / (total * (problem.attn_sink ? 1.0 + exp(double(problem.attn_sink[head]) - log_sum) : 1.0)) : 0.0;
+}
+
 // Heads first_head .. first_head + UNIT - 1 of token (b, s); all threads of the block.
-__device__ inline void attend_exactly(const SparseProblem& problem, int b, int s, int first_head, ExactShared& shared) {
+__device__ inline void attend_in_float64(const SparseProblem& problem, int b, int s, int first_head, ExactShared& shared) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
+    __syncthreads();  // the memory has been something else's
     const bf16* q = problem.q + b * problem.q_stride_b + s * problem.q_stride_s;
     for (int i = threadIdx.x; i < UNIT * DIM; i += THREADS) {
         int head = first_head + i / DIM;
-        shared.q[i / DIM][i % DIM] = head < problem.heads ? to_double(to_float(q[head * problem.q_stride_h + i % DIM])) : 0.0;
+        shared.q[i / DIM][i % DIM] = head < problem.heads ? q[head * problem.q_stride_h + i % DIM] : bf16{0};
     }
     double top = -double(infinity()), total = 0.0;  // of this warp's head
     bool any = false;
@@ -110,15 +132,15 @@ __device__ inline void attend_exactly(const SparseProblem& problem, int b, int s
             load_keys(entries, first, shared);
             int key = lane / LANES, part = lane % LANES;
             double score = 0.0;
-            for (int d = part; d < DIM; d += LANES) score += shared.q[warp][d] * shared.keys[key][d];
+            for (int d = part; d < DIM; d += LANES) score += to_double(to_float(shared.q[warp][d])) * shared.keys[key][d];
             for (int by = 1; by < LANES; by *= 2) score += __shfl_xor_sync(~0u, score, by);
             score *= double(problem.softmax_scale);
             bool present = shared.slots[key] >= 0;
             any |= __any_sync(~0u, present);
             double tile_top = warp_max(present ? score : -double(infinity()));
             double new_top = tile_top != tile_top || tile_top > top ? tile_top : top;
-            double weight = present ? exp(score - new_top) : 0.0;
-            double rescale = any && total != 0.0 ? exp(top - new_top) : 0.0;
+            double weight = present ? exp(score - base_of(new_top)) : 0.0;
+            double rescale = total != 0.0 ? exp(top - base_of(new_top)) : 0.0;
             total = total * rescale + warp_sum(part == 0 ? weight : 0.0);
             top = new_top;
             if (part == 0) shared.weights[warp][key] = weight;
@@ -135,25 +157,14 @@ __device__ inline void attend_exactly(const SparseProblem& problem, int b, int s
             }
         }
     }
-
-    int head = first_head + warp;
-    double log_sum = any ? top + log(total) : double(infinity());
-    double share = 0.0;
-    if (any && head < problem.heads) share = 1.0 / (total * (problem.attn_sink ? 1.0 + exp(double(problem.attn_sink[head]) - log_sum) : 1.0));
     __syncthreads();
-    if (lane == 0) {
-        shared.rescale[warp] = share;
-        if (head < problem.heads) {
-            problem.lse[b * problem.lse_stride_b + head * problem.lse_stride_h + s * problem.lse_stride_s] = float(log_sum);
-            if (problem.max_logits)
-                problem.max_logits[b * problem.max_stride_b + head * problem.max_stride_h] = float(any ? top : -double(infinity()));
-        }
-    }
+    if (lane == 0 && first_head + warp < problem.heads)
+        shared.rescale[warp] = finish_head(problem, b, s, first_head + warp, any, top, total);
     __syncthreads();
     for (int h = 0; h < UNIT && first_head + h < problem.heads; ++h) {
         bf16* row = problem.out + b * problem.out_stride_b + s * problem.out_stride_s + (first_head + h) * problem.out_stride_h;
         for (int i = 0; i < VALUES_PER_THREAD; ++i) {
-            float value = float(sums[h][i] * shared.rescale[h]);
+            float value = to_float(sums[h][i] * shared.rescale[h]);
             row[threadIdx.x + i * THREADS] = bf16{uint16(pack(bf16{}, value, 0.0f))};
         }
     }

@@ -21,9 +21,10 @@ constexpr int ROW_USED = LAYOUT::row_bytes + (TAIL_SCALES ? LAYOUT::scale_bytes 
 // 32 bytes modulo 64, which with the order of columns keeps all reads free of bank conflicts.
 constexpr int ROW_STRIDE = (ROW_USED + 31) / 64 * 64 + 32;
 
-// Scales that V times a scale in float16 is precise for: UE8M0 bytes, and others, which are rounded to float16.
-constexpr int MIN_SCALE_BYTE = 105, MAX_SCALE_BYTE = 134;
-constexpr float MIN_SCALE = 1.0f / 16384.0f, MAX_SCALE = 128.0f;
+// Scales that V times a scale in float16 is precise for: UE8M0 bytes, and others, which are rounded to float16. Tiny ones
+// make V zero, as of rows that were never written; where that matters, results are too small (sm80/sparse/attention.cu).
+constexpr int MIN_SCALE_BYTE = 105, MAX_SCALE_BYTE = 134, TINY_SCALE_BYTE = 40;
+constexpr float MIN_SCALE = 1.0f / 16384.0f, MAX_SCALE = 128.0f, TINY_SCALE = 0x1p-87f;
 
 // Keys stand in the columns of S and P in another order: of each 16, the token at a column, and its column.
 __device__ inline int token_of_column(int n) {
@@ -190,11 +191,11 @@ struct RowLoader {
             float scale;
             if (LAYOUT::ue8m0) {
                 int byte = scales[i];
-                bad |= byte < MIN_SCALE_BYTE || byte > MAX_SCALE_BYTE;
+                bad |= (byte < MIN_SCALE_BYTE && byte > TINY_SCALE_BYTE) || byte > MAX_SCALE_BYTE;
                 scale = __uint_as_float(byte << 23);
             } else {
                 scale = reinterpret_cast<const float*>(scales)[i];
-                bad |= !(scale >= MIN_SCALE && scale <= MAX_SCALE);
+                bad |= !(scale >= MIN_SCALE && scale <= MAX_SCALE) && !(fabsf(scale) <= TINY_SCALE);
             }
             ring.scales[stage][i][column] = scale * CODE_UNIT;
         }

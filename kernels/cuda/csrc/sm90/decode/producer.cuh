@@ -18,10 +18,10 @@ __device__ inline Token token_in(const List& list, int slot) {
 }
 
 // Whether float16 has the scale whose float32 bits these are, at least to its own precision: powers of two may be
-// subnormal there.
+// subnormal there, and what is nothing may be zero.
 __device__ inline bool fits_f16(uint32 bits) {
     uint32 exponent = bits >> 23, least = bits & 0x7fffff ? F16_NORMAL : MIN_SCALE;
-    return exponent >= least && exponent <= MAX_SCALE;
+    return (exponent >= least && exponent <= MAX_SCALE) || exponent <= TINY_SCALE;
 }
 
 // A warp's way through the indices of all blocks. A lane looks after the token of its number in each half of a block.
@@ -152,20 +152,20 @@ struct ScaleProducer {
         return i < 2 ? scales.x : i < 4 ? scales.y : i < 6 ? scales.z : scales.w;
     }
 
-    __device__ void publish(int half_block, const Pending& pending) {
+    // Returns whether float16 lacks one of them.
+    __device__ bool publish(int half_block, const Pending& pending) {
         int lane = upcoming.lane, n = (lane & 16) + permuted(lane & 15);
         int b = n & 1, c = n >> 1 & 3, h = n >> 3 & 1;
         uint32 at = FACTOR_AT + half_block * (SLICES * HALF * 2) + (lane & 16) * 2 + c * 8 + (b + 2 * h) * 2;
-#pragma unroll
-        for (int i = 0; i < SLICES; ++i) sts16(at + i * (HALF * 2), pack(f16{}, __uint_as_float(scale(pending.scales, i)), 0.0f));
-        sts_float(BIAS_AT + (half_block * HALF + n) * 4, pending.present ? 0.0f : -infinity());
-    }
-
-    __device__ bool fits(const Pending& pending) {
         bool all = true;
 #pragma unroll
-        for (int i = 0; i < SLICES; ++i) all &= fits_f16(scale(pending.scales, i));
-        return all || !pending.present;
+        for (int i = 0; i < SLICES; ++i) {
+            uint32 bits = scale(pending.scales, i);
+            sts16(at + i * (HALF * 2), pack(f16{}, __uint_as_float(bits), 0.0f));
+            all &= fits_f16(bits);
+        }
+        sts_float(BIAS_AT + (half_block * HALF + n) * 4, pending.present ? 0.0f : -infinity());
+        return pending.present && !all;
     }
 
     __device__ void run() {
@@ -176,13 +176,14 @@ struct ScaleProducer {
             Pending pending[2] = {fetch(index[0]), fetch(index[1])};
             bool last = upcoming.tile_blocks == 1;  // as above
             if (!last) upcoming.next_block(), index[0] = upcoming.fetch_index(0), index[1] = upcoming.fetch_index(1);
+            bool lacks = false;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 barrier_wait(RAW_EMPTY + 8 * (2 * at.slot + half), at.phase ^ 1);
-                publish(2 * at.slot + half, pending[half]);
+                lacks |= publish(2 * at.slot + half, pending[half]);
             }
             warp_arrive(RAW_FULL + 8 * at.slot);
-            if (!fits(pending[0]) || !fits(pending[1])) upcoming.problem.unsafe[tile] = 1;
+            if (lacks) upcoming.problem.unsafe[tile] = 1;
             if (last) {
                 upcoming.next_block();
                 if (upcoming.more()) index[0] = upcoming.fetch_index(0), index[1] = upcoming.fetch_index(1);

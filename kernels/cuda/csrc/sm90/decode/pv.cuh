@@ -13,6 +13,7 @@ struct Pv {
     // 8 g .. 8 g + 7 of this warp's 64. Places 8 further, groups and slots are constant distances away.
     uint32 row_at[2], factor_at, columns_at;
     bool rope;  // whether this warp's values are those that stay bfloat16
+    uint32 seen;  // the raw values of a tile, or-ed
 
     __device__ Pv(const SparseProblem& p, int h) : problem(p), half(h), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {
         int g = lane / 4, c = lane % 4, slice = 4 * half + warp;
@@ -52,6 +53,7 @@ struct Pv {
     __device__ void convert(uint32 (&a)[2][4], const ValueRows& rows, int i) {
         const uint2(&x)[4] = rows.values;
         if (rope) {
+            seen |= x[0].x | x[0].y | x[1].x | x[1].y | x[2].x | x[2].y | x[3].x | x[3].y;
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 a[0][2 * h] = bf16x2_to_f16x2(__byte_perm(x[2 * h].x, x[2 * h + 1].x, 0x5410));
@@ -64,6 +66,7 @@ struct Pv {
             for (int h = 0; h < 2; ++h) {
                 uint32 factor = h ? rows.factors.y : rows.factors.x;
                 uint32 first = i % 2 ? x[2 * h].y : x[2 * h].x, second = i % 2 ? x[2 * h + 1].y : x[2 * h + 1].x;
+                seen |= first | second;
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
                     uint32 low, high;
@@ -83,6 +86,7 @@ struct Pv {
         pdl_wait();
         while (int left = ScheduledTile(ring).summary().y) {
             bool fresh = true;
+            seen = 0;
 #pragma unroll 1
             for (; left; --left) {
                 uint32 a[2][2][4];
@@ -151,7 +155,7 @@ struct Pv {
         int head = 2 * (lane % 4), value = (4 * half + warp) * 64 + 8 * (lane / 4), heads = summary.z;
         bf16* out = reinterpret_cast<bf16*>(to) + head * problem.out_stride_h + value;
         float4* partial = reinterpret_cast<float4*>(to) + partial_at(head, value);
-        float worst = 0.0f;
+        float magnitudes = 0.0f;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             float2 share = lds_float2(SHARE_AT + columns_at + (parity * HEADS + 8 * i) * 4);
@@ -163,7 +167,7 @@ struct Pv {
                 for (int j = 0; j < 4; ++j) {
                     x[2 * j] = sums[j][4 * i + e] * factor;
                     x[2 * j + 1] = sums[j][4 * i + 2 + e] * factor;
-                    worst += x[2 * j] + x[2 * j + 1];
+                    magnitudes += fabsf(x[2 * j]) + fabsf(x[2 * j + 1]);
                 }
                 if (WHOLE) {
                     uint4 packed = {pack(bf16{}, x[0], x[1]), pack(bf16{}, x[2], x[3]), pack(bf16{}, x[4], x[5]),
@@ -177,7 +181,8 @@ struct Pv {
                 }
             }
         }
-        // Infinite or NaN: something left the range. Finite results are too small for their sum to do so.
-        if (!(fabsf(worst) < infinity())) problem.unsafe[summary.x] = 1;
+        // Infinite or NaN: something left the range. Finite results are too small for their sum to do so. And what is next to
+        // nothing though V is not may be what float16 has left of it.
+        if (!(magnitudes < infinity()) || (magnitudes < MIN_RESULT && seen & (rope ? 0x7fff7fff : 0x7f7f7f7f))) problem.unsafe[summary.x] = 1;
     }
 };

@@ -174,7 +174,8 @@ struct QkSoftmax {
         largest = __reduce_max_sync(~0u, max(largest & 0xffff, largest >> 16));
         bool zero = !__any_sync(~0u, bits & ~SIGNS);
         // Zero is exact; what is small otherwise would lose its last bits.
-        if (largest >= INFINITE_F16 || (!zero && largest < MIN_Q)) problem.unsafe[scheduled.summary().x] = 1;
+        if (largest >= INFINITE_F16 || (!zero && largest < MIN_Q) || fabsf(problem.softmax_scale) >= MAX_SOFTMAX_SCALE)
+            problem.unsafe[scheduled.summary().x] = 1;
         sync();
     }
 

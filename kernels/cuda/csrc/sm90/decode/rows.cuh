@@ -9,7 +9,10 @@ constexpr int SLICES = LAYOUT::quantized_dim / 64;
 constexpr bool ROPE_IN_V = LAYOUT::quantized_dim < V_DIM;
 constexpr int RAW_BYTES = LAYOUT::quantized_dim;  // of a row in the ring
 
-constexpr uint32 MIN_SCALE = 105, F16_NORMAL = 113, MAX_SCALE = 126;  // float32 exponents of scales
+// float32 exponents of scales. Values under one of 2^-87 or less, as of a row that was never written, are nothing beside
+// others, to scores if q is in range and softmax_scale below MAX_SOFTMAX_SCALE, and to results of MIN_RESULT.
+constexpr uint32 TINY_SCALE = 40, MIN_SCALE = 105, F16_NORMAL = 113, MAX_SCALE = 126;
+constexpr float MAX_SOFTMAX_SCALE = 1 << 24, MIN_RESULT = 1.0f / 16384.0f;
 constexpr uint32 INFINITE_F16 = 0x7c00, MIN_Q = 0x1400;  // float16 bits: infinity, and 2^-10
 constexpr uint32 SIGNS = 0x80008000;
 

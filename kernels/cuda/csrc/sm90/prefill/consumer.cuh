@@ -232,6 +232,8 @@ template <int CONSUMER> struct Consumer {
             check = fmaf(sum[r], 0.0f, check);
             // Every score minus infinity, though there are keys: they are not, but out of range.
             if (seen && rows[r].reference == -infinity()) check = 1.0f;
+            // Scores of which float32 has too few digits for what they differ by.
+            if (fabsf(rows[r].reference) > MAX_PRECISE_SCORE && rows[r].reference != -infinity()) check = 1.0f;
         }
         bool bad = __any_sync(~0u, check != 0.0f);
 #pragma unroll

@@ -4,6 +4,7 @@
 #include "sm90/wgmma.cuh"
 #include "common/pdl.cuh"
 
+constexpr float MAX_PRECISE_SCORE = 1024.0f;  // base 2; float32 sums of products are off by 2^-10 there
 constexpr int PRODUCERS = 4;  // warps
 constexpr int THREADS = 256 + 32 * PRODUCERS, PRODUCER_REGISTERS = PRODUCERS == 4 ? 72 : 40, CONSUMER_REGISTERS = 216;
 

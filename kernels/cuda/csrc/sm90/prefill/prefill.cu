@@ -12,7 +12,8 @@
 // order, so that each goes on from the other's running maximum, and a *piece* of a buffer is filled again as soon as it
 // has been used (sm90/prefill/memory.cuh). Weights are bfloat16, as the rows are.
 //
-// A tile of which a score, a sum or a result is not finite is marked by UNSAFE_BITS (work.cuh) for the exact kernel.
+// A tile of which a score, a sum or a result is not finite, or the highest score beyond MAX_PRECISE_SCORE, is marked by
+// UNSAFE_BITS (work.cuh) for the exact kernel.
 //
 // Macros: LAYOUT (DSV4_BF16 or MLA_BF16: 512 or 576 values a row).
 #include "sm90/prefill/producer.cuh"

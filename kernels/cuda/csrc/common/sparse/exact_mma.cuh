@@ -1,0 +1,364 @@
+// Sparse MLA beyond float16's range: bfloat16 products, which hold what float32 holds, and float64 where they are too coarse.
+//
+// A thread block takes ROWS heads of one query token and some of its blocks of keys, a block at a time:
+//
+//     look up   where the keys of the next block are, and their scales                         4 threads a key
+//     score     S = Q K^T, and by how much each may be off: a warp 8 keys       exact_mma_scores.cuh
+//     weigh     scores that are too coarse and not beaten anyway again, in float64; the softmax    16 threads a head
+//     mix       O += P V: a warp 64 of the 512 values. P is two bfloat16 values, high and low
+//
+// e4m3 values and RoPE are bfloat16 values as they are, so that K and V are exact; the scales multiply sums (of K) or P
+// (of V) in float32. NaN and infinities do here what they do in the plain formula. What not even this holds, scales and
+// values beyond LARGE and e4m3 values under scales below TINY, is left to float64 (common/sparse/exact.cuh).
+//
+// Several thread blocks may have parts of the keys of the same heads. Each leaves what it has in memory, and the last one
+// puts it together, in the order of the parts.
+//
+// It runs seldom, and its instructions have to come from memory first: loops stay loops.
+//
+// Macros: LAYOUT, ALIGNED.
+#pragma once
+#include "common/sparse/exact_mma_scores.cuh"
+
+constexpr int MOST_PARTS = 64;
+constexpr int MANY = 16;  // scores of a warp's two heads that are too coarse: then all are made again, with care
+
+// What one of several parts leaves behind.
+struct alignas(256) Part {
+    float sums[ROWS][V_DIM];
+    double top[ROWS];
+    float total[ROWS];
+    int any, out_of_range;
+};
+static_assert(sizeof(Part) == 33024, "EXACT_PART_BYTES in kernels/cuda/sparse/work.py");
+
+struct WideAttention {
+    const SparseProblem& problem;
+    Wide& shared;
+    int b, s, first_head;
+    int warp, g, c;
+    double scale;  // to base 2
+    float o[V_DIM / WARPS / 8][4];
+
+    __device__ WideAttention(const SparseProblem& problem, Wide& shared, int b, int s, int first_head)
+        : problem(problem), shared(shared), b(b), s(s), first_head(first_head) {
+        warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+        scale = to_double(problem.softmax_scale) * 1.4426950408889634;
+    }
+
+    // ---- Q, 16 threads a head
+
+    __device__ void load_q() {
+        int row = threadIdx.x / 16, part = threadIdx.x % 16;
+        bool here = first_head + row < problem.heads;
+        const bf16* q = problem.q + b * problem.q_stride_b + s * problem.q_stride_s + (first_head + row) * problem.q_stride_h;
+        uint2 x[SLICES];
+#pragma unroll
+        for (int slice = 0; slice < SLICES; ++slice) x[slice] = here ? load8(q + SLICE * slice + 4 * part) : uint2{};
+#pragma unroll
+        for (int slice = 0; slice < SLICES; ++slice) {
+            *reinterpret_cast<uint2*>(&shared.q[row][SLICE * slice + 4 * part]) = x[slice];
+            float sum = fabsf(__uint_as_float(x[slice].x << 16)) + fabsf(__uint_as_float(x[slice].x & 0xffff0000)) +
+                        fabsf(__uint_as_float(x[slice].y << 16)) + fabsf(__uint_as_float(x[slice].y & 0xffff0000));
+            sum = over_head(sum, [](float x, float y) { return x + y; });
+            if (part == 0) shared.q_sums[row][slice] = sum;
+        }
+        if (threadIdx.x < ROWS) shared.top[threadIdx.x] = -double(infinity()), shared.total[threadIdx.x] = 0.0f;
+        if (threadIdx.x == 0) shared.any = shared.out_of_range = 0;
+        for (int j = 0; j < SLICE / 8; ++j) o[j][0] = o[j][1] = o[j][2] = o[j][3] = 0.0f;
+    }
+
+    // ---- where a block's keys are: found in steps that wait for memory, between which others are done
+
+    struct LookUp {
+        int slot = -1;
+        const uint8* row = nullptr;
+        float scales[(SCALES + 3) / 4 + 1];
+    };
+
+    // ListEntries of block `block` of the token's lists.
+    __device__ const List& list_of(int block, int& first) const {
+        int blocks0 = blocks_of(problem.lists[0].length(b, s));
+        first = BLOCK * (block < blocks0 ? block : block - blocks0);
+        return problem.lists[block >= blocks0];
+    }
+
+    __device__ void find_slot(LookUp& to, int block) const {
+        int first;
+        const List& list = list_of(block, first);
+        to.slot = ListEntries(list, b, s).slot(first + threadIdx.x / 4);
+    }
+
+    __device__ void find_row(LookUp& to, int block) const {
+        if (to.slot < 0) return;
+        int first, part = threadIdx.x % 4;
+        const List& list = list_of(block, first);
+        Token token = token_at<LAYOUT>(list.pages, list.page_stride, list.block_size, to.slot);
+        to.row = token.row;
+#pragma unroll
+        for (int i = 0; i < (SCALES + 3) / 4; ++i)
+            if (part + 4 * i < SCALES) to.scales[i] = scale_of(token, part + 4 * i);
+        for (int at = 128 * part; at < LAYOUT::row_bytes; at += 512) prefetch(token.row + at);
+    }
+
+    __device__ static void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+    __device__ void put(const LookUp& from, Keys& keys) {
+        int key = threadIdx.x / 4, part = threadIdx.x % 4;
+        if (part == 0) keys.rows[key] = from.row;
+        if (from.slot >= 0) shared.any = 1;
+#pragma unroll
+        for (int i = 0; i < (SCALES + 3) / 4; ++i) {
+            if (part + 4 * i >= SCALES) continue;
+            float scale = from.slot >= 0 ? from.scales[i] : 0.0f;
+            keys.scales[part + 4 * i][key] = scale;
+            uint32 magnitude = __float_as_uint(scale) & ~(1u << 31);
+            if (magnitude > LARGE && magnitude < NOT_FINITE) shared.out_of_range = 1;
+        }
+    }
+
+    // ---- weights, 16 threads a head: keys threadIdx.x % 16 + 16 i
+
+    __device__ static bool too_coarse(double score, float doubt, double least) {
+        return !(doubt <= PRECISE) && !(score + doubt < least);
+    }
+
+    // What a head's scores must not be below to count. NaN counts as nothing.
+    __device__ double least_score(const Keys& keys) const {
+        int row = threadIdx.x / 16;
+        double least = shared.top[row];
+        for (int key = threadIdx.x % 16; key < BLOCK; key += 16)
+            if (keys.rows[key]) least = fmax(least, shared.scores[row][key] - shared.doubts[row][key]);
+        return over_head(least, [](double x, double y) { return fmax(x, y); }) - BEATEN;
+    }
+
+    // Of this thread's scores, a bit each, those that are too coarse. Once a head has a NaN, no others make a difference.
+    __device__ uint32 coarse_scores(const Keys& keys, double least) const {
+        int row = threadIdx.x / 16, part = threadIdx.x % 16;
+        uint32 coarse = 0;
+        if (shared.top[row] != shared.top[row]) return 0;
+        for (int i = 0; i < BLOCK / 16; ++i)
+            if (keys.rows[part + 16 * i] && too_coarse(shared.scores[row][part + 16 * i], shared.doubts[row][part + 16 * i], least)) coarse |= 1 << i;
+        return coarse;
+    }
+
+    __device__ void score_again(const Keys& keys, uint32 coarse) {
+        int lane = threadIdx.x % 32;
+#pragma unroll 1
+        while (uint32 left = __ballot_sync(~0u, coarse)) {
+            int of_lane = __ffs(left) - 1, i = __ffs(__shfl_sync(~0u, coarse, of_lane)) - 1;
+            int row = 2 * warp + of_lane / 16, key = of_lane % 16 + 16 * i;
+            double score = Scores::in_float64(shared, keys, row, key) * scale;
+            if (lane == of_lane) shared.scores[row][key] = score, coarse &= coarse - 1;
+            if (score != score && lane / 16 == of_lane / 16) coarse = 0;
+        }
+        __syncwarp();
+    }
+
+    __device__ void weigh(const Keys& keys) {
+        int row = threadIdx.x / 16, part = threadIdx.x % 16;
+        double scores[BLOCK / 16], top = shared.top[row], new_top = top;
+        auto higher = [](double x, double y) { return x != x || x > y ? x : y; };  // NaN wins
+#pragma unroll
+        for (int i = 0; i < BLOCK / 16; ++i) {
+            scores[i] = keys.rows[part + 16 * i] ? shared.scores[row][part + 16 * i] : -double(infinity());
+            new_top = higher(scores[i], new_top);
+        }
+        new_top = over_head(new_top, higher);
+        double base = base_of(new_top);
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < BLOCK / 16; ++i) {
+            float weight = keys.rows[part + 16 * i] ? exp2_approx(float(scores[i] - base)) : 0.0f;
+            shared.weights[row][part + 16 * i] = weight, sum += weight;
+        }
+        sum = over_head(sum, [](float x, float y) { return x + y; });
+        if (part == 0) {
+            float rescale = exp2_approx(float(top - base));
+            shared.rescale[row] = rescale, shared.top[row] = new_top;
+            shared.total[row] = shared.total[row] * rescale + sum;
+        }
+    }
+
+    __device__ static float2 pair_at(const float* p) { return *reinterpret_cast<const float2*>(p); }
+
+    // ---- sums: of product j column g is value 8 g + j of this warp's 64
+
+    // Rows of the values of four keys, and those values.
+    struct Values {
+        uint4 v[4];
+    };
+    __device__ Values load_v(const Keys& keys, int first) const {
+        Values values{};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const uint8* row = first < BLOCK ? keys.rows[first + 2 * c + i % 2 + i / 2 * 8] : nullptr;
+            if (row && warp < FP8_SLICES) {
+                uint2 v = load8(row + SLICE * warp + 8 * g);
+                values.v[i] = {v.x, v.y, 0, 0};
+            } else if (row) {
+                values.v[i] = load16(row + LAYOUT::rope_offset + 2 * SLICE * (warp - FP8_SLICES) + 16 * g);
+            }
+        }
+        return values;
+    }
+
+    __device__ void mix(const Keys& keys) {
+        float low = shared.rescale[g], high = shared.rescale[g + 8];
+        Values values = load_v(keys, 0);
+#pragma unroll
+        for (int j = 0; j < SLICE / 8; ++j) o[j][0] *= low, o[j][1] *= low, o[j][2] *= high, o[j][3] *= high;
+#pragma unroll 1
+        for (int first = 0; first < BLOCK; first += 16) {
+            uint32 b[SLICE / 8][2], p[4], rest[4];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                uint4 v = values.v[2 * half], w = values.v[2 * half + 1];
+                uint32 one[4] = {v.x, v.y, v.z, v.w}, other[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    if (warp < FP8_SLICES) {
+                        codes_to_bf16(__byte_perm(one[i / 2], other[i / 2], i % 2 ? 0x7362 : 0x5140), b[2 * i][half], b[2 * i + 1][half]);
+                    } else {
+                        b[2 * i][half] = __byte_perm(one[i], other[i], 0x5410);
+                        b[2 * i + 1][half] = __byte_perm(one[i], other[i], 0x7632);
+                    }
+                }
+            }
+            values = load_v(keys, first + 16);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                int key = first + 2 * c + i / 2 * 8;
+                float2 of_keys = pair_at(&shared.weights[g + i % 2 * 8][key]);
+                float x = of_keys.x, y = of_keys.y;
+                if (warp < FP8_SLICES) {
+                    float2 scales = pair_at(&keys.scales[warp / SLICES_PER_SCALE][key]);
+                    x *= scales.x, y *= scales.y;
+                }
+                p[i] = pack(bf16{}, x, y);
+                rest[i] = pack(bf16{}, x - __uint_as_float(p[i] << 16), y - __uint_as_float(p[i] & 0xffff0000));
+            }
+#pragma unroll
+            for (int j = 0; j < SLICE / 8; ++j) mma(bf16{}, o[j], p, b[j]);
+#pragma unroll
+            for (int j = 0; j < SLICE / 8; ++j) mma(bf16{}, o[j], rest, b[j]);
+        }
+    }
+
+    // ---- all of it
+
+    // Blocks first .. last - 1 of the token's lists.
+    __device__ void attend(int first, int last) {
+        LookUp look_up;
+        find_slot(look_up, first);
+        __syncthreads();  // the memory has been something else's
+        load_q();
+        find_row(look_up, first);
+        __syncthreads();
+        put(look_up, shared.keys[0]);
+        __syncthreads();
+        bool careful = false;
+#pragma unroll 1
+        for (int block = first; block < last; ++block) {
+            const Keys& keys = shared.keys[(block - first) % 2];
+            bool more = block + 1 < last;
+            LookUp next;
+            if (more) find_slot(next, block + 1);
+            double least;
+            uint32 coarse;
+#pragma unroll 1
+            for (;;) {
+                Scores(shared, keys).score(scale, careful);
+                __syncthreads();
+                least = least_score(keys), coarse = coarse_scores(keys, least);
+                int count = __popc(coarse);
+                for (int by = 16; by; by /= 2) count += __shfl_xor_sync(~0u, count, by);
+                if (!__syncthreads_or(count > MANY) || careful) break;
+                careful = true;
+            }
+            if (more) find_row(next, block + 1);
+            score_again(keys, coarse);
+            weigh(keys);
+            if (more) put(next, shared.keys[(block + 1 - first) % 2]);
+            __syncthreads();
+            mix(keys);
+        }
+        __syncthreads();
+    }
+
+    // This lane's 8 neighbouring values, of 4 times as many: of head g + 8 r, from place(e) on.
+    __device__ int place(int e) const { return SLICE * warp + 8 * (2 * c + e); }
+
+    // Results of what is in `shared` and `o`. False where float64 must do it again.
+    __device__ bool store() {
+        if (shared.out_of_range) return false;
+        int row = threadIdx.x;
+        if (row < ROWS && first_head + row < problem.heads)
+            shared.rescale[row] = float(finish_head(problem, b, s, first_head + row, shared.any, shared.top[row] * 0.6931471805599453, shared.total[row]));
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            int r = i / 2, e = i % 2, head = first_head + g + 8 * r;
+            if (head >= problem.heads) continue;
+            float x[8], share = shared.rescale[g + 8 * r];
+#pragma unroll
+            for (int j = 0; j < 8; ++j) x[j] = mul(o[j][2 * r + e], share);
+            store_values8(problem.out + b * problem.out_stride_b + s * problem.out_stride_s + head * problem.out_stride_h + place(e), x);
+        }
+        return true;
+    }
+
+    __device__ void leave(Part& part) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            int r = i / 2, e = i % 2;
+            float4* to = reinterpret_cast<float4*>(part.sums[g + 8 * r] + place(e));
+            to[0] = make_float4(o[0][2 * r + e], o[1][2 * r + e], o[2][2 * r + e], o[3][2 * r + e]);
+            to[1] = make_float4(o[4][2 * r + e], o[5][2 * r + e], o[6][2 * r + e], o[7][2 * r + e]);
+        }
+        if (threadIdx.x < ROWS) part.top[threadIdx.x] = shared.top[threadIdx.x], part.total[threadIdx.x] = shared.total[threadIdx.x];
+        if (threadIdx.x == 0) part.any = shared.any, part.out_of_range = shared.out_of_range;
+    }
+
+    // What `count` parts have left, as if it were one. With the weights of parts where those of keys were.
+    __device__ void gather(const Part* parts, int count) {
+        __syncthreads();
+        int row = threadIdx.x / 16, lane = threadIdx.x % 16;
+        double tops[MOST_PARTS / 16], top = -double(infinity());
+        auto higher = [](double x, double y) { return x != x || x > y ? x : y; };  // NaN wins
+#pragma unroll
+        for (int i = 0; i < MOST_PARTS / 16; ++i) {
+            tops[i] = lane + 16 * i < count ? parts[lane + 16 * i].top[row] : -double(infinity());
+            top = higher(tops[i], top);
+        }
+        top = over_head(top, higher);
+        float total = 0.0f;
+#pragma unroll
+        for (int i = 0; i < MOST_PARTS / 16; ++i) {
+            if (lane + 16 * i >= count) continue;
+            float weight = exp2_approx(float(tops[i] - base_of(top)));
+            shared.weights[row][lane + 16 * i] = weight, total += weight * parts[lane + 16 * i].total[row];
+        }
+        total = over_head(total, [](float x, float y) { return x + y; });
+        if (lane == 0) shared.top[row] = top, shared.total[row] = total;
+        bool any = false, out_of_range = false;
+        if (threadIdx.x < count) any = parts[threadIdx.x].any, out_of_range = parts[threadIdx.x].out_of_range;
+        any = __syncthreads_or(any), out_of_range = __syncthreads_or(out_of_range);
+        if (threadIdx.x == 0) shared.any = any, shared.out_of_range = out_of_range;
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < 8; ++j) o[j][0] = o[j][1] = o[j][2] = o[j][3] = 0.0f;
+#pragma unroll 2
+        for (int part = 0; part < count; ++part) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                int r = i / 2, e = i % 2;
+                float weight = shared.weights[g + 8 * r][part];
+                const float4* from = reinterpret_cast<const float4*>(parts[part].sums[g + 8 * r] + place(e));
+                float4 x = from[0], y = from[1];
+                o[0][2 * r + e] += weight * x.x, o[1][2 * r + e] += weight * x.y, o[2][2 * r + e] += weight * x.z, o[3][2 * r + e] += weight * x.w;
+                o[4][2 * r + e] += weight * y.x, o[5][2 * r + e] += weight * y.y, o[6][2 * r + e] += weight * y.z, o[7][2 * r + e] += weight * y.w;
+            }
+        }
+    }
+};

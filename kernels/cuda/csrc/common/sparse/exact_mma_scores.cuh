@@ -1,0 +1,167 @@
+// Scores of exact_mma.cuh, and how far off they may be.
+#pragma once
+#include "common/sparse/exact.cuh"
+#include "sm80/mma.cuh"
+
+constexpr int ROWS = 16;  // heads
+constexpr int SLICE = 64;
+constexpr int SLICES = DIM / SLICE, FP8_SLICES = LAYOUT::quantized_dim / SLICE;
+constexpr int SCALES = LAYOUT::num_scales, SLICES_PER_SCALE = FP8_SLICES ? LAYOUT::scale_tile / SLICE : 1;
+static_assert(V_DIM / WARPS == SLICE, "a warp mixes one slice");
+
+// float32 bits.
+constexpr uint32 LARGE = (127u + 110) << 23, TINY = (127u - 100) << 23, NOT_FINITE = 0x7f800000;
+constexpr float MAX_CODE = 448.0f;
+// A slice's products are summed in float32, 16 at a time and cut off behind its last bit, slices after that.
+constexpr float ERROR = 1.0f / (1 << 19);  // of the sum of their magnitudes, at most
+constexpr float PRECISE = 1.0f / 1024.0f;  // how far off a score may be, base 2, that is not looked at again
+constexpr float BEATEN = 40.0f;            // by how much a score, base 2, is below another that makes it nothing
+
+// Where a block's keys are: rows, or null where they are absent, and scales.
+struct Keys {
+    const uint8* rows[BLOCK];
+    alignas(8) float scales[SCALES + 1][BLOCK];
+};
+
+struct Wide {
+    double scores[ROWS][BLOCK];       // base 2
+    float doubts[ROWS][BLOCK];        // how far off they may be
+    alignas(8) float weights[ROWS][BLOCK + 8];  // P
+    alignas(8) bf16 q[ROWS][DIM + 4];
+    float q_sums[ROWS][SLICES];       // of magnitudes of Q
+    Keys keys[2];                     // of this block and the next
+    double top[ROWS];
+    float total[ROWS], rescale[ROWS];
+    int any, out_of_range;
+};
+
+__device__ inline void codes_to_bf16(uint32 bytes, uint32& low, uint32& high) {
+    float x[4];
+    e4m3x2_to_float(bytes & 0xffff, x[0], x[1]), e4m3x2_to_float(bytes >> 16, x[2], x[3]);
+    low = pack(bf16{}, x[0], x[1]), high = pack(bf16{}, x[2], x[3]);
+}
+
+// Over the 16 lanes that have a head.
+template <class T, class Combine> __device__ inline T over_head(T x, Combine combine) {
+    for (int by = 8; by; by /= 2) x = combine(x, __shfl_xor_sync(~0u, x, by));
+    return x;
+}
+
+// Of a column of products, a key, which this lane's g names, the lane has values 16 c .. 16 c + 15 of each slice.
+struct Scores {
+    Wide& shared;
+    const Keys& keys;
+    int warp, lane, g, c;
+    const uint8* row;
+    float x[4], doubts[4];
+    double exact[4];  // what was summed in float64
+
+    __device__ Scores(Wide& shared, const Keys& keys) : shared(shared), keys(keys) {
+        warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+        row = keys.rows[8 * warp + g];
+    }
+
+    // This lane's 16 values as they lie, half of it for e4m3.
+    struct Raw {
+        uint4 v[2];
+    };
+    __device__ Raw load(int slice) const {
+        Raw raw{};
+        if (row && slice < FP8_SLICES) raw.v[0] = load16(row + SLICE * slice + 16 * c);
+        if (row && slice >= FP8_SLICES && slice < SLICES) {
+            const uint8* from = row + LAYOUT::rope_offset + 2 * SLICE * (slice - FP8_SLICES) + 32 * c;
+            raw.v[0] = load16(from), raw.v[1] = load16(from + 16);
+        }
+        return raw;
+    }
+
+    // Scores of 8 keys a warp. `careful`: slices that float32 is too coarse for are summed in float64.
+    __device__ void score(double scale, bool careful) {
+        if (!__any_sync(~0u, row != nullptr)) return;
+        float per_product = float(fabs(scale)) * ERROR;
+        for (int i = 0; i < 4; ++i) x[i] = 0.0f, doubts[i] = 1e-30f, exact[i] = 0.0;
+        Raw raw = load(0);
+#pragma unroll 1
+        for (int slice = 0; slice < SLICES; ++slice) {
+            Raw next = load(slice + 1);
+            bool fp8 = slice < FP8_SLICES;
+            float first = 1.0f, second = 1.0f, first_most, second_most;
+            if (fp8) {
+                const float* scales = keys.scales[slice / SLICES_PER_SCALE] + 8 * warp;
+                first = scales[2 * c], second = scales[2 * c + 1];
+                first_most = fabsf(first) * MAX_CODE, second_most = fabsf(second) * MAX_CODE;
+                uint32 of_row = __float_as_uint(scales[g]) & ~(1u << 31);
+                if (of_row < TINY && of_row != 0 && (raw.v[0].x | raw.v[0].y | raw.v[0].z | raw.v[0].w) & 0x7f7f7f7f) shared.out_of_range = 1;
+            } else {
+                uint32 most = __vmaxu2(largest_of_8(raw.v[0]), largest_of_8(raw.v[1]));
+                most = max(most & 0xffff, most >> 16) << 16;
+                most = max(most, __shfl_xor_sync(~0u, most, 1));
+                most = max(most, __shfl_xor_sync(~0u, most, 2));
+                if (most > LARGE && most < NOT_FINITE) shared.out_of_range = 1;
+                first_most = __uint_as_float(__shfl_sync(~0u, most, 8 * c)), second_most = __uint_as_float(__shfl_sync(~0u, most, 8 * c + 4));
+            }
+            // What is too small for float32 counts, too.
+            float low = shared.q_sums[g][slice] + 1e-30f, high = shared.q_sums[g + 8][slice] + 1e-30f;
+            float more[4] = {low * first_most, low * second_most, high * first_most, high * second_most};
+            float coarsest = fmaxf(fmaxf(more[0], more[1]), fmaxf(more[2], more[3]));
+            bool all_precise = coarsest * per_product <= PRECISE / (2 * SLICES) && more[0] + more[1] + more[2] + more[3] < infinity();
+            if (careful && __any_sync(~0u, !all_precise)) {
+                add_exactly(raw, slice, fp8 ? keys.scales[slice / SLICES_PER_SCALE][8 * warp + g] : 1.0f);
+            } else {
+                float sums[4] = {};
+                multiply(sums, raw, slice, fp8);
+                x[0] += sums[0] * first, x[1] += sums[1] * second, x[2] += sums[2] * first, x[3] += sums[3] * second;
+                for (int i = 0; i < 4; ++i) doubts[i] += more[i];
+            }
+            raw = next;
+        }
+        for (int i = 0; i < 4; ++i) {
+            int key = 8 * warp + 2 * c + i % 2;
+            shared.scores[g + i / 2 * 8][key] = (to_double(x[i]) + exact[i]) * scale;
+            shared.doubts[g + i / 2 * 8][key] = doubts[i] * per_product;
+        }
+    }
+
+    // sums += Q K^T of a slice, four values of each lane at a time, in the order in which they lie.
+    __device__ void multiply(float (&sums)[4], const Raw& raw, int slice, bool fp8) {
+        const bf16* q = &shared.q[g][SLICE * slice + 16 * c];
+        uint32 words[8] = {raw.v[0].x, raw.v[0].y, raw.v[0].z, raw.v[0].w, raw.v[1].x, raw.v[1].y, raw.v[1].z, raw.v[1].w};
+#pragma unroll
+        for (int j = 3; j >= 0; --j) {  // from behind, as e4m3 values take twice the room as bfloat16
+            if (fp8) codes_to_bf16(words[j], words[2 * j], words[2 * j + 1]);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            uint2 low = *reinterpret_cast<const uint2*>(q + 4 * j), high = *reinterpret_cast<const uint2*>(q + 8 * (DIM + 4) + 4 * j);
+            mma(bf16{}, sums, {low.x, high.x, low.y, high.y}, {words[2 * j], words[2 * j + 1]});
+        }
+    }
+
+    // The same in float64, `scale` times.
+    __device__ void add_exactly(const Raw& raw, int slice, float scale) {
+        const bf16* q = &shared.q[g][SLICE * slice + 16 * c];
+        float values[16];
+        if (slice < FP8_SLICES) {
+            float (&low)[8] = reinterpret_cast<float (&)[8]>(values[0]), (&high)[8] = reinterpret_cast<float (&)[8]>(values[8]);
+            dequantize8({raw.v[0].x, raw.v[0].y}, 1.0f, low), dequantize8({raw.v[0].z, raw.v[0].w}, 1.0f, high);
+        } else {
+            float (&low)[8] = reinterpret_cast<float (&)[8]>(values[0]), (&high)[8] = reinterpret_cast<float (&)[8]>(values[8]);
+            unpack8(Raw8<bf16>{raw.v[0]}, low), unpack8(Raw8<bf16>{raw.v[1]}, high);
+        }
+#pragma unroll
+        for (int i = 0; i < 16; ++i)
+            mma(exact, {value_of_q(q, i), value_of_q(q + 8 * (DIM + 4), i)}, to_double(values[i]) * to_double(scale));
+    }
+    __device__ static double value_of_q(const bf16* q, int i) { return to_double(to_float(q[i])); }
+
+    // A score in float64; the whole warp.
+    __device__ static double in_float64(const Wide& shared, const Keys& keys, int row, int key) {
+        double sum = 0.0;
+        for (int first = 8 * (threadIdx.x % 32); first < DIM; first += 8 * 32) {
+            double values[8];
+            load_values(keys.rows[key], keys.scales[min(first / LAYOUT::scale_tile, SCALES)][key], first, values);
+            for (int i = 0; i < 8; ++i) sum += to_double(to_float(shared.q[row][first + i])) * values[i];
+        }
+        return warp_sum(sum);
+    }
+};
