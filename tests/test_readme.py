@@ -66,4 +66,4 @@ def test_a_checkout_can_be_imported_from_its_own_folder():
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert pathlib.Path(done.stdout.strip()) == ROOT / "kernels" / "__init__.py"
+    assert pathlib.Path(done.stdout.strip()).resolve() == ROOT / "kernels" / "__init__.py"
