@@ -41,7 +41,7 @@ def ones(dtype, *shape):
 
 def apart(page_stride, pages):
     """Pages of as many bytes so far from one another, over and into one another where they are larger."""
-    return np.lib.stride_tricks.as_strided(pages, pages.shape, (page_stride, *pages.strides[1:]))
+    return np.ndarray(pages.shape, pages.dtype, pages, strides=(page_stride, *pages.strides[1:]))
 
 
 def operations():

@@ -206,7 +206,7 @@ def test_plans_are_of_one_kind_and_one_device(device, rng):
         (dense, "DenseDecodePlan", (cumla.DecodePlan(), Workspace(), 5)),
     ):
         for other in others:
-            with pytest.raises(TypeError, match=f"plan: got {type(other).__name__}, expected a {kind}$"):
+            with pytest.raises(TypeError, match=f"plan: got .*{type(other).__name__}, expected a {kind}$"):
                 call(other)
     for kind, call in ((cumla.DecodePlan, sparse), (DenseDecodePlan, dense)):
         with pytest.raises(ValueError, match="plan: got memory in host memory, expected it on CUDA device 0"):

@@ -109,7 +109,9 @@ def test_a_build_can_be_captured(builder, config):
     graph.launch(stream)
     stream.synchronize()
     fresh = builder(config)
-    fresh.build(0, dataclasses.replace(batch, seq_lens_cpu=longer, max_seq_len=-1))
+    computed = longer - np.diff(batch.query_start_loc_cpu)
+    changes = {"seq_lens_cpu": longer, "num_computed_tokens_cpu": computed, "max_seq_len": -1}
+    fresh.build(0, dataclasses.replace(batch, **changes))
     for name, buffer in buffers_of(lab, fresh).items():
         np.testing.assert_array_equal(buffers_of(lab, built)[name][written], buffer[written], err_msg=name)
 
