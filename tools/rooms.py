@@ -18,6 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 ROOMS = (
     "cumla._checkout",
     "cumla.layout",
+    "cumla.bounds",
     "cumla.arrays",
     "cumla.kernels.types",
     "cumla.kernels.numba_common",
