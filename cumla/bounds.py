@@ -19,6 +19,7 @@ EQUAL = Bound()
 DECODE_OUT, DECODE_LSE = Bound(1e-3, 2.01 / 128, 5e-6), Bound(1e-6, 8.01 / 65536)
 PREFILL_OUT, PREFILL_LSE = Bound(8e-4, 3.01 / 128, 7e-6), Bound(1e-6, 2.01 / 65536)  # lse and max_logits
 MERGE = Bound(1e-6, 1e-5)  # in float32
+ROUNDED = Bound(1e-5, 1.01 / 128, 5e-6)  # float32 arithmetic rounded once to bfloat16: a unit in the last place
 SCORES = Bound(1e-2, 1e-4, 5e-6)  # of the indexer: sums of hundreds
 
 

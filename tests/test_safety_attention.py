@@ -5,7 +5,7 @@ import pytest
 from hypothesis import strategies as st
 
 import cumla
-from support.bounds import assert_decode, assert_prefill
+from support.bounds import assert_decode, assert_prefill, largest_values
 from support.caches import GuardedCache
 from support.guarded import Guarded
 from support.indexing import anything
@@ -99,7 +99,7 @@ CASES = [
     ("prefill", "topk_length", int32(4), V, "topk_length: got shape"),
     ("prefill", "d_v", 576, V, "d_v: got 576, expected 512"),
     ("prefill", "softmax_scale", float("inf"), V, "softmax_scale: got inf"),
-    ("prefill", "out", (bf16(3, 4, 512),), T, r"out: got 1 arrays, expected \(out, max_logits, lse\)"),
+    ("prefill", "out", (bf16(3, 4, 512),), T, r"out: got .*, expected \(out, max_logits, lse\)"),
     ("prefill", "out", (bf16(3, 4, 512), float32(3, 4), bf16(3, 4)), T, r"out\[2\] \(lse\): got dtype bfloat16"),
     ("merge", "prefix_output", float32(3, 4, 8), T, "prefix_output: got dtype float32, expected bfloat16"),
     ("merge", "suffix_output", bf16(3, 4, 9), V, "suffix_output: got shape"),
@@ -232,4 +232,5 @@ def test_any_row_and_length(lab, head_dim):
             for output in outputs:
                 output.assert_margins()
             results.append([to_float(x.get()) for x in outputs])
-        assert_prefill(*results[0], *results[1])
+        largest = largest_values(to_float(kv), indices) if lab.backend == "cuda" and rows and topk else 1.0
+        assert_prefill(*results[0], *results[1], largest=largest)

@@ -11,10 +11,10 @@ import numpy as np
 import cumla
 
 from .. import bounds
-from ..bounds import DECODE_LSE, DECODE_OUT, EQUAL, PREFILL_LSE, PREFILL_OUT, SCORES, Bound
+from ..bounds import DECODE_LSE, DECODE_OUT, EQUAL, PREFILL_LSE, PREFILL_OUT, ROUNDED, SCORES, Bound
 from ..dispatch.backends import array_module
 from ..dispatch.call import BFLOAT16
-from ..layout import DSV4_FP8, INDEXER_FP8, MLA_BF16, V32_FP8, CacheLayout
+from ..layout import DSV4_BF16, DSV4_FP8, INDEXER_FP8, MLA_BF16, V32_FP8, CacheLayout
 
 BLOCK, NUM_BLOCKS, HEADS, WINDOW = 5, 7, 3, 8
 QUERY_LENS, SEQ_LENS = (1, 1, 4), (13, 2, 19)
@@ -331,6 +331,56 @@ def _dense_decode(fp8: bool) -> Callable[[Bench], Sequence[Any]]:
     return run
 
 
+def _turns(bench: Bench, positions: int, rope_dim: int) -> Any:
+    """Cosines and sines of positions, as a cos_sin_cache has them."""
+    angles = np.arange(positions)[:, None] / 100.0 ** (np.arange(rope_dim // 2) / rope_dim)
+    return bench.put(np.concatenate([np.cos(angles), np.sin(angles)], axis=1), np.float32)
+
+
+def _norms(bench: Bench) -> Sequence[Any]:
+    results: tuple[Any, Any] = cumla.fused_q_kv_rmsnorm(
+        bench.normal(4, 96), bench.normal(4, 64), bench.normal(96, dtype=np.float32),
+        bench.normal(64, dtype=np.float32), backend=bench.backend,
+    )  # fmt: skip
+    return results
+
+
+def _window_rows(bench: Bench) -> Sequence[Any]:
+    cache = bench.xp.zeros((NUM_BLOCKS, BLOCK, 512), BFLOAT16)
+    q = cumla.qnorm_rope_and_insert(
+        bench.normal(4, HEADS, 512), bench.normal(4, 512), cache, bench.put([7, -1, 0, 34], np.int64),
+        bench.put([3, 0, 9, 5], np.int64), _turns(bench, 20, 64), layout=DSV4_BF16, backend=bench.backend,
+    )  # fmt: skip
+    return q, cache
+
+
+def _rope(bench: Bench) -> Sequence[Any]:
+    x, positions = bench.normal(4, HEADS, 192), bench.put([3, 0, 9, 5], np.int64)
+    turned = cumla.apply_rope(x, positions, _turns(bench, 20, 64), backend=bench.backend)
+    return turned, cumla.apply_rope(x, positions, _turns(bench, 20, 64), inverse=True, backend=bench.backend)
+
+
+def _quantised_output(bench: Bench) -> Sequence[Any]:
+    _, scales = cumla.inverse_rope_and_quantize(
+        bench.normal(4, 4, 512), bench.put([3, 0, 9, 5], np.int64), _turns(bench, 20, 64), 2, backend=bench.backend
+    )
+    return (scales,)
+
+
+def _compress(bench: Bench) -> Sequence[Any]:
+    """Two requests at ratio 4, whose last rows overlap with states that an earlier step saved."""
+    state = bench.normal(4, 4, 4 * 512, dtype=np.float32)
+    cache = bench.xp.zeros((NUM_BLOCKS, BLOCK, 512), BFLOAT16)
+    cumla.compress_and_insert(
+        bench.normal(6, 4 * 512, dtype=np.float32), bench.normal(4, 2 * 512, dtype=np.float32),
+        bench.normal(512, dtype=np.float32), state, bench.put([8, 9, 10, 11, 0, 1], np.int64),
+        bench.put([[1, 2], [3, 0]], np.int32), cache, bench.put([-1, -1, -1, 12, -1, 3], np.int64),
+        bench.put([4, 5, 6, 7, 6, 7], np.int64), bench.put([0, 0, 0, 0, 1, 1], np.int32), bench.starts((4, 2)),
+        _turns(bench, 20, 64), compress_ratio=4, layout=DSV4_BF16, backend=bench.backend,
+    )  # fmt: skip
+    return state, cache
+
+
 CASES = (
     Case("quantize_and_insert_k_cache", "DSV4_FP8", "sparse_cache", (EQUAL,), _insert(DSV4_FP8)),
     Case("quantize_and_insert_k_cache", "V32_FP8", "sparse_cache", (EQUAL,), _insert(V32_FP8)),
@@ -346,6 +396,11 @@ CASES = (
     Case("get_paged_mqa_logits_metadata", "", "indexer", (EQUAL,), _indexer_schedule),
     Case("top_k_per_row", "", "indexer", (EQUAL,), _top_k),
     Case("indexer_topk", "", "indexer", (EQUAL,), _indexer_topk),
+    Case("fused_q_kv_rmsnorm", "", "norm_rope", (ROUNDED, ROUNDED), _norms),
+    Case("qnorm_rope_and_insert", "DSV4_BF16", "norm_rope", (ROUNDED, ROUNDED), _window_rows),
+    Case("apply_rope", "there and back", "norm_rope", (ROUNDED, ROUNDED), _rope),
+    Case("inverse_rope_and_quantize", "scales", "norm_rope", (ROUNDED,), _quantised_output),
+    Case("compress_and_insert", "DSV4_BF16, ratio 4", "compressor", (ROUNDED, ROUNDED), _compress),
     Case("concat_and_cache_mla", "bfloat16", "dense_cache", (EQUAL,), _concat("auto", 576, BFLOAT16)),
     Case("concat_and_cache_mla", "e4m3, one scale", "dense_cache", (EQUAL,), _concat("fp8", 576, np.uint8)),
     Case("gather_cache", "e4m3, one scale", "dense_cache", (EQUAL,), _mla_gather),

@@ -155,9 +155,12 @@ def test_the_same_rows(lab, ratio):
         rng = np.random.default_rng(seed)
         requests = Requests(rng, ratio, lens)
         wanted = requests.wanted()
+        # On Hopper prefill's weights are bfloat16, see assert_prefill.
+        rows = [to_float(x) for x in (*requests.k, *(requests.compressed or ()))]
+        largest = max(1.0, *(np.abs(x).max(initial=0) for x in rows)) if lab.backend == "cuda" else 1.0
         for way, steps in enumerate(ways(rng, lens)):
             outs = run(lab, rng, requests, steps, chunk_requests, road)
             for r, (got, want) in enumerate(zip(outs, wanted, strict=True)):
                 name = f"way {way}, request {r} of {lens}"
-                assert_within(name, got, want, 1e-3, 3.01 / 128)
+                assert_within(name, got, want, 1e-3 * largest, 3.01 / 128)
                 assert_same_direction(name, got, want, 7e-6)

@@ -173,6 +173,7 @@ struct WideAttention {
             shared.weights[row][part + 16 * i] = weight, sum += weight;
         }
         sum = over_head(sum, [](float x, float y) { return x + y; });
+        __syncwarp();  // all of the head have read what is written now
         if (part == 0) {
             float rescale = exp2_approx(float(top - base));
             shared.rescale[row] = rescale, shared.top[row] = new_top;
