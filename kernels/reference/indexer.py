@@ -156,11 +156,13 @@ def paged_mqa_logits(
 
 def paged_mqa_logits_metadata(lens: np.ndarray, split: int, schedule: np.ndarray) -> None:
     """Deal the splits of all entries out in contiguous shares as even as can be, the larger ones first."""
-    splits = [(entry, i) for entry, n in enumerate(lens) for i in range(-(-max(int(n), 0) // split))]
-    shares = np.array_split(np.arange(len(splits)), len(schedule) - 1)
-    ends = np.cumsum([0, *map(len, shares)])
-    splits.append((len(lens), 0))
-    schedule[:] = [splits[start] for start in ends]
+    counts = [-(-max(int(n), 0) // split) for n in lens]
+    ends = np.cumsum([0, *counts])
+    size, larger = divmod(int(ends[-1]), len(schedule) - 1)
+    for share in range(len(schedule)):
+        start = share * size + min(share, larger)
+        entry = int(np.searchsorted(ends[1:], start, "right"))
+        schedule[share] = (entry, start - ends[entry]) if entry < len(counts) else (len(counts), 0)
 
 
 def top_k_per_row(logits: np.ndarray, rows: Rows, indices: np.ndarray) -> None:

@@ -1,17 +1,15 @@
 """What only the CPU's attention has: threads of its own, and float64 for tokens that leave float32."""
 
 import concurrent.futures
-import contextlib
 import subprocess
 import sys
 
-import numba
 import numpy as np
 import pytest
 import threadpoolctl
 
 import cumla
-from cumla.kernels.cpu import dense_attention, threads
+from cumla.kernels.cpu import dense_attention
 from support.bounds import assert_prefill, assert_within
 from support.lab import BF16, to_float
 
@@ -56,20 +54,6 @@ def test_blas_keeps_its_threads(rng):
     before = blas_threads()
     cumla.sparse_mla_prefill(*problem(rng, 5))
     assert blas_threads() == before
-
-
-def test_a_loop_of_little_work_leaves_the_number_of_threads_as_it_was():
-    if numba.config.NUMBA_NUM_THREADS < 2:
-        pytest.skip("one core: there is one thread whatever is asked for")
-    before = numba.get_num_threads()
-    try:
-        numba.set_num_threads(2)
-        with contextlib.suppress(KeyError), threads.enough_for(1):
-            assert numba.get_num_threads() == 1
-            raise KeyError
-        assert numba.get_num_threads() == 2
-    finally:
-        numba.set_num_threads(before)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

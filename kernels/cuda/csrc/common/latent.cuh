@@ -6,7 +6,7 @@
 #include "common/packed.cuh"
 #include "common/pages.cuh"
 
-constexpr int LATENT_DIM = 576, LATENT_V = 512;
+[[maybe_unused]] constexpr int LATENT_DIM = 576, LATENT_V = 512;
 
 struct LatentCache {
     const uint8* pages;
