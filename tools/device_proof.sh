@@ -4,8 +4,8 @@
 #
 #     tools/with_cumla.sh tools/device_proof.sh DIR [PART ...]
 #
-# Parts: tests sanitize fences decode prefill prefill_chunks mla attention_backends cache indices metadata interop replay
-# (all of them, in this order: about 7 minutes)
+# Parts: tests sanitize fences decode poisoned prefill prefill_chunks indexer compressor mla attention_backends cache
+# indices metadata interop replay (all of them, in this order: about 9 minutes)
 [ $# -gt 0 ] || { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 2; }
 dir=$1
 shift
@@ -32,7 +32,7 @@ replay() { # name, options ...
     part "$name" 60 0 python3 -m cumla replay --requests 6 --cache-tokens 80000 --json "$logs/$name.json" "$@"
 }
 
-for name in ${*:-tests sanitize fences decode prefill prefill_chunks mla attention_backends cache indices metadata interop replay}; do
+for name in ${*:-tests sanitize fences decode poisoned prefill prefill_chunks indexer compressor mla attention_backends cache indices metadata interop replay}; do
     case $name in
     tests) part tests 240 1 python3 -m pytest -m gpu -q --tb=short -p no:cacheprovider ;;
     sanitize)
