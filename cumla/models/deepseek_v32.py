@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import dlpack, streams
+from ..arrays import dlpack
 from ..layers.sparse import Observer, not_observed
 from ..metadata.batch import CommonAttentionMetadata
 from ..metadata.builder import ServingConfig
@@ -27,6 +27,7 @@ from ..ops.norm_rope import apply_rope, fused_q_kv_rmsnorm
 from ..ops.sparse_attention import sparse_mla_decode
 from ..ops.sparse_cache import indexer_k_quant_and_cache
 from . import caches
+from .hidden_states import attend
 from .products import compute_type, multiply, multiply_groups, stacked
 from .rope import cos_sin_table, mscale, turned_halves
 from .scratch import Scratch
@@ -223,22 +224,9 @@ class DeepseekV32Attention:
         Returns out.
         Raises TypeError or ValueError for an argument that does not fit.
         """
-        framework = dlpack.framework_of(hidden_states)
-        x = dlpack.borrow(hidden_states, "hidden_states")
-        expected = [len(metadata.positions), self.config.hidden_size]
-        if x.dtype != self.activations:
-            raise TypeError(f"hidden_states: got dtype {x.dtype}, expected {self.activations}")
-        if list(x.shape) != expected:
-            raise ValueError(f"hidden_states: got shape {tuple(x.shape)}, expected {expected}")
-        result = None if out is None else dlpack.borrow(out, "out", writable=True)
-        if result is not None and (result.shape != x.shape or result.dtype != x.dtype):
-            raise ValueError(f"out: got {result.dtype} {list(result.shape)}, expected {x.dtype} {list(x.shape)}")
-        with streams.callers(x, framework, stream):
-            if result is None:
-                result = dlpack.empty(x.shape, x.dtype, x)
-            given = None if topk_indices is None else dlpack.borrow(topk_indices, "topk_indices")
-            _Step(self, layer_caches, metadata, observe).run(x, given, result)
-        return dlpack.give(result, framework) if out is None else out
+        run = _Step(self, layer_caches, metadata, observe).run
+        shape = len(metadata.positions), self.config.hidden_size
+        return attend(run, hidden_states, shape, self.activations, topk_indices, out, stream)
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import dlpack, streams
+from ..arrays import dlpack
 from ..layers.sparse import CompressedCache, LayerWorkspace, Observer, SparseMLALayer, not_observed
 from ..metadata.builder import ServingConfig
 from ..ops.compressor import compress_and_insert
 from ..ops.norm_rope import apply_rope, fused_q_kv_rmsnorm, qnorm_rope_and_insert
 from . import caches
+from .hidden_states import attend
 from .products import compute_type, multiply, multiply_groups, stacked
 from .scratch import Scratch
 from .selection import Indexer
@@ -197,24 +198,11 @@ class DeepseekV4Attention:
         captured in a CUDA graph.
         Raises TypeError or ValueError for an argument that does not fit.
         """
-        framework = dlpack.framework_of(hidden_states)
-        x = dlpack.borrow(hidden_states, "hidden_states")
-        if x.dtype != self.activations:
-            raise TypeError(f"hidden_states: got dtype {x.dtype}, expected {self.activations}")
-        tokens = len(metadata.positions)
-        if x.shape != (tokens, self.config.hidden_size):
-            raise ValueError(f"hidden_states: got shape {tuple(x.shape)}, expected {[tokens, self.config.hidden_size]}")
         if topk_indices is not None and self.ratio != 4:
             raise ValueError(f"topk_indices: got an array for a layer of ratio {self.ratio}, expected None")
-        result = None if out is None else dlpack.borrow(out, "out", writable=True)
-        if result is not None and (result.shape != x.shape or result.dtype != x.dtype):
-            raise ValueError(f"out: got {result.dtype} {list(result.shape)}, expected {x.dtype} {list(x.shape)}")
-        with streams.callers(x, framework, stream):
-            if result is None:
-                result = dlpack.empty(x.shape, x.dtype, x)
-            given = None if topk_indices is None else dlpack.borrow(topk_indices, "topk_indices")
-            _Step(self, layer_caches, metadata, observe).run(x, given, result)
-        return dlpack.give(result, framework) if out is None else out
+        run = _Step(self, layer_caches, metadata, observe).run
+        shape = len(metadata.positions), self.config.hidden_size
+        return attend(run, hidden_states, shape, self.activations, topk_indices, out, stream)
 
 
 @dataclass(frozen=True)
