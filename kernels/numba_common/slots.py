@@ -38,6 +38,22 @@ def complete_rows(positions: Any, token: Any, compress_ratio: Any) -> Any:
     return max(np.int64(positions[token]) + 1, 0) // compress_ratio
 
 
+def local_position(position: Any, rank: Any, size: Any, interleave: Any) -> Any:
+    """Which of a rank's tokens this one is (kernels/types/shard.py), or -1 for another rank's."""
+    turn = np.int64(position) // interleave
+    if position < 0 or turn % size != rank:
+        return np.int64(-1)
+    return turn // size * interleave + position % interleave
+
+
+def local_count(tokens: Any, rank: Any, size: Any, interleave: Any) -> Any:
+    """How many of so many tokens a rank has."""
+    tokens = max(np.int64(tokens), 0)
+    rounds = tokens // (size * interleave)
+    rest = tokens - rounds * (size * interleave) - rank * interleave
+    return rounds * interleave + min(max(rest, 0), interleave)
+
+
 def to_span(slot: Any, block_size: Any, block_span: Any) -> Any:
     """A slot where pages are `block_span` tokens apart instead of `block_size`; -1 stays absent."""
     if slot < 0:

@@ -15,6 +15,7 @@ from .indexer import Rows
 from .metadata import BatchCounts, IndexerBuffers, IndexerCounts, SwaBuffers
 from .plan import DecodePlan, DenseDecodePlan
 from .segments import Pages, Segment
+from .shard import Shard
 
 Array: TypeAlias = Any
 
@@ -306,6 +307,39 @@ class Projection(Protocol):
     def batched_product(self, a: Array, b: Array, out: Array) -> None: ...
 
 
+class Shards(Protocol):
+    """What one rank has of tokens that are dealt out to several, and the results of all ranks made one."""
+
+    def local_seq_lens(self, seq_lens: Array, s_q: int, shard: Shard, out: Array) -> None: ...
+
+    def local_block_table(self, block_table: Array, s_q: int, first: int, step: int, out: Array) -> None: ...
+
+    def local_slot_mapping(
+        self,
+        query_start_loc: Array,
+        seq_lens: Array,
+        block_table: Array,
+        block_size: int,
+        compress_ratio: int,
+        shard: Shard,
+        out: Array,
+    ) -> None: ...
+
+    def localise_indices(
+        self,
+        indices: Array,
+        token_to_req: Array,
+        is_valid_token: Array | None,
+        block_table: Array,
+        block_size: int,
+        shard: Shard,
+        slots: Array,
+        lens: Array,
+    ) -> None: ...
+
+    def merge_partials(self, parts: Array, lses: Array, attn_sink: Array | None, out: Array, lse: Array) -> None: ...
+
+
 class SparseAttention(Protocol):
     """Attention to listed rows, and merges of partial results."""
 
@@ -391,6 +425,7 @@ FILES: dict[str, type] = {
     "indices": Indices,
     "norm_rope": NormRope,
     "projection": Projection,
+    "shards": Shards,
     "sparse_attention": SparseAttention,
     "sparse_cache": SparseCache,
     "window_metadata": WindowMetadata,

@@ -1,0 +1,229 @@
+"""Tokens of a paged cache dealt out to ranks: what a rank has of them, and the results of all ranks made one.
+
+`Shard` says how they are dealt out. Everything here is worked out where the arrays are, without a look at them from
+the host, so it can be captured in a CUDA graph with its outputs given.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..dispatch.call import BOOL, FLOAT32, FLOATS, INT32, Call
+from ..dispatch.values import check_integers, check_kind, plain_integers, shown
+from ..kernels.types.shard import Shard
+from .indices import request_arrays
+from .sparse_attention import checked_sink
+
+SLOT_MAPPING = (np.dtype(np.int64),)
+MAX_RANKS = 1 << 16
+
+
+def check_shard(shard: Any, name: str = "shard") -> Shard:
+    """Raises TypeError for what is no Shard, ValueError for one of no such rank, size or interleave."""
+    check_kind(Shard, **{name: shard})
+    numbers = {f"{name}.{field}": value for field, value in shard._asdict().items()}
+    check_integers(0, MAX_RANKS, **{f"{name}.rank": numbers[f"{name}.rank"]})
+    check_integers(1, MAX_RANKS, **{f"{name}.size": numbers[f"{name}.size"]})
+    check_integers(1, **{f"{name}.interleave": numbers[f"{name}.interleave"]})
+    if shard.rank >= shard.size:
+        raise ValueError(f"{name}.rank: got {shown(shard.rank)}, expected 0 to {shard.size - 1}")
+    return Shard(*(int(value) for value in shard))
+
+
+@plain_integers
+def local_seq_lens(
+    seq_lens: Any, shard: Shard, *, s_q: int = 1, out: Any | None = None, backend: str | None = None, stream: Any = None
+) -> Any:
+    """How many of the tokens that each query sees are the rank's.
+
+    seq_lens  [R] int32, tokens of each request, its queries' own included
+    shard     how tokens are dealt out
+    s_q       queries of each request: query i sees all tokens but the last s_q - 1 - i
+    out       [R * s_q] int32 to write instead of allocating
+
+    Returns out, the queries of a request one behind another: cache_seqlens for `dense_mla_decode` of queries that are
+    requests of their own, as what a rank sees of a query is not one more than of the query before it.
+    Source: vLLM get_dcp_local_seq_lens.
+    """
+    check_integers(1, s_q=s_q)
+    shard = check_shard(shard)
+    call = Call(backend, stream)
+    seq_lens = call.array("seq_lens", seq_lens, INT32, ("R",))
+    out_array = call.output("out", out, INT32, (len(seq_lens) * s_q,))
+    if out_array.size:
+        with call.kernels("shards") as kernels:
+            kernels.local_seq_lens(seq_lens, s_q, shard, out_array)
+    return call.results()
+
+
+@plain_integers
+def local_block_table(
+    block_table: Any,
+    shard: Shard | None = None,
+    *,
+    s_q: int = 1,
+    out: Any | None = None,
+    backend: str | None = None,
+    stream: Any = None,
+) -> Any:
+    """The rank's columns of a block table of whole sequences, whose pages are dealt out; a row for each query.
+
+    block_table  [R, B] int32, pages of each request in the order of its tokens: column c is a page of rank c % size,
+                 numbered in that rank's cache
+    shard        with the block size as its interleave; None: the table is the rank's own already
+    s_q          queries of each request, each of which gets a row
+    out          [R * s_q, C] int32 to write instead of allocating; columns that the table does not have are -1
+
+    Returns out; allocated here, it has ceil((B - rank) / size) columns.
+    """
+    check_integers(1, s_q=s_q)
+    rank, size = (0, 1) if shard is None else check_shard(shard)[:2]
+    call = Call(backend, stream)
+    block_table = call.array("block_table", block_table, INT32, ("R", "B"))
+    rows, columns = block_table.shape
+    width = max(0, -(-(columns - rank) // size))
+    if out is not None:
+        width = call.array("out", out, INT32, (rows * s_q, -1), writable=True).shape[1]
+    out_array = call.output("out", out, INT32, (rows * s_q, width))
+    if out_array.size:
+        with call.kernels("shards") as kernels:
+            kernels.local_block_table(block_table, s_q, rank, size, out_array)
+    return call.results()
+
+
+@plain_integers
+def local_slot_mapping(
+    query_start_loc: Any,
+    seq_lens: Any,
+    block_table: Any,
+    block_size: int,
+    shard: Shard,
+    *,
+    num_tokens: int,
+    compress_ratio: int = 1,
+    out: Any | None = None,
+    backend: str | None = None,
+    stream: Any = None,
+) -> Any:
+    """Where the rank writes the rows of a step's tokens; -1 for those that are another rank's.
+
+    query_start_loc  [R + 1] int32, the tokens of request i are [query_start_loc[i], query_start_loc[i + 1])
+    seq_lens         [R] int32, tokens of each request, the step's included
+    block_table      [R, B] int32, the rank's pages of each request
+    block_size       rows of a page
+    shard            how rows are dealt out
+    num_tokens       tokens of the step; what is in no request gets -1
+    compress_ratio   tokens of a row: a row is written with the last of them, the others get -1
+    out              [num_tokens] int64 to write instead of allocating
+
+    Returns out, for the functions that insert into caches.
+    """
+    check_integers(1, block_size=block_size, compress_ratio=compress_ratio)
+    check_integers(0, num_tokens=num_tokens)
+    shard = check_shard(shard)
+    call = Call(backend, stream)
+    query_start_loc, seq_lens = request_arrays(call, query_start_loc, seq_lens)
+    block_table = call.array("block_table", block_table, INT32, ("R", "B"))
+    out_array = call.output("out", out, SLOT_MAPPING, (num_tokens,))
+    if num_tokens:
+        with call.kernels("shards") as kernels:
+            kernels.local_slot_mapping(
+                query_start_loc, seq_lens, block_table, block_size, compress_ratio, shard, out_array
+            )
+    return call.results()
+
+
+@plain_integers
+def localise_indices(
+    indices: Any,
+    token_to_req_indices: Any,
+    block_table: Any,
+    block_size: int,
+    shard: Shard,
+    is_valid_token: Any | None = None,
+    *,
+    out: tuple[Any, Any] | None = None,
+    backend: str | None = None,
+    stream: Any = None,
+) -> tuple[Any, Any]:
+    """Of the rows that each token selected, those of the rank, as slots of its cache.
+
+    indices               [T, K] int32 rows of the token's request, counted over all ranks; -1: none
+    token_to_req_indices  [>= T] int32
+    block_table           [R, B] int32, the rank's pages of each request
+    block_size            rows of a page
+    shard                 how rows are dealt out
+    is_valid_token        [>= T] bool: tokens that are not get a length of 0. None: all are
+    out                   (slots, lens) to write instead of allocating
+
+    Returns slots [T, K] int32, what is the rank's to the left in the order of `indices` and -1 behind it, and lens [T]
+    int32. Rows of other ranks, and rows that the table does not have, are left out.
+    """
+    check_integers(1, block_size=block_size)
+    shard = check_shard(shard)
+    call = Call(backend, stream)
+    indices = call.array("indices", indices, INT32, ("T", "K"))
+    tokens = len(indices)
+    token_to_req = at_least(call, "token_to_req_indices", token_to_req_indices, INT32, tokens)
+    valid = None if is_valid_token is None else at_least(call, "is_valid_token", is_valid_token, BOOL, tokens)
+    block_table = call.array("block_table", block_table, INT32, ("R", "B"))
+    given = (None, None) if out is None else out
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise TypeError(f"out: got {shown(out)}, expected (slots, lens)")
+    slots = call.output("out[0] (slots)", given[0], INT32, indices.shape)
+    lens = call.output("out[1] (lens)", given[1], INT32, (tokens,))
+    if tokens:
+        with call.kernels("shards") as kernels:
+            kernels.localise_indices(indices, token_to_req, valid, block_table, block_size, shard, slots, lens)
+    return call.results()
+
+
+def at_least(call: Call, name: str, value: Any, dtypes: tuple[np.dtype[Any], ...], count: int) -> Any:
+    """The first `count` entries of a vector. Raises ValueError for one that has fewer."""
+    array = call.array(name, value, dtypes, (-1,))
+    if len(array) < count:
+        raise ValueError(f"{name}: got {len(array)} entries, expected at least {count}, one a token")
+    return array[:count]
+
+
+@plain_integers
+def merge_partials(
+    parts: Any,
+    lses: Any,
+    attn_sink: Any | None = None,
+    *,
+    out: Any | None = None,
+    lse: Any | None = None,
+    backend: str | None = None,
+    stream: Any = None,
+) -> tuple[Any, Any]:
+    """Attention over the keys of n ranks, each of which gave its own result, as attention over all of them.
+
+    parts      [n, b, s_q, h, d] bfloat16, float16 or float32: results without a sink; any strides but the last axis'
+    lses       [n, b, h, s_q] float32, any strides: natural logarithm of the sum of weights; -inf or +inf says that no
+               key was attended, and that part's values are not looked at
+    attn_sink  [h] float32: a logit that takes weight and gives nothing; None: no sink
+    out        [b, s_q, h, d] of parts' dtype to write instead of allocating
+    lse        [b, h, s_q] float32 to write instead of allocating
+
+    Returns out and lse, the sink left out of lse as in `sparse_mla_decode`. A query without keys gives out 0 and lse
+    +inf.
+    """
+    call = Call(backend, stream)
+    parts = call.array("parts", parts, FLOATS, ("n", "b", "s_q", "h", "d"))
+    lses = call.borrow("lses", lses)
+    if lses.dtype not in FLOAT32:
+        raise TypeError(f"lses: got dtype {lses.dtype}, expected float32")
+    call.check_shape("lses", lses.shape, ("n", "b", "h", "s_q"))
+    if not len(parts):
+        raise ValueError("parts: got results of 0 ranks, expected at least one")
+    attn_sink = checked_sink(call, attn_sink)
+    _, batch, s_q, heads, dim = parts.shape
+    out_array = call.output("out", out, (parts.dtype,), (batch, s_q, heads, dim))
+    lse_array = call.output("lse", lse, FLOAT32, (batch, heads, s_q))
+    if lse_array.size:
+        with call.kernels("shards") as kernels:
+            kernels.merge_partials(parts, lses, attn_sink, out_array, lse_array)
+    return call.results()

@@ -1,0 +1,103 @@
+"""What makes a rank that is missing, fails or does something else an error that names it, instead of a hang."""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from .store import Store
+
+
+class RankError(RuntimeError):
+    """Something is wrong with `ranks`, which the message names."""
+
+    def __init__(self, ranks: Sequence[int], message: str) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class Agreement:
+    """One rank's word with the others.
+
+    store       the same for all ranks, nothing of an earlier run in it
+    rank, size  this rank and how many there are
+    time_limit  seconds that it waits for others
+
+    Used as a context, it tells the others of an exception that ends it.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, time_limit: float = 60.0) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"rank: got {rank}, expected 0 to {size - 1}")
+        self.store, self.rank, self.size, self.time_limit = store, rank, size, time_limit
+        self._old: list[str] = []
+
+    def exchange(self, what: str, value: Any, time_limit: float | None = None) -> list[Any]:
+        """Every rank's value, in their order. All ranks call this with the same `what`, once each.
+
+        Raises RankError if a rank failed or ended instead, or does not come within the time limit.
+        """
+        mine = f"{what}/{self.rank}"
+        self.store.set(mine, value)
+        end = time.monotonic() + (self.time_limit if time_limit is None else time_limit)
+        values: list[Any] = [None] * self.size
+        missing = [rank for rank in range(self.size) if rank != self.rank]
+        values[self.rank] = value
+        while True:
+            for rank in missing:
+                values[rank] = self.store.get(f"{what}/{rank}")
+            missing = [rank for rank in missing if values[rank] is None]
+            if not missing:
+                break
+            self.check_others(missing, what)
+            left = end - time.monotonic()
+            if left <= 0:
+                raise RankError(
+                    missing, f"{names(missing)} did not come to {what} within {self.time_limit:g} s (rank {self.rank})"
+                )
+            self.store.wait(left)
+        for key in self._old:  # everybody is here, so has read what was said before
+            self.store.delete(key)
+        self._old = [mine]
+        return values
+
+    def agree(self, what: str, value: str) -> None:
+        """Raise RankError, on every rank, unless all ranks are about to do the same."""
+        self.same(what, self.exchange(what, value))
+
+    def same(self, what: str, values: Sequence[str]) -> None:
+        """Raise RankError for values that are not those of most, of rank 0 where that decides nothing."""
+        counts = collections.Counter(values)
+        common = max(counts, key=lambda value: (counts[value], value == values[0]))
+        others = [rank for rank, value in enumerate(values) if value != common]
+        if others:
+            first = others[0]
+            raise RankError(
+                others, f"{what}: {names(others)} got {values[first]}, expected {common} as rank {values.index(common)}"
+            )
+
+    def check_others(self, ranks: Sequence[int] | None = None, what: str = "go on") -> None:
+        """Raise RankError if one of these ranks failed or ended."""
+        for rank in range(self.size) if ranks is None else ranks:
+            word = None if rank == self.rank else self.store.get(f"ended/{rank}")
+            if word is not None:
+                raise RankError([rank], f"rank {rank} {word} and did not {what} (rank {self.rank})")
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Tell the others that this rank does nothing more, and why."""
+        self.store.set(f"ended/{self.rank}", "ended" if error is None else f"failed: {type(error).__name__}: {error}")
+
+    def __enter__(self) -> Agreement:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.end(error)
+
+
+def names(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,91 @@
+"""What moves arrays between ranks: three functions, whoever implements them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from ..arrays import dlpack
+
+
+class Communicator(Protocol):
+    """A rank's way to the others. All ranks make the same calls in the same order.
+
+    rank, size  this rank, from 0, and how many there are
+
+    An array may also be a tuple of arrays, which go together at the price of one; `out` and the result are tuples
+    then. With `out` given nothing is allocated.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_gather(self, x: Any, out: Any = None, stream: Any = None) -> Any:
+        """Every rank's x, as [size, *x.shape]."""
+
+    def reduce_scatter(self, x: Any, out: Any = None, stream: Any = None) -> Any:
+        """The sum over all ranks of their x[rank]. x is [size, ...], the result [...]."""
+
+    def all_to_all(self, x: Any, out: Any = None, stream: Any = None) -> Any:
+        """What every rank has for this one: its x[rank]. x and the result are [size, ...]."""
+
+
+class Move(NamedTuple):
+    """An array on its way: what is sent and where what comes is put."""
+
+    sent: Any
+    received: Any
+
+
+OPS = ("all_gather", "reduce_scatter", "all_to_all")
+
+
+def moves(op: str, size: int, x: Any, out: Any) -> list[Move]:
+    """The arrays of a call, NumPy or CuPy, with `out` allocated where it is None.
+
+    Raises TypeError or ValueError for arrays that do not fit: not contiguous, of another shape or dtype, elsewhere.
+    """
+    sent, received = as_tuple(x), (None,) * len(as_tuple(x)) if out is None else as_tuple(out)
+    if len(sent) != len(received):
+        raise ValueError(f"out: got {len(received)} arrays, expected {len(sent)} as x has")
+    return [_move(op, size, *pair) for pair in zip(sent, received, strict=True)]
+
+
+def _move(op: str, size: int, x: Any, out: Any) -> Move:
+    x = dlpack.borrow(x, "x")
+    shape = (size, *x.shape) if op == "all_gather" else x.shape[1:] if op == "reduce_scatter" else x.shape
+    if op != "all_gather" and (not x.ndim or x.shape[0] != size):
+        raise ValueError(f"x: got shape {tuple(x.shape)}, expected [{size}, ...], a part for each rank, to {op}")
+    if not x.flags.c_contiguous:
+        raise ValueError(f"x: got strides {x.strides} bytes, expected a contiguous array")
+    if out is None:
+        return Move(x, dlpack.empty(shape, x.dtype, x))
+    out = dlpack.borrow(out, "out", writable=True)
+    if out.dtype != x.dtype:
+        raise TypeError(f"out: got dtype {out.dtype}, expected {x.dtype} as x has")
+    if out.shape != shape:
+        raise ValueError(f"out: got shape {tuple(out.shape)}, expected {tuple(shape)}")
+    if not out.flags.c_contiguous:
+        raise ValueError(f"out: got strides {out.strides} bytes, expected a contiguous array")
+    if isinstance(x, np.ndarray) != isinstance(out, np.ndarray):
+        raise ValueError("out: got memory of another kind than x has, expected both on the device or both on the host")
+    return Move(x, out)
+
+
+def described(op: str, arrays: list[Move]) -> str:
+    """What a rank is about to do, in words that are the same on every rank that does the same."""
+    return f"{op} of " + " and ".join(f"{move.sent.dtype} {list(move.sent.shape)}" for move in arrays)
+
+
+def as_tuple(arrays: Any) -> tuple[Any, ...]:
+    return tuple(arrays) if isinstance(arrays, (tuple, list)) else (arrays,)
+
+
+def result_of(x: Any, arrays: list[Move], framework: str) -> Any:
+    """What a call gives back: a tuple if it was given one."""
+    results = tuple(dlpack.give(move.received, framework) for move in arrays)
+    return results if isinstance(x, (tuple, list)) else results[0]

@@ -1,0 +1,102 @@
+"""Ranks that are threads of one process, with NumPy arrays: for machines without a GPU, and for tests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..arrays import dlpack
+from .agreement import Agreement, RankError, names
+from .communicator import Move, as_tuple, described, moves, result_of
+from .store import MemoryStore
+
+T = TypeVar("T")
+
+
+class ThreadCommunicator:
+    """A Communicator between threads. Every call waits for all ranks; what is wrong is a RankError on each."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        self.agreement, self.rank, self.size = agreement, agreement.rank, agreement.size
+        self._calls = 0
+        agreement.agree("the start", f"{self.size} ranks")
+
+    def all_gather(self, x: Any, out: Any = None, stream: Any = None) -> Any:
+        return self._run("all_gather", x, out, gather)
+
+    def reduce_scatter(self, x: Any, out: Any = None, stream: Any = None) -> Any:
+        return self._run("reduce_scatter", x, out, self._reduce)
+
+    def all_to_all(self, x: Any, out: Any = None, stream: Any = None) -> Any:
+        return self._run("all_to_all", x, out, self._take)
+
+    def _run(self, op: str, x: Any, out: Any, receive: Callable[[list[Any], Any], None]) -> Any:
+        arrays: list[Move] = moves(op, self.size, x, out)
+        self._calls += 1
+        name = f"call {self._calls}, {op}"
+        everyones = self.agreement.exchange(f"call {self._calls}", (described(op, arrays), arrays))
+        self.agreement.same(name, [words for words, _ in everyones])
+        for i, move in enumerate(arrays):
+            receive([theirs[i].sent for _, theirs in everyones], move.received)
+        self.agreement.exchange(f"the end of call {self._calls}", True)  # before somebody changes what he sent
+        return result_of(x, arrays, dlpack.framework_of(as_tuple(x)[0]))
+
+    def _reduce(self, sent: list[Any], received: Any) -> None:
+        total = np.zeros(received.shape, np.float32 if received.dtype.itemsize == 2 else received.dtype)
+        for x in sent:
+            total += x[self.rank]
+        received[...] = total
+
+    def _take(self, sent: list[Any], received: Any) -> None:
+        for rank, x in enumerate(sent):
+            received[rank] = x[self.rank]
+
+
+def gather(sent: list[Any], received: Any) -> None:
+    for rank, x in enumerate(sent):
+        received[rank] = x
+
+
+def run_threads(size: int, function: Callable[[ThreadCommunicator], T], time_limit: float = 60.0) -> list[T]:
+    """Call `function` with a communicator in a thread for each rank. Returns what each returned.
+
+    time_limit  seconds that a rank waits for the others in a call, and that they are given to end once one has failed
+
+    Raises RankError that names the rank that failed, with its error as the cause, or that goes on without an end.
+    """
+    store, results = MemoryStore(), [None] * size
+    errors: dict[int, BaseException] = {}
+
+    def run(rank: int) -> None:
+        agreement = Agreement(store, rank, size, time_limit)
+        try:
+            with agreement:
+                results[rank] = function(ThreadCommunicator(agreement))  # type: ignore[call-overload]
+        except BaseException as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True, name=f"rank {rank}") for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    end = None
+    while any(thread.is_alive() for thread in threads):
+        next(thread for thread in threads if thread.is_alive()).join(0.05)
+        if errors and end is None:
+            end = time.monotonic() + time_limit
+        if end is not None and time.monotonic() > end:
+            break
+    # The first cause: an error that is not about other ranks.
+    first = min(errors, key=lambda rank: (isinstance(errors[rank], RankError), rank), default=None)
+    if first is not None:
+        error = errors[first]
+        if isinstance(error, RankError):
+            raise error
+        raise RankError([first], f"rank {first} failed: {type(error).__name__}: {error}") from error
+    running = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    if running:
+        raise RankError(running, f"{names(running)} did not end")
+    return results  # type: ignore[return-value]

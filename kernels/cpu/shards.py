@@ -1,0 +1,118 @@
+"""What one rank has of tokens that are dealt out to several, and the results of all ranks made one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..numba_common import slots as slot_rules
+from ..numba_common.compiled import compiled
+from ..reference.shards import local_block_table
+from ..types.shard import Shard
+from .rows import find_request, lookup_slot
+from .threads import share_out
+
+__all__ = ["local_block_table", "local_seq_lens", "local_slot_mapping", "localise_indices", "merge_partials"]
+
+TO_MAP = 5  # nanoseconds that an entry takes, roughly
+NO_FLAGS = np.empty(0, np.bool_)
+
+local_position = compiled(slot_rules.local_position)
+local_count = compiled(slot_rules.local_count)
+token_position = compiled(slot_rules.token_position)
+
+
+def local_seq_lens(seq_lens: Any, s_q: int, shard: Shard, out: Any) -> None:
+    _local_lens(seq_lens, s_q, shard.rank, shard.size, shard.interleave, out)
+
+
+@compiled(nogil=True)
+def _local_lens(seq_lens, s_q, rank, size, interleave, out):
+    for i in range(len(out)):
+        out[i] = local_count(np.int64(seq_lens[i // s_q]) - (s_q - 1 - i % s_q), rank, size, interleave)
+
+
+def local_slot_mapping(
+    query_start_loc: Any,
+    seq_lens: Any,
+    block_table: Any,
+    block_size: int,
+    compress_ratio: int,
+    shard: Shard,
+    out: Any,
+) -> None:
+    share_out(
+        len(out), TO_MAP, _slot_mapping,
+        query_start_loc, seq_lens, block_table, block_size, compress_ratio, shard.rank, shard.size, shard.interleave,
+        out,
+    )  # fmt: skip
+
+
+@compiled(nogil=True)
+def _slot_mapping(
+    first_token, end_token, query_start_loc, seq_lens, block_table, block_size, compress_ratio, rank, size, interleave,
+    out,
+):  # fmt: skip
+    for token in range(first_token, end_token):
+        out[token] = -1
+        request = find_request(query_start_loc, token)
+        if 0 <= request < len(seq_lens):
+            tokens = token_position(query_start_loc, seq_lens, request, token) + 1
+            if tokens > 0 and tokens % compress_ratio == 0:
+                local = local_position(tokens // compress_ratio - 1, rank, size, interleave)
+                out[token] = lookup_slot(block_table, request, local, block_size)
+
+
+def localise_indices(
+    indices: Any,
+    token_to_req: Any,
+    is_valid_token: Any | None,
+    block_table: Any,
+    block_size: int,
+    shard: Shard,
+    slots: Any,
+    lens: Any,
+) -> None:
+    share_out(
+        len(indices), indices.shape[1] * TO_MAP, _localise,
+        indices, token_to_req, NO_FLAGS if is_valid_token is None else is_valid_token, block_table, block_size,
+        shard.rank, shard.size, shard.interleave, slots, lens,
+    )  # fmt: skip
+
+
+@compiled(nogil=True)
+def _localise(
+    first_token, end_token, indices, token_to_req, is_valid_token, block_table, block_size, rank, size, interleave,
+    slots, lens,
+):  # fmt: skip
+    for token in range(first_token, end_token):
+        request, count = token_to_req[token], 0
+        for j in range(indices.shape[1]):
+            local = local_position(indices[token, j], rank, size, interleave)
+            slot = lookup_slot(block_table, request, local, block_size)
+            slots[token, j] = -1
+            if slot >= 0:
+                slots[token, count] = slot
+                count += 1
+        lens[token] = count if len(is_valid_token) == 0 or is_valid_token[token] else 0
+
+
+def merge_partials(parts: Any, lses: Any, attn_sink: Any | None, out: Any, lse: Any) -> None:
+    logs = lses.astype(np.float32)  # [n, b, h, s_q]
+    logs[np.isposinf(logs)] = -np.inf  # +inf says that nothing was attended
+    top = logs.max(axis=0)
+    empty = np.isneginf(top)
+    weights = np.exp(logs - np.where(empty, np.float32(0), top))
+    total = np.where(empty, np.float32(1), weights.sum(axis=0))
+    whole = total
+    if attn_sink is not None:
+        with np.errstate(over="ignore"):
+            whole = total + np.exp(attn_sink[:, None] - np.where(empty, np.float32(0), top))
+    share = (weights / whole).transpose(0, 1, 3, 2)[..., None]
+    merged = np.zeros(out.shape, np.float32)
+    for part, weight in zip(parts, share, strict=True):
+        # A part of weight 0 may hold anything; a NaN lse must show.
+        merged += np.where(weight == 0, np.float32(0), weight * part.astype(np.float32))
+    out[:] = merged
+    lse[:] = np.where(empty, np.float32(np.inf), top + np.log(total))

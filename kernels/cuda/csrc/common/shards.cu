@@ -1,0 +1,105 @@
+// What one rank has of tokens that are dealt out to several (kernels/types/shard.py): lengths, block tables, slots.
+//
+// local_seq_lens, local_block_table, local_slot_mapping   an entry of the result a thread
+// localise_indices                                        a token a warp, which moves what it keeps to the left
+#include "common/pdl.cuh"
+#include "common/pages.cuh"
+
+constexpr int THREADS = 128;
+
+// Positions are below 2^31, and so are sizes: 32 bits are enough but where rounds are counted.
+struct Shard {
+    int rank, size, interleave;
+
+    // Which of the rank's tokens a position is, or -1 for another rank's.
+    __device__ int position(int global) const {
+        if (global < 0) return -1;
+        uint32 turn = uint32(global) / uint32(interleave), round = turn / uint32(size);
+        if (turn - round * uint32(size) != uint32(rank)) return -1;
+        return int(round * uint32(interleave) + (uint32(global) - turn * uint32(interleave)));
+    }
+
+    // How many of so many tokens the rank has.
+    __device__ int count(int tokens) const {
+        if (tokens <= 0) return 0;
+        int64 all = int64(size) * interleave, rounds = tokens / all;
+        int64 rest = tokens - rounds * all - int64(rank) * interleave;
+        return int(rounds * interleave + min(max(rest, int64(0)), int64(interleave)));
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+local_seq_lens(const int* seq_lens, int s_q, int rank, int size, int interleave, int* out, int count) {
+    pdl_wait();
+    int i = blockIdx.x * THREADS + threadIdx.x;
+    if (i >= count) return;
+    int request = i / s_q;
+    int64 tokens = int64(seq_lens[request]) - (s_q - 1 - (i - request * s_q));
+    out[i] = Shard{rank, size, interleave}.count(int(max(tokens, int64(0))));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+local_block_table(const int* block_table, int64 table_stride, int table_columns, int s_q, int first, int step, int* out,
+                  int64 out_stride, int rows, int columns) {
+    pdl_wait();
+    int64 i = int64(blockIdx.x) * THREADS + threadIdx.x;
+    if (i >= int64(rows) * columns) return;
+    int row = int(i / columns), column = int(i % columns);
+    int64 from = first + int64(column) * step;
+    out[row * out_stride + column] = from < table_columns ? block_table[row / s_q * table_stride + from] : -1;
+}
+
+// The request that a token belongs to: the last one that starts at or before it. -1 if there is none.
+__device__ inline int request_of(const int* query_start_loc, int requests, int token) {
+    int low = 0, high = requests + 1;  // of the starts before `low` all are at most `token`, from `high` on none is
+    while (low < high) {
+        int middle = (low + high) / 2;
+        if (query_start_loc[middle] <= token) low = middle + 1;
+        else high = middle;
+    }
+    return low <= requests ? low - 1 : -1;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+local_slot_mapping(const int* query_start_loc, const int* seq_lens, int requests, const int* block_table,
+                   int64 table_stride, int table_rows, int table_columns, int block_size, int compress_ratio, int rank,
+                   int size, int interleave, int64* out, int count) {
+    pdl_wait();
+    int token = blockIdx.x * THREADS + threadIdx.x;
+    if (token >= count) return;
+    int64 slot = -1;
+    int request = request_of(query_start_loc, requests, token);
+    if (request >= 0) {
+        int64 tokens = int64(seq_lens[request]) - query_start_loc[request + 1] + token + 1;
+        if (tokens > 0 && tokens <= INT32_LIMIT && tokens % compress_ratio == 0) {
+            int local = Shard{rank, size, interleave}.position(int(tokens) / compress_ratio - 1);
+            slot = lookup_slot({block_table, table_stride, table_rows, table_columns}, request, local, block_size);
+        }
+    }
+    out[token] = slot;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+localise_indices(const int* indices, int64 indices_stride, int width, const int* token_to_req,
+                 const bool* is_valid_token, const int* block_table, int64 table_stride, int table_rows,
+                 int table_columns, int block_size, int rank, int size, int interleave, int* slots, int64 slots_stride,
+                 int* lens, int count) {
+    pdl_wait();
+    int token = (blockIdx.x * THREADS + threadIdx.x) / 32, lane = threadIdx.x % 32;
+    if (token >= count) return;
+    Shard shard{rank, size, interleave};
+    BlockTable table{block_table, table_stride, table_rows, table_columns};
+    int request = token_to_req[token];
+    const int* global = indices + token * indices_stride;
+    int* row = slots + token * slots_stride;
+    int kept = 0;
+    for (int j = 0; j < width; j += 32) {
+        int local = j + lane < width ? shard.position(global[j + lane]) : -1;
+        int slot = lookup_slot(table, request, local, block_size);
+        uint32 present = __ballot_sync(~0u, slot >= 0);
+        if (slot >= 0) row[kept + __popc(present & (1u << lane) - 1)] = slot;
+        kept += __popc(present);
+    }
+    for (int j = kept + lane; j < width; j += 32) row[j] = -1;
+    if (lane == 0) lens[token] = is_valid_token == nullptr || is_valid_token[token] ? kept : 0;
+}

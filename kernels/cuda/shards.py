@@ -1,0 +1,77 @@
+"""What one rank has of tokens that are dealt out to several, and the results of all ranks made one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..types.shard import Shard
+from .compile import kernel
+from .launch import C_NAMES, is_aligned, pointer, strides
+
+THREADS = 128  # of a thread block, as in common/shards.cu and common/merge_partials.cu
+
+
+def launch(name: str, threads: int, arguments: tuple[Any, ...]) -> None:
+    run = kernel("common/shards.cu", name)
+    run((-(-threads // THREADS),), (THREADS,), arguments, overlap=True)
+
+
+def local_seq_lens(seq_lens: Any, s_q: int, shard: Shard, out: Any) -> None:
+    launch("local_seq_lens", len(out), (seq_lens, s_q, *shard, out, len(out)))
+
+
+def local_block_table(block_table: Any, s_q: int, first: int, step: int, out: Any) -> None:
+    rows, columns = out.shape
+    table = (block_table, strides(block_table)[0], block_table.shape[1])
+    launch("local_block_table", rows * columns, (*table, s_q, first, step, out, strides(out)[0], rows, columns))
+
+
+def local_slot_mapping(
+    query_start_loc: Any,
+    seq_lens: Any,
+    block_table: Any,
+    block_size: int,
+    compress_ratio: int,
+    shard: Shard,
+    out: Any,
+) -> None:
+    table = (block_table, strides(block_table)[0], *block_table.shape, block_size)
+    batch = (query_start_loc, seq_lens, len(seq_lens))
+    launch("local_slot_mapping", len(out), (*batch, *table, compress_ratio, *shard, out, len(out)))
+
+
+def localise_indices(
+    indices: Any,
+    token_to_req: Any,
+    is_valid_token: Any | None,
+    block_table: Any,
+    block_size: int,
+    shard: Shard,
+    slots: Any,
+    lens: Any,
+) -> None:
+    tokens, width = indices.shape
+    launch(
+        "localise_indices", 32 * tokens,
+        (
+            indices, strides(indices)[0], width, token_to_req, pointer(is_valid_token), block_table,
+            strides(block_table)[0], *block_table.shape, block_size, *shard, slots, strides(slots)[0], lens, tokens,
+        ),
+    )  # fmt: skip
+
+
+def merge_partials(parts: Any, lses: Any, attn_sink: Any | None, out: Any, lse: Any) -> None:
+    count, batch, s_q, heads, dim = parts.shape
+    rows = batch * s_q * heads
+    merge = kernel(
+        "common/merge_partials.cu", "merge_partials", VALUE=C_NAMES[out.dtype.name], ALIGNED=int(is_aligned(parts, out))
+    )
+    merge(
+        (-(-rows * 32 // THREADS),),
+        (THREADS,),
+        (
+            parts, *strides(parts)[:4], lses, *strides(lses), pointer(attn_sink), out, *strides(out)[:3], lse,
+            *strides(lse), count, s_q, heads, dim, rows,
+        ),
+        overlap=True,
+    )  # fmt: skip

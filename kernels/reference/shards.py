@@ -1,0 +1,92 @@
+"""What one rank has of tokens that are dealt out to several, and the results of all ranks made one."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..types.shard import Shard
+from .rows import lookup_slot
+
+
+def local_position(position: int, shard: Shard) -> int:
+    """Which of the rank's tokens this one is, or -1 for another rank's."""
+    turn = position // shard.interleave
+    if position < 0 or turn % shard.size != shard.rank:
+        return -1
+    return turn // shard.size * shard.interleave + position % shard.interleave
+
+
+def local_seq_lens(seq_lens: np.ndarray, s_q: int, shard: Shard, out: np.ndarray) -> None:
+    for i in range(len(out)):
+        length = int(seq_lens[i // s_q]) - (s_q - 1 - i % s_q)
+        rounds, rest = divmod(max(length, 0), shard.size * shard.interleave)
+        out[i] = rounds * shard.interleave + min(max(rest - shard.rank * shard.interleave, 0), shard.interleave)
+
+
+def local_block_table(block_table: np.ndarray, s_q: int, first: int, step: int, out: np.ndarray) -> None:
+    columns = block_table[:, first::step][:, : out.shape[1]]
+    out[:] = -1
+    out[:, : columns.shape[1]] = np.repeat(columns, s_q, axis=0)
+
+
+def local_slot_mapping(
+    query_start_loc: np.ndarray,
+    seq_lens: np.ndarray,
+    block_table: np.ndarray,
+    block_size: int,
+    compress_ratio: int,
+    shard: Shard,
+    out: np.ndarray,
+) -> None:
+    out[:] = -1
+    for request in range(len(seq_lens)):
+        first, end = int(query_start_loc[request]), int(query_start_loc[request + 1])
+        for token in range(max(first, 0), min(end, len(out))):
+            tokens = int(seq_lens[request]) - end + token + 1
+            if tokens > 0 and tokens % compress_ratio == 0:
+                local = local_position(tokens // compress_ratio - 1, shard)
+                out[token] = lookup_slot(block_table, request, local, block_size)
+
+
+def localise_indices(
+    indices: np.ndarray,
+    token_to_req: np.ndarray,
+    is_valid_token: np.ndarray | None,
+    block_table: np.ndarray,
+    block_size: int,
+    shard: Shard,
+    slots: np.ndarray,
+    lens: np.ndarray,
+) -> None:
+    slots[:] = -1
+    for token, row in enumerate(indices):
+        request = int(token_to_req[token])
+        mine = [lookup_slot(block_table, request, local_position(int(i), shard), block_size) for i in row]
+        mine = [slot for slot in mine if slot >= 0]
+        slots[token, : len(mine)] = mine
+        lens[token] = len(mine) if is_valid_token is None or is_valid_token[token] else 0
+
+
+def merge_partials(
+    parts: np.ndarray,
+    lses: np.ndarray,
+    attn_sink: np.ndarray | None,
+    out: np.ndarray,
+    lse: np.ndarray,
+) -> None:
+    logs = lses.astype(np.float64)  # [n, b, h, s_q]
+    logs[np.isposinf(logs)] = -np.inf  # +inf says that nothing was attended
+    top = logs.max(axis=0)
+    empty = np.isneginf(top)
+    weights = np.exp(logs - np.where(empty, 0.0, top))
+    total = np.where(empty, 1.0, weights.sum(axis=0))
+    log_sum = np.where(empty, -np.inf, top) + np.log(total)
+    kept: np.ndarray | float = 1.0
+    if attn_sink is not None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            kept = 1 / (1 + np.exp(attn_sink.astype(np.float64)[:, None] - np.where(empty, 0.0, log_sum)))
+    share = (weights / total * kept).transpose(0, 1, 3, 2)[..., None]  # [n, b, s_q, h, 1]
+    # A part of weight 0 may hold anything; a NaN lse must show.
+    given = np.where(weights.transpose(0, 1, 3, 2)[..., None] == 0, 0.0, parts.astype(np.float64))
+    out[:] = (share * given).sum(axis=0).astype(out.dtype)
+    lse[:] = np.where(empty, np.inf, log_sum)
