@@ -6,7 +6,8 @@ For each statement that is a fence, the kernels are compiled without it and run 
 kernels as they are: results that differ in a bit, an error or a hang show that the fence is needed. Where results stay
 right, the hardware or the compiler hides that it is missing: the programming model asks for it, this device does not
 punish who leaves it out. That such a thing would be seen is shown by the waits for data at barriers, which are left out
-likewise: some of each kernel must be missed, or the run fails. Mutants run in processes of their own.
+likewise: some of each kernel must be missed, or the run fails. Mutants run in processes of their own, which find the
+kernels as they are compiled already.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import concurrent.futures
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,9 +28,11 @@ FENCE = re.compile(
     r'|\basm volatile\("fence\.[^;]*;" ::: "memory"\))'
 )
 WAIT = re.compile(r"^\s*(?P<statement>barrier_wait\((?:(?:RAW|P|K|V)_FULL|(?:Q_)?READY)\b[^;{}]*\));$")
-TIMES = 100  # that the problems are run
-TIMEOUT = 40  # seconds, most of which are compilation
+TIMES = 100  # that a problem is run
+RUN_SECONDS = 15  # for all of these, which take one
+TIMEOUT = 40  # for a mutant's compilation and first run
 UNNOTICED, WRONG = 0, 3  # exit statuses of a mutant
+HUNG = -signal.SIGALRM
 
 
 class Mutant(NamedTuple):
@@ -64,90 +68,164 @@ def write_without(mutant, folder):
     target.write_text("".join(lines))
 
 
-def problems():
-    """(folder of the kernels, function that runs them on a device and gives results); the arrays are made once."""
-    import cupy
-
+def decode_problem(rng):
     import cumla
     from support.attention import make_cache, make_indices, make_q, steep
+
+    layout = cumla.DSV4_FP8
+    cache, q = make_cache(rng, layout, 40, 64, spread=0), make_q(rng, 160, 1, 64, layout, steep(64))
+    return cumla.sparse_mla_decode, (q, cache, make_indices(rng, 160, 1, 700, 40 * 64)), {}
+
+
+def prefill_problem(rng):
+    import cumla
+    from support.attention import make_indices, steep
+
+    q, kv = normal(rng, 300, 64, 512) * steep(64).astype(np.float32), normal(rng, 4096, 512)
+    return cumla.sparse_mla_prefill, (as_bf16(q), as_bf16(kv), make_indices(rng, 300, 1, 640, 4096)[:, 0]), {}
+
+
+def indexer_problem(rng):
+    import cumla
+
+    queries, keys = 300, 3000
+    q, k = (rng.integers(0, 0x7F, shape, dtype=np.uint8) for shape in ((queries, 64, 128), (keys, 128)))
+    weights, scales = normal(rng, queries, 64), np.exp2(rng.uniform(-3, 3, keys)).astype(np.float32)
+    starts = rng.integers(0, keys // 2, queries, dtype=np.int32)
+    ends = rng.integers(keys // 2, keys, queries, dtype=np.int32)
+    options = {"kv_scales": scales, "clean_logits": True}
+    return cumla.fp8_mqa_logits, (q, k, weights, starts, ends), options
+
+
+def dense_decode_problem(rng):
+    import cumla
+
+    table = rng.permutation(48 * 16).reshape(48, 16).astype(np.int32)
+    q, cache = normal(rng, 48, 2, 70, 576) * 5, normal(rng, 48 * 16, 64, 576) * 0.3
+    lens = rng.integers(1, 1024, 48, dtype=np.int32)
+    return cumla.dense_mla_decode, (as_bf16(q), as_bf16(cache), table, lens), {}
+
+
+def mha_problem(rng):
+    import cumla
+
+    starts = np.array([0, 700, 900, 2048], np.int32)
+    heads = [as_bf16(normal(rng, 2048, 16, d) * size) for d, size in ((192, 4), (192, 1), (128, 1))]
+    return cumla.mha_varlen, (*heads, starts, starts), {"causal": True}
+
+
+def normal(rng, *shape):
+    return rng.standard_normal(shape, dtype=np.float32)
+
+
+def as_bf16(array):
     from support.lab import BF16
 
-    rng = np.random.default_rng(0)
+    return array.astype(BF16)
+
+
+# By the folder or the file of a kernel: what it works on.
+PROBLEMS = {
+    "sm90/decode/": decode_problem,
+    "sm90/prefill/": prefill_problem,
+    "sm90/indexer/": indexer_problem,
+    "sm90/dense/decode.cu": dense_decode_problem,
+    "sm90/dense/mha_varlen.cu": mha_problem,
+}
+
+
+def kernel_of(mutant):
+    return next(kernel for kernel in PROBLEMS if mutant.file.startswith(kernel))
+
+
+def calls_of(kernel):
+    """A function that runs a kernel on its problem, whose arrays are made once, and gives the results' bytes."""
+    import cupy
+
+    function, arrays, options = PROBLEMS[kernel](np.random.default_rng(0))
+    arrays = [cupy.asarray(x) for x in arrays]
+    options = {name: cupy.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
     stream = cupy.cuda.get_current_stream()  # given to the calls: then nothing known from earlier ones is launched
 
-    def normal(*shape, size=1.0):
-        return cupy.asarray((size * rng.standard_normal(shape)).astype(BF16))
+    def results():
+        found = function(*arrays, **options, stream=stream)
+        return [cupy.asnumpy(x).tobytes() for x in (found if isinstance(found, tuple) else (found,))]
 
-    for layout in (cumla.DSV4_FP8, cumla.V32_FP8):
-        cache = cupy.asarray(make_cache(rng, layout, 40, 64, spread=0))
-        q = cupy.asarray(make_q(rng, 160, 1, 64, layout, steep(64)))
-        indices = cupy.asarray(make_indices(rng, 160, 1, 700, 40 * 64))
-        yield (
-            "sm90/decode",
-            lambda a=(q, cache, indices), x=layout: cumla.sparse_mla_decode(*a, layout=x, stream=stream),
-        )
-    table = cupy.asarray(rng.permutation(48 * 16).reshape(48, 16).astype(np.int32))
-    lens = cupy.asarray(rng.integers(1, 1024, 48, dtype=np.int32))
-    q, cache = normal(48, 2, 70, 576, size=5), normal(48 * 16, 64, 576, size=0.3)
-    yield "sm90/dense", lambda: cumla.dense_mla_decode(q, cache, table, lens, stream=stream)
-    starts = cupy.asarray(np.array([0, 700, 900, 2048], np.int32))
-    heads = [normal(2048, 16, d, size=size) for d, size in ((192, 4.0), (192, 1.0), (128, 1.0))]
-    yield "sm90/dense", lambda: cumla.mha_varlen(*heads, starts, starts, causal=True, stream=stream)
+    return results
 
 
 def run(mutant):
-    """In a process of its own: exits with WRONG or UNNOTICED."""
+    """In a process of its own: exits with WRONG or UNNOTICED, or ends by a signal if it hangs."""
     import cupy
 
     from cumla.kernels.cuda import compile as compiler
 
-    folder = mutant.file.rpartition("/")[0]
-    calls = [call for kernels, call in problems() if kernels == folder]
-
-    def results():
-        return [b"".join(cupy.asnumpy(x).tobytes() for x in call()) for call in calls]
-
+    results = calls_of(kernel_of(mutant))
     right = results()
+    if results() != right:
+        raise AssertionError("the kernel as it is gives other bits every time")
     with tempfile.TemporaryDirectory() as mutated:
         write_without(mutant, mutated)
         compiler.look_first_in(pathlib.Path(mutated))
-        wrong = sum(results() != right for _ in range(TIMES))
+        wrong, said = 0, ""
+        try:
+            signal.alarm(TIMEOUT)
+            results()  # compiles
+            signal.alarm(RUN_SECONDS)
+            wrong = sum(results() != right for _ in range(TIMES))
+            said = f"{wrong} of {TIMES} runs wrong"
+        except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
+            wrong, said = 1, f"error: {error}"[:90]
         if not compiler.source.cache_info().misses:
             raise AssertionError("nothing was compiled again")
-    print(f"{wrong} of {TIMES} runs wrong", flush=True)
+    print(said, flush=True)
     os._exit(WRONG if wrong else UNNOTICED)  # at once: the device may be in no state to clean up
 
 
+def in_process(*options):
+    """This script in a process of its own: exit status, what it says."""
+    done = subprocess.run([sys.executable, __file__, *options], capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout.strip() or (done.stderr.strip().splitlines() or [""])[-1]
+
+
 def watch(number):
-    """What happens without the statement, in a process of its own; "" if nobody notices."""
-    try:
-        command = [sys.executable, __file__, "--mutant", str(number)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
-    except subprocess.TimeoutExpired:
-        return "hangs"
-    if done.returncode in (WRONG, UNNOTICED):
-        return done.stdout.strip() if done.returncode == WRONG else ""
-    return "error: " + (done.stderr.strip().splitlines() or ["?"])[-1][:90]
+    """What happens without the statement: (whether that is known, in words, "" if nobody notices)."""
+    status, said = in_process("--mutant", str(number))
+    if status == HUNG:
+        return True, "hangs"
+    return status in (WRONG, UNNOTICED), said if status != UNNOTICED else ""
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mutant", type=int, help="the number of one, which is run in this process")
+    parser.add_argument("--kernel", choices=PROBLEMS, help="one as it is, which is compiled in this process")
     args = parser.parse_args()
     all_mutants = list(mutants())
     if args.mutant is not None:
-        run(all_mutants[args.mutant])
-    missed = {}  # kernel -> whether a wait was missed
+        return run(all_mutants[args.mutant])
+    if args.kernel is not None:
+        calls_of(args.kernel)()
+        return None
+    missed = dict.fromkeys(PROBLEMS, False)  # whether a wait was
+    problems = []
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        for mutant, seen in zip(all_mutants, pool.map(watch, range(len(all_mutants))), strict=True):
-            kernel = "sm90/decode" if mutant.file.startswith("sm90/decode/") else mutant.file
-            missed[kernel] = missed.get(kernel, False) or (bool(seen) and not mutant.is_fence)
+        tried = pool.map(lambda kernel: in_process("--kernel", kernel), PROBLEMS)
+        for kernel, (status, said) in zip(PROBLEMS, tried, strict=True):
+            if status:
+                problems.append(f"{kernel} as it is: {said}")
+        for mutant, (known, seen) in zip(all_mutants, pool.map(watch, range(len(all_mutants))), strict=True):
             kind = "fence" if mutant.is_fence else "wait"
-            print(f"{kind} {mutant.file}:{mutant.line + 1} {mutant.statement[:40]}: {seen or 'hidden by the hardware'}")
-    unwatched = [kernel for kernel, seen in missed.items() if not seen]
-    if unwatched:
-        sys.exit(f"no wait of {', '.join(unwatched)} is missed: these problems would show nothing")
+            place = f"{kind} {mutant.file}:{mutant.line + 1} {mutant.statement[:40]}"
+            print(f"{place}: {seen or 'hidden by the hardware'}", flush=True)
+            if not known:
+                problems.append(f"{place} could not be tried: {seen}")
+            elif seen and not mutant.is_fence:
+                missed[kernel_of(mutant)] = True
+    unseen = [kernel for kernel, seen in missed.items() if not seen]
+    problems += [f"{kernel}: no wait is missed, so its problem would show nothing" for kernel in unseen]
+    return "\n".join(problems) or None
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
