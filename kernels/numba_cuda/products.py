@@ -89,11 +89,13 @@ def _scores(rows: int, columns: int, groups: int, weighted: bool, float16: bool)
 
     @device_function
     def multiply(sums, a, b, weights):
+        # A group's products are summed from zero on: tensor cores cut off what does not fit into a sum, which float32
+        # additions round, and the smaller a sum is, the less does not fit.
         row, column, loaded = first_of()
         part = cuda.local.array(count, np.float32)
         for group in range(groups):
             for i in range(count):
-                part[i] = 0 if weighted else sums[i]
+                part[i] = 0
             for half in range(2):
                 at = GROUP_WORDS * group + cuda.threadIdx.x % 4 * 8 + 4 * half
                 upper, lower = load4(a, row * words + at), load4(a, (row + 8) * words + at)
@@ -107,7 +109,7 @@ def _scores(rows: int, columns: int, groups: int, weighted: bool, float16: bool)
                 if weighted:
                     sums[i] += part[i] * weights[group * columns + column + column_step * (i // 4) + i % 2]
                 else:
-                    sums[i] = part[i]
+                    sums[i] += part[i]
 
     @device_function
     def store(sums, products, factor):

@@ -51,7 +51,7 @@ def eager(case, arguments, device):
 
 def assert_same(got, want):
     for ours, expected in zip(got, want, strict=True):
-        assert operations.same_bits(on_host(ours), expected)
+        operations.assert_same_bits(on_host(ours), expected)
 
 
 @pytest.mark.parametrize("case", operations.CASES)

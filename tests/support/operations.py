@@ -308,3 +308,15 @@ def same_bits(got, want):
     """Whether two arrays on the host have the same dtype, shape and bits."""
     got, want = np.ascontiguousarray(got), np.ascontiguousarray(want)
     return got.dtype == want.dtype and got.shape == want.shape and got.tobytes() == want.tobytes()
+
+
+def assert_same_bits(got, want):
+    """The same of two arrays, and if it is not so, where and how they differ."""
+    if same_bits(got, want):
+        return
+    assert (got.dtype, got.shape) == (want.dtype, want.shape)
+    unsigned = f"u{got.itemsize}" if got.dtype != np.bool_ else "u1"
+    got_bits, want_bits = (np.ascontiguousarray(x).view(unsigned) for x in (got, want))
+    places = np.argwhere(got_bits != want_bits)
+    first = [f"{tuple(map(int, at))}: {got_bits[tuple(at)]:#x} for {want_bits[tuple(at)]:#x}" for at in places[:4]]
+    raise AssertionError(f"{len(places)} of {got.size} values have other bits: {'; '.join(first)}")
