@@ -210,6 +210,60 @@ class Fuzz:
             }),
         )  # fmt: skip
 
+    def turns(self):
+        rows = int(self.rng.integers(1, 50))
+        return self.put(self.rng.standard_normal((rows, 64)).astype(np.float32), self.choose(0, 1))
+
+    def compress(self):
+        ratio, coff = self.choose((4, 2), (128, 1), (3, 2), (7, 1))
+        layout = self.choose(cumla.DSV4_FP8, cumla.INDEXER_FP8)
+        pages, blocks, block_size = self.cache(layout)
+        requests, tokens, columns = (int(x) for x in self.rng.integers((0, 1, 0), (4, 40, 5)))
+        state_block, width = int(self.choose(1, 4, 8)), 2 * coff * layout.head_dim
+        state = cupy.asarray(self.rng.standard_normal((3, state_block, width)).astype(np.float32))
+        starts = np.sort(self.rng.integers(0, tokens + 1, requests + 1)).astype(np.int32)
+        positions = self.rng.integers(0, 300, tokens)
+        anywhere = self.rng.random() < 0.5
+        cumla.compress_and_insert(
+            self.rows(tokens, width, self.choose(BF16, np.float32)),
+            self.put(self.rng.standard_normal((ratio, width // 2)).astype(np.float32), self.choose(0, 1)),
+            self.put(self.rng.standard_normal(layout.head_dim).astype(self.choose(BF16, np.float32))), state,
+            self.slots(int(self.rng.integers(0, tokens + 1)), 3 * state_block), self.ints(requests, columns), pages,
+            self.slots(int(self.rng.integers(0, tokens + 1)), blocks * block_size),
+            self.ints(tokens) if anywhere else self.put(positions), self.ints(tokens),
+            self.ints(requests + 1) if anywhere else self.put(starts), self.turns(), compress_ratio=ratio,
+            block_size=block_size, layout=layout, backend=self.backend,
+        )  # fmt: skip
+
+    def norms(self):
+        tokens, heads = int(self.rng.integers(1, 20)), int(self.choose(1, 3, 8))
+        rank, dim, rest = int(self.choose(64, 65, 1024)), int(self.choose(512, 40)), {"backend": self.backend}
+        weight = self.choose(BF16, np.float32)
+        both = self.rows(tokens, rank + dim, BF16)
+        q_weight, kv_weight = (self.put(self.rng.standard_normal(n).astype(weight)) for n in (rank, dim))
+        cumla.fused_q_kv_rmsnorm(both[:, :rank], both[:, rank:], q_weight, kv_weight, **rest)
+        pages, blocks, block_size = self.cache(cumla.DSV4_FP8)
+        q = self.rows(tokens * heads, 512, BF16)
+        q = cupy.lib.stride_tricks.as_strided(
+            q, (tokens, heads, 512), (heads * q.strides[0], q.strides[0], q.strides[1])
+        )
+        slots = self.slots(int(self.rng.integers(0, tokens + 1)), blocks * block_size)
+        cumla.qnorm_rope_and_insert(
+            q, self.rows(tokens, 512, BF16), pages, slots, self.ints(tokens), self.turns(), block_size=block_size,
+            out=self.choose(None, q), **rest,
+        )  # fmt: skip
+        cumla.apply_rope(
+            q, self.ints(tokens), self.turns(), inverse=bool(self.choose(False, True)), out=self.choose(None, q), **rest
+        )
+        groups = int(self.choose(1, heads))
+        cumla.inverse_rope_and_quantize(
+            q, self.ints(tokens), self.turns(), groups, is_ue8m0=bool(self.choose(False, True)), **rest
+        )
+
+    def layers(self):
+        self.compress()
+        self.norms()
+
     def attention(self):
         for kernel in sparse_kernels.KERNELS:
             self.sparse(kernel)
@@ -230,7 +284,7 @@ class Fuzz:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="cuda")
-    parser.add_argument("--ops", choices=("caches", "attention"), default="caches", help="(default: %(default)s)")
+    parser.add_argument("--ops", choices=("caches", "attention", "layers"), default="caches", help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--define", action="append", default=[], metavar="MACRO", help="for the CUDA sources")
     args = parser.parse_args()

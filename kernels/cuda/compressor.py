@@ -9,8 +9,9 @@ from ..types.segments import Pages
 from .compile import kernel
 from .launch import C_NAMES, is_aligned, strides
 
-# Groups of threads that share a window's positions: what fits in 48 KB of shared memory.
-GROUPS = 4
+THREADS = 512  # of a thread block
+MOST_AHEAD = 4  # positions that a thread reads before it needs the first
+FEW_TOKENS = 256  # a thread block each
 
 
 def compress_and_insert(
@@ -28,6 +29,12 @@ def compress_and_insert(
     dim = pages.layout.head_dim
     bias, weight, cos_sin = compression.position_bias, compression.norm_weight, compression.cos_sin
     state_page, state_row, _ = strides(state)
+    tokens, ratio, coff = len(kv_score), compression.compress_ratio, kv_score.shape[1] // (2 * dim)
+    # Groups of threads that share a window's positions, each as many as it can read ahead.
+    groups = min(THREADS // (dim // 4), coff * ratio)
+    ahead = min(MOST_AHEAD, -(-coff * ratio // groups))
+    # Of a prompt's tokens one in `ratio` completes a row.
+    together = 1 if tokens <= FEW_TOKENS else min(ratio, 32)
     kernel(
         "common/compressor.cu",
         "compress_and_insert",
@@ -37,19 +44,22 @@ def compress_and_insert(
         STATE_SLOT=C_NAMES[state_slots.dtype.name],
         SLOT=C_NAMES[slot_mapping.dtype.name],
         POSITION=C_NAMES[positions.dtype.name],
-        GROUPS=GROUPS,
+        GROUPS=groups,
+        AHEAD=ahead,
+        TOKENS=together,
+        RESIDENT=2 if together == 1 and ahead <= 2 else 1,  # as registers allow
+        WIDE=int(is_aligned(kv_score, state, bias)),
         ALIGNED=int(is_aligned(pages.bytes)),
     )(
-        (len(kv_score),),
-        (GROUPS * dim // 4,),
+        (-(-tokens // together),),
+        (groups * dim // 4,),
         (
-            kv_score, strides(kv_score)[0], len(kv_score), bias, strides(bias)[0], weight,
+            kv_score, strides(kv_score)[0], tokens, bias, strides(bias)[0], weight,
             state, state_page, state_row, len(state) * state.shape[1], state.shape[1], state_slots, len(state_slots),
             state_block_table, strides(state_block_table)[0], len(state_block_table), state_block_table.shape[1],
             pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size, slot_mapping, len(slot_mapping),
             positions, token_to_req, query_start_loc, len(query_start_loc) - 1, cos_sin, strides(cos_sin)[0],
-            len(cos_sin), cos_sin.shape[1], compression.compress_ratio, kv_score.shape[1] // (2 * dim),
-            compression.eps,
+            len(cos_sin), cos_sin.shape[1], ratio, coff, compression.eps,
         ),
         overlap=True,
     )  # fmt: skip

@@ -6,13 +6,15 @@ from typing import Any
 
 from ..types.segments import Pages
 from .compile import kernel
-from .launch import C_NAMES, MAX_BLOCKS, Kernel, is_aligned, strides
+from .launch import C_NAMES, Kernel, is_aligned, strides
 
 WARPS = 4  # of a thread block
+THREADS = 256  # of one that turns
+MOST_Y = 65535  # thread blocks in the second direction
 FILE = "common/norm_rope.cu"
 # What a kernel of the file does not look at.
 DEFAULTS: dict[str, str | int] = {
-    "LAYOUT": "DSV4_FP8", "SLOT": "int64", "POSITION": "int64", "WEIGHT": "float", "ALIGNED": 0,
+    "LAYOUT": "DSV4_FP8", "SLOT": "int64", "POSITION": "int64", "WEIGHT": "float", "UNIT": 2, "ALIGNED": 0,
 }  # fmt: skip
 
 
@@ -63,13 +65,15 @@ def apply_rope(x: Any, positions: Any, cos_sin: Any, inverse: bool, out: Any) ->
     first = dim - rope_dim if in_place else 0
     x_token, x_head, _ = strides(x)
     out_token, out_head, _ = strides(out)
-    pairs = tokens * heads * (dim - first) // 2
-    _kernel("apply_rope", POSITION=C_NAMES[positions.dtype.name])(
-        (min(-(-pairs // 256), MAX_BLOCKS),),
-        (256,),
+    aligned = is_aligned(x, out, cos_sin) and (dim | rope_dim | first) % 8 == 0
+    unit = 8 if aligned else 2
+    blocks = -(-heads * (dim - first) // (unit * THREADS))
+    _kernel("apply_rope", POSITION=C_NAMES[positions.dtype.name], UNIT=unit, ALIGNED=int(aligned))(
+        (tokens, min(blocks, MOST_Y)),
+        (THREADS,),
         (
-            x, x_token, x_head, out, out_token, out_head, tokens, heads, dim, first, positions, cos_sin,
-            strides(cos_sin)[0], len(cos_sin), rope_dim, -1.0 if inverse else 1.0,
+            x, x_token, x_head, out, out_token, out_head, heads, dim, first, positions, cos_sin, strides(cos_sin)[0],
+            len(cos_sin), rope_dim, -1.0 if inverse else 1.0,
         ),
         overlap=True,
     )  # fmt: skip

@@ -50,9 +50,19 @@ SOURCES = [
     *(
         (
             "common/norm_rope.cu",
-            {"LAYOUT": layout, "SLOT": slot, "POSITION": "int64", "WEIGHT": weight, "ALIGNED": aligned},
+            {
+                "LAYOUT": layout,
+                "SLOT": slot,
+                "POSITION": "int64",
+                "WEIGHT": weight,
+                "UNIT": unit,
+                "ALIGNED": aligned,
+            },
         )
-        for layout, slot, weight, aligned in (("DSV4_FP8", "int64", "float", 1), ("DSV4_BF16", "int", "bf16", 0))
+        for layout, slot, weight, unit, aligned in (
+            ("DSV4_FP8", "int64", "float", 8, 1),
+            ("DSV4_BF16", "int", "bf16", 2, 0),
+        )
     ),
     *(
         (
@@ -64,14 +74,19 @@ SOURCES = [
                 "STATE_SLOT": "int64",
                 "SLOT": "int64",
                 "POSITION": "int",
-                "GROUPS": 4,
+                "GROUPS": groups,
+                "AHEAD": ahead,
+                "TOKENS": tokens,
+                "RESIDENT": 2 if tokens == 1 else 1,
+                "WIDE": aligned,
                 "ALIGNED": aligned,
             },
         )
-        for layout, value, aligned in (
-            ("DSV4_FP8", "float", 1),
-            ("INDEXER_FP8", "bf16", 0),
-            ("INDEXER_BF16", "float", 1),
+        for layout, value, groups, ahead, tokens, aligned in (
+            ("DSV4_FP8", "float", 4, 2, 1, 1),
+            ("DSV4_FP8", "float", 4, 4, 32, 1),
+            ("INDEXER_FP8", "bf16", 8, 1, 4, 0),
+            ("INDEXER_BF16", "float", 8, 1, 1, 1),
         )
     ),
     ("common/copy_blocks.cu", {"UNIT": "uint4", "CHUNK": 1024, "PAIR": "int64"}),

@@ -3,9 +3,10 @@
 //   qnorm_rope_and_insert      of each token's h query heads, and of its row of the window cache, the last of h + 1
 //   inverse_rope_and_quantize  of each head of an output; 128 values, 8 lanes, share a scale
 //   fused_q_kv_rmsnorm         a thread block a row of any length: blockIdx.y 0 is a query's, 1 a key's
-//   apply_rope                 a thread a pair
+//   apply_rope                 a thread UNIT values
 //
-// Macros: LAYOUT, SLOT and POSITION (int64 or int), WEIGHT (float or bf16), ALIGNED. Rows are bf16.
+// Macros: LAYOUT, SLOT and POSITION (int64 or int), WEIGHT (float or bf16), UNIT (8, or 2), ALIGNED. Rows
+// are bf16.
 #include "common/pdl.cuh"
 #include "common/warp_row.cuh"
 
@@ -37,7 +38,7 @@ qnorm_rope_and_insert(const bf16* q, int64 q_token, int64 q_head, const bf16* kv
     const float* turns = turns_at(cos_sin, cos_stride, max_position, positions[token]);
     if (head < heads) {
         Row row = load_row(q + token * q_token + head * q_head);
-        row.normalize(eps);
+        row.normalize(row.squares(), eps);
         row.turn(turns, rope_dim, 1.0f);
         row.store_bf16(reinterpret_cast<uint8*>(out + token * out_token + head * out_head + row.first()));
         return;
@@ -94,24 +95,43 @@ fused_q_kv_rmsnorm(const bf16* qr, int64 qr_stride, int q_dim, const WEIGHT* q_w
         out[i] = bf16{uint16(pack(bf16{}, to_float(x[i]) * scale * to_float(weight[i]), 0.0f))};
 }
 
+// A thread block takes heads of token blockIdx.x, a thread UNIT neighbouring values, of those from `first` on: where x
+// is turned in place the others stay.
 extern "C" __global__ void __launch_bounds__(256)
-apply_rope(const bf16* x, int64 x_token, int64 x_head, bf16* out, int64 out_token, int64 out_head, int tokens,
-           int heads, int dim, int first, const POSITION* positions, const float* cos_sin, int64 cos_stride,
-           int max_position, int rope_dim, float direction) {
+apply_rope(const bf16* x, int64 x_token, int64 x_head, bf16* out, int64 out_token, int64 out_head, int heads, int dim,
+           int first, const POSITION* positions, const float* cos_sin, int64 cos_stride, int max_position, int rope_dim,
+           float direction) {
     pdl_wait();
-    // Pairs from value `first` on: where x is turned in place the others stay.
-    int pairs = (dim - first) / 2, start = dim - rope_dim;
-    int64 count = int64(tokens) * heads * pairs;
-    for (int64 item = int64(blockIdx.x) * blockDim.x + threadIdx.x; item < count; item += int64(gridDim.x) * blockDim.x) {
-        int at = first + 2 * int(item % pairs);
-        int64 row = item / pairs;
-        int64 token = row / heads, head = row % heads;
+    int units = (dim - first) / UNIT, start = dim - rope_dim;
+    int64 token = blockIdx.x;
+    const float* turns = turns_at(cos_sin, cos_stride, max_position, positions[token]);
+    for (int64 item = int64(blockIdx.y) * blockDim.x + threadIdx.x; item < int64(heads) * units;
+         item += int64(gridDim.y) * blockDim.x) {
+        int64 head = item / units;
+        int at = first + UNIT * int(item % units), pair = (at - start) / 2;
         const bf16* source = x + token * x_token + head * x_head + at;
         bf16* target = out + token * out_token + head * out_head + at;
+#if UNIT == 8
+        Raw8<bf16> raw = load_raw8(source);
+        if (at < start) {
+            store_raw8(target, raw);
+            continue;
+        }
+        float values[8];
+        unpack8(raw, values);
+        float4 cos = *reinterpret_cast<const float4*>(turns + pair);
+        float4 sin = *reinterpret_cast<const float4*>(turns + rope_dim / 2 + pair);
+        float cosines[4] = {cos.x, cos.y, cos.z, cos.w}, sines[4] = {sin.x, sin.y, sin.z, sin.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float a = values[2 * i], b = values[2 * i + 1], sine = sines[i] * direction;
+            values[2 * i] = a * cosines[i] - b * sine;
+            values[2 * i + 1] = b * cosines[i] + a * sine;
+        }
+        store_values8(target, values);
+#else
         bf16 low = source[0], high = source[1];
         if (at >= start) {
-            const float* turns = turns_at(cos_sin, cos_stride, max_position, positions[token]);
-            int pair = (at - start) / 2;
             float cos = turns[pair], sin = turns[rope_dim / 2 + pair] * direction;
             float a = to_float(low), b = to_float(high);
             uint32 both = pack(bf16{}, a * cos - b * sin, b * cos + a * sin);
@@ -120,5 +140,6 @@ apply_rope(const bf16* x, int64 x_token, int64 x_head, bf16* out, int64 out_toke
         }
         target[0] = low;
         target[1] = high;
+#endif
     }
 }

@@ -1,29 +1,36 @@
-// A row of float32 values held by a warp: lane l has the neighbouring values [l * VALUES, (l + 1) * VALUES).
+// A row of float32 values held by a warp, or by WARPS of them: lane l of warp w has the neighbouring values
+// [(32 w + l) * VALUES, (32 w + l + 1) * VALUES).
 #pragma once
 #include "common/pages.cuh"
 #include "common/vectors.cuh"
 
-template <int VALUES> struct WarpRow {
+template <int VALUES, int WARPS = 1> struct WarpRow {
+    static constexpr int DIM = 32 * VALUES * WARPS;
     float x[VALUES];
-    int lane;
+    int lane, warp = 0;
 
-    __device__ int first() const { return lane * VALUES; }
+    __device__ int first() const { return (32 * warp + lane) * VALUES; }
 
-    // x / sqrt(mean(x^2) + eps)
-    __device__ void normalize(float eps) {
+    // The sum of the squares of what this warp holds.
+    __device__ float squares() const {
         float total = 0.0f;
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) total += x[i] * x[i];
 #pragma unroll
         for (int other = 1; other < 32; other *= 2) total += __shfl_xor_sync(~0u, total, other);
-        float scale = div(1.0f, sqrtf(div(total, 32.0f * VALUES) + eps));
+        return total;
+    }
+
+    // x / sqrt(mean(x^2) + eps), given the sum of the squares of the whole row
+    __device__ void normalize(float total, float eps) {
+        float scale = div(1.0f, sqrtf(div(total, float(DIM)) + eps));
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) x[i] *= scale;
     }
 
     // Turn the last `rope_dim` values in pairs of neighbours; `direction` -1 turns them back. turns: cosines, then sines.
     __device__ void turn(const float* turns, int rope_dim, float direction) {
-        int start = 32 * VALUES - rope_dim;
+        int start = DIM - rope_dim;
 #pragma unroll
         for (int i = 0; i < VALUES; i += 2) {
             int pair = (first() + i - start) / 2;
@@ -72,20 +79,21 @@ template <int VALUES> struct WarpRow {
 
     // Write the row into a cache, through bfloat16. Every lane takes part.
     template <class Layout> __device__ void insert(Token token) {
-        static_assert(Layout::head_dim == 32 * VALUES);
+        static_assert(Layout::head_dim == DIM);
         if constexpr (Layout::quantized_dim == 0) {
             store_bf16(token.row + 2 * first());
         } else {
             round(bf16{});
             constexpr int lanes = Layout::scale_tile / VALUES;
+            int tile = first() / Layout::scale_tile;
             int exponent = scale_exponent(largest_of_tile<lanes>(), Layout::min_exponent);
             bool quantized = first() < Layout::quantized_dim;
             if (quantized) store_e4m3(token.row + first(), power_of_two(-exponent), 1.0f);
             else store_bf16(token.row + Layout::rope_offset + 2 * (first() - Layout::quantized_dim));
             if (lane % lanes == 0) {
                 // The last byte of a row's UE8M0 scales has no tile and is 0.
-                if (Layout::ue8m0) token.scales[lane / lanes] = quantized ? exponent + 127 : 0;
-                else store4(token.scales + 4 * (lane / lanes), __float_as_uint(power_of_two(exponent)));
+                if (Layout::ue8m0) token.scales[tile] = quantized ? exponent + 127 : 0;
+                else store4(token.scales + 4 * tile, __float_as_uint(power_of_two(exponent)));
             }
         }
     }
