@@ -123,7 +123,7 @@ def host_caches(caches):
     """Copies in memory of the host, pages as far from one another as they are on the device."""
     copies = {}
     for name, array in vars(caches).items():
-        pages = cupy.ascontiguousarray(array).get()
+        pages = host(cupy.ascontiguousarray(array))
         if array.dtype == np.uint8:
             layout = cumla.INDEXER_FP8 if name == "indexer" else cumla.DSV4_FP8
             copies[name] = layout.allocate(array.shape[0], array.shape[1])
