@@ -284,7 +284,9 @@ class Fuzz:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="cuda")
-    parser.add_argument("--ops", choices=("caches", "attention", "layers"), default="caches", help="(default: %(default)s)")
+    parser.add_argument(
+        "--ops", choices=("caches", "attention", "layers"), default="caches", help="(default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--define", action="append", default=[], metavar="MACRO", help="for the CUDA sources")
     args = parser.parse_args()

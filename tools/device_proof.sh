@@ -4,8 +4,8 @@
 #
 #     tools/with_cumla.sh tools/device_proof.sh DIR [PART ...]
 #
-# Parts: tests sanitize fences decode poisoned prefill prefill_chunks indexer compressor mla attention_backends cache
-# indices metadata interop replay (all of them, in this order: about 9 minutes)
+# Parts: tests sanitize fences decode poisoned prefill prefill_chunks indexer compressor layers mla attention_backends cache
+# indices metadata interop replay (all of them, in this order: about 10 minutes)
 [ $# -gt 0 ] || { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 2; }
 dir=$1
 shift
@@ -32,12 +32,13 @@ replay() { # name, options ...
     part "$name" 60 0 python3 -m cumla replay --requests 6 --cache-tokens 80000 --json "$logs/$name.json" "$@"
 }
 
-for name in ${*:-tests sanitize fences decode poisoned prefill prefill_chunks indexer compressor mla attention_backends cache indices metadata interop replay}; do
+for name in ${*:-tests sanitize fences decode poisoned prefill prefill_chunks indexer compressor layers mla attention_backends cache indices metadata interop replay}; do
     case $name in
     tests) part tests 240 1 python3 -m pytest -m gpu -q --tb=short -p no:cacheprovider ;;
     sanitize)
         TOOLS="memcheck initcheck racecheck synccheck" part sanitize_attention 90 2 tools/sanitize.sh --ops attention --rounds 2
         TOOLS="memcheck initcheck racecheck" part sanitize_caches 60 2 tools/sanitize.sh --rounds 5
+        TOOLS="memcheck initcheck racecheck" part sanitize_layers 60 2 tools/sanitize.sh --ops layers --rounds 5
         TOOLS="memcheck racecheck" part sanitize_numba 60 2 tools/sanitize.sh --backend numba_cuda --rounds 1
         ;;
     fences) PYTHONPATH=$PWD/tests:$PYTHONPATH part fences 120 24 python3 tests/fences_device.py ;;
