@@ -40,6 +40,7 @@ from .ops.sparse_cache import (
     indexer_k_quant_and_cache,
     quantize_and_insert_k_cache,
 )
+from .ops.support import Support, supports
 
 __version__ = "0.1.0"
 
@@ -56,6 +57,7 @@ __all__ = [
     "CacheLayout",
     "DecodePlan",
     "DenseDecodePlan",
+    "Support",
     "advance_step",
     "apply_rope",
     "build_flashinfer_mixed_sparse_indices",
@@ -83,6 +85,7 @@ __all__ = [
     "quantize_and_insert_k_cache",
     "sparse_mla_decode",
     "sparse_mla_prefill",
+    "supports",
     "swap_blocks",
     "top_k_per_row",
 ]

@@ -23,6 +23,7 @@ import numpy as np
 ValueType = Literal["e4m3", "bfloat16", "float16", "float32"]
 ScaleType = Literal["none", "ue8m0", "float32"]
 
+MAX_BYTES = 2**63 - 1  # of an array
 VALUE_BYTES: dict[ValueType, int] = {"e4m3": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -104,15 +105,24 @@ class CacheLayout:
 
         xp           numpy or cupy
         page_stride  bytes from page to page; `page_bytes(block_size)` unless pages are packed with others'
-        Raises TypeError for a size that is no integer, ValueError if one is not positive or pages would overlap.
+        Raises TypeError for a size that is no integer or an xp that is neither, ValueError if a size is not positive,
+        the cache too large for an address or pages would overlap.
         """
         num_blocks, block_size = _positive("num_blocks", num_blocks), _positive("block_size", block_size)
+        module = getattr(xp, "__name__", type(xp).__name__)
+        if module not in ("numpy", "cupy"):
+            raise TypeError(
+                f"xp: got {module}, expected the module numpy or cupy, whose arrays other frameworks take as they are "
+                "(torch.from_numpy, from_dlpack)"
+            )
         needed = self.page_bytes(block_size)
         stride = needed if page_stride is None else _positive("page_stride", page_stride)
         if stride < needed:
             raise ValueError(
                 f"page_stride: got {stride} bytes, expected at least {needed} for {block_size} tokens of {self.name}"
             )
+        if num_blocks * stride > MAX_BYTES:
+            raise ValueError(f"num_blocks: got {num_blocks} of {stride} bytes, expected at most {MAX_BYTES // stride}")
         pool = xp.zeros(num_blocks * stride, dtype=np.uint8)
         return self.view(pool.reshape(num_blocks, stride), block_size)
 

@@ -13,9 +13,9 @@ what cumla's writes in place: one array, or a tuple in the order of the argument
 is if the array is donated to the jitted function, and copies it first if it is not. Arguments that are no
 arrays are static. Nothing else is copied, and no work leaves XLA's stream.
 
-Shapes and dtypes are inferred when a function is traced; the rest is checked when it runs, before
-anything is written, and arrives as JAX's own error with cumla's message in it. The operations take whole
-batches: jax.vmap is an error, and so is differentiation.
+Shapes and dtypes are inferred and checked when a function is traced; what only the arrays themselves tell is checked
+when it runs, before anything is written, and arrives as JAX's own error with cumla's message in it. The operations
+take whole batches: jax.vmap is an error, and so is differentiation.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from jax.experimental.buffer_callback import buffer_callback
 
 from ..arrays import streams
 from ..arrays.dlpack import borrow_in_callback
+from ..dispatch import rehearsal
 from .ops import OPS, Op
 
 Static = tuple[tuple[str, Any], ...]
@@ -50,11 +51,23 @@ def _traceable(op: Op) -> Callable[..., Any]:
                 raise TypeError(f"{name}: got a traced value, expected a static one (static_argnames of jax.jit)")
             else:
                 static.append((name, value))
+        _check(op, tuple((name, x.shape, x.dtype) for name, x in arrays.items()), tuple(static))
         results = _function_of(op, tuple(arrays), tuple(static))(*arrays.values())
         return results[0] if len(results) == 1 else tuple(results)
 
     call.__doc__ = f"cumla.{op.name} for jax.jit; gives back what that writes.\n\n{op.function.__doc__}"
     return call
+
+
+@functools.lru_cache(maxsize=4096)
+def _check(op: Op, arrays: tuple[tuple[str, tuple[int, ...], Any], ...], static: Static) -> None:
+    """Raise what the operation raises for arrays of these shapes and dtypes: when it is traced, not when it runs."""
+    with rehearsal.rehearsed():
+        op.function(**dict(static), **{name: rehearsal.ghost(shape, _seen_as(dtype)) for name, shape, dtype in arrays})
+
+
+def _seen_as(dtype: Any) -> Any:
+    return "uint8" if dtype.name.startswith("float8") else dtype
 
 
 @functools.cache

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from ..arrays import dlpack
 from ..kernels.types.plan import DecodePlan, DenseDecodePlan
-from ..layout import LAYOUTS
 from ..ops import advance, dense_attention, dense_cache, indexer, indexer_topk, indices, sparse_attention, sparse_cache
 
 
@@ -247,10 +246,3 @@ OPS = {
         ),
     )
 }
-
-
-def layout_named(name: str | None) -> Any:
-    """The cache format of a name, None for None. Raises ValueError if there is none of that name."""
-    if name is not None and name not in LAYOUTS:
-        raise ValueError(f"layout: got {name!r}, expected one of {', '.join(LAYOUTS)}")
-    return None if name is None else LAYOUTS[name]

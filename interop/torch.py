@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
-from .ops import OPS, Op, layout_named
+from .ops import OPS, Op
 
 NAMESPACE = "cumla"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")  # torch.library.custom_op would take 30 us more a call
 # What a parameter's annotation is in an operator's schema. A cache format goes by its name.
-SCHEMA_TYPES = {"int": "SymInt", "bool": "bool", "str": "str", "float": "float", "CacheLayout": "str"}
+SCHEMA_TYPES = {"int": "SymInt", "bool": "bool", "str": "str", "float": "float", "CacheLayout | str": "str"}
 
 
 def _compilable(op: Op) -> Callable[..., Any]:
@@ -40,7 +40,7 @@ def _compilable(op: Op) -> Callable[..., Any]:
     @functools.wraps(op.function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("layout") is not None:
-            kwargs["layout"] = kwargs["layout"].name
+            kwargs["layout"] = getattr(kwargs["layout"], "name", kwargs["layout"])
         if into is None:
             return operator(*args, **kwargs)
         given = [kwargs.pop(name, None) for name in outputs]
@@ -72,8 +72,6 @@ def _define(op: Op, name: str, given_results: bool = False) -> Any:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         arguments = named(args, kwargs)
         results = tuple(arguments.pop(name) for name in given) if given_results else empty(arguments)
-        if "layout" in arguments:
-            arguments["layout"] = layout_named(arguments["layout"])
         like = arguments[op.arrays[0]]
         scratch = None
         if op.scratch is not None and like.is_cuda:
@@ -120,7 +118,7 @@ def _schema(op: Op, given: list[str]) -> str:
 def _default(parameter: inspect.Parameter) -> str:
     if parameter.default is inspect.Parameter.empty:
         return ""
-    default = getattr(parameter.default, "name", parameter.default)  # a cache format by its name
+    default = parameter.default
     return f'="{default}"' if isinstance(default, str) else f"={default}"
 
 

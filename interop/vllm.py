@@ -35,7 +35,7 @@ def quantize_and_insert_k_cache(
     use_fnuz  False: the FP8 of AMD's gfx942 is not supported
     """
     _refuse_fnuz(use_fnuz)
-    sparse_cache.quantize_and_insert_k_cache(k, k_cache, slot_mapping, block_size, is_ue8m0)
+    sparse_cache.quantize_and_insert_k_cache(k, k_cache, slot_mapping, block_size, is_ue8m0, layout=DSV4_FP8)
 
 
 def dequantize_and_gather_k_cache(

@@ -53,6 +53,7 @@ def operations():
                 "block_size": 4,
             },
             ("k_cache",),
+            {"layout": cumla.DSV4_FP8},
         ),
         "gather": Operation(
             cumla.dequantize_and_gather_k_cache,
@@ -61,6 +62,7 @@ def operations():
                 "gather_lens": int32(2), "block_table": int32(2, 1), "block_size": 4, "offset": 0,
             },
             ("out",),
+            {"layout": cumla.DSV4_FP8},
         ),
         "indexer_insert": Operation(
             cumla.indexer_k_quant_and_cache,
@@ -272,7 +274,7 @@ V = ValueError
 T = TypeError
 CASES = [
     # operation, argument, wrong value, error, what it says
-    ("insert", "k", ones(BF16, 3, 511), V, r"k: got shape \(3, 511\), expected \[T, 512\]"),
+    ("insert", "k", ones(BF16, 3, 511), V, "k: got rows of 511 values, expected 512 for a DSV4_FP8 cache"),
     ("insert", "k", ones(np.float64, 3, 512), T, "k: got dtype float64"),
     ("insert", "k", ones(BF16, 512), V, "k: got shape"),
     ("insert", "k", ones(BF16, 3, 1024)[:, ::2], V, "k: got strides"),
@@ -293,12 +295,14 @@ CASES = [
     ("insert", "block_size", 4.0, T, "block_size: got 4.0"),
     ("insert", "is_ue8m0", False, V, "is_ue8m0: got False"),
     ("insert", "layout", cumla.MLA_BF16, V, "layout: got MLA_BF16"),
+    ("insert", "layout", "DSV5_FP8", V, "layout: got 'DSV5_FP8', expected one of DSV4_FP8, V32_FP8"),
+    ("insert", "layout", 584, T, "layout: got 584 of type int, expected a CacheLayout or the name of one"),
     ("insert", "layout", plain_rows(512, "e4m3"), V, "layout: got e4m3"),
     ("insert", "block_size", np.array(4), T, r"block_size: got array\(4\) of type ndarray"),
     ("insert", "block_size", np.True_, T, r"block_size: got np.True_ of type bool"),
     ("insert", "backend", "gpu", V, "backend: got 'gpu'"),
     ("gather", "out", ones(BF16, 3, 5, 512), V, "seq_lens: got shape"),
-    ("gather", "out", ones(BF16, 2, 5, 576), V, "out: got shape"),
+    ("gather", "out", ones(BF16, 2, 5, 576), V, "out: got rows of 576 values, expected 512"),
     ("gather", "out", ones(np.float64, 2, 5, 512), T, "out: got dtype float64"),
     ("gather", "out", ReadOnly(ones(BF16, 2, 5, 512)), V, "out: got a read-only"),
     ("gather", "k_cache", ones(np.uint8, 2, 100), V, "k_cache: got pages of 100 bytes"),
@@ -477,7 +481,7 @@ def assert_nothing_written(place, operation, arguments, wrong):
 
 
 NONSENSE = {
-    "a string": "DSV4_FP8", "no string": b"x", "True": True, "a fraction": 0.5, "NaN": float("nan"), "complex": 1j,
+    "a string": "a format", "no string": b"x", "True": True, "a fraction": 0.5, "NaN": float("nan"), "complex": 1j,
     "huge": 10**400, "of 5,000 digits": 10**5000, "a list": [], "an object": object(), "a type": int,
     "0-d": np.zeros((), np.float32), "0-d integer": np.zeros((), np.int32), "0-d bytes": np.zeros((), np.uint8),
     "objects": np.array([None]), "strings": np.array(["x"]), "masked": np.ma.masked_all((3, 512), BF16),

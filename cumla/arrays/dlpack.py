@@ -92,7 +92,8 @@ def borrow(array: Any, name: str = "array", writable: bool = False, stream: int 
     if not writable:
         return native
     if read_only:
-        raise ValueError(f"{name}: got a read-only {framework} array, expected one that can be written")
+        instead = "; JAX's never change: cumla.interop.jax gives back what is written" if framework == "jax" else ""
+        raise ValueError(f"{name}: got a read-only {framework} array, expected one that can be written{instead}")
     if 0 in native.strides and _overlaps(native):
         raise ValueError(f"{name}: got strides {native.strides} bytes, to write expected one whose elements are apart")
     return native

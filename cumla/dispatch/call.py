@@ -24,6 +24,7 @@ from ..arrays import dlpack, streams
 from ..kernels.types import operations
 from ..kernels.types.segments import Pages
 from ..layout import CacheLayout
+from . import rehearsal
 from .backends import choose, kernels
 from .launch_cache import record_output
 from .values import check_integers as check_integers
@@ -52,6 +53,7 @@ class Call:
         self._device = -1  # -1: host memory
         self._sizes: dict[int | str, int] = {}
         self._results: list[tuple[Any, Any]] = []
+        self._rehearsal = rehearsal.current()
 
     def array(
         self, name: str, value: Any, dtypes: tuple[np.dtype[Any], ...], shape: Shape, writable: bool = False
@@ -100,6 +102,8 @@ class Call:
     def begin(self, native: Any, framework: str) -> None:
         """Take the first array, which is known to be right."""
         self._first, self._device, self._framework = native, _device_of(native), framework
+        if self._rehearsal is not None:
+            return
         if self._stream is None and self._device >= 0:
             self._stream = streams.current(framework, self._device)
 
@@ -125,7 +129,8 @@ class Call:
 
     def check_float32(self, name: str, dtype: str) -> None:
         """Raise ValueError for float32 rows and queries on a device: on the host they tell rounding from all else."""
-        if dtype == "float32" and (self._device >= 0 or self._backend == "numba_cuda"):
+        on_device = self._device >= 0 or (self._rehearsal is not None and self._rehearsal.on_device)
+        if dtype == "float32" and (on_device or self._backend == "numba_cuda"):
             raise ValueError(f"{name}: got float32 for a device's kernels, expected 16 bits (the host's take both)")
 
     def size(self, name: str) -> int:
@@ -147,6 +152,8 @@ class Call:
         return self._allocate(name, (size,), BYTES[0])
 
     def _allocate(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        if self._rehearsal is not None:
+            return rehearsal.ghost(shape, dtype)
         with streams.on(self._device, self._stream):
             if self._device >= 0 and streams.is_capturing():
                 raise ValueError(
@@ -170,6 +177,8 @@ class Call:
             native = native[:, :, 0]
         if native.ndim == 2 and block_size is not None:
             return self._raw_pages(name, native, layout, block_size)
+        if native.ndim == 2 and native.dtype in BYTES:
+            raise ValueError(f"{name}: got raw pages, expected block_size with them (the page size of the cache)")
         itemsize, width = native.dtype.itemsize, layout.token_bytes
         if native.dtype not in BYTES:
             if str(native.dtype) != layout.value_type:
@@ -227,6 +236,8 @@ class Call:
     def kernels(self, file: Literal["window_metadata"]) -> Launching[operations.WindowMetadata]: ...
     def kernels(self, file: str) -> Launching[Any]:
         """A context that gives the chosen backend's `file` of kernels, on the caller's stream."""
+        if self._rehearsal is not None:
+            return Launching(self._rehearsal.kernels(self._backend, file), streams.NOTHING)
         module: Any = kernels(choose(self._backend, self._device >= 0), file)
         return Launching(module, streams.on(self._device, self._stream))
 

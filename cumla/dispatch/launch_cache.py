@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from .values import plain_integers
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+log = logging.getLogger(__name__)
 ALIGNMENT = 16  # bytes: the widest access that a launcher chooses by an address
 MOST_KNOWN = 1024  # calls that a function remembers
 
@@ -108,6 +110,7 @@ def launch_cached(function: F) -> F:
             with recorded_launches() as launches, recorded_outputs() as outputs:
                 result = function(*arguments, **keywords)
             known[key] = record(launches, arrays, outputs, result)
+            log.debug("%s: launches %s", function.__name__, [launch.kernel.raw.name for launch in launches])
             return result
         before = known[key]
         if before is None or not before.fits(addresses) or (before.outputs and before.is_captured()):

@@ -42,6 +42,13 @@ def check_integers(minimum: int, maximum: int = 2**31 - 1, **values: Any) -> Non
             raise ValueError(f"{name}: got {shown(value)}, expected at most {maximum}")
 
 
+def check_optional_size(**values: Any) -> None:
+    """The same for sizes, from 1 up, of which None is not given."""
+    for name, value in values.items():
+        if value is not None:
+            check_integers(1, **{name: value})
+
+
 def check_flags(**values: Any) -> None:
     """Raise TypeError for a value that is neither True nor False."""
     for name, value in values.items():

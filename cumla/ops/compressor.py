@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ..dispatch.call import BF16, FLOAT32, INT32, SLOTS, Call, check_integers
+from ..dispatch.formats import cache_layout
 from ..dispatch.launch_cache import launch_cached
 from ..kernels.types.compressor import Compression
-from ..layout import DSV4_FP8, CacheLayout
+from ..layout import CacheLayout
 from .norm_rope import check_epsilon, cos_sin
 
 PROJECTED = (*FLOAT32, *BF16)
@@ -31,7 +32,7 @@ def compress_and_insert(
     compress_ratio: int,
     eps: float = 1e-6,
     block_size: int | None = None,
-    layout: CacheLayout = DSV4_FP8,
+    layout: CacheLayout | str | None = None,
     backend: str | None = None,
     stream: Any = None,
 ) -> None:
@@ -50,7 +51,7 @@ def compress_and_insert(
                         cache) for a token that no later step reads
     state_block_table   [R, B] int32, page of each state_block_size positions; -1 where there is none (any more)
     k_cache             a cache of `layout`, written: uint8 [num_blocks, block_size, token_bytes], raw pages
-                        [num_blocks, page_bytes] with block_size given, or rows in the layout's plain type
+                        [num_blocks, page_bytes] with layout and block_size given, or rows in the layout's plain type
     slot_mapping        [M] int64 or int32, M <= T: slot of the row that a token completes, -1 for the others
                         (get_compressed_slot_mapping)
     positions           [T] int64 or int32, of each token in its sequence
@@ -60,7 +61,7 @@ def compress_and_insert(
     compress_ratio      positions of a row
     eps                 of the RMSNorm
     layout              DSV4_FP8, DSV4_BF16, INDEXER_FP8, INDEXER_BF16, or on the host DSV4_F32, INDEXER_F32; D is its
-                        head_dim
+                        head_dim. The name of one is taken, too; None: told by the size of a token
 
     A window's positions that this step computes are read from kv_score, earlier ones from state_cache: any split of a
     prompt gives the same row. A position before the sequence's start, or whose state has no page, is left out; a row
@@ -71,10 +72,11 @@ def compress_and_insert(
     Source: vLLM's DeepSeek V4 compressor (save_partial_states, compress_norm_rope_store), as one operation.
     """
     check_integers(1, compress_ratio=compress_ratio)
-    if (layout.rope_dim == 0 and layout.head_dim != 128) or layout.head_dim not in (128, 512):
-        raise ValueError(f"layout: got {layout.name}, expected that of V4's compressed rows or of the indexer's keys")
     call = Call(backend, stream)
     kv_score = call.array("kv_score", kv_score, PROJECTED, ("T", -1))
+    layout = cache_layout(call, "k_cache", k_cache, layout)
+    if (layout.rope_dim == 0 and layout.head_dim != 128) or layout.head_dim not in (128, 512):
+        raise ValueError(f"layout: got {layout.name}, expected that of V4's compressed rows or of the indexer's keys")
     width, head_dim = kv_score.shape[1], layout.head_dim
     if width not in (2 * head_dim, 4 * head_dim):
         raise ValueError(f"kv_score: got {width} columns, expected {2 * head_dim} or {4 * head_dim} for {layout.name}")

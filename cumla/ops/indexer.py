@@ -14,8 +14,9 @@ import ml_dtypes
 import numpy as np
 
 from ..dispatch.call import FLOAT32, FLOATS, INT32, SLOTS, Call
+from ..dispatch.formats import named_layout
 from ..dispatch.launch_cache import launch_cached
-from ..dispatch.values import check_flags, check_integers, check_kind, finite, shown
+from ..dispatch.values import check_flags, check_integers, finite, shown
 from ..kernels.types.metadata import SPLIT_PAGES
 from ..layout import INDEXER_BF16, INDEXER_F32, INDEXER_FP8, CacheLayout
 
@@ -169,7 +170,7 @@ def fp8_paged_mqa_logits(
     max_context_len: int | None = None,
     clean_logits: bool = False,
     *,
-    layout: CacheLayout | None = None,
+    layout: CacheLayout | str | None = None,
     out: Any = None,
     backend: str | None = None,
     stream: Any = None,
@@ -187,7 +188,7 @@ def fp8_paged_mqa_logits(
                        rows by the lengths on their own; it is taken for the sake of callers that have one
     max_context_len    width of the logits; all that the block table reaches if None. Rows beyond are left out
     clean_logits       write -inf for what a query does not see; False leaves it as it was
-    layout             INDEXER_FP8, INDEXER_BF16 or INDEXER_F32; by the cache's dtype if None
+    layout             INDEXER_FP8, INDEXER_BF16 or INDEXER_F32, or the name of one; by q's dtype if None
     out                to write instead of allocating
 
     Returns logits float32 [B * next_n, max_context_len]. A row whose page is absent (not in the table, or the table's
@@ -208,13 +209,12 @@ def fp8_paged_mqa_logits(
 
 
 def checked_paged(
-    call: Call, q: Any, kv_cache: Any, weights: Any, context_lens: Any, block_table: Any, layout: CacheLayout | None
+    call: Call, q: Any, kv_cache: Any, weights: Any, context_lens: Any, block_table: Any, layout: Any
 ) -> tuple[Any, Any, Any, Any, Any]:
     """q [B, next_n, H, 128], Pages, weights [B * next_n, H], context_lens and block_table [B, C]."""
     q = call.borrow("q", q)
     by_dtype = {"float32": INDEXER_F32, "bfloat16": INDEXER_BF16}
-    if layout is not None:
-        check_kind(CacheLayout, layout=layout)
+    layout = named_layout(layout)
     if layout is None:
         layout = by_dtype.get(q.dtype.name, INDEXER_FP8)
     elif layout not in (INDEXER_FP8, INDEXER_BF16, INDEXER_F32):

@@ -87,7 +87,7 @@ def indexer_topk(
     block_table: Any | None = None,
     schedule_metadata: Any | None = None,
     max_context_len: int | None = None,
-    layout: CacheLayout | None = None,
+    layout: CacheLayout | str | None = None,
     max_workspace_bytes: int = WORKSPACE_BYTES,
     workspace: Any = None,
     out: Any = None,

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from ..dispatch.call import BF16, BYTES, FLOAT32, SLOTS, Call, check_integers
+from ..dispatch.formats import cache_layout
 from ..dispatch.launch_cache import launch_cached
 from ..layout import DSV4_FP8, CacheLayout
 from .sparse_attention import check_heads
@@ -68,7 +69,7 @@ def qnorm_rope_and_insert(
     *,
     eps: float = 1e-6,
     block_size: int | None = None,
-    layout: CacheLayout = DSV4_FP8,
+    layout: CacheLayout | str | None = None,
     out: Any = None,
     backend: str | None = None,
     stream: Any = None,
@@ -81,13 +82,13 @@ def qnorm_rope_and_insert(
     q             [T, h, 512] bfloat16, h from 1 to 128; on the host also float32
     kv            [T, 512] of q's dtype, its RMSNorm done
     k_cache       a cache of `layout`, written: uint8 [num_blocks, block_size, 584], raw pages
-                  [num_blocks, page_bytes] with block_size given, or rows [num_blocks, block_size, 512]
+                  [num_blocks, page_bytes] with layout and block_size given, or rows [num_blocks, block_size, 512]
     slot_mapping  [N] int64 or int32, N <= T: slot of each row; one outside the cache (-1 above all) skips its row
     positions     [T] int64 or int32
     cos_sin_cache  [max_position, rope_dim] float32: cosines of the pairs (2 i, 2 i + 1) of the last rope_dim values,
                   then sines. A position outside of it turns as its nearest row says
     eps           of the norm of the queries
-    layout        DSV4_FP8 or DSV4_BF16; on the host also DSV4_F32
+    layout        DSV4_FP8 or DSV4_BF16, on the host also DSV4_F32, or the name of one; None: told by the cache
     out           [T, h, 512] of q's dtype to write instead of allocating; may be q
 
     Returns the queries. Sums and products are float32, rounded once; rows are rounded to bfloat16 before they are
@@ -96,9 +97,10 @@ def qnorm_rope_and_insert(
     Source: vLLM's fused q-norm, RoPE and K insert of DeepSeek V4.
     """
     call = Call(backend, stream)
+    q = call.array("q", q, ROWS, ("T", "h", DSV4_FP8.head_dim))
+    layout = cache_layout(call, "k_cache", k_cache, layout)
     if layout.head_dim != DSV4_FP8.head_dim:
         raise ValueError(f"layout: got {layout.name}, expected that of V4's window rows")
-    q = call.array("q", q, ROWS, ("T", "h", layout.head_dim))
     check_heads(q.shape[1])
     call.check_float32("q", q.dtype.name)
     kv = call.array("kv", kv, (q.dtype,), ("T", layout.head_dim))

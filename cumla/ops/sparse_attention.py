@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from ..dispatch.call import BF16, BYTES, FLOAT32, FLOATS, INT32, Call
+from ..dispatch.call import BF16, FLOAT32, FLOATS, INT32, Call
+from ..dispatch.formats import cache_layout
 from ..dispatch.launch_cache import launch_cached
-from ..dispatch.values import check_choice, check_flags, check_integers, check_kind, finite, shown
+from ..dispatch.values import check_choice, check_flags, check_kind, check_optional_size, finite, shown
 from ..kernels.types.plan import DecodePlan, DenseDecodePlan
 from ..kernels.types.segments import V_DIM, Pages, Segment
-from ..layout import DSV4_BF16, DSV4_F32, MLA_BF16, MLA_F32, CacheLayout, layout_of
+from ..layout import CacheLayout
 
 ROWS = (*BF16, *FLOAT32)
 HEAD_DIMS = (512, 576)
@@ -24,7 +25,7 @@ def sparse_mla_decode(
     k_cache: Any,
     indices: Any,
     *,
-    layout: CacheLayout | None = None,
+    layout: CacheLayout | str | None = None,
     block_size: int | None = None,
     topk_length: Any | None = None,
     extra_k_cache: Any | None = None,
@@ -49,8 +50,8 @@ def sparse_mla_decode(
                    [num_blocks, block_size, d]
     indices        [b, s_q, topk] int32 slots; -1 and anything outside the cache is absent. A slot listed
                    twice counts twice
-    layout         DSV4_FP8, V32_FP8, MLA_BF16 or DSV4_BF16, on the host also MLA_F32 or DSV4_F32; None: told by
-                   the size of a token
+    layout         DSV4_FP8, V32_FP8, MLA_BF16 or DSV4_BF16, on the host also MLA_F32 or DSV4_F32, or the name of
+                   one; None: told by the size of a token
     topk_length    [b] or [b, s_q] int32, entries of `indices` in use; None: all
     extra_*        a second cache of the same layout, with its own pages, indices [b, s_q, extra_topk] and
                    lengths
@@ -68,12 +69,11 @@ def sparse_mla_decode(
     allocated, which raises RuntimeError.
     Source: FlashMLA flash_mla_with_kvcache (sparse, FP8).
     """
-    sizes = {"block_size": block_size, "extra_block_size": extra_block_size}
-    check_integers(1, **{name: size for name, size in sizes.items() if size is not None})
+    check_optional_size(block_size=block_size, extra_block_size=extra_block_size)
     check_flags(batch_invariant=batch_invariant)
     call = Call(backend, stream)
     q = call.array("q", q, ROWS, ("b", "s_q", "h", -1))
-    layout = cache_layout(call, k_cache, layout, q.shape[3])
+    layout = attention_layout(call, k_cache, layout, q.shape[3])
     scale = scale_or_default(softmax_scale, q.shape[3])
     check_heads(q.shape[2])
     call.check_float32("q", q.dtype.name)
@@ -207,21 +207,9 @@ def checked_sink(call: Call, attn_sink: Any) -> Any:
     return attn_sink
 
 
-def cache_layout(call: Call, k_cache: Any, layout: CacheLayout | None, head_dim: int) -> CacheLayout:
-    """The layout of a cache as given or as its tokens' size tells, checked against q's head_dim."""
-    if layout is None:
-        native = call.borrow("k_cache", k_cache)
-        if native.dtype in BYTES and native.ndim:
-            layout = layout_of(native.shape[-1])
-        elif native.dtype in ROWS and native.ndim:
-            plain = (MLA_BF16, DSV4_BF16) if native.dtype in BF16 else (MLA_F32, DSV4_F32)
-            layout = next((x for x in plain if x.head_dim == native.shape[-1]), None)
-        if layout is None or native.ndim not in (3, 4):
-            raise ValueError(
-                f"k_cache: got {native.dtype} of shape {tuple(native.shape)}, which is no cache format; "
-                "give layout (and block_size for raw pages)"
-            )
-    check_kind(CacheLayout, layout=layout)
+def attention_layout(call: Call, k_cache: Any, layout: Any, head_dim: int) -> CacheLayout:
+    """The layout of a cache as given or as the cache tells, checked against q's head_dim."""
+    layout = cache_layout(call, "k_cache", k_cache, layout)
     if layout.head_dim not in HEAD_DIMS:
         raise ValueError(f"layout: got {layout.name}, expected one for attention")
     if layout.head_dim != head_dim:

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from ..dispatch.call import BYTES, FLOAT32, FLOATS, INT32, SLOTS, Call, bytes_of
+from ..dispatch.formats import cache_layout, check_row_width
 from ..dispatch.launch_cache import launch_cached
-from ..dispatch.values import check_choice, check_flags, check_integers, check_kind
+from ..dispatch.values import check_choice, check_flags, check_integers, check_optional_size
 from ..kernels.types.segments import Pages
-from ..layout import DSV4_FP8, INDEXER_BF16, INDEXER_F32, INDEXER_FP8, CacheLayout
+from ..layout import INDEXER_BF16, INDEXER_F32, INDEXER_FP8, CacheLayout
 
 
 @launch_cached
@@ -18,23 +19,24 @@ def quantize_and_insert_k_cache(
     k: Any,
     k_cache: Any,
     slot_mapping: Any,
-    block_size: int = 64,
+    block_size: int | None = None,
     is_ue8m0: bool = True,
     *,
-    layout: CacheLayout = DSV4_FP8,
+    layout: CacheLayout | str | None = None,
     backend: str | None = None,
     stream: Any = None,
 ) -> None:
     """Quantise rows to FP8 and write each into its slot of a paged cache.
 
     k             [T, head_dim] bfloat16, float16 or float32; RoPE applied already
-    k_cache       uint8 [num_blocks, block_size, token_bytes] or raw pages [num_blocks, page_bytes], written
+    k_cache       uint8 [num_blocks, block_size, token_bytes], or raw pages [num_blocks, page_bytes] with layout and
+                  block_size given, written
     slot_mapping  [N] int64 or int32, N <= T: slot = block * block_size + row. A slot outside the cache
                   (-1 above all) skips its row; rows of `k` beyond N are not looked at. Slots of one call
                   differ: see below
-    block_size    tokens of a page
+    block_size    tokens of a page; None: told by the cache
     is_ue8m0      scales are powers of two; False, for float32 scales only, takes amax / 448 as it is
-    layout        DSV4_FP8, V32_FP8 or INDEXER_FP8
+    layout        DSV4_FP8, V32_FP8 or INDEXER_FP8, or the name of one; None: told by the size of a token
 
     A tile's scale comes from its finite values: an infinity saturates and a NaN is stored as NaN, and
     neither changes another byte. Bytes of other slots and padding keep what they hold.
@@ -48,15 +50,16 @@ def quantize_and_insert_k_cache(
     Source: vLLM quantize_and_insert_k_cache (DeepSeek V4), concat_and_cache_mla fp8_ds_mla (V3.2) and
     indexer_k_quant_and_cache.
     """
-    check_integers(1, block_size=block_size)
+    check_optional_size(block_size=block_size)
     check_flags(is_ue8m0=is_ue8m0)
-    check_kind(CacheLayout, layout=layout)
+    call = Call(backend, stream)
+    k = call.array("k", k, FLOATS, ("T", -1))
+    layout = cache_layout(call, "k_cache", k_cache, layout)
     if not layout.num_scales:
         raise ValueError(f"layout: got {layout.name}, expected one with FP8 values")
     if layout.scale_type == "ue8m0" and not is_ue8m0:
         raise ValueError(f"is_ue8m0: got False, but {layout.name} stores scales as powers of two")
-    call = Call(backend, stream)
-    k = call.array("k", k, FLOATS, ("T", layout.head_dim))
+    check_row_width("k", k.shape[1], layout)
     pages = call.pages("k_cache", k_cache, layout, block_size, writable=True)
     quantize_and_insert(call, k, pages, slot_mapping, bool(is_ue8m0))
 
@@ -84,10 +87,10 @@ def dequantize_and_gather_k_cache(
     seq_lens: Any,
     gather_lens: Any | None,
     block_table: Any,
-    block_size: int,
-    offset: int,
+    block_size: int | None = None,
+    offset: int = 0,
     *,
-    layout: CacheLayout = DSV4_FP8,
+    layout: CacheLayout | str | None = None,
     backend: str | None = None,
     stream: Any = None,
 ) -> None:
@@ -95,12 +98,14 @@ def dequantize_and_gather_k_cache(
 
     out          [R, max_tokens, head_dim] bfloat16, float16 or float32, written:
                  out[r, offset + i] = row of position seq_lens[r] - gather_lens[r] + i
-    k_cache      uint8 [num_blocks, block_size, token_bytes] or raw pages [num_blocks, page_bytes]
+    k_cache      uint8 [num_blocks, block_size, token_bytes], raw pages [num_blocks, page_bytes] with layout and
+                 block_size given, or rows [num_blocks, block_size, head_dim]
     seq_lens     [R] int32, tokens of each request in the cache
     gather_lens  [R] int32, how many of the last positions to gather, or None for all of them
     block_table  [R, B] int32, page of each block_size positions
-    block_size   tokens of a page
+    block_size   tokens of a page; None: told by the cache
     offset       first row of `out` that is written
+    layout       a CacheLayout or the name of one; None: told by the size of a token
 
     A value is e4m3 times scale in float32, rounded once to out's type. Lengths are clamped to what exists
     and to the rows of `out`; a position whose block is absent gives zeros; other rows keep what they hold.
@@ -108,13 +113,14 @@ def dequantize_and_gather_k_cache(
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM dequantize_and_gather_k_cache.
     """
-    check_integers(1, block_size=block_size)
+    check_optional_size(block_size=block_size)
     check_integers(0, offset=offset)
-    check_kind(CacheLayout, layout=layout)
+    call = Call(backend, stream)
+    out = call.array("out", out, FLOATS, ("R", -1, -1), writable=True)
+    layout = cache_layout(call, "k_cache", k_cache, layout)
     if not layout.num_scales and layout.value_type not in ("bfloat16", "float32"):
         raise ValueError(f"layout: got {layout.name}, expected one with FP8 values and their scales")
-    call = Call(backend, stream)
-    out = call.array("out", out, FLOATS, ("R", -1, layout.head_dim), writable=True)
+    check_row_width("out", out.shape[2], layout)
     pages = call.pages("k_cache", k_cache, layout, block_size)
     call.check_float32("layout", layout.value_type)
     seq_lens = call.array("seq_lens", seq_lens, INT32, ("R",))

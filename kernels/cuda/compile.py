@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import logging
 import pathlib
 import re
 import sys
+import time
 
 from ...arrays.streams import relaxed_capture
 from ...layout import LAYOUTS, CacheLayout
 from .launch import Kernel, packing
 
+log = logging.getLogger(__name__)
 CSRC = pathlib.Path(__file__).parent / "csrc"
 FOLDERS = [CSRC]  # where sources are looked for, first to last
 OPTIONS = ("-std=c++17",)
@@ -91,6 +94,8 @@ def kernel(file: str, name: str, arch: str | None = None, **defines: str | int) 
 
     options = OPTIONS + (() if arch is None else (f"-arch={arch}",))
     text = "".join(f"#define {macro} {value}\n" for macro, value in defines.items()) + source(file)
+    start = time.perf_counter()
     with relaxed_capture():  # or no code could be loaded while this thread captures a graph
         raw = cupy.RawModule(code=text, options=options).get_function(name)
+    log.debug("%s of %s %s: compiled or loaded in %.3f s", name, file, defines, time.perf_counter() - start)
     return Kernel(raw, packing(text, name, defines))

@@ -36,11 +36,7 @@ def mha_varlen(
 ) -> None:
     (tokens, heads, head_dim), v_dim = q.shape, v.shape[2]
     rope_dim = head_dim - k.shape[2]
-    if head_dim % 16 or rope_dim % 16 or v_dim % 16 or max(head_dim, v_dim) > MAX_HEAD_DIM:
-        raise ValueError(
-            f"q, k_pe, v: got {head_dim}, {rope_dim} and {v_dim} values a head, "
-            f"expected multiples of 16 up to {MAX_HEAD_DIM} on CUDA"
-        )
+    check_head_dims(head_dim, rope_dim, v_dim)
     aligned = is_aligned(q, k, v, out) and (k_pe is None or is_aligned(k_pe))
     types = {
         "VALUE": C_NAMES[q.dtype.name], "OUTPUT": C_NAMES[out.dtype.name], "CAUSAL": int(causal),
@@ -68,6 +64,15 @@ def mha_varlen(
         ),
         shared_mem=shared_bytes,
     )  # fmt: skip
+
+
+def check_head_dims(head_dim: int, rope_dim: int, v_dim: int) -> None:
+    """Raise ValueError for what mha_varlen has no kernel for."""
+    if head_dim % 16 or rope_dim % 16 or v_dim % 16 or max(head_dim, v_dim) > MAX_HEAD_DIM:
+        raise ValueError(
+            f"q, k_pe, v: got {head_dim}, {rope_dim} and {v_dim} values a head, "
+            f"expected multiples of 16 up to {MAX_HEAD_DIM} on CUDA"
+        )
 
 
 def dense_mla_decode(

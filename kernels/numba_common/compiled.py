@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import os
 import pickle
 import shutil
@@ -30,6 +31,7 @@ from numba.core.compiler import CompileResult
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.serialize import dumps
 
+log = logging.getLogger(__name__)
 KERNELS = Path(__file__).parent.parent
 PREFIX = "compiled-"
 MOST_FOLDERS = 8  # of different content in one place: a developer goes back and forth
@@ -83,7 +85,9 @@ class _MachineCode(NullCache):
         for folder in folders():
             with contextlib.suppress(OSError):
                 _write(folder, self._file_name(sig, data.codegen), hashlib.sha256(payload).digest() + payload)
+                log.debug("%s: compiled, kept in %s", self._name, folder)
                 return
+        log.debug("%s: compiled, for this process alone", self._name)
 
     def _file_name(self, sig: Any, codegen: Any) -> str:
         identity = repr((*self._identity, str(sig), codegen.magic_tuple()))

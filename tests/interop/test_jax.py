@@ -213,15 +213,38 @@ def test_arrays_of_other_kinds_are_taken_as_jax_takes_them(rng):
 
 def test_wrong_ranks_are_found_while_tracing(rng):
     arguments = operations.sparse_mla_decode_v32(rng)
-    with pytest.raises(ValueError, match=r"q: got shape \(1, 3, 576\), expected \[b, s_q, h, d\]"):
+    with pytest.raises(ValueError, match=r"q: got shape \(1, 3, 576\), expected \[b, s_q, h, any\]"):
         jax.eval_shape(ops.sparse_mla_decode, arguments["q"][0], arguments["k_cache"], arguments["indices"])
 
 
-def test_other_errors_arrive_when_it_runs_and_name_the_argument(device, rng):
+def test_wrong_types_are_found_while_tracing(rng):
     arguments = operations.sparse_mla_decode_v32(rng)
-    arrays = jax.device_put([arguments["q"], arguments["k_cache"], arguments["indices"][:1]], device)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"indices: got shape \(1, 1, 6\), expected \[b, s_q, any\]"):
-        jax.block_until_ready(jax.jit(ops.sparse_mla_decode)(*arrays))
+
+    def trace(**changed):
+        arrays = {**arguments, **changed}
+        jax.eval_shape(ops.sparse_mla_decode, *(arrays[name] for name in ("q", "k_cache", "indices")))
+
+    trace()
+    with pytest.raises(TypeError, match="indices: got dtype uint16, expected int32"):
+        trace(indices=arguments["indices"].astype(np.uint16))
+    with pytest.raises(TypeError, match="q: got dtype float16, expected bfloat16 or float32"):
+        trace(q=arguments["q"].astype(np.float16))
+    with pytest.raises(ValueError, match=r"indices: got shape \(1, 1, 6\), expected \[b, s_q, any\]"):
+        trace(indices=arguments["indices"][:1])
+
+
+def test_what_values_tell_arrives_when_it_runs_and_names_the_argument(rng):
+    arguments = operations.sparse_mla_decode_v32(rng)
+    arguments["attn_sink"] = np.full(3, np.nan, np.float32)
+    arrays = jax.device_put(arguments, jax.devices("cpu")[0])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="attn_sink: got NaN for head 0, expected numbers"):
+        jax.block_until_ready(jax.jit(lambda arrays: ops.sparse_mla_decode(**arrays))(arrays))
+
+
+def test_what_an_eager_call_cannot_write_points_here(rng):
+    cache = jax.numpy.asarray(operations.fp8_cache(rng, cumla.DSV4_FP8))
+    with pytest.raises(ValueError, match=r"k_cache: got a read-only jax array, .* cumla\.interop\.jax gives back"):
+        cumla.quantize_and_insert_k_cache(operations.rows(rng, 3, 512), cache, np.arange(3))
 
 
 def test_traced_numbers_are_an_error(rng):

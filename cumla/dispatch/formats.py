@@ -1,0 +1,55 @@
+"""Which format a cache has: as the caller says, or as the array tells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..layout import LAYOUTS, CacheLayout, layout_of
+from .call import BYTES, Call
+from .values import shown
+
+
+def named_layout(layout: Any) -> CacheLayout | None:
+    """A format as it is or by its name; None for None. Raises TypeError or ValueError for what is neither."""
+    if layout is None or isinstance(layout, CacheLayout):
+        return layout
+    names = ", ".join(LAYOUTS)
+    if not isinstance(layout, str):
+        raise TypeError(
+            f"layout: got {shown(layout)} of type {type(layout).__name__}, expected a CacheLayout or the name of one "
+            f"({names})"
+        )
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: got {shown(layout)}, expected one of {names}")
+    return LAYOUTS[layout]
+
+
+def cache_layout(call: Call, name: str, cache: Any, layout: Any) -> CacheLayout:
+    """The format of a cache: `layout` if that is given, else by the bytes that a token takes or the dtype of its rows.
+
+    Raises ValueError for an array that does not tell, as raw pages.
+    """
+    known = named_layout(layout)
+    if known is not None:
+        return known
+    native = call.borrow(name, cache)
+    if native.ndim in (3, 4):
+        width = native.shape[-1]
+        if native.dtype in BYTES:
+            known = layout_of(width)
+        else:
+            plain = (x for x in LAYOUTS.values() if not x.num_scales and x.value_type == native.dtype.name)
+            known = next((x for x in plain if x.head_dim == width), None)
+    if known is None:
+        what = "raw pages, which do" if native.ndim == 2 else "which does"
+        raise ValueError(
+            f"{name}: got {native.dtype} of shape {tuple(native.shape)}, {what} not tell the format; expected layout "
+            "(and for raw pages block_size) with it, or a cache [num_blocks, block_size, token_bytes]"
+        )
+    return known
+
+
+def check_row_width(name: str, width: int, layout: CacheLayout) -> None:
+    """Raise ValueError for rows, the argument `name`, that are not as wide as the format's."""
+    if width != layout.head_dim:
+        raise ValueError(f"{name}: got rows of {width} values, expected {layout.head_dim} for a {layout.name} cache")

@@ -1,0 +1,39 @@
+"""Which kernel a launcher takes for arrays that are aligned, told from shapes: what `cumla.supports` says.
+
+Each answer asks what the launcher itself asks; strides and addresses may still decide for a slower one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...layout import INDEXER_FP8
+from .dense_attention import HOPPER_HEAD_DIMS, check_head_dims
+from .device import is_hopper
+from .indexer import HEADS as INDEXER_HEADS
+from .sparse import kernels as sparse_kernels
+from .tma import box_rows
+
+
+def chosen(function: str, arguments: tuple[Any, ...], device: int) -> str:
+    """ "hopper", "portable" or "exact". Raises ValueError for what there is no kernel for."""
+    hopper = is_hopper(device)
+    if function == "sparse_mla_decode":
+        return sparse_kernels._fastest(device, arguments[1][0].pages.layout)
+    if function == "sparse_mla_prefill":
+        return sparse_kernels._fastest_prefill(device)
+    if function == "mha_varlen":
+        q, k, _, v = arguments[:4]
+        dims = q.shape[2], q.shape[2] - k.shape[2], v.shape[2]
+        check_head_dims(*dims)
+        return "hopper" if hopper and dims == HOPPER_HEAD_DIMS else "portable"
+    if function == "dense_mla_decode":
+        return "hopper" if hopper and arguments[4] is None else "portable"
+    if function == "mqa_logits":
+        q, _, scales = arguments[:3]
+        return "hopper" if hopper and scales is not None and q.shape[1] == INDEXER_HEADS else "portable"
+    if function == "paged_mqa_logits":
+        q, pages = arguments[:2]
+        fits = pages.layout is INDEXER_FP8 and q.shape[2] == INDEXER_HEADS and box_rows(64, pages.block_size)
+        return "hopper" if hopper and fits else "portable"
+    return "portable"

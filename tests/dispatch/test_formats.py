@@ -1,0 +1,72 @@
+"""One way to call: the cache tells its format and page size, and a call that cannot know them says what to give."""
+
+import numpy as np
+import pytest
+
+import cumla
+import emulation
+from support.lab import BF16
+
+BLOCK = 5
+TABLE = np.array([[1, 0]], np.int32)
+
+
+def rows(layout, rng):
+    return rng.standard_normal((2 * BLOCK, layout.head_dim)).astype(BF16)
+
+
+@pytest.mark.parametrize("layout", [cumla.DSV4_FP8, cumla.V32_FP8, cumla.INDEXER_FP8], ids=lambda x: x.name)
+def test_insert_and_gather_ask_the_cache(layout, rng):
+    k = rows(layout, rng)
+    told, asked, named = (layout.allocate(2, BLOCK) for _ in range(3))
+    cumla.quantize_and_insert_k_cache(k, told, np.arange(len(k)), BLOCK, layout=layout, backend="reference")
+    cumla.quantize_and_insert_k_cache(k, asked, np.arange(len(k)), backend="reference")
+    cumla.quantize_and_insert_k_cache(k, named, np.arange(len(k)), layout=layout.name, backend="reference")
+    np.testing.assert_array_equal(asked, told)
+    np.testing.assert_array_equal(named, told)
+    want, got = np.zeros((2, 1, 2 * BLOCK, layout.head_dim), BF16)
+    lens = np.array([2 * BLOCK], np.int32)
+    cumla.dequantize_and_gather_k_cache(want, told, lens, None, TABLE, BLOCK, 0, layout=layout, backend="reference")
+    cumla.dequantize_and_gather_k_cache(got, told, lens, None, TABLE, backend="reference")
+    np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))
+    assert got.astype(np.float32).any()
+
+
+def test_raw_pages_want_to_be_told():
+    k, pages = np.zeros((3, 512), BF16), np.zeros((2, cumla.DSV4_FP8.page_bytes(BLOCK)), np.uint8)
+    with pytest.raises(ValueError, match=r"k_cache: got uint8 of shape .* raw pages, .* expected layout .* block_size"):
+        cumla.quantize_and_insert_k_cache(k, pages, np.arange(3))
+    with pytest.raises(ValueError, match="k_cache: got raw pages, expected block_size with them"):
+        cumla.quantize_and_insert_k_cache(k, pages, np.arange(3), layout="DSV4_FP8")
+    cumla.quantize_and_insert_k_cache(k, pages, np.arange(3), BLOCK, layout="DSV4_FP8", backend="reference")
+
+
+def test_rows_of_another_format_are_named():
+    k, cache = np.zeros((3, 576), BF16), cumla.DSV4_FP8.allocate(2, BLOCK)
+    with pytest.raises(ValueError, match="k: got rows of 576 values, expected 512 for a DSV4_FP8 cache"):
+        cumla.quantize_and_insert_k_cache(k, cache, np.arange(3))
+
+
+def test_what_a_cache_is_made_of():
+    with pytest.raises(TypeError, match="xp: got ml_dtypes, expected the module numpy or cupy"):
+        cumla.DSV4_FP8.allocate(1, 1, xp=__import__("ml_dtypes"))
+    with pytest.raises(TypeError, match="xp: got str"):
+        cumla.DSV4_FP8.allocate(1, 1, xp="numpy")
+    with pytest.raises(ValueError, match=f"num_blocks: got {2**62} of 1152 bytes, expected at most"):
+        cumla.DSV4_FP8.allocate(2**62, 1)
+
+
+@pytest.mark.skipif(bool(emulation.unavailable()), reason=str(emulation.unavailable()))
+def test_what_runs_is_logged(caplog, rng):
+    """At debug level: what is compiled, and what a call launches, once."""
+    caplog.set_level("DEBUG", "cumla")
+    k = rng.standard_normal((11, 128)).astype(BF16)
+    with emulation.devices():
+        import cupy
+
+        cache = cumla.INDEXER_FP8.allocate(3, 7, cupy)  # a shape that no other test has
+        for _ in range(2):
+            cumla.quantize_and_insert_k_cache(cupy.array(k), cache, cupy.array(np.arange(11)))
+    messages = [record.getMessage() for record in caplog.records if record.name == "cumla.dispatch.launch_cache"]
+    assert len(messages) == 1
+    assert messages[0].startswith("quantize_and_insert_k_cache: launches ['")

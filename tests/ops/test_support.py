@@ -1,0 +1,81 @@
+"""`supports` says what a call would do, and so does the call."""
+
+import inspect
+
+import numpy as np
+import pytest
+
+import cumla
+from cumla.dispatch import backends
+from support.operations import CASES, EXAMPLES, arguments_of, operation
+
+Q, CACHE, INDICES = ((2, 1, 64, 512), "bfloat16"), ((16, 64, 584), "uint8"), ((2, 1, 128), "int32")
+
+
+def types_of(arguments):
+    return {name: (x.shape, x.dtype) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_can_be_called_is_supported(case, rng):
+    found = cumla.supports(operation(case), device=-1, **types_of(CASES[case](rng)))
+    assert found
+    assert found.backend == "cpu"
+    assert all("." in kernel for kernel in found.kernels)
+    assert found.kernels
+
+
+def test_nothing_is_written_or_allocated():
+    big = (2**25, 64, 584)  # 1.2 TB
+    assert cumla.supports(cumla.sparse_mla_decode, q=Q, k_cache=(big, "uint8"), indices=INDICES, device=-1)
+    cache = np.ones((2, 4, 584), np.uint8)
+    assert cumla.supports(
+        "quantize_and_insert_k_cache", k=((3, 512), "float32"), k_cache=cache, slot_mapping=((3,), np.int64), device=-1
+    )
+    assert (cache == 1).all()
+
+
+def test_why_not():
+    def reason(**changed):
+        return cumla.supports("sparse_mla_decode", **{"q": Q, "k_cache": CACHE, "indices": INDICES, **changed}).reason
+
+    assert reason(device=-1) is None
+    assert reason(q=((2, 1, 129, 512), "bfloat16"), device=-1) == "q: got 129 heads, expected 1 to 128"
+    assert reason(indices=((2, 1, 128), "int64"), device=-1) == "indices: got dtype int64, expected int32"
+    assert "takes CUDA arrays, got host arrays" in reason(backend="cuda", device=-1) or backends.unavailable("cuda")
+    if backends.unavailable("cuda"):
+        assert backends.unavailable("cuda") in reason(backend="cuda")
+        assert reason(device=0) == reason(backend="cuda", device=0)
+
+
+def test_the_reason_is_the_error_of_the_call():
+    arguments = {"q": np.zeros((2, 1, 4, 500), np.float16), "k_cache": np.zeros((2, 4, 584), np.uint8)}
+    arguments["indices"] = np.zeros((2, 1, 3), np.int32)
+    with pytest.raises(TypeError) as caught:
+        cumla.sparse_mla_decode(**arguments)
+    assert cumla.supports("sparse_mla_decode", device=-1, **arguments).reason == str(caught.value)
+
+
+def test_what_is_no_question():
+    with pytest.raises(TypeError, match="op: got 'sparse_mla', expected an operation"):
+        cumla.supports("sparse_mla")
+    with pytest.raises(TypeError, match="indices: got nothing, which sparse_mla_decode needs"):
+        cumla.supports("sparse_mla_decode", q=Q, k_cache=CACHE)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'kv'"):
+        cumla.supports("sparse_mla_decode", q=Q, k_cache=CACHE, indices=INDICES, kv=1)
+    with pytest.raises(ValueError, match="backend: got 'gpu'"):
+        cumla.supports("sparse_mla_decode", q=Q, k_cache=CACHE, indices=INDICES, backend="gpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_a_device_does_what_is_said(example):
+    example = EXAMPLES[example]
+    function = getattr(cumla, example.op)
+    if example.kernels == "blocks":
+        return
+    asked = {name: x for name, x in arguments_of(example, 0).items() if name in inspect.signature(function).parameters}
+    found = cumla.supports(function, device=0, **types_of(asked))
+    assert found, found
+    assert found.backend == "cuda"
+    assert all(kernel.endswith((" (hopper)", " (portable)", " (exact)")) for kernel in found.kernels)
