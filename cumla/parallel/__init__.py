@@ -2,12 +2,28 @@
 
 from ..kernels.types.shard import Shard
 from ..ops.shards import local_block_table, local_seq_lens, local_slot_mapping, localise_indices, merge_partials
+from .agreement import Agreement, RankError
+from .communicator import Communicator
+from .context import ContextAttention, local_window
+from .store import FileStore, MemoryStore, Store, TcpStore
+from .threads import ThreadCommunicator, run_threads
 
 __all__ = [
+    "Agreement",
+    "Communicator",
+    "ContextAttention",
+    "FileStore",
+    "MemoryStore",
+    "RankError",
     "Shard",
+    "Store",
+    "TcpStore",
+    "ThreadCommunicator",
     "local_block_table",
     "local_seq_lens",
     "local_slot_mapping",
+    "local_window",
     "localise_indices",
     "merge_partials",
+    "run_threads",
 ]

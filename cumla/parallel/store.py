@@ -116,7 +116,7 @@ class TcpStore:
     def serve(key: bytes, host: str = "127.0.0.1", port: int = 0) -> tuple[str, int]:
         """Keep values in this process, in a thread, until it ends. Returns the address; port 0: any free one."""
         values: dict[str, Any] = {}
-        manager = type("Manager", (BaseManager,), {})
+        manager: Any = type("Manager", (BaseManager,), {})
         manager.register("values", callable=lambda: values, exposed=("get", "update", "pop"))
         server = manager((host, port), key).get_server()
         threading.Thread(target=_serve, args=(server,), daemon=True).start()

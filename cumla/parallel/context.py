@@ -1,0 +1,251 @@
+"""Decodes over a context that is dealt out to ranks: each attends to what it has, and the results are made one.
+
+Two ways to have q. Either every rank has q of all heads and gets out of all heads; or ranks split the heads too, as
+their projections do: then q is gathered over heads first, and of the results each rank gets those of its own heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..arrays import dlpack, streams
+from ..kernels.types.plan import DecodePlan, DenseDecodePlan, Workspace
+from ..kernels.types.shard import Shard
+from ..ops.dense_attention import dense_mla_decode
+from ..ops.shards import local_seq_lens, merge_partials
+from ..ops.sparse_attention import V_DIM, sparse_mla_decode
+from .communicator import Communicator
+
+FLOAT32 = np.dtype(np.float32)
+GATHERED_RANKS = 2  # up to which all results go to all ranks: with more, each merges some heads and tells the others
+
+Attend = Callable[[Any, Any, Any], None]
+
+
+class ContextAttention:
+    """The decode attention of one rank of several.
+
+    comm         the rank's communicator
+    split_heads  whether q has the rank's own heads alone: the h / size behind those of the ranks before it
+
+    Between q and out are buffers that stay where they are from call to call, so that a call that has been made once
+    with such shapes can be captured in a CUDA graph, with out and lse given (all ranks capture and replay together).
+    An instance serves one stream at a time, and may serve all layers of a model.
+    """
+
+    def __init__(self, comm: Communicator, *, split_heads: bool = False, backend: str | None = None) -> None:
+        self.comm, self.split_heads, self.backend = comm, split_heads, backend
+        self._workspace = Workspace(owner="ContextAttention")
+        self._dense_plan, self._sparse_plan = DenseDecodePlan(), DecodePlan()
+
+    def queries(self, tokens: int, heads: int, dim: int, like: Any) -> Any:
+        """[tokens, heads, dim] of `like`'s dtype, for the rank's own heads to be written to: q from here is gathered as
+        it is, any other is copied first. The next call's queries are here too."""
+        native = dlpack.borrow(like, "like")
+        memory = self._array("q", (heads, tokens, dim), native.dtype, native)
+        return dlpack.give(memory.transpose(1, 0, 2), dlpack.framework_of(like))
+
+    def dense_decode(
+        self,
+        q: Any,
+        k_cache: Any,
+        block_table: Any,
+        cache_seqlens: Any,
+        *,
+        attn_sink: Any | None = None,
+        out: Any | None = None,
+        lse: Any | None = None,
+        plan: DenseDecodePlan | None = None,
+        stream: Any = None,
+        **options: Any,
+    ) -> tuple[Any, Any]:
+        """`dense_mla_decode` over the tokens of all ranks.
+
+        q              [T, h, 576], the same on every rank; or the rank's own heads
+        k_cache        the rank's cache
+        block_table    [>= T, B] int32, for each query the rank's pages (`local_block_table`)
+        cache_seqlens  [>= T] int32, how many of the rank's tokens each query sees (`local_seq_lens`)
+        attn_sink      float32, of the heads of the result, or None
+        out            [T, h, 512] of q's dtype to write instead of allocating
+        lse            [T, h] float32 to write instead of allocating
+        plan           as in dense_mla_decode; None: one of this instance
+        options        scale, softmax_scale and max_seqlen (of the rank's tokens) as in dense_mla_decode
+
+        Returns out and lse, of the rank's own heads where heads are split.
+        """
+
+        def attend(q: Any, part: Any, part_lse: Any) -> None:
+            dense_mla_decode(
+                q[:, None], k_cache, block_table, cache_seqlens, out=part[:, None], lse=part_lse[..., None],
+                plan=self._dense_plan if plan is None else plan, backend=self.backend, **options,
+            )  # fmt: skip
+
+        return self._decode(attend, q, attn_sink, out, lse, stream)
+
+    def sparse_decode(
+        self,
+        q: Any,
+        k_cache: Any,
+        indices: Any,
+        topk_length: Any = None,
+        *,
+        extra_indices: Any = None,
+        attn_sink: Any | None = None,
+        out: Any | None = None,
+        lse: Any | None = None,
+        plan: DecodePlan | None = None,
+        stream: Any = None,
+        **options: Any,
+    ) -> tuple[Any, Any]:
+        """`sparse_mla_decode` over the rows of all ranks.
+
+        q              [T, h, d], the same on every rank; or the rank's own heads
+        k_cache        the rank's cache
+        indices        [T, topk] int32, the rank's share of what each query attends to, as slots of its cache
+                       (`localise_indices`; `local_window` for a cache that every rank has)
+        topk_length    [T] int32 or None
+        extra_indices  [T, extra_topk] int32 or None, of extra_k_cache
+        attn_sink      float32, of the heads of the result, or None
+        out, lse       as in dense_decode
+        plan           as in sparse_mla_decode, made for these lengths; None: planned here
+        options        layout, block_size, softmax_scale, batch_invariant, extra_k_cache, extra_topk_length and
+                       extra_block_size as in sparse_mla_decode
+
+        Returns out [T, h, 512] and lse [T, h], of the rank's own heads where heads are split.
+        """
+        if extra_indices is not None:
+            options["extra_indices"] = dlpack.borrow(extra_indices, "extra_indices")[:, None]
+        if plan is None:
+            plan = self._sparse_plan
+            plan.renew()
+
+        def attend(q: Any, part: Any, part_lse: Any) -> None:
+            sparse_mla_decode(
+                q[:, None], k_cache, dlpack.borrow(indices, "indices")[:, None], topk_length=topk_length,
+                out=part[:, None], lse=part_lse[..., None], plan=plan, backend=self.backend, **options,
+            )  # fmt: skip
+
+        return self._decode(attend, q, attn_sink, out, lse, stream)
+
+    def _decode(self, attend: Attend, q: Any, attn_sink: Any, out: Any, lse: Any, stream: Any) -> tuple[Any, Any]:
+        framework, native = dlpack.framework_of(q), dlpack.borrow(q, "q")
+        if native.ndim != 3:
+            raise ValueError(f"q: got shape {tuple(native.shape)}, expected [T, h, d]")
+        size = self.comm.size
+        sink = None if attn_sink is None else dlpack.borrow(attn_sink, "attn_sink")
+        with streams.callers(native, framework, stream):
+            shape = (*native.shape[:2], V_DIM)  # of the result
+            out_array, lse_array = outputs(native, shape, out, lse)
+            if self.split_heads:
+                self._by_heads(attend, self._gathered(native), sink, out_array, lse_array)
+            elif size <= GATHERED_RANKS or shape[1] % size:
+                self._everything_to_all(attend, native, sink, out_array, lse_array)
+            else:
+                self._each_some_heads(attend, native, sink, out_array, lse_array)
+        return dlpack.give(out_array, framework) if out is None else out, (
+            dlpack.give(lse_array, framework) if lse is None else lse
+        )
+
+    def _gathered(self, q: Any) -> Any:
+        """q of all ranks' heads, [T, h, d]."""
+        by_head = q.transpose(1, 0, 2)
+        if not by_head.flags.c_contiguous:
+            by_head = self._array("q", by_head.shape, q.dtype, q)
+            copy(by_head, q.transpose(1, 0, 2))
+        heads, tokens, dim = by_head.shape
+        everyones = self._array("all_q", (self.comm.size, heads, tokens, dim), q.dtype, q)
+        self.comm.all_gather(by_head, everyones)
+        return everyones.reshape(-1, tokens, dim).transpose(1, 0, 2)
+
+    def _everything_to_all(self, attend: Attend, q: Any, sink: Any, out: Any, lse: Any) -> None:
+        """Every rank gets all results, and merges all heads."""
+        part, part_lse = self._arrays("part", out.shape, q)
+        attend(q, part, part_lse)
+        parts = self._arrays("parts", (self.comm.size, *out.shape), q)
+        self.comm.all_gather((part, part_lse), parts)
+        self._merge(*parts, sink, out, lse)
+
+    def _by_heads(self, attend: Attend, q: Any, sink: Any, out: Any, lse: Any) -> None:
+        """Every rank gets the results of its own heads, of which out and lse are, and merges them."""
+        size = self.comm.size
+        tokens, heads, _ = q.shape
+        part, part_lse = self._arrays("part", (heads, tokens, V_DIM), q)  # heads first: those of a rank are one piece
+        attend(q, part.transpose(1, 0, 2), part_lse.T)
+        by_rank = (size, heads // size, tokens)
+        parts, parts_lse = self._arrays("parts", (*by_rank, V_DIM), q)
+        self.comm.all_to_all((part.reshape(*by_rank, V_DIM), part_lse.reshape(by_rank)), (parts, parts_lse))
+        self._merge(parts.transpose(0, 2, 1, 3), parts_lse.transpose(0, 2, 1), sink, out, lse)
+
+    def _each_some_heads(self, attend: Attend, q: Any, sink: Any, out: Any, lse: Any) -> None:
+        """Every rank merges some heads, and all get all of them: less to send than everything to all."""
+        size = self.comm.size
+        tokens, heads, _ = q.shape
+        own = heads // size
+        merged, merged_lse = self._arrays("merged", (own, tokens, V_DIM), q)
+        own_sink = None if sink is None else sink[self.comm.rank * own : (self.comm.rank + 1) * own]
+        self._by_heads(attend, q, own_sink, merged.transpose(1, 0, 2), merged_lse.T)
+        everyones, everyones_lse = self._arrays("all_merged", (size, own, tokens, V_DIM), q)
+        self.comm.all_gather((merged, merged_lse), (everyones, everyones_lse))
+        copy(out, everyones.reshape(heads, tokens, V_DIM).transpose(1, 0, 2))
+        copy(lse, everyones_lse.reshape(heads, tokens).T)
+
+    def _merge(self, parts: Any, lses: Any, sink: Any, out: Any, lse: Any) -> None:
+        """parts [n, T, h, 512], lses [n, T, h]; out [T, h, 512] and lse [T, h] written."""
+        merge_partials(
+            parts[:, :, None], lses[..., None], sink, out=out[:, None], lse=lse[..., None], backend=self.backend
+        )
+
+    def _array(self, name: str, shape: tuple[int, ...], dtype: Any, like: Any) -> Any:
+        return self._workspace.shaped(name, shape, dtype, like)
+
+    def _arrays(self, name: str, shape: tuple[int, ...], like: Any) -> tuple[Any, Any]:
+        """For results of this shape, of `like`'s dtype, and their lse."""
+        return self._array(name, shape, like.dtype, like), self._array(f"{name}_lse", shape[:-1], FLOAT32, like)
+
+
+def outputs(q: Any, shape: tuple[int, ...], out: Any, lse: Any) -> tuple[Any, Any]:
+    """out and lse as given, checked, or new ones. Raises TypeError or ValueError."""
+    arrays = []
+    for name, given, dtype, size in (("out", out, q.dtype, shape), ("lse", lse, FLOAT32, shape[:-1])):
+        if given is None:
+            if not isinstance(q, np.ndarray) and streams.is_capturing():
+                raise ValueError(
+                    f"{name}: got None while a CUDA graph is being captured, expected {dtype} {list(size)}"
+                )
+            arrays.append(dlpack.empty(size, dtype, q))
+            continue
+        array = dlpack.borrow(given, name, writable=True)
+        if array.dtype != dtype:
+            raise TypeError(f"{name}: got dtype {array.dtype}, expected {dtype}")
+        if array.shape != size:
+            raise ValueError(f"{name}: got shape {tuple(array.shape)}, expected {list(size)}")
+        arrays.append(array)
+    return arrays[0], arrays[1]
+
+
+def copy(to: Any, source: Any) -> None:
+    """A copy of bits: CuPy does not know every type."""
+    bits = f"u{to.dtype.itemsize}"
+    to.view(bits)[...] = source.view(bits)
+
+
+def local_window(
+    swa_indices: Any, swa_lens: Any, rank: int, size: int, *, out: Any = None, backend: str | None = None
+) -> tuple[Any, Any]:
+    """A rank's share of the windows in a cache that every rank has whole: every rank takes as many columns.
+
+    swa_indices  [T, W] or [T, 1, W] int32 slots
+    swa_lens     [T] int32
+    out          [T] int32 to write instead of allocating
+
+    Returns the columns of swa_indices, [T, W / size] without a copy, and how many entries of each are in use.
+    """
+    columns = dlpack.borrow(swa_indices, "swa_indices")
+    if columns.ndim == 3 and columns.shape[1] == 1:
+        columns = columns[:, 0]
+    width = max(1, -(-columns.shape[1] // size))
+    lens = local_seq_lens(swa_lens, Shard(rank, size, width), out=out, backend=backend)
+    return columns[:, rank * width : (rank + 1) * width], lens

@@ -1,0 +1,173 @@
+"""What communicators do, and that what is wrong with a rank is an error that names it."""
+
+import multiprocessing
+import time
+
+import numpy as np
+import pytest
+
+from cumla.parallel import Agreement, FileStore, MemoryStore, RankError, TcpStore, ThreadCommunicator, run_threads
+from support.lab import BF16
+
+SECONDS = 0.3
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+@pytest.mark.parametrize("dtype", [np.uint8, BF16, np.float32])
+def test_threads_move_arrays(size, dtype):
+    def on(comm):
+        x = (np.arange(6) + comm.rank).astype(dtype).reshape(2, 3)
+        parts = np.stack([x + np.array(10 * to, dtype) for to in range(size)])
+        y = np.full(3, comm.rank, np.int32)
+        both = comm.all_gather((x, y))
+        return comm.all_gather(x), comm.reduce_scatter(parts), comm.all_to_all(parts), both
+
+    got = run_threads(size, on)
+    x = [(np.arange(6) + rank).astype(dtype).reshape(2, 3) for rank in range(size)]
+    for rank, (gathered, total, taken, both) in enumerate(got):
+        np.testing.assert_array_equal(gathered, np.stack(x))
+        np.testing.assert_array_equal(both[0], gathered)
+        np.testing.assert_array_equal(both[1], np.arange(size)[:, None] * np.ones(3))
+        mine = [a + np.array(10 * rank, dtype) for a in x]
+        np.testing.assert_array_equal(taken, np.stack(mine))
+        np.testing.assert_array_equal(total, np.sum(np.stack(mine).astype(np.float64), axis=0).astype(dtype))
+
+
+def test_results_come_where_they_are_wanted():
+    def on(comm):
+        out = np.empty((2, 3), np.float32)
+        return comm.all_gather(np.full(3, comm.rank, np.float32), out) is out and out[:, 0].tolist()
+
+    assert run_threads(2, on) == [[0, 1], [0, 1]]
+
+
+WRONG = {
+    "shape": (
+        lambda comm: comm.all_gather(np.zeros(4 if comm.rank == 2 else 3)),
+        r"rank 2 got .*\[4\], expected .*\[3\]",
+    ),
+    "dtype": (
+        lambda comm: comm.all_gather(np.zeros(3, np.int32 if comm.rank == 2 else np.float32)),
+        "rank 2 got all_gather of int32",
+    ),
+    "call": (
+        lambda comm: (comm.all_to_all if comm.rank == 2 else comm.all_gather)(np.zeros((3, 2))),
+        "rank 2 got all_to_all of",
+    ),
+    "end": (lambda comm: comm.rank == 2 or comm.all_gather(np.zeros(3)), "rank 2 ended and did not call 1"),
+    "error": (
+        lambda comm: [][comm.rank] if comm.rank == 2 else comm.all_gather(np.zeros(3)),
+        "rank 2 failed: IndexError",
+    ),
+    "late": (
+        lambda comm: (comm.rank == 2 and time.sleep(3 * SECONDS), comm.all_gather(np.zeros(3))),
+        r"rank 2 did not come to call 1 within 0\.3 s",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_rank_that_is_wrong_is_named(case):
+    function, says = WRONG[case]
+    start = time.monotonic()
+    with pytest.raises(RankError, match=says) as caught:
+        run_threads(3, function, SECONDS)
+    assert caught.value.ranks == (2,)
+    assert time.monotonic() - start < 10
+
+
+def test_a_rank_that_never_ends_is_named():
+    def on(comm):
+        if comm.rank == 1:
+            time.sleep(5)
+        comm.all_gather(np.zeros(3, np.float32))
+
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 did not come"):
+        run_threads(2, on, SECONDS)
+    assert time.monotonic() - start < 4
+
+
+@pytest.mark.parametrize(
+    ("x", "out", "error", "says"),
+    [
+        (np.zeros((3, 4)), None, ValueError, r"x: got shape \(3, 4\), expected \[2, ...\], a part for each rank"),
+        (np.zeros((4, 2)).T, None, ValueError, "x: got strides"),
+        (np.zeros((2, 4)), np.zeros((2, 3)), ValueError, r"out: got shape \(2, 3\), expected \(2, 4\)"),
+        (np.zeros((2, 4)), np.zeros((2, 4), np.float32), TypeError, "out: got dtype float32, expected float64"),
+        ((np.zeros((2, 4)),), (), ValueError, "out: got 0 arrays, expected 1"),
+        ([1.0], None, TypeError, "x: got float"),
+    ],
+)
+def test_arguments(x, out, error, says):
+    def on(comm):
+        with pytest.raises(error, match=says):
+            comm.all_to_all(x, out)
+        return comm._calls
+
+    assert run_threads(2, on) == [0, 0]
+
+
+def test_another_number_of_ranks():
+    store, errors = MemoryStore(), []
+
+    def on(comm):
+        try:
+            with Agreement(store, comm.rank, 2 + comm.rank, SECONDS) as agreement:
+                ThreadCommunicator(agreement)
+        except RankError as error:
+            errors.append((comm.rank, str(error)))
+
+    run_threads(2, on)
+    assert len(errors) == 2
+    assert "rank 1 got 3 ranks, expected 2 ranks as rank 0" in dict(errors)[0]
+    assert "rank 0" in dict(errors)[1] or "rank 2" in dict(errors)[1]
+
+
+def store_of(kind, place):
+    return FileStore(place) if kind == "file" else TcpStore(*place)
+
+
+def be_a_rank(kind, place, rank, results):
+    """In a process of its own: agree twice, where rank 2 is of another opinion the second time."""
+    try:
+        with Agreement(store_of(kind, place), rank, 3, 20) as agreement:
+            values = agreement.exchange("who is there", {"rank": rank})
+            assert [value["rank"] for value in values] == [0, 1, 2]
+            agreement.agree("what to do", "gather" if rank < 2 else "scatter")
+    except RankError as error:
+        results.put((rank, error.ranks, str(error)))
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_processes_agree(kind, tmp_path):
+    context = multiprocessing.get_context("spawn")
+    place = str(tmp_path) if kind == "file" else (TcpStore.serve(b"secret"), b"secret")
+    results = context.Queue()
+    processes = [context.Process(target=be_a_rank, args=(kind, place, rank, results)) for rank in range(3)]
+    for process in processes:
+        process.start()
+    got = sorted(results.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join(20)
+        assert process.exitcode == 0
+    assert [rank for rank, _, _ in got] == [0, 1, 2]
+    assert all(ranks == (2,) and "rank 2 got scatter, expected gather" in text for _, ranks, text in got)
+
+
+def test_nobody_serves():
+    with pytest.raises(TimeoutError, match=r"address: nobody serves \('127.0.0.1', 1\)"):
+        TcpStore(("127.0.0.1", 1), b"key", time_limit=0.1)
+
+
+def test_what_was_read_is_deleted(tmp_path):
+    """A long run leaves no more than its last words."""
+    store = MemoryStore()
+
+    def on(comm):
+        agreement = Agreement(store, comm.rank, 2, 10)
+        for i in range(20):
+            agreement.exchange(f"step {i}", i)
+
+    run_threads(2, on)
+    assert len(store._values) <= 4

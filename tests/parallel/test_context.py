@@ -1,0 +1,139 @@
+"""A context dealt out to ranks gives what one device gives, for every number of ranks."""
+
+import numpy as np
+import pytest
+
+import cumla
+from cumla.parallel import ContextAttention, local_window, run_threads
+from support import ranks
+from support.attention import make_cache
+from support.bounds import DECODE_LSE, DECODE_OUT, assert_same_direction, assert_within
+from support.lab import to_float
+from support.ranks import Context
+
+SIZES = range(1, 9)
+SECONDS = 30
+BLOCK = ranks.BLOCK
+
+
+def check(got, want, split_heads, size):
+    """Every rank's results: of all heads, or of its own. What goes between ranks is rounded to bfloat16, by 2^-9 of
+    each part at most, and all parts of a value together are not larger than what it is the mean of."""
+    want_out, want_lse, sizes = want
+    heads = want_out.shape[1]
+    assert len(got) == size
+    for rank, (out, lse) in enumerate(got):
+        own = slice(rank * heads // size, (rank + 1) * heads // size) if split_heads else slice(None)
+        absolute = DECODE_OUT.absolute + (2.0**-9 * sizes[:, own] if size > 1 else 0)
+        assert_within("out", to_float(out), want_out[:, own], absolute, DECODE_OUT.relative)
+        assert_same_direction("out", to_float(out), want_out[:, own], (2 if size > 1 else 1) * DECODE_OUT.cosine)
+        assert_within("lse", lse, want_lse[:, own], *DECODE_LSE[:2])
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("split_heads", [False, True], ids=["all-heads", "own-heads"])
+def test_dense(rng, size, split_heads):
+    heads = size if split_heads else 6  # which most numbers of ranks do not divide
+    context = Context.make(rng, [37, 0, 5, 64, 1], heads, 576, s_q=2)
+    sink = rng.standard_normal(heads).astype(np.float32)
+    want = ranks.dense_on_one(context, sink)
+    got = run_threads(
+        size, lambda comm: ranks.dense_on(comm, context, 1 + size % 3, split_heads, sink, max_seqlen=70), SECONDS
+    )
+    check(got, want, split_heads, size)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("split_heads", [False, True], ids=["all-heads", "own-heads"])
+def test_selected_rows(rng, size, split_heads):
+    heads = 2 * size if split_heads else 4
+    context = Context.make(rng, [50, 3, 90], heads, 576)
+    selected = rng.integers(-5, 95, (3, 40)).astype(np.int32)
+    selected[1] = -1  # a query that sees nothing
+    # What a request does not have is nowhere: the pages behind its rows hold none.
+    selected = np.where(selected < context.lens[context.token_to_req][:, None], selected, -1).astype(np.int32)
+    want = ranks.sparse_on_one(context, selected, cumla.V32_FP8)
+    got = run_threads(
+        size, lambda comm: ranks.sparse_on(comm, context, selected, cumla.V32_FP8, 2, None, split_heads), SECONDS
+    )
+    check(got, want, split_heads, size)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_compressed_rows_beside_a_window_that_every_rank_has(rng, size):
+    """With a sink, which counts once."""
+    context = Context.make(rng, [40, 17], 8, 512)
+    window = ranks.Window(
+        make_cache(rng, cumla.DSV4_FP8, 6, 4),
+        rng.integers(0, 24, (2, 10)).astype(np.int32),
+        np.array([10, 3], np.int32),
+    )
+    selected = np.stack([rng.permutation(40)[:17], rng.permutation(17)]).astype(np.int32)
+    sink = rng.standard_normal(8).astype(np.float32)
+    want = ranks.sparse_on_one(context, selected, cumla.DSV4_FP8, window, sink)
+    got = run_threads(
+        size,
+        lambda comm: ranks.sparse_on(comm, context, selected, cumla.DSV4_FP8, BLOCK, window, False, sink),
+        SECONDS,
+    )
+    check(got, want, False, size)
+
+
+def test_windows_are_shared_out_once(rng):
+    indices, lens = np.arange(30, dtype=np.int32).reshape(3, 10), np.array([10, 4, 0], np.int32)
+    for size in SIZES:
+        seen = [[], [], []]
+        for rank in range(size):
+            columns, counts = local_window(indices[:, None], lens, rank, size)
+            assert columns.base is not None  # no copy
+            for row, count, entries in zip(columns, counts, seen, strict=True):
+                entries += row[:count].tolist()
+        assert seen == [row[:count].tolist() for row, count in zip(indices, lens, strict=True)]
+
+
+def test_outputs_and_queries_in_place(rng):
+    """q written where `queries` says is what is gathered; results come where they are wanted, and are the same."""
+    context = Context.make(rng, [20, 9], 4, 576)
+    tokens = len(context.seen)
+
+    def on(comm):
+        first = ranks.dense_on(comm, context, 1, True)
+        out, lse = np.empty((tokens, 2, 512), context.q.dtype), np.empty((tokens, 2), np.float32)
+        again = ranks.dense_on(comm, context, 1, True, out=out, lse=lse)
+        assert again[0] is out
+        assert again[1] is lse
+        attention = ContextAttention(comm, split_heads=True)
+        q = attention.queries(tokens, 2, 576, context.q)
+        q[...] = context.q[:, context.own_heads(comm)]
+        assert np.shares_memory(q, attention.queries(tokens, 2, 576, context.q))
+        assert attention._gathered(q).tobytes() == context.q.tobytes()
+        return np.array_equal(out, first[0]) and np.array_equal(lse, first[1])
+
+    assert run_threads(2, on, SECONDS) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        (
+            {"q": np.ones((1, 2, 1, 576), np.float32)},
+            ValueError,
+            r"q: got shape \(1, 2, 1, 576\), expected \[T, h, d\]",
+        ),
+        ({"out": np.ones((2, 4, 511), np.float32)}, TypeError, "out: got dtype float32"),
+        ({"lse": np.ones((4, 2), np.float32)}, ValueError, r"lse: got shape \(4, 2\), expected \[2, 4\]"),
+    ],
+)
+def test_errors_come_before_anything_is_sent(rng, change, error, says):
+    context = Context.make(rng, [20, 9], 4, 576)
+    arguments = {
+        "q": context.q, "k_cache": np.zeros((2, 4, 576), context.q.dtype), "block_table": np.zeros((2, 1), np.int32),
+        "cache_seqlens": np.ones(2, np.int32),
+    }  # fmt: skip
+
+    def on(comm):
+        with pytest.raises(error, match=says):
+            ContextAttention(comm).dense_decode(**(arguments | change))
+        return comm._calls
+
+    assert run_threads(2, on, SECONDS) == [0, 0]

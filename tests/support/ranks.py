@@ -1,0 +1,158 @@
+"""Attention problems dealt out to ranks, from the rows that are written on, and the answer of one device."""
+
+import dataclasses
+
+import numpy as np
+
+import cumla
+from cumla.kernels.reference.rows import read_tokens
+from cumla.kernels.types.segments import Pages
+from cumla.parallel import (
+    ContextAttention,
+    Shard,
+    local_seq_lens,
+    local_slot_mapping,
+    local_window,
+    localise_indices,
+)
+from support.lab import BF16
+
+BLOCK = 4
+
+
+@dataclasses.dataclass
+class Context:
+    """Rows of requests one behind another, [sum of lens, d], and queries [T, h, d] of them.
+
+    token_to_req  [T]: the request of each query
+    seen          [T]: rows of the request that the query sees
+    """
+
+    rows: np.ndarray
+    lens: np.ndarray
+    q: np.ndarray
+    token_to_req: np.ndarray
+    seen: np.ndarray
+
+    @classmethod
+    def make(cls, rng, lens, heads, dim, s_q=1):
+        lens = np.array(lens, np.int32)
+        rows = (rng.standard_normal((lens.sum(), dim)) * np.exp(rng.uniform(-1, 1, (lens.sum(), 1)))).astype(BF16)
+        token_to_req = np.repeat(np.arange(len(lens), dtype=np.int32), s_q)
+        seen = np.maximum(lens[token_to_req] - s_q + 1 + np.tile(np.arange(s_q), len(lens)), 0).astype(np.int32)
+        return cls(rows, lens, rng.standard_normal((len(seen), heads, dim)).astype(BF16), token_to_req, seen)
+
+    @property
+    def starts(self):
+        return np.concatenate([[0], np.cumsum(self.lens)]).astype(np.int32)
+
+    def pages(self, shard, seed=0):
+        """A block table of the rank's own, and how many pages that are."""
+        columns = -(-int(self.lens.max()) // (BLOCK * shard.size)) + shard.interleave
+        table = np.random.default_rng([seed, shard.rank]).permutation(len(self.lens) * columns).astype(np.int32)
+        return table.reshape(len(self.lens), columns), table.size
+
+    def slots(self, table, shard):
+        return local_slot_mapping(self.starts, self.lens, table, BLOCK, shard, num_tokens=len(self.rows))
+
+    def own_heads(self, comm):
+        own = self.q.shape[1] // comm.size
+        return slice(comm.rank * own, (comm.rank + 1) * own)
+
+
+def dense_on(comm, context, interleave, split_heads=False, sink=None, **options):
+    """A rank's part, from writing its rows on: out and lse of the heads that it has."""
+    shard = Shard(comm.rank, comm.size, interleave)
+    table, pages = context.pages(shard)
+    cache = np.zeros((pages, BLOCK, 576), BF16)
+    cumla.concat_and_cache_mla(context.rows[:, :512], context.rows[:, 512:], cache, context.slots(table, shard))
+    lens = local_seq_lens(context.seen, shard)
+    q = context.q
+    if split_heads:
+        q, sink = np.ascontiguousarray(q[:, context.own_heads(comm)]), cut(sink, context.own_heads(comm))
+    attention = ContextAttention(comm, split_heads=split_heads)
+    return attention.dense_decode(
+        q, cache, np.ascontiguousarray(table[context.token_to_req]), lens, attn_sink=sink, **options
+    )
+
+
+def dense_on_one(context, sink=None):
+    cache = np.zeros((-(-len(context.rows) // BLOCK) + 1, BLOCK, 576), BF16)
+    cache.reshape(-1, 576)[: len(context.rows)] = context.rows
+    slots = [
+        context.starts[request] + np.arange(seen)
+        for request, seen in zip(context.token_to_req, context.seen, strict=True)
+    ]
+    return attend(context.q, [(cache, cumla.MLA_BF16, slots)], sink)
+
+
+def attend(q, caches, sink):
+    """Attention in float64 over slots of caches: out, lse, and the mean size of what each value of out is made of."""
+    out, lse, size = np.zeros((*q.shape[:2], 512)), np.full(q.shape[:2], np.inf), np.zeros((*q.shape[:2], 512))
+    for token, queries in enumerate(q.astype(np.float64)):
+        keys = [read_tokens(pages_of(cache, layout), slots[token]) for cache, layout, slots in caches]
+        keys = np.concatenate(keys)
+        if not len(keys):
+            continue
+        scores = queries @ keys.T * keys.shape[1] ** -0.5
+        top = scores.max(axis=1, keepdims=True)
+        weights = np.exp(scores - top)
+        lse[token] = top[:, 0] + np.log(weights.sum(axis=1))
+        whole = weights.sum(axis=1, keepdims=True)
+        if sink is not None:
+            whole = whole + np.exp(sink[:, None] - top)
+        out[token], size[token] = weights @ keys[:, :512] / whole, weights @ np.abs(keys[:, :512]) / whole
+    return out, lse, size
+
+
+def pages_of(cache, layout):
+    rows = cache.view(np.uint8).reshape(len(cache), -1) if layout is cumla.MLA_BF16 else None
+    if rows is None:
+        rows = np.lib.stride_tricks.as_strided(
+            cache, (len(cache), BLOCK * layout.token_bytes), (cache.strides[0], 1)
+        )  # fmt: skip
+    return Pages(rows, BLOCK, layout)
+
+
+def sparse_on(comm, context, selected, layout, interleave, window=None, split_heads=False, sink=None, **options):
+    """The same for rows that each query selected, and with a window (indices, lens, cache) that every rank has."""
+    shard = Shard(comm.rank, comm.size, interleave)
+    table, pages = context.pages(shard)
+    cache = layout.allocate(pages, BLOCK)
+    cumla.quantize_and_insert_k_cache(context.rows, cache, context.slots(table, shard), BLOCK, layout=layout)
+    slots, lens = localise_indices(selected, context.token_to_req, table, BLOCK, shard)
+    q = context.q
+    if split_heads:
+        q, sink = np.ascontiguousarray(q[:, context.own_heads(comm)]), cut(sink, context.own_heads(comm))
+    attention = ContextAttention(comm, split_heads=split_heads)
+    if window is None:
+        return attention.sparse_decode(q, cache, slots, lens, layout=layout, attn_sink=sink, **options)
+    swa_indices, swa_lens = local_window(window.indices, window.lens, comm.rank, comm.size)
+    return attention.sparse_decode(
+        q, window.cache, swa_indices, swa_lens, extra_k_cache=cache, extra_indices=slots, extra_topk_length=lens,
+        layout=layout, attn_sink=sink, **options,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass
+class Window:
+    cache: np.ndarray
+    indices: np.ndarray
+    lens: np.ndarray
+
+
+def sparse_on_one(context, selected, layout, window=None, sink=None):
+    cache = layout.allocate(-(-len(context.rows) // BLOCK), BLOCK)
+    cumla.quantize_and_insert_k_cache(context.rows, cache, np.arange(len(context.rows)), BLOCK, layout=layout)
+    lens, starts = context.lens[context.token_to_req], context.starts[context.token_to_req]
+    slots = [
+        row[(row >= 0) & (row < length)] + start for row, length, start in zip(selected, lens, starts, strict=True)
+    ]
+    caches = [(cache, layout, slots)]
+    if window is not None:
+        caches.append((window.cache, layout, [row[:n] for row, n in zip(window.indices, window.lens, strict=True)]))
+    return attend(context.q, caches, sink)
+
+
+def cut(sink, heads):
+    return None if sink is None else np.ascontiguousarray(sink[heads])
