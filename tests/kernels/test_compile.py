@@ -1,4 +1,7 @@
-"""The CUDA sources compile for every target, without a GPU, and keep their values in registers."""
+"""The CUDA sources compile for every target, without a GPU, and keep their values in registers.
+
+All of them for Hopper, and each file for the oldest target that takes it; slow tests are for all others.
+"""
 
 import re
 
@@ -198,7 +201,17 @@ def name_of(number):
     return "-".join(map(str, (file, *macros.values(), target)))
 
 
-@pytest.mark.parametrize("number", range(len(COMPILATIONS)), ids=name_of)
+def is_quick(number):
+    """Whether it is for Hopper and runs there, or the first of its file for the oldest target."""
+    file, macros, target = COMPILATIONS[number]
+    first = next(i for i, (other, _, of) in enumerate(COMPILATIONS) if (other, of) == (file, target))
+    return (target == "sm_90a" and "EVERY_LANE_ARRIVES" not in macros) or (target == TARGETS[0] and number == first)
+
+
+NUMBERS = [n if is_quick(n) else pytest.param(n, marks=pytest.mark.slow) for n in range(len(COMPILATIONS))]
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=name_of)
 def test_source(number):
     log = compiled(*COMPILATIONS[number])
     kernels = re.findall(r"Compiling entry function '(\w+)'", log)

@@ -8,11 +8,10 @@ BOUNDS = {"bfloat16": 0.01, "fp8": 0.04}
 QUICK, WHOLE = 9, 10_000  # tokens
 
 
+@pytest.mark.nowhere(when=lambda x: x.backend != "cuda")  # the other backends' layers are tested on the host
 @pytest.mark.parametrize("cache_format", BOUNDS)
 @pytest.mark.parametrize("case", [0, 5, 10, 13])
 def test_layer_equals_transformers(lab, case, cache_format):
-    if lab.backend != "cuda":
-        pytest.skip("the other backends' layers are tested on the host")
     golden = GoldenLayer(case)
     make = V4Layer if golden.record["model"] == "v4" else V32Layer
     layer = make(golden, activations="bfloat16", cache_format=cache_format, backend="cuda", lab=lab)

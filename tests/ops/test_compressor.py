@@ -24,6 +24,16 @@ KINDS = {"ratio4": (4, 2), "ratio128": (128, 1)}
 DTYPES = {"bfloat16": BF16, "float32": np.float32}
 
 
+def is_float32_off_the_host(x):
+    """Of float32 activations and rows."""
+    float32 = x.get("dtype") == "float32" or x.get("layout") in (DSV4_F32, INDEXER_F32)
+    return float32 and x.backend not in ("reference", "cpu")
+
+
+def takes_the_simulator_long(x):
+    return x.simulated and (x.get("kind") == "ratio128" or x.get("layout") not in (DSV4_FP8, INDEXER_BF16))
+
+
 def cache_of(layout, blocks, block_size):
     """Bytes of 0xA5, or rows of numbers."""
     if layout.value_type == "e4m3":
@@ -120,13 +130,11 @@ def assert_rows(got, want, layout):
     assert (np.abs(got - want) <= allowed).all()
 
 
+@pytest.mark.nowhere(when=is_float32_off_the_host)
+@pytest.mark.nowhere(when=takes_the_simulator_long)
 @pytest.mark.parametrize("layout", [DSV4_FP8, DSV4_BF16, DSV4_F32, INDEXER_FP8, INDEXER_BF16, INDEXER_F32], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_compressor(lab, rng, layout, kind):
-    if layout.value_type == "float32" and lab.backend not in ("reference", "cpu"):
-        pytest.skip("float32 rows are for the host")
-    if lab.tiny and (kind == "ratio128" or layout not in (DSV4_FP8, INDEXER_BF16)):
-        pytest.skip("slow in the simulator")
     case = Case(rng, layout, kind)
     before = cache_of(layout, 4, 16)
     cache, state = case.run(lab, before.copy() if before.base is None else cache_of(layout, 4, 16))
@@ -145,10 +153,9 @@ def test_compressor(lab, rng, layout, kind):
     np.testing.assert_array_equal(state, saved)
 
 
+@pytest.mark.nowhere(when=lambda x: x.simulated)  # slow
 def test_states_in_pages_give_the_bits_of_states_at_hand(lab, rng):
     """A prompt at once, and token by token."""
-    if lab.tiny:
-        pytest.skip("slow in the simulator")
     case = Case(rng, DSV4_FP8, "ratio4")
     tokens = 9
     case.positions = np.tile(np.arange(tokens), 2)
@@ -174,10 +181,9 @@ def padded(cache):
     return pages
 
 
+@pytest.mark.nowhere(when=is_float32_off_the_host)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_of_queries_and_keys(lab, rng, dtype):
-    if dtype == "float32" and lab.backend not in ("reference", "cpu"):
-        pytest.skip("float32 activations are for the host")
     both = rng.standard_normal((5, 384 + 512), np.float32).astype(DTYPES[dtype])
     weights = [rng.standard_normal(n, np.float32) for n in (384, 512)]
     placed = lab.put(both)
@@ -190,11 +196,10 @@ def test_norms_of_queries_and_keys(lab, rng, dtype):
         )
 
 
+@pytest.mark.nowhere(when=is_float32_off_the_host)
 @pytest.mark.parametrize("layout", [DSV4_FP8, DSV4_BF16, DSV4_F32], ids=str)
 def test_queries_and_window_rows(lab, rng, layout):
     dtype = np.float32 if layout is DSV4_F32 else BF16
-    if layout is DSV4_F32 and lab.backend not in ("reference", "cpu"):
-        pytest.skip("float32 rows are for the host")
     tokens, heads = (3, 2) if lab.tiny else (7, 5)
     q = rng.standard_normal((tokens, heads, 512), np.float32).astype(dtype)
     kv = rng.standard_normal((tokens, 512), np.float32).astype(dtype)
@@ -218,11 +223,10 @@ def test_queries_and_window_rows(lab, rng, layout):
     np.testing.assert_array_equal(rows[untouched], rows_of(before, layout)[untouched])
 
 
+@pytest.mark.nowhere(when=lambda x: x.simulated and x.get("dim") > 128)  # slow
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("dim", [64, 128, 192, 512])
 def test_rope(lab, rng, dim, inverse):
-    if lab.tiny and dim > 128:
-        pytest.skip("slow in the simulator")
     x = rng.standard_normal((3, 4, dim), np.float32).astype(BF16)
     cos_sin = rng.standard_normal((32, 64), np.float32)
     positions = np.array([0, 31, 7], np.int32)
