@@ -27,7 +27,6 @@ from ..layout import CacheLayout
 from . import rehearsal
 from .backends import choose, kernels
 from .launch_cache import record_output
-from .values import check_integers as check_integers
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 INT32 = (np.dtype(np.int32),)

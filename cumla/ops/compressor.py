@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..dispatch.call import BF16, FLOAT32, INT32, SLOTS, Call, check_integers
+from ..dispatch.call import BF16, FLOAT32, INT32, SLOTS, Call
 from ..dispatch.formats import cache_layout
 from ..dispatch.launch_cache import launch_cached
+from ..dispatch.values import check_integers
 from ..kernels.types.compressor import Compression
 from ..layout import CacheLayout
 from .norm_rope import check_epsilon, cos_sin

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..dispatch.call import BF16, BYTES, FLOAT32, SLOTS, Call, check_integers
+from ..dispatch.call import BF16, BYTES, FLOAT32, SLOTS, Call
 from ..dispatch.formats import cache_layout
 from ..dispatch.launch_cache import launch_cached
+from ..dispatch.values import check_integers
 from ..layout import DSV4_FP8, CacheLayout
 from .sparse_attention import check_heads
 from .sparse_cache import checked_slots
