@@ -8,6 +8,7 @@ from metadata.batches import buffers_of, make_batch
 
 import cumla
 import emulation
+from cumla.cli.check import check_case
 from cumla.dispatch import backends
 from cumla.kernels.cuda import compile as compiler
 from cumla.kernels.cuda.launch import recorded_launches
@@ -15,7 +16,7 @@ from cumla.metadata import DeepseekSparseSWAMetadataBuilder, DeepseekV32IndexerM
 from emulation import launches, queues
 from support import operations
 from support.attention import Problem, make_cache, make_indices, make_q, steep
-from support.bounds import assert_decode, assert_prefill, assert_within, largest_values
+from support.bounds import assert_decode, assert_prefill, largest_values
 from support.lab import BF16, Lab, to_float
 
 pytestmark = pytest.mark.skipif(emulation.unavailable() is not None, reason=str(emulation.unavailable()))
@@ -33,29 +34,30 @@ def here():
         yield Lab("cuda", on_device=True, emulated=True)
 
 
-def run(case, arguments, put, get, backend):
-    """What a call leaves in its arrays and what it returns."""
+def run(name, arguments, put, get, backend):
+    """What an operation gives back, on the host."""
     arrays = {name: put(value) if isinstance(value, np.ndarray) else value for name, value in arguments.items()}
-    results = getattr(cumla, operations.operation(case))(**arrays, backend=backend)
-    results = () if results is None else results if isinstance(results, tuple) else (results,)
-    return [get(x) for x in (*arrays.values(), *results) if hasattr(x, "dtype")]
+    return [get(x) for x in getattr(cumla, name)(**arrays, backend=backend)]
+
+
+def has_cuda_kernels(example):
+    try:
+        backends.kernels("cuda", example.kernels)
+    except (ValueError, ImportError):
+        return False
+    return True
+
+
+EXAMPLES = [name for name, example in operations.EXAMPLES.items() if has_cuda_kernels(example)]
 
 
 @DEVICES
-@pytest.mark.parametrize("case", sorted(operations.CASES.keys() - {"dense_mla_decode", "mha_varlen"}))  # see below
-def test_every_operation(here, rng, case, device):
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_operation(here, name, device):
     """In any order, early or late."""
-    arguments = operations.CASES[case](rng)
     with here.xp.cuda.Device(device), emulation.scheduled(WILDEST):
-        got = run(case, arguments, here.put, here.get, "cuda")
-    want = run(case, arguments, np.array, np.array, "reference")
-    for x, y in zip(got, want, strict=True):
-        if x.dtype.kind in "iub":
-            np.testing.assert_array_equal(x, y)
-        else:
-            # Of bfloat16 weights, see assert_prefill.
-            largest = np.abs(to_float(arguments["kv"])).max() if case == "sparse_mla_prefill" else 1.0
-            assert_within(case, to_float(x), to_float(y), 1e-3 * largest, 2.01 / 128)
+        outcome = check_case(operations.EXAMPLES[name], "cuda", seed=0)
+    assert outcome.passed, outcome
 
 
 # The kernel ahead: what each array holds is still to come while it waits, and it still reads what they held before.
@@ -146,15 +148,7 @@ def assert_waits_for_the_kernel_ahead(here, function, make):
     assert found[0] == found[1]
 
 
-def has_cuda_kernels(example):
-    try:
-        backends.kernels("cuda", example.kernels)
-    except (ValueError, ImportError):
-        return False
-    return True
-
-
-@pytest.mark.parametrize("name", [name for name, x in operations.EXAMPLES.items() if has_cuda_kernels(x)])
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_every_operation_waits_for_the_kernel_ahead(here, name):
     example = operations.EXAMPLES[name]
     assert_waits_for_the_kernel_ahead(here, operations.public(example), lambda: operations.arguments_of(example, 0))
@@ -255,8 +249,8 @@ class TestPrefill:
             "attn_sink": np.linspace(-3, 3, heads, dtype=np.float32),
         }  # fmt: skip
         with here.xp.cuda.Device(device), emulation.scheduled(schedule), recorded_launches():
-            *_, out, max_logits, lse = run("sparse_mla_prefill", arguments, here.put, here.get, "cuda")
-        *_, want, want_max, want_lse = run("sparse_mla_prefill", arguments, np.array, np.array, "reference")
+            out, max_logits, lse = run("sparse_mla_prefill", arguments, here.put, here.get, "cuda")
+        want, want_max, want_lse = run("sparse_mla_prefill", arguments, np.array, np.array, "reference")
         largest = largest_values(kv, indices) if device == HOPPER else 1.0
         assert_prefill(to_float(out), max_logits, lse, to_float(want), want_max, want_lse, largest=largest)
 
@@ -361,8 +355,8 @@ def test_packed_sequences(here, rng, device, schedule, accumulate):
 
 def check_dense(here, device, schedule, case, arguments):
     with here.xp.cuda.Device(device), emulation.scheduled(schedule):
-        *_, out, lse = run(case, arguments, here.put, here.get, "cuda")
-    *_, want, want_lse = run(case, arguments, np.array, np.array, "reference")
+        out, lse = run(case, arguments, here.put, here.get, "cuda")
+    want, want_lse = run(case, arguments, np.array, np.array, "reference")
     assert_decode(to_float(out), lse, to_float(want), want_lse)
 
 

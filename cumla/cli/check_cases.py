@@ -146,9 +146,7 @@ def _indexer_scores(bench: Bench) -> Sequence[Any]:
     q, k, scales = _scores(bench, 5, 64, 128), _scores(bench, 70, 128), abs(bench.normal(70, dtype=np.float32))
     ranges = bench.indices(60, 5), bench.indices(75, 5)
     weights = bench.normal(5, 64, dtype=np.float32)
-    out = bench.xp.zeros((5, 70), np.float32)
-    cumla.fp8_mqa_logits(q, (k, scales), weights, *ranges, False, out=out, backend=bench.backend)
-    return (out,)
+    return (cumla.fp8_mqa_logits(q, k, weights, *ranges, True, kv_scales=scales, backend=bench.backend),)
 
 
 def _indexer_paged(bench: Bench) -> dict[str, Any]:
@@ -160,9 +158,8 @@ def _indexer_paged(bench: Bench) -> dict[str, Any]:
 
 
 def _indexer_paged_scores(bench: Bench) -> Sequence[Any]:
-    out = bench.xp.zeros((6, 2 * BLOCK), np.float32)
-    cumla.fp8_paged_mqa_logits(kv_cache=bench.cache(INDEXER_FP8), out=out, **_indexer_paged(bench))
-    return (out,)
+    cache = bench.cache(INDEXER_FP8)
+    return (cumla.fp8_paged_mqa_logits(kv_cache=cache, clean_logits=True, **_indexer_paged(bench)),)
 
 
 def _indexer_schedule(bench: Bench) -> Sequence[Any]:
@@ -373,7 +370,7 @@ def _compress(bench: Bench) -> Sequence[Any]:
     cache = bench.xp.zeros((NUM_BLOCKS, BLOCK, 512), BFLOAT16)
     cumla.compress_and_insert(
         bench.normal(6, 4 * 512, dtype=np.float32), bench.normal(4, 2 * 512, dtype=np.float32),
-        bench.normal(512, dtype=np.float32), state, bench.put([8, 9, 10, 11, 0, 1], np.int64),
+        bench.normal(512, dtype=np.float32), state, bench.put([8, 9, 10, 11, 2, 3], np.int64),
         bench.put([[1, 2], [3, 0]], np.int32), cache, bench.put([-1, -1, -1, 12, -1, 3], np.int64),
         bench.put([4, 5, 6, 7, 6, 7], np.int64), bench.put([0, 0, 0, 0, 1, 1], np.int32), bench.starts((4, 2)),
         _turns(bench, 20, 64), compress_ratio=4, layout=DSV4_BF16, backend=bench.backend,

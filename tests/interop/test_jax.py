@@ -70,7 +70,10 @@ def insert(cache, k, slots):
 
 
 def insert_arguments(rng, device):
-    arguments = operations.quantize_and_insert_k_cache(rng)
+    arguments = {
+        "k": operations.rows(rng, 5, 512), "k_cache": operations.fp8_cache(rng, cumla.DSV4_FP8),
+        "slot_mapping": np.array([3, -1, 20, 7, 8], np.int32), "block_size": operations.BLOCK,
+    }  # fmt: skip
     arrays = [arguments[name] for name in ("k_cache", "k", "slot_mapping")]
     return [jnp.copy(jax.device_put(array, device)) for array in arrays], arguments
 
@@ -81,7 +84,7 @@ def test_a_donated_cache_is_updated_where_it_is(device, rng):
     updated = jax.jit(insert, donate_argnums=0)(cache, k, slots)
     assert updated.unsafe_buffer_pointer() == where
     assert cache.is_deleted()
-    (want,) = eager("quantize_and_insert_k_cache", arguments, device)
+    (want,) = eager("quantize_and_insert_k_cache-DSV4_FP8", arguments, device)
     assert operations.same_bits(np.asarray(updated), want)
 
 
@@ -120,7 +123,7 @@ def test_fp8_caches_keep_their_dtype(device, rng):
     as_float8 = jax.lax.bitcast_convert_type(cache, jnp.float8_e4m3fn)
     updated = jax.jit(insert)(as_float8, k, slots)
     assert updated.dtype == jnp.float8_e4m3fn
-    (want,) = eager("quantize_and_insert_k_cache", arguments, device)
+    (want,) = eager("quantize_and_insert_k_cache-DSV4_FP8", arguments, device)
     assert operations.same_bits(np.asarray(updated).view(np.uint8), want)
 
 
@@ -188,7 +191,7 @@ def test_a_layers_decode_step_in_one_jitted_function(device, rng):
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_vmap_is_an_error(wrap, rng):
-    arguments = operations.sparse_mla_decode_v32(rng)
+    arguments = operations.CASES["sparse_mla_decode-V32_FP8"](rng)
     cache, indices = arguments["k_cache"], arguments["indices"]
     decode = wrap(lambda q: ops.sparse_mla_decode(q, cache, indices))
     with pytest.raises(ValueError, match=r"sparse_mla_decode: got arrays of jax.vmap, expected whole ones"):
@@ -196,7 +199,7 @@ def test_vmap_is_an_error(wrap, rng):
 
 
 def test_differentiation_is_an_error(rng):
-    arguments = operations.sparse_mla_decode_v32(rng)
+    arguments = operations.CASES["sparse_mla_decode-V32_FP8"](rng)
     cache, indices = arguments["k_cache"], arguments["indices"]
     with pytest.raises(ValueError, match="do not support JVP"):
         jax.grad(lambda q: ops.sparse_mla_decode(q, cache, indices)[1].sum())(jnp.asarray(arguments["q"]))
@@ -204,7 +207,7 @@ def test_differentiation_is_an_error(rng):
 
 def test_arrays_of_other_kinds_are_taken_as_jax_takes_them(rng):
     """Lists of numbers too, which are no arrays before that."""
-    arguments = operations.compute_global_topk_indices_and_lens(rng)
+    arguments = operations.CASES["compute_global_topk_indices_and_lens"](rng)
     want = ops.compute_global_topk_indices_and_lens(**arguments)
     lists = {name: x.tolist() if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
     for got, expected in zip(ops.compute_global_topk_indices_and_lens(**lists), want, strict=True):
@@ -212,13 +215,13 @@ def test_arrays_of_other_kinds_are_taken_as_jax_takes_them(rng):
 
 
 def test_wrong_ranks_are_found_while_tracing(rng):
-    arguments = operations.sparse_mla_decode_v32(rng)
-    with pytest.raises(ValueError, match=r"q: got shape \(1, 3, 576\), expected \[b, s_q, h, any\]"):
+    arguments = operations.CASES["sparse_mla_decode-V32_FP8"](rng)
+    with pytest.raises(ValueError, match=r"q: got shape \(2, 3, 576\), expected \[b, s_q, h, any\]"):
         jax.eval_shape(ops.sparse_mla_decode, arguments["q"][0], arguments["k_cache"], arguments["indices"])
 
 
 def test_wrong_types_are_found_while_tracing(rng):
-    arguments = operations.sparse_mla_decode_v32(rng)
+    arguments = operations.CASES["sparse_mla_decode-V32_FP8"](rng)
 
     def trace(**changed):
         arrays = {**arguments, **changed}
@@ -229,16 +232,17 @@ def test_wrong_types_are_found_while_tracing(rng):
         trace(indices=arguments["indices"].astype(np.uint16))
     with pytest.raises(TypeError, match="q: got dtype float16, expected bfloat16 or float32"):
         trace(q=arguments["q"].astype(np.float16))
-    with pytest.raises(ValueError, match=r"indices: got shape \(1, 1, 6\), expected \[b, s_q, any\]"):
+    with pytest.raises(ValueError, match=r"indices: got shape \(1, 2, 11\), expected \[b, s_q, any\]"):
         trace(indices=arguments["indices"][:1])
 
 
 def test_what_values_tell_arrives_when_it_runs_and_names_the_argument(rng):
-    arguments = operations.sparse_mla_decode_v32(rng)
+    arguments = operations.CASES["sparse_mla_decode-V32_FP8"](rng)
     arguments["attn_sink"] = np.full(3, np.nan, np.float32)
-    arrays = jax.device_put(arguments, jax.devices("cpu")[0])
+    arrays, static = split(arguments)
+    arrays = jax.device_put(arrays, jax.devices("cpu")[0])
     with pytest.raises(jax.errors.JaxRuntimeError, match="attn_sink: got NaN for head 0, expected numbers"):
-        jax.block_until_ready(jax.jit(lambda arrays: ops.sparse_mla_decode(**arrays))(arrays))
+        jax.block_until_ready(jax.jit(functools.partial(ops.sparse_mla_decode, **static))(**arrays))
 
 
 def test_what_an_eager_call_cannot_write_points_here(rng):
@@ -248,20 +252,20 @@ def test_what_an_eager_call_cannot_write_points_here(rng):
 
 
 def test_traced_numbers_are_an_error(rng):
-    arguments = operations.sparse_mla_decode_v32(rng)
+    arguments = operations.CASES["sparse_mla_decode-V32_FP8"](rng)
     decode = jax.jit(lambda scale: ops.sparse_mla_decode(**arguments, softmax_scale=scale))
     with pytest.raises(TypeError, match="softmax_scale: got a traced value, expected a static one"):
         decode(0.5)
 
 
 def test_results_cannot_be_given(rng):
-    arguments = operations.sparse_mla_decode_v32(rng)
+    arguments = operations.CASES["sparse_mla_decode-V32_FP8"](rng)
     with pytest.raises(TypeError, match="unexpected keyword argument 'lse'"):
         ops.sparse_mla_decode(**arguments, lse=np.zeros((2, 3, 1), np.float32))
 
 
 def test_nothing_is_compiled_twice(rng):
-    arguments = operations.quantize_and_insert_k_cache(rng)
+    arguments = operations.CASES["quantize_and_insert_k_cache-DSV4_FP8"](rng)
     arrays, static = split(arguments)
     jitted = jax.jit(lambda **arrays: ops.quantize_and_insert_k_cache(**arrays, **static))
     for _ in range(3):

@@ -23,8 +23,8 @@ def long_decode(rng):
 
 
 CASES = {
-    "sparse_mla_decode": operations.CASES["sparse_mla_decode"],
-    "sparse_mla_prefill": operations.CASES["sparse_mla_prefill"],
+    "sparse_mla_decode": operations.CASES["sparse_mla_decode-DSV4_FP8-two-caches"],
+    "sparse_mla_prefill": operations.CASES["sparse_mla_prefill-512"],
     "dense_mla_decode": long_decode,
 }
 

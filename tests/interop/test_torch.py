@@ -76,7 +76,9 @@ def test_opcheck(case, device, rng):
     torch.library.opcheck(getattr(torch.ops.cumla, name).default, (), given)
 
 
-@pytest.mark.parametrize("case", ["sparse_mla_decode", "sparse_mla_prefill", "compute_swa_indices_and_lens"])
+@pytest.mark.parametrize(
+    "case", ["sparse_mla_decode-DSV4_FP8-two-caches", "sparse_mla_prefill-512", "compute_swa_indices_and_lens"]
+)
 def test_given_results_are_written(case, device, compiler, rng):
     arguments = operations.CASES[case](rng)
     op = OPS[operations.operation(case)]
@@ -94,7 +96,7 @@ def test_given_results_are_written(case, device, compiler, rng):
 
 
 def test_some_results_given_is_an_error(rng):
-    given = tensors(operations.sparse_mla_decode_v32(rng), "cpu")
+    given = tensors(operations.CASES["sparse_mla_decode-V32_FP8"](rng), "cpu")
     with pytest.raises(ValueError, match="sparse_mla_decode: got only some of out, lse, expected all of them or none"):
         ops.sparse_mla_decode(**given, lse=torch.zeros(2, 3, 1))
 
@@ -164,9 +166,9 @@ def test_shapes_that_change_are_compiled_once(device, compiler, rng):
 
 
 def test_errors_name_the_argument(rng):
-    given = tensors(operations.sparse_mla_decode_v32(rng), "cpu")
+    given = tensors(operations.CASES["sparse_mla_decode-V32_FP8"](rng), "cpu")
     given["indices"] = given["indices"][:1]
-    with pytest.raises(ValueError, match=r"indices: got shape \(1, 1, 6\), expected \[b, s_q, any\]"):
+    with pytest.raises(ValueError, match=r"indices: got shape \(1, 2, 11\), expected \[b, s_q, any\]"):
         ops.sparse_mla_decode(**given)
     with pytest.raises(ValueError, match="layout: got 'DSV5', expected one of DSV4_FP8"):
         torch.ops.cumla.sparse_mla_decode(given["q"], given["k_cache"], given["indices"], layout="DSV5")
@@ -216,7 +218,7 @@ def test_importing_cumla_imports_no_framework():
 
 
 def test_that_there_are_no_gradients_is_said(rng):
-    given = tensors(operations.sparse_mla_decode_v32(rng), "cpu")
+    given = tensors(operations.CASES["sparse_mla_decode-V32_FP8"](rng), "cpu")
     given["q"].requires_grad_()
     out, _ = ops.sparse_mla_decode(**given)
     with pytest.warns(UserWarning, match="cumla::sparse_mla_decode: an autograd kernel was not registered"):
