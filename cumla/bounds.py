@@ -17,8 +17,8 @@ class Bound(NamedTuple):
 
 EQUAL = Bound()
 DECODE_OUT, DECODE_LSE = Bound(1e-3, 2.01 / 128, 5e-6), Bound(1e-6, 8.01 / 65536)
-# The absolute part is for values up to 1, which FlashMLA's tests have. Kernels round weights to float16: each may be off
-# by this times itself, and so a result by this times its sum of |weight x value|, which is less than that for such values.
+# The absolute part is for values up to 1, as FlashMLA has them. Kernels round weights to float16: each may be off by
+# this times itself, so a result by this times its sum of |weight x value|, which is less than that for such values.
 FLOAT16_WEIGHTS = 2.0**-11
 PREFILL_OUT, PREFILL_LSE = Bound(8e-4, 3.01 / 128, 7e-6), Bound(1e-6, 2.01 / 65536)  # lse and max_logits
 MERGE = Bound(1e-6, 1e-5)  # in float32
