@@ -145,7 +145,7 @@ def _indexer_queries(bench: Bench) -> Sequence[Any]:
 def _indexer_scores(bench: Bench) -> Sequence[Any]:
     q, k, scales = _scores(bench, 5, 64, 128), _scores(bench, 70, 128), abs(bench.normal(70, dtype=np.float32))
     ranges = bench.indices(60, 5), bench.indices(75, 5)
-    weights = bench.normal(5, 64, dtype=np.float32)
+    weights = bench.normal(5, 64, dtype=np.float32) / np.float32(np.sqrt(64 * 128))  # as indexers scale theirs
     return (cumla.fp8_mqa_logits(q, k, weights, *ranges, True, kv_scales=scales, backend=bench.backend),)
 
 
@@ -280,7 +280,7 @@ def _decode(layout: CacheLayout, two_caches: bool) -> Callable[[Bench], Sequence
 def _prefill(head_dim: int) -> Callable[[Bench], Sequence[Any]]:
     def run(bench: Bench) -> Sequence[Any]:
         return cumla.sparse_mla_prefill(
-            bench.normal(4, HEADS, head_dim), bench.normal(20, head_dim), bench.indices(20, 4, 13),
+            bench.normal(4, HEADS, head_dim), bench.small(20, head_dim), bench.indices(20, 4, 13),
             attn_sink=bench.normal(HEADS, dtype=np.float32), topk_length=bench.put([13, 0, 1, 9], np.int32),
             backend=bench.backend,
         )  # fmt: skip

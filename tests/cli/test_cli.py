@@ -212,7 +212,7 @@ def test_check(capsys):
     out = capsys.readouterr().out
     assert "all within bounds" in out
     for name in cumla.__all__:
-        if name[0].islower():
+        if name[0].islower() and name != "supports":  # which computes nothing
             assert name in out, f"{name} is not checked"
 
 
