@@ -5,15 +5,18 @@ from ..ops.shards import local_block_table, local_seq_lens, local_slot_mapping, 
 from .agreement import Agreement, RankError
 from .communicator import Communicator
 from .context import ContextAttention, local_window
+from .queries import CausalPiece, QueryShares, share_queries
 from .store import FileStore, MemoryStore, Store, TcpStore
 from .threads import ThreadCommunicator, run_threads
 
 __all__ = [
     "Agreement",
+    "CausalPiece",
     "Communicator",
     "ContextAttention",
     "FileStore",
     "MemoryStore",
+    "QueryShares",
     "RankError",
     "Shard",
     "Store",
@@ -26,4 +29,5 @@ __all__ = [
     "localise_indices",
     "merge_partials",
     "run_threads",
+    "share_queries",
 ]

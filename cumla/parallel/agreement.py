@@ -10,6 +10,8 @@ from typing import Any
 
 from .store import Store
 
+ENDED = "ended"
+
 
 class RankError(RuntimeError):
     """Something is wrong with `ranks`, which the message names."""
@@ -79,16 +81,16 @@ class Agreement:
                 others, f"{what}: {names(others)} got {values[first]}, expected {common} as rank {values.index(common)}"
             )
 
-    def check_others(self, ranks: Sequence[int] | None = None, what: str = "go on") -> None:
-        """Raise RankError if one of these ranks failed or ended."""
+    def check_others(self, ranks: Sequence[int] | None = None, what: str = "go on", failed_only: bool = False) -> None:
+        """Raise RankError if one of these ranks, or of all, failed or ended."""
         for rank in range(self.size) if ranks is None else ranks:
             word = None if rank == self.rank else self.store.get(f"ended/{rank}")
-            if word is not None:
+            if word is not None and (word != ENDED or not failed_only):
                 raise RankError([rank], f"rank {rank} {word} and did not {what} (rank {self.rank})")
 
     def end(self, error: BaseException | None = None) -> None:
         """Tell the others that this rank does nothing more, and why."""
-        self.store.set(f"ended/{self.rank}", "ended" if error is None else f"failed: {type(error).__name__}: {error}")
+        self.store.set(f"ended/{self.rank}", ENDED if error is None else f"failed: {type(error).__name__}: {error}")
 
     def __enter__(self) -> Agreement:
         return self

@@ -81,6 +81,12 @@ def described(op: str, arrays: list[Move]) -> str:
     return f"{op} of " + " and ".join(f"{move.sent.dtype} {list(move.sent.shape)}" for move in arrays)
 
 
+def sent_bytes(op: str, size: int, arrays: list[Move]) -> int:
+    """What a rank sends to others in a call."""
+    whole = sum(move.sent.nbytes for move in arrays)
+    return whole * (size - 1) if op == "all_gather" else whole * (size - 1) // size
+
+
 def as_tuple(arrays: Any) -> tuple[Any, ...]:
     return tuple(arrays) if isinstance(arrays, (tuple, list)) else (arrays,)
 

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 
 import cumla
+from cumla.bounds import DECODE_OUT
 from cumla.kernels.reference.rows import read_tokens
 from cumla.kernels.types.segments import Pages
 from cumla.parallel import (
@@ -103,6 +104,15 @@ def attend(q, caches, sink):
             whole = whole + np.exp(sink[:, None] - top)
         out[token], size[token] = weights @ keys[:, :512] / whole, weights @ np.abs(keys[:, :512]) / whole
     return out, lse, size
+
+
+def absolute(sizes):
+    """How far a merged result may be off beside its share of itself.
+
+    A part is rounded to bfloat16, and so are the weights that it is made with: by 2^-9 each, of values that may
+    cancel where parts are merged. All parts together are not larger than `sizes`.
+    """
+    return DECODE_OUT.absolute + 2 * 2.0**-9 * sizes
 
 
 def pages_of(cache, layout):

@@ -1,0 +1,24 @@
+"""The same inside jax.shard_map, on several devices of the CPU: each number of them takes a process of its own."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("jax")
+
+FOLDER = pathlib.Path(__file__).parent
+
+
+@pytest.mark.parametrize("size", [2, 4, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3, 8))])
+def test_shard_map(size):
+    path = os.pathsep.join(filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "jax_ranks.py"), str(size)],
+        env={**os.environ, "PYTHONPATH": path, "NUMBA_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["right"] * 5

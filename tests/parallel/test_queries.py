@@ -1,0 +1,98 @@
+"""Queries shared out: every token has one rank, work is even, and results are those of one device."""
+
+import numpy as np
+import pytest
+
+import cumla
+from cumla.parallel import run_threads, share_queries
+from support.bounds import assert_dense_prefill, assert_prefill
+from support.lab import BF16, to_float
+
+STARTS = np.array([0, 37, 37, 38, 150], np.int32)
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_every_token_is_one_ranks(size):
+    shares = share_queries(STARTS, size)
+    owned = np.concatenate([shares.own(rank) for rank in range(size)])
+    np.testing.assert_array_equal(np.sort(owned), np.arange(150))
+    np.testing.assert_array_equal(shares.tokens.reshape(-1)[shares.places], np.arange(150))
+    for rank in range(size):
+        own = np.concatenate([piece.tokens for piece in shares.pieces[rank]])
+        np.testing.assert_array_equal(np.sort(own), shares.own(rank))
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_causal_work_is_even(size):
+    length = 4096
+    shares = share_queries(np.array([0, length]), size)
+    work = [int((shares.own(rank) + 1).sum()) for rank in range(size)]
+    assert max(work) < 1.01 * min(work)
+    assert max(map(len, map(shares.own, range(size)))) - length // size <= 1
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_dense_prefill(rng, size):
+    q, k, v = (rng.standard_normal((150, 2, dim)).astype(BF16) for dim in (48, 48, 32))
+    want_out, want_lse = cumla.mha_varlen(q, k, v, STARTS, STARTS, causal=True, backend="reference")
+    shares = share_queries(STARTS, size)
+
+    def on(comm):
+        results = []
+        for piece in shares.pieces[comm.rank]:
+            out, lse = cumla.mha_varlen(
+                q[piece.tokens], k[piece.keys], v[piece.keys], piece.cu_seqlens_q, piece.cu_seqlens_k, causal=True
+            )
+            results.append((piece.tokens, out, lse))
+        return results
+
+    for results in run_threads(size, on):
+        for tokens, out, lse in results:
+            assert_dense_prefill(to_float(out), lse, to_float(want_out)[tokens], want_lse[:, tokens])
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_sparse_prefill(rng, size):
+    """Each rank has K of its own tokens, gets that of all, and attends with its own queries."""
+    q, kv = rng.standard_normal((150, 2, 576)).astype(BF16), rng.standard_normal((150, 576)).astype(BF16)
+    indices = rng.integers(-1, 150, (150, 12)).astype(np.int32)
+    indices = np.where(indices <= np.arange(150)[:, None], indices, -1).astype(np.int32)
+    want = cumla.sparse_mla_prefill(q, kv, indices, backend="reference")
+    shares = share_queries(STARTS, size)
+
+    def on(comm):
+        own = shares.own(comm.rank)
+        rows = shares.gather(comm, kv[own])
+        assert rows.tobytes() == kv.tobytes()
+        return own, cumla.sparse_mla_prefill(q[own], rows, indices[own])
+
+    for own, (out, top, lse) in run_threads(size, on):
+        assert_prefill(to_float(out), top, lse, to_float(want[0])[own], want[1][own], want[2][own])
+
+
+@pytest.mark.parametrize(
+    ("starts", "size", "error", "says"),
+    [
+        ([0, 3], 0, ValueError, "size: got 0, expected at least 1"),
+        ([0, 3], 2.0, TypeError, r"size: got 2\.0"),
+        ([], 2, ValueError, "query_start_loc: got"),
+        ([[0, 1]], 2, ValueError, "query_start_loc: got"),
+        ([1, 3], 2, ValueError, "query_start_loc: got starts that do not ascend from 0"),
+        ([0, 3, 2], 2, ValueError, "query_start_loc: got starts that do not ascend from 0"),
+        ([0.0, 3.0], 2, ValueError, "query_start_loc: got float64"),
+    ],
+)
+def test_errors(starts, size, error, says):
+    with pytest.raises(error, match=says):
+        share_queries(starts, size)
+
+
+def test_rows_of_others_are_refused():
+    shares = share_queries(STARTS, 2)
+
+    def on(comm):
+        with pytest.raises(ValueError, match="rows: got 3, expected"):
+            shares.gather(comm, np.zeros((3, 4), np.float32))
+        return True
+
+    assert run_threads(2, on) == [True, True]
