@@ -1,4 +1,4 @@
-"""The command line: `cumla replay`, `cumla check`, `cumla info` (or `python -m cumla ...`)."""
+"""The command line: `cumla replay`, `cumla check`, `cumla warmup`, `cumla info` (or `python -m cumla ...`)."""
 
 from __future__ import annotations
 
@@ -68,6 +68,12 @@ def make_parser() -> Parser:
     check.add_argument("--backend", choices=[name for name in BACKENDS if name != "reference"], help="only this one")
     _add_seed(check)
     check.set_defaults(run=_check)
+    _add_warmup(commands.add_parser(
+        "warmup", help="compile, test and keep on disk what a model's serving will call",
+        description="Compile what serving calls into the caches on disk, and test each kernel against the reference. "
+        "A later process then starts warm: it compiles, tests and waits for nothing. "
+        "Exit status 1 if a compiler made a kernel that gives wrong results; the message says which and what to do.",
+    ))  # fmt: skip
     info = commands.add_parser(
         "info", help="versions, devices and backends, and how to install what is missing",
         description="Print versions, devices and backends; for each backend that cannot run, why, and the line "
@@ -130,6 +136,39 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_replay)
 
 
+def _add_warmup(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_argument_group("model")
+    model.add_argument("--config", type=Path, metavar="FILE", help="config.json of a DeepSeek V2, V3, V3.2 or V4 model")
+    model.add_argument(
+        "--ranks", type=AtLeast(1), default=1, metavar="N", help="ranks that share the heads of --config (default: 1)"
+    )
+    model.add_argument("--kind", choices=("v4", "v32", "mla"), default="v4", help="without --config (default: v4)")
+    model.add_argument(
+        "--heads", type=AtLeast(1, MAX_HEADS), default=64, metavar="N",
+        help=f"query heads of a rank, 1 to {MAX_HEADS}, without --config (default: 64)",
+    )  # fmt: skip
+    model.add_argument(
+        "--topk",
+        type=AtLeast(1),
+        default=512,
+        metavar="N",
+        help="rows a token selects, without --config (default: 512)",
+    )
+    parser.add_argument(
+        "--batch", type=_integers, default=[1, 8, 32, 128], metavar="N,N,...",
+        help="requests of a step, from 1 (default: 1,8,32,128)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--block-size", type=AtLeast(1), default=64, metavar="TOKENS", help="tokens of a page (default: 64)"
+    )
+    parser.add_argument("--backend", choices=["cpu", "cuda"], help="default: cuda if there is a device, else cpu")
+    parser.set_defaults(run=_warmup)
+
+
+def _integers(text: str) -> list[int]:
+    return [AtLeast(1, 4096)(part) for part in text.split(",")]
+
+
 def _default(name: str) -> str:
     device, host = (getattr(defaults, name) for defaults in (DEVICE_DEFAULTS, HOST_DEFAULTS))
     return f"(default: {'uncut' if device is None else device} on a device, {host} on the CPU)"
@@ -168,6 +207,17 @@ def _check(args: argparse.Namespace) -> int:
     from .cli import check
 
     return check.run(Console(), None if args.backend is None else choose_backend(args.backend), args.seed)
+
+
+def _warmup(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from .cli import warmup
+
+    model = warmup.Model(args.kind, args.heads, args.topk)
+    if args.config is not None:
+        model = warmup.Model.from_config(args.config, args.ranks)
+    return warmup.run(Console(), model, args.batch, args.block_size, choose_backend(args.backend))
 
 
 def _info(args: argparse.Namespace) -> int:

@@ -32,6 +32,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "nowhere(when): combinations, as Combination, that are no tests")
     # Or JAX takes most of a device's memory for itself, and several processes of tests would not fit on one.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("CUMLA_TEST_KERNELS", "0")  # the tests do, and what they inject would become a verdict
     if not wants_gpu(config):
         os.environ.setdefault("NUMBA_ENABLE_CUDASIM", "1")
     if hasattr(config, "cache"):  # what is built for the emulation is kept from run to run

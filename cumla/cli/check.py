@@ -11,7 +11,7 @@ from rich.table import Table
 from ..bounds import compare
 from ..dispatch import backends
 from ..replay.device import to_host
-from .check_cases import CASES, Bench, Case
+from .check_cases import CASES, HEADS, Bench, Case
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class Outcome:
     note: str = ""
 
 
-def check_case(case: Case, backend: str, seed: int) -> Outcome:
+def check_case(case: Case, backend: str, seed: int, heads: int = HEADS) -> Outcome:
     """Run a case on a backend and on the reference, on the same numbers."""
     try:
         backends.kernels(backend, case.kernels)
     except ValueError:
         return Outcome(True, None)
-    want = [to_host(array) for array in case.run(Bench("reference", seed))]
+    want = [to_host(array) for array in case.run(Bench("reference", seed, heads))]
     try:
-        got = [to_host(array) for array in case.run(Bench(backend, seed))]
+        got = [to_host(array) for array in case.run(Bench(backend, seed, heads))]
     except Exception as error:  # whatever a backend fails with is what the table is for
         lines = str(error).strip().splitlines() or [""]
         return Outcome(False, None, f"{type(error).__name__}: {lines[0]}")

@@ -28,8 +28,8 @@ MERGE = (bounds.MERGE, bounds.MERGE)
 class Bench:
     """Where a case runs: the backend, its arrays, and random numbers that are the same for every backend."""
 
-    def __init__(self, backend: str, seed: int) -> None:
-        self.backend = backend
+    def __init__(self, backend: str, seed: int, heads: int = HEADS) -> None:
+        self.backend, self.heads = backend, heads
         self.xp = array_module(backend)
         self.rng = np.random.default_rng(seed)
 
@@ -38,8 +38,10 @@ class Bench:
 
     def normal(self, *shape: int, dtype: Any = BFLOAT16) -> Any:
         """Heavy-tailed values."""
-        values = self.rng.standard_normal(shape) * np.exp(self.rng.standard_normal(shape) / 2)
-        return self.put(values.astype(dtype))
+        return self.put(self.heavy_tailed(*shape).astype(dtype))
+
+    def heavy_tailed(self, *shape: int) -> np.ndarray:
+        return self.rng.standard_normal(shape) * np.exp(self.rng.standard_normal(shape) / 2)
 
     def small(self, *shape: int) -> Any:
         """Values of the size that the bounds of attention are for."""
@@ -51,14 +53,15 @@ class Bench:
 
     def cache(self, layout: CacheLayout) -> Any:
         """A cache of random rows in random order."""
-        cache = layout.allocate(NUM_BLOCKS, BLOCK, self.xp)
-        rows = self.normal(NUM_BLOCKS * BLOCK, layout.head_dim)
+        pages = np.zeros((NUM_BLOCKS, layout.page_bytes(BLOCK)), np.uint8)
+        cache = layout.view(pages, BLOCK)
+        rows = self.heavy_tailed(NUM_BLOCKS * BLOCK, layout.head_dim).astype(BFLOAT16)
         if layout.quantized_dim:
-            slots = self.put(self.rng.permutation(len(rows)))
-            cumla.quantize_and_insert_k_cache(rows, cache, slots, BLOCK, layout=layout, backend=self.backend)
+            slots = self.rng.permutation(len(rows))
+            cumla.quantize_and_insert_k_cache(rows, cache, slots, BLOCK, layout=layout, backend="reference")
         else:
             cache[...] = rows.view(np.uint8).reshape(cache.shape)
-        return cache
+        return layout.view(self.put(pages), BLOCK)
 
     def starts(self, lens: Sequence[int]) -> Any:
         """int32, where each of neighbouring ranges of these lengths starts, and where the last ends."""
@@ -152,7 +155,7 @@ def _indexer_scores(bench: Bench) -> Sequence[Any]:
 def _indexer_paged(bench: Bench) -> dict[str, Any]:
     table = bench.put(bench.rng.permutation(NUM_BLOCKS)[:6].reshape(3, 2), np.int32)
     return {
-        "q": _scores(bench, 3, 2, HEADS, 128), "weights": bench.normal(6, HEADS, dtype=np.float32),
+        "q": _scores(bench, 3, 2, bench.heads, 128), "weights": bench.normal(6, bench.heads, dtype=np.float32),
         "context_lens": bench.put([9, 2, 0], np.int32), "block_table": table, "backend": bench.backend,
     }  # fmt: skip
 
@@ -269,9 +272,9 @@ def _decode(layout: CacheLayout, two_caches: bool) -> Callable[[Bench], Sequence
                 "extra_topk_length": lengths,
             }
         return cumla.sparse_mla_decode(
-            bench.normal(2, 2, HEADS, layout.head_dim), bench.cache(layout), bench.indices(slots, 2, 2, 11),
-            layout=layout, topk_length=bench.put([11, 0], np.int32), attn_sink=bench.normal(HEADS, dtype=np.float32),
-            **extra, backend=bench.backend,
+            bench.normal(2, 2, bench.heads, layout.head_dim), bench.cache(layout), bench.indices(slots, 2, 2, 11),
+            layout=layout, topk_length=bench.put([11, 0], np.int32),
+            attn_sink=bench.normal(bench.heads, dtype=np.float32), **extra, backend=bench.backend,
         )  # fmt: skip
 
     return run
@@ -280,8 +283,8 @@ def _decode(layout: CacheLayout, two_caches: bool) -> Callable[[Bench], Sequence
 def _prefill(head_dim: int) -> Callable[[Bench], Sequence[Any]]:
     def run(bench: Bench) -> Sequence[Any]:
         return cumla.sparse_mla_prefill(
-            bench.normal(4, HEADS, head_dim), bench.small(20, head_dim), bench.indices(20, 4, 13),
-            attn_sink=bench.normal(HEADS, dtype=np.float32), topk_length=bench.put([13, 0, 1, 9], np.int32),
+            bench.normal(4, bench.heads, head_dim), bench.small(20, head_dim), bench.indices(20, 4, 13),
+            attn_sink=bench.normal(bench.heads, dtype=np.float32), topk_length=bench.put([13, 0, 1, 9], np.int32),
             backend=bench.backend,
         )  # fmt: skip
 
@@ -289,11 +292,11 @@ def _prefill(head_dim: int) -> Callable[[Bench], Sequence[Any]]:
 
 
 def _merge(bench: Bench) -> Sequence[Any]:
-    parts = [bench.normal(4, HEADS, 64, dtype=np.float32) for _ in range(2)]
-    logs = [bench.normal(HEADS, 4, dtype=np.float32) for _ in range(2)]
+    parts = [bench.normal(4, bench.heads, 64, dtype=np.float32) for _ in range(2)]
+    logs = [bench.normal(bench.heads, 4, dtype=np.float32) for _ in range(2)]
     logs[0][:, 1] = np.inf
-    out = bench.xp.zeros((4, HEADS, 64), np.float32)
-    lse = bench.xp.zeros((HEADS, 4), np.float32)
+    out = bench.xp.zeros((4, bench.heads, 64), np.float32)
+    lse = bench.xp.zeros((bench.heads, 4), np.float32)
     cumla.merge_attn_states(out, parts[0], logs[0], parts[1], logs[1], lse, backend=bench.backend)
     return out, lse
 
@@ -302,7 +305,8 @@ def _mha(causal: bool) -> Callable[[Bench], Sequence[Any]]:
     def run(bench: Bench) -> Sequence[Any]:
         q_lens, k_lens = (3, 0, 70, 5), (9, 4, 130, 2)
         q, kv, k_pe = (
-            bench.normal(sum(q_lens), HEADS, 192), bench.small(sum(k_lens), HEADS, 256), bench.small(sum(k_lens), 64)
+            bench.normal(sum(q_lens), bench.heads, 192), bench.small(sum(k_lens), bench.heads, 256),
+            bench.small(sum(k_lens), 64),
         )  # fmt: skip
         starts = [bench.put(np.concatenate([[0], np.cumsum(lens)]), np.int32) for lens in (q_lens, k_lens)]
         out, lse = cumla.mha_varlen(
@@ -320,7 +324,7 @@ def _dense_decode(fp8: bool) -> Callable[[Bench], Sequence[Any]]:
         table = bench.indices(NUM_BLOCKS, 3, 4)
         lens = bench.put([20, 0, 7], np.int32)
         out, lse = cumla.dense_mla_decode(
-            bench.normal(3, 2, HEADS, MLA_BF16.head_dim), cache, table, lens, scale=2.0**-10 if fp8 else None,
+            bench.normal(3, 2, bench.heads, MLA_BF16.head_dim), cache, table, lens, scale=2.0**-10 if fp8 else None,
             softmax_scale=0.2, backend=bench.backend,
         )  # fmt: skip
         return out, lse
@@ -342,17 +346,22 @@ def _norms(bench: Bench) -> Sequence[Any]:
     return results
 
 
-def _window_rows(bench: Bench) -> Sequence[Any]:
-    cache = bench.xp.zeros((NUM_BLOCKS, BLOCK, 512), BFLOAT16)
-    q = cumla.qnorm_rope_and_insert(
-        bench.normal(4, HEADS, 512), bench.normal(4, 512), cache, bench.put([7, -1, 0, 34], np.int64),
-        bench.put([3, 0, 9, 5], np.int64), _turns(bench, 20, 64), layout=DSV4_BF16, backend=bench.backend,
-    )  # fmt: skip
-    return q, cache
+def window_rows(layout: CacheLayout) -> Callable[[Bench], Sequence[Any]]:
+    def run(bench: Bench) -> Sequence[Any]:
+        cache = layout.allocate(NUM_BLOCKS, BLOCK, bench.xp)
+        if not layout.num_scales:
+            cache = cache.view(BFLOAT16)
+        q = cumla.qnorm_rope_and_insert(
+            bench.normal(4, bench.heads, 512), bench.normal(4, 512), cache, bench.put([7, -1, 0, 34], np.int64),
+            bench.put([3, 0, 9, 5], np.int64), _turns(bench, 20, 64), layout=layout, backend=bench.backend,
+        )  # fmt: skip
+        return q, cache
+
+    return run
 
 
 def _rope(bench: Bench) -> Sequence[Any]:
-    x, positions = bench.normal(4, HEADS, 192), bench.put([3, 0, 9, 5], np.int64)
+    x, positions = bench.normal(4, bench.heads, 192), bench.put([3, 0, 9, 5], np.int64)
     turned = cumla.apply_rope(x, positions, _turns(bench, 20, 64), backend=bench.backend)
     return turned, cumla.apply_rope(x, positions, _turns(bench, 20, 64), inverse=True, backend=bench.backend)
 
@@ -364,18 +373,25 @@ def _quantised_output(bench: Bench) -> Sequence[Any]:
     return (scales,)
 
 
-def _compress(bench: Bench) -> Sequence[Any]:
+def compress(layout: CacheLayout) -> Callable[[Bench], Sequence[Any]]:
     """Two requests at ratio 4, whose last rows overlap with states that an earlier step saved."""
-    state = bench.normal(4, 4, 4 * 512, dtype=np.float32)
-    cache = bench.xp.zeros((NUM_BLOCKS, BLOCK, 512), BFLOAT16)
-    cumla.compress_and_insert(
-        bench.normal(6, 4 * 512, dtype=np.float32), bench.normal(4, 2 * 512, dtype=np.float32),
-        bench.normal(512, dtype=np.float32), state, bench.put([8, 9, 10, 11, 2, 3], np.int64),
-        bench.put([[1, 2], [3, 0]], np.int32), cache, bench.put([-1, -1, -1, 12, -1, 3], np.int64),
-        bench.put([4, 5, 6, 7, 6, 7], np.int64), bench.put([0, 0, 0, 0, 1, 1], np.int32), bench.starts((4, 2)),
-        _turns(bench, 20, 64), compress_ratio=4, layout=DSV4_BF16, backend=bench.backend,
-    )  # fmt: skip
-    return state, cache
+
+    def run(bench: Bench) -> Sequence[Any]:
+        dim = layout.head_dim
+        state = bench.normal(4, 4, 4 * dim, dtype=np.float32)
+        cache = layout.allocate(NUM_BLOCKS, BLOCK, bench.xp)
+        if not layout.num_scales:
+            cache = cache.view(BFLOAT16)
+        cumla.compress_and_insert(
+            bench.normal(6, 4 * dim, dtype=np.float32), bench.normal(4, 2 * dim, dtype=np.float32),
+            bench.normal(dim, dtype=np.float32), state, bench.put([8, 9, 10, 11, 2, 3], np.int64),
+            bench.put([[1, 2], [3, 0]], np.int32), cache, bench.put([-1, -1, -1, 12, -1, 3], np.int64),
+            bench.put([4, 5, 6, 7, 6, 7], np.int64), bench.put([0, 0, 0, 0, 1, 1], np.int32), bench.starts((4, 2)),
+            _turns(bench, 20, 64), compress_ratio=4, layout=layout, backend=bench.backend,
+        )  # fmt: skip
+        return state, cache
+
+    return run
 
 
 CASES = (
@@ -394,10 +410,10 @@ CASES = (
     Case("top_k_per_row", "", "indexer", (EQUAL,), _top_k),
     Case("indexer_topk", "", "indexer", (EQUAL,), _indexer_topk),
     Case("fused_q_kv_rmsnorm", "", "norm_rope", (ROUNDED, ROUNDED), _norms),
-    Case("qnorm_rope_and_insert", "DSV4_BF16", "norm_rope", (ROUNDED, ROUNDED), _window_rows),
+    Case("qnorm_rope_and_insert", "DSV4_BF16", "norm_rope", (ROUNDED, ROUNDED), window_rows(DSV4_BF16)),
     Case("apply_rope", "there and back", "norm_rope", (ROUNDED, ROUNDED), _rope),
     Case("inverse_rope_and_quantize", "scales", "norm_rope", (ROUNDED,), _quantised_output),
-    Case("compress_and_insert", "DSV4_BF16, ratio 4", "compressor", (ROUNDED, ROUNDED), _compress),
+    Case("compress_and_insert", "DSV4_BF16, ratio 4", "compressor", (ROUNDED, ROUNDED), compress(DSV4_BF16)),
     Case("concat_and_cache_mla", "bfloat16", "dense_cache", (EQUAL,), _concat("auto", 576, BFLOAT16)),
     Case("concat_and_cache_mla", "e4m3, one scale", "dense_cache", (EQUAL,), _concat("fp8", 576, np.uint8)),
     Case("gather_cache", "e4m3, one scale", "dense_cache", (EQUAL,), _mla_gather),

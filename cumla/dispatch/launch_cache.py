@@ -24,7 +24,9 @@ import numpy as np
 from ..arrays import dlpack, streams
 from ..kernels.cuda.launch import Launch, are_recorded, recorded_launches
 from ..kernels.types.plan import DecodePlan
+from ..kernels.types.verdicts import UNPROVEN
 from ..layout import CacheLayout
+from . import proof
 from .values import plain_integers
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -89,6 +91,12 @@ def launch_cached(function: F) -> F:
     function = plain_integers(function)
     known: dict[Any, KnownCall | None] = {}
 
+    def in_full(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        result = function(*arguments, **keywords)
+        if UNPROVEN:
+            proof.prove(function.__name__, arguments, keywords)
+        return result
+
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
         arrays: list[Any] = []
@@ -100,21 +108,23 @@ def launch_cached(function: F) -> F:
             looks.append(name)
             looks.append(LOOKS[x.__class__](x, arrays, addresses))
         if UNKNOWN in looks or not arrays or keywords.get("stream") is not None or are_recorded():
-            return function(*arguments, **keywords)
+            return in_full(arguments, keywords)
         if keywords.get("plan") is not None and is_captured(arrays[0]):  # graphs plan for themselves
-            return function(*arguments, **keywords)
+            return in_full(arguments, keywords)
         key = tuple(looks)
         if key not in known:
             if len(known) >= MOST_KNOWN:
                 known.clear()
             with recorded_launches() as launches, recorded_outputs() as outputs:
                 result = function(*arguments, **keywords)
+            if UNPROVEN:
+                proof.prove(function.__name__, arguments, keywords)
             known[key] = record(launches, arrays, outputs, result)
             log.debug("%s: launches %s", function.__name__, [launch.kernel.raw.name for launch in launches])
             return result
         before = known[key]
         if before is None or not before.fits(addresses) or (before.outputs and before.is_captured()):
-            return function(*arguments, **keywords)
+            return in_full(arguments, keywords)
         return before.again(arrays, addresses)
 
     return cast(F, call)

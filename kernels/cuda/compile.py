@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import pathlib
 import re
@@ -11,6 +12,7 @@ import time
 
 from ...arrays.streams import relaxed_capture
 from ...layout import LAYOUTS, CacheLayout
+from ..types.verdicts import Fresh, note
 from .launch import Kernel, packing
 
 log = logging.getLogger(__name__)
@@ -98,4 +100,28 @@ def kernel(file: str, name: str, arch: str | None = None, **defines: str | int) 
     with relaxed_capture():  # or no code could be loaded while this thread captures a graph
         raw = cupy.RawModule(code=text, options=options).get_function(name)
     log.debug("%s of %s %s: compiled or loaded in %.3f s", name, file, defines, time.perf_counter() - start)
-    return Kernel(raw, packing(text, name, defines))
+    made = Kernel(raw, packing(text, name, defines))
+    _note(made, name, file, text, options, defines)
+    return made
+
+
+def _note(
+    made: Kernel, name: str, file: str, text: str, options: tuple[str, ...], defines: dict[str, str | int]
+) -> None:
+    """Have it tested, unless there is a verdict for this text by this compiler for this kind of device."""
+    import cupy
+
+    if not hasattr(cupy.cuda, "nvrtc"):  # emulated
+        return
+    version = ".".join(str(part) for part in cupy.cuda.nvrtc.getVersion())
+    arch = int(cupy.cuda.Device().compute_capability)
+    identity = repr((text, options, version, arch, cupy.__version__))
+    place = pathlib.Path(cupy.cuda.compiler.get_cache_dir())
+    verdict = place / f"cumla-{hashlib.sha256(identity.encode()).hexdigest()[:32]}.verdict" if place.is_dir() else None
+    remedy = (
+        "Install another NVRTC (pip install 'nvidia-cuda-nvrtc<13.1', or the extra cuda12) and run `cumla warmup` "
+        "again; until then backend='numba_cuda' goes another way"
+    )
+    what = f"{name} of {file}" + "".join(f" {key}={value}" for key, value in defines.items())
+    layout = str(defines.get("LAYOUT", ""))
+    note(Fresh(what, "cuda", f"NVRTC {version} for compute capability {arch / 10}", remedy, verdict, layout, made))

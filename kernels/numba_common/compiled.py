@@ -31,11 +31,16 @@ from numba.core.compiler import CompileResult
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.serialize import dumps
 
+from ..types.verdicts import Fresh, note
+
 log = logging.getLogger(__name__)
 KERNELS = Path(__file__).parent.parent
 PREFIX = "compiled-"
 MOST_FOLDERS = 8  # of different content in one place: a developer goes back and forth
 DIGEST_BYTES = 32
+VERDICT = ".verdict"  # beside the machine code that it is of
+COMPILER = f"Numba {numba.__version__} (llvmlite {llvmlite.__version__})"
+REMEDY = "Install other versions of numba and llvmlite; until then backend='reference' does without them"
 
 # A fork waits until no other thread compiles: its lock would be held in the child for ever.
 os.register_at_fork(
@@ -72,10 +77,17 @@ class _MachineCode(NullCache):
             if not os.path.exists(path):  # nor where we must not even look
                 continue
             try:
-                return CompileResult._rebuild(target_context, *_unpacked(path.read_bytes()))
+                result = CompileResult._rebuild(target_context, *_unpacked(path.read_bytes()))
             except Exception as error:  # whatever unpickling makes of damaged bytes
                 warnings.warn(f"{path} is compiled again: {error!r}", RuntimeWarning, stacklevel=2)
+                continue
+            self._note(path)
+            return result
         return None
+
+    def _note(self, path: Path | None) -> None:
+        verdict = None if path is None else path.with_name(f"{path.name}{VERDICT}")
+        note(Fresh(self._name, "cpu", COMPILER, REMEDY, verdict))
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Keep what was compiled for a signature in the first place that takes it."""
@@ -84,9 +96,12 @@ class _MachineCode(NullCache):
         payload = dumps(data._reduce())
         for folder in folders():
             with contextlib.suppress(OSError):
-                _write(folder, self._file_name(sig, data.codegen), hashlib.sha256(payload).digest() + payload)
+                name = self._file_name(sig, data.codegen)
+                _write(folder, name, hashlib.sha256(payload).digest() + payload)
                 log.debug("%s: compiled, kept in %s", self._name, folder)
+                self._note(folder / name)
                 return
+        self._note(None)
         log.debug("%s: compiled, for this process alone", self._name)
 
     def _file_name(self, sig: Any, codegen: Any) -> str:

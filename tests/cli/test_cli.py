@@ -229,3 +229,43 @@ def test_check_fails(monkeypatch):
         check.Outcome(False, None, "ZeroDivisionError: division by zero"),
         check.Outcome(True, None),
     ]
+
+
+@pytest.mark.parametrize("kind", ["v32", "mla"])
+def test_warm_up_makes_every_call_of_a_kind(kind, capsys):
+    assert main(["warmup", "--backend", "cpu", "--kind", kind, "--heads", "2", "--batch", "1,3", "--topk", "16"]) == 0
+    out = capsys.readouterr().out
+    assert f"{kind}, 2 heads, backend cpu" in out
+    assert "calls in" in out
+
+
+def test_warm_up_reads_a_models_config(tmp_path):
+    from cumla.cli.warmup import Model
+
+    config = tmp_path / "config.json"
+    v4 = {"num_attention_heads": 64, "compress_ratios": [1, 4], "index_topk": 512, "sliding_window": 128}
+    for written, expected in (
+        (v4, Model("v4", 8, 512)),
+        ({"num_attention_heads": 128, "kv_lora_rank": 512, "index_topk": 2048}, Model("v32", 16, 2048)),
+        ({"num_attention_heads": 128, "kv_lora_rank": 512}, Model("mla", 16, 512)),
+    ):
+        config.write_text("\ufeff" + json.dumps(written))
+        assert Model.from_config(config, 8) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "line"),
+    [
+        ("{}", [], "is no model of DeepSeek's"),
+        ("[]", [], "holds no object"),
+        ("{", [], "is no JSON"),
+        ('{"kv_lora_rank": 512, "num_attention_heads": 64}', ["--ranks", "7"], "--ranks: got 7, expected a divisor"),
+        (None, [], "cannot read"),
+        ("{}", ["--batch", "1,x"], "got 'x', expected an integer from 1 to 4096"),
+    ],
+)
+def test_warm_up_of_what_is_no_model(tmp_path, capsys, text, options, line):
+    config = tmp_path / "config.json"
+    if text is not None:
+        config.write_text(text)
+    assert line in error_line(capsys, ["warmup", "--config", config, *options])

@@ -1,0 +1,179 @@
+"""`cumla warmup`: what serving will call is compiled, tested and kept on disk before it is called."""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from ..dispatch import backends
+from ..dispatch.call import BFLOAT16
+from ..kernels.types.plan import DecodePlan
+from ..kernels.types.verdicts import MiscompiledError
+from ..layers.prefill_road import ROADS
+from ..layout import DSV4_FP8, INDEXER_FP8, V32_FP8, CacheLayout
+from ..ops.sparse_attention import sparse_mla_decode, sparse_mla_prefill
+from ..ops.sparse_cache import dequantize_and_gather_k_cache, quantize_and_insert_k_cache
+from ..replay.engine import warm_up
+from ..replay.errors import InputError, OutputError
+from ..replay.options import ReplayOptions
+from . import check_cases
+from .check_cases import CASES, Bench, Case
+
+KINDS = ("v4", "v32", "mla")
+# Cases that are for other kinds of models, by what their variant begins with.
+FOREIGN = {"v4": ("V32", "MLA_BF16", "576"), "v32": ("DSV4", "MLA_BF16", "512"), "mla": ("DSV4", "V32")}
+DENSE_OPS = ("concat_and_cache_mla", "gather_cache", "mha_varlen", "dense_mla_decode")
+MAX_REPLAYED_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Model:
+    """What decides which kernels a model's attention calls.
+
+    kind    "v4", "v32" or "mla" (dense)
+    heads   query heads of one rank
+    topk    compressed rows (v4) or tokens (v32) that a token selects
+    window  of V4's window cache
+    """
+
+    kind: str
+    heads: int
+    topk: int
+    window: int = 128
+
+    @classmethod
+    def from_config(cls, path: Path, ranks: int) -> Model:
+        """Of a checkpoint's config.json, its heads shared by `ranks`. Raises InputError."""
+        try:
+            config = json.loads(path.read_text(encoding="utf-8-sig"))
+        except OSError as error:
+            raise InputError(f"--config: cannot read {path}: {error.strerror or error}") from None
+        except ValueError as error:
+            raise InputError(f"--config: {path} is no JSON: {error}") from None
+        if not isinstance(config, dict):
+            raise InputError(f"--config: {path} holds no object")
+        if "compress_ratios" in config or any("compressed" in str(x) for x in config.get("layer_types") or ()):
+            kind = "v4"
+        elif "index_topk" in config:
+            kind = "v32"
+        elif "kv_lora_rank" in config:
+            kind = "mla"
+        else:
+            raise InputError(f"--config: {path} is no model of DeepSeek's V2, V3, V3.2 or V4 attention")
+        heads = config.get("num_attention_heads")
+        if not isinstance(heads, int) or heads < 1 or heads % ranks:
+            raise InputError(f"--ranks: got {ranks}, expected a divisor of num_attention_heads, {heads}")
+        if not 1 <= heads // ranks <= 128:
+            raise InputError(f"--ranks: got {ranks}, expected at most 128 of {heads} heads a rank")
+        return cls(kind, heads // ranks, int(config.get("index_topk", 512)), int(config.get("sliding_window") or 128))
+
+
+def tasks(
+    model: Model, batches: Sequence[int], block_size: int, backend: str
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What there is to call, by name."""
+    for case in CASES:
+        if not case.variant.startswith(FOREIGN[model.kind]) and (model.kind == "mla" or case.op not in DENSE_OPS):
+            yield f"{case.op} {case.variant}".strip(), functools.partial(run_case, case, backend, model.heads)
+    if model.kind == "v4":
+        bench = Bench(backend, 0, model.heads)
+        for layout in (DSV4_FP8, INDEXER_FP8):
+            yield f"compress_and_insert {layout.name}", functools.partial(check_cases.compress(layout), bench)
+        yield "qnorm_rope_and_insert DSV4_FP8", functools.partial(check_cases.window_rows(DSV4_FP8), bench)
+    if model.kind != "mla":
+        for batch in batches:
+            for name, call in sparse_calls(model, batch, block_size, backend):
+                yield f"{name}, {batch} requests", call
+    if model.kind != "v32":
+        layers = ("mla",) if model.kind == "mla" else ("swa", "c4a", "c128a")
+        for road in ROADS if model.kind == "v4" else (None,):
+            options = ReplayOptions(
+                backend, layers, model.heads, model.window, model.topk, MAX_REPLAYED_TOKENS, 1 << 14, 1152, 0,
+                prefill_road=road,
+            )  # fmt: skip
+            name = f"a step of {', '.join(layers)} layers, prefill over {road or 'keys'}"
+            yield name, functools.partial(warm_up, options)
+
+
+def sparse_calls(model: Model, batch: int, block_size: int, backend: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Calls of a step of `batch` requests with the widths of the model, as engines make them."""
+    xp: Any = backends.array_module(backend)
+    layout: CacheLayout = DSV4_FP8 if model.kind == "v4" else V32_FP8
+    tokens = 4 * block_size
+    cache = layout.allocate(4, block_size, xp)
+
+    def rows(*shape: int) -> Any:
+        return xp.asarray(np.random.default_rng(0).standard_normal(shape).astype(BFLOAT16))
+
+    def slots(*shape: int) -> Any:
+        return xp.asarray(np.random.default_rng(0).integers(0, tokens, shape).astype(np.int32))
+
+    for dtype in (np.int64, np.int32):
+        k, mapping = rows(min(batch, tokens), layout.head_dim), xp.arange(min(batch, tokens), dtype=dtype)
+        yield "insert", functools.partial(quantize_and_insert_k_cache, k, cache, mapping, backend=backend)
+    q, sink = rows(batch, 1, model.heads, layout.head_dim), xp.zeros(model.heads, np.float32)
+    window: dict[str, Any] = {}
+    widths: list[tuple[int, int | None]] = [(model.topk, None)]
+    if model.kind == "v4":
+        window = {"topk_length": xp.full(batch, model.window, np.int32), "attn_sink": sink}
+        widths = [(model.window, None), (model.window, model.topk)]
+    for topk, extra in widths:
+        asked = dict(window)
+        if extra is not None:
+            asked |= {
+                "extra_k_cache": cache, "extra_indices": slots(batch, 1, extra),
+                "extra_topk_length": xp.full(batch, extra, np.int32),
+            }  # fmt: skip
+        given: dict[str, Any] = {
+            "out": xp.empty((batch, 1, model.heads, 512), BFLOAT16), "plan": DecodePlan(),
+            "lse": xp.empty((batch, model.heads, 1), np.float32),
+        }  # fmt: skip
+        for results in ({}, given):
+            options = {**asked, **results, "backend": backend}
+            yield "decode", functools.partial(sparse_mla_decode, q, cache, slots(batch, 1, topk), **options)
+    workspace = xp.zeros((batch, tokens, layout.head_dim), BFLOAT16)
+    lens, table = xp.full(batch, tokens, np.int32), xp.asarray(np.tile(np.arange(4, dtype=np.int32), (batch, 1)))
+    gather = functools.partial(dequantize_and_gather_k_cache, workspace, cache, lens, None, table, backend=backend)
+    yield "gather", gather
+    width = model.topk + (model.window if model.kind == "v4" else 0)
+    options = {"attn_sink": sink if model.kind == "v4" else None, "backend": backend}
+    kv = workspace.reshape(-1, layout.head_dim)
+    yield "prefill", functools.partial(sparse_mla_prefill, q[:, 0], kv, slots(batch, width), **options)
+
+
+def run_case(case: Case, backend: str, heads: int) -> None:
+    """A case of `cumla check` where the backend has the operation."""
+    try:
+        backends.kernels(backend, case.kernels)
+    except ValueError:
+        return
+    case.run(Bench(backend, 0, heads))
+
+
+def run(console: Console, model: Model, batches: Sequence[int], block_size: int, backend: str) -> int:
+    """Call everything once. Returns 0; raises OutputError where a kernel gives wrong results."""
+    console.print(f"{model.kind}, {model.heads} heads, backend {backend}", highlight=False)
+    start, slowest, count = time.perf_counter(), 0.0, 0
+    for name, call in tasks(model, batches, block_size, backend):
+        before = time.perf_counter()
+        try:
+            call()
+        except MiscompiledError as error:
+            raise OutputError(str(error)) from None
+        seconds, count = time.perf_counter() - before, count + 1
+        slowest = max(slowest, seconds)
+        if seconds > 0.1:
+            console.print(f"{seconds:6.2f} s  {name}", highlight=False, soft_wrap=True)
+    console.print(
+        f"{count} calls in {time.perf_counter() - start:.1f} s, the slowest {slowest:.2f} s; what was compiled is kept",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    return 0

@@ -1,0 +1,114 @@
+"""A compiled kernel is tested once against the reference, on a small case, before anybody relies on it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..arrays import streams
+from ..kernels.types.verdicts import NOT_REACHED, RIGHT, UNPROVEN, WRONG, Fresh, MiscompiledError, conclude
+from ..layout import LAYOUTS, CacheLayout, layout_of
+
+log = logging.getLogger(__name__)
+# What the cases of `cumla check` are made with; imported only where something is to be tested, as it uses all of cumla.
+CASES, CHECK = "cumla.cli.check_cases", "cumla.cli.check"
+
+
+class _Thread(threading.local):
+    busy = False
+
+
+_thread = _Thread()
+
+
+def prove(op: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+    """Test what was compiled for a call of an operation, which has just been made.
+
+    Not while a CUDA graph is captured, when nobody may wait: it is then for another process to test.
+    Raises MiscompiledError for a wrong result.
+    """
+    if _thread.busy:
+        return
+    fresh = UNPROVEN.copy()
+    del UNPROVEN[: len(fresh)]
+    if any(x.backend == "cuda" for x in fresh) and _is_capturing():
+        return
+    _thread.busy = True
+    try:
+        for backend in dict.fromkeys(x.backend for x in fresh):
+            some = [x for x in fresh if x.backend == backend]
+            _prove(op, some, _cases(op, _layouts([*arguments, *keywords.values()], some)), _heads(arguments, keywords))
+    finally:
+        _thread.busy = False
+
+
+def _prove(op: str, fresh: Sequence[Fresh], cases: Sequence[Any], heads: int) -> None:
+    check = importlib.import_module(CHECK)
+    backend = fresh[0].backend
+    launched: set[int] = set()
+    for case in cases:
+        with _launches(backend) as launches:
+            outcome = check.check_case(case, backend, 0, heads)
+        launched |= {id(launch.kernel) for launch in launches}
+        if outcome.passed:
+            continue
+        suspects = [x for x in fresh if x.kernel is None or id(x.kernel) in launched] or list(fresh)
+        where = f"{op} ({case.variant})" if case.variant else op
+        what = f"is off by {outcome.error:.3g}" if outcome.error is not None else f"fails with {outcome.note}"
+        message = (
+            f"{where}: a small case {what} on backend {backend!r}; compiled by {suspects[0].compiler}: "
+            f"{', '.join(dict.fromkeys(x.what for x in suspects))}. {suspects[0].remedy}"
+        )
+        for x in suspects if outcome.error is not None else ():
+            conclude(x, f"{WRONG}: {message}")
+        raise MiscompiledError(message)
+    for x in fresh:
+        reached = bool(cases) and (x.kernel is None or id(x.kernel) in launched)
+        conclude(x, RIGHT if reached else NOT_REACHED)
+        log.debug("%s: %s", x.what, RIGHT if reached else NOT_REACHED)
+
+
+def _cases(op: str, layouts: set[str]) -> list[Any]:
+    """The cases of an operation for some cache formats; where none is of these formats, the first."""
+    cases = [case for case in importlib.import_module(CASES).CASES if case.op == op]
+    return [case for case in cases if any(name in case.variant for name in layouts)] or cases[:1]
+
+
+def _layouts(values: Sequence[Any], fresh: Sequence[Fresh]) -> set[str]:
+    """Names of the cache formats of a call."""
+    found = {x.layout for x in fresh if x.layout}
+    for value in values:
+        layout = value if isinstance(value, CacheLayout) else LAYOUTS.get(value) if isinstance(value, str) else None
+        shape: tuple[int, ...] = getattr(value, "shape", ())
+        if layout is None and len(shape) in (3, 4) and str(getattr(value, "dtype", "")).endswith("uint8"):
+            layout = layout_of(int(shape[-1]))
+        if layout is not None:
+            found.add(layout.name)
+    return found
+
+
+def _heads(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> int:
+    """Query heads of a call, which kernels are compiled for; 3 where there are none."""
+    q = keywords.get("q", arguments[0] if arguments else None)
+    shape: tuple[int, ...] = getattr(q, "shape", ())
+    return int(shape[-2]) if len(shape) in (3, 4) and 1 <= shape[-2] <= 128 and shape[-1] in (512, 576) else 3
+
+
+def _launches(backend: str) -> contextlib.AbstractContextManager[list[Any]]:
+    if backend != "cuda":
+        return contextlib.nullcontext([])
+    from ..kernels.cuda.launch import recorded_launches
+
+    return recorded_launches()
+
+
+def _is_capturing() -> bool:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return True
+    return streams.is_capturing()
