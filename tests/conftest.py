@@ -3,12 +3,16 @@
 Without a device, numba_cuda runs in Numba's simulator on host arrays, which must be asked for before Numba
 is imported, and cuda on devices that the tests emulate (tests/emulation). The simulator is slow: `lab.tiny` says that
 a test should make do with a few tokens. A test marked `attention` is for devices there: tests/kernels/
-test_simulated_attention.py has small cases. `nowhere(when)` says of which combinations of parameters there is no test.
+test_simulated_attention.py has small cases. `nowhere(when)` says of which combinations of parameters there is no test,
+`thorough(when)` which of them only slow tests look at, where there is no device.
 """
 
 import os
 
 import pytest
+
+# NumPy's threads of each process would wait for cores that other processes work on. Before it is imported.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser):
@@ -30,6 +34,7 @@ def pytest_configure(config):
     properties.SEED = config.getoption("--seed")
     config.addinivalue_line("markers", "attention: takes Numba's simulator too long")
     config.addinivalue_line("markers", "nowhere(when): combinations, as Combination, that are no tests")
+    config.addinivalue_line("markers", "thorough(when): combinations, as Combination, that are slow tests")
     # Or JAX takes most of a device's memory for itself, and several processes of tests would not fit on one.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("CUMLA_TEST_KERNELS", "0")  # the tests do, and what they inject would become a verdict
@@ -97,14 +102,20 @@ class Combination:
         return self.parameters.get(name, default)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items):
-    def exists(item):
-        return not (hasattr(item, "callspec") and any(
-            mark.kwargs["when"](Combination(item)) for mark in item.iter_markers("nowhere")
-        ))  # fmt: skip
+def is_said(item, mark):
+    """Whether a mark's `when` is true of a test."""
+    return hasattr(item, "callspec") and any(x.kwargs["when"](Combination(item)) for x in item.iter_markers(mark))
 
-    items[:] = [item for item in items if exists(item)]
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items):
+    """Around all others, of which some add marks, and pytest's own leaves out what -m does not ask for."""
+    for item in items:
+        if is_said(item, "thorough") and item.get_closest_marker("gpu") is None:
+            item.add_marker(pytest.mark.slow)
+    result = yield
+    items[:] = [item for item in items if not is_said(item, "nowhere")]
+    return result
 
 
 @pytest.fixture

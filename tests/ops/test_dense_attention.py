@@ -43,6 +43,7 @@ LENGTHS = [
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("q_lens", "k_lens"), LENGTHS)
 @pytest.mark.parametrize("dtype", [BF16, np.float16])
+@pytest.mark.thorough(when=lambda x: x.emulated and x.get("dtype") is np.float16 and x.get("causal"))
 def test_mha_varlen(lab, rng, q_lens, k_lens, causal, dtype):
     heads, scale = 3, 0.11
     q = (6 * rng.standard_normal((sum(q_lens), heads, 192))).astype(dtype)
@@ -270,6 +271,8 @@ def test_absent_pages_are_left_out(lab, rng):
 
 @pytest.mark.parametrize("page_pad", [0, 104])
 @pytest.mark.parametrize("block_size", [1, 8, 16, 24, 32, 48, 53, 64, 128, 192])
+@pytest.mark.thorough(when=lambda x: (x.get("block_size") in (1, 16, 32, 64, 192)) != (x.get("page_pad") == 0))
+@pytest.mark.thorough(when=lambda x: not x.emulated and x.get("block_size") not in (1, 53, 128))
 def test_pages_of_every_size(lab, rng, block_size, page_pad):
     """Blocks whose rows are there all and not, of several pages or a part of one; nobody's rows are NaN."""
     lens = [320, 200, 448, 64, 0]
@@ -292,6 +295,7 @@ def device_lab(request):
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 4, 5, 8, 9, 25, 64, 100])
+@pytest.mark.thorough(when=lambda x: x.get("splits") in (2, 3, 5, 64))
 def test_any_number_of_splits(device_lab, rng, monkeypatch, splits):
     """Parts without keys among them, and requests of nothing else."""
     monkeypatch.setattr(dense_attention, "split_count", lambda *_: splits)

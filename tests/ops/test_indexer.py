@@ -81,6 +81,8 @@ def paged(rng, layout, block_size, batch, next_n, heads, columns):
 @pytest.mark.parametrize("layout", [cumla.INDEXER_FP8, cumla.INDEXER_BF16, cumla.INDEXER_F32], ids=lambda x: x.name)
 @pytest.mark.parametrize(("block_size", "next_n", "heads"), [(64, 1, 64), (16, 2, 64), (5, 3, 4)])
 @pytest.mark.parametrize("axes", [1, 2])
+@pytest.mark.thorough(when=lambda x: x.simulated and (x.get("next_n"), x.get("axes")) not in ((2, 1), (3, 2)))
+@pytest.mark.thorough(when=lambda x: x.simulated and (x.get("axes") == 1) != (x.get("layout") is cumla.INDEXER_FP8))
 def test_scores_of_pages(lab, rng, layout, block_size, next_n, heads, axes):
     block_size, heads = (block_size % 3 + 1, 1) if lab.tiny else (block_size, heads)
     columns = 3 if lab.tiny or block_size == 64 else 5
@@ -133,6 +135,8 @@ def hard_rows(rng, rows, width):
 @pytest.mark.parametrize(
     ("width", "topk"), [(1, 1), (33, 5), (300, 7), (300, 300), (300, 512), (5000, 64), (40_000, 700)]
 )
+@pytest.mark.nowhere(when=lambda x: x.backend == "reference")
+@pytest.mark.nowhere(when=lambda x: x.simulated and x.get("width") not in (1, 33, 5000))  # as wide as it can be
 def test_choice_is_the_references(lab, rng, width, topk):
     rows = 7
     if lab.tiny:
@@ -170,6 +174,7 @@ def test_choice_is_what_sorting_gives(rng):
 
 @pytest.mark.parametrize("width", [0, 30])
 @pytest.mark.parametrize("workspace_rows", [2, 100])
+@pytest.mark.thorough(when=lambda x: x.simulated and (x.get("width") > 0) != (x.get("workspace_rows") == 2))
 def test_scoring_and_choosing_at_once_gives_what_the_steps_give(lab, rng, width, workspace_rows):
     keys = 12 if lab.tiny else 70
     q, kv, weights, starts, ends = ragged(rng, 3 if lab.tiny else 9, 1 if lab.tiny else 64, keys)
