@@ -78,11 +78,15 @@ def paged(rng, layout, block_size, batch, next_n, heads, columns):
     return q, cache, rng.normal(size=(batch * next_n, heads)).astype(np.float32), table
 
 
+SIMULATED_PAGES = [(2, 1, cumla.INDEXER_FP8), (3, 2, cumla.INDEXER_BF16)]
+
+
 @pytest.mark.parametrize("layout", [cumla.INDEXER_FP8, cumla.INDEXER_BF16, cumla.INDEXER_F32], ids=lambda x: x.name)
 @pytest.mark.parametrize(("block_size", "next_n", "heads"), [(64, 1, 64), (16, 2, 64), (5, 3, 4)])
 @pytest.mark.parametrize("axes", [1, 2])
-@pytest.mark.thorough(when=lambda x: x.simulated and (x.get("next_n"), x.get("axes")) not in ((2, 1), (3, 2)))
-@pytest.mark.thorough(when=lambda x: x.simulated and (x.get("axes") == 1) != (x.get("layout") is cumla.INDEXER_FP8))
+@pytest.mark.thorough(
+    when=lambda x: x.simulated and (x.get("next_n"), x.get("axes"), x.get("layout")) not in SIMULATED_PAGES
+)
 def test_scores_of_pages(lab, rng, layout, block_size, next_n, heads, axes):
     block_size, heads = (block_size % 3 + 1, 1) if lab.tiny else (block_size, heads)
     columns = 3 if lab.tiny or block_size == 64 else 5
@@ -136,7 +140,7 @@ def hard_rows(rng, rows, width):
     ("width", "topk"), [(1, 1), (33, 5), (300, 7), (300, 300), (300, 512), (5000, 64), (40_000, 700)]
 )
 @pytest.mark.nowhere(when=lambda x: x.backend == "reference")
-@pytest.mark.nowhere(when=lambda x: x.simulated and x.get("width") not in (1, 33, 5000))  # as wide as it can be
+@pytest.mark.nowhere(when=lambda x: x.simulated and x.get("width") not in (33, 5000))  # as wide as it can be
 def test_choice_is_the_references(lab, rng, width, topk):
     rows = 7
     if lab.tiny:
