@@ -1,7 +1,11 @@
 """A decode loop as one CUDA graph: each replay moves the batch one token on, builds the metadata and runs a layer.
 
 Nothing is allocated, copied from the host or read back between replays.
+
+A backend may be named behind it, such as numba_cuda; without, it is the device's fastest.
 """
+
+import sys
 
 import cupy
 import ml_dtypes
@@ -19,7 +23,8 @@ COLUMNS = LONGEST // BLOCK_SIZE
 class Loop:
     """The batch's arrays, at addresses that stay, and one step of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str | None) -> None:
+        self.backend = backend
         rng = np.random.default_rng(0)
         self.starts = np.arange(REQUESTS + 1, dtype=np.int32)
         self.seq_lens = cupy.asarray(rng.integers(1, LONGEST - STEPS, REQUESTS).astype(np.int32))
@@ -34,13 +39,14 @@ class Loop:
         self.workspace = LayerWorkspace.allocate(self.q)
         self.layer = SparseMLALayer()
         self.builder = DeepseekSparseSWAMetadataBuilder(
-            ServingConfig(block_size=BLOCK_SIZE, num_heads=HEADS, max_num_seqs=REQUESTS, max_model_len=LONGEST)
+            ServingConfig(block_size=BLOCK_SIZE, num_heads=HEADS, max_num_seqs=REQUESTS, max_model_len=LONGEST),
+            backend=backend,
         )
 
     def step(self) -> None:
         cumla.advance_step(
             REQUESTS, REQUESTS, BLOCK_SIZE, self.tokens, self.sampled, self.positions, self.seq_lens, self.slots,
-            self.block_table,
+            self.block_table, backend=self.backend,
         )  # fmt: skip
         # On the host only bounds are known: the true lengths are on the device.
         bound = np.full(REQUESTS, LONGEST, np.int32)
@@ -49,11 +55,13 @@ class Loop:
             self.block_table, self.slots,
         )  # fmt: skip
         metadata = self.builder.build(0, batch, validate=False)
-        self.layer.step(self.q, self.k, self.cache, metadata, out=self.out, workspace=self.workspace)
+        self.layer.step(
+            self.q, self.k, self.cache, metadata, out=self.out, workspace=self.workspace, backend=self.backend
+        )
 
 
-def main() -> None:
-    loop = Loop()
+def main(backend: str | None = None) -> None:
+    loop = Loop(backend)
     loop.step()  # compiles the kernels and allocates what the graph will use
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
@@ -69,4 +77,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

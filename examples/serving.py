@@ -233,6 +233,7 @@ def main(name: str, model_class: Any, tiny: dict) -> None:
     parser = argparse.ArgumentParser(description=f"Greedy generation with a {name} checkpoint, without torch.")
     parser.add_argument("folder", nargs="?", type=pathlib.Path, help="a checkpoint; a tiny one if left out")
     parser.add_argument("--device", choices=("numpy", "cupy"), default="numpy")
+    parser.add_argument("--backend", help="of cumla, such as numba_cuda; without, the device's fastest")
     parser.add_argument("--cache-format", choices=("fp8", "bfloat16", "float32"), default="fp8")
     parser.add_argument("--prompts", type=int, default=3, help="prompts of random tokens, of different lengths")
     parser.add_argument("--longest", type=int, default=200, help="tokens of the longest prompt")
@@ -252,7 +253,7 @@ def main(name: str, model_class: Any, tiny: dict) -> None:
         longest = options.longest + options.new_tokens
         model = model_class(
             folder, xp=xp, cache_format=options.cache_format, longest=longest, requests=options.prompts,
-            batch_tokens=options.batch_tokens,
+            batch_tokens=options.batch_tokens, backend=options.backend,
         )  # fmt: skip
         rng = np.random.default_rng(0)
         lengths = np.linspace(options.longest // options.prompts, options.longest, options.prompts).astype(int)

@@ -1,4 +1,9 @@
-"""The same step on a GPU: CuPy arrays in, CuPy arrays out, on CuPy's current stream."""
+"""The same step on a GPU: CuPy arrays in, CuPy arrays out, on CuPy's current stream.
+
+A backend may be named behind it, such as numba_cuda; without, it is the device's fastest.
+"""
+
+import sys
 
 import cupy
 import ml_dtypes
@@ -9,7 +14,7 @@ import cumla
 REQUESTS, HEADS, BLOCK_SIZE, TOPK = 32, 64, 64, 512
 
 
-def main() -> None:
+def main(backend: str | None = None) -> None:
     rng = np.random.default_rng(0)
     cache = cumla.DSV4_FP8.allocate(num_blocks=1024, block_size=BLOCK_SIZE, xp=cupy)
     num_slots = 1024 * BLOCK_SIZE
@@ -18,11 +23,11 @@ def main() -> None:
     indices = cupy.asarray(rng.integers(0, num_slots, (REQUESTS, 1, TOPK)).astype(np.int32))
 
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        cumla.quantize_and_insert_k_cache(rows, cache, cupy.arange(num_slots), BLOCK_SIZE)
-        out, lse = cumla.sparse_mla_decode(q, cache, indices)
+        cumla.quantize_and_insert_k_cache(rows, cache, cupy.arange(num_slots), BLOCK_SIZE, backend=backend)
+        out, lse = cumla.sparse_mla_decode(q, cache, indices, backend=backend)
         stream.synchronize()
     print(f"out {out.dtype} {out.shape} on {out.device}, largest lse {float(lse.max()):.3f}")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -1,4 +1,9 @@
-"""One decode step on NumPy arrays: insert the new rows into a paged FP8 cache, then attend. Runs on any machine."""
+"""One decode step on NumPy arrays: insert the new rows into a paged FP8 cache, then attend. Runs on any machine.
+
+A backend may be named behind it, such as reference; without, it is that of the machine's cores.
+"""
+
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -9,7 +14,7 @@ BF16 = ml_dtypes.bfloat16
 REQUESTS, HEADS, BLOCK_SIZE, WINDOW = 4, 16, 64, 128
 
 
-def main() -> None:
+def main(backend: str | None = None) -> None:
     rng = np.random.default_rng(0)
     cache = cumla.DSV4_FP8.allocate(num_blocks=12, block_size=BLOCK_SIZE)  # uint8 [12, 64, 584]
     block_table = rng.permutation(12).reshape(REQUESTS, 3).astype(np.int32)
@@ -20,17 +25,17 @@ def main() -> None:
         positions = np.arange(length)
         slots = block_table[request, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
         rows = rng.standard_normal((length, 512)).astype(BF16)
-        cumla.quantize_and_insert_k_cache(rows, cache, slots, BLOCK_SIZE)
+        cumla.quantize_and_insert_k_cache(rows, cache, slots, BLOCK_SIZE, backend=backend)
 
     # One new token a request, which attends to the last WINDOW positions.
     indices, lens = cumla.compute_swa_indices_and_lens(
         np.arange(REQUESTS + 1, dtype=np.int32), seq_lens, np.arange(REQUESTS, dtype=np.int32),
-        np.ones(REQUESTS, np.bool_), block_table, BLOCK_SIZE, WINDOW, REQUESTS,
+        np.ones(REQUESTS, np.bool_), block_table, BLOCK_SIZE, WINDOW, REQUESTS, backend=backend,
     )  # fmt: skip
     q = rng.standard_normal((REQUESTS, 1, HEADS, 512)).astype(BF16)
-    out, lse = cumla.sparse_mla_decode(q, cache, indices[:, None], topk_length=lens)
+    out, lse = cumla.sparse_mla_decode(q, cache, indices[:, None], topk_length=lens, backend=backend)
     print(f"out {out.dtype} {out.shape}, lse {lse.dtype} {lse.shape}, keys attended {lens.tolist()}")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -1,4 +1,9 @@
-"""torch tensors, eagerly and under torch.compile without a graph break, on CPU or GPU."""
+"""torch tensors, eagerly and under torch.compile without a graph break, on CPU or GPU.
+
+A backend may be named behind it, such as numba_cuda; without, it is the device's fastest.
+"""
+
+import sys
 
 import torch
 
@@ -8,14 +13,14 @@ import cumla.interop.torch as ops
 REQUESTS, HEADS, BLOCK_SIZE, TOPK = 4, 16, 64, 100
 
 
-def step(cumla_or_ops, cache, k, slots, q, indices):
+def step(cumla_or_ops, cache, k, slots, q, indices, backend):
     """Insert and attend, with cumla itself or with its operators for compilers: they are called alike."""
-    cumla_or_ops.quantize_and_insert_k_cache(k, cache, slots, BLOCK_SIZE)
-    out, _ = cumla_or_ops.sparse_mla_decode(q, cache, indices)
+    cumla_or_ops.quantize_and_insert_k_cache(k, cache, slots, BLOCK_SIZE, backend=backend)
+    out, _ = cumla_or_ops.sparse_mla_decode(q, cache, indices, backend=backend)
     return out * 2
 
 
-def main() -> None:
+def main(backend: str | None = None) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     num_slots = 12 * BLOCK_SIZE
@@ -25,12 +30,12 @@ def main() -> None:
     indices = torch.randint(num_slots, (REQUESTS, 1, TOPK), dtype=torch.int32, device=device)
     caches = [torch.zeros(12, BLOCK_SIZE, 584, dtype=torch.uint8, device=device) for _ in range(2)]
 
-    eager = step(cumla, caches[0], k, slots, q, indices)
-    backend = "inductor" if device == "cuda" else "aot_eager"
-    compiled = torch.compile(step, fullgraph=True, backend=backend)(ops, caches[1], k, slots, q, indices)
+    eager = step(cumla, caches[0], k, slots, q, indices, backend)
+    compiler = "inductor" if device == "cuda" else "aot_eager"
+    compiled = torch.compile(step, fullgraph=True, backend=compiler)(ops, caches[1], k, slots, q, indices, backend)
     same = torch.equal(eager, compiled) and torch.equal(*caches)
     print(f"out {compiled.dtype} {tuple(compiled.shape)} on {device}, as eager: {same}")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

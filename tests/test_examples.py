@@ -2,6 +2,7 @@
 
 import pathlib
 import runpy
+import sys
 
 import pytest
 
@@ -15,13 +16,17 @@ EXPECTED = {
     "with_torch.py": ["out torch.bfloat16 (4, 1, 16, 512) on ", "as eager: True"],
 }
 NEEDS = {"from_flash_mla.py": "torch", "with_jax.py": "jax", "with_torch.py": "torch"}
+BACKENDS = {"with_numpy.py": "reference", "with_torch.py": "reference"}  # another than what would be chosen
+GPU_BACKENDS = dict.fromkeys(("graph_loop.py", "with_cupy.py", "with_torch.py"), "numba_cuda")
 NEEDS_GPU = {"graph_loop.py", "with_cupy.py"}
 
 
-def run(name, capsys):
+def run(name, capsys, *arguments):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
-    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     printed = capsys.readouterr().out
     for text in EXPECTED[name]:
         assert text in printed
@@ -39,6 +44,17 @@ def test_every_example_is_listed():
 @pytest.mark.parametrize("name", sorted(set(EXPECTED) - NEEDS_GPU))
 def test_example(name, capsys):
     run(name, capsys)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_example_on_another_backend(name, capsys):
+    run(name, capsys, BACKENDS[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_BACKENDS)
+def test_example_on_another_backend_of_the_device(name, capsys):
+    run(name, capsys, GPU_BACKENDS[name])
 
 
 @pytest.mark.gpu
