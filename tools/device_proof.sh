@@ -4,14 +4,13 @@
 #
 #     tools/with_cumla.sh tools/device_proof.sh DIR [PART ...]
 #
-# Parts: tests sanitize fences decode poisoned prefill prefill_chunks indexer compressor layers mla attention_backends cache
-# indices metadata interop replay (all of them, in this order: about 10 minutes)
+# Parts: tests sanitize fences check decode poisoned prefill prefill_chunks indexer compressor layers mla
+# attention_backends cache indices metadata interop replay (all of them, in this order: about 12 minutes)
 [ $# -gt 0 ] || { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 2; }
 dir=$1
 shift
 logs=$(mktemp -d)
 mkdir -p "$dir"
-failed=
 
 part() { # name, seconds, lines to show, command ...
     name=$1 seconds=$2 lines=$3
@@ -19,20 +18,21 @@ part() { # name, seconds, lines to show, command ...
     start=$(date +%s)
     timeout "$seconds" "$@" >"$logs/$name.txt" 2>&1
     status=$?
-    [ $status = 0 ] || failed="$failed $name" lines=$((lines + 5))
+    [ $status = 0 ] || { echo "$name" >>"$logs/failed"; lines=$((lines + 5)); }
     printf '== %s: exit %d, %d s\n' "$name" $status $(($(date +%s) - start))
     grep -E '^(FAILED|ERROR)' "$logs/$name.txt" | cut -c1-160 | head -20
     tail -n "$lines" "$logs/$name.txt" | cut -c1-150
-    tar czf "$dir/proof.tgz" -C "$logs" . # as it goes, or a run that is cut short leaves nothing
+    # As it goes, or a run that is cut short leaves nothing.
+    tar czf "$dir/$name.part" -C "$logs" . && mv "$dir/$name.part" "$dir/proof.tgz"
 }
 
 replay() { # name, options ...
     name=$1
     shift
-    part "$name" 60 0 python3 -m cumla replay --requests 6 --cache-tokens 80000 --json "$logs/$name.json" "$@"
+    part "$name" 120 0 python3 -m cumla replay --requests 6 --cache-tokens 80000 --json "$logs/$name.json" "$@"
 }
 
-for name in ${*:-tests sanitize fences decode poisoned prefill prefill_chunks indexer compressor layers mla attention_backends cache indices metadata interop replay}; do
+for name in ${*:-tests sanitize fences check decode poisoned prefill prefill_chunks indexer compressor layers mla attention_backends cache indices metadata interop replay}; do
     case $name in
     tests) part tests 240 1 python3 -m pytest -m gpu -q --tb=short -p no:cacheprovider ;;
     sanitize)
@@ -42,6 +42,12 @@ for name in ${*:-tests sanitize fences decode poisoned prefill prefill_chunks in
         TOOLS="memcheck racecheck" part sanitize_numba 60 2 tools/sanitize.sh --backend numba_cuda --rounds 1
         ;;
     fences) PYTHONPATH=$PWD/tests:$PYTHONPATH part fences 120 24 python3 tests/fences_device.py ;;
+    check) # what Numba compiles takes a minute each, so side by side: these are no timings
+        part check 150 1 python3 -m cumla check &
+        replay replay_numba --backend numba_cuda &
+        replay replay_mla_one_head --layers mla --heads 1 &
+        wait
+        ;;
     replay)
         replay replay128 --heads 128
         replay replay64 --heads 64
@@ -51,5 +57,6 @@ for name in ${*:-tests sanitize fences decode poisoned prefill prefill_chunks in
     *) part "$name" 90 0 python3 "benchmarks/$name.py" --json "$logs/$name.json" ;;
     esac
 done
+failed=$(cat "$logs/failed" 2>/dev/null | tr '\n' ' ')
 rm -rf "$logs"
-[ -z "$failed" ] || { printf 'failed:%s\n' "$failed"; exit 1; }
+[ -z "$failed" ] || { printf 'failed: %s\n' "$failed"; exit 1; }
