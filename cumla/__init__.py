@@ -32,7 +32,13 @@ from .ops.indices import (
     compute_global_topk_indices_and_lens,
     compute_swa_indices_and_lens,
 )
-from .ops.norm_rope import apply_rope, fused_q_kv_rmsnorm, inverse_rope_and_quantize, qnorm_rope_and_insert
+from .ops.norm_rope import (
+    apply_rope,
+    fused_q_kv_rmsnorm,
+    indexer_knorm_rope_and_insert,
+    inverse_rope_and_quantize,
+    qnorm_rope_and_insert,
+)
 from .ops.sparse_attention import merge_attn_states, sparse_mla_decode, sparse_mla_prefill
 from .ops.sparse_cache import (
     cp_gather_indexer_k_quant_cache,
@@ -77,6 +83,7 @@ __all__ = [
     "gather_cache",
     "get_paged_mqa_logits_metadata",
     "indexer_k_quant_and_cache",
+    "indexer_knorm_rope_and_insert",
     "indexer_topk",
     "inverse_rope_and_quantize",
     "merge_attn_states",

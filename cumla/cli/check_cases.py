@@ -14,7 +14,7 @@ from .. import bounds
 from ..bounds import DECODE_LSE, DECODE_OUT, EQUAL, PREFILL_LSE, PREFILL_OUT, ROUNDED, SCORES, Bound
 from ..dispatch.backends import array_module
 from ..dispatch.call import BFLOAT16
-from ..layout import DSV4_BF16, DSV4_FP8, INDEXER_FP8, MLA_BF16, V32_FP8, CacheLayout
+from ..layout import DSV4_BF16, DSV4_FP8, INDEXER_BF16, INDEXER_FP8, MLA_BF16, V32_FP8, CacheLayout
 
 BLOCK, NUM_BLOCKS, HEADS, WINDOW = 5, 7, 3, 8
 QUERY_LENS, SEQ_LENS = (1, 1, 4), (13, 2, 19)
@@ -360,6 +360,16 @@ def window_rows(layout: CacheLayout) -> Callable[[Bench], Sequence[Any]]:
     return run
 
 
+def _indexer_keys(bench: Bench) -> Sequence[Any]:
+    cache = bench.xp.zeros((NUM_BLOCKS, BLOCK, 128), BFLOAT16)
+    cumla.indexer_knorm_rope_and_insert(
+        bench.normal(4, 128, dtype=np.float32), bench.normal(128, dtype=np.float32),
+        bench.normal(128, dtype=np.float32), cache, bench.put([7, -1, 0, 34], np.int64),
+        bench.put([3, 0, 9, 5], np.int64), _turns(bench, 20, 64), layout=INDEXER_BF16, backend=bench.backend,
+    )  # fmt: skip
+    return (cache,)
+
+
 def _rope(bench: Bench) -> Sequence[Any]:
     x, positions = bench.normal(4, bench.heads, 192), bench.put([3, 0, 9, 5], np.int64)
     turned = cumla.apply_rope(x, positions, _turns(bench, 20, 64), backend=bench.backend)
@@ -411,6 +421,7 @@ CASES = (
     Case("indexer_topk", "", "indexer", (EQUAL,), _indexer_topk),
     Case("fused_q_kv_rmsnorm", "", "norm_rope", (ROUNDED, ROUNDED), _norms),
     Case("qnorm_rope_and_insert", "DSV4_BF16", "norm_rope", (ROUNDED, ROUNDED), window_rows(DSV4_BF16)),
+    Case("indexer_knorm_rope_and_insert", "INDEXER_BF16", "norm_rope", (ROUNDED,), _indexer_keys),
     Case("apply_rope", "there and back", "norm_rope", (ROUNDED, ROUNDED), _rope),
     Case("inverse_rope_and_quantize", "scales", "norm_rope", (ROUNDED,), _quantised_output),
     Case("compress_and_insert", "DSV4_BF16, ratio 4", "compressor", (ROUNDED, ROUNDED), compress(DSV4_BF16)),

@@ -23,13 +23,12 @@ from ..metadata.indexer import DeepseekV32IndexerMetadata, DeepseekV32IndexerMet
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata, DeepseekSparseSWAMetadataBuilder
 from ..ops.dense_cache import concat_and_cache_mla
 from ..ops.indices import compute_global_topk_indices_and_lens
-from ..ops.norm_rope import apply_rope, fused_q_kv_rmsnorm
+from ..ops.norm_rope import apply_rope, fused_q_kv_rmsnorm, indexer_knorm_rope_and_insert
 from ..ops.sparse_attention import sparse_mla_decode
-from ..ops.sparse_cache import indexer_k_quant_and_cache
 from . import caches
 from .hidden_states import attend
 from .products import compute_type, multiply, multiply_groups, stacked
-from .rope import cos_sin_table, mscale, turned_halves
+from .rope import cos_sin_table, mscale
 from .scratch import Scratch
 from .selection import Indexer
 from .weights import V32_ATTENTION, LayerWeights, plain
@@ -256,8 +255,8 @@ class _Step:
             multiply_groups(
                 projected[..., :nope].transpose(1, 0, 2), layer.latent, q[..., :LATENT].transpose(1, 0, 2), backend
             )
-            q[..., LATENT:] = projected[..., nope:]
-            apply_rope(q, step.positions, layer.cos_sin, out=q, backend=backend)
+            turned = q[..., LATENT:]
+            apply_rope(projected[..., nope:], step.positions, layer.cos_sin, out=turned, backend=backend)
         with self.observe("insert"):
             rows = kv[:, None]
             apply_rope(rows, step.positions, layer.cos_sin, out=rows, backend=backend)
@@ -288,17 +287,13 @@ class _Step:
 
     def insert_keys(self, x: Any, slots: Any) -> Any:
         """Write the indexer's keys. Returns what was projected, float32 [T, 128 + index heads]: keys, then weights."""
-        layer, xp = self.layer, self.layer.xp
+        layer = self.layer
         projected = self.array("index_projected", (len(x), len(layer.index_keys)), FLOAT32)
         multiply(x, layer.index_keys, projected, layer.backend)
-        k = projected[:, :128]
-        k = k - k.mean(axis=1, keepdims=True)
-        scale = ((k * k).mean(axis=1, keepdims=True) + np.float32(LAYER_NORM_EPS)) ** np.float32(-0.5)
-        k = k * scale * layer.k_norm + layer.k_bias
-        k = turned_halves(k, self.metadata.positions, layer.cos_sin, xp)
-        if layer.layouts.indexer.value_type != "float32":
-            k = k.astype(caches.PLAIN_DTYPES["bfloat16"])
-        indexer_k_quant_and_cache(k, self.caches.indexer, slots, backend=layer.backend)
+        indexer_knorm_rope_and_insert(
+            projected[:, :128], layer.k_norm, layer.k_bias, self.caches.indexer, slots, self.metadata.positions,
+            layer.cos_sin, eps=LAYER_NORM_EPS, layout=layer.layouts.indexer, backend=layer.backend,
+        )  # fmt: skip
         return projected
 
     def select(self, qr: Any, weights: Any) -> Any:

@@ -62,17 +62,3 @@ def attention_factor(scaling: Mapping[str, Any]) -> float:
 def mscale(factor: float, weight: float) -> float:
     """YaRN's temperature of a context that is `factor` times as long."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def turned_halves(x: Any, positions: Any, table: Any, xp: Any) -> Any:
-    """RoPE on the first values of the last axis, pairs (i, i + dim / 2), as V3.2's indexer has it.
-
-    x          float32 [T, ..., d]; positions [T]; table [max_position, dim]
-
-    Returns a new array.
-    """
-    half = table.shape[1] // 2
-    turns = table[positions.clip(0, len(table) - 1)].reshape(len(x), *[1] * (x.ndim - 2), 2 * half)
-    cos, sin = turns[..., :half], turns[..., half:]
-    first, second = x[..., :half], x[..., half : 2 * half]
-    return xp.concatenate([first * cos - second * sin, second * cos + first * sin, x[..., 2 * half :]], axis=-1)

@@ -9,7 +9,7 @@ from ..dispatch.call import BF16, BYTES, FLOAT32, SLOTS, Call
 from ..dispatch.formats import cache_layout
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_integers
-from ..layout import DSV4_FP8, CacheLayout
+from ..layout import DSV4_FP8, INDEXER_FP8, CacheLayout
 from .sparse_attention import check_heads
 from .sparse_cache import checked_slots
 
@@ -116,6 +116,57 @@ def qnorm_rope_and_insert(
         with call.kernels("norm_rope") as kernels:
             kernels.qnorm_rope_and_insert(q, kv, pages, slots, positions, turns, epsilon, q_out)
     return call.results()
+
+
+@launch_cached
+def indexer_knorm_rope_and_insert(
+    k: Any,
+    weight: Any,
+    bias: Any,
+    k_cache: Any,
+    slot_mapping: Any,
+    positions: Any,
+    cos_sin_cache: Any,
+    *,
+    eps: float = 1e-6,
+    block_size: int | None = None,
+    layout: CacheLayout | str | None = None,
+    backend: str | None = None,
+    stream: Any = None,
+) -> None:
+    """What stands between the projection of V3.2's indexer keys and their cache: LayerNorm, RoPE, insert.
+
+    k             [T, 128] float32 or bfloat16, as projected; may be columns of a wider array
+    weight, bias  [128] of one dtype, float32 or bfloat16, of the LayerNorm
+    k_cache       a cache of `layout`, written: uint8 [num_blocks, block_size, 132], raw pages [num_blocks, page_bytes]
+                  with layout and block_size given, or rows [num_blocks, block_size, 128]
+    slot_mapping  [N] int64 or int32, N <= T: slot of each row; one outside the cache (-1 above all) skips its row
+    positions     [T] int64 or int32
+    cos_sin_cache  [max_position, rope_dim] float32: cosines of the pairs (i, i + rope_dim / 2) of the first rope_dim
+                  values, then sines. A position outside of it turns as its nearest row says
+    eps           of the norm
+    layout        INDEXER_FP8 or INDEXER_BF16, on the host also INDEXER_F32, or the name of one; None: told by the cache
+
+    Sums and products are float32; rows are rounded to bfloat16 before they are quantised.
+    Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
+    Source: k_norm, RoPE and indexer_k_quant_and_cache of vLLM's DeepSeek V3.2 indexer, as one operation.
+    """
+    call = Call(backend, stream)
+    k = call.array("k", k, ROWS, ("T", INDEXER_FP8.head_dim))
+    layout = cache_layout(call, "k_cache", k_cache, layout)
+    if layout.head_dim != INDEXER_FP8.head_dim:
+        raise ValueError(f"layout: got {layout.name}, expected that of the indexer's keys")
+    weight = call.array("weight", weight, ROWS, (layout.head_dim,))
+    bias = call.array("bias", bias, (weight.dtype,), (layout.head_dim,))
+    pages = call.pages("k_cache", k_cache, layout, block_size, writable=True)
+    call.check_float32("layout", layout.value_type)
+    slots = checked_slots(call, slot_mapping, "k")
+    positions = call.array("positions", positions, SLOTS, ("T",))
+    turns = cos_sin(call, cos_sin_cache, layout.head_dim)
+    epsilon = check_epsilon(eps)
+    if len(slots):
+        with call.kernels("norm_rope") as kernels:
+            kernels.indexer_knorm_rope_and_insert(k, weight, bias, pages, slots, positions, turns, epsilon)
 
 
 @launch_cached

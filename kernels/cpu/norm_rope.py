@@ -88,6 +88,48 @@ def _turn_and_insert(
             insert_row(pages, slot, rows[token], g)
 
 
+def indexer_knorm_rope_and_insert(
+    k: np.ndarray,
+    weight: np.ndarray,
+    bias: np.ndarray,
+    pages: Pages,
+    slot_mapping: np.ndarray,
+    positions: np.ndarray,
+    cos_sin: np.ndarray,
+    eps: float,
+) -> None:
+    rows, slots = float32(k[: len(slot_mapping)]), np.asarray(slot_mapping, np.int64)
+    nanoseconds = rows.size * (TO_NORM + TO_TURN + TO_QUANTIZE) // GROUPS
+    share_out(
+        GROUPS, nanoseconds, _norm_turn_and_insert, rows, weight.astype(np.float32), bias.astype(np.float32), eps,
+        pages.bytes, geometry_of(pages), slots, positions, cos_sin,
+    )  # fmt: skip
+
+
+@compiled(nogil=True)
+def _norm_turn_and_insert(first_group, end_group, rows, weight, bias, eps, pages, g, slots, positions, cos_sin):
+    half = cos_sin.shape[1] // 2
+    for token in range(len(slots)):
+        slot, row = slots[token], rows[token]
+        if not (0 <= slot < pages.shape[0] * g.block_size and first_group <= group_of(slot) < end_group):
+            continue
+        mean = 0.0
+        for i in range(len(row)):
+            mean += np.float64(row[i])
+        mean /= len(row)
+        for i in range(len(row)):
+            row[i] = np.float32(np.float64(row[i]) - mean)
+        scale_by_rms(row, eps)
+        for i in range(len(row)):
+            row[i] = row[i] * weight[i] + bias[i]
+        turns = cos_sin[nearest(positions[token], len(cos_sin))]
+        for i in range(half):
+            x, y = row[i], row[half + i]
+            row[i] = x * turns[i] - y * turns[half + i]
+            row[half + i] = y * turns[i] + x * turns[half + i]
+        insert_row(pages, slot, row, g)
+
+
 def apply_rope(x: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray, inverse: bool, out: np.ndarray) -> None:
     turned = float32(x)
     direction = np.float32(-1 if inverse else 1)

@@ -58,6 +58,30 @@ def qnorm_rope_and_insert(
     )  # fmt: skip
 
 
+def indexer_knorm_rope_and_insert(
+    k: Any, weight: Any, bias: Any, pages: Pages, slot_mapping: Any, positions: Any, cos_sin: Any, eps: float
+) -> None:
+    rows = len(slot_mapping)
+    kernel(
+        "common/indexer_norm_rope.cu",
+        "indexer_knorm_rope_and_insert",
+        LAYOUT=pages.layout.name,
+        INPUT=C_NAMES[k.dtype.name],
+        WEIGHT=C_NAMES[weight.dtype.name],
+        SLOT=C_NAMES[slot_mapping.dtype.name],
+        POSITION=C_NAMES[positions.dtype.name],
+        ALIGNED=int(is_aligned(pages.bytes)),
+    )(
+        (-(-rows // WARPS),),
+        (32 * WARPS,),
+        (
+            k, strides(k)[0], weight, bias, rows, slot_mapping, positions, cos_sin, strides(cos_sin)[0], len(cos_sin),
+            cos_sin.shape[1], eps, pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size,
+        ),
+        overlap=True,
+    )  # fmt: skip
+
+
 def apply_rope(x: Any, positions: Any, cos_sin: Any, inverse: bool, out: Any) -> None:
     tokens, heads, dim = x.shape
     rope_dim = cos_sin.shape[1]

@@ -107,6 +107,51 @@ def qnorm_rope_insert_kernel(q, kv, kind, q_out, slots, positions, cos_sin, eps,
         q_out[token, head, i] = from_float32(row[i], kind)
 
 
+def indexer_knorm_rope_and_insert(
+    k: Any, weight: Any, bias: Any, pages: Pages, slot_mapping: Any, positions: Any, cos_sin: Any, eps: float
+) -> None:
+    launch(
+        knorm_rope_insert_kernel, len(slot_mapping), THREADS,
+        k, kind_of(k), weight, bias, kind_of(weight), slot_mapping, positions, cos_sin, np.float32(eps), pages.bytes,
+        geometry_of(pages),
+    )  # fmt: skip
+
+
+def knorm_rope_insert_kernel(k, kind, weight, bias, weight_kind, slots, positions, cos_sin, eps, pages, g):
+    """A thread block takes a row."""
+    row = cuda.shared.array(WIDTH, np.float32)
+    total = cuda.shared.array(1, np.float32)
+    largest = cuda.shared.array(MAX_TILES, np.int32)
+    token, width, half = cuda.blockIdx.x, k.shape[1], cos_sin.shape[1] // 2
+    slot = np.int64(slots[token])
+    if slot < 0 or slot >= pages.shape[0] * g.block_size:
+        return
+    if cuda.threadIdx.x == 0:
+        total[0] = 0
+    cuda.syncthreads()
+    part = np.float32(0)
+    for i in range(cuda.threadIdx.x, width, cuda.blockDim.x):
+        row[i] = to_float32(k[token, i], kind)
+        part += row[i]
+    add_in_order(total, part)
+    mean = np.float32(total[0] / np.float32(width))
+    for i in range(cuda.threadIdx.x, width, cuda.blockDim.x):
+        row[i] = row[i] - mean
+    cuda.syncthreads()
+    normalize(row, width, total, eps)
+    for i in range(cuda.threadIdx.x, width, cuda.blockDim.x):
+        row[i] = row[i] * to_float32(weight[i], weight_kind) + to_float32(bias[i], weight_kind)
+    cuda.syncthreads()
+    at = nearest(positions[token], len(cos_sin))
+    for i in range(cuda.threadIdx.x, half, cuda.blockDim.x):
+        cos, sin = float32_value(cos_sin[at, i]), float32_value(cos_sin[at, half + i])
+        a, b = row[i], row[half + i]
+        row[i] = a * cos - b * sin
+        row[half + i] = b * cos + a * sin
+    cuda.syncthreads()
+    insert_row(row, largest, pages[slot // g.block_size], slot % g.block_size, g)
+
+
 def apply_rope(x: Any, positions: Any, cos_sin: Any, inverse: bool, out: Any) -> None:
     launch(
         rope_kernel, x.shape[0] * x.shape[1], THREADS,

@@ -42,6 +42,24 @@ def qnorm_rope_and_insert(
             insert_row(pages, int(slot), rows[token])
 
 
+def indexer_knorm_rope_and_insert(
+    k: np.ndarray,
+    weight: np.ndarray,
+    bias: np.ndarray,
+    pages: Pages,
+    slot_mapping: np.ndarray,
+    positions: np.ndarray,
+    cos_sin: np.ndarray,
+    eps: float,
+) -> None:
+    centred = k.astype(np.float64) - k.astype(np.float64).mean(axis=1, keepdims=True)
+    rows = normed(centred, eps) * weight.astype(np.float64) + bias.astype(np.float64)
+    rows = turned_halves(rows, at_positions(cos_sin, positions))
+    for token, slot in enumerate(slot_mapping):
+        if 0 <= slot < pages.num_slots:
+            insert_row(pages, int(slot), rows[token])
+
+
 def apply_rope(x: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray, inverse: bool, out: np.ndarray) -> None:
     out[...] = turned(x.astype(np.float64), at_positions(cos_sin, positions)[:, None], inverse)
 
@@ -91,6 +109,13 @@ def turned(x: np.ndarray, turns: np.ndarray, inverse: bool = False) -> np.ndarra
     result[..., -rope_dim::2] = first * cos - second * sin
     result[..., x.shape[-1] - rope_dim + 1 :: 2] = second * cos + first * sin
     return result
+
+
+def turned_halves(x: np.ndarray, turns: np.ndarray) -> np.ndarray:
+    """x [T, d] with the first values of each row turned in pairs that lie half of them apart."""
+    half = turns.shape[1] // 2
+    cos, sin, first, second = turns[:, :half], turns[:, half:], x[:, :half], x[:, half : 2 * half]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin, x[:, 2 * half :]], axis=1)
 
 
 def insert_row(pages: Pages, slot: int, row: np.ndarray) -> None:

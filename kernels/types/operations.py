@@ -82,6 +82,18 @@ class NormRope(Protocol):
         q_out: Array,
     ) -> None: ...
 
+    def indexer_knorm_rope_and_insert(
+        self,
+        k: Array,
+        weight: Array,
+        bias: Array,
+        pages: Pages,
+        slot_mapping: Array,
+        positions: Array,
+        cos_sin: Array,
+        eps: float,
+    ) -> None: ...
+
     def apply_rope(self, x: Array, positions: Array, cos_sin: Array, inverse: bool, out: Array) -> None: ...
 
     def inverse_rope_and_quantize(

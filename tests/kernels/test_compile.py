@@ -69,6 +69,13 @@ SOURCES = [
     ),
     *(
         (
+            "common/indexer_norm_rope.cu",
+            {"LAYOUT": layout, "INPUT": value, "WEIGHT": value, "SLOT": "int64", "POSITION": "int", "ALIGNED": aligned},
+        )
+        for layout, value, aligned in (("INDEXER_FP8", "float", 1), ("INDEXER_BF16", "bf16", 0))
+    ),
+    *(
+        (
             "common/compressor.cu",
             {
                 "LAYOUT": layout,

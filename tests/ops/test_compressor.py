@@ -15,9 +15,12 @@ from cumla import (
     compress_and_insert,
     dequantize_and_gather_k_cache,
     fused_q_kv_rmsnorm,
+    indexer_knorm_rope_and_insert,
     inverse_rope_and_quantize,
     qnorm_rope_and_insert,
 )
+
+from support.lab import Lab
 
 BF16 = ml_dtypes.bfloat16
 KINDS = {"ratio4": (4, 2), "ratio128": (128, 1)}
@@ -62,13 +65,13 @@ class Case:
         self.kv_score = rng.standard_normal((2 * tokens, 2 * coff * dim), np.float32).astype(dtype)
         self.bias = rng.standard_normal((self.ratio, coff * dim), np.float32)
         self.weight = rng.standard_normal(dim, np.float32)
-        self.state = rng.standard_normal((2 * 96, 8, 2 * coff * dim), np.float32)
+        self.state = rng.standard_normal((2 * 100, 8, 2 * coff * dim), np.float32)
         self.table = rng.permutation(len(self.state)).astype(np.int32).reshape(2, -1)
         self.cos_sin = rng.standard_normal((1024, 64), np.float32)
         self.positions = np.concatenate([np.arange(at, at + tokens) for at in first]).astype(np.int64)
         self.requests = np.repeat([0, 1], tokens).astype(np.int32)
         self.starts = np.array([0, tokens, 2 * tokens], np.int32)
-        self.slots = np.where((self.positions + 1) % self.ratio == 0, rng.permutation(64)[: 2 * tokens], -1)
+        self.slots = np.where((self.positions + 1) % self.ratio == 0, rng.permutation(max(64, 2 * tokens))[: 2 * tokens], -1)
         block = self.positions // 8
         self.state_slots = self.table[self.requests, block].astype(np.int64) * 8 + self.positions % 8
         self.state_slots[::3] = -1
@@ -181,6 +184,19 @@ def padded(cache):
     return pages
 
 
+@pytest.mark.nowhere(when=lambda c: c.simulated)  # slow there
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_long_prompt(lab, rng, kind):
+    """Many tokens, few of which complete a row or save a state: the reference's bits of states, its rows."""
+    case = Case(rng, INDEXER_BF16, kind, tokens=140)
+    case.state_slots[:-7] = -1
+    want, states = case.run(Lab("reference", on_device=False), cache_of(INDEXER_BF16, 18, 16))
+    got, state = case.run(lab, cache_of(INDEXER_BF16, 18, 16))
+    np.testing.assert_array_equal(state, states)
+    want, got = (np.asarray(x).astype(np.float64) for x in (want, got))
+    np.testing.assert_allclose(got, want, rtol=2.0**-6, atol=1e-4)
+
+
 @pytest.mark.nowhere(when=is_float32_off_the_host)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_of_queries_and_keys(lab, rng, dtype):
@@ -219,6 +235,34 @@ def test_queries_and_window_rows(lab, rng, layout):
     rows, turned_rows = rows_of(lab.get(cache), layout), turned(kv.astype(np.float64), cos_sin[positions])
     for token in range(1, tokens - 1):
         assert_rows(rows[slots[token]], turned_rows[token], layout)
+    untouched = np.setdiff1d(np.arange(64), slots)
+    np.testing.assert_array_equal(rows[untouched], rows_of(before, layout)[untouched])
+
+
+@pytest.mark.nowhere(when=lambda c: c.get("layout") is INDEXER_F32 and c.backend not in ("reference", "cpu"))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", [INDEXER_FP8, INDEXER_BF16, INDEXER_F32], ids=str)
+def test_indexer_keys(lab, rng, layout, dtype):
+    """LayerNorm with weight and bias, the first 64 values turned in halves, the last token without a slot."""
+    tokens = 5
+    wide = rng.standard_normal((tokens, 128 + 8), np.float32).astype(DTYPES[dtype])
+    weight, bias = rng.standard_normal((2, 128), np.float32)
+    cos_sin, positions = rng.standard_normal((16, 64), np.float32), np.array([3, 0, 15, -4, 40])
+    slots = np.array([17, -1, 0, 63], np.int64)
+    before, cache = cache_of(layout, 4, 16), lab.put(cache_of(layout, 4, 16))
+    indexer_knorm_rope_and_insert(
+        lab.put(wide)[:, :128], lab.put(weight), lab.put(bias), cache, lab.put(slots), lab.put(positions),
+        lab.put(cos_sin), layout=layout, backend=lab.backend,
+    )  # fmt: skip
+    x = wide[:, :128].astype(np.float64)
+    x -= x.mean(axis=1, keepdims=True)
+    x = x / np.sqrt((x**2).mean(axis=1, keepdims=True) + 1e-6) * weight + bias
+    turns = cos_sin[np.clip(positions, 0, 15)].astype(np.float64)
+    spun = (x[:, :32] + 1j * x[:, 32:64]) * (turns[:, :32] + 1j * turns[:, 32:])
+    want = np.concatenate([spun.real, spun.imag, x[:, 64:]], axis=1)
+    rows = rows_of(lab.get(cache), layout)
+    for token in (0, 2, 3):
+        assert_rows(rows[slots[token]], want[token], layout)
     untouched = np.setdiff1d(np.arange(64), slots)
     np.testing.assert_array_equal(rows[untouched], rows_of(before, layout)[untouched])
 

@@ -1,0 +1,51 @@
+// Keys of V3.2's indexer: LayerNorm, RoPE on the first values in halves, insert. A warp takes a row.
+//
+// Macros: LAYOUT, INPUT and WEIGHT (float or bf16), SLOT and POSITION (int64 or int), ALIGNED.
+#include "common/pdl.cuh"
+#include "common/warp_row.cuh"
+
+constexpr int WARPS = 4;
+using Row = WarpRow<4>;
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+indexer_knorm_rope_and_insert(const INPUT* k, int64 k_stride, const WEIGHT* weight, const WEIGHT* bias, int rows,
+                              const SLOT* slots, const POSITION* positions, const float* cos_sin, int64 cos_stride,
+                              int max_position, int rope_dim, float eps, uint8* pages, int64 page_stride,
+                              int64 num_slots, int block_size) {
+    __shared__ float before[WARPS][Row::DIM];  // the turn
+    pdl_wait();
+    int warp = threadIdx.x / 32, token = blockIdx.x * WARPS + warp;
+    if (token >= rows) return;
+    int64 slot = slots[token];
+    if (slot < 0 || slot >= num_slots) return;
+    Row row;
+    row.lane = threadIdx.x % 32;
+    int first = row.first();
+    float total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        row.x[i] = to_float(k[token * k_stride + first + i]);
+        total += row.x[i];
+    }
+#pragma unroll
+    for (int other = 1; other < 32; other *= 2) total += __shfl_xor_sync(~0u, total, other);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) row.x[i] -= total * (1.0f / Row::DIM);
+    row.normalize(row.squares(), eps);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        row.x[i] = row.x[i] * to_float(weight[first + i]) + to_float(bias[first + i]);
+        before[warp][first + i] = row.x[i];
+    }
+    __syncwarp();
+    const float* turns = turns_at(cos_sin, cos_stride, max_position, positions[token]);
+    int half = rope_dim / 2;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        int at = first + i, pair = at < half ? at : at - half;
+        if (at >= rope_dim) continue;
+        float cos = turns[pair], sin = turns[half + pair];
+        row.x[i] = row.x[i] * cos + before[warp][at < half ? at + half : pair] * (at < half ? -sin : sin);
+    }
+    row.insert<LAYOUT>(token_at<LAYOUT>(pages, page_stride, block_size, slot));
+}
