@@ -1,6 +1,7 @@
-"""The one function of cuBLAS that cumla calls, with NumPy."""
+"""The one product of cuBLAS that cumla calls, with NumPy: by CuPy, and by the library itself in a capture."""
 
 import ctypes
+import types
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +14,30 @@ DTYPES = {0: np.dtype(np.float32), 14: np.dtype(ml_dtypes.bfloat16), 2: np.dtype
 def gemm_strided_batched(*arguments):
     """Behind what is queued on the current stream, as cuBLAS has it from CuPy."""
     queues.current_stream().add(lambda: multiply(*arguments))
+
+
+# ---- libcublas itself, whose functions say 0: all is well
+
+_stream = [0]  # of the one handle
+
+
+def set_stream(handle, stream):
+    _stream[0] = stream
+    return 0
+
+
+def set_workspace(handle, memory, size):
+    return 0
+
+
+def gemm_on_stream(*arguments):
+    queues.Stream(handle=_stream[0]).add(lambda: multiply(*arguments))
+    return 0
+
+
+LIBRARY = types.SimpleNamespace(
+    cublasSetStream_v2=set_stream, cublasSetWorkspace_v2=set_workspace, cublasGemmStridedBatchedEx=gemm_on_stream
+)
 
 
 def multiply(

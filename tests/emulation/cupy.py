@@ -12,7 +12,7 @@ import numpy as np
 
 from cumla.arrays import streams
 from cumla.dispatch import backends
-from cumla.kernels.cuda import launch, tma
+from cumla.kernels.cuda import launch, projection, tma
 
 from . import arrays, cublas, launches, queues
 from .arrays import Array
@@ -31,12 +31,12 @@ def devices():
     replaced = types.SimpleNamespace(**{**vars(ctypes), "CDLL": lambda name, *rest: library(name, *rest)})
     with contextlib.ExitStack() as stack:
         stack.enter_context(_modules({"cupy": CUPY, "cupy.cuda": CUPY.cuda}))
-        for module in (launch, streams, tma):
+        for module in (launch, projection, streams, tma):
             stack.enter_context(mock.patch.object(module, "ctypes", replaced))
         for name, module in list(sys.modules.items()):
             if name.startswith("cumla.") and hasattr(module, "cupy"):  # bound at an import, maybe of the real one
                 stack.enter_context(mock.patch.object(module, "cupy", CUPY))
-        for cache in (backends.unavailable, streams.of_handle):
+        for cache in (backends.unavailable, streams.of_handle, projection.workspace, projection.cublas_library):
             cache.cache_clear()
             stack.callback(cache.cache_clear)
         stack.callback(queues.forget_everything)
@@ -87,6 +87,8 @@ class RawModule:
 
 
 def library(name, *rest):
+    if name.startswith("libcublas.so"):
+        return cublas.LIBRARY
     return DRIVER if name.startswith("libcuda.so") else ctypes.CDLL(name, *rest)
 
 
@@ -192,7 +194,9 @@ def make_module():
         setattr(cupy, name, on_device(getattr(np, name)))
     cupy.ndarray, cupy.RawModule, cupy.from_dlpack = Array, RawModule, from_dlpack
     cupy.empty, cupy.empty_like, cupy.zeros, cupy.array, cupy.asarray = empty, empty_like, zeros, array, asarray
-    cublas_functions = types.SimpleNamespace(gemmStridedBatchedEx=cublas.gemm_strided_batched)
+    cublas_functions = types.SimpleNamespace(
+        gemmStridedBatchedEx=cublas.gemm_strided_batched, getVersion=lambda handle: 130000
+    )
     runtime = types.SimpleNamespace(
         CUDARuntimeError=RuntimeError, getDevice=lambda: Device.current,
         getDeviceCount=lambda: len(Device.CAPABILITIES),

@@ -135,7 +135,7 @@ def test_a_sparse_layer_with_one_builder(device, rng):
     check_replays(device, steps)
 
 
-@pytest.mark.gpu  # the emulated cuBLAS captures nothing
+@pytest.mark.gpu
 def test_a_dense_layer(rng):
     device = Lab("cuda", on_device=True)
     put, scale = device.put, 192**-0.5

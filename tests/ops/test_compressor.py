@@ -19,7 +19,6 @@ from cumla import (
     inverse_rope_and_quantize,
     qnorm_rope_and_insert,
 )
-
 from support.lab import Lab
 
 BF16 = ml_dtypes.bfloat16
@@ -71,7 +70,9 @@ class Case:
         self.positions = np.concatenate([np.arange(at, at + tokens) for at in first]).astype(np.int64)
         self.requests = np.repeat([0, 1], tokens).astype(np.int32)
         self.starts = np.array([0, tokens, 2 * tokens], np.int32)
-        self.slots = np.where((self.positions + 1) % self.ratio == 0, rng.permutation(max(64, 2 * tokens))[: 2 * tokens], -1)
+        self.slots = np.where(
+            (self.positions + 1) % self.ratio == 0, rng.permutation(max(64, 2 * tokens))[: 2 * tokens], -1
+        )
         block = self.positions // 8
         self.state_slots = self.table[self.requests, block].astype(np.int64) * 8 + self.positions % 8
         self.state_slots[::3] = -1

@@ -1,0 +1,109 @@
+"""A step of decodes of a whole layer, captured in a CUDA graph and replayed at other lengths."""
+
+import numpy as np
+import pytest
+
+from cumla.metadata.batch import CommonAttentionMetadata
+from support.lab import Lab, lab_of
+from support.models import GoldenLayer, V4Layer, V32Layer
+
+PROMPTS = (6, 3)  # of two requests; one row of four positions is completed by each further step but one
+
+
+@pytest.fixture(params=[pytest.param("cuda", id="emulated"), pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    yield from lab_of(request)
+
+
+class Decodes:
+    """Steps of one token of each request, in arrays that stay where they are."""
+
+    def __init__(self, lab, case):
+        golden = GoldenLayer(case)
+        make = V4Layer if golden.record["model"] == "v4" else V32Layer
+        self.made = make(golden, 2, backend="cuda", activations="bfloat16", cache_format="fp8", lab=lab)
+        for request, count in enumerate(PROMPTS):
+            self.made.step([(request, 0, count)], given=False)
+        self.golden, self.lab, self.arrays = golden, lab, {}
+
+    def keep(self, name, array):
+        """On the device, where the array of this name was before."""
+        placed = self.lab.put(np.ascontiguousarray(array))
+        if name not in self.arrays:
+            self.arrays[name] = placed
+        self.arrays[name][...] = placed
+        return self.arrays[name]
+
+    def prepare(self, index):
+        """Hidden states and metadata of the index-th step; the out is wiped."""
+        scheduled = [(request, count + index, 1) for request, count in enumerate(PROMPTS)]
+        batch, tables = self.made.paged.batch(scheduled)
+        kept = [
+            self.keep(name, self.lab.get(getattr(batch, name)))
+            for name in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
+        ]
+        tables = {name: self.keep(name, self.lab.get(table)) for name, table in tables.items()}
+        batch = CommonAttentionMetadata(
+            kept[0], batch.query_start_loc_cpu, kept[1], batch.seq_lens_cpu, batch.num_computed_tokens_cpu, 2, 2, 1,
+            kept[2], kept[3], max_seq_len=self.golden.tokens,
+        )  # fmt: skip
+        hidden = np.stack([self.golden.hidden[first] for _, first, _ in scheduled])
+        self.hidden = self.keep("hidden", hidden.astype(self.made.layer.activations))
+        self.out = self.keep("out", np.zeros(hidden.shape, self.made.layer.activations))
+        self.metadata = self.made.build(batch, tables)
+
+    def run(self):
+        self.made.layer.step(self.hidden, self.made.caches, self.metadata, out=self.out)
+
+    def result(self):
+        import cupy
+
+        cupy.cuda.Device().synchronize()
+        return self.lab.get(self.out).view(np.uint16)
+
+
+@pytest.mark.parametrize("case", [2, 3, 8, 13])
+def test_a_captured_step_is_right_at_other_lengths(device, case):
+    import cupy
+
+    eager, captured = Decodes(device, case), Decodes(device, case)
+    for each in (eager, captured):
+        each.prepare(0)
+        each.run()
+    np.testing.assert_array_equal(captured.result(), eager.result())
+    eager.prepare(1)
+    captured.prepare(1)
+    eager.run()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        captured.run()
+        graph = stream.end_capture()
+    for index in range(1, 4):
+        if index > 1:
+            eager.prepare(index)
+            captured.prepare(index)
+            eager.run()
+        graph.launch()
+        np.testing.assert_array_equal(captured.result(), eager.result())
+        assert captured.result().any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [2, 3, 8, 13])
+def test_a_step_of_decodes_allocates_nothing(case):
+    import cupy
+
+    def refuse(size):
+        raise AssertionError(f"{size} bytes are allocated")
+
+    decodes = Decodes(Lab("cuda", on_device=True), case)
+    for index in (0, 1):
+        decodes.prepare(index)
+        if index == 0:
+            decodes.run()
+            continue
+        with cupy.cuda.using_allocator(refuse):
+            decodes.run()
+    assert decodes.result().any()
