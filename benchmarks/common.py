@@ -8,23 +8,20 @@ the L2 cache does not answer; `us` is the host's time for one call, launch inclu
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import importlib.util
 import json
 import pathlib
-import platform
-import statistics
 import subprocess
-import time
 
 import cupy
 
+from cumla.bench.measure import L2_BYTES, copy_calls, copy_gbps, graph_us, has_peer, host_us, sets_for
+from cumla.bench.measure import environment as measure_environment
 from cumla.kernels.cuda import compile as compiler
 
-GRAPH_US = 1_000  # of calls that a graph holds, about
-MAX_CALLS_PER_GRAPH = 400
-REPLAYS = 20
-L2_BYTES = 64 << 20
+__all__ = [
+    "L2_BYTES", "Report", "arguments", "as_torch", "commit", "copy_calls", "copy_gbps", "environment", "graph_us",
+    "has_peer", "host_us", "measure", "random_bits", "sets_for",
+]  # fmt: skip
 
 
 def arguments(description):
@@ -35,14 +32,6 @@ def arguments(description):
     )
     parser.add_argument("--only", metavar="TEXT", default="", help="run only rows whose op or config has TEXT")
     return parser
-
-
-def has_peer(module):
-    """Whether a peer can be imported (tools in the shared folder lay them out; cumla never needs them)."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 class Report:
@@ -91,21 +80,7 @@ class Report:
 
 def environment():
     """Device, versions and commit."""
-    properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
-    versions = {}
-    for package in ("cumla", "numpy", "cupy-cuda12x", "cupy-cuda13x", "numba-cuda", "torch", "triton", "jax"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {
-        "device": properties["name"].decode(),
-        "driver": cupy.cuda.runtime.driverGetVersion(),
-        "runtime": cupy.cuda.runtime.runtimeGetVersion(),
-        "python": platform.python_version(),
-        "versions": versions,
-        "commit": commit(),
-    }
+    return {**measure_environment(), "commit": commit()}
 
 
 def commit():
@@ -120,11 +95,6 @@ def commit():
         return head + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-
-
-def sets_for(bytes_moved, most=8):
-    """How many sets of inputs it takes until none of them is in the L2 cache when its turn comes."""
-    return max(2, min(most, -(-6 * L2_BYTES // max(bytes_moved, 1))))
 
 
 def measure(report, op, config, impls, bytes_moved, check=None, clear=None):
@@ -146,75 +116,6 @@ def measure(report, op, config, impls, bytes_moved, check=None, clear=None):
         )  # fmt: skip
 
 
-def graph_us(calls, framework="cupy"):
-    """Median time in us of one call inside a graph of back-to-back calls.
-
-    calls      functions without arguments, one a set of inputs; they run in turn
-    framework  "cupy" or "torch": whose capture the calls run under
-    """
-    for call in calls:
-        call()
-    replay, count = _capture(calls, framework, 2), 2 * len(calls)
-    total = statistics.median(_time_us(replay) for _ in range(4))
-    rounds = int(min(GRAPH_US / (total / count), MAX_CALLS_PER_GRAPH) / len(calls))
-    if rounds > 2:
-        replay, count = _capture(calls, framework, rounds), rounds * len(calls)
-    replay()
-    return statistics.median(_time_us(replay) for _ in range(REPLAYS)) / count
-
-
-def _time_us(run):
-    start, stop = cupy.cuda.Event(), cupy.cuda.Event()
-    start.record()
-    run()
-    stop.record()
-    stop.synchronize()
-    return cupy.cuda.get_elapsed_time(start, stop) * 1e3
-
-
-def _capture(calls, framework, rounds):
-    return (_capture_torch if framework == "torch" else _capture_cupy)(calls, rounds * len(calls))
-
-
-def _capture_cupy(calls, count):
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        stream.begin_capture()
-        for i in range(count):
-            calls[i % len(calls)]()
-        graph = stream.end_capture()
-    return lambda: graph.launch(cupy.cuda.get_current_stream())
-
-
-def _capture_torch(calls, count):
-    import torch
-
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(count):
-            calls[i % len(calls)]()
-    return graph.replay
-
-
-def host_us(call, repeats=200, seconds=0.3):
-    """Median host time in us of one call, the device left to catch up between batches."""
-    for _ in range(3):
-        call()
-    start = time.perf_counter()
-    call()
-    cupy.cuda.Device().synchronize()
-    batch = max(2, min(repeats // 10, int(seconds / 10 / (time.perf_counter() - start))))
-    times = []
-    for _ in range(10):
-        cupy.cuda.Device().synchronize()
-        start = time.perf_counter()
-        for _ in range(batch):
-            call()
-        times.append((time.perf_counter() - start) * 1e6 / batch)
-    cupy.cuda.Device().synchronize()
-    return statistics.median(times)
-
-
 def as_torch(*arrays):
     """CuPy arrays as torch tensors over the same memory; anything else as it is."""
     import torch
@@ -230,33 +131,3 @@ def random_bits(count, seed=0):
         x *= cupy.uint32(factor)
     x ^= x >> cupy.uint32(16)
     return x
-
-
-COPY = r"""
-extern "C" __global__ void copy(const uint4* source, uint4* target, unsigned long long count) {
-    unsigned long long first = blockIdx.x * 1024ull + threadIdx.x;
-    uint4 x[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) if (first + 256 * i < count) x[i] = __ldcs(source + first + 256 * i);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) if (first + 256 * i < count) __stcs(target + first + 256 * i, x[i]);
-}
-"""
-
-
-def copy_calls(nbytes, sets):
-    """Calls that copy `nbytes` bytes by an elementwise kernel: the pace that a kernel which only moves can have."""
-    copy = cupy.RawKernel(COPY, "copy")
-    count = max(nbytes // 16, 1)
-
-    def call():
-        source, target = (cupy.zeros(16 * count, cupy.uint8) for _ in range(2))
-        return lambda: copy((-(-count // 1024),), (256,), (source, target, cupy.uint64(count)))
-
-    return [call() for _ in range(sets)]
-
-
-def copy_gbps():
-    """Device-to-device copy bandwidth, bytes read plus bytes written."""
-    nbytes = 1 << 30
-    return 2 * nbytes / graph_us(copy_calls(nbytes, 1)) / 1e3

@@ -1,4 +1,4 @@
-"""The command line: `cumla replay`, `cumla check`, `cumla warmup`, `cumla info` (or `python -m cumla ...`)."""
+"""The command line: `cumla replay`, `check`, `bench`, `warmup` and `info` (or `python -m cumla ...`)."""
 
 from __future__ import annotations
 
@@ -68,6 +68,12 @@ def make_parser() -> Parser:
     check.add_argument("--backend", choices=[name for name in BACKENDS if name != "reference"], help="only this one")
     _add_seed(check)
     check.set_defaults(run=_check)
+    _add_bench(commands.add_parser(
+        "bench", help="time the operations on this machine, compare and draw results",
+        description="Time the operations on this machine: inside CUDA graphs on a device, call by call on the CPU, "
+        "beside FlashMLA where it can be imported. Results of attention are checked first. "
+        "Exit status 1 if --compare finds a row that is slower beyond noise.",
+    ))  # fmt: skip
     _add_warmup(commands.add_parser(
         "warmup", help="compile, test and keep on disk what a model's serving will call",
         description="Compile what serving calls into the caches on disk, and test each kernel against the reference. "
@@ -134,6 +140,56 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         help="draw batch make-up, cache occupancy and time by op over the steps (needs matplotlib)",
     )  # fmt: skip
     parser.set_defaults(run=_replay)
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    from .bench import NAMES
+
+    parser.add_argument(
+        "suite", nargs="*", choices=[[], *NAMES], metavar="SUITE", help=f"{', '.join(NAMES)} (default: all)"
+    )
+    sizes = parser.add_argument_group("sizes")
+    sizes.add_argument("--layout", choices=("DSV4_FP8", "V32_FP8"), default="DSV4_FP8", help="default: DSV4_FP8")
+    sizes.add_argument(
+        "--heads", type=AtLeast(1, MAX_HEADS), default=64, metavar="N", help=f"1 to {MAX_HEADS} (default: 64)"
+    )
+    sizes.add_argument(
+        "--batch", type=_integers, default=[1, 32], metavar="N,N,...", help="requests, from 1 to 4096 (default: 1,32)"
+    )
+    sizes.add_argument(
+        "--tokens", type=_token_counts, default=[1024], metavar="N,N,...",
+        help="tokens of insert, gather and prefill, from 1 (default: 1024)",
+    )  # fmt: skip
+    sizes.add_argument(
+        "--topk", type=AtLeast(1), default=128, metavar="N", help="keys of the first cache, from 1 (default: 128)"
+    )
+    sizes.add_argument(
+        "--extra", type=AtLeast(1), default=512, metavar="N",
+        help="keys of V4's second cache, and rows that the indexer chooses, from 1 (default: 512)",
+    )  # fmt: skip
+    sizes.add_argument(
+        "--context", type=AtLeast(64, 2**20), default=8192, metavar="TOKENS", help="64 to 1048576 (default: 8192)"
+    )
+    sizes.add_argument("--backend", choices=list(BACKENDS), help="default: cuda if there is a device, else cpu")
+    output = parser.add_argument_group("results")
+    output.add_argument("--json", metavar="FILE", help="write the rows and what they were run on; - for stdout")
+    output.add_argument("--results", metavar="FILE", help="draw or compare these instead of measuring; - for stdin")
+    output.add_argument(
+        "--compare", nargs="+", metavar="FILE",
+        help="compare with the results OLD; with OLD NEW, those two, and nothing is measured",
+    )  # fmt: skip
+    output.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the results (needs matplotlib)")
+    parser.set_defaults(run=_bench)
+
+
+def _token_counts(text: str) -> list[int]:
+    return [AtLeast(1, 2**20)(part) for part in text.split(",")]
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from .cli import bench
+
+    return bench.run(args)
 
 
 def _add_warmup(parser: argparse.ArgumentParser) -> None:

@@ -32,6 +32,7 @@ ROOMS = (
     "cumla",
     "cumla.interop",
     "cumla.replay",
+    "cumla.bench",
     "cumla.cli",
     "cumla.__main__",
 )

@@ -1,0 +1,198 @@
+"""Timing: in CUDA graphs on a device, call by call on the host. The scripts in benchmarks/ time with it too."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+GRAPH_US = 1_000  # of calls that a graph holds, about
+MAX_CALLS_PER_GRAPH = 400
+REPLAYS = 20
+L2_BYTES = 64 << 20
+PACKAGES = ("cumla", "numpy", "numba", "cupy-cuda12x", "cupy-cuda13x", "numba-cuda", "torch", "triton", "jax")
+
+Calls = Sequence[Callable[[], Any]]
+
+
+def cupy() -> Any:
+    """CuPy, which only who measures on a device has."""
+    import cupy
+
+    return cupy
+
+
+def environment(on_device: bool = True) -> dict[str, Any]:
+    """Device or processor, and versions."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found: dict[str, Any] = {"device": processor()}
+    if on_device:
+        runtime = cupy().cuda.runtime
+        found = {
+            "device": runtime.getDeviceProperties(cupy().cuda.Device().id)["name"].decode(),
+            "driver": runtime.driverGetVersion(),
+            "runtime": runtime.runtimeGetVersion(),
+        }
+    return {**found, "python": platform.python_version(), "versions": versions}
+
+
+def processor() -> str:
+    """The host's processor by name, and how many cores this process may use."""
+    from ..kernels.cpu.threads import num_cores
+
+    name = platform.processor() or platform.machine()
+    if sys.platform == "linux":
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    return f"{name}, {num_cores()} threads"
+
+
+def has_peer(module: str) -> bool:
+    """Whether a peer can be imported; cumla never needs one."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def sets_for(bytes_moved: int, most: int = 8) -> int:
+    """How many sets of inputs it takes until none of them is in the L2 cache when its turn comes."""
+    return max(2, min(most, -(-6 * L2_BYTES // max(bytes_moved, 1))))
+
+
+def graph_us(calls: Calls, framework: str = "cupy") -> float:
+    """Median time in us of one call inside a graph of back-to-back calls. See `graph_times`."""
+    return statistics.median(graph_times(calls, framework))
+
+
+def graph_times(calls: Calls, framework: str = "cupy") -> list[float]:
+    """Times in us of one call inside a graph of back-to-back calls, a replay each.
+
+    calls      functions without arguments, one a set of inputs; they run in turn
+    framework  "cupy" or "torch": whose capture the calls run under
+    """
+    for call in calls:
+        call()
+    replay, count = _capture(calls, framework, 2), 2 * len(calls)
+    total = statistics.median(_time_us(replay) for _ in range(4))
+    rounds = int(min(GRAPH_US / (total / count), MAX_CALLS_PER_GRAPH) / len(calls))
+    if rounds > 2:
+        replay, count = _capture(calls, framework, rounds), rounds * len(calls)
+    replay()
+    return [_time_us(replay) / count for _ in range(REPLAYS)]
+
+
+def _time_us(run: Callable[[], Any]) -> float:
+    cuda = cupy().cuda
+    start, stop = cuda.Event(), cuda.Event()
+    start.record()
+    run()
+    stop.record()
+    stop.synchronize()
+    return float(cuda.get_elapsed_time(start, stop)) * 1e3
+
+
+def _capture(calls: Calls, framework: str, rounds: int) -> Callable[[], Any]:
+    return (_capture_torch if framework == "torch" else _capture_cupy)(calls, rounds * len(calls))
+
+
+def _capture_cupy(calls: Calls, count: int) -> Callable[[], Any]:
+    cuda = cupy().cuda
+    stream = cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        for i in range(count):
+            calls[i % len(calls)]()
+        graph = stream.end_capture()
+    return lambda: graph.launch(cuda.get_current_stream())
+
+
+def _capture_torch(calls: Calls, count: int) -> Callable[[], Any]:
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(count):
+            calls[i % len(calls)]()
+    replay: Callable[[], Any] = graph.replay
+    return replay
+
+
+def host_us(call: Callable[[], Any], repeats: int = 200, seconds: float = 0.3) -> float:
+    """Median host time in us of one call, the device left to catch up between batches."""
+    synchronize = cupy().cuda.Device().synchronize
+    for _ in range(3):
+        call()
+    start = time.perf_counter()
+    call()
+    synchronize()
+    batch = max(2, min(repeats // 10, int(seconds / 10 / (time.perf_counter() - start))))
+    times = []
+    for _ in range(10):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(batch):
+            call()
+        times.append((time.perf_counter() - start) * 1e6 / batch)
+    synchronize()
+    return statistics.median(times)
+
+
+def call_times(calls: Calls, seconds: float = 0.5) -> list[float]:
+    """Times in us of calls on the host, one after another, for about so many seconds; the first ones are left out."""
+    for call in calls:
+        call()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < 5 or (time.perf_counter() < end and len(times) < 1_000):
+        call = calls[len(times) % len(calls)]
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e6)
+    return times
+
+
+COPY = r"""
+extern "C" __global__ void copy(const uint4* source, uint4* target, unsigned long long count) {
+    unsigned long long first = blockIdx.x * 1024ull + threadIdx.x;
+    uint4 x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) if (first + 256 * i < count) x[i] = __ldcs(source + first + 256 * i);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) if (first + 256 * i < count) __stcs(target + first + 256 * i, x[i]);
+}
+"""
+
+
+@functools.cache
+def _copy_kernel() -> Any:
+    return cupy().RawKernel(COPY, "copy")
+
+
+def copy_calls(nbytes: int, sets: int) -> list[Callable[[], Any]]:
+    """Calls that copy `nbytes` bytes by an elementwise kernel: the pace that a kernel which only moves can have."""
+    xp, count = cupy(), max(nbytes // 16, 1)
+
+    def call() -> Callable[[], Any]:
+        source, target = (xp.zeros(16 * count, xp.uint8) for _ in range(2))
+        return lambda: _copy_kernel()((-(-count // 1024),), (256,), (source, target, xp.uint64(count)))
+
+    return [call() for _ in range(sets)]
+
+
+def copy_gbps() -> float:
+    """Device-to-device copy bandwidth, bytes read plus bytes written."""
+    nbytes = 1 << 30
+    return 2 * nbytes / graph_us(copy_calls(nbytes, 1)) / 1e3

@@ -1,0 +1,296 @@
+"""What is measured: families of operations in the sizes that serving has, on device or host.
+
+A problem's calls take turns over sets of inputs, so that no cache answers; its check compares a few rows with the
+reference, before anything is timed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+import cumla
+
+from ..bounds import DECODE_OUT, PREFILL_OUT, Bound, compare
+from ..dispatch import backends
+from ..dispatch.call import BFLOAT16
+from ..layout import DSV4_FP8, INDEXER_FP8, MLA_BF16, CacheLayout
+from ..replay.device import to_host
+from ..replay.errors import OutputError
+from .measure import has_peer, sets_for
+
+BLOCK = 64
+HOST_SLOTS, DEVICE_SLOTS = 1 << 14, 1 << 20
+CHECKED = 2  # entries of a batch that are compared with the reference
+FLASH_MLA = "vllm.third_party.flashmla.flash_mla_interface"
+
+Calls = Sequence[Callable[[], Any]]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a user may ask for; sizes in tokens.
+
+    tokens  of insert, gather and prefill
+    topk    keys of the window or V3.2's selection; extra: of the second cache
+    """
+
+    backend: str
+    layout: CacheLayout = DSV4_FP8
+    heads: int = 64
+    batch: tuple[int, ...] = (1, 32)
+    tokens: tuple[int, ...] = (1024,)
+    topk: int = 128
+    extra: int = 512
+    context: int = 8192
+
+    @functools.cached_property
+    def xp(self) -> Any:
+        return backends.array_module(self.backend)
+
+    @property
+    def on_device(self) -> bool:
+        return backends.takes_device_arrays(self.backend)
+
+    @property
+    def slots(self) -> int:
+        return DEVICE_SLOTS if self.on_device else HOST_SLOTS
+
+
+@dataclass(frozen=True)
+class Problem:
+    """impls: by name, the framework whose graphs they are captured in, and calls; check: of the first call's result."""
+
+    op: str
+    config: str
+    impls: dict[str, tuple[str, Calls]]
+    bytes_moved: int
+    flop: int = 0
+    check: Callable[[Any], float] | None = field(default=None)
+
+
+class Arrays:
+    """Random arrays where the backend wants them."""
+
+    def __init__(self, sizes: Sizes, seed: int = 0) -> None:
+        self.sizes, self.xp, self.rng = sizes, sizes.xp, np.random.default_rng(seed)
+
+    def rows(self, *shape: int) -> Any:
+        """bfloat16; large arrays repeat a million values."""
+        count = int(np.prod(shape))
+        values = self.rng.standard_normal(min(count, 1 << 20), np.float32).astype(BFLOAT16)
+        return self.xp.asarray(np.resize(values.view(np.uint16), shape)).view(BFLOAT16)
+
+    def integers(self, end: int, *shape: int) -> Any:
+        return self.xp.asarray(self.rng.integers(0, end, shape, np.int32))
+
+    def full(self, shape: Any, value: int) -> Any:
+        return self.xp.full(shape, value, np.int32)
+
+    def cache(self, layout: CacheLayout) -> Any:
+        """A cache whose pages repeat a few."""
+        blocks, base = self.sizes.slots // BLOCK, 1024 // BLOCK
+        cache = layout.allocate(blocks, BLOCK, self.xp)
+        cumla.quantize_and_insert_k_cache(
+            self.rows(1024, layout.head_dim), cache, self.xp.arange(1024), layout=layout, backend=self.sizes.backend
+        )
+        for first in range(base, blocks, base):
+            cache[first : first + base] = cache[:base]
+        return cache
+
+
+def insert(sizes: Sizes) -> Iterator[Problem]:
+    layout, arrays = sizes.layout, Arrays(sizes)
+    for tokens in sizes.tokens:
+        moved = tokens * (2 * layout.head_dim + layout.token_bytes + 8)
+        calls = []
+        for _ in range(sets_for(moved) if sizes.on_device else 2):
+            cache = layout.allocate(-(-tokens // BLOCK), BLOCK, sizes.xp)
+            k, slots = arrays.rows(tokens, layout.head_dim), sizes.xp.asarray(arrays.rng.permutation(tokens))
+            calls.append(functools.partial(_insert, k, cache, slots, layout, sizes.backend))
+        yield Problem("insert", f"{layout.name} T{tokens}", {"cumla": ("cupy", calls)}, moved)
+
+
+def _insert(k: Any, cache: Any, slots: Any, layout: CacheLayout, backend: str) -> Any:
+    cumla.quantize_and_insert_k_cache(k, cache, slots, layout=layout, backend=backend)
+    return cache
+
+
+def gather(sizes: Sizes) -> Iterator[Problem]:
+    layout, arrays = sizes.layout, Arrays(sizes)
+    cache = arrays.cache(layout)
+    for tokens in sizes.tokens:
+        out = sizes.xp.empty((1, tokens, layout.head_dim), BFLOAT16)
+        lens, columns = arrays.full(1, tokens), -(-tokens // BLOCK)
+        calls = [
+            functools.partial(
+                cumla.dequantize_and_gather_k_cache, out, cache, lens, None,
+                arrays.integers(len(cache), 1, columns), layout=layout, backend=sizes.backend,
+            )
+            for _ in range(4)
+        ]  # fmt: skip
+        moved = tokens * (layout.token_bytes + 2 * layout.head_dim)
+        yield Problem("gather", f"{layout.name} T{tokens}", {"cumla": ("cupy", calls)}, moved)
+
+
+def decode(sizes: Sizes) -> Iterator[Problem]:
+    layout, arrays = sizes.layout, Arrays(sizes)
+    cache, extra = arrays.cache(layout), sizes.extra if layout is DSV4_FP8 else 0
+    for batch in sizes.batch:
+        calls, peer = [], []
+        for _ in range(4):
+            q = arrays.rows(batch, 1, sizes.heads, layout.head_dim)
+            indices = arrays.integers(sizes.slots, batch, 1, sizes.topk)
+            options: dict[str, Any] = {}
+            if extra:
+                options = {"extra_k_cache": cache, "extra_indices": arrays.integers(sizes.slots, batch, 1, extra)}
+            out = sizes.xp.empty((batch, 1, sizes.heads, 512), BFLOAT16)
+            lse = sizes.xp.empty((batch, sizes.heads, 1), np.float32)
+            given = {"plan": cumla.DecodePlan(), "out": out, "lse": lse}
+            calls.append(
+                functools.partial(cumla.sparse_mla_decode, q, cache, indices, **options, **given, backend=sizes.backend)
+            )
+            if sizes.backend == "cuda" and sizes.heads in (64, 128) and has_peer(FLASH_MLA):
+                peer.append(_flash_mla_decode(q, cache, indices, options))
+        impls: dict[str, tuple[str, Calls]] = {"cumla": ("cupy", calls)}
+        if peer:
+            impls["flash_mla"] = ("torch", peer)
+        keys = batch * (sizes.topk + extra)
+        moved = keys * layout.token_bytes + batch * sizes.heads * 2 * (layout.head_dim + 512)
+        flop = 2 * keys * sizes.heads * (layout.head_dim + 512)
+        config = f"{layout.name} h{sizes.heads} b{batch} {sizes.topk}" + (f"+{extra}" if extra else "")
+        check = functools.partial(_check_decode, calls[0])
+        yield Problem("decode", config, impls, moved, flop, check)
+
+
+def _flash_mla_decode(q: Any, cache: Any, indices: Any, options: dict[str, Any]) -> Callable[[], Any]:
+    import torch
+    from vllm.third_party.flashmla import flash_mla_interface as peer
+
+    plan, _ = peer.get_mla_metadata()
+    query, pages, listed = (torch.from_dlpack(x) for x in (q, cache, indices))
+    more = {}
+    if options:
+        more = {
+            "extra_k_cache": pages[:, :, None],
+            "extra_indices_in_kvcache": torch.from_dlpack(options["extra_indices"]),
+        }
+    return lambda: peer.flash_mla_with_kvcache(
+        query, pages[:, :, None], None, None, 512, plan, None, is_fp8_kvcache=True, indices=listed, **more
+    )
+
+
+def _check_decode(call: Any, result: Any) -> float:
+    """Largest error of a few entries. Raises OutputError beyond the bound."""
+    first = slice(0, CHECKED)
+    q, cache, indices = call.args
+    options = {name: call.keywords[name] for name in ("extra_k_cache", "extra_indices") if name in call.keywords}
+    if options:
+        options = {"extra_k_cache": to_host(cache), "extra_indices": to_host(options["extra_indices"][first])}
+    want, _ = cumla.sparse_mla_decode(
+        to_host(q[first]), to_host(cache), to_host(indices[first]), **options, backend="reference"
+    )
+    got = result[0] if isinstance(result, tuple) else result
+    return _largest_error(to_host(got[first] if not hasattr(got, "cpu") else _of_torch(got)[first]), want, DECODE_OUT)
+
+
+def _of_torch(tensor: Any) -> np.ndarray:
+    values: np.ndarray = tensor.float().cpu().numpy()
+    return values
+
+
+def _largest_error(got: np.ndarray, want: np.ndarray, bound: Bound) -> float:
+    within, error = compare(got, want, bound)
+    if not within:
+        raise OutputError(f"off by {error:.3g}, beyond the bounds: cumla check says more")
+    return error
+
+
+def prefill(sizes: Sizes) -> Iterator[Problem]:
+    arrays, layout = Arrays(sizes), sizes.layout
+    topk = sizes.topk + (sizes.extra if layout is DSV4_FP8 else 0)
+    for tokens in sizes.tokens:
+        kv = arrays.rows(sizes.context, layout.head_dim)
+        calls = []
+        for _ in range(2):
+            q, indices = arrays.rows(tokens, sizes.heads, layout.head_dim), arrays.integers(sizes.context, tokens, topk)
+            out = (
+                sizes.xp.empty((tokens, sizes.heads, 512), BFLOAT16),
+                *(sizes.xp.empty((tokens, sizes.heads), np.float32) for _ in range(2)),
+            )
+            calls.append(functools.partial(cumla.sparse_mla_prefill, q, kv, indices, out=out, backend=sizes.backend))
+        flop = 2 * tokens * topk * sizes.heads * (layout.head_dim + 512)
+        moved = tokens * topk * 2 * layout.head_dim + tokens * sizes.heads * 2 * (layout.head_dim + 512)
+        config = f"d{layout.head_dim} h{sizes.heads} T{tokens} {topk} of {sizes.context}"
+        yield Problem(
+            "prefill", config, {"cumla": ("cupy", calls)}, moved, flop, functools.partial(_check_prefill, calls[0])
+        )
+
+
+def _check_prefill(call: Any, result: Any) -> float:
+    q, kv, indices = (to_host(x) for x in call.args)
+    want, _, _ = cumla.sparse_mla_prefill(q[:CHECKED], kv, indices[:CHECKED], backend="reference")
+    return _largest_error(to_host(result[0][:CHECKED]), want, PREFILL_OUT)
+
+
+def indices(sizes: Sizes) -> Iterator[Problem]:
+    arrays = Arrays(sizes)
+    for batch in sizes.batch:
+        columns = -(-sizes.context // BLOCK)
+        local, table = arrays.integers(sizes.context, batch, sizes.extra), arrays.integers(1 << 16, batch, columns)
+        requests, valid = sizes.xp.arange(batch, dtype=np.int32), sizes.xp.ones(batch, np.bool_)
+        out = sizes.xp.empty((batch, sizes.extra), np.int32), sizes.xp.empty(batch, np.int32)
+        call = functools.partial(
+            cumla.compute_global_topk_indices_and_lens, local, requests, table, BLOCK, valid, out=out,
+            backend=sizes.backend,
+        )  # fmt: skip
+        yield Problem("topk to slots", f"b{batch} {sizes.extra}", {"cumla": ("cupy", [call])}, 8 * local.size)
+
+
+def indexer(sizes: Sizes) -> Iterator[Problem]:
+    arrays, columns = Arrays(sizes), -(-sizes.context // BLOCK)
+    cache = arrays.cache(INDEXER_FP8)
+    for batch in sizes.batch:
+        q = sizes.xp.asarray(arrays.rng.integers(0, 0x39, (batch, 1, 64, 128)).astype(np.uint8))
+        weights = sizes.xp.asarray(arrays.rng.random((batch, 64), np.float32))
+        lens, table = arrays.full(batch, sizes.context), arrays.integers(len(cache), batch, columns)
+        logits = sizes.xp.empty((batch, columns * BLOCK), np.float32)
+        scores = functools.partial(
+            cumla.fp8_paged_mqa_logits, q, cache, weights, lens, table, out=logits, backend=sizes.backend
+        )
+        keys, config = batch * sizes.context, f"b{batch} of {sizes.context}"
+        yield Problem("indexer scores", config, {"cumla": ("cupy", [scores])}, keys * 136, 2 * keys * 64 * 128)
+        chosen = sizes.xp.empty((batch, sizes.extra), np.int32)
+        choose = functools.partial(
+            cumla.top_k_per_row, logits, sizes.extra, None, lens, out=chosen, backend=sizes.backend
+        )
+        yield Problem("indexer top-k", f"{sizes.extra} {config}", {"cumla": ("cupy", [choose])}, 4 * keys)
+
+
+def dense(sizes: Sizes) -> Iterator[Problem]:
+    arrays, columns = Arrays(sizes), -(-sizes.context // BLOCK)
+    blocks = max(sizes.slots // BLOCK, columns)
+    cache = arrays.rows(blocks, BLOCK, MLA_BF16.head_dim)
+    for batch in sizes.batch:
+        q, table = arrays.rows(batch, 1, sizes.heads, 576), arrays.integers(blocks, batch, columns)
+        given = {
+            "plan": cumla.DenseDecodePlan(), "out": sizes.xp.empty((batch, 1, sizes.heads, 512), BFLOAT16),
+            "lse": sizes.xp.empty((batch, sizes.heads, 1), np.float32),
+        }  # fmt: skip
+        call = functools.partial(
+            cumla.dense_mla_decode, q, cache, table, arrays.full(batch, sizes.context), **given, backend=sizes.backend
+        )
+        keys = batch * sizes.context
+        yield Problem(
+            "dense decode", f"h{sizes.heads} b{batch} of {sizes.context}", {"cumla": ("cupy", [call])}, keys * 1152,
+            2 * keys * sizes.heads * (576 + 512),
+        )  # fmt: skip
+
+
+SUITES: dict[str, Callable[[Sizes], Iterator[Problem]]] = {
+    function.__name__: function for function in (insert, gather, decode, prefill, indices, indexer, dense)
+}

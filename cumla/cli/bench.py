@@ -1,0 +1,112 @@
+"""`cumla bench`: measure, compare, draw."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..bench import plot, rows
+from ..bench.measure import environment
+from ..bench.suites import SUITES, Sizes
+from ..layout import LAYOUTS
+from ..replay.device import share_cores
+from ..replay.errors import InputError, OutputError
+from ..replay.options import choose_backend
+from ..replay.plot import check_can_plot
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit status: 0, or 1 where --compare finds something slower beyond noise."""
+    if args.plot is not None:
+        check_can_plot(args.plot)
+    # What is written to stdout is for a program; a person reads stderr then.
+    console = Console(stderr=args.json == "-")
+    record: dict[str, Any]
+    if args.compare is not None and len(args.compare) > 2:
+        raise InputError(f"--compare: got {len(args.compare)} files, expected OLD, or OLD and NEW")
+    old = None if args.compare is None else rows.read(args.compare[0])
+    if args.compare is not None and len(args.compare) == 2:
+        record = rows.read(args.compare[1])
+    elif args.results is not None:
+        record = rows.read(args.results)
+    else:
+        record = measure(console, args)
+    problem = _write(args, record)
+    slower = 0 if old is None else compare(console, old["rows"], record["rows"])
+    if problem is not None:
+        raise OutputError(problem)
+    return 1 if slower else 0
+
+
+def measure(console: Console, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure what is asked for, a line a row."""
+    backend = choose_backend(args.backend)
+    sizes = Sizes(
+        backend, LAYOUTS[args.layout], args.heads, tuple(args.batch), tuple(args.tokens), args.topk, args.extra,
+        args.context,
+    )  # fmt: skip
+    where = environment(sizes.on_device)
+    if not sizes.on_device:
+        share_cores()
+    console.print(f"{where['device']}, backend {backend}", highlight=False, soft_wrap=True)
+    console.print(f"{'':36} {'us':>8} {'GB/s':>6} {'TF':>6}", highlight=False)
+    found = []
+    for row in rows.measured(args.suite or list(SUITES), sizes):
+        found.append(row)
+        name = f"{row['op']} {row['config']}" + ("" if row["impl"] == "cumla" else f" {row['impl']}")
+        text = f"{_short(rows.time_of(row)):>8} {_short(row['gbps']):>6} {_short(row['tflops']):>6}"
+        lines = [f"{name:36} {text}"] if len(name) <= 36 else [name, f"{'':36} {text}"]
+        console.print("\n".join(map(escape, lines)), highlight=False, soft_wrap=True)
+    return {"environment": where, "backend": backend, "rows": found}
+
+
+def _short(number: float | None) -> str:
+    """Three digits, or all of those before the point."""
+    return "" if number is None else f"{number:.0f}" if number >= 1000 else f"{number:.3g}"
+
+
+def compare(console: Console, old: Sequence[rows.Row], new: Sequence[rows.Row]) -> int:
+    """Print what changed. Returns how many rows are slower beyond noise."""
+    found = rows.changes(old, new)
+    if not found:
+        raise InputError("--compare: the files have no row in common")
+    table = Table(box=None, pad_edge=False)
+    table.add_column("row", overflow="fold")
+    for name in ("old us", "new us", "new/old", ""):
+        table.add_column(name, justify="right", no_wrap=True)
+    for change in found:
+        mark = "" if not change.beyond_noise else "[red]slower[/red]" if change.ratio > 1 else "[green]faster[/green]"
+        table.add_row(escape(change.row), f"{change.old:.4g}", f"{change.new:.4g}", f"{change.ratio:.3f}", mark)
+    console.print(table)
+    slower = sum(change.beyond_noise and change.ratio > 1 for change in found)
+    faster = sum(change.beyond_noise and change.ratio < 1 for change in found)
+    console.print(f"{len(found)} rows: {slower} slower, {faster} faster, the others within noise", highlight=False)
+    return slower
+
+
+def _write(args: argparse.Namespace, record: dict[str, Any]) -> str | None:
+    """Write what --json and --plot ask for. Returns what went wrong, if anything did."""
+    path: Any = args.json
+    try:
+        if args.json is not None:
+            text = json.dumps(record, indent=1) + "\n"
+            if args.json == "-":
+                sys.stdout.write(text)
+            else:
+                Path(args.json).write_text(text, encoding="utf-8")
+        path = args.plot
+        if args.plot is not None:
+            plot.write(args.plot, record["rows"], str(record.get("environment", {}).get("device", "")))
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        return f"cannot write {path}: {error.strerror or error}"
+    return None

@@ -1,0 +1,109 @@
+"""`cumla bench`: rows of what runs here, files of them compared and drawn."""
+
+import io
+import json
+
+import pytest
+
+from cumla.__main__ import main
+from cumla.bench import NAMES, rows
+from cumla.bench.suites import SUITES, Sizes
+
+TINY = ["--backend", "cpu", "--heads", "2", "--batch", "1,2", "--tokens", "7", "--context", "128", "--topk", "16"]
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch):
+    monkeypatch.setattr("cumla.cli.bench.share_cores", lambda: None)
+    monkeypatch.setattr("cumla.bench.rows.call_times", lambda calls: [(call(), 3.0)[1] for call in calls] * 5)
+
+
+def error_line(capsys, argv, status=2):
+    assert main([str(arg) for arg in argv]) == status
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def results(tmp_path, name, times, spread=0.0):
+    found = [
+        {"op": "decode", "config": config, "impl": "cumla", "us": us, "us_low": us - spread, "us_high": us + spread}
+        for config, us in times.items()
+    ]
+    path = tmp_path / name
+    path.write_text("\ufeff" + json.dumps({"environment": {"device": "D"}, "rows": found}))
+    return path
+
+
+def test_every_suite_runs_and_is_named(tmp_path, capsys):
+    numbers, picture = tmp_path / "x.json", tmp_path / "x.svg"
+    assert tuple(SUITES) == NAMES
+    assert main(["bench", *TINY, "--json", str(numbers), "--plot", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines()[1:])) <= 60
+    record = json.loads(numbers.read_text())
+    assert {row["op"] for row in record["rows"]} >= {"insert", "gather", "decode", "prefill", "dense decode"}
+    assert all(row["us"] > 0 for row in record["rows"])
+    decode = next(row for row in record["rows"] if row["op"] == "decode")
+    assert decode["config"] == "DSV4_FP8 h2 b1 16+512"
+    assert 0 < decode["max_abs_err"] < 1e-3
+    assert picture.read_text().count("DSV4_FP8") or "<svg" in picture.read_text()
+
+
+def test_a_suite_alone_as_json_for_a_program(capsys):
+    assert main(["bench", "gather", *TINY, "--layout", "V32_FP8", "--json", "-"]) == 0
+    captured = capsys.readouterr()
+    (row,) = json.loads(captured.out)["rows"]
+    assert row["config"] == "V32_FP8 T7"
+    assert "V32_FP8 T7" in captured.err
+
+
+def test_wrong_results_are_not_timed(monkeypatch, capsys):
+    monkeypatch.setattr("cumla.bench.suites._check_decode", lambda *rest: SUITES and 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        list(rows.measured(["decode"], Sizes("cpu", heads=2, batch=(1,))))
+
+
+def test_changes_beyond_noise(tmp_path, capsys):
+    old = results(tmp_path, "old.json", {"a": 100.0, "b": 100.0, "c": 100.0, "gone": 1.0}, spread=1.0)
+    new = results(tmp_path, "new.json", {"a": 101.5, "b": 110.0, "c": 90.0, "come": 1.0}, spread=1.0)
+    assert main(["bench", "--compare", str(old), str(new)]) == 1
+    out = capsys.readouterr().out
+    assert "3 rows: 1 slower, 1 faster, the others within noise" in out
+    assert [line.split()[-1] for line in out.splitlines() if line.startswith("decode")] == ["1.015", "slower", "faster"]
+    wide = results(tmp_path, "wide.json", {"a": 110.0}, spread=15.0)
+    assert main(["bench", "--compare", str(old), str(wide)]) == 0
+
+
+def test_results_from_stdin(tmp_path, capsys, monkeypatch):
+    old = results(tmp_path, "old.json", {"a": 100.0})
+    monkeypatch.setattr("sys.stdin", io.StringIO(old.read_text().lstrip("\ufeff")))
+    assert main(["bench", "--compare", str(old), "--results", "-", "--plot", str(tmp_path / "x.png")]) == 0
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--compare", "none.json"], "cannot read none.json"),
+        (["--results", __file__], "is no file of results"),
+        (["--compare", "a", "b", "c"], "--compare: got 3 files"),
+        (["attention"], "invalid choice: 'attention'"),
+        (["--heads", "129"], "expected an integer from 1 to 128"),
+        (["--plot", "x.doc"], "--plot: got x.doc"),
+    ],
+)
+def test_what_cannot_be_done(options, line, capsys):
+    assert line in error_line(capsys, ["bench", *options])
+
+
+def test_files_without_a_common_row(tmp_path, capsys):
+    files = [results(tmp_path, name, {name: 1.0}) for name in "ab"]
+    assert "no row in common" in error_line(capsys, ["bench", "--compare", *files])
+
+
+@pytest.mark.gpu
+def test_on_a_device(capsys):
+    assert main(["bench", "decode", "insert", "--heads", "64", "--batch", "1", "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["op"] for row in found} == {"decode", "insert"}
+    assert all(row["us_graph"] > 0 for row in found)
