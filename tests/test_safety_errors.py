@@ -446,7 +446,7 @@ def test_the_calls_of_attention_work_as_they_stand(lab, name):
 
 
 def work_as_they_stand(lab, operation):
-    for kind in (int, np.int64, np.uint8):
+    for kind in (np.int64,) if lab.tiny else (int, np.int64, np.uint8):
         given = {**operation.arguments, **operation.keywords}
         arguments = {key: with_integers(kind, put(lab, value)) for key, value in given.items()}
         operation.function(**{"backend": lab.backend, **arguments})

@@ -143,7 +143,7 @@ BATCHES = [
     pytest.param([20, 7, 33], [20, 7, 33], id="prompts"),
     pytest.param([60, 80, 33, 200], [20, 80, 3, 64], id="ragged-contexts-and-none"),
     pytest.param([9, 150, 75, 20, 90], [1, 1, 30, 20, 2], id="mixed"),
-    pytest.param([3] * 100 + [5] * 120, [1] * 100 + [3, 5] * 60, id="hundreds"),
+    pytest.param([3] * 100 + [5] * 120, [1] * 100 + [3, 5] * 60, id="hundreds", marks=pytest.mark.slow),
 ]
 
 
