@@ -15,36 +15,31 @@ constexpr int QK_REGISTERS = 120, PV_REGISTERS = 176, PRODUCER_REGISTERS = 40;
 constexpr float NO_MAX = -1e30f;
 constexpr float LAZY = 8;  // the running maximum is raised when a weight exceeds 2 to this
 
-// What lies where in shared memory. There is no such object: the kernel has 32-bit addresses (sm90/hopper.cuh), below.
-struct DecodeShared {
-    alignas(1024) uint8 q[SLICES + 1][TILE_BYTES];    // the last tile is RoPE
-    uint8 p[P_SLOTS][TILE_BYTES];
-    uint8 rope[RING][2][HALF * 128];                  // of raw rows, half a block after another
-    uint8 raw[RING][2][HALF * RAW_BYTES];
-    uint16 factor[RING][2][SLICES][HALF];             // scales in float16
-    float bias[RING][2][HALF];                        // of each token: 0, or -inf if absent
-    float top[2][HEADS];                              // the running maximum, base 2; of two tiles
-    float sums[2][4][HEADS];                          // of each of the QK-softmax warps; of two tiles
-    float share[2][HEADS];                            // what makes a tile's sums results; of two tiles
-    float highest[4][HEADS];                          // of each of the QK-softmax warps
-    float alpha[P_SLOTS][HEADS];                      // by how much a block lowers the sums before it
-    alignas(16) uint8 scheduled[SCHEDULED_TILES][SCHEDULED_TILE_BYTES];  // see ScheduledTile
-    uint32 raised[P_SLOTS];                           // whether a block raises the maximum
-    uint64 raw_full[RING], raw_empty[RING][2];        // barriers
-    uint64 p_full[P_SLOTS], p_empty[P_SLOTS];
-    uint64 scheduled_full[SCHEDULED_TILES], sums_full[2], share_full[2];
-};
-
-// Addresses of the members. Without static shared memory the dynamic part starts at 1024; the kernel traps otherwise.
-#define ADDRESS(member) uint32(1024 + __builtin_offsetof(DecodeShared, member))
-constexpr uint32 Q_AT = ADDRESS(q), P_AT = ADDRESS(p), ROPE_AT = ADDRESS(rope), RAW_AT = ADDRESS(raw), FACTOR_AT = ADDRESS(factor);
-constexpr uint32 BIAS_AT = ADDRESS(bias), TOP_AT = ADDRESS(top), SUMS_AT = ADDRESS(sums), SHARE_AT = ADDRESS(share);
-constexpr uint32 HIGHEST_AT = ADDRESS(highest), ALPHA_AT = ADDRESS(alpha), RAISED_AT = ADDRESS(raised), SCHEDULE_AT = ADDRESS(scheduled);
-constexpr uint32 RAW_FULL = ADDRESS(raw_full), RAW_EMPTY = ADDRESS(raw_empty), P_FULL = ADDRESS(p_full), P_EMPTY = ADDRESS(p_empty);
-constexpr uint32 SCHEDULED_FULL = ADDRESS(scheduled_full), SUMS_FULL = ADDRESS(sums_full), SHARE_FULL = ADDRESS(share_full);
-#undef ADDRESS
-constexpr uint32 SHARED_BYTES = sizeof(DecodeShared);
+// Shared memory, one behind the other: not every NVRTC has offsetof. Without static shared memory the dynamic part starts at
+// 1024; the kernel traps otherwise.
+constexpr uint32 Q_AT = 1024;
+constexpr uint32 P_AT = Q_AT + (SLICES + 1) * TILE_BYTES;  // the last tile of Q is RoPE
+constexpr uint32 ROPE_AT = P_AT + P_SLOTS * TILE_BYTES;    // of raw rows, half a block after another
+constexpr uint32 RAW_AT = ROPE_AT + 2 * RING * HALF * 128;
+constexpr uint32 FACTOR_AT = RAW_AT + 2 * RING * HALF * RAW_BYTES;     // scales in float16
+constexpr uint32 BIAS_AT = FACTOR_AT + 2 * RING * SLICES * HALF * 2;   // of each token: 0, or -inf if absent
+constexpr uint32 TOP_AT = BIAS_AT + 2 * RING * HALF * 4;   // of each head: the running maximum, base 2; of two tiles
+constexpr uint32 SUMS_AT = TOP_AT + 2 * HEADS * 4;         // of each of the QK-softmax warps and each head; of two tiles
+constexpr uint32 SHARE_AT = SUMS_AT + 2 * 4 * HEADS * 4;   // what makes a tile's sums results, by head; of two tiles
+constexpr uint32 HIGHEST_AT = SHARE_AT + 2 * HEADS * 4;    // of each of the QK-softmax warps and each head
+constexpr uint32 ALPHA_AT = HIGHEST_AT + 4 * HEADS * 4;    // by how much a block lowers the sums before it
+constexpr uint32 SCHEDULE_AT = ALPHA_AT + P_SLOTS * HEADS * 4;  // see ScheduledTile
+constexpr uint32 RAISED_AT = SCHEDULE_AT + SCHEDULED_TILES * SCHEDULED_TILE_BYTES;        // whether a block does
+constexpr uint32 RAW_FULL = (RAISED_AT + 4 * P_SLOTS + 7) / 8 * 8;
+constexpr uint32 RAW_EMPTY = RAW_FULL + 8 * RING;          // of each half
+constexpr uint32 P_FULL = RAW_EMPTY + 16 * RING;
+constexpr uint32 P_EMPTY = P_FULL + 8 * P_SLOTS;
+constexpr uint32 SCHEDULED_FULL = P_EMPTY + 8 * P_SLOTS;
+constexpr uint32 SUMS_FULL = SCHEDULED_FULL + 8 * SCHEDULED_TILES;
+constexpr uint32 SHARE_FULL = SUMS_FULL + 16;
+constexpr uint32 SHARED_BYTES = SHARE_FULL + 16 - 1024;
 static_assert(SHARED_BYTES <= 232448, "more shared memory than there is");
+static_assert(SCHEDULE_AT % 16 == 0, "scheduled tiles are read 16 bytes at a time");
 
 // The same number from all lanes, such that the compiler knows that it is.
 __device__ inline int uniform(uint32 x) { return int(__reduce_max_sync(~0u, x)); }
