@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,32 +97,39 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         "trace", nargs="?", type=Path, metavar="TRACE",
         help="JSON lines, plain or gzipped, with timestamp (ms), input_length, output_length and hash_ids (one "
         "for each 512 tokens of input; equal ids: shared prefix); default: a production trace that comes with "
-        "cumla (300 requests, Mooncake project)",
+        "cumla (300 requests, Mooncake project); - for stdin",
     )  # fmt: skip
     load = parser.add_argument_group("load")
-    load.add_argument("--requests", type=AtLeast(1), metavar="N", help=f"first N requests {_default('requests')}")
+    load.add_argument(
+        "--requests", type=AtLeast(1), metavar="N", help=f"first N requests, from 1 {_default('requests')}"
+    )
     load.add_argument(
         "--max-len", type=AtLeast(2), metavar="TOKENS",
-        help=f"cut requests to this length, at most 1/16 of it output {_default('max_len')}",
+        help=f"cut requests to this length, from 2, at most 1/16 of it output {_default('max_len')}",
     )  # fmt: skip
     load.add_argument(
-        "--batch-tokens", type=AtLeast(1), metavar="TOKENS", help=f"tokens of a step {_default('batch_tokens')}"
+        "--batch-tokens", type=AtLeast(1), metavar="TOKENS", help=f"tokens of a step, from 1 {_default('batch_tokens')}"
     )
     load.add_argument(
         "--cache-tokens", type=AtLeast(1), metavar="TOKENS",
         help="size of the cache (default: half of what all requests hold together, at least the largest one)",
     )  # fmt: skip
-    load.add_argument("--seed", type=AtLeast(0), default=0, metavar="N", help="of Q and K (default: 0)")
+    load.add_argument("--seed", type=AtLeast(0), default=0, metavar="N", help="of Q and K, from 0 (default: 0)")
     model = parser.add_argument_group("model")
     model.add_argument(
         "--layers", default=",".join(LAYER_RATIOS), metavar="TYPES",
         help="comma list of swa (attends to a window), c4a (to a selection of compressed rows of 4 tokens too), "
         "c128a (to all compressed rows of 128 tokens too) and mla (dense: to all tokens); default: the first three",
     )  # fmt: skip
-    model.add_argument("--heads", type=AtLeast(1, MAX_HEADS), metavar="N", help=f"query heads {_default('heads')}")
-    model.add_argument("--window", type=AtLeast(1), default=128, metavar="TOKENS", help="default: 128")
     model.add_argument(
-        "--topk", type=AtLeast(1), metavar="N", help=f"compressed rows a token selects at c4a {_default('topk')}"
+        "--heads", type=AtLeast(1, MAX_HEADS), metavar="N", help=f"query heads, 1 to {MAX_HEADS} {_default('heads')}"
+    )
+    model.add_argument("--window", type=AtLeast(1), default=128, metavar="TOKENS", help="from 1 (default: 128)")
+    model.add_argument(
+        "--topk",
+        type=AtLeast(1),
+        metavar="N",
+        help=f"compressed rows a token selects at c4a, from 1 {_default('topk')}",
     )
     model.add_argument(
         "--mla-cache", choices=MLA_CACHES, default=MLA_CACHES[0], help="values of mla's cache (default: bf16)"
@@ -134,7 +144,9 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         "--backend", choices=list(BACKENDS), help="default: cuda if there is a device that CuPy can use, else cpu"
     )
     output = parser.add_argument_group("output")
-    output.add_argument("--json", type=Path, metavar="FILE", help="write all numbers, those of each step included")
+    output.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all numbers, those of each step included; - for stdout"
+    )
     output.add_argument(
         "--plot", type=Path, metavar="FILE.png",
         help="draw batch make-up, cache occupancy and time by op over the steps (needs matplotlib)",
@@ -231,7 +243,9 @@ def _default(name: str) -> str:
 
 
 def _add_seed(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seed", type=AtLeast(0), default=0, metavar="N", help="of the random numbers (default: 0)")
+    parser.add_argument(
+        "--seed", type=AtLeast(0), default=0, metavar="N", help="of the random numbers, from 0 (default: 0)"
+    )
 
 
 class AtLeast:
@@ -289,6 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = make_parser().parse_args(argv)
         status: int = args.run(args)
+        sys.stdout.flush()  # while somebody can be told that it failed
         return status
     except InputError as error:
         return _fail(str(error), 2)
@@ -299,6 +314,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("cumla: interrupted", file=sys.stderr)
         return 130
+    except OSError as error:  # what a command writes to a file it sees to itself
+        return _stdout_is_gone(error)
+
+
+def _stdout_is_gone(error: OSError) -> int:
+    """Of a pipe that nobody reads any more, without a word; of a full disk, with a line. Raises any other error."""
+    if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO):
+        raise error
+    with contextlib.suppress(OSError, ValueError):  # or Python would try again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1 if error.errno == errno.EPIPE else _fail(f"cannot write: {error.strerror}", 1)
 
 
 def _fail(message: str, status: int) -> int:

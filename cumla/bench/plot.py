@@ -28,7 +28,7 @@ def draw(rows: Sequence[Row], title: str, figure: Any = None) -> Any:
         ]  # fmt: skip
         y = [place + BAR * (number + 0.5) / len(impls) - BAR / 2 for place, _ in points]
         bars = axes.barh(y, [us for _, us in points], BAR / len(impls), label=impl, color=f"C{number}")
-        axes.bar_label(bars, fmt="%.3g", padding=2, fontsize=7)
+        axes.bar_label(bars, fmt=lambda us: f"{us:,.0f}" if us >= 100 else f"{us:.3g}", padding=2, fontsize=7)
     axes.set_yticks(range(len(groups)), [f"{op}  {config}" for op, config in groups], fontsize=7)
     axes.set_xscale("log")
     axes.margins(x=0.12, y=0.01)

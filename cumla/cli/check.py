@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -50,12 +52,16 @@ def run(console: Console, backend: str | None, seed: int) -> int:
         caption="0: equal, as maps, bytes and gathered values must be. -: the backend does not have the op.",
     )  # fmt: skip
     for column in ("op", "case"):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for name in names:
         table.add_column(name, justify="right")
     notes, failed = [], 0
     with console.status("checking"):
-        for case in CASES:
+        said = time.perf_counter()
+        for number, case in enumerate(CASES):
+            if not console.is_terminal and time.perf_counter() - said > 5:
+                said = time.perf_counter()
+                print(f"{number} of {len(CASES)} cases checked", file=sys.stderr)
             outcomes = [check_case(case, name, seed) for name in names]
             failed += sum(not outcome.passed for outcome in outcomes)
             notes += [

@@ -101,7 +101,7 @@ def run(console: Console) -> int:
 def _new_table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left")
     for column in columns:
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     return table
 
 

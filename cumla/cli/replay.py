@@ -18,23 +18,26 @@ from ..replay.engine import Engine, StepRecord, warm_up
 from ..replay.errors import InputError, OutputError
 from ..replay.options import ReplayOptions, cache_size, choose_backend, defaults_for, parse_layers
 from ..replay.plot import check_can_plot, write_plot
-from ..replay.report import print_report, write_json
+from ..replay.report import json_text, print_report, write_json
 from ..replay.scheduler import STEP_MS
 from ..replay.summary import summarize
 from ..replay.trace import Share, TraceRequest, in_order, requests_of
 from .info import describe_machine
+
+STDOUT = Path("-")
+LINE_SECONDS = 5.0  # between lines of progress where there is no terminal to draw a bar on
 
 
 def run(args: argparse.Namespace) -> int:
     """The exit status: 0, or 1 where a sample is beyond its bounds or a file cannot be written."""
     options, requests, share = resolve(args)
     for name, path in (("--json", args.json), ("--plot", args.plot)):
-        if path is not None:
+        if path is not None and path != STDOUT:
             check_writable(name, path)
     if args.plot is not None:
         check_can_plot(args.plot)
     share_cores()
-    console = Console()
+    console = Console(stderr=args.json == STDOUT)
     trace = "shipped with cumla" if args.trace is None else str(args.trace)
     title = f"{share}, {'+'.join(options.layers)} layers, {options.heads} heads, backend {options.backend}"
     console.print(escape(f"{title}; trace: {trace}"), highlight=False, soft_wrap=True)
@@ -59,10 +62,15 @@ def write_files(args: argparse.Namespace, summary: dict[str, Any], title: str) -
     path = args.json
     try:
         if args.json is not None:
-            write_json(args.json, summary)
+            if args.json == STDOUT:
+                print(json_text(summary), flush=True)
+            else:
+                write_json(args.json, summary)
         path = args.plot
         if args.plot is not None:
             write_plot(args.plot, summary, title)
+    except BrokenPipeError:  # whoever read our output has gone
+        raise
     except OSError as error:
         return f"cannot write {path}: {error.strerror or error}"
     return None
@@ -132,15 +140,18 @@ def replay(options: ReplayOptions, requests: list[TraceRequest]) -> tuple[Engine
         engine = Engine(options, requests)
         progress.update(task, total=sum(request.total_length for request in requests))
         records = []
-        start = time.perf_counter()
+        start = said = time.perf_counter()
         for record in engine.steps():
             records.append(record)
             scheduler = engine.scheduler
             done = sum(sequence.computed for sequence in (*scheduler.running, *scheduler.finished))
-            progress.update(
-                task,
-                completed=done,
-                description=f"step {record.step}: {record.prefill_tokens} prefill, {record.decode_tokens} decode, "
-                f"{record.waiting} waiting, cache {record.blocks_held / options.num_blocks:.0%}",
+            what = (
+                f"step {record.step}: {record.prefill_tokens} prefill, {record.decode_tokens} decode, "
+                f"{record.waiting} waiting, cache {record.blocks_held / options.num_blocks:.0%}"
             )
+            progress.update(task, completed=done, description=what)
+            if not console.is_terminal and time.perf_counter() - said > LINE_SECONDS:
+                said = time.perf_counter()
+                total = sum(request.total_length for request in requests)
+                console.print(f"{done / total:.0%}, {said - start:.0f} s, {what}", highlight=False, soft_wrap=True)
         return engine, records, warm_up_seconds, time.perf_counter() - start

@@ -170,7 +170,7 @@ def run(console: Console, model: Model, batches: Sequence[int], block_size: int,
             raise OutputError(str(error)) from None
         seconds, count = time.perf_counter() - before, count + 1
         slowest = max(slowest, seconds)
-        if seconds > 0.1:
+        if seconds > 0.1:  # what was there already is not worth a line
             console.print(f"{seconds:6.2f} s  {name}", highlight=False, soft_wrap=True)
     console.print(
         f"{count} calls in {time.perf_counter() - start:.1f} s, the slowest {slowest:.2f} s; what was compiled is kept",

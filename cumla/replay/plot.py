@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,10 @@ def write_plot(path: Path, summary: dict[str, Any], title: str) -> None:
 
     series = {op: [_milliseconds(step, op) for step in steps] for op in (*ATTENTION_OPS, "metadata")}
     series = {op: values for op, values in series.items() if any(values)}
-    times.stackplot(x, *series.values(), labels=list(series))
-    times.set_ylabel("ms, all layers")
+    for op, values in series.items():  # steps without an op leave a gap
+        times.plot(x, [value or math.nan for value in values], marker=".", markersize=3, linewidth=1, label=op)
+    times.set_yscale("log")
+    times.set_ylabel("ms, all layers (logarithmic)")
     times.set_title("time by op", loc="left")
     times.set_xlabel("step")
 

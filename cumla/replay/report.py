@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -18,11 +19,13 @@ from .verify import EXACT_BOUNDS, FP8_COSINE_BOUND, FP8_MEAN_BOUND, FP8_RMS_BOUN
 SHOWN_FAILURES = 5
 
 
+def json_text(summary: dict[str, Any]) -> str:
+    return json.dumps(_finite(summary), indent=1, allow_nan=False)
+
+
 def write_json(path: Path, summary: dict[str, Any]) -> None:
     """Raises OSError if it cannot be written in full."""
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(_finite(summary), file, indent=1, allow_nan=False)
-        file.write("\n")
+    path.write_text(f"{json_text(summary)}\n", encoding="utf-8")
 
 
 def _finite(value: Any) -> Any:
@@ -57,9 +60,12 @@ def print_report(console: Console, summary: dict[str, Any]) -> None:
 
 def _new_table(title: str, *columns: str, caption: str | None = None) -> Table:
     """The first column is text, the others are numbers."""
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    table = Table(
+        title=title, title_justify="left", caption=caption, caption_justify="left", box=box.HORIZONTALS, pad_edge=False,
+        collapse_padding=True,
+    )  # fmt: skip
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
     return table
 
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import importlib.resources
 import io
 import json
+import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ..dispatch.values import shown
 from .errors import InputError
 
 HASH_TOKENS = 512  # tokens that one hash id stands for
 OUTPUT_SHARE = 16  # a clipped request keeps at most 1/16 of its length for output, near what the trace's have
+STDIN = Path("-")
 GZIP_MAGIC = b"\x1f\x8b"
 INT32_MAX = 2**31 - 1
 MOST_CHARACTERS = 1 << 25  # of a line: a request with 2^31 tokens has four million hash ids
@@ -98,11 +101,11 @@ def in_order(requests: list[TraceRequest]) -> list[TraceRequest]:
 
 
 def requests_of(path: Path | None) -> list[TraceRequest]:
-    """The requests of a trace by line; None: of the trace that cumla ships.
+    """The requests of a trace by line; None: of the trace that cumla ships, STDIN: from there.
 
     Raises InputError for a file that cannot be read, holds something else, or no request at all.
     """
-    name = "the shipped trace" if path is None else str(path)
+    name = "the shipped trace" if path is None else "stdin" if path == STDIN else str(path)
     requests: list[TraceRequest] = []
     try:
         for number, line in enumerate(_lines(path), 1):
@@ -125,9 +128,9 @@ def _lines(path: Path | None) -> Iterator[str]:
     source: Any = path
     if path is None:
         source = importlib.resources.files(__package__) / "data" / "conversation_300.jsonl.gz"
-    with source.open("rb") as raw:
-        zipped = raw.peek(2)[:2] == GZIP_MAGIC
-        with io.TextIOWrapper(gzip.GzipFile(fileobj=raw) if zipped else raw, encoding="utf-8") as text:
+    with contextlib.nullcontext(sys.stdin.buffer) if path == STDIN else source.open("rb") as raw:
+        zipped = cast(io.BufferedReader, raw).peek(2)[:2] == GZIP_MAGIC
+        with io.TextIOWrapper(gzip.GzipFile(fileobj=raw) if zipped else raw, encoding="utf-8-sig") as text:
             while line := text.readline(MOST_CHARACTERS):
                 yield line
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import os
 import pathlib
 import re
 import sys
@@ -116,7 +117,7 @@ def _note(
     version = ".".join(str(part) for part in cupy.cuda.nvrtc.getVersion())
     arch = int(cupy.cuda.Device().compute_capability)
     identity = repr((text, options, version, arch, cupy.__version__))
-    place = pathlib.Path(cupy.cuda.compiler.get_cache_dir())
+    place = pathlib.Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))  # CuPy's own
     verdict = place / f"cumla-{hashlib.sha256(identity.encode()).hexdigest()[:32]}.verdict" if place.is_dir() else None
     remedy = (
         "Install another NVRTC (pip install 'nvidia-cuda-nvrtc<13.1', or the extra cuda12) and run `cumla warmup` "

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -14,6 +15,7 @@ from cumla.bounds import EQUAL
 from cumla.cli import check
 from cumla.cli.check_cases import Case
 
+ROOT = Path(__file__).parent.parent.parent
 TINY = [
     "replay", "--backend", "cpu", "--requests", "2", "--max-len", "600", "--heads", "2", "--batch-tokens", "256",
     "--window", "16", "--topk", "8",
@@ -91,7 +93,7 @@ def test_replay_of_bf16_caches_speaks_of_no_fp8(capsys):
     assert main(options) == 0
     out = capsys.readouterr().out
     assert "FP8" not in out
-    assert "├" in out.split("context")[-1].split("activations")[0]  # the line that the caption speaks of
+    assert "──" in out.split("context")[-1].split("activations")[0]  # the line that the caption speaks of
     assert main([*options, "--mla-cache", "fp8"]) == 0
     assert "What FP8 costs" in capsys.readouterr().out
 
@@ -269,3 +271,81 @@ def test_warm_up_of_what_is_no_model(tmp_path, capsys, text, options, line):
     if text is not None:
         config.write_text(text)
     assert line in error_line(capsys, ["warmup", "--config", config, *options])
+
+
+def program(*arguments, **options):
+    """The command in a process of its own, without a terminal."""
+    code = "import sys; from cumla_command import main; sys.exit(main())"
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output="stdout" not in options, check=False, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120, **options,
+    )  # fmt: skip
+
+
+def test_json_for_a_program_and_a_trace_from_a_pipe(tmp_path):
+    line = {"timestamp": 0, "input_length": 20, "output_length": 3, "hash_ids": [1]}
+    trace = ("\ufeff" + json.dumps(line) + "\n").encode()  # as editors on Windows begin a file
+    done = program(*TINY, "--requests", "1", "-", "--json", "-", input=trace)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["share"]["trace_tokens"] == 23
+    assert b"Throughput" in done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_a_full_disk_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = program("info", stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 1
+    assert done.stderr == b"cumla: error: cannot write: No space left on device\n"
+
+
+def test_a_closed_pipe_is_no_traceback():
+    read, write = os.pipe()
+    os.close(read)
+    done = program("--version", stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert b"Traceback" not in done.stderr
+
+
+def test_an_early_interrupt_is_no_traceback():
+    code = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'numpy': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "import cumla_command; sys.exit(cumla_command.main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (130, b"cumla: interrupted\n")
+
+
+@pytest.mark.parametrize("command", ["check", "info", "replay"])
+def test_tables_fit_sixty_columns(command, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    arguments = {"check": ["check", "--backend", "cpu"], "info": ["info"], "replay": TINY}[command]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    tables = out.partition("\n")[2] if command == "replay" else out  # the first line says what runs
+    assert max(map(len, tables.splitlines())) <= 60
+    assert "…" not in out
+
+
+def test_lines_of_progress_without_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr("cumla.cli.replay.LINE_SECONDS", 0.0)
+    assert main(TINY) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if " step " in line]
+    assert lines
+    assert lines[-1].startswith("100%, ")
+
+
+def test_help_says_ranges(capsys):
+    for command, ranges in (("replay", ("1 to 128", "from 1", "from 2")), ("bench", ("1 to 128", "64 to 1048576"))):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        text = " ".join(capsys.readouterr().out.split())
+        for words in ranges:
+            assert words in text, words
