@@ -14,7 +14,7 @@ import time
 from ...arrays.streams import relaxed_capture
 from ...layout import LAYOUTS, CacheLayout
 from ..types.verdicts import Fresh, note
-from .launch import Kernel, packing
+from .launch import Kernel, packing, parameters
 
 log = logging.getLogger(__name__)
 CSRC = pathlib.Path(__file__).parent / "csrc"
@@ -101,7 +101,7 @@ def kernel(file: str, name: str, arch: str | None = None, **defines: str | int) 
     with relaxed_capture():  # or no code could be loaded while this thread captures a graph
         raw = cupy.RawModule(code=text, options=options).get_function(name)
     log.debug("%s of %s %s: compiled or loaded in %.3f s", name, file, defines, time.perf_counter() - start)
-    made = Kernel(raw, packing(text, name, defines))
+    made = Kernel(raw, packing(text, name, defines), parameters(text, name))
     _note(made, name, file, text, options, defines)
     return made
 

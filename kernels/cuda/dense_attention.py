@@ -12,7 +12,7 @@ from ..types.segments import V_DIM, Pages
 from .compile import kernel
 from .dense_cache import scale_arguments
 from .device import device_sms, is_hopper
-from .launch import C_NAMES, Kernel, is_aligned, pointer, strides
+from .launch import C_NAMES, Kernel, is_aligned, named_strides, pointer, strides
 from .tma import NO_MAP, Words, box_rows, map_of_pages
 
 MAX_HEAD_DIM = 256
@@ -54,16 +54,14 @@ def mha_varlen(
             V_DIM=v_dim, ALIGNED=int(aligned),
         )  # fmt: skip
     sequences = len(cu_seqlens_q) - 1
-    mha(
-        (-(-tokens // queries) + sequences, heads),
-        (threads,),
-        (
-            q, *strides(q)[:2], k, *strides(k)[:2], pointer(k_pe), 0 if k_pe is None else strides(k_pe)[0],
-            v, *strides(v)[:2], cu_seqlens_q, cu_seqlens_k, sequences, tokens, len(k), softmax_scale * LOG2_E,
-            out, *strides(out)[:2], lse, *strides(lse),
-        ),
-        shared_mem=shared_bytes,
+    arguments = mha.arguments(
+        q=q, **named_strides("q", "th", q), k=k, **named_strides("k", "th", k), v=v, **named_strides("v", "th", v),
+        k_pe=pointer(k_pe), k_pe_stride_t=0 if k_pe is None else strides(k_pe)[0],
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, sequences=sequences, num_queries=tokens, num_keys=len(k),
+        scale_log2=softmax_scale * LOG2_E, out=out, **named_strides("out", "th", out), lse=lse,
+        **named_strides("lse", "ht", lse),
     )  # fmt: skip
+    mha((-(-tokens // queries) + sequences, heads), (threads,), arguments, shared_mem=shared_bytes)
 
 
 def check_head_dims(head_dim: int, rope_dim: int, v_dim: int) -> None:
@@ -96,26 +94,30 @@ def dense_mla_decode(
     tiles = batch * s_q * -(-heads // made.heads)
     splits = split_count(tiles, max_seqlen, device_sms(device), made)
     parts, parts_lse = partial_results(plan, batch * s_q * splits * heads, q) if splits > 1 else (None, None)
-    query = (q, *strides(q)[:3], s_q, heads)
-    table = (block_table, strides(block_table)[0], block_table.shape[1], batch, cache_seqlens)
-    work = (int(causal), splits, softmax_scale)
-    results = (out, *strides(out)[:3], lse, *strides(lse), pointer(parts), pointer(parts_lse))
-    arguments: tuple[Any, ...]
+    results = {
+        "splits": splits, "s_q": s_q, "heads": heads, "partial_out": pointer(parts), "partial_lse": pointer(parts_lse),
+        "out": out, **named_strides("out", "bsh", out), "lse": lse, **named_strides("lse", "bhs", lse),
+    }  # fmt: skip
+    call = {
+        **results, "q": q, **named_strides("q", "bsh", q), "pages": pages.bytes,
+        "page_stride": pages.bytes.strides[0], "num_slots": pages.num_slots, "block_size": pages.block_size,
+        "block_table": block_table, "table_stride": strides(block_table)[0], "columns": block_table.shape[1],
+        "requests": batch, "lens": cache_seqlens, "causal": int(causal), "softmax_scale": softmax_scale,
+    }  # fmt: skip
     if hopper:
         decode = large_kernel(
             device, made.shared_bytes, "sm90/dense/decode.cu", "mla_decode_sm90", "sm_90a", VALUE=value
         )
-        rows, tensor_map = boxes_of(pages, made.keys)
-        cache = (pages.block_size, rows, *tensor_map, pages.bytes, pages.bytes.strides[0], pages.num_slots)
-        arguments = (*query, *cache, *table, *work, *results)
+        call["box_rows"], call["map"] = boxes_of(pages, made.keys)
     else:
         decode = large_kernel(
             device, made.shared_bytes, "sm80/dense_decode.cu", "mla_decode", VALUE=value,
             CACHE=value if scale is None else "e4m3", ALIGNED=int(aligned),
         )  # fmt: skip
-        cache = (pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size)
-        arguments = (*query, *cache, *table, *work, *scale_arguments(scale), *results)
-    decode((tiles * splits,), (made.threads,), arguments, shared_mem=made.shared_bytes, overlap=True)
+        call["scale"], call["scale_value"] = scale_arguments(scale)
+    decode(
+        (tiles * splits,), (made.threads,), decode.arguments(**call), shared_mem=made.shared_bytes, overlap=True
+    )  # fmt: skip
     if splits > 1:
         at_once, sets, most_sets = merge_shape(splits)
         merge = kernel(
@@ -125,7 +127,7 @@ def dense_mla_decode(
         merge(
             (batch * s_q * heads,),
             (sets * V_DIM // 4,),
-            (parts, parts_lse, splits, s_q, heads, out, *strides(out)[:3], lse, *strides(lse)),
+            merge.arguments(**results),
             overlap=True,
         )
 

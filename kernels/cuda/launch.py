@@ -12,7 +12,7 @@ import functools
 import re
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -30,6 +30,8 @@ __all__ = [
     "are_recorded",
     "int32",
     "is_aligned",
+    "named_strides",
+    "parameters",
     "pointer",
     "recorded_launches",
     "strides",
@@ -45,12 +47,18 @@ C_TYPES = {np.dtype(getattr(ml_dtypes, name, name)): c_name for name, c_name in 
 PACKING = {"*": "P", "int": "i", "int64": "q", "uint32": "I", "float": "f", "double": "d", "bool": "?"}
 
 
-def packing(text: str, name: str, defines: dict[str, str | int]) -> struct.Struct:
-    """How the arguments of kernel `name` of a source text lie behind one another, a struct's members among them."""
+def parameters(text: str, name: str) -> dict[str, str]:
+    """The parameters of kernel `name` of a source text: name -> C type, "*" for any pointer."""
     found = re.search(rf"\b{name}\(([^)]*)\)\s*{{", text)
     if found is None:
         raise ValueError(f"{name}: no such kernel in the source")
-    types = ["*" if "*" in parameter else parameter.split()[-2] for parameter in found[1].split(",")]
+    words = [parameter.replace("*", " * ").split() for parameter in found[1].split(",")]
+    return {parameter[-1]: parameter[-2] for parameter in words}
+
+
+def packing(text: str, name: str, defines: dict[str, str | int]) -> struct.Struct:
+    """How the arguments of kernel `name` of a source text lie behind one another, a struct's members among them."""
+    types = parameters(text, name).values()
     return struct.Struct("".join(_codes(text, str(defines.get(c_type, c_type))) for c_type in types))
 
 
@@ -83,11 +91,11 @@ class Kernel:
     Raises CuPy's CUDADriverError where the driver refuses the launch. A grid without blocks does nothing.
     """
 
-    def __init__(self, raw: Any, arguments: struct.Struct) -> None:
+    def __init__(self, raw: Any, packing: struct.Struct, parameters: Iterable[str]) -> None:
         import cupy
 
         self.raw = raw  # the RawKernel
-        self._packing = arguments
+        self._packing, self._parameters = packing, tuple(parameters)
         self._array = cupy.ndarray
         self._device = cupy.cuda.runtime.getDevice
         self._stream = cupy.cuda.get_current_stream
@@ -130,6 +138,23 @@ class Kernel:
             from cupy.cuda.driver import CUDADriverError
 
             raise CUDADriverError(status)
+
+    def arguments(self, **named: Any) -> tuple[Any, ...]:
+        """Arguments by the names of the kernel's parameters, in their order; of a struct the tuple of its members.
+
+        Raises TypeError where one is missing, or is none of the kernel's.
+        """
+        if named.keys() != set(self._parameters):
+            odd = ", ".join(sorted(named.keys() ^ set(self._parameters)))
+            raise TypeError(f"{odd}: got {', '.join(named)}, expected {', '.join(self._parameters)}")
+        found: list[Any] = []
+        for name in self._parameters:
+            value = named[name]
+            if value.__class__ is tuple:
+                found.extend(value)
+            else:
+                found.append(value)
+        return tuple(found)
 
     @property
     def addresses(self) -> list[int]:
@@ -233,6 +258,12 @@ def strides(array: Any) -> tuple[int, ...]:
     """Strides in elements; Python integers, which a kernel takes as 64-bit."""
     size = array.dtype.itemsize
     return tuple([stride // size for stride in array.strides])
+
+
+def named_strides(name: str, axes: str, array: Any) -> dict[str, int]:
+    """Strides in elements by the names that kernels have for them: `q_stride_h` of axis "h" of `q`."""
+    size = array.dtype.itemsize
+    return {f"{name}_stride_{axis}": stride // size for axis, stride in zip(axes, array.strides, strict=False)}
 
 
 def pointer(array: Any | None) -> int:

@@ -6,7 +6,7 @@ import struct
 import pytest
 
 from cumla.kernels.cuda import compile as compiler
-from cumla.kernels.cuda.launch import HEAD, PACKING, _LaunchMemory, packing
+from cumla.kernels.cuda.launch import HEAD, PACKING, Kernel, _LaunchMemory, packing, parameters
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
 
@@ -79,6 +79,19 @@ def test_a_struct_is_its_members():
     struct_text = "\nstruct Pair {\n    const int* a;\n    int64 b, c;\n    int d, e;\n};\n"
     text = struct_text + 'extern "C" __global__ void f(const __grid_constant__ Pair pair, int last) {'
     assert packing(text, "f", {}).format == "Pqqiii"
+
+
+def test_arguments_by_name():
+    text = (
+        '\nstruct Pair {\n    int64 a, b;\n};\nextern "C" __global__ void f(const int* x, Pair pair, VALUE *y, int n) {'
+    )
+    names = parameters(text, "f")
+    assert names == {"x": "*", "pair": "Pair", "y": "*", "n": "int"}
+    kernel = Kernel.__new__(Kernel)  # which needs no device for this
+    kernel._parameters = tuple(names)
+    assert kernel.arguments(n=4, y=3, x=1, pair=(7, 8)) == (1, 7, 8, 3, 4)
+    with pytest.raises(TypeError, match="m, n: got x, pair, y, m, expected x, pair, y, n"):
+        kernel.arguments(x=1, pair=(7, 8), y=3, m=4)
 
 
 def test_what_is_not_there():
