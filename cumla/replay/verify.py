@@ -29,8 +29,7 @@ from .scheduler import Sequence
 from .step_batch import StepBatch
 
 # Exactness: error of a value, and the cosine distance of a token's out. Prefill over gathered rows may have weights in
-# bfloat16, as FlashMLA's has: its absolute bound is in units of the largest value that a token attends to, where that
-# is more than 1.
+# bfloat16: its bound is that of the values that a token attends to, where they are more than 1.
 EXACT_BOUNDS = {"decode": DECODE_OUT, "prefill": PREFILL_OUT}
 # FP8 cost, as an error relative to the root mean square of a token's out. Rounding to e4m3 (3 mantissa bits) moves
 # a value by at most 2^-4 of itself, by about 2^-5.3 in the mean square, and through the logits the weights too. So
@@ -231,9 +230,9 @@ def measured(
     """The sample of a token's out [h, d], given what it is over the rows in the cache and over the rows before.
 
     before   None where the cache is not FP8
-    largest  unit of the absolute bound
+    largest  value that it attends to, see Bound.of_values
     """
-    absolute, relative, _ = EXACT_BOUNDS[kind]
+    absolute, relative, _ = EXACT_BOUNDS[kind].of_values(largest)
     error = np.abs(got - exact)
     return Sample(
         step=step,
@@ -242,7 +241,7 @@ def measured(
         position=position,
         kind=kind,
         max_error=float(error.max()),
-        bound_share=float((error / (absolute * largest + relative * np.abs(exact))).max()),
+        bound_share=float((error / (absolute + relative * np.abs(exact))).max()),
         heads=len(got),
         product=float((got * exact).sum()),
         norms=float((got * got).sum() + (exact * exact).sum()),

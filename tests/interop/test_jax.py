@@ -274,9 +274,9 @@ def test_nothing_is_compiled_twice(rng):
     assert ops._function_of.cache_info().misses <= len(operations.CASES) * 4
 
 
-@pytest.mark.gpu
-def test_a_step_is_captured_in_a_command_buffer(monkeypatch, rng):
-    """XLA replays what the operations launched instead of calling Python again."""
+@pytest.fixture
+def calls(monkeypatch):
+    """The names of the operations that Python is asked for."""
     calls = []
     run = Op.run
 
@@ -285,6 +285,12 @@ def test_a_step_is_captured_in_a_command_buffer(monkeypatch, rng):
         run(self, *args, **kwargs)
 
     monkeypatch.setattr(Op, "run", counted)
+    return calls
+
+
+@pytest.mark.gpu
+def test_a_step_is_captured_in_a_command_buffer(calls, rng):
+    """XLA replays what the operations launched instead of calling Python again."""
     device = jax.devices("cuda")[0]
     jitted = jax.jit(decode_step, donate_argnums=0)
     cache = jax.device_put(operations.fp8_cache(rng, cumla.DSV4_FP8), device)
@@ -298,4 +304,38 @@ def test_a_step_is_captured_in_a_command_buffer(monkeypatch, rng):
         cache, out, _ = jitted(cache, *step)
         out.block_until_ready()
         counts.append(len(calls))
+    assert counts[-1] == counts[-2] == counts[-3], counts
+
+
+@pytest.mark.gpu
+def test_prefills_are_captured_in_a_command_buffer(calls, monkeypatch, rng):
+    """So many that XLA makes a graph of them; all their memory is XLA's, and each replay has rows of its own."""
+
+    def refuse(*arguments):
+        raise AssertionError(f"allocated: {arguments}")
+
+    monkeypatch.setattr(dlpack, "empty", refuse)
+    device = jax.devices("cuda")[0]
+
+    @jax.jit
+    def chain(q, kv, indices, length):
+        for _ in range(6):
+            q, most, lse = ops.sparse_mla_prefill(q, kv, indices, topk_length=length)
+        return q, most, lse
+
+    import cupy
+
+    indices, length = operations.ints(rng, 300, 5, 200), np.array([200, 0, 64, 1, 130], np.int32)
+    given = tuple(cupy.empty((5, 64, *rest), dtype) for rest, dtype in (((512,), BF16), ((), "f4"), ((), "f4")))
+    counts = []
+    for _ in range(12):
+        q, kv = operations.rows(rng, 5, 64, 512), operations.rows(rng, 300, 512)
+        results = jax.block_until_ready(chain(*jax.device_put((q, kv, indices, length), device)))
+        counts.append(len(calls))
+        arrays = [cupy.asarray(x) for x in (q, kv, indices)]
+        for _ in range(6):
+            cumla.sparse_mla_prefill(*arrays, topk_length=cupy.asarray(length), out=given)
+            arrays[0] = given[0].copy()
+        for got, wanted in zip(results, given, strict=True):
+            assert operations.same_bits(np.asarray(got), wanted.get())
     assert counts[-1] == counts[-2] == counts[-3], counts

@@ -533,3 +533,29 @@ def test_nan_in_prefill_stays_with_its_token(lab, kernel, rng):
     assert_prefill(
         to_float(out)[::2], max_logits[::2], lse[::2], to_float(want[0]), want[1], want[2], largest=largest
     )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [512, 576])
+def test_prefill_of_more_tokens_than_a_grid_has_rows(rng, width):
+    """The kernel that is chosen beside the portable one, twice: the same bits; some tokens beside float64."""
+    import cupy
+
+    from cumla.kernels.cuda.sparse import kernels as sparse_kernels
+
+    tokens, heads, rows, topk = 70_001, 2, 5000, 70
+    q, kv = (cupy.asarray(rng.standard_normal(shape).astype(BF16)) for shape in ((tokens, heads, width), (rows, width)))
+    indices = cupy.asarray(rng.integers(-(2**31), 2**31, (tokens, topk)).astype(np.int32))
+    indices[:, ::2] %= rows
+    lengths = cupy.asarray(rng.integers(-1, topk + 2, tokens).astype(np.int32))
+    first, second = (cumla.sparse_mla_prefill(q, kv, indices, topk_length=lengths) for _ in range(2))
+    with sparse_kernels.forced("portable"):
+        portable = cumla.sparse_mla_prefill(q, kv, indices, topk_length=lengths)
+    for x, y in zip(first, second, strict=True):
+        assert x.get().tobytes() == y.get().tobytes()
+    largest = float(abs(kv.get().astype(np.float32)).max())
+    got, other = ([x.get() for x in results] for results in (first, portable))
+    assert_prefill(to_float(got[0]), *got[1:], to_float(other[0]), *other[1:], rounded_sides=2, largest=largest)
+    some = [0, 1, 65534, 65535, 65536, tokens - 1]
+    want = cumla.sparse_mla_prefill(q.get()[some], kv.get(), indices.get()[some], topk_length=lengths.get()[some])
+    assert_prefill(to_float(got[0][some]), got[1][some], got[2][some], to_float(want[0]), *want[1:], largest=largest)

@@ -42,9 +42,7 @@ def assert_prefill(out, max_logits, lse, want_out, want_max, want_lse, rounded_s
     """How close results of prefill must be.
 
     rounded_sides  2 where `want_out` is not exact but another kernel's result with errors of its own
-    largest        of a kernel whose weights are bfloat16, as FlashMLA's are, and for data that is not FlashMLA's: the
-                   largest magnitude of the values that a query's result is made of (`largest_values`). Half a unit in a
-                   weight's last place, 2^-9, of such a value is what an error comes from
+    largest        see Bound.of_values: for a kernel with bfloat16 weights and data that is not FlashMLA's
     """
     assert_prefill_out(out, want_out, rounded_sides, largest)
     assert_within("max_logits", max_logits, want_max, *PREFILL_LSE[:2])
@@ -57,8 +55,8 @@ def assert_dense_prefill(out, lse, want_out, want_lse):
 
 
 def assert_prefill_out(out, want_out, rounded_sides=1, largest=1.0):
-    absolute, relative, cosine = PREFILL_OUT
-    assert_within("out", out, want_out, rounded_sides * absolute * largest, rounded_sides * relative)
+    absolute, relative, cosine = PREFILL_OUT.of_values(largest)
+    assert_within("out", out, want_out, rounded_sides * absolute, rounded_sides * relative)
     assert_same_direction("out", out, want_out, cosine)
 
 
