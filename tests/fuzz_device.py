@@ -12,6 +12,7 @@ import cupy
 import numpy as np
 
 import cumla
+from cumla import parallel
 from cumla.kernels.cuda import compile as compiler
 from cumla.kernels.cuda.sparse import kernels as sparse_kernels
 from support.indexing import anything
@@ -210,6 +211,32 @@ class Fuzz:
             }),
         )  # fmt: skip
 
+    def shards(self):
+        requests, tokens, columns = (int(x) for x in self.rng.integers((0, 1, 0), (40, 9, 4)))
+        size, block_size = int(self.choose(1, 2, 7)), int(self.choose(1, 2, 53, 64, 2**31 - 1))
+        shard = parallel.Shard(int(self.rng.integers(size)), size, int(self.choose(1, 4, 64, 2**31 - 1)))
+        starts, lens, table = self.ints(requests + 1), self.ints(requests), self.ints(requests, columns)
+        indices = self.put(anything(self.rng, (tokens, int(self.choose(0, 5, 60, 700)))), self.choose(0, 1, 4))
+        rest = {"backend": self.backend}
+        parallel.local_seq_lens(lens, shard, s_q=int(self.choose(1, 3)), **rest)
+        parallel.local_block_table(table, shard, s_q=int(self.choose(1, 3)), **rest)
+        parallel.local_slot_mapping(
+            starts, lens, table, block_size, shard, num_tokens=tokens, compress_ratio=int(self.choose(1, 4)), **rest
+        )
+        valid = self.choose(None, self.put(self.rng.random(tokens) < 0.9))
+        parallel.localise_indices(indices, self.ints(tokens), table, block_size, shard, valid, **rest)
+        dtype, parts, heads, dim = (
+            self.choose(BF16, np.float32),
+            int(self.choose(1, 3, 40)),
+            3,
+            int(self.choose(24, 67)),
+        )
+        parallel.merge_partials(
+            self.numbers(parts, tokens, 2, heads, dim, dtype=dtype),
+            self.numbers(parts, tokens, heads, 2, dtype=np.float32),
+            self.choose(None, self.numbers(heads, dtype=np.float32)), **rest,
+        )  # fmt: skip
+
     def turns(self):
         rows = int(self.rng.integers(1, 50))
         return self.put(self.rng.standard_normal((rows, 64)).astype(np.float32), self.choose(0, 1))
@@ -279,6 +306,7 @@ class Fuzz:
         self.copies()
         self.advance()
         self.indices()
+        self.shards()
 
 
 def main():

@@ -7,26 +7,11 @@ import cumla
 from cumla.parallel import ContextAttention, local_window, run_threads
 from support import ranks
 from support.attention import make_cache
-from support.bounds import DECODE_LSE, DECODE_OUT, assert_same_direction, assert_within
-from support.lab import to_float
 from support.ranks import Context
 
 SIZES = range(1, 9)
 SECONDS = 30
 BLOCK = ranks.BLOCK
-
-
-def check(got, want, split_heads, size):
-    """Every rank's results: of all heads, or of its own."""
-    want_out, want_lse, sizes = want
-    heads = want_out.shape[1]
-    assert len(got) == size
-    for rank, (out, lse) in enumerate(got):
-        own = slice(rank * heads // size, (rank + 1) * heads // size) if split_heads else slice(None)
-        absolute = ranks.absolute(sizes[:, own]) if size > 1 else DECODE_OUT.absolute
-        assert_within("out", to_float(out), want_out[:, own], absolute, DECODE_OUT.relative)
-        assert_same_direction("out", to_float(out), want_out[:, own], (2 if size > 1 else 1) * DECODE_OUT.cosine)
-        assert_within("lse", lse, want_lse[:, own], *DECODE_LSE[:2])
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -39,7 +24,7 @@ def test_dense(rng, size, split_heads):
     got = run_threads(
         size, lambda comm: ranks.dense_on(comm, context, 1 + size % 3, split_heads, sink, max_seqlen=70), SECONDS
     )
-    check(got, want, split_heads, size)
+    ranks.check(got, want, split_heads, size)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -55,7 +40,7 @@ def test_selected_rows(rng, size, split_heads):
     got = run_threads(
         size, lambda comm: ranks.sparse_on(comm, context, selected, cumla.V32_FP8, 2, None, split_heads), SECONDS
     )
-    check(got, want, split_heads, size)
+    ranks.check(got, want, split_heads, size)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -75,7 +60,7 @@ def test_compressed_rows_beside_a_window_that_every_rank_has(rng, size):
         lambda comm: ranks.sparse_on(comm, context, selected, cumla.DSV4_FP8, BLOCK, window, False, sink),
         SECONDS,
     )
-    check(got, want, False, size)
+    ranks.check(got, want, False, size)
 
 
 def test_windows_are_shared_out_once(rng):

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 import cumla
-from cumla.bounds import DECODE_OUT
+from cumla.bounds import DECODE_LSE, DECODE_OUT
 from cumla.kernels.reference.rows import read_tokens
 from cumla.kernels.types.segments import Pages
 from cumla.parallel import (
@@ -16,7 +16,8 @@ from cumla.parallel import (
     local_window,
     localise_indices,
 )
-from support.lab import BF16
+from support.bounds import assert_same_direction, assert_within
+from support.lab import BF16, to_float
 
 BLOCK = 4
 
@@ -61,8 +62,8 @@ class Context:
         return slice(comm.rank * own, (comm.rank + 1) * own)
 
 
-def dense_on(comm, context, interleave, split_heads=False, sink=None, **options):
-    """A rank's part, from writing its rows on: out and lse of the heads that it has."""
+def dense_on(comm, context, interleave, split_heads=False, sink=None, put=np.asarray, **options):
+    """A rank's part, from writing its rows on: out and lse of the heads that it has. `put`: to where it works."""
     shard = Shard(comm.rank, comm.size, interleave)
     table, pages = context.pages(shard)
     cache = np.zeros((pages, BLOCK, 576), BF16)
@@ -72,9 +73,9 @@ def dense_on(comm, context, interleave, split_heads=False, sink=None, **options)
     if split_heads:
         q, sink = np.ascontiguousarray(q[:, context.own_heads(comm)]), cut(sink, context.own_heads(comm))
     attention = ContextAttention(comm, split_heads=split_heads)
-    return attention.dense_decode(
-        q, cache, np.ascontiguousarray(table[context.token_to_req]), lens, attn_sink=sink, **options
-    )
+    table = np.ascontiguousarray(table[context.token_to_req])
+    arrays = [put(x) for x in (q, cache, table, lens)]
+    return attention.dense_decode(*arrays, attn_sink=None if sink is None else put(sink), **options)
 
 
 def dense_on_one(context, sink=None):
@@ -115,6 +116,19 @@ def absolute(sizes):
     return DECODE_OUT.absolute + 2 * 2.0**-9 * sizes
 
 
+def check(got, want, split_heads, size):
+    """Every rank's results, host arrays: of all heads, or of its own."""
+    want_out, want_lse, sizes = want
+    heads = want_out.shape[1]
+    assert len(got) == size
+    for rank, (out, lse) in enumerate(got):
+        own = slice(rank * heads // size, (rank + 1) * heads // size) if split_heads else slice(None)
+        bound = absolute(sizes[:, own]) if size > 1 else DECODE_OUT.absolute
+        assert_within("out", to_float(out), want_out[:, own], bound, DECODE_OUT.relative)
+        assert_same_direction("out", to_float(out), want_out[:, own], (2 if size > 1 else 1) * DECODE_OUT.cosine)
+        assert_within("lse", lse, want_lse[:, own], *DECODE_LSE[:2])
+
+
 def pages_of(cache, layout):
     rows = cache.view(np.uint8).reshape(len(cache), -1) if layout is cumla.MLA_BF16 else None
     if rows is None:
@@ -124,22 +138,24 @@ def pages_of(cache, layout):
     return Pages(rows, BLOCK, layout)
 
 
-def sparse_on(comm, context, selected, layout, interleave, window=None, split_heads=False, sink=None, **options):
+def sparse_on(
+    comm, context, selected, layout, interleave, window=None, split_heads=False, sink=None, put=np.asarray, **options
+):
     """The same for rows that each query selected, and with a window (indices, lens, cache) that every rank has."""
     shard = Shard(comm.rank, comm.size, interleave)
     table, pages = context.pages(shard)
     cache = layout.allocate(pages, BLOCK)
     cumla.quantize_and_insert_k_cache(context.rows, cache, context.slots(table, shard), BLOCK, layout=layout)
-    slots, lens = localise_indices(selected, context.token_to_req, table, BLOCK, shard)
-    q = context.q
+    slots, lens = localise_indices(put(selected), put(context.token_to_req), put(table), BLOCK, shard)
+    q, cache = context.q, put(cache)
     if split_heads:
         q, sink = np.ascontiguousarray(q[:, context.own_heads(comm)]), cut(sink, context.own_heads(comm))
-    attention = ContextAttention(comm, split_heads=split_heads)
+    attention, q, sink = ContextAttention(comm, split_heads=split_heads), put(q), None if sink is None else put(sink)
     if window is None:
         return attention.sparse_decode(q, cache, slots, lens, layout=layout, attn_sink=sink, **options)
-    swa_indices, swa_lens = local_window(window.indices, window.lens, comm.rank, comm.size)
+    swa_indices, swa_lens = local_window(put(window.indices), put(window.lens), comm.rank, comm.size)
     return attention.sparse_decode(
-        q, window.cache, swa_indices, swa_lens, extra_k_cache=cache, extra_indices=slots, extra_topk_length=lens,
+        q, put(window.cache), swa_indices, swa_lens, extra_k_cache=cache, extra_indices=slots, extra_topk_length=lens,
         layout=layout, attn_sink=sink, **options,
     )  # fmt: skip
 

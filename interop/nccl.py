@@ -1,0 +1,328 @@
+"""A communicator of `cumla.parallel` on NCCL, through CuPy's binding (cupy.cuda.nccl), without a framework.
+
+    # a process a GPU, started by whatever starts processes; the folder is empty and seen by all
+    comm = NcclCommunicator(FileStore(folder), rank, size)
+    comm = NcclCommunicator.from_mpi(MPI.COMM_WORLD)            # under mpirun
+    # several GPUs in one process: a thread for each communicator
+    comms = NcclCommunicator.in_process([0, 1])
+
+Calls go to the caller's current CuPy stream (or to `stream`) and return at once; they can be captured in CUDA graphs.
+Before a call of new shapes is made, ranks tell one another on the host what they are about to do, so one that differs
+is a RankError that names it. After that the host says nothing more about such calls. `wait` is for a stream what
+synchronize() is, with an end: it looks for errors and for ranks that failed, gives up after the time limit and names
+who has not come. A thread of the communicator does the same for calls that nobody waits for, so that no rank
+stays in a call that another has left.
+"""
+
+from __future__ import annotations
+
+import collections
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import cupy
+from cupy.cuda import nccl
+
+from ..arrays import dlpack, streams
+from ..parallel.agreement import Agreement, RankError, names
+from ..parallel.communicator import Move, as_tuple, described, moves, result_of, sent_bytes
+from ..parallel.store import MemoryStore, Store, TcpStore
+
+BYTE = 1  # ncclUint8
+SUM = 0
+TYPES = {"int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5, "float16": 6, "float32": 7,
+         "float64": 8, "bfloat16": 9}  # fmt: skip
+LOOK_SECONDS = 0.2  # of the thread that looks after calls
+GRACE_SECONDS = 5.0  # for others to say what they are in, once one has given up
+
+
+class NcclCommunicator:
+    """One rank of NCCL on one GPU. Used as a context, it tells the others of an exception that ends it.
+
+    store       a FileStore or TcpStore for processes, of nothing but this run
+    rank, size  this rank, and how many there are
+    device      CUDA device; None: CuPy's current one
+    time_limit  seconds that a rank waits for others, at the start, before calls of new shapes and in `wait`
+
+    Raises RankError, naming the rank, if one does not come, fails or has another number of ranks, or the same GPU.
+    traffic     bytes that this rank has sent, by function; calls in a graph count when they are captured
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        device: int | None = None,
+        time_limit: float = 60.0,
+        _made: Any = None,
+    ) -> None:
+        self.rank, self.size, self.time_limit = rank, size, time_limit
+        self.device = cupy.cuda.Device().id if device is None else device
+        self.traffic: collections.Counter[str] = collections.Counter()
+        self._agreement = Agreement(store, rank, size, time_limit)
+        self._known: set[Any] = set()
+        self._last_words, self._calls, self._waits = "nothing", 0, 0
+        self._error: RankError | None = None
+        self._lock, self._over = threading.Lock(), threading.Event()
+        with cupy.cuda.Device(self.device):
+            self._unended: tuple[Any, float] | None = None
+            self._event = cupy.cuda.Event(disable_timing=True)
+            try:
+                self._comm = self._join() if _made is None else self._meet(_made)
+            except BaseException as error:
+                self._agreement.end(error)
+                raise
+        threading.Thread(target=self._look_after, daemon=True, name=f"NCCL rank {rank}").start()
+
+    @classmethod
+    def in_process(cls, devices: Sequence[int], time_limit: float = 60.0) -> list[NcclCommunicator]:
+        """A communicator for each of these GPUs; each is then used by a thread of its own."""
+        store, made = MemoryStore(), nccl.NcclCommunicator.initAll(list(devices))
+        found: list[Any] = [None] * len(devices)
+        errors: list[BaseException] = []
+
+        def make(rank: int) -> None:
+            try:
+                found[rank] = cls(
+                    store, rank, len(devices), device=devices[rank], time_limit=time_limit, _made=made[rank]
+                )
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=make, args=(rank,)) for rank in range(len(devices))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return found
+
+    @classmethod
+    def from_mpi(cls, mpi: Any, *, device: int | None = None, time_limit: float = 60.0) -> NcclCommunicator:
+        """For processes of mpirun. `mpi` is mpi4py's communicator, used once: to say where rank 0 can be reached."""
+        host = socket.gethostname() if mpi.Get_size() > 1 else "127.0.0.1"
+        place = None
+        if mpi.Get_rank() == 0:
+            key = nccl_key()
+            place = (TcpStore.serve(key, host=socket.gethostbyname(host)), key)
+        address, key = mpi.bcast(place, root=0)
+        return cls(TcpStore(address, key, time_limit), mpi.Get_rank(), mpi.Get_size(), device=device,
+                   time_limit=time_limit)  # fmt: skip
+
+    # ---- the three functions
+
+    def all_gather(self, x: Any, out: Any = None, stream: Any = None) -> Any:
+        def enqueue(move: Move, handle: int) -> None:
+            self._comm.allGather(move.sent.data.ptr, move.received.data.ptr, move.sent.nbytes, BYTE, handle)
+
+        return self._run("all_gather", x, out, stream, enqueue)
+
+    def reduce_scatter(self, x: Any, out: Any = None, stream: Any = None) -> Any:
+        def enqueue(move: Move, handle: int) -> None:
+            kind = TYPES.get(move.sent.dtype.name)
+            if kind is None:
+                raise TypeError(f"x: got dtype {move.sent.dtype}, expected one of {', '.join(TYPES)} to be summed")
+            received = move.received
+            self._comm.reduceScatter(move.sent.data.ptr, received.data.ptr, received.size, kind, SUM, handle)
+
+        return self._run("reduce_scatter", x, out, stream, enqueue)
+
+    def all_to_all(self, x: Any, out: Any = None, stream: Any = None) -> Any:
+        def enqueue(move: Move, handle: int) -> None:
+            part = move.sent.nbytes // self.size
+            for peer in range(self.size):
+                self._comm.send(move.sent.data.ptr + peer * part, part, BYTE, peer, handle)
+                self._comm.recv(move.received.data.ptr + peer * part, part, BYTE, peer, handle)
+
+        return self._run("all_to_all", x, out, stream, enqueue)
+
+    def _run(self, op: str, x: Any, out: Any, stream: Any, enqueue: Callable[[Move, int], None]) -> Any:
+        first = as_tuple(x)[0]
+        framework, native = dlpack.framework_of(first), dlpack.borrow(first, "x")
+        if not isinstance(native, cupy.ndarray) or native.device.id != self.device:
+            raise ValueError(f"x: got an array elsewhere, expected it on CUDA device {self.device}, this rank's")
+        with streams.callers(native, framework, stream):
+            arrays = moves(op, self.size, x, out)
+            key = op, tuple((move.sent.shape, move.sent.dtype) for move in arrays)
+            if key not in self._known:
+                self._tell(key, described(op, arrays))
+            with self._lock:
+                self._raise_error()
+                current = cupy.cuda.get_current_stream()
+                nccl.groupStart()
+                try:
+                    for move in arrays:
+                        if move.sent.nbytes:
+                            enqueue(move, current.ptr)
+                finally:
+                    nccl.groupEnd()
+                self._calls, self._last_words = self._calls + 1, op
+                if not streams.is_capturing(current.ptr):
+                    self._event.record(current)
+                    self._unended = self._event, time.monotonic()
+            self.traffic[op] += sent_bytes(op, self.size, arrays)
+            return result_of(x, arrays, framework)
+
+    def _tell(self, key: Any, words: str) -> None:
+        """Make sure that all ranks are about to make this call."""
+        self._raise_error()
+        try:
+            self._agreement.agree(f"new call {len(self._known) + 1}", words)
+        except RankError as error:
+            self._give_up(error)
+            raise
+        self._known.add(key)
+
+    # ---- the start and the end
+
+    def _join(self) -> Any:
+        """NCCL's communicator, made in a thread that may hang."""
+        address = nccl.get_unique_id() if self.rank == 0 else None
+        address = self._meet(None, address)
+        made: list[Any] = []
+
+        def make() -> None:
+            try:
+                with cupy.cuda.Device(self.device):
+                    made.append(nccl.NcclCommunicator(self.size, address, self.rank))
+            except Exception as error:
+                made.append(error)
+
+        thread = threading.Thread(target=make, daemon=True)
+        thread.start()
+        end = time.monotonic() + self.time_limit
+        while thread.is_alive():
+            thread.join(0.05)
+            self._agreement.check_others(what="start NCCL")
+            if time.monotonic() > end:
+                raise RankError([self.rank], f"rank {self.rank} did not start NCCL within {self.time_limit:g} s")
+        if isinstance(made[0], Exception):
+            raise made[0]
+        return made[0]
+
+    def _meet(self, made: Any, address: Any = None) -> Any:
+        """Find all ranks, of one size and on GPUs of their own. Returns `made`, or the address of rank 0."""
+        gpu = cupy.cuda.runtime.deviceGetPCIBusId(self.device)
+        everyones = self._agreement.exchange("the start", (self.size, (socket.gethostname(), gpu), address))
+        self._agreement.same("the start", [f"{size} ranks" for size, _, _ in everyones])
+        places = [place for _, place, _ in everyones]
+        for rank, place in enumerate(places):
+            if place in places[:rank]:
+                raise RankError(
+                    [rank], f"rank {rank} got GPU {place[1]} of {place[0]}, which rank {places.index(place)} has"
+                )
+        return everyones[0][2] if made is None else made
+
+    def wait(self, stream: Any = None, time_limit: float | None = None) -> None:
+        """Wait until everything on a stream is done, CuPy's current one if None, graphs with calls in them included.
+
+        Raises RankError if a rank fails or ends, or if this takes longer than the time limit: all ranks that wait then
+        say how far they are, and who says nothing, or is elsewhere, is named.
+        """
+        limit = self.time_limit if time_limit is None else time_limit
+        with cupy.cuda.Device(self.device):
+            handle = cupy.cuda.get_current_stream().ptr if stream is None else streams.handle_of(stream)
+            event = cupy.cuda.Event(disable_timing=True)
+            event.record(streams.of_handle(handle, self.device))
+            self._waits += 1
+            start, pause = time.monotonic(), 0.0
+            while not event.done:
+                self._raise_error()
+                passed = time.monotonic() - start
+                if passed > limit:
+                    self._late(limit)
+                if passed > 0.001:
+                    pause = min(0.005, pause + 0.0001)
+                time.sleep(pause)
+        self._raise_error()
+
+    def _late(self, limit: float) -> None:
+        """Find out who is to blame that nothing ends, and give up."""
+        error = RankError([self.rank], f"rank {self.rank}: {self._last_words} did not end within {limit:g} s")
+        try:
+            words = f"call {self._calls}, {self._last_words}"
+            self._agreement.same("what ranks wait for", self._agreement.exchange("give up", words, GRACE_SECONDS))
+        except RankError as found:
+            error = RankError(found.ranks, f"{error}: {found}")
+        self._give_up(error)
+        raise error
+
+    def _look_after(self) -> None:
+        """End calls that will never end by themselves, until the communicator is closed."""
+        while not self._over.wait(LOOK_SECONDS):
+            try:
+                self._agreement.check_others(what=f"end {self._last_words}", failed_only=True)
+                with self._lock:
+                    if self._unended is not None and self._unended[0].done:
+                        self._unended = None
+                    since = None if self._unended is None else self._unended[1]
+                    if self._error is None and not self._over.is_set():
+                        self._comm.check_async_error()
+                if since is not None and time.monotonic() - since > self.time_limit + GRACE_SECONDS:
+                    raise RankError([self.rank], f"rank {self.rank}: {self._last_words} did not end in time")
+            except RankError as error:
+                self._give_up(error)
+                return
+            except Exception as error:
+                self._give_up(RankError([self.rank], f"rank {self.rank}: {type(error).__name__}: {error}"))
+                return
+
+    def _give_up(self, error: RankError) -> None:
+        """End whatever the GPU waits for, and tell the others."""
+        with self._lock:
+            if self._error is not None:
+                return
+            self._error = error
+            self._over.set()
+            self._agreement.end(error)
+            self._comm.abort()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise RankError(self._error.ranks, str(self._error))
+
+    def close(self) -> None:
+        """Say that this rank makes no more calls, and let go of NCCL. All ranks have made the same calls by then, and
+        the graphs that calls were captured in are gone: NCCL waits for both. A RuntimeWarning says if it waits in vain.
+        """
+        with self._lock:
+            if self._over.is_set():
+                return
+            self._over.set()
+            self._agreement.end()
+            ending = threading.Thread(target=self._comm.destroy, daemon=True)
+            ending.start()
+            ending.join(GRACE_SECONDS)
+            if ending.is_alive():
+                warnings.warn(
+                    f"rank {self.rank}: NCCL waits for other ranks, or for graphs that still exist, to be closed",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+    def __enter__(self) -> NcclCommunicator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._agreement.end(error)
+            self._give_up(RankError([self.rank], f"{names([self.rank])} failed: {type(error).__name__}: {error}"))
+
+
+def nccl_key() -> bytes:
+    """A secret for a run."""
+    import secrets
+
+    return secrets.token_bytes(32)
