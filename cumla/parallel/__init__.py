@@ -6,6 +6,7 @@ from .agreement import Agreement, RankError
 from .communicator import Communicator
 from .context import ContextAttention, local_window
 from .queries import CausalPiece, QueryShares, share_queries
+from .sparse_layer import ShardedCompressedCache, ShardedSparseMLALayer
 from .store import FileStore, MemoryStore, Store, TcpStore
 from .threads import ThreadCommunicator, run_threads
 
@@ -19,6 +20,8 @@ __all__ = [
     "QueryShares",
     "RankError",
     "Shard",
+    "ShardedCompressedCache",
+    "ShardedSparseMLALayer",
     "Store",
     "TcpStore",
     "ThreadCommunicator",

@@ -14,6 +14,7 @@ import numpy as np
 from ..arrays import dlpack, streams
 from ..kernels.types.plan import DecodePlan, DenseDecodePlan, Workspace
 from ..kernels.types.shard import Shard
+from ..layers.sparse import Observer, not_observed
 from ..ops.dense_attention import dense_mla_decode
 from ..ops.shards import local_seq_lens, merge_partials
 from ..ops.sparse_attention import V_DIM, sparse_mla_decode
@@ -30,14 +31,22 @@ class ContextAttention:
 
     comm         the rank's communicator
     split_heads  whether q has the rank's own heads alone: the h / size behind those of the ranks before it
+    observe      called with a part's name around each part of a call ("attend", "exchange", "merge")
 
     Between q and out are buffers that stay where they are from call to call, so that a call that has been made once
     with such shapes can be captured in a CUDA graph, with out and lse given (all ranks capture and replay together).
     An instance serves one stream at a time, and may serve all layers of a model.
     """
 
-    def __init__(self, comm: Communicator, *, split_heads: bool = False, backend: str | None = None) -> None:
-        self.comm, self.split_heads, self.backend = comm, split_heads, backend
+    def __init__(
+        self,
+        comm: Communicator,
+        *,
+        split_heads: bool = False,
+        backend: str | None = None,
+        observe: Observer = not_observed,
+    ) -> None:
+        self.comm, self.split_heads, self.backend, self.observe = comm, split_heads, backend, observe
         self._workspace = Workspace(owner="ContextAttention")
         self._dense_plan, self._sparse_plan = DenseDecodePlan(), DecodePlan()
 
@@ -157,15 +166,18 @@ class ContextAttention:
             copy(by_head, q.transpose(1, 0, 2))
         heads, tokens, dim = by_head.shape
         everyones = self._array("all_q", (self.comm.size, heads, tokens, dim), q.dtype, q)
-        self.comm.all_gather(by_head, everyones)
+        with self.observe("exchange"):
+            self.comm.all_gather(by_head, everyones)
         return everyones.reshape(-1, tokens, dim).transpose(1, 0, 2)
 
     def _everything_to_all(self, attend: Attend, q: Any, sink: Any, out: Any, lse: Any) -> None:
         """Every rank gets all results, and merges all heads."""
         part, part_lse = self._arrays("part", out.shape, q)
-        attend(q, part, part_lse)
+        with self.observe("attend"):
+            attend(q, part, part_lse)
         parts = self._arrays("parts", (self.comm.size, *out.shape), q)
-        self.comm.all_gather((part, part_lse), parts)
+        with self.observe("exchange"):
+            self.comm.all_gather((part, part_lse), parts)
         self._merge(*parts, sink, out, lse)
 
     def _by_heads(self, attend: Attend, q: Any, sink: Any, out: Any, lse: Any) -> None:
@@ -173,10 +185,12 @@ class ContextAttention:
         size = self.comm.size
         tokens, heads, _ = q.shape
         part, part_lse = self._arrays("part", (heads, tokens, V_DIM), q)  # heads first: those of a rank are one piece
-        attend(q, part.transpose(1, 0, 2), part_lse.T)
+        with self.observe("attend"):
+            attend(q, part.transpose(1, 0, 2), part_lse.T)
         by_rank = (size, heads // size, tokens)
         parts, parts_lse = self._arrays("parts", (*by_rank, V_DIM), q)
-        self.comm.all_to_all((part.reshape(*by_rank, V_DIM), part_lse.reshape(by_rank)), (parts, parts_lse))
+        with self.observe("exchange"):
+            self.comm.all_to_all((part.reshape(*by_rank, V_DIM), part_lse.reshape(by_rank)), (parts, parts_lse))
         self._merge(parts.transpose(0, 2, 1, 3), parts_lse.transpose(0, 2, 1), sink, out, lse)
 
     def _each_some_heads(self, attend: Attend, q: Any, sink: Any, out: Any, lse: Any) -> None:
@@ -188,15 +202,17 @@ class ContextAttention:
         own_sink = None if sink is None else sink[self.comm.rank * own : (self.comm.rank + 1) * own]
         self._by_heads(attend, q, own_sink, merged.transpose(1, 0, 2), merged_lse.T)
         everyones, everyones_lse = self._arrays("all_merged", (size, own, tokens, V_DIM), q)
-        self.comm.all_gather((merged, merged_lse), (everyones, everyones_lse))
+        with self.observe("exchange"):
+            self.comm.all_gather((merged, merged_lse), (everyones, everyones_lse))
         copy(out, everyones.reshape(heads, tokens, V_DIM).transpose(1, 0, 2))
         copy(lse, everyones_lse.reshape(heads, tokens).T)
 
     def _merge(self, parts: Any, lses: Any, sink: Any, out: Any, lse: Any) -> None:
         """parts [n, T, h, 512], lses [n, T, h]; out [T, h, 512] and lse [T, h] written."""
-        merge_partials(
-            parts[:, :, None], lses[..., None], sink, out=out[:, None], lse=lse[..., None], backend=self.backend
-        )
+        with self.observe("merge"):
+            merge_partials(
+                parts[:, :, None], lses[..., None], sink, out=out[:, None], lse=lse[..., None], backend=self.backend
+            )
 
     def _array(self, name: str, shape: tuple[int, ...], dtype: Any, like: Any) -> Any:
         return self._workspace.shaped(name, shape, dtype, like)
