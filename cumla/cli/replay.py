@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import time
 from dataclasses import asdict
@@ -13,14 +14,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ..parallel import Communicator
+from ..replay.dense import DENSE
 from ..replay.device import share_cores
 from ..replay.engine import Engine, StepRecord, warm_up
 from ..replay.errors import InputError, OutputError
 from ..replay.options import ReplayOptions, cache_size, choose_backend, defaults_for, parse_layers
 from ..replay.plot import check_can_plot, write_plot
+from ..replay.ranks import run_on_ranks
 from ..replay.report import json_text, print_report, write_json
 from ..replay.scheduler import STEP_MS
-from ..replay.summary import summarize
+from ..replay.summary import summarize, summarize_ranks
 from ..replay.trace import Share, TraceRequest, in_order, requests_of
 from .info import describe_machine
 
@@ -40,8 +44,18 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=args.json == STDOUT)
     trace = "shipped with cumla" if args.trace is None else str(args.trace)
     title = f"{share}, {'+'.join(options.layers)} layers, {options.heads} heads, backend {options.backend}"
+    if options.ranks > 1:
+        title += f", {options.ranks} ranks"
     console.print(escape(f"{title}; trace: {trace}"), highlight=False, soft_wrap=True)
-    engine, records, warm_up_seconds, wall_seconds = replay(options, requests)
+    runs = (
+        [replay(options, requests)]
+        if options.ranks == 1
+        else run_on_ranks(options, functools.partial(replay, options, requests))
+    )
+    engine, records, warm_up_seconds, wall_seconds = runs[0]
+    for _, others, _, _ in runs[1:]:  # ranks take turns at checking
+        for record, other in zip(records, others, strict=True):
+            record.samples.extend(other.samples)
     summary = {
         "config": {"trace": trace, "requests": len(requests), "step_ms": STEP_MS, **asdict(options)},
         "share": asdict(share),
@@ -49,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
         "warm_up_seconds": warm_up_seconds,
         **summarize(engine, records, wall_seconds),
     }
+    if options.ranks > 1:
+        summary["ranks"] = summarize_ranks([run[:2] for run in runs])
     # Files first: a reader of stdout may go away.
     problem = write_files(args, summary, title)
     print_report(console, summary)
@@ -106,7 +122,12 @@ def resolve(args: argparse.Namespace) -> tuple[ReplayOptions, list[TraceRequest]
         seed=args.seed,
         mla_cache=args.mla_cache,
         prefill_road=args.prefill_road,
+        ranks=args.ranks,
     )
+    if options.ranks > 1 and DENSE in options.layers:
+        raise InputError(f"--ranks: got {options.ranks} with {DENSE} layers, expected sparse layers alone")
+    if options.ranks > 1 and options.prefill_road == "rows":
+        raise InputError("--prefill-road: got rows with --ranks, expected pages: a rank has not all rows")
     return options, requests, Share.of(trace, taken, requests)
 
 
@@ -121,8 +142,10 @@ def check_writable(option: str, path: Path) -> None:
         raise InputError(f"{option}: no permission to write {path}")
 
 
-def replay(options: ReplayOptions, requests: list[TraceRequest]) -> tuple[Engine, list[StepRecord], float, float]:
-    """Run with a progress bar on stderr. Returns engine, steps and the seconds of warm-up and run."""
+def replay(
+    options: ReplayOptions, requests: list[TraceRequest], comm: Communicator | None = None
+) -> tuple[Engine, list[StepRecord], float, float]:
+    """Run with a progress bar on stderr, of rank 0. Returns engine, steps and the seconds of warm-up and run."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -132,12 +155,13 @@ def replay(options: ReplayOptions, requests: list[TraceRequest]) -> tuple[Engine
         TimeRemainingColumn(),
     )
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    shown = console.is_terminal and (comm is None or comm.rank == 0)
+    with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
         task = progress.add_task("compiling kernels", total=None)
         start = time.perf_counter()
-        warm_up(options)
+        warm_up(options, comm)
         warm_up_seconds = time.perf_counter() - start
-        engine = Engine(options, requests)
+        engine = Engine(options, requests, comm=comm)
         progress.update(task, total=sum(request.total_length for request in requests))
         records = []
         start = said = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -13,10 +14,13 @@ class Communicator(Protocol):
     """A rank's way to the others. All ranks make the same calls in the same order.
 
     rank, size  this rank, from 0, and how many there are
+    traffic     bytes that this rank has sent, by function
 
     An array may also be a tuple of arrays, which go together at the price of one; `out` and the result are tuples
     then. With `out` given nothing is allocated.
     """
+
+    traffic: collections.Counter[str]
 
     @property
     def rank(self) -> int: ...

@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 
 from ..dispatch.backends import array_module
 from ..dispatch.call import BFLOAT16
-from ..layers.prefill_road import chunk_roads
 from ..metadata import DeepseekSparseSWAMetadataBuilder, ServingConfig
+from ..parallel import Communicator
 from .activations import HEAD_DIM
 from .blocks import BLOCK_TOKENS, BlockPool
 from .dense import DENSE, DenseLayer, DenseMetadata, dense_bytes_moved
 from .device import Stopwatch
-from .layers import TOPK_RATIO, Layer
+from .layers import Layer
 from .options import MAX_RUNNING, ReplayOptions
+from .ranks import RankLayer
 from .scheduler import Scheduler
 from .step_batch import SWA_BLOCK, StepBatch, completed_groups, make_batch
 from .trace import HASH_TOKENS, TraceRequest
-from .traffic import bytes_moved
 from .verify import Sample, Verifier
 
 STEP = "step"  # stands for the layer where something is done once for all of them
@@ -48,17 +48,28 @@ class StepRecord:
 
 
 class Engine:
-    """Replays requests. `steps` runs them; the scheduler and the layers are open to look at in between."""
+    """Replays requests. `steps` runs them; the scheduler and the layers are open to look at in between.
 
-    def __init__(self, options: ReplayOptions, requests: Sequence[TraceRequest], verify: bool = True) -> None:
+    comm  of a rank that shares the context with others, each of which has an engine and replays the same requests
+    """
+
+    def __init__(
+        self, options: ReplayOptions, requests: Sequence[TraceRequest], verify: bool = True,
+        comm: Communicator | None = None,
+    ) -> None:  # fmt: skip
         self.options = options
         self.xp = array_module(options.backend)
         self.pool = BlockPool(options.num_blocks)
         self.scheduler = Scheduler(requests, self.pool, options.batch_tokens, MAX_RUNNING)
         self.layers = [
-            (DenseLayer if name == DENSE else Layer)(index, name, options) for index, name in enumerate(options.layers)
+            DenseLayer(index, name, options)
+            if name == DENSE
+            else Layer(index, name, options)
+            if comm is None
+            else RankLayer(index, name, options, comm)
+            for index, name in enumerate(options.layers)
         ]
-        self.verifier = Verifier(options) if verify else None
+        self.verifier = Verifier(options, comm) if verify else None
         longest = max(request.total_length for request in requests)
         config = ServingConfig(
             window_size=options.window,
@@ -124,20 +135,8 @@ class Engine:
             completed = groups.get(layer.ratio)
             inputs = layer.inputs(batch, completed, q, self._stopwatch)
             with self._stopwatch.queued():
-                layer.attention.step(
-                    q, inputs.k, layer.swa_cache, metadata, inputs.compressed, out=out,
-                    prefill_road=options.prefill_road, backend=options.backend,
-                    observe=functools.partial(self._observe, layer.name),
-                )  # fmt: skip
-            roads = chunk_roads(
-                metadata, layer.ratio, options.heads, options.topk if layer.ratio == TOPK_RATIO else None,
-                options.backend, layer.attention.layout, options.prefill_road,
-            )  # fmt: skip
-            over_pages = [
-                road == "pages" for prefills, _, _, road in roads for _ in range(prefills.start, prefills.stop)
-            ]
-            moved = bytes_moved(batch, layer.ratio, options.heads, options.window, options.topk, completed, over_pages)
-            record.add_bytes(layer.name, moved)
+                layer.step(q, inputs, batch, metadata, out, options, functools.partial(self._observe, layer.name))
+            record.add_bytes(layer.name, layer.moved(batch, metadata, completed, options))
             if self.verifier is not None:
                 with self._stopwatch.measure((STEP, "verify")):
                     record.samples.extend(self.verifier.check(step, layer, batch, inputs, q, out))
@@ -162,7 +161,7 @@ class Engine:
         return self._stopwatch.measure((layer, op))
 
 
-def warm_up(options: ReplayOptions) -> None:
+def warm_up(options: ReplayOptions, comm: Communicator | None = None) -> None:
     """Compile what a run needs, on a few requests of made-up tokens with caches of their own.
 
     They overlap so that steps are all prefill, mixed and all decode.
@@ -173,5 +172,5 @@ def warm_up(options: ReplayOptions) -> None:
         for length in lengths
     ]
     small = replace(options, cache_tokens=sum(-(-r.total_length // BLOCK_TOKENS) for r in requests) * BLOCK_TOKENS)
-    for _ in Engine(small, requests, verify=False).steps():
+    for _ in Engine(small, requests, False, comm).steps():
         pass

@@ -7,7 +7,8 @@ from typing import Any
 
 from ..dispatch.backends import array_module
 from ..dispatch.call import BFLOAT16
-from ..layers.sparse import CompressedCache, SparseMLALayer
+from ..layers.prefill_road import chunk_roads
+from ..layers.sparse import CompressedCache, Observer, SparseMLALayer
 from ..layout import DSV4_FP8
 from .activations import Activations, apply_rope
 from .blocks import BLOCK_TOKENS
@@ -15,6 +16,7 @@ from .device import Stopwatch
 from .indexer import Indexer
 from .options import LAYER_RATIOS, ReplayOptions
 from .step_batch import SWA_BLOCK, SWA_PAGES, Groups, StepBatch
+from .traffic import bytes_moved
 
 TOPK_RATIO = 4  # the ratio at which a token selects compressed rows; at 128 it takes all
 
@@ -46,10 +48,32 @@ class Layer:
         self.attention = SparseMLALayer(self.ratio, options.topk, self.activations.attn_sink)
         blocks, rows = options.num_blocks, BLOCK_TOKENS // self.ratio
         self.swa_cache = DSV4_FP8.allocate(blocks * SWA_PAGES, SWA_BLOCK, xp)
-        self.compressed_cache = DSV4_FP8.allocate(blocks, rows, xp) if self.ratio > 1 else None
+        self.compressed_cache = self._allocate_compressed(blocks, rows) if self.ratio > 1 else None
         self.indexer = None
         if self.ratio == TOPK_RATIO:
             self.indexer = Indexer(options.seed, index, blocks, rows, options.topk, options.backend, xp)
+
+    def _allocate_compressed(self, blocks: int, rows: int) -> Any:
+        return DSV4_FP8.allocate(blocks, rows, self.xp)
+
+    def step(
+        self, q: Any, inputs: LayerInputs, batch: StepBatch, metadata: Any, out: Any, options: ReplayOptions,
+        observe: Observer,
+    ) -> None:  # fmt: skip
+        """Insert and attend: out [num_tokens, h, 512] bfloat16 written."""
+        self.attention.step(
+            q, inputs.k, self.swa_cache, metadata, inputs.compressed, out=out, prefill_road=options.prefill_road,
+            backend=options.backend, observe=observe,
+        )  # fmt: skip
+
+    def moved(self, batch: StepBatch, metadata: Any, groups: Groups | None, options: ReplayOptions) -> dict[str, int]:
+        """Bytes that each op of a step has to move."""
+        topk = options.topk if self.ratio == TOPK_RATIO else None
+        roads = chunk_roads(
+            metadata, self.ratio, options.heads, topk, options.backend, self.attention.layout, options.prefill_road
+        )
+        over_pages = [road == "pages" for prefills, _, _, road in roads for _ in range(prefills.start, prefills.stop)]
+        return bytes_moved(batch, self.ratio, options.heads, options.window, options.topk, groups, over_pages)
 
     @property
     def cache_bytes(self) -> int:

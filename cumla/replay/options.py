@@ -48,6 +48,7 @@ class ReplayOptions:
     seed: int
     mla_cache: str = "bf16"  # values of dense layers' caches: "bf16" or "fp8"
     prefill_road: str | None = None  # as in SparseMLALayer.step
+    ranks: int = 1  # devices, or threads, that share the context
 
     @property
     def num_blocks(self) -> int:

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from .engine import Engine, StepRecord
+from .ranks import RankLayer
 from .verify import FP8_MEAN_BOUND, Direction, Sample, directions_of
 
 PREFILL_OPS, DECODE_OPS = ("gather", "project", "prefill", "context"), ("absorb", "decode")
-SHARED_OPS = ("insert", "map")
+SHARED_OPS = ("insert", "map", "exchange", "merge")
 PERCENTILES = (50, 90, 99)
 ATTENTION_OPS = (*SHARED_OPS, *DECODE_OPS, *PREFILL_OPS)
 
@@ -52,6 +53,25 @@ def summarize(engine: Engine, records: Sequence[StepRecord], wall_seconds: float
         "verification": _verification(samples),
         "steps": [_step(record) for record in records],
     }
+
+
+def summarize_ranks(runs: Sequence[tuple[Engine, Sequence[StepRecord]]]) -> list[dict[str, Any]]:
+    """What each rank of several had and did."""
+    return [
+        {
+            "rank": rank,
+            "cache_bytes": sum(layer.cache_bytes for layer in engine.layers),
+            "bytes_on_one": sum(layer.whole_cache_bytes for layer in engine.layers if isinstance(layer, RankLayer)),
+            "compressed_bytes": sum(layer.compressed_bytes for layer in engine.layers if isinstance(layer, RankLayer)),
+            "compressed_bytes_on_one": sum(
+                layer.whole_compressed_bytes for layer in engine.layers if isinstance(layer, RankLayer)
+            ),
+            "sent_bytes": sum(record.bytes.get((layer.name, "exchange"), 0) for record in records
+                              for layer in engine.layers),
+            "seconds": {op: sum(op_seconds(record, (op,)) for record in records) for op in ATTENTION_OPS},
+        }
+        for rank, (engine, records) in enumerate(runs)
+    ]  # fmt: skip
 
 
 def op_seconds(record: StepRecord, ops: Iterable[str]) -> float:
@@ -151,6 +171,7 @@ def _verification(samples: Sequence[Sample]) -> dict[str, Any]:
                 "error_worst": float(np.max([sample.max_error for sample in some])),
                 "bound_share_worst": float(np.max([sample.bound_share for sample in some])),
                 "cosine_worst": float(np.max([direction.cosine for direction in directions[kind]])),
+                "cosine_bound": directions[kind][0].bound,
             }
             for kind, some in sorted(by_kind.items())
         },

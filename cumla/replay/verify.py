@@ -20,13 +20,15 @@ from ..kernels.reference.rows import read_tokens
 from ..kernels.reference.sparse_attention import attend
 from ..kernels.types.segments import Pages
 from ..layout import DSV4_FP8
+from ..ops.sparse_cache import quantize_and_insert_k_cache
+from ..parallel import Communicator
 from .activations import HEAD_DIM, apply_rope
 from .blocks import BLOCK_TOKENS
 from .device import to_host
 from .layers import TOPK_RATIO, Layer, LayerInputs
 from .options import ReplayOptions
 from .scheduler import Sequence
-from .step_batch import StepBatch
+from .step_batch import SWA_BLOCK, StepBatch
 
 # Exactness: error of a value, and the cosine distance of a token's out. Prefill over gathered rows may have weights in
 # bfloat16: its bound is that of the values that a token attends to, where they are more than 1.
@@ -39,6 +41,8 @@ FP8_MEAN_BOUND = 2.0**-4
 FP8_RMS_BOUND = 2.0**-2
 FP8_COSINE_BOUND = FP8_RMS_BOUND**2 / 2
 SINGLE_HEADS = 32  # tokens of a single head whose outs together have a direction that the cosine's bound is for
+# Where ranks merge results, each part and its weights are rounded to bfloat16: by 2^-9 each, of values that may cancel.
+ROUNDED_PARTS = 2 * 2.0**-9
 REMEMBERED_ROWS = 1 << 16  # compressed rows kept to be compared again, 64 MiB
 
 
@@ -51,6 +55,7 @@ class Sample:
     bound_share   largest share of its bound that a value's error takes; 1 is the bound
     heads         of the out
     product, norms  got x exact and got x got + exact x exact, of which cosine distances are made
+    merged        whether results of several ranks were merged: twice rounded, it may turn twice as far
     fp8_rms       relative root mean square error that FP8 costs; None where the cache is not FP8
     fp8_cosine    its cosine distance
     """
@@ -65,6 +70,7 @@ class Sample:
     heads: int
     product: float
     norms: float
+    merged: bool = False
     fp8_rms: float | None = None
     fp8_cosine: float | None = None
 
@@ -96,13 +102,18 @@ class Direction:
         return self.samples[0].kind
 
     @property
+    def bound(self) -> float:
+        first = self.samples[0]
+        return EXACT_BOUNDS[first.kind].cosine * (2 if first.merged else 1)
+
+    @property
     def cosine(self) -> float:
         norms = sum(sample.norms for sample in self.samples)
         return 1 - 2 * sum(sample.product for sample in self.samples) / norms if norms else 0.0
 
     @property
     def failure(self) -> str | None:
-        bound, first = EXACT_BOUNDS[self.kind][2], self.samples[0]
+        bound, first = self.bound, self.samples[0]
         if not self.is_checked or self.cosine <= bound:
             return None
         more = f" and {len(self.samples) - 1} more" if len(self.samples) > 1 else ""
@@ -136,11 +147,12 @@ def directions_of(samples: Iterable[Sample]) -> list[Direction]:
 class Verifier:
     """Checks one decode token and one prefill token of a step, as far as it has them.
 
-    On the host in every layer; a device's steps take less time than the checks, so there layers take turns.
+    On the host in every layer; a device's steps take less time than the checks, so there layers take turns. Ranks that
+    share a context take turns too: all have the same results. What they do not have is made again.
     """
 
-    def __init__(self, options: ReplayOptions) -> None:
-        self.options = options
+    def __init__(self, options: ReplayOptions, comm: Communicator | None = None) -> None:
+        self.options, self.comm = options, comm
         self._turns = len(options.layers) if takes_device_arrays(options.backend) else 1
         self._remembered: dict[tuple[int, int, int], np.ndarray] = {}
 
@@ -156,6 +168,8 @@ class Verifier:
     def pick(self, step: int, layer_index: int, batch: StepBatch) -> list[tuple[str, int]]:
         """Kind and place of the tokens to check in a layer, none if it is another layer's turn."""
         if (step - layer_index) % self._turns:
+            return []
+        if self.comm is not None and step // self._turns % self.comm.size != self.comm.rank:
             return []
         rng = np.random.default_rng([self.options.seed, step])
         kinds = (("decode", 0, batch.num_decodes), ("prefill", batch.num_decodes, batch.num_tokens))
@@ -182,15 +196,19 @@ class Verifier:
             if layer.ratio == TOPK_RATIO:
                 rows = to_host(inputs.compressed.topk_indices[token]).astype(np.int64)
                 rows = rows[rows >= 0]
-            slots = sequence.slots(rows, BLOCK_TOKENS // layer.ratio)
-            cached.append(cached_rows(layer.compressed_cache, slots, layer.xp))
             original.append(self._compressed_rows(layer, sequence, rows))
+            if self.comm is None:
+                slots = sequence.slots(rows, BLOCK_TOKENS // layer.ratio)
+                cached.append(cached_rows(layer.compressed_cache, slots, layer.xp))
+            else:
+                cached.append(quantised(original[-1]))
         query, got = (to_host(array[token]).astype(np.float64) for array in (q, out))
         sink = to_host(layer.activations.attn_sink)
         exact, _, _ = attend(query, np.concatenate(cached), sink, HEAD_DIM**-0.5)
         unquantised, _, _ = attend(query, np.concatenate(original), sink, HEAD_DIM**-0.5)
         largest = max(float(np.abs(rows).max(initial=1.0)) for rows in cached) if kind == "prefill" else 1.0
-        return measured(step, layer.name, sequence.index, position, kind, got, exact, unquantised, largest)
+        parted = 0.0 if self.comm is None else ROUNDED_PARTS * mean_sizes(query, np.concatenate(cached), sink)
+        return measured(step, layer.name, sequence.index, position, kind, got, exact, unquantised, largest, parted)
 
     def _window_rows(self, layer: Layer, sequence: Sequence, positions: np.ndarray) -> np.ndarray:
         rows = layer.activations.k_rows(sequence.token_keys[positions])
@@ -226,11 +244,13 @@ def measured(
     exact: np.ndarray,
     before: np.ndarray | None,
     largest: float = 1.0,
+    parted: float | np.ndarray = 0.0,
 ) -> Sample:
     """The sample of a token's out [h, d], given what it is over the rows in the cache and over the rows before.
 
     before   None where the cache is not FP8
     largest  value that it attends to, see Bound.of_values
+    parted   [h, d], what is allowed beside it where results of several ranks were merged
     """
     absolute, relative, _ = EXACT_BOUNDS[kind].of_values(largest)
     error = np.abs(got - exact)
@@ -241,10 +261,11 @@ def measured(
         position=position,
         kind=kind,
         max_error=float(error.max()),
-        bound_share=float((error / (absolute + relative * np.abs(exact))).max()),
+        bound_share=float((error / (absolute + parted + relative * np.abs(exact))).max()),
         heads=len(got),
         product=float((got * exact).sum()),
         norms=float((got * got).sum() + (exact * exact).sum()),
+        merged=bool(np.any(parted)),
         fp8_rms=None if before is None else float(np.sqrt(((got - before) ** 2).mean() / (before**2).mean())),
         fp8_cosine=None if before is None else cosine_distance(got, before),
     )
@@ -256,6 +277,23 @@ def cached_rows(cache: Any, slots: np.ndarray, xp: Any) -> np.ndarray:
     pages, which = np.unique(slots // block_size, return_inverse=True)
     copied = to_host(cache[xp.asarray(pages)]).reshape(len(pages), block_size * cache.shape[2])
     return read_tokens(Pages(copied, block_size, DSV4_FP8), which * block_size + slots % block_size)
+
+
+def quantised(rows: np.ndarray) -> np.ndarray:
+    """What a DSV4_FP8 cache makes of rows of bfloat16 values, float64 [n, 512]."""
+    cache = DSV4_FP8.allocate(max(1, -(-len(rows) // SWA_BLOCK)), SWA_BLOCK)
+    slots = np.arange(len(rows))
+    quantize_and_insert_k_cache(rows.astype(BFLOAT16), cache, slots, SWA_BLOCK, backend="cpu")
+    return cached_rows(cache, slots, np)
+
+
+def mean_sizes(query: np.ndarray, keys: np.ndarray, sink: np.ndarray) -> np.ndarray:
+    """The mean size of what each value of an out is made of, [h, d]: query [h, d], keys [n, d], float64."""
+    scores = HEAD_DIM**-0.5 * (query @ keys.T)
+    top = np.maximum(scores.max(axis=1), sink)
+    weights = np.exp(scores - top[:, None])
+    sizes: np.ndarray = weights @ np.abs(keys) / (weights.sum(axis=1) + np.exp(sink - top))[:, None]
+    return sizes
 
 
 def cosine_distance(x: np.ndarray, y: np.ndarray) -> float:

@@ -112,6 +112,11 @@ def test_replay_fails_beyond_bounds(monkeypatch, capsys):
         pytest.param([], "COMMAND", id="no-command"),
         pytest.param(["replya"], "replya", id="unknown-command"),
         pytest.param(["replay", "--head", "x"], "expected an integer from 1 to 128", id="no-number"),
+        pytest.param(["replay", "--ranks", "2", "--layers", "mla"], "--ranks: got 2 with mla layers", id="ranks-mla"),
+        pytest.param(["replay", "--ranks", "0"], "expected an integer from 1 to 64", id="ranks"),
+        pytest.param(
+            ["replay", "--ranks", "2", "--prefill-road", "rows"], "--prefill-road: got rows with --ranks", id="road"
+        ),
         pytest.param(["replay", "--heads", "129"], "expected an integer from 1 to 128", id="heads"),
         pytest.param(["replay", "--requests", "0"], "from 1 up", id="no-requests"),
         pytest.param(["replay", "--max-len", "1"], "from 2 up", id="max-len"),
@@ -349,3 +354,11 @@ def test_help_says_ranges(capsys):
         text = " ".join(capsys.readouterr().out.split())
         for words in ranges:
             assert words in text, words
+
+
+def test_replay_on_ranks(capsys):
+    small = ["--requests", "1", "--max-len", "300", "--heads", "1"]
+    assert main(["replay", *small, "--ranks", "2", "--backend", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "2 ranks that share the compressed rows" in out
+    assert "0 beyond bounds" in out

@@ -1,0 +1,101 @@
+"""A replay on several ranks: the results of one device, a share of the rows each, and what is wrong is named."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cumla.parallel import RankError
+from cumla.replay.engine import Engine
+from cumla.replay.options import ReplayOptions
+from cumla.replay.ranks import deal, run_on_ranks
+from cumla.replay.summary import summarize, summarize_ranks
+from cumla.replay.trace import TraceRequest
+from support.lab import to_float
+
+OPTIONS = ReplayOptions(
+    backend="cpu", layers=("swa", "c4a", "c128a"), heads=2, window=16, topk=8, batch_tokens=300, cache_tokens=4096,
+    max_len=None, seed=1,
+)  # fmt: skip
+REQUESTS = [
+    TraceRequest(0.0, 600, 2, (0, 1)),
+    TraceRequest(0.0, 40, 3, (2,)),
+    TraceRequest(5000.0, 690, 2, (0, 3)),  # shares a prefix
+]
+
+
+def engine_steps(options, comm=None, verify=True):
+    engine = Engine(options, REQUESTS, verify, comm)
+    outs = []
+    records = []
+    for record in engine.steps():
+        records.append(record)
+        outs.append(to_float(engine._out[: record.prefill_tokens + record.decode_tokens]).copy())
+    return engine, records, outs
+
+
+@pytest.mark.parametrize("size", [2, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 8))])
+def test_results_are_those_of_one_device(size):
+    options = replace(OPTIONS, ranks=size)
+    runs = run_on_ranks(options, lambda comm: engine_steps(options, comm))
+    _, _, want = engine_steps(OPTIONS, verify=False)
+    samples = 0
+    for engine, records, outs in runs:
+        assert len(outs) == len(want)
+        for got, one in zip(outs, want, strict=True):  # of the last layer, which takes all compressed rows
+            np.testing.assert_allclose(got, one, atol=2e-2, rtol=2 * 2.01 / 128)
+        summary = summarize(engine, records, 1.0)
+        assert summary["verification"]["failures"] == []
+        samples += summary["verification"]["samples"]
+    assert samples > 3 * len(want)
+    ranks = summarize_ranks([run[:2] for run in runs])
+    for rank in ranks:
+        assert rank["sent_bytes"] > 0
+        assert rank["seconds"]["exchange"] > 0
+        assert rank["bytes_on_one"] - rank["cache_bytes"] == rank["compressed_bytes_on_one"] - rank["compressed_bytes"]
+        if 64 % size == 0:
+            assert rank["compressed_bytes"] < 0.75 * rank["compressed_bytes_on_one"]
+
+
+@pytest.mark.parametrize("rows", [64, 2])
+@pytest.mark.parametrize("size", range(1, 9))
+def test_rows_stay_in_the_pages_of_their_block(rows, size):
+    """Or requests that share a prefix's blocks would write into one another's rows."""
+    found = set()
+    for rank in range(size):
+        dealing = deal(rows, rank, size)
+        held = [
+            row for row in range(rows * size * 3)
+            if row // dealing.shard.interleave % size == rank
+        ]  # fmt: skip
+        first, step = dealing.table
+        for local, row in enumerate(held):
+            assert first + local // dealing.rows * step == row // rows
+        found.update(held)
+    assert found == set(range(rows * size * 3))
+
+
+def test_a_rank_that_fails_is_named():
+    def on(comm):
+        for record in Engine(replace(OPTIONS, ranks=2), REQUESTS, False, comm).steps():
+            if comm.rank == 1 and record.step == 1:
+                raise ValueError("out of luck")
+
+    with pytest.raises(RankError, match="rank 1 failed: ValueError: out of luck"):
+        run_on_ranks(replace(OPTIONS, ranks=2), on)
+
+
+def test_a_row_on_the_wrong_rank_is_found():
+    """Verification sees what is missing from the merged result."""
+
+    def on(comm):
+        engine = Engine(replace(OPTIONS, ranks=2), REQUESTS, True, comm)
+        records = []
+        for record in engine.steps():
+            records.append(record)
+            if comm.rank == 1:
+                engine.layers[1].compressed_cache[...] = 0
+        return [sample for record in records for sample in record.samples]
+
+    failures = [sample.failure for samples in run_on_ranks(replace(OPTIONS, ranks=2), on) for sample in samples]
+    assert any(failure is not None and "c4a" in failure for failure in failures)
