@@ -155,8 +155,8 @@ def replay(
         TimeRemainingColumn(),
     )
     console = Console(stderr=True)
-    shown = console.is_terminal and (comm is None or comm.rank == 0)
-    with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
+    told = comm is None or comm.rank == 0
+    with Progress(*columns, console=console, transient=True, disable=not (told and console.is_terminal)) as progress:
         task = progress.add_task("compiling kernels", total=None)
         start = time.perf_counter()
         warm_up(options, comm)
@@ -174,7 +174,7 @@ def replay(
                 f"{record.waiting} waiting, cache {record.blocks_held / options.num_blocks:.0%}"
             )
             progress.update(task, completed=done, description=what)
-            if not console.is_terminal and time.perf_counter() - said > LINE_SECONDS:
+            if told and not console.is_terminal and time.perf_counter() - said > LINE_SECONDS:
                 said = time.perf_counter()
                 total = sum(request.total_length for request in requests)
                 console.print(f"{done / total:.0%}, {said - start:.0f} s, {what}", highlight=False, soft_wrap=True)

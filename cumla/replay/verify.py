@@ -104,7 +104,7 @@ class Direction:
     @property
     def bound(self) -> float:
         first = self.samples[0]
-        return EXACT_BOUNDS[first.kind].cosine * (2 if first.merged else 1)
+        return float(EXACT_BOUNDS[first.kind][2]) * (2 if first.merged else 1)
 
     @property
     def cosine(self) -> float:
