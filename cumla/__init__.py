@@ -1,6 +1,7 @@
 """Sparse attention serving without PyTorch: metadata, paged FP8 KV caches and sparse MLA for any DLPack array."""
 
 from . import _checkout as _checkout  # before what it makes findable
+from . import layers, metadata  # after the operations that they are made of
 from .kernels.types.plan import DecodePlan, DenseDecodePlan
 from .layout import (
     DSV4_BF16,
@@ -86,7 +87,9 @@ __all__ = [
     "indexer_knorm_rope_and_insert",
     "indexer_topk",
     "inverse_rope_and_quantize",
+    "layers",
     "merge_attn_states",
+    "metadata",
     "mha_varlen",
     "qnorm_rope_and_insert",
     "quantize_and_insert_k_cache",

@@ -1,5 +1,6 @@
 """Builders: from a batch to what the attention layers of a step share. One builder a file."""
 
+from .batch import CommonAttentionMetadata, get_dcp_local_seq_lens, split_decodes_and_prefills
 from .builder import AttentionCGSupport, AttentionMetadataBuilder, ServingConfig
 from .indexer import (
     DeepSeekV32IndexerDecodeMetadata,
@@ -22,6 +23,7 @@ from .sparse_swa import DeepseekSparseSWAMetadata, DeepseekSparseSWAMetadataBuil
 __all__ = [
     "AttentionCGSupport",
     "AttentionMetadataBuilder",
+    "CommonAttentionMetadata",
     "DeepSeekV32IndexerDecodeMetadata",
     "DeepseekSparseSWAMetadata",
     "DeepseekSparseSWAMetadataBuilder",
@@ -38,7 +40,9 @@ __all__ = [
     "SequenceGroup",
     "ServingConfig",
     "get_compressed_slot_mapping",
+    "get_dcp_local_seq_lens",
     "get_max_prefill_buffer_size",
     "kv_spans_from_batches",
+    "split_decodes_and_prefills",
     "split_indexer_prefill_chunks",
 ]

@@ -1,0 +1,94 @@
+"""The site's pages say what is so: their code runs, every public name and every environment variable is in them."""
+
+import contextlib
+import pathlib
+import re
+
+import pytest
+
+import cumla
+import cumla.layers
+import cumla.metadata
+
+ROOT = pathlib.Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+BLOCK = re.compile(r"^(?:<!-- needs (\w+) -->\n)?```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def programs(page):
+    """The Python of each chapter (##) of a page, with what it needs."""
+    for chapter in re.split(r"^## ", (DOCS / page).read_text(), flags=re.MULTILINE):
+        title = chapter.partition("\n")[0]
+        blocks = [(needs, code) for needs, language, code in BLOCK.findall(chapter) if language == "python"]
+        if blocks:
+            yield title, {needs for needs, _ in blocks if needs}, "\n".join(code for _, code in blocks)
+
+
+PROGRAMS = [(page, *program) for page in PAGES for program in programs(page)]
+
+
+@pytest.mark.parametrize(
+    ("page", "needs", "code"),
+    [
+        pytest.param(page, needs, code, id=f"{page}-{title}", marks=[pytest.mark.gpu] if "cupy" in needs else [])
+        for page, title, needs, code in PROGRAMS
+    ],
+)
+def test_code_runs(page, needs, code, tmp_path, monkeypatch):
+    for module in needs:
+        pytest.importorskip(module)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, page, "exec"), {"__name__": page})
+
+
+def test_there_is_code():
+    assert len(PROGRAMS) > 5
+
+
+def references():
+    text = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
+    return set(re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("module", [cumla, cumla.layers, cumla.metadata], ids=lambda module: module.__name__)
+def test_every_public_name_is_in_the_reference(module):
+    modules = {"layers", "metadata"}
+    names = {f"{module.__name__}.{name}" for name in module.__all__ if name not in modules}
+    assert names <= references() | {f"cumla.{name}" for name in cumla.layout.LAYOUTS}
+
+
+def test_every_format_is_in_the_reference():
+    assert set(re.findall(r"^\{\{ layout (\w+) \}\}$", (DOCS / "layouts.md").read_text(), re.MULTILINE)) == set(
+        cumla.layout.LAYOUTS
+    )
+
+
+def test_every_public_name_has_a_docstring():
+    for name in cumla.__all__:
+        if name not in cumla.layout.LAYOUTS:
+            assert getattr(cumla, name).__doc__, name
+
+
+def test_every_environment_variable_is_in_the_table():
+    table = (DOCS / "guide" / "environment.md").read_text()
+    sources = [path for folder in ("cumla", "kernels", "interop") for path in (ROOT / folder).rglob("*.py")]
+    text = "".join(path.read_text() for path in sources)
+    named = set(re.findall(r"\"((?:CUMLA|NUMBA|CUPY|XDG)_[A-Z_]+)\"", text))
+    assert {"CUMLA_TEST_KERNELS", "CUMLA_KV_CACHE_LAYOUT", "CUPY_CACHE_DIR", "XDG_CACHE_HOME"} <= named
+    for name in named:
+        assert f"`{name}`" in table, name
+
+
+def test_pages_are_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in PAGES:
+        assert f": {page}\n" in navigation, page
+
+
+def test_links_of_pages_exist():
+    for page in PAGES:
+        for link in re.findall(r"\]\((?!https?:)([\w./-]+\.md)", (DOCS / page).read_text()):
+            with contextlib.suppress(ValueError):
+                target = (DOCS / page).parent / link
+                assert target.exists() or "kernels/" in link, f"{page}: {link}"
