@@ -17,6 +17,7 @@ __all__ = ["local_block_table", "local_seq_lens", "local_slot_mapping", "localis
 
 TO_MAP = 5  # nanoseconds that an entry takes, roughly
 NO_FLAGS = np.empty(0, np.bool_)
+NO_SINK = np.empty(0, np.float32)
 
 local_position = compiled(slot_rules.local_position)
 local_count = compiled(slot_rules.local_count)
@@ -99,20 +100,42 @@ def _localise(
 
 
 def merge_partials(parts: Any, lses: Any, attn_sink: Any | None, out: Any, lse: Any) -> None:
-    logs = lses.astype(np.float32)  # [n, b, h, s_q]
-    logs[np.isposinf(logs)] = -np.inf  # +inf says that nothing was attended
-    top = logs.max(axis=0)
-    empty = np.isneginf(top)
-    weights = np.exp(logs - np.where(empty, np.float32(0), top))
-    total = np.where(empty, np.float32(1), weights.sum(axis=0))
-    whole = total
-    if attn_sink is not None:
-        with np.errstate(over="ignore"):
-            whole = total + np.exp(attn_sink[:, None] - np.where(empty, np.float32(0), top))
-    share = (weights / whole).transpose(0, 1, 3, 2)[..., None]
-    merged = np.zeros(out.shape, np.float32)
-    for part, weight in zip(parts, share, strict=True):
-        # A part of weight 0 may hold anything; a NaN lse must show.
-        merged += np.where(weight == 0, np.float32(0), weight * part.astype(np.float32))
-    out[:] = merged
-    lse[:] = np.where(empty, np.float32(np.inf), top + np.log(total))
+    count, batch, s_q, heads, dim = parts.shape
+    merged = out if out.dtype == np.float32 else np.empty(out.shape, np.float32)
+    share_out(
+        batch * s_q * heads, count * dim, _merge,
+        np.asarray(parts, np.float32), lses, NO_SINK if attn_sink is None else attn_sink, merged, lse,
+    )  # fmt: skip
+    if merged is not out:
+        out[...] = merged
+
+
+@compiled(nogil=True)
+def _merge(first_row, end_row, parts, lses, attn_sink, out, lse):
+    count, _, s_q, heads, dim = parts.shape
+    weights = np.empty(count, np.float32)
+    for row in range(first_row, end_row):
+        head, query, request = row % heads, row // heads % s_q, row // heads // s_q
+        top = np.float32(-np.inf)
+        for i in range(count):
+            weights[i] = lses[i, request, head, query]
+            if weights[i] == np.inf:  # says that nothing was attended
+                weights[i] = -np.inf
+            if weights[i] != weights[i] or weights[i] > top:  # a NaN lse must show
+                top = weights[i]
+        empty = top == -np.inf
+        total = np.float32(0)
+        for i in range(count):
+            weights[i] = np.float32(0) if empty else np.exp(weights[i] - top)
+            total += weights[i]
+        lse[request, head, query] = np.float32(np.inf) if empty else top + np.log(total)
+        whole = total
+        if len(attn_sink) and not empty:
+            whole += np.exp(attn_sink[head] - top)
+        result = out[request, query, head]
+        result[:] = 0
+        for i in range(count):
+            if weights[i] != 0:  # or the part may hold anything
+                weight = weights[i] / whole
+                for d in range(dim):
+                    result[d] += weight * parts[i, request, query, head, d]
