@@ -131,11 +131,17 @@ class _Buffers:
             self.max_logits[:], self.lse[:] = -np.inf, np.inf
             return True
         rows, scores = self.rows[:count], self.scores[: len(self.queries) * count].reshape(-1, count)
+        # In float64 what is scaled are the scores: products of values as they came are exact there, so that scores with
+        # one huge product in common are equal, as the reference's are, and not by a rounding apart.
+        precise = rows.dtype == np.float64
+        factor = 1.0 if precise else softmax_scale
         if q.dtype == np.float32:
-            np.multiply(q, softmax_scale, out=self.queries)
+            np.multiply(q, factor, out=self.queries)
         else:
-            _scaled(self.queries, q, softmax_scale)
+            _scaled(self.queries, q, factor)
         np.matmul(self.queries, rows.T, out=scores)
+        if precise:
+            scores *= softmax_scale
         fits = _softmax(scores, sink, self.max_logits, self.lse, self.share)
         np.matmul(scores, rows[:, :V_DIM], out=self.result)
         if out.dtype == np.float32:

@@ -3,11 +3,12 @@
 from unittest import mock
 
 import numpy as np
+import pytest
 
 import cumla
 from cumla.bounds import FLOAT16_WEIGHTS
 from cumla.kernels.reference import sparse_attention as reference
-from support.bounds import assert_decode
+from support.bounds import assert_decode, largest_values
 from support.lab import BF16, Lab, to_float
 
 
@@ -79,3 +80,27 @@ class Problem:
 
         with mock.patch.object(reference, "attend", of_magnitudes):
             return to_float(self.on(Lab("reference", False))[0])
+
+
+def marks_of_kernels(emulated=frozenset(), of_the_reference=frozenset()):
+    """Marks of a module of sparse attention, whose tests take `kernel`.
+
+    emulated          tests that run the exact kernel without a device: it is slow to emulate, and the other kernels
+                      call it where they must
+    of_the_reference  tests that say something of the reference itself, with which the others compare
+    """
+
+    def is_none(x):
+        kernel = x.get("kernel", "chosen")
+        return (
+            (kernel != "chosen" and x.backend != "cuda")  # which alone has several
+            or (kernel == "exact" and x.emulated and x.test not in emulated)
+            or (x.backend == "reference" and x.test not in of_the_reference)
+        )
+
+    return [pytest.mark.attention, pytest.mark.nowhere(when=is_none)]
+
+
+def values_of_weights(lab, kernel, kv, indices):
+    """`largest` for assert_prefill: the kernel that Hopper takes for prefill has bfloat16 weights."""
+    return largest_values(kv, indices) if lab.backend == "cuda" and kernel == "chosen" else 1.0

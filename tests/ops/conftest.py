@@ -1,0 +1,13 @@
+import pytest
+
+
+@pytest.fixture(params=["chosen", "portable", "exact"])
+def kernel(request, lab):
+    """Every kernel of sparse attention that the cuda backend has; the other backends have one."""
+    if request.param == "chosen":
+        yield request.param
+        return
+    from cumla.kernels.cuda.sparse import kernels as sparse_kernels
+
+    with sparse_kernels.forced(request.param):
+        yield request.param
