@@ -14,7 +14,18 @@ from typing import Any, NamedTuple
 
 from ..arrays import dlpack
 from ..kernels.types.plan import DecodePlan, DenseDecodePlan
-from ..ops import advance, dense_attention, dense_cache, indexer, indexer_topk, indices, sparse_attention, sparse_cache
+from ..ops import (
+    advance,
+    compressor,
+    dense_attention,
+    dense_cache,
+    indexer,
+    indexer_topk,
+    indices,
+    norm_rope,
+    sparse_attention,
+    sparse_cache,
+)
 
 
 class Result(NamedTuple):
@@ -197,6 +208,22 @@ def indexer_topk_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
     return (Result((math.prod(tokens), arguments["topk"]), "int32"),)
 
 
+def norms_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
+    return tuple(Result(tuple(arguments[x].shape), dtype_name(arguments[x])) for x in ("qr", "kv"))
+
+
+def turned_results(arguments: Mapping[str, Any], name: str) -> tuple[Result, ...]:
+    return (Result(tuple(arguments[name].shape), dtype_name(arguments[name])),)
+
+
+def quantised_output_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
+    tokens, heads, dim = shape(arguments, "o", "T", "h", "512")
+    groups = arguments["num_groups"]
+    width = heads // groups * dim
+    values = Result((groups, tokens, width), "uint8")
+    return values, Result((groups, tokens, width // norm_rope.QUANTIZED_GROUP), "float32")
+
+
 def indexer_topk_scratch(arguments: Mapping[str, Any]) -> int:
     paged = arguments.get("block_table") is not None
     width = paged_width(arguments, "kv") if paged else arguments.get("max_seqlen_k") or int(arguments["kv"].shape[0])
@@ -226,6 +253,17 @@ OPS = {
             scratch=indexer_topk_scratch,
             plan=None,
         ),
+        Op(compressor.compress_and_insert, writes=("state_cache", "k_cache")),
+        Op(norm_rope.fused_q_kv_rmsnorm, results=norms_results, outputs=("out",)),
+        Op(
+            norm_rope.qnorm_rope_and_insert,
+            writes=("k_cache",),
+            results=functools.partial(turned_results, name="q"),
+            outputs=("out",),
+        ),
+        Op(norm_rope.indexer_knorm_rope_and_insert, writes=("k_cache",)),
+        Op(norm_rope.apply_rope, results=functools.partial(turned_results, name="x"), outputs=("out",)),
+        Op(norm_rope.inverse_rope_and_quantize, results=quantised_output_results, outputs=("out",)),
         Op(dense_cache.concat_and_cache_mla, writes=("kv_cache",)),
         Op(dense_cache.gather_cache, writes=("dst",)),
         Op(advance.advance_step, writes=("input_tokens", "input_positions", "seq_lens", "slot_mapping")),
