@@ -7,10 +7,13 @@ from typing import Any
 from ..types.compressor import Compression
 from ..types.segments import Pages
 from .compile import kernel
+from .device import has_clusters
 from .launch import C_NAMES, is_aligned, strides
 
-THREADS = 512  # of a thread block
-MOST_AHEAD = 4  # positions that a thread reads before it needs the first
+MOST_AHEAD = 8  # positions that a thread reads before it needs the first
+MOST_GROUPS = 8  # threads that share a window's positions
+CLUSTER = 4  # thread blocks that share a long window's channels, where there are clusters
+MOST_THREADS = 512
 FEW_TOKENS = 256  # a thread block each
 
 
@@ -30,11 +33,15 @@ def compress_and_insert(
     bias, weight, cos_sin = compression.position_bias, compression.norm_weight, compression.cos_sin
     state_page, state_row, _ = strides(state)
     tokens, ratio, coff = len(kv_score), compression.compress_ratio, kv_score.shape[1] // (2 * dim)
-    # Groups of threads that share a window's positions, each as many as it can read ahead.
-    groups = min(THREADS // (dim // 4), coff * ratio)
-    ahead = min(MOST_AHEAD, -(-coff * ratio // groups))
+    window = coff * ratio
+    ahead = min(MOST_AHEAD, window)
+    groups = min(MOST_GROUPS, -(-window // ahead))
+    parts = CLUSTER if groups > 1 and dim == 512 and has_clusters(kv_score.device.id) else 1
+    if groups * dim // (4 * parts) > MOST_THREADS:
+        groups, ahead = MOST_THREADS * 4 // dim, ahead // 2
     # Of a prompt's tokens one in `ratio` completes a row.
     together = 1 if tokens <= FEW_TOKENS else min(ratio, 32)
+    blocks = -(-tokens // together)
     kernel(
         "common/compressor.cu",
         "compress_and_insert",
@@ -44,15 +51,15 @@ def compress_and_insert(
         STATE_SLOT=C_NAMES[state_slots.dtype.name],
         SLOT=C_NAMES[slot_mapping.dtype.name],
         POSITION=C_NAMES[positions.dtype.name],
+        PARTS=parts,
         GROUPS=groups,
         AHEAD=ahead,
         TOKENS=together,
-        RESIDENT=2 if together == 1 and ahead <= 2 else 1,  # as registers allow
         WIDE=int(is_aligned(kv_score, state, bias)),
         ALIGNED=int(is_aligned(pages.bytes)),
     )(
-        (-(-tokens // together),),
-        (groups * dim // 4,),
+        (blocks * parts + -(-(-(-len(state_slots) // together)) // parts) * parts,),
+        (groups * dim // (4 * parts),),
         (
             kv_score, strides(kv_score)[0], tokens, bias, strides(bias)[0], weight,
             state, state_page, state_row, len(state) * state.shape[1], state.shape[1], state_slots, len(state_slots),
@@ -60,6 +67,7 @@ def compress_and_insert(
             pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size, slot_mapping, len(slot_mapping),
             positions, token_to_req, query_start_loc, len(query_start_loc) - 1, cos_sin, strides(cos_sin)[0],
             len(cos_sin), cos_sin.shape[1], ratio, coff, compression.eps,
+            blocks * parts,
         ),
         overlap=True,
     )  # fmt: skip

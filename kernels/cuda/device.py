@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 
+CLUSTER_LAUNCH = 120  # cudaDevAttrClusterLaunch
+
 
 @functools.cache
 def device_sms(device: int) -> int:
@@ -24,3 +26,11 @@ def capability(device: int) -> int:
 def is_hopper(device: int) -> bool:
     """Whether kernels of csrc/sm90 run on it: their instructions are of that architecture alone."""
     return capability(device) == 90
+
+
+@functools.cache
+def has_clusters(device: int) -> bool:
+    """Whether thread blocks of a cluster can write into one another's shared memory there."""
+    import cupy
+
+    return bool(cupy.cuda.runtime.deviceGetAttribute(CLUSTER_LAUNCH, device))

@@ -201,6 +201,7 @@ def make_module():
         CUDARuntimeError=RuntimeError, getDevice=lambda: Device.current,
         getDeviceCount=lambda: len(Device.CAPABILITIES),
         streamIsCapturing=lambda handle: Stream(handle=handle).is_capturing(), pointerGetAttributes=PointerAttributes,
+        deviceGetAttribute=lambda attribute, device: 0,  # no clusters, all that is asked for
         memcpyAsync=copy_memory, memcpyHostToDevice=1, memcpyDeviceToHost=2,
     )  # fmt: skip
     cupy.cuda = types.ModuleType("cupy.cuda")

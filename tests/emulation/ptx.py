@@ -59,6 +59,17 @@ TABLE = {
         "emulator::barrier_wait(%0, %1)"
     ),
     "griddepcontrol.wait;": "emulator::wait_for_kernel_ahead()",
+    # clusters, which emulated devices say that they do not have
+    **{
+        statement: 'emulator::fail("thread block clusters are not emulated")'
+        for statement in (
+            "mov.u32 %0, %%cluster_ctarank;",
+            "mapa.shared::cluster.u32 %0, %1, %2;",
+            "st.shared::cluster.f32 [%0], %1;",
+            "barrier.cluster.arrive.release.aligned;",
+            "barrier.cluster.wait.acquire.aligned;",
+        )
+    },
     # matrices
     "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];": (
         "emulator::load_matrices(%0, %1, %2, %3, %4, false)"

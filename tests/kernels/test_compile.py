@@ -84,19 +84,19 @@ SOURCES = [
                 "STATE_SLOT": "int64",
                 "SLOT": "int64",
                 "POSITION": "int",
+                "PARTS": parts,
                 "GROUPS": groups,
                 "AHEAD": ahead,
                 "TOKENS": tokens,
-                "RESIDENT": 2 if tokens == 1 else 1,
                 "WIDE": aligned,
                 "ALIGNED": aligned,
             },
         )
-        for layout, value, groups, ahead, tokens, aligned in (
-            ("DSV4_FP8", "float", 4, 2, 1, 1),
-            ("DSV4_FP8", "float", 4, 4, 32, 1),
-            ("INDEXER_FP8", "bf16", 8, 1, 4, 0),
-            ("INDEXER_BF16", "float", 8, 1, 1, 1),
+        for layout, value, parts, groups, ahead, tokens, aligned in (
+            ("DSV4_FP8", "float", 1, 1, 8, 1, 1),
+            ("DSV4_FP8", "float", 1, 4, 4, 32, 1),
+            ("INDEXER_FP8", "bf16", 1, 1, 8, 4, 0),
+            ("INDEXER_BF16", "float", 1, 8, 8, 1, 1),
         )
     ),
     ("common/copy_blocks.cu", {"UNIT": "uint4", "CHUNK": 1024, "PAIR": "int64"}),
@@ -184,6 +184,17 @@ COMPILATIONS += [
     for heads in (16, 64)
     for target in TARGETS
 ]
+COMPILATIONS += [  # clusters
+    (
+        "common/compressor.cu",
+        {
+            "LAYOUT": "DSV4_FP8", "INPUT": "float", "WEIGHT": "float", "STATE_SLOT": "int64", "SLOT": "int64",
+            "POSITION": "int", "PARTS": 4, "GROUPS": 8, "AHEAD": 8, "TOKENS": tokens, "WIDE": 1, "ALIGNED": 1,
+        },
+        target,
+    )
+    for tokens, target in ((1, "sm_90a"), (32, "sm_90a"), (32, "sm_100"))
+]  # fmt: skip
 
 
 def compiled(file, macros, target):

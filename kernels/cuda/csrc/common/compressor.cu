@@ -1,19 +1,19 @@
 // The compressor of V4: states saved, windows pooled, RMSNorm, RoPE, insert.
 //
-// A thread block takes TOKENS neighbouring tokens, of which it saves the states and pools those that complete a row, one
-// after another. A group of DIM / 4 threads, 4 channels each, takes every GROUPS-th position of the window, AHEAD of
-// them read before the first is needed, and keeps a softmax that goes along; the groups' parts are merged through shared
-// memory by the first DIM / 4 threads, which norm, turn and insert the row. Positions of this step are read from
-// kv_score, earlier ones from the pages of states.
+// The first thread blocks pool: each, or each cluster of PARTS of them, takes TOKENS neighbouring tokens and those of
+// them that complete a row one after another. A thread has 4 channels; GROUPS threads share a window's positions, and
+// read AHEAD of them before they need the first. What groups have is merged through shared memory by the first one,
+// which norms, turns and inserts its part of the row; a cluster's blocks add up their sums of squares. Positions of this
+// step are read from kv_score, earlier ones from the pages of states. The other thread blocks save states.
 //
-// Macros: LAYOUT, INPUT and WEIGHT (float or bf16), STATE_SLOT, SLOT and POSITION (int64 or int), GROUPS, AHEAD, TOKENS
-// (up to 32), RESIDENT (thread blocks on a multiprocessor), WIDE (kv_score, states and biases may be read 4 values at a
-// time), ALIGNED.
+// Macros: LAYOUT, INPUT and WEIGHT (float or bf16), STATE_SLOT, SLOT and POSITION (int64 or int), PARTS (1, or on sm_90
+// more), GROUPS, AHEAD, TOKENS (up to 32), WIDE (kv_score, states and biases may be read 4 values at a time), ALIGNED.
+#include "common/packed.cuh"
 #include "common/pdl.cuh"
 #include "common/warp_row.cuh"
 
-constexpr int DIM = LAYOUT::head_dim, WARPS = DIM / 128;
-constexpr int THREADS_OF_GROUP = DIM / 4;
+constexpr int DIM = LAYOUT::head_dim, THREADS_OF_GROUP = DIM / 4 / PARTS, THREADS = GROUPS * THREADS_OF_GROUP;
+constexpr int WARPS = THREADS_OF_GROUP / 32;  // that hold a row's channels here
 
 struct Quad { float x[4]; };
 
@@ -48,7 +48,7 @@ __device__ inline Quad operator+(Quad a, Quad b) {
     return {a.x[0] + b.x[0], a.x[1] + b.x[1], a.x[2] + b.x[2], a.x[3] + b.x[3]};
 }
 
-// A mean of 4 channels weighted by the softmax of their scores, so far: sum / total.
+// Means of 4 channels weighted by the softmax of their scores, so far: sum / total, weights relative to the top score.
 struct Mean {
     Quad top, total, sum;
 
@@ -57,13 +57,22 @@ struct Mean {
         for (int i = 0; i < 4; ++i) top.x[i] = -infinity(), total.x[i] = sum.x[i] = 0.0f;
     }
 
-    // Count in what has this sum of weights, relative to that of `score`, and of weighted values.
-    __device__ void add(int i, float score, float weights, float values) {
+    // Make `score` the top if it is larger.
+    __device__ void raise(int i, float score) {
         float larger = fmaxf(top.x[i], score);
-        float keep = top.x[i] == larger ? 1.0f : expf(top.x[i] - larger), share = expf(score - larger);
-        sum.x[i] = sum.x[i] * keep + share * values;
-        total.x[i] = total.x[i] * keep + share * weights;
-        top.x[i] = larger;
+        float keep = weight(top.x[i], larger);
+        sum.x[i] *= keep, total.x[i] *= keep, top.x[i] = larger;
+    }
+
+    // Count in sums of weights and of weighted values, relative to `score`, which is not above the top.
+    __device__ void add(int i, float score, float weights, float values) {
+        float share = exp2_approx((score - top.x[i]) * LOG2_E);
+        sum.x[i] += share * values, total.x[i] += share * weights;
+    }
+
+    // What a weight relative to `score` is relative to `top`; of nothing yet, anything.
+    static __device__ float weight(float score, float top) {
+        return score == top ? 1.0f : exp2_approx((score - top) * LOG2_E);
     }
 };
 
@@ -72,18 +81,51 @@ template <class S> __device__ inline int64 slot_of(const S* slots, int token, in
     return slot < there ? slot : -1;
 }
 
-// Which of the block's tokens save a state or complete a row, a bit each; a lane looks at one.
-__device__ inline uint32 tokens_with_work(const STATE_SLOT* state_slots, int num_state_slots, int64 state_slots_there,
-                                          const SLOT* slots, int num_slots_given, int64 num_slots, int tokens) {
-    if (TOKENS == 1) return 1;
-    int lane = threadIdx.x % 32, token = blockIdx.x * TOKENS + lane;
-    bool has_work = lane < TOKENS && token < tokens &&
-                    (slot_of(state_slots, token, num_state_slots, state_slots_there) >= 0 ||
-                     slot_of(slots, token, num_slots_given, num_slots) >= 0);
-    return __ballot_sync(~0u, has_work);
+// Which of the tokens from `first` on complete a row, or save a state: a bit each, a lane looks at one.
+template <class S>
+__device__ inline uint32 with_slots(const S* slots, int first, int tokens, int given, int64 there) {
+    if (TOKENS == 1) return 1;  // it is looked at anyway
+    int lane = threadIdx.x % 32;
+    return __ballot_sync(~0u, lane < TOKENS && first + lane < tokens &&
+                                  slot_of(slots, first + lane, given, there) >= 0);
 }
 
-extern "C" __global__ void __launch_bounds__(GROUPS * THREADS_OF_GROUP, RESIDENT)
+// The sum over all threads that hold channels of a row, of what they hold; all threads of the block come.
+struct RowSum {
+    float (*places)[WARPS > PARTS ? WARPS : PARTS];  // of two rows: one is read while the next is written
+    int turn;
+
+    __device__ float operator()(float of_warp, bool holds) {
+        float* place = places[turn++ % 2];
+        int lane = threadIdx.x % 32, count = PARTS > 1 ? PARTS : WARPS;
+        if (PARTS == 1 && WARPS == 1 && GROUPS == 1) return of_warp;
+#if PARTS > 1
+        static_assert(WARPS == 1);
+        uint32 rank, here = uint32(__cvta_generic_to_shared(place)), there;
+        asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+        if (holds && lane < PARTS) {
+            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here + 4 * rank), "r"(lane));
+            asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(of_warp) : "memory");
+        }
+        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+        if (holds && lane == 0) place[threadIdx.x / 32] = of_warp;
+        __syncthreads();
+#endif
+        float total = 0.0f;
+        for (int i = 0; i < count; ++i) total += place[i];
+        return total;
+    }
+};
+
+#if PARTS > 1
+#define CLUSTER __cluster_dims__(PARTS, 1, 1)
+#else
+#define CLUSTER
+#endif
+
+extern "C" CLUSTER __global__ void __launch_bounds__(THREADS, 1)
 compress_and_insert(const INPUT* kv_score, int64 kv_stride, int tokens, const float* bias, int64 bias_stride,
                     const WEIGHT* weight, float* state, int64 state_page, int64 state_row, int64 state_slots_there,
                     int state_block, const STATE_SLOT* state_slots, int num_state_slots, const int* table,
@@ -91,90 +133,120 @@ compress_and_insert(const INPUT* kv_score, int64 kv_stride, int tokens, const fl
                     int64 num_slots, int block_size, const SLOT* slots, int num_slots_given,
                     const POSITION* positions, const int* requests, const int* starts, int num_requests,
                     const float* cos_sin, int64 cos_stride, int max_position, int rope_dim, int ratio, int coff,
-                    float eps) {
+                    float eps, int pooling_blocks) {
+#if GROUPS > 1
     __shared__ Mean parts[GROUPS][THREADS_OF_GROUP];
-    __shared__ float squares[WARPS];
-    int lane = threadIdx.x % 32, channels = coff * DIM;
-    int group = threadIdx.x / THREADS_OF_GROUP, channel = 4 * (threadIdx.x % THREADS_OF_GROUP);
+#endif
+    __shared__ float places[2][WARPS > PARTS ? WARPS : PARTS];
+    int channels = coff * DIM;
     pdl_wait();
-    for (uint32 left = tokens_with_work(state_slots, num_state_slots, state_slots_there, slots, num_slots_given,
-                                        num_slots, tokens); left; left &= left - 1) {
-        int token = blockIdx.x * TOKENS + __ffs(left) - 1;
-        int64 position = positions[token];
-        int request = requests[token], remainder = int((position % ratio + ratio) % ratio);
-        int64 state_slot = slot_of(state_slots, token, num_state_slots, state_slots_there);
-        int64 slot = slot_of(slots, token, num_slots_given, num_slots);
-        if (state_slot >= 0) {
-            const float* its_bias = bias + remainder * bias_stride;
-            float* target = state + state_slot / state_block * state_page + state_slot % state_block * state_row;
-            for (int i = 4 * threadIdx.x; i < 2 * channels; i += 4 * blockDim.x) {
-                Quad x = read4(kv_score + token * kv_stride + i);
-                write4(target + i, i < channels ? x : x + read4(its_bias + i - channels));
+
+    if (int(blockIdx.x) >= pooling_blocks) {
+        int first = (blockIdx.x - pooling_blocks) * TOKENS;
+        uint32 left = with_slots(state_slots, first, tokens, num_state_slots, state_slots_there);
+        for (; left; left &= left - 1) {
+            int token = first + __ffs(left) - 1;
+            int64 slot = slot_of(state_slots, token, num_state_slots, state_slots_there), position = positions[token];
+            if (slot < 0) continue;
+            const float* its_bias = bias + (position % ratio + ratio) % ratio * bias_stride;
+            float* target = state + slot / state_block * state_page + slot % state_block * state_row;
+            for (int i = 4 * threadIdx.x; i < channels; i += 4 * THREADS) {
+                const INPUT* source = kv_score + token * kv_stride + i;
+                Quad kv = read4(source), score = read4(source + channels);
+                write4(target + i, kv);
+                write4(target + channels + i, score + read4(its_bias + i));
             }
         }
-        if (slot < 0) continue;
+        return;
+    }
 
-        int first_token = request >= 0 && request < num_requests ? max(starts[request], 0) : token;
-        BlockTable states{table, table_stride, table_rows, table_columns};
-        int window = int(min(int64(coff * ratio), position + 1));
+    int part = blockIdx.x % PARTS, first = blockIdx.x / PARTS * TOKENS;
+    int group = threadIdx.x / THREADS_OF_GROUP, thread = threadIdx.x % THREADS_OF_GROUP;
+    int channel = part * (DIM / PARTS) + 4 * thread;
+    RowSum row_sum{places, 0};
+    WarpRow<4, DIM / 128> row;
+    row.lane = threadIdx.x % 32, row.warp = part * WARPS + thread / 32;
+    float norm[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) norm[i] = to_float(weight[channel + i]);
+    for (uint32 left = with_slots(slots, first, tokens, num_slots_given, num_slots); left; left &= left - 1) {
+        int token = first + __ffs(left) - 1;
+        int64 position = positions[token], slot = slot_of(slots, token, num_slots_given, num_slots);
+        int request = requests[token];
+        if (slot < 0) continue;
+        bool present = request >= 0 && request < num_requests;
+        int first_token = present ? max(starts[request], 0) : token;
+        const int* pages_of_states = table + request * table_stride;
+        int64 reach = request >= 0 && request < table_rows ? int64(table_columns) * state_block : 0;
+        int remainder = int((position % ratio + ratio) % ratio), window = int(min(int64(coff * ratio), position + 1));
+        const float* turns = turns_at(cos_sin, cos_stride, max_position, position - remainder);
+        if (threadIdx.x < 2) asm volatile("prefetch.global.L2 [%0];" ::"l"(turns + threadIdx.x * rope_dim / 2));
         Mean mean;
         mean.clear();
         for (int from = group; from < window; from += GROUPS * AHEAD) {
             Quad kv[AHEAD], score[AHEAD];
             bool found[AHEAD];
+            int entry[AHEAD];
 #pragma unroll
-            for (int i = 0; i < AHEAD; ++i) {
-                int back = from + i * GROUPS;
-                found[i] = back < window;
-                if (!found[i]) continue;
-                int column = channel + (coff == 2 && back < ratio ? DIM : 0);
-                if (token - back >= first_token) {
-                    const INPUT* row = kv_score + (token - back) * kv_stride + column;
-                    const float* its_bias = bias + ((remainder - back) % ratio + ratio) % ratio * bias_stride + column;
-                    kv[i] = read4(row);
-                    score[i] = read4(row + channels) + read4(its_bias);
-                } else {
-                    PageRow at = lookup_page_row(states, request, position - back, state_block, state_slots_there);
-                    found[i] = at.page >= 0;
-                    if (!found[i]) continue;
-                    const float* row = state + at.page * state_page + at.row * state_row + column;
-                    kv[i] = read4(row);
-                    score[i] = read4(row + channels);
-                }
+            for (int i = 0; i < AHEAD; ++i) {  // before it is known which positions are of this step
+                int64 at = position - from - i * GROUPS;
+                found[i] = from + i * GROUPS < window;
+                entry[i] = found[i] && at < reach ? pages_of_states[page_row_of(at, state_block).page] : -1;
             }
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {
+                int back = from + i * GROUPS, column = channel + (coff == 2 && back < ratio ? DIM : 0);
                 if (!found[i]) continue;
+                if (token - back >= first_token) {
+                    const INPUT* source = kv_score + (token - back) * kv_stride + column;
+                    int its_remainder = ((remainder - back) % ratio + ratio) % ratio;
+                    kv[i] = read4(source);
+                    score[i] = read4(source + channels) + read4(bias + its_remainder * bias_stride + column);
+                    continue;
+                }
+                int in_page = page_row_of(position - back, state_block).row;
+                found[i] = entry[i] >= 0 && int64(entry[i]) * state_block + in_page < state_slots_there;
+                if (!found[i]) continue;
+                const float* source = state + entry[i] * state_page + in_page * state_row + column;
+                kv[i] = read4(source);
+                score[i] = read4(source + channels);
+            }
 #pragma unroll
-                for (int j = 0; j < 4; ++j) mean.add(j, score[i].x[j], 1.0f, kv[i].x[j]);
+            for (int j = 0; j < 4; ++j) {
+                float top = -infinity();
+#pragma unroll
+                for (int i = 0; i < AHEAD; ++i)
+                    if (found[i]) top = fmaxf(top, score[i].x[j]);
+                mean.raise(j, top);
+#pragma unroll
+                for (int i = 0; i < AHEAD; ++i)
+                    if (found[i]) mean.add(j, score[i].x[j], 1.0f, kv[i].x[j]);
             }
         }
-        parts[group][threadIdx.x % THREADS_OF_GROUP] = mean;
+#if GROUPS > 1
+        parts[group][thread] = mean;
         __syncthreads();
-
-        WarpRow<4, WARPS> row;
-        row.lane = lane, row.warp = threadIdx.x / 32;
         if (group == 0) {
 #pragma unroll
-            for (int part = 1; part < GROUPS; ++part) {
-                const Mean& other = parts[part][threadIdx.x];
+            for (int i = 1; i < GROUPS; ++i) {
+                const Mean& other = parts[i][thread];
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    if (other.total.x[j] != 0.0f) mean.add(j, other.top.x[j], other.total.x[j], other.sum.x[j]);
+                for (int j = 0; j < 4; ++j) {
+                    if (other.total.x[j] == 0.0f) continue;
+                    mean.raise(j, other.top.x[j]);
+                    mean.add(j, other.top.x[j], other.total.x[j], other.sum.x[j]);
+                }
             }
-#pragma unroll
-            for (int j = 0; j < 4; ++j) row.x[j] = mean.total.x[j] == 0.0f ? 0.0f : div(mean.sum.x[j], mean.total.x[j]);
-            float total = row.squares();
-            if (lane == 0) squares[row.warp] = total;
         }
-        __syncthreads();
+#endif
+#pragma unroll
+        for (int j = 0; j < 4; ++j) row.x[j] = mean.total.x[j] == 0.0f ? 0.0f : div(mean.sum.x[j], mean.total.x[j]);
+        float total = row_sum(row.squares(), group == 0);
         if (group > 0) continue;
-        float total = 0.0f;
-        for (int i = 0; i < WARPS; ++i) total += squares[i];
         row.normalize(total, eps);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) row.x[j] *= to_float(weight[row.first() + j]);
-        row.turn(turns_at(cos_sin, cos_stride, max_position, position - remainder), rope_dim, 1.0f);
+        for (int j = 0; j < 4; ++j) row.x[j] *= norm[j];
+        row.turn(turns, rope_dim, 1.0f);
         row.insert<LAYOUT>(token_at<LAYOUT>(pages, page_stride, block_size, slot));
     }
 }

@@ -13,6 +13,7 @@ constexpr int THREADS = 64;             // of a thread block
 constexpr int WIDTH = ALIGNED ? 4 : 1;  // entries a lane handles at a time
 constexpr int STEP = 32 * WIDTH;        // and a warp
 constexpr int STEPS = 4;                // loads of a lane that are on their way at a time
+constexpr int AT_ONCE = 16;             // and of one that moves entries, each of which takes a lookup
 
 struct LoadedIndices {
     int at[WIDTH];
@@ -234,13 +235,22 @@ compute_compact_topk_indices_and_lens(int num_tokens, const int* topk_indices, i
     const int* local = topk_indices + token * topk_stride;
     int* row = global_topk_indices + token * global_stride;
     int kept = 0;
-    for (int j = 0; j < topk; j += 32) {
-        LoadedIndices entry{};
-        entry.at[0] = j + lane_id() < topk ? local[j + lane_id()] : -1;
-        int slot = table.slots(entry).at[0];
-        uint32 present = __ballot_sync(~0u, slot >= 0);
-        if (slot >= 0) row[kept + __popc(present & (1u << lane_id()) - 1)] = slot;
-        kept += __popc(present);
+    for (int first = 0; first < topk; first += 32 * AT_ONCE) {
+        LoadedIndices entries[AT_ONCE];  // one of each lane; all are loaded before the first is needed
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            int j = first + 32 * i + lane_id();
+            entries[i].at[0] = j < topk ? local[j] : -1;
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) entries[i] = table.slots(entries[i]);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            int slot = entries[i].at[0];
+            uint32 present = __ballot_sync(~0u, slot >= 0);
+            if (slot >= 0) row[kept + __popc(present & (1u << lane_id()) - 1)] = slot;
+            kept += __popc(present);
+        }
     }
     for (int j = kept + lane_id(); j < topk; j += 32) row[j] = -1;
     if (lane_id() == 0) topk_lens[token] = valid ? kept : 0;
