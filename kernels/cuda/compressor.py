@@ -41,7 +41,8 @@ def compress_and_insert(
         groups, ahead = MOST_THREADS * 4 // dim, ahead // 2
     # Of a prompt's tokens one in `ratio` completes a row.
     together = 1 if tokens <= FEW_TOKENS else min(ratio, 32)
-    blocks = -(-tokens // together)
+    pooling = -(-tokens // together) * parts
+    saving = -(-len(state_slots) // (together * parts)) * parts  # whole clusters
     kernel(
         "common/compressor.cu",
         "compress_and_insert",
@@ -58,7 +59,7 @@ def compress_and_insert(
         WIDE=int(is_aligned(kv_score, state, bias)),
         ALIGNED=int(is_aligned(pages.bytes)),
     )(
-        (blocks * parts + -(-(-(-len(state_slots) // together)) // parts) * parts,),
+        (pooling + saving,),
         (groups * dim // (4 * parts),),
         (
             kv_score, strides(kv_score)[0], tokens, bias, strides(bias)[0], weight,
@@ -67,7 +68,7 @@ def compress_and_insert(
             pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size, slot_mapping, len(slot_mapping),
             positions, token_to_req, query_start_loc, len(query_start_loc) - 1, cos_sin, strides(cos_sin)[0],
             len(cos_sin), cos_sin.shape[1], ratio, coff, compression.eps,
-            blocks * parts,
+            pooling,
         ),
         overlap=True,
     )  # fmt: skip

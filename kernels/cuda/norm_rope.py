@@ -10,6 +10,7 @@ from .launch import C_NAMES, Kernel, is_aligned, strides
 
 WARPS = 4  # of a thread block
 THREADS = 256  # of one that turns
+MOST_THREADS = 1024
 MOST_Y = 65535  # thread blocks in the second direction
 FILE = "common/norm_rope.cu"
 # What a kernel of the file does not look at.
@@ -23,9 +24,15 @@ def _kernel(name: str, **macros: str | int) -> Kernel:
 
 
 def fused_q_kv_rmsnorm(qr: Any, kv: Any, q_weight: Any, kv_weight: Any, eps: float, q_out: Any, kv_out: Any) -> None:
-    _kernel("fused_q_kv_rmsnorm", WEIGHT=C_NAMES[q_weight.dtype.name])(
+    longest = max(qr.shape[1], kv.shape[1])
+    aligned = is_aligned(qr, kv, q_weight, kv_weight, q_out, kv_out) and (qr.shape[1] | kv.shape[1]) % 8 == 0
+    aligned = aligned and longest <= 8 * MOST_THREADS
+    threads = 32 * -(-longest // 256) if aligned else 32 * WARPS
+    _kernel(
+        "fused_q_kv_rmsnorm", WEIGHT=C_NAMES[q_weight.dtype.name], UNIT=8 if aligned else 2, ALIGNED=int(aligned)
+    )(
         (len(qr), 2),
-        (32 * WARPS,),
+        (threads,),
         (
             qr, strides(qr)[0], qr.shape[1], q_weight, q_out, strides(q_out)[0],
             kv, strides(kv)[0], kv.shape[1], kv_weight, kv_out, strides(kv_out)[0], eps,
@@ -47,11 +54,11 @@ def qnorm_rope_and_insert(
         POSITION=C_NAMES[positions.dtype.name],
         ALIGNED=int(is_aligned(q, kv, q_out, pages.bytes)),
     )(
-        (-(-tokens * (heads + 1) // WARPS),),
+        (tokens, -(-(heads + 1) // WARPS)),
         (32 * WARPS,),
         (
-            q, q_token, q_head, kv, strides(kv)[0], q_out, out_token, out_head, tokens, heads, slot_mapping,
-            len(slot_mapping), positions, cos_sin, strides(cos_sin)[0], len(cos_sin), cos_sin.shape[1], eps,
+            q, q_token, q_head, kv, strides(kv)[0], q_out, out_token, out_head, heads, slot_mapping, len(slot_mapping),
+            positions, cos_sin, strides(cos_sin)[0], len(cos_sin), cos_sin.shape[1], eps,
             pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size,
         ),
         overlap=True,

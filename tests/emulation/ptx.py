@@ -5,6 +5,8 @@ What the table says of a statement is all that the emulation knows of it; one th
 
 import re
 
+NO_CLUSTERS = 'emulator::fail("clusters of thread blocks are not emulated")'
+
 # PTX -> C++, operands numbered alike. PTX is written as normalised() makes it.
 TABLE = {
     "": "",
@@ -60,16 +62,11 @@ TABLE = {
     ),
     "griddepcontrol.wait;": "emulator::wait_for_kernel_ahead()",
     # clusters, which emulated devices say that they do not have
-    **{
-        statement: 'emulator::fail("thread block clusters are not emulated")'
-        for statement in (
-            "mov.u32 %0, %%cluster_ctarank;",
-            "mapa.shared::cluster.u32 %0, %1, %2;",
-            "st.shared::cluster.f32 [%0], %1;",
-            "barrier.cluster.arrive.release.aligned;",
-            "barrier.cluster.wait.acquire.aligned;",
-        )
-    },
+    "mov.u32 %0, %%cluster_ctarank;": NO_CLUSTERS,
+    "mapa.shared::cluster.u32 %0, %1, %2;": NO_CLUSTERS,
+    "st.shared::cluster.f32 [%0], %1;": NO_CLUSTERS,
+    "barrier.cluster.arrive.release.aligned;": NO_CLUSTERS,
+    "barrier.cluster.wait.acquire.aligned;": NO_CLUSTERS,
     # matrices
     "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];": (
         "emulator::load_matrices(%0, %1, %2, %3, %4, false)"

@@ -146,8 +146,9 @@ compress_and_insert(const INPUT* kv_score, int64 kv_stride, int tokens, const fl
         uint32 left = with_slots(state_slots, first, tokens, num_state_slots, state_slots_there);
         for (; left; left &= left - 1) {
             int token = first + __ffs(left) - 1;
-            int64 slot = slot_of(state_slots, token, num_state_slots, state_slots_there), position = positions[token];
-            if (slot < 0) continue;
+            int64 slot = slot_of(state_slots, token, num_state_slots, state_slots_there);
+            if (slot < 0) continue;  // maybe of a block that only fills up a cluster
+            int64 position = positions[token];
             const float* its_bias = bias + (position % ratio + ratio) % ratio * bias_stride;
             float* target = state + slot / state_block * state_page + slot % state_block * state_row;
             for (int i = 4 * threadIdx.x; i < channels; i += 4 * THREADS) {

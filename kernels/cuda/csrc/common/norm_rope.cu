@@ -2,7 +2,7 @@
 //
 //   qnorm_rope_and_insert      of each token's h query heads, and of its row of the window cache, the last of h + 1
 //   inverse_rope_and_quantize  of each head of an output; 128 values, 8 lanes, share a scale
-//   fused_q_kv_rmsnorm         a thread block a row of any length: blockIdx.y 0 is a query's, 1 a key's
+//   fused_q_kv_rmsnorm         a thread block a row, UNIT values a thread at a time: blockIdx.y 0 is a query's, 1 a key's
 //   apply_rope                 a thread UNIT values
 //
 // Macros: LAYOUT, SLOT and POSITION (int64 or int), WEIGHT (float or bf16), UNIT (8, or 2), ALIGNED. Rows
@@ -26,28 +26,77 @@ __device__ inline Row load_row(const bf16* p) {
     return row;
 }
 
+// A head of a query. Lane l has values [8 l, 8 l + 8) of both halves, so that a warp's accesses lie side by side.
+struct Query {
+    float x[2][8];
+    int lane;
+
+    __device__ void load(const bf16* p) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) unpack8(load_raw8(p + 256 * half + 8 * lane), x[half]);
+    }
+
+    __device__ void store(bf16* p) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) store_values8(p + 256 * half + 8 * lane, x[half]);
+    }
+
+    // x / sqrt(mean(x^2) + eps), turned; both take what they need from memory before the sum is made.
+    __device__ void normalize_and_turn(float eps, const float* turns, int rope_dim) {
+        float cosines[2][4], sines[2][4], total = 0.0f;
+        int start = 512 - rope_dim;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            int at = first(i);
+            if (at >= start) {
+                cosines[i / 4][i % 4] = turns[(at - start) / 2];
+                sines[i / 4][i % 4] = turns[(rope_dim + at - start) / 2];
+            }
+            total += x[i / 4][2 * (i % 4)] * x[i / 4][2 * (i % 4)];
+            total += x[i / 4][2 * (i % 4) + 1] * x[i / 4][2 * (i % 4) + 1];
+        }
+#pragma unroll
+        for (int other = 1; other < 32; other *= 2) total += __shfl_xor_sync(~0u, total, other);
+        float scale = div(1.0f, sqrtf(total * (1.0f / 512) + eps));
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            float a = x[i / 4][2 * (i % 4)] * scale, b = x[i / 4][2 * (i % 4) + 1] * scale;
+            if (first(i) >= start) {
+                float cos = cosines[i / 4][i % 4], sin = sines[i / 4][i % 4], before = a;
+                a = a * cos - b * sin;
+                b = b * cos + before * sin;
+            }
+            x[i / 4][2 * (i % 4)] = a, x[i / 4][2 * (i % 4) + 1] = b;
+        }
+    }
+
+    // Where pair i lies in the head.
+    __device__ int first(int i) const { return i / 4 * 256 + 8 * lane + 2 * (i % 4); }
+};
+
+// Thread blocks of token blockIdx.x share its heads out, a warp each, and behind them its row.
 extern "C" __global__ void __launch_bounds__(128)
 qnorm_rope_and_insert(const bf16* q, int64 q_token, int64 q_head, const bf16* kv, int64 kv_token, bf16* out,
-                      int64 out_token, int64 out_head, int tokens, int heads, const SLOT* slots, int num_slots_given,
+                      int64 out_token, int64 out_head, int heads, const SLOT* slots, int num_slots_given,
                       const POSITION* positions, const float* cos_sin, int64 cos_stride, int max_position,
                       int rope_dim, float eps, uint8* pages, int64 page_stride, int64 num_slots, int block_size) {
     pdl_wait();
-    int64 item = int64(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
-    if (item >= int64(tokens) * (heads + 1)) return;
-    int token = int(item / (heads + 1)), head = int(item % (heads + 1));
-    const float* turns = turns_at(cos_sin, cos_stride, max_position, positions[token]);
+    int token = blockIdx.x, head = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32;
+    if (head > heads) return;
     if (head < heads) {
-        Row row = load_row(q + token * q_token + head * q_head);
-        row.normalize(row.squares(), eps);
-        row.turn(turns, rope_dim, 1.0f);
-        row.store_bf16(reinterpret_cast<uint8*>(out + token * out_token + head * out_head + row.first()));
+        Query query;
+        query.lane = threadIdx.x % 32;
+        query.load(q + token * q_token + head * q_head);
+        const float* turns = turns_at(cos_sin, cos_stride, max_position, positions[token]);
+        query.normalize_and_turn(eps, turns, rope_dim);
+        query.store(out + token * out_token + head * out_head);
         return;
     }
     if (token >= num_slots_given) return;
     int64 slot = slots[token];
     if (slot < 0 || slot >= num_slots) return;
     Row row = load_row(kv + token * kv_token);
-    row.turn(turns, rope_dim, 1.0f);
+    row.turn(turns_at(cos_sin, cos_stride, max_position, positions[token]), rope_dim, 1.0f);
     row.insert<LAYOUT>(token_at<LAYOUT>(pages, page_stride, block_size, slot));
 }
 
@@ -72,11 +121,11 @@ inverse_rope_and_quantize(const bf16* o, int64 o_token, int64 o_head, int tokens
     if (row.lane % 8 == 0) scales[group * scales_group + token * scales_token + 4 * place + row.lane / 8] = scale;
 }
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(1024)
 fused_q_kv_rmsnorm(const bf16* qr, int64 qr_stride, int q_dim, const WEIGHT* q_weight, bf16* q_out, int64 q_out_stride,
                    const bf16* kv, int64 kv_stride, int kv_dim, const WEIGHT* kv_weight, bf16* kv_out,
                    int64 kv_out_stride, float eps) {
-    __shared__ float partial[4];
+    __shared__ float partial[32];
     pdl_wait();
     bool keys = blockIdx.y == 1;
     int dim = keys ? kv_dim : q_dim;
@@ -84,15 +133,34 @@ fused_q_kv_rmsnorm(const bf16* qr, int64 qr_stride, int q_dim, const WEIGHT* q_w
     const WEIGHT* weight = keys ? kv_weight : q_weight;
     bf16* out = keys ? kv_out + blockIdx.x * kv_out_stride : q_out + blockIdx.x * q_out_stride;
     float total = 0.0f;
+#if UNIT == 8  // which a thread has once
+    int at = 8 * threadIdx.x;
+    float values[8] = {}, weights[8];
+    if (at < dim) {
+        unpack8(load_raw8(x + at), values);
+        unpack8(load_raw8(weight + at), weights);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) total += values[i] * values[i];
+#else
     for (int i = threadIdx.x; i < dim; i += blockDim.x) total += to_float(x[i]) * to_float(x[i]);
+#endif
 #pragma unroll
     for (int other = 1; other < 32; other *= 2) total += __shfl_xor_sync(~0u, total, other);
     if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = total;
     __syncthreads();
-    total = partial[0] + partial[1] + partial[2] + partial[3];
+    total = 0.0f;
+    for (int i = 0; i < blockDim.x / 32; ++i) total += partial[i];
     float scale = div(1.0f, sqrtf(div(total, float(dim)) + eps));
+#if UNIT == 8
+    if (at >= dim) return;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) values[i] = values[i] * scale * weights[i];
+    store_values8(out + at, values);
+#else
     for (int i = threadIdx.x; i < dim; i += blockDim.x)
         out[i] = bf16{uint16(pack(bf16{}, to_float(x[i]) * scale * to_float(weight[i]), 0.0f))};
+#endif
 }
 
 // A thread block takes heads of token blockIdx.x, a thread UNIT neighbouring values, of those from `first` on: where x
