@@ -1,4 +1,4 @@
-# What CI runs, by name. PYTHON is any interpreter with `pip install -e '.[test]'`.
+# What CI runs, by name. PYTHON is any interpreter with `pip install -e '.[dev]'`.
 PYTHON ?= python
 
 .PHONY: lint types test test-gpu bench

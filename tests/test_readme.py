@@ -46,7 +46,7 @@ def test_table_of_layouts():
 def test_extras_exist():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = set(re.findall(r"'\.\[(\w+)\]'", README + (ROOT / "CONTRIBUTING.md").read_text()))
-    assert named == {"test", "cuda12", "cuda13"}
+    assert named == {"test", "dev", "docs", "cuda12", "cuda13"}
     assert named <= set(extras)
 
 

@@ -8,10 +8,11 @@ import re
 import pytest
 
 import cumla
+import support.nvrtc
 from cumla.kernels.cuda import compile as compiler
 from cumla.kernels.cuda.sparse import portable as sparse_portable
 
-nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed (pip install 'cumla[test]')")
+nvrtc = support.nvrtc.nvrtc()
 
 TARGETS = ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120")
 INSERTS = {"SLOT": "int64"}

@@ -5,10 +5,11 @@ import struct
 
 import pytest
 
+import support.nvrtc
 from cumla.kernels.cuda import compile as compiler
 from cumla.kernels.cuda.launch import HEAD, PACKING, Kernel, _LaunchMemory, packing, parameters
 
-nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
+nvrtc = support.nvrtc.nvrtc()
 
 KERNELS = [
     ("common/window_metadata.cu", "build_sparse_swa", {"SLOT": "int64"}),
