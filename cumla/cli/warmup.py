@@ -16,7 +16,7 @@ from rich.console import Console
 from ..dispatch import backends
 from ..dispatch.call import BFLOAT16
 from ..kernels.types.plan import DecodePlan
-from ..kernels.types.verdicts import MiscompiledError
+from ..kernels.types.verdicts import NOT_REACHED, RIGHT, VERDICTS, MiscompiledError
 from ..layers.prefill_road import ROADS
 from ..layout import DSV4_FP8, INDEXER_FP8, V32_FP8, CacheLayout
 from ..ops.sparse_attention import sparse_mla_decode, sparse_mla_prefill
@@ -173,7 +173,8 @@ def run(console: Console, model: Model, batches: Sequence[int], block_size: int,
         if seconds > 0.1:  # what was there already is not worth a line
             console.print(f"{seconds:6.2f} s  {name}", highlight=False, soft_wrap=True)
     console.print(
-        f"{count} calls in {time.perf_counter() - start:.1f} s, the slowest {slowest:.2f} s; what was compiled is kept",
+        f"{count} calls in {time.perf_counter() - start:.1f} s, the slowest {slowest:.2f} s; {VERDICTS[RIGHT]} compiled "
+        f"functions were tested and are right, {VERDICTS[NOT_REACHED]} are not reached by a small case",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     return 0

@@ -7,6 +7,7 @@ verdict is a file beside the compiled code: a process that finds it there neithe
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import uuid
@@ -43,6 +44,7 @@ class Fresh(NamedTuple):
 
 
 UNPROVEN: list[Fresh] = []
+VERDICTS: collections.Counter[str] = collections.Counter()  # of this process, by the first words of each
 
 
 def note(fresh: Fresh) -> None:
@@ -60,6 +62,7 @@ def note(fresh: Fresh) -> None:
 
 def conclude(fresh: Fresh, verdict: str) -> None:
     """Keep a verdict, where there is a place for it: a whole file or none."""
+    VERDICTS[verdict.partition(":")[0]] += 1
     if fresh.verdict is None:
         return
     temporary = fresh.verdict.with_name(f"{fresh.verdict.name}.{uuid.uuid4().hex}")
