@@ -173,8 +173,8 @@ def run(console: Console, model: Model, batches: Sequence[int], block_size: int,
         if seconds > 0.1:  # what was there already is not worth a line
             console.print(f"{seconds:6.2f} s  {name}", highlight=False, soft_wrap=True)
     console.print(
-        f"{count} calls in {time.perf_counter() - start:.1f} s, the slowest {slowest:.2f} s; {VERDICTS[RIGHT]} compiled "
-        f"functions were tested and are right, {VERDICTS[NOT_REACHED]} are not reached by a small case",
+        f"{count} calls in {time.perf_counter() - start:.1f} s, the slowest {slowest:.2f} s. "
+        f"Compiled functions: {VERDICTS[RIGHT]} tested and right, {VERDICTS[NOT_REACHED]} not reached by a small case",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     return 0

@@ -24,7 +24,7 @@ import numpy as np
 from ..arrays import dlpack, streams
 from ..kernels.cuda.launch import Launch, are_recorded, recorded_launches
 from ..kernels.types.plan import DecodePlan
-from ..kernels.types.verdicts import UNPROVEN
+from ..kernels.types.verdicts import FAILED, UNPROVEN
 from ..layout import CacheLayout
 from . import proof
 from .values import plain_integers
@@ -93,7 +93,7 @@ def launch_cached(function: F) -> F:
 
     def in_full(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         result = function(*arguments, **keywords)
-        if UNPROVEN:
+        if UNPROVEN or FAILED:
             proof.prove(function.__name__, arguments, keywords)
         return result
 
@@ -117,7 +117,7 @@ def launch_cached(function: F) -> F:
                 known.clear()
             with recorded_launches() as launches, recorded_outputs() as outputs:
                 result = function(*arguments, **keywords)
-            if UNPROVEN:
+            if UNPROVEN or FAILED:
                 proof.prove(function.__name__, arguments, keywords)
             known[key] = record(launches, arrays, outputs, result)
             log.debug("%s: launches %s", function.__name__, [launch.kernel.raw.name for launch in launches])

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..arrays import streams
-from ..kernels.types.verdicts import NOT_REACHED, RIGHT, UNPROVEN, WRONG, Fresh, MiscompiledError, conclude
+from ..kernels.types.verdicts import FAILED, NOT_REACHED, RIGHT, UNPROVEN, WRONG, Fresh, MiscompiledError, conclude
 from ..layout import LAYOUTS, CacheLayout, layout_of
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,8 @@ def prove(op: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Non
     """
     if _thread.busy:
         return
+    if op in FAILED:
+        raise MiscompiledError(FAILED[op])
     fresh = UNPROVEN.copy()
     del UNPROVEN[: len(fresh)]
     if any(x.backend == "cuda" for x in fresh) and _is_capturing():
@@ -66,6 +68,7 @@ def _prove(op: str, fresh: Sequence[Fresh], cases: Sequence[Any], heads: int) ->
         )
         for x in suspects if outcome.error is not None else ():
             conclude(x, f"{WRONG}: {message}")
+        FAILED[op] = message
         raise MiscompiledError(message)
     for x in fresh:
         reached = bool(cases) and (x.kernel is None or id(x.kernel) in launched)

@@ -44,6 +44,7 @@ class Fresh(NamedTuple):
 
 
 UNPROVEN: list[Fresh] = []
+FAILED: dict[str, str] = {}  # operations that this process has found wrong, and the message: their code stays loaded
 VERDICTS: collections.Counter[str] = collections.Counter()  # of this process, by the first words of each
 
 

@@ -20,6 +20,7 @@ def asked(monkeypatch):
     UNPROVEN.clear()
     yield
     UNPROVEN.clear()
+    verdicts.FAILED.clear()
 
 
 @pytest.fixture
@@ -61,8 +62,9 @@ def test_a_wrong_kernel_is_an_error_now_and_later(fresh, monkeypatch):
     text = (
         r"quantize_and_insert_k_cache \(DSV4_FP8\): .* is off by 1 .* compiled by Numba 0.0: _insert. Install another."
     )
-    with pytest.raises(MiscompiledError, match=text):
-        insert()
+    for _ in range(2):  # the code is still there
+        with pytest.raises(MiscompiledError, match=text):
+            insert()
     monkeypatch.undo()
     monkeypatch.setenv(verdicts.VARIABLE, "1")
     with pytest.raises(MiscompiledError, match=text):
