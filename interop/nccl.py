@@ -229,9 +229,8 @@ class NcclCommunicator:
         """
         limit = self.time_limit if time_limit is None else time_limit
         with cupy.cuda.Device(self.device):
-            handle = cupy.cuda.get_current_stream().ptr if stream is None else streams.handle_of(stream)
             event = cupy.cuda.Event(disable_timing=True)
-            event.record(streams.of_handle(handle, self.device))
+            event.record(None if stream is None else streams.of_handle(streams.handle_of(stream), self.device))
             self._waits += 1
             start, pause = time.monotonic(), 0.0
             while not event.done:
