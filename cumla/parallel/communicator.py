@@ -91,6 +91,12 @@ def sent_bytes(op: str, size: int, arrays: list[Move]) -> int:
     return whole * (size - 1) if op == "all_gather" else whole * (size - 1) // size
 
 
+def copy(to: Any, source: Any) -> None:
+    """A copy of bits: CuPy does not know every type."""
+    bits = f"u{to.dtype.itemsize}"
+    to.view(bits)[...] = source.view(bits)
+
+
 def as_tuple(arrays: Any) -> tuple[Any, ...]:
     return tuple(arrays) if isinstance(arrays, (tuple, list)) else (arrays,)
 

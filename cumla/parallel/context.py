@@ -18,7 +18,7 @@ from ..layers.sparse import Observer, not_observed
 from ..ops.dense_attention import dense_mla_decode
 from ..ops.shards import local_seq_lens, merge_partials
 from ..ops.sparse_attention import V_DIM, sparse_mla_decode
-from .communicator import Communicator
+from .communicator import Communicator, copy
 
 FLOAT32 = np.dtype(np.float32)
 GATHERED_RANKS = 2  # up to which all results go to all ranks: with more, each merges some heads and tells the others
@@ -240,12 +240,6 @@ def outputs(q: Any, shape: tuple[int, ...], out: Any, lse: Any) -> tuple[Any, An
             raise ValueError(f"{name}: got shape {tuple(array.shape)}, expected {list(size)}")
         arrays.append(array)
     return arrays[0], arrays[1]
-
-
-def copy(to: Any, source: Any) -> None:
-    """A copy of bits: CuPy does not know every type."""
-    bits = f"u{to.dtype.itemsize}"
-    to.view(bits)[...] = source.view(bits)
 
 
 def local_window(

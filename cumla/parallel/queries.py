@@ -10,8 +10,7 @@ import numpy as np
 
 from ..arrays import dlpack
 from ..dispatch.values import check_integers, plain_integers
-from .communicator import Communicator
-from .context import copy
+from .communicator import Communicator, copy
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,12 @@
-"""Ranks that are threads of one process, with NumPy arrays: for machines without a GPU, and for tests."""
+"""Ranks that are threads of one process, with NumPy arrays: for machines without a GPU, and for tests.
+
+Arrays may be CuPy's of one GPU too, which then is all ranks': results can be looked at so, speed cannot.
+"""
 
 from __future__ import annotations
 
 import collections
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +16,7 @@ import numpy as np
 
 from ..arrays import dlpack
 from .agreement import Agreement, RankError, names
-from .communicator import Move, as_tuple, described, moves, result_of, sent_bytes
+from .communicator import Move, as_tuple, copy, described, moves, result_of, sent_bytes
 from .store import MemoryStore
 
 T = TypeVar("T")
@@ -43,28 +47,37 @@ class ThreadCommunicator:
         arrays: list[Move] = moves(op, self.size, x, out)
         self._calls += 1
         name = f"call {self._calls}, {op}"
+        settle(arrays)
         everyones = self.agreement.exchange(f"call {self._calls}", (described(op, arrays), arrays))
         self.agreement.same(name, [words for words, _ in everyones])
         for i, move in enumerate(arrays):
             receive([theirs[i].sent for _, theirs in everyones], move.received)
+        settle(arrays)
         self.agreement.exchange(f"the end of call {self._calls}", True)  # before somebody changes what he sent
         self.traffic[op] += sent_bytes(op, self.size, arrays)
         return result_of(x, arrays, dlpack.framework_of(as_tuple(x)[0]))
 
     def _reduce(self, sent: list[Any], received: Any) -> None:
-        total = np.zeros(received.shape, np.float32 if received.dtype.itemsize == 2 else received.dtype)
+        xp = dlpack.namespace_of(received)
+        total = xp.zeros(received.shape, np.float32 if received.dtype.itemsize == 2 else received.dtype)
         for x in sent:
-            total += x[self.rank]
-        received[...] = total
+            total += x[self.rank].astype(total.dtype)
+        received[...] = total.astype(received.dtype)
 
     def _take(self, sent: list[Any], received: Any) -> None:
         for rank, x in enumerate(sent):
-            received[rank] = x[self.rank]
+            copy(received[rank], x[self.rank])
 
 
 def gather(sent: list[Any], received: Any) -> None:
     for rank, x in enumerate(sent):
-        received[rank] = x
+        copy(received[rank], x)
+
+
+def settle(arrays: list[Move]) -> None:
+    """Wait for what is done to a device's arrays, of which another thread's stream knows nothing."""
+    if not isinstance(arrays[0].sent, np.ndarray):
+        sys.modules["cupy"].cuda.get_current_stream().synchronize()
 
 
 def run_threads(size: int, function: Callable[[ThreadCommunicator], T], time_limit: float = 60.0) -> list[T]:

@@ -1,10 +1,19 @@
 """A context dealt out to ranks gives what one device gives, for every number of ranks."""
 
+import functools
+
 import numpy as np
 import pytest
 
 import cumla
-from cumla.parallel import ContextAttention, local_window, run_threads
+from cumla.parallel import (
+    Agreement,
+    ContextAttention,
+    MemoryStore,
+    ThreadCommunicator,
+    local_window,
+    run_threads,
+)
 from support import ranks
 from support.attention import make_cache
 from support.ranks import Context
@@ -61,6 +70,23 @@ def test_compressed_rows_beside_a_window_that_every_rank_has(rng, size):
         SECONDS,
     )
     ranks.check(got, want, False, size)
+
+
+@pytest.mark.parametrize("split_heads", [False, True], ids=["all-heads", "own-heads"])
+def test_one_rank_on_any_backend(lab, rng, split_heads):
+    """The way that arrays of a device go, emulated; with more ranks on a device in test_device.py."""
+    context = Context.make(rng, [11, 6], 3, 576)
+    selected = np.stack([rng.permutation(11)[:6], rng.permutation(6)]).astype(np.int32)
+    for run, want in (
+        (functools.partial(ranks.dense_on, context=context, interleave=1), ranks.dense_on_one(context)),
+        (
+            functools.partial(ranks.sparse_on, context=context, selected=selected, layout=cumla.V32_FP8, interleave=1),
+            ranks.sparse_on_one(context, selected, cumla.V32_FP8),
+        ),
+    ):
+        comm = ThreadCommunicator(Agreement(MemoryStore(), 0, 1))
+        out, lse = run(comm, split_heads=split_heads, put=lab.put, backend=lab.backend)
+        ranks.check([(lab.get(out), lab.get(lse))], want, split_heads, 1)
 
 
 def test_windows_are_shared_out_once(rng):

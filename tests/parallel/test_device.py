@@ -53,6 +53,15 @@ def check(results):
         ranks.check([of_rank[case] for of_rank in results], want, case >= 2, len(results))
 
 
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_ranks_that_share_a_gpu(size):
+    import nccl_ranks
+
+    from cumla.parallel import run_threads
+
+    check(run_threads(size, nccl_ranks.decodes))
+
+
 def test_one_rank():
     import nccl_ranks
 
