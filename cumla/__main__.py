@@ -119,7 +119,8 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--layers", default=",".join(LAYER_RATIOS), metavar="TYPES",
         help="comma list of swa (attends to a window), c4a (to a selection of compressed rows of 4 tokens too), "
-        "c128a (to all compressed rows of 128 tokens too) and mla (dense: to all tokens); default: the first three",
+        "c128a (to all compressed rows of 128 tokens too), mla (dense: to all tokens), and whole layers from hidden "
+        "states to their output: v4 (one of each of the first three kinds) and v32; default: the first three",
     )  # fmt: skip
     model.add_argument(
         "--heads", type=AtLeast(1, MAX_HEADS), metavar="N", help=f"query heads, 1 to {MAX_HEADS} {_default('heads')}"

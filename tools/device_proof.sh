@@ -52,6 +52,8 @@ for name in ${*:-tests sanitize fences check decode poisoned prefill prefill_chu
         replay replay128 --heads 128
         replay replay64 --heads 64
         replay replay_mla --layers mla
+        replay replay_v4 --layers v4
+        replay replay_v32 --layers v32
         ;;
     prefill) part prefill 150 0 python3 benchmarks/prefill.py --json "$logs/prefill.json" ;;
     *) part "$name" 90 0 python3 "benchmarks/$name.py" --json "$logs/$name.json" ;;

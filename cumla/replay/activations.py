@@ -79,6 +79,18 @@ class Activations:
         return rows
 
 
+HIDDEN = 2  # a kind of rows
+
+
+def token_rows(token_keys: np.ndarray, seed: int, layer: int, width: int, xp: Any) -> Any:
+    """Hidden states of tokens with these keys, [n, width] float32 of variance 1 and heavy tails."""
+    mixed = _mix(token_keys + np.uint64(_mix_number((seed << 16) + (layer << 2) + HIDDEN)))
+    low = xp.asarray((mixed & np.uint64(0xFFFFFFFF)).astype(np.uint32))
+    high = xp.asarray((mixed >> np.uint64(32)).astype(np.uint32))
+    salt = xp.asarray(np.arange(width, dtype=np.uint32) * np.uint32(0x9E3779B9))
+    return _heavy_tailed(low, high, salt, xp)
+
+
 def apply_rope(rows: Any, positions: Any, xp: Any) -> Any:
     """Rows [n, 512] float32 with their last 64 values turned, in neighbouring pairs, by their positions [n]."""
     frequencies = ROPE_BASE ** (-np.arange(0, ROPE_DIM, 2) / ROPE_DIM)

@@ -16,13 +16,15 @@ from .blocks import BLOCK_TOKENS, BlockPool
 from .dense import DENSE, DenseLayer, DenseMetadata, dense_bytes_moved
 from .device import Stopwatch
 from .layers import Layer
-from .options import MAX_RUNNING, ReplayOptions
+from .options import MAX_RUNNING, WHOLE_LAYERS, ReplayOptions
 from .ranks import RankLayer
 from .scheduler import Scheduler
 from .step_batch import SWA_BLOCK, StepBatch, completed_groups, make_batch
 from .trace import HASH_TOKENS, TraceRequest
 from .verify import Sample, Verifier
+from .whole import WholeLayer, WholeMetadata
 
+WHOLE = {name for names in WHOLE_LAYERS.values() for name in names}
 STEP = "step"  # stands for the layer where something is done once for all of them
 
 
@@ -61,16 +63,18 @@ class Engine:
         self.xp = array_module(options.backend)
         self.pool = BlockPool(options.num_blocks)
         self.scheduler = Scheduler(requests, self.pool, options.batch_tokens, MAX_RUNNING)
+        longest = max(request.total_length for request in requests)
         self.layers = [
             DenseLayer(index, name, options)
             if name == DENSE
+            else WholeLayer(index, name, options, longest)
+            if name in WHOLE
             else Layer(index, name, options)
             if comm is None
             else RankLayer(index, name, options, comm)
             for index, name in enumerate(options.layers)
         ]
         self.verifier = Verifier(options, comm) if verify else None
-        longest = max(request.total_length for request in requests)
         config = ServingConfig(
             window_size=options.window,
             compress_ratios=tuple(layer.ratio for layer in self._sparse) or (1,),
@@ -83,6 +87,8 @@ class Engine:
             max_model_len=longest,
         )
         self._dense_metadata = DenseMetadata(options, longest) if DENSE in options.layers else None
+        whole = [name for name in options.layers if name in WHOLE]
+        self._whole_metadata = WholeMetadata(options, whole, longest) if whole else None
         self._builder = DeepseekSparseSWAMetadataBuilder(config, backend=options.backend)
         shape = (options.batch_tokens, options.heads, HEAD_DIM)
         self._q, self._out = self.xp.empty(shape, BFLOAT16), self.xp.empty(shape, BFLOAT16)
@@ -115,6 +121,7 @@ class Engine:
         )
         self._run_sparse(step, batch, record)
         self._run_dense(step, batch, record)
+        self._run_whole(batch, record)
         record.seconds.update(self._stopwatch.collect())
         return record
 
@@ -156,6 +163,19 @@ class Engine:
                 with self._stopwatch.measure((STEP, "verify")):
                     for kind, token in self.verifier.pick(step, layer.index, batch):
                         record.samples.append(layer.check(step, batch, inputs, out, kind, token))
+
+    def _run_whole(self, batch: StepBatch, record: StepRecord) -> None:
+        if self._whole_metadata is None:
+            return
+        with self._stopwatch.measure((STEP, "metadata")):
+            metadata = self._whole_metadata.build(batch)
+        for layer in self.layers:
+            if not isinstance(layer, WholeLayer):
+                continue
+            with self._stopwatch.measure((layer.name, "activations")):
+                hidden = layer.hidden(batch)
+            with self._stopwatch.queued():
+                layer.step(hidden, metadata[layer.model], functools.partial(self._observe, layer.name))
 
     def _observe(self, layer: str, op: str) -> AbstractContextManager[None]:
         return self._stopwatch.measure((layer, op))

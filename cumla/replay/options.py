@@ -11,11 +11,15 @@ from .errors import InputError
 from .trace import INT32_MAX, TraceRequest
 
 LAYER_RATIOS = {"swa": 1, "c4a": 4, "c128a": 128}  # of sparse layers
-LAYER_TYPES = (*LAYER_RATIOS, "mla")
+# Whole layers from hidden states on, by what is asked for: one of each kind of V4's, one of V3.2's.
+WHOLE_LAYERS = {"v4": ("v4 swa", "v4 c4a", "v4 c128a"), "v32": ("v32",)}
+WHOLE_RATIOS = {f"v4 {name}": ratio for name, ratio in LAYER_RATIOS.items()}
+LAYER_TYPES = (*LAYER_RATIOS, "mla", *WHOLE_LAYERS)
 MLA_CACHES = ("bf16", "fp8")
 # Files of kernels that a replay calls.
 KERNELS = (
     "window_metadata", "sparse_cache", "indices", "sparse_attention", "dense_cache", "dense_attention", "projection",
+    "compressor", "norm_rope", "indexer",
 )  # fmt: skip
 MAX_RUNNING = 256  # requests in a step
 
@@ -80,7 +84,7 @@ def parse_layers(text: str) -> tuple[str, ...]:
     for name in layers:
         if name not in LAYER_TYPES:
             raise InputError(f"--layers: got {name!r}, expected a comma list of {', '.join(LAYER_TYPES)}")
-    return layers
+    return tuple(layer for name in layers for layer in WHOLE_LAYERS.get(name, (name,)))
 
 
 def cache_size(asked: int | None, requests: Sequence[TraceRequest]) -> int:

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .blocks import BLOCK_TOKENS
+from .options import WHOLE_LAYERS
 from .summary import ATTENTION_OPS
 from .verify import FP8_COSINE_BOUND, FP8_MEAN_BOUND, FP8_RMS_BOUND
 
@@ -45,7 +46,7 @@ def print_report(console: Console, summary: dict[str, Any]) -> None:
         _ops(summary),
         _cache(summary),
         *([_ranks(summary)] if "ranks" in summary else []),
-        _exactness(summary),
+        *([_exactness(summary)] if summary["verification"]["samples"] or not _is_whole(summary) else []),
     ]
     if summary["verification"]["fp8"]:
         tables.append(_fp8_cost(summary))
@@ -57,6 +58,12 @@ def print_report(console: Console, summary: dict[str, Any]) -> None:
         console.print(f"[red]beyond bounds:[/red] {escape(failure)}", soft_wrap=True, highlight=False)
     if len(failures) > SHOWN_FAILURES:
         console.print(f"[red]and {len(failures) - SHOWN_FAILURES} more[/red]")
+
+
+def _is_whole(summary: dict[str, Any]) -> bool:
+    """Whether there are whole layers alone, which no sample is taken of: tests hold them to golden outputs."""
+    whole = {name for names in WHOLE_LAYERS.values() for name in names}
+    return set(summary["config"]["layers"]) <= whole
 
 
 def _new_table(title: str, *columns: str, caption: str | None = None) -> Table:

@@ -14,7 +14,7 @@ from .ranks import RankLayer
 from .verify import FP8_MEAN_BOUND, Direction, Sample, directions_of
 
 PREFILL_OPS, DECODE_OPS = ("gather", "project", "prefill", "context"), ("absorb", "decode")
-SHARED_OPS = ("insert", "map", "exchange", "merge")
+SHARED_OPS = ("projections", "insert", "compress", "select", "map", "exchange", "merge", "output")
 PERCENTILES = (50, 90, 99)
 ATTENTION_OPS = (*SHARED_OPS, *DECODE_OPS, *PREFILL_OPS)
 

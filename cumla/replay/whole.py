@@ -1,0 +1,232 @@
+"""Whole attention layers of a replay, from hidden states to their output: those of V4 and V3.2.
+
+Hidden states are made from tokens as the sparse layers' rows are, as wide as the model's. Weights follow from the seed
+by the rule of cumla's golden layers (tests/data/README.md). On the CPU sizes are a tiny model's, on a device those of
+the published ones; heads and topk are the replay's.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..dispatch.backends import array_module, takes_device_arrays
+from ..metadata.builder import ServingConfig
+from ..models.deepseek_v4 import DeepseekV4Attention, DeepseekV4Caches, DeepseekV4Config
+from ..models.deepseek_v32 import (
+    DeepseekV32Attention,
+    DeepseekV32Caches,
+    DeepseekV32Config,
+    DeepseekV32StepBuilder,
+)
+from ..models.scratch import Scratch
+from ..models.step import STATE_BLOCK_SIZES, DeepseekV4StepBuilder
+from .activations import token_rows
+from .blocks import BLOCK_TOKENS
+from .options import MAX_RUNNING, WHOLE_RATIOS, ReplayOptions
+from .step_batch import SWA_BLOCK, SWA_PAGES, StepBatch
+from .trace import HASH_TOKENS
+
+V32 = "v32"
+CACHE_FORMAT = "fp8"
+# Parts of a layer whose names other layers use for something else.
+PARTS = {"project": "projections"}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a layer, but for its heads and what it selects."""
+
+    hidden: int
+    q_rank: int
+    o_groups: int  # of V4
+    o_rank: int
+    index_heads: int
+
+
+DEVICE_SIZES = {"v4": Sizes(4096, 1024, 8, 1024, 64), V32: Sizes(7168, 1536, 0, 0, 64)}
+HOST_SIZES = {"v4": Sizes(256, 128, 2, 64, 8), V32: Sizes(256, 128, 0, 0, 8)}
+
+
+class WholeLayer:
+    """One layer with its caches."""
+
+    def __init__(self, index: int, name: str, options: ReplayOptions, longest: int) -> None:
+        self.index, self.name, self.xp = index, name, array_module(options.backend)
+        self.model = V32 if name == V32 else "v4"
+        self.seed = options.seed
+        made = made_layer(index, name, options.heads, options.topk, options.seed, options.backend)
+        self.attention, self.hidden_size = made, made.config.hidden_size
+        blocks, xp = options.num_blocks, self.xp
+        if name == V32:
+            self.caches: Any = DeepseekV32Caches.allocate(blocks * SWA_PAGES, SWA_BLOCK, CACHE_FORMAT, xp)
+            return
+        ratio = WHOLE_RATIOS[name]
+        states = 0 if ratio == 1 else blocks * (BLOCK_TOKENS // STATE_BLOCK_SIZES[ratio])
+        serving = serving_config(options, (ratio,), longest)
+        self.caches = DeepseekV4Caches.allocate(ratio, serving, blocks * SWA_PAGES, blocks, states, CACHE_FORMAT, xp)
+
+    def hidden(self, batch: StepBatch) -> Any:
+        """Hidden states of a step's tokens, [num_tokens, hidden_size] of the layer's activations."""
+        rows = token_rows(batch.token_keys, self.seed, self.index, self.hidden_size, self.xp)
+        return rows.astype(self.attention.activations)
+
+    def step(self, hidden: Any, metadata: Any, observe: Any) -> Any:
+        """Run the layer. observe: called with a part's name around each part."""
+
+        def observed(part: str) -> AbstractContextManager[None]:
+            context: AbstractContextManager[None] = observe(PARTS.get(part, part))
+            return context
+
+        return self.attention.step(hidden, self.caches, metadata, observe=observed)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the paged caches and states, padding of their pages included."""
+        caches = [cache for cache in vars(self.caches).values() if cache is not None]
+        return sum(cache.shape[0] * cache.strides[0] for cache in caches)
+
+
+class WholeMetadata:
+    """The metadata of a step's whole layers, by model."""
+
+    def __init__(self, options: ReplayOptions, names: list[str], longest: int) -> None:
+        self.xp = array_module(options.backend)
+        ratios = tuple(WHOLE_RATIOS[name] for name in names if name in WHOLE_RATIOS)
+        self.ratios = [ratio for ratio in sorted(set(ratios)) if ratio > 1]
+        self._v4 = self._v32 = None
+        if ratios:
+            self._v4 = DeepseekV4StepBuilder(serving_config(options, ratios, longest), options.backend)
+        if V32 in names:
+            self._v32 = DeepseekV32StepBuilder(serving_config(options, (1,), longest), options.backend)
+
+    def build(self, batch: StepBatch) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        if self._v4 is not None:
+            tables = {ratio: self.xp.asarray(state_table(batch, ratio)) for ratio in self.ratios}
+            made["v4"] = self._v4.build(batch.common, batch.block_table, tables)
+        if self._v32 is not None:
+            made[V32] = self._v32.build(batch.common)
+        return made
+
+
+def state_table(batch: StepBatch, ratio: int) -> np.ndarray:
+    """Pages of compressors' states, host [num_reqs, S] int32: those that this step or a later one reads, -1 for others.
+
+    Read are the states of the row that is being made, at ratio 4 also those of the row before; a later request may go
+    on behind any HASH_TOKENS tokens of a shared prefix.
+    """
+    size = STATE_BLOCK_SIZES[ratio]
+    per_block, reach = BLOCK_TOKENS // size, 2 * ratio if ratio == 4 else ratio
+    columns = max(len(s.sequence.blocks) for s in batch.scheduled) * per_block
+    table = np.full((len(batch.scheduled), columns), -1, np.int32)
+    page = np.arange(columns)
+    for row, s in zip(table, batch.scheduled, strict=True):
+        blocks = np.array(s.sequence.blocks, np.int32)
+        first, last = page * size, page * size + size - 1  # positions of each page
+        wanted = np.zeros(columns, bool)
+        for end in (s.start, s.end):
+            wanted |= (last >= end - reach) & (first < end)
+        wanted |= (last % HASH_TOKENS >= HASH_TOKENS - reach) & (last >= s.start) & (first < s.end)
+        held = wanted[: len(blocks) * per_block]
+        pages = (blocks[:, None] * per_block + np.arange(per_block, dtype=np.int32)).ravel()
+        row[: len(held)] = np.where(held, pages, -1)
+    return table
+
+
+def serving_config(options: ReplayOptions, ratios: tuple[int, ...], longest: int) -> ServingConfig:
+    return ServingConfig(
+        window_size=options.window, compress_ratios=ratios, block_size=SWA_BLOCK, compressed_block_size=BLOCK_TOKENS,
+        index_topk=options.topk, num_heads=options.heads, max_num_batched_tokens=options.batch_tokens,
+        max_num_seqs=MAX_RUNNING, max_model_len=longest,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1)
+def _scratch(backend: str) -> Scratch:
+    """Layers run one after another."""
+    return Scratch()
+
+
+@functools.lru_cache(maxsize=16)
+def made_layer(index: int, name: str, heads: int, topk: int, seed: int, backend: str) -> Any:
+    """A layer with its weights; kept, as a warm-up has the same ones as the run."""
+    on_device = takes_device_arrays(backend)
+    sizes = (DEVICE_SIZES if on_device else HOST_SIZES)[V32 if name == V32 else "v4"]
+    options: dict[str, Any] = {
+        "activations": "bfloat16" if on_device else "float32", "cache_format": CACHE_FORMAT,
+        "xp": array_module(backend), "backend": backend, "max_position": 1 << 17,
+        "scratch": _scratch(backend),
+    }  # fmt: skip
+    if name == V32:
+        v32 = DeepseekV32Config(
+            sizes.hidden, heads, sizes.q_rank, index_n_heads=sizes.index_heads, index_topk=topk
+        )  # fmt: skip
+        return DeepseekV32Attention(v32, 0, by_the_rule(v32_shapes(v32), seed + index), **options)
+    ratio = WHOLE_RATIOS[name]
+    groups = math.gcd(sizes.o_groups, heads)
+    v4 = DeepseekV4Config(
+        sizes.hidden, heads, sizes.q_rank, groups, sizes.o_rank, (ratio,), index_n_heads=sizes.index_heads,
+        index_topk=topk,
+    )  # fmt: skip
+    return DeepseekV4Attention(v4, 0, by_the_rule(v4_shapes(v4, ratio), seed + index), **options)
+
+
+def v4_shapes(config: DeepseekV4Config, ratio: int) -> dict[str, tuple[int, ...]]:
+    """Of a layer's weights, by transformers' names within its attention."""
+    hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.q_lora_rank
+    groups, index_heads = config.o_groups, config.index_n_heads
+    shapes: dict[str, tuple[int, ...]] = {
+        "q_a_proj.weight": (rank, hidden), "q_a_norm.weight": (rank,), "q_b_proj.weight": (heads * 512, rank),
+        "kv_proj.weight": (512, hidden), "kv_norm.weight": (512,), "sinks": (heads,),
+        "o_a_proj.weight": (groups * config.o_lora_rank, heads * 512 // groups),
+        "o_b_proj.weight": (hidden, groups * config.o_lora_rank),
+    }  # fmt: skip
+    coff = 2 if ratio == 4 else 1
+    for prefix, dim in (("compressor.", 512), ("compressor.indexer.", 128))[: 0 if ratio == 1 else coff]:
+        shapes |= {
+            f"{prefix}kv_proj.weight": (coff * dim, hidden), f"{prefix}gate_proj.weight": (coff * dim, hidden),
+            f"{prefix}position_bias": (ratio, coff * dim), f"{prefix}kv_norm.weight": (dim,),
+        }  # fmt: skip
+    if ratio == 4:
+        shapes["compressor.indexer.scorer.weights_proj.weight"] = (index_heads, hidden)
+        shapes["compressor.indexer.q_b_proj.weight"] = (index_heads * 128, rank)
+    return shapes
+
+
+def v32_shapes(config: DeepseekV32Config) -> dict[str, tuple[int, ...]]:
+    hidden, heads, rank, index_heads = (
+        config.hidden_size, config.num_attention_heads, config.q_lora_rank, config.index_n_heads,
+    )  # fmt: skip
+    nope, v_dim = config.qk_nope_head_dim, config.v_head_dim
+    return {
+        "q_a_proj.weight": (rank, hidden), "q_a_layernorm.weight": (rank,),
+        "q_b_proj.weight": (heads * (nope + 64), rank),
+        "kv_a_proj_with_mqa.weight": (576, hidden), "kv_a_layernorm.weight": (512,),
+        "kv_b_proj.weight": (heads * (nope + v_dim), 512), "o_proj.weight": (hidden, heads * v_dim),
+        "indexer.wk.weight": (128, hidden), "indexer.weights_proj.weight": (index_heads, hidden),
+        "indexer.k_norm.weight": (128,), "indexer.k_norm.bias": (128,),
+        "indexer.wq_b.weight": (index_heads * 128, rank),
+    }  # fmt: skip
+
+
+def by_the_rule(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:
+    """Weights, float32: one generator for all in the order of their names (tests/data/README.md)."""
+    generator = np.random.Generator(np.random.PCG64(seed))
+    weights: dict[str, np.ndarray] = {}
+    for name in sorted(shapes):
+        n = generator.standard_normal(shapes[name], dtype=np.float32)
+        if "norm" in name and name.endswith("weight"):
+            weights[name] = 1 + np.float32(0.1) * n
+        elif name.endswith("bias") and "position" not in name:
+            weights[name] = np.float32(0.1) * n
+        elif "position_bias" in name:
+            weights[name] = np.float32(0.5) * n
+        else:
+            weights[name] = n if n.ndim == 1 else n / np.float32(math.sqrt(n.shape[-1]))
+    return weights
