@@ -12,7 +12,7 @@ from rich.console import Console
 
 import cumla
 from cumla.__main__ import main
-from cumla.bounds import EQUAL
+from cumla.bounds import EQUAL, Bound
 from cumla.cli import check
 from cumla.cli.check_cases import Case
 
@@ -100,7 +100,7 @@ def test_replay_of_bf16_caches_speaks_of_no_fp8(capsys):
 
 
 def test_replay_fails_beyond_bounds(monkeypatch, capsys):
-    monkeypatch.setattr("cumla.replay.verify.EXACT_BOUNDS", {"decode": (1e-9, 0, 1), "prefill": (1e-9, 0, 1)})
+    monkeypatch.setattr("cumla.replay.verify.EXACT_BOUNDS", dict.fromkeys(("decode", "prefill"), Bound(1e-9, 0, 1)))
     assert main([*TINY, "--layers", "swa", "--max-len", "60"]) == 1
     out = capsys.readouterr().out
     assert "beyond bounds: step 0, request" in out
