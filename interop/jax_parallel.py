@@ -26,7 +26,7 @@ from jax import lax
 
 from ..kernels.types.shard import Shard
 from ..ops import shards
-from ..parallel.context import GATHERED_RANKS
+from ..parallel.context import is_merged_by_heads
 from .jax import _traceable, dense_mla_decode, sparse_mla_decode
 from .ops import Op, Result, shape
 
@@ -121,7 +121,7 @@ def _decode(
     out, lse = attend(q)
     out, lse = out[:, 0], lse[..., 0]
     tokens, heads, _ = out.shape
-    if not split_heads and (size <= GATHERED_RANKS or heads % size):
+    if not (split_heads or is_merged_by_heads(size, heads, out.nbytes)):
         parts, lses = comm.all_gather((out, lse))
         return _merge(parts, lses, attn_sink)
     own = heads // size

@@ -21,7 +21,7 @@ from ..ops.sparse_attention import V_DIM, sparse_mla_decode
 from .communicator import Communicator, copy
 
 FLOAT32 = np.dtype(np.float32)
-GATHERED_RANKS = 2  # up to which all results go to all ranks: with more, each merges some heads and tells the others
+WORTH_A_CALL = 4 << 20  # bytes that a rank may send more, if that saves one of two exchanges
 
 Attend = Callable[[Any, Any, Any], None]
 
@@ -150,10 +150,10 @@ class ContextAttention:
             out_array, lse_array = outputs(native, shape, out, lse)
             if self.split_heads:
                 self._by_heads(attend, self._gathered(native), sink, out_array, lse_array)
-            elif size <= GATHERED_RANKS or shape[1] % size:
-                self._everything_to_all(attend, native, sink, out_array, lse_array)
-            else:
+            elif is_merged_by_heads(size, shape[1], out_array.nbytes):
                 self._each_some_heads(attend, native, sink, out_array, lse_array)
+            else:
+                self._everything_to_all(attend, native, sink, out_array, lse_array)
         return dlpack.give(out_array, framework) if out is None else out, (
             dlpack.give(lse_array, framework) if lse is None else lse
         )
@@ -220,6 +220,12 @@ class ContextAttention:
     def _arrays(self, name: str, shape: tuple[int, ...], like: Any) -> tuple[Any, Any]:
         """For results of this shape, of `like`'s dtype, and their lse."""
         return self._array(name, shape, like.dtype, like), self._array(f"{name}_lse", shape[:-1], FLOAT32, like)
+
+
+def is_merged_by_heads(size: int, heads: int, result_bytes: int) -> bool:
+    """Whether ranks that all want all heads had better merge some each, and then tell the others, in two exchanges."""
+    all_to_all, by_heads = result_bytes * (size - 1), 2 * result_bytes * (size - 1) // size
+    return heads % size == 0 and all_to_all - by_heads > WORTH_A_CALL
 
 
 def outputs(q: Any, shape: tuple[int, ...], out: Any, lse: Any) -> tuple[Any, Any]:

@@ -38,7 +38,8 @@ def check(got, want):
     print("right")
 
 
-def dense(rng, split_heads):
+def dense(rng, split_heads, by_heads=False):
+    cumla.parallel.context.WORTH_A_CALL = -1 if by_heads else 1 << 30
     count = 2 * SIZE if split_heads else 8
     context = ranks.Context.make(rng, [37, 0, 5, 64], count, 576, s_q=2)
     sink = rng.standard_normal(count).astype(np.float32)
@@ -121,4 +122,5 @@ if __name__ == "__main__":
     lengths(numbers)
     dense(numbers, split_heads=False)
     dense(numbers, split_heads=True)
+    dense(numbers, split_heads=False, by_heads=True)
     sparse(numbers)

@@ -24,9 +24,11 @@ BLOCK = ranks.BLOCK
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("split_heads", [False, True], ids=["all-heads", "own-heads"])
-def test_dense(rng, size, split_heads):
-    heads = size if split_heads else 6  # which most numbers of ranks do not divide
+@pytest.mark.parametrize("way", ["everything", "by-heads", "own-heads"])
+def test_dense(rng, size, way, monkeypatch):
+    split_heads = way == "own-heads"
+    monkeypatch.setattr(cumla.parallel.context, "WORTH_A_CALL", -1 if way == "by-heads" else 1 << 30)
+    heads = 5 if way == "everything" else size
     context = Context.make(rng, [37, 0, 5, 64, 1], heads, 576, s_q=2)
     sink = rng.standard_normal(heads).astype(np.float32)
     want = ranks.dense_on_one(context, sink)

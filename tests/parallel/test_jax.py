@@ -21,4 +21,4 @@ def test_shard_map(size):
         capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["right"] * 5
+    assert done.stdout.split() == ["right"] * 6
