@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import cumla
+from cumla.layout import plain_rows
 from support.calls import ATTENTION, ReadOnly, apart, holds_read_only, int32, ones, operations, put
 from support.guarded import Guarded
 from support.lab import BF16, Lab
