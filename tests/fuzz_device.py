@@ -291,6 +291,57 @@ class Fuzz:
         self.compress()
         self.norms()
 
+    def scores(self):
+        """A few queries' logits, choices of both kinds, and both at once; over keys and over pages."""
+        heads, queries, keys = int(self.choose(3, 64)), int(self.rng.integers(1, 9)), int(self.rng.integers(1, 700))
+        rest = {"backend": self.backend}
+        q = self.put(self.rng.integers(0, 256, (queries, heads, 128), np.uint8))
+        weights = self.numbers32(queries, heads)
+        kv = self.put(self.rng.integers(0, 256, (keys, 128), np.uint8)), self.numbers32(keys)
+        ranges, width = (self.ints(queries), self.ints(queries)), int(self.choose(0, 5, 300))
+        topk = int(self.choose(1, 7, 64))
+        cumla.fp8_mqa_logits(q, kv, weights, *ranges, True, width, **rest)
+        cumla.indexer_topk(
+            q, kv, weights, topk, cu_seqlen_ks=ranges[0], cu_seqlen_ke=ranges[1], max_seqlen_k=width, **rest
+        )
+        pages, _, block_size = self.cache(cumla.INDEXER_FP8)
+        cache, next_n, columns = cumla.INDEXER_FP8.view(pages, block_size), *map(int, self.rng.integers((1, 0), (5, 6)))
+        tokens = queries // next_n * next_n
+        q, weights = q[:tokens].reshape(-1, next_n, heads, 128), weights[:tokens]
+        lens = self.ints(len(q)) if self.rng.random() < 0.5 else self.ints(len(q), next_n)
+        table = self.ints(len(q), columns)
+        cumla.fp8_paged_mqa_logits(q, cache, weights, lens, table, clean_logits=True, **rest)
+        cumla.indexer_topk(q, cache, weights, topk, context_lens=lens, block_table=table, **rest)
+        schedule = cupy.empty((int(self.rng.integers(1, 200)) + 1, 2), np.int32)
+        cumla.get_paged_mqa_logits_metadata(lens, 64, len(schedule) - 1, out=schedule, **rest)
+
+    def choice(self):
+        rows, width = int(self.rng.integers(1, 5)), int(self.choose(1, 50, 3_000, 20_000, 70_000))
+        logits = self.rng.standard_normal((rows, width)).astype(np.float32)
+        logits[self.rng.random(logits.shape) < 0.1] = self.choose(0, np.nan, np.inf, -np.inf)
+        logits = self.put(np.sort(logits) if self.rng.random() < 0.3 else logits, self.choose(0, 1, 4))
+        topk = int(self.choose(0, 1, 200, 512, 2_048, 5_000))
+        cumla.top_k_per_row(logits, topk, self.ints(rows), self.ints(rows), backend=self.backend)
+        cumla.top_k_per_row(logits, topk, backend=self.backend)
+        cumla.top_k_per_row(logits, topk, seq_lens=self.ints(1), next_n=rows, backend=self.backend)
+
+    def numbers32(self, *shape):
+        return self.numbers(*shape, dtype=np.float32)
+
+    def queries(self):
+        tokens, heads = (int(x) for x in self.rng.integers((0, 1), (20, 70)))
+        q, table = self.numbers(tokens, heads, 128), self.numbers32(50, 64)
+        for rope_first in (False, True):
+            cumla.fused_indexer_q_rope_quant(
+                self.ints(tokens), q, table, self.numbers32(tokens, heads), rope_first=rope_first,
+                is_neox=bool(self.choose(False, True)), backend=self.backend,
+            )  # fmt: skip
+
+    def indexer(self):
+        self.scores()
+        self.choice()
+        self.queries()
+
     def attention(self):
         for kernel in sparse_kernels.KERNELS:
             self.sparse(kernel)
@@ -312,9 +363,8 @@ class Fuzz:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="cuda")
-    parser.add_argument(
-        "--ops", choices=("caches", "attention", "layers"), default="caches", help="(default: %(default)s)"
-    )
+    ops = ("caches", "attention", "indexer", "layers")
+    parser.add_argument("--ops", choices=ops, default="caches", help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--define", action="append", default=[], metavar="MACRO", help="for the CUDA sources")
     args = parser.parse_args()

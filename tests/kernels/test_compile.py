@@ -35,8 +35,10 @@ SOURCES = [
     ("common/indexer_logits.cu", {"VALUE": "bf16", "PAGED": 1, "LAYOUT": "INDEXER_BF16"}),
     ("common/indexer_queries.cu", {**QUERIES, "OUTPUT": "uint8", "ALIGNED": 1}),
     ("common/indexer_queries.cu", {**QUERIES, "OUTPUT": "float", "ALIGNED": 0}),
+    ("common/indexer_topk.cu", {"THREADS": 256, "ALIGNED": 1}),
     ("common/indexer_topk.cu", {"THREADS": 512, "ALIGNED": 0}),
     ("common/indexer_topk.cu", {"THREADS": 1024, "ALIGNED": 1}),
+    ("common/indexer_topk_wide.cu", {"THREADS": 512}),
     *(
         ("sm90/indexer/logits.cu", {"PAGED": paged, "PASS": queries, "QUERY_GROUPS": groups})
         for paged, queries, groups in ((0, 2, 2), (1, 1, 1), (1, 2, 1), (1, 2, 2))
@@ -156,7 +158,6 @@ SOURCES = [
 SPILLS_ALLOWED = {"sm90/decode/decode.cu-V32_FP8-sm_90a": 8}  # once a tile: every register is given to a role
 if nvrtc.nvrtcVersion()[1] < 13:  # which fits into the same 128 registers what CUDA 12 does not
     SPILLS_ALLOWED["sm80/dense_decode.cu-f16-e4m3-0-sm_90a"] = 40
-    SPILLS_ALLOWED["common/indexer_topk.cu-512-0-sm_100"] = 4  # into 64 registers
 
 SPILLS_ALLOWED_IN = {"common/sparse/exact.cu": 256}  # which runs seldom, and has two thread blocks a multiprocessor
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import cumla
+from cumla.kernels.types.indexer import Rows
 from support.lab import BF16
 
 FP8 = ml_dtypes.float8_e4m3fn
@@ -159,6 +160,37 @@ def test_choice_is_the_references(lab, rng, width, topk):
     expected = cumla.top_k_per_row(x, topk, seq_lens=lens, next_n=rows, backend="reference")
     found = cumla.top_k_per_row(lab.put(x), topk, seq_lens=lab.put(lens), next_n=rows, backend=lab.backend)
     np.testing.assert_array_equal(lab.get(found), expected)
+
+
+def is_elsewhere(combination):
+    return combination.backend != "cuda"
+
+
+@pytest.mark.nowhere(when=is_elsewhere)
+@pytest.mark.parametrize("threads", [256, 512, 1024])
+@pytest.mark.parametrize("row", ["rising", "equal", "two values", "random"])
+def test_choice_where_many_reach_the_first_bound(lab, rng, monkeypatch, threads, row):
+    """More than a buffer holds, in the first round or in a later one; rows of any length after it."""
+    from cumla.kernels.cuda import indexer as launcher
+
+    monkeypatch.setattr(launcher, "CHOICE_THREADS", (threads,))
+    monkeypatch.setattr(launcher, "device_sms", lambda device: 1)
+    width, topk = 82 * threads, threads // 2 + 3  # 2.6 rounds
+    rows = {
+        "rising": np.sort(rng.normal(size=width)),
+        "equal": np.full(width, 3.0),
+        "two values": rng.integers(0, 2, width),
+        "random": np.where(np.arange(width) < 40 * threads, -1, 1) * rng.uniform(1, 2, width),
+    }
+    normal = rng.normal(size=(4, width))
+    x = np.stack([rows[row], *normal, rows[row], *normal[:3]]).astype(np.float32)
+    starts = np.array([5, 7, 0, width, 3, 0, 9, 4, 2], np.int32)
+    ends = np.array([width, width - 6, 3, width, width // 2, width - 1, 17, topk, topk + 9], np.int32)
+    ranges = Rows(lab.put(starts), lab.put(ends))
+    indices = lab.put(np.zeros((len(x), topk), np.int32))
+    launcher.top_k_per_row(lab.put(x), ranges, indices)
+    expected = cumla.top_k_per_row(x, topk, starts, ends, backend="reference")
+    np.testing.assert_array_equal(lab.get(indices), expected)
 
 
 def test_choice_of_more_than_fits_in_a_thread_block(lab, rng):

@@ -4,11 +4,16 @@
 
 __device__ inline uint32 shared_address(const void* pointer) { return uint32(__cvta_generic_to_shared(pointer)); }
 
+// 16 bytes to shared memory, of which the first `size` come from global memory, the others are zeros. Past the L1 cache,
+// which has no use for them.
+__device__ inline void copy_async_part(uint32 target, const void* source, int size) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(size) : "memory");
+}
 // BYTES (4, 8 or 16) from global to shared memory; zeros, and no access, where `present` is false.
 template <int BYTES> __device__ inline void copy_async(uint32 target, const void* source, bool present) {
     int size = present ? BYTES : 0;
-    if (BYTES == 16)  // past the L1 cache, which has no use for it
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(size) : "memory");
+    if (BYTES == 16)
+        copy_async_part(target, source, size);
     else
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target), "l"(source), "n"(BYTES), "r"(size) : "memory");
 }

@@ -1,0 +1,119 @@
+// Choosing the largest of many numbers: orders of floats, a radix selection by a thread block, and which columns of a row
+// of logits count.
+//
+// Macro: THREADS.
+#pragma once
+#include "common/numbers.cuh"
+
+constexpr int WARPS = THREADS / 32;
+constexpr int BINS = 2048;  // of a digit of 11 bits
+
+// Which columns there are to choose from.
+struct Columns {
+    const int *starts, *ends, *lens;  // null without
+    int64 lens_stride;
+    int next_n;
+    bool per_row;  // a length for every row of next_n
+    int num_keys;  // of compressed rows, or -1
+    int width;
+
+    __device__ void range_of(int64 row, int& first, int& end) const {
+        if (lens) {
+            int64 request = row;
+            int j = 0;
+            if (next_n > 1) request = row >> 32 ? row / next_n : uint32(row) / next_n, j = int(row - request * next_n);
+            int64 length = per_row ? lens[request * lens_stride + j] : int64(lens[request * lens_stride]) - (next_n - 1 - j);
+            first = 0, end = int(min(max(length, int64(0)), int64(width)));
+            return;
+        }
+        int keys = num_keys < 0 ? width : num_keys;
+        first = starts ? min(max(starts[row], 0), keys) : 0;
+        end = ends ? min(max(ends[row], first), keys) : keys;
+        if (num_keys >= 0) end = min(end - first, width), first = 0;
+    }
+};
+
+// Grows as x does, from 1 on; 0 for NaN. -0 equals 0.
+__device__ inline uint32 order_of(float x) {
+    uint32 bits = __float_as_uint(x);
+    if (bits == 0x80000000) bits = 0;
+    uint32 order = bits ^ (int(bits) < 0 ? 0xffffffff : 0x80000000);
+    return (bits & 0x7fffffff) > 0x7f800000 ? 0 : order;
+}
+
+// Shared memory of a selection.
+struct Scratch {
+    uint32 bins[BINS];  // 0 whenever nobody counts
+    uint32 most[2 * WARPS];
+    int sums[WARPS];
+    int digit, needed, here, count;
+};
+
+__device__ inline int sum_to(int x) {  // of the lanes up to this one
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        int left = __shfl_up_sync(~0u, x, step);
+        if (lane >= step) x += left;
+    }
+    return x;
+}
+
+// The sum of x over the threads before this one; all threads take part, and meet once more before the next such sum.
+__device__ inline int sum_before(Scratch& scratch, int x, int& total) {
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, up_to = sum_to(x);
+    if (lane == 31) scratch.sums[warp] = up_to;
+    __syncthreads();
+    int sums = sum_to(lane < WARPS ? scratch.sums[lane] : 0);
+    total = __shfl_sync(~0u, sums, 31);
+    int before = __shfl_sync(~0u, sums, warp ? warp - 1 : 0);
+    return up_to - x + (warp ? before : 0);
+}
+
+// A number that k of all numbers are not below, and `all`: whether they are no more than k. If not, `rest` of those that
+// equal it are among the k largest. `each` calls what it is given with every number of a thread; 0 is none, and the result
+// where there are less than k. All threads take part; `passes` of the selection at most, which then may leave more than k.
+template <class Each> __device__ inline uint32 kth_largest(Scratch& scratch, int k, int& rest, bool& all, int passes, Each each) {
+    constexpr int RUN = BINS / THREADS;
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    // Of numbers in a range, however narrow, as many bins as there are are used.
+    uint32 largest = 0, inverted = 0;  // the smallest's
+    each([&](uint32 x) {
+        if (x) largest = max(largest, x), inverted = max(inverted, ~x);
+    });
+    largest = __reduce_max_sync(~0u, largest), inverted = __reduce_max_sync(~0u, inverted);
+    if (lane == 0) scratch.most[warp] = largest, scratch.most[WARPS + warp] = inverted;
+    __syncthreads();
+    largest = __reduce_max_sync(~0u, lane < WARPS ? scratch.most[lane] : 0);
+    uint32 low = ~__reduce_max_sync(~0u, lane < WARPS ? scratch.most[WARPS + lane] : 0), span = largest - low;
+    rest = k;
+    for (int bits = 32 - __clz(int(span));; --passes) {
+        int shift = max(bits - 11, 0);
+        each([&](uint32 x) {
+            if (x && x - low <= span) atomicAdd(&scratch.bins[(x - low) >> shift], 1u);
+        });
+        __syncthreads();
+        // Bins from the largest digit on, in runs of a thread.
+        int first = BINS - 1 - threadIdx.x * RUN, own = 0, total;
+        int counts[RUN];
+#pragma unroll
+        for (int i = 0; i < RUN; ++i) own += counts[i] = scratch.bins[first - i], scratch.bins[first - i] = 0;
+        int before = sum_before(scratch, own, total);
+        if (before < rest && rest <= before + own) {
+            bool found = false;
+#pragma unroll
+            for (int i = 0; i < RUN; ++i) {
+                if (!found && before + counts[i] >= rest) {
+                    scratch.digit = first - i, scratch.needed = rest - before, scratch.here = counts[i];
+                    found = true;
+                }
+                before += counts[i];
+            }
+        }
+        __syncthreads();
+        if (total < rest) return 0;
+        low += uint32(scratch.digit) << shift, rest = scratch.needed, all = scratch.here == rest;
+        if (all || !shift || passes == 1) return low;
+        span = (1u << shift) - 1, bits = shift;
+    }
+}
