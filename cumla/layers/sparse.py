@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,14 @@ from ..layout import DSV4_FP8, CacheLayout
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 from ..ops.indices import combine_topk_swa_indices, compute_global_topk_indices_and_lens
 from ..ops.sparse_attention import V_DIM, sparse_mla_decode, sparse_mla_prefill
-from ..ops.sparse_cache import dequantize_and_gather_k_cache, quantize_and_insert_k_cache
+from ..ops.sparse_cache import (
+    dequantize_and_gather_k_cache,
+    indexer_k_quant_and_cache,
+    quantize_and_insert_k_cache,
+)
 from .prefill_road import ROADS, chunk_roads
-from .sparse_checks import check_step, refuse_in_capture
+from .selection import IndexerInputs, select_rows
+from .sparse_checks import check_step, refuse_in_capture, tokens_used
 
 Observer = Callable[[str], AbstractContextManager[Any]]
 
@@ -46,6 +51,7 @@ class CompressedCache:
     k: Any = None
     slot_mapping: Any = None
     topk_indices: Any = None
+    indexer: IndexerInputs | None = None
 
 
 @dataclass(frozen=True)
@@ -55,15 +61,23 @@ class LayerWorkspace:
     lse           [>= num_decode_tokens, h, 1] float32
     topk_indices  [>= num_decode_tokens, >= topk] int32, slots of the rows that tokens select; for ratio 4
     topk_lens     [>= num_decode_tokens] int32; for ratio 4
+    selected      [>= num_tokens, index_topk] int32, the rows that tokens select; with an indexer
+    scores        uint8 [>= score_bytes(indexer)], for scores of some tokens at a time; with an indexer
     """
 
     lse: Any
     topk_indices: Any = None
     topk_lens: Any = None
+    selected: Any = None
+    scores: Any = None
 
     @classmethod
-    def allocate(cls, q: Any, topk: int = 0) -> LayerWorkspace:
-        """For steps of as many tokens as `q` has, [num_tokens, h, 512], on its device; topk as selected, at ratio 4."""
+    def allocate(cls, q: Any, topk: int = 0, score_bytes: int = 0) -> LayerWorkspace:
+        """For steps of as many tokens as `q` has, [num_tokens, h, 512], on its device.
+
+        topk         as selected, at ratio 4
+        score_bytes  for scores, with an indexer: more than cumla.layers.selection.score_bytes makes fewer launches
+        """
         framework, native = dlpack.framework_of(q), dlpack.borrow(q, "q")
         tokens, heads, _ = native.shape
 
@@ -71,7 +85,12 @@ class LayerWorkspace:
             return dlpack.give(dlpack.empty(shape, np.dtype(dtype), native), framework)
 
         lse = empty((tokens, heads, 1), np.float32)
-        return cls(lse, empty((tokens, topk), np.int32), empty((tokens,), np.int32)) if topk else cls(lse)
+        if not topk:
+            return cls(lse)
+        slots, lens = empty((tokens, topk), np.int32), empty((tokens,), np.int32)
+        if not score_bytes:
+            return cls(lse, slots, lens)
+        return cls(lse, slots, lens, empty((tokens, topk), np.int32), empty((score_bytes,), np.uint8))
 
 
 @dataclass(frozen=True)
@@ -122,7 +141,7 @@ class SparseMLALayer:
                     the same builder, a step of decodes allocates nothing
         prefill_road  how prefills attend: "pages", straight over the caches; "rows", over rows gathered from them;
                     None: by what is faster for each chunk (cumla/layers/prefill_road.py)
-        observe     called with an op's name around each op ("insert", "map", "decode", "gather", "prefill")
+        observe     called with an op's name around each op ("insert", "select", "map", "decode", "gather", "prefill")
 
         Returns out; its last 64 values still carry RoPE. Rows of padding tokens are 0 or not written.
         Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
@@ -134,7 +153,7 @@ class SparseMLALayer:
         q = dlpack.borrow(q, "q")
         result = dlpack.borrow(out, "out", writable=True) if out is not None else None
         with streams.callers(q, framework, stream):
-            refuse_in_capture(q, metadata, out, workspace)
+            refuse_in_capture(q, metadata, compressed, out, workspace)
             if result is None:
                 result = dlpack.empty((*q.shape[:2], V_DIM), q.dtype, q)
             run = _Run(self, metadata, workspace, backend, observe)
@@ -144,6 +163,8 @@ class SparseMLALayer:
             if compressed is not None and compressed.k is not None:
                 with observe("insert"):
                     run.insert(compressed.k, compressed.cache, compressed.slot_mapping, compressed.cache.shape[1])
+            if compressed is not None and compressed.indexer is not None:
+                compressed = run.select(compressed, q)
             if metadata.num_decode_tokens:
                 run.decode(q, swa_cache, compressed, result)
             topk = None if compressed is None or compressed.topk_indices is None else compressed.topk_indices.shape[1]
@@ -175,6 +196,28 @@ class _Run:
         slots = dlpack.borrow(slot_mapping, "slot_mapping")[: len(k)]
         quantize_and_insert_k_cache(k, cache, slots, block_size, layout=self.layer.layout, backend=self.backend)
 
+    def select(self, compressed: CompressedCache, q: Any) -> CompressedCache:
+        """The compressed cache with the rows that tokens select by their indexer, whose keys are inserted first."""
+        inputs, metadata, tokens = compressed.indexer, self.metadata, tokens_used(self.metadata)
+        assert inputs is not None
+        if inputs.k is not None:
+            with self.observe("insert"):
+                k = dlpack.borrow(inputs.k, "indexer.k")
+                slots = dlpack.borrow(compressed.slot_mapping, "slot_mapping")[: len(k)]
+                indexer_k_quant_and_cache(k, inputs.cache, slots, backend=self.backend)
+        given = {"scores": self._cut("scores", None), "selected": self._cut("selected", tokens)}
+
+        def memory(name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+            array = given.get(name)
+            return dlpack.empty(shape, np.dtype(dtype), q) if array is None else array
+
+        selected = memory("selected", (tokens, self.layer.index_topk), np.int32)
+        with self.observe("select"):
+            arrays = (metadata.positions, metadata.token_to_req_indices, compressed.block_table)
+            positions, token_to_req, table = (dlpack.borrow(x, "metadata") for x in arrays)
+            select_rows(inputs, positions, token_to_req, table, selected, memory, self.backend)
+        return replace(compressed, topk_indices=selected, indexer=None)
+
     def decode(self, q: Any, swa_cache: Any, compressed: CompressedCache | None, out: Any) -> None:
         metadata, tokens = self.metadata, self.metadata.num_decode_tokens
         extra: dict[str, Any] = {}
@@ -190,7 +233,7 @@ class _Run:
                 plan=metadata.decode_plan(self.layer.compress_ratio), backend=self.backend,
             )  # fmt: skip
 
-    def _cut(self, name: str, tokens: int) -> Any:
+    def _cut(self, name: str, tokens: int | None) -> Any:
         """The part of a workspace's array that a step of `tokens` tokens uses; None without a workspace."""
         array = None if self.workspace is None else getattr(self.workspace, name)
         return None if array is None else dlpack.borrow(array, f"workspace.{name}", writable=True)[:tokens]

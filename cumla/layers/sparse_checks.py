@@ -7,19 +7,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 
 from ..arrays import streams
-from ..dispatch.call import BF16, FLOAT32, INT32, SLOTS, Call
+from ..dispatch.call import BF16, FLOAT32, FLOATS, INT32, SLOTS, Call
 from ..dispatch.launch_cache import MOST_KNOWN, call_key
 from ..kernels.types.metadata import C128A_RATIO
+from ..layout import INDEXER_BF16, INDEXER_F32, INDEXER_FP8
 from ..metadata.batch import host_array
+from ..metadata.indexer import DeepseekV32IndexerMetadata
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 from ..ops.sparse_attention import ROWS, V_DIM, check_heads, scale_or_default
+from .selection import IndexerInputs, score_bytes
 
 if TYPE_CHECKING:
     from .sparse import CompressedCache, LayerWorkspace, SparseMLALayer
 
+INDEXER_LAYOUTS = (INDEXER_FP8, INDEXER_BF16, INDEXER_F32)
 _PASSED: set[tuple[Any, ...]] = set()  # how arguments looked that were right
 
 
@@ -51,7 +56,7 @@ def check_step(
         metadata.block_size, metadata.config.compressed_block_size, layer.attn_sink, layer.softmax_scale,
         layer.layout.name, q, k, swa_cache, metadata.slot_mapping, metadata.block_table, metadata.seq_lens,
         metadata.query_start_loc, metadata.c128a_decode_topk_lens, out,
-        *(() if compressed is None else vars(compressed).values()),
+        *(() if compressed is None else looks_of(compressed)),
         *(() if workspace is None else vars(workspace).values()), stream,
     )  # fmt: skip
     if look is not None and look in _PASSED:
@@ -80,11 +85,35 @@ def check_step(
     call.optional("out", out, (q.dtype,), (call.size("num_tokens"), "h", V_DIM), writable=True)
     if workspace is not None and metadata.num_decode_tokens:
         check_workspace(call, workspace, metadata.num_decode_tokens, columns)
+    if workspace is not None and compressed is not None and compressed.indexer is not None:
+        check_selection_memory(call, workspace, compressed.indexer, used, layer.index_topk)
     call.kernels("sparse_attention")  # which raises for a backend that cannot
     if look is not None:
         if len(_PASSED) >= MOST_KNOWN:
             _PASSED.clear()
         _PASSED.add(look)
+
+
+def looks_of(compressed: CompressedCache) -> list[Any]:
+    """What there is to look at, of the indexer what is not checked each time."""
+    inputs = compressed.indexer
+    looks = [value for name, value in vars(compressed).items() if name != "indexer"]
+    if inputs is None:
+        return looks
+    if not isinstance(inputs, IndexerInputs):
+        raise TypeError(f"compressed.indexer: got {type(inputs).__name__}, expected IndexerInputs")
+    if not isinstance(inputs.metadata, DeepseekV32IndexerMetadata):
+        got = type(inputs.metadata).__name__
+        raise TypeError(f"compressed.indexer.metadata: got {got}, expected DeepseekV32IndexerMetadata")
+    return [
+        *looks,
+        inputs.q,
+        inputs.weights,
+        inputs.cache,
+        inputs.k,
+        inputs.layout.name,
+        inputs.metadata.compress_ratio,
+    ]
 
 
 def tokens_used(metadata: DeepseekSparseSWAMetadata) -> int:
@@ -108,6 +137,11 @@ def check_compressed(
         slots = call.array("compressed.slot_mapping", compressed.slot_mapping, SLOTS, (-1,))
         check_rows("compressed.slot_mapping", slots, len(k), "entries")
     if ratio != C128A_RATIO:
+        if compressed.indexer is not None:
+            if compressed.topk_indices is not None:
+                raise ValueError("compressed.topk_indices: got an array together with an indexer, expected one of both")
+            check_indexer(call, compressed.indexer, ratio, pages.block_size, used, compressed)
+            return layer.index_topk
         if compressed.topk_indices is None:
             raise TypeError(
                 f"compressed.topk_indices: got None, expected int32 [num_tokens, topk] at compress_ratio {ratio}"
@@ -115,6 +149,8 @@ def check_compressed(
         topk_indices = call.array("compressed.topk_indices", compressed.topk_indices, INT32, (-1, -1))
         check_rows("compressed.topk_indices", topk_indices, used, "tokens")
         return int(topk_indices.shape[1])
+    if compressed.indexer is not None:
+        raise ValueError("compressed.indexer: got one, expected None at compress_ratio 128: all rows are taken")
     if compressed.topk_indices is not None:
         raise ValueError(
             "compressed.topk_indices: got an array, expected None at compress_ratio 128: all rows are taken"
@@ -130,6 +166,32 @@ def check_compressed(
             f"metadata's slots are for compressed_block_size = {positions} positions a page"
         )
     return 0
+
+
+def check_indexer(
+    call: Call, inputs: IndexerInputs, ratio: int, block_size: int, used: int, compressed: CompressedCache
+) -> None:
+    """The same for what tokens select by."""
+    if inputs.layout not in INDEXER_LAYOUTS:
+        raise ValueError(
+            f"compressed.indexer.layout: got {inputs.layout!r}, expected one of {[x.name for x in INDEXER_LAYOUTS]}"
+        )
+    quantized = inputs.layout.num_scales > 0
+    value_type = "uint8" if quantized else inputs.layout.value_type
+    dtype = np.dtype(getattr(ml_dtypes, value_type, value_type))
+    q = call.array("compressed.indexer.q", inputs.q, (dtype,), (-1, "index_heads", INDEXER_FP8.head_dim))
+    check_rows("compressed.indexer.q", q, used, "tokens")
+    weights = call.array("compressed.indexer.weights", inputs.weights, FLOAT32, (-1, "index_heads"))
+    check_rows("compressed.indexer.weights", weights, used, "tokens")
+    call.pages("compressed.indexer.cache", inputs.cache, inputs.layout, block_size, writable=inputs.k is not None)
+    if inputs.metadata.compress_ratio != ratio:
+        raise ValueError(
+            f"compressed.indexer.metadata: got one of compress_ratio {inputs.metadata.compress_ratio}, expected {ratio}"
+        )
+    if inputs.k is not None:
+        k = call.array("compressed.indexer.k", inputs.k, FLOATS, (-1, INDEXER_FP8.head_dim))
+        slots = call.array("compressed.slot_mapping", compressed.slot_mapping, SLOTS, (-1,))
+        check_rows("compressed.slot_mapping", slots, len(k), "entries")
 
 
 def check_workspace(call: Call, workspace: LayerWorkspace, tokens: int, columns: int) -> None:
@@ -149,12 +211,28 @@ def check_workspace(call: Call, workspace: LayerWorkspace, tokens: int, columns:
     check_rows("workspace.topk_lens", lens, tokens, "tokens")
 
 
+def check_selection_memory(
+    call: Call, workspace: LayerWorkspace, inputs: IndexerInputs, tokens: int, topk: int
+) -> None:
+    """The same for what rows are selected in, as far as it is given."""
+    selected = call.optional("workspace.selected", workspace.selected, INT32, (-1, topk), writable=True)
+    if selected is not None:
+        check_rows("workspace.selected", selected, tokens, "tokens")
+    scores = call.optional("workspace.scores", workspace.scores, (np.dtype(np.uint8),), (-1,), writable=True)
+    if scores is not None and len(scores) < score_bytes(inputs):
+        raise ValueError(
+            f"workspace.scores: got {len(scores)} bytes, expected at least {score_bytes(inputs)}, those of a request"
+        )
+
+
 def check_rows(name: str, array: Any, needed: int, of: str) -> None:
     if len(array) < needed:
         raise ValueError(f"{name}: got {len(array)} {of}, expected at least the metadata's {needed}")
 
 
-def refuse_in_capture(q: Any, metadata: DeepseekSparseSWAMetadata, out: Any, workspace: Any) -> None:
+def refuse_in_capture(
+    q: Any, metadata: DeepseekSparseSWAMetadata, compressed: CompressedCache | None, out: Any, workspace: Any
+) -> None:
     """Raise ValueError, naming what is missing, if a CUDA graph is captured on the current stream."""
     if isinstance(q, np.ndarray) or not streams.is_capturing():
         return
@@ -163,6 +241,11 @@ def refuse_in_capture(q: Any, metadata: DeepseekSparseSWAMetadata, out: Any, wor
             raise ValueError(
                 f"{name}: got None while a CUDA graph is being captured, expected memory allocated before it"
             )
+    selects = compressed is not None and compressed.indexer is not None and workspace is not None
+    if selects and (workspace.selected is None or workspace.scores is None):
+        raise ValueError(
+            "workspace: got no selected and scores while a CUDA graph is being captured, expected them with an indexer"
+        )
     if metadata.num_prefills:
         raise ValueError(
             f"metadata: got {metadata.num_prefills} prefills while a CUDA graph is being captured, expected decodes "

@@ -1,4 +1,4 @@
-"""The indexer's choice of rows for each token: decodes score straight from the pages, prefills chunk by chunk."""
+"""The indexer's choice of rows for each token, from its projections on."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from ..layers.selection import IndexerInputs, select_rows
 from ..layout import CacheLayout
 from ..metadata.indexer import DeepseekV32IndexerMetadata
-from ..metadata.indexer_chunks import DeepseekV32IndexerPrefillChunkMetadata
 from ..ops.indexer import fused_indexer_q_rope_quant
-from ..ops.indexer_topk import indexer_topk
-from ..ops.sparse_cache import cp_gather_indexer_k_quant_cache
 from .caches import PLAIN_DTYPES
 from .scratch import Scratch
 
 FLOAT32 = np.dtype(np.float32)
-WORKSPACE_BYTES = 64 << 20
 
 
 class Indexer:
@@ -53,14 +50,14 @@ class Indexer:
         block_table   [num_reqs, B] int32, of k_cache
         cos_sin       float32 [max_position, 64]
         """
-        tokens, decodes = len(q), metadata.num_decode_tokens
         q, weights = self._queries(q, weights, positions, cos_sin)
-        out = self.scratch.array("topk_indices", (tokens, self.topk), np.int32, q)
-        if decodes:
-            self._decode(q, weights, k_cache, metadata, positions, token_to_req, block_table, out[:decodes])
-        out[decodes:] = -1
-        for chunk in metadata.prefill.chunks if metadata.prefill is not None else ():
-            self._prefill(q, weights, k_cache, chunk, out)
+
+        def memory(name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+            return self.scratch.array(name, shape, dtype, q)
+
+        out = memory("topk_indices", (len(q), self.topk), np.int32)
+        inputs = IndexerInputs(q, weights, k_cache, metadata, layout=self.layout)
+        select_rows(inputs, positions, token_to_req, block_table, out, memory, self.backend)
         return out
 
     def _queries(self, q: Any, weights: Any, positions: Any, cos_sin: Any) -> tuple[Any, Any]:
@@ -75,50 +72,3 @@ class Indexer:
             out=out, backend=self.backend,
         )  # fmt: skip
         return out
-
-    def _decode(
-        self,
-        q: Any,
-        weights: Any,
-        k_cache: Any,
-        metadata: DeepseekV32IndexerMetadata,
-        positions: Any,
-        token_to_req: Any,
-        block_table: Any,
-        out: Any,
-    ) -> None:
-        decode, tokens = metadata.decode, len(out)
-        if decode is None:
-            raise ValueError(f"metadata: got no decodes, expected those of {tokens} tokens")
-        lens, table = decode.seq_lens, decode.block_table
-        each = lens.shape[1] if lens.ndim == 2 else 1
-        schedule = decode.schedule_metadata
-        if len(lens) * each != tokens:  # decodes of different lengths: every token is an entry of its own
-            ratio = metadata.compress_ratio
-            lens, each, schedule = (positions[:tokens] + 1).astype(np.int32) // ratio, 1, None
-            table = block_table[token_to_req[:tokens]]
-        indexer_topk(
-            q[:tokens].reshape(-1, each, *q.shape[1:]), k_cache, weights[:tokens], self.topk, context_lens=lens,
-            block_table=table, schedule_metadata=schedule, layout=self.layout, out=out, backend=self.backend,
-            workspace=self._workspace(q),
-        )  # fmt: skip
-
-    def _prefill(
-        self, q: Any, weights: Any, k_cache: Any, chunk: DeepseekV32IndexerPrefillChunkMetadata, out: Any
-    ) -> None:
-        rows, quantized = chunk.total_seq_lens, self.layout.num_scales > 0
-        keys = self.scratch.array("index_keys", (rows, self.layout.head_dim), q.dtype, q)
-        scales = self.scratch.array("index_scales", (rows,), FLOAT32, q) if quantized else None
-        if not chunk.skip_kv_gather:
-            cp_gather_indexer_k_quant_cache(
-                k_cache, keys, scales, chunk.block_table, chunk.cu_seq_lens, backend=self.backend
-            )
-        some = slice(chunk.token_start, chunk.token_end)
-        indexer_topk(
-            q[some], (keys, scales) if quantized else keys, weights[some], self.topk, cu_seqlen_ks=chunk.cu_seqlen_ks,
-            cu_seqlen_ke=chunk.cu_seqlen_ke, out=out[some], backend=self.backend, workspace=self._workspace(q),
-        )  # fmt: skip
-
-    def _workspace(self, q: Any) -> Any:
-        """Memory for scores of some queries at a time."""
-        return self.scratch.array("scores", (WORKSPACE_BYTES,), np.uint8, q)

@@ -9,7 +9,7 @@ from ..types.indexer import Rows
 from ..types.segments import Pages
 from .compile import kernel
 from .dense_attention import large_kernel
-from .device import block_shared_bytes, device_sms, is_hopper
+from .device import device_sms, is_hopper
 from .indices import table_arguments
 from .launch import C_NAMES, MAX_BLOCKS, is_aligned, pointer, strides
 from .tma import NO_MAP, Words, box_rows, map_of_pages
@@ -21,7 +21,6 @@ NO_TABLE = (0, 0, 0, 0)
 NO_PAGES = (0, 0, 0, 1)
 LANES_PER_HEAD, QUERY_THREADS = 16, 128  # as in common/indexer_queries.cu
 KEY_THREADS = 128  # as in common/indexer_keys.cu
-CHOICE_THREADS = (1024, 512, 256)  # of common/indexer_topk.cu: the first that a device has shared memory for
 
 
 def fused_indexer_q_rope_quant(
@@ -250,14 +249,14 @@ def paged_mqa_logits_metadata(lens: Any, split: int, schedule: Any) -> None:
 def top_k_per_row(logits: Any, rows: Rows, indices: Any) -> None:
     device, topk = logits.data.device_id, indices.shape[1]
     num_rows, width = logits.shape
-    threads = next(n for n in CHOICE_THREADS if choice_bytes(n) <= block_shared_bytes(device))
+    threads = choice_threads(num_rows, topk, device_sms(device))
     lens = rows.lens
     arguments = (
         logits, strides(logits)[0], width, num_rows, pointer(rows.starts), pointer(rows.ends), pointer(lens),
         0 if lens is None else strides(lens)[0], rows.next_n, lens is not None and lens.ndim == 2,
         -1 if rows.num_keys is None else rows.num_keys, indices, strides(indices)[0], topk,
     )  # fmt: skip
-    if topk > 4 * threads:  # than its buffer may hold when more columns come
+    if topk > 16 * threads:  # than its buffer may hold when more columns come
         kernel("common/indexer_topk_wide.cu", "top_k_per_row_wide", THREADS=512)(
             (min(num_rows, 2**31 - 1),), (512,), arguments, overlap=True
         )
@@ -267,10 +266,14 @@ def top_k_per_row(logits: Any, rows: Rows, indices: Any) -> None:
         device, shared_bytes, "common/indexer_topk.cu", "top_k_per_row", THREADS=threads,
         ALIGNED=int(is_aligned(logits)),
     )  # fmt: skip
-    blocks = min(num_rows, device_sms(device) * (1024 // threads))
-    run((blocks,), (threads,), arguments, shared_mem=shared_bytes, overlap=True)
+    run((min(num_rows, 2**31 - 1),), (threads,), arguments, shared_mem=shared_bytes, overlap=True)
+
+
+def choice_threads(num_rows: int, topk: int, sms: int) -> int:
+    """Of a thread block of common/indexer_topk.cu: fewer do with fewer instructions, more read a row faster."""
+    return 512 if num_rows <= sms or topk > 2048 else 256
 
 
 def choice_bytes(threads: int) -> int:
-    """Shared memory of common/indexer_topk.cu: a ring of 128 bytes a thread, a buffer of 64, bins, a few numbers."""
-    return threads * (128 + 64) + 4 * 2048 + 12 * (threads // 32) + 16
+    """Shared memory of common/indexer_topk.cu: a buffer of 20 entries a thread, bins, and a few numbers."""
+    return 8 * 20 * threads + 4 * 1024 + 12 * (threads // 32) + 16

@@ -135,9 +135,9 @@ class Kernel:
         packing.pack_into(memory, ARGUMENTS_AT, *numbers)
         status = launch_kernel(config, function, None, extra)
         if status:
-            from cupy.cuda.driver import CUDADriverError
+            import cupy
 
-            raise CUDADriverError(status)
+            raise cupy.cuda.driver.CUDADriverError(status)
 
     def arguments(self, **named: Any) -> tuple[Any, ...]:
         """Arguments by the names of the kernel's parameters, in their order; of a struct the tuple of its members.

@@ -3,13 +3,15 @@
 import re
 from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import cumla
 from cumla.kernels.reference.sparse_attention import attend
+from cumla.layers.selection import IndexerInputs, score_bytes
 from cumla.layers.sparse import CompressedCache, LayerWorkspace, SparseMLALayer, not_observed
-from cumla.metadata import DeepseekSparseSWAMetadataBuilder, ServingConfig
+from cumla.metadata import DeepseekSparseSWAMetadataBuilder, DeepseekV32IndexerMetadataBuilder, ServingConfig
 from cumla.metadata.batch import CommonAttentionMetadata
 from support.bounds import assert_same_direction, assert_within
 from support.lab import BF16, Lab, to_float
@@ -183,8 +185,80 @@ def test_a_workspace_changes_no_bit(lab, rng, ratio):
             layer.step(q, k, cache, metadata, compressed, workspace=LayerWorkspace.allocate(q), backend=lab.backend)
 
 
+INDEXER_LAYOUTS = [cumla.INDEXER_FP8, cumla.INDEXER_BF16, cumla.INDEXER_F32]
+
+
+@pytest.mark.parametrize("layout", INDEXER_LAYOUTS, ids=lambda x: x.name)
+@pytest.mark.parametrize("query_lens", [[1, 1, 1], [2, 1, 30], [2, 2, 2]])
+def test_selects_what_an_indexer_scores_best(lab, rng, layout, query_lens):
+    """The same bits as of a step that is given each token's best rows, found one token at a time."""
+    seq_lens, topk, index_heads = [3, 200, 147], 8, 4
+    layer, given, pool = step_of(
+        rng, lab, 4, seq_lens, query_lens, index_topk=topk, num_speculative_tokens=max(query_lens) % 29
+    )
+    compressed, config = given["compressed"], given["metadata"].config
+    batch = batch_of(lab, seq_lens, query_lens, pool)
+    indexer = DeepseekV32IndexerMetadataBuilder(config, backend=lab.backend).build(
+        0, batch, block_table=compressed.block_table
+    )
+    rows, tokens = COMPRESSED_BLOCK // 4, sum(query_lens)
+    table = lab.get(compressed.block_table)
+    host_cache = layout.allocate(len(compressed.cache), rows)
+    keys = rng.normal(size=(len(compressed.cache) * rows, 128))
+    keys = keys.astype(np.float32 if layout.value_type == "float32" else BF16)
+    fresh = np.array([table[1, 1] * rows + 49 - rows, 5])  # the last row of a request, and one that nobody has
+    old = np.setdiff1d(np.arange(len(keys)), fresh)
+    cumla.indexer_k_quant_and_cache(keys[old], host_cache, old, backend="reference")
+    cache = lab.put(host_cache.copy())
+    cumla.indexer_k_quant_and_cache(keys[fresh], host_cache, fresh, backend="reference")
+    q, weights = rng.normal(size=(tokens, index_heads, 128)), rng.normal(size=(tokens, index_heads)).astype(np.float32)
+    q = q.astype(ml_dtypes.float8_e4m3fn).view(np.uint8) if layout.num_scales else q.astype(keys.dtype)
+    selected, token = np.full((tokens, topk), -1, np.int32), 0
+    for r, (s, n) in enumerate(zip(seq_lens, query_lens, strict=True)):
+        for position in range(s - n, s):
+            some = slice(token, token + 1)
+            selected[some] = cumla.indexer_topk(
+                q[some][None], host_cache, weights[some], topk, context_lens=np.array([(position + 1) // 4], np.int32),
+                block_table=table[r : r + 1], layout=layout, backend="reference",
+            )  # fmt: skip
+            token += 1
+    compressed = replace(compressed, k=lab.put(np.ones((2, 512), BF16)), slot_mapping=lab.put(fresh.astype(np.int64)))
+    inputs = IndexerInputs(lab.put(q), lab.put(weights), cache, indexer, lab.put(keys[fresh]), layout)
+    arguments = {name: given[name] for name in ("q", "k", "swa_cache", "metadata")}
+    want = layer.step(**arguments, compressed=replace(compressed, topk_indices=lab.put(selected)), backend=lab.backend)
+    own = replace(compressed, topk_indices=None, indexer=inputs)
+    observed = []
+    got = layer.step(
+        **arguments, compressed=own, backend=lab.backend,
+        observe=lambda op: observed.append(op) or not_observed(op),
+    )  # fmt: skip
+    assert lab.get(got).tobytes() == lab.get(want).tobytes()
+    assert observed[:4] == ["insert", "insert", "insert", "select"]
+    assert lab.get(cache).tobytes() == host_cache.tobytes()
+    workspace = LayerWorkspace.allocate(arguments["q"], topk, score_bytes(inputs))
+    got = layer.step(**arguments, compressed=own, workspace=workspace, backend=lab.backend)
+    assert lab.get(got).tobytes() == lab.get(want).tobytes()
+    np.testing.assert_array_equal(lab.get(workspace.selected), selected)
+    for change, message in (
+        ({"scores": workspace.scores[:-1]}, "workspace.scores: got"),
+        ({"selected": workspace.selected[:, 1:]}, "workspace.selected: got shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer.step(**arguments, compressed=own, workspace=replace(workspace, **change), backend=lab.backend)
+    for change, message in (
+        ({"q": inputs.q[:-1]}, "indexer.q: got"), ({"weights": inputs.weights[:-1]}, "indexer.weights: got"),
+        ({"cache": cache[:, :-1]}, "indexer.cache: got shape"), ({"metadata": None}, "indexer.metadata: got NoneType"),
+        ({"k": inputs.k[:, :-1]}, "indexer.k: got shape"), ({"layout": cumla.DSV4_FP8}, "indexer.layout: got"),
+    ):  # fmt: skip
+        wrong = replace(own, indexer=replace(inputs, **change))
+        with pytest.raises((TypeError, ValueError), match=message):
+            layer.step(**arguments, compressed=wrong, backend=lab.backend)
+    with pytest.raises(ValueError, match="topk_indices: got an array together with an indexer"):
+        layer.step(**arguments, compressed=replace(own, topk_indices=inputs.q), backend=lab.backend)
+
+
 def step_of(rng, lab, ratio, seq_lens, query_lens, **config):
-    """The right arguments of a layer's step by name, and the layer."""
+    """A layer, the right arguments of its step by name, and the pool of its window's rows."""
     config = ServingConfig(
         **{
             "window_size": WINDOW, "compress_ratios": (ratio,), "block_size": BLOCK,
@@ -207,7 +281,7 @@ def step_of(rng, lab, ratio, seq_lens, query_lens, **config):
     q, k = (lab.put(rng.standard_normal(shape).astype(BF16)) for shape in ((tokens, 3, 512), (tokens, 512)))
     cache = lab.put(cumla.DSV4_FP8.allocate(pool.num_blocks, BLOCK))
     arguments = {"q": q, "k": k, "swa_cache": cache, "metadata": metadata, "compressed": compressed}
-    return SparseMLALayer(ratio, index_topk=8), arguments
+    return SparseMLALayer(ratio, index_topk=8), arguments, pool
 
 
 def changed(name, **changes):
@@ -249,7 +323,7 @@ WRONG_STEPS = [
 def test_a_wrong_step_writes_nothing(rng, ratio, change, error, text):
     """And says so in the caller's words."""
     lab = Lab("cpu", on_device=False)
-    layer, arguments = step_of(rng, lab, ratio, [150, 40], [1, 19])
+    layer, arguments, _ = step_of(rng, lab, ratio, [150, 40], [1, 19])
     caches = [arguments["swa_cache"]] + ([arguments["compressed"].cache] if ratio > 1 else [])
     with pytest.raises(error, match="^" + re.escape(text)):
         layer.step(**(arguments | change(arguments)), backend="cpu")
@@ -260,7 +334,7 @@ def test_a_wrong_step_writes_nothing(rng, ratio, change, error, text):
 
 def test_what_a_layer_itself_holds_is_checked_first(rng):
     lab = Lab("cpu", on_device=False)
-    _, arguments = step_of(rng, lab, 1, [40], [1])
+    _, arguments, _ = step_of(rng, lab, 1, [40], [1])
     for layer, text in (
         (SparseMLALayer(attn_sink=np.zeros(4, np.float32)), "attn_sink: got shape"),
         (SparseMLALayer(softmax_scale=float("nan")), "softmax_scale: got nan"),
@@ -273,13 +347,13 @@ def test_what_a_layer_itself_holds_is_checked_first(rng):
 def test_c128a_slots_are_for_the_pages_of_the_cache(rng):
     """The builder's pages and the cache's: what differs would give rows of other positions."""
     lab = Lab("cpu", on_device=False)
-    layer, arguments = step_of(rng, lab, 128, [300, 400], [1, 1])
-    _, others = step_of(rng, lab, 128, [300, 400], [1, 1], compressed_block_size=2 * COMPRESSED_BLOCK)
+    layer, arguments, _ = step_of(rng, lab, 128, [300, 400], [1, 1])
+    _, others, _ = step_of(rng, lab, 128, [300, 400], [1, 1], compressed_block_size=2 * COMPRESSED_BLOCK)
     with pytest.raises(
         ValueError, match=r"compressed.cache: got pages of 1 rows, expected 2: .* compressed_block_size"
     ):
         layer.step(**(arguments | {"metadata": others["metadata"]}), backend="cpu")
-    _, without = step_of(rng, lab, 1, [300, 400], [1, 1])
+    _, without, _ = step_of(rng, lab, 1, [300, 400], [1, 1])
     with pytest.raises(ValueError, match="metadata: got one without C128A layers"):
         layer.step(**(arguments | {"metadata": without["metadata"]}), backend="cpu")
     assert not arguments["swa_cache"].any()

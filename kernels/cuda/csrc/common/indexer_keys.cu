@@ -21,8 +21,12 @@ insert_keys(const INPUT* k, int64 k_stride, const SLOT* slot_mapping, int num_to
     if (token >= num_tokens) return;
     int64 slot = slot_mapping[token];
     if (slot < 0 || slot >= num_slots) return;
-    VALUE* row = reinterpret_cast<VALUE*>(token_at<LAYOUT>(pages, page_stride, block_size, slot).row);
-    for (int i = threadIdx.x % 32; i < DIM; i += 32) assign(k[token * k_stride + i], row[i]);
+    uint8* row = token_at<LAYOUT>(pages, page_stride, block_size, slot).row;
+    for (int i = threadIdx.x % 32; i < DIM; i += 32) {
+        VALUE x;
+        assign(k[token * k_stride + i], x);
+        write_at(row + i * sizeof(VALUE), x);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -35,7 +39,8 @@ gather_keys(uint8* pages, int64 page_stride, int64 num_slots, int block_size, VA
         int request = GatheredRows{cu_seq_lens, requests}.request(row);
         if (request < 0) continue;
         PageRow at = lookup_page_row(table, request, int64(row) - cu_seq_lens[request], block_size, num_slots);
-        const VALUE* from = reinterpret_cast<const VALUE*>(at.page < 0 ? pages : token_at<LAYOUT>(pages, page_stride, block_size, at).row);
-        for (int i = threadIdx.x % 32; i < DIM; i += 32) out[row * out_stride + i] = at.page < 0 ? VALUE{} : from[i];
+        const uint8* from = at.page < 0 ? pages : token_at<LAYOUT>(pages, page_stride, block_size, at).row;
+        for (int i = threadIdx.x % 32; i < DIM; i += 32)
+            out[row * out_stride + i] = at.page < 0 ? VALUE{} : read_at<VALUE>(from + i * sizeof(VALUE));
     }
 }

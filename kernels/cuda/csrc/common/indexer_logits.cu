@@ -63,14 +63,13 @@ indexer_logits(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_strid
                 PageRow at = lookup_page_row(table, entry, start + i, block_size, num_slots);
                 if (at.page < 0) continue;
                 Token token = token_at<LAYOUT>(pages, page_stride, block_size, at);
-                const VALUE* row = reinterpret_cast<const VALUE*>(token.row);
-                for (int d = lane; d < DIM; d += 32) key[i][d] = value_of(row[d]);
+                for (int d = lane; d < DIM; d += 32) key[i][d] = value_of(read_at<VALUE>(token.row + d * sizeof(VALUE)));
             }
             if (present) {
                 PageRow at = lookup_page_row(table, entry, start + lane, block_size, num_slots);
                 present = at.page >= 0;
                 if (present && LAYOUT::num_scales)
-                    scale = *reinterpret_cast<const float*>(token_at<LAYOUT>(pages, page_stride, block_size, at).scales);
+                    scale = read_at<float>(token_at<LAYOUT>(pages, page_stride, block_size, at).scales);
             }
 #else
             for (int i = warp; i < here; i += WARPS)

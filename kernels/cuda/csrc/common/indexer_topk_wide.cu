@@ -30,9 +30,9 @@ top_k_per_row_wide(const float* logits, int64 stride, int width, int64 num_rows,
         uint32 threshold = 1, least = 0;
         if (topk && there > topk) {
             bool all;
-            threshold = kth_largest(shared, topk, rest, all, 3, numbers(order));
+            threshold = kth_largest(shared, topk, rest, all, PASSES, numbers(order));
             auto place = [=](int64 i) { return order_of(row[i]) == threshold ? ~uint32(i) : 0; };
-            if (!all) least = kth_largest(shared, rest, unused, all, 3, numbers(place));
+            if (!all) least = kth_largest(shared, rest, unused, all, PASSES, numbers(place));
         }
         __syncthreads();
         int written = 0;

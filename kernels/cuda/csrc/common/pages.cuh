@@ -71,3 +71,16 @@ __device__ inline int lookup_slot(BlockTable table, int row, Position position, 
     PageRow at = lookup_page_row(table, row, position, block_size);
     return at.page < 0 ? -1 : int(at.page) * block_size + at.row;
 }
+
+// A value that lies in a page, which may start at any address.
+template <class T> __device__ inline T read_at(const uint8* from) {
+    if (reinterpret_cast<uint64>(from) % sizeof(T) == 0) return *reinterpret_cast<const T*>(from);
+    T x;
+    for (int i = 0; i < int(sizeof(T)); ++i) reinterpret_cast<uint8*>(&x)[i] = from[i];
+    return x;
+}
+template <class T> __device__ inline void write_at(uint8* to, T x) {
+    if (reinterpret_cast<uint64>(to) % sizeof(T) == 0) *reinterpret_cast<T*>(to) = x;
+    else
+        for (int i = 0; i < int(sizeof(T)); ++i) to[i] = reinterpret_cast<const uint8*>(&x)[i];
+}

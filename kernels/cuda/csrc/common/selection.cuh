@@ -6,7 +6,8 @@
 #include "common/numbers.cuh"
 
 constexpr int WARPS = THREADS / 32;
-constexpr int BINS = 2048;  // of a digit of 11 bits
+constexpr int DIGIT = 10, BINS = 1 << DIGIT, PASSES = 4;  // bits, and digits of a number of 32
+constexpr int RUN = BINS / THREADS;                       // bins of a thread
 
 // Which columns there are to choose from.
 struct Columns {
@@ -41,9 +42,15 @@ __device__ inline uint32 order_of(float x) {
     return (bits & 0x7fffffff) > 0x7f800000 ? 0 : order;
 }
 
+// The float of an order that is not 0: of those below -inf's, -inf.
+__device__ inline float value_of(uint32 order) {
+    if (order < 0x007fffff) order = 0x007fffff;
+    return __uint_as_float(order >> 31 ? order ^ 0x80000000 : ~order);
+}
+
 // Shared memory of a selection.
 struct Scratch {
-    uint32 bins[BINS];  // 0 whenever nobody counts
+    alignas(16) uint32 bins[BINS];  // 0 whenever nobody counts
     uint32 most[2 * WARPS];
     int sums[WARPS];
     int digit, needed, here, count;
@@ -70,11 +77,25 @@ __device__ inline int sum_before(Scratch& scratch, int x, int& total) {
     return up_to - x + (warp ? before : 0);
 }
 
+// A thread's run of bins, which are 0 after it.
+__device__ inline void take(uint32* from, uint32 (&x)[RUN]) {
+    if (RUN % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < RUN; i += 4) {
+            uint4& four = *reinterpret_cast<uint4*>(from + i);
+            x[i] = four.x, x[(i + 1) % RUN] = four.y, x[(i + 2) % RUN] = four.z, x[(i + 3) % RUN] = four.w;
+            four = uint4{0, 0, 0, 0};
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < RUN; ++i) x[i] = from[i], from[i] = 0;
+    }
+}
+
 // A number that k of all numbers are not below, and `all`: whether they are no more than k. If not, `rest` of those that
 // equal it are among the k largest. `each` calls what it is given with every number of a thread; 0 is none, and the result
 // where there are less than k. All threads take part; `passes` of the selection at most, which then may leave more than k.
 template <class Each> __device__ inline uint32 kth_largest(Scratch& scratch, int k, int& rest, bool& all, int passes, Each each) {
-    constexpr int RUN = BINS / THREADS;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     // Of numbers in a range, however narrow, as many bins as there are are used.
     uint32 largest = 0, inverted = 0;  // the smallest's
@@ -88,26 +109,27 @@ template <class Each> __device__ inline uint32 kth_largest(Scratch& scratch, int
     uint32 low = ~__reduce_max_sync(~0u, lane < WARPS ? scratch.most[WARPS + lane] : 0), span = largest - low;
     rest = k;
     for (int bits = 32 - __clz(int(span));; --passes) {
-        int shift = max(bits - 11, 0);
+        int shift = max(bits - DIGIT, 0);
         each([&](uint32 x) {
             if (x && x - low <= span) atomicAdd(&scratch.bins[(x - low) >> shift], 1u);
         });
         __syncthreads();
         // Bins from the largest digit on, in runs of a thread.
-        int first = BINS - 1 - threadIdx.x * RUN, own = 0, total;
-        int counts[RUN];
+        int first = BINS - (int(threadIdx.x) + 1) * RUN, own = 0, total;
+        uint32 counts[RUN];
+        take(scratch.bins + first, counts);
 #pragma unroll
-        for (int i = 0; i < RUN; ++i) own += counts[i] = scratch.bins[first - i], scratch.bins[first - i] = 0;
+        for (int i = 0; i < RUN; ++i) own += counts[i];
         int before = sum_before(scratch, own, total);
         if (before < rest && rest <= before + own) {
             bool found = false;
 #pragma unroll
-            for (int i = 0; i < RUN; ++i) {
-                if (!found && before + counts[i] >= rest) {
-                    scratch.digit = first - i, scratch.needed = rest - before, scratch.here = counts[i];
+            for (int i = RUN - 1; i >= 0; --i) {
+                if (!found && before + int(counts[i]) >= rest) {
+                    scratch.digit = first + i, scratch.needed = rest - before, scratch.here = int(counts[i]);
                     found = true;
                 }
-                before += counts[i];
+                before += int(counts[i]);
             }
         }
         __syncthreads();

@@ -20,7 +20,8 @@ constexpr int HEADS = 64, DIM = 128, WARPGROUPS = 4, CONSUMERS = 128 * WARPGROUP
 constexpr int QUERIES = PASS * QUERY_GROUPS, KEY_GROUPS = WARPGROUPS / QUERY_GROUPS, KEYS = 64 * KEY_GROUPS;
 constexpr int PRODUCER_REGISTERS = PASS == 2 ? 32 : 56, CONSUMER_REGISTERS = PASS == 2 ? 112 : 104;
 constexpr int Q_STAGES = 2, K_STAGES = QUERY_GROUPS == 2 ? 8 : PASS == 2 ? 5 : 6;
-// Of a paged cache each warpgroup's keys are awaited alone: if all came at once, so would all products, and all sums.
+// Of a paged cache each warpgroup's keys are brought by a warp of their own and awaited alone: one warp for all has more to
+// do for a tile than memory takes, and if all came at once, so would all products, and all sums.
 constexpr int PARTS = PAGED ? KEY_GROUPS : 1, PART_KEYS = KEYS / PARTS;
 constexpr int COLUMNS = 32 * PASS;  // of a product, in a thread's registers
 static_assert(HEADS * DIM == TILE_BYTES);
@@ -58,8 +59,8 @@ struct Problem {
     int room;                  // for compressed rows: their width, else 0
     BlockTable table;
     const uint8* pages;
-    int64 page_stride, num_slots;
-    int block_size, box_rows;
+    int64 page_stride;
+    int pages_there, block_size, box_rows;
     float* logits;
     int64 logits_stride;
     const float* scales;
@@ -149,10 +150,11 @@ __device__ inline Share share_of(const Problem& problem) {
     return {int(lds_int64(found_at)), int(lds_int64(found_at + 8)), count};
 }
 
-// One warp.
+// One warp, for a part of each tile; the first one brings queries, too.
 struct Producer {
     const Problem& problem;
     const TensorMap &q_map, &k_map;
+    int part;
     int q_stage, k_stage;
     uint32 q_parity, k_parity;
 
@@ -186,39 +188,51 @@ struct Producer {
         if (++q_stage == Q_STAGES) q_stage = 0, q_parity ^= 1;
     }
 
-    // Where this lane's box of the tile of the keys from `key` on starts, of a paged cache.
-    __device__ PageRow box_of(int entry, int key) const {
-        int row = threadIdx.x % 32 * problem.box_rows;
-        if (!PAGED || row >= KEYS) return {-1, 0};
-        return lookup_page_row(problem.table, entry, key + row, problem.block_size, problem.num_slots);
+    // The page of this lane's box of the part's keys, or -1; and from where on in the page.
+    struct Box {
+        int page, row;
+    };
+    // Where the box is among the pages of an entry.
+    struct Place {
+        const int* entries;
+        int column, row;
+
+        __device__ void go_on(int rows, int block_size) {
+            for (row += rows; row >= block_size; row -= block_size) ++column;
+        }
+    };
+    __device__ Place place_of(int entry, int key) const {
+        Place place{problem.table.entries + entry * problem.table.row_stride, 0, 0};
+        place.column = key / problem.block_size, place.row = key % problem.block_size;
+        place.go_on(part * PART_KEYS + threadIdx.x % 32 * problem.box_rows, problem.block_size);
+        return place;
+    }
+    __device__ Box box_at(const Place& place) const {
+        if (threadIdx.x % 32 * problem.box_rows >= PART_KEYS || place.column >= problem.table.columns) return {-1, 0};
+        int page = place.entries[place.column];
+        return {page >= 0 && page < problem.pages_there ? page : -1, place.row};
     }
 
-    __device__ void bring_tile(PageRow place, int key) {
+    __device__ void bring_tile(Box box, int key) {
         int lane = threadIdx.x % 32;
         uint32 to = K_AT + k_stage * K_BYTES, scales = SCALES_AT + k_stage * KEYS * 4;
 #if PAGED
-        int row = lane * problem.box_rows, log = __ffs(problem.box_rows) - 1, boxes = PART_KEYS >> log;
-        uint32 present = __ballot_sync(~0u, place.page >= 0);
-#pragma unroll
-        for (int part = 0; part < PARTS; ++part) {
-            uint32 ready = K_READY + 8 * (k_stage * PARTS + part), here = present >> part * boxes & ((1 << boxes) - 1);
-            barrier_wait(K_FREE + 8 * (k_stage * PARTS + part), k_parity ^ 1);
-            int i = part * PART_KEYS + 4 * lane % PART_KEYS;  // scales of a box are one behind another
-            int64 page = __shfl_sync(~0u, place.page, i >> log);
-            int at = __shfl_sync(~0u, place.row, i >> log) + (i & (problem.box_rows - 1));
-            const uint8* from = problem.pages;
-            if (page >= 0)
-                from += page * problem.page_stride + INDEXER_FP8::scale_start +
-                        int64(problem.block_size) * INDEXER_FP8::scale_start_per_token + at * INDEXER_FP8::scale_stride;
-            if (4 * lane < PART_KEYS) copy_async<16>(scales + 4 * i, from, page >= 0);
-            copies_arrive(ready);
-            if (lane == 0) {
-                sts32(PRESENT_AT + 4 * (k_stage * PARTS + part), here);
-                barrier_arrive_expecting(ready, __popc(here) * problem.box_rows * DIM);
-            }
-            __syncwarp();
-            if (place.page >= 0 && row / PART_KEYS == part) tma_load(to + row * DIM, k_map, 0, place.row, int(place.page), ready);
+        uint32 ready = K_READY + 8 * (k_stage * PARTS + part), here = __ballot_sync(~0u, box.page >= 0);
+        barrier_wait(K_FREE + 8 * (k_stage * PARTS + part), k_parity ^ 1);
+        if (lane == 0) {
+            sts32(PRESENT_AT + 4 * (k_stage * PARTS + part), here);
+            barrier_arrive_expecting(ready, __popc(here) * problem.box_rows * DIM);
         }
+        __syncwarp();
+        if (box.page >= 0) {
+            int row = part * PART_KEYS + lane * problem.box_rows;
+            tma_load(to + row * DIM, k_map, 0, box.row, box.page, ready);
+            const uint8* from = problem.pages + box.page * problem.page_stride + INDEXER_FP8::scale_start +
+                                (problem.block_size * INDEXER_FP8::scale_start_per_token + box.row * INDEXER_FP8::scale_stride);
+#pragma unroll 1
+            for (int i = 0; i < problem.box_rows; i += 4) copy_async<16>(scales + 4 * (row + i), from + 4 * i, true);
+        }
+        copies_arrive(ready);
 #else
         uint32 ready = K_READY + 8 * k_stage;
         barrier_wait(K_FREE + 8 * k_stage, k_parity ^ 1);
@@ -237,22 +251,21 @@ struct Producer {
     }
 
     __device__ void run(Share share) {
-        int64 left = share.count;
+        int left = int(share.count);
         for (int group = share.group, tile = share.tile; left; ++group, tile = 0) {
-            int first, tiles = int(min(int64(problem.tiles_of(group, first)) - tile, left));
+            int first, tiles = min(problem.tiles_of(group, first) - tile, left);
             if (tiles <= 0) continue;
             int count, query = problem.query_of(group, count), key = first + tile * KEYS;
-            bring_queries(query, count, key, tiles);
+            if (part == 0) bring_queries(query, count, key, tiles);
             int entry = PAGED ? group / problem.groups_of_entry() : 0;
-            PageRow place = box_of(entry, key);
+            Place place = PAGED ? place_of(entry, key) : Place{};
             for (int i = 0; i < tiles; ++i, key += KEYS) {
-                PageRow next = box_of(entry, key + KEYS);  // asked for a tile ahead
-                bring_tile(place, key);
-                place = next;
+                bring_tile(PAGED ? box_at(place) : Box{}, key);
+                if (PAGED) place.go_on(KEYS, problem.block_size);
             }
             left -= tiles;
         }
-        bring_queries(0, 0, 0, 0);
+        if (part == 0) bring_queries(0, 0, 0, 0);
     }
 };
 
@@ -372,12 +385,13 @@ indexer_logits_sm90(const float* weights, int64 weights_stride, const int* start
     }
     pdl_wait();
     Problem problem{weights, weights_stride, queries, starts, ends, lens_stride, per_query, keys, room,
-                    {block_table, table_stride, table_rows, table_columns}, pages, page_stride, num_slots, block_size,
-                    box_rows, logits, logits_stride, scales};
+                    {block_table, table_stride, table_rows, table_columns}, pages, page_stride,
+                    int(min(num_slots, INT32_LIMIT + 1ll) / block_size), block_size, box_rows, logits, logits_stride, scales};
     Share share = share_of(problem);  // all threads meet in there
     if (threadIdx.x >= CONSUMERS) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
-        if (threadIdx.x < CONSUMERS + 32) Producer{problem, q_map, k_map, 0, 0, 0, 0}.run(share);
+        int part = (threadIdx.x - CONSUMERS) / 32;
+        if (part < PARTS) Producer{problem, q_map, k_map, part, 0, 0, 0, 0}.run(share);
     } else {
         warpgroup_reg_alloc<CONSUMER_REGISTERS>();
         consume(problem);

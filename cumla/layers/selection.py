@@ -1,0 +1,124 @@
+"""The rows that a step's tokens select by their scores: decodes score straight from pages, prefills chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..arrays import dlpack
+from ..layout import INDEXER_FP8, CacheLayout
+from ..metadata.indexer import DeepseekV32IndexerMetadata
+from ..metadata.indexer_chunks import DeepseekV32IndexerPrefillChunkMetadata
+from ..ops.indexer_topk import WORKSPACE_BYTES, indexer_topk, logits_row_bytes
+from ..ops.sparse_cache import cp_gather_indexer_k_quant_cache
+
+# Memory by name, shape and dtype, with whatever is in it.
+Memory = Callable[[str, tuple[int, ...], Any], Any]
+
+
+@dataclass(frozen=True)
+class IndexerInputs:
+    """What the tokens of a step select rows by: the indexer's queries, its keys, and where they are.
+
+    q         uint8 [num_tokens, heads, 128], e4m3, RoPE applied, as fused_indexer_q_rope_quant makes them; of a cache
+              of numbers, of its type
+    weights   [num_tokens, heads] float32, the scales of q folded in
+    cache     uint8 [num_blocks, block_size, 132] (or rows of numbers), of `layout`, with the pages of the cache whose
+              rows are selected
+    metadata  of the indexer, of the step's batch
+    k         [n, 128], keys of the rows that this step completes; None: they are in the cache already
+    layout    of the cache: INDEXER_FP8, INDEXER_BF16 or INDEXER_F32
+    """
+
+    q: Any
+    weights: Any
+    cache: Any
+    metadata: DeepseekV32IndexerMetadata
+    k: Any = None
+    layout: CacheLayout = INDEXER_FP8
+
+
+def score_bytes(inputs: IndexerInputs) -> int:
+    """Memory for scores that a step takes at least: those of its longest request."""
+    metadata, most = inputs.metadata, 0
+    if metadata.decode is not None:
+        lens, table = metadata.decode.seq_lens, metadata.decode.block_table
+        most = logits_row_bytes(table.shape[1] * inputs.cache.shape[1]) * (lens.shape[1] if lens.ndim == 2 else 1)
+    chunks = metadata.prefill.chunks if metadata.prefill is not None else ()
+    return int(max([most, *(logits_row_bytes(chunk.total_seq_lens) for chunk in chunks)]))
+
+
+def select_rows(
+    inputs: IndexerInputs,
+    positions: Any,
+    token_to_req: Any,
+    block_table: Any,
+    out: Any,
+    memory: Memory,
+    backend: str | None = None,
+) -> None:
+    """The rows of each token's best scores, counted within its request, in ascending order, then -1.
+
+    positions    [T] int32 or int64; token_to_req [T] int32
+    block_table  [num_reqs, B] int32, of the cache
+    out          [T, topk] int32, written
+    memory       for scores, gathered keys and their scales
+    """
+    q, metadata = dlpack.borrow(inputs.q, "indexer.q")[: len(out)], inputs.metadata
+    weights, decodes = dlpack.borrow(inputs.weights, "indexer.weights")[: len(out)], metadata.num_decode_tokens
+    run = _Run(inputs, q, weights, out, memory, backend)
+    if decodes:
+        run.decode(positions[:decodes], token_to_req[:decodes], block_table)
+    if decodes < len(out):
+        out[decodes:] = -1
+    for chunk in metadata.prefill.chunks if metadata.prefill is not None else ():
+        run.prefill(chunk)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One step's selection."""
+
+    inputs: IndexerInputs
+    q: Any
+    weights: Any
+    out: Any
+    memory: Memory
+    backend: str | None
+
+    def decode(self, positions: Any, token_to_req: Any, block_table: Any) -> None:
+        decode, tokens = self.inputs.metadata.decode, len(positions)
+        if decode is None:
+            raise ValueError(f"metadata: got no decodes, expected those of {tokens} tokens")
+        lens, table = (dlpack.borrow(getattr(decode, name), name) for name in ("seq_lens", "block_table"))
+        each = lens.shape[1] if lens.ndim == 2 else 1
+        schedule = decode.schedule_metadata
+        if len(lens) * each != tokens:  # decodes of different lengths: every token is an entry of its own
+            lens, each, schedule = (positions + 1).astype(np.int32) // self.inputs.metadata.compress_ratio, 1, None
+            table = block_table[token_to_req]
+        indexer_topk(
+            self.q[:tokens].reshape(-1, each, *self.q.shape[1:]), self.inputs.cache, self.weights[:tokens],
+            self.out.shape[1], context_lens=lens, block_table=table, schedule_metadata=schedule,
+            layout=self.inputs.layout, out=self.out[:tokens], backend=self.backend, workspace=self._scores(),
+        )  # fmt: skip
+
+    def prefill(self, chunk: DeepseekV32IndexerPrefillChunkMetadata) -> None:
+        layout, rows = self.inputs.layout, chunk.total_seq_lens
+        keys = self.memory("index_keys", (rows, layout.head_dim), self.q.dtype)
+        scales = self.memory("index_scales", (rows,), np.float32) if layout.num_scales else None
+        if not chunk.skip_kv_gather:
+            cp_gather_indexer_k_quant_cache(
+                self.inputs.cache, keys, scales, chunk.block_table, chunk.cu_seq_lens, backend=self.backend
+            )
+        some = slice(chunk.token_start, chunk.token_end)
+        indexer_topk(
+            self.q[some], keys if scales is None else (keys, scales), self.weights[some], self.out.shape[1],
+            cu_seqlen_ks=chunk.cu_seqlen_ks, cu_seqlen_ke=chunk.cu_seqlen_ke, out=self.out[some],
+            backend=self.backend, workspace=self._scores(),
+        )  # fmt: skip
+
+    def _scores(self) -> Any:
+        return self.memory("scores", (max(WORKSPACE_BYTES, score_bytes(self.inputs)),), np.uint8)
