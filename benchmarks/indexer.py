@@ -178,6 +178,37 @@ def peer_paged(inputs, context):
     )
 
 
+def schedules(report):
+    """The time it takes, and how often it is the peer's own: of the installed one, larger shares come last."""
+    op, config = "get_paged_mqa_logits_metadata", "b 128"
+    if not report.wants(op, config):
+        return
+    lens = cupy.asarray(np.random.default_rng(0).integers(1, 32768, (128, 1)).astype(np.int32))
+    impls = {"cumla": ("cupy", [functools.partial(cumla.get_paged_mqa_logits_metadata, lens, BLOCK, 132)])}
+    if deep_gemm():
+        (t_lens,) = as_torch(lens)
+        peer = functools.partial(deep_gemm().get_paged_mqa_logits_metadata, t_lens, BLOCK, 132)
+        impls["deep_gemm"] = "torch", [peer]
+    timed(report, op, config, impls, None, lens.nbytes)
+    if deep_gemm():
+        rng, counts = np.random.default_rng(1), {"ours": 0, "larger shares last": 0}
+        for _ in range(100):
+            lens = cupy.asarray(rng.integers(1, 20000, (int(rng.integers(1, 40)), 1)).astype(np.int32))
+            theirs = cupy.from_dlpack(deep_gemm().get_paged_mqa_logits_metadata(*as_torch(lens), BLOCK, 132)).get()
+            counts["ours"] += np.array_equal(theirs, cumla.get_paged_mqa_logits_metadata(lens, BLOCK, 132).get())
+            counts["larger shares last"] += np.array_equal(theirs, larger_last(lens[:, 0].get(), 132))
+        print(f"{'':40}of 100 schedules of the peer's, equal: {counts}")
+
+
+def larger_last(lens, sms):
+    splits = -(-lens // (4 * BLOCK))
+    ends = np.cumsum(splits)
+    even, larger = divmod(int(ends[-1]), sms)
+    at = np.array([i * even + max(i - (sms - larger), 0) for i in range(sms + 1)])
+    entry = np.searchsorted(ends, at, side="right")
+    return np.stack([entry, at - np.concatenate([[0], ends])[entry]], axis=1)
+
+
 # ---- the choice
 
 
@@ -329,7 +360,7 @@ def queries_and_keys(report):
 
 def main():
     report = Report(arguments(__doc__).parse_args())
-    for part in (ragged, paged, choice, both, queries_and_keys):
+    for part in (ragged, paged, schedules, choice, both, queries_and_keys):
         part(report)
         cupy.get_default_memory_pool().free_all_blocks()
     report.finish(l2_bytes=L2_BYTES)

@@ -14,6 +14,7 @@ from ..layout import CacheLayout
 from .indexer import UINT8, check_schedule, checked_keys, checked_paged, checked_width
 
 WORKSPACE_BYTES = 64 << 20
+INDEX_LIMIT = 2**31 - 1
 ALIGNMENT = 16  # of the rows of logits in a workspace, in bytes
 
 
@@ -51,6 +52,8 @@ def top_k_per_row(
     check_integers(1, next_n=next_n)
     call = Call(backend, stream)
     logits = call.array("logits", logits, FLOAT32, ("M", "N"))
+    if logits.shape[1] > INDEX_LIMIT:
+        raise ValueError(f"logits: got {logits.shape[1]} columns, expected at most {INDEX_LIMIT}")
     starts = call.optional("row_starts", row_starts, INT32, ("M",))
     ends = call.optional("row_ends", row_ends, INT32, ("M",))
     lens = None

@@ -139,10 +139,14 @@ def hard_rows(rng, rows, width):
 
 
 @pytest.mark.parametrize(
-    ("width", "topk"), [(1, 1), (33, 5), (300, 7), (300, 300), (300, 512), (5000, 64), (40_000, 700)]
-)
+    ("width", "topk"),
+    [
+        (1, 1), (33, 5), (300, 7), (300, 300), (300, 512), (5000, 64), (6000, 512), (9000, 1024), (5000, 2048),
+        (40_000, 700),
+    ],
+)  # fmt: skip
 @pytest.mark.nowhere(when=lambda x: x.backend == "reference")
-@pytest.mark.nowhere(when=lambda x: x.simulated and x.get("width") not in (33, 5000))  # as wide as it can be
+@pytest.mark.nowhere(when=lambda x: x.simulated and x.get("width") not in (33, 6000))  # as wide as it can be
 def test_choice_is_the_references(lab, rng, width, topk):
     rows = 7
     if lab.tiny:
@@ -197,6 +201,31 @@ def test_choice_of_more_than_fits_in_a_thread_block(lab, rng):
     topk = 15 if lab.tiny else 8_500
     expected = cumla.top_k_per_row(x, topk, backend="reference")
     np.testing.assert_array_equal(lab.get(cumla.top_k_per_row(lab.put(x), topk, backend=lab.backend)), expected)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_sizes_beyond_32_bits_are_refused(backend):
+    """Before an address is made of them."""
+    one, wide = np.zeros(1, np.float32), np.lib.stride_tricks.as_strided
+    with pytest.raises(ValueError, match=r"logits: got 2147483648 columns, expected at most 2147483647"):
+        cumla.top_k_per_row(wide(one, (1, 2**31), (0, 4)), 5, backend=backend)
+    q, k, weights = (
+        np.zeros((1, 2, HEAD_DIM), np.uint8),
+        np.zeros((3, HEAD_DIM), np.uint8),
+        np.zeros((1, 2), np.float32),
+    )
+    ends, scales = np.ones(1, np.int32), np.ones(3, np.float32)
+    for call in (
+        lambda width: cumla.fp8_mqa_logits(q, (k, scales), weights, ends, ends, True, width, backend=backend),
+        lambda width: cumla.indexer_topk(
+            q, (k, scales), weights, 5, cu_seqlen_ks=ends, cu_seqlen_ke=ends, max_seqlen_k=width, backend=backend
+        ),
+    ):
+        with pytest.raises(ValueError, match="max_seqlen_k: got 2147483648, expected at most 2147483647"):
+            call(2**31)
+    cache, table = cumla.INDEXER_FP8.allocate(1, 4), np.zeros((1, 1), np.int32)
+    with pytest.raises(ValueError, match="max_context_len: got 2147483648, expected at most 2147483647"):
+        cumla.fp8_paged_mqa_logits(q[None], cache, weights, ends, table, None, 2**31, backend=backend)
 
 
 def test_choice_is_what_sorting_gives(rng):
