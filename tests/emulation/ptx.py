@@ -34,6 +34,13 @@ TABLE = {
     "{ .reg .u64 a; mad.wide.u32 a, %1, 4, %2; ld.global.nc.u32 %0, [a]; }": (
         "%0 = *reinterpret_cast<const int*>(reinterpret_cast<uint64_t>(%2) + 4ull * unsigned(%1))"
     ),
+    "{ .reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4]; }": (
+        "if (%5) { auto from_ = reinterpret_cast<const float*>(emulator::global_at(%4, 16)); "
+        "%0 = from_[0]; %1 = from_[1]; %2 = from_[2]; %3 = from_[3]; }"
+    ),
+    "{ .reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global.nc.f32 %0, [%1]; }": (
+        "if (%2) %0 = *reinterpret_cast<const float*>(emulator::global_at(%1, 4))"
+    ),
     # asynchronous copies
     "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;": "emulator::copy_async(%0, %1, 16, %2)",
     "cp.async.cg.shared.global [%0], [%1], 16;": "emulator::copy_async(%0, %1, 16, 16)",

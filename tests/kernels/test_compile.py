@@ -237,7 +237,7 @@ def test_source(number):
     kernels = re.findall(r"Compiling entry function '(\w+)'", log)
     spills = [int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
     assert kernels
-    assert len(spills) == 2 * len(kernels), log
+    assert len(spills) >= 2 * len(kernels), log  # and those of functions that are not inlined
     allowed = SPILLS_ALLOWED_IN.get(COMPILATIONS[number][0], 0)
     assert max(spills) <= SPILLS_ALLOWED.get(name_of(number), allowed), log
     assert "warning" not in log, log

@@ -4,6 +4,7 @@
 
 #define __device__
 #define __forceinline__ inline
+#define __noinline__
 #define __host__
 #define __global__
 #define __shared__ static

@@ -34,14 +34,16 @@ struct Row {
     __device__ bool has(uint32 at) const { return at >= skipped && at < end; }
 };
 
-// Columns [at, at + 4) of a row.
-__device__ inline void read4(const Row& row, uint32 at, float* x) {
-    const float* from = row.values + at;
+// Four columns where `present`; x stays as it is elsewhere.
+__device__ inline void read4(const float* from, bool present, float* x) {
     if (ALIGNED)
-        asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "l"(from));
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];\n}\n"
+                     : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3]) : "l"(from), "r"(int(present)));
     else
 #pragma unroll
-        for (int i = 0; i < 4; ++i) asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(x[i]) : "l"(from + i));
+        for (int i = 0; i < 4; ++i)
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p ld.global.nc.f32 %0, [%1];\n}\n"
+                         : "+f"(x[i]) : "l"(from + i), "r"(int(present)));
 }
 
 // A thread's part of a row: four columns of each of so many lines, one behind another.
@@ -57,19 +59,35 @@ struct Part {
     }
     // Those of lines [line, line + BATCH), NaN where none counts.
     __device__ void read(const Row& row, int line, float (&x)[VALUES]) const {
+        uint32 at = first + line * LINE;
+        const float* from = row.values + at;
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-            if (line + i < lines && inside) {
-                read4(row, first + (line + i) * LINE, x + 4 * i);
-            } else {
-                uint32 at = first + (line + i) * LINE;
+        for (int i = 0; i < VALUES; ++i) x[i] = __uint_as_float(0x7fc00000);
+        if (inside) {
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    x[4 * i + j] = line + i < lines && row.has(at + j) ? row.values[at + j] : __uint_as_float(0x7fc00000);
+            for (int i = 0; i < BATCH; ++i) read4(from + i * LINE, line + i < lines, x + 4 * i);
+        } else {
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i) {
+                int column = i / 4 * LINE + i % 4;
+                if (line + i / 4 < lines && row.has(at + column)) x[i] = from[column];
             }
         }
     }
 };
+
+// Of the buffer's first `count` orders the k-th largest; or, where `only` is not 0, of the inverted columns of those whose
+// order it is. Here once, as instructions that nobody has fetched yet are what short rows wait for.
+__device__ __noinline__ Kth kth_of_buffer(Memory& memory, int count, int k, uint32 only, int passes) {
+    return kth_largest(memory.scratch, k, passes, [&](auto visit) {
+#pragma unroll 2
+        for (int i = threadIdx.x; i < count; i += THREADS) {
+            uint32 x = memory.orders[i];
+            if (only) x = x == only ? ~uint32(memory.columns[i]) : 0;
+            visit(x);
+        }
+    });
+}
 
 // What of the buffer is among its k largest, of which it has more than k: numbers above `order`, and those that equal
 // it and whose inverted column is at least `place`.
@@ -79,22 +97,9 @@ struct Best {
     __device__ bool has(uint32 own, int column) const { return own > order || (own == order && ~uint32(column) >= place); }
 };
 __device__ inline Best best_of(Memory& memory, int k) {
-    int count = memory.scratch.count, rest, unused;
-    bool all;
-    auto numbers = [&](auto number) {
-        return [=](auto visit) {
-            for (int i = threadIdx.x; i < count; i += THREADS) visit(number(i));
-        };
-    };
-    const uint32* orders = memory.orders;
-    const int* columns = memory.columns;
-    Best best{kth_largest(memory.scratch, k, rest, all, PASSES, numbers([=](int i) { return orders[i]; })), 0};
-    if (!all) {
-        uint32 order = best.order;
-        auto place = [=](int i) { return orders[i] == order ? ~uint32(columns[i]) : 0; };
-        best.place = kth_largest(memory.scratch, rest, unused, all, PASSES, numbers(place));
-    }
-    return best;
+    int count = memory.scratch.count;
+    Kth kth = kth_of_buffer(memory, count, k, 0, PASSES);
+    return {kth.number, kth.all ? 0 : kth_of_buffer(memory, count, kth.rest, kth.number, PASSES).number};
 }
 
 // Places in the buffer for `own` entries of this thread; the warp's lanes meet.
@@ -105,7 +110,7 @@ __device__ inline int places(Memory& memory, int own) {
 }
 
 // Leave the k largest in the buffer, which has more of them, and return the order of the smallest.
-__device__ inline uint32 keep_largest(Memory& memory, int k) {
+__device__ __noinline__ uint32 keep_largest(Memory& memory, int k) {
     int count = memory.scratch.count;
     Best best = best_of(memory, k);  // in which all have met
     if (threadIdx.x == 0) memory.scratch.count = 0;
@@ -126,13 +131,10 @@ __device__ inline uint32 guessed_threshold(Memory& memory, const Row& row, const
     float share = float(k) / float(row.length()), in_line = share * float(min(row.length(), CHUNK));
     int sampled = in_line >= LEAST_IN_SAMPLE ? 1 : 4;
     float expected = share * float(min(row.length(), sampled * CHUNK));
-    int unused;
-    bool all;
-    uint32 bound = kth_largest(memory.scratch, int(expected + 4.0f * sqrtf(expected)) + 4, unused, all, 1, [&](auto visit) {
 #pragma unroll
-        for (int i = 0; i < 16; ++i)
-            if (i < 4 || sampled > 1) visit(order_of(x[i]));
-    });
+    for (int i = 0; i < 16; ++i)
+        if (i < 4 || sampled > 1) memory.orders[i * THREADS + threadIdx.x] = order_of(x[i]);  // for this thread
+    uint32 bound = kth_of_buffer(memory, sampled * CHUNK, int(expected + 4.0f * sqrtf(expected)) + 4, 0, 1).number;
     return bound ? bound - 1 : 0;
 }
 
@@ -151,7 +153,7 @@ __device__ inline void put(Memory& memory, const Row& row, uint32 at, const floa
 }
 
 // The whole row, in order: the buffer is never too full.
-__device__ inline void read_in_order(Memory& memory, const Row& row, int k) {
+__device__ __noinline__ void read_in_order(Memory& memory, const Row& row, int k) {
     __syncthreads();  // all know how full it was
     if (threadIdx.x == 0) memory.scratch.count = 0;
     __syncthreads();
@@ -180,6 +182,7 @@ __device__ inline void write_columns(Memory& memory, int length, int* indices, i
     Best best = count > topk ? best_of(memory, topk) : Best{0, 0};
     uint32* words = scratch.bins;
     for (int64 start = 0; start < length && written < min(count, topk); start += BINS * 32) {
+#pragma unroll 2
         for (int i = threadIdx.x; i < count; i += THREADS) {
             int column = memory.columns[i];
             int64 bit = column - start;
@@ -240,7 +243,8 @@ top_k_per_row(const float* logits, int64 stride, int width, int64 num_rows, cons
         if (count > CAPACITY || (threshold && count < topk)) {
             read_in_order(shared, row, topk);
         } else if (count > topk) {
-            for (int i = threadIdx.x; i < count; i += THREADS)
+#pragma unroll 4
+            for (int i = threadIdx.x; i < count; i += THREADS)  // for this thread, too
                 shared.orders[i] = order_of(row.values[shared.columns[i] + row.skipped]);
         }
         write_columns(shared, row.length(), indices + number * indices_stride, topk);

@@ -24,15 +24,15 @@ top_k_per_row_wide(const float* logits, int64 stride, int width, int64 num_rows,
             };
         };
         for (int i = threadIdx.x; i < BINS; i += THREADS) shared.bins[i] = 0;
-        int valid = 0, there, rest, unused;
+        int valid = 0, there;
         for (int64 i = threadIdx.x; i < length; i += THREADS) valid += order(i) != 0;
         sum_before(shared, valid, there);
         uint32 threshold = 1, least = 0;
         if (topk && there > topk) {
-            bool all;
-            threshold = kth_largest(shared, topk, rest, all, PASSES, numbers(order));
+            Kth kth = kth_largest(shared, topk, PASSES, numbers(order));
+            threshold = kth.number;
             auto place = [=](int64 i) { return order_of(row[i]) == threshold ? ~uint32(i) : 0; };
-            if (!all) least = kth_largest(shared, rest, unused, all, PASSES, numbers(place));
+            if (!kth.all) least = kth_largest(shared, kth.rest, PASSES, numbers(place)).number;
         }
         __syncthreads();
         int written = 0;

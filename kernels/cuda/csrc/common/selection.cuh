@@ -92,10 +92,16 @@ __device__ inline void take(uint32* from, uint32 (&x)[RUN]) {
     }
 }
 
-// A number that k of all numbers are not below, and `all`: whether they are no more than k. If not, `rest` of those that
-// equal it are among the k largest. `each` calls what it is given with every number of a thread; 0 is none, and the result
-// where there are less than k. All threads take part; `passes` of the selection at most, which then may leave more than k.
-template <class Each> __device__ inline uint32 kth_largest(Scratch& scratch, int k, int& rest, bool& all, int passes, Each each) {
+// The k-th largest of many numbers.
+struct Kth {
+    uint32 number;  // that k of them are not below, and no larger one
+    int rest;       // of those that equal it, so many are among the k largest
+    bool all;       // which is all of them
+};
+
+// The k-th largest. `each` calls what it is given with every number of a thread; 0 is none, and the result where there are
+// less than k. All threads take part; `passes` of the selection at most, which then may leave a smaller number.
+template <class Each> __device__ inline Kth kth_largest(Scratch& scratch, int k, int passes, Each each) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     // Of numbers in a range, however narrow, as many bins as there are are used.
     uint32 largest = 0, inverted = 0;  // the smallest's
@@ -107,7 +113,8 @@ template <class Each> __device__ inline uint32 kth_largest(Scratch& scratch, int
     __syncthreads();
     largest = __reduce_max_sync(~0u, lane < WARPS ? scratch.most[lane] : 0);
     uint32 low = ~__reduce_max_sync(~0u, lane < WARPS ? scratch.most[WARPS + lane] : 0), span = largest - low;
-    rest = k;
+    int rest = k;
+#pragma unroll 1
     for (int bits = 32 - __clz(int(span));; --passes) {
         int shift = max(bits - DIGIT, 0);
         each([&](uint32 x) {
@@ -133,9 +140,10 @@ template <class Each> __device__ inline uint32 kth_largest(Scratch& scratch, int
             }
         }
         __syncthreads();
-        if (total < rest) return 0;
-        low += uint32(scratch.digit) << shift, rest = scratch.needed, all = scratch.here == rest;
-        if (all || !shift || passes == 1) return low;
+        if (total < rest) return {0, 0, true};
+        low += uint32(scratch.digit) << shift, rest = scratch.needed;
+        bool all = scratch.here == rest;
+        if (all || !shift || passes == 1) return {low, rest, all};
         span = (1u << shift) - 1, bits = shift;
     }
 }
