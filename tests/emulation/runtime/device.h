@@ -116,6 +116,13 @@ inline unsigned __reduce_max_sync(unsigned mask, unsigned x) {
     for (int i = 0; i < 32; ++i) x = max(x, all[i]);
     return x;
 }
+inline int __reduce_add_sync(unsigned mask, int x) {
+    whole_warp(mask);
+    auto all = emulator::everybodys("redux.sync.add", x);
+    x = 0;
+    for (int i = 0; i < 32; ++i) x += all[i];
+    return x;
+}
 inline void __syncwarp(unsigned mask = ~0u) {
     whole_warp(mask);
     emulator::everybodys("bar.warp.sync", 0);

@@ -18,7 +18,7 @@ constexpr int LINE = 32, LANES = LINE / 4;              // columns of a line, an
 constexpr int CHUNK = 4 * THREADS, CAPACITY = 20 * THREADS;
 constexpr int LEAST_IN_SAMPLE = 16;                     // of the k largest, that a sample should have
 constexpr int BLOCKS = THREADS == 256 ? 3 : 1;          // of a multiprocessor
-constexpr bool AHEAD = BLOCKS == 1;                     // whether to ask for a batch while one is gone through
+constexpr bool AHEAD = THREADS == 512;                  // whether to ask for a batch while one is gone through
 
 struct Memory {
     uint32 orders[CAPACITY];

@@ -71,10 +71,9 @@ __device__ inline int sum_before(Scratch& scratch, int x, int& total) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, up_to = sum_to(x);
     if (lane == 31) scratch.sums[warp] = up_to;
     __syncthreads();
-    int sums = sum_to(lane < WARPS ? scratch.sums[lane] : 0);
-    total = __shfl_sync(~0u, sums, 31);
-    int before = __shfl_sync(~0u, sums, warp ? warp - 1 : 0);
-    return up_to - x + (warp ? before : 0);
+    int sum = lane < WARPS ? scratch.sums[lane] : 0;
+    total = __reduce_add_sync(~0u, sum);
+    return up_to - x + __reduce_add_sync(~0u, lane < warp ? sum : 0);
 }
 
 // A thread's run of bins, which are 0 after it.

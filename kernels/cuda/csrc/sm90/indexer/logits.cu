@@ -20,10 +20,9 @@ constexpr int HEADS = 64, DIM = 128, WARPGROUPS = 4, CONSUMERS = 128 * WARPGROUP
 constexpr int QUERIES = PASS * QUERY_GROUPS, KEY_GROUPS = WARPGROUPS / QUERY_GROUPS, KEYS = 64 * KEY_GROUPS;
 constexpr int PRODUCER_REGISTERS = PASS == 2 ? 32 : 56, CONSUMER_REGISTERS = PASS == 2 ? 112 : 104;
 constexpr int Q_STAGES = 2, K_STAGES = QUERY_GROUPS == 2 ? 8 : PASS == 2 ? 5 : 6;
-// Of a paged cache each warpgroup's keys are brought by a warp of their own and awaited alone: one warp for all has more to
-// do for a tile than memory takes, and if all came at once, so would all products, and all sums.
-constexpr int PARTS = PAGED ? KEY_GROUPS : 1, PART_KEYS = KEYS / PARTS;
-constexpr int COLUMNS = 32 * PASS;  // of a product, in a thread's registers
+// Of two queries the first is added up while the other is multiplied, where tiles come no faster than they are needed and
+// all warpgroups wait for the same one. One product of both reads less of shared memory.
+constexpr int PRODUCTS = PAGED ? PASS : 1, COLUMNS = 32 * PASS / PRODUCTS;  // in a thread's registers
 static_assert(HEADS * DIM == TILE_BYTES);
 
 // What the consumers have to know of a share's group.
@@ -37,9 +36,9 @@ struct Info {
 // Shared memory. Without static shared memory the dynamic part starts at 1024; the kernel traps otherwise.
 constexpr uint32 BARRIERS_AT = 1024;
 constexpr uint32 Q_READY = BARRIERS_AT, Q_FREE = Q_READY + 8 * Q_STAGES;
-constexpr uint32 K_READY = Q_FREE + 8 * Q_STAGES, K_FREE = K_READY + 8 * K_STAGES * PARTS;  // [K_STAGES][PARTS]
-constexpr uint32 PRESENT_AT = K_FREE + 8 * K_STAGES * PARTS;   // of each part: a bit for each box
-constexpr uint32 INFO_AT = PRESENT_AT + 4 * K_STAGES * PARTS;  // of each Q stage
+constexpr uint32 K_READY = Q_FREE + 8 * Q_STAGES, K_FREE = K_READY + 8 * K_STAGES;
+constexpr uint32 PRESENT_AT = K_FREE + 8 * K_STAGES;           // of each stage: a bit for each box of the tile
+constexpr uint32 INFO_AT = PRESENT_AT + 4 * K_STAGES;          // of each Q stage
 constexpr uint32 SUMS_AT = (INFO_AT + Q_STAGES * sizeof(Info) + 7) / 8 * 8;  // of each warp, while the share is sought
 constexpr uint32 WEIGHTS_AT = 2048;                            // [Q_STAGES][QUERIES][HEADS]
 constexpr uint32 SCALES_AT = WEIGHTS_AT + Q_STAGES * QUERIES * HEADS * 4;  // [K_STAGES][KEYS]
@@ -59,8 +58,8 @@ struct Problem {
     int room;                  // for compressed rows: their width, else 0
     BlockTable table;
     const uint8* pages;
-    int64 page_stride;
-    int pages_there, block_size, box_rows;
+    int64 page_stride, num_slots;
+    int block_size, box_rows;
     float* logits;
     int64 logits_stride;
     const float* scales;
@@ -150,11 +149,10 @@ __device__ inline Share share_of(const Problem& problem) {
     return {int(lds_int64(found_at)), int(lds_int64(found_at + 8)), count};
 }
 
-// One warp, for a part of each tile; the first one brings queries, too.
+// One warp.
 struct Producer {
     const Problem& problem;
     const TensorMap &q_map, &k_map;
-    int part;
     int q_stage, k_stage;
     uint32 q_parity, k_parity;
 
@@ -188,53 +186,39 @@ struct Producer {
         if (++q_stage == Q_STAGES) q_stage = 0, q_parity ^= 1;
     }
 
-    // The page of this lane's box of the part's keys, or -1; and from where on in the page.
-    struct Box {
-        int page, row;
-    };
-    // Where the box is among the pages of an entry.
-    struct Place {
-        const int* entries;
-        int column, row;
-
-        __device__ void go_on(int rows, int block_size) {
-            for (row += rows; row >= block_size; row -= block_size) ++column;
-        }
-    };
-    __device__ Place place_of(int entry, int key) const {
-        Place place{problem.table.entries + entry * problem.table.row_stride, 0, 0};
-        place.column = key / problem.block_size, place.row = key % problem.block_size;
-        place.go_on(part * PART_KEYS + threadIdx.x % 32 * problem.box_rows, problem.block_size);
-        return place;
-    }
-    __device__ Box box_at(const Place& place) const {
-        if (threadIdx.x % 32 * problem.box_rows >= PART_KEYS || place.column >= problem.table.columns) return {-1, 0};
-        int page = place.entries[place.column];
-        return {page >= 0 && page < problem.pages_there ? page : -1, place.row};
+    // Where this lane's box of the tile of the keys from `key` on starts, of a paged cache.
+    __device__ PageRow box_of(int entry, int key) const {
+        int row = threadIdx.x % 32 * problem.box_rows;
+        if (!PAGED || row >= KEYS) return {-1, 0};
+        return lookup_page_row(problem.table, entry, key + row, problem.block_size, problem.num_slots);
     }
 
-    __device__ void bring_tile(Box box, int key) {
+    __device__ void bring_tile(PageRow place, int key) {
         int lane = threadIdx.x % 32;
-        uint32 to = K_AT + k_stage * K_BYTES, scales = SCALES_AT + k_stage * KEYS * 4;
+        uint32 ready = K_READY + 8 * k_stage, to = K_AT + k_stage * K_BYTES, scales = SCALES_AT + k_stage * KEYS * 4;
 #if PAGED
-        uint32 ready = K_READY + 8 * (k_stage * PARTS + part), here = __ballot_sync(~0u, box.page >= 0);
-        barrier_wait(K_FREE + 8 * (k_stage * PARTS + part), k_parity ^ 1);
-        if (lane == 0) {
-            sts32(PRESENT_AT + 4 * (k_stage * PARTS + part), here);
-            barrier_arrive_expecting(ready, __popc(here) * problem.box_rows * DIM);
-        }
-        __syncwarp();
-        if (box.page >= 0) {
-            int row = part * PART_KEYS + lane * problem.box_rows;
-            tma_load(to + row * DIM, k_map, 0, box.row, box.page, ready);
-            const uint8* from = problem.pages + box.page * problem.page_stride + INDEXER_FP8::scale_start +
-                                (problem.block_size * INDEXER_FP8::scale_start_per_token + box.row * INDEXER_FP8::scale_stride);
-#pragma unroll 1
-            for (int i = 0; i < problem.box_rows; i += 4) copy_async<16>(scales + 4 * (row + i), from + 4 * i, true);
+        int row = lane * problem.box_rows;
+        uint32 present = __ballot_sync(~0u, place.page >= 0);
+        barrier_wait(K_FREE + 8 * k_stage, k_parity ^ 1);
+        int log = __ffs(problem.box_rows) - 1;
+#pragma unroll
+        for (int i = 4 * lane; i < KEYS; i += 128) {  // scales of a box are one behind another
+            int64 page = __shfl_sync(~0u, place.page, i >> log);
+            int at = __shfl_sync(~0u, place.row, i >> log) + (i & (problem.box_rows - 1));
+            const uint8* from = problem.pages;
+            if (page >= 0)
+                from += page * problem.page_stride + INDEXER_FP8::scale_start +
+                        int64(problem.block_size) * INDEXER_FP8::scale_start_per_token + at * INDEXER_FP8::scale_stride;
+            copy_async<16>(scales + 4 * i, from, page >= 0);
         }
         copies_arrive(ready);
+        if (lane == 0) {
+            sts32(PRESENT_AT + 4 * k_stage, present);
+            barrier_arrive_expecting(ready, __popc(present) * problem.box_rows * DIM);
+        }
+        __syncwarp();
+        if (place.page >= 0) tma_load(to + row * DIM, k_map, 0, place.row, int(place.page), ready);
 #else
-        uint32 ready = K_READY + 8 * k_stage;
         barrier_wait(K_FREE + 8 * k_stage, k_parity ^ 1);
 #pragma unroll
         for (int i = lane; i < KEYS; i += 32) {
@@ -251,21 +235,22 @@ struct Producer {
     }
 
     __device__ void run(Share share) {
-        int left = int(share.count);
+        int64 left = share.count;
         for (int group = share.group, tile = share.tile; left; ++group, tile = 0) {
-            int first, tiles = min(problem.tiles_of(group, first) - tile, left);
+            int first, tiles = int(min(int64(problem.tiles_of(group, first)) - tile, left));
             if (tiles <= 0) continue;
             int count, query = problem.query_of(group, count), key = first + tile * KEYS;
-            if (part == 0) bring_queries(query, count, key, tiles);
+            bring_queries(query, count, key, tiles);
             int entry = PAGED ? group / problem.groups_of_entry() : 0;
-            Place place = PAGED ? place_of(entry, key) : Place{};
+            PageRow place = box_of(entry, key);
             for (int i = 0; i < tiles; ++i, key += KEYS) {
-                bring_tile(PAGED ? box_at(place) : Box{}, key);
-                if (PAGED) place.go_on(KEYS, problem.block_size);
+                PageRow next = box_of(entry, key + KEYS);  // asked for a tile ahead
+                bring_tile(place, key);
+                place = next;
             }
             left -= tiles;
         }
-        if (part == 0) bring_queries(0, 0, 0, 0);
+        bring_queries(0, 0, 0, 0);
     }
 };
 
@@ -288,15 +273,15 @@ __device__ inline float relu(float x) {
     return y;
 }
 
-// Of one query, the sums over a thread's 16 heads for its keys g and g + 8.
-__device__ inline void sum_heads(const float (&x)[COLUMNS], const float (&weights)[PASS][16], int query, float& low, float& high) {
+// Of one query, whose values begin at x[first], the sums over a thread's 16 heads for its keys g and g + 8.
+__device__ inline void sum_heads(const float (&x)[COLUMNS], int first, const float (&weights)[16], float& low, float& high) {
     float sums[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sums[i] = relu(x[32 * query + i]) * weights[query][i % 2];
+    for (int i = 0; i < 4; ++i) sums[i] = relu(x[first + i]) * weights[i % 2];
 #pragma unroll
     for (int n = 1; n < 8; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sums[i] = fmaf(relu(x[32 * query + 4 * n + i]), weights[query][2 * n + i % 2], sums[i]);
+        for (int i = 0; i < 4; ++i) sums[i] = fmaf(relu(x[first + 4 * n + i]), weights[2 * n + i % 2], sums[i]);
     low = sums[0] + sums[1], high = sums[2] + sums[3];
 }
 
@@ -306,7 +291,7 @@ __device__ inline void consume(const Problem& problem) {
     // After the lanes have added up, this one has one key of one query.
     int own_query = query_group * PASS + (PASS == 2 ? c & 1 : 0);
     int own_key = 64 * key_group + 16 * warp + lane / 4 + 8 * (PASS == 2 ? c >> 1 : c & 1);
-    int part = PAGED ? key_group : 0, own_box = PAGED ? own_key % PART_KEYS / problem.box_rows : 0;
+    int own_box = PAGED ? own_key / problem.box_rows : 0;
     bool stores = PASS == 2 || c < 2;
     int k_stage = 0, q_stage = 0;
     uint32 k_parity = 0, q_parity = 0;
@@ -330,24 +315,34 @@ __device__ inline void consume(const Problem& problem) {
         uint64 q_tile = tile_descriptor(Q_AT + (q_stage * QUERIES + query_group * PASS) * TILE_BYTES);
 #pragma unroll 1
         for (int i = 0; i < tiles; ++i, key += KEYS) {
-            barrier_wait(K_READY + 8 * (k_stage * PARTS + part), k_parity);
+            barrier_wait(K_READY + 8 * k_stage, k_parity);
             uint64 k_tile = tile_descriptor(K_AT + k_stage * K_BYTES + key_group * TILE_BYTES);
-            float x[COLUMNS];
-            pin(x);
+            float x[PRODUCTS][COLUMNS];
+#pragma unroll
+            for (int j = 0; j < PRODUCTS; ++j) pin(x[j]);
             wgmma_fence();
 #pragma unroll
-            for (int step = 0; step < DIM / 32; ++step) multiply(x, k_tile + 2 * step, q_tile + 2 * step, step > 0);
-            wgmma_commit();
+            for (int j = 0; j < PRODUCTS; ++j) {
+                uint64 own = q_tile + j * (TILE_BYTES / 16);
+#pragma unroll
+                for (int step = 0; step < DIM / 32; ++step) multiply(x[j], k_tile + 2 * step, own + 2 * step, step > 0);
+                wgmma_commit();
+            }
             float scale = lds_float(SCALES_AT + (k_stage * KEYS + own_key) * 4);
-            bool present = !PAGED || lds32(PRESENT_AT + 4 * (k_stage * PARTS + part)) >> own_box & 1;
-            wgmma_wait<0>();
-            pin(x);
-            warp_arrive(K_FREE + 8 * (k_stage * PARTS + part));
+            bool present = !PAGED || lds32(PRESENT_AT + 4 * k_stage) >> own_box & 1;
             float low, high, score;
-            sum_heads(x, weights, 0, low, high);
+            wgmma_wait<PRODUCTS - 1>();
+            pin(x[0]);
+            if (PRODUCTS == 1) warp_arrive(K_FREE + 8 * k_stage);
+            sum_heads(x[0], 0, weights[0], low, high);
+            if (PRODUCTS == 2) {
+                wgmma_wait<0>();
+                pin(x[PRODUCTS - 1]);
+                warp_arrive(K_FREE + 8 * k_stage);
+            }
             if (PASS == 2) {
                 float other_low, other_high;
-                sum_heads(x, weights, PASS - 1, other_low, other_high);
+                sum_heads(x[PRODUCTS - 1], 32 * (PASS - PRODUCTS), weights[PASS - 1], other_low, other_high);
                 bool odd = c & 1;
                 float sent_low = __shfl_xor_sync(~0u, odd ? low : other_low, 1);
                 float sent_high = __shfl_xor_sync(~0u, odd ? high : other_high, 1);
@@ -379,19 +374,17 @@ indexer_logits_sm90(const float* weights, int64 weights_stride, const int* start
     if (threadIdx.x == 0) {
         prefetch_tensor_map(q_map), prefetch_tensor_map(k_map);
         for (int i = 0; i < Q_STAGES; ++i) barrier_init(Q_READY + 8 * i, 33), barrier_init(Q_FREE + 8 * i, CONSUMERS / 32 * WARP_ARRIVALS);
-        for (int i = 0; i < K_STAGES * PARTS; ++i)
-            barrier_init(K_READY + 8 * i, 33), barrier_init(K_FREE + 8 * i, CONSUMERS / 32 / PARTS * WARP_ARRIVALS);
+        for (int i = 0; i < K_STAGES; ++i) barrier_init(K_READY + 8 * i, 33), barrier_init(K_FREE + 8 * i, CONSUMERS / 32 * WARP_ARRIVALS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     pdl_wait();
     Problem problem{weights, weights_stride, queries, starts, ends, lens_stride, per_query, keys, room,
-                    {block_table, table_stride, table_rows, table_columns}, pages, page_stride,
-                    int(min(num_slots, INT32_LIMIT + 1ll) / block_size), block_size, box_rows, logits, logits_stride, scales};
+                    {block_table, table_stride, table_rows, table_columns}, pages, page_stride, num_slots, block_size,
+                    box_rows, logits, logits_stride, scales};
     Share share = share_of(problem);  // all threads meet in there
     if (threadIdx.x >= CONSUMERS) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
-        int part = (threadIdx.x - CONSUMERS) / 32;
-        if (part < PARTS) Producer{problem, q_map, k_map, part, 0, 0, 0, 0}.run(share);
+        if (threadIdx.x < CONSUMERS + 32) Producer{problem, q_map, k_map, 0, 0, 0, 0}.run(share);
     } else {
         warpgroup_reg_alloc<CONSUMER_REGISTERS>();
         consume(problem);
