@@ -52,7 +52,7 @@ def test_more_logits_than_32_bits_count(lab, rng):
     assert bool((both == best).all())
 
 
-@pytest.mark.parametrize("topk", [512, 1024, 2048, 9000])
+@pytest.mark.parametrize("topk", [2048, 9000])
 def test_rows_of_a_million_columns(lab, rng, topk):
     x = rng.normal(size=(5, 1_000_003)).astype(np.float32)
     x[1], x[2], x[3, ::3] = np.sort(x[1]), np.round(x[2], 1), np.nan
