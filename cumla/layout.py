@@ -190,9 +190,6 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-def layout_of(token_bytes: int) -> CacheLayout | None:
-    """The format whose tokens take `token_bytes` bytes, or None. The sizes of all formats differ."""
-    for layout in LAYOUTS.values():
-        if layout.token_bytes == token_bytes:
-            return layout
-    return None
+def layouts_of(token_bytes: int) -> list[CacheLayout]:
+    """The formats whose tokens take `token_bytes` bytes. One does not tell: a cache is what its owner says it is."""
+    return [layout for layout in LAYOUTS.values() if layout.token_bytes == token_bytes]

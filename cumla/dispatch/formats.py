@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..layout import LAYOUTS, CacheLayout, layout_of
+from ..layout import LAYOUTS, CacheLayout, layouts_of
 from .call import BYTES, Call
 from .values import shown
 
@@ -27,26 +27,31 @@ def named_layout(layout: Any) -> CacheLayout | None:
 def cache_layout(call: Call, name: str, cache: Any, layout: Any) -> CacheLayout:
     """The format of a cache: `layout` if that is given, else by the bytes that a token takes or the dtype of its rows.
 
-    Raises ValueError for an array that does not tell, as raw pages.
+    Raises ValueError for an array that does not tell: raw pages, or bytes as several formats have them.
     """
-    known = named_layout(layout)
-    if known is not None:
-        return known
-    native = call.borrow(name, cache)
+    named = named_layout(layout)
+    if named is not None:
+        return named
+    native, known = call.borrow(name, cache), []
     if native.ndim in (3, 4):
         width = native.shape[-1]
         if native.dtype in BYTES:
-            known = layout_of(width)
+            known = layouts_of(width)
         else:
             plain = (x for x in LAYOUTS.values() if not x.num_scales and x.value_type == native.dtype.name)
-            known = next((x for x in plain if x.head_dim == width), None)
-    if known is None:
+            known = [x for x in plain if x.head_dim == width]
+    if len(known) > 1:
+        names = ", ".join(x.name for x in known)
+        raise ValueError(
+            f"{name}: got tokens of {native.shape[-1]} bytes, which {names} have; expected layout with it, one of them"
+        )
+    if not known:
         what = "raw pages, which do" if native.ndim == 2 else "which does"
         raise ValueError(
             f"{name}: got {native.dtype} of shape {tuple(native.shape)}, {what} not tell the format; expected layout "
             "(and for raw pages block_size) with it, or a cache [num_blocks, block_size, token_bytes]"
         )
-    return known
+    return known[0]
 
 
 def check_row_width(name: str, width: int, layout: CacheLayout) -> None:

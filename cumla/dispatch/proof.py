@@ -12,7 +12,7 @@ from typing import Any
 
 from ..arrays import streams
 from ..kernels.types.verdicts import FAILED, NOT_REACHED, RIGHT, UNPROVEN, WRONG, Fresh, MiscompiledError, conclude
-from ..layout import LAYOUTS, CacheLayout, layout_of
+from ..layout import LAYOUTS, CacheLayout, layouts_of
 
 log = logging.getLogger(__name__)
 # What the cases of `cumla check` are made with; imported only where something is to be tested, as it uses all of cumla.
@@ -86,12 +86,13 @@ def _layouts(values: Sequence[Any], fresh: Sequence[Fresh]) -> set[str]:
     """Names of the cache formats of a call."""
     found = {x.layout for x in fresh if x.layout}
     for value in values:
-        layout = value if isinstance(value, CacheLayout) else LAYOUTS.get(value) if isinstance(value, str) else None
         shape: tuple[int, ...] = getattr(value, "shape", ())
-        if layout is None and len(shape) in (3, 4) and str(getattr(value, "dtype", "")).endswith("uint8"):
-            layout = layout_of(int(shape[-1]))
-        if layout is not None:
-            found.add(layout.name)
+        if isinstance(value, CacheLayout):
+            found.add(value.name)
+        elif isinstance(value, str):
+            found |= {value} & LAYOUTS.keys()
+        elif len(shape) in (3, 4) and str(getattr(value, "dtype", "")).endswith("uint8"):
+            found |= {layout.name for layout in layouts_of(int(shape[-1]))}
     return found
 
 

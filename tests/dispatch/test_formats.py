@@ -1,9 +1,12 @@
 """One way to call: the cache tells its format and page size, and a call that cannot know them says what to give."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 import cumla
+import cumla.layout as layout_module
 import emulation
 from support.lab import BF16
 
@@ -39,6 +42,18 @@ def test_raw_pages_want_to_be_told():
     with pytest.raises(ValueError, match="k_cache: got raw pages, expected block_size with them"):
         cumla.quantize_and_insert_k_cache(k, pages, np.arange(3), layout="DSV4_FP8")
     cumla.quantize_and_insert_k_cache(k, pages, np.arange(3), BLOCK, layout="DSV4_FP8", backend="reference")
+
+
+def test_a_size_that_two_formats_have_wants_the_format(monkeypatch, rng):
+    other = dataclasses.replace(cumla.DSV4_FP8, name="OTHER", scale_placement="in_row", row_bytes=584)
+    monkeypatch.setitem(layout_module.LAYOUTS, "OTHER", other)
+    k, cache = rows(cumla.DSV4_FP8, rng), cumla.DSV4_FP8.allocate(2, BLOCK)
+    with pytest.raises(
+        ValueError, match=r"k_cache: got tokens of 584 bytes, which DSV4_FP8, OTHER have; expected layout"
+    ):
+        cumla.quantize_and_insert_k_cache(k, cache, np.arange(3))
+    cumla.quantize_and_insert_k_cache(k[:3], cache, np.arange(3), layout="DSV4_FP8", backend="reference")
+    assert cache[0, :3].any()
 
 
 def test_rows_of_another_format_are_named():
