@@ -10,7 +10,7 @@ import numpy as np
 class Bound(NamedTuple):
     """How far a result may be off: absolute + relative * |value|, and the cosine distance of all of it."""
 
-    absolute: float = 0.0
+    absolute: float | np.ndarray = 0.0
     relative: float = 0.0
     cosine: float = np.inf
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..dispatch.backends import array_module, takes_device_arrays
 from ..metadata.builder import ServingConfig
+from ..models.caches import CacheFormat
 from ..models.deepseek_v4 import DeepseekV4Attention, DeepseekV4Caches, DeepseekV4Config
 from ..models.deepseek_v32 import (
     DeepseekV32Attention,
@@ -33,7 +34,7 @@ from .step_batch import SWA_BLOCK, SWA_PAGES, StepBatch
 from .trace import HASH_TOKENS
 
 V32 = "v32"
-CACHE_FORMAT = "fp8"
+CACHE_FORMAT: CacheFormat = "fp8"
 # Parts of a layer whose names other layers use for something else.
 PARTS = {"project": "projections"}
 
