@@ -259,7 +259,7 @@ class NcclCommunicator:
         while not self._over.wait(LOOK_SECONDS):
             try:
                 self._agreement.check_others(what=f"end {self._last_words}", failed_only=True)
-                with self._lock:
+                with self._lock, streams.relaxed_capture():  # another thread may be capturing
                     if self._unended is not None and self._unended[0].done:
                         self._unended = None
                     since = None if self._unended is None else self._unended[1]

@@ -13,6 +13,7 @@ EXPECTED = {
     "with_cupy.py": ["out bfloat16 (32, 1, 64, 512) on <CUDA Device 0>"],
     "with_jax.py": ["out bfloat16 (4, 16, 512) on ", "cache updated in place: True"],
     "with_numpy.py": ["out bfloat16 (4, 1, 16, 512), lse float32 (4, 16, 1), keys attended [1, 70, 128, 128]"],
+    "with_ranks.py": ["rank 3: 252 rows", "every rank has the result of one device"],
     "with_torch.py": ["out torch.bfloat16 (4, 1, 16, 512) on ", "as eager: True"],
 }
 NEEDS = {"from_flash_mla.py": "torch", "with_jax.py": "jax", "with_torch.py": "torch"}

@@ -1,0 +1,165 @@
+"""The communicator of NCCL with a stand-in for CuPy's binding; with NCCL itself in test_device.py."""
+
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import emulation
+from support import fake_nccl
+
+pytestmark = pytest.mark.skipif(bool(emulation.unavailable()), reason=emulation.unavailable() or "")
+
+
+@pytest.fixture
+def nccl():
+    with fake_nccl.devices():
+        from cumla.interop import nccl
+
+        yield nccl
+
+
+def on_ranks(comms, function):
+    """What each returns or raises, in a thread a rank."""
+    results = [None] * len(comms)
+
+    def run(comm):
+        try:
+            sys.modules["cupy"].cuda.Device(comm.device).use()
+            with comm:
+                results[comm.rank] = function(comm)
+        except BaseException as error:
+            results[comm.rank] = error
+
+    comms = [comm for comm in comms if not isinstance(comm, BaseException) or _raise(comm)]
+    threads = [threading.Thread(target=run, args=(comm,), daemon=True) for comm in comms]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return results
+
+
+def _raise(error):
+    raise error
+
+
+def joined(nccl, sizes, time_limit=10):
+    """Communicators that join as processes do; or what came of it."""
+    from cumla.parallel import MemoryStore
+
+    store, made = MemoryStore(), [None] * len(sizes)
+
+    def join(rank):
+        try:
+            made[rank] = nccl.NcclCommunicator(store, rank, sizes[rank], time_limit=time_limit)
+        except BaseException as error:
+            made[rank] = error
+
+    threads = [threading.Thread(target=join, args=(rank,), daemon=True) for rank in range(len(sizes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return made
+
+
+@pytest.mark.parametrize("start", ["in_process", "join"])
+def test_arrays_move(nccl, start):
+    import cupy
+
+    comms = nccl.NcclCommunicator.in_process([0, 0]) if start == "in_process" else joined(nccl, [2, 2])
+
+    def run(comm):
+        x = cupy.array(np.arange(6, dtype=np.float32) + comm.rank)
+        parts = cupy.array(np.stack([np.arange(6) + comm.rank + 10 * to for to in range(2)]).astype(np.float32))
+        out = cupy.empty((2, 6), np.float32)
+        assert comm.all_gather(x, out) is out
+        both = comm.all_gather((x, cupy.array(np.full(3, comm.rank, np.int32))))
+        summed, taken = comm.reduce_scatter(parts), comm.all_to_all(parts)
+        comm.wait()
+        assert comm.traffic == {"all_gather": 24 + 36, "reduce_scatter": 24, "all_to_all": 24}
+        return out.get(), both[1].get(), summed.get(), taken.get()
+
+    for rank, (gathered, words, summed, taken) in enumerate(on_ranks(comms, run)):
+        mine = np.stack([np.arange(6) + other + 10 * rank for other in range(2)])
+        np.testing.assert_array_equal(gathered, np.arange(6) + np.arange(2)[:, None])
+        np.testing.assert_array_equal(words, [[0, 0, 0], [1, 1, 1]])
+        np.testing.assert_array_equal(summed, mine.sum(axis=0))
+        np.testing.assert_array_equal(taken, mine)
+    assert [comm._comm.ended for comm in comms] == ["destroyed", "destroyed"]
+
+
+def test_what_differs_is_named_before_it_is_sent(nccl):
+    import cupy
+
+    comms = nccl.NcclCommunicator.in_process([0, 0], time_limit=10)
+    results = on_ranks(comms, lambda comm: comm.all_gather(cupy.zeros(3 + comm.rank, np.float32)))
+    for error in results:
+        assert "rank 1 got all_gather of float32 [4], expected all_gather of float32 [3] as rank 0" in str(error)
+        assert error.ranks == (1,)
+    assert [comm._comm.ended for comm in comms] == ["aborted", "aborted"]
+    with pytest.raises(type(results[0]), match="rank 1 got all_gather"):  # from now on
+        comms[0].wait()
+
+
+def test_a_failure_is_told(nccl):
+    import cupy
+
+    def run(comm):
+        comm.all_gather(cupy.zeros(3, np.float32))
+        if comm.rank == 1:
+            raise ValueError("out of luck")
+        comm._over.wait(10)  # until the thread that looks after calls has seen it
+        comm.all_gather(cupy.zeros(3, np.float32))
+
+    told, own = on_ranks(nccl.NcclCommunicator.in_process([0, 0]), run)
+    assert isinstance(own, ValueError)
+    assert "rank 1 failed: ValueError: out of luck" in str(told)
+    assert told.ranks == (1,)
+
+
+def test_ranks_that_do_not_fit(nccl, monkeypatch):
+    from cumla.parallel import MemoryStore, RankError
+
+    for error in joined(nccl, [2, 3], time_limit=1):
+        assert isinstance(error, RankError)
+    monkeypatch.setattr(sys.modules["cupy"].cuda.runtime, "deviceGetPCIBusId", lambda device: "0000:1")
+    first, second = joined(nccl, [2, 2])
+    assert "rank 1 got GPU 0000:1" in str(first)
+    assert first.ranks == second.ranks == (1,)
+    with pytest.raises(RankError, match=r"rank 1 did not come to the start within 0\.2 s"):
+        nccl.NcclCommunicator(MemoryStore(), 0, 2, time_limit=0.2)
+
+
+class Mpi:
+    """mpi4py's communicator, for one rank."""
+
+    def Get_rank(self):  # noqa: N802
+        return 0
+
+    def Get_size(self):  # noqa: N802
+        return 1
+
+    def bcast(self, value, root):
+        return value
+
+
+def test_started_by_mpirun(nccl):
+    import cupy
+
+    with nccl.NcclCommunicator.from_mpi(Mpi()) as comm:
+        assert comm.all_gather(cupy.zeros(3, np.int32)).get().tolist() == [[0, 0, 0]]
+
+
+def test_arrays_elsewhere_and_of_no_sum(nccl):
+    import cupy
+
+    (comm,) = nccl.NcclCommunicator.in_process([0])
+    with comm:
+        with pytest.raises(ValueError, match="x: got an array elsewhere, expected it on CUDA device 0"):
+            comm.all_gather(np.zeros(3))
+        with pytest.raises(TypeError, match="x: got dtype int16, expected one of"):
+            comm.reduce_scatter(cupy.zeros((1, 3), np.int16))
