@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from ..dispatch.call import BF16, BYTES, FLOAT32, SLOTS, Call
 from ..dispatch.formats import cache_layout
 from ..dispatch.launch_cache import launch_cached
-from ..dispatch.values import check_integers
+from ..dispatch.values import check_flags, check_integers, finite
 from ..layout import DSV4_FP8, INDEXER_FP8, CacheLayout
+from .indices import pair
 from .sparse_attention import check_heads
 from .sparse_cache import checked_slots
 
@@ -46,9 +46,7 @@ def fused_q_kv_rmsnorm(
     kv = call.array("kv", kv, (qr.dtype,), ("T", "D"))
     q_weight = call.array("q_weight", q_weight, ROWS, ("q_lora_rank",))
     kv_weight = call.array("kv_weight", kv_weight, (q_weight.dtype,), ("D",))
-    given = (None, None) if out is None else tuple(out)
-    if len(given) != 2:
-        raise TypeError(f"out: got {len(given)} arrays, expected (qr, kv)")
+    given = pair("out", out)
     q_out = call.output("out[0] (qr)", given[0], (qr.dtype,), qr.shape)
     kv_out = call.output("out[1] (kv)", given[1], (qr.dtype,), kv.shape)
     epsilon = check_epsilon(eps)
@@ -190,6 +188,7 @@ def apply_rope(
     Returns x turned by its position, or back by it. Products are float32, rounded once.
     Source: vLLM's inverse RoPE of DeepSeek V4's attention output.
     """
+    check_flags(inverse=inverse)
     call = Call(backend, stream)
     x = call.array("x", x, ROWS, ("T", "h", -1))
     call.check_float32("x", x.dtype.name)
@@ -230,6 +229,7 @@ def inverse_rope_and_quantize(
     Source: vLLM's fused inverse RoPE and FP8 quantisation of DeepSeek V4, with groups in front.
     """
     check_integers(1, num_groups=num_groups)
+    check_flags(is_ue8m0=is_ue8m0)
     call = Call(backend, stream)
     o = call.array("o", o, ROWS, ("T", "h", DSV4_FP8.head_dim))
     call.check_float32("o", o.dtype.name)
@@ -238,9 +238,7 @@ def inverse_rope_and_quantize(
         raise ValueError(f"num_groups: got {num_groups}, expected a divisor of the {heads} heads of o")
     positions = call.array("positions", positions, SLOTS, ("T",))
     turns = cos_sin(call, cos_sin_cache, head_dim)
-    given = (None, None) if out is None else tuple(out)
-    if len(given) != 2:
-        raise TypeError(f"out: got {len(given)} arrays, expected (values, scales)")
+    given = pair("out", out)
     width = heads // num_groups * head_dim
     values = call.output("out[0] (values)", given[0], BYTES, (num_groups, tokens, width))
     scales = call.output("out[1] (scales)", given[1], FLOAT32, (num_groups, tokens, width // QUANTIZED_GROUP))
@@ -264,7 +262,8 @@ def cos_sin(call: Call, cos_sin_cache: Any, head_dim: int) -> Any:
 
 
 def check_epsilon(eps: float) -> float:
-    """Raise ValueError unless eps is a number that a norm can add."""
-    if not (math.isfinite(eps) and eps >= 0):
+    """Raise TypeError or ValueError unless eps is a number that a norm can add."""
+    epsilon = finite("eps", eps)
+    if epsilon < 0:
         raise ValueError(f"eps: got {eps}, expected a finite number of at least 0")
-    return float(eps)
+    return epsilon

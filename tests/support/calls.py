@@ -240,6 +240,66 @@ def operations():
             },
             ("input_tokens", "input_positions", "seq_lens", "slot_mapping"),
         ),
+        **around_attention(),
+    }  # fmt: skip
+
+
+def around_attention():
+    """The compressor, norms and RoPE."""
+    turns, positions = ones(np.float32, 8, 64), np.arange(3)
+    return {
+        "compress": Operation(
+            cumla.compress_and_insert,
+            {
+                "kv_score": ones(np.float32, 3, 512), "position_bias": ones(np.float32, 4, 256),
+                "norm_weight": ones(np.float32, 128), "state_cache": ones(np.float32, 2, 4, 512),
+                "state_slot_mapping": np.arange(3), "state_block_table": int32(1, 2),
+                "k_cache": ones(np.uint8, 2, 4, 132), "slot_mapping": np.arange(3), "positions": positions,
+                "token_to_req_indices": int32(3), "query_start_loc": int32(2), "cos_sin_cache": turns,
+            },
+            ("state_cache", "k_cache"),
+            {"compress_ratio": 4, "eps": 1e-6, "layout": cumla.INDEXER_FP8},
+        ),
+        "norms": Operation(
+            cumla.fused_q_kv_rmsnorm,
+            {
+                "qr": ones(BF16, 3, 96), "kv": ones(BF16, 3, 64), "q_weight": ones(np.float32, 96),
+                "kv_weight": ones(np.float32, 64),
+            },
+            (),
+            {"eps": 1e-6, "out": (ones(BF16, 3, 96), ones(BF16, 3, 64))},
+        ),
+        "window_rows": Operation(
+            cumla.qnorm_rope_and_insert,
+            {
+                "q": ones(BF16, 3, 2, 512), "kv": ones(BF16, 3, 512), "k_cache": ones(np.uint8, 2, 4, 584),
+                "slot_mapping": np.arange(3), "positions": positions, "cos_sin_cache": turns,
+            },
+            ("k_cache",),
+            {"eps": 1e-6, "layout": cumla.DSV4_FP8, "out": ones(BF16, 3, 2, 512)},
+        ),
+        "index_keys": Operation(
+            cumla.indexer_knorm_rope_and_insert,
+            {
+                "k": ones(np.float32, 3, 128), "weight": ones(np.float32, 128), "bias": ones(np.float32, 128),
+                "k_cache": ones(np.uint8, 2, 4, 132), "slot_mapping": np.arange(3), "positions": positions,
+                "cos_sin_cache": turns,
+            },
+            ("k_cache",),
+            {"eps": 1e-6, "layout": cumla.INDEXER_FP8},
+        ),
+        "rope": Operation(
+            cumla.apply_rope,
+            {"x": ones(BF16, 3, 2, 128), "positions": positions, "cos_sin_cache": turns},
+            (),
+            {"out": ones(BF16, 3, 2, 128)},
+        ),
+        "inverse": Operation(
+            cumla.inverse_rope_and_quantize,
+            {"o": ones(BF16, 3, 4, 512), "positions": positions, "cos_sin_cache": turns, "num_groups": 2},
+            (),
+            {"out": (ones(np.uint8, 2, 3, 1024), ones(np.float32, 2, 3, 8))},
+        ),
     }  # fmt: skip
 
 
