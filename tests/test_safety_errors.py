@@ -251,7 +251,8 @@ NONSENSE = {
 RIGHT = {  # what looks like nonsense and is none, or is not looked at
     "softmax_scale": ("a fraction",), "scale": NONSENSE, "is_ue8m0": ("True",), "causal": ("True",),
     "accumulate": ("True",), "compact": ("True",), "decode_compressed_indices_are_local": ("True",),
-    "eps": ("a fraction",), "inverse": ("True",), "batch_invariant": ("True",), "rope_first": ("True",), "is_neox": ("True",), "quantize": ("True",),
+    "eps": ("a fraction",), "inverse": ("True",), "batch_invariant": ("True",),
+    "rope_first": ("True",), "is_neox": ("True",), "quantize": ("True",),
     "clean_logits": ("True",), "index_weights_softmax_scale": ("a fraction",),
     "index_weights_head_scale": ("a fraction",), "score_and_choose.context_lens": NONSENSE,
     "score_and_choose.schedule_metadata": NONSENSE,

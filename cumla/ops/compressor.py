@@ -7,7 +7,7 @@ from typing import Any
 from ..dispatch.call import BF16, FLOAT32, INT32, SLOTS, Call
 from ..dispatch.formats import cache_layout
 from ..dispatch.launch_cache import launch_cached
-from ..dispatch.values import check_integers
+from ..dispatch.values import check_integers, check_optional_size
 from ..kernels.types.compressor import Compression
 from ..layout import CacheLayout
 from .norm_rope import check_epsilon, cos_sin
@@ -73,6 +73,7 @@ def compress_and_insert(
     Source: vLLM's DeepSeek V4 compressor (save_partial_states, compress_norm_rope_store), as one operation.
     """
     check_integers(1, compress_ratio=compress_ratio)
+    check_optional_size(block_size=block_size)
     call = Call(backend, stream)
     kv_score = call.array("kv_score", kv_score, PROJECTED, ("T", -1))
     layout = cache_layout(call, "k_cache", k_cache, layout)

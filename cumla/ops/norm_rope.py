@@ -7,7 +7,7 @@ from typing import Any
 from ..dispatch.call import BF16, BYTES, FLOAT32, SLOTS, Call
 from ..dispatch.formats import cache_layout
 from ..dispatch.launch_cache import launch_cached
-from ..dispatch.values import check_flags, check_integers, finite
+from ..dispatch.values import check_flags, check_integers, check_optional_size, finite
 from ..layout import DSV4_FP8, INDEXER_FP8, CacheLayout
 from .indices import pair
 from .sparse_attention import check_heads
@@ -95,6 +95,7 @@ def qnorm_rope_and_insert(
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM's fused q-norm, RoPE and K insert of DeepSeek V4.
     """
+    check_optional_size(block_size=block_size)
     call = Call(backend, stream)
     q = call.array("q", q, ROWS, ("T", "h", DSV4_FP8.head_dim))
     layout = cache_layout(call, "k_cache", k_cache, layout)
@@ -149,6 +150,7 @@ def indexer_knorm_rope_and_insert(
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: k_norm, RoPE and indexer_k_quant_and_cache of vLLM's DeepSeek V3.2 indexer, as one operation.
     """
+    check_optional_size(block_size=block_size)
     call = Call(backend, stream)
     k = call.array("k", k, ROWS, ("T", INDEXER_FP8.head_dim))
     layout = cache_layout(call, "k_cache", k_cache, layout)
