@@ -10,7 +10,7 @@ import griffe
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
-from docstrings import as_markdown  # noqa: E402
+from docstrings import as_markdown
 
 
 class Columns(griffe.Extension):
