@@ -73,7 +73,7 @@ struct WideAttention {
     struct LookUp {
         int slot = -1;
         const uint8* row = nullptr;
-        float scales[(SCALES + 3) / 4 + 1];
+        uint32 scales[(SCALES + 3) / 4 + 1] = {};  // as they lie
     };
 
     // ListEntries of block `block` of the token's lists.
@@ -97,7 +97,7 @@ struct WideAttention {
         to.row = token.row;
 #pragma unroll
         for (int i = 0; i < (SCALES + 3) / 4; ++i)
-            if (part + 4 * i < SCALES) to.scales[i] = scale_of(token, part + 4 * i);
+            if (part + 4 * i < SCALES) to.scales[i] = LAYOUT::ue8m0 ? token.scales[part + 4 * i] : load4(token.scales + 4 * (part + 4 * i));
         for (int at = 128 * part; at < LAYOUT::row_bytes; at += 512) prefetch(token.row + at);
     }
 
@@ -110,7 +110,8 @@ struct WideAttention {
 #pragma unroll
         for (int i = 0; i < (SCALES + 3) / 4; ++i) {
             if (part + 4 * i >= SCALES) continue;
-            float scale = from.slot >= 0 ? from.scales[i] : 0.0f;
+            float scale = LAYOUT::ue8m0 ? ue8m0_scale(uint8(from.scales[i])) : __uint_as_float(from.scales[i]);
+            if (from.slot < 0) scale = 0.0f;
             keys.scales[part + 4 * i][key] = scale;
             uint32 magnitude = __float_as_uint(scale) & ~(1u << 31);
             if (magnitude > LARGE && magnitude < NOT_FINITE) shared.out_of_range = 1;
@@ -118,10 +119,6 @@ struct WideAttention {
     }
 
     // ---- weights, 16 threads a head: keys threadIdx.x % 16 + 16 i
-
-    __device__ static bool too_coarse(double score, float doubt, double least) {
-        return !(doubt <= PRECISE) && !(score + doubt < least);
-    }
 
     // What a head's scores must not be below to count. NaN counts as nothing.
     __device__ double least_score(const Keys& keys) const {
@@ -132,13 +129,19 @@ struct WideAttention {
         return over_head(least, [](double x, double y) { return fmax(x, y); }) - BEATEN;
     }
 
-    // Of this thread's scores, a bit each, those that are too coarse. Once a head has a NaN, no others make a difference.
-    __device__ uint32 coarse_scores(const Keys& keys, double least) const {
+    // Of this thread's scores, a bit each, those that are too coarse and not beaten anyway. Once a head has a NaN, no others
+    // make a difference.
+    __device__ uint32 coarse_scores(const Keys& keys) const {
         int row = threadIdx.x / 16, part = threadIdx.x % 16;
         uint32 coarse = 0;
+#pragma unroll
+        for (int i = 0; i < BLOCK / 16; ++i)
+            if (keys.rows[part + 16 * i] && !(shared.doubts[row][part + 16 * i] <= PRECISE)) coarse |= 1 << i;
+        if (!__any_sync(~0u, coarse)) return 0;  // what usually happens
+        double least = least_score(keys);
         if (shared.top[row] != shared.top[row]) return 0;
         for (int i = 0; i < BLOCK / 16; ++i)
-            if (keys.rows[part + 16 * i] && too_coarse(shared.scores[row][part + 16 * i], shared.doubts[row][part + 16 * i], least)) coarse |= 1 << i;
+            if (shared.scores[row][part + 16 * i] + shared.doubts[row][part + 16 * i] < least) coarse &= ~(1u << i);
         return coarse;
     }
 
@@ -185,28 +188,35 @@ struct WideAttention {
 
     // ---- sums: of product j column g is value 8 g + j of this warp's 64
 
-    // Rows of the values of four keys, and those values.
-    struct Values {
-        uint4 v[4];
+    // Of four keys the 8 neighbouring values of this lane, as they lie.
+    template <bool FP8> struct Values {
+        uint32 v[4][FP8 ? 2 : 4];
     };
-    __device__ Values load_v(const Keys& keys, int first) const {
-        Values values{};
+    template <bool FP8> __device__ Values<FP8> load_v(const Keys& keys, int first) const {
+        Values<FP8> values{};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const uint8* row = first < BLOCK ? keys.rows[first + 2 * c + i % 2 + i / 2 * 8] : nullptr;
-            if (row && warp < FP8_SLICES) {
+            const uint8* row = keys.rows[first + 2 * c + i % 2 + i / 2 * 8];
+            if (!row) continue;
+            if constexpr (FP8) {
                 uint2 v = load8(row + SLICE * warp + 8 * g);
-                values.v[i] = {v.x, v.y, 0, 0};
-            } else if (row) {
-                values.v[i] = load16(row + LAYOUT::rope_offset + 2 * SLICE * (warp - FP8_SLICES) + 16 * g);
+                values.v[i][0] = v.x, values.v[i][1] = v.y;
+            } else {
+                uint4 v = load16(row + LAYOUT::rope_offset + 2 * SLICE * (warp - FP8_SLICES) + 16 * g);
+                values.v[i][0] = v.x, values.v[i][1] = v.y, values.v[i][2] = v.z, values.v[i][3] = v.w;
             }
         }
         return values;
     }
 
     __device__ void mix(const Keys& keys) {
+        if (warp < FP8_SLICES) mix<true>(keys);
+        else mix<false>(keys);
+    }
+
+    template <bool FP8> __device__ void mix(const Keys& keys) {
         float low = shared.rescale[g], high = shared.rescale[g + 8];
-        Values values = load_v(keys, 0);
+        Values<FP8> values = load_v<FP8>(keys, 0);
 #pragma unroll
         for (int j = 0; j < SLICE / 8; ++j) o[j][0] *= low, o[j][1] *= low, o[j][2] *= high, o[j][3] *= high;
 #pragma unroll 1
@@ -214,11 +224,10 @@ struct WideAttention {
             uint32 b[SLICE / 8][2], p[4], rest[4];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                uint4 v = values.v[2 * half], w = values.v[2 * half + 1];
-                uint32 one[4] = {v.x, v.y, v.z, v.w}, other[4] = {w.x, w.y, w.z, w.w};
+                const auto &one = values.v[2 * half], &other = values.v[2 * half + 1];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    if (warp < FP8_SLICES) {
+                    if constexpr (FP8) {
                         codes_to_bf16(__byte_perm(one[i / 2], other[i / 2], i % 2 ? 0x7362 : 0x5140), b[2 * i][half], b[2 * i + 1][half]);
                     } else {
                         b[2 * i][half] = __byte_perm(one[i], other[i], 0x5410);
@@ -226,13 +235,13 @@ struct WideAttention {
                     }
                 }
             }
-            values = load_v(keys, first + 16);
+            values = load_v<FP8>(keys, (first + 16) % BLOCK);  // the last time for nothing
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 int key = first + 2 * c + i / 2 * 8;
                 float2 of_keys = pair_at(&shared.weights[g + i % 2 * 8][key]);
                 float x = of_keys.x, y = of_keys.y;
-                if (warp < FP8_SLICES) {
+                if constexpr (FP8) {
                     float2 scales = pair_at(&keys.scales[warp / SLICES_PER_SCALE][key]);
                     x *= scales.x, y *= scales.y;
                 }
@@ -265,15 +274,13 @@ struct WideAttention {
             bool more = block + 1 < last;
             LookUp next;
             if (more) find_slot(next, block + 1);
-            double least;
             uint32 coarse;
 #pragma unroll 1
             for (;;) {
                 Scores(shared, keys).score(scale, careful);
                 __syncthreads();
-                least = least_score(keys), coarse = coarse_scores(keys, least);
-                int count = __popc(coarse);
-                for (int by = 16; by; by /= 2) count += __shfl_xor_sync(~0u, count, by);
+                coarse = coarse_scores(keys);
+                int count = __reduce_add_sync(~0u, __popc(coarse));
                 if (!__syncthreads_or(count > MANY) || careful) break;
                 careful = true;
             }

@@ -61,17 +61,16 @@ struct Scores {
         row = keys.rows[8 * warp + g];
     }
 
-    // This lane's 16 values as they lie, half of it for e4m3.
-    struct Raw {
-        uint4 v[2];
+    // This lane's 16 values of a slice as they lie, half of it for e4m3.
+    template <bool FP8> struct Raw {
+        uint4 v[FP8 ? 1 : 2];
     };
-    __device__ Raw load(int slice) const {
-        Raw raw{};
-        if (row && slice < FP8_SLICES) raw.v[0] = load16(row + SLICE * slice + 16 * c);
-        if (row && slice >= FP8_SLICES && slice < SLICES) {
-            const uint8* from = row + LAYOUT::rope_offset + 2 * SLICE * (slice - FP8_SLICES) + 32 * c;
-            raw.v[0] = load16(from), raw.v[1] = load16(from + 16);
-        }
+    template <bool FP8> __device__ Raw<FP8> load(int slice) const {
+        Raw<FP8> raw{};
+        if (!row || slice >= (FP8 ? FP8_SLICES : SLICES)) return raw;
+        const uint8* from = FP8 ? row + SLICE * slice + 16 * c : row + LAYOUT::rope_offset + 2 * SLICE * (slice - FP8_SLICES) + 32 * c;
+#pragma unroll
+        for (int i = 0; i < (FP8 ? 1 : 2); ++i) raw.v[i] = load16(from + 16 * i);
         return raw;
     }
 
@@ -80,41 +79,8 @@ struct Scores {
         if (!__any_sync(~0u, row != nullptr)) return;
         float per_product = float(fabs(scale)) * ERROR;
         for (int i = 0; i < 4; ++i) x[i] = 0.0f, doubts[i] = 1e-30f, exact[i] = 0.0;
-        Raw raw = load(0);
-#pragma unroll 1
-        for (int slice = 0; slice < SLICES; ++slice) {
-            Raw next = load(slice + 1);
-            bool fp8 = slice < FP8_SLICES;
-            float first = 1.0f, second = 1.0f, first_most, second_most;
-            if (fp8) {
-                const float* scales = keys.scales[slice / SLICES_PER_SCALE] + 8 * warp;
-                first = scales[2 * c], second = scales[2 * c + 1];
-                first_most = fabsf(first) * MAX_CODE, second_most = fabsf(second) * MAX_CODE;
-                uint32 of_row = __float_as_uint(scales[g]) & ~(1u << 31);
-                if (of_row < TINY && of_row != 0 && (raw.v[0].x | raw.v[0].y | raw.v[0].z | raw.v[0].w) & 0x7f7f7f7f) shared.out_of_range = 1;
-            } else {
-                uint32 most = __vmaxu2(largest_of_8(raw.v[0]), largest_of_8(raw.v[1]));
-                most = max(most & 0xffff, most >> 16) << 16;
-                most = max(most, __shfl_xor_sync(~0u, most, 1));
-                most = max(most, __shfl_xor_sync(~0u, most, 2));
-                if (most > LARGE && most < NOT_FINITE) shared.out_of_range = 1;
-                first_most = __uint_as_float(__shfl_sync(~0u, most, 8 * c)), second_most = __uint_as_float(__shfl_sync(~0u, most, 8 * c + 4));
-            }
-            // What is too small for float32 counts, too.
-            float low = shared.q_sums[g][slice] + 1e-30f, high = shared.q_sums[g + 8][slice] + 1e-30f;
-            float more[4] = {low * first_most, low * second_most, high * first_most, high * second_most};
-            float coarsest = fmaxf(fmaxf(more[0], more[1]), fmaxf(more[2], more[3]));
-            bool all_precise = coarsest * per_product <= PRECISE / (2 * SLICES) && more[0] + more[1] + more[2] + more[3] < infinity();
-            if (careful && __any_sync(~0u, !all_precise)) {
-                add_exactly(raw, slice, fp8 ? keys.scales[slice / SLICES_PER_SCALE][8 * warp + g] : 1.0f);
-            } else {
-                float sums[4] = {};
-                multiply(sums, raw, slice, fp8);
-                x[0] += sums[0] * first, x[1] += sums[1] * second, x[2] += sums[2] * first, x[3] += sums[3] * second;
-                for (int i = 0; i < 4; ++i) doubts[i] += more[i];
-            }
-            raw = next;
-        }
+        if (careful) add_slices<true>(per_product);
+        else add_slices<false>(per_product);
         for (int i = 0; i < 4; ++i) {
             int key = 8 * warp + 2 * c + i % 2;
             shared.scores[g + i / 2 * 8][key] = (to_double(x[i]) + exact[i]) * scale;
@@ -122,30 +88,89 @@ struct Scores {
         }
     }
 
-    // sums += Q K^T of a slice, four values of each lane at a time, in the order in which they lie.
-    __device__ void multiply(float (&sums)[4], const Raw& raw, int slice, bool fp8) {
-        const bf16* q = &shared.q[g][SLICE * slice + 16 * c];
-        uint32 words[8] = {raw.v[0].x, raw.v[0].y, raw.v[0].z, raw.v[0].w, raw.v[1].x, raw.v[1].y, raw.v[1].z, raw.v[1].w};
-#pragma unroll
-        for (int j = 3; j >= 0; --j) {  // from behind, as e4m3 values take twice the room as bfloat16
-            if (fp8) codes_to_bf16(words[j], words[2 * j], words[2 * j + 1]);
+    // Slice after slice, two slices' values on their way. What differs between e4m3 and bfloat16 is no branch in a loop:
+    // the time is that of steps which wait for each other.
+    template <bool CAREFUL> __device__ void add_slices(float per_product) {
+        Raw<false> values = load<false>(FP8_SLICES);
+        Raw<true> codes = load<true>(0), next = load<true>(1);
+#pragma unroll 1
+        for (int slice = FP8_SLICES; slice < SLICES; ++slice) {
+            Raw<false> now = values;
+            if (SLICES - FP8_SLICES > 1) values = load<false>(slice + 1);
+            add<false, CAREFUL>(now, slice, per_product);
         }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            uint2 low = *reinterpret_cast<const uint2*>(q + 4 * j), high = *reinterpret_cast<const uint2*>(q + 8 * (DIM + 4) + 4 * j);
-            mma(bf16{}, sums, {low.x, high.x, low.y, high.y}, {words[2 * j], words[2 * j + 1]});
+#pragma unroll 1
+        for (int slice = 0; slice < FP8_SLICES; ++slice) {
+            add<true, CAREFUL>(codes, slice, per_product);
+            codes = next, next = load<true>(slice + 2);
         }
     }
 
+    template <bool FP8, bool CAREFUL> __device__ void add(const Raw<FP8>& raw, int slice, float per_product) {
+        float first = 1.0f, second = 1.0f, of_row = 1.0f, first_most, second_most;
+        if constexpr (FP8) {
+            const float* scales = keys.scales[slice / SLICES_PER_SCALE] + 8 * warp;
+            first = scales[2 * c], second = scales[2 * c + 1], of_row = scales[g];
+            first_most = fabsf(first) * MAX_CODE, second_most = fabsf(second) * MAX_CODE;
+            uint32 bits = __float_as_uint(of_row) & ~(1u << 31);
+            if (bits < TINY && bits != 0 && (raw.v[0].x | raw.v[0].y | raw.v[0].z | raw.v[0].w) & 0x7f7f7f7f) shared.out_of_range = 1;
+        } else {
+            uint32 most = __vmaxu2(largest_of_8(raw.v[0]), largest_of_8(raw.v[1]));
+            most = max(most & 0xffff, most >> 16) << 16;
+            most = max(most, __shfl_xor_sync(~0u, most, 1));
+            most = max(most, __shfl_xor_sync(~0u, most, 2));
+            if (most > LARGE && most < NOT_FINITE) shared.out_of_range = 1;
+            first_most = __uint_as_float(__shfl_sync(~0u, most, 8 * c)), second_most = __uint_as_float(__shfl_sync(~0u, most, 8 * c + 4));
+        }
+        // What is too small for float32 counts, too.
+        float low = shared.q_sums[g][slice] + 1e-30f, high = shared.q_sums[g + 8][slice] + 1e-30f;
+        float more[4] = {low * first_most, low * second_most, high * first_most, high * second_most};
+        if constexpr (CAREFUL) {
+            float coarsest = fmaxf(fmaxf(more[0], more[1]), fmaxf(more[2], more[3]));
+            bool all_precise = coarsest * per_product <= PRECISE / (2 * SLICES) && more[0] + more[1] + more[2] + more[3] < infinity();
+            if (__any_sync(~0u, !all_precise)) {
+                add_exactly<FP8>(raw, slice, of_row);
+                return;
+            }
+        }
+        float sums[4];
+        multiply<FP8>(sums, raw, slice);
+        x[0] += sums[0] * first, x[1] += sums[1] * second, x[2] += sums[2] * first, x[3] += sums[3] * second;
+        for (int i = 0; i < 4; ++i) doubts[i] += more[i];
+    }
+
+    // sums = Q K^T of a slice, four values of each lane at a time, in the order in which they lie; every other four apart, so
+    // that fewer wait for each other.
+    template <bool FP8> __device__ void multiply(float (&sums)[4], const Raw<FP8>& raw, int slice) {
+        const bf16* q = &shared.q[g][SLICE * slice + 16 * c];
+        uint2 low[4], high[4];
+        uint32 words[8];
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            low[j] = *reinterpret_cast<const uint2*>(q + 4 * j), high[j] = *reinterpret_cast<const uint2*>(q + 8 * (DIM + 4) + 4 * j);
+        if constexpr (FP8) {
+            codes_to_bf16(raw.v[0].x, words[0], words[1]), codes_to_bf16(raw.v[0].y, words[2], words[3]);
+            codes_to_bf16(raw.v[0].z, words[4], words[5]), codes_to_bf16(raw.v[0].w, words[6], words[7]);
+        } else {
+            words[0] = raw.v[0].x, words[1] = raw.v[0].y, words[2] = raw.v[0].z, words[3] = raw.v[0].w;
+            words[4] = raw.v[1].x, words[5] = raw.v[1].y, words[6] = raw.v[1].z, words[7] = raw.v[1].w;
+        }
+        float halves[2][4] = {};
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            mma(bf16{}, halves[j % 2], {low[j].x, high[j].x, low[j].y, high[j].y}, {words[2 * j], words[2 * j + 1]});
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[i] = halves[0][i] + halves[1][i];
+    }
+
     // The same in float64, `scale` times.
-    __device__ void add_exactly(const Raw& raw, int slice, float scale) {
+    template <bool FP8> __device__ void add_exactly(const Raw<FP8>& raw, int slice, float scale) {
         const bf16* q = &shared.q[g][SLICE * slice + 16 * c];
         float values[16];
-        if (slice < FP8_SLICES) {
-            float (&low)[8] = reinterpret_cast<float (&)[8]>(values[0]), (&high)[8] = reinterpret_cast<float (&)[8]>(values[8]);
+        float (&low)[8] = reinterpret_cast<float (&)[8]>(values[0]), (&high)[8] = reinterpret_cast<float (&)[8]>(values[8]);
+        if constexpr (FP8) {
             dequantize8({raw.v[0].x, raw.v[0].y}, 1.0f, low), dequantize8({raw.v[0].z, raw.v[0].w}, 1.0f, high);
         } else {
-            float (&low)[8] = reinterpret_cast<float (&)[8]>(values[0]), (&high)[8] = reinterpret_cast<float (&)[8]>(values[8]);
             unpack8(Raw8<bf16>{raw.v[0]}, low), unpack8(Raw8<bf16>{raw.v[1]}, high);
         }
 #pragma unroll
