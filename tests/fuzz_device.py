@@ -277,6 +277,7 @@ class Fuzz:
         slots = self.slots(int(self.rng.integers(0, tokens + 1)), blocks * block_size)
         cumla.qnorm_rope_and_insert(
             q, self.rows(tokens, 512, BF16), pages, slots, self.ints(tokens), self.turns(), block_size=block_size,
+            layout=cumla.DSV4_FP8,
             out=self.choose(None, q), **rest,
         )  # fmt: skip
         cumla.apply_rope(
