@@ -13,7 +13,8 @@ from rich.table import Table
 from ..bounds import compare
 from ..dispatch import backends
 from ..replay.device import to_host
-from .check_cases import CASES, HEADS, Bench, Case
+from .check_arrays import HEADS, Bench
+from .check_cases import CASES, Case
 
 
 @dataclass(frozen=True)

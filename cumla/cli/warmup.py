@@ -25,7 +25,8 @@ from ..replay.engine import warm_up
 from ..replay.errors import InputError, OutputError
 from ..replay.options import ReplayOptions
 from . import check_cases
-from .check_cases import CASES, Bench, Case
+from .check_arrays import Bench
+from .check_cases import CASES, Case
 
 KINDS = ("v4", "v32", "mla")
 # Cases that are for other kinds of models, by what their variant begins with.

@@ -11,7 +11,7 @@ import numpy as np
 
 import cumla
 from cumla.cli import check_cases
-from cumla.cli.check_cases import Bench
+from cumla.cli.check_arrays import Bench
 from cumla.interop.ops import OPS
 from support.lab import BF16
 
