@@ -25,6 +25,7 @@ BASE_TOKENS = 1 << 16  # made of random values; the cache repeats them
 CACHE_BYTES = 4 << 30
 SETS = 4
 CHECKED_TOKENS = 3
+PEER_HEADS = 64
 
 
 class Config(NamedTuple):
@@ -52,7 +53,10 @@ CONFIGS = [
     *(Config(V32, 128, b, 2, 2048) for b in (2, 64, 128)),
     *(Config(layout, heads, 148, 2, 16384) for layout in (V4, V32) for heads in (64, 128)),
     *(Config(V4, 64, b, 1, 128, 0, 256) for b in (1, 8, 32)),
-    *(Config(V4, 64, b, 1, 128, 512, 256) for b in (1, 8, 32)),
+    *(Config(V4, 64, b, 1, 128, 512, 256) for b in (1, 2, 8, 32)),
+    *(Config(V4, 128, b, 1, 128, 1024, 256) for b in (1, 2, 8, 32)),
+    *(Config(V32, 128, b, 1, 2048) for b in (1, 2, 8, 32)),
+    *(Config(V4, heads, b, 1, 128, 1024, 256) for heads in (8, 16, 32) for b in (1, 32, 128)),
     *(Config(V4, heads, 128, 2, 128, 1024, 256, 2, ragged=True) for heads in (64, 128)),
     *(Config(V4, heads, 128, 2, 128, 512, 256) for heads in (8, 16, 32)),
 ]
@@ -126,8 +130,13 @@ class Inputs:
         def tensor(array):
             return None if array is None else torch.from_dlpack(array)
 
+        heads = max(PEER_HEADS, self.config.heads)  # it takes 64 or 128: fewer are padded
+        padding = (0, 0, 0, heads - self.config.heads)
+        q = torch.nn.functional.pad(tensor(self.q), padding)
+        padded = cupy.empty((*self.out.shape[:2], heads, 512), BFLOAT16)
+        out, result = tensor(padded), padded[:, :, : self.config.heads]
         plan, _ = peer.get_mla_metadata()
-        q, indices, out = tensor(self.q), tensor(self.indices[0]), tensor(self.out)
+        indices = tensor(self.indices[0])
         cache = tensor(self.caches[0].array)[:, :, None]
         options = self.options(("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length"))
         options = {name: tensor(array) for name, array in options.items()}
@@ -138,7 +147,7 @@ class Inputs:
             peer.flash_mla_with_kvcache(
                 q, cache, None, None, 512, plan, None, is_fp8_kvcache=True, indices=indices, out=out, **options
             )
-            return self.out
+            return result
 
         return call
 
@@ -169,7 +178,7 @@ def run(report: Report, config: Config, caches: list[Cache], peer: bool, ours: s
     flop = sum(x.keys for x in sets) / SETS * 2 * config.heads * (config.layout.head_dim + 512)
     traffic = sum(x.keys for x in sets) / SETS * config.layout.token_bytes + sets[0].q.nbytes + sets[0].out.nbytes
     impls = {ours: ("cupy", [x.cumla for x in sets])}
-    if peer and config.heads in (64, 128):
+    if peer:
         impls["flash_mla"] = ("torch", [x.flash_mla() for x in sets])
     for name, (framework, calls) in impls.items():
         sets[0].out[:] = 0
