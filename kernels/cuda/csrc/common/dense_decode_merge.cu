@@ -40,6 +40,7 @@ mla_decode_merge(const float* partial_out, const float* partial_lse, int splits,
     const float4* at = reinterpret_cast<const float4*>(partial_out + part * LATENT_V) + thread;
     out += b * out_stride_b + s * out_stride_s + head * out_stride_h + 4 * thread;
     lse += b * lse_stride_b + head * lse_stride_h + s * lse_stride_s;
+    pdl_release();
     pdl_wait();
     PartSum sum{-infinity(), 0.0f, {}};
     for (int first = set * AT_ONCE; first < splits; first += sets * AT_ONCE) {

@@ -319,6 +319,7 @@ template <int CONSUMER> __device__ inline void consume(const DenseProblem& probl
         total[half] += __shfl_xor_sync(~0u, total[half], 2);
         if (lane % 4 == 0) sts_float(TOTALS_AT + 256 * consumer + 4 * (head + 8 * half), total[half]);
     }
+    pdl_release();  // parts are put together by a kernel that is launched while they are stored
     warp_arrive(TOTALS_READY + 8 * consumer);
     barrier_wait(TOTALS_READY + 8 * (consumer ^ 1), 0);
     int64 token = int64(share.request) * problem.s_q + share.query;
