@@ -15,7 +15,7 @@ from cumla.kernels.cuda.launch import recorded_launches
 from cumla.metadata import DeepseekSparseSWAMetadataBuilder, DeepseekV32IndexerMetadataBuilder, ServingConfig
 from emulation import launches, queues
 from support import operations
-from support.attention import Problem, make_cache, make_indices, make_q, steep
+from support.attention import Problem, make_cache, make_indices, make_q, nothing_attended_again, steep
 from support.bounds import assert_decode, assert_prefill, largest_values
 from support.lab import BF16, Lab, to_float
 
@@ -186,11 +186,9 @@ def test_builders_wait_for_the_kernel_ahead(here, builder):
 
 
 @pytest.fixture
-def no_exact_kernel(here, monkeypatch):
-    """The fast kernels do it all: for numbers that they took wrongly for ones outside of their range, nobody helps."""
-    from cumla.kernels.cuda.sparse import kernels as sparse_kernels
-
-    monkeypatch.setattr(sparse_kernels, "attend_exactly", lambda *arguments, **options: None)
+def no_exact_kernel(here):
+    with nothing_attended_again():
+        yield
 
 
 def on(here, device, schedule, problem, **options):
@@ -225,6 +223,39 @@ class TestDecode:
             make_indices(rng, 3, 1, 400, 1280), topk_length=np.array([5, 400, 200], np.int32), layout=layout,
         )  # fmt: skip
         on(here, device, schedule, problem)
+
+    def test_whole_tiles_dealt(self, here, rng, layout, device, schedule):
+        lengths = np.array([5, 130, 64, 0, 65, 130, 1, 70, 128, 3, 129], np.int32)
+        problem = Problem(
+            make_q(rng, 11, 1, 3, layout, steep(3)), make_cache(rng, layout, 20, 64, spread=0),
+            make_indices(rng, 11, 1, 130, 1280), topk_length=lengths, layout=layout,
+        )  # fmt: skip
+        plan = cumla.DecodePlan()
+        on(here, device, schedule, problem, plan=plan)
+        with here.xp.cuda.Device(device):
+            starts = here.get(plan.workspace.array("starts", 0, np.int32, here.put(np.zeros(1, np.int32))))
+        blocks = np.maximum(1, -(-lengths // 64))
+        order = starts[2 * 513 :][: len(lengths)]
+        assert starts[0] == -1
+        assert sorted(order) == list(range(len(lengths)))
+        assert (np.diff(blocks[order]) <= 0).all()
+
+
+@SCHEDULES
+@pytest.mark.usefixtures("no_exact_kernel")
+@pytest.mark.parametrize("layout", FP8, ids=lambda x: x.name)
+@pytest.mark.parametrize("tile", [16, 32])
+@pytest.mark.parametrize("cut", [True, False], ids=["cut", "whole"])
+def test_low_tiles_of_the_hopper_kernel(here, rng, layout, schedule, tile, cut, monkeypatch):
+    """The last one has fewer heads than the others."""
+    from cumla.kernels.cuda.sparse import kernels as sparse_kernels
+
+    monkeypatch.setattr(sparse_kernels, "tile_heads", lambda *arguments: tile)
+    problem = Problem(
+        make_q(rng, 1, 2, 40, layout, steep(40)), make_cache(rng, layout, 20, 53, spread=0),
+        make_indices(rng, 1, 2, 230, 1060), attn_sink=np.linspace(-3, 3, 40, dtype=np.float32), layout=layout,
+    )  # fmt: skip
+    on(here, HOPPER, schedule, problem, batch_invariant=not cut)
 
 
 @SCHEDULES

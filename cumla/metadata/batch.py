@@ -80,9 +80,9 @@ def host_array(name: str, value: Any) -> np.ndarray:
 
 
 def first_true(mask: Any) -> int:
-    """The first place where `mask` is True, or -1. (Of a few hundred, bytes are searched before argmax has begun.)"""
-    place: int = mask.tobytes().find(1)
-    return place
+    """The first place where `mask` is True, or -1. (argmax stops there, and is quicker than any and count_nonzero.)"""
+    first = int(mask.argmax()) if len(mask) else -1
+    return first if first >= 0 and mask[first] else -1
 
 
 class HostLens(NamedTuple):

@@ -120,7 +120,7 @@ def _note(
     place = pathlib.Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))  # CuPy's own
     verdict = place / f"cumla-{hashlib.sha256(identity.encode()).hexdigest()[:32]}.verdict" if place.is_dir() else None
     remedy = (
-        "Install another NVRTC (pip install 'nvidia-cuda-nvrtc==13.0.*', or the extra cuda12) and run `cumla warmup` "
+        "Install another NVRTC (pip install 'nvidia-cuda-nvrtc<13.1', or the extra cuda12) and run `cumla warmup` "
         "again; until then backend='numba_cuda' goes another way"
     )
     what = f"{name} of {file}" + "".join(f" {key}={value}" for key, value in defines.items())

@@ -13,7 +13,8 @@ from .compile import kernel
 from .launch import C_NAMES, int32, pointer, strides
 from .sparse import kernels as sparse_kernels
 from .sparse import work as sparse_work
-from .sparse.work import Division, Work
+from .sparse.division import Division
+from .sparse.work import Work
 
 
 def sparse_mla_decode(
@@ -53,32 +54,30 @@ def sparse_mla_prefill(
     )  # fmt: skip
     fast = sparse_kernels.choose_for_prefill(work)
     if fast is None:
-        sparse_kernels.attend_exactly(work, work.numbers(None), everything=True)
+        sparse_kernels.finish(work, work.numbers(None), everything=True)
         return
     # Whole tiles, several a thread block, and no memory beside the arguments: max_logits and lse say what is unsafe.
     work = work._replace(tile_heads=fast.tile_heads)
     division = Division(min(work.tiles, fast.max_shares), planned=False, cut=False)
     problem = work.numbers(None, division)
     fast.launch(division.shares, problem)
-    sparse_kernels.attend_exactly(work, problem, everything=False)
+    sparse_kernels.finish(work, problem)
 
 
 def _attend(work: Work, plan: DecodePlan | None, may_cut: bool) -> None:
     """The fast kernel, if one can take these arrays, and then what it leaves to do."""
-    fast = sparse_kernels.choose(work)
+    fast = sparse_kernels.choose(work, may_cut)
     if fast is None:
-        sparse_kernels.attend_exactly(work, work.numbers(None), everything=True)
+        sparse_kernels.finish(work, work.numbers(None), everything=True)
         return
     work = work._replace(tile_heads=fast.tile_heads)
-    division = sparse_work.divide(work, may_cut, fast.max_shares)
+    division = sparse_work.divide(work, may_cut, fast.max_shares, fast.costs)
     capture = capture_id()
     memory = sparse_work.memory_for(plan, work, division, capture)
     problem = work.numbers(memory, division)
     sparse_work.plan_shares(plan, work, division, memory, problem, capture)
     fast.launch(division.shares, problem)
-    if division.cut:
-        sparse_kernels.combine(work, problem, division)
-    sparse_kernels.attend_exactly(work, problem, everything=False, memory=memory, may_cut=may_cut)
+    sparse_kernels.finish(work, problem, memory=memory, division=division, may_cut=may_cut)
 
 
 def merge_attn_states(

@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 
 import cumla
-from support.attention import Problem, make_cache, make_indices, make_q, marks_of_kernels, values_of_weights
+from support.attention import (
+    Problem,
+    make_cache,
+    make_indices,
+    make_q,
+    marks_of_kernels,
+    nothing_attended_again,
+    values_of_weights,
+)
 from support.bounds import assert_prefill
 from support.lab import BF16, Lab, to_float
 
@@ -210,10 +218,7 @@ def test_caches_as_allocated(lab, kernel, rng, layout):
     cache = layout.allocate(4, 64)
     problem = Problem(make_q(rng, 3, 1, 20, layout), cache, make_indices(rng, 3, 1, 100, 256), layout=layout)
     if lab.backend == "cuda" and kernel != "exact":
-        from cumla.kernels.cuda.sparse import kernels as sparse_kernels
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sparse_kernels, "attend_exactly", lambda *arguments, **options: None)
+        with nothing_attended_again():
             problem.check(lab, plan=(plan := cumla.DecodePlan()))
         assert not marks(lab, plan).any()
     problem.check(lab)

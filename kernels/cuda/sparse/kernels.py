@@ -15,13 +15,13 @@ from ..compile import kernel
 from ..device import capability, device_sms, is_hopper
 from ..launch import is_aligned, pointer, recorded_launches
 from . import portable as sparse_portable
-from .work import EXACT_SLOTS, HEADS, V_DIM, Division, Memory, Work
+from .division import COSTS, HOPPER_COSTS, UNDIVIDED, Costs, Division
+from .work import EXACT_SLOTS, HEADS, V_DIM, Memory, Work, tile_heads
 
 HOPPER_THREADS, HOPPER_SHARED_BYTES = 512, 232448  # all there is; sm90/decode/memory.cuh says what for
 PREFILL_THREADS = 384  # sm90/prefill/memory.cuh
 PREFILL_WAVES = 8  # shares of the portable kernel for each thread block that runs at a time: lengths grow with position
-COMBINE_WARPS, COMBINE_VALUES = 8, 128  # values that a warp puts together, as in common/sparse/combine.cu
-COMBINE_BLOCKS = {4: 5, 8: 4, 16: 2}  # thread blocks a multiprocessor, by parts that are loaded together
+COMBINE_VALUES = 128  # values that a warp puts together at a time, as in common/sparse/combine.cuh
 EXACT_ROWS, EXACT_THREADS, EXACT_BLOCKS_PER_SM = 16, 256, 2  # as in common/sparse/exact_mma_scores.cuh
 EXACT_MOST_PARTS = 64  # of a tile, that one thread block puts together
 
@@ -34,6 +34,7 @@ class FastKernel(NamedTuple):
 
     tile_heads  heads of a tile of its work
     max_shares  thread blocks that run at a time
+    costs       what its work is divided by
     """
 
     function: Any
@@ -41,6 +42,7 @@ class FastKernel(NamedTuple):
     shared_bytes: int
     tile_heads: int
     max_shares: int
+    costs: Costs = COSTS
 
     def launch(self, shares: int, problem: tuple[Any, ...]) -> None:
         self.function((shares,), (self.threads,), problem, shared_mem=self.shared_bytes, overlap=True)
@@ -59,14 +61,19 @@ def forced(name: str) -> Iterator[None]:
         _forced.reset(token)
 
 
-def choose(work: Work) -> FastKernel | None:
-    """The fast kernel for this work on paged caches, or None for the exact one."""
+def choose(work: Work, may_cut: bool = True) -> FastKernel | None:
+    """The fast kernel for this work on paged caches, or None for the exact one.
+
+    may_cut  whether results may depend on what else there is to do
+    """
     device = work.q.device.id
     layout = work.segments[0].pages.layout
     name = _name(work, _fastest(device, layout))
     if name == "exact":
         return None
-    return _hopper(device, layout) if name == "hopper" else _portable(device, layout, int(work.q.shape[2]))
+    if name == "hopper":
+        return _hopper(device, layout, tile_heads(work, may_cut, device_sms(device)))
+    return _portable(device, layout, int(work.q.shape[2]))
 
 
 def choose_for_prefill(work: Work) -> FastKernel | None:
@@ -108,10 +115,11 @@ def _fastest(device: int, layout: CacheLayout) -> str:
 
 
 @functools.cache
-def _hopper(device: int, layout: CacheLayout) -> FastKernel:
-    function = kernel("sm90/decode/decode.cu", "sparse_mla_decode", arch="sm_90a", LAYOUT=layout.name)
+def _hopper(device: int, layout: CacheLayout, heads: int) -> FastKernel:
+    macros = {"LAYOUT": layout.name, "TILE_HEADS": heads}
+    function = kernel("sm90/decode/decode.cu", "sparse_mla_decode", arch="sm_90a", **macros)
     function.max_dynamic_shared_size_bytes = HOPPER_SHARED_BYTES
-    return FastKernel(function, HOPPER_THREADS, HOPPER_SHARED_BYTES, HEADS, device_sms(device))
+    return FastKernel(function, HOPPER_THREADS, HOPPER_SHARED_BYTES, heads, device_sms(device), HOPPER_COSTS[heads])
 
 
 @functools.cache
@@ -127,32 +135,17 @@ def _portable(device: int, layout: CacheLayout, heads: int) -> FastKernel:
     return FastKernel(function, sparse_portable.THREADS, shared_bytes, size.heads, max_shares)
 
 
-def combine(work: Work, problem: tuple[Any, ...], division: Division) -> None:
-    """Put the parts of cut tiles together."""
-    sms = device_sms(work.q.device.id)
-    parts = division.parts or division.shares // work.tiles + 2  # of a tile: not many more
-    at_once = next((number for number in COMBINE_BLOCKS if number >= parts), max(COMBINE_BLOCKS))
-    pieces = work.tile_heads * V_DIM // COMBINE_VALUES
-    macros = {"TILE_HEADS": work.tile_heads, "AT_ONCE": at_once}
-    if division.parts:
-        # All multiprocessors, if there is only one tile.
-        warps = next((warps for warps in (4, 2) if work.tiles * pieces >= warps * sms), 1)
-        batch, s_q = work.q.shape[:2]
-        grid = (work.groups * pieces // warps, s_q, batch)
-        kernel("common/sparse/combine.cu", "combine_equal_cuts", **macros)(grid, (32 * warps,), problem, overlap=True)
-    else:
-        blocks = -(-min(work.tiles, division.shares) * pieces // COMBINE_WARPS)
-        blocks = min(blocks, COMBINE_BLOCKS[at_once] * sms)
-        kernel("common/sparse/combine.cu", "combine_cuts", **macros)(
-            (blocks,), (32 * COMBINE_WARPS,), problem, overlap=True
-        )
-
-
-def attend_exactly(
-    work: Work, problem: tuple[Any, ...], everything: bool, memory: Memory | None = None, may_cut: bool = False
+def finish(
+    work: Work,
+    problem: tuple[Any, ...],
+    everything: bool = False,
+    memory: Memory | None = None,
+    division: Division = UNDIVIDED,
+    may_cut: bool = False,
 ) -> None:
-    """Attend, whatever the values, to the tiles that a fast kernel marked (in `memory`, or in max_logits), or to all.
+    """Put the parts of cut tiles together, and attend to tiles that a fast kernel marked, or to all.
 
+    memory   where it marked them; if None, in max_logits
     may_cut  whether thread blocks may share the keys of a marked tile: how many tiles are marked then decides in which
              order keys are added up
     """
@@ -164,10 +157,12 @@ def attend_exactly(
         parts, counters = pointer(memory.exact_parts), pointer(memory.unsafe)
         if may_cut:
             slots, most_parts = EXACT_SLOTS, min(work.most_blocks, EXACT_MOST_PARTS)
-    units = work.tiles * -(-work.tile_heads // EXACT_ROWS) * most_parts
-    function = kernel(
-        "common/sparse/exact.cu", "attend_exactly_where_unsafe",
-        LAYOUT=layout.name, ALIGNED=int(aligned), TILE_HEADS=work.tile_heads,
-    )  # fmt: skip
+    units, combined = work.tiles * -(-work.tile_heads // EXACT_ROWS) * most_parts, 0
+    if division.cut:
+        combined = division.parts or division.shares // work.tiles + 2  # of a tile: not many more
+        pieces = min(work.tiles, division.shares) * work.tile_heads * V_DIM // COMBINE_VALUES
+        units = max(units, pieces // 2)  # all multiprocessors, if there is only one tile
+    macros = {"LAYOUT": layout.name, "ALIGNED": int(aligned), "TILE_HEADS": work.tile_heads}
+    function = kernel("common/sparse/exact.cu", "finish_attention", **macros)
     grid = (min(units, EXACT_BLOCKS_PER_SM * device_sms(device)),)
-    function(grid, (EXACT_THREADS,), (*problem, everything, parts, counters, slots, most_parts), overlap=True)
+    function(grid, (EXACT_THREADS,), (*problem, everything, parts, counters, slots, most_parts, combined), overlap=True)

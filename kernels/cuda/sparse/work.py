@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,48 +13,26 @@ from ...types.segments import V_DIM, Segment
 from ..compile import kernel
 from ..device import device_sms
 from ..launch import pointer, strides
+from . import division as dividing
+from .division import COSTS, MAX_SHARES, UNDIVIDED, Costs, Division
 from .problem import NO_LIST, List, SparseProblem
 
 HEADS, BLOCK = 64, 64  # of a tile (unless a kernel's are lower), as in common/sparse/work.cuh
 LOWEST_HEADS = 16  # of a tile
-MAX_SHARES = 512  # as in common/sparse/combine.cu
 PLAN_THREADS = 1024
 
-# What the division is made by, in blocks, as in common/sparse/plan.cu (NOTES.md): reading a tile's Q and writing its
-# result; writing a part and launching what puts parts together, which does so many a block's time; and the same where a
-# share has parts of two tiles.
-TILE_COST, CUT_COST, STRADDLE_COST = 2, 2, 5
-PARTS_A_BLOCK = 64
 STARTS = ("starts", "starts of graphs")  # names of `starts`, outside of a capture and in one
 # Parts of tiles that the exact kernel has room for, their size (Part of common/sparse/exact_mma.cuh), and its counters.
 EXACT_SLOTS, EXACT_PART_BYTES = 128, 33024
 EXACT_COUNTERS = EXACT_SLOTS + 1
 LEAST_TILES = 1 << 14  # to have room for, so that a plan's memory need not grow
-INT32_LIMIT = 2**31 - 1
-
-
-class Division(NamedTuple):
-    """Who does what.
-
-    shares   thread blocks, each with a run of blocks of work
-    planned  lengths differ: where shares begin is decided on the device
-    cut      shares may begin inside a tile
-    parts    shares of each tile, where all have as many and no share has two; or 0
-    """
-
-    shares: int
-    planned: bool
-    cut: bool
-    parts: int = 0
-
-
-UNDIVIDED = Division(0, False, False)
 
 
 class Memory(NamedTuple):
     """What the kernels of one call use beside its arguments: flat arrays that are at least as large as said.
 
-    starts       int32 [shares + 1, 2]: tile and block at which each share of the work begins
+    starts       int32 [2 * (MAX_SHARES + 1) + tiles]: tile and block at which each share of the work begins, and where
+                 tiles are dealt, in which order
     partial_out  float32 [2 * shares, tile_heads * 512], parts of tiles that are cut; None where none is
     partial_lse  float32 [2 * shares, tile_heads]
     exact_parts  float32 [EXACT_SLOTS, EXACT_PART_BYTES / 4]: of tiles that the exact kernel does
@@ -93,6 +70,11 @@ class Work(NamedTuple):
     @property
     def tiles(self) -> int:
         return int(self.q.shape[0]) * int(self.q.shape[1]) * self.groups
+
+    @property
+    def ragged(self) -> bool:
+        """Whether lists may have fewer keys than they have room for."""
+        return any(segment.lengths is not None for segment in self.segments)
 
     @property
     def most_blocks(self) -> int:
@@ -143,41 +125,23 @@ def _list(segment: Segment) -> List:
         pages=pages.data.ptr, page_stride=pages.strides[0],
         indices=indices.data.ptr, indices_stride_b=stride_b, indices_stride_s=stride_s,
         lengths=pointer(lengths), lengths_stride_b=length_stride_b, lengths_stride_s=length_stride_s,
-        num_slots=min(segment.pages.num_slots, INT32_LIMIT), block_size=block_size,
+        num_slots=min(segment.pages.num_slots, dividing.INT32_LIMIT), block_size=block_size,
         block_shift=block_size.bit_length() - 1 if block_size & (block_size - 1) == 0 else -1, topk=indices.shape[2],
     )  # fmt: skip
 
 
-def divide(work: Work, may_cut: bool, max_shares: int) -> Division:
+def divide(work: Work, may_cut: bool, max_shares: int, costs: Costs = COSTS) -> Division:
     """How to spread work over at most `max_shares` thread blocks."""
-    return _divide(
-        work.tiles, work.most_blocks, any(segment.lengths is not None for segment in work.segments), may_cut, max_shares
-    )
+    return dividing.divide(work.tiles, work.most_blocks, work.ragged, may_cut, max_shares, costs)[0]
 
 
-@functools.lru_cache(maxsize=1024)
-def _divide(tiles: int, blocks: int, ragged: bool, may_cut: bool, max_shares: int) -> Division:
-    may_cut = may_cut and tiles * blocks <= INT32_LIMIT
-    max_shares = min(max_shares, MAX_SHARES)
-    if ragged:
-        return Division(min(max_shares, tiles * blocks if may_cut else tiles), True, may_cut)
-    whole = Division(min(max_shares, tiles), False, False)
-    if not may_cut:
-        return whole
-    cost = -(-tiles // max_shares) * (blocks + TILE_COST)
-    # As many parts as make the longest shorter, while that saves more than it costs to put them together.
-    parts, parts_cost = 0, math.inf
-    for count in range(2, min(max_shares // tiles, blocks) + 1):
-        count_cost = -(-blocks // count) + TILE_COST + CUT_COST + count * (tiles + 1) / PARTS_A_BLOCK
-        if count_cost < parts_cost:
-            parts, parts_cost = count, count_cost
-    straddle_cost = tiles * (blocks + TILE_COST) / max_shares + STRADDLE_COST
-    straddle_cost += max_shares / tiles * (tiles + 1) / PARTS_A_BLOCK
-    if cost <= min(parts_cost, straddle_cost):
-        return whole
-    if parts_cost <= straddle_cost:
-        return Division(tiles * parts, False, True, parts)
-    return Division(min(max_shares, tiles * blocks), False, True)
+def tile_heads(work: Work, may_cut: bool, max_shares: int) -> int:
+    """How many heads Hopper's decode kernel takes at a time: fewer tiles of more heads, or more that are done sooner.
+
+    may_cut  whether results may depend on what else there is to do; of tiles of other heights they do
+    """
+    batch, s_q, heads, _ = work.q.shape
+    return dividing.tile_heads(batch * s_q, heads, work.most_blocks, may_cut, max_shares)
 
 
 def memory_for(plan: DecodePlan | None, work: Work, division: Division, capture: int) -> Memory:
@@ -222,8 +186,8 @@ def _bytes(tiles: int, shares: int, heads: int) -> int:
 @functools.lru_cache(maxsize=1024)
 def _sizes(tiles: int, shares: int, heads: int) -> Memory:
     """Elements, of four bytes, of a Memory's arrays, for tiles of `heads` heads."""
-    parts = EXACT_SLOTS * EXACT_PART_BYTES // 4
-    return Memory(2 * (MAX_SHARES + 1), 2 * shares * heads * V_DIM, 2 * shares * heads, parts, EXACT_COUNTERS + tiles)
+    starts, parts = 2 * (MAX_SHARES + 1) + tiles, EXACT_SLOTS * EXACT_PART_BYTES // 4
+    return Memory(starts, 2 * shares * heads * V_DIM, 2 * shares * heads, parts, EXACT_COUNTERS + tiles)
 
 
 def plan_shares(

@@ -1,4 +1,4 @@
-// Products of a warpgroup with 128 columns, for bfloat16 and float16 operands.
+// Products of a warpgroup with 128 columns, and with 32 and 16, for bfloat16 and float16 operands.
 #pragma once
 #include "sm90/hopper.cuh"
 
@@ -39,6 +39,34 @@ __device__ inline void wgmma_columns(f16, float (&x)[64], const uint32 (&a)[4], 
 // x (64 x 64) = a b^T (+ x), both tiles of 64 rows.
 __device__ inline void wgmma_rows(bf16, float (&x)[32], uint64 a, uint64 b, int add) { wgmma_bf16(x, a, b, add); }
 __device__ inline void wgmma_rows(f16, float (&x)[32], uint64 a, uint64 b, int add) { wgmma_f16(x, a, b, add); }
+
+// As the products of 64 columns in sm90/hopper.cuh, with 32 and with 16: a in registers, b a tile of as many rows.
+#define FLOATS8(x) \
+    "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3]), "+f"(x[4]), "+f"(x[5]), "+f"(x[6]), "+f"(x[7])
+#define FLOATS16(x) \
+    FLOATS8(x), "+f"(x[8]), "+f"(x[9]), "+f"(x[10]), "+f"(x[11]), "+f"(x[12]), "+f"(x[13]), "+f"(x[14]), "+f"(x[15])
+#define REGISTERS8 "{%0, %1, %2, %3, %4, %5, %6, %7} "
+#define REGISTERS16 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15} "
+__device__ inline void wgmma_f16(float (&x)[16], const uint32 (&a)[4], uint64 b, int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 " REGISTERS16 ", {%16, %17, %18, %19}, %20, p, 1, 1, 0;\n}\n"
+                 : FLOATS16(x) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+__device__ inline void wgmma_bf16(float (&x)[16], const uint32 (&a)[4], uint64 b, int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 " REGISTERS16 ", {%16, %17, %18, %19}, %20, p, 1, 1, 0;\n}\n"
+                 : FLOATS16(x) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+__device__ inline void wgmma_f16(float (&x)[8], const uint32 (&a)[4], uint64 b, int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %13, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 " REGISTERS8 ", {%8, %9, %10, %11}, %12, p, 1, 1, 0;\n}\n"
+                 : FLOATS8(x) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+__device__ inline void wgmma_bf16(float (&x)[8], const uint32 (&a)[4], uint64 b, int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %13, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 " REGISTERS8 ", {%8, %9, %10, %11}, %12, p, 1, 1, 0;\n}\n"
+                 : FLOATS8(x) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
 
 // All threads of a warpgroup; `id` 1 to 15.
 __device__ inline void warpgroup_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }

@@ -1,5 +1,6 @@
-// Attention, within the bounds whatever the values, of the tiles that a fast kernel marked as outside its range, or of all.
-// Usually there are none.
+// What is left to do behind a fast kernel: the parts of cut tiles are put together (common/sparse/combine.cuh), and tiles that it
+// marked as outside its range attended to again, within the bounds whatever the values. Usually there are none. Or attention
+// to all tiles, where there is no fast kernel.
 //
 // SparseProblem::unsafe is 0 for most tiles, 1 for these; nothing is written where all are 0. A tile's heads are done ROWS at a
 // time (common/sparse/exact_mma.cuh). Where few tiles are marked, several thread blocks share the keys of ROWS heads, in as many parts as
@@ -7,6 +8,7 @@
 // Without `unsafe`, UNSAFE_BITS tell, and nothing is shared.
 //
 // Macros: LAYOUT, ALIGNED, TILE_HEADS (common/sparse/work.cuh).
+#include "common/sparse/combine.cuh"
 #include "common/sparse/exact_mma.cuh"
 #include "common/pdl.cuh"
 
@@ -15,6 +17,7 @@ constexpr int UNITS = HEADS / ROWS;  // of a tile
 union Memory {
     Wide wide;
     ExactShared float64;
+    CutTile cut_tiles[MAX_SHARES];
 };
 
 // Attend for ROWS heads of a tile, to blocks first .. last - 1 of its keys.
@@ -128,13 +131,16 @@ __device__ inline bool is_unsafe(const SparseProblem& problem, int tile, int uni
 
 // parts     room for `most_slots` parts, of which a unit has no more than `most_parts`; not used without `unsafe`
 // counters  zeros between calls: the first for thread blocks that are done, one behind it for each slot
+// combined  0, or about how many parts there are of each tile that is cut
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-attend_exactly_where_unsafe(const __grid_constant__ SparseProblem problem, int everything, uint8* parts, int* counters, int most_slots, int most_parts) {
+finish_attention(const __grid_constant__ SparseProblem problem, int everything, uint8* parts, int* counters, int most_slots, int most_parts, int combined) {
     __shared__ Memory memory;
     __shared__ bool is_last;
     int tiles = problem.tiles(), of_tile = min(UNITS, (problem.heads + ROWS - 1) / ROWS);  // units that exist
     int count = 1, *marks = everything ? nullptr : problem.unsafe;
+    pdl_release();
     pdl_wait();
+    if (combined) combine_tiles(problem, combined, memory.cut_tiles);
     int marked = marks ? count_marks(marks, tiles) : tiles;
     if (marks && marked) count = max(1, min(most_parts, most_slots / (marked * of_tile)));
     for_wanted(

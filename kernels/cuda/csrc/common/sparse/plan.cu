@@ -4,13 +4,15 @@
 //
 // Where there are a few tiles, each has shares of its own, as many as make the longest share as short as can be. Else
 // share i begins where the costs of all blocks before add up to i / shares of the total, but at a tile's edge where that
-// is near enough. Shares then have the end of one tile and the start of another, which costs each of them both.
+// is near enough. Shares then have the end of one tile and the start of another, which costs each of them both. Unless whole
+// tiles, dealt longest first, make shares that are about as even.
 #include "common/sparse/work.cuh"
 
 constexpr int THREADS = 1024;
-// In blocks, as in kernels/cuda/sparse_work.py, which says what they stand for.
+// In blocks, as in kernels/cuda/sparse/division.py, which says what they stand for.
 constexpr int TILE_COST = 2, CUT_COST = 2, STRADDLE_COST = 5, PARTS_A_BLOCK = 64;
 constexpr int NEAR = 2;
+constexpr int LENGTHS = THREADS;  // that are told apart, in blocks
 
 // The sum of the values of this thread and those before it, and of all.
 __device__ inline int64 block_prefix(int64 x, int64& sum) {
@@ -79,9 +81,38 @@ struct Planner {
         for (int i = int(all) + threadIdx.x; i <= shares; i += THREADS) begin(i, tiles, 0);
     }
 
-    // Shares that go on from tile to tile. The costs are those of all tiles up to and with the ones of each thread. Where
-    // tiles are cut, a share costs more than one block, so that no two begin at the same.
-    __device__ void cut_anywhere(const int64* cost_until, int64 total, bool may_cut) const {
+    // Tiles by length, the longest first, behind the starts. Returns the cost of the longest share if they are dealt.
+    __device__ int sort_tiles() const {
+        __shared__ int places[LENGTHS], longest;
+        int* order = starts + 2 * (MAX_SHARES + 1);
+        auto bin = [&](int tile) { return LENGTHS - 1 - min(blocks_of_tile(problem, tile), LENGTHS - 1); };
+        places[threadIdx.x] = 0;
+        if (threadIdx.x == 0) longest = 0;
+        __syncthreads();
+        for (int tile = first_tile; tile < end_tile; ++tile) atomicAdd(&places[bin(tile)], 1);
+        __syncthreads();
+        int64 all, count = places[threadIdx.x], until = block_prefix(count, all);
+        places[threadIdx.x] = int(until - count);
+        __syncthreads();
+        for (int tile = first_tile; tile < end_tile; ++tile) order[atomicAdd(&places[bin(tile)], 1)] = tile;
+        __syncthreads();
+        int cost = 0;
+        for (int rank = threadIdx.x, round = 0; rank < tiles && int(threadIdx.x) < shares; ++round) {
+            cost += blocks_of_tile(problem, order[rank]) + TILE_COST;
+            rank = (round + 1) * shares + (round % 2 ? threadIdx.x : shares - 1 - threadIdx.x);
+        }
+        atomicMax(&longest, cost);
+        __syncthreads();
+        return longest;
+    }
+
+    __device__ void deal() const {
+        for (int share = threadIdx.x; share <= shares; share += THREADS) begin(share, share ? tiles : DEALT, 0);
+    }
+
+    // Shares that go on from tile to tile. The costs are those of all tiles up to and with the ones of each thread. A
+    // share costs more than one block, so that no two begin at the same.
+    __device__ void cut_anywhere(const int64* cost_until, int64 total) const {
         int64 near_enough = min(int64(NEAR), total / (4 * shares));
         for (int share = threadIdx.x; share <= shares; share += THREADS) {
             int64 wanted = total * share / shares;
@@ -100,8 +131,7 @@ struct Planner {
                     continue;
                 }
                 int64 cut = max(left - TILE_COST, int64(0));
-                if (!may_cut) tile += 2 * left >= blocks + TILE_COST;
-                else if (cut >= blocks - near_enough && 2 * cut >= blocks) ++tile;  // the nearer edge
+                if (cut >= blocks - near_enough && 2 * cut >= blocks) ++tile;  // the nearer edge
                 else if (cut >= near_enough) block = int(cut);
                 break;
             }
@@ -130,5 +160,7 @@ plan_decode(const __grid_constant__ SparseProblem problem, int* starts, int may_
             return;
         }
     }
-    planner.cut_anywhere(cost_until, total, may_cut);
+    int dealt = planner.sort_tiles();
+    if (!may_cut || dealt <= total / problem.shares + STRADDLE_COST + problem.shares / PARTS_A_BLOCK) planner.deal();
+    else planner.cut_anywhere(cost_until, total);
 }

@@ -1,6 +1,7 @@
 // Sparse MLA over paged FP8 caches on Hopper (sm_90a): one thread block an SM, four warpgroups.
 //
-// A query token and 64 of its heads are a *tile* of work; the keys of a tile are taken 64 at a time, a *block*.
+// A query token and 64 of its heads (or 32 or 16, of few queries) are a *tile* of work; the keys of a tile are taken 64 at a
+// time, a *block*.
 //
 //     QK-softmax  S^T = K Q^T: converts K in registers straight from the raw rows; the softmax; P in float16. Between
 //                 tiles, Q to shared memory and to float16
@@ -20,7 +21,7 @@
 // [MIN_SCALE, MAX_SCALE], large or very small q, a result that is not finite) is marked in `unsafe` for the
 // exact kernel, which the launcher runs after this one. A float32 scale is rounded to float16.
 //
-// Macros: LAYOUT (DSV4_FP8 or V32_FP8).
+// Macros: LAYOUT (DSV4_FP8 or V32_FP8), TILE_HEADS (64, 32, 16).
 #include "sm90/decode/tile_scheduler.cuh"
 #include "sm90/decode/producer.cuh"
 #include "sm90/decode/pv.cuh"

@@ -1,11 +1,12 @@
 // What the roles of sm90/decode/decode.cu share: who has which registers, and what lies where in shared memory.
 #pragma once
 #include "sm90/decode/rows.cuh"
-#include "sm90/hopper.cuh"
+#include "sm90/wgmma.cuh"
 #include "common/pdl.cuh"
 
 constexpr int RING = 3;     // blocks of raw rows
 constexpr int P_SLOTS = 2;
+constexpr int Q_TILE_BYTES = HEADS * 128;  // 64 values of each head; of P as many tokens
 constexpr int SCHEDULED_TILES = 4, SCHEDULED_TILE_BYTES = 80;  // see ScheduledTile
 constexpr int ROW_PRODUCERS = 2;  // warps, one for each half of a block
 
@@ -18,8 +19,8 @@ constexpr float LAZY = 8;  // the running maximum is raised when a weight exceed
 // Shared memory, one behind the other: not every NVRTC has offsetof. Without static shared memory the dynamic part starts at
 // 1024; the kernel traps otherwise.
 constexpr uint32 Q_AT = 1024;
-constexpr uint32 P_AT = Q_AT + (SLICES + 1) * TILE_BYTES;  // the last tile of Q is RoPE
-constexpr uint32 ROPE_AT = P_AT + P_SLOTS * TILE_BYTES;    // of raw rows, half a block after another
+constexpr uint32 P_AT = Q_AT + (SLICES + 1) * Q_TILE_BYTES;  // the last tile of Q is RoPE
+constexpr uint32 ROPE_AT = P_AT + P_SLOTS * Q_TILE_BYTES;    // of raw rows, half a block after another
 constexpr uint32 RAW_AT = ROPE_AT + 2 * RING * HALF * 128;
 constexpr uint32 FACTOR_AT = RAW_AT + 2 * RING * HALF * RAW_BYTES;     // scales in float16
 constexpr uint32 BIAS_AT = FACTOR_AT + 2 * RING * SLICES * HALF * 2;   // of each token: 0, or -inf if absent

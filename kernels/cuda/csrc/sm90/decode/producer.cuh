@@ -36,8 +36,8 @@ struct BlockCursor {
     bool second;
 
     __device__ BlockCursor(const SparseProblem& p) : problem(p), lane(threadIdx.x % 32) {
-        pdl_wait();
         open_item();
+        pdl_wait();
     }
 
     __device__ bool more() const { return tile_blocks != 0; }

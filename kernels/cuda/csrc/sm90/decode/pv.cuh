@@ -78,44 +78,82 @@ struct Pv {
         }
     }
 
+    // Wait for the weights of a block.
+    __device__ void await_weights(float (&sums)[4][HEADS / 2], bool fresh) {
+        barrier_wait(P_FULL + 8 * p_slot.slot, p_slot.phase);
+        fence_proxy_async();
+        if (!fresh && __any_sync(~0u, lds32(RAISED_AT + 4 * p_slot.slot))) rescale(sums);
+    }
+
+    // Add a block's values, converted a quarter of 16 tokens ahead of the products.
+    __device__ void add_block(float (&sums)[4][HEADS / 2], bool fresh) {
+        uint32 a[2][2][4];
+        ValueRows rows;
+        barrier_wait(RAW_FULL + 8 * raw.slot, raw.phase);
+        load(rows, 0);
+        convert(a[0], rows, 0);
+        load(rows, 1);
+        await_weights(sums, fresh);
+        uint64 p = tile_descriptor(P_AT + p_slot.slot * Q_TILE_BYTES);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            int k = i / 2, w = i % 2;
+            wgmma_fence();
+            wgmma_f16(sums[2 * w], a[w][0], p + 2 * k, k != 0 || !fresh);
+            wgmma_f16(sums[2 * w + 1], a[w][1], p + 2 * k, k != 0 || !fresh);
+            wgmma_commit();
+            if (i == 7) break;
+            if (i > 0) wgmma_wait<1>();
+            convert(a[1 - w], rows, i + 1);
+            if (i < 6) load(rows, i + 2);
+            if (i == 2) warp_arrive(RAW_EMPTY + 16 * raw.slot);
+            if (i == 6) warp_arrive(RAW_EMPTY + 16 * raw.slot + 8);
+        }
+        wgmma_wait<0>();
+#pragma unroll
+        for (int j = 0; j < 4; ++j) pin(sums[j]);
+    }
+
+    // The same where sums leave registers for the values of a whole block: they are there before the weights are.
+    __device__ void add_narrow_block(float (&sums)[4][HEADS / 2], bool fresh) {
+        uint32 a[8][2][4];
+        ValueRows rows[2];
+        barrier_wait(RAW_FULL + 8 * raw.slot, raw.phase);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            load(rows[i / 2 % 2], i);
+            convert(a[i], rows[i / 2 % 2], i);
+            if (i == 3) warp_arrive(RAW_EMPTY + 16 * raw.slot);
+        }
+        warp_arrive(RAW_EMPTY + 16 * raw.slot + 8);
+        await_weights(sums, fresh);
+        uint64 p = tile_descriptor(P_AT + p_slot.slot * Q_TILE_BYTES);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            int k = i / 2, w = i % 2;
+            wgmma_f16(sums[2 * w], a[i][0], p + 2 * k, k != 0 || !fresh);
+            wgmma_f16(sums[2 * w + 1], a[i][1], p + 2 * k, k != 0 || !fresh);
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+#pragma unroll
+        for (int j = 0; j < 4; ++j) pin(sums[j]);
+    }
+
     __device__ void run() {
         PipelineState<SCHEDULED_TILES> ring;
         int parity = 0;
         uint32 share_round = 0;
-        float sums[4][32];
+        float sums[4][HEADS / 2];
         pdl_wait();
         while (int left = ScheduledTile(ring).summary().y) {
             bool fresh = true;
             seen = 0;
 #pragma unroll 1
             for (; left; --left) {
-                uint32 a[2][2][4];
-                ValueRows rows;
-                barrier_wait(RAW_FULL + 8 * raw.slot, raw.phase);
-                load(rows, 0);
-                convert(a[0], rows, 0);
-                load(rows, 1);
-                barrier_wait(P_FULL + 8 * p_slot.slot, p_slot.phase);
-                fence_proxy_async();
-                if (!fresh && __any_sync(~0u, lds32(RAISED_AT + 4 * p_slot.slot))) rescale(sums);
-                uint64 p = tile_descriptor(P_AT + p_slot.slot * TILE_BYTES);
-#pragma unroll
-                for (int i = 0; i < 8; ++i) {
-                    int k = i / 2, w = i % 2;
-                    wgmma_fence();
-                    wgmma_f16(sums[2 * w], a[w][0], p + 2 * k, k != 0 || !fresh);
-                    wgmma_f16(sums[2 * w + 1], a[w][1], p + 2 * k, k != 0 || !fresh);
-                    wgmma_commit();
-                    if (i == 7) break;
-                    if (i > 0) wgmma_wait<1>();
-                    convert(a[1 - w], rows, i + 1);
-                    if (i < 6) load(rows, i + 2);
-                    if (i == 2) warp_arrive(RAW_EMPTY + 16 * raw.slot);
-                    if (i == 6) warp_arrive(RAW_EMPTY + 16 * raw.slot + 8);
-                }
-                wgmma_wait<0>();
-#pragma unroll
-                for (int j = 0; j < 4; ++j) pin(sums[j]);
+                if constexpr (HEADS == 64) add_block(sums, fresh);
+                else add_narrow_block(sums, fresh);
                 fresh = false;
                 raw.advance();
                 if (left > 1) {
@@ -123,6 +161,7 @@ struct Pv {
                     p_slot.advance();
                 }
             }
+            pdl_release();  // what is left to do behind this kernel is launched while results are stored
             barrier_wait(SHARE_FULL + 8 * parity, share_round);
             uint4 summary = ScheduledTile(ring).summary();
             if (summary.w & ScheduledTile::WHOLE) store<true>(ScheduledTile(ring), summary, sums, parity);
@@ -136,9 +175,9 @@ struct Pv {
     }
 
     // Heads are columns: 8 i + 2 c + e in elements 4 i + e and 4 i + 2 + e.
-    __device__ void rescale(float (&sums)[4][32]) {
+    __device__ void rescale(float (&sums)[4][HEADS / 2]) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
+        for (int i = 0; i < HEADS / 8; ++i) {
             float2 alpha = lds_float2(ALPHA_AT + columns_at + (p_slot.slot * HEADS + 8 * i) * 4);
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
@@ -148,8 +187,8 @@ struct Pv {
         }
     }
 
-    // Each lane has 8 neighbouring values of 16 heads: 8 i + 2 c + e.
-    template <bool WHOLE> __device__ void store(ScheduledTile scheduled, uint4 summary, const float (&sums)[4][32], int parity) {
+    // Each lane has 8 neighbouring values of a quarter of the heads: 8 i + 2 c + e.
+    template <bool WHOLE> __device__ void store(ScheduledTile scheduled, uint4 summary, const float (&sums)[4][HEADS / 2], int parity) {
         uint4 addresses = scheduled.query_and_result();
         uint64 to = joined(addresses.z, addresses.w);
         int head = 2 * (lane % 4), value = (4 * half + warp) * 64 + 8 * (lane / 4), heads = summary.z;
@@ -157,7 +196,7 @@ struct Pv {
         float4* partial = reinterpret_cast<float4*>(to) + partial_at(head, value);
         float magnitudes = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
+        for (int i = 0; i < HEADS / 8; ++i) {
             float2 share = lds_float2(SHARE_AT + columns_at + (parity * HEADS + 8 * i) * 4);
 #pragma unroll
             for (int e = 0; e < 2; ++e) {

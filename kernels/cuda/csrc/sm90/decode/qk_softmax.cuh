@@ -75,19 +75,19 @@ struct QkSoftmax {
     }
 
     // Add a slice's products, and load the next one. Those of the slice before it may still be under way.
-    __device__ void multiply_slice(float (&x)[32], uint32 (&a)[4][4], KeyRows& rows, int slice) {
+    __device__ void multiply_slice(float (&x)[HEADS / 2], uint32 (&a)[4][4], KeyRows& rows, int slice) {
         convert(a, rows);
         if (slice + 1 < SLICES) load(rows, slice + 1);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 4; ++i) wgmma_f16(x, a[i], tile_descriptor(Q_AT + slice * TILE_BYTES) + 2 * i, 1);
+        for (int i = 0; i < 4; ++i) wgmma_f16(x, a[i], tile_descriptor(Q_AT + slice * Q_TILE_BYTES) + 2 * i, 1);
         wgmma_commit();
         wgmma_wait<1>();
     }
 
     // Scores of a block into x, minus infinity for absent tokens, and the columns' maxima before it. While the last products are
     // under way, waits until the PV warpgroups leave room for the weights.
-    __device__ void score(float (&x)[32], float2 (&top)[8], int parity) {
+    __device__ void score(float (&x)[HEADS / 2], float2 (&top)[HEADS / 8], int parity) {
         uint32 a[2][4][4];
         KeyRows rows;
         barrier_wait(RAW_FULL + 8 * raw.slot, raw.phase);
@@ -96,10 +96,10 @@ struct QkSoftmax {
         float bias[2] = {lds_float(bias_at), lds_float(bias_at + 32)};
         load(rows, 0);
 #pragma unroll
-        for (int i = 0; i < 32; ++i) x[i] = bias[i / 2 % 2];
+        for (int i = 0; i < HEADS / 2; ++i) x[i] = bias[i / 2 % 2];
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 4; ++i) wgmma_bf16(x, a[0][i], tile_descriptor(Q_AT + SLICES * TILE_BYTES) + 2 * i, 1);
+        for (int i = 0; i < 4; ++i) wgmma_bf16(x, a[0][i], tile_descriptor(Q_AT + SLICES * Q_TILE_BYTES) + 2 * i, 1);
         wgmma_commit();
 #pragma unroll
         for (int slice = 0; slice < SLICES; ++slice) multiply_slice(x, a[(slice + 1) % 2], rows, slice);
@@ -111,9 +111,9 @@ struct QkSoftmax {
         raw.advance();
     }
 
-    __device__ void load_top(float2 (&top)[8], int parity) {
+    __device__ void load_top(float2 (&top)[HEADS / 8], int parity) {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) top[j] = lds_float2(TOP_AT + columns_at() + (parity * HEADS + 8 * j) * 4);
+        for (int j = 0; j < HEADS / 8; ++j) top[j] = lds_float2(TOP_AT + columns_at() + (parity * HEADS + 8 * j) * 4);
     }
 
     // Start copying a tile's Q, as bfloat16.
@@ -123,31 +123,35 @@ struct QkSoftmax {
         const bf16* from = reinterpret_cast<const bf16*>(joined(query.x, query.y)) + chunk * 8;
         uint32 to = Q_AT + row * 128 + ((chunk ^ (row & 7)) << 4);
 #pragma unroll
-        for (int i = 0; i < 4; ++i, row += 16) {
+        for (int i = 0; i < HEADS / 16; ++i, row += 16) {
             bool here = row < heads;
             const bf16* head = from + (here ? row : 0) * problem.q_stride_h;
 #pragma unroll
             for (int slice = 0; slice <= SLICES; ++slice)
-                copy_async<16>(to + slice * TILE_BYTES + i * 2048, head + slice * 64, here);
+                copy_async<16>(to + slice * Q_TILE_BYTES + i * 2048, head + slice * 64, here);
         }
         copies_commit();
     }
 
     // Wait for Q and put it in the order of the products, all but RoPE as float16: of a slice's 32 words, word 8 j + 2 i + h
     // goes to product i, its half h, position j (see load). Of a row, one thread has the words with i < 2, another the others,
-    // which are every other chunk before and neighbouring chunks after. Lanes take rows such that reads have no conflicts.
+    // which are every other chunk before and neighbouring chunks after. Lanes take rows such that reads have no conflicts. A
+    // warp has 16 rows; where they are fewer than 64, warps take turns with slices.
     __device__ void arrange_q(ScheduledTile scheduled) {
         copies_wait<0>();
         sync();  // a thread arranges what others copied
-        int part = lane % 2, row = 16 * warp + (lane & 6) + lane / 8 % 2 + lane / 16 * 8;
+        constexpr int ROW_WARPS = HEADS / 16, TURN = 4 / ROW_WARPS;
+        int part = lane % 2, row = 16 * (warp % ROW_WARPS) + (lane & 6) + lane / 8 % 2 + lane / 16 * 8;
         bool negative = problem.softmax_scale < 0.0f;
         uint32 from = Q_AT + row * 128 + ((part ^ (row & 7)) << 4), to = Q_AT + row * 128 + ((4 * part ^ (row & 7)) << 4);
         uint32 largest = 0, bits = 0;
+        int slice = warp / ROW_WARPS;
+        from += slice * Q_TILE_BYTES, to += slice * Q_TILE_BYTES;
         uint4 next[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) next[j] = lds128(from ^ j << 5);
 #pragma unroll 1
-        for (int slice = 0; slice <= SLICES; ++slice, to += TILE_BYTES) {
+        for (; slice <= SLICES; slice += TURN, to += TURN * Q_TILE_BYTES) {
             uint4 x[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) x[j] = next[j];
@@ -155,11 +159,13 @@ struct QkSoftmax {
 #pragma unroll
                 for (int j = 0; j < 4; ++j) x[j].x ^= SIGNS, x[j].y ^= SIGNS, x[j].z ^= SIGNS, x[j].w ^= SIGNS;
             __syncwarp();  // before others' words are overwritten
-            from += TILE_BYTES;
+            from += TURN * Q_TILE_BYTES;
+            if (slice + TURN <= SLICES)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) next[j] = lds128(from ^ j << 5);
             if (slice < SLICES)
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    next[j] = lds128(from ^ j << 5);
                     bits |= x[j].x | x[j].y | x[j].z | x[j].w;
                     x[j] = bf16x8_to_f16x8(x[j]);
                     raise_to_magnitude(largest, x[j].x), raise_to_magnitude(largest, x[j].y);
@@ -179,31 +185,39 @@ struct QkSoftmax {
         sync();
     }
 
-    // Of 16 columns that this lane and those with the same c have (2 j + e: column 8 j + 2 c + e), two for all of them: lane l
-    // gets columns 2 l and 2 l + 1.
-    template <class Combine> __device__ float2 over_rows(float (&x)[16], Combine combine) {
-        exchange<8>(x, combine), exchange<4>(x, combine), exchange<2>(x, combine);
-        return make_float2(x[0], x[1]);
+    // Of columns that this lane and those with the same c have (2 j + e: column 8 j + 2 c + e), one value each for all of
+    // them: to shared memory, a float a head.
+    template <class Combine> __device__ void reduce_rows(uint32 to, float (&x)[HEADS / 4], Combine combine) {
+        if constexpr (HEADS == 64) {
+            exchange<8, 16>(x, combine), exchange<4, 8>(x, combine), exchange<2, 4>(x, combine);
+            sts_float2(to + 2 * lane * 4, make_float2(x[0], x[1]));
+        } else if constexpr (HEADS == 32) {
+            exchange<4, 16>(x, combine), exchange<2, 8>(x, combine), exchange<1, 4>(x, combine);
+            sts_float(to + (lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2) * 4, x[0]);
+        } else {
+            exchange<2, 16>(x, combine), exchange<1, 8>(x, combine);
+            x[0] = combine(x[0], __shfl_xor_sync(~0u, x[0], 4));
+            if (!(lane & 4)) sts_float(to + (lane / 16 * 8 + lane % 4 * 2 + lane / 8 % 2) * 4, x[0]);
+        }
     }
-    // Give half of 2 N columns to lane ^ 2 N, and take the other half from it.
-    template <int N, class Combine> __device__ void exchange(float (&x)[16], Combine combine) {
-        bool upper = lane & 2 * N;
+    // Give half of 2 N columns to lane ^ BY, and take the other half from it.
+    template <int N, int BY, class Combine> __device__ void exchange(float (&x)[HEADS / 4], Combine combine) {
+        bool upper = lane & BY;
 #pragma unroll
         for (int i = 0; i < N; ++i) {
             float low = x[i], high = x[i + N];
-            x[i] = combine(upper ? high : low, __shfl_xor_sync(~0u, upper ? low : high, 2 * N));
+            x[i] = combine(upper ? high : low, __shfl_xor_sync(~0u, upper ? low : high, BY));
         }
     }
 
     // Raise the maxima to what x has, and tell the PV warpgroups by how much; the sums with them.
-    __device__ void raise(const float (&x)[32], float2 (&top)[8], float (&sums)[16], float scale, bool first, int parity) {
-        float highest[16];
+    __device__ void raise(const float (&x)[HEADS / 2], float2 (&top)[HEADS / 8], float (&sums)[HEADS / 4], float scale, bool first, int parity) {
+        float highest[HEADS / 4];
 #pragma unroll
-        for (int i = 0; i < 16; ++i) highest[i] = fmaxf(x[2 * i - i % 2], x[2 * i - i % 2 + 2]) * scale;
-        float2 of_warp = over_rows(highest, [](float a, float b) { return fmaxf(a, b); });
-        sts_float2(HIGHEST_AT + (warp * HEADS + 2 * lane) * 4, of_warp);
+        for (int i = 0; i < HEADS / 4; ++i) highest[i] = fmaxf(x[2 * i - i % 2], x[2 * i - i % 2 + 2]) * scale;
+        reduce_rows(HIGHEST_AT + warp * HEADS * 4, highest, [](float a, float b) { return fmaxf(a, b); });
         sync();
-        if (warp < 2) {
+        if (HEADS >= 32 ? warp < HEADS / 32 : warp == 0 && lane < HEADS) {
             uint32 at = threadIdx.x % HEADS * 4;
             float before = first ? NO_MAX : lds_float(TOP_AT + parity * (HEADS * 4) + at), now = before;
 #pragma unroll
@@ -214,26 +228,26 @@ struct QkSoftmax {
         sync();
         load_top(top, parity);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
+        for (int j = 0; j < HEADS / 8; ++j) {
             float2 alpha = lds_float2(ALPHA_AT + columns_at() + (p_slot.slot * HEADS + 8 * j) * 4);
             sums[2 * j] *= alpha.x, sums[2 * j + 1] *= alpha.y;
         }
     }
 
     // The softmax of a block: weights 2^(scale x - top) as float16 to shared memory, and their sums to this lane's.
-    __device__ void softmax(const float (&x)[32], float2 (&top)[8], float (&sums)[16], float scale, bool first, int parity) {
+    __device__ void softmax(const float (&x)[HEADS / 2], float2 (&top)[HEADS / 8], float (&sums)[HEADS / 4], float scale, bool first, int parity) {
         float above = -infinity();  // by how much, in base 2, a weight exceeds 1
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
+        for (int j = 0; j < HEADS / 8; ++j) {
             above = fmaxf(above, fmaf(fmaxf(x[4 * j], x[4 * j + 2]), scale, -top[j].x));
             above = fmaxf(above, fmaf(fmaxf(x[4 * j + 1], x[4 * j + 3]), scale, -top[j].y));
         }
         bool raised = any(first || above > LAZY);
         sts32(RAISED_AT + 4 * p_slot.slot, raised);
         if (raised) raise(x, top, sums, scale, first, parity);
-        uint32 p[4], at = p_at + p_slot.slot * TILE_BYTES;
+        uint32 p[4], at = p_at + p_slot.slot * Q_TILE_BYTES;
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
+        for (int j = 0; j < HEADS / 8; ++j) {
             float weights[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) weights[i] = exp2_approx(fmaf(x[4 * j + i], scale, i % 2 ? -top[j].y : -top[j].x));
@@ -251,17 +265,17 @@ struct QkSoftmax {
         float scale = problem.softmax_scale == 0.0f ? 1e-30f : fabsf(problem.softmax_scale) * LOG2_E;
         PipelineState<SCHEDULED_TILES> ring;
         int parity = 0;
-        pdl_wait();
         int blocks = uniform(ScheduledTile(ring).summary().y);
+        pdl_wait();
         if (blocks) copy_q(ScheduledTile(ring));
         while (blocks) {
             arrange_q(ScheduledTile(ring));
-            float sums[16] = {};
+            float sums[HEADS / 4] = {};
             bool first = true;
 #pragma unroll 1
             for (bool last = false; !last;) {
-                float x[32];
-                float2 top[8];
+                float x[HEADS / 2];
+                float2 top[HEADS / 8];
                 score(x, top, parity);
                 last = --blocks == 0;
                 if (last) {
@@ -275,8 +289,7 @@ struct QkSoftmax {
                 softmax(x, top, sums, scale, first, parity);
                 first = false;
             }
-            float2 of_warp = over_rows(sums, [](float a, float b) { return a + b; });
-            sts_float2(SUMS_AT + ((parity * 4 + warp) * HEADS + 2 * lane) * 4, of_warp);
+            reduce_rows(SUMS_AT + (parity * 4 + warp) * HEADS * 4, sums, [](float a, float b) { return a + b; });
             warp_arrive(SUMS_FULL + 8 * parity);
             parity ^= 1;
         }

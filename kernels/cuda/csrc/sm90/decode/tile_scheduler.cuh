@@ -10,11 +10,12 @@ struct TileScheduler {
     SparseShare share;
     PipelineState<SCHEDULED_TILES> to;
 
-    __device__ TileScheduler(const SparseProblem& p) : problem(p), lane(threadIdx.x % 32), share(when_written(p)) {}
+    __device__ TileScheduler(const SparseProblem& p) : problem(p), lane(threadIdx.x % 32), share(when_known(p)) {}
 
-    // Where shares begin may be what the kernel ahead writes.
-    __device__ static SparseShare when_written(const SparseProblem& problem) {
-        pdl_wait();
+    // Where shares begin, and lengths, may be what the kernel ahead writes. Without them the first tile is put down before it
+    // has ended.
+    __device__ static SparseShare when_known(const SparseProblem& problem) {
+        if (problem.starts || problem.lists[0].lengths || problem.lists[1].lengths) pdl_wait();
         return SparseShare(problem);
     }
 
@@ -60,7 +61,8 @@ struct TileScheduler {
     // What the PV warpgroups multiply their sums by, and the logarithm of the sum. A lane has two neighbouring heads.
     __device__ void finish(ScheduledTile scheduled, int parity, uint32 phase) {
         uint4 summary = scheduled.summary(), lse_and_head = scheduled.lse_and_head();
-        int row = 2 * lane, heads = summary.z;
+        bool mine = 2 * lane < HEADS;
+        int row = mine ? 2 * lane : 0, heads = summary.z;
         bool whole = summary.w & ScheduledTile::WHOLE;
         float sink[2] = {-infinity(), -infinity()};
         if (problem.attn_sink && whole)
@@ -81,8 +83,9 @@ struct TileScheduler {
             if (problem.attn_sink && whole) share[r] *= 1.0f / (1.0f + expf(sink[r] - lse2[r] * LN_2));
             if (empty[r]) share[r] = 0.0f;
         }
-        sts_float2(SHARE_AT + (parity * HEADS + row) * 4, make_float2(share[0], share[1]));
+        if (mine) sts_float2(SHARE_AT + (parity * HEADS + row) * 4, make_float2(share[0], share[1]));
         warp_arrive(SHARE_FULL + 8 * parity);
+        if (!mine) return;
         if (whole) {
             float* lse = reinterpret_cast<float*>(joined(lse_and_head.x, lse_and_head.y)) + row * problem.lse_stride_h;
 #pragma unroll
@@ -99,7 +102,9 @@ struct TileScheduler {
         PipelineState<SCHEDULED_TILES> ring;
         int parity = 0;
         uint32 phase = 0;
-        for (int blocks = put(), next; blocks; blocks = next) {
+        int blocks = put();
+        pdl_wait();
+        for (int next; blocks; blocks = next) {
             next = put();
             finish(ScheduledTile(ring), parity, phase);
             ring.advance();

@@ -3,22 +3,15 @@
 // The results of a small batch lie in L2, so that time goes into round trips rather than bytes: the weights and values
 // of up to AT_ONCE parts are asked for together, by as many thread blocks as there are multiprocessors.
 //
-// Macros: TILE_HEADS (common/sparse/work.cuh), AT_ONCE.
+// Macros: TILE_HEADS (common/sparse/work.cuh).
+#pragma once
 #include "common/sparse/work.cuh"
-#include "common/pdl.cuh"
 
-#ifndef AT_ONCE
-#define AT_ONCE 8
-#endif
-
-constexpr int MAX_THREADS = 256;
-constexpr int MIN_BLOCKS = AT_ONCE > 8 ? 2 : AT_ONCE > 4 ? 4 : 5;  // of a multiprocessor: no fewer registers than loads need
-constexpr int MAX_SHARES = 512;                // as in kernels/cuda/sparse_work.py
-constexpr int PIECES = HEADS * V_DIM / 128;    // of a tile
-constexpr int PART = HEADS * V_DIM / 4;        // float4 of one
+constexpr int PIECES = HEADS * V_DIM / 128;       // of a tile
+constexpr int PART_VECTORS = HEADS * V_DIM / 4;   // float4 of a part
 
 // AT_ONCE parts of a piece. The loads are volatile, or the compiler would wait for the first before it asks for the last.
-struct Parts {
+template <int AT_ONCE> struct PartsOfPiece {
     float log_sums[AT_ONCE];
     float4 x[AT_ONCE];
 
@@ -29,7 +22,7 @@ struct Parts {
         for (int i = 0; i < AT_ONCE; ++i) {
             log_sums[i] = -infinity(), x[i] = {};
             const float* lse_at = lse + (i ? 2 * i : first_slot) * HEADS;
-            const float4* at = values + (i ? 2 * i : first_slot) * PART;
+            const float4* at = values + (i ? 2 * i : first_slot) * PART_VECTORS;
             if (i < count) {
                 asm volatile("ld.global.f32 %0, [%1];" : "=f"(log_sums[i]) : "l"(lse_at));
                 asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -43,7 +36,7 @@ struct Parts {
 struct PartSum {
     float top = -infinity(), total = 0.0f, x = 0.0f, y = 0.0f, z = 0.0f, w = 0.0f;
 
-    __device__ void add(const Parts& parts) {
+    template <int AT_ONCE> __device__ void add(const PartsOfPiece<AT_ONCE>& parts) {
         float before = top;
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) top = fmaxf(top, parts.log_sums[i]);
@@ -58,9 +51,15 @@ struct PartSum {
     }
 };
 
-// Put together a piece of the tile at where(), whose parts are those of `count` shares from `first` on.
-template <class Where>
-__device__ inline void combine(const SparseProblem& problem, Where where, int first, int count, int piece) {
+// A tile whose parts are those of several shares, from one on.
+struct CutTile {
+    int tile;
+    uint16 first_share, parts;
+};
+
+// Put together a piece of a tile, unless the exact kernel does it.
+template <int AT_ONCE> __device__ inline void combine_piece(const SparseProblem& problem, CutTile cut, int piece) {
+    int first = cut.first_share, count = cut.parts;
     // Lanes 16 .. 31 have the other half of the eight neighbouring values of lanes 0 .. 15: a warp reads two runs of
     // 256 bytes and writes whole sectors.
     int lane = threadIdx.x % 32, line = piece / 2, at = piece % 2 * 16 + lane % 16;
@@ -68,12 +67,13 @@ __device__ inline void combine(const SparseProblem& problem, Where where, int fi
     int value = 8 * octet + lane / 16 * 4;
     // Of all parts but the first, which is in the other slot.
     const float* lse = problem.partial_lse + partial_slot(first, false) * HEADS + row;
-    const float4* values = reinterpret_cast<const float4*>(problem.partial_out) + partial_slot(first, false) * PART +
+    const float4* values = reinterpret_cast<const float4*>(problem.partial_out) + partial_slot(first, false) * PART_VECTORS +
                            partial_at(row, 8 * octet) + lane / 16 * PLANE;
-    Parts parts;
+    PartsOfPiece<AT_ONCE> parts;
     parts.load(lse, values, partial_slot(0, true), count);
     // Under way, so that it costs no time: where the result goes.
-    TileCoord to = where();
+    bool is_unsafe = problem.unsafe[cut.tile];
+    TileCoord to(problem, cut.tile);
     int head = to.first_head + row;
     bool exists = head < problem.heads, has_sink = exists && problem.attn_sink;
     float sink = has_sink ? problem.attn_sink[head] : 0.0f;
@@ -82,10 +82,10 @@ __device__ inline void combine(const SparseProblem& problem, Where where, int fi
     PartSum sum;
     sum.add(parts);
     for (int next = AT_ONCE; next < count; next += AT_ONCE) {
-        parts.load(lse + 2 * next * HEADS, values + 2 * next * PART, partial_slot(0, false), count - next);
+        parts.load(lse + 2 * next * HEADS, values + 2 * next * PART_VECTORS, partial_slot(0, false), count - next);
         sum.add(parts);
     }
-    if (!exists) return;
+    if (!exists || is_unsafe) return;
     bool empty = sum.total == 0.0f;
     float log_sum = (sum.top + log2f(sum.total)) * LN_2;
     float factor = empty ? 0.0f : 1.0f / sum.total;
@@ -93,21 +93,6 @@ __device__ inline void combine(const SparseProblem& problem, Where where, int fi
     *reinterpret_cast<uint2*>(out + value) = uint2{pack(bf16{}, sum.x * factor, sum.y * factor), pack(bf16{}, sum.z * factor, sum.w * factor)};
     if (value == 0) *out_lse = empty ? infinity() : log_sum;
 }
-
-// Where each tile has as many parts: thread blocks [batch][s_q][tiles of a token, PIECES / warps of one for each], so that
-// nothing has to be divided.
-extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS)
-combine_equal_cuts(const __grid_constant__ SparseProblem problem) {
-    int b = blockIdx.z, s = blockIdx.y, warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32, group = warp / PIECES;
-    int tile = (b * problem.s_q + s) * problem.groups + group, parts = problem.cut_shares;
-    pdl_wait();
-    combine(problem, [=] { return TileCoord(b, s, group * HEADS); }, tile * parts, parts, warp % PIECES);
-}
-
-struct CutTile {
-    int tile;
-    uint16 first_share, parts;
-};
 
 // The tiles that are cut, which each thread block finds for itself; returns how many there are.
 __device__ inline int find_cut_tiles(const SparseProblem& problem, CutTile (&cut_tiles)[MAX_SHARES]) {
@@ -145,14 +130,23 @@ __device__ inline int find_cut_tiles(const SparseProblem& problem, CutTile (&cut
     return count;
 }
 
-// Where cuts are anywhere. Warps take turns.
-extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_BLOCKS)
-combine_cuts(const __grid_constant__ SparseProblem problem) {
-    __shared__ CutTile cut_tiles[MAX_SHARES];
-    pdl_wait();
-    int count = find_cut_tiles(problem, cut_tiles) * PIECES;
-    for (int i = (blockIdx.x * blockDim.x + threadIdx.x) / 32; i < count; i += gridDim.x * blockDim.x / 32) {
-        CutTile cut = cut_tiles[i / PIECES];
-        combine(problem, [&] { return TileCoord(problem, cut.tile); }, cut.first_share, cut.parts, i % PIECES);
+// Put together all tiles that are cut. Warps of all thread blocks take turns, neighbours in different thread blocks.
+template <int AT_ONCE>
+__device__ inline void combine_pieces(const SparseProblem& problem, int tiles, bool equal, const CutTile (&cut_tiles)[MAX_SHARES]) {
+    int parts = problem.cut_shares;
+    for (int i = threadIdx.x / 32 * gridDim.x + blockIdx.x; i < tiles * PIECES; i += gridDim.x * (blockDim.x / 32)) {
+        int tile = i / PIECES;
+        CutTile cut = equal ? CutTile{tile, uint16(tile * parts), uint16(parts)} : cut_tiles[tile];
+        combine_piece<AT_ONCE>(problem, cut, i % PIECES);
     }
+}
+
+// The same, `at_once` parts of a piece under way together. All threads of the block.
+__device__ inline void combine_tiles(const SparseProblem& problem, int at_once, CutTile (&cut_tiles)[MAX_SHARES]) {
+    // Where each tile has as many parts, there is nothing to be looked for.
+    bool equal = problem.starts == nullptr && problem.cut_tiles == 1;
+    int tiles = equal ? problem.tiles() : find_cut_tiles(problem, cut_tiles);
+    if (at_once <= 4) combine_pieces<4>(problem, tiles, equal, cut_tiles);
+    else if (at_once <= 8) combine_pieces<8>(problem, tiles, equal, cut_tiles);
+    else combine_pieces<16>(problem, tiles, equal, cut_tiles);
 }
