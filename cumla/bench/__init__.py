@@ -1,3 +1,3 @@
 """`cumla bench`: how fast the operations are on this machine, what changed between two runs, and pictures of it."""
 
-NAMES = ("insert", "gather", "decode", "prefill", "indices", "indexer", "dense")  # of the suites
+NAMES = ("insert", "gather", "decode", "prefill", "indices", "indexer", "dense", "metadata")  # of the suites

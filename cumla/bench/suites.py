@@ -19,6 +19,7 @@ from ..bounds import DECODE_OUT, PREFILL_OUT, Bound, compare
 from ..dispatch import backends
 from ..dispatch.call import BFLOAT16
 from ..layout import DSV4_FP8, INDEXER_FP8, MLA_BF16, CacheLayout
+from ..metadata import CommonAttentionMetadata, DeepseekSparseSWAMetadataBuilder, ServingConfig
 from ..replay.device import to_host
 from ..replay.errors import OutputError
 from .measure import has_peer, sets_for
@@ -291,6 +292,28 @@ def dense(sizes: Sizes) -> Iterator[Problem]:
         )  # fmt: skip
 
 
+def metadata(sizes: Sizes) -> Iterator[Problem]:
+    """A step's window metadata: decodes, and one prefill of the first size in `tokens`."""
+    prefill, longest = sizes.tokens[0], max(sizes.context, *sizes.tokens)
+    columns = -(-longest // BLOCK)
+    for batch in sizes.batch:
+        query_lens = np.array([1] * batch + [prefill], np.int32)
+        seq_lens = np.maximum(query_lens, np.array([sizes.context] * batch + [prefill], np.int32))
+        starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+        tokens, xp = int(starts[-1]), sizes.xp
+        config = ServingConfig(
+            window_size=sizes.topk, block_size=BLOCK, max_num_batched_tokens=tokens, max_num_seqs=batch + 1,
+            max_model_len=longest,
+        )  # fmt: skip
+        step = CommonAttentionMetadata(
+            xp.asarray(starts), starts, xp.asarray(seq_lens), seq_lens, seq_lens - query_lens, batch + 1, tokens,
+            prefill, Arrays(sizes).integers(sizes.slots // BLOCK, batch + 1, columns), xp.arange(tokens),
+        )  # fmt: skip
+        build = functools.partial(DeepseekSparseSWAMetadataBuilder(config, backend=sizes.backend).build, 0, step)
+        moved = tokens * sizes.topk * 4
+        yield Problem("window metadata", f"b{batch} + prefill {prefill}", {"cumla": ("cupy", [build])}, moved)
+
+
 SUITES: dict[str, Callable[[Sizes], Iterator[Problem]]] = {
-    function.__name__: function for function in (insert, gather, decode, prefill, indices, indexer, dense)
+    function.__name__: function for function in (insert, gather, decode, prefill, indices, indexer, dense, metadata)
 }
