@@ -41,7 +41,7 @@ def test_replay_writes_everything(tmp_path, capsys):
     numbers, picture = tmp_path / "run.json", tmp_path / "run.png"
     assert main([*TINY, "--json", str(numbers), "--plot", str(picture)]) == 0
     out = capsys.readouterr().out
-    for text in ("prefill", "decode", "gather", "c128a", "prefix hits", "What FP8 costs"):
+    for text in ("prefill", "decode", "gather", "c128a", "prefix hits", "What FP8 costs", "scores", "choice"):
         assert text in out
     assert picture.read_bytes().startswith(b"\x89PNG")
     summary = json.loads(numbers.read_text())
