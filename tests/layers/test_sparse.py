@@ -239,6 +239,20 @@ def test_selects_what_an_indexer_scores_best(lab, rng, layout, query_lens):
     got = layer.step(**arguments, compressed=own, workspace=workspace, backend=lab.backend)
     assert lab.get(got).tobytes() == lab.get(want).tobytes()
     np.testing.assert_array_equal(lab.get(workspace.selected), selected)
+    if lab.backend == "cuda" and max(query_lens) <= 2:
+        out = lab.xp.zeros_like(want)
+        stream = lab.xp.cuda.Stream(non_blocking=True)
+        lab.xp.cuda.Device().synchronize()
+        with stream:
+            stream.begin_capture()
+            with pytest.raises(ValueError, match="workspace: got no selected and scores"):
+                few = replace(workspace, selected=None)
+                layer.step(**arguments, compressed=own, out=out, workspace=few, backend=lab.backend)
+            layer.step(**arguments, compressed=own, out=out, workspace=workspace, backend=lab.backend)
+            graph = stream.end_capture()
+        graph.launch(stream)
+        stream.synchronize()
+        assert lab.get(out).tobytes() == lab.get(want).tobytes()
     for change, message in (
         ({"scores": workspace.scores[:-1]}, "workspace.scores: got"),
         ({"selected": workspace.selected[:, 1:]}, "workspace.selected: got shape"),
