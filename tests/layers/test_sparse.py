@@ -245,8 +245,8 @@ def test_selects_what_an_indexer_scores_best(lab, rng, layout, query_lens):
         lab.xp.cuda.Device().synchronize()
         with stream:
             stream.begin_capture()
+            few = replace(workspace, selected=None)
             with pytest.raises(ValueError, match="workspace: got no selected and scores"):
-                few = replace(workspace, selected=None)
                 layer.step(**arguments, compressed=own, out=out, workspace=few, backend=lab.backend)
             layer.step(**arguments, compressed=own, out=out, workspace=workspace, backend=lab.backend)
             graph = stream.end_capture()
