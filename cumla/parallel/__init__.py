@@ -5,6 +5,7 @@ from ..ops.shards import local_block_table, local_seq_lens, local_slot_mapping, 
 from .agreement import Agreement, RankError
 from .communicator import Communicator
 from .context import ContextAttention, local_window
+from .dense_layer import ShardedMLALayer
 from .queries import CausalPiece, QueryShares, share_queries
 from .sparse_layer import ShardedCompressedCache, ShardedSparseMLALayer
 from .store import FileStore, MemoryStore, Store, TcpStore
@@ -21,6 +22,7 @@ __all__ = [
     "RankError",
     "Shard",
     "ShardedCompressedCache",
+    "ShardedMLALayer",
     "ShardedSparseMLALayer",
     "Store",
     "TcpStore",

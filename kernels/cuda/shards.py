@@ -52,26 +52,26 @@ def localise_indices(
 ) -> None:
     tokens, width = indices.shape
     launch(
-        "localise_indices", 32 * tokens,
+        "localise_indices", THREADS * tokens,
         (
             indices, strides(indices)[0], width, token_to_req, pointer(is_valid_token), block_table,
-            strides(block_table)[0], *block_table.shape, block_size, *shard, slots, strides(slots)[0], lens, tokens,
+            strides(block_table)[0], *block_table.shape, block_size, *shard, slots, strides(slots)[0], lens,
         ),
     )  # fmt: skip
 
 
 def merge_partials(parts: Any, lses: Any, attn_sink: Any | None, out: Any, lse: Any) -> None:
     count, batch, s_q, heads, dim = parts.shape
-    rows = batch * s_q * heads
+    pieces = batch * s_q * heads * -(-dim // 256)  # a warp each
     merge = kernel(
         "common/merge_partials.cu", "merge_partials", VALUE=C_NAMES[out.dtype.name], ALIGNED=int(is_aligned(parts, out))
     )
     merge(
-        (-(-rows * 32 // THREADS),),
+        (-(-pieces * 32 // THREADS),),
         (THREADS,),
         (
             parts, *strides(parts)[:4], lses, *strides(lses), pointer(attn_sink), out, *strides(out)[:3], lse,
-            *strides(lse), count, s_q, heads, dim, rows,
+            *strides(lse), count, s_q, heads, dim, pieces,
         ),
         overlap=True,
     )  # fmt: skip

@@ -133,6 +133,28 @@ def test_selected_rows_are_found_where_they_were_written(lab, rng, size, interle
             assert counts[token] == (len(want) if valid[token] else 0)
 
 
+def test_long_rows_of_indices(lab, rng):
+    """More than a thread block looks up at a time; all, none and some of them the rank's."""
+    size, columns, width = 3, 500, 700 if lab.tiny else 1300
+    indices = rng.integers(0, 3 * BLOCK * columns, (4, width)).astype(np.int32)
+    indices[1] = indices[1] // size * size + 1
+    indices[2] = indices[2] // size * size
+    indices[3, 5:] = -1
+    table, shard = rng.permutation(columns)[None].astype(np.int32), Shard(1, size)
+    slots, lens = localise_indices(
+        lab.put(indices), lab.put(np.zeros(4, np.int32)), lab.put(table), BLOCK, shard, backend=lab.backend
+    )
+    slots, lens = lab.get(slots), lab.get(lens)
+    for row, got, count in zip(indices, slots, lens, strict=True):
+        local = row[(row >= 0) & (row % size == 1)] // size
+        local = local[local < BLOCK * columns]
+        assert count == len(local)
+        np.testing.assert_array_equal(got[:count], table[0, local // BLOCK] * BLOCK + local % BLOCK)
+        assert (got[count:] == -1).all()
+    assert lens[1] > 512
+    assert lens[2] == 0
+
+
 @pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16])
 @pytest.mark.parametrize(("count", "dim"), [(1, 40), (3, 512), (8, 67)])
 def test_merge(lab, rng, dtype, count, dim):

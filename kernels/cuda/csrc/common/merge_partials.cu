@@ -1,5 +1,5 @@
 // Attention over the keys of several ranks, of which each gave its own result, as attention over all of them, with the
-// sink applied once. A warp takes a head of a query.
+// sink applied once. A warp takes 256 values of a head of a query.
 //
 // Macros: VALUE (bf16, f16 or float), ALIGNED (rows start at multiples of 16 bytes).
 #include "common/pdl.cuh"
@@ -22,15 +22,21 @@ merge_partials(const VALUE* parts, int64 part_stride, int64 part_stride_b, int64
                const float* lses, int64 lse_part_stride, int64 lse_part_stride_b, int64 lse_part_stride_h,
                int64 lse_part_stride_s, const float* attn_sink, VALUE* out, int64 out_stride_b, int64 out_stride_s,
                int64 out_stride_h, float* lse, int64 lse_stride_b, int64 lse_stride_h, int64 lse_stride_s, int count,
-               int s_q, int heads, int dim, int64 rows) {
+               int s_q, int heads, int dim, int64 pieces) {
     pdl_wait();
-    int64 row = (int64(blockIdx.x) * THREADS + threadIdx.x) / 32;
-    int lane = threadIdx.x % 32;
-    if (row >= rows) return;
+    int64 piece = (int64(blockIdx.x) * THREADS + threadIdx.x) / 32;
+    if (piece >= pieces) return;
+    int lane = threadIdx.x % 32, steps = (dim + STEP - 1) / STEP, step = int(piece % steps);
+    int64 row = piece / steps;
     int64 head = row % heads, query = row / heads % s_q, request = row / heads / s_q;
     lses += request * lse_part_stride_b + head * lse_part_stride_h + query * lse_part_stride_s;
     parts += request * part_stride_b + query * part_stride_s + head * part_stride_h;
     out += request * out_stride_b + query * out_stride_s + head * out_stride_h;
+
+    int d = step * STEP + lane * 8;
+    bool eight = d + 8 <= dim;  // or fewer, at the end of a row
+    Raw8<VALUE> next{};         // a part ahead: what it weighs is not known yet
+    if (eight) next = load_raw8(parts + d);
 
     // A lane looks at every 32nd part; NaN of any wins.
     float top = -infinity();
@@ -43,38 +49,33 @@ merge_partials(const VALUE* parts, int64 part_stride, int64 part_stride_b, int64
     for (int i = lane; i < count; i += 32) total += expf(log_sum_at(lses + i * lse_part_stride) - top);
 #pragma unroll
     for (int other = 16; other; other /= 2) total += __shfl_xor_sync(~0u, total, other);
-    if (lane == 0)
+    if (lane == 0 && step == 0)
         lse[request * lse_stride_b + head * lse_stride_h + query * lse_stride_s] = empty ? infinity() : top + logf(total);
     float whole = empty ? 1.0f : attn_sink ? total + expf(attn_sink[head] - top) : total;
 
-    int end = (dim + 7) / 8 * 8;
-    for (int first = 0; first < end; first += STEP) {
-        int d = first + lane * 8;
-        float x[8] = {};
-        for (int base = 0; base < count; base += 32) {
-            float mine = base + lane < count ? expf(log_sum_at(lses + (base + lane) * lse_part_stride) - top) / whole : 0.0f;
-            for (int i = 0; i < min(32, count - base); ++i) {
-                float weight = __shfl_sync(~0u, mine, i);
-                const VALUE* part = parts + (base + i) * part_stride;
-                if (weight == 0.0f) continue;  // the part may hold anything
-                if (d + 8 <= dim) {
-                    float y[8];
-                    unpack8(load_raw8(part + d), y);
+    float x[8] = {};
+    for (int base = 0; base < count; base += 32) {
+        float mine = base + lane < count ? expf(log_sum_at(lses + (base + lane) * lse_part_stride) - top) / whole : 0.0f;
+        for (int i = base; i < min(base + 32, count); ++i) {
+            float weight = __shfl_sync(~0u, mine, i - base), y[8];
+            const VALUE* part = parts + i * part_stride + d;
+            if (eight) {
+                unpack8(next, y);
+                if (i + 1 < count) next = load_raw8(part + part_stride);
+            } else {
 #pragma unroll
-                    for (int k = 0; k < 8; ++k) x[k] += weight * y[k];
-                } else {
-#pragma unroll
-                    for (int k = 0; k < 8; ++k)
-                        if (d + k < dim) x[k] += weight * to_float(part[d + k]);
-                }
+                for (int k = 0; k < 8; ++k) y[k] = d + k < dim ? to_float(part[k]) : 0.0f;
             }
-        }
-        if (d + 8 <= dim) {
-            store_values8(out + d, x);
-        } else {
+            if (weight == 0.0f) continue;  // the part may hold anything
 #pragma unroll
-            for (int k = 0; k < 8; ++k)
-                if (d + k < dim) store_value(out + d + k, x[k]);
+            for (int k = 0; k < 8; ++k) x[k] += weight * y[k];
         }
+    }
+    if (eight) {
+        store_values8(out + d, x);
+    } else {
+#pragma unroll
+        for (int k = 0; k < 8; ++k)
+            if (d + k < dim) store_value(out + d + k, x[k]);
     }
 }

@@ -1,7 +1,7 @@
 // What one rank has of tokens that are dealt out to several (kernels/types/shard.py): lengths, block tables, slots.
 //
 // local_seq_lens, local_block_table, local_slot_mapping   an entry of the result a thread
-// localise_indices                                        a token a warp, which moves what it keeps to the left
+// localise_indices                                        a token a thread block, which moves what it keeps to the left
 #include "common/pdl.cuh"
 #include "common/pages.cuh"
 
@@ -79,27 +79,48 @@ local_slot_mapping(const int* query_start_loc, const int* seq_lens, int requests
     out[token] = slot;
 }
 
+// Each warp has a piece of every CHUNK entries, all of which it looks up before it says how many it keeps: where they go
+// depends on the warps before it.
+constexpr int ROUNDS = 4;  // of 32 entries in a piece
+constexpr int CHUNK = THREADS * ROUNDS;
+
 extern "C" __global__ void __launch_bounds__(THREADS)
 localise_indices(const int* indices, int64 indices_stride, int width, const int* token_to_req,
                  const bool* is_valid_token, const int* block_table, int64 table_stride, int table_rows,
                  int table_columns, int block_size, int rank, int size, int interleave, int* slots, int64 slots_stride,
-                 int* lens, int count) {
+                 int* lens) {
+    __shared__ int counts[2][THREADS / 32];  // of a chunk and of the one after it
     pdl_wait();
-    int token = (blockIdx.x * THREADS + threadIdx.x) / 32, lane = threadIdx.x % 32;
-    if (token >= count) return;
+    int token = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Shard shard{rank, size, interleave};
     BlockTable table{block_table, table_stride, table_rows, table_columns};
     int request = token_to_req[token];
     const int* global = indices + token * indices_stride;
     int* row = slots + token * slots_stride;
     int kept = 0;
-    for (int j = 0; j < width; j += 32) {
-        int local = j + lane < width ? shard.position(global[j + lane]) : -1;
-        int slot = lookup_slot(table, request, local, block_size);
-        uint32 present = __ballot_sync(~0u, slot >= 0);
-        if (slot >= 0) row[kept + __popc(present & (1u << lane) - 1)] = slot;
-        kept += __popc(present);
+    for (int chunk = 0; chunk * CHUNK < width; ++chunk) {
+        int first = chunk * CHUNK + warp * 32 * ROUNDS + lane, found[ROUNDS], before[ROUNDS], count = 0;
+#pragma unroll
+        for (int i = 0; i < ROUNDS; ++i) found[i] = first + 32 * i < width ? global[first + 32 * i] : -1;
+#pragma unroll
+        for (int i = 0; i < ROUNDS; ++i) found[i] = lookup_slot(table, request, shard.position(found[i]), block_size);
+#pragma unroll
+        for (int i = 0; i < ROUNDS; ++i) {
+            uint32 present = __ballot_sync(~0u, found[i] >= 0);
+            before[i] = count + __popc(present & (1u << lane) - 1);
+            count += __popc(present);
+        }
+        if (lane == 0) counts[chunk % 2][warp] = count;
+        __syncthreads();
+        int to = kept;
+        for (int other = 0; other < THREADS / 32; ++other) {
+            if (other < warp) to += counts[chunk % 2][other];
+            kept += counts[chunk % 2][other];
+        }
+#pragma unroll
+        for (int i = 0; i < ROUNDS; ++i)
+            if (found[i] >= 0) row[to + before[i]] = found[i];
     }
-    for (int j = kept + lane; j < width; j += 32) row[j] = -1;
-    if (lane == 0) lens[token] = is_valid_token == nullptr || is_valid_token[token] ? kept : 0;
+    for (int j = kept + threadIdx.x; j < width; j += THREADS) row[j] = -1;
+    if (threadIdx.x == 0) lens[token] = is_valid_token == nullptr || is_valid_token[token] ? kept : 0;
 }
