@@ -143,7 +143,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument(
         "--ranks", type=AtLeast(1, 64), default=1, metavar="N",
-        help="share the compressed rows among N GPUs, or N threads on the CPU (default: 1)",
+        help="share the rows of long contexts among N GPUs, or N threads on the CPU (default: 1)",
     )  # fmt: skip
     model.add_argument(
         "--backend", choices=list(BACKENDS), help="default: cuda if there is a device that CuPy can use, else cpu"

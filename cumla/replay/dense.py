@@ -52,8 +52,11 @@ class DenseInputs:
 class DenseLayer:
     """One dense layer.
 
-    cache  [num_blocks * 4, 64, 576] bfloat16, or uint8: e4m3 of value / FP8_SCALE
+    cache       [num_blocks * 4, 64, 576] bfloat16, or uint8: e4m3 of value / FP8_SCALE
+    reads_back  whether prefills attend to their new rows as the cache has them
     """
+
+    reads_back = False
 
     def __init__(self, index: int, name: str, options: ReplayOptions) -> None:
         self.name, self.index, self.heads = name, index, options.heads
@@ -109,12 +112,17 @@ class DenseLayer:
         parts = [part.view(np.uint16) for part in self.rows(sequence.token_keys[seen], seen)]
         made = self.xp.concatenate(parts, axis=1).view(BFLOAT16)
         there = self.cached(sequence, seen)
-        if kind == "prefill":  # whose new rows are not read back
+        if kind == "prefill" and not self.reads_back:
             there.view(np.uint16)[scheduled.start :] = made.view(np.uint16)[scheduled.start :]
         exact = self.attend(inputs.q[token], there)
         before = self.attend(inputs.q[token], made) if self.fp8 else None
         got = to_host(out[token]).astype(np.float64)
-        return measured(step, self.name, sequence.index, position, kind, got, exact, before)
+        allowed = self.allowed(inputs.q[token], there)
+        return measured(step, self.name, sequence.index, position, kind, got, exact, before, parted=allowed)
+
+    def allowed(self, query: Any, rows: Any) -> float | np.ndarray:
+        """What an out may be off beside its bound."""
+        return 0.0
 
     def cached(self, sequence: Sequence, positions: np.ndarray) -> Any:
         """The rows that the cache holds at these positions, bfloat16 [n, 576], exact."""

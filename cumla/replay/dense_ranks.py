@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ..dispatch.call import BFLOAT16
 from ..layers.sparse import Observer
 from ..layout import MLA_BF16
 from ..parallel import Communicator, Shard, ShardedMLALayer, local_block_table, local_seq_lens, local_slot_mapping
@@ -20,6 +21,8 @@ from .verify import ROUNDED_PARTS
 
 class RankDenseLayer(DenseLayer):
     """One dense layer of one rank, with its share of the latent rows."""
+
+    reads_back = True
 
     def __init__(self, index: int, name: str, options: ReplayOptions, comm: Communicator) -> None:
         super().__init__(index, name, options)
@@ -41,7 +44,7 @@ class RankDenseLayer(DenseLayer):
     def whole_compressed_bytes(self) -> int:
         return self.whole_cache_bytes
 
-    def step_of(self, inputs: DenseInputs, batch: StepBatch, observe: Observer) -> Any:
+    def share_of_step(self, inputs: DenseInputs, batch: StepBatch, observe: Observer) -> Any:
         """Out [n, h, 128] bfloat16."""
         dealing, backend, xp, common = self.dealing, self.backend, self.xp, batch.common
         with observe("map"):
@@ -64,7 +67,7 @@ class RankDenseLayer(DenseLayer):
     def cached(self, sequence: Sequence, positions: np.ndarray) -> Any:
         """What the ranks' caches hold at these positions, made again: a rank has not all of it."""
         parts = [part.view(np.uint16) for part in self.rows(sequence.token_keys[positions], positions)]
-        rows = self.xp.concatenate(parts, axis=1).view(parts[0].dtype).view("bfloat16")
+        rows = self.xp.concatenate(parts, axis=1).view(BFLOAT16)
         if not self.fp8:
             return rows
         values = np.clip(to_host(rows).astype(np.float32) / np.float32(FP8_SCALE), -448, 448).astype(E4M3)

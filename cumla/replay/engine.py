@@ -14,6 +14,7 @@ from ..parallel import Communicator
 from .activations import HEAD_DIM
 from .blocks import BLOCK_TOKENS, BlockPool
 from .dense import DENSE, DenseLayer, DenseMetadata, dense_bytes_moved
+from .dense_ranks import RankDenseLayer
 from .device import Stopwatch
 from .layers import Layer
 from .options import MAX_RUNNING, WHOLE_LAYERS, ReplayOptions
@@ -65,13 +66,11 @@ class Engine:
         self.scheduler = Scheduler(requests, self.pool, options.batch_tokens, MAX_RUNNING)
         longest = max(request.total_length for request in requests)
         self.layers = [
-            DenseLayer(index, name, options)
-            if name == DENSE
-            else WholeLayer(index, name, options, longest)
+            WholeLayer(index, name, options, longest)
             if name in WHOLE
-            else Layer(index, name, options)
+            else (DenseLayer if name == DENSE else Layer)(index, name, options)
             if comm is None
-            else RankLayer(index, name, options, comm)
+            else (RankDenseLayer if name == DENSE else RankLayer)(index, name, options, comm)
             for index, name in enumerate(options.layers)
         ]
         self.verifier = Verifier(options, comm) if verify else None
@@ -157,8 +156,13 @@ class Engine:
             if not isinstance(layer, DenseLayer):
                 continue
             inputs = layer.inputs(batch, self._stopwatch)
-            out = layer.step(inputs, metadata, functools.partial(self._observe, layer.name))
-            record.add_bytes(layer.name, dense_bytes_moved(batch, layer.heads, layer.row_bytes))
+            observe = functools.partial(self._observe, layer.name)
+            if isinstance(layer, RankDenseLayer):
+                out, moved = layer.share_of_step(inputs, batch, observe), {"exchange": layer.sent}
+            else:
+                out = layer.step(inputs, metadata, observe)
+                moved = dense_bytes_moved(batch, layer.heads, layer.row_bytes)
+            record.add_bytes(layer.name, moved)
             if self.verifier is not None:
                 with self._stopwatch.measure((STEP, "verify")):
                     for kind, token in self.verifier.pick(step, layer.index, batch):

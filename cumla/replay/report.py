@@ -191,8 +191,8 @@ def _ranks(summary: dict[str, Any]) -> Table:
     totals = summary["totals"]
     tokens = totals["prefill"]["tokens"] + totals["decode"]["tokens"]
     table = _new_table(
-        f"{_counted(len(summary['ranks']), 'rank')} that share the compressed rows",
-        "rank", "caches MiB", "on one device", "compressed rows MiB", "on one device", "ms attending", "exchanging",
+        f"{_counted(len(summary['ranks']), 'rank')} that share the rows of long contexts",
+        "rank", "caches MiB", "on one device", "shared rows MiB", "on one device", "ms attending", "exchanging",
         "merging", "sent MiB", "KiB a token",
         caption="Exchanging includes waiting for other ranks.",
     )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from .dense_ranks import RankDenseLayer
 from .engine import Engine, StepRecord
 from .ranks import RankLayer
 from .verify import FP8_MEAN_BOUND, Direction, Sample, directions_of
@@ -57,21 +58,23 @@ def summarize(engine: Engine, records: Sequence[StepRecord], wall_seconds: float
 
 def summarize_ranks(runs: Sequence[tuple[Engine, Sequence[StepRecord]]]) -> list[dict[str, Any]]:
     """What each rank of several had and did."""
-    return [
-        {
-            "rank": rank,
-            "cache_bytes": sum(layer.cache_bytes for layer in engine.layers),
-            "bytes_on_one": sum(layer.whole_cache_bytes for layer in engine.layers if isinstance(layer, RankLayer)),
-            "compressed_bytes": sum(layer.compressed_bytes for layer in engine.layers if isinstance(layer, RankLayer)),
-            "compressed_bytes_on_one": sum(
-                layer.whole_compressed_bytes for layer in engine.layers if isinstance(layer, RankLayer)
-            ),
-            "sent_bytes": sum(record.bytes.get((layer.name, "exchange"), 0) for record in records
-                              for layer in engine.layers),
-            "seconds": {op: sum(op_seconds(record, (op,)) for record in records) for op in ATTENTION_OPS},
-        }
-        for rank, (engine, records) in enumerate(runs)
-    ]  # fmt: skip
+    ranks = []
+    for rank, (engine, records) in enumerate(runs):
+        layers = [layer for layer in engine.layers if isinstance(layer, (RankLayer, RankDenseLayer))]
+        names = {layer.name for layer in layers}
+        sent = [record.bytes.get((name, "exchange"), 0) for record in records for name in names]
+        ranks.append(
+            {
+                "rank": rank,
+                "cache_bytes": sum(layer.cache_bytes for layer in layers),
+                "bytes_on_one": sum(layer.whole_cache_bytes for layer in layers),
+                "compressed_bytes": sum(layer.compressed_bytes for layer in layers),
+                "compressed_bytes_on_one": sum(layer.whole_compressed_bytes for layer in layers),
+                "sent_bytes": sum(sent),
+                "seconds": {op: sum(op_seconds(record, (op,)) for record in records) for op in ATTENTION_OPS},
+            }
+        )
+    return ranks
 
 
 def op_seconds(record: StepRecord, ops: Iterable[str]) -> float:

@@ -113,7 +113,7 @@ def test_replay_fails_beyond_bounds(monkeypatch, capsys):
         pytest.param([], "COMMAND", id="no-command"),
         pytest.param(["replya"], "replya", id="unknown-command"),
         pytest.param(["replay", "--head", "x"], "expected an integer from 1 to 128", id="no-number"),
-        pytest.param(["replay", "--ranks", "2", "--layers", "mla"], "--ranks: got 2 with mla layers", id="ranks-mla"),
+        pytest.param(["replay", "--ranks", "2", "--layers", "v32"], "--ranks: got 2 with v32 layers", id="ranks-v32"),
         pytest.param(["replay", "--ranks", "0"], "expected an integer from 1 to 64", id="ranks"),
         pytest.param(
             ["replay", "--ranks", "2", "--prefill-road", "rows"], "--prefill-road: got rows with --ranks", id="road"
@@ -361,5 +361,5 @@ def test_replay_on_ranks(capsys):
     small = ["--requests", "1", "--max-len", "300", "--heads", "1"]
     assert main(["replay", *small, "--ranks", "2", "--backend", "cpu"]) == 0
     out = capsys.readouterr().out
-    assert "2 ranks that share the compressed rows" in out
+    assert "2 ranks that share the rows of long contexts" in out
     assert "0 beyond bounds" in out

@@ -57,6 +57,25 @@ def test_results_are_those_of_one_device(size):
             assert rank["compressed_bytes"] < 0.75 * rank["compressed_bytes_on_one"]
 
 
+@pytest.mark.parametrize("cache", ["bf16", "fp8"])
+def test_dense_layers(cache):
+    options = replace(OPTIONS, ranks=2, layers=("mla",), mla_cache=cache)
+    samples = 0
+    for engine, records in run_on_ranks(options, lambda comm: dense_steps(options, comm)):
+        summary = summarize(engine, records, 1.0)
+        assert summary["verification"]["failures"] == []
+        samples += summary["verification"]["samples"]
+        (rank,) = summarize_ranks([(engine, records)])
+        assert 2 * rank["cache_bytes"] == rank["bytes_on_one"]
+        assert rank["sent_bytes"] > 0
+    assert samples > len(records)
+
+
+def dense_steps(options, comm):
+    engine = Engine(options, REQUESTS, True, comm)
+    return engine, list(engine.steps())
+
+
 @pytest.mark.parametrize("rows", [64, 2])
 @pytest.mark.parametrize("size", range(1, 9))
 def test_rows_stay_in_the_pages_of_their_block(rows, size):
