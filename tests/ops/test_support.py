@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import cumla
+import emulation
 from cumla.dispatch import backends
 from support.operations import CASES, EXAMPLES, arguments_of, operation
 
@@ -79,3 +80,27 @@ def test_a_device_does_what_is_said(example):
     assert found, found
     assert found.backend == "cuda"
     assert all(kernel.endswith((" (hopper)", " (portable)", " (exact)")) for kernel in found.kernels)
+
+
+@pytest.mark.skipif(bool(emulation.unavailable()), reason=str(emulation.unavailable()))
+def test_which_kernel_on_a_device():
+    """An emulated Hopper, for whose arrays no memory is there either."""
+    mha = {
+        "q": ((8, 4, 192), "bfloat16"), "k": ((9, 4, 128), "bfloat16"), "v": ((9, 4, 128), "bfloat16"),
+        "k_pe": ((9, 64), "bfloat16"), "cu_seqlens_q": ((3,), "int32"), "cu_seqlens_k": ((3,), "int32"),
+    }  # fmt: skip
+    with emulation.devices():
+
+        def asked(op, **arguments):
+            return cumla.supports(op, device=0, **arguments)
+
+        decode = {"q": Q, "k_cache": CACHE, "indices": INDICES}
+        assert asked("sparse_mla_decode", **decode).kernels == ("sparse_attention.sparse_mla_decode (hopper)",)
+        plain = {**decode, "k_cache": ((16, 64, 512), "bfloat16")}
+        assert asked("sparse_mla_decode", **plain).kernels == ("sparse_attention.sparse_mla_decode (portable)",)
+        float32 = {**decode, "q": (Q[0], "float32")}
+        assert asked("sparse_mla_decode", **float32).reason.startswith("q: got float32 for a device's kernels")
+        assert asked("mha_varlen", **mha).kernels == ("dense_attention.mha_varlen (hopper)",)
+        odd = {**mha, "q": ((8, 4, 200), "bfloat16"), "k": ((9, 4, 136), "bfloat16")}
+        assert "expected multiples of 16 up to" in asked("mha_varlen", **odd).reason
+        assert "device: got 7, expected one of the" in cumla.supports("sparse_mla_decode", device=7, **decode).reason
