@@ -28,7 +28,7 @@ def test_what_was_measured(model):
 
 
 def test_what_more_gpus_do(model):
-    """Attention's time falls with each, what is exchanged does not; so does memory of what is dealt out, and no other."""
+    """Attention's time falls with each, what is exchanged does not; of memory what is dealt out falls, and no other."""
     module, fitted, _ = model
     one, *more = (fitted.dense(1, module.MILLION, ranks) for ranks in (1, 2, 4, 8))
     assert one["exchange"] == one["merge"] == 0
