@@ -253,7 +253,7 @@ OPS = {
             scratch=indexer_topk_scratch,
             plan=None,
         ),
-        Op(compressor.compress_and_insert, writes=("state_cache", "k_cache")),
+        Op(compressor.compress_and_insert, writes=("state_cache", "k_cache", "index_state_cache", "index_k_cache")),
         Op(norm_rope.fused_q_kv_rmsnorm, results=norms_results, outputs=("out",)),
         Op(
             norm_rope.qnorm_rope_and_insert,

@@ -268,22 +268,22 @@ class _Step:
         with self.observe("compress"):
             pooled = self.array("pooled", (len(x), len(layer.pooled)), FLOAT32)
             multiply(x, layer.pooled, pooled, layer.backend)
-            first = 0
-            for compressor, state, cache, layout in zip(
-                layer.compressors,
-                (self.caches.state, self.caches.indexer_state),
-                (self.caches.compressed, self.caches.indexer),
-                (layer.layouts.v4, layer.layouts.indexer),
-                strict=False,
-            ):
-                compress_and_insert(
-                    pooled[:, first : first + compressor.columns], compressor.position_bias, compressor.norm_weight,
-                    state, step.state_slot_mapping, step.state_block_table, cache, step.slot_mapping,
-                    metadata.positions, metadata.window.token_to_req_indices, metadata.window.query_start_loc,
-                    layer.cos_sin, compress_ratio=layer.ratio, eps=layer.config.rms_norm_eps, layout=layout,
-                    backend=layer.backend,
-                )  # fmt: skip
-                first += compressor.columns
+            own, *rest = layer.compressors
+            indexer: dict[str, Any] = {}
+            if rest:
+                (its,) = rest
+                indexer = {
+                    "index_kv_score": pooled[:, own.columns : own.columns + its.columns],
+                    "index_position_bias": its.position_bias, "index_norm_weight": its.norm_weight,
+                    "index_state_cache": self.caches.indexer_state, "index_k_cache": self.caches.indexer,
+                }  # fmt: skip
+            compress_and_insert(
+                pooled[:, : own.columns], own.position_bias, own.norm_weight, self.caches.state,
+                step.state_slot_mapping, step.state_block_table, self.caches.compressed, step.slot_mapping,
+                metadata.positions, metadata.window.token_to_req_indices, metadata.window.query_start_loc,
+                layer.cos_sin, compress_ratio=layer.ratio, eps=layer.config.rms_norm_eps, layout=layer.layouts.v4,
+                **indexer, backend=layer.backend,
+            )  # fmt: skip
         return pooled
 
     def select(self, qr: Any, weights: Any) -> Any:

@@ -8,7 +8,7 @@ from ..dispatch.call import BF16, FLOAT32, INT32, SLOTS, Call
 from ..dispatch.formats import cache_layout
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_integers, check_optional_size
-from ..kernels.types.compressor import Compression
+from ..kernels.types.compressor import Compression, CompressorRows
 from ..layout import CacheLayout
 from .norm_rope import check_epsilon, cos_sin
 
@@ -34,6 +34,11 @@ def compress_and_insert(
     eps: float = 1e-6,
     block_size: int | None = None,
     layout: CacheLayout | str | None = None,
+    index_kv_score: Any | None = None,
+    index_position_bias: Any | None = None,
+    index_norm_weight: Any | None = None,
+    index_state_cache: Any | None = None,
+    index_k_cache: Any | None = None,
     backend: str | None = None,
     stream: Any = None,
 ) -> None:
@@ -64,6 +69,10 @@ def compress_and_insert(
     layout              DSV4_FP8, DSV4_BF16, INDEXER_FP8, INDEXER_BF16, or on the host DSV4_F32, INDEXER_F32; D is its
                         head_dim. The name of one is taken, too; None: told by the size of a token
 
+    index_kv_score, index_position_bias, index_norm_weight, index_state_cache, index_k_cache
+                        the same of a second compressor, all or none: the indexer's, whose states and rows have the
+                        slots, pages and positions of the first. One launch makes both
+
     A window's positions that this step computes are read from kv_score, earlier ones from state_cache: any split of a
     prompt gives the same row. A position before the sequence's start, or whose state has no page, is left out; a row
     of which none is left is 0. Values are rounded to bfloat16 before they are quantised. A position outside
@@ -76,35 +85,88 @@ def compress_and_insert(
     check_optional_size(block_size=block_size)
     call = Call(backend, stream)
     kv_score = call.array("kv_score", kv_score, PROJECTED, ("T", -1))
-    layout = cache_layout(call, "k_cache", k_cache, layout)
-    if (layout.rope_dim == 0 and layout.head_dim != 128) or layout.head_dim not in (128, 512):
-        raise ValueError(f"layout: got {layout.name}, expected that of V4's compressed rows or of the indexer's keys")
-    width, head_dim = kv_score.shape[1], layout.head_dim
-    if width not in (2 * head_dim, 4 * head_dim):
-        raise ValueError(f"kv_score: got {width} columns, expected {2 * head_dim} or {4 * head_dim} for {layout.name}")
-    position_bias = call.array("position_bias", position_bias, FLOAT32, (compress_ratio, width // 2))
-    norm_weight = call.array("norm_weight", norm_weight, PROJECTED, (head_dim,))
-    state = call.array("state_cache", state_cache, FLOAT32, (-1, -1, width), writable=True)
-    if (len(state) > 1 and state.strides[0] < state.shape[1] * state.strides[1]) or state.strides[1] < 4 * width:
-        raise ValueError(f"state_cache: got strides {state.strides} bytes, expected rows and pages side by side")
+    first = _rows(
+        call, "", kv_score, position_bias, norm_weight, state_cache, k_cache, compress_ratio, layout, block_size
+    )
+    given = {
+        "index_kv_score": index_kv_score, "index_position_bias": index_position_bias,
+        "index_norm_weight": index_norm_weight, "index_state_cache": index_state_cache, "index_k_cache": index_k_cache,
+    }  # fmt: skip
+    missing = [name for name, array in given.items() if array is None]
+    if 0 < len(missing) < len(given):
+        there = ", ".join(name for name, array in given.items() if array is not None)
+        raise ValueError(f"{missing[0]}: got None, expected an array of a second compressor, as there is {there}")
+    compressors = [first]
+    if not missing:
+        second = call.array("index_kv_score", index_kv_score, (kv_score.dtype,), ("T", -1))
+        compressors.append(_rows(
+            call, "index_", second, index_position_bias, index_norm_weight, index_state_cache, index_k_cache,
+            compress_ratio, None, None,
+        ))  # fmt: skip
+        _check_alike(*compressors)
     state_slots = slots_of(call, "state_slot_mapping", state_slot_mapping)
     table = call.array("state_block_table", state_block_table, INT32, ("R", -1))
-    pages = call.pages("k_cache", k_cache, layout, block_size, writable=True)
-    call.check_float32("layout", layout.value_type)
     slots = slots_of(call, "slot_mapping", slot_mapping)
     positions = call.array("positions", positions, SLOTS, ("T",))
     requests = call.array("token_to_req_indices", token_to_req_indices, INT32, (-1,))
     if len(requests) < len(kv_score):
         raise ValueError(f"token_to_req_indices: got {len(requests)} entries, expected {len(kv_score)}, one a token")
     starts = call.array("query_start_loc", query_start_loc, INT32, (call.size("R") + 1,))
-    turns = cos_sin(call, cos_sin_cache, head_dim)
+    turns = cos_sin(call, cos_sin_cache, min(rows.pages.layout.head_dim for rows in compressors))
     epsilon = check_epsilon(eps)
     if len(kv_score):
         with call.kernels("compressor") as kernels:
             kernels.compress_and_insert(
-                kv_score, state, state_slots, table, pages, slots, positions, requests, starts,
-                Compression(position_bias, norm_weight, turns, compress_ratio, epsilon),
+                compressors, state_slots, table, slots, positions, requests, starts,
+                Compression(turns, compress_ratio, epsilon),
             )  # fmt: skip
+
+
+def _rows(
+    call: Call,
+    prefix: str,
+    kv_score: Any,
+    position_bias: Any,
+    norm_weight: Any,
+    state_cache: Any,
+    k_cache: Any,
+    compress_ratio: int,
+    layout: Any,
+    block_size: int | None,
+) -> CompressorRows:
+    """Check what one compressor reads and writes; `prefix` is what its arguments' names begin with."""
+    layout = cache_layout(call, f"{prefix}k_cache", k_cache, layout)
+    if (layout.rope_dim == 0 and layout.head_dim != 128) or layout.head_dim not in (128, 512):
+        raise ValueError(f"layout: got {layout.name}, expected that of V4's compressed rows or of the indexer's keys")
+    width, dim = kv_score.shape[1], layout.head_dim
+    if width not in (2 * dim, 4 * dim):
+        raise ValueError(f"{prefix}kv_score: got {width} columns, expected {2 * dim} or {4 * dim} for {layout.name}")
+    name = f"{prefix}state_cache"
+    state = call.array(name, state_cache, FLOAT32, (-1, -1, width), writable=True)
+    if (len(state) > 1 and state.strides[0] < state.shape[1] * state.strides[1]) or state.strides[1] < 4 * width:
+        raise ValueError(f"{name}: got strides {state.strides} bytes, expected rows and pages side by side")
+    rows = CompressorRows(
+        kv_score,
+        call.array(f"{prefix}position_bias", position_bias, FLOAT32, (compress_ratio, width // 2)),
+        call.array(f"{prefix}norm_weight", norm_weight, PROJECTED, (dim,)),
+        state,
+        call.pages(f"{prefix}k_cache", k_cache, layout, block_size, writable=True),
+    )
+    call.check_float32("layout", layout.value_type)
+    return rows
+
+
+def _check_alike(first: CompressorRows, second: CompressorRows) -> None:
+    """Raise unless two compressors can share slots and overlap alike."""
+    coffs = [rows.kv_score.shape[1] // (2 * rows.pages.layout.head_dim) for rows in (first, second)]
+    if coffs[0] != coffs[1]:
+        raise ValueError(f"index_kv_score: got windows of {coffs[1]} halves, expected {coffs[0]} as in kv_score")
+    if first.norm_weight.dtype != second.norm_weight.dtype:
+        raise TypeError(f"index_norm_weight: got dtype {second.norm_weight.dtype}, expected {first.norm_weight.dtype}")
+    if first.state.shape[1] != second.state.shape[1]:
+        raise ValueError(
+            f"index_state_cache: got pages of {second.state.shape[1]} positions, expected {first.state.shape[1]}"
+        )
 
 
 def slots_of(call: Call, name: str, value: Any) -> Any:

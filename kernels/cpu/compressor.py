@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ..numba_common.compiled import compiled
-from ..types.compressor import Compression
-from ..types.segments import Pages
+from ..types.compressor import Compression, CompressorRows
 from .norm_rope import insert_row, nearest, scale_by_rms, turn
 from .rows import GROUPS, Geometry, geometry_of, group_of, lookup_slot
 from .threads import share_out
@@ -18,26 +18,41 @@ TO_COPY, TO_POOL = 1, 8
 
 
 def compress_and_insert(
-    kv_score: np.ndarray,
-    state: np.ndarray,
+    compressors: Sequence[CompressorRows],
     state_slots: np.ndarray,
     state_block_table: np.ndarray,
-    pages: Pages,
     slot_mapping: np.ndarray,
     positions: np.ndarray,
     token_to_req: np.ndarray,
     query_start_loc: np.ndarray,
     compression: Compression,
 ) -> None:
+    for rows in compressors:
+        _compress_rows(
+            rows, state_slots, state_block_table, slot_mapping, positions, token_to_req, query_start_loc, compression
+        )
+
+
+def _compress_rows(
+    own: CompressorRows,
+    state_slots: np.ndarray,
+    state_block_table: np.ndarray,
+    slot_mapping: np.ndarray,
+    positions: np.ndarray,
+    token_to_req: np.ndarray,
+    query_start_loc: np.ndarray,
+    compression: Compression,
+) -> None:
+    kv_score, state, pages = own.kv_score, own.state, own.pages
     with np.errstate(invalid="ignore"):  # signalling NaN
         states = np.array(kv_score, np.float32)
     width = states.shape[1]
-    share_out(len(states), width * TO_COPY, _add_bias, states, positions, compression.position_bias)
+    share_out(len(states), width * TO_COPY, _add_bias, states, positions, own.position_bias)
     rows = int(np.count_nonzero(np.asarray(slot_mapping) >= 0))
     share_out(
         GROUPS, rows * compression.compress_ratio * width * TO_POOL // GROUPS, _compress,
         states, state, state_block_table, pages.bytes, geometry_of(pages), np.asarray(slot_mapping, np.int64),
-        positions, token_to_req, query_start_loc, compression.norm_weight.astype(np.float32), compression.cos_sin,
+        positions, token_to_req, query_start_loc, own.norm_weight.astype(np.float32), compression.cos_sin,
         compression.compress_ratio, compression.eps,
     )  # fmt: skip
     share_out(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ..numba_common.geometry import geometry_of
 from ..numba_common.numbers import float32_bits, float32_value, to_float32
-from ..types.compressor import Compression
-from ..types.segments import Pages
+from ..types.compressor import Compression, CompressorRows
 from .compiler import cuda
 from .launch import kind_of, launch
 from .norm_rope import MAX_TILES, THREADS, WIDTH, insert_row, nearest, normalize, turn
@@ -18,21 +18,36 @@ from .rows import lookup_slot
 
 
 def compress_and_insert(
-    kv_score: Any,
-    state: Any,
+    compressors: Sequence[CompressorRows],
     state_slots: Any,
     state_block_table: Any,
-    pages: Pages,
     slot_mapping: Any,
     positions: Any,
     token_to_req: Any,
     query_start_loc: Any,
     compression: Compression,
 ) -> None:
-    weight = compression.norm_weight
+    for rows in compressors:
+        _compress_rows(
+            rows, state_slots, state_block_table, slot_mapping, positions, token_to_req, query_start_loc, compression
+        )
+
+
+def _compress_rows(
+    own: CompressorRows,
+    state_slots: Any,
+    state_block_table: Any,
+    slot_mapping: Any,
+    positions: Any,
+    token_to_req: Any,
+    query_start_loc: Any,
+    compression: Compression,
+) -> None:
+    kv_score, state, pages = own.kv_score, own.state, own.pages
+    weight = own.norm_weight
     launch(
         compress_kernel, len(kv_score), THREADS,
-        kv_score, kind_of(kv_score), compression.position_bias, weight, kind_of(weight), compression.cos_sin,
+        kv_score, kind_of(kv_score), own.position_bias, weight, kind_of(weight), compression.cos_sin,
         compression.compress_ratio, np.float32(compression.eps), state, state_slots, state_block_table, pages.bytes,
         geometry_of(pages), slot_mapping, positions, token_to_req, query_start_loc,
     )  # fmt: skip

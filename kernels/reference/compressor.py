@@ -8,35 +8,51 @@ row[n]      = sum_p softmax_p(score[p]) kv[p]                             channe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from ..types.compressor import Compression
-from ..types.segments import Pages
+from ..types.compressor import Compression, CompressorRows
 from .norm_rope import at_positions, insert_row, normed, turned
 from .rows import lookup_slot
 
 
 def compress_and_insert(
-    kv_score: np.ndarray,
-    state: np.ndarray,
+    compressors: Sequence[CompressorRows],
     state_slots: np.ndarray,
     state_block_table: np.ndarray,
-    pages: Pages,
     slot_mapping: np.ndarray,
     positions: np.ndarray,
     token_to_req: np.ndarray,
     query_start_loc: np.ndarray,
     compression: Compression,
 ) -> None:
+    for rows in compressors:
+        _compress_rows(
+            rows, state_slots, state_block_table, slot_mapping, positions, token_to_req, query_start_loc, compression
+        )
+
+
+def _compress_rows(
+    own: CompressorRows,
+    state_slots: np.ndarray,
+    state_block_table: np.ndarray,
+    slot_mapping: np.ndarray,
+    positions: np.ndarray,
+    token_to_req: np.ndarray,
+    query_start_loc: np.ndarray,
+    compression: Compression,
+) -> None:
+    kv_score, state, pages = own.kv_score, own.state, own.pages
     ratio, state_block = compression.compress_ratio, state.shape[1]
-    states = biased(kv_score, positions, compression)
+    states = biased(kv_score, positions, own.position_bias)
     for token, slot in enumerate(slot_mapping):
         if 0 <= slot < pages.num_slots:
             window = _window(
                 int(token), states, state, state_block_table, int(positions[token]), int(token_to_req[token]),
                 query_start_loc, ratio, pages.layout.head_dim,
             )  # fmt: skip
-            row = normed(pooled(window), compression.eps) * compression.norm_weight.astype(np.float64)
+            row = normed(pooled(window), compression.eps) * own.norm_weight.astype(np.float64)
             first = np.array([positions[token] // ratio * ratio])
             insert_row(pages, int(slot), turned(row, at_positions(compression.cos_sin, first)[0]))
     for token, slot in enumerate(state_slots):
@@ -44,10 +60,10 @@ def compress_and_insert(
             state[slot // state_block, slot % state_block] = states[token]
 
 
-def biased(kv_score: np.ndarray, positions: np.ndarray, compression: Compression) -> np.ndarray:
+def biased(kv_score: np.ndarray, positions: np.ndarray, bias: np.ndarray) -> np.ndarray:
     """What is saved of each token: kv, and score with its bias, float32 [T, 2 * coff * D]."""
     states = kv_score.astype(np.float32)
-    states[:, states.shape[1] // 2 :] += compression.position_bias[positions % compression.compress_ratio]
+    states[:, states.shape[1] // 2 :] += bias[positions % len(bias)]
     return states
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
-from .compressor import Compression
+from .compressor import Compression, CompressorRows
 from .indexer import Rows
 from .metadata import BatchCounts, IndexerBuffers, IndexerCounts, SwaBuffers
 from .plan import DecodePlan, DenseDecodePlan
@@ -50,11 +50,9 @@ class Compressor(Protocol):
 
     def compress_and_insert(
         self,
-        kv_score: Array,
-        state: Array,
+        compressors: Sequence[CompressorRows],
         state_slots: Array,
         state_block_table: Array,
-        pages: Pages,
         slot_mapping: Array,
         positions: Array,
         token_to_req: Array,

@@ -87,6 +87,7 @@ SOURCES = [
                 "STATE_SLOT": "int64",
                 "SLOT": "int64",
                 "POSITION": "int",
+                "SECOND": second,
                 "PARTS": parts,
                 "GROUPS": groups,
                 "AHEAD": ahead,
@@ -95,11 +96,12 @@ SOURCES = [
                 "ALIGNED": aligned,
             },
         )
-        for layout, value, parts, groups, ahead, tokens, aligned in (
-            ("DSV4_FP8", "float", 1, 1, 8, 1, 1),
-            ("DSV4_FP8", "float", 1, 4, 4, 32, 1),
-            ("INDEXER_FP8", "bf16", 1, 1, 8, 4, 0),
-            ("INDEXER_BF16", "float", 1, 8, 8, 1, 1),
+        for layout, second, value, parts, groups, ahead, tokens, aligned in (
+            ("DSV4_FP8", "INDEXER_FP8", "float", 1, 1, 8, 1, 1),
+            ("DSV4_FP8", "INDEXER_FP8", "float", 1, 1, 8, 4, 1),
+            ("DSV4_FP8", "DSV4_FP8", "float", 1, 4, 4, 32, 1),
+            ("INDEXER_FP8", "INDEXER_FP8", "bf16", 1, 1, 8, 4, 0),
+            ("INDEXER_BF16", "INDEXER_BF16", "float", 1, 8, 8, 1, 1),
         )
     ),
     ("common/copy_blocks.cu", {"UNIT": "uint4", "CHUNK": 1024, "PAIR": "int64"}),
@@ -191,8 +193,9 @@ COMPILATIONS += [  # clusters
     (
         "common/compressor.cu",
         {
-            "LAYOUT": "DSV4_FP8", "INPUT": "float", "WEIGHT": "float", "STATE_SLOT": "int64", "SLOT": "int64",
-            "POSITION": "int", "PARTS": 4, "GROUPS": 8, "AHEAD": 8, "TOKENS": tokens, "WIDE": 1, "ALIGNED": 1,
+            "LAYOUT": "DSV4_FP8", "SECOND": "DSV4_FP8", "INPUT": "float", "WEIGHT": "float", "STATE_SLOT": "int64",
+            "SLOT": "int64", "POSITION": "int", "PARTS": 4, "GROUPS": 8, "AHEAD": 8, "TOKENS": tokens,
+            "WIDE": 1, "ALIGNED": 1,
         },
         target,
     )
