@@ -37,7 +37,7 @@ SOURCES = [
     ("common/indexer_queries.cu", {**QUERIES, "OUTPUT": "float", "ALIGNED": 0}),
     ("common/indexer_topk.cu", {"THREADS": 256, "ALIGNED": 1}),
     ("common/indexer_topk.cu", {"THREADS": 512, "ALIGNED": 0}),
-    ("common/indexer_topk.cu", {"THREADS": 1024, "ALIGNED": 1}),
+    ("common/indexer_topk.cu", {"THREADS": 512, "ALIGNED": 1}),
     ("common/indexer_topk_wide.cu", {"THREADS": 512}),
     *(
         ("sm90/indexer/logits.cu", {"PAGED": paged, "PASS": queries, "QUERY_GROUPS": groups})
