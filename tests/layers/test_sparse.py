@@ -188,8 +188,11 @@ def test_a_workspace_changes_no_bit(lab, rng, ratio):
 INDEXER_LAYOUTS = [cumla.INDEXER_FP8, cumla.INDEXER_BF16, cumla.INDEXER_F32]
 
 
-@pytest.mark.parametrize("layout", INDEXER_LAYOUTS, ids=lambda x: x.name)
-@pytest.mark.parametrize("query_lens", [[1, 1, 1], [2, 1, 30], [2, 2, 2]])
+@pytest.mark.parametrize(
+    ("layout", "query_lens"),
+    [(layout, [2, 1, 30]) for layout in INDEXER_LAYOUTS] + [(cumla.INDEXER_FP8, [n] * 3) for n in (1, 2)],
+    ids=lambda x: getattr(x, "name", str(x)),
+)
 def test_selects_what_an_indexer_scores_best(lab, rng, layout, query_lens):
     """The same bits as of a step that is given each token's best rows, found one token at a time."""
     seq_lens, topk, index_heads = [3, 200, 147], 8, 4
