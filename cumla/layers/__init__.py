@@ -1,6 +1,9 @@
 """One attention layer, one step, between its projections."""
 
 from .dense import BlockQuantizedWeight, MLACommonImpl
+from .selection import IndexerInputs
 from .sparse import CompressedCache, LayerWorkspace, SparseMLALayer
 
-__all__ = ["BlockQuantizedWeight", "CompressedCache", "LayerWorkspace", "MLACommonImpl", "SparseMLALayer"]
+__all__ = [
+    "BlockQuantizedWeight", "CompressedCache", "IndexerInputs", "LayerWorkspace", "MLACommonImpl", "SparseMLALayer",
+]  # fmt: skip
