@@ -34,20 +34,22 @@ def engine_steps(options, comm=None, verify=True):
     return engine, records, outs
 
 
-@pytest.mark.parametrize("size", [2, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 8))])
+@pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4, 8))])
 def test_results_are_those_of_one_device(size):
     options = replace(OPTIONS, ranks=size)
     runs = run_on_ranks(options, lambda comm: engine_steps(options, comm))
     _, _, want = engine_steps(OPTIONS, verify=False)
-    samples = 0
-    for engine, records, outs in runs:
+    for _, _, outs in runs:
         assert len(outs) == len(want)
         for got, one in zip(outs, want, strict=True):  # of the last layer, which takes all compressed rows
             np.testing.assert_allclose(got, one, atol=2e-2, rtol=2 * 2.01 / 128)
-        summary = summarize(engine, records, 1.0)
-        assert summary["verification"]["failures"] == []
-        samples += summary["verification"]["samples"]
-    assert samples > 3 * len(want)
+    engine, records, _ = runs[0]
+    for _, others, _ in runs[1:]:  # ranks take turns at checking
+        for record, other in zip(records, others, strict=True):
+            record.samples.extend(other.samples)
+    verification = summarize(engine, records, 1.0)["verification"]
+    assert verification["failures"] == []
+    assert verification["samples"] > 3 * len(want)
     ranks = summarize_ranks([run[:2] for run in runs])
     for rank in ranks:
         assert rank["sent_bytes"] > 0
