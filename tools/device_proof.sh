@@ -5,7 +5,8 @@
 #     tools/with_cumla.sh tools/device_proof.sh DIR [PART ...]
 #
 # Parts: tests sanitize fences check decode poisoned prefill prefill_chunks indexer compressor layers mla
-# attention_backends cache indices metadata interop replay (all of them, in this order: about 12 minutes)
+# attention_backends cache indices metadata interop replay (all of them, in this order: about 12 minutes); by
+# name alone parallel, on a machine with several GPUs
 [ $# -gt 0 ] || { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 2; }
 dir=$1
 shift
