@@ -1,6 +1,7 @@
 """CUDA kernels under every schedule that the emulator knows, and the emulator itself (tests/emulation)."""
 
 import ctypes
+import itertools
 
 import numpy as np
 import pytest
@@ -234,11 +235,13 @@ class TestDecode:
         on(here, device, schedule, problem, plan=plan)
         with here.xp.cuda.Device(device):
             starts = here.get(plan.workspace.array("starts", 0, np.int32, here.put(np.zeros(1, np.int32))))
-        blocks = np.maximum(1, -(-lengths // 64))
-        order = starts[2 * 513 :][: len(lengths)]
-        assert starts[0] == -1
+        order, first = starts[2 * 513 :][: len(lengths)], starts[: 2 * 513 : 2].tolist()
+        first = first[: first.index(len(lengths)) + 1]
         assert sorted(order) == list(range(len(lengths)))
-        assert (np.diff(blocks[order]) <= 0).all()
+        assert not starts[1 : 2 * len(first) : 2].any(), "tiles stay whole"
+        blocks = np.maximum(1, -(-lengths // 64))[order]
+        assert np.ptp(np.diff(first)) == 1
+        assert all((np.diff(blocks[start:end]) <= 0).all() for start, end in itertools.pairwise(first))
 
 
 @SCHEDULES

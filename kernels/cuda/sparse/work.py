@@ -31,8 +31,8 @@ LEAST_TILES = 1 << 14  # to have room for, so that a plan's memory need not grow
 class Memory(NamedTuple):
     """What the kernels of one call use beside its arguments: flat arrays that are at least as large as said.
 
-    starts       int32 [2 * (MAX_SHARES + 1) + tiles]: tile and block at which each share of the work begins, and where
-                 tiles are dealt, in which order
+    starts       int32 [2 * (MAX_SHARES + 1) + tiles]: tile and block at which each share begins; tiles in the
+                 order in which shares have them
     partial_out  float32 [2 * shares, tile_heads * 512], parts of tiles that are cut; None where none is
     partial_lse  float32 [2 * shares, tile_heads]
     exact_parts  float32 [EXACT_SLOTS, EXACT_PART_BYTES / 4]: of tiles that the exact kernel does

@@ -81,10 +81,15 @@ struct Planner {
         for (int i = int(all) + threadIdx.x; i <= shares; i += THREADS) begin(i, tiles, 0);
     }
 
-    // Tiles by length, the longest first, behind the starts. Returns the cost of the longest share if they are dealt.
-    __device__ int sort_tiles() const {
+    // How many tiles shares before this one have if tiles are dealt: longest first, to one share after another and back again.
+    __device__ int dealt_before(int share) const {
+        int rounds = tiles / shares, rest = tiles % shares;
+        return share * rounds + (rounds % 2 ? max(0, share - (shares - rest)) : min(share, rest));
+    }
+
+    // Deal tiles. Returns the cost of the longest share.
+    __device__ int deal() const {
         __shared__ int places[LENGTHS], longest;
-        int* order = starts + 2 * (MAX_SHARES + 1);
         auto bin = [&](int tile) { return LENGTHS - 1 - min(blocks_of_tile(problem, tile), LENGTHS - 1); };
         places[threadIdx.x] = 0;
         if (threadIdx.x == 0) longest = 0;
@@ -94,20 +99,25 @@ struct Planner {
         int64 all, count = places[threadIdx.x], until = block_prefix(count, all);
         places[threadIdx.x] = int(until - count);
         __syncthreads();
-        for (int tile = first_tile; tile < end_tile; ++tile) order[atomicAdd(&places[bin(tile)], 1)] = tile;
-        __syncthreads();
-        int cost = 0;
-        for (int rank = threadIdx.x, round = 0; rank < tiles && int(threadIdx.x) < shares; ++round) {
-            cost += blocks_of_tile(problem, order[rank]) + TILE_COST;
-            rank = (round + 1) * shares + (round % 2 ? threadIdx.x : shares - 1 - threadIdx.x);
+        int* order = starts + ORDER_AT;
+        for (int tile = first_tile; tile < end_tile; ++tile) {
+            int rank = atomicAdd(&places[bin(tile)], 1), round = rank / shares, at = rank % shares;
+            order[dealt_before(round % 2 ? shares - 1 - at : at) + round] = tile;
         }
-        atomicMax(&longest, cost);
+        __syncthreads();
+        for (int share = threadIdx.x; share <= shares; share += THREADS) {
+            int first = share < shares ? dealt_before(share) : tiles, end = share < shares ? dealt_before(share + 1) : tiles, cost = 0;
+            for (int i = first; i < end; ++i) cost += blocks_of_tile(problem, order[i]) + TILE_COST;
+            begin(share, first, 0);
+            atomicMax(&longest, cost);
+        }
         __syncthreads();
         return longest;
     }
 
-    __device__ void deal() const {
-        for (int share = threadIdx.x; share <= shares; share += THREADS) begin(share, share ? tiles : DEALT, 0);
+    // Tiles one after another, as they are.
+    __device__ void keep_order() const {
+        for (int tile = first_tile; tile < end_tile; ++tile) starts[ORDER_AT + tile] = tile;
     }
 
     // Shares that go on from tile to tile. The costs are those of all tiles up to and with the ones of each thread. A
@@ -156,11 +166,14 @@ plan_decode(const __grid_constant__ SparseProblem problem, int* starts, int may_
             int uncut = longest + CUT_COST;
             bool pays = false;
             for (int tile = planner.first_tile; tile < planner.end_tile; ++tile) pays |= blocks_of_tile(problem, tile) > uncut;
+            planner.keep_order();
             planner.cut_each_tile(__syncthreads_or(pays) ? longest : uncut);
             return;
         }
     }
-    int dealt = planner.sort_tiles();
-    if (!may_cut || dealt <= total / problem.shares + STRADDLE_COST + problem.shares / PARTS_A_BLOCK) planner.deal();
-    else planner.cut_anywhere(cost_until, total);
+    int dealt = planner.deal();
+    if (!may_cut || dealt <= total / problem.shares + STRADDLE_COST + problem.shares / PARTS_A_BLOCK) return;
+    __syncthreads();  // all have read what was dealt
+    planner.keep_order();
+    planner.cut_anywhere(cost_until, total);
 }

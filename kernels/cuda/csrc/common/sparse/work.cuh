@@ -45,7 +45,7 @@ struct SparseProblem {
     int64 lse_stride_b, lse_stride_h, lse_stride_s;
     float* max_logits;  // or null; written by kernels of which no tile is cut
     int64 max_stride_b, max_stride_h;
-    const int* starts;   // [shares + 1][2]: tile and block at which each share begins; or null, see Start and DEALT
+    const int* starts;   // [shares + 1][2]: tile and block at which each share begins; or null, see Start and ORDER_AT
     float* partial_out;  // [2 * shares][HEADS * V_DIM] of cut tiles, see partial_slot and partial_at
     float* partial_lse;  // [2 * shares][HEADS], base 2, -inf without keys
     int* unsafe;         // [tiles]: set where the exact kernel must do a tile again; or null, see UNSAFE_BITS
@@ -114,34 +114,33 @@ struct Work {
     __device__ bool whole() const { return first == 0 && last == blocks; }
 };
 
-// The first of `starts` where tiles are not cut but dealt, longest first, to one thread block after another and back again.
-// Behind the starts of MAX_SHARES shares are then all tiles in that order.
-[[maybe_unused]] constexpr int DEALT = -1, MAX_SHARES = 512;  // as in kernels/cuda/sparse/division.py
+// Behind the starts of MAX_SHARES shares: the tiles in the order in which shares have them.
+[[maybe_unused]] constexpr int MAX_SHARES = 512, ORDER_AT = 2 * (MAX_SHARES + 1);  // as in kernels/cuda/sparse/division.py
 
 // What is left of a thread block's share, tile after tile.
 struct SparseShare {
-    int tile, first, end_tile, end_block;  // where tiles are dealt, end_block is DEALT, and `tile` a place in their order
+    int tile, first, end_tile, end_block;
 
     __device__ SparseShare(const SparseProblem& problem) {
         Start start(problem, blockIdx.x), end(problem, blockIdx.x + 1);
         tile = start.tile, first = start.block, end_tile = end.tile, end_block = end.block;
-        if (problem.starts && problem.starts[0] == DEALT) tile = blockIdx.x, end_tile = problem.tiles(), end_block = DEALT;
     }
 
     __device__ bool more() const { return tile < end_tile || (tile == end_tile && first < end_block); }
 
     __device__ bool next(const SparseProblem& problem, Work& work) {
         if (!more()) return false;
-        bool dealt = end_block == DEALT;
-        work.tile = dealt ? problem.starts[2 * (MAX_SHARES + 1) + tile] : tile;
+        work.tile = tile;
+        // Volatile, or some compilers make more of it than there are registers for.
+        if (problem.starts) asm volatile("ld.global.s32 %0, [%1];" : "=r"(work.tile) : "l"(problem.starts + ORDER_AT + tile));
         TileCoord at(problem, work.tile);
         work.lengths0 = problem.lists[0].length(at.b, at.s);
         work.lengths1 = problem.lists[1].length(at.b, at.s);
         work.blocks = blocks_of_tile(work.lengths0, work.lengths1);
         // Of a plan made for other lengths parts may lie beyond the end. They are never empty, and nobody reads them.
         work.first = min(first, work.blocks - 1);
-        work.last = work.tile == end_tile ? max(work.first + 1, min(end_block, work.blocks)) : work.blocks;
-        tile = dealt ? 2 * (tile / problem.shares + 1) * problem.shares - 1 - tile : tile + 1, first = 0;
+        work.last = tile == end_tile ? max(work.first + 1, min(end_block, work.blocks)) : work.blocks;
+        ++tile, first = 0;
         return true;
     }
 };
