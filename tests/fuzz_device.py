@@ -250,16 +250,27 @@ class Fuzz:
         state = cupy.asarray(self.rng.standard_normal((3, state_block, width)).astype(np.float32))
         starts = np.sort(self.rng.integers(0, tokens + 1, requests + 1)).astype(np.int32)
         positions = self.rng.integers(0, 300, tokens)
-        anywhere = self.rng.random() < 0.5
+        anywhere, dtype, weight = self.rng.random() < 0.5, self.choose(BF16, np.float32), self.choose(BF16, np.float32)
+        indexer = {}
+        if layout is cumla.DSV4_FP8 and self.rng.random() < 0.6:
+            index_pages, _, index_block = self.cache(cumla.INDEXER_FP8)
+            index_width, gap = 2 * coff * 128, self.choose(0, 1)
+            index_state = self.rng.standard_normal((2, state_block, index_width)).astype(np.float32)
+            indexer = {
+                "index_kv_score": self.rows(tokens, index_width, dtype),
+                "index_position_bias": self.put(np.ones((ratio, index_width // 2), np.float32), gap),
+                "index_norm_weight": self.put(np.ones(128, weight)), "index_state_cache": cupy.asarray(index_state),
+                "index_k_cache": cumla.INDEXER_FP8.view(index_pages, index_block),
+            }  # fmt: skip
         cumla.compress_and_insert(
-            self.rows(tokens, width, self.choose(BF16, np.float32)),
+            self.rows(tokens, width, dtype),
             self.put(self.rng.standard_normal((ratio, width // 2)).astype(np.float32), self.choose(0, 1)),
-            self.put(self.rng.standard_normal(layout.head_dim).astype(self.choose(BF16, np.float32))), state,
+            self.put(self.rng.standard_normal(layout.head_dim).astype(weight)), state,
             self.slots(int(self.rng.integers(0, tokens + 1)), 3 * state_block), self.ints(requests, columns), pages,
             self.slots(int(self.rng.integers(0, tokens + 1)), blocks * block_size),
             self.ints(tokens) if anywhere else self.put(positions), self.ints(tokens),
             self.ints(requests + 1) if anywhere else self.put(starts), self.turns(), compress_ratio=ratio,
-            block_size=block_size, layout=layout, backend=self.backend,
+            block_size=block_size, layout=layout, backend=self.backend, **indexer,
         )  # fmt: skip
 
     def norms(self):

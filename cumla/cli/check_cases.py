@@ -328,8 +328,8 @@ def _quantised_output(bench: Bench) -> Sequence[Any]:
     return (scales,)
 
 
-def compress(layout: CacheLayout) -> Callable[[Bench], Sequence[Any]]:
-    """Two requests at ratio 4, whose last rows overlap with states that an earlier step saved."""
+def compress(layout: CacheLayout, indexer: CacheLayout | None = None) -> Callable[[Bench], Sequence[Any]]:
+    """Two requests at ratio 4, whose last rows overlap with states of an earlier step; maybe an indexer's, too."""
 
     def run(bench: Bench) -> Sequence[Any]:
         dim = layout.head_dim
@@ -337,14 +337,23 @@ def compress(layout: CacheLayout) -> Callable[[Bench], Sequence[Any]]:
         cache = layout.allocate(NUM_BLOCKS, BLOCK, bench.xp)
         if not layout.num_scales:
             cache = cache.view(BFLOAT16)
+        more: dict[str, Any] = {}
+        if indexer is not None:
+            more = {
+                "index_kv_score": bench.normal(6, 512, dtype=np.float32),
+                "index_position_bias": bench.normal(4, 256, dtype=np.float32),
+                "index_norm_weight": bench.normal(128, dtype=np.float32),
+                "index_state_cache": bench.normal(4, 4, 512, dtype=np.float32),
+                "index_k_cache": bench.xp.zeros((NUM_BLOCKS, BLOCK, 128), BFLOAT16),
+            }  # fmt: skip
         cumla.compress_and_insert(
             bench.normal(6, 4 * dim, dtype=np.float32), bench.normal(4, 2 * dim, dtype=np.float32),
             bench.normal(dim, dtype=np.float32), state, bench.put([8, 9, 10, 11, 2, 3], np.int64),
             bench.put([[1, 2], [3, 0]], np.int32), cache, bench.put([-1, -1, -1, 12, -1, 3], np.int64),
             bench.put([4, 5, 6, 7, 6, 7], np.int64), bench.put([0, 0, 0, 0, 1, 1], np.int32), bench.starts((4, 2)),
-            _turns(bench, 20, 64), compress_ratio=4, layout=layout, backend=bench.backend,
+            _turns(bench, 20, 64), compress_ratio=4, layout=layout, backend=bench.backend, **more,
         )  # fmt: skip
-        return state, cache
+        return state, cache, *(more[name] for name in ("index_state_cache", "index_k_cache") if more)
 
     return run
 
@@ -370,6 +379,13 @@ CASES = (
     Case("apply_rope", "there and back", "norm_rope", (ROUNDED, ROUNDED), _rope),
     Case("inverse_rope_and_quantize", "scales", "norm_rope", (ROUNDED,), _quantised_output),
     Case("compress_and_insert", "DSV4_BF16, ratio 4", "compressor", (ROUNDED, ROUNDED), compress(DSV4_BF16)),
+    Case(
+        "compress_and_insert",
+        "DSV4_BF16, both",
+        "compressor",
+        (ROUNDED,) * 4,
+        compress(DSV4_BF16, INDEXER_BF16),
+    ),
     Case("concat_and_cache_mla", "bfloat16", "dense_cache", (EQUAL,), _concat("auto", 576, BFLOAT16)),
     Case("concat_and_cache_mla", "e4m3, one scale", "dense_cache", (EQUAL,), _concat("fp8", 576, np.uint8)),
     Case("gather_cache", "e4m3, one scale", "dense_cache", (EQUAL,), _mla_gather),

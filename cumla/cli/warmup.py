@@ -19,6 +19,8 @@ from ..kernels.types.plan import DecodePlan
 from ..kernels.types.verdicts import NOT_REACHED, RIGHT, VERDICTS, MiscompiledError
 from ..layers.prefill_road import ROADS
 from ..layout import DSV4_FP8, INDEXER_FP8, V32_FP8, CacheLayout
+from ..models.step import STATE_BLOCK_SIZES
+from ..ops.compressor import compress_and_insert
 from ..ops.sparse_attention import sparse_mla_decode, sparse_mla_prefill
 from ..ops.sparse_cache import dequantize_and_gather_k_cache, quantize_and_insert_k_cache
 from ..replay.engine import warm_up
@@ -86,8 +88,7 @@ def tasks(
             yield f"{case.op} {case.variant}".strip(), functools.partial(run_case, case, backend, model.heads)
     if model.kind == "v4":
         bench = Bench(backend, 0, model.heads)
-        for layout in (DSV4_FP8, INDEXER_FP8):
-            yield f"compress_and_insert {layout.name}", functools.partial(check_cases.compress(layout), bench)
+        yield from compressor_calls(backend)
         yield "qnorm_rope_and_insert DSV4_FP8", functools.partial(check_cases.window_rows(DSV4_FP8), bench)
     if model.kind != "mla":
         for batch in batches:
@@ -102,6 +103,32 @@ def tasks(
             )  # fmt: skip
             name = f"a step of {', '.join(layers)} layers, prefill over {road or 'keys'}"
             yield name, functools.partial(warm_up, options)
+
+
+def compressor_calls(backend: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Compressors of V4's layers, of a decode and of a prompt, whose kernels differ; nothing is written."""
+    xp: Any = backends.array_module(backend)
+
+    def call(ratio: int, coff: int, tokens: int) -> None:
+        def rows(dim: int, layout: CacheLayout) -> tuple[Any, ...]:
+            width = 2 * coff * dim
+            shapes = (tokens, width), (ratio, width // 2), (dim,), (1, STATE_BLOCK_SIZES[ratio], width)
+            return *(xp.zeros(shape, np.float32) for shape in shapes), layout.allocate(1, 64, xp)
+
+        own, names = rows(512, DSV4_FP8), ("kv_score", "position_bias", "norm_weight", "state_cache", "k_cache")
+        arrays = dict(zip(names, own, strict=True))
+        if ratio == 4:
+            arrays |= {f"index_{name}": x for name, x in zip(names, rows(128, INDEXER_FP8), strict=True)}
+        none, zeros = xp.full(tokens, -1, np.int64), xp.zeros(tokens, np.int32)
+        compress_and_insert(
+            **arrays, state_slot_mapping=none, state_block_table=xp.zeros((1, 1), np.int32), slot_mapping=none,
+            positions=zeros, token_to_req_indices=zeros, query_start_loc=xp.zeros(2, np.int32),
+            cos_sin_cache=xp.zeros((1, 64), np.float32), compress_ratio=ratio, backend=backend,
+        )  # fmt: skip
+
+    for ratio, coff in ((4, 2), (128, 1)):
+        for tokens in (1, 300):
+            yield f"compress_and_insert ratio {ratio}, {tokens} tokens", functools.partial(call, ratio, coff, tokens)
 
 
 def sparse_calls(model: Model, batch: int, block_size: int, backend: str) -> Iterator[tuple[str, Callable[[], Any]]]:
