@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,7 @@ class Bound(NamedTuple):
     relative: float = 0.0
     cosine: float = np.inf
 
-    def of_values(self, largest: float | np.ndarray) -> Bound:
+    def of_values(self, largest: Any) -> Bound:
         """The bound of what is mixed by bfloat16 weights out of values of a magnitude up to `largest`.
 
         Half a unit in a weight's last place is 2^-9 of it, so the error is in units of the values: for each query the

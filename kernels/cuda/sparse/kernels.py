@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import cupy
@@ -13,7 +13,8 @@ import cupy
 from ....layout import DSV4_FP8, V32_FP8, CacheLayout
 from ..compile import kernel
 from ..device import capability, device_sms, is_hopper
-from ..launch import is_aligned, pointer, recorded_launches
+from ..launch import is_aligned, pointer, recorded_launches, strides
+from ..tma import NO_MAP, Words, map_of_pages
 from . import portable as sparse_portable
 from .division import COSTS, HOPPER_COSTS, UNDIVIDED, Costs, Division
 from .work import EXACT_SLOTS, HEADS, V_DIM, Memory, Work, tile_heads
@@ -35,6 +36,7 @@ class FastKernel(NamedTuple):
     tile_heads  heads of a tile of its work
     max_shares  thread blocks that run at a time
     costs       what its work is divided by
+    maps        what it takes beside the problem: the words of tensor maps
     """
 
     function: Any
@@ -43,9 +45,11 @@ class FastKernel(NamedTuple):
     tile_heads: int
     max_shares: int
     costs: Costs = COSTS
+    maps: Callable[[Work], Words] = lambda work: ()
 
-    def launch(self, shares: int, problem: tuple[Any, ...]) -> None:
-        self.function((shares,), (self.threads,), problem, shared_mem=self.shared_bytes, overlap=True)
+    def launch(self, shares: int, work: Work, problem: tuple[Any, ...]) -> None:
+        arguments = (*problem, *self.maps(work))
+        self.function((shares,), (self.threads,), arguments, shared_mem=self.shared_bytes, overlap=True)
 
 
 @contextlib.contextmanager
@@ -104,7 +108,15 @@ def _fastest_prefill(device: int) -> str:
 def _hopper_prefill(device: int, layout: CacheLayout) -> FastKernel:
     function = kernel("sm90/prefill/prefill.cu", "sparse_mla_prefill", arch="sm_90a", LAYOUT=layout.name)
     function.max_dynamic_shared_size_bytes = HOPPER_SHARED_BYTES
-    return FastKernel(function, PREFILL_THREADS, HOPPER_SHARED_BYTES, HEADS, device_sms(device))
+    return FastKernel(function, PREFILL_THREADS, HOPPER_SHARED_BYTES, HEADS, device_sms(device), maps=map_of_queries)
+
+
+def map_of_queries(work: Work) -> Words:
+    """The words of q's TensorMap, by boxes of HEADS heads; NO_MAP where heads are nearer than they are long."""
+    (tokens, _, heads, width), (token_stride, _, head_stride, _) = work.q.shape, strides(work.q)
+    if head_stride < width or token_stride < 0:
+        return NO_MAP
+    return map_of_pages(work.q.data.ptr, tokens, 2 * token_stride, heads, 2 * head_stride, HEADS)
 
 
 @functools.cache

@@ -218,9 +218,10 @@ template <int CONSUMER> struct Consumer {
     // Put both consumers' sums together, and store the results of a tile.
     __device__ void finish(int tile, uint32 tiles) {
         uint32 slot = 2 * (tiles % 2) + (CONSUMER ^ 1);
-        float check = 0.0f;  // NaN after a number that is not finite
+        float checks[8] = {};  // NaN after a number that is not finite; several, as each waits for itself
 #pragma unroll
-        for (int i = 0; i < 64; ++i) check = fmaf(low[i], 0.0f, check), check = fmaf(high[i], 0.0f, check);
+        for (int i = 0; i < 64; ++i) checks[i % 4] = fmaf(low[i], 0.0f, checks[i % 4]), checks[4 + i % 4] = fmaf(high[i], 0.0f, checks[4 + i % 4]);
+        float check = (checks[0] + checks[1]) + (checks[2] + checks[3]) + (checks[4] + checks[5]) + (checks[6] + checks[7]);
         barrier_wait(TOTALS_READY + 8 * slot, tiles / 2 % 2);
         TileCoord at(problem, tile);
         float sum[2];

@@ -19,9 +19,13 @@
 #include "sm90/prefill/producer.cuh"
 #include "sm90/prefill/consumer.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_mla_prefill(const __grid_constant__ SparseProblem problem) {
+// The map of q is without an address where there is none. It lies at a multiple of 64, as parameters begin 16 bytes behind
+// one and SparseProblem has 368.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+sparse_mla_prefill(const __grid_constant__ SparseProblem problem, const __grid_constant__ TensorMap q_map) {
     extern __shared__ uint4 memory[];
-    if (uint32(__cvta_generic_to_shared(memory)) != READY) __trap();
+    if (uint32(__cvta_generic_to_shared(memory)) != READY || reinterpret_cast<uint64>(&q_map) % 64) __trap();
+    if (threadIdx.x == 0 && q_map.start) prefetch_tensor_map(q_map);
     int group = threadIdx.x / 128;  // consumers come first
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2 * PIECES; ++i)
@@ -36,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_mla_prefill(cons
     pdl_wait();
     if (group >= 2) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
-        Producer(problem).run();
+        Producer(problem, q_map).run();
     } else {
         warpgroup_reg_alloc<CONSUMER_REGISTERS>();
         if (group == 0) Consumer<0>(problem).run();

@@ -1,6 +1,7 @@
 // The producer of sm90/prefill/prefill.cu.
 #pragma once
 #include "sm90/prefill/memory.cuh"
+#include "sm90/tma.cuh"
 
 // Goes through the blocks of a thread block's tiles. Lengths are asked for a tile ahead.
 struct BlockWalk {
@@ -27,10 +28,11 @@ struct Producer {
     static constexpr int ROWS = 64 * PIECES / PRODUCERS;  // of 64, that are this warp's
 
     const SparseProblem& problem;
+    const TensorMap& q_map;
     int piece, first_row, lane;
     uint32 to, from;  // where this lane's first 16 bytes go in a block of tiles, and where they come from in a row
 
-    __device__ explicit Producer(const SparseProblem& p) : problem(p), piece(threadIdx.x / 32 % PIECES), lane(threadIdx.x % 32) {
+    __device__ Producer(const SparseProblem& p, const TensorMap& q) : problem(p), q_map(q), piece(threadIdx.x / 32 % PIECES), lane(threadIdx.x % 32) {
         int row = lane / 8, chunk = lane % 8;
         first_row = threadIdx.x / 32 % PRODUCERS / PIECES * ROWS;
         to = first_tile(piece) * TILE_BYTES + (first_row + row) * 128 + ((chunk ^ row) << 4);
@@ -84,6 +86,21 @@ struct Producer {
         copies_commit();
     }
 
+    // Start to copy this warp's piece of a tile's Q by boxes, which say themselves when they are there.
+    __device__ void load_q(int tile) const {
+        int token = tile / problem.groups, head = tile % problem.groups * HEADS;
+        int rope = HAS_ROPE && piece == PIECES - 1;
+        if (lane == 0) {
+            barrier_arrive_expecting(Q_READY + 8 * piece, (PIECE_TILES + rope) * TILE_BYTES);
+            for (int i = 0; i < PIECE_TILES + rope; ++i) {
+                int tile_of_q = i < PIECE_TILES ? first_tile(piece) + i : TILES - 1;
+                tma_load(Q_AT + tile_of_q * TILE_BYTES, q_map, 64 * tile_of_q, head, token, Q_READY + 8 * piece);
+            }
+        } else if (WARP_ARRIVALS > 1) {
+            barrier_arrive(Q_READY + 8 * piece);
+        }
+    }
+
     // Say that what was copied is there, but for the last PENDING copies.
     template <int PENDING> __device__ void tell(uint32 barrier) const {
         copies_wait<PENDING>();
@@ -110,13 +127,17 @@ struct Producer {
             if (piece + first_row + lane == 0) sts32(PRESENT_AT + 8 * buffer, low), sts32(PRESENT_AT + 8 * buffer + 4, high);
             if (first) {
                 barrier_wait(Q_FREE + 8 * piece, tiles++ % 2 ^ 1);
-                const bf16* q = problem.q + tile / problem.groups * problem.q_stride_b;
-                copy(Q_AT, reinterpret_cast<const uint8*>(q), 2 * problem.q_stride_h, heads(tile));
-                tell<1>(READY + 8 * PIECES * buffer);
-                tell<0>(Q_READY);
-            } else {
-                tell<0>(READY + 8 * PIECES * buffer);
+                if (q_map.start) {
+                    load_q(tile);
+                } else {
+                    const bf16* q = problem.q + tile / problem.groups * problem.q_stride_b;
+                    copy(Q_AT, reinterpret_cast<const uint8*>(q), 2 * problem.q_stride_h, heads(tile));
+                    tell<1>(READY + 8 * PIECES * buffer);
+                    tell<0>(Q_READY);
+                    continue;
+                }
             }
+            tell<0>(READY + 8 * PIECES * buffer);
         }
     }
 };
