@@ -280,6 +280,12 @@ class TestPrefill:
     def test_absent_rows(self, here, rng, width, device, schedule):
         self.check(here, rng, device, schedule, width, 5, 200, None, absent=0.9)
 
+    def test_queries_of_which_there_are_no_boxes(self, here, rng, width, device, schedule, monkeypatch):
+        from cumla.kernels.cuda.sparse import kernels as sparse_kernels
+
+        monkeypatch.setattr(sparse_kernels, "map_of_pages", lambda *arguments: sparse_kernels.NO_MAP)
+        self.check(here, rng, device, schedule, width, 5, 200, None)
+
     def check(self, here, rng, device, schedule, width, heads, topk, lengths, absent=0.1):
         tokens = 11
         q = rng.standard_normal((tokens, heads, width)).astype(BF16)

@@ -71,6 +71,15 @@ def test_a_tensor_map_lies_where_the_device_wants_it():
     assert (start + 48) % 64 == 0
 
 
+def test_the_map_of_queries_lies_where_the_device_wants_it():
+    text = "#define LAYOUT MLA_BF16\n" + compiler.source("sm90/prefill/prefill.cu")
+    parameters, start = parameters_in(compiled(text, "sm_90a", "CUBIN"))
+    (_, problem_bytes), (at, map_bytes) = parameters
+    assert (at, map_bytes) == (problem_bytes, 128)
+    assert (start + at) % 64 == 0
+    assert packing(text, "sparse_mla_prefill", {"LAYOUT": "MLA_BF16"}).size == at + map_bytes
+
+
 def test_every_type():
     text = 'extern "C" __global__ void f(const int* a, int64 b, const SLOT c, float d, double e, bool g, uint32 h) {'
     assert packing(text, "f", {"SLOT": "int"}).format == "PqifdbI".replace("b", PACKING["bool"])

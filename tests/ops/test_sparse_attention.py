@@ -177,6 +177,19 @@ def test_prefill(lab, kernel, rng, width, heads, topk):
     assert_prefill(to_float(got[0]), got[1], got[2], to_float(want[0]), want[1], want[2], largest=largest)
 
 
+@pytest.mark.parametrize("first", [64, 1], ids=["aligned", "unaligned"])
+def test_prefill_of_strided_queries(lab, kernel, rng, first):
+    """Every other token, some of the heads and of the values."""
+    kv, many = (rng.standard_normal(shape).astype(BF16) for shape in ((200, 512), (6, 9, 704)))
+    indices = make_indices(rng, 3, 1, 100, 200)[:, 0]
+    q, on_lab = (x[::2, 1:6, first : first + 512] for x in (many, lab.put(many)))
+    want = cumla.sparse_mla_prefill(q, kv, indices, backend="reference")
+    got = cumla.sparse_mla_prefill(on_lab, lab.put(kv), lab.put(indices), backend=lab.backend)
+    got = [lab.get(x) for x in got]
+    largest = values_of_weights(lab, kernel, kv, indices)
+    assert_prefill(to_float(got[0]), got[1], got[2], to_float(want[0]), want[1], want[2], largest=largest)
+
+
 @pytest.mark.nowhere(when=lambda x: x.backend == "cuda" or x.device)  # on the host alone
 def test_prefill_of_float32_rows(lab, rng):
     """Results without bfloat16's rounding; indices of any value."""
