@@ -14,11 +14,6 @@ import time
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-os.environ.setdefault(
-    "XLA_FLAGS",  # captured: single operations, which between collectives they are, and collectives
-    "--xla_gpu_graph_min_graph_size=1 "
-    "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,COLLECTIVES,DYNAMIC_SLICE_FUSION",
-)
 
 import jax
 import jax.numpy as jnp
