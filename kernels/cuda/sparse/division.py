@@ -6,7 +6,7 @@ import functools
 import math
 from typing import NamedTuple
 
-MAX_SHARES = 512  # as in csrc/common/sparse/work.cuh
+MAX_SHARES, MOST_DEALT = 512, 1 << 14  # shares, and tiles that may be dealt, as in csrc/common/sparse/work.cuh
 INT32_LIMIT = 2**31 - 1
 
 

@@ -14,7 +14,7 @@ from ..compile import kernel
 from ..device import device_sms
 from ..launch import pointer, strides
 from . import division as dividing
-from .division import COSTS, MAX_SHARES, UNDIVIDED, Costs, Division
+from .division import COSTS, MAX_SHARES, MOST_DEALT, UNDIVIDED, Costs, Division
 from .problem import NO_LIST, List, SparseProblem
 
 HEADS, BLOCK = 64, 64  # of a tile (unless a kernel's are lower), as in common/sparse/work.cuh
@@ -31,7 +31,7 @@ LEAST_TILES = 1 << 14  # to have room for, so that a plan's memory need not grow
 class Memory(NamedTuple):
     """What the kernels of one call use beside its arguments: flat arrays that are at least as large as said.
 
-    starts       int32 [2 * (MAX_SHARES + 1) + tiles]: tile and block at which each share begins; tiles in the
+    starts       int32 [2 * (MAX_SHARES + 1) + MOST_DEALT]: tile and block at which each share begins; tiles in the
                  order in which shares have them
     partial_out  float32 [2 * shares, tile_heads * 512], parts of tiles that are cut; None where none is
     partial_lse  float32 [2 * shares, tile_heads]
@@ -151,13 +151,14 @@ def memory_for(plan: DecodePlan | None, work: Work, division: Division, capture:
     """
     device = work.q.device.id
     if plan is None:
-        workspace, tiles, shares, cut = Workspace(), work.tiles, division.shares, division.cut
+        workspace, tiles, rows, cut = Workspace(), work.tiles, division.shares * work.tile_heads, division.cut
     else:
-        workspace, shares = plan.workspace, max(division.shares, device_sms(device))
-        # What is given is used in one order, so that more tiles than before are more of the same place.
+        # As much for tiles of any height; and what is given is used in one order: more tiles than before are more
+        # of the same place.
+        workspace, rows = plan.workspace, max(division.shares * work.tile_heads, device_sms(device) * HEADS)
         given = workspace.memory is not None
         tiles, cut = work.tiles if given else max(work.tiles, LEAST_TILES), division.cut or given
-    sizes = _sizes(tiles, shares, work.tile_heads)
+    sizes = _sizes(tiles, rows)
     starts = [workspace.array(name, sizes.starts, np.int32, work.q) for name in STARTS]
     return Memory(
         starts[capture > 0],
@@ -174,20 +175,15 @@ def workspace_bytes(tiles: int, shares: int) -> int:
 
     Kernels whose tiles are lower have more of them and up to two thread blocks an SM.
     """
-    lowest = _bytes(tiles * (HEADS // LOWEST_HEADS), 2 * shares, LOWEST_HEADS)
-    return max(_bytes(tiles, shares, HEADS), _bytes(2 * tiles, shares, HEADS // 2), lowest)
-
-
-def _bytes(tiles: int, shares: int, heads: int) -> int:
-    sizes = _sizes(tiles, shares, heads)
+    sizes = _sizes(tiles * (HEADS // LOWEST_HEADS), shares * HEADS)
     return sum(aligned_bytes(4 * size) for size in (*sizes, *[sizes.starts] * (len(STARTS) - 1)))
 
 
 @functools.lru_cache(maxsize=1024)
-def _sizes(tiles: int, shares: int, heads: int) -> Memory:
-    """Elements, of four bytes, of a Memory's arrays, for tiles of `heads` heads."""
-    starts, parts = 2 * (MAX_SHARES + 1) + tiles, EXACT_SLOTS * EXACT_PART_BYTES // 4
-    return Memory(starts, 2 * shares * heads * V_DIM, 2 * shares * heads, parts, EXACT_COUNTERS + tiles)
+def _sizes(tiles: int, rows: int) -> Memory:
+    """Elements, of four bytes, of a Memory's arrays, for so many heads of all shares."""
+    starts, parts = 2 * (MAX_SHARES + 1) + MOST_DEALT, EXACT_SLOTS * EXACT_PART_BYTES // 4
+    return Memory(starts, 2 * rows * V_DIM, 2 * rows, parts, EXACT_COUNTERS + tiles)
 
 
 def plan_shares(

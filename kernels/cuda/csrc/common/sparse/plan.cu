@@ -117,12 +117,13 @@ struct Planner {
 
     // Tiles one after another, as they are.
     __device__ void keep_order() const {
+        if (tiles > MOST_DEALT) return;
         for (int tile = first_tile; tile < end_tile; ++tile) starts[ORDER_AT + tile] = tile;
     }
 
-    // Shares that go on from tile to tile. The costs are those of all tiles up to and with the ones of each thread. A
-    // share costs more than one block, so that no two begin at the same.
-    __device__ void cut_anywhere(const int64* cost_until, int64 total) const {
+    // Shares that go on from tile to tile. The costs are those of all tiles up to and with the ones of each thread. Where
+    // tiles are cut, a share costs more than one block, so that no two begin at the same.
+    __device__ void cut_anywhere(const int64* cost_until, int64 total, bool may_cut) const {
         int64 near_enough = min(int64(NEAR), total / (4 * shares));
         for (int share = threadIdx.x; share <= shares; share += THREADS) {
             int64 wanted = total * share / shares;
@@ -141,7 +142,8 @@ struct Planner {
                     continue;
                 }
                 int64 cut = max(left - TILE_COST, int64(0));
-                if (cut >= blocks - near_enough && 2 * cut >= blocks) ++tile;  // the nearer edge
+                if (!may_cut) tile += 2 * left >= blocks + TILE_COST;
+                else if (cut >= blocks - near_enough && 2 * cut >= blocks) ++tile;  // the nearer edge
                 else if (cut >= near_enough) block = int(cut);
                 break;
             }
@@ -171,9 +173,13 @@ plan_decode(const __grid_constant__ SparseProblem problem, int* starts, int may_
             return;
         }
     }
+    if (planner.tiles > MOST_DEALT) {
+        planner.cut_anywhere(cost_until, total, may_cut);
+        return;
+    }
     int dealt = planner.deal();
     if (!may_cut || dealt <= total / problem.shares + STRADDLE_COST + problem.shares / PARTS_A_BLOCK) return;
     __syncthreads();  // all have read what was dealt
     planner.keep_order();
-    planner.cut_anywhere(cost_until, total);
+    planner.cut_anywhere(cost_until, total, true);
 }

@@ -114,8 +114,9 @@ struct Work {
     __device__ bool whole() const { return first == 0 && last == blocks; }
 };
 
-// Behind the starts of MAX_SHARES shares: the tiles in the order in which shares have them.
-[[maybe_unused]] constexpr int MAX_SHARES = 512, ORDER_AT = 2 * (MAX_SHARES + 1);  // as in kernels/cuda/sparse/division.py
+// Behind the starts of MAX_SHARES shares: the tiles in the order in which shares have them, if they are MOST_DEALT at most.
+// As in kernels/cuda/sparse/division.py.
+[[maybe_unused]] constexpr int MAX_SHARES = 512, ORDER_AT = 2 * (MAX_SHARES + 1), MOST_DEALT = 1 << 14;
 
 // What is left of a thread block's share, tile after tile.
 struct SparseShare {
@@ -132,7 +133,8 @@ struct SparseShare {
         if (!more()) return false;
         work.tile = tile;
         // Volatile, or some compilers make more of it than there are registers for.
-        if (problem.starts) asm volatile("ld.global.s32 %0, [%1];" : "=r"(work.tile) : "l"(problem.starts + ORDER_AT + tile));
+        if (problem.starts && problem.tiles() <= MOST_DEALT)
+            asm volatile("ld.global.s32 %0, [%1];" : "=r"(work.tile) : "l"(problem.starts + ORDER_AT + tile));
         TileCoord at(problem, work.tile);
         work.lengths0 = problem.lists[0].length(at.b, at.s);
         work.lengths1 = problem.lists[1].length(at.b, at.s);
