@@ -343,6 +343,25 @@ def test_tiles_cut_into_many_parts(here, rng, device, batch, heads, topk, length
 
 
 @DEVICES
+@pytest.mark.usefixtures("many_multiprocessors")
+def test_given_memory_serves_tiles_of_any_height(here, rng, device):
+    """Few queries take low tiles, and more of them; the memory that is asked for is enough for all calls in turn."""
+    from cumla.kernels.cuda.sparse import work as sparse_work
+
+    layout, heads = cumla.DSV4_FP8, 64
+    cache = make_cache(rng, layout, 4, 64, spread=0)
+    memory = here.xp.zeros(sparse_work.workspace_bytes(150, 132), np.uint8) if device == HOPPER else None
+    plan = cumla.DecodePlan(memory)
+    for batch, lengths in ((1, None), (2, [3, 100]), (9, None), (150, None), (1, None)):
+        problem = Problem(
+            make_q(rng, batch, 1, heads, layout), cache, make_indices(rng, batch, 1, 100, 256), layout=layout,
+            topk_length=None if lengths is None else np.array(lengths, np.int32),
+        )  # fmt: skip
+        plan.renew()
+        on(here, device, WILDEST, problem, plan=plan)
+
+
+@DEVICES
 @pytest.mark.usefixtures("no_exact_kernel", "many_multiprocessors")
 @pytest.mark.parametrize("present", [0, 1, 700, 2000])
 def test_parts_without_keys(here, rng, device, present):
