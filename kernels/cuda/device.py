@@ -16,14 +16,6 @@ def device_sms(device: int) -> int:
 
 
 @functools.cache
-def block_shared_bytes(device: int) -> int:
-    """Shared memory that a thread block may have."""
-    import cupy
-
-    return int(cupy.cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"])
-
-
-@functools.cache
 def capability(device: int) -> int:
     """Its compute capability: 90 is Hopper's."""
     import cupy
