@@ -37,7 +37,7 @@ for name in ${*:-tests sanitize fences check decode poisoned prefill prefill_chu
     case $name in
     tests) part tests 240 1 python3 -m pytest -m gpu -q --tb=short -p no:cacheprovider ;;
     sanitize)
-        TOOLS="memcheck initcheck racecheck synccheck" part sanitize_attention 90 2 tools/sanitize.sh --ops attention --rounds 2
+        TOOLS="memcheck initcheck racecheck synccheck" part sanitize_attention 150 2 tools/sanitize.sh --ops attention --rounds 2
         TOOLS="memcheck initcheck racecheck" part sanitize_indexer 60 2 tools/sanitize.sh --ops indexer --rounds 3
         TOOLS="memcheck initcheck racecheck" part sanitize_caches 60 2 tools/sanitize.sh --rounds 5
         TOOLS="memcheck initcheck racecheck" part sanitize_layers 60 2 tools/sanitize.sh --ops layers --rounds 5
