@@ -110,11 +110,14 @@ def dense_decode_problem(rng):
 
 
 def mha_problem(rng):
+    """Keys of their own for every 128 queries of a head, so that memory brings them more slowly than they are used."""
     import cumla
 
-    starts = np.array([0, 700, 900, 2048], np.int32)
-    heads = [as_bf16(normal(rng, 2048, 16, d) * size) for d, size in ((192, 4), (192, 1), (128, 1))]
-    return cumla.mha_varlen, (*heads, starts, starts), {"causal": True}
+    requests, heads, queries, keys = 16, 8, 128, 1024
+    starts = [np.arange(requests + 1, dtype=np.int32) * count for count in (queries, keys)]
+    sizes = ((queries, 192, 4), (keys, 192, 1), (keys, 128, 1))
+    arrays = [as_bf16(normal(rng, requests * count, heads, d) * size) for count, d, size in sizes]
+    return cumla.mha_varlen, (*arrays, *starts), {"causal": False}
 
 
 def normal(rng, *shape):
