@@ -8,6 +8,7 @@ test_simulated_attention.py has small cases. `nowhere(when)` says of which combi
 """
 
 import os
+import sys
 
 import pytest
 
@@ -133,3 +134,20 @@ def rng(request):
 
     name, seed = request.node.nodeid, request.config.getoption("--seed")
     return np.random.default_rng(list(f"{name}{seed or ''}".encode()))
+
+
+@pytest.fixture(autouse=True)
+def current_streams_stay(request):
+    """No test on a device leaves another stream current: those after it would read results before they are there."""
+    yield
+    if request.node.get_closest_marker("gpu") is None:
+        return
+    cupy, torch = sys.modules.get("cupy"), sys.modules.get("torch")
+    left = {}
+    if cupy is not None and cupy.cuda.get_current_stream().ptr:
+        left["CuPy"] = cupy.cuda.get_current_stream()
+        cupy.cuda.Stream.null.use()
+    if torch is not None and torch.cuda.is_initialized() and torch.cuda.current_stream().cuda_stream:
+        left["torch"] = torch.cuda.current_stream()
+        torch.cuda.set_stream(torch.cuda.default_stream())
+    assert not left, f"left another stream current: {left}"
