@@ -7,7 +7,7 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -163,7 +163,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     from .bench import NAMES
 
     parser.add_argument(
-        "suite", nargs="*", choices=[[], *NAMES], metavar="SUITE", help=f"{', '.join(NAMES)} (default: all)"
+        "suite", nargs="*", type=OneOf(NAMES), metavar="SUITE", help=f"{', '.join(NAMES)} (default: all)"
     )
     sizes = parser.add_argument_group("sizes")
     sizes.add_argument("--layout", choices=("DSV4_FP8", "V32_FP8"), default="DSV4_FP8", help="default: DSV4_FP8")
@@ -251,6 +251,18 @@ def _add_seed(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=AtLeast(0), default=0, metavar="N", help="of the random numbers, from 0 (default: 0)"
     )
+
+
+class OneOf:
+    """An argparse type: one of some names. (`choices` would have to name the empty list that no argument is.)"""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = tuple(names)
+
+    def __call__(self, text: str) -> str:
+        if text not in self.names:
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected {', '.join(self.names)}")
+        return text
 
 
 class AtLeast:

@@ -88,7 +88,7 @@ def test_results_from_stdin(tmp_path, capsys, monkeypatch):
         (["--compare", "none.json"], "cannot read none.json"),
         (["--results", __file__], "is no file of results"),
         (["--compare", "a", "b", "c"], "--compare: got 3 files"),
-        (["attention"], "invalid choice: 'attention'"),
+        (["attention"], "argument SUITE: got 'attention', expected insert, gather"),
         (["--heads", "129"], "expected an integer from 1 to 128"),
         (["--plot", "x.doc"], "--plot: got x.doc"),
     ],
