@@ -1,3 +1,5 @@
 """`cumla bench`: how fast the operations are on this machine, what changed between two runs, and pictures of it."""
 
-NAMES = ("insert", "gather", "decode", "prefill", "indices", "indexer", "dense", "metadata")  # of the suites
+NAMES = (  # of the suites
+    "insert", "gather", "decode", "prefill", "indices", "indexer", "dense", "compressor", "norms", "merge", "metadata",
+)  # fmt: skip

@@ -5,28 +5,33 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..replay.errors import InputError
+from . import NAMES, layer_suites, suites
 from .measure import call_times, graph_times, host_us
-from .suites import SUITES, Problem, Sizes
+from .suites import Problem, Sizes
 
 LEAST_NOISE = 0.02  # of a time: what clocks and power limits make of a run
 UNKNOWN_NOISE = 0.05  # of files that do not say how far their times spread
 
+SUITES: dict[str, Callable[[Sizes], Iterator[Problem]]] = {
+    name: getattr(suites, name, None) or getattr(layer_suites, name) for name in NAMES
+}
+
 Row = dict[str, Any]
 
 
-def measured(suites: Sequence[str], sizes: Sizes) -> Iterator[Row]:
+def measured(names: Sequence[str], sizes: Sizes) -> Iterator[Row]:
     """A row for each implementation of each problem: checked, then timed.
 
     us_graph      median us of a call inside a CUDA graph; None on the host
     us            us of a call from the host
     us_low, us_high  quartiles of the time that counts: us_graph, on the host us
     """
-    for name in suites:
+    for name in names:
         for problem in SUITES[name](sizes):
             for impl, (framework, calls) in problem.impls.items():
                 error = None if problem.check is None else problem.check(calls[0]())

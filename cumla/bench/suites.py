@@ -312,8 +312,3 @@ def metadata(sizes: Sizes) -> Iterator[Problem]:
         build = functools.partial(DeepseekSparseSWAMetadataBuilder(config, backend=sizes.backend).build, 0, step)
         moved = tokens * sizes.topk * 4
         yield Problem("window metadata", f"b{batch} + prefill {prefill}", {"cumla": ("cupy", [build])}, moved)
-
-
-SUITES: dict[str, Callable[[Sizes], Iterator[Problem]]] = {
-    function.__name__: function for function in (insert, gather, decode, prefill, indices, indexer, dense, metadata)
-}

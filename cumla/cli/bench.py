@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..bench import plot, rows
+from ..bench import NAMES, plot, rows
 from ..bench.measure import environment
-from ..bench.suites import SUITES, Sizes
+from ..bench.suites import Sizes
 from ..layout import LAYOUTS
 from ..replay.device import share_cores
 from ..replay.errors import InputError, OutputError
@@ -59,7 +59,7 @@ def measure(console: Console, args: argparse.Namespace) -> dict[str, Any]:
     console.print(f"{where['device']}, backend {backend}", highlight=False, soft_wrap=True)
     console.print(f"{'':36} {'us':>8} {'GB/s':>6} {'TF':>6}", highlight=False)
     found = []
-    for row in rows.measured(args.suite or list(SUITES), sizes):
+    for row in rows.measured(args.suite or NAMES, sizes):
         found.append(row)
         name = f"{row['op']} {row['config']}" + ("" if row["impl"] == "cumla" else f" {row['impl']}")
         text = f"{_short(rows.time_of(row)):>8} {_short(row['gbps']):>6} {_short(row['tflops']):>6}"

@@ -7,7 +7,8 @@ import pytest
 
 from cumla.__main__ import main
 from cumla.bench import NAMES, rows
-from cumla.bench.suites import SUITES, Sizes
+from cumla.bench.rows import SUITES
+from cumla.bench.suites import Sizes
 
 TINY = ["--backend", "cpu", "--heads", "2", "--batch", "1,2", "--tokens", "7", "--context", "128", "--topk", "16"]
 
@@ -41,7 +42,15 @@ def test_every_suite_runs_and_is_named(tmp_path, capsys):
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines()[1:])) <= 60
     record = json.loads(numbers.read_text())
-    assert {row["op"] for row in record["rows"]} >= {"insert", "gather", "decode", "prefill", "dense decode"}
+    assert {row["op"] for row in record["rows"]} >= {
+        "insert",
+        "gather",
+        "decode",
+        "prefill",
+        "dense decode",
+        "compressor",
+        "merge",
+    }
     assert all(row["us"] > 0 for row in record["rows"])
     decode = next(row for row in record["rows"] if row["op"] == "decode")
     assert decode["config"] == "DSV4_FP8 h2 b1 16+512"
