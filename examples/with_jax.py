@@ -17,7 +17,7 @@ def step(cache, k, q, block_table, seq_lens):
     requests = jnp.arange(REQUESTS + 1, dtype=jnp.int32)
     last = seq_lens - 1
     slots = jnp.take_along_axis(block_table, last[:, None] // BLOCK_SIZE, axis=1)[:, 0] * BLOCK_SIZE + last % BLOCK_SIZE
-    cache = ops.quantize_and_insert_k_cache(k, cache, slots, BLOCK_SIZE, layout=cumla.DSV4_FP8)
+    cache = ops.quantize_and_insert_k_cache(k, cache, slots, BLOCK_SIZE)
     indices, lens = ops.compute_swa_indices_and_lens(
         requests, seq_lens, requests[:-1], slots >= 0, block_table, BLOCK_SIZE, WINDOW, REQUESTS
     )

@@ -26,13 +26,10 @@ def test_quantize_and_insert(lab, number):
     tokens = slice(-few(lab, 6), None)
     if lab.tiny:  # the tokens before by the reference
         before = slice(None, tokens.start)
-        cumla.quantize_and_insert_k_cache(
-            k[before], cache, slots[before], case["block_size"], layout=cumla.DSV4_FP8, backend="reference"
-        )
+        cumla.quantize_and_insert_k_cache(k[before], cache, slots[before], case["block_size"], backend="reference")
     cumla.quantize_and_insert_k_cache(
-        lab.put(k[tokens]), cache, lab.put(slots[tokens]), case["block_size"], layout=cumla.DSV4_FP8,
-        backend=lab.backend,
-    )  # fmt: skip
+        lab.put(k[tokens]), cache, lab.put(slots[tokens]), case["block_size"], backend=lab.backend
+    )
     np.testing.assert_array_equal(lab.get(cache), case["cache_after"])
 
 
@@ -45,7 +42,7 @@ def test_dequantize_and_gather(lab, number):
     gather_lens = case["gather_lens"] if case["gather_lens"].size else None
     cumla.dequantize_and_gather_k_cache(
         out, lab.put(case["k_cache"]), lab.put(case["seq_lens"]), lab.put(gather_lens), lab.put(case["block_table"]),
-        case["block_size"], case["offset"], layout=cumla.DSV4_FP8, backend=lab.backend,
+        case["block_size"], case["offset"], backend=lab.backend,
     )  # fmt: skip
     np.testing.assert_array_equal(lab.get(out).view(np.uint16), want)
 

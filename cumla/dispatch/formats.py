@@ -24,10 +24,15 @@ def named_layout(layout: Any) -> CacheLayout | None:
     return LAYOUTS[layout]
 
 
-def cache_layout(call: Call, name: str, cache: Any, layout: Any) -> CacheLayout:
+def cache_layout(
+    call: Call, name: str, cache: Any, layout: Any, block_size: int | None = None, row_width: int | None = None
+) -> CacheLayout:
     """The format of a cache: `layout` if that is given, else by the bytes that a token takes or the dtype of its rows.
 
-    Raises ValueError for an array that does not tell: raw pages, or bytes as several formats have them.
+    block_size, row_width  what is known of raw pages: their tokens, and the values of the rows that go in or come out.
+                           Of the quantised formats one has rows of that width
+
+    Raises ValueError for an array that does not tell: raw pages of unknown size, or bytes as several formats have them.
     """
     named = named_layout(layout)
     if named is not None:
@@ -40,11 +45,12 @@ def cache_layout(call: Call, name: str, cache: Any, layout: Any) -> CacheLayout:
         else:
             plain = (x for x in LAYOUTS.values() if not x.num_scales and x.value_type == native.dtype.name)
             known = [x for x in plain if x.head_dim == width]
+    elif native.ndim == 2 and native.dtype in BYTES and block_size is not None:
+        known = [x for x in LAYOUTS.values() if x.num_scales and x.head_dim == row_width]
     if len(known) > 1:
         names = ", ".join(x.name for x in known)
-        raise ValueError(
-            f"{name}: got tokens of {native.shape[-1]} bytes, which {names} have; expected layout with it, one of them"
-        )
+        what = f"tokens of {native.shape[-1]} bytes" if native.ndim > 2 else f"raw pages for rows of {row_width} values"
+        raise ValueError(f"{name}: got {what}, which {names} have; expected layout with it, one of them")
     if not known:
         what = "raw pages, which do" if native.ndim == 2 else "which does"
         raise ValueError(

@@ -81,7 +81,7 @@ def qnorm_rope_and_insert(
     q             [T, h, 512] bfloat16, h from 1 to 128; on the host also float32
     kv            [T, 512] of q's dtype, its RMSNorm done
     k_cache       a cache of `layout`, written: uint8 [num_blocks, block_size, 584], raw pages
-                  [num_blocks, page_bytes] with layout and block_size given, or rows [num_blocks, block_size, 512]
+                  [num_blocks, page_bytes] with block_size given, or rows [num_blocks, block_size, 512]
     slot_mapping  [N] int64 or int32, N <= T: slot of each row; one outside the cache (-1 above all) skips its row
     positions     [T] int64 or int32
     cos_sin_cache  [max_position, rope_dim] float32: cosines of the pairs (2 i, 2 i + 1) of the last rope_dim values,
@@ -98,7 +98,7 @@ def qnorm_rope_and_insert(
     check_optional_size(block_size=block_size)
     call = Call(backend, stream)
     q = call.array("q", q, ROWS, ("T", "h", DSV4_FP8.head_dim))
-    layout = cache_layout(call, "k_cache", k_cache, layout)
+    layout = cache_layout(call, "k_cache", k_cache, layout, block_size, q.shape[2])
     if layout.head_dim != DSV4_FP8.head_dim:
         raise ValueError(f"layout: got {layout.name}, expected that of V4's window rows")
     check_heads(q.shape[1])
@@ -138,7 +138,7 @@ def indexer_knorm_rope_and_insert(
     k             [T, 128] float32 or bfloat16, as projected; may be columns of a wider array
     weight, bias  [128] of one dtype, float32 or bfloat16, of the LayerNorm
     k_cache       a cache of `layout`, written: uint8 [num_blocks, block_size, 132], raw pages [num_blocks, page_bytes]
-                  with layout and block_size given, or rows [num_blocks, block_size, 128]
+                  with block_size given, or rows [num_blocks, block_size, 128]
     slot_mapping  [N] int64 or int32, N <= T: slot of each row; one outside the cache (-1 above all) skips its row
     positions     [T] int64 or int32
     cos_sin_cache  [max_position, rope_dim] float32: cosines of the pairs (i, i + rope_dim / 2) of the first rope_dim
@@ -153,7 +153,7 @@ def indexer_knorm_rope_and_insert(
     check_optional_size(block_size=block_size)
     call = Call(backend, stream)
     k = call.array("k", k, ROWS, ("T", INDEXER_FP8.head_dim))
-    layout = cache_layout(call, "k_cache", k_cache, layout)
+    layout = cache_layout(call, "k_cache", k_cache, layout, block_size, k.shape[1])
     if layout.head_dim != INDEXER_FP8.head_dim:
         raise ValueError(f"layout: got {layout.name}, expected that of the indexer's keys")
     weight = call.array("weight", weight, ROWS, (layout.head_dim,))

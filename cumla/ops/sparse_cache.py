@@ -29,14 +29,15 @@ def quantize_and_insert_k_cache(
     """Quantise rows to FP8 and write each into its slot of a paged cache.
 
     k             [T, head_dim] bfloat16, float16 or float32; RoPE applied already
-    k_cache       uint8 [num_blocks, block_size, token_bytes], or raw pages [num_blocks, page_bytes] with layout and
-                  block_size given, written
+    k_cache       uint8 [num_blocks, block_size, token_bytes], or raw pages [num_blocks, page_bytes] with block_size
+                  given, written
     slot_mapping  [N] int64 or int32, N <= T: slot = block * block_size + row. A slot outside the cache
                   (-1 above all) skips its row; rows of `k` beyond N are not looked at. Slots of one call
                   differ: see below
     block_size    tokens of a page; None: told by the cache
     is_ue8m0      scales are powers of two; False, for float32 scales only, takes amax / 448 as it is
-    layout        DSV4_FP8, V32_FP8 or INDEXER_FP8, or the name of one; None: told by the size of a token
+    layout        DSV4_FP8, V32_FP8 or INDEXER_FP8, or the name of one; None: told by the size of a token, of raw
+                  pages by the width of `k`
 
     A tile's scale comes from its finite values: an infinity saturates and a NaN is stored as NaN, and
     neither changes another byte. Bytes of other slots and padding keep what they hold.
@@ -54,7 +55,7 @@ def quantize_and_insert_k_cache(
     check_flags(is_ue8m0=is_ue8m0)
     call = Call(backend, stream)
     k = call.array("k", k, FLOATS, ("T", -1))
-    layout = cache_layout(call, "k_cache", k_cache, layout)
+    layout = cache_layout(call, "k_cache", k_cache, layout, block_size, k.shape[1])
     if not layout.num_scales:
         raise ValueError(f"layout: got {layout.name}, expected one with FP8 values")
     if layout.scale_type == "ue8m0" and not is_ue8m0:
@@ -98,14 +99,14 @@ def dequantize_and_gather_k_cache(
 
     out          [R, max_tokens, head_dim] bfloat16, float16 or float32, written:
                  out[r, offset + i] = row of position seq_lens[r] - gather_lens[r] + i
-    k_cache      uint8 [num_blocks, block_size, token_bytes], raw pages [num_blocks, page_bytes] with layout and
-                 block_size given, or rows [num_blocks, block_size, head_dim]
+    k_cache      uint8 [num_blocks, block_size, token_bytes], raw pages [num_blocks, page_bytes] with block_size
+                 given, or rows [num_blocks, block_size, head_dim]
     seq_lens     [R] int32, tokens of each request in the cache
     gather_lens  [R] int32, how many of the last positions to gather, or None for all of them
     block_table  [R, B] int32, page of each block_size positions
     block_size   tokens of a page; None: told by the cache
     offset       first row of `out` that is written
-    layout       a CacheLayout or the name of one; None: told by the size of a token
+    layout       a CacheLayout or the name of one; None: told by the size of a token, of raw pages by the width of `out`
 
     A value is e4m3 times scale in float32, rounded once to out's type. Lengths are clamped to what exists
     and to the rows of `out`; a position whose block is absent gives zeros; other rows keep what they hold.
@@ -117,7 +118,7 @@ def dequantize_and_gather_k_cache(
     check_integers(0, offset=offset)
     call = Call(backend, stream)
     out = call.array("out", out, FLOATS, ("R", -1, -1), writable=True)
-    layout = cache_layout(call, "k_cache", k_cache, layout)
+    layout = cache_layout(call, "k_cache", k_cache, layout, block_size, out.shape[2])
     if not layout.num_scales and layout.value_type not in ("bfloat16", "float32"):
         raise ValueError(f"layout: got {layout.name}, expected one with FP8 values and their scales")
     check_row_width("out", out.shape[2], layout)

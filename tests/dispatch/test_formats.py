@@ -44,6 +44,23 @@ def test_raw_pages_want_to_be_told():
     cumla.quantize_and_insert_k_cache(k, pages, np.arange(3), BLOCK, layout="DSV4_FP8", backend="reference")
 
 
+@pytest.mark.parametrize("layout", [cumla.DSV4_FP8, cumla.V32_FP8, cumla.INDEXER_FP8], ids=lambda x: x.name)
+def test_rows_tell_the_format_of_raw_pages(layout, rng):
+    """As peers call it: pages as bytes, and how many tokens one has."""
+    k, cache = rows(layout, rng), layout.allocate(2, BLOCK)
+    pages = np.zeros((2, layout.page_bytes(BLOCK)), np.uint8)
+    cumla.quantize_and_insert_k_cache(k, cache, np.arange(len(k)), backend="reference")
+    cumla.quantize_and_insert_k_cache(k, pages, np.arange(len(k)), BLOCK, backend="reference")
+    np.testing.assert_array_equal(pages[:, : BLOCK * layout.token_bytes], cache.reshape(2, -1))
+    want, got = np.zeros((2, 1, 2 * BLOCK, layout.head_dim), BF16)
+    lens = np.array([2 * BLOCK], np.int32)
+    cumla.dequantize_and_gather_k_cache(want, cache, lens, None, TABLE, backend="reference")
+    cumla.dequantize_and_gather_k_cache(got, pages, lens, None, TABLE, BLOCK, 0, backend="reference")
+    np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))
+    with pytest.raises(ValueError, match=r"k_cache: got uint8 of shape .* raw pages, which do not tell the format"):
+        cumla.quantize_and_insert_k_cache(k[:, :100], pages, np.arange(len(k)), BLOCK)
+
+
 def test_a_size_that_two_formats_have_wants_the_format(monkeypatch, rng):
     other = dataclasses.replace(cumla.DSV4_FP8, name="OTHER", scale_placement="in_row", row_bytes=584)
     monkeypatch.setitem(layout_module.LAYOUTS, "OTHER", other)
