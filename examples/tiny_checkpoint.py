@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import pathlib
 
 import numpy as np
 
 from cumla.models import safetensors
+from cumla.replay.whole import by_the_rule
 
 V4 = {
     "model_type": "deepseek_v4", "vocab_size": 512, "hidden_size": 256, "moe_intermediate_size": 128,
@@ -58,22 +58,6 @@ def mlp_types(config: dict) -> list[str]:
     if not config.get("layer_types"):
         return ["dense" if layer < config["first_k_dense_replace"] else "moe" for layer in range(layers)]
     return config.get("mlp_layer_types") or ["hash_moe"] * min(layers, HASH_LAYERS) + ["moe"] * (layers - HASH_LAYERS)
-
-
-def by_the_rule(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:
-    generator = np.random.Generator(np.random.PCG64(seed))
-    arrays = {}
-    for name in sorted(shapes):
-        n = generator.standard_normal(shapes[name], dtype=np.float32)
-        if "norm" in name and name.endswith("weight"):
-            arrays[name] = 1 + np.float32(0.1) * n
-        elif name.endswith("bias") and "position" not in name:
-            arrays[name] = np.float32(0.1) * n
-        elif "position_bias" in name:
-            arrays[name] = np.float32(0.5) * n
-        else:
-            arrays[name] = n if n.ndim == 1 else n / np.float32(math.sqrt(n.shape[-1]))
-    return arrays
 
 
 def common_shapes(config: dict) -> dict[str, tuple[int, ...]]:

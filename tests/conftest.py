@@ -128,6 +128,17 @@ def lab(request):
 
 
 @pytest.fixture
+def emulated():
+    """Devices that the tests emulate, while a test runs."""
+    import emulation
+
+    if emulation.unavailable():
+        pytest.skip(emulation.unavailable())
+    with emulation.devices():
+        yield
+
+
+@pytest.fixture
 def rng(request):
     """A generator seeded by the test's name and --seed: fresh numbers for each test, the same at each run."""
     import numpy as np

@@ -87,7 +87,7 @@ class FileStore:
 
 
 class _Manager(BaseManager):
-    pass
+    values: Any  # as registered
 
 
 class TcpStore:
@@ -109,7 +109,7 @@ class TcpStore:
                 if time.monotonic() > end:
                     raise TimeoutError(f"address: nobody serves {address} after {time_limit:.0f} s") from None
                 time.sleep(0.05)
-        self._values = self._manager.values()  # type: ignore[attr-defined]
+        self._values = self._manager.values()
         self._lock = threading.Lock()
 
     @staticmethod

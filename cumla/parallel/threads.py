@@ -87,14 +87,15 @@ def run_threads(size: int, function: Callable[[ThreadCommunicator], T], time_lim
 
     Raises RankError that names the rank that failed, with its error as the cause, or that goes on without an end.
     """
-    store, results = MemoryStore(), [None] * size
+    store = MemoryStore()
+    results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
 
     def run(rank: int) -> None:
         agreement = Agreement(store, rank, size, time_limit)
         try:
             with agreement:
-                results[rank] = function(ThreadCommunicator(agreement))  # type: ignore[call-overload]
+                results[rank] = function(ThreadCommunicator(agreement))
         except BaseException as error:
             errors[rank] = error
 
@@ -118,4 +119,4 @@ def run_threads(size: int, function: Callable[[ThreadCommunicator], T], time_lim
     running = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     if running:
         raise RankError(running, f"{names(running)} did not end")
-    return results  # type: ignore[return-value]
+    return [results[rank] for rank in range(size)]

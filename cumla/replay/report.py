@@ -131,7 +131,7 @@ def _throughput(summary: dict[str, Any]) -> Table:
     table = _new_table(
         f"Throughput: {totals['requests']} requests in {totals['steps']} steps, {totals['wall_seconds']:.1f} s",
         "", "tokens", f"tokens/s in attention of {_counted(layers, 'layer')}", "tokens/s of the run",
-        caption="The run also makes the rows and checks samples; attention is the layers' ops and metadata.",
+        caption="Attention is metadata and the ops above the line in the table of ops; what is below runs, too.",
     )  # fmt: skip
     for kind in ("prefill", "decode"):
         numbers = totals[kind]
@@ -151,7 +151,7 @@ def _ops(summary: dict[str, Any]) -> Table:
     table = _new_table(
         "Time and bandwidth by op and layer type",
         "op", *columns,
-        caption="GB/s: bytes the op has to move over its time. Below the line: not attention.",
+        caption="GB/s: bytes the op has to move over its time. Below the line metadata alone is attention.",
     )  # fmt: skip
     last = [op for op in ATTENTION_OPS if any((layer, op) in ops for layer in layers)][-1]
     for op in (*ATTENTION_OPS, "index k", "index q", "scores", "choice", "activations"):

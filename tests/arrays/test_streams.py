@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import cumla
-import emulation
 from cumla.arrays import dlpack, streams
 from support import pairs
 from support.capsules import Foreign
@@ -115,12 +114,9 @@ class Torch:
 
 
 @pytest.fixture
-def emulated():
-    if emulation.unavailable():
-        pytest.skip(emulation.unavailable())
-    with emulation.devices():
-        yield Emulated()
-        dlpack._UntilDone._waiting.clear()  # what was handed over is given back while these devices are there
+def emulated(emulated):
+    yield Emulated()
+    dlpack._UntilDone._waiting.clear()  # what was handed over is given back while these devices are there
 
 
 @pytest.fixture(

@@ -6,21 +6,12 @@ import numpy as np
 import pytest
 
 import cumla
-import emulation
 from cumla.dispatch.launch_cache import call_key, record
 from cumla.kernels.cuda.launch import Launch
 from support.attention import make_cache, make_indices, make_q
 from support.lab import BF16, Lab, lab_of
 
 DEVICE = Lab("cuda", on_device=True)
-
-
-@pytest.fixture
-def emulated():
-    if emulation.unavailable():
-        pytest.skip(emulation.unavailable())
-    with emulation.devices():
-        yield
 
 
 @pytest.fixture(params=[pytest.param("cuda", id="emulated"), pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -16,6 +16,12 @@ def gpus():
     return cupy.cuda.runtime.getDeviceCount()
 
 
+@pytest.fixture
+def two_gpus():
+    if gpus() < TWO:
+        pytest.skip("one GPU")
+
+
 def run_processes(work, folder, size=TWO, time_limit=30):
     """(rank, result, error) of each rank."""
     import nccl_ranks
@@ -97,17 +103,15 @@ def test_arrays_elsewhere():
             comm.all_gather(cupy.zeros((4, 4))[:, :2])
 
 
+@pytest.mark.usefixtures("two_gpus")
 def test_two_processes(tmp_path):
-    if gpus() < TWO:
-        pytest.skip("one GPU")
     got = run_processes("whole_run", tmp_path)
     assert [error for _, _, error in got] == [None, None]
     check([result for _, result, _ in got])
 
 
+@pytest.mark.usefixtures("two_gpus")
 def test_two_threads_of_one_process():
-    if gpus() < TWO:
-        pytest.skip("one GPU")
     import cupy
     import nccl_ranks
 
@@ -141,9 +145,8 @@ def test_two_threads_of_one_process():
         ("never_comes", "all_gather did not end within 1 s"),
     ],
 )
+@pytest.mark.usefixtures("two_gpus")
 def test_a_rank_that_is_wrong_is_named(tmp_path, work, says):
-    if gpus() < TWO:
-        pytest.skip("one GPU")
     got = run_processes(work, tmp_path)
     _, seconds, error = got[0]
     assert error is not None

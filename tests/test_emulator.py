@@ -1,0 +1,86 @@
+"""The emulator itself (tests/emulation): what its devices do, and what they do not forgive."""
+
+import ctypes
+
+import numpy as np
+import pytest
+
+import emulation
+from cumla.kernels.cuda import compile as compiler
+from emulation import launches
+from support.lab import Lab
+
+HEADER = compiler.source("sm90/hopper.cuh")
+ENTRY = 'extern "C" __global__ void f(float* out, const float* in) {\n'
+
+
+@pytest.fixture
+def here(emulated):
+    return Lab("cuda", on_device=True, emulated=True)
+
+
+def launch(here, body, before="", schedule=emulation.SCHEDULES["in order"], shared_bytes=1024, capability=90):
+    """What a kernel of one warp leaves in `out`, of `in` with 64 numbers."""
+    out, given = here.put(np.zeros(64, np.float32)), here.put(np.arange(64, dtype=np.float32))
+    packed = (ctypes.c_void_p * 2)(out.data.ptr, given.data.ptr)
+    kernel = launches.Kernel(f"{HEADER}{before}\n{ENTRY}{body}\n}}\n", "f", capability)
+    with emulation.scheduled(schedule):
+        kernel.launch((1, 1, 1), (32, 1, 1), shared_bytes, ctypes.addressof(packed))
+    return here.get(out)
+
+
+COPY = """
+    extern __shared__ float memory[];
+    int lane = threadIdx.x;
+    copy_async<4>(memory + lane, in + lane, true);
+    copies_commit();
+    {wait}
+    out[lane] = memory[lane];
+"""
+
+
+def test_a_copy_is_there_when_it_is_waited_for(here):
+    for schedule in emulation.SCHEDULES.values():
+        out = launch(here, COPY.replace("{wait}", "copies_wait<0>();"), schedule=schedule)
+        np.testing.assert_array_equal(out[:32], np.arange(32))
+
+
+def test_a_late_copy_is_not_there_before(here):
+    body = COPY.replace("{wait}", "")
+    assert not np.isnan(launch(here, body)).any()
+    assert np.isnan(launch(here, body, schedule=emulation.SCHEDULES["late"])[:32]).all()
+
+
+WRONG = {
+    "barrier_init(1024, 1); __syncwarp(); barrier_wait(1024, 0);": "deadlock in block .*mbarrier 400",
+    "if (threadIdx.x) __syncthreads();": "deadlock in block .*__syncthreads",
+    "out[threadIdx.x] = in[100000 + threadIdx.x];": "where no array is",
+    "out[int(threadIdx.x) - 100000] = 1.0f;": "where no array is",
+    "sts32(1024 + 1024, 1);": "of shared memory, which ends at 2048",
+    "sts128(1032, {});": "misaligned",
+    "extern __shared__ float memory[];\n memory[260] = 1.0f;": "behind the end of shared memory",
+    "copy_async<16>(1024u, in + 1, true);": "cp.async of 16 bytes .* misaligned",
+    "if (threadIdx.x % 2) __syncwarp(); else __any_sync(~0u, 1);": "meet at",
+    "__shfl_sync(1u, 1, 0);": "a warp's part",
+    "barrier_init(1024, 1); barrier_arrive(1024); barrier_arrive(1024, 2);": "more arrivals than",
+    "barrier_arrive(1024);": "no mbarrier",
+    "__trap();": "__trap",
+}
+
+
+@pytest.mark.parametrize("body", WRONG)
+def test_what_no_device_forgives(here, body):
+    with pytest.raises(emulation.EmulationError, match=f"(?s){WRONG[body]}"):
+        launch(here, body)
+    assert launch(here, "out[threadIdx.x] = in[threadIdx.x];")[31] == 31  # and the next launch works
+
+
+def test_unknown_ptx_is_an_error(here):
+    with pytest.raises(LookupError, match="vote pred"):
+        launch(here, 'asm volatile("vote pred;");')
+
+
+def test_subnormal_numbers_are_flushed_except_in_ptx(here):
+    out = launch(here, "float x = __uint_as_float(1 << 20); out[0] = x * in[2], out[1] = mul(x, in[2]);")
+    assert out[0] == 0
+    assert out[1] > 0
