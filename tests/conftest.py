@@ -149,8 +149,11 @@ def rng(request):
 
 @pytest.fixture(autouse=True)
 def current_streams_stay(request):
-    """No test on a device leaves another stream current: those after it would read results before they are there."""
+    """No test leaves another stream current: those after it would read results before they are there."""
     yield
+    if "emulation.queues" in sys.modules:
+        queues = sys.modules["emulation.queues"]
+        assert queues.current_stream() is queues.DEFAULT, "left another stream current"
     if request.node.get_closest_marker("gpu") is None:
         return
     cupy, torch = sys.modules.get("cupy"), sys.modules.get("torch")

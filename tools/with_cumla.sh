@@ -7,7 +7,11 @@ set -e
 site=${SITE:-$HOME/site}
 pip="python3 -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --upgrade --target $site"
 if ls .whl/*.whl >/dev/null 2>&1; then $pip .whl/*.whl; fi
-$pip --no-build-isolation . >/dev/null
+# Built from a copy: several of these may run at once, and a build folder keeps what was deleted since.
+source=$(mktemp -d)
+tar cf - --exclude=./build --exclude='./*.egg-info' --exclude='./.*' --exclude=./tests --exclude=./docs . | tar xf - -C "$source"
+$pip --no-build-isolation "$source" >/dev/null
+rm -rf "$source"
 PYTHONPATH=$site:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}
 [ -d .peers ] && PYTHONPATH=$PYTHONPATH:$PWD/.peers
 export PYTHONPATH

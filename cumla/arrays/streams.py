@@ -33,17 +33,32 @@ def on(device: int, handle: int | None) -> contextlib.AbstractContextManager[Any
 
     device  a CUDA device, or -1 for host memory: nothing to do
     """
-    if device < 0:
-        return NOTHING
-    cupy = sys.modules["cupy"]
-    same_device = cupy.cuda.runtime.getDevice() == device
-    if same_device and (handle is None or handle == cupy.cuda.get_current_stream(device).ptr):
-        return NOTHING
-    contexts = contextlib.ExitStack()
-    contexts.enter_context(cupy.cuda.Device(device))
-    if handle is not None:
-        contexts.enter_context(of_handle(handle, device))
-    return contexts
+    return NOTHING if device < 0 else _Current(device, handle)
+
+
+class _Current:
+    """What `on` says. Nothing changes before `with`: CuPy keeps a stack, from which only the end of `with` takes."""
+
+    __slots__ = ("_contexts", "_device", "_handle")
+
+    def __init__(self, device: int, handle: int | None) -> None:
+        self._device, self._handle = device, handle
+
+    def __enter__(self) -> None:
+        device, handle, cuda = self._device, self._handle, sys.modules["cupy"].cuda
+        self._contexts = None
+        same_device = cuda.runtime.getDevice() == device
+        if same_device and (handle is None or handle == cuda.get_current_stream(device).ptr):
+            return
+        with contextlib.ExitStack() as contexts:
+            contexts.enter_context(cuda.Device(device))
+            if handle is not None:
+                contexts.enter_context(of_handle(handle, device))
+            self._contexts = contexts.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._contexts is not None:
+            self._contexts.close()
 
 
 class _Handle:

@@ -265,6 +265,13 @@ def test_a_call_on_another_device_than_the_current_one(emulated, rng):
         np.testing.assert_array_equal(out.get(), case[0])
 
 
+def test_a_context_that_nobody_enters_changes_nothing(emulated):
+    import cupy
+
+    streams.on(0, emulated.stream().ptr)
+    assert cupy.cuda.get_current_stream().ptr == 0
+
+
 def test_arrays_on_the_host_and_on_two_devices_do_not_mix(emulated, rng):
     import cupy
 

@@ -1,5 +1,6 @@
 """One layer, one step, of mixed batches, against attention over everything a token may see."""
 
+import contextlib
 import re
 from dataclasses import replace
 
@@ -299,6 +300,22 @@ def step_of(rng, lab, ratio, seq_lens, query_lens, **config):
     cache = lab.put(cumla.DSV4_FP8.allocate(pool.num_blocks, BLOCK))
     arguments = {"q": q, "k": k, "swa_cache": cache, "metadata": metadata, "compressed": compressed}
     return SparseMLALayer(ratio, index_topk=8), arguments, pool
+
+
+@pytest.mark.nowhere(when=lambda x: x.backend != "cuda")  # backends of the host have no streams
+@pytest.mark.parametrize("bad", [False, True], ids=["right", "refused"])
+def test_a_step_on_a_stream_leaves_the_current_one(lab, rng, bad):
+    """Whatever stream it is asked to run on, also where it is refused: CuPy's stack of streams is as it was."""
+    layer, given, _ = step_of(rng, lab, 4, [9, 20], [1, 1])
+    stream = lab.xp.cuda.Stream(non_blocking=True)
+    lab.xp.cuda.Device().synchronize()
+    wrong = {"out": lab.put(np.zeros((2, 3, 511), BF16))} if bad else {}
+    with pytest.raises(ValueError, match="out: got shape") if bad else contextlib.nullcontext():
+        layer.step(**given, **wrong, stream=stream, backend=lab.backend)
+    stream.synchronize()
+    with lab.xp.cuda.Stream(non_blocking=True):  # CuPy goes back to the top of its stack at the end of a `with`
+        pass
+    assert lab.xp.cuda.get_current_stream().ptr == 0
 
 
 def changed(name, **changes):

@@ -157,6 +157,18 @@ def test_compressor(lab, rng, layout, kind):
     np.testing.assert_array_equal(state, saved)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_position_before_its_sequence_has_no_window(lab, rng, kind):
+    """However far before it, whatever the low bits of its number are: a row of zeros, and nothing is read."""
+    case = Case(rng, DSV4_BF16, kind)
+    before = [-1, -(2**31), -(2**32), 3 - 2**32, 2**20 - 2**33, 7 - 2**63]
+    case.positions[: len(before)] = before
+    case.slots[:] = -1
+    case.slots[: len(before)] = np.arange(len(before))
+    cache, _ = case.run(lab, cache_of(DSV4_BF16, 4, 16))
+    np.testing.assert_array_equal(rows_of(cache, DSV4_BF16)[: len(before)], 0)
+
+
 @pytest.mark.nowhere(when=lambda x: x.simulated)  # slow
 def test_states_in_pages_give_the_bits_of_states_at_hand(lab, rng):
     """A prompt at once, and token by token."""

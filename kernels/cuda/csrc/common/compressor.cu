@@ -204,7 +204,7 @@ __device__ inline void pool(const Rows& rows, const Step& step, int first, int p
         const int* pages_of_states = step.table + request * step.table_stride;
         int64 reach = request >= 0 && request < step.table_rows ? int64(step.table_columns) * state_block : 0;
         int remainder = int((position % ratio + ratio) % ratio);
-        int window = int(min(int64(rows.coff * ratio), position + 1));
+        int window = int(max(min(int64(rows.coff * ratio), position + 1), int64(0)));  // none before a sequence
         const float* turns = turns_at(step.cos_sin, step.cos_stride, step.max_position, position - remainder);
         if (threadIdx.x < 2) asm volatile("prefetch.global.L2 [%0];" ::"l"(turns + threadIdx.x * step.rope_dim / 2));
         Mean mean;
