@@ -88,6 +88,14 @@ def prefill_problem(rng):
     return cumla.sparse_mla_prefill, (as_bf16(q), as_bf16(kv), make_indices(rng, 300, 1, 640, 4096)[:, 0]), {}
 
 
+def few_heads_problem(rng):
+    import cumla
+    from support.attention import make_indices, steep
+
+    q, kv = normal(rng, 300, 16, 576) * steep(16).astype(np.float32), normal(rng, 4096, 576)
+    return cumla.sparse_mla_prefill, (as_bf16(q), as_bf16(kv), make_indices(rng, 300, 1, 640, 4096)[:, 0]), {}
+
+
 def indexer_problem(rng):
     import cumla
 
@@ -134,6 +142,7 @@ def as_bf16(array):
 PROBLEMS = {
     "sm90/decode/": decode_problem,
     "sm90/prefill/": prefill_problem,
+    "sm90/few_heads/": few_heads_problem,
     "sm90/indexer/": indexer_problem,
     "sm90/dense/decode.cu": dense_decode_problem,
     "sm90/dense/mha_varlen.cu": mha_problem,

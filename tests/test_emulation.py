@@ -264,10 +264,10 @@ def test_low_tiles_of_the_hopper_kernel(here, rng, layout, schedule, tile, cut, 
 @pytest.mark.usefixtures("no_exact_kernel")
 @pytest.mark.parametrize("width", [512, 576])
 class TestPrefill:
-    """The Hopper kernel on one device, the portable one on the other. The emulated device has few multiprocessors, so a
-    thread block has several tiles, of odd and even numbers of blocks and of none."""
+    """Hopper's kernels (of 16, 32 and 64 heads a tile) on one device, the portable one on the other. The emulated
+    device has few multiprocessors, so a thread block has several tiles, of odd and even numbers of blocks and none."""
 
-    @pytest.mark.parametrize(("heads", "topk"), [(3, 330), (70, 130)])
+    @pytest.mark.parametrize(("heads", "topk"), [(3, 330), (21, 260), (70, 130)])
     @pytest.mark.thorough(
         when=lambda x: x.get("device") == AMPERE and (x.get("heads") == 70) != (x.get("width") == 512)
     )
@@ -275,8 +275,10 @@ class TestPrefill:
         lengths = np.array([topk, 1, 0, 64, 65, topk // 2, 129, topk, 2**31 - 1, -1, 128], np.int32)
         self.check(here, rng, device, schedule, width, heads, topk, lengths)
 
-    def test_absent_rows(self, here, rng, width, device, schedule):
-        self.check(here, rng, device, schedule, width, 5, 200, None, absent=0.9)
+    @pytest.mark.parametrize("heads", [5, 40])
+    @pytest.mark.thorough(when=lambda x: x.get("device") == AMPERE and x.get("heads") == 40)
+    def test_absent_rows(self, here, rng, width, device, schedule, heads):
+        self.check(here, rng, device, schedule, width, heads, 200, None, absent=0.9)
 
     def test_queries_of_which_there_are_no_boxes(self, here, rng, width, device, schedule, monkeypatch):
         from cumla.kernels.cuda.sparse import kernels as sparse_kernels

@@ -55,6 +55,9 @@ TABLE = {
     "{ .reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, 1, 128, p; selp.u32 %0, 1, 0, q; }": (
         "%0 = emulator::named_sync_or(1, 128, %1)"
     ),
+    "{ .reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, %2, 128, p; selp.u32 %0, 1, 0, q; }": (
+        "%0 = emulator::named_sync_or(%2, 128, %1)"
+    ),
     "bar.sync %0, 128;": "emulator::named_sync(%0, 128)",
     "mbarrier.init.shared.b64 [%0], %1;": "emulator::barrier_init(%0, %1)",
     "mbarrier.arrive.shared.b64 _, [%0], %1;": "emulator::barrier_arrive(%0, %1)",
@@ -87,6 +90,7 @@ TABLE = {
     "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};": (
         "emulator::store_matrices(%0, %1, %2, %3, %4, true)"
     ),
+    "movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;": "%0 = emulator::transpose_matrix(%1)",
     "wgmma.commit_group.sync.aligned;": "emulator::wgmma_commit()",
     "wgmma.wait_group.sync.aligned %0;": "emulator::wgmma_wait(%0)",
     "mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};": (
@@ -136,7 +140,7 @@ for ptx_type, c_type in TYPES.items():
 WGMMA = re.compile(
     r"{ \.reg \.pred p; setp\.ne\.b32 p, %\d+, 0; "
     r"wgmma\.mma_async\.sync\.aligned\.m64n(?P<columns>\d+)k(?:16|32)\.f32\.(?P<type>b?f16|e4m3)\.(?P=type) "
-    r"(?P<registers>, {%\d+, %\d+, %\d+, %\d+})?(?:, %\d+){1,2}, p, 1, 1(?:, 0)?(?:, (?P<across>[01]))?; }"
+    r"(?P<registers>, {%\d+, %\d+, %\d+, %\d+})?(?:, %\d+){1,2}, p, 1, 1(?P<across>(?:, [01])*); }"
 )
 
 ASM = re.compile(r"\basm\b(?:\s+volatile)?\s*\(")
@@ -191,14 +195,19 @@ def normalised(template):
 
 
 def warpgroup_product(product, outputs, values):
-    """`values`: the sums (one macro for all); a's tile, or four registers of an array; b's tile; whether to add."""
+    """`values`: the sums (one macro for all); a's tile, or four registers of an array; b's tile; whether to add.
+
+    Whether tiles are read across their rows is said of a, if that is one, and of b; of neither for bytes.
+    """
     sums = re.search(r"\((\w+)\)", outputs)[1]
     if product["registers"]:
         a, a_tile, b_tile, add = values[1].removesuffix("[0]"), "0", *values[5:]
     else:
         a, a_tile, b_tile, add = "nullptr", *values[1:]
-    b_rows, operands = str(product["across"] != "1").lower(), "emulator::Operands::" + product["type"].upper()
-    return f"emulator::wgmma({sums}, {product['columns']}, {a}, {a_tile}, {b_tile}, {b_rows}, {add}, {operands})"
+    across = [flag == "1" for flag in re.findall("[01]", product["across"])]
+    b_rows, a_rows = not any(across[-1:]), not any(across[:-1])
+    rows, operands = f"{str(a_rows).lower()}, {str(b_rows).lower()}", "emulator::Operands::" + product["type"].upper()
+    return f"emulator::wgmma({sums}, {product['columns']}, {a}, {a_tile}, {b_tile}, {rows}, {add}, {operands})"
 
 
 def listed(part):

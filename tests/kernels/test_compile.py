@@ -116,6 +116,8 @@ SOURCES = [
     *(("sm90/decode/decode.cu", {"LAYOUT": "V32_FP8", "TILE_HEADS": heads}) for heads in (32, 16)),
     ("sm90/prefill/prefill.cu", {"LAYOUT": "DSV4_BF16"}),
     ("sm90/prefill/prefill.cu", {"LAYOUT": "MLA_BF16"}),
+    *(("sm90/few_heads/prefill.cu", {"LAYOUT": "DSV4_BF16", "TILE_HEADS": heads}) for heads in (16, 32)),
+    *(("sm90/few_heads/prefill.cu", {"LAYOUT": "MLA_BF16", "TILE_HEADS": heads}) for heads in (16, 32)),
     ("common/sparse/exact.cu", {"LAYOUT": "DSV4_FP8", "ALIGNED": 1}),
     ("common/sparse/exact.cu", {"LAYOUT": "V32_FP8", "ALIGNED": 1}),
     ("common/sparse/exact.cu", {"LAYOUT": "MLA_BF16", "ALIGNED": 0}),
@@ -143,6 +145,7 @@ SOURCES = [
     # as racecheck takes them (sm90/hopper.cuh)
     ("sm90/decode/decode.cu", {"LAYOUT": "DSV4_FP8", "EVERY_LANE_ARRIVES": 1}),
     ("sm90/prefill/prefill.cu", {"LAYOUT": "DSV4_BF16", "EVERY_LANE_ARRIVES": 1}),
+    ("sm90/few_heads/prefill.cu", {"LAYOUT": "MLA_BF16", "TILE_HEADS": 32, "EVERY_LANE_ARRIVES": 1}),
     (
         "sm90/dense/mha_varlen.cu",
         {"VALUE": "bf16", "OUTPUT": "bf16", "CAUSAL": 1, "ACCUMULATE": 0, "EVERY_LANE_ARRIVES": 1},

@@ -54,8 +54,10 @@ def parameters_in(program):
     """(offset, bytes) of each parameter of a program's only kernel, and where in their constant bank they begin."""
     entries = re.findall(rb"\x04\x17\x0c\x00(.{12})", program, re.DOTALL)  # EIATTR_KPARAM_INFO
     places = [struct.unpack("<4xHHI", entry) for entry in entries]
-    (bank,) = re.findall(rb"\x04\x0a\x08\x00.{4}(..)", program, re.DOTALL)  # EIATTR_PARAM_CBANK
-    return [(offset, flags >> 18) for _, offset, flags in sorted(places)], *struct.unpack("<H", bank)
+    parameters = [(offset, flags >> 18) for _, offset, flags in sorted(places)]
+    size = struct.pack("<H", sum(parameters[-1]))  # of the bank; without it the code may look like an entry
+    (bank,) = re.findall(rb"\x04\x0a\x08\x00.{4}(..)" + re.escape(size), program, re.DOTALL)  # EIATTR_PARAM_CBANK
+    return parameters, *struct.unpack("<H", bank)
 
 
 def test_a_tensor_map_lies_where_the_device_wants_it():
@@ -71,13 +73,16 @@ def test_a_tensor_map_lies_where_the_device_wants_it():
     assert (start + 48) % 64 == 0
 
 
-def test_the_map_of_queries_lies_where_the_device_wants_it():
-    text = "#define LAYOUT MLA_BF16\n" + compiler.source("sm90/prefill/prefill.cu")
+@pytest.mark.parametrize(
+    ("folder", "name"), [("prefill", "sparse_mla_prefill"), ("few_heads", "sparse_mla_prefill_few_heads")]
+)
+def test_the_map_of_queries_lies_where_the_device_wants_it(folder, name):
+    text = "#define LAYOUT MLA_BF16\n#define TILE_HEADS 32\n" + compiler.source(f"sm90/{folder}/prefill.cu")
     parameters, start = parameters_in(compiled(text, "sm_90a", "CUBIN"))
     (_, problem_bytes), (at, map_bytes) = parameters
     assert (at, map_bytes) == (problem_bytes, 128)
     assert (start + at) % 64 == 0
-    assert packing(text, "sparse_mla_prefill", {"LAYOUT": "MLA_BF16"}).size == at + map_bytes
+    assert packing(text, name, {"LAYOUT": "MLA_BF16"}).size == at + map_bytes
 
 
 def test_every_type():

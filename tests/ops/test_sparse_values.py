@@ -267,11 +267,13 @@ def test_any_softmax_scale(lab, kernel, rng, scale):
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-7, 1e-3, 1e6, 1e30])
-def test_prefill_of_rows_of_any_size(lab, kernel, rng, size):
+@pytest.mark.parametrize("heads", [20, 40])  # for which Hopper has a kernel each
+@pytest.mark.thorough(when=lambda x: x.get("heads") == 40 and (not x.emulated or x.get("size") != 1e6))
+def test_prefill_of_rows_of_any_size(lab, kernel, rng, heads, size):
     """The first token attends to ordinary rows, the second to large or small ones; max_logits and lse stay right."""
     kv = rng.standard_normal((200, 512))
     kv[100:] *= size
-    kv, q = kv.astype(BF16), rng.standard_normal((2, 20, 512)).astype(BF16)
+    kv, q = kv.astype(BF16), rng.standard_normal((2, heads, 512)).astype(BF16)
     q[1] = (q[1].astype(np.float64) / max(size, 1)).astype(BF16)
     indices = rng.integers(0, 100, (2, 150), dtype=np.int32) + np.array([[0], [100]], np.int32)
     want = cumla.sparse_mla_prefill(q, kv, indices, backend="reference")
@@ -289,16 +291,18 @@ def test_prefill_of_rows_of_any_size(lab, kernel, rng, size):
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.nowhere(when=is_beyond_float32)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e6, 1e30, 3e38])
-@pytest.mark.parametrize("width", [512, 576])
+@pytest.mark.parametrize(("width", "heads"), [(512, 20), (576, 20), (576, 40)])
 @pytest.mark.thorough(when=lambda x: x.emulated and (x.get("width") == 512) != (x.get("value") in (np.inf, 1e6)))
-def test_prefill_of_poisoned_rows(lab, kernel, rng, width, value):
+@pytest.mark.thorough(when=lambda x: x.get("heads") == 40 and (not x.emulated or x.get("value") is not np.nan))
+def test_prefill_of_poisoned_rows(lab, kernel, rng, width, heads, value):
     """The first token attends to ordinary rows, the second to one poisoned one, the third to nothing else."""
-    kv, q = rng.standard_normal((200, width)).astype(BF16), rng.standard_normal((3, 20, width)).astype(BF16)
+    kv, q = rng.standard_normal((200, width)).astype(BF16), rng.standard_normal((3, heads, width)).astype(BF16)
     kv[100:, 7] = value
     indices = rng.integers(0, 100, (3, 70), dtype=np.int32)
     indices[1, 66] = 150
     indices[2] += 100
-    options = {"topk_length": np.array([70, 67, 65], np.int32), "attn_sink": np.linspace(-3, 3, 20, dtype=np.float32)}
+    sink = np.linspace(-3, 3, heads, dtype=np.float32)
+    options = {"topk_length": np.array([70, 67, 65], np.int32), "attn_sink": sink}
     want = cumla.sparse_mla_prefill(q, kv, indices, **options, backend="reference")
     options = {name: lab.put(x) for name, x in options.items()}
     got = cumla.sparse_mla_prefill(lab.put(q), lab.put(kv), lab.put(indices), **options, backend=lab.backend)

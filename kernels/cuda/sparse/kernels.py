@@ -20,7 +20,8 @@ from .division import COSTS, HOPPER_COSTS, UNDIVIDED, Costs, Division
 from .work import EXACT_SLOTS, HEADS, V_DIM, Memory, Work, tile_heads
 
 HOPPER_THREADS, HOPPER_SHARED_BYTES = 512, 232448  # all there is; sm90/decode/memory.cuh says what for
-PREFILL_THREADS = 384  # sm90/prefill/memory.cuh
+PREFILL_THREADS = 384  # sm90/prefill/memory.cuh, sm90/few_heads/memory.cuh
+PREFILL_HEADS = (16, 32, HEADS)  # of a tile there
 PREFILL_WAVES = 8  # shares of the portable kernel for each thread block that runs at a time: lengths grow with position
 COMBINE_VALUES = 128  # values that a warp puts together at a time, as in common/sparse/combine.cuh
 EXACT_ROWS, EXACT_THREADS, EXACT_BLOCKS_PER_SM = 16, 256, 2  # as in common/sparse/exact_mma_scores.cuh
@@ -88,7 +89,11 @@ def choose_for_prefill(work: Work) -> FastKernel | None:
     if name == "exact":
         return None
     if name == "hopper":
-        return _hopper_prefill(device, layout)
+        fast, heads = _hopper_prefill(device, layout, HEADS), int(work.q.shape[2])
+        few = min(height for height in PREFILL_HEADS if height >= min(heads, HEADS))
+        if few < HEADS and map_of_queries(work, few) != NO_MAP:
+            return _hopper_prefill(device, layout, few)
+        return fast
     fast = _portable(device, layout, int(work.q.shape[2]))
     return fast._replace(max_shares=PREFILL_WAVES * fast.max_shares)
 
@@ -105,18 +110,26 @@ def _fastest_prefill(device: int) -> str:
 
 
 @functools.cache
-def _hopper_prefill(device: int, layout: CacheLayout) -> FastKernel:
-    function = kernel("sm90/prefill/prefill.cu", "sparse_mla_prefill", arch="sm_90a", LAYOUT=layout.name)
+def _hopper_prefill(device: int, layout: CacheLayout, heads: int) -> FastKernel:
+    """For tiles of so many heads. Of fewer than HEADS q has to have a map."""
+    if heads == HEADS:
+        function = kernel("sm90/prefill/prefill.cu", "sparse_mla_prefill", arch="sm_90a", LAYOUT=layout.name)
+    else:
+        macros = {"LAYOUT": layout.name, "TILE_HEADS": heads}
+        function = kernel("sm90/few_heads/prefill.cu", "sparse_mla_prefill_few_heads", arch="sm_90a", **macros)
     function.max_dynamic_shared_size_bytes = HOPPER_SHARED_BYTES
-    return FastKernel(function, PREFILL_THREADS, HOPPER_SHARED_BYTES, HEADS, device_sms(device), maps=map_of_queries)
+    return FastKernel(
+        function, PREFILL_THREADS, HOPPER_SHARED_BYTES, heads, device_sms(device),
+        maps=lambda work: map_of_queries(work, heads),
+    )  # fmt: skip
 
 
-def map_of_queries(work: Work) -> Words:
-    """The words of q's TensorMap, by boxes of HEADS heads; NO_MAP where heads are nearer than they are long."""
+def map_of_queries(work: Work, tile_heads: int) -> Words:
+    """The words of q's TensorMap, by boxes of so many heads; NO_MAP where heads are nearer than they are long."""
     (tokens, _, heads, width), (token_stride, _, head_stride, _) = work.q.shape, strides(work.q)
     if head_stride < width or token_stride < 0:
         return NO_MAP
-    return map_of_pages(work.q.data.ptr, tokens, 2 * token_stride, heads, 2 * head_stride, HEADS)
+    return map_of_pages(work.q.data.ptr, tokens, 2 * token_stride, heads, 2 * head_stride, tile_heads)
 
 
 @functools.cache

@@ -129,10 +129,13 @@ EXPORT void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c,
 EXPORT void mma(float& x0, float& x1, float& x2, float& x3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                 uint32_t b0, uint32_t b1, bool bfloat16);
 EXPORT void mma_f64(double& x0, double& x1, double a, double b);
-// x (64 x columns) = a b (+ x); a from registers, or where that is null a tile. b_rows: b's rows are the columns.
+// An 8 x 8 matrix of 16-bit values, as a fragment holds it, transposed.
+EXPORT uint32_t transpose_matrix(uint32_t x);
+// x (64 x columns) = a b (+ x); a from registers, or where that is null a tile. a_rows: a tile's rows are the product's;
+// b_rows: they are its columns.
 enum class Operands { F16, BF16, E4M3 };
-EXPORT void wgmma(float* x, int columns, const uint32_t* a, uint64_t a_tile, uint64_t b_tile, bool b_rows, bool add,
-                  Operands type);
+EXPORT void wgmma(float* x, int columns, const uint32_t* a, uint64_t a_tile, uint64_t b_tile, bool a_rows,
+                  bool b_rows, bool add, Operands type);
 EXPORT void wgmma_commit();
 EXPORT void wgmma_wait(uint32_t pending);
 void begin_block_matrices();

@@ -62,6 +62,19 @@ void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32
     meet(transposed ? "stmatrix.trans" : "stmatrix", Operand{address, {a, b, c, d}}, store);
 }
 
+uint32_t transpose_matrix(uint32_t x) {
+    auto transpose = [](uint8_t (*brought)[MOST_BYTES], uint8_t (*taken)[MOST_BYTES]) {
+        auto bits = [&](int row, int column) {
+            return as<Operand>(brought[4 * row + column / 2]).x[0] >> 16 * (column % 2) & 0xffff;
+        };
+        for (int lane = 0; lane < LANES; ++lane) {
+            int g = lane / 4, column = 2 * (lane % 4);
+            as<Operand>(taken[lane]).x[0] = bits(column, g) | bits(column + 1, g) << 16;
+        }
+    };
+    return as<Operand>(meet("movmatrix", Operand{0, {x}}, transpose)).x[0];
+}
+
 void mma(float& x0, float& x1, float& x2, float& x3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
          uint32_t b1, bool bfloat16) {
     auto multiply = [&](uint8_t (*brought)[MOST_BYTES], uint8_t (*taken)[MOST_BYTES]) {
@@ -149,7 +162,7 @@ struct Product {
     Registers of[LANES];
     uint64_t a_tile, b_tile;
     int first_row, columns;
-    bool b_rows, add;
+    bool a_rows, b_rows, add;
     Operands type;
 
     void run() const {
@@ -162,7 +175,8 @@ struct Product {
             for (int k = 0; k < depth; ++k) {
                 int lane = row % 8 * 4 + k % 8 / 2;
                 a[row][k] = of[lane].a ? value(of[lane].a[row / 8 + k / 8 * 2], k % 2, type == Operands::BF16)
-                                       : a_at.along(first_row + row, k, type);
+                             : a_rows  ? a_at.along(first_row + row, k, type)
+                                       : a_at.across(k, first_row + row, type);
             }
         for (int k = 0; k < depth; ++k)
             for (int column = 0; column < columns; ++column)
@@ -195,11 +209,11 @@ void begin_block_matrices() { products.assign(block_size.x * block_size.y * bloc
 
 SetAside* set_aside_matrices() { return new Kept(products); }
 
-void wgmma(float* x, int columns, const uint32_t* a, uint64_t a_tile, uint64_t b_tile, bool b_rows, bool add,
-           Operands type) {
+void wgmma(float* x, int columns, const uint32_t* a, uint64_t a_tile, uint64_t b_tile, bool a_rows, bool b_rows,
+           bool add, Operands type) {
     int warp = thread_number / LANES;
     meet("wgmma", Registers{x, a}, [&](uint8_t (*brought)[MOST_BYTES], uint8_t (*)[MOST_BYTES]) {
-        Product product{{}, a_tile, b_tile, 16 * (warp % 4), columns, b_rows, add, type};
+        Product product{{}, a_tile, b_tile, 16 * (warp % 4), columns, a_rows, b_rows, add, type};
         for (int lane = 0; lane < LANES; ++lane) product.of[lane] = as<Registers>(brought[lane]);
         products[warp].open.push_back(product);
     });

@@ -70,3 +70,24 @@ __device__ inline void wgmma_bf16(float (&x)[8], const uint32 (&a)[4], uint64 b,
 
 // All threads of a warpgroup; `id` 1 to 15.
 __device__ inline void warpgroup_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
+// Whether any thread of a warpgroup says so.
+__device__ inline bool warpgroup_any(int id, bool x) {
+    uint32 y;
+    asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, %2, 128, p;\nselp.u32 %0, 1, 0, q;\n}"
+                 : "=r"(y) : "r"(uint32(x)), "r"(id) : "memory");
+    return y;
+}
+
+// Of four lanes, lane c gets word c of each of them.
+__device__ inline void transpose_words(uint32 (&words)[4], int lane) {
+#pragma unroll
+    for (int step = 1; step <= 2; step *= 2) {
+        bool upper = lane & step;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            uint32 &a = words[step == 1 ? 2 * i : i], &b = words[step == 1 ? 2 * i + 1 : i + 2];
+            uint32 got = __shfl_xor_sync(~0u, upper ? a : b, step);
+            a = upper ? got : a, b = upper ? b : got;
+        }
+    }
+}

@@ -1,6 +1,7 @@
 // The consumers of sm90/prefill/prefill.cu.
 #pragma once
 #include "common/f16.cuh"
+#include "sm90/gathered_rows.cuh"
 #include "sm90/prefill/memory.cuh"
 #include "common/vectors.cuh"
 
@@ -272,22 +273,8 @@ template <int CONSUMER> struct Consumer {
                 int k = 4 * (4 * i + j) + 2 * r;
                 words[j] = pack(bf16{}, x[k] * factor, x[k + 1] * factor);
             }
-            transpose(words);
+            transpose_words(words, lane);
             if (here) store16(out + 32 * i, {words[0], words[1], words[2], words[3]});
-        }
-    }
-
-    // Lane c of four gets word c of each of them.
-    __device__ void transpose(uint32 (&words)[4]) {
-#pragma unroll
-        for (int step = 1; step <= 2; step *= 2) {
-            bool upper = lane & step;
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                uint32 &a = words[step == 1 ? 2 * i : i], &b = words[step == 1 ? 2 * i + 1 : i + 2];
-                uint32 got = __shfl_xor_sync(~0u, upper ? a : b, step);
-                a = upper ? got : a, b = upper ? b : got;
-            }
         }
     }
 

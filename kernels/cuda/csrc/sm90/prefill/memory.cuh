@@ -33,8 +33,3 @@ constexpr uint32 K_AT = Q_AT + TILES * TILE_BYTES, K_BYTES = TILES * TILE_BYTES;
 constexpr uint32 WEIGHTS_AT = K_AT + 2 * K_BYTES;             // of one block at a time
 constexpr uint32 SHARED_END = WEIGHTS_AT + TILE_BYTES;
 static_assert(PRESENT_AT % 16 == 0 && TOTALS_AT + 2 * 2 * HEADS * 8 <= Q_AT && SHARED_END - 1024 <= 232448);
-
-// Tiles of a thread block: every gridDim.x-th, so that the heads of a token are attended to at the same time.
-__device__ inline int length_of_tile(const SparseProblem& problem, int tile) {
-    return tile < problem.tiles() ? problem.lists[0].length(tile / problem.groups, 0) : 0;
-}

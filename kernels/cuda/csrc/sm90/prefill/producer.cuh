@@ -1,27 +1,8 @@
 // The producer of sm90/prefill/prefill.cu.
 #pragma once
+#include "sm90/gathered_rows.cuh"
 #include "sm90/prefill/memory.cuh"
 #include "sm90/tma.cuh"
-
-// Goes through the blocks of a thread block's tiles. Lengths are asked for a tile ahead.
-struct BlockWalk {
-    const SparseProblem& problem;
-    int tile, block = 0, length, next_length;
-
-    __device__ explicit BlockWalk(const SparseProblem& p) : problem(p), tile(blockIdx.x) {
-        length = length_of_tile(problem, tile), next_length = length_of_tile(problem, tile + gridDim.x);
-        skip_finished();
-    }
-    __device__ bool more() const { return tile < problem.tiles(); }
-    __device__ void advance() { ++block, skip_finished(); }
-
-    __device__ void skip_finished() {
-        while (more() && block * BLOCK >= length) {
-            tile += gridDim.x, block = 0, length = next_length;
-            next_length = length_of_tile(problem, tile + gridDim.x);
-        }
-    }
-};
 
 // A warp, which copies one piece of everything, or some of its rows: 16 bytes a lane, so four rows of 128 bytes at a time.
 struct Producer {
@@ -39,34 +20,13 @@ struct Producer {
         from = first_tile(piece) * 128 + chunk * 16;
     }
 
-    // Which rows of an array a lane looked up: those for rows `lane` and `lane` + 32 of 64; negative where there is none.
-    struct Rows {
-        int low, high;
-
-        // The same of four rows, 8 lanes each: `first` + lane / 8.
-        __device__ int at(int first, int lane) const {
-            return __shfl_sync(~0u, first < 32 ? low : high, (first + lane / 8) % 32);
-        }
-    };
-
-    // Indices as they are listed, or -1 behind the end.
-    __device__ Rows listed(const BlockWalk& walk) const {
-        const List& list = problem.lists[0];
-        const int* indices = list.indices + walk.tile / problem.groups * list.indices_stride_b;
-        int at = walk.block * BLOCK + lane;
-        return {at < walk.length ? indices[at] : -1, at + 32 < walk.length ? indices[at + 32] : -1};
-    }
-    __device__ Rows keys(Rows listed) const {
-        uint32 rows = problem.lists[0].num_slots;
-        return {uint32(listed.low) < rows ? listed.low : -1, uint32(listed.high) < rows ? listed.high : -1};
-    }
-    __device__ Rows heads(int tile) const {
+    __device__ LaneRows heads(int tile) const {
         int first = tile % problem.groups * HEADS + lane;
         return {first < problem.heads ? first : -1, first + 32 < problem.heads ? first + 32 : -1};
     }
 
     // Start to copy this warp's part of 64 rows to the tiles at `block`; zeros where there is no row.
-    __device__ void copy(uint32 block, const uint8* array, int64 stride, Rows rows) const {
+    __device__ void copy(uint32 block, const uint8* array, int64 stride, LaneRows rows) const {
 #pragma unroll
         for (int i = 0; i < ROWS / 4; ++i) {
             int row = rows.at(first_row + 4 * i, lane);
@@ -112,14 +72,14 @@ struct Producer {
         const List& list = problem.lists[0];
         BlockWalk walk(problem);
         if (!walk.more()) return;
-        Rows next = listed(walk);
+        LaneRows next = listed_rows(walk, lane);
         uint32 tiles = 0;
         for (uint32 n = 0; walk.more(); ++n) {
-            Rows rows = keys(next);
+            LaneRows rows = rows_there(list, next);
             int tile = walk.tile;
             bool first = walk.block == 0;
             walk.advance();
-            if (walk.more()) next = listed(walk);
+            if (walk.more()) next = listed_rows(walk, lane);
             uint32 buffer = n % 2;
             barrier_wait(FREE + 8 * (PIECES * buffer + piece), n / 2 % 2 ^ 1);
             copy(K_AT + buffer * K_BYTES, list.pages, list.page_stride, rows);

@@ -1,0 +1,52 @@
+// Gathered bfloat16 rows of a thread block's tiles, block after block, as the producers of sm90/prefill/ and sm90/few_heads/
+// look them up and copy them to shared memory.
+#pragma once
+#include "common/sparse/work.cuh"
+#include "sm90/hopper.cuh"
+
+// Tiles of a thread block: every gridDim.x-th, so that the heads of a token are attended to at the same time.
+__device__ inline int length_of_tile(const SparseProblem& problem, int tile) {
+    return tile < problem.tiles() ? problem.lists[0].length(tile / problem.groups, 0) : 0;
+}
+
+// Goes through the blocks of a thread block's tiles. Lengths are asked for a tile ahead.
+struct BlockWalk {
+    const SparseProblem& problem;
+    int tile, block = 0, length, next_length;
+
+    __device__ explicit BlockWalk(const SparseProblem& p) : problem(p), tile(blockIdx.x) {
+        length = length_of_tile(problem, tile), next_length = length_of_tile(problem, tile + gridDim.x);
+        skip_finished();
+    }
+    __device__ bool more() const { return tile < problem.tiles(); }
+    __device__ void advance() { ++block, skip_finished(); }
+
+    __device__ void skip_finished() {
+        while (more() && block * BLOCK >= length) {
+            tile += gridDim.x, block = 0, length = next_length;
+            next_length = length_of_tile(problem, tile + gridDim.x);
+        }
+    }
+};
+
+// Which rows of an array a lane looked up: those for rows `lane` and `lane` + 32 of 64; negative where there is none.
+struct LaneRows {
+    int low, high;
+
+    // The same of four rows, 8 lanes each: `first` + lane / 8.
+    __device__ int at(int first, int lane) const {
+        return __shfl_sync(~0u, first < 32 ? low : high, (first + lane / 8) % 32);
+    }
+};
+
+// Indices of a block as they are listed, or -1 behind the end.
+__device__ inline LaneRows listed_rows(const BlockWalk& walk, int lane) {
+    const List& list = walk.problem.lists[0];
+    const int* indices = list.indices + walk.tile / walk.problem.groups * list.indices_stride_b;
+    int at = walk.block * BLOCK + lane;
+    return {at < walk.length ? indices[at] : -1, at + 32 < walk.length ? indices[at + 32] : -1};
+}
+__device__ inline LaneRows rows_there(const List& list, LaneRows listed) {
+    uint32 rows = list.num_slots;
+    return {uint32(listed.low) < rows ? listed.low : -1, uint32(listed.high) < rows ? listed.high : -1};
+}
