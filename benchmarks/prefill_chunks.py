@@ -109,26 +109,34 @@ class Inputs:
         from vllm.models.deepseek_v4.common.ops import cache_utils
         from vllm.third_party.flashmla import flash_mla_interface as peer
 
-        [(_, _, n, m)] = self.metadata.get_prefill_chunk_plan(RATIO)
+        plan = [(slice(start, end), n, m) for start, end, n, m in self.metadata.get_prefill_chunk_plan(RATIO)]
+        new, most = self.chunk.tokens, max((at.stop - at.start) * m for at, _, m in plan)
         lens, table, compressed_table, cache, compressed_cache, topk, q, sink, starts, gather_lens = as_torch(
             self.metadata.seq_lens, self.metadata.block_table, self.compressed_table, self.cache,
             self.compressed_cache, self.topk, self.q, self.sink, self.metadata.query_start_loc,
             self.metadata.prefill_gather_lens,
         )  # fmt: skip
-        rows = torch.empty((self.chunk.requests, m, 512), dtype=torch.bfloat16, device="cuda")
-        scale = 512**-0.5
+        memory = torch.empty((most, 512), dtype=torch.bfloat16, device="cuda")
+        scale, result = 512**-0.5, torch.empty_like(q)
+
+        def attend(at: slice, n: int, m: int) -> None:
+            requests, tokens = at.stop - at.start, slice(at.start * new, at.stop * new)
+            gather = cache_utils.dequantize_and_gather_k_cache
+            rows = memory[: requests * m].view(requests, m, 512)
+            gather(rows, compressed_cache, lens[at] // RATIO, None, compressed_table[at], PAGE, 0)
+            gather(rows, cache, lens[at], gather_lens[at], table[at], PAGE, n)
+            indices, counts = cache_utils.combine_topk_swa_indices(
+                topk[tokens], starts[at.start : at.stop + 1], lens[at], gather_lens[at], WINDOW, RATIO, TOPK, m, n
+            )
+            peer.flash_mla_sparse_fwd(
+                q[tokens], rows.view(-1, 1, 512), indices[:, None], scale, attn_sink=sink, topk_length=counts,
+                out=result[tokens],
+            )  # fmt: skip
 
         def call() -> Any:
-            gather = cache_utils.dequantize_and_gather_k_cache
-            gather(rows, compressed_cache, lens // RATIO, None, compressed_table, PAGE, 0)
-            gather(rows, cache, lens, gather_lens, table, PAGE, n)
-            indices, counts = cache_utils.combine_topk_swa_indices(
-                topk, starts, lens, gather_lens, WINDOW, RATIO, TOPK, m, n
-            )
-            out, _, _ = peer.flash_mla_sparse_fwd(
-                q, rows.view(-1, 1, 512), indices[:, None], scale, attn_sink=sink, topk_length=counts
-            )
-            return out
+            for chunk in plan:
+                attend(*chunk)
+            return result
 
         return call
 
