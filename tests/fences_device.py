@@ -144,7 +144,7 @@ PROBLEMS = {
     "sm90/prefill/": prefill_problem,
     "sm90/few_heads/": few_heads_problem,
     "sm90/indexer/": indexer_problem,
-    "sm90/dense/decode.cu": dense_decode_problem,
+    "sm90/dense/decode/": dense_decode_problem,
     "sm90/dense/mha_varlen.cu": mha_problem,
 }
 

@@ -18,7 +18,7 @@ from .tma import NO_MAP, Words, box_rows, map_of_pages
 MAX_HEAD_DIM = 256
 LOG2_E = 1.4426950408889634
 HOPPER_HEAD_DIMS = (192, 64, 128)  # of q, of its RoPE part, of v: what sm90/dense/mha_varlen.cu is made for
-HOPPER_CACHE_BYTES = 1 << 36  # of sm90/dense/decode.cu, whose offsets are 32 bits in units of 16 bytes
+HOPPER_CACHE_BYTES = 1 << 36  # of sm90/dense/decode/
 
 
 def mha_varlen(
@@ -106,7 +106,7 @@ def dense_mla_decode(
     }  # fmt: skip
     if hopper:
         decode = large_kernel(
-            device, made.shared_bytes, "sm90/dense/decode.cu", "mla_decode_sm90", "sm_90a", VALUE=value
+            device, made.shared_bytes, "sm90/dense/decode/decode.cu", "mla_decode_sm90", "sm_90a", VALUE=value
         )
         call["box_rows"], call["map"] = boxes_of(pages, made.keys)
     else:

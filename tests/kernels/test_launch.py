@@ -62,7 +62,7 @@ def parameters_in(program):
 
 def test_a_tensor_map_lies_where_the_device_wants_it():
     """At a multiple of 64 of the constant bank, and at the place where it is packed."""
-    text = "#define VALUE bf16\n" + compiler.source("sm90/dense/decode.cu")
+    text = "#define VALUE bf16\n" + compiler.source("sm90/dense/decode/decode.cu")
     parameters, start = parameters_in(compiled(text, "sm_90a", "CUBIN"))
     codes = packing(text, "mla_decode_sm90", {"VALUE": "bf16"}).format
     ends = [struct.calcsize(codes[:end]) for end in range(1, len(codes) + 1)]

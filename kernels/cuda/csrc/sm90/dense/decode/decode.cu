@@ -1,0 +1,70 @@
+// Decode over a paged cache of 16-bit dense MLA rows, on Hopper (sm_90a).
+//
+// A thread block takes 64 heads of a query token; keys go 64 at a time, a *block*. Three warpgroups:
+//
+//     producer     copies rows into two buffers in turn
+//     consumer 0    S = Q K^T and the softmax of even blocks; values 0..255 of the result, of all blocks
+//     consumer 1    the same of odd blocks; values 256..511
+//
+// A consumer multiplies its own weights out of registers, and the other's out of shared memory. Both add up the blocks in
+// order, so that each can go on from the other's running maximum. Memory is what takes longest, so each *piece* of a
+// buffer is filled again as soon as it has been used; a consumer adds up the other's block before it scores most of its
+// own, for whose keys it would have to wait anyway. Pieces, in the order in which they are used and freed:
+//
+//     0  RoPE      freed by the consumer that scores the block
+//     1  values 0..127 (consumer 0)      2  values 256..383 (consumer 1)
+//     3  values 128..255 (consumer 0)    4  values 384..511 (consumer 1)
+//
+// Boxes of `box_rows` neighbouring rows, of which pages are made, are copied by one thread each for 64 values; blocks of
+// which not all rows are there (a request's last, missing pages) and pages without boxes (box_rows 0) row by row.
+//
+// Macros: VALUE (bf16 or f16).
+#include "sm90/dense/decode/producer.cuh"
+#include "sm90/dense/decode/consumer.cuh"
+
+// 48 bytes come before the map: a tensor map lies at a multiple of 64, and parameters begin 16 bytes behind one.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+mla_decode_sm90(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h, int s_q, int heads, int block_size,
+                int box_rows, const __grid_constant__ TensorMap map, const uint8* pages, int64 page_stride,
+                int64 num_slots, const int* block_table, int64 table_stride, int columns, int requests, const int* lens,
+                int causal, int splits, float softmax_scale, VALUE* out, int64 out_stride_b, int64 out_stride_s,
+                int64 out_stride_h, float* lse, int64 lse_stride_b, int64 lse_stride_h, int64 lse_stride_s,
+                float* partial_out, float* partial_lse) {
+    extern __shared__ uint4 memory[];
+    if (uint32(__cvta_generic_to_shared(memory)) != BARRIERS_AT || reinterpret_cast<uint64>(&map) % 64) __trap();
+    if (threadIdx.x == 0 && box_rows) prefetch_tensor_map(map);
+    pdl_wait();
+    int groups = (heads + HEADS - 1) / HEADS, group = threadIdx.x / 128;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2 * PIECES; ++i) barrier_init(READY + 8 * i, PRODUCERS), barrier_init(FREE + 8 * i, 4 * WARP_ARRIVALS);
+        for (int i = 0; i < 2; ++i)
+            barrier_init(WEIGHTS_READY + 8 * i, 4 * WARP_ARRIVALS), barrier_init(TOTALS_READY + 8 * i, 4 * WARP_ARRIVALS);
+        barrier_init(Q_READY, 8 * WARP_ARRIVALS);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    DenseShare share = DenseShare::of(blockIdx.x, splits, groups, s_q, lens, int64(columns) * block_size, causal, KEYS);
+    int blocks = share.last_block - share.first_block;
+
+    if (group == 0) {
+        warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
+        LatentCache cache{pages, page_stride, num_slots, block_size, {block_table, table_stride, requests, columns}};
+        int end = min(share.keys, share.last_block * KEYS);
+        RowProducer producer{cache, map, box_rows, share.request, share.first_block, end};
+        PageRow box = producer.box(0);
+        for (int i = 0; i < blocks; ++i) {
+            uint32 parity = i / 2 % 2 ^ 1;
+            PageRow next = producer.box(i + 1);
+            if (!producer.is_whole(box)) producer.copy_rows(i % 2, i, parity);
+            else if (threadIdx.x < 32) producer.copy_boxes(i % 2, box, parity);
+            box = next;
+        }
+        return;
+    }
+
+    warpgroup_reg_alloc<CONSUMER_REGISTERS>();
+    DenseProblem problem{q, q_stride_b, q_stride_s, q_stride_h, s_q, heads, splits, softmax_scale * LOG2_E, out, out_stride_b,
+                    out_stride_s, out_stride_h, lse, lse_stride_b, lse_stride_h, lse_stride_s, partial_out, partial_lse};
+    if (group == 1) consume<0>(problem, share, blocks);
+    else consume<1>(problem, share, blocks);
+}

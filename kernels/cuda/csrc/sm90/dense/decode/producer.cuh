@@ -1,0 +1,84 @@
+// The producer of sm90/dense/decode/decode.cu.
+#pragma once
+#include "sm90/dense/decode/memory.cuh"
+
+constexpr uint32 ABSENT = ~0u;
+
+struct RowProducer {
+    LatentCache cache;
+    const TensorMap& map;
+    int box_rows;
+    int request, first_block, keys;
+
+    // ---- boxes
+
+    // Where this lane's box of a block starts; absent if one of its rows is, or if a block has fewer boxes.
+    __device__ PageRow box(int i) const {
+        int row = threadIdx.x % 32 * box_rows, position = (first_block + i) * KEYS + row;
+        if (!box_rows || row >= KEYS || position + box_rows > keys) return {-1, 0};
+        return lookup_page_row(cache.table, request, position, cache.block_size, cache.num_slots);
+    }
+    // Whether all boxes of a block are there.
+    __device__ bool is_whole(PageRow box) const {
+        return __all_sync(~0u, int(threadIdx.x % 32) * box_rows >= KEYS || box.page >= 0);
+    }
+    // One warp copies a block.
+    __device__ void copy_boxes(int buffer, PageRow box, uint32 parity) const {
+        int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece) {
+            uint32 ready = READY + 8 * (PIECES * buffer + piece);
+            barrier_wait(FREE + 8 * (PIECES * buffer + piece), parity);
+            if (lane == 0) {
+                if (piece == 0) sts128(PRESENT_AT + 16 * buffer, {0x0f0f0f0f, 0x0f0f0f0f, 0x0f0f0f0f, 0x0f0f0f0f});
+                barrier_arrive_expecting(ready, tile_count(piece) * TILE_BYTES);
+                barrier_arrive(ready, PRODUCERS - 1);  // for those that have nothing to do
+            }
+            if (box.page >= 0) {
+#pragma unroll
+                for (int tile = first_tile(piece); tile < first_tile(piece) + tile_count(piece); ++tile) {
+                    uint32 to = K_AT + buffer * K_BYTES + tile * TILE_BYTES + lane * box_rows * 128;
+                    tma_load(to, map, 64 * tile, box.row, int(box.page), ready);
+                }
+            }
+        }
+    }
+
+    // ---- rows
+
+    // All four warps copy a block.
+    __device__ void copy_rows(int buffer, int i, uint32 parity) const {
+        int thread = threadIdx.x % PRODUCERS, warp = thread / 32, lane = thread % 32, row = thread / 8, chunk = thread % 8;
+        uint32 swizzled = row * 128 + ((chunk ^ (row & 7)) << 4);
+        uint32 rows[4];  // in units of 16 bytes, which take one register
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            int position = (first_block + i) * KEYS + 16 * r + row;
+            int slot = position < keys ? cache.slot(request, position) : -1;
+            rows[r] = slot < 0 ? ABSENT : uint32(cache.offset(slot, 2 * LATENT_DIM) >> 4);
+        }
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece) {
+            uint32 ready = READY + 8 * (PIECES * buffer + piece), to = K_AT + buffer * K_BYTES + swizzled;
+            if (warp == 0) barrier_wait(FREE + 8 * (PIECES * buffer + piece), parity);
+            warpgroup_sync(4);
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                bool present = rows[r] != ABSENT;
+                const uint8* from = cache.pages + (present ? uint64(rows[r]) << 4 : 0) + 16 * chunk;
+                asm volatile("" : "+l"(from), "+r"(to));  // or every sum with them is kept in a register
+#pragma unroll
+                for (int tile = first_tile(piece); tile < first_tile(piece) + tile_count(piece); ++tile)
+                    copy_async<16>(to + tile * TILE_BYTES + 2048 * r, from + 128 * tile, present);
+                if (piece == 0) {  // a byte for the rows of lanes 0, 8, 16 and 24
+                    uint32 there = __ballot_sync(~0u, present) & 0x01010101;
+                    uint32 bits = (there | there >> 7 | there >> 14 | there >> 21) & 15;
+                    if (lane == 0) asm volatile("st.shared.u8 [%0], %1;" ::"r"(PRESENT_AT + 16 * buffer + 4 * r + warp), "r"(bits) : "memory");
+                }
+            }
+            copies_commit();
+            if (piece) copies_wait<1>(), fence_proxy_async(), barrier_arrive(ready - 8);
+            if (piece == PIECES - 1) copies_wait<0>(), fence_proxy_async(), barrier_arrive(ready);
+        }
+    }
+};
