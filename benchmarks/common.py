@@ -10,17 +10,27 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+import statistics
 import subprocess
 
 import cupy
 
-from cumla.bench.measure import L2_BYTES, copy_calls, copy_gbps, graph_us, has_peer, host_us, sets_for
+from cumla.bench.measure import (
+    L2_BYTES,
+    copy_calls,
+    copy_gbps,
+    graph_times_in_turn,
+    graph_us,
+    has_peer,
+    host_us,
+    sets_for,
+)
 from cumla.bench.measure import environment as measure_environment
 from cumla.kernels.cuda import compile as compiler
 
 __all__ = [
-    "L2_BYTES", "Report", "arguments", "as_torch", "commit", "copy_calls", "copy_gbps", "environment", "graph_us",
-    "has_peer", "host_us", "measure", "random_bits", "sets_for",
+    "L2_BYTES", "Report", "arguments", "as_torch", "commit", "copy_calls", "copy_gbps", "environment",
+    "graph_us", "has_peer", "host_us", "measure", "random_bits", "sets_for",
 ]  # fmt: skip
 
 
@@ -97,22 +107,25 @@ def commit():
         return "unknown"
 
 
-def measure(report, op, config, impls, bytes_moved, check=None, clear=None):
-    """Check and time several implementations of one operation, one after another.
+def measure(report, op, config, impls, bytes_moved, check=None, clear=None, flop=None, host_calls=200):
+    """Check and time several implementations of one operation; replays of their graphs in turn.
 
-    impls  {name: (framework, calls)}, a call a set of inputs; "copy" moves as many bytes and is not checked
-    check  given the result of the first call, returns the largest error; raises AssertionError if it is wrong
-    clear  called before each implementation: whatever calls write in place is wiped
+    impls       {name: (framework, calls)}, a call a set of inputs; "copy" moves as many bytes and is not checked
+    check       given the result of the first call, returns the largest error; raises AssertionError if it is wrong
+    clear       called before each implementation is checked: whatever calls write in place is wiped
+    host_calls  how many calls the host's time is measured by
     """
-    for name, (framework, calls) in impls.items():
+    errors = {}
+    for name, (_, calls) in impls.items():
         if clear:
             clear()
         result = calls[0]()
-        checked = check is not None and name != "copy"
-        error = check(result) if checked else None
+        errors[name] = check(result) if check is not None and name != "copy" else None
+    times = graph_times_in_turn(impls)
+    for name, (_, calls) in impls.items():
         report.add(
-            op, config, name, us=host_us(calls[0]), us_graph=graph_us(calls, framework), bytes_moved=bytes_moved,
-            max_abs_err=error, checked=checked,
+            op, config, name, us=host_us(calls[0], host_calls), us_graph=statistics.median(times[name]),
+            bytes_moved=bytes_moved, flop=flop, max_abs_err=errors[name], checked=errors[name] is not None,
         )  # fmt: skip
 
 

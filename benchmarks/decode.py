@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import cupy
 import numpy as np
-from common import Report, arguments, graph_us, has_peer, host_us
+from common import Report, arguments, graph_us, has_peer, measure
 
 import cumla
 from cumla.dispatch.call import BFLOAT16
@@ -180,13 +180,11 @@ def run(report: Report, config: Config, caches: list[Cache], peer: bool, ours: s
     impls = {ours: ("cupy", [x.cumla for x in sets])}
     if peer:
         impls["flash_mla"] = ("torch", [x.flash_mla() for x in sets])
-    for name, (framework, calls) in impls.items():
+
+    def clear() -> None:
         sets[0].out[:] = 0
-        error = sets[0].check(calls[0]())
-        report.add(
-            "sparse_mla_decode", str(config), name, us=host_us(calls[0], 50), us_graph=graph_us(calls, framework),
-            bytes_moved=traffic, flop=flop, max_abs_err=error,
-        )  # fmt: skip
+
+    measure(report, "sparse_mla_decode", str(config), impls, traffic, sets[0].check, clear, flop, host_calls=50)
 
 
 def compare(report: Report, config: Config, caches: list[Cache], versions: list[str]) -> None:

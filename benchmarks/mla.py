@@ -9,11 +9,11 @@ query and a key. Attention is checked against float64 on a sample of queries bef
 from __future__ import annotations
 
 import functools
-from typing import Any
+import importlib
 
 import cupy
 import numpy as np
-from common import Report, arguments, graph_us, has_peer, host_us
+from common import Report, arguments, graph_us, has_peer, host_us, measure
 
 import cumla
 from cumla.dispatch.call import BFLOAT16
@@ -66,16 +66,20 @@ def decode(report, batch, rng):
     lens = cupy.full(batch, CONTEXT, np.int32)
     out, lse = cupy.empty((batch, 1, HEADS, 512), BFLOAT16), cupy.empty((batch, HEADS, 1), np.float32)
     plan = cumla.DenseDecodePlan()
-    calls = [
-        lambda cache=cache, table=table: cumla.dense_mla_decode(
+
+    def call(cache, table):
+        cumla.dense_mla_decode(
             q, cache, table, lens, softmax_scale=SCALE, max_seqlen=CONTEXT, plan=plan, out=out, lse=lse
         )
-        for cache, table in zip(caches, tables, strict=True)
-    ]
+        return out
+
+    impls = {"cumla": ("cupy", [functools.partial(call, *pair) for pair in zip(caches, tables, strict=True)])}
+    if has_peer(FLASH_MLA):
+        impls["flash_mla"] = ("torch", flash_mla(q, caches, tables, lens))
     flop = 2 * batch * HEADS * CONTEXT * (576 + 512)
     moved = batch * (CONTEXT * 576 + HEADS * (576 + 512)) * 2
 
-    def checked(result):
+    def check(result):
         picked = np.random.default_rng(1).integers(0, batch, SAMPLES)
         errors = []
         for b in picked:
@@ -83,33 +87,28 @@ def decode(report, batch, rng):
             errors.append(largest_error(result[int(b), 0], exact(q[int(b), 0], keys, keys[..., :512], SCALE)[0]))
         return max(errors)
 
-    calls[0]()
-    error = checked(out)
-    report.add("dense_mla_decode", config, "cumla", host_us(calls[0]), graph_us(calls), moved, flop, error)
-    if not has_peer(FLASH_MLA):
-        return
-    import importlib
+    measure(report, "dense_mla_decode", config, impls, moved, check, flop=flop)
 
+
+def flash_mla(q, caches, tables, lens):
+    """Calls of FlashMLA's decode, one for each cache and its block table."""
     import torch
 
     peer = importlib.import_module(FLASH_MLA)
-    theirs = {"q": torch.from_dlpack(q.view(np.int16)).view(torch.bfloat16)}
-    torch_sets = [
-        (torch.from_dlpack(c.view(np.int16)).view(torch.bfloat16)[:, :, None], torch.from_dlpack(t))
-        for c, t in zip(caches, tables, strict=True)
-    ]
-    torch_lens, schedule = torch.from_dlpack(lens), peer.get_mla_metadata()[0]
-    results: list[Any] = []
+
+    def tensor(array):
+        return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
+
+    queries, lens, schedule = tensor(q), torch.from_dlpack(lens), peer.get_mla_metadata()[0]
 
     def call(cache, table):
-        results[:] = peer.flash_mla_with_kvcache(
-            theirs["q"], cache, table, torch_lens, 512, schedule, softmax_scale=SCALE
-        )
+        out, _ = peer.flash_mla_with_kvcache(queries, cache, table, lens, 512, schedule, softmax_scale=SCALE)
+        return cupy.from_dlpack(out.view(torch.int16)).view(BFLOAT16)
 
-    calls = [functools.partial(call, *pair) for pair in torch_sets]
-    calls[0]()
-    error = checked(cupy.from_dlpack(results[0].view(torch.int16)).view(BFLOAT16))
-    report.add("dense_mla_decode", config, "flash_mla", host_us(calls[0]), graph_us(calls, "torch"), moved, flop, error)
+    return [
+        functools.partial(call, tensor(cache)[:, :, None], torch.from_dlpack(table))
+        for cache, table in zip(caches, tables, strict=True)
+    ]
 
 
 def prefill(report, heads, new, context, rng):

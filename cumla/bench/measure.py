@@ -9,7 +9,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,15 +83,32 @@ def graph_times(calls: Calls, framework: str = "cupy") -> list[float]:
     calls      functions without arguments, one a set of inputs; they run in turn
     framework  "cupy" or "torch": whose capture the calls run under
     """
+    return graph_times_in_turn({"": (framework, calls)})[""]
+
+
+def graph_times_in_turn(impls: Mapping[str, tuple[str, Calls]]) -> dict[str, list[float]]:
+    """The same of several implementations, {name: (framework, calls)}: a replay of each, and again.
+
+    What a device's clock does meanwhile, which follows heat and power, they then have in common.
+    """
+    graphs = {name: _graph(calls, framework) for name, (framework, calls) in impls.items()}
+    for replay, _ in graphs.values():
+        replay()
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(REPLAYS):
+        for name, (replay, count) in graphs.items():
+            times[name].append(_time_us(replay) / count)
+    return times
+
+
+def _graph(calls: Calls, framework: str) -> tuple[Callable[[], Any], int]:
+    """Calls in turn in a graph of about GRAPH_US: what replays it, and how many there are."""
     for call in calls:
         call()
     replay, count = _capture(calls, framework, 2), 2 * len(calls)
     total = statistics.median(_time_us(replay) for _ in range(4))
     rounds = int(min(GRAPH_US / (total / count), MAX_CALLS_PER_GRAPH) / len(calls))
-    if rounds > 2:
-        replay, count = _capture(calls, framework, rounds), rounds * len(calls)
-    replay()
-    return [_time_us(replay) / count for _ in range(REPLAYS)]
+    return (_capture(calls, framework, rounds), rounds * len(calls)) if rounds > 2 else (replay, count)
 
 
 HOLD = r"""
