@@ -343,6 +343,24 @@ def test_tiles_cut_into_many_parts(here, rng, device, batch, heads, topk, length
 
 
 @DEVICES
+@pytest.mark.usefixtures("no_exact_kernel")
+@pytest.mark.parametrize("shares", [4, 5])
+def test_shares_go_on_from_tile_to_tile(here, rng, device, shares, monkeypatch):
+    """Two groups of heads, with as many shares each or not: then one has the end of the first and begins the second."""
+    from cumla.kernels.cuda.sparse import division
+    from cumla.kernels.cuda.sparse import kernels as sparse_kernels
+
+    monkeypatch.setattr(division, "divide", lambda *_: (division.Division(shares, planned=False, cut=True), 0.0))
+    monkeypatch.setattr(sparse_kernels, "tile_heads", lambda *_: 64)
+    layout = cumla.V32_FP8
+    problem = Problem(
+        make_q(rng, 3, 1, 100, layout, steep(100)), make_cache(rng, layout, 20, 64, spread=0),
+        make_indices(rng, 3, 1, 200, 1280), layout=layout,
+    )  # fmt: skip
+    on(here, device, WILDEST, problem)
+
+
+@DEVICES
 @pytest.mark.usefixtures("many_multiprocessors")
 def test_given_memory_serves_tiles_of_any_height(here, rng, device):
     """Few queries take low tiles, and more of them; the memory that is asked for is enough for all calls in turn."""

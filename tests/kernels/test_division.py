@@ -1,9 +1,13 @@
 """How sparse decode is divided among thread blocks, which the host decides."""
 
+from types import SimpleNamespace
+
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cumla.kernels.cuda.sparse import division
+from cumla.kernels.cuda.sparse.work import BLOCK, Work
 
 TOKENS, HEADS, BLOCKS = st.integers(1, 5000), st.integers(1, 256), st.integers(1, 2000)
 SMS = st.integers(1, 600)
@@ -45,3 +49,31 @@ def test_few_tokens_are_cut_and_many_are_not():
         assert made.parts > 1
     assert division.tile_heads(256, 64, 10, True, 132) == 64
     assert not division.divide(256, 10, False, True, 132, division.HOPPER_COSTS[64])[0].cut
+
+
+def starts_of(tokens, heads, blocks, shares, made):
+    """Tile and block at which each share begins, as csrc/common/sparse/work.cuh has them; groups of heads."""
+    q = SimpleNamespace(shape=(tokens, 1, heads, 576))
+    segment = SimpleNamespace(indices=SimpleNamespace(shape=(tokens, 1, blocks * BLOCK)), lengths=None)
+    work = Work(q, [segment], None, 1.0, q, None, (0, 0), None, (0, 0, 0))
+    cut = SimpleNamespace(**work._cut(made))
+    starts = []
+    for share in range(shares + 1):
+        part = share % cut.cut_shares
+        tile, block = divmod(part * cut.cut_length + min(part, cut.cut_rest), cut.cut_units)
+        starts.append((share // cut.cut_shares * cut.cut_tiles + tile, block))
+    return starts, work.groups
+
+
+@given(TOKENS, HEADS, BLOCKS, st.booleans(), SMS)
+def test_shares_go_through_all_tiles_and_those_of_other_heads_go_along(tokens, heads, blocks, may_cut, sms):
+    costs = division.HOPPER_COSTS[64]
+    made, _ = division.divide(tokens * -(-heads // 64), blocks, False, may_cut, sms, costs)
+    starts, groups = starts_of(tokens, heads, blocks, made.shares, made)
+    assert starts[0] == (0, 0)
+    assert starts[-1] == (tokens * groups, 0)
+    assert starts == sorted(starts)
+    if made.shares % groups == 0 and not made.parts:
+        of_group = np.array(starts[:-1]).reshape(groups, -1, 2)
+        assert (of_group[:, :, 0] - tokens * np.arange(groups)[:, None] == of_group[0, :, 0]).all()
+        assert (of_group[:, :, 1] == of_group[0, :, 1]).all()

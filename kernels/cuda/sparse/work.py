@@ -111,6 +111,9 @@ class Work(NamedTuple):
         if planned or not division.shares:
             return dict.fromkeys(names, 0)
         tiles, shares = (1, parts) if parts else (self.tiles, division.shares)
+        if not parts and self.max_logits is None and shares % self.groups == 0:
+            # Alike for each group of heads (SparseProblem::by_group): their shares read the same rows at the same time.
+            tiles, shares = tiles // self.groups, shares // self.groups
         units = self.most_blocks if cut else 1
         length, rest = divmod(tiles * units, shares)
         inverse = -(-(1 << 32) // shares) if shares > 1 else 0

@@ -59,6 +59,11 @@ struct SparseProblem {
     float softmax_scale;
 
     __device__ int tiles() const { return batch * s_q * groups; }
+
+    // Whether tiles are numbered group of heads by group of heads, as decode without a plan has them: thread blocks that read
+    // the same rows for other heads do so at the same time then, and memory is asked for them once. Otherwise the groups of
+    // a token are neighbours.
+    __device__ bool by_group() const { return starts == nullptr && max_logits == nullptr; }
 };
 
 // Without `unsafe`, what a fast kernel writes to max_logits or to lse of such heads: a NaN that no arithmetic gives.
@@ -73,8 +78,9 @@ struct TileCoord {
     __device__ TileCoord(int b, int s, int first_head) : b(b), s(s), first_head(first_head) {}
 
     __device__ TileCoord(const SparseProblem& problem, int tile) {
-        int token = tile / problem.groups;
-        first_head = tile % problem.groups * HEADS;
+        int run = problem.by_group() ? problem.batch * problem.s_q : problem.groups, upper = tile / run, lower = tile - upper * run;
+        int token = problem.by_group() ? lower : upper, group = problem.by_group() ? upper : lower;
+        first_head = group * HEADS;
         b = token / problem.s_q, s = token % problem.s_q;
     }
 };
