@@ -15,17 +15,9 @@ import subprocess
 
 import cupy
 
-from cumla.bench.measure import (
-    L2_BYTES,
-    copy_calls,
-    copy_gbps,
-    graph_times_in_turn,
-    graph_us,
-    has_peer,
-    host_us,
-    sets_for,
-)
+from cumla.bench.measure import L2_BYTES, copy_calls, copy_gbps, graph_times_in_turn, graph_us, host_us, sets_for
 from cumla.bench.measure import environment as measure_environment
+from cumla.bench.peers import has_peer
 from cumla.kernels.cuda import compile as compiler
 
 __all__ = [

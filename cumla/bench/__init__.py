@@ -2,4 +2,5 @@
 
 NAMES = (  # of the suites
     "insert", "gather", "decode", "prefill", "indices", "indexer", "dense", "compressor", "norms", "merge", "metadata",
+    "layers", "frameworks",
 )  # fmt: skip

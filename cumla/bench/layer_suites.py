@@ -40,7 +40,7 @@ def _compress(sizes: Sizes, ratio: int, overlap: int, batch: int) -> Problem:
     where = [xp.asarray(x) for x in (state_slots + positions % state_block, table, slots, positions)]
     requests, starts = (xp.arange(n, dtype=np.int32) for n in (batch, batch + 1))
     weights = _floats(arrays, ratio, overlap * HEAD_DIM), _floats(arrays, HEAD_DIM)
-    turns = _floats(arrays, POSITIONS, ROPE_DIM)
+    turns = _turns(sizes)
     calls = []
     for _ in range(sets_for(moved) if sizes.on_device else 2):
         state = _floats(arrays, int(table.max()) + 1, state_block, width)
@@ -57,7 +57,7 @@ def _compress(sizes: Sizes, ratio: int, overlap: int, batch: int) -> Problem:
 def norms(sizes: Sizes) -> Iterator[Problem]:
     """Queries normed and turned while window rows are written; the output turned back in place."""
     xp, arrays = sizes.xp, Arrays(sizes)
-    turns = _floats(arrays, POSITIONS, ROPE_DIM)
+    turns = _turns(sizes)
     for tokens in sizes.batch:
         shape, slots = (tokens, sizes.heads, HEAD_DIM), xp.arange(tokens)
         moved = 4 * tokens * sizes.heads * HEAD_DIM + tokens * (2 * HEAD_DIM + DSV4_FP8.token_bytes)
@@ -90,6 +90,11 @@ def merge(sizes: Sizes) -> Iterator[Problem]:
             out = xp.empty(shape, BFLOAT16)
             calls.append(functools.partial(cumla.merge_attn_states, out, *parts[0], *parts[1], backend=sizes.backend))
         yield Problem("merge", f"h{sizes.heads} T{tokens}", {"cumla": ("cupy", calls)}, moved)
+
+
+def _turns(sizes: Sizes) -> Any:
+    """cos and sin of one angle: turned ever again in place, values stay as large as they are."""
+    return sizes.xp.full((POSITIONS, ROPE_DIM), 0.5**0.5, np.float32)
 
 
 def _floats(arrays: Arrays, *shape: int) -> Any:

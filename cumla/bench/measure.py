@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import importlib.util
 import platform
 import statistics
 import sys
@@ -57,14 +56,6 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
     return f"{name}, {num_cores()} threads"
-
-
-def has_peer(module: str) -> bool:
-    """Whether a peer can be imported; cumla never needs one."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def sets_for(bytes_moved: int, most: int = 8) -> int:
@@ -181,7 +172,12 @@ def _capture_torch(calls: Calls, count: int) -> Callable[[], Any]:
 
 
 def host_us(call: Callable[[], Any], repeats: int = 200, seconds: float = 0.3) -> float:
-    """Median host time in us of one call, the device left to catch up between batches."""
+    """Median host time in us of one call. See `host_times`."""
+    return statistics.median(host_times(call, repeats, seconds))
+
+
+def host_times(call: Callable[[], Any], repeats: int = 200, seconds: float = 0.3) -> list[float]:
+    """Host times in us of one call, a batch of calls each, the device left to catch up between batches."""
     synchronize = cupy().cuda.Device().synchronize
     for _ in range(3):
         call()
@@ -197,7 +193,7 @@ def host_us(call: Callable[[], Any], repeats: int = 200, seconds: float = 0.3) -
             call()
         times.append((time.perf_counter() - start) * 1e6 / batch)
     synchronize()
-    return statistics.median(times)
+    return times
 
 
 def call_times(calls: Calls, seconds: float = 0.5) -> list[float]:

@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..replay.errors import InputError
-from . import NAMES, layer_suites, suites
-from .measure import call_times, graph_times, host_us
+from . import NAMES, layer_suites, step_suites, suites
+from .measure import call_times, graph_times, host_times, host_us
 from .suites import Problem, Sizes
 
 LEAST_NOISE = 0.02  # of a time: what clocks and power limits make of a run
 UNKNOWN_NOISE = 0.05  # of files that do not say how far their times spread
 
 SUITES: dict[str, Callable[[Sizes], Iterator[Problem]]] = {
-    name: getattr(suites, name, None) or getattr(layer_suites, name) for name in NAMES
+    name: next(getattr(file, name) for file in (suites, layer_suites, step_suites) if hasattr(file, name))
+    for name in NAMES
 }
 
 Row = dict[str, Any]
@@ -27,16 +28,21 @@ Row = dict[str, Any]
 def measured(names: Sequence[str], sizes: Sizes) -> Iterator[Row]:
     """A row for each implementation of each problem: checked, then timed.
 
-    us_graph      median us of a call inside a CUDA graph; None on the host
+    us_graph      median us of a call inside a CUDA graph; None on the host, and where a call from the host counts
     us            us of a call from the host
-    us_low, us_high  quartiles of the time that counts: us_graph, on the host us
+    us_low, us_high  quartiles of the time that counts: us_graph, or us where that is None
     """
     for name in names:
         for problem in SUITES[name](sizes):
             for impl, (framework, calls) in problem.impls.items():
                 error = None if problem.check is None else problem.check(calls[0]())
-                times = graph_times(calls, framework) if sizes.on_device else call_times(calls)
-                host = host_us(calls[0], 50) if sizes.on_device else None
+                host = None
+                if not sizes.on_device:
+                    times = call_times(calls)
+                elif problem.from_host:
+                    times = host_times(calls[0])
+                else:
+                    times, host = graph_times(calls, framework), host_us(calls[0], 50)
                 yield _row(problem, impl, times, host, error)
 
 
@@ -69,12 +75,11 @@ def read(path: str) -> dict[str, Any]:
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
         record = json.loads(text)
-        rows = record["rows"]
-        assert isinstance(rows, list)
-        assert all(isinstance(row["op"], str) and isinstance(row["config"], str) for row in rows)
+        if not all(isinstance(row["op"], str) and isinstance(row["config"], str) for row in record["rows"]):
+            raise TypeError("names that are no names")
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, AssertionError):
+    except (ValueError, KeyError, TypeError):
         raise InputError(f"{path} is no file of results, as --json writes them") from None
     return dict(record)
 

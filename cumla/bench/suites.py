@@ -22,12 +22,12 @@ from ..layout import DSV4_FP8, INDEXER_FP8, MLA_BF16, CacheLayout
 from ..metadata import CommonAttentionMetadata, DeepseekSparseSWAMetadataBuilder, ServingConfig
 from ..replay.device import to_host
 from ..replay.errors import OutputError
-from .measure import has_peer, sets_for
+from . import peers
+from .measure import sets_for
 
 BLOCK = 64
 HOST_SLOTS, DEVICE_SLOTS = 1 << 14, 1 << 20
 CHECKED = 2  # entries of a batch that are compared with the reference
-FLASH_MLA = "vllm.third_party.flashmla.flash_mla_interface"
 
 Calls = Sequence[Callable[[], Any]]
 
@@ -58,13 +58,23 @@ class Sizes:
         return backends.takes_device_arrays(self.backend)
 
     @property
+    def with_peers(self) -> bool:
+        """Other libraries are measured beside the backend that competes with them."""
+        return self.backend == "cuda"
+
+    @property
     def slots(self) -> int:
         return DEVICE_SLOTS if self.on_device else HOST_SLOTS
 
 
 @dataclass(frozen=True)
 class Problem:
-    """impls: by name, the framework whose graphs they are captured in, and calls; check: of the first call's result."""
+    """Calls that do the same.
+
+    impls      by name, the framework whose graphs they are captured in, and calls
+    check      of the first call's result
+    from_host  the host's time for a call counts, on a device too
+    """
 
     op: str
     config: str
@@ -72,6 +82,13 @@ class Problem:
     bytes_moved: int
     flop: int = 0
     check: Callable[[Any], float] | None = field(default=None)
+    from_host: bool = False
+
+
+def beside(calls: Calls, name: str, peer: Sequence[Callable[[], Any] | None]) -> dict[str, tuple[str, Calls]]:
+    """cumla's calls, and those of a peer if it has any."""
+    theirs = [call for call in peer if call is not None]
+    return {"cumla": ("cupy", calls)} | ({name: ("torch", theirs)} if theirs else {})
 
 
 class Arrays:
@@ -108,12 +125,14 @@ def insert(sizes: Sizes) -> Iterator[Problem]:
     layout, arrays = sizes.layout, Arrays(sizes)
     for tokens in sizes.tokens:
         moved = tokens * (2 * layout.head_dim + layout.token_bytes + 8)
-        calls = []
+        calls, peer = [], []
         for _ in range(sets_for(moved) if sizes.on_device else 2):
             cache = layout.allocate(-(-tokens // BLOCK), BLOCK, sizes.xp)
             k, slots = arrays.rows(tokens, layout.head_dim), sizes.xp.asarray(arrays.rng.permutation(tokens))
             calls.append(functools.partial(_insert, k, cache, slots, layout, sizes.backend))
-        yield Problem("insert", f"{layout.name} T{tokens}", {"cumla": ("cupy", calls)}, moved)
+            if sizes.with_peers and layout is DSV4_FP8:
+                peer.append(peers.vllm_insert(k, cache, slots, BLOCK))
+        yield Problem("insert", f"{layout.name} T{tokens}", beside(calls, "vllm", peer), moved)
 
 
 def _insert(k: Any, cache: Any, slots: Any, layout: CacheLayout, backend: str) -> Any:
@@ -127,15 +146,19 @@ def gather(sizes: Sizes) -> Iterator[Problem]:
     for tokens in sizes.tokens:
         out = sizes.xp.empty((1, tokens, layout.head_dim), BFLOAT16)
         lens, columns = arrays.full(1, tokens), -(-tokens // BLOCK)
-        calls = [
-            functools.partial(
-                cumla.dequantize_and_gather_k_cache, out, cache, lens, None,
-                arrays.integers(len(cache), 1, columns), layout=layout, backend=sizes.backend,
-            )
-            for _ in range(4)
-        ]  # fmt: skip
+        calls, peer = [], []
+        for _ in range(4):
+            table = arrays.integers(len(cache), 1, columns)
+            calls.append(
+                functools.partial(
+                    cumla.dequantize_and_gather_k_cache, out, cache, lens, None, table, layout=layout,
+                    backend=sizes.backend,
+                )
+            )  # fmt: skip
+            if sizes.with_peers and layout is DSV4_FP8:
+                peer.append(peers.vllm_gather(out, cache, lens, table, BLOCK))
         moved = tokens * (layout.token_bytes + 2 * layout.head_dim)
-        yield Problem("gather", f"{layout.name} T{tokens}", {"cumla": ("cupy", calls)}, moved)
+        yield Problem("gather", f"{layout.name} T{tokens}", beside(calls, "vllm", peer), moved)
 
 
 def decode(sizes: Sizes) -> Iterator[Problem]:
@@ -155,34 +178,15 @@ def decode(sizes: Sizes) -> Iterator[Problem]:
             calls.append(
                 functools.partial(cumla.sparse_mla_decode, q, cache, indices, **options, **given, backend=sizes.backend)
             )
-            if sizes.backend == "cuda" and sizes.heads in (64, 128) and has_peer(FLASH_MLA):
-                peer.append(_flash_mla_decode(q, cache, indices, options))
-        impls: dict[str, tuple[str, Calls]] = {"cumla": ("cupy", calls)}
-        if peer:
-            impls["flash_mla"] = ("torch", peer)
+            if sizes.with_peers:
+                extras = options.get("extra_k_cache"), options.get("extra_indices")
+                peer.append(peers.flash_mla_decode(q, cache, indices, *extras))
         keys = batch * (sizes.topk + extra)
         moved = keys * layout.token_bytes + batch * sizes.heads * 2 * (layout.head_dim + 512)
         flop = 2 * keys * sizes.heads * (layout.head_dim + 512)
         config = f"{layout.name} h{sizes.heads} b{batch} {sizes.topk}" + (f"+{extra}" if extra else "")
         check = functools.partial(_check_decode, calls[0])
-        yield Problem("decode", config, impls, moved, flop, check)
-
-
-def _flash_mla_decode(q: Any, cache: Any, indices: Any, options: dict[str, Any]) -> Callable[[], Any]:
-    import torch
-    from vllm.third_party.flashmla import flash_mla_interface as peer
-
-    plan, _ = peer.get_mla_metadata()
-    query, pages, listed = (torch.from_dlpack(x) for x in (q, cache, indices))
-    more = {}
-    if options:
-        more = {
-            "extra_k_cache": pages[:, :, None],
-            "extra_indices_in_kvcache": torch.from_dlpack(options["extra_indices"]),
-        }
-    return lambda: peer.flash_mla_with_kvcache(
-        query, pages[:, :, None], None, None, 512, plan, None, is_fp8_kvcache=True, indices=listed, **more
-    )
+        yield Problem("decode", config, beside(calls, "flash_mla", peer), moved, flop, check)
 
 
 def _check_decode(call: Any, result: Any) -> float:
@@ -195,13 +199,13 @@ def _check_decode(call: Any, result: Any) -> float:
     want, _ = cumla.sparse_mla_decode(
         to_host(q[first]), to_host(cache), to_host(indices[first]), **options, backend="reference"
     )
-    got = result[0] if isinstance(result, tuple) else result
-    return _largest_error(to_host(got[first] if not hasattr(got, "cpu") else _of_torch(got)[first]), want, DECODE_OUT)
+    return _largest_error(_first(result), want, DECODE_OUT)
 
 
-def _of_torch(tensor: Any) -> np.ndarray:
-    values: np.ndarray = tensor.float().cpu().numpy()
-    return values
+def _first(result: Any) -> np.ndarray:
+    """The entries that are checked of a call's first result, an array or a tensor of torch."""
+    got = (result[0] if isinstance(result, tuple) else result)[:CHECKED]
+    return to_host(got) if not hasattr(got, "cpu") else got.float().cpu().numpy()
 
 
 def _largest_error(got: np.ndarray, want: np.ndarray, bound: Bound) -> float:
@@ -216,7 +220,7 @@ def prefill(sizes: Sizes) -> Iterator[Problem]:
     topk = sizes.topk + (sizes.extra if layout is DSV4_FP8 else 0)
     for tokens in sizes.tokens:
         kv = arrays.rows(sizes.context, layout.head_dim)
-        calls = []
+        calls, peer = [], []
         for _ in range(2):
             q, indices = arrays.rows(tokens, sizes.heads, layout.head_dim), arrays.integers(sizes.context, tokens, topk)
             out = (
@@ -224,18 +228,19 @@ def prefill(sizes: Sizes) -> Iterator[Problem]:
                 *(sizes.xp.empty((tokens, sizes.heads), np.float32) for _ in range(2)),
             )
             calls.append(functools.partial(cumla.sparse_mla_prefill, q, kv, indices, out=out, backend=sizes.backend))
+            if sizes.with_peers:
+                peer.append(peers.flash_mla_prefill(q, kv, indices))
         flop = 2 * tokens * topk * sizes.heads * (layout.head_dim + 512)
         moved = tokens * topk * 2 * layout.head_dim + tokens * sizes.heads * 2 * (layout.head_dim + 512)
         config = f"d{layout.head_dim} h{sizes.heads} T{tokens} {topk} of {sizes.context}"
-        yield Problem(
-            "prefill", config, {"cumla": ("cupy", calls)}, moved, flop, functools.partial(_check_prefill, calls[0])
-        )
+        check = functools.partial(_check_prefill, calls[0])
+        yield Problem("prefill", config, beside(calls, "flash_mla", peer), moved, flop, check)
 
 
 def _check_prefill(call: Any, result: Any) -> float:
     q, kv, indices = (to_host(x) for x in call.args)
     want, _, _ = cumla.sparse_mla_prefill(q[:CHECKED], kv, indices[:CHECKED], backend="reference")
-    return _largest_error(to_host(result[0][:CHECKED]), want, PREFILL_OUT)
+    return _largest_error(_first(result), want, PREFILL_OUT)
 
 
 def indices(sizes: Sizes) -> Iterator[Problem]:
@@ -264,7 +269,11 @@ def indexer(sizes: Sizes) -> Iterator[Problem]:
             cumla.fp8_paged_mqa_logits, q, cache, weights, lens, table, out=logits, backend=sizes.backend
         )
         keys, config = batch * sizes.context, f"b{batch} of {sizes.context}"
-        yield Problem("indexer scores", config, {"cumla": ("cupy", [scores])}, keys * 136, 2 * keys * 64 * 128)
+        peer = []
+        if sizes.with_peers:
+            peer = [peers.deep_gemm_paged_logits(q, cache, weights, lens, table, columns * BLOCK)]
+        impls = beside([scores], "deep_gemm", peer)
+        yield Problem("indexer scores", config, impls, keys * 136, 2 * keys * 64 * 128)
         chosen = sizes.xp.empty((batch, sizes.extra), np.int32)
         choose = functools.partial(
             cumla.top_k_per_row, logits, sizes.extra, None, lens, out=chosen, backend=sizes.backend
@@ -285,10 +294,12 @@ def dense(sizes: Sizes) -> Iterator[Problem]:
         call = functools.partial(
             cumla.dense_mla_decode, q, cache, table, arrays.full(batch, sizes.context), **given, backend=sizes.backend
         )
-        keys = batch * sizes.context
+        keys, peer = batch * sizes.context, []
+        if sizes.with_peers:
+            peer = [peers.flash_mla_dense_decode(q, cache, table, arrays.full(batch, sizes.context), 576**-0.5)]
         yield Problem(
-            "dense decode", f"h{sizes.heads} b{batch} of {sizes.context}", {"cumla": ("cupy", [call])}, keys * 1152,
-            2 * keys * sizes.heads * (576 + 512),
+            "dense decode", f"h{sizes.heads} b{batch} of {sizes.context}", beside([call], "flash_mla", peer),
+            keys * 1152, 2 * keys * sizes.heads * (576 + 512),
         )  # fmt: skip
 
 

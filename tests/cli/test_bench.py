@@ -2,11 +2,13 @@
 
 import io
 import json
+import subprocess
+import sys
 
 import pytest
 
 from cumla.__main__ import main
-from cumla.bench import NAMES, rows
+from cumla.bench import NAMES, peers, rows
 from cumla.bench.rows import SUITES
 from cumla.bench.suites import Sizes
 
@@ -50,7 +52,12 @@ def test_every_suite_runs_and_is_named(tmp_path, capsys):
         "dense decode",
         "compressor",
         "merge",
+        "layer",
+        "call: decode",
     }
+    assert {row["config"].split()[0] for row in record["rows"] if row["op"] == "layer"} == {
+        "window", "C4A", "C128A", "dense",
+    }  # fmt: skip
     assert all(row["us"] > 0 for row in record["rows"])
     decode = next(row for row in record["rows"] if row["op"] == "decode")
     assert decode["config"] == "DSV4_FP8 h2 b1 16+512"
@@ -71,6 +78,64 @@ def test_wrong_results_are_not_timed(monkeypatch, capsys):
     monkeypatch.setattr("cumla.bench.suites._check_decode", lambda *rest: SUITES and 1 / 0)
     with pytest.raises(ZeroDivisionError):
         list(rows.measured(["decode"], Sizes("cpu", heads=2, batch=(1,))))
+
+
+def test_frameworks_are_rows_of_their_own():
+    pytest.importorskip("torch")
+    found = list(rows.measured(["frameworks"], Sizes("cpu", heads=2, batch=(1,), topk=16)))
+    assert {row["impl"] for row in found if row["op"] == "call: decode"} >= {"numpy", "torch", "torch operator"}
+    assert {row["impl"] for row in found if row["op"] == "call: insert"} == {"numpy", "torch", "torch operator"}
+
+
+class Peers:
+    """Modules of peers that do nothing, and what was asked of them; their arrays are NumPy's."""
+
+    def __init__(self, monkeypatch):
+        self.calls = []
+        monkeypatch.setattr(peers, "_peer", lambda module: self)
+        monkeypatch.setattr(peers, "tensor", lambda array: array)
+        monkeypatch.setattr(Sizes, "with_peers", True)
+
+    def get_mla_metadata(self):
+        return "plan", None
+
+    def __getattr__(self, name):
+        def call(*args, **options):
+            self.calls.append(name)
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("suite", "impl", "call"),
+    [
+        ("insert", "vllm", "quantize_and_insert_k_cache"),
+        ("gather", "vllm", "dequantize_and_gather_k_cache"),
+        ("decode", "flash_mla", "flash_mla_with_kvcache"),
+        ("prefill", "flash_mla", "flash_mla_sparse_fwd"),
+        ("dense", "flash_mla", "flash_mla_with_kvcache"),
+    ],
+)
+def test_peers_that_can_be_imported_have_rows(suite, impl, call, monkeypatch):
+    there = Peers(monkeypatch)
+    sizes = Sizes("cpu", heads=64, batch=(1,), tokens=(2,), topk=64, extra=64, context=64)
+    (problem,) = SUITES[suite](sizes)
+    assert list(problem.impls) == ["cumla", impl]
+    problem.impls[impl][1][0]()
+    assert there.calls == [call]
+
+
+def test_no_peers_where_none_can_be_imported(monkeypatch):
+    monkeypatch.setattr(Sizes, "with_peers", True)
+    (problem,) = SUITES["decode"](Sizes("cpu", heads=64, batch=(1,), topk=16, extra=16))
+    assert list(problem.impls) == ["cumla"]
+
+
+def test_inverse_rope_does_not_grow(recwarn):
+    _, back = SUITES["norms"](Sizes("reference", heads=2, batch=(1,)))
+    for _ in range(200):
+        back.impls["cumla"][1][0]()
+    assert not [str(warning.message) for warning in recwarn]
 
 
 def test_changes_beyond_noise(tmp_path, capsys):
@@ -106,6 +171,16 @@ def test_what_cannot_be_done(options, line, capsys):
     assert line in error_line(capsys, ["bench", *options])
 
 
+def test_files_are_read_with_care_without_asserts_too(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text('{"rows": [{"op": 1, "config": "c"}]}')
+    done = subprocess.run(
+        [sys.executable, "-O", "-m", "cumla", "bench", "--results", str(path)], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "is no file of results" in done.stderr
+
+
 def test_files_without_a_common_row(tmp_path, capsys):
     files = [results(tmp_path, name, {name: 1.0}) for name in "ab"]
     assert "no row in common" in error_line(capsys, ["bench", "--compare", *files])
@@ -113,7 +188,9 @@ def test_files_without_a_common_row(tmp_path, capsys):
 
 @pytest.mark.gpu
 def test_on_a_device(capsys):
-    assert main(["bench", "decode", "insert", "--heads", "64", "--batch", "1", "--json", "-"]) == 0
+    sizes = ["--heads", "64", "--batch", "1", "--tokens", "64", "--context", "1024"]
+    assert main(["bench", *sizes, "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)["rows"]
-    assert {row["op"] for row in found} == {"decode", "insert"}
-    assert all(row["us_graph"] > 0 for row in found)
+    assert {row["op"] for row in found} > {"decode", "insert", "compressor", "merge", "inverse RoPE", "layer"}
+    assert all(row["us"] > 0 for row in found)
+    assert all((row["us_graph"] is None) == row["op"].startswith("call") for row in found)
