@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import json
 import pathlib
 import re
 
@@ -10,6 +11,7 @@ import pytest
 import cumla
 import cumla.layers
 import cumla.metadata
+from cumla.__main__ import main
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -43,8 +45,41 @@ def test_code_runs(page, needs, code, tmp_path, monkeypatch):
     exec(compile(code, page, "exec"), {"__name__": page})
 
 
-def test_there_is_code():
-    assert len(PROGRAMS) > 5
+def test_no_block_of_code_is_left_out():
+    for page in PAGES:
+        written = len(re.findall(r"^ *```", (DOCS / page).read_text(), re.MULTILINE)) // 2
+        assert len(BLOCK.findall((DOCS / page).read_text())) == written, page
+        assert {language for _, language, _ in BLOCK.findall((DOCS / page).read_text())} <= {"python", "sh"}
+    assert len(PROGRAMS) > 7
+
+
+def commands(text):
+    """The command lines of cumla in a page's shell blocks, in order, without their comments and neighbours in pipes."""
+    for _, language, code in BLOCK.findall(text):
+        for line in code.splitlines() if language == "sh" else ():
+            parts = [part.strip() for part in re.split(r"&&|\|", line.partition("#")[0])]
+            yield from (part.split()[1:] for part in parts if part.startswith("cumla "))
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", *(DOCS / page for page in PAGES if "```sh" in (DOCS / page).read_text())],
+    ids=lambda path: path.name,
+)  # fmt: skip
+def test_commands_run(path, tmp_path, monkeypatch, capsys):
+    """With what takes long left out: options are taken, files read and written."""
+    monkeypatch.chdir(tmp_path)
+    row = {"op": "decode", "config": "b1", "impl": "cumla", "us": 3.0}
+    record = {"environment": {"device": "a device"}, "rows": [row]}
+    pathlib.Path("before.json").write_text(json.dumps(record))
+    config = {"compress_ratios": [4], "num_attention_heads": 64, "index_topk": 512, "sliding_window": 128}
+    pathlib.Path("config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("cumla.cli.bench.measure", lambda console, args: record)
+    for name in ("cli.replay", "cli.check", "cli.warmup"):
+        monkeypatch.setattr(f"cumla.{name}.run", lambda *args: 0)
+    lines = list(commands(path.read_text()))
+    for line in lines:
+        assert main(line) == 0, (line, capsys.readouterr().err)
+    assert lines or path.name == "README.md"
 
 
 def references():
