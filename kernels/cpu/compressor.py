@@ -9,7 +9,7 @@ import numpy as np
 
 from ..numba_common.compiled import compiled
 from ..types.compressor import Compression, CompressorRows
-from .norm_rope import insert_row, nearest, scale_by_rms, turn
+from .norm_rope import insert_row, nearest, row_bits, scale_by_rms, turn
 from .rows import GROUPS, Geometry, geometry_of, group_of, lookup_slot
 from .threads import share_out
 
@@ -54,6 +54,7 @@ def _compress_rows(
         states, state, state_block_table, pages.bytes, geometry_of(pages), np.asarray(slot_mapping, np.int64),
         positions, token_to_req, query_start_loc, own.norm_weight.astype(np.float32), compression.cos_sin,
         compression.compress_ratio, compression.eps,
+        np.empty((GROUPS, 3, pages.layout.head_dim), np.float32), row_bits(pages.layout.head_dim),
     )  # fmt: skip
     share_out(
         GROUPS, len(state_slots) * width * TO_COPY // GROUPS, _save, states, state, np.asarray(state_slots, np.int64)
@@ -95,24 +96,28 @@ def _compress(
     cos_sin: np.ndarray,
     ratio: int,
     eps: Any,
+    numbers: np.ndarray,
+    bits: np.ndarray,
 ) -> None:
+    row, top, total = numbers[first_group, 0], numbers[first_group, 1], numbers[first_group, 2]
     for token in range(len(slots)):
         slot = slots[token]
         if not (0 <= slot < pages.shape[0] * g.block_size and first_group <= group_of(slot) < end_group):
             continue
-        row = np.empty(g.head_dim, np.float32)
         position, request = np.int64(positions[token]), np.int64(token_to_req[token])
-        _pool(row, token, states, state, block_table, position, request, query_start_loc, ratio)
+        _pool(row, top, total, token, states, state, block_table, position, request, query_start_loc, ratio)
         scale_by_rms(row, eps)
         for i in range(len(row)):
             row[i] *= weight[i]
         turn(row, cos_sin[nearest(position // ratio * ratio, len(cos_sin))], np.float32(1))
-        insert_row(pages, slot, row, g)
+        insert_row(pages, slot, row, bits[first_group], g)
 
 
 @compiled
 def _pool(
     row: np.ndarray,
+    top: np.ndarray,
+    total: np.ndarray,
     token: int,
     states: np.ndarray,
     state: np.ndarray,
@@ -122,15 +127,16 @@ def _pool(
     query_start_loc: np.ndarray,
     ratio: int,
 ) -> None:
-    """The mean of the window's kv weighted by the softmax of its score into `row`; position by position, for memory."""
+    """The mean of the window's kv weighted by the softmax of its score into `row`; position by position, for memory.
+
+    top, total  [head_dim] float32, memory to work in
+    """
     head_dim, channels, block = len(row), states.shape[1] // 2, state.shape[1]
     overlaps = channels == 2 * head_dim
     first_token = token
     if 0 <= request < len(query_start_loc) - 1:
         first_token = max(np.int64(query_start_loc[request]), 0)
-    top = np.full(head_dim, -np.inf, np.float32)
-    total = np.zeros(head_dim, np.float32)
-    row[:] = 0
+    row[:], top[:], total[:] = 0, -np.inf, 0
     for back in range((2 if overlaps else 1) * ratio - 1, -1, -1):
         if back > position:
             continue

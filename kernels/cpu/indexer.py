@@ -203,7 +203,8 @@ def _scores(q: np.ndarray, keys: np.ndarray, scales: np.ndarray | None, weights:
 
 def top_k_per_row(logits: np.ndarray, rows: Rows, indices: np.ndarray) -> None:
     first, count = _columns(rows, *logits.shape)
-    share_out(len(logits), logits.shape[1] * TO_CHOOSE, _choose, logits, first, count, indices)
+    bins = np.empty((len(logits), 1 << DIGIT_BITS), np.int64)
+    share_out(len(logits), logits.shape[1] * TO_CHOOSE, _choose, logits, first, count, bins, indices)
 
 
 def _columns(rows: Rows, num_rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -227,8 +228,8 @@ def order_of(x):
 
 
 @compiled(nogil=True)
-def _choose(first_row, end_row, logits, first, count, indices):
-    topk = indices.shape[1]
+def _choose(first_row, end_row, logits, first, count, all_bins, indices):
+    topk, bins = indices.shape[1], all_bins[first_row]
     for m in range(first_row, end_row):
         row = logits[m, first[m] : first[m] + count[m]]
         # The k-th largest order, digit by digit: `needed` of those that share the digits so far.
@@ -241,7 +242,7 @@ def _choose(first_row, end_row, logits, first, count, indices):
         else:
             while shift:
                 shift -= DIGIT_BITS
-                bins = np.zeros(1 << DIGIT_BITS, np.int64)
+                bins[:] = 0
                 for i in range(len(row)):
                     order = order_of(row[i])
                     if order and order >> (shift + DIGIT_BITS) == prefix:

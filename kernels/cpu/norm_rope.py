@@ -58,7 +58,10 @@ def qnorm_rope_and_insert(
     q_out[...] = queries
     slots = np.asarray(slot_mapping, np.int64)
     nanoseconds = rows.size * (TO_TURN + TO_QUANTIZE) // GROUPS
-    share_out(GROUPS, nanoseconds, _turn_and_insert, rows, pages.bytes, geometry_of(pages), slots, positions, cos_sin)
+    share_out(
+        GROUPS, nanoseconds, _turn_and_insert,
+        rows, pages.bytes, geometry_of(pages), slots, positions, cos_sin, row_bits(rows.shape[1]),
+    )  # fmt: skip
 
 
 @compiled(nogil=True)
@@ -80,12 +83,13 @@ def _turn_and_insert(
     slots: np.ndarray,
     positions: np.ndarray,
     cos_sin: np.ndarray,
+    bits: np.ndarray,
 ) -> None:
     for token in range(len(slots)):
         slot = slots[token]
         if 0 <= slot < pages.shape[0] * g.block_size and first_group <= group_of(slot) < end_group:
             turn(rows[token], cos_sin[nearest(positions[token], len(cos_sin))], np.float32(1))
-            insert_row(pages, slot, rows[token], g)
+            insert_row(pages, slot, rows[token], bits[first_group], g)
 
 
 def indexer_knorm_rope_and_insert(
@@ -102,12 +106,12 @@ def indexer_knorm_rope_and_insert(
     nanoseconds = rows.size * (TO_NORM + TO_TURN + TO_QUANTIZE) // GROUPS
     share_out(
         GROUPS, nanoseconds, _norm_turn_and_insert, rows, weight.astype(np.float32), bias.astype(np.float32), eps,
-        pages.bytes, geometry_of(pages), slots, positions, cos_sin,
+        pages.bytes, geometry_of(pages), slots, positions, cos_sin, row_bits(rows.shape[1]),
     )  # fmt: skip
 
 
 @compiled(nogil=True)
-def _norm_turn_and_insert(first_group, end_group, rows, weight, bias, eps, pages, g, slots, positions, cos_sin):
+def _norm_turn_and_insert(first_group, end_group, rows, weight, bias, eps, pages, g, slots, positions, cos_sin, bits):
     half = cos_sin.shape[1] // 2
     for token in range(len(slots)):
         slot, row = slots[token], rows[token]
@@ -127,7 +131,7 @@ def _norm_turn_and_insert(first_group, end_group, rows, weight, bias, eps, pages
             x, y = row[i], row[half + i]
             row[i] = x * turns[i] - y * turns[half + i]
             row[half + i] = y * turns[i] + x * turns[half + i]
-        insert_row(pages, slot, row, g)
+        insert_row(pages, slot, row, bits[first_group], g)
 
 
 def apply_rope(x: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray, inverse: bool, out: np.ndarray) -> None:
@@ -180,6 +184,11 @@ def _quantize(first: int, end: int, x: np.ndarray, powers_of_two: bool, values: 
                     values[group, token, i] = e4m3_byte(np.float32(x[token, group, i] / np.float32(scale)))
 
 
+def row_bits(width: int) -> np.ndarray:
+    """Memory for `insert_row`, one row for whoever does some groups of slots."""
+    return np.empty((GROUPS, width), np.uint16)
+
+
 def float32(x: np.ndarray) -> np.ndarray:
     """A copy to work in."""
     with np.errstate(invalid="ignore"):  # signalling NaN
@@ -215,8 +224,11 @@ def turn(row, turns, direction):
 
 
 @compiled
-def insert_row(pages, slot, row, g):
-    """Write float32 values into a slot, through bfloat16 unless the cache holds float32. `row` is rounded, too."""
+def insert_row(pages, slot, row, bits, g):
+    """Write float32 values into a slot, through bfloat16 unless the cache holds float32. `row` is rounded, too.
+
+    bits  [len(row)] uint16, memory for the row in bfloat16
+    """
     page, token = pages[slot // g.block_size], slot % g.block_size
     if g.float32_values:
         for i in range(len(row)):
@@ -224,7 +236,6 @@ def insert_row(pages, slot, row, g):
             for byte in range(4):
                 page[token * g.row_bytes + 4 * i + byte] = (word >> (8 * byte)) & 0xFF
         return
-    bits = np.empty(len(row), np.uint16)
     for i in range(len(row)):
         bits[i] = round_to_bfloat16(row[i])
         row[i] = float32_of_bfloat16(bits[i])

@@ -102,18 +102,19 @@ def _localise(
 def merge_partials(parts: Any, lses: Any, attn_sink: Any | None, out: Any, lse: Any) -> None:
     count, batch, s_q, heads, dim = parts.shape
     merged = out if out.dtype == np.float32 else np.empty(out.shape, np.float32)
+    weights = np.empty((batch * s_q * heads, count), np.float32)
     share_out(
         batch * s_q * heads, count * dim, _merge,
-        np.asarray(parts, np.float32), lses, NO_SINK if attn_sink is None else attn_sink, merged, lse,
+        np.asarray(parts, np.float32), lses, NO_SINK if attn_sink is None else attn_sink, weights, merged, lse,
     )  # fmt: skip
     if merged is not out:
         out[...] = merged
 
 
 @compiled(nogil=True)
-def _merge(first_row, end_row, parts, lses, attn_sink, out, lse):
+def _merge(first_row, end_row, parts, lses, attn_sink, all_weights, out, lse):
     count, _, s_q, heads, dim = parts.shape
-    weights = np.empty(count, np.float32)
+    weights = all_weights[first_row]
     for row in range(first_row, end_row):
         head, query, request = row % heads, row // heads % s_q, row // heads // s_q
         top = np.float32(-np.inf)

@@ -19,11 +19,11 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numba
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
 WORTH_A_THREAD = 500_000  # nanoseconds of work: to wake one takes some 50,000, and more where cores are busy
+NUM_THREADS = "NUMBA_NUM_THREADS"
 LONGEST_PIECE = 2_000_000  # nanoseconds: Ctrl-C waits as long
 PIECES_PER_THREAD = 4  # so that a thread that comes late keeps nobody waiting
 
@@ -65,9 +65,15 @@ def for_each(count: int, work: Work) -> None:
         _Job(iter(range(count)), quiet).run(min(num_cores(), count))
 
 
+@functools.cache
 def num_cores() -> int:
-    """The cores that this process may use; fewer if NUMBA_NUM_THREADS says so."""
-    return int(numba.config.NUMBA_NUM_THREADS)
+    """The cores that this process may use, or as many as NUMBA_NUM_THREADS says."""
+    asked = os.environ.get(NUM_THREADS)
+    if not asked:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not asked.strip().isdecimal() or int(asked) < 1:
+        raise ValueError(f"{NUM_THREADS}: got {asked!r}, expected a positive integer")
+    return int(asked)
 
 
 class _Job:

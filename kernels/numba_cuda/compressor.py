@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from ..numba_common.geometry import geometry_of
-from ..numba_common.numbers import float32_bits, float32_value, to_float32
 from ..types.compressor import Compression, CompressorRows
 from .compiler import cuda
 from .launch import kind_of, launch
 from .norm_rope import MAX_TILES, THREADS, WIDTH, insert_row, nearest, normalize, turn
+from .numbers import float32_bits, float32_value, to_float32
 from .rows import lookup_slot
 
 

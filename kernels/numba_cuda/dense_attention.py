@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from ..numba_common.numbers import from_float32, to_float32
 from ..types.plan import DenseDecodePlan
 from ..types.segments import Pages
 from .attention_tile import ABSENT, Tile, attention_of
@@ -16,6 +15,7 @@ from .dense_cache import scale_arguments
 from .latent_attention import KeyList, Results, attend
 from .launch import NO_SCALE, SIMULATED, device_function, is_aligned, kind_of, launch
 from .log_sums import MINUS_INFINITY, bits_of_log_sum, joined, log_sum_of, summary
+from .numbers import from_float32, to_float32
 from .plain_rows import plain_rows_of
 from .products import GROUP, THREADS
 from .rows import find_request, rows_of

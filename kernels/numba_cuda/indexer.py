@@ -7,7 +7,11 @@ from typing import Any
 import numpy as np
 
 from ..numba_common.geometry import geometry_of
-from ..numba_common.numbers import (
+from ..types.indexer import Rows
+from ..types.segments import Pages
+from .compiler import cuda
+from .launch import MAX_BLOCKS, NO_SCALE, NO_TABLE, NO_VECTOR, kind_of, launch
+from .numbers import (
     KINDS,
     bfloat16_bits,
     bfloat16_value,
@@ -20,10 +24,6 @@ from ..numba_common.numbers import (
     scale_exponent,
     to_float32,
 )
-from ..types.indexer import Rows
-from ..types.segments import Pages
-from .compiler import cuda
-from .launch import MAX_BLOCKS, NO_SCALE, NO_TABLE, NO_VECTOR, kind_of, launch
 from .rows import find_request, load, lookup_slot, store
 
 THREADS = 128

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..numba_common.numbers import INFINITY_BITS, float32_bits, float32_value
 from .intrinsics import exponential, logarithm
 from .launch import device_function
+from .numbers import INFINITY_BITS, float32_bits, float32_value
 
 MINUS_INFINITY = np.float32(-np.inf)
 

@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 
 from ..numba_common.geometry import geometry_of
-from ..numba_common.numbers import (
+from ..types.segments import Pages
+from .compiler import cuda
+from .launch import kind_of, launch
+from .numbers import (
     BFLOAT16,
     INFINITY_BITS,
     bfloat16_bits,
@@ -23,9 +26,6 @@ from ..numba_common.numbers import (
     tile_scale,
     to_float32,
 )
-from ..types.segments import Pages
-from .compiler import cuda
-from .launch import kind_of, launch
 from .rows import store
 
 THREADS = 128

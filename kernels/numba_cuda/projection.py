@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ..numba_common.numbers import from_float32
 from .compiler import cuda, float32, uint32
 from .launch import SIMULATED, kind_of, launch
+from .numbers import from_float32
 from .products import GROUP_WORDS, THREADS, scores_of, stride_of
 
 ROWS, COLUMNS = (8, 16) if SIMULATED else (32, 64)  # of a tile of the product

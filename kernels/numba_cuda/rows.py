@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ..numba_common import slots
-from ..numba_common.numbers import bfloat16_value, dequantized, float16_value, float32_value, ue8m0_value
 from .compiler import cuda
+from .numbers import bfloat16_value, dequantized, float16_value, float32_value, ue8m0_value
 
 # The index arithmetic is the CPU backend's, compiled for the device.
 lookup_slot = cuda.jit(device=True)(slots.lookup_slot)

@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 
 from ..numba_common.geometry import geometry_of
-from ..numba_common.numbers import (
+from ..types.segments import Pages
+from .compiler import cuda
+from .launch import MAX_BLOCKS, NO_VECTOR, kind_of, launch
+from .numbers import (
     BFLOAT16,
     INFINITY_BITS,
     bfloat16_bits,
@@ -18,9 +21,6 @@ from ..numba_common.numbers import (
     tile_scale,
     to_float32,
 )
-from ..types.segments import Pages
-from .compiler import cuda
-from .launch import MAX_BLOCKS, NO_VECTOR, kind_of, launch
 from .rows import find_request, load, lookup_slot, read_value, store
 
 THREADS = 128

@@ -1,12 +1,19 @@
 """Machine code is kept by what it follows from and made anew where it is damaged, and need not be kept at all."""
 
+import concurrent.futures
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import pytest
+
+from cumla.kernels.numba_common import compiled, native
+from cumla.kernels.numba_common import kept as kept_on_disk
 
 CHECKOUT = Path(__file__).parent.parent.parent
 
@@ -78,18 +85,120 @@ def test_a_change_in_a_helper_is_seen(package, tmp_path):
     assert run(package, tmp_path) == ("[21, 22]\n", "")
 
 
-def test_damaged_machine_code_is_made_anew(package, tmp_path):
-    files = kept(package)
-    assert len(files) >= 3  # the function and its helpers
-    for number, path in enumerate(files):
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1
-        path.write_bytes((data, path.read_bytes()[:-1], b"")[number % 3])
+@pytest.mark.parametrize("damage", ["a bit", "the end", "all of it", "its digest alone is right"])
+def test_damaged_machine_code_is_made_anew(package, tmp_path, damage):
+    (path,) = kept(package)
+    data = path.read_bytes()
+    middle = len(data) // 2
+    path.write_bytes({
+        "a bit": data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :],
+        "the end": data[:-1],
+        "all of it": b"",
+        "its digest alone is right": hashlib.sha256(b"{}").digest() + b"{}",
+    }[damage])  # fmt: skip
     output, warnings = run(package, tmp_path)
     assert output == "[21, 22]\n"
-    damaged = {path for path in files if f"{path} is compiled again" in warnings}
-    assert damaged
+    assert f"{path} is compiled again" in warnings
     assert run(package, tmp_path) == ("[21, 22]\n", "")
+
+
+WARM = """
+import sys, time
+import ml_dtypes, numpy as np
+import cumla
+cache = cumla.DSV4_FP8.allocate(1, 64)
+k = np.ones((8, 512), ml_dtypes.bfloat16)
+cumla.quantize_and_insert_k_cache(k, cache, np.arange(8))
+out, lse = cumla.sparse_mla_decode(np.ones((1, 1, 4, 512), k.dtype), cache, np.arange(8, dtype=np.int32)[None, None])
+assert (out == 1).all()
+print(sorted({"numba", "scipy", "torch"} & set(sys.modules)))
+"""
+
+
+def test_a_warm_process_imports_no_compiler(package, tmp_path):
+    assert "numba" in run(package, tmp_path, WARM)[0]
+    assert run(package, tmp_path, WARM) == ("[]\n", "")
+
+
+def test_other_settings_of_numba_have_other_machine_code(package, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    before = kept(package)
+    script = "import os; os.environ['NUMBA_BOUNDSCHECK'] = '1'\n" + HELPER
+    assert run(package, tmp_path, script) == ("[21, 22]\n", "")
+    assert len(kept(package)) == len(before) + 1
+
+
+class Numbers(NamedTuple):
+    n: int
+    yes: bool
+    x: float
+
+
+def _mix(array, row, numbers, scale, flag):
+    total = np.float64(0)
+    for i in range(array.shape[0]):
+        for j in range(array.shape[1]):
+            total += np.float64(array[i, j]) * row[j] * (i + numbers.n)
+    if flag and numbers.yes:
+        total += array.size + numbers.x
+    return total * scale
+
+
+mix = compiled.compiled(_mix)
+counts = compiled.compiled(lambda array: len(array))
+refuses = compiled.compiled(lambda x, y: x // y)
+
+
+NUMBERS = (Numbers(3, True, 0.5), Numbers(-(2**40), False, 1.5), Numbers(0, np.bool_(True), np.float64(2)))
+SCALES = (2.0, np.float32(1.1), np.int64(3), -7, True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint8", "int64"])
+def test_arguments_arrive_as_they_are(dtype):
+    whole = np.arange(96).reshape(8, 12).astype(dtype)
+    still = whole.copy()
+    still.flags.writeable = False
+    arrays = (whole, whole.T, whole[::2], whole[:, ::-1], whole[1:3, 2:9:3], whole[:0], still, whole[:1])
+    for number, array in enumerate(arrays):
+        row = np.arange(array.shape[1], dtype=np.int32)
+        rest = NUMBERS[number % 3], SCALES[number % 5], (True, np.bool_(True), False)[number % 3]
+        assert mix(array, row, *rest) == pytest.approx(float(_mix(array, row, *rest)), rel=1e-12)
+
+
+def test_results_and_exceptions():
+    assert counts(np.zeros(5)) == 5
+    assert refuses(7, 2) == 3
+    with pytest.raises(RuntimeError, match="raised an exception"):
+        refuses(7, 0)
+
+
+def test_symbols_that_nobody_has_are_said(monkeypatch):
+    counts(np.zeros(3))
+    code = native.MachineCode("entry", "none", "=q", ("memset", "a_function_that_nobody_has"), ())
+    with pytest.raises(LookupError, match="nobody has a_function_that_nobody_has"):
+        native.NativeFunction(code)
+
+
+def test_undefined_symbols_of_an_object():
+    assembly = """
+    declare i32 @elsewhere(i32)
+    define i32 @here(i32 %x) {
+        %y = call i32 @elsewhere(i32 %x)
+        ret i32 %y
+    }
+    """
+    assert native.undefined_symbols(native.object_of(assembly)) == {"elsewhere"}
+    with pytest.raises(ValueError, match="no ELF"):
+        native.undefined_symbols(b"MZ")
+
+
+def test_many_threads_at_once_compile_it_once(monkeypatch):
+    made = []
+    fresh = compiled.compiled(lambda x: x + 1)
+    monkeypatch.setattr(fresh, "_compile", lambda *args: made.append(1) or type(fresh)._compile(fresh, *args))
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(fresh, range(64))) == list(range(1, 65))
+    assert len(made) <= 1
 
 
 def test_what_cannot_be_read_is_passed_by(package, tmp_path):
@@ -114,11 +223,9 @@ def test_where_nothing_can_be_kept(package, tmp_path):
 
 
 def test_few_folders_are_kept(tmp_path, monkeypatch):
-    from cumla.kernels.numba_common import compiled
-
-    for number in range(compiled.MOST_FOLDERS + 3):
-        folder = tmp_path / f"{compiled.PREFIX}{number}"
-        compiled._write(folder, "f", b"machine code")
+    for number in range(kept_on_disk.MOST_FOLDERS + 3):
+        folder = tmp_path / f"{kept_on_disk.PREFIX}{number}"
+        kept_on_disk.write(folder, "f", b"machine code")
         os.utime(folder, (number, number))
-    left = sorted(int(path.name.removeprefix(compiled.PREFIX)) for path in tmp_path.iterdir())
-    assert left == list(range(3, compiled.MOST_FOLDERS + 3))
+    left = sorted(int(path.name.removeprefix(kept_on_disk.PREFIX)) for path in tmp_path.iterdir())
+    assert left == list(range(3, kept_on_disk.MOST_FOLDERS + 3))
