@@ -204,7 +204,7 @@ def _check_decode(call: Any, result: Any) -> float:
 
 def _first(result: Any) -> np.ndarray:
     """The entries that are checked of a call's first result, an array or a tensor of torch."""
-    got = (result[0] if isinstance(result, tuple) else result)[:CHECKED]
+    got = (result[0] if isinstance(result, (tuple, list)) else result)[:CHECKED]
     return to_host(got) if not hasattr(got, "cpu") else got.float().cpu().numpy()
 
 

@@ -5,12 +5,13 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from cumla.__main__ import main
 from cumla.bench import NAMES, peers, rows
 from cumla.bench.rows import SUITES
-from cumla.bench.suites import Sizes
+from cumla.bench.suites import Sizes, _first
 
 TINY = ["--backend", "cpu", "--heads", "2", "--batch", "1,2", "--tokens", "7", "--context", "128", "--topk", "16"]
 
@@ -123,6 +124,12 @@ def test_peers_that_can_be_imported_have_rows(suite, impl, call, monkeypatch):
     assert list(problem.impls) == ["cumla", impl]
     problem.impls[impl][1][0]()
     assert there.calls == [call]
+
+
+@pytest.mark.parametrize("made", [tuple, list])
+def test_results_of_peers_that_are_several(made):
+    first = np.ones((3, 2), np.float32)
+    np.testing.assert_array_equal(_first(made([first, None])), first[:2])
 
 
 def test_no_peers_where_none_can_be_imported(monkeypatch):
