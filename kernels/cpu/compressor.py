@@ -10,7 +10,7 @@ import numpy as np
 from ..numba_common.compiled import compiled
 from ..types.compressor import Compression, CompressorRows
 from .norm_rope import insert_row, nearest, row_bits, scale_by_rms, turn
-from .rows import GROUPS, Geometry, geometry_of, group_of, lookup_slot
+from .rows import GROUPS, Geometry, copy_row, geometry_of, group_of, lookup_slot
 from .threads import share_out
 
 # Nanoseconds that a value takes, roughly.
@@ -76,7 +76,7 @@ def _save(first_group: int, end_group: int, states: np.ndarray, state: np.ndarra
     for token in range(len(slots)):
         slot = slots[token]
         if 0 <= slot < len(state) * block and first_group <= group_of(slot) < end_group:
-            state[slot // block, slot % block] = states[token]
+            copy_row(state[slot // block, slot % block], states[token])
 
 
 @compiled(nogil=True)

@@ -7,7 +7,7 @@ import numpy as np
 from ..numba_common.compiled import compiled
 from ..numba_common.numbers import quantized
 from ..types.segments import Pages
-from .rows import E4M3_VALUES, GROUPS, find_request, group_of, lookup_slot
+from .rows import E4M3_VALUES, GROUPS, copy_row, find_request, group_of, lookup_slot
 from .sparse_cache import TO_COPY, TO_QUANTIZE, quantize_and_insert_k_cache
 from .threads import share_out
 
@@ -51,7 +51,7 @@ def _scatter(first_group, end_group, rows, pages, slots, block_size):
         slot = slots[row]
         if 0 <= slot < pages.shape[0] * block_size and first_group <= group_of(slot) < end_group:
             start = slot % block_size * width
-            pages[slot // block_size, start : start + width] = rows[row]
+            copy_row(pages[slot // block_size, start : start + width], rows[row])
 
 
 def gather_cache(
@@ -91,6 +91,6 @@ def _gather(first_row, end_row, pages, dst, block_table, cu_seq_lens, seq_starts
         slot = lookup_slot(block_table, request, position, block_size)
         if 0 <= slot < pages.shape[0] * block_size:
             start = slot % block_size * width
-            dst[row] = pages[slot // block_size, start : start + width]
+            copy_row(dst[row], pages[slot // block_size, start : start + width])
         else:
             dst[row] = 0

@@ -6,6 +6,7 @@ import numpy as np
 
 from ..numba_common.compiled import compiled
 from ..types.metadata import SPLIT_PAGES, IndexerBuffers, IndexerCounts
+from .rows import copy_row
 from .threads import share_out
 
 TO_SEARCH = 20  # nanoseconds that it takes to find a token's request
@@ -71,7 +72,7 @@ def _decode(
         if entry < len(out_block_table):
             out_block_table[entry, :columns] = 0
             if request >= 0:
-                out_block_table[entry, : counts.columns] = block_table[request, : counts.columns]
+                copy_row(out_block_table[entry, : counts.columns], block_table[request])
 
 
 @compiled

@@ -14,6 +14,7 @@ from ..types.segments import Pages
 __all__ = [
     "GROUPS",
     "Geometry",
+    "copy_row",
     "dequantize",
     "find_request",
     "flat",
@@ -45,6 +46,13 @@ def flat(pages: Pages) -> tuple[np.ndarray, int, int]:
     stride = pages.bytes.strides[0]
     size = (count - 1) * stride + page_bytes if count else 0
     return np.lib.stride_tricks.as_strided(pages.bytes, (size,), (1,)), stride, pages.num_slots
+
+
+@compiled
+def copy_row(target, source):
+    """For arrays that do not overlap: an assignment of slices would copy first what could."""
+    for i in range(len(target)):
+        target[i] = source[i]
 
 
 @compiled

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..numba_common.compiled import compiled
 from ..types.segments import V_DIM, Segment
-from .rows import Geometry, flat, float32_of_bfloat16, geometry_of, read_row, round_to_bfloat16
+from .rows import Geometry, copy_row, flat, float32_of_bfloat16, geometry_of, read_row, round_to_bfloat16
 from .threads import for_each
 
 PRECISE_SCORE = 1024.0  # of scores beyond, float32 leaves too few digits to what they differ by
@@ -192,7 +192,7 @@ def _gather_float32_rows(rows: np.ndarray, kv: np.ndarray, indices: np.ndarray, 
     for j in range(min(listed, len(indices))):
         index = np.int64(indices[j])
         if 0 <= index < len(kv):
-            rows[count] = kv[index]
+            copy_row(rows[count], kv[index])
             count += 1
     return count
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from ..numba_common.compiled import compiled
 from ..types.segments import Pages
-from .rows import GROUPS, Geometry, find_request, geometry_of, group_of, lookup_slot, read_row, write_row
+from .rows import GROUPS, Geometry, copy_row, find_request, geometry_of, group_of, lookup_slot, read_row, write_row
 from .threads import share_out
 
 # Nanoseconds that a value takes, roughly.
@@ -114,8 +114,8 @@ def _gather_indexer(first_row, end_row, pages, dst_k, dst_scale, block_table, cu
         if 0 <= slot < pages.shape[0] * g.block_size:
             page, token = pages[slot // g.block_size], slot % g.block_size
             scales = g.scale_start + token * g.scale_stride
-            dst_k[row] = page[token * g.row_bytes : (token + 1) * g.row_bytes]
-            dst_scale[row] = page[scales : scales + g.scale_bytes]
+            copy_row(dst_k[row], page[token * g.row_bytes : (token + 1) * g.row_bytes])
+            copy_row(dst_scale[row], page[scales : scales + g.scale_bytes])
         else:
             dst_k[row] = 0
             dst_scale[row] = 0

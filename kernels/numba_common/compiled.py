@@ -9,7 +9,6 @@ import contextlib
 import functools
 import hashlib
 import importlib
-import importlib.metadata
 import logging
 import os
 import threading
@@ -19,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import llvmlite
 import numpy as np
 
 from ..types.verdicts import Fresh, note
@@ -50,8 +50,7 @@ def compiled(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 def compiler() -> str:
-    versions = (importlib.metadata.version(package) for package in ("numba", "llvmlite"))
-    return "Numba {} (llvmlite {})".format(*versions)
+    return f"Numba {kept.numba_version()} (llvmlite {llvmlite.__version__})"
 
 
 class Compiled:

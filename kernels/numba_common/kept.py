@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import sys
 import uuid
@@ -98,9 +98,13 @@ def content() -> str | None:
 
 @functools.cache
 def numba_version() -> str:
-    """Without importing Numba, nor what reads the metadata of packages if that can be helped."""
+    """Without importing Numba, nor what reads the metadata of packages where that can be helped: both take long."""
     spec = importlib.util.find_spec("numba")
     if spec is not None and spec.origin is not None:
         with contextlib.suppress(OSError):
-            return Path(spec.origin).with_name("_version.py").read_text()
-    return importlib.metadata.version("numba")
+            said = re.search(r'"version": "([^"]+)"', Path(spec.origin).with_name("_version.py").read_text())
+            if said:
+                return said[1]
+    from importlib import metadata
+
+    return metadata.version("numba")

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import hashlib
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -229,3 +230,7 @@ def test_few_folders_are_kept(tmp_path, monkeypatch):
         os.utime(folder, (number, number))
     left = sorted(int(path.name.removeprefix(kept_on_disk.PREFIX)) for path in tmp_path.iterdir())
     assert left == list(range(3, kept_on_disk.MOST_FOLDERS + 3))
+
+
+def test_version_of_numba():
+    assert kept_on_disk.numba_version() == importlib.metadata.version("numba")
