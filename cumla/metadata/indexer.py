@@ -185,8 +185,7 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
             check_batch(batch, lens, self.config, **{name: table})
         split = lens.split(batch, self.config.decode_threshold, require_uniform=not self.use_flattening)
         num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = split
-        decode_lens_cpu = lens.query_lens[:num_decodes]
-        max_decode_len = int(np.maximum.reduce(decode_lens_cpu, initial=0))
+        shortest, max_decode_len = _extremes(lens, num_decodes, self.config.decode_threshold)
         use_native = not self.use_flattening and max_decode_len == self.next_n
         counts = self._lay_out(
             num_decodes, num_decode_tokens, use_native, self.next_n, max_decode_len, arrays.block_table,
@@ -212,7 +211,7 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
                         block_table=views["block_table"] if counts.flatten else block_table[:num_decodes],
                         seq_lens=views["seq_lens"],
                         decode_lens=views["decode_lens"],
-                        requires_padding=_requires_padding(counts, decode_lens_cpu, max_decode_len),
+                        requires_padding=not counts.flatten and shortest < max_decode_len,
                         schedule_metadata=views["schedule_metadata"],
                     )
             if num_prefills:
@@ -302,7 +301,9 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
             kernels.build_indexer_decode(starts, lens, table, counts, self._fixed_buffers(call, lens))
             self._before = counts
         views = self._views_of(framework, counts, table, 0)
-        requires_padding = _requires_padding(counts, host_array("decode_lens_cpu", decode_lens_cpu), max_decode_len)
+        decode_lens_cpu = host_array("decode_lens_cpu", decode_lens_cpu)
+        shortest = int(np.minimum.reduce(decode_lens_cpu, initial=max_decode_len))
+        requires_padding = not counts.flatten and shortest < max_decode_len
         table = views["block_table"] if counts.flatten else block_table
         return views["seq_lens"], table, views["decode_lens"], counts.batch_size, requires_padding
 
@@ -365,5 +366,11 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
         }
 
 
-def _requires_padding(counts: IndexerCounts, decode_lens_cpu: np.ndarray, max_decode_len: int) -> bool:
-    return not counts.flatten and int(np.minimum.reduce(decode_lens_cpu, initial=max_decode_len)) < max_decode_len
+def _extremes(lens: HostLens, num_decodes: int, most: int) -> tuple[int, int]:
+    """The shortest and the longest query of the decodes, none of which is longer than `most`; 0 if there are none."""
+    if not num_decodes:
+        return 0, 0
+    if lens.starts[num_decodes] == most * num_decodes:  # what usually is, in a sixth of the time
+        return most, most
+    query_lens = lens.query_lens[:num_decodes]
+    return int(np.minimum.reduce(query_lens)), int(np.maximum.reduce(query_lens))

@@ -87,7 +87,9 @@ def split_indexer_prefill_chunks(
 def _split(
     seq_lens: list[int], query_lens: list[int], workspace_size: int, max_logits_bytes: int, request_offset: int
 ) -> list[tuple[slice, slice]]:
-    max_logits = max_logits_bytes // 4
+    max_logits, all_queries, all_rows = max_logits_bytes // 4, sum(query_lens), sum(seq_lens)
+    if all_queries and all_rows <= workspace_size and all_queries * all_rows <= max_logits:  # what usually is
+        return [(slice(request_offset, request_offset + len(seq_lens)), slice(0, all_queries))]
     chunks: list[tuple[slice, slice]] = []
     start = 0
     while start < len(seq_lens):
@@ -187,6 +189,7 @@ class ChunkBuilder:
         self.config, self.compress_ratio = config, compress_ratio
         self.workspace_rows = get_max_prefill_buffer_size(config)
         self._space: ChunkArrays | None = None
+        self._row_capacity = -1  # of the space, which a first step without rows makes, too
         self._native = functools.lru_cache(MOST_PARTS)(self._cut)
         self._given = functools.lru_cache(MOST_PARTS)(self._give)
 
@@ -204,22 +207,26 @@ class ChunkBuilder:
         starts = lens.starts[num_decodes:].tolist()
         query_lens = [stop - start for start, stop in itertools.pairwise(starts)]
         specs = _split(rows, query_lens, self.workspace_rows, self.config.max_logits_bytes, num_decodes)
-        row_starts = [0, *itertools.accumulate(rows)]
-        self._make_room(row_starts[-1], arrays.seq_lens)
-        chunks, before, number = [], None, -1
+        all_rows = sum(rows)
+        if all_rows > self._row_capacity:
+            self._make_room(all_rows, arrays.seq_lens)
+        chunks, before, number, row = [], None, -1, 0
         for requests, queries in specs:
-            first, stop = requests.start - num_decodes, requests.stop - num_decodes
             if requests is not before:
+                first, stop = requests.start - num_decodes, requests.stop - num_decodes
                 before, number = requests, number + 1
-                total_rows = self._check_workspace(row_starts[stop] - row_starts[first], requests)
+                total_rows = sum(rows[first:stop])
+                if total_rows > self.workspace_rows:
+                    raise self._too_many(total_rows, requests)
                 if total_rows:
-                    part = (starts[first], starts[stop], first + number, stop + number + 1,
-                            row_starts[first], row_starts[stop])  # fmt: skip
+                    part = (starts[first], starts[stop], first + number, stop + number + 1, row, row + total_rows)
+                    row += total_rows
+                    native = self._native(part)
                     kernels.build_indexer_chunk(
                         arrays.query_start_loc, arrays.seq_lens, requests.start, stop - first, self.compress_ratio,
-                        max(rows[first:stop]), *self._native(part),
+                        max(rows[first:stop]), *native,
                     )  # fmt: skip
-                    chunk = self._parts(framework, part)
+                    chunk = native if framework in ("cupy", "numpy") else self._parts(framework, part)
             if total_rows:
                 chunks.append(chunk.metadata(requests, queries, starts[first], block_table, queries.start > 0))
         return DeepseekV32IndexerPrefillMetadata(chunks)
@@ -238,7 +245,9 @@ class ChunkBuilder:
         starts = host_array("query_start_loc_cpu", query_start_loc_cpu)[requests.start : requests.stop + 1]
         seq_lens = host_array("seq_lens_cpu", seq_lens_cpu)[requests]
         rows = seq_lens // self.compress_ratio
-        total_rows = self._check_workspace(int(rows.sum()), requests)
+        total_rows = int(rows.sum())
+        if total_rows > self.workspace_rows:
+            raise self._too_many(total_rows, requests)
         table = call.array("block_table", block_table, INT32, (-1, -1))
         if not total_rows:
             return None
@@ -264,11 +273,10 @@ class ChunkBuilder:
             self._space = self._space._replace(token_to_seq=rows)
             self._native.cache_clear()
             self._given.cache_clear()
+        self._row_capacity = len(self._space.token_to_seq)
 
     def _parts(self, framework: str, part: tuple[int, ...]) -> ChunkArrays:
-        """A chunk's part of the space as arrays of `framework`."""
-        if framework in ("numpy", "cupy"):
-            return self._native(part)
+        """A chunk's part of the space as arrays of another `framework`."""
         return (self._give if framework == "jax" else self._given)(framework, part)
 
     def _cut(self, part: tuple[int, ...]) -> ChunkArrays:
@@ -286,10 +294,8 @@ class ChunkBuilder:
     def _give(self, framework: str, part: tuple[int, ...]) -> ChunkArrays:
         return ChunkArrays(*(give_view(view, framework) for view in self._native(part)))
 
-    def _check_workspace(self, total_rows: int, requests: slice) -> int:
-        if total_rows > self.workspace_rows:
-            raise ValueError(
-                f"seq_lens_cpu: requests {requests.start} to {requests.stop - 1} have {total_rows} rows, expected at "
-                f"most the {self.workspace_rows} of the workspace"
-            )
-        return total_rows
+    def _too_many(self, total_rows: int, requests: slice) -> ValueError:
+        return ValueError(
+            f"seq_lens_cpu: requests {requests.start} to {requests.stop - 1} have {total_rows} rows, expected at "
+            f"most the {self.workspace_rows} of the workspace"
+        )

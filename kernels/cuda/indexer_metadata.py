@@ -6,7 +6,6 @@ from typing import Any
 
 from ..types.metadata import IndexerBuffers, IndexerCounts
 from .compile import kernel
-from .launch import strides
 
 THREADS, WARPS, COLUMNS = 1024, 32, 1024  # as in common/indexer_metadata.cu
 ITEMS_PER_THREAD = 4  # rows of a prefill request that a thread is given before more thread blocks help
@@ -25,7 +24,7 @@ def build_indexer_decode(
         (1 + element_blocks + copy_blocks,),
         (THREADS,),
         (
-            query_start_loc, seq_lens, len(seq_lens), block_table, strides(block_table)[0],
+            query_start_loc, seq_lens, len(seq_lens), block_table, block_table.strides[0] // 4,
             block_table.shape[1], counts.num_decodes, counts.batch_size, counts.flatten,
             counts.lens_per_entry, counts.columns, counts.entries_before,
             counts.columns_before, counts.block_size, counts.compress_ratio,
@@ -51,7 +50,7 @@ def compressed_slot_mapping(
         (-(-len(slots) // THREADS),),
         (THREADS,),
         (
-            query_start_loc, seq_lens, len(seq_lens), block_table, strides(block_table)[0],
+            query_start_loc, seq_lens, len(seq_lens), block_table, block_table.strides[0] // 4,
             block_table.shape[1], num_tokens, block_size, compress_ratio, slots, len(slots),
         ),
         overlap=True,

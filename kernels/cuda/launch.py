@@ -113,15 +113,25 @@ class Kernel:
     ) -> None:
         array = self._array
         numbers = [x.data.ptr if x.__class__ is array else x for x in arguments]
-        launch = Launch(self, (*grid, 1, 1)[:3], (*block, 1, 1)[:3], shared_mem, overlap, numbers)
+        grid, block = (*grid, 1, 1)[:3], (*block, 1, 1)[:3]
         recorded_launches = self._thread.recorded_launches
         if recorded_launches is not None:
-            recorded_launches.append(launch)
-        self.launch(launch, numbers, self._stream().ptr)
+            recorded_launches.append(Launch(self, grid, block, shared_mem, overlap, numbers))
+        self._launch(grid, block, shared_mem, overlap, numbers, self._stream().ptr)
 
     def launch(self, launch: Launch, numbers: list[Any], stream: int) -> None:
         """Launch as `launch` says, but with these numbers for arguments, on this stream."""
-        _, grid, block, shared_bytes, overlap, _ = launch
+        self._launch(*launch[1:5], numbers, stream)
+
+    def _launch(
+        self,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        shared_bytes: int,
+        overlap: bool,
+        numbers: list[Any],
+        stream: int,
+    ) -> None:
         if 0 in grid:
             return
         device = self._device()
