@@ -2,6 +2,7 @@
 
 from . import _checkout as _checkout  # before what it makes findable
 from . import layers, metadata  # after the operations that they are made of
+from .dispatch import proof as _proof
 from .kernels.types.plan import DecodePlan, DenseDecodePlan
 from .layout import (
     DSV4_BF16,
@@ -50,6 +51,16 @@ from .ops.sparse_cache import (
 from .ops.support import Support, supports
 
 __version__ = "0.1.0"
+
+
+def _small_cases() -> _proof.Checks:
+    """What compiled kernels are tested with; imported only where there is something to test."""
+    from . import checks
+
+    return checks
+
+
+_proof.test_with(_small_cases)
 
 __all__ = [
     "DSV4_BF16",

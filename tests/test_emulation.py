@@ -9,7 +9,7 @@ from metadata.batches import buffers_of, make_batch
 
 import cumla
 import emulation
-from cumla.cli.check import check_case
+from cumla.checks import check_case
 from cumla.dispatch import backends
 from cumla.kernels.cuda.launch import recorded_launches
 from cumla.metadata import DeepseekSparseSWAMetadataBuilder, DeepseekV32IndexerMetadataBuilder, ServingConfig

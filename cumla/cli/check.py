@@ -1,48 +1,16 @@
-"""Every backend that can run here against the reference, on the small random cases of `check_cases`."""
+"""Every backend that can run here against the reference, on small random cases of every op."""
 
 from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..bounds import compare
+from ..checks import CASES, Outcome, check_case
 from ..dispatch import backends
-from ..replay.device import to_host
-from .check_arrays import HEADS, Bench
-from .check_cases import CASES, Case
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Of one case on one backend. error: largest difference, None where nothing could be compared."""
-
-    passed: bool
-    error: float | None
-    note: str = ""
-
-
-def check_case(case: Case, backend: str, seed: int, heads: int = HEADS) -> Outcome:
-    """Run a case on a backend and on the reference, on the same numbers."""
-    try:
-        backends.kernels(backend, case.kernels)
-    except ValueError:
-        return Outcome(True, None)
-    want = [to_host(array) for array in case.run(Bench("reference", seed, heads))]
-    try:
-        got = [to_host(array) for array in case.run(Bench(backend, seed, heads))]
-    except Exception as error:  # whatever a backend fails with is what the table is for
-        lines = str(error).strip().splitlines() or [""]
-        return Outcome(False, None, f"{type(error).__name__}: {lines[0]}")
-    passed, largest = True, 0.0
-    for got_array, want_array, bound in zip(got, want, case.bounds, strict=True):
-        within, difference = compare(got_array, want_array, bound)
-        passed, largest = passed and within, max(largest, difference)
-    return Outcome(passed, largest)
 
 
 def run(console: Console, backend: str | None, seed: int) -> int:

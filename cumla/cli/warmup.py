@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from ..checks import CASES, Bench, Case, cases
 from ..dispatch import backends
 from ..dispatch.call import BFLOAT16
 from ..kernels.types.plan import DecodePlan
@@ -26,9 +27,6 @@ from ..ops.sparse_cache import dequantize_and_gather_k_cache, quantize_and_inser
 from ..replay.engine import warm_up
 from ..replay.errors import InputError, OutputError
 from ..replay.options import ReplayOptions
-from . import check_cases
-from .check_arrays import Bench
-from .check_cases import CASES, Case
 
 KINDS = ("v4", "v32", "mla")
 # Cases that are for other kinds of models, by what their variant begins with.
@@ -89,7 +87,7 @@ def tasks(
     if model.kind == "v4":
         bench = Bench(backend, 0, model.heads)
         yield from compressor_calls(backend)
-        yield "qnorm_rope_and_insert DSV4_FP8", functools.partial(check_cases.window_rows(DSV4_FP8), bench)
+        yield "qnorm_rope_and_insert DSV4_FP8", functools.partial(cases.window_rows(DSV4_FP8), bench)
     if model.kind != "mla":
         for batch in batches:
             for name, call in sparse_calls(model, batch, block_size, backend):

@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from ..arrays import streams
 from ..kernels.types.verdicts import FAILED, NOT_REACHED, RIGHT, UNPROVEN, WRONG, Fresh, MiscompiledError, conclude
 from ..layout import LAYOUTS, CacheLayout, layouts_of
 
 log = logging.getLogger(__name__)
-# What the cases of `cumla check` are made with; imported only where something is to be tested, as it uses all of cumla.
-CASES, CHECK = "cumla.cli.check_cases", "cumla.cli.check"
+
+
+class Checks(Protocol):
+    """cumla.checks, which stands on the operations: the room above hands it down."""
+
+    @property
+    def CASES(self) -> Sequence[Any]:  # noqa: N802
+        """Those of all operations; a case has `op` and `variant`."""
+
+    def check_case(self, case: Any, backend: str, seed: int, heads: int) -> Any:
+        """What came of a case."""
+
+
+_checks: list[Callable[[], Checks]] = []
+
+
+def test_with(checks: Callable[[], Checks]) -> None:
+    """Test with the cases that `checks` gives, once something is to be tested."""
+    _checks[:] = [checks]
 
 
 class _Thread(threading.local):
@@ -50,12 +66,11 @@ def prove(op: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Non
 
 
 def _prove(op: str, fresh: Sequence[Fresh], cases: Sequence[Any], heads: int) -> None:
-    check = importlib.import_module(CHECK)
     backend = fresh[0].backend
     launched: set[int] = set()
     for case in cases:
         with _launches(backend) as launches:
-            outcome = check.check_case(case, backend, 0, heads)
+            outcome = _checks[0]().check_case(case, backend, 0, heads)
         launched |= {id(launch.kernel) for launch in launches}
         if outcome.passed:
             continue
@@ -78,7 +93,7 @@ def _prove(op: str, fresh: Sequence[Fresh], cases: Sequence[Any], heads: int) ->
 
 def _cases(op: str, layouts: set[str]) -> list[Any]:
     """The cases of an operation for some cache formats; where none is of these formats, the first."""
-    cases = [case for case in importlib.import_module(CASES).CASES if case.op == op]
+    cases = [case for case in _checks[0]().CASES if case.op == op]
     return [case for case in cases if any(name in case.variant for name in layouts)] or cases[:1]
 
 

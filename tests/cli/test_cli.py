@@ -13,8 +13,8 @@ from rich.console import Console
 import cumla
 from cumla.__main__ import main
 from cumla.bounds import EQUAL, Bound
+from cumla.checks import Case
 from cumla.cli import check
-from cumla.cli.check_cases import Case
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = [

@@ -10,8 +10,8 @@ from unittest import mock
 import numpy as np
 
 import cumla
-from cumla.cli import check_cases
-from cumla.cli.check_arrays import Bench
+from cumla import checks
+from cumla.checks import Bench
 from cumla.interop.ops import OPS
 from support.lab import BF16
 
@@ -44,13 +44,13 @@ class _Recorded(BaseException):
 
 
 def arguments_of(example, seed):
-    """The arguments of a case of cumla.cli.check_cases by name: NumPy arrays, and what is none."""
+    """The arguments of a case of cumla.checks by name: NumPy arrays, and what is none."""
     signature = inspect.signature(getattr(cumla, example.op))
 
     def record(*arguments, **keywords):
         raise _Recorded(signature.bind(*arguments, **keywords).arguments)
 
-    with mock.patch.object(cumla, example.op, record):
+    with mock.patch.object(checks.cases, example.op, record):
         try:
             example.run(Bench("reference", seed))
         except _Recorded as recorded:
@@ -67,7 +67,7 @@ def identifier(example):
     return f"{example.op}-{example.variant.replace(', ', '-').replace(' ', '-')}".rstrip("-")
 
 
-EXAMPLES = {identifier(example): example for example in check_cases.CASES}
+EXAMPLES = {identifier(example): example for example in checks.CASES}
 
 
 def known_to_compilers(example):

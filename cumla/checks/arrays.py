@@ -1,4 +1,4 @@
-"""Arrays of random numbers for the cases of `cumla check`."""
+"""Arrays of random numbers for the cases."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-import cumla
-
 from ..dispatch.backends import array_module
 from ..dispatch.call import BFLOAT16
 from ..layout import CacheLayout
+from ..ops.sparse_cache import quantize_and_insert_k_cache
 
 BLOCK, NUM_BLOCKS, HEADS = 5, 7, 3
 QUERY_LENS, SEQ_LENS = (1, 1, 4), (13, 2, 19)
@@ -50,7 +49,7 @@ class Bench:
         rows = self.heavy_tailed(NUM_BLOCKS * BLOCK, layout.head_dim).astype(BFLOAT16)
         if layout.quantized_dim:
             slots = self.rng.permutation(len(rows))
-            cumla.quantize_and_insert_k_cache(rows, cache, slots, BLOCK, layout=layout, backend="reference")
+            quantize_and_insert_k_cache(rows, cache, slots, BLOCK, layout=layout, backend="reference")
         else:
             cache[...] = rows.view(np.uint8).reshape(cache.shape)
         return layout.view(self.put(pages), BLOCK)

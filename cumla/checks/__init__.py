@@ -1,0 +1,47 @@
+"""Small random cases of every public op, and how a backend's results of one compare with the reference's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..bounds import compare
+from ..dispatch import backends
+from .arrays import HEADS, Bench
+from .cases import CASES, Case
+
+__all__ = ["CASES", "Bench", "Case", "Outcome", "check_case"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one case on one backend. error: largest difference, None where nothing could be compared."""
+
+    passed: bool
+    error: float | None
+    note: str = ""
+
+
+def check_case(case: Case, backend: str, seed: int, heads: int = HEADS) -> Outcome:
+    """Run a case on a backend and on the reference, on the same numbers."""
+    try:
+        backends.kernels(backend, case.kernels)
+    except ValueError:
+        return Outcome(True, None)
+    want = [_to_host(array) for array in case.run(Bench("reference", seed, heads))]
+    try:
+        got = [_to_host(array) for array in case.run(Bench(backend, seed, heads))]
+    except Exception as error:  # whatever a backend fails with is what a caller wants to say
+        lines = str(error).strip().splitlines() or [""]
+        return Outcome(False, None, f"{type(error).__name__}: {lines[0]}")
+    passed, largest = True, 0.0
+    for got_array, want_array, bound in zip(got, want, case.bounds, strict=True):
+        within, difference = compare(got_array, want_array, bound)
+        passed, largest = passed and within, max(largest, difference)
+    return Outcome(passed, largest)
+
+
+def _to_host(array: Any) -> np.ndarray:
+    return array if isinstance(array, np.ndarray) else array.get()
