@@ -28,10 +28,9 @@ import jax
 from jax.custom_batching import custom_vmap
 from jax.experimental.buffer_callback import buffer_callback
 
-from ..arrays import streams
-from ..arrays.dlpack import borrow_in_callback
 from ..dispatch import rehearsal
 from .ops import OPS, Op
+from .xla import custom_call
 
 Static = tuple[tuple[str, Any], ...]
 
@@ -78,20 +77,16 @@ def _function_of(op: Op, names: tuple[str, ...], static: Static) -> Callable[...
     def run_on_host(context: Any, outputs: Any, *inputs: Any) -> None:
         op.run(arguments_of(outputs, inputs), tuple(outputs[len(written) :]))
 
-    def run_on_device(context: Any, outputs: Any, *inputs: Any) -> None:
-        stream = context.stream
-        read = [borrow_in_callback(buffer, stream) for buffer in inputs]
-        wrote = [borrow_in_callback(buffer, stream) for buffer in outputs]
-        results = wrote[len(written) :]
+    def run_on_device(outputs: list[Any], inputs: list[Any]) -> None:
+        results = outputs[len(written) :]
         scratch = None if op.scratch is None else results.pop()
-        with streams.on(wrote[0].device.id, stream):
-            op.run(arguments_of(wrote, read), tuple(results), scratch)
+        op.run(arguments_of(outputs, inputs), tuple(results), scratch)
 
     def arguments_of(outputs: Any, inputs: Any) -> dict[str, Any]:
         arguments = {**dict(static), **dict(zip(names, inputs, strict=True))}
         return arguments | dict(zip(written, outputs, strict=False))  # the same memory as the inputs, but writable
 
-    def on(run: Callable[..., None], on_device: bool, *arrays: Any) -> Any:
+    def on(on_device: bool, *arrays: Any) -> Any:
         arguments = {**dict(static), **dict(zip(names, arrays, strict=True))}
         types = [jax.ShapeDtypeStruct(arguments[name].shape, arguments[name].dtype) for name in written]
         types += [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in op.results(arguments)]
@@ -99,15 +94,18 @@ def _function_of(op: Op, names: tuple[str, ...], static: Static) -> Callable[...
         if on_device and op.scratch is not None:
             types.append(jax.ShapeDtypeStruct((op.scratch(arguments),), "uint8"))
         aliases = {names.index(name): i for i, name in enumerate(written)}
-        call = buffer_callback(run, types, input_output_aliases=aliases, command_buffer_compatible=on_device)
+        if on_device:
+            call = custom_call((op.name, names, static), run_on_device, types, aliases)
+        else:
+            call = buffer_callback(run_on_host, types, input_output_aliases=aliases)
         return call(*arrays)[:count]
 
     @custom_vmap
     def function(*arrays: Any) -> Any:
-        on_host = functools.partial(on, run_on_host, False)
+        on_host = functools.partial(on, False)
         if jax.default_backend() == "cpu":
             return on_host(*arrays)
-        return jax.lax.platform_dependent(*arrays, cpu=on_host, cuda=functools.partial(on, run_on_device, True))
+        return jax.lax.platform_dependent(*arrays, cpu=on_host, cuda=functools.partial(on, True))
 
     @function.def_vmap
     def refuse(axis_size: int, in_batched: Any, *arrays: Any) -> Any:

@@ -232,22 +232,10 @@ def _borrow_dlpack(array: Any, name: str, stream: int | None = None) -> tuple[An
     return np.asarray(holder).view(dtype), read_only
 
 
-def borrow_in_callback(buffer: Any, stream: int) -> Any:
-    """A row-major buffer that a compiler hands to a callback on `stream`, as NumPy or CuPy; for the callback only.
-
-    Nothing is kept and nothing waited for: the compiler sees to both. Whether it may be written is not looked at.
-    """
-    device_type, device = buffer.__dlpack_device__()
-    if device_type == KDL_CPU:
-        return borrow(buffer)
-    held = buffer.__dlpack__(stream=stream, max_version=(1, 1))
-    tensor, _ = capsule.read(held, "buffer", (device_type, device))
-    return _row_major_at((tensor.data or 0) + tensor.byte_offset, buffer.shape, buffer.dtype, device)
-
-
 @functools.lru_cache(maxsize=4096)
-def _row_major_at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> Any:
-    """Kept, as a compiled program has its buffers in the same places again and again."""
+def row_major_at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> Any:
+    """A buffer of a compiled program as a CuPy array, 8-bit floats as bytes. Nothing is kept alive or waited for: the
+    program sees to both. The array is kept, as a program has its buffers in the same places again and again."""
     dtype = np.dtype(np.uint8) if dtype in FLOAT8_TYPES else np.dtype(dtype)
     return _over_device_memory(address, shape, _row_major(shape, dtype.itemsize), dtype, device, None)
 

@@ -135,9 +135,7 @@ class Kernel:
         if 0 in grid:
             return
         device = self._device()
-        function = self._functions.get(device)
-        if function is None:
-            function = self._functions[device] = self.raw.kernel.ptr
+        function = self._functions.get(device) or self.handle(device)
         overlap = overlap and capability(device) >= 90
         packing = self._packing
         launch_kernel, memory, config, attribute, extra = self._thread.memory
@@ -165,6 +163,21 @@ class Kernel:
             else:
                 found.append(value)
         return tuple(found)
+
+    def handle(self, device: int) -> int:
+        """The driver's function, loaded on `device`, which is the current one."""
+        function = self._functions.get(device)
+        if function is None:
+            function = self._functions[device] = self.raw.kernel.ptr
+        return function
+
+    def packed(self, numbers: list[Any]) -> bytes:
+        """Arguments as the driver takes them."""
+        return self._packing.pack(*numbers)
+
+    def place(self, argument: int) -> int:
+        """Where an address among packed arguments is, in bytes from their start."""
+        return struct.calcsize(self._packing.format[: argument + 1]) - struct.calcsize("P")
 
     @property
     def addresses(self) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,10 +32,10 @@ class Workspace:
         self._last = self._used = 0  # bytes of `memory` before the last array that was cut out of it, and with it
         self._place: int | None = None if memory is None else place_of(memory)
 
-    def array(self, name: str, size: int, dtype: Any, like: Any, zeroed: bool = False) -> Any:
+    def array(self, name: str, size: int, dtype: Any, like: Any, clear: Callable[[Any], None] | None = None) -> Any:
         """The flat array of this name, of at least `size` elements, beside `like`.
 
-        zeroed  whether a new one is zero
+        clear  called with a new one, to make it zero
 
         Raises ValueError for a `like` on another device and where `memory` has no room, RuntimeError where an array
         would have to be allocated while a CUDA graph is captured.
@@ -45,10 +46,8 @@ class Workspace:
         if held is not None and held.size >= size and held.dtype == dtype:
             return held
         new = self._allocated(size, dtype, like, held) if self.memory is None else self._cut(size, dtype, held)
-        if zeroed and isinstance(new, np.ndarray):
-            new[:] = 0
-        elif zeroed:
-            new.data.memset_async(0, new.nbytes)
+        if clear is not None:
+            clear(new)
         if held is not None:
             self._outgrown.append(held)
         self._arrays[name], self._place = new, place_of(like)

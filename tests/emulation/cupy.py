@@ -92,12 +92,15 @@ def library(name, *rest):
     return DRIVER if name.startswith("libcuda.so") else ctypes.CDLL(name, *rest)
 
 
+CONFIG = struct.Struct("7IPPI")  # CUlaunchConfig
+
+
 def launch_kernel(config, function, _, extra):
     """cuLaunchKernelEx, whose arguments are addresses, for packed arguments; raises what goes wrong."""
-    head = launch.HEAD.unpack(ctypes.string_at(config, launch.HEAD.size))
-    *sizes, shared_bytes, stream, _, overlap, argument_bytes = head
-    kind, arguments, *_ = (ctypes.c_void_p * 5).from_address(extra)
-    assert kind == launch.BUFFER_POINTER
+    *sizes, shared_bytes, stream, _, overlap = CONFIG.unpack(ctypes.string_at(config, CONFIG.size))
+    kind, arguments, other_kind, size, end = (ctypes.c_void_p * 5).from_address(extra)
+    assert (kind, other_kind, end) == (launch.BUFFER_POINTER, launch.BUFFER_SIZE, None)
+    argument_bytes = ctypes.c_size_t.from_address(size).value
     raw, kernel = LAUNCHABLE[function - 1]
     if shared_bytes > raw.max_dynamic_shared_size_bytes:
         raise launches.EmulationError(f"{raw.name}: {shared_bytes} bytes of shared memory, which it is not allowed")
@@ -128,6 +131,7 @@ def encode_tensor_map(tensor_map, kind, rank, address, sizes, strides, box, elem
 DRIVER = types.SimpleNamespace(
     cuLaunchKernelEx=launch_kernel, cuThreadExchangeStreamCaptureMode=queues.exchange_capture_mode,
     cuTensorMapEncodeTiled=encode_tensor_map, cuStreamGetCaptureInfo_v2=queues.capture_info,
+    cuGraphGetNodes=queues.graph_nodes,
 )  # fmt: skip
 
 

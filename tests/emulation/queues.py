@@ -7,6 +7,7 @@ not wait (griddepcontrol.wait), or not before it touches memory, finds nothing o
 What is queued behind `busy()` runs when somebody waits for it: who does not, on another stream, comes too early.
 """
 
+import ctypes
 import threading
 
 RELAXED = 2  # of the ways to capture a graph: this thread may do what would spoil it
@@ -227,6 +228,10 @@ class Graph:
     def __init__(self, works):
         self.works = works
 
+    @property
+    def graph(self):
+        return id(self)
+
     def launch(self, stream=None):
         for work in self.works:
             (stream or current_stream()).add(work)
@@ -259,6 +264,12 @@ def refuse_in_capture(what):
 def exchange_capture_mode(mode):
     """cuThreadExchangeStreamCaptureMode, for a reference to a C int."""
     _thread.capture_mode, mode._obj.value = mode._obj.value, _thread.capture_mode
+    return 0
+
+
+def graph_nodes(graph, nodes, count):
+    """cuGraphGetNodes, for a reference to how many there are."""
+    count._obj.value = len(ctypes.cast(graph, ctypes.py_object).value.works)
     return 0
 
 

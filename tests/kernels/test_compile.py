@@ -109,6 +109,7 @@ SOURCES = [
     ("common/advance.cu", {"TOKEN": "int64", "SAMPLED": "int", "POSITION": "int64", "SLOT": "int64"}),
     ("common/indices.cu", {"ALIGNED": 1}),
     ("common/indices.cu", {"ALIGNED": 0}),
+    ("common/clear.cu", {}),
     ("common/sparse/plan.cu", {}),
     ("sm90/decode/decode.cu", {"LAYOUT": "DSV4_FP8"}),
     ("sm90/decode/decode.cu", {"LAYOUT": "V32_FP8"}),

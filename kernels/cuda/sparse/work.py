@@ -168,8 +168,13 @@ def memory_for(plan: DecodePlan | None, work: Work, division: Division, capture:
         workspace.array("partial_out", sizes.partial_out, np.float32, work.q) if cut else None,
         workspace.array("partial_lse", sizes.partial_lse, np.float32, work.q) if cut else None,
         workspace.array("exact_parts", sizes.exact_parts, np.float32, work.q),
-        workspace.array("unsafe", sizes.unsafe, np.int32, work.q, zeroed=True),
+        workspace.array("unsafe", sizes.unsafe, np.int32, work.q, clear),
     )
+
+
+def clear(words: Any) -> None:
+    """Make an int32 array zero."""
+    kernel("common/clear.cu", "clear")((-(-len(words) // 256),), (256,), (words, len(words)), overlap=True)
 
 
 @functools.lru_cache(maxsize=1024)

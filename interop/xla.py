@@ -1,0 +1,251 @@
+"""XLA's calls of cumla's operations on GPUs, without Python.
+
+Inside jax.jit an operation is a custom call, which XLA makes from a thread of its own for every device. A callback in
+Python takes 100 to 300 us there, and one device waits for the other's (the GIL). So the first call on a device is made
+in Python, and what it launches is noted; later calls of the same program are made by a compiled handler, which puts the
+new addresses in and launches the same kernels again. XLA may capture it in a command buffer, or call it each time.
+
+An operation that does something else than to launch kernels is called in Python each time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import itertools
+import logging
+import struct
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..arrays import dlpack, streams
+from ..kernels.cuda.device import capability
+from ..kernels.cuda.launch import PROGRAMMATIC_STREAM_SERIALIZATION, Launch, recorded_launches
+from . import xla_frame
+from .xla_frame import CallFrame
+from .xla_handler import CONFIG_WORDS, MAX_ARGUMENT_BYTES, MAX_BUFFERS, MAX_VERSIONS, SLOTS, address_of, make_handler
+
+log = logging.getLogger(__name__)
+TARGET = "cumla_launches"
+ALIGNMENT = 16  # bytes: the widest access that a launcher chooses by an address
+
+Shape = tuple[tuple[int, ...], np.dtype[Any]]
+Run = Callable[[list[Any], list[Any]], None]
+
+
+@dataclass
+class Call:
+    """A custom call of a program.
+
+    run      makes it in Python: (outputs, inputs) as CuPy arrays, on CuPy's current stream
+    shapes   (shape, dtype) of the inputs and, behind them, the outputs
+    inputs   how many inputs
+    noted    how often its launches were noted; None: it cannot be made without Python
+    """
+
+    run: Run
+    shapes: Sequence[Shape]
+    inputs: int
+    noted: int | None = 0
+
+
+@dataclass
+class Table:
+    """What the handler looks up: by a call's number the address of its first note, in pairs of words."""
+
+    words: np.ndarray = field(default_factory=lambda: np.zeros(2 * SLOTS, np.int64))
+    calls: dict[int, Call] = field(default_factory=dict)
+    kept: list[Any] = field(default_factory=list)  # what notes are in and what they mention
+    lock: Any = field(default_factory=threading.RLock)
+
+    def add(self, number: int, call: Call) -> None:
+        with self.lock:
+            self.calls.setdefault(number, call)
+
+    def publish(self, number: int, note: np.ndarray, *kept: Any) -> None:
+        """Let the handler find a note, before those that the call has."""
+        with self.lock:
+            slot = next(
+                (at for at in ((number + i) % SLOTS for i in range(SLOTS // 2)) if self.words[2 * at] in (0, number)),
+                None,
+            )
+            if slot is None:
+                return
+            self.kept.append((note, kept))
+            note[0] = self.words[2 * slot + 1]
+            self.words[2 * slot + 1] = note.ctypes.data  # whoever finds the number finds what belongs to it
+            self.words[2 * slot] = number
+
+
+TABLE = Table()
+
+
+def custom_call(name: Any, run: Run, results: Sequence[jax.ShapeDtypeStruct], aliases: dict[int, int]) -> Any:
+    """A function of JAX arrays that makes a call on a GPU. `name` tells it from all others, in every process alike."""
+
+    def call(*arrays: Any) -> Any:
+        shapes = [(x.shape, np.dtype(x.dtype)) for x in (*arrays, *results)]
+        number = int.from_bytes(hashlib.sha256(repr((name, shapes)).encode()).digest()[:7], "little") + 1
+        TABLE.add(number, Call(run, shapes, len(arrays)))
+        register()
+        made = jax.ffi.ffi_call(TARGET, results, input_output_aliases=aliases, vmap_method="broadcast_all")
+        return made(*arrays, call=np.uint64(number))
+
+    return call
+
+
+@functools.cache
+def register() -> None:
+    """Make the handler known to XLA."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    handler = make_handler(
+        TABLE.words.ctypes.data, address_of(driver.cuLaunchKernelEx), address_of(driver.cuCtxGetCurrent), in_python()
+    )
+    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler), platform="CUDA", traits=1)
+
+
+@functools.cache
+def in_python() -> int:
+    """The address of what the handler does not do itself."""
+    callback = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(_in_python)
+    TABLE.kept.append(callback)
+    return address_of(callback)
+
+
+def _in_python(address: int, status: int) -> int:
+    """A call of the handler: XLA asks what it is, or a call is made for the first time, or a launch failed.
+
+    Returns the address of an error, or 0.
+    """
+    frame = CallFrame.from_address(address)
+    try:
+        if frame.extension and frame.extension.contents.type == xla_frame.METADATA:
+            extension = ctypes.cast(frame.extension, ctypes.POINTER(xla_frame.MetadataExtension))
+            xla_frame.say_what_we_are(extension.contents.metadata.contents)
+            return 0
+        if status:
+            raise sys.modules["cupy"].cuda.driver.CUDADriverError(status)
+        make(frame)
+        return 0
+    except BaseException as error:
+        return xla_frame.error_of(frame, f"{type(error).__name__}: {error}")
+
+
+def make(frame: CallFrame) -> None:
+    """Make a call, and note what it launches for the next."""
+    number = int(frame.attributes.values[0].contents.value[0])
+    call = TABLE.calls.get(number)
+    if call is None:
+        raise RuntimeError("this program was compiled in another process: trace it here, too")
+    addresses = [*frame.arguments.addresses(), *frame.results.addresses()]
+    stream, device = xla_frame.stream_of(frame), device_of(addresses)
+    context = current_context()
+    arrays = [dlpack.row_major_at(at, *shape, device) for at, shape in zip(addresses, call.shapes, strict=True)]
+    inputs, outputs = arrays[: call.inputs], arrays[call.inputs :]
+    with streams.on(device, stream):
+        call.run(outputs, inputs)
+    with TABLE.lock:
+        if call.noted is None:
+            return
+        if call.noted >= MAX_VERSIONS:
+            call.noted = None
+            return
+        call.noted += 1
+        launches = launches_of(functools.partial(call.run, outputs, inputs), device)
+        note = None if launches is None else note_of(launches, arrays, context, device)
+        if note is None:
+            log.debug("%s is made in Python each time", call.shapes)
+            call.noted = None
+            return
+        TABLE.publish(number, note, launches)
+
+
+def device_of(addresses: Sequence[int]) -> int:
+    """The CUDA device of these buffers, of which empty ones have no address."""
+    runtime = sys.modules["cupy"].cuda.runtime
+    return next((int(runtime.pointerGetAttributes(at).device) for at in addresses if at), runtime.getDevice())
+
+
+def current_context() -> int:
+    """The CUDA context of this thread, as XLA has set it."""
+    context = ctypes.c_void_p()
+    ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(context))
+    return context.value or 0
+
+
+def launches_of(run: Callable[[], None], device: int) -> list[Launch] | None:
+    """What `run` launches, nothing of which is run; None if that is not all that it does."""
+    cupy, driver = sys.modules["cupy"], ctypes.CDLL("libcuda.so.1")
+    with cupy.cuda.Device(device), streams.relaxed_capture():  # XLA may be capturing
+        stream = capturing_stream(device)
+        graph = None
+        with stream:
+            stream.begin_capture()
+            try:
+                with recorded_launches() as launches:
+                    run()
+            except Exception:
+                log.debug("not captured", exc_info=True)
+                launches = []
+            finally:
+                graph = stream.end_capture()
+        launches = [launch for launch in launches if 0 not in launch.grid]
+        nodes = ctypes.c_size_t()
+        driver.cuGraphGetNodes(ctypes.c_void_p(graph.graph), None, ctypes.byref(nodes))
+    return launches if launches and nodes.value == len(launches) else None
+
+
+@functools.cache
+def capturing_stream(device: int) -> Any:
+    return sys.modules["cupy"].cuda.Stream(non_blocking=True)
+
+
+def note_of(launches: Sequence[Launch], arrays: Sequence[Any], context: int, device: int) -> np.ndarray | None:
+    """Launches as words for the handler (xla_handler.py), or None if they do not follow from the buffers alone."""
+    spans = [(array.data.ptr, array.nbytes) for array in arrays]
+    if not context or len(spans) > MAX_BUFFERS:
+        return None
+    together: set[tuple[int, int, int]] = set()
+    lines: list[list[int]] = []
+    for launch in launches:
+        kernel, places = launch.kernel, []
+        for argument in kernel.addresses:
+            address = launch.numbers[argument]
+            if not address:
+                continue
+            owners = [i for i, (start, size) in enumerate(spans) if start <= address < start + size]
+            if not owners:
+                return None
+            first = spans[owners[0]][0]
+            places += [kernel.place(argument), owners[0], address - first]
+            together |= {(owners[0], other, spans[other][0] - first) for other in owners[1:]}
+        block = kernel.packed(launch.numbers)
+        if len(block) > MAX_ARGUMENT_BYTES:
+            return None
+        overlap = launch.overlap and capability(device) >= 90
+        config = struct.pack("7IxxxxPPIxxxx", *launch.grid, *launch.block, launch.shared_bytes, 0,
+                             ATTRIBUTE.ctypes.data if overlap else 0, int(overlap))  # fmt: skip
+        argument_words = words(block)
+        lines.append(
+            [kernel.handle(device), *words(config), len(block), len(argument_words), *argument_words, len(places) // 3,
+             *places]
+        )  # fmt: skip
+    alignments = [start % ALIGNMENT for start, _ in spans]
+    note = [0, context, len(spans), *alignments, len(together), *itertools.chain(*sorted(together)), len(lines)]
+    return np.array(note + list(itertools.chain(*lines)), np.int64)
+
+
+def words(block: bytes) -> list[int]:
+    return np.frombuffer(block + bytes(-len(block) % 8), np.int64).tolist()
+
+
+# CUlaunchAttribute: that a kernel may start before the one ahead of it has ended.
+ATTRIBUTE = np.array([PROGRAMMATIC_STREAM_SERIALIZATION, 1, 0, 0, 0, 0, 0, 0, 0], np.int64)
+assert struct.calcsize("7IxxxxPPIxxxx") // 8 == CONFIG_WORDS
