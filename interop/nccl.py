@@ -32,6 +32,7 @@ from ..arrays import dlpack, streams
 from ..parallel.agreement import Agreement, RankError, names
 from ..parallel.communicator import Move, as_tuple, described, moves, result_of, sent_bytes
 from ..parallel.store import MemoryStore, Store, TcpStore
+from .nccl_windows import Windows
 
 BYTE = 1  # ncclUint8
 SUM = 0
@@ -68,7 +69,7 @@ class NcclCommunicator:
         self.traffic: collections.Counter[str] = collections.Counter()
         self._agreement = Agreement(store, rank, size, time_limit)
         self._known: set[Any] = set()
-        self._last_words, self._calls, self._waits = "nothing", 0, 0
+        self._last_words, self._calls, self._waits, self._memories = "nothing", 0, 0, 0
         self._error: RankError | None = None
         self._lock, self._over = threading.Lock(), threading.Event()
         with cupy.cuda.Device(self.device):
@@ -76,6 +77,7 @@ class NcclCommunicator:
             self._event = cupy.cuda.Event(disable_timing=True)
             try:
                 self._comm = self._join() if _made is None else self._meet(_made)
+                self._windows = Windows(self._comm)
             except BaseException as error:
                 self._agreement.end(error)
                 raise
@@ -116,6 +118,14 @@ class NcclCommunicator:
         address, key = mpi.bcast(place, root=0)
         return cls(TcpStore(address, key, time_limit), mpi.Get_rank(), mpi.Get_size(), device=device,
                    time_limit=time_limit)  # fmt: skip
+
+    def memory(self, nbytes: int, like: Any) -> Any:
+        """uint8 [nbytes] that NCCL knows of on all ranks, if it can (2.27); kept as long as the communicator."""
+        with cupy.cuda.Device(self.device):
+            self._tell(("memory", self._memories, nbytes), f"memory of {nbytes} bytes")
+            self._memories += 1
+            found = self._windows.memory(nbytes)
+            return cupy.empty(nbytes, "uint8") if found is None else found
 
     # ---- the three functions
 
@@ -300,7 +310,9 @@ class NcclCommunicator:
             ending = threading.Thread(target=self._comm.destroy, daemon=True)
             ending.start()
             ending.join(GRACE_SECONDS)
-            if ending.is_alive():
+            if not ending.is_alive():
+                self._windows.free()
+            else:
                 warnings.warn(
                     f"rank {self.rank}: NCCL waits for other ranks, or for graphs that still exist, to be closed",
                     RuntimeWarning,

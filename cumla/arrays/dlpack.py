@@ -177,7 +177,7 @@ def _borrow_cuda_interface(array: Any, stream: int | None) -> tuple[Any, bool]:
     interface = array.__cuda_array_interface__
     dtype = np.dtype(interface["typestr"])
     pointer, read_only = interface["data"]
-    strides = interface.get("strides") or _row_major(interface["shape"], dtype.itemsize)
+    strides = interface.get("strides") or row_major(interface["shape"], dtype.itemsize)
     device = _device_of_pointer(pointer) if pointer else 0
     user, producer = _user_stream(stream), interface.get("stream")
     if producer is not None and producer != user:
@@ -220,7 +220,7 @@ def _borrow_dlpack(array: Any, name: str, stream: int | None = None) -> tuple[An
     if tensor.strides:
         strides = tuple(tensor.strides[i] * dtype.itemsize for i in range(tensor.ndim))
     else:
-        strides = _row_major(shape, dtype.itemsize)
+        strides = row_major(shape, dtype.itemsize)
     address = (tensor.data or 0) + tensor.byte_offset
     held = capsule.Borrowed(held)
     if on_device:
@@ -237,7 +237,7 @@ def row_major_at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any], dev
     """A buffer of a compiled program as a CuPy array, 8-bit floats as bytes. Nothing is kept alive or waited for: the
     program sees to both. The array is kept, as a program has its buffers in the same places again and again."""
     dtype = np.dtype(np.uint8) if dtype in FLOAT8_TYPES else np.dtype(dtype)
-    return _over_device_memory(address, shape, _row_major(shape, dtype.itemsize), dtype, device, None)
+    return _over_device_memory(address, shape, row_major(shape, dtype.itemsize), dtype, device, None)
 
 
 class _UntilDone:
@@ -299,7 +299,7 @@ class _HostMemory:
         }
 
 
-def _row_major(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+def row_major(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     return tuple(itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 

@@ -28,8 +28,11 @@ class Communicator(Protocol):
     @property
     def size(self) -> int: ...
 
+    def memory(self, nbytes: int, like: Any) -> Any:
+        """uint8 [nbytes] beside `like`, of the kind that is moved fastest. All ranks ask for as much."""
+
     def all_gather(self, x: Any, out: Any = None, stream: Any = None) -> Any:
-        """Every rank's x, as [size, *x.shape]."""
+        """Every rank's x, as [size, *x.shape]. x may be out[rank]: then it is not copied there."""
 
     def reduce_scatter(self, x: Any, out: Any = None, stream: Any = None) -> Any:
         """The sum over all ranks of their x[rank]. x is [size, ...], the result [...]."""

@@ -6,13 +6,14 @@ their projections do: then q is gathered over heads first, and of the results ea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from ..arrays import dlpack, streams
-from ..kernels.types.plan import DecodePlan, DenseDecodePlan, Workspace
+from ..kernels.types.plan import DecodePlan, DenseDecodePlan, Workspace, aligned_bytes, piece
 from ..kernels.types.shard import Shard
 from ..layers.sparse import Observer, not_observed
 from ..ops.dense_attention import dense_mla_decode
@@ -20,7 +21,7 @@ from ..ops.shards import local_seq_lens, merge_partials
 from ..ops.sparse_attention import V_DIM, sparse_mla_decode
 from .communicator import Communicator, copy
 
-FLOAT32 = np.dtype(np.float32)
+FLOAT32, BYTE = np.dtype(np.float32), np.dtype(np.uint8)
 WORTH_A_CALL = 4 << 20  # bytes that a rank may send more, if that saves one of two exchanges
 
 Attend = Callable[[Any, Any, Any], None]
@@ -47,7 +48,7 @@ class ContextAttention:
         observe: Observer = not_observed,
     ) -> None:
         self.comm, self.split_heads, self.backend, self.observe = comm, split_heads, backend, observe
-        self._workspace = Workspace(owner="ContextAttention")
+        self._workspace = Workspace(owner="ContextAttention", allocate=comm.memory)
         self._dense_plan, self._sparse_plan = DenseDecodePlan(), DecodePlan()
 
     def queries(self, tokens: int, heads: int, dim: int, like: Any) -> Any:
@@ -172,13 +173,22 @@ class ContextAttention:
 
     def _everything_to_all(self, attend: Attend, q: Any, sink: Any, out: Any, lse: Any) -> None:
         """Every rank gets all results, and merges all heads."""
-        part, part_lse = self._arrays("part", out.shape, q)
+        rows, size = math.prod(out.shape[:-1]), self.comm.size
+        at_lse = rows * V_DIM * q.dtype.itemsize  # of a rank's piece, which goes as it is; out is before it
+        nbytes = aligned_bytes(at_lse + rows * FLOAT32.itemsize)
+        memory = self._array("pieces", (size * nbytes,), BYTE, q)
+
+        def pieces(first: int, shape: tuple[int, ...], dtype: Any) -> Any:
+            inner = dlpack.row_major(shape, dtype.itemsize)
+            return piece(memory, first, (size, *shape), dtype, (nbytes, *inner))
+
+        parts, lses = pieces(0, out.shape, q.dtype), pieces(at_lse, out.shape[:-1], FLOAT32)
         with self.observe("attend"):
-            attend(q, part, part_lse)
-        parts = self._arrays("parts", (self.comm.size, *out.shape), q)
+            attend(q, parts[self.comm.rank], lses[self.comm.rank])
+        everyones = memory.reshape(size, nbytes)
         with self.observe("exchange"):
-            self.comm.all_gather((part, part_lse), parts)
-        self._merge(*parts, sink, out, lse)
+            self.comm.all_gather(everyones[self.comm.rank], everyones)
+        self._merge(parts, lses, sink, out, lse)
 
     def _by_heads(self, attend: Attend, q: Any, sink: Any, out: Any, lse: Any) -> None:
         """Every rank gets the results of its own heads, of which out and lse are, and merges them."""

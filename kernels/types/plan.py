@@ -20,12 +20,15 @@ class Workspace:
     workspace: graphs that were captured with it use it still. While a graph is captured nothing is allocated.
     A workspace serves one stream at a time, on one device.
 
-    memory  uint8 [n] on the device, to be used instead of allocating; a call says what it must have room for
-    owner   what errors call it
+    memory    uint8 [n] on the device, to be used instead of allocating; a call says what it must have room for
+    owner     what errors call it
+    allocate  (bytes, like) -> uint8 [bytes] beside `like`; None: memory like any
     """
 
-    def __init__(self, memory: Any = None, owner: str = "plan") -> None:
-        self.memory, self.owner = memory, owner
+    def __init__(
+        self, memory: Any = None, owner: str = "plan", allocate: Callable[[int, Any], Any] | None = None
+    ) -> None:
+        self.memory, self.owner, self._allocate = memory, owner, allocate
         self.contents: dict[str, Any] = {}  # what those who use an array note of what it holds; not when it is new
         self._arrays: dict[str, Any] = {}
         self._outgrown: list[Any] = []
@@ -78,7 +81,10 @@ class Workspace:
                 f"give a {self.owner} that has served a call of this shape before"
             )
         # At least twice as large as before: what is kept is then no more than what is in use.
-        return dlpack.empty((size if held is None else max(size, 2 * held.size),), dtype, like)
+        size = size if held is None else max(size, 2 * held.size)
+        if self._allocate is None:
+            return dlpack.empty((size,), dtype, like)
+        return piece(self._allocate(size * dtype.itemsize, like), 0, (size,), dtype)
 
     def _cut(self, size: int, dtype: np.dtype[Any], held: Any) -> Any:
         first = self._used
@@ -88,9 +94,14 @@ class Workspace:
         if end > self.memory.nbytes:
             raise ValueError(f"{self.owner}: got a workspace of {self.memory.nbytes} bytes, expected at least {end}")
         self._last, self._used = first, aligned_bytes(end)
-        if isinstance(self.memory, np.ndarray):
-            return self.memory[first:end].view(dtype)
-        return type(self.memory)((size,), dtype, self.memory.data + first)
+        return piece(self.memory, first, (size,), dtype)
+
+
+def piece(memory: Any, first: int, shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...] | None = None) -> Any:
+    """An array in memory, uint8 [n], from byte `first` on; strides in bytes, None: row-major."""
+    if isinstance(memory, np.ndarray):
+        return np.ndarray(shape, dtype, memory.data, first, strides)
+    return type(memory)(shape, dtype, memory.data + first, strides)
 
 
 def aligned_bytes(size: int) -> int:
