@@ -10,8 +10,6 @@ import functools
 import os
 from typing import Any
 
-import cupy
-
 SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
 GRANULARITY = 2 << 20  # bytes, of memory that can be shared
 
@@ -38,6 +36,8 @@ class Windows:
 
         None where NCCL has no windows. Raises RuntimeError where it fails.
         """
+        import cupy
+
         nccl = library()
         if nccl is None:
             return None

@@ -16,7 +16,6 @@ import hashlib
 import itertools
 import logging
 import struct
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -131,7 +130,7 @@ def _in_python(address: int, status: int) -> int:
             xla_frame.say_what_we_are(extension.contents.metadata.contents)
             return 0
         if status:
-            raise sys.modules["cupy"].cuda.driver.CUDADriverError(status)
+            raise RuntimeError(f"cuLaunchKernelEx: got CUDA error {status}")
         make(frame)
         return 0
     except BaseException as error:
@@ -169,7 +168,9 @@ def make(frame: CallFrame) -> None:
 
 def device_of(addresses: Sequence[int]) -> int:
     """The CUDA device of these buffers, of which empty ones have no address."""
-    runtime = sys.modules["cupy"].cuda.runtime
+    import cupy
+
+    runtime = cupy.cuda.runtime
     return next((int(runtime.pointerGetAttributes(at).device) for at in addresses if at), runtime.getDevice())
 
 
@@ -182,7 +183,9 @@ def current_context() -> int:
 
 def launches_of(run: Callable[[], None], device: int) -> list[Launch] | None:
     """What `run` launches, nothing of which is run; None if that is not all that it does."""
-    cupy, driver = sys.modules["cupy"], ctypes.CDLL("libcuda.so.1")
+    import cupy
+
+    driver = ctypes.CDLL("libcuda.so.1")
     with cupy.cuda.Device(device), streams.relaxed_capture():  # XLA may be capturing
         stream = capturing_stream(device)
         graph = None
@@ -204,7 +207,9 @@ def launches_of(run: Callable[[], None], device: int) -> list[Launch] | None:
 
 @functools.cache
 def capturing_stream(device: int) -> Any:
-    return sys.modules["cupy"].cuda.Stream(non_blocking=True)
+    import cupy
+
+    return cupy.cuda.Stream(non_blocking=True)
 
 
 def note_of(launches: Sequence[Launch], arrays: Sequence[Any], context: int, device: int) -> np.ndarray | None:

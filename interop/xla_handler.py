@@ -195,23 +195,21 @@ def make_handler(table: int, launch_kernel: int, current_context: int, in_python
             return call_2(in_python, frame, 0)
         if load(frame + STAGE) & LOW != EXECUTE:
             return 0
-        question, context, addresses = on_stack(QUESTION_WORDS), on_stack(1), on_stack(MAX_BUFFERS)
+        context, addresses = on_stack(1), on_stack(MAX_BUFFERS)
+        store(context, 0)
+        call_1(current_context, context)
+        count, at = addresses_of(frame, addresses), 0
+        if count <= MAX_BUFFERS:
+            at = fitting(first_note(load(load(load(load(frame + NUMBER)) + VALUE))), load(context), addresses, count)
+        if not at:
+            return call_2(in_python, frame, 0)
+        question = on_stack(QUESTION_WORDS)
         store(question, QUESTION_BYTES)
         store(question + 8, 0)
         store(question + QUESTION_CONTEXT, load(frame + CONTEXT))
-        store(question + QUESTION_STREAM, 0)
         error = call_1(load(load(frame + API) + STREAM_GET), question)
         if error:
             return error
-        store(context, 0)
-        call_1(current_context, context)
-        count = addresses_of(frame, addresses)
-        number = load(load(load(load(frame + NUMBER)) + VALUE))
-        at = 0
-        if count <= MAX_BUFFERS:
-            at = fitting(first_note(number), load(context), addresses, count)
-        if not at:
-            return call_2(in_python, frame, 0)
         status = launch(at, load(question + QUESTION_STREAM), addresses)
         if status:
             return call_2(in_python, frame, status)

@@ -137,7 +137,7 @@ class Program:
         """As XLA has its arrays."""
         return self.device.put(np.ascontiguousarray(array))
 
-    def call(self, compiler, rng, **more):
+    def call(self, compiler, rng, finished=True, **more):
         """Make the call with other arrays. Returns what it wrote and what an eager call writes."""
         arguments = operations.CASES[self.case](rng)
         want = [x.get() for x in operations.expected(self.case, arguments, self.op.writes, self._put)]
@@ -146,6 +146,8 @@ class Program:
         written = [inputs[self.names.index(name)] for name in self.op.writes if name in self.names]
         new = [self._put(np.zeros(*shape)) for shape in call.shapes[len(inputs) + len(written) :]]
         compiler.call(self.number, inputs, [*written, *new], **more)
+        if not finished:
+            return None
         return [x.get() for x in (*written, *new)][: len(want)], want
 
 
@@ -154,7 +156,145 @@ def test_the_second_call_is_made_without_python(case, device, compiler, calls, r
     program = Program(device, case, rng)
     for turn in range(3):
         before = len(calls)
-        got, want = program.call(compiler, rng)
-        for one, other in zip(got, want, strict=True):
-            assert operations.same_bits(one, other)
+        check(program, compiler, rng)
         assert bool(calls[before:]) == (turn == 0), (turn, calls)
+
+
+CASE = "dense_mla_decode-bfloat16"
+
+
+@pytest.fixture
+def program(device, compiler, rng):
+    return Program(device, CASE, rng)
+
+
+def check(program, compiler, rng, **more):
+    got, want = program.call(compiler, rng, **more)
+    for one, other in zip(got, want, strict=True):
+        assert operations.same_bits(one, other)
+
+
+def test_work_goes_to_the_stream_of_the_call(device, program, compiler, rng):
+    import cupy
+
+    for _ in range(3):
+        stream = cupy.cuda.Stream(non_blocking=True)
+        done = cupy.cuda.Event()
+        stream.busy()
+        program.call(compiler, rng, stream=stream.ptr, finished=False)
+        done.record(stream)
+        assert not done.done
+        stream.synchronize()
+
+
+def test_other_stages_do_nothing(program, compiler, calls, rng):
+    for stage in range(xla_frame.EXECUTE):
+        compiler.call(program.number, [], [], stage=stage)
+    assert not calls
+
+
+def test_another_device_has_notes_of_its_own(program, compiler, calls, rng):
+    for context, asked in ((CONTEXTS[0], True), (CONTEXTS[0], False), (CONTEXTS[1], True), (CONTEXTS[0], False)):
+        compiler.context, before = context, len(calls)
+        check(program, compiler, rng)
+        assert bool(calls[before:]) == asked
+
+
+def test_buffers_that_lie_otherwise_have_notes_of_their_own(device, program, compiler, calls, rng):
+    """A launcher chooses its kernel by alignment."""
+    put = program._put
+    for shift, asked in ((0, True), (2, True), (0, False), (2, False)):
+
+        def shifted(array, shift=shift):
+            import cupy
+
+            memory = cupy.empty(array.nbytes + 16, np.uint8)
+            place = cupy.ndarray(array.shape, array.dtype, memory.data + shift * (array.dtype.itemsize <= 2))
+            place[...] = put(array)
+            return place
+
+        program._put, before = shifted, len(calls)
+        check(program, compiler, rng)
+        assert bool(calls[before:]) == asked, shift
+
+
+def test_work_that_is_no_launch_is_done_each_time(device, program, compiler, calls, monkeypatch, rng):
+    import cupy
+
+    done, run = [], Op.run
+
+    def more(self, *arguments):
+        run(self, *arguments)
+        cupy.cuda.get_current_stream().add(lambda: done.append(1))
+
+    monkeypatch.setattr(Op, "run", more)
+    for turn in range(3):
+        check(program, compiler, rng)
+        assert len(done) == turn + 1
+
+
+def test_what_goes_wrong_in_python_is_an_error(program, compiler, monkeypatch, rng):
+    def fail(self, *arguments):
+        raise ValueError("q: got nonsense")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Op, "run", fail)
+        with pytest.raises(RuntimeError, match="^ValueError: q: got nonsense$"):
+            program.call(compiler, rng)
+    check(program, compiler, rng)
+
+
+def test_a_launch_that_fails_is_an_error(program, compiler, rng):
+    check(program, compiler, rng)
+    compiler.fail = 701
+    with pytest.raises(RuntimeError, match="cuLaunchKernelEx: got CUDA error 701"):
+        program.call(compiler, rng)
+    compiler.fail = 0
+    check(program, compiler, rng)
+
+
+def test_a_program_of_another_process_is_an_error(compiler):
+    with pytest.raises(RuntimeError, match="compiled in another process"):
+        compiler.call(12345, [], [])
+
+
+def test_the_same_operation_has_the_same_number(compiler, rng):
+    """As it is part of what a compiled program is kept by."""
+    arguments = operations.CASES[CASE](rng)
+    names = [name for name, x in arguments.items() if isinstance(x, np.ndarray)]
+    static = {name: x for name, x in arguments.items() if name not in names}
+
+    def numbers(**more):
+        def function(*arrays):
+            return ops.dense_mla_decode(**dict(zip(names, arrays, strict=True)), **{**static, **more})
+
+        return compiled(function, *(arguments[name] for name in names))[1]
+
+    assert numbers() == numbers()
+    assert numbers(softmax_scale=0.5) == numbers(softmax_scale=0.5) != numbers(softmax_scale=0.25)
+
+
+def test_xlas_own_frames_are_read():
+    """XLA's, on the CPU: whose calls have no stream, but look the same."""
+    seen = []
+
+    def look(address, status):
+        frame = xla_frame.CallFrame.from_address(address)
+        if frame.extension:
+            return xla._in_python(address, status)
+        x, y = (
+            (ctypes.c_float * 3).from_address(at) for at in (*frame.arguments.addresses(), *frame.results.addresses())
+        )
+        seen.append((frame.attributes.values[0].contents.value[0], list(x)))
+        y[:] = [2 * value for value in x]
+        return 0
+
+    table = np.zeros(2 * xla_handler.SLOTS, np.int64)
+    functions = FUNCTION(WORD, WORD, WORD)(look), FUNCTION(WORD, WORD)(lambda into: 0)
+    python, context = map(xla_handler.address_of, functions)
+    handler = xla_handler.make_handler(table.ctypes.data, 0, context, python)
+    jax.ffi.register_ffi_target("cumla_frames", jax.ffi.pycapsule(handler), platform="cpu")
+    call = jax.ffi.ffi_call("cumla_frames", jax.ShapeDtypeStruct((3,), "float32"))
+    got = jax.jit(lambda x: call(x, call=np.uint64(1 << 40)))(np.array([1, 2, 3], np.float32))
+    assert list(got) == [2, 4, 6]
+    assert seen == [(1 << 40, [1, 2, 3])]

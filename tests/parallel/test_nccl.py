@@ -1,5 +1,6 @@
 """The communicator of NCCL with a stand-in for CuPy's binding; with NCCL itself in test_device.py."""
 
+import ctypes
 import sys
 import threading
 
@@ -163,3 +164,63 @@ def test_arrays_elsewhere_and_of_no_sum(nccl):
             comm.all_gather(np.zeros(3))
         with pytest.raises(TypeError, match="x: got dtype int16, expected one of"):
             comm.reduce_scatter(cupy.zeros((1, 3), np.int16))
+
+
+class Library:
+    """NCCL's functions for windows."""
+
+    def __init__(self):
+        self.held, self.windows = {}, []
+
+    def ncclMemAlloc(self, address, size):  # noqa: N802
+        memory = ctypes.create_string_buffer(size.value)
+        address._obj.value = ctypes.addressof(memory)
+        self.held[address._obj.value] = memory
+        return 0
+
+    def ncclCommWindowRegister(self, comm, address, size, window, flags):  # noqa: N802
+        self.windows.append((comm.value, address.value, size.value, flags.value))
+        return 0
+
+    def ncclMemFree(self, address):  # noqa: N802
+        del self.held[address.value]
+        return 0
+
+
+@pytest.fixture
+def library(nccl, monkeypatch):
+    from cumla.interop import nccl_windows
+
+    made = Library()
+    monkeypatch.setattr(nccl_windows, "library", lambda: made)
+    monkeypatch.setattr(fake_nccl.NcclCommunicator, "comm", property(lambda self: 1 + self._rank), raising=False)
+    return made
+
+
+def test_results_are_exchanged_in_windows(nccl, library):
+    """Of all ranks alike, until the communicator is closed."""
+    import cupy
+
+    from cumla.parallel import ContextAttention
+
+    def run(comm):
+        attention = ContextAttention(comm, backend="cuda")
+        q = cupy.zeros((2, 4, 512), np.float32)
+
+        def attend(q, part, part_lse):
+            part[...], part_lse[...] = comm.rank, 0
+
+        return attention._decode(attend, q, None, None, None, None)[0].get()
+
+    for out in on_ranks(nccl.NcclCommunicator.in_process([0, 0]), run):
+        np.testing.assert_array_equal(out, np.full((2, 4, 512), 0.5))
+    assert sorted(window[0] for window in library.windows) == [1, 2]
+    assert {window[2:] for window in library.windows} == {(2 << 20, 1)}
+    assert not library.held
+
+
+def test_other_memory_is_named_before_it_is_asked_for(nccl, library):
+    comms = nccl.NcclCommunicator.in_process([0, 0], time_limit=10)
+    for error in on_ranks(comms, lambda comm: comm.memory(100 + comm.rank, None)):
+        assert "rank 1 got memory of 101 bytes, expected memory of 100 bytes as rank 0" in str(error)
+    assert not library.windows
