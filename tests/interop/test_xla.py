@@ -239,7 +239,7 @@ def test_what_goes_wrong_in_python_is_an_error(program, compiler, monkeypatch, r
 
     with monkeypatch.context() as patched:
         patched.setattr(Op, "run", fail)
-        with pytest.raises(RuntimeError, match="^ValueError: q: got nonsense$"):
+        with pytest.raises(RuntimeError, match=r"^ValueError: q: got nonsense$"):
             program.call(compiler, rng)
     check(program, compiler, rng)
 
