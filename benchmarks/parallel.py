@@ -382,15 +382,15 @@ def main():
     report.finish(ranks=size)
     if not args.no_jax and args.only in "dense jax":
         script = pathlib.Path(__file__).parent / "parallel_jax.py"
-        done = subprocess.run([sys.executable, script, str(size)], stdout=subprocess.PIPE, text=True, check=False)
-        failed |= done.returncode != 0
-        for line in done.stdout.splitlines():
-            if line.startswith("{"):
-                row = json.loads(line)
-                report.add(row.pop("op"), row.pop("config"), row.pop("impl"), **row)
-            else:
-                print(line)
-        report.finish(ranks=size)
+        with subprocess.Popen([sys.executable, script, str(size)], stdout=subprocess.PIPE, text=True) as process:
+            for line in process.stdout:
+                if line.startswith("{"):
+                    row = json.loads(line)
+                    report.add(row.pop("op"), row.pop("config"), row.pop("impl"), **row)
+                    report.finish(ranks=size)
+                else:
+                    print(line, end="", flush=True)
+        failed |= process.returncode != 0
     return failed
 
 

@@ -15,11 +15,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..parallel import Communicator
-from ..replay.dense import DENSE
 from ..replay.device import share_cores
 from ..replay.engine import Engine, StepRecord, warm_up
 from ..replay.errors import InputError, OutputError
-from ..replay.options import LAYER_RATIOS, ReplayOptions, cache_size, choose_backend, defaults_for, parse_layers
+from ..replay.options import ReplayOptions, cache_size, choose_backend, defaults_for, parse_layers
 from ..replay.plot import check_can_plot, write_plot
 from ..replay.ranks import run_on_ranks
 from ..replay.report import json_text, print_report, write_json
@@ -124,9 +123,6 @@ def resolve(args: argparse.Namespace) -> tuple[ReplayOptions, list[TraceRequest]
         prefill_road=args.prefill_road,
         ranks=args.ranks,
     )
-    others = [name for name in options.layers if name not in (*LAYER_RATIOS, DENSE)]
-    if options.ranks > 1 and others:
-        raise InputError(f"--ranks: got {options.ranks} with {others[0]} layers, expected swa, c4a, c128a or mla")
     if options.ranks > 1 and options.prefill_road == "rows":
         raise InputError("--prefill-road: got rows with --ranks, expected pages: a rank has not all rows")
     return options, requests, Share.of(trace, taken, requests)

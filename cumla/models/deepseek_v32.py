@@ -223,13 +223,13 @@ class DeepseekV32Attention:
         Returns out.
         Raises TypeError or ValueError for an argument that does not fit.
         """
-        run = _Step(self, layer_caches, metadata, observe).run
+        run = V32Step(self, layer_caches, metadata, observe).run
         shape = len(metadata.positions), self.config.hidden_size
         return attend(run, hidden_states, shape, self.activations, topk_indices, out, stream)
 
 
 @dataclass(frozen=True)
-class _Step:
+class V32Step:
     """The parts of one step. The caller's stream is current."""
 
     layer: DeepseekV32Attention
@@ -261,29 +261,37 @@ class _Step:
             rows = kv[:, None]
             apply_rope(rows, step.positions, layer.cos_sin, out=rows, backend=backend)
             slots = dlpack.borrow(step.slot_mapping, "slot_mapping")
-            concat_and_cache_mla(kv_c, kv[:, LATENT:], self.caches.rows, slots, layer.cache_dtype, backend=backend)
+            self.insert_rows(kv_c, kv[:, LATENT:])
             keys = self.insert_keys(x, slots)
         if topk_indices is None:
             with self.observe("select"):
                 topk_indices = self.select(qr, keys[:, 128:])
-        block_size = step.block_size
-        with self.observe("map"):
-            given = self.array("slots", topk_indices.shape, np.int32), self.array("lens", (tokens,), np.int32)
-            indices, lens = compute_global_topk_indices_and_lens(
-                topk_indices, step.token_to_req_indices, step.block_table, block_size, step.is_valid_token,
-                compact=True, positions=step.positions, compress_ratio=1, out=given, backend=backend,
-            )  # fmt: skip
         o = self.array("o", (tokens, heads, LATENT))
-        with self.observe("decode"):
-            sparse_mla_decode(
-                q[:, None], self.caches.rows, indices[:, None], layout=layer.layouts.v32, topk_length=lens,
-                softmax_scale=config.softmax_scale, out=o[:, None], lse=self.array("lse", (tokens, heads, 1), FLOAT32),
-                plan=step.tile_sched_swaonly, backend=backend,
-            )  # fmt: skip
+        self.attend(q, topk_indices, o)
         with self.observe("output"):
             values = self.array("values", (tokens, heads, config.v_head_dim))
             multiply_groups(o.transpose(1, 0, 2), layer.value, values.transpose(1, 0, 2), backend)
             multiply(values.reshape(tokens, -1), layer.o, out, backend)
+
+    def insert_rows(self, kv_c: Any, k_pe: Any) -> None:
+        layer, slots = self.layer, self.metadata.tokens.slot_mapping
+        concat_and_cache_mla(kv_c, k_pe, self.caches.rows, slots, layer.cache_dtype, backend=layer.backend)
+
+    def attend(self, q: Any, topk_indices: Any, o: Any) -> None:
+        """o [tokens, heads, LATENT] of the rows that tokens take."""
+        layer, step, (tokens, heads, _) = self.layer, self.metadata.tokens, q.shape
+        with self.observe("map"):
+            given = self.array("slots", topk_indices.shape, np.int32), self.array("lens", (tokens,), np.int32)
+            indices, lens = compute_global_topk_indices_and_lens(
+                topk_indices, step.token_to_req_indices, step.block_table, step.block_size, step.is_valid_token,
+                compact=True, positions=step.positions, compress_ratio=1, out=given, backend=layer.backend,
+            )  # fmt: skip
+        with self.observe("decode"):
+            sparse_mla_decode(
+                q[:, None], self.caches.rows, indices[:, None], layout=layer.layouts.v32, topk_length=lens,
+                softmax_scale=layer.config.softmax_scale, out=o[:, None],
+                lse=self.array("lse", (tokens, heads, 1), FLOAT32), plan=step.tile_sched_swaonly, backend=layer.backend,
+            )  # fmt: skip
 
     def insert_keys(self, x: Any, slots: Any) -> Any:
         """Write the indexer's keys. Returns what was projected, float32 [T, 128 + index heads]: keys, then weights."""

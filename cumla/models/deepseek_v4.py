@@ -18,6 +18,7 @@ import numpy as np
 
 from ..arrays import dlpack
 from ..layers.sparse import CompressedCache, LayerWorkspace, Observer, SparseMLALayer, not_observed
+from ..layout import CacheLayout
 from ..metadata.builder import ServingConfig
 from ..ops.compressor import compress_and_insert
 from ..ops.norm_rope import apply_rope, fused_q_kv_rmsnorm, qnorm_rope_and_insert
@@ -156,7 +157,7 @@ class DeepseekV4Attention:
         self.o_a = stacked([o_a], dtype, xp).reshape(groups, config.o_lora_rank, -1)
         self.o_b = stacked([get("o_b_proj.weight", hidden, width)], dtype, xp)
         self.sinks = vector("sinks", heads)
-        self.compressors: list[_Compressor] = []
+        self.compressors: list[Compressor] = []
         if self.ratio == 1:
             return
         coff, index_dim = (2 if self.ratio == 4 else 1), config.index_head_dim
@@ -164,7 +165,7 @@ class DeepseekV4Attention:
         for prefix, dim in (("compressor.", HEAD_DIM), ("compressor.indexer.", index_dim))[:coff]:
             pooled += [get(f"{prefix}{name}.weight", coff * dim, hidden) for name in ("kv_proj", "gate_proj")]
             bias = vector(f"{prefix}position_bias", self.ratio, coff * dim)
-            self.compressors.append(_Compressor(bias, vector(f"{prefix}kv_norm.weight", dim), 2 * coff * dim))
+            self.compressors.append(Compressor(bias, vector(f"{prefix}kv_norm.weight", dim), 2 * coff * dim))
         if self.ratio == 4:
             index_heads = config.index_n_heads
             pooled.append(get("compressor.indexer.scorer.weights_proj.weight", index_heads, hidden))
@@ -200,13 +201,13 @@ class DeepseekV4Attention:
         """
         if topk_indices is not None and self.ratio != 4:
             raise ValueError(f"topk_indices: got an array for a layer of ratio {self.ratio}, expected None")
-        run = _Step(self, layer_caches, metadata, observe).run
+        run = V4Step(self, layer_caches, metadata, observe).run
         shape = len(metadata.positions), self.config.hidden_size
         return attend(run, hidden_states, shape, self.activations, topk_indices, out, stream)
 
 
 @dataclass(frozen=True)
-class _Compressor:
+class Compressor:
     """The weights of a compressor beside its projections, and the columns that those make."""
 
     position_bias: Any
@@ -215,7 +216,7 @@ class _Compressor:
 
 
 @dataclass(frozen=True)
-class _Step:
+class V4Step:
     """The parts of one step. The caller's stream is current."""
 
     layer: DeepseekV4Attention
@@ -241,19 +242,13 @@ class _Step:
                 q, kv, self.caches.window, metadata.window.slot_mapping, metadata.positions, layer.cos_sin,
                 eps=config.rms_norm_eps, layout=layer.layouts.v4, out=q, backend=backend,
             )  # fmt: skip
-        compressed = None
         if layer.ratio > 1:
-            step = metadata.compressors[layer.ratio]
             pooled = self.compress(x)
             if layer.ratio == 4 and topk_indices is None:
                 with self.observe("select"):
                     topk_indices = self.select(qr, pooled[:, -config.index_n_heads :])
-            compressed = CompressedCache(self.caches.compressed, step.block_table, topk_indices=topk_indices)
         o = self.array("o", (tokens, heads, HEAD_DIM))
-        layer.attention.step(
-            q, None, self.caches.window, metadata.window, compressed, out=o, workspace=self.workspace(q, topk_indices),
-            backend=backend, observe=self.observe,
-        )  # fmt: skip
+        self.attend(q, topk_indices, o)
         with self.observe("output"):
             apply_rope(o, metadata.positions, layer.cos_sin, inverse=True, out=o, backend=backend)
             grouped = self.array("o_low_rank", (tokens, config.o_groups, config.o_lora_rank))
@@ -261,30 +256,55 @@ class _Step:
             multiply_groups(by_group, layer.o_a, grouped.transpose(1, 0, 2), backend)
             multiply(grouped.reshape(tokens, -1), layer.o_b, out, backend)
 
+    def attend(self, q: Any, topk_indices: Any, o: Any) -> None:
+        """o [tokens, heads, 512] of the window's rows and the compressed ones that tokens take."""
+        layer, compressed = self.layer, None
+        if layer.ratio > 1:
+            table = self.metadata.compressors[layer.ratio].block_table
+            compressed = CompressedCache(self.caches.compressed, table, topk_indices=topk_indices)
+        layer.attention.step(
+            q, None, self.caches.window, self.metadata.window, compressed, out=o,
+            workspace=self.workspace(q, topk_indices), backend=layer.backend, observe=self.observe,
+        )  # fmt: skip
+
     def compress(self, x: Any) -> Any:
         """Pool this step's tokens into rows of the compressed cache and of the indexer's; what was projected."""
-        layer, metadata = self.layer, self.metadata
-        step = metadata.compressors[layer.ratio]
+        layer = self.layer
         with self.observe("compress"):
             pooled = self.array("pooled", (len(x), len(layer.pooled)), FLOAT32)
             multiply(x, layer.pooled, pooled, layer.backend)
-            own, *rest = layer.compressors
-            indexer: dict[str, Any] = {}
-            if rest:
-                (its,) = rest
-                indexer = {
-                    "index_kv_score": pooled[:, own.columns : own.columns + its.columns],
-                    "index_position_bias": its.position_bias, "index_norm_weight": its.norm_weight,
-                    "index_state_cache": self.caches.indexer_state, "index_k_cache": self.caches.indexer,
-                }  # fmt: skip
-            compress_and_insert(
-                pooled[:, : own.columns], own.position_bias, own.norm_weight, self.caches.state,
-                step.state_slot_mapping, step.state_block_table, self.caches.compressed, step.slot_mapping,
-                metadata.positions, metadata.window.token_to_req_indices, metadata.window.query_start_loc,
-                layer.cos_sin, compress_ratio=layer.ratio, eps=layer.config.rms_norm_eps, layout=layer.layouts.v4,
-                **indexer, backend=layer.backend,
-            )  # fmt: skip
+            self.pool(pooled)
         return pooled
+
+    def pool(self, pooled: Any) -> None:
+        layer = self.layer
+        own, *rest = layer.compressors
+        indexer: dict[str, Any] = {}
+        if rest:
+            (its,) = rest
+            indexer = {
+                "index_kv_score": pooled[:, own.columns : own.columns + its.columns],
+                "index_position_bias": its.position_bias, "index_norm_weight": its.norm_weight,
+                "index_state_cache": self.caches.indexer_state, "index_k_cache": self.caches.indexer,
+            }  # fmt: skip
+        slots = self.metadata.compressors[layer.ratio].slot_mapping
+        self.insert_pooled(
+            pooled[:, : own.columns], own, self.caches.state, self.caches.compressed, slots, layer.layouts.v4, **indexer
+        )
+
+    def insert_pooled(
+        self, kv_score: Any, compressor: Compressor, states: Any, cache: Any, slots: Any, layout: CacheLayout,
+        **indexer: Any,
+    ) -> None:  # fmt: skip
+        """Pool by one compressor, or by the indexer's too."""
+        layer, metadata = self.layer, self.metadata
+        step = metadata.compressors[layer.ratio]
+        compress_and_insert(
+            kv_score, compressor.position_bias, compressor.norm_weight, states, step.state_slot_mapping,
+            step.state_block_table, cache, slots, metadata.positions, metadata.window.token_to_req_indices,
+            metadata.window.query_start_loc, layer.cos_sin, compress_ratio=layer.ratio, eps=layer.config.rms_norm_eps,
+            layout=layout, **indexer, backend=layer.backend,
+        )  # fmt: skip
 
     def select(self, qr: Any, weights: Any) -> Any:
         """[tokens, index_topk] int32, the compressed rows that each token takes."""

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..dispatch.backends import array_module
 from ..dispatch.call import BFLOAT16
@@ -24,6 +25,7 @@ from .step_batch import SWA_BLOCK, StepBatch, completed_groups, make_batch
 from .trace import HASH_TOKENS, TraceRequest
 from .verify import Sample, Verifier
 from .whole import WholeLayer, WholeMetadata
+from .whole_ranks import RankWholeLayer
 
 WHOLE = {name for names in WHOLE_LAYERS.values() for name in names}
 STEP = "step"  # stands for the layer where something is done once for all of them
@@ -65,14 +67,7 @@ class Engine:
         self.pool = BlockPool(options.num_blocks)
         self.scheduler = Scheduler(requests, self.pool, options.batch_tokens, MAX_RUNNING)
         longest = max(request.total_length for request in requests)
-        self.layers = [
-            WholeLayer(index, name, options, longest)
-            if name in WHOLE
-            else (DenseLayer if name == DENSE else Layer)(index, name, options)
-            if comm is None
-            else (RankDenseLayer if name == DENSE else RankLayer)(index, name, options, comm)
-            for index, name in enumerate(options.layers)
-        ]
+        self.layers = [layer_of(index, name, options, longest, comm) for index, name in enumerate(options.layers)]
         self.verifier = Verifier(options, comm) if verify else None
         config = ServingConfig(
             window_size=options.window,
@@ -178,11 +173,29 @@ class Engine:
                 continue
             with self._stopwatch.measure((layer.name, "activations")):
                 hidden = layer.hidden(batch)
+            observe = functools.partial(self._observe, layer.name)
             with self._stopwatch.queued():
-                layer.step(hidden, metadata[layer.model], functools.partial(self._observe, layer.name))
+                if isinstance(layer, RankWholeLayer):
+                    layer.step_of_rank(hidden, batch, metadata[layer.model], observe)
+                    record.add_bytes(layer.name, {"exchange": layer.sent})
+                else:
+                    layer.step(hidden, metadata[layer.model], observe)
 
     def _observe(self, layer: str, op: str) -> AbstractContextManager[None]:
         return self._stopwatch.measure((layer, op))
+
+
+def layer_of(index: int, name: str, options: ReplayOptions, longest: int, comm: Communicator | None) -> Any:
+    """A layer on one device, or on a rank's."""
+    if name in WHOLE:
+        return (
+            WholeLayer(index, name, options, longest)
+            if comm is None
+            else RankWholeLayer(index, name, options, longest, comm)
+        )
+    if comm is None:
+        return (DenseLayer if name == DENSE else Layer)(index, name, options)
+    return (RankDenseLayer if name == DENSE else RankLayer)(index, name, options, comm)
 
 
 def warm_up(options: ReplayOptions, comm: Communicator | None = None) -> None:

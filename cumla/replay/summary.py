@@ -13,6 +13,7 @@ from .dense_ranks import RankDenseLayer
 from .engine import Engine, StepRecord
 from .ranks import RankLayer
 from .verify import FP8_MEAN_BOUND, Direction, Sample, directions_of
+from .whole_ranks import RankWholeLayer
 
 PREFILL_OPS, DECODE_OPS = ("gather", "project", "prefill", "context"), ("absorb", "decode")
 SHARED_OPS = ("projections", "insert", "compress", "select", "map", "exchange", "merge", "output")
@@ -60,7 +61,7 @@ def summarize_ranks(runs: Sequence[tuple[Engine, Sequence[StepRecord]]]) -> list
     """What each rank of several had and did."""
     ranks = []
     for rank, (engine, records) in enumerate(runs):
-        layers = [layer for layer in engine.layers if isinstance(layer, (RankLayer, RankDenseLayer))]
+        layers = [layer for layer in engine.layers if isinstance(layer, (RankLayer, RankDenseLayer, RankWholeLayer))]
         names = {layer.name for layer in layers}
         sent = [record.bytes.get((name, "exchange"), 0) for record in records for name in names]
         ranks.append(

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import math
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..dispatch.backends import array_module, takes_device_arrays
+from ..layers.sparse import Observer
+from ..layout import DSV4_FP8, V32_FP8
 from ..metadata.builder import ServingConfig
 from ..models.caches import CacheFormat
 from ..models.deepseek_v4 import DeepseekV4Attention, DeepseekV4Caches, DeepseekV4Config
@@ -57,11 +58,11 @@ HOST_SIZES = {"v4": Sizes(256, 128, 2, 64, 8), V32: Sizes(256, 128, 0, 0, 8)}
 class WholeLayer:
     """One layer with its caches."""
 
-    def __init__(self, index: int, name: str, options: ReplayOptions, longest: int) -> None:
+    def __init__(self, index: int, name: str, options: ReplayOptions, longest: int, rank: int = 0) -> None:
         self.index, self.name, self.xp = index, name, array_module(options.backend)
         self.model = V32 if name == V32 else "v4"
         self.seed = options.seed
-        made = made_layer(index, name, options.heads, options.topk, options.seed, options.backend)
+        made = made_layer(index, name, options.heads, options.topk, options.seed, options.backend, rank)
         self.attention, self.hidden_size = made, made.config.hidden_size
         blocks, xp = options.num_blocks, self.xp
         if name == V32:
@@ -79,18 +80,30 @@ class WholeLayer:
 
     def step(self, hidden: Any, metadata: Any, observe: Any) -> Any:
         """Run the layer. observe: called with a part's name around each part."""
+        return self.attention.step(hidden, self.caches, metadata, observe=self.observed(observe))
 
-        def observed(part: str) -> AbstractContextManager[None]:
-            context: AbstractContextManager[None] = observe(PARTS.get(part, part))
-            return context
-
-        return self.attention.step(hidden, self.caches, metadata, observe=observed)
+    @staticmethod
+    def observed(observe: Any) -> Observer:
+        """The same by the layer's own names of its parts."""
+        return lambda part: observe(PARTS.get(part, part))
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of the paged caches and states, padding of their pages included."""
-        caches = [cache for cache in vars(self.caches).values() if cache is not None]
-        return sum(cache.shape[0] * cache.strides[0] for cache in caches)
+        return sum(cache_bytes(cache) for cache in vars(self.caches).values() if cache is not None)
+
+
+def cache_bytes(cache: Any) -> int:
+    """Of a paged cache, padding of its pages included."""
+    return int(cache.shape[0] * cache.strides[0])
+
+
+def allocated_like(cache: Any, rows: int, xp: Any) -> Any:
+    """A zeroed cache with pages of so many rows."""
+    layout = next((x for x in (DSV4_FP8, V32_FP8) if cache.dtype == np.uint8 and cache.shape[2] == x.token_bytes), None)
+    if layout is None:
+        return xp.zeros((len(cache), rows, cache.shape[2]), cache.dtype)
+    return layout.allocate(len(cache), rows, xp)
 
 
 class WholeMetadata:
@@ -148,21 +161,21 @@ def serving_config(options: ReplayOptions, ratios: tuple[int, ...], longest: int
     )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=1)
-def _scratch(backend: str) -> Scratch:
-    """Layers run one after another."""
+@functools.lru_cache(maxsize=64)
+def _scratch(backend: str, rank: int) -> Scratch:
+    """A rank's layers run one after another."""
     return Scratch()
 
 
-@functools.lru_cache(maxsize=16)
-def made_layer(index: int, name: str, heads: int, topk: int, seed: int, backend: str) -> Any:
-    """A layer with its weights; kept, as a warm-up has the same ones as the run."""
+@functools.lru_cache(maxsize=256)
+def made_layer(index: int, name: str, heads: int, topk: int, seed: int, backend: str, rank: int = 0) -> Any:
+    """A layer of a rank with its weights; kept, as a warm-up has the same ones as the run."""
     on_device = takes_device_arrays(backend)
     sizes = (DEVICE_SIZES if on_device else HOST_SIZES)[V32 if name == V32 else "v4"]
     options: dict[str, Any] = {
         "activations": "bfloat16" if on_device else "float32", "cache_format": CACHE_FORMAT,
         "xp": array_module(backend), "backend": backend, "max_position": 1 << 17,
-        "scratch": _scratch(backend),
+        "scratch": _scratch(backend, rank),
     }  # fmt: skip
     if name == V32:
         v32 = DeepseekV32Config(

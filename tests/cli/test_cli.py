@@ -113,7 +113,6 @@ def test_replay_fails_beyond_bounds(monkeypatch, capsys):
         pytest.param([], "COMMAND", id="no-command"),
         pytest.param(["replya"], "replya", id="unknown-command"),
         pytest.param(["replay", "--head", "x"], "expected an integer from 1 to 128", id="no-number"),
-        pytest.param(["replay", "--ranks", "2", "--layers", "v32"], "--ranks: got 2 with v32 layers", id="ranks-v32"),
         pytest.param(["replay", "--ranks", "0"], "expected an integer from 1 to 64", id="ranks"),
         pytest.param(
             ["replay", "--ranks", "2", "--prefill-road", "rows"], "--prefill-road: got rows with --ranks", id="road"

@@ -1,5 +1,6 @@
 """A replay on several ranks: the results of one device, a share of the rows each, and what is wrong is named."""
 
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -120,3 +121,34 @@ def test_a_row_on_the_wrong_rank_is_found():
 
     failures = [sample.failure for samples in run_on_ranks(replace(OPTIONS, ranks=2), on) for sample in samples]
     assert any(failure is not None and "c4a" in failure for failure in failures)
+
+
+@pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4, 8))])
+def test_whole_layers(size):
+    """Their outputs are those of one device, all ranks' alike."""
+    options = replace(OPTIONS, layers=("v4 swa", "v4 c4a", "v4 c128a", "v32"))
+    want, _ = whole_steps(options)
+    runs = run_on_ranks(replace(options, ranks=size), lambda comm: whole_steps(options, comm))
+    for outs, _ in runs:
+        assert len(outs) == len(want) > 8
+        for got, one in zip(outs, want, strict=True):
+            np.testing.assert_allclose(got, one, atol=2e-2 * np.abs(one).max(), rtol=2e-2)
+    for _, (rank,) in runs:
+        assert rank["sent_bytes"] > 0
+        assert rank["bytes_on_one"] - rank["cache_bytes"] == rank["compressed_bytes_on_one"] - rank["compressed_bytes"]
+        if 64 % size == 0:
+            assert rank["compressed_bytes"] < 0.75 * rank["compressed_bytes_on_one"]
+
+
+def whole_steps(options, comm=None):
+    """Every output of every layer, and what ranks say of themselves."""
+    engine, outs = Engine(options, REQUESTS, False, comm), []
+
+    def kept(step, *arguments):
+        outs.append(to_float(step(*arguments)))
+
+    for layer in engine.layers:
+        name = "step" if comm is None else "step_of_rank"
+        setattr(layer, name, functools.partial(kept, getattr(layer, name)))
+    records = list(engine.steps())
+    return outs, [] if comm is None else summarize_ranks([(engine, records)])

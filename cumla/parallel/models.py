@@ -1,0 +1,147 @@
+"""Whole attention layers of V4 and V3.2 on one of several ranks: rows dealt out, all that selects them on every rank.
+
+Compressed rows (V4) or latent rows (V3.2) are the rank's share; windows, compressors' states and the indexer's keys
+are whole, so that every rank selects the same rows. Heads are on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..arrays import dlpack
+from ..kernels.types.shard import Shard
+from ..layers.sparse import Observer, not_observed
+from ..models.deepseek_v4 import DeepseekV4Attention, DeepseekV4Caches, V4Step
+from ..models.deepseek_v32 import DeepseekV32Attention, DeepseekV32Caches, V32Step
+from ..models.hidden_states import attend
+from ..ops.dense_cache import concat_and_cache_mla
+from ..ops.shards import localise_indices
+from .communicator import Communicator
+from .context import ContextAttention
+from .sparse_layer import ShardedCompressedCache, ShardedSparseMLALayer
+
+
+@dataclass(frozen=True)
+class RankRows:
+    """Where a rank has its share of the rows, for one step.
+
+    shard         how rows are dealt out
+    block_table   [num_reqs, B] int32, the rank's pages of each request
+    slot_mapping  [n] int64, where it writes this step's rows; -1 for those of other ranks (`local_slot_mapping`)
+    """
+
+    shard: Shard
+    block_table: Any
+    slot_mapping: Any
+
+
+class ShardedDeepseekV4Attention:
+    """`DeepseekV4Attention` of one rank: the compressed cache of what `step` is given has the rank's share."""
+
+    def __init__(self, attention: DeepseekV4Attention, comm: Communicator) -> None:
+        self.attention = attention
+        self._sharded = ShardedSparseMLALayer(attention.attention, comm, backend=attention.backend)
+
+    def step(
+        self,
+        hidden_states: Any,
+        layer_caches: DeepseekV4Caches,
+        metadata: Any,
+        rows: RankRows | None,
+        *,
+        topk_indices: Any = None,
+        out: Any = None,
+        stream: Any = None,
+        observe: Observer = not_observed,
+    ) -> Any:
+        """As `DeepseekV4Attention.step`; rows: of the compressed cache, None for a layer without one."""
+        layer = self.attention
+        if (rows is None) != (layer.ratio == 1):
+            expected = "None" if layer.ratio == 1 else "RankRows"
+            raise ValueError(f"rows: got {type(rows).__name__}, expected {expected} for ratio {layer.ratio}")
+        run = _RankV4Step(layer, layer_caches, metadata, observe, rows, self._sharded).run
+        shape = len(metadata.positions), layer.config.hidden_size
+        return attend(run, hidden_states, shape, layer.activations, topk_indices, out, stream)
+
+
+@dataclass(frozen=True)
+class _RankV4Step(V4Step):
+    rows: RankRows | None
+    sharded: ShardedSparseMLALayer
+
+    def pool(self, pooled: Any) -> None:
+        """By one compressor after the other: their rows have different slots."""
+        assert self.rows is not None
+        layer, own = self.layer, self.layer.compressors[0]
+        scores = pooled[:, : own.columns]
+        self.insert_pooled(
+            scores, own, self.caches.state, self.caches.compressed, self.rows.slot_mapping, layer.layouts.v4
+        )
+        if len(layer.compressors) > 1:
+            its, slots = layer.compressors[1], self.metadata.compressors[layer.ratio].slot_mapping
+            scores = pooled[:, own.columns : own.columns + its.columns]
+            self.insert_pooled(
+                scores, its, self.caches.indexer_state, self.caches.indexer, slots, layer.layouts.indexer
+            )
+
+    def attend(self, q: Any, topk_indices: Any, o: Any) -> None:
+        compressed = None
+        if self.rows is not None:
+            compressed = ShardedCompressedCache(
+                self.caches.compressed, self.rows.block_table, self.rows.shard, topk_indices=topk_indices
+            )
+        self.sharded.step(q, None, self.caches.window, self.metadata.window, compressed, out=o, observe=self.observe)
+
+
+class ShardedDeepseekV32Attention:
+    """`DeepseekV32Attention` of one rank: the rows of what `step` is given are the rank's share."""
+
+    def __init__(self, attention: DeepseekV32Attention, comm: Communicator) -> None:
+        self.attention = attention
+        self._context = ContextAttention(comm, backend=attention.backend)
+
+    def step(
+        self,
+        hidden_states: Any,
+        layer_caches: DeepseekV32Caches,
+        metadata: Any,
+        rows: RankRows,
+        *,
+        topk_indices: Any = None,
+        out: Any = None,
+        stream: Any = None,
+        observe: Observer = not_observed,
+    ) -> Any:
+        """As `DeepseekV32Attention.step`; rows: of the latent rows."""
+        layer = self.attention
+        run = _RankV32Step(layer, layer_caches, metadata, observe, rows, self._context).run
+        shape = len(metadata.positions), layer.config.hidden_size
+        return attend(run, hidden_states, shape, layer.activations, topk_indices, out, stream)
+
+
+@dataclass(frozen=True)
+class _RankV32Step(V32Step):
+    rows: RankRows
+    context: ContextAttention
+
+    def insert_rows(self, kv_c: Any, k_pe: Any) -> None:
+        layer = self.layer
+        concat_and_cache_mla(
+            kv_c, k_pe, self.caches.rows, self.rows.slot_mapping, layer.cache_dtype, backend=layer.backend
+        )
+
+    def attend(self, q: Any, topk_indices: Any, o: Any) -> None:
+        layer, step, rows = self.layer, self.metadata.tokens, self.rows
+        with self.observe("map"):
+            positions = dlpack.borrow(step.positions, "positions")
+            xp = dlpack.namespace_of(positions)
+            seen = xp.where(topk_indices <= positions[:, None], topk_indices, -1).astype("int32")
+            slots, lens = localise_indices(
+                seen, step.token_to_req_indices, rows.block_table, self.caches.rows.shape[1], rows.shard,
+                step.is_valid_token, backend=layer.backend,
+            )  # fmt: skip
+        self.context.observe = lambda part: self.observe("decode" if part == "attend" else part)
+        self.context.sparse_decode(
+            q, self.caches.rows, slots, lens, layout=layer.layouts.v32, softmax_scale=layer.config.softmax_scale, out=o
+        )
