@@ -6,9 +6,11 @@ never needs one of them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +33,8 @@ def has_peer(module: str) -> bool:
 def _peer(module: str) -> Any:
     """The module, or None. What is built for another CUDA or torch is as good as absent."""
     try:
-        return importlib.import_module(module) if has_peer("torch") and has_peer(module) else None
+        with contextlib.redirect_stdout(sys.stderr):  # some print, where a program may read our results
+            return importlib.import_module(module) if has_peer("torch") and has_peer(module) else None
     except (ImportError, OSError, RuntimeError):
         return None
 

@@ -132,6 +132,14 @@ def test_results_of_peers_that_are_several(made):
     np.testing.assert_array_equal(_first(made([first, None])), first[:2])
 
 
+def test_what_a_peer_prints_is_no_result(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("torch")
+    (tmp_path / "talkative_peer.py").write_text("print('hello')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert peers._peer("talkative_peer") is not None
+    assert capsys.readouterr() == ("", "hello\n")
+
+
 def test_no_peers_where_none_can_be_imported(monkeypatch):
     monkeypatch.setattr(Sizes, "with_peers", True)
     (problem,) = SUITES["decode"](Sizes("cpu", heads=64, batch=(1,), topk=16, extra=16))
