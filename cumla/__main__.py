@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from . import __doc__ as summary
 from . import __version__
 from .dispatch.backends import BACKENDS
+from .kernels.cpu.threads import num_cores
 from .layers.prefill_road import ROADS
 from .replay.errors import InputError, OutputError
 from .replay.options import DEVICE_DEFAULTS, HOST_DEFAULTS, LAYER_RATIOS, MLA_CACHES, choose_backend
@@ -211,7 +212,10 @@ def _bench(args: argparse.Namespace) -> int:
 
 def _add_warmup(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
-    model.add_argument("--config", type=Path, metavar="FILE", help="config.json of a DeepSeek V2, V3, V3.2 or V4 model")
+    model.add_argument(
+        "--config", type=Path, metavar="FILE",
+        help="config.json of a DeepSeek V2, V3, V3.2 or V4 model; - for stdin",
+    )  # fmt: skip
     model.add_argument(
         "--ranks", type=AtLeast(1), default=1, metavar="N", help="ranks that share the heads of --config (default: 1)"
     )
@@ -319,6 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit status; what the user can mend is one line on stderr."""
     try:
         args = make_parser().parse_args(argv)
+        _check_environment()
         status: int = args.run(args)
         sys.stdout.flush()  # while somebody can be told that it failed
         return status
@@ -333,6 +338,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except OSError as error:  # what a command writes to a file it sees to itself
         return _stdout_is_gone(error)
+
+
+def _check_environment() -> None:
+    """Of variables that would otherwise be noticed in the middle of something."""
+    try:
+        num_cores()
+    except ValueError as error:
+        raise InputError(str(error)) from None
 
 
 def _stdout_is_gone(error: OSError) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from ..layers.prefill_road import ROADS
 from ..layout import DSV4_FP8, INDEXER_FP8, V32_FP8, CacheLayout
 from ..models.step import STATE_BLOCK_SIZES
 from ..ops.compressor import compress_and_insert
-from ..ops.sparse_attention import sparse_mla_decode, sparse_mla_prefill
+from ..ops.sparse_attention import V_DIM, sparse_mla_decode, sparse_mla_prefill
 from ..ops.sparse_cache import dequantize_and_gather_k_cache, quantize_and_insert_k_cache
 from ..replay.engine import warm_up
 from ..replay.errors import InputError, OutputError
@@ -54,14 +55,15 @@ class Model:
     def from_config(cls, path: Path, ranks: int) -> Model:
         """Of a checkpoint's config.json, its heads shared by `ranks`. Raises InputError."""
         try:
-            config = json.loads(path.read_text(encoding="utf-8-sig"))
+            text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8-sig")
+            config = json.loads(text.removeprefix("\ufeff"))
         except OSError as error:
             raise InputError(f"--config: cannot read {path}: {error.strerror or error}") from None
         except ValueError as error:
             raise InputError(f"--config: {path} is no JSON: {error}") from None
         if not isinstance(config, dict):
             raise InputError(f"--config: {path} holds no object")
-        if "compress_ratios" in config or any("compressed" in str(x) for x in config.get("layer_types") or ()):
+        if "compress_ratios" in config or "compressed" in str(config.get("layer_types")):
             kind = "v4"
         elif "index_topk" in config:
             kind = "v32"
@@ -69,12 +71,22 @@ class Model:
             kind = "mla"
         else:
             raise InputError(f"--config: {path} is no model of DeepSeek's V2, V3, V3.2 or V4 attention")
-        heads = config.get("num_attention_heads")
-        if not isinstance(heads, int) or heads < 1 or heads % ranks:
+
+        def count(name: str, default: int | None, most: int = 2**20) -> int:
+            value = config.get(name) or default
+            if type(value) is not int or not 1 <= value <= most:
+                raise InputError(f"--config: {name}: got {value!r}, expected an integer from 1 to {most}")
+            return value
+
+        rank = count("kv_lora_rank", V_DIM)
+        if rank != V_DIM:
+            raise InputError(f"--config: kv_lora_rank: got {rank}, expected {V_DIM}")
+        heads = count("num_attention_heads", None)
+        if heads % ranks:
             raise InputError(f"--ranks: got {ranks}, expected a divisor of num_attention_heads, {heads}")
         if not 1 <= heads // ranks <= 128:
             raise InputError(f"--ranks: got {ranks}, expected at most 128 of {heads} heads a rank")
-        return cls(kind, heads // ranks, int(config.get("index_topk", 512)), int(config.get("sliding_window") or 128))
+        return cls(kind, heads // ranks, count("index_topk", 512), count("sliding_window", 128))
 
 
 def tasks(

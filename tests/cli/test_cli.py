@@ -1,6 +1,7 @@
 """The command line: what it prints and writes, and one line for what a user can mend."""
 
 import inspect
+import io
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from cumla.__main__ import main
 from cumla.bounds import EQUAL, Bound
 from cumla.checks import Case
 from cumla.cli import check
+from cumla.kernels.cpu import threads
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = [
@@ -268,6 +270,11 @@ def test_warm_up_reads_a_models_config(tmp_path):
         ("{", [], "is no JSON"),
         ('{"kv_lora_rank": 512, "num_attention_heads": 64}', ["--ranks", "7"], "--ranks: got 7, expected a divisor"),
         (None, [], "cannot read"),
+        ('{"kv_lora_rank": 512}', [], "num_attention_heads: got None, expected an integer from 1"),
+        ('{"kv_lora_rank": 256, "num_attention_heads": 40}', [], "kv_lora_rank: got 256, expected 512"),
+        ('{"index_topk": "x", "num_attention_heads": 64}', [], "index_topk: got 'x', expected an integer from 1"),
+        ('{"compress_ratios": [4], "num_attention_heads": 64, "sliding_window": [1]}', [], "sliding_window: got [1]"),
+        ('{"layer_types": 5, "num_attention_heads": 64}', [], "is no model of DeepSeek's"),
         ("{}", ["--batch", "1,x"], "got 'x', expected an integer from 1 to 4096"),
     ],
 )
@@ -276,6 +283,21 @@ def test_warm_up_of_what_is_no_model(tmp_path, capsys, text, options, line):
     if text is not None:
         config.write_text(text)
     assert line in error_line(capsys, ["warmup", "--config", config, *options])
+
+
+def test_warm_up_reads_a_config_from_stdin(monkeypatch):
+    from cumla.cli.warmup import Model
+
+    monkeypatch.setattr("sys.stdin", io.StringIO('\ufeff{"num_attention_heads": 128, "kv_lora_rank": 512}'))
+    assert Model.from_config(Path("-"), 8) == Model("mla", 16, 512)
+
+
+@pytest.mark.parametrize("cores", ["x", "0", "-1", "1.5"])
+def test_a_number_of_cores_that_is_none(cores, monkeypatch, capsys):
+    monkeypatch.setenv("NUMBA_NUM_THREADS", cores)
+    threads.num_cores.cache_clear()
+    line = error_line(capsys, ["replay", "--requests", "1"])
+    assert f"NUMBA_NUM_THREADS: got {cores!r}, expected a positive integer" in line
 
 
 def program(*arguments, **options):
@@ -319,6 +341,22 @@ def test_an_early_interrupt_is_no_traceback():
         "class Interrupted:\n"
         "    def find_spec(self, name, *rest):\n"
         "        if name == 'numpy': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "import cumla_command; sys.exit(cumla_command.main())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (130, b"cumla: interrupted\n")
+
+
+def test_an_interrupt_inside_of_numpys_import_is_no_traceback():
+    """Which NumPy makes an ImportError of."""
+    code = (
+        "import os, signal, sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'datetime': os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.meta_path.insert(0, Interrupted())\n"
         "import cumla_command; sys.exit(cumla_command.main())"
     )
