@@ -19,13 +19,16 @@ def here(emulated):
     return Lab("cuda", on_device=True, emulated=True)
 
 
-def launch(here, body, before="", schedule=emulation.SCHEDULES["in order"], shared_bytes=1024, capability=90):
-    """What a kernel of one warp leaves in `out`, of `in` with 64 numbers."""
+def launch(
+    here, body, before="", schedule=emulation.SCHEDULES["in order"], shared_bytes=1024, capability=90, cluster=0
+):
+    """What a kernel of one warp, or of a cluster of so many, leaves in `out`, of `in` with 64 numbers."""
     out, given = here.put(np.zeros(64, np.float32)), here.put(np.arange(64, dtype=np.float32))
     packed = (ctypes.c_void_p * 2)(out.data.ptr, given.data.ptr)
-    kernel = launches.Kernel(f"{HEADER}{before}\n{ENTRY}{body}\n}}\n", "f", capability)
+    entry = ENTRY.replace("__global__", f"__cluster_dims__({cluster}, 1, 1) __global__") if cluster else ENTRY
+    kernel = launches.Kernel(f"{HEADER}{before}\n{entry}{body}\n}}\n", "f", capability)
     with emulation.scheduled(schedule):
-        kernel.launch((1, 1, 1), (32, 1, 1), shared_bytes, ctypes.addressof(packed))
+        kernel.launch((cluster or 1, 1, 1), (32, 1, 1), shared_bytes, ctypes.addressof(packed))
     return here.get(out)
 
 
@@ -73,6 +76,42 @@ def test_what_no_device_forgives(here, body):
     with pytest.raises(emulation.EmulationError, match=f"(?s){WRONG[body]}"):
         launch(here, body)
     assert launch(here, "out[threadIdx.x] = in[threadIdx.x];")[31] == 31  # and the next launch works
+
+
+ARRIVE, WAIT = (
+    f'asm volatile("barrier.cluster.{what}.aligned;" ::: "memory");' for what in ("arrive.release", "wait.acquire")
+)
+SEND = """
+    extern __shared__ float memory[];
+    uint32 rank, there, own = uint32(__cvta_generic_to_shared(memory + threadIdx.x));
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    {begin}
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(own), "r"({to}));
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(in[32 * blockIdx.x + threadIdx.x]) : "memory");
+    {end}
+    out[32 * rank + threadIdx.x] = memory[threadIdx.x];
+"""
+
+
+def sending(to="1 - rank", begin=ARRIVE + WAIT, end=ARRIVE + WAIT):
+    return SEND.replace("{to}", to).replace("{begin}", begin).replace("{end}", end)
+
+
+def test_blocks_of_a_cluster_write_to_each_other(here):
+    for schedule in emulation.SCHEDULES.values():
+        out = launch(here, sending(), schedule=schedule, cluster=2)
+        np.testing.assert_array_equal(out, [*range(32, 64), *range(32)])
+
+
+def test_what_no_cluster_forgives(here):
+    with pytest.raises(emulation.EmulationError, match="may not have begun"):
+        launch(here, sending(begin=""), cluster=2)
+    with pytest.raises(emulation.EmulationError, match="has ended"):
+        launch(here, sending(end="if (rank) return;" + ARRIVE), cluster=2, schedule=emulation.SCHEDULES["random 2"])
+    with pytest.raises(emulation.EmulationError, match=r"(?s)deadlock in block .*barrier\.cluster"):
+        launch(here, sending(end="if (rank == 0) {" + ARRIVE + WAIT + "}"), cluster=2)
+    with pytest.raises(emulation.EmulationError, match="block 2 of a cluster of 2"):
+        launch(here, sending(to="2"), cluster=2)
 
 
 def test_unknown_ptx_is_an_error(here):

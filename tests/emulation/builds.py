@@ -29,8 +29,8 @@ class LaunchDescription(ctypes.Structure):
 
 LaunchDescription._fields_ = (
     ("name", ctypes.c_char_p), ("kernel", ctypes.c_void_p), ("arguments", ctypes.c_void_p), ("grid", Dim3),
-    ("block", Dim3), ("shared_bytes", ctypes.c_uint), ("late", ctypes.c_int), ("seed", ctypes.c_int),
-    ("ahead", ctypes.POINTER(LaunchDescription)),
+    ("block", Dim3), ("shared_bytes", ctypes.c_uint), ("cluster", ctypes.c_uint), ("late", ctypes.c_int),
+    ("seed", ctypes.c_int), ("ahead", ctypes.POINTER(LaunchDescription)),
 )  # fmt: skip
 
 

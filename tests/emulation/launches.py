@@ -50,7 +50,9 @@ class Kernel:
     """A kernel of a CUDA source, for devices of a compute capability such as 90."""
 
     def __init__(self, text, name, capability):
-        function = builds.loaded(translated(text, capability))[f"emulated_{name}"]
+        library = builds.loaded(translated(text, capability))
+        function = library[f"emulated_{name}"]
+        self.cluster = ctypes.c_uint.in_dll(library, f"emulated_cluster_of_{name}").value  # blocks, or 0
         self.name, self.address = name, ctypes.cast(function, ctypes.c_void_p).value
 
     def launch(self, grid, block, shared_bytes, arguments):
@@ -68,7 +70,7 @@ class Launch:
     def __init__(self, kernel, grid, block, shared_bytes, arguments, memory=None):
         self._name, self._memory = kernel.name.encode(), memory
         self._sizes = builds.Dim3(*grid), builds.Dim3(*block)
-        self._rest = kernel.address, arguments, *self._sizes, shared_bytes, *_schedule.get()
+        self._rest = kernel.address, arguments, *self._sizes, shared_bytes, kernel.cluster, *_schedule.get()
         self.ahead = None
 
     def run(self):

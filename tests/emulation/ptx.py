@@ -5,8 +5,6 @@ What the table says of a statement is all that the emulation knows of it; one th
 
 import re
 
-NO_CLUSTERS = 'emulator::fail("clusters of thread blocks are not emulated")'
-
 # PTX -> C++, operands numbered alike. PTX is written as normalised() makes it.
 TABLE = {
     "": "",
@@ -71,12 +69,13 @@ TABLE = {
         "emulator::barrier_wait(%0, %1)"
     ),
     "griddepcontrol.wait;": "emulator::wait_for_kernel_ahead()",
-    # clusters, which emulated devices say that they do not have
-    "mov.u32 %0, %%cluster_ctarank;": NO_CLUSTERS,
-    "mapa.shared::cluster.u32 %0, %1, %2;": NO_CLUSTERS,
-    "st.shared::cluster.f32 [%0], %1;": NO_CLUSTERS,
-    "barrier.cluster.arrive.release.aligned;": NO_CLUSTERS,
-    "barrier.cluster.wait.acquire.aligned;": NO_CLUSTERS,
+    # clusters
+    "mov.u32 %0, %%cluster_ctarank;": "%0 = emulator::cluster_rank",
+    "mapa.shared::cluster.u32 %0, %1, %2;": "%0 = emulator::mapped(%1, %2)",
+    "st.shared::cluster.f32 [%0], %1;": "*reinterpret_cast<float*>(emulator::cluster_shared_at(%0, 4)) = %1",
+    "st.shared::cluster.b64 [%0], %1;": "*reinterpret_cast<uint64_t*>(emulator::cluster_shared_at(%0, 8)) = %1",
+    "barrier.cluster.arrive.release.aligned;": "emulator::cluster_arrive()",
+    "barrier.cluster.wait.acquire.aligned;": "emulator::cluster_wait()",
     # matrices
     "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];": (
         "emulator::load_matrices(%0, %1, %2, %3, %4, false)"
@@ -146,6 +145,10 @@ WGMMA = re.compile(
 ASM = re.compile(r"\basm\b(?:\s+volatile)?\s*\(")
 LITERAL = re.compile(r'"((?:[^"\\]|\\.)*)"')
 OPERAND = re.compile(r'^\s*"[^"]*"\s*\((.*)\)\s*$', re.DOTALL)
+# A kernel; a macro, or __cluster_dims__, says how many blocks a cluster has.
+KERNEL = re.compile(
+    r'extern "C" (?P<cluster>\w+(?:\([^)]*\))? )?__global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(?P<name>\w+)\('
+)
 # The part for a debugger's eyes, which waits without letting anybody else go on.
 WATCHDOG = re.compile(r"^#ifdef WATCHDOG\n.*?^#else\n(.*?)^#endif\n", re.MULTILINE | re.DOTALL)
 
@@ -159,6 +162,8 @@ def translated(text):
         text,
     )
     text = re.sub(r"const __grid_constant__ (\w+) (\w+)", r"const \1& \2", text)  # whose address may be taken
+    clusters = {match["name"]: match["cluster"] or "" for match in KERNEL.finditer(text)}
+    text = KERNEL.sub(lambda match: match[0].replace(match["cluster"] or "", "", 1), text)
     parts, end = [], 0
     while match := ASM.search(text, end):
         parts.append(text[end : match.start()])
@@ -167,13 +172,10 @@ def translated(text):
     parts.append(text[end:])
     entries = [
         f'extern "C" EXPORT void emulated_{name}(const void* packed) {{ emulator::call({name}, packed); }}\n'
-        for name in kernel_names(text)
+        f'extern "C" EXPORT unsigned emulated_cluster_of_{name}{{{cluster}}};\n'
+        for name, cluster in clusters.items()
     ]
     return '#include "device.h"\n' + "".join(parts) + "\n" + "".join(entries)
-
-
-def kernel_names(text):
-    return re.findall(r"__global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(", text)
 
 
 def statement(template, outputs="", inputs=""):

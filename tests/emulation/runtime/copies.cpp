@@ -80,25 +80,25 @@ void copy_box(uint32_t target, const void* map, int x, int y, int z, uint32_t ba
     delete box;
 }
 
-void begin_block_copies() { copying.assign(block_size.x * block_size.y * block_size.z, {}); }
+void begin_block_copies() { copying.assign(cluster_size * block_size.x * block_size.y * block_size.z, {}); }
 
 SetAside* set_aside_copies() { return new Kept(copying); }
 
 void copy_async(uint32_t target, const void* source, int bytes, int present_bytes) {
     Copy copy{shared_at(target, bytes), source, bytes, present_bytes};
     if (uintptr_t(source) % bytes) fail("cp.async of %d bytes from %p, which is misaligned", bytes, source);
-    if (work_is_late()) copying[thread_number].open.push_back(copy);
+    if (work_is_late()) copying[fiber_number].open.push_back(copy);
     else copy.run();
 }
 
 void copies_commit() {
-    Thread& thread = copying[thread_number];
+    Thread& thread = copying[fiber_number];
     thread.groups.push_back(std::move(thread.open));
     thread.open.clear();
 }
 
 void copies_wait(uint32_t pending) {
-    Thread& thread = copying[thread_number];
+    Thread& thread = copying[fiber_number];
     for (; thread.groups.size() > pending; thread.groups.pop_front()) run(thread.groups.front());
 }
 
@@ -107,7 +107,7 @@ void copies_arrive(uint32_t barrier) {
         copies_commit(), copies_wait(0);
         return barrier_arrive(barrier, 1);
     }
-    Thread& thread = copying[thread_number];
+    Thread& thread = copying[fiber_number];
     auto* arrival = new Arrival;
     arrival->barrier = barrier;
     arrival->groups.assign(thread.groups.begin(), thread.groups.end());

@@ -9,6 +9,7 @@
 #define __global__
 #define __shared__ static
 #define __launch_bounds__(...)
+#define __cluster_dims__(x, y, z) x  // where the translation asks for the number of blocks
 #define __restrict__
 
 #define threadIdx emulator::thread_index
@@ -45,6 +46,7 @@ inline int __float2int_rn(float x) { return int(lrintf(x)); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
+inline int __clzll(long long x) { return x ? __builtin_clzll(x) : 64; }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a * b >> 32; }
 inline unsigned __vmaxu2(unsigned a, unsigned b) {
     return max(a & 0xffffu, b & 0xffffu) | max(a & 0xffff0000u, b & 0xffff0000u);

@@ -32,7 +32,8 @@ struct Wait {
 };
 
 EXPORT extern Index thread_index, block_index, grid_size, block_size;  // thread_index: of the fiber that runs
-EXPORT extern int thread_number;
+EXPORT extern int thread_number, cluster_rank, cluster_size;  // thread_number: in its block
+extern int fiber_number;                                      // in its cluster
 
 EXPORT void wait(const Wait& wait);
 EXPORT void wait_for_kernel_ahead();
@@ -63,6 +64,9 @@ constexpr uint32_t DYNAMIC_SHARED_AT = 1024;
 EXPORT extern uint8_t* shared_memory;
 EXPORT extern uint32_t shared_end;
 EXPORT uint8_t* shared_at(uint32_t address, uint32_t bytes);
+// Of another block of the cluster, or of this one.
+EXPORT uint32_t mapped(uint32_t address, uint32_t rank);
+EXPORT uint8_t* cluster_shared_at(uint32_t address, uint32_t bytes);
 // Global memory, for accesses that must be aligned.
 inline uint8_t* global_at(const void* address, uint32_t bytes) {
     if (uintptr_t(address) % bytes) fail("%u bytes at %p, which is misaligned", bytes, address);
@@ -99,6 +103,8 @@ template <class T> Table<T> everybodys(const char* what, T x) {
 }
 EXPORT uint32_t ballot(bool vote);
 
+EXPORT void cluster_arrive();
+EXPORT void cluster_wait();
 EXPORT void block_sync();
 EXPORT int block_sync_or(int predicate);
 EXPORT void named_sync(int id, int threads);

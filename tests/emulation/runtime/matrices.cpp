@@ -205,7 +205,7 @@ std::vector<WarpProducts> products;
 
 }  // namespace
 
-void begin_block_matrices() { products.assign(block_size.x * block_size.y * block_size.z / LANES, {}); }
+void begin_block_matrices() { products.assign(cluster_size * block_size.x * block_size.y * block_size.z / LANES, {}); }
 
 SetAside* set_aside_matrices() { return new Kept(products); }
 
@@ -220,7 +220,7 @@ void wgmma(float* x, int columns, const uint32_t* a, uint64_t a_tile, uint64_t b
 }
 
 void wgmma_commit() {
-    WarpProducts& mine = products[thread_number / LANES];
+    WarpProducts& mine = products[fiber_number / LANES];
     meet("wgmma.commit_group", 0, [&](uint8_t (*)[MOST_BYTES], uint8_t (*)[MOST_BYTES]) {
         mine.groups.push_back(std::move(mine.open));
         mine.open.clear();
@@ -233,7 +233,7 @@ void wgmma_commit() {
 }
 
 void wgmma_wait(uint32_t pending) {
-    WarpProducts& mine = products[thread_number / LANES];
+    WarpProducts& mine = products[fiber_number / LANES];
     meet("wgmma.wait_group", 0, [&](uint8_t (*)[MOST_BYTES], uint8_t (*)[MOST_BYTES]) { mine.finish(pending); });
 }
 

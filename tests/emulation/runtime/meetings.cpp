@@ -46,27 +46,53 @@ struct Block {
     std::unordered_map<int, int> named_votes;
     std::unordered_map<uint32_t, Barrier> barriers;
 };
-std::unique_ptr<Block> block;  // on the heap: fibers wait for words in there
+struct Cluster {
+    std::vector<std::unique_ptr<Block>> blocks;  // on the heap: fibers wait for words in there
+    int arrived = 0;
+    uint64_t times = 0;
+    std::vector<uint64_t> arrivals;  // of each thread
+};
+std::unique_ptr<Cluster> cluster;
+
+Block* block() { return cluster->blocks[cluster_rank].get(); }
 
 Barrier& barrier_at(uint32_t address) {
-    auto found = block->barriers.find(address);
-    if (found == block->barriers.end()) fail("there is no mbarrier at %u of shared memory", address);
+    auto found = block()->barriers.find(address);
+    if (found == block()->barriers.end()) fail("there is no mbarrier at %u of shared memory", address);
     return found->second;
 }
+
+int threads_of_block() { return block_size.x * block_size.y * block_size.z; }
 
 }  // namespace
 
 void begin_block_meetings() {
-    if (!block) block = std::make_unique<Block>();
-    for (Warp& warp : block->warps) warp.meetings = 0, warp.arrived = 0;
-    block->everybody = {}, block->vote = 0;
-    block->named.clear(), block->named_votes.clear(), block->barriers.clear();
+    if (!cluster) cluster = std::make_unique<Cluster>();
+    cluster->arrived = 0, cluster->times = 0;
+    cluster->arrivals.assign(cluster_size * threads_of_block(), 0);
+    while (int(cluster->blocks.size()) < cluster_size) cluster->blocks.push_back(std::make_unique<Block>());
+    for (auto& block : cluster->blocks) {
+        for (Warp& warp : block->warps) warp.meetings = 0, warp.arrived = 0;
+        block->everybody = {}, block->vote = 0;
+        block->named.clear(), block->named_votes.clear(), block->barriers.clear();
+    }
 }
 
-SetAside* set_aside_meetings() { return new Kept(block); }
+SetAside* set_aside_meetings() { return new Kept(cluster); }
+
+void cluster_arrive() {
+    ++cluster->arrivals[fiber_number];
+    if (++cluster->arrived == int(cluster->arrivals.size())) cluster->arrived = 0, ++cluster->times;
+}
+
+void cluster_wait() {
+    uint64_t mine = cluster->arrivals[fiber_number];
+    if (!mine) fail("barrier.cluster.wait before an arrival");
+    wait({&cluster->times, ~0ull, mine - 1, "barrier.cluster", 0});
+}
 
 const uint8_t* meet(const char* what, const void* brought, size_t bytes, Act act, void* context) {
-    Warp& warp = block->warps[thread_number / LANES];
+    Warp& warp = block()->warps[thread_number / LANES];
     int lane = thread_number % LANES, place = warp.meetings & 1;
     if (warp.arrived == 0) warp.what = what;
     else if (warp.what != what && strcmp(warp.what, what))
@@ -94,24 +120,22 @@ uint32_t ballot(bool vote) {
     return votes;
 }
 
-static int threads_of_block() { return block_size.x * block_size.y * block_size.z; }
-
-void block_sync() { block->everybody.pass(threads_of_block(), "__syncthreads", 0); }
+void block_sync() { block()->everybody.pass(threads_of_block(), "__syncthreads", 0); }
 
 int block_sync_or(int predicate) {
-    block->vote |= predicate;
+    block()->vote |= predicate;
     block_sync();
-    int result = block->vote;
+    int result = block()->vote;
     block_sync();
-    block->vote = 0;
+    block()->vote = 0;
     block_sync();  // before anybody votes again
     return result;
 }
 
-void named_sync(int id, int threads) { block->named[id].pass(threads, "bar.sync", id); }
+void named_sync(int id, int threads) { block()->named[id].pass(threads, "bar.sync", id); }
 
 int named_sync_or(int id, int threads, int predicate) {
-    int& vote = block->named_votes[id];
+    int& vote = block()->named_votes[id];
     vote |= predicate;
     named_sync(id, threads);
     int result = vote;
@@ -123,7 +147,7 @@ int named_sync_or(int id, int threads, int predicate) {
 
 void barrier_init(uint32_t barrier, int arrivals) {
     shared_at(barrier, 8);
-    block->barriers[barrier] = {arrivals, arrivals};
+    block()->barriers[barrier] = {arrivals, arrivals};
 }
 
 void barrier_arrive(uint32_t barrier, int count) {

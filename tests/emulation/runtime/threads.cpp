@@ -1,4 +1,4 @@
-// The threads of a block as fibers on one CPU thread, one block after another.
+// The threads of a block as fibers on one CPU thread, one block after another; those of a cluster of blocks at a time.
 //
 // A fiber runs until it has to wait; the scheduler then goes on with the next one whose wait is over. In turn, that is
 // lane after lane and warp after warp. With a seed, the most urgent warp that can goes on, and the rest stays behind as
@@ -39,7 +39,7 @@ emulator_switch:
 namespace emulator {
 
 Index thread_index, block_index, grid_size, block_size;
-int thread_number;
+int thread_number, cluster_rank, cluster_size, fiber_number;
 uint8_t* shared_memory;
 uint32_t shared_end;
 
@@ -53,7 +53,7 @@ struct Fiber {
     uint8_t* stack;
     void* stack_pointer;
     Wait wait;
-    bool done;
+    bool done, begun;
 };
 
 // What Python asks for.
@@ -62,7 +62,7 @@ struct Launch {
     void (*kernel)(const void*);
     const void* arguments;
     Index grid, block;
-    uint32_t shared_bytes;
+    uint32_t shared_bytes, cluster;
     int late, seed;
     const Launch* ahead;  // the kernel that this one may overlap with, or null
 };
@@ -70,7 +70,7 @@ struct Launch {
 // A kernel and the one ahead of it, and so on, have fibers and shared memory of their own, kept for later launches.
 struct Level {
     std::vector<Fiber> fibers;
-    uint8_t* shared = nullptr;
+    std::vector<uint8_t*> shared;  // of each block of a cluster
 };
 std::vector<Level> levels;
 
@@ -79,7 +79,8 @@ struct Running {
     const Launch* launch = nullptr;
     bool seeded = false;
     std::mt19937 generator;
-    std::vector<Work*> late_work;
+    std::vector<std::pair<Work*, int>> late_work;  // with the rank of its block
+    Index first_block;                             // of the cluster
     void* scheduler = nullptr;
     Fiber* fibers = nullptr;
     size_t level = 0;
@@ -93,8 +94,8 @@ void run_kernel(const Launch& launch);
 
 void run_fiber() {
     now.launch->kernel(now.launch->arguments);
-    now.fibers[thread_number].done = true;
-    emulator_switch(&now.fibers[thread_number].stack_pointer, now.scheduler);
+    now.fibers[fiber_number].done = true;
+    emulator_switch(&now.fibers[fiber_number].stack_pointer, now.scheduler);
 }
 
 // A stack with a page below it that nobody may touch.
@@ -109,15 +110,24 @@ void begin_fiber(Fiber& fiber, int number) {
     void** top = reinterpret_cast<void**>(fiber.stack + STACK_BYTES - number % 32 * 128) - 2;
     *top = reinterpret_cast<void*>(run_fiber);
     memset(top - 6, 0, 6 * sizeof(void*));  // the registers that a switch takes from the stack
-    fiber.stack_pointer = top - 6, fiber.wait = {}, fiber.done = false;
+    fiber.stack_pointer = top - 6, fiber.wait = {}, fiber.done = fiber.begun = false;
 }
 
 bool is_blocked(const Wait& wait) { return wait.word && (*wait.word & wait.mask) == wait.value; }
 
+int threads_of_block() { return block_size.x * block_size.y * block_size.z; }
+
+void enter_block(int rank) {
+    cluster_rank = rank, shared_memory = levels[now.level].shared[rank];
+    block_index = {now.first_block.x + rank, now.first_block.y, now.first_block.z};
+}
+
 void resume(int number) {
-    thread_number = number;
-    unsigned row = number / block_size.x;
-    thread_index = {number % block_size.x, row % block_size.y, row / block_size.y};
+    fiber_number = number, thread_number = number % threads_of_block();
+    enter_block(number / threads_of_block());
+    unsigned row = thread_number / block_size.x;
+    thread_index = {thread_number % block_size.x, row % block_size.y, row / block_size.y};
+    now.fibers[number].begun = true;
     emulator_switch(&now.scheduler, now.fibers[number].stack_pointer);
 }
 
@@ -137,9 +147,9 @@ void resume(int number) {
 
 // The whole kernel that this one overlaps with.
 void run_kernel_ahead() {
-    const Index thread = thread_index, block = block_index, grid = grid_size, size = block_size;
-    uint8_t* const memory = shared_memory;
+    const Index grid = grid_size, size = block_size;
     const uint32_t end = shared_end;
+    const int blocks = cluster_size;
     const Launch& ahead = *now.launch->ahead;
     {
         std::unique_ptr<SetAside> meetings(set_aside_meetings()), copies(set_aside_copies()),
@@ -150,8 +160,7 @@ void run_kernel_ahead() {
         now = std::move(mine);
         now.fibers = levels[now.level].fibers.data();
     }
-    thread_index = thread, block_index = block, grid_size = grid, block_size = size;
-    shared_memory = memory, shared_end = end;
+    grid_size = grid, block_size = size, shared_end = end, cluster_size = blocks;
     kernel_ahead_is_to_come = 0;
 }
 
@@ -161,8 +170,9 @@ void do_late_work(int threads) {
         return run_kernel_ahead();
     }
     auto next = now.late_work.begin() + (now.seeded ? random_number(int(now.late_work.size())) : 0);
-    Work* work = *next;
+    auto [work, rank] = *next;
     now.late_work.erase(next);
+    enter_block(rank);
     work->run();
     delete work;
 }
@@ -171,8 +181,9 @@ void do_late_work(int threads) {
 void put_in_order(std::vector<int>& warps) {
     std::shuffle(warps.begin(), warps.end(), now.generator);
     if (random_number(2)) return;
-    int groups[8] = {0, 1, 2, 3, 4, 5, 6, 7};
-    std::shuffle(groups, groups + 8, now.generator);
+    std::vector<int> groups((warps.size() + 3) / 4);
+    for (size_t i = 0; i < groups.size(); ++i) groups[i] = i;
+    std::shuffle(groups.begin(), groups.end(), now.generator);
     std::stable_sort(warps.begin(), warps.end(), [&](int a, int b) { return groups[a / 4] < groups[b / 4]; });
 }
 
@@ -194,7 +205,8 @@ bool is_done(int threads) {
     return true;
 }
 
-void run_block(int threads) {
+// A block, or those of a cluster, which have `threads` together.
+void run_blocks(int threads) {
     std::vector<int> warps(threads / 32);
     for (int i = 0; i < threads; ++i) begin_fiber(now.fibers[i], i);
     for (size_t i = 0; i < warps.size(); ++i) warps[i] = i;
@@ -218,21 +230,27 @@ void run_kernel(const Launch& launch) {
     int threads = launch.block.x * launch.block.y * launch.block.z;
     if (levels.size() <= now.level) levels.resize(now.level + 1);
     Level& level = levels[now.level];
-    if (!level.shared) level.shared = static_cast<uint8_t*>(aligned_alloc(1024, 2 * MOST_SHARED));
+    cluster_size = launch.cluster ? launch.cluster : 1;
+    if (launch.grid.x % cluster_size) fail("%u blocks are not whole clusters of %d", launch.grid.x, cluster_size);
+    while (int(level.shared.size()) < cluster_size)
+        level.shared.push_back(static_cast<uint8_t*>(aligned_alloc(1024, 2 * MOST_SHARED)));
     now.launch = &launch, now.seeded = launch.seed != 0, now.generator.seed(launch.seed);
     if (threads % 32 || threads > 1024) fail("a block is not of up to 1024 threads in whole warps");
     if (launch.shared_bytes > MOST_SHARED) fail("more shared memory than there is");
-    while (int(level.fibers.size()) < threads) level.fibers.push_back({new_stack(), nullptr, {}, true});
+    while (int(level.fibers.size()) < threads * cluster_size) level.fibers.push_back({new_stack(), nullptr, {}, true, false});
     now.fibers = level.fibers.data();
-    shared_memory = level.shared, shared_end = DYNAMIC_SHARED_AT + launch.shared_bytes;
+    shared_end = DYNAMIC_SHARED_AT + launch.shared_bytes;
     grid_size = launch.grid, block_size = launch.block;
     kernel_ahead_is_to_come = launch.ahead != nullptr;
-    memset(shared_memory, UNWRITTEN, shared_end + 1024);
+    for (int i = 0; i < cluster_size; ++i) memset(level.shared[i], UNWRITTEN, shared_end + 1024);
     for (unsigned z = 0; z < launch.grid.z; ++z)
         for (unsigned y = 0; y < launch.grid.y; ++y)
-            for (unsigned x = 0; x < launch.grid.x; ++x) block_index = {x, y, z}, run_block(threads);
-    for (uint32_t i = shared_end; i < shared_end + 1024; ++i)
-        if (shared_memory[i] != UNWRITTEN) fail("a write %u bytes behind the end of shared memory", i - shared_end);
+            for (unsigned x = 0; x < launch.grid.x; x += cluster_size)
+                now.first_block = {x, y, z}, run_blocks(threads * cluster_size);
+    for (int rank = 0; rank < cluster_size; ++rank)
+        for (uint32_t i = shared_end; i < shared_end + 1024; ++i)
+            if (levels[now.level].shared[rank][i] != UNWRITTEN)
+                fail("a write %u bytes behind the end of shared memory", i - shared_end);
     if (kernel_ahead_is_to_come) run_kernel_ahead();  // for whom nobody has waited
 }
 
@@ -241,7 +259,7 @@ void on_bad_address(int, siginfo_t* info, void*) { fail("an access at %p, where 
 }  // namespace
 
 void wait(const Wait& wait) {
-    Fiber& fiber = now.fibers[thread_number];
+    Fiber& fiber = now.fibers[fiber_number];
     fiber.wait = wait;
     while (is_blocked(fiber.wait)) emulator_switch(&fiber.stack_pointer, now.scheduler);
     fiber.wait = {};
@@ -261,13 +279,29 @@ void fail(const char* format, ...) {
 
 bool work_is_late() { return now.seeded ? random_number(2) : now.launch->late; }
 int random_number(int below) { return int(now.generator() % below); }
-void when_stuck(Work* work) { now.late_work.push_back(work); }
+void when_stuck(Work* work) { now.late_work.push_back({work, cluster_rank}); }
 
 uint8_t* shared_at(uint32_t address, uint32_t bytes) {
     if (address < DYNAMIC_SHARED_AT || address + bytes > shared_end)
         fail("%u bytes at %u of shared memory, which ends at %u", bytes, address, shared_end);
     if (address % bytes) fail("%u bytes at %u of shared memory, which is misaligned", bytes, address);
     return shared_memory + address;
+}
+
+// Addresses of another block's memory have its rank, and 1, in their upper byte.
+uint32_t mapped(uint32_t address, uint32_t rank) {
+    if (int(rank) >= cluster_size) fail("shared memory of block %u of a cluster of %d", rank, cluster_size);
+    return address | (rank + 1) << 24;
+}
+
+uint8_t* cluster_shared_at(uint32_t address, uint32_t bytes) {
+    uint8_t* own = shared_at(address & 0xffffff, bytes);
+    if (!(address >> 24)) return own;
+    int rank = (address >> 24) - 1, threads = threads_of_block();
+    bool begun = false, ended = true;
+    for (int i = rank * threads; i < (rank + 1) * threads; ++i) begun |= now.fibers[i].begun, ended &= now.fibers[i].done;
+    if (!begun || ended) fail("a write to block %d of the cluster, which %s", rank, begun ? "has ended" : "may not have begun");
+    return levels[now.level].shared[rank] + (address & 0xffffff);
 }
 
 // Runs a kernel, and those ahead of it that it may overlap with; null, or what went wrong.
