@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import math
+from typing import Any, NamedTuple
 
 from ...layout import INDEXER_FP8
 from ..types.indexer import Rows
 from ..types.segments import Pages
 from .compile import kernel
 from .dense_attention import large_kernel
-from .device import device_sms, is_hopper
+from .device import device_sms, has_clusters, is_hopper
 from .indices import table_arguments
 from .launch import C_NAMES, MAX_BLOCKS, is_aligned, pointer, strides
 from .tma import NO_MAP, Words, box_rows, map_of_pages
@@ -249,13 +251,22 @@ def paged_mqa_logits_metadata(lens: Any, split: int, schedule: Any) -> None:
 def top_k_per_row(logits: Any, rows: Rows, indices: Any) -> None:
     device, topk = logits.data.device_id, indices.shape[1]
     num_rows, width = logits.shape
-    threads = choice_threads(num_rows, topk, device_sms(device))
     lens = rows.lens
     arguments = (
         logits, strides(logits)[0], width, num_rows, pointer(rows.starts), pointer(rows.ends), pointer(lens),
         0 if lens is None else strides(lens)[0], rows.next_n, lens is not None and lens.ndim == 2,
         -1 if rows.num_keys is None else rows.num_keys, indices, strides(indices)[0], topk,
     )  # fmt: skip
+    aligned = is_aligned(logits)
+    few = few_rows_size(num_rows, width, topk, device_sms(device), 8 if has_clusters(device) else 1, aligned)
+    if few is not None:
+        run = large_kernel(
+            device, few.shared_bytes, "common/indexer_topk_few.cu", "top_k_of_few_rows", THREADS=few.threads,
+            BLOCKS=few.blocks, READS=few.reads, ALIGNED=int(aligned),
+        )  # fmt: skip
+        run((num_rows * few.blocks,), (few.threads,), arguments, shared_mem=few.shared_bytes, overlap=True)
+        return
+    threads = choice_threads(num_rows, topk, device_sms(device))
     if topk > 16 * threads:  # than its buffer may hold when more columns come
         kernel("common/indexer_topk_wide.cu", "top_k_per_row_wide", THREADS=512)(
             (min(num_rows, 2**31 - 1),), (512,), arguments, overlap=True
@@ -263,9 +274,8 @@ def top_k_per_row(logits: Any, rows: Rows, indices: Any) -> None:
         return
     shared_bytes = choice_bytes(threads)
     run = large_kernel(
-        device, shared_bytes, "common/indexer_topk.cu", "top_k_per_row", THREADS=threads,
-        ALIGNED=int(is_aligned(logits)),
-    )  # fmt: skip
+        device, shared_bytes, "common/indexer_topk.cu", "top_k_per_row", THREADS=threads, ALIGNED=int(aligned)
+    )
     run((min(num_rows, 2**31 - 1),), (threads,), arguments, shared_mem=shared_bytes, overlap=True)
 
 
@@ -277,3 +287,49 @@ def choice_threads(num_rows: int, topk: int, sms: int) -> int:
 def choice_bytes(threads: int) -> int:
     """Shared memory of common/indexer_topk.cu: a buffer of 20 entries a thread, bins, and a few numbers."""
     return 8 * 20 * threads + 4 * 1024 + 12 * (threads // 32) + 16
+
+
+class FewRowsSize(NamedTuple):
+    """Of common/indexer_topk_few.cu: threads of a block, blocks of a row, reads of four columns that a thread holds."""
+
+    threads: int
+    blocks: int
+    reads: int
+
+    @property
+    def columns(self) -> int:
+        """Of the longest row."""
+        return self.blocks * self.threads * 4 * self.reads
+
+    @property
+    def shared_bytes(self) -> int:
+        received = 8 * 1280 * self.blocks if self.blocks > 1 else 8
+        bits, scratch = self.threads * self.reads // 2, 4 * 1024 + 12 * (self.threads // 32) + 16
+        return -(-(8 * 8192 + received + 8 * 64 + 24 * self.blocks + bits + scratch + 12) // 16) * 16
+
+    def finds(self, topk: int) -> bool:
+        """Whether a block can look for its share: eight lanes tell of no more than eight numbers."""
+        share = topk / self.blocks
+        looked_for = topk if self.blocks == 1 else min(topk, share + 5 * math.sqrt(share) + 9)
+        return looked_for <= self.threads
+
+
+ONE_BLOCK = 16_384  # columns: of shorter rows, blocks of a cluster would wait for one another longer than they read
+
+
+@functools.lru_cache(256)
+def few_rows_size(
+    num_rows: int, width: int, topk: int, sms: int, most_blocks: int, aligned: bool
+) -> FewRowsSize | None:
+    """For rows that there are multiprocessors for all at once; None where they are too many, or too long."""
+    for blocks in (8, 4, 2, 1):
+        # Clusters do not fill all multiprocessors.
+        room = blocks == 1 or (width > ONE_BLOCK and blocks <= most_blocks and num_rows * blocks * 1.15 <= sms)
+        if not room or num_rows * blocks > sms:
+            continue
+        threads = 512 if blocks > 1 and width <= blocks * 4096 else 1024
+        reads = max(2, 1 << (-(-width // (4 * threads * blocks)) - 1).bit_length())
+        size = FewRowsSize(threads, blocks, reads)
+        if reads <= (8 if aligned else 4) and size.finds(topk):  # columns one by one take more registers
+            return size
+    return None

@@ -38,6 +38,9 @@ SOURCES = [
     ("common/indexer_topk.cu", {"THREADS": 256, "ALIGNED": 1}),
     ("common/indexer_topk.cu", {"THREADS": 512, "ALIGNED": 0}),
     ("common/indexer_topk.cu", {"THREADS": 512, "ALIGNED": 1}),
+    ("common/indexer_topk_few.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 2, "ALIGNED": 1}),
+    ("common/indexer_topk_few.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 8, "ALIGNED": 1}),
+    ("common/indexer_topk_few.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 4, "ALIGNED": 0}),
     ("common/indexer_topk_wide.cu", {"THREADS": 512}),
     *(
         ("sm90/indexer/logits.cu", {"PAGED": paged, "PASS": queries, "QUERY_GROUPS": groups})
@@ -209,6 +212,10 @@ COMPILATIONS += [  # clusters
     )
     for tokens, target in ((1, "sm_90a"), (32, "sm_90a"), (32, "sm_100"))
 ]  # fmt: skip
+COMPILATIONS += [
+    ("common/indexer_topk_few.cu", {"THREADS": threads, "BLOCKS": blocks, "READS": 8, "ALIGNED": 1}, target)
+    for threads, blocks, target in ((512, 8, "sm_90a"), (1024, 2, "sm_90a"), (1024, 8, "sm_100"))
+]
 
 
 def compiled(file, macros, target):

@@ -3,10 +3,14 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import cumla
+import emulation
+from cumla.kernels.reference import indexer as reference_kernels
 from cumla.kernels.types.indexer import Rows
-from support.lab import BF16
+from support.lab import BF16, Lab
 
 FP8 = ml_dtypes.float8_e4m3fn
 HEAD_DIM = 128
@@ -194,6 +198,79 @@ def test_choice_where_a_sample_tells_much_or_little(lab, rng, monkeypatch, threa
     launcher.top_k_per_row(lab.put(x), Rows(lab.put(starts), lab.put(ends)), indices)
     expected = cumla.top_k_per_row(x, topk, starts, ends, backend="reference")
     np.testing.assert_array_equal(lab.get(indices), expected)
+
+
+@pytest.mark.nowhere(when=is_elsewhere)
+@pytest.mark.parametrize(
+    ("size", "width", "topk"),
+    [
+        ((1024, 1, 2), 8192, 512), ((128, 1, 8), 4093, 100), ((128, 2, 4), 4090, 70), ((128, 4, 2), 4096, 200),
+        ((256, 8, 2), 16_300, 300), ((256, 8, 1), 700, 512),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["random", "odd", "in places"])
+def test_choice_of_few_rows(lab, rng, monkeypatch, size, width, topk, kind):
+    """Threads, blocks of a cluster, and reads of a thread; rows whose numbers are alike, missing or close together."""
+    from cumla.kernels.cuda import indexer as launcher
+
+    size = launcher.FewRowsSize(*size)
+    assert size.finds(topk)
+    assert width <= size.columns
+    monkeypatch.setattr(launcher, "few_rows_size", lambda *unused: size)
+    x = rng.normal(size=(4, width)).astype(np.float32)
+    if kind == "odd":
+        x[0], x[1], x[2], x[3, ::3] = -0.0, np.round(x[1], 1), np.sort(x[2]), np.nan
+    if kind == "in places":
+        x[0, 5], x[0, 9 : width // 2], x[2, 300:600] = np.inf, -np.inf, x[2, 300:600] + 100
+        x[1], x[1, 7], x[3] = -np.inf, 1, np.maximum(x[3], 0) * (rng.uniform(size=width) < 0.03)
+    starts = np.array([0, 1, 3, width // 2], np.int32)
+    ends = np.array([width, width - 1, width - 3, width], np.int32)
+    expected = cumla.top_k_per_row(x, topk, starts, ends, backend="reference")
+    for rows in (x, np.pad(x, ((0, 0), (0, 1)))[:, :width]):  # at multiples of 16 bytes, or not
+        indices = lab.put(np.zeros((4, topk), np.int32))
+        launcher.top_k_per_row(lab.put(rows), Rows(lab.put(starts), lab.put(ends)), indices)
+        np.testing.assert_array_equal(lab.get(indices), expected)
+
+
+@pytest.mark.parametrize("schedule", ["late", "random 1", "random 2"])
+def test_choice_of_few_rows_on_any_schedule(emulated, rng, monkeypatch, schedule):
+    from cumla.kernels.cuda import indexer as launcher
+
+    lab, size = Lab("cuda", on_device=True, emulated=True), launcher.FewRowsSize(128, 4, 2)
+    monkeypatch.setattr(launcher, "few_rows_size", lambda *unused: size)
+    x, indices = rng.normal(size=(3, 4000)).astype(np.float32), lab.put(np.zeros((3, 128), np.int32))
+    x[2] = 0
+    with emulation.scheduled(emulation.SCHEDULES[schedule]):
+        launcher.top_k_per_row(lab.put(x), Rows(), indices)
+        np.testing.assert_array_equal(lab.get(indices), cumla.top_k_per_row(x, 128, backend="reference"))
+
+
+@given(data=st.data())
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_choice_of_few_rows_of_any_numbers(emulated, data):
+    """Lengths, starts and k, and rows of a few numbers that repeat or of many."""
+    from cumla.kernels.cuda import indexer as launcher
+
+    lab = Lab("cuda", on_device=True, emulated=True)
+    size = launcher.FewRowsSize(128, data.draw(st.sampled_from([1, 2, 4])), 2)
+    width, topk = data.draw(st.integers(1, size.columns)), data.draw(st.integers(1, 128))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    few = data.draw(st.lists(st.floats(width=32), min_size=1, max_size=5))
+    x = np.where(
+        rng.uniform(size=(2, width)) < data.draw(st.floats(0, 1)),
+        rng.choice(np.array(few, np.float32), (2, width)),
+        rng.normal(size=(2, width)),
+    ).astype(np.float32)
+    starts, ends = (rng.integers(0, width + 1, 2).astype(np.int32) for _ in range(2))
+    rows = data.draw(st.sampled_from([Rows(), Rows(starts, ends), Rows(lens=ends), Rows(starts, ends, num_keys=width)]))
+    indices, expected = lab.put(np.zeros((2, topk), np.int32)), np.zeros((2, topk), np.int32)
+    reference_kernels.top_k_per_row(x, rows, expected)
+    arrays = {name: getattr(rows, name) for name in ("starts", "ends", "lens")}
+    on_device = rows._replace(**{name: None if array is None else lab.put(array) for name, array in arrays.items()})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launcher, "few_rows_size", lambda *unused: size)
+        launcher.top_k_per_row(lab.put(x), on_device, indices)
+        np.testing.assert_array_equal(lab.get(indices), expected)
 
 
 def test_choice_of_more_than_fits_in_a_thread_block(lab, rng):

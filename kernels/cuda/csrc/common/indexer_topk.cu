@@ -11,6 +11,7 @@
 //
 // Macros: THREADS, ALIGNED (rows start at multiples of 16 bytes, so that they are read 16 bytes at a time).
 #include "common/pdl.cuh"
+#include "common/row_reads.cuh"
 #include "common/selection.cuh"
 
 constexpr int BATCH = 8, VALUES = 4 * BATCH;            // reads of four columns that a thread has under way, and columns
@@ -25,34 +26,6 @@ struct Memory {
     int columns[CAPACITY];  // among the row's that count
     Scratch scratch;
 };
-
-struct Row {
-    const float* values;  // from a multiple of four columns on
-    uint32 skipped, end;  // which of them count
-
-    __device__ int length() const { return int(end - skipped); }
-    __device__ bool has(uint32 at) const { return at >= skipped && at < end; }
-};
-
-// Four columns.
-__device__ inline void read4(const float* from, float* x) {
-    if (ALIGNED)
-        asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "l"(from));
-    else
-#pragma unroll
-        for (int i = 0; i < 4; ++i) asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(x[i]) : "l"(from + i));
-}
-// The same where `present`; x stays as it is elsewhere.
-__device__ inline void read4(const float* from, bool present, float* x) {
-    if (ALIGNED)
-        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];\n}\n"
-                     : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3]) : "l"(from), "r"(int(present)));
-    else
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p ld.global.nc.f32 %0, [%1];\n}\n"
-                         : "+f"(x[i]) : "l"(from + i), "r"(int(present)));
-}
 
 // A thread's part of a row: four columns of each of so many lines, one behind another.
 struct Part {

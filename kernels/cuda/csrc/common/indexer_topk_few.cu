@@ -1,0 +1,312 @@
+// The columns of the largest logits of each row, by ascending index, where there are few rows: as indexer_topk.cu, but a
+// cluster of BLOCKS thread blocks takes a row, and each of them holds its part of it in registers.
+//
+// 1. Of the largest numbers of its lanes, each group of eight tells which one so many of them reach that all groups have k:
+//    numbers below the smallest of these bounds are done with after one comparison.
+// 2. The others are counted in bins by their upper digits, until a bin is found with the k-th in it, and few others.
+// 3. Where BLOCKS > 1, a block does so for its share of k and a few more. Columns are dealt out to blocks in short lines, so
+//    that a block's part is a sample of the row. What it found goes to all blocks of the cluster, which go on alike: if
+//    the k-th of all lies above what each has left out, it is the row's.
+// 4. A block writes what is chosen of its BLOCKS-th part of the columns, by a bit for each.
+// A row where more numbers than fit pass the bounds, or of which a block has left out too much, is read again by one thread
+// block from global memory.
+//
+// Keys are a number's order and, below it, its column inverted: no two are equal.
+//
+// Macros: THREADS, BLOCKS, READS (of four columns that a thread holds), ALIGNED (rows start at multiples of 16 bytes).
+#include "common/choice_by_reading.cuh"
+#include "common/pdl.cuh"
+#include "common/row_reads.cuh"
+#include "common/selection.cuh"
+
+static_assert(BLOCKS <= WARPS);
+constexpr int VALUES = 4 * READS;
+constexpr int LINE = 32, LANES = LINE / 4, LINES = THREADS / LANES;  // columns of a line, lanes that read it, lines at a time
+constexpr int CAPACITY = 8192, REGION = 1280;  // keys of a block's own, and that it sends
+constexpr int FEW = 64;                        // that are put in order by comparing each with each
+constexpr int GROUP = 8;                       // lanes
+constexpr int AT_ONCE = 2;                     // reads that do not wait for the row's length
+
+struct Sent {
+    uint64 low, high;  // keys from low on are there, or all where it is 0; none is above high
+    int64 count;       // or -1: there are too many
+};
+
+struct Memory {
+    uint64 keys[CAPACITY];
+    uint64 received[BLOCKS > 1 ? BLOCKS * REGION : 1];
+    uint64 few[FEW];
+    Sent sent[BLOCKS];
+    uint32 bits[VALUES * THREADS / 32];
+    Scratch scratch;
+    int few_count, before, sending;
+};
+
+// Keys above `high` are chosen, and the `rest` largest of the `here` between low and high.
+struct Cut {
+    uint64 low, high;
+    int rest, here;
+    bool enough;  // there are k
+};
+
+// Where the k largest of keys from low to high end. `each` calls what it is given with every key of a thread; the first
+// bins may have been counted. All threads take part.
+template <class Each>
+__device__ inline Cut cut(Scratch& scratch, int k, uint64 low, uint64 high, bool counted, Each each) {
+    int rest = k;
+#pragma unroll 1
+    for (;; counted = false) {
+        uint64 span = high - low;
+        int shift = max(64 - __clzll(int64(span)) - DIGIT, 0);
+        if (!counted)
+            each([&](uint64 key) {
+                if (key - low <= span) atomicAdd(&scratch.bins[uint32((key - low) >> shift)], 1u);
+            });
+        __syncthreads();
+        int first = BINS - (int(threadIdx.x) + 1) * RUN, own = 0, total;
+        uint32 counts[RUN];
+        take(scratch.bins + first, counts);
+#pragma unroll
+        for (int i = 0; i < RUN; ++i) own += counts[i];
+        int before = sum_before(scratch, own, total);
+        if (before < rest && rest <= before + own) {
+            bool found = false;
+#pragma unroll
+            for (int i = RUN - 1; i >= 0; --i) {
+                if (!found && before + int(counts[i]) >= rest) {
+                    scratch.digit = first + i, scratch.needed = rest - before, scratch.here = int(counts[i]);
+                    found = true;
+                }
+                before += int(counts[i]);
+            }
+        }
+        __syncthreads();
+        if (total < rest) return {1, 0, 0, 0, false};
+        low += uint64(scratch.digit) << shift, high = low + ((1ull << shift) - 1), rest = scratch.needed;
+        if (scratch.here <= FEW) return {low, high, rest, scratch.here, true};
+    }
+}
+
+// The rank-th largest of the numbers of a lane's group.
+__device__ inline float of_group(float x, int rank) {
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int size = 2; size <= GROUP; size *= 2)
+#pragma unroll
+        for (int step = size / 2; step; step /= 2) {
+            float other = __shfl_xor_sync(~0u, x, step);
+            bool larger_here = ((lane & size % GROUP) == 0) == ((lane & step) == 0);
+            x = larger_here ? fmaxf(x, other) : fminf(x, other);
+        }
+    return __shfl_sync(~0u, x, lane / GROUP * GROUP + rank);
+}
+
+#if BLOCKS > 1
+__device__ inline uint32 rank_in_cluster() {
+    uint32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+// To where `here` is in another block's shared memory.
+__device__ inline void send(const void* here, uint32 rank, uint64 x) {
+    uint32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(uint32(__cvta_generic_to_shared(here))), "r"(rank));
+    asm volatile("st.shared::cluster.b64 [%0], %1;" ::"r"(there), "l"(x) : "memory");
+}
+__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+#define CLUSTER __cluster_dims__(BLOCKS, 1, 1)
+#else
+__device__ inline uint32 rank_in_cluster() { return 0; }
+#define CLUSTER
+#endif
+
+// Of k, how many a block looks for: a few more than its share, but for one row in a million.
+__device__ inline int share_of(int k) {
+    if (BLOCKS == 1) return k;
+    float share = float(k) / BLOCKS;
+    return min(k, int(share + 5.0f * sqrtf(share)) + 8);
+}
+
+__device__ inline uint64 key_of(float x, int column) { return uint64(order_of(x)) << 32 | ~uint32(column); }
+
+// Seldom called, and no burden on the registers of the others.
+__device__ __noinline__ void read_it_again(Scratch& scratch, const float* row, int length, int* indices, int topk) {
+    choose_by_reading(scratch, row, length, indices, topk);
+}
+
+extern "C" CLUSTER __global__ void __launch_bounds__(THREADS, 1)
+top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, const int* starts, const int* ends,
+                  const int* lens, int64 lens_stride, int next_n, int per_row, int num_keys, int* indices,
+                  int64 indices_stride, int topk) {
+    extern __shared__ uint4 memory[];
+    Memory& shared = *reinterpret_cast<Memory*>(memory);
+    Scratch& scratch = shared.scratch;
+    const int tid = int(threadIdx.x), lane = tid % 32;
+    const uint32 rank = rank_in_cluster();
+#if BLOCKS > 1
+    cluster_arrive();  // so that nobody sends to a block that has not started
+#endif
+    for (int i = tid; i < BINS; i += THREADS) scratch.bins[i] = 0;
+    for (int i = tid; i < VALUES * THREADS / 32; i += THREADS) shared.bits[i] = 0;
+    if (tid == 0) scratch.count = 0, shared.few_count = 0, shared.before = 0, shared.sending = 0;
+    pdl_release();
+    pdl_wait();
+    const int64 number = blockIdx.x / BLOCKS;
+    const Columns columns{starts, ends, lens, lens_stride, next_n, per_row != 0, num_keys, width};
+    const bool from_0 = lens || !starts || num_keys >= 0;
+
+    // 1. What may be among the k largest.
+    const uint32 first = (tid / LANES * BLOCKS + rank) * LINE + tid % LANES * 4;
+    constexpr uint32 STEP = LINES * BLOCKS * LINE;  // to a thread's next four columns
+    float x[VALUES] = {};
+#pragma unroll
+    for (int i = 0; i < min(READS, AT_ONCE); ++i)
+        read4(logits + number * stride + first + i * STEP, from_0 && first + i * STEP + 4 <= uint32(width), x + 4 * i);
+    int begin, end;
+    columns.range_of(number, begin, end);
+    const int origin = begin / 4 * 4, length = end - begin;
+    const Row row{logits + number * stride + origin, uint32(begin - origin), uint32(end - origin)};
+#pragma unroll
+    for (int i = 0; i < READS; ++i) {
+        uint32 at = first + i * STEP;
+        read4(row.values + at, (i >= AT_ONCE || !from_0) && at >= row.skipped && at + 4 <= row.end, x + 4 * i);
+    }
+#pragma unroll
+    for (int i = 0; i < READS; ++i) {
+        uint32 at = first + i * STEP;
+        if (at < row.skipped || at + 4 > row.end)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) x[4 * i + j] = row.has(at + j) ? row.values[at + j] : __uint_as_float(0x7fc00000);
+    }
+    const int k = share_of(topk), of_each = (k * GROUP + THREADS - 1) / THREADS;
+    float largest = x[0];
+#pragma unroll
+    for (int i = 1; i < VALUES; ++i) largest = fmaxf(largest, x[i]);
+    uint32 order = order_of(largest), most = __reduce_max_sync(~0u, order);
+    uint32 having = __ballot_sync(~0u, order != 0) >> lane / GROUP * GROUP & ((1u << GROUP) - 1);
+    uint32 least = order_of(of_group(order ? largest : -infinity(), of_each - 1));
+    if (__popc(having) < of_each) least = 0;
+    uint32 inverted = __reduce_max_sync(~0u, ~least);
+    if (lane == 0) scratch.most[tid / 32] = most, scratch.most[WARPS + tid / 32] = inverted;
+    __syncthreads();
+    most = __reduce_max_sync(~0u, lane < WARPS ? scratch.most[lane] : 0);
+    least = ~__reduce_max_sync(~0u, lane < WARPS ? scratch.most[WARPS + lane] : 0);
+    const uint64 low = uint64(least) << 32, high = uint64(most) << 32 | ~0u;
+    const int shift = max(64 - __clzll(int64(high - low)) - DIGIT, 0);
+
+    // 2. These, and the first count of them.
+    float bound = value_of(least);
+    uint32 mask = 0;
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i)
+        if (x[i] >= bound) mask |= 1u << i;
+    if (__any_sync(~0u, mask)) {
+        int own = __popc(mask), up_to = sum_to(own);
+        int to = lane == 31 ? atomicAdd(&scratch.count, up_to) : 0;
+        to = __shfl_sync(~0u, to, 31) + up_to - own;
+        auto put = [&](float value, uint32 at) {
+            uint64 key = key_of(value, int(at - row.skipped));
+            if (to < CAPACITY) shared.keys[to] = key;
+            atomicAdd(&scratch.bins[uint32((key - low) >> shift)], 1u);
+            ++to;
+        };
+        if (VALUES <= 16) {
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i)
+                if (mask >> i & 1) put(x[i], first + i / 4 * STEP + i % 4);
+        } else {
+            for (; mask; mask &= mask - 1) {
+                uint32 at = first + (__ffs(mask) - 1) / 4 * STEP + (__ffs(mask) - 1) % 4;
+                put(read_again(row.values + at), at);
+            }
+        }
+    }
+    auto own_keys = [&](auto visit) {
+        int count = min(scratch.count, CAPACITY);
+        for (int i = tid; i < count; i += THREADS) visit(shared.keys[i]);
+    };
+    Cut best = cut(scratch, k, low, high, true, own_keys);
+    bool failed = scratch.count > CAPACITY;
+    int there = scratch.count;
+
+#if BLOCKS > 1
+    // 3. What all have found.
+    uint64 from = best.enough ? best.low : 0;
+    cluster_wait();
+    if (!failed)
+        for (int i0 = 0; i0 < there; i0 += THREADS) {
+            int i = i0 + tid;
+            uint64 key = i < there ? shared.keys[i] : 0;
+            bool mine = i < there && key >= from;
+            uint32 votes = __ballot_sync(~0u, mine);
+            if (!votes) continue;
+            int to = lane == 0 ? atomicAdd(&shared.sending, __popc(votes)) : 0;
+            to = __shfl_sync(~0u, to, 0) + __popc(votes & ((1u << lane) - 1));
+            if (mine && to < REGION)
+                for (uint32 r = 0; r < BLOCKS; ++r) send(&shared.received[rank * REGION + to], r, key);
+        }
+    __syncthreads();
+    if (tid < BLOCKS) {
+        int count = failed || shared.sending > REGION ? -1 : shared.sending;
+        send(&shared.sent[rank].low, tid, from), send(&shared.sent[rank].high, tid, high);
+        send(&shared.sent[rank].count, tid, uint64(int64(count)));
+    }
+    cluster_arrive();
+    cluster_wait();
+    uint64 from_all = 1ull << 32, high_all = 0;  // of none a key is below
+    there = 0;
+    for (int r = 0; r < BLOCKS; ++r) {
+        Sent sent = shared.sent[r];
+        failed |= sent.count < 0;
+        from_all = max(from_all, sent.low), high_all = max(high_all, sent.high), there += int(max(sent.count, int64(0)));
+    }
+    auto all_keys = [&](auto visit) {
+        constexpr int STRIDE = THREADS / BLOCKS;
+        int r = tid / 32 % BLOCKS, count = int(shared.sent[r].count);
+        for (int i = tid / 32 / BLOCKS * 32 + lane; i < count; i += STRIDE) visit(shared.received[r * REGION + i]);
+    };
+    if (!failed) {
+        best = cut(scratch, topk, from_all, high_all, false, all_keys);
+        failed = !best.enough && from_all > 1ull << 32;
+    }
+#else
+    auto& all_keys = own_keys;
+#endif
+    int* to = indices + number * indices_stride;
+    if (failed) {
+        if (rank == 0) read_it_again(scratch, row.values + row.skipped, length, to, topk);
+        return;
+    }
+
+    // 4. Those of this block's part of the columns.
+    const int part = (length + 32 * BLOCKS - 1) / (32 * BLOCKS) * 32, start = int(rank) * part;
+    auto choose = [&](uint64 key, int& before) {
+        uint32 at = ~uint32(key) - start;
+        if (~uint32(key) < uint32(start)) ++before;
+        else if (at < uint32(part)) atomicOr(&shared.bits[at / 32], 1u << at % 32);
+    };
+    int before = 0;
+    all_keys([&](uint64 key) {
+        if (key > best.high) choose(key, before);
+        else if (key >= best.low && best.here) shared.few[atomicAdd(&shared.few_count, 1)] = key;
+    });
+    __syncthreads();
+    if (tid < best.here) {
+        uint64 key = shared.few[tid];
+        int above = 0;
+        for (int i = 0; i < best.here; ++i) above += shared.few[i] > key;
+        if (above < best.rest) choose(key, before);
+    }
+    if (BLOCKS > 1) {
+        before = __reduce_add_sync(~0u, before);
+        if (lane == 0 && before) atomicAdd(&shared.before, before);
+    }
+    __syncthreads();
+    constexpr int WORDS = VALUES * THREADS / 32;
+    uint32 word = tid < WORDS ? shared.bits[tid] : 0;
+    int total, place = sum_before(scratch, __popc(word), total) + shared.before;
+    for (; word; word &= word - 1) to[place++] = start + tid * 32 + __ffs(word) - 1;
+    if (rank == 0)
+        for (int i = min(there, topk) + tid; i < topk; i += THREADS) to[i] = -1;
+}
