@@ -30,7 +30,6 @@ from jax.experimental.buffer_callback import buffer_callback
 
 from ..dispatch import rehearsal
 from .ops import OPS, Op
-from .xla import custom_call
 
 Static = tuple[tuple[str, Any], ...]
 
@@ -95,6 +94,8 @@ def _function_of(op: Op, names: tuple[str, ...], static: Static) -> Callable[...
             types.append(jax.ShapeDtypeStruct((op.scratch(arguments),), "uint8"))
         aliases = {names.index(name): i for i, name in enumerate(written)}
         if on_device:
+            from .xla import custom_call  # imports Numba
+
             call = custom_call((op.name, names, static), run_on_device, types, aliases)
         else:
             call = buffer_callback(run_on_host, types, input_output_aliases=aliases)

@@ -6,6 +6,7 @@ from .agreement import Agreement, RankError
 from .communicator import Communicator
 from .context import ContextAttention, local_window
 from .dense_layer import ShardedMLALayer
+from .models import RankRows, ShardedDeepseekV4Attention, ShardedDeepseekV32Attention
 from .queries import CausalPiece, QueryShares, share_queries
 from .sparse_layer import ShardedCompressedCache, ShardedSparseMLALayer
 from .store import FileStore, MemoryStore, Store, TcpStore
@@ -20,8 +21,11 @@ __all__ = [
     "MemoryStore",
     "QueryShares",
     "RankError",
+    "RankRows",
     "Shard",
     "ShardedCompressedCache",
+    "ShardedDeepseekV4Attention",
+    "ShardedDeepseekV32Attention",
     "ShardedMLALayer",
     "ShardedSparseMLALayer",
     "Store",
