@@ -104,3 +104,21 @@ def test_which_kernel_on_a_device():
         odd = {**mha, "q": ((8, 4, 200), "bfloat16"), "k": ((9, 4, 136), "bfloat16")}
         assert "expected multiples of 16 up to" in asked("mha_varlen", **odd).reason
         assert "device: got 7, expected one of the" in cumla.supports("sparse_mla_decode", device=7, **decode).reason
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in cumla.__all__ if inspect.isfunction(getattr(cumla, n)) and n != "supports"]
+)
+def test_every_operation_can_be_asked_for(name):
+    with pytest.raises(TypeError, match=f"got nothing, which {name} needs"):
+        cumla.supports(name)
+
+
+def test_copies_of_pages_can_be_asked_for():
+    cache, other, pairs = ((4, 64, 584), "uint8"), ((4, 64, 656), "uint8"), ((2, 2), "int64")
+    assert cumla.supports("copy_blocks", kv_caches=[cache, cache], src_to_dsts=pairs, device=-1).kernels == (
+        "blocks.copy_blocks",
+    )
+    assert cumla.supports("swap_blocks", src=cache, dst=cache, src_to_dst=pairs, device=-1)
+    refused = cumla.supports("swap_blocks", src=cache, dst=other, src_to_dst=pairs, device=-1)
+    assert refused.reason == "dst: got pages of shape (64, 656), expected (64, 584) as src has"
