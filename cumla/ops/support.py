@@ -16,8 +16,8 @@ from ..dispatch.rehearsal import ghost, rehearsed
 from ..dispatch.values import shown
 
 FILES = (
-    "advance", "blocks", "compressor", "dense_attention", "dense_cache", "indexer", "indexer_topk", "indices", "norm_rope",
-    "sparse_attention", "sparse_cache",
+    "advance", "blocks", "compressor", "dense_attention", "dense_cache", "indexer", "indexer_topk", "indices",
+    "norm_rope", "sparse_attention", "sparse_cache",
 )  # fmt: skip
 OLDEST_DEVICE = 80  # compute capability that the CUDA sources compile for
 
