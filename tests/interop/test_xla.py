@@ -23,20 +23,23 @@ CONTEXTS = {0: 1001, 1: 1002}  # of the emulated devices
 class Xla:
     """XLA's side: calls of the handler with frames like its own."""
 
-    def __init__(self, driver, device):
-        self.driver, self.device, self.launches, self.fail = driver, device, 0, 0
-        self.context, self.messages = CONTEXTS[0], []
-        functions = {
+    def __init__(self):
+        self.functions = {
             "stream_get": FUNCTION(WORD, WORD)(self._stream_get), "error_create": FUNCTION(WORD, WORD)(self._error),
+            "launch": FUNCTION(WORD, WORD, WORD, WORD, WORD)(self._launch),
+            "context": FUNCTION(WORD, WORD)(self._context),
         }  # fmt: skip
-        self._functions = [*functions.values(), FUNCTION(WORD, WORD, WORD, WORD, WORD)(self._launch),
-                           FUNCTION(WORD, WORD)(self._context)]  # fmt: skip
-        self.api = xla_frame.Api(**{name: xla_handler.address_of(f) for name, f in functions.items()})
+        stream_get, error_create, launch, context = map(xla_handler.address_of, self.functions.values())
+        self.api = xla_frame.Api(stream_get=stream_get, error_create=error_create)
         self.table = xla.Table()
-        self.address = xla_handler.make_handler(
-            self.table.words.ctypes.data, *map(xla_handler.address_of, self._functions[2:]), xla.in_python()
-        )
-        self.handler = FUNCTION(WORD, WORD)(self.address)
+        words = self.table.words.ctypes.data
+        self.handler = FUNCTION(WORD, WORD)(xla_handler.make_handler(words, launch, context, xla.in_python()))
+
+    def start(self, driver):
+        """As if nothing had been called."""
+        self.driver, self.fail, self.context, self.messages = driver, 0, CONTEXTS[0], []
+        self.table.words[:] = 0
+        self.table.calls.clear()
 
     def _stream_get(self, question):
         ctypes.cast(question, ctypes.POINTER(xla_frame.StreamGet)).contents.stream = self.stream
@@ -47,7 +50,6 @@ class Xla:
         return len(self.messages)
 
     def _launch(self, config, function, _, extra):
-        self.launches += 1
         return self.fail or self.driver.cuLaunchKernelEx(config, function, None, extra)
 
     def _context(self, into):
@@ -95,11 +97,16 @@ def calls(monkeypatch):
     return calls
 
 
+@pytest.fixture(scope="module")
+def made():
+    return Xla()
+
+
 @pytest.fixture
-def compiler(device, monkeypatch):
+def compiler(device, made, monkeypatch):
     from emulation.cupy import DRIVER
 
-    made = Xla(DRIVER, device)
+    made.start(DRIVER)
     driver = types.SimpleNamespace(**vars(DRIVER))
     driver.cuCtxGetCurrent = lambda into: made._context(ctypes.addressof(into._obj))
     monkeypatch.setattr(xla, "ctypes", types.SimpleNamespace(**{**vars(ctypes), "CDLL": lambda name: driver}))
@@ -151,7 +158,12 @@ class Program:
         return [x.get() for x in (*written, *new)][: len(want)], want
 
 
-@pytest.mark.parametrize("case", operations.CASES)
+QUICK = "quantize_and_insert_k_cache-DSV4_FP8", "sparse_mla_decode-DSV4_FP8-two-caches", "merge_attn_states-float32"
+
+
+@pytest.mark.parametrize(
+    "case", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in operations.CASES]
+)
 def test_the_second_call_is_made_without_python(case, device, compiler, calls, rng):
     program = Program(device, case, rng)
     for turn in range(3):
