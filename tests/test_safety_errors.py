@@ -324,6 +324,18 @@ def test_a_cache_without_tokens_is_a_cache(shape):
     assert np.isposinf(lse).all()
 
 
+def test_caches_without_pages_are_caches(lab):
+    """Of raw pages and of states, too: nothing is written, and nothing is wrong."""
+    operation = operations()["insert"]
+    arguments = {key: put(lab, value) for key, value in {**operation.arguments, **operation.keywords}.items()}
+    pages = np.empty((0, 4 * 584), np.uint8)
+    operation.function(**{**arguments, "k_cache": lab.put(pages.copy()), "backend": lab.backend})
+    operation = operations()["compress"]
+    arguments = {key: put(lab, value) for key, value in {**operation.arguments, **operation.keywords}.items()}
+    states = np.empty((0, 4, 512), np.float32)
+    operation.function(**{**arguments, "state_cache": lab.put(states.copy()), "backend": lab.backend})
+
+
 @pytest.mark.gpu
 def test_arrays_on_both_sides():
     import cupy

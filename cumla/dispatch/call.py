@@ -198,7 +198,8 @@ class Call:
         if native.dtype not in BYTES:
             raise TypeError(f"{name}: got dtype {native.dtype}, expected uint8 for raw pages")
         needed = block_size * layout.token_bytes
-        if native.shape[1] < needed or native.strides[1] != 1 or (len(native) > 1 and native.strides[0] < needed):
+        apart = native.strides[1] == 1 and (len(native) < 2 or native.strides[0] >= needed)
+        if native.shape[1] < needed or (native.size and not apart):  # NumPy's strides are 0 where nothing is
             raise ValueError(
                 f"{name}: got pages of {native.shape[1]} bytes {native.strides[0]} bytes apart, "
                 f"expected at least {needed} contiguous bytes for {block_size} tokens of {layout.name}"
