@@ -22,5 +22,6 @@ def main() -> int:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # once is enough
     os.write(2, b"cumla: interrupted\n")
     os._exit(130)
