@@ -50,3 +50,19 @@ __device__ inline LaneRows rows_there(const List& list, LaneRows listed) {
     uint32 rows = list.num_slots;
     return {uint32(listed.low) < rows ? listed.low : -1, uint32(listed.high) < rows ? listed.high : -1};
 }
+
+// Where a lane's 16 bytes of rows' first 128 come from: of four rows at a time, 8 lanes each, from row `first` of 64 on. Where
+// there is no row, nothing is to be read.
+template <int STEPS> struct RowSources {
+    const uint8* at[STEPS];
+    bool here[STEPS];
+
+    __device__ RowSources(const uint8* array, int64 stride, LaneRows rows, int first, int lane) {
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+            int row = rows.at(first + 4 * i, lane);
+            here[i] = row >= 0;
+            at[i] = array + (row < 0 ? 0 : row * stride) + lane % 8 * 16;
+        }
+    }
+};

@@ -5,11 +5,11 @@
 #include "common/pdl.cuh"
 
 constexpr float MAX_PRECISE_SCORE = 1024.0f;  // base 2; float32 sums of products are off by 2^-10 there
+constexpr int PRODUCERS = 4;  // warps
 constexpr int THREADS = 384, PRODUCER_REGISTERS = 72, CONSUMER_REGISTERS = 216;
 
-// Tiles of 64 values: of keys 64 rows, of Q and of weights HEADS. A *piece* is two tiles of a block of keys, which one of the
-// four producer warps copies; pieces lie in a ring, in the order of their values. Of 576 values the last tile, RoPE, has a ring
-// of its own, into which each of the warps copies a quarter of the rows.
+// Tiles of 64 values: of keys 64 rows, of Q and of weights HEADS. A *piece* is two tiles of a block of keys; pieces lie in a
+// ring, in the order of their values. Of 576 values the last tile, RoPE, has a ring of its own; it comes with the last piece.
 constexpr int TILES = LAYOUT::head_dim / 64, PIECES = 4, PIECE_TILES = 2;
 constexpr bool HAS_ROPE = TILES > PIECES * PIECE_TILES;
 constexpr int ROPES = HAS_ROPE ? 3 : 0, MOST_SLOTS = 12;
@@ -18,7 +18,7 @@ constexpr int VALUE_TILES = V_DIM / 64;
 
 // Shared memory. Without static shared memory the dynamic part starts at 1024; the kernel traps otherwise.
 constexpr uint32 READY = 1024, FREE = READY + 8 * MOST_SLOTS;   // of each slot of the ring
-constexpr uint32 ROPE_READY = FREE + 8 * MOST_SLOTS, ROPE_FREE = ROPE_READY + 24;
+constexpr uint32 ROPE_FREE = FREE + 8 * MOST_SLOTS;
 constexpr uint32 Q_READY = ROPE_FREE + 24;
 constexpr uint32 WEIGHTS_READY = Q_READY + 8, WEIGHTS_FREE = WEIGHTS_READY + 16;  // of every other block
 constexpr uint32 TOTALS_READY = WEIGHTS_FREE + 16;              // of every other tile
@@ -32,16 +32,13 @@ constexpr uint32 ROPE_AT = Q_AT + TILES * HEAD_TILE_BYTES;
 constexpr uint32 RING_AT = ROPE_AT + ROPES * TILE_BYTES;
 constexpr int SHARED_BYTES = 232448, ROOM = (SHARED_BYTES + 1024 - RING_AT) / PIECE_BYTES;
 constexpr int SLOTS = ROOM < MOST_SLOTS ? ROOM : MOST_SLOTS;
-// A block waits for room of the last but one at most, which is told as ready by then.
 static_assert(SLOTS >= 2 * PIECES && PRESENT_AT % 8 == 0 && HIGHEST_AT % 8 == 0);
 
 // Places of a ring, one after another: which, and the parity of its present use.
 template <int SIZE> struct Place {
-    uint32 slot, phase = 0;
+    uint32 slot = 0, phase = 0;
 
-    __device__ explicit Place(uint32 first = 0) : slot(first) {}
-    __device__ void advance(uint32 by = 1) {
-        slot += by;
-        if (slot >= SIZE) slot -= SIZE, phase ^= 1;
+    __device__ void advance() {
+        if (++slot == SIZE) slot = 0, phase ^= 1;
     }
 };

@@ -24,9 +24,8 @@ sparse_mla_prefill_few_heads(const __grid_constant__ SparseProblem problem, cons
     if (uint32(__cvta_generic_to_shared(memory)) != READY || reinterpret_cast<uint64>(&q_map) % 64) __trap();
     if (threadIdx.x == 0) {
         prefetch_tensor_map(q_map);
-        for (int i = 0; i < SLOTS; ++i) barrier_init(READY + 8 * i, WARP_ARRIVALS), barrier_init(FREE + 8 * i, 4 * WARP_ARRIVALS);
-        for (int i = 0; i < ROPES; ++i)
-            barrier_init(ROPE_READY + 8 * i, PIECES * WARP_ARRIVALS), barrier_init(ROPE_FREE + 8 * i, 4 * WARP_ARRIVALS);
+        for (int i = 0; i < SLOTS; ++i) barrier_init(READY + 8 * i, PRODUCERS * WARP_ARRIVALS), barrier_init(FREE + 8 * i, 4 * WARP_ARRIVALS);
+        for (int i = 0; i < ROPES; ++i) barrier_init(ROPE_FREE + 8 * i, 4 * WARP_ARRIVALS);
         barrier_init(Q_READY, 1);
         for (int i = 0; i < 2; ++i) {
             barrier_init(WEIGHTS_READY + 8 * i, 4 * WARP_ARRIVALS), barrier_init(WEIGHTS_FREE + 8 * i, 4 * WARP_ARRIVALS);

@@ -44,32 +44,38 @@ struct Scores {
         for (int i = 0; i < TILES; ++i) tma_load(Q_AT + i * HEAD_TILE_BYTES, q_map, 64 * i, head, token, Q_READY);
     }
 
-    __device__ void score_tile(float (&scores)[HEADS / 2], uint32 keys, int tile) {
+    // Scores are added up in CHAINS sums, tiles in turn, as products that add to the same one wait for each other.
+    static constexpr int CHAINS = 2;
+    using Sums = float[CHAINS][HEADS / 2];
+
+    __device__ void score_tile(Sums& sums, uint32 keys, int tile) {
         uint64 k = tile_descriptor(keys), q = tile_descriptor(Q_AT + tile * HEAD_TILE_BYTES);
 #pragma unroll
-        for (int step = 0; step < 4; ++step) wgmma_keys(scores, k + 2 * step, q + 2 * step, tile + step > 0);
+        for (int step = 0; step < 4; ++step)
+            wgmma_keys(sums[step % CHAINS], k + 2 * step, q + 2 * step, 4 * tile + step >= CHAINS);
     }
 
     // Scores of a block.
     __device__ void score(float (&scores)[HEADS / 2], Place<SLOTS>& place, Place<ROPES>& rope) {
-        pin(scores);
+        Sums sums;
+#pragma unroll
+        for (int i = 0; i < CHAINS; ++i) pin(sums[i]);
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece) {
             barrier_wait(READY + 8 * place.slot, place.phase);
             wgmma_fence();
             uint32 keys = RING_AT + place.slot * PIECE_BYTES;
 #pragma unroll
-            for (int i = 0; i < PIECE_TILES; ++i) score_tile(scores, keys + i * TILE_BYTES, PIECE_TILES * piece + i);
+            for (int i = 0; i < PIECE_TILES; ++i) score_tile(sums, keys + i * TILE_BYTES, PIECE_TILES * piece + i);
             place.advance();
         }
-        if (HAS_ROPE) {
-            barrier_wait(ROPE_READY + 8 * rope.slot, rope.phase);
-            wgmma_fence();
-            score_tile(scores, ROPE_AT + rope.slot * TILE_BYTES, TILES - 1);
-        }
+        if (HAS_ROPE) score_tile(sums, ROPE_AT + rope.slot * TILE_BYTES, TILES - 1);
         wgmma_commit();
         wgmma_wait<0>();
-        pin(scores);
+#pragma unroll
+        for (int i = 0; i < CHAINS; ++i) pin(sums[i]);
+#pragma unroll
+        for (int i = 0; i < HEADS / 2; ++i) scores[i] = sums[0][i] + sums[1][i];
         if (HAS_ROPE) warp_arrive(ROPE_FREE + 8 * rope.slot), rope.advance();
     }
 
@@ -89,13 +95,24 @@ struct Scores {
 
     // Put numbers of a lane's own keys together with those of the warp's others, and leave them at `to`, [HEADS].
     template <class Combine> __device__ void reduce(uint32 to, float (&x)[OWN], Combine combine) {
+        halve<OWN / 2, 16>(x, combine), halve<OWN / 4, 8>(x, combine);
+        int column = 2 * (lane % 4);
+        if constexpr (HEADS == 32) {
+            halve<1, 4>(x, combine);
+            sts_float(to + (lane / 8 * 8 + column + lane / 4 % 2) * 4, x[0]);
+        } else {
+            x[0] = combine(x[0], __shfl_xor_sync(~0u, x[0], 4));
+            if (!(lane & 4)) sts_float(to + (lane / 16 * 8 + column + lane / 8 % 2) * 4, x[0]);
+        }
+    }
+    // Give half of 2 N numbers to lane ^ BY, and take the other half from it.
+    template <int N, int BY, class Combine> __device__ void halve(float (&x)[OWN], Combine combine) {
+        bool upper = lane & BY;
 #pragma unroll
-        for (int i = 0; i < OWN; ++i)
-#pragma unroll
-            for (int by = 4; by <= 16; by *= 2) x[i] = combine(x[i], __shfl_xor_sync(~0u, x[i], by));
-        if (lane < 4)
-#pragma unroll
-            for (int j = 0; j < HEADS / 8; ++j) sts_float2(to + 8 * lane + 32 * j, {x[2 * j], x[2 * j + 1]});
+        for (int i = 0; i < N; ++i) {
+            float low = x[i], high = x[i + N];
+            x[i] = combine(upper ? high : low, __shfl_xor_sync(~0u, upper ? low : high, BY));
+        }
     }
 
     // The n-th block's highest scores of this warp's keys to shared memory, and a meeting of all.

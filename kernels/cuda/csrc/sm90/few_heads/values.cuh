@@ -63,13 +63,13 @@ struct Values {
             slots[piece] = place.slot;
             barrier_wait(READY + 8 * place.slot, place.phase);
             wgmma_fence();
+            uint64 values = transposed_descriptor(RING_AT + place.slot * PIECE_BYTES);
 #pragma unroll
-            for (int i = 0; i < PIECE_TILES; ++i) {
-                uint64 values = transposed_descriptor(RING_AT + place.slot * PIECE_BYTES + i * TILE_BYTES);
+            for (int step = 0; step < 4; ++step)  // tiles in turn, as products that add to the same sums wait for each other
 #pragma unroll
-                for (int step = 0; step < 4; ++step)
-                    wgmma_values(sums[PIECE_TILES * piece + i], values + 128 * step, weights + 2 * step, step > 0 || !fresh);
-            }
+                for (int i = 0; i < PIECE_TILES; ++i)
+                    wgmma_values(
+                        sums[PIECE_TILES * piece + i], values + i * (TILE_BYTES >> 4) + 128 * step, weights + 2 * step, step > 0 || !fresh);
             wgmma_commit();
             place.advance();
         }

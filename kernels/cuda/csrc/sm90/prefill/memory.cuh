@@ -6,15 +6,15 @@
 
 constexpr float MAX_PRECISE_SCORE = 1024.0f;  // base 2; float32 sums of products are off by 2^-10 there
 constexpr int PRODUCERS = 4;  // warps
-constexpr int THREADS = 256 + 32 * PRODUCERS, PRODUCER_REGISTERS = PRODUCERS == 4 ? 72 : 40, CONSUMER_REGISTERS = 216;
+constexpr int THREADS = 256 + 32 * PRODUCERS, PRODUCER_REGISTERS = 72, CONSUMER_REGISTERS = 216;
 
-// Tiles of 64 values, of Q and of a block of keys. A *piece* is two of them, which one warp of the producer copies and
-// which is free when the consumer that has these values of the result has used them. The order is that of their use:
+// Tiles of 64 values, of Q and of a block of keys. A *piece* is two of them, which is copied and told as a whole, and free when
+// the consumer that has these values of the result has used them. The order is that of their use, and they come in it:
 //
 //     0  values 0..127 (consumer 0)      1  values 256..383 (consumer 1)
 //     2  values 128..255 (consumer 0)    3  values 384..511 (consumer 1)
 //
-// Of 576 values the last tile, RoPE, comes with the pieces, a quarter of its rows each, and is used behind them.
+// Of 576 values the last tile, RoPE, comes with the last piece.
 constexpr int TILES = LAYOUT::head_dim / 64, PIECES = 4, PIECE_TILES = 2;
 constexpr bool HAS_ROPE = TILES > PIECES * PIECE_TILES;
 constexpr int first_tile(int piece) { return piece % 2 * 4 + piece / 2 * 2; }

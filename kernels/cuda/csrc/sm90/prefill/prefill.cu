@@ -4,7 +4,7 @@
 // tile, one after another, and loads a tile's Q and first keys while the last of the tile before are added up. Three
 // warpgroups:
 //
-//     producer     copies rows into two buffers in turn, and Q; a warp a quarter of the values
+//     producer     copies rows into two buffers in turn, piece after piece, and Q; a warp a quarter of the rows
 //     consumer 0    S = Q K^T and the softmax of every other block; values 0..255 of the result, of all blocks
 //     consumer 1    the same of the others; values 256..511
 //
@@ -29,9 +29,9 @@ sparse_mla_prefill(const __grid_constant__ SparseProblem problem, const __grid_c
     int group = threadIdx.x / 128;  // consumers come first
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2 * PIECES; ++i)
-            barrier_init(READY + 8 * i, PRODUCERS / PIECES * WARP_ARRIVALS), barrier_init(FREE + 8 * i, 4 * WARP_ARRIVALS);
+            barrier_init(READY + 8 * i, PRODUCERS * WARP_ARRIVALS), barrier_init(FREE + 8 * i, 4 * WARP_ARRIVALS);
         for (int i = 0; i < PIECES; ++i)
-            barrier_init(Q_READY + 8 * i, PRODUCERS / PIECES * WARP_ARRIVALS), barrier_init(Q_FREE + 8 * i, 8 * WARP_ARRIVALS);
+            barrier_init(Q_READY + 8 * i, q_map.start ? WARP_ARRIVALS : PRODUCERS * WARP_ARRIVALS), barrier_init(Q_FREE + 8 * i, 8 * WARP_ARRIVALS);
         for (int i = 0; i < 2; ++i) barrier_init(WEIGHTS_READY + 8 * i, 4 * WARP_ARRIVALS);
         for (int i = 0; i < 4; ++i) barrier_init(TOTALS_READY + 8 * i, 4 * WARP_ARRIVALS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

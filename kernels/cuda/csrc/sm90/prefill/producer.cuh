@@ -4,20 +4,18 @@
 #include "sm90/prefill/memory.cuh"
 #include "sm90/tma.cuh"
 
-// A warp, which copies one piece of everything, or some of its rows: 16 bytes a lane, so four rows of 128 bytes at a time.
+// A warp, which copies a quarter of the rows of a block, piece after piece: 16 bytes a lane, so four rows of 128 bytes at a time.
 struct Producer {
-    static constexpr int ROWS = 64 * PIECES / PRODUCERS;  // of 64, that are this warp's
+    static constexpr int ROWS = BLOCK / PRODUCERS, STEPS = ROWS / 4;
 
     const SparseProblem& problem;
     const TensorMap& q_map;
-    int piece, first_row, lane;
-    uint32 to, from;  // where this lane's first 16 bytes go in a block of tiles, and where they come from in a row
+    int warp, lane;
+    uint32 to;  // where this lane's first 16 bytes go in a tile
 
-    __device__ Producer(const SparseProblem& p, const TensorMap& q) : problem(p), q_map(q), piece(threadIdx.x / 32 % PIECES), lane(threadIdx.x % 32) {
+    __device__ Producer(const SparseProblem& p, const TensorMap& q) : problem(p), q_map(q), warp(threadIdx.x / 32 % PRODUCERS), lane(threadIdx.x % 32) {
         int row = lane / 8, chunk = lane % 8;
-        first_row = threadIdx.x / 32 % PRODUCERS / PIECES * ROWS;
-        to = first_tile(piece) * TILE_BYTES + (first_row + row) * 128 + ((chunk ^ row) << 4);
-        from = first_tile(piece) * 128 + chunk * 16;
+        to = (warp * ROWS + row) * 128 + ((chunk ^ row) << 4);
     }
 
     __device__ LaneRows heads(int tile) const {
@@ -25,47 +23,58 @@ struct Producer {
         return {first < problem.heads ? first : -1, first + 32 < problem.heads ? first + 32 : -1};
     }
 
-    // Start to copy this warp's part of 64 rows to the tiles at `block`; zeros where there is no row.
-    __device__ void copy(uint32 block, const uint8* array, int64 stride, LaneRows rows) const {
+    using Sources = RowSources<STEPS>;
+    __device__ Sources sources(const uint8* array, int64 stride, LaneRows rows) const {
+        return Sources(array, stride, rows, warp * ROWS, lane);
+    }
+
+    // Start to copy this warp's rows of a tile at `target`; zeros where there is no row.
+    __device__ void copy_tile(uint32 target, const Sources& from, int tile) const {
 #pragma unroll
-        for (int i = 0; i < ROWS / 4; ++i) {
-            int row = rows.at(first_row + 4 * i, lane);
-            const uint8* source = array + (row < 0 ? 0 : row * stride) + from;
-            uint32 target = block + (to ^ i % 2 * 64) + i * 512;  // every other row's chunks lie 4 chunks away
-            copy_async<16>(target, source, row >= 0);
-            copy_async<16>(target + TILE_BYTES, source + 128, row >= 0);
-        }
-        if (HAS_ROPE)
-#pragma unroll
-            for (int i = 0; i < ROWS / 16; ++i) {
-                int first = 16 * piece + first_row / 4 + 4 * i, row = rows.at(first, lane), chunk = lane % 8;
-                const uint8* source = array + (row < 0 ? 0 : row * stride) + (TILES - 1) * 128 + chunk * 16;
-                uint32 target = block + (TILES - 1) * TILE_BYTES + (first + lane / 8) * 128;
-                copy_async<16>(target + ((chunk ^ lane / 8 ^ i % 2 * 4) << 4), source, row >= 0);
-            }
+        for (int i = 0; i < STEPS; ++i)  // every other four rows' chunks lie 4 chunks away
+            copy_async<16>(target + tile * TILE_BYTES + (to ^ i % 2 * 64) + i * 512, from.at[i] + tile * 128, from.here[i]);
+    }
+    __device__ void copy_piece(uint32 target, const Sources& from, int piece) const {
+        for (int i = 0; i < PIECE_TILES; ++i) copy_tile(target, from, first_tile(piece) + i);
+        if (HAS_ROPE && piece == PIECES - 1) copy_tile(target, from, TILES - 1);
         copies_commit();
     }
 
-    // Start to copy this warp's piece of a tile's Q by boxes, which say themselves when they are there.
+    // Start to copy a piece of a tile's Q, as many as there are warps, by boxes, which say themselves when they are there.
     __device__ void load_q(int tile) const {
         int token = tile / problem.groups, head = tile % problem.groups * HEADS;
-        int rope = HAS_ROPE && piece == PIECES - 1;
+        int rope = HAS_ROPE && warp == PIECES - 1;
         if (lane == 0) {
-            barrier_arrive_expecting(Q_READY + 8 * piece, (PIECE_TILES + rope) * TILE_BYTES);
+            barrier_arrive_expecting(Q_READY + 8 * warp, (PIECE_TILES + rope) * TILE_BYTES);
             for (int i = 0; i < PIECE_TILES + rope; ++i) {
-                int tile_of_q = i < PIECE_TILES ? first_tile(piece) + i : TILES - 1;
-                tma_load(Q_AT + tile_of_q * TILE_BYTES, q_map, 64 * tile_of_q, head, token, Q_READY + 8 * piece);
+                int tile_of_q = i < PIECE_TILES ? first_tile(warp) + i : TILES - 1;
+                tma_load(Q_AT + tile_of_q * TILE_BYTES, q_map, 64 * tile_of_q, head, token, Q_READY + 8 * warp);
             }
         } else if (WARP_ARRIVALS > 1) {
-            barrier_arrive(Q_READY + 8 * piece);
+            barrier_arrive(Q_READY + 8 * warp);
         }
     }
 
-    // Say that what was copied is there, but for the last PENDING copies.
-    template <int PENDING> __device__ void tell(uint32 barrier) const {
+    // Say that pieces are there, one after another.
+    __device__ void tell(uint32 barrier) const {
+        tell_piece<3>(barrier), tell_piece<2>(barrier + 8), tell_piece<1>(barrier + 16), tell_piece<0>(barrier + 24);
+    }
+    template <int PENDING> __device__ void tell_piece(uint32 barrier) const {
         copies_wait<PENDING>();
         fence_proxy_async();
-        warp_arrive(barrier + 8 * piece);
+        warp_arrive(barrier);
+    }
+
+    // The same by rows, of queries that have no map.
+    __device__ void copy_q(int tile, uint32 tiles) const {
+        const bf16* q = problem.q + tile / problem.groups * problem.q_stride_b;
+        Sources from = sources(reinterpret_cast<const uint8*>(q), 2 * problem.q_stride_h, heads(tile));
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece) {
+            barrier_wait(Q_FREE + 8 * piece, tiles % 2 ^ 1);
+            copy_piece(Q_AT, from, piece);
+        }
+        tell(Q_READY);
     }
 
     __device__ void run() const {
@@ -76,28 +85,26 @@ struct Producer {
         uint32 tiles = 0;
         for (uint32 n = 0; walk.more(); ++n) {
             LaneRows rows = rows_there(list, next);
+            Sources from = sources(list.pages, list.page_stride, rows);
             int tile = walk.tile;
             bool first = walk.block == 0;
             walk.advance();
             if (walk.more()) next = listed_rows(walk, lane);
             uint32 buffer = n % 2;
-            barrier_wait(FREE + 8 * (PIECES * buffer + piece), n / 2 % 2 ^ 1);
-            copy(K_AT + buffer * K_BYTES, list.pages, list.page_stride, rows);
-            uint32 low = __ballot_sync(~0u, rows.low >= 0), high = __ballot_sync(~0u, rows.high >= 0);
-            if (piece + first_row + lane == 0) sts32(PRESENT_AT + 8 * buffer, low), sts32(PRESENT_AT + 8 * buffer + 4, high);
-            if (first) {
-                barrier_wait(Q_FREE + 8 * piece, tiles++ % 2 ^ 1);
-                if (q_map.start) {
-                    load_q(tile);
-                } else {
-                    const bf16* q = problem.q + tile / problem.groups * problem.q_stride_b;
-                    copy(Q_AT, reinterpret_cast<const uint8*>(q), 2 * problem.q_stride_h, heads(tile));
-                    tell<1>(READY + 8 * PIECES * buffer);
-                    tell<0>(Q_READY);
-                    continue;
-                }
+#pragma unroll
+            for (int piece = 0; piece < PIECES; ++piece) {
+                barrier_wait(FREE + 8 * (PIECES * buffer + piece), n / 2 % 2 ^ 1);
+                copy_piece(K_AT + buffer * K_BYTES, from, piece);
             }
-            tell<0>(READY + 8 * PIECES * buffer);
+            uint32 low = __ballot_sync(~0u, rows.low >= 0), high = __ballot_sync(~0u, rows.high >= 0);
+            if (warp + lane == 0) sts32(PRESENT_AT + 8 * buffer, low), sts32(PRESENT_AT + 8 * buffer + 4, high);
+            if (first && q_map.start) {
+                barrier_wait(Q_FREE + 8 * warp, tiles % 2 ^ 1);
+                load_q(tile);
+            }
+            tell(READY + 8 * PIECES * buffer);
+            if (first && !q_map.start) copy_q(tile, tiles);
+            tiles += first;
         }
     }
 };
