@@ -9,23 +9,34 @@ __device__ inline int length_of_tile(const SparseProblem& problem, int tile) {
     return tile < problem.tiles() ? problem.lists[0].length(tile / problem.groups, 0) : 0;
 }
 
-// Goes through the blocks of a thread block's tiles. Lengths are asked for a tile ahead.
-struct BlockWalk {
+// Goes through those that have keys. Lengths are asked for a tile ahead.
+struct TileWalk {
     const SparseProblem& problem;
-    int tile, block = 0, length, next_length;
+    int tile, length, next_length;
 
-    __device__ explicit BlockWalk(const SparseProblem& p) : problem(p), tile(blockIdx.x) {
+    __device__ explicit TileWalk(const SparseProblem& p) : problem(p), tile(blockIdx.x) {
         length = length_of_tile(problem, tile), next_length = length_of_tile(problem, tile + gridDim.x);
-        skip_finished();
+        skip_empty();
     }
     __device__ bool more() const { return tile < problem.tiles(); }
-    __device__ void advance() { ++block, skip_finished(); }
+    __device__ void advance() { step(), skip_empty(); }
 
-    __device__ void skip_finished() {
-        while (more() && block * BLOCK >= length) {
-            tile += gridDim.x, block = 0, length = next_length;
-            next_length = length_of_tile(problem, tile + gridDim.x);
-        }
+    __device__ void step() {
+        tile += gridDim.x, length = next_length;
+        next_length = length_of_tile(problem, tile + gridDim.x);
+    }
+    __device__ void skip_empty() {
+        while (more() && length <= 0) step();
+    }
+};
+
+// Goes through their blocks.
+struct BlockWalk : TileWalk {
+    int block = 0;
+
+    __device__ explicit BlockWalk(const SparseProblem& p) : TileWalk(p) {}
+    __device__ void advance() {
+        if (++block * BLOCK >= length) block = 0, TileWalk::advance();
     }
 };
 

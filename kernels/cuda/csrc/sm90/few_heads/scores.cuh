@@ -55,9 +55,8 @@ struct Scores {
             wgmma_keys(sums[step % CHAINS], k + 2 * step, q + 2 * step, 4 * tile + step >= CHAINS);
     }
 
-    // Scores of a block.
-    __device__ void score(float (&scores)[HEADS / 2], Place<SLOTS>& place, Place<ROPES>& rope) {
-        Sums sums;
+    // Start the products of a block.
+    __device__ void start(Sums& sums, Place<SLOTS>& place, const Place<ROPES>& rope) {
 #pragma unroll
         for (int i = 0; i < CHAINS; ++i) pin(sums[i]);
 #pragma unroll
@@ -71,11 +70,16 @@ struct Scores {
         }
         if (HAS_ROPE) score_tile(sums, ROPE_AT + rope.slot * TILE_BYTES, TILES - 1);
         wgmma_commit();
+    }
+
+    // Wait for them.
+    __device__ void take(float (&scores)[HEADS / 2], Sums& sums, Place<ROPES>& rope) {
         wgmma_wait<0>();
 #pragma unroll
         for (int i = 0; i < CHAINS; ++i) pin(sums[i]);
 #pragma unroll
         for (int i = 0; i < HEADS / 2; ++i) scores[i] = sums[0][i] + sums[1][i];
+        pin(scores);
         if (HAS_ROPE) warp_arrive(ROPE_FREE + 8 * rope.slot), rope.advance();
     }
 
@@ -127,27 +131,32 @@ struct Scores {
     // Raise the references to them, where they are much higher.
     __device__ void raise(uint32 n) {
         uint32 column = 8 * (lane % 4), from = HIGHEST_AT + n % 2 * (4 * HEADS * 4) + column;
+        float largest[OWN];
+        bool much = false;
 #pragma unroll
         for (int j = 0; j < HEADS / 8; ++j) {
-            float2 all = lds_float2(from + 32 * j);
+            float2 x[4];
 #pragma unroll
-            for (int w = 1; w < 4; ++w) {
-                float2 x = lds_float2(from + w * (HEADS * 4) + 32 * j);
-                all = {fmaxf(all.x, x.x), fmaxf(all.y, x.y)};
-            }
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                int i = 2 * j + e;
-                float largest = (e ? all.y : all.x) * scale_log2;
-                highest[i] = fmaxf(highest[i], largest);
-                if (largest > reference[i] + RAISE) {
-                    totals[i] *= exp2_approx(reference[i] - largest);
-                    reference[i] = largest;
-                }
-            }
-            if (threadIdx.x % 128 < 4)
-                sts_float2(REFERENCE_AT + n % 2 * (HEADS * 4) + column + 32 * j, {reference[2 * j], reference[2 * j + 1]});
+            for (int w = 0; w < 4; ++w) x[w] = lds_float2(from + w * (HEADS * 4) + 32 * j);
+            largest[2 * j] = fmaxf(fmaxf(x[0].x, x[1].x), fmaxf(x[2].x, x[3].x)) * scale_log2;
+            largest[2 * j + 1] = fmaxf(fmaxf(x[0].y, x[1].y), fmaxf(x[2].y, x[3].y)) * scale_log2;
         }
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+            highest[i] = fmaxf(highest[i], largest[i]);
+            much |= largest[i] > reference[i] + RAISE;
+        }
+        if (__any_sync(~0u, much))
+#pragma unroll
+            for (int i = 0; i < OWN; ++i) {
+                float now = largest[i] > reference[i] + RAISE ? largest[i] : reference[i];
+                totals[i] *= now == reference[i] ? 1.0f : exp2_approx(reference[i] - now);
+                reference[i] = now;
+            }
+        if (threadIdx.x % 128 < 4)
+#pragma unroll
+            for (int j = 0; j < HEADS / 8; ++j)
+                sts_float2(REFERENCE_AT + n % 2 * (HEADS * 4) + column + 32 * j, {reference[2 * j], reference[2 * j + 1]});
     }
 
     // Weights of the n-th block, in bfloat16 to shared memory.
@@ -193,28 +202,37 @@ struct Scores {
             }
     }
 
+    // The softmax of the n-th block; behind the last one of a tile, `next_tile`'s Q is wanted, if not negative.
+    __device__ void weigh_block(float (&scores)[HEADS / 2], uint32 n, int next_tile) {
+        mask(scores, n);
+        tell_highest(scores, n);
+        if (next_tile >= 0 && threadIdx.x % 128 == 0) load_q(next_tile);  // all have done with the one before
+        barrier_wait(WEIGHTS_FREE + 8 * (n % 2), n / 2 % 2 ^ 1);
+        raise(n);
+        weigh(scores, n);
+    }
+
     __device__ void run() {
-        BlockWalk walk(problem);
+        TileWalk walk(problem);
         Place<SLOTS> place;
         Place<ROPES> rope;
+        Sums sums;
+        float scores[HEADS / 2];
         if (walk.more() && threadIdx.x % 128 == 0) load_q(walk.tile);
         uint32 n = 0;
         for (uint32 tiles = 0; walk.more(); ++tiles) {
-            int tile = walk.tile;
+            int tile = walk.tile, left = blocks_of(__reduce_max_sync(~0u, walk.length));  // the compiler knows it to be the same
+            walk.advance();
             begin();
             barrier_wait(Q_READY, tiles % 2);
-            for (bool last = false; !last; ++n) {
-                float scores[HEADS / 2];
-                score(scores, place, rope);
-                mask(scores, n);
-                walk.advance();
-                last = !walk.more() || walk.tile != tile;
-                tell_highest(scores, n);
-                if (last && walk.more() && threadIdx.x % 128 == 0) load_q(walk.tile);  // all have done with the one before
-                barrier_wait(WEIGHTS_FREE + 8 * (n % 2), n / 2 % 2 ^ 1);
-                raise(n);
-                weigh(scores, n);
+            start(sums, place, rope);
+            for (; left > 1; --left, ++n) {
+                take(scores, sums, rope);
+                start(sums, place, rope);  // the next block's products beside this one's softmax
+                weigh_block(scores, n, -1);
             }
+            take(scores, sums, rope);
+            weigh_block(scores, n++, walk.more() ? walk.tile : -1);
             finish(tile, tiles);
         }
     }
