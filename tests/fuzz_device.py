@@ -180,8 +180,8 @@ class Fuzz:
                 batch_invariant=bool(self.choose(False, True)), backend=self.backend,
             )  # fmt: skip
 
-    def prefill(self, kernel):
-        tokens, heads, width, rows = (int(x) for x in self.rng.integers((1, 1, 0, 1), (6, 70, 200, 90)))
+    def prefill(self, kernel, heads):
+        tokens, width, rows = (int(x) for x in self.rng.integers((1, 0, 1), (6, 200, 90)))
         dim = int(self.choose(512, 576))
         with sparse_kernels.forced(kernel):
             cumla.sparse_mla_prefill(
@@ -357,7 +357,9 @@ class Fuzz:
     def attention(self):
         for kernel in sparse_kernels.KERNELS:
             self.sparse(kernel)
-        self.prefill(self.choose("hopper", "portable", "exact"))
+        for fewest, most in ((1, 16), (17, 32), (33, 70)):  # as many as tiles of Hopper's kernels have
+            self.prefill("hopper", int(self.rng.integers(fewest, most + 1)))
+        self.prefill(self.choose("portable", "exact"), int(self.rng.integers(1, 70)))
         self.dense()
 
     def caches(self):

@@ -100,6 +100,7 @@ TABLE = {
     "fence.proxy.async.shared::cta;": "",
     "griddepcontrol.launch_dependents;": "",
     "prefetch.tensormap [%0];": "",
+    "cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];": "",
     "prefetch.global.L2 [%0];": "",
     "setmaxnreg.dec.sync.aligned.u32 %0;": "",
     "setmaxnreg.inc.sync.aligned.u32 %0;": "",
