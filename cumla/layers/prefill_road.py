@@ -41,7 +41,7 @@ class Costs:
 
 
 # Measured on an H200 (kernels/NOTES.md). Backends and layouts that are not here gather.
-COSTS = {("cuda", DSV4_FP8.name): Costs(10.0, 0.0178, 8.0, 0.00043, 5.2, 2.05, 132)}
+COSTS = {("cuda", DSV4_FP8.name): Costs(20.0, 0.0191, 26.0, 0.00043, 1.8, 1.98, 132)}
 
 
 def cheaper_road(costs: Costs, tokens: int, heads: int, window: int, compressed: int, gathered: int) -> str:
