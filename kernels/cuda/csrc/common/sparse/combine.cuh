@@ -10,43 +10,57 @@
 constexpr int PIECES = HEADS * V_DIM / 128;       // of a tile
 constexpr int PART_VECTORS = HEADS * V_DIM / 4;   // float4 of a part
 
-// AT_ONCE parts of a piece. The loads are volatile, or the compiler would wait for the first before it asks for the last.
-template <int AT_ONCE> struct PartsOfPiece {
+constexpr int NEXT_OCTETS = HEADS / 4 * 2 * PLANE;  // float4 from eight octets of a head to the next eight
+
+// AT_ONCE parts of WIDE pieces of the same heads. The loads are volatile, or the compiler would wait for the first before it
+// asks for the last.
+template <int AT_ONCE, int WIDE> struct PartsOfPiece {
     float log_sums[AT_ONCE];
-    float4 x[AT_ONCE];
+    float4 x[AT_ONCE][WIDE];
 
     // From these places in a share's slot on, of which every share has two.
     // `first_slot`: how far the first part of all is from there.
     __device__ void load(const float* lse, const float4* values, int first_slot, int count) {
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            log_sums[i] = -infinity(), x[i] = {};
+            log_sums[i] = -infinity();
+#pragma unroll
+            for (int k = 0; k < WIDE; ++k) x[i][k] = {};
             const float* lse_at = lse + (i ? 2 * i : first_slot) * HEADS;
             const float4* at = values + (i ? 2 * i : first_slot) * PART_VECTORS;
             if (i < count) {
                 asm volatile("ld.global.f32 %0, [%1];" : "=f"(log_sums[i]) : "l"(lse_at));
-                asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-                             : "=f"(x[i].x), "=f"(x[i].y), "=f"(x[i].z), "=f"(x[i].w)
-                             : "l"(at));
+#pragma unroll
+                for (int k = 0; k < WIDE; ++k)
+                    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                                 : "=f"(x[i][k].x), "=f"(x[i][k].y), "=f"(x[i][k].z), "=f"(x[i][k].w)
+                                 : "l"(at + k * NEXT_OCTETS));
             }
         }
     }
 };
 
-struct PartSum {
-    float top = -infinity(), total = 0.0f, x = 0.0f, y = 0.0f, z = 0.0f, w = 0.0f;
+template <int WIDE> struct PartSum {
+    float top = -infinity(), total = 0.0f;
+    float4 x[WIDE] = {};
 
-    template <int AT_ONCE> __device__ void add(const PartsOfPiece<AT_ONCE>& parts) {
+    template <int AT_ONCE> __device__ void add(const PartsOfPiece<AT_ONCE, WIDE>& parts) {
         float before = top;
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) top = fmaxf(top, parts.log_sums[i]);
         float base = top == -infinity() ? 0.0f : top, rescale = exp2f(before - base);  // no NaN where no keys are yet
-        total *= rescale, x *= rescale, y *= rescale, z *= rescale, w *= rescale;
+        total *= rescale;
+#pragma unroll
+        for (int k = 0; k < WIDE; ++k) x[k].x *= rescale, x[k].y *= rescale, x[k].z *= rescale, x[k].w *= rescale;
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
             float weight = exp2f(parts.log_sums[i] - base);
-            float4 part = parts.x[i];
-            total += weight, x += weight * part.x, y += weight * part.y, z += weight * part.z, w += weight * part.w;
+            total += weight;
+#pragma unroll
+            for (int k = 0; k < WIDE; ++k) {
+                float4 part = parts.x[i][k];
+                x[k].x += weight * part.x, x[k].y += weight * part.y, x[k].z += weight * part.z, x[k].w += weight * part.w;
+            }
         }
     }
 };
@@ -57,19 +71,19 @@ struct CutTile {
     uint16 first_share, parts;
 };
 
-// Put together a piece of a tile, unless the exact kernel does it.
-template <int AT_ONCE> __device__ inline void combine_piece(const SparseProblem& problem, CutTile cut, int piece) {
+// Put together WIDE pieces of a tile, unless the exact kernel does it.
+template <int AT_ONCE, int WIDE> __device__ inline void combine_piece(const SparseProblem& problem, CutTile cut, int piece) {
     int first = cut.first_share, count = cut.parts;
     // Lanes 16 .. 31 have the other half of the eight neighbouring values of lanes 0 .. 15: a warp reads two runs of
     // 256 bytes and writes whole sectors.
     int lane = threadIdx.x % 32, line = piece / 2, at = piece % 2 * 16 + lane % 16;
-    int row = line % (HEADS / 4) / 2 * 8 + at % 4 * 2 + line % 2, octet = line / (HEADS / 4) * 8 + at / 4;
+    int row = line % (HEADS / 4) / 2 * 8 + at % 4 * 2 + line % 2, octet = line / (HEADS / 4) * (8 * WIDE) + at / 4;
     int value = 8 * octet + lane / 16 * 4;
     // Of all parts but the first, which is in the other slot.
     const float* lse = problem.partial_lse + partial_slot(first, false) * HEADS + row;
     const float4* values = reinterpret_cast<const float4*>(problem.partial_out) + partial_slot(first, false) * PART_VECTORS +
                            partial_at(row, 8 * octet) + lane / 16 * PLANE;
-    PartsOfPiece<AT_ONCE> parts;
+    PartsOfPiece<AT_ONCE, WIDE> parts;
     parts.load(lse, values, partial_slot(0, true), count);
     // Under way, so that it costs no time: where the result goes.
     bool is_unsafe = problem.unsafe[cut.tile];
@@ -79,7 +93,7 @@ template <int AT_ONCE> __device__ inline void combine_piece(const SparseProblem&
     float sink = has_sink ? problem.attn_sink[head] : 0.0f;
     bf16* out = problem.out + to.b * problem.out_stride_b + to.s * problem.out_stride_s + head * problem.out_stride_h;
     float* out_lse = problem.lse + to.b * problem.lse_stride_b + head * problem.lse_stride_h + to.s * problem.lse_stride_s;
-    PartSum sum;
+    PartSum<WIDE> sum;
     sum.add(parts);
     for (int next = AT_ONCE; next < count; next += AT_ONCE) {
         parts.load(lse + 2 * next * HEADS, values + 2 * next * PART_VECTORS, partial_slot(0, false), count - next);
@@ -90,7 +104,11 @@ template <int AT_ONCE> __device__ inline void combine_piece(const SparseProblem&
     float log_sum = (sum.top + log2f(sum.total)) * LN_2;
     float factor = empty ? 0.0f : 1.0f / sum.total;
     if (has_sink && !empty) factor *= 1.0f / (1.0f + expf(sink - log_sum));
-    *reinterpret_cast<uint2*>(out + value) = uint2{pack(bf16{}, sum.x * factor, sum.y * factor), pack(bf16{}, sum.z * factor, sum.w * factor)};
+#pragma unroll
+    for (int k = 0; k < WIDE; ++k) {
+        float4 x = sum.x[k];
+        *reinterpret_cast<uint2*>(out + value + 64 * k) = uint2{pack(bf16{}, x.x * factor, x.y * factor), pack(bf16{}, x.z * factor, x.w * factor)};
+    }
     if (value == 0) *out_lse = empty ? infinity() : log_sum;
 }
 
@@ -131,13 +149,13 @@ __device__ inline int find_cut_tiles(const SparseProblem& problem, CutTile (&cut
 }
 
 // Put together all tiles that are cut. Warps of all thread blocks take turns, neighbours in different thread blocks.
-template <int AT_ONCE>
+template <int AT_ONCE, int WIDE>
 __device__ inline void combine_pieces(const SparseProblem& problem, int tiles, bool equal, const CutTile (&cut_tiles)[MAX_SHARES]) {
     int parts = problem.cut_shares;
-    for (int i = threadIdx.x / 32 * gridDim.x + blockIdx.x; i < tiles * PIECES; i += gridDim.x * (blockDim.x / 32)) {
-        int tile = i / PIECES;
+    for (int i = threadIdx.x / 32 * gridDim.x + blockIdx.x; i < tiles * (PIECES / WIDE); i += gridDim.x * (blockDim.x / 32)) {
+        int tile = i / (PIECES / WIDE);
         CutTile cut = equal ? CutTile{tile, uint16(tile * parts), uint16(parts)} : cut_tiles[tile];
-        combine_piece<AT_ONCE>(problem, cut, i % PIECES);
+        combine_piece<AT_ONCE, WIDE>(problem, cut, i % (PIECES / WIDE));
     }
 }
 
@@ -146,7 +164,11 @@ __device__ inline void combine_tiles(const SparseProblem& problem, int at_once, 
     // Where each tile has as many parts, there is nothing to be looked for.
     bool equal = problem.starts == nullptr && problem.cut_tiles == 1;
     int tiles = equal ? problem.tiles() : find_cut_tiles(problem, cut_tiles);
-    if (at_once <= 4) combine_pieces<4>(problem, tiles, equal, cut_tiles);
-    else if (at_once <= 8) combine_pieces<8>(problem, tiles, equal, cut_tiles);
-    else combine_pieces<16>(problem, tiles, equal, cut_tiles);
+    // Of few parts as many bytes have to be under way as of many, unless there is less than a piece for each warp.
+    bool wide = tiles * PIECES > int(gridDim.x * (blockDim.x / 32));
+    if (wide && at_once <= 2) combine_pieces<2, 4>(problem, tiles, equal, cut_tiles);
+    else if (wide && at_once <= 4) combine_pieces<4, 2>(problem, tiles, equal, cut_tiles);
+    else if (at_once <= 4) combine_pieces<4, 1>(problem, tiles, equal, cut_tiles);
+    else if (at_once <= 8) combine_pieces<8, 1>(problem, tiles, equal, cut_tiles);
+    else combine_pieces<16, 1>(problem, tiles, equal, cut_tiles);
 }
