@@ -11,10 +11,12 @@ from .device import has_clusters
 from .launch import C_NAMES, is_aligned, strides
 
 MOST_AHEAD = 8  # positions that a thread reads before it needs the first
-MOST_GROUPS = 8  # threads that share a window's positions
-CLUSTER = 4  # thread blocks that share a long window's channels, where there are clusters
-MOST_THREADS = 512
-FEW_TOKENS = 256  # a thread block each
+CLUSTER, GROUPS_OF_CLUSTER = 8, 16  # thread blocks that share a long window's channels, and each its positions
+MOST_THREADS = 512  # of a thread block
+MOST_TOGETHER = 128  # tokens of a thread block that pools
+MOST_SAVED_TOGETHER = 4  # of a warp
+# Thread blocks (or clusters) that pool, before each takes several tokens.
+FEW_OF_SHORT, FEW_OF_LONG = 256, 16
 
 
 def compress_and_insert(
@@ -49,16 +51,22 @@ def _launch(
     compression: Compression,
 ) -> None:
     tokens, ratio, dim = len(rows.kv_score), compression.compress_ratio, rows.pages.layout.head_dim
-    cos_sin, window = compression.cos_sin, rows.position_bias.shape[1] // dim * ratio
-    ahead = min(MOST_AHEAD, window)
-    groups = min(MOST_GROUPS, -(-window // ahead))
-    parts = CLUSTER if groups > 1 and dim == 512 and has_clusters(rows.kv_score.device.id) else 1
-    if groups * dim // (4 * parts) > MOST_THREADS:
-        groups, ahead = MOST_THREADS * 4 // dim, ahead // 2
+    cos_sin, coff = compression.cos_sin, rows.position_bias.shape[1] // dim
+    ahead = min(MOST_AHEAD, coff * ratio)
+    rounds, parts = -(-coff * ratio // ahead), 1
+    if rounds > 1 and dim == 512 and has_clusters(rows.kv_score.device.id):
+        parts, groups = CLUSTER, GROUPS_OF_CLUSTER
+    else:
+        groups = min(MOST_THREADS * 4 // dim, 1 << (rounds - 1).bit_length())
+        if groups * dim // 4 == MOST_THREADS:  # with half of the registers
+            ahead //= 2
     # Of a prompt's tokens one in `ratio` completes a row.
-    together = 1 if tokens <= FEW_TOKENS else min(ratio, 32)
+    together = min(ratio, MOST_TOGETHER, -(-tokens // (FEW_OF_SHORT if rounds == 1 else FEW_OF_LONG)))
+    threads = groups * dim // (4 * parts)
+    warps = threads // 32
+    saved_together = max(1, min(MOST_SAVED_TOGETHER, len(state_slots) // (FEW_OF_SHORT * warps)))
     blocks = -(-tokens // together)
-    saving = -(-len(state_slots) // (together * parts)) * parts  # whole clusters
+    saving = -(-len(state_slots) // (saved_together * warps * parts)) * parts  # whole clusters
     both = [rows] if second is None else [rows, second]
     kernel(
         "common/compressor.cu",
@@ -70,22 +78,23 @@ def _launch(
         STATE_SLOT=C_NAMES[state_slots.dtype.name],
         SLOT=C_NAMES[slot_mapping.dtype.name],
         POSITION=C_NAMES[positions.dtype.name],
+        RATIO=ratio,
+        COFF=coff,
         PARTS=parts,
         GROUPS=groups,
         AHEAD=ahead,
-        TOKENS=together,
         WIDE=int(is_aligned(*(array for own in both for array in (own.kv_score, own.state, own.position_bias)))),
         ALIGNED=int(is_aligned(*(own.pages.bytes for own in both))),
     )(
         (blocks * parts + (len(both) - 1) * blocks + len(both) * saving,),
-        (groups * dim // (4 * parts),),
+        (threads,),
         (
             *_struct(rows), *_struct(both[-1]),
             state_slots, slot_mapping, positions, token_to_req, query_start_loc, state_block_table,
             strides(state_block_table)[0], cos_sin, strides(cos_sin)[0], tokens, len(state_slots), len(slot_mapping),
             len(query_start_loc) - 1, len(state_block_table), state_block_table.shape[1], rows.state.shape[1],
-            len(cos_sin), cos_sin.shape[1], ratio, compression.eps, 0,
-            blocks * parts, (len(both) - 1) * blocks, saving,
+            len(cos_sin), cos_sin.shape[1], together, saved_together, compression.eps,
+            saving, (len(both) - 1) * saving, blocks * parts,
         ),
         overlap=True,
     )  # fmt: skip
@@ -94,9 +103,9 @@ def _launch(
 def _struct(own: CompressorRows) -> tuple[Any, ...]:
     """`Rows` of the source."""
     state_page, state_row, _ = strides(own.state)
-    pages, dim = own.pages, own.pages.layout.head_dim
+    pages = own.pages
     return (
         own.kv_score, strides(own.kv_score)[0], own.position_bias, strides(own.position_bias)[0], own.norm_weight,
         own.state, state_page, state_row, len(own.state) * own.state.shape[1], pages.bytes, pages.bytes.strides[0],
-        pages.num_slots, pages.block_size, own.kv_score.shape[1] // (2 * dim),
+        pages.num_slots, pages.block_size, 0,
     )  # fmt: skip

@@ -91,20 +91,20 @@ SOURCES = [
                 "SLOT": "int64",
                 "POSITION": "int",
                 "SECOND": second,
-                "PARTS": parts,
+                "RATIO": ratio,
+                "COFF": 2 if ratio == 4 else 1,
+                "PARTS": 1,
                 "GROUPS": groups,
                 "AHEAD": ahead,
-                "TOKENS": tokens,
                 "WIDE": aligned,
                 "ALIGNED": aligned,
             },
         )
-        for layout, second, value, parts, groups, ahead, tokens, aligned in (
-            ("DSV4_FP8", "INDEXER_FP8", "float", 1, 1, 8, 1, 1),
-            ("DSV4_FP8", "INDEXER_FP8", "float", 1, 1, 8, 4, 1),
-            ("DSV4_FP8", "DSV4_FP8", "float", 1, 4, 4, 32, 1),
-            ("INDEXER_FP8", "INDEXER_FP8", "bf16", 1, 1, 8, 4, 0),
-            ("INDEXER_BF16", "INDEXER_BF16", "float", 1, 8, 8, 1, 1),
+        for layout, second, value, ratio, groups, ahead, aligned in (
+            ("DSV4_FP8", "INDEXER_FP8", "float", 4, 1, 8, 1),
+            ("DSV4_FP8", "DSV4_FP8", "float", 128, 4, 4, 1),
+            ("INDEXER_FP8", "INDEXER_FP8", "bf16", 4, 1, 8, 0),
+            ("INDEXER_BF16", "INDEXER_BF16", "float", 128, 16, 4, 1),
         )
     ),
     ("common/copy_blocks.cu", {"UNIT": "uint4", "CHUNK": 1024, "PAIR": "int64"}),
@@ -205,12 +205,12 @@ COMPILATIONS += [  # clusters
         "common/compressor.cu",
         {
             "LAYOUT": "DSV4_FP8", "SECOND": "DSV4_FP8", "INPUT": "float", "WEIGHT": "float", "STATE_SLOT": "int64",
-            "SLOT": "int64", "POSITION": "int", "PARTS": 4, "GROUPS": 8, "AHEAD": 8, "TOKENS": tokens,
+            "SLOT": "int64", "POSITION": "int", "RATIO": 128, "COFF": 1, "PARTS": 8, "GROUPS": 16, "AHEAD": 8,
             "WIDE": 1, "ALIGNED": 1,
         },
         target,
     )
-    for tokens, target in ((1, "sm_90a"), (32, "sm_90a"), (32, "sm_100"))
+    for target in ("sm_90a", "sm_100")
 ]  # fmt: skip
 COMPILATIONS += [
     ("common/indexer_topk_few.cu", {"THREADS": threads, "BLOCKS": blocks, "READS": 8, "ALIGNED": 1}, target)

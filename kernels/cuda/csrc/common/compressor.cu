@@ -1,14 +1,16 @@
 // The compressor of V4: states saved, windows pooled, RMSNorm, RoPE, insert.
 //
-// One launch for one compressor, or for a layer's and its indexer's. Thread blocks that pool come first: each, or each
-// cluster of PARTS of them, takes TOKENS neighbouring tokens and those of
-// them that complete a row one after another. A thread has 4 channels; GROUPS threads share a window's positions, and
-// read AHEAD of them before they need the first. What groups have is merged through shared memory by the first one,
-// which norms, turns and inserts its part of the row; a cluster's blocks add up their sums of squares. Positions of this
-// step are read from kv_score, earlier ones from the pages of states. The other thread blocks save states.
+// One launch for one compressor, or for a layer's and its indexer's. Thread blocks that save states come first, a token a
+// warp: at the end nobody should wait for them. Of those that pool each, or each
+// cluster of PARTS of them, takes neighbouring tokens and those of them that complete a row one after another. A thread
+// has 4 channels; GROUPS threads share a window's positions, and read AHEAD of them before they need the first. Where a
+// position is read from, its lanes find out for a warp, one position each: this step's are in kv_score, earlier ones in
+// the pages of states. What groups have is merged through shared memory by the first warps, which norm, turn and insert
+// their part of the row; a cluster's blocks add up their sums of squares.
 //
-// Macros: LAYOUT, SECOND (the indexer's layout; PARTS and GROUPS are 1 where there is one), INPUT and WEIGHT (float or bf16), STATE_SLOT, SLOT and POSITION (int64 or int), PARTS (1, or on sm_90
-// more), GROUPS, AHEAD, TOKENS (up to 32), WIDE (kv_score, states and biases may be read 4 values at a time), ALIGNED.
+// Macros: LAYOUT, SECOND (the indexer's layout; PARTS and GROUPS are 1 where there is one), INPUT and WEIGHT (float or
+// bf16), STATE_SLOT, SLOT and POSITION (int64 or int), RATIO, COFF (1 or 2), PARTS (1, or on sm_90 more), GROUPS, AHEAD,
+// WIDE (kv_score, states and biases may be read 4 values at a time), ALIGNED.
 #include "common/packed.cuh"
 #include "common/pdl.cuh"
 #include "common/warp_row.cuh"
@@ -17,9 +19,14 @@
 template <class L> struct Way {
     using Layout = L;
     static constexpr int DIM = L::head_dim, THREADS_OF_GROUP = DIM / 4 / PARTS, THREADS = GROUPS * THREADS_OF_GROUP;
-    static constexpr int WARPS = THREADS_OF_GROUP / 32;  // that hold a row's channels in a thread block
-    static constexpr int PLACES = WARPS > PARTS ? WARPS : PARTS;
+    // Of those that hold a row's channels in a thread block; with less than a warp, several of its lanes hold the same.
+    static constexpr int HOLDERS = THREADS_OF_GROUP < 32 ? 32 : THREADS_OF_GROUP, WARPS = HOLDERS / 32;
+    static constexpr int COPIES = HOLDERS / THREADS_OF_GROUP, PLACES = WARPS > PARTS ? WARPS : PARTS;
+    static_assert(AHEAD * COPIES <= 32);
 };
+
+using First = Way<LAYOUT>;
+using Second = Way<SECOND>;
 
 // What a compressor reads and writes.
 struct Rows {
@@ -32,7 +39,7 @@ struct Rows {
     int64 state_page, state_row, state_slots;
     uint8* pages;
     int64 page_stride, num_slots;
-    int block_size, coff;
+    int block_size, unused;
 };
 
 // What compressors share.
@@ -47,12 +54,11 @@ struct Step {
     const float* cos_sin;
     int64 cos_stride;
     int tokens, num_state_slots, num_slots, num_requests, table_rows, table_columns, state_block, max_position, rope_dim;
-    int ratio;
+    int together, saved_together;  // tokens of a thread block that pools, and of a warp that saves
     float eps;
-    int unused;
 };
 
-struct Quad { float x[4]; };
+struct alignas(16) Quad { float x[4]; };
 
 __device__ inline Quad read4(const float* p) {
 #if WIDE
@@ -85,6 +91,17 @@ __device__ inline Quad operator+(Quad a, Quad b) {
     return {a.x[0] + b.x[0], a.x[1] + b.x[1], a.x[2] + b.x[2], a.x[3] + b.x[3]};
 }
 
+__device__ inline Quad larger(Quad a, Quad b) {
+    return {fmaxf(a.x[0], b.x[0]), fmaxf(a.x[1], b.x[1]), fmaxf(a.x[2], b.x[2]), fmaxf(a.x[3], b.x[3])};
+}
+
+// What the lane `lanes` away has.
+__device__ inline Quad exchanged(Quad a, int lanes) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a.x[i] = __shfl_xor_sync(~0u, a.x[i], lanes);
+    return a;
+}
+
 // Means of 4 channels weighted by the softmax of their scores, so far: sum / total, weights relative to the top score.
 struct Mean {
     Quad top, total, sum;
@@ -94,22 +111,21 @@ struct Mean {
         for (int i = 0; i < 4; ++i) top.x[i] = -infinity(), total.x[i] = sum.x[i] = 0.0f;
     }
 
-    // Make `score` the top if it is larger.
+    // Make `score` the top of channel i if it is larger.
     __device__ void raise(int i, float score) {
-        float larger = fmaxf(top.x[i], score);
-        float keep = weight(top.x[i], larger);
+        float larger = fmaxf(top.x[i], score), keep = weight(top.x[i], larger);
         sum.x[i] *= keep, total.x[i] *= keep, top.x[i] = larger;
     }
 
     // Count in sums of weights and of weighted values, relative to `score`, which is not above the top.
     __device__ void add(int i, float score, float weights, float values) {
-        float share = exp2_approx((score - top.x[i]) * LOG2_E);
+        float share = weight(score, top.x[i]);
         sum.x[i] += share * values, total.x[i] += share * weights;
     }
 
-    // What a weight relative to `score` is relative to `top`; of nothing yet, anything.
+    // What a weight relative to `score` is relative to `top`; nothing where all is -inf.
     static __device__ float weight(float score, float top) {
-        return score == top ? 1.0f : exp2_approx((score - top) * LOG2_E);
+        return exp2_approx((score - (top == -infinity() ? 0.0f : top)) * LOG2_E);
     }
 };
 
@@ -118,14 +134,34 @@ template <class S> __device__ inline int64 slot_of(const S* slots, int token, in
     return slot < there ? slot : -1;
 }
 
-// Which of the tokens from `first` on complete a row, or save a state: a bit each, a lane looks at one.
-template <class S>
-__device__ inline uint32 with_slots(const S* slots, int first, int tokens, int given, int64 there) {
-    if (TOKENS == 1) return 1;  // it is looked at anyway
-    int lane = threadIdx.x % 32;
-    return __ballot_sync(~0u, lane < TOKENS && first + lane < tokens &&
-                                  slot_of(slots, first + lane, given, there) >= 0);
-}
+// Those of up to 128 tokens from `first` on that complete a row, or save a state.
+struct Tokens {
+    int first;
+    uint32 left[4];
+
+    template <class S>
+    __device__ Tokens(const S* slots, int first, int end, int given, int64 there) : first(first) {
+        int lane = threadIdx.x % 32;
+        bool has[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            int token = first + 32 * i + lane;
+            has[i] = token < end && slot_of(slots, token, given, there) >= 0;
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) left[i] = __ballot_sync(~0u, has[i]);
+    }
+
+    // The next of them, or -1.
+    __device__ int next() {
+        int from = left[0] ? 0 : left[1] ? 1 : left[2] ? 2 : 3;
+        uint32 some = left[0] ? left[0] : left[1] ? left[1] : left[2] ? left[2] : left[3];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (i == from) left[i] = some & (some - 1);
+        return some ? first + 32 * from + __ffs(some) - 1 : -1;
+    }
+};
 
 // The sum over all threads that hold channels of a row, of what they hold; all threads of the block come.
 template <class W> struct RowSum {
@@ -156,125 +192,181 @@ template <class W> struct RowSum {
     }
 };
 
-// The states of TOKENS tokens from `first` on.
+__device__ inline int remainder_of(int64 position) { return int((position % RATIO + RATIO) % RATIO); }
+__device__ inline int remainder_of(int position) { return (position % RATIO + RATIO) % RATIO; }
+
+#if GROUPS > 1
+// What all groups have of a thread's channels; the copies of a thread take a share of the groups each.
+template <class W> __device__ inline Mean merged(const Mean (*parts)[W::THREADS_OF_GROUP]) {
+    constexpr int THREADS = W::THREADS_OF_GROUP, COPIES = W::COPIES, COUNT = GROUPS / COPIES;
+    static_assert(GROUPS % COPIES == 0);
+    int thread = threadIdx.x % THREADS, first = threadIdx.x / THREADS;
+    Mean mean;
+    mean.top = parts[first][thread].top;
+#pragma unroll
+    for (int i = 1; i < COUNT; ++i) mean.top = larger(mean.top, parts[first + i * COPIES][thread].top);
+#pragma unroll
+    for (int lanes = THREADS; lanes < 32; lanes *= 2) mean.top = larger(mean.top, exchanged(mean.top, lanes));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) mean.total.x[j] = mean.sum.x[j] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        const Mean& other = parts[first + i * COPIES][thread];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) mean.add(j, other.top.x[j], other.total.x[j], other.sum.x[j]);
+    }
+#pragma unroll
+    for (int lanes = THREADS; lanes < 32; lanes *= 2) {
+        mean.total = mean.total + exchanged(mean.total, lanes);
+        mean.sum = mean.sum + exchanged(mean.sum, lanes);
+    }
+    return mean;
+}
+#endif
+
+// The states of neighbouring tokens from `first` on, by a warp.
 template <class W> __device__ inline void save_states(const Rows& rows, const Step& step, int first) {
-    int channels = rows.coff * W::DIM;
-    uint32 left = with_slots(step.state_slots, first, step.tokens, step.num_state_slots, rows.state_slots);
-    for (; left; left &= left - 1) {
-        int token = first + __ffs(left) - 1;
-        int64 slot = slot_of(step.state_slots, token, step.num_state_slots, rows.state_slots);
-        if (slot < 0) continue;  // maybe of a block that only fills up a cluster
-        int64 position = step.positions[token];
-        const float* bias = rows.bias + (position % step.ratio + step.ratio) % step.ratio * rows.bias_stride;
-        float* target =
-            rows.state + slot / step.state_block * rows.state_page + slot % step.state_block * rows.state_row;
-        for (int i = 4 * threadIdx.x; i < channels; i += 4 * blockDim.x) {
-            const INPUT* source = rows.kv_score + token * rows.kv_stride + i;
-            Quad kv = read4(source), score = read4(source + channels);
-            write4(target + i, kv);
-            write4(target + channels + i, score + read4(bias + i));
+    constexpr int CHANNELS = COFF * W::DIM, QUADS = CHANNELS / 128, AT_ONCE = QUADS < 4 ? QUADS : 4;
+    Tokens tokens(step.state_slots, first, min(first + step.saved_together, step.tokens), step.num_state_slots,
+                  rows.state_slots);
+    for (int token = tokens.next(); token >= 0; token = tokens.next()) {
+        PageRow at = page_row_of(int64(step.state_slots[token]), step.state_block);
+        int column = 4 * (threadIdx.x % 32);
+        const INPUT* source = rows.kv_score + token * rows.kv_stride + column;
+        const float* bias = rows.bias + remainder_of(int64(step.positions[token])) * rows.bias_stride + column;
+        float* target = rows.state + at.page * rows.state_page + at.row * rows.state_row + column;
+#pragma unroll 1
+        for (int from = 0; from < CHANNELS; from += 128 * AT_ONCE) {
+            Quad kv[AT_ONCE], score[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                kv[i] = read4(source + from + 128 * i);
+                score[i] = read4(source + from + 128 * i + CHANNELS) + read4(bias + from + 128 * i);
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                write4(target + from + 128 * i, kv[i]);
+                write4(target + from + 128 * i + CHANNELS, score[i]);
+            }
         }
     }
 }
 
-// Those of TOKENS tokens from `first` on that complete a row: part `part` of its channels.
+// Where a lane's position of a window is: at `source`, of kv_score if `here`; or nowhere, and `source` is any row there.
+struct Place {
+    const void* source;
+    bool found, here;
+};
+
+__device__ inline Place place_of(const Rows& rows, const Step& step, int token, int64 position, int request, int here,
+                                 int back) {
+    const void* in_step = rows.kv_score + (token - (back < here ? back : 0)) * rows.kv_stride;
+    if (back >= COFF * RATIO || position < back) return {in_step, false, true};
+    PageRow page = page_row_of(position - back, step.state_block);
+    bool has_entry = request >= 0 && request < step.table_rows && page.page < step.table_columns;
+    int entry = has_entry ? step.table[request * step.table_stride + page.page] : -1;
+    if (back < here) return {in_step, true, true};
+    if (entry < 0 || int64(entry) * step.state_block + page.row >= rows.state_slots) return {in_step, false, true};
+    return {rows.state + entry * rows.state_page + page.row * rows.state_row, true, false};
+}
+
+// Those of neighbouring tokens from `first` on that complete a row: part `part` of its channels.
 template <class W>
 __device__ inline void pool(const Rows& rows, const Step& step, int first, int part, float (*places)[W::PLACES]) {
 #if GROUPS > 1
     __shared__ Mean parts[GROUPS][W::THREADS_OF_GROUP];
 #endif
-    constexpr int DIM = W::DIM;
-    int channels = rows.coff * DIM, ratio = step.ratio, state_block = step.state_block;
-    int group = threadIdx.x / W::THREADS_OF_GROUP, thread = threadIdx.x % W::THREADS_OF_GROUP;
-    int channel = part * (DIM / PARTS) + 4 * thread;
+    constexpr int DIM = W::DIM, CHANNELS = COFF * DIM, THREADS = W::THREADS_OF_GROUP;
+    int group = threadIdx.x / THREADS, thread = threadIdx.x % THREADS, channel = part * (DIM / PARTS) + 4 * thread;
+    int lane = threadIdx.x % 32, groups_before = group % W::COPIES * AHEAD;  // lanes of this warp's groups before
+    bool holds = threadIdx.x < W::HOLDERS;
+    int64 position = step.positions[first];
+    int request = step.requests[first];
+    Tokens tokens(step.slots, first, min(first + step.together, step.tokens), step.num_slots, rows.num_slots);
     RowSum<W> row_sum{places, 0};
     WarpRow<4, DIM / 128> row;
-    row.lane = threadIdx.x % 32, row.warp = part * W::WARPS + thread / 32;
-    float norm[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) norm[i] = to_float(rows.weight[channel + i]);
-    for (uint32 left = with_slots(step.slots, first, step.tokens, step.num_slots, rows.num_slots); left;
-         left &= left - 1) {
-        int token = first + __ffs(left) - 1;
-        int64 position = step.positions[token], slot = slot_of(step.slots, token, step.num_slots, rows.num_slots);
-        int request = step.requests[token];
-        if (slot < 0) continue;
+    row.lane = part * THREADS + thread;
+    for (int token = tokens.next(); token >= 0; token = tokens.next()) {
+        if (token != first) position = step.positions[token], request = step.requests[token];
         bool present = request >= 0 && request < step.num_requests;
-        int first_token = present ? max(step.starts[request], 0) : token;
-        const int* pages_of_states = step.table + request * step.table_stride;
-        int64 reach = request >= 0 && request < step.table_rows ? int64(step.table_columns) * state_block : 0;
-        int remainder = int((position % ratio + ratio) % ratio);
-        int window = int(max(min(int64(rows.coff * ratio), position + 1), int64(0)));  // none before a sequence
+        int here = token + 1 - (present ? max(step.starts[request], 0) : token);  // positions of this step
+        int remainder = remainder_of(position);
+        float norm[4], cosines[2], sines[2];
         const float* turns = turns_at(step.cos_sin, step.cos_stride, step.max_position, position - remainder);
-        if (threadIdx.x < 2) asm volatile("prefetch.global.L2 [%0];" ::"l"(turns + threadIdx.x * step.rope_dim / 2));
+        auto load_factors = [&] {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                int pair = (channel + i / 2 * 2 - DIM + step.rope_dim) / 2;
+                norm[i] = to_float(rows.weight[channel + i]);
+                if (i % 2 == 0 && channel + i >= DIM - step.rope_dim)
+                    cosines[i / 2] = turns[pair], sines[i / 2] = turns[step.rope_dim / 2 + pair];
+            }
+        };
+        if (GROUPS == 1) load_factors();
         Mean mean;
         mean.clear();
-        for (int from = group; from < window; from += GROUPS * AHEAD) {
+#pragma unroll 1
+        for (int from = 0; from < COFF * RATIO; from += GROUPS * AHEAD) {
+            int its_group = group - group % W::COPIES + lane / AHEAD;
+            Place mine = place_of(rows, step, token, position, request, here,
+                                  lane < AHEAD * W::COPIES ? from + its_group + lane % AHEAD * GROUPS : COFF * RATIO);
+            uint32 found = __ballot_sync(~0u, mine.found) >> groups_before;
+            uint32 in_step = __ballot_sync(~0u, mine.here) >> groups_before;
             Quad kv[AHEAD], score[AHEAD];
-            bool found[AHEAD];
-            int entry[AHEAD];
 #pragma unroll
-            for (int i = 0; i < AHEAD; ++i) {  // before it is known which positions are of this step
-                int64 at = position - from - i * GROUPS;
-                found[i] = from + i * GROUPS < window;
-                entry[i] = found[i] && at < reach ? pages_of_states[page_row_of(at, state_block).page] : -1;
+            for (int i = 0; i < AHEAD; ++i) {
+                int back = from + group + i * GROUPS, column = channel + (COFF == 2 && back < RATIO ? DIM : 0);
+                uint64 source = __shfl_sync(~0u, reinterpret_cast<uint64>(mine.source), groups_before + i);
+                if (sizeof(INPUT) == 4 || !(in_step >> i & 1)) {
+                    const float* values = reinterpret_cast<const float*>(source) + column;
+                    kv[i] = read4(values), score[i] = read4(values + CHANNELS);
+                } else {
+                    const INPUT* values = reinterpret_cast<const INPUT*>(source) + column;
+                    kv[i] = read4(values), score[i] = read4(values + CHANNELS);
+                }
             }
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {
-                int back = from + i * GROUPS, column = channel + (rows.coff == 2 && back < ratio ? DIM : 0);
-                if (!found[i]) continue;
-                if (token - back >= first_token) {
-                    const INPUT* source = rows.kv_score + (token - back) * rows.kv_stride + column;
-                    int its_remainder = ((remainder - back) % ratio + ratio) % ratio;
-                    kv[i] = read4(source);
-                    score[i] = read4(source + channels) + read4(rows.bias + its_remainder * rows.bias_stride + column);
-                    continue;
+                int back = from + group + i * GROUPS, column = channel + (COFF == 2 && back < RATIO ? DIM : 0);
+                Quad bias = read4(rows.bias + remainder_of(remainder - back) * rows.bias_stride + column);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    score[i].x[j] += in_step >> i & 1 ? bias.x[j] : 0.0f;
+                    if (!(found >> i & 1)) score[i].x[j] = -infinity(), kv[i].x[j] = 0.0f;
                 }
-                int in_page = page_row_of(position - back, state_block).row;
-                found[i] = entry[i] >= 0 && int64(entry[i]) * state_block + in_page < rows.state_slots;
-                if (!found[i]) continue;
-                const float* source = rows.state + entry[i] * rows.state_page + in_page * rows.state_row + column;
-                kv[i] = read4(source);
-                score[i] = read4(source + channels);
             }
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 float top = -infinity();
 #pragma unroll
-                for (int i = 0; i < AHEAD; ++i)
-                    if (found[i]) top = fmaxf(top, score[i].x[j]);
+                for (int i = 0; i < AHEAD; ++i) top = fmaxf(top, score[i].x[j]);
                 mean.raise(j, top);
 #pragma unroll
-                for (int i = 0; i < AHEAD; ++i)
-                    if (found[i]) mean.add(j, score[i].x[j], 1.0f, kv[i].x[j]);
+                for (int i = 0; i < AHEAD; ++i) mean.add(j, score[i].x[j], 1.0f, kv[i].x[j]);
             }
         }
 #if GROUPS > 1
         parts[group][thread] = mean;
+        if (holds) load_factors();  // while groups wait for one another
         __syncthreads();
-        if (group == 0) {
-#pragma unroll
-            for (int i = 1; i < GROUPS; ++i) {
-                const Mean& other = parts[i][thread];
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    if (other.total.x[j] == 0.0f) continue;
-                    mean.raise(j, other.top.x[j]);
-                    mean.add(j, other.top.x[j], other.total.x[j], other.sum.x[j]);
-                }
-            }
-        }
+        if (holds) mean = merged<W>(parts);
 #endif
 #pragma unroll
         for (int j = 0; j < 4; ++j) row.x[j] = mean.total.x[j] == 0.0f ? 0.0f : div(mean.sum.x[j], mean.total.x[j]);
-        float total = row_sum(row.squares(), group == 0);
-        if (group > 0) continue;
+        float total = row_sum(row.template squares<W::HOLDERS / W::COPIES>(), holds);
+        if (!holds) continue;
         row.normalize(total, step.eps);
 #pragma unroll
         for (int j = 0; j < 4; ++j) row.x[j] *= norm[j];
-        row.turn(turns, step.rope_dim, 1.0f);
-        row.template insert<typename W::Layout>(
-            token_at<typename W::Layout>(rows.pages, rows.page_stride, rows.block_size, slot));
+#pragma unroll
+        for (int j = 0; j < 4; j += 2) {
+            if (channel + j < DIM - step.rope_dim) continue;
+            float a = row.x[j], b = row.x[j + 1];
+            row.x[j] = a * cosines[j / 2] - b * sines[j / 2];
+            row.x[j + 1] = b * cosines[j / 2] + a * sines[j / 2];
+        }
+        row.template insert<typename W::Layout>(token_at<typename W::Layout>(
+            rows.pages, rows.page_stride, rows.block_size, int64(step.slots[token])));
     }
 }
 
@@ -284,22 +376,19 @@ __device__ inline void pool(const Rows& rows, const Step& step, int first, int p
 #define CLUSTER
 #endif
 
-using First = Way<LAYOUT>;
-using Second = Way<SECOND>;
-
-// Thread blocks that pool rows of the first compressor, then of the second, then such as save states of both.
-extern "C" CLUSTER __global__ void __launch_bounds__(First::THREADS, 1)
-compress_and_insert(const Rows rows, const Rows second, const Step step, int pooling, int pooling_second, int saving) {
+// Thread blocks that save states of the first compressor, then of the second, then such as pool rows of either: `saving`
+// and `pooling` of each.
+extern "C" CLUSTER __global__ void __launch_bounds__(First::THREADS, 512 / First::THREADS)
+compress_and_insert(const Rows rows, const Rows second, const Step step, int saving, int saving_second, int pooling) {
     __shared__ float places[2][First::PLACES], second_places[2][Second::PLACES];
-    int block = blockIdx.x;
+    int block = blockIdx.x, warp = threadIdx.x / 32;
+    constexpr int WARPS = First::THREADS / 32;
     pdl_wait();
-    if (block < pooling) return pool<First>(rows, step, block / PARTS * TOKENS, block % PARTS, places);
+    if (block < saving) return save_states<First>(rows, step, (block * WARPS + warp) * step.saved_together);
+    block -= saving;
+    if (block < saving_second) return save_states<Second>(second, step, (block * WARPS + warp) * step.saved_together);
+    block -= saving_second;
+    if (block < pooling) return pool<First>(rows, step, block / PARTS * step.together, block % PARTS, places);
     block -= pooling;
-    if (block < pooling_second) {
-        if (threadIdx.x < Second::THREADS) pool<Second>(second, step, block * TOKENS, 0, second_places);
-        return;
-    }
-    block -= pooling_second;
-    if (block < saving) save_states<First>(rows, step, block * TOKENS);
-    else save_states<Second>(second, step, (block - saving) * TOKENS);
+    if (threadIdx.x < Second::THREADS) pool<Second>(second, step, block * step.together, 0, second_places);
 }

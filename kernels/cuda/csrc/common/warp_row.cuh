@@ -11,13 +11,13 @@ template <int VALUES, int WARPS = 1> struct WarpRow {
 
     __device__ int first() const { return (32 * warp + lane) * VALUES; }
 
-    // The sum of the squares of what this warp holds.
-    __device__ float squares() const {
+    // The sum of the squares of what LANES neighbouring lanes hold: of what this warp holds.
+    template <int LANES = 32> __device__ float squares() const {
         float total = 0.0f;
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) total += x[i] * x[i];
 #pragma unroll
-        for (int other = 1; other < 32; other *= 2) total += __shfl_xor_sync(~0u, total, other);
+        for (int other = 1; other < LANES && other < 32; other *= 2) total += __shfl_xor_sync(~0u, total, other);
         return total;
     }
 
