@@ -6,8 +6,9 @@ import contextlib
 import ctypes
 import functools
 import sys
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -59,6 +60,45 @@ class _Current:
     def __exit__(self, *error: Any) -> None:
         if self._contexts is not None:
             self._contexts.close()
+
+
+class InOrder:
+    """Work that could run beside the caller's, and runs in its stream."""
+
+    def branch(self) -> contextlib.AbstractContextManager[Any]:
+        """A context whose work begins when what the current stream has been given so far is done."""
+        return NOTHING
+
+    def join(self) -> None:
+        """What is queued on the current stream from now on begins when the work of all branches is done."""
+
+
+class Side(InOrder):
+    """A stream beside the caller's, on CuPy's current device, for work that may run while the caller's goes on.
+
+    To be made outside of a capture. Within one, branches become those of the graph, and must be joined before its end.
+    Not for callers whose work may itself run at the same time.
+    """
+
+    handles: ClassVar[set[int]] = set()  # of all that there are
+
+    def __init__(self) -> None:
+        cuda = sys.modules["cupy"].cuda
+        self._stream = cuda.Stream(non_blocking=True)
+        self._event = cuda.Event(disable_timing=True)  # a wait is for what was recorded when it was called
+        self.handles.add(self._stream.ptr)
+        weakref.finalize(self, self.handles.discard, self._stream.ptr)
+
+    @contextlib.contextmanager
+    def branch(self) -> Iterator[None]:
+        self._event.record()
+        self._stream.wait_event(self._event)
+        with self._stream:
+            yield
+
+    def join(self) -> None:
+        self._event.record(self._stream)
+        sys.modules["cupy"].cuda.get_current_stream().wait_event(self._event)
 
 
 class _Handle:

@@ -125,6 +125,7 @@ class SparseMLALayer:
         out: Any = None,
         workspace: LayerWorkspace | None = None,
         prefill_road: str | None = None,
+        join: Callable[[], None] | None = None,
         backend: str | None = None,
         stream: Any = None,
         observe: Observer = not_observed,
@@ -141,6 +142,8 @@ class SparseMLALayer:
                     the same builder, a step of decodes allocates nothing
         prefill_road  how prefills attend: "pages", straight over the caches; "rows", over rows gathered from them;
                     None: by what is faster for each chunk (cumla/layers/prefill_road.py)
+        join        called before the first operation that reads q or the window's rows: a caller that makes them on
+                    another stream lets this one wait for it there
         observe     called with an op's name around each op ("insert", "select", "map", "decode", "gather", "prefill")
 
         Returns out; its last 64 values still carry RoPE. Rows of padding tokens are 0 or not written.
@@ -165,8 +168,11 @@ class SparseMLALayer:
                     run.insert(compressed.k, compressed.cache, compressed.slot_mapping, compressed.cache.shape[1])
             if compressed is not None and compressed.indexer is not None:
                 compressed = run.select(compressed, q)
+            mapped = run.map_decodes(compressed) if metadata.num_decode_tokens else {}
+            if join is not None:
+                join()
             if metadata.num_decode_tokens:
-                run.decode(q, swa_cache, compressed, result)
+                run.decode(q, swa_cache, mapped, result)
             topk = None if compressed is None or compressed.topk_indices is None else compressed.topk_indices.shape[1]
             name = choose(backend, on_device=not isinstance(q, np.ndarray))
             roads = chunk_roads(metadata, self.compress_ratio, q.shape[1], topk, name, self.layout, prefill_road)
@@ -218,13 +224,16 @@ class _Run:
             select_rows(inputs, positions, token_to_req, table, selected, memory, self.backend)
         return replace(compressed, topk_indices=selected, indexer=None)
 
-    def decode(self, q: Any, swa_cache: Any, compressed: CompressedCache | None, out: Any) -> None:
+    def map_decodes(self, compressed: CompressedCache | None) -> dict[str, Any]:
+        """What attention of the decodes takes of the compressed rows."""
+        if compressed is None:
+            return {}
+        with self.observe("map"):
+            indices, lens = self._decode_compressed(compressed, self.metadata.num_decode_tokens)
+        return {"extra_k_cache": compressed.cache, "extra_indices": indices, "extra_topk_length": lens}
+
+    def decode(self, q: Any, swa_cache: Any, extra: dict[str, Any], out: Any) -> None:
         metadata, tokens = self.metadata, self.metadata.num_decode_tokens
-        extra: dict[str, Any] = {}
-        if compressed is not None:
-            with self.observe("map"):
-                indices, lens = self._decode_compressed(compressed, tokens)
-            extra = {"extra_k_cache": compressed.cache, "extra_indices": indices, "extra_topk_length": lens}
         with self.observe("decode"):
             sparse_mla_decode(
                 q[:tokens, None], swa_cache, metadata.decode_swa_indices, layout=self.layer.layout,

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import dlpack
+from ..dispatch.values import check_kind
 from ..layers.sparse import Observer, not_observed
 from ..metadata.batch import CommonAttentionMetadata
 from ..metadata.builder import ServingConfig
@@ -26,12 +27,13 @@ from ..ops.indices import compute_global_topk_indices_and_lens
 from ..ops.norm_rope import apply_rope, fused_q_kv_rmsnorm, indexer_knorm_rope_and_insert
 from ..ops.sparse_attention import sparse_mla_decode
 from . import caches
+from .checks import check_indexer_metadata, check_options, check_types, check_v32_step
 from .hidden_states import attend
-from .products import compute_type, multiply, multiply_groups, stacked
+from .products import compute_type, flat, multiply, multiply_groups, stacked
 from .rope import cos_sin_table, mscale
 from .scratch import Scratch
 from .selection import Indexer
-from .weights import V32_ATTENTION, LayerWeights, plain
+from .weights import V32_ATTENTION, LayerWeights, place_of, plain
 
 FLOAT32 = np.dtype(np.float32)
 LATENT, ROPE = 512, 64
@@ -149,13 +151,16 @@ class DeepseekV32Attention:
         xp: Any = None,
         backend: str | None = None,
     ) -> None:
-        self.config, self.layer, self.backend = config, layer, backend
-        self.activations = caches.PLAIN_DTYPES[str(np.dtype(caches.PLAIN_DTYPES.get(activations, activations)))]
-        self.layouts, self.scratch = caches.formats(cache_format), scratch or Scratch()
-        self.cache_dtype = "fp8_ds_mla" if cache_format == "fp8" else "auto"
+        check_kind(DeepseekV32Config, config=config)
+        check_kind(Mapping, weights=weights)
         if "q_a_proj.weight" not in weights:
             weights = LayerWeights(weights, layer, V32_ATTENTION)
-        self._load(weights, xp)
+        self.xp = place_of(weights) if xp is None else xp
+        self.activations = check_options(layer, None, activations, cache_format, max_position, self.xp is np, backend)
+        self.config, self.layer, self.backend = config, layer, backend
+        self.layouts, self.scratch = caches.formats(cache_format), scratch or Scratch()
+        self.cache_dtype = "fp8_ds_mla" if cache_format == "fp8" else "auto"
+        self._load(weights)
         self.cos_sin = self.xp.asarray(
             cos_sin_table(ROPE, config.rope_theta, max_position or config.max_position_embeddings, config.rope_scaling)
         )
@@ -163,10 +168,8 @@ class DeepseekV32Attention:
             config.index_n_heads, config.index_topk, self.layouts.indexer, True, self.scratch, backend
         )
 
-    def _load(self, weights: Mapping[str, Any], xp: Any) -> None:
-        config = self.config
-        found = plain(weights["q_a_proj.weight"], "q_a_proj.weight", dlpack.borrow)
-        self.xp = xp = dlpack.namespace_of(found) if xp is None else xp
+    def _load(self, weights: Mapping[str, Any]) -> None:
+        config, xp = self.config, self.xp
         dtype = compute_type(self.activations, xp)
 
         def get(name: str, *shape: int) -> Any:
@@ -221,8 +224,11 @@ class DeepseekV32Attention:
                        "output")
 
         Returns out.
-        Raises TypeError or ValueError for an argument that does not fit.
+        Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
         """
+        check_types(layer_caches=(layer_caches, DeepseekV32Caches), metadata=(metadata, DeepseekV32StepMetadata))
+        check_v32_step(self, hidden_states, layer_caches, metadata, topk_indices)
+        check_indexer_metadata(metadata.indexer, metadata.tokens, topk_indices)
         run = V32Step(self, layer_caches, metadata, observe).run
         shape = len(metadata.positions), self.config.hidden_size
         return attend(run, hidden_states, shape, self.activations, topk_indices, out, stream)
@@ -250,7 +256,7 @@ class V32Step:
                 qr, kv_c, layer.q_a_norm, layer.kv_a_norm, config.rms_norm_eps, out=(qr, kv_c), backend=backend
             )
             projected = self.array("projected_q", (tokens, heads, nope + ROPE))
-            multiply(qr, layer.q_b, projected.reshape(tokens, -1), backend)
+            multiply(qr, layer.q_b, flat(projected), backend)
             q = self.array("q", (tokens, heads, LATENT + ROPE))
             multiply_groups(
                 projected[..., :nope].transpose(1, 0, 2), layer.latent, q[..., :LATENT].transpose(1, 0, 2), backend
@@ -271,7 +277,7 @@ class V32Step:
         with self.observe("output"):
             values = self.array("values", (tokens, heads, config.v_head_dim))
             multiply_groups(o.transpose(1, 0, 2), layer.value, values.transpose(1, 0, 2), backend)
-            multiply(values.reshape(tokens, -1), layer.o, out, backend)
+            multiply(flat(values), layer.o, out, backend)
 
     def insert_rows(self, kv_c: Any, k_pe: Any) -> None:
         layer, slots = self.layer, self.metadata.tokens.slot_mapping
@@ -308,10 +314,11 @@ class V32Step:
         """[tokens, index_topk] int32, the positions that each token takes."""
         layer, metadata, config = self.layer, self.metadata, self.layer.config
         q = self.array("index_q", (len(qr), config.index_n_heads, 128))
-        multiply(qr, layer.index_q_b, q.reshape(len(qr), -1), layer.backend)
+        multiply(qr, layer.index_q_b, flat(q), layer.backend)
+        made = layer.indexer.queries(q, weights, metadata.positions, layer.cos_sin)
         return layer.indexer.select(
-            q, weights, self.caches.indexer, metadata.indexer, metadata.positions,
-            metadata.tokens.token_to_req_indices, metadata.tokens.block_table, layer.cos_sin,
+            *made, self.caches.indexer, metadata.indexer, metadata.positions, metadata.tokens.token_to_req_indices,
+            metadata.tokens.block_table,
         )  # fmt: skip
 
     def array(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> Any:

@@ -10,26 +10,30 @@ out         = W_ob (W_oa of each group of heads)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..arrays import dlpack
+from ..arrays.streams import InOrder
+from ..dispatch.backends import choose
+from ..dispatch.values import check_kind
 from ..layers.sparse import CompressedCache, LayerWorkspace, Observer, SparseMLALayer, not_observed
 from ..layout import CacheLayout
 from ..metadata.builder import ServingConfig
 from ..ops.compressor import compress_and_insert
 from ..ops.norm_rope import apply_rope, fused_q_kv_rmsnorm, qnorm_rope_and_insert
 from . import caches
+from .checks import check_indexer_metadata, check_options, check_types, check_v4_step
 from .hidden_states import attend
-from .products import compute_type, multiply, multiply_groups, stacked
+from .products import compute_type, flat, multiply, multiply_groups, stacked
 from .scratch import Scratch
 from .selection import Indexer
 from .step import STATE_BLOCK_SIZES, DeepseekV4StepMetadata
 from .v4_config import HEAD_DIM, DeepseekV4Config
-from .weights import V4_ATTENTION, LayerWeights, plain
+from .weights import V4_ATTENTION, LayerWeights, place_of, plain
 
 __all__ = ["DeepseekV4Attention", "DeepseekV4Caches", "DeepseekV4Config"]
 
@@ -117,14 +121,18 @@ class DeepseekV4Attention:
         xp: Any = None,
         backend: str | None = None,
     ) -> None:
-        self.config, self.layer, self.backend = config, layer, backend
-        self.ratio = config.compress_ratios[layer]
-        self.activations = caches.PLAIN_DTYPES[str(np.dtype(caches.PLAIN_DTYPES.get(activations, activations)))]
-        self.layouts = caches.formats(cache_format)
-        self.scratch = scratch or Scratch()
+        check_kind(DeepseekV4Config, config=config)
+        check_kind(Mapping, weights=weights)
         if "sinks" not in weights:
             weights = LayerWeights(weights, layer, V4_ATTENTION)
-        self._load(weights, xp)
+        self.xp = place_of(weights) if xp is None else xp
+        self.activations = check_options(
+            layer, len(config.compress_ratios), activations, cache_format, max_position, self.xp is np, backend
+        )
+        self.config, self.layer, self.backend = config, layer, backend
+        self.ratio, self.layouts = config.compress_ratios[layer], caches.formats(cache_format)
+        self.scratch = scratch or Scratch()
+        self._load(weights)
         table = config.cos_sin_table(self.ratio, max_position or config.max_position_embeddings)
         self.cos_sin = self.xp.asarray(table)
         self.attention = SparseMLALayer(self.ratio, config.index_topk, self.sinks, layout=self.layouts.v4)
@@ -132,11 +140,9 @@ class DeepseekV4Attention:
             config.index_n_heads, config.index_topk, self.layouts.indexer, False, self.scratch, backend
         )
 
-    def _load(self, weights: Mapping[str, Any], xp: Any) -> None:
-        config, activations = self.config, self.activations
-        found = plain(weights["q_a_proj.weight"], "q_a_proj.weight", dlpack.borrow)
-        self.xp = xp = dlpack.namespace_of(found) if xp is None else xp
-        dtype = compute_type(activations, xp)
+    def _load(self, weights: Mapping[str, Any]) -> None:
+        config, xp = self.config, self.xp
+        dtype = compute_type(self.activations, xp)
 
         def get(name: str, *shape: int) -> Any:
             array = plain(weights[name], name, dlpack.borrow)
@@ -197,10 +203,14 @@ class DeepseekV4Attention:
 
         Returns out. A step of decodes, once one of its size has run, allocates nothing if `out` is given, and can be
         captured in a CUDA graph.
-        Raises TypeError or ValueError for an argument that does not fit.
+        Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
         """
         if topk_indices is not None and self.ratio != 4:
             raise ValueError(f"topk_indices: got an array for a layer of ratio {self.ratio}, expected None")
+        check_types(layer_caches=(layer_caches, DeepseekV4Caches), metadata=(metadata, DeepseekV4StepMetadata))
+        check_v4_step(self, hidden_states, layer_caches, metadata, topk_indices)
+        if self.ratio == 4:
+            check_indexer_metadata(metadata.indexer, metadata.window, topk_indices)
         run = V4Step(self, layer_caches, metadata, observe).run
         shape = len(metadata.positions), self.config.hidden_size
         return attend(run, hidden_states, shape, self.activations, topk_indices, out, stream)
@@ -225,46 +235,81 @@ class V4Step:
     observe: Observer
 
     def run(self, x: Any, topk_indices: Any, out: Any) -> None:
+        """Decodes leave multiprocessors idle: what does not wait for one another is queued side by side."""
         layer, metadata = self.layer, self.metadata
         config, backend, tokens = layer.config, layer.backend, len(x)
-        heads = config.num_attention_heads
-        with self.observe("project"):
-            low = self.array("low_rank", (tokens, config.q_lora_rank + HEAD_DIM))
-            multiply(x, layer.low_rank, low, backend)
-            qr, kv = low[:, : config.q_lora_rank], low[:, config.q_lora_rank :]
-            fused_q_kv_rmsnorm(
-                qr, kv, layer.q_a_norm, layer.kv_norm, config.rms_norm_eps, out=(qr, kv), backend=backend
-            )
-            q = self.array("q", (tokens, heads, HEAD_DIM))
-            multiply(qr, layer.q_b, q.reshape(tokens, -1), backend)
-        with self.observe("insert"):
-            qnorm_rope_and_insert(
-                q, kv, self.caches.window, metadata.window.slot_mapping, metadata.positions, layer.cos_sin,
-                eps=config.rms_norm_eps, layout=layer.layouts.v4, out=q, backend=backend,
-            )  # fmt: skip
-        if layer.ratio > 1:
-            pooled = self.compress(x)
+        side, q = self.side(), self.array("q", (tokens, config.num_attention_heads, HEAD_DIM))
+        if layer.ratio == 1:
+            self.queries(*self.project(x), q)
+        else:
+            with side.branch():
+                pooled = self.compress(x)
+            qr, kv = self.project(x)
             if layer.ratio == 4 and topk_indices is None:
+                index_q = self.index_queries(qr)
+                side.join()
                 with self.observe("select"):
-                    topk_indices = self.select(qr, pooled[:, -config.index_n_heads :])
-        o = self.array("o", (tokens, heads, HEAD_DIM))
-        self.attend(q, topk_indices, o)
+                    inputs = layer.indexer.queries(
+                        index_q, pooled[:, -config.index_n_heads :], metadata.positions, layer.cos_sin
+                    )
+                with side.branch():  # behind the scores, beside the choice
+                    self.queries(qr, kv, q)
+                with self.observe("select"):
+                    topk_indices = self.select(*inputs)
+            else:
+                self.queries(qr, kv, q)
+        o = self.array("o", q.shape)
+        self.attend(q, topk_indices, o, side.join)
         with self.observe("output"):
             apply_rope(o, metadata.positions, layer.cos_sin, inverse=True, out=o, backend=backend)
             grouped = self.array("o_low_rank", (tokens, config.o_groups, config.o_lora_rank))
-            by_group = o.reshape(tokens, config.o_groups, -1).transpose(1, 0, 2)
+            by_group = flat(o).reshape(tokens, config.o_groups, layer.o_a.shape[2]).transpose(1, 0, 2)
             multiply_groups(by_group, layer.o_a, grouped.transpose(1, 0, 2), backend)
-            multiply(grouped.reshape(tokens, -1), layer.o_b, out, backend)
+            multiply(flat(grouped), layer.o_b, out, backend)
 
-    def attend(self, q: Any, topk_indices: Any, o: Any) -> None:
-        """o [tokens, heads, 512] of the window's rows and the compressed ones that tokens take."""
+    def side(self) -> InOrder:
+        """Where work beside the rest is queued. Prefills keep a device busy, and an observer wants things in order."""
+        layer = self.layer
+        alone = layer.ratio == 1 or self.metadata.window.num_prefills or self.observe is not not_observed
+        if alone or choose(layer.backend, on_device=layer.xp is not np) != "cuda":
+            return InOrder()
+        return layer.scratch.side(layer.cos_sin)
+
+    def project(self, x: Any) -> tuple[Any, Any]:
+        """Normed, [tokens, q_lora_rank] for the queries and [tokens, 512] for the window's rows."""
+        layer, config = self.layer, self.layer.config
+        with self.observe("project"):
+            low = self.array("low_rank", (len(x), config.q_lora_rank + HEAD_DIM))
+            multiply(x, layer.low_rank, low, layer.backend)
+            qr, kv = low[:, : config.q_lora_rank], low[:, config.q_lora_rank :]
+            fused_q_kv_rmsnorm(
+                qr, kv, layer.q_a_norm, layer.kv_norm, config.rms_norm_eps, out=(qr, kv), backend=layer.backend
+            )
+        return qr, kv
+
+    def queries(self, qr: Any, kv: Any, q: Any) -> None:
+        """Write the heads of queries, and the window's rows."""
+        layer, config = self.layer, self.layer.config
+        with self.observe("project"):
+            multiply(qr, layer.q_b, flat(q), layer.backend)
+        with self.observe("insert"):
+            qnorm_rope_and_insert(
+                q, kv, self.caches.window, self.metadata.window.slot_mapping, self.metadata.positions, layer.cos_sin,
+                eps=config.rms_norm_eps, layout=layer.layouts.v4, out=q, backend=layer.backend,
+            )  # fmt: skip
+
+    def attend(self, q: Any, topk_indices: Any, o: Any, join: Callable[[], None]) -> None:
+        """o [tokens, heads, 512] of the window's rows and the compressed ones that tokens take.
+
+        join  to be called before q is read
+        """
         layer, compressed = self.layer, None
         if layer.ratio > 1:
             table = self.metadata.compressors[layer.ratio].block_table
             compressed = CompressedCache(self.caches.compressed, table, topk_indices=topk_indices)
         layer.attention.step(
             q, None, self.caches.window, self.metadata.window, compressed, out=o,
-            workspace=self.workspace(q, topk_indices), backend=layer.backend, observe=self.observe,
+            workspace=self.workspace(q, topk_indices), join=join, backend=layer.backend, observe=self.observe,
         )  # fmt: skip
 
     def compress(self, x: Any) -> Any:
@@ -306,16 +351,21 @@ class V4Step:
             layout=layout, **indexer, backend=layer.backend,
         )  # fmt: skip
 
-    def select(self, qr: Any, weights: Any) -> Any:
-        """[tokens, index_topk] int32, the compressed rows that each token takes."""
-        layer, metadata, config = self.layer, self.metadata, self.layer.config
-        if metadata.indexer is None:
-            raise ValueError("metadata: got none of the indexer, expected it for a layer that selects")
-        q = self.array("index_q", (len(qr), config.index_n_heads, config.index_head_dim))
-        multiply(qr, layer.index_q_b, q.reshape(len(qr), -1), layer.backend)
+    def index_queries(self, qr: Any) -> Any:
+        """[tokens, heads, 128] of the indexer, as projected."""
+        layer, config = self.layer, self.layer.config
+        with self.observe("select"):
+            q = self.array("index_q", (len(qr), config.index_n_heads, config.index_head_dim))
+            multiply(qr, layer.index_q_b, flat(q), layer.backend)
+        return q
+
+    def select(self, q: Any, weights: Any) -> Any:
+        """[tokens, index_topk] int32, the compressed rows that tokens take by the indexer's queries and weights."""
+        layer, metadata = self.layer, self.metadata
+        assert metadata.indexer is not None
         return layer.indexer.select(
             q, weights, self.caches.indexer, metadata.indexer, metadata.positions,
-            metadata.window.token_to_req_indices, metadata.compressors[layer.ratio].block_table, layer.cos_sin,
+            metadata.window.token_to_req_indices, metadata.compressors[layer.ratio].block_table,
         )  # fmt: skip
 
     def workspace(self, q: Any, topk_indices: Any) -> LayerWorkspace:

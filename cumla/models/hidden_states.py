@@ -26,8 +26,8 @@ def attend(
 
     Raises TypeError or ValueError for hidden states or an out of another shape or dtype.
     """
-    framework = dlpack.framework_of(hidden_states)
     x = dlpack.borrow(hidden_states, "hidden_states")
+    framework = dlpack.framework_of(hidden_states)
     if x.dtype != dtype:
         raise TypeError(f"hidden_states: got dtype {x.dtype}, expected {dtype}")
     if x.shape != shape:

@@ -25,6 +25,11 @@ def multiply_groups(x: Any, weight: Any, out: Any, backend: str | None) -> None:
         kernels.batched_product(x, weight.transpose(0, 2, 1), out)
 
 
+def flat(x: Any) -> Any:
+    """[T, heads, n] as [T, heads * n], of no tokens, too."""
+    return x.reshape(len(x), x.shape[1] * x.shape[2])
+
+
 def stacked(weights: list[Any], dtype: Any, xp: Any) -> Any:
     """Matrices [n, K] of one K as one of `dtype`, whose products come out side by side."""
     return xp.concatenate([xp.asarray(weight).astype(dtype, copy=False) for weight in weights])

@@ -21,6 +21,21 @@ class Scratch:
     def __init__(self) -> None:
         self._held: dict[tuple[str, np.dtype[Any]], Any] = {}
         self._outgrown: list[Any] = []
+        self._sides: dict[int, streams.Side] = {}
+
+    def side(self, like: Any) -> streams.InOrder:
+        """A stream beside the one that the layers run on, on the device of `like`; the same one from step to step.
+
+        On the host, or in a capture before any step outside of one, there is none: work is done in order.
+        """
+        if isinstance(like, np.ndarray):
+            return streams.InOrder()
+        device = int(like.data.device_id)
+        if device not in self._sides:
+            if streams.is_capturing():
+                return streams.InOrder()
+            self._sides[device] = streams.Side()
+        return self._sides[device]
 
     def array(self, name: str, shape: tuple[int, ...], dtype: Any, like: Any) -> Any:
         """An array beside `like`, a NumPy or CuPy array, with whatever is in it.

@@ -39,18 +39,14 @@ class Indexer:
         positions: Any,
         token_to_req: Any,
         block_table: Any,
-        cos_sin: Any,
     ) -> Any:
         """int32 [T, topk]: rows counted within each token's request, in ascending order, then -1.
 
-        q             [T, heads, 128], as projected
-        weights       [T, heads] float32, as projected
+        q, weights    of `queries`
         k_cache       of `layout`, with the rows that the step's tokens may see
         positions     [T] int32 or int64; token_to_req [T] int32
         block_table   [num_reqs, B] int32, of k_cache
-        cos_sin       float32 [max_position, 64]
         """
-        q, weights = self._queries(q, weights, positions, cos_sin)
 
         def memory(name: str, shape: tuple[int, ...], dtype: Any) -> Any:
             return self.scratch.array(name, shape, dtype, q)
@@ -60,7 +56,13 @@ class Indexer:
         select_rows(inputs, positions, token_to_req, block_table, out, memory, self.backend)
         return out
 
-    def _queries(self, q: Any, weights: Any, positions: Any, cos_sin: Any) -> tuple[Any, Any]:
+    def queries(self, q: Any, weights: Any, positions: Any, cos_sin: Any) -> tuple[Any, Any]:
+        """Queries turned and in the layout's type, and their weights with the scales in.
+
+        q        [T, heads, 128], as projected
+        weights  [T, heads] float32, as projected
+        cos_sin  float32 [max_position, 64]
+        """
         quantized = self.layout.num_scales > 0
         dtype = np.dtype(np.uint8) if quantized else PLAIN_DTYPES[self.layout.value_type]
         out = (

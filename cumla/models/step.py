@@ -29,12 +29,14 @@ class CompressorStep:
     slot_mapping        [slots] int64, of the row that each token completes; -1 for the others
     state_block_table   [num_reqs, S] int32, pages of the states; -1 where there is none (any more)
     state_slot_mapping  [slots] int64, of each token's state; -1 where it has no page
+    state_block_size    positions of a page of states
     """
 
     block_table: Any
     slot_mapping: Any
     state_block_table: Any
     state_slot_mapping: Any
+    state_block_size: int
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ class DeepseekV4StepBuilder:
                 self._slots(f"slots{ratio}", batch, rows, table, block, ratio),
                 state_table,
                 self._slots(f"states{ratio}", batch, rows, state_table, self.state_block_sizes[ratio], 1),
+                self.state_block_sizes[ratio],
             )
         return DeepseekV4StepMetadata(window, indexer, compressors)
 

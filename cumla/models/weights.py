@@ -15,6 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ..arrays import dlpack
 from ..layers.dense import BlockQuantizedWeight
 
 # Within a layer's attention: published name -> transformers' name.
@@ -61,6 +62,7 @@ V32_ATTENTION = {
 PUBLISHED_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.attn\.(.+)")
 TRANSFORMERS_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.self_attn\.(.+)")
 SCALE_NAMES = ("scale", "weight_scale_inv")
+NUMBERS = tuple(map(np.dtype, (np.float32, ml_dtypes.bfloat16, np.float16, np.float64)))
 FP8_DTYPES = (np.dtype(np.uint8), np.dtype(ml_dtypes.float8_e4m3fn))
 
 
@@ -119,6 +121,13 @@ class LayerWeights(Mapping[str, Any]):
         return sum(1 for _ in self)
 
 
+def place_of(weights: Mapping[str, Any]) -> Any:
+    """numpy or cupy, of a layer's weights."""
+    weight = weights["q_a_proj.weight"]
+    values = weight.weight if isinstance(weight, BlockQuantizedWeight) else weight
+    return dlpack.namespace_of(dlpack.borrow(values, "q_a_proj.weight"))
+
+
 def plain(weight: Any, name: str, borrow: Callable[[Any, str], Any]) -> Any:
     """A weight as an array of numbers, FP8 blocks dequantised to float32, where the weight is.
 
@@ -130,6 +139,8 @@ def plain(weight: Any, name: str, borrow: Callable[[Any, str], Any]) -> Any:
         array = borrow(weight, name)
         if array.dtype in FP8_DTYPES:
             raise ValueError(f"{name}: got FP8 values without scales, expected a BlockQuantizedWeight")
+        if array.dtype not in NUMBERS:
+            raise TypeError(f"{name}: got dtype {array.dtype}, expected float32, bfloat16 or float16")
         return array
     values, scales = _host(borrow(weight.weight, name)), _scales(weight.scale, name, borrow)
     (rows, columns), (block_rows, block_columns) = values.shape, weight.block

@@ -6,10 +6,12 @@ are whole, so that every rank selects the same rows. Heads are on every rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from ..arrays import dlpack
+from ..arrays.streams import InOrder
 from ..kernels.types.shard import Shard
 from ..layers.sparse import Observer, not_observed
 from ..models.deepseek_v4 import DeepseekV4Attention, DeepseekV4Caches, V4Step
@@ -85,7 +87,11 @@ class _RankV4Step(V4Step):
                 scores, its, self.caches.indexer_state, self.caches.indexer, slots, layer.layouts.indexer
             )
 
-    def attend(self, q: Any, topk_indices: Any, o: Any) -> None:
+    def side(self) -> InOrder:
+        """Exchanges between ranks keep to one stream."""
+        return InOrder()
+
+    def attend(self, q: Any, topk_indices: Any, o: Any, join: Callable[[], None]) -> None:
         compressed = None
         if self.rows is not None:
             compressed = ShardedCompressedCache(

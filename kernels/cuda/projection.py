@@ -6,6 +6,7 @@ import ctypes
 import functools
 from typing import Any
 
+from ...arrays.streams import Side
 from .launch import pointer, strides
 
 # Of cudaDataType, cublasComputeType_t, cublasGemmAlgo_t and cublasOperation_t.
@@ -37,10 +38,11 @@ def batched_product(a: Any, b: Any, out: Any) -> None:
         max(strides(out)[1], n), strides(out)[0], batch, COMPUTE_32F, ALGORITHM_DEFAULT,
     )  # fmt: skip
     stream = cupy.cuda.get_current_stream()
+    beside = stream.ptr in Side.handles
     if stream.is_capturing():
-        product_in_capture(handle, stream.ptr, out.device.id, arguments)
+        product_in_capture(handle, stream.ptr, workspace(out.device.id, beside), arguments)
     else:
-        workspace(out.device.id)
+        workspace(out.device.id, beside)
         cublas.gemmStridedBatchedEx(*arguments)
 
 
@@ -53,13 +55,13 @@ def operand(matrices: Any) -> tuple[int, int]:
     return TRANSPOSED, max(column_stride, rows)
 
 
-def product_in_capture(handle: int, stream: int, device: int, arguments: tuple[Any, ...]) -> None:
+def product_in_capture(handle: int, stream: int, memory: Any, arguments: tuple[Any, ...]) -> None:
     """The same in a CUDA graph capture, where CuPy calls no cuBLAS: with memory that was allocated before.
 
     Captured products of a device share that memory, so graphs that hold some must not run at the same time.
-    Raises RuntimeError if cuBLAS refuses, or if no product has prepared the memory before the capture.
+    Raises RuntimeError if cuBLAS refuses.
     """
-    library, memory = cublas_library(handle), workspace(device)
+    library = cublas_library(handle)
     for status in (
         library.cublasSetStream_v2(handle, stream),
         library.cublasSetWorkspace_v2(handle, pointer(memory), WORKSPACE_BYTES),
@@ -70,8 +72,13 @@ def product_in_capture(handle: int, stream: int, device: int, arguments: tuple[A
 
 
 @functools.cache
-def workspace(device: int) -> Any:
-    """Memory for captured products, which the first product outside of a capture allocates."""
+def workspace(device: int, beside: bool) -> Any:
+    """Memory for captured products, which the first product outside of a capture allocates.
+
+    beside  whether for those of streams beside the callers', which may run at the same time
+
+    Raises RuntimeError in a capture that no product went before.
+    """
     import cupy
 
     if cupy.cuda.get_current_stream().is_capturing():

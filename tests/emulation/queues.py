@@ -76,11 +76,11 @@ class KernelWork(Work):
 class Queue:
     """What is to be done on a stream, `done` of all that ever was.
 
-    graph  where it goes instead during a capture, which has the number `capture`
+    graph  the Capture that it goes to instead
     """
 
     def __init__(self):
-        self.works, self.done, self.graph, self.capture = [], 0, None, 0
+        self.works, self.done, self.graph = [], 0, None
 
     @property
     def end(self):
@@ -88,7 +88,7 @@ class Queue:
 
     def add(self, work):
         if self.graph is not None:
-            self.graph.append(work)
+            self.graph.append(self, work)
             return
         self.works.append(work)
         if not any(x.long for x in self.works):
@@ -194,19 +194,22 @@ class Stream:
         return event
 
     def wait_event(self, event):
-        self.add(event.synchronize)
+        queue = queue_of(self.ptr)
+        if event.capture is not None:
+            event.capture.joined(event, queue)
+        elif queue.graph is not None:
+            raise RuntimeError("cudaErrorStreamCaptureIsolation: a stream that is being captured waits for another")
+        else:
+            self.add(event.synchronize)
 
     def is_capturing(self):
         return queue_of(self.ptr).graph is not None
 
     def begin_capture(self, mode=0):
-        queue_of(self.ptr).finish()
-        queue_of(self.ptr).graph, queue_of(self.ptr).capture = [], next(_captures)
+        Capture(queue_of(self.ptr))
 
     def end_capture(self):
-        queue = queue_of(self.ptr)
-        works, queue.graph = queue.graph, None
-        return Graph(works)
+        return Graph(queue_of(self.ptr).graph.end(queue_of(self.ptr)))
 
     def __enter__(self):
         _thread.streams.setdefault(Device.current, []).append(self)
@@ -224,6 +227,43 @@ def current_stream(device=None):
     return streams[-1] if streams else DEFAULT
 
 
+class Capture:
+    """A graph in the making: what a stream is given, and others that came to wait for it, in the order of the calls.
+
+    ends  by queue that takes part, how much of it the queue that began the capture waits for, and how much there is
+    """
+
+    def __init__(self, origin):
+        origin.finish()
+        self.works, self.origin, self.number, self.ends = [], origin, next(_captures), {origin: [0, 0]}
+        origin.graph = self
+
+    def append(self, queue, work):
+        self.works.append(work)
+        self.ends[queue][1] += 1
+
+    def joined(self, event, queue):
+        """`queue` waits for an event of this capture, and takes part from now on."""
+        if queue.graph is None:
+            queue.finish()
+            queue.graph, self.ends[queue] = self, [0, 0]
+        if queue.graph is not self:
+            raise RuntimeError("cudaErrorStreamCaptureIsolation: an event of another capture")
+        if queue is self.origin:
+            self.ends[event.queue][0] = max(self.ends[event.queue][0], event.end)
+        elif queue is not event.queue:
+            self.append(queue, Work(lambda: None))  # to be joined, too
+
+    def end(self, queue):
+        if queue is not self.origin:
+            raise RuntimeError("cudaErrorStreamCaptureUnmatched: a capture ends on another stream than it began on")
+        for other, (waited_for, there) in self.ends.items():
+            other.graph = None
+            if other is not queue and waited_for < there:
+                raise RuntimeError("cudaErrorStreamCaptureUnjoined: a graph ends before a stream that takes part")
+        return self.works
+
+
 class Graph:
     def __init__(self, works):
         self.works = works
@@ -238,21 +278,24 @@ class Graph:
 
 
 class Event:
+    """capture: the one that it was recorded in, if that was one."""
+
     def __init__(self, *flags, **more):
-        self._queue, self._end = queue_of(0), 0
+        self.queue, self.end, self.capture = queue_of(0), 0, None
 
     def record(self, stream=None):
-        self._queue = queue_of((stream or current_stream()).ptr)
-        self._end = self._queue.end
+        self.queue = queue_of((stream or current_stream()).ptr)
+        self.capture = self.queue.graph
+        self.end = self.queue.end if self.capture is None else self.capture.ends[self.queue][1]
 
     @property
     def done(self):
         refuse_in_capture("an event is asked for")
-        return self._queue.done >= self._end
+        return self.queue.done >= self.end
 
     def synchronize(self):
         with _lock:
-            self._queue.finish(self._end)
+            self.queue.finish(self.end)
 
 
 def refuse_in_capture(what):
@@ -275,8 +318,8 @@ def graph_nodes(graph, nodes, count):
 
 def capture_info(handle, status, number, *more):
     """cuStreamGetCaptureInfo_v2, for references to what it tells."""
-    queue = queue_of(handle.value or 0)
-    status._obj.value, number._obj.value = queue.graph is not None, queue.capture
+    capture = queue_of(handle.value or 0).graph
+    status._obj.value, number._obj.value = capture is not None, 0 if capture is None else capture.number
     return 0
 
 

@@ -1,8 +1,11 @@
 """A step of decodes of a whole layer, captured in a CUDA graph and replayed at other lengths."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
+from cumla.arrays import streams
 from cumla.metadata.batch import CommonAttentionMetadata
 from support.lab import Lab, lab_of
 from support.models import GoldenLayer, V4Layer, V32Layer
@@ -12,6 +15,11 @@ PROMPTS = (6, 3)  # of two requests; one row of four positions is completed by e
 
 @pytest.fixture(params=[pytest.param("cuda", id="emulated"), pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
+    yield from lab_of(request)
+
+
+@pytest.fixture(params=[pytest.param("cuda", id="emulated")])
+def emulator(request):
     yield from lab_of(request)
 
 
@@ -52,8 +60,13 @@ class Decodes:
         self.out = self.keep("out", np.zeros(hidden.shape, self.made.layer.activations))
         self.metadata = self.made.build(batch, tables)
 
-    def run(self):
-        self.made.layer.step(self.hidden, self.made.caches, self.metadata, out=self.out)
+    def run(self, **options):
+        self.made.layer.step(self.hidden, self.made.caches, self.metadata, out=self.out, **options)
+
+    def scratch(self, name):
+        """Bytes of the layer's arrays of this name."""
+        arrays = self.made.layer.scratch._held
+        return [self.lab.get(arrays[key]).tobytes() for key in sorted(arrays, key=str) if key[0] == name]
 
     def result(self):
         import cupy
@@ -88,6 +101,67 @@ def test_a_captured_step_is_right_at_other_lengths(device, case):
         graph.launch()
         np.testing.assert_array_equal(captured.result(), eager.result())
         assert captured.result().any()
+
+
+@pytest.mark.parametrize("slow", ["main", "side"])
+@pytest.mark.parametrize("given", [False, True], ids=["selects", "is told"])
+@pytest.mark.parametrize("case", [3, 8])
+def test_branches_wait_for_what_they_need_and_are_waited_for(emulator, monkeypatch, case, given, slow):
+    """One of the streams takes long: whoever does not wait for it comes too early. The bits of all in order."""
+    import cupy
+
+    wanted, got = (Decodes(emulator, case) for _ in range(2))
+    topk = np.tile([[0, -1]], (2, 1)).astype(np.int32) if given and case == 8 else None
+    branch, branches = streams.Side.branch, []
+
+    @contextlib.contextmanager
+    def slowly(side):
+        if slow == "main":
+            cupy.cuda.get_current_stream().busy()
+        with branch(side):
+            if slow == "side":
+                cupy.cuda.get_current_stream().busy()
+            branches.append(cupy.cuda.get_current_stream().ptr)
+            yield
+
+    monkeypatch.setattr(streams.Side, "branch", slowly)
+    for index in range(2):
+        for decodes in (wanted, got):
+            decodes.prepare(index)
+            observe = {"observe": lambda part: contextlib.nullcontext()} if decodes is wanted else {}
+            decodes.run(topk_indices=None if topk is None else emulator.put(topk), **observe)
+        np.testing.assert_array_equal(got.result(), wanted.result())
+        assert got.result().any()
+        for name in ("pooled", "indexed_weights", "topk_indices", "q"):  # however few rows there are to choose from
+            np.testing.assert_array_equal(got.scratch(name), wanted.scratch(name))
+    assert len(branches) == (4 if case == 8 and not given else 2)
+    assert len(set(branches)) == 1
+    assert 0 not in branches
+
+
+def test_captured_products_of_branches_have_memory_of_their_own(emulator, monkeypatch):
+    import cupy
+
+    from emulation import cublas
+
+    decodes, memory = Decodes(emulator, 8), {}
+
+    def noted(handle, address, size):
+        memory.setdefault(cublas._stream[0], set()).add(address)
+        return 0
+
+    monkeypatch.setattr(cublas.LIBRARY, "cublasSetWorkspace_v2", noted)
+    decodes.prepare(0)
+    decodes.run()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        decodes.run()
+        stream.end_capture()
+    own = memory.pop(stream.ptr)
+    (beside,) = memory.values()
+    assert len(own) == len(beside) == 1
+    assert own != beside
 
 
 @pytest.mark.gpu

@@ -100,7 +100,7 @@ class PagedRequests:
         tables = {pool: self.put(table) for pool, table in tables.items()}
         return CommonAttentionMetadata(
             self.put(starts), starts, self.put(lens), lens, lens - counts, len(rows), int(starts[-1]),
-            int(counts.max()), tables["window"], self.put(np.concatenate(slots)),
+            int(counts.max(initial=0)), tables["window"], self.put(np.concatenate([np.zeros(0, np.int64), *slots])),
         ), tables  # fmt: skip
 
 

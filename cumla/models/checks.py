@@ -1,0 +1,156 @@
+"""What the arguments of a layer must be, and those of its step, which are checked before the first of them is written.
+
+The operations check theirs, too; by then the step has written rows, and the names are the operations'.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..dispatch.backends import choose
+from ..dispatch.call import FLOAT32, INT32, Call
+from ..dispatch.launch_cache import MOST_KNOWN, call_key
+from ..dispatch.values import check_choice, check_integers, check_optional_size
+from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
+from .caches import PLAIN_DTYPES
+
+if TYPE_CHECKING:
+    from .deepseek_v4 import DeepseekV4Attention, DeepseekV4Caches
+    from .deepseek_v32 import DeepseekV32Attention, DeepseekV32Caches, DeepseekV32StepMetadata
+    from .step import DeepseekV4StepMetadata
+
+_PASSED: set[tuple[Any, ...]] = set()  # how arguments looked that were right
+
+
+def check_options(
+    layer: Any,
+    num_layers: int | None,
+    activations: Any,
+    cache_format: str,
+    max_position: Any,
+    on_host: bool,
+    backend: str | None,
+) -> np.dtype[Any]:
+    """The activations' type. Raises TypeError or ValueError for arguments that no layer takes."""
+    check_integers(0, 2**31 - 1 if num_layers is None else num_layers - 1, layer=layer)
+    check_optional_size(max_position=max_position)
+    choose(backend, on_device=not on_host)
+    float32 = ("float32",) if on_host else ()
+    name = str(activations) if isinstance(activations, (str, type(None))) else str(np.dtype(activations))
+    check_choice(("bfloat16", *float32), activations=name)
+    check_choice(("fp8", "bfloat16", *float32), cache_format=cache_format)
+    return PLAIN_DTYPES[name]
+
+
+def check_v4_step(
+    layer: DeepseekV4Attention,
+    hidden_states: Any,
+    caches: DeepseekV4Caches,
+    metadata: DeepseekV4StepMetadata,
+    topk_indices: Any,
+) -> None:
+    """Raise TypeError or ValueError for arguments of a V4 layer's step that do not fit together.
+
+    Arguments on a device that look as others that passed before pass again, unchecked.
+    """
+    ratio, layouts = layer.ratio, layer.layouts
+    window, step = metadata.window, metadata.compressors.get(ratio)
+    if ratio > 1 and step is None:
+        raise ValueError(
+            f"metadata: got compressors of ratios {sorted(metadata.compressors)}, expected {ratio} among them: "
+            "the builder's config must have it in compress_ratios"
+        )
+    look = call_key(
+        "v4", ratio, layer.backend, layouts.v4.name, hidden_states, topk_indices, *vars(caches).values(),
+        window.block_size, window.config.compressed_block_size, window.slot_mapping,
+        *(() if step is None else (step.state_block_size, step.slot_mapping)),
+    )  # fmt: skip
+    if look is not None and look in _PASSED:
+        return
+    call = begin(layer.backend, hidden_states)
+    call.pages("layer_caches.window", caches.window, layouts.v4, window.block_size, writable=True)
+    wanted = {1: (), 4: ("compressed", "state", "indexer", "indexer_state"), 128: ("compressed", "state")}[ratio]
+    for name, value in vars(caches).items():
+        if name in wanted and value is None:
+            raise ValueError(f"layer_caches.{name}: got None, expected an array for a layer of ratio {ratio}")
+    if step is not None:
+        rows = window.config.compressed_block_size // ratio
+        call.pages("layer_caches.compressed", caches.compressed, layouts.v4, rows, writable=True)
+        states = (-1, step.state_block_size, layer.compressors[0].columns)
+        call.array("layer_caches.state", caches.state, FLOAT32, states, writable=True)
+        if ratio == 4:
+            call.pages("layer_caches.indexer", caches.indexer, layouts.indexer, rows, writable=True)
+            states = (-1, step.state_block_size, layer.compressors[1].columns)
+            call.array("layer_caches.indexer_state", caches.indexer_state, FLOAT32, states, writable=True)
+        if len(step.slot_mapping) != len(window.slot_mapping):
+            raise ValueError(
+                f"metadata: got {len(step.slot_mapping)} slots of compressed rows and {len(window.slot_mapping)} of "
+                "the window's, expected those of one batch"
+            )
+    check_selection(call, topk_indices, len(metadata.positions))
+    remember(look)
+
+
+def check_v32_step(
+    layer: DeepseekV32Attention,
+    hidden_states: Any,
+    caches: DeepseekV32Caches,
+    metadata: DeepseekV32StepMetadata,
+    topk_indices: Any,
+) -> None:
+    """The same for a V3.2 layer's step."""
+    layouts, block_size = layer.layouts, metadata.tokens.block_size
+    look = call_key(
+        "v32", layer.backend, layouts.v32.name, hidden_states, topk_indices, caches.rows, caches.indexer, block_size
+    )
+    if look is not None and look in _PASSED:
+        return
+    call = begin(layer.backend, hidden_states)
+    call.pages("layer_caches.rows", caches.rows, layouts.v32, block_size, writable=True)
+    call.pages("layer_caches.indexer", caches.indexer, layouts.indexer, block_size, writable=True)
+    check_selection(call, topk_indices, len(metadata.positions))
+    remember(look)
+
+
+def check_types(**arguments: tuple[Any, type]) -> None:
+    """Raise TypeError for an argument that is not of the class beside it."""
+    for name, (value, wanted) in arguments.items():
+        if not isinstance(value, wanted):
+            raise TypeError(f"{name}: got {type(value).__name__}, expected {wanted.__name__}")
+
+
+def check_indexer_metadata(indexer: Any, tokens: DeepseekSparseSWAMetadata, topk_indices: Any) -> None:
+    """Raise ValueError for metadata of an indexer that is not of the batch, where a layer selects by one."""
+    if topk_indices is not None:
+        return
+    if indexer is None:
+        raise ValueError("metadata.indexer: got None, expected it for a layer that selects")
+    names = ("num_decodes", "num_decode_tokens", "num_prefills", "num_prefill_tokens")
+    got, expected = ([int(getattr(of, name)) for name in names] for of in (indexer, tokens))
+    if got != expected:
+        raise ValueError(
+            f"metadata.indexer: got decodes, their tokens, prefills and their tokens {got}, expected {expected} as the "
+            "rest of the metadata has"
+        )
+
+
+def begin(backend: str | None, hidden_states: Any) -> Call:
+    """A call whose arrays must be where the hidden states are."""
+    call = Call(backend)
+    call.borrow("hidden_states", hidden_states)
+    return call
+
+
+def check_selection(call: Call, topk_indices: Any, tokens: int) -> None:
+    if topk_indices is not None:
+        call.array("topk_indices", topk_indices, INT32, (tokens, -1))
+
+
+def remember(look: tuple[Any, ...] | None) -> None:
+    if look is None:
+        return
+    if len(_PASSED) >= MOST_KNOWN:
+        _PASSED.clear()
+    _PASSED.add(look)

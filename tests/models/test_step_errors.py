@@ -1,0 +1,254 @@
+"""A layer's step: what does not fit is named before anything is written, and values stay where they belong."""
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cumla.models.deepseek_v4 import DeepseekV4Attention, DeepseekV4Config
+from cumla.models.deepseek_v32 import DeepseekV32Attention, DeepseekV32Config
+from support.models import GoldenLayer, V4Layer, V32Layer
+
+BF16 = ml_dtypes.bfloat16
+BATCH = [(0, 6, 1), (2, 8, 1), (1, 5, 7)]  # (request, first position, tokens): two decodes, and a prefill
+OTHER = [(0, 6, 1), (2, 8, 2)]
+
+
+class Started:
+    """A layer of V4 with an indexer, or of V3.2, whose three requests have begun; bfloat16 and FP8."""
+
+    def __init__(self, case=8, cache_format="fp8", activations="bfloat16"):
+        golden = GoldenLayer(case)
+        make = V4Layer if golden.record["model"] == "v4" else V32Layer
+        self.made = make(golden, 3, activations=activations, cache_format=cache_format)
+        self.made.step([(0, 0, 6), (1, 0, 5), (2, 0, 8)], given=False)
+        self.caches = self.made.caches
+        self.arguments = {
+            "hidden_states": self.hidden(BATCH), "layer_caches": self.caches, "metadata": self.metadata(BATCH)
+        }  # fmt: skip
+
+    def hidden(self, batch):
+        spans = [self.made.golden.hidden[first : first + count] for _, first, count in batch]
+        return np.concatenate(spans).astype(self.made.layer.activations)
+
+    def metadata(self, batch):
+        return self.made.build(*self.made.paged.batch(batch))
+
+    def held(self):
+        """Bytes of all caches."""
+        return [array.tobytes() for array in vars(self.caches).values() if array is not None]
+
+
+def caches(**changes):
+    return lambda s: {"layer_caches": dataclasses.replace(s.caches, **{n: make(s) for n, make in changes.items()})}
+
+
+def metadata(**changes):
+    def of(s):
+        other = s.metadata(OTHER)
+        found = {name: getattr(other, name) if value is None else value for name, value in changes.items()}
+        return {"metadata": dataclasses.replace(s.arguments["metadata"], **found)}
+
+    return of
+
+
+def selection(shape, dtype=np.int32):
+    return lambda s: {"topk_indices": np.full(shape, -1, dtype)}
+
+
+def none(s):
+    return None
+
+
+def rows(layout, block):
+    return lambda s: getattr(s.made.layer.layouts, layout).allocate(9, block)
+
+
+V4_WRONG = {
+    "hidden_states as a list": ("hidden_states", lambda s: {"hidden_states": [[1.0]]}, TypeError),
+    "hidden_states float32": ("hidden_states", lambda s: {"hidden_states": s.hidden(BATCH).astype("f4")}, TypeError),
+    "hidden_states short": ("hidden_states", lambda s: {"hidden_states": s.hidden(BATCH)[1:]}, ValueError),
+    "no caches": ("layer_caches", lambda s: {"layer_caches": None}, TypeError),
+    "no window": ("layer_caches.window", caches(window=none), TypeError),
+    "no compressed rows": ("layer_caches.compressed", caches(compressed=none), ValueError),
+    "no states": ("layer_caches.state", caches(state=none), ValueError),
+    "no keys": ("layer_caches.indexer", caches(indexer=none), ValueError),
+    "no states of keys": ("layer_caches.indexer_state", caches(indexer_state=none), ValueError),
+    "a window of another page": ("layer_caches.window", caches(window=rows("v4", 32)), ValueError),
+    "rows of another page": ("layer_caches.compressed", caches(compressed=rows("v4", 32)), ValueError),
+    "keys of another page": ("layer_caches.indexer", caches(indexer=rows("indexer", 32)), ValueError),
+    "rows of another format": (
+        "layer_caches.compressed", caches(compressed=lambda s: np.zeros((9, 64, 512), BF16)), TypeError
+    ),
+    "keys of another format": (
+        "layer_caches.indexer", caches(indexer=lambda s: np.zeros((9, 64, 128), BF16)), TypeError
+    ),
+    "states of another page": (
+        "layer_caches.state", caches(state=lambda s: np.zeros((9, 8, 2048), np.float32)), ValueError
+    ),
+    "both states of another page": (
+        "layer_caches.state",
+        caches(state=lambda s: np.zeros((9, 8, 2048), "f4"), indexer_state=lambda s: np.zeros((9, 8, 512), "f4")),
+        ValueError,
+    ),
+    "states float64": ("layer_caches.state", caches(state=lambda s: s.caches.state.astype(np.float64)), TypeError),
+    "states read-only": ("layer_caches.state", caches(state=lambda s: read_only(s.caches.state)), ValueError),
+    "no metadata": ("metadata", lambda s: {"metadata": None}, TypeError),
+    "no metadata of the indexer": (
+        "metadata.indexer",
+        lambda s: {"metadata": dataclasses.replace(s.arguments["metadata"], indexer=None)}, ValueError,
+    ),
+    "the indexer's of another batch": ("metadata.indexer", metadata(indexer=None), ValueError),
+    "the compressor's of another batch": ("metadata", metadata(compressors=None), ValueError),
+    "no compressor's": ("metadata", metadata(compressors={}), ValueError),
+    "topk_indices int64": ("topk_indices", selection((9, 16), np.int64), TypeError),
+    "topk_indices short": ("topk_indices", selection((8, 16)), ValueError),
+    "topk_indices flat": ("topk_indices", selection((9,)), ValueError),
+    "out of another shape": ("out", lambda s: {"out": np.zeros((3, 3), BF16)}, ValueError),
+    "out read-only": ("out", lambda s: {"out": read_only(s.hidden(BATCH))}, ValueError),
+}  # fmt: skip
+V32_WRONG = {
+    "no caches": ("layer_caches", lambda s: {"layer_caches": None}, TypeError),
+    "no rows": ("layer_caches.rows", caches(rows=none), TypeError),
+    "no keys": ("layer_caches.indexer", caches(indexer=none), TypeError),
+    "rows of another page": ("layer_caches.rows", caches(rows=rows("v32", 32)), ValueError),
+    "keys of another page": ("layer_caches.indexer", caches(indexer=rows("indexer", 32)), ValueError),
+    "rows of another format": ("layer_caches.rows", caches(rows=lambda s: np.zeros((9, 64, 576), BF16)), TypeError),
+    "no metadata": ("metadata", lambda s: {"metadata": None}, TypeError),
+    "the indexer's of another batch": ("metadata.indexer", metadata(indexer=None), ValueError),
+    "topk_indices short": ("topk_indices", selection((8, 16)), ValueError),
+}
+
+
+def read_only(array):
+    array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
+@pytest.fixture(scope="module")
+def started():
+    return {case: Started(case) for case in (8, 13)}
+
+
+@pytest.mark.parametrize(
+    ("case", "wrong"), [(8, name) for name in V4_WRONG] + [(13, name) for name in V32_WRONG], ids=str
+)
+def test_what_does_not_fit_is_named_before_anything_is_written(started, case, wrong):
+    name, change, error = (V4_WRONG if case == 8 else V32_WRONG)[wrong]
+    of = started[case]
+    before = of.held()
+    with pytest.raises(error, match=name.replace(".", r"\.")):
+        of.made.layer.step(**(of.arguments | change(of)))
+    assert of.held() == before
+
+
+@pytest.mark.parametrize("activations", ["bfloat16", "float32"])
+@pytest.mark.parametrize("case", [2, 3, 8, 13])
+def test_poison_stays_with_its_request(case, activations):
+    """NaN, infinities and huge numbers of one request: the bits of the others, now and in the next step."""
+    following = [(0, 7, 1), (2, 9, 1), (1, 12, 1)]
+
+    def run(poison):
+        of = Started(case, activations=activations)
+        x = of.hidden(BATCH)
+        if poison is not None:
+            x[1] = poison  # a decode of request 2
+            x[2 + 4 :] = poison  # the last tokens of request 1
+        with np.errstate(all="ignore"):
+            first = of.made.layer.step(x, of.caches, of.metadata(BATCH))
+            second = of.made.layer.step(of.hidden(following), of.caches, of.metadata(following))
+        return [first[0], first[2 : 2 + 4], second[0]]
+
+    want = run(None)
+    for poison in (np.nan, np.inf, -np.inf, 1e30):
+        for got, right in zip(run(poison), want, strict=True):
+            np.testing.assert_array_equal(got.view(np.uint8), right.view(np.uint8))
+
+
+@pytest.mark.parametrize("case", [2, 3, 8, 13])
+def test_a_batch_of_nobody(case):
+    of = Started(case)
+    before, x = of.held(), of.hidden(BATCH)[:0]
+    out = of.made.layer.step(x, of.caches, of.metadata([]))
+    assert out.shape == x.shape
+    assert of.held() == before
+
+
+@pytest.mark.parametrize("case", [2, 3, 8, 13])
+def test_padding_is_not_looked_at(case):
+    """Slots of -1 behind the tokens, hidden states there NaN: the bits of the tokens alone, and zeros."""
+    alone, padded = Started(case), Started(case)
+    decodes = [(0, 6, 1), (2, 8, 1)]
+    want = alone.made.layer.step(alone.hidden(decodes), alone.caches, alone.metadata(decodes))
+    batch, tables = padded.made.paged.batch(decodes)
+    batch = dataclasses.replace(batch, num_actual_tokens=4, slot_mapping=np.append(batch.slot_mapping, [-1, -1]))
+    x = np.concatenate([padded.hidden(decodes), np.full((2, want.shape[1]), np.nan, BF16)])
+    got = padded.made.layer.step(x, padded.caches, padded.made.build(batch, tables))
+    np.testing.assert_array_equal(got[:2].view(np.uint16), want.view(np.uint16))
+    assert (got[2:] == 0).all()
+    assert padded.held() == alone.held()
+
+
+OPTIONS = {
+    "layer beyond the model": ("layer", {"layer": 99}, ValueError),
+    "layer negative": ("layer", {"layer": -1}, ValueError),
+    "layer a float": ("layer", {"layer": 0.0}, TypeError),
+    "activations of integers": ("activations", {"activations": "int8"}, ValueError),
+    "activations of 16 bits that no layer takes": ("activations", {"activations": np.float16}, ValueError),
+    "no activations": ("activations", {"activations": None}, ValueError),
+    "a format that there is not": ("cache_format", {"cache_format": "int4"}, ValueError),
+    "no position": ("max_position", {"max_position": 0}, ValueError),
+    "no weights": ("weights", {"weights": None}, TypeError),
+    "a backend that there is not": ("backend", {"backend": "cobol"}, ValueError),
+    "weights transposed": ("q_b_proj.weight", {"q_b_proj.weight": lambda w: w.T}, ValueError),
+    "weights of integers": ("q_b_proj.weight", {"q_b_proj.weight": lambda w: w.astype(np.int32)}, TypeError),
+    "weights in a list": ("q_b_proj.weight", {"q_b_proj.weight": lambda w: w.tolist()}, TypeError),
+}
+
+
+@pytest.mark.parametrize("wrong", OPTIONS)
+@pytest.mark.parametrize("case", [3, 13])
+def test_a_layer_says_what_it_does_not_take(case, wrong):
+    name, change, error = OPTIONS[wrong]
+    if case == 13 and wrong == "layer beyond the model":
+        pytest.skip("a V3.2 configuration has no list of layers")
+    golden = GoldenLayer(case)
+    config, layer = (DeepseekV4Config, DeepseekV4Attention) if case == 3 else (DeepseekV32Config, DeepseekV32Attention)
+    arguments = {"config": config.from_dict(golden.config), "layer": 0, "weights": golden.weights, "max_position": 64}
+    weights = {name: value(golden.weights[name]) for name, value in change.items() if name in golden.weights}
+    arguments |= {"weights": golden.weights | weights} if weights else change
+    with pytest.raises(error, match=name.replace(".", r"\.")):
+        layer(**arguments)
+
+
+@pytest.mark.parametrize("case", [3, 13])
+def test_numpy_integers_make_the_same_layer(case):
+    golden = GoldenLayer(case)
+    config, layer = (DeepseekV4Config, DeepseekV4Attention) if case == 3 else (DeepseekV32Config, DeepseekV32Attention)
+    plain = {name: type(value) is int for name, value in golden.config.items()}
+    numbers = {name: np.int64(value) if plain[name] else value for name, value in golden.config.items()}
+    made = layer(config.from_dict(numbers), np.int32(0), golden.weights, max_position=np.int64(64))
+    np.testing.assert_array_equal(made.q_b, golden.weights["q_b_proj.weight"])
+
+
+LOOKS = {
+    "every other row": lambda x: np.repeat(x, 2, axis=0)[::2],
+    "every other column": lambda x: np.repeat(x, 2, axis=1)[:, ::2],
+    "columns of more": lambda x: np.concatenate([x, x], axis=1)[:, : x.shape[1]],
+    "columns first": np.asfortranarray,
+    "backwards": lambda x: x[::-1].copy()[::-1],
+    "read-only": lambda x: read_only(x),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_views_are_taken_as_they_are(look):
+    of, again = Started(), Started()
+    want = of.made.layer.step(**of.arguments)
+    x = again.arguments["hidden_states"]
+    out = np.zeros((2 * len(x), x.shape[1]), x.dtype)[::2]
+    got = again.made.layer.step(LOOKS[look](x), again.caches, again.arguments["metadata"], out=out)
+    assert got is out
+    np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))
