@@ -13,7 +13,7 @@ from .launch import C_NAMES, is_aligned, strides
 MOST_AHEAD = 8  # positions that a thread reads before it needs the first
 CLUSTER, GROUPS_OF_CLUSTER = 8, 16  # thread blocks that share a long window's channels, and each its positions
 MOST_THREADS = 512  # of a thread block
-MOST_TOGETHER = 128  # tokens of a thread block that pools
+MOST_TOGETHER = 32  # tokens of a thread block that pools; it would take up to 128
 MOST_SAVED_TOGETHER = 4  # of a warp
 # Thread blocks (or clusters) that pool, before each takes several tokens.
 FEW_OF_SHORT, FEW_OF_LONG = 256, 16
