@@ -13,7 +13,6 @@ WARPS = 4  # of a thread block
 MAX_GRID_Y = 65_535
 TOKENS = 2  # that a warp gathers: see NOTES.md
 STREAMED_ROWS = 8_192  # gathered: more would push each other out of L2
-MANY_KEYS = 8_192  # of the indexer: so many fill the device though 16 lanes take four
 INDEXER_ROWS = 4 * WARPS  # of a thread block, as in common/indexer_gather.cu
 
 
@@ -27,7 +26,6 @@ def quantize_and_insert_k_cache(k: Any, pages: Pages, slot_mapping: Any, power_o
 
 def insert_indexer_keys(k: Any, pages: Pages, slot_mapping: Any, power_of_two_scales: bool) -> None:
     num_tokens = len(slot_mapping)
-    tokens = 4 if num_tokens >= MANY_KEYS else 1
     kernel(
         "common/indexer_insert.cu",
         "indexer_k_quant_and_cache",
@@ -35,9 +33,8 @@ def insert_indexer_keys(k: Any, pages: Pages, slot_mapping: Any, power_of_two_sc
         SLOT=C_NAMES[slot_mapping.dtype.name],
         POWER_OF_TWO=int(power_of_two_scales),
         ALIGNED=int(is_aligned(k, pages.bytes)),
-        TOKENS=tokens,
     )(
-        (-(-num_tokens // (2 * WARPS * tokens)),),
+        (-(-num_tokens // (2 * WARPS)),),
         (32 * WARPS,),
         (
             k, strides(k)[0], slot_mapping, num_tokens, pages.bytes, pages.bytes.strides[0], pages.num_slots,
