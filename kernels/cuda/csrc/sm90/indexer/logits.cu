@@ -240,9 +240,9 @@ struct Producer {
             int first, tiles = int(min(int64(problem.tiles_of(group, first)) - tile, left));
             if (tiles <= 0) continue;
             int count, query = problem.query_of(group, count), key = first + tile * KEYS;
-            bring_queries(query, count, key, tiles);
             int entry = PAGED ? group / problem.groups_of_entry() : 0;
-            PageRow place = box_of(entry, key);
+            PageRow place = box_of(entry, key);  // asked for before the queries, so that both are on their way
+            bring_queries(query, count, key, tiles);
             for (int i = 0; i < tiles; ++i, key += KEYS) {
                 PageRow next = box_of(entry, key + KEYS);  // asked for a tile ahead
                 bring_tile(place, key);
