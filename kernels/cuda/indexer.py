@@ -327,9 +327,9 @@ def few_rows_size(
         room = blocks == 1 or (width > ONE_BLOCK and blocks <= most_blocks and num_rows * blocks * 1.15 <= sms)
         if not room or num_rows * blocks > sms:
             continue
-        threads = 512 if blocks > 1 and width <= blocks * 4096 else 1024
-        reads = max(2, 1 << (-(-width // (4 * threads * blocks)) - 1).bit_length())
-        size = FewRowsSize(threads, blocks, reads)
-        if reads <= (8 if aligned else 4) and size.finds(topk):  # columns one by one take more registers
-            return size
+        for threads in (512, 1024) if blocks > 1 else (1024,):
+            reads = max(2, 1 << (-(-width // (4 * threads * blocks)) - 1).bit_length())
+            size = FewRowsSize(threads, blocks, reads)
+            if reads <= (8 if aligned else 4) and size.finds(topk):  # columns one by one take more registers
+                return size
     return None

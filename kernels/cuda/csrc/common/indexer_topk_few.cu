@@ -87,20 +87,6 @@ __device__ inline Cut cut(Scratch& scratch, int k, uint64 low, uint64 high, bool
     }
 }
 
-// The rank-th largest of the numbers of a lane's group.
-__device__ inline float of_group(float x, int rank) {
-    int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int size = 2; size <= GROUP; size *= 2)
-#pragma unroll
-        for (int step = size / 2; step; step /= 2) {
-            float other = __shfl_xor_sync(~0u, x, step);
-            bool larger_here = ((lane & size % GROUP) == 0) == ((lane & step) == 0);
-            x = larger_here ? fmaxf(x, other) : fminf(x, other);
-        }
-    return __shfl_sync(~0u, x, lane / GROUP * GROUP + rank);
-}
-
 #if BLOCKS > 1
 __device__ inline uint32 rank_in_cluster() {
     uint32 rank;
@@ -185,7 +171,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     for (int i = 1; i < VALUES; ++i) largest = fmaxf(largest, x[i]);
     uint32 order = order_of(largest), most = __reduce_max_sync(~0u, order);
     uint32 having = __ballot_sync(~0u, order != 0) >> lane / GROUP * GROUP & ((1u << GROUP) - 1);
-    uint32 least = order_of(of_group(order ? largest : -infinity(), of_each - 1));
+    uint32 least = order_of(largest_of_lanes<GROUP>(order ? largest : -infinity(), of_each - 1));
     if (__popc(having) < of_each) least = 0;
     uint32 inverted = __reduce_max_sync(~0u, ~least);
     if (lane == 0) scratch.most[tid / 32] = most, scratch.most[WARPS + tid / 32] = inverted;

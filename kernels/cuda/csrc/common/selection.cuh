@@ -76,6 +76,20 @@ __device__ inline int sum_before(Scratch& scratch, int x, int& total) {
     return up_to - x + __reduce_add_sync(~0u, lane < warp ? sum : 0);
 }
 
+// The number that `rank` others of a lane's group of so many lanes are not below.
+template <int GROUP> __device__ inline float largest_of_lanes(float x, int rank) {
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int size = 2; size <= GROUP; size *= 2)
+#pragma unroll
+        for (int step = size / 2; step; step /= 2) {
+            float other = __shfl_xor_sync(~0u, x, step);
+            bool larger_here = ((lane & size % GROUP) == 0) == ((lane & step) == 0);
+            x = larger_here ? fmaxf(x, other) : fminf(x, other);
+        }
+    return __shfl_sync(~0u, x, lane / GROUP * GROUP + rank);
+}
+
 // A thread's run of bins, which are 0 after it.
 __device__ inline void take(uint32* from, uint32 (&x)[RUN]) {
     if (RUN % 4 == 0) {
