@@ -17,7 +17,7 @@
 constexpr int BATCH = 8, VALUES = 4 * BATCH;            // reads of four columns that a thread has under way, and columns
 constexpr int LINE = 32, LANES = LINE / 4;              // columns of a line, and the lanes that read it
 constexpr int CHUNK = 4 * THREADS, CAPACITY = 20 * THREADS;
-constexpr int LEAST_IN_SAMPLE = 16;                     // of the k largest, that a sample should have
+constexpr float SURE = 1.1f;                            // standard deviations that a warp counts more lanes than it expects
 constexpr int BLOCKS = THREADS == 256 ? 3 : 1;          // of a multiprocessor
 constexpr bool AHEAD = THREADS == 512;                  // whether to ask for a batch while one is gone through
 
@@ -112,16 +112,26 @@ __device__ __noinline__ uint32 keep_largest(Memory& memory, int k) {
     return best.order;
 }
 
-// A number above which a few more than k columns of the row are, in all likelihood, from a thread's first lines.
-__device__ inline uint32 guessed_threshold(Memory& memory, const Row& row, const float (&x)[VALUES], int k) {
-    float share = float(k) / float(row.length()), in_line = share * float(min(row.length(), CHUNK));
-    int sampled = in_line >= LEAST_IN_SAMPLE ? 1 : 4;
-    float expected = share * float(min(row.length(), sampled * CHUNK));
+// A number above which a few more than k columns of the row are, in all likelihood: of the largest of each lane's first
+// columns, a warp tells the one that a certain number of lanes should reach, and the second smallest of all warps' counts.
+__device__ inline uint32 guessed_threshold(Memory& memory, const Part& part, int length, const float (&x)[VALUES], int k) {
+    float share = float(k) / float(length), below = 1.0f - share;  // the share of lanes all of whose columns are
+    float largest = x[0];
+    int columns = 1, most = 4 * min(part.lines, BATCH), lane = threadIdx.x % 32;
+    for (; 2 * columns <= most && float(2 * columns) * share <= 0.6f; columns *= 2) below *= below;
+    const bool wider[] = {columns > 1, columns > 2, columns > 4, columns > 8, columns > 16};
 #pragma unroll
-    for (int i = 0; i < 16; ++i)
-        if (i < 4 || sampled > 1) memory.orders[i * THREADS + threadIdx.x] = order_of(x[i]);  // for this thread
-    uint32 bound = kth_of_buffer(memory, sampled * CHUNK, int(expected + 4.0f * sqrtf(expected)) + 4, 0, 1).number;
-    return bound ? bound - 1 : 0;
+    for (int i = 1; i < VALUES; ++i)
+        if (wider[i < 2 ? 0 : i < 4 ? 1 : i < 8 ? 2 : i < 16 ? 3 : 4]) largest = fmaxf(largest, x[i]);
+    float lanes = 32.0f * (1.0f - below);
+    int rank = min(int(lanes + SURE * sqrtf(lanes * below)) + 1, 32);
+    uint32 order = order_of(largest_of_lanes<32>(largest == largest ? largest : -infinity(), rank - 1));
+    if (lane == 0) memory.scratch.most[threadIdx.x / 32] = ~order;
+    __syncthreads();
+    uint32 inverted = lane < WARPS ? memory.scratch.most[lane] : 0, smallest = __reduce_max_sync(~0u, inverted);
+    if (lane == __ffs(__ballot_sync(~0u, inverted == smallest)) - 1) inverted = 0;
+    order = ~__reduce_max_sync(~0u, inverted);
+    return order ? order - 1 : 0;
 }
 
 // Columns above the threshold to the buffer, as far as it has room; their orders are still to come.
@@ -211,7 +221,7 @@ top_k_per_row(const float* logits, int64 stride, int width, int64 num_rows, cons
         float x[VALUES];
         part.read(row, 0, x);
         __syncthreads();  // bins and count
-        uint32 threshold = row.length() > topk ? guessed_threshold(shared, row, x, topk) : 0;
+        uint32 threshold = row.length() > topk ? guessed_threshold(shared, part, row.length(), x, topk) : 0;
         float bound = value_of(threshold + 1);
         for (int line = 0; line < part.lines;) {
             float next[VALUES];
