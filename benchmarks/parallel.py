@@ -360,6 +360,7 @@ def on_nccl(report, size, only):
             kind, what, more = queue.get(timeout=200)
             if kind == "row":
                 report.add(*what, **more)
+                report.finish(ranks=size)
             elif kind == "end":
                 running -= 1
             else:
