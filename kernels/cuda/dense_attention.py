@@ -11,7 +11,7 @@ from ..types.plan import DenseDecodePlan, Workspace, aligned_bytes
 from ..types.segments import V_DIM, Pages
 from .compile import kernel
 from .dense_cache import scale_arguments
-from .device import device_sms, is_hopper
+from .device import device_sms, has_clusters, is_hopper
 from .launch import C_NAMES, Kernel, is_aligned, named_strides, pointer, strides
 from .tma import NO_MAP, Words, box_rows, map_of_pages
 
@@ -91,7 +91,8 @@ def dense_mla_decode(
     cache_bytes = len(pages.bytes) * pages.bytes.strides[0]
     hopper = aligned and scale is None and cache_bytes <= HOPPER_CACHE_BYTES and is_hopper(device)
     made = HOPPER_DECODE if hopper else PORTABLE_DECODE
-    tiles = batch * s_q * -(-heads // made.heads)
+    groups = -(-heads // made.heads)
+    tiles = batch * s_q * groups
     splits = split_count(tiles, max_seqlen, device_sms(device), made)
     parts, parts_lse = partial_results(plan, batch * s_q * splits * heads, q) if splits > 1 else (None, None)
     results = {
@@ -106,8 +107,9 @@ def dense_mla_decode(
     }  # fmt: skip
     if hopper:
         decode = large_kernel(
-            device, made.shared_bytes, "sm90/dense/decode/decode.cu", "mla_decode_sm90", "sm_90a", VALUE=value
-        )
+            device, made.shared_bytes, "sm90/dense/decode/decode.cu", "mla_decode_sm90", "sm_90a", VALUE=value,
+            PAIRED=int(groups % 2 == 0 and has_clusters(device)),
+        )  # fmt: skip
         call["box_rows"], call["map"] = boxes_of(pages, made.keys)
     else:
         decode = large_kernel(

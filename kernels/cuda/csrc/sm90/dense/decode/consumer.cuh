@@ -28,6 +28,7 @@ template <int CONSUMER> __device__ inline void consume(const DenseProblem& probl
     int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, row = thread / 8, chunk = thread % 8;
     uint32 swizzled = row * 128 + ((chunk ^ (row & 7)) << 4);
     int first_head = share.group * HEADS;
+    uint32 window = shared_window();
     {
         const VALUE* token = problem.q + share.request * problem.q_stride_b + share.query * problem.q_stride_s + 8 * chunk;
 #pragma unroll
@@ -37,13 +38,13 @@ template <int CONSUMER> __device__ inline void consume(const DenseProblem& probl
             const VALUE* from = present ? token + (first_head + head) * problem.q_stride_h : problem.q;
 #pragma unroll
             for (int t = 0; t < TILES; ++t)
-                copy_async<16>(Q_AT + t * TILE_BYTES + 2048 * (2 * consumer + r) + swizzled, from + (present ? 64 * t : 0), present);
+                copy_async<16>(window + Q_AT + t * TILE_BYTES + 2048 * (2 * consumer + r) + swizzled, from + (present ? 64 * t : 0), present);
         }
         copies_commit();
         copies_wait<0>();
         fence_proxy_async();
-        warp_arrive(Q_READY);
-        barrier_wait(Q_READY, 0);
+        warp_arrive(window + Q_READY);
+        barrier_wait(window + Q_READY, 0);
         warpgroup_sync(2 + consumer);  // or the compiler takes what follows for divergent, and serialises the products
     }
     float scale_log2 = problem.scale_log2;
@@ -75,12 +76,12 @@ template <int CONSUMER> __device__ inline void consume(const DenseProblem& probl
     };
     // Begin to add what the other consumer's weights of its block in phase `phase` give.
     auto add_other = [&](int phase) {
-        barrier_wait(WEIGHTS_READY + 8 * (consumer ^ 1), phase % 2);
-        float now[2] = {lds_float(REFERENCE_AT + 256 * (consumer ^ 1) + 4 * head),
-                        lds_float(REFERENCE_AT + 256 * (consumer ^ 1) + 4 * head + 32)};
+        barrier_wait(window + WEIGHTS_READY + 8 * (consumer ^ 1), phase % 2);
+        float now[2] = {lds_float(window + REFERENCE_AT + 256 * (consumer ^ 1) + 4 * head),
+                        lds_float(window + REFERENCE_AT + 256 * (consumer ^ 1) + 4 * head + 32)};
         raise_to(now);
-        barrier_wait(READY + other + low_piece, phase % 2);
-        barrier_wait(READY + other + high_piece, phase % 2);
+        barrier_wait(window + READY + other + low_piece, phase % 2);
+        barrier_wait(window + READY + other + high_piece, phase % 2);
         pin(low), pin(high);
         wgmma_fence();
 #pragma unroll
@@ -97,7 +98,7 @@ template <int CONSUMER> __device__ inline void consume(const DenseProblem& probl
         uint32 parity = block / 2 % 2;
         float scores[32];
         auto score = [&](int piece) {
-            barrier_wait(READY + own + 8 * piece, parity);
+            barrier_wait(window + READY + own + 8 * piece, parity);
 #pragma unroll
             for (int step = 0; step < 4 * tile_count(piece); ++step) {
                 int tile = (first_tile(piece) + step / 4) * (TILE_BYTES >> 4);
@@ -114,14 +115,14 @@ template <int CONSUMER> __device__ inline void consume(const DenseProblem& probl
         for (int piece = EARLY_PIECES; piece < PIECES; ++piece) {
             score(piece);
             wgmma_commit();
-            if (WITH_OTHER && piece == EARLY_PIECES) wgmma_wait<2>(), warp_arrive(FREE + other + low_piece);
-            if (WITH_OTHER && piece == EARLY_PIECES + 1) wgmma_wait<2>(), warp_arrive(FREE + other + high_piece);
+            if (WITH_OTHER && piece == EARLY_PIECES) wgmma_wait<2>(), warp_arrive(window + FREE + other + low_piece);
+            if (WITH_OTHER && piece == EARLY_PIECES + 1) wgmma_wait<2>(), warp_arrive(window + FREE + other + high_piece);
         }
         wgmma_wait<0>();
         pin(scores), pin(low), pin(high);
 
-        uint4 present = lds128(PRESENT_AT + 16 * consumer);
-        warp_arrive(FREE + own);
+        uint4 present = lds128(window + PRESENT_AT + 16 * consumer);
+        warp_arrive(window + FREE + own);
         if ((present.x & present.y & present.z & present.w) != 0x0f0f0f0f) {
             uint32 words[4] = {present.x, present.y, present.z, present.w};
 #pragma unroll
@@ -140,7 +141,7 @@ template <int CONSUMER> __device__ inline void consume(const DenseProblem& probl
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2)) * scale_log2;
             now[half] = largest > reference[half] + RAISE ? largest : reference[half];
-            if (lane % 4 == 0) sts_float(REFERENCE_AT + 256 * consumer + 4 * head + 32 * half, now[half]);
+            if (lane % 4 == 0) sts_float(window + REFERENCE_AT + 256 * consumer + 4 * head + 32 * half, now[half]);
             float base = now[half] == -infinity() ? 0.0f : now[half];
 #pragma unroll
             for (int i = 2 * half; i < 32; i += 4) {
@@ -156,11 +157,11 @@ template <int CONSUMER> __device__ inline void consume(const DenseProblem& probl
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
             int at = 16 * warp + lane % 16;
-            stmatrix4(WEIGHTS_AT + at * 128 + (((2 * step + lane / 16) ^ (at & 7)) << 4), weights[step][0],
+            stmatrix4(window + WEIGHTS_AT + at * 128 + (((2 * step + lane / 16) ^ (at & 7)) << 4), weights[step][0],
                       weights[step][1], weights[step][2], weights[step][3]);
         }
         fence_proxy_async();
-        warp_arrive(WEIGHTS_READY + 8 * consumer);
+        warp_arrive(window + WEIGHTS_READY + 8 * consumer);
 
         raise_to(now);
         total[0] += sum[0], total[1] += sum[1];
@@ -174,10 +175,10 @@ template <int CONSUMER> __device__ inline void consume(const DenseProblem& probl
             wgmma_columns(VALUE{}, high, weights[step], own_columns + (2 * TILE_BYTES >> 4) + 128 * step, 1);
         wgmma_commit();
         wgmma_wait<1>();
-        warp_arrive(FREE + own + low_piece);
+        warp_arrive(window + FREE + own + low_piece);
         wgmma_wait<0>();
         pin(low), pin(high);
-        warp_arrive(FREE + own + high_piece);
+        warp_arrive(window + FREE + own + high_piece);
     };
     if (consumer == 0 && blocks) take(Yes<false>{}, 0);
     for (int block = 2 - consumer; block < blocks; block += 2) take(Yes<true>{}, block);
@@ -191,17 +192,17 @@ template <int CONSUMER> __device__ inline void consume(const DenseProblem& probl
     for (int half = 0; half < 2; ++half) {
         total[half] += __shfl_xor_sync(~0u, total[half], 1);
         total[half] += __shfl_xor_sync(~0u, total[half], 2);
-        if (lane % 4 == 0) sts_float(TOTALS_AT + 256 * consumer + 4 * (head + 8 * half), total[half]);
+        if (lane % 4 == 0) sts_float(window + TOTALS_AT + 256 * consumer + 4 * (head + 8 * half), total[half]);
     }
     pdl_release();  // parts are put together by a kernel that is launched while they are stored
-    warp_arrive(TOTALS_READY + 8 * consumer);
-    barrier_wait(TOTALS_READY + 8 * (consumer ^ 1), 0);
+    warp_arrive(window + TOTALS_READY + 8 * consumer);
+    barrier_wait(window + TOTALS_READY + 8 * (consumer ^ 1), 0);
     int64 token = int64(share.request) * problem.s_q + share.query;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         int own_head = first_head + head + 8 * half;
         if (own_head >= problem.heads) continue;
-        total[half] += lds_float(TOTALS_AT + 256 * (consumer ^ 1) + 4 * (head + 8 * half));
+        total[half] += lds_float(window + TOTALS_AT + 256 * (consumer ^ 1) + 4 * (head + 8 * half));
         bool empty = reference[half] == -infinity();
         float share_of = empty ? 0.0f : 1.0f / total[half];
         float log_sum = (reference[half] + log2f(total[half])) * LN_2;

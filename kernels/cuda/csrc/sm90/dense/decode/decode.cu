@@ -18,12 +18,20 @@
 // Boxes of `box_rows` neighbouring rows, of which pages are made, are copied by one thread each for 64 values; blocks of
 // which not all rows are there (a request's last, missing pages) and pages without boxes (box_rows 0) row by row.
 //
-// Macros: VALUE (bf16 or f16).
+// PAIRED, for an even number of groups of heads: two thread blocks that read the same keys are a cluster, which puts them next
+// to one another. They exchange nothing, but what both read then costs less power, which is what bounds long batches.
+//
+// Macros: VALUE (bf16 or f16), PAIRED (0 or 1).
 #include "sm90/dense/decode/producer.cuh"
 #include "sm90/dense/decode/consumer.cuh"
 
+#if PAIRED
+#define CLUSTER __cluster_dims__(2, 1, 1)
+#else
+#define CLUSTER
+#endif
 // 48 bytes come before the map: a tensor map lies at a multiple of 64, and parameters begin 16 bytes behind one.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" CLUSTER __global__ void __launch_bounds__(THREADS, 1)
 mla_decode_sm90(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h, int s_q, int heads, int block_size,
                 int box_rows, const __grid_constant__ TensorMap map, const uint8* pages, int64 page_stride,
                 int64 num_slots, const int* block_table, int64 table_stride, int columns, int requests, const int* lens,
@@ -31,15 +39,16 @@ mla_decode_sm90(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stri
                 int64 out_stride_h, float* lse, int64 lse_stride_b, int64 lse_stride_h, int64 lse_stride_s,
                 float* partial_out, float* partial_lse) {
     extern __shared__ uint4 memory[];
-    if (uint32(__cvta_generic_to_shared(memory)) != BARRIERS_AT || reinterpret_cast<uint64>(&map) % 64) __trap();
+    uint32 window = shared_window();
+    if (uint32(__cvta_generic_to_shared(memory)) != window + BARRIERS_AT || reinterpret_cast<uint64>(&map) % 64) __trap();
     if (threadIdx.x == 0 && box_rows) prefetch_tensor_map(map);
     pdl_wait();
     int groups = (heads + HEADS - 1) / HEADS, group = threadIdx.x / 128;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < 2 * PIECES; ++i) barrier_init(READY + 8 * i, PRODUCERS), barrier_init(FREE + 8 * i, 4 * WARP_ARRIVALS);
+        for (int i = 0; i < 2 * PIECES; ++i) barrier_init(window + READY + 8 * i, PRODUCERS), barrier_init(window + FREE + 8 * i, 4 * WARP_ARRIVALS);
         for (int i = 0; i < 2; ++i)
-            barrier_init(WEIGHTS_READY + 8 * i, 4 * WARP_ARRIVALS), barrier_init(TOTALS_READY + 8 * i, 4 * WARP_ARRIVALS);
-        barrier_init(Q_READY, 8 * WARP_ARRIVALS);
+            barrier_init(window + WEIGHTS_READY + 8 * i, 4 * WARP_ARRIVALS), barrier_init(window + TOTALS_READY + 8 * i, 4 * WARP_ARRIVALS);
+        barrier_init(window + Q_READY, 8 * WARP_ARRIVALS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
@@ -50,7 +59,7 @@ mla_decode_sm90(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stri
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         LatentCache cache{pages, page_stride, num_slots, block_size, {block_table, table_stride, requests, columns}};
         int end = min(share.keys, share.last_block * KEYS);
-        RowProducer producer{cache, map, box_rows, share.request, share.first_block, end};
+        RowProducer producer{cache, map, box_rows, share.request, share.first_block, end, window};
         PageRow box = producer.box(0);
         for (int i = 0; i < blocks; ++i) {
             uint32 parity = i / 2 % 2 ^ 1;

@@ -26,5 +26,18 @@ constexpr uint32 K_BYTES = TILES * TILE_BYTES;
 constexpr uint32 WEIGHTS_AT = K_AT + 2 * K_BYTES;                  // of one block at a time
 static_assert(PRESENT_AT % 16 == 0 && TOTALS_AT + 2 * 64 * 4 <= Q_AT);
 
+// To be added to these: in a cluster, a thread block's rank is in the upper bits of its addresses.
+__device__ inline uint32 shared_window() {
+#if PAIRED
+    uint32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    rank <<= 24;
+    asm volatile("" : "+r"(rank));  // or it is found again wherever it is used
+    return rank;
+#else
+    return 0;
+#endif
+}
+
 constexpr int first_tile(int piece) { return piece == 0 ? ROPE_TILE : piece % 2 ? piece - 1 : piece + 2; }
 constexpr int tile_count(int piece) { return piece ? 2 : 1; }

@@ -9,6 +9,7 @@ struct RowProducer {
     const TensorMap& map;
     int box_rows;
     int request, first_block, keys;
+    uint32 window;
 
     // ---- boxes
 
@@ -27,17 +28,17 @@ struct RowProducer {
         int lane = threadIdx.x % 32;
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece) {
-            uint32 ready = READY + 8 * (PIECES * buffer + piece);
-            barrier_wait(FREE + 8 * (PIECES * buffer + piece), parity);
+            uint32 ready = window + READY + 8 * (PIECES * buffer + piece);
+            barrier_wait(window + FREE + 8 * (PIECES * buffer + piece), parity);
             if (lane == 0) {
-                if (piece == 0) sts128(PRESENT_AT + 16 * buffer, {0x0f0f0f0f, 0x0f0f0f0f, 0x0f0f0f0f, 0x0f0f0f0f});
+                if (piece == 0) sts128(window + PRESENT_AT + 16 * buffer, {0x0f0f0f0f, 0x0f0f0f0f, 0x0f0f0f0f, 0x0f0f0f0f});
                 barrier_arrive_expecting(ready, tile_count(piece) * TILE_BYTES);
                 barrier_arrive(ready, PRODUCERS - 1);  // for those that have nothing to do
             }
             if (box.page >= 0) {
 #pragma unroll
                 for (int tile = first_tile(piece); tile < first_tile(piece) + tile_count(piece); ++tile) {
-                    uint32 to = K_AT + buffer * K_BYTES + tile * TILE_BYTES + lane * box_rows * 128;
+                    uint32 to = window + K_AT + buffer * K_BYTES + tile * TILE_BYTES + lane * box_rows * 128;
                     tma_load(to, map, 64 * tile, box.row, int(box.page), ready);
                 }
             }
@@ -59,8 +60,8 @@ struct RowProducer {
         }
 #pragma unroll
         for (int piece = 0; piece < PIECES; ++piece) {
-            uint32 ready = READY + 8 * (PIECES * buffer + piece), to = K_AT + buffer * K_BYTES + swizzled;
-            if (warp == 0) barrier_wait(FREE + 8 * (PIECES * buffer + piece), parity);
+            uint32 ready = window + READY + 8 * (PIECES * buffer + piece), to = window + K_AT + buffer * K_BYTES + swizzled;
+            if (warp == 0) barrier_wait(window + FREE + 8 * (PIECES * buffer + piece), parity);
             warpgroup_sync(4);
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
@@ -73,7 +74,7 @@ struct RowProducer {
                 if (piece == 0) {  // a byte for the rows of lanes 0, 8, 16 and 24
                     uint32 there = __ballot_sync(~0u, present) & 0x01010101;
                     uint32 bits = (there | there >> 7 | there >> 14 | there >> 21) & 15;
-                    if (lane == 0) asm volatile("st.shared.u8 [%0], %1;" ::"r"(PRESENT_AT + 16 * buffer + 4 * r + warp), "r"(bits) : "memory");
+                    if (lane == 0) asm volatile("st.shared.u8 [%0], %1;" ::"r"(window + PRESENT_AT + 16 * buffer + 4 * r + warp), "r"(bits) : "memory");
                 }
             }
             copies_commit();
