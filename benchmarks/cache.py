@@ -6,16 +6,23 @@ vLLM's Triton kernels (`vllm`) and its C++ operators (`vllm-c`) take part where 
 elementwise kernel that moves as many bytes: what cumla's could at best reach.
 """
 
-import lzma
-import pathlib
-import sys
-import tempfile
 from functools import partial
 
 import cupy
 import ml_dtypes
 import numpy as np
-from common import Report, arguments, as_torch, copy_calls, copy_gbps, has_peer, measure, random_bits, sets_for
+from common import (
+    Report,
+    arguments,
+    as_torch,
+    copy_calls,
+    copy_gbps,
+    has_peer,
+    measure,
+    random_bits,
+    sets_for,
+    vllm_ops,
+)
 
 import cumla
 
@@ -306,29 +313,12 @@ def advance(report, sequences):
     measure(report, op, config, impls, sequences * 52, check, clear)
 
 
-def vllms_operators():
-    """torch.ops._C_cache_ops out of vLLM's library, or None where the library is not to be found."""
-    for folder in map(pathlib.Path, sys.path):
-        packed, unpacked = folder / "vllm_c_ops.so.xz", folder / "vllm_c_ops.so"
-        if not (packed.exists() or unpacked.exists()):
-            continue
-        import torch
-
-        with tempfile.TemporaryDirectory() as scratch:
-            if not unpacked.exists():
-                unpacked = pathlib.Path(scratch) / unpacked.name
-                unpacked.write_bytes(lzma.decompress(packed.read_bytes()))
-            torch.ops.load_library(str(unpacked))
-        return torch.ops._C_cache_ops
-    return None
-
-
 def main():
     args = arguments(__doc__).parse_args()
     report = Report(args)
     gbps = copy_gbps()
     print(f"copy: {gbps:.0f} GB/s")
-    operators = vllms_operators()
+    operators = vllm_ops() and vllm_ops()._C_cache_ops
     for tokens in (1, 32, 512, 4_096, 32_768):
         insert(report, tokens)
     insert(report, 32_768, cumla.V32_FP8)

@@ -8,10 +8,14 @@ the L2 cache does not answer; `us` is the host's time for one call, launch inclu
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import lzma
 import pathlib
 import statistics
 import subprocess
+import sys
+import tempfile
 
 import cupy
 
@@ -119,6 +123,24 @@ def measure(report, op, config, impls, bytes_moved, check=None, clear=None, flop
             op, config, name, us=host_us(calls[0], host_calls), us_graph=statistics.median(times[name]),
             bytes_moved=bytes_moved, flop=flop, max_abs_err=errors[name], checked=errors[name] is not None,
         )  # fmt: skip
+
+
+@functools.cache
+def vllm_ops():
+    """torch.ops with the operations of vLLM's library, which is sought on sys.path (it may be packed); None without."""
+    for folder in map(pathlib.Path, sys.path):
+        packed, unpacked = folder / "vllm_c_ops.so.xz", folder / "vllm_c_ops.so"
+        if not (packed.exists() or unpacked.exists()):
+            continue
+        import torch
+
+        with tempfile.TemporaryDirectory() as scratch:
+            if not unpacked.exists():
+                unpacked = pathlib.Path(scratch) / unpacked.name
+                unpacked.write_bytes(lzma.decompress(packed.read_bytes()))
+            torch.ops.load_library(str(unpacked))
+        return torch.ops
+    return None
 
 
 def as_torch(*arrays):

@@ -1,32 +1,20 @@
 """The indexer: scores, the choice, both at once, queries and keys.
 
-Peers where they can be imported: DeepGEMM (deep_gemm), and vLLM's C++ operations from the file that VLLM_C_OPS names.
+Peers where they can be imported: DeepGEMM (deep_gemm), and vLLM's C++ operations (vllm_c_ops.so, packed or not).
 Rows of `indexer_topk` have the peers' two steps beside them, with the memory that their logits take.
 """
 
 import functools
-import os
 
 import cupy
 import ml_dtypes
 import numpy as np
-from common import L2_BYTES, Report, arguments, as_torch, has_peer, measure, random_bits, sets_for
+from common import L2_BYTES, Report, arguments, as_torch, has_peer, measure, random_bits, sets_for, vllm_ops
 
 import cumla
 
 HEADS, DIM, BLOCK = 64, 128, 64
 ROWS_CHECKED = 3
-
-
-@functools.cache
-def vllm_ops():
-    """torch.ops with vLLM's operations in it, or None."""
-    if not (os.environ.get("VLLM_C_OPS") and has_peer("torch")):
-        return None
-    import torch
-
-    torch.ops.load_library(os.environ["VLLM_C_OPS"])
-    return torch.ops
 
 
 @functools.cache

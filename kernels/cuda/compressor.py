@@ -12,7 +12,7 @@ from .launch import C_NAMES, is_aligned, strides
 
 MOST_AHEAD = 8  # positions that a thread reads before it needs the first
 CLUSTER, GROUPS_OF_CLUSTER = 8, 16  # thread blocks that share a long window's channels, and each its positions
-MOST_THREADS = 512  # of a thread block
+MOST_THREADS, MOST_GROUPS = 512, 8  # of a thread block
 MOST_TOGETHER = 32  # tokens of a thread block that pools; it would take up to 128
 MOST_SAVED_TOGETHER = 4  # of a warp
 # Thread blocks (or clusters) that pool, before each takes several tokens.
@@ -57,8 +57,8 @@ def _launch(
     if rounds > 1 and dim == 512 and has_clusters(rows.kv_score.device.id):
         parts, groups = CLUSTER, GROUPS_OF_CLUSTER
     else:
-        groups = min(MOST_THREADS * 4 // dim, 1 << (rounds - 1).bit_length())
-        if groups * dim // 4 == MOST_THREADS:  # with half of the registers
+        groups = min(MOST_GROUPS, MOST_THREADS * 4 // dim, 1 << (rounds - 1).bit_length())
+        if groups > 1:  # which takes registers to put together
             ahead //= 2
     # Of a prompt's tokens one in `ratio` completes a row.
     together = min(ratio, MOST_TOGETHER, -(-tokens // (FEW_OF_SHORT if rounds == 1 else FEW_OF_LONG)))

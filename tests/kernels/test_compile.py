@@ -104,7 +104,7 @@ SOURCES = [
             ("DSV4_FP8", "INDEXER_FP8", "float", 4, 1, 8, 1),
             ("DSV4_FP8", "DSV4_FP8", "float", 128, 4, 4, 1),
             ("INDEXER_FP8", "INDEXER_FP8", "bf16", 4, 1, 8, 0),
-            ("INDEXER_BF16", "INDEXER_BF16", "float", 128, 16, 4, 1),
+            ("INDEXER_BF16", "INDEXER_BF16", "float", 128, 8, 4, 1),
         )
     ),
     ("common/copy_blocks.cu", {"UNIT": "uint4", "CHUNK": 1024, "PAIR": "int64"}),

@@ -135,7 +135,7 @@ mla_decode(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h,
 
     // `rescale` now holds what each head's sums are multiplied by.
     for (int other = 1; other < 8; other *= 2) total += __shfl_xor_sync(~0u, total, other);
-    bool empty = top == -infinity();
+    bool empty = top == -infinity() && total == 0.0f;  // nothing but NaN is not nothing
     int head = threadIdx.x / 8;
     __syncthreads();
     if (threadIdx.x % 8 == 0) {

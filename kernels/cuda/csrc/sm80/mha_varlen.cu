@@ -151,7 +151,7 @@ mha_varlen(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE* k, i
         total[half] += __shfl_xor_sync(~0u, total[half], 2);
         if (row + 8 * half >= tile.queries) continue;
         int64 query = tile.first_query + row + 8 * half;
-        bool empty = top[half] == -infinity();
+        bool empty = top[half] == -infinity() && total[half] == 0.0f;  // nothing but NaN is not nothing
         float share = empty ? 0.0f : 1.0f / total[half];
         OUTPUT* to = out + query * out_stride_t + head * out_stride_h + 2 * (lane % 4);
 #pragma unroll

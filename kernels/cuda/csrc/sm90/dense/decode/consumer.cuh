@@ -203,7 +203,7 @@ template <int CONSUMER> __device__ inline void consume(const DenseProblem& probl
         int own_head = first_head + head + 8 * half;
         if (own_head >= problem.heads) continue;
         total[half] += lds_float(window + TOTALS_AT + 256 * (consumer ^ 1) + 4 * (head + 8 * half));
-        bool empty = reference[half] == -infinity();
+        bool empty = reference[half] == -infinity() && total[half] == 0.0f;  // nothing but NaN is not nothing
         float share_of = empty ? 0.0f : 1.0f / total[half];
         float log_sum = (reference[half] + log2f(total[half])) * LN_2;
         int column = 256 * consumer + 2 * (lane % 4);
