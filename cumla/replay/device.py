@@ -30,12 +30,15 @@ class Stopwatch:
     """Seconds by key. On the host by its clock; on a device between two CUDA events.
 
     Events count what the device does between them and, where it has nothing queued, its waiting for the host;
-    inside `queued` it has.
+    inside `queued` it has, but for ranks.
+
+    holds  whether a device may be held. Not those of several ranks: one that is held holds up what others exchange
+           with it, and two ranks of a process were seen to wait for each other for good
     """
 
-    def __init__(self, xp: Any) -> None:
+    def __init__(self, xp: Any, holds: bool = True) -> None:
         self._xp = xp
-        self._gate = None if xp is np else _Gate()
+        self._gate = _Gate() if holds and xp is not np else None
         self._seconds: dict[Any, float] = defaultdict(float)
         self._spans: list[tuple[Hashable, Any, Any]] = []
 

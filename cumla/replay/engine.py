@@ -86,7 +86,7 @@ class Engine:
         self._builder = DeepseekSparseSWAMetadataBuilder(config, backend=options.backend)
         shape = (options.batch_tokens, options.heads, HEAD_DIM)
         self._q, self._out = self.xp.empty(shape, BFLOAT16), self.xp.empty(shape, BFLOAT16)
-        self._stopwatch = Stopwatch(self.xp)
+        self._stopwatch = Stopwatch(self.xp, holds=comm is None)
 
     def steps(self) -> Iterator[StepRecord]:
         """Run until every request has finished."""

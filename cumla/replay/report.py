@@ -194,7 +194,7 @@ def _ranks(summary: dict[str, Any]) -> Table:
         f"{_counted(len(summary['ranks']), 'rank')} that share the rows of long contexts",
         "rank", "caches MiB", "on one device", "shared rows MiB", "on one device", "ms attending", "exchanging",
         "merging", "sent MiB", "KiB a token",
-        caption="Exchanging includes waiting for other ranks.",
+        caption="Exchanging includes waiting for other ranks; on devices all times include waiting for the host.",
     )  # fmt: skip
     for rank in summary["ranks"]:
         seconds, sent = rank["seconds"], rank["sent_bytes"]
