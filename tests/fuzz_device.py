@@ -15,11 +15,18 @@ import cumla
 from cumla import parallel
 from cumla.kernels.cuda import compile as compiler
 from cumla.kernels.cuda.sparse import kernels as sparse_kernels
-from support.indexing import anything
+from support import operations
+from support.indexing import anything, anything_like
 from support.lab import BF16
 from support.properties import INT64_MAX, INT64_MIN
 
 LAYOUTS = (cumla.DSV4_FP8, cumla.V32_FP8, cumla.INDEXER_FP8)
+OPS = {  # what --ops takes: a method of Fuzz; the files of kernels whose examples go with it
+    "caches": ("sparse_cache", "dense_cache", "blocks", "advance", "indices"),
+    "attention": ("sparse_attention", "dense_attention"),
+    "indexer": ("indexer",),
+    "layers": ("norm_rope", "compressor"),
+}
 
 
 class Fuzz:
@@ -51,6 +58,27 @@ class Fuzz:
         near = self.rng.random(count) < 0.7
         slots[near] = self.rng.integers(-2, num_slots + 2, near.sum())
         return self.put(slots if self.rng.random() < 0.5 else slots.astype(np.int32))
+
+    def like(self, x):
+        """An argument of an example on the device, of any value: integers, bytes; rows of NaN and infinities."""
+        if isinstance(x, list | tuple):
+            return type(x)(self.like(part) for part in x)
+        if not isinstance(x, np.ndarray):
+            return x
+        if x.dtype == np.uint8:
+            return self.put(self.rng.integers(0, 256, x.shape, np.uint8) if self.rng.random() < 0.5 else x)
+        if x.dtype.kind not in "biu" and x.ndim:
+            x = x.copy()
+            x[self.rng.random(x.shape[:-1]) < 0.1] = self.choose(np.nan, np.inf, -np.inf)
+        return self.put(anything_like(self.rng, x))
+
+    def examples(self, files):
+        """Every example of the operations whose kernels these files have: of each shape, and of whatever is new."""
+        for example in operations.EXAMPLES.values():
+            if example.kernels in files:
+                arguments = operations.arguments_of(example, int(self.rng.integers(2**32)))
+                given = {name: self.like(x) for name, x in arguments.items()}
+                operations.public(example)(**given, backend=self.backend)
 
     def rows(self, count, width, dtype=None):
         values = self.rng.standard_normal((count, width)) * 2.0 ** self.rng.integers(-30, 30, (count, 1))
@@ -377,15 +405,16 @@ class Fuzz:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="cuda")
-    ops = ("caches", "attention", "indexer", "layers")
-    parser.add_argument("--ops", choices=ops, default="caches", help="(default: %(default)s)")
+    parser.add_argument("--ops", choices=OPS, default="caches", help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--define", action="append", default=[], metavar="MACRO", help="for the CUDA sources")
     args = parser.parse_args()
     compiler.OPTIONS += tuple(f"-D{macro}" for macro in args.define)
     cupy.cuda.set_allocator(None)  # no pool: what one array does not have is nobody's
     for seed in range(args.rounds):
-        getattr(Fuzz(args.backend, seed), args.ops)()
+        fuzz = Fuzz(args.backend, seed)
+        getattr(fuzz, args.ops)()
+        fuzz.examples(OPS[args.ops])
     cupy.cuda.Device().synchronize()
     print(f"{args.rounds} rounds of {args.ops} on {args.backend}")
 

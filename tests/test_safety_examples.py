@@ -1,14 +1,19 @@
 """Every example call, whatever its arrays of numbers hold: nothing but what an operation writes is written, and that
-within its arrays. Reads outside are seen as in test_safety_cache.py."""
+within its arrays. Reads outside are seen as in test_safety_cache.py. Every operation has an example."""
+
+import functools
+import inspect
+import pathlib
+import runpy
 
 import numpy as np
 import pytest
 
+import cumla
 from cumla.dispatch import backends
 from support import operations
 from support.guarded import Guarded
-from support.indexing import anything
-from support.properties import INT64_MAX, INT64_MIN
+from support.indexing import anything_like
 
 pytestmark = pytest.mark.filterwarnings("error")
 ROUNDS = 2
@@ -21,16 +26,6 @@ def has_no_such_kernels(x):
     except (ValueError, ImportError):
         return True
     return False
-
-
-def anything_like(rng, array):
-    """Integers of any value in the place of an array's; numbers stay."""
-    if array.dtype == np.int64:
-        near = rng.random(array.shape) < 0.5
-        return np.where(near, array, rng.integers(INT64_MIN, INT64_MAX, array.shape))
-    if array.dtype == np.int32:
-        return np.where(rng.random(array.shape) < 0.3, array, anything(rng, array.shape))
-    return array
 
 
 def takes_the_simulator_long(x):
@@ -57,3 +52,31 @@ def test_any_integers(lab, rng, name):
         operations.public(example)(**arguments, backend=lab.backend)
         for array in guarded:
             array.assert_margins()
+
+
+OPERATIONS = {name for name in cumla.__all__ if inspect.isfunction(getattr(cumla, name))} - {"supports"}
+
+
+def test_every_operation_has_an_example():
+    assert {example.op for example in operations.EXAMPLES.values()} == OPERATIONS
+
+
+@pytest.mark.usefixtures("emulated")
+def test_every_operation_is_fuzzed_on_devices(monkeypatch):
+    """By what is run under compute-sanitizer, as far as an emulated device goes: with the examples' shapes."""
+    script = runpy.run_path(str(pathlib.Path(__file__).with_name("fuzz_device.py")))
+    called = set()
+
+    def noted(function):
+        @functools.wraps(function)  # for the signature
+        def call(*arguments, **keywords):
+            called.add(function.__name__)
+            return function(*arguments, **keywords)
+
+        return call
+
+    for name in OPERATIONS:
+        monkeypatch.setattr(cumla, name, noted(getattr(cumla, name)))
+    for files in script["OPS"].values():
+        script["Fuzz"]("cuda", seed=0).examples(files)
+    assert called == OPERATIONS

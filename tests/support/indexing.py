@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from support.properties import INT32_MAX, INT32_MIN, fuzzed
+from support.properties import INT32_MAX, INT32_MIN, INT64_MAX, INT64_MIN, fuzzed
 
 INT32_EXTREMES = np.array([INT32_MIN, INT32_MIN + 1, -1, 0, 1, 2**30, INT32_MAX - 1, INT32_MAX])
 
@@ -29,3 +29,13 @@ def anything(rng, shape):
     extreme = rng.random(shape) < 0.3
     values[extreme] = rng.choice(INT32_EXTREMES, extreme.sum())
     return values.astype(np.int32)
+
+
+def anything_like(rng, array):
+    """Integers of any value in the place of an array's; numbers stay."""
+    if array.dtype == np.int64:
+        near = rng.random(array.shape) < 0.5
+        return np.where(near, array, rng.integers(INT64_MIN, INT64_MAX, array.shape))
+    if array.dtype == np.int32:
+        return np.where(rng.random(array.shape) < 0.3, array, anything(rng, array.shape))
+    return array

@@ -1,0 +1,301 @@
+"""Arguments that do not fit, and what is said of them (test_safety_errors.py)."""
+
+import numpy as np
+
+import cumla
+from cumla.checks.arrays import BLOCK
+from cumla.layout import plain_rows
+from support.lab import BF16
+
+V = ValueError
+T = TypeError
+
+
+def ones(dtype, *shape):
+    return np.ones(shape, dtype)
+
+
+def int32(*shape):
+    return np.zeros(shape, np.int32)
+
+
+# What makes an argument wrong: functions of the right one.
+
+
+class ReadOnly:
+    """An array that may not be written, where there are such arrays (host memory)."""
+
+    def __init__(self, array):
+        self.array = array
+
+
+def longer(axis, by=1):
+    """As many more along an axis."""
+    return lambda x: ones(x.dtype, *(n + by * (i == axis % x.ndim) for i, n in enumerate(x.shape)))
+
+
+def of(dtype):
+    return lambda x: ones(dtype, *x.shape)
+
+
+def strided(axis=-1):
+    """Every second element along an axis of an array twice as long."""
+
+    def make(x):
+        every_second = [slice(None)] * x.ndim
+        every_second[axis] = slice(None, None, 2)
+        return longer(axis, x.shape[axis])(x)[tuple(every_second)]
+
+    return make
+
+
+def first(x):
+    """An axis less."""
+    return np.ascontiguousarray(x[0])
+
+
+def deeper(x):
+    """An axis more."""
+    return ones(x.dtype, *x.shape, 1)
+
+
+def plus(number):
+    return lambda x: x + number
+
+
+def member(i, wrong):
+    """A tuple of which one is wrong."""
+    return lambda x: (*x[:i], wrong(x[i]), *x[i + 1 :])
+
+
+def overlapping(x):
+    """Pages so near to one another that they lie over and into one another."""
+    return np.ndarray(x.shape, x.dtype, x.copy(), strides=(100, *x.strides[1:]))
+
+
+def makes_read_only(wrong):
+    """Directly, or as one of a tuple."""
+    return wrong is ReadOnly or any(x.cell_contents is ReadOnly for x in getattr(wrong, "__closure__", None) or ())
+
+
+# By example: argument, a wrong value or what makes one of the right one, error, what it says, in terms of `wrong` and
+# of the right arguments' names.
+WRONG = {
+    "quantize_and_insert_k_cache-DSV4_FP8": [
+        ("k", longer(-1, -1), V, "k: got rows of 511 values, expected {k.shape[1]} for a DSV4_FP8 cache"),
+        ("k", of(np.float64), T, "k: got dtype float64"),
+        ("k", first, V, "k: got shape"),
+        ("k", strided(), V, "k: got strides"),
+        ("k", [[1.0]], T, "k: got list"),
+        ("k_cache", ones(np.uint8, 2, BLOCK, 583), V, "k_cache: got shape"),
+        ("k_cache", ones(np.uint8, 2, BLOCK + 1, 584), V, "k_cache: got shape"),
+        ("k_cache", ones(np.uint8, 2, BLOCK * 584 - 1), V, "k_cache: got pages of {wrong.shape[1]} bytes"),
+        ("k_cache", of(BF16), T, "k_cache: got dtype bfloat16"),
+        ("k_cache", ReadOnly, V, "k_cache: got a read-only"),
+        ("k_cache", strided(), V, "k_cache: got pages of {k_cache.shape[1]} bytes"),
+        ("k_cache", lambda x: overlapping(ones(np.uint8, 2, BLOCK, 584)), V, "k_cache: got strides"),
+        ("block_size", True, T, "block_size: got True"),
+        ("slot_mapping", longer(0), V, "slot_mapping: got {wrong.size} slots, expected at most {k.shape[0]}"),
+        ("slot_mapping", of(np.float32), T, "slot_mapping: got dtype float32"),
+        ("slot_mapping", deeper, V, "slot_mapping: got shape"),
+        ("block_size", -4, V, "block_size: got -4"),
+        ("block_size", 0, V, "block_size: got 0"),
+        ("block_size", 4.0, T, "block_size: got 4.0"),
+        ("is_ue8m0", False, V, "is_ue8m0: got False"),
+        ("layout", cumla.MLA_BF16, V, "layout: got MLA_BF16"),
+        ("layout", "DSV5_FP8", V, "layout: got 'DSV5_FP8', expected one of DSV4_FP8, V32_FP8"),
+        ("layout", 584, T, "layout: got 584 of type int, expected a CacheLayout or the name of one"),
+        ("layout", plain_rows(512, "e4m3"), V, "layout: got e4m3"),
+        ("block_size", np.array(4), T, r"block_size: got array\(4\) of type ndarray"),
+        ("block_size", np.True_, T, r"block_size: got np.True_ of type bool"),
+        ("backend", "gpu", V, "backend: got 'gpu'"),
+    ],
+    "dequantize_and_gather_k_cache-DSV4_FP8": [
+        ("out", longer(0), V, "seq_lens: got shape"),
+        ("out", longer(-1, 64), V, "out: got rows of {wrong.shape[2]} values, expected {out.shape[2]}"),
+        ("out", of(np.float64), T, "out: got dtype float64"),
+        ("out", ReadOnly, V, "out: got a read-only"),
+        ("k_cache", ones(np.uint8, 2, 100), V, "k_cache: got pages of 100 bytes"),
+        ("seq_lens", of(np.int64), T, "seq_lens: got dtype int64"),
+        ("seq_lens", strided(), V, "seq_lens: got strides"),
+        ("gather_lens", longer(0), V, "gather_lens: got shape"),
+        ("block_table", longer(0), V, "block_table: got shape"),
+        ("block_size", -1, V, "block_size: got -1"),
+        ("offset", -1, V, "offset: got -1"),
+        ("offset", 25, V, "offset: got 25, expected at most {out.shape[1]}"),
+        ("layout", plain_rows(512, "float16"), V, "layout: got float16"),
+    ],
+    "fused_indexer_q_rope_quant": [
+        ("index_q", longer(-1, -64), V, "index_q: got shape"),
+        ("index_q_cos_sin_cache", longer(-1, -32), V, "index_q_cos_sin_cache: got shape"),
+        ("positions", of(np.float32), T, "positions: got dtype float32"),
+        ("index_weights", longer(-1), V, "index_weights: got shape"),
+    ],
+    "fp8_mqa_logits": [
+        ("q", of(BF16), T, "q: got dtype bfloat16, expected uint8"),
+        ("q", longer(-1, -64), V, "q: got shape"),
+        ("kv", longer(-1, -64), V, "k.*: got shape"),
+        ("kv", lambda kv: (kv, ones(np.float32, len(kv))), V, "kv_scales: got them beside the pair"),
+        ("weights", longer(-1), V, "weights: got shape"),
+        ("cu_seqlen_ks", longer(0), V, "cu_seqlen_ks: got shape"),
+        ("cu_seqlen_ke", of(np.int64), T, "cu_seqlen_ke: got dtype int64"),
+    ],
+    "fp8_paged_mqa_logits-scheduled": [
+        ("q", first, V, "q: got shape"),
+        ("kv_cache", longer(-1, -4), V, "kv_cache: got shape"),
+        ("weights", longer(0, 3), V, "weights: got shape"),
+        ("context_lens", lambda x: int32(len(x), 3), V, "context_lens: got shape"),
+        ("block_table", longer(0, -1), V,
+         "block_table: got {wrong.shape[0]} rows, expected at least {context_lens.size}"),
+        ("schedule_metadata", longer(-1), V, "schedule_metadata: got shape"),
+        ("schedule_metadata", int32(1, 2), V, "schedule_metadata: got 1 rows"),
+        ("max_context_len", -1, V, "max_context_len: got -1"),
+    ],
+    "get_paged_mqa_logits_metadata": [
+        ("context_lens", of(np.int64), T, "context_lens: got dtype int64"),
+        ("block_kv", 0, V, "block_kv: got 0"),
+        ("num_sms", 2.0, T, "num_sms: got 2.0"),
+    ],
+    "top_k_per_row-starts": [
+        ("logits", of(BF16), T, "logits: got dtype bfloat16"),
+        ("topk", -1, V, "topk: got -1"),
+        ("row_ends", longer(0, -1), V, "row_ends: got shape"),
+    ],
+    "indexer_topk-keys": [
+        ("topk", True, T, "topk: got True"),
+        ("kv", of(np.float32), T, "k.*: got dtype float32"),
+    ],
+    "indexer_k_quant_and_cache": [
+        ("k", longer(-1, -64), V, "k: got shape"),
+        ("kv_cache", ones(np.uint8, 2, BLOCK, 584), V, "kv_cache: got shape"),
+        ("kv_cache", ReadOnly, V, "kv_cache: got a read-only"),
+        ("slot_mapping", longer(0), V, "slot_mapping: got {wrong.size} slots"),
+        ("quant_block_size", 64, V, "quant_block_size: got 64, expected 128"),
+        ("scale_fmt", "e8", V, "scale_fmt: got 'e8'"),
+    ],
+    "cp_gather_indexer_k_quant_cache": [
+        ("kv_cache", longer(-1, -4), V, "kv_cache: got shape"),
+        ("dst_k", longer(-1, 4), V, "dst_k: got shape"),
+        ("dst_k", of(BF16), T, "dst_k: got dtype bfloat16"),
+        ("dst_k", ReadOnly, V, "dst_k: got a read-only"),
+        ("dst_scale", longer(0, -1), V, "dst_scale: got shape"),
+        ("dst_scale", lambda x: ones(np.uint8, len(x), 1), V, "dst_scale: got shape"),
+        ("dst_scale", of(np.float16), T, "dst_scale: got dtype float16"),
+        ("dst_scale", lambda x: ones(np.float32, len(x), 2), V, "dst_scale: got shape"),
+        ("block_table", longer(0, -1), V, "block_table: got {wrong.shape[0]} rows, expected at least "
+         "{block_table.shape[0]}"),
+        ("cu_seq_lens", int32(0), V, "cu_seq_lens: got no entries"),
+        ("cu_seq_lens", of(np.int64), T, "cu_seq_lens: got dtype int64"),
+    ],
+    "concat_and_cache_mla-bfloat16": [
+        ("kv_c", longer(-1, 64), V, "kv_c: got shape"),
+        ("kv_c", of(np.float64), T, "kv_c: got dtype float64"),
+        ("k_pe", longer(0, -1), V, "k_pe: got shape"),
+        ("k_pe", of(np.float16), T, "k_pe: got dtype float16"),
+        ("kv_cache", longer(-1, -64), V, "kv_cache: got shape"),
+        ("kv_cache", of(np.float64), T, "kv_cache: got dtype float64"),
+        ("kv_cache", of(np.uint8), V, "kv_cache: got shape"),
+        ("kv_cache", ReadOnly, V, "kv_cache: got a read-only"),
+        ("slot_mapping", longer(0), V, "slot_mapping: got {wrong.size} slots"),
+        ("kv_cache_dtype", "fp8", T, "kv_cache: got dtype bfloat16"),
+        ("kv_cache_dtype", "fp8_ds_mla", T, "kv_cache: got dtype bfloat16"),
+        ("kv_cache_dtype", "fp8_e5m2", V, "kv_cache_dtype: got 'fp8_e5m2'"),
+    ],
+    "gather_cache-bfloat16": [
+        ("src_cache", of(np.float32), T, "src_cache: got dtype float32"),
+        ("src_cache", first, V, "src_cache: got shape"),
+        ("src_cache", strided(1), V, "src_cache: got strides"),
+        ("dst", longer(-1, -64), V, "dst: got bfloat16 rows of {wrong.shape[1]}"),
+        ("dst", of(np.float16), V, "dst: got float16 rows of {dst.shape[1]}"),
+        ("dst", of(np.int32), T, "dst: got dtype int32"),
+        ("dst", ReadOnly, V, "dst: got a read-only"),
+        ("block_table", longer(0, -1), V, "block_table: got {wrong.shape[0]} rows"),
+        ("cu_seq_lens", longer(0, -1), V,
+         "cu_seq_lens: got {wrong.size} entries, expected at least {cu_seq_lens.size}"),
+        ("cu_seq_lens", strided(), V, "cu_seq_lens: got strides"),
+        ("batch_size", -1, V, "batch_size: got -1"),
+        ("batch_size", plus(1), V, "cu_seq_lens: got {cu_seq_lens.size} entries"),
+        ("seq_starts", longer(0, -1), V, "seq_starts: got shape"),
+        ("seq_starts", of(np.int64), T, "seq_starts: got dtype int64"),
+    ],
+    "compute_swa_indices_and_lens": [
+        ("query_start_loc", longer(0, -1), V, "query_start_loc: got {wrong.size} entries, expected "
+         "{query_start_loc.size}"),
+        ("token_to_req_indices", longer(0, -1), V, "token_to_req_indices: got {wrong.size} entries"),
+        ("is_valid_token", of(np.int32), T, "is_valid_token: got dtype int32"),
+        ("block_size", 0, V, "block_size: got 0"),
+        ("window_size", -2, V, "window_size: got -2"),
+        ("num_tokens", plus(1), V, "token_to_req_indices: got {token_to_req_indices.size} entries"),
+        ("token_offset", 1, V, "token_to_req_indices: got {token_to_req_indices.size} entries, expected at least 7"),
+        ("out", member(0, longer(-1, -1)), V, r"out\[0\] \(swa_indices\): got shape"),
+        ("out", member(1, of(np.int64)), T, r"out\[1\] \(swa_lens\): got dtype int64"),
+        ("out", lambda x: x[0], T, "out: got ndarray, expected a pair"),
+    ],
+    "compute_global_topk_indices_and_lens": [
+        ("topk_indices", of(np.int64), T, "topk_indices: got dtype int64"),
+        ("topk_indices", first, V, "topk_indices: got shape"),
+        ("is_valid_token", longer(0, -1), V, "is_valid_token: got {wrong.size} entries"),
+        ("block_table", first, V, "block_table: got shape"),
+        ("block_size", -1, V, "block_size: got -1"),
+        ("block_size", 2**31, V, "block_size: got 2147483648, expected at most"),
+        ("out", member(0, ReadOnly), V, r"out\[0\] \(global_topk.*got a read"),
+    ],
+    "combine_topk_swa_indices": [
+        ("gather_lens", longer(0), V, "gather_lens: got shape"),
+        ("topk", plus(2), V, "topk_indices: got {topk_indices.shape[1]} columns, expected at least topk = {wrong}"),
+        ("N", 17, V, "N: got 17, expected at most M = {M}"),
+        ("M", 2**31, V, "M: got 2147483648"),
+        ("M", 2**30, V, "M: got 1073741824 rows for each of {seq_lens.size} requests, "
+         "expected a workspace within int32"),
+        ("compress_ratio", 0, V, "compress_ratio: got 0"),
+        ("out", member(0, longer(-1, -1)), V, r"out\[0\] \(combined_indices\): got shape"),
+    ],
+    "build_flashinfer_mixed_sparse_indices-lens": [
+        ("decode_swa_indices", longer(-1), V, "decode_swa_indices: got shape"),
+        ("decode_compressed_topk_lens", longer(0), V, "decode_compressed_topk_lens: got shape"),
+        ("prefill_topk_indices", longer(-1, -1), V, "prefill_topk_indices: got {wrong.shape[1]} columns"),
+        ("token_to_req_indices", longer(0, -1), V, "token_to_req_indices: got {wrong.size} entries"),
+        ("compressed_block_table", None, V, "compressed_block_table: got None, expected a table to map"),
+        ("decode_is_valid_token", ones(np.bool_, 0), V, "decode_is_valid_token: got 0 entries"),
+        ("swa_block_size", 0, V, "swa_block_size: got 0"),
+        ("swa_block_span", 0, V, "swa_block_span: got 0"),
+        ("out", member(1, longer(0, -1)), V, r"out\[1\] \(sparse_topk_lens\): got shape"),
+    ],
+    "compress_and_insert-DSV4_FP8": [
+        ("kv_score", longer(-1, -12), V, "kv_score: got {wrong.shape[1]} columns, expected {position_bias.shape[1]} or "
+         "{kv_score.shape[1]}"),
+        ("state_cache", of(np.float64), T, "state_cache: got dtype float64"),
+        ("state_slot_mapping", longer(0), V,
+         "state_slot_mapping: got {wrong.size} slots, expected at most {kv_score.shape[0]}"),
+        ("state_block_table", first, V, "state_block_table: got shape"),
+        ("compress_ratio", 3, V, "position_bias: got shape"),
+        ("eps", -1.0, V, "eps: got -1.0, expected a finite number of at least 0"),
+    ],
+    "fused_q_kv_rmsnorm": [
+        ("kv", of(np.float32), T, "kv: got dtype float32"),
+        ("q_weight", longer(0, -1), V, "q_weight: got shape"),
+        ("out", member(1, longer(-1, -1)), V, r"out\[1\] \(kv\): got shape"),
+    ],
+    "qnorm_rope_and_insert-DSV4_FP8": [
+        ("q", ones(BF16, 3, 129, 512), V, "q: got 129 heads"),
+        ("kv", longer(0, -1), V, "kv: got shape"),
+        ("slot_mapping", longer(0), V, "slot_mapping: got {wrong.size} slots, expected at most {kv.shape[0]}"),
+        ("positions", of(np.float32), T, "positions: got dtype float32"),
+        ("cos_sin_cache", longer(-1, -1), V, "cos_sin_cache: got"),
+        ("layout", cumla.V32_FP8, V, "layout: got V32_FP8"),
+    ],
+    "indexer_knorm_rope_and_insert-INDEXER_FP8": [
+        ("k", longer(-1, -1), V, "k: got shape"),
+        ("bias", of(BF16), T, "bias: got dtype bfloat16"),
+        ("layout", cumla.DSV4_FP8, V, "layout: got DSV4_FP8, expected that of the indexer's keys"),
+        ("slot_mapping", longer(0), V, "slot_mapping: got {wrong.size} slots"),
+    ],
+    "apply_rope-there-and-back": [
+        ("x", longer(-1, -1), V, "x: got {wrong.shape[2]} values a head, expected an even number"),
+        ("out", ReadOnly, V, "out: got a read"),
+    ],
+    "inverse_rope_and_quantize-scales": [
+        ("num_groups", 3, V, "num_groups: got 3, expected a divisor of the {o.shape[1]} heads"),
+        ("out", member(1, longer(-1)), V, r"out\[1\] \(scales\): got sh"),
+    ],
+}  # fmt: skip
