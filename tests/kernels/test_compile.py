@@ -174,6 +174,10 @@ if nvrtc.nvrtcVersion()[1] < 13:  # which fits into the same 128 registers what 
     SPILLS_ALLOWED["sm80/sparse/attention.cu-DSV4_FP8-16-32-3-2-82128-sm_90a"] = 16
     for target in ("sm_100", "sm_120"):  # into the 80 registers of three thread blocks a multiprocessor
         SPILLS_ALLOWED[f"common/indexer_topk.cu-256-1-{target}"] = 4
+    rows = "common/compressor.cu-INDEXER_FP8-bf16-bf16-int64-int64-int-INDEXER_FP8-4-2-1-1-8-0-0"  # unaligned ones
+    SPILLS_ALLOWED |= {f"{rows}-sm_100": 4, f"{rows}-sm_120": 56}
+    SPILLS_ALLOWED["common/indexer_topk_few.cu-1024-1-8-1-sm_80"] = 16
+    SPILLS_ALLOWED["sm90/prefill/prefill.cu-DSV4_BF16-1-sm_90a"] = 4  # for sanitizers
 
 SPILLS_ALLOWED_IN = {"common/sparse/exact.cu": 256}  # which runs seldom, and has two thread blocks a multiprocessor
 
