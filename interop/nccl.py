@@ -12,6 +12,10 @@ is a RankError that names it. After that the host says nothing more about such c
 synchronize() is, with an end: it looks for errors and for ranks that failed, gives up after the time limit and names
 who has not come. A thread of the communicator does the same for calls that nobody waits for, so that no rank
 stays in a call that another has left.
+
+Ranks of one process make each call in step, unless it is captured: no rank's call is on its GPU while another thread
+may still ask CUDA for memory, which would wait for that GPU, and the call for that thread. Graphs are up to the caller:
+let ranks meet before they launch them where something else allocates.
 """
 
 from __future__ import annotations
@@ -70,6 +74,7 @@ class NcclCommunicator:
         self._agreement = Agreement(store, rank, size, time_limit)
         self._known: set[Any] = set()
         self._last_words, self._calls, self._waits, self._memories = "nothing", 0, 0, 0
+        self._in_step, self._meetings = _made is not None and size > 1, 0
         self._error: RankError | None = None
         self._lock, self._over = threading.Lock(), threading.Event()
         with cupy.cuda.Device(self.device):
@@ -162,11 +167,14 @@ class NcclCommunicator:
         with streams.callers(native, framework, stream):
             arrays = moves(op, self.size, x, out)
             key = op, tuple((move.sent.shape, move.sent.dtype) for move in arrays)
+            current = cupy.cuda.get_current_stream()
+            in_step = self._in_step and not streams.is_capturing(current.ptr)
             if key not in self._known:
                 self._tell(key, described(op, arrays))
+            elif in_step:
+                self._keep_step(op)
             with self._lock:
                 self._raise_error()
-                current = cupy.cuda.get_current_stream()
                 nccl.groupStart()
                 try:
                     for move in arrays:
@@ -178,8 +186,19 @@ class NcclCommunicator:
                 if not streams.is_capturing(current.ptr):
                     self._event.record(current)
                     self._unended = self._event, time.monotonic()
+            if in_step:
+                self._keep_step(op)
             self.traffic[op] += sent_bytes(op, self.size, arrays)
             return result_of(x, arrays, framework)
+
+    def _keep_step(self, op: str) -> None:
+        """Wait on the host until all ranks are here."""
+        self._meetings += 1
+        try:
+            self._agreement.exchange(f"{op}, meeting {self._meetings}", True)
+        except RankError as error:
+            self._give_up(error)
+            raise
 
     def _tell(self, key: Any, words: str) -> None:
         """Make sure that all ranks are about to make this call."""

@@ -36,11 +36,13 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
-        self._changed = threading.Condition()
+        self._changed, self._sets = threading.Condition(), 0
+        self._seen = threading.local()  # how many sets there were when this thread's last wait ended
 
     def set(self, key: str, value: Any) -> None:
         with self._changed:
             self._values[key] = value
+            self._sets += 1
             self._changed.notify_all()
 
     def get(self, key: str) -> Any:
@@ -51,7 +53,9 @@ class MemoryStore:
 
     def wait(self, seconds: float) -> None:
         with self._changed:
-            self._changed.wait(min(seconds, 0.05))  # what was set between a look and the wait is not told again
+            if getattr(self._seen, "sets", None) == self._sets:  # else something was set between a look and this
+                self._changed.wait(seconds)
+            self._seen.sets = self._sets
 
 
 POLL_SECONDS = 0.002

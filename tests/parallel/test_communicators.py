@@ -171,3 +171,16 @@ def test_what_was_read_is_deleted(tmp_path):
 
     run_threads(2, on)
     assert len(store._values) <= 4
+
+
+def test_what_is_set_between_a_look_and_a_wait_ends_the_wait():
+    store = MemoryStore()
+    store.wait(0)
+    assert store.get("key") is None
+    store.set("key", 1)
+    start = time.monotonic()
+    store.wait(20)
+    assert time.monotonic() - start < 10
+    start = time.monotonic()
+    store.wait(0.05)  # and nothing was set since
+    assert time.monotonic() - start >= 0.04

@@ -3,6 +3,7 @@
 import ctypes
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -91,6 +92,42 @@ def test_arrays_move(nccl, start):
         np.testing.assert_array_equal(summed, mine.sum(axis=0))
         np.testing.assert_array_equal(taken, mine)
     assert [comm._comm.ended for comm in comms] == ["destroyed", "destroyed"]
+
+
+class Noted:
+    """NCCL's communicator, whose calls are noted."""
+
+    def __init__(self, comm, notes):
+        self._comm, self._notes = comm, notes
+
+    def __getattr__(self, name):
+        return getattr(self._comm, name)
+
+    def allGather(self, *arguments):  # noqa: N802 (NCCL's name)
+        self._notes.append("sent")
+        self._comm.allGather(*arguments)
+
+
+def test_ranks_of_one_process_go_in_step(nccl):
+    """No rank's call is on its way before the others have come, and none goes on before all of them are."""
+    import cupy
+
+    notes = []
+
+    def run(comm):
+        x, out = cupy.zeros(6, np.float32), cupy.empty((2, 6), np.float32)
+        comm.all_gather(x, out)  # which tells the others of these shapes
+        comm._comm = Noted(comm._comm, notes)
+        for late in range(2):
+            if comm.rank == late:
+                time.sleep(0.2)
+                notes.append("came")
+            comm.all_gather(x, out)
+            notes.append("on")
+
+    assert on_ranks(nccl.NcclCommunicator.in_process([0, 0]), run) == [None, None]
+    assert notes.index("came") < notes.index("sent")
+    assert [note for note in notes if note != "came"] == ["sent", "sent", "on", "on"] * 2
 
 
 def test_what_differs_is_named_before_it_is_sent(nccl):
