@@ -385,7 +385,7 @@ def main():
     if not args.no_jax and args.only in "dense jax":
         script = pathlib.Path(__file__).parent / "parallel_jax.py"
         with subprocess.Popen([sys.executable, script, str(size)], stdout=subprocess.PIPE, text=True) as process:
-            for line in process.stdout:
+            for line in process.stdout or ():
                 if line.startswith("{"):
                     row = json.loads(line)
                     report.add(row.pop("op"), row.pop("config"), row.pop("impl"), **row)

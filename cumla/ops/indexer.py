@@ -209,8 +209,9 @@ def fp8_paged_mqa_logits(
 
 
 def checked_paged(
-    call: Call, q: Any, kv_cache: Any, weights: Any, context_lens: Any, block_table: Any, layout: Any
-) -> tuple[Any, Any, Any, Any, Any]:
+    call: Call, q: Any, kv_cache: Any, weights: Any, context_lens: Any, block_table: Any, layout: Any,
+    cache_name: str = "kv_cache",
+) -> tuple[Any, Any, Any, Any, Any]:  # fmt: skip
     """q [B, next_n, H, 128], Pages, weights [B * next_n, H], context_lens and block_table [B, C]."""
     q = call.borrow("q", q)
     by_dtype = {"float32": INDEXER_F32, "bfloat16": INDEXER_BF16}
@@ -221,7 +222,7 @@ def checked_paged(
         raise ValueError(f"layout: got {layout.name}, expected INDEXER_FP8, INDEXER_BF16 or INDEXER_F32")
     wanted = UINT8 if layout.num_scales else tuple(dtype for dtype in PLAIN if dtype.name == layout.value_type)
     q = call.array("q", q, wanted, ("B", "next_n", "H", HEAD_DIM))
-    pages = call.pages("kv_cache", kv_cache, layout)
+    pages = call.pages(cache_name, kv_cache, layout)
     batch, next_n, heads, _ = q.shape
     weights = call.array("weights", weights, FLOAT32, (batch * next_n, heads))
     lens = call.borrow("context_lens", context_lens)

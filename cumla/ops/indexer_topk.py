@@ -123,14 +123,19 @@ def indexer_topk(
     call = Call(backend, stream)
     paged = block_table is not None
     if paged:
-        for name, value in (("cu_seqlen_ks", cu_seqlen_ks), ("cu_seqlen_ke", cu_seqlen_ke)):
+        of_keys = {"cu_seqlen_ks": cu_seqlen_ks, "cu_seqlen_ke": cu_seqlen_ke, "kv_scales": kv_scales}
+        for name, value in {**of_keys, "max_seqlen_k": max_seqlen_k or None}.items():
             if value is not None:
                 raise ValueError(f"{name}: got it together with block_table, expected one or the other")
-        q, pages, weights, lens, table = checked_paged(call, q, kv, weights, context_lens, block_table, layout)
+        q, pages, weights, lens, table = checked_paged(call, q, kv, weights, context_lens, block_table, layout, "kv")
         check_schedule(call, schedule_metadata)
         next_n, width = q.shape[1], checked_width(max_context_len, table, pages)
         tokens = len(q) * next_n
     else:
+        of_pages = {"context_lens": context_lens, "schedule_metadata": schedule_metadata, "layout": layout}
+        for name, value in {**of_pages, "max_context_len": max_context_len}.items():
+            if value is not None:
+                raise ValueError(f"{name}: got it without block_table, expected both or none")
         q, k, scales, weights = checked_keys(call, q, kv, kv_scales, weights)
         starts = call.array("cu_seqlen_ks", cu_seqlen_ks, INT32, ("M",))
         ends = call.array("cu_seqlen_ke", cu_seqlen_ke, INT32, ("M",))
