@@ -230,7 +230,7 @@ class NcclCommunicator:
         end = time.monotonic() + self.time_limit
         while thread.is_alive():
             thread.join(0.05)
-            self._agreement.check_others(what="start NCCL")
+            self._agreement.check_others(what="start NCCL", failed_only=True)  # one may be through already
             if time.monotonic() > end:
                 raise RankError([self.rank], f"rank {self.rank} did not start NCCL within {self.time_limit:g} s")
         if isinstance(made[0], Exception):

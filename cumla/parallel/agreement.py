@@ -10,7 +10,7 @@ from typing import Any
 
 from .store import Store
 
-ENDED = "ended"
+ENDED: tuple[str, tuple[int, ...]] = "ended", ()
 
 
 class RankError(RuntimeError):
@@ -51,10 +51,13 @@ class Agreement:
         while True:
             for rank in missing:
                 values[rank] = self.store.get(f"{what}/{rank}")
+            ended = [rank for rank in missing if values[rank] is None and self._word(rank) is not None]
+            for rank in ended:  # it may have come after the look above, and ended since
+                values[rank] = self.store.get(f"{what}/{rank}")
             missing = [rank for rank in missing if values[rank] is None]
+            self.check_others([rank for rank in ended if rank in missing], what)
             if not missing:
                 break
-            self.check_others(missing, what)
             left = end - time.monotonic()
             if left <= 0:
                 raise RankError(
@@ -82,15 +85,29 @@ class Agreement:
             )
 
     def check_others(self, ranks: Sequence[int] | None = None, what: str = "go on", failed_only: bool = False) -> None:
-        """Raise RankError if one of these ranks, or of all, failed or ended."""
+        """Raise RankError if one of these ranks, or of all, failed or ended; of others, if it failed because of them."""
         for rank in range(self.size) if ranks is None else ranks:
-            word = None if rank == self.rank else self.store.get(f"ended/{rank}")
-            if word is not None and (word != ENDED or not failed_only):
-                raise RankError([rank], f"rank {rank} {word} and did not {what} (rank {self.rank})")
+            word = None if rank == self.rank else self._word(rank)
+            if word is None or (word == ENDED and failed_only):
+                continue
+            said, blamed = word
+            if blamed:
+                raise RankError(blamed, said if blamed == (rank,) else f"{said} (as rank {rank} says)")
+            raise RankError([rank], f"rank {rank} {said} and did not {what} (rank {self.rank})")
+
+    def _word(self, rank: int) -> tuple[str, tuple[int, ...]] | None:
+        """What a rank that does nothing more left: why, and the ranks that its own error blames."""
+        word: tuple[str, tuple[int, ...]] | None = self.store.get(f"ended/{rank}")
+        return word
 
     def end(self, error: BaseException | None = None) -> None:
         """Tell the others that this rank does nothing more, and why."""
-        self.store.set(f"ended/{self.rank}", ENDED if error is None else f"failed: {type(error).__name__}: {error}")
+        word = ENDED
+        if isinstance(error, RankError):
+            word = str(error), error.ranks
+        elif error is not None:
+            word = f"failed: {type(error).__name__}: {error}", ()
+        self.store.set(f"ended/{self.rank}", word)
 
     def __enter__(self) -> Agreement:
         return self

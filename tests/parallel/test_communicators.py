@@ -124,6 +124,41 @@ def test_another_number_of_ranks():
     assert "rank 0" in dict(errors)[1] or "rank 2" in dict(errors)[1]
 
 
+class LateStore(MemoryStore):
+    """What rank 1 does at the start, all of it, happens just after rank 0 has looked for it."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def get(self, key):
+        found = super().get(key)
+        if key == "the start/1" and found is None:
+            other = Agreement(self, 1, 2, SECONDS)
+            if self.error is not KeyError:
+                self.set("the start/1", "other words" if self.error else "words")
+            other.end(self.error and self.error("1 of 2"))
+        return found
+
+
+def test_a_rank_that_comes_and_ends_between_two_looks_has_come():
+    assert Agreement(LateStore(None), 0, 2, SECONDS).exchange("the start", "words") == ["words", "words"]
+    with pytest.raises(RankError, match="rank 1 got other words, expected words as rank 0"):
+        Agreement(LateStore(ValueError), 0, 2, SECONDS).agree("the start", "words")
+    with pytest.raises(RankError, match="rank 1 failed: KeyError: '1 of 2' and did not the start"):
+        Agreement(LateStore(KeyError), 0, 2, SECONDS).agree("the start", "words")
+
+
+def test_who_is_to_blame_is_heard_through_others():
+    store = MemoryStore()
+    Agreement(store, 2, 3).end(ValueError("2"))
+    with pytest.raises(RankError) as first, Agreement(store, 0, 3, SECONDS) as agreement:
+        agreement.exchange("go", 0)
+    with pytest.raises(RankError, match=r"rank 2 failed: ValueError: 2.*as rank 0 says") as second:
+        Agreement(store, 1, 3, SECONDS).check_others()
+    assert first.value.ranks == second.value.ranks == (2,)
+
+
 def store_of(kind, place):
     return FileStore(place) if kind == "file" else TcpStore(*place)
 
