@@ -4,9 +4,10 @@
 #
 #     tools/with_cumla.sh tools/device_proof.sh DIR [PART ...]
 #
-# Parts: tests sanitize fences check decode poisoned prefill prefill_chunks indexer compressor layers mla
-# attention_backends cache indices metadata interop replay (all of them, in this order: about 12 minutes); by
-# name alone parallel, on a machine with several GPUs
+# Parts: correct (tests, sanitizers, check and replays of little, side by side: no timings, 2 to 5 minutes by the
+# number of cores) fences decode poisoned prefill prefill_chunks indexer compressor layers mla attention_backends cache
+# indices metadata interop replay (all of them, in this order: about 12 minutes); by name alone tests, or parallel, on a
+# machine with several GPUs
 [ $# -gt 0 ] || { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 2; }
 dir=$1
 shift
@@ -24,7 +25,8 @@ part() { # name, seconds, lines to show, command ...
     grep -E '^(FAILED|ERROR)' "$logs/$name.txt" | cut -c1-160 | head -20
     tail -n "$lines" "$logs/$name.txt" | cut -c1-150
     # As it goes, or a run that is cut short leaves nothing.
-    tar czf "$dir/$name.part" -C "$logs" . && mv "$dir/$name.part" "$dir/proof.tgz"
+    tar czf "$dir/$name.part" -C "$logs" . 2>/dev/null
+    mv "$dir/$name.part" "$dir/proof.tgz"
 }
 
 replay() { # name, options ...
@@ -33,23 +35,31 @@ replay() { # name, options ...
     part "$name" 120 0 python3 -m cumla replay --requests 6 --cache-tokens 80000 --json "$logs/$name.json" "$@"
 }
 
-for name in ${*:-tests sanitize fences check decode poisoned prefill prefill_chunks indexer compressor layers mla attention_backends cache indices metadata interop replay}; do
+sanitize() { # name, tools, rounds, operations
+    part "sanitize_$1" 240 1 env TOOLS="$2" tools/sanitize.sh --rounds "$3" --ops "$4"
+}
+
+correct() {
+    part tests 300 1 python3 -m pytest -m gpu -q --tb=short -p no:cacheprovider &
+    part check 240 1 python3 -m cumla check & # what Numba compiles takes a minute
+    replay replay_numba --backend numba_cuda &
+    replay replay_mla_one_head --layers mla --heads 1 &
+    sanitize attention_memory "memcheck initcheck" 1 attention &
+    sanitize attention_race racecheck 1 attention &
+    sanitize attention_sync synccheck 1 attention &
+    sanitize indexer "memcheck initcheck racecheck" 2 indexer &
+    sanitize caches "memcheck initcheck racecheck" 3 caches &
+    sanitize layers "memcheck racecheck" 2 layers &
+    sanitize layers_sync "initcheck synccheck" 1 layers &
+    part sanitize_numba 240 1 env TOOLS="memcheck racecheck" tools/sanitize.sh --backend numba_cuda --rounds 1 &
+    wait
+}
+
+for name in ${*:-correct fences decode poisoned prefill prefill_chunks indexer compressor layers mla attention_backends cache indices metadata interop replay}; do
     case $name in
+    correct) correct ;;
     tests) part tests 240 1 python3 -m pytest -m gpu -q --tb=short -p no:cacheprovider ;;
-    sanitize)
-        TOOLS="memcheck initcheck racecheck synccheck" part sanitize_attention 150 2 tools/sanitize.sh --ops attention --rounds 2
-        TOOLS="memcheck initcheck racecheck" part sanitize_indexer 60 2 tools/sanitize.sh --ops indexer --rounds 3
-        TOOLS="memcheck initcheck racecheck" part sanitize_caches 60 2 tools/sanitize.sh --rounds 5
-        TOOLS="memcheck initcheck racecheck" part sanitize_layers 60 2 tools/sanitize.sh --ops layers --rounds 5
-        TOOLS="memcheck racecheck" part sanitize_numba 60 2 tools/sanitize.sh --backend numba_cuda --rounds 1
-        ;;
-    fences) PYTHONPATH=$PWD/tests:$PYTHONPATH part fences 120 24 python3 tests/fences_device.py ;;
-    check) # what Numba compiles takes a minute each, so side by side: these are no timings
-        part check 150 1 python3 -m cumla check &
-        replay replay_numba --backend numba_cuda &
-        replay replay_mla_one_head --layers mla --heads 1 &
-        wait
-        ;;
+    fences) part fences 120 24 env PYTHONPATH="$PWD/tests:$PYTHONPATH" python3 tests/fences_device.py ;;
     replay)
         replay replay128 --heads 128
         replay replay64 --heads 64
