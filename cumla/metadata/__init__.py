@@ -15,7 +15,8 @@ from .indexer_chunks import (
     kv_spans_from_batches,
     split_indexer_prefill_chunks,
 )
-from .mla import MLACommonMetadata, MLACommonMetadataBuilder, MLAConfig
+from .mla import MLACommonMetadata
+from .mla_builder import MLACommonMetadataBuilder, MLAConfig
 from .mla_groups import GroupedBatch, SequenceGroup
 from .mla_state import MLACommonBackend, MLACommonState
 from .sparse_swa import DeepseekSparseSWAMetadata, DeepseekSparseSWAMetadataBuilder

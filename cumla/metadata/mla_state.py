@@ -12,7 +12,8 @@ import numpy as np
 from ..arrays import dlpack, streams
 from ..ops.blocks import copy_blocks, swap_blocks
 from .batch import PADDING_SLOT
-from .mla import SUPPORTED_HEAD_SIZES, MLACommonMetadata, MLACommonMetadataBuilder, MLAConfig, check_head_size
+from .mla import SUPPORTED_HEAD_SIZES, MLACommonMetadata, check_head_size
+from .mla_builder import MLACommonMetadataBuilder, MLAConfig
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 

@@ -85,7 +85,7 @@ class Agreement:
             )
 
     def check_others(self, ranks: Sequence[int] | None = None, what: str = "go on", failed_only: bool = False) -> None:
-        """Raise RankError if one of these ranks, or of all, failed or ended; of others, if it failed because of them."""
+        """Raise RankError if one of these ranks, or of all, failed or ended; of others if it failed because of them."""
         for rank in range(self.size) if ranks is None else ranks:
             word = None if rank == self.rank else self._word(rank)
             if word is None or (word == ENDED and failed_only):
