@@ -74,7 +74,7 @@ class NcclCommunicator:
         self._agreement = Agreement(store, rank, size, time_limit)
         self._known: set[Any] = set()
         self._last_words, self._calls, self._waits, self._memories = "nothing", 0, 0, 0
-        self._in_step, self._meetings = _made is not None and size > 1, 0
+        self._in_step, self._tells = _made is not None and size > 1, 0
         self._error: RankError | None = None
         self._lock, self._over = threading.Lock(), threading.Event()
         with cupy.cuda.Device(self.device):
@@ -116,11 +116,17 @@ class NcclCommunicator:
     def from_mpi(cls, mpi: Any, *, device: int | None = None, time_limit: float = 60.0) -> NcclCommunicator:
         """For processes of mpirun. `mpi` is mpi4py's communicator, used once: to say where rank 0 can be reached."""
         host = socket.gethostname() if mpi.Get_size() > 1 else "127.0.0.1"
-        place = None
+        place: Any = None
         if mpi.Get_rank() == 0:
             key = nccl_key()
-            place = (TcpStore.serve(key, host=socket.gethostbyname(host)), key)
-        address, key = mpi.bcast(place, root=0)
+            try:
+                place = (TcpStore.serve(key, host=socket.gethostbyname(host)), key)
+            except OSError as error:  # the others wait to be told
+                place = RankError([0], f"rank 0 cannot be reached at its host name, {host}: {error}")
+        place = mpi.bcast(place, root=0)
+        if isinstance(place, RankError):
+            raise place
+        address, key = place
         return cls(TcpStore(address, key, time_limit), mpi.Get_rank(), mpi.Get_size(), device=device,
                    time_limit=time_limit)  # fmt: skip
 
@@ -169,10 +175,8 @@ class NcclCommunicator:
             key = op, tuple((move.sent.shape, move.sent.dtype) for move in arrays)
             current = cupy.cuda.get_current_stream()
             in_step = self._in_step and not streams.is_capturing(current.ptr)
-            if key not in self._known:
+            if in_step or key not in self._known:
                 self._tell(key, described(op, arrays))
-            elif in_step:
-                self._keep_step(op)
             with self._lock:
                 self._raise_error()
                 nccl.groupStart()
@@ -187,28 +191,23 @@ class NcclCommunicator:
                     self._event.record(current)
                     self._unended = self._event, time.monotonic()
             if in_step:
-                self._keep_step(op)
+                self._agree(f"the end of call {self._tells}", op)
             self.traffic[op] += sent_bytes(op, self.size, arrays)
             return result_of(x, arrays, framework)
-
-    def _keep_step(self, op: str) -> None:
-        """Wait on the host until all ranks are here."""
-        self._meetings += 1
-        try:
-            self._agreement.exchange(f"{op}, meeting {self._meetings}", True)
-        except RankError as error:
-            self._give_up(error)
-            raise
 
     def _tell(self, key: Any, words: str) -> None:
         """Make sure that all ranks are about to make this call."""
         self._raise_error()
+        self._tells += 1
+        self._agree(f"call {self._tells} that is told", words)
+        self._known.add(key)
+
+    def _agree(self, what: str, words: str) -> None:
         try:
-            self._agreement.agree(f"new call {len(self._known) + 1}", words)
+            self._agreement.agree(what, words)
         except RankError as error:
             self._give_up(error)
             raise
-        self._known.add(key)
 
     # ---- the start and the end
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..parallel import Communicator
+from ..parallel import Communicator, RankError
 from ..replay.device import share_cores
 from ..replay.engine import Engine, StepRecord, warm_up
 from ..replay.errors import InputError, OutputError
@@ -46,11 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if options.ranks > 1:
         title += f", {options.ranks} ranks"
     console.print(escape(f"{title}; trace: {trace}"), highlight=False, soft_wrap=True)
-    runs = (
-        [replay(options, requests)]
-        if options.ranks == 1
-        else run_on_ranks(options, functools.partial(replay, options, requests))
-    )
+    runs = [replay(options, requests)] if options.ranks == 1 else replay_on_ranks(options, requests)
     engine, records, warm_up_seconds, wall_seconds = runs[0]
     for _, others, _, _ in runs[1:]:  # ranks take turns at checking
         for record, other in zip(records, others, strict=True):
@@ -139,9 +135,22 @@ def check_writable(option: str, path: Path) -> None:
         raise InputError(f"{option}: no permission to write {path}")
 
 
-def replay(
-    options: ReplayOptions, requests: list[TraceRequest], comm: Communicator | None = None
-) -> tuple[Engine, list[StepRecord], float, float]:
+Run = tuple[Engine, list[StepRecord], float, float]
+
+
+def replay_on_ranks(options: ReplayOptions, requests: list[TraceRequest]) -> list[Run]:
+    """What `replay` returns, of each rank. What the user can mend is the error that it is with one rank."""
+    try:
+        return run_on_ranks(options, functools.partial(replay, options, requests))
+    except RankError as error:
+        if isinstance(error.__cause__, (MemoryError, InputError, OutputError)):
+            raise error.__cause__ from None
+        if error.__cause__ is None:  # a rank that did not come
+            raise OutputError(str(error)) from None
+        raise
+
+
+def replay(options: ReplayOptions, requests: list[TraceRequest], comm: Communicator | None = None) -> Run:
     """Run with a progress bar on stderr, of rank 0. Returns engine, steps and the seconds of warm-up and run."""
     columns = (
         SpinnerColumn(),

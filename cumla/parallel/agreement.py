@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -19,6 +20,9 @@ class RankError(RuntimeError):
     def __init__(self, ranks: Sequence[int], message: str) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.ranks, str(self))
 
 
 class Agreement:
@@ -43,11 +47,12 @@ class Agreement:
         Raises RankError if a rank failed or ended instead, or does not come within the time limit.
         """
         mine = f"{what}/{self.rank}"
-        self.store.set(mine, value)
-        end = time.monotonic() + (self.time_limit if time_limit is None else time_limit)
-        values: list[Any] = [None] * self.size
+        self.store.set(mine, (value,))
+        limit = self.time_limit if time_limit is None else time_limit
+        end = time.monotonic() + limit
+        values: list[Any] = [None] * self.size  # each as (value,)
         missing = [rank for rank in range(self.size) if rank != self.rank]
-        values[self.rank] = value
+        values[self.rank] = (value,)
         while True:
             for rank in missing:
                 values[rank] = self.store.get(f"{what}/{rank}")
@@ -61,13 +66,13 @@ class Agreement:
             left = end - time.monotonic()
             if left <= 0:
                 raise RankError(
-                    missing, f"{names(missing)} did not come to {what} within {self.time_limit:g} s (rank {self.rank})"
+                    missing, f"{names(missing)} did not come to {what} within {limit:g} s (rank {self.rank})"
                 )
             self.store.wait(left)
         for key in self._old:  # everybody is here, so has read what was said before
             self.store.delete(key)
         self._old = [mine]
-        return values
+        return [value for (value,) in values]
 
     def agree(self, what: str, value: str) -> None:
         """Raise RankError, on every rank, unless all ranks are about to do the same."""
@@ -101,13 +106,14 @@ class Agreement:
         return word
 
     def end(self, error: BaseException | None = None) -> None:
-        """Tell the others that this rank does nothing more, and why."""
+        """Tell the others that this rank does nothing more, and why, if they can still be told."""
         word = ENDED
         if isinstance(error, RankError):
             word = str(error), error.ranks
         elif error is not None:
             word = f"failed: {type(error).__name__}: {error}", ()
-        self.store.set(f"ended/{self.rank}", word)
+        with contextlib.suppress(OSError):  # who keeps the words may have ended before
+            self.store.set(f"ended/{self.rank}", word)
 
     def __enter__(self) -> Agreement:
         return self

@@ -11,7 +11,8 @@ import pickle
 import tempfile
 import threading
 import time
-from multiprocessing.managers import BaseManager
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Listener, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -90,59 +91,99 @@ class FileStore:
         return self._folder / quote(key, safe="")
 
 
-class _Manager(BaseManager):
-    values: Any  # as registered
-
-
 class TcpStore:
     """Values kept by one process, which calls `serve`, and read by the others over TCP.
 
-    address  (host, port) of the one that serves
-    key      a secret of the run, without which nobody is let in
+    address     (host, port) of the one that serves
+    key         a secret of the run, without which nobody is let in
+    time_limit  seconds that it is given to come, and to answer
+
+    Raises TimeoutError if nobody serves, ValueError for another key; from then on ConnectionError if the one that
+    serves is gone, or does not answer.
     """
 
     def __init__(self, address: tuple[str, int], key: bytes, time_limit: float = 60.0) -> None:
-        _Manager.register("values")
+        self._address, self._time_limit, self._lock = address, time_limit, threading.Lock()
         end = time.monotonic() + time_limit
         while True:
-            self._manager = _Manager(address, key)
             try:
-                self._manager.connect()
+                self._connection = Client(address)
                 break
             except ConnectionRefusedError:
                 if time.monotonic() > end:
                     raise TimeoutError(f"address: nobody serves {address} after {time_limit:.0f} s") from None
                 time.sleep(0.05)
-        self._values = self._manager.values()
-        self._lock = threading.Lock()
+        try:
+            if not self._connection.poll(time_limit):
+                raise self._gone()
+            answer_challenge(self._connection, key)
+            deliver_challenge(self._connection, key)
+        except AuthenticationError:
+            raise ValueError(f"key: got another one than the process that serves {address}") from None
 
     @staticmethod
     def serve(key: bytes, host: str = "127.0.0.1", port: int = 0) -> tuple[str, int]:
         """Keep values in this process, in a thread, until it ends. Returns the address; port 0: any free one."""
-        values: dict[str, Any] = {}
-        manager: Any = type("Manager", (BaseManager,), {})
-        manager.register("values", callable=lambda: values, exposed=("get", "update", "pop"))
-        server = manager((host, port), key).get_server()
-        threading.Thread(target=_serve, args=(server,), daemon=True).start()
-        return server.address
+        listener = Listener((host, port), backlog=128)
+        threading.Thread(target=_let_in, args=(listener, key), daemon=True).start()
+        address: tuple[str, int] = listener.address
+        return address
 
     def set(self, key: str, value: Any) -> None:
         with self._lock:
-            self._values.update({key: pickle.dumps(value)})
+            self._say("set", key, pickle.dumps(value))
 
     def get(self, key: str) -> Any:
         with self._lock:
-            held = self._values.get(key)
+            self._say("get", key, None)
+            held = self._heard()
         return None if held is None else pickle.loads(held)
 
     def delete(self, key: str) -> None:
         with self._lock:
-            self._values.pop(key, None)
+            self._say("delete", key, None)
 
     def wait(self, seconds: float) -> None:
         time.sleep(min(seconds, POLL_SECONDS))
 
+    def _say(self, *words: Any) -> None:
+        """Nothing is answered but "get": who only leaves a last word never waits."""
+        try:
+            self._connection.send(words)
+        except OSError:
+            raise self._gone() from None
 
-def _serve(server: Any) -> None:
-    with contextlib.suppress(SystemExit):
-        server.serve_forever()
+    def _heard(self) -> Any:
+        with contextlib.suppress(OSError, EOFError):
+            if self._connection.poll(self._time_limit):
+                return self._connection.recv()
+        raise self._gone()
+
+    def _gone(self) -> ConnectionError:
+        self._connection.close()  # or an answer that comes late would be taken for that of another question
+        return ConnectionError(
+            f"address: the process that serves {self._address} is gone, or did not answer for {self._time_limit:g} s"
+        )
+
+
+def _let_in(listener: Listener, key: bytes) -> None:
+    values: dict[str, bytes] = {}
+    while True:
+        with contextlib.suppress(OSError):  # of one that has gone before it was let in
+            connection = listener.accept()
+            threading.Thread(target=_serve, args=(connection, key, values), daemon=True).start()
+
+
+def _serve(connection: Any, key: bytes, values: dict[str, bytes]) -> None:
+    """Answer one process until it goes."""
+    with connection, contextlib.suppress(OSError, EOFError, AuthenticationError):
+        deliver_challenge(connection, key)
+        answer_challenge(connection, key)
+        while True:
+            op, name, value = connection.recv()
+            if op == "set":
+                values[name] = value
+            elif op == "delete":
+                values.pop(name, None)
+            else:
+                connection.send(values.get(name))

@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -167,12 +169,28 @@ def test_full_disk(capsys):
     assert "cannot write /dev/full: No space left on device" in error_line(capsys, argv, status=1)
 
 
-def test_out_of_memory(monkeypatch, capsys):
+@pytest.mark.parametrize("ranks", [[], ["--ranks", "2"]])
+def test_out_of_memory(monkeypatch, capsys, ranks):
     def allocate(*args):
         raise MemoryError
 
     monkeypatch.setattr("cumla.cli.replay.warm_up", allocate)
-    assert "out of memory" in error_line(capsys, TINY, status=1)
+    assert "out of memory" in error_line(capsys, [*TINY, *ranks], status=1)
+
+
+def test_a_rank_that_does_not_come(monkeypatch, capsys):
+    over = threading.Event()
+
+    def warm_up(options, comm):
+        if comm.rank == 1:
+            over.wait(60)
+        comm.all_gather(np.zeros(3))
+
+    monkeypatch.setattr("cumla.cli.replay.warm_up", warm_up)
+    monkeypatch.setattr("cumla.replay.ranks.TIME_LIMIT", 1)
+    line = error_line(capsys, [*TINY, "--ranks", "2"], status=1)
+    over.set()
+    assert "rank 1 did not come to call 1 within 1 s" in line
 
 
 def test_interrupted(monkeypatch, capsys):

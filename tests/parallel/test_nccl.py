@@ -1,6 +1,8 @@
 """The communicator of NCCL with a stand-in for CuPy's binding; with NCCL itself in test_device.py."""
 
 import ctypes
+import pickle
+import socket
 import sys
 import threading
 import time
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 
 import emulation
+from cumla.parallel import RankError
 from support import fake_nccl
 
 pytestmark = pytest.mark.skipif(bool(emulation.unavailable()), reason=emulation.unavailable() or "")
@@ -39,7 +42,7 @@ def on_ranks(comms, function):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(200)
         assert not thread.is_alive()
     return results
 
@@ -130,6 +133,97 @@ def test_ranks_of_one_process_go_in_step(nccl):
     assert [note for note in notes if note != "came"] == ["sent", "sent", "on", "on"] * 2
 
 
+class Beside:
+    """NCCL's communicator, whose calls run on while the host does: until all ranks have made them."""
+
+    running, changed = 0, threading.Condition()
+
+    def __init__(self, comm):
+        self._comm = comm
+
+    def __getattr__(self, name):
+        return getattr(self._comm, name)
+
+    def allGather(self, *arguments):  # noqa: N802 (NCCL's name)
+        with self.changed:
+            Beside.running += 1
+        threading.Thread(target=self._run, args=arguments, daemon=True).start()
+
+    def _run(self, *arguments):
+        self._comm.allGather(*arguments)
+        with self.changed:
+            Beside.running -= 1
+            self.changed.notify_all()
+
+    @classmethod
+    def memory(cls, seconds):
+        """As CUDA gives it where one GPU reads another's: when both have nothing left to do. False: not so soon."""
+        with cls.changed:
+            return cls.changed.wait_for(lambda: not cls.running, seconds)
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_memory_may_be_asked_for_between_calls(nccl, in_step):
+    """That waits for all GPUs, and a call for all ranks: two of one process waited for each other for good."""
+    import cupy
+
+    pauses = np.random.default_rng(0).choice([0, 0.01], (2, 12))
+
+    def run(comm):
+        x, out = cupy.zeros(6, np.float32), cupy.empty((2, 6), np.float32)
+        comm.all_gather(x, out)
+        comm._comm, comm._in_step = Beside(comm._comm), in_step
+        came = []
+        for pause in pauses[comm.rank]:
+            time.sleep(pause)
+            came.append(Beside.memory(60 if in_step else 0.2))
+            comm.all_gather(x, out)
+        assert Beside.memory(60)
+        return all(came)
+
+    came = on_ranks(nccl.NcclCommunicator.in_process([0, 0]), run)
+    assert came == [True, True] if in_step else not all(came)
+
+
+def test_known_calls_that_differ_are_named_at_once(nccl):
+    import cupy
+
+    def run(comm):
+        x, y = cupy.zeros(6, np.float32), cupy.zeros((2, 6), np.float32)
+        comm.all_gather(x)
+        comm.all_gather(y)
+        comm.all_gather(x if comm.rank else y)
+
+    start = time.monotonic()
+    for error in on_ranks(nccl.NcclCommunicator.in_process([0, 0], time_limit=100), run):
+        assert "rank 1 got all_gather of float32 [6], expected all_gather of float32 [2, 6] as rank 0" in str(error)
+        assert error.ranks == (1,)
+    assert time.monotonic() - start < 90
+
+
+def test_calls_end_where_nobody_can_be_told(nccl):
+    """Whoever keeps the words may have gone: what the GPU waits for is ended all the same."""
+    import cupy
+
+    class Gone:
+        def __getattr__(self, name):
+            raise ConnectionError("is gone")
+
+    def run(comm):
+        comm.all_gather(cupy.zeros(3, np.float32))
+        comm._agreement.store = Gone()
+        if comm.rank == 1:
+            raise ValueError("out of luck")
+        comm._over.wait(100)
+        comm.wait()
+
+    comms = nccl.NcclCommunicator.in_process([0, 0])
+    told, own = on_ranks(comms, run)
+    assert "rank 0: ConnectionError: is gone" in str(told)
+    assert isinstance(own, ValueError)
+    assert [comm._comm.ended for comm in comms] == ["aborted", "aborted"]
+
+
 def test_what_differs_is_named_before_it_is_sent(nccl):
     import cupy
 
@@ -160,7 +254,7 @@ def test_a_failure_is_told(nccl):
 
 
 def test_ranks_that_do_not_fit(nccl, monkeypatch):
-    from cumla.parallel import MemoryStore, RankError
+    from cumla.parallel import MemoryStore
 
     for error in joined(nccl, [2, 3], time_limit=1):
         assert isinstance(error, RankError)
@@ -190,6 +284,25 @@ def test_started_by_mpirun(nccl):
 
     with nccl.NcclCommunicator.from_mpi(Mpi()) as comm:
         assert comm.all_gather(cupy.zeros(3, np.int32)).get().tolist() == [[0, 0, 0]]
+
+
+def test_all_are_told_that_rank_0_cannot_be_reached(nccl, monkeypatch):
+    class First(Mpi):
+        def Get_size(self):  # noqa: N802
+            return 2
+
+        def bcast(self, value, root):
+            self.told = pickle.loads(pickle.dumps(value))
+            return value
+
+    def unknown(host):
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
+    first = First()
+    with pytest.raises(RankError, match=r"rank 0 cannot be reached at its host name, .*: Name or service not known"):
+        nccl.NcclCommunicator.from_mpi(first)
+    assert first.told.ranks == (0,)
 
 
 def test_arrays_elsewhere_and_of_no_sum(nccl):
