@@ -119,6 +119,15 @@ def pytest_collection_modifyitems(items):
     return result
 
 
+@pytest.fixture(autouse=True, scope="session")
+def simulated_threads_take_turns():
+    """Which takes a fifth of the time (support/simulator.py)."""
+    if os.environ.get("NUMBA_ENABLE_CUDASIM") == "1":
+        from support import simulator
+
+        simulator.install()
+
+
 @pytest.fixture
 def lab(request):
     """A backend and the way to move arrays to it and back."""
