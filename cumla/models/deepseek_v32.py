@@ -28,9 +28,10 @@ from ..ops.norm_rope import apply_rope, fused_q_kv_rmsnorm, indexer_knorm_rope_a
 from ..ops.sparse_attention import sparse_mla_decode
 from . import caches
 from .checks import check_indexer_metadata, check_options, check_types, check_v32_step
+from .config_checks import check_fixed, check_numbers, numbers_of, rope_of
 from .hidden_states import attend
 from .products import compute_type, flat, multiply, multiply_groups, stacked
-from .rope import cos_sin_table, mscale
+from .rope import checked_scaling, cos_sin_table, mscale
 from .scratch import Scratch
 from .selection import Indexer
 from .weights import V32_ATTENTION, LayerWeights, place_of, plain
@@ -38,6 +39,7 @@ from .weights import V32_ATTENTION, LayerWeights, place_of, plain
 FLOAT32 = np.dtype(np.float32)
 LATENT, ROPE = 512, 64
 LAYER_NORM_EPS = 1e-6  # of the indexer's keys
+LATENT_NORM_EPS = 1e-6  # of the latent norms, whatever rms_norm_eps says: so are the authors' code and transformers
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class DeepseekV32Config:
     """Sizes and numbers of the attention layers of a model, named as in transformers' configuration.
 
     rope_scaling  None, or YaRN's numbers
+    rms_norm_eps  of the norms around the layers; those within have 1e-6
     """
 
     hidden_size: int
@@ -61,21 +64,22 @@ class DeepseekV32Config:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> DeepseekV32Config:
-        """Of a config.json. Raises ValueError for sizes that the caches do not have."""
-        for name, expected in (("kv_lora_rank", LATENT), ("qk_rope_head_dim", ROPE), ("index_head_dim", 128)):
-            if config.get(name, expected) != expected:
-                raise ValueError(f"{name}: got {config[name]}, expected {expected}")
-        numbers = {name: config[name] for name in set(cls.__dataclass_fields__) - {"rope_scaling"} if name in config}
-        rope = config.get("rope_parameters") or config.get("rope_scaling")
+        """Of a config.json. Raises ValueError for what is missing, and for sizes and biases that cumla lacks."""
+        check_fixed(config, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, index_head_dim=128, attention_bias=False)
+        numbers = numbers_of(cls, config, besides=("rope_scaling",))
+        rope = rope_of(config)
         if rope and "rope_theta" in rope:
             numbers["rope_theta"] = rope["rope_theta"]
         return cls(**numbers, rope_scaling=rope)
 
+    def __post_init__(self) -> None:
+        check_numbers(self)
+
     @property
     def softmax_scale(self) -> float:
         scale = float((self.qk_nope_head_dim + ROPE) ** -0.5)
-        scaling = self.rope_scaling or {}
-        if scaling.get("rope_type", scaling.get("type", "default")) == "yarn" and scaling.get("mscale_all_dim"):
+        scaling = checked_scaling(self.rope_scaling)
+        if scaling is not None and scaling.get("mscale_all_dim"):
             scale *= mscale(scaling["factor"], scaling["mscale_all_dim"]) ** 2
         return scale
 
@@ -253,7 +257,7 @@ class V32Step:
             qr, kv = low[:, :rank], low[:, rank:]
             kv_c = kv[:, :LATENT]
             fused_q_kv_rmsnorm(
-                qr, kv_c, layer.q_a_norm, layer.kv_a_norm, config.rms_norm_eps, out=(qr, kv_c), backend=backend
+                qr, kv_c, layer.q_a_norm, layer.kv_a_norm, LATENT_NORM_EPS, out=(qr, kv_c), backend=backend
             )
             projected = self.array("projected_q", (tokens, heads, nope + ROPE))
             multiply(qr, layer.q_b, flat(projected), backend)

@@ -8,7 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from ..dispatch.values import check_choice, check_kind, finite
+
 FLOAT32 = np.float32
+REQUIRED = ("factor", "original_max_position_embeddings")
+POSITIVE = (*REQUIRED, "beta_fast", "beta_slow")
+FINITE = ("attention_factor", "mscale", "mscale_all_dim")
 
 
 def cos_sin_table(dim: int, theta: float, max_position: int, scaling: Mapping[str, Any] | None = None) -> np.ndarray:
@@ -16,23 +21,44 @@ def cos_sin_table(dim: int, theta: float, max_position: int, scaling: Mapping[st
 
     theta    base of the frequencies
     scaling  None, or YaRN's numbers: factor, original_max_position_embeddings, beta_fast (32), beta_slow (1),
-             attention_factor (of cosines and sines; from mscale and mscale_all_dim, or else from factor)
+             attention_factor (of cosines and sines; from mscale and mscale_all_dim, or else from factor), truncate
+             (True: the pairs between which the ramp lies are rounded); one that is None counts as absent
 
     Raises ValueError for a kind of scaling other than YaRN.
     """
+    scaling = checked_scaling(scaling)
     wavelengths = FLOAT32(theta) ** (np.arange(0, dim, 2, dtype=FLOAT32) / FLOAT32(dim))
     frequencies = FLOAT32(1) / wavelengths
     scale = 1.0
-    kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
-    if scaling is not None and kind != "default":
-        if kind != "yarn":
-            raise ValueError(f"rope_type: got {kind!r}, expected 'default' or 'yarn'")
+    if scaling is not None:
         stretched = FLOAT32(1) / (FLOAT32(scaling["factor"]) * wavelengths)
         kept = FLOAT32(1) - _ramp(dim, theta, scaling)
         frequencies = stretched * (FLOAT32(1) - kept) + frequencies * kept
         scale = attention_factor(scaling)
     angles = np.arange(max_position, dtype=FLOAT32)[:, None] * frequencies
     return np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * FLOAT32(scale)
+
+
+def checked_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """YaRN's numbers that are given; None for plain RoPE.
+
+    Raises TypeError or ValueError for another kind of scaling, and for a number that is missing or none.
+    """
+    if scaling is None:
+        return None
+    check_kind(Mapping, rope_scaling=scaling)
+    given = {name: value for name, value in scaling.items() if value is not None}
+    kind = given.get("rope_type", given.get("type", "default"))
+    check_choice(("default", "yarn"), rope_type=kind)
+    if kind == "default":
+        return None
+    for name in REQUIRED:
+        if name not in given:
+            raise ValueError(f"rope_scaling: got {sorted(given)}, expected {name} among YaRN's numbers")
+    for name in given.keys() & {*POSITIVE, *FINITE}:
+        if finite(f"rope_scaling.{name}", given[name]) <= 0 and name in POSITIVE:
+            raise ValueError(f"rope_scaling.{name}: got {given[name]}, expected more than 0")
+    return given
 
 
 def _ramp(dim: int, theta: float, scaling: Mapping[str, Any]) -> np.ndarray:
@@ -42,9 +68,11 @@ def _ramp(dim: int, theta: float, scaling: Mapping[str, Any]) -> np.ndarray:
     def pair_that_turns(times: float) -> float:
         return dim * math.log(original / (times * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = max(math.floor(pair_that_turns(scaling.get("beta_fast", 32.0))), 0)
-    high = min(math.ceil(pair_that_turns(scaling.get("beta_slow", 1.0))), dim - 1)
-    width = high - low if high > low else 0.001
+    low, high = pair_that_turns(scaling.get("beta_fast", 32.0)), pair_that_turns(scaling.get("beta_slow", 1.0))
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = high - low if high != low else 0.001
     return np.clip((np.arange(dim // 2, dtype=FLOAT32) - FLOAT32(low)) / FLOAT32(width), 0, 1)
 
 
