@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import dlpack
+from ..dispatch.call import SLOTS
 from ..dispatch.values import check_flags, check_integers, plain, plain_integers
 
 PADDING_SLOT = -1
@@ -79,9 +80,39 @@ def host_array(name: str, value: Any) -> np.ndarray:
     return native
 
 
+def host_integers(name: str, value: Any) -> np.ndarray:
+    """A `_cpu` array [N] of int32 or int64, which small and unsigned integers become: their differences would wrap.
+
+    Raises TypeError for what are no integers, ValueError for another shape and as `host_array`.
+    """
+    array = host_array(name, value)
+    if array.dtype in SLOTS and array.ndim == 1:
+        return array
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name}: got dtype {array.dtype}, expected integers")
+    if array.ndim != 1:
+        raise ValueError(f"{name}: got shape {array.shape}, expected one axis")
+    return array.astype(np.int64)
+
+
 def first_true(mask: Any) -> int:
     """The first place where `mask` [N] bool is True, or -1. (Its bytes are searched in a third of argmax's time.)"""
     return int(mask.tobytes().find(b"\1"))
+
+
+def check_lengths(starts_name: str, starts: np.ndarray, lens_name: str, seq_lens: np.ndarray) -> None:
+    """Raise ValueError unless starts [R + 1] and seq_lens [R] give each request a query of 0 to all of its tokens."""
+    if len(starts) != len(seq_lens) + 1:
+        raise ValueError(
+            f"{starts_name}, {lens_name}: got shapes {starts.shape} and {seq_lens.shape}, expected [R + 1] and [R]"
+        )
+    query_lens = np.diff(starts)
+    r = first_true((query_lens < 0) | (query_lens > seq_lens))
+    if r >= 0:
+        raise ValueError(
+            f"{lens_name}: request {r} has {seq_lens[r]} tokens and a query of {query_lens[r]}, expected a query of 0 "
+            "to all of them"
+        )
 
 
 class HostLens(NamedTuple):
@@ -94,13 +125,9 @@ class HostLens(NamedTuple):
     @classmethod
     def of(cls, batch: CommonAttentionMetadata) -> HostLens:
         """Read them. Raises ValueError for shapes that are not the batch's."""
-        starts = host_array("query_start_loc_cpu", batch.query_start_loc_cpu)
-        seq_lens = host_array("seq_lens_cpu", batch.seq_lens_cpu)
+        starts = host_integers("query_start_loc_cpu", batch.query_start_loc_cpu)
+        seq_lens = host_integers("seq_lens_cpu", batch.seq_lens_cpu)
         num_reqs = batch.num_reqs
-        if starts.dtype.kind not in "iu" or seq_lens.dtype.kind not in "iu":
-            raise TypeError(
-                f"query_start_loc_cpu, seq_lens_cpu: got dtypes {starts.dtype} and {seq_lens.dtype}, expected integers"
-            )
         if starts.shape != (num_reqs + 1,) or seq_lens.shape != (num_reqs,):
             raise ValueError(
                 f"query_start_loc_cpu, seq_lens_cpu: got shapes {starts.shape} and {seq_lens.shape}, "
@@ -154,7 +181,7 @@ def get_dcp_local_seq_lens(
 ) -> Any:
     """How many tokens of each request one rank holds when the cache is dealt out over ranks.
 
-    seq_lens                     [R] integers
+    seq_lens                     [R] integers, at least 0
     dcp_world_size               ranks
     dcp_rank                     the rank, or None for all of them
     cp_kv_cache_interleave_size  neighbouring tokens that go to the same rank
@@ -164,7 +191,12 @@ def get_dcp_local_seq_lens(
     Source: vLLM get_dcp_local_seq_lens.
     """
     check_integers(1, dcp_world_size=dcp_world_size, cp_kv_cache_interleave_size=cp_kv_cache_interleave_size)
-    lens = dlpack.borrow(seq_lens, "seq_lens")
+    native = dlpack.borrow(seq_lens, "seq_lens")
+    if native.dtype.kind not in "iu":
+        raise TypeError(f"seq_lens: got dtype {native.dtype}, expected integers")
+    if native.ndim != 1:
+        raise ValueError(f"seq_lens: got shape {tuple(native.shape)}, expected [R]")
+    lens = native.astype(np.int64)  # whose differences do not wrap
     ranks: Any = dcp_rank
     if dcp_rank is None:
         ranks = dlpack.namespace_of(lens).arange(dcp_world_size)
@@ -176,5 +208,5 @@ def get_dcp_local_seq_lens(
     interleave = cp_kv_cache_interleave_size
     whole_rounds = lens // interleave // dcp_world_size * interleave
     rest = lens - whole_rounds * dcp_world_size - ranks * interleave
-    local = (whole_rounds + rest.clip(0, interleave)).astype(lens.dtype)
+    local = (whole_rounds + rest.clip(0, interleave)).astype(native.dtype)
     return dlpack.give(local, dlpack.framework_of(seq_lens))

@@ -177,10 +177,14 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
     full_cudagraph_supported: ClassVar[bool] = False
     reorder_batch_threshold: int | None = None
 
-    def __init__(self, config: ServingConfig) -> None:
-        self.config = config
+    def __init__(self, config: ServingConfig, backend: str | None = None) -> None:
+        self.config, self.backend = config, backend
         if self.reorder_batch_threshold is not None:
             self.reorder_batch_threshold += config.num_speculative_tokens
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied or pickled, a builder is one like it that has not built anything: buffers are each builder's own."""
+        return type(self), (self.config, self.backend)
 
     @abc.abstractmethod
     def build(

@@ -11,7 +11,7 @@ from ..arrays import dlpack
 from ..dispatch.call import INT32, Call
 from ..dispatch.values import check_integers, plain_integers
 from ..kernels.types.metadata import IndexerBuffers, IndexerCounts
-from .batch import CommonAttentionMetadata, HostLens, host_array
+from .batch import CommonAttentionMetadata, HostLens, host_integers
 from .builder import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, ServingConfig, ViewCache
 from .indexer_chunks import ChunkBuilder, DeepseekV32IndexerPrefillChunkMetadata, DeepseekV32IndexerPrefillMetadata
 from .validation import check_batch, check_capacity
@@ -140,8 +140,7 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
     natively_supported_next_n: ClassVar[tuple[int, ...]] = (1, 2)
 
     def __init__(self, config: ServingConfig, backend: str | None = None) -> None:
-        super().__init__(config)
-        self.backend = backend
+        super().__init__(config, backend)
         self.num_speculative_tokens = config.num_speculative_tokens
         self.next_n = 1 + config.num_speculative_tokens
         self.use_flattening = self.next_n not in self.natively_supported_next_n
@@ -253,7 +252,8 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
         seq_lens_cpu         [R] int32 in host memory
         block_table          [R, B] int32; its framework and device are those of the chunk
 
-        Returns None where the requests have no row yet. Raises ValueError for more rows than the workspace has.
+        Returns None where the requests have no row yet. Raises TypeError or ValueError for slices of what is not there,
+        lengths that do not fit together and more rows than the workspace has.
         """
         return self._chunks.build_one(
             Call(self.backend, stream), req_slice, query_slice, query_start_loc_cpu, seq_lens_cpu, block_table,
@@ -287,7 +287,9 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
         are flattened into one entry a token, those of padding tokens with length 0; or, if `use_native`, have
         one length for each of next_n tokens, seq_lens [num_decodes, next_n]. No length is below 0.
         """
-        framework = dlpack.framework_of(seq_lens)
+        check_integers(0, num_decodes=num_decodes, num_decode_tokens=num_decode_tokens, max_decode_len=max_decode_len)
+        check_integers(1, next_n=next_n)
+        decode_lens_cpu = host_integers("decode_lens_cpu", decode_lens_cpu)
         call = Call(self.backend)
         lens = call.array("seq_lens", seq_lens, INT32, (num_decodes,))
         table = call.array("block_table", block_table, INT32, (num_decodes, -1))
@@ -300,8 +302,7 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
         with call.kernels("indexer_metadata") as kernels:
             kernels.build_indexer_decode(starts, lens, table, counts, self._fixed_buffers(call, lens))
             self._before = counts
-        views = self._views_of(framework, counts, table, 0)
-        decode_lens_cpu = host_array("decode_lens_cpu", decode_lens_cpu)
+        views = self._views_of(dlpack.framework_of(seq_lens), counts, table, 0)
         shortest = int(np.minimum.reduce(decode_lens_cpu, initial=max_decode_len))
         requires_padding = not counts.flatten and shortest < max_decode_len
         table = views["block_table"] if counts.flatten else block_table

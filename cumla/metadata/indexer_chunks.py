@@ -11,10 +11,11 @@ import numpy as np
 
 from ..arrays import dlpack
 from ..dispatch.call import INT32, Call
-from ..dispatch.values import check_integers, plain_integers
-from .batch import HostLens, host_array
+from ..dispatch.values import check_integers, check_kind, plain_integers, shown
+from .batch import HostLens, check_lengths, host_integers
 from .builder import BatchArrays, ServingConfig, give_view
 
+INT32_MAX = 2**31 - 1
 MOST_PARTS = 256  # views that are kept: to cut them takes longer than to fill them
 
 
@@ -75,13 +76,21 @@ def split_indexer_prefill_chunks(
     Returns (requests, queries) slices, the queries counted within the requests. As many requests go together
     as fit. One that does not fit alone is a chunk nevertheless: its queries are cut until their logits fit,
     but at least one goes at a time. Requests without queries give no chunk of their own.
+    Raises TypeError or ValueError for what are no lengths of the same requests.
     Source: vLLM split_indexer_prefill_chunks.
     """
     check_integers(0, 2**63 - 1, workspace_size=workspace_size, max_logits_bytes=max_logits_bytes)
     check_integers(0, request_offset=request_offset)
-    query_lens = host_array("query_lens_cpu", query_lens_cpu).tolist()
-    seq_lens = host_array("seq_lens_cpu", seq_lens_cpu).tolist()
-    return _split(seq_lens, query_lens, workspace_size, max_logits_bytes, request_offset)
+    query_lens = host_integers("query_lens_cpu", query_lens_cpu)
+    seq_lens = host_integers("seq_lens_cpu", seq_lens_cpu)
+    if len(seq_lens) != len(query_lens):
+        raise ValueError(
+            f"seq_lens_cpu: got {len(seq_lens)} requests, expected {len(query_lens)} as query_lens_cpu has"
+        )
+    for name, lens in (("seq_lens_cpu", seq_lens), ("query_lens_cpu", query_lens)):
+        if lens.min(initial=0) < 0:
+            raise ValueError(f"{name}: got {lens.min()} for request {lens.argmin()}, expected at least 0")
+    return _split(seq_lens.tolist(), query_lens.tolist(), workspace_size, max_logits_bytes, request_offset)
 
 
 def _split(
@@ -116,23 +125,28 @@ def kv_spans_from_batches(start_seq_loc: Any, seq_len_per_batch: Any, device: in
     device             CUDA ordinal to put the results on; None leaves them in host memory
 
     Returns start and end, int32 [N]: query i sees rows start[i] up to and without end[i].
-    Raises ValueError for lengths that do not fit together.
+    Raises ValueError for lengths that do not fit together and for more rows than int32 counts.
     Source: vLLM kv_spans_from_batches, whose results are int64 where there are no queries.
     """
-    starts = host_array("start_seq_loc", start_seq_loc)
-    seq_lens = host_array("seq_len_per_batch", seq_len_per_batch)
-    if starts.ndim != 1 or seq_lens.shape != (len(starts) - 1,):
-        raise ValueError(
-            f"start_seq_loc, seq_len_per_batch: got shapes {starts.shape} and {seq_lens.shape}, "
-            "expected [B + 1] and [B]"
-        )
-    counts = np.diff(starts)
-    row_starts = np.cumsum(seq_lens) - seq_lens
+    starts = host_integers("start_seq_loc", start_seq_loc)
+    seq_lens = host_integers("seq_len_per_batch", seq_len_per_batch)
+    check_lengths("start_seq_loc", starts, "seq_len_per_batch", seq_lens)
+    counts, row_ends = np.diff(starts), np.cumsum(seq_lens, dtype=np.int64)
+    if len(row_ends) and row_ends[-1] > INT32_MAX:
+        raise ValueError(f"seq_len_per_batch: got {row_ends[-1]} rows in all, expected at most {INT32_MAX}")
     queries_after = np.repeat(starts[1:], counts) - np.arange(starts[0], starts[-1])
-    start = np.repeat(row_starts, counts).astype(np.int32)
-    end = (np.repeat(row_starts + seq_lens, counts) - queries_after + 1).astype(np.int32)
+    start = np.repeat(row_ends - seq_lens, counts).astype(np.int32)
+    end = (np.repeat(row_ends, counts) - queries_after + 1).astype(np.int32)
     framework = dlpack.framework_of(start_seq_loc)
     return dlpack.give(_put(start, device), framework), dlpack.give(_put(end, device), framework)
+
+
+def check_part(name: str, part: Any, count: int) -> None:
+    """Raise TypeError or ValueError for what is no slice of neighbours among `count`."""
+    check_kind(slice, **{name: part})
+    check_integers(0, count, **{f"{name}.start": part.start, f"{name}.stop": part.stop})
+    if part.start > part.stop or part.step not in (None, 1):
+        raise ValueError(f"{name}: got {shown(part)}, expected slice(start, stop) with start <= stop")
 
 
 def _put(array: np.ndarray, device: int | None) -> Any:
@@ -242,13 +256,19 @@ class ChunkBuilder:
         skip_kv_gather: bool,
     ) -> DeepseekV32IndexerPrefillChunkMetadata | None:
         """One chunk in arrays of its own, from host numbers alone."""
-        starts = host_array("query_start_loc_cpu", query_start_loc_cpu)[requests.start : requests.stop + 1]
-        seq_lens = host_array("seq_lens_cpu", seq_lens_cpu)[requests]
+        starts = host_integers("query_start_loc_cpu", query_start_loc_cpu)
+        seq_lens = host_integers("seq_lens_cpu", seq_lens_cpu)
+        check_part("req_slice", requests, len(seq_lens))
+        starts, seq_lens = starts[requests.start : requests.stop + 1], seq_lens[requests]
+        check_lengths("query_start_loc_cpu", starts, "seq_lens_cpu", seq_lens)
+        check_part("query_slice", queries, int(starts[-1] - starts[0]))
         rows = seq_lens // self.compress_ratio
         total_rows = int(rows.sum())
         if total_rows > self.workspace_rows:
             raise self._too_many(total_rows, requests)
         table = call.array("block_table", block_table, INT32, (-1, -1))
+        if len(table) < requests.stop:
+            raise ValueError(f"block_table: got {len(table)} rows, expected at least {requests.stop}, one a request")
         if not total_rows:
             return None
         xp, num_tokens = dlpack.namespace_of(table), int(starts[-1] - starts[0])

@@ -12,6 +12,7 @@ Source: vLLM vllm.attention.backends.mla.common.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from ..arrays import dlpack, streams
 from ..dispatch.call import INT32, SLOTS, Call
-from ..dispatch.values import check_integers
+from ..dispatch.values import check_flags, check_integers, shown
 from ..layout import MLA_BF16
 from ..ops.advance import advance_step
 
@@ -81,6 +82,9 @@ class MLACommonMetadata:
     def __post_init__(self) -> None:
         if self.head_dim is not None:
             check_head_size("head_dim", self.head_dim)
+
+    def __copy__(self) -> MLACommonMetadata:
+        return dataclasses.replace(self)  # with views of its own
 
     @property
     def prefill_metadata(self) -> MLACommonMetadata | None:
@@ -166,8 +170,14 @@ class MLACommonMetadata:
         as in a captured graph's metadata.
         Raises ValueError, before anything is written, for metadata that is no decode step of `num_seqs`.
         """
+        check_integers(0, num_seqs=num_seqs, num_queries=num_queries)
+        check_flags(turn_prefills_into_decodes=turn_prefills_into_decodes)
+        num_seqs, num_queries = int(num_seqs), int(num_queries)
         if num_seqs < num_queries:
             raise ValueError(f"num_seqs: got {num_seqs}, expected at least num_queries = {num_queries}")
+        for name in ("input_tokens", "input_positions"):
+            if not hasattr(model_input, name):
+                raise TypeError(f"model_input: got {shown(model_input)}, expected an object with {name}")
         num_decodes = self.num_decodes + self.num_prefills if turn_prefills_into_decodes else self.num_decodes
         if not turn_prefills_into_decodes and (self.num_prefills or self.max_query_len != 1):
             raise ValueError(

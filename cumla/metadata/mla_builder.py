@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import dlpack, streams
 from ..dispatch.call import Call
-from ..dispatch.values import check_flags, check_integers, plain, shown
+from ..dispatch.values import check_flags, check_integers, check_kind, plain, shown
 from ..layout import MLA_BF16
 from .batch import CommonAttentionMetadata, HostLens
 from .builder import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, ServingConfig
@@ -95,8 +95,8 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
     reorder_batch_threshold = 1
 
     def __init__(self, config: MLAConfig, backend: str | None = None) -> None:
-        super().__init__(config)
-        self.mla_config, self.backend = config, backend
+        super().__init__(config, backend)
+        self.mla_config = config
         self.block_size = self.page_size = config.block_size
         self.sliding_window = config.sliding_window
         self.chunked_prefill_enabled = config.chunked_prefill_enabled
@@ -110,6 +110,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
 
     def add_seq_group(self, group: SequenceGroup) -> None:
         """Add a sequence group, in the engine's order."""
+        check_kind(SequenceGroup, group=group)
         self._groups.append(group)
 
     def build_groups(
@@ -122,6 +123,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
                              size; -1 outside of a graph
         """
         config = self.mla_config
+        check_integers(-1, cuda_graph_pad_size=cuda_graph_pad_size)
         grouped = batch_of_groups(self._groups, config.block_size, config.sliding_window, max(cuda_graph_pad_size, 0))
         framework, native = dlpack.framework_of(like), dlpack.borrow(like, "like")
         with streams.callers(native, framework, stream):

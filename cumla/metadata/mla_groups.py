@@ -14,7 +14,10 @@ from typing import Any
 import numpy as np
 
 from ..arrays import dlpack
+from ..dispatch.values import check_flags, check_integers, shown
 from .batch import PADDING_SLOT, CommonAttentionMetadata
+
+INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,19 @@ class SequenceGroup:
     curr_sliding_window_blocks: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
+        check_flags(is_prompt=self.is_prompt)
         for name in ("orig_seq_lens", "query_lens", "context_lens", "seq_lens", "curr_sliding_window_blocks"):
             values = getattr(self, name)
-            if values is not None and len(values) != len(self.seq_ids):
+            if values is None and name in ("seq_lens", "curr_sliding_window_blocks"):
+                continue
+            if not isinstance(values, (Sequence, np.ndarray)):
+                raise TypeError(f"{name}: got {shown(values)}, expected a sequence of integers")
+            if len(values) != len(self.seq_ids):
                 raise ValueError(f"{name}: got {len(values)} entries, expected {len(self.seq_ids)}, one a sequence")
+            for value in values:
+                check_integers(0, **{name: value})
         for i, seq_id in enumerate(self.seq_ids):
-            got, expected = self.query_lens[i], self.orig_seq_lens[i] - self.context_lens[i]
+            got, expected = int(self.query_lens[i]), int(self.orig_seq_lens[i]) - int(self.context_lens[i])
             if got != expected:
                 raise ValueError(
                     f"query_lens: got {got} for sequence {seq_id}, expected {expected}: its length without its context"
@@ -109,15 +119,17 @@ def batch_of_groups(
     is_prompt, query_lens, seq_lens, tables, slots = [], [], [], [], []
     for group in groups:
         for i, seq_id in enumerate(group.seq_ids):
-            blocks = None if group.block_tables is None else np.asarray(group.block_tables[seq_id], np.int32)
-            length, context, query = group.orig_seq_lens[i], group.context_lens[i], group.query_lens[i]
+            blocks = None if group.block_tables is None else blocks_of(group.block_tables[seq_id])
+            length, context, query = (
+                int(lens[i]) for lens in (group.orig_seq_lens, group.context_lens, group.query_lens)
+            )
             window = sliding_window if group.is_prompt else None
             slots.append(slots_of(blocks, context, length, block_size, window))
-            kept = group.curr_sliding_window_blocks[i] if group.curr_sliding_window_blocks else 0
+            kept = 0 if group.curr_sliding_window_blocks is None else int(group.curr_sliding_window_blocks[i])
             tables.append(np.empty(0, np.int32) if blocks is None else blocks[-kept:])
             is_prompt.append(group.is_prompt)
             query_lens.append(query)
-            seq_lens.append(group.seq_lens[i] if group.seq_lens else length)
+            seq_lens.append(length if group.seq_lens is None else int(group.seq_lens[i]))
 
     order = np.argsort(np.array(is_prompt, np.bool_), kind="stable")
     first_token = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int64)
@@ -134,6 +146,16 @@ def batch_of_groups(
         token_order=np.concatenate([nothing, *tokens]),
         request_order=order,
     )
+
+
+def blocks_of(given: Any) -> np.ndarray:
+    """A sequence's blocks. Raises TypeError for what are no integers, ValueError for what int32 does not hold."""
+    blocks = np.asarray(given)
+    if blocks.size and blocks.dtype.kind not in "iu":
+        raise TypeError(f"block_tables: got {shown(given)}, expected integers")
+    if blocks.ndim != 1 or (blocks.size and not -INT32_MAX - 1 <= blocks.min() <= blocks.max() <= INT32_MAX):
+        raise ValueError(f"block_tables: got {shown(given)}, expected a list of blocks within int32")
+    return blocks.astype(np.int32)
 
 
 def slots_of(

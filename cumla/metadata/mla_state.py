@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from ..arrays import dlpack, streams
+from ..dispatch.call import INT32, SLOTS, Call, Shape
+from ..dispatch.values import check_integers, check_kind
 from ..ops.blocks import copy_blocks, swap_blocks
 from .batch import PADDING_SLOT
 from .mla import SUPPORTED_HEAD_SIZES, MLACommonMetadata, check_head_size
 from .mla_builder import MLACommonMetadataBuilder, MLAConfig
 
+# What a captured graph reads: dtypes and shape of its array, and what requests have that only pad its batch.
+GRAPH_INPUTS: dict[str, tuple[tuple[np.dtype[Any], ...], Shape, int]] = {
+    "slot_mapping": (SLOTS, (-1,), PADDING_SLOT),
+    "seq_lens_tensor": (INT32, ("batch_size",), 0),
+    "block_tables": (INT32, ("batch_size", -1), 0),
+}
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 
 
@@ -44,6 +52,7 @@ class MLACommonState:
         They start as batches of padding: slot -1, one token in block 0. Metadata and input buffers taken inside
         keep them alive afterwards.
         """
+        check_integers(1, max_batch_size=max_batch_size)
         config = self.config
         framework, native = dlpack.framework_of(like), dlpack.borrow(like, "like")
         columns = -(-config.max_model_len // config.block_size)
@@ -116,16 +125,23 @@ class MLACommonState:
         Raises ValueError, before anything is written, for a batch that is larger.
         """
         _refuse_encoder(is_encoder_decoder_model)
+        check_kind(MLACommonMetadata, attn_metadata=attn_metadata)
+        check_kind(Mapping, input_buffers=input_buffers)
         decodes = attn_metadata.decode_metadata
         if decodes is None or attn_metadata.num_prefills:
             raise ValueError(f"attn_metadata: got {attn_metadata.num_prefills} prefills, expected decodes alone")
-        framework = dlpack.framework_of(input_buffers["seq_lens_tensor"])
+        missing = [name for name in GRAPH_INPUTS if name not in input_buffers]
+        if missing:
+            raise ValueError(f"input_buffers: got none named {missing[0]}, expected those of get_graph_input_buffers")
+        framework, call = dlpack.framework_of(input_buffers["seq_lens_tensor"]), Call()
         copies = []
-        for name, rest in (("slot_mapping", PADDING_SLOT), ("seq_lens_tensor", 0), ("block_tables", 0)):
-            target = dlpack.borrow(input_buffers[name], name, writable=True)
-            source = dlpack.borrow(getattr(decodes, name), name)
+        for name, (dtypes, shape, rest) in GRAPH_INPUTS.items():
+            target = call.array(f"input_buffers[{name!r}]", input_buffers[name], dtypes, shape, writable=True)
+            source = call.borrow(name, getattr(decodes, name))
             if len(source) > len(target):
                 raise ValueError(f"{name}: got {len(source)} requests, expected at most the graph's {len(target)}")
+            if source.ndim != target.ndim or source.dtype.kind not in "iu":
+                raise ValueError(f"{name}: got {source.dtype} of shape {source.shape}, expected it as the graph's is")
             copies.append((target, source, rest))
         with streams.callers(copies[0][0], framework, stream):
             for target, source, rest in copies:
@@ -155,6 +171,7 @@ class MLACommonState:
     def _check_capturing(self, batch_size: int) -> None:
         if self._graph_slot_mapping is None:
             raise ValueError("graph_capture: not entered, expected to be inside of it")
+        check_integers(0, batch_size=batch_size)
         if batch_size > len(self._graph_slot_mapping):
             raise ValueError(f"batch_size: got {batch_size}, expected at most {len(self._graph_slot_mapping)}")
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..arrays import dlpack
 from ..dispatch.call import INT32, Call
+from ..dispatch.values import check_choice, check_integers, check_optional_size
 from ..kernels.types.metadata import C128A_RATIO, BatchCounts, SwaBuffers
 from ..kernels.types.plan import DecodePlan, Workspace
 from .batch import CommonAttentionMetadata, HostLens
@@ -75,7 +76,8 @@ class DeepseekSparseSWAMetadata:
 
     def decode_plan(self, compress_ratio: int) -> DecodePlan | None:
         """What the decodes of the layers with this ratio share; None if the config has no such layers."""
-        plan: DecodePlan | None = getattr(self, f"tile_sched_{LAYER_TYPES[compress_ratio]}")
+        check_choice((0, *LAYER_TYPES), compress_ratio=compress_ratio)
+        plan: DecodePlan | None = getattr(self, f"tile_sched_{LAYER_TYPES[max(compress_ratio, 1)]}")
         return plan
 
     def get_prefill_chunk_plan(
@@ -90,6 +92,8 @@ class DeepseekSparseSWAMetadata:
         requests go together as `prefill_chunk_size` requests of the longest kind would need room for;
         one that is larger alone is a chunk of its own.
         """
+        check_integers(0, compress_ratio=compress_ratio)
+        check_optional_size(prefill_chunk_size=prefill_chunk_size)
         size = prefill_chunk_size or self.config.prefill_chunk_size
         if (compress_ratio, size) not in self._plans:
             self._plans[compress_ratio, size] = self._plan(compress_ratio, size) if self.num_prefills else []
@@ -131,8 +135,7 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
     reorder_batch_threshold = 1
 
     def __init__(self, config: ServingConfig, backend: str | None = None) -> None:
-        super().__init__(config)
-        self.backend = backend
+        super().__init__(config, backend)
         self.num_speculative_tokens = config.num_speculative_tokens
         self.decode_threshold = config.decode_threshold
         self.window_size, self.block_size = config.window_size, config.block_size
@@ -238,6 +241,7 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
         share memory that stays where it is. None for types that the model does not have, and where there are no
         decodes.
         """
+        check_integers(0, num_decode_tokens=num_decode_tokens)
         plans: dict[str, DecodePlan | None] = dict.fromkeys(LAYER_TYPES.values())
         if num_decode_tokens:
             plans |= {name: DecodePlan(workspace) for name, workspace in self._workspaces.items()}

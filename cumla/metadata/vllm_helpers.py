@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays import dlpack
 from ..dispatch.values import check_integers, plain_integers, shown
-from .batch import host_array
+from .batch import check_lengths, host_integers
 
 
 def reorder_batch_to_split_decodes_and_prefills(
@@ -56,23 +56,13 @@ def make_local_attention_virtual_batches(
         raise ValueError(
             f"block_size: got {block_size}, expected a positive divisor of attn_chunk_size = {attn_chunk_size}"
         )
-    starts = host_array("query_start_loc_np", query_start_loc_np)
-    seq_lens = host_array("seq_lens_np", seq_lens_np)
+    starts = host_integers("query_start_loc_np", query_start_loc_np)
+    seq_lens = host_integers("seq_lens_np", seq_lens_np)
+    check_lengths("query_start_loc_np", starts, "seq_lens_np", seq_lens)
     table = dlpack.borrow(block_table, "block_table")
-    if starts.ndim != 1 or seq_lens.shape != (len(starts) - 1,):
-        raise ValueError(
-            f"query_start_loc_np, seq_lens_np: got shapes {starts.shape} and {seq_lens.shape}, expected [R + 1] and [R]"
-        )
     if table.ndim != 2 or len(table) < len(seq_lens):
         raise ValueError(f"block_table: got shape {tuple(table.shape)}, expected a row for each of {len(seq_lens)}")
     query_lens = np.diff(starts)
-    wrong = (query_lens < 0) | (query_lens > seq_lens)
-    if wrong.any():
-        r = int(wrong.argmax())
-        raise ValueError(
-            f"seq_lens_np: request {r} has {seq_lens[r]} tokens and a query of {query_lens[r]}, expected a query of 0 "
-            "to all of them"
-        )
     first_chunk = (seq_lens - query_lens) // attn_chunk_size
     last_chunk = (seq_lens - 1) // attn_chunk_size
     num_chunks = np.where(query_lens > 0, last_chunk - first_chunk + 1, 0)

@@ -1,6 +1,8 @@
 """What all builders share: order, CUDA graph support, thresholds, frameworks."""
 
+import copy
 import dataclasses
+import pickle
 import sys
 import types
 
@@ -13,6 +15,8 @@ from cumla.metadata import (
     AttentionMetadataBuilder,
     DeepseekSparseSWAMetadataBuilder,
     DeepseekV32IndexerMetadataBuilder,
+    MLACommonMetadataBuilder,
+    MLAConfig,
     ServingConfig,
 )
 from metadata.batches import BLOCK, make_batch
@@ -152,3 +156,21 @@ def test_frameworks(builder, framework):
     if framework == "jax":  # whose arrays never change
         for path, value, expected in frozen:
             np.testing.assert_array_equal(np.asarray(value), expected, err_msg=path)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("builder", [*BUILDERS, MLACommonMetadataBuilder])
+def test_a_copied_builder_has_buffers_of_its_own(builder, copied):
+    config = MLAConfig(**vars(CONFIG)) if builder is MLACommonMetadataBuilder else CONFIG
+    first = builder(config, "reference")
+    for built in (first, copied(first)):  # before and after the first build
+        before = built.build(0, make_batch(HOST, [9, 30], [1, 5]))
+        other = copied(built)
+        assert (type(other), other.config, other.backend) == (builder, config, "reference")
+        got, want = (b.build(0, make_batch(HOST, [9, 30], [1, 1])) for b in (other, builder(config, "reference")))
+        for name, value in vars(want).items():
+            if isinstance(value, np.ndarray):
+                np.testing.assert_array_equal(getattr(got, name), value, err_msg=name)
+        if builder is DeepseekSparseSWAMetadataBuilder:
+            assert not np.shares_memory(got.decode_swa_indices, before.decode_swa_indices)
+            assert before.decode_swa_lens.tolist() == [8]

@@ -144,7 +144,7 @@ def test_integers_of_numpy():
 
 @pytest.mark.parametrize("builder", BUILDERS)
 def test_no_array(builder):
-    with pytest.raises(TypeError, match="seq_lens_cpu: got dtypes int32 and float64, expected integers"):
+    with pytest.raises(TypeError, match="seq_lens_cpu: got dtype float64, expected integers"):
         builder(CONFIG, backend="reference").build(0, batch(seq_lens_cpu=np.array([20.0, 1.0, 30.0])))
     with pytest.raises(TypeError, match="slot_mapping: got list, expected an array"):
         builder(CONFIG, backend="reference").build(0, batch(slot_mapping=[1] * 8))
