@@ -323,7 +323,7 @@ def program(*arguments, **options):
     code = "import sys; from cumla_command import main; sys.exit(main())"
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output="stdout" not in options, check=False, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120, **options,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=200, **options,
     )  # fmt: skip
 
 
