@@ -52,11 +52,12 @@ class DenseInputs:
 class DenseLayer:
     """One dense layer.
 
-    cache       [num_blocks * 4, 64, 576] bfloat16, or uint8: e4m3 of value / FP8_SCALE
-    reads_back  whether prefills attend to their new rows as the cache has them
+    cache          [num_blocks * 4, 64, 576] bfloat16, or uint8: e4m3 of value / FP8_SCALE
+    reads_back     whether prefills attend to their new rows as the cache has them
+    attends_alike  whether tokens of prompts go the way of decodes
     """
 
-    reads_back = False
+    reads_back = attends_alike = False
 
     def __init__(self, index: int, name: str, options: ReplayOptions) -> None:
         self.name, self.index, self.heads = name, index, options.heads

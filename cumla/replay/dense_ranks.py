@@ -22,7 +22,7 @@ from .verify import ROUNDED_PARTS
 class RankDenseLayer(DenseLayer):
     """One dense layer of one rank, with its share of the latent rows."""
 
-    reads_back = True
+    reads_back = attends_alike = True
 
     def __init__(self, index: int, name: str, options: ReplayOptions, comm: Communicator) -> None:
         super().__init__(index, name, options)

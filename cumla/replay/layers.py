@@ -39,7 +39,10 @@ class Layer:
     swa_cache         uint8 [num_blocks * 4, 64, 584]
     compressed_cache  uint8 [num_blocks, 64 or 2, 584]; None for a window-only layer
     indexer           what selects compressed rows, with its cache of their keys; None but at ratio 4
+    attends_alike     whether tokens of prompts go the way of decodes
     """
+
+    attends_alike = False
 
     def __init__(self, index: int, name: str, options: ReplayOptions) -> None:
         self.name, self.index, self.ratio, self.topk = name, index, LAYER_RATIOS[name], options.topk

@@ -131,7 +131,8 @@ def _throughput(summary: dict[str, Any]) -> Table:
     table = _new_table(
         f"Throughput: {totals['requests']} requests in {totals['steps']} steps, {totals['wall_seconds']:.1f} s",
         "", "tokens", f"tokens/s in attention of {_counted(layers, 'layer')}", "tokens/s of the run",
-        caption="Attention is metadata and the ops above the line in the table of ops; what is below runs, too.",
+        caption="Attention is metadata and the ops above the line in the table of ops; what is below runs, too. Time "
+        "that serves both kinds is split by tokens.",
     )  # fmt: skip
     for kind in ("prefill", "decode"):
         numbers = totals[kind]

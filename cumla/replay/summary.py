@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import asdict
 from typing import Any
 
@@ -35,7 +35,7 @@ def summarize(engine: Engine, records: Sequence[StepRecord], wall_seconds: float
             "steps": len(records),
             "requests": len(sequences),
             "requests_that_waited": sum(sequence.waited for sequence in sequences),
-            **_throughput(records, wall_seconds),
+            **_throughput(records, wall_seconds, {layer.name for layer in engine.layers if layer.attends_alike}),
         },
         "latency": _latency(engine, records),
         "ops": _by_op(records),
@@ -83,8 +83,8 @@ def op_seconds(record: StepRecord, ops: Iterable[str]) -> float:
     return sum(seconds for (_, op), seconds in record.seconds.items() if op in ops)
 
 
-def _throughput(records: Sequence[StepRecord], wall_seconds: float) -> dict[str, Any]:
-    """Tokens a second. Insert, map and metadata serve both kinds: their time is split by tokens."""
+def _throughput(records: Sequence[StepRecord], wall_seconds: float, alike: Set[str]) -> dict[str, Any]:
+    """Tokens a second. What serves both kinds is split by tokens: insert, map, metadata, and all of layers `alike`."""
     result = {}
     for kind, own_ops in (("prefill", PREFILL_OPS), ("decode", DECODE_OPS)):
         tokens, seconds = 0, 0.0
@@ -92,7 +92,11 @@ def _throughput(records: Sequence[StepRecord], wall_seconds: float) -> dict[str,
             mine = record.prefill_tokens if kind == "prefill" else record.decode_tokens
             share = mine / (record.prefill_tokens + record.decode_tokens)
             tokens += mine
-            seconds += op_seconds(record, own_ops) + share * op_seconds(record, (*SHARED_OPS, "metadata"))
+            for (layer, op), time in record.seconds.items():
+                if op in SHARED_OPS or op == "metadata" or (layer in alike and op in ATTENTION_OPS):
+                    seconds += share * time
+                elif op in own_ops:
+                    seconds += time
         result[kind] = {
             "tokens": tokens,
             "seconds": seconds,

@@ -61,6 +61,7 @@ class WholeLayer:
     def __init__(self, index: int, name: str, options: ReplayOptions, longest: int, rank: int = 0) -> None:
         self.index, self.name, self.xp = index, name, array_module(options.backend)
         self.model = V32 if name == V32 else "v4"
+        self.attends_alike = name == V32  # tokens of prompts and decodes
         self.seed = options.seed
         made = made_layer(index, name, options.heads, options.topk, options.seed, options.backend, rank)
         self.attention, self.hidden_size = made, made.config.hidden_size

@@ -10,7 +10,7 @@ from cumla.parallel import RankError
 from cumla.replay.engine import Engine
 from cumla.replay.options import ReplayOptions
 from cumla.replay.ranks import deal, run_on_ranks
-from cumla.replay.summary import summarize, summarize_ranks
+from cumla.replay.summary import ATTENTION_OPS, summarize, summarize_ranks
 from cumla.replay.trace import TraceRequest
 from support.lab import to_float
 
@@ -72,6 +72,31 @@ def test_dense_layers(cache):
         assert 2 * rank["cache_bytes"] == rank["bytes_on_one"]
         assert rank["sent_bytes"] > 0
     assert samples > len(records)
+
+
+@pytest.mark.parametrize(("layer", "size"), [("swa", 1), ("mla", 1), ("mla", 2), ("v32", 1)])
+def test_time_is_that_of_the_tokens_it_was_spent_on(layer, size):
+    """Of a prompt alone no time is the decodes', whichever way its tokens go; and no time is lost."""
+    options = replace(OPTIONS, ranks=size, layers=(layer,))
+    requests = [TraceRequest(0.0, 70, 1, (0,)), TraceRequest(5000.0, 30, 9, (1,))]
+    runs = [steps_of(options, requests[:1]), steps_of(options, requests)]
+    alone, both = (summarize(engine, records, 1.0) for engine, records in runs)
+    assert alone["totals"]["decode"]["seconds"] == 0 < alone["totals"]["prefill"]["seconds"]
+    for summary, tokens in ((alone, (70, 0)), (both, (100, 8))):
+        totals = [summary["totals"][kind] for kind in ("prefill", "decode")]
+        assert tuple(total["tokens"] for total in totals) == tokens
+        spent = sum(op["seconds"] for op in summary["ops"] if op["op"] in (*ATTENTION_OPS, "metadata"))
+        assert sum(total["seconds"] for total in totals) == pytest.approx(spent)
+
+
+def steps_of(options, requests):
+    """The engine and the steps of the first rank."""
+
+    def on(comm=None):
+        engine = Engine(options, requests, False, comm)
+        return engine, list(engine.steps())
+
+    return on() if options.ranks == 1 else run_on_ranks(options, on)[0]
 
 
 def dense_steps(options, comm):
