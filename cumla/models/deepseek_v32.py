@@ -34,7 +34,7 @@ from .products import compute_type, flat, multiply, multiply_groups, stacked
 from .rope import checked_scaling, cos_sin_table, mscale
 from .scratch import Scratch
 from .selection import Indexer
-from .weights import V32_ATTENTION, LayerWeights, place_of, plain
+from .weights import V32_ATTENTION, LayerWeights, WeightReader, place_of
 
 FLOAT32 = np.dtype(np.float32)
 LATENT, ROPE = 512, 64
@@ -164,7 +164,9 @@ class DeepseekV32Attention:
         self.config, self.layer, self.backend = config, layer, backend
         self.layouts, self.scratch = caches.formats(cache_format), scratch or Scratch()
         self.cache_dtype = "fp8_ds_mla" if cache_format == "fp8" else "auto"
-        self._load(weights)
+        read = WeightReader(weights)
+        self._load(read)
+        read.check_all_read()
         self.cos_sin = self.xp.asarray(
             cos_sin_table(ROPE, config.rope_theta, max_position or config.max_position_embeddings, config.rope_scaling)
         )
@@ -172,15 +174,9 @@ class DeepseekV32Attention:
             config.index_n_heads, config.index_topk, self.layouts.indexer, True, self.scratch, backend
         )
 
-    def _load(self, weights: Mapping[str, Any]) -> None:
+    def _load(self, get: WeightReader) -> None:
         config, xp = self.config, self.xp
         dtype = compute_type(self.activations, xp)
-
-        def get(name: str, *shape: int) -> Any:
-            array = plain(weights[name], name, dlpack.borrow)
-            if array.shape != shape:
-                raise ValueError(f"{name}: got shape {tuple(array.shape)}, expected {list(shape)}")
-            return array
 
         def vector(name: str, size: int) -> Any:
             return xp.asarray(get(name, size)).astype(FLOAT32)

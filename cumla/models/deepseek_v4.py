@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import dlpack
 from ..arrays.streams import InOrder
 from ..dispatch.backends import choose
 from ..dispatch.values import check_kind
@@ -33,7 +32,7 @@ from .scratch import Scratch
 from .selection import Indexer
 from .step import STATE_BLOCK_SIZES, DeepseekV4StepMetadata
 from .v4_config import HEAD_DIM, DeepseekV4Config
-from .weights import V4_ATTENTION, LayerWeights, place_of, plain
+from .weights import V4_ATTENTION, LayerWeights, WeightReader, place_of
 
 __all__ = ["DeepseekV4Attention", "DeepseekV4Caches", "DeepseekV4Config"]
 
@@ -132,7 +131,9 @@ class DeepseekV4Attention:
         self.config, self.layer, self.backend = config, layer, backend
         self.ratio, self.layouts = config.compress_ratios[layer], caches.formats(cache_format)
         self.scratch = scratch or Scratch()
-        self._load(weights)
+        read = WeightReader(weights)
+        self._load(read)
+        read.check_all_read()
         table = config.cos_sin_table(self.ratio, max_position or config.max_position_embeddings)
         self.cos_sin = self.xp.asarray(table)
         self.attention = SparseMLALayer(self.ratio, config.index_topk, self.sinks, layout=self.layouts.v4)
@@ -140,15 +141,9 @@ class DeepseekV4Attention:
             config.index_n_heads, config.index_topk, self.layouts.indexer, False, self.scratch, backend
         )
 
-    def _load(self, weights: Mapping[str, Any]) -> None:
+    def _load(self, get: WeightReader) -> None:
         config, xp = self.config, self.xp
         dtype = compute_type(self.activations, xp)
-
-        def get(name: str, *shape: int) -> Any:
-            array = plain(weights[name], name, dlpack.borrow)
-            if array.shape != shape:
-                raise ValueError(f"{name}: got shape {tuple(array.shape)}, expected {list(shape)}")
-            return array
 
         def vector(name: str, *shape: int) -> Any:
             return xp.asarray(get(name, *shape)).astype(FLOAT32)

@@ -29,19 +29,29 @@ HEADER_ALIGNMENT = 8
 
 
 class Checkpoint(Mapping[str, np.ndarray]):
-    """The arrays of all .safetensors files of a folder, by name; each is mapped from its file when it is asked for.
+    """The arrays of a folder's .safetensors files, by name; each is mapped from its file when it is asked for.
 
-    Raises ValueError for a folder without such files, a file that is cut off or an array whose type NumPy lacks.
+    With an index (model.safetensors.index.json) the files are those that it names, else all there are.
+
+    Raises ValueError for a folder without such files, a file that is missing, cut off or none of the format, an array
+    that two files have or that is not where the index says, or one whose type NumPy lacks.
     """
 
     def __init__(self, folder: str | pathlib.Path) -> None:
         self._places: dict[str, tuple[pathlib.Path, int, dict[str, Any]]] = {}
-        for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
-            with path.open("rb") as file:
-                size = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(size))
-            header.pop("__metadata__", None)
-            self._places |= {name: (path, 8 + size, entry) for name, entry in header.items()}
+        folder = pathlib.Path(folder)
+        indexed = _indexed(folder)
+        files = {folder / name for name in indexed.values()} if indexed else folder.glob("*.safetensors")
+        for path in sorted(files):
+            size, header = _header(path)
+            for name, entry in header.items():
+                if indexed and indexed.get(name) != path.name:
+                    continue
+                if name in self._places:
+                    raise ValueError(f"{name}: got it in {self._places[name][0].name} and {path.name}, expected one")
+                self._places[name] = (path, 8 + size, entry)
+        for name in indexed.keys() - self._places.keys():
+            raise ValueError(f"{name}: {indexed[name]} lacks it, where the index says that it is")
         if not self._places:
             raise ValueError(f"folder: got {folder}, expected one with .safetensors files")
 
@@ -63,6 +73,32 @@ class Checkpoint(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self._places)
+
+
+def _indexed(folder: pathlib.Path) -> dict[str, str]:
+    """The file of each array by the folder's index; nothing without one."""
+    found: dict[str, str] = {}
+    for path in sorted(folder.glob("*.safetensors.index.json")):
+        try:
+            found |= json.loads(path.read_text())["weight_map"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path.name}: got no weight_map, expected the file of each array") from None
+    return found
+
+
+def _header(path: pathlib.Path) -> tuple[int, dict[str, Any]]:
+    """Its length in bytes, and what it says of each array."""
+    if not path.exists():
+        raise ValueError(f"folder: got {path.parent} without {path.name}, which the index names")
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        text = file.read(size) if size < path.stat().st_size else b""
+    try:
+        header: dict[str, Any] = json.loads(text)
+        header.pop("__metadata__", None)
+    except (ValueError, TypeError, AttributeError):
+        raise ValueError(f"{path.name}: got no header of safetensors, or the file is cut off") from None
+    return size, header
 
 
 def write(path: str | pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:

@@ -24,6 +24,7 @@ V4_ATTENTION = {
     "q_norm.weight": "q_a_norm.weight",
     "wq_b.weight": "q_b_proj.weight",
     "wkv.weight": "kv_proj.weight",
+    "norm.weight": "kv_norm.weight",  # as transformers writes it when it saves a model under the published names
     "kv_norm.weight": "kv_norm.weight",
     "wo_a.weight": "o_a_proj.weight",
     "wo_b.weight": "o_b_proj.weight",
@@ -61,6 +62,7 @@ V32_ATTENTION = {
 # Published name of a layer's attention, with the layer's number and what is within, in any file.
 PUBLISHED_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.attn\.(.+)")
 TRANSFORMERS_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.self_attn\.(.+)")
+TABLES = ("rotary_emb.inv_freq",)  # in old files; layers make their own
 SCALE_NAMES = ("scale", "weight_scale_inv")
 NUMBERS = tuple(map(np.dtype, (np.float32, ml_dtypes.bfloat16, np.float16, np.float64)))
 FP8_DTYPES = (np.dtype(np.uint8), np.dtype(ml_dtypes.float8_e4m3fn))
@@ -92,21 +94,28 @@ class LayerWeights(Mapping[str, Any]):
     layer    its number
     table    V4_ATTENTION or V32_ATTENTION
 
-    An FP8 matrix with scales comes as a BlockQuantizedWeight.
+    An FP8 matrix with scales comes as a BlockQuantizedWeight. A weight whose name nobody knows has its own.
+
+    Raises KeyError if nothing is named as a weight of the layer's attention.
     """
 
     def __init__(self, tensors: Mapping[str, Any], layer: int, table: Mapping[str, str]) -> None:
         prefix = f"model.layers.{layer}.self_attn."
         self._tensors = tensors
-        self._names = {
-            known.removeprefix(prefix): name
-            for name in tensors
-            if (known := transformers_name(name, table)) is not None and known.startswith(prefix)
-        }
+        self._names = {}
+        for name in tensors:
+            known = transformers_name(name, table)
+            if known is not None and known.startswith(prefix):
+                self._names[known.removeprefix(prefix)] = name
+            elif known is None and (match := PUBLISHED_LAYER.fullmatch(name)) and int(match[1]) == layer:
+                self._names[name] = name
+        if not self._names:
+            raise KeyError(
+                f"weights: of layer {layer}'s attention there are none among {len(tensors)} names, such as "
+                f"{sorted(map(str, tensors))[:3]}"
+            )
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._names:
-            raise KeyError(f"{name}: the checkpoint has no such weight, but {sorted(self._names)}")
         weight = self._tensors[self._names[name]]
         for kind in SCALE_NAMES:
             scale = self._names.get(name.removesuffix("weight") + kind)
@@ -121,8 +130,33 @@ class LayerWeights(Mapping[str, Any]):
         return sum(1 for _ in self)
 
 
+class WeightReader:
+    """A layer's weights as it asks for them, each an array of numbers of the shape that it must have."""
+
+    def __init__(self, weights: Mapping[str, Any]) -> None:
+        self._weights, self._read = weights, set[str]()
+
+    def __call__(self, name: str, *shape: int) -> Any:
+        """Raises KeyError, TypeError or ValueError for a weight that is missing, or of another type or shape."""
+        if name not in self._weights:
+            raise KeyError(f"{name}: the weights lack it, there are {sorted(map(str, self._weights))}")
+        array = plain(self._weights[name], name, dlpack.borrow)
+        if array.shape != shape:
+            raise ValueError(f"{name}: got shape {tuple(array.shape)}, expected {list(shape)}")
+        self._read.add(name)
+        return array
+
+    def check_all_read(self) -> None:
+        """Raise ValueError for a weight that the layer has no use for: its output would not be the model's."""
+        left = sorted(str(n) for n in set(self._weights) - self._read if not str(n).endswith(TABLES))
+        if left:
+            raise ValueError(f"weights: got {', '.join(left[:4])}, which such a layer does not have")
+
+
 def place_of(weights: Mapping[str, Any]) -> Any:
     """numpy or cupy, of a layer's weights."""
+    if "q_a_proj.weight" not in weights:
+        raise KeyError(f"q_a_proj.weight: the weights lack it, there are {sorted(map(str, weights))}")
     weight = weights["q_a_proj.weight"]
     values = weight.weight if isinstance(weight, BlockQuantizedWeight) else weight
     return dlpack.namespace_of(dlpack.borrow(values, "q_a_proj.weight"))
@@ -143,6 +177,10 @@ def plain(weight: Any, name: str, borrow: Callable[[Any, str], Any]) -> Any:
             raise TypeError(f"{name}: got dtype {array.dtype}, expected float32, bfloat16 or float16")
         return array
     values, scales = _host(borrow(weight.weight, name)), _scales(weight.scale, name, borrow)
+    if values.dtype not in FP8_DTYPES:
+        raise TypeError(f"{name}: got dtype {values.dtype} with scales, expected float8_e4m3fn or its bytes in uint8")
+    if values.ndim != 2:
+        raise ValueError(f"{name}: got FP8 values of shape {values.shape}, expected a matrix")
     (rows, columns), (block_rows, block_columns) = values.shape, weight.block
     expected = (-(-rows // block_rows), -(-columns // block_columns))
     if scales.shape != expected:
@@ -155,6 +193,8 @@ def _scales(scale: Any, name: str, borrow: Callable[[Any, str], Any]) -> np.ndar
     array = _host(borrow(scale, f"{name} (scale)"))
     if array.dtype in (np.uint8, ml_dtypes.float8_e8m0fnu):
         array = array.view(ml_dtypes.float8_e8m0fnu)
+    elif array.dtype not in NUMBERS:
+        raise TypeError(f"{name}: got scales of dtype {array.dtype}, expected float32 or float8_e8m0fnu")
     scales: np.ndarray = array.astype(np.float32)
     return scales
 

@@ -1,5 +1,7 @@
 """Weights by transformers' and by the published names, FP8 blocks, and files of them."""
 
+import json
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -91,3 +93,112 @@ def test_files(tmp_path, rng):
         safetensors.Checkpoint(tmp_path / "none")
     with pytest.raises(ValueError, match="dtype complex128"):
         safetensors.write(tmp_path / "y.safetensors", {"z": np.zeros(1, complex)})
+
+
+def without(name):
+    return lambda weights: weights.pop(name)
+
+
+def with_more(name):
+    return lambda weights: weights.update({name: np.zeros(128, np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "error", "message"),
+    [
+        (0, without("kv_proj.weight"), KeyError, r"kv_proj\.weight: the weights lack it"),
+        (0, without("q_a_proj.weight"), KeyError, r"q_a_proj\.weight: the weights lack it"),
+        (0, with_more("q_a_proj.bias"), ValueError, r"weights: got q_a_proj\.bias, which such a layer does not have"),
+        (0, with_more("compressor.kv_norm.weight"), ValueError, r"weights: got compressor\.kv_norm\.weight"),
+        (13, with_more("o_proj.bias"), ValueError, r"weights: got o_proj\.bias"),
+        (13, without("q_a_proj.weight"), KeyError, "weights: of layer 0's attention there are none among 11 names"),
+    ],
+)
+def test_weights_that_a_layer_lacks_or_has_no_use_for(case, change, error, message):
+    golden = GoldenLayer(case)
+    change(golden.weights)
+    with pytest.raises(error, match=message):
+        (V4Layer if golden.record["model"] == "v4" else V32Layer)(golden)
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_b_proj.bias", "layers.0.attn.q_scale.weight"])
+def test_a_checkpoint_s_weight_that_nobody_knows(name):
+    golden = GoldenLayer(0)
+    tensors = {f"model.layers.0.self_attn.{within}": weight for within, weight in golden.weights.items()}
+    others = {"model.layers.1.self_attn.o_b_proj.bias": 0, "model.layers.0.self_attn.rotary_emb.inv_freq": 0}
+    golden.weights = tensors | others
+    V4Layer(golden)
+    golden.weights = tensors | {name: np.zeros(3, np.float32)}
+    with pytest.raises(ValueError, match=f"weights: got .*{name.rpartition('.')[2]}"):
+        V4Layer(golden)
+
+
+def test_names_as_transformers_saves_them():
+    """Its way back to the published names makes "norm" of "kv_norm"."""
+    golden = GoldenLayer(0)
+    names = {within: name for name, within in V4_ATTENTION.items()} | {"kv_norm.weight": "norm.weight"}
+    golden.weights = {f"model.layers.0.attn.{names[within]}": weight for within, weight in golden.weights.items()}
+    np.testing.assert_array_equal(V4Layer(golden).layer.kv_norm, GoldenLayer(0).weights["kv_norm.weight"])
+
+
+@pytest.mark.parametrize(
+    ("values", "scales", "error", "message"),
+    [
+        (np.zeros((256, 1024), np.int8), np.zeros((2, 8), np.float32), TypeError, "got dtype int8 with scales"),
+        (np.zeros((256, 1024), np.float32), np.zeros((2, 8), np.float32), TypeError, "got dtype float32 with scales"),
+        (np.zeros((256, 1024), E4M3), np.zeros((2, 8), np.int32), TypeError, "got scales of dtype int32"),
+        (np.zeros(1024, E4M3), np.zeros((1, 8), np.float32), ValueError, r"got FP8 values of shape \(1024,\)"),
+    ],
+)
+def test_blocks_that_are_none(values, scales, error, message):
+    golden = GoldenLayer(13)
+    golden.weights["o_proj.weight"] = BlockQuantizedWeight(values, scales)
+    with pytest.raises(error, match=rf"o_proj\.weight: {message}"):
+        V32Layer(golden)
+
+
+def sharded(folder, **files):
+    """Files of arrays by name and an index of all; returns the index's path."""
+    where = {}
+    for file, arrays in files.items():
+        safetensors.write(folder / f"{file}.safetensors", arrays)
+        where |= dict.fromkeys(arrays, f"{file}.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return index
+
+
+def test_an_index_says_which_file_has_what(tmp_path):
+    first, second, stale = (np.full(3, n, np.float32) for n in range(3))
+    index = sharded(tmp_path, a={"x": first}, b={"y": second})
+    safetensors.write(tmp_path / "stale.safetensors", {"x": stale, "z": stale})
+    found = safetensors.Checkpoint(tmp_path)
+    assert set(found) == {"x", "y"}
+    np.testing.assert_array_equal(found["x"], first)
+    index.unlink()
+    with pytest.raises(ValueError, match=r"x: got it in a\.safetensors and stale\.safetensors, expected one"):
+        safetensors.Checkpoint(tmp_path)
+
+
+def test_what_is_wrong_with_files_is_named(tmp_path):
+    array = np.zeros(3, np.float32)
+    index = sharded(tmp_path, a={"x": array}, b={"y": array})
+    (tmp_path / "b.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"without b\.safetensors, which the index names"):
+        safetensors.Checkpoint(tmp_path)
+    safetensors.write(tmp_path / "b.safetensors", {"z": array})
+    with pytest.raises(ValueError, match=r"y: b\.safetensors lacks it, where the index says"):
+        safetensors.Checkpoint(tmp_path)
+    for damaged in (
+        b"",
+        b"abc",
+        b"\xff" * 64,
+        (3).to_bytes(8, "little") + b"{x}    ",
+        (2).to_bytes(8, "little") + b"[]a",
+    ):
+        (tmp_path / "b.safetensors").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"b\.safetensors: got no header"):
+            safetensors.Checkpoint(tmp_path)
+    index.write_text("{}")
+    with pytest.raises(ValueError, match=r"index\.json: got no weight_map"):
+        safetensors.Checkpoint(tmp_path)
