@@ -33,6 +33,7 @@ class DeepseekSparseSWAMetadata:
     prefill_swa_indices       [num_prefill_tokens, window] int32 slots, for prefill straight from the pages
     prefill_swa_lens          [num_prefill_tokens] int32
     num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens             host counts
+    max_seq_len               longest sequence, or a bound on it, as in the batch
     prefill_seq_lens          [num_prefills] int32; None without prefills, as are the next three
     prefill_gather_lens       [num_prefills] int32, rows of the window cache that a request's queries reach
     prefill_seq_lens_cpu, prefill_query_lens_cpu                                 host copies
@@ -62,6 +63,7 @@ class DeepseekSparseSWAMetadata:
     num_decode_tokens: int
     num_prefill_tokens: int
     config: ServingConfig
+    max_seq_len: int = 0
     prefill_seq_lens: Any = None
     prefill_gather_lens: Any = None
     prefill_seq_lens_cpu: Any = None
@@ -209,6 +211,7 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
             num_decode_tokens=num_decode_tokens,
             num_prefill_tokens=num_prefill_tokens,
             config=config,
+            max_seq_len=batch.max_seq_len,
             **views,
             tile_sched_swaonly=plans["swaonly"],
             tile_sched_c4a=plans["c4a"],

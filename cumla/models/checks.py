@@ -62,6 +62,12 @@ def check_v4_step(
             f"metadata: got compressors of ratios {sorted(metadata.compressors)}, expected {ratio} among them: "
             "the builder's config must have it in compress_ratios"
         )
+    if window.config.window_size != layer.config.sliding_window:
+        raise ValueError(
+            f"metadata: got a window_size of {window.config.window_size} in the builder's config, expected the model's "
+            f"sliding_window, {layer.config.sliding_window}"
+        )
+    check_positions(layer, window)
     look = call_key(
         "v4", ratio, layer.backend, layouts.v4.name, hidden_states, topk_indices, *vars(caches).values(),
         window.block_size, window.config.compressed_block_size, window.slot_mapping,
@@ -102,6 +108,7 @@ def check_v32_step(
 ) -> None:
     """The same for a V3.2 layer's step."""
     layouts, block_size = layer.layouts, metadata.tokens.block_size
+    check_positions(layer, metadata.tokens)
     look = call_key(
         "v32", layer.backend, layouts.v32.name, hidden_states, topk_indices, caches.rows, caches.indexer, block_size
     )
@@ -112,6 +119,15 @@ def check_v32_step(
     call.pages("layer_caches.indexer", caches.indexer, layouts.indexer, block_size, writable=True)
     check_selection(call, topk_indices, len(metadata.positions))
     remember(look)
+
+
+def check_positions(layer: DeepseekV4Attention | DeepseekV32Attention, tokens: DeepseekSparseSWAMetadata) -> None:
+    """Raise ValueError for sequences that RoPE's tables do not reach: what lies beyond would not be turned."""
+    if tokens.max_seq_len > len(layer.cos_sin):
+        raise ValueError(
+            f"metadata: got sequences of up to {tokens.max_seq_len} tokens, expected at most the {len(layer.cos_sin)} "
+            "positions of the layer's max_position"
+        )
 
 
 def check_types(**arguments: tuple[Any, type]) -> None:

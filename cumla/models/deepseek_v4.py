@@ -99,7 +99,7 @@ class DeepseekV4Attention:
                   framework), float32 or bfloat16, or FP8 with a scale for each block, which is dequantised here
     activations   bfloat16, or on the host also float32
     cache_format  "fp8", "bfloat16", or on the host "float32": of the caches that `step` is given
-    max_position  positions that RoPE's tables reach; max_position_embeddings if None
+    max_position  positions that RoPE's tables reach, at least the longest sequence; max_position_embeddings if None
     scratch       memory that layers which run one after another share
     xp            numpy or cupy, where the layer lives; None: where its weights are
 

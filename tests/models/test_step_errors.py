@@ -8,6 +8,7 @@ import pytest
 
 from cumla.models.deepseek_v4 import DeepseekV4Attention, DeepseekV4Config
 from cumla.models.deepseek_v32 import DeepseekV32Attention, DeepseekV32Config
+from cumla.models.step import DeepseekV4StepBuilder
 from support.models import GoldenLayer, V4Layer, V32Layer
 
 BF16 = ml_dtypes.bfloat16
@@ -189,6 +190,31 @@ def test_padding_is_not_looked_at(case):
     np.testing.assert_array_equal(got[:2].view(np.uint16), want.view(np.uint16))
     assert (got[2:] == 0).all()
     assert padded.held() == alone.held()
+
+
+@pytest.mark.parametrize("case", [3, 8, 13])
+def test_sequences_beyond_the_tables_are_named(case):
+    """Rows and queries behind the last position of RoPE's tables would not be turned."""
+    of = Started(case)
+    before, cos_sin = of.held(), of.made.layer.cos_sin
+    of.made.layer.cos_sin = cos_sin[:11]
+    with pytest.raises(
+        ValueError, match=r"metadata: got sequences of up to 12 tokens, expected at most the 11"
+    ):
+        of.made.layer.step(**of.arguments)
+    assert of.held() == before
+    of.made.layer.cos_sin = cos_sin[:12]
+    of.made.layer.step(**of.arguments)
+
+
+def test_metadata_of_another_window_is_named():
+    of = Started(3)
+    before = of.held()
+    config = dataclasses.replace(of.made.builder.config, window_size=64)
+    of.made.builder = DeepseekV4StepBuilder(config)
+    with pytest.raises(ValueError, match=r"metadata: got a window_size of 64 in the builder's config, .* 128"):
+        of.made.layer.step(**(of.arguments | {"metadata": of.metadata(BATCH)}))
+    assert of.held() == before
 
 
 OPTIONS = {
