@@ -109,6 +109,13 @@ def _as_bytes_if_float8(native: Any) -> Any:
     return native.view(np.uint8) if native.dtype in FLOAT8_TYPES else native
 
 
+def check_float8(array: Any, name: str) -> None:
+    """Raise TypeError for 8-bit floats that are not e4m3, for which their bytes would be taken."""
+    dtype = str(getattr(array, "dtype", "")).rpartition(".")[2]
+    if dtype.startswith("float8_") and dtype != "float8_e4m3fn":
+        raise TypeError(f"{name}: got dtype {dtype}, expected float8_e4m3fn or bytes (uint8)")
+
+
 def _borrow_numpy(array: Any, name: str, stream: int | None) -> tuple[Any, bool]:
     if array.__class__ is not np.ndarray:
         if isinstance(array, np.ma.MaskedArray):

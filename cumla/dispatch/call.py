@@ -77,9 +77,15 @@ class Call:
         """Like `array`, but None stays None."""
         return None if value is None else self.array(name, value, dtypes, shape, writable)
 
-    def borrow(self, name: str, value: Any, writable: bool = False) -> Any:
-        """`value` as a NumPy or CuPy array on this call's device, aligned, its dtype and shape unchecked."""
+    def borrow(self, name: str, value: Any, writable: bool = False, any_float8: bool = False) -> Any:
+        """`value` as a NumPy or CuPy array on this call's device, aligned, its dtype and shape unchecked.
+
+        Raises TypeError for 8-bit floats of a kind that no cache here has, whose bytes would be taken for e4m3; unless
+        `any_float8` says that what they are does not matter.
+        """
         native = dlpack.borrow(value, name, writable, self._stream)
+        if native is not value and native.dtype == BYTES[0] and not any_float8:
+            dlpack.check_float8(value, name)
         if isinstance(native, np.ndarray):
             aligned = native.flags.aligned
         else:

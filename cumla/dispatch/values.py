@@ -12,6 +12,7 @@ import numpy as np
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+FLOAT32_MAX, FLOAT32_LEAST = 2.0**128 - 2.0**104, 2.0**-126  # the largest, and the smallest of full precision
 MOST_SHOWN = 100  # characters of a value
 MOST_BITS = 256  # of an integer that is shown in digits
 
@@ -81,6 +82,16 @@ def finite(name: str, value: Any) -> float:
         number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"{name}: got {shown(value)}, expected a finite number")
+    return number
+
+
+def in_float32(name: str, value: Any, positive: bool = False) -> float:
+    """The same of a number that kernels take as float32; if `positive`, of one that is above 0 there, too."""
+    number = finite(name, value)
+    if abs(number) > FLOAT32_MAX:
+        raise ValueError(f"{name}: got {shown(value)}, expected a number that float32 has")
+    if positive and number < FLOAT32_LEAST:
+        raise ValueError(f"{name}: got {shown(value)}, expected a positive number")
     return number
 
 

@@ -17,11 +17,13 @@ import numpy as np
 
 from ..arrays import dlpack, streams
 from ..dispatch.call import BFLOAT16, Call
+from ..dispatch.values import check_choice, check_integers, in_float32, shown
 from ..kernels.types.plan import DenseDecodePlan, Workspace
 from ..layout import MLA_BF16
 from ..metadata.mla import MLACommonMetadata
 from ..ops.dense_attention import dense_mla_decode, mha_varlen
 from ..ops.dense_cache import concat_and_cache_mla, gather_cache
+from ..ops.sparse_attention import MAX_HEADS
 from ..ops.sparse_attention import V_DIM as KV_LORA_RANK
 from .dense_checks import check_forward
 from .sparse import Observer, not_observed
@@ -76,11 +78,12 @@ class MLACommonImpl:
             ("qk_rope_head_dim", qk_rope_head_dim, ROPE_DIM),
         ):
             if got != expected:
-                raise ValueError(f"{name}: got {got}, expected {expected}")
-        if kv_cache_dtype not in ("auto", "fp8", "fp8_e4m3"):
-            raise ValueError(f"kv_cache_dtype: got {kv_cache_dtype!r}, expected 'auto', 'fp8' or 'fp8_e4m3'")
+                raise ValueError(f"{name}: got {shown(got)}, expected {expected}")
+        check_integers(1, MAX_HEADS, num_heads=num_heads)
+        check_integers(1, qk_nope_head_dim=qk_nope_head_dim, v_head_dim=v_head_dim)
+        check_choice(("auto", "fp8", "fp8_e4m3"), kv_cache_dtype=kv_cache_dtype)
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
-        self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
+        self.scale, self.kv_cache_dtype = in_float32("scale", scale, positive=True), kv_cache_dtype
         self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
         self.qk_head_dim, self.v_head_dim = qk_nope_head_dim + qk_rope_head_dim, v_head_dim

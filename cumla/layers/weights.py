@@ -60,6 +60,9 @@ def _weight_of_layer(name: str, layer: Any) -> Any:
     weight = dlpack.borrow(layer.weight, f"{name}.weight")
     if weight.dtype not in BYTES:
         return weight_of(f"{name}.weight", layer.weight)
+    dlpack.check_float8(layer.weight, f"{name}.weight")
+    if weight.ndim != 2:
+        raise ValueError(f"{name}.weight: got shape {tuple(weight.shape)}, expected [out, in]")
     scale = next(
         (getattr(layer, attribute) for attribute in SCALES if getattr(layer, attribute, None) is not None), None
     )
@@ -78,9 +81,12 @@ def _weight_of_layer(name: str, layer: Any) -> Any:
 
 def dequantized(weight: BlockQuantizedWeight, name: str = "kv_b_proj") -> Any:
     """float32 [out, in], where the weight is. Raises TypeError or ValueError if it and its scales do not fit."""
+    dlpack.check_float8(weight.weight, f"{name}.weight")
     native, scale = dlpack.borrow(weight.weight, f"{name}.weight"), dlpack.borrow(weight.scale, f"{name}.scale")
     if native.dtype != np.uint8 or scale.dtype != np.float32:
         raise TypeError(f"{name}: got {native.dtype} with scales of {scale.dtype}, expected uint8 and float32")
+    if native.ndim != 2 or scale.ndim != 2:
+        raise ValueError(f"{name}: got shape {tuple(native.shape)} with scales {tuple(scale.shape)}, expected two axes")
     (rows, columns), (block_rows, block_columns) = native.shape, weight.block
     expected = (-(-rows // block_rows), -(-columns // block_columns))
     if scale.shape != expected:

@@ -176,6 +176,7 @@ def plain(weight: Any, name: str, borrow: Callable[[Any, str], Any]) -> Any:
         if array.dtype not in NUMBERS:
             raise TypeError(f"{name}: got dtype {array.dtype}, expected float32, bfloat16 or float16")
         return array
+    dlpack.check_float8(weight.weight, name)
     values, scales = _host(borrow(weight.weight, name)), _scales(weight.scale, name, borrow)
     if values.dtype not in FP8_DTYPES:
         raise TypeError(f"{name}: got dtype {values.dtype} with scales, expected float8_e4m3fn or its bytes in uint8")

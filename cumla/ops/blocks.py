@@ -41,9 +41,10 @@ def swap_blocks(
     across = isinstance(source, np.ndarray) != isinstance(destination, np.ndarray)
     if across:
         on_device = (dst, "dst") if isinstance(source, np.ndarray) else (src, "src")
-        call.borrow(on_device[1], on_device[0])
+        call.borrow(on_device[1], on_device[0], any_float8=True)
     else:
-        source, destination = call.borrow("src", src), call.borrow("dst", dst, writable=True)
+        source = call.borrow("src", src, any_float8=True)
+        destination = call.borrow("dst", dst, writable=True, any_float8=True)
     if source.dtype != destination.dtype:
         raise TypeError(f"dst: got dtype {destination.dtype}, expected {source.dtype} as src has")
     if source.shape[1:] != destination.shape[1:]:
@@ -85,7 +86,8 @@ def copy_blocks(
     except TypeError:
         raise TypeError(f"kv_caches: got {type(kv_caches).__name__}, expected a list of arrays") from None
     for i, cache in enumerate(given):
-        caches.append(page_bytes(f"kv_caches[{i}]", call.borrow(f"kv_caches[{i}]", cache, writable=True)))
+        native = call.borrow(f"kv_caches[{i}]", cache, writable=True, any_float8=True)
+        caches.append(page_bytes(f"kv_caches[{i}]", native))
     pairs = block_pairs("src_to_dsts", src_to_dsts)
     if not caches or not pairs.size:
         return

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from ..dispatch.call import BF16, BYTES, INT32, Call
-from ..dispatch.values import check_flags, check_integers, plain_integers
+from ..dispatch.values import check_flags, check_integers, in_float32, plain_integers
 from ..kernels.types.plan import DenseDecodePlan
 from ..layout import MLA_BF16, plain_rows
 from .dense_cache import VALUE_TYPES, checked_scale
-from .sparse_attention import V_DIM, check_heads, check_plan, scale_or_default
+from .sparse_attention import V_DIM, check_heads, check_plan
 
 HALVES = (*BF16, np.dtype(np.float16))
 FLOAT32 = (np.dtype(np.float32),)
@@ -42,7 +42,7 @@ def mha_varlen(
     cu_seqlens_q   [R + 1] int32, ascending: sequence i has the queries [cu_seqlens_q[i], cu_seqlens_q[i + 1])
     cu_seqlens_k   [R + 1] int32, the same of keys; either may be empty
     k_pe           [N, r] of q's dtype: the last r values of each key, the same for all heads
-    softmax_scale  1 / sqrt(d) if None
+    softmax_scale  above 0; 1 / sqrt(d) if None
     causal         the last query sees all keys of its sequence, the one before it one less, and so on
     accumulate     out and lse hold attention of these queries over other keys: these are added to them, as
                    merge_attn_states would
@@ -77,7 +77,7 @@ def mha_varlen(
         raise ValueError("cu_seqlens_q: got no entries, expected one more than there are sequences")
     if not head_dim:
         raise ValueError("q: got 0 values a head, expected at least one")
-    scale = scale_or_default(softmax_scale, head_dim)
+    scale = positive_scale(softmax_scale, head_dim)
     for name, array in (("out", out), ("lse", lse)):
         if accumulate and array is None:
             raise ValueError(f"{name}: got None, expected the attention to which these keys are added")
@@ -116,7 +116,7 @@ def dense_mla_decode(
     block_table    [>= b, B] int32, pages of each request; a page outside of the cache is absent
     cache_seqlens  [>= b] int32, tokens of each request, the queries' own included
     scale          of an FP8 cache: float32 array of one value on the device, or a number; None is 1
-    softmax_scale  1 / sqrt(576) if None; a model's own scale is that of its unabsorbed heads
+    softmax_scale  above 0; 1 / sqrt(576) if None; a model's own scale is that of its unabsorbed heads
     causal         query i of s_q sees the tokens up to its own, the last one sees all
     max_seqlen     a bound on cache_seqlens that is known on the host, by which the work is split up; the width of
                    the table if None. A bound that is too small is slow, not wrong
@@ -150,7 +150,7 @@ def dense_mla_decode(
     if max_seqlen is not None:
         check_integers(0, max_seqlen=max_seqlen)
         longest = min(longest, max_seqlen)
-    logits_scale = scale_or_default(softmax_scale, head_dim)
+    logits_scale = positive_scale(softmax_scale, head_dim)
     out_array = call.output("out", out, (q.dtype,), (batch, s_q, heads, V_DIM))
     lse_array = call.output("lse", lse, FLOAT32, (batch, heads, s_q))
     if q.size:
@@ -160,3 +160,11 @@ def dense_mla_decode(
                 logits_scale, bool(causal), longest, plan, out_array, lse_array,
             )  # fmt: skip
     return call.results()
+
+
+def positive_scale(softmax_scale: Any, head_dim: int) -> float:
+    """1 / sqrt(head_dim) for None. Raises TypeError for what is no number, ValueError for one that is not above 0.
+
+    There the largest product would not be that of the largest logit.
+    """
+    return head_dim**-0.5 if softmax_scale is None else in_float32("softmax_scale", softmax_scale, positive=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..dispatch.call import BF16, BYTES, FLOAT32, FLOATS, INT32, Call, bytes_of
 from ..dispatch.launch_cache import launch_cached
-from ..dispatch.values import check_choice, check_integers, finite, shown
+from ..dispatch.values import check_choice, check_integers, in_float32
 from ..layout import MLA_BF16, MLA_F32, V32_FP8, CacheLayout, ValueType, plain_rows
 from .sparse_cache import checked_slots, requests_of, vector
 
@@ -153,11 +153,7 @@ def checked_scale(call: Call, scale: Any, name: str = "scale") -> Any:
     if scale is None:
         return np.float32(1)
     if isinstance(scale, (numbers.Number, np.generic)):
-        with np.errstate(over="ignore"):
-            number = np.float32(finite(name, scale))
-        if not np.isfinite(number):
-            raise ValueError(f"{name}: got {shown(scale)}, expected a number that float32 has")
-        return number
+        return np.float32(in_float32(name, scale))
     native = call.borrow(name, scale)
     if native.dtype not in FLOAT32:
         raise TypeError(f"{name}: got dtype {native.dtype}, expected float32")

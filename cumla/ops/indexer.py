@@ -16,7 +16,7 @@ import numpy as np
 from ..dispatch.call import FLOAT32, FLOATS, INT32, SLOTS, Call
 from ..dispatch.formats import named_layout
 from ..dispatch.launch_cache import launch_cached
-from ..dispatch.values import check_flags, check_integers, finite, shown
+from ..dispatch.values import check_flags, check_integers, finite, in_float32, shown
 from ..kernels.types.metadata import SPLIT_PAGES
 from ..layout import INDEXER_BF16, INDEXER_F32, INDEXER_FP8, CacheLayout
 
@@ -79,6 +79,7 @@ def fused_indexer_q_rope_quant(
     tokens, heads = index_weights.shape
     scale = HEAD_DIM**-0.5 if softmax_scale is None else softmax_scale
     scale *= max(heads, 1) ** -0.5 if head_scale is None else head_scale
+    in_float32("index_weights_softmax_scale * index_weights_head_scale", scale)
     given = (None, None) if out is None else out
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         raise TypeError(f"out: got {shown(out)}, expected (q, weights)")

@@ -7,7 +7,7 @@ from typing import Any
 from ..dispatch.call import BF16, BYTES, FLOAT32, SLOTS, Call
 from ..dispatch.formats import cache_layout
 from ..dispatch.launch_cache import launch_cached
-from ..dispatch.values import check_flags, check_integers, check_optional_size, finite
+from ..dispatch.values import check_flags, check_integers, check_optional_size, in_float32
 from ..layout import DSV4_FP8, INDEXER_FP8, CacheLayout
 from .indices import pair
 from .sparse_attention import check_heads
@@ -265,7 +265,7 @@ def cos_sin(call: Call, cos_sin_cache: Any, head_dim: int) -> Any:
 
 def check_epsilon(eps: float) -> float:
     """Raise TypeError or ValueError unless eps is a number that a norm can add."""
-    epsilon = finite("eps", eps)
+    epsilon = in_float32("eps", eps)
     if epsilon < 0:
         raise ValueError(f"eps: got {eps}, expected a finite number of at least 0")
     return epsilon

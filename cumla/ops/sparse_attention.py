@@ -9,7 +9,7 @@ import numpy as np
 from ..dispatch.call import BF16, FLOAT32, FLOATS, INT32, Call
 from ..dispatch.formats import cache_layout
 from ..dispatch.launch_cache import launch_cached
-from ..dispatch.values import check_choice, check_flags, check_kind, check_optional_size, finite, shown
+from ..dispatch.values import check_choice, check_flags, check_kind, check_optional_size, in_float32, shown
 from ..kernels.types.plan import DecodePlan, DenseDecodePlan
 from ..kernels.types.segments import V_DIM, Pages, Segment
 from ..layout import CacheLayout
@@ -260,5 +260,5 @@ def check_plan(plan: Any, kind: type[DecodePlan | DenseDecodePlan], q: Any) -> N
 
 
 def scale_or_default(softmax_scale: float | None, head_dim: int) -> float:
-    """Raises TypeError for what is no number, ValueError for one that is not finite."""
-    return head_dim**-0.5 if softmax_scale is None else finite("softmax_scale", softmax_scale)
+    """Raises TypeError for what is no number, ValueError for one that float32 does not have."""
+    return head_dim**-0.5 if softmax_scale is None else in_float32("softmax_scale", softmax_scale)
