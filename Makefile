@@ -6,6 +6,7 @@ PYTHON ?= python
 lint:
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+	$(PYTHON) tools/rooms.py
 
 # Checked as installed: an editable install maps kernels/ and interop/ by an import hook that mypy does not follow.
 types:

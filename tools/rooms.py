@@ -4,8 +4,8 @@
     tools/rooms.py
 
 Rooms stand in the order of ROOMS, from the cellar to the roof; a room may use those before it and itself. Imports
-inside functions count too, and names in strings. Exit status 1 with an arrow that runs upward, or a file that is in no
-room.
+inside functions count too, and names in strings. Exit status 1 with an arrow that runs upward, a file that is in no
+room, or one that git tracks at the root and BESIDE does not name, as a scratch file would be.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import collections
 import pathlib
+import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -38,6 +39,11 @@ ROOMS = (
     "cumla.cli",
     "cumla.__main__",
 )
+BESIDE = {
+    ".ci", ".gitignore", ".pre-commit-config.yaml", "benchmarks", "CHANGELOG.md", "CONTRIBUTING.md", "cumla",
+    "cumla_command.py", "docs", "examples", "interop", "kernels", "LICENSE", "Makefile", "mkdocs.yml", "pyproject.toml",
+    "README.md", "setup.cfg", "tests", "tools",
+}  # fmt: skip
 
 
 def room_of(module: str) -> str | None:
@@ -91,8 +97,18 @@ def arrows() -> tuple[collections.Counter[tuple[str, str]], list[str]]:
     return counts, wrong
 
 
+def strays() -> list[str]:
+    """What git tracks at the root that has no business there."""
+    if not (ROOT / ".git").exists():
+        return []
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    names = {path.split("/")[0] for path in tracked.split("\0") if path}
+    return [f"{name} is tracked and is not of BESIDE" for name in sorted(names - BESIDE)]
+
+
 def main() -> int:
     counts, wrong = arrows()
+    wrong += strays()
     for room in ROOMS:
         used = [(ROOMS.index(other), other, count) for (user, other), count in counts.items() if user == room]
         print(f"{room:28} -> {', '.join(f'{other} {count}' for _, other, count in sorted(used)) or '-'}")

@@ -87,6 +87,7 @@ def test_a_change_in_a_helper_is_seen(package, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["a bit", "the end", "all of it", "its digest alone is right"])
+@pytest.mark.thorough(when=lambda x: x.get("damage") in ("the end", "all of it"))
 def test_damaged_machine_code_is_made_anew(package, tmp_path, damage):
     (path,) = kept(package)
     data = path.read_bytes()

@@ -74,6 +74,7 @@ def dequantized(lab, rows):
         pytest.param([150, 1, 2, 260, 19], [2, 1, 2, 30, 19], "pages", id="mixed-with-draft-tokens-over-pages"),
     ],
 )
+@pytest.mark.thorough(when=lambda x: x.emulated and x.get("road") is not None and x.get("ratio") != 4)
 def test_step(lab, rng, ratio, seq_lens, query_lens, road):
     heads, topk = 3, 8
     config = ServingConfig(
@@ -194,6 +195,7 @@ INDEXER_LAYOUTS = [cumla.INDEXER_FP8, cumla.INDEXER_BF16, cumla.INDEXER_F32]
     [(layout, [2, 1, 30]) for layout in INDEXER_LAYOUTS] + [(cumla.INDEXER_FP8, [n] * 3) for n in (1, 2)],
     ids=lambda x: getattr(x, "name", str(x)),
 )
+@pytest.mark.thorough(when=lambda x: x.emulated and x.get("layout") is cumla.INDEXER_F32)
 def test_selects_what_an_indexer_scores_best(lab, rng, layout, query_lens):
     """The same bits as of a step that is given each token's best rows, found one token at a time."""
     seq_lens, topk, index_heads = [3, 200, 147], 8, 4
