@@ -67,18 +67,10 @@ def pytest_xdist_make_scheduler(config, log):
     return ByCompiler(config, log)
 
 
-BACKENDS = [
-    "reference",
-    "cpu",
-    "numba_cuda",  # in the simulator
-    pytest.param("cuda", id="cuda-emulated"),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-    pytest.param("numba_cuda", marks=pytest.mark.gpu, id="numba_cuda-device"),
-]
-
-
 def pytest_generate_tests(metafunc):
     if "lab" in metafunc.fixturenames:
+        from support.lab import BACKENDS
+
         attention = metafunc.definition.get_closest_marker("attention") is not None
         backends = [x for x in BACKENDS if not (attention and x == "numba_cuda")]
         metafunc.parametrize("lab", backends, indirect=True)

@@ -7,7 +7,7 @@ import pytest
 
 import cumla
 from cumla.arrays import dlpack
-from cumla.interop.ops import OPS, Op
+from cumla.interop.ops import OPS
 from support import operations
 from support.lab import BF16
 
@@ -272,20 +272,6 @@ def test_nothing_is_compiled_twice(rng):
         jitted(**arrays)
     assert jitted._cache_size() == 1
     assert ops._function_of.cache_info().misses <= len(operations.CASES) * 4
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """The names of the operations that Python is asked for."""
-    calls = []
-    run = Op.run
-
-    def counted(self, *args, **kwargs):
-        calls.append(self.name)
-        run(self, *args, **kwargs)
-
-    monkeypatch.setattr(Op, "run", counted)
-    return calls
 
 
 @pytest.mark.gpu

@@ -83,20 +83,6 @@ def device(request):
     yield from lab_of(request)
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """The names of the operations that Python is asked for."""
-    calls = []
-    run = Op.run
-
-    def counted(self, *args, **kwargs):
-        calls.append(self.name)
-        run(self, *args, **kwargs)
-
-    monkeypatch.setattr(Op, "run", counted)
-    return calls
-
-
 @pytest.fixture(scope="module")
 def made():
     return Xla()

@@ -1,16 +1,6 @@
 import pytest
 
-from support.lab import lab_of
-
-BACKENDS = [
-    "reference",
-    "cpu",
-    "numba_cuda",  # in the simulator
-    pytest.param("cuda", id="cuda-emulated"),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-    pytest.param("numba_cuda", marks=pytest.mark.gpu, id="numba_cuda-device"),
-]
-
+from support.lab import BACKENDS, lab_of
 
 TOO_LONG = ("million", "thousands", "longer_batch")  # for Numba's simulator, which takes minutes
 

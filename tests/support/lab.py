@@ -8,6 +8,15 @@ import pytest
 
 BF16 = ml_dtypes.bfloat16
 
+BACKENDS = [
+    "reference",
+    "cpu",
+    "numba_cuda",  # in the simulator
+    pytest.param("cuda", id="cuda-emulated"),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+    pytest.param("numba_cuda", marks=pytest.mark.gpu, id="numba_cuda-device"),
+]
+
 
 class Lab:
     """backend: the name given to every call; on_device: whether its arrays are CuPy's; emulated: or look like them."""
