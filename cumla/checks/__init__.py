@@ -10,9 +10,14 @@ import numpy as np
 from ..bounds import compare
 from ..dispatch import backends
 from .arrays import HEADS, Bench
-from .cases import CASES, Case
+from .attention_cases import CASES as ATTENTION_CASES
+from .cache_cases import CASES as CACHE_CASES
+from .case import Case
+from .index_cases import CASES as INDEX_CASES
 
 __all__ = ["CASES", "Bench", "Case", "Outcome", "check_case"]
+
+CASES = (*CACHE_CASES, *INDEX_CASES, *ATTENTION_CASES)
 
 
 @dataclass(frozen=True)

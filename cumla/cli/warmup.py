@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from ..checks import CASES, Bench, Case, cases
+from ..checks import CASES, Bench, Case, cache_cases
 from ..dispatch import backends
 from ..dispatch.call import BFLOAT16
 from ..kernels.types.plan import DecodePlan
@@ -99,7 +99,7 @@ def tasks(
     if model.kind == "v4":
         bench = Bench(backend, 0, model.heads)
         yield from compressor_calls(backend)
-        yield "qnorm_rope_and_insert DSV4_FP8", functools.partial(cases.window_rows(DSV4_FP8), bench)
+        yield "qnorm_rope_and_insert DSV4_FP8", functools.partial(cache_cases.window_rows(DSV4_FP8), bench)
     if model.kind != "mla":
         for batch in batches:
             for name, call in sparse_calls(model, batch, block_size, backend):

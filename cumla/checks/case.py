@@ -1,0 +1,24 @@
+"""What a case is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from ..bounds import Bound
+from .arrays import Bench
+
+Run: TypeAlias = Callable[[Bench], Sequence[Any]]
+UNWRITTEN = 165  # fills what an op must leave alone
+
+
+@dataclass(frozen=True)
+class Case:
+    """run(bench) returns the results to compare; `kernels` is the file of kernels it needs."""
+
+    op: str
+    variant: str
+    kernels: str
+    bounds: Sequence[Bound]
+    run: Run
