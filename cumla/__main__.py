@@ -306,6 +306,8 @@ def _warmup(args: argparse.Namespace) -> int:
     from .cli import warmup
 
     model = warmup.Model(args.kind, args.heads, args.topk)
+    if args.config is None and args.ranks != 1:
+        raise InputError(f"--ranks: got {args.ranks} without --config, whose heads it shares out")
     if args.config is not None:
         model = warmup.Model.from_config(args.config, args.ranks)
     return warmup.run(Console(), model, args.batch, args.block_size, choose_backend(args.backend))

@@ -52,7 +52,8 @@ class NcclCommunicator:
     store       a FileStore or TcpStore for processes, of nothing but this run
     rank, size  this rank, and how many there are
     device      CUDA device; None: CuPy's current one
-    time_limit  seconds that a rank waits for others, at the start, before calls of new shapes and in `wait`
+    time_limit  seconds that a rank waits for others, at the start, before calls of new shapes (ranks of one process:
+                before all calls that are not captured) and in `wait`
 
     Raises RankError, naming the rank, if one does not come, fails or has another number of ranks, or the same GPU.
     traffic     bytes that this rank has sent, by function; calls in a graph count when they are captured

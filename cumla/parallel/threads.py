@@ -20,6 +20,7 @@ from .communicator import Move, as_tuple, copy, described, moves, result_of, sen
 from .store import MemoryStore
 
 T = TypeVar("T")
+GRACE_SECONDS = 5.0  # for ranks to end, once they are told to
 
 
 class ThreadCommunicator:
@@ -88,7 +89,8 @@ def run_threads(size: int, function: Callable[[ThreadCommunicator], T], time_lim
 
     time_limit  seconds that a rank waits for the others in a call, and that they are given to end once one has failed
 
-    Raises RankError that names the rank that failed, with its error as the cause, or that goes on without an end.
+    Raises RankError that names the rank that failed, with its error as the cause, or that goes on without an end. An
+    interrupt ends the ranks at their next call, and is raised when they have ended, or after GRACE_SECONDS.
     """
     store = MemoryStore()
     results: dict[int, T] = {}
@@ -106,12 +108,20 @@ def run_threads(size: int, function: Callable[[ThreadCommunicator], T], time_lim
     for thread in threads:
         thread.start()
     end = None
-    while any(thread.is_alive() for thread in threads):
-        next(thread for thread in threads if thread.is_alive()).join(0.05)
-        if errors and end is None:
-            end = time.monotonic() + time_limit
-        if end is not None and time.monotonic() > end:
-            break
+    try:
+        while any(thread.is_alive() for thread in threads):
+            next(thread for thread in threads if thread.is_alive()).join(0.05)
+            if errors and end is None:
+                end = time.monotonic() + time_limit
+            if end is not None and time.monotonic() > end:
+                break
+    except BaseException as interrupt:  # Ctrl-C
+        for rank in range(size):
+            Agreement(store, rank, size).end(interrupt)
+        end = time.monotonic() + GRACE_SECONDS
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        raise
     # The first cause: an error that is not about other ranks.
     first = min(errors, key=lambda rank: (isinstance(errors[rank], RankError), rank), default=None)
     if first is not None:

@@ -137,6 +137,7 @@ def test_replay_fails_beyond_bounds(monkeypatch, capsys):
         pytest.param([*TINY, "--plot", "run.txt"], "ends in .png", id="plot-name"),
         pytest.param([*TINY, "--backend", "cdua"], "cdua", id="backend"),
         pytest.param(["check", "--backend", "reference"], "reference", id="check-reference"),
+        pytest.param(["warmup", "--ranks", "2"], "--ranks: got 2 without --config", id="warmup-ranks"),
     ],
 )
 def test_errors_are_one_line(capsys, argv, message):

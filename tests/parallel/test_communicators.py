@@ -1,5 +1,6 @@
 """What communicators do, and that what is wrong with a rank is an error that names it."""
 
+import _thread
 import multiprocessing
 import signal
 import socket
@@ -100,6 +101,24 @@ def test_a_rank_that_is_late_is_named(ends):
     assert caught.value.ranks == (2,)
     assert time.monotonic() - start < 90
     over.set()
+
+
+def test_an_interrupt_ends_the_ranks():
+    """Before it is raised: whoever called takes the arrays back."""
+    calls = []
+
+    def on(comm):
+        while len(calls) < 100_000:
+            comm.all_gather(np.zeros(3))
+            calls.append(comm.rank)
+            if len(calls) == 9:
+                _thread.interrupt_main()
+
+    with pytest.raises(KeyboardInterrupt):
+        run_threads(3, on)
+    before = len(calls)
+    time.sleep(0.1)
+    assert len(calls) == before < 100_000
 
 
 @pytest.mark.parametrize(
