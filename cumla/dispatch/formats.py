@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ..layout import LAYOUTS, CacheLayout, layouts_of
@@ -10,10 +11,20 @@ from .values import shown
 
 
 def named_layout(layout: Any) -> CacheLayout | None:
-    """A format as it is or by its name; None for None. Raises TypeError or ValueError for what is neither."""
-    if layout is None or isinstance(layout, CacheLayout):
-        return layout
+    """A format as it is or by its name; None for None. Raises TypeError or ValueError for what is neither.
+
+    Kernels know the formats of LAYOUTS and take nothing but their names: another one is an error. What pages are
+    padded to does not matter to them.
+    """
+    if layout is None:
+        return None
     names = ", ".join(LAYOUTS)
+    if isinstance(layout, CacheLayout):
+        known = LAYOUTS.get(layout.name)
+        if known is not layout and (known is None or replace(layout, page_alignment=known.page_alignment) != known):
+            which = layout.name if known is None else f"{layout.name} with other sizes"
+            raise ValueError(f"layout: got {which}, expected one of {names}")
+        return layout
     if not isinstance(layout, str):
         raise TypeError(
             f"layout: got {shown(layout)} of type {type(layout).__name__}, expected a CacheLayout or the name of one "

@@ -15,12 +15,14 @@ from ..arrays import dlpack
 from ..dispatch.call import INT32, SLOTS, Call
 from ..dispatch.launch_cache import MOST_KNOWN, call_key
 from ..dispatch.values import check_integers, plain, shown
+from ..kernels.types.metadata import SPLIT_PAGES
 from .batch import CommonAttentionMetadata, host_array
 from .vllm_helpers import reorder_batch_to_split_decodes_and_prefills
 
 M = TypeVar("M")
 
 COMPRESS_RATIOS = (1, 4, 128)
+MOST_POSITIONS = (2**31 - 1) // SPLIT_PAGES  # of a page: kernels count those of a split in int32
 
 
 class AttentionCGSupport(enum.IntEnum):
@@ -68,7 +70,10 @@ class ServingConfig:
     def __post_init__(self) -> None:
         numbers = {name: value for name, value in vars(self).items() if name != "compress_ratios"}
         check_integers(0, num_speculative_tokens=numbers.pop("num_speculative_tokens"))
-        check_integers(1, 2**63 - 1, **numbers)
+        check_integers(1, 2**63 - 1, max_logits_bytes=numbers.pop("max_logits_bytes"))
+        for name in ("block_size", "compressed_block_size"):
+            check_integers(1, MOST_POSITIONS, **{name: numbers.pop(name)})
+        check_integers(1, **numbers)
         for name, value in vars(self).items():
             object.__setattr__(self, name, plain(value))
         try:

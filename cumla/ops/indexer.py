@@ -279,5 +279,6 @@ def get_paged_mqa_logits_metadata(
         raise ValueError(f"context_lens: got shape {tuple(lens.shape)}, expected a length for each query of an entry")
     schedule = call.output("out", out, INT32, (num_sms + 1, 2))
     with call.kernels("indexer") as kernels:
-        kernels.paged_mqa_logits_metadata(lens[:, -1] if lens.ndim == 2 else lens, SPLIT_PAGES * block_kv, schedule)
+        split = min(SPLIT_PAGES * block_kv, 2**31 - 1)  # which holds any entry
+        kernels.paged_mqa_logits_metadata(lens[:, -1] if lens.ndim == 2 else lens, split, schedule)
     return call.results()

@@ -1,6 +1,7 @@
 """One way to call: the cache tells its format and page size, and a call that cannot know them says what to give."""
 
 import dataclasses
+import pickle
 
 import numpy as np
 import pytest
@@ -102,3 +103,34 @@ def test_what_runs_is_logged(caplog, rng):
     messages = [record.getMessage() for record in caplog.records if record.name == "cumla.dispatch.launch_cache"]
     assert len(messages) == 1
     assert messages[0].startswith("quantize_and_insert_k_cache: launches ['")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"name": "MINE"}, {"row_bytes": 592}, {"scale_bytes": 16}, {"rope_dim": 0}, {"row_bytes": 8}, {"min_exponent": 0}],
+    ids=str,
+)
+def test_formats_of_ones_own_are_refused(changes):
+    """CUDA's kernels know formats by their names: they would write another one, or behind the page."""
+    layout = dataclasses.replace(cumla.DSV4_FP8, **changes)
+    cache = np.zeros((2, BLOCK, layout.token_bytes), np.uint8)
+    arrays = {"k_cache": cache, "layout": layout}
+    for call in (
+        lambda: cumla.quantize_and_insert_k_cache(
+            np.ones((1, 512), BF16), slot_mapping=np.zeros(1, np.int64), **arrays
+        ),
+        lambda: cumla.sparse_mla_decode(np.ones((1, 1, 1, 512), BF16), indices=np.zeros((1, 1, 1), np.int32), **arrays),
+    ):
+        with pytest.raises(ValueError, match=rf"layout: got {layout.name}.* expected one of DSV4_FP8, V32_FP8"):
+            call()
+    assert not cache.any()
+
+
+def test_the_same_format_is_the_same(rng):
+    """Read from a file, or of pages that are padded otherwise."""
+    for layout in (pickle.loads(pickle.dumps(cumla.DSV4_FP8)), dataclasses.replace(cumla.DSV4_FP8, page_alignment=64)):
+        cache, want = layout.allocate(2, BLOCK), cumla.DSV4_FP8.allocate(2, BLOCK)
+        k = rows(layout, rng)
+        for x in (cache, want):
+            cumla.quantize_and_insert_k_cache(k, x, np.arange(len(k)), layout=layout, backend="reference")
+        np.testing.assert_array_equal(cache, want)

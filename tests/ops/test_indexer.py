@@ -130,6 +130,13 @@ def test_schedule_counts_splits_of_four_pages(lab, lens, num_sms, expected):
     assert lab.get(found).tolist() == expected
 
 
+def test_a_schedule_of_the_longest_pages(lab):
+    """A split of four of them is more than int32 counts."""
+    lens = lab.put(np.array([2**31 - 1, 0, 5], np.int32))
+    found = cumla.get_paged_mqa_logits_metadata(lens, 2**31 - 1, 2, backend=lab.backend)
+    assert lab.get(found).tolist() == [[0, 0], [2, 0], [3, 0]]
+
+
 def hard_rows(rng, rows, width):
     """Few different values, NaN, infinities, both zeros, a row that grows and one that falls."""
     x = rng.normal(size=(rows, width)).astype(np.float32)
