@@ -105,10 +105,10 @@ def run_threads(size: int, function: Callable[[ThreadCommunicator], T], time_lim
             errors[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True, name=f"rank {rank}") for rank in range(size)]
-    for thread in threads:
-        thread.start()
     end = None
     try:
+        for thread in threads:
+            thread.start()
         while any(thread.is_alive() for thread in threads):
             next(thread for thread in threads if thread.is_alive()).join(0.05)
             if errors and end is None:
@@ -119,8 +119,9 @@ def run_threads(size: int, function: Callable[[ThreadCommunicator], T], time_lim
         for rank in range(size):
             Agreement(store, rank, size).end(interrupt)
         end = time.monotonic() + GRACE_SECONDS
-        for thread in threads:
-            thread.join(max(0.0, end - time.monotonic()))
+        # A thread is taken for dead once a join has been interrupted: look at what ranks leave.
+        while any(rank not in results and rank not in errors for rank in range(size)) and time.monotonic() < end:
+            time.sleep(0.001)
         raise
     # The first cause: an error that is not about other ranks.
     first = min(errors, key=lambda rank: (isinstance(errors[rank], RankError), rank), default=None)
