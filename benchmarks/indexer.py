@@ -14,7 +14,6 @@ from common import L2_BYTES, Report, arguments, as_torch, has_peer, measure, ran
 import cumla
 
 HEADS, DIM, BLOCK = 64, 128, 64
-ROWS_CHECKED = 3
 
 
 @functools.cache

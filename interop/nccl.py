@@ -74,7 +74,7 @@ class NcclCommunicator:
         self.traffic: collections.Counter[str] = collections.Counter()
         self._agreement = Agreement(store, rank, size, time_limit)
         self._known: set[Any] = set()
-        self._last_words, self._calls, self._waits, self._memories = "nothing", 0, 0, 0
+        self._last_words, self._calls, self._memories = "nothing", 0, 0
         self._in_step, self._tells = _made is not None and size > 1, 0
         self._error: RankError | None = None
         self._lock, self._over = threading.Lock(), threading.Event()
@@ -260,7 +260,6 @@ class NcclCommunicator:
         with cupy.cuda.Device(self.device):
             event = cupy.cuda.Event(disable_timing=True)
             event.record(None if stream is None else streams.of_handle(streams.handle_of(stream), self.device))
-            self._waits += 1
             start, pause = time.monotonic(), 0.0
             while not event.done:
                 self._raise_error()

@@ -90,11 +90,6 @@ class Share:
         return f"{text}, {cut:,} of them cut, to {self.tokens:,} of their {self.tokens_uncut:,} tokens"
 
 
-def read_trace(path: Path | None, limit: int | None = None) -> list[TraceRequest]:
-    """The first `limit` requests of a trace by line, in order of arrival. Raises as `requests_of`."""
-    return in_order(requests_of(path)[:limit])
-
-
 def in_order(requests: list[TraceRequest]) -> list[TraceRequest]:
     """Requests in order of arrival."""
     return sorted(requests, key=lambda request: request.timestamp)

@@ -198,9 +198,7 @@ def test_sequences_beyond_the_tables_are_named(case):
     of = Started(case)
     before, cos_sin = of.held(), of.made.layer.cos_sin
     of.made.layer.cos_sin = cos_sin[:11]
-    with pytest.raises(
-        ValueError, match=r"metadata: got sequences of up to 12 tokens, expected at most the 11"
-    ):
+    with pytest.raises(ValueError, match=r"metadata: got sequences of up to 12 tokens, expected at most the 11"):
         of.made.layer.step(**of.arguments)
     assert of.held() == before
     of.made.layer.cos_sin = cos_sin[:12]

@@ -8,9 +8,13 @@ import pytest
 from cumla.replay.blocks import BLOCK_TOKENS
 from cumla.replay.errors import InputError
 from cumla.replay.options import cache_size
-from cumla.replay.trace import MOST_CHARACTERS, TraceRequest, read_trace
+from cumla.replay.trace import MOST_CHARACTERS, TraceRequest, in_order, requests_of
 
 GOOD = {"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [0, 7]}
+
+
+def read_trace(path, limit=None):
+    return in_order(requests_of(path)[:limit])
 
 
 def write(tmp_path, text):
