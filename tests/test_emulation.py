@@ -57,8 +57,15 @@ def has_cuda_kernels(example):
 EXAMPLES = [name for name, example in operations.EXAMPLES.items() if has_cuda_kernels(example)]
 
 
+# Of which Hopper has kernels of its own, or clusters; of the others both devices run the same.
+OF_HOPPER = ("sparse_attention", "dense_attention", "indexer", "compressor")
+
+
 @DEVICES
 @pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.thorough(
+    when=lambda x: x.get("device") == AMPERE and operations.EXAMPLES[x.get("name")].kernels not in OF_HOPPER
+)
 def test_every_operation(here, name, device):
     """In any order, early or late."""
     with here.xp.cuda.Device(device), emulation.scheduled(WILDEST):
@@ -196,8 +203,15 @@ def on(here, device, schedule, problem, **options):
         problem.check(here, **options)
 
 
+# The portable kernels' copies are late, too, at random.
+LATE_ON_AMPERE = pytest.mark.thorough(
+    when=lambda x: x.get("device") == AMPERE and x.get("schedule") == emulation.SCHEDULES["late"]
+)
+
+
 @SCHEDULES
 @DEVICES
+@LATE_ON_AMPERE
 @pytest.mark.usefixtures("no_exact_kernel")
 @pytest.mark.parametrize("layout", FP8, ids=lambda x: x.name)
 class TestDecode:
@@ -262,6 +276,7 @@ def test_low_tiles_of_the_hopper_kernel(here, rng, layout, schedule, tile, cut, 
 
 @SCHEDULES
 @DEVICES
+@LATE_ON_AMPERE
 @pytest.mark.usefixtures("no_exact_kernel")
 @pytest.mark.parametrize("width", [512, 576])
 class TestPrefill:
@@ -398,6 +413,7 @@ def test_parts_without_keys(here, rng, device, present):
 
 @SCHEDULES
 @DEVICES
+@LATE_ON_AMPERE
 @pytest.mark.usefixtures("no_exact_kernel")
 def test_two_caches(here, rng, device, schedule):
     layout = cumla.DSV4_FP8
@@ -430,6 +446,7 @@ def test_dense_decode(here, rng, block_size, device, schedule):
 
 @SCHEDULES
 @DEVICES
+@LATE_ON_AMPERE
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_packed_sequences(here, rng, device, schedule, accumulate):
     starts = np.array([0, 150, 170, 450], np.int32)

@@ -43,6 +43,7 @@ class MLACommonImpl:
     scale             softmax scale of a head, which the model knows (192**-0.5 with V3's YaRN factor)
     num_kv_heads      1
     kv_cache_dtype    "auto" (rows of the activations' dtype), or "fp8" / "fp8_e4m3" with one scale for the cache
+    q_lora_rank       not used, as the projection of q is the model's
     kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim    512, P, 64 and V
     kv_b_proj         [num_heads * (P + V), 512], for each head W_UK^T over W_UV^T: bfloat16, float16 or float32,
                       or a BlockQuantizedWeight; or a layer that has it as its `weight` (layers/weights.py)

@@ -44,6 +44,7 @@ class CompressedCache:
     slot_mapping  [n] int64 or int32, their slots; not looked at without k
     topk_indices  [num_tokens, topk] int32, rows each token selects, in any order, with -1 anywhere among them; those
                   that are not complete at the token's position are absent. None for a C128A layer, which takes all
+    indexer       in place of topk_indices: what the step selects rows by
     """
 
     cache: Any

@@ -168,6 +168,8 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
     ) -> DeepseekV32IndexerMetadata:
         """Metadata of a batch.
 
+        common_prefix_len, fast_build  as any builder has them; nothing follows from them
+        common_attn_metadata  the batch
         block_table  [num_reqs, B] int32, pages of the indexer's cache, if they are not the batch's own
         validate     check the host numbers of the batch first; False trusts them
 
@@ -251,6 +253,7 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
         query_start_loc_cpu  [R + 1] int32 in host memory
         seq_lens_cpu         [R] int32 in host memory
         block_table          [R, B] int32; its framework and device are those of the chunk
+        skip_kv_gather       whether the chunk before had the same requests: their rows are in the workspace already
 
         Returns None where the requests have no row yet. Raises TypeError or ValueError for slices of what is not there,
         lengths that do not fit together and more rows than the workspace has.

@@ -147,6 +147,8 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
     ) -> MLACommonMetadata:
         """Metadata of a batch.
 
+        common_prefix_len, fast_build  as any builder has them; nothing follows from them
+        common_attn_metadata  the batch
         use_cuda_graph  whether a captured graph is going to run it
         is_profile_run  whether the step only measures how much memory is needed
         validate        check the host numbers of the batch first; False trusts them

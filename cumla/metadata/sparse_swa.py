@@ -33,6 +33,7 @@ class DeepseekSparseSWAMetadata:
     prefill_swa_indices       [num_prefill_tokens, window] int32 slots, for prefill straight from the pages
     prefill_swa_lens          [num_prefill_tokens] int32
     num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens             host counts
+    config                    the builder's
     max_seq_len               longest sequence, or a bound on it, as in the batch
     prefill_seq_lens          [num_prefills] int32; None without prefills, as are the next three
     prefill_gather_lens       [num_prefills] int32, rows of the window cache that a request's queries reach
@@ -160,6 +161,8 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
     ) -> DeepseekSparseSWAMetadata:
         """Metadata of a batch.
 
+        common_prefix_len, fast_build  as any builder has them; nothing follows from them
+        common_attn_metadata  the batch
         c128a_block_table  [num_reqs, B] int32, pages of the C128A cache; needed where the config has C128A
         validate           check the host numbers of the batch first; False trusts them
 

@@ -38,6 +38,8 @@ def compute_swa_indices_and_lens(
     token_to_req_indices  [>= token_offset + num_tokens] int32
     is_valid_token        [>= token_offset + num_tokens] bool; False for padding
     block_table           [R, B] int32
+    block_size            tokens of a page
+    window_size           positions of a window, the token's own among them
     num_tokens            T, rows to compute; row t is for token t + token_offset
     out                   (swa_indices, swa_lens) to write instead of allocating
 
@@ -94,6 +96,7 @@ def compute_global_topk_indices_and_lens(
     topk_indices          [T, K] int32, positions in the request's cache, -1 = none
     token_to_req_indices  [>= T] int32
     block_table           [R, B] int32
+    block_size            rows of a page
     is_valid_token        [>= T] bool; a padding token's length is 0 (its indices are mapped all the same)
     compact               move what is present to the left of each row, in order, so that a reader may
                           stop at the length; False leaves every entry in its place, as vLLM 0.26 does
@@ -165,10 +168,13 @@ def combine_topk_swa_indices(
     query_start_loc  [R + 1] int32; may start anywhere, row t of the result is token query_start_loc[0] + t
     seq_lens         [R] int32
     gather_lens      [R] int32
+    window_size      positions of a window
+    compress_ratio   positions of a compressed row
     topk             entries of topk_indices to use at most; 0 for a layer that has only the window
     compact          take what is present wherever it stands among the first topk entries, which is what names a row
                      that is complete at the token's position, one below (position + 1) // compress_ratio; False takes
                      the first min((position + 1) // compress_ratio, topk) entries as they are
+    out              (combined_indices, combined_lens) to write instead of allocating
 
     Returns combined_indices [T, pad128(topk + window_size)] int32 and combined_lens [T] int32: the entries of top-k,
     then min(position + 1, window_size) of the window.
@@ -248,9 +254,14 @@ def build_flashinfer_mixed_sparse_indices(
     query_start_loc, seq_lens    [R + 1], [R] int32
     token_to_req_indices         [>= D + P] int32
     swa_block_table              [R, B] int32; compressed_block_table likewise, None for SWA-only layers
+    swa_block_size, compressed_block_size    rows of a page
+    window_size, compress_ratio  positions of a window, and of a compressed row
+    topk                         entries of prefill_topk_indices to use at most
+    decode_compressed_indices_are_local      whether they are positions, to be mapped by compressed_block_table
     decode_is_valid_token        [>= D] bool: padding tokens count no compressed entries; None: all valid
     swa_block_span               slots from page to page in the reader's numbering where pages are packed
                                  (page stride / token bytes); None: swa_block_size. compressed_block_span likewise
+    out                          (sparse_indices, sparse_topk_lens) to write instead of allocating
 
     Returns sparse_indices [D + P, window_size + pad4(max(topk, Kd))] int32 and sparse_topk_lens [D + P]
     int32 = window_size + compressed entries: a window shorter than window_size leaves holes of -1.

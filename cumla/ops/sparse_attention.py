@@ -53,8 +53,8 @@ def sparse_mla_decode(
     layout         DSV4_FP8, V32_FP8, MLA_BF16 or DSV4_BF16, on the host also MLA_F32 or DSV4_F32, or the name of
                    one; None: told by the size of a token
     topk_length    [b] or [b, s_q] int32, entries of `indices` in use; None: all
-    extra_*        a second cache of the same layout, with its own pages, indices [b, s_q, extra_topk] and
-                   lengths
+    extra_k_cache  a second cache of the same layout, and its own extra_indices [b, s_q, extra_topk],
+                   extra_topk_length and extra_block_size
     attn_sink      [h] float32: a logit that takes weight and gives nothing; None: no sink
     softmax_scale  1 / sqrt(d) if None
     plan           a DecodePlan that the layers of a step share; None: planned here
@@ -126,6 +126,7 @@ def sparse_mla_prefill(
     q            [s_q, h, d] bfloat16, d = 512 or 576, h from 1 to 128; on the host also float32
     kv           [s_kv, d] or [s_kv, 1, d] of q's dtype
     indices      [s_q, topk] or [s_q, 1, topk] int32 rows of kv; outside of it is absent
+    softmax_scale  1 / sqrt(d) if None
     d_v          512: V is the first 512 values of each row
     attn_sink    [h] float32, as in sparse_mla_decode
     topk_length  [s_q] int32, entries of `indices` in use; None: all

@@ -206,6 +206,7 @@ def gather_lengths(rng, requests, longest):
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=lambda dtype: np.dtype(dtype).name)
 @layouts(*FP8_LAYOUTS, cumla.MLA_BF16)
+@pytest.mark.thorough(when=lambda x: x.emulated and x.get("dtype") is np.float16)  # a program each
 def test_gather(lab, layout, dtype):
     @for_all(
         lab,
