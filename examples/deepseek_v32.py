@@ -9,6 +9,7 @@ import json
 import pathlib
 from typing import Any
 
+import checkpoint
 import numpy as np
 import tiny_checkpoint
 from serving import Stopwatch, experts, gated_mlp, largest, main, rms_norm
@@ -36,6 +37,7 @@ class Model:
     ) -> None:  # fmt: skip
         self.xp, self.stopwatch = xp, Stopwatch(xp)
         self.config = config = json.loads((pathlib.Path(folder) / "config.json").read_text())
+        checkpoint.check_served(config, scoring_func="sigmoid")
         tensors = Checkpoint(folder)
         attention = DeepseekV32Config.from_dict(config)
         self.groups = {"window": (PAGE, None)}
@@ -56,9 +58,7 @@ class Model:
             for layer in layers
         ]  # fmt: skip
         self.caches = [DeepseekV32Caches.allocate(self.num_pages["window"], PAGE, cache_format, xp) for _ in layers]
-        self.weights = {
-            name: xp.asarray(np.asarray(tensors[name]), np.float32) for name in tensors if ".self_attn." not in name
-        }
+        self.weights = checkpoint.load(tensors, config, xp)
         self.mlp_types = tiny_checkpoint.mlp_types(config)
 
     def build(self, batch: Any, tables: dict[str, Any]) -> Any:
@@ -97,10 +97,12 @@ class Model:
         best_two = xp.sort(groups, axis=2)[:, :, -2:].sum(axis=2)
         kept = xp.zeros_like(best_two)
         xp.put_along_axis(kept, largest(best_two, config["topk_group"], xp), 1, axis=1)
-        choice = xp.where(kept[:, :, None] > 0, groups, 0).reshape(scores.shape)
+        choice = xp.where(kept[:, :, None] > 0, groups, -xp.inf).reshape(scores.shape)
         chosen = largest(choice, config["num_experts_per_tok"], xp)
         share = xp.take_along_axis(scores, chosen, axis=1)
-        share = share / share.sum(axis=1, keepdims=True) * config.get("routed_scaling_factor", 2.5)
+        if config.get("norm_topk_prob", True):
+            share = share / (share.sum(axis=1, keepdims=True) + 1e-20)
+        share = share * config.get("routed_scaling_factor", 2.5)
         expert, shared = prefix + "experts.", prefix + "shared_experts."
         routed = experts(x, chosen, share, weights[expert + "gate_up_proj"], weights[expert + "down_proj"], None, xp)
         return routed + gated_mlp(x, *(weights[shared + name] for name in MLP), None, xp)

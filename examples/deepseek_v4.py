@@ -11,6 +11,7 @@ import json
 import pathlib
 from typing import Any
 
+import checkpoint
 import numpy as np
 import tiny_checkpoint
 from serving import Stopwatch, experts, gated_mlp, largest, main, rms_norm
@@ -22,6 +23,7 @@ from cumla.models.scratch import Scratch
 from cumla.models.step import STATE_BLOCK_SIZES, DeepseekV4StepBuilder
 
 PAGE, COMPRESSED_PAGE = 64, 256  # positions
+SCORES = ("sqrtsoftplus", "sigmoid")  # of experts, from what the router makes
 
 
 class Model:
@@ -33,6 +35,7 @@ class Model:
     ) -> None:  # fmt: skip
         self.xp, self.stopwatch = xp, Stopwatch(xp)
         self.config = config = json.loads((pathlib.Path(folder) / "config.json").read_text())
+        checkpoint.check_served(config, scoring_func=SCORES)
         tensors = Checkpoint(folder)
         attention = DeepseekV4Config.from_dict(config)
         window, ratios = attention.sliding_window, attention.compress_ratios
@@ -75,11 +78,7 @@ class Model:
                     xp,
                 )
             )
-        self.weights = {
-            name: xp.asarray(np.asarray(tensors[name]), None if "tid2eid" in name else np.float32)
-            for name in tensors
-            if ".self_attn." not in name
-        }
+        self.weights = checkpoint.load(tensors, config, xp)
         self.mlp_types = tiny_checkpoint.mlp_types(config)
 
     def build(self, batch: Any, tables: dict[str, Any]) -> Any:
@@ -143,18 +142,21 @@ class Model:
     def mlp(self, x: Any, tokens: Any, prefix: str, kind: str) -> Any:
         xp, weights, config = self.xp, self.weights, self.config
         logits = x @ weights[prefix + "gate.weight"].T
-        scores = xp.sqrt(xp.maximum(logits, 0) + xp.log1p(xp.exp(-xp.abs(logits))))  # sqrt(softplus)
+        if config.get("scoring_func", SCORES[0]) == "sigmoid":
+            scores = sigmoid(logits, xp)
+        else:
+            scores = xp.sqrt(xp.maximum(logits, 0) + xp.log1p(xp.exp(-xp.abs(logits))))
         if kind == "hash_moe":
             chosen = weights[prefix + "gate.tid2eid"][tokens]
         else:
             bias = weights.get(prefix + "gate.e_score_correction_bias", 0)
             chosen = largest(scores + bias, config["num_experts_per_tok"], xp)
         share = xp.take_along_axis(scores, chosen, axis=1)
-        share = share / share.sum(axis=1, keepdims=True) * config.get("routed_scaling_factor", 1.5)
+        share = share / (share.sum(axis=1, keepdims=True) + 1e-20) * config.get("routed_scaling_factor", 1.5)
         limit, expert, shared = config.get("swiglu_limit", 10.0), prefix + "experts.", prefix + "shared_experts."
         routed = experts(x, chosen, share, weights[expert + "gate_up_proj"], weights[expert + "down_proj"], limit, xp)
         names = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
-        return routed + gated_mlp(x, *(weights[shared + name] for name in names), None, xp)
+        return routed + gated_mlp(x, *(weights[shared + name] for name in names), limit, xp)
 
 
 def sigmoid(x: Any, xp: Any) -> Any:

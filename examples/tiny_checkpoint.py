@@ -37,13 +37,14 @@ V32 = {
     "index_topk": 64,
 }  # fmt: skip
 HASH_LAYERS = 3  # of V4, by default
+DENSE_LAYERS = 3  # of V3.2, by default
 
 
 def write(folder: pathlib.Path, config: dict, seed: int) -> None:
     """A checkpoint of this configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    shapes = v4_shapes(config) if config.get("layer_types") else v32_shapes(config)
+    shapes = v4_shapes(config) if is_v4(config) else v32_shapes(config)
     arrays = by_the_rule(shapes, seed)
     for layer, kind in enumerate(mlp_types(config)):
         if kind == "hash_moe":  # which experts a token goes to, by its number
@@ -53,11 +54,39 @@ def write(folder: pathlib.Path, config: dict, seed: int) -> None:
     safetensors.write(folder / "model.safetensors", arrays)
 
 
+def is_v4(config: dict) -> bool:
+    return "hc_mult" in config
+
+
 def mlp_types(config: dict) -> list[str]:
-    layers = config["num_hidden_layers"]
-    if not config.get("layer_types"):
-        return ["dense" if layer < config["first_k_dense_replace"] else "moe" for layer in range(layers)]
-    return config.get("mlp_layer_types") or ["hash_moe"] * min(layers, HASH_LAYERS) + ["moe"] * (layers - HASH_LAYERS)
+    """One a layer: "dense", "moe", or "hash_moe", whose experts are chosen by a table."""
+    layers, types = config["num_hidden_layers"], config.get("mlp_layer_types")
+    if types is None:
+        name, default, first = ("num_hash_layers", HASH_LAYERS, "hash_moe")
+        if not is_v4(config):
+            name, default, first = ("first_k_dense_replace", DENSE_LAYERS, "dense")
+        count = min(config.get(name, default), layers)
+        types = [first] * count + ["moe"] * (layers - count)
+    known = ("hash_moe", "moe") if is_v4(config) else ("dense", "sparse", "moe")
+    for kind in types[:layers]:
+        if kind not in known:
+            raise ValueError(f"mlp_layer_types: got {kind!r}, expected one of {', '.join(known)}")
+    if len(types) < layers:
+        raise ValueError(f"mlp_layer_types: got {len(types)} entries, expected one for each of {layers} layers")
+    return ["moe" if kind == "sparse" else kind for kind in types[:layers]]
+
+
+def shapes_outside_attention(config: dict) -> dict[str, tuple[int, ...]]:
+    shapes, streams = common_shapes(config), config.get("hc_mult", 0)
+    if is_v4(config):
+        wide, mixes = streams * config["hidden_size"], (2 + streams) * streams
+        head = {"fn": (streams, wide), "base": (streams,), "scale": (1,)}
+        shapes |= {f"model.hc_head.hc_{name}": shape for name, shape in head.items()}
+        for layer in range(config["num_hidden_layers"]):
+            for site in ("attn_hc", "ffn_hc"):
+                within = {"fn": (mixes, wide), "base": (mixes,), "scale": (3,)}
+                shapes |= {f"model.layers.{layer}.{site}.{name}": shape for name, shape in within.items()}
+    return shapes
 
 
 def common_shapes(config: dict) -> dict[str, tuple[int, ...]]:
@@ -79,25 +108,18 @@ def common_shapes(config: dict) -> dict[str, tuple[int, ...]]:
             shapes[f"{mlp}experts.gate_up_proj"] = (experts, 2 * width, hidden)
             shapes[f"{mlp}experts.down_proj"] = (experts, hidden, width)
             mlp += "shared_experts."
+            if not is_v4(config):
+                inner = width * config.get("n_shared_experts", 1)
         shapes[f"{mlp}gate_proj.weight"] = shapes[f"{mlp}up_proj.weight"] = (inner, hidden)
         shapes[f"{mlp}down_proj.weight"] = (hidden, inner)
     return shapes
 
 
 def v4_shapes(config: dict) -> dict[str, tuple[int, ...]]:
-    hidden, heads, rank, streams = (
-        config[name] for name in ("hidden_size", "num_attention_heads", "q_lora_rank", "hc_mult")
-    )
-    low, mixes = config["o_groups"] * config["o_lora_rank"], (2 + streams) * streams
-    shapes = common_shapes(config) | {
-        "model.hc_head.hc_fn": (streams, streams * hidden), "model.hc_head.hc_base": (streams,),
-        "model.hc_head.hc_scale": (1,),
-    }  # fmt: skip
+    hidden, heads, rank = (config[name] for name in ("hidden_size", "num_attention_heads", "q_lora_rank"))
+    low, shapes = config["o_groups"] * config["o_lora_rank"], shapes_outside_attention(config)
     for layer, kind in enumerate(config["layer_types"]):
         attention = f"model.layers.{layer}.self_attn."
-        for site in ("attn_hc", "ffn_hc"):
-            prefix = f"model.layers.{layer}.{site}."
-            shapes |= {f"{prefix}fn": (mixes, streams * hidden), f"{prefix}base": (mixes,), f"{prefix}scale": (3,)}
         within = {
             "q_a_proj.weight": (rank, hidden), "q_a_norm.weight": (rank,), "q_b_proj.weight": (heads * 512, rank),
             "kv_proj.weight": (512, hidden), "kv_norm.weight": (512,), "sinks": (heads,),

@@ -35,7 +35,7 @@ def run(name, capsys, *arguments):
 
 
 # Whole models and what they share: tests/models/test_models.py runs them.
-MODELS = {"deepseek_v4.py", "deepseek_v32.py", "serving.py", "tiny_checkpoint.py"}
+MODELS = {"checkpoint.py", "deepseek_v4.py", "deepseek_v32.py", "serving.py", "tiny_checkpoint.py"}
 
 
 def test_every_example_is_listed():

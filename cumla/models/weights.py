@@ -9,7 +9,7 @@ values under the same name with "scale" (V4) or "weight_scale_inv" (V3.2) for "w
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -140,7 +140,7 @@ class WeightReader:
         """Raises KeyError, TypeError or ValueError for a weight that is missing, or of another type or shape."""
         if name not in self._weights:
             raise KeyError(f"{name}: the weights lack it, there are {sorted(map(str, self._weights))}")
-        array = plain(self._weights[name], name, dlpack.borrow)
+        array = plain(self._weights[name], name)
         if array.shape != shape:
             raise ValueError(f"{name}: got shape {tuple(array.shape)}, expected {list(shape)}")
         self._read.add(name)
@@ -162,7 +162,7 @@ def place_of(weights: Mapping[str, Any]) -> Any:
     return dlpack.namespace_of(dlpack.borrow(values, "q_a_proj.weight"))
 
 
-def plain(weight: Any, name: str, borrow: Callable[[Any, str], Any]) -> Any:
+def plain(weight: Any, name: str) -> Any:
     """A weight as an array of numbers, FP8 blocks dequantised to float32, where the weight is.
 
     weight  an array of any framework, or a BlockQuantizedWeight; a scale may be float32 or UE8M0 (float8_e8m0fnu)
@@ -170,14 +170,14 @@ def plain(weight: Any, name: str, borrow: Callable[[Any, str], Any]) -> Any:
     Raises ValueError for FP8 values without scales.
     """
     if not isinstance(weight, BlockQuantizedWeight):
-        array = borrow(weight, name)
+        array = dlpack.borrow(weight, name)
         if array.dtype in FP8_DTYPES:
             raise ValueError(f"{name}: got FP8 values without scales, expected a BlockQuantizedWeight")
         if array.dtype not in NUMBERS:
             raise TypeError(f"{name}: got dtype {array.dtype}, expected float32, bfloat16 or float16")
         return array
     dlpack.check_float8(weight.weight, name)
-    values, scales = _host(borrow(weight.weight, name)), _scales(weight.scale, name, borrow)
+    values, scales = _host(dlpack.borrow(weight.weight, name)), _scales(weight.scale, name)
     if values.dtype not in FP8_DTYPES:
         raise TypeError(f"{name}: got dtype {values.dtype} with scales, expected float8_e4m3fn or its bytes in uint8")
     if values.ndim != 2:
@@ -190,8 +190,8 @@ def plain(weight: Any, name: str, borrow: Callable[[Any, str], Any]) -> Any:
     return np.ascontiguousarray(values).view(ml_dtypes.float8_e4m3fn).astype(np.float32) * spread
 
 
-def _scales(scale: Any, name: str, borrow: Callable[[Any, str], Any]) -> np.ndarray:
-    array = _host(borrow(scale, f"{name} (scale)"))
+def _scales(scale: Any, name: str) -> np.ndarray:
+    array = _host(dlpack.borrow(scale, f"{name} (scale)"))
     if array.dtype in (np.uint8, ml_dtypes.float8_e8m0fnu):
         array = array.view(ml_dtypes.float8_e8m0fnu)
     elif array.dtype not in NUMBERS:
