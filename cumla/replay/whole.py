@@ -36,6 +36,7 @@ from .trace import HASH_TOKENS
 
 V32 = "v32"
 CACHE_FORMAT: CacheFormat = "fp8"
+LEAST_REACH = 1 << 17  # positions
 # Parts of a layer whose names other layers use for something else.
 PARTS = {"project": "projections"}
 
@@ -63,7 +64,9 @@ class WholeLayer:
         self.model = V32 if name == V32 else "v4"
         self.attends_alike = name == V32  # tokens of prompts and decodes
         self.seed = options.seed
-        made = made_layer(index, name, options.heads, options.topk, options.seed, options.backend, rank)
+        reach = max(LEAST_REACH, longest)
+        sizes = options.heads, options.topk, options.window
+        made = made_layer(index, name, *sizes, options.seed, options.backend, reach, rank)
         self.attention, self.hidden_size = made, made.config.hidden_size
         blocks, xp = options.num_blocks, self.xp
         if name == V32:
@@ -169,13 +172,15 @@ def _scratch(backend: str, rank: int) -> Scratch:
 
 
 @functools.lru_cache(maxsize=256)
-def made_layer(index: int, name: str, heads: int, topk: int, seed: int, backend: str, rank: int = 0) -> Any:
-    """A layer of a rank with its weights; kept, as a warm-up has the same ones as the run."""
+def made_layer(
+    index: int, name: str, heads: int, topk: int, window: int, seed: int, backend: str, reach: int, rank: int
+) -> Any:
+    """A layer of a rank with its weights, for `reach` positions; kept, as a warm-up has the same ones as the run."""
     on_device = takes_device_arrays(backend)
     sizes = (DEVICE_SIZES if on_device else HOST_SIZES)[V32 if name == V32 else "v4"]
     options: dict[str, Any] = {
         "activations": "bfloat16" if on_device else "float32", "cache_format": CACHE_FORMAT,
-        "xp": array_module(backend), "backend": backend, "max_position": 1 << 17,
+        "xp": array_module(backend), "backend": backend, "max_position": reach,
         "scratch": _scratch(backend, rank),
     }  # fmt: skip
     if name == V32:
@@ -187,7 +192,7 @@ def made_layer(index: int, name: str, heads: int, topk: int, seed: int, backend:
     groups = math.gcd(sizes.o_groups, heads)
     v4 = DeepseekV4Config(
         sizes.hidden, heads, sizes.q_rank, groups, sizes.o_rank, (ratio,), index_n_heads=sizes.index_heads,
-        index_topk=topk,
+        index_topk=topk, sliding_window=window,
     )  # fmt: skip
     return DeepseekV4Attention(v4, 0, by_the_rule(v4_shapes(v4, ratio), seed + index), **options)
 

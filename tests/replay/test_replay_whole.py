@@ -75,6 +75,12 @@ def rows(caches, name, sequence, count, per_block):
     return out[0, slots].astype(np.float64)
 
 
+def test_windows_and_lengths_are_those_of_the_replay(monkeypatch):
+    monkeypatch.setattr("cumla.replay.whole.LEAST_REACH", 64)
+    requests = [TraceRequest(0.0, 90, 2, (0,))]
+    assert len(list(Engine(replace(OPTIONS, window=16), requests).steps())) == 2
+
+
 def test_layer_types_stand_for_layers():
     assert parse_layers("v4") == ("v4 swa", "v4 c4a", "v4 c128a")
     assert parse_layers("swa, v32") == ("swa", "v32")
