@@ -33,7 +33,7 @@ struct List {
     }
 };
 
-// As packed by kernels/cuda/attention.py.
+// As packed by kernels/cuda/sparse/problem.py.
 struct SparseProblem {
     const bf16* q;
     int64 q_stride_b, q_stride_s, q_stride_h;
