@@ -12,6 +12,7 @@ import numpy as np
 
 from ..arrays import dlpack, streams
 from ..dispatch.backends import choose
+from ..dispatch.values import check_choice, check_kind, shown
 from ..kernels.types.metadata import C128A_RATIO
 from ..layout import DSV4_FP8, CacheLayout
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
@@ -150,9 +151,15 @@ class SparseMLALayer:
         Returns out; its last 64 values still carry RoPE. Rows of padding tokens are 0 or not written.
         Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
         """
+        if compressed is not None:
+            check_kind(CompressedCache, compressed=compressed)
+        if workspace is not None:
+            check_kind(LayerWorkspace, workspace=workspace)
+        check_choice((*ROADS, None), prefill_road=prefill_road)
+        for name, function in (("join", not_observed if join is None else join), ("observe", observe)):
+            if not callable(function):
+                raise TypeError(f"{name}: got {shown(function)}, expected a function")
         check_step(self, q, k, swa_cache, metadata, compressed, out, workspace, backend, stream)
-        if prefill_road not in (*ROADS, None):
-            raise ValueError(f"prefill_road: got {prefill_road!r}, expected {', '.join(map(repr, ROADS))} or None")
         framework = dlpack.framework_of(q)
         q = dlpack.borrow(q, "q")
         result = dlpack.borrow(out, "out", writable=True) if out is not None else None

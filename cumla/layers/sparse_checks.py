@@ -11,11 +11,12 @@ import ml_dtypes
 import numpy as np
 
 from ..arrays import streams
-from ..dispatch.call import BF16, FLOAT32, FLOATS, INT32, SLOTS, Call
+from ..dispatch.call import BF16, BOOL, FLOAT32, FLOATS, INT32, SLOTS, Call
 from ..dispatch.launch_cache import MOST_KNOWN, call_key
+from ..dispatch.values import check_integers
 from ..kernels.types.metadata import C128A_RATIO
 from ..layout import INDEXER_BF16, INDEXER_F32, INDEXER_FP8
-from ..metadata.batch import host_array
+from ..metadata.batch import host_integers
 from ..metadata.indexer import DeepseekV32IndexerMetadata
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 from ..ops.sparse_attention import ROWS, V_DIM, check_heads, scale_or_default
@@ -50,6 +51,7 @@ def check_step(
     if (ratio > 1) != (compressed is not None):
         got, expected = ("None", "a CompressedCache") if compressed is None else ("a CompressedCache", "None")
         raise ValueError(f"compressed: got {got}, expected {expected} at compress_ratio {ratio}")
+    check_integers(1, **{"metadata.block_size": metadata.block_size})
     used = tokens_used(metadata)
     look = call_key(
         ratio, backend, used, metadata.num_decode_tokens, metadata.num_decodes + metadata.num_prefills,
@@ -79,6 +81,9 @@ def check_step(
     for name, shape in (("block_table", (-1, -1)), ("seq_lens", (-1,)), ("query_start_loc", (-1,))):
         array = call.array(f"metadata.{name}", getattr(metadata, name), INT32, shape)
         check_rows(f"metadata.{name}", array, num_reqs + (name == "query_start_loc"), "entries")
+    for name, dtypes in (("token_to_req_indices", INT32), ("is_valid_token", BOOL), ("positions", INT32)):
+        array = call.array(f"metadata.{name}", getattr(metadata, name), dtypes, (-1,))
+        check_rows(f"metadata.{name}", array, used, "tokens")
     columns = 0
     if compressed is not None:
         columns = check_compressed(call, layer, metadata, compressed, used)
@@ -120,8 +125,11 @@ def tokens_used(metadata: DeepseekSparseSWAMetadata) -> int:
     """Tokens that a step attends with: those of requests, and the padding of decodes."""
     if not metadata.num_prefills:
         return metadata.num_decode_tokens
-    starts = host_array("metadata.query_start_loc_cpu", metadata.query_start_loc_cpu)
-    return max(metadata.num_decode_tokens, int(starts[metadata.num_decodes + metadata.num_prefills]))
+    starts = host_integers("metadata.query_start_loc_cpu", metadata.query_start_loc_cpu)
+    num_reqs = metadata.num_decodes + metadata.num_prefills
+    if len(starts) <= num_reqs:
+        raise ValueError(f"metadata.query_start_loc_cpu: got {len(starts)} entries, expected at least {num_reqs + 1}")
+    return max(metadata.num_decode_tokens, int(starts[num_reqs]))
 
 
 def check_compressed(

@@ -58,7 +58,7 @@ class CommonAttentionMetadata:
             if value.__class__ is not int:
                 object.__setattr__(self, name, plain(value))
         if self.max_seq_len < 0:
-            lens = host_array("seq_lens_cpu", self.seq_lens_cpu)
+            lens = host_integers("seq_lens_cpu", self.seq_lens_cpu)
             object.__setattr__(self, "max_seq_len", int(lens.max(initial=0)))
 
     def pad_slot_mapping(self) -> None:

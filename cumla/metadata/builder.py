@@ -14,7 +14,7 @@ import numpy as np
 from ..arrays import dlpack
 from ..dispatch.call import INT32, SLOTS, Call
 from ..dispatch.launch_cache import MOST_KNOWN, call_key
-from ..dispatch.values import check_integers, plain, shown
+from ..dispatch.values import check_integers, check_kind, plain, shown
 from ..kernels.types.metadata import SPLIT_PAGES
 from .batch import CommonAttentionMetadata, host_array
 from .vllm_helpers import reorder_batch_to_split_decodes_and_prefills
@@ -120,6 +120,7 @@ class BatchArrays(NamedTuple):
 
         CuPy arrays that look as others that passed before pass again, unchecked.
         """
+        check_kind(CommonAttentionMetadata, common_attn_metadata=batch)
         num_reqs, name = batch.num_reqs, "block_table"
         if block_table is None:
             name, block_table = "block_table_tensor", batch.block_table_tensor

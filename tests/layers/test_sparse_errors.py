@@ -1,0 +1,93 @@
+"""What a sparse layer and builders take for their objects: anything else is named before anything is written."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from metadata.batches import make_batch
+
+import cumla
+from cumla.layers import CompressedCache, SparseMLALayer
+from cumla.metadata import (
+    CommonAttentionMetadata,
+    DeepseekSparseSWAMetadataBuilder,
+    DeepseekV32IndexerMetadataBuilder,
+    MLACommonMetadataBuilder,
+    MLAConfig,
+    ServingConfig,
+)
+from support.lab import BF16, Lab
+
+HOST = Lab("reference", on_device=False)
+CONFIG = ServingConfig(
+    compress_ratios=(4,), index_topk=16, block_size=8, max_num_batched_tokens=16, max_num_seqs=4, max_model_len=64,
+)  # fmt: skip
+NONSENSE = (
+    "a format",
+    True,
+    0.5,
+    10**400,
+    [],
+    object(),
+    np.zeros(()),
+    np.array([None]),
+    np.zeros(0),
+    np.zeros(3, ">i4"),
+)
+
+
+@pytest.fixture
+def step():
+    """The arguments of a step that is right, by name."""
+    metadata = DeepseekSparseSWAMetadataBuilder(CONFIG, "reference").build(0, make_batch(HOST, [9, 16], [1, 5]))
+    layout = cumla.DSV4_FP8
+    table, slots = np.zeros((2, 1), np.int32), np.array([0, 1])
+    compressed = CompressedCache(
+        layout.allocate(2, 64), table, np.ones((2, 512), BF16), slots, np.full((6, 16), -1, np.int32)
+    )
+    return {
+        "q": np.ones((6, 2, 512), BF16), "k": np.ones((6, 512), BF16), "swa_cache": layout.allocate(4, 8),
+        "metadata": metadata, "compressed": compressed, "out": np.full((6, 2, 512), 7, BF16),
+    }  # fmt: skip
+
+
+def raises(arguments, text):
+    with pytest.raises((TypeError, ValueError), match=text) as caught:
+        SparseMLALayer(4, index_topk=16).step(**arguments, backend="reference")
+    assert len(str(caught.value)) < 500
+    assert not arguments["swa_cache"].any()
+    assert (arguments["out"] == 7).all()
+
+
+@pytest.mark.parametrize("name", ["compressed", "workspace", "prefill_road", "join", "observe"])
+@pytest.mark.parametrize("wrong", NONSENSE, ids=lambda x: type(x).__name__)
+def test_objects_of_a_step(step, name, wrong):
+    raises(step | {name: wrong}, rf"^{name}: got")
+
+
+@pytest.mark.parametrize("name", ["token_to_req_indices", "is_valid_token", "positions", "query_start_loc_cpu"])
+@pytest.mark.parametrize("wrong", [None, np.zeros((), np.int32), np.zeros(1, np.int32), np.zeros(9), np.array([None])])
+def test_arrays_of_metadata(step, name, wrong):
+    raises(step | {"metadata": dataclasses.replace(step["metadata"], **{name: wrong})}, rf"^metadata\.{name}: got")
+
+
+@pytest.mark.parametrize("wrong", [None, 0, True, 8.0, [8], np.zeros(3, np.int32)])
+def test_page_size_of_metadata(step, wrong):
+    raises(step | {"metadata": dataclasses.replace(step["metadata"], block_size=wrong)}, r"^metadata\.block_size: got")
+
+
+@pytest.mark.parametrize(
+    "builder", [DeepseekSparseSWAMetadataBuilder, DeepseekV32IndexerMetadataBuilder, MLACommonMetadataBuilder]
+)
+@pytest.mark.parametrize("wrong", [None, *NONSENSE], ids=lambda x: type(x).__name__)
+def test_no_batch(builder, wrong):
+    config = MLAConfig(max_num_seqs=4) if builder is MLACommonMetadataBuilder else CONFIG
+    with pytest.raises(TypeError, match="common_attn_metadata: got"):
+        builder(config).build(0, wrong)
+
+
+def test_lengths_that_are_none():
+    right = vars(make_batch(HOST, [9, 16], [1, 5])) | {"max_seq_len": -1}
+    for wrong in (np.array([None]), np.zeros(2), np.zeros((), np.int32)):
+        with pytest.raises((TypeError, ValueError), match="seq_lens_cpu: got"):
+            CommonAttentionMetadata(**right | {"seq_lens_cpu": wrong})
