@@ -71,6 +71,10 @@ def _identify(array: Any) -> str:
     raise TypeError(f"got {type(array).__name__}, expected an array (NumPy, CuPy, torch, JAX or any with __dlpack__)")
 
 
+class NoCuPyError(ValueError):
+    """An array in CUDA memory where there is no CuPy."""
+
+
 def borrow(array: Any, name: str = "array", writable: bool = False, stream: int | None = None) -> Any:
     """`array` as a NumPy or CuPy array over the same memory.
 
@@ -88,7 +92,10 @@ def borrow(array: Any, name: str = "array", writable: bool = False, stream: int 
             framework = framework_of(array)
         except TypeError as error:
             raise TypeError(f"{name}: {error}") from None
-    native, read_only = _BORROW[framework](array, name, stream)
+    try:
+        native, read_only = _BORROW[framework](array, name, stream)
+    except NoCuPyError as error:
+        raise ValueError(f"{name}: {error}") from None
     if not writable:
         return native
     if read_only:
@@ -329,7 +336,7 @@ def _cupy() -> Any:
     try:
         import cupy
     except ImportError:
-        raise ValueError(
+        raise NoCuPyError(
             "got an array in CUDA memory, which needs CuPy: pip install 'cumla[cuda13]' (or cuda12)"
         ) from None
     return cupy

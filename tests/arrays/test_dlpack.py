@@ -3,6 +3,8 @@
 import ctypes
 import gc
 import pathlib
+import sys
+import types
 import weakref
 
 import ml_dtypes
@@ -344,6 +346,15 @@ def test_float8_caches_of_any_framework_are_taken_as_their_bytes():
     for cache in (torch.from_numpy(raw).view(torch.float8_e4m3fn), raw.view(ml_dtypes.float8_e4m3fn)):
         out, _ = cumla.sparse_mla_decode(q, cache, indices)
         assert torch.equal(out.view(torch.int16), want.view(torch.int16))
+
+
+def test_cuda_memory_without_cupy_names_the_argument(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)  # which cannot be imported then
+    array = types.SimpleNamespace(
+        __cuda_array_interface__={"shape": (2, 4), "typestr": "<i4", "data": (4096, False), "version": 3}
+    )
+    with pytest.raises(ValueError, match=r"^indices: got an array in CUDA memory, which needs CuPy: pip install"):
+        cumla.sparse_mla_prefill(np.ones((2, 1, 512), BF16), np.ones((3, 512), BF16), array)
 
 
 @pytest.mark.gpu
