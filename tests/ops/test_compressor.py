@@ -346,9 +346,11 @@ def test_inverse_rope_with_quantisation(lab, rng, is_ue8m0):
     assert (error <= np.nan_to_num(np.abs(x)) / 15 + scales[..., None] * 2.0**-9).all()
 
 
-def test_numbers_of_any_value_stay_inside(lab, rng):
+@pytest.mark.parametrize(("layout", "kind"), [(INDEXER_FP8, "ratio4"), (DSV4_FP8, "ratio128")], ids=["indexer", "ratio128"])
+@pytest.mark.nowhere(when=lambda c: c.simulated and c.get("kind") == "ratio128")  # slow there
+def test_numbers_of_any_value_stay_inside(lab, rng, layout, kind):
     """Slots, positions, requests and starts of any value; states and rows that nobody owns stay as they are."""
-    case = Case(rng, INDEXER_FP8, "ratio4", tokens=3 if lab.tiny else 9)
+    case = Case(rng, layout, kind, tokens=3 if lab.tiny else 9)
     wild = np.array([-(2**31), -1, 2**31 - 1, 2**20, 0, 3, -7], np.int64)
     n = len(case.positions)
     case.positions = rng.choice(wild, n)
@@ -357,7 +359,7 @@ def test_numbers_of_any_value_stay_inside(lab, rng):
     case.slots = rng.choice(np.append(wild, 2**40), n)
     case.state_slots = rng.choice([-1, -(2**50), 2**40, len(case.state) * 8], n)
     case.table[...] = rng.choice(wild, case.table.shape).astype(np.int32)
-    _, state = case.run(lab, cache_of(INDEXER_FP8, 4, 16))
+    _, state = case.run(lab, cache_of(layout, 4, 16))
     np.testing.assert_array_equal(state, case.state)
 
 
