@@ -346,7 +346,9 @@ def test_inverse_rope_with_quantisation(lab, rng, is_ue8m0):
     assert (error <= np.nan_to_num(np.abs(x)) / 15 + scales[..., None] * 2.0**-9).all()
 
 
-@pytest.mark.parametrize(("layout", "kind"), [(INDEXER_FP8, "ratio4"), (DSV4_FP8, "ratio128")], ids=["indexer", "ratio128"])
+@pytest.mark.parametrize(
+    ("layout", "kind"), [(INDEXER_FP8, "ratio4"), (DSV4_FP8, "ratio128")], ids=["indexer", "ratio128"]
+)
 @pytest.mark.nowhere(when=lambda c: c.simulated and c.get("kind") == "ratio128")  # slow there
 def test_numbers_of_any_value_stay_inside(lab, rng, layout, kind):
     """Slots, positions, requests and starts of any value; states and rows that nobody owns stay as they are."""
