@@ -35,6 +35,7 @@ def parts_of_notes() -> tuple[str, dict[str, tuple[str, str]]]:
 
 def on_files(files: Files, config: Any) -> Files:
     intro, parts = parts_of_notes()
+    intro = re.sub(r"\(#([\w-]+)\)", r"(\1.md)", intro)  # its parts are pages of their own here
     index = intro + "\n" + "\n".join(f"- [{title}]({slug}.md)" for slug, (title, _) in parts.items()) + "\n"
     files.append(File.generated(config, "kernels/index.md", content=index))
     for slug, (title, text) in parts.items():
