@@ -8,12 +8,17 @@ test_simulated_attention.py has small cases. `nowhere(when)` says of which combi
 """
 
 import os
+import signal
 import sys
 
 import pytest
 
 # NumPy's threads of each process would wait for cores that other processes work on. Before it is imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# What a shell runs in the background ignores interrupts, and so would whatever the tests start to interrupt it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser):

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.arrays import dlpack
 from cumla.layers import BlockQuantizedWeight, MLACommonImpl
 from cumla.layers.weights import weight_of
 from cumla.models.weights import plain
@@ -95,7 +94,7 @@ def test_weights_of_other_8_bit_floats(dtype):
         with pytest.raises(TypeError, match=f"kv_b_proj.weight: got dtype {dtype}"):
             weight_of("kv_b_proj", source)
     with pytest.raises(TypeError, match=f"wo_a.weight: got dtype {dtype}"):
-        plain(BlockQuantizedWeight(values, scales), "wo_a.weight", dlpack.borrow)
+        plain(BlockQuantizedWeight(values, scales), "wo_a.weight")
 
 
 def test_weights_that_are_no_matrix_of_bytes():
