@@ -44,17 +44,14 @@ class ManagedTensorVersioned(ctypes.Structure):
     )
 
 
-_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_capsule_pointer.restype = ctypes.c_void_p
-_capsule_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
-_capsule_name = ctypes.pythonapi.PyCapsule_GetName
-_capsule_name.restype = ctypes.c_char_p
-_capsule_name.argtypes = (ctypes.py_object,)
+def _of_python(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of Python's, to ourselves: whoever else asks ctypes.pythonapi for it gives it types of his own."""
+    return ctypes.PYFUNCTYPE(result, *arguments)((name, ctypes.pythonapi))
 
 
-_set_capsule_name = ctypes.pythonapi.PyCapsule_SetName
-_set_capsule_name.restype = ctypes.c_int
-_set_capsule_name.argtypes = (ctypes.py_object, ctypes.c_char_p)
+_capsule_pointer = _of_python("PyCapsule_GetPointer", ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+_capsule_name = _of_python("PyCapsule_GetName", ctypes.c_char_p, ctypes.py_object)
+_set_capsule_name = _of_python("PyCapsule_SetName", ctypes.c_int, ctypes.py_object, ctypes.c_char_p)
 
 
 def read(capsule: Any, name: str, device: tuple[int, int]) -> tuple[Tensor, bool]:

@@ -14,7 +14,7 @@ import pytest
 import cumla
 from cumla.arrays import capsule, dlpack
 from support import pairs
-from support.capsules import Foreign, ForeignVersioned
+from support.capsules import Foreign, ForeignVersioned, new_capsule
 from support.lab import BF16
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "interop.md"
@@ -233,18 +233,25 @@ def test_types_without_a_counterpart():
 def test_a_capsule_of_a_later_dlpack():
     """Of which nothing but the version may be read."""
     tensor = capsule.ManagedTensorVersioned(major=2, minor=1)
-    new = ctypes.pythonapi.PyCapsule_New
-    new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
     class Later:
         def __dlpack_device__(self):
             return 1, 0
 
         def __dlpack__(self, *, max_version):
-            return new(ctypes.addressof(tensor), b"dltensor_versioned", None)
+            return new_capsule(ctypes.addressof(tensor), b"dltensor_versioned", None)
 
     with pytest.raises(ValueError, match=r"q: got DLPack version 2.1, expected 1.x"):
         dlpack.borrow(Later(), "q")
+
+
+@pytest.mark.parametrize("name", ["PyCapsule_GetPointer", "PyCapsule_GetName", "PyCapsule_SetName"])
+def test_others_may_call_pythons_functions_with_other_types(name, monkeypatch):
+    function = getattr(ctypes.pythonapi, name)
+    monkeypatch.setattr(function, "argtypes", (ctypes.c_double,))
+    array = np.arange(3.0)
+    np.testing.assert_array_equal(dlpack.borrow(Foreign(array)), array)
+    assert function.argtypes == (ctypes.c_double,)
 
 
 class Once:

@@ -1,5 +1,6 @@
 """The command line: what it prints and writes, and one line for what a user can mend."""
 
+import importlib.util
 import inspect
 import io
 import json
@@ -160,7 +161,8 @@ def test_unavailable_backend(monkeypatch, capsys):
 
 
 def test_plot_needs_matplotlib(monkeypatch, capsys):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    find = importlib.util.find_spec  # of other packages what is found is kept
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "matplotlib" else find(name))
     assert "pip install 'cumla[plot]'" in error_line(capsys, [*TINY, "--plot", "run.png"])
 
 

@@ -33,8 +33,10 @@ class ManagedVersioned(ctypes.Structure):
     )  # fmt: skip
 
 
-_new = ctypes.pythonapi.PyCapsule_New
-_new.restype, _new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+# Each to ourselves: JAX gives ctypes.pythonapi.PyCapsule_New other types.
+new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
 # Of a capsule that is going: as a pointer, as an object could not be counted any more.
 _is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
 _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
@@ -98,7 +100,7 @@ class Foreign:
         )  # fmt: skip
         managed = manage(tensor)
         _exported[ctypes.addressof(managed)] = (managed, shape), array, self
-        return _new(ctypes.addressof(managed), kind, ctypes.cast(_destroy_function, ctypes.c_void_p).value)
+        return new_capsule(ctypes.addressof(managed), kind, ctypes.cast(_destroy_function, ctypes.c_void_p).value)
 
 
 class ForeignVersioned(Foreign):
