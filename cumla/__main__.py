@@ -16,7 +16,7 @@ from . import __version__
 from .dispatch.backends import BACKENDS
 from .kernels.cpu.threads import num_cores
 from .layers.prefill_road import ROADS
-from .replay.errors import InputError, OutputError
+from .replay.errors import InputError, RunError
 from .replay.options import DEVICE_DEFAULTS, HOST_DEFAULTS, LAYER_RATIOS, MLA_CACHES, choose_backend
 from .replay.scheduler import STEP_MS
 
@@ -331,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except InputError as error:
         return _fail(str(error), 2)
-    except OutputError as error:
+    except RunError as error:
         return _fail(str(error), 1)
     except MemoryError:
         return _fail("out of memory; a smaller --cache-tokens, --batch-tokens or --heads needs less", 1)

@@ -110,7 +110,7 @@ def make_handler(table: int, launch_kernel: int, current_context: int, in_python
     local: Callable[..., Any] = numba.njit(nogil=True)
 
     @local
-    def first_note(number):  # type: ignore[no-untyped-def]
+    def first_note(number):
         slot = number % SLOTS
         for _ in range(SLOTS // 2):
             found = load(table + 16 * slot)
@@ -122,7 +122,7 @@ def make_handler(table: int, launch_kernel: int, current_context: int, in_python
         return 0
 
     @local
-    def addresses_of(frame, memory):  # type: ignore[no-untyped-def]
+    def addresses_of(frame, memory):
         """Write the addresses of all buffers. Returns how many there are."""
         count = 0
         for which in range(2):
@@ -134,7 +134,7 @@ def make_handler(table: int, launch_kernel: int, current_context: int, in_python
         return count
 
     @local
-    def fitting(note, context, addresses, count):  # type: ignore[no-untyped-def]
+    def fitting(note, context, addresses, count):
         """Where the launches begin of the first note that fits, or 0."""
         while note:
             at = note + 24
@@ -155,7 +155,7 @@ def make_handler(table: int, launch_kernel: int, current_context: int, in_python
         return 0
 
     @local
-    def launch(at, stream, addresses):  # type: ignore[no-untyped-def]
+    def launch(at, stream, addresses):
         """Launch what is noted. Returns the driver's status."""
         config, extra = on_stack(CONFIG_WORDS), on_stack(6)
         arguments = on_stack(ARGUMENT_WORDS)
@@ -189,7 +189,7 @@ def make_handler(table: int, launch_kernel: int, current_context: int, in_python
                 return status
         return 0
 
-    def handler(frame):  # type: ignore[no-untyped-def]
+    def handler(frame):
         extension = load(frame + EXTENSION)
         if extension and load(extension + EXTENSION_TYPE) & LOW == METADATA:
             return call_2(in_python, frame, 0)

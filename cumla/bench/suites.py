@@ -21,7 +21,7 @@ from ..dispatch.call import BFLOAT16
 from ..layout import DSV4_FP8, INDEXER_FP8, MLA_BF16, CacheLayout
 from ..metadata import CommonAttentionMetadata, DeepseekSparseSWAMetadataBuilder, ServingConfig
 from ..replay.device import to_host
-from ..replay.errors import OutputError
+from ..replay.errors import RunError
 from . import peers
 from .measure import sets_for
 
@@ -190,7 +190,7 @@ def decode(sizes: Sizes) -> Iterator[Problem]:
 
 
 def _check_decode(call: Any, result: Any) -> float:
-    """Largest error of a few entries. Raises OutputError beyond the bound."""
+    """Largest error of a few entries. Raises RunError beyond the bound."""
     first = slice(0, CHECKED)
     q, cache, indices = call.args
     options = {name: call.keywords[name] for name in ("extra_k_cache", "extra_indices") if name in call.keywords}
@@ -211,7 +211,7 @@ def _first(result: Any) -> np.ndarray:
 def _largest_error(got: np.ndarray, want: np.ndarray, bound: Bound) -> float:
     within, error = compare(got, want, bound)
     if not within:
-        raise OutputError(f"off by {error:.3g}, beyond the bounds: cumla check says more")
+        raise RunError(f"off by {error:.3g}, beyond the bounds: cumla check says more")
     return error
 
 

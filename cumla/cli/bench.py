@@ -18,7 +18,7 @@ from ..bench.measure import environment
 from ..bench.suites import Sizes
 from ..layout import LAYOUTS
 from ..replay.device import share_cores
-from ..replay.errors import InputError, OutputError
+from ..replay.errors import InputError, RunError
 from ..replay.options import choose_backend
 from ..replay.plot import check_can_plot
 
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     problem = _write(args, record)
     slower = 0 if old is None else compare(console, old["rows"], record["rows"])
     if problem is not None:
-        raise OutputError(problem)
+        raise RunError(problem)
     return 1 if slower else 0
 
 

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from ..parallel import Communicator, RankError
 from ..replay.device import share_cores
 from ..replay.engine import Engine, StepRecord, warm_up
-from ..replay.errors import InputError, OutputError
+from ..replay.errors import InputError, RunError
 from ..replay.options import ReplayOptions, cache_size, choose_backend, defaults_for, parse_layers
 from ..replay.plot import check_can_plot, write_plot
 from ..replay.ranks import run_on_ranks
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     problem = write_files(args, summary, title)
     print_report(console, summary)
     if problem is not None:
-        raise OutputError(problem)
+        raise RunError(problem)
     return 1 if summary["verification"]["failures"] else 0
 
 
@@ -143,10 +143,10 @@ def replay_on_ranks(options: ReplayOptions, requests: list[TraceRequest]) -> lis
     try:
         return run_on_ranks(options, functools.partial(replay, options, requests))
     except RankError as error:
-        if isinstance(error.__cause__, (MemoryError, InputError, OutputError)):
+        if isinstance(error.__cause__, (MemoryError, InputError, RunError)):
             raise error.__cause__ from None
         if error.__cause__ is None:  # a rank that did not come
-            raise OutputError(str(error)) from None
+            raise RunError(str(error)) from None
         raise
 
 

@@ -26,7 +26,7 @@ from ..ops.compressor import compress_and_insert
 from ..ops.sparse_attention import V_DIM, sparse_mla_decode, sparse_mla_prefill
 from ..ops.sparse_cache import dequantize_and_gather_k_cache, quantize_and_insert_k_cache
 from ..replay.engine import warm_up
-from ..replay.errors import InputError, OutputError
+from ..replay.errors import InputError, RunError
 from ..replay.options import ReplayOptions
 
 KINDS = ("v4", "v32", "mla")
@@ -197,7 +197,7 @@ def run_case(case: Case, backend: str, heads: int) -> None:
 
 
 def run(console: Console, model: Model, batches: Sequence[int], block_size: int, backend: str) -> int:
-    """Call everything once. Returns 0; raises OutputError where a kernel gives wrong results."""
+    """Call everything once. Returns 0; raises RunError where a kernel gives wrong results."""
     console.print(f"{model.kind}, {model.heads} heads, backend {backend}", highlight=False)
     start, slowest, count = time.perf_counter(), 0.0, 0
     for name, call in tasks(model, batches, block_size, backend):
@@ -205,7 +205,7 @@ def run(console: Console, model: Model, batches: Sequence[int], block_size: int,
         try:
             call()
         except MiscompiledError as error:
-            raise OutputError(str(error)) from None
+            raise RunError(str(error)) from None
         seconds, count = time.perf_counter() - before, count + 1
         slowest = max(slowest, seconds)
         if seconds > 0.1:  # what was there already is not worth a line

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from ..dispatch.values import check_integers, check_kind, finite
 from .rope import checked_scaling
 
-C = TypeVar("C")
 
-
-def numbers_of(kind: type[C], config: Mapping[str, Any], besides: tuple[str, ...]) -> dict[str, Any]:
+def numbers_of(kind: type[Any], config: Mapping[str, Any], besides: tuple[str, ...]) -> dict[str, Any]:
     """The fields of a configuration class that a config.json has, without those in `besides`.
 
     Raises TypeError for a config that is no mapping, ValueError for one without a field that has no default.
     """
     check_kind(Mapping, config=config)
-    fields = [field for field in dataclasses.fields(kind) if field.name not in besides]  # type: ignore[arg-type]
+    fields = [field for field in dataclasses.fields(kind) if field.name not in besides]
     for field in fields:
         if field.default is dataclasses.MISSING and field.name not in config:
             raise ValueError(f"{field.name}: the configuration has none, expected a number")

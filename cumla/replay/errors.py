@@ -1,4 +1,4 @@
-"""Errors that are the user's to mend. The message is the one line they see."""
+"""Errors of a command, of which the message is the one line that its user sees."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ class InputError(ValueError):
     """A trace or an option that cannot be used."""
 
 
-class OutputError(Exception):
-    """A file that could not be written."""
+class RunError(Exception):
+    """What ended a run though its options are right: a file not written, a wrong result, a rank that did not come."""
