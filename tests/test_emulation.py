@@ -12,6 +12,7 @@ import emulation
 from cumla.checks import check_case
 from cumla.dispatch import backends
 from cumla.kernels.cuda.launch import recorded_launches
+from cumla.kernels.cuda.sparse.division import Division
 from cumla.metadata import DeepseekSparseSWAMetadataBuilder, DeepseekV32IndexerMetadataBuilder, ServingConfig
 from emulation import launches, queues
 from support import operations
@@ -272,6 +273,29 @@ def test_low_tiles_of_the_hopper_kernel(here, rng, layout, schedule, tile, cut, 
         make_indices(rng, 1, 2, 230, 1060), attn_sink=np.linspace(-3, 3, 40, dtype=np.float32), layout=layout,
     )  # fmt: skip
     on(here, HOPPER, schedule, problem, batch_invariant=not cut)
+
+
+@SCHEDULES
+@pytest.mark.usefixtures("no_exact_kernel")
+@pytest.mark.parametrize("layout", FP8, ids=lambda x: x.name)
+@pytest.mark.parametrize(("tile", "parts"), [(64, 2), (32, 2), (16, 2)])
+def test_tiles_of_clusters(here, rng, layout, schedule, tile, parts, monkeypatch):
+    """The last tile has fewer heads; one token has keys in one part of it alone, another none at all."""
+    from cumla.kernels.cuda.sparse import work as sparse_work
+
+    def divide(work, *rest):
+        return Division(work.tiles * parts, False, False, parts, True)
+
+    heads = tile + 6
+    monkeypatch.setattr("cumla.kernels.cuda.sparse.kernels.tile_heads", lambda *arguments: tile)
+    monkeypatch.setattr(sparse_work, "divide", divide)
+    indices = make_indices(rng, 1, 3, 290, 1060)
+    indices[0, 1, 64:], indices[0, 2] = -1, -1
+    problem = Problem(
+        make_q(rng, 1, 3, heads, layout, steep(heads)), make_cache(rng, layout, 20, 53, spread=0), indices,
+        attn_sink=np.linspace(-3, 3, heads, dtype=np.float32), layout=layout,
+    )  # fmt: skip
+    on(here, HOPPER, schedule, problem)
 
 
 @SCHEDULES

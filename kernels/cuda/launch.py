@@ -30,6 +30,7 @@ __all__ = [
     "are_recorded",
     "int32",
     "is_aligned",
+    "most_clusters",
     "named_strides",
     "parameters",
     "pointer",
@@ -230,6 +231,23 @@ HEAD = struct.Struct("7IPPIN")  # _LaunchMemory up to argument_bytes
 ARGUMENTS_AT = _LaunchMemory.arguments.offset
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
 BUFFER_POINTER, BUFFER_SIZE = 1, 2  # what the next entry of `extra` is
+
+
+CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+
+
+def most_clusters(kernel: Kernel, size: int, threads: int, shared_bytes: int) -> int:
+    """How many clusters of so many thread blocks of a kernel the current device runs at a time."""
+    attribute = CLUSTER_DIMENSION | size << 64 | 1 << 96 | 1 << 128  # its value: three numbers of 32 bits
+    memory, found = _LaunchMemory(), ctypes.c_int()
+    at = ctypes.addressof(memory) + _LaunchMemory.attribute_id.offset
+    HEAD.pack_into(memory, 0, size, 1, 1, threads, 1, 1, shared_bytes, 0, at, 1, 0)
+    ctypes.memmove(at, attribute.to_bytes(24, "little"), 24)
+    driver = ctypes.CDLL("libcuda.so.1")
+    status = driver.cuOccupancyMaxActiveClusters(
+        ctypes.byref(found), ctypes.c_void_p(kernel.raw.kernel.ptr), ctypes.byref(memory)
+    )
+    return 0 if status else found.value
 
 
 class _Thread(threading.local):

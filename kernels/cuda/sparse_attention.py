@@ -60,7 +60,7 @@ def sparse_mla_prefill(
     work = work._replace(tile_heads=fast.tile_heads)
     division = Division(min(work.tiles, fast.max_shares), planned=False, cut=False)
     problem = work.numbers(None, division)
-    fast.launch(division.shares, work, problem)
+    fast.launch(division, work, problem)
     sparse_kernels.finish(work, problem)
 
 
@@ -71,12 +71,12 @@ def _attend(work: Work, plan: DecodePlan | None, may_cut: bool) -> None:
         sparse_kernels.finish(work, work.numbers(None), everything=True)
         return
     work = work._replace(tile_heads=fast.tile_heads)
-    division = sparse_work.divide(work, may_cut, fast.max_shares, fast.costs)
+    division = sparse_work.divide(work, may_cut, fast.max_shares, fast.costs, fast.clusters)
     capture = capture_id()
     memory = sparse_work.memory_for(plan, work, division, capture)
     problem = work.numbers(memory, division)
     sparse_work.plan_shares(plan, work, division, memory, problem, capture)
-    fast.launch(division.shares, work, problem)
+    fast.launch(division, work, problem)
     sparse_kernels.finish(work, problem, memory=memory, division=division, may_cut=may_cut)
 
 

@@ -11,14 +11,21 @@ from cumla.kernels.cuda.sparse.work import BLOCK, Work
 
 TOKENS, HEADS, BLOCKS = st.integers(1, 5000), st.integers(1, 256), st.integers(1, 2000)
 SMS = st.integers(1, 600)
+CLUSTERS = st.dictionaries(st.integers(2, 8), st.integers(0, 70)).map(lambda x: tuple(x.items()))
 
 
-@given(TOKENS, BLOCKS, st.booleans(), st.booleans(), SMS, st.sampled_from([*division.HOPPER_COSTS.values()]))
-def test_everybody_has_something(tiles, blocks, ragged, may_cut, sms, costs):
-    made, cost = division.divide(tiles, blocks, ragged, may_cut, sms, costs)
+@given(TOKENS, BLOCKS, st.booleans(), st.booleans(), SMS, st.sampled_from([*division.HOPPER_COSTS.values()]), CLUSTERS)
+def test_everybody_has_something(tiles, blocks, ragged, may_cut, sms, costs, clusters):
+    made, cost = division.divide(tiles, blocks, ragged, may_cut, sms, costs, clusters)
     assert cost > 0
-    assert 1 <= made.shares <= min(sms, division.MAX_SHARES)
-    assert made.shares <= (tiles * blocks if made.cut else tiles)
+    if made.together:  # clusters that run at a time, of tiles that all have their blocks
+        assert tiles <= dict(clusters)[made.parts]
+        assert may_cut
+        assert not made.cut
+        assert not ragged
+    else:
+        assert 1 <= made.shares <= min(sms, division.MAX_SHARES)
+    assert made.shares <= (tiles * blocks if made.cut or made.together else tiles)
     assert made.planned == ragged
     assert may_cut or not made.cut
     if made.parts:

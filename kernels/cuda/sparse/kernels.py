@@ -12,13 +12,14 @@ import cupy
 
 from ....layout import DSV4_FP8, V32_FP8, CacheLayout
 from ..compile import kernel
-from ..device import capability, device_sms, is_hopper
-from ..launch import is_aligned, pointer, recorded_launches, strides
+from ..device import capability, device_sms, has_clusters, is_hopper
+from ..launch import Kernel, is_aligned, most_clusters, pointer, recorded_launches, strides
 from ..tma import NO_MAP, Words, map_of_pages
 from . import portable as sparse_portable
 from .division import COSTS, HOPPER_COSTS, UNDIVIDED, Costs, Division
 from .work import EXACT_SLOTS, HEADS, V_DIM, Memory, Work, tile_heads
 
+CLUSTERS = (2,)  # thread blocks that share a tile, of those that Hopper's decode kernel can be compiled for
 HOPPER_THREADS, HOPPER_SHARED_BYTES = 512, 232448  # all there is; sm90/decode/memory.cuh says what for
 PREFILL_THREADS = 384  # sm90/prefill/memory.cuh, sm90/few_heads/memory.cuh
 PREFILL_HEADS = (16, 32, HEADS)  # of a tile there
@@ -38,6 +39,8 @@ class FastKernel(NamedTuple):
     max_shares  thread blocks that run at a time
     costs       what its work is divided by
     maps        what it takes beside the problem: the words of tensor maps
+    clusters    how many thread blocks may share a tile as a cluster, and how many such clusters run at a time
+    of_cluster  the function by which so many do
     """
 
     function: Any
@@ -47,10 +50,14 @@ class FastKernel(NamedTuple):
     max_shares: int
     costs: Costs = COSTS
     maps: Callable[[Work], Words] = lambda work: ()
+    clusters: tuple[tuple[int, int], ...] = ()
+    of_cluster: Callable[[int], Kernel] | None = None
 
-    def launch(self, shares: int, work: Work, problem: tuple[Any, ...]) -> None:
-        arguments = (*problem, *self.maps(work))
-        self.function((shares,), (self.threads,), arguments, shared_mem=self.shared_bytes, overlap=True)
+    def launch(self, division: Division, work: Work, problem: tuple[Any, ...]) -> None:
+        function, arguments = self.function, (*problem, *self.maps(work))
+        if division.together and self.of_cluster is not None:
+            function = self.of_cluster(division.parts)
+        function((division.shares,), (self.threads,), arguments, shared_mem=self.shared_bytes, overlap=True)
 
 
 @contextlib.contextmanager
@@ -77,7 +84,7 @@ def choose(work: Work, may_cut: bool = True) -> FastKernel | None:
     if name == "exact":
         return None
     if name == "hopper":
-        return _hopper(device, layout, tile_heads(work, may_cut, device_sms(device)))
+        return _hopper(device, layout, tile_heads(work, may_cut, device_sms(device), _clusters(device)))
     return _portable(device, layout, int(work.q.shape[2]))
 
 
@@ -141,10 +148,29 @@ def _fastest(device: int, layout: CacheLayout) -> str:
 
 @functools.cache
 def _hopper(device: int, layout: CacheLayout, heads: int) -> FastKernel:
-    macros = {"LAYOUT": layout.name, "TILE_HEADS": heads}
+    of_cluster = functools.partial(_hopper_function, layout, heads)
+    return FastKernel(
+        of_cluster(1), HOPPER_THREADS, HOPPER_SHARED_BYTES, heads, device_sms(device), HOPPER_COSTS[heads],
+        clusters=_clusters(device), of_cluster=of_cluster,
+    )  # fmt: skip
+
+
+@functools.cache
+def _hopper_function(layout: CacheLayout, heads: int, parts: int) -> Kernel:
+    macros = {"LAYOUT": layout.name, "TILE_HEADS": heads, "PARTS": parts}
     function = kernel("sm90/decode/decode.cu", "sparse_mla_decode", arch="sm_90a", **macros)
     function.max_dynamic_shared_size_bytes = HOPPER_SHARED_BYTES
-    return FastKernel(function, HOPPER_THREADS, HOPPER_SHARED_BYTES, heads, device_sms(device), HOPPER_COSTS[heads])
+    return function
+
+
+@functools.cache
+def _clusters(device: int) -> tuple[tuple[int, int], ...]:
+    """Sizes of clusters that decode kernels of one thread block an SM come in, and how many run at a time."""
+    if not (is_hopper(device) and has_clusters(device)):
+        return ()
+    probe = kernel("common/hold.cu", "hold")
+    probe.max_dynamic_shared_size_bytes = HOPPER_SHARED_BYTES
+    return tuple((size, most_clusters(probe, size, HOPPER_THREADS, HOPPER_SHARED_BYTES)) for size in CLUSTERS)
 
 
 @functools.cache

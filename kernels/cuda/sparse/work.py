@@ -107,14 +107,14 @@ class Work(NamedTuple):
     def _cut(self, division: Division) -> dict[str, int]:
         """The members of a SparseProblem that say where shares begin."""
         names = ("cut_tiles", "cut_shares", "cut_length", "cut_rest", "cut_units", "cut_inverse")
-        _, planned, cut, parts = division
+        _, planned, cut, parts, together = division
         if planned or not division.shares:
             return dict.fromkeys(names, 0)
         tiles, shares = (1, parts) if parts else (self.tiles, division.shares)
         if not parts and self.max_logits is None and shares % self.groups == 0:
             # Alike for each group of heads (SparseProblem::by_group): their shares read the same rows at the same time.
             tiles, shares = tiles // self.groups, shares // self.groups
-        units = self.most_blocks if cut else 1
+        units = self.most_blocks if cut or together else 1
         length, rest = divmod(tiles * units, shares)
         inverse = -(-(1 << 32) // shares) if shares > 1 else 0
         return dict(zip(names, (tiles, shares, length, rest, units, inverse), strict=True))
@@ -133,18 +133,20 @@ def _list(segment: Segment) -> List:
     )  # fmt: skip
 
 
-def divide(work: Work, may_cut: bool, max_shares: int, costs: Costs = COSTS) -> Division:
+def divide(
+    work: Work, may_cut: bool, max_shares: int, costs: Costs = COSTS, clusters: tuple[tuple[int, int], ...] = ()
+) -> Division:
     """How to spread work over at most `max_shares` thread blocks."""
-    return dividing.divide(work.tiles, work.most_blocks, work.ragged, may_cut, max_shares, costs)[0]
+    return dividing.divide(work.tiles, work.most_blocks, work.ragged, may_cut, max_shares, costs, clusters)[0]
 
 
-def tile_heads(work: Work, may_cut: bool, max_shares: int) -> int:
+def tile_heads(work: Work, may_cut: bool, max_shares: int, clusters: tuple[tuple[int, int], ...] = ()) -> int:
     """How many heads Hopper's decode kernel takes at a time: fewer tiles of more heads, or more that are done sooner.
 
     may_cut  whether results may depend on what else there is to do; of tiles of other heights they do
     """
     batch, s_q, heads, _ = work.q.shape
-    return dividing.tile_heads(batch * s_q, heads, work.most_blocks, may_cut, max_shares)
+    return dividing.tile_heads(batch * s_q, heads, work.most_blocks, may_cut, max_shares, clusters)
 
 
 def memory_for(plan: DecodePlan | None, work: Work, division: Division, capture: int) -> Memory:

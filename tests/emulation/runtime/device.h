@@ -90,7 +90,7 @@ inline void __threadfence() {}
 [[noreturn]] inline void __trap() { emulator::fail("__trap"); }
 
 inline size_t __cvta_generic_to_shared(const void* p) {
-    return static_cast<const uint8_t*>(p) - emulator::shared_memory;
+    return static_cast<const uint8_t*>(p) - emulator::shared_memory + (emulator::cluster_rank << emulator::RANK_SHIFT);
 }
 
 // ---- warps

@@ -13,6 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#include <initializer_list>
 #include <utility>
 
 #define EXPORT __attribute__((visibility("default")))
@@ -59,14 +60,19 @@ bool work_is_late();
 void when_stuck(Work* work);
 int random_number(int below);
 
-// Shared memory is addressed from 0 on, where the system's own part lies, as on the device.
+// Shared memory is addressed from 0 on, where the system's own part lies, as on the device; in a cluster, from the block's
+// rank in the upper byte.
 constexpr uint32_t DYNAMIC_SHARED_AT = 1024;
+constexpr int RANK_SHIFT = 24;
 EXPORT extern uint8_t* shared_memory;
 EXPORT extern uint32_t shared_end;
 EXPORT uint8_t* shared_at(uint32_t address, uint32_t bytes);
 // Of another block of the cluster, or of this one.
 EXPORT uint32_t mapped(uint32_t address, uint32_t rank);
 EXPORT uint8_t* cluster_shared_at(uint32_t address, uint32_t bytes);
+// Counts at a barrier of the block that it goes to, when it is there.
+EXPORT void store_async(uint32_t address, std::initializer_list<float> values, uint32_t barrier);
+uint32_t without_rank(uint32_t address);  // of this block's memory
 // Global memory, for accesses that must be aligned.
 inline uint8_t* global_at(const void* address, uint32_t bytes) {
     if (uintptr_t(address) % bytes) fail("%u bytes at %p, which is misaligned", bytes, address);

@@ -28,8 +28,7 @@ float value(uint32_t pair, int half, bool bfloat16) {
 
 uint16_t& element(uint8_t (*brought)[MOST_BYTES], int matrix, int row, int column) {
     uint32_t at = as<Operand>(brought[8 * matrix + row]).address;
-    shared_at(at, 16);
-    return *reinterpret_cast<uint16_t*>(shared_memory + at + 2 * column);
+    return reinterpret_cast<uint16_t*>(shared_at(at, 16))[column];
 }
 
 }  // namespace
@@ -137,8 +136,8 @@ struct Tile {
         if (descriptor >> 62 != 1) fail("wgmma: only tiles swizzled over 128 bytes are emulated");
     }
     float at(uint32_t offset, Operands type) const {
-        uint32_t address = start + offset;
-        uint8_t* bytes = shared_at(address ^ (address >> 3 & 0x70), bytes_of(type));
+        uint32_t address = start + offset, own = cluster_rank << RANK_SHIFT;  // which descriptors leave out
+        uint8_t* bytes = shared_at(own | (address ^ (address >> 3 & 0x70)), bytes_of(type));
         if (type == Operands::E4M3) return from_f16(e4m3x2_to_f16x2(*bytes));
         uint32_t bits = *reinterpret_cast<uint16_t*>(bytes);
         return type == Operands::BF16 ? from_bf16(bits) : from_f16(bits);

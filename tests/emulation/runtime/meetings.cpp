@@ -57,7 +57,7 @@ std::unique_ptr<Cluster> cluster;
 Block* block() { return cluster->blocks[cluster_rank].get(); }
 
 Barrier& barrier_at(uint32_t address) {
-    auto found = block()->barriers.find(address);
+    auto found = block()->barriers.find(without_rank(address));
     if (found == block()->barriers.end()) fail("there is no mbarrier at %u of shared memory", address);
     return found->second;
 }
@@ -147,7 +147,7 @@ int named_sync_or(int id, int threads, int predicate) {
 
 void barrier_init(uint32_t barrier, int arrivals) {
     shared_at(barrier, 8);
-    block()->barriers[barrier] = {arrivals, arrivals};
+    block()->barriers[without_rank(barrier)] = {arrivals, arrivals};
 }
 
 void barrier_arrive(uint32_t barrier, int count) {

@@ -281,27 +281,61 @@ bool work_is_late() { return now.seeded ? random_number(2) : now.launch->late; }
 int random_number(int below) { return int(now.generator() % below); }
 void when_stuck(Work* work) { now.late_work.push_back({work, cluster_rank}); }
 
+uint32_t without_rank(uint32_t address) {
+    int rank = address >> RANK_SHIFT;
+    if (rank != cluster_rank) fail("block %d of a cluster takes %#x for its own shared memory", cluster_rank, address);
+    return address - (rank << RANK_SHIFT);
+}
+
 uint8_t* shared_at(uint32_t address, uint32_t bytes) {
+    address = without_rank(address);
     if (address < DYNAMIC_SHARED_AT || address + bytes > shared_end)
         fail("%u bytes at %u of shared memory, which ends at %u", bytes, address, shared_end);
     if (address % bytes) fail("%u bytes at %u of shared memory, which is misaligned", bytes, address);
     return shared_memory + address;
 }
 
-// Addresses of another block's memory have its rank, and 1, in their upper byte.
 uint32_t mapped(uint32_t address, uint32_t rank) {
     if (int(rank) >= cluster_size) fail("shared memory of block %u of a cluster of %d", rank, cluster_size);
-    return address | (rank + 1) << 24;
+    return without_rank(address) | rank << RANK_SHIFT;
 }
 
 uint8_t* cluster_shared_at(uint32_t address, uint32_t bytes) {
-    uint8_t* own = shared_at(address & 0xffffff, bytes);
-    if (!(address >> 24)) return own;
-    int rank = (address >> 24) - 1, threads = threads_of_block();
+    int rank = address >> RANK_SHIFT, threads = threads_of_block();
+    uint32_t place = address - (rank << RANK_SHIFT);
+    uint8_t* own = shared_at(place | cluster_rank << RANK_SHIFT, bytes);
+    if (rank == cluster_rank) return own;
     bool begun = false, ended = true;
     for (int i = rank * threads; i < (rank + 1) * threads; ++i) begun |= now.fibers[i].begun, ended &= now.fibers[i].done;
     if (!begun || ended) fail("a write to block %d of the cluster, which %s", rank, begun ? "has ended" : "may not have begun");
-    return levels[now.level].shared[rank] + (address & 0xffffff);
+    return levels[now.level].shared[rank] + place;
+}
+
+namespace {
+
+struct RemoteStore : Work {
+    uint32_t address, barrier;
+    std::vector<float> values;
+
+    void run() override {
+        int mine = cluster_rank, bytes = 4 * values.size();
+        memcpy(cluster_shared_at(address, bytes), values.data(), bytes);
+        enter_block(address >> RANK_SHIFT);
+        barrier_bytes(barrier, bytes);
+        enter_block(mine);
+    }
+};
+
+}  // namespace
+
+void store_async(uint32_t address, std::initializer_list<float> values, uint32_t barrier) {
+    if (address >> RANK_SHIFT != barrier >> RANK_SHIFT) fail("a store to %#x counts at %#x, of another block", address, barrier);
+    auto* store = new RemoteStore;
+    store->address = address, store->barrier = barrier, store->values = values;
+    cluster_shared_at(address, 4 * values.size());
+    if (work_is_late()) return when_stuck(store);
+    store->run();
+    delete store;
 }
 
 // Runs a kernel, and those ahead of it that it may overlap with; null, or what went wrong.

@@ -2,12 +2,23 @@
 #pragma once
 #include "common/numbers.cuh"
 
+// In a cluster a thread block's own shared memory begins at its rank << 24, wherever addresses are made of constants. For
+// kernels that say IN_CLUSTER.
+__device__ inline uint32 own(uint32 address) {
+#ifdef IN_CLUSTER
+    uint32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    address += rank << 24;
+#endif
+    return address;
+}
+
 __device__ inline uint32 shared_address(const void* pointer) { return uint32(__cvta_generic_to_shared(pointer)); }
 
 // 16 bytes to shared memory, of which the first `size` come from global memory, the others are zeros. Past the L1 cache,
 // which has no use for them.
 __device__ inline void copy_async_part(uint32 target, const void* source, int size) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(size) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(own(target)), "l"(source), "r"(size) : "memory");
 }
 // BYTES (4, 8 or 16) from global to shared memory; zeros, and no access, where `present` is false.
 template <int BYTES> __device__ inline void copy_async(uint32 target, const void* source, bool present) {
@@ -15,7 +26,7 @@ template <int BYTES> __device__ inline void copy_async(uint32 target, const void
     if (BYTES == 16)
         copy_async_part(target, source, size);
     else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target), "l"(source), "n"(BYTES), "r"(size) : "memory");
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(own(target)), "l"(source), "n"(BYTES), "r"(size) : "memory");
 }
 template <int BYTES> __device__ inline void copy_async(void* target, const void* source, bool present) {
     copy_async<BYTES>(shared_address(target), source, present);

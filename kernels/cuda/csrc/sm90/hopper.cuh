@@ -12,55 +12,59 @@ constexpr int TILE_BYTES = 64 * 128;
 
 __device__ inline uint4 lds128(uint32 address) {
     uint4 x;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address));
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(own(address)));
     return x;
 }
 __device__ inline uint2 lds64(uint32 address) {
     uint2 x;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address));
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(own(address)));
     return x;
 }
 __device__ inline uint32 lds32(uint32 address) {
     uint32 x;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address));
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(own(address)));
     return x;
 }
 __device__ inline float2 lds_float2(uint32 address) {
     float2 x;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(own(address)));
     return x;
 }
 __device__ inline float lds_float(uint32 address) {
     float x;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(own(address)));
     return x;
 }
 __device__ inline void sts128(uint32 address, uint4 x) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(own(address)), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
-__device__ inline void sts32(uint32 address, uint32 x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
-__device__ inline void sts16(uint32 address, uint32 x) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(uint16(x)) : "memory"); }
-__device__ inline void sts_float(uint32 address, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory"); }
+__device__ inline void sts32(uint32 address, uint32 x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(own(address)), "r"(x) : "memory"); }
+__device__ inline void sts16(uint32 address, uint32 x) { asm volatile("st.shared.u16 [%0], %1;" ::"r"(own(address)), "h"(uint16(x)) : "memory"); }
+__device__ inline void sts_float(uint32 address, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(own(address)), "f"(x) : "memory"); }
 __device__ inline void sts_float2(uint32 address, float2 x) {
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x.x), "f"(x.y) : "memory");
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(own(address)), "f"(x.x), "f"(x.y) : "memory");
 }
 
 // Four 8x8 matrices of 16-bit values, as an accumulator fragment holds them, to the rows that lanes point to.
 __device__ inline void stmatrix4(uint32 address, uint32 a, uint32 b, uint32 c, uint32 d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(own(address)), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 // The same, stored transposed: rows pointed to receive columns.
 __device__ inline void stmatrix4_transposed(uint32 address, uint32 a, uint32 b, uint32 c, uint32 d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(own(address)), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
 // ---- barriers in shared memory
 
 __device__ inline void barrier_init(uint32 barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(own(barrier)), "r"(arrivals) : "memory");
 }
 __device__ inline void barrier_arrive(uint32 barrier, int count = 1) {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0], %1;" ::"r"(own(barrier)), "r"(count) : "memory");
+}
+// The arrival of one thread, and so many bytes by copies that are still to come.
+__device__ inline void barrier_arrive_expecting(uint32 barrier, uint32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(own(barrier)), "r"(bytes) : "memory");
 }
 // Wait until the phase of this parity is over; of a fresh barrier, the phase before (parity 1) is.
 // With -DWATCHDOG a wait of seconds says where and ends the kernel, which is how to find a deadlock.
@@ -69,7 +73,7 @@ __device__ inline void barrier_wait(uint32 barrier, uint32 parity) {
     for (int64 start = clock64();;) {
         uint32 done;
         asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+                     : "=r"(done) : "r"(own(barrier)), "r"(parity) : "memory");
         if (done) return;
         if (clock64() - start > (int64(1) << 31)) {
             printf("block %d thread %d waits at %u for parity %u\n", blockIdx.x, threadIdx.x, barrier, parity);
@@ -83,7 +87,7 @@ __device__ inline void barrier_wait(uint32 barrier, uint32 parity) {
         "again:\n"
         "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
         "@!done bra again;\n"
-        "}\n" ::"r"(barrier), "r"(parity) : "memory");
+        "}\n" ::"r"(own(barrier)), "r"(parity) : "memory");
 #endif
 }
 // Arrivals for a warp, after all its lanes came here: one, or with -DEVERY_LANE_ARRIVES one a lane, for racecheck, which
@@ -100,7 +104,7 @@ __device__ inline void warp_arrive(uint32 barrier) {
         ".reg .pred one;\n"
         "elect.sync _|one, 0xffffffff;\n"
         "@one mbarrier.arrive.shared.b64 _, [%0];\n"
-        "}\n" ::"r"(barrier) : "memory");
+        "}\n" ::"r"(own(barrier)) : "memory");
 }
 #endif
 // Writes of this thread become visible to matrix products that are started later.
@@ -110,7 +114,7 @@ __device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async.sha
 
 // Arrive when the copies that this thread has started are there.
 __device__ inline void copies_arrive(uint32 barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(own(barrier)) : "memory");
 }
 
 // ---- matrix products of a warpgroup

@@ -13,10 +13,6 @@ struct TensorMap {
     int64 rest[15];
 };
 
-// The arrival of one thread, and so many bytes by copies that are still to come.
-__device__ inline void barrier_arrive_expecting(uint32 barrier, uint32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
 // Start to copy the box at [z][y][x]; its bytes count at the barrier when they are there.
 __device__ inline void tma_load(uint32 target, const TensorMap& map, int x, int y, int z, uint32 barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"

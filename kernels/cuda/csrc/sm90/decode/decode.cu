@@ -21,24 +21,39 @@
 // [MIN_SCALE, MAX_SCALE], large or very small q, a result that is not finite) is marked in `unsafe` for the
 // exact kernel, which the launcher runs after this one. A float32 scale is rounded to float16.
 //
-// Macros: LAYOUT (DSV4_FP8 or V32_FP8), TILE_HEADS (64, 32, 16).
+// Where PARTS is more than 1, as many thread blocks, a cluster, share the keys of a tile and put its result together: each
+// that of some of its heads, from what the others send to its shared memory.
+//
+// Macros: LAYOUT (DSV4_FP8 or V32_FP8), TILE_HEADS (64, 32, 16), PARTS (1, 2, 4).
+#if PARTS > 1
+#define IN_CLUSTER
+#define CLUSTER __cluster_dims__(PARTS, 1, 1)
+#else
+#define CLUSTER
+#endif
+
 #include "sm90/decode/tile_scheduler.cuh"
 #include "sm90/decode/producer.cuh"
 #include "sm90/decode/pv.cuh"
 #include "sm90/decode/qk_softmax.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) sparse_mla_decode(const __grid_constant__ SparseProblem problem) {
+extern "C" CLUSTER __global__ void __launch_bounds__(THREADS, 1) sparse_mla_decode(const __grid_constant__ SparseProblem problem) {
     extern __shared__ uint8 memory[];
     if (threadIdx.x == 0) {
-        if (uint32(__cvta_generic_to_shared(memory)) != 1024) __trap();
+        if ((uint32(__cvta_generic_to_shared(memory)) & 0xffffff) != 1024) __trap();  // but for the rank in a cluster
         for (int i = 0; i < RING; ++i) barrier_init(RAW_FULL + 8 * i, 32 * ROW_PRODUCERS + WARP_ARRIVALS);  // and the scales' producer
         for (int i = 0; i < 2 * RING; ++i) barrier_init(RAW_EMPTY + 8 * i, 10 * WARP_ARRIVALS);  // who mix, and who score this half
         for (int i = 0; i < P_SLOTS; ++i) barrier_init(P_FULL + 8 * i, 4 * WARP_ARRIVALS), barrier_init(P_EMPTY + 8 * i, 8 * WARP_ARRIVALS);
         for (int i = 0; i < SCHEDULED_TILES; ++i) barrier_init(SCHEDULED_FULL + 8 * i, 1);
         for (int i = 0; i < 2; ++i) barrier_init(SUMS_FULL + 8 * i, 4 * WARP_ARRIVALS), barrier_init(SHARE_FULL + 8 * i, WARP_ARRIVALS);
+        if (PARTS > 1) {
+            barrier_init(LOG_SUMS_FULL, 1), barrier_init(PARTS_FULL, 1);
+            barrier_arrive_expecting(LOG_SUMS_FULL, PARTS * HEADS * 4), barrier_arrive_expecting(PARTS_FULL, (PARTS - 1) * PART_BYTES);
+        }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
+    if (PARTS > 1) cluster_arrive();
     int role = threadIdx.x / 128;
     if (role == 0) {
         warpgroup_reg_dealloc<QK_REGISTERS>();

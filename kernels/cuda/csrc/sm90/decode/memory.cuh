@@ -1,8 +1,13 @@
 // What the roles of sm90/decode/decode.cu share: who has which registers, and what lies where in shared memory.
 #pragma once
 #include "sm90/decode/rows.cuh"
+#include "sm90/cluster.cuh"
 #include "sm90/wgmma.cuh"
 #include "common/pdl.cuh"
+
+#ifndef PARTS
+#define PARTS 1
+#endif
 
 constexpr int RING = 3;     // blocks of raw rows
 constexpr int P_SLOTS = 2;
@@ -38,7 +43,18 @@ constexpr uint32 P_EMPTY = P_FULL + 8 * P_SLOTS;
 constexpr uint32 SCHEDULED_FULL = P_EMPTY + 8 * P_SLOTS;
 constexpr uint32 SUMS_FULL = SCHEDULED_FULL + 8 * SCHEDULED_TILES;
 constexpr uint32 SHARE_FULL = SUMS_FULL + 16;
-constexpr uint32 SHARED_BYTES = SHARE_FULL + 16 - 1024;
+// Where a cluster has a tile: what its thread blocks tell one another.
+constexpr uint32 LOG_SUMS_FULL = SHARE_FULL + 16;
+constexpr uint32 PARTS_FULL = LOG_SUMS_FULL + 8;
+constexpr uint32 WEIGHT_AT = PARTS_FULL + 8;               // of this part in the whole, by head
+constexpr uint32 LOG_SUMS_AT = WEIGHT_AT + HEADS * 4;      // of all parts, by head
+constexpr uint32 PARTS_END = LOG_SUMS_AT + PARTS * HEADS * 4;
+constexpr int PART_LINES = HEADS / 4 / PARTS;              // of a lane's 8 neighbouring values, that a thread block puts together
+constexpr int PART_BYTES = PART_LINES * 256 * 32;          // of them, from each other thread block
+constexpr bool PARTS_IN_Q = (PARTS - 1) * PART_BYTES <= (SLICES + 1) * Q_TILE_BYTES;  // which is not needed any more then
+constexpr uint32 PARTS_AT = PARTS_IN_Q ? Q_AT : (PARTS_END + 127) / 128 * 128;
+constexpr uint32 SHARED_END = PARTS == 1 ? LOG_SUMS_FULL : PARTS_IN_Q ? PARTS_END : PARTS_AT + (PARTS - 1) * PART_BYTES;
+constexpr uint32 SHARED_BYTES = SHARED_END - 1024;
 static_assert(SHARED_BYTES <= 232448, "more shared memory than there is");
 static_assert(SCHEDULE_AT % 16 == 0, "scheduled tiles are read 16 bytes at a time");
 

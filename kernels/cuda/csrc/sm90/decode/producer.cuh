@@ -76,7 +76,7 @@ struct BlockCursor {
 
 // 16 bytes of a row. Unlike copy_async, without asking for whole lines of L2: rows end within them.
 __device__ inline void copy_of_row(uint32 to, const uint8* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(own(to)), "l"(from) : "memory");
 }
 
 // A warp copies one half of each block into the ring: 4 lanes a row, 8 rows at a time. It says that they are there when

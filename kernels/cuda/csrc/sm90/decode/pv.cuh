@@ -164,7 +164,8 @@ struct Pv {
             pdl_release();  // what is left to do behind this kernel is launched while results are stored
             barrier_wait(SHARE_FULL + 8 * parity, share_round);
             uint4 summary = ScheduledTile(ring).summary();
-            if (summary.w & ScheduledTile::WHOLE) store<true>(ScheduledTile(ring), summary, sums, parity);
+            if constexpr (PARTS > 1) store_together(ScheduledTile(ring), summary, sums);
+            else if (summary.w & ScheduledTile::WHOLE) store<true>(ScheduledTile(ring), summary, sums, parity);
             else store<false>(ScheduledTile(ring), summary, sums, parity);
             warp_arrive(P_EMPTY + 8 * p_slot.slot);  // only now: it also says that what is scheduled and the shares were read
             p_slot.advance();
@@ -220,8 +221,68 @@ struct Pv {
                 }
             }
         }
-        // Infinite or NaN: something left the range. Finite results are too small for their sum to do so. And what is next to
-        // nothing though V is not may be what float16 has left of it.
-        if (!(magnitudes < infinity()) || (magnitudes < MIN_RESULT && seen & (rope ? 0x7fff7fff : 0x7f7f7f7f))) problem.unsafe[summary.x] = 1;
+        check(summary.x, magnitudes);
+    }
+
+    // Infinite or NaN: something left the range. Finite results are too small for their sum to do so. And what is next to
+    // nothing though V is not may be what float16 has left of it.
+    __device__ void check(int tile, float magnitudes) {
+        if (!(magnitudes < infinity()) || (magnitudes < MIN_RESULT && seen & (rope ? 0x7fff7fff : 0x7f7f7f7f))) problem.unsafe[tile] = 1;
+    }
+
+    // The same for a part of a cluster's tile. Lines of 8 values, of a head each, are dealt to thread blocks: those of others
+    // are sent to them, and what they send is added to this one's, in one order.
+    __device__ void store_together(ScheduledTile scheduled, uint4 summary, float (&sums)[4][HEADS / 2]) {
+        int rank = blockIdx.x % PARTS, thread = threadIdx.x - 128;
+        float magnitudes = 0.0f;
+        uint32 received = PARTS_AT + thread * 16;
+#pragma unroll
+        for (int line = 0; line < HEADS / 4; ++line) {
+            int i = line / 2, e = line % 2, to = line / PART_LINES, number = line % PART_LINES;
+            float share = lds_float(SHARE_AT + columns_at + (8 * i + e) * 4), weight = lds_float(WEIGHT_AT + columns_at + (8 * i + e) * 4);
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+#pragma unroll
+                for (int k = 4 * i + e; k <= 4 * i + e + 2; k += 2) {
+                    sums[j][k] *= share;
+                    magnitudes += fabsf(sums[j][k]);
+                    sums[j][k] *= weight;
+                }
+            if (to != rank) {
+                uint32 at = cluster_address(received + ((rank - (rank > to)) * PART_LINES + number) * 8192, to);
+                uint32 barrier = cluster_address(PARTS_FULL, to);
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    store_async(at + half * 4096,
+                                make_float4(sums[2 * half][4 * i + e], sums[2 * half][4 * i + e + 2], sums[2 * half + 1][4 * i + e],
+                                            sums[2 * half + 1][4 * i + e + 2]), barrier);
+            }
+        }
+        check(summary.x, magnitudes);
+        uint4 addresses = scheduled.query_and_result();
+        int first_head = 2 * (lane % 4), value = (4 * half + warp) * 64 + 8 * (lane / 4), heads = summary.z;
+        bf16* out = reinterpret_cast<bf16*>(joined(addresses.z, addresses.w)) + value;
+        cluster_barrier_wait(PARTS_FULL, 0);
+#pragma unroll
+        for (int line = 0; line < HEADS / 4; ++line) {
+            int i = line / 2, e = line % 2, number = line % PART_LINES, head = first_head + 8 * i + e;
+            if (line / PART_LINES != rank) continue;
+            float4 x[2];
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                x[half] = make_float4(sums[2 * half][4 * i + e], sums[2 * half][4 * i + e + 2], sums[2 * half + 1][4 * i + e],
+                                      sums[2 * half + 1][4 * i + e + 2]);
+#pragma unroll
+            for (int slot = 0; slot < PARTS - 1; ++slot)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    uint4 bits = lds128(received + (slot * PART_LINES + number) * 8192 + half * 4096);
+                    x[half].x += __uint_as_float(bits.x), x[half].y += __uint_as_float(bits.y);
+                    x[half].z += __uint_as_float(bits.z), x[half].w += __uint_as_float(bits.w);
+                }
+            if (head < heads)
+                *reinterpret_cast<uint4*>(out + head * problem.out_stride_h) = {pack(bf16{}, x[0].x, x[0].y), pack(bf16{}, x[0].z, x[0].w),
+                                                                                 pack(bf16{}, x[1].x, x[1].y), pack(bf16{}, x[1].z, x[1].w)};
+        }
     }
 };

@@ -47,7 +47,7 @@ struct TileScheduler {
         }
         uint2 q = parted(problem.q + at.b * problem.q_stride_b + at.s * problem.q_stride_s + at.first_head * problem.q_stride_h);
         uint2 out = parted(problem.out + at.b * problem.out_stride_b + at.s * problem.out_stride_s + at.first_head * problem.out_stride_h);
-        if (!work.whole()) out = parted(problem.partial_out + int64(partial_slot(blockIdx.x, from_start)) * (HEADS * V_DIM));
+        if (PARTS == 1 && !work.whole()) out = parted(problem.partial_out + int64(partial_slot(blockIdx.x, from_start)) * (HEADS * V_DIM));
         sts128(scheduled + 48, {q.x, q.y, out.x, out.y});
         uint2 lse = parted(problem.lse + at.b * problem.lse_stride_b + at.first_head * problem.lse_stride_h + at.s * problem.lse_stride_s);
         sts128(scheduled + 64, {lse.x, lse.y, uint32(at.first_head), 0});
@@ -63,7 +63,7 @@ struct TileScheduler {
         uint4 summary = scheduled.summary(), lse_and_head = scheduled.lse_and_head();
         bool mine = 2 * lane < HEADS;
         int row = mine ? 2 * lane : 0, heads = summary.z;
-        bool whole = summary.w & ScheduledTile::WHOLE;
+        bool whole = PARTS > 1 || summary.w & ScheduledTile::WHOLE;  // or made whole here
         float sink[2] = {-infinity(), -infinity()};
         if (problem.attn_sink && whole)
 #pragma unroll
@@ -78,14 +78,15 @@ struct TileScheduler {
         }
         float lse2[2] = {top.x + log2f(sum.x), top.y + log2f(sum.y)}, share[2] = {1.0f / sum.x, 1.0f / sum.y};
         bool empty[2] = {sum.x == 0.0f, sum.y == 0.0f};
+        if (PARTS > 1) weigh(row, mine, lse2, sink, empty, share);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            if (problem.attn_sink && whole) share[r] *= 1.0f / (1.0f + expf(sink[r] - lse2[r] * LN_2));
+            if (PARTS == 1 && problem.attn_sink && whole) share[r] *= 1.0f / (1.0f + expf(sink[r] - lse2[r] * LN_2));
             if (empty[r]) share[r] = 0.0f;
         }
         if (mine) sts_float2(SHARE_AT + (parity * HEADS + row) * 4, make_float2(share[0], share[1]));
         warp_arrive(SHARE_FULL + 8 * parity);
-        if (!mine) return;
+        if (!mine || blockIdx.x % PARTS) return;
         if (whole) {
             float* lse = reinterpret_cast<float*>(joined(lse_and_head.x, lse_and_head.y)) + row * problem.lse_stride_h;
 #pragma unroll
@@ -96,6 +97,42 @@ struct TileScheduler {
 #pragma unroll
             for (int r = 0; r < 2; ++r) to[r] = empty[r] ? -infinity() : lse2[r];
         }
+    }
+
+    // What part of the results of a cluster's tile is this thread block's. Makes the logarithms those of all parts' sums.
+    __device__ void weigh(int row, bool mine, float (&lse2)[2], const float (&sink)[2], bool (&empty)[2], float (&share)[2]) {
+        float own[2] = {lse2[0], lse2[1]}, top[2] = {NO_MAX, NO_MAX}, total[2] = {}, weight[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            if (empty[r]) own[r] = -infinity(), share[r] = 0.0f;
+            empty[r] = false;
+        }
+        __syncwarp();
+        cluster_wait();  // all have made their barriers
+        int rank = blockIdx.x % PARTS;
+        if (mine)
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part)
+                store_async(cluster_address(LOG_SUMS_AT + (rank * HEADS + row) * 4, part), own[0], own[1],
+                            cluster_address(LOG_SUMS_FULL, part));
+        cluster_barrier_wait(LOG_SUMS_FULL, 0);
+        float2 log_sums[PARTS];
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+            log_sums[part] = lds_float2(LOG_SUMS_AT + (part * HEADS + row) * 4);
+            top[0] = fmaxf(top[0], log_sums[part].x), top[1] = fmaxf(top[1], log_sums[part].y);
+        }
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) total[0] += exp2f(log_sums[part].x - top[0]), total[1] += exp2f(log_sums[part].y - top[1]);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            empty[r] = total[r] == 0.0f;
+            lse2[r] = top[r] + log2f(total[r]);
+            weight[r] = empty[r] ? 0.0f : exp2f(own[r] - lse2[r]);
+            if (problem.attn_sink) weight[r] *= 1.0f / (1.0f + expf(sink[r] - lse2[r] * LN_2));
+            if (empty[r]) weight[r] = 0.0f;
+        }
+        if (mine) sts_float2(WEIGHT_AT + row * 4, make_float2(weight[0], weight[1]));
     }
 
     __device__ void run() {

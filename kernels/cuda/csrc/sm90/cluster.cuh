@@ -1,0 +1,36 @@
+// Thread blocks of a cluster: where the same place of another's shared memory is, and stores into it that arrive at a
+// barrier there.
+#pragma once
+#include "sm90/hopper.cuh"
+
+// All threads of a cluster arrive, and whoever has to know waits until they all have.
+__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// The address in the cluster of what has this address in thread block `rank`.
+__device__ inline uint32 cluster_address(uint32 address, int rank) {
+    uint32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
+// Store to another thread block; its barrier counts the bytes that have arrived. Both are addresses in the cluster.
+__device__ inline void store_async(uint32 to, float x, float y, uint32 barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
+                 ::"r"(to), "f"(x), "f"(y), "r"(barrier) : "memory");
+}
+__device__ inline void store_async(uint32 to, float4 x, uint32 barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+                 ::"r"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier) : "memory");
+}
+
+// Wait as barrier_wait does, for what other thread blocks of the cluster have stored.
+__device__ inline void cluster_barrier_wait(uint32 barrier, uint32 parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(own(barrier)), "r"(parity) : "memory");
+}
