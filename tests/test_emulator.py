@@ -114,6 +114,39 @@ def test_what_no_cluster_forgives(here):
         launch(here, sending(to="2"), cluster=2)
 
 
+SEND_ASYNC = """
+    uint32 rank, own_memory = 1024;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    own_memory += rank << 24;
+    uint32 barrier = own_memory + 128, place = own_memory + 4 * threadIdx.x, there, barrier_there;
+    if (threadIdx.x == 0) barrier_init(barrier, 1), barrier_arrive_expecting(barrier, 128);
+    {begin}
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(place), "r"(1 - rank));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier_there) : "r"(barrier), "r"(1 - rank));
+    if (threadIdx.x % 2 == 0)
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
+                     ::"r"(there), "f"(in[32 * rank + threadIdx.x]), "f"(in[32 * rank + threadIdx.x + 1]), "r"(barrier_there) : "memory");
+    {end}
+    out[32 * rank + threadIdx.x] = lds_float({read});
+"""
+
+
+def sending_async(begin=ARRIVE + WAIT, end="barrier_wait(barrier, 0);", read="place"):
+    return SEND_ASYNC.replace("{begin}", begin).replace("{end}", end).replace("{read}", read)
+
+
+def test_stores_that_count_at_the_barrier_of_whom_they_go_to(here):
+    for schedule in emulation.SCHEDULES.values():
+        out = launch(here, sending_async(), schedule=schedule, cluster=2)
+        np.testing.assert_array_equal(out, [*range(32, 64), *range(32)])
+    with pytest.raises(emulation.EmulationError, match="has ended"):
+        launch(here, sending_async(end=""), cluster=2)
+    with pytest.raises(emulation.EmulationError, match="may not have begun"):
+        launch(here, sending_async(begin=""), cluster=2)
+    with pytest.raises(emulation.EmulationError, match="takes 0x400 for its own"):
+        launch(here, sending_async(read="1024 + 4 * threadIdx.x"), cluster=2)
+
+
 def test_unknown_ptx_is_an_error(here):
     with pytest.raises(LookupError, match="vote pred"):
         launch(here, 'asm volatile("vote pred;");')

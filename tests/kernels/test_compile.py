@@ -118,6 +118,11 @@ SOURCES = [
     ("sm90/decode/decode.cu", {"LAYOUT": "V32_FP8"}),
     *(("sm90/decode/decode.cu", {"LAYOUT": "DSV4_FP8", "TILE_HEADS": heads}) for heads in (32, 16)),
     *(("sm90/decode/decode.cu", {"LAYOUT": "V32_FP8", "TILE_HEADS": heads}) for heads in (32, 16)),
+    *(
+        ("sm90/decode/decode.cu", {"LAYOUT": layout, "TILE_HEADS": heads, "PARTS": 2})
+        for layout in ("DSV4_FP8", "V32_FP8")
+        for heads in (64, 32, 16)
+    ),
     ("sm90/prefill/prefill.cu", {"LAYOUT": "DSV4_BF16"}),
     ("sm90/prefill/prefill.cu", {"LAYOUT": "MLA_BF16"}),
     *(("sm90/few_heads/prefill.cu", {"LAYOUT": "DSV4_BF16", "TILE_HEADS": heads}) for heads in (16, 32)),
@@ -150,6 +155,7 @@ SOURCES = [
     ("sm90/dense/decode/decode.cu", {"VALUE": "f16", "PAIRED": 1}),
     # as racecheck takes them (sm90/hopper.cuh)
     ("sm90/decode/decode.cu", {"LAYOUT": "DSV4_FP8", "EVERY_LANE_ARRIVES": 1}),
+    ("sm90/decode/decode.cu", {"LAYOUT": "DSV4_FP8", "TILE_HEADS": 32, "PARTS": 2, "EVERY_LANE_ARRIVES": 1}),
     ("sm90/prefill/prefill.cu", {"LAYOUT": "DSV4_BF16", "EVERY_LANE_ARRIVES": 1}),
     ("sm90/few_heads/prefill.cu", {"LAYOUT": "MLA_BF16", "TILE_HEADS": 32, "EVERY_LANE_ARRIVES": 1}),
     (

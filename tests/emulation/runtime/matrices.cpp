@@ -214,7 +214,7 @@ void wgmma(float* x, int columns, const uint32_t* a, uint64_t a_tile, uint64_t b
     meet("wgmma", Registers{x, a}, [&](uint8_t (*brought)[MOST_BYTES], uint8_t (*)[MOST_BYTES]) {
         Product product{{}, a_tile, b_tile, 16 * (warp % 4), columns, a_rows, b_rows, add, type};
         for (int lane = 0; lane < LANES; ++lane) product.of[lane] = as<Registers>(brought[lane]);
-        products[warp].open.push_back(product);
+        products[fiber_number / LANES].open.push_back(product);
     });
 }
 

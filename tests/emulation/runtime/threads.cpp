@@ -297,7 +297,7 @@ uint8_t* shared_at(uint32_t address, uint32_t bytes) {
 
 uint32_t mapped(uint32_t address, uint32_t rank) {
     if (int(rank) >= cluster_size) fail("shared memory of block %u of a cluster of %d", rank, cluster_size);
-    return without_rank(address) | rank << RANK_SHIFT;
+    return (address & ((1u << RANK_SHIFT) - 1)) | rank << RANK_SHIFT;  // whatever rank it had
 }
 
 uint8_t* cluster_shared_at(uint32_t address, uint32_t bytes) {

@@ -40,7 +40,7 @@
 extern "C" CLUSTER __global__ void __launch_bounds__(THREADS, 1) sparse_mla_decode(const __grid_constant__ SparseProblem problem) {
     extern __shared__ uint8 memory[];
     if (threadIdx.x == 0) {
-        if ((uint32(__cvta_generic_to_shared(memory)) & 0xffffff) != 1024) __trap();  // but for the rank in a cluster
+        if (uint32(__cvta_generic_to_shared(memory)) != own(1024)) __trap();
         for (int i = 0; i < RING; ++i) barrier_init(RAW_FULL + 8 * i, 32 * ROW_PRODUCERS + WARP_ARRIVALS);  // and the scales' producer
         for (int i = 0; i < 2 * RING; ++i) barrier_init(RAW_EMPTY + 8 * i, 10 * WARP_ARRIVALS);  // who mix, and who score this half
         for (int i = 0; i < P_SLOTS; ++i) barrier_init(P_FULL + 8 * i, 4 * WARP_ARRIVALS), barrier_init(P_EMPTY + 8 * i, 8 * WARP_ARRIVALS);

@@ -8,6 +8,7 @@
 #ifndef PARTS
 #define PARTS 1
 #endif
+constexpr bool ONE_TILE = PARTS > 1;  // is all that a thread block of a cluster has to do
 
 constexpr int RING = 3;     // blocks of raw rows
 constexpr int P_SLOTS = 2;

@@ -63,6 +63,7 @@ struct BlockCursor {
 
     __device__ void next_block() {
         if (--tile_blocks == 0) {
+            if (ONE_TILE) return;
             ring.advance();
             open_item();
         } else if (--list_blocks == 0 && !second) {

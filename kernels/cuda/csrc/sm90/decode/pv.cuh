@@ -167,6 +167,7 @@ struct Pv {
             if constexpr (PARTS > 1) store_together(ScheduledTile(ring), summary, sums);
             else if (summary.w & ScheduledTile::WHOLE) store<true>(ScheduledTile(ring), summary, sums, parity);
             else store<false>(ScheduledTile(ring), summary, sums, parity);
+            if (ONE_TILE) return;
             warp_arrive(P_EMPTY + 8 * p_slot.slot);  // only now: it also says that what is scheduled and the shares were read
             p_slot.advance();
             ring.advance();

@@ -278,7 +278,7 @@ struct QkSoftmax {
                 float2 top[HEADS / 8];
                 score(x, top, parity);
                 last = --blocks == 0;
-                if (last) {
+                if (last && !ONE_TILE) {
                     ring.advance();
                     blocks = uniform(ScheduledTile(ring).summary().y);
                     if (blocks) {

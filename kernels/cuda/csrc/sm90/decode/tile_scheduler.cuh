@@ -142,7 +142,7 @@ struct TileScheduler {
         int blocks = put();
         pdl_wait();
         for (int next; blocks; blocks = next) {
-            next = put();
+            next = ONE_TILE ? 0 : put();
             finish(ScheduledTile(ring), parity, phase);
             ring.advance();
             parity ^= 1;

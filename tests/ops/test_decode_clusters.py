@@ -1,0 +1,131 @@
+"""Sparse decode where a cluster of thread blocks shares the keys of a tile and puts its result together.
+
+What divides the work takes clusters for some shapes alone; here they do all that they can do.
+"""
+
+import numpy as np
+import pytest
+
+import cumla
+from cumla.kernels.cuda.launch import recorded_launches
+from support.attention import Problem, make_cache, make_indices, make_q, nothing_attended_again, steep
+from support.lab import BF16, to_float
+
+FP8 = (cumla.DSV4_FP8, cumla.V32_FP8)
+PARTS = 2
+pytestmark = [
+    pytest.mark.attention,
+    pytest.mark.nowhere(when=lambda x: x.backend != "cuda"),
+    pytest.mark.parametrize("tile", [16, 32, 64]),
+]
+
+
+@pytest.fixture
+def divided(lab, tile, monkeypatch):
+    """Divisions that were made: clusters for tiles of so many heads, where lists have as many keys as they have room for."""
+    from cumla.kernels.cuda.device import is_hopper
+    from cumla.kernels.cuda.sparse import kernels as sparse_kernels
+    from cumla.kernels.cuda.sparse import work as sparse_work
+    from cumla.kernels.cuda.sparse.division import Division
+
+    if not is_hopper(0):
+        pytest.skip("clusters are Hopper's")
+    made, divide = [], sparse_work.divide
+
+    def divide_into_clusters(work, may_cut, *rest):
+        together = Division(work.tiles * PARTS, False, False, PARTS, together=True)
+        can = may_cut and not work.ragged and work.most_blocks >= PARTS
+        made.append(together if can else divide(work, may_cut, *rest))
+        return made[-1]
+
+    monkeypatch.setattr(sparse_kernels, "tile_heads", lambda *_: tile)
+    monkeypatch.setattr(sparse_work, "divide", divide_into_clusters)
+    with recorded_launches():
+        yield made
+
+
+def assert_same_bits(first, second, lab):
+    for x, y in zip(first, second, strict=True):
+        np.testing.assert_array_equal(lab.get(x).view(np.uint8), lab.get(y).view(np.uint8))
+
+
+def two_lists(rng, tile, layout, batch=3, s_q=2, heads=None):
+    """Of the three blocks of keys, the second list has the last one, or part of what is not the first part."""
+    heads = heads or tile + 3
+    return Problem(
+        make_q(rng, batch, s_q, heads, layout, steep(heads)), make_cache(rng, layout, 9, 16, spread=0),
+        make_indices(rng, batch, s_q, 70, 144), extra_k_cache=make_cache(rng, layout, 5, 64, spread=0),
+        extra_indices=make_indices(rng, batch, s_q, 40, 320),
+        attn_sink=np.linspace(-3, 3, heads, dtype=np.float32), layout=layout,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", FP8, ids=lambda x: x.name)
+@pytest.mark.thorough(when=lambda x: x.emulated and (x.get("tile") == 16) != (x.get("layout").name == "V32_FP8"))
+def test_two_lists(lab, divided, rng, tile, layout):
+    """An odd number of requests, of two tokens each, and of groups of heads, of which the last has three."""
+    with nothing_attended_again():
+        two_lists(rng, tile, layout).check(lab)
+    assert [division.together for division in divided] == [True]
+
+
+@pytest.mark.parametrize("blocks", [2, 3, 5])
+@pytest.mark.thorough(when=lambda x: x.emulated and (x.get("tile"), x.get("blocks")) not in ((16, 5), (32, 2)))
+def test_parts_of_one_length_and_of_two(lab, divided, rng, tile, blocks):
+    layout = cumla.DSV4_FP8
+    with nothing_attended_again():
+        Problem(
+            make_q(rng, 1, 1, tile, layout, steep(tile)), make_cache(rng, layout, 4, 64, spread=0),
+            make_indices(rng, 1, 1, 64 * blocks - 9, 256),
+        ).check(lab)  # fmt: skip
+    assert divided[0].together
+
+
+def test_tokens_with_few_keys_and_none(lab, divided, rng, tile):
+    """Keys in the first part alone, in the second alone, one, and none: nothing times nothing is not NaN."""
+    layout, heads = cumla.DSV4_FP8, 5
+    indices = make_indices(rng, 5, 1, 160, 256, absent=0.0)
+    indices[0, 0, :128], indices[1, 0, 128:], indices[2, 0, :-1], indices[3] = -1, -1, -1, -1
+    problem = Problem(
+        make_q(rng, 5, 1, heads, layout), make_cache(rng, layout, 4, 64), indices,
+        attn_sink=np.linspace(-3, 3, heads, dtype=np.float32),
+    )  # fmt: skip
+    with nothing_attended_again():
+        out, lse = problem.check(lab)
+    assert divided[0].together
+    assert not to_float(out[3]).any()
+    assert np.isposinf(lse[3]).all()
+    assert np.isfinite(lse[[0, 1, 2, 4]]).all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e6, 3e38])
+@pytest.mark.thorough(when=lambda x: x.emulated and (x.get("tile"), x.get("value")) not in ((16, 1e6), (32, np.inf)))
+def test_poison_stays_with_its_request_and_leaves_no_traces(lab, divided, rng, tile, value):
+    """In the last part of one token of three; both thread blocks of its cluster, or one, may leave it to the exact kernel."""
+    layout, heads = cumla.DSV4_FP8, 20
+    cache, plan = make_cache(rng, layout, 5, 64), cumla.DecodePlan()
+    rows = cache[4].reshape(-1)[: 64 * layout.row_bytes].reshape(64, layout.row_bytes)
+    rows[:, layout.rope_offset :].view(BF16)[:, 3] = value
+    indices = make_indices(rng, 3, 1, 150, 256, absent=0.0)
+    indices[1, 0, 140] = 256 + 5
+    problem = Problem(make_q(rng, 3, 1, heads, layout), cache, indices)
+    first = problem.check(lab, plan=plan)
+    assert np.isfinite(first[1][[0, 2]]).all()
+    assert not lab.get(plan.workspace.array("unsafe", 0, np.int32, lab.put(np.zeros(1, np.int32)))).any()
+    assert_same_bits(first, problem.on(lab, plan=plan), lab)
+    assert all(division.together for division in divided)
+
+
+@pytest.mark.thorough(when=lambda x: x.emulated and x.get("tile") != 16)
+def test_who_takes_turns_with_clusters(lab, divided, rng, tile):
+    """One plan: clusters, then tiles of other lengths, then what is asked to be the same alone, then clusters again."""
+    layout, plan = cumla.DSV4_FP8, cumla.DecodePlan()
+    problem = two_lists(rng, tile, layout, batch=1, heads=7)
+    first = problem.check(lab, plan=plan)
+    ragged = Problem(problem.q, problem.cache, problem.indices, **problem.options, topk_length=np.array([5], np.int32))
+    ragged.check(lab, plan=plan)
+    alone = problem.check(lab, plan=plan, batch_invariant=True)
+    assert_same_bits(first, problem.on(lab, plan=plan), lab)
+    assert [division.together for division in divided] == [True, False, False, True]
+    np.testing.assert_allclose(to_float(first[0]), to_float(alone[0]), atol=2e-3, rtol=2.01 / 128)
