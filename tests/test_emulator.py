@@ -117,6 +117,7 @@ def test_what_no_cluster_forgives(here):
 SEND_ASYNC = """
     uint32 rank, own_memory = 1024;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    const float* mine = in + 32 * rank + threadIdx.x;
     own_memory += rank << 24;
     uint32 barrier = own_memory + 128, place = own_memory + 4 * threadIdx.x, there, barrier_there;
     if (threadIdx.x == 0) barrier_init(barrier, 1), barrier_arrive_expecting(barrier, 128);
@@ -125,7 +126,7 @@ SEND_ASYNC = """
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier_there) : "r"(barrier), "r"(1 - rank));
     if (threadIdx.x % 2 == 0)
         asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
-                     ::"r"(there), "f"(in[32 * rank + threadIdx.x]), "f"(in[32 * rank + threadIdx.x + 1]), "r"(barrier_there) : "memory");
+                     ::"r"(there), "f"(mine[0]), "f"(mine[1]), "r"(barrier_there) : "memory");
     {end}
     out[32 * rank + threadIdx.x] = lds_float({read});
 """

@@ -58,6 +58,31 @@ def test_few_tokens_are_cut_and_many_are_not():
     assert not division.divide(256, 10, False, True, 132, division.HOPPER_COSTS[64])[0].cut
 
 
+@given(TOKENS, BLOCKS, SMS, st.sampled_from([*division.HOPPER_COSTS.values()]), CLUSTERS)
+def test_nothing_costs_less_than_what_is_chosen(tiles, blocks, sms, costs, clusters):
+    _, cost = division.divide(tiles, blocks, False, True, sms, costs, clusters)
+    shares = min(sms, division.MAX_SHARES)
+    for other in division.choices(tiles, blocks, shares, clusters):
+        counts = division.terms(other, tiles, blocks, shares)
+        assert cost <= sum(count * each for count, each in zip(counts, costs, strict=True)) * (1 + 1e-12)
+
+
+def test_clusters_are_taken_where_they_were_measured_to_be_faster():
+    """And not for a 67th tile, whose cluster does not run beside the others (of 66 of two thread blocks)."""
+
+    def chosen(tokens, heads, blocks, clusters=((2, 66),)):
+        height = division.tile_heads(tokens, heads, blocks, True, 132, clusters)
+        costs = division.HOPPER_COSTS[height]
+        return height, division.divide(tokens * -(-heads // height), blocks, False, True, 132, costs, clusters)[0]
+
+    for heads, blocks, height in ((64, 10, 32), (128, 18, 64), (128, 32, 64)):
+        assert chosen(32, heads, blocks) == (height, division.Division(128, False, False, 2, together=True))
+        assert not chosen(34, heads, blocks)[1].together
+        assert not chosen(32, heads, blocks, ())[1].together
+    assert not chosen(32, 64, 2)[1].together  # two blocks of keys are too few
+    assert not chosen(8, 64, 10)[1].together
+
+
 def starts_of(tokens, heads, blocks, shares, made):
     """Tile and block at which each share begins, as csrc/common/sparse/work.cuh has them; groups of heads."""
     q = SimpleNamespace(shape=(tokens, 1, heads, 576))
@@ -70,6 +95,13 @@ def starts_of(tokens, heads, blocks, shares, made):
         tile, block = divmod(part * cut.cut_length + min(part, cut.cut_rest), cut.cut_units)
         starts.append((share // cut.cut_shares * cut.cut_tiles + tile, block))
     return starts, work.groups
+
+
+@given(st.integers(1, 66), st.integers(2, 2000))
+def test_clusters_share_a_tile_each(tiles, blocks):
+    made = division.Division(2 * tiles, False, False, 2, together=True)
+    starts, _ = starts_of(tiles, 64, blocks, made.shares, made)
+    assert starts == [(i // 2, i % 2 * -(-blocks // 2)) for i in range(2 * tiles + 1)]
 
 
 @given(TOKENS, HEADS, BLOCKS, st.booleans(), SMS)

@@ -22,7 +22,7 @@ pytestmark = [
 
 @pytest.fixture
 def divided(lab, tile, monkeypatch):
-    """Divisions that were made: clusters for tiles of so many heads, where lists have as many keys as they have room for."""
+    """Divisions that were made: clusters for tiles of so many heads, where lists may not have fewer keys."""
     from cumla.kernels.cuda.device import is_hopper
     from cumla.kernels.cuda.sparse import kernels as sparse_kernels
     from cumla.kernels.cuda.sparse import work as sparse_work
@@ -102,7 +102,7 @@ def test_tokens_with_few_keys_and_none(lab, divided, rng, tile):
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e6, 3e38])
 @pytest.mark.thorough(when=lambda x: x.emulated and (x.get("tile"), x.get("value")) not in ((16, 1e6), (32, np.inf)))
 def test_poison_stays_with_its_request_and_leaves_no_traces(lab, divided, rng, tile, value):
-    """In the last part of one token of three; both thread blocks of its cluster, or one, may leave it to the exact kernel."""
+    """In the last part of one token of three: one thread block of its cluster leaves it to the exact kernel."""
     layout, heads = cumla.DSV4_FP8, 20
     cache, plan = make_cache(rng, layout, 5, 64), cumla.DecodePlan()
     rows = cache[4].reshape(-1)[: 64 * layout.row_bytes].reshape(64, layout.row_bytes)

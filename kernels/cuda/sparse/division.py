@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-import math
+import operator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 MAX_SHARES, MOST_DEALT = 512, 1 << 14  # shares, and tiles that may be dealt, as in csrc/common/sparse/work.cuh
@@ -53,6 +54,33 @@ class Costs(NamedTuple):
 COSTS = Costs(block=1, tile=2, cut=2, straddle=5, part=1 / 64)
 
 
+def terms(division: Division, tiles: int, blocks: int, max_shares: int) -> Costs:
+    """How often each of the costs is met where tiles of so many blocks are divided like this."""
+    count = division.parts
+    if division.together:
+        return Costs(block=-(-blocks // count), tile=1, cut=0, straddle=0, part=0, together=1)
+    if count:
+        return Costs(block=-(-blocks // count), tile=1, cut=1, straddle=0, part=count * (tiles + 1))
+    if division.cut:
+        return Costs(
+            block=tiles * blocks / max_shares, tile=tiles / max_shares, cut=0, straddle=1,
+            part=max_shares / tiles * (tiles + 1),
+        )  # fmt: skip
+    rounds = -(-tiles // max_shares)
+    return Costs(block=rounds * blocks, tile=rounds, cut=0, straddle=0, part=0)
+
+
+def choices(tiles: int, blocks: int, max_shares: int, clusters: tuple[tuple[int, int], ...] = ()) -> Iterator[Division]:
+    """How tiles of so many blocks, one like the other, may be divided; the simplest first."""
+    yield Division(min(max_shares, tiles), False, False)
+    for count, most in clusters:
+        if count <= blocks and tiles <= most:
+            yield Division(tiles * count, False, False, count, together=True)
+    for count in range(2, min(max_shares // tiles, blocks) + 1):
+        yield Division(tiles * count, False, True, count)
+    yield Division(min(max_shares, tiles * blocks), False, True)
+
+
 @functools.lru_cache(maxsize=1024)
 def divide(
     tiles: int,
@@ -69,40 +97,26 @@ def divide(
     may_cut   whether a tile may be shared
     clusters  how many thread blocks may share a tile as a cluster, and how many such clusters run at a time
     """
-    block, tile, cut, straddle, part, together = costs
     may_cut = may_cut and tiles * blocks <= INT32_LIMIT
     max_shares = min(max_shares, MAX_SHARES)
-    whole_cost = -(-tiles // max_shares) * (blocks * block + tile)
-    if ragged:
-        return Division(min(max_shares, tiles * blocks if may_cut else tiles), True, may_cut), whole_cost
+
+    def cost(division: Division) -> float:
+        return sum(map(operator.mul, terms(division, tiles, blocks, max_shares), costs))
+
     whole = Division(min(max_shares, tiles), False, False)
+    if ragged:
+        return Division(min(max_shares, tiles * blocks if may_cut else tiles), True, may_cut), cost(whole)
     if not may_cut:
-        return whole, whole_cost
-    # As many parts as make the longest shorter, while that saves more than it costs to put them together.
-    parts, parts_cost, cluster, cluster_cost = 0, math.inf, whole, math.inf
-    for count in range(2, min(max_shares // tiles, blocks) + 1):
-        count_cost = -(-blocks // count) * block + tile + cut + count * (tiles + 1) * part
-        if count_cost < parts_cost:
-            parts, parts_cost = count, count_cost
-    for count, most in clusters:
-        count_cost = -(-blocks // count) * block + tile + together
-        if count <= blocks and tiles <= most and count_cost < min(whole_cost, cluster_cost):
-            cluster, cluster_cost = Division(tiles * count, False, False, count, True), count_cost
-    straddle_cost = tiles * (blocks * block + tile) / max_shares + straddle + max_shares / tiles * (tiles + 1) * part
-    if whole_cost <= min(parts_cost, straddle_cost, cluster_cost):
-        return whole, whole_cost
-    if cluster_cost <= min(parts_cost, straddle_cost):
-        return cluster, cluster_cost
-    if parts_cost <= straddle_cost:
-        return Division(tiles * parts, False, True, parts), parts_cost
-    return Division(min(max_shares, tiles * blocks), False, True), straddle_cost
+        return whole, cost(whole)
+    best = min(choices(tiles, blocks, max_shares, clusters), key=cost)
+    return best, cost(best)
 
 
-# Of Hopper's decode kernel by heads of a tile, in us.
+# Of Hopper's decode kernel by heads of a tile, in us. benchmarks/divisions.py measures them.
 HOPPER_COSTS = {
-    64: Costs(block=2.1, tile=6.8, cut=1.2, straddle=13, part=1 / 13, together=3),
-    32: Costs(block=1.65, tile=5, cut=1.5, straddle=9, part=1 / 36, together=1.5),
-    16: Costs(block=1.65, tile=4, cut=1.2, straddle=6, part=1 / 65, together=1),
+    64: Costs(block=2.1, tile=6.8, cut=1.2, straddle=13, part=1 / 13, together=8),
+    32: Costs(block=1.65, tile=5, cut=1.5, straddle=9, part=1 / 36, together=4.5),
+    16: Costs(block=1.65, tile=4, cut=1.2, straddle=6, part=1 / 65, together=2.5),
 }
 
 
