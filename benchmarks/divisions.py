@@ -1,7 +1,7 @@
 """Divisions of sparse decode's work among thread blocks: what each takes, and the costs that this says.
 
 Few queries are done by tiles of 16, 32 or 64 heads, whole, in parts, or in clusters. What is chosen is what costs least
-by the constants of kernels/cuda/sparse/division.py. This measures the choices that there are, tells how far from the best
+by the constants of kernels/cuda/sparse/division.py. This measures what there is, tells how far from the best
 of them that one is, and prints constants that fit all of them (least squares of relative errors).
 
     benchmarks/divisions.py --json FILE
