@@ -61,7 +61,7 @@ def fit(rows: list[Row]) -> Costs:
     before = HOPPER_COSTS[rows[0].height]
     counts = np.array([terms(row.division, row.tiles, row.blocks, row.sms) for row in rows], float)
     us = np.array([row.us for row in rows])
-    costs, free = np.array(before, float), counts.any(axis=0)
+    costs, free = np.array(before, float), np.asarray(counts.any(axis=0), bool).reshape(-1)
     while free.any():
         rest = us - counts[:, ~free] @ costs[~free]
         found, *_ = np.linalg.lstsq(counts[:, free] / us[:, None], rest / us, rcond=None)
@@ -79,12 +79,12 @@ def expected(row: Row, costs: Costs) -> float:
 
 def tell(rows: list[Row]) -> None:
     """The costs that fit, and how good the choices are that they and those of now make."""
-    by_height = collections.defaultdict(list)
+    of_height = collections.defaultdict(list)
     for row in rows:
-        by_height[row.height].append(row)
-    fitted = {height: fit(by_height[height]) for height in sorted(by_height, reverse=True)}
+        of_height[row.height].append(row)
+    fitted = {height: fit(of_height[height]) for height in sorted(of_height, reverse=True)}
     for height, costs in fitted.items():
-        off = [expected(row, costs) / row.us - 1 for row in by_height[height]]
+        off = [expected(row, costs) / row.us - 1 for row in of_height[height]]
         numbers = ", ".join(f"{name}={value:.3g}" for name, value in costs._asdict().items())
         print(f"    {height}: Costs({numbers}),  # of {len(off)}, off by {np.abs(off).max():.0%} at most", flush=True)
     by_config = collections.defaultdict(list)
@@ -92,8 +92,8 @@ def tell(rows: list[Row]) -> None:
         by_config[row.config].append(row)
     for config, mine in by_config.items():
         best, line = min(mine, key=lambda row: row.us), ""
-        for label, costs in (("now", HOPPER_COSTS), ("fitted", {**HOPPER_COSTS, **fitted})):
-            chosen = min(mine, key=lambda row: expected(row, costs[row.height]))
+        for label, by_height in (("now", HOPPER_COSTS), ("fitted", {**HOPPER_COSTS, **fitted})):
+            chosen = min(mine, key=lambda row: expected(row, by_height[row.height]))
             more = f"+{chosen.us / best.us - 1:.1%}"
             line += f"  {label}: {chosen.height} {name_of(chosen.division)} {chosen.us:.2f} ({more})"
         print(f"{config:34} best: {best.height} {name_of(best.division)} {best.us:.2f} {line}", flush=True)
@@ -110,7 +110,8 @@ def measured(report: Any) -> Iterable[Row]:
     from cumla.kernels.cuda.sparse import kernels as sparse_kernels
     from cumla.kernels.cuda.sparse import work as sparse_work
 
-    sms, clusters, caches = device_sms(0), sparse_kernels._clusters(0), {}
+    sms, clusters = device_sms(0), sparse_kernels._clusters(0)
+    caches: dict[tuple[cumla.CacheLayout, int], decode.Cache] = {}
     for config in decode.CONFIGS:
         tokens, blocks = config.batch * config.s_q, -(-config.topk // 64) + -(-config.extra // 64)
         if tokens > 128 or blocks > 64 or config.ragged or not report.wants(OP, str(config)):
@@ -152,7 +153,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.fit:
         found = [row for file in args.fit for row in json.loads(file.read_text())]
-        rows = [Row(*row[:5], Division(*row[5]), row[6]) for row in found]
+        rows = [Row(*row)._replace(division=Division(*row[5])) for row in found]
     else:
         import argparse
 
