@@ -68,6 +68,7 @@ TABLE = {
     "{ .reg .pred done; again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1; @!done bra again; }": (
         "emulator::barrier_wait(%0, %1)"
     ),
+    "ld.relaxed.gpu.global.s32 %0, [%1];": "%0 = *reinterpret_cast<const int*>(emulator::global_at(%1, 4))",
     "griddepcontrol.wait;": "emulator::wait_for_kernel_ahead()",
     # clusters
     "mov.u32 %0, %%cluster_ctarank;": "%0 = emulator::cluster_rank",

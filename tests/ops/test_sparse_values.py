@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import cumla
+from cumla.kernels.cuda.launch import recorded_launches
 from support.attention import (
     Problem,
     make_cache,
@@ -246,6 +247,29 @@ def test_poison_leaves_no_traces(lab, kernel, rng, poisoned):
     alone = Problem(q[:1], cache, indices[:1], batch_invariant=True).on(lab)
     for x, y in zip(first, alone, strict=True):
         np.testing.assert_array_equal(x[:1].view(np.uint8), lab.get(y).view(np.uint8))
+
+
+@pytest.mark.nowhere(when=lambda x: x.backend != "cuda" or x.get("kernel") == "exact")
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_poison_whoever_takes_part(lab, kernel, rng, monkeypatch, batch_invariant):
+    """Thread blocks of the exact kernel may leave before anything is marked: the others do as they would have done."""
+    from cumla.kernels.cuda.sparse import kernels as sparse_kernels
+
+    layout, plan = cumla.DSV4_FP8, cumla.DecodePlan()
+    cache = make_cache(rng, layout, 5, 64)
+    rope_of(cache, layout)[4, :, 3] = 1e6
+    indices = make_indices(rng, 3, 1, 200, 256, absent=0.0)
+    indices[1:, 0, 17] = 256 + 5
+    problem = Problem(make_q(rng, 3, 1, 33, layout), cache, indices, batch_invariant=batch_invariant)
+    first = None
+    for count in (1, 2, 20):
+        with monkeypatch.context() as patch, recorded_launches():
+            patch.setattr(sparse_kernels, "finishers", lambda *_, count=count: count)
+            found = problem.check(lab, plan=plan) if first is None else map(lab.get, problem.on(lab, plan=plan))
+        found = [x.view(np.uint8).tobytes() for x in found]
+        assert found == (first or found)
+        first = found
+        assert not marks(lab, plan).any()
 
 
 def test_rows_not_attended_may_be_anything(lab, kernel, rng):

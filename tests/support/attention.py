@@ -60,8 +60,8 @@ def nothing_attended_again():
     def finish_without_marks(work, problem, memory=None, **options):
         if memory is None:
             return  # marks are where the results are, and nothing else is left to do
-        no_marks = sparse_kernels.cupy.zeros(work.tiles, np.int32)
-        problem = (*problem[:unsafe_at], no_marks.data.ptr, *problem[unsafe_at + 1 :])
+        no_marks = sparse_kernels.cupy.zeros(1 + work.tiles, np.int32)  # behind the word that says so of all
+        problem = (*problem[:unsafe_at], no_marks.data.ptr + 4, *problem[unsafe_at + 1 :])
         finish(work, problem, memory=memory, **options)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -186,6 +186,11 @@ def _portable(device: int, layout: CacheLayout, heads: int) -> FastKernel:
     return FastKernel(function, sparse_portable.THREADS, shared_bytes, size.heads, max_shares)
 
 
+def finishers(units: int, device: int) -> int:
+    """Thread blocks for so much that may be left to do behind a fast kernel."""
+    return min(units, EXACT_BLOCKS_PER_SM * device_sms(device))
+
+
 def finish(
     work: Work,
     problem: tuple[Any, ...],
@@ -215,5 +220,5 @@ def finish(
         units = max(units, pieces // 2)  # all multiprocessors, if there is only one tile
     macros = {"LAYOUT": layout.name, "ALIGNED": int(aligned), "TILE_HEADS": work.tile_heads}
     function = kernel("common/sparse/exact.cu", "finish_attention", **macros)
-    grid = (min(units, EXACT_BLOCKS_PER_SM * device_sms(device)),)
+    grid = (finishers(units, device),)
     function(grid, (EXACT_THREADS,), (*problem, everything, parts, counters, slots, most_parts, combined), overlap=True)

@@ -24,7 +24,7 @@ PLAN_THREADS = 1024
 STARTS = ("starts", "starts of graphs")  # names of `starts`, outside of a capture and in one
 # Parts of tiles that the exact kernel has room for, their size (Part of common/sparse/exact_mma.cuh), and its counters.
 EXACT_SLOTS, EXACT_PART_BYTES = 128, 33024
-EXACT_COUNTERS = EXACT_SLOTS + 1
+EXACT_COUNTERS = EXACT_SLOTS + 3  # its participants, the parts of each slot, its next item, whether any tile is marked
 LEAST_TILES = 1 << 14  # to have room for, so that a plan's memory need not grow
 
 

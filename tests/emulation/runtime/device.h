@@ -86,6 +86,16 @@ template <class T> T atomicOr(T* p, T x) {
     *p |= x;
     return before;
 }
+template <class T> T atomicCAS(T* p, T expected, T x) {
+    T before = *p;
+    if (before == expected) *p = x;
+    return before;
+}
+template <class T> T atomicExch(T* p, T x) {
+    T before = *p;
+    *p = x;
+    return before;
+}
 inline void __threadfence() {}
 [[noreturn]] inline void __trap() { emulator::fail("__trap"); }
 

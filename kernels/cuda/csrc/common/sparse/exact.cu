@@ -2,15 +2,25 @@
 // marked as outside its range attended to again, within the bounds whatever the values. Usually there are none. Or attention
 // to all tiles, where there is no fast kernel.
 //
-// SparseProblem::unsafe is 0 for most tiles, 1 for these; nothing is written where all are 0. A tile's heads are done ROWS at a
-// time (common/sparse/exact_mma.cuh). Where few tiles are marked, several thread blocks share the keys of ROWS heads, in as many parts as
-// there are thread blocks and room for them. The last thread block of all leaves the marks and counters 0 for the next call.
-// Without `unsafe`, UNSAFE_BITS tell, and nothing is shared.
+// SparseProblem::unsafe is 0 for most tiles, 1 for these; nothing is written where all are 0, which one word tells. A tile's
+// heads are done ROWS at a time (common/sparse/exact_mma.cuh). Where few tiles are marked, several thread blocks share the keys of
+// ROWS heads, in as many parts as there are thread blocks and room for them. Without `unsafe`, UNSAFE_BITS tell, and nothing is
+// shared.
 //
-// Macros: LAYOUT, ALIGNED, TILE_HEADS (common/sparse/work.cuh).
+// What all calls pay is that these thread blocks come and go between two kernels that need whole multiprocessors. So most do
+// not wait for the kernel ahead to end if there is nothing to put together: they come as its thread blocks leave, and leave at
+// once if nothing is marked so far. The first WAITING, for whom there are multiprocessors without work, see what is marked
+// later. Hence nobody knows who takes part: items are asked for one by one, and whoever takes part enters and leaves
+// (Participants). The last to leave makes the marks and counters 0 for the next call.
+//
+// Macros: LAYOUT, ALIGNED, TILE_HEADS (common/sparse/work.cuh), WAITING.
 #include "common/sparse/combine.cuh"
 #include "common/sparse/exact_mma.cuh"
 #include "common/pdl.cuh"
+
+#ifndef WAITING
+#define WAITING 8
+#endif
 
 constexpr int UNITS = HEADS / ROWS;  // of a tile
 
@@ -67,11 +77,64 @@ struct Unit {
     }
 };
 
+// What other thread blocks may write meanwhile.
+__device__ inline int look_at(const int* p) {
+    int x;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+    return x;
+}
+
+// The thread blocks that do what is marked. All threads of the block, in each of these.
+struct Participants {
+    static constexpr int CLOSED = 1 << 30;
+    int *count, *next;  // how many there are, or CLOSED and more; the item that nobody has yet
+    bool all;           // every thread block is one, and looks at marks before it is: those who are done are counted
+
+    // The same number for all threads.
+    __device__ static int told(int x) {
+        __shared__ int place;
+        __syncthreads();  // all have read what was told before
+        if (threadIdx.x == 0) place = x;
+        __syncthreads();
+        return place;
+    }
+
+    // False if the last one is about to make all marks 0. Once this is true, nobody does.
+    __device__ bool enter() const {
+        if (all) return true;
+        int before = threadIdx.x == 0 ? atomicAdd(count, 1) : 0;
+        __threadfence();
+        return told(before) < CLOSED;
+    }
+
+    __device__ int next_item() const { return told(threadIdx.x == 0 ? atomicAdd(next, 1) : 0); }
+
+    // True for the last one, when all items are done.
+    __device__ bool leave() const {
+        __syncthreads();
+        bool last = false;
+        if (threadIdx.x == 0 && all) last = atomicAdd(count, 1) == int(gridDim.x) - 1;
+        if (threadIdx.x == 0 && !all)
+            for (int now = look_at(count), before;; now = before) {
+                last = now == 1;
+                before = atomicCAS(count, now, last ? CLOSED : now - 1);
+                if (before == now) break;
+            }
+        return told(last);
+    }
+
+    __device__ void reopen() const {
+        __syncthreads();
+        __threadfence();
+        if (threadIdx.x == 0) *next = 0, __threadfence(), atomicExch(count, 0);
+    }
+};
+
 // How many numbers before `end` are not 0. All threads of the block.
 __device__ inline int count_marks(const int* marks, int end) {
     __shared__ int counts[WARPS];
     int count = 0;
-    for (int i = threadIdx.x; i < end; i += THREADS) count += marks[i] != 0;
+    for (int i = threadIdx.x; i < end; i += THREADS) count += look_at(marks + i) != 0;
     if (!__syncthreads_or(count)) return 0;  // what usually happens
     for (int by = 16; by; by /= 2) count += __shfl_xor_sync(~0u, count, by);
     if (threadIdx.x % 32 == 0) counts[threadIdx.x / 32] = count;
@@ -87,7 +150,7 @@ __device__ inline int find_mark(const int* marks, int end, int before) {
     for (int first = 0; first < end; first += THREADS) {
         int mine = first + threadIdx.x;
         __syncthreads();  // all have read the votes before
-        uint32 of_warp = __ballot_sync(~0u, mine < end && marks[mine] != 0);
+        uint32 of_warp = __ballot_sync(~0u, mine < end && look_at(marks + mine) != 0);
         if (threadIdx.x % 32 == 0) votes[threadIdx.x / 32] = of_warp;
         __syncthreads();
         for (int warp = 0; warp < WARPS; ++warp) {
@@ -130,31 +193,37 @@ __device__ inline bool is_unsafe(const SparseProblem& problem, int tile, int uni
 }
 
 // parts     room for `most_slots` parts, of which a unit has no more than `most_parts`; not used without `unsafe`
-// counters  zeros between calls: the first for thread blocks that are done, one behind it for each slot
+// counters  zeros between calls: the participants, one behind it for each slot, the next item, and what says whether any
+//           tile is marked, behind which the marks are
 // combined  0, or about how many parts there are of each tile that is cut
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 finish_attention(const __grid_constant__ SparseProblem problem, int everything, uint8* parts, int* counters, int most_slots, int most_parts, int combined) {
     __shared__ Memory memory;
-    __shared__ bool is_last;
-    int tiles = problem.tiles(), of_tile = min(UNITS, (problem.heads + ROWS - 1) / ROWS);  // units that exist
-    int count = 1, *marks = everything ? nullptr : problem.unsafe;
+    int* marks = everything ? nullptr : problem.unsafe;
     pdl_release();
+    if (marks && !combined && blockIdx.x >= WAITING && !__syncthreads_or(look_at(marks - 1))) return;
     pdl_wait();
+    int marked = marks ? look_at(marks - 1) : 0;  // under way while parts are put together
+    if (marks && !combined && !__syncthreads_or(marked)) return;  // what usually happens, within the first few instructions
     if (combined) combine_tiles(problem, combined, memory.cut_tiles);
-    int marked = marks ? count_marks(marks, tiles) : tiles;
-    if (marks && marked) count = max(1, min(most_parts, most_slots / (marked * of_tile)));
-    for_wanted(
-        marked * of_tile * count, [&](int item) { return everything || marks || is_unsafe(problem, item / of_tile, item % of_tile); },
-        [&](int item) {
-            int number = item / count, tile = number / of_tile;
-            Unit unit(problem, memory, marks ? find_mark(marks, tiles, tile) : tile, number % of_tile);
-            unit.attend(item % count, count, reinterpret_cast<Part*>(parts) + number * count, counters + 1 + number);
-        });
-    if (!marks || !marked) return;
-    __syncthreads();  // all have read the marks
-    if (threadIdx.x == 0) is_last = atomicAdd(counters, 1) == gridDim.x - 1;
-    __syncthreads();
-    if (!is_last) return;
-    for (int tile = threadIdx.x; tile < tiles; tile += THREADS) marks[tile] = 0;
-    if (threadIdx.x == 0) *counters = 0;
+    int tiles = problem.tiles(), of_tile = min(UNITS, (problem.heads + ROWS - 1) / ROWS);  // units that exist
+    if (!marks) {
+        for_wanted(
+            tiles * of_tile, [&](int item) { return everything || is_unsafe(problem, item / of_tile, item % of_tile); },
+            [&](int item) { Unit(problem, memory, item / of_tile, item % of_tile).attend(0, 1, nullptr, nullptr); });
+        return;
+    }
+    if (combined && !__syncthreads_or(marked)) return;
+    Participants participants{counters, marks - 2, combined != 0};
+    if (!participants.enter()) return;
+    marked = count_marks(marks, tiles);
+    int count = max(1, min(most_parts, most_slots / max(1, marked * of_tile)));
+    for (int item; (item = participants.next_item()) < marked * of_tile * count;) {
+        int number = item / count;
+        Unit unit(problem, memory, find_mark(marks, tiles, number / of_tile), number % of_tile);
+        unit.attend(item % count, count, reinterpret_cast<Part*>(parts) + number * count, counters + 1 + number);
+    }
+    if (!participants.leave()) return;
+    for (int tile = threadIdx.x - 1; tile < tiles; tile += THREADS) marks[tile] = 0;  // and the word before them
+    participants.reopen();
 }

@@ -182,7 +182,7 @@ struct Sums {
 
     __device__ void leave_to_exact_kernel(int tile) {
         if (problem.unsafe) {
-            problem.unsafe[tile] = 1;
+            problem.mark(tile);
             return;
         }
         TileCoord at(problem, tile);

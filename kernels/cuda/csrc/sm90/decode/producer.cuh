@@ -184,7 +184,7 @@ struct ScaleProducer {
                 lacks |= publish(2 * at.slot + half, pending[half]);
             }
             warp_arrive(RAW_FULL + 8 * at.slot);
-            if (lacks) upcoming.problem.unsafe[tile] = 1;
+            if (lacks) upcoming.problem.mark(tile);
             if (last) {
                 upcoming.next_block();
                 if (upcoming.more()) index[0] = upcoming.fetch_index(0), index[1] = upcoming.fetch_index(1);

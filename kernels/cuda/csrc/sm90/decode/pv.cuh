@@ -228,7 +228,7 @@ struct Pv {
     // Infinite or NaN: something left the range. Finite results are too small for their sum to do so. And what is next to
     // nothing though V is not may be what float16 has left of it.
     __device__ void check(int tile, float magnitudes) {
-        if (!(magnitudes < infinity()) || (magnitudes < MIN_RESULT && seen & (rope ? 0x7fff7fff : 0x7f7f7f7f))) problem.unsafe[tile] = 1;
+        if (!(magnitudes < infinity()) || (magnitudes < MIN_RESULT && seen & (rope ? 0x7fff7fff : 0x7f7f7f7f))) problem.mark(tile);
     }
 
     // The same for a part of a cluster's tile. Lines of 8 values, of a head each, are dealt to thread blocks: those of others

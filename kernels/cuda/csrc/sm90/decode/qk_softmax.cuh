@@ -181,7 +181,7 @@ struct QkSoftmax {
         bool zero = !__any_sync(~0u, bits & ~SIGNS);
         // Zero is exact; what is small otherwise would lose its last bits.
         if (largest >= INFINITE_F16 || (!zero && largest < MIN_Q) || fabsf(problem.softmax_scale) >= MAX_SOFTMAX_SCALE)
-            problem.unsafe[scheduled.summary().x] = 1;
+            problem.mark(scheduled.summary().x);
         sync();
     }
 
