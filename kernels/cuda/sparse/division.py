@@ -114,9 +114,9 @@ def divide(
 
 # Of Hopper's decode kernel by heads of a tile, in us. benchmarks/divisions.py measures them.
 HOPPER_COSTS = {
-    64: Costs(block=2.1, tile=6.8, cut=1.2, straddle=13, part=1 / 13, together=8),
-    32: Costs(block=1.65, tile=5, cut=1.5, straddle=9, part=1 / 36, together=4.5),
-    16: Costs(block=1.65, tile=4, cut=1.2, straddle=6, part=1 / 65, together=2.5),
+    64: Costs(block=2.1, tile=6.8, cut=1.2, straddle=13, part=1 / 13, together=4.5),
+    32: Costs(block=1.65, tile=5, cut=1.5, straddle=9, part=1 / 36, together=2.5),
+    16: Costs(block=1.65, tile=4, cut=1.2, straddle=6, part=1 / 65, together=1.5),
 }
 
 

@@ -13,16 +13,13 @@
 // later. Hence nobody knows who takes part: items are asked for one by one, and whoever takes part enters and leaves
 // (Participants). The last to leave makes the marks and counters 0 for the next call.
 //
-// Macros: LAYOUT, ALIGNED, TILE_HEADS (common/sparse/work.cuh), WAITING.
+// Macros: LAYOUT, ALIGNED, TILE_HEADS (common/sparse/work.cuh).
 #include "common/sparse/combine.cuh"
 #include "common/sparse/exact_mma.cuh"
 #include "common/pdl.cuh"
 
-#ifndef WAITING
-#define WAITING 8
-#endif
-
 constexpr int UNITS = HEADS / ROWS;  // of a tile
+constexpr int WAITING = 8;
 
 union Memory {
     Wide wide;
