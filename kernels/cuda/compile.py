@@ -56,11 +56,12 @@ def _layout_struct(layout: CacheLayout) -> str:
 def look_first_in(*folders: pathlib.Path) -> None:
     """From now on take sources from `folders` where they have them: for experiments, to compare versions of a kernel.
 
-    What was compiled is forgotten; calls that the launch cache has recorded are not.
+    What was compiled is forgotten; calls that the launch cache has recorded are not, which makes them again as they were:
+    compare versions within `recorded_launches`, where every call is made in full.
     """
     FOLDERS[:] = [*folders, CSRC]
     for name, module in list(sys.modules.items()):
-        if name.startswith(__package__ + "."):
+        if name.startswith(__package__ + ".") and name != Kernel.__module__:  # which keeps what threads record
             for value in vars(module).values():
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()

@@ -7,7 +7,16 @@ import pytest
 
 import support.nvrtc
 from cumla.kernels.cuda import compile as compiler
-from cumla.kernels.cuda.launch import HEAD, PACKING, Kernel, _LaunchMemory, packing, parameters
+from cumla.kernels.cuda.launch import (
+    HEAD,
+    PACKING,
+    Kernel,
+    _LaunchMemory,
+    are_recorded,
+    packing,
+    parameters,
+    recorded_launches,
+)
 
 nvrtc = support.nvrtc.nvrtc()
 
@@ -143,3 +152,13 @@ def test_parameters_by_name_stand_as_in_the_struct():
 
     assert members("List") == list(List._fields)
     assert members("SparseProblem") == list(SparseProblem._fields)
+
+
+def test_launches_are_recorded_still_where_sources_change(emulated, tmp_path):
+    """Else versions that are compared were all the first of them, out of the launch cache."""
+    try:
+        with recorded_launches():
+            compiler.look_first_in(tmp_path)
+            assert are_recorded()
+    finally:
+        compiler.look_first_in()
