@@ -33,6 +33,7 @@ from cumla.parallel import (
     local_seq_lens,
     local_window,
     localise_indices,
+    merge_partials,
     share_queries,
 )
 
@@ -147,6 +148,16 @@ def dense(bench, config, batch, context, bar):
         )  # fmt: skip
 
     bench.add("dense_mla_decode", config, "its part alone", bench.us(part), flop=flop / comm.size)
+    parts = comm.memory(comm.size * out.nbytes, None).view(BFLOAT16).reshape(comm.size, *out.shape)
+    parts.view(np.uint16)[...] = 0
+    lses = cupy.zeros(parts.shape[:-1], np.float32)
+    us_gather = bench.us(lambda: comm.all_gather(parts[comm.rank], parts))
+    bench.add("all_gather of results", config, f"nccl x{comm.size}", us_gather, bytes_moved=out.nbytes, checked=False)
+    us_merge = bench.us(
+        lambda: merge_partials(parts[:, :, None], lses[..., None], out=out[:, None], lse=lse[..., None])
+    )
+    bench.add("merge_partials", config, f"{comm.size} parts", us_merge, bytes_moved=parts.nbytes + out.nbytes,
+              checked=False)  # fmt: skip
     bench.say(f"  {us_of_one / us:.2f} times as fast as one GPU; bar {bar}")
 
 
