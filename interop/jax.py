@@ -28,6 +28,7 @@ import jax
 from jax.custom_batching import custom_vmap
 from jax.experimental.buffer_callback import buffer_callback
 
+from ..arrays import dlpack
 from ..dispatch import rehearsal
 from .ops import OPS, Op
 
@@ -39,6 +40,7 @@ def _traceable(op: Op) -> Callable[..., Any]:
 
     @functools.wraps(op.function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = op.with_pair_apart(args, kwargs)
         bound = op.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         arrays, static = {}, []
@@ -61,10 +63,13 @@ def _traceable(op: Op) -> Callable[..., Any]:
 def _check(op: Op, arrays: tuple[tuple[str, tuple[int, ...], Any], ...], static: Static) -> None:
     """Raise what the operation raises for arrays of these shapes and dtypes: when it is traced, not when it runs."""
     with rehearsal.rehearsed():
-        op.function(**dict(static), **{name: rehearsal.ghost(shape, _seen_as(dtype)) for name, shape, dtype in arrays})
+        ghosts = {name: rehearsal.ghost(shape, _seen_as(name, dtype)) for name, shape, dtype in arrays}
+        op.function(**dict(static), **ghosts)
 
 
-def _seen_as(dtype: Any) -> Any:
+def _seen_as(name: str, dtype: Any) -> Any:
+    """What an array's dtype is for the operation. Raises TypeError for 8-bit floats that are not e4m3."""
+    dlpack.check_float8_type(name, dtype.name)
     return "uint8" if dtype.name.startswith("float8") else dtype
 
 

@@ -78,6 +78,18 @@ class Op:
         parameters = self.signature.parameters.items()
         return tuple(name for name, parameter in parameters if parameter.annotation in ("Any", "Any | None"))
 
+    def with_pair_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A call's arguments, with keys and scales that came as a pair, kv, apart: compilers know arrays alone."""
+        kv = args[1] if len(args) > 1 else kwargs.get("kv")
+        if "kv_scales" not in self.arrays or not isinstance(kv, tuple) or kwargs.get("kv_scales") is not None:
+            return args, kwargs
+        if len(kv) != 2:
+            raise ValueError(f"kv: got {len(kv)} arrays, expected (k, scales) or one array")
+        keys, scales = kv
+        if len(args) > 1:
+            return (args[0], keys, *args[2:]), {**kwargs, "kv_scales": scales}
+        return args, {**kwargs, "kv": keys, "kv_scales": scales}
+
     def run(self, arguments: Mapping[str, Any], results: tuple[Any, ...], scratch: Any = None) -> None:
         """Call the function on arrays with memory, on the caller's current stream.
 

@@ -41,6 +41,7 @@ def _compilable(op: Op) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("layout") is not None:
             kwargs["layout"] = getattr(kwargs["layout"], "name", kwargs["layout"])
+        args, kwargs = op.with_pair_apart(args, kwargs)
         if into is None:
             return operator(*args, **kwargs)
         given = [kwargs.pop(name, None) for name in outputs]

@@ -118,7 +118,11 @@ def _as_bytes_if_float8(native: Any) -> Any:
 
 def check_float8(array: Any, name: str) -> None:
     """Raise TypeError for 8-bit floats that are not e4m3, for which their bytes would be taken."""
-    dtype = str(getattr(array, "dtype", "")).rpartition(".")[2]
+    check_float8_type(name, str(getattr(array, "dtype", "")).rpartition(".")[2])
+
+
+def check_float8_type(name: str, dtype: str) -> None:
+    """The same for the name of a dtype."""
     if dtype.startswith("float8_") and dtype != "float8_e4m3fn":
         raise TypeError(f"{name}: got dtype {dtype}, expected float8_e4m3fn or bytes (uint8)")
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -125,6 +126,35 @@ def test_fp8_caches_keep_their_dtype(device, rng):
     assert updated.dtype == jnp.float8_e4m3fn
     (want,) = eager("quantize_and_insert_k_cache-DSV4_FP8", arguments, device)
     assert operations.same_bits(np.asarray(updated).view(np.uint8), want)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "float8_e4m3fnuz", "float8_e8m0fnu"])
+def test_other_8_bit_floats_are_refused_while_tracing(dtype, rng):
+    """Their bytes would be taken for e4m3's."""
+    arguments = operations.CASES["sparse_mla_decode-V32_FP8"](rng)
+    arguments["k_cache"] = arguments["k_cache"].view(getattr(ml_dtypes, dtype))
+    arrays, static = split(arguments)
+    with pytest.raises(TypeError, match=f"k_cache: got dtype {dtype}, expected float8_e4m3fn or bytes"):
+        jax.eval_shape(functools.partial(ops.sparse_mla_decode, **static), **arrays)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_keys_and_scales_may_be_a_pair(by_name, rng):
+    """As DeepGEMM takes them, and cumla's own function does."""
+    arguments = operations.CASES["fp8_mqa_logits"](rng)
+    kv = arguments["kv"], arguments["kv_scales"]
+    q, *rest = (arguments[name] for name in ("q", "weights", "cu_seqlen_ks", "cu_seqlen_ke"))
+    pair = tuple(map(jnp.asarray, kv))
+
+    def logits(q, pair, weights, starts, ends):
+        if by_name:
+            return ops.fp8_mqa_logits(q=q, kv=pair, weights=weights, cu_seqlen_ks=starts, cu_seqlen_ke=ends)
+        return ops.fp8_mqa_logits(q, pair, weights, starts, ends)
+
+    want = cumla.fp8_mqa_logits(q, kv, *rest)
+    assert operations.same_bits(np.asarray(jax.jit(logits)(q, pair, *rest)), want)
+    with pytest.raises(ValueError, match="kv: got 3 arrays, expected"):
+        logits(q, (*pair, q), *rest)
 
 
 def decode_step(cache, k, q, selected, table, slots, seq_lens, sink):

@@ -95,6 +95,14 @@ def test_given_results_are_written(case, device, compiler, rng):
     torch.library.opcheck(getattr(torch.ops.cumla, f"{op.name}_out").default, tuple(results), raw)
 
 
+def test_keys_and_scales_may_be_a_pair(rng):
+    arguments = operations.CASES["fp8_mqa_logits"](rng)
+    names = ("q", "kv", "kv_scales", "weights", "cu_seqlen_ks", "cu_seqlen_ke")
+    q, kv, scales, *rest = (torch.from_numpy(arguments[name]) for name in names)
+    got = ops.fp8_mqa_logits(q, (kv, scales), *rest)
+    assert operations.same_bits(got.numpy(), ops.fp8_mqa_logits(q, kv, *rest, kv_scales=scales).numpy())
+
+
 def test_some_results_given_is_an_error(rng):
     given = tensors(operations.CASES["sparse_mla_decode-V32_FP8"](rng), "cpu")
     with pytest.raises(ValueError, match="sparse_mla_decode: got only some of out, lse, expected all of them or none"):
