@@ -64,8 +64,29 @@ def check_step(
     if look is not None and look in _PASSED:
         return
     call = Call(backend, stream)
+    q = check_window_step(call, layer, q, k, swa_cache, metadata, used)
+    columns = 0
+    if compressed is not None:
+        columns = check_compressed(call, layer, metadata, compressed, used)
+    call.optional("out", out, (q.dtype,), (call.size("num_tokens"), "h", V_DIM), writable=True)
+    if workspace is not None and metadata.num_decode_tokens:
+        check_workspace(call, workspace, metadata.num_decode_tokens, columns)
+    if workspace is not None and compressed is not None and compressed.indexer is not None:
+        check_selection_memory(call, workspace, compressed.indexer, used, layer.index_topk)
+    call.kernels("sparse_attention")  # which raises for a backend that cannot
+    if look is not None:
+        if len(_PASSED) >= MOST_KNOWN:
+            _PASSED.clear()
+        _PASSED.add(look)
+
+
+def check_window_step(
+    call: Call, layer: SparseMLALayer, q: Any, k: Any, swa_cache: Any, metadata: DeepseekSparseSWAMetadata, used: int,
+    head_ranks: int = 1,
+) -> Any:  # fmt: skip
+    """The same for what a layer of any ratio takes. Returns q, borrowed, whose heads are one of head_ranks' shares."""
     q = call.array("q", q, ROWS if k is None else BF16, ("num_tokens", "h", V_DIM))
-    check_heads(q.shape[1])
+    check_heads(q.shape[1] * head_ranks)
     check_rows("q", q, used, "tokens")
     for name, dtype in (("q", q.dtype.name), ("layout", layer.layout.value_type)):
         call.check_float32(name, dtype)
@@ -84,19 +105,7 @@ def check_step(
     for name, dtypes in (("token_to_req_indices", INT32), ("is_valid_token", BOOL), ("positions", INT32)):
         array = call.array(f"metadata.{name}", getattr(metadata, name), dtypes, (-1,))
         check_rows(f"metadata.{name}", array, used, "tokens")
-    columns = 0
-    if compressed is not None:
-        columns = check_compressed(call, layer, metadata, compressed, used)
-    call.optional("out", out, (q.dtype,), (call.size("num_tokens"), "h", V_DIM), writable=True)
-    if workspace is not None and metadata.num_decode_tokens:
-        check_workspace(call, workspace, metadata.num_decode_tokens, columns)
-    if workspace is not None and compressed is not None and compressed.indexer is not None:
-        check_selection_memory(call, workspace, compressed.indexer, used, layer.index_topk)
-    call.kernels("sparse_attention")  # which raises for a backend that cannot
-    if look is not None:
-        if len(_PASSED) >= MOST_KNOWN:
-            _PASSED.clear()
-        _PASSED.add(look)
+    return q
 
 
 def looks_of(compressed: CompressedCache) -> list[Any]:

@@ -50,8 +50,11 @@ def check_v4_step(
     caches: DeepseekV4Caches,
     metadata: DeepseekV4StepMetadata,
     topk_indices: Any,
+    whole: bool = True,
 ) -> None:
     """Raise TypeError or ValueError for arguments of a V4 layer's step that do not fit together.
+
+    whole  whether all compressed rows are in the cache, not a rank's share, whose pages may have any size
 
     Arguments on a device that look as others that passed before pass again, unchecked.
     """
@@ -69,7 +72,7 @@ def check_v4_step(
         )
     check_positions(layer, window)
     look = call_key(
-        "v4", ratio, layer.backend, layouts.v4.name, hidden_states, topk_indices, *vars(caches).values(),
+        "v4", whole, ratio, layer.backend, layouts.v4.name, hidden_states, topk_indices, *vars(caches).values(),
         window.block_size, window.config.compressed_block_size, window.slot_mapping,
         *(() if step is None else (step.state_block_size, step.slot_mapping)),
     )  # fmt: skip
@@ -83,7 +86,7 @@ def check_v4_step(
             raise ValueError(f"layer_caches.{name}: got None, expected an array for a layer of ratio {ratio}")
     if step is not None:
         rows = window.config.compressed_block_size // ratio
-        call.pages("layer_caches.compressed", caches.compressed, layouts.v4, rows, writable=True)
+        call.pages("layer_caches.compressed", caches.compressed, layouts.v4, rows if whole else None, writable=True)
         states = (-1, step.state_block_size, layer.compressors[0].columns)
         call.array("layer_caches.state", caches.state, FLOAT32, states, writable=True)
         if ratio == 4:
@@ -105,17 +108,26 @@ def check_v32_step(
     caches: DeepseekV32Caches,
     metadata: DeepseekV32StepMetadata,
     topk_indices: Any,
+    whole: bool = True,
 ) -> None:
-    """The same for a V3.2 layer's step."""
+    """The same for a V3.2 layer's step, whose latent rows may be a rank's share."""
     layouts, block_size = layer.layouts, metadata.tokens.block_size
     check_positions(layer, metadata.tokens)
     look = call_key(
-        "v32", layer.backend, layouts.v32.name, hidden_states, topk_indices, caches.rows, caches.indexer, block_size
+        "v32",
+        whole,
+        layer.backend,
+        layouts.v32.name,
+        hidden_states,
+        topk_indices,
+        caches.rows,
+        caches.indexer,
+        block_size,
     )
     if look is not None and look in _PASSED:
         return
     call = begin(layer.backend, hidden_states)
-    call.pages("layer_caches.rows", caches.rows, layouts.v32, block_size, writable=True)
+    call.pages("layer_caches.rows", caches.rows, layouts.v32, block_size if whole else None, writable=True)
     call.pages("layer_caches.indexer", caches.indexer, layouts.indexer, block_size, writable=True)
     check_selection(call, topk_indices, len(metadata.positions))
     remember(look)

@@ -226,12 +226,18 @@ class DeepseekV32Attention:
         Returns out.
         Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
         """
-        check_types(layer_caches=(layer_caches, DeepseekV32Caches), metadata=(metadata, DeepseekV32StepMetadata))
-        check_v32_step(self, hidden_states, layer_caches, metadata, topk_indices)
-        check_indexer_metadata(metadata.indexer, metadata.tokens, topk_indices)
+        self.check_step(hidden_states, layer_caches, metadata, topk_indices)
         run = V32Step(self, layer_caches, metadata, observe).run
         shape = len(metadata.positions), self.config.hidden_size
         return attend(run, hidden_states, shape, self.activations, topk_indices, out, stream)
+
+    def check_step(
+        self, hidden_states: Any, layer_caches: Any, metadata: Any, topk_indices: Any, whole: bool = True
+    ) -> None:
+        """Raise what `step` raises; whole: whether all latent rows are in the cache, not a rank's share."""
+        check_types(layer_caches=(layer_caches, DeepseekV32Caches), metadata=(metadata, DeepseekV32StepMetadata))
+        check_v32_step(self, hidden_states, layer_caches, metadata, topk_indices, whole)
+        check_indexer_metadata(metadata.indexer, metadata.tokens, topk_indices)
 
 
 @dataclass(frozen=True)

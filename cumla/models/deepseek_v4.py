@@ -200,15 +200,21 @@ class DeepseekV4Attention:
         captured in a CUDA graph.
         Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
         """
-        if topk_indices is not None and self.ratio != 4:
-            raise ValueError(f"topk_indices: got an array for a layer of ratio {self.ratio}, expected None")
-        check_types(layer_caches=(layer_caches, DeepseekV4Caches), metadata=(metadata, DeepseekV4StepMetadata))
-        check_v4_step(self, hidden_states, layer_caches, metadata, topk_indices)
-        if self.ratio == 4:
-            check_indexer_metadata(metadata.indexer, metadata.window, topk_indices)
+        self.check_step(hidden_states, layer_caches, metadata, topk_indices)
         run = V4Step(self, layer_caches, metadata, observe).run
         shape = len(metadata.positions), self.config.hidden_size
         return attend(run, hidden_states, shape, self.activations, topk_indices, out, stream)
+
+    def check_step(
+        self, hidden_states: Any, layer_caches: Any, metadata: Any, topk_indices: Any, whole: bool = True
+    ) -> None:
+        """Raise what `step` raises; whole: whether all compressed rows are in the cache, not a rank's share."""
+        if topk_indices is not None and self.ratio != 4:
+            raise ValueError(f"topk_indices: got an array for a layer of ratio {self.ratio}, expected None")
+        check_types(layer_caches=(layer_caches, DeepseekV4Caches), metadata=(metadata, DeepseekV4StepMetadata))
+        check_v4_step(self, hidden_states, layer_caches, metadata, topk_indices, whole)
+        if self.ratio == 4:
+            check_indexer_metadata(metadata.indexer, metadata.window, topk_indices)
 
 
 @dataclass(frozen=True)

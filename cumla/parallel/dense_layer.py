@@ -12,6 +12,7 @@ from ..arrays import dlpack, streams
 from ..dispatch.call import Call
 from ..layers.dense import MLACommonImpl, Observer, bits_of, not_observed
 from ..ops.dense_cache import concat_and_cache_mla
+from .checks import check_dense_forward
 from .communicator import Communicator
 from .context import ContextAttention
 
@@ -59,17 +60,18 @@ class ShardedMLALayer:
         observe        called with an op's name around each op ("insert", "absorb", "decode", "exchange", "merge")
 
         Returns output.
+        Raises TypeError or ValueError, before anything is written or sent, for an argument that does not fit.
         """
         layer = self.layer
+        check_dense_forward(
+            layer, self.comm, self._attention.split_heads, q, k_c_normed, k_pe, kv_cache, block_table, cache_seqlens,
+            slot_mapping, output, k_scale, max_seqlen,
+        )  # fmt: skip
         framework, q = dlpack.framework_of(q), dlpack.borrow(q, "q")
         shape = (len(q), layer.num_heads, layer.qk_head_dim)
-        if q.shape != shape:
-            raise ValueError(f"q: got shape {tuple(q.shape)}, expected {list(shape)}")
         with streams.callers(q, framework, stream):
             size = (len(q), layer.num_heads * layer.v_head_dim)
             result = dlpack.empty(size, q.dtype, q) if output is None else dlpack.borrow(output, "output", True)
-            if result.shape != size:
-                raise ValueError(f"output: got shape {tuple(result.shape)}, expected {list(size)}")
             with observe("insert"):
                 concat_and_cache_mla(
                     k_c_normed, k_pe, kv_cache, slot_mapping, layer.kv_cache_dtype, k_scale, backend=layer.backend

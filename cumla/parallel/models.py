@@ -12,13 +12,16 @@ from typing import Any
 
 from ..arrays import dlpack
 from ..arrays.streams import InOrder
+from ..dispatch.values import check_kind
 from ..kernels.types.shard import Shard
 from ..layers.sparse import Observer, not_observed
+from ..models.checks import begin
 from ..models.deepseek_v4 import DeepseekV4Attention, DeepseekV4Caches, V4Step
 from ..models.deepseek_v32 import DeepseekV32Attention, DeepseekV32Caches, V32Step
 from ..models.hidden_states import attend
 from ..ops.dense_cache import concat_and_cache_mla
 from ..ops.shards import localise_indices
+from .checks import check_rank_rows
 from .communicator import Communicator
 from .context import ContextAttention
 from .sparse_layer import ShardedCompressedCache, ShardedSparseMLALayer
@@ -59,9 +62,13 @@ class ShardedDeepseekV4Attention:
     ) -> Any:
         """As `DeepseekV4Attention.step`; rows: of the compressed cache, None for a layer without one."""
         layer = self.attention
-        if (rows is None) != (layer.ratio == 1):
+        if isinstance(rows, RankRows) != (layer.ratio > 1):
             expected = "None" if layer.ratio == 1 else "RankRows"
             raise ValueError(f"rows: got {type(rows).__name__}, expected {expected} for ratio {layer.ratio}")
+        layer.check_step(hidden_states, layer_caches, metadata, topk_indices, whole=False)
+        if rows is not None:
+            call = begin(layer.backend, hidden_states)
+            check_rank_rows(call, self._sharded.comm, rows, metadata.window, len(metadata.positions))
         run = _RankV4Step(layer, layer_caches, metadata, observe, rows, self._sharded).run
         shape = len(metadata.positions), layer.config.hidden_size
         return attend(run, hidden_states, shape, layer.activations, topk_indices, out, stream)
@@ -121,6 +128,10 @@ class ShardedDeepseekV32Attention:
     ) -> Any:
         """As `DeepseekV32Attention.step`; rows: of the latent rows."""
         layer = self.attention
+        check_kind(RankRows, rows=rows)
+        layer.check_step(hidden_states, layer_caches, metadata, topk_indices, whole=False)
+        call = begin(layer.backend, hidden_states)
+        check_rank_rows(call, self._context.comm, rows, metadata.tokens, len(metadata.positions))
         run = _RankV32Step(layer, layer_caches, metadata, observe, rows, self._context).run
         shape = len(metadata.positions), layer.config.hidden_size
         return attend(run, hidden_states, shape, layer.activations, topk_indices, out, stream)

@@ -17,6 +17,7 @@ from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 from ..ops.shards import localise_indices
 from ..ops.sparse_attention import V_DIM
 from ..ops.sparse_cache import quantize_and_insert_k_cache
+from .checks import check_sparse_step
 from .communicator import Communicator
 from .context import ContextAttention, local_window
 
@@ -78,13 +79,12 @@ class ShardedSparseMLALayer:
         observe     called with an op's name around each op ("insert", "map", "decode", "prefill", "exchange", "merge")
 
         Returns out, of the rank's own heads where heads are split. Rows of padding tokens are not defined.
+        Raises TypeError or ValueError, before anything is written or sent, for an argument that does not fit.
         """
         layer = self.layer
-        if (compressed is None) != (layer.compress_ratio == 1):
-            raise ValueError(
-                f"compressed: got {compressed if compressed is None else 'rows'}, "
-                f"expected {'None' if layer.compress_ratio == 1 else 'rows'} for ratio {layer.compress_ratio}"
-            )
+        check_sparse_step(
+            layer, self.comm, self._attention.split_heads, q, k, swa_cache, metadata, compressed, out, self.backend
+        )
         framework, native = dlpack.framework_of(q), dlpack.borrow(q, "q")
         result = None if out is None else dlpack.borrow(out, "out", writable=True)
         with streams.callers(native, framework, stream):
