@@ -167,12 +167,12 @@ class NcclCommunicator:
         return self._run("all_to_all", x, out, stream, enqueue)
 
     def _run(self, op: str, x: Any, out: Any, stream: Any, enqueue: Callable[[Move, int], None]) -> Any:
-        first = as_tuple(x)[0]
+        first = next(iter(as_tuple(x)), None)
         framework, native = dlpack.framework_of(first), dlpack.borrow(first, "x")
         if not isinstance(native, cupy.ndarray) or native.device.id != self.device:
             raise ValueError(f"x: got an array elsewhere, expected it on CUDA device {self.device}, this rank's")
         with streams.callers(native, framework, stream):
-            arrays = moves(op, self.size, x, out)
+            arrays = moves(op, self.rank, self.size, x, out)
             key = op, tuple((move.sent.shape, move.sent.dtype) for move in arrays)
             current = cupy.cuda.get_current_stream()
             in_step = self._in_step and not streams.is_capturing(current.ptr)

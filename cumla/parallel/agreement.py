@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+from ..dispatch.values import check_integers, finite, shown
 from .store import Store
 
+MOST_SECONDS = 1e6  # of a time limit: what waits takes no more
 ENDED: tuple[str, tuple[int, ...]] = "ended", ()
 
 
@@ -36,9 +38,10 @@ class Agreement:
     """
 
     def __init__(self, store: Store, rank: int, size: int, time_limit: float = 60.0) -> None:
-        if not 0 <= rank < size:
-            raise ValueError(f"rank: got {rank}, expected 0 to {size - 1}")
-        self.store, self.rank, self.size, self.time_limit = store, rank, size, time_limit
+        check_integers(1, size=size)
+        check_integers(0, int(size) - 1, rank=rank)
+        self.store, self.rank, self.size = store, int(rank), int(size)
+        self.time_limit = seconds("time_limit", time_limit)
         self._old: list[str] = []
 
     def exchange(self, what: str, value: Any, time_limit: float | None = None) -> list[Any]:
@@ -122,6 +125,14 @@ class Agreement:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.end(error)
+
+
+def seconds(name: str, value: Any) -> float:
+    """A time limit. Raises TypeError for what is no number, ValueError for one that is not from 0 to MOST_SECONDS."""
+    number = finite(name, value)
+    if not 0 <= number <= MOST_SECONDS:
+        raise ValueError(f"{name}: got {shown(value)}, expected 0 to {MOST_SECONDS:g} seconds")
+    return number
 
 
 def names(ranks: Sequence[int]) -> str:

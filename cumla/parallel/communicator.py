@@ -51,19 +51,48 @@ class Move(NamedTuple):
 OPS = ("all_gather", "reduce_scatter", "all_to_all")
 
 
-def moves(op: str, size: int, x: Any, out: Any) -> list[Move]:
+def moves(op: str, rank: int, size: int, x: Any, out: Any) -> list[Move]:
     """The arrays of a call, NumPy or CuPy, with `out` allocated where it is None.
 
-    Raises TypeError or ValueError for arrays that do not fit: not contiguous, of another shape or dtype, elsewhere.
+    Raises TypeError or ValueError for arrays that do not fit: not contiguous, of another shape or dtype, elsewhere, or
+    over one another, where others would be sent what has come already.
     """
     sent, received = as_tuple(x), (None,) * len(as_tuple(x)) if out is None else as_tuple(out)
+    if not sent:
+        raise ValueError("x: got no arrays, expected at least one")
     if len(sent) != len(received):
         raise ValueError(f"out: got {len(received)} arrays, expected {len(sent)} as x has")
-    return [_move(op, size, *pair) for pair in zip(sent, received, strict=True)]
+    arrays = [_move(op, size, *pair) for pair in zip(sent, received, strict=True)]
+    if out is not None:
+        _check_apart(op, rank, arrays)
+    return arrays
+
+
+def _check_apart(op: str, rank: int, arrays: list[Move]) -> None:
+    """Raise ValueError if what is written lies over what is sent or written besides, but for a rank's own part."""
+    sent, received = ([_span(array) for array in some] for some in zip(*arrays, strict=True))
+    for i, (start, end) in enumerate(received):
+        others = [span for j, span in enumerate(received) if j != i]
+        for j, (first, last) in enumerate(sent):
+            part = min(end - start, last - first)  # of a rank, where one of both has a part for each
+            own = {"all_gather": first - start, "reduce_scatter": start - first}.get(op)
+            if i != j or own != rank * part:
+                others.append((first, last))
+        if any(start < last and first < end for first, last in others):
+            where = {"all_gather": ", or x at out[rank]", "reduce_scatter": ", or out at x[rank]"}.get(op, "")
+            raise ValueError(f"out: got memory that another array has too, expected its own{where}, to {op}")
+
+
+def _span(array: Any) -> tuple[int, int]:
+    """The first byte of a contiguous array, and the one behind its last."""
+    start = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+    return start, start + array.nbytes
 
 
 def _move(op: str, size: int, x: Any, out: Any) -> Move:
     x = dlpack.borrow(x, "x")
+    if x.dtype.hasobject:
+        raise TypeError(f"x: got dtype {x.dtype}, expected numbers")
     shape = (size, *x.shape) if op == "all_gather" else x.shape[1:] if op == "reduce_scatter" else x.shape
     if op != "all_gather" and (not x.ndim or x.shape[0] != size):
         raise ValueError(f"x: got shape {tuple(x.shape)}, expected [{size}, ...], a part for each rank, to {op}")

@@ -98,11 +98,12 @@ class TcpStore:
     key         a secret of the run, without which nobody is let in
     time_limit  seconds that it is given to come, and to answer
 
-    Raises TimeoutError if nobody serves, ValueError for another key; from then on ConnectionError if the one that
-    serves is gone, or does not answer.
+    Raises TimeoutError if nobody serves, ValueError for another key, ConnectionError if the one that serves is gone,
+    does not answer, or is something else.
     """
 
     def __init__(self, address: tuple[str, int], key: bytes, time_limit: float = 60.0) -> None:
+        _check_key(key)
         self._address, self._time_limit, self._lock = address, time_limit, threading.Lock()
         end = time.monotonic() + time_limit
         while True:
@@ -113,17 +114,21 @@ class TcpStore:
                 if time.monotonic() > end:
                     raise TimeoutError(f"address: nobody serves {address} after {time_limit:.0f} s") from None
                 time.sleep(0.05)
+        if not self._connection.poll(time_limit):
+            raise self._gone()
         try:
-            if not self._connection.poll(time_limit):
-                raise self._gone()
             answer_challenge(self._connection, key)
             deliver_challenge(self._connection, key)
         except AuthenticationError:
             raise ValueError(f"key: got another one than the process that serves {address}") from None
+        except (AssertionError, EOFError, OSError):  # what speaks in another way, or ended
+            self._connection.close()
+            raise ConnectionError(f"address: what is at {address} is gone, or no process that serves") from None
 
     @staticmethod
     def serve(key: bytes, host: str = "127.0.0.1", port: int = 0) -> tuple[str, int]:
         """Keep values in this process, in a thread, until it ends. Returns the address; port 0: any free one."""
+        _check_key(key)
         listener = Listener((host, port), backlog=128)
         threading.Thread(target=_let_in, args=(listener, key), daemon=True).start()
         address: tuple[str, int] = listener.address
@@ -164,6 +169,11 @@ class TcpStore:
         return ConnectionError(
             f"address: the process that serves {self._address} is gone, or did not answer for {self._time_limit:g} s"
         )
+
+
+def _check_key(key: Any) -> None:
+    if not isinstance(key, bytes):
+        raise TypeError(f"key: got {type(key).__name__}, expected bytes")
 
 
 def _let_in(listener: Listener, key: bytes) -> None:

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..arrays import dlpack
-from .agreement import Agreement, RankError, names
+from ..dispatch.values import check_integers
+from .agreement import Agreement, RankError, names, seconds
 from .communicator import Move, as_tuple, copy, described, moves, result_of, sent_bytes
 from .store import MemoryStore
 
@@ -48,7 +49,7 @@ class ThreadCommunicator:
         return self._run("all_to_all", x, out, self._take)
 
     def _run(self, op: str, x: Any, out: Any, receive: Callable[[list[Any], Any], None]) -> Any:
-        arrays: list[Move] = moves(op, self.size, x, out)
+        arrays: list[Move] = moves(op, self.rank, self.size, x, out)
         self._calls += 1
         name = f"call {self._calls}, {op}"
         settle(arrays)
@@ -70,12 +71,12 @@ class ThreadCommunicator:
 
     def _take(self, sent: list[Any], received: Any) -> None:
         for rank, x in enumerate(sent):
-            copy(received[rank], x[self.rank])
+            copy(received[rank : rank + 1], x[self.rank : self.rank + 1])
 
 
 def gather(sent: list[Any], received: Any) -> None:
     for rank, x in enumerate(sent):
-        copy(received[rank], x)
+        copy(received[rank : rank + 1], x[None])  # which has an axis where x has none
 
 
 def settle(arrays: list[Move]) -> None:
@@ -92,7 +93,8 @@ def run_threads(size: int, function: Callable[[ThreadCommunicator], T], time_lim
     Raises RankError that names the rank that failed, with its error as the cause, or that goes on without an end. An
     interrupt ends the ranks at their next call, and is raised when they have ended, or after GRACE_SECONDS.
     """
-    store = MemoryStore()
+    check_integers(1, size=size)
+    time_limit, store = seconds("time_limit", time_limit), MemoryStore()
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
 

@@ -130,6 +130,8 @@ def test_an_interrupt_ends_the_ranks():
         (np.zeros((2, 4)), np.zeros((2, 4), np.float32), TypeError, "out: got dtype float32, expected float64"),
         ((np.zeros((2, 4)),), (), ValueError, "out: got 0 arrays, expected 1"),
         ([1.0], None, TypeError, "x: got float"),
+        ((), None, ValueError, "x: got no arrays, expected at least one"),
+        (np.array([None, 1]), None, TypeError, "x: got dtype object, expected numbers"),
     ],
 )
 def test_arguments(x, out, error, says):
@@ -139,6 +141,62 @@ def test_arguments(x, out, error, says):
         return comm._calls
 
     assert run_threads(2, on) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("op", "arrays"),
+    [
+        ("all_to_all", lambda x, rank: (x[1:], x[1:])),
+        ("all_to_all", lambda x, rank: ((x[0], x[1]), (x[2], x[2]))),
+        ("all_gather", lambda x, rank: (x[0, 1 - rank], x[0])),
+        ("reduce_scatter", lambda x, rank: (x[0], x[0, 1 - rank])),
+    ],
+)
+def test_what_is_sent_is_not_written_over(op, arrays):
+    """Other ranks would be sent what has come already, or not, as it happens."""
+
+    def on(comm):
+        sent, out = arrays(np.zeros((3, 2, 4)), comm.rank)
+        with pytest.raises(ValueError, match=f"out: got memory that another array has too, .* to {op}"):
+            getattr(comm, op)(sent, out)
+
+    run_threads(2, on)
+
+
+def test_a_ranks_own_part_may_be_in_place():
+    def on(comm):
+        x = np.arange(8.0).reshape(2, 4) + 10 * comm.rank
+        gathered, scattered = np.zeros((2, 4)), x.copy()
+        gathered[comm.rank] = x[0]
+        comm.all_gather(gathered[comm.rank], gathered)
+        comm.reduce_scatter(scattered, scattered[comm.rank])
+        return gathered[:, 0].tolist(), scattered[comm.rank].tolist()
+
+    assert run_threads(2, on) == [([0, 10], [10, 12, 14, 16]), ([0, 10], [18, 20, 22, 24])]
+
+
+def test_numbers_without_an_axis_move():
+    got = run_threads(2, lambda comm: (comm.all_gather(np.array(comm.rank)), comm.all_to_all(np.arange(2) + comm.rank)))
+    assert [[x.tolist() for x in pair] for pair in got] == [[[0, 1], [0, 1]], [[0, 1], [1, 2]]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ((0,), ValueError, "size: got 0, expected at least 1"),
+        ((2.0,), TypeError, "size: got 2.0 of type float"),
+        ((2, float("nan")), ValueError, "time_limit: got nan, expected a finite number"),
+        ((2, float("inf")), ValueError, "time_limit: got inf, expected a finite number"),
+        ((2, None), TypeError, "time_limit: got None of type NoneType, expected a number"),
+        ((2, -1), ValueError, r"time_limit: got -1, expected 0 to 1e\+06 seconds"),
+    ],
+)
+def test_numbers_of_ranks_and_seconds(arguments, error, says):
+    size, *limit = arguments
+    with pytest.raises(error, match=says):
+        run_threads(size, lambda comm: comm.rank, *limit)
+    with pytest.raises(error, match=says):
+        Agreement(MemoryStore(), 0, size, *limit)
 
 
 def test_another_number_of_ranks():
@@ -294,6 +352,26 @@ def test_another_key_and_nobody_of_ours(server):
         assert store.get("key") == [1]
         store.delete("key")
         assert store.get("key") is None
+
+
+@pytest.mark.parametrize("words", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\x05hello"])
+def test_another_service(words):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def answer():
+            connection, _ = other.accept()
+            with connection:
+                connection.sendall(words)
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises((ConnectionError, ValueError), match=r"address: what is at|key: got another one"):
+            TcpStore(other.getsockname(), b"secret", 20)
+
+
+def test_keys_are_bytes():
+    for call in (lambda: TcpStore.serve("secret"), lambda: TcpStore(("127.0.0.1", 1), "secret", 0)):
+        with pytest.raises(TypeError, match="key: got str, expected bytes"):
+            call()
 
 
 def test_nothing_is_a_value():
