@@ -89,6 +89,8 @@ class Server:
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> list[Request]:
         """All requests, finished: `tokens` has prompt and answer, `logits` what each new token was chosen by."""
+        if not all(prompts):
+            raise ValueError("prompts: got one without tokens, expected at least one token each")
         requests = [Request(i, list(prompt), new_tokens) for i, prompt in enumerate(prompts)]
         self.waiting = list(requests)
         while self.waiting or self.running:
@@ -229,16 +231,22 @@ def largest(scores: Any, count: int, xp: Any) -> Any:
     return xp.argsort(-scores, axis=1)[:, :count]
 
 
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected at least 1")
+    return int(text)
+
+
 def main(name: str, model_class: Any, tiny: dict) -> None:
     parser = argparse.ArgumentParser(description=f"Greedy generation with a {name} checkpoint, without torch.")
     parser.add_argument("folder", nargs="?", type=pathlib.Path, help="a checkpoint; a tiny one if left out")
     parser.add_argument("--device", choices=("numpy", "cupy"), default="numpy")
     parser.add_argument("--backend", help="of cumla, such as numba_cuda; without, the device's fastest")
     parser.add_argument("--cache-format", choices=("fp8", "bfloat16", "float32"), default="fp8")
-    parser.add_argument("--prompts", type=int, default=3, help="prompts of random tokens, of different lengths")
-    parser.add_argument("--longest", type=int, default=200, help="tokens of the longest prompt")
-    parser.add_argument("--new-tokens", type=int, default=16)
-    parser.add_argument("--batch-tokens", type=int, default=128)
+    parser.add_argument("--prompts", type=positive, default=3, help="prompts of random tokens, of different lengths")
+    parser.add_argument("--longest", type=positive, default=200, help="tokens of the longest prompt")
+    parser.add_argument("--new-tokens", type=positive, default=16)
+    parser.add_argument("--batch-tokens", type=positive, default=128)
     parser.add_argument("--plot", metavar="FILE", help="draw the time by part of a step")
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
@@ -256,12 +264,14 @@ def main(name: str, model_class: Any, tiny: dict) -> None:
             batch_tokens=options.batch_tokens, backend=options.backend,
         )  # fmt: skip
         rng = np.random.default_rng(0)
-        lengths = np.linspace(options.longest // options.prompts, options.longest, options.prompts).astype(int)
+        shortest = max(1, options.longest // options.prompts)
+        lengths = np.linspace(shortest, options.longest, options.prompts).astype(int)
         prompts = [rng.integers(2, config["vocab_size"], length).tolist() for length in lengths]
         server = Server(model, model.num_pages, options.batch_tokens)
         start = time.perf_counter()
         for request in server.generate(prompts, options.new_tokens):
-            print(f"{len(prompts[request.number])} tokens -> {request.tokens[-options.new_tokens :]}")
+            length = len(prompts[request.number])
+            print(f"{length} tokens -> {request.tokens[length:]}")
         seconds = time.perf_counter() - start
         print(f"{name}: {options.prompts * options.new_tokens} tokens in {seconds:.2f} s")
         if options.plot:

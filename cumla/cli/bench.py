@@ -21,10 +21,12 @@ from ..replay.device import share_cores
 from ..replay.errors import InputError, RunError
 from ..replay.options import choose_backend
 from ..replay.plot import check_can_plot
+from .files import check_outputs
 
 
 def run(args: argparse.Namespace) -> int:
     """The exit status: 0, or 1 where --compare finds something slower beyond noise."""
+    check_outputs({"--json": None if args.json is None else Path(args.json), "--plot": args.plot})
     if args.plot is not None:
         check_can_plot(args.plot)
     # What is written to stdout is for a program; a person reads stderr then.

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -21,28 +19,27 @@ from ..replay.errors import InputError, RunError
 from ..replay.options import ReplayOptions, cache_size, choose_backend, defaults_for, parse_layers
 from ..replay.plot import check_can_plot, write_plot
 from ..replay.ranks import run_on_ranks
-from ..replay.report import json_text, print_report, write_json
+from ..replay.report import counted, json_text, print_report, write_json
 from ..replay.scheduler import STEP_MS
 from ..replay.summary import summarize, summarize_ranks
 from ..replay.trace import Share, TraceRequest, in_order, requests_of
+from .files import STDOUT, check_outputs
 from .info import describe_machine
 
-STDOUT = Path("-")
 LINE_SECONDS = 5.0  # between lines of progress where there is no terminal to draw a bar on
 
 
 def run(args: argparse.Namespace) -> int:
     """The exit status: 0, or 1 where a sample is beyond its bounds or a file cannot be written."""
     options, requests, share = resolve(args)
-    for name, path in (("--json", args.json), ("--plot", args.plot)):
-        if path is not None and path != STDOUT:
-            check_writable(name, path)
+    check_outputs({"--json": args.json, "--plot": args.plot}, read=args.trace)
     if args.plot is not None:
         check_can_plot(args.plot)
     share_cores()
     console = Console(stderr=args.json == STDOUT)
     trace = "shipped with cumla" if args.trace is None else str(args.trace)
-    title = f"{share}, {'+'.join(options.layers)} layers, {options.heads} heads, backend {options.backend}"
+    heads = counted(options.heads, "head")
+    title = f"{share}, {'+'.join(options.layers)} layers, {heads}, backend {options.backend}"
     if options.ranks > 1:
         title += f", {options.ranks} ranks"
     console.print(escape(f"{title}; trace: {trace}"), highlight=False, soft_wrap=True)
@@ -122,17 +119,6 @@ def resolve(args: argparse.Namespace) -> tuple[ReplayOptions, list[TraceRequest]
     if options.ranks > 1 and options.prefill_road == "rows":
         raise InputError("--prefill-road: got rows with --ranks, expected pages: a rank has not all rows")
     return options, requests, Share.of(trace, taken, requests)
-
-
-def check_writable(option: str, path: Path) -> None:
-    """Raises InputError for a file that could not be written, as far as can be told before."""
-    target = path if path.exists() else path.parent
-    if path.is_dir():
-        raise InputError(f"{option}: {path} is a folder, expected a file")
-    if not target.exists():
-        raise InputError(f"{option}: there is no folder {path.parent}")
-    if not os.access(target, os.W_OK):
-        raise InputError(f"{option}: no permission to write {path}")
 
 
 Run = tuple[Engine, list[StepRecord], float, float]

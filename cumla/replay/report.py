@@ -96,7 +96,7 @@ def _run(summary: dict[str, Any]) -> Table:
             f"{share['tokens']:,} of {share['tokens_uncut']:,} ({share['tokens'] / share['tokens_uncut']:.0%}); "
             f"the trace has {share['trace_tokens']:,}",
         ),
-        ("layers", f"{', '.join(config['layers'])}; {_counted(config['heads'], 'head')}"),
+        ("layers", f"{', '.join(config['layers'])}; {counted(config['heads'], 'head')}"),
         ("window", f"{config['window']:,} tokens"),
         ("topk", f"{config['topk']:,} compressed rows"),
         ("batch", f"at most {config['batch_tokens']:,} tokens a step"),
@@ -113,7 +113,7 @@ def _latency(summary: dict[str, Any]) -> Table:
     layers = len(summary["config"]["layers"])
     columns = list(summary["latency"]["step_ms"])
     table = _new_table(
-        f"Latency: milliseconds in attention of {_counted(layers, 'layer')}, and nothing else",
+        f"Latency: milliseconds in attention of {counted(layers, 'layer')}, and nothing else",
         "", *columns,
         caption="First output: from a request's arrival, which is simulated, to the end of the step that makes it.",
     )  # fmt: skip
@@ -122,7 +122,7 @@ def _latency(summary: dict[str, Any]) -> Table:
     return table
 
 
-def _counted(count: int, word: str) -> str:
+def counted(count: int, word: str) -> str:
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
@@ -130,7 +130,7 @@ def _throughput(summary: dict[str, Any]) -> Table:
     totals, layers = summary["totals"], len(summary["config"]["layers"])
     table = _new_table(
         f"Throughput: {totals['requests']} requests in {totals['steps']} steps, {totals['wall_seconds']:.1f} s",
-        "", "tokens", f"tokens/s in attention of {_counted(layers, 'layer')}", "tokens/s of the run",
+        "", "tokens", f"tokens/s in attention of {counted(layers, 'layer')}", "tokens/s of the run",
         caption="Attention is metadata and the ops above the line in the table of ops; what is below runs, too. Time "
         "that serves both kinds is split by tokens.",
     )  # fmt: skip
@@ -192,7 +192,7 @@ def _ranks(summary: dict[str, Any]) -> Table:
     totals = summary["totals"]
     tokens = totals["prefill"]["tokens"] + totals["decode"]["tokens"]
     table = _new_table(
-        f"{_counted(len(summary['ranks']), 'rank')} that share the rows of long contexts",
+        f"{counted(len(summary['ranks']), 'rank')} that share the rows of long contexts",
         "rank", "caches MiB", "on one device", "shared rows MiB", "on one device", "ms attending", "exchanging",
         "merging", "sent MiB", "KiB a token",
         caption="Exchanging includes waiting for other ranks; on devices all times include waiting for the host.",

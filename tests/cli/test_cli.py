@@ -135,6 +135,10 @@ def test_replay_fails_beyond_bounds(monkeypatch, capsys):
         pytest.param([*TINY, "--cache-tokens", str(2**40)], "at most 2147483647", id="huge-cache"),
         pytest.param([*TINY, "--json", "nowhere/run.json"], "there is no folder nowhere", id="json-folder"),
         pytest.param([*TINY, "--json", "."], "is a folder", id="json-is-folder"),
+        pytest.param([*TINY, "--json", "x.svg", "--plot", "./x.svg"], "which --json writes", id="one-file-for-both"),
+        pytest.param(["bench", "--json", "nowhere/x.json"], "there is no folder nowhere", id="bench-json-folder"),
+        pytest.param(["bench", "--json", "."], "is a folder", id="bench-json-is-folder"),
+        pytest.param(["bench", "--plot", "nowhere/x.png"], "there is no folder nowhere", id="bench-plot-folder"),
         pytest.param([*TINY, "--plot", "run.txt"], "ends in .png", id="plot-name"),
         pytest.param([*TINY, "--backend", "cdua"], "cdua", id="backend"),
         pytest.param(["check", "--backend", "reference"], "reference", id="check-reference"),
@@ -149,6 +153,15 @@ def test_malformed_trace(tmp_path, capsys):
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0}\n')
     assert "line 1: input_length is missing" in error_line(capsys, ["replay", trace])
+
+
+def test_a_trace_is_not_written_over(tmp_path, capsys):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(line := '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1]}\n')
+    link = tmp_path / "link.json"
+    link.symlink_to(trace)
+    assert "which is read, expected another file" in error_line(capsys, ["replay", trace, "--json", link])
+    assert trace.read_text() == line
 
 
 def test_unavailable_backend(monkeypatch, capsys):

@@ -140,6 +140,25 @@ def test_examples_run_without_torch(kind, tmp_path):
     assert picture.stat().st_size > 1000
 
 
+def test_more_prompts_than_tokens_and_prompts_without(examples, tmp_path, capsys, monkeypatch):
+    """As many answers as prompts, of what was asked for; a prompt without a token is named."""
+    import deepseek_v4
+    import serving
+    import tiny_checkpoint
+
+    monkeypatch.setattr(sys, "argv", ["x", "--prompts", "3", "--longest", "2", "--new-tokens", "1"])
+    serving.main("V4", deepseek_v4.Model, tiny_checkpoint.V4)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition("[")[0] for line in lines[:3]] == ["1 tokens -> ", "1 tokens -> ", "2 tokens -> "]
+    assert all(line.count(",") == 0 for line in lines[:3])
+    monkeypatch.setattr(sys, "argv", ["x", "--new-tokens", "0"])
+    with pytest.raises(SystemExit):
+        serving.main("V4", deepseek_v4.Model, tiny_checkpoint.V4)
+    assert "got 0, expected at least 1" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="prompts: got one without tokens"):
+        serving.Server.generate(None, [[1], []], 1)
+
+
 def test_a_tiny_checkpoint_has_the_golden_names_and_weights(examples, tmp_path):
     import tiny_checkpoint
 
