@@ -48,6 +48,9 @@ TABLE = {
     "cp.async.mbarrier.arrive.noinc.shared.b64 [%0];": "emulator::copies_arrive(%0)",
     "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
     "[%0], [%1, {%2, %3, %4}], [%5];": "emulator::copy_box(%0, %1, %2, %3, %4, %5)",
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];": (
+        "emulator::copy_bytes(%0, %1, %2, %3)"
+    ),
     # barriers
     "bar.sync 1, 128;": "emulator::named_sync(1, 128)",
     "{ .reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, 1, 128, p; selp.u32 %0, 1, 0, q; }": (

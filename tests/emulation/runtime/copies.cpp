@@ -67,7 +67,30 @@ struct Box : Work {
     }
 };
 
+// Bytes one behind another.
+struct Bytes : Work {
+    uint8_t* target;
+    const void* source;
+    uint32_t bytes, barrier;
+
+    void run() override {
+        memcpy(target, source, bytes);
+        barrier_bytes(barrier, bytes);
+    }
+};
+
 }  // namespace
+
+void copy_bytes(uint32_t target, const void* source, uint32_t bytes, uint32_t barrier) {
+    if (target % 16 || uintptr_t(source) % 16 || bytes % 16)
+        fail("cp.async.bulk of %u bytes from %p to %u, where all have to be multiples of 16", bytes, source, target);
+    auto* work = new Bytes;
+    work->target = shared_at(target, 16), shared_at(target + bytes - 16, 16);
+    work->source = source, work->bytes = bytes, work->barrier = barrier;
+    if (work_is_late()) return when_stuck(work);
+    work->run();
+    delete work;
+}
 
 void copy_box(uint32_t target, const void* map, int x, int y, int z, uint32_t barrier) {
     auto* box = new Box;

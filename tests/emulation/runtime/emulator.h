@@ -131,6 +131,7 @@ EXPORT void copies_commit();
 EXPORT void copies_wait(uint32_t pending);
 EXPORT void copies_arrive(uint32_t barrier);
 EXPORT void copy_box(uint32_t target, const void* map, int x, int y, int z, uint32_t barrier);
+EXPORT void copy_bytes(uint32_t target, const void* source, uint32_t bytes, uint32_t barrier);
 void begin_block_copies();
 SetAside* set_aside_copies();
 

@@ -1,11 +1,14 @@
 // Scores of FP8 keys for FP8 queries of 64 heads, on Hopper (sm_90a): logits = scale * sum of weights * relu(q . k).
 //
 // Queries go QUERIES at a time, a *group*, keys KEYS at a time, a *tile*. The tiles of all groups lie one behind another,
-// and each thread block takes an even share of them, however long the groups are. A producer warp brings queries and
+// and each thread block takes an even share of them, however long the groups are. Producer warps bring queries and
 // tiles; four warpgroups multiply 64 keys by 64 * PASS heads each:
 //
 //     QUERY_GROUPS 1    256 keys, of which each warpgroup takes 64, for all queries
 //     QUERY_GROUPS 2    128 keys for two halves of the queries: half the keys to read for each product
+//
+// Of keys one behind another a warp brings whole tiles. Pages come when memory has them, and warpgroups that wait for one
+// tile together would multiply together and add up together: there each 64 keys have a warp and a ring of their own.
 //
 // In a product keys are rows and heads of queries columns, so that a thread sums most of the heads of its keys on its
 // own; four lanes have to add up.
@@ -20,6 +23,8 @@ constexpr int HEADS = 64, DIM = 128, WARPGROUPS = 4, CONSUMERS = 128 * WARPGROUP
 constexpr int QUERIES = PASS * QUERY_GROUPS, KEY_GROUPS = WARPGROUPS / QUERY_GROUPS, KEYS = 64 * KEY_GROUPS;
 constexpr int PRODUCER_REGISTERS = PASS == 2 ? 32 : 56, CONSUMER_REGISTERS = PASS == 2 ? 112 : 104;
 constexpr int Q_STAGES = 2, K_STAGES = QUERY_GROUPS == 2 ? 8 : PASS == 2 ? 5 : 6;
+constexpr int RINGS = PAGED ? KEY_GROUPS : 1, RING_KEYS = KEYS / RINGS;  // each of K_STAGES, brought by a warp
+constexpr int Q_WARP = RINGS < 4 ? RINGS : 0;  // that brings queries
 // Of two queries the first is added up while the other is multiplied, where tiles come no faster than they are needed and
 // all warpgroups wait for the same one. One product of both reads less of shared memory.
 constexpr int PRODUCTS = PAGED ? PASS : 1, COLUMNS = 32 * PASS / PRODUCTS;  // in a thread's registers
@@ -36,16 +41,16 @@ struct Info {
 // Shared memory. Without static shared memory the dynamic part starts at 1024; the kernel traps otherwise.
 constexpr uint32 BARRIERS_AT = 1024;
 constexpr uint32 Q_READY = BARRIERS_AT, Q_FREE = Q_READY + 8 * Q_STAGES;
-constexpr uint32 K_READY = Q_FREE + 8 * Q_STAGES, K_FREE = K_READY + 8 * K_STAGES;
-constexpr uint32 PRESENT_AT = K_FREE + 8 * K_STAGES;           // of each stage: a bit for each box of the tile
-constexpr uint32 INFO_AT = PRESENT_AT + 4 * K_STAGES;          // of each Q stage
-constexpr uint32 SUMS_AT = (INFO_AT + Q_STAGES * sizeof(Info) + 7) / 8 * 8;  // of each warp, while the share is sought
+constexpr uint32 K_READY = Q_FREE + 8 * Q_STAGES, K_FREE = K_READY + 8 * RINGS * K_STAGES;  // [K_STAGES][RINGS], as all of keys
+constexpr uint32 PRESENT_AT = K_FREE + 8 * RINGS * K_STAGES;   // of each stage: a bit for each eight of its rows
+constexpr uint32 INFO_AT = PRESENT_AT + 4 * RINGS * K_STAGES;  // of each Q stage
+constexpr uint32 SUMS_AT = INFO_AT + Q_STAGES * sizeof(Info);  // of each warp, while the share is sought; then the share
 constexpr uint32 WEIGHTS_AT = 2048;                            // [Q_STAGES][QUERIES][HEADS]
 constexpr uint32 SCALES_AT = WEIGHTS_AT + Q_STAGES * QUERIES * HEADS * 4;  // [K_STAGES][KEYS]
 constexpr uint32 Q_AT = (SCALES_AT + K_STAGES * KEYS * 4 + 1023) / 1024 * 1024;
 constexpr uint32 K_AT = Q_AT + Q_STAGES * QUERIES * TILE_BYTES;
-constexpr uint32 K_BYTES = KEY_GROUPS * TILE_BYTES;
-static_assert(SUMS_AT + 8 * (THREADS / 32) + 32 <= WEIGHTS_AT);
+constexpr uint32 K_BYTES = RING_KEYS * DIM;
+static_assert(SUMS_AT + 4 * (THREADS / 32) + 16 <= WEIGHTS_AT);
 
 struct Problem {
     const float* weights;
@@ -66,191 +71,193 @@ struct Problem {
 
     __device__ int groups_of_entry() const { return (queries + QUERIES - 1) / QUERIES; }
     __device__ int groups() const { return PAGED ? table.rows * groups_of_entry() : groups_of_entry(); }
-    // The first query of a group, and how many there are.
-    __device__ int query_of(int group, int& count) const {
-        int entry = PAGED ? group / groups_of_entry() : 0, first = (PAGED ? group % groups_of_entry() : group) * QUERIES;
+    // The entry of a group; its first query, counted in the entry, and how many there are.
+    __device__ int entry_of(int group, int& first, int& count) const {
+        int entry = 0;
+        if (PAGED && queries <= QUERIES) entry = group, first = 0;  // as almost always, without a division
+        else {
+            if (PAGED) entry = group / groups_of_entry();
+            first = (group - entry * groups_of_entry()) * QUERIES;
+        }
         count = min(queries - first, QUERIES);
-        return entry * (PAGED ? queries : 0) + first;
+        return entry;
     }
-    // Keys that a query sees.
-    __device__ void range_of(int query, int& first, int& end) const {
+    // Keys that a query of an entry sees.
+    __device__ void range_of(int entry, int j, int& first, int& end) const {
         if (PAGED) {
-            int entry = query / queries, j = query % queries;
             int64 length = per_query ? starts[entry * lens_stride + j] : int64(starts[entry * lens_stride]) - (queries - 1 - j);
             first = 0, end = int(min(max(length, int64(0)), int64(keys)));
         } else {
-            first = min(max(starts[query], 0), keys), end = min(max(ends[query], first), keys);
+            first = min(max(starts[j], 0), keys), end = min(max(ends[j], first), keys);
             if (room) end = int(min(int64(end), int64(first) + room));
         }
     }
     // Keys that a group sees: those of all its queries, and what is between.
     __device__ int tiles_of(int group, int& first) const {
-        int count, query = query_of(group, count), end = 0;
-        first = INT32_LIMIT;
-        for (int j = 0; j < count; ++j) {
-            int from, to;
-            range_of(query + j, from, to);
+        int j, count, entry = entry_of(group, j, count), end = 0;
+        first = PAGED ? 0 : INT32_LIMIT;
+#pragma unroll
+        for (int i = 0; i < QUERIES; ++i) {
+            int from = 0, to = 0;
+            if (i < count) range_of(entry, j + i, from, to);
             if (to > from) first = min(first, from), end = max(end, to);
         }
         return end > first ? int((int64(end) - first + KEYS - 1) / KEYS) : 0;
     }
 };
 
-__device__ inline void sts_int64(uint32 address, int64 x) {
-    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(uint32(x)), "r"(uint32(uint64(x) >> 32)) : "memory");
-}
-__device__ inline int64 lds_int64(uint32 address) {
-    uint2 x = lds64(address);
-    return int64(uint64(x.y) << 32 | x.x);
-}
-
-// The tiles [first, first + count) of all groups' that a thread block takes, as where the first one is.
+// The tiles [first, first + count) of all groups' that a thread block takes, as where the first one is, and how many its
+// group has. Fewer than 2^31 are all: each makes 256 logits at least, but for a group's last.
 struct Share {
-    int group, tile;
-    int64 count;
+    int group, tile, tiles, first_key, count;
 };
 
 // All threads of the block take part.
 __device__ inline Share share_of(const Problem& problem) {
-    int groups = problem.groups(), run = (groups + THREADS - 1) / THREADS, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int begin = min(int(threadIdx.x) * run, groups), end = min(begin + run, groups), unused;
-    int64 own = 0;
-    for (int group = begin; group < end; ++group) own += problem.tiles_of(group, unused);
-    auto sum_to = [&](int64 x) {  // of the lanes up to this one
+    int groups = problem.groups(), run = groups <= THREADS ? 1 : (groups + THREADS - 1) / THREADS;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, begin = min(int(threadIdx.x) * run, groups);
+    int end = min(begin + run, groups), own = 0, first_key = 0;
+    for (int group = begin; group < end; ++group) own += problem.tiles_of(group, first_key);
+    auto sum_to = [&](int x) {  // of the lanes up to this one
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
-            int64 left = __shfl_up_sync(~0u, x, step);
+            int left = __shfl_up_sync(~0u, x, step);
             if (lane >= step) x += left;
         }
         return x;
     };
-    int64 up_to = sum_to(own);
-    if (lane == 31) sts_int64(SUMS_AT + 8 * warp, up_to);
+    int up_to = sum_to(own);
+    if (lane == 31) sts32(SUMS_AT + 4 * warp, up_to);
     __syncthreads();
-    int64 sums = sum_to(lane < THREADS / 32 ? lds_int64(SUMS_AT + 8 * lane) : 0);
-    int64 total = __shfl_sync(~0u, sums, 31), others = __shfl_sync(~0u, sums, warp ? warp - 1 : 0);
-    int64 before = up_to - own + (warp ? others : 0);
-    int64 even = total / gridDim.x, larger = total % gridDim.x, block = blockIdx.x;
-    int64 first = block * even + min(block, larger), count = even + (block < larger);
-    uint32 found_at = SUMS_AT + 8 * (THREADS / 32);
+    int sum = lane < THREADS / 32 ? int(lds32(SUMS_AT + 4 * lane)) : 0, total = __reduce_add_sync(~0u, sum);
+    int before = up_to - own + __reduce_add_sync(~0u, lane < warp ? sum : 0);
+    int even = uint32(total) / gridDim.x, larger = total - even * gridDim.x, block = blockIdx.x;
+    int first = block * even + min(block, larger), count = even + (block < larger);
+    constexpr uint32 FOUND_AT = SUMS_AT + 4 * (THREADS / 32);
     if (count && before <= first && first < before + own) {
-        int group = begin;
-        int64 tile = first - before;
+        int group = begin, tile = first - before, tiles = own;
         for (; run > 1; ++group) {
-            int tiles = problem.tiles_of(group, unused);
+            tiles = problem.tiles_of(group, first_key);
             if (tile < tiles) break;
             tile -= tiles;
         }
-        sts_int64(found_at, int64(group));
-        sts_int64(found_at + 8, tile);
+        sts32(FOUND_AT, group), sts32(FOUND_AT + 4, tile), sts32(FOUND_AT + 8, tiles), sts32(FOUND_AT + 12, first_key);
     }
     __syncthreads();
-    if (!count) return {0, 0, 0};
-    return {int(lds_int64(found_at)), int(lds_int64(found_at + 8)), count};
+    return {int(lds32(FOUND_AT)), int(lds32(FOUND_AT + 4)), int(lds32(FOUND_AT + 8)), int(lds32(FOUND_AT + 12)), count};
 }
 
-// One warp.
+// Bytes (a multiple of 16, as both addresses are) to shared memory; they count at the barrier when they are there.
+__device__ inline void bulk_load(uint32 target, const void* source, uint32 bytes, uint32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(target), "l"(source), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// A warp for each ring, and one for queries: of four rings the first one's.
 struct Producer {
     const Problem& problem;
     const TensorMap &q_map, &k_map;
-    int q_stage, k_stage;
-    uint32 q_parity, k_parity;
+    int ring, stage;  // of the ring's, that comes next
+    uint32 turns;     // its parity, and above that how many groups' queries have come: registers are few
 
-    __device__ void bring_queries(int query, int count, int first_key, int tiles) {
-        int lane = threadIdx.x % 32;
-        barrier_wait(Q_FREE + 8 * q_stage, q_parity ^ 1);
+    // `count` from the j-th of an entry on; none, and no tiles, where there are no more groups.
+    __device__ void bring_queries(int entry, int j, int count, int first_key, int tiles) {
+        int lane = threadIdx.x % 32, q_stage = turns / 2 % Q_STAGES;
+        barrier_wait(Q_FREE + 8 * q_stage, turns / (2 * Q_STAGES) % 2 ^ 1);
+        turns += 2;
         uint32 info = INFO_AT + q_stage * sizeof(Info), ready = Q_READY + 8 * q_stage;
         if (lane < QUERIES) {
             int first = 0, end = 0;
-            if (lane < count) problem.range_of(query + lane, first, end);
+            if (lane < count) problem.range_of(entry, j + lane, first, end);
             sts32(info + 8 + 4 * lane, first);
             sts32(info + 8 + 4 * (QUERIES + lane), end);
         }
+        int query = (PAGED ? entry * problem.queries : 0) + j;
         if (lane == 0) {
             sts32(info, first_key);
             sts32(info + 4, tiles);
             sts32(info + 8 + 8 * QUERIES, query);
+            barrier_arrive_expecting(ready, tiles ? QUERIES * TILE_BYTES : 0);
         }
+        __syncwarp();
+        if (tiles && lane < QUERIES)
+            tma_load(Q_AT + (q_stage * QUERIES + lane) * TILE_BYTES, q_map, 0, 0, query + lane, ready);
+#pragma unroll 4
         for (int i = lane; i < QUERIES * HEADS; i += 32) {
             bool present = i / HEADS < count;
             const float* from = present ? problem.weights + (query + i / HEADS) * problem.weights_stride + i % HEADS : problem.weights;
             copy_async<4>(WEIGHTS_AT + (q_stage * QUERIES * HEADS + i) * 4, from, present);
         }
         copies_arrive(ready);
-        __syncwarp();
-        if (lane == 0) {
-            barrier_arrive_expecting(ready, tiles ? QUERIES * TILE_BYTES : 0);
-            for (int j = 0; tiles && j < QUERIES; ++j)
-                tma_load(Q_AT + (q_stage * QUERIES + j) * TILE_BYTES, q_map, 0, 0, query + j, ready);
-        }
-        if (++q_stage == Q_STAGES) q_stage = 0, q_parity ^= 1;
     }
 
-    // Where this lane's box of the tile of the keys from `key` on starts, of a paged cache.
-    __device__ PageRow box_of(int entry, int key) const {
-        int row = threadIdx.x % 32 * problem.box_rows;
-        if (!PAGED || row >= KEYS) return {-1, 0};
-        return lookup_page_row(problem.table, entry, key + row, problem.block_size, problem.num_slots);
+    __device__ void next_stage() {
+        if ((stage += RINGS) >= RINGS * K_STAGES) stage -= RINGS * K_STAGES, turns ^= 1;
     }
 
-    __device__ void bring_tile(PageRow place, int key) {
-        int lane = threadIdx.x % 32;
-        uint32 ready = K_READY + 8 * k_stage, to = K_AT + k_stage * K_BYTES, scales = SCALES_AT + k_stage * KEYS * 4;
 #if PAGED
-        int row = lane * problem.box_rows;
-        uint32 present = __ballot_sync(~0u, place.page >= 0);
-        barrier_wait(K_FREE + 8 * k_stage, k_parity ^ 1);
-        int log = __ffs(problem.box_rows) - 1;
-#pragma unroll
-        for (int i = 4 * lane; i < KEYS; i += 128) {  // scales of a box are one behind another
-            int64 page = __shfl_sync(~0u, place.page, i >> log);
-            int at = __shfl_sync(~0u, place.row, i >> log) + (i & (problem.box_rows - 1));
-            const uint8* from = problem.pages;
-            if (page >= 0)
-                from += page * problem.page_stride + INDEXER_FP8::scale_start +
-                        int64(problem.block_size) * INDEXER_FP8::scale_start_per_token + at * INDEXER_FP8::scale_stride;
-            copy_async<16>(scales + 4 * i, from, page >= 0);
+    // Tiles from `key` on: this ring's part of each. Lanes are dealt out to boxes, those of several tiles at once, and each
+    // asks the block table for its own.
+    __device__ void bring_tiles(int entry, int key, int tiles) {
+        int lane = threadIdx.x % 32, rows_log = __ffs(problem.box_rows) - 1, boxes_log = 6 - rows_log;
+        key += ring * RING_KEYS + (lane >> boxes_log) * KEYS + (lane << rows_log) % RING_KEYS;
+        for (; tiles > 0; tiles -= 32 >> boxes_log, key += KEYS << 5 - boxes_log) {
+            PageRow place = lookup_page_row(problem.table, entry, key, problem.block_size, problem.num_slots);
+            uint32 there = __ballot_sync(~0u, place.page >= 0);
+#pragma unroll 1
+            for (int i = 0; i < min(32 >> boxes_log, tiles); ++i, there = uint64(there) >> (1 << boxes_log)) {
+                uint32 ready = K_READY + 8 * stage, present = __ballot_sync(~0u, there >> (8 * lane >> rows_log & 31) & 1) & 0xff;
+                barrier_wait(K_FREE + 8 * stage, turns % 2 ^ 1);
+                if (lane == 0) {
+                    sts32(PRESENT_AT + 4 * stage, present);
+                    barrier_arrive_expecting(ready, __popc(present) * 8 * (DIM + 4));
+                }
+                __syncwarp();
+                if (lane >> boxes_log == i && place.page >= 0) {
+                    int row = key % RING_KEYS;
+                    tma_load(K_AT + stage * K_BYTES + row * DIM, k_map, 0, place.row, int(place.page), ready);
+                    const uint8* scales = problem.pages + place.page * problem.page_stride + INDEXER_FP8::scale_start +
+                        int64(problem.block_size) * INDEXER_FP8::scale_start_per_token + place.row * INDEXER_FP8::scale_stride;
+                    bulk_load(SCALES_AT + (stage * RING_KEYS + row) * 4, scales, problem.box_rows * 4, ready);
+                }
+                next_stage();
+            }
         }
-        copies_arrive(ready);
-        if (lane == 0) {
-            sts32(PRESENT_AT + 4 * k_stage, present);
-            barrier_arrive_expecting(ready, __popc(present) * problem.box_rows * DIM);
-        }
-        __syncwarp();
-        if (place.page >= 0) tma_load(to + row * DIM, k_map, 0, place.row, int(place.page), ready);
-#else
-        barrier_wait(K_FREE + 8 * k_stage, k_parity ^ 1);
-#pragma unroll
-        for (int i = lane; i < KEYS; i += 32) {
-            bool present = key + i < problem.keys;
-            copy_async<4>(scales + 4 * i, problem.scales + (present ? key + i : 0), present);
-        }
-        copies_arrive(ready);
-        if (lane == 0) {
-            barrier_arrive_expecting(ready, K_BYTES);
-            tma_load(to, k_map, 0, key, 0, ready);
-        }
-#endif
-        if (++k_stage == K_STAGES) k_stage = 0, k_parity ^= 1;
     }
+#else
+    __device__ void bring_tiles(int, int key, int tiles) {
+        int lane = threadIdx.x % 32;
+        for (int tile = 0; tile < tiles; ++tile, key += KEYS) {
+            uint32 ready = K_READY + 8 * stage;
+            barrier_wait(K_FREE + 8 * stage, turns % 2 ^ 1);
+#pragma unroll
+            for (int i = lane; i < KEYS; i += 32) {
+                bool present = key + i < problem.keys;
+                copy_async<4>(SCALES_AT + (stage * KEYS + i) * 4, problem.scales + (present ? key + i : 0), present);
+            }
+            copies_arrive(ready);
+            if (lane == 0) {
+                barrier_arrive_expecting(ready, K_BYTES);
+                tma_load(K_AT + stage * K_BYTES, k_map, 0, key, 0, ready);
+            }
+            next_stage();
+        }
+    }
+#endif
 
     __device__ void run(Share share) {
-        int64 left = share.count;
-        for (int group = share.group, tile = share.tile; left; ++group, tile = 0) {
-            int first, tiles = int(min(int64(problem.tiles_of(group, first)) - tile, left));
-            if (tiles <= 0) continue;
-            int count, query = problem.query_of(group, count), key = first + tile * KEYS;
-            int entry = PAGED ? group / problem.groups_of_entry() : 0;
-            PageRow place = box_of(entry, key);  // asked for before the queries, so that both are on their way
-            bring_queries(query, count, key, tiles);
-            for (int i = 0; i < tiles; ++i, key += KEYS) {
-                PageRow next = box_of(entry, key + KEYS);  // asked for a tile ahead
-                bring_tile(place, key);
-                place = next;
-            }
+        int left = share.count, tiles = share.tiles - share.tile, first = share.first_key + share.tile * KEYS;
+        for (int group = share.group; left;) {
+            tiles = min(tiles, left);
             left -= tiles;
+            if (tiles > 0) {
+                int j, count, entry = problem.entry_of(group, j, count);
+                if (ring == Q_WARP) bring_queries(entry, j, count, first, tiles);
+                if (RINGS == 4 || ring < RINGS) bring_tiles(entry, first, tiles);
+            }
+            if (left) tiles = problem.tiles_of(++group, first);
         }
-        bring_queries(0, 0, 0, 0);
+        if (ring == Q_WARP) bring_queries(0, 0, 0, 0, 0);
     }
 };
 
@@ -291,12 +298,13 @@ __device__ inline void consume(const Problem& problem) {
     // After the lanes have added up, this one has one key of one query.
     int own_query = query_group * PASS + (PASS == 2 ? c & 1 : 0);
     int own_key = 64 * key_group + 16 * warp + lane / 4 + 8 * (PASS == 2 ? c >> 1 : c & 1);
-    int own_box = PAGED ? own_key / problem.box_rows : 0;
+    int in_stage = own_key % RING_KEYS;
     bool stores = PASS == 2 || c < 2;
-    int k_stage = 0, q_stage = 0;
-    uint32 k_parity = 0, q_parity = 0;
-    for (;;) {
-        barrier_wait(Q_READY + 8 * q_stage, q_parity);
+    int stage = key_group % RINGS;
+    uint32 parity = 0;
+    for (uint32 q_count = 0;; ++q_count) {
+        int q_stage = q_count % Q_STAGES;
+        barrier_wait(Q_READY + 8 * q_stage, q_count / Q_STAGES % 2);
         uint32 info = INFO_AT + q_stage * sizeof(Info);
         int key = int(lds32(info)) + own_key, tiles = __shfl_sync(~0u, int(lds32(info + 4)), 0);
         if (!tiles) return;
@@ -314,9 +322,9 @@ __device__ inline void consume(const Problem& problem) {
             }
         uint64 q_tile = tile_descriptor(Q_AT + (q_stage * QUERIES + query_group * PASS) * TILE_BYTES);
 #pragma unroll 1
-        for (int i = 0; i < tiles; ++i, key += KEYS) {
-            barrier_wait(K_READY + 8 * k_stage, k_parity);
-            uint64 k_tile = tile_descriptor(K_AT + k_stage * K_BYTES + key_group * TILE_BYTES);
+        for (; tiles; --tiles, key += KEYS) {
+            barrier_wait(K_READY + 8 * stage, parity);
+            uint64 k_tile = tile_descriptor(K_AT + stage * K_BYTES + (PAGED ? 0 : key_group * TILE_BYTES));
             float x[PRODUCTS][COLUMNS];
 #pragma unroll
             for (int j = 0; j < PRODUCTS; ++j) pin(x[j]);
@@ -328,17 +336,22 @@ __device__ inline void consume(const Problem& problem) {
                 for (int step = 0; step < DIM / 32; ++step) multiply(x[j], k_tile + 2 * step, own + 2 * step, step > 0);
                 wgmma_commit();
             }
-            float scale = lds_float(SCALES_AT + (k_stage * KEYS + own_key) * 4);
-            bool present = !PAGED || lds32(PRESENT_AT + 4 * k_stage) >> own_box & 1;
-            float low, high, score;
+            float scale, low, high, score;
+            bool present;
+            auto read_scale = [&] {
+                scale = lds_float(SCALES_AT + (stage * RING_KEYS + in_stage) * 4);
+                present = !PAGED || lds32(PRESENT_AT + 4 * stage) >> in_stage / 8 & 1;
+            };
+            if (PRODUCTS == 1) read_scale();
             wgmma_wait<PRODUCTS - 1>();
             pin(x[0]);
-            if (PRODUCTS == 1) warp_arrive(K_FREE + 8 * k_stage);
+            if (PRODUCTS == 1) warp_arrive(K_FREE + 8 * stage);
             sum_heads(x[0], 0, weights[0], low, high);
             if (PRODUCTS == 2) {
                 wgmma_wait<0>();
                 pin(x[PRODUCTS - 1]);
-                warp_arrive(K_FREE + 8 * k_stage);
+                read_scale();  // not before, as registers are few
+                warp_arrive(K_FREE + 8 * stage);
             }
             if (PASS == 2) {
                 float other_low, other_high;
@@ -354,10 +367,9 @@ __device__ inline void consume(const Problem& problem) {
             }
             score = present ? score * scale : -infinity();
             if (stores && key >= first && key < end) logits[key] = score;
-            if (++k_stage == K_STAGES) k_stage = 0, k_parity ^= 1;
+            if ((stage += RINGS) >= RINGS * K_STAGES) stage -= RINGS * K_STAGES, parity ^= 1;
         }
         warp_arrive(Q_FREE + 8 * q_stage);
-        if (++q_stage == Q_STAGES) q_stage = 0, q_parity ^= 1;
     }
 }
 
@@ -374,7 +386,10 @@ indexer_logits_sm90(const float* weights, int64 weights_stride, const int* start
     if (threadIdx.x == 0) {
         prefetch_tensor_map(q_map), prefetch_tensor_map(k_map);
         for (int i = 0; i < Q_STAGES; ++i) barrier_init(Q_READY + 8 * i, 33), barrier_init(Q_FREE + 8 * i, CONSUMERS / 32 * WARP_ARRIVALS);
-        for (int i = 0; i < K_STAGES; ++i) barrier_init(K_READY + 8 * i, 33), barrier_init(K_FREE + 8 * i, CONSUMERS / 32 * WARP_ARRIVALS);
+        for (int i = 0; i < RINGS * K_STAGES; ++i) {
+            barrier_init(K_READY + 8 * i, PAGED ? 1 : 33);  // a warp's copies arrive lane by lane
+            barrier_init(K_FREE + 8 * i, CONSUMERS / 32 / RINGS * WARP_ARRIVALS);
+        }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     pdl_wait();
@@ -384,7 +399,8 @@ indexer_logits_sm90(const float* weights, int64 weights_stride, const int* start
     Share share = share_of(problem);  // all threads meet in there
     if (threadIdx.x >= CONSUMERS) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
-        if (threadIdx.x < CONSUMERS + 32) Producer{problem, q_map, k_map, 0, 0, 0, 0}.run(share);
+        int ring = (threadIdx.x - CONSUMERS) / 32;
+        if (ring <= max(RINGS - 1, Q_WARP)) Producer{problem, q_map, k_map, ring, ring, 0}.run(share);
     } else {
         warpgroup_reg_alloc<CONSUMER_REGISTERS>();
         consume(problem);
