@@ -205,7 +205,7 @@ struct Producer {
             PageRow place = lookup_page_row(problem.table, entry, key, problem.block_size, problem.num_slots);
             uint32 there = __ballot_sync(~0u, place.page >= 0);
 #pragma unroll 1
-            for (int i = 0; i < min(32 >> boxes_log, tiles); ++i, there = uint64(there) >> (1 << boxes_log)) {
+            for (int i = 0; i < min(32 >> boxes_log, tiles); ++i, there = uint64(there) >> (RING_KEYS >> rows_log)) {
                 uint32 ready = K_READY + 8 * stage, present = __ballot_sync(~0u, there >> (8 * lane >> rows_log & 31) & 1) & 0xff;
                 barrier_wait(K_FREE + 8 * stage, turns % 2 ^ 1);
                 if (lane == 0) {
