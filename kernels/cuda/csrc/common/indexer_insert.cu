@@ -1,21 +1,48 @@
 // Quantise the indexer's keys to FP8 and insert them into a paged cache.
 //
-// 16 lanes take a token, 8 of its 128 values each, which share one scale. What rows and scales are is in
-// common/cache_insert.cu, whose layouts are larger.
+// A token's 128 values share one scale. 16 / PARTS lanes take it, 8 values of each of PARTS parts. What rows and scales are
+// is in common/cache_insert.cu, whose layouts are larger.
 //
-// Macros: INPUT (bf16, f16 or float), SLOT (int64 or int), POWER_OF_TWO, ALIGNED.
+// Instructions bound it beside memory: the largest magnitude is found among bits, as magnitudes are in the order of their
+// bits, two 16-bit ones at a time. Where an infinity or a NaN is the largest, which are left out, values are looked at again.
+//
+// Macros: INPUT (bf16, f16 or float), SLOT (int64 or int), POWER_OF_TWO, ALIGNED, PARTS.
 #include "common/pages.cuh"
 #include "common/pdl.cuh"
 #include "common/vectors.cuh"
 
 using Layout = INDEXER_FP8;
-constexpr int LANES = Layout::head_dim / 8, THREADS = 128, GROUPS = THREADS / LANES;
+constexpr int LANES = Layout::head_dim / 8 / PARTS, THREADS = 128, GROUPS = THREADS / LANES;
 
-// The largest of the lanes' finite magnitudes.
-__device__ inline float largest_of(const float (&x)[8]) {
-    float largest = 0.0f;
+// The bits of a word's magnitudes, or the larger ones of two words.
+template <class T> __device__ inline uint32 magnitudes(T, uint32 word) { return word & 0x7fff7fff; }
+__device__ inline uint32 magnitudes(float, uint32 word) { return word & 0x7fffffff; }
+template <class T> __device__ inline uint32 larger(T, uint32 a, uint32 b) { return __vmaxu2(a, b); }
+__device__ inline uint32 larger(float, uint32 a, uint32 b) { return max(a, b); }
+__device__ inline float value_of(bf16, uint32 x) { return to_float(bf16{uint16(max(x & 0xffff, x >> 16))}); }
+__device__ inline float value_of(f16, uint32 x) { return to_float(f16{uint16(max(x & 0xffff, x >> 16))}); }
+__device__ inline float value_of(float, uint32 x) { return __uint_as_float(x); }
+
+// The largest of the lanes' finite magnitudes. All lanes of a warp take part.
+__device__ inline float largest_of(const Raw8<INPUT> (&raw)[PARTS]) {
+    constexpr int WORDS = sizeof(Raw8<INPUT>) / 4;
+    uint32 bits = 0;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) largest = fmaxf(largest, fabsf(x[i]) < infinity() ? fabsf(x[i]) : 0.0f);
+    for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i)
+            bits = larger(INPUT{}, bits, magnitudes(INPUT{}, reinterpret_cast<const uint32*>(&raw[part])[i]));
+#pragma unroll
+    for (int lane = 1; lane < LANES; lane *= 2) bits = larger(INPUT{}, bits, __shfl_xor_sync(~0u, bits, lane));
+    float largest = value_of(INPUT{}, bits);
+    if (__all_sync(~0u, largest < infinity())) return largest;
+    largest = 0.0f;
+    for (int part = 0; part < PARTS; ++part) {
+        float x[8];
+        unpack8(raw[part], x);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) largest = fmaxf(largest, fabsf(x[i]) < infinity() ? fabsf(x[i]) : 0.0f);
+    }
 #pragma unroll
     for (int lane = 1; lane < LANES; lane *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lane));
     return largest;
@@ -27,17 +54,24 @@ indexer_k_quant_and_cache(const INPUT* k, int64 k_stride, const SLOT* slot_mappi
     pdl_wait();
     int lane = threadIdx.x % LANES, token = blockIdx.x * GROUPS + threadIdx.x / LANES;
     int64 slot = -1;
-    Raw8<INPUT> raw = {};
-    if (token < num_tokens) slot = slot_mapping[token], raw = load_raw8(k + token * k_stride + 8 * lane);
-    float x[8];
-    unpack8(raw, x);
-    float amax = largest_of(x);
+    Raw8<INPUT> raw[PARTS] = {};
+    if (token < num_tokens) {
+        slot = slot_mapping[token];
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) raw[part] = load_raw8(k + token * k_stride + 8 * (part * LANES + lane));
+    }
+    float amax = largest_of(raw);
     if (slot < 0 || slot >= num_slots) return;
     Token to = token_at<Layout>(pages, page_stride, block_size, slot);
     int exponent = POWER_OF_TWO ? scale_exponent(amax, Layout::min_exponent) : 0;
     float scale = POWER_OF_TWO ? power_of_two(exponent) : fmaxf(div(amax, 448.0f), Layout::min_scale);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = POWER_OF_TWO ? x[i] * power_of_two(-exponent) : div(x[i], scale);
-    store_e4m3x8(to.row + 8 * lane, x);
+    for (int part = 0; part < PARTS; ++part) {
+        float x[8];
+        unpack8(raw[part], x);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[i] = POWER_OF_TWO ? x[i] * power_of_two(-exponent) : div(x[i], scale);
+        store_e4m3x8(to.row + 8 * (part * LANES + lane), x);
+    }
     if (lane == 0) store4(to.scales, __float_as_uint(scale));
 }
