@@ -24,8 +24,9 @@ constexpr int VALUES = 4 * READS;
 constexpr int LINE = 32, LANES = LINE / 4, LINES = THREADS / LANES;  // columns of a line, lanes that read it, lines at a time
 constexpr int CAPACITY = 8192, REGION = 1280;  // keys of a block's own, and that it sends
 constexpr int FEW = 64;                        // that are put in order by comparing each with each
-constexpr int GROUP = 8;                       // lanes
-constexpr int AT_ONCE = 2;                     // reads that do not wait for the row's length
+constexpr int GROUP = READS >= 8 ? 16 : 8;     // lanes
+constexpr int AT_ONCE = READS;                 // reads that do not wait for the row's length
+constexpr bool HELD = VALUES <= 16;            // whether numbers are taken from registers, which go by constant numbers
 
 struct Sent {
     uint64 low, high;  // keys from low on are there, or all where it is 0; none is above high
@@ -191,25 +192,33 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
         int own = __popc(mask), up_to = sum_to(own);
         int to = lane == 31 ? atomicAdd(&scratch.count, up_to) : 0;
         to = __shfl_sync(~0u, to, 31) + up_to - own;
-        auto put = [&](float value, uint32 at) {
-            uint64 key = key_of(value, int(at - row.skipped));
-            if (to < CAPACITY) shared.keys[to] = key;
-            atomicAdd(&scratch.bins[uint32((key - low) >> shift)], 1u);
-            ++to;
-        };
-        if (VALUES <= 16) {
+        // Where they are, and where held what they are; keys are made of them when all threads have as many.
+        if (HELD) {
 #pragma unroll
             for (int i = 0; i < VALUES; ++i)
-                if (mask >> i & 1) put(x[i], first + i / 4 * STEP + i % 4);
+                if (mask >> i & 1) {
+                    if (to < CAPACITY) shared.keys[to] = uint64(__float_as_uint(x[i])) << 32 | (first + i / 4 * STEP + i % 4);
+                    ++to;
+                }
         } else {
-            for (; mask; mask &= mask - 1) {
-                uint32 at = first + (__ffs(mask) - 1) / 4 * STEP + (__ffs(mask) - 1) % 4;
-                put(read_again(row.values + at), at);
+            for (; mask; mask &= mask - 1, ++to) {
+                int i = __ffs(mask) - 1;
+                if (to < CAPACITY) shared.keys[to] = first + i / 4 * STEP + i % 4;
             }
         }
     }
+    __syncthreads();
+    const int count = min(scratch.count, CAPACITY);
+#pragma unroll 2
+    for (int i = tid; i < count; i += THREADS) {
+        uint64 found = shared.keys[i];
+        uint32 at = uint32(found);
+        float value = HELD ? __uint_as_float(uint32(found >> 32)) : read_again(row.values + at);
+        uint64 key = key_of(value, int(at - row.skipped));
+        shared.keys[i] = key;
+        atomicAdd(&scratch.bins[uint32((key - low) >> shift)], 1u);
+    }
     auto own_keys = [&](auto visit) {
-        int count = min(scratch.count, CAPACITY);
         for (int i = tid; i < count; i += THREADS) visit(shared.keys[i]);
     };
     Cut best = cut(scratch, k, low, high, true, own_keys);
