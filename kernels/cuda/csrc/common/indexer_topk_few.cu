@@ -25,7 +25,7 @@ constexpr int LINE = 32, LANES = LINE / 4, LINES = THREADS / LANES;  // columns 
 constexpr int CAPACITY = 8192, REGION = 1280;  // keys of a block's own, and that it sends
 constexpr int FEW = 64;                        // that are put in order by comparing each with each
 constexpr int GROUP = READS >= 8 ? 16 : 8;     // lanes
-constexpr int AT_ONCE = READS;                 // reads that do not wait for the row's length
+constexpr int AT_ONCE = READS < 8 ? READS : 6; // reads that do not wait for the row's length: all eight take registers that there are not
 constexpr bool HELD = VALUES <= 16;            // whether numbers are taken from registers, which go by constant numbers
 
 struct Sent {
