@@ -63,25 +63,7 @@ __device__ inline Cut cut(Scratch& scratch, int k, uint64 low, uint64 high, bool
             each([&](uint64 key) {
                 if (key - low <= span) atomicAdd(&scratch.bins[uint32((key - low) >> shift)], 1u);
             });
-        __syncthreads();
-        int first = BINS - (int(threadIdx.x) + 1) * RUN, own = 0, total;
-        uint32 counts[RUN];
-        take(scratch.bins + first, counts);
-#pragma unroll
-        for (int i = 0; i < RUN; ++i) own += counts[i];
-        int before = sum_before(scratch, own, total);
-        if (before < rest && rest <= before + own) {
-            bool found = false;
-#pragma unroll
-            for (int i = RUN - 1; i >= 0; --i) {
-                if (!found && before + int(counts[i]) >= rest) {
-                    scratch.digit = first + i, scratch.needed = rest - before, scratch.here = int(counts[i]);
-                    found = true;
-                }
-                before += int(counts[i]);
-            }
-        }
-        __syncthreads();
+        int total = find_digit(scratch, rest);
         if (total < rest) return {1, 0, 0, 0, false};
         low += uint64(scratch.digit) << shift, high = low + ((1ull << shift) - 1), rest = scratch.needed;
         if (scratch.here <= FEW) return {low, high, rest, scratch.here, true};

@@ -105,6 +105,31 @@ __device__ inline void take(uint32* from, uint32 (&x)[RUN]) {
     }
 }
 
+// The digit, from the largest on, with the rest-th of what the bins count, to `digit`, how many of those are among the rest
+// to `needed`, and how many there are to `here`; returns the sum of all. The bins are 0 after it. All threads take part.
+__device__ inline int find_digit(Scratch& scratch, int rest) {
+    __syncthreads();
+    int first = BINS - (int(threadIdx.x) + 1) * RUN, own = 0, total;  // in runs of a thread
+    uint32 counts[RUN];
+    take(scratch.bins + first, counts);
+#pragma unroll
+    for (int i = 0; i < RUN; ++i) own += counts[i];
+    int before = sum_before(scratch, own, total);
+    if (before < rest && rest <= before + own) {
+        bool found = false;
+#pragma unroll
+        for (int i = RUN - 1; i >= 0; --i) {
+            if (!found && before + int(counts[i]) >= rest) {
+                scratch.digit = first + i, scratch.needed = rest - before, scratch.here = int(counts[i]);
+                found = true;
+            }
+            before += int(counts[i]);
+        }
+    }
+    __syncthreads();
+    return total;
+}
+
 // The k-th largest of many numbers.
 struct Kth {
     uint32 number;  // that k of them are not below, and no larger one
@@ -133,26 +158,7 @@ template <class Each> __device__ inline Kth kth_largest(Scratch& scratch, int k,
         each([&](uint32 x) {
             if (x && x - low <= span) atomicAdd(&scratch.bins[(x - low) >> shift], 1u);
         });
-        __syncthreads();
-        // Bins from the largest digit on, in runs of a thread.
-        int first = BINS - (int(threadIdx.x) + 1) * RUN, own = 0, total;
-        uint32 counts[RUN];
-        take(scratch.bins + first, counts);
-#pragma unroll
-        for (int i = 0; i < RUN; ++i) own += counts[i];
-        int before = sum_before(scratch, own, total);
-        if (before < rest && rest <= before + own) {
-            bool found = false;
-#pragma unroll
-            for (int i = RUN - 1; i >= 0; --i) {
-                if (!found && before + int(counts[i]) >= rest) {
-                    scratch.digit = first + i, scratch.needed = rest - before, scratch.here = int(counts[i]);
-                    found = true;
-                }
-                before += int(counts[i]);
-            }
-        }
-        __syncthreads();
+        int total = find_digit(scratch, rest);
         if (total < rest) return {0, 0, true};
         low += uint32(scratch.digit) << shift, rest = scratch.needed;
         bool all = scratch.here == rest;
