@@ -113,13 +113,11 @@ def mqa_logits(
         clean_logits(seen, len(k), room, logits, paged=False)
     if not len(k):
         return
-    maps = None
+    maps, size = None, HopperSize(2, 2 if len(q) < MANY_QUERIES else 4)
     if scales is not None and q.shape[1] == HEADS and is_hopper(q.data.device_id) and k.strides[0] == DIM:
-        maps = query_map(q), map_of_pages(k.data.ptr, 1, len(k) * DIM, len(k), DIM, HopperSize(2, 2).keys)
+        maps = query_map(q), map_of_pages(k.data.ptr, 1, len(k) * DIM, len(k), DIM, size.keys)
     if maps is not None and NO_MAP not in maps:
-        score_on_hopper(
-            HopperSize(2, 2), False, q, weights, seen, maps, (scales, len(k), room), NO_TABLE, (0, 0, 0, 1, 1), logits
-        )
+        score_on_hopper(size, False, q, weights, seen, maps, (scales, len(k), room), NO_TABLE, (0, 0, 0, 1, 1), logits)
         return
     score(q[None], weights, seen, (k, strides(k)[0], pointer(scales), len(k), room), NO_TABLE, None, logits)
 
@@ -184,6 +182,7 @@ def clean_logits(seen: tuple[Any, ...], keys: int, room: int, logits: Any, paged
 # ---- scores on Hopper
 
 HEADS = 64  # of a query, for which the kernel is made
+MANY_QUERIES = 64  # from which on groups of eight leave little idle
 HOPPER_THREADS = 640
 
 
@@ -194,7 +193,7 @@ class HopperSize:
         self.macros = {"PASS": queries_of_pass, "QUERY_GROUPS": query_groups}
         queries, key_groups = queries_of_pass * query_groups, 4 // query_groups
         self.keys = 64 * key_groups
-        stages = 8 if query_groups == 2 else 5 if queries_of_pass == 2 else 6
+        stages = 8 if query_groups >= 2 else 5 if queries_of_pass == 2 else 6
         small = 2048 + 2 * queries * HEADS * 4 + stages * self.keys * 4
         self.shared_bytes = -(-small // 1024) * 1024 + 2 * queries * HEADS * DIM + stages * self.keys * DIM - 1024
 

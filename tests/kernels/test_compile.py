@@ -44,7 +44,7 @@ SOURCES = [
     ("common/indexer_topk_wide.cu", {"THREADS": 512}),
     *(
         ("sm90/indexer/logits.cu", {"PAGED": paged, "PASS": queries, "QUERY_GROUPS": groups})
-        for paged, queries, groups in ((0, 2, 2), (1, 1, 1), (1, 2, 1), (1, 2, 2))
+        for paged, queries, groups in ((0, 2, 2), (0, 2, 4), (1, 1, 1), (1, 2, 1), (1, 2, 2))
     ),
     ("common/cache_gather.cu", {"LAYOUT": "DSV4_FP8", "OUTPUT": "bf16", "TOKENS": 2, "ALIGNED": 1, "STREAM": 1}),
     ("common/cache_gather.cu", {"LAYOUT": "V32_FP8", "OUTPUT": "float", "TOKENS": 2, "ALIGNED": 0, "STREAM": 0}),

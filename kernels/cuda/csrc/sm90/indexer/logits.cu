@@ -6,6 +6,7 @@
 //
 //     QUERY_GROUPS 1    256 keys, of which each warpgroup takes 64, for all queries
 //     QUERY_GROUPS 2    128 keys for two halves of the queries: half the keys to read for each product
+//     QUERY_GROUPS 4    64 keys for four pairs of queries: a quarter of them
 //
 // Of keys one behind another a warp brings whole tiles. Pages come when memory has them, and warpgroups that wait for one
 // tile together would multiply together and add up together: there each 64 keys have a warp and a ring of their own.
@@ -22,7 +23,7 @@
 constexpr int HEADS = 64, DIM = 128, WARPGROUPS = 4, CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 128;
 constexpr int QUERIES = PASS * QUERY_GROUPS, KEY_GROUPS = WARPGROUPS / QUERY_GROUPS, KEYS = 64 * KEY_GROUPS;
 constexpr int PRODUCER_REGISTERS = PASS == 2 ? 32 : 56, CONSUMER_REGISTERS = PASS == 2 ? 112 : 104;
-constexpr int Q_STAGES = 2, K_STAGES = QUERY_GROUPS == 2 ? 8 : PASS == 2 ? 5 : 6;
+constexpr int Q_STAGES = 2, K_STAGES = QUERY_GROUPS >= 2 ? 8 : PASS == 2 ? 5 : 6;
 constexpr int RINGS = PAGED ? KEY_GROUPS : 1, RING_KEYS = KEYS / RINGS;  // each of K_STAGES, brought by a warp
 constexpr int Q_WARP = RINGS < 4 ? RINGS : 0;  // that brings queries
 // Of two queries the first is added up while the other is multiplied, where tiles come no faster than they are needed and
