@@ -48,7 +48,9 @@ TABLE = {
     "cp.async.mbarrier.arrive.noinc.shared.b64 [%0];": "emulator::copies_arrive(%0)",
     "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
     "[%0], [%1, {%2, %3, %4}], [%5];": "emulator::copy_box(%0, %1, %2, %3, %4, %5)",
-    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];": (
+    "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+    "[%0], [%1, {%2, %3, %4}], [%5], %6;": "emulator::copy_box(%0, %1, %2, %3, %4, %5)",
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;": (
         "emulator::copy_bytes(%0, %1, %2, %3)"
     ),
     # barriers

@@ -148,10 +148,19 @@ __device__ inline Share share_of(const Problem& problem) {
     return {int(lds32(FOUND_AT)), int(lds32(FOUND_AT + 4)), int(lds32(FOUND_AT + 8)), int(lds32(FOUND_AT + 12)), count};
 }
 
+// Copies of what nobody reads soon again, so that it does not push logits, which are chosen from next, out of L2.
+constexpr uint64 EVICT_FIRST = 0x12f0000000000000;  // what createpolicy.fractional.L2::evict_first.b64 makes
+
+// A box, as tma_load.
+__device__ inline void tma_load_once(uint32 target, const TensorMap& map, int x, int y, int z, uint32 barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1, {%2, %3, %4}], [%5], %6;"
+                 ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(EVICT_FIRST) : "memory");
+}
 // Bytes (a multiple of 16, as both addresses are) to shared memory; they count at the barrier when they are there.
-__device__ inline void bulk_load(uint32 target, const void* source, uint32 bytes, uint32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(target), "l"(source), "r"(bytes), "r"(barrier) : "memory");
+__device__ inline void bulk_load_once(uint32 target, const void* source, uint32 bytes, uint32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                 ::"r"(target), "l"(source), "r"(bytes), "r"(barrier), "l"(EVICT_FIRST) : "memory");
 }
 
 // A warp for each ring, and one for queries: of four rings the first one's.
@@ -216,10 +225,10 @@ struct Producer {
                 __syncwarp();
                 if (lane >> boxes_log == i && place.page >= 0) {
                     int row = key % RING_KEYS;
-                    tma_load(K_AT + stage * K_BYTES + row * DIM, k_map, 0, place.row, int(place.page), ready);
+                    tma_load_once(K_AT + stage * K_BYTES + row * DIM, k_map, 0, place.row, int(place.page), ready);
                     const uint8* scales = problem.pages + place.page * problem.page_stride + INDEXER_FP8::scale_start +
                         int64(problem.block_size) * INDEXER_FP8::scale_start_per_token + place.row * INDEXER_FP8::scale_stride;
-                    bulk_load(SCALES_AT + (stage * RING_KEYS + row) * 4, scales, problem.box_rows * 4, ready);
+                    bulk_load_once(SCALES_AT + (stage * RING_KEYS + row) * 4, scales, problem.box_rows * 4, ready);
                 }
                 next_stage();
             }
