@@ -30,8 +30,6 @@ def test_rings_of_pages(device, rng, monkeypatch, schedule, block_size, next_n, 
     reference = cumla.fp8_paged_mqa_logits(q, cache, weights, lens, table, clean_logits=True, backend="reference")
     with emulation.scheduled(emulation.SCHEDULES[schedule]):
         found = device.get(cumla.fp8_paged_mqa_logits(*arguments, clean_logits=True, backend="cuda"))
-    if not np.isnan(reference).any():
-        return check_logits(found, reference)
     np.testing.assert_array_equal(np.isnan(found), np.isnan(reference))
     check_logits(np.nan_to_num(found, neginf=-np.inf), np.nan_to_num(reference, neginf=-np.inf))
 

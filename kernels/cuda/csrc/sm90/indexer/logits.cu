@@ -183,6 +183,7 @@ struct Producer {
             sts32(info + 8 + 4 * (QUERIES + lane), end);
         }
         int query = (PAGED ? entry * problem.queries : 0) + j;
+        __syncwarp();  // all of it stands before one lane's arrival
         if (lane == 0) {
             sts32(info, first_key);
             sts32(info + 4, tiles);
