@@ -39,6 +39,9 @@ TABLE = {
     "{ .reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global.nc.f32 %0, [%1]; }": (
         "if (%2) %0 = *reinterpret_cast<const float*>(emulator::global_at(%1, 4))"
     ),
+    "{ .reg .pred p; setp.ne.u64 p, %1, 0; @p ld.relaxed.gpu.global.s32 %0, [%1]; }": (
+        "if (%1) %0 = *reinterpret_cast<const int*>(emulator::global_at(%1, 4))"
+    ),
     # asynchronous copies
     "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;": "emulator::copy_async(%0, %1, 16, %2)",
     "cp.async.cg.shared.global [%0], [%1], 16;": "emulator::copy_async(%0, %1, 16, 16)",

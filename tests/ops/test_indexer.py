@@ -252,6 +252,28 @@ def test_choice_of_few_rows_on_any_schedule(emulated, rng, monkeypatch, schedule
         np.testing.assert_array_equal(lab.get(indices), cumla.top_k_per_row(x, 128, backend="reference"))
 
 
+@pytest.mark.nowhere(when=is_elsewhere)
+@pytest.mark.parametrize("size", [(128, 1, 2), (128, 4, 2)])
+@pytest.mark.parametrize("next_n", [1, 3])
+def test_choice_among_as_many_columns_as_the_launch_ahead_says(lab, rng, monkeypatch, size, next_n):
+    """What the choice ahead has chosen is how long the rows are; before it was something else."""
+    from cumla.kernels.cuda import indexer as launcher
+
+    size, topk, requests = launcher.FewRowsSize(*size), 20, 4
+    monkeypatch.setattr(launcher, "few_rows_size", lambda *unused: size)
+    lens = np.sort(rng.choice(np.arange(next_n, 800), requests, False)).astype(np.int32)
+    said = np.full((1, 800), -1, np.float32)
+    said[0, lens] = 1
+    x = rng.normal(size=(requests * next_n, 800)).astype(np.float32)
+    expected = cumla.top_k_per_row(x, topk, seq_lens=lens, next_n=next_n, backend="reference")
+    said, x = lab.put(said), lab.put(x)
+    for before in (0, 800, -(2**31), 2**31 - 1):
+        chosen, indices = lab.put(np.full((1, requests), before, np.int32)), lab.put(np.zeros(expected.shape, np.int32))
+        launcher.top_k_per_row(said, Rows(), chosen)
+        launcher.top_k_per_row(x, Rows(lens=chosen[0], next_n=next_n), indices)
+        np.testing.assert_array_equal(lab.get(indices), expected)
+
+
 @given(data=st.data())
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_choice_of_few_rows_of_any_numbers(emulated, data):
@@ -335,6 +357,22 @@ def test_scoring_and_choosing_at_once_gives_what_the_steps_give(lab, rng, width,
     found = cumla.indexer_topk(
         *arguments, 11, cu_seqlen_ks=ranges[0], cu_seqlen_ke=ranges[1], max_seqlen_k=width,
         max_workspace_bytes=4 * 72 * workspace_rows, backend=lab.backend,
+    )  # fmt: skip
+    np.testing.assert_array_equal(lab.get(found), expected)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, 3e38, -np.inf])
+def test_nothing_is_chosen_of_what_scores_left_unwritten(lab, rng, poison):
+    """Columns behind a request's last are in the workspace, and whatever was there before."""
+    columns, topk = (2, 5) if lab.tiny else (12, 30)
+    q, cache, weights, table = paged(rng, cumla.INDEXER_FP8, 8, 3, 1, 1 if lab.tiny else 64, columns)
+    lens = np.array([columns * 8, 3, 0], np.int32)
+    logits = cumla.fp8_paged_mqa_logits(q, cache, weights, lens, table, clean_logits=True, backend="reference")
+    expected = cumla.top_k_per_row(logits, topk, seq_lens=lens, backend="reference")
+    workspace = lab.put(np.full(3 * columns * 8, poison, np.float32).view(np.uint8))
+    found = cumla.indexer_topk(
+        *map(lab.put, (q, cache, weights)), topk, context_lens=lab.put(lens), block_table=lab.put(table),
+        workspace=workspace, backend=lab.backend,
     )  # fmt: skip
     np.testing.assert_array_equal(lab.get(found), expected)
 

@@ -212,10 +212,7 @@ top_k_per_row(const float* logits, int64 stride, int width, int64 num_rows, cons
     pdl_wait();
     Columns columns{starts, ends, lens, lens_stride, next_n, per_row != 0, num_keys, width};
     for (int64 number = blockIdx.x; number < num_rows; number += gridDim.x) {
-        int begin, end;
-        columns.range_of(number, begin, end);
-        int origin = begin / 4 * 4;
-        Row row{logits + number * stride + origin, uint32(begin - origin), uint32(end - origin)};
+        Row row = row_of(logits + number * stride, columns.range_of(number));
         if (threadIdx.x == 0) shared.scratch.count = 0;
         Part part(row);
         float x[VALUES];

@@ -9,7 +9,7 @@
 //    the k-th of all lies above what each has left out, it is the row's.
 // 4. A block writes what is chosen of its BLOCKS-th part of the columns, by a bit for each.
 // A row where more numbers than fit pass the bounds, or of which a block has left out too much, is read again by one thread
-// block from global memory.
+// block from global memory; and one whose columns turn out to be others than was said before the launch ahead had ended.
 //
 // Keys are a number's order and, below it, its column inverted: no two are equal.
 //
@@ -25,7 +25,6 @@ constexpr int LINE = 32, LANES = LINE / 4, LINES = THREADS / LANES;  // columns 
 constexpr int CAPACITY = 8192, REGION = 1280;  // keys of a block's own, and that it sends
 constexpr int FEW = 64;                        // that are put in order by comparing each with each
 constexpr int GROUP = READS >= 8 ? 16 : 8;     // lanes
-constexpr int AT_ONCE = READS < 8 ? READS : 6; // reads that do not wait for the row's length: all eight take registers that there are not
 constexpr bool HELD = VALUES <= 16;            // whether numbers are taken from registers, which go by constant numbers
 
 struct Sent {
@@ -120,34 +119,29 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     for (int i = tid; i < VALUES * THREADS / 32; i += THREADS) shared.bits[i] = 0;
     if (tid == 0) scratch.count = 0, shared.few_count = 0, shared.before = 0, shared.sending = 0;
     pdl_release();
-    pdl_wait();
     const int64 number = blockIdx.x / BLOCKS;
     const Columns columns{starts, ends, lens, lens_stride, next_n, per_row != 0, num_keys, width};
-    const bool from_0 = lens || !starts || num_keys >= 0;
+    // What is said of the columns is asked early, when the launch ahead may still write it, and again while columns come.
+    const Said said = columns.said_of(number);
+    const Range early = said.now();
+    const Row row = row_of(logits + number * stride, columns.range_of(said, early));
+    pdl_wait();
 
     // 1. What may be among the k largest.
     const uint32 first = (tid / LANES * BLOCKS + rank) * LINE + tid % LANES * 4;
     constexpr uint32 STEP = LINES * BLOCKS * LINE;  // to a thread's next four columns
+    const float* own = row.values + first;
+    auto has_four = [&](int i) { return int(row.end - first) >= int(i * STEP) + 4 && (i || first >= row.skipped); };
     float x[VALUES] = {};
 #pragma unroll
-    for (int i = 0; i < min(READS, AT_ONCE); ++i)
-        read4(logits + number * stride + first + i * STEP, from_0 && first + i * STEP + 4 <= uint32(width), x + 4 * i);
-    int begin, end;
-    columns.range_of(number, begin, end);
-    const int origin = begin / 4 * 4, length = end - begin;
-    const Row row{logits + number * stride + origin, uint32(begin - origin), uint32(end - origin)};
+    for (int i = 0; i < READS; ++i) read4(own + i * STEP, has_four(i), x + 4 * i);
 #pragma unroll
-    for (int i = 0; i < READS; ++i) {
-        uint32 at = first + i * STEP;
-        read4(row.values + at, (i >= AT_ONCE || !from_0) && at >= row.skipped && at + 4 <= row.end, x + 4 * i);
-    }
+    for (int i = 0; i < READS; ++i)
+        if (!has_four(i))
 #pragma unroll
-    for (int i = 0; i < READS; ++i) {
-        uint32 at = first + i * STEP;
-        if (at < row.skipped || at + 4 > row.end)
-#pragma unroll
-            for (int j = 0; j < 4; ++j) x[4 * i + j] = row.has(at + j) ? row.values[at + j] : __uint_as_float(0x7fc00000);
-    }
+            for (int j = 0; j < 4; ++j)
+                x[4 * i + j] = row.has(first + i * STEP + j) ? own[i * STEP + j] : __uint_as_float(0x7fc00000);
+    const bool changed = said.now() != early;
     const int k = share_of(topk), of_each = (k * GROUP + THREADS - 1) / THREADS;
     float largest = x[0];
 #pragma unroll
@@ -158,7 +152,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     if (__popc(having) < of_each) least = 0;
     uint32 inverted = __reduce_max_sync(~0u, ~least);
     if (lane == 0) scratch.most[tid / 32] = most, scratch.most[WARPS + tid / 32] = inverted;
-    __syncthreads();
+    bool failed = __syncthreads_or(changed);
     most = __reduce_max_sync(~0u, lane < WARPS ? scratch.most[lane] : 0);
     least = ~__reduce_max_sync(~0u, lane < WARPS ? scratch.most[WARPS + lane] : 0);
     const uint64 low = uint64(least) << 32, high = uint64(most) << 32 | ~0u;
@@ -204,7 +198,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
         for (int i = tid; i < count; i += THREADS) visit(shared.keys[i]);
     };
     Cut best = cut(scratch, k, low, high, true, own_keys);
-    bool failed = scratch.count > CAPACITY;
+    failed |= scratch.count > CAPACITY;
     int there = scratch.count;
 
 #if BLOCKS > 1
@@ -252,12 +246,13 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
 #endif
     int* to = indices + number * indices_stride;
     if (failed) {
-        if (rank == 0) read_it_again(scratch, row.values + row.skipped, length, to, topk);
+        Range range = columns.range_of(number);
+        if (rank == 0) read_it_again(scratch, logits + number * stride + range.first, range.end - range.first, to, topk);
         return;
     }
 
     // 4. Those of this block's part of the columns.
-    const int part = (length + 32 * BLOCKS - 1) / (32 * BLOCKS) * 32, start = int(rank) * part;
+    const int length = row.length(), part = (length + 32 * BLOCKS - 1) / (32 * BLOCKS) * 32, start = int(rank) * part;
     auto choose = [&](uint64 key, int& before) {
         uint32 at = ~uint32(key) - start;
         if (~uint32(key) < uint32(start)) ++before;

@@ -13,8 +13,8 @@ top_k_per_row_wide(const float* logits, int64 stride, int width, int64 num_rows,
     pdl_wait();
     Columns columns{starts, ends, lens, lens_stride, next_n, per_row != 0, num_keys, width};
     for (int64 number = blockIdx.x; number < num_rows; number += gridDim.x) {
-        int begin, end;
-        columns.range_of(number, begin, end);
-        choose_by_reading(shared, logits + number * stride + begin, end - begin, indices + number * indices_stride, topk);
+        Range range = columns.range_of(number);
+        const float* row = logits + number * stride + range.first;
+        choose_by_reading(shared, row, range.end - range.first, indices + number * indices_stride, topk);
     }
 }

@@ -2,7 +2,7 @@
 //
 // Macro: ALIGNED (rows start at multiples of 16 bytes, so that they are read 16 bytes at a time).
 #pragma once
-#include "common/numbers.cuh"
+#include "common/selection.cuh"
 
 struct Row {
     const float* values;  // from a multiple of four columns on
@@ -11,6 +11,10 @@ struct Row {
     __device__ int length() const { return int(end - skipped); }
     __device__ bool has(uint32 at) const { return at >= skipped && at < end; }
 };
+__device__ inline Row row_of(const float* columns, Range range) {
+    int origin = range.first / 4 * 4;
+    return {columns + origin, uint32(range.first - origin), uint32(range.end - origin)};
+}
 
 // Four columns.
 __device__ inline void read4(const float* from, float* x) {

@@ -9,6 +9,28 @@ constexpr int WARPS = THREADS / 32;
 constexpr int DIGIT = 10, BINS = 1 << DIGIT, PASSES = 4;  // bits, and digits of a number of 32
 constexpr int RUN = BINS / THREADS;                       // bins of a thread
 
+// Columns [first, end) of a row; or what is said of them, which may be any numbers.
+struct Range {
+    int first, end;
+
+    __device__ bool operator!=(const Range& other) const { return first != other.first || end != other.end; }
+};
+
+// What is said of a row's columns, and where.
+struct Said {
+    const int *first, *end;  // null without
+    int fewer;               // columns than `end` says
+
+    __device__ static int at(const int* from, int otherwise) {
+        int x = otherwise;
+        // As it is now, whatever a cache of this multiprocessor keeps: it may be asked before the launch ahead has ended, and again.
+        asm volatile("{\n.reg .pred p;\nsetp.ne.u64 p, %1, 0;\n@p ld.relaxed.gpu.global.s32 %0, [%1];\n}\n"
+                     : "+r"(x) : "l"(from) : "memory");
+        return x;
+    }
+    __device__ Range now() const { return {at(first, 0), at(end, INT32_LIMIT)}; }
+};
+
 // Which columns there are to choose from.
 struct Columns {
     const int *starts, *ends, *lens;  // null without
@@ -18,19 +40,22 @@ struct Columns {
     int num_keys;  // of compressed rows, or -1
     int width;
 
-    __device__ void range_of(int64 row, int& first, int& end) const {
-        if (lens) {
-            int64 request = row;
-            int j = 0;
-            if (next_n > 1) request = row >> 32 ? row / next_n : uint32(row) / next_n, j = int(row - request * next_n);
-            int64 length = per_row ? lens[request * lens_stride + j] : int64(lens[request * lens_stride]) - (next_n - 1 - j);
-            first = 0, end = int(min(max(length, int64(0)), int64(width)));
-            return;
-        }
+    __device__ Said said_of(int64 row) const {
+        if (!lens) return {starts ? starts + row : nullptr, ends ? ends + row : nullptr, 0};
+        int64 request = row;
+        int j = 0;
+        if (next_n > 1) request = row >> 32 ? row / next_n : uint32(row) / next_n, j = int(row - request * next_n);
+        return {nullptr, lens + request * lens_stride + (per_row ? j : 0), per_row ? 0 : next_n - 1 - j};
+    }
+    // Within the row, whatever is said.
+    __device__ Range range_of(const Said& said, Range x) const {
         int keys = num_keys < 0 ? width : num_keys;
-        first = starts ? min(max(starts[row], 0), keys) : 0;
-        end = ends ? min(max(ends[row], first), keys) : keys;
-        if (num_keys >= 0) end = min(end - first, width), first = 0;
+        int first = min(max(x.first, 0), keys), end = min(max(max(x.end, 0) - said.fewer, first), keys);
+        return num_keys < 0 ? Range{first, end} : Range{0, min(end - first, width)};
+    }
+    __device__ Range range_of(int64 row) const {
+        Said said = said_of(row);
+        return range_of(said, said.now());
     }
 };
 

@@ -26,9 +26,9 @@ constexpr int PRODUCER_REGISTERS = PASS == 2 ? 32 : 56, CONSUMER_REGISTERS = PAS
 constexpr int Q_STAGES = 2, K_STAGES = QUERY_GROUPS >= 2 ? 8 : PASS == 2 ? 5 : 6;
 constexpr int RINGS = PAGED ? KEY_GROUPS : 1, RING_KEYS = KEYS / RINGS;  // each of K_STAGES, brought by a warp
 constexpr int Q_WARP = RINGS < 4 ? RINGS : 0;  // that brings queries
-// Of two queries the first is added up while the other is multiplied, where tiles come no faster than they are needed and
-// all warpgroups wait for the same one. One product of both reads less of shared memory.
-constexpr int PRODUCTS = PAGED ? PASS : 1, COLUMNS = 32 * PASS / PRODUCTS;  // in a thread's registers
+// Of two queries the first is added up while the other is multiplied, where tiles come no faster than they are needed.
+// One product of both reads less of shared memory.
+constexpr int PRODUCTS = PAGED && QUERY_GROUPS == 1 ? PASS : 1, COLUMNS = 32 * PASS / PRODUCTS;  // in a thread's registers
 static_assert(HEADS * DIM == TILE_BYTES);
 
 // What the consumers have to know of a share's group.
@@ -148,19 +148,20 @@ __device__ inline Share share_of(const Problem& problem) {
     return {int(lds32(FOUND_AT)), int(lds32(FOUND_AT + 4)), int(lds32(FOUND_AT + 8)), int(lds32(FOUND_AT + 12)), count};
 }
 
-// Copies of what nobody reads soon again, so that it does not push logits, which are chosen from next, out of L2.
-constexpr uint64 EVICT_FIRST = 0x12f0000000000000;  // what createpolicy.fractional.L2::evict_first.b64 makes
+// Pages are read once: they leave L2 first, so that logits, which are chosen from next, stay. Two queries' logits are too many
+// to stay, and take 2% longer so. What createpolicy.fractional.L2::evict_first.b64 makes, and evict_normal.
+constexpr uint64 POLICY = PASS == 2 && QUERY_GROUPS == 1 ? 0x1000000000000000 : 0x12f0000000000000;
 
 // A box, as tma_load.
 __device__ inline void tma_load_once(uint32 target, const TensorMap& map, int x, int y, int z, uint32 barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
                  "[%0], [%1, {%2, %3, %4}], [%5], %6;"
-                 ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(EVICT_FIRST) : "memory");
+                 ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(POLICY) : "memory");
 }
 // Bytes (a multiple of 16, as both addresses are) to shared memory; they count at the barrier when they are there.
 __device__ inline void bulk_load_once(uint32 target, const void* source, uint32 bytes, uint32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-                 ::"r"(target), "l"(source), "r"(bytes), "r"(barrier), "l"(EVICT_FIRST) : "memory");
+                 ::"r"(target), "l"(source), "r"(bytes), "r"(barrier), "l"(POLICY) : "memory");
 }
 
 // A warp for each ring, and one for queries: of four rings the first one's.
@@ -349,20 +350,19 @@ __device__ inline void consume(const Problem& problem) {
             }
             float scale, low, high, score;
             bool present;
-            auto read_scale = [&] {
+            auto leave_stage = [&] {  // the scale is not read before, as registers are few
                 scale = lds_float(SCALES_AT + (stage * RING_KEYS + in_stage) * 4);
                 present = !PAGED || lds32(PRESENT_AT + 4 * stage) >> in_stage / 8 & 1;
+                warp_arrive(K_FREE + 8 * stage);
             };
-            if (PRODUCTS == 1) read_scale();
             wgmma_wait<PRODUCTS - 1>();
             pin(x[0]);
-            if (PRODUCTS == 1) warp_arrive(K_FREE + 8 * stage);
+            if (PRODUCTS == 1) leave_stage();
             sum_heads(x[0], 0, weights[0], low, high);
             if (PRODUCTS == 2) {
                 wgmma_wait<0>();
                 pin(x[PRODUCTS - 1]);
-                read_scale();  // not before, as registers are few
-                warp_arrive(K_FREE + 8 * stage);
+                leave_stage();
             }
             if (PASS == 2) {
                 float other_low, other_high;
