@@ -14,8 +14,6 @@ from ..layout import CacheLayout
 from .indexer import UINT8, check_schedule, checked_keys, checked_paged, checked_width
 
 WORKSPACE_BYTES = 64 << 20
-# Logits that are chosen from while they lie in a device's L2, and no fewer rows than a device has multiprocessors.
-BYTES_AT_ONCE, ROWS_AT_ONCE = 16 << 20, 128
 INDEX_LIMIT = 2**31 - 1
 ALIGNMENT = 16  # of the rows of logits in a workspace, in bytes
 
@@ -110,8 +108,7 @@ def indexer_topk(
       schedule_metadata, max_context_len and layout as there
 
     topk                 how many to choose
-    max_workspace_bytes  device memory for the logits of some queries at a time; at least those of one query. No more is
-                         taken than of 128 queries or 16 MiB, whichever is more, as more is slower
+    max_workspace_bytes  device memory for the logits of some queries at a time; at least those of one query
     workspace            uint8 [bytes] to use instead of allocating; its size is the bound
     out                  to write instead of allocating
 
@@ -185,7 +182,6 @@ def logits_memory(
         raise ValueError(
             f"{name}: got {most_bytes} bytes, expected at least {row_bytes * next_n}, the logits of one request"
         )
-    requests = min(requests, -(-max(BYTES_AT_ONCE // row_bytes, ROWS_AT_ONCE) // next_n))
     rows = min(requests * next_n, tokens)
     if workspace is None:
         workspace = call.scratch(name, rows * row_bytes)

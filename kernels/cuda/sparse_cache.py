@@ -13,7 +13,7 @@ WARPS = 4  # of a thread block
 MAX_GRID_Y = 65_535
 TOKENS = 2  # that a warp gathers: see NOTES.md
 STREAMED_ROWS = 8_192  # gathered: more would push each other out of L2
-INDEXER_PARTS = 2  # of 8 values that a lane inserts of a token
+INDEXER_TOKENS = 16  # that a thread block inserts, as in common/indexer_insert.cu
 INDEXER_ROWS = 4 * WARPS  # of a thread block, as in common/indexer_gather.cu
 
 
@@ -34,9 +34,8 @@ def insert_indexer_keys(k: Any, pages: Pages, slot_mapping: Any, power_of_two_sc
         SLOT=C_NAMES[slot_mapping.dtype.name],
         POWER_OF_TWO=int(power_of_two_scales),
         ALIGNED=int(is_aligned(k, pages.bytes)),
-        PARTS=INDEXER_PARTS,
     )(
-        (-(-num_tokens // (2 * INDEXER_PARTS * WARPS)),),
+        (-(-num_tokens // INDEXER_TOKENS),),
         (32 * WARPS,),
         (
             k, strides(k)[0], slot_mapping, num_tokens, pages.bytes, pages.bytes.strides[0], pages.num_slots,

@@ -1,18 +1,18 @@
 // Quantise the indexer's keys to FP8 and insert them into a paged cache.
 //
-// A token's 128 values share one scale. 16 / PARTS lanes take it, 8 values of each of PARTS parts. What rows and scales are
-// is in common/cache_insert.cu, whose layouts are larger.
+// A token's 128 values share one scale. Eight lanes take it, 8 values of each of two parts. What rows and scales are is in
+// common/cache_insert.cu, whose layouts are larger.
 //
 // Instructions bound it beside memory: the largest magnitude is found among bits, as magnitudes are in the order of their
 // bits, two 16-bit ones at a time. Where an infinity or a NaN is the largest, which are left out, values are looked at again.
 //
-// Macros: INPUT (bf16, f16 or float), SLOT (int64 or int), POWER_OF_TWO, ALIGNED, PARTS.
+// Macros: INPUT (bf16, f16 or float), SLOT (int64 or int), POWER_OF_TWO, ALIGNED.
 #include "common/pages.cuh"
 #include "common/pdl.cuh"
 #include "common/vectors.cuh"
 
 using Layout = INDEXER_FP8;
-constexpr int LANES = Layout::head_dim / 8 / PARTS, THREADS = 128, GROUPS = THREADS / LANES;
+constexpr int PARTS = 2, LANES = Layout::head_dim / 8 / PARTS, THREADS = 128, GROUPS = THREADS / LANES;
 
 // The bits of a word's magnitudes, or the larger ones of two words.
 template <class T> __device__ inline uint32 magnitudes(T, uint32 word) { return word & 0x7fff7fff; }
