@@ -67,7 +67,7 @@ for name in ${*:-correct fences decode poisoned prefill prefill_chunks indexer c
         replay replay_v4 --layers v4
         replay replay_v32 --layers v32
         ;;
-    prefill) part prefill 150 0 python3 benchmarks/prefill.py --json "$logs/prefill.json" ;;
+    prefill | indexer) part "$name" 150 0 python3 "benchmarks/$name.py" --json "$logs/$name.json" ;;
     *) part "$name" 90 0 python3 "benchmarks/$name.py" --json "$logs/$name.json" ;;
     esac
 done

@@ -13,7 +13,12 @@ tar cf - --exclude=./build --exclude='./*.egg-info' --exclude='./.*' --exclude=.
 $pip --no-build-isolation "$source" >/dev/null
 rm -rf "$source"
 PYTHONPATH=$site:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}
-[ -d .peers ] && PYTHONPATH=$PYTHONPATH:$PWD/.peers
+if [ -d .peers ]; then # what other libraries' kernels are imported from; folders may come packed
+    for packed in .peers/*.tar.xz; do
+        [ ! -e "$packed" ] || [ -d "${packed%.tar.xz}" ] || tar xJf "$packed" -C .peers
+    done
+    PYTHONPATH=$PYTHONPATH:$PWD/.peers
+fi
 export PYTHONPATH
 export PYTHONSAFEPATH=1 # what is installed comes first, not the checkout
 # Tests and benchmarks check results themselves, and try sources that are wrong on purpose.
