@@ -51,6 +51,7 @@ __device__ inline float largest_of(const Raw8<INPUT> (&raw)[PARTS]) {
 extern "C" __global__ void __launch_bounds__(THREADS)
 indexer_k_quant_and_cache(const INPUT* k, int64 k_stride, const SLOT* slot_mapping, int num_tokens, uint8* pages,
                           int64 page_stride, int64 num_slots, int block_size) {
+    pdl_release();
     pdl_wait();
     int lane = threadIdx.x % LANES, token = blockIdx.x * GROUPS + threadIdx.x / LANES;
     int64 slot = -1;

@@ -270,6 +270,8 @@ struct Producer {
             if (left) tiles = problem.tiles_of(++group, first);
         }
         if (ring == Q_WARP) bring_queries(0, 0, 0, 0, 0);
+        // The choice begins where a block ends. Of rows one behind another, whose blocks end together, it comes too early.
+        if (PAGED) pdl_release();
     }
 };
 
@@ -350,20 +352,21 @@ __device__ inline void consume(const Problem& problem) {
             }
             float scale, low, high, score;
             bool present;
-            auto leave_stage = [&] {  // the scale is not read before, as registers are few
+            auto read_scale = [&] {
                 scale = lds_float(SCALES_AT + (stage * RING_KEYS + in_stage) * 4);
                 present = !PAGED || lds32(PRESENT_AT + 4 * stage) >> in_stage / 8 & 1;
-                warp_arrive(K_FREE + 8 * stage);
             };
+            if (!PAGED) read_scale();  // registers are too few for pages'
             wgmma_wait<PRODUCTS - 1>();
             pin(x[0]);
-            if (PRODUCTS == 1) leave_stage();
-            sum_heads(x[0], 0, weights[0], low, high);
             if (PRODUCTS == 2) {
+                sum_heads(x[0], 0, weights[0], low, high);
                 wgmma_wait<0>();
                 pin(x[PRODUCTS - 1]);
-                leave_stage();
             }
+            if (PAGED) read_scale();
+            warp_arrive(K_FREE + 8 * stage);
+            if (PRODUCTS == 1) sum_heads(x[0], 0, weights[0], low, high);
             if (PASS == 2) {
                 float other_low, other_high;
                 sum_heads(x[PRODUCTS - 1], 32 * (PASS - PRODUCTS), weights[PASS - 1], other_low, other_high);
