@@ -199,24 +199,27 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
         slot_mapping, decode, prefill = batch.slot_mapping, None, None
         with call.kernels("indexer_metadata") as kernels:
             buffers = self._fixed_buffers(call, arrays.seq_lens)
-            if num_decodes or self._before.num_decodes or self.compress_ratio > 1:
-                kernels.build_indexer_decode(
-                    arrays.query_start_loc, arrays.seq_lens, arrays.block_table, counts, buffers
+            chunks = self._chunks.lay_out(lens, num_decodes, arrays.seq_lens) if num_prefills else []
+            kernels.build_indexer(
+                arrays.query_start_loc, arrays.seq_lens, arrays.block_table, counts, buffers,
+                chunks[0].chunk if chunks else None,
+            )  # fmt: skip
+            self._before = counts
+            for other in chunks[1:]:
+                kernels.build_indexer_chunk(arrays.query_start_loc, arrays.seq_lens, self.compress_ratio, other.chunk)
+            views = self._views_of(framework, counts, arrays.block_table, rows)
+            if self.compress_ratio > 1:
+                slot_mapping = views["slot_mapping"]
+            if num_decodes:
+                decode = DeepSeekV32IndexerDecodeMetadata(
+                    block_table=views["block_table"] if counts.flatten else block_table[:num_decodes],
+                    seq_lens=views["seq_lens"],
+                    decode_lens=views["decode_lens"],
+                    requires_padding=not counts.flatten and shortest < max_decode_len,
+                    schedule_metadata=views["schedule_metadata"],
                 )
-                self._before = counts
-                views = self._views_of(framework, counts, arrays.block_table, rows)
-                if self.compress_ratio > 1:
-                    slot_mapping = views["slot_mapping"]
-                if num_decodes:
-                    decode = DeepSeekV32IndexerDecodeMetadata(
-                        block_table=views["block_table"] if counts.flatten else block_table[:num_decodes],
-                        seq_lens=views["seq_lens"],
-                        decode_lens=views["decode_lens"],
-                        requires_padding=not counts.flatten and shortest < max_decode_len,
-                        schedule_metadata=views["schedule_metadata"],
-                    )
             if num_prefills:
-                prefill = self._chunks.build(kernels, arrays, lens, num_decodes, block_table, framework)
+                prefill = self._chunks.metadata(chunks, block_table, framework)
         return DeepseekV32IndexerMetadata(
             seq_lens=batch.seq_lens,
             num_reqs=batch.num_reqs,
@@ -303,7 +306,7 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
             num_decodes, num_decode_tokens, use_native, next_n, max_decode_len, table, self.config.max_model_len
         )
         with call.kernels("indexer_metadata") as kernels:
-            kernels.build_indexer_decode(starts, lens, table, counts, self._fixed_buffers(call, lens))
+            kernels.build_indexer(starts, lens, table, counts, self._fixed_buffers(call, lens), None)
             self._before = counts
         views = self._views_of(dlpack.framework_of(seq_lens), counts, table, 0)
         shortest = int(np.minimum.reduce(decode_lens_cpu, initial=max_decode_len))

@@ -12,8 +12,9 @@ import numpy as np
 from ..arrays import dlpack
 from ..dispatch.call import INT32, Call
 from ..dispatch.values import check_integers, check_kind, plain_integers, shown
+from ..kernels.types.metadata import IndexerChunk
 from .batch import HostLens, check_lengths, host_integers
-from .builder import BatchArrays, ServingConfig, give_view
+from .builder import ServingConfig, give_view
 
 INT32_MAX = 2**31 - 1
 MOST_PARTS = 256  # views that are kept: to cut them takes longer than to fill them
@@ -192,10 +193,27 @@ class ChunkArrays(NamedTuple):
         )
 
 
-class ChunkBuilder:
-    """Builds the chunks of a step's prefills, one kernel for the requests that share a workspace.
+class LaidOut(NamedTuple):
+    """A chunk that is to be filled.
 
-    What it writes is laid out for the whole step in four buffers that keep their addresses, but for the one
+    chunk        what kernels fill
+    part         where that lies in the space of the step, see ChunkBuilder._cut
+    first_token  the first of its requests' tokens
+    requests     its requests
+    queries      its queries, or several parts of them that have chunks of their own
+    """
+
+    chunk: IndexerChunk
+    part: tuple[int, ...]
+    first_token: int
+    requests: slice
+    queries: list[slice]
+
+
+class ChunkBuilder:
+    """Lays out the chunks of a step's prefills, one for the requests that share a workspace, for kernels to fill.
+
+    What they write is laid out for the whole step in four buffers that keep their addresses, but for the one
     of rows, which grows with the longest step.
     """
 
@@ -207,42 +225,41 @@ class ChunkBuilder:
         self._native = functools.lru_cache(MOST_PARTS)(self._cut)
         self._given = functools.lru_cache(MOST_PARTS)(self._give)
 
-    def build(
-        self,
-        kernels: Any,
-        arrays: BatchArrays,
-        lens: HostLens,
-        num_decodes: int,
-        block_table: Any,
-        framework: str,
-    ) -> DeepseekV32IndexerPrefillMetadata:
-        """The chunks of the requests behind the decodes; `block_table` is theirs in the caller's `framework`."""
+    def lay_out(self, lens: HostLens, num_decodes: int, like: Any) -> list[LaidOut]:
+        """The chunks of the requests behind the decodes, where `like` is. Raises ValueError for too many rows."""
         rows = [seq_len // self.compress_ratio for seq_len in lens.seq_lens[num_decodes:].tolist()]
         starts = lens.starts[num_decodes:].tolist()
         query_lens = [stop - start for start, stop in itertools.pairwise(starts)]
         specs = _split(rows, query_lens, self.workspace_rows, self.config.max_logits_bytes, num_decodes)
         all_rows = sum(rows)
         if all_rows > self._row_capacity:
-            self._make_room(all_rows, arrays.seq_lens)
-        chunks, before, number, row = [], None, -1, 0
+            self._make_room(all_rows, like)
+        laid_out: list[LaidOut] = []
+        before, number, row = None, -1, 0
         for requests, queries in specs:
             if requests is not before:
                 first, stop = requests.start - num_decodes, requests.stop - num_decodes
-                before, number = requests, number + 1
-                total_rows = sum(rows[first:stop])
+                before, number, parts = requests, number + 1, [queries]
+                its_rows = rows[first:stop]
+                total_rows = sum(its_rows)
                 if total_rows > self.workspace_rows:
                     raise self._too_many(total_rows, requests)
                 if total_rows:
                     part = (starts[first], starts[stop], first + number, stop + number + 1, row, row + total_rows)
                     row += total_rows
-                    native = self._native(part)
-                    kernels.build_indexer_chunk(
-                        arrays.query_start_loc, arrays.seq_lens, requests.start, stop - first, self.compress_ratio,
-                        max(rows[first:stop]), *native,
-                    )  # fmt: skip
-                    chunk = native if framework in ("cupy", "numpy") else self._parts(framework, part)
-            if total_rows:
-                chunks.append(chunk.metadata(requests, queries, starts[first], block_table, queries.start > 0))
+                    chunk = IndexerChunk(requests.start, stop - first, max(its_rows), *self._native(part))
+                    laid_out.append(LaidOut(chunk, part, starts[first], requests, parts))
+            else:
+                parts.append(queries)
+        return laid_out
+
+    def metadata(self, laid_out: list[LaidOut], block_table: Any, framework: str) -> DeepseekV32IndexerPrefillMetadata:
+        """Chunks that kernels have filled; `block_table` is the step's in the caller's `framework`."""
+        chunks = []
+        for chunk, part, first_token, requests, its_queries in laid_out:
+            arrays = ChunkArrays(*chunk[3:]) if framework in ("cupy", "numpy") else self._parts(framework, part)
+            for queries in its_queries:
+                chunks.append(arrays.metadata(requests, queries, first_token, block_table, queries.start > 0))
         return DeepseekV32IndexerPrefillMetadata(chunks)
 
     def build_one(
@@ -276,8 +293,8 @@ class ChunkBuilder:
             sizes = (num_tokens, num_tokens, len(starts), total_rows)
             chunk = ChunkArrays(*(dlpack.empty((size,), np.dtype(np.int32), table) for size in sizes))
             kernels.build_indexer_chunk(
-                xp.asarray(starts.astype(np.int32)), xp.asarray(seq_lens.astype(np.int32)), 0, len(seq_lens),
-                self.compress_ratio, int(rows.max()), *chunk,
+                xp.asarray(starts.astype(np.int32)), xp.asarray(seq_lens.astype(np.int32)), self.compress_ratio,
+                IndexerChunk(0, len(seq_lens), int(rows.max()), *chunk),
             )  # fmt: skip
         framework = dlpack.framework_of(block_table)
         chunk = ChunkArrays(*(dlpack.give(array, framework) for array in chunk))

@@ -5,19 +5,20 @@ from __future__ import annotations
 import numpy as np
 
 from ..numba_common.compiled import compiled
-from ..types.metadata import SPLIT_PAGES, IndexerBuffers, IndexerCounts
+from ..types.metadata import SPLIT_PAGES, IndexerBuffers, IndexerChunk, IndexerCounts
 from .rows import copy_row
 from .threads import share_out
 
 TO_SEARCH = 20  # nanoseconds that it takes to find a token's request
 
 
-def build_indexer_decode(
+def build_indexer(
     query_start_loc: np.ndarray,
     seq_lens: np.ndarray,
     block_table: np.ndarray,
     counts: IndexerCounts,
     buffers: IndexerBuffers,
+    chunk: IndexerChunk | None,
 ) -> None:
     buffers.decode_lens[:] = 0
     buffers.seq_lens[:] = 0
@@ -34,6 +35,17 @@ def build_indexer_decode(
             query_start_loc, seq_lens, block_table, len(buffers.slot_mapping), counts.block_size,
             counts.compress_ratio, buffers.slot_mapping,
         )  # fmt: skip
+    if chunk is not None:
+        build_indexer_chunk(query_start_loc, seq_lens, counts.compress_ratio, chunk)
+
+
+def build_indexer_chunk(
+    query_start_loc: np.ndarray, seq_lens: np.ndarray, compress_ratio: int, chunk: IndexerChunk
+) -> None:
+    _chunk(
+        query_start_loc, seq_lens, chunk.first_request, chunk.num_reqs, compress_ratio, chunk.cu_seqlen_ks,
+        chunk.cu_seqlen_ke, chunk.cu_seq_lens, chunk.token_to_seq,
+    )  # fmt: skip
 
 
 def compressed_slot_mapping(
@@ -137,13 +149,12 @@ def _slot_mapping(
 
 
 @compiled
-def build_indexer_chunk(
+def _chunk(
     query_start_loc,
     seq_lens,
     first_request,
     num_reqs,
     compress_ratio,
-    longest,
     cu_seqlen_ks,
     cu_seqlen_ke,
     cu_seq_lens,

@@ -56,7 +56,7 @@ def _layout_struct(layout: CacheLayout) -> str:
 def look_first_in(*folders: pathlib.Path) -> None:
     """From now on take sources from `folders` where they have them: for experiments, to compare versions of a kernel.
 
-    What was compiled is forgotten; calls that the launch cache has recorded are not, which makes them again as they were:
+    What was compiled is forgotten; calls that the launch cache has recorded are not, which makes them as they were:
     compare versions within `recorded_launches`, where every call is made in full.
     """
     FOLDERS[:] = [*folders, CSRC]

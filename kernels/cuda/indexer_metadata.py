@@ -1,27 +1,36 @@
-"""Metadata of a step for the indexer: one kernel for the decodes, one for each prefill chunk."""
+"""Metadata of a step for the indexer: one kernel for decodes and the first prefill chunk, one for each other chunk."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..types.metadata import IndexerBuffers, IndexerCounts
+from ..types.metadata import IndexerBuffers, IndexerChunk, IndexerCounts
 from .compile import kernel
 
 THREADS, WARPS, COLUMNS = 1024, 32, 1024  # as in common/indexer_metadata.cu
 ITEMS_PER_THREAD = 4  # rows of a prefill request that a thread is given before more thread blocks help
 MOST_SPLITS = 256
+NO_CHUNK = (0, 0, 0, 0, 0, 0, 1, 0, 0, 0)  # `Chunk` of the source
 
 
-def build_indexer_decode(
-    query_start_loc: Any, seq_lens: Any, block_table: Any, counts: IndexerCounts, buffers: IndexerBuffers
+def build_indexer(
+    query_start_loc: Any,
+    seq_lens: Any,
+    block_table: Any,
+    counts: IndexerCounts,
+    buffers: IndexerBuffers,
+    chunk: IndexerChunk | None,
 ) -> None:
     capacity = len(buffers.decode_lens)
     element_blocks = -(-capacity // THREADS)
     copied = counts.batch_size if counts.flatten else 0
     width = max(counts.columns, counts.columns_before)
     copy_blocks = -(-max(copied, counts.entries_before) // WARPS) * -(-width // COLUMNS)
-    kernel("common/indexer_metadata.cu", "build_indexer_decode")(
-        (1 + element_blocks + copy_blocks,),
+    decode_blocks, chunk_blocks, its_chunk = 1 + element_blocks + copy_blocks, 0, NO_CHUNK
+    if chunk is not None:
+        its_chunk, chunk_blocks = _struct(chunk)
+    kernel("common/indexer_metadata.cu", "build_indexer")(
+        (decode_blocks + chunk_blocks,),
         (THREADS,),
         (
             query_start_loc, seq_lens, len(seq_lens), block_table, block_table.strides[0] // 4,
@@ -30,6 +39,7 @@ def build_indexer_decode(
             counts.columns_before, counts.block_size, counts.compress_ratio,
             buffers.decode_lens, buffers.seq_lens, capacity, buffers.slot_mapping, buffers.block_table,
             buffers.block_table.shape[1], buffers.schedule, len(buffers.schedule) - 1, element_blocks,
+            decode_blocks, *its_chunk,
         ),
         overlap=True,
     )  # fmt: skip
@@ -57,26 +67,19 @@ def compressed_slot_mapping(
     )  # fmt: skip
 
 
-def build_indexer_chunk(
-    query_start_loc: Any,
-    seq_lens: Any,
-    first_request: int,
-    num_reqs: int,
-    compress_ratio: int,
-    longest: int,
-    cu_seqlen_ks: Any,
-    cu_seqlen_ke: Any,
-    cu_seq_lens: Any,
-    token_to_seq: Any,
-) -> None:
-    offset = 4 * first_request
-    splits = min(max(-(-longest // (ITEMS_PER_THREAD * THREADS)), 1), MOST_SPLITS)
+def build_indexer_chunk(query_start_loc: Any, seq_lens: Any, compress_ratio: int, chunk: IndexerChunk) -> None:
+    its_chunk, blocks = _struct(chunk)
     kernel("common/indexer_metadata.cu", "build_indexer_chunk")(
-        (num_reqs, splits),
-        (THREADS,),
-        (
-            query_start_loc.data.ptr + offset, seq_lens.data.ptr + offset, compress_ratio,
-            len(cu_seqlen_ks), len(token_to_seq), cu_seqlen_ks, cu_seqlen_ke, cu_seq_lens, token_to_seq,
-        ),
-        overlap=True,
+        (blocks,), (THREADS,), (query_start_loc, seq_lens, compress_ratio, *its_chunk), overlap=True
+    )
+
+
+def _struct(chunk: IndexerChunk) -> tuple[tuple[Any, ...], int]:
+    """`Chunk` of the source, and its thread blocks."""
+    first_request, num_reqs, longest, cu_seqlen_ks, cu_seqlen_ke, cu_seq_lens, token_to_seq = chunk
+    splits = min(max(-(-longest // (ITEMS_PER_THREAD * THREADS)), 1), MOST_SPLITS)
+    members = (
+        cu_seqlen_ks, cu_seqlen_ke, cu_seq_lens, token_to_seq, first_request, num_reqs, splits, len(cu_seqlen_ks),
+        len(token_to_seq), 0,
     )  # fmt: skip
+    return members, num_reqs * splits

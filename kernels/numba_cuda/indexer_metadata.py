@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..types.metadata import SPLIT_PAGES, IndexerBuffers, IndexerCounts
+from ..types.metadata import SPLIT_PAGES, IndexerBuffers, IndexerChunk, IndexerCounts
 from .compiler import cuda
 from .launch import launch
 from .rows import find_request, lookup_block, token_position
@@ -14,8 +14,13 @@ from .rows import find_request, lookup_block, token_position
 THREADS = 128
 
 
-def build_indexer_decode(
-    query_start_loc: Any, seq_lens: Any, block_table: Any, counts: IndexerCounts, buffers: IndexerBuffers
+def build_indexer(
+    query_start_loc: Any,
+    seq_lens: Any,
+    block_table: Any,
+    counts: IndexerCounts,
+    buffers: IndexerBuffers,
+    chunk: IndexerChunk | None,
 ) -> None:
     launch(
         lengths_kernel, -(-len(buffers.decode_lens) // THREADS), THREADS,
@@ -32,6 +37,8 @@ def build_indexer_decode(
             query_start_loc, seq_lens, block_table, len(buffers.slot_mapping), counts.block_size,
             counts.compress_ratio, buffers.slot_mapping,
         )  # fmt: skip
+    if chunk is not None:
+        build_indexer_chunk(query_start_loc, seq_lens, counts.compress_ratio, chunk)
 
 
 def compressed_slot_mapping(
@@ -50,21 +57,11 @@ def compressed_slot_mapping(
         )  # fmt: skip
 
 
-def build_indexer_chunk(
-    query_start_loc: Any,
-    seq_lens: Any,
-    first_request: int,
-    num_reqs: int,
-    compress_ratio: int,
-    longest: int,
-    cu_seqlen_ks: Any,
-    cu_seqlen_ke: Any,
-    cu_seq_lens: Any,
-    token_to_seq: Any,
-) -> None:
+def build_indexer_chunk(query_start_loc: Any, seq_lens: Any, compress_ratio: int, chunk: IndexerChunk) -> None:
     launch(
-        chunk_kernel, num_reqs, THREADS,
-        query_start_loc, seq_lens, first_request, compress_ratio, cu_seqlen_ks, cu_seqlen_ke, cu_seq_lens, token_to_seq,
+        chunk_kernel, chunk.num_reqs, THREADS,
+        query_start_loc, seq_lens, chunk.first_request, compress_ratio, chunk.cu_seqlen_ks, chunk.cu_seqlen_ke,
+        chunk.cu_seq_lens, chunk.token_to_seq,
     )  # fmt: skip
 
 

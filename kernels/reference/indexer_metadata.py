@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..types.metadata import SPLIT_PAGES, IndexerBuffers, IndexerCounts
+from ..types.metadata import SPLIT_PAGES, IndexerBuffers, IndexerChunk, IndexerCounts
 from .indexer import paged_mqa_logits_metadata
 
 
-def build_indexer_decode(
+def build_indexer(
     query_start_loc: np.ndarray,
     seq_lens: np.ndarray,
     block_table: np.ndarray,
     counts: IndexerCounts,
     buffers: IndexerBuffers,
+    chunk: IndexerChunk | None,
 ) -> None:
     buffers.decode_lens[:] = 0
     buffers.seq_lens[:] = 0
@@ -38,6 +39,8 @@ def build_indexer_decode(
             query_start_loc, seq_lens, block_table, len(buffers.slot_mapping), counts.block_size,
             counts.compress_ratio, buffers.slot_mapping,
         )  # fmt: skip
+    if chunk is not None:
+        build_indexer_chunk(query_start_loc, seq_lens, counts.compress_ratio, chunk)
 
 
 def rows_of(positions: int, compress_ratio: int) -> int:
@@ -68,21 +71,13 @@ def compressed_slot_mapping(
 
 
 def build_indexer_chunk(
-    query_start_loc: np.ndarray,
-    seq_lens: np.ndarray,
-    first_request: int,
-    num_reqs: int,
-    compress_ratio: int,
-    longest: int,
-    cu_seqlen_ks: np.ndarray,
-    cu_seqlen_ke: np.ndarray,
-    cu_seq_lens: np.ndarray,
-    token_to_seq: np.ndarray,
+    query_start_loc: np.ndarray, seq_lens: np.ndarray, compress_ratio: int, chunk: IndexerChunk
 ) -> None:
-    origin = int(query_start_loc[first_request])
+    first, count, _, cu_seqlen_ks, cu_seqlen_ke, cu_seq_lens, token_to_seq = chunk
+    origin = int(query_start_loc[first])
     row_start = 0
-    for i in range(num_reqs):
-        request = first_request + i
+    for i in range(count):
+        request = first + i
         start, end, length = (int(x) for x in (*query_start_loc[request : request + 2], seq_lens[request]))
         row_end = min(row_start + rows_of(length, compress_ratio), len(token_to_seq))
         cu_seq_lens[i : i + 2] = row_start, row_end

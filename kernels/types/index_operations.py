@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol, TypeAlias
 
-from .metadata import BatchCounts, IndexerBuffers, IndexerCounts, SwaBuffers
+from .metadata import BatchCounts, IndexerBuffers, IndexerChunk, IndexerCounts, SwaBuffers
 
 Array: TypeAlias = Any
 
@@ -27,15 +27,16 @@ class Advance(Protocol):
 
 
 class IndexerMetadata(Protocol):
-    """What the indexer's builder makes of a batch."""
+    """What the indexer's builder makes of a batch: of its decodes, and of its first chunk of prefills if it has one."""
 
-    def build_indexer_decode(
+    def build_indexer(
         self,
         query_start_loc: Array,
         seq_lens: Array,
         block_table: Array,
         counts: IndexerCounts,
         buffers: IndexerBuffers,
+        chunk: IndexerChunk | None,
     ) -> None: ...
 
     def compressed_slot_mapping(
@@ -50,17 +51,7 @@ class IndexerMetadata(Protocol):
     ) -> None: ...
 
     def build_indexer_chunk(
-        self,
-        query_start_loc: Array,
-        seq_lens: Array,
-        first_request: int,
-        num_reqs: int,
-        compress_ratio: int,
-        longest: int,
-        cu_seqlen_ks: Array,
-        cu_seqlen_ke: Array,
-        cu_seq_lens: Array,
-        token_to_seq: Array,
+        self, query_start_loc: Array, seq_lens: Array, compress_ratio: int, chunk: IndexerChunk
     ) -> None: ...
 
 

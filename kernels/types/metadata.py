@@ -89,3 +89,22 @@ class IndexerBuffers(NamedTuple):
     slot_mapping: Any
     block_table: Any
     schedule: Any
+
+
+class IndexerChunk(NamedTuple):
+    """Prefill requests that share a workspace, and the arrays that are filled for them, all int32.
+
+    first_request, num_reqs     which of the batch's
+    longest                     rows of the longest of them
+    cu_seqlen_ks, cu_seqlen_ke  [tokens], from which row of the workspace to which each query sees
+    cu_seq_lens                 [num_reqs + 1], first row of each request
+    token_to_seq                [rows], the request of each row, counted within the chunk
+    """
+
+    first_request: int
+    num_reqs: int
+    longest: int
+    cu_seqlen_ks: Any
+    cu_seqlen_ke: Any
+    cu_seq_lens: Any
+    token_to_seq: Any

@@ -11,6 +11,7 @@ from cumla.kernels.cuda.launch import (
     HEAD,
     PACKING,
     Kernel,
+    _codes,
     _LaunchMemory,
     are_recorded,
     packing,
@@ -22,7 +23,7 @@ nvrtc = support.nvrtc.nvrtc()
 
 KERNELS = [
     ("common/window_metadata.cu", "build_sparse_swa", {"SLOT": "int64"}),
-    ("common/indexer_metadata.cu", "build_indexer_decode", {}),
+    ("common/indexer_metadata.cu", "build_indexer", {}),
     ("common/indexer_metadata.cu", "build_indexer_chunk", {}),
     ("common/advance.cu", "advance_step", {"TOKEN": "int64", "SAMPLED": "int", "POSITION": "int64", "SLOT": "int64"}),
     ("common/dense_gather.cu", "gather_cache", {"UNIT": "uint4"}),
@@ -47,7 +48,8 @@ def parameters_of(text, name):
     """Bytes of each parameter of a kernel, as the compiler has them."""
     ptx = compiled(text, "compute_90", "PTX").decode()
     entry = re.search(rf"\.entry {name}\((.*?)\)", ptx, re.DOTALL)[1]
-    return [WIDTHS[kind] for kind in re.findall(r"\.param \.(\w+)", entry)]
+    found = re.findall(r"\.param (?:\.align \d+ )?\.(\w+) \w+(?:\[(\d+)\])?", entry)  # a struct is so many bytes
+    return [WIDTHS[kind] * int(count or 1) for kind, count in found]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,8 @@ def parameters_of(text, name):
 )
 def test_packing_is_the_compilers(file, name, defines):
     text = "".join(f"#define {macro} {value}\n" for macro, value in defines.items()) + compiler.source(file)
-    codes = packing(text, name, defines).format
+    codes = [_codes(text, defines.get(c_type, c_type)) for c_type in parameters(text, name).values()]
+    assert "".join(codes) == packing(text, name, defines).format
     assert [struct.calcsize(code) for code in codes] == parameters_of(text, name)
 
 

@@ -1,12 +1,12 @@
 // Metadata of a step for the indexer of DeepSeek V3.2 and V4 layers.
 //
-// build_indexer_decode     one launch for all that the decode kernels take. Thread block 0 deals out the splits,
-//                          the next `element_blocks` take one element of each flat buffer a thread, the rest
-//                          copy block tables, COLUMNS columns of an entry a warp.
+// build_indexer            one launch for all that the decode kernels take, and for a prefill chunk. Thread block 0 deals
+//                          out the splits, the next `element_blocks` take one element of each flat buffer a thread, the
+//                          rest up to `decode_blocks` copy block tables, COLUMNS columns of an entry a warp. The last
+//                          ones are the chunk's.
 // paged_mqa_logits_metadata  one thread block that deals out the splits, nothing else.
 // compressed_slot_mapping  one token a thread.
-// build_indexer_chunk      one request of a prefill chunk in each column of the grid, whose thread blocks share
-//                          out its rows and queries.
+// build_indexer_chunk      a prefill chunk alone: `splits` thread blocks share out the rows and queries of a request.
 #include "common/pdl.cuh"
 #include "common/pages.cuh"
 
@@ -128,13 +128,56 @@ __device__ inline void deal_splits(DecodeEntries entries, int split_rows, int nu
     }
 }
 
+// Requests of a prefill chunk and what is filled for them; `splits` thread blocks each.
+struct Chunk {
+    int* cu_seqlen_ks;
+    int* cu_seqlen_ke;
+    int* cu_seq_lens;
+    int* token_to_seq;
+    int first_request, num_reqs, splits, num_tokens, total_rows, unused;
+};
+
+// Thread block `block` of a chunk's.
+__device__ inline void build_chunk(const int* query_start_loc, const int* seq_lens, int compress_ratio, Chunk chunk, int block) {
+    query_start_loc += chunk.first_request, seq_lens += chunk.first_request;
+    // Where the request's rows start: after those of the chunk's earlier requests.
+    __shared__ uint32 rows_before;
+    if (threadIdx.x == 0) rows_before = 0;
+    __syncthreads();
+    int request = block / chunk.splits;
+    uint32 rows = 0;
+    for (int earlier = threadIdx.x; earlier < request; earlier += THREADS)
+        rows += rows_of(seq_lens[earlier], compress_ratio);
+    if (rows) atomicAdd(&rows_before, rows);
+    __syncthreads();
+    int row_start = int(min(rows_before, uint32(chunk.total_rows)));
+    int row_end = int(min(int64(row_start) + rows_of(seq_lens[request], compress_ratio), int64(chunk.total_rows)));
+
+    int thread = block % chunk.splits * THREADS + threadIdx.x, threads = chunk.splits * THREADS;
+    for (int row = row_start + thread; row < row_end; row += threads) chunk.token_to_seq[row] = request;
+    int origin = query_start_loc[0];
+    int first = max(query_start_loc[request] - origin, 0);
+    int last = min(query_start_loc[request + 1] - origin, chunk.num_tokens);
+    BatchRequests requests{query_start_loc, seq_lens, chunk.num_reqs};
+    for (int token = first + thread; token < last; token += threads) {
+        chunk.cu_seqlen_ks[token] = row_start;
+        chunk.cu_seqlen_ke[token] = row_start + rows_of(requests.visible_to(request, token + origin), compress_ratio);
+    }
+    if (thread == 0) {
+        if (request == 0) chunk.cu_seq_lens[0] = 0;
+        chunk.cu_seq_lens[request + 1] = row_end;
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-build_indexer_decode(const int* query_start_loc, const int* seq_lens, int num_reqs, const int* block_table,
-                     int64 table_stride, int table_columns, int num_decodes, int batch_size, int flatten,
-                     int lens_per_entry, int columns, int entries_before, int columns_before, int block_size,
-                     int compress_ratio, int* decode_lens, int* out_seq_lens, int capacity, int64* slot_mapping,
-                     int* out_block_table, int64 out_table_stride, int* schedule, int num_shares, int element_blocks) {
+build_indexer(const int* query_start_loc, const int* seq_lens, int num_reqs, const int* block_table,
+              int64 table_stride, int table_columns, int num_decodes, int batch_size, int flatten,
+              int lens_per_entry, int columns, int entries_before, int columns_before, int block_size,
+              int compress_ratio, int* decode_lens, int* out_seq_lens, int capacity, int64* slot_mapping,
+              int* out_block_table, int64 out_table_stride, int* schedule, int num_shares, int element_blocks,
+              int decode_blocks, Chunk chunk) {
     pdl_wait();
+    if (blockIdx.x >= decode_blocks) return build_chunk(query_start_loc, seq_lens, compress_ratio, chunk, blockIdx.x - decode_blocks);
     BatchRequests requests{query_start_loc, seq_lens, num_reqs};
     DecodeEntries entries{requests, num_decodes, batch_size, lens_per_entry, flatten != 0, compress_ratio};
     if (blockIdx.x == 0) {
@@ -187,36 +230,9 @@ compressed_slot_mapping(const int* query_start_loc, const int* seq_lens, int num
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-build_indexer_chunk(const int* query_start_loc, const int* seq_lens, int compress_ratio, int num_tokens,
-                    int total_rows, int* cu_seqlen_ks, int* cu_seqlen_ke, int* cu_seq_lens, int* token_to_seq) {
+build_indexer_chunk(const int* query_start_loc, const int* seq_lens, int compress_ratio, Chunk chunk) {
     pdl_wait();
-    // Where the request's rows start: after those of the chunk's earlier requests.
-    __shared__ uint32 rows_before;
-    if (threadIdx.x == 0) rows_before = 0;
-    __syncthreads();
-    int request = blockIdx.x;
-    uint32 rows = 0;
-    for (int earlier = threadIdx.x; earlier < request; earlier += THREADS)
-        rows += rows_of(seq_lens[earlier], compress_ratio);
-    if (rows) atomicAdd(&rows_before, rows);
-    __syncthreads();
-    int row_start = int(min(rows_before, uint32(total_rows)));
-    int row_end = int(min(int64(row_start) + rows_of(seq_lens[request], compress_ratio), int64(total_rows)));
-
-    int thread = blockIdx.y * THREADS + threadIdx.x, threads = gridDim.y * THREADS;
-    for (int row = row_start + thread; row < row_end; row += threads) token_to_seq[row] = request;
-    int origin = query_start_loc[0];
-    int first = max(query_start_loc[request] - origin, 0);
-    int last = min(query_start_loc[request + 1] - origin, num_tokens);
-    BatchRequests requests{query_start_loc, seq_lens, int(gridDim.x)};
-    for (int token = first + thread; token < last; token += threads) {
-        cu_seqlen_ks[token] = row_start;
-        cu_seqlen_ke[token] = row_start + rows_of(requests.visible_to(request, token + origin), compress_ratio);
-    }
-    if (thread == 0) {
-        if (request == 0) cu_seq_lens[0] = 0;
-        cu_seq_lens[request + 1] = row_end;
-    }
+    build_chunk(query_start_loc, seq_lens, compress_ratio, chunk, blockIdx.x);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
