@@ -12,6 +12,9 @@ from ..arrays import dlpack
 from ..dispatch.call import BYTES, FLOATS
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+FP8 = np.dtype(np.uint8), E4M3  # bytes that are e4m3
+UE8M0 = np.dtype(np.uint8), np.dtype(ml_dtypes.float8_e8m0fnu)
+NUMBERS = tuple(map(np.dtype, (np.float32, ml_dtypes.bfloat16, np.float16, np.float64)))
 BLOCK = (128, 128)  # of DeepSeek V3 checkpoints
 PACKED = ("weight_packed", "qweight")  # of compressed-tensors, and of GPTQ and AWQ
 SCALES = ("weight_scale_inv", "weight_scale")  # of blocks, and of a tensor or its rows: value = e4m3 * scale
@@ -22,7 +25,8 @@ class BlockQuantizedWeight:
     """A matrix in FP8 with a scale for each block, as DeepSeek V3 checkpoints hold them.
 
     weight  uint8 (or float8) [out, in], e4m3
-    scale   float32 [ceil(out / block[0]), ceil(in / block[1])]; value = e4m3 * scale
+    scale   [ceil(out / block[0]), ceil(in / block[1])], float32 or UE8M0 (float8_e8m0fnu, uint8);
+            value = e4m3 * scale
     block   rows and columns that share a scale
     """
 
@@ -81,18 +85,37 @@ def _weight_of_layer(name: str, layer: Any) -> Any:
 
 def dequantized(weight: BlockQuantizedWeight, name: str = "kv_b_proj") -> Any:
     """float32 [out, in], where the weight is. Raises TypeError or ValueError if it and its scales do not fit."""
-    dlpack.check_float8(weight.weight, f"{name}.weight")
-    native, scale = dlpack.borrow(weight.weight, f"{name}.weight"), dlpack.borrow(weight.scale, f"{name}.scale")
-    if native.dtype != np.uint8 or scale.dtype != np.float32:
-        raise TypeError(f"{name}: got {native.dtype} with scales of {scale.dtype}, expected uint8 and float32")
-    if native.ndim != 2 or scale.ndim != 2:
-        raise ValueError(f"{name}: got shape {tuple(native.shape)} with scales {tuple(scale.shape)}, expected two axes")
-    (rows, columns), (block_rows, block_columns) = native.shape, weight.block
+    values = dequantized_on_host(weight, f"{name}.weight")
+    native = dlpack.borrow(weight.weight, f"{name}.weight")
+    return values if isinstance(native, np.ndarray) else dlpack.namespace_of(native).asarray(values)
+
+
+def dequantized_on_host(weight: BlockQuantizedWeight, name: str) -> np.ndarray:
+    """The same in host memory."""
+    dlpack.check_float8(weight.weight, name)
+    values, scales = _host(dlpack.borrow(weight.weight, name)), _scales(weight.scale, name)
+    if values.dtype not in FP8:
+        raise TypeError(f"{name}: got dtype {values.dtype} with scales, expected float8_e4m3fn or its bytes in uint8")
+    if values.ndim != 2:
+        raise ValueError(f"{name}: got FP8 values of shape {values.shape}, expected [out, in]")
+    (rows, columns), (block_rows, block_columns) = values.shape, weight.block
     expected = (-(-rows // block_rows), -(-columns // block_columns))
-    if scale.shape != expected:
-        raise ValueError(f"{name}.scale: got shape {tuple(scale.shape)}, expected {list(expected)}")
-    on_host = isinstance(native, np.ndarray)
-    host, host_scale = (array if on_host else array.get() for array in (native, scale))
-    scales = host_scale.repeat(block_rows, axis=0)[:rows].repeat(block_columns, axis=1)[:, :columns]
-    values = np.ascontiguousarray(host).view(E4M3).astype(np.float32) * scales
-    return values if on_host else dlpack.namespace_of(native).asarray(values)
+    if scales.shape != expected:
+        raise ValueError(f"{name}: got scales of shape {scales.shape}, expected {expected} for {values.shape}")
+    spread = scales.repeat(block_rows, axis=0)[:rows].repeat(block_columns, axis=1)[:, :columns]
+    return np.ascontiguousarray(values).view(E4M3).astype(np.float32) * spread
+
+
+def _scales(scale: Any, name: str) -> np.ndarray:
+    array = _host(dlpack.borrow(scale, f"{name} (scale)"))
+    if array.dtype in UE8M0:
+        array = array.view(ml_dtypes.float8_e8m0fnu)
+    elif array.dtype not in NUMBERS:
+        raise TypeError(f"{name}: got scales of dtype {array.dtype}, expected float32 or float8_e8m0fnu")
+    scales: np.ndarray = array.astype(np.float32)
+    return scales
+
+
+def _host(array: Any) -> np.ndarray:
+    host: np.ndarray = array if isinstance(array, np.ndarray) else array.get()
+    return host

@@ -12,11 +12,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import ml_dtypes
-import numpy as np
-
 from ..arrays import dlpack
-from ..layers.dense import BlockQuantizedWeight
+from ..layers.weights import FP8, NUMBERS, BlockQuantizedWeight, dequantized_on_host
 
 # Within a layer's attention: published name -> transformers' name.
 V4_ATTENTION = {
@@ -64,8 +61,6 @@ PUBLISHED_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.attn\.(.+)")
 TRANSFORMERS_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.self_attn\.(.+)")
 TABLES = ("rotary_emb.inv_freq",)  # in old files; layers make their own
 SCALE_NAMES = ("scale", "weight_scale_inv")
-NUMBERS = tuple(map(np.dtype, (np.float32, ml_dtypes.bfloat16, np.float16, np.float64)))
-FP8_DTYPES = (np.dtype(np.uint8), np.dtype(ml_dtypes.float8_e4m3fn))
 
 
 def transformers_name(name: str, table: Mapping[str, str]) -> str | None:
@@ -163,43 +158,17 @@ def place_of(weights: Mapping[str, Any]) -> Any:
 
 
 def plain(weight: Any, name: str) -> Any:
-    """A weight as an array of numbers, FP8 blocks dequantised to float32, where the weight is.
+    """A weight as an array of numbers where it is, or FP8 blocks dequantised to float32 in host memory.
 
     weight  an array of any framework, or a BlockQuantizedWeight; a scale may be float32 or UE8M0 (float8_e8m0fnu)
 
     Raises ValueError for FP8 values without scales.
     """
-    if not isinstance(weight, BlockQuantizedWeight):
-        array = dlpack.borrow(weight, name)
-        if array.dtype in FP8_DTYPES:
-            raise ValueError(f"{name}: got FP8 values without scales, expected a BlockQuantizedWeight")
-        if array.dtype not in NUMBERS:
-            raise TypeError(f"{name}: got dtype {array.dtype}, expected float32, bfloat16 or float16")
-        return array
-    dlpack.check_float8(weight.weight, name)
-    values, scales = _host(dlpack.borrow(weight.weight, name)), _scales(weight.scale, name)
-    if values.dtype not in FP8_DTYPES:
-        raise TypeError(f"{name}: got dtype {values.dtype} with scales, expected float8_e4m3fn or its bytes in uint8")
-    if values.ndim != 2:
-        raise ValueError(f"{name}: got FP8 values of shape {values.shape}, expected a matrix")
-    (rows, columns), (block_rows, block_columns) = values.shape, weight.block
-    expected = (-(-rows // block_rows), -(-columns // block_columns))
-    if scales.shape != expected:
-        raise ValueError(f"{name}: got scales of shape {scales.shape}, expected {expected} for {values.shape}")
-    spread = scales.repeat(block_rows, axis=0)[:rows].repeat(block_columns, axis=1)[:, :columns]
-    return np.ascontiguousarray(values).view(ml_dtypes.float8_e4m3fn).astype(np.float32) * spread
-
-
-def _scales(scale: Any, name: str) -> np.ndarray:
-    array = _host(dlpack.borrow(scale, f"{name} (scale)"))
-    if array.dtype in (np.uint8, ml_dtypes.float8_e8m0fnu):
-        array = array.view(ml_dtypes.float8_e8m0fnu)
-    elif array.dtype not in NUMBERS:
-        raise TypeError(f"{name}: got scales of dtype {array.dtype}, expected float32 or float8_e8m0fnu")
-    scales: np.ndarray = array.astype(np.float32)
-    return scales
-
-
-def _host(array: Any) -> np.ndarray:
-    host: np.ndarray = array if isinstance(array, np.ndarray) else array.get()
-    return host
+    if isinstance(weight, BlockQuantizedWeight):
+        return dequantized_on_host(weight, name)
+    array = dlpack.borrow(weight, name)
+    if array.dtype in FP8:
+        raise ValueError(f"{name}: got FP8 values without scales, expected a BlockQuantizedWeight")
+    if array.dtype not in NUMBERS:
+        raise TypeError(f"{name}: got dtype {array.dtype}, expected float32, bfloat16 or float16")
+    return array

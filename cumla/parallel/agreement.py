@@ -63,7 +63,7 @@ class Agreement:
             for rank in ended:  # it may have come after the look above, and ended since
                 values[rank] = self.store.get(f"{what}/{rank}")
             missing = [rank for rank in missing if values[rank] is None]
-            self.check_others([rank for rank in ended if rank in missing], what)
+            self.check_others([rank for rank in ended if rank in missing], f"come to {what}")
             if not missing:
                 break
             left = end - time.monotonic()

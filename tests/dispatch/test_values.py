@@ -97,11 +97,29 @@ def test_weights_of_other_8_bit_floats(dtype):
         plain(BlockQuantizedWeight(values, scales), "wo_a.weight")
 
 
+def test_scales_that_are_powers_of_two(rng):
+    """As bytes, as numbers of 8 bits and as float32: the same weight, for a layer of one's own and a model's."""
+    values, exponents = rng.integers(0, 120, (200, 130), np.uint8), rng.integers(118, 132, (2, 2), np.uint8)
+    made = [
+        weight_of("kv_b_proj", BlockQuantizedWeight(values, scales))
+        for scales in (
+            exponents,
+            exponents.view(ml_dtypes.float8_e8m0fnu),
+            np.exp2(exponents.astype(np.float32) - 127),
+        )
+    ]
+    made.append(plain(BlockQuantizedWeight(values, exponents), "wo_a.weight"))
+    for weight in made:
+        assert weight.dtype == np.float32
+        np.testing.assert_array_equal(weight, made[0])
+    assert made[0][199, 129] == values.view(ml_dtypes.float8_e4m3fn)[199, 129] * 2.0 ** (exponents[1, 1] - 127.0)
+
+
 def test_weights_that_are_no_matrix_of_bytes():
     scales = np.ones((1, 1), np.float32)
     with pytest.raises(ValueError, match=r"kv_b_proj\.weight: got shape"):
         weight_of("kv_b_proj", SimpleNamespace(weight=np.zeros(4, np.uint8), weight_scale=scales))
-    with pytest.raises(ValueError, match=r"kv_b_proj: got shape \(4,\) with scales"):
+    with pytest.raises(ValueError, match=r"kv_b_proj\.weight: got FP8 values of shape \(4,\)"):
         weight_of("kv_b_proj", BlockQuantizedWeight(np.zeros(4, np.uint8), scales))
 
 

@@ -406,7 +406,7 @@ def test_errors_name_the_argument(rng):
     with pytest.raises(TypeError, match="act_dtype: got float64"):
         impl().process_weights_after_loading(np.float64)
     quantised = BlockQuantizedWeight(np.zeros((768, 512), np.uint8), np.zeros((6, 5), np.float32))
-    with pytest.raises(ValueError, match=r"kv_b_proj.scale: got shape \(6, 5\), expected \[6, 4\]"):
+    with pytest.raises(ValueError, match=r"kv_b_proj.weight: got scales of shape \(6, 5\), expected \(6, 4\)"):
         impl(kv_b_proj=quantised).process_weights_after_loading()
     lab = SimpleNamespace(backend="reference", put=lambda x: x, get=lambda x: x)
     model = Model(lab, rng, [9, 20], [1, 20])

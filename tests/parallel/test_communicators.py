@@ -60,7 +60,7 @@ WRONG = {
         lambda comm: (comm.all_to_all if comm.rank == 2 else comm.all_gather)(np.zeros((3, 2))),
         "rank 2 got all_to_all of",
     ),
-    "end": (lambda comm: comm.rank == 2 or comm.all_gather(np.zeros(3)), "rank 2 ended and did not call 1"),
+    "end": (lambda comm: comm.rank == 2 or comm.all_gather(np.zeros(3)), "rank 2 ended and did not come to call 1"),
     "error": (
         lambda comm: [][comm.rank] if comm.rank == 2 else comm.all_gather(np.zeros(3)),
         "rank 2 failed: IndexError",
@@ -236,7 +236,7 @@ def test_a_rank_that_comes_and_ends_between_two_looks_has_come():
     assert Agreement(LateStore(None), 0, 2, SECONDS).exchange("the start", "words") == ["words", "words"]
     with pytest.raises(RankError, match="rank 1 got other words, expected words as rank 0"):
         Agreement(LateStore(ValueError), 0, 2, SECONDS).agree("the start", "words")
-    with pytest.raises(RankError, match="rank 1 failed: KeyError: '1 of 2' and did not the start"):
+    with pytest.raises(RankError, match="rank 1 failed: KeyError: '1 of 2' and did not come to the start"):
         Agreement(LateStore(KeyError), 0, 2, SECONDS).agree("the start", "words")
 
 
