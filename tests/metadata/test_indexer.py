@@ -407,6 +407,26 @@ def test_every_query_a_chunk_of_its_own(place):
         assert len(metadata.prefill.chunks) == 12
 
 
+def test_a_launch_for_decodes_and_prefills(emulated):
+    """Of which there is one, and none before an error."""
+    from cumla.kernels.cuda.launch import recorded_launches
+
+    place = Lab("cuda", True, emulated=True)
+    config = dataclasses.replace(CONFIGS["v4-next_n1"], max_model_len=60)
+    builder = DeepseekV32IndexerMetadataBuilder(config)
+    with recorded_launches() as launches:
+        for seq_lens, query_lens in (([9, 30, 50], [1, 3, 7]), ([9, 30], [1, 1]), ([9, 30], [3, 3])):
+            launches.clear()
+            batch = make_batch(place, seq_lens, query_lens)
+            check(place, builder.build(0, batch), batch, config, seq_lens, query_lens)
+            assert len(launches) == 1
+        builder._chunks.workspace_rows = 10
+        launches.clear()
+        with pytest.raises(ValueError, match="requests 1 to 1 have 12 rows, expected at most the 10"):
+            builder.build(0, make_batch(place, [9, 50], [1, 7]))
+        assert not launches
+
+
 def test_rows_that_were_outgrown_are_let_go_of():
     place = Lab("reference", False)
     config = dataclasses.replace(CONFIGS["v32-next_n1"], max_num_batched_tokens=12)
