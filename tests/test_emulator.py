@@ -10,7 +10,7 @@ from cumla.kernels.cuda import compile as compiler
 from emulation import launches
 from support.lab import Lab
 
-HEADER = compiler.source("sm90/hopper.cuh")
+HEADER = compiler.source("sm90/bulk_copy.cuh")  # and hopper.cuh
 ENTRY = 'extern "C" __global__ void f(float* out, const float* in) {\n'
 
 
@@ -54,6 +54,25 @@ def test_a_late_copy_is_not_there_before(here):
     assert np.isnan(launch(here, body, schedule=emulation.SCHEDULES["late"])[:32]).all()
 
 
+BULK = """
+    uint32 barrier = 1024 + 512;
+    if (threadIdx.x == 0) barrier_init(barrier, 1);
+    __syncwarp();
+    warp_arrive_expecting(barrier, 128);
+    warp_copy_bulk(1024, in, 128, barrier);
+    {wait}
+    out[threadIdx.x] = lds_float(1024 + 4 * threadIdx.x);
+"""
+
+
+def test_a_bulk_copy_is_there_when_its_bytes_are_counted(here):
+    for schedule in emulation.SCHEDULES.values():
+        out = launch(here, BULK.replace("{wait}", "barrier_wait(barrier, 0);"), schedule=schedule)
+        np.testing.assert_array_equal(out[:32], np.arange(32))
+    out = launch(here, BULK.replace("{wait}", ""), schedule=emulation.SCHEDULES["late"])
+    assert np.isnan(out[:32]).all()
+
+
 WRONG = {
     "barrier_init(1024, 1); __syncwarp(); barrier_wait(1024, 0);": "deadlock in block .*mbarrier 400",
     "if (threadIdx.x) __syncthreads();": "deadlock in block .*__syncthreads",
@@ -63,6 +82,8 @@ WRONG = {
     "sts128(1032, {});": "misaligned",
     "extern __shared__ float memory[];\n memory[260] = 1.0f;": "behind the end of shared memory",
     "copy_async<16>(1024u, in + 1, true);": "cp.async of 16 bytes .* misaligned",
+    "warp_copy_bulk(1024, in + 1, 128, 1536);": "cp.async.bulk of 128 bytes .* multiples of 16",
+    "warp_copy_bulk(2048 - 64, in, 128, 1536);": "of shared memory, which ends at 2048",
     "if (threadIdx.x % 2) __syncwarp(); else __any_sync(~0u, 1);": "meet at",
     "__shfl_sync(1u, 1, 0);": "a warp's part",
     "barrier_init(1024, 1); barrier_arrive(1024); barrier_arrive(1024, 2);": "more arrivals than",

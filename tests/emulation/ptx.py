@@ -56,6 +56,10 @@ TABLE = {
     "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;": (
         "emulator::copy_bytes(%0, %1, %2, %3)"
     ),
+    "{ .reg .pred one; elect.sync _|one, 0xffffffff; "
+    "@one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3]; }": (
+        "if (threadIdx.x % 32 == 0) emulator::copy_bytes(%0, %1, %2, %3)"
+    ),
     # barriers
     "bar.sync 1, 128;": "emulator::named_sync(1, 128)",
     "{ .reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, 1, 128, p; selp.u32 %0, 1, 0, q; }": (
@@ -69,6 +73,9 @@ TABLE = {
     "mbarrier.arrive.shared.b64 _, [%0], %1;": "emulator::barrier_arrive(%0, %1)",
     "mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;": (
         "emulator::barrier_expect(%0, %1); emulator::barrier_arrive(%0, 1)"
+    ),
+    "{ .reg .pred one; elect.sync _|one, 0xffffffff; @one mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1; }": (
+        "if (threadIdx.x % 32 == 0) emulator::barrier_expect(%0, %1), emulator::barrier_arrive(%0, 1)"
     ),
     "{ .reg .pred one; elect.sync _|one, 0xffffffff; @one mbarrier.arrive.shared.b64 _, [%0]; }": (
         "if (threadIdx.x % 32 == 0) emulator::barrier_arrive(%0, 1)"

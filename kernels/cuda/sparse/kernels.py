@@ -21,7 +21,7 @@ from .work import EXACT_SLOTS, HEADS, V_DIM, Memory, Work, tile_heads
 
 CLUSTERS = (2,)  # thread blocks that share a tile, of those that Hopper's decode kernel can be compiled for
 HOPPER_THREADS, HOPPER_SHARED_BYTES = 512, 232448  # all there is; sm90/decode/memory.cuh says what for
-PREFILL_THREADS = 384  # sm90/prefill/memory.cuh, sm90/few_heads/memory.cuh
+PREFILL_THREADS, FEW_HEADS_THREADS = 384, 512  # sm90/prefill/memory.cuh, sm90/few_heads/memory.cuh
 PREFILL_HEADS = (16, 32, HEADS)  # of a tile there
 PREFILL_WAVES = 8  # shares of the portable kernel for each thread block that runs at a time: lengths grow with position
 COMBINE_VALUES = 128  # values that a warp puts together at a time, as in common/sparse/combine.cuh
@@ -126,8 +126,8 @@ def _hopper_prefill(device: int, layout: CacheLayout, heads: int) -> FastKernel:
         function = kernel("sm90/few_heads/prefill.cu", "sparse_mla_prefill_few_heads", arch="sm_90a", **macros)
     function.max_dynamic_shared_size_bytes = HOPPER_SHARED_BYTES
     return FastKernel(
-        function, PREFILL_THREADS, HOPPER_SHARED_BYTES, heads, device_sms(device),
-        maps=lambda work: map_of_queries(work, heads),
+        function, PREFILL_THREADS if heads == HEADS else FEW_HEADS_THREADS, HOPPER_SHARED_BYTES, heads,
+        device_sms(device), maps=lambda work: map_of_queries(work, heads),
     )  # fmt: skip
 
 

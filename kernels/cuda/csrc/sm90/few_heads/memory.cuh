@@ -1,44 +1,56 @@
 // What the roles of sm90/few_heads/prefill.cu share: who has which registers, and what lies where in shared memory.
 #pragma once
-#include "sm90/gathered_rows.cuh"
+#include "common/sparse/work.cuh"
+#include "sm90/bulk_copy.cuh"
+#include "sm90/tma.cuh"
 #include "sm90/wgmma.cuh"
 #include "common/pdl.cuh"
 
 constexpr float MAX_PRECISE_SCORE = 1024.0f;  // base 2; float32 sums of products are off by 2^-10 there
-constexpr int PRODUCERS = 4;  // warps
-constexpr int THREADS = 384, PRODUCER_REGISTERS = 72, CONSUMER_REGISTERS = 216;
+constexpr int PRODUCERS = 4;                  // warps
+constexpr int THREADS = 512;
+constexpr int SCORES_REGISTERS = 128, VALUES_REGISTERS = 176, PRODUCER_REGISTERS = 32;  // all 512 of four warpgroups
 
-// Tiles of 64 values: of keys 64 rows, of Q and of weights HEADS. A *piece* is two tiles of a block of keys; pieces lie in a
-// ring, in the order of their values. Of 576 values the last tile, RoPE, has a ring of its own; it comes with the last piece.
-constexpr int TILES = LAYOUT::head_dim / 64, PIECES = 4, PIECE_TILES = 2;
-constexpr bool HAS_ROPE = TILES > PIECES * PIECE_TILES;
-constexpr int ROPES = HAS_ROPE ? 3 : 0, MOST_SLOTS = 12;
-constexpr uint32 PIECE_BYTES = PIECE_TILES * TILE_BYTES, HEAD_TILE_BYTES = HEADS * 128;
-constexpr int VALUE_TILES = V_DIM / 64;
+// Q and weights are tiles of HEADS rows of 64 values, or keys, as products want them. Rows of keys lie as they come, 16 in a
+// *slot*, 16 bytes further apart than they are long, so that what one instruction reads of eight rows lies in different banks.
+constexpr int TILES = LAYOUT::head_dim / 64, VALUE_TILES = V_DIM / 64;
+constexpr int Q_PIECES = 4, Q_PIECE_TILES = VALUE_TILES / Q_PIECES;  // the last piece has RoPE's tile, too
+constexpr int SLOT_ROWS = 16, BLOCK_SLOTS = BLOCK / SLOT_ROWS;
+constexpr uint32 HEAD_TILE_BYTES = HEADS * 128, ROW_BYTES = LAYOUT::head_dim * 2, PITCH = ROW_BYTES + 16, SLOT_BYTES = SLOT_ROWS * PITCH;
+constexpr int WEIGHT_SLOTS = 2, MOST_SLOTS = 12;
 
 // Shared memory. Without static shared memory the dynamic part starts at 1024; the kernel traps otherwise.
-constexpr uint32 READY = 1024, FREE = READY + 8 * MOST_SLOTS;   // of each slot of the ring
-constexpr uint32 ROPE_FREE = FREE + 8 * MOST_SLOTS;
-constexpr uint32 Q_READY = ROPE_FREE + 24;
-constexpr uint32 WEIGHTS_READY = Q_READY + 8, WEIGHTS_FREE = WEIGHTS_READY + 16;  // of every other block
-constexpr uint32 TOTALS_READY = WEIGHTS_FREE + 16;              // of every other tile
-constexpr uint32 PRESENT_AT = TOTALS_READY + 16, PRESENTS = 4;  // of so many blocks: a bit for each key
-constexpr uint32 HIGHEST_AT = PRESENT_AT + 8 * PRESENTS;        // of every other block: [4 warps][HEADS]
-constexpr uint32 REFERENCE_AT = HIGHEST_AT + 2 * 4 * HEADS * 4; // of every other block: [HEADS]
-constexpr uint32 TOTALS_AT = REFERENCE_AT + 2 * HEADS * 4;      // of every other tile: [4 warps][HEADS]
-constexpr uint32 WEIGHTS_AT = (TOTALS_AT + 2 * 4 * HEADS * 4 + 1023) / 1024 * 1024;  // of every other block
-constexpr uint32 Q_AT = WEIGHTS_AT + 2 * HEAD_TILE_BYTES;
-constexpr uint32 ROPE_AT = Q_AT + TILES * HEAD_TILE_BYTES;
-constexpr uint32 RING_AT = ROPE_AT + ROPES * TILE_BYTES;
-constexpr int SHARED_BYTES = 232448, ROOM = (SHARED_BYTES + 1024 - RING_AT) / PIECE_BYTES;
+constexpr uint32 READY = 1024, FREE = READY + 8 * MOST_SLOTS;     // of each slot of rows
+constexpr uint32 Q_READY = FREE + 8 * MOST_SLOTS, Q_FREE = Q_READY + 8 * Q_PIECES;  // of each piece
+constexpr uint32 WEIGHTS_READY = Q_FREE + 8 * Q_PIECES, WEIGHTS_FREE = WEIGHTS_READY + 8 * WEIGHT_SLOTS;
+constexpr uint32 RESULT_READY = WEIGHTS_FREE + 8 * WEIGHT_SLOTS;  // of every other tile: what makes its sums results
+constexpr uint32 RAISED_AT = RESULT_READY + 16;                   // of each slot of weights: whether they lower the sums before
+constexpr uint32 PRESENT_AT = RAISED_AT + 4 * WEIGHT_SLOTS;       // of each slot of rows: a bit for each, see Producer
+constexpr uint32 REFERENCE_AT = (PRESENT_AT + 4 * MOST_SLOTS + 15) / 16 * 16;  // [HEADS]
+constexpr uint32 LOWER_AT = REFERENCE_AT + HEADS * 4;             // of each slot of weights: by how much, [HEADS]
+constexpr uint32 HIGHEST_AT = LOWER_AT + WEIGHT_SLOTS * HEADS * 4;  // [4 warps][HEADS]
+constexpr uint32 TOTALS_AT = HIGHEST_AT + 4 * HEADS * 4;          // [4 warps][HEADS]
+constexpr uint32 SHARE_AT = TOTALS_AT + 4 * HEADS * 4;            // of every other tile: what sums are multiplied by, [HEADS]
+constexpr uint32 LOGITS_AT = SHARE_AT + 2 * HEADS * 4;            // of every other tile: [max_logits, lse][HEADS]
+constexpr uint32 WEIGHTS_AT = (LOGITS_AT + 4 * HEADS * 4 + 1023) / 1024 * 1024;
+constexpr uint32 Q_AT = WEIGHTS_AT + WEIGHT_SLOTS * HEAD_TILE_BYTES;
+constexpr uint32 RING_AT = Q_AT + TILES * HEAD_TILE_BYTES;
+constexpr int SHARED_BYTES = 232448, ROOM = (SHARED_BYTES + 1024 - RING_AT) / SLOT_BYTES;
 constexpr int SLOTS = ROOM < MOST_SLOTS ? ROOM : MOST_SLOTS;
-static_assert(SLOTS >= 2 * PIECES && PRESENT_AT % 8 == 0 && HIGHEST_AT % 8 == 0);
+static_assert(SLOTS >= 2 * BLOCK_SLOTS, "a block is loaded while another is attended to");
+static_assert(RING_AT % 16 == 0 && ROW_BYTES % 16 == 0);
 
-// Places of a ring, one after another: which, and the parity of its present use.
+// A place of a ring, and the parity of its present use.
 template <int SIZE> struct Place {
     uint32 slot = 0, phase = 0;
 
-    __device__ void advance() {
-        if (++slot == SIZE) slot = 0, phase ^= 1;
+    __device__ void advance(uint32 by = 1) {
+        slot += by;
+        if (slot >= SIZE) slot -= SIZE, phase ^= 1;
     }
 };
+
+__device__ inline uint32 slot_at(uint32 slot) { return RING_AT + slot * SLOT_BYTES; }
+
+// The same number from all lanes, such that the compiler knows that it is.
+__device__ inline int uniform(uint32 x) { return int(__reduce_max_sync(~0u, x)); }

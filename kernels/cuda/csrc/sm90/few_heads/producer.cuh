@@ -1,68 +1,79 @@
 // The producers of sm90/few_heads/prefill.cu.
 #pragma once
+#include "sm90/gathered_rows.cuh"
 #include "sm90/few_heads/memory.cuh"
 
-// A warp, which copies a quarter of the rows of each block, piece after piece: 16 bytes a lane, so four rows of 128 bytes at a time.
+__device__ uint4 absent_row[ROW_BYTES / 16];  // zeros: what a key that is not there is
+
+// A warp, which copies four rows of every slot, one after another, and a quarter of Q. Addresses are the same in all lanes, such
+// that the compiler knows that they are: else a copy is a loop over lanes, which takes 67 clocks a turn.
 struct Producer {
-    static constexpr int ROWS = BLOCK / PRODUCERS, STEPS = ROWS / 4;
+    static constexpr int ROWS = SLOT_ROWS / PRODUCERS;
 
     const SparseProblem& problem;
+    const TensorMap& q_map;
     int warp, lane;
-    uint32 to;  // where this lane's first 16 bytes go in a tile
 
-    __device__ explicit Producer(const SparseProblem& p) : problem(p), warp(threadIdx.x / 32 % PRODUCERS), lane(threadIdx.x % 32) {
-        int row = lane / 8, chunk = lane % 8;
-        to = (warp * ROWS + row) * 128 + ((chunk ^ row) << 4);
+    __device__ Producer(const SparseProblem& p, const TensorMap& q)
+        : problem(p), q_map(q), warp(uniform(threadIdx.x / 32 % PRODUCERS)), lane(threadIdx.x % 32) {}
+
+    // The index of this lane's row in a block, or -1 behind the end. Of lanes 0 to 15 four have the rows of a slot.
+    __device__ int listed_row(const BlockWalk& walk) const {
+        const List& list = problem.lists[0];
+        const int* indices = list.indices + walk.tile / problem.groups * list.indices_stride_b;
+        int at = walk.block * BLOCK + lane / ROWS % BLOCK_SLOTS * SLOT_ROWS + warp * ROWS + lane % ROWS;
+        return at < walk.length ? indices[at] : -1;
     }
 
-    // Start to copy this warp's rows of a tile; zeros where there is no row.
-    __device__ void copy(uint32 target, const RowSources<STEPS>& sources, int tile) const {
-#pragma unroll
-        for (int i = 0; i < STEPS; ++i)  // every other four rows' chunks lie 4 chunks away
-            copy_async<16>(target + (to ^ i % 2 * 64) + i * 512, sources.at[i] + tile * 128, sources.here[i]);
-    }
-
-    // Say that all but the last PENDING pieces are there.
-    template <int PENDING> __device__ void tell(uint32 barrier) const {
-        copies_wait<PENDING>();
-        fence_proxy_async();
-        warp_arrive(barrier);
+    // Start to copy this warp's piece of a tile's Q.
+    __device__ void load_q(int tile) const {
+        int token = tile / problem.groups, head = tile % problem.groups * HEADS;
+        int first = Q_PIECE_TILES * warp, end = warp + 1 < Q_PIECES ? first + Q_PIECE_TILES : TILES;
+        uint32 barrier = Q_READY + 8 * warp;
+        if (lane == 0) {
+            barrier_arrive_expecting(barrier, (end - first) * HEAD_TILE_BYTES);
+            for (int i = first; i < end; ++i) tma_load(Q_AT + i * HEAD_TILE_BYTES, q_map, 64 * i, head, token, barrier);
+            // The next one is asked for between two tiles, when nobody has anything else to do.
+            int next = tile + gridDim.x, next_token = next / problem.groups, next_head = next % problem.groups * HEADS;
+            if (next < problem.tiles())
+                for (int i = first; i < end; ++i) tma_prefetch(q_map, 64 * i, next_head, next_token);
+        } else if (WARP_ARRIVALS > 1) {
+            barrier_arrive(barrier);
+        }
     }
 
     __device__ void run() const {
         const List& list = problem.lists[0];
         BlockWalk walk(problem);
         if (!walk.more()) return;
-        LaneRows next = listed_rows(walk, lane);
+        int next = listed_row(walk);
         Place<SLOTS> place;
-        Place<ROPES> rope;
-        for (uint32 n = 0; walk.more(); ++n) {
-            LaneRows rows = rows_there(list, next);
-            RowSources<STEPS> sources(list.pages, list.page_stride, rows, warp * ROWS, lane);
+        for (uint32 tiles = 0; walk.more();) {
+            bool first = walk.block == 0;
+            uint32 row = uint32(next) < uint32(list.num_slots) ? next + 1 : 0;  // 0: there is none
+            uint32 present = __ballot_sync(~0u, row > 0);
+            int tile = walk.tile;
             walk.advance();
-            if (walk.more()) next = listed_rows(walk, lane);
-            uint32 slots[PIECES];
+            if (walk.more()) next = listed_row(walk);
 #pragma unroll
-            for (int piece = 0; piece < PIECES; ++piece) {
-                slots[piece] = place.slot;
-                barrier_wait(FREE + 8 * place.slot, place.phase ^ 1);
+            for (int slot = 0; slot < BLOCK_SLOTS; ++slot, place.advance()) {
+                const uint8* from[ROWS];
 #pragma unroll
-                for (int i = 0; i < PIECE_TILES; ++i)
-                    copy(RING_AT + place.slot * PIECE_BYTES + i * TILE_BYTES, sources, PIECE_TILES * piece + i);
-                if (HAS_ROPE && piece == PIECES - 1) {
-                    barrier_wait(ROPE_FREE + 8 * rope.slot, rope.phase ^ 1);
-                    copy(ROPE_AT + rope.slot * TILE_BYTES, sources, TILES - 1);
+                for (int i = 0; i < ROWS; ++i) {
+                    uint32 at = uniform(lane == slot * ROWS + i ? row : 0);
+                    from[i] = at ? list.pages + (at - 1) * list.page_stride : reinterpret_cast<const uint8*>(absent_row);
                 }
-                copies_commit();
-                place.advance();
+                uint32 barrier = READY + 8 * place.slot, to = slot_at(place.slot) + warp * ROWS * PITCH;
+                barrier_wait(FREE + 8 * place.slot, place.phase ^ 1);
+                if (lane == 0) sts8(PRESENT_AT + 4 * place.slot + warp, present >> slot * ROWS & 15);
+                warp_arrive_expecting(barrier, ROWS * ROW_BYTES);
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i) warp_copy_bulk(to + i * PITCH, from[i], ROW_BYTES, barrier);
             }
-            uint32 low = __ballot_sync(~0u, rows.low >= 0), high = __ballot_sync(~0u, rows.high >= 0);
-            if (warp + lane == 0) sts32(PRESENT_AT + 8 * (n % PRESENTS), low), sts32(PRESENT_AT + 8 * (n % PRESENTS) + 4, high);
-            tell<3>(READY + 8 * slots[0]);
-            tell<2>(READY + 8 * slots[1]);
-            tell<1>(READY + 8 * slots[2]);
-            tell<0>(READY + 8 * slots[3]);
-            if (HAS_ROPE) rope.advance();
+            if (first) {
+                barrier_wait(Q_FREE + 8 * warp, tiles++ % 2 ^ 1);
+                load_q(tile);
+            }
         }
     }
 };
