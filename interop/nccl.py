@@ -325,17 +325,21 @@ class NcclCommunicator:
                 return
             self._over.set()
             self._agreement.end()
-            ending = threading.Thread(target=self._comm.destroy, daemon=True)
+            ending = threading.Thread(target=self._let_go, daemon=True)
             ending.start()
             ending.join(GRACE_SECONDS)
-            if not ending.is_alive():
-                self._windows.free()
-            else:
+            if ending.is_alive():
                 warnings.warn(
                     f"rank {self.rank}: NCCL waits for other ranks, or for graphs that still exist, to be closed",
                     RuntimeWarning,
                     stacklevel=2,
                 )
+
+    def _let_go(self) -> None:
+        """What may wait: for other ranks, and for whatever else goes on on the GPU."""
+        with cupy.cuda.Device(self.device):
+            self._comm.destroy()
+            self._windows.free()
 
     def __enter__(self) -> NcclCommunicator:
         return self

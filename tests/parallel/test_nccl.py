@@ -369,6 +369,20 @@ def test_results_are_exchanged_in_windows(nccl, library):
     assert not library.held
 
 
+def test_a_close_that_waits_for_memory_ends(nccl, library, monkeypatch):
+    """CUDA may wait for another rank before it gives memory back."""
+    monkeypatch.setattr(nccl, "GRACE_SECONDS", 0.1)
+    given_back = threading.Event()
+    monkeypatch.setattr(library, "ncclMemFree", lambda address: given_back.wait(30), raising=False)
+    (comm,) = nccl.NcclCommunicator.in_process([0])
+    comm.memory(100, None)
+    try:
+        with pytest.warns(RuntimeWarning, match="rank 0: NCCL waits for other ranks"):
+            comm.close()
+    finally:
+        given_back.set()
+
+
 def test_other_memory_is_named_before_it_is_asked_for(nccl, library):
     comms = nccl.NcclCommunicator.in_process([0, 0], time_limit=10)
     for error in on_ranks(comms, lambda comm: comm.memory(100 + comm.rank, None)):
