@@ -23,7 +23,8 @@ struct Said {
 
     __device__ static int at(const int* from, int otherwise) {
         int x = otherwise;
-        // As it is now, whatever a cache of this multiprocessor keeps: it may be asked before the launch ahead has ended, and again.
+        // As it is now, whatever a cache of this multiprocessor keeps: it may be asked before the launch ahead has ended,
+        // and again.
         asm volatile("{\n.reg .pred p;\nsetp.ne.u64 p, %1, 0;\n@p ld.relaxed.gpu.global.s32 %0, [%1];\n}\n"
                      : "+r"(x) : "l"(from) : "memory");
         return x;
