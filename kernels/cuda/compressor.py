@@ -11,12 +11,18 @@ from .device import has_clusters
 from .launch import C_NAMES, is_aligned, strides
 
 MOST_AHEAD = 8  # positions that a thread reads before it needs the first
-CLUSTER, GROUPS_OF_CLUSTER = 8, 16  # thread blocks that share a long window's channels, and each its positions
+# Thread blocks that share a long window's channels, and groups of each that share its positions: for few rows, and for
+# many (an H200 has room for 30 clusters of 8 at a time, two thread blocks a multiprocessor, and for 60 of 4). Rows are
+# the same bits.
+CLUSTER_OF_FEW, CLUSTER_OF_MANY = (8, 16), (4, 8)
+MOST_CLUSTERS_OF_FEW = 16
+ALL_PARTS, ALL_GROUPS, MEAN_BYTES = 8, 16, 48  # of the source
 MOST_THREADS, MOST_GROUPS = 512, 8  # of a thread block
-MOST_TOGETHER = 32  # tokens of a thread block that pools; it would take up to 128
+MOST_TOGETHER, MOST_TOGETHER_OF_MANY = 32, 128  # tokens of a thread block that pools, at most 128; of a cluster of many
 MOST_SAVED_TOGETHER = 4  # of a warp
 # Thread blocks (or clusters) that pool, before each takes several tokens.
 FEW_OF_SHORT, FEW_OF_LONG = 256, 16
+FEW_SAVING = 128  # thread blocks that save, of long windows: with those that pool they fit at a time
 
 
 def compress_and_insert(
@@ -54,17 +60,22 @@ def _launch(
     cos_sin, coff = compression.cos_sin, rows.position_bias.shape[1] // dim
     ahead = min(MOST_AHEAD, coff * ratio)
     rounds, parts = -(-coff * ratio // ahead), 1
+    most_together = MOST_TOGETHER
     if rounds > 1 and dim == 512 and has_clusters(rows.kv_score.device.id):
-        parts, groups = CLUSTER, GROUPS_OF_CLUSTER
+        few = -(-tokens // min(ratio, MOST_TOGETHER)) <= MOST_CLUSTERS_OF_FEW
+        parts, groups = CLUSTER_OF_FEW if few else CLUSTER_OF_MANY
+        most_together = MOST_TOGETHER if few else MOST_TOGETHER_OF_MANY
     else:
         groups = min(MOST_GROUPS, MOST_THREADS * 4 // dim, 1 << (rounds - 1).bit_length())
         if groups > 1:  # which takes registers to put together
             ahead //= 2
     # Of a prompt's tokens one in `ratio` completes a row.
-    together = min(ratio, MOST_TOGETHER, -(-tokens // (FEW_OF_SHORT if rounds == 1 else FEW_OF_LONG)))
+    together = min(ratio, most_together, -(-tokens // (FEW_OF_SHORT if rounds == 1 else FEW_OF_LONG)))
     threads = groups * dim // (4 * parts)
     warps = threads // 32
-    saved_together = max(1, min(MOST_SAVED_TOGETHER, len(state_slots) // (FEW_OF_SHORT * warps)))
+    saved_together = max(
+        1, min(MOST_SAVED_TOGETHER, len(state_slots) // ((FEW_OF_SHORT if parts == 1 else FEW_SAVING) * warps))
+    )
     blocks = -(-tokens // together)
     saving = -(-len(state_slots) // (saved_together * warps * parts)) * parts  # whole clusters
     both = [rows] if second is None else [rows, second]
@@ -96,6 +107,7 @@ def _launch(
             len(cos_sin), cos_sin.shape[1], together, saved_together, compression.eps,
             saving, (len(both) - 1) * saving, blocks * parts,
         ),
+        shared_mem=2 * 4 * ALL_PARTS + ALL_GROUPS * dim // (4 * parts) * MEAN_BYTES if parts > 1 else 0,
         overlap=True,
     )  # fmt: skip
 

@@ -217,12 +217,13 @@ COMPILATIONS += [  # clusters
         "common/compressor.cu",
         {
             "LAYOUT": "DSV4_FP8", "SECOND": "DSV4_FP8", "INPUT": "float", "WEIGHT": "float", "STATE_SLOT": "int64",
-            "SLOT": "int64", "POSITION": "int", "RATIO": 128, "COFF": 1, "PARTS": 8, "GROUPS": 16, "AHEAD": 8,
+            "SLOT": "int64", "POSITION": "int", "RATIO": 128, "COFF": 1, "PARTS": parts, "GROUPS": groups, "AHEAD": 8,
             "WIDE": 1, "ALIGNED": 1,
         },
         target,
     )
     for target in ("sm_90a", "sm_100")
+    for parts, groups in ((8, 16), (4, 8))
 ]  # fmt: skip
 COMPILATIONS += [
     ("common/indexer_topk_few.cu", {"THREADS": threads, "BLOCKS": blocks, "READS": 8, "ALIGNED": 1}, target)

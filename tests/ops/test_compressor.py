@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import emulation
 from cumla import (
     DSV4_BF16,
     DSV4_F32,
@@ -19,6 +20,7 @@ from cumla import (
     inverse_rope_and_quantize,
     qnorm_rope_and_insert,
 )
+from emulation.launches import Schedule
 from support.lab import Lab
 
 BF16 = ml_dtypes.bfloat16
@@ -235,6 +237,51 @@ def test_a_long_prompt(lab, rng, kind):
     np.testing.assert_allclose(got, want, rtol=2.0**-6, atol=1e-4)
 
 
+@pytest.mark.nowhere(when=lambda c: c.backend != "cuda")
+@pytest.mark.parametrize("layout", [DSV4_FP8, DSV4_BF16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_few_and_of_many_have_the_same_bits(lab, rng, layout, dtype, monkeypatch):
+    """Long windows: clusters of either size, tokens by few or by many for each, states saved by whichever warp."""
+    from cumla.kernels.cuda import compressor
+
+    case = Case(rng, layout, "ratio128", tokens=150, dtype=DTYPES[dtype])
+    if lab.emulated:  # which says that it has none
+        monkeypatch.setattr(compressor, "has_clusters", lambda device: True)
+    elif not compressor.has_clusters(0):
+        pytest.skip("no clusters there")
+    found = []
+    for most_of_few, together in ((1000, 32), (1000, 3), (0, 128), (0, 40)):
+        monkeypatch.setattr(compressor, "MOST_CLUSTERS_OF_FEW", most_of_few)
+        monkeypatch.setattr(compressor, "MOST_TOGETHER", together)
+        monkeypatch.setattr(compressor, "MOST_TOGETHER_OF_MANY", together)
+        monkeypatch.setattr(compressor, "FEW_OF_LONG", 1)
+        found.append(case.run(lab, cache_of(layout, 8, 64)))
+    assert case.slots.max() >= 0
+    for pages, state in found[1:]:
+        assert pages.tobytes() == found[0][0].tobytes()
+        assert state.tobytes() == found[0][1].tobytes()
+    got = rows_of(found[0][0], layout)
+    for slot, row in case.rows().items():
+        assert_rows(got[slot], row, layout)
+
+
+@pytest.mark.parametrize("most_of_few", [1000, 0], ids=["clusters of 8", "clusters of 4"])
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_thread_blocks_of_a_cluster_in_any_order(emulated, rng, monkeypatch, most_of_few, seed):
+    """None of them writes to one that may not have begun."""
+    from cumla.kernels.cuda import compressor
+
+    monkeypatch.setattr(compressor, "has_clusters", lambda device: True)
+    monkeypatch.setattr(compressor, "MOST_CLUSTERS_OF_FEW", most_of_few)
+    monkeypatch.setattr(compressor, "FEW_OF_LONG", 1)
+    case = Case(rng, DSV4_FP8, "ratio128")
+    with emulation.scheduled(Schedule(seed=seed)):
+        pages, _ = case.run(Lab("cuda", on_device=True, emulated=True), cache_of(DSV4_FP8, 4, 16))
+    got = rows_of(pages, DSV4_FP8)
+    for slot, row in case.rows().items():
+        assert_rows(got[slot], row, DSV4_FP8)
+
+
 @pytest.mark.nowhere(when=is_float32_off_the_host)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_of_queries_and_keys(lab, rng, dtype):
@@ -350,9 +397,13 @@ def test_inverse_rope_with_quantisation(lab, rng, is_ue8m0):
     ("layout", "kind"), [(INDEXER_FP8, "ratio4"), (DSV4_FP8, "ratio128")], ids=["indexer", "ratio128"]
 )
 @pytest.mark.nowhere(when=lambda c: c.simulated and c.get("kind") == "ratio128")  # slow there
-def test_numbers_of_any_value_stay_inside(lab, rng, layout, kind):
+def test_numbers_of_any_value_stay_inside(lab, rng, layout, kind, monkeypatch):
     """Slots, positions, requests and starts of any value; states and rows that nobody owns stay as they are."""
     case = Case(rng, layout, kind, tokens=3 if lab.tiny else 9)
+    if lab.emulated:
+        from cumla.kernels.cuda import compressor
+
+        monkeypatch.setattr(compressor, "has_clusters", lambda device: True)
     wild = np.array([-(2**31), -1, 2**31 - 1, 2**20, 0, 3, -7], np.int64)
     n = len(case.positions)
     case.positions = rng.choice(wild, n)

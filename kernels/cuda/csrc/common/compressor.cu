@@ -1,19 +1,30 @@
 // The compressor of V4: states saved, windows pooled, RMSNorm, RoPE, insert.
 //
-// One launch for one compressor, or for a layer's and its indexer's. Thread blocks that save states come first, a token a
-// warp: at the end nobody should wait for them. Of those that pool each, or each
-// cluster of PARTS of them, takes neighbouring tokens and those of them that complete a row one after another. A thread
-// has 4 channels; GROUPS threads share a window's positions, and read AHEAD of them before they need the first. Where a
-// position is read from, its lanes find out for a warp, one position each: this step's are in kv_score, earlier ones in
-// the pages of states. What groups have is merged through shared memory by the first warps, which norm, turn and insert
-// their part of the row; a cluster's blocks add up their sums of squares.
+// One launch for one compressor, or for a layer's and its indexer's. States are saved by thread blocks of their own, a
+// token a warp. Of those that pool each, or each cluster of PARTS of them, takes neighbouring tokens and those of them
+// that complete a row one after another. A thread has 4 channels; GROUPS threads share a window's positions, and read
+// AHEAD of them before they need the first. Where a position is read from, its lanes find out for a warp, one position
+// each: this step's are in kv_score, earlier ones in the pages of states. What groups have is merged through shared
+// memory by the first warps, which norm, turn and insert their part of the row; a cluster's blocks add up their sums of
+// squares.
+//
+// Of long windows (clusters) positions are in ALL_GROUPS groups and channels in ALL_PARTS parts, whatever GROUPS and
+// PARTS are, and are added up by these: a row is the same, bit by bit, in a batch of any size. Thread blocks that pool
+// come first there, and states to be saved, which are neighbours, go to different warps; of short windows those that
+// save do, as nobody should wait for them at the end.
 //
 // Macros: LAYOUT, SECOND (the indexer's layout; PARTS and GROUPS are 1 where there is one), INPUT and WEIGHT (float or
-// bf16), STATE_SLOT, SLOT and POSITION (int64 or int), RATIO, COFF (1 or 2), PARTS (1, or on sm_90 more), GROUPS, AHEAD,
-// WIDE (kv_score, states and biases may be read 4 values at a time), ALIGNED.
+// bf16), STATE_SLOT, SLOT and POSITION (int64 or int), RATIO, COFF (1 or 2), PARTS (1, or on sm_90 more), GROUPS,
+// AHEAD, WIDE (kv_score, states and biases may be read 4 values at a time), ALIGNED.
+#include "common/chosen_tokens.cuh"
 #include "common/packed.cuh"
 #include "common/pdl.cuh"
+#include "common/quads.cuh"
 #include "common/warp_row.cuh"
+
+constexpr int ALL_GROUPS = PARTS > 1 ? 16 : GROUPS, ALL_PARTS = 8;
+constexpr int PASSES = ALL_GROUPS / GROUPS;
+static_assert(ALL_GROUPS % GROUPS == 0 && (PARTS == 1 || ALL_PARTS % PARTS == 0));
 
 // How thread blocks go about the rows of a layout.
 template <class L> struct Way {
@@ -21,7 +32,8 @@ template <class L> struct Way {
     static constexpr int DIM = L::head_dim, THREADS_OF_GROUP = DIM / 4 / PARTS, THREADS = GROUPS * THREADS_OF_GROUP;
     // Of those that hold a row's channels in a thread block; with less than a warp, several of its lanes hold the same.
     static constexpr int HOLDERS = THREADS_OF_GROUP < 32 ? 32 : THREADS_OF_GROUP, WARPS = HOLDERS / 32;
-    static constexpr int COPIES = HOLDERS / THREADS_OF_GROUP, PLACES = WARPS > PARTS ? WARPS : PARTS;
+    static constexpr int COPIES = HOLDERS / THREADS_OF_GROUP, PLACES = PARTS > 1 ? ALL_PARTS : WARPS;
+    static constexpr int THREADS_OF_PART = PARTS > 1 ? DIM / 4 / ALL_PARTS : THREADS_OF_GROUP;
     static_assert(AHEAD * COPIES <= 32);
 };
 
@@ -58,110 +70,10 @@ struct Step {
     float eps;
 };
 
-struct alignas(16) Quad { float x[4]; };
-
-__device__ inline Quad read4(const float* p) {
-#if WIDE
-    float4 x = *reinterpret_cast<const float4*>(p);
-    return {x.x, x.y, x.z, x.w};
-#else
-    return {p[0], p[1], p[2], p[3]};
+#if PARTS > 1
+__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 #endif
-}
-
-__device__ inline Quad read4(const bf16* p) {
-#if WIDE
-    uint2 x = *reinterpret_cast<const uint2*>(p);
-    return {to_float(bf16{uint16(x.x)}), to_float(bf16{uint16(x.x >> 16)}), to_float(bf16{uint16(x.y)}),
-            to_float(bf16{uint16(x.y >> 16)})};
-#else
-    return {to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])};
-#endif
-}
-
-__device__ inline void write4(float* p, Quad q) {
-#if WIDE
-    *reinterpret_cast<float4*>(p) = make_float4(q.x[0], q.x[1], q.x[2], q.x[3]);
-#else
-    for (int i = 0; i < 4; ++i) p[i] = q.x[i];
-#endif
-}
-
-__device__ inline Quad operator+(Quad a, Quad b) {
-    return {a.x[0] + b.x[0], a.x[1] + b.x[1], a.x[2] + b.x[2], a.x[3] + b.x[3]};
-}
-
-__device__ inline Quad larger(Quad a, Quad b) {
-    return {fmaxf(a.x[0], b.x[0]), fmaxf(a.x[1], b.x[1]), fmaxf(a.x[2], b.x[2]), fmaxf(a.x[3], b.x[3])};
-}
-
-// What the lane `lanes` away has.
-__device__ inline Quad exchanged(Quad a, int lanes) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a.x[i] = __shfl_xor_sync(~0u, a.x[i], lanes);
-    return a;
-}
-
-// Means of 4 channels weighted by the softmax of their scores, so far: sum / total, weights relative to the top score.
-struct Mean {
-    Quad top, total, sum;
-
-    __device__ void clear() {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) top.x[i] = -infinity(), total.x[i] = sum.x[i] = 0.0f;
-    }
-
-    // Make `score` the top of channel i if it is larger.
-    __device__ void raise(int i, float score) {
-        float larger = fmaxf(top.x[i], score), keep = weight(top.x[i], larger);
-        sum.x[i] *= keep, total.x[i] *= keep, top.x[i] = larger;
-    }
-
-    // Count in sums of weights and of weighted values, relative to `score`, which is not above the top.
-    __device__ void add(int i, float score, float weights, float values) {
-        float share = weight(score, top.x[i]);
-        sum.x[i] += share * values, total.x[i] += share * weights;
-    }
-
-    // What a weight relative to `score` is relative to `top`; nothing where all is -inf.
-    static __device__ float weight(float score, float top) {
-        return exp2_approx((score - (top == -infinity() ? 0.0f : top)) * LOG2_E);
-    }
-};
-
-template <class S> __device__ inline int64 slot_of(const S* slots, int token, int given, int64 there) {
-    int64 slot = token < given ? int64(slots[token]) : -1;
-    return slot < there ? slot : -1;
-}
-
-// Those of up to 128 tokens from `first` on that complete a row, or save a state.
-struct Tokens {
-    int first;
-    uint32 left[4];
-
-    template <class S>
-    __device__ Tokens(const S* slots, int first, int end, int given, int64 there) : first(first) {
-        int lane = threadIdx.x % 32;
-        bool has[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            int token = first + 32 * i + lane;
-            has[i] = token < end && slot_of(slots, token, given, there) >= 0;
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) left[i] = __ballot_sync(~0u, has[i]);
-    }
-
-    // The next of them, or -1.
-    __device__ int next() {
-        int from = left[0] ? 0 : left[1] ? 1 : left[2] ? 2 : 3;
-        uint32 some = left[0] ? left[0] : left[1] ? left[1] : left[2] ? left[2] : left[3];
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (i == from) left[i] = some & (some - 1);
-        return some ? first + 32 * from + __ffs(some) - 1 : -1;
-    }
-};
 
 // The sum over all threads that hold channels of a row, of what they hold; all threads of the block come.
 template <class W> struct RowSum {
@@ -170,18 +82,21 @@ template <class W> struct RowSum {
 
     __device__ float operator()(float of_warp, bool holds) {
         float* place = places[turn++ % 2];
-        int lane = threadIdx.x % 32, count = PARTS > 1 ? PARTS : W::WARPS;
+        int lane = threadIdx.x % 32, count = PARTS > 1 ? ALL_PARTS : W::WARPS;
         if (PARTS == 1 && W::WARPS == 1 && GROUPS == 1) return of_warp;
 #if PARTS > 1
         static_assert(W::WARPS == 1);
         uint32 rank, here = uint32(__cvta_generic_to_shared(place)), there;
         asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-        if (holds && lane < PARTS) {
-            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here + 4 * rank), "r"(lane));
+        if (turn == 1) cluster_wait();  // the first time: all have started
+        int part = lane / W::THREADS_OF_PART, peer = lane % W::THREADS_OF_PART;  // of those that this thread block has
+        if (holds && part < ALL_PARTS / PARTS && peer < PARTS) {
+            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+                         : "=r"(there) : "r"(here + 4 * (rank * (ALL_PARTS / PARTS) + part)), "r"(peer));
             asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(of_warp) : "memory");
         }
-        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+        cluster_arrive();
+        cluster_wait();
 #else
         if (holds && lane == 0) place[threadIdx.x / 32] = of_warp;
         __syncthreads();
@@ -196,24 +111,33 @@ __device__ inline int remainder_of(int64 position) { return int((position % RATI
 __device__ inline int remainder_of(int position) { return (position % RATIO + RATIO) % RATIO; }
 
 #if GROUPS > 1
-// What all groups have of a thread's channels; the copies of a thread take a share of the groups each.
+// What all groups have of a thread's channels, in SIDES shares of the groups, of which the copies of a thread take one
+// each, or the only one all.
 template <class W> __device__ inline Mean merged(const Mean (*parts)[W::THREADS_OF_GROUP]) {
-    constexpr int THREADS = W::THREADS_OF_GROUP, COPIES = W::COPIES, COUNT = GROUPS / COPIES;
-    static_assert(GROUPS % COPIES == 0);
+    constexpr int THREADS = W::THREADS_OF_GROUP, COPIES = W::COPIES;
+    constexpr int SIDES = PARTS > 1 ? 32 / W::THREADS_OF_PART : COPIES;
+    static_assert(ALL_GROUPS % SIDES == 0 && (COPIES == 1 || COPIES == SIDES));
     int thread = threadIdx.x % THREADS, first = threadIdx.x / THREADS;
     Mean mean;
     mean.top = parts[first][thread].top;
 #pragma unroll
-    for (int i = 1; i < COUNT; ++i) mean.top = larger(mean.top, parts[first + i * COPIES][thread].top);
+    for (int i = 1; i < ALL_GROUPS / COPIES; ++i) mean.top = larger(mean.top, parts[first + i * COPIES][thread].top);
 #pragma unroll
     for (int lanes = THREADS; lanes < 32; lanes *= 2) mean.top = larger(mean.top, exchanged(mean.top, lanes));
 #pragma unroll
-    for (int j = 0; j < 4; ++j) mean.total.x[j] = mean.sum.x[j] = 0.0f;
+    for (int side = 0; side < SIDES / COPIES; ++side) {
+        Mean own;
+        own.top = mean.top;
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-        const Mean& other = parts[first + i * COPIES][thread];
+        for (int j = 0; j < 4; ++j) own.total.x[j] = own.sum.x[j] = 0.0f;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) mean.add(j, other.top.x[j], other.total.x[j], other.sum.x[j]);
+        for (int i = 0; i < ALL_GROUPS / SIDES; ++i) {
+            const Mean& other = parts[first + side + i * SIDES][thread];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) own.add(j, other.top.x[j], other.total.x[j], other.sum.x[j]);
+        }
+        mean.total = side ? mean.total + own.total : own.total;
+        mean.sum = side ? mean.sum + own.sum : own.sum;
     }
 #pragma unroll
     for (int lanes = THREADS; lanes < 32; lanes *= 2) {
@@ -224,11 +148,12 @@ template <class W> __device__ inline Mean merged(const Mean (*parts)[W::THREADS_
 }
 #endif
 
-// The states of neighbouring tokens from `first` on, by a warp.
-template <class W> __device__ inline void save_states(const Rows& rows, const Step& step, int first) {
+// The states of neighbouring tokens, by warp `warp` of `warps`.
+template <class W> __device__ inline void save_states(const Rows& rows, const Step& step, int warp, int warps) {
     constexpr int CHANNELS = COFF * W::DIM, QUADS = CHANNELS / 128, AT_ONCE = QUADS < 4 ? QUADS : 4;
-    Tokens tokens(step.state_slots, first, min(first + step.saved_together, step.tokens), step.num_state_slots,
-                  rows.state_slots);
+    int first = PARTS > 1 ? warp : warp * step.saved_together;
+    Tokens tokens(step.state_slots, first, PARTS > 1 ? step.tokens : min(first + step.saved_together, step.tokens),
+                  step.num_state_slots, rows.state_slots, PARTS > 1 ? warps : 1);
     for (int token = tokens.next(); token >= 0; token = tokens.next()) {
         PageRow at = page_row_of(int64(step.state_slots[token]), step.state_block);
         int column = 4 * (threadIdx.x % 32);
@@ -273,21 +198,54 @@ __device__ inline Place place_of(const Rows& rows, const Step& step, int token, 
 // Those of neighbouring tokens from `first` on that complete a row: part `part` of its channels.
 template <class W>
 __device__ inline void pool(const Rows& rows, const Step& step, int first, int part, float (*places)[W::PLACES]) {
-#if GROUPS > 1
-    __shared__ Mean parts[GROUPS][W::THREADS_OF_GROUP];
+#if PARTS > 1
+    auto parts = reinterpret_cast<Mean(*)[W::THREADS_OF_GROUP]>(places + 2);
+#elif GROUPS > 1
+    __shared__ Mean parts[ALL_GROUPS][W::THREADS_OF_GROUP];
 #endif
-    constexpr int DIM = W::DIM, CHANNELS = COFF * DIM, THREADS = W::THREADS_OF_GROUP;
+    constexpr int DIM = W::DIM, CHANNELS = COFF * DIM, THREADS = W::THREADS_OF_GROUP, COPIES = W::COPIES;
     int group = threadIdx.x / THREADS, thread = threadIdx.x % THREADS, channel = part * (DIM / PARTS) + 4 * thread;
-    int lane = threadIdx.x % 32, groups_before = group % W::COPIES * AHEAD;  // lanes of this warp's groups before
+    int lane = threadIdx.x % 32, groups_before = group % COPIES * AHEAD;  // lanes of this warp's groups before
+    int channel_read = channel;  // the same, but see below: where rows are read is kept
     bool holds = threadIdx.x < W::HOLDERS;
+#if PARTS > 1
+    cluster_arrive();  // so that nobody sends to a thread block that has not started: see RowSum
+    // Of all tokens, asked for at once: which of them it is, is not known yet.
+    POSITION some_positions[4];
+    int some_requests[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        int token = min(first + 32 * i + lane, step.tokens - 1);
+        some_positions[i] = step.positions[token], some_requests[i] = step.requests[token];
+    }
+#else
     int64 position = step.positions[first];
     int request = step.requests[first];
+#endif
     Tokens tokens(step.slots, first, min(first + step.together, step.tokens), step.num_slots, rows.num_slots);
     RowSum<W> row_sum{places, 0};
     WarpRow<4, DIM / 128> row;
     row.lane = part * THREADS + thread;
-    for (int token = tokens.next(); token >= 0; token = tokens.next()) {
-        if (token != first) position = step.positions[token], request = step.requests[token];
+    int token = tokens.next();
+#if PARTS > 1
+    int64 position = 0;
+    int request = 0, known = token;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        POSITION its_position = some_positions[i];
+        int its_request = some_requests[i];
+        bool is_its = (token - first) / 32 == i;
+        position = is_its ? its_position : position, request = is_its ? its_request : request;
+    }
+    position = __shfl_sync(~0u, position, (token - first) % 32);
+    request = __shfl_sync(~0u, request, (token - first) % 32);
+#else
+    int known = first;
+#endif
+    for (; token >= 0; token = tokens.next()) {
+        // What follows from `channel` is found again, not kept: registers are for what is read.
+        if (PARTS > 1) asm volatile("" : "+r"(channel));
+        if (token != known) position = step.positions[token], request = step.requests[token];
         bool present = request >= 0 && request < step.num_requests;
         int here = token + 1 - (present ? max(step.starts[request], 0) : token);  // positions of this step
         int remainder = remainder_of(position);
@@ -304,56 +262,72 @@ __device__ inline void pool(const Rows& rows, const Step& step, int first, int p
         };
         if (GROUPS == 1) load_factors();
         Mean mean;
-        mean.clear();
 #pragma unroll 1
-        for (int from = 0; from < COFF * RATIO; from += GROUPS * AHEAD) {
-            int its_group = group - group % W::COPIES + lane / AHEAD;
-            Place mine = place_of(rows, step, token, position, request, here,
-                                  lane < AHEAD * W::COPIES ? from + its_group + lane % AHEAD * GROUPS : COFF * RATIO);
-            uint32 found = __ballot_sync(~0u, mine.found) >> groups_before;
-            uint32 in_step = __ballot_sync(~0u, mine.here) >> groups_before;
-            Quad kv[AHEAD], score[AHEAD];
+        for (int pass = 0; pass < PASSES; ++pass) {
+            const int its = pass * GROUPS + group;
+            mean.clear();
+#pragma unroll 1
+            for (int from = 0; from < COFF * RATIO; from += ALL_GROUPS * AHEAD) {
+                int its_group = its - group % COPIES + lane / AHEAD;
+                int its_back = lane < AHEAD * COPIES ? from + its_group + lane % AHEAD * ALL_GROUPS : COFF * RATIO;
+                Place mine = place_of(rows, step, token, position, request, here, its_back);
+                uint32 found = __ballot_sync(~0u, mine.found) >> groups_before;
+                uint32 in_step = __ballot_sync(~0u, mine.here) >> groups_before;
+                Quad kv[AHEAD], score[AHEAD];
 #pragma unroll
-            for (int i = 0; i < AHEAD; ++i) {
-                int back = from + group + i * GROUPS, column = channel + (COFF == 2 && back < RATIO ? DIM : 0);
-                uint64 source = __shfl_sync(~0u, reinterpret_cast<uint64>(mine.source), groups_before + i);
-                if (sizeof(INPUT) == 4 || !(in_step >> i & 1)) {
-                    const float* values = reinterpret_cast<const float*>(source) + column;
-                    kv[i] = read4(values), score[i] = read4(values + CHANNELS);
-                } else {
-                    const INPUT* values = reinterpret_cast<const INPUT*>(source) + column;
-                    kv[i] = read4(values), score[i] = read4(values + CHANNELS);
+                for (int i = 0; i < AHEAD; ++i) {
+                    int back = from + its + i * ALL_GROUPS, column = channel_read + (COFF == 2 && back < RATIO ? DIM : 0);
+                    uint64 source = __shfl_sync(~0u, reinterpret_cast<uint64>(mine.source), groups_before + i);
+                    if (sizeof(INPUT) == 4 || !(in_step >> i & 1)) {
+                        const float* values = reinterpret_cast<const float*>(source) + column;
+                        if (PARTS > 1) kv[i] = ask4(values), score[i] = ask4(values + CHANNELS);
+                        else kv[i] = read4(values), score[i] = read4(values + CHANNELS);
+                    } else {
+                        const INPUT* values = reinterpret_cast<const INPUT*>(source) + column;
+                        kv[i] = read4(values), score[i] = read4(values + CHANNELS);
+                    }
                 }
-            }
+                // The row of biases, which goes back with the positions.
+                int bias_row = remainder_of(remainder - from - its);
+                const float* bias_at = rows.bias + bias_row * rows.bias_stride;
 #pragma unroll
-            for (int i = 0; i < AHEAD; ++i) {
-                int back = from + group + i * GROUPS, column = channel + (COFF == 2 && back < RATIO ? DIM : 0);
-                Quad bias = read4(rows.bias + remainder_of(remainder - back) * rows.bias_stride + column);
+                for (int i = 0; i < AHEAD; ++i) {
+                    int back = from + its + i * ALL_GROUPS, column = channel_read + (COFF == 2 && back < RATIO ? DIM : 0);
+                    if (PARTS == 1) bias_at = rows.bias + remainder_of(remainder - back) * rows.bias_stride;
+                    Quad bias = read4(bias_at + column);
+                    if (PARTS > 1) {
+                        bias_row -= ALL_GROUPS % RATIO, bias_at -= ALL_GROUPS % RATIO * rows.bias_stride;
+                        if (bias_row < 0) bias_row += RATIO, bias_at += RATIO * rows.bias_stride;
+                    }
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        score[i].x[j] += in_step >> i & 1 ? bias.x[j] : 0.0f;
+                        if (!(found >> i & 1)) score[i].x[j] = -infinity(), kv[i].x[j] = 0.0f;
+                    }
+                }
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    score[i].x[j] += in_step >> i & 1 ? bias.x[j] : 0.0f;
-                    if (!(found >> i & 1)) score[i].x[j] = -infinity(), kv[i].x[j] = 0.0f;
+                    float top = -infinity();
+#pragma unroll
+                    for (int i = 0; i < AHEAD; ++i) top = fmaxf(top, score[i].x[j]);
+                    mean.raise(j, top);
+#pragma unroll
+                    for (int i = 0; i < AHEAD; ++i) mean.add(j, score[i].x[j], 1.0f, kv[i].x[j]);
                 }
             }
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                float top = -infinity();
-#pragma unroll
-                for (int i = 0; i < AHEAD; ++i) top = fmaxf(top, score[i].x[j]);
-                mean.raise(j, top);
-#pragma unroll
-                for (int i = 0; i < AHEAD; ++i) mean.add(j, score[i].x[j], 1.0f, kv[i].x[j]);
-            }
-        }
 #if GROUPS > 1
-        parts[group][thread] = mean;
+            parts[its][thread] = mean;
+#endif
+        }
+        pdl_release();  // all that there is to read has been read
+#if GROUPS > 1
         if (holds) load_factors();  // while groups wait for one another
         __syncthreads();
         if (holds) mean = merged<W>(parts);
 #endif
 #pragma unroll
         for (int j = 0; j < 4; ++j) row.x[j] = mean.total.x[j] == 0.0f ? 0.0f : div(mean.sum.x[j], mean.total.x[j]);
-        float total = row_sum(row.template squares<W::HOLDERS / W::COPIES>(), holds);
+        float total = row_sum(row.template squares<W::THREADS_OF_PART>(), holds);
         if (!holds) continue;
         row.normalize(total, step.eps);
 #pragma unroll
@@ -376,19 +350,29 @@ __device__ inline void pool(const Rows& rows, const Step& step, int first, int p
 #define CLUSTER
 #endif
 
-// Thread blocks that save states of the first compressor, then of the second, then such as pool rows of either: `saving`
-// and `pooling` of each.
+// Thread blocks that save states of the first compressor, then of the second, then such as pool rows of either; of long
+// windows, of which there is one compressor, such as pool, then such as save.
 extern "C" CLUSTER __global__ void __launch_bounds__(First::THREADS, 512 / First::THREADS)
 compress_and_insert(const Rows rows, const Rows second, const Step step, int saving, int saving_second, int pooling) {
+#if PARTS > 1
+    extern __shared__ uint4 memory[];  // places, and what groups have
+    auto places = reinterpret_cast<float(*)[First::PLACES]>(memory);
+#else
     __shared__ float places[2][First::PLACES], second_places[2][Second::PLACES];
+#endif
     int block = blockIdx.x, warp = threadIdx.x / 32;
     constexpr int WARPS = First::THREADS / 32;
     pdl_wait();
-    if (block < saving) return save_states<First>(rows, step, (block * WARPS + warp) * step.saved_together);
+#if PARTS > 1
+    if (block < pooling) return pool<First>(rows, step, block / PARTS * step.together, block % PARTS, places);
+    save_states<First>(rows, step, (block - pooling) * WARPS + warp, saving * WARPS);
+#else
+    if (block < saving) return save_states<First>(rows, step, block * WARPS + warp, saving * WARPS);
     block -= saving;
-    if (block < saving_second) return save_states<Second>(second, step, (block * WARPS + warp) * step.saved_together);
+    if (block < saving_second) return save_states<Second>(second, step, block * WARPS + warp, saving_second * WARPS);
     block -= saving_second;
     if (block < pooling) return pool<First>(rows, step, block / PARTS * step.together, block % PARTS, places);
     block -= pooling;
     if (threadIdx.x < Second::THREADS) pool<Second>(second, step, block * step.together, 0, second_places);
+#endif
 }

@@ -1,0 +1,50 @@
+// Which of neighbouring tokens have a slot. Macro: PARTS (with more than 1 slots are asked for at once).
+#pragma once
+#include "common/numbers.cuh"
+
+template <class S> __device__ inline int64 slot_of(const S* slots, int token, int given, int64 there) {
+    int64 slot = token < given ? int64(slots[token]) : -1;
+    return slot < there ? slot : -1;
+}
+
+// Those of up to 128 tokens, every `stride`-th from `first` on, that complete a row, or save a state.
+struct Tokens {
+    int first, stride;
+    uint32 left[4];
+
+    template <class S>
+    __device__ Tokens(const S* slots, int first, int end, int given, int64 there, int stride = 1)
+        : first(first), stride(stride) {
+        int lane = threadIdx.x % 32;
+        bool has[4];
+#if PARTS > 1
+        S slot[4] = {-1, -1, -1, -1};
+        if (given > 0)  // all asked for at once: a branch each would await each
+#pragma unroll
+            for (int i = 0; i < 4; ++i) slot[i] = slots[min(first + (32 * i + lane) * stride, given - 1)];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            int token = first + (32 * i + lane) * stride;
+            has[i] = token < min(end, given) && slot[i] >= 0 && slot[i] < there;
+        }
+#else
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            int token = first + (32 * i + lane) * stride;
+            has[i] = token < end && slot_of(slots, token, given, there) >= 0;
+        }
+#endif
+#pragma unroll
+        for (int i = 0; i < 4; ++i) left[i] = __ballot_sync(~0u, has[i]);
+    }
+
+    // The next of them, or -1.
+    __device__ int next() {
+        int from = left[0] ? 0 : left[1] ? 1 : left[2] ? 2 : 3;
+        uint32 some = left[0] ? left[0] : left[1] ? left[1] : left[2] ? left[2] : left[3];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (i == from) left[i] = some & (some - 1);
+        return some ? first + (32 * from + __ffs(some) - 1) * stride : -1;
+    }
+};

@@ -1,0 +1,86 @@
+// Four channels a thread, and their means weighted by a softmax. Macro: WIDE (rows may be read 4 values at a time).
+#pragma once
+#include "common/numbers.cuh"
+
+struct alignas(16) Quad { float x[4]; };
+
+__device__ inline Quad read4(const float* p) {
+#if WIDE
+    float4 x = *reinterpret_cast<const float4*>(p);
+    return {x.x, x.y, x.z, x.w};
+#else
+    return {p[0], p[1], p[2], p[3]};
+#endif
+}
+
+__device__ inline Quad read4(const bf16* p) {
+#if WIDE
+    uint2 x = *reinterpret_cast<const uint2*>(p);
+    return {to_float(bf16{uint16(x.x)}), to_float(bf16{uint16(x.x >> 16)}), to_float(bf16{uint16(x.y)}),
+            to_float(bf16{uint16(x.y >> 16)})};
+#else
+    return {to_float(p[0]), to_float(p[1]), to_float(p[2]), to_float(p[3])};
+#endif
+}
+
+// The same, asked for where it stands: no load waits for registers of another.
+__device__ inline Quad ask4(const float* p) {
+#if WIDE
+    Quad q;
+    asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(q.x[0]), "=f"(q.x[1]), "=f"(q.x[2]), "=f"(q.x[3]) : "l"(p));
+    return q;
+#else
+    return read4(p);
+#endif
+}
+
+__device__ inline void write4(float* p, Quad q) {
+#if WIDE
+    *reinterpret_cast<float4*>(p) = make_float4(q.x[0], q.x[1], q.x[2], q.x[3]);
+#else
+    for (int i = 0; i < 4; ++i) p[i] = q.x[i];
+#endif
+}
+
+__device__ inline Quad operator+(Quad a, Quad b) {
+    return {a.x[0] + b.x[0], a.x[1] + b.x[1], a.x[2] + b.x[2], a.x[3] + b.x[3]};
+}
+
+__device__ inline Quad larger(Quad a, Quad b) {
+    return {fmaxf(a.x[0], b.x[0]), fmaxf(a.x[1], b.x[1]), fmaxf(a.x[2], b.x[2]), fmaxf(a.x[3], b.x[3])};
+}
+
+// What the lane `lanes` away has.
+__device__ inline Quad exchanged(Quad a, int lanes) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a.x[i] = __shfl_xor_sync(~0u, a.x[i], lanes);
+    return a;
+}
+
+// Means of 4 channels weighted by the softmax of their scores, so far: sum / total, weights relative to the top score.
+struct Mean {
+    Quad top, total, sum;
+
+    __device__ void clear() {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) top.x[i] = -infinity(), total.x[i] = sum.x[i] = 0.0f;
+    }
+
+    // Make `score` the top of channel i if it is larger.
+    __device__ void raise(int i, float score) {
+        float larger = fmaxf(top.x[i], score), keep = weight(top.x[i], larger);
+        sum.x[i] *= keep, total.x[i] *= keep, top.x[i] = larger;
+    }
+
+    // Count in sums of weights and of weighted values, relative to `score`, which is not above the top.
+    __device__ void add(int i, float score, float weights, float values) {
+        float share = weight(score, top.x[i]);
+        sum.x[i] += share * values, total.x[i] += share * weights;
+    }
+
+    // What a weight relative to `score` is relative to `top`; nothing where all is -inf.
+    static __device__ float weight(float score, float top) {
+        return exp2_approx((score - (top == -infinity() ? 0.0f : top)) * LOG2_E);
+    }
+};
