@@ -19,6 +19,8 @@ TABLE = {
     "{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }": (
         "unsigned bytes_ = %2; %0 = emulator::e4m3x2_to_f16x2(bytes_); %1 = emulator::e4m3x2_to_f16x2(bytes_ >> 16)"
     ),
+    "cvt.rn.satfinite.f16x2.f32 %0, %1, %2;": "%0 = emulator::to_f16x2_saturated(%2, %1)",
+    "max.NaN.xorsign.abs.bf16x2 %0, %0, %1;": "%0 = emulator::max_magnitudes_bf16x2(%0, %1)",
     "mul.rn.f32 %0, %1, %2;": "%0 = emulator::multiply(%1, %2)",
     "div.rn.f32 %0, %1, %2;": "%0 = emulator::divide(%1, %2)",
     "max.NaN.f32 %0, %1, 0f00000000;": "%0 = (%1) < 0 ? 0.0f : (%1)",

@@ -76,6 +76,11 @@ template <class T> T atomicAdd(T* p, T x) {
     *p += x;
     return before;
 }
+template <class T> T atomicSub(T* p, T x) {
+    T before = *p;
+    *p -= x;
+    return before;
+}
 template <class T> T atomicMax(T* p, T x) {
     T before = *p;
     if (x > before) *p = x;

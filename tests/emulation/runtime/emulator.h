@@ -164,7 +164,9 @@ EXPORT uint32_t to_bf16x2(float low, float high);
 EXPORT uint16_t to_e4m3x2(float low, float high);
 EXPORT uint32_t e4m3x2_to_f16x2(uint32_t bytes);
 EXPORT uint32_t multiply_f16x2(uint32_t a, uint32_t b);
-EXPORT uint32_t max_f16x2(uint32_t a, uint32_t b);  // the other one where one is NaN
+EXPORT uint32_t to_f16x2_saturated(float low, float high);  // the largest that there are in place of infinities
+EXPORT uint32_t max_f16x2(uint32_t a, uint32_t b);   // the other one where one is NaN
+EXPORT uint32_t max_magnitudes_bf16x2(uint32_t a, uint32_t b);  // NaN where one is; the signs multiplied
 // With subnormal numbers, which the rest of a kernel flushes to zero (CuPy compiles with -ftz=true).
 EXPORT float multiply(float a, float b);
 EXPORT float divide(float a, float b);

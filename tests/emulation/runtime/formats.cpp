@@ -86,6 +86,15 @@ uint32_t multiply_f16x2(uint32_t a, uint32_t b) {
 uint32_t max_f16x2(uint32_t a, uint32_t b) {
     return to_f16x2(fmaxf(from_f16(a), from_f16(b)), fmaxf(from_f16(a >> 16), from_f16(b >> 16)));
 }
+uint32_t to_f16x2_saturated(float low, float high) {
+    auto within = [](float x) { return x != x ? x : x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x; };
+    return to_f16x2(within(low), within(high));
+}
+uint32_t max_magnitudes_bf16x2(uint32_t a, uint32_t b) {
+    auto larger = [](uint32_t x, uint32_t y) { return x > y ? x : y; };  // as bits: NaN above infinity
+    uint32_t x = a & 0x7fff7fff, y = b & 0x7fff7fff;
+    return larger(x & 0xffff, y & 0xffff) | larger(x >> 16, y >> 16) << 16 | ((a ^ b) & 0x80008000);
+}
 
 float multiply(float a, float b) {
     KeepSubnormals keep;

@@ -15,6 +15,7 @@
 //
 // Macros: LAYOUT, ALIGNED, TILE_HEADS (common/sparse/work.cuh).
 #include "common/sparse/combine.cuh"
+#include "common/sparse/amend.cuh"
 #include "common/sparse/exact_mma.cuh"
 #include "common/pdl.cuh"
 
@@ -24,6 +25,7 @@ constexpr int WAITING = 8;
 union Memory {
     Wide wide;
     ExactShared float64;
+    LargeKeys large_keys;
     CutTile cut_tiles[MAX_SHARES];
 };
 
@@ -44,6 +46,11 @@ struct Unit {
     __device__ void attend_in_float64() {
         for (int head = 0; head < ROWS; head += UNIT)
             ::attend_in_float64(problem, at.b, at.s, wide.first_head + head, memory.float64);
+    }
+
+    // Or, if that does, add what the fast kernel left out.
+    __device__ void amend() {
+        if (exists() && !::amend(problem, memory.large_keys, at, wide.first_head)) attend(0, 1, nullptr, nullptr);
     }
 
     // Part `part` of `count`; `arrived` counts them, and is 0 again after the last.
@@ -110,13 +117,10 @@ struct Participants {
     __device__ bool leave() const {
         __syncthreads();
         bool last = false;
-        if (threadIdx.x == 0 && all) last = atomicAdd(count, 1) == int(gridDim.x) - 1;
-        if (threadIdx.x == 0 && !all)
-            for (int now = look_at(count), before;; now = before) {
-                last = now == 1;
-                before = atomicCAS(count, now, last ? CLOSED : now - 1);
-                if (before == now) break;
-            }
+        if (threadIdx.x == 0) {
+            __threadfence();
+            last = all ? atomicAdd(count, 1) == int(gridDim.x) - 1 : atomicSub(count, 1) == 1 && atomicCAS(count, 0, CLOSED) == 0;
+        }
         return told(last);
     }
 
@@ -127,27 +131,32 @@ struct Participants {
     }
 };
 
-// How many numbers before `end` are not 0. All threads of the block.
-__device__ inline int count_marks(const int* marks, int end) {
-    __shared__ int counts[WARPS];
-    int count = 0;
-    for (int i = threadIdx.x; i < end; i += THREADS) count += look_at(marks + i) != 0;
-    if (!__syncthreads_or(count)) return 0;  // what usually happens
-    for (int by = 16; by; by /= 2) count += __shfl_xor_sync(~0u, count, by);
-    if (threadIdx.x % 32 == 0) counts[threadIdx.x / 32] = count;
+// What a mark asks for: the reason that counts, or 0.
+__device__ inline int asked_for(int mark) { return mark & ALL_NAN ? 0 : mark & AGAIN ? AGAIN : mark; }
+
+// How many marks before `end` ask for LARGE_ROPE and for AGAIN. All threads of the block.
+__device__ inline int2 count_marks(const int* marks, int end) {
+    __shared__ int counts[WARPS][2];
+    int large = 0, again = 0;
+    for (int i = threadIdx.x; i < end; i += THREADS) {
+        int asked = asked_for(look_at(marks + i));
+        large += asked == LARGE_ROPE, again += asked == AGAIN;
+    }
+    for (int by = 16; by; by /= 2) large += __shfl_xor_sync(~0u, large, by), again += __shfl_xor_sync(~0u, again, by);
+    if (threadIdx.x % 32 == 0) counts[threadIdx.x / 32][0] = large, counts[threadIdx.x / 32][1] = again;
     __syncthreads();
-    count = 0;
-    for (int i = 0; i < WARPS; ++i) count += counts[i];
+    int2 count = {};
+    for (int i = 0; i < WARPS; ++i) count.x += counts[i][0], count.y += counts[i][1];
     return count;
 }
 
-// Where the number is that has `before` others before it that are not 0 either. There is one before `end`.
-__device__ inline int find_mark(const int* marks, int end, int before) {
+// Where the mark is that asks for this and has `before` others before it that do. There is one before `end`.
+__device__ inline int find_mark(const int* marks, int end, int asked, int before) {
     __shared__ uint32 votes[WARPS];
     for (int first = 0; first < end; first += THREADS) {
         int mine = first + threadIdx.x;
         __syncthreads();  // all have read the votes before
-        uint32 of_warp = __ballot_sync(~0u, mine < end && look_at(marks + mine) != 0);
+        uint32 of_warp = __ballot_sync(~0u, mine < end && asked_for(look_at(marks + mine)) == asked);
         if (threadIdx.x % 32 == 0) votes[threadIdx.x / 32] = of_warp;
         __syncthreads();
         for (int warp = 0; warp < WARPS; ++warp) {
@@ -213,12 +222,15 @@ finish_attention(const __grid_constant__ SparseProblem problem, int everything, 
     if (combined && !__syncthreads_or(marked)) return;
     Participants participants{counters, marks - 2, combined != 0};
     if (!participants.enter()) return;
-    marked = count_marks(marks, tiles);
-    int count = max(1, min(most_parts, most_slots / max(1, marked * of_tile)));
-    for (int item; (item = participants.next_item()) < marked * of_tile * count;) {
-        int number = item / count;
-        Unit unit(problem, memory, find_mark(marks, tiles, number / of_tile), number % of_tile);
-        unit.attend(item % count, count, reinterpret_cast<Part*>(parts) + number * count, counters + 1 + number);
+    int2 units = count_marks(marks, tiles);
+    units.x *= of_tile, units.y *= of_tile;
+    int count = max(1, min(most_parts, most_slots / max(1, units.y)));
+    for (int item; (item = participants.next_item()) < units.x + units.y * count;) {
+        bool again = item >= units.x;
+        int number = again ? (item - units.x) / count : item;
+        Unit unit(problem, memory, find_mark(marks, tiles, again ? AGAIN : LARGE_ROPE, number / of_tile), number % of_tile);
+        if (again) unit.attend((item - units.x) % count, count, reinterpret_cast<Part*>(parts) + number * count, counters + 1 + number);
+        else unit.amend();
     }
     if (!participants.leave()) return;
     for (int tile = threadIdx.x - 1; tile < tiles; tile += THREADS) marks[tile] = 0;  // and the word before them

@@ -48,7 +48,7 @@ struct SparseProblem {
     const int* starts;   // [shares + 1][2]: tile and block at which each share begins; or null, see Start and ORDER_AT
     float* partial_out;  // [2 * shares][HEADS * V_DIM] of cut tiles, see partial_slot and partial_at
     float* partial_lse;  // [2 * shares][HEADS], base 2, -inf without keys
-    int* unsafe;         // [tiles]: set (by mark) where the exact kernel must do a tile again; or null, see UNSAFE_BITS
+    int* unsafe;         // [tiles]: what is to be done about a tile behind a fast kernel (see mark); or null, see UNSAFE_BITS
     int batch, s_q, heads, groups;  // groups of HEADS heads
     int shares;
     // Without starts: every cut_tiles tiles have cut_shares shares of cut_length units, the first cut_rest of one more. A
@@ -60,14 +60,18 @@ struct SparseProblem {
 
     __device__ int tiles() const { return batch * s_q * groups; }
 
-    // Leave a tile to the exact kernel. The word before all marks says that there is one.
-    __device__ void mark(int tile) const { unsafe[tile] = unsafe[-1] = 1; }
+    // Leave a tile to the exact kernel, for one of the reasons below. The word before all marks says that there is one.
+    __device__ void mark(int tile, int reason = 1) const { atomicOr(unsafe + tile, reason), unsafe[-1] = 1; }
 
     // Whether tiles are numbered group of heads by group of heads, as decode without a plan has them: thread blocks that read
     // the same rows for other heads do so at the same time then, and memory is asked for them once. Otherwise the groups of
     // a token are neighbours.
     __device__ bool by_group() const { return starts == nullptr && max_logits == nullptr; }
 };
+
+// Why a tile is marked: it must be done again; some of its RoPE values are larger than float16 has and were taken for the largest that it
+// has, which can be amended; one is NaN, so that all its results are, whatever else.
+[[maybe_unused]] constexpr int AGAIN = 1, LARGE_ROPE = 2, ALL_NAN = 4;
 
 // Without `unsafe`, what a fast kernel writes to max_logits or to lse of such heads: a NaN that no arithmetic gives.
 [[maybe_unused]] constexpr uint32 UNSAFE_BITS = 0x7fc0dead;

@@ -13,7 +13,7 @@ struct Pv {
     // 8 g .. 8 g + 7 of this warp's 64. Places 8 further, groups and slots are constant distances away.
     uint32 row_at[2], factor_at, columns_at;
     bool rope;  // whether this warp's values are those that stay bfloat16
-    uint32 seen;  // the raw values of a tile, or-ed
+    uint32 seen;  // the raw values of a tile, or-ed; of RoPE their largest magnitudes
 
     __device__ Pv(const SparseProblem& p, int h) : problem(p), half(h), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {
         int g = lane / 4, c = lane % 4, slice = 4 * half + warp;
@@ -53,13 +53,14 @@ struct Pv {
     __device__ void convert(uint32 (&a)[2][4], const ValueRows& rows, int i) {
         const uint2(&x)[4] = rows.values;
         if (rope) {
-            seen |= x[0].x | x[0].y | x[1].x | x[1].y | x[2].x | x[2].y | x[3].x | x[3].y;
+#pragma unroll
+            for (int t = 0; t < 4; ++t) raise_to_bf16(seen, x[t].x), raise_to_bf16(seen, x[t].y);
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                a[0][2 * h] = bf16x2_to_f16x2(__byte_perm(x[2 * h].x, x[2 * h + 1].x, 0x5410));
-                a[0][2 * h + 1] = bf16x2_to_f16x2(__byte_perm(x[2 * h].x, x[2 * h + 1].x, 0x7632));
-                a[1][2 * h] = bf16x2_to_f16x2(__byte_perm(x[2 * h].y, x[2 * h + 1].y, 0x5410));
-                a[1][2 * h + 1] = bf16x2_to_f16x2(__byte_perm(x[2 * h].y, x[2 * h + 1].y, 0x7632));
+                a[0][2 * h] = to_f16_saturated(__byte_perm(x[2 * h].x, x[2 * h + 1].x, 0x5410));
+                a[0][2 * h + 1] = to_f16_saturated(__byte_perm(x[2 * h].x, x[2 * h + 1].x, 0x7632));
+                a[1][2 * h] = to_f16_saturated(__byte_perm(x[2 * h].y, x[2 * h + 1].y, 0x5410));
+                a[1][2 * h + 1] = to_f16_saturated(__byte_perm(x[2 * h].y, x[2 * h + 1].y, 0x7632));
             }
         } else {
 #pragma unroll
@@ -222,12 +223,18 @@ struct Pv {
                 }
             }
         }
-        check(summary.x, magnitudes);
+        check<WHOLE>(summary.x, magnitudes);
     }
 
     // Infinite or NaN: something left the range. Finite results are too small for their sum to do so. And what is next to
-    // nothing though V is not may be what float16 has left of it.
-    __device__ void check(int tile, float magnitudes) {
+    // nothing though V is not may be what float16 has left of it. Of a tile with NaN in RoPE all scores are NaN, and so are the
+    // results; those of one with RoPE that is too large can be amended where they are whole.
+    template <bool WHOLE> __device__ void check(int tile, float magnitudes) {
+        if (rope) {
+            uint32 largest = max(seen & 0x7fff, seen >> 16 & 0x7fff);
+            if (largest >= TOO_LARGE)
+                problem.mark(tile, !WHOLE || largest == INFINITE_BF16 ? AGAIN : largest > INFINITE_BF16 ? ALL_NAN : LARGE_ROPE);
+        }
         if (!(magnitudes < infinity()) || (magnitudes < MIN_RESULT && seen & (rope ? 0x7fff7fff : 0x7f7f7f7f))) problem.mark(tile);
     }
 
@@ -259,7 +266,7 @@ struct Pv {
                                             sums[2 * half + 1][4 * i + e + 2]), barrier);
             }
         }
-        check(summary.x, magnitudes);
+        check<true>(summary.x, magnitudes);
         uint4 addresses = scheduled.query_and_result();
         int first_head = 2 * (lane % 4), value = (4 * half + warp) * 64 + 8 * (lane / 4), heads = summary.z;
         bf16* out = reinterpret_cast<bf16*>(joined(addresses.z, addresses.w)) + value;

@@ -15,6 +15,7 @@ constexpr uint32 TINY_SCALE = 40, MIN_SCALE = 105, F16_NORMAL = 113, MAX_SCALE =
 constexpr float MAX_SOFTMAX_SCALE = 1 << 24, MIN_RESULT = 1.0f / 16384.0f;
 constexpr uint32 INFINITE_F16 = 0x7c00, MIN_Q = 0x1400;  // float16 bits: infinity, and 2^-10
 constexpr uint32 SIGNS = 0x80008000;
+constexpr uint32 TOO_LARGE = 0x4780, INFINITE_BF16 = 0x7f80;  // bfloat16 bits: 2^16, the least that float16 lacks, and infinity
 
 // A ring's position: which slot, and the parity of its current phase.
 template <int SLOTS> struct PipelineState {
@@ -61,6 +62,17 @@ __device__ inline uint32 permuted(uint32 x, uint32 selector) {
     uint32 y;
     asm volatile("prmt.b32 %0, %1, 0, %2;" : "=r"(y) : "r"(x), "r"(selector));
     return y;
+}
+// A bfloat16 pair as float16, what is too large as the largest that there is.
+__device__ inline uint32 to_f16_saturated(uint32 x) {
+    uint32 y;
+    asm volatile("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;"
+                 : "=r"(y) : "f"(__uint_as_float(x & 0xffff0000)), "f"(__uint_as_float(x << 16)));
+    return y;
+}
+// The larger magnitude of it and a bfloat16 pair, each half for itself, with any sign. NaN stays.
+__device__ inline void raise_to_bf16(uint32& largest, uint32 x) {
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(largest) : "r"(x));
 }
 // The larger of it and the magnitudes of a float16 pair, each half for itself.
 __device__ inline void raise_to_magnitude(uint32& largest, uint32 x) {
