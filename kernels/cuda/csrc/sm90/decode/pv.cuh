@@ -230,7 +230,7 @@ struct Pv {
     // nothing though V is not may be what float16 has left of it. Of a tile with NaN in RoPE all scores are NaN, and so are the
     // results; those of one with RoPE that is too large can be amended where they are whole.
     template <bool WHOLE> __device__ void check(int tile, float magnitudes) {
-        if (rope) {
+        if (ROPE_IN_V && rope) {
             uint32 largest = max(seen & 0x7fff, seen >> 16 & 0x7fff);
             if (largest >= TOO_LARGE)
                 problem.mark(tile, !WHOLE || largest == INFINITE_BF16 ? AGAIN : largest > INFINITE_BF16 ? ALL_NAN : LARGE_ROPE);
