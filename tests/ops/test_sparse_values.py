@@ -181,6 +181,70 @@ def test_poisoned_rows(lab, kernel, rng, where, value):
     assert not to_float(out[2]).any()
 
 
+@pytest.fixture
+def reasons(lab, kernel):
+    """A list of the marks that Hopper's decode leaves, call after call."""
+    from cumla.kernels.cuda.device import is_hopper
+    from cumla.kernels.cuda.sparse import kernels as sparse_kernels
+    from cumla.kernels.cuda.sparse.work import EXACT_COUNTERS
+
+    if not is_hopper(0):
+        pytest.skip("other devices' kernels have tiles done again")
+    found, finish = [], sparse_kernels.finish
+
+    def look(work, problem, memory, **options):
+        found.append(lab.get(memory.unsafe)[EXACT_COUNTERS:][: work.tiles].copy())
+        finish(work, problem, memory=memory, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sparse_kernels, "finish", look)
+        yield found
+
+
+AGAIN, LARGE_ROPE, ALL_NAN = 1, 2, 4  # as in csrc/common/sparse/work.cuh
+
+
+@pytest.mark.nowhere(when=lambda x: x.backend != "cuda" or x.get("kernel") != "chosen")
+@pytest.mark.parametrize("keys", [1, 3, 65])
+@pytest.mark.parametrize("size", [0.0, 2.0**-24, 2.0**-19, 1.0])
+@pytest.mark.thorough(when=lambda x: x.emulated and x.get("keys") != 3 and x.get("size") != 2.0**-19)
+def test_large_rope_is_amended(lab, kernel, rng, reasons, keys, size):
+    """Keys whose V float16 lacks: no weight, of some beside others, of all; too many of them; nothing beside them."""
+    layout, batch = cumla.DSV4_FP8, 132 if lab.on_device and not lab.emulated else 3
+    cache = make_cache(rng, layout, 8, 64)
+    rope = rope_of(cache, layout)
+    rope[4, :, 31], rope[5, :, 30] = 1e6, -7e4
+    indices = make_indices(rng, batch, 1, 200, 256, absent=0.0)
+    places = rng.permutation(200)[:keys]
+    indices[1:, 0, places] = rng.permutation(128)[:keys] + 256
+    indices[2, 0] = np.where(np.isin(np.arange(200), places), indices[2, 0], -1)  # and no other
+    q = make_q(rng, batch, 1, 40, layout)
+    q[..., layout.quantized_dim + 30 :][..., :2] *= np.array(size, BF16)
+    problem = Problem(
+        q, cache, indices, attn_sink=np.linspace(-5, 5, 40, dtype=np.float32), batch_invariant=True
+    )  # whole tiles
+    problem.check(lab)
+    found = reasons[-1].reshape(batch, -1)
+    assert not found[0].any()
+    assert (found[1:] == LARGE_ROPE).all()
+
+
+@pytest.mark.nowhere(when=lambda x: x.backend != "cuda" or x.get("kernel") != "chosen")
+def test_nan_in_rope_asks_for_nothing(lab, kernel, rng, reasons):
+    layout = cumla.DSV4_FP8
+    cache = make_cache(rng, layout, 4, 64)
+    rope = rope_of(cache, layout)
+    rope[3, 5, 60], rope[3, 6, 7], rope[3, 7, 2] = np.nan, np.inf, 1e6
+    indices = make_indices(rng, 3, 1, 150, 192)
+    indices[1, 0, 100], indices[2, 0, [3, 5, 7]] = 192 + 5, [192 + 7, 192 + 6, 192 + 5]
+    out, lse = Problem(make_q(rng, 3, 1, 40, layout), cache, indices, batch_invariant=True).check(lab)
+    assert np.isnan(to_float(out[1:])).all()
+    assert np.isnan(lse[1:]).all()
+    found = reasons[-1].reshape(3, -1)
+    assert not found[0].any()
+    assert (found[1:] & ALL_NAN).all()
+
+
 @pytest.mark.parametrize("value", [1e6, 1e30])
 def test_every_row_poisoned(lab, kernel, rng, value):
     layout = cumla.V32_FP8
