@@ -12,6 +12,7 @@
 #include "common/sparse/exact_mma_scores.cuh"
 
 constexpr int MOST_LARGE = 64;  // keys; if there are more, the tile is done again
+constexpr int KEYS_AT_ONCE = 3;  // keys of a thread that are looked at
 constexpr uint32 TOO_LARGE_BF16 = 0x4780;  // bits of 2^16
 constexpr float LARGEST_F16 = 65504.0f;
 constexpr double LARGE_ERROR = 1.0 / (1 << 17);  // of a score as Hopper's products sum it up, of what RoPE adds to it
@@ -20,7 +21,7 @@ constexpr double WEIGHT_IS_NORMAL = -14.0, WEIGHT_IS_NOTHING = -27.0;
 
 struct LargeKeys {
     Token tokens[MOST_LARGE];
-    uint32 votes[WARPS];
+    uint32 votes[KEYS_AT_ONCE][WARPS];
     uint32 others;  // float32 bits: what no value of the other keys is beyond
 };
 
@@ -41,38 +42,56 @@ struct Amendment {
         return max(most & 0xffff, most >> 16);
     }
 
-    // In the order in which they are listed, so that sums are the same every time.
+    __device__ static void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+    // In the order in which they are listed, so that sums are the same every time. A thread has a key, and what it reads of
+    // KEYS_AT_ONCE of them is under way together.
     __device__ void find() {
         __syncthreads();  // the memory has been something else's
         if (threadIdx.x == 0) keys.others = 0;
+        const ListEntries window(problem.lists[0], at.b, at.s), extra(problem.lists[1], at.b, at.s);
         float others = 0.0f;
 #pragma unroll 1
-        for (int entry = threadIdx.x, second = 0; second < 2; entry += THREADS) {
-            ListEntries entries(problem.lists[second], at.b, at.s);
-            int slot = entries.slot(entry);
-            bool large = false;
-            Token token{};
-            if (slot >= 0) {
-                token = entries.token(slot);
-                uint32 rope = largest_rope(token);
-                large = rope >= TOO_LARGE_BF16;
-                if (!large) {
-                    others = fmaxf(others, __uint_as_float(rope << 16));
-                    for (int i = 0; i < SCALES; ++i) others = fmaxf(others, fabsf(scale_of(token, i)) * MAX_CODE);
+        for (int first = 0; first < window.length + extra.length; first += KEYS_AT_ONCE * THREADS) {
+            Token tokens[KEYS_AT_ONCE];
+            int slots[KEYS_AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < KEYS_AT_ONCE; ++i) {
+                int entry = first + i * THREADS + int(threadIdx.x);
+                slots[i] = entry < window.length ? window.slot(entry) : extra.slot(entry - window.length);
+            }
+#pragma unroll
+            for (int i = 0; i < KEYS_AT_ONCE; ++i) {
+                if (slots[i] < 0) continue;
+                tokens[i] = first + i * THREADS + int(threadIdx.x) < window.length ? window.token(slots[i]) : extra.token(slots[i]);
+                prefetch(tokens[i].row + LAYOUT::rope_offset), prefetch(tokens[i].row + LAYOUT::row_bytes - 1), prefetch(tokens[i].scales);
+            }
+            bool large[KEYS_AT_ONCE] = {};
+#pragma unroll
+            for (int i = 0; i < KEYS_AT_ONCE; ++i) {
+                if (slots[i] >= 0) {
+                    uint32 rope = largest_rope(tokens[i]);
+                    large[i] = rope >= TOO_LARGE_BF16;
+                    if (!large[i]) {
+                        others = fmaxf(others, __uint_as_float(rope << 16));
+                        for (int j = 0; j < SCALES; ++j) others = fmaxf(others, fabsf(scale_of(tokens[i], j)) * MAX_CODE);
+                    }
                 }
+                uint32 votes = __ballot_sync(~0u, large[i]);
+                if (lane == 0) keys.votes[i][warp] = votes;
             }
-            uint32 votes = __ballot_sync(~0u, large);
-            if (lane == 0) keys.votes[warp] = votes;
             __syncthreads();
-            int place = count + __popc(votes & ((1u << lane) - 1));
-            for (int i = 0; i < WARPS; ++i) {
-                int of_warp = __popc(keys.votes[i]);
-                count += of_warp;
-                if (i < warp) place += of_warp;
+#pragma unroll
+            for (int i = 0; i < KEYS_AT_ONCE; ++i) {
+                int place = count + __popc(keys.votes[i][warp] & ((1u << lane) - 1));
+                for (int j = 0; j < WARPS; ++j) {
+                    int of_warp = __popc(keys.votes[i][j]);
+                    count += of_warp;
+                    if (j < warp) place += of_warp;
+                }
+                if (large[i] && place < MOST_LARGE) keys.tokens[place] = tokens[i];
             }
-            if (large && place < MOST_LARGE) keys.tokens[place] = token;
             __syncthreads();
-            if (entry - int(threadIdx.x) + THREADS >= entries.length) entry = int(threadIdx.x) - THREADS, ++second;
         }
         atomicMax(&keys.others, __float_as_uint(others));
         __syncthreads();
