@@ -276,6 +276,37 @@ def test_low_tiles_of_the_hopper_kernel(here, rng, layout, schedule, tile, cut, 
 
 
 @SCHEDULES
+@pytest.mark.parametrize("tile", [16, 32, 64])
+def test_large_rope_is_amended(here, rng, schedule, tile, monkeypatch):
+    """Whoever is late, however low tiles are: keys that float16 lacks are added to results, nothing is done again."""
+    from cumla.kernels.cuda.sparse import kernels as sparse_kernels
+    from cumla.kernels.cuda.sparse.work import EXACT_COUNTERS
+
+    found, finish = [], sparse_kernels.finish
+
+    def look(work, problem, memory, **options):
+        found.append(here.get(memory.unsafe)[EXACT_COUNTERS:][: work.tiles].copy())
+        finish(work, problem, memory=memory, **options)
+
+    monkeypatch.setattr(sparse_kernels, "tile_heads", lambda *arguments: tile)
+    monkeypatch.setattr(sparse_kernels, "finish", look)
+    layout = cumla.DSV4_FP8
+    cache = make_cache(rng, layout, 20, 64, spread=0)
+    rope = cache.reshape(20, -1)[0, : 64 * layout.row_bytes].reshape(64, layout.row_bytes)[:, layout.rope_offset :]
+    rope.view(BF16)[7, 3], rope.view(BF16)[8, 63] = np.nan, -1e6
+    indices = np.maximum(make_indices(rng, 3, 1, 230, 1280), 10)
+    indices[0, 0, 5], indices[1, 0, 64], indices[1, 0, 229] = 8, 7, 8
+    problem = Problem(
+        make_q(rng, 3, 1, 40, layout, steep(40)), cache, indices, attn_sink=np.linspace(-3, 3, 40, dtype=np.float32)
+    )  # fmt: skip
+    on(here, HOPPER, schedule, problem, batch_invariant=True)
+    marks = found[-1].reshape(-1, 3)  # groups of heads, tokens
+    assert (marks[:, 0] == 2).all()
+    assert (marks[:, 1] & 4).all()
+    assert not marks[:, 2].any()
+
+
+@SCHEDULES
 @pytest.mark.usefixtures("no_exact_kernel")
 @pytest.mark.parametrize("layout", FP8, ids=lambda x: x.name)
 @pytest.mark.parametrize(("tile", "parts"), [(64, 2), (32, 2), (16, 2)])
