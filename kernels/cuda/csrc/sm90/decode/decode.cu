@@ -19,7 +19,8 @@
 //
 // Float16 has a narrower range than what a cache and q may hold. A tile that leaves it (scales outside
 // [MIN_SCALE, MAX_SCALE], large or very small q, a result that is not finite) is marked in `unsafe` for the
-// exact kernel, which the launcher runs after this one. A float32 scale is rounded to float16.
+// exact kernel, which the launcher runs after this one. RoPE values of V that are larger are taken for the largest that there is, which
+// it amends. A float32 scale is rounded to float16.
 //
 // Where PARTS is more than 1, as many thread blocks, a cluster, share the keys of a tile and put its result together: each
 // that of some of its heads, from what the others send to its shared memory.
