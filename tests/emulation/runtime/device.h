@@ -42,6 +42,12 @@ inline long long max(long long a, int b) { return max(a, (long long)b); }
 
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
 inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
+inline double __hiloint2double(int high, int low) {
+    uint64_t bits = uint64_t(uint32_t(high)) << 32 | uint32_t(low);
+    double x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
 inline int __float2int_rn(float x) { return int(lrintf(x)); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }

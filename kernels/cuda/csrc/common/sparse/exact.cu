@@ -49,10 +49,8 @@ struct Unit {
             ::attend_in_float64(problem, at.b, at.s, wide.first_head + head, memory.float64);
     }
 
-    // Or, if that does, add what the fast kernel left out.
-    __device__ void amend() {
-        if (exists() && !::amend(problem, memory.large_keys, at, wide.first_head)) attend(0, 1, nullptr, nullptr);
-    }
+    // Add what the fast kernel left out; false if that does not do.
+    __device__ bool amend() { return !exists() || ::amend(problem, memory.large_keys, at, wide.first_head); }
 
     // Part `part` of `count`; `arrived` counts them, and is 0 again after the last.
     __device__ void attend(int part, int count, Part* parts, int* arrived) {
@@ -135,44 +133,46 @@ struct Participants {
 // What a mark asks for: the reason that counts, or 0.
 __device__ inline int asked_for(int mark) { return mark & ALL_NAN ? 0 : mark & AGAIN ? AGAIN : mark; }
 
-// How many marks before `end` ask for LARGE_ROPE and for AGAIN. All threads of the block.
-__device__ inline int2 count_marks(const int* marks, int end) {
-    __shared__ int counts[WARPS][2];
-    int large = 0, again = 0;
-    for (int i = threadIdx.x; i < end; i += THREADS) {
-        int asked = asked_for(look_at(marks + i));
-        large += asked == LARGE_ROPE, again += asked == AGAIN;
-    }
-    for (int by = 16; by; by /= 2) large += __shfl_xor_sync(~0u, large, by), again += __shfl_xor_sync(~0u, again, by);
-    if (threadIdx.x % 32 == 0) counts[threadIdx.x / 32][0] = large, counts[threadIdx.x / 32][1] = again;
-    __syncthreads();
-    int2 count = {};
-    for (int i = 0; i < WARPS; ++i) count.x += counts[i][0], count.y += counts[i][1];
-    return count;
-}
+// Marks, 32 a word and a bit each: those that ask for LARGE_ROPE, and for AGAIN. Of the first ones they are kept.
+struct Marks {
+    static constexpr int KEPT = 32;
+    const int* marks;
+    int end;
+    uint32 (&kept)[2][KEPT];
 
-// Where the mark is that asks for this and has `before` others before it that do. There is one before `end`.
-__device__ inline int find_mark(const int* marks, int end, int asked, int before) {
-    __shared__ uint32 votes[WARPS];
-    for (int first = 0; first < end; first += THREADS) {
-        int mine = first + threadIdx.x;
-        __syncthreads();  // all have read the votes before
-        uint32 of_warp = __ballot_sync(~0u, mine < end && asked_for(look_at(marks + mine)) == asked);
-        if (threadIdx.x % 32 == 0) votes[threadIdx.x / 32] = of_warp;
+    // The warp.
+    __device__ uint32 word(int number, int asked) const {
+        int mine = 32 * number + int(threadIdx.x) % 32;
+        return __ballot_sync(~0u, mine < end && asked_for(look_at(marks + mine)) == asked);
+    }
+
+    // How many there are of both. All threads of the block.
+    __device__ int2 count() const {
+        __shared__ int counts[WARPS][2];
+        int warp = threadIdx.x / 32, large = 0, again = 0;
+        for (int number = warp; 32 * number < end; number += WARPS) {
+            uint32 of_large = word(number, LARGE_ROPE), of_again = word(number, AGAIN);
+            if (number < KEPT && threadIdx.x % 32 == 0) kept[0][number] = of_large, kept[1][number] = of_again;
+            large += __popc(of_large), again += __popc(of_again);
+        }
+        if (threadIdx.x % 32 == 0) counts[warp][0] = large, counts[warp][1] = again;
         __syncthreads();
-        for (int warp = 0; warp < WARPS; ++warp) {
-            uint32 left = votes[warp];
-            int count = __popc(left);
-            if (before >= count) {
-                before -= count;
-                continue;
-            }
-            for (; before; --before) left &= left - 1;
-            return first + 32 * warp + __ffs(left) - 1;
+        int2 count = {};
+        for (int i = 0; i < WARPS; ++i) count.x += counts[i][0], count.y += counts[i][1];
+        return count;
+    }
+
+    // Where the mark is that asks for this and has `before` others before it that do. There is one.
+    __device__ int find(int asked, int before) const {
+#pragma unroll 1
+        for (int number = 0;; ++number) {
+            uint32 found = number < KEPT ? kept[asked == AGAIN][number] : word(number, asked);
+            int count = __popc(found), lane = threadIdx.x % 32;
+            if (before < count) return 32 * number + __ffs(__ballot_sync(~0u, __popc(found & ((2u << lane) - 1)) == before + 1)) - 1;
+            before -= count;
         }
     }
-    return -1;
-}
+};
 
 // Go through items 0 .. count - 1 of all thread blocks, THREADS at a time: `wanted` is asked by one thread an
 // item, and the whole block does those that are.
@@ -223,15 +223,17 @@ finish_attention(const __grid_constant__ SparseProblem problem, int everything, 
     if (combined && !__syncthreads_or(marked)) return;
     Participants participants{counters, marks - 2, combined != 0};
     if (!participants.enter()) return;
-    int2 units = count_marks(marks, tiles);
+    __shared__ uint32 kept[2][Marks::KEPT];
+    Marks all_marks{marks, tiles, kept};
+    int2 units = all_marks.count();
     units.x *= of_tile, units.y *= of_tile;
     int count = max(1, min(most_parts, most_slots / max(1, units.y)));
     for (int item; (item = participants.next_item()) < units.x + units.y * count;) {
         bool again = item >= units.x;
-        int number = again ? (item - units.x) / count : item;
-        Unit unit(problem, memory, find_mark(marks, tiles, again ? AGAIN : LARGE_ROPE, number / of_tile), number % of_tile);
-        if (again) unit.attend((item - units.x) % count, count, reinterpret_cast<Part*>(parts) + number * count, counters + 1 + number);
-        else unit.amend();
+        int part = again ? (item - units.x) % count : 0, number = again ? (item - units.x) / count : item;
+        Unit unit(problem, memory, all_marks.find(again ? AGAIN : LARGE_ROPE, number / of_tile), number % of_tile);
+        if (!again && unit.amend()) continue;
+        unit.attend(part, again ? count : 1, reinterpret_cast<Part*>(parts) + number * count, counters + 1 + number);
     }
     if (!participants.leave()) return;
     for (int tile = threadIdx.x - 1; tile < tiles; tile += THREADS) marks[tile] = 0;  // and the word before them
