@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from ..dispatch.call import BF16, BYTES, INT32, Call
-from ..dispatch.values import check_flags, check_integers, in_float32, plain_integers
+from ..dispatch.values import FLOAT32_MAX, check_flags, check_integers, in_float32, plain_integers
 from ..kernels.types.plan import DenseDecodePlan
 from ..layout import MLA_BF16, plain_rows
 from .dense_cache import VALUE_TYPES, checked_scale
@@ -15,6 +16,7 @@ from .sparse_attention import V_DIM, check_heads, check_plan
 
 HALVES = (*BF16, np.dtype(np.float16))
 FLOAT32 = (np.dtype(np.float32),)
+MAX_E4M3 = 448.0
 
 
 @plain_integers
@@ -115,7 +117,8 @@ def dense_mla_decode(
                    of value / scale
     block_table    [>= b, B] int32, pages of each request; a page outside of the cache is absent
     cache_seqlens  [>= b] int32, tokens of each request, the queries' own included
-    scale          of an FP8 cache: float32 array of one value on the device, or a number; None is 1
+    scale          of an FP8 cache: float32 array of one value on the device, or a number; None is 1. Values and logits
+                   are float32, so at most 7.5e35
     softmax_scale  above 0; 1 / sqrt(576) if None; a model's own scale is that of its unabsorbed heads
     causal         query i of s_q sees the tokens up to its own, the last one sees all
     max_seqlen     a bound on cache_seqlens that is known on the host, by which the work is split up; the width of
@@ -151,6 +154,8 @@ def dense_mla_decode(
         check_integers(0, max_seqlen=max_seqlen)
         longest = min(longest, max_seqlen)
     logits_scale = positive_scale(softmax_scale, head_dim)
+    if isinstance(tensor_scale, np.generic):
+        check_products(float(tensor_scale), logits_scale)
     out_array = call.output("out", out, (q.dtype,), (batch, s_q, heads, V_DIM))
     lse_array = call.output("lse", lse, FLOAT32, (batch, heads, s_q))
     if q.size:
@@ -167,4 +172,17 @@ def positive_scale(softmax_scale: Any, head_dim: int) -> float:
 
     There the largest product would not be that of the largest logit.
     """
-    return head_dim**-0.5 if softmax_scale is None else in_float32("softmax_scale", softmax_scale, positive=True)
+    scale = head_dim**-0.5 if softmax_scale is None else in_float32("softmax_scale", softmax_scale, positive=True)
+    check_products(1.0, scale)
+    return scale
+
+
+def check_products(scale: float, softmax_scale: float) -> None:
+    """Raise ValueError where float32 lacks a cache's largest value, or what products are multiplied by."""
+    if abs(scale) > FLOAT32_MAX / MAX_E4M3:
+        raise ValueError(f"scale: got {scale:g}, expected at most {FLOAT32_MAX / MAX_E4M3:.3g}: values are float32")
+    if abs(scale) * softmax_scale > FLOAT32_MAX * math.log(2):
+        of_cache = "" if scale == 1.0 else f" times the cache's {scale:g}"
+        raise ValueError(
+            f"softmax_scale: got {softmax_scale:g}{of_cache}, expected a product that logits of base 2 have"
+        )

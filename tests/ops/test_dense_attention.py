@@ -225,6 +225,28 @@ def test_dense_mla_decode(lab, rng, lens, block_size, heads):
     assert_decode(lab.get(out), lab.get(lse), *want_decode(q, paged.values, 0.08))
 
 
+@pytest.mark.parametrize("scale", [1e8, 1e30])
+def test_logits_of_which_the_highest_is_all(lab, rng, scale):
+    """So large that a rounded product and an exact one differ by more than any exponent."""
+    lens = [90, 1, 300]
+    paged = Paged(rng, lens, 16)
+    q = (5 * rng.standard_normal((3, 1, 20, 576))).astype(BF16)
+    out, lse = cumla.dense_mla_decode(
+        lab.put(q), lab.put(paged.cache), lab.put(paged.table), lab.put(np.array(lens, np.int32)), softmax_scale=scale,
+        backend=lab.backend,
+    )  # fmt: skip
+    want_out, want_lse = want_decode(q, paged.values, scale)
+    assert_decode(lab.get(out), lab.get(lse) / scale, want_out, want_lse / scale)
+    for d, d_v in ((192, 128), (64, 64)):
+        q, k, v = (rng.standard_normal((70, 2, size)).astype(BF16) for size in (d, d, d_v))
+        cu = lab.put(np.array([0, 70], np.int32))
+        out, lse = cumla.mha_varlen(
+            *map(lab.put, (q, k, v)), cu, cu, causal=True, softmax_scale=scale, backend=lab.backend
+        )  # fmt: skip
+        want_out, want_lse = formula(*map(to_float, (q, k, v)), scale, True)
+        assert_dense_prefill(lab.get(out), lab.get(lse) / scale, want_out, want_lse / scale)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_several_queries_of_a_request(lab, rng, causal):
     lens = [90, 3, 2, 300]
@@ -449,6 +471,7 @@ def test_errors_name_the_argument(rng):
         ({"cu_seqlens_k": np.array([0, 2, 4], np.int32)}, "cu_seqlens_k: got shape"),
         ({"cu_seqlens_q": cu[:0], "cu_seqlens_k": cu[:0]}, "cu_seqlens_q: got no entries"),
         ({"softmax_scale": np.nan}, "softmax_scale: got nan"),
+        ({"softmax_scale": 3e38}, "softmax_scale: got 3e.38, expected a product"),
         ({"accumulate": True}, "out: got None"),
         ({"accumulate": True, "out": np.zeros((4, 2, 128), np.float32)}, "lse: got None"),
         (
@@ -467,6 +490,12 @@ def test_errors_name_the_argument(rng):
         ({"block_table": table[:1]}, "block_table: got 1 requests, expected at least 2"),
         ({"cache_seqlens": lens[:1]}, "cache_seqlens: got 1 requests, expected at least 2"),
         ({"max_seqlen": -1}, "max_seqlen: got -1"),
+        ({"softmax_scale": 3e38}, r"softmax_scale: got 3e\+38, expected a product"),
+        ({"k_cache": np.zeros((3, 16, 576), np.uint8), "scale": 1e38}, r"scale: got 1e\+38, expected at most 7.6e\+35"),
+        (
+            {"k_cache": np.zeros((3, 16, 576), np.uint8), "scale": 1e35, "softmax_scale": 1e4},
+            r"softmax_scale: got 10000 times the cache's 1e\+35",
+        ),
     ):
         arguments = {"q": q, "k_cache": cache, "block_table": table, "cache_seqlens": lens} | changes
         with pytest.raises((TypeError, ValueError), match=message):

@@ -110,6 +110,10 @@ __device__ inline int scale_exponent(float amax, int least) {
     return max(e, least);
 }
 
+// A logit, base 2, beside which fmaf(score, scale, -logit) may be off by more than 1, for `score * scale` is not rounded as the
+// highest logit was. Then logits are rounded, too, lest weights be infinite.
+[[maybe_unused]] constexpr float LARGE_LOGIT = 1 << 24;
+
 __device__ inline float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

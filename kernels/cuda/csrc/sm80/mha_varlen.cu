@@ -115,11 +115,19 @@ mha_varlen(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE* k, i
             float base = now == -infinity() ? 0.0f : now, rescale = exp2_approx(top[half] - base);
             top[half] = now;
             total[half] *= rescale;
+            float scale = scale_log2;
+            if (__any_sync(~0u, fabsf(base) >= LARGE_LOGIT)) {
+#pragma unroll
+                for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+                    for (int i = 2 * half; i < 2 * half + 2; ++i) scores[n][i] = mul(scores[n][i], scale) - base;
+                scale = 1.0f, base = 0.0f;
+            }
 #pragma unroll
             for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
                 for (int i = 2 * half; i < 2 * half + 2; ++i) {
-                    scores[n][i] = exp2_approx(fmaf(scores[n][i], scale_log2, -base));
+                    scores[n][i] = exp2_approx(fmaf(scores[n][i], scale, -base));
                     total[half] += scores[n][i];
                 }
 #pragma unroll

@@ -44,10 +44,16 @@ struct Softmax {
             float base = now == -infinity() ? 0.0f : now, sum = 0.0f;
             rescale[half] = exp2_approx(top[half] - base);
             top[half] = now;
+            float scale = scale_log2;
+            if (__any_sync(~0u, fabsf(base) >= LARGE_LOGIT)) {
+#pragma unroll
+                for (int i = 2 * half; i < 64; i += 4) x[i] = mul(x[i], scale) - base, x[i + 1] = mul(x[i + 1], scale) - base;
+                scale = 1.0f, base = 0.0f;
+            }
 #pragma unroll
             for (int i = 2 * half; i < 64; i += 4) {
-                x[i] = exp2_approx(fmaf(x[i], scale_log2, -base));
-                x[i + 1] = exp2_approx(fmaf(x[i + 1], scale_log2, -base));
+                x[i] = exp2_approx(fmaf(x[i], scale, -base));
+                x[i + 1] = exp2_approx(fmaf(x[i + 1], scale, -base));
                 sum += x[i] + x[i + 1];
             }
             total[half] = fmaf(total[half], rescale[half], sum);

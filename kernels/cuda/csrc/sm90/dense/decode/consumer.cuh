@@ -142,11 +142,17 @@ template <int CONSUMER> __device__ inline void consume(const DenseProblem& probl
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2)) * scale_log2;
             now[half] = largest > reference[half] + RAISE ? largest : reference[half];
             if (lane % 4 == 0) sts_float(window + REFERENCE_AT + 256 * consumer + 4 * head + 32 * half, now[half]);
-            float base = now[half] == -infinity() ? 0.0f : now[half];
+            float base = now[half] == -infinity() ? 0.0f : now[half], scale = scale_log2;
+            if (__any_sync(~0u, fabsf(base) >= LARGE_LOGIT)) {
+#pragma unroll
+                for (int i = 2 * half; i < 32; i += 4)
+                    scores[i] = mul(scores[i], scale) - base, scores[i + 1] = mul(scores[i + 1], scale) - base;
+                scale = 1.0f, base = 0.0f;
+            }
 #pragma unroll
             for (int i = 2 * half; i < 32; i += 4) {
-                scores[i] = exp2_approx(fmaf(scores[i], scale_log2, -base));
-                scores[i + 1] = exp2_approx(fmaf(scores[i + 1], scale_log2, -base));
+                scores[i] = exp2_approx(fmaf(scores[i], scale, -base));
+                scores[i + 1] = exp2_approx(fmaf(scores[i + 1], scale, -base));
                 sum[half] += scores[i] + scores[i + 1];
             }
         }
