@@ -16,6 +16,7 @@ constexpr int KEYS_AT_ONCE = 4;  // of a thread
 constexpr uint32 TOO_LARGE_BF16 = 0x4780;  // bits of 2^16
 constexpr float LARGEST_F16 = 65504.0f;
 constexpr float LARGE_ERROR = 1.0f / (1 << 17);  // of a score as Hopper's products sum it up, of what RoPE adds to it
+constexpr float SMALLER = 1.0f / (1 << 16);  // what values are multiplied by here, so that sums of some are finite
 // Weights, base 2, that float16 has not to its own precision, and that still are something beside LARGEST_F16.
 constexpr float WEIGHT_IS_NORMAL = -14.0f, WEIGHT_IS_NOTHING = -27.0f;
 
@@ -129,8 +130,19 @@ struct Amendment {
                 if (large && place < MOST_LARGE) keys.tokens[place] = token;
             }
         }
-        atomicMax(&keys.others, __reduce_max_sync(~0u, others)), atomicMax(&keys.scales, __reduce_max_sync(~0u, scales));
+        others = __reduce_max_sync(~0u, others), scales = __reduce_max_sync(~0u, scales);
+        if (lane == 0) atomicMax(&keys.others, others), atomicMax(&keys.scales, scales);
         __syncthreads();
+    }
+
+    __device__ static void load_slice(const Token& token, int first, float (&values)[8]) {
+        if (first >= LAYOUT::quantized_dim) {
+            unpack8(Raw8<bf16>{load16(token.row + LAYOUT::rope_offset + 2 * (first - LAYOUT::quantized_dim))}, values);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) values[j] *= SMALLER;
+        } else {
+            dequantize8(load8(token.row + first), scale_of(token, first / LAYOUT::scale_tile) * SMALLER, values);
+        }
     }
 
     // False where the head must be done again. The warp.
@@ -145,21 +157,19 @@ struct Amendment {
         float sink = problem.attn_sink ? problem.attn_sink[head] : -infinity();
 #pragma unroll
         for (int i = 0; i < 16; ++i) magnitudes += fabsf(of_q[i / 8][i % 8]);
-        double scale = to_double(problem.softmax_scale) * LOG2;
+        double scale = to_double(problem.softmax_scale) * LOG2 / SMALLER;
         float per_product = fabsf(float(scale));
         // Scores of other keys are within this.
-        float others = sum_of_warp(magnitudes) * per_product * fmaxf(__uint_as_float(keys.others << 16), ue8m0_scale(keys.scales) * MAX_CODE);
+        float others = sum_of_warp(magnitudes) * per_product * SMALLER * fmaxf(__uint_as_float(keys.others << 16), ue8m0_scale(keys.scales) * MAX_CODE);
 
-        double top = -double(infinity()), least_top = top, total = 0.0;
-        double sums[2][8] = {}, missing[8] = {};  // of these keys alone; of values 256 on, what the fast kernel left out
+        double top = -double(infinity()), least_top = top;
+        float total = 0.0f, sums[2][8] = {}, missing[8] = {};  // of these keys alone; of values 256 on, what the fast kernel left out
         bool weights_are_right = true;
 #pragma unroll 1
         for (int key = 0; key < count; ++key) {
             Token token = keys.tokens[key];
             float values[2][8], ordinary = 0.0f, of_rope = 0.0f;
-            dequantize8(load8(token.row + 8 * lane), scale_of(token, 8 * lane / LAYOUT::scale_tile), values[0]);
-            if (in_rope) unpack8(Raw8<bf16>{load16(token.row + LAYOUT::rope_offset + 2 * (256 + 8 * lane - LAYOUT::quantized_dim))}, values[1]);
-            else dequantize8(load8(token.row + 256 + 8 * lane), scale_of(token, (256 + 8 * lane) / LAYOUT::scale_tile), values[1]);
+            load_slice(token, 8 * lane, values[0]), load_slice(token, 256 + 8 * lane, values[1]);
             double score = 0.0;
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
@@ -174,14 +184,14 @@ struct Amendment {
                                  (beside_all <= WEIGHT_IS_NOTHING || beside_all >= WEIGHT_IS_NORMAL);
             least_top = fmax(least_top, score - to_double(doubt));
             bool is_top = !(score <= top);
-            double other = power_of_two(is_top ? top - score : score - top), rescale = is_top ? other : 1.0, weight = is_top ? 1.0 : other;
+            float other = exp2_approx(float(is_top ? top - score : score - top)), rescale = is_top ? other : 1.0f, weight = is_top ? 1.0f : other;
             top = is_top ? score : top, total = total * rescale + weight;
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
-                sums[0][j] = sums[0][j] * rescale + weight * to_double(values[0][j]);
-                sums[1][j] = sums[1][j] * rescale + weight * to_double(values[1][j]);
-                float had = fmaxf(fminf(values[1][j], LARGEST_F16), -LARGEST_F16);
-                missing[j] = missing[j] * rescale + weight * to_double(values[1][j] - had);
+                float had = fmaxf(fminf(values[1][j], SMALLER * LARGEST_F16), -SMALLER * LARGEST_F16);
+                sums[0][j] = sums[0][j] * rescale + weight * values[0][j];
+                sums[1][j] = sums[1][j] * rescale + weight * values[1][j];
+                missing[j] = missing[j] * rescale + weight * (values[1][j] - had);
             }
         }
         bool are_all = least_top > to_double(others + BEATEN);
@@ -190,23 +200,23 @@ struct Amendment {
         float taken = exp2_approx(float(to_double(sink) * LOG2 - (are_all ? top : log_sum)));
         float x[8];
         if (are_all) {
-            if (lane == 0) lse(head) = to_float((top + to_double(log2_approx(float(total)))) * LN2);
-            double share = to_double(1.0f / (float(total) + taken));
+            if (lane == 0) lse(head) = to_float((top + to_double(log2_approx(total))) * LN2);
+            float share = 1.0f / (SMALLER * (total + taken));
 #pragma unroll
-            for (int j = 0; j < 8; ++j) x[j] = to_float(sums[0][j] * share);
-            store_values8(out(head), x);
+            for (int i = 0; i < 2; ++i) {
 #pragma unroll
-            for (int j = 0; j < 8; ++j) x[j] = to_float(sums[1][j] * share);
-            store_values8(out(head) + 256, x);
+                for (int j = 0; j < 8; ++j) x[j] = sums[i][j] * share;
+                store_values8(out(head) + 256 * i, x);
+            }
             return true;
         }
-        double share = power_of_two(top - log_sum) * to_double(1.0f / (1.0f + taken));
+        double share = power_of_two(top - log_sum) * to_double(1.0f / (SMALLER * (1.0f + taken)));
         bool right = true;
         float before[8];
         unpack8(Raw8<bf16>{results}, before);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-            x[j] = to_float(to_double(before[j]) + missing[j] * share);
+            x[j] = to_float(to_double(before[j]) + to_double(missing[j]) * share);
             // Results had been rounded, which must not be more than what is left of them.
             right &= fabsf(before[j]) < 0.125f || fabsf(x[j]) >= 0.5f * fabsf(before[j]);
         }
