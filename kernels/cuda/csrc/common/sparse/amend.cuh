@@ -152,7 +152,7 @@ struct Amendment {
         float of_q[2][8], magnitudes = 0.0f;
 #pragma unroll
         for (int i = 0; i < 2; ++i) unpack8(Raw8<bf16>{load16(q(head) + 256 * i)}, of_q[i]);
-        uint4 results = load16(out(head) + 256);  // under way, as is this
+        uint4 results = *reinterpret_cast<const uint4*>(out(head) + 256);  // under way, as is this; written here, too, below
         double log_sum = to_double(lse(head)) * LOG2;
         float sink = problem.attn_sink ? problem.attn_sink[head] : -infinity();
 #pragma unroll
