@@ -196,7 +196,7 @@ def reasons(lab, kernel):
         found.append(lab.get(memory.unsafe)[EXACT_COUNTERS:][: work.tiles].copy())
         finish(work, problem, memory=memory, **options)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, recorded_launches():
         patch.setattr(sparse_kernels, "finish", look)
         yield found
 
