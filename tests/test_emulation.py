@@ -309,7 +309,7 @@ def test_large_rope_is_amended(here, rng, schedule, tile, monkeypatch):
 @SCHEDULES
 @pytest.mark.usefixtures("no_exact_kernel")
 @pytest.mark.parametrize("layout", FP8, ids=lambda x: x.name)
-@pytest.mark.parametrize(("tile", "parts"), [(64, 2), (32, 2), (16, 2)])
+@pytest.mark.parametrize(("tile", "parts"), [(64, 2), (32, 5), (16, 3)])
 def test_tiles_of_clusters(here, rng, layout, schedule, tile, parts, monkeypatch):
     """The last tile has fewer heads; one token has keys in one part of it alone, another none at all."""
     from cumla.kernels.cuda.sparse import work as sparse_work

@@ -146,8 +146,9 @@ SEND_ASYNC = """
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(place), "r"(1 - rank));
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier_there) : "r"(barrier), "r"(1 - rank));
     if (threadIdx.x % 2 == 0)
-        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
-                     ::"r"(there), "f"(mine[0]), "f"(mine[1]), "r"(barrier_there) : "memory");
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [%0], {%1, %2}, [%3];"
+                     ::"r"(there), "r"(__float_as_uint(mine[0])), "r"(__float_as_uint(mine[1])), "r"(barrier_there)
+                     : "memory");
     {end}
     out[32 * rank + threadIdx.x] = lds_float({read});
 """

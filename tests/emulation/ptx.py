@@ -92,10 +92,10 @@ TABLE = {
     "mapa.shared::cluster.u32 %0, %1, %2;": "%0 = emulator::mapped(%1, %2)",
     "st.shared::cluster.f32 [%0], %1;": "*reinterpret_cast<float*>(emulator::cluster_shared_at(%0, 4)) = %1",
     "st.shared::cluster.b64 [%0], %1;": "*reinterpret_cast<uint64_t*>(emulator::cluster_shared_at(%0, 8)) = %1",
-    "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];": (
+    "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [%0], {%1, %2}, [%3];": (
         "emulator::store_async(%0, {%1, %2}, %3)"
     ),
-    "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];": (
+    "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];": (
         "emulator::store_async(%0, {%1, %2, %3, %4}, %5)"
     ),
     "{ .reg .pred done; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1; "

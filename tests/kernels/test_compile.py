@@ -119,9 +119,9 @@ SOURCES = [
     *(("sm90/decode/decode.cu", {"LAYOUT": "DSV4_FP8", "TILE_HEADS": heads}) for heads in (32, 16)),
     *(("sm90/decode/decode.cu", {"LAYOUT": "V32_FP8", "TILE_HEADS": heads}) for heads in (32, 16)),
     *(
-        ("sm90/decode/decode.cu", {"LAYOUT": layout, "TILE_HEADS": heads, "PARTS": 2})
+        ("sm90/decode/decode.cu", {"LAYOUT": layout, "TILE_HEADS": heads, "PARTS": parts})
         for layout in ("DSV4_FP8", "V32_FP8")
-        for heads in (64, 32, 16)
+        for heads, parts in ((64, 2), (64, 6), (32, 2), (32, 5), (16, 2), (16, 3))
     ),
     ("sm90/prefill/prefill.cu", {"LAYOUT": "DSV4_BF16"}),
     ("sm90/prefill/prefill.cu", {"LAYOUT": "MLA_BF16"}),

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -67,20 +68,33 @@ def test_nothing_costs_less_than_what_is_chosen(tiles, blocks, sms, costs, clust
         assert cost <= sum(count * each for count, each in zip(counts, costs, strict=True)) * (1 + 1e-12)
 
 
-def test_clusters_are_taken_where_they_were_measured_to_be_faster():
-    """And not for a 67th tile, whose cluster does not run beside the others (of 66 of two thread blocks)."""
+RUN_AT_A_TIME = ((2, 66), (3, 39), (4, 30), (5, 22), (6, 17))  # clusters, of an H200
 
-    def chosen(tokens, heads, blocks, clusters=((2, 66),)):
-        height = division.tile_heads(tokens, heads, blocks, True, 132, clusters)
-        costs = division.HOPPER_COSTS[height]
-        return height, division.divide(tokens * -(-heads // height), blocks, False, True, 132, costs, clusters)[0]
 
-    for heads, blocks, height in ((64, 10, 32), (128, 18, 64), (128, 32, 64)):
-        assert chosen(32, heads, blocks) == (height, division.Division(128, False, False, 2, together=True))
-        assert not chosen(34, heads, blocks)[1].together
-        assert not chosen(32, heads, blocks, ())[1].together
-    assert not chosen(32, 64, 2)[1].together  # two blocks of keys are too few
-    assert not chosen(8, 64, 10)[1].together
+@pytest.mark.parametrize(
+    ("tokens", "heads", "blocks", "height", "parts"),
+    [
+        (32, 64, 10, 32, 2), (32, 128, 18, 64, 2), (32, 128, 32, 64, 2), (8, 64, 10, 32, 5), (8, 128, 18, 32, 3),
+        (2, 128, 18, 16, 6), (2, 64, 10, 16, 5), (32, 16, 18, 16, 3), (32, 32, 18, 32, 3), (8, 64, 2, 16, 2),
+    ],
+)  # fmt: skip
+def test_clusters_are_taken_where_they_were_measured_to_be_faster(tokens, heads, blocks, height, parts):
+    together = division.Division(tokens * heads // height * parts, False, False, parts, together=True)
+    assert chosen(tokens, heads, blocks) == (height, together)
+    assert not chosen(tokens, heads, blocks, ())[1].together
+
+
+def test_clusters_are_not_taken_where_they_do_not_run_at_a_time_or_are_slower():
+    assert chosen(34, 64, 10)[1].parts == 3  # of 64 heads, where 68 of 32 would be two more than there are clusters
+    assert not chosen(67, 64, 10)[1].together
+    assert not chosen(34, 128, 18)[1].together
+    assert not chosen(1, 128, 32)[1].together
+
+
+def chosen(tokens, heads, blocks, clusters=RUN_AT_A_TIME):
+    height = division.tile_heads(tokens, heads, blocks, True, 132, clusters)
+    costs = division.HOPPER_COSTS[height]
+    return height, division.divide(tokens * -(-heads // height), blocks, False, True, 132, costs, clusters)[0]
 
 
 def starts_of(tokens, heads, blocks, shares, made):

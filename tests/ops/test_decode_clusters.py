@@ -12,7 +12,6 @@ from support.attention import Problem, make_cache, make_indices, make_q, nothing
 from support.lab import BF16, to_float
 
 FP8 = (cumla.DSV4_FP8, cumla.V32_FP8)
-PARTS = 2
 pytestmark = [
     pytest.mark.attention,
     pytest.mark.nowhere(when=lambda x: x.backend != "cuda"),
@@ -21,7 +20,12 @@ pytestmark = [
 
 
 @pytest.fixture
-def divided(lab, tile, monkeypatch):
+def parts():
+    return 2
+
+
+@pytest.fixture
+def divided(lab, tile, parts, monkeypatch):
     """Divisions that were made: clusters for tiles of so many heads, where lists may not have fewer keys."""
     from cumla.kernels.cuda.device import is_hopper
     from cumla.kernels.cuda.sparse import kernels as sparse_kernels
@@ -33,8 +37,8 @@ def divided(lab, tile, monkeypatch):
     made, divide = [], sparse_work.divide
 
     def divide_into_clusters(work, may_cut, *rest):
-        together = Division(work.tiles * PARTS, False, False, PARTS, together=True)
-        can = may_cut and not work.ragged and work.most_blocks >= PARTS
+        together = Division(work.tiles * parts, False, False, parts, together=True)
+        can = may_cut and not work.ragged and work.most_blocks >= parts
         made.append(together if can else divide(work, may_cut, *rest))
         return made[-1]
 
@@ -79,6 +83,23 @@ def test_parts_of_one_length_and_of_two(lab, divided, rng, tile, blocks):
             make_indices(rng, 1, 1, 64 * blocks - 9, 256),
         ).check(lab)  # fmt: skip
     assert divided[0].together
+
+
+@pytest.mark.parametrize("parts", [3, 4, 5, 6])
+@pytest.mark.thorough(when=lambda x: x.emulated and (x.get("tile"), x.get("parts")) not in ((16, 6), (32, 5)))
+def test_more_parts(lab, divided, rng, tile, parts):
+    """Of each token, thread blocks put together as many heads, or fewer, or none."""
+    layout, heads = cumla.DSV4_FP8, tile - 1
+    problem = Problem(
+        make_q(rng, 2, 1, heads, layout, steep(heads)), make_cache(rng, layout, 9, 16, spread=0),
+        make_indices(rng, 2, 1, 70, 144), extra_k_cache=make_cache(rng, layout, 5, 64, spread=0),
+        extra_indices=make_indices(rng, 2, 1, 64 * parts - 100, 320),
+        attn_sink=np.linspace(-3, 3, heads, dtype=np.float32),
+    )  # fmt: skip
+    with nothing_attended_again():
+        first = problem.check(lab)
+        assert_same_bits(first, problem.on(lab), lab)
+    assert [division.together for division in divided] == [True, True]
 
 
 def test_tokens_with_few_keys_and_none(lab, divided, rng, tile):

@@ -39,7 +39,7 @@ class Costs(NamedTuple):
     cut       to write a part of a tile, and to put parts together
     straddle  the same where a share has parts of two tiles
     part      to put together one part more, of all that there are
-    together  to put parts together within a cluster
+    together  within a cluster, to put together one part more
     """
 
     block: float
@@ -58,7 +58,7 @@ def terms(division: Division, tiles: int, blocks: int, max_shares: int) -> Costs
     """How often each of the costs is met where tiles of so many blocks are divided like this."""
     count = division.parts
     if division.together:
-        return Costs(block=-(-blocks // count), tile=1, cut=0, straddle=0, part=0, together=1)
+        return Costs(block=-(-blocks // count), tile=1, cut=0, straddle=0, part=0, together=count - 1)
     if count:
         return Costs(block=-(-blocks // count), tile=1, cut=1, straddle=0, part=count * (tiles + 1))
     if division.cut:
@@ -114,9 +114,9 @@ def divide(
 
 # Of Hopper's decode kernel by heads of a tile, in us. benchmarks/divisions.py measures them.
 HOPPER_COSTS = {
-    64: Costs(block=2.1, tile=6.8, cut=1.2, straddle=13, part=1 / 13, together=4.5),
-    32: Costs(block=1.65, tile=5, cut=1.5, straddle=9, part=1 / 36, together=2.5),
-    16: Costs(block=1.65, tile=4, cut=1.2, straddle=6, part=1 / 65, together=1.5),
+    64: Costs(block=2.1, tile=6.8, cut=1.2, straddle=13, part=1 / 13, together=0.85),
+    32: Costs(block=1.65, tile=5, cut=1.5, straddle=9, part=1 / 36, together=0.35),
+    16: Costs(block=1.65, tile=4, cut=1.2, straddle=6, part=1 / 65, together=0.1),
 }
 
 

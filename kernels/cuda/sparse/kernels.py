@@ -19,7 +19,7 @@ from . import portable as sparse_portable
 from .division import COSTS, HOPPER_COSTS, UNDIVIDED, Costs, Division
 from .work import EXACT_SLOTS, HEADS, V_DIM, Memory, Work, tile_heads
 
-CLUSTERS = (2,)  # thread blocks that share a tile, of those that Hopper's decode kernel can be compiled for
+CLUSTERS = (2, 3, 4, 5, 6)  # thread blocks that share a tile: what Hopper's decode kernel can be compiled for
 HOPPER_THREADS, HOPPER_SHARED_BYTES = 512, 232448  # all there is; sm90/decode/memory.cuh says what for
 PREFILL_THREADS, FEW_HEADS_THREADS = 384, 512  # sm90/prefill/memory.cuh, sm90/few_heads/memory.cuh
 PREFILL_HEADS = (16, 32, HEADS)  # of a tile there

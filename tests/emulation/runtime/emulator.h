@@ -71,7 +71,7 @@ EXPORT uint8_t* shared_at(uint32_t address, uint32_t bytes);
 EXPORT uint32_t mapped(uint32_t address, uint32_t rank);
 EXPORT uint8_t* cluster_shared_at(uint32_t address, uint32_t bytes);
 // Counts at a barrier of the block that it goes to, when it is there.
-EXPORT void store_async(uint32_t address, std::initializer_list<float> values, uint32_t barrier);
+EXPORT void store_async(uint32_t address, std::initializer_list<uint32_t> values, uint32_t barrier);
 uint32_t without_rank(uint32_t address);  // of this block's memory
 // Global memory, for accesses that must be aligned.
 inline uint8_t* global_at(const void* address, uint32_t bytes) {

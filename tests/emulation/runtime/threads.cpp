@@ -315,7 +315,7 @@ namespace {
 
 struct RemoteStore : Work {
     uint32_t address, barrier;
-    std::vector<float> values;
+    std::vector<uint32_t> values;
 
     void run() override {
         int mine = cluster_rank, bytes = 4 * values.size();
@@ -328,7 +328,7 @@ struct RemoteStore : Work {
 
 }  // namespace
 
-void store_async(uint32_t address, std::initializer_list<float> values, uint32_t barrier) {
+void store_async(uint32_t address, std::initializer_list<uint32_t> values, uint32_t barrier) {
     if (address >> RANK_SHIFT != barrier >> RANK_SHIFT) fail("a store to %#x counts at %#x, of another block", address, barrier);
     auto* store = new RemoteStore;
     store->address = address, store->barrier = barrier, store->values = values;

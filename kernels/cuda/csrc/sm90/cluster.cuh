@@ -15,13 +15,13 @@ __device__ inline uint32 cluster_address(uint32 address, int rank) {
 }
 
 // Store to another thread block; its barrier counts the bytes that have arrived. Both are addresses in the cluster.
-__device__ inline void store_async(uint32 to, float x, float y, uint32 barrier) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
-                 ::"r"(to), "f"(x), "f"(y), "r"(barrier) : "memory");
+__device__ inline void store_async(uint32 to, uint2 x, uint32 barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [%0], {%1, %2}, [%3];"
+                 ::"r"(to), "r"(x.x), "r"(x.y), "r"(barrier) : "memory");
 }
-__device__ inline void store_async(uint32 to, float4 x, uint32 barrier) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
-                 ::"r"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier) : "memory");
+__device__ inline void store_async(uint32 to, uint4 x, uint32 barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];"
+                 ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(barrier) : "memory");
 }
 
 // Wait as barrier_wait does, for what other thread blocks of the cluster have stored.

@@ -25,7 +25,7 @@
 // Where PARTS is more than 1, as many thread blocks, a cluster, share the keys of a tile and put its result together: each
 // that of some of its heads, from what the others send to its shared memory.
 //
-// Macros: LAYOUT (DSV4_FP8 or V32_FP8), TILE_HEADS (64, 32, 16), PARTS (1, 2, 4).
+// Macros: LAYOUT (DSV4_FP8 or V32_FP8), TILE_HEADS (64, 32, 16), PARTS (1 to 6).
 #if PARTS > 1
 #define IN_CLUSTER
 #define CLUSTER __cluster_dims__(PARTS, 1, 1)
@@ -49,7 +49,8 @@ extern "C" CLUSTER __global__ void __launch_bounds__(THREADS, 1) sparse_mla_deco
         for (int i = 0; i < 2; ++i) barrier_init(SUMS_FULL + 8 * i, 4 * WARP_ARRIVALS), barrier_init(SHARE_FULL + 8 * i, WARP_ARRIVALS);
         if (PARTS > 1) {
             barrier_init(LOG_SUMS_FULL, 1), barrier_init(PARTS_FULL, 1);
-            barrier_arrive_expecting(LOG_SUMS_FULL, PARTS * HEADS * 4), barrier_arrive_expecting(PARTS_FULL, (PARTS - 1) * PART_BYTES);
+            barrier_arrive_expecting(LOG_SUMS_FULL, PARTS * HEADS * 4);
+            barrier_arrive_expecting(PARTS_FULL, (PARTS - 1) * lines_of(blockIdx.x % PARTS) * LINE_BYTES);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }

@@ -48,16 +48,22 @@ constexpr uint32 SHARE_FULL = SUMS_FULL + 16;
 constexpr uint32 LOG_SUMS_FULL = SHARE_FULL + 16;
 constexpr uint32 PARTS_FULL = LOG_SUMS_FULL + 8;
 constexpr uint32 WEIGHT_AT = PARTS_FULL + 8;               // of this part in the whole, by head
-constexpr uint32 LOG_SUMS_AT = WEIGHT_AT + HEADS * 4;      // of all parts, by head
+constexpr uint32 KEPT_AT = WEIGHT_AT + HEADS * 4;          // what the sink leaves of the whole, by head
+constexpr uint32 LOG_SUMS_AT = KEPT_AT + HEADS * 4;        // of all parts, by head
 constexpr uint32 PARTS_END = LOG_SUMS_AT + PARTS * HEADS * 4;
-constexpr int PART_LINES = HEADS / 4 / PARTS;              // of a lane's 8 neighbouring values, that a thread block puts together
-constexpr int PART_BYTES = PART_LINES * 256 * 32;          // of them, from each other thread block
+constexpr int LINES = HEADS / 4;                           // of a PV lane: 8 neighbouring values of a head
+constexpr int PART_LINES = (LINES + PARTS - 1) / PARTS;    // that a thread block puts together; the last ones may have fewer
+constexpr int LINE_BYTES = 256 * 16;                       // of all PV lanes, as float16
+constexpr int PART_BYTES = PART_LINES * LINE_BYTES;        // from each other thread block
 constexpr bool PARTS_IN_Q = (PARTS - 1) * PART_BYTES <= (SLICES + 1) * Q_TILE_BYTES;  // which is not needed any more then
 constexpr uint32 PARTS_AT = PARTS_IN_Q ? Q_AT : (PARTS_END + 127) / 128 * 128;
 constexpr uint32 SHARED_END = PARTS == 1 ? LOG_SUMS_FULL : PARTS_IN_Q ? PARTS_END : PARTS_AT + (PARTS - 1) * PART_BYTES;
 constexpr uint32 SHARED_BYTES = SHARED_END - 1024;
 static_assert(SHARED_BYTES <= 232448, "more shared memory than there is");
 static_assert(SCHEDULE_AT % 16 == 0, "scheduled tiles are read 16 bytes at a time");
+
+// How many lines a thread block of a cluster puts together.
+__device__ inline int lines_of(int rank) { return max(0, min(PART_LINES, LINES - rank * PART_LINES)); }
 
 // The same number from all lanes, such that the compiler knows that it is.
 __device__ inline int uniform(uint32 x) { return int(__reduce_max_sync(~0u, x)); }

@@ -63,13 +63,14 @@ __device__ inline uint32 permuted(uint32 x, uint32 selector) {
     asm volatile("prmt.b32 %0, %1, 0, %2;" : "=r"(y) : "r"(x), "r"(selector));
     return y;
 }
-// A bfloat16 pair as float16, what is too large as the largest that there is.
-__device__ inline uint32 to_f16_saturated(uint32 x) {
+// Two floats as a float16 pair, what is too large as the largest that there is.
+__device__ inline uint32 pack_saturated(float low, float high) {
     uint32 y;
-    asm volatile("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;"
-                 : "=r"(y) : "f"(__uint_as_float(x & 0xffff0000)), "f"(__uint_as_float(x << 16)));
+    asm volatile("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
     return y;
 }
+// The same of a bfloat16 pair.
+__device__ inline uint32 to_f16_saturated(uint32 x) { return pack_saturated(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000)); }
 // The larger magnitude of it and a bfloat16 pair, each half for itself, with any sign. NaN stays.
 __device__ inline void raise_to_bf16(uint32& largest, uint32 x) {
     asm("max.NaN.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(largest) : "r"(x));

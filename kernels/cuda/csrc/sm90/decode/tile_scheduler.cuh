@@ -101,7 +101,7 @@ struct TileScheduler {
 
     // What part of the results of a cluster's tile is this thread block's. Makes the logarithms those of all parts' sums.
     __device__ void weigh(int row, bool mine, float (&lse2)[2], const float (&sink)[2], bool (&empty)[2], float (&share)[2]) {
-        float own[2] = {lse2[0], lse2[1]}, top[2] = {NO_MAX, NO_MAX}, total[2] = {}, weight[2];
+        float own[2] = {lse2[0], lse2[1]}, top[2] = {NO_MAX, NO_MAX}, total[2] = {}, weight[2], kept[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             if (empty[r]) own[r] = -infinity(), share[r] = 0.0f;
@@ -113,7 +113,7 @@ struct TileScheduler {
         if (mine)
 #pragma unroll
             for (int part = 0; part < PARTS; ++part)
-                store_async(cluster_address(LOG_SUMS_AT + (rank * HEADS + row) * 4, part), own[0], own[1],
+                store_async(cluster_address(LOG_SUMS_AT + (rank * HEADS + row) * 4, part), uint2{__float_as_uint(own[0]), __float_as_uint(own[1])},
                             cluster_address(LOG_SUMS_FULL, part));
         cluster_barrier_wait(LOG_SUMS_FULL, 0);
         float2 log_sums[PARTS];
@@ -129,10 +129,11 @@ struct TileScheduler {
             empty[r] = total[r] == 0.0f;
             lse2[r] = top[r] + log2f(total[r]);
             weight[r] = empty[r] ? 0.0f : exp2f(own[r] - lse2[r]);
-            if (problem.attn_sink) weight[r] *= 1.0f / (1.0f + expf(sink[r] - lse2[r] * LN_2));
-            if (empty[r]) weight[r] = 0.0f;
+            kept[r] = problem.attn_sink && !empty[r] ? 1.0f / (1.0f + expf(sink[r] - lse2[r] * LN_2)) : 1.0f;
         }
-        if (mine) sts_float2(WEIGHT_AT + row * 4, make_float2(weight[0], weight[1]));
+        if (!mine) return;
+        sts_float2(WEIGHT_AT + row * 4, make_float2(weight[0], weight[1]));
+        sts_float2(KEPT_AT + row * 4, make_float2(kept[0], kept[1]));
     }
 
     __device__ void run() {
