@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..dispatch.values import shown
 from ..replay.errors import InputError
 from . import NAMES, layer_suites, step_suites, suites
 from .measure import call_times, graph_times, host_times, host_us
@@ -23,6 +25,7 @@ SUITES: dict[str, Callable[[Sizes], Iterator[Problem]]] = {
 }
 
 Row = dict[str, Any]
+TIMES = ("us", "us_graph", "us_low", "us_high")
 
 
 def measured(names: Sequence[str], sizes: Sizes) -> Iterator[Row]:
@@ -77,11 +80,23 @@ def read(path: str) -> dict[str, Any]:
         record = json.loads(text)
         if not all(isinstance(row["op"], str) and isinstance(row["config"], str) for row in record["rows"]):
             raise TypeError("names that are no names")
+        if not isinstance(record.get("environment", {}), dict):
+            raise TypeError("an environment that is none")
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError):
         raise InputError(f"{path} is no file of results, as --json writes them") from None
+    for number, row in enumerate(record["rows"]):
+        for name in TIMES:
+            if not _is_time(row.get(name)):
+                raise InputError(f"{path}: row {number}: {name}: got {shown(row[name])}, expected microseconds")
     return dict(record)
+
+
+def _is_time(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
+        return False
+    return value is None or 0 <= value < math.inf
 
 
 class Change(NamedTuple):

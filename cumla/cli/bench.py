@@ -41,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
         record = rows.read(args.results)
     else:
         record = measure(console, args)
+    if args.plot is not None and not any(map(rows.time_of, record["rows"])):
+        raise InputError("--plot: the results have no times to draw")
     problem = _write(args, record)
     slower = 0 if old is None else compare(console, old["rows"], record["rows"])
     if problem is not None:

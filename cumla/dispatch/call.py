@@ -187,7 +187,8 @@ class Call:
         itemsize, width = native.dtype.itemsize, layout.token_bytes
         if native.dtype not in BYTES:
             if str(native.dtype) != layout.value_type:
-                raise TypeError(f"{name}: got dtype {native.dtype}, expected uint8 for a {layout.name} cache")
+                expected = "uint8" if layout.value_type == "e4m3" else f"{layout.value_type} or uint8"
+                raise TypeError(f"{name}: got dtype {native.dtype}, expected {expected} for a {layout.name} cache")
             width = layout.head_dim
         self.check_shape(name, native.shape, (-1, -1 if block_size is None else block_size, width))
         blocks, rows, _ = native.shape

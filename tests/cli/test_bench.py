@@ -186,6 +186,23 @@ def test_what_cannot_be_done(options, line, capsys):
     assert line in error_line(capsys, ["bench", *options])
 
 
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ({"rows": [], "environment": 5}, "is no file of results"),
+        ({"rows": [{"op": "a", "config": "b", "us": float("nan")}]}, "row 0: us: got nan, expected microseconds"),
+        ({"rows": [{"op": "a", "config": "b", "us_graph": "3"}]}, "row 0: us_graph: got '3', expected microseconds"),
+        ({"rows": [{"op": "a", "config": "b", "us": 1, "us_low": -1}]}, "row 0: us_low: got -1, expected"),
+        ({"rows": [{"op": "a", "config": "b", "us": None}]}, "--plot: the results have no times to draw"),
+        ({"rows": []}, "--plot: the results have no times to draw"),
+    ],
+)
+def test_times_that_are_none(record, says, tmp_path, capsys):
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(record))
+    assert says in error_line(capsys, ["bench", "--results", path, "--plot", tmp_path / "x.png"])
+
+
 def test_files_are_read_with_care_without_asserts_too(tmp_path):
     path = tmp_path / "x.json"
     path.write_text('{"rows": [{"op": 1, "config": "c"}]}')
