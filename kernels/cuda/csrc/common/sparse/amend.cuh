@@ -217,8 +217,9 @@ struct Amendment {
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             x[j] = to_float(to_double(before[j]) + to_double(missing[j]) * share);
-            // Results had been rounded, which must not be more than what is left of them.
-            right &= fabsf(before[j]) < 0.125f || fabsf(x[j]) >= 0.5f * fabsf(before[j]);
+            // Results had been rounded, which must not be more than what is left of them; of large ones, not as much again.
+            bool is_large = fabsf(before[j]) > 8.0f && missing[j] != 0.0f;
+            right &= fabsf(before[j]) < 0.125f || fabsf(x[j]) >= (is_large ? 2.0f : 0.5f) * fabsf(before[j]);
         }
         if (in_rope) store_values8(out(head) + 256, x);
         return __all_sync(~0u, right || !in_rope);
