@@ -157,7 +157,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         "--plot", type=Path, metavar="FILE.png",
         help="draw batch make-up, cache occupancy and time by op over the steps (needs matplotlib)",
     )  # fmt: skip
-    parser.set_defaults(run=_replay)
+    parser.set_defaults(run=_replay, needs_less="a smaller --cache-tokens, --batch-tokens or --heads needs less")
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
@@ -225,19 +225,17 @@ def _add_warmup(parser: argparse.ArgumentParser) -> None:
         help=f"query heads of a rank, 1 to {MAX_HEADS}, without --config (default: 64)",
     )  # fmt: skip
     model.add_argument(
-        "--topk",
-        type=AtLeast(1),
-        default=512,
-        metavar="N",
-        help="rows a token selects, without --config (default: 512)",
-    )
+        "--topk", type=AtLeast(1, 2**20), default=512, metavar="N",
+        help="rows a token selects, 1 to 1048576, without --config (default: 512)",
+    )  # fmt: skip
     parser.add_argument(
         "--batch", type=_integers, default=[1, 8, 32, 128], metavar="N,N,...",
         help="requests of a step, from 1 (default: 1,8,32,128)",
     )  # fmt: skip
     parser.add_argument(
-        "--block-size", type=AtLeast(1), default=64, metavar="TOKENS", help="tokens of a page (default: 64)"
-    )
+        "--block-size", type=AtLeast(1, 2**16), default=64, metavar="TOKENS",
+        help="tokens of a page, 1 to 65536 (default: 64)",
+    )  # fmt: skip
     parser.add_argument("--backend", choices=["cpu", "cuda"], help="default: cuda if there is a device, else cpu")
     parser.set_defaults(run=_warmup)
 
@@ -323,8 +321,10 @@ def _info(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit status; what the user can mend is one line on stderr."""
+    needs_less = "smaller sizes need less"
     try:
         args = make_parser().parse_args(argv)
+        needs_less = getattr(args, "needs_less", needs_less)
         _check_environment()
         status: int = args.run(args)
         sys.stdout.flush()  # while somebody can be told that it failed
@@ -334,7 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunError as error:
         return _fail(str(error), 1)
     except MemoryError:
-        return _fail("out of memory; a smaller --cache-tokens, --batch-tokens or --heads needs less", 1)
+        return _fail(f"out of memory; {needs_less}", 1)
     except KeyboardInterrupt:
         print("cumla: interrupted", file=sys.stderr)
         return 130

@@ -84,7 +84,7 @@ def read(path: str) -> dict[str, Any]:
             raise TypeError("an environment that is none")
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise InputError(f"{path} is no file of results, as --json writes them") from None
     for number, row in enumerate(record["rows"]):
         for name in TIMES:

@@ -59,7 +59,7 @@ class Model:
             config = json.loads(text.removeprefix("\ufeff"))
         except OSError as error:
             raise InputError(f"--config: cannot read {path}: {error.strerror or error}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"--config: {path} is no JSON: {error}") from None
         if not isinstance(config, dict):
             raise InputError(f"--config: {path} holds no object")

@@ -142,6 +142,8 @@ def test_replay_fails_beyond_bounds(monkeypatch, capsys):
         pytest.param([*TINY, "--plot", "run.txt"], "ends in .png", id="plot-name"),
         pytest.param([*TINY, "--backend", "cdua"], "cdua", id="backend"),
         pytest.param(["check", "--backend", "reference"], "reference", id="check-reference"),
+        pytest.param(["warmup", "--topk", str(2**40)], "expected an integer from 1 to 1048576", id="warmup-topk"),
+        pytest.param(["warmup", "--block-size", str(2**40)], "an integer from 1 to 65536", id="warmup-block-size"),
         pytest.param(["warmup", "--ranks", "2"], "--ranks: got 2 without --config", id="warmup-ranks"),
     ],
 )
@@ -153,6 +155,23 @@ def test_malformed_trace(tmp_path, capsys):
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0}\n')
     assert "line 1: input_length is missing" in error_line(capsys, ["replay", trace])
+
+
+@pytest.mark.parametrize(("option", "says"), [("warmup --config", "is no JSON"), ("bench --results", "is no file of")])
+def test_json_of_any_depth(option, says, tmp_path, capsys):
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 100_000)
+    assert says in error_line(capsys, [*option.split(), path])
+
+
+def test_out_of_memory_names_what_the_command_has(monkeypatch, capsys):
+    def out_of_memory(*args):
+        raise MemoryError
+
+    monkeypatch.setattr("cumla.cli.warmup.run", out_of_memory)
+    monkeypatch.setattr("cumla.cli.replay.run", out_of_memory)
+    assert error_line(capsys, ["warmup"], 1).endswith("out of memory; smaller sizes need less")
+    assert "a smaller --cache-tokens" in error_line(capsys, ["replay"], 1)
 
 
 def test_a_trace_is_not_written_over(tmp_path, capsys):
