@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from ..dispatch.values import shown
 
 # The format's names of types that weights come in.
 DTYPES = {
@@ -57,12 +60,11 @@ class Checkpoint(Mapping[str, np.ndarray]):
 
     def __getitem__(self, name: str) -> np.ndarray:
         path, data, entry = self._places[name]
-        dtype = DTYPES.get(entry["dtype"])
+        kind, shape, start, end = _described(name, path, entry)
+        dtype = DTYPES.get(kind)
         if dtype is None:
-            raise ValueError(f"{name}: got type {entry['dtype']}, expected one of {', '.join(DTYPES)}")
-        start, end = entry["data_offsets"]
-        shape = tuple(entry["shape"])
-        if end - start != dtype.itemsize * int(np.prod(shape)) or data + end > path.stat().st_size:
+            raise ValueError(f"{name}: got type {kind}, expected one of {', '.join(DTYPES)}")
+        if end - start != dtype.itemsize * math.prod(shape) or data + end > path.stat().st_size:
             raise ValueError(f"{name}: {path.name} has {end - start} bytes for {shape} of {dtype}, or is cut off")
         if start == end:
             return np.empty(shape, dtype)
@@ -75,13 +77,28 @@ class Checkpoint(Mapping[str, np.ndarray]):
         return len(self._places)
 
 
+def _described(name: str, path: pathlib.Path, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """Type, shape, first byte and end of an array, as its file's header has them."""
+    try:
+        kind, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        if any(type(number) is not int or number < 0 for number in (*shape, start, end)) or not isinstance(kind, str):
+            raise TypeError("numbers that are none")
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(
+            f"{name}: {path.name} describes it as {shown(entry)}, expected dtype, shape and data_offsets from 0 up"
+        ) from None
+    return kind, shape, start, end
+
+
 def _indexed(folder: pathlib.Path) -> dict[str, str]:
     """The file of each array by the folder's index; nothing without one."""
     found: dict[str, str] = {}
     for path in sorted(folder.glob("*.safetensors.index.json")):
         try:
             found |= json.loads(path.read_text())["weight_map"]
-        except (ValueError, KeyError, TypeError):
+            if not all(isinstance(file, str) for file in found.values()):
+                raise TypeError("files that are no names")
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(f"{path.name}: got no weight_map, expected the file of each array") from None
     return found
 
@@ -96,7 +113,7 @@ def _header(path: pathlib.Path) -> tuple[int, dict[str, Any]]:
     try:
         header: dict[str, Any] = json.loads(text)
         header.pop("__metadata__", None)
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{path.name}: got no header of safetensors, or the file is cut off") from None
     return size, header
 

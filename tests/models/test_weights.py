@@ -202,3 +202,32 @@ def test_what_is_wrong_with_files_is_named(tmp_path):
     index.write_text("{}")
     with pytest.raises(ValueError, match=r"index\.json: got no weight_map"):
         safetensors.Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"data_offsets": [-16, 0]}, "a: model.safetensors describes it as"),
+        ({"data_offsets": [16, 0]}, "a: model.safetensors has -16 bytes"),
+        ({"data_offsets": [0.0, 16.0]}, "describes it as"),
+        ({"data_offsets": 16}, "describes it as"),
+        ({"shape": [-2, -2]}, "describes it as"),
+        ({"shape": "22"}, "describes it as"),
+        ({"shape": [True, 4]}, "describes it as"),
+        ({"shape": [2**32, 2**32], "data_offsets": [0, 0]}, r"has 0 bytes for \(4294967296, 4294967296\)"),
+        ({"dtype": 5}, "describes it as"),
+        ({"dtype": "F4"}, "a: got type F4"),
+    ],
+)
+def test_headers_that_describe_no_array(change, says, tmp_path):
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]} | change}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
+    with pytest.raises(ValueError, match=says):
+        safetensors.Checkpoint(tmp_path)["a"]
+
+
+@pytest.mark.parametrize("text", ['{"weight_map": {"a": 5}}', "[]", "[" * 100_000])
+def test_an_index_that_names_no_files(text, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json: got no weight_map"):
+        safetensors.Checkpoint(tmp_path)
