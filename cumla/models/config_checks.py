@@ -31,7 +31,7 @@ def check_fixed(config: Mapping[str, Any], **expected: Any) -> None:
 
 
 def check_numbers(config: Any) -> None:
-    """Raise TypeError or ValueError for a size that is no positive integer, or a number below 0.
+    """Raise TypeError or ValueError for a size that is no positive integer, a number below 0, a base of RoPE below 1.
 
     config  a dataclass whose integers are sizes, and whose `rope_scaling` is None or YaRN's numbers
     """
@@ -41,6 +41,8 @@ def check_numbers(config: Any) -> None:
             check_integers(1, **{name: value})
         elif field.type == "float" and finite(name, value) < 0:
             raise ValueError(f"{name}: got {value}, expected at least 0")
+        elif name.endswith("rope_theta") and value < 1:
+            raise ValueError(f"{name}: got {value}, expected at least 1")
     checked_scaling(config.rope_scaling)
 
 

@@ -27,6 +27,7 @@ WRONG = {
     "no heads": (V4, {"num_attention_heads": 0}, "num_attention_heads: got 0, expected at least 1"),
     "no layers": (V4, {"num_hidden_layers": None}, "num_hidden_layers: got None"),
     "no window": (V4, {"sliding_window": None}, "sliding_window: got None"),
+    "a base of 0": (V4, {"compress_rope_theta": 0}, "compress_rope_theta: got 0, expected at least 1"),
     "a base that is none": (V4, {"rope_theta": float("nan")}, "rope_theta: got nan, expected a finite number"),
     "another scaling": (V4, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type: got 'linear'"),
     "YaRN without a factor": (V32, {"rope_scaling": YARN | {"factor": None}}, "expected factor among YaRN's numbers"),
