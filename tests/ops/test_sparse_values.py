@@ -230,6 +230,40 @@ def test_large_rope_is_amended(lab, kernel, rng, reasons, keys, size):
 
 
 @pytest.mark.nowhere(when=lambda x: x.backend != "cuda" or x.get("kernel") != "chosen")
+@pytest.mark.parametrize("below", [12.0, 20.0, 25.02, 25.5, 40.0])
+def test_weights_that_float16_has_in_steps(lab, kernel, rng, reasons, below):
+    """A large key whose weight is 2^-below of all: where float16 has it in steps, those would show."""
+    layout, heads = cumla.DSV4_FP8, 16
+    cache = make_cache(rng, layout, 2, 64, spread=0)
+    rope = rope_of(cache, layout)
+    rope[..., 63] = 0
+    rope[1, 0] = 7e4
+    q = np.zeros((1, 1, heads, layout.head_dim), BF16)  # the other key has the score 0
+    q[..., -1] = -(2.0**-14)
+    scale = below * np.log(2) / (float(rope[1, 0, 63]) * 2.0**-14)
+    indices = np.array([[[3, 64]]], np.int32)
+    out, _ = Problem(q, cache, indices, softmax_scale=scale, batch_invariant=True).check(lab)
+    assert (reasons[-1] == LARGE_ROPE).all()
+    np.testing.assert_allclose(to_float(out)[..., 511], 7e4 * 2.0**-below, rtol=0.01, atol=1e-4)
+
+
+@pytest.mark.nowhere(when=lambda x: x.backend != "cuda" or x.get("kernel") != "chosen")
+@pytest.mark.parametrize("score", [100.0, 1.1e6, 1.7e6])
+def test_a_large_key_beside_one_that_float16_has(lab, kernel, rng, reasons, score):
+    """With the same score, so that both count half; so high that float32's steps would show."""
+    layout = cumla.DSV4_FP8
+    cache = make_cache(rng, layout, 2, 64, spread=0)
+    rope = rope_of(cache, layout)
+    rope[..., 62:] = 0
+    rope[0, 3, 62], rope[1, 0, 63] = 1.5 * 2.0**15, 1.5 * 2.0**20
+    q = np.zeros((1, 1, 16, layout.head_dim), BF16)
+    q[..., -2], q[..., -1] = 2.0**-13, 2.0**-18
+    indices = np.array([[[1, 3, 2, 64]]], np.int32)
+    Problem(q, cache, indices, softmax_scale=score / 6, batch_invariant=True).check(lab)
+    assert (reasons[-1] == LARGE_ROPE).all()
+
+
+@pytest.mark.nowhere(when=lambda x: x.backend != "cuda" or x.get("kernel") != "chosen")
 def test_nan_in_rope_asks_for_nothing(lab, kernel, rng, reasons):
     layout = cumla.DSV4_FP8
     cache = make_cache(rng, layout, 4, 64)
@@ -237,7 +271,10 @@ def test_nan_in_rope_asks_for_nothing(lab, kernel, rng, reasons):
     rope[3, 5, 60], rope[3, 6, 7], rope[3, 7, 2] = np.nan, np.inf, 1e6
     indices = make_indices(rng, 3, 1, 150, 192)
     indices[1, 0, 100], indices[2, 0, [3, 5, 7]] = 192 + 5, [192 + 7, 192 + 6, 192 + 5]
-    out, lse = Problem(make_q(rng, 3, 1, 40, layout), cache, indices, batch_invariant=True).check(lab)
+    problem = Problem(make_q(rng, 3, 1, 40, layout), cache, indices, batch_invariant=True)
+    with nothing_attended_again():
+        problem.check(lab)
+    out, lse = problem.check(lab)
     assert np.isnan(to_float(out[1:])).all()
     assert np.isnan(lse[1:]).all()
     found = reasons[-1].reshape(3, -1)
