@@ -145,6 +145,8 @@ def _borrow_torch(tensor: Any, name: str, stream: int | None) -> tuple[Any, bool
         tensor = tensor.detach()
     if tensor.layout is not torch.strided:
         raise TypeError(f"{name}: got a torch tensor of layout {tensor.layout}, expected a strided one")
+    if tensor.is_neg():
+        raise ValueError(f"{name}: got a view of numbers that are stored with the other sign, expected resolve_neg()")
     dtype, device = _torch_type(tensor.dtype, name), tensor.device
     if device.type == "cuda":
         size = dtype.itemsize

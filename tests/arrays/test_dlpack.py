@@ -213,6 +213,11 @@ def test_unusable_torch_tensors():
     for tensor, error, text in (
         (torch.zeros(3, device="meta"), ValueError, "q: got a torch tensor on meta, expected one on the CPU or a CUDA"),
         (torch.zeros(3, 3).to_sparse(), TypeError, "q: got a torch tensor of layout torch.sparse_coo"),
+        (
+            torch.complex(torch.ones(3), torch.ones(3)).conj().imag,
+            ValueError,
+            "q: got a view of numbers that are stored",
+        ),
         (torch.zeros(3, dtype=torch.complex64), TypeError, "x"),
     ):
         if text == "x":  # a dtype that NumPy has is for the public function to refuse
