@@ -145,6 +145,14 @@ def emulated():
 
 
 @pytest.fixture
+def here(emulated):
+    """The lab of kernels of `csrc/` on devices that are emulated."""
+    from support.lab import Lab
+
+    return Lab("cuda", on_device=True, emulated=True)
+
+
+@pytest.fixture
 def rng(request):
     """A generator seeded by the test's name and --seed: fresh numbers for each test, the same at each run."""
     import numpy as np

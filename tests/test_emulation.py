@@ -1,24 +1,19 @@
 """CUDA kernels under every schedule that the emulator knows (tests/emulation)."""
 
-import ctypes
 import itertools
 
 import numpy as np
 import pytest
-from metadata.batches import buffers_of, make_batch
 
 import cumla
 import emulation
 from cumla.checks import check_case
-from cumla.dispatch import backends
 from cumla.kernels.cuda.launch import recorded_launches
 from cumla.kernels.cuda.sparse.division import Division
-from cumla.metadata import DeepseekSparseSWAMetadataBuilder, DeepseekV32IndexerMetadataBuilder, ServingConfig
-from emulation import launches, queues
 from support import operations
 from support.attention import Problem, make_cache, make_indices, make_q, nothing_attended_again, steep
 from support.bounds import assert_decode, assert_prefill, largest_values
-from support.lab import BF16, Lab, to_float
+from support.lab import BF16, to_float
 
 pytestmark = pytest.mark.skipif(emulation.unavailable() is not None, reason=str(emulation.unavailable()))
 
@@ -36,26 +31,10 @@ WILDEST = emulation.SCHEDULES["random 1"]
 FP8 = (cumla.DSV4_FP8, cumla.V32_FP8)
 
 
-@pytest.fixture
-def here(emulated):
-    return Lab("cuda", on_device=True, emulated=True)
-
-
 def run(name, arguments, put, get, backend):
     """What an operation gives back, on the host."""
     arrays = {name: put(value) if isinstance(value, np.ndarray) else value for name, value in arguments.items()}
     return [get(x) for x in getattr(cumla, name)(**arrays, backend=backend)]
-
-
-def has_cuda_kernels(example):
-    try:
-        backends.kernels("cuda", example.kernels)
-    except (ValueError, ImportError):
-        return False
-    return True
-
-
-EXAMPLES = [name for name, example in operations.EXAMPLES.items() if has_cuda_kernels(example)]
 
 
 # Of which Hopper has kernels of its own, or clusters; of the others both devices run the same.
@@ -63,7 +42,8 @@ OF_HOPPER = ("sparse_attention", "dense_attention", "indexer", "compressor")
 
 
 @DEVICES
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", operations.EXAMPLES)
+@pytest.mark.nowhere(when=lambda x: not operations.is_on("cuda", x.get("name")))
 @pytest.mark.thorough(
     when=lambda x: x.get("device") == AMPERE and operations.EXAMPLES[x.get("name")].kernels not in OF_HOPPER
 )
@@ -72,125 +52,6 @@ def test_every_operation(here, name, device):
     with here.xp.cuda.Device(device), emulation.scheduled(WILDEST):
         outcome = check_case(operations.EXAMPLES[name], "cuda", seed=0)
     assert outcome.passed, outcome
-
-
-# The kernel ahead: what each array holds is still to come while it waits, and it still reads what they held before.
-AHEAD = """
-struct Move { const unsigned char* from; unsigned char *to, *before; long long bytes; };
-extern "C" __global__ void ahead(const Move* moves, int count) {
-    for (int m = 0; m < count; ++m)
-        for (long long i = threadIdx.x; i < moves[m].bytes; i += blockDim.x) {
-            moves[m].before[i] = moves[m].to[i];
-            moves[m].to[i] = moves[m].from[i];
-        }
-}
-"""
-
-
-class KernelAhead:
-    """A kernel that writes `arrays` on the device, in which there is something else until it has run.
-
-    Whoever overlaps with it and does not wait reads that, or writes over what this kernel has yet to read.
-    """
-
-    OLD = 1  # in every byte: indices and lengths out of range, wrong numbers
-
-    def __init__(self, here, arrays):
-        self.here = here
-        # Of all that lies in the same memory at once: arrays may be parts of one another.
-        memories = list({array.data.mem.ptr: array.data.mem for array in arrays if array.nbytes}.values())
-        sources = [bytes_at(here, memory.ptr, memory.size).copy() for memory in memories]
-        self.before = [here.xp.zeros(memory.size, np.uint8) for memory in memories]
-        moves = [
-            (source.data.ptr, memory.ptr, before.data.ptr, memory.size)
-            for source, memory, before in zip(sources, memories, self.before, strict=True)
-        ]
-        table = here.put(np.array(moves, np.uint64))
-        for memory in memories:
-            ctypes.memset(memory.ptr, self.OLD, memory.size)
-        self._kept, self._count = (sources, memories, table), len(memories)
-
-    def launch(self):
-        *_, table = self._kept
-        arguments = (ctypes.c_uint64 * 2)(table.data.ptr, self._count)
-        kernel = launches.Kernel(AHEAD, "ahead", 90)
-        work = launches.Launch(kernel, (1, 1, 1), (32, 1, 1), 0, ctypes.addressof(arguments), (arguments, self._kept))
-        self.here.xp.cuda.get_current_stream().add(queues.KernelWork(work, overlap=False))
-
-    def check(self):
-        """That nobody wrote before this kernel had read."""
-        for before in self.before:
-            assert (self.here.get(before) == self.OLD).all(), f"{before.size} bytes were written too early"
-
-
-def bytes_at(here, address, size):
-    """An array over memory that is somebody else's."""
-    cuda = here.xp.cuda
-    return here.xp.ndarray((size,), np.uint8, cuda.MemoryPointer(cuda.UnownedMemory(address, size, None), 0))
-
-
-def large_decode(here, rng):
-    """What the Hopper kernels take, with a tile for each multiprocessor and more."""
-    layout = cumla.V32_FP8
-    return {
-        "q": make_q(rng, 3, 2, 64, layout), "k_cache": make_cache(rng, layout, 20, 64),
-        "indices": make_indices(rng, 3, 2, 300, 1280),
-    }  # fmt: skip
-
-
-def on_device(here, value):
-    if isinstance(value, list | tuple):
-        return type(value)(on_device(here, x) for x in value)
-    return here.put(value) if isinstance(value, np.ndarray) else value
-
-
-def assert_waits_for_the_kernel_ahead(here, function, make):
-    """Each operation is launched to overlap with what is ahead of it in the stream (griddepcontrol.wait)."""
-    found = []
-    for overlaps in (True, False):
-        arguments = {name: on_device(here, value) for name, value in make().items()}
-        arrays = [x for value in arguments.values() for x in (value if isinstance(value, list | tuple) else [value])]
-        arrays = [x for x in arrays if hasattr(x, "dtype")]
-        if overlaps:
-            ahead = KernelAhead(here, arrays)
-            ahead.launch()
-        results = function(**arguments, backend="cuda")
-        results = () if results is None else results if isinstance(results, tuple) else (results,)
-        found.append([np.ascontiguousarray(here.get(x)).tobytes() for x in (*arrays, *results)])
-        if overlaps:
-            ahead.check()
-    assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_every_operation_waits_for_the_kernel_ahead(here, name):
-    example = operations.EXAMPLES[name]
-    assert_waits_for_the_kernel_ahead(here, operations.public(example), lambda: operations.arguments_of(example, 0))
-
-
-def test_a_large_decode_waits_for_the_kernel_ahead(here, rng):
-    seed = int(rng.integers(1 << 30))
-    assert_waits_for_the_kernel_ahead(
-        here, cumla.sparse_mla_decode, lambda: large_decode(here, np.random.default_rng(seed))
-    )
-
-
-@pytest.mark.parametrize("builder", [DeepseekSparseSWAMetadataBuilder, DeepseekV32IndexerMetadataBuilder])
-def test_builders_wait_for_the_kernel_ahead(here, builder):
-    config = ServingConfig(
-        window_size=16, compress_ratios=(1, 4), block_size=8, compressed_block_size=8, max_num_batched_tokens=64,
-        max_num_seqs=8, max_model_len=128, num_sms=7,
-    )  # fmt: skip
-    found = []
-    for overlaps in (True, False):
-        batch = make_batch(here, [20, 9, 40, 33], [1, 1, 12, 20], padding=3)
-        if overlaps:
-            arrays = [batch.query_start_loc, batch.seq_lens, batch.block_table_tensor, batch.slot_mapping]
-            KernelAhead(here, arrays).launch()
-        built = builder(config, backend="cuda")
-        built.build(0, batch)
-        found.append({name: buffer.tobytes() for name, buffer in buffers_of(here, built).items()})
-    assert found[0] == found[1]
 
 
 @pytest.fixture

@@ -8,15 +8,9 @@ import pytest
 import emulation
 from cumla.kernels.cuda import compile as compiler
 from emulation import launches
-from support.lab import Lab
 
 HEADER = compiler.source("sm90/bulk_copy.cuh")  # and hopper.cuh
 ENTRY = 'extern "C" __global__ void f(float* out, const float* in) {\n'
-
-
-@pytest.fixture
-def here(emulated):
-    return Lab("cuda", on_device=True, emulated=True)
 
 
 def launch(

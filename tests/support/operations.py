@@ -13,6 +13,7 @@ import numpy as np
 import cumla
 from cumla import checks
 from cumla.checks import Bench
+from cumla.dispatch import backends
 from cumla.interop.ops import OPS
 from support.lab import BF16
 
@@ -69,6 +70,15 @@ def identifier(example):
 
 
 EXAMPLES = {identifier(example): example for example in checks.CASES}
+
+
+def is_on(backend, name):
+    """Whether a backend has kernels for the example of that name."""
+    try:
+        backends.kernels(backend, EXAMPLES[name].kernels)
+    except (ValueError, ImportError):
+        return False
+    return True
 
 
 def known_to_compilers(example):
