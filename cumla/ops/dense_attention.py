@@ -118,7 +118,7 @@ def dense_mla_decode(
     block_table    [>= b, B] int32, pages of each request; a page outside of the cache is absent
     cache_seqlens  [>= b] int32, tokens of each request, the queries' own included
     scale          of an FP8 cache: float32 array of one value on the device, or a number; None is 1. Values and logits
-                   are float32, so at most 7.5e35
+                   are float32, so at most 7.59e35
     softmax_scale  above 0; 1 / sqrt(576) if None; a model's own scale is that of its unabsorbed heads
     causal         query i of s_q sees the tokens up to its own, the last one sees all
     max_seqlen     a bound on cache_seqlens that is known on the host, by which the work is split up; the width of
