@@ -319,7 +319,7 @@ __device__ inline void pool(const Rows& rows, const Step& step, int first, int p
             parts[its][thread] = mean;
 #endif
         }
-        pdl_release();  // all that there is to read has been read
+        pdl_release();  // the next kernel waits for the end of this one anyway
 #if GROUPS > 1
         if (holds) load_factors();  // while groups wait for one another
         __syncthreads();

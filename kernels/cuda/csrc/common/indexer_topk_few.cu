@@ -1,7 +1,7 @@
 // The columns of the largest logits of each row, by ascending index, where there are few rows: as indexer_topk.cu, but a
 // cluster of BLOCKS thread blocks takes a row, and each of them holds its part of it in registers.
 //
-// 1. Of the largest numbers of its lanes, each group of eight tells which one so many of them reach that all groups have k:
+// 1. Of the largest numbers of its lanes, each group (GROUP) tells which one so many of them reach that all groups have k:
 //    numbers below the smallest of these bounds are done with after one comparison.
 // 2. The others are counted in bins by their upper digits, until a bin is found with the k-th in it, and few others.
 // 3. Where BLOCKS > 1, a block does so for its share of k and a few more. Columns are dealt out to blocks in short lines, so

@@ -1,5 +1,5 @@
-// Gathered bfloat16 rows of a thread block's tiles, block after block, as the producers of sm90/prefill/ and sm90/few_heads/
-// look them up and copy them to shared memory.
+// Gathered bfloat16 rows of a thread block's tiles, block after block: which there are, for sm90/prefill/ and
+// sm90/few_heads/, and how the producers of sm90/prefill/ look them up and copy them to shared memory.
 #pragma once
 #include "common/sparse/work.cuh"
 #include "sm90/hopper.cuh"

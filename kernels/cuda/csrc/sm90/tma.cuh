@@ -4,7 +4,7 @@
 #pragma once
 #include "sm90/hopper.cuh"
 
-// What the driver makes of an array of three dimensions (boxes.py). A kernel takes it by
+// What the driver makes of an array of three dimensions (tma.py). A kernel takes it by
 // `const __grid_constant__ TensorMap`, and its address has to be a multiple of 64. That is not said by alignas(64), as
 // the compiler then counts from a multiple of 64 before the parameters: of them the first may lie at 48, unlike in a
 // struct. So whoever declares a kernel sees to it (tests/kernels/test_launch.py).

@@ -2,10 +2,10 @@
 // marked as outside its range attended to again, within the bounds whatever the values. Usually there are none. Or attention
 // to all tiles, where there is no fast kernel.
 //
-// SparseProblem::unsafe is 0 for most tiles, and says why for these; nothing is written where all are 0, which one word tells. What
+// SparseProblem::unsafe is 0 for most tiles, else it says why; no whole tile is written where all are 0, as one word tells. What
 // is missing of large RoPE values is added (common/sparse/amend.cuh), and nothing done where all results are NaN; the others' heads
 // are done ROWS at a time (common/sparse/exact_mma.cuh). Where few tiles are marked, several thread blocks share the keys of
-// ROWS heads, in as many parts as there are thread blocks and room for them. Without `unsafe`, UNSAFE_BITS tell, and nothing is
+// ROWS heads, in as many parts as there is room for. Without `unsafe`, UNSAFE_BITS tell, and nothing is
 // shared.
 //
 // What all calls pay is that these thread blocks come and go between two kernels that need whole multiprocessors. So most do

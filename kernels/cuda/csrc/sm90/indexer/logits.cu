@@ -149,7 +149,7 @@ __device__ inline Share share_of(const Problem& problem) {
 }
 
 // Pages are read once: they leave L2 first, so that logits, which are chosen from next, stay. Two queries' logits are too many
-// to stay, and take 2% longer so. What createpolicy.fractional.L2::evict_first.b64 makes, and evict_normal.
+// to stay, and take 2% longer so. What createpolicy.fractional makes of L2::evict_normal for these, of evict_first for others.
 constexpr uint64 POLICY = PASS == 2 && QUERY_GROUPS == 1 ? 0x1000000000000000 : 0x12f0000000000000;
 
 // A box, as tma_load.
