@@ -1,4 +1,4 @@
-"""A communicator of `cumla.parallel` on NCCL, through CuPy's binding (cupy.cuda.nccl), without a framework.
+"""A communicator of `cumla.parallel` on NCCL, in the library that CuPy brings or finds, without a framework.
 
     # a process a GPU, started by whatever starts processes; the folder is empty and seen by all
     comm = NcclCommunicator(FileStore(folder), rank, size)
@@ -30,18 +30,14 @@ from types import TracebackType
 from typing import Any
 
 import cupy
-from cupy.cuda import nccl
 
 from ..arrays import dlpack, streams
 from ..parallel.agreement import Agreement, RankError, names
 from ..parallel.communicator import Move, as_tuple, described, moves, result_of, sent_bytes
 from ..parallel.store import MemoryStore, Store, TcpStore
+from .nccl_library import TYPES, Communicator, group, unique_id
 from .nccl_windows import Windows
 
-BYTE = 1  # ncclUint8
-SUM = 0
-TYPES = {"int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5, "float16": 6, "float32": 7,
-         "float64": 8, "bfloat16": 9}  # fmt: skip
 LOOK_SECONDS = 0.2  # of the thread that looks after calls
 GRACE_SECONDS = 5.0  # for others to say what they are in, once one has given up
 
@@ -92,7 +88,7 @@ class NcclCommunicator:
     @classmethod
     def in_process(cls, devices: Sequence[int], time_limit: float = 60.0) -> list[NcclCommunicator]:
         """A communicator for each of these GPUs; each is then used by a thread of its own."""
-        store, made = MemoryStore(), nccl.NcclCommunicator.initAll(list(devices))
+        store, made = MemoryStore(), Communicator.of_devices(devices)
         found: list[Any] = [None] * len(devices)
         errors: list[BaseException] = []
 
@@ -143,7 +139,7 @@ class NcclCommunicator:
 
     def all_gather(self, x: Any, out: Any = None, stream: Any = None) -> Any:
         def enqueue(move: Move, handle: int) -> None:
-            self._comm.allGather(move.sent.data.ptr, move.received.data.ptr, move.sent.nbytes, BYTE, handle)
+            self._comm.all_gather(move.sent.data.ptr, move.received.data.ptr, move.sent.nbytes, handle)
 
         return self._run("all_gather", x, out, stream, enqueue)
 
@@ -153,7 +149,7 @@ class NcclCommunicator:
             if kind is None:
                 raise TypeError(f"x: got dtype {move.sent.dtype}, expected one of {', '.join(TYPES)} to be summed")
             received = move.received
-            self._comm.reduceScatter(move.sent.data.ptr, received.data.ptr, received.size, kind, SUM, handle)
+            self._comm.reduce_scatter(move.sent.data.ptr, received.data.ptr, received.size, kind, handle)
 
         return self._run("reduce_scatter", x, out, stream, enqueue)
 
@@ -161,8 +157,8 @@ class NcclCommunicator:
         def enqueue(move: Move, handle: int) -> None:
             part = move.sent.nbytes // self.size
             for peer in range(self.size):
-                self._comm.send(move.sent.data.ptr + peer * part, part, BYTE, peer, handle)
-                self._comm.recv(move.received.data.ptr + peer * part, part, BYTE, peer, handle)
+                self._comm.send(move.sent.data.ptr + peer * part, part, peer, handle)
+                self._comm.receive(move.received.data.ptr + peer * part, part, peer, handle)
 
         return self._run("all_to_all", x, out, stream, enqueue)
 
@@ -180,13 +176,10 @@ class NcclCommunicator:
                 self._tell(key, described(op, arrays))
             with self._lock:
                 self._raise_error()
-                nccl.groupStart()
-                try:
+                with group():
                     for move in arrays:
                         if move.sent.nbytes:
                             enqueue(move, current.ptr)
-                finally:
-                    nccl.groupEnd()
                 self._calls, self._last_words = self._calls + 1, op
                 if not streams.is_capturing(current.ptr):
                     self._event.record(current)
@@ -214,14 +207,14 @@ class NcclCommunicator:
 
     def _join(self) -> Any:
         """NCCL's communicator, made in a thread that may hang."""
-        address = nccl.get_unique_id() if self.rank == 0 else None
+        address = unique_id() if self.rank == 0 else None
         address = self._meet(None, address)
         made: list[Any] = []
 
         def make() -> None:
             try:
                 with cupy.cuda.Device(self.device):
-                    made.append(nccl.NcclCommunicator(self.size, address, self.rank))
+                    made.append(Communicator.of_rank(self.size, address, self.rank))
             except Exception as error:
                 made.append(error)
 
@@ -292,7 +285,7 @@ class NcclCommunicator:
                         self._unended = None
                     since = None if self._unended is None else self._unended[1]
                     if self._error is None and not self._over.is_set():
-                        self._comm.check_async_error()
+                        self._comm.check()
                 if since is not None and time.monotonic() - since > self.time_limit + GRACE_SECONDS:
                     raise RankError([self.rank], f"rank {self.rank}: {self._last_words} did not end in time")
             except RankError as error:
@@ -310,7 +303,7 @@ class NcclCommunicator:
             self._error = error
             self._over.set()
             self._agreement.end(error)
-            self._comm.abort()
+            self._ends_in_time(self._comm.abort)
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -325,18 +318,22 @@ class NcclCommunicator:
                 return
             self._over.set()
             self._agreement.end()
-            ending = threading.Thread(target=self._let_go, daemon=True)
-            ending.start()
-            ending.join(GRACE_SECONDS)
-            if ending.is_alive():
+            if not self._ends_in_time(self._let_go):
                 warnings.warn(
                     f"rank {self.rank}: NCCL waits for other ranks, or for graphs that still exist, to be closed",
                     RuntimeWarning,
                     stacklevel=2,
                 )
 
+    def _ends_in_time(self, end: Callable[[], None]) -> bool:
+        """Whether this, which may wait for other ranks, is done soon. It goes on if it is not."""
+        ending = threading.Thread(target=end, daemon=True)
+        ending.start()
+        ending.join(GRACE_SECONDS)
+        return not ending.is_alive()
+
     def _let_go(self) -> None:
-        """What may wait: for other ranks, and for whatever else goes on on the GPU."""
+        """Waits for other ranks, and for whatever else goes on on the GPU."""
         with cupy.cuda.Device(self.device):
             self._comm.destroy()
             self._windows.free()

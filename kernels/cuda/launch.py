@@ -102,6 +102,7 @@ class Kernel:
         self._stream = cupy.cuda.get_current_stream
         self._thread = _threads()
         self._functions: dict[int, int] = {}  # handles by device
+        self._most_shared = 0
 
     def __call__(
         self,
@@ -169,6 +170,8 @@ class Kernel:
         """The driver's function, loaded on `device`, which is the current one."""
         function = self._functions.get(device)
         if function is None:
+            if self._most_shared:
+                self.raw.max_dynamic_shared_size_bytes = self._most_shared
             function = self._functions[device] = self.raw.kernel.ptr
         return function
 
@@ -187,12 +190,13 @@ class Kernel:
 
     @property
     def max_dynamic_shared_size_bytes(self) -> int:
-        """Shared memory that a launch may ask for."""
-        return int(self.raw.max_dynamic_shared_size_bytes)
+        """Shared memory that a launch may ask for, on any device."""
+        return self._most_shared or int(self.raw.max_dynamic_shared_size_bytes)
 
     @max_dynamic_shared_size_bytes.setter
     def max_dynamic_shared_size_bytes(self, size: int) -> None:
-        self.raw.max_dynamic_shared_size_bytes = size
+        self._most_shared = size
+        self._functions.clear()  # each device's function has to be told
 
 
 class Launch(NamedTuple):
@@ -238,14 +242,16 @@ CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 
 def most_clusters(kernel: Kernel, size: int, threads: int, shared_bytes: int) -> int:
     """How many clusters of so many thread blocks of a kernel the current device runs at a time."""
+    import cupy
+
     attribute = CLUSTER_DIMENSION | size << 64 | 1 << 96 | 1 << 128  # its value: three numbers of 32 bits
     memory, found = _LaunchMemory(), ctypes.c_int()
     at = ctypes.addressof(memory) + _LaunchMemory.attribute_id.offset
     HEAD.pack_into(memory, 0, size, 1, 1, threads, 1, 1, shared_bytes, 0, at, 1, 0)
     ctypes.memmove(at, attribute.to_bytes(24, "little"), 24)
-    driver = ctypes.CDLL("libcuda.so.1")
-    status = driver.cuOccupancyMaxActiveClusters(
-        ctypes.byref(found), ctypes.c_void_p(kernel.raw.kernel.ptr), ctypes.byref(memory)
+    function = ctypes.c_void_p(kernel.handle(cupy.cuda.runtime.getDevice()))
+    status = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveClusters(
+        ctypes.byref(found), function, ctypes.byref(memory)
     )
     return 0 if status else found.value
 

@@ -165,3 +165,35 @@ def test_launches_are_recorded_still_where_sources_change(emulated, tmp_path):
             assert are_recorded()
     finally:
         compiler.look_first_in()
+
+
+class OnTwoDevices:
+    """A RawKernel: what holds of it holds on the current device."""
+
+    def __init__(self):
+        self.current, self.allowed = 0, {}
+        self.kernel = self
+
+    @property
+    def ptr(self):
+        return 100 + self.current
+
+    def __setattr__(self, name, value):
+        if name == "max_dynamic_shared_size_bytes":
+            self.allowed[self.current] = value
+        else:
+            super().__setattr__(name, value)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_shared_memory_is_asked_for_on_every_device():
+    """Launches on the second GPU of a process were refused by the driver: only the first had been asked."""
+    raw = OnTwoDevices()
+    made = Kernel(raw, struct.Struct(""), {})
+    assert made.handle(0) == 100
+    made.max_dynamic_shared_size_bytes = 200_000
+    assert made.handle(0) == 100
+    raw.current = 1
+    assert made.handle(1) == 101
+    assert raw.allowed == {0: 200_000, 1: 200_000}
+    assert made.max_dynamic_shared_size_bytes == 200_000

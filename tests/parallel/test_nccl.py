@@ -1,6 +1,5 @@
-"""The communicator of NCCL with a stand-in for CuPy's binding; with NCCL itself in test_device.py."""
+"""The communicator of NCCL with a stand-in for its library; with NCCL itself in test_device.py."""
 
-import ctypes
 import pickle
 import socket
 import sys
@@ -51,6 +50,13 @@ def _raise(error):
     raise error
 
 
+def ended(comm):
+    """How NCCL's communicator came to its end."""
+    from cumla.interop import nccl_library
+
+    return nccl_library.library().of(comm._comm.handle).ended
+
+
 def joined(nccl, sizes, time_limit=10):
     """Communicators that join as processes do; or what came of it."""
     from cumla.parallel import MemoryStore
@@ -94,7 +100,7 @@ def test_arrays_move(nccl, start):
         np.testing.assert_array_equal(words, [[0, 0, 0], [1, 1, 1]])
         np.testing.assert_array_equal(summed, mine.sum(axis=0))
         np.testing.assert_array_equal(taken, mine)
-    assert [comm._comm.ended for comm in comms] == ["destroyed", "destroyed"]
+    assert [ended(comm) for comm in comms] == ["destroyed", "destroyed"]
 
 
 class Noted:
@@ -106,9 +112,9 @@ class Noted:
     def __getattr__(self, name):
         return getattr(self._comm, name)
 
-    def allGather(self, *arguments):  # noqa: N802 (NCCL's name)
+    def all_gather(self, *arguments):
         self._notes.append("sent")
-        self._comm.allGather(*arguments)
+        self._comm.all_gather(*arguments)
 
 
 def test_ranks_of_one_process_go_in_step(nccl):
@@ -144,13 +150,13 @@ class Beside:
     def __getattr__(self, name):
         return getattr(self._comm, name)
 
-    def allGather(self, *arguments):  # noqa: N802 (NCCL's name)
+    def all_gather(self, *arguments):
         with self.changed:
             Beside.running += 1
         threading.Thread(target=self._run, args=arguments, daemon=True).start()
 
     def _run(self, *arguments):
-        self._comm.allGather(*arguments)
+        self._comm.all_gather(*arguments)
         with self.changed:
             Beside.running -= 1
             self.changed.notify_all()
@@ -221,7 +227,7 @@ def test_calls_end_where_nobody_can_be_told(nccl):
     told, own = on_ranks(comms, run)
     assert "rank 0: ConnectionError: is gone" in str(told)
     assert isinstance(own, ValueError)
-    assert [comm._comm.ended for comm in comms] == ["aborted", "aborted"]
+    assert [ended(comm) for comm in comms] == ["aborted", "aborted"]
 
 
 def test_what_differs_is_named_before_it_is_sent(nccl):
@@ -232,7 +238,7 @@ def test_what_differs_is_named_before_it_is_sent(nccl):
     for error in results:
         assert "rank 1 got all_gather of float32 [4], expected all_gather of float32 [3] as rank 0" in str(error)
         assert error.ranks == (1,)
-    assert [comm._comm.ended for comm in comms] == ["aborted", "aborted"]
+    assert [ended(comm) for comm in comms] == ["aborted", "aborted"]
     with pytest.raises(type(results[0]), match="rank 1 got all_gather"):  # from now on
         comms[0].wait()
 
@@ -316,34 +322,12 @@ def test_arrays_elsewhere_and_of_no_sum(nccl):
             comm.reduce_scatter(cupy.zeros((1, 3), np.int16))
 
 
-class Library:
-    """NCCL's functions for windows."""
-
-    def __init__(self):
-        self.held, self.windows = {}, []
-
-    def ncclMemAlloc(self, address, size):  # noqa: N802
-        memory = ctypes.create_string_buffer(size.value)
-        address._obj.value = ctypes.addressof(memory)
-        self.held[address._obj.value] = memory
-        return 0
-
-    def ncclCommWindowRegister(self, comm, address, size, window, flags):  # noqa: N802
-        self.windows.append((comm.value, address.value, size.value, flags.value))
-        return 0
-
-    def ncclMemFree(self, address):  # noqa: N802
-        del self.held[address.value]
-        return 0
-
-
 @pytest.fixture
 def library(nccl, monkeypatch):
-    from cumla.interop import nccl_windows
+    from cumla.interop import nccl_library
 
-    made = Library()
-    monkeypatch.setattr(nccl_windows, "library", lambda: made)
-    monkeypatch.setattr(fake_nccl.NcclCommunicator, "comm", property(lambda self: 1 + self._rank), raising=False)
+    made = fake_nccl.LibraryWithWindows()
+    monkeypatch.setattr(nccl_library, "library", lambda: made)
     return made
 
 
@@ -364,7 +348,7 @@ def test_results_are_exchanged_in_windows(nccl, library):
 
     for out in on_ranks(nccl.NcclCommunicator.in_process([0, 0]), run):
         np.testing.assert_array_equal(out, np.full((2, 4, 512), 0.5))
-    assert sorted(window[0] for window in library.windows) == [1, 2]
+    assert sorted(window[0] for window in library.windows) == [0, 1]
     assert {window[2:] for window in library.windows} == {(2 << 20, 1)}
     assert not library.held
 
@@ -373,7 +357,7 @@ def test_a_close_that_waits_for_memory_ends(nccl, library, monkeypatch):
     """CUDA may wait for another rank before it gives memory back."""
     monkeypatch.setattr(nccl, "GRACE_SECONDS", 0.1)
     given_back = threading.Event()
-    monkeypatch.setattr(library, "ncclMemFree", lambda address: given_back.wait(30), raising=False)
+    monkeypatch.setattr(library, "ncclMemFree", lambda address: given_back.wait(30) and 0)
     (comm,) = nccl.NcclCommunicator.in_process([0])
     comm.memory(100, None)
     try:

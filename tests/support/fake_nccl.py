@@ -1,4 +1,6 @@
-"""cupy.cuda.nccl between threads, for emulated devices: calls wait for the stream, and then for the other ranks."""
+"""NCCL between threads, for emulated devices: calls wait for the stream, and then for the other ranks."""
+
+# ruff: noqa: N802 (NCCL's names)
 
 import collections
 import contextlib
@@ -6,7 +8,6 @@ import ctypes
 import queue
 import sys
 import threading
-import types
 from typing import ClassVar
 from unittest import mock
 
@@ -18,66 +19,119 @@ SIZES = {0: 1, 1: 1, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 8, 9: 2}
 SECONDS = 20  # until a call gives up
 
 
-class NcclError(RuntimeError):
-    pass
+class Rank:
+    """What a communicator's handle stands for."""
 
-
-class NcclCommunicator:
     MAIL: ClassVar[dict] = collections.defaultdict(
         lambda: collections.defaultdict(queue.Queue)
     )  # of a run, by (from, to)
 
     def __init__(self, size, address, rank):
-        self._size, self._rank, self._mail, self.ended = size, rank, self.MAIL[address], None
+        self.size, self.rank, self.mail, self.ended = size, rank, self.MAIL[address], None
 
-    @classmethod
-    def initAll(cls, devices):  # noqa: N802 (CuPy's name)
-        address = get_unique_id()
-        return [cls(len(devices), address, rank) for rank in range(len(devices))]
 
-    def send(self, address, count, kind, peer, stream):
+class Library:
+    """NCCL's functions, by their names and parameters in nccl.h; those of windows are in LibraryWithWindows."""
+
+    def __init__(self):
+        self.ranks, self._addresses, self._lock = [], iter(range(1 << 30)), threading.Lock()
+
+    def of(self, handle):
+        return self.ranks[handle - 1]
+
+    def _join(self, size, address, rank):
+        with self._lock:
+            self.ranks.append(Rank(size, address, rank))
+            return len(self.ranks)
+
+    def ncclGetErrorString(self, status):
+        return b"out of order"
+
+    def ncclGetUniqueId(self, identity):
+        ctypes.memmove(identity, next(self._addresses).to_bytes(128, "little"), 128)
+        return 0
+
+    def ncclCommInitRank(self, handle, size, identity, rank):
+        handle._obj.value = self._join(size, bytes(identity.bytes), rank)
+        return 0
+
+    def ncclCommInitAll(self, handles, size, devices):
+        address = next(self._addresses)
+        handles[:] = [self._join(size, address, rank) for rank in range(size)]
+        return 0
+
+    def ncclGroupStart(self):
+        return 0
+
+    def ncclGroupEnd(self):
+        return 0
+
+    def ncclSend(self, address, count, kind, peer, handle, stream):
         _finish(stream)
-        self._mail[self._rank, peer].put(ctypes.string_at(address, count * SIZES[kind]))
+        rank = self.of(handle)
+        rank.mail[rank.rank, peer].put(ctypes.string_at(address, count * SIZES[kind]))
+        return 0
 
-    def recv(self, address, count, kind, peer, stream):
+    def ncclRecv(self, address, count, kind, peer, handle, stream):
+        rank = self.of(handle)
         try:
-            words = self._mail[peer, self._rank].get(timeout=SECONDS)
+            words = rank.mail[peer, rank.rank].get(timeout=SECONDS)
         except queue.Empty:
-            raise NcclError(f"nothing from {peer}") from None
+            return 1
         assert len(words) == count * SIZES[kind]
         ctypes.memmove(address, words, len(words))
+        return 0
 
-    def allGather(self, sent, received, count, kind, stream):  # noqa: N802
-        for peer in range(self._size):
-            self.send(sent, count, kind, peer, stream)
-        for peer in range(self._size):
-            self.recv(received + peer * count * SIZES[kind], count, kind, peer, stream)
+    def ncclAllGather(self, sent, received, count, kind, handle, stream):
+        peers = range(self.of(handle).size)
+        for peer in peers:
+            self.ncclSend(sent, count, kind, peer, handle, stream)
+        return max(self.ncclRecv(received + p * count * SIZES[kind], count, kind, p, handle, stream) for p in peers)
 
-    def reduceScatter(self, sent, received, count, kind, op, stream):  # noqa: N802
+    def ncclReduceScatter(self, sent, received, count, kind, op, handle, stream):
         assert (kind, op) == (7, 0)
-        for peer in range(self._size):
-            self.send(sent + 4 * count * peer, count, kind, peer, stream)
+        peers = range(self.of(handle).size)
+        for peer in peers:
+            self.ncclSend(sent + 4 * count * peer, count, kind, peer, handle, stream)
         part, total = np.empty(count, np.float32), np.zeros(count, np.float32)
-        for peer in range(self._size):
-            self.recv(part.ctypes.data, count, kind, peer, stream)
+        for peer in peers:
+            if self.ncclRecv(part.ctypes.data, count, kind, peer, handle, stream):
+                return 1
             total += part
         ctypes.memmove(received, total.ctypes.data, total.nbytes)
+        return 0
 
-    def check_async_error(self):
-        assert self.ended is None
+    def ncclCommGetAsyncError(self, handle, status):
+        assert self.of(handle).ended is None
+        return 0
 
-    def destroy(self):
-        self.ended = "destroyed"
+    def ncclCommDestroy(self, handle):
+        self.of(handle).ended = "destroyed"
+        return 0
 
-    def abort(self):
-        self.ended = "aborted"
+    def ncclCommAbort(self, handle):
+        self.of(handle).ended = "aborted"
+        return 0
 
 
-_addresses = iter(range(1 << 30))
+class LibraryWithWindows(Library):
+    def __init__(self):
+        super().__init__()
+        self.held, self.windows = {}, []
 
+    def ncclMemAlloc(self, address, size):
+        memory = ctypes.create_string_buffer(size)
+        address._obj.value = ctypes.addressof(memory)
+        self.held[address._obj.value] = memory
+        return 0
 
-def get_unique_id():
-    return next(_addresses)
+    def ncclCommWindowRegister(self, handle, address, size, window, flags):
+        self.windows.append((self.of(handle).rank, address, size, flags))
+        return 0
+
+    def ncclMemFree(self, address):
+        del self.held[address]
+        return 0
 
 
 def _finish(stream):
@@ -92,14 +146,14 @@ def _thread_as_gpu(device):
 def devices():
     """An emulated device that all ranks have, with NCCL between them: to a rank's thread it is another one."""
     with emulation.devices():
-        cupy = sys.modules["cupy"]
-        fake = types.ModuleType("cupy.cuda.nccl")
-        for name in ("NcclCommunicator", "get_unique_id", "NcclError"):
-            setattr(fake, name, globals()[name])
-        fake.groupStart = fake.groupEnd = lambda: None
-        cupy.cuda.nccl = fake
-        gpus = mock.patch.object(cupy.cuda.runtime, "deviceGetPCIBusId", _thread_as_gpu, create=True)
-        with gpus, mock.patch.dict(sys.modules, {"cupy.cuda.nccl": fake}):
+        from cumla.interop import nccl_library
+
+        runtime = sys.modules["cupy"].cuda.runtime
+        made = Library()
+        with (
+            mock.patch.object(runtime, "deviceGetPCIBusId", _thread_as_gpu, create=True),
+            mock.patch.object(nccl_library, "library", return_value=made),
+        ):
             sys.modules.pop("cumla.interop.nccl", None)
             yield
             sys.modules.pop("cumla.interop.nccl", None)

@@ -1,0 +1,147 @@
+"""NCCL's functions (nccl.h), called in the library that CuPy has loaded.
+
+CuPy's own binding keeps Python's lock while NCCL starts, ends or gives up a communicator. Each of these may wait for
+other ranks, and no thread of the process could then tell them, or be told, that one is gone. Here nothing keeps it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+UINT8 = 1
+SUM = 0
+TYPES = {"int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5, "float16": 6, "float32": 7,
+         "float64": 8, "bfloat16": 9}  # fmt: skip
+SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
+
+ADDRESS, SIZE, INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+
+
+class UniqueId(ctypes.Structure):
+    """What ranks find one another by."""
+
+    _fields_ = (("bytes", ctypes.c_ubyte * 128),)
+
+
+SIGNATURES = {
+    "ncclGetUniqueId": (ADDRESS,),
+    "ncclCommInitRank": (ADDRESS, INT, UniqueId, INT),
+    "ncclCommInitAll": (ADDRESS, INT, ADDRESS),
+    "ncclCommDestroy": (ADDRESS,),
+    "ncclCommAbort": (ADDRESS,),
+    "ncclCommGetAsyncError": (ADDRESS, ADDRESS),
+    "ncclGroupStart": (),
+    "ncclGroupEnd": (),
+    "ncclAllGather": (ADDRESS, ADDRESS, SIZE, INT, ADDRESS, ADDRESS),
+    "ncclReduceScatter": (ADDRESS, ADDRESS, SIZE, INT, INT, ADDRESS, ADDRESS),
+    "ncclSend": (ADDRESS, SIZE, INT, INT, ADDRESS, ADDRESS),
+    "ncclRecv": (ADDRESS, SIZE, INT, INT, ADDRESS, ADDRESS),
+}
+OF_WINDOWS = {  # NCCL 2.27 and newer
+    "ncclMemAlloc": (ADDRESS, SIZE),
+    "ncclMemFree": (ADDRESS,),
+    "ncclCommWindowRegister": (ADDRESS, ADDRESS, SIZE, ADDRESS, INT),
+}
+
+
+class NcclError(RuntimeError):
+    """What NCCL said of one of its functions."""
+
+
+@functools.cache
+def library() -> Any:
+    """Raises NcclError where CuPy has found none."""
+
+    try:
+        found = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_LAZY | os.RTLD_NOLOAD)
+    except OSError:
+        raise NcclError("CuPy has found no NCCL, expected libnccl.so.2, as in the package nvidia-nccl-cu13") from None
+    found.ncclGetErrorString.restype = ctypes.c_char_p
+    for name, arguments in (SIGNATURES | OF_WINDOWS).items():
+        if hasattr(found, name):
+            getattr(found, name).argtypes = arguments
+    return found
+
+
+def call(function: str, *arguments: Any) -> None:
+    """Raises NcclError, with NCCL's words, where the function fails."""
+    status = getattr(library(), function)(*arguments)
+    if status:
+        raise NcclError(f"{function}: {library().ncclGetErrorString(status).decode()}")
+
+
+def has_windows() -> bool:
+    """Whether this NCCL can have memory that it knows of on all ranks."""
+    return all(hasattr(library(), name) for name in OF_WINDOWS)
+
+
+def unique_id() -> bytes:
+    """For rank 0, to be told to the others."""
+    found = UniqueId()
+    call("ncclGetUniqueId", ctypes.byref(found))
+    return bytes(found.bytes)
+
+
+@contextlib.contextmanager
+def group() -> Iterator[None]:
+    """Calls of this thread in the meantime go together."""
+    call("ncclGroupStart")
+    try:
+        yield
+    finally:
+        call("ncclGroupEnd")
+
+
+class Communicator:
+    """One rank's. Addresses are of the rank's device, streams are handles; calls return before they are done."""
+
+    def __init__(self, handle: int | None) -> None:
+        self.handle = handle
+
+    @classmethod
+    def of_rank(cls, size: int, address: bytes, rank: int) -> Communicator:
+        """Of this rank on the current device; waits for all others."""
+        handle = ADDRESS()
+        identity = UniqueId.from_buffer_copy(address)
+        call("ncclCommInitRank", ctypes.byref(handle), size, identity, rank)
+        return cls(handle.value)
+
+    @classmethod
+    def of_devices(cls, devices: Sequence[int]) -> list[Communicator]:
+        """Of all ranks, one for each of these devices."""
+        handles = (ADDRESS * len(devices))()
+        call("ncclCommInitAll", handles, len(devices), (INT * len(devices))(*devices))
+        return [cls(handle) for handle in handles]
+
+    def all_gather(self, sent: int, received: int, nbytes: int, stream: int) -> None:
+        call("ncclAllGather", sent, received, nbytes, UINT8, self.handle, stream)
+
+    def reduce_scatter(self, sent: int, received: int, count: int, kind: int, stream: int) -> None:
+        """`count` sums of a `kind` of TYPES."""
+        call("ncclReduceScatter", sent, received, count, kind, SUM, self.handle, stream)
+
+    def send(self, address: int, nbytes: int, peer: int, stream: int) -> None:
+        call("ncclSend", address, nbytes, UINT8, peer, self.handle, stream)
+
+    def receive(self, address: int, nbytes: int, peer: int, stream: int) -> None:
+        call("ncclRecv", address, nbytes, UINT8, peer, self.handle, stream)
+
+    def check(self) -> None:
+        """Raises NcclError for what went wrong since the call that it belongs to has returned."""
+        status = INT()
+        call("ncclCommGetAsyncError", self.handle, ctypes.byref(status))
+        if status.value:
+            raise NcclError(library().ncclGetErrorString(status.value).decode())
+
+    def destroy(self) -> None:
+        """End; waits for calls, for graphs with calls in them, and for other ranks."""
+        call("ncclCommDestroy", self.handle)
+
+    def abort(self) -> None:
+        """End whatever goes on."""
+        call("ncclCommAbort", self.handle)
