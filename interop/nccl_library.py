@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import importlib
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -56,7 +57,7 @@ class NcclError(RuntimeError):
 @functools.cache
 def library() -> Any:
     """Raises NcclError where CuPy has found none."""
-
+    importlib.import_module("cupy.cuda.nccl")  # loads it, wherever it was installed
     try:
         found = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_LAZY | os.RTLD_NOLOAD)
     except OSError:
