@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 import traceback
+from queue import Empty
 
 import cupy
 import numpy as np
@@ -368,20 +369,28 @@ def on_nccl(report, size, only):
         processes = [context.Process(target=be_a_rank, args=(r, size, folder, only, queue)) for r in range(size)]
         for process in processes:
             process.start()
-        running = size
+        running = set(range(size))
         while running:
-            kind, what, more = queue.get(timeout=200)
+            try:
+                kind, what, more = queue.get(timeout=1)
+            except Empty:
+                for rank in [rank for rank in running if processes[rank].exitcode is not None]:
+                    running.remove(rank)
+                    queue.put(("error", f"rank {rank} ended with exit code {processes[rank].exitcode}", None))
+                continue
             if kind == "row":
                 report.add(*what, **more)
                 report.finish(ranks=size)
             elif kind == "end":
-                running -= 1
+                running.discard(what)
             else:
                 failed |= kind == "error"
                 print(what, flush=True)
         for process in processes:
             process.join(10)
-            if process.is_alive():
+            if process.exitcode != 0:
+                print(f"a rank's process ended with exit code {process.exitcode}", flush=True)
+                failed = True
                 process.kill()
     return failed
 
