@@ -303,7 +303,7 @@ class NcclCommunicator:
             self._error = error
             self._over.set()
             self._agreement.end(error)
-            self._ends_in_time(self._comm.abort)
+            self._in_time(self._abort)
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -318,25 +318,41 @@ class NcclCommunicator:
                 return
             self._over.set()
             self._agreement.end()
-            if not self._ends_in_time(self._let_go):
-                warnings.warn(
-                    f"rank {self.rank}: NCCL waits for other ranks, or for graphs that still exist, to be closed",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+            failed = self._in_time(self._let_go)
+            if failed:
+                warnings.warn(f"rank {self.rank}: {failed}", RuntimeWarning, stacklevel=2)
 
-    def _ends_in_time(self, end: Callable[[], None]) -> bool:
-        """Whether this, which may wait for other ranks, is done soon. It goes on if it is not."""
-        ending = threading.Thread(target=end, daemon=True)
+    def _in_time(self, end: Callable[[], None]) -> str:
+        """Do this, which may wait for other ranks, and go on if it is not done soon. What failed, or nothing."""
+        errors: list[str] = []
+
+        def run() -> None:
+            try:
+                end()
+            except Exception as error:
+                errors.append(f"{type(error).__name__}: {error}")
+
+        ending = threading.Thread(target=run, daemon=True)
         ending.start()
         ending.join(GRACE_SECONDS)
-        return not ending.is_alive()
+        if ending.is_alive():
+            return "NCCL waits for other ranks, or for graphs that still exist, to be closed"
+        return "".join(errors)
 
     def _let_go(self) -> None:
-        """Waits for other ranks, and for whatever else goes on on the GPU."""
-        with cupy.cuda.Device(self.device):
+        """Waits for other ranks, and for whatever else goes on on the GPU.
+
+        Windows first: NCCL 2.28 does not survive to end with memory that was sent from still registered.
+        """
+        with cupy.cuda.Device(self.device), streams.relaxed_capture():  # another thread may be capturing
+            cupy.cuda.Device().synchronize()
+            self._windows.deregister()
             self._comm.destroy()
             self._windows.free()
+
+    def _abort(self) -> None:
+        with cupy.cuda.Device(self.device), streams.relaxed_capture():
+            self._comm.abort()
 
     def __enter__(self) -> NcclCommunicator:
         return self

@@ -47,6 +47,7 @@ OF_WINDOWS = {  # NCCL 2.27 and newer
     "ncclMemAlloc": (ADDRESS, SIZE),
     "ncclMemFree": (ADDRESS,),
     "ncclCommWindowRegister": (ADDRESS, ADDRESS, SIZE, ADDRESS, INT),
+    "ncclCommWindowDeregister": (ADDRESS, ADDRESS),
 }
 
 

@@ -16,6 +16,7 @@ class Windows:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._held: list[int | None] = []
+        self._windows: list[int | None] = []
 
     def memory(self, nbytes: int) -> Any:
         """uint8 [nbytes] in a new window, on CuPy's current device. All ranks call this together.
@@ -30,10 +31,16 @@ class Windows:
         call("ncclMemAlloc", ctypes.byref(address), size)
         self._held.append(address.value)
         call("ncclCommWindowRegister", self._comm.handle, address.value, size, ctypes.byref(window), SYMMETRIC)
+        self._windows.append(window.value)
         memory = cupy.cuda.UnownedMemory(address.value, size, self)
         return cupy.ndarray((nbytes,), "uint8", cupy.cuda.MemoryPointer(memory, 0))
 
+    def deregister(self) -> None:
+        """Nothing on this rank's device uses the memory any more, and NCCL has not ended yet."""
+        while self._windows:
+            call("ncclCommWindowDeregister", self._comm.handle, self._windows.pop())
+
     def free(self) -> None:
-        """Give the memory back. NCCL has ended on this rank by then, and nothing uses the memory any more."""
+        """Give the memory back. NCCL has ended on this rank by then."""
         while self._held:
             call("ncclMemFree", self._held.pop())

@@ -351,6 +351,7 @@ def test_results_are_exchanged_in_windows(nccl, library):
     assert sorted(window[0] for window in library.windows) == [0, 1]
     assert {window[2:] for window in library.windows} == {(2 << 20, 1)}
     assert not library.held
+    assert not library.registered
 
 
 def test_a_close_that_waits_for_memory_ends(nccl, library, monkeypatch):

@@ -117,7 +117,7 @@ class Library:
 class LibraryWithWindows(Library):
     def __init__(self):
         super().__init__()
-        self.held, self.windows = {}, []
+        self.held, self.windows, self.registered = {}, [], set()
 
     def ncclMemAlloc(self, address, size):
         memory = ctypes.create_string_buffer(size)
@@ -127,7 +127,18 @@ class LibraryWithWindows(Library):
 
     def ncclCommWindowRegister(self, handle, address, size, window, flags):
         self.windows.append((self.of(handle).rank, address, size, flags))
+        window._obj.value = len(self.windows)
+        self.registered.add((handle, len(self.windows)))
         return 0
+
+    def ncclCommWindowDeregister(self, handle, window):
+        assert self.of(handle).ended is None
+        self.registered.remove((handle, window))
+        return 0
+
+    def ncclCommDestroy(self, handle):
+        assert all(of != handle for of, _ in self.registered), "NCCL crashes"
+        return super().ncclCommDestroy(handle)
 
     def ncclMemFree(self, address):
         del self.held[address]
