@@ -319,13 +319,12 @@ def prefill(bench):
 
 
 def collectives(bench):
-    """NCCL alone, in memory that it knows of on every GPU; gathers in place."""
+    """NCCL alone; gathers in place, in memory that it knows of on every GPU."""
     comm = bench.comm
     for size in (1 << 16, 1 << 19, 1 << 20, 1 << 22, 1 << 24, 1 << 26):
-        parts, taken = (comm.memory(comm.size * size, None).reshape(comm.size, size) for _ in range(2))
-        parts[...] = 0
-        x, out = taken[comm.rank], taken
-        sent = size * (comm.size - 1)
+        parts, taken = (cupy.zeros((comm.size, size), np.uint8) for _ in range(2))
+        out = comm.memory(comm.size * size, None).reshape(comm.size, size)
+        x, sent = out[comm.rank], size * (comm.size - 1)
         for name, call in (
             ("all_gather", lambda x=x, out=out: comm.all_gather(x, out)),
             ("all_to_all", lambda parts=parts, taken=taken: comm.all_to_all(parts, taken)),

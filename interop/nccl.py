@@ -35,11 +35,11 @@ from ..arrays import dlpack, streams
 from ..parallel.agreement import Agreement, RankError, names
 from ..parallel.communicator import Move, as_tuple, described, moves, result_of, sent_bytes
 from ..parallel.store import MemoryStore, Store, TcpStore
+from . import nccl_endings
 from .nccl_library import TYPES, Communicator, group, unique_id
 from .nccl_windows import Windows
 
 LOOK_SECONDS = 0.2  # of the thread that looks after calls
-GRACE_SECONDS = 5.0  # for others to say what they are in, once one has given up
 
 
 class NcclCommunicator:
@@ -50,6 +50,10 @@ class NcclCommunicator:
     device      CUDA device; None: CuPy's current one
     time_limit  seconds that a rank waits for others, at the start, before calls of new shapes (ranks of one process:
                 before all calls that are not captured) and in `wait`
+    windows     whether `memory` is memory that NCCL knows of on all GPUs, if it can (2.27): megabytes are gathered
+                there in two thirds of the time. But NCCL cannot end a call there. If a rank is gone in the midst of
+                one, the others have their RankError in time and a GPU that waits for good: nothing more can be
+                asked of it, and the process is ended by force when it exits
 
     Raises RankError, naming the rank, if one does not come, fails or has another number of ranks, or the same GPU.
     traffic     bytes that this rank has sent, by function; calls in a graph count when they are captured
@@ -63,6 +67,7 @@ class NcclCommunicator:
         *,
         device: int | None = None,
         time_limit: float = 60.0,
+        windows: bool = True,
         _made: Any = None,
     ) -> None:
         self.rank, self.size, self.time_limit = rank, size, time_limit
@@ -79,14 +84,16 @@ class NcclCommunicator:
             self._event = cupy.cuda.Event(disable_timing=True)
             try:
                 self._comm = self._join() if _made is None else self._meet(_made)
-                self._windows = Windows(self._comm)
+                self._windows = Windows(self._comm, windows)
             except BaseException as error:
                 self._agreement.end(error)
                 raise
         threading.Thread(target=self._look_after, daemon=True, name=f"NCCL rank {rank}").start()
 
     @classmethod
-    def in_process(cls, devices: Sequence[int], time_limit: float = 60.0) -> list[NcclCommunicator]:
+    def in_process(
+        cls, devices: Sequence[int], time_limit: float = 60.0, *, windows: bool = True
+    ) -> list[NcclCommunicator]:
         """A communicator for each of these GPUs; each is then used by a thread of its own."""
         store, made = MemoryStore(), Communicator.of_devices(devices)
         found: list[Any] = [None] * len(devices)
@@ -95,8 +102,9 @@ class NcclCommunicator:
         def make(rank: int) -> None:
             try:
                 found[rank] = cls(
-                    store, rank, len(devices), device=devices[rank], time_limit=time_limit, _made=made[rank]
-                )
+                    store, rank, len(devices), device=devices[rank], time_limit=time_limit, windows=windows,
+                    _made=made[rank],
+                )  # fmt: skip
             except BaseException as error:
                 errors.append(error)
 
@@ -110,7 +118,9 @@ class NcclCommunicator:
         return found
 
     @classmethod
-    def from_mpi(cls, mpi: Any, *, device: int | None = None, time_limit: float = 60.0) -> NcclCommunicator:
+    def from_mpi(
+        cls, mpi: Any, *, device: int | None = None, time_limit: float = 60.0, windows: bool = True
+    ) -> NcclCommunicator:
         """For processes of mpirun. `mpi` is mpi4py's communicator, used once: to say where rank 0 can be reached."""
         host = socket.gethostname() if mpi.Get_size() > 1 else "127.0.0.1"
         place: Any = None
@@ -125,10 +135,10 @@ class NcclCommunicator:
             raise place
         address, key = place
         return cls(TcpStore(address, key, time_limit), mpi.Get_rank(), mpi.Get_size(), device=device,
-                   time_limit=time_limit)  # fmt: skip
+                   time_limit=time_limit, windows=windows)  # fmt: skip
 
     def memory(self, nbytes: int, like: Any) -> Any:
-        """uint8 [nbytes] that NCCL knows of on all ranks, if it can (2.27); kept as long as the communicator."""
+        """uint8 [nbytes], in a window if there are any; kept as long as the communicator."""
         with cupy.cuda.Device(self.device):
             self._tell(("memory", self._memories, nbytes), f"memory of {nbytes} bytes")
             self._memories += 1
@@ -169,6 +179,8 @@ class NcclCommunicator:
             raise ValueError(f"x: got an array elsewhere, expected it on CUDA device {self.device}, this rank's")
         with streams.callers(native, framework, stream):
             arrays = moves(op, self.rank, self.size, x, out)
+            if op == "all_to_all" and any(self._windows.has(array.data.ptr) for move in arrays for array in move):
+                raise ValueError("x, out: got what memory() gave, expected other memory (of which NCCL sends parts)")
             key = op, tuple((move.sent.shape, move.sent.dtype) for move in arrays)
             current = cupy.cuda.get_current_stream()
             in_step = self._in_step and not streams.is_capturing(current.ptr)
@@ -269,7 +281,9 @@ class NcclCommunicator:
         error = RankError([self.rank], f"rank {self.rank}: {self._last_words} did not end within {limit:g} s")
         try:
             words = f"call {self._calls}, {self._last_words}"
-            self._agreement.same("what ranks wait for", self._agreement.exchange("give up", words, GRACE_SECONDS))
+            self._agreement.same(
+                "what ranks wait for", self._agreement.exchange("give up", words, nccl_endings.GRACE_SECONDS)
+            )
         except RankError as found:
             error = RankError(found.ranks, f"{error}: {found}")
         self._give_up(error)
@@ -286,7 +300,7 @@ class NcclCommunicator:
                     since = None if self._unended is None else self._unended[1]
                     if self._error is None and not self._over.is_set():
                         self._comm.check()
-                if since is not None and time.monotonic() - since > self.time_limit + GRACE_SECONDS:
+                if since is not None and time.monotonic() - since > self.time_limit + nccl_endings.GRACE_SECONDS:
                     raise RankError([self.rank], f"rank {self.rank}: {self._last_words} did not end in time")
             except RankError as error:
                 self._give_up(error)
@@ -303,7 +317,9 @@ class NcclCommunicator:
             self._error = error
             self._over.set()
             self._agreement.end(error)
-            self._in_time(self._abort)
+            nccl_endings.in_time(self._abort)
+            if self._windows:
+                nccl_endings.end_process_if_stuck(self.device, f"rank {self.rank}: {error}")
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -318,26 +334,9 @@ class NcclCommunicator:
                 return
             self._over.set()
             self._agreement.end()
-            failed = self._in_time(self._let_go)
+            failed = nccl_endings.in_time(self._let_go)
             if failed:
                 warnings.warn(f"rank {self.rank}: {failed}", RuntimeWarning, stacklevel=2)
-
-    def _in_time(self, end: Callable[[], None]) -> str:
-        """Do this, which may wait for other ranks, and go on if it is not done soon. What failed, or nothing."""
-        errors: list[str] = []
-
-        def run() -> None:
-            try:
-                end()
-            except Exception as error:
-                errors.append(f"{type(error).__name__}: {error}")
-
-        ending = threading.Thread(target=run, daemon=True)
-        ending.start()
-        ending.join(GRACE_SECONDS)
-        if ending.is_alive():
-            return "NCCL waits for other ranks, or for graphs that still exist, to be closed"
-        return "".join(errors)
 
     def _let_go(self) -> None:
         """Waits for other ranks, and for whatever else goes on on the GPU.

@@ -1,4 +1,9 @@
-"""Memory that NCCL knows of on every rank (symmetric windows): kernels read another GPU's without a copy between."""
+"""Memory that NCCL knows of on every rank (symmetric windows): kernels read another GPU's without a copy between.
+
+Of NCCL 2.28, two things are not as with other memory. Its kernels for windows wait for other ranks whatever happens:
+`ncclCommAbort` does not end them. And what was sent from a window to one rank (ncclSend) crashes the process when the
+communicator is given up.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +18,36 @@ GRANULARITY = 2 << 20  # bytes, of memory that can be shared
 class Windows:
     """A communicator's windows on one rank, until it is closed."""
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
+    def __init__(self, comm: Communicator, wanted: bool = True) -> None:
+        self._comm, self._wanted = comm, wanted
         self._held: list[int | None] = []
         self._windows: list[int | None] = []
+        self._spans: list[range] = []
 
     def memory(self, nbytes: int) -> Any:
         """uint8 [nbytes] in a new window, on CuPy's current device. All ranks call this together.
 
-        None where NCCL has no windows. Raises NcclError where it fails.
+        None where they are not wanted or NCCL has none. Raises NcclError where it fails.
         """
         import cupy
 
-        if not has_windows():
+        if not (self._wanted and has_windows()):
             return None
         size, address, window = -(-nbytes // GRANULARITY) * GRANULARITY, ctypes.c_void_p(), ctypes.c_void_p()
         call("ncclMemAlloc", ctypes.byref(address), size)
         self._held.append(address.value)
         call("ncclCommWindowRegister", self._comm.handle, address.value, size, ctypes.byref(window), SYMMETRIC)
         self._windows.append(window.value)
+        self._spans.append(range(address.value or 0, (address.value or 0) + size))
         memory = cupy.cuda.UnownedMemory(address.value, size, self)
         return cupy.ndarray((nbytes,), "uint8", cupy.cuda.MemoryPointer(memory, 0))
+
+    def __bool__(self) -> bool:
+        """Whether there ever were any."""
+        return bool(self._spans)
+
+    def has(self, address: int) -> bool:
+        return any(address in span for span in self._spans)
 
     def deregister(self) -> None:
         """Nothing on this rank's device uses the memory any more, and NCCL has not ended yet."""

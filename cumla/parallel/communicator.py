@@ -29,7 +29,10 @@ class Communicator(Protocol):
     def size(self) -> int: ...
 
     def memory(self, nbytes: int, like: Any) -> Any:
-        """uint8 [nbytes] beside `like`, of the kind that is moved fastest. All ranks ask for as much."""
+        """uint8 [nbytes] beside `like`, of the kind that is gathered fastest; not for `all_to_all`.
+
+        All ranks ask for as much.
+        """
 
     def all_gather(self, x: Any, out: Any = None, stream: Any = None) -> Any:
         """Every rank's x, as [size, *x.shape]. x may be out[rank]: then it is not copied there."""

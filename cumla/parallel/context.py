@@ -48,7 +48,8 @@ class ContextAttention:
         observe: Observer = not_observed,
     ) -> None:
         self.comm, self.split_heads, self.backend, self.observe = comm, split_heads, backend, observe
-        self._workspace = Workspace(owner="ContextAttention", allocate=comm.memory)
+        self._gathered_arrays = Workspace(owner="ContextAttention", allocate=comm.memory)
+        self._exchanged_arrays = Workspace(owner="ContextAttention")
         self._dense_plan, self._sparse_plan = DenseDecodePlan(), DecodePlan()
 
     def queries(self, tokens: int, heads: int, dim: int, like: Any) -> Any:
@@ -194,11 +195,12 @@ class ContextAttention:
         """Every rank gets the results of its own heads, of which out and lse are, and merges them."""
         size = self.comm.size
         tokens, heads, _ = q.shape
-        part, part_lse = self._arrays("part", (heads, tokens, V_DIM), q)  # heads first: those of a rank are one piece
+        # Heads first: those of a rank are one piece.
+        part, part_lse = self._arrays(self._exchanged_arrays, "part", (heads, tokens, V_DIM), q)
         with self.observe("attend"):
             attend(q, part.transpose(1, 0, 2), part_lse.T)
         by_rank = (size, heads // size, tokens)
-        parts, parts_lse = self._arrays("parts", (*by_rank, V_DIM), q)
+        parts, parts_lse = self._arrays(self._exchanged_arrays, "parts", (*by_rank, V_DIM), q)
         with self.observe("exchange"):
             self.comm.all_to_all((part.reshape(*by_rank, V_DIM), part_lse.reshape(by_rank)), (parts, parts_lse))
         self._merge(parts.transpose(0, 2, 1, 3), parts_lse.transpose(0, 2, 1), sink, out, lse)
@@ -208,10 +210,10 @@ class ContextAttention:
         size = self.comm.size
         tokens, heads, _ = q.shape
         own = heads // size
-        merged, merged_lse = self._arrays("merged", (own, tokens, V_DIM), q)
+        merged, merged_lse = self._arrays(self._gathered_arrays, "merged", (own, tokens, V_DIM), q)
         own_sink = None if sink is None else sink[self.comm.rank * own : (self.comm.rank + 1) * own]
         self._by_heads(attend, q, own_sink, merged.transpose(1, 0, 2), merged_lse.T)
-        everyones, everyones_lse = self._arrays("all_merged", (size, own, tokens, V_DIM), q)
+        everyones, everyones_lse = self._arrays(self._gathered_arrays, "all_merged", (size, own, tokens, V_DIM), q)
         with self.observe("exchange"):
             self.comm.all_gather((merged, merged_lse), (everyones, everyones_lse))
         copy(out, everyones.reshape(heads, tokens, V_DIM).transpose(1, 0, 2))
@@ -225,11 +227,13 @@ class ContextAttention:
             )
 
     def _array(self, name: str, shape: tuple[int, ...], dtype: Any, like: Any) -> Any:
-        return self._workspace.shaped(name, shape, dtype, like)
+        return self._gathered_arrays.shaped(name, shape, dtype, like)
 
-    def _arrays(self, name: str, shape: tuple[int, ...], like: Any) -> tuple[Any, Any]:
+    @staticmethod
+    def _arrays(workspace: Workspace, name: str, shape: tuple[int, ...], like: Any) -> tuple[Any, Any]:
         """For results of this shape, of `like`'s dtype, and their lse."""
-        return self._array(name, shape, like.dtype, like), self._array(f"{name}_lse", shape[:-1], FLOAT32, like)
+        lse = workspace.shaped(f"{name}_lse", shape[:-1], FLOAT32, like)
+        return workspace.shaped(name, shape, like.dtype, like), lse
 
 
 def is_merged_by_heads(size: int, heads: int, result_bytes: int) -> bool:

@@ -39,6 +39,10 @@ def collectives(comm):
     np.testing.assert_array_equal(words.get(), np.arange(comm.size)[:, None] * np.ones(3))
     np.testing.assert_array_equal(summed.get(), mine.sum(axis=0))
     np.testing.assert_array_equal(taken.get(), mine)
+    large = cupy.zeros((comm.size, 4 << 20), np.uint8) + np.uint8(comm.rank)  # of which NCCL reads the other GPU's
+    taken = comm.all_to_all(large)
+    comm.wait()
+    np.testing.assert_array_equal(taken.get(), np.arange(comm.size)[:, None] * np.ones(4 << 20))
 
 
 def decodes(comm):
@@ -120,7 +124,18 @@ def never_comes(comm):
     comm.wait(time_limit=1)
 
 
-WORK = {function.__name__: function for function in (whole_run, other_shape, failure, never_comes)}
+def failure_in_a_window(comm):
+    """NCCL cannot end the call that rank 0 is in, nor CUDA the process then."""
+    memory = comm.memory(1 << 20, None).reshape(2, 1 << 19)
+    comm.all_gather(memory[comm.rank], memory)
+    comm.wait()
+    if comm.rank == 1:
+        raise ValueError("out of luck")
+    comm.all_gather(memory[comm.rank], memory)
+    comm.wait()
+
+
+WORK = {work.__name__: work for work in (whole_run, other_shape, failure, failure_in_a_window, never_comes)}
 
 
 def process(work, folder, rank, size, time_limit, results):

@@ -37,8 +37,10 @@ def run_processes(work, folder, size=TWO, time_limit=30):
     got = sorted((results.get(timeout=100) for _ in processes), key=lambda word: word[0])
     for process in processes:
         process.join(20)
-        if process.is_alive():
-            process.kill()
+    alive = [process for process in processes if process.is_alive()]
+    for process in alive:
+        process.kill()
+    assert not alive, got
     return got
 
 
@@ -142,6 +144,7 @@ def test_two_threads_of_one_process():
     [
         ("other_shape", "rank 1 got all_gather of float32 [4], expected all_gather of float32 [3] as rank 0"),
         ("failure", "rank 1 failed: ValueError: out of luck"),
+        ("failure_in_a_window", "rank 1 failed: ValueError: out of luck"),
         ("never_comes", "all_gather did not end within 1 s"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import pickle
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -356,7 +357,7 @@ def test_results_are_exchanged_in_windows(nccl, library):
 
 def test_a_close_that_waits_for_memory_ends(nccl, library, monkeypatch):
     """CUDA may wait for another rank before it gives memory back."""
-    monkeypatch.setattr(nccl, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(nccl.nccl_endings, "GRACE_SECONDS", 0.1)
     given_back = threading.Event()
     monkeypatch.setattr(library, "ncclMemFree", lambda address: given_back.wait(30) and 0)
     (comm,) = nccl.NcclCommunicator.in_process([0])
@@ -373,3 +374,58 @@ def test_other_memory_is_named_before_it_is_asked_for(nccl, library):
     for error in on_ranks(comms, lambda comm: comm.memory(100 + comm.rank, None)):
         assert "rank 1 got memory of 101 bytes, expected memory of 100 bytes as rank 0" in str(error)
     assert not library.windows
+
+
+def test_memory_of_windows_is_not_sent_from(nccl, library):
+    """NCCL 2.28 crashes where such a communicator is given up."""
+    import cupy
+
+    (comm,) = nccl.NcclCommunicator.in_process([0])
+    with comm:
+        window, other = comm.memory(6, None).reshape(1, 6), cupy.zeros((1, 6), np.uint8)
+        for x, out in ((window, other), (other, window), (window[:, 3:], other[:, 3:])):
+            with pytest.raises(ValueError, match=r"x, out: got what memory\(\) gave, expected other memory"):
+                comm.all_to_all(x, out)
+        assert comm.all_gather(other[0], window) is window
+
+
+@pytest.mark.parametrize("windows", [True, False])
+def test_windows_if_wanted(nccl, library, windows):
+    (comm,) = nccl.NcclCommunicator.in_process([0], windows=windows)
+    with comm:
+        comm.memory(6, None)
+        assert bool(library.windows) == windows
+
+
+class Stuck:
+    """Of CUDA: a device that never has nothing to do."""
+
+    def __init__(self, device=0):
+        pass
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *_):
+        pass
+
+    def synchronize(self):
+        time.sleep(60)
+
+
+def test_a_process_with_a_call_that_has_no_end_ends():
+    """CUDA waits for its GPUs when a process exits."""
+    program = """if True:
+        import contextlib, sys, time, types
+        from parallel import test_nccl
+        sys.modules["cupy"] = types.SimpleNamespace(cuda=types.SimpleNamespace(Device=test_nccl.Stuck))
+        from cumla.arrays import streams
+        streams.relaxed_capture = contextlib.nullcontext
+        from cumla.interop import nccl_endings
+        nccl_endings.GRACE_SECONDS = 0.1
+        nccl_endings.end_process_if_stuck(3, "rank 1: rank 0 failed")
+        print("did all it had to")
+    """
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert (ended.returncode, ended.stdout) == (1, "did all it had to\n")
+    assert "rank 1: rank 0 failed; its call on CUDA device 3 cannot be ended, so the process is" in ended.stderr
