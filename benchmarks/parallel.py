@@ -156,6 +156,10 @@ def dense(bench, config, batch, context, bar):
     lses = cupy.zeros(parts.shape[:-1], np.float32)
     us_gather = bench.us(lambda: comm.all_gather(parts[comm.rank], parts))
     bench.add("all_gather of results", config, f"nccl x{comm.size}", us_gather, bytes_moved=out.nbytes, checked=False)
+    plain = cupy.zeros(parts.shape, np.uint16)
+    us_plain = bench.us(lambda: comm.all_gather(plain[comm.rank], plain))
+    bench.add("all_gather of results", config, f"nccl x{comm.size}, windows=False", us_plain, bytes_moved=out.nbytes,
+              checked=False)  # fmt: skip
     us_merge = bench.us(
         lambda: merge_partials(parts[:, :, None], lses[..., None], out=out[:, None], lse=lse[..., None])
     )

@@ -24,7 +24,7 @@ import cumla.interop.jax as ops
 import cumla.interop.jax_parallel as parallel
 
 SIZE = int(sys.argv[1])
-BLOCK, HEADS, SCALE, CALLS = 64, 128, 192**-0.5, 10
+BLOCK, HEADS, SCALE, CALLS = 64, 128, 192**-0.5, 30
 DENSE = {"b4 h128 ctx 262144": (4, 262144, 1.6), "b64 h128 ctx 16384": (64, 16384, None)}
 
 

@@ -1,4 +1,4 @@
-"""The same inside jax.shard_map, on several devices of the CPU: each number of them takes a process of its own."""
+"""The same inside jax.shard_map, on several devices of the CPU, or GPUs: each number takes a process of its own."""
 
 import os
 import pathlib
@@ -14,9 +14,23 @@ FOLDER = pathlib.Path(__file__).parent
 
 @pytest.mark.parametrize("size", [4, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 3, 8))])
 def test_shard_map(size):
+    run_ranks(size, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1, 2])
+def test_shard_map_on_gpus(size):
+    import cupy
+
+    if cupy.cuda.runtime.getDeviceCount() < size:
+        pytest.skip("one GPU")
+    run_ranks(size, "cuda")
+
+
+def run_ranks(size, platform):
     path = os.pathsep.join(filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, str(FOLDER / "jax_ranks.py"), str(size)],
+        [sys.executable, str(FOLDER / "jax_ranks.py"), str(size), platform],
         env={**os.environ, "PYTHONPATH": path, "NUMBA_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip

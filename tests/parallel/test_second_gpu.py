@@ -3,46 +3,73 @@
 import numpy as np
 import pytest
 
+from cumla.arrays import dlpack
 from support import operations
 
 pytestmark = pytest.mark.gpu
 
 
-def on(device, example):
-    """The arguments of an example on a device, which are written, and arrays of its results."""
-    import cupy
+class CuPy:
+    @staticmethod
+    def current(device):
+        import cupy
 
-    def put(value):
-        if isinstance(value, list | tuple):
-            return type(value)(put(x) for x in value)
-        return cupy.array(value) if isinstance(value, np.ndarray) else value
+        return cupy.cuda.Device(device)
 
-    with cupy.cuda.Device(device):
-        return {name: put(x) for name, x in operations.arguments_of(example, 0).items()}
+    def put(self, array, device):
+        import cupy
+
+        with self.current(device):
+            return cupy.array(array)
+
+    def get(self, array):
+        with array.device:
+            return array.device.id, array.get()
 
 
-def arrays(value):
+class Torch:
+    @staticmethod
+    def current(device):
+        import torch
+
+        return torch.cuda.device(device)
+
+    def put(self, array, device):
+        return dlpack.give(np.array(array), "torch").to(f"cuda:{device}")
+
+    def get(self, tensor):
+        return tensor.device.index, dlpack.borrow(tensor.cpu())
+
+
+def each(value, function):
+    """The value with its arrays, of whatever library, replaced."""
     if isinstance(value, list | tuple):
-        return [array for x in value for array in arrays(x)]
-    return [value] if hasattr(value, "dtype") and hasattr(value, "get") else []
+        return type(value)(each(x, function) for x in value)
+    return function(value) if hasattr(value, "dtype") and getattr(value, "shape", ()) else value
 
 
 @pytest.mark.parametrize("name", operations.EXAMPLES)
-@pytest.mark.parametrize("backend", ["cuda", "numba_cuda"])
-def test_examples(backend, name):
+@pytest.mark.parametrize(("backend", "make"), [("cuda", CuPy), ("numba_cuda", CuPy), ("cuda", Torch)])
+def test_examples(backend, make, name):
     import cupy
 
+    if make is Torch:
+        pytest.importorskip("torch")
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("one GPU")
     if not operations.is_on(backend, name):
         pytest.skip("has no such kernels")
-    example, found = operations.EXAMPLES[name], []
+    framework, example, found = make(), operations.EXAMPLES[name], []
     for device, current in ((0, 0), (1, 1), (1, 0), (0, 1)):
-        arguments = on(device, example)
-        with cupy.cuda.Device(current):
+        arguments = each(
+            list(operations.arguments_of(example, 0).items()),
+            lambda array, device=device: framework.put(array, device),
+        )
+        with framework.current(current):
             for _ in range(2):  # in full, and as it is remembered
-                results = operations.public(example)(**arguments, backend=backend)
-        assert {array.device.id for array in arrays(results)} <= {device}
-        with cupy.cuda.Device(device):
-            found.append([array.get().tobytes() for array in arrays([results, *arguments.values()])])
+                results = operations.public(example)(**dict(arguments), backend=backend)
+        mine = []
+        each([results, *(value for _, value in arguments)], lambda array, mine=mine: mine.append(framework.get(array)))
+        assert {place for place, _ in mine} == {device}
+        found.append([array.tobytes() for _, array in mine])
     assert all(other == found[0] for other in found[1:])
