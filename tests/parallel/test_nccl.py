@@ -397,35 +397,25 @@ def test_windows_if_wanted(nccl, library, windows):
         assert bool(library.windows) == windows
 
 
-class Stuck:
-    """Of CUDA: a device that never has nothing to do."""
+STUCK = """if True:
+    import contextlib, sys, time, types
 
-    def __init__(self, device=0):
-        pass
+    class Device(contextlib.nullcontext):
+        def synchronize(self):
+            time.sleep(60)
 
-    def __enter__(self):
-        pass
-
-    def __exit__(self, *_):
-        pass
-
-    def synchronize(self):
-        time.sleep(60)
+    sys.modules["cupy"] = types.SimpleNamespace(cuda=types.SimpleNamespace(Device=Device))
+    from cumla.arrays import streams
+    streams.relaxed_capture = contextlib.nullcontext
+    from cumla.interop import nccl_endings
+    nccl_endings.GRACE_SECONDS = 0.1
+    nccl_endings.end_process_if_stuck(3, "rank 1: rank 0 failed")
+    print("did all it had to")
+"""
 
 
 def test_a_process_with_a_call_that_has_no_end_ends():
     """CUDA waits for its GPUs when a process exits."""
-    program = """if True:
-        import contextlib, sys, time, types
-        from parallel import test_nccl
-        sys.modules["cupy"] = types.SimpleNamespace(cuda=types.SimpleNamespace(Device=test_nccl.Stuck))
-        from cumla.arrays import streams
-        streams.relaxed_capture = contextlib.nullcontext
-        from cumla.interop import nccl_endings
-        nccl_endings.GRACE_SECONDS = 0.1
-        nccl_endings.end_process_if_stuck(3, "rank 1: rank 0 failed")
-        print("did all it had to")
-    """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
-    assert (ended.returncode, ended.stdout) == (1, "did all it had to\n")
+    ended = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=50)
+    assert (ended.returncode, ended.stdout) == (1, "did all it had to\n"), ended.stderr
     assert "rank 1: rank 0 failed; its call on CUDA device 3 cannot be ended, so the process is" in ended.stderr
