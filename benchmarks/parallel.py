@@ -377,9 +377,7 @@ def on_nccl(report, size, only):
             try:
                 kind, what, more = queue.get(timeout=1)
             except Empty:
-                for rank in [rank for rank in running if processes[rank].exitcode is not None]:
-                    running.remove(rank)
-                    queue.put(("error", f"rank {rank} ended with exit code {processes[rank].exitcode}", None))
+                running -= {rank for rank in running if processes[rank].exitcode}  # which have no last word
                 continue
             if kind == "row":
                 report.add(*what, **more)
@@ -389,10 +387,11 @@ def on_nccl(report, size, only):
             else:
                 failed |= kind == "error"
                 print(what, flush=True)
-        for process in processes:
+        for rank, process in enumerate(processes):
             process.join(10)
             if process.exitcode != 0:
-                print(f"a rank's process ended with exit code {process.exitcode}", flush=True)
+                how = "did not end" if process.exitcode is None else f"ended with exit code {process.exitcode}"
+                print(f"rank {rank} {how}", flush=True)
                 failed = True
                 process.kill()
     return failed

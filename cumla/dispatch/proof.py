@@ -19,9 +19,7 @@ log = logging.getLogger(__name__)
 class Checks(Protocol):
     """cumla.checks, which stands on the operations: the room above hands it down."""
 
-    @property
-    def CASES(self) -> Sequence[Any]:  # noqa: N802
-        """Those of all operations; a case has `op` and `variant`."""
+    CASES: tuple[Any, ...]  # of all operations; a case has `op` and `variant`
 
     def check_case(self, case: Any, backend: str, seed: int, heads: int) -> Any:
         """What came of a case."""

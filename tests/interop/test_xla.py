@@ -8,13 +8,13 @@ import types
 import numpy as np
 import pytest
 
+from cumla.interop import xla_frame, xla_handler
 from cumla.interop.ops import OPS, Op
 from support import operations
 from support.lab import lab_of
 
 jax = pytest.importorskip("jax")
-ops = pytest.importorskip("cumla.interop.jax")
-from cumla.interop import xla, xla_frame, xla_handler  # noqa: E402  (they import jax)
+ops, xla = pytest.importorskip("cumla.interop.jax"), pytest.importorskip("cumla.interop.xla")
 
 WORD, FUNCTION = ctypes.c_int64, ctypes.CFUNCTYPE
 CONTEXTS = {0: 1001, 1: 1002}  # of the emulated devices

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cumla.kernels.cuda.sparse import division
-from cumla.kernels.cuda.sparse.work import BLOCK, Work, divide, tile_heads
+from cumla.kernels.cuda.sparse.work import BLOCK, Work
 
 TOKENS, HEADS, BLOCKS = st.integers(1, 5000), st.integers(1, 256), st.integers(1, 2000)
 SMS = st.integers(1, 600)
@@ -91,35 +91,17 @@ def test_clusters_are_not_taken_where_they_do_not_run_at_a_time_or_are_slower():
     assert not chosen(1, 128, 32)[1].together
 
 
-@given(TOKENS, HEADS, st.integers(1, 40), CLUSTERS, st.booleans())
-def test_tiles_are_as_high_as_those_that_may_be_taken_want_them(tokens, heads, blocks, clusters, ragged):
-    """Clusters do not share lists with lengths."""
-    made = problem(tokens, heads, blocks, np.ones(tokens, np.int32) if ragged else None)
-    height = tile_heads(made, True, 132, clusters)
-    assert height == division.tile_heads(tokens, heads, blocks, True, 132, () if ragged else clusters)
-    assert not ragged or not divide(made._replace(tile_heads=height), True, 132, clusters=clusters).together
-
-
-@pytest.mark.parametrize(("lengths", "height"), [(None, 64), (np.full(64, 640, np.int32), 32)])
-def test_tiles_of_64_tokens(lengths, height):
-    assert tile_heads(problem(64, 64, 10, lengths), True, 132, RUN_AT_A_TIME) == height
-
-
 def chosen(tokens, heads, blocks, clusters=RUN_AT_A_TIME):
     height = division.tile_heads(tokens, heads, blocks, True, 132, clusters)
     costs = division.HOPPER_COSTS[height]
     return height, division.divide(tokens * -(-heads // height), blocks, False, True, 132, costs, clusters)[0]
 
 
-def problem(tokens, heads, blocks, lengths=None):
-    q = SimpleNamespace(shape=(tokens, 1, heads, 576))
-    segment = SimpleNamespace(indices=SimpleNamespace(shape=(tokens, 1, blocks * BLOCK)), lengths=lengths)
-    return Work(q, [segment], None, 1.0, q, None, (0, 0), None, (0, 0, 0))
-
-
 def starts_of(tokens, heads, blocks, shares, made):
     """Tile and block at which each share begins, as csrc/common/sparse/work.cuh has them; groups of heads."""
-    work = problem(tokens, heads, blocks)
+    q = SimpleNamespace(shape=(tokens, 1, heads, 576))
+    segment = SimpleNamespace(indices=SimpleNamespace(shape=(tokens, 1, blocks * BLOCK)), lengths=None)
+    work = Work(q, [segment], None, 1.0, q, None, (0, 0), None, (0, 0, 0))
     cut = SimpleNamespace(**work._cut(made))
     starts = []
     for share in range(shares + 1):

@@ -1,17 +1,10 @@
-# ruff: noqa: E402 (JAX is told of its devices before it is imported)
-"""Run by test_jax.py in a process with several devices of the CPU, or so many GPUs: jax_ranks.py SIZE cpu|cuda.
+"""Run by test_jax.py in a process of so many devices that JAX has been told of: jax_ranks.py SIZE.
 
 Prints "right" for each case, or raises.
 """
 
 import functools
-import os
 import sys
-
-SIZE = int(sys.argv[1])
-os.environ["JAX_PLATFORMS"] = sys.argv[2]
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={SIZE}"  # of the CPU
-os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
 import jax
 import numpy as np
@@ -24,6 +17,7 @@ from support import ranks
 from support.bounds import DECODE_LSE, DECODE_OUT, assert_within
 from support.lab import to_float
 
+SIZE = int(sys.argv[1])
 CP, ALL = PartitionSpec("cp"), PartitionSpec()
 HEADS = PartitionSpec(None, "cp")
 MESH = Mesh(np.array(jax.devices()[:SIZE]), ("cp",))

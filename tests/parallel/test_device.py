@@ -10,18 +10,6 @@ pytestmark = pytest.mark.gpu
 TWO = 2
 
 
-def gpus():
-    import cupy
-
-    return cupy.cuda.runtime.getDeviceCount()
-
-
-@pytest.fixture
-def two_gpus():
-    if gpus() < TWO:
-        pytest.skip("one GPU")
-
-
 def run_processes(work, folder, size=TWO, time_limit=30):
     """(rank, result, error) of each rank."""
     import nccl_ranks

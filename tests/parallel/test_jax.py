@@ -19,19 +19,21 @@ def test_shard_map(size):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [1, 2])
-def test_shard_map_on_gpus(size):
-    import cupy
-
-    if cupy.cuda.runtime.getDeviceCount() < size:
-        pytest.skip("one GPU")
+def test_shard_map_on_gpus(size, need_gpus):
+    need_gpus(size)
     run_ranks(size, "cuda")
 
 
 def run_ranks(size, platform):
+    told = {
+        "JAX_PLATFORMS": platform,
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={size}",  # of the CPU
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
     path = os.pathsep.join(filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, str(FOLDER / "jax_ranks.py"), str(size), platform],
-        env={**os.environ, "PYTHONPATH": path, "NUMBA_NUM_THREADS": "1"},
+        [sys.executable, str(FOLDER / "jax_ranks.py"), str(size)],
+        env={**os.environ, **told, "PYTHONPATH": path, "NUMBA_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -273,43 +274,32 @@ def test_ranks_that_do_not_fit(nccl, monkeypatch):
         nccl.NcclCommunicator(MemoryStore(), 0, 2, time_limit=0.2)
 
 
-class Mpi:
-    """mpi4py's communicator, for one rank."""
-
-    def Get_rank(self):  # noqa: N802
-        return 0
-
-    def Get_size(self):  # noqa: N802
-        return 1
-
-    def bcast(self, value, root):
-        return value
+def mpi(size, bcast):
+    """mpi4py's communicator, of rank 0."""
+    return types.SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: size, bcast=bcast)
 
 
 def test_started_by_mpirun(nccl):
     import cupy
 
-    with nccl.NcclCommunicator.from_mpi(Mpi()) as comm:
+    with nccl.NcclCommunicator.from_mpi(mpi(1, lambda value, root: value)) as comm:
         assert comm.all_gather(cupy.zeros(3, np.int32)).get().tolist() == [[0, 0, 0]]
 
 
 def test_all_are_told_that_rank_0_cannot_be_reached(nccl, monkeypatch):
-    class First(Mpi):
-        def Get_size(self):  # noqa: N802
-            return 2
+    told = []
 
-        def bcast(self, value, root):
-            self.told = pickle.loads(pickle.dumps(value))
-            return value
+    def bcast(value, root):
+        told.append(pickle.loads(pickle.dumps(value)))
+        return value
 
     def unknown(host):
         raise socket.gaierror("Name or service not known")
 
     monkeypatch.setattr(socket, "gethostbyname", unknown)
-    first = First()
     with pytest.raises(RankError, match=r"rank 0 cannot be reached at its host name, .*: Name or service not known"):
-        nccl.NcclCommunicator.from_mpi(first)
-    assert first.told.ranks == (0,)
+        nccl.NcclCommunicator.from_mpi(mpi(2, bcast))
+    assert [error.ranks for error in told] == [(0,)]
 
 
 def test_arrays_elsewhere_and_of_no_sum(nccl):

@@ -48,17 +48,12 @@ def each(value, function):
     return function(value) if hasattr(value, "dtype") and getattr(value, "shape", ()) else value
 
 
+@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("name", operations.EXAMPLES)
 @pytest.mark.parametrize(("backend", "make"), [("cuda", CuPy), ("numba_cuda", CuPy), ("cuda", Torch)])
 def test_examples(backend, make, name):
-    import cupy
-
     if make is Torch:
         pytest.importorskip("torch")
-    if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("one GPU")
-    if not operations.is_on(backend, name):
-        pytest.skip("has no such kernels")
     framework, example, found = make(), operations.EXAMPLES[name], []
     for device, current in ((0, 0), (1, 1), (1, 0), (0, 1)):
         arguments = each(

@@ -146,8 +146,6 @@ def tile_heads(work: Work, may_cut: bool, max_shares: int, clusters: tuple[tuple
     may_cut  whether results may depend on what else there is to do; of tiles of other heights they do
     """
     batch, s_q, heads, _ = work.q.shape
-    if work.ragged:  # not shared by clusters: 64 tokens took 45 us, not 33, in tiles that only those are quick with
-        clusters = ()
     return dividing.tile_heads(batch * s_q, heads, work.most_blocks, may_cut, max_shares, clusters)
 
 
