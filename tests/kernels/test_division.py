@@ -19,16 +19,16 @@ CLUSTERS = st.dictionaries(st.integers(2, 8), st.integers(0, 70)).map(lambda x: 
 def test_everybody_has_something(tiles, blocks, ragged, may_cut, sms, costs, clusters):
     made, cost = division.divide(tiles, blocks, ragged, may_cut, sms, costs, clusters)
     assert cost > 0
-    if made.together:  # clusters that run at a time, of tiles that all have their blocks
+    if made.together:  # clusters that run at a time
         assert tiles <= dict(clusters)[made.parts]
         assert may_cut
         assert not made.cut
-        assert not ragged
     else:
         assert 1 <= made.shares <= min(sms, division.MAX_SHARES)
     assert made.shares <= (tiles * blocks if made.cut or made.together else tiles)
-    assert made.planned == ragged
     assert may_cut or not made.cut
+    if made.planned:
+        assert ragged
     if made.parts:
         assert made.shares == tiles * made.parts
         assert 2 <= made.parts <= blocks
@@ -48,6 +48,18 @@ def test_no_tile_is_half_empty_if_a_lower_one_is_not(tokens, heads, blocks, sms)
     height = division.tile_heads(tokens, heads, blocks, True, sms)
     assert height in division.HOPPER_COSTS
     assert height == min(division.HOPPER_COSTS) or heads > height // 2
+
+
+@given(TOKENS, BLOCKS, st.booleans(), SMS, st.sampled_from([*division.HOPPER_COSTS.values()]), CLUSTERS)
+def test_lengths_change_the_division_only_where_a_plan_evens_out_more_than_it_costs(
+    tiles, blocks, may_cut, sms, costs, clusters
+):
+    full, _ = division.divide(tiles, blocks, False, may_cut, sms, costs, clusters)
+    ragged, _ = division.divide(tiles, blocks, True, may_cut, sms, costs, clusters)
+    splits = max(full.parts, 1)
+    one_each = full.shares == tiles * splits
+    assert ragged.planned == (not one_each or (may_cut and blocks > splits * division.MOST_UNPLANNED))
+    assert ragged.planned or ragged == full
 
 
 def test_few_tokens_are_cut_and_many_are_not():

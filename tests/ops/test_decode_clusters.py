@@ -26,7 +26,7 @@ def parts():
 
 @pytest.fixture
 def divided(lab, tile, parts, monkeypatch):
-    """Divisions that were made: clusters for tiles of so many heads, where lists may not have fewer keys."""
+    """Divisions that were made: clusters for tiles of so many heads."""
     from cumla.kernels.cuda.device import is_hopper
     from cumla.kernels.cuda.sparse import kernels as sparse_kernels
     from cumla.kernels.cuda.sparse import work as sparse_work
@@ -38,7 +38,7 @@ def divided(lab, tile, parts, monkeypatch):
 
     def divide_into_clusters(work, may_cut, *rest):
         together = Division(work.tiles * parts, False, False, parts, together=True)
-        can = may_cut and not work.ragged and work.most_blocks >= parts
+        can = may_cut and work.most_blocks >= parts
         made.append(together if can else divide(work, may_cut, *rest))
         return made[-1]
 
@@ -102,6 +102,26 @@ def test_more_parts(lab, divided, rng, tile, parts):
     assert [division.together for division in divided] == [True, True]
 
 
+@pytest.mark.parametrize("parts", [2, 3, 6])
+@pytest.mark.thorough(when=lambda x: x.emulated and (x.get("tile"), x.get("parts")) not in ((16, 6), (32, 3)))
+def test_lengths_leave_splits_few_blocks_or_none(lab, divided, rng, tile, parts):
+    """Of lists of seven blocks: none, one key, a block, blocks of one list alone, fewer blocks than splits, all."""
+    layout, heads = cumla.DSV4_FP8, tile - 1
+    lengths = np.array([[0, 1, 64, 0, 128, 65, 128], [0, 0, 0, 300, 0, 64, 300]], np.int32)
+    batch = lengths.shape[1]
+    problem = Problem(
+        make_q(rng, batch, 1, heads, layout, steep(heads)), make_cache(rng, layout, 9, 16, spread=0),
+        make_indices(rng, batch, 1, 128, 144), extra_k_cache=make_cache(rng, layout, 5, 64, spread=0),
+        extra_indices=make_indices(rng, batch, 1, 300, 320), topk_length=lengths[0], extra_topk_length=lengths[1],
+        attn_sink=np.linspace(-3, 3, heads, dtype=np.float32),
+    )  # fmt: skip
+    with nothing_attended_again():
+        first = problem.check(lab)
+        assert_same_bits(first, problem.on(lab), lab)
+    assert [(division.together, division.planned) for division in divided] == [(True, False)] * 2
+    assert np.isposinf(lab.get(first[1])[0]).all()
+
+
 def test_tokens_with_few_keys_and_none(lab, divided, rng, tile):
     """Keys in the first part alone, in the second alone, one, and none: nothing times nothing is not NaN."""
     layout, heads = cumla.DSV4_FP8, 5
@@ -150,5 +170,5 @@ def test_who_takes_turns_with_clusters(lab, divided, rng, tile):
     ragged.check(lab, plan=plan)
     alone = problem.check(lab, plan=plan, batch_invariant=True)
     assert_same_bits(first, problem.on(lab, plan=plan), lab)
-    assert [division.together for division in divided] == [True, False, False, True]
+    assert [division.together for division in divided] == [True, True, False, True]
     np.testing.assert_allclose(to_float(first[0]), to_float(alone[0]), atol=2e-3, rtol=2.01 / 128)

@@ -9,13 +9,16 @@ from typing import NamedTuple
 
 MAX_SHARES, MOST_DEALT = 512, 1 << 14  # shares, and tiles that may be dealt, as in csrc/common/sparse/work.cuh
 INT32_LIMIT = 2**31 - 1
+# Blocks of a thread block from which on a plan pays where lengths differ: it costs about as much as reading six blocks.
+MOST_UNPLANNED = 24
 
 
 class Division(NamedTuple):
     """Who does what.
 
     shares   thread blocks, each with a run of blocks of work
-    planned  lengths differ: where shares begin, or which tiles they have, is decided on the device
+    planned  lengths differ: where shares begin, or which tiles they have, is decided on the device. Whole tiles of a thread
+             block each and `parts` need no plan: the kernel splits every tile by its own length
     cut      shares may begin inside a tile
     parts    shares of each tile, where all have as many and no share has two; or 0
     together the thread blocks of a tile are a cluster, which leaves results and not parts
@@ -93,7 +96,8 @@ def divide(
 ) -> tuple[Division, float]:
     """How to spread tiles of so many blocks over at most `max_shares` thread blocks, and what that costs.
 
-    ragged    tiles may have fewer blocks
+    ragged    tiles may have fewer blocks: they are divided as if they had all, unless thread blocks would have many blocks
+              or several tiles each, which a plan evens out
     may_cut   whether a tile may be shared
     clusters  how many thread blocks may share a tile as a cluster, and how many such clusters run at a time
     """
@@ -103,12 +107,11 @@ def divide(
     def cost(division: Division) -> float:
         return sum(map(operator.mul, terms(division, tiles, blocks, max_shares), costs))
 
-    whole = Division(min(max_shares, tiles), False, False)
-    if ragged:
-        return Division(min(max_shares, tiles * blocks if may_cut else tiles), True, may_cut), cost(whole)
-    if not may_cut:
-        return whole, cost(whole)
-    best = min(choices(tiles, blocks, max_shares, clusters), key=cost)
+    best = Division(min(max_shares, tiles), False, False)
+    if may_cut:
+        best = min(choices(tiles, blocks, max_shares, clusters), key=cost)
+    if ragged and (best.shares != tiles * max(best.parts, 1) or (may_cut and blocks > MOST_UNPLANNED * max(best.parts, 1))):
+        return Division(min(max_shares, tiles * blocks if may_cut else tiles), True, may_cut), cost(best)
     return best, cost(best)
 
 

@@ -31,8 +31,8 @@ LEAST_TILES = 1 << 14  # to have room for, so that a plan's memory need not grow
 class Memory(NamedTuple):
     """What the kernels of one call use beside its arguments: flat arrays that are at least as large as said.
 
-    starts       int32 [2 * (MAX_SHARES + 1) + MOST_DEALT]: tile and block at which each share begins; tiles in the
-                 order in which shares have them
+    starts       int32 [2 * (MAX_SHARES + 1) + MOST_DEALT + 1]: tile and block at which each share begins; tiles in the
+                 order in which shares have them; whether any tile is split
     partial_out  float32 [2 * shares, tile_heads * 512], parts of tiles that are cut; None where none is
     partial_lse  float32 [2 * shares, tile_heads]
     exact_parts  float32 [EXACT_SLOTS, EXACT_PART_BYTES / 4]: of tiles that the exact kernel does
@@ -192,7 +192,7 @@ def workspace_bytes(tiles: int, shares: int) -> int:
 @functools.lru_cache(maxsize=1024)
 def _sizes(tiles: int, rows: int) -> Memory:
     """Elements, of four bytes, of a Memory's arrays, for so many heads of all shares."""
-    starts, parts = 2 * (MAX_SHARES + 1) + MOST_DEALT, EXACT_SLOTS * EXACT_PART_BYTES // 4
+    starts, parts = 2 * (MAX_SHARES + 1) + MOST_DEALT + 1, EXACT_SLOTS * EXACT_PART_BYTES // 4
     return Memory(starts, 2 * rows * V_DIM, 2 * rows, parts, EXACT_COUNTERS + tiles)
 
 

@@ -208,6 +208,8 @@ finish_attention(const __grid_constant__ SparseProblem problem, int everything, 
     __shared__ Memory memory;
     int* marks = everything ? nullptr : problem.unsafe;
     pdl_release();
+    // A plan that splits no tile leaves nothing to combine. It was written before the kernel ahead let this one in.
+    if (combined && problem.starts && !look_at(problem.starts + SPLITS_AT)) combined = 0;
     if (marks && !combined && blockIdx.x >= WAITING && !__syncthreads_or(look_at(marks - 1))) return;
     pdl_wait();
     int marked = marks ? look_at(marks - 1) : 0;  // under way while parts are put together

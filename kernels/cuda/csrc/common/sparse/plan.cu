@@ -162,6 +162,7 @@ plan_decode(const __grid_constant__ SparseProblem problem, int* starts, int may_
     cost_until[threadIdx.x] = block_prefix(cost, total);
     __syncthreads();
 
+    if (threadIdx.x == 0) starts[SPLITS_AT] = may_cut;
     if (may_cut && planner.tiles <= problem.shares) {
         int longest = planner.shortest(total - int64(TILE_COST) * planner.tiles);
         if (longest + TILE_COST + CUT_COST <= total / problem.shares + STRADDLE_COST + problem.shares / PARTS_A_BLOCK) {
@@ -169,7 +170,9 @@ plan_decode(const __grid_constant__ SparseProblem problem, int* starts, int may_
             bool pays = false;
             for (int tile = planner.first_tile; tile < planner.end_tile; ++tile) pays |= blocks_of_tile(problem, tile) > uncut;
             planner.keep_order();
-            planner.cut_each_tile(__syncthreads_or(pays) ? longest : uncut);
+            pays = __syncthreads_or(pays);
+            planner.cut_each_tile(pays ? longest : uncut);
+            if (threadIdx.x == 0) starts[SPLITS_AT] = pays;
             return;
         }
     }
@@ -178,7 +181,10 @@ plan_decode(const __grid_constant__ SparseProblem problem, int* starts, int may_
         return;
     }
     int dealt = planner.deal();
-    if (!may_cut || dealt <= total / problem.shares + STRADDLE_COST + problem.shares / PARTS_A_BLOCK) return;
+    if (!may_cut || dealt <= total / problem.shares + STRADDLE_COST + problem.shares / PARTS_A_BLOCK) {
+        if (threadIdx.x == 0) starts[SPLITS_AT] = 0;
+        return;
+    }
     __syncthreads();  // all have read what was dealt
     planner.keep_order();
     planner.cut_anywhere(cost_until, total, true);

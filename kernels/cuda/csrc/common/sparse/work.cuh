@@ -52,8 +52,8 @@ struct SparseProblem {
     int batch, s_q, heads, groups;  // groups of HEADS heads
     int shares;
     // Without starts: every cut_tiles tiles have cut_shares shares of cut_length units, the first cut_rest of one more. A
-    // tile has cut_units units: blocks, or 1 where tiles stay whole. The inverse is 2^32 / cut_shares, rounded up, or 0
-    // where there is one share.
+    // tile has cut_units units: blocks, or 1 where tiles stay whole. Splits of one tile (see even) take equal runs of the
+    // blocks that it has. The inverse is 2^32 / cut_shares, rounded up, or 0 where there is one share.
     int cut_tiles, cut_shares, cut_length, cut_rest, cut_units;
     uint32 cut_inverse;
     float softmax_scale;
@@ -62,6 +62,10 @@ struct SparseProblem {
 
     // Leave a tile to the exact kernel, for one of the reasons below. The word before all marks says that there is one.
     __device__ void mark(int tile, int reason = 1) const { atomicOr(unsafe + tile, reason), unsafe[-1] = 1; }
+
+    // Whether every tile has cut_shares splits, each of its own thread block. Lengths then say how many blocks a split has,
+    // and nothing has to be planned.
+    __device__ bool even() const { return starts == nullptr && cut_tiles == 1 && cut_shares > 1; }
 
     // Whether tiles are numbered group of heads by group of heads, as decode without a plan has them: thread blocks that read
     // the same rows for other heads do so at the same time then, and memory is asked for them once. Otherwise the groups of
@@ -121,21 +125,29 @@ struct Start {
 struct Work {
     int tile;
     int lengths0, lengths1;
-    int first, last;  // blocks [first, last) of `blocks`; never empty
+    int first, last;  // blocks [first, last) of `blocks`; never empty, but may lie behind them: keys that are absent
     int blocks;
+    bool split;       // even if it has all blocks: the combine kernel reads every split
 
-    __device__ bool whole() const { return first == 0 && last == blocks; }
+    __device__ bool whole() const { return !split && first == 0 && last == blocks; }
 };
 
 // Behind the starts of MAX_SHARES shares: the tiles in the order in which shares have them, if they are MOST_DEALT at most.
 // As in kernels/cuda/sparse/division.py.
 [[maybe_unused]] constexpr int MAX_SHARES = 512, ORDER_AT = 2 * (MAX_SHARES + 1), MOST_DEALT = 1 << 14;
+// Behind these, not 0 if the plan splits any tile.
+[[maybe_unused]] constexpr int SPLITS_AT = ORDER_AT + MOST_DEALT;
 
 // What is left of a thread block's share, tile after tile.
 struct SparseShare {
     int tile, first, end_tile, end_block;
 
     __device__ SparseShare(const SparseProblem& problem) {
+        if (problem.even()) {
+            tile = __umulhi(blockIdx.x, problem.cut_inverse), end_tile = tile + 1, end_block = 0;
+            first = blockIdx.x - tile * problem.cut_shares;  // the split, until its blocks are known
+            return;
+        }
         Start start(problem, blockIdx.x), end(problem, blockIdx.x + 1);
         tile = start.tile, first = start.block, end_tile = end.tile, end_block = end.block;
     }
@@ -152,9 +164,17 @@ struct SparseShare {
         work.lengths0 = problem.lists[0].length(at.b, at.s);
         work.lengths1 = problem.lists[1].length(at.b, at.s);
         work.blocks = blocks_of_tile(work.lengths0, work.lengths1);
-        // Of a plan made for other lengths parts may lie beyond the end. They are never empty, and nobody reads them.
-        work.first = min(first, work.blocks - 1);
-        work.last = tile == end_tile ? max(work.first + 1, min(end_block, work.blocks)) : work.blocks;
+        work.split = problem.even();
+        if (work.split) {
+            // A tile of fewer blocks than splits leaves some of them a block of absent keys.
+            int each = work.blocks / problem.cut_shares, longer = work.blocks - each * problem.cut_shares;
+            work.first = first * each + min(first, longer);
+            work.last = work.first + max(1, each + (first < longer));
+        } else {
+            // A plan made for other lengths may give splits beyond the end. They are never empty, and nothing reads them.
+            work.first = min(first, work.blocks - 1);
+            work.last = tile == end_tile ? max(work.first + 1, min(end_block, work.blocks)) : work.blocks;
+        }
         ++tile, first = 0;
         return true;
     }
