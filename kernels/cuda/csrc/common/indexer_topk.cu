@@ -113,7 +113,8 @@ __device__ __noinline__ uint32 keep_largest(Memory& memory, int k) {
 }
 
 // A number above which a few more than k columns of the row are, in all likelihood: of the largest of each lane's first
-// columns, a warp tells the one that a certain number of lanes should reach, and the second smallest of all warps' counts.
+// columns, a warp publishes the one that a certain number of lanes should reach, and the second smallest of these counts, or
+// the smallest of few. Warps that have columns behind the row's end have no sample and are left out.
 __device__ inline uint32 guessed_threshold(Memory& memory, const Part& part, int length, const float (&x)[VALUES], int k) {
     float share = float(k) / float(length), below = 1.0f - share;  // the share of lanes all of whose columns are
     float largest = x[0];
@@ -126,12 +127,14 @@ __device__ inline uint32 guessed_threshold(Memory& memory, const Part& part, int
     float lanes = 32.0f * (1.0f - below);
     int rank = min(int(lanes + SURE * sqrtf(lanes * below)) + 1, 32);
     uint32 order = order_of(largest_of_lanes<32>(largest == largest ? largest : -infinity(), rank - 1));
-    if (lane == 0) memory.scratch.most[threadIdx.x / 32] = ~order;
+    bool sampled = __all_sync(~0u, part.inside);
+    if (lane == 0) memory.scratch.most[threadIdx.x / 32] = sampled ? ~order : 0;
     __syncthreads();
     uint32 inverted = lane < WARPS ? memory.scratch.most[lane] : 0, smallest = __reduce_max_sync(~0u, inverted);
-    if (lane == __ffs(__ballot_sync(~0u, inverted == smallest)) - 1) inverted = 0;
-    order = ~__reduce_max_sync(~0u, inverted);
-    return order ? order - 1 : 0;
+    bool drop = __popc(__ballot_sync(~0u, inverted != 0)) > WARPS * 3 / 4;
+    if (drop && lane == __ffs(__ballot_sync(~0u, inverted == smallest)) - 1) inverted = 0;
+    inverted = __reduce_max_sync(~0u, inverted);
+    return ~inverted && inverted ? ~inverted - 1 : 0;  // 0 where a sample has too few numbers, or there is none
 }
 
 // Columns above the threshold to the buffer, as far as it has room; their orders are still to come.

@@ -1,8 +1,8 @@
 // The columns of the largest logits of each row, by ascending index, where there are few rows: as indexer_topk.cu, but a
 // cluster of BLOCKS thread blocks takes a row, and each of them holds its part of it in registers.
 //
-// 1. Of the largest numbers of its lanes, each group (GROUP) tells which one so many of them reach that all groups have k:
-//    numbers below the smallest of these bounds are done with after one comparison.
+// 1. Of the largest numbers of its lanes, each group (GROUP) that has columns publishes which one so many of them reach that
+//    all these groups have k: numbers below the smallest of these bounds are done with after one comparison.
 // 2. The others are counted in bins by their upper digits, until a bin is found with the k-th in it, and few others.
 // 3. Where BLOCKS > 1, a block does so for its share of k and a few more. Columns are dealt out to blocks in short lines, so
 //    that a block's part is a sample of the row. What it found goes to all blocks of the cluster, which go on alike: if
@@ -96,6 +96,12 @@ __device__ inline int share_of(int k) {
     return min(k, int(share + 5.0f * sqrtf(share)) + 8);
 }
 
+// How many of this block's groups, the first ones, have columns for every lane.
+__device__ inline int groups_inside(const Row& row, uint32 rank) {
+    int lines = int(row.end) / LINE - int(rank);  // whole ones, from this block's first on
+    return min((lines + BLOCKS - 1) / BLOCKS, LINES) / (GROUP / LANES);
+}
+
 __device__ inline uint64 key_of(float x, int column) { return uint64(order_of(x)) << 32 | ~uint32(column); }
 
 // Seldom called, and no burden on the registers of the others.
@@ -142,15 +148,15 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
             for (int j = 0; j < 4; ++j)
                 x[4 * i + j] = row.has(first + i * STEP + j) ? own[i * STEP + j] : __uint_as_float(0x7fc00000);
     const bool changed = said.now() != early;
-    const int k = share_of(topk), of_each = (k * GROUP + THREADS - 1) / THREADS;
+    const int k = share_of(topk), groups = groups_inside(row, rank), of_each = groups ? (k + groups - 1) / groups : GROUP + 1;
     float largest = x[0];
 #pragma unroll
     for (int i = 1; i < VALUES; ++i) largest = fmaxf(largest, x[i]);
     uint32 order = order_of(largest), most = __reduce_max_sync(~0u, order);
     uint32 having = __ballot_sync(~0u, order != 0) >> lane / GROUP * GROUP & ((1u << GROUP) - 1);
-    uint32 least = order_of(largest_of_lanes<GROUP>(order ? largest : -infinity(), of_each - 1));
+    uint32 least = order_of(largest_of_lanes<GROUP>(order ? largest : -infinity(), min(of_each, GROUP) - 1));
     if (__popc(having) < of_each) least = 0;
-    uint32 inverted = __reduce_max_sync(~0u, ~least);
+    uint32 inverted = __reduce_max_sync(~0u, tid / GROUP < groups || !groups ? ~least : 0);
     if (lane == 0) scratch.most[tid / 32] = most, scratch.most[WARPS + tid / 32] = inverted;
     bool failed = __syncthreads_or(changed);
     most = __reduce_max_sync(~0u, lane < WARPS ? scratch.most[lane] : 0);
