@@ -36,8 +36,8 @@ class KernelAhead:
 
     OLD = 1  # in every byte: indices and lengths out of range, wrong numbers
 
-    def __init__(self, here, arrays):
-        self.here = here
+    def __init__(self, here, arrays, old=OLD):
+        self.here, self.old = here, old
         # Of all that lies in the same memory at once: arrays may be parts of one another.
         memories = list({array.data.mem.ptr: array.data.mem for array in arrays if array.nbytes}.values())
         sources = [bytes_at(here, memory.ptr, memory.size).copy() for memory in memories]
@@ -48,7 +48,7 @@ class KernelAhead:
         ]
         table = here.put(np.array(moves, np.uint64))
         for memory in memories:
-            ctypes.memset(memory.ptr, self.OLD, memory.size)
+            ctypes.memset(memory.ptr, old, memory.size)
         self._kept, self._count = (sources, memories, table), len(memories)
 
     def launch(self):
@@ -61,7 +61,7 @@ class KernelAhead:
     def check(self):
         """That nobody wrote before this kernel had read."""
         for before in self.before:
-            assert (self.here.get(before) == self.OLD).all(), f"{before.size} bytes were written too early"
+            assert (self.here.get(before) == self.old).all(), f"{before.size} bytes were written too early"
 
 
 def bytes_at(here, address, size):
@@ -85,7 +85,7 @@ def on_device(here, value):
     return here.put(value) if isinstance(value, np.ndarray) else value
 
 
-def assert_waits_for_the_kernel_ahead(here, function, make):
+def assert_waits_for_the_kernel_ahead(here, function, make, old=KernelAhead.OLD):
     """Each operation is launched to overlap with what is ahead of it in the stream (griddepcontrol.wait)."""
     found = []
     for overlaps in (True, False):
@@ -93,7 +93,7 @@ def assert_waits_for_the_kernel_ahead(here, function, make):
         arrays = [x for value in arguments.values() for x in (value if isinstance(value, list | tuple) else [value])]
         arrays = [x for x in arrays if hasattr(x, "dtype")]
         if overlaps:
-            ahead = KernelAhead(here, arrays)
+            ahead = KernelAhead(here, arrays, old)
             ahead.launch()
         results = function(**arguments, backend="cuda")
         results = () if results is None else results if isinstance(results, tuple) else (results,)
@@ -115,6 +115,34 @@ def test_a_large_decode_waits_for_the_kernel_ahead(here, rng):
     assert_waits_for_the_kernel_ahead(
         here, cumla.sparse_mla_decode, lambda: large_decode(here, np.random.default_rng(seed))
     )
+
+
+@pytest.mark.parametrize("old", [0, 1], ids=["shorter before", "longer before"])
+@pytest.mark.parametrize("splits", ["whole", "splits", "cluster"])
+def test_lengths_are_those_that_the_kernel_ahead_leaves(here, rng, monkeypatch, splits, old):
+    """Decode reads the first lengths early, and again when the kernel ahead has ended. Thread block 0 overlaps here."""
+    from cumla.kernels.cuda.sparse import work as sparse_work
+    from cumla.kernels.cuda.sparse.division import Division
+
+    def divide(work, *_):
+        if splits == "whole":
+            return Division(work.tiles, planned=False, cut=False)
+        together = splits == "cluster"
+        return Division(3 * work.tiles, planned=False, cut=not together, parts=3, together=together)
+
+    monkeypatch.setattr(sparse_work, "divide", divide)
+    seed, layout = int(rng.integers(1 << 30)), cumla.DSV4_FP8
+
+    def make():
+        rng = np.random.default_rng(seed)
+        return {
+            "q": make_q(rng, 4, 1, 16, layout), "k_cache": make_cache(rng, layout, 4, 64),
+            "indices": make_indices(rng, 4, 1, 128, 256), "topk_length": np.array([70, 0, 128, 9], np.int32),
+            "extra_k_cache": make_cache(rng, layout, 6, 64), "extra_indices": make_indices(rng, 4, 1, 300, 384),
+            "extra_topk_length": np.array([200, 0, 300, 0], np.int32),
+        }  # fmt: skip
+
+    assert_waits_for_the_kernel_ahead(here, cumla.sparse_mla_decode, make, old)
 
 
 @pytest.mark.parametrize("builder", [DeepseekSparseSWAMetadataBuilder, DeepseekV32IndexerMetadataBuilder])
