@@ -1,9 +1,9 @@
 """`cumla bench trace`: steps of a request trace, the peers' chain against cumla's for each part of a layer.
 
-A part of 8 layers is timed at once, each over caches of its own, so that no cache of the device answers; times are of one
-layer. Steps of decodes run in a CUDA graph, in which decodes are planned once. Mixed steps are queued behind a kernel
-that holds the device, which measures the device alone, and run once more with the host's time. Parts of both sides are
-timed in turn. A part that fails leaves a row that says why.
+A part of 8 layers is timed at once, each over caches of its own, so that no cache of the device answers; times are of
+one layer. Steps of decodes run in a CUDA graph, in which decodes are planned once. Mixed steps are queued behind a
+kernel that holds the device, which measures the device alone, and run once more with the host's time. Parts of both
+sides are timed in turn. A part that fails leaves a row that says why.
 """
 
 from __future__ import annotations
@@ -141,8 +141,7 @@ class StepRows:
         kept: Impls = {"cumla": lambda: self.inputs.attend(False)}
         if peer is not None and "peers" in impls:
             kept["peers"] = lambda: peer.attend(False)
-        both = {f"{name} {way}": call for way, calls in (("new", impls), ("kept", kept)) for name, call in calls.items()}
-        times = self._times(both)
+        times = self._times({f"{x} new": impls[x] for x in kept} | {f"{x} kept": kept[x] for x in kept})
         for name in kept:
             us = statistics.median(times[f"{name} new"]) - statistics.median(times[f"{name} kept"])
             yield self._row("plan", name, us, None, {})
@@ -216,8 +215,9 @@ class StepRows:
         return graph_times_in_turn({name: (place.framework, [call]) for name, call in impls.items()})
 
     def _row(
-        self, part: str, impl: str, us: float, whole: float | None, facts: Row, times: Sequence[float] = (), each: int = 1
-    ) -> Row:
+        self, part: str, impl: str, us: float, whole: float | None, facts: Row, times: Sequence[float] = (),
+        each: int = 1,
+    ) -> Row:  # fmt: skip
         row: Row = {"op": f"trace {part}", "config": self.config, "impl": impl, **facts}
         row |= {"us": us if whole is None else whole, "us_graph": None if not self.inputs.place.on_device else us}
         if len(times) > 1:

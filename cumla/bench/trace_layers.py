@@ -1,6 +1,6 @@
 """The layers of a trace's steps: caches, a step's arrays, and what cumla runs on them.
 
-Arrays are torch's where torch has the device that is measured, and NumPy's or CuPy's otherwise. Peers get the same ones.
+Arrays are torch's where torch has the device that is measured, otherwise NumPy's or CuPy's. Peers get the same ones.
 """
 
 from __future__ import annotations

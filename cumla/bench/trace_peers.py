@@ -9,7 +9,7 @@ from .trace_layers import INDEX_HEADS, WINDOW, StepInputs
 from .trace_steps import Steps
 
 PREFILL_REQUESTS = 4  # of a chunk, as vLLM's PREFILL_CHUNK_SIZE
-COOPERATIVE_ROWS = 64  # up to which vLLM 0.33 chooses by cooperative_topk
+COOPERATIVE_ROWS = 32  # up to which vLLM 0.26 chooses by cooperative_topk, which takes no more there (0.33: 64)
 WORKSPACE_BYTES = 1 << 20  # of the top-k operations
 FUNCTIONS = {
     "insert": "vLLM 0.26: fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert",

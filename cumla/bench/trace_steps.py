@@ -1,8 +1,8 @@
 """Steps of continuous batching over a request trace, by name: which tokens of which requests run in them.
 
-    decode64          64 requests drawn from the trace, each at a random position of its output
-    mtp2x64           the same requests, whose last two positions run as one decode; 64 if no number is given
-    mixed128x8192     ten steps spread over a run of the scheduler: up to 128 requests, 8,192 tokens a step
+decode64          64 requests drawn from the trace, each at a random position of its output
+mtp2x64           the same requests, whose last two positions run as one decode; 64 if no number is given
+mixed128x8192     ten steps spread over a run of the scheduler: up to 128 requests, 8,192 tokens a step
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import numpy as np
 
 from ..replay.blocks import BLOCK_TOKENS, BlockPool
 from ..replay.errors import InputError
-from ..replay.scheduler import Scheduled, Scheduler, Sequence as Running
+from ..replay.scheduler import Scheduled, Scheduler
+from ..replay.scheduler import Sequence as Running
 from ..replay.trace import TraceRequest
 
 MIXED_STEPS = 10

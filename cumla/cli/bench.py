@@ -59,8 +59,8 @@ def measure(console: Console, args: argparse.Namespace) -> dict[str, Any]:
     """Measure what is asked for, a line a row."""
     backend = choose_backend(args.backend)
     sizes = Sizes(
-        backend, LAYOUTS[args.layout], (args.heads or (64,))[0], tuple(args.batch), tuple(args.tokens), args.topk, args.extra,
-        args.context,
+        backend, LAYOUTS[args.layout], (args.heads or (64,))[0], tuple(args.batch), tuple(args.tokens), args.topk,
+        args.extra, args.context,
     )  # fmt: skip
     where = environment(sizes.on_device)
     if not sizes.on_device:

@@ -5,7 +5,6 @@ import json
 
 import numpy as np
 import pytest
-from support import peers as stand_ins
 
 from cumla.__main__ import main
 from cumla.bench import trace, trace_table
@@ -13,6 +12,7 @@ from cumla.bench.trace_layers import Place, Shape
 from cumla.bench.trace_steps import repeated, steps_of
 from cumla.replay.errors import InputError
 from cumla.replay.trace import TraceRequest
+from support import peers as stand_ins
 
 REQUESTS = [
     TraceRequest(0.0, 700, 40, (1, 2)), TraceRequest(1.0, 90, 300, (3,)), TraceRequest(2.0, 1100, 30, (1, 2, 4)),
@@ -65,7 +65,7 @@ def test_repeated_requests_share_no_prefix_with_those_before():
     again = list(repeated(REQUESTS, 3))
     assert len(again) == 12
     assert {request.timestamp for request in again} == {0.0}
-    seen = [set(hash_id for request in again[i : i + 4] for hash_id in request.hash_ids) for i in (0, 4, 8)]
+    seen = [{hash_id for request in again[i : i + 4] for hash_id in request.hash_ids} for i in (0, 4, 8)]
     assert not (seen[0] & seen[1] | seen[1] & seen[2] | seen[0] & seen[2])
 
 
@@ -112,8 +112,11 @@ def test_neighbours_select_alike(monkeypatch):
 
 @pytest.mark.parametrize(
     ("part", "break_it"),
-    [("insert", lambda out: out.view(-1)[:1]), ("attention", lambda out: out[:, :1]), ("select", lambda out: out[:, :9])],
-)
+    [
+        ("insert", lambda out: out.view(-1)[:1]), ("attention", lambda out: out[:, :1]),
+        ("select", lambda out: out[:, :9]),
+    ],
+)  # fmt: skip
 def test_peers_that_compute_otherwise_are_said_so(part, break_it, monkeypatch):
     pytest.importorskip("torch")
     stand_ins.install(monkeypatch)

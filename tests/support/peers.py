@@ -107,7 +107,7 @@ class Operations:
         )
 
     def cooperative_topk(self, logits, lens, out, workspace, k, width):
-        assert len(logits) <= 64
+        assert len(logits) <= 32
         self._choose("cooperative_topk", logits, lens, out, workspace, k, width)
 
     def persistent_topk(self, logits, lens, out, workspace, k, width):
