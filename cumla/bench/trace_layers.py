@@ -197,7 +197,9 @@ class StepInputs:
         self.workspace = LayerWorkspace.allocate(self.q, shape.topk if shape.ratio == 4 else 0)
         self.attention = SparseMLALayer(shape.ratio, shape.topk, self.sink)
         self._memory: dict[Any, Any] = {}
-        self.index_q = self.index_weights = self.selected = None
+        self.index_q: Any = None
+        self.index_weights: Any = None
+        self.selected: Any = None
         if shape.ratio == 4:
             self.index_q, self.index_weights = self._index_queries()
             self.selected = place.give(place.xp.full((count, shape.topk), -1, np.int32))

@@ -198,14 +198,10 @@ class PeerStep:
 
 def missing(part: str, steps: Steps) -> str | None:
     """Which peer a part lacks, or None."""
-    needs = {
-        "insert": [(peers.vllm_operations, "vllm_c_ops.so")],
-        "select": [(peers.vllm_operations, "vllm_c_ops.so"), (peers.module, peers.DEEP_GEMM)],
-        "attention": [(peers.module, peers.FLASH_MLA), (peers.module, peers.VLLM_CACHE)],
-    }[part]
-    if part == "attention" and steps.mixed:
-        needs.append((peers.cutedsl_gather, "cutedsl_gather"))
-    for find, name in needs:
-        if (find(name) if find is peers.module else find()) is None:
+    modules = {"insert": (), "select": (peers.DEEP_GEMM,), "attention": (peers.FLASH_MLA, peers.VLLM_CACHE)}[part]
+    for name in modules:
+        if peers.module(name) is None:
             return name
-    return None
+    if part != "attention":
+        return None if peers.vllm_operations() is not None else "vllm_c_ops.so"
+    return peers.CUTEDSL_GATHER if steps.mixed and peers.cutedsl_gather() is None else None

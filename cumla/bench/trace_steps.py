@@ -96,7 +96,7 @@ def _mixed(requests: Sequence[TraceRequest], running: int, budget: int) -> list[
     together = list(repeated(requests, max(2, -(-2 * running // len(requests)))))
     largest = max(-(-request.total_length // BLOCK_TOKENS) for request in requests)
     scheduler = Scheduler(together, BlockPool(running * largest), budget, running)
-    found = []
+    found: list[list[Scheduled]] = []
     while (step := scheduler.next_step()) and (scheduler.waiting or not found):
         if step[-1].count > 1 and (step[0].count == 1 or not found):
             found.append(step)  # what a step holds stays: blocks are a request's for good
