@@ -161,15 +161,16 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    from .bench import NAMES
+    from .bench import NAMES, TRACE
 
     parser.add_argument(
-        "suite", nargs="*", type=OneOf(NAMES), metavar="SUITE", help=f"{', '.join(NAMES)} (default: all)"
-    )
+        "suite", nargs="*", type=OneOf((*NAMES, TRACE)), metavar="SUITE",
+        help=f"{', '.join(NAMES)} (default: all of these), or {TRACE}: steps of a request trace, layer by layer",
+    )  # fmt: skip
     sizes = parser.add_argument_group("sizes")
     sizes.add_argument("--layout", choices=("DSV4_FP8", "V32_FP8"), default="DSV4_FP8", help="default: DSV4_FP8")
     sizes.add_argument(
-        "--heads", type=AtLeast(1, MAX_HEADS), default=64, metavar="N", help=f"1 to {MAX_HEADS} (default: 64)"
+        "--heads", type=_head_counts, metavar="N", help=f"1 to {MAX_HEADS} (default: 64); of a trace also N,N,..."
     )
     sizes.add_argument(
         "--batch", type=_integers, default=[1, 32], metavar="N,N,...", help="requests, from 1 to 4096 (default: 1,32)"
@@ -189,6 +190,14 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "--context", type=AtLeast(64, 2**20), default=8192, metavar="TOKENS", help="64 to 1048576 (default: 8192)"
     )
     sizes.add_argument("--backend", choices=list(BACKENDS), help="default: cuda if there is a device, else cpu")
+    steps = parser.add_argument_group("trace")
+    steps.add_argument(
+        "--steps", type=_names, metavar="NAME,...",
+        help="decodeN, mtpKxN (decodes of K tokens), mixedRxT (R requests run, T tokens a step); all if not given",
+    )  # fmt: skip
+    steps.add_argument("--kinds", type=_names, metavar="NAME,...", help="of layers: window, c4a, c128a (default: all)")
+    steps.add_argument("--layers", type=AtLeast(1, 64), default=8, metavar="N", help="timed at once (default: 8)")
+    steps.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="instead of the trace that cumla ships")
     output = parser.add_argument_group("results")
     output.add_argument("--json", metavar="FILE", help="write the rows and what they were run on; - for stdout")
     output.add_argument("--results", metavar="FILE", help="draw or compare these instead of measuring; - for stdin")
@@ -198,6 +207,14 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     output.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the results (needs matplotlib)")
     parser.set_defaults(run=_bench)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(","))
+
+
+def _head_counts(text: str) -> tuple[int, ...]:
+    return tuple(AtLeast(1, MAX_HEADS)(part) for part in text.split(","))
 
 
 def _token_counts(text: str) -> list[int]:

@@ -4,3 +4,4 @@ NAMES = (  # of the suites
     "insert", "gather", "decode", "prefill", "indices", "indexer", "dense", "compressor", "norms", "merge", "metadata",
     "layers", "frameworks",
 )  # fmt: skip
+TRACE = "trace"  # steps of a request trace, which are measured in a way of their own

@@ -12,10 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..replay.device import Gate
+
 GRAPH_US = 1_000  # of calls that a graph holds, about
 MAX_CALLS_PER_GRAPH = 400
 REPLAYS = 20
 L2_BYTES = 64 << 20
+LONGEST_HOLD_NS = 400_000_000
+BYTES_PER_US, FLOP_PER_US = 4.3e6, 790e6  # that an H200's memory and its bfloat16 products reach
 PACKAGES = ("cumla", "numpy", "numba", "cupy-cuda12x", "cupy-cuda13x", "numba-cuda", "torch", "triton", "jax")
 
 Calls = Sequence[Callable[[], Any]]
@@ -56,6 +60,11 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
     return f"{name}, {num_cores()} threads"
+
+
+def limit_us(bytes_moved: float, flop: float = 0) -> float:
+    """The least us that an H200 can take for so many bytes and FLOP."""
+    return max(bytes_moved / BYTES_PER_US, flop / FLOP_PER_US)
 
 
 def sets_for(bytes_moved: int, most: int = 8) -> int:
@@ -102,36 +111,49 @@ def _graph(calls: Calls, framework: str) -> tuple[Callable[[], Any], int]:
     return (_capture(calls, framework, rounds), rounds * len(calls)) if rounds > 2 else (replay, count)
 
 
-HOLD = r"""
-extern "C" __global__ void hold(unsigned long long ns) {
-    unsigned long long start, now;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
-    do {
-        __nanosleep(1000);
-        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-    } while (now - start < ns);
-}
-"""
-
-
 def queued_us(call: Callable[[], Any], count: int = 8) -> float:
-    """Median time in us of a call on the default stream, for what cannot be captured in a graph.
+    """Median time in us of a call on the default stream, for what cannot be captured in a graph."""
+    (times,) = queued_times_in_turn({"": lambda: [call() for _ in range(count)]}).values()
+    return statistics.median(times) / count
 
-    The device is held until the host has queued all calls, so that it never waits for the host.
+
+def queued_times_in_turn(impls: Mapping[str, Callable[[], Any]]) -> dict[str, list[float]]:
+    """Times in us of calls on the default stream, one of each, and again.
+
+    The device is held until the host has queued a call, so that it never waits for the host. Raises RuntimeError for
+    a call that waits for the device, or queues more than a stream takes.
     """
-    hold = cupy().RawKernel(HOLD, "hold")
-    for _ in range(2):
+    gate, device = Gate(LONGEST_HOLD_NS), cupy().cuda.Device()
+    for call in impls.values():
         call()
-    cupy().cuda.Device().synchronize()
-    start = time.perf_counter()
-    for _ in range(count):
         call()
-    ns = int(2e9 * (time.perf_counter() - start)) + 1_000_000  # may have waited for the device, too
-    times = []
+    times: dict[str, list[float]] = {name: [] for name in impls}
     for _ in range(REPLAYS // 2):
-        cupy().cuda.Device().synchronize()
-        hold((1,), (1,), (cupy().uint64(ns),))
-        times.append(_time_us(lambda: [call() for _ in range(count)]) / count)
+        for name, call in impls.items():
+            device.synchronize()
+            began = time.perf_counter()
+            start, stop = cupy().cuda.Event(), cupy().cuda.Event()
+            with gate.closed():
+                start.record()
+                call()
+                stop.record()
+                took = time.perf_counter() - began
+            if took * 1e9 > LONGEST_HOLD_NS:
+                raise RuntimeError(f"{name}: took the host {took:.2f} s, more than the device is held")
+            stop.synchronize()
+            times[name].append(float(cupy().cuda.get_elapsed_time(start, stop)) * 1e3)
+    return times
+
+
+def whole_us(call: Callable[[], Any], repeats: int = 5) -> float:
+    """Median us from a call until the device has done what it queued."""
+    synchronize, times = cupy().cuda.Device().synchronize, []
+    for _ in range(repeats):
+        synchronize()
+        start = time.perf_counter()
+        call()
+        synchronize()
+        times.append((time.perf_counter() - start) * 1e6)
     return statistics.median(times)
 
 

@@ -10,33 +10,64 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import lzma
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 FLASH_MLA = "vllm.third_party.flashmla.flash_mla_interface"
 VLLM_CACHE = "vllm.models.deepseek_v4.common.ops.cache_utils"
 DEEP_GEMM = "deep_gemm"
+CUTEDSL_GATHER = "cutedsl_gather"
 
 Call = Callable[[], Any]
 
 
-def has_peer(module: str) -> bool:
-    """Whether a module can be found; that it loads is another matter (`_peer`)."""
+def has_peer(name: str) -> bool:
+    """Whether a module can be found; that it loads is another matter (`module`)."""
     try:
-        return importlib.util.find_spec(module) is not None
+        return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:
         return False
 
 
 @functools.cache
-def _peer(module: str) -> Any:
+def module(name: str) -> Any:
     """The module, or None. What is built for another CUDA or torch is as good as absent."""
     try:
         with contextlib.redirect_stdout(sys.stderr):  # some print, where a program may read our results
-            return importlib.import_module(module) if has_peer("torch") and has_peer(module) else None
+            return importlib.import_module(name) if has_peer("torch") and has_peer(name) else None
     except (ImportError, OSError, RuntimeError):
         return None
+
+
+@functools.cache
+def vllm_operations() -> Any:
+    """torch.ops with the operations of vLLM's library, sought on sys.path (it may be packed); None without it."""
+    for folder in map(Path, sys.path):
+        packed, unpacked = folder / "vllm_c_ops.so.xz", folder / "vllm_c_ops.so"
+        if not (packed.exists() or unpacked.exists()) or not has_peer("torch"):
+            continue
+        import torch
+
+        with tempfile.TemporaryDirectory() as scratch:
+            if not unpacked.exists():
+                unpacked = Path(scratch) / unpacked.name
+                unpacked.write_bytes(lzma.decompress(packed.read_bytes()))
+            try:
+                torch.ops.load_library(str(unpacked))
+            except OSError:  # as `module` has it
+                return None
+        return torch.ops
+    return None
+
+
+def cutedsl_gather() -> Any:
+    """A stand-in for the CuTe DSL kernel by which vLLM gathers on CUDA, which needs a compiler that is not here."""
+    found = module(CUTEDSL_GATHER)
+    return None if found is None else found.gather
 
 
 def tensor(array: Any) -> Any:
@@ -48,7 +79,7 @@ def tensor(array: Any) -> Any:
 
 def flash_mla_decode(q: Any, cache: Any, indices: Any, extra_k_cache: Any, extra_indices: Any) -> Call | None:
     """Sparse decode of 64 or 128 heads."""
-    peer = _peer(FLASH_MLA)
+    peer = module(FLASH_MLA)
     if peer is None or q.shape[2] not in (64, 128):
         return None
     plan, _ = peer.get_mla_metadata()
@@ -64,7 +95,7 @@ def flash_mla_decode(q: Any, cache: Any, indices: Any, extra_k_cache: Any, extra
 
 
 def flash_mla_dense_decode(q: Any, cache: Any, block_table: Any, seq_lens: Any, scale: float) -> Call | None:
-    peer = _peer(FLASH_MLA)
+    peer = module(FLASH_MLA)
     if peer is None or q.shape[2] not in (16, 32, 64, 128):
         return None
     plan, _ = peer.get_mla_metadata()
@@ -73,7 +104,7 @@ def flash_mla_dense_decode(q: Any, cache: Any, block_table: Any, seq_lens: Any, 
 
 
 def flash_mla_prefill(q: Any, kv: Any, indices: Any) -> Call | None:
-    peer = _peer(FLASH_MLA)
+    peer = module(FLASH_MLA)
     if peer is None or q.shape[1] not in (64, 128) or indices.shape[1] % 64:
         return None
     query, rows, listed = tensor(q), tensor(kv)[:, None], tensor(indices)[:, None]
@@ -82,7 +113,7 @@ def flash_mla_prefill(q: Any, kv: Any, indices: Any) -> Call | None:
 
 def vllm_insert(k: Any, cache: Any, slots: Any, block_size: int) -> Call | None:
     """V4's rows."""
-    peer = _peer(VLLM_CACHE)
+    peer = module(VLLM_CACHE)
     if peer is None:
         return None
     arrays = tensor(k), tensor(cache), tensor(slots)
@@ -90,7 +121,7 @@ def vllm_insert(k: Any, cache: Any, slots: Any, block_size: int) -> Call | None:
 
 
 def vllm_gather(out: Any, cache: Any, lens: Any, block_table: Any, block_size: int) -> Call | None:
-    peer = _peer(VLLM_CACHE)
+    peer = module(VLLM_CACHE)
     if peer is None:
         return None
     arrays = tensor(out), tensor(cache), tensor(lens), None, tensor(block_table)
@@ -98,7 +129,7 @@ def vllm_gather(out: Any, cache: Any, lens: Any, block_table: Any, block_size: i
 
 
 def deep_gemm_paged_logits(q: Any, cache: Any, weights: Any, lens: Any, table: Any, columns: int) -> Call | None:
-    peer = _peer(DEEP_GEMM)
+    peer = module(DEEP_GEMM)
     if peer is None:
         return None
     import torch

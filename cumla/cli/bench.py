@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..bench import NAMES, plot, rows
+from ..bench import NAMES, TRACE, plot, rows
 from ..bench.measure import environment
 from ..bench.suites import Sizes
 from ..layout import LAYOUTS
@@ -21,12 +21,17 @@ from ..replay.device import share_cores
 from ..replay.errors import InputError, RunError
 from ..replay.options import choose_backend
 from ..replay.plot import check_can_plot
+from . import bench_trace
 from .files import check_outputs
 
 
 def run(args: argparse.Namespace) -> int:
     """The exit status: 0, or 1 where --compare finds something slower beyond noise."""
     check_outputs({"--json": None if args.json is None else Path(args.json), "--plot": args.plot})
+    if TRACE in args.suite:
+        return bench_trace.run(args)
+    if args.heads is not None and len(args.heads) > 1:
+        raise InputError(f"--heads: got {len(args.heads)} numbers, expected one")
     if args.plot is not None:
         check_can_plot(args.plot)
     # What is written to stdout is for a program; a person reads stderr then.
@@ -54,8 +59,8 @@ def measure(console: Console, args: argparse.Namespace) -> dict[str, Any]:
     """Measure what is asked for, a line a row."""
     backend = choose_backend(args.backend)
     sizes = Sizes(
-        backend, LAYOUTS[args.layout], args.heads, tuple(args.batch), tuple(args.tokens), args.topk, args.extra,
-        args.context,
+        backend, LAYOUTS[args.layout], (args.heads or (64,))[0], tuple(args.batch), tuple(args.tokens), args.topk,
+        args.extra, args.context,
     )  # fmt: skip
     where = environment(sizes.on_device)
     if not sizes.on_device:

@@ -38,7 +38,7 @@ class Stopwatch:
 
     def __init__(self, xp: Any, holds: bool = True) -> None:
         self._xp = xp
-        self._gate = _Gate() if holds and xp is not np else None
+        self._gate = Gate() if holds and xp is not np else None
         self._seconds: dict[Any, float] = defaultdict(float)
         self._spans: list[tuple[Hashable, Any, Any]] = []
 
@@ -68,12 +68,14 @@ class Stopwatch:
         return seconds
 
 
-class _Gate:
-    """Holds CuPy's current stream. Each hold has a number; the device goes on once `opened` has reached it."""
+class Gate:
+    """Holds CuPy's current stream. Each hold has a number; the device goes on once `opened` has reached it.
 
-    LONGEST = 5_000_000  # nanoseconds, in case that the host waits for the device meanwhile
+    longest  nanoseconds after which it goes on in any case, should the host wait for it meanwhile
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, longest: int = 5_000_000) -> None:
+        self.longest = longest
         self._hold = importlib.import_module("cumla.kernels.cuda.compile").kernel("common/hold.cu", "hold")
         self._opened = importlib.import_module("cupyx").zeros_pinned(1, np.int64)
         self._ticket = 0
@@ -81,7 +83,7 @@ class _Gate:
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
         self._ticket += 1
-        self._hold((1,), (1,), (self._opened.ctypes.data, self._ticket, self.LONGEST))
+        self._hold((1,), (1,), (self._opened.ctypes.data, self._ticket, self.longest))
         try:
             yield
         finally:

@@ -93,7 +93,7 @@ class Peers:
 
     def __init__(self, monkeypatch):
         self.calls = []
-        monkeypatch.setattr(peers, "_peer", lambda module: self)
+        monkeypatch.setattr(peers, "module", lambda name: self)
         monkeypatch.setattr(peers, "tensor", lambda array: array)
         monkeypatch.setattr(Sizes, "with_peers", True)
 
@@ -136,7 +136,7 @@ def test_what_a_peer_prints_is_no_result(tmp_path, monkeypatch, capsys):
     pytest.importorskip("torch")
     (tmp_path / "talkative_peer.py").write_text("print('hello')")
     monkeypatch.syspath_prepend(tmp_path)
-    assert peers._peer("talkative_peer") is not None
+    assert peers.module("talkative_peer") is not None
     assert capsys.readouterr() == ("", "hello\n")
 
 

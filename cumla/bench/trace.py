@@ -1,0 +1,231 @@
+"""`cumla bench trace`: steps of a request trace, the peers' chain against cumla's for each part of a layer.
+
+A part of 8 layers is timed at once, each over caches of its own, so that no cache of the device answers; times are of
+one layer. Steps of decodes run in a CUDA graph, in which decodes are planned once. Mixed steps are queued behind a
+kernel that holds the device, which measures the device alone, and run once more with the host's time. Parts of both
+sides are timed in turn. A part that fails leaves a row that says why.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..arrays import dlpack
+from ..dispatch import backends
+from ..replay.trace import TraceRequest
+from . import peers
+from .measure import call_times, graph_times_in_turn, limit_us, queued_times_in_turn, whole_us
+from .trace_layers import KINDS, Caches, Place, Shape, StepInputs, Tokens, shared
+from .trace_peers import FUNCTIONS, PeerStep, missing
+from .trace_steps import Steps, steps_of
+
+PARTS = ("insert", "select", "attention")
+PURE = ("decode8", "decode16", "decode64", "decode256", "mtp2", "mtp4")
+MIXED = ("mixed64x2048", "mixed64x8192", "mixed128x2048", "mixed128x8192")
+# Outputs of both sides: bfloat16 weights on each, of values up to `largest`; and lists that differ where scores tie.
+ABSOLUTE, RELATIVE, LISTS_DIFFER, BYTES_DIFFER = 2e-3, 6.02 / 128, 2e-3, 1e-3
+COMPARED = 1024  # tokens at a time
+
+Row = dict[str, Any]
+Impls = dict[str, Callable[[], Any]]
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """What is measured. Heads, steps and requests are None for what suits the backend."""
+
+    backend: str
+    kinds: tuple[str, ...] = tuple(KINDS)
+    heads: tuple[int, ...] | None = None
+    steps: tuple[str, ...] | None = None
+    layers: int = 8
+    seed: int = 0
+
+    @property
+    def on_device(self) -> bool:
+        return backends.takes_device_arrays(self.backend)
+
+    @property
+    def all_heads(self) -> tuple[int, ...]:
+        return self.heads or ((64, 16, 128) if self.on_device else (8,))
+
+    @property
+    def all_steps(self) -> tuple[str, ...]:
+        return self.steps or ((*PURE, *MIXED) if self.on_device else ("decode8", "mtp2x4", "mixed4x256"))
+
+
+def measured(options: TraceOptions, requests: Sequence[TraceRequest]) -> Iterator[Row]:
+    """Rows as they come: an implementation of a part of a layer in a step."""
+    place = Place.of(options.backend)
+    for name in options.all_steps:
+        steps = steps_of(name, requests, options.seed)
+        for kind in options.kinds:
+            caches = Caches(place, KINDS[kind], steps.blocks, options.layers)
+            for heads in options.all_heads:
+                tokens = Tokens(place, heads, steps.most_tokens, steps.longest)
+                for number, step in enumerate(steps.steps):
+                    config = f"{kind} h{heads} {name}" + (f" {number}" if len(steps.steps) > 1 else "")
+                    try:
+                        inputs = StepInputs(place, Shape.of(kind, heads), caches, tokens, steps, step)
+                        yield from StepRows(inputs, steps, f"{config}, lengths", number == 0).rows()
+                    except Exception as error:  # the next one may do
+                        yield failed("step", f"{config}, lengths", "cumla", error)
+                del tokens
+            del caches
+            if place.on_device:
+                place.xp.get_default_memory_pool().free_all_blocks()
+
+
+def failed(part: str, config: str, impl: str, error: Exception) -> Row:
+    text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    return {"op": f"trace {part}", "config": config, "impl": impl, "us": None, "us_graph": None, "error": text}
+
+
+class StepRows:
+    """What is measured of one step.
+
+    once  whether what a step has once, for all layers, is measured as well
+    """
+
+    def __init__(self, inputs: StepInputs, steps: Steps, config: str, once: bool) -> None:
+        self.inputs, self.steps, self.config, self.once = inputs, steps, config, once
+        self.layers = len(inputs.caches.window)
+
+    def rows(self) -> Iterator[Row]:
+        inputs = self.inputs
+        if self.once:
+            yield from self._timed("metadata", {"cumla": inputs.build}, layers=1)
+        peer, error = None, None
+        if inputs.place.framework == "torch" and peers.has_peer("vllm"):
+            try:
+                peer = PeerStep(inputs)
+            except Exception as problem:
+                yield failed("step", self.config, "peers", problem)
+        if inputs.shape.ratio == 4:
+            inputs.select()  # what attention reads
+        for part in PARTS:
+            if part == "select" and inputs.shape.ratio != 4:
+                continue
+            impls: Impls = {"cumla": getattr(inputs, CALLS[part])}
+            facts: Row = {}
+            if peer is not None:
+                try:
+                    if (lack := missing(part, self.steps)) is not None:
+                        raise ImportError(f"no {lack}")
+                    impls["peers"] = getattr(peer, CALLS[part])
+                    facts["max_abs_err"], error = getattr(self, f"_compare_{part}")(peer)
+                except Exception as problem:
+                    yield failed(part, self.config, "peers", problem)
+                    impls.pop("peers", None)
+                    facts, error = {}, None
+            facts["checked"] = "max_abs_err" in facts and error is None
+            if error is not None:
+                facts["error"] = error
+            moved, flop = inputs.work(part)
+            facts["limit_us"] = limit_us(moved, flop)
+            if part == "select":
+                facts["overlap"] = inputs.overlap()
+            yield from self._timed(part, impls, facts)
+            if self.once and part == "attention" and not self.steps.mixed:
+                yield from self._plans(impls, peer)
+        if self.once and peer is not None and getattr(peer, "schedule", None) is not None:
+            yield from self._timed("index schedule", {"peers": peer.make_schedule}, layers=1)
+
+    def _plans(self, impls: Impls, peer: PeerStep | None) -> Iterator[Row]:
+        """What the decodes' plan takes: a step with it less one without."""
+        kept: Impls = {"cumla": lambda: self.inputs.attend(False)}
+        if peer is not None and "peers" in impls:
+            kept["peers"] = lambda: peer.attend(False)
+        times = self._times({f"{x} new": impls[x] for x in kept} | {f"{x} kept": kept[x] for x in kept})
+        for name in kept:
+            us = statistics.median(times[f"{name} new"]) - statistics.median(times[f"{name} kept"])
+            yield self._row("plan", name, us, None, {})
+
+    # ---- comparing
+
+    def _compare_insert(self, peer: PeerStep) -> tuple[float, str | None]:
+        """Queries by value, pages that are written by their bytes."""
+        inputs, xp = self.inputs, self.inputs.place.xp
+        cache = dlpack.borrow(inputs.caches.window[0], "cache")
+        slots = dlpack.borrow(inputs.batch.slot_mapping, "slots")
+        pages = xp.unique(slots // cache.shape[1])
+        written = []
+        for call in (inputs.insert, peer.insert):
+            cache[pages] = 0xA5
+            call()
+            written.append(cache[pages])
+        differ = float((written[0] != written[1]).mean())
+        error, beyond = self._difference(inputs.out, peer.inserted[:, : inputs.shape.heads], 1.0)
+        if differ > BYTES_DIFFER:
+            beyond = f"{differ:.2%} of the bytes of rows differ"
+        return error, beyond
+
+    def _compare_select(self, peer: PeerStep) -> tuple[float, str | None]:
+        """The part of the lists that differs; rows of equal scores may be chosen otherwise."""
+        self.inputs.select()
+        peer.select()
+        ours, theirs = (dlpack.borrow(x, "selected") for x in (self.inputs.selected, peer.selected))
+        differ = 1 - float(shared(self.inputs.place.xp, ours, theirs)) if bool((ours >= 0).any()) else 0.0
+        return differ, f"{differ:.2%} of the lists differ" if differ > LISTS_DIFFER else None
+
+    def _compare_attention(self, peer: PeerStep) -> tuple[float, str | None]:
+        largest = float(abs(dlpack.borrow(self.inputs.kv, "kv")[:COMPARED].astype(np.float32)).max())
+        self.inputs.attend()
+        peer.attend()
+        return self._difference(self.inputs.out, peer.out[:, : self.inputs.shape.heads], largest)
+
+    def _difference(self, ours: Any, theirs: Any, largest: float) -> tuple[float, str | None]:
+        ours, theirs = (dlpack.borrow(x, "out") for x in (ours, theirs))
+        worst, beyond = 0.0, False
+        for first in range(0, len(ours), COMPARED):
+            a, b = (x[first : first + COMPARED].astype(np.float32) for x in (ours, theirs))
+            error = abs(a - b)
+            worst = max(worst, float(error.max()))
+            beyond = beyond or not bool((error <= ABSOLUTE * largest + RELATIVE * abs(b)).all())
+        return worst, f"off by {worst:.3g}" if beyond else None
+
+    # ---- timing
+
+    def _timed(self, part: str, impls: Impls, facts: Row | None = None, layers: int | None = None) -> Iterator[Row]:
+        each = layers or self.layers
+        try:
+            times = self._times(impls, part)
+        except Exception as problem:
+            if len(impls) == 1:
+                yield failed(part, self.config, next(iter(impls)), problem)
+                return
+            for name, call in impls.items():  # those that can are measured alone
+                yield from self._timed(part, {name: call}, facts, layers)
+            return
+        for name, found in times.items():
+            whole = whole_us(impls[name]) / each if self.inputs.place.on_device else None
+            yield self._row(part, name, statistics.median(found) / each, whole, facts or {}, found, each)
+
+    def _times(self, impls: Impls, part: str = "attention") -> dict[str, list[float]]:
+        place = self.inputs.place
+        if not place.on_device:
+            return {name: call_times([call], 0.1) for name, call in impls.items()}
+        if self.steps.mixed or part in ("metadata", "index schedule"):
+            return queued_times_in_turn(impls)
+        return graph_times_in_turn({name: (place.framework, [call]) for name, call in impls.items()})
+
+    def _row(
+        self, part: str, impl: str, us: float, whole: float | None, facts: Row, times: Sequence[float] = (),
+        each: int = 1,
+    ) -> Row:  # fmt: skip
+        row: Row = {"op": f"trace {part}", "config": self.config, "impl": impl, **facts}
+        row |= {"us": us if whole is None else whole, "us_graph": None if not self.inputs.place.on_device else us}
+        if len(times) > 1:
+            low, _, high = statistics.quantiles(times, n=4)
+            row |= {"us_low": low / each, "us_high": high / each}
+        if impl == "peers":
+            row["functions"] = FUNCTIONS[part]
+        return row
+
+
+CALLS = {"insert": "insert", "select": "select", "attention": "attend"}

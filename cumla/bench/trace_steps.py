@@ -1,0 +1,127 @@
+"""Steps of continuous batching over a request trace, by name: which tokens of which requests run in them.
+
+decode64          64 requests drawn from the trace, each at a random position of its output
+mtp2x64           the same requests, whose last two positions run as one decode; 64 if no number is given
+mixed128x8192     ten steps spread over a run of the scheduler: up to 128 requests, 8,192 tokens a step
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..replay.blocks import BLOCK_TOKENS, BlockPool
+from ..replay.errors import InputError
+from ..replay.scheduler import Scheduled, Scheduler
+from ..replay.scheduler import Sequence as Running
+from ..replay.trace import TraceRequest
+
+MIXED_STEPS = 10
+MTP_REQUESTS = 64
+NAME = re.compile(r"decode(?P<decode>\d+)|mtp(?P<tokens>\d+)(x(?P<mtp>\d+))?|mixed(?P<running>\d+)x(?P<budget>\d+)")
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps of one kind.
+
+    steps   each a list of what is scheduled, over blocks 0 to `blocks` - 1
+    tokens  of a decode
+    blocks  of 256 positions that the caches of these steps have
+    """
+
+    name: str
+    steps: Sequence[Sequence[Scheduled]]
+    tokens: int
+    blocks: int
+
+    @property
+    def mixed(self) -> bool:
+        """Whether prompts run beside the decodes."""
+        return self.name.startswith("mixed")
+
+    @property
+    def most_tokens(self) -> int:
+        return max(sum(s.count for s in step) for step in self.steps)
+
+    @property
+    def most_requests(self) -> int:
+        return max(map(len, self.steps))
+
+    @property
+    def longest(self) -> int:
+        return max(s.sequence.request.total_length for step in self.steps for s in step)
+
+
+def steps_of(name: str, requests: Sequence[TraceRequest], seed: int = 0) -> Steps:
+    """The steps of a name. Raises InputError for one that means nothing."""
+    found = NAME.fullmatch(name)
+    if found is None or "0" in found.groups():
+        raise InputError(f"--steps: got {name!r}, expected names such as decode64, mtp2x64 or mixed64x2048")
+    rng = np.random.default_rng(seed)
+    if found["running"]:
+        chosen, tokens = _mixed(requests, int(found["running"]), int(found["budget"])), 1
+    else:
+        tokens = int(found["tokens"] or 1)
+        count = int(found["decode"] or found["mtp"] or MTP_REQUESTS)
+        chosen = [_decodes(requests, count, tokens, rng)]
+    return _packed(name, chosen, tokens, rng)
+
+
+def _decodes(requests: Sequence[TraceRequest], count: int, tokens: int, rng: np.random.Generator) -> list[Scheduled]:
+    """Requests at random positions of their outputs. The positions are the same for any number of tokens."""
+    fitting = [request for request in requests if request.output_length > 1]
+    if not fitting:
+        raise InputError("the trace has no request with two tokens of output or more, which a step of decodes needs")
+    rounds = -(-count // len(fitting))
+    drawn = np.concatenate([rng.permutation(len(fitting)) for _ in range(rounds)])[:count]
+    step, blocks = [], itertools.count()
+    for index, which in enumerate(drawn):
+        request = fitting[which]
+        end = request.input_length + int(rng.integers(1, request.output_length))
+        sequence = Running(index, request, list(itertools.islice(blocks, -(-request.total_length // BLOCK_TOKENS))))
+        step.append(Scheduled(sequence, max(end - tokens, 0), min(tokens, end)))
+    return step
+
+
+def _mixed(requests: Sequence[TraceRequest], running: int, budget: int) -> list[list[Scheduled]]:
+    """Ten steps spread over those with prompts and decodes, as long as requests wait: the end of a run is no load.
+
+    The requests arrive at once and are repeated, so that twice as many come as run at a time.
+    """
+    together = list(repeated(requests, max(2, -(-2 * running // len(requests)))))
+    largest = max(-(-request.total_length // BLOCK_TOKENS) for request in requests)
+    scheduler = Scheduler(together, BlockPool(running * largest), budget, running)
+    found: list[list[Scheduled]] = []
+    while (step := scheduler.next_step()) and (scheduler.waiting or not found):
+        if step[-1].count > 1 and (step[0].count == 1 or not found):
+            found.append(step)  # what a step holds stays: blocks are a request's for good
+        scheduler.finish_step(step)
+    return [found[int((i + 0.5) * len(found) / MIXED_STEPS)] for i in range(min(MIXED_STEPS, len(found)))]
+
+
+def repeated(requests: Sequence[TraceRequest], times: int) -> Iterator[TraceRequest]:
+    """The requests so many times over, all at time 0; each time has hash ids of its own, so that none are shared."""
+    most = 1 + max((max(request.hash_ids, default=0) for request in requests), default=0)
+    for round_ in range(times):
+        for request in requests:
+            hash_ids = tuple(hash_id + round_ * most for hash_id in request.hash_ids)
+            yield replace(request, timestamp=0.0, hash_ids=hash_ids)
+
+
+def _packed(name: str, steps: Sequence[Sequence[Scheduled]], tokens: int, rng: np.random.Generator) -> Steps:
+    """The steps over as few blocks as any of them needs, anywhere among these."""
+    needed = [sorted({block for s in step for block in s.sequence.blocks}) for step in steps]
+    blocks = max(map(len, needed))
+    packed = []
+    for step, its_blocks in zip(steps, needed, strict=True):
+        places = dict(zip(its_blocks, rng.permutation(blocks).tolist(), strict=False))
+        packed.append([
+            replace(s, sequence=replace(s.sequence, blocks=[places[block] for block in s.sequence.blocks]))
+            for s in step
+        ])  # fmt: skip
+    return Steps(name, packed, tokens, blocks)
