@@ -120,7 +120,7 @@ def test_a_large_decode_waits_for_the_kernel_ahead(here, rng):
 @pytest.mark.parametrize("old", [0, 1], ids=["shorter before", "longer before"])
 @pytest.mark.parametrize("splits", ["whole", "splits", "cluster"])
 def test_lengths_are_those_that_the_kernel_ahead_leaves(here, rng, monkeypatch, splits, old):
-    """Decode reads the first lengths early, and again when the kernel ahead has ended. Thread block 0 overlaps here."""
+    """Whether a tile then has more blocks or fewer, however it is split. Thread block 0 overlaps here."""
     from cumla.kernels.cuda.sparse import work as sparse_work
     from cumla.kernels.cuda.sparse.division import Division
 

@@ -154,11 +154,12 @@ class StepRows:
         cache = dlpack.borrow(inputs.caches.window[0], "cache")
         slots = dlpack.borrow(inputs.batch.slot_mapping, "slots")
         pages = xp.unique(slots // cache.shape[1])
-        written = []
+        written, before = [], cache[pages]
         for call in (inputs.insert, peer.insert):
             cache[pages] = 0xA5
             call()
             written.append(cache[pages])
+        cache[pages] = before  # attention reads the rows that the step did not write
         differ = float((written[0] != written[1]).mean())
         error, beyond = self._difference(inputs.out, peer.inserted[:, : inputs.shape.heads], 1.0)
         if differ > BYTES_DIFFER:

@@ -31,6 +31,8 @@ template <int BYTES> __device__ inline void copy_async(uint32 target, const void
 template <int BYTES> __device__ inline void copy_async(void* target, const void* source, bool present) {
     copy_async<BYTES>(shared_address(target), source, present);
 }
+// Ask for the line of L2 that holds this byte.
+__device__ inline void prefetch_to_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 __device__ inline void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Wait until all but the last PENDING groups of this thread's copies are there.
 template <int PENDING> __device__ inline void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }

@@ -49,7 +49,6 @@ struct Amendment {
     __device__ Amendment(const SparseProblem& problem, LargeKeys& keys, TileCoord at, int first_head)
         : problem(problem), keys(keys), at(at), first_head(first_head), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
 
-    __device__ static void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
     __device__ const bf16* q(int head) const {
         return problem.q + at.b * problem.q_stride_b + at.s * problem.q_stride_s + head * problem.q_stride_h + 8 * lane;
@@ -97,7 +96,7 @@ struct Amendment {
                 int slot = keys.slots[i][threadIdx.x];
                 if (slot < 0) continue;
                 Token token = token_of(first + i * THREADS, slot);
-                prefetch(token.row + LAYOUT::rope_offset), prefetch(token.row + LAYOUT::row_bytes - 1), prefetch(token.scales);
+                prefetch_to_l2(token.row + LAYOUT::rope_offset), prefetch_to_l2(token.row + LAYOUT::row_bytes - 1), prefetch_to_l2(token.scales);
             }
 #pragma unroll 1
             for (int i = 0; i < KEYS_AT_ONCE && first - int(threadIdx.x) + i * THREADS < all; ++i) {
@@ -229,7 +228,7 @@ struct Amendment {
         int last = min(first_head + ROWS, problem.heads);
 #pragma unroll 1
         for (int head = first_head + warp; head < last; head += WARPS)
-            prefetch(q(head)), prefetch(q(head) + 256), prefetch(out(head) + 256), prefetch(&lse(head));
+            prefetch_to_l2(q(head)), prefetch_to_l2(q(head) + 256), prefetch_to_l2(out(head) + 256), prefetch_to_l2(&lse(head));
         find();
         if (count > MOST_LARGE) return false;
         bool right = true;

@@ -98,10 +98,9 @@ struct WideAttention {
 #pragma unroll
         for (int i = 0; i < (SCALES + 3) / 4; ++i)
             if (part + 4 * i < SCALES) to.scales[i] = LAYOUT::ue8m0 ? token.scales[part + 4 * i] : load4(token.scales + 4 * (part + 4 * i));
-        for (int at = 128 * part; at < LAYOUT::row_bytes; at += 512) prefetch(token.row + at);
+        for (int at = 128 * part; at < LAYOUT::row_bytes; at += 512) prefetch_to_l2(token.row + at);
     }
 
-    __device__ static void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
     __device__ void put(const LookUp& from, Keys& keys) {
         int key = threadIdx.x / 4, part = threadIdx.x % 4;

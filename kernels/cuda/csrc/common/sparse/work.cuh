@@ -31,14 +31,6 @@ struct List {
         if (lengths == nullptr) return topk;
         return max(0, min(topk, lengths[b * lengths_stride_b + s * lengths_stride_s]));
     }
-    // The same as it is now, whatever a cache of this multiprocessor holds: it may be read before the kernel ahead has ended,
-    // and again behind it.
-    __device__ int length_now(int b, int s) const {
-        if (lengths == nullptr) return topk;
-        int length;
-        asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(length) : "l"(lengths + b * lengths_stride_b + s * lengths_stride_s) : "memory");
-        return max(0, min(topk, length));
-    }
 };
 
 // As packed by kernels/cuda/sparse/problem.py.
@@ -162,15 +154,15 @@ struct SparseShare {
 
     __device__ bool more() const { return tile < end_tile || (tile == end_tile && first < end_block); }
 
-    template <bool NOW = false> __device__ bool next(const SparseProblem& problem, Work& work) {
+    __device__ bool next(const SparseProblem& problem, Work& work) {
         if (!more()) return false;
         work.tile = tile;
         // Volatile, or some compilers make more of it than there are registers for.
         if (problem.starts && problem.tiles() <= MOST_DEALT)
             asm volatile("ld.global.s32 %0, [%1];" : "=r"(work.tile) : "l"(problem.starts + ORDER_AT + tile));
         TileCoord at(problem, work.tile);
-        work.lengths0 = NOW ? problem.lists[0].length_now(at.b, at.s) : problem.lists[0].length(at.b, at.s);
-        work.lengths1 = NOW ? problem.lists[1].length_now(at.b, at.s) : problem.lists[1].length(at.b, at.s);
+        work.lengths0 = problem.lists[0].length(at.b, at.s);
+        work.lengths1 = problem.lists[1].length(at.b, at.s);
         work.blocks = blocks_of_tile(work.lengths0, work.lengths1);
         work.split = problem.even();
         if (work.split) {

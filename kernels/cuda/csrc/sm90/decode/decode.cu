@@ -46,7 +46,6 @@ extern "C" CLUSTER __global__ void __launch_bounds__(THREADS, 1) sparse_mla_deco
         for (int i = 0; i < 2 * RING; ++i) barrier_init(RAW_EMPTY + 8 * i, 10 * WARP_ARRIVALS);  // who mix, and who score this half
         for (int i = 0; i < P_SLOTS; ++i) barrier_init(P_FULL + 8 * i, 4 * WARP_ARRIVALS), barrier_init(P_EMPTY + 8 * i, 8 * WARP_ARRIVALS);
         for (int i = 0; i < SCHEDULED_TILES; ++i) barrier_init(SCHEDULED_FULL + 8 * i, 1);
-        barrier_init(EARLY_FULL, 1);
         for (int i = 0; i < 2; ++i) barrier_init(SUMS_FULL + 8 * i, 4 * WARP_ARRIVALS), barrier_init(SHARE_FULL + 8 * i, WARP_ARRIVALS);
         if (PARTS > 1) {
             barrier_init(LOG_SUMS_FULL, 1), barrier_init(PARTS_FULL, 1);

@@ -45,8 +45,7 @@ constexpr uint32 SCHEDULED_FULL = P_EMPTY + 8 * P_SLOTS;
 constexpr uint32 SUMS_FULL = SCHEDULED_FULL + 8 * SCHEDULED_TILES;
 constexpr uint32 SHARE_FULL = SUMS_FULL + 16;
 // Where a cluster has a tile: what its thread blocks tell one another.
-constexpr uint32 EARLY_FULL = SHARE_FULL + 16;             // of the first tile, as it is known before the kernel ahead has ended
-constexpr uint32 LOG_SUMS_FULL = EARLY_FULL + 8;
+constexpr uint32 LOG_SUMS_FULL = SHARE_FULL + 16;
 constexpr uint32 PARTS_FULL = LOG_SUMS_FULL + 8;
 constexpr uint32 WEIGHT_AT = PARTS_FULL + 8;               // of this part in the whole, by head
 constexpr uint32 KEPT_AT = WEIGHT_AT + HEADS * 4;          // what the sink leaves of the whole, by head
@@ -60,8 +59,6 @@ constexpr bool PARTS_IN_Q = (PARTS - 1) * PART_BYTES <= (SLICES + 1) * Q_TILE_BY
 constexpr uint32 PARTS_AT = PARTS_IN_Q ? Q_AT : (PARTS_END + 127) / 128 * 128;
 constexpr uint32 SHARED_END = PARTS == 1 ? LOG_SUMS_FULL : PARTS_IN_Q ? PARTS_END : PARTS_AT + (PARTS - 1) * PART_BYTES;
 constexpr uint32 SHARED_BYTES = SHARED_END - 1024;
-// That tile's place: it has been read when the tile whose place this is comes, two tiles later.
-constexpr uint32 EARLY_AT = SCHEDULE_AT + (SCHEDULED_TILES - 1) * SCHEDULED_TILE_BYTES;
 static_assert(SHARED_BYTES <= 232448, "more shared memory than there is");
 static_assert(SCHEDULE_AT % 16 == 0, "scheduled tiles are read 16 bytes at a time");
 
@@ -80,9 +77,6 @@ struct ScheduledTile {
     __device__ explicit ScheduledTile(const PipelineState<SCHEDULED_TILES>& ring) : at(SCHEDULE_AT + ring.slot * SCHEDULED_TILE_BYTES) {
         barrier_wait(SCHEDULED_FULL + 8 * ring.slot, ring.phase);
     }
-    // The first one, of which lengths, and so blocks and lists, may turn out to be others: ScheduledTile says what counts.
-    struct Early {};
-    __device__ explicit ScheduledTile(Early) : at(EARLY_AT) { barrier_wait(EARLY_FULL, 0); }
     // Its tile, its number of blocks (0 behind the last tile), heads that there are, and flags.
     __device__ uint4 summary() const { return lds128(at); }
     static constexpr uint32 WHOLE = 1, FROM_START = 2, SECOND = 4;

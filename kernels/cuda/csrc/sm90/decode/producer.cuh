@@ -35,24 +35,15 @@ struct BlockCursor {
     int tile, left, list_blocks, tile_blocks;
     bool second;
 
-    __device__ BlockCursor(const SparseProblem& p) : problem(p), lane(threadIdx.x % 32) {}
+    __device__ BlockCursor(const SparseProblem& p) : problem(p), lane(threadIdx.x % 32) {
+        open_item();
+        pdl_wait();
+    }
 
     __device__ bool more() const { return tile_blocks != 0; }
 
-    // Open the first tile: `fetch` is called as soon as its indices may be read, and again if lengths are others by then.
-    template <class Fetch> __device__ void open_first(Fetch fetch) {
-        open(ScheduledTile(ScheduledTile::Early{}));
-        pdl_wait();
-        const int* cursor_before = cursor;
-        int left_before = left;
-        if (more()) fetch();
-        open_item();
-        if (more() && (cursor != cursor_before || left != left_before)) fetch();
-    }
-
-    __device__ void open_item() { open(ScheduledTile(ring)); }
-
-    __device__ void open(ScheduledTile scheduled) {
+    __device__ void open_item() {
+        ScheduledTile scheduled(ring);
         uint4 summary = scheduled.summary();
         tile = summary.x, tile_blocks = summary.y, second = summary.w & ScheduledTile::SECOND;
         if (more()) open_list(scheduled.list(0));
@@ -115,8 +106,7 @@ struct RowProducer {
 
     __device__ void run() {
         PipelineState<RING> at;
-        int index = 0;
-        upcoming.open_first([&] { index = upcoming.fetch_index(half); });
+        int index = upcoming.more() ? upcoming.fetch_index(half) : 0;
         while (upcoming.more()) {
             uint64 row = reinterpret_cast<uint64>(token_in(upcoming.problem.lists[upcoming.second], index).row);
             // The next tile may not be known yet: what can be copied comes first then.
@@ -181,8 +171,7 @@ struct ScaleProducer {
 
     __device__ void run() {
         PipelineState<RING> at;
-        int index[2] = {};
-        upcoming.open_first([&] { index[0] = upcoming.fetch_index(0), index[1] = upcoming.fetch_index(1); });
+        int index[2] = {upcoming.more() ? upcoming.fetch_index(0) : 0, upcoming.more() ? upcoming.fetch_index(1) : 0};
         while (upcoming.more()) {
             int tile = upcoming.tile;
             Pending pending[2] = {fetch(index[0]), fetch(index[1])};

@@ -265,10 +265,9 @@ struct QkSoftmax {
         float scale = problem.softmax_scale == 0.0f ? 1e-30f : fabsf(problem.softmax_scale) * LOG2_E;
         PipelineState<SCHEDULED_TILES> ring;
         int parity = 0;
-        ScheduledTile early(ScheduledTile::Early{});
-        pdl_wait();
-        if (early.summary().y) copy_q(early);
         int blocks = uniform(ScheduledTile(ring).summary().y);
+        pdl_wait();
+        if (blocks) copy_q(ScheduledTile(ring));
         while (blocks) {
             arrange_q(ScheduledTile(ring));
             float sums[HEADS / 4] = {};

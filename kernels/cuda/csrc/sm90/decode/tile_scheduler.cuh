@@ -12,52 +12,35 @@ struct TileScheduler {
 
     __device__ TileScheduler(const SparseProblem& p) : problem(p), lane(threadIdx.x % 32), share(when_known(p)) {}
 
-    // Where shares begin may be what the kernel ahead writes.
+    // Where shares begin, and lengths, may be what the kernel ahead writes. Without them the first tile is put down before it
+    // has ended.
     __device__ static SparseShare when_known(const SparseProblem& problem) {
-        if (problem.starts) pdl_wait();
+        if (problem.starts || problem.lists[0].lengths || problem.lists[1].lengths) {
+            if (!problem.starts) prefetch_lengths(problem, SparseShare(problem).tile);
+            pdl_wait();
+        }
         return SparseShare(problem);
     }
 
-    // Put down the first tile. Before the kernel ahead has ended it is published as lengths say by then, so that Q and the first
-    // indices are asked for as soon as it has; behind it lengths are read once more, and what they say counts.
-    __device__ int put_first() {
-        SparseShare begin = share;
-        Work work;
-        int blocks = share.next<true>(problem, work) ? work.last - work.first : 0;
-        if (lane == 0) {
-            put_at(EARLY_AT, work, blocks), put_at(SCHEDULE_AT, work, blocks);
-            barrier_arrive(EARLY_FULL);
-        }
-        pdl_wait();
-        if (blocks && (problem.lists[0].lengths || problem.lists[1].lengths)) {
-            int lengths0 = work.lengths0, lengths1 = work.lengths1;
-            share = begin;
-            share.next<true>(problem, work);
-            if (work.lengths0 != lengths0 || work.lengths1 != lengths1) {
-                blocks = work.last - work.first;
-                if (lane == 0) put_at(SCHEDULE_AT, work, blocks);
-            }
-        }
-        if (lane == 0) barrier_arrive(SCHEDULED_FULL);
-        to.advance();
-        return blocks;
+    // Bring the lengths that are read first into L2, whatever the kernel ahead still does to them there.
+    __device__ static void prefetch_lengths(const SparseProblem& problem, int tile) {
+        TileCoord at(problem, tile);
+        for (const List& list : problem.lists)
+            if (list.lengths) prefetch_to_l2(list.lengths + at.b * list.lengths_stride_b + at.s * list.lengths_stride_s);
     }
 
     // Put down the next tile, which has no blocks if there are no more. Returns their number.
     __device__ int put() {
         Work work;
         int blocks = share.next(problem, work) ? work.last - work.first : 0;
+        uint32 scheduled = SCHEDULE_AT + to.slot * SCHEDULED_TILE_BYTES;
         if (lane == 0) {
-            put_at(SCHEDULE_AT + to.slot * SCHEDULED_TILE_BYTES, work, blocks);
+            sts32(scheduled + 4, blocks);
+            if (blocks) describe(scheduled, work, blocks);
             barrier_arrive(SCHEDULED_FULL + 8 * to.slot);
         }
         to.advance();
         return blocks;
-    }
-
-    __device__ void put_at(uint32 scheduled, const Work& work, int blocks) {
-        sts32(scheduled + 4, blocks);
-        if (blocks) describe(scheduled, work, blocks);
     }
 
     __device__ void describe(uint32 scheduled, const Work& work, int blocks) {
@@ -167,7 +150,8 @@ struct TileScheduler {
         PipelineState<SCHEDULED_TILES> ring;
         int parity = 0;
         uint32 phase = 0;
-        int blocks = put_first();
+        int blocks = put();
+        pdl_wait();
         for (int next; blocks; blocks = next) {
             next = ONE_TILE ? 0 : put();
             finish(ScheduledTile(ring), parity, phase);
