@@ -6,8 +6,8 @@
 #
 # Parts: correct (tests, sanitizers, check and replays of little, side by side: no timings, 2 to 5 minutes by the
 # number of cores) fences decode poisoned prefill prefill_chunks indexer compressor layers mla attention_backends cache
-# indices metadata interop replay (all of them, in this order: about 12 minutes); by name alone tests, or parallel, on a
-# machine with several GPUs
+# indices metadata interop replay (all of them, in this order: about 12 minutes); by name alone tests, soak (operations
+# repeated for two minutes, bitwise), or parallel, on a machine with several GPUs
 [ $# -gt 0 ] || { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 2; }
 dir=$1
 shift
@@ -60,6 +60,7 @@ for name in ${*:-correct fences decode poisoned prefill prefill_chunks indexer c
     correct) correct ;;
     tests) part tests 240 1 python3 -m pytest -m gpu -q --tb=short -p no:cacheprovider ;;
     fences) part fences 120 24 env PYTHONPATH="$PWD/tests:$PYTHONPATH" python3 tests/fences_device.py ;;
+    soak) part soak 300 32 env PYTHONPATH="$PWD/tests:$PYTHONPATH" python3 tests/soak_device.py ;;
     replay)
         replay replay128 --heads 128
         replay replay64 --heads 64

@@ -52,7 +52,8 @@ def mha_varlen(
     lse            [h, T] float32 to write instead of allocating; with accumulate given
 
     Returns out and lse, the natural logarithm of the sum of exp(softmax_scale * q . k). A query without keys gives
-    out 0 and lse +inf; queries of no sequence are left as they are (in arrays allocated here: undefined).
+    out 0 and lse +inf; queries of no sequence are left as they are (in arrays allocated here: undefined). A sequence's
+    results do not depend on the other sequences.
 
     On CUDA d, r and d_v are multiples of 16, up to 256. Any strides but the last axis'. NaN in a value may also reach
     queries of its sequence that do not see it: their weight for it is 0, and 0 times NaN is NaN.
@@ -129,7 +130,8 @@ def dense_mla_decode(
     lse            [b, h, s_q] float32 to write instead of allocating
 
     Returns out and lse (natural logarithm). V is the first 512 values of a row. A query without keys gives out 0
-    and lse +inf.
+    and lse +inf. On a GPU the number of requests decides how keys are split: results of a request in two batches differ
+    by as little as they may differ from the exact result (cumla.bounds.DECODE_OUT and DECODE_LSE).
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: FlashMLA flash_mla_with_kvcache (dense).
     """

@@ -120,7 +120,9 @@ def fp8_mqa_logits(
     kv_scales     the scales where kv is k alone
     out           to write instead of allocating
 
-    Returns logits float32 [M, N], or [M, max_seqlen_k].
+    Returns logits float32 [M, N], or [M, max_seqlen_k]. A query's logits do not depend on the other queries of the
+    call, except on the CPU, where one product serves several queries: there they may differ by rounding
+    (cumla.bounds.SCORES).
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: DeepGEMM fp8_mqa_logits.
     """

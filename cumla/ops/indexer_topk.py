@@ -112,7 +112,9 @@ def indexer_topk(
     workspace            uint8 [bytes] to use instead of allocating; its size is the bound
     out                  to write instead of allocating
 
-    Returns int32 [M, topk] (M = B * next_n): what the two steps give, to the bit. Indices count from cu_seqlen_ks.
+    Returns int32 [M, topk] (M = B * next_n): what the two steps give, to the bit. Indices count from cu_seqlen_ks. What
+    is chosen for a query does not depend on the other queries of the call; over packed keys on the CPU it may, between
+    keys whose scores are equal but for rounding (fp8_mqa_logits).
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     """
     check_integers(0, topk=topk, max_seqlen_k=max_seqlen_k)

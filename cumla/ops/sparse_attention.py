@@ -58,8 +58,10 @@ def sparse_mla_decode(
     attn_sink      [h] float32: a logit that takes weight and gives nothing; None: no sink
     softmax_scale  1 / sqrt(d) if None
     plan           a DecodePlan that the layers of a step share; None: planned here
-    batch_invariant  whether a token's result must not depend on what else is in the batch: its keys are then
-                   never shared out, which makes small batches slower
+    batch_invariant  whether a token's result must not depend on what else is in the batch, to the bit: the keys of a
+                   token are then never split, which makes small batches slower. Otherwise the batch decides how keys
+                   are split on a GPU, and results of a token in two batches differ by as little as they may differ
+                   from the exact result (cumla.bounds.DECODE_OUT and DECODE_LSE)
     out            [b, s_q, h, 512] of q's dtype to write instead of allocating
     lse            [b, h, s_q] float32 to write instead of allocating
 
@@ -133,7 +135,8 @@ def sparse_mla_prefill(
     out          (out, max_logits, lse) to write instead of allocating
 
     Returns out [s_q, h, 512] of q's dtype, max_logits [s_q, h] float32 (largest scaled logit, -inf if there is
-    no key) and lse [s_q, h] float32 (+inf if there is no key; the sink left out).
+    no key) and lse [s_q, h] float32 (+inf if there is no key; the sink left out). A query's results do not depend on
+    what other queries the call has.
     Source: FlashMLA flash_mla_sparse_fwd.
     """
     check_choice((V_DIM,), d_v=d_v)

@@ -1,14 +1,17 @@
 """A step of decodes of a whole layer, captured in a CUDA graph and replayed at other lengths."""
 
 import contextlib
+import dataclasses
 
 import numpy as np
 import pytest
 
 from cumla.arrays import streams
 from cumla.metadata.batch import CommonAttentionMetadata
-from support.lab import Lab, lab_of
+from support.indexing import anything
+from support.lab import BF16, Lab, lab_of
 from support.models import GoldenLayer, V4Layer, V32Layer
+from support.properties import INT64_MAX, INT64_MIN
 
 PROMPTS = (6, 3)  # of two requests; one row of four positions is completed by each further step but one
 
@@ -181,3 +184,83 @@ def test_a_step_of_decodes_allocates_nothing(case):
         with cupy.cuda.using_allocator(refuse):
             decodes.run()
     assert decodes.result().any()
+
+
+class PaddedDecodes(Decodes):
+    """The same at a captured size: the rows behind those of requests hold nothing, or anything."""
+
+    SIZE = 4
+
+    def __init__(self, lab, case):
+        super().__init__(lab, case)
+        self.done = list(PROMPTS)
+
+    def prepare(self, requests, rng=None):
+        """A token of each of these requests.
+
+        rng  for what is in the other rows: hidden states that are no numbers, lengths and pages of any value, slots
+             outside of the caches. None: zeros, and slots of -1
+        """
+        batch, tables = self.made.paged.batch([(request, self.done[request], 1) for request in requests])
+        real, rest = len(requests), self.SIZE - len(requests)
+        hidden = np.zeros((self.SIZE, self.golden.hidden.shape[1]), np.float32)
+        for row, request in enumerate(requests):
+            hidden[row] = self.golden.hidden[self.done[request]]
+            self.done[request] += 1
+        slots, lens = np.full(rest, -1), np.zeros(rest, np.int32)
+        others = {name: np.zeros((rest, table.shape[1]), np.int32) for name, table in tables.items()}
+        if rng is not None:
+            hidden[real:] = rng.choice([np.nan, np.inf, -np.inf, 3e38], hidden[real:].shape)
+            slots, lens = rng.choice(np.array([-1, INT64_MIN, INT64_MAX, 1 << 40]), rest), anything(rng, rest)
+            others = {name: anything(rng, table.shape) for name, table in others.items()}
+        starts, lens_cpu = np.minimum(np.arange(self.SIZE + 1), real).astype(np.int32), batch.seq_lens_cpu
+        tables = {
+            name: self.keep(name, np.concatenate([self.lab.get(table), others[name]])) for name, table in tables.items()
+        }
+        arrays = {
+            "query_start_loc": starts, "seq_lens": np.concatenate([lens_cpu, lens]),
+            "slot_mapping": np.concatenate([self.lab.get(batch.slot_mapping), slots]),
+        }  # fmt: skip
+        arrays = {name: self.keep(name, array) for name, array in arrays.items()}
+        lens_cpu = np.concatenate([lens_cpu, np.zeros(rest, np.int32)])
+        batch = CommonAttentionMetadata(
+            arrays["query_start_loc"], starts, arrays["seq_lens"], lens_cpu, np.maximum(lens_cpu - 1, 0), self.SIZE,
+            self.SIZE, 1, tables["window"], arrays["slot_mapping"], max_seq_len=self.golden.tokens,
+        )  # fmt: skip
+        self.hidden = self.keep("hidden", hidden.astype(self.made.layer.activations))
+        self.out = self.keep("out", np.full(hidden.shape, 7, self.made.layer.activations))
+        self.metadata = self.made.build(batch, tables)
+
+    def caches(self):
+        fields = (getattr(self.made.caches, x.name) for x in dataclasses.fields(self.made.caches))
+        return [np.array(self.lab.get(x)).tobytes() for x in fields if hasattr(x, "dtype")]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # of emulated products
+@pytest.mark.parametrize("case", [2, 3, 8, 13])
+def test_rows_behind_those_of_requests_may_hold_anything(device, rng, case):
+    """Captured with one number of requests, replayed with others and with none: outputs and caches keep their bits."""
+    import cupy
+
+    clean, dirty = PaddedDecodes(device, case), PaddedDecodes(device, case)
+    for each in (clean, dirty):
+        each.prepare([0, 1])
+        each.run()
+    dirty.prepare([0, 1])
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        dirty.run()
+        graph = stream.end_capture()
+    dirty.done = list(clean.done)
+    for requests in ([0, 1], [1], [], [1, 0]):
+        before = clean.caches()
+        clean.prepare(requests)
+        dirty.prepare(requests, rng)
+        clean.run()
+        graph.launch()
+        np.testing.assert_array_equal(dirty.result()[: len(requests)], clean.result()[: len(requests)])
+        assert np.isfinite(clean.result()[: len(requests)].view(BF16).astype(np.float32)).all()
+        assert dirty.caches() == clean.caches()
+        assert requests or clean.caches() == before

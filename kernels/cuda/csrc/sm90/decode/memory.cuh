@@ -22,6 +22,35 @@ constexpr int QK_REGISTERS = 120, PV_REGISTERS = 176, PRODUCER_REGISTERS = 40;
 constexpr float NO_MAX = -1e30f;
 constexpr float LAZY = 8;  // the running maximum is raised when a weight exceeds 2 to this
 
+// Barriers. A warp arrives by one lane, after all its lanes (with -DEVERY_LANE_ARRIVES by each of them: 32 for each 1 of a warp).
+//
+//     barrier                arrivals of a phase                  waits                  guards
+//     RAW_FULL[slot]         65: 64 lanes of the row producers,   QK-softmax, both PV    raw rows, RoPE, FACTOR and BIAS
+//                            when their copies have ended; the                           of a block
+//                            scale warp
+//     RAW_EMPTY[slot][half]  10: warps of both PV, and the two    row producer `half`,   the same of half a block, until
+//                            of QK-softmax that score the half    the scale warp         it is in registers
+//     P_FULL[slot]           4: warps of QK-softmax               both PV                P, ALPHA and RAISED of a block
+//     P_EMPTY[slot]          8: warps of both PV, when their      QK-softmax             the same; of a tile's last block
+//                            products have ended; of a tile's                            also SHARE and ScheduledTile
+//                            last block, when results are stored
+//     SCHEDULED_FULL[t % 4]  1: lane 0 of the scheduler           all roles              ScheduledTile of tile t
+//     SUMS_FULL[t % 2]       4: warps of QK-softmax               scheduler              SUMS and TOP of tile t
+//     SHARE_FULL[t % 2]      1: scheduler                         both PV                SHARE of tile t; WEIGHT and KEPT
+//     LOG_SUMS_FULL          1: thread 0 when it is made, and     scheduler              LOG_SUMS of all parts
+//                            bytes that all parts' schedulers
+//                            store
+//     PARTS_FULL             1: thread 0 when it is made, and     both PV                lines from the other parts
+//                            bytes of the others' lines
+//     named 1                128: QK-softmax                      those that arrive      Q; HIGHEST, TOP and ALPHA
+//     cluster                all threads of the cluster           schedulers             that all parts have their barriers
+//
+// LOG_SUMS_FULL, PARTS_FULL and the cluster's are used only where PARTS > 1, for one phase each. What no barrier frees:
+//     SUMS, TOP      of tile t + 2 are written when it is scheduled: behind the scheduler's epilogue of tile t
+//     SHARE          of tile t + 2 is written behind SUMS_FULL of that tile. The weights of its last block waited for P_EMPTY of
+//                    tile t's last block or a later one, as each tile has at least one block and P_SLOTS is 2
+//     ScheduledTile  see there
+//     PARTS_AT in Q  lines come behind LOG_SUMS_FULL at the sender, for which this part has scored its last block
 // Shared memory, one behind the other: not every NVRTC has offsetof. Without static shared memory the dynamic part starts at
 // 1024; the kernel traps otherwise.
 constexpr uint32 Q_AT = 1024;

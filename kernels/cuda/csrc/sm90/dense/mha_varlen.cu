@@ -9,6 +9,16 @@
 // K's 192 values are three tiles of 128 rows, the last one RoPE, which all heads share; V is two times two tiles of
 // 64 rows.
 //
+// Barriers. A warp arrives by one lane, after all its lanes (with -DEVERY_LANE_ARRIVES by each of them: 32 times the count).
+//
+//     barrier         arrivals of a phase                            waits               guards
+//     K_FULL[stage]   128: producer threads, when copies have ended  both consumers      K of a block
+//     K_EMPTY[stage]  8: warps of both consumers                     producer threads    K until its products have ended
+//     V_FULL[stage]   128: producer threads, when copies have ended  both consumers      V of a block
+//     V_EMPTY[stage]  8: warps of both consumers; none for the last  producer threads    V until its products have ended
+//                     block
+//     named 1, 2      128: consumer 0; consumer 1                    those that arrive   Q of 64 queries, copied by all of them
+//
 // Macros: VALUE (bf16 or f16), OUTPUT (VALUE or float), CAUSAL, ACCUMULATE (whether `out`, of float, and `lse` hold attention
 // over earlier keys, to which these are added).
 #define ALIGNED 1

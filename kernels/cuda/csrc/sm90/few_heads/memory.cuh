@@ -19,6 +19,29 @@ constexpr int SLOT_ROWS = 16, BLOCK_SLOTS = BLOCK / SLOT_ROWS;
 constexpr uint32 HEAD_TILE_BYTES = HEADS * 128, ROW_BYTES = LAYOUT::head_dim * 2, PITCH = ROW_BYTES + 16, SLOT_BYTES = SLOT_ROWS * PITCH;
 constexpr int WEIGHT_SLOTS = 2, MOST_SLOTS = 12;
 
+// Barriers. A warp arrives by one lane, after all its lanes (with -DEVERY_LANE_ARRIVES by each of them: 32 times the count).
+//
+//     barrier              arrivals of a phase                    waits                               guards
+//     READY[slot]          4: producer warps, and the bytes of    warp w of the scores: slot w of a   rows of a slot; PRESENT
+//                          four rows each                         block; both values: all four
+//     FREE[slot]           8: warps of both values, when they     producer warps                      rows of a slot and PRESENT until they
+//                          have it in registers; of a tile's                                          were read; results that are put in
+//                          last block, when results are stored                                        order where they were
+//     Q_READY[piece]       1: producer warp `piece`, and the      scores, in a tile's first block     Q's tiles of a piece
+//                          bytes of its boxes
+//     Q_FREE[piece]        4: warps of the scores, in a tile's    producer warp `piece`               Q's tiles until their products have
+//                          last block                                                                 ended
+//     WEIGHTS_READY[n % 2] 4: warps of the scores                 both values                         WEIGHTS, RAISED and LOWER of block n
+//     WEIGHTS_FREE[n % 2]  8: warps of both values, when their    scores, before they write those of  the same; of a tile's last block also
+//                          products with block n have ended; of   block n + 2                         SHARE and LOGITS
+//                          a tile's last, when results are stored
+//     RESULT_READY[t % 2]  4: warps of the scores                 both values                         SHARE and LOGITS of tile t
+//     named 1              128: scores                            those that arrive                   HIGHEST, TOTALS, REFERENCE, LOWER
+//     named 2, 3           128: values 0; values 1                those that arrive                   a vote: whether results are finite
+//
+// The scores do not arrive at FREE: values do so only behind WEIGHTS_READY of the block, at which the scores arrive when they have
+// read its rows. RESULT_READY has no barrier that frees SHARE and LOGITS: those of tile t + 2 are written behind the weights of
+// its blocks, and so behind WEIGHTS_FREE of tile t's last one, as a tile that comes here has at least one block.
 // Shared memory. Without static shared memory the dynamic part starts at 1024; the kernel traps otherwise.
 constexpr uint32 READY = 1024, FREE = READY + 8 * MOST_SLOTS;     // of each slot of rows
 constexpr uint32 Q_READY = FREE + 8 * MOST_SLOTS, Q_FREE = Q_READY + 8 * Q_PIECES;  // of each piece

@@ -14,6 +14,19 @@
 // In a product keys are rows and heads of queries columns, so that a thread sums most of the heads of its keys on its
 // own; four lanes have to add up.
 //
+// Barriers. A warp arrives by one lane, after all its lanes.
+//
+//     barrier          arrivals of a phase                             waits                          guards
+//     Q_READY[stage]   33: the lanes of the queries' warp, when their  all consumers                  Q, weights and Info of a group
+//                      copies have ended; lane 0 again, and Q's bytes
+//     Q_FREE[stage]    16: warps of the consumers                      the queries' warp              the same until the last tile is scored
+//     K_READY[stage]   PAGED 1: lane 0 of the ring's warp, and bytes   consumers of the ring's keys:  keys, scales and (PAGED) PRESENT of a
+//                      of rows and scales; else 33: its lanes, when    16 / RINGS warps               tile, or of 64 keys of it
+//                      scales have come, lane 0 again, and keys' bytes
+//     K_FREE[stage]    16 / RINGS: warps that waited                   the ring's warp                the same until they were multiplied
+//
+// No named barrier but that of __syncthreads, while the share is sought.
+//
 // Macros: PAGED (a paged cache, or keys one behind another), PASS (queries of a warpgroup, 1 or 2), QUERY_GROUPS.
 #define ALIGNED 1
 #include "common/pages.cuh"

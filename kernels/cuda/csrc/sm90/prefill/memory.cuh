@@ -19,6 +19,29 @@ constexpr int TILES = LAYOUT::head_dim / 64, PIECES = 4, PIECE_TILES = 2;
 constexpr bool HAS_ROPE = TILES > PIECES * PIECE_TILES;
 constexpr int first_tile(int piece) { return piece % 2 * 4 + piece / 2 * 2; }
 
+// Barriers. A warp arrives by one lane, after all its lanes (with -DEVERY_LANE_ARRIVES by each of them: 32 times the count).
+//
+//     barrier               arrivals of a phase                  waits                              guards
+//     READY[buffer][piece]  4: producer warps, when their rows   the consumer that scores the       rows of a piece; PRESENT, written
+//                           of the piece are there               block: all pieces; the other one:  before the first
+//                                                                its two (CONSUMER, CONSUMER + 2)
+//     FREE[buffer][piece]   4: warps of the consumer that has    producer warps                     rows of a piece until their products
+//                           the piece's values, after its PV                                        have ended; PRESENT
+//     Q_READY[piece]        with a map 1: producer warp `piece`, both consumers, before each block  Q's tiles of a piece
+//                           and the bytes of its boxes; else     that they score
+//                           4: producer warps
+//     Q_FREE[piece]         8: warps of both consumers, after    the warp that loads the piece;     Q's tiles until their products have
+//                           their last block of a tile is        without a map all producer warps   ended
+//                           scored; at once if they score none
+//     WEIGHTS_READY[c]      4: warps of consumer c               the other consumer                 WEIGHTS and REFERENCE[c] of c's block
+//     TOTALS_READY[t % 2][c]  4: warps of consumer c             the other consumer                 TOTALS of tile t
+//     named 2, 3            128: consumer 0; consumer 1          those that arrive                  WEIGHTS: before a block's are stored,
+//                                                                                                   all have ended products with the last
+//
+// The consumer that scores a block does not arrive at FREE of the other's two pieces: these are freed behind WEIGHTS_READY, at
+// which it arrives when it has scored them. WEIGHTS has no barrier that frees it: consumers score blocks in turn, and add up
+// the other's block before they store weights of their own. Neither consumer is more than a tile ahead: it waits for the
+// other's TOTALS_READY of a tile before it begins the next, so no phase of Q_FREE has two arrivals of a warp.
 // Shared memory. Without static shared memory the dynamic part starts at 1024; the kernel traps otherwise.
 constexpr uint32 READY = 1024, FREE = READY + 16 * PIECES;    // of each piece: [2 buffers][PIECES]
 constexpr uint32 Q_READY = FREE + 16 * PIECES;                // of each piece

@@ -11,6 +11,26 @@ constexpr int TILES = LATENT_DIM / 64, ROPE_TILE = TILES - 1;
 constexpr int PRODUCER_REGISTERS = 64, CONSUMER_REGISTERS = 216;
 constexpr int PIECES = 5;
 
+// Barriers. A warp arrives by one lane, after all its lanes (with -DEVERY_LANE_ARRIVES by each of them: 32 times the count).
+//
+//     barrier               arrivals of a phase                     waits                               guards
+//     READY[buffer][piece]  128: by rows each producer thread,      the consumer that scores the        rows of a piece; with piece 0
+//                           when its copies have ended; by boxes    block: all pieces; the other one:   PRESENT
+//                           lane 0 of warp 0 for all, and the       its two (1 + consumer,
+//                           bytes of the boxes                      3 + consumer)
+//     FREE[buffer][piece]   4: piece 0: warps of the consumer that  producer warp 0                     rows of a piece until their products
+//                           scores the block; else of the one that                                      have ended; with piece 0 PRESENT
+//                           has the piece's values, after its PV
+//     WEIGHTS_READY[c]      4: warps of consumer c                  the other consumer                  WEIGHTS and REFERENCE[c] of c's block
+//     TOTALS_READY[c]       4: warps of consumer c; one phase       the other consumer                  TOTALS[c]
+//     Q_READY               8: warps of both consumers; one phase   both consumers                      Q, of which each copies half
+//     named 2, 3            128: consumer 0; consumer 1             those that arrive                   WEIGHTS: before a block's are stored,
+//                                                                                                       all have ended products with the last
+//     named 4               128: producers, by rows                 those that arrive                   warps 1 to 3 behind warp 0's FREE
+//
+// The consumer that scores a block does not arrive at FREE of the other's two pieces: these are freed behind WEIGHTS_READY, at
+// which it arrives when it has scored them. WEIGHTS has no barrier that frees it: consumers score blocks in turn, and add up
+// the other's block before they store weights of their own.
 // Shared memory. Without static shared memory the dynamic part starts at 1024; the kernel traps otherwise.
 constexpr uint32 BARRIERS_AT = 1024;
 constexpr uint32 READY = BARRIERS_AT, FREE = READY + 16 * PIECES;  // of each piece: [2 buffers][PIECES]

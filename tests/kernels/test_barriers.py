@@ -1,0 +1,47 @@
+"""The table of barriers in the header of each Hopper kernel lists those that the kernel has, and no others."""
+
+import re
+
+import pytest
+
+from cumla.kernels.cuda.compile import CSRC
+
+KERNELS = {str(path.relative_to(CSRC / "sm90")): path for path in sorted((CSRC / "sm90").rglob("*.cu"))}
+HEADER = re.compile(r"^//     barrier +arrivals of a phase +waits +guards$")
+MBARRIER = r"\((?:window \+ )?([A-Z_]+)"
+NAMED = re.compile(r"(?:warpgroup_(?:sync|any)\(|bar\.sync |bar\.red[\w.]* q, )(\d+)( \+ \w+)?")
+
+
+def files_of(kernel):
+    """The files of a kernel: all of its folder, unless other kernels are there or below."""
+    others = [path for path in kernel.parent.rglob("*.cu") if path != kernel]
+    return [kernel] if others else sorted(kernel.parent.iterdir())
+
+
+def names_in_table(source):
+    """The entries of the table's first column, without subscripts."""
+    lines = source.splitlines()
+    (start,) = (i for i, line in enumerate(lines) if HEADER.match(line))
+    names = []
+    for line in lines[start + 1 :]:
+        if not line.startswith("//     "):
+            break
+        entry = re.match(r"//     (named \d+(?:, \d+)*|\w+)", line)
+        if entry:
+            names.append(entry[1])
+    return names
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_barrier_is_listed(name):
+    source = "\n".join(path.read_text() for path in files_of(KERNELS[name]))
+    code = re.sub(r"//.*", "", source)
+    names = names_in_table(source)
+    assert len(names) == len(set(names))
+    assert {x for x in names if x.isupper()} == set(re.findall(r"\bbarrier_init" + MBARRIER, code))
+    assert set(re.findall(r"\b(?:cluster_)?barrier_wait" + MBARRIER, code)) <= set(names)
+    assert ("cluster" in names) == ("cluster_arrive()" in code)
+    listed = {int(number) for x in names if x.startswith("named") for number in re.findall(r"\d+", x)}
+    # An id that a sum gives is that of one of two consumers.
+    used = [(int(first), bool(rest)) for first, rest in NAMED.findall(code)]
+    assert listed == {first + i for first, of_two in used for i in range(1 + of_two)}
