@@ -8,10 +8,13 @@ destructor frees the tensor.
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 from typing import Any
 
 READ_ONLY_FLAG = 1
+MAX_NDIM = 64  # NumPy's
+MAX_BYTES = 2**48  # larger than any tensor
 DEVICE_TYPES = {1: "CPU", 2: "CUDA"}
 USED_NAMES = {b"dltensor": b"used_dltensor", b"dltensor_versioned": b"used_dltensor_versioned"}
 
@@ -81,6 +84,57 @@ def read(capsule: Any, name: str, device: tuple[int, int]) -> tuple[Tensor, bool
             f"{_device(*device)}"
         )
     return tensor, read_only
+
+
+def described(tensor: Tensor, itemsize: int, name: str) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Address, shape and strides in bytes of a tensor. Another library wrote its fields: each is bounded before use.
+
+    Raises ValueError, which speaks of the argument `name`.
+    """
+    ndim, offset = tensor.ndim, tensor.byte_offset
+    if not 0 <= ndim <= MAX_NDIM:
+        raise ValueError(f"{name}: got a DLPack tensor of {ndim} dimensions, expected 0 to {MAX_NDIM}")
+    if ndim and not tensor.shape:
+        raise ValueError(f"{name}: got a DLPack tensor of {ndim} dimensions whose shape is a null pointer")
+    if offset > MAX_BYTES:
+        raise ValueError(f"{name}: got a DLPack tensor with byte_offset {offset}, expected at most {MAX_BYTES}")
+    shape = tuple(tensor.shape[i] for i in range(ndim))
+    if tensor.strides:
+        strides = tuple(tensor.strides[i] * itemsize for i in range(ndim))
+    else:
+        strides = row_major(shape, itemsize)
+    check_extent(name, tensor.data, offset, shape, strides, itemsize)
+    return (tensor.data or 0) + offset, shape, strides
+
+
+def check_extent(
+    name: str, data: int | None, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
+) -> None:
+    """Raise ValueError for an array that no memory can hold.
+
+    Its numbers would overflow in products, or address memory that is not the array's.
+    """
+    if any(size < 0 for size in shape):
+        raise ValueError(f"{name}: got shape {shape}, expected sizes from 0 up")
+    if any(abs(stride) > MAX_BYTES for stride in strides):
+        raise ValueError(f"{name}: got strides {strides} bytes, expected at most {MAX_BYTES} either way")
+    ends = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
+    below, above = -sum(min(end, 0) for end in ends), sum(max(end, 0) for end in ends) + itemsize
+    empty = 0 in shape
+    if math.prod(size for size in shape if size) * itemsize > MAX_BYTES or (not empty and below + above > MAX_BYTES):
+        raise ValueError(
+            f"{name}: got shape {shape} and strides {strides} bytes, expected an extent of at most {MAX_BYTES} bytes"
+        )
+    if empty:
+        return
+    if not data:
+        raise ValueError(f"{name}: got shape {shape} at a null pointer, expected an address")
+    if data + offset < below or data + offset + above > 2**64:
+        raise ValueError(f"{name}: got an array that begins or ends outside of the 64-bit address space")
+
+
+def row_major(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    return tuple(itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _device(kind: int, number: int) -> str:
