@@ -91,20 +91,17 @@ def described(tensor: Tensor, itemsize: int, name: str) -> tuple[int, tuple[int,
 
     Raises ValueError, which speaks of the argument `name`.
     """
-    ndim, offset = tensor.ndim, tensor.byte_offset
+    ndim, offset, data, sizes, steps = tensor.ndim, tensor.byte_offset, tensor.data, tensor.shape, tensor.strides
     if not 0 <= ndim <= MAX_NDIM:
         raise ValueError(f"{name}: got a DLPack tensor of {ndim} dimensions, expected 0 to {MAX_NDIM}")
-    if ndim and not tensor.shape:
+    if ndim and not sizes:
         raise ValueError(f"{name}: got a DLPack tensor of {ndim} dimensions whose shape is a null pointer")
     if offset > MAX_BYTES:
         raise ValueError(f"{name}: got a DLPack tensor with byte_offset {offset}, expected at most {MAX_BYTES}")
-    shape = tuple(tensor.shape[i] for i in range(ndim))
-    if tensor.strides:
-        strides = tuple(tensor.strides[i] * itemsize for i in range(ndim))
-    else:
-        strides = row_major(shape, itemsize)
-    check_extent(name, tensor.data, offset, shape, strides, itemsize)
-    return (tensor.data or 0) + offset, shape, strides
+    shape = tuple(sizes[:ndim]) if ndim else ()
+    strides = tuple([step * itemsize for step in steps[:ndim]]) if ndim and steps else row_major(shape, itemsize)
+    check_extent(name, data, offset, shape, strides, itemsize)
+    return (data or 0) + offset, shape, strides
 
 
 def check_extent(
@@ -114,14 +111,19 @@ def check_extent(
 
     Its numbers would overflow in products, or address memory that is not the array's.
     """
-    if any(size < 0 for size in shape):
-        raise ValueError(f"{name}: got shape {shape}, expected sizes from 0 up")
-    if any(abs(stride) > MAX_BYTES for stride in strides):
-        raise ValueError(f"{name}: got strides {strides} bytes, expected at most {MAX_BYTES} either way")
-    ends = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
-    below, above = -sum(min(end, 0) for end in ends), sum(max(end, 0) for end in ends) + itemsize
+    below, above, largest = 0, itemsize, itemsize  # bytes on either side of the first element; of all elements
+    for size, stride in zip(shape, strides, strict=True):
+        if size < 0:
+            raise ValueError(f"{name}: got shape {shape}, expected sizes from 0 up")
+        if not -MAX_BYTES <= stride <= MAX_BYTES:
+            raise ValueError(f"{name}: got strides {strides} bytes, expected at most {MAX_BYTES} either way")
+        largest *= size or 1
+        if stride < 0:
+            below -= (size - 1) * stride
+        else:
+            above += (size - 1) * stride
     empty = 0 in shape
-    if math.prod(size for size in shape if size) * itemsize > MAX_BYTES or (not empty and below + above > MAX_BYTES):
+    if largest > MAX_BYTES or (not empty and below + above > MAX_BYTES):
         raise ValueError(
             f"{name}: got shape {shape} and strides {strides} bytes, expected an extent of at most {MAX_BYTES} bytes"
         )
