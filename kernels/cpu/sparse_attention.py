@@ -218,7 +218,7 @@ def _softmax(
     weights that are left out as too small are negligible.
     """
     fits, all_kept = True, True
-    least = LEAST_FLOAT32 if scores.itemsize == 4 else LEAST_FLOAT64
+    least = scores.dtype.type(LEAST_FLOAT32 if scores.itemsize == 4 else LEAST_FLOAT64)
     for head in range(len(scores)):
         row = scores[head]
         top, low = row[0], row[0]
