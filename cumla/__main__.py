@@ -19,8 +19,12 @@ from .layers.prefill_road import ROADS
 from .replay.errors import InputError, RunError
 from .replay.options import DEVICE_DEFAULTS, HOST_DEFAULTS, LAYER_RATIOS, MLA_CACHES, choose_backend
 from .replay.scheduler import STEP_MS
+from .replay.trace import INT32_MAX
 
 MAX_HEADS = 128
+MAX_BATCH = 4096
+MAX_SIZE = 2**20  # of what arrays are as wide or as high as
+MAX_SEED = 2**47  # with 16 bits more it is still a 64-bit integer
 
 REPLAY = f"""\
 Replay a trace of requests through a continuous-batching loop. Requests arrive by their timestamps, prompts are
@@ -102,20 +106,25 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     load = parser.add_argument_group("load")
     load.add_argument(
-        "--requests", type=AtLeast(1), metavar="N", help=f"first N requests, from 1 {_default('requests')}"
+        "--requests", type=Between(1, INT32_MAX), metavar="N", help=f"first N requests, from 1 {_default('requests')}"
     )
     load.add_argument(
-        "--max-len", type=AtLeast(2), metavar="TOKENS",
+        "--max-len", type=Between(2, INT32_MAX), metavar="TOKENS",
         help=f"cut requests to this length, from 2, at most 1/16 of it output {_default('max_len')}",
     )  # fmt: skip
     load.add_argument(
-        "--batch-tokens", type=AtLeast(1), metavar="TOKENS", help=f"tokens of a step, from 1 {_default('batch_tokens')}"
+        "--batch-tokens",
+        type=Between(1, MAX_SIZE),
+        metavar="TOKENS",
+        help=f"tokens of a step, 1 to {MAX_SIZE} {_default('batch_tokens')}",
     )
     load.add_argument(
-        "--cache-tokens", type=AtLeast(1), metavar="TOKENS",
+        "--cache-tokens", type=Between(1, INT32_MAX), metavar="TOKENS",
         help="size of the cache (default: half of what all requests hold together, at least the largest one)",
     )  # fmt: skip
-    load.add_argument("--seed", type=AtLeast(0), default=0, metavar="N", help="of Q and K, from 0 (default: 0)")
+    load.add_argument(
+        "--seed", type=Between(0, MAX_SEED), default=0, metavar="N", help="of Q and K, from 0 (default: 0)"
+    )
     model = parser.add_argument_group("model")
     model.add_argument(
         "--layers", default=",".join(LAYER_RATIOS), metavar="TYPES",
@@ -124,14 +133,20 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         "states to their output: v4 (one of each of the first three kinds) and v32; default: the first three",
     )  # fmt: skip
     model.add_argument(
-        "--heads", type=AtLeast(1, MAX_HEADS), metavar="N", help=f"query heads, 1 to {MAX_HEADS} {_default('heads')}"
+        "--heads", type=Between(1, MAX_HEADS), metavar="N", help=f"query heads, 1 to {MAX_HEADS} {_default('heads')}"
     )
-    model.add_argument("--window", type=AtLeast(1), default=128, metavar="TOKENS", help="from 1 (default: 128)")
+    model.add_argument(
+        "--window",
+        type=Between(1, MAX_SIZE),
+        default=128,
+        metavar="TOKENS",
+        help=f"1 to {MAX_SIZE} (default: 128)",
+    )
     model.add_argument(
         "--topk",
-        type=AtLeast(1),
+        type=Between(1, MAX_SIZE),
         metavar="N",
-        help=f"compressed rows a token selects at c4a, from 1 {_default('topk')}",
+        help=f"compressed rows a token selects at c4a, 1 to {MAX_SIZE} {_default('topk')}",
     )
     model.add_argument(
         "--mla-cache", choices=MLA_CACHES, default=MLA_CACHES[0], help="values of mla's cache (default: bf16)"
@@ -143,7 +158,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         "(default: what is faster for each chunk)",
     )
     model.add_argument(
-        "--ranks", type=AtLeast(1, 64), default=1, metavar="N",
+        "--ranks", type=Between(1, 64), default=1, metavar="N",
         help="share the rows of long contexts among N GPUs, or N threads on the CPU (default: 1)",
     )  # fmt: skip
     model.add_argument(
@@ -170,24 +185,39 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     sizes = parser.add_argument_group("sizes")
     sizes.add_argument("--layout", choices=("DSV4_FP8", "V32_FP8"), default="DSV4_FP8", help="default: DSV4_FP8")
     sizes.add_argument(
-        "--heads", type=_head_counts, metavar="N", help=f"1 to {MAX_HEADS} (default: 64); of a trace also N,N,..."
+        "--heads",
+        type=ListOf(Between(1, MAX_HEADS)),
+        metavar="N",
+        help=f"1 to {MAX_HEADS} (default: 64); of a trace also N,N,...",
     )
     sizes.add_argument(
-        "--batch", type=_integers, default=[1, 32], metavar="N,N,...", help="requests, from 1 to 4096 (default: 1,32)"
+        "--batch",
+        type=ListOf(Between(1, MAX_BATCH)),
+        default=[1, 32],
+        metavar="N,N,...",
+        help=f"requests, 1 to {MAX_BATCH} (default: 1,32)",
     )
     sizes.add_argument(
-        "--tokens", type=_token_counts, default=[1024], metavar="N,N,...",
-        help="tokens of insert, gather and prefill, from 1 (default: 1024)",
+        "--tokens", type=ListOf(Between(1, MAX_SIZE)), default=[1024], metavar="N,N,...",
+        help=f"tokens of insert, gather and prefill, 1 to {MAX_SIZE} (default: 1024)",
     )  # fmt: skip
     sizes.add_argument(
-        "--topk", type=AtLeast(1), default=128, metavar="N", help="keys of the first cache, from 1 (default: 128)"
+        "--topk",
+        type=Between(1, MAX_SIZE),
+        default=128,
+        metavar="N",
+        help=f"keys of the first cache, 1 to {MAX_SIZE} (default: 128)",
     )
     sizes.add_argument(
-        "--extra", type=AtLeast(1), default=512, metavar="N",
-        help="keys of V4's second cache, and rows that the indexer chooses, from 1 (default: 512)",
+        "--extra", type=Between(1, MAX_SIZE), default=512, metavar="N",
+        help=f"keys of V4's second cache, and rows that the indexer chooses, 1 to {MAX_SIZE} (default: 512)",
     )  # fmt: skip
     sizes.add_argument(
-        "--context", type=AtLeast(64, 2**20), default=8192, metavar="TOKENS", help="64 to 1048576 (default: 8192)"
+        "--context",
+        type=Between(64, MAX_SIZE),
+        default=8192,
+        metavar="TOKENS",
+        help=f"64 to {MAX_SIZE} (default: 8192)",
     )
     sizes.add_argument("--backend", choices=list(BACKENDS), help="default: cuda if there is a device, else cpu")
     steps = parser.add_argument_group("trace")
@@ -196,7 +226,9 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         help="decodeN, mtpKxN (decodes of K tokens), mixedRxT (R requests run, T tokens a step); all if not given",
     )  # fmt: skip
     steps.add_argument("--kinds", type=_names, metavar="NAME,...", help="of layers: window, c4a, c128a (default: all)")
-    steps.add_argument("--layers", type=AtLeast(1, 64), default=8, metavar="N", help="timed at once (default: 8)")
+    steps.add_argument(
+        "--layers", type=Between(1, 64), default=8, metavar="N", help="timed at once, 1 to 64 (default: 8)"
+    )
     steps.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="instead of the trace that cumla ships")
     output = parser.add_argument_group("results")
     output.add_argument("--json", metavar="FILE", help="write the rows and what they were run on; - for stdout")
@@ -213,14 +245,6 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(","))
 
 
-def _head_counts(text: str) -> tuple[int, ...]:
-    return tuple(AtLeast(1, MAX_HEADS)(part) for part in text.split(","))
-
-
-def _token_counts(text: str) -> list[int]:
-    return [AtLeast(1, 2**20)(part) for part in text.split(",")]
-
-
 def _bench(args: argparse.Namespace) -> int:
     from .cli import bench
 
@@ -234,31 +258,31 @@ def _add_warmup(parser: argparse.ArgumentParser) -> None:
         help="config.json of a DeepSeek V2, V3, V3.2 or V4 model; - for stdin",
     )  # fmt: skip
     model.add_argument(
-        "--ranks", type=AtLeast(1), default=1, metavar="N", help="ranks that share the heads of --config (default: 1)"
+        "--ranks",
+        type=Between(1, MAX_SIZE),
+        default=1,
+        metavar="N",
+        help="ranks that share the heads of --config (default: 1)",
     )
     model.add_argument("--kind", choices=("v4", "v32", "mla"), default="v4", help="without --config (default: v4)")
     model.add_argument(
-        "--heads", type=AtLeast(1, MAX_HEADS), default=64, metavar="N",
+        "--heads", type=Between(1, MAX_HEADS), default=64, metavar="N",
         help=f"query heads of a rank, 1 to {MAX_HEADS}, without --config (default: 64)",
     )  # fmt: skip
     model.add_argument(
-        "--topk", type=AtLeast(1, 2**20), default=512, metavar="N",
-        help="rows a token selects, 1 to 1048576, without --config (default: 512)",
+        "--topk", type=Between(1, MAX_SIZE), default=512, metavar="N",
+        help=f"rows a token selects, 1 to {MAX_SIZE}, without --config (default: 512)",
     )  # fmt: skip
     parser.add_argument(
-        "--batch", type=_integers, default=[1, 8, 32, 128], metavar="N,N,...",
-        help="requests of a step, from 1 (default: 1,8,32,128)",
+        "--batch", type=ListOf(Between(1, MAX_BATCH)), default=[1, 8, 32, 128], metavar="N,N,...",
+        help=f"requests of a step, 1 to {MAX_BATCH} (default: 1,8,32,128)",
     )  # fmt: skip
     parser.add_argument(
-        "--block-size", type=AtLeast(1, 2**16), default=64, metavar="TOKENS",
+        "--block-size", type=Between(1, 2**16), default=64, metavar="TOKENS",
         help="tokens of a page, 1 to 65536 (default: 64)",
     )  # fmt: skip
     parser.add_argument("--backend", choices=["cpu", "cuda"], help="default: cuda if there is a device, else cpu")
     parser.set_defaults(run=_warmup)
-
-
-def _integers(text: str) -> list[int]:
-    return [AtLeast(1, 4096)(part) for part in text.split(",")]
 
 
 def _default(name: str) -> str:
@@ -268,7 +292,7 @@ def _default(name: str) -> str:
 
 def _add_seed(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--seed", type=AtLeast(0), default=0, metavar="N", help="of the random numbers, from 0 (default: 0)"
+        "--seed", type=Between(0, MAX_SEED), default=0, metavar="N", help="of the random numbers, from 0 (default: 0)"
     )
 
 
@@ -284,10 +308,10 @@ class OneOf:
         return text
 
 
-class AtLeast:
+class Between:
     """An argparse type: an integer within bounds."""
 
-    def __init__(self, minimum: int, maximum: int = 2**47) -> None:
+    def __init__(self, minimum: int, maximum: int) -> None:
         self.minimum, self.maximum = minimum, maximum
 
     def __call__(self, text: str) -> int:
@@ -296,9 +320,20 @@ class AtLeast:
         except ValueError:
             value = self.minimum - 1
         if not self.minimum <= value <= self.maximum:
-            most = "" if self.maximum >= 2**47 else f" to {self.maximum}"
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer from {self.minimum}{most or ' up'}")
+            raise argparse.ArgumentTypeError(
+                f"got {text!r:.80}, expected an integer from {self.minimum} to {self.maximum}"
+            )
         return value
+
+
+class ListOf:
+    """An argparse type: a comma list of integers within bounds."""
+
+    def __init__(self, part: Between) -> None:
+        self.part = part
+
+    def __call__(self, text: str) -> list[int]:
+        return [self.part(part) for part in text.split(",")]
 
 
 def _replay(args: argparse.Namespace) -> int:

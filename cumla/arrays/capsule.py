@@ -8,10 +8,13 @@ destructor frees the tensor.
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 from typing import Any
 
 READ_ONLY_FLAG = 1
+MAX_NDIM = 64  # NumPy's
+MAX_BYTES = 2**48  # larger than any tensor
 DEVICE_TYPES = {1: "CPU", 2: "CUDA"}
 USED_NAMES = {b"dltensor": b"used_dltensor", b"dltensor_versioned": b"used_dltensor_versioned"}
 
@@ -81,6 +84,59 @@ def read(capsule: Any, name: str, device: tuple[int, int]) -> tuple[Tensor, bool
             f"{_device(*device)}"
         )
     return tensor, read_only
+
+
+def described(tensor: Tensor, itemsize: int, name: str) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Address, shape and strides in bytes of a tensor. Another library wrote its fields: each is bounded before use.
+
+    Raises ValueError, which speaks of the argument `name`.
+    """
+    ndim, offset, data, sizes, steps = tensor.ndim, tensor.byte_offset, tensor.data, tensor.shape, tensor.strides
+    if not 0 <= ndim <= MAX_NDIM:
+        raise ValueError(f"{name}: got a DLPack tensor of {ndim} dimensions, expected 0 to {MAX_NDIM}")
+    if ndim and not sizes:
+        raise ValueError(f"{name}: got a DLPack tensor of {ndim} dimensions whose shape is a null pointer")
+    if offset > MAX_BYTES:
+        raise ValueError(f"{name}: got a DLPack tensor with byte_offset {offset}, expected at most {MAX_BYTES}")
+    shape = tuple(sizes[:ndim]) if ndim else ()
+    strides = tuple([step * itemsize for step in steps[:ndim]]) if ndim and steps else row_major(shape, itemsize)
+    check_extent(name, data, offset, shape, strides, itemsize)
+    return (data or 0) + offset, shape, strides
+
+
+def check_extent(
+    name: str, data: int | None, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
+) -> None:
+    """Raise ValueError for an array that no memory can hold.
+
+    Its numbers would overflow in products, or address memory that is not the array's.
+    """
+    below, above, largest = 0, itemsize, itemsize  # bytes on either side of the first element; of all elements
+    for size, stride in zip(shape, strides, strict=True):
+        if size < 0:
+            raise ValueError(f"{name}: got shape {shape}, expected sizes from 0 up")
+        if not -MAX_BYTES <= stride <= MAX_BYTES:
+            raise ValueError(f"{name}: got strides {strides} bytes, expected at most {MAX_BYTES} either way")
+        largest *= size or 1
+        if stride < 0:
+            below -= (size - 1) * stride
+        else:
+            above += (size - 1) * stride
+    empty = 0 in shape
+    if largest > MAX_BYTES or (not empty and below + above > MAX_BYTES):
+        raise ValueError(
+            f"{name}: got shape {shape} and strides {strides} bytes, expected an extent of at most {MAX_BYTES} bytes"
+        )
+    if empty:
+        return
+    if not data:
+        raise ValueError(f"{name}: got shape {shape} at a null pointer, expected an address")
+    if data + offset < below or data + offset + above > 2**64:
+        raise ValueError(f"{name}: got an array that begins or ends outside of the 64-bit address space")
+
+
+def row_major(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    return tuple(itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _device(kind: int, number: int) -> str:

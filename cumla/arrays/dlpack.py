@@ -66,9 +66,16 @@ def _identify(array: Any) -> str:
             if kind == "jax" and "Tracer" in type(array).__name__:
                 raise TypeError("got a JAX tracer, expected an array with memory: inside jax.jit use cumla.interop.jax")
             return kind
-    if hasattr(array, "__dlpack__") or hasattr(array, "__cuda_array_interface__"):
+    if _speaks_dlpack(array) or hasattr(array, "__cuda_array_interface__"):
         return "other"
-    raise TypeError(f"got {type(array).__name__}, expected an array (NumPy, CuPy, torch, JAX or any with __dlpack__)")
+    raise TypeError(
+        f"got {type(array).__name__}, expected an array (NumPy, CuPy, torch, JAX or any with __dlpack__ and "
+        "__dlpack_device__)"
+    )
+
+
+def _speaks_dlpack(array: Any) -> bool:
+    return hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")
 
 
 class NoCuPyError(ValueError):
@@ -187,17 +194,19 @@ def _borrow_jax(array: Any, name: str, stream: int | None) -> tuple[Any, bool]:
 
 
 def _borrow_other(array: Any, name: str, stream: int | None) -> tuple[Any, bool]:
-    if hasattr(array, "__dlpack__"):
+    if _speaks_dlpack(array):
         return _borrow_dlpack(array, name, stream)
-    return _borrow_cuda_interface(array, stream)
+    return _borrow_cuda_interface(array, name, stream)
 
 
-def _borrow_cuda_interface(array: Any, stream: int | None) -> tuple[Any, bool]:
+def _borrow_cuda_interface(array: Any, name: str, stream: int | None) -> tuple[Any, bool]:
     """The only way to Numba's device arrays. It leaves it to us to wait for the producer's stream."""
     interface = array.__cuda_array_interface__
     dtype = np.dtype(interface["typestr"])
     pointer, read_only = interface["data"]
-    strides = interface.get("strides") or row_major(interface["shape"], dtype.itemsize)
+    shape = tuple(interface["shape"])
+    strides = interface.get("strides") or capsule.row_major(shape, dtype.itemsize)
+    capsule.check_extent(name, pointer, 0, shape, strides, dtype.itemsize)
     device = _device_of_pointer(pointer) if pointer else 0
     user, producer = _user_stream(stream), interface.get("stream")
     if producer is not None and producer != user:
@@ -205,7 +214,7 @@ def _borrow_cuda_interface(array: Any, stream: int | None) -> tuple[Any, bool]:
         with cuda.Device(device):
             streams.of_handle(user, device).wait_event(_recorded(streams.of_handle(producer, device)))
     owner = _UntilDone(array, device, user)
-    native = _over_device_memory(pointer, interface["shape"], strides, dtype, device, owner)
+    native = _over_device_memory(pointer, shape, strides, dtype, device, owner)
     return _as_bytes_if_float8(native), bool(read_only)
 
 
@@ -219,11 +228,8 @@ _BORROW: dict[str, Callable[[Any, str, int | None], tuple[Any, bool]]] = {
 
 
 def _borrow_dlpack(array: Any, name: str, stream: int | None = None) -> tuple[Any, bool]:
-    device_type, device_id = (int(x) for x in array.__dlpack_device__())
+    device_type, device_id = _device_of(array, name)
     on_device = device_type == KDL_CUDA
-    if device_type not in (KDL_CPU, KDL_CUDA):
-        what = {KDL_CUDA_HOST: "pinned host", KDL_CUDA_MANAGED: "managed"}.get(device_type, f"type {device_type}")
-        raise ValueError(f"{name}: got an array in {what} memory, expected plain CPU or CUDA device memory")
     user = {"stream": _user_stream(stream)} if on_device else {}
     try:
         held = array.__dlpack__(**user, max_version=(1, 1))
@@ -236,12 +242,7 @@ def _borrow_dlpack(array: Any, name: str, stream: int | None = None) -> tuple[An
             f"{name}: got DLPack type code {tensor.code}, {tensor.bits} bits, {tensor.lanes} lanes, "
             "which has no counterpart in NumPy"
         )
-    shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
-    if tensor.strides:
-        strides = tuple(tensor.strides[i] * dtype.itemsize for i in range(tensor.ndim))
-    else:
-        strides = row_major(shape, dtype.itemsize)
-    address = (tensor.data or 0) + tensor.byte_offset
+    address, shape, strides = capsule.described(tensor, dtype.itemsize, name)
     held = capsule.Borrowed(held)
     if on_device:
         owner = _UntilDone((array, held), device_id, user["stream"])
@@ -252,12 +253,29 @@ def _borrow_dlpack(array: Any, name: str, stream: int | None = None) -> tuple[An
     return np.asarray(holder).view(dtype), read_only
 
 
+def _device_of(array: Any, name: str) -> tuple[int, int]:
+    """DLPack's type and number of the device that an array says it is on, one that cumla takes arrays of."""
+    said = array.__dlpack_device__()
+    try:
+        device_type, device_id = map(int, said)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(
+            f"{name}: got {said!r:.80} from __dlpack_device__, expected a device's type and number"
+        ) from None
+    if device_type not in (KDL_CPU, KDL_CUDA):
+        what = {KDL_CUDA_HOST: "pinned host", KDL_CUDA_MANAGED: "managed"}.get(device_type, f"type {device_type}")
+        raise ValueError(f"{name}: got an array in {what} memory, expected plain CPU or CUDA device memory")
+    if device_type == KDL_CUDA and not 0 <= device_id < _cupy().cuda.runtime.getDeviceCount():
+        raise ValueError(f"{name}: got an array on CUDA device {device_id}, expected a device that CuPy finds")
+    return device_type, device_id
+
+
 @functools.lru_cache(maxsize=4096)
 def row_major_at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> Any:
     """A buffer of a compiled program as a CuPy array, 8-bit floats as bytes. Nothing is kept alive or waited for: the
     program sees to both. The array is kept, as a program has its buffers in the same places again and again."""
     dtype = np.dtype(np.uint8) if dtype in FLOAT8_TYPES else np.dtype(dtype)
-    return _over_device_memory(address, shape, row_major(shape, dtype.itemsize), dtype, device, None)
+    return _over_device_memory(address, shape, capsule.row_major(shape, dtype.itemsize), dtype, device, None)
 
 
 class _UntilDone:
@@ -317,10 +335,6 @@ class _HostMemory:
             "typestr": typestr,
             "data": (address, read_only),
         }
-
-
-def row_major(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    return tuple(itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _over_device_memory(

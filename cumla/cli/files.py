@@ -33,7 +33,10 @@ def check_outputs(outputs: Mapping[str, Path | None], read: Path | None = None) 
 
 def check_writable(option: str, path: Path) -> None:
     """Raises InputError for a file that could not be written, as far as can be told before."""
-    target = path if path.exists() else path.parent
+    try:
+        target = path if path.exists() else path.parent
+    except OSError as error:  # a name that is too long
+        raise InputError(f"{option}: cannot write {str(path)!r:.80}: {error.strerror or error}") from None
     if path.is_dir():
         raise InputError(f"{option}: {path} is a folder, expected a file")
     if not target.exists():

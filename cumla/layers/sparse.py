@@ -329,11 +329,12 @@ class _Run:
                 dequantize_and_gather_k_cache(
                     workspace,
                     compressed.cache,
-                    seq_lens // ratio,
+                    seq_lens,
                     None,
                     table,
                     compressed.cache.shape[1],
                     0,
+                    compress_ratio=ratio,
                     layout=self.layer.layout,
                     backend=self.backend,
                 )

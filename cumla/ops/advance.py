@@ -30,7 +30,7 @@ def advance_step(
     num_seqs           sequences of the batch, those that only pad it included
     num_queries        real sequences, the first ones
     block_size         tokens of a page
-    input_tokens       [>= num_seqs] int64 or int32, written: the sampled token
+    input_tokens       [>= num_seqs] int64 or int32, written: the sampled token, -1 if int32 cannot hold it
     sampled_token_ids  [>= num_queries] or [>= num_queries, 1] int64 or int32
     input_positions    [>= num_seqs] int64 or int32, written: the token's position, which is the old length
     seq_lens           [>= num_queries] int32, tokens of each sequence; one more afterwards

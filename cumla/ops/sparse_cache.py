@@ -91,6 +91,7 @@ def dequantize_and_gather_k_cache(
     block_size: int | None = None,
     offset: int = 0,
     *,
+    compress_ratio: int = 1,
     layout: CacheLayout | str | None = None,
     backend: str | None = None,
     stream: Any = None,
@@ -106,6 +107,8 @@ def dequantize_and_gather_k_cache(
     block_table  [R, B] int32, page of each block_size positions
     block_size   tokens of a page; None: told by the cache
     offset       first row of `out` that is written
+    compress_ratio  positions that a row of the cache stands for: a request has seq_lens[r] // compress_ratio rows, of
+                 which gather_lens and block_size count
     layout       a CacheLayout or the name of one; None: told by the size of a token, of raw pages by the width of `out`
 
     A value is e4m3 times scale in float32, rounded once to out's type. Lengths are clamped to what exists
@@ -116,6 +119,7 @@ def dequantize_and_gather_k_cache(
     """
     check_optional_size(block_size=block_size)
     check_integers(0, offset=offset)
+    check_integers(1, 2**31 - 1, compress_ratio=compress_ratio)
     call = Call(backend, stream)
     out = call.array("out", out, FLOATS, ("R", -1, -1), writable=True)
     layout = cache_layout(call, "k_cache", k_cache, layout, block_size, out.shape[2])
@@ -131,7 +135,9 @@ def dequantize_and_gather_k_cache(
         raise ValueError(f"offset: got {offset}, expected at most {out.shape[1]}, the rows of out")
     if out.size:
         with call.kernels("sparse_cache") as kernels:
-            kernels.dequantize_and_gather_k_cache(out, pages, seq_lens, gather_lens, block_table, offset)
+            kernels.dequantize_and_gather_k_cache(
+                out, pages, seq_lens, gather_lens, block_table, offset, compress_ratio
+            )
 
 
 @launch_cached

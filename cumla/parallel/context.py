@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import dlpack, streams
+from ..arrays import capsule, dlpack, streams
 from ..kernels.types.plan import DecodePlan, DenseDecodePlan, Workspace, aligned_bytes, piece
 from ..kernels.types.shard import Shard
 from ..layers.sparse import Observer, not_observed
@@ -180,7 +180,7 @@ class ContextAttention:
         memory = self._array("pieces", (size * nbytes,), BYTE, q)
 
         def pieces(first: int, shape: tuple[int, ...], dtype: Any) -> Any:
-            inner = dlpack.row_major(shape, dtype.itemsize)
+            inner = capsule.row_major(shape, dtype.itemsize)
             return piece(memory, first, (size, *shape), dtype, (nbytes, *inner))
 
         parts, lses = pieces(0, out.shape, q.dtype), pieces(at_lse, out.shape[:-1], FLOAT32)

@@ -27,7 +27,9 @@ def advance_step(
     slots[rows] = np.where(blocks >= 0, blocks * block_size + offsets[rows], -1)
     slots[slots > INT32_MAX] = -1
 
-    input_tokens[:num_queries] = sampled_token_ids[:num_queries]
+    sampled, tokens = sampled_token_ids[:num_queries], input_tokens[:num_queries]
+    tokens[:] = sampled
+    tokens[tokens != sampled] = -1  # int64 that int32 cannot hold
     input_positions[:num_queries] = positions
     seq_lens[:num_queries] = np.minimum(positions + 1, INT32_MAX)
     slot_mapping[:num_queries] = slots

@@ -6,6 +6,7 @@ import numpy as np
 
 from ..types.segments import V_DIM, Pages, packed_rows
 from .dense_cache import E4M3_VALUES
+from .softmax import exponentials
 from .sparse_attention import merge_attn_states
 
 SCORES_AT_ONCE = 4 << 20  # 16 MiB of float32
@@ -86,7 +87,7 @@ def _attend(scores: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
     top = scores.max(axis=-1, initial=-np.inf)
     empty = np.isneginf(top)
     scores -= np.where(empty, np.float32(0), top)[..., None]
-    weights = np.exp(scores, out=scores)
+    weights = exponentials(scores)
     total = np.where(empty, np.float32(1), weights.sum(axis=-1))
     out = np.matmul(weights, values) / total[..., None]
     return out, np.where(empty, np.float32(np.inf), top + np.log(total))

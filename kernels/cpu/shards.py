@@ -11,6 +11,7 @@ from ..numba_common.compiled import compiled
 from ..reference.shards import local_block_table
 from ..types.shard import Shard
 from .rows import find_request, lookup_slot
+from .softmax import LEAST_FLOAT32, exponential
 from .threads import share_out
 
 __all__ = ["local_block_table", "local_seq_lens", "local_slot_mapping", "localise_indices", "merge_partials"]
@@ -127,7 +128,7 @@ def _merge(first_row, end_row, parts, lses, attn_sink, all_weights, out, lse):
         empty = top == -np.inf
         total = np.float32(0)
         for i in range(count):
-            weights[i] = np.float32(0) if empty else np.exp(weights[i] - top)
+            weights[i] = np.float32(0) if empty else exponential(weights[i] - top, LEAST_FLOAT32)
             total += weights[i]
         lse[request, head, query] = np.float32(np.inf) if empty else top + np.log(total)
         whole = total

@@ -14,9 +14,11 @@ import numpy as np
 from ..numba_common.compiled import compiled
 from ..types.segments import V_DIM, Segment
 from .rows import Geometry, copy_row, flat, float32_of_bfloat16, geometry_of, read_row, round_to_bfloat16
+from .softmax import LEAST_FLOAT32, LEAST_FLOAT64, exponential, exponentials
 from .threads import for_each
 
 PRECISE_SCORE = 1024.0  # of scores beyond, float32 leaves too few digits to what they differ by
+LARGE_VALUE = np.float32(2.0**100)  # of smaller ones, weights that are left out as too small are negligible
 Gather = Callable[[int, np.ndarray], int]  # fills rows of a token and says how many there are
 
 
@@ -142,7 +144,7 @@ class _Buffers:
         np.matmul(self.queries, rows.T, out=scores)
         if precise:
             scores *= softmax_scale
-        fits = _softmax(scores, sink, self.max_logits, self.lse, self.share)
+        fits = _softmax(scores, rows, sink, self.max_logits, self.lse, self.share)
         np.matmul(scores, rows[:, :V_DIM], out=self.result)
         if out.dtype == np.float32:
             np.multiply(self.result, self.share[:, None], out=out, casting="same_kind")
@@ -207,18 +209,22 @@ def _scaled(queries: np.ndarray, q_bits: np.ndarray, softmax_scale: float) -> No
 
 
 @compiled(nogil=True)
-def _softmax(scores: np.ndarray, sink: np.ndarray, max_logits: np.ndarray, lse: np.ndarray, share: np.ndarray) -> bool:
+def _softmax(
+    scores: np.ndarray, rows: np.ndarray, sink: np.ndarray, max_logits: np.ndarray, lse: np.ndarray, share: np.ndarray
+) -> bool:
     """Scores become weights in place; `share` is what the weighted sum is multiplied by at the end.
 
-    Returns whether all scores were finite, and what differs between those that count is within float32's digits.
+    Returns whether all scores were finite, what differs between those that count is within float32's digits, and
+    weights that are left out as too small are negligible.
     """
-    fits = True
+    fits, all_kept = True, True
+    least = scores.dtype.type(LEAST_FLOAT32 if scores.itemsize == 4 else LEAST_FLOAT64)
     for head in range(len(scores)):
         row = scores[head]
-        top = row[0]
+        top, low = row[0], row[0]
         check = row[0] - row[0]  # 0, or NaN once a score is no number
         for j in range(len(row)):
-            top = max(top, row[j])
+            top, low = max(top, row[j]), min(low, row[j])
             check += row[j] - row[j]
         if check != 0:
             fits = False
@@ -226,13 +232,25 @@ def _softmax(scores: np.ndarray, sink: np.ndarray, max_logits: np.ndarray, lse: 
                 top = top if row[j] == row[j] else row[j]
         total = 0.0
         for j in range(len(row)):
-            row[j] = np.exp(row[j] - top)
+            row[j] = exponential(row[j] - top, least)
             total += row[j]
         fits = fits and abs(top) < PRECISE_SCORE
+        all_kept = all_kept and low - top >= least
         log_sum = top + np.log(total)
         max_logits[head], lse[head] = top, log_sum
         share[head] = 1.0 / (total * (1.0 + np.exp(np.float64(sink[head]) - log_sum)))
-    return fits
+    return fits and (all_kept or not _has_large_values(rows))
+
+
+@compiled(nogil=True)
+def _has_large_values(rows: np.ndarray) -> bool:
+    for j in range(len(rows)):  # "for row in rows" and an end in the middle of one would not be vectorised
+        row, found = rows[j], False
+        for d in range(V_DIM):
+            found |= abs(row[d]) >= LARGE_VALUE
+        if found:
+            return True
+    return False
 
 
 @compiled(nogil=True)
@@ -260,7 +278,7 @@ def merge_attn_states(
     lse[np.isposinf(lse)] = -np.inf  # +inf says that nothing was attended
     top = lse.max(axis=0)
     empty = np.isneginf(top)
-    weights = np.exp(lse - np.where(empty, np.float32(0), top))
+    weights = exponentials(lse - np.where(empty, np.float32(0), top))
     total = np.where(empty, np.float32(1), weights.sum(axis=0))
     share = (weights / total).transpose(0, 2, 1)[..., None]
     merged = np.zeros(output.shape, np.float32)

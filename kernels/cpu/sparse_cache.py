@@ -54,7 +54,9 @@ def dequantize_and_gather_k_cache(
     gather_lens: np.ndarray | None,
     block_table: np.ndarray,
     offset: int,
+    compress_ratio: int,
 ) -> None:
+    seq_lens = seq_lens.astype(np.int64) // compress_ratio
     lens = np.minimum(np.maximum(seq_lens if gather_lens is None else gather_lens, 0), seq_lens).astype(np.int64)
     rows = np.maximum(np.minimum(lens, out.shape[1] - offset), 0)
     starts = np.zeros(len(rows) + 1, np.int64)
@@ -62,7 +64,7 @@ def dequantize_and_gather_k_cache(
     values = np.empty((int(starts[-1]), pages.layout.head_dim), np.float32)
     share_out(
         len(values), values.shape[1] * TO_DEQUANTIZE, _gather,
-        values, pages.bytes, seq_lens.astype(np.int64) - lens, starts, block_table, geometry_of(pages),
+        values, pages.bytes, seq_lens - lens, starts, block_table, geometry_of(pages),
     )  # fmt: skip
     kept = pages.layout.quantized_dim  # what follows is bfloat16 in the cache
     with np.errstate(over="ignore", invalid="ignore"):  # a float16 output may overflow to infinity

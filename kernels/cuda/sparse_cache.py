@@ -70,7 +70,13 @@ def insert(
 
 
 def dequantize_and_gather_k_cache(
-    out: Any, pages: Pages, seq_lens: Any, gather_lens: Any | None, block_table: Any, offset: int
+    out: Any,
+    pages: Pages,
+    seq_lens: Any,
+    gather_lens: Any | None,
+    block_table: Any,
+    offset: int,
+    compress_ratio: int,
 ) -> None:
     requests, num_rows = out.shape[0], out.shape[1] - offset
     if num_rows == 0:
@@ -92,7 +98,7 @@ def dequantize_and_gather_k_cache(
             out.data.ptr + offset * out.strides[1], request_stride, token_stride, num_rows,
             pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size,
             seq_lens, pointer(gather_lens), block_table, strides(block_table)[0], requests,
-            block_table.shape[1],
+            block_table.shape[1], compress_ratio,
         ),
         overlap=True,
     )  # fmt: skip

@@ -48,6 +48,8 @@ def advance_kernel(
         token, position, slot = np.int64(0), np.int64(0), np.int64(-1)  # of padding
         if i < num_queries:
             token = np.int64(sampled_token_ids[i])
+            if input_tokens.itemsize == 4 and not -INT32_MAX - 1 <= token <= INT32_MAX:
+                token = np.int64(-1)
             position = np.int64(seq_lens[i])  # the first that the sequence does not have yet
             slot = np.int64(lookup_slot(block_tables, i, position, block_size))
             seq_lens[i] = min(position + 1, INT32_MAX)

@@ -81,21 +81,27 @@ def insert_kernel(k, rope, kind, slots, pages, g, powers_of_two):
 
 
 def dequantize_and_gather_k_cache(
-    out: Any, pages: Pages, seq_lens: Any, gather_lens: Any | None, block_table: Any, offset: int
+    out: Any,
+    pages: Pages,
+    seq_lens: Any,
+    gather_lens: Any | None,
+    block_table: Any,
+    offset: int,
+    compress_ratio: int,
 ) -> None:
     requests, num_rows = out.shape[0], out.shape[1] - offset
     if num_rows:
         launch(
             gather_kernel, requests * num_rows, THREADS,
             out, kind_of(out), pages.bytes, geometry_of(pages), seq_lens,
-            NO_VECTOR if gather_lens is None else gather_lens, block_table, offset, num_rows,
+            NO_VECTOR if gather_lens is None else gather_lens, block_table, offset, num_rows, compress_ratio,
         )  # fmt: skip
 
 
-def gather_kernel(out, kind, pages, g, seq_lens, gather_lens, block_table, offset, num_rows):
+def gather_kernel(out, kind, pages, g, seq_lens, gather_lens, block_table, offset, num_rows, compress_ratio):
     """A thread block takes a row of `out`, a thread every blockDim.x-th value of it."""
     request, row = cuda.blockIdx.x // num_rows, cuda.blockIdx.x % num_rows
-    seq_len = np.int64(seq_lens[request])
+    seq_len = np.int64(seq_lens[request]) // compress_ratio
     gathered = seq_len
     if len(gather_lens):
         gathered = min(np.int64(gather_lens[request]), seq_len)

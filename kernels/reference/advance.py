@@ -20,9 +20,11 @@ def advance_step(
     slot_mapping: np.ndarray,
     block_tables: np.ndarray,
 ) -> None:
+    tokens = np.iinfo(input_tokens.dtype)
     for i in range(num_queries):
+        token = int(sampled_token_ids[i])
         position = int(seq_lens[i])  # of the sampled token: the first that the sequence does not have yet
-        input_tokens[i] = sampled_token_ids[i]
+        input_tokens[i] = token if tokens.min <= token <= tokens.max else -1
         input_positions[i] = position
         seq_lens[i] = min(position + 1, INT32_MAX)
         slot_mapping[i] = lookup_slot(block_tables, i, position, block_size)

@@ -28,8 +28,9 @@ def dequantize_and_gather_k_cache(
     gather_lens: np.ndarray | None,
     block_table: np.ndarray,
     offset: int,
+    compress_ratio: int,
 ) -> None:
-    for request, seq_len in enumerate(seq_lens.astype(np.int64)):
+    for request, seq_len in enumerate(seq_lens.astype(np.int64) // compress_ratio):
         wanted = seq_len if gather_lens is None else gather_lens[request]
         gather_len = max(0, min(seq_len, wanted, out.shape[1] - offset))
         first = seq_len - max(0, min(seq_len, wanted))

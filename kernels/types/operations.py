@@ -268,7 +268,14 @@ class SparseCache(Protocol):
     ) -> None: ...
 
     def dequantize_and_gather_k_cache(
-        self, out: Array, pages: Pages, seq_lens: Array, gather_lens: Array | None, block_table: Array, offset: int
+        self,
+        out: Array,
+        pages: Pages,
+        seq_lens: Array,
+        gather_lens: Array | None,
+        block_table: Array,
+        offset: int,
+        compress_ratio: int,
     ) -> None: ...
 
     def cp_gather_indexer_k_quant_cache(

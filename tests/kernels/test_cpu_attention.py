@@ -1,6 +1,7 @@
 """What only the CPU's attention has: threads of its own, and float64 for tokens that leave float32."""
 
 import concurrent.futures
+import functools
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 import threadpoolctl
 
 import cumla
-from cumla.kernels.cpu import dense_attention
+from cumla.kernels.cpu import dense_attention, shards, softmax, sparse_attention
 from support.bounds import assert_prefill, assert_within
 from support.lab import BF16, to_float
 
@@ -75,6 +76,103 @@ def test_causal_attention_in_several_steps(rng, monkeypatch, accumulate):
 
 def results(accumulate, given):
     return dict(zip(("out", "lse"), (x.copy() for x in given), strict=True)) if accumulate else {}
+
+
+def subnormal(x):
+    return (x != 0) & (np.abs(x) < np.finfo(x.dtype).tiny)
+
+
+def spread(rng, *shape):
+    """Scores of two such arrays have a standard deviation of 25: a quarter of the weights would be subnormal."""
+    return (rng.standard_normal(shape) * 5).astype(BF16)
+
+
+def sparse_prefill(rng):
+    q, kv = spread(rng, 3, 4, 576), spread(rng, 400, 576)
+    return cumla.sparse_mla_prefill, (q, kv, rng.integers(0, 400, (3, 300), dtype=np.int32)), {}
+
+
+def sparse_decode(rng):
+    cache = cumla.DSV4_FP8.allocate(8, 64)
+    cumla.quantize_and_insert_k_cache(spread(rng, 512, 512), cache, np.arange(512))
+    return (
+        cumla.sparse_mla_decode,
+        (spread(rng, 2, 1, 4, 512), cache, np.arange(512, dtype=np.int32).reshape(2, 1, 256)),
+        {},
+    )
+
+
+def dense_decode(rng):
+    tables = np.arange(8, dtype=np.int32).reshape(2, 4)
+    lens = np.array([256, 200], np.int32)
+    return cumla.dense_mla_decode, (spread(rng, 2, 2, 4, 576), spread(rng, 8, 64, 576), tables, lens), {}
+
+
+def dense_prefill(rng):
+    q, k, v = spread(rng, 60, 4, 192), spread(rng, 200, 4, 192), spread(rng, 200, 4, 128)
+    starts, ends = np.array([0, 25, 60], np.int32), np.array([0, 120, 200], np.int32)
+    return cumla.mha_varlen, (q, k, v, starts, ends), {"causal": True}
+
+
+@pytest.mark.parametrize("problem", [sparse_prefill, sparse_decode, dense_decode, dense_prefill])
+def test_no_weight_of_a_product_is_subnormal(rng, monkeypatch, problem):
+    """A product with subnormal weights takes a hundred times as long."""
+    call, arguments, options = problem(rng)
+    want = call(*arguments, **options, backend="reference")
+    products, matmul = [], np.matmul
+
+    def recorded(a, b, **keywords):
+        products.append(np.array(a))
+        return matmul(a, b, **keywords)
+
+    monkeypatch.setattr(np, "matmul", recorded)
+    out, *_, lse = call(*arguments, **options, backend="cpu")
+    weights = [a for a in products if a.max() == 1 and a.min() == 0]  # of the largest score, and of one far below
+    assert len(weights) >= 2
+    assert not any(subnormal(a).any() for a in products)
+    assert_within("out", to_float(out), to_float(want[0]), 8e-4, 2.01 / 128)
+    assert_within("lse", to_float(lse), to_float(want[-1]), 1e-6, 2.01 / 65536)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_exponentials(dtype):
+    """As NumPy's where those are normal numbers, else 0; NaN stays."""
+    least = {np.float32: softmax.LEAST_FLOAT32, np.float64: softmax.LEAST_FLOAT64}[dtype]
+    near = least + np.linspace(-1e-3, 1e-3, 41).astype(dtype)
+    differences = np.concatenate([np.linspace(0, 1.3 * least, 999), near, [least, -np.inf, np.nan]]).astype(dtype)
+    with np.errstate(under="ignore"):
+        want = np.exp(differences)
+    want[want < np.finfo(dtype).tiny * 1.0001] = 0
+    results = [np.array([softmax.exponential(difference, least) for difference in differences], dtype)]
+    if dtype == np.float32:
+        results.append(softmax.exponentials(differences.copy()))
+    for got in results:
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=np.finfo(dtype).tiny * 1.0001)
+        assert not subnormal(got).any()
+
+
+@pytest.mark.parametrize("gap", [88, 95, 103])
+def test_merged_parts_have_no_subnormal_weight(gap):
+    """The larger part is 0 and the smaller 1: the weight of the smaller is what comes out."""
+    parts, lses = np.zeros((2, 3, 2, 512), np.float32), np.zeros((2, 2, 3), np.float32)
+    parts[1], lses[1] = 1, -gap
+    out, lse = np.ones((3, 2, 512), np.float32), np.ones((2, 3), np.float32)
+    sparse_attention.merge_attn_states(out, parts[0], lses[0], parts[1], lses[1], lse)
+    assert not out.any()
+    out, lse = np.ones((1, 3, 2, 512), np.float32), np.ones((1, 2, 3), np.float32)
+    shards.merge_partials(parts[:, None], lses[:, None], None, out, lse)
+    assert not out.any()
+    assert not lse.any()
+
+
+def test_a_huge_value_of_a_small_weight_counts():
+    """2^-130 of 2^127: the weight would be a subnormal number in float32, and what it adds is not negligible."""
+    q, kv = np.zeros((1, 1, 512), BF16), np.zeros((2, 512), BF16)
+    q[0, 0, 0], kv[1, 0], kv[1, 1] = 1, -130 * np.log(2), 2.0**127
+    call = functools.partial(cumla.sparse_mla_prefill, q, kv, np.array([[0, 1]], np.int32), softmax_scale=1.0)
+    results = call(backend="cpu")
+    assert 0.1 < to_float(results[0])[0, 0, 1] < 0.2
+    assert_prefill(*(to_float(x) for x in (*results, *call(backend="reference"))))
 
 
 def test_calls_from_several_threads(rng):

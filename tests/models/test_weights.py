@@ -1,6 +1,7 @@
 """Weights by transformers' and by the published names, FP8 blocks, and files of them."""
 
 import json
+import os
 
 import ml_dtypes
 import numpy as np
@@ -87,8 +88,8 @@ def test_files(tmp_path, rng):
         np.testing.assert_array_equal(found[name], array)
     data = (tmp_path / "x.safetensors").read_bytes()
     (tmp_path / "x.safetensors").write_bytes(data[:-1])
-    with pytest.raises(ValueError, match="cut off"):
-        safetensors.Checkpoint(tmp_path)["d"]
+    with pytest.raises(ValueError, match=r"^d: x\.safetensors is cut off: it has 103 bytes of data, expected 104"):
+        safetensors.Checkpoint(tmp_path)
     with pytest.raises(ValueError, match="folder: got"):
         safetensors.Checkpoint(tmp_path / "none")
     with pytest.raises(ValueError, match="dtype complex128"):
@@ -215,15 +216,95 @@ def test_what_is_wrong_with_files_is_named(tmp_path):
         ({"shape": "22"}, "describes it as"),
         ({"shape": [True, 4]}, "describes it as"),
         ({"shape": [2**32, 2**32], "data_offsets": [0, 0]}, r"has 0 bytes for \(4294967296, 4294967296\)"),
+        ({"shape": [0, 2**62], "data_offsets": [0, 0]}, "describes it as"),
+        ({"shape": [1] * 65}, "describes it as"),
         ({"dtype": 5}, "describes it as"),
         ({"dtype": "F4"}, "a: got type F4"),
     ],
 )
 def test_headers_that_describe_no_array(change, says, tmp_path):
     header = json.dumps({"a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]} | change}).encode()
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
     with pytest.raises(ValueError, match=says):
         safetensors.Checkpoint(tmp_path)["a"]
+
+
+def file_of(entries, size):
+    """A file with such a header: of pairs, so that a name may be there twice, each with its bytes."""
+    texts = [f'"{name}": {{"dtype": "U8", "shape": [{end - start}], "data_offsets": [{start}, {end}]}}'
+             for name, start, end in entries]  # fmt: skip
+    header = "{" + ", ".join(texts) + "}"
+    return len(header).to_bytes(8, "little") + header.encode() + bytes(size)
+
+
+@pytest.mark.parametrize(
+    ("entries", "size", "says"),
+    [
+        ([("a", 0, 8), ("b", 4, 12)], 12, "^b: model.safetensors has it from byte 4 on, before a ends at 8"),
+        ([("a", 0, 8), ("b", 0, 8)], 8, "^b: model.safetensors has it from byte 0 on, before a ends at 8"),
+        ([("b", 2, 3), ("a", 0, 8)], 8, "^b: model.safetensors has it from byte 2 on, before a ends at 8"),
+        ([("a", 0, 8), ("b", 12, 16)], 16, "^b: model.safetensors has it from byte 12 on, a hole behind a's end at 8"),
+        ([("a", 4, 8)], 8, "^a: model.safetensors has it from byte 4 on, a hole behind the header's end at 0"),
+        ([("a", 0, 8)], 9, "^model.safetensors: got 1 bytes behind the end of a, expected none"),
+        ([], 1, "^model.safetensors: got 1 bytes behind the end of the header"),
+        ([("a", 0, 8), ("b", 8, 16)], 15, "^b: model.safetensors is cut off: it has 15 bytes of data, expected 16"),
+        ([("a", 0, 2**70)], 15, "^a: model.safetensors is cut off: it has 15 bytes of data"),
+        ([("a", 0, 8), ("a", 8, 16)], 16, "^model.safetensors: got no header .*; it has a twice$"),
+    ],
+)
+def test_arrays_fill_a_file(entries, size, says, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(file_of(entries, size))
+    with pytest.raises(ValueError, match=says):
+        safetensors.Checkpoint(tmp_path)
+
+
+def test_arrays_fill_a_file_in_any_order(tmp_path):
+    entries = [("b", 8, 16), ("none", 8, 8), ("a", 0, 8), ("last", 16, 16)]
+    (tmp_path / "model.safetensors").write_bytes(file_of(entries, 16))
+    assert {name: array.shape for name, array in safetensors.Checkpoint(tmp_path).items()} == {
+        name: (end - start,) for name, start, end in entries
+    }
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+def test_what_is_no_file_is_not_opened(name, kind, tmp_path):
+    """Reading a pipe would wait for ever."""
+    if kind == "pipe":
+        os.mkfifo(tmp_path / name)
+    else:
+        (tmp_path / name).mkdir()
+    message = {"pipe": "no regular file", "folder": "a folder"}[kind]
+    with pytest.raises(ValueError, match=f"^{name}: got {message}, expected a file"):
+        safetensors.Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["../x.safetensors", "..", "", "sub/x.safetensors", "/etc/passwd", "./x", "a\0b"])
+def test_an_index_names_files_of_its_folder(file, tmp_path, monkeypatch):
+    safetensors.write(tmp_path / "x.safetensors", {"a": np.zeros(3)})
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+    monkeypatch.setattr(safetensors, "_header", None)  # by which files are opened
+    with pytest.raises(ValueError, match=r"^a: model\.safetensors\.index\.json says that .*, expected a file of its"):
+        safetensors.Checkpoint(folder)
+
+
+def test_an_index_has_an_array_once(tmp_path):
+    array = np.zeros(3, np.float32)
+    index = sharded(tmp_path, a={"x": array}, b={"y": array})
+    second = tmp_path / "other.safetensors.index.json"
+    second.write_text('{"weight_map": {"x": "a.safetensors"}}')
+    assert set(safetensors.Checkpoint(tmp_path)) == {"x", "y"}
+    second.write_text('{"weight_map": {"x": "b.safetensors"}}')
+    with pytest.raises(
+        ValueError, match=r"^x: other\.safetensors\.index\.json says that b\.safetensors has it, another"
+    ):
+        safetensors.Checkpoint(tmp_path)
+    second.unlink()
+    index.write_text('{"weight_map": {"x": "a.safetensors", "x": "b.safetensors"}}')
+    with pytest.raises(ValueError, match=r"index\.json: got no weight_map, .*; it has x twice$"):
+        safetensors.Checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("text", ['{"weight_map": {"a": 5}}', "[]", "[" * 100_000])

@@ -15,6 +15,15 @@ REFERENCE = Lab("reference", on_device=False)
 integers = st.sampled_from((np.int64, np.int32))
 
 
+def token_ids(rng, count, dtype):
+    """Two thirds from a vocabulary, the others at and beside the ends of int32 and of `dtype`."""
+    ids = rng.integers(0, 150_000, count)
+    ends = [end for kind in (np.int32, dtype) for end in (np.iinfo(kind).min, np.iinfo(kind).max)]
+    edges = [end + step for end in ends for step in (-1, 0, 1)]
+    held = [edge for edge in edges if np.iinfo(dtype).min <= edge <= np.iinfo(dtype).max]
+    return np.where(rng.random(count) < 1 / 3, rng.choice(held, count), ids).astype(dtype)
+
+
 def test_every_batch(lab):
     @for_all(
         lab,
@@ -31,7 +40,7 @@ def test_every_batch(lab):
     def check(num_queries, padding, block_size, token_dtype, sampled_dtype, slot_dtype, column, gap, seed):
         rng = np.random.default_rng(seed)
         num_seqs = num_queries + padding
-        sampled = rng.integers(0, 150_000, (num_queries, 1)).astype(sampled_dtype)
+        sampled = token_ids(rng, num_queries, sampled_dtype)[:, None]
         table = fuzzed(rng, (num_queries, 3), 9)
         lens = fuzzed(rng, num_seqs, 4 * block_size)
         results = []
@@ -60,6 +69,16 @@ def test_what_it_does(lab):
     assert lab.get(positions).tolist() == [3, 4, 0, INT32_MAX, -5, 0]
     assert lab.get(seq_lens).tolist() == [4, 5, 1, INT32_MAX, -4, 8]
     assert lab.get(slots).tolist() == [7 * 4 + 3, 2 * 4, 4, -1, -1, -1]
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32])
+def test_token_ids_that_the_input_cannot_hold_are_minus_one(lab, dtype):
+    sampled = np.array([7, INT32_MAX, INT32_MAX + 1, 2**32 + 7, 2**63 - 1, -1, -(2**31), -(2**31) - 1, -(2**63)])
+    tokens, positions, slots = (lab.put(np.full(9, 9, dtype)) for _ in range(3))
+    seq_lens, table = lab.put(np.zeros(9, np.int32)), lab.put(np.zeros((9, 1), np.int32))
+    cumla.advance_step(9, 9, 4, tokens, lab.put(sampled), positions, seq_lens, slots, table, backend=lab.backend)
+    narrow = [7, INT32_MAX, -1, -1, -1, -1, -(2**31), -1, -1]
+    assert lab.get(tokens).tolist() == (sampled.tolist() if dtype == np.int64 else narrow)
 
 
 def test_errors_leave_everything_as_it_was(lab):

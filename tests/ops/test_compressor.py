@@ -416,6 +416,38 @@ def test_numbers_of_any_value_stay_inside(lab, rng, layout, kind, monkeypatch):
     np.testing.assert_array_equal(state, case.state)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.nowhere(when=lambda c: c.simulated and c.get("kind") == "ratio128")  # slow there
+def test_a_start_before_the_batch_is_its_first_token(lab, rng, kind):
+    """No state is taken from in front of the step's own."""
+    case = Case(rng, INDEXER_BF16, kind, tokens=4 if lab.tiny else 9)
+    want, _ = case.run(lab, cache_of(INDEXER_BF16, 4, 16))
+    for start in (-1, -5, -(2**31)):
+        case.starts[0] = start
+        got, _ = case.run(lab, cache_of(INDEXER_BF16, 4, 16))
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.nowhere(when=lambda c: c.simulated and c.get("kind") == "ratio128")  # slow there
+def test_state_blocks_outside_of_the_cache_are_absent(lab, rng, kind):
+    """What lies behind the cache is NaN, and shows in whatever it is read for."""
+    case = Case(rng, INDEXER_BF16, kind, tokens=4 if lab.tiny else 9)
+    blocks = len(case.state)
+    case.state = np.concatenate([case.state, np.full_like(case.state[:8], np.nan)])[:blocks]
+    case.state_slots[:] = -1
+    table = case.table.copy()
+    table[:, ::2] = -1
+    want = None
+    for absent in (-1, blocks, blocks + 3, 2**28 - 1, -(2**31)):
+        case.table = np.where(table < 0, absent, table).astype(np.int32)
+        state = case.state if not lab.on_device else None
+        got, _ = case.run(lab, cache_of(INDEXER_BF16, 4, 16), state)
+        want = got if want is None else want
+        np.testing.assert_array_equal(got, want)
+    assert (want != 7).any(axis=2).sum() >= 2
+
+
 def test_a_window_without_states_gives_nothing(lab, rng):
     case = Case(rng, INDEXER_FP8, "ratio4", tokens=3 if lab.tiny else 9)
     case.table[...] = -1

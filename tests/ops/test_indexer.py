@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import cumla
 import emulation
+from cumla.kernels.cpu import indexer as cpu_kernels
 from cumla.kernels.reference import indexer as reference_kernels
 from cumla.kernels.types.indexer import Rows
 from support.lab import BF16, Lab
@@ -405,6 +406,45 @@ def test_queries(lab, rng, rope_first, is_neox, dtype):
             largest = np.abs(expected[0]).max(axis=2, keepdims=True)
             assert (np.abs(found[0] - expected[0]) <= 1e-6 * largest).all()
             np.testing.assert_allclose(found[1], expected[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32])
+def test_positions_outside_of_the_table_rotate_nothing(lab, rng, dtype):
+    table = rng.uniform(-1, 1, (5, 64)).astype(np.float32)
+    wide = (2**32, -(2**32) + 1, -(2**63)) if dtype == np.int64 else ()
+    for outside in ((-1, -5, 5, 6), (-6, -(2**31), 2**31 - 1, *wide)):
+        positions = np.array([*outside, 0, 4], dtype)
+        q = rng.normal(size=(len(positions), 1, HEAD_DIM)).astype(BF16)
+        arguments = [lab.put(x) for x in (positions, q, table, np.ones((len(q), 1), np.float32))]
+        found, _ = cumla.fused_indexer_q_rope_quant(*arguments, quantize=False, backend=lab.backend)
+        np.testing.assert_array_equal(lab.get(found)[:-2], q[:-2])
+        assert (lab.get(found)[-2:] != q[-2:]).any(axis=(1, 2)).all()
+
+
+def test_scales_of_queries_with_infinities(lab, rng):
+    """The scale is that of the finite numbers: an infinity is e4m3's largest, the others keep their digits."""
+    q = rng.normal(size=(4, 1, HEAD_DIM)).astype(BF16)
+    q[0, 0, 5], q[1, 0, 6], q[2, 0, 7], q[3] = np.inf, -np.inf, np.nan, np.inf
+    arguments = np.full(4, -1), q, np.zeros((1, 64), np.float32), np.ones((4, 1), np.float32)
+    want, weights = cumla.fused_indexer_q_rope_quant(*arguments, backend="reference")
+    values, found = cumla.fused_indexer_q_rope_quant(*map(lab.put, arguments), backend=lab.backend)
+    np.testing.assert_array_equal(lab.get(values).view(np.uint8), want.view(np.uint8))
+    np.testing.assert_allclose(lab.get(found), weights, rtol=1e-6)
+    finite = np.where(np.isfinite(q[:3]), q[:3], 0).astype(np.float32)
+    assert (weights[:3, 0] <= np.abs(finite).max(axis=(1, 2)) / 448 * 2).all()
+
+
+@pytest.mark.parametrize("num_keys", [None, 7, 40])
+@pytest.mark.parametrize("lengths", [False, True])
+def test_columns_to_choose_from_are_within_the_logits(rng, num_keys, lengths):
+    """Whatever starts, ends and lengths are, and where there are more keys than columns."""
+    width, wild = 13, np.append(rng.integers(-20, 60, 500), [-(2**31), 2**31 - 1] * 2).astype(np.int32)
+    rows = Rows(lens=wild) if lengths else Rows(wild, rng.permutation(wild), num_keys=num_keys)
+    first, count = cpu_kernels._columns(rows, len(wild), width)
+    assert (first >= 0).all()
+    assert (count >= 0).all()
+    assert (first + count <= width).all()
+    assert (first + count).max() == (width if num_keys is None or lengths else min(width, num_keys))
 
 
 def test_rope_pairs(rng):

@@ -218,13 +218,16 @@ def test_gather(lab, layout, dtype):
         gathers=st.booleans(),
         out_gaps=st.sampled_from(((0, 0, 0), (0, 1, 3), (0, 16, 0), (0, 0, 8))),
         narrowed=st.booleans(),
+        ratio=st.sampled_from((1, 4, 128)),
         **places,
     )
-    def check(requests, rows, first_row, gathers, out_gaps, narrowed, block_size, num_blocks, gap, offset, seed):
+    def check(requests, rows, first_row, gathers, out_gaps, narrowed, ratio, block_size, num_blocks, gap, offset, seed):
         rng = np.random.default_rng(seed)
         columns = -(-max(rows, 1) // block_size) + 1
         table = fuzzed(rng, (requests, columns + 2), num_blocks)
         seq_lens = gather_lengths(rng, requests, rows)
+        if ratio > 1:  # rows that are complete, and some positions more
+            seq_lens = (np.clip(seq_lens, 0, (2**31 - 1) // ratio - 1) * ratio + rng.integers(ratio)).astype(np.int32)
         gather_lens = gather_lengths(rng, requests, rows) if gathers else None
         before = rng.standard_normal((requests, first_row + rows, layout.head_dim)).astype(dtype)
         caches = pair_of_caches(lab, REFERENCE, rng, layout, num_blocks, block_size, gap, offset)
@@ -234,7 +237,7 @@ def test_gather(lab, layout, dtype):
             block_table = place.put(table)[:, :columns] if narrowed else place.put(table[:, :columns].copy())
             cumla.dequantize_and_gather_k_cache(
                 out.array, cache.array, place.put(seq_lens), place.put(gather_lens), block_table, block_size,
-                first_row, layout=layout, backend=place.backend,
+                first_row, compress_ratio=ratio, layout=layout, backend=place.backend,
             )  # fmt: skip
             out.assert_margins()
             results.append(out.get())

@@ -109,3 +109,35 @@ class ForeignVersioned(Foreign):
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
         self.stream = stream
         return self._export(KINDS[1], lambda tensor: ManagedVersioned(1, 0, None, RELEASE, 0, tensor))
+
+
+class Described(Foreign):
+    """An array of host memory whose capsule is what the keywords make it, whether that is so or not.
+
+    device   what the array itself says
+    version  None: a capsule of DLPack 0
+    fields   of DLTensor; shape and strides are sequences of integers, or None for a null pointer
+    """
+
+    def __init__(self, array, device=(1, 0), version=(1, 0), flags=0, **fields):
+        super().__init__(array)
+        self.device, self.version, self.flags = device, version, flags
+        self.exported = 0
+        for name in fields.keys() & {"shape", "strides"}:
+            given = fields[name]
+            fields[name] = None if given is None else (ctypes.c_int64 * max(1, len(given)))(*given)
+        self.fields = fields
+
+    def __dlpack_device__(self):
+        return self.device
+
+    def __dlpack__(self, *, stream=None, max_version=None):
+        self.exported += 1
+        return self._export(KINDS[self.version is not None], self._managed)
+
+    def _managed(self, tensor):
+        for name, value in self.fields.items():
+            setattr(tensor, name, value)
+        if self.version is None:
+            return Managed(tensor, None, RELEASE)
+        return ManagedVersioned(*self.version, None, RELEASE, self.flags, tensor)

@@ -16,7 +16,9 @@ advance_step(int num_seqs, int num_queries, int block_size, TOKEN* input_tokens,
     int position = 0, slot = -1;
     if (i < num_queries) {
         position = seq_lens[i * lens_stride];  // of the sampled token: the first that the sequence does not have yet
-        token = TOKEN(sampled_token_ids[i * sampled_stride]);
+        int64 sampled = sampled_token_ids[i * sampled_stride];
+        token = TOKEN(sampled);
+        if (token != sampled) token = -1;  // an int64 that int cannot hold
         slot = lookup_slot({block_tables, table_stride, num_queries, table_columns}, int(i), position, block_size);
         if (position < INT32_LIMIT) seq_lens[i * lens_stride] = position + 1;
     }

@@ -39,13 +39,14 @@ extern "C" __global__ void __launch_bounds__(128)
 dequantize_and_gather_k_cache(OUTPUT* out, int64 request_stride, int64 token_stride, int num_rows, uint8* pages,
                               int64 page_stride, int64 num_slots, int block_size, const int* seq_lens,
                               const int* gather_lens, const int* block_table, int64 table_stride, int requests,
-                              int table_columns) {
+                              int table_columns, int compress_ratio) {
     pdl_wait();
     BlockTable table{block_table, table_stride, requests, table_columns};
     int lane = threadIdx.x % 32;
     int first_row = (blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) * TOKENS;
     for (int request = blockIdx.y; request < requests; request += gridDim.y) {
         int seq_len = seq_lens[request];
+        if (compress_ratio > 1) seq_len /= compress_ratio;
         int gathered = min(gather_lens ? gather_lens[request] : seq_len, seq_len);
         int rows = min(gathered, num_rows);
         PageRow at{-1, 0};

@@ -1,0 +1,99 @@
+"""Every option of every command, given values that it may not take: run, or refused in one line that names it.
+
+A file is named by itself.
+"""
+
+import argparse
+
+import pytest
+
+from cumla.__main__ import Between, ListOf, main, make_parser
+
+INT32_MAX = 2**31 - 1
+VALUES = (
+    "0", "-1", "1.5", "nan", "inf", "", " ", "x", "1e3", "0x10", str(INT32_MAX), str(2**31), str(2**64), str(10**30),
+    "9" * 5000, "1,", ",", "\N{ARABIC-INDIC DIGIT THREE}",
+)  # fmt: skip
+SEEDS = 2**47
+
+
+class RunError(Exception):
+    """What is raised where a command would begin to work."""
+
+
+def commands():
+    (subparsers,) = (action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    return subparsers.choices
+
+
+def arguments():
+    """Commands and what they take, flags left out."""
+    for command, parser in commands().items():
+        for action in parser._actions:
+            if action.nargs != 0:
+                option = action.option_strings[-1] if action.option_strings else action.dest
+                yield pytest.param(command, option, id=f"{command} {option}")
+
+
+def numbers():
+    for command, parser in commands().items():
+        for action in parser._actions:
+            if isinstance(action.type, (Between, ListOf)):
+                bounds = action.type if isinstance(action.type, Between) else action.type.part
+                yield pytest.param(command, action.option_strings[-1], bounds, id=f"{command} {action.dest}")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_run(monkeypatch, tmp_path):
+    def begin(*args, **keywords):
+        raise RunError
+
+    for function in ("check.run", "bench.measure", "warmup.run", "replay.replay", "replay.replay_on_ranks", "info.run"):
+        monkeypatch.setattr(f"cumla.cli.{function}", begin)
+    monkeypatch.setattr("cumla.cli.replay.share_cores", lambda: None)
+    monkeypatch.chdir(tmp_path)
+
+
+def refusal(capsys, *argv):
+    """The line by which arguments are refused; None if they are not."""
+    try:
+        status = main(argv)
+    except RunError:
+        return None
+    (line,) = capsys.readouterr().err.splitlines()
+    assert status == 2, line
+    return line
+
+
+@pytest.mark.parametrize(("command", "option"), list(arguments()))
+def test_any_value_is_taken_or_refused_by_name(capsys, command, option):
+    for value in VALUES:
+        given = [f"{option}={value}"] if option.startswith("-") else ["--", value]
+        line = refusal(capsys, command, *given)
+        assert line is None or option in line or value[:20] in line, (value, line)
+
+
+@pytest.mark.parametrize(("command", "option", "bounds"), list(numbers()))
+def test_numbers_have_two_ends(capsys, command, option, bounds):
+    """Arrays are indexed by 32 bits: a size beyond them is no size of any array."""
+    assert bounds.maximum <= (SEEDS if option == "--seed" else INT32_MAX)
+    for value in (bounds.minimum - 1, bounds.maximum + 1, 2**63, 10**30):
+        line = refusal(capsys, command, f"{option}={value}")
+        assert line.startswith(f"cumla: error: argument {option}: got '{value}', expected an integer from ")
+        assert f"from {bounds.minimum} to {bounds.maximum} " in line
+    parse = make_parser().parse_args
+    for value in (bounds.minimum, bounds.maximum):
+        parsed = getattr(parse([command, f"{option}={value}"]), option.lstrip("-").replace("-", "_"))
+        assert parsed in (value, [value])
+
+
+def test_whole_numbers_are_parsed_within_bounds_alone():
+    """An option whose default is a number, or that is one to a reader, is of a type with two ends."""
+    found = 0
+    for command, parser in commands().items():
+        for action in parser._actions:
+            default = action.default[0] if isinstance(action.default, list) else action.default
+            if isinstance(default, int) or action.metavar in ("N", "TOKENS", "N,N,...") or action.type is int:
+                assert isinstance(action.type, (Between, ListOf)), (command, action.dest)
+                found += 1
+    assert found > 15
