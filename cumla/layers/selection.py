@@ -96,13 +96,19 @@ class _Run:
         lens, table = (dlpack.borrow(getattr(decode, name), name) for name in ("seq_lens", "block_table"))
         each = lens.shape[1] if lens.ndim == 2 else 1
         schedule = decode.schedule_metadata
-        if len(lens) * each != tokens:  # decodes of different lengths: every token is an entry of its own
+        if not decode.packed:  # decodes of different lengths: every token is an entry of its own
             lens, each, schedule = (positions + 1).astype(np.int32) // self.inputs.metadata.compress_ratio, 1, None
             table = block_table[token_to_req]
+        entries = min(len(lens), tokens // each)
+        taken = entries * each
+        if entries < len(lens):
+            lens, table = lens[:entries], table[:entries]
+        if taken < tokens:
+            self.out[taken:tokens] = -1
         indexer_topk(
-            self.q[:tokens].reshape(-1, each, *self.q.shape[1:]), self.inputs.cache, self.weights[:tokens],
+            self.q[:taken].reshape(-1, each, *self.q.shape[1:]), self.inputs.cache, self.weights[:taken],
             self.out.shape[1], context_lens=lens, block_table=table, schedule_metadata=schedule,
-            layout=self.inputs.layout, out=self.out[:tokens], backend=self.backend, workspace=self._scores(),
+            layout=self.inputs.layout, out=self.out[:taken], backend=self.backend, workspace=self._scores(),
         )  # fmt: skip
 
     def prefill(self, chunk: DeepseekV32IndexerPrefillChunkMetadata) -> None:

@@ -20,7 +20,7 @@ from ..dispatch.values import check_kind
 from ..layers.sparse import Observer, not_observed
 from ..metadata.batch import CommonAttentionMetadata
 from ..metadata.builder import ServingConfig
-from ..metadata.indexer import DeepseekV32IndexerMetadata, DeepseekV32IndexerMetadataBuilder
+from ..metadata.indexer import DeepseekV32IndexerMetadata
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata, DeepseekSparseSWAMetadataBuilder
 from ..ops.dense_cache import concat_and_cache_mla
 from ..ops.indices import compute_global_topk_indices_and_lens
@@ -34,6 +34,7 @@ from .products import compute_type, flat, multiply, multiply_groups, stacked
 from .rope import checked_scaling, cos_sin_table, mscale
 from .scratch import Scratch
 from .selection import Indexer
+from .step import StepIndexerMetadataBuilder
 from .weights import V32_ATTENTION, LayerWeights, WeightReader, place_of
 
 FLOAT32 = np.dtype(np.float32)
@@ -128,7 +129,7 @@ class DeepseekV32StepBuilder:
             raise ValueError(f"config.compress_ratios: got {config.compress_ratios}, expected (1,)")
         self.config = config
         self._tokens = DeepseekSparseSWAMetadataBuilder(config, backend)
-        self._indexer = DeepseekV32IndexerMetadataBuilder(config, backend)
+        self._indexer = StepIndexerMetadataBuilder(config, backend)
 
     def build(self, batch: CommonAttentionMetadata) -> DeepseekV32StepMetadata:
         """Metadata of a batch whose block table is that of both caches. Raises ValueError for one that cannot be."""

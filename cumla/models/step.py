@@ -1,10 +1,10 @@
-"""What the V4 layers of one step share: the builders' metadata, and the slots of compressors."""
+"""What the layers of one step share: the indexer's metadata of V4 and V3.2; of V4 all of it, and compressors' slots."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -19,6 +19,15 @@ from ..metadata.indexer import (
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata, DeepseekSparseSWAMetadataBuilder
 
 STATE_BLOCK_SIZES = {4: 4, 128: 8}  # positions of a page of states, by compress ratio
+
+
+class StepIndexerMetadataBuilder(DeepseekV32IndexerMetadataBuilder):
+    """The indexer's builder within a step of whole layers: it takes the same requests as decodes as the window's does.
+
+    Decodes of one length go to the kernels as the base class says, others token by token, from buffers of the builder.
+    """
+
+    flattens_ragged: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,7 @@ class DeepseekV4StepBuilder:
             if self.state_block_sizes.get(ratio, 0) < 1:
                 raise ValueError(f"state_block_sizes: got {dict(self.state_block_sizes)}, expected one for {ratio}")
         self._window = DeepseekSparseSWAMetadataBuilder(config, self.backend)
-        self._indexer = DeepseekV32IndexerMetadataBuilder(config, self.backend) if 4 in self.ratios else None
+        self._indexer = StepIndexerMetadataBuilder(config, self.backend) if 4 in self.ratios else None
         self._buffers: dict[str, Any] = {}
 
     def build(
