@@ -29,7 +29,8 @@ class IndexerInputs:
     cache     uint8 [num_blocks, block_size, 132] (or rows of numbers), of `layout`, with the pages of the cache whose
               rows are selected
     metadata  of the indexer, of the step's batch
-    k         [n, 128], keys of the rows that this step completes; None: they are in the cache already
+    k         [n, 128], keys of the rows that this step completes, one for each slot of the compressed cache's
+              slot_mapping; None: they are in the cache already
     layout    of the cache: INDEXER_FP8, INDEXER_BF16 or INDEXER_F32
     """
 

@@ -39,10 +39,11 @@ def not_observed(op: str) -> AbstractContextManager[Any]:
 class CompressedCache:
     """The compressed rows of one layer and what a step adds to them.
 
-    cache         uint8 [num_blocks, block_size, 584] (or rows of numbers), of the layer's layout
-    block_table   [num_reqs, B] int32
+    cache         uint8 [num_blocks, block_size, 584] (or rows of numbers), of the layer's layout; a page has
+                  compressed_block_size positions of the metadata's config
+    block_table   [num_reqs, B] int32, wide enough for the compressed rows of the longest sequence
     k             [n, 512] bfloat16, rows that this step completes; None: they are in the cache already
-    slot_mapping  [n] int64 or int32, their slots; not looked at without k
+    slot_mapping  [n] int64 or int32, their slots, -1 skips a row; not used without k
     topk_indices  [num_tokens, topk] int32, rows each token selects, in any order, with -1 anywhere among them; those
                   that are not complete at the token's position are absent. None for a C128A layer, which takes all
     indexer       in place of topk_indices: what the step selects rows by
@@ -217,7 +218,7 @@ class _Run:
         if inputs.k is not None:
             with self.observe("insert"):
                 k = dlpack.borrow(inputs.k, "indexer.k")
-                slots = dlpack.borrow(compressed.slot_mapping, "slot_mapping")[: len(k)]
+                slots = dlpack.borrow(compressed.slot_mapping, "slot_mapping")
                 indexer_k_quant_and_cache(k, inputs.cache, slots, backend=self.backend)
         given = {"scores": self._cut("scores", None), "selected": self._cut("selected", tokens)}
 

@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..arrays import dlpack
-from ..metadata.batch import CommonAttentionMetadata
+from ..dispatch.call import INT32, Call
+from ..dispatch.values import check_kind
+from ..metadata.batch import CommonAttentionMetadata, HostLens
 from ..metadata.builder import ServingConfig
 from ..metadata.indexer import (
     DeepseekV32IndexerMetadata,
@@ -17,6 +19,7 @@ from ..metadata.indexer import (
     get_compressed_slot_mapping,
 )
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata, DeepseekSparseSWAMetadataBuilder
+from ..metadata.validation import check_tables
 
 STATE_BLOCK_SIZES = {4: 4, 128: 8}  # positions of a page of states, by compress ratio
 
@@ -100,17 +103,21 @@ class DeepseekV4StepBuilder:
         compressed_block_table  [num_reqs, B] int32, pages of compressed_block_size positions, of the compressed
                                 caches of both ratios and of the indexers; needed where there are such layers
         state_block_tables      by compress ratio, [num_reqs, S] int32, pages of state_block_sizes[ratio] positions.
-                                A state is saved where its page is in the table: those of the last ratio positions
-                                (at ratio 4 of 2 * ratio) before one from which a later step goes on must be
+                                A state is saved where its page is in the table, which has a column for each page of
+                                the sequences, and -1 for none: those of the last ratio positions (at ratio 4 of
+                                2 * ratio) before one from which a later step goes on must be there
 
-        Raises ValueError for a batch that cannot be, or a table that is missing.
+        Raises TypeError or ValueError for a batch that cannot be, and for a table that is missing or too narrow.
         """
         if self.ratios and compressed_block_table is None:
             raise ValueError("compressed_block_table: got None, expected a block table for the compressed caches")
-        tables = state_block_tables or {}
+        check_kind(CommonAttentionMetadata, batch=batch)
+        tables = {} if state_block_tables is None else state_block_tables
+        check_kind(Mapping, state_block_tables=tables)
         for ratio in self.ratios:
             if ratio not in tables:
                 raise ValueError(f"state_block_tables: got ratios {sorted(tables)}, expected {self.ratios}")
+        self._check_tables(batch, compressed_block_table, tables)
         window = self._window.build(0, batch, c128a_block_table=compressed_block_table if 128 in self.ratios else None)
         indexer = None
         if self._indexer is not None:
@@ -128,6 +135,20 @@ class DeepseekV4StepBuilder:
                 self.state_block_sizes[ratio],
             )
         return DeepseekV4StepMetadata(window, indexer, compressors)
+
+    def _check_tables(self, batch: CommonAttentionMetadata, compressed: Any, states: Mapping[int, Any]) -> None:
+        """Raise TypeError or ValueError for tables that do not hold the rows and states of the batch's sequences."""
+        if not self.ratios:
+            return
+        page, call = self.config.compressed_block_size, Call(self.backend)
+        given = {"compressed_block_table": (compressed, page, self.ratios[0])}
+        for ratio in self.ratios:
+            given[f"state_block_tables[{ratio}]"] = states[ratio], self.state_block_sizes[ratio], 1
+        tables = {
+            name: (call.array(name, table, INT32, (batch.num_reqs, -1)), positions, positions_per_row)
+            for name, (table, positions, positions_per_row) in given.items()
+        }
+        check_tables(HostLens.of(batch).seq_lens, tables)
 
     def _slots(
         self, name: str, batch: CommonAttentionMetadata, rows: int, table: Any, block_size: int, ratio: int

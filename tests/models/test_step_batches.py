@@ -48,7 +48,7 @@ class Computed:
             array.reshape(-1, array.shape[2])[rows] = np.nan
 
     def step(self, scheduled, padding):
-        """The output of a step's tokens, the golden one, and the metadata; `padding` tokens follow those of requests."""
+        """The output of a step's tokens, the golden one, and the metadata; `padding` tokens follow the requests'."""
         for _, array, kept in self.kept:
             array[...] = kept
         for request, first, count in scheduled:

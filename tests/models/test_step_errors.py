@@ -215,6 +215,27 @@ def test_metadata_of_another_window_is_named():
     assert of.held() == before
 
 
+TABLES = {
+    "states": ("state", lambda x: x[:, :2], ValueError, "3 columns"),
+    "states that are not int32": ("state", lambda x: x.astype(np.int64), TypeError, "int64"),
+    "states of other requests": ("state", lambda x: x[:2], ValueError, "shape"),
+    "compressed rows": ("compressed", lambda x: x[:, :0], ValueError, "1 columns"),
+    "compressed rows that are not int32": ("compressed", lambda x: x.astype(np.int64), TypeError, "int64"),
+}
+
+
+@pytest.mark.parametrize("wrong", TABLES)
+def test_tables_that_do_not_hold_a_steps_sequences_are_named(wrong):
+    """Sequences of up to 12 tokens: states of 4 positions a page, compressed rows of 256."""
+    pool, change, error, says = TABLES[wrong]
+    made = Started().made
+    batch, tables = made.paged.batch(BATCH)
+    name = {"state": r"state_block_tables\[4\]", "compressed": "compressed_block_table"}[pool]
+    with pytest.raises(error, match=f"^{name}: .*{says}"):
+        made.build(batch, tables | {pool: change(tables[pool])})
+    made.build(batch, tables | {"state": tables["state"][:, :3], "compressed": tables["compressed"][:, :1]})
+
+
 OPTIONS = {
     "layer beyond the model": ("layer", {"layer": 99}, ValueError),
     "layer negative": ("layer", {"layer": -1}, ValueError),
