@@ -131,7 +131,7 @@ class MLACommonImpl:
 
         q           [T, num_heads * (P + 64)] or [T, num_heads, P + 64] bfloat16 or float16, RoPE applied to the
                     last 64 of each head. T may exceed the metadata's tokens, as it does where a captured graph's
-                    batch is padded: those rows of the result are 0
+                    batch is padded
         k_c_normed  [T, 512] of q's dtype
         k_pe        [T, 64] or [T, 1, 64] of q's dtype, RoPE applied
         kv_cache    [num_blocks, block_size, 576] as kv_cache_dtype says, written. Without blocks nothing is
@@ -142,8 +142,9 @@ class MLACommonImpl:
         observe     called with an op's name around each op ("insert", "project", "prefill", "gather", "context",
                     "absorb", "decode")
 
-        Returns output. A step of decodes alone reads nothing back and, after the same shape has run once, allocates
-        nothing but its output, so a CUDA graph can capture it when `output` is given.
+        Returns output; its rows of padding tokens, of the metadata and after them, are 0. A step of decodes alone
+        reads nothing back and, after the same shape has run once, allocates nothing but its output, so a CUDA graph can
+        capture it when `output` is given.
         Raises TypeError or ValueError for an argument that does not fit.
         """
         check_forward(self, q, k_c_normed, k_pe, kv_cache, attn_metadata, output, k_scale, stream)
@@ -155,7 +156,7 @@ class MLACommonImpl:
         k_pe = dlpack.borrow(k_pe, "k_pe").reshape(-1, ROPE_DIM)
         cache = dlpack.borrow(kv_cache, "kv_cache", writable=True)
         decodes, prefills = attn_metadata.decode_metadata, attn_metadata.prefill_metadata
-        num_decode, num_prefill = attn_metadata.num_decode_tokens, attn_metadata.num_prefill_tokens
+        num_decode, num_prefill = attn_metadata.num_attending_decode_tokens, attn_metadata.num_prefill_tokens
         used = num_decode + num_prefill
         with streams.callers(q, framework, stream):
             if not isinstance(q, np.ndarray) and streams.is_capturing():
@@ -172,7 +173,7 @@ class MLACommonImpl:
                     concat_and_cache_mla(
                         k_c_normed, k_pe, cache, slots, self.kv_cache_dtype, k_scale, backend=self.backend
                     )
-            if decodes is not None:
+            if decodes is not None and num_decode:
                 run.decode(q[:num_decode], decodes, heads_out[:num_decode])
             if prefills is not None:
                 new = slice(num_decode, used)
