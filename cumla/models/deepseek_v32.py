@@ -28,7 +28,7 @@ from ..ops.norm_rope import apply_rope, fused_q_kv_rmsnorm, indexer_knorm_rope_a
 from ..ops.sparse_attention import sparse_mla_decode
 from . import caches
 from .checks import check_indexer_metadata, check_options, check_types, check_v32_step
-from .config_checks import check_fixed, check_numbers, numbers_of, rope_of
+from .config_checks import check_absent, check_fixed, check_numbers, numbers_of, rope_of
 from .hidden_states import attend
 from .products import compute_type, flat, multiply, multiply_groups, stacked
 from .rope import checked_scaling, cos_sin_table, mscale
@@ -65,8 +65,22 @@ class DeepseekV32Config:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> DeepseekV32Config:
-        """Of a config.json. Raises ValueError for what is missing, and for sizes and biases that cumla lacks."""
-        check_fixed(config, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, index_head_dim=128, attention_bias=False)
+        """Of a config.json.
+
+        Raises TypeError or ValueError for the configuration of another model, for what is missing, and for sizes and
+        biases that cumla lacks.
+        """
+        check_fixed(
+            config,
+            model_type="deepseek_v32",
+            kv_lora_rank=LATENT,
+            qk_rope_head_dim=ROPE,
+            index_head_dim=128,
+            attention_bias=False,
+        )
+        check_absent(
+            config, "it is of a DeepSeek V4 model", "o_groups", "o_lora_rank", "compress_ratios", "compress_rates"
+        )
         numbers = numbers_of(cls, config, besides=("rope_scaling",))
         rope = rope_of(config)
         if rope and "rope_theta" in rope:
