@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from ..arrays import dlpack, streams
+from ..dispatch.backends import BACKENDS
 from ..dispatch.call import BFLOAT16, Call
-from ..dispatch.values import check_choice, check_integers, in_float32, shown
+from ..dispatch.values import check_choice, check_integers, check_optional_size, in_float32
 from ..kernels.types.plan import DenseDecodePlan, Workspace
 from ..layout import MLA_BF16
 from ..metadata.mla import MLACommonMetadata
@@ -72,14 +73,12 @@ class MLACommonImpl:
         v_head_dim: int = 128,
         backend: str | None = None,
     ) -> None:
-        for name, got, expected in (
-            ("head_size", head_size, MLA_BF16.head_dim),
-            ("num_kv_heads", num_kv_heads, 1),
-            ("kv_lora_rank", kv_lora_rank, KV_LORA_RANK),
-            ("qk_rope_head_dim", qk_rope_head_dim, ROPE_DIM),
-        ):
-            if got != expected:
-                raise ValueError(f"{name}: got {shown(got)}, expected {expected}")
+        check_choice((MLA_BF16.head_dim,), head_size=head_size)
+        check_choice((1,), num_kv_heads=num_kv_heads)
+        check_choice((KV_LORA_RANK,), kv_lora_rank=kv_lora_rank)
+        check_choice((ROPE_DIM,), qk_rope_head_dim=qk_rope_head_dim)
+        check_choice((*BACKENDS, None), backend=backend)
+        check_optional_size(q_lora_rank=q_lora_rank)
         check_integers(1, MAX_HEADS, num_heads=num_heads)
         check_integers(1, qk_nope_head_dim=qk_nope_head_dim, v_head_dim=v_head_dim)
         check_choice(("auto", "fp8", "fp8_e4m3"), kv_cache_dtype=kv_cache_dtype)

@@ -12,12 +12,12 @@ import numpy as np
 
 from ..arrays import dlpack, streams
 from ..dispatch.backends import choose
-from ..dispatch.values import check_choice, check_kind, shown
+from ..dispatch.values import check_choice, check_integers, check_kind, shown
 from ..kernels.types.metadata import C128A_RATIO
-from ..layout import DSV4_FP8, CacheLayout
+from ..layout import DSV4_BF16, DSV4_F32, DSV4_FP8, CacheLayout
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 from ..ops.indices import combine_topk_swa_indices, compute_global_topk_indices_and_lens
-from ..ops.sparse_attention import V_DIM, sparse_mla_decode, sparse_mla_prefill
+from ..ops.sparse_attention import V_DIM, scale_or_default, sparse_mla_decode, sparse_mla_prefill
 from ..ops.sparse_cache import (
     dequantize_and_gather_k_cache,
     indexer_k_quant_and_cache,
@@ -27,6 +27,7 @@ from .prefill_road import ROADS, chunk_roads
 from .selection import IndexerInputs, select_rows
 from .sparse_checks import check_step, refuse_in_capture, tokens_used
 
+LAYOUTS = (DSV4_FP8, DSV4_BF16, DSV4_F32)
 Observer = Callable[[str], AbstractContextManager[Any]]
 
 
@@ -81,6 +82,8 @@ class LayerWorkspace:
         topk         as selected, at ratio 4
         score_bytes  for scores, with an indexer: more than cumla.layers.selection.score_bytes makes fewer launches
         """
+        check_integers(0, topk=topk)
+        check_integers(0, 2**63 - 1, score_bytes=score_bytes)
         framework, native = dlpack.framework_of(q), dlpack.borrow(q, "q")
         tokens, heads, _ = native.shape
 
@@ -114,8 +117,12 @@ class SparseMLALayer:
     layout: CacheLayout = DSV4_FP8
 
     def __post_init__(self) -> None:
-        if self.compress_ratio not in (1, 4, 128):
-            raise ValueError(f"compress_ratio: got {self.compress_ratio}, expected 1, 4 or 128")
+        check_choice((1, 4, 128), compress_ratio=self.compress_ratio)
+        check_integers(1, index_topk=self.index_topk)
+        scale_or_default(self.softmax_scale, V_DIM)
+        check_kind(CacheLayout, layout=self.layout)
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout: got {self.layout.name}, expected one of {[layout.name for layout in LAYOUTS]}")
 
     def step(
         self,

@@ -95,6 +95,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
     reorder_batch_threshold = 1
 
     def __init__(self, config: MLAConfig, backend: str | None = None) -> None:
+        check_kind(MLAConfig, config=config)
         super().__init__(config, backend)
         self.mla_config = config
         self.block_size = self.page_size = config.block_size

@@ -37,6 +37,7 @@ class MLACommonState:
     """
 
     def __init__(self, config: MLAConfig) -> None:
+        check_kind(MLAConfig, config=config)
         self.config = config
         self.chunked_prefill_enabled = config.chunked_prefill_enabled
         self.enable_prefix_caching = config.enable_prefix_caching

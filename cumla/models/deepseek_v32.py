@@ -139,6 +139,7 @@ class DeepseekV32StepBuilder:
     """Builds DeepseekV32StepMetadata of decode-first batches, in buffers that keep their addresses."""
 
     def __init__(self, config: ServingConfig, backend: str | None = None) -> None:
+        check_kind(ServingConfig, config=config)
         if config.compress_ratios != (1,):
             raise ValueError(f"config.compress_ratios: got {config.compress_ratios}, expected (1,)")
         self.config = config
@@ -171,6 +172,8 @@ class DeepseekV32Attention:
         backend: str | None = None,
     ) -> None:
         check_kind(DeepseekV32Config, config=config)
+        if scratch is not None:
+            check_kind(Scratch, scratch=scratch)
         check_kind(Mapping, weights=weights)
         if "q_a_proj.weight" not in weights:
             weights = LayerWeights(weights, layer, V32_ATTENTION)

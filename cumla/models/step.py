@@ -10,9 +10,9 @@ import numpy as np
 
 from ..arrays import dlpack
 from ..dispatch.call import INT32, Call
-from ..dispatch.values import check_kind
+from ..dispatch.values import check_integers, check_kind, shown
 from ..metadata.batch import CommonAttentionMetadata, HostLens
-from ..metadata.builder import ServingConfig
+from ..metadata.builder import MOST_POSITIONS, ServingConfig
 from ..metadata.indexer import (
     DeepseekV32IndexerMetadata,
     DeepseekV32IndexerMetadataBuilder,
@@ -84,10 +84,13 @@ class DeepseekV4StepBuilder:
 
     def __post_init__(self) -> None:
         config = self.config
+        check_kind(ServingConfig, config=config)
+        check_kind(Mapping, state_block_sizes=self.state_block_sizes)
         self.ratios = sorted({ratio for ratio in config.compress_ratios if ratio > 1})
         for ratio in self.ratios:
-            if self.state_block_sizes.get(ratio, 0) < 1:
-                raise ValueError(f"state_block_sizes: got {dict(self.state_block_sizes)}, expected one for {ratio}")
+            if ratio not in self.state_block_sizes:
+                raise ValueError(f"state_block_sizes: got {shown(self.state_block_sizes)}, expected one for {ratio}")
+            check_integers(1, MOST_POSITIONS, **{f"state_block_sizes[{ratio}]": self.state_block_sizes[ratio]})
         self._window = DeepseekSparseSWAMetadataBuilder(config, self.backend)
         self._indexer = StepIndexerMetadataBuilder(config, self.backend) if 4 in self.ratios else None
         self._buffers: dict[str, Any] = {}

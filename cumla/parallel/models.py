@@ -45,6 +45,7 @@ class ShardedDeepseekV4Attention:
     """`DeepseekV4Attention` of one rank: the compressed cache of what `step` is given has the rank's share."""
 
     def __init__(self, attention: DeepseekV4Attention, comm: Communicator) -> None:
+        check_kind(DeepseekV4Attention, attention=attention)
         self.attention = attention
         self._sharded = ShardedSparseMLALayer(attention.attention, comm, backend=attention.backend)
 
@@ -111,6 +112,7 @@ class ShardedDeepseekV32Attention:
     """`DeepseekV32Attention` of one rank: the rows of what `step` is given are the rank's share."""
 
     def __init__(self, attention: DeepseekV32Attention, comm: Communicator) -> None:
+        check_kind(DeepseekV32Attention, attention=attention)
         self.attention = attention
         self._context = ContextAttention(comm, backend=attention.backend)
 

@@ -425,6 +425,10 @@ def test_errors_name_the_argument(rng):
         ({"num_kv_heads": 2}, "num_kv_heads: got 2, expected 1"),
         ({"kv_lora_rank": 256}, "kv_lora_rank: got 256"),
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype: got 'int4'"),
+        ({"head_size": 576.0}, "head_size: got 576.0"),
+        ({"num_heads": 200}, "num_heads: got 200, expected at most 128"),
+        ({"q_lora_rank": 0}, "q_lora_rank: got 0"),
+        ({"backend": "cobol"}, "backend: got 'cobol'"),
     ):
         with pytest.raises(ValueError, match=message):
             impl(**changes)

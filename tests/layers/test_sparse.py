@@ -383,13 +383,17 @@ def test_a_wrong_step_writes_nothing(rng, ratio, change, error, text):
 def test_what_a_layer_itself_holds_is_checked_first(rng):
     lab = Lab("cpu", on_device=False)
     _, arguments, _ = step_of(rng, lab, 1, [40], [1])
-    for layer, text in (
-        (SparseMLALayer(attn_sink=np.zeros(4, np.float32)), "attn_sink: got shape"),
-        (SparseMLALayer(softmax_scale=float("nan")), "softmax_scale: got nan"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            layer.step(**arguments, backend="cpu")
+    with pytest.raises(ValueError, match="attn_sink: got shape"):
+        SparseMLALayer(attn_sink=np.zeros(4, np.float32)).step(**arguments, backend="cpu")
     assert not arguments["swa_cache"].any()
+    for wrong in (
+        {"compress_ratio": 5}, {"compress_ratio": True}, {"compress_ratio": 4.0}, {"index_topk": 0},
+        {"index_topk": 2.5},
+        {"index_topk": 2**31}, {"softmax_scale": float("nan")}, {"softmax_scale": "1"}, {"softmax_scale": 1e300},
+        {"layout": cumla.V32_FP8}, {"layout": None}, {"layout": "DSV4_FP8"},
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match=f"^{next(iter(wrong))}: got"):
+            SparseMLALayer(**wrong)
 
 
 def test_c128a_slots_are_for_the_pages_of_the_cache(rng):
