@@ -150,8 +150,8 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
         self.use_flattening = self.next_n not in self.natively_supported_next_n
         self.num_sms = config.num_sms
         self.compress_ratio = config.indexer_compress_ratio
+        self.page_positions = config.compressed_block_size if self.compress_ratio > 1 else config.block_size
         self._chunks = ChunkBuilder(config, self.compress_ratio)
-        self.page_positions = self._chunks.page_positions
         self.block_size = self.page_positions // self.compress_ratio  # rows of a page
         self._max_columns = -(-config.max_model_len // self.page_positions)
         self._most_entries = config.max_num_seqs * self.next_n

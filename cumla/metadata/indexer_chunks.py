@@ -15,7 +15,6 @@ from ..dispatch.values import check_integers, check_kind, plain_integers, shown
 from ..kernels.types.metadata import IndexerChunk
 from .batch import HostLens, check_lengths, host_integers
 from .builder import ServingConfig, give_view
-from .validation import check_tables
 
 INT32_MAX = 2**31 - 1
 MOST_PARTS = 256  # views that are kept: to cut them takes longer than to fill them
@@ -220,7 +219,6 @@ class ChunkBuilder:
 
     def __init__(self, config: ServingConfig, compress_ratio: int) -> None:
         self.config, self.compress_ratio = config, compress_ratio
-        self.page_positions = config.compressed_block_size if compress_ratio > 1 else config.block_size
         self.workspace_rows = get_max_prefill_buffer_size(config)
         self._space: ChunkArrays | None = None
         self._row_capacity = -1  # of the space, which a first step without rows makes, too
@@ -288,7 +286,6 @@ class ChunkBuilder:
         table = call.array("block_table", block_table, INT32, (-1, -1))
         if len(table) < requests.stop:
             raise ValueError(f"block_table: got {len(table)} rows, expected at least {requests.stop}, one a request")
-        check_tables(seq_lens, {"block_table": (table, self.page_positions, self.compress_ratio)}, requests.start)
         if not total_rows:
             return None
         xp, num_tokens = dlpack.namespace_of(table), int(starts[-1] - starts[0])

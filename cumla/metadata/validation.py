@@ -49,12 +49,12 @@ def check_batch(batch: CommonAttentionMetadata, lens: HostLens, config: ServingC
     _check_computed(batch, lens)
 
 
-def check_tables(seq_lens: np.ndarray, tables: Mapping[str, Table], first: int = 0) -> None:
-    """Raise ValueError for a table that does not cover a sequence. `first` is the request of the first of seq_lens."""
+def check_tables(seq_lens: np.ndarray, tables: Mapping[str, Table]) -> None:
+    """Raise ValueError for a table that does not cover a sequence."""
     longest = int(seq_lens.max(initial=0))
     for name, table in tables.items():
         if longest > _covered(table):
-            raise ValueError(_too_narrow(name, table, first + int(seq_lens.argmax()), longest))
+            raise ValueError(_too_narrow(name, table, int(seq_lens.argmax()), longest))
 
 
 def check_columns(name: str, table: Any, block_size: int, rows: int) -> None:
