@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cumla
-from support.calls import NAMES, arrays, call, is_attention, put
+from support.calls import NAMES, arrays, call, function_of, is_attention, put
 from support.guarded import Guarded
 from support.lab import BF16, Lab
 from support.wrong import WRONG, int32, makes_read_only, ones
@@ -133,6 +133,25 @@ def test_scale(place):
         given = {**arguments, "scale": put(place, scale)}
         with raises_and_writes_nothing(place, given, kind, match=text):
             right.function(**given)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "eps" in inspect.signature(function_of(name)).parameters])
+def test_an_epsilon_that_a_row_of_zeros_needs(place, name):
+    """Every operation with one: none that float32 has no positive number for, and no trouble with the least."""
+    right = call(name)
+    for eps in (0, 0.0, -1e-6, 1e-46, float("inf")):
+        arguments = {key: put(place, value) for key, value in right.arguments.items()} | {"eps": eps}
+        with raises_and_writes_nothing(place, arguments, V, match="^eps: got"):
+            right.function(**{"backend": place.backend, **arguments})
+    zeros = {
+        key: np.zeros_like(value) if getattr(value, "dtype", None) in (BF16, np.float32) else value
+        for key, value in right.arguments.items()
+    }
+    arguments = {key: put(place, value) for key, value in zeros.items()} | {"eps": 2.0**-126}
+    right.function(**{"backend": place.backend, **arguments})
+    for array in (x for value in arguments.values() for x in arrays(value)):
+        host = np.asarray(place.get(array))
+        assert host.dtype.kind in "iub" or np.isfinite(host.astype(np.float32)).all()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -37,7 +37,11 @@ def run(args: argparse.Namespace) -> int:
         if kind not in KINDS:
             raise InputError(f"--kinds: got {kind!r}, expected {', '.join(KINDS)}")
     options = TraceOptions(
-        choose_backend(args.backend), args.kinds or tuple(KINDS), args.heads and tuple(args.heads), args.steps, args.layers
+        choose_backend(args.backend),
+        args.kinds or tuple(KINDS),
+        args.heads and tuple(args.heads),
+        args.steps,
+        args.layers,
     )
     requests = requests_of(args.trace)
     if not options.on_device:

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from ..arrays import dlpack, streams
+from ..dispatch.backends import BACKENDS
 from ..dispatch.call import BFLOAT16, Call
-from ..dispatch.values import check_choice, check_integers, in_float32, shown
+from ..dispatch.values import check_choice, check_integers, check_optional_size, in_float32
 from ..kernels.types.plan import DenseDecodePlan, Workspace
 from ..layout import MLA_BF16
 from ..metadata.mla import MLACommonMetadata
@@ -72,14 +73,12 @@ class MLACommonImpl:
         v_head_dim: int = 128,
         backend: str | None = None,
     ) -> None:
-        for name, got, expected in (
-            ("head_size", head_size, MLA_BF16.head_dim),
-            ("num_kv_heads", num_kv_heads, 1),
-            ("kv_lora_rank", kv_lora_rank, KV_LORA_RANK),
-            ("qk_rope_head_dim", qk_rope_head_dim, ROPE_DIM),
-        ):
-            if got != expected:
-                raise ValueError(f"{name}: got {shown(got)}, expected {expected}")
+        check_choice((MLA_BF16.head_dim,), head_size=head_size)
+        check_choice((1,), num_kv_heads=num_kv_heads)
+        check_choice((KV_LORA_RANK,), kv_lora_rank=kv_lora_rank)
+        check_choice((ROPE_DIM,), qk_rope_head_dim=qk_rope_head_dim)
+        check_choice((*BACKENDS, None), backend=backend)
+        check_optional_size(q_lora_rank=q_lora_rank)
         check_integers(1, MAX_HEADS, num_heads=num_heads)
         check_integers(1, qk_nope_head_dim=qk_nope_head_dim, v_head_dim=v_head_dim)
         check_choice(("auto", "fp8", "fp8_e4m3"), kv_cache_dtype=kv_cache_dtype)
@@ -131,7 +130,7 @@ class MLACommonImpl:
 
         q           [T, num_heads * (P + 64)] or [T, num_heads, P + 64] bfloat16 or float16, RoPE applied to the
                     last 64 of each head. T may exceed the metadata's tokens, as it does where a captured graph's
-                    batch is padded: those rows of the result are 0
+                    batch is padded
         k_c_normed  [T, 512] of q's dtype
         k_pe        [T, 64] or [T, 1, 64] of q's dtype, RoPE applied
         kv_cache    [num_blocks, block_size, 576] as kv_cache_dtype says, written. Without blocks nothing is
@@ -142,8 +141,9 @@ class MLACommonImpl:
         observe     called with an op's name around each op ("insert", "project", "prefill", "gather", "context",
                     "absorb", "decode")
 
-        Returns output. A step of decodes alone reads nothing back and, after the same shape has run once, allocates
-        nothing but its output, so a CUDA graph can capture it when `output` is given.
+        Returns output; its rows of padding tokens, of the metadata and after them, are 0. A step of decodes alone
+        reads nothing back and, after the same shape has run once, allocates nothing but its output, so a CUDA graph can
+        capture it when `output` is given.
         Raises TypeError or ValueError for an argument that does not fit.
         """
         check_forward(self, q, k_c_normed, k_pe, kv_cache, attn_metadata, output, k_scale, stream)
@@ -155,7 +155,7 @@ class MLACommonImpl:
         k_pe = dlpack.borrow(k_pe, "k_pe").reshape(-1, ROPE_DIM)
         cache = dlpack.borrow(kv_cache, "kv_cache", writable=True)
         decodes, prefills = attn_metadata.decode_metadata, attn_metadata.prefill_metadata
-        num_decode, num_prefill = attn_metadata.num_decode_tokens, attn_metadata.num_prefill_tokens
+        num_decode, num_prefill = attn_metadata.num_attending_decode_tokens, attn_metadata.num_prefill_tokens
         used = num_decode + num_prefill
         with streams.callers(q, framework, stream):
             if not isinstance(q, np.ndarray) and streams.is_capturing():
@@ -172,7 +172,7 @@ class MLACommonImpl:
                     concat_and_cache_mla(
                         k_c_normed, k_pe, cache, slots, self.kv_cache_dtype, k_scale, backend=self.backend
                     )
-            if decodes is not None:
+            if decodes is not None and num_decode:
                 run.decode(q[:num_decode], decodes, heads_out[:num_decode])
             if prefills is not None:
                 new = slice(num_decode, used)

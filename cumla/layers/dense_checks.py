@@ -51,7 +51,7 @@ def check_forward(
     call.array("k_pe", rope, same, (-1, K_PE_DIM))
     for name, rows in (("q", native), ("k_c_normed", kv_c), ("k_pe", rope)):
         check_rows(name, rows, used, "tokens")
-    check_cache(call, layer, kv_cache, native.dtype, k_scale)
+    check_cache(call, layer, kv_cache, native.dtype, k_scale, metadata.block_size)
     check_metadata(call, layer, metadata, used, native.dtype)
     if output is not None:
         result = call.borrow("output", output, writable=True)
@@ -64,7 +64,10 @@ def check_forward(
     call.kernels("projection")
 
 
-def check_cache(call: Call, layer: MLACommonImpl, kv_cache: Any, dtype: np.dtype[Any], k_scale: Any) -> None:
+def check_cache(
+    call: Call, layer: MLACommonImpl, kv_cache: Any, dtype: np.dtype[Any], k_scale: Any, block_size: int | None = None
+) -> None:
+    """The same for the cache, whose pages have block_size tokens if that is not None."""
     cache = call.borrow("kv_cache", kv_cache, writable=True)
     if not cache.size:
         return
@@ -74,7 +77,11 @@ def check_cache(call: Call, layer: MLACommonImpl, kv_cache: Any, dtype: np.dtype
         raise TypeError(
             f"kv_cache: got dtype {cache.dtype}, expected {expected} for kv_cache_dtype {layer.kv_cache_dtype!r}"
         )
-    call.pages("kv_cache", kv_cache, plain_rows(layer.head_size, VALUE_TYPES[cache.dtype]), writable=True)
+    pages = call.pages("kv_cache", kv_cache, plain_rows(layer.head_size, VALUE_TYPES[cache.dtype]), writable=True)
+    if block_size not in (None, pages.block_size):
+        raise ValueError(
+            f"kv_cache: got pages of {pages.block_size} tokens, expected {block_size}, the metadata's block_size"
+        )
     if fp8:
         checked_scale(call, k_scale, "k_scale")
 
@@ -87,13 +94,15 @@ def check_metadata(
     check_rows("attn_metadata.slot_mapping", slots, used, "entries")
     decodes, prefills = metadata.decode_metadata, metadata.prefill_metadata
     if decodes is not None:
-        query_len = decodes.max_decode_query_len or 1
-        if metadata.num_decode_tokens % query_len:
+        if not metadata.num_decodes and len(metadata.block_tables):
+            raise ValueError(f"attn_metadata: got {metadata.num_decode_tokens} decode tokens of 0 decodes")
+        query_len, attending = decodes.max_decode_query_len or 1, metadata.num_attending_decode_tokens
+        if prefills is not None and attending != metadata.num_decode_tokens:
             raise ValueError(
-                f"attn_metadata: got {metadata.num_decode_tokens} decode tokens, "
-                f"expected a multiple of {query_len} each"
+                f"attn_metadata: got {metadata.num_decode_tokens} decode tokens before prefills, expected {query_len} "
+                f"for each of {metadata.num_decodes} decodes"
             )
-        requests = metadata.num_decode_tokens // query_len
+        requests = attending // query_len
         for name, shape in (("block_tables", (-1, -1)), ("seq_lens_tensor", (-1,))):
             array = call.array(f"attn_metadata.{name}", getattr(decodes, name), INT32, shape)
             check_rows(f"attn_metadata.{name}", array, requests, "requests")

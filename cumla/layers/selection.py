@@ -29,7 +29,8 @@ class IndexerInputs:
     cache     uint8 [num_blocks, block_size, 132] (or rows of numbers), of `layout`, with the pages of the cache whose
               rows are selected
     metadata  of the indexer, of the step's batch
-    k         [n, 128], keys of the rows that this step completes; None: they are in the cache already
+    k         [n, 128], keys of the rows that this step completes, one for each slot of the compressed cache's
+              slot_mapping; None: they are in the cache already
     layout    of the cache: INDEXER_FP8, INDEXER_BF16 or INDEXER_F32
     """
 
@@ -96,13 +97,19 @@ class _Run:
         lens, table = (dlpack.borrow(getattr(decode, name), name) for name in ("seq_lens", "block_table"))
         each = lens.shape[1] if lens.ndim == 2 else 1
         schedule = decode.schedule_metadata
-        if len(lens) * each != tokens:  # decodes of different lengths: every token is an entry of its own
+        if not decode.packed:  # decodes of different lengths: every token is an entry of its own
             lens, each, schedule = (positions + 1).astype(np.int32) // self.inputs.metadata.compress_ratio, 1, None
             table = block_table[token_to_req]
+        entries = min(len(lens), tokens // each)
+        taken = entries * each
+        if entries < len(lens):
+            lens, table = lens[:entries], table[:entries]
+        if taken < tokens:
+            self.out[taken:tokens] = -1
         indexer_topk(
-            self.q[:tokens].reshape(-1, each, *self.q.shape[1:]), self.inputs.cache, self.weights[:tokens],
+            self.q[:taken].reshape(-1, each, *self.q.shape[1:]), self.inputs.cache, self.weights[:taken],
             self.out.shape[1], context_lens=lens, block_table=table, schedule_metadata=schedule,
-            layout=self.inputs.layout, out=self.out[:tokens], backend=self.backend, workspace=self._scores(),
+            layout=self.inputs.layout, out=self.out[:taken], backend=self.backend, workspace=self._scores(),
         )  # fmt: skip
 
     def prefill(self, chunk: DeepseekV32IndexerPrefillChunkMetadata) -> None:

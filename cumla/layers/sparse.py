@@ -12,12 +12,12 @@ import numpy as np
 
 from ..arrays import dlpack, streams
 from ..dispatch.backends import choose
-from ..dispatch.values import check_choice, check_kind, shown
+from ..dispatch.values import check_choice, check_integers, check_kind, shown
 from ..kernels.types.metadata import C128A_RATIO
-from ..layout import DSV4_FP8, CacheLayout
+from ..layout import DSV4_BF16, DSV4_F32, DSV4_FP8, CacheLayout
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 from ..ops.indices import combine_topk_swa_indices, compute_global_topk_indices_and_lens
-from ..ops.sparse_attention import V_DIM, sparse_mla_decode, sparse_mla_prefill
+from ..ops.sparse_attention import V_DIM, scale_or_default, sparse_mla_decode, sparse_mla_prefill
 from ..ops.sparse_cache import (
     dequantize_and_gather_k_cache,
     indexer_k_quant_and_cache,
@@ -27,6 +27,7 @@ from .prefill_road import ROADS, chunk_roads
 from .selection import IndexerInputs, select_rows
 from .sparse_checks import check_step, refuse_in_capture, tokens_used
 
+LAYOUTS = (DSV4_FP8, DSV4_BF16, DSV4_F32)
 Observer = Callable[[str], AbstractContextManager[Any]]
 
 
@@ -39,10 +40,11 @@ def not_observed(op: str) -> AbstractContextManager[Any]:
 class CompressedCache:
     """The compressed rows of one layer and what a step adds to them.
 
-    cache         uint8 [num_blocks, block_size, 584] (or rows of numbers), of the layer's layout
-    block_table   [num_reqs, B] int32
+    cache         uint8 [num_blocks, block_size, 584] (or rows of numbers), of the layer's layout; a page has
+                  compressed_block_size positions of the metadata's config
+    block_table   [num_reqs, B] int32, wide enough for the compressed rows of the longest sequence
     k             [n, 512] bfloat16, rows that this step completes; None: they are in the cache already
-    slot_mapping  [n] int64 or int32, their slots; not looked at without k
+    slot_mapping  [n] int64 or int32, their slots, -1 skips a row; not used without k
     topk_indices  [num_tokens, topk] int32, rows each token selects, in any order, with -1 anywhere among them; those
                   that are not complete at the token's position are absent. None for a C128A layer, which takes all
     indexer       in place of topk_indices: what the step selects rows by
@@ -80,6 +82,8 @@ class LayerWorkspace:
         topk         as selected, at ratio 4
         score_bytes  for scores, with an indexer: more than cumla.layers.selection.score_bytes makes fewer launches
         """
+        check_integers(0, topk=topk)
+        check_integers(0, 2**63 - 1, score_bytes=score_bytes)
         framework, native = dlpack.framework_of(q), dlpack.borrow(q, "q")
         tokens, heads, _ = native.shape
 
@@ -113,8 +117,12 @@ class SparseMLALayer:
     layout: CacheLayout = DSV4_FP8
 
     def __post_init__(self) -> None:
-        if self.compress_ratio not in (1, 4, 128):
-            raise ValueError(f"compress_ratio: got {self.compress_ratio}, expected 1, 4 or 128")
+        check_choice((1, 4, 128), compress_ratio=self.compress_ratio)
+        check_integers(1, index_topk=self.index_topk)
+        scale_or_default(self.softmax_scale, V_DIM)
+        check_kind(CacheLayout, layout=self.layout)
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout: got {self.layout.name}, expected one of {[layout.name for layout in LAYOUTS]}")
 
     def step(
         self,
@@ -217,7 +225,7 @@ class _Run:
         if inputs.k is not None:
             with self.observe("insert"):
                 k = dlpack.borrow(inputs.k, "indexer.k")
-                slots = dlpack.borrow(compressed.slot_mapping, "slot_mapping")[: len(k)]
+                slots = dlpack.borrow(compressed.slot_mapping, "slot_mapping")
                 indexer_k_quant_and_cache(k, inputs.cache, slots, backend=self.backend)
         given = {"scores": self._cut("scores", None), "selected": self._cut("selected", tokens)}
 

@@ -19,6 +19,7 @@ from ..layout import INDEXER_BF16, INDEXER_F32, INDEXER_FP8
 from ..metadata.batch import host_integers
 from ..metadata.indexer import DeepseekV32IndexerMetadata
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
+from ..metadata.validation import check_columns
 from ..ops.sparse_attention import ROWS, V_DIM, check_heads, scale_or_default
 from .selection import IndexerInputs, score_bytes
 
@@ -52,10 +53,11 @@ def check_step(
         got, expected = ("None", "a CompressedCache") if compressed is None else ("a CompressedCache", "None")
         raise ValueError(f"compressed: got {got}, expected {expected} at compress_ratio {ratio}")
     check_integers(1, **{"metadata.block_size": metadata.block_size})
-    used = tokens_used(metadata)
+    used, positions = tokens_used(metadata), metadata.config.compressed_block_size
     look = call_key(
-        ratio, backend, used, metadata.num_decode_tokens, metadata.num_decodes + metadata.num_prefills,
-        metadata.block_size, metadata.config.compressed_block_size, layer.attn_sink, layer.softmax_scale,
+        ratio, backend, used, -(-(metadata.longest // ratio * ratio) // positions),
+        metadata.num_decode_tokens, metadata.num_decodes + metadata.num_prefills,
+        metadata.block_size, positions, layer.attn_sink, layer.softmax_scale,
         layer.layout.name, q, k, swa_cache, metadata.slot_mapping, metadata.block_table, metadata.seq_lens,
         metadata.query_start_loc, metadata.c128a_decode_topk_lens, out,
         *(() if compressed is None else looks_of(compressed)),
@@ -149,10 +151,14 @@ def check_compressed(
     pages = call.pages("compressed.cache", compressed.cache, layer.layout, writable=True)
     table = call.array("compressed.block_table", compressed.block_table, INT32, (-1, -1))
     check_rows("compressed.block_table", table, metadata.num_decodes + metadata.num_prefills, "requests")
-    if compressed.k is not None:
-        k = call.array("compressed.k", compressed.k, BF16, (-1, V_DIM))
-        slots = call.array("compressed.slot_mapping", compressed.slot_mapping, SLOTS, (-1,))
-        check_rows("compressed.slot_mapping", slots, len(k), "entries")
+    positions = metadata.config.compressed_block_size
+    if pages.block_size * ratio != positions:
+        raise ValueError(
+            f"compressed.cache: got pages of {pages.block_size} rows, expected {positions // ratio}: the builder's "
+            f"config has compressed_block_size = {positions} positions a page"
+        )
+    check_columns("compressed.block_table", table, pages.block_size, metadata.longest // ratio)
+    check_inserted(call, "compressed.k", compressed.k, BF16, V_DIM, compressed.slot_mapping)
     if ratio != C128A_RATIO:
         if compressed.indexer is not None:
             if compressed.topk_indices is not None:
@@ -175,12 +181,6 @@ def check_compressed(
     if metadata.c128a_decode_topk_lens is None:
         raise ValueError(
             "metadata: got one without C128A layers, expected a builder whose config has compress_ratios with 128"
-        )
-    positions = metadata.config.compressed_block_size
-    if pages.block_size * C128A_RATIO != positions:
-        raise ValueError(
-            f"compressed.cache: got pages of {pages.block_size} rows, expected {positions // C128A_RATIO}: the "
-            f"metadata's slots are for compressed_block_size = {positions} positions a page"
         )
     return 0
 
@@ -205,10 +205,7 @@ def check_indexer(
         raise ValueError(
             f"compressed.indexer.metadata: got one of compress_ratio {inputs.metadata.compress_ratio}, expected {ratio}"
         )
-    if inputs.k is not None:
-        k = call.array("compressed.indexer.k", inputs.k, FLOATS, (-1, INDEXER_FP8.head_dim))
-        slots = call.array("compressed.slot_mapping", compressed.slot_mapping, SLOTS, (-1,))
-        check_rows("compressed.slot_mapping", slots, len(k), "entries")
+    check_inserted(call, "compressed.indexer.k", inputs.k, FLOATS, INDEXER_FP8.head_dim, compressed.slot_mapping)
 
 
 def check_workspace(call: Call, workspace: LayerWorkspace, tokens: int, columns: int) -> None:
@@ -239,6 +236,21 @@ def check_selection_memory(
     if scores is not None and len(scores) < score_bytes(inputs):
         raise ValueError(
             f"workspace.scores: got {len(scores)} bytes, expected at least {score_bytes(inputs)}, those of a request"
+        )
+
+
+def check_inserted(
+    call: Call, name: str, k: Any, dtypes: tuple[np.dtype[Any], ...], head_dim: int, slot_mapping: Any
+) -> None:
+    """Raise TypeError or ValueError unless the compressed rows `k`, if there are any, have a slot each."""
+    if k is None:
+        return
+    rows = call.array(name, k, dtypes, (-1, head_dim))
+    slots = call.array("compressed.slot_mapping", slot_mapping, SLOTS, (-1,))
+    if len(slots) != len(rows):
+        raise ValueError(
+            f"compressed.slot_mapping: got {len(slots)} entries, expected {len(rows)}, one for each row of {name} "
+            "(-1 skips it)"
         )
 
 

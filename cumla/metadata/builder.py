@@ -12,10 +12,12 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from ..arrays import dlpack
+from ..dispatch.backends import BACKENDS
 from ..dispatch.call import INT32, SLOTS, Call
 from ..dispatch.launch_cache import MOST_KNOWN, call_key
-from ..dispatch.values import check_integers, check_kind, plain, shown
+from ..dispatch.values import check_choice, check_integers, check_kind, plain, shown
 from ..kernels.types.metadata import SPLIT_PAGES
+from ..ops.sparse_attention import MAX_HEADS
 from .batch import CommonAttentionMetadata, host_array
 from .vllm_helpers import reorder_batch_to_split_decodes_and_prefills
 
@@ -43,7 +45,7 @@ class ServingConfig:
     block_size              tokens of a page of the window cache
     compressed_block_size   positions (not rows) that a page of a compressed cache covers
     index_topk              entries the indexer selects
-    num_heads               query heads on this device
+    num_heads               query heads on this device, at most 128
     num_speculative_tokens  draft tokens a decode may carry beside its own
     max_num_batched_tokens  query tokens of a step
     max_num_seqs            requests of a step
@@ -69,7 +71,8 @@ class ServingConfig:
 
     def __post_init__(self) -> None:
         numbers = {name: value for name, value in vars(self).items() if name != "compress_ratios"}
-        check_integers(0, num_speculative_tokens=numbers.pop("num_speculative_tokens"))
+        check_integers(0, 2**31 - 2, num_speculative_tokens=numbers.pop("num_speculative_tokens"))
+        check_integers(1, MAX_HEADS, num_heads=numbers.pop("num_heads"))
         check_integers(1, 2**63 - 1, max_logits_bytes=numbers.pop("max_logits_bytes"))
         for name in ("block_size", "compressed_block_size"):
             check_integers(1, MOST_POSITIONS, **{name: numbers.pop(name)})
@@ -184,6 +187,8 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
     reorder_batch_threshold: int | None = None
 
     def __init__(self, config: ServingConfig, backend: str | None = None) -> None:
+        check_kind(ServingConfig, config=config)
+        check_choice((*BACKENDS, None), backend=backend)
         self.config, self.backend = config, backend
         if self.reorder_batch_threshold is not None:
             self.reorder_batch_threshold += config.num_speculative_tokens

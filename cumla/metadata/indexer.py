@@ -32,6 +32,8 @@ class DeepSeekV32IndexerDecodeMetadata:
                        several, are dealt out in order, in shares as even as can be, the larger ones first. A
                        share ends where the next one starts and may be empty; the last row is the end,
                        (batch_size, 0), which names no entry. As DeepGEMM's get_paged_mqa_logits_metadata.
+    packed             the decode tokens are those of the entries in order: the first entries have a token for each of
+                       their lengths, the others none. Tokens and entries after these are padding
     """
 
     block_table: Any
@@ -39,6 +41,7 @@ class DeepSeekV32IndexerDecodeMetadata:
     decode_lens: Any
     requires_padding: bool
     schedule_metadata: Any
+    packed: bool = False
 
 
 @dataclass
@@ -138,6 +141,7 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
     full_cudagraph_supported: ClassVar[bool] = True
     reorder_batch_threshold = 1
     natively_supported_next_n: ClassVar[tuple[int, ...]] = (1, 2)
+    flattens_ragged: ClassVar[bool] = False  # decodes of different lengths, instead of taking some of them as prefills
 
     def __init__(self, config: ServingConfig, backend: str | None = None) -> None:
         super().__init__(config, backend)
@@ -147,10 +151,10 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
         self.num_sms = config.num_sms
         self.compress_ratio = config.indexer_compress_ratio
         self.page_positions = config.compressed_block_size if self.compress_ratio > 1 else config.block_size
+        self._chunks = ChunkBuilder(config, self.compress_ratio)
         self.block_size = self.page_positions // self.compress_ratio  # rows of a page
         self._max_columns = -(-config.max_model_len // self.page_positions)
         self._most_entries = config.max_num_seqs * self.next_n
-        self._chunks = ChunkBuilder(config, self.compress_ratio)
         self.max_prefill_buffer_size = self._chunks.workspace_rows
         self._buffers: IndexerBuffers | None = None
         self._before = IndexerCounts(0, 0, False, 1, 0, 0, 0, self.block_size, self.compress_ratio)
@@ -184,14 +188,17 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
             table = (arrays.block_table, self.page_positions, self.compress_ratio)
             name = "block_table_tensor" if block_table is None else "block_table"
             check_batch(batch, lens, self.config, **{name: table})
-        split = lens.split(batch, self.config.decode_threshold, require_uniform=not self.use_flattening)
+        require_uniform = not self.use_flattening and not self.flattens_ragged
+        split = lens.split(batch, self.config.decode_threshold, require_uniform)
         num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = split
         shortest, max_decode_len = _extremes(lens, num_decodes, self.config.decode_threshold)
         use_native = not self.use_flattening and max_decode_len == self.next_n
+        each = self.next_n if use_native else 1
+        packed = shortest == max_decode_len == each or _are_packed(lens.query_lens[:num_decodes], each)
+        flatten = not packed if self.flattens_ragged else not use_native and max_decode_len > 1
         counts = self._lay_out(
-            num_decodes, num_decode_tokens, use_native, self.next_n, max_decode_len, arrays.block_table,
-            batch.max_seq_len,
-        )  # fmt: skip
+            num_decodes, num_decode_tokens, flatten, 1 if flatten else each, arrays.block_table, batch.max_seq_len
+        )
         if block_table is None:
             block_table = batch.block_table_tensor
         framework = dlpack.framework_of(batch.query_start_loc)
@@ -217,6 +224,7 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
                     decode_lens=views["decode_lens"],
                     requires_padding=not counts.flatten and shortest < max_decode_len,
                     schedule_metadata=views["schedule_metadata"],
+                    packed=packed or counts.flatten,
                 )
             if num_prefills:
                 prefill = self._chunks.metadata(chunks, block_table, framework)
@@ -302,8 +310,9 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
         starts = call.array("query_start_loc", query_start_loc, INT32, (num_decodes,))
         last_len = call.array("decode_lens", decode_lens, INT32, (num_decodes,))[-1:]
         starts = dlpack.namespace_of(starts).concatenate([starts, starts[-1:] + last_len])
+        flatten = not use_native and max_decode_len > 1
         counts = self._lay_out(
-            num_decodes, num_decode_tokens, use_native, next_n, max_decode_len, table, self.config.max_model_len
+            num_decodes, num_decode_tokens, flatten, next_n if use_native else 1, table, self.config.max_model_len
         )
         with call.kernels("indexer_metadata") as kernels:
             kernels.build_indexer(starts, lens, table, counts, self._fixed_buffers(call, lens), None)
@@ -318,25 +327,25 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
         self,
         num_decodes: int,
         num_decode_tokens: int,
-        use_native: bool,
-        next_n: int,
-        max_decode_len: int,
+        flatten: bool,
+        lens_per_entry: int,
         block_table: Any,
         max_seq_len: int,
     ) -> IndexerCounts:
         """Which entries the decode kernels get, and how much of each block table."""
         before, batch_size, columns = self._before, num_decodes, 0
-        flatten = not use_native and max_decode_len > 1
         if flatten:
             batch_size = num_decode_tokens
-            if batch_size > self._most_entries:
+            if self.flattens_ragged:
+                batch_size = min(batch_size, self._most_entries)  # tokens beyond are padding
+            elif batch_size > self._most_entries:
                 raise ValueError(
                     f"num_actual_tokens: got {batch_size} tokens of decodes, expected at most {self._most_entries}, "
                     "max_num_seqs * (1 + num_speculative_tokens)"
                 )
             columns = min(-(-max_seq_len // self.page_positions), block_table.shape[1], self._max_columns)
         return IndexerCounts(
-            num_decodes, batch_size, flatten, next_n if use_native else 1, columns,
+            num_decodes, batch_size, flatten, lens_per_entry, columns,
             before.batch_size if before.flatten else 0, before.columns, self.block_size, self.compress_ratio,
         )  # fmt: skip
 
@@ -344,12 +353,11 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
         if self._buffers is None:
             config, xp = self.config, dlpack.namespace_of(like)
             capacity = max(config.max_num_batched_tokens, self._most_entries)
-            may_flatten = self.use_flattening or self.next_n > 2
             self._buffers = IndexerBuffers(
                 decode_lens=xp.zeros(capacity, np.int32),
                 seq_lens=xp.zeros(capacity, np.int32),
                 slot_mapping=xp.full(capacity if self.compress_ratio > 1 else 0, -1, np.int64),
-                block_table=xp.zeros((self._most_entries if may_flatten else 0, self._max_columns), np.int32),
+                block_table=xp.zeros((self._most_entries, self._max_columns), np.int32),
                 schedule=xp.zeros((self.num_sms + 1, 2), np.int32),
             )
         call.check_place("the builder's buffers", self._buffers.seq_lens)
@@ -381,3 +389,8 @@ def _extremes(lens: HostLens, num_decodes: int, most: int) -> tuple[int, int]:
         return most, most
     query_lens = lens.query_lens[:num_decodes]
     return int(np.minimum.reduce(query_lens)), int(np.maximum.reduce(query_lens))
+
+
+def _are_packed(query_lens: np.ndarray, each: int) -> bool:
+    """Whether the first requests have `each` tokens and the others none."""
+    return bool((query_lens[: np.count_nonzero(query_lens)] == each).all())

@@ -23,6 +23,7 @@ from ..dispatch.call import INT32, SLOTS, Call
 from ..dispatch.values import check_flags, check_integers, shown
 from ..layout import MLA_BF16
 from ..ops.advance import advance_step
+from .validation import check_columns
 
 SUPPORTED_HEAD_SIZES = (MLA_BF16.head_dim,)
 INT32_MAX = 2**31 - 1
@@ -33,7 +34,8 @@ class MLACommonMetadata:
     """What the dense layers of one step share. A decode-first batch: decodes, then prefills.
 
     num_prefills, num_prefill_tokens, num_decodes, num_decode_tokens     host counts; the decodes' queries are all
-                               of one length, num_decode_tokens // num_decodes, and may end in padding
+                               of one length, max_decode_query_len. Without prefills, decodes without a query may
+                               follow and num_decode_tokens may count padding tokens; num_prefill_tokens does not
     slot_mapping               [>= num_decode_tokens + num_prefill_tokens] int64 or int32, -1 skips a token
     seq_lens                   host list, tokens of each request, the new ones included
     seq_lens_tensor            [num_reqs] int32
@@ -50,6 +52,7 @@ class MLACommonMetadata:
     context_chunk_starts       [num_chunks, num_prefills] int32
     context_chunk_seq_tot, context_chunk_max_seq_lens    host lists [num_chunks]
     context_chunk_workspace    [rows, head_dim] 16-bit, put here by MLACommonState.begin_forward
+    block_size                 tokens of a page; None: not checked against the cache's
 
     Raises ValueError for a head_dim other than 576.
     """
@@ -77,6 +80,7 @@ class MLACommonMetadata:
     context_chunk_seq_tot: list[int] | None = None
     context_chunk_max_seq_lens: list[int] | None = None
     context_chunk_workspace: Any = None
+    block_size: int | None = None
     _views: dict[str, MLACommonMetadata] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -85,6 +89,12 @@ class MLACommonMetadata:
 
     def __copy__(self) -> MLACommonMetadata:
         return dataclasses.replace(self)  # with views of its own
+
+    @property
+    def num_attending_decode_tokens(self) -> int:
+        """Decode tokens without those of padding that no request has."""
+        query_len = self.max_decode_query_len or 1
+        return min(self.num_decode_tokens // query_len, self.num_decodes) * query_len
 
     @property
     def prefill_metadata(self) -> MLACommonMetadata | None:
@@ -168,7 +178,8 @@ class MLACommonMetadata:
         seq_lens, its tensor and slot_mapping advance on the device as `cumla.advance_step` does; what follows from
         them (context_lens_tensor, seq_start_loc, query_start_loc, the longest lengths) follows; what is None stays so,
         as in a captured graph's metadata.
-        Raises ValueError, before anything is written, for metadata that is no decode step of `num_seqs`.
+        Raises ValueError, before anything is written, for metadata that is no decode step of `num_seqs`, and for
+        block_tables without a place for the next token.
         """
         check_integers(0, num_seqs=num_seqs, num_queries=num_queries)
         check_flags(turn_prefills_into_decodes=turn_prefills_into_decodes)
@@ -198,6 +209,10 @@ class MLACommonMetadata:
             total = sum(self.seq_lens) + num_queries
             if total > INT32_MAX:
                 raise ValueError(f"seq_start_loc: got int32, expected int64 for {total} tokens")
+        check_integers(1, block_size=block_size)
+        if self.seq_lens is not None and not self.is_profile_run:
+            tables = call.array("block_tables", self.block_tables, INT32, (-1, -1))
+            check_columns("block_tables", tables, block_size, max(self.seq_lens[:num_queries], default=-1) + 1)
         slots = self.slot_mapping[:num_seqs]
         advance_step(
             num_seqs, num_queries, block_size, model_input.input_tokens, sampled_token_ids,

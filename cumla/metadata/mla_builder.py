@@ -11,7 +11,7 @@ from ..arrays import dlpack, streams
 from ..dispatch.call import Call
 from ..dispatch.values import check_flags, check_integers, check_kind, plain, shown
 from ..layout import MLA_BF16
-from .batch import CommonAttentionMetadata, HostLens
+from .batch import CommonAttentionMetadata, HostLens, first_true
 from .builder import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, ServingConfig
 from .mla import INT32_MAX, MLACommonMetadata, check_head_size
 from .mla_context import cut_context
@@ -83,8 +83,8 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
     """Builds MLACommonMetadata for decode-first batches.
 
     Decodes are requests of at most 1 + num_speculative_tokens query tokens, all of one length; a request of
-    another length is a prefill, whatever its context. What the batch does not bring is made on the host and goes
-    to the device in one copy; nothing is read back and nothing synchronises.
+    another length is a prefill, whatever its context, and so are those after it. What the batch does not bring is
+    made on the host and goes to the device in one copy; nothing is read back and nothing synchronises.
 
     An engine that has sequence groups instead of a batch uses `prepare`, `add_seq_group` and `build_groups`.
     Source: vLLM MLACommonMetadataBuilder.
@@ -95,6 +95,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
     reorder_batch_threshold = 1
 
     def __init__(self, config: MLAConfig, backend: str | None = None) -> None:
+        check_kind(MLAConfig, config=config)
         super().__init__(config, backend)
         self.mla_config = config
         self.block_size = self.page_size = config.block_size
@@ -165,6 +166,13 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
         num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = lens.split(
             batch, config.decode_threshold, require_uniform=True
         )
+        decode_lens = lens.query_lens[:num_decodes]
+        shorter = first_true(decode_lens != decode_lens.max(initial=0))
+        if shorter >= 0 and decode_lens[shorter:].any():  # not in the order of the tokens: an empty one between others
+            num_decodes, num_decode_tokens = shorter, int(lens.starts[shorter])
+            num_prefills = batch.num_reqs - num_decodes
+        if num_prefills:
+            num_prefill_tokens = int(lens.starts[-1]) - num_decode_tokens
         contexts = (lens.seq_lens - lens.query_lens).astype(np.int32)
         prefill_contexts = contexts[num_decodes:]
         if not config.allows_context and prefill_contexts.any():
@@ -207,6 +215,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
             context_chunk_cu_seq_lens=sent[3] if chunks else None,
             context_chunk_seq_tot=chunks.seq_tot if chunks else None,
             context_chunk_max_seq_lens=chunks.max_seq_lens if chunks else None,
+            block_size=config.block_size,
         )
 
 

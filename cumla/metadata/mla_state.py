@@ -16,6 +16,7 @@ from ..ops.blocks import copy_blocks, swap_blocks
 from .batch import PADDING_SLOT
 from .mla import SUPPORTED_HEAD_SIZES, MLACommonMetadata, check_head_size
 from .mla_builder import MLACommonMetadataBuilder, MLAConfig
+from .validation import check_columns
 
 # What a captured graph reads: dtypes and shape of its array, and what requests have that only pad its batch.
 GRAPH_INPUTS: dict[str, tuple[tuple[np.dtype[Any], ...], Shape, int]] = {
@@ -36,6 +37,7 @@ class MLACommonState:
     """
 
     def __init__(self, config: MLAConfig) -> None:
+        check_kind(MLAConfig, config=config)
         self.config = config
         self.chunked_prefill_enabled = config.chunked_prefill_enabled
         self.enable_prefix_caching = config.enable_prefix_caching
@@ -94,6 +96,7 @@ class MLACommonState:
             max_query_len=1,
             max_decode_query_len=1,
             head_dim=self.config.head_size,
+            block_size=self.config.block_size,
         )
 
     def get_graph_input_buffers(
@@ -122,7 +125,7 @@ class MLACommonState:
 
         The batch may be smaller than the graph's: requests beyond it get slot -1 and no tokens, so that they
         write nothing and their out is 0. Columns of a block table beyond the graph's are lookahead and left out.
-        Raises ValueError, before anything is written, for a batch that is larger.
+        Raises ValueError, before anything is written, for a batch that is larger, and for longer sequences.
         """
         _refuse_encoder(is_encoder_decoder_model)
         check_kind(MLACommonMetadata, attn_metadata=attn_metadata)
@@ -143,6 +146,8 @@ class MLACommonState:
             if source.ndim != target.ndim or source.dtype.kind not in "iu":
                 raise ValueError(f"{name}: got {source.dtype} of shape {source.shape}, expected it as the graph's is")
             copies.append((target, source, rest))
+            if target.ndim == 2 and decodes.seq_lens:
+                check_columns(f"input_buffers[{name!r}]", target, self.config.block_size, max(decodes.seq_lens))
         with streams.callers(copies[0][0], framework, stream):
             for target, source, rest in copies:
                 if target.ndim == 1:

@@ -35,6 +35,7 @@ class DeepseekSparseSWAMetadata:
     num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens             host counts
     config                    the builder's
     max_seq_len               longest sequence, or a bound on it, as in the batch
+    longest                   longest sequence of seq_lens_cpu, by which tables that are given to layers are checked
     prefill_seq_lens          [num_prefills] int32; None without prefills, as are the next three
     prefill_gather_lens       [num_prefills] int32, rows of the window cache that a request's queries reach
     prefill_seq_lens_cpu, prefill_query_lens_cpu                                 host copies
@@ -65,6 +66,7 @@ class DeepseekSparseSWAMetadata:
     num_prefill_tokens: int
     config: ServingConfig
     max_seq_len: int = 0
+    longest: int = 0
     prefill_seq_lens: Any = None
     prefill_gather_lens: Any = None
     prefill_seq_lens_cpu: Any = None
@@ -215,6 +217,7 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
             num_prefill_tokens=num_prefill_tokens,
             config=config,
             max_seq_len=batch.max_seq_len,
+            longest=int(lens.seq_lens.max(initial=0)),
             **views,
             tile_sched_swaonly=plans["swaonly"],
             tile_sched_c4a=plans["c4a"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,24 @@ def check_batch(batch: CommonAttentionMetadata, lens: HostLens, config: ServingC
     if len(seq_lens) and not _surely_right(lens, batch.max_query_len, limit, config.decode_threshold):
         _check_each(batch, lens, limit, config, tables)
     _check_computed(batch, lens)
+
+
+def check_tables(seq_lens: np.ndarray, tables: Mapping[str, Table]) -> None:
+    """Raise ValueError for a table that does not cover a sequence."""
+    longest = int(seq_lens.max(initial=0))
+    for name, table in tables.items():
+        if longest > _covered(table):
+            raise ValueError(_too_narrow(name, table, int(seq_lens.argmax()), longest))
+
+
+def check_columns(name: str, table: Any, block_size: int, rows: int) -> None:
+    """Raise ValueError for a block table whose pages of so many rows do not hold those of the longest sequence."""
+    columns = table.shape[1]
+    if columns * block_size < rows:
+        raise ValueError(
+            f"{name}: got {columns} columns, pages of {block_size} rows each, expected at least "
+            f"{-(-rows // block_size)} for the {rows} rows of the longest sequence"
+        )
 
 
 def _check_computed(batch: CommonAttentionMetadata, lens: HostLens) -> None:
@@ -117,14 +136,22 @@ def _check_each(
 def _too_long(
     r: int, seq_len: int, batch: CommonAttentionMetadata, config: ServingConfig, tables: dict[str, Table]
 ) -> str:
-    got = f"request {r} has {seq_len} tokens"
     for name, table in tables.items():
         if seq_len > _covered(table):
-            columns, positions = table[0].shape[1], table[1]
-            return f"{name}: {got}, but {columns} columns of {positions} cover {columns * positions}"
+            return _too_narrow(name, table, r, seq_len)
+    got = f"request {r} has {seq_len} tokens"
     if seq_len > config.max_model_len:
         return f"seq_lens_cpu: {got}, expected at most max_model_len = {config.max_model_len}"
     return f"max_seq_len: got {batch.max_seq_len}, but {got}"
+
+
+def _too_narrow(name: str, table: Table, r: int, seq_len: int) -> str:
+    columns, positions, positions_per_row = table[0].shape[1], *table[1:]
+    needed = -(-(seq_len // positions_per_row * positions_per_row) // positions)
+    return (
+        f"{name}: request {r} has {seq_len} tokens, but {columns} columns of {positions} cover {columns * positions}, "
+        f"expected at least {needed} columns"
+    )
 
 
 def _covered(table: Table) -> int:

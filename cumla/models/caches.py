@@ -8,6 +8,7 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
+from ..dispatch.values import check_integers
 from ..layout import (
     DSV4_BF16,
     DSV4_F32,
@@ -50,6 +51,8 @@ def formats(cache_format: str) -> Formats:
 
 def allocate(layout: CacheLayout, num_blocks: int, block_size: int, xp: Any) -> Any:
     """A zeroed cache: bytes of an FP8 layout, or rows of numbers, [num_blocks, block_size, ..]."""
+    check_integers(0, num_blocks=num_blocks)
+    check_integers(1, block_size=block_size)
     if layout.value_type == "e4m3":
         return layout.allocate(num_blocks, block_size, xp)
     return xp.zeros((num_blocks, block_size, layout.head_dim), PLAIN_DTYPES[layout.value_type])

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..dispatch.values import check_integers, check_kind, finite
+from ..dispatch.values import check_integers, check_kind, in_float32, shown
+from ..ops.sparse_attention import MAX_HEADS
 from .rope import checked_scaling
+
+MOST_THETA = 1e30  # wavelengths are float32, and so are those that YaRN stretches
 
 
 def numbers_of(kind: type[Any], config: Mapping[str, Any], besides: tuple[str, ...]) -> dict[str, Any]:
     """The fields of a configuration class that a config.json has, without those in `besides`.
 
-    Raises TypeError for a config that is no mapping, ValueError for one without a field that has no default.
+    Raises ValueError for one without a field that has no default.
     """
-    check_kind(Mapping, config=config)
     fields = [field for field in dataclasses.fields(kind) if field.name not in besides]
     for field in fields:
         if field.default is dataclasses.MISSING and field.name not in config:
@@ -24,32 +26,51 @@ def numbers_of(kind: type[Any], config: Mapping[str, Any], besides: tuple[str, .
 
 
 def check_fixed(config: Mapping[str, Any], **expected: Any) -> None:
-    """Raise ValueError for an entry of a config.json that is there and not what cumla serves."""
+    """Raise ValueError for an entry that is there and not what cumla serves, TypeError for what is no mapping."""
+    check_kind(Mapping, config=config)
     for name, value in expected.items():
         if config.get(name, value) != value:
             raise ValueError(f"{name}: got {config[name]!r}, expected {value!r}")
 
 
+def check_absent(config: Mapping[str, Any], why: str, *names: str) -> None:
+    """Raise ValueError for an entry of a config.json that only other models have."""
+    for name in names:
+        if config.get(name) is not None:
+            raise ValueError(f"{name}: got {shown(config[name])}, expected none: {why}")
+
+
+def check_list(name: str, given: Any, layers: int) -> None:
+    """Raise TypeError or ValueError for what is no list of one entry a layer. It may go on after the layers."""
+    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
+        raise TypeError(f"{name}: got {shown(given)} of type {type(given).__name__}, expected a list")
+    if len(given) < layers:
+        raise ValueError(f"{name}: got {len(given)} entries, expected one for each of {layers} layers")
+
+
 def check_numbers(config: Any) -> None:
-    """Raise TypeError or ValueError for a size that is no positive integer, a number below 0, a base of RoPE below 1.
+    """Raise TypeError or ValueError for a size that is no positive integer, more heads than attention takes, an epsilon
+    that is not positive, a base of RoPE that is not above 1.
 
     config  a dataclass whose integers are sizes, and whose `rope_scaling` is None or YaRN's numbers
     """
     for field in dataclasses.fields(config):
         name, value = field.name, getattr(config, field.name)
         if field.type == "int":
-            check_integers(1, **{name: value})
-        elif field.type == "float" and finite(name, value) < 0:
-            raise ValueError(f"{name}: got {value}, expected at least 0")
-        elif name.endswith("rope_theta") and value < 1:
-            raise ValueError(f"{name}: got {value}, expected at least 1")
+            check_integers(1, MAX_HEADS if name == "num_attention_heads" else 2**31 - 1, **{name: value})
+        elif field.type == "float":
+            number = in_float32(name, value, positive=True)
+            if name.endswith("rope_theta") and not 1 < number <= MOST_THETA:
+                raise ValueError(f"{name}: got {shown(value)}, expected more than 1 and at most {MOST_THETA:g}")
     checked_scaling(config.rope_scaling)
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """RoPE's parameters of a config.json, under either name; None without."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling")
-    if rope is None:
-        return None
-    check_kind(Mapping, rope_parameters=rope)
-    return dict(rope)
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = config.get(name)
+        if rope is not None:
+            check_kind(Mapping, **{name: rope})
+            if rope:
+                return dict(rope)
+    return None

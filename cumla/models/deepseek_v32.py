@@ -20,7 +20,7 @@ from ..dispatch.values import check_kind
 from ..layers.sparse import Observer, not_observed
 from ..metadata.batch import CommonAttentionMetadata
 from ..metadata.builder import ServingConfig
-from ..metadata.indexer import DeepseekV32IndexerMetadata, DeepseekV32IndexerMetadataBuilder
+from ..metadata.indexer import DeepseekV32IndexerMetadata
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata, DeepseekSparseSWAMetadataBuilder
 from ..ops.dense_cache import concat_and_cache_mla
 from ..ops.indices import compute_global_topk_indices_and_lens
@@ -28,12 +28,13 @@ from ..ops.norm_rope import apply_rope, fused_q_kv_rmsnorm, indexer_knorm_rope_a
 from ..ops.sparse_attention import sparse_mla_decode
 from . import caches
 from .checks import check_indexer_metadata, check_options, check_types, check_v32_step
-from .config_checks import check_fixed, check_numbers, numbers_of, rope_of
+from .config_checks import check_absent, check_fixed, check_numbers, numbers_of, rope_of
 from .hidden_states import attend
 from .products import compute_type, flat, multiply, multiply_groups, stacked
 from .rope import checked_scaling, cos_sin_table, mscale
 from .scratch import Scratch
 from .selection import Indexer
+from .step import StepIndexerMetadataBuilder
 from .weights import V32_ATTENTION, LayerWeights, WeightReader, place_of
 
 FLOAT32 = np.dtype(np.float32)
@@ -64,8 +65,22 @@ class DeepseekV32Config:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> DeepseekV32Config:
-        """Of a config.json. Raises ValueError for what is missing, and for sizes and biases that cumla lacks."""
-        check_fixed(config, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, index_head_dim=128, attention_bias=False)
+        """Of a config.json.
+
+        Raises TypeError or ValueError for the configuration of another model, for what is missing, and for sizes and
+        biases that cumla lacks.
+        """
+        check_fixed(
+            config,
+            model_type="deepseek_v32",
+            kv_lora_rank=LATENT,
+            qk_rope_head_dim=ROPE,
+            index_head_dim=128,
+            attention_bias=False,
+        )
+        check_absent(
+            config, "it is of a DeepSeek V4 model", "o_groups", "o_lora_rank", "compress_ratios", "compress_rates"
+        )
         numbers = numbers_of(cls, config, besides=("rope_scaling",))
         rope = rope_of(config)
         if rope and "rope_theta" in rope:
@@ -124,11 +139,12 @@ class DeepseekV32StepBuilder:
     """Builds DeepseekV32StepMetadata of decode-first batches, in buffers that keep their addresses."""
 
     def __init__(self, config: ServingConfig, backend: str | None = None) -> None:
+        check_kind(ServingConfig, config=config)
         if config.compress_ratios != (1,):
             raise ValueError(f"config.compress_ratios: got {config.compress_ratios}, expected (1,)")
         self.config = config
         self._tokens = DeepseekSparseSWAMetadataBuilder(config, backend)
-        self._indexer = DeepseekV32IndexerMetadataBuilder(config, backend)
+        self._indexer = StepIndexerMetadataBuilder(config, backend)
 
     def build(self, batch: CommonAttentionMetadata) -> DeepseekV32StepMetadata:
         """Metadata of a batch whose block table is that of both caches. Raises ValueError for one that cannot be."""
@@ -156,6 +172,8 @@ class DeepseekV32Attention:
         backend: str | None = None,
     ) -> None:
         check_kind(DeepseekV32Config, config=config)
+        if scratch is not None:
+            check_kind(Scratch, scratch=scratch)
         check_kind(Mapping, weights=weights)
         if "q_a_proj.weight" not in weights:
             weights = LayerWeights(weights, layer, V32_ATTENTION)

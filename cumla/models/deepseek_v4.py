@@ -18,7 +18,7 @@ import numpy as np
 
 from ..arrays.streams import InOrder
 from ..dispatch.backends import choose
-from ..dispatch.values import check_kind
+from ..dispatch.values import check_choice, check_integers, check_kind, check_optional_size
 from ..layers.sparse import CompressedCache, LayerWorkspace, Observer, SparseMLALayer, not_observed
 from ..layout import CacheLayout
 from ..metadata.builder import ServingConfig
@@ -72,6 +72,9 @@ class DeepseekV4Caches:
 
         cache_format  "fp8", "bfloat16", or on the host "float32"
         """
+        check_choice((1, 4, 128), compress_ratio=compress_ratio)
+        check_kind(ServingConfig, serving=serving)
+        check_optional_size(state_block_size=state_block_size)
         layouts = caches.formats(cache_format)
         window = caches.allocate(layouts.v4, blocks, serving.block_size, xp)
         if compress_ratio == 1:
@@ -82,6 +85,7 @@ class DeepseekV4Caches:
         def states(dim: int) -> Any:
             return xp.zeros((state_blocks, block, (4 if overlap else 2) * dim), np.float32)
 
+        check_integers(0, compressed_blocks=compressed_blocks, state_blocks=state_blocks)
         compressed = caches.allocate(layouts.v4, compressed_blocks, rows, xp)
         if not overlap:
             return cls(window, compressed, states(HEAD_DIM))
@@ -121,6 +125,8 @@ class DeepseekV4Attention:
         backend: str | None = None,
     ) -> None:
         check_kind(DeepseekV4Config, config=config)
+        if scratch is not None:
+            check_kind(Scratch, scratch=scratch)
         check_kind(Mapping, weights=weights)
         if "sinks" not in weights:
             weights = LayerWeights(weights, layer, V4_ATTENTION)

@@ -8,12 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from ..dispatch.values import check_choice, check_kind, finite
+from ..dispatch.values import check_choice, check_flags, check_kind, finite, shown
 
 FLOAT32 = np.float32
 REQUIRED = ("factor", "original_max_position_embeddings")
-POSITIVE = (*REQUIRED, "beta_fast", "beta_slow")
-FINITE = ("attention_factor", "mscale", "mscale_all_dim")
+LIMITS = {  # of YaRN's numbers; within them no formula leaves float32
+    "factor": (1, 1e6),
+    "original_max_position_embeddings": (1, 2**31 - 1),
+    "beta_fast": (1e-6, 1e6),
+    "beta_slow": (1e-6, 1e6),
+    "attention_factor": (1e-6, 1e6),
+    "mscale": (0, 1e6),
+    "mscale_all_dim": (0, 1e6),
+}
+BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+WITHOUT_TYPE = {"rope_theta", "partial_rotary_factor"}  # what plain RoPE has
 
 
 def cos_sin_table(dim: int, theta: float, max_position: int, scaling: Mapping[str, Any] | None = None) -> np.ndarray:
@@ -48,16 +57,26 @@ def checked_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
         return None
     check_kind(Mapping, rope_scaling=scaling)
     given = {name: value for name, value in scaling.items() if value is not None}
-    kind = given.get("rope_type", given.get("type", "default"))
+    kind = given.get("rope_type", given.get("type"))
+    if kind is None:
+        for name, value in given.items():
+            if name not in WITHOUT_TYPE:
+                raise ValueError(f"rope_scaling.{name}: got {shown(value)} without a rope_type, expected one with it")
+        return None
     check_choice(("default", "yarn"), rope_type=kind)
     if kind == "default":
         return None
     for name in REQUIRED:
         if name not in given:
             raise ValueError(f"rope_scaling: got {sorted(given)}, expected {name} among YaRN's numbers")
-    for name in given.keys() & {*POSITIVE, *FINITE}:
-        if finite(f"rope_scaling.{name}", given[name]) <= 0 and name in POSITIVE:
-            raise ValueError(f"rope_scaling.{name}: got {given[name]}, expected more than 0")
+    for name in given.keys() & LIMITS.keys():
+        least, most = LIMITS[name]
+        if not least <= finite(f"rope_scaling.{name}", given[name]) <= most:
+            raise ValueError(f"rope_scaling.{name}: got {shown(given[name])}, expected {least} to {most}")
+    check_flags(**{"rope_scaling.truncate": given.get("truncate", True)})
+    fast, slow = ({**BETAS, **given}[name] for name in BETAS)
+    if fast < slow:
+        raise ValueError(f"rope_scaling.beta_fast: got {fast}, expected at least beta_slow = {slow}")
     return given
 
 
@@ -68,7 +87,7 @@ def _ramp(dim: int, theta: float, scaling: Mapping[str, Any]) -> np.ndarray:
     def pair_that_turns(times: float) -> float:
         return dim * math.log(original / (times * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = pair_that_turns(scaling.get("beta_fast", 32.0)), pair_that_turns(scaling.get("beta_slow", 1.0))
+    low, high = (pair_that_turns(scaling.get(name, times)) for name, times in BETAS.items())
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)

@@ -1,24 +1,36 @@
-"""What the V4 layers of one step share: the builders' metadata, and the slots of compressors."""
+"""What the layers of one step share: the indexer's metadata of V4 and V3.2; of V4 all of it, and compressors' slots."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from ..arrays import dlpack
-from ..metadata.batch import CommonAttentionMetadata
-from ..metadata.builder import ServingConfig
+from ..dispatch.call import INT32, Call
+from ..dispatch.values import check_integers, check_kind, shown
+from ..metadata.batch import CommonAttentionMetadata, HostLens
+from ..metadata.builder import MOST_POSITIONS, ServingConfig
 from ..metadata.indexer import (
     DeepseekV32IndexerMetadata,
     DeepseekV32IndexerMetadataBuilder,
     get_compressed_slot_mapping,
 )
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata, DeepseekSparseSWAMetadataBuilder
+from ..metadata.validation import check_tables
 
 STATE_BLOCK_SIZES = {4: 4, 128: 8}  # positions of a page of states, by compress ratio
+
+
+class StepIndexerMetadataBuilder(DeepseekV32IndexerMetadataBuilder):
+    """The indexer's builder within a step of whole layers: it takes the same requests as decodes as the window's does.
+
+    Decodes of one length go to the kernels as the base class says, others token by token, from buffers of the builder.
+    """
+
+    flattens_ragged: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -72,12 +84,15 @@ class DeepseekV4StepBuilder:
 
     def __post_init__(self) -> None:
         config = self.config
+        check_kind(ServingConfig, config=config)
+        check_kind(Mapping, state_block_sizes=self.state_block_sizes)
         self.ratios = sorted({ratio for ratio in config.compress_ratios if ratio > 1})
         for ratio in self.ratios:
-            if self.state_block_sizes.get(ratio, 0) < 1:
-                raise ValueError(f"state_block_sizes: got {dict(self.state_block_sizes)}, expected one for {ratio}")
+            if ratio not in self.state_block_sizes:
+                raise ValueError(f"state_block_sizes: got {shown(self.state_block_sizes)}, expected one for {ratio}")
+            check_integers(1, MOST_POSITIONS, **{f"state_block_sizes[{ratio}]": self.state_block_sizes[ratio]})
         self._window = DeepseekSparseSWAMetadataBuilder(config, self.backend)
-        self._indexer = DeepseekV32IndexerMetadataBuilder(config, self.backend) if 4 in self.ratios else None
+        self._indexer = StepIndexerMetadataBuilder(config, self.backend) if 4 in self.ratios else None
         self._buffers: dict[str, Any] = {}
 
     def build(
@@ -91,17 +106,21 @@ class DeepseekV4StepBuilder:
         compressed_block_table  [num_reqs, B] int32, pages of compressed_block_size positions, of the compressed
                                 caches of both ratios and of the indexers; needed where there are such layers
         state_block_tables      by compress ratio, [num_reqs, S] int32, pages of state_block_sizes[ratio] positions.
-                                A state is saved where its page is in the table: those of the last ratio positions
-                                (at ratio 4 of 2 * ratio) before one from which a later step goes on must be
+                                A state is saved where its page is in the table, which has a column for each page of
+                                the sequences, and -1 for none: those of the last ratio positions (at ratio 4 of
+                                2 * ratio) before one from which a later step goes on must be there
 
-        Raises ValueError for a batch that cannot be, or a table that is missing.
+        Raises TypeError or ValueError for a batch that cannot be, and for a table that is missing or too narrow.
         """
         if self.ratios and compressed_block_table is None:
             raise ValueError("compressed_block_table: got None, expected a block table for the compressed caches")
-        tables = state_block_tables or {}
+        check_kind(CommonAttentionMetadata, batch=batch)
+        tables = {} if state_block_tables is None else state_block_tables
+        check_kind(Mapping, state_block_tables=tables)
         for ratio in self.ratios:
             if ratio not in tables:
                 raise ValueError(f"state_block_tables: got ratios {sorted(tables)}, expected {self.ratios}")
+        self._check_tables(batch, compressed_block_table, tables)
         window = self._window.build(0, batch, c128a_block_table=compressed_block_table if 128 in self.ratios else None)
         indexer = None
         if self._indexer is not None:
@@ -119,6 +138,20 @@ class DeepseekV4StepBuilder:
                 self.state_block_sizes[ratio],
             )
         return DeepseekV4StepMetadata(window, indexer, compressors)
+
+    def _check_tables(self, batch: CommonAttentionMetadata, compressed: Any, states: Mapping[int, Any]) -> None:
+        """Raise TypeError or ValueError for tables that do not hold the rows and states of the batch's sequences."""
+        if not self.ratios:
+            return
+        page, call = self.config.compressed_block_size, Call(self.backend)
+        given = {"compressed_block_table": (compressed, page, self.ratios[0])}
+        for ratio in self.ratios:
+            given[f"state_block_tables[{ratio}]"] = states[ratio], self.state_block_sizes[ratio], 1
+        tables = {
+            name: (call.array(name, table, INT32, (batch.num_reqs, -1)), positions, positions_per_row)
+            for name, (table, positions, positions_per_row) in given.items()
+        }
+        check_tables(HostLens.of(batch).seq_lens, tables)
 
     def _slots(
         self, name: str, batch: CommonAttentionMetadata, rows: int, table: Any, block_size: int, ratio: int

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from ..dispatch.values import check_integers
-from .config_checks import check_fixed, check_numbers, numbers_of, rope_of
+from ..dispatch.values import check_choice, check_integers, check_kind, in_float32, shown
+from .config_checks import check_fixed, check_list, check_numbers, numbers_of, rope_of
 from .rope import checked_scaling, cos_sin_table
 
 LAYER_RATIOS = {"sliding_attention": 1, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 HEAD_DIM, ROPE_DIM = 512, 64
+MOST_LAYERS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,11 @@ class DeepseekV4Config:
 
     def __post_init__(self) -> None:
         check_numbers(self)
+        check_list("compress_ratios", self.compress_ratios, 1)
         for ratio in self.compress_ratios:
-            if ratio not in LAYER_RATIOS.values():
-                raise ValueError(f"compress_ratios: got {ratio}, expected 1, 4 or 128")
+            check_integers(1, compress_ratios=ratio)
+            check_choice((1, 4, 128), compress_ratios=ratio)
+        object.__setattr__(self, "compress_ratios", tuple(int(ratio) for ratio in self.compress_ratios))
         if self.num_attention_heads % self.o_groups:
             raise ValueError(f"o_groups: got {self.o_groups}, expected a divisor of {self.num_attention_heads} heads")
         if self.index_head_dim != 128:
@@ -55,34 +58,39 @@ class DeepseekV4Config:
     def from_dict(cls, config: Mapping[str, Any]) -> DeepseekV4Config:
         """Of a config.json, transformers' or the published one (compress_ratios, rope_scaling).
 
-        Raises ValueError for what is missing, and for a layer type, a size or a way to compress or to turn that cumla
-        does not have.
+        Raises TypeError or ValueError for the configuration of another model, for what is missing, and for a layer
+        type, a size or a way to compress or to turn that cumla does not have.
         """
-        numbers = numbers_of(cls, config, besides=("compress_ratios", "rope_scaling"))
         check_fixed(
-            config, head_dim=HEAD_DIM, qk_rope_head_dim=ROPE_DIM, num_key_value_heads=1, compress_rate_csa=4,
-            compress_rate_hca=128,
+            config, model_type="deepseek_v4", head_dim=HEAD_DIM, qk_rope_head_dim=ROPE_DIM, num_key_value_heads=1,
+            compress_rate_csa=4, compress_rate_hca=128,
         )  # fmt: skip
-        for name, rate in (config.get("compress_rates") or {}).items():
-            if rate != LAYER_RATIOS.get(name):
-                raise ValueError(
-                    f"compress_rates.{name}: got {rate}, expected {LAYER_RATIOS.get(name, 'no such entry')}"
-                )
+        numbers = numbers_of(cls, config, besides=("compress_ratios", "rope_scaling"))
+        rates = config.get("compress_rates")
+        if rates is not None:
+            check_kind(Mapping, compress_rates=rates)
+            for name, rate in rates.items():
+                if rate != LAYER_RATIOS.get(name):
+                    expected = LAYER_RATIOS.get(name, "no such entry")
+                    raise ValueError(f"compress_rates.{name}: got {shown(rate)}, expected {expected}")
         rope = rope_of(config) or {}
-        main = rope.get("main") or {}
-        for part in (config, main, rope.get("compress") or rope):
-            if int(HEAD_DIM * (part.get("partial_rotary_factor") or ROPE_DIM / HEAD_DIM)) != ROPE_DIM:
-                raise ValueError(
-                    f"partial_rotary_factor: got {part['partial_rotary_factor']}, expected {ROPE_DIM / HEAD_DIM}"
-                )
+        nested = {name: rope.get(name) or {} for name in ("main", "compress")}
+        for name, part in nested.items():
+            check_kind(Mapping, **{f"rope_parameters.{name}": part})
+        main = nested["main"]
+        for part in (config, main, nested["compress"] or rope):
+            fraction = part.get("partial_rotary_factor")
+            if fraction is not None and int(HEAD_DIM * in_float32("partial_rotary_factor", fraction)) != ROPE_DIM:
+                raise ValueError(f"partial_rotary_factor: got {shown(fraction)}, expected {ROPE_DIM / HEAD_DIM}")
         if "compress" in rope:
             if checked_scaling(main) is not None:
                 raise ValueError("rope_parameters.main: got YaRN's scaling, expected that of ratios 4 and 128 alone")
-            scaling = rope["compress"]
+            scaling = nested["compress"]
             numbers |= {"rope_theta": main["rope_theta"]} if "rope_theta" in main else {}
             numbers |= {"compress_rope_theta": scaling["rope_theta"]} if "rope_theta" in scaling else {}
         else:  # published: the authors' code has no factor on cosines and sines, whatever YaRN's formula says
-            scaling = {"attention_factor": 1.0, **rope}
+            checked_scaling(rope)
+            scaling = {"attention_factor": 1.0, **rope} if rope.get("rope_type", rope.get("type")) else rope
         # Where YaRN's ramp begins and ends is rounded always.
         scaling = {name: value for name, value in scaling.items() if name not in ("rope_theta", "truncate")}
         return cls(**numbers, compress_ratios=_ratios(config), rope_scaling=scaling if rope else None)
@@ -99,16 +107,15 @@ def _ratios(config: Mapping[str, Any]) -> tuple[int, ...]:
     if "num_hidden_layers" not in config:
         raise ValueError("num_hidden_layers: the configuration has none, expected a number")
     layers = config["num_hidden_layers"]
-    check_integers(1, num_hidden_layers=layers)
+    check_integers(1, MOST_LAYERS, num_hidden_layers=layers)
     types, ratios = config.get("layer_types"), config.get("compress_ratios")
     for name, given in (("layer_types", types), ("compress_ratios", ratios)):
-        if given is not None and len(given) < layers:
-            raise ValueError(f"{name}: got {len(given)} entries, expected one for each of {layers} layers")
+        if given is not None:
+            check_list(name, given, layers)
     if types is None and ratios is not None:
-        return tuple(max(1, ratio) for ratio in ratios[:layers])
+        check_integers(0, **{f"compress_ratios[{layer}]": ratio for layer, ratio in enumerate(ratios[:layers])})
+        return tuple(max(1, int(ratio)) for ratio in ratios[:layers])
     if types is None:  # the models' own pattern: two of ratio 128, then 128 and 4 in turns
         return tuple(128 if layer < 2 or layer % 2 == 0 else 4 for layer in range(layers))
-    unknown = [name for name in types if name not in LAYER_RATIOS]
-    if unknown:
-        raise ValueError(f"layer_types: got {unknown[0]!r}, expected one of {', '.join(LAYER_RATIOS)}")
+    check_choice(tuple(LAYER_RATIOS), **{f"layer_types[{layer}]": name for layer, name in enumerate(types)})
     return tuple(LAYER_RATIOS[name] for name in types[:layers])

@@ -65,7 +65,7 @@ def compress_and_insert(
     query_start_loc     [R + 1] int32, first token of each request
     cos_sin_cache       [max_position, rope_dim] float32: cosines of the pairs, then sines
     compress_ratio      positions of a row
-    eps                 of the RMSNorm
+    eps                 of the RMSNorm, positive
     layout              DSV4_FP8, DSV4_BF16, INDEXER_FP8, INDEXER_BF16, or on the host DSV4_F32, INDEXER_F32; D is its
                         head_dim. The name of one is taken, too; None: told by the size of a token
 

@@ -37,7 +37,7 @@ def fused_q_kv_rmsnorm(
     kv_weight  [D] of q_weight's dtype
     out        (qr, kv) to write instead of allocating; they may be the inputs
 
-    Returns x / sqrt(mean(x^2) + eps) * weight of both, in qr's dtype; sums are float32.
+    Returns x / sqrt(mean(x^2) + eps) * weight of both, in qr's dtype; sums are float32, eps is positive.
     Source: vLLM fused_q_kv_rmsnorm.
     """
     call = Call(backend, stream)
@@ -86,7 +86,7 @@ def qnorm_rope_and_insert(
     positions     [T] int64 or int32
     cos_sin_cache  [max_position, rope_dim] float32: cosines of the pairs (2 i, 2 i + 1) of the last rope_dim values,
                   then sines. A position outside of it turns as its nearest row says
-    eps           of the norm of the queries
+    eps           of the norm of the queries, positive
     layout        DSV4_FP8 or DSV4_BF16, on the host also DSV4_F32, or the name of one; None: told by the cache
     out           [T, h, 512] of q's dtype to write instead of allocating; may be q
 
@@ -143,7 +143,7 @@ def indexer_knorm_rope_and_insert(
     positions     [T] int64 or int32
     cos_sin_cache  [max_position, rope_dim] float32: cosines of the pairs (i, i + rope_dim / 2) of the first rope_dim
                   values, then sines. A position outside of it turns as its nearest row says
-    eps           of the norm
+    eps           of the norm, positive
     layout        INDEXER_FP8 or INDEXER_BF16, on the host also INDEXER_F32, or the name of one; None: told by the cache
 
     Sums and products are float32; rows are rounded to bfloat16 before they are quantised.
@@ -264,8 +264,5 @@ def cos_sin(call: Call, cos_sin_cache: Any, head_dim: int) -> Any:
 
 
 def check_epsilon(eps: float) -> float:
-    """Raise TypeError or ValueError unless eps is a number that a norm can add."""
-    epsilon = in_float32("eps", eps)
-    if epsilon < 0:
-        raise ValueError(f"eps: got {eps}, expected a finite number of at least 0")
-    return epsilon
+    """Raise TypeError or ValueError unless eps is a positive number of float32: a row of zeros has no norm without."""
+    return in_float32("eps", eps, positive=True)

@@ -12,8 +12,9 @@ import numpy as np
 from ..dispatch.call import BF16, INT32, SLOTS, Call
 from ..dispatch.values import check_integers, check_kind
 from ..layers.dense_checks import check_cache
-from ..layers.sparse_checks import check_rows, check_window_step, tokens_used
+from ..layers.sparse_checks import check_inserted, check_rows, check_window_step, tokens_used
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
+from ..metadata.validation import check_columns
 from ..ops.dense_cache import K_PE_DIM, KV_C_DIM
 from ..ops.shards import check_shard
 from ..ops.sparse_attention import V_DIM, check_heads
@@ -26,8 +27,13 @@ if TYPE_CHECKING:
     from .sparse_layer import ShardedCompressedCache
 
 
-def check_share(call: Call, comm: Communicator, name: str, rows: Any, requests: int) -> None:
-    """Raise TypeError or ValueError unless `rows` says where this rank has its share of so many requests' rows."""
+def check_share(
+    call: Call, comm: Communicator, name: str, rows: Any, cache: Any, metadata: DeepseekSparseSWAMetadata, ratio: int
+) -> None:
+    """Raise TypeError or ValueError unless `rows` says where this rank has its share of a step's rows in `cache`.
+
+    ratio  positions of a row
+    """
     shard = check_shard(rows.shard, f"{name}.shard")
     if (shard.rank, shard.size) != (comm.rank, comm.size):
         raise ValueError(
@@ -35,14 +41,16 @@ def check_share(call: Call, comm: Communicator, name: str, rows: Any, requests: 
             f"{comm.size}"
         )
     table = call.array(f"{name}.block_table", rows.block_table, INT32, (-1, -1))
-    check_rows(f"{name}.block_table", table, requests, "requests")
+    check_rows(f"{name}.block_table", table, metadata.num_decodes + metadata.num_prefills, "requests")
+    check_columns(f"{name}.block_table", table, cache.shape[1], shard.local_len(metadata.longest // ratio))
 
 
 def check_rank_rows(
-    call: Call, comm: Communicator, rows: RankRows, metadata: DeepseekSparseSWAMetadata, tokens: int
+    call: Call, comm: Communicator, rows: RankRows, cache: Any, metadata: DeepseekSparseSWAMetadata, ratio: int = 1
 ) -> None:
     """The same for the rows of a whole layer, which writes those of a step's tokens, padding included."""
-    check_share(call, comm, "rows", rows, metadata.num_decodes + metadata.num_prefills)
+    check_share(call, comm, "rows", rows, cache, metadata, ratio)
+    tokens = len(metadata.positions)
     slots = call.array("rows.slot_mapping", rows.slot_mapping, SLOTS, (-1,))
     check_rows("rows.slot_mapping", slots, tokens_used(metadata), "tokens")
     if len(slots) > tokens:
@@ -72,12 +80,9 @@ def check_sparse_step(
     call.optional("out", out, (q.dtype,), (len(q), q.shape[1], V_DIM), writable=True)
     if compressed is None:
         return
-    check_share(call, comm, "compressed", compressed, metadata.num_decodes + metadata.num_prefills)
     call.pages("compressed.cache", compressed.cache, layer.layout, writable=True)
-    if compressed.k is not None:
-        rows = call.array("compressed.k", compressed.k, BF16, (-1, V_DIM))
-        slots = call.array("compressed.slot_mapping", compressed.slot_mapping, SLOTS, (-1,))
-        check_rows("compressed.slot_mapping", slots, len(rows), "entries")
+    check_share(call, comm, "compressed", compressed, compressed.cache, metadata, ratio)
+    check_inserted(call, "compressed.k", compressed.k, BF16, V_DIM, compressed.slot_mapping)
     if (compressed.topk_indices is None) != (ratio != 4):
         got, expected = ("None", "int32 [num_tokens, topk]") if ratio == 4 else ("an array", "None: all rows are taken")
         raise ValueError(f"compressed.topk_indices: got {got}, expected {expected} at compress_ratio {ratio}")

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from ..arrays import capsule, dlpack, streams
+from ..dispatch.backends import BACKENDS
+from ..dispatch.values import check_choice, check_flags
 from ..kernels.types.plan import DecodePlan, DenseDecodePlan, Workspace, aligned_bytes, piece
 from ..kernels.types.shard import Shard
 from ..layers.sparse import Observer, not_observed
@@ -47,6 +49,8 @@ class ContextAttention:
         backend: str | None = None,
         observe: Observer = not_observed,
     ) -> None:
+        check_flags(split_heads=split_heads)
+        check_choice((*BACKENDS, None), backend=backend)
         self.comm, self.split_heads, self.backend, self.observe = comm, split_heads, backend, observe
         self._gathered_arrays = Workspace(owner="ContextAttention", allocate=comm.memory)
         self._exchanged_arrays = Workspace(owner="ContextAttention")

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..arrays import dlpack, streams
 from ..dispatch.call import Call
+from ..dispatch.values import check_kind
 from ..layers.dense import MLACommonImpl, Observer, bits_of, not_observed
 from ..ops.dense_cache import concat_and_cache_mla
 from .checks import check_dense_forward
@@ -26,6 +27,7 @@ class ShardedMLALayer:
     """
 
     def __init__(self, layer: MLACommonImpl, comm: Communicator, *, split_heads: bool = False) -> None:
+        check_kind(MLACommonImpl, layer=layer)
         self.layer, self.comm = layer, comm
         self._attention = ContextAttention(comm, split_heads=split_heads, backend=layer.backend)
 

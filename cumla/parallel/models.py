@@ -32,7 +32,7 @@ class RankRows:
     """Where a rank has its share of the rows, for one step.
 
     shard         how rows are dealt out
-    block_table   [num_reqs, B] int32, the rank's pages of each request
+    block_table   [num_reqs, B] int32, the rank's pages of each request, as many as its rows of the longest one need
     slot_mapping  [n] int64, where it writes this step's rows; -1 for those of other ranks (`local_slot_mapping`)
     """
 
@@ -45,6 +45,7 @@ class ShardedDeepseekV4Attention:
     """`DeepseekV4Attention` of one rank: the compressed cache of what `step` is given has the rank's share."""
 
     def __init__(self, attention: DeepseekV4Attention, comm: Communicator) -> None:
+        check_kind(DeepseekV4Attention, attention=attention)
         self.attention = attention
         self._sharded = ShardedSparseMLALayer(attention.attention, comm, backend=attention.backend)
 
@@ -68,7 +69,7 @@ class ShardedDeepseekV4Attention:
         layer.check_step(hidden_states, layer_caches, metadata, topk_indices, whole=False)
         if rows is not None:
             call = begin(layer.backend, hidden_states)
-            check_rank_rows(call, self._sharded.comm, rows, metadata.window, len(metadata.positions))
+            check_rank_rows(call, self._sharded.comm, rows, layer_caches.compressed, metadata.window, layer.ratio)
         run = _RankV4Step(layer, layer_caches, metadata, observe, rows, self._sharded).run
         shape = len(metadata.positions), layer.config.hidden_size
         return attend(run, hidden_states, shape, layer.activations, topk_indices, out, stream)
@@ -111,6 +112,7 @@ class ShardedDeepseekV32Attention:
     """`DeepseekV32Attention` of one rank: the rows of what `step` is given are the rank's share."""
 
     def __init__(self, attention: DeepseekV32Attention, comm: Communicator) -> None:
+        check_kind(DeepseekV32Attention, attention=attention)
         self.attention = attention
         self._context = ContextAttention(comm, backend=attention.backend)
 
@@ -131,7 +133,7 @@ class ShardedDeepseekV32Attention:
         check_kind(RankRows, rows=rows)
         layer.check_step(hidden_states, layer_caches, metadata, topk_indices, whole=False)
         call = begin(layer.backend, hidden_states)
-        check_rank_rows(call, self._context.comm, rows, metadata.tokens, len(metadata.positions))
+        check_rank_rows(call, self._context.comm, rows, layer_caches.rows, metadata.tokens)
         run = _RankV32Step(layer, layer_caches, metadata, observe, rows, self._context).run
         shape = len(metadata.positions), layer.config.hidden_size
         return attend(run, hidden_states, shape, layer.activations, topk_indices, out, stream)

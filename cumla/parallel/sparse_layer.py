@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..arrays import dlpack, streams
+from ..dispatch.values import check_kind
 from ..kernels.types.metadata import C128A_RATIO
 from ..kernels.types.shard import Shard
 from ..layers.sparse import Observer, SparseMLALayer, not_observed
@@ -53,6 +54,7 @@ class ShardedSparseMLALayer:
     def __init__(
         self, layer: SparseMLALayer, comm: Communicator, *, split_heads: bool = False, backend: str | None = None
     ) -> None:
+        check_kind(SparseMLALayer, layer=layer)
         self.layer, self.comm, self.backend = layer, comm, backend
         self._attention = ContextAttention(comm, split_heads=split_heads, backend=backend)
 

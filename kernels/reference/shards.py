@@ -19,8 +19,7 @@ def local_position(position: int, shard: Shard) -> int:
 def local_seq_lens(seq_lens: np.ndarray, s_q: int, shard: Shard, out: np.ndarray) -> None:
     for i in range(len(out)):
         length = int(seq_lens[i // s_q]) - (s_q - 1 - i % s_q)
-        rounds, rest = divmod(max(length, 0), shard.size * shard.interleave)
-        out[i] = rounds * shard.interleave + min(max(rest - shard.rank * shard.interleave, 0), shard.interleave)
+        out[i] = shard.local_len(max(length, 0))
 
 
 def local_block_table(block_table: np.ndarray, s_q: int, first: int, step: int, out: np.ndarray) -> None:

@@ -80,7 +80,7 @@ class IndexerBuffers(NamedTuple):
     decode_lens   int32 [capacity], query tokens of an entry
     seq_lens      int32 [capacity], rows an entry may see, `lens_per_entry` after one another
     slot_mapping  int64 [capacity], one a token; empty unless the cache is compressed
-    block_table   int32 [.., columns], one row an entry; empty unless tokens may be flattened
+    block_table   int32 [.., columns], one row an entry, of flattened tokens
     schedule      int32 [num_sms + 1, 2], where each share of the entries' splits starts
     """
 

@@ -19,3 +19,8 @@ class Shard(NamedTuple):
     rank: int
     size: int
     interleave: int = 1
+
+    def local_len(self, length: int) -> int:
+        """How many of a sequence's tokens, of which there are `length`, the rank has."""
+        rounds, rest = divmod(length, self.size * self.interleave)
+        return rounds * self.interleave + min(max(rest - self.rank * self.interleave, 0), self.interleave)

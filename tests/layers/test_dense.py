@@ -40,7 +40,7 @@ class Model:
         self.impl.process_weights_after_loading(dtype)
         values = dequantized(weight) if isinstance(weight, BlockQuantizedWeight) else weight
         self.weight = to_float(np.asarray(values).astype(dtype)).reshape(HEADS, P + V, L)
-        columns = max(-(-max(seq_lens) // BLOCK), 1)
+        columns = max(-(-max(seq_lens, default=0) // BLOCK), 1)
         order = rng.permutation(len(seq_lens) * columns + 2)
         self.table = order[: len(seq_lens) * columns].reshape(len(seq_lens), columns).astype(np.int32)
         cache = np.full((len(order), BLOCK, 576), 0x7F if fp8 else np.nan, np.uint8 if fp8 else dtype)
@@ -71,7 +71,7 @@ class Model:
         slots = np.array([self.table[r, p // BLOCK] * BLOCK + p % BLOCK for r, p in positions], np.int64)
         return CommonAttentionMetadata(
             lab.put(starts), starts, lab.put(lens), lens, lens - query_lens, len(lens), int(starts[-1]),
-            int(query_lens.max()), lab.put(self.table), lab.put(slots),
+            int(query_lens.max(initial=0)), lab.put(self.table), lab.put(slots),
         )  # fmt: skip
 
     def metadata(self, workspace=None, **config):
@@ -96,7 +96,7 @@ class Model:
     def forward(self, metadata, **more):
         put = self.lab.put
         return self.impl.forward(
-            put(self.q.reshape(len(self.q), -1)), put(self.kv_c), put(self.k_pe), self.cache, metadata,
+            put(self.q.reshape(len(self.q), HEADS * (P + R))), put(self.kv_c), put(self.k_pe), self.cache, metadata,
             k_scale=self.k_scale, **more,
         )  # fmt: skip
 
@@ -264,6 +264,33 @@ def test_rows_beyond_the_metadata_are_zero(lab, rng):
     assert not got[12:].any()
 
 
+@pytest.mark.parametrize(
+    ("seq_lens", "query_lens", "drafts"),
+    [
+        ([9], [1], 0), ([9, 20], [2, 2], 1), ([9, 20, 0], [1, 1, 0], 0), ([9, 20], [2, 1], 1), ([20], [20], 0),
+        ([9, 150, 40], [1, 30, 2], 0), ([9, 30, 20], [1, 0, 1], 0), ([9, 30, 20], [2, 0, 2], 1), ([9, 20], [0, 1], 0),
+        ([], [], 0),
+    ],
+)  # fmt: skip
+def test_padding_tokens_that_the_batch_counts(lab, rng, seq_lens, query_lens, drafts):
+    """They are NaN: nothing of them is written, and their rows are 0. Requests without a query may be anywhere."""
+    model, padding = Model(lab, rng, seq_lens, query_lens), 3
+    tokens = len(model.q)
+    want = model.check(model.metadata(num_speculative_tokens=drafts))
+    before, batch = lab.get(model.cache).tobytes(), model.batch()
+    slots = np.append(lab.get(batch.slot_mapping), np.full(padding, -1))
+    batch = replace(batch, num_actual_tokens=tokens + padding, slot_mapping=lab.put(slots))
+    model.batch = lambda: batch
+    for name in ("q", "kv_c", "k_pe"):
+        array = getattr(model, name)
+        setattr(model, name, np.concatenate([array, np.full((padding, *array.shape[1:]), np.nan, array.dtype)]))
+    output = lab.put(np.full((tokens + padding, HEADS * V), 7, BF16))
+    got = to_float(lab.get(model.forward(model.metadata(num_speculative_tokens=drafts), output=output)))
+    np.testing.assert_array_equal(got[:tokens], want)
+    assert not got[tokens:].any()
+    assert lab.get(model.cache).tobytes() == before
+
+
 def test_a_profile_run_has_no_cache(lab, rng):
     model = Model(lab, rng, [20, 7], [20, 7])
     model.cache = model.cache[:0]
@@ -398,6 +425,10 @@ def test_errors_name_the_argument(rng):
         ({"num_kv_heads": 2}, "num_kv_heads: got 2, expected 1"),
         ({"kv_lora_rank": 256}, "kv_lora_rank: got 256"),
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype: got 'int4'"),
+        ({"head_size": 576.0}, "head_size: got 576.0"),
+        ({"num_heads": 200}, "num_heads: got 200, expected at most 128"),
+        ({"q_lora_rank": 0}, "q_lora_rank: got 0"),
+        ({"backend": "cobol"}, "backend: got 'cobol'"),
     ):
         with pytest.raises(ValueError, match=message):
             impl(**changes)
@@ -456,7 +487,10 @@ WRONG_STEPS = [
     (changed(context_chunk_starts=lambda x: None), TypeError, "attn_metadata.context_chunk_starts: got NoneType"),
     (changed(context_chunk_workspace=lambda x: None), ValueError, "attn_metadata: got no context_chunk_workspace"),
     (changed(context_chunk_workspace=cut("context_chunk_workspace", 8)), ValueError, "context_chunk_workspace: got"),
-    (changed(max_decode_query_len=lambda x: 2), ValueError, "attn_metadata: got 1 decode tokens, expected a multiple"),
+    (changed(max_decode_query_len=lambda x: 2), ValueError, "attn_metadata: got 1 decode tokens before prefills"),
+    (lambda x: {"kv_cache": x["kv_cache"][:, :4]}, ValueError, "kv_cache: got pages of 4 tokens, expected 8"),
+    (changed(num_prefills=lambda x: 0, num_prefill_tokens=lambda x: 0, num_decodes=lambda x: 0), ValueError,
+     "attn_metadata: got 1 decode tokens of 0 decodes"),
 ]  # fmt: skip
 
 

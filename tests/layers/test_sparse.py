@@ -158,7 +158,7 @@ def select(rng, seq_lens, query_lens, topk):
 def test_a_workspace_changes_no_bit(lab, rng, ratio):
     seq_lens, heads, topk = [5, 40, 33], 3, 8
     config = ServingConfig(
-        window_size=WINDOW, compress_ratios=(ratio,), block_size=BLOCK, compressed_block_size=COMPRESSED_BLOCK,
+        window_size=WINDOW, compress_ratios=(ratio,), block_size=BLOCK, compressed_block_size=4 * BLOCK,
         max_num_batched_tokens=64, max_num_seqs=8, max_model_len=512,
     )  # fmt: skip
     pool = Pool(rng, seq_lens, BLOCK)
@@ -268,7 +268,9 @@ def test_selects_what_an_indexer_scores_best(lab, rng, layout, query_lens):
     for change, message in (
         ({"q": inputs.q[:-1]}, "indexer.q: got"), ({"weights": inputs.weights[:-1]}, "indexer.weights: got"),
         ({"cache": cache[:, :-1]}, "indexer.cache: got shape"), ({"metadata": None}, "indexer.metadata: got NoneType"),
-        ({"k": inputs.k[:, :-1]}, "indexer.k: got shape"), ({"layout": cumla.DSV4_FP8}, "indexer.layout: got"),
+        ({"k": inputs.k[:, :-1]}, "indexer.k: got shape"),
+        ({"k": inputs.k[:1]}, "compressed.slot_mapping: got 2 entries, expected 1, one for each row of compressed.ind"),
+        ({"layout": cumla.DSV4_FP8}, "indexer.layout: got"),
     ):  # fmt: skip
         wrong = replace(own, indexer=replace(inputs, **change))
         with pytest.raises((TypeError, ValueError), match=message):
@@ -349,6 +351,16 @@ WRONG_STEPS = [
     (4, changed("compressed", k=lambda x: x.k.astype(np.float32)), TypeError, "compressed.k: got dtype float32"),
     (4, changed("compressed", slot_mapping=lambda x: x.slot_mapping[:0]), ValueError,
      "compressed.slot_mapping: got 0 entries"),
+    (4, changed("compressed", slot_mapping=lambda x: np.append(x.slot_mapping, -1)), ValueError,
+     "compressed.slot_mapping: got 2 entries, expected 1, one for each row of compressed.k"),
+    (128, changed("compressed", k=lambda x: np.ones((3, 512), BF16)), ValueError,
+     "compressed.slot_mapping: got 1 entries, expected 3, one for each row of compressed.k"),
+    (4, changed("compressed", cache=lambda x: cumla.DSV4_FP8.allocate(9, 128)), ValueError,
+     "compressed.cache: got pages of 128 rows, expected 32"),
+    (4, changed("compressed", block_table=lambda x: x.block_table[:, :1]), ValueError,
+     "compressed.block_table: got 1 columns, pages of 32 rows each, expected at least 2 for the 37 rows"),
+    (128, changed("compressed", block_table=lambda x: x.block_table[:, :0]), ValueError,
+     "compressed.block_table: got 0 columns, pages of 1 rows each, expected at least 1 for the 1 rows"),
     (4, changed("compressed", cache=lambda x: x.cache[..., :500]), ValueError, "compressed.cache: got shape"),
     (128, changed("compressed", cache=lambda x: x.cache[:, :0]), ValueError, "compressed.cache: got pages of 0 rows"),
     (128, changed("compressed", topk_indices=lambda x: x.block_table), ValueError, "compressed.topk_indices: got an"),
@@ -371,13 +383,17 @@ def test_a_wrong_step_writes_nothing(rng, ratio, change, error, text):
 def test_what_a_layer_itself_holds_is_checked_first(rng):
     lab = Lab("cpu", on_device=False)
     _, arguments, _ = step_of(rng, lab, 1, [40], [1])
-    for layer, text in (
-        (SparseMLALayer(attn_sink=np.zeros(4, np.float32)), "attn_sink: got shape"),
-        (SparseMLALayer(softmax_scale=float("nan")), "softmax_scale: got nan"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            layer.step(**arguments, backend="cpu")
+    with pytest.raises(ValueError, match="attn_sink: got shape"):
+        SparseMLALayer(attn_sink=np.zeros(4, np.float32)).step(**arguments, backend="cpu")
     assert not arguments["swa_cache"].any()
+    for wrong in (
+        {"compress_ratio": 5}, {"compress_ratio": True}, {"compress_ratio": 4.0}, {"index_topk": 0},
+        {"index_topk": 2.5},
+        {"index_topk": 2**31}, {"softmax_scale": float("nan")}, {"softmax_scale": "1"}, {"softmax_scale": 1e300},
+        {"layout": cumla.V32_FP8}, {"layout": None}, {"layout": "DSV4_FP8"},
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match=f"^{next(iter(wrong))}: got"):
+            SparseMLALayer(**wrong)
 
 
 def test_c128a_slots_are_for_the_pages_of_the_cache(rng):

@@ -252,6 +252,36 @@ def test_what_the_kernels_take_can_be_widened(place):
     assert not decode.requires_padding
 
 
+class Flattening(DeepseekV32IndexerMetadataBuilder):
+    flattens_ragged = True
+
+
+@configs
+@THOROUGH
+@given(data=st.data())
+def test_ragged_decodes_may_all_be_flattened(place, config, data):
+    """Decodes are those of the window's builder; each token has its length and pages, if not by its request's entry."""
+    builder, ratio, next_n = Flattening(config, place.backend), config.indexer_compress_ratio, config.decode_threshold
+    for _ in range(data.draw(st.integers(1, 3))):
+        seq_lens, query_lens = data.draw(shapes(next_n, uniform=data.draw(st.booleans())))
+        columns = -(-config.max_model_len // page_positions(config))
+        batch = make_batch(place, seq_lens, query_lens, block_size=page_positions(config), columns=columns)
+        metadata = builder.build(0, batch)
+        decodes = [*(q <= next_n for q in query_lens), False].index(False)
+        assert (metadata.num_decodes, metadata.num_decode_tokens) == (decodes, sum(query_lens[:decodes]))
+        if not decodes:
+            continue
+        decode, table = metadata.decode, place.get(batch.block_table_tensor)
+        each = decode.seq_lens.shape[1] if decode.seq_lens.ndim == 2 else 1
+        tokens = tokens_of(seq_lens[:decodes], query_lens[:decodes])
+        lens, rows = place.get(decode.seq_lens).reshape(-1), place.get(decode.block_table)
+        assert lens[: len(tokens)].tolist() == [(p + 1) // ratio for _, p in tokens]
+        for token, (r, p) in enumerate(tokens):
+            pages = -(-(p + 1) // page_positions(config))
+            np.testing.assert_array_equal(rows[token // each][:pages], table[r, :pages])
+        check_schedule(place, decode, page_positions(config) // ratio, len(rows), config.num_sms)
+
+
 def test_a_table_of_its_own(place):
     config = CONFIGS["v4-next_n1"]
     batch = make_batch(place, [33, 40], [1, 8])

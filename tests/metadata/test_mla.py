@@ -281,6 +281,10 @@ def test_graph_buffers_take_a_smaller_batch(place):
     larger = builder_of(place).build(0, make_batch(place, [9] * 5, [1] * 5))
     with pytest.raises(ValueError, match="slot_mapping: got 5 requests, expected at most the graph's 4"):
         state.prepare_graph_input_buffers(buffers, larger)
+    longer = builder_of(place, max_model_len=320).build(0, make_batch(place, [9, 257], [1, 1]))
+    with pytest.raises(ValueError, match=r"input_buffers\['block_tables'\]: got 32 columns, pages of 8 .* least 33"):
+        state.prepare_graph_input_buffers(buffers, longer)
+    assert_equal(place, captured.seq_lens_tensor, [9, 20, 3, 0])
     mixed = builder_of(place).build(0, make_batch(place, [9, 5], [1, 5]))
     with pytest.raises(ValueError, match="got 1 prefills, expected decodes alone"):
         state.prepare_graph_input_buffers(buffers, mixed)
@@ -364,6 +368,7 @@ def test_advancing_writes_nothing_before_it_fails():
         ({"seq_start_loc": np.zeros(2, np.int32)}, ValueError),
         ({"seq_lens_tensor": np.zeros(3, np.int32)}, ValueError),
         ({"seq_lens": [2**31 - 5, 4]}, ValueError),
+        ({"block_tables": np.zeros((2, 1), np.int32)}, ValueError),
     ):
         metadata = dataclasses.replace(builder_of(host).build(0, make_batch(host, [9, 5], [1, 1])), **wrong)
         step = SimpleNamespace(input_tokens=np.full(2, -1), input_positions=np.full(2, -1))

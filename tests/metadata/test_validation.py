@@ -5,7 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from cumla.metadata import DeepseekSparseSWAMetadataBuilder, DeepseekV32IndexerMetadataBuilder, ServingConfig
+from cumla.metadata import (
+    DeepseekSparseSWAMetadataBuilder,
+    DeepseekV32IndexerMetadataBuilder,
+    MLACommonMetadataBuilder,
+    MLAConfig,
+    ServingConfig,
+)
 from metadata.batches import make_batch
 from support.lab import Lab
 
@@ -199,6 +205,10 @@ def test_one_device_for_good(builder):
         ({"block_size": 2**29}, ValueError, "block_size: got 536870912, expected at most 536870911"),
         ({"compressed_block_size": 2**40}, ValueError, "compressed_block_size: got 1099511627776, expected at most"),
         ({"max_model_len": 2**31}, ValueError, "max_model_len: got 2147483648, expected at most 2147483647"),
+        ({"num_heads": 200}, ValueError, "num_heads: got 200, expected at most 128"),
+        ({"num_heads": 0}, ValueError, "num_heads: got 0, expected at least 1"),
+        ({"index_topk": 0}, ValueError, "index_topk: got 0, expected at least 1"),
+        ({"num_speculative_tokens": 2**31 - 1}, ValueError, "num_speculative_tokens: got 2147483647, expected at most"),
         ({"compress_ratios": (2,)}, ValueError, "compress_ratios: got 2, expected 0, 1, 4 or 128"),
         ({"compress_ratios": ()}, ValueError, "compress_ratios: got no layers, expected at least one"),
         ({"compress_ratios": (128,), "compressed_block_size": 64}, ValueError, "expected a multiple of 128"),
@@ -206,5 +216,30 @@ def test_one_device_for_good(builder):
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_config(changes, error, message):
-    with pytest.raises(error, match=message):
-        ServingConfig(**changes)
+    for config in (ServingConfig, MLAConfig):
+        with pytest.raises(error, match=message):
+            config(**changes)
+
+
+FIELDS = {field.name for field in dataclasses.fields(MLAConfig)}
+AT_LEAST_0 = {"num_speculative_tokens"}
+NOT_NUMBERS = {"compress_ratios", "chunked_prefill_enabled", "enable_prefix_caching", "dtype"}
+
+
+@pytest.mark.parametrize("name", sorted(FIELDS - NOT_NUMBERS))
+def test_every_number_of_a_config_has_limits(name):
+    """A field that is added has them, too."""
+    for wrong in (-1, 2**63, 0.5, "1", True, float("nan"), *([] if name in AT_LEAST_0 else [0])):
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: got"):
+            MLAConfig(**{name: wrong})
+
+
+@pytest.mark.parametrize(
+    "builder", [DeepseekSparseSWAMetadataBuilder, DeepseekV32IndexerMetadataBuilder, MLACommonMetadataBuilder]
+)
+def test_what_builders_are_made_of(builder):
+    for wrong in (None, {}, ServingConfig if builder is not MLACommonMetadataBuilder else ServingConfig()):
+        with pytest.raises(TypeError, match=r"^config: got"):
+            builder(wrong)
+    with pytest.raises(ValueError, match="backend: got 'cobol', expected 'reference', 'cpu'"):
+        builder(MLAConfig(), backend="cobol")

@@ -2,15 +2,28 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from cumla.models.config_checks import MOST_THETA
 from cumla.models.deepseek_v4 import DeepseekV4Config
 from cumla.models.deepseek_v32 import DeepseekV32Config
-from cumla.models.rope import cos_sin_table
+from cumla.models.rope import LIMITS, cos_sin_table
 from support.models import GoldenLayer, V32Layer, records, relative_rms
 
 V4, V32 = (records("models")[case]["config"] for case in (0, 2))
 YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 512}
 MAIN = {"rope_type": "default", "rope_theta": 777.0}
+
+
+def ratios(second):
+    return {"layer_types": None, "compress_ratios": [4, second, 4, 4]}
+
+
+def yarn(**numbers):
+    return {"rope_scaling": YARN | numbers, "rope_parameters": None}
+
+
 WRONG = {
     "too few layer types": (V4, {"layer_types": ["sliding_attention"]}, "layer_types: got 1 entries, expected"),
     "too few ratios": (V4, {"layer_types": None, "compress_ratios": [4]}, "compress_ratios: got 1 entries"),
@@ -27,7 +40,49 @@ WRONG = {
     "no heads": (V4, {"num_attention_heads": 0}, "num_attention_heads: got 0, expected at least 1"),
     "no layers": (V4, {"num_hidden_layers": None}, "num_hidden_layers: got None"),
     "no window": (V4, {"sliding_window": None}, "sliding_window: got None"),
-    "a base of 0": (V4, {"compress_rope_theta": 0}, "compress_rope_theta: got 0, expected at least 1"),
+    "a base of 0": (V4, {"compress_rope_theta": 0}, "compress_rope_theta: got 0, expected a positive number"),
+    "a base of 1": (V32, {"rope_theta": 1}, "rope_theta: got 1, expected more than 1"),
+    "a base beyond float32": (V32, {"rope_theta": 1e300}, "rope_theta: got 1e.300, expected a number that float32 has"),
+    "another model": (V4, {"model_type": "deepseek_v3"}, "model_type: got 'deepseek_v3', expected 'deepseek_v4'"),
+    "V4 as V3.2": (V32, {"model_type": "deepseek_v4"}, "model_type: got 'deepseek_v4', expected 'deepseek_v32'"),
+    "V3.2 as V4": (V4, {"model_type": "deepseek_v32"}, "model_type: got 'deepseek_v32', expected 'deepseek_v4'"),
+    "V4's groups as V3.2": (V32, {"o_lora_rank": 64}, "o_lora_rank: got 64, expected none: it is of a DeepSeek V4"),
+    "V4's ratios as V3.2": (V32, {"compress_ratios": [4]}, r"compress_ratios: got \[4\], expected none"),
+    "more heads than attention has": (V4, {"num_attention_heads": 200}, "num_attention_heads: got 200, .* most 128"),
+    "so many heads in V3.2": (V32, {"num_attention_heads": 200}, "num_attention_heads: got 200, expected at most 128"),
+    "no choice": (V4, {"index_topk": 0}, "index_topk: got 0, expected at least 1"),
+    "no choice in V3.2": (V32, {"index_topk": 0}, "index_topk: got 0, expected at least 1"),
+    "no epsilon": (V4, {"rms_norm_eps": 0}, "rms_norm_eps: got 0, expected a positive number"),
+    "too small an epsilon": (V32, {"rms_norm_eps": 1e-46}, "rms_norm_eps: got 1e-46, expected a positive number"),
+    "more layers than there are": (V4, {"num_hidden_layers": 2**31}, "num_hidden_layers: got 2147483648, expected at"),
+    "a ratio that is none": (V4, ratios(float("nan")), r"compress_ratios\[1\]: got nan of type float"),
+    "a fraction of a ratio": (V4, ratios(0.5), r"compress_ratios\[1\]: got 0.5 of type float"),
+    "a whole fraction": (V4, ratios(4.0), r"compress_ratios\[1\]: got 4.0 of type float"),
+    "a negative ratio": (V4, ratios(-5), r"compress_ratios\[1\]: got -5, expected at least 0"),
+    "an infinite ratio": (V4, ratios(-np.inf), r"compress_ratios\[1\]: got -inf"),
+    "another ratio": (V4, ratios(8), "compress_ratios: got 8, expected 1, 4 or 128"),
+    "one ratio for all": (V4, {"layer_types": None, "compress_ratios": 5}, "compress_ratios: got 5 of type int"),
+    "one type for all": (V4, {"layer_types": "sliding_attention"}, "layer_types: got 'sliding_attention' of type str"),
+    "types that are none": (V4, {"layer_types": 5}, "layer_types: got 5 of type int, expected a list"),
+    "another type": (V4, {"layer_types": ["sliding_attention"] * 3 + [7]}, r"layer_types\[3\]: got 7, expected"),
+    "one rate for all": (V4, {"compress_rates": 5}, "compress_rates: got 5 of type int, expected a Mapping"),
+    "YaRN without a type": (V32, {"rope_scaling": {"factor": 40}}, r"rope_scaling\.factor: got 40 without a rope_type"),
+    "what no RoPE has": (V4, {"rope_parameters": {"a": 1}}, r"rope_scaling\.a: got 1 without a rope_type"),
+    "main that is none": (V4, {"rope_parameters": {"main": 5, "compress": YARN}}, r"rope_parameters\.main: got 5"),
+    "compress that is none": (V4, {"rope_parameters": {"compress": [5]}}, r"rope_parameters\.compress: got \[5\]"),
+    "YaRN that shrinks": (V32, yarn(factor=0.5), r"rope_scaling\.factor: got 0.5, expected 1 to"),
+    "YaRN by nothing": (V4, yarn(factor=1e-320), r"rope_scaling\.factor: got 1e-320"),
+    "YaRN by everything": (V4, yarn(factor=1e300), r"rope_scaling\.factor: got 1e.300"),
+    "a ramp from nowhere": (V4, yarn(beta_fast=1e-320), r"rope_scaling\.beta_fast: got"),
+    "a ramp from too far": (V4, yarn(beta_slow=1e308), r"rope_scaling\.beta_slow: got"),
+    "a ramp backwards": (V32, yarn(beta_fast=0.5), r"rope_scaling\.beta_fast: got 0.5, expected at least beta_slow"),
+    "a temperature beyond float32": (V32, yarn(mscale_all_dim=1e308), r"rope_scaling\.mscale_all_dim: got"),
+    "a negative temperature": (V32, yarn(mscale=-1), r"rope_scaling\.mscale: got -1"),
+    "no cosines": (V32, yarn(attention_factor=0), r"rope_scaling\.attention_factor: got 0"),
+    "a length that is none": (V32, yarn(original_max_position_embeddings=np.inf), "position_embeddings: got inf"),
+    "a flag that is none": (V32, yarn(truncate="no"), r"rope_scaling\.truncate: got 'no'"),
+    "infinitely much turned": (V4, {"partial_rotary_factor": np.inf}, "partial_rotary_factor: got inf, expected a fin"),
+    "nothing turned": (V4, {"partial_rotary_factor": 0}, "partial_rotary_factor: got 0, expected 0.125"),
     "a base that is none": (V4, {"rope_theta": float("nan")}, "rope_theta: got nan, expected a finite number"),
     "another scaling": (V4, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type: got 'linear'"),
     "YaRN without a factor": (V32, {"rope_scaling": YARN | {"factor": None}}, "expected factor among YaRN's numbers"),
@@ -54,6 +109,39 @@ def test_what_is_not_served_is_named(wrong):
 def test_what_is_missing_is_named(name):
     with pytest.raises(ValueError, match=f"{name}: the configuration has none"):
         DeepseekV4Config.from_dict({key: value for key, value in V4.items() if key != name})
+
+
+@pytest.mark.parametrize("kind", [DeepseekV4Config, DeepseekV32Config])
+@pytest.mark.parametrize("wrong", [None, 5, "{}", [1]])
+def test_what_is_no_configuration(kind, wrong):
+    with pytest.raises(TypeError, match=r"^config: got"):
+        kind.from_dict(wrong)
+
+
+@pytest.mark.parametrize("model", ["deepseek_v4", None])
+def test_a_configuration_of_the_other_model(model):
+    """With its model_type, and by its fields without."""
+    of = {} if model is None else {"model_type": model}
+    with pytest.raises(ValueError, match="^model_type" if of else "^o_groups"):
+        DeepseekV32Config.from_dict(V4 | of)
+    with pytest.raises(ValueError, match="^model_type" if of else "^num_key_value_heads"):
+        DeepseekV4Config.from_dict(V32 | ({"model_type": "deepseek_v32"} if of else {}))
+
+
+LIMITED = {name: st.floats(least, min(most, 1e30)) for name, (least, most) in LIMITS.items()}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.fixed_dictionaries(LIMITED), st.floats(1.001, MOST_THETA), st.sampled_from([4, 128]))
+def test_whatever_is_read_makes_tables_of_numbers(numbers, theta, ratio):
+    """All that the limits allow: no overflow, no NaN."""
+    numbers["beta_fast"] = max(numbers["beta_fast"], numbers["beta_slow"])
+    changes = {"rope_parameters": {"rope_type": "yarn", **numbers}, "compress_rope_theta": theta}
+    assert np.isfinite(DeepseekV4Config.from_dict(V4 | changes).cos_sin_table(ratio, 3)).all()
+    changes = {"rope_scaling": {"rope_type": "yarn", **numbers}, "rope_theta": theta}
+    config = DeepseekV32Config.from_dict(V32 | changes)
+    assert np.isfinite(cos_sin_table(64, config.rope_theta, 3, config.rope_scaling)).all()
+    assert 0 < config.softmax_scale < 1e30
 
 
 def test_lists_may_go_on_behind_the_layers():

@@ -27,12 +27,19 @@ def emulator(request):
 
 
 class Decodes:
-    """Steps of one token of each request, in arrays that stay where they are."""
+    """Steps of one token of each request, or of so many, in arrays that stay where they are.
 
-    def __init__(self, lab, case):
+    counts  of the tokens of each request: those of the first step, of the second, and so on
+    """
+
+    def __init__(self, lab, case, counts=((1, 1),) * 4):
+        self.counts = np.array(counts)
         golden = GoldenLayer(case)
         make = V4Layer if golden.record["model"] == "v4" else V32Layer
-        self.made = make(golden, 2, backend="cuda", activations="bfloat16", cache_format="fp8", lab=lab)
+        self.made = make(
+            golden, 2, backend="cuda", activations="bfloat16", cache_format="fp8", lab=lab,
+            speculative=self.counts.max() - 1,
+        )  # fmt: skip
         for request, count in enumerate(PROMPTS):
             self.made.step([(request, 0, count)], given=False)
         self.golden, self.lab, self.arrays = golden, lab, {}
@@ -47,7 +54,8 @@ class Decodes:
 
     def prepare(self, index):
         """Hidden states and metadata of the index-th step; the out is wiped."""
-        scheduled = [(request, count + index, 1) for request, count in enumerate(PROMPTS)]
+        firsts = PROMPTS + self.counts[:index].sum(axis=0)
+        scheduled = list(zip(range(2), firsts.tolist(), self.counts[index].tolist(), strict=True))
         batch, tables = self.made.paged.batch(scheduled)
         kept = [
             self.keep(name, self.lab.get(getattr(batch, name)))
@@ -55,10 +63,10 @@ class Decodes:
         ]
         tables = {name: self.keep(name, self.lab.get(table)) for name, table in tables.items()}
         batch = CommonAttentionMetadata(
-            kept[0], batch.query_start_loc_cpu, kept[1], batch.seq_lens_cpu, batch.num_computed_tokens_cpu, 2, 2, 1,
-            kept[2], kept[3], max_seq_len=self.golden.tokens,
+            kept[0], batch.query_start_loc_cpu, kept[1], batch.seq_lens_cpu, batch.num_computed_tokens_cpu, 2,
+            batch.num_actual_tokens, batch.max_query_len, kept[2], kept[3], max_seq_len=self.golden.tokens,
         )  # fmt: skip
-        hidden = np.stack([self.golden.hidden[first] for _, first, _ in scheduled])
+        hidden = np.concatenate([self.golden.hidden[first : first + count] for _, first, count in scheduled])
         self.hidden = self.keep("hidden", hidden.astype(self.made.layer.activations))
         self.out = self.keep("out", np.zeros(hidden.shape, self.made.layer.activations))
         self.metadata = self.made.build(batch, tables)
@@ -78,11 +86,17 @@ class Decodes:
         return self.lab.get(self.out).view(np.uint16)
 
 
-@pytest.mark.parametrize("case", [2, 3, 8, 13])
-def test_a_captured_step_is_right_at_other_lengths(device, case):
+RAGGED = ((2, 1), (1, 2), (2, 1), (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("case", "counts"), [*((case, ((1, 1),) * 4) for case in (2, 3, 8, 13)), (8, RAGGED), (13, RAGGED)]
+)
+def test_a_captured_step_is_right_at_other_lengths(device, case, counts):
+    """Ragged ones, too: which request has the draft token differs from step to step."""
     import cupy
 
-    eager, captured = Decodes(device, case), Decodes(device, case)
+    eager, captured = Decodes(device, case, counts), Decodes(device, case, counts)
     for each in (eager, captured):
         each.prepare(0)
         each.run()

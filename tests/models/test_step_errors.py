@@ -6,8 +6,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cumla.models.deepseek_v4 import DeepseekV4Attention, DeepseekV4Config
-from cumla.models.deepseek_v32 import DeepseekV32Attention, DeepseekV32Config
+from cumla.metadata import ServingConfig
+from cumla.models.deepseek_v4 import DeepseekV4Attention, DeepseekV4Caches, DeepseekV4Config
+from cumla.models.deepseek_v32 import (
+    DeepseekV32Attention,
+    DeepseekV32Caches,
+    DeepseekV32Config,
+    DeepseekV32StepBuilder,
+)
 from cumla.models.step import DeepseekV4StepBuilder
 from support.models import GoldenLayer, V4Layer, V32Layer
 
@@ -215,6 +221,27 @@ def test_metadata_of_another_window_is_named():
     assert of.held() == before
 
 
+TABLES = {
+    "states": ("state", lambda x: x[:, :2], ValueError, "3 columns"),
+    "states that are not int32": ("state", lambda x: x.astype(np.int64), TypeError, "int64"),
+    "states of other requests": ("state", lambda x: x[:2], ValueError, "shape"),
+    "compressed rows": ("compressed", lambda x: x[:, :0], ValueError, "1 columns"),
+    "compressed rows that are not int32": ("compressed", lambda x: x.astype(np.int64), TypeError, "int64"),
+}
+
+
+@pytest.mark.parametrize("wrong", TABLES)
+def test_tables_that_do_not_hold_a_steps_sequences_are_named(wrong):
+    """Sequences of up to 12 tokens: states of 4 positions a page, compressed rows of 256."""
+    pool, change, error, says = TABLES[wrong]
+    made = Started().made
+    batch, tables = made.paged.batch(BATCH)
+    name = {"state": r"state_block_tables\[4\]", "compressed": "compressed_block_table"}[pool]
+    with pytest.raises(error, match=f"^{name}: .*{says}"):
+        made.build(batch, tables | {pool: change(tables[pool])})
+    made.build(batch, tables | {"state": tables["state"][:, :3], "compressed": tables["compressed"][:, :1]})
+
+
 OPTIONS = {
     "layer beyond the model": ("layer", {"layer": 99}, ValueError),
     "layer negative": ("layer", {"layer": -1}, ValueError),
@@ -224,12 +251,54 @@ OPTIONS = {
     "no activations": ("activations", {"activations": None}, ValueError),
     "a format that there is not": ("cache_format", {"cache_format": "int4"}, ValueError),
     "no position": ("max_position", {"max_position": 0}, ValueError),
+    "scratch that is none": ("scratch", {"scratch": {}}, TypeError),
     "no weights": ("weights", {"weights": None}, TypeError),
     "a backend that there is not": ("backend", {"backend": "cobol"}, ValueError),
     "weights transposed": ("q_b_proj.weight", {"q_b_proj.weight": lambda w: w.T}, ValueError),
     "weights of integers": ("q_b_proj.weight", {"q_b_proj.weight": lambda w: w.astype(np.int32)}, TypeError),
     "weights in a list": ("q_b_proj.weight", {"q_b_proj.weight": lambda w: w.tolist()}, TypeError),
 }
+
+
+SERVING = ServingConfig(compress_ratios=(4, 128))
+MADE_OF = {
+    "another ratio": (lambda: DeepseekV4Caches.allocate(5, SERVING, 1), "compress_ratio: got 5, expected 1, 4 or 128"),
+    "a ratio of 0": (lambda: DeepseekV4Caches.allocate(0, SERVING, 1), "compress_ratio: got 0"),
+    "no serving": (lambda: DeepseekV4Caches.allocate(4, None, 1), "serving: got None"),
+    "pages below none": (lambda: DeepseekV4Caches.allocate(4, SERVING, -1), "num_blocks: got -1"),
+    "pages of numbers below none": (
+        lambda: DeepseekV4Caches.allocate(4, SERVING, -1, cache_format="float32"), "num_blocks: got -1"
+    ),
+    "compressed pages below none": (lambda: DeepseekV4Caches.allocate(4, SERVING, 1, -1), "compressed_blocks: got -1"),
+    "states below none": (lambda: DeepseekV4Caches.allocate(4, SERVING, 1, 1, -1), "state_blocks: got -1"),
+    "states of no position": (
+        lambda: DeepseekV4Caches.allocate(4, SERVING, 1, 1, 1, state_block_size=0), "state_block_size: got 0"
+    ),
+    "pages of half a token": (
+        lambda: DeepseekV32Caches.allocate(1, 0.5, "bfloat16"), "block_size: got 0.5 of type float"
+    ),
+    "no config": (lambda: DeepseekV4StepBuilder(None), "config: got None"),
+    "no config of V3.2": (lambda: DeepseekV32StepBuilder(None), "config: got None"),
+    "V4's config": (lambda: DeepseekV32StepBuilder(SERVING), "config.compress_ratios: got"),
+    "no sizes": (lambda: DeepseekV4StepBuilder(SERVING, state_block_sizes=None), "state_block_sizes: got None"),
+    "a size that is missing": (
+        lambda: DeepseekV4StepBuilder(SERVING, state_block_sizes={4: 4}), r"state_block_sizes: got \{4: 4\}, .* for 128"
+    ),
+    **{
+        f"a size of {size}": (
+            lambda size=size: DeepseekV4StepBuilder(SERVING, state_block_sizes={4: 4, 128: size}),
+            r"state_block_sizes\[128\]: got",
+        )
+        for size in (0, 1.5, "4", 2**31, None)
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", MADE_OF)
+def test_builders_and_caches_say_what_they_do_not_take(wrong):
+    make, text = MADE_OF[wrong]
+    with pytest.raises((TypeError, ValueError), match=f"^{text}"):
+        make()
 
 
 def is_of_v4_alone(x):

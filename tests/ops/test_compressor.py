@@ -473,6 +473,7 @@ WRONG = [
     ("cos_sin_cache", lambda c: c["cos_sin_cache"][:, :63], ValueError),
     ("k_cache", lambda c: c["k_cache"][..., :-1], ValueError),
     ("eps", lambda c: -1.0, ValueError),
+    ("eps", lambda c: 0.0, ValueError),
     ("compress_ratio", lambda c: 0, ValueError),
 ]
 

@@ -17,6 +17,7 @@ from cumla.parallel import (
     ShardedDeepseekV32Attention,
     ShardedMLALayer,
     ShardedSparseMLALayer,
+    local_seq_lens,
     local_slot_mapping,
     run_threads,
 )
@@ -95,6 +96,7 @@ WHOLE = [
     ("rows.shard", None, "rows.shard: got None"),
     ("rows.block_table", np.zeros((1, 2)), "rows.block_table: got dtype float64"),
     ("rows.block_table", np.zeros((0, 2), np.int32), "rows.block_table: got 0 requests"),
+    ("rows.block_table", np.zeros((1, 4), np.int32), "rows.block_table: got 4 columns, pages of 3 rows each"),
     ("rows.slot_mapping", np.zeros(3, np.int64), "rows.slot_mapping: got 3 tokens"),
     ("rows.slot_mapping", np.zeros(99, np.int64), "rows.slot_mapping: got 99 slots"),
     ("layer_caches", None, "layer_caches: got NoneType"),
@@ -130,6 +132,25 @@ def test_sequences_that_rope_does_not_reach_are_refused_on_ranks(case):
     run_threads(1, on, SECONDS)
 
 
+@pytest.mark.parametrize("case", [8, 13])
+def test_a_rank_needs_the_pages_of_its_rows_and_no_more(case):
+    """Ranks have different numbers of rows, and each its own need."""
+
+    def on(comm):
+        ranked = Ranked(case, comm)
+        arguments = ranked.arguments(0, 61)
+        length = np.array([61 // ranked.ratio], np.int32)
+        pages = -(-int(local_seq_lens(length, ranked.shard)[0]) // PAGE)
+        narrow = changed(arguments, "rows.block_table", ranked.table[:, : pages - 1])
+        with pytest.raises(ValueError, match=f"rows.block_table: got {pages - 1} columns, .* at least {pages} for"):
+            ranked.sharded.step(**narrow)
+        return ranked.sharded.step(**changed(arguments, "rows.block_table", ranked.table[:, :pages]))
+
+    want = GoldenLayer(case).out[:61]
+    for got in run_threads(3, on, SECONDS):
+        assert relative_rms(got, want) < 1e-5
+
+
 def sparse_arguments(rng, tokens=5):
     config = ServingConfig(compress_ratios=(4,), max_num_batched_tokens=64, max_num_seqs=4, max_model_len=256)
     paged = PagedRequests(1, 64, {"window": 64})
@@ -149,6 +170,9 @@ SPARSE = [
     ("compressed.topk_indices", np.zeros((5, 4)), "compressed.topk_indices: got dtype float64"),
     ("compressed.topk_indices", None, "compressed.topk_indices: got None"),
     ("compressed.block_table", np.zeros(3, np.int32), "compressed.block_table: got shape"),
+    ("compressed.block_table", np.zeros((1, 0), np.int32), "compressed.block_table: got 0 columns"),
+    ("compressed.slot_mapping", np.zeros(2, np.int64), "compressed.slot_mapping: got 2 entries, expected 1"),
+    ("compressed.k", np.zeros((2, 512), BF16), "compressed.slot_mapping: got 1 entries, expected 2"),
     ("compressed.shard", Shard(1, 2), "compressed.shard: got rank 1"),
     ("compressed.slot_mapping", None, "compressed.slot_mapping: got"),
     ("compressed", None, "compressed: got None, expected rows"),

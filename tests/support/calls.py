@@ -73,10 +73,15 @@ def is_attention(name):
     return EXAMPLES[base].kernels in ("sparse_attention", "dense_attention")
 
 
+def function_of(name):
+    """The operation of the example of this name, or of one of OTHERS."""
+    return public(EXAMPLES[OTHERS.get(name, (name, dict))[0]])
+
+
 def call(name):
     """The example of this name, or one of OTHERS. Outputs that are returned are given, too, and hold ones."""
     base, changes = OTHERS.get(name, (name, dict))
-    function = public(EXAMPLES[base])
+    function = function_of(name)
     arguments = arguments_of(EXAMPLES[base], 0) | changes()
     outputs = [x for x in ("out", "lse") if x in inspect.signature(function).parameters and x not in arguments]
     if outputs:

@@ -269,7 +269,6 @@ WRONG = {
          "state_slot_mapping: got {wrong.size} slots, expected at most {kv_score.shape[0]}"),
         ("state_block_table", first, V, "state_block_table: got shape"),
         ("compress_ratio", 3, V, "position_bias: got shape"),
-        ("eps", -1.0, V, "eps: got -1.0, expected a finite number of at least 0"),
     ],
     "fused_q_kv_rmsnorm": [
         ("kv", of(np.float32), T, "kv: got dtype float32"),
