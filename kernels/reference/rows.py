@@ -21,6 +21,11 @@ PLAIN_TYPES = {
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
+def flush_subnormals(x: np.ndarray) -> np.ndarray:
+    """float32, of which subnormal numbers are 0: CUDA's kernels are compiled with -ftz=true."""
+    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
+
+
 def scale_exponent(amax: np.float32, min_exponent: int) -> int:
     """Smallest e with amax <= 448 * 2^e, at least `min_exponent`. Exact: 448 is 0.875 * 2^9."""
     if amax == 0:
