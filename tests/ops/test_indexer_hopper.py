@@ -1,16 +1,12 @@
 """Hopper's scores where rings of tiles turn, pages are of any size, and groups of queries are as large as they get."""
 
-import ctypes
-
 import numpy as np
 import pytest
 from ops.test_indexer import check_logits, paged, ragged
 
 import cumla
 import emulation
-from cumla.kernels.cuda import compile as compiler
 from cumla.kernels.cuda import indexer as launcher
-from emulation import launches
 from support.lab import Lab
 
 
@@ -50,40 +46,3 @@ def test_groups_of_eight_queries(device, rng, monkeypatch, schedule, width, quer
     with emulation.scheduled(emulation.SCHEDULES[schedule]):
         found = device.get(cumla.fp8_mqa_logits(*arguments, True, width, backend="cuda"))
     check_logits(found, reference)
-
-
-SHARES = """
-extern "C" __global__ void shares(long long* out, const int* starts, const int* ends, long long* sizes) {
-    Problem problem{};
-    problem.starts = starts, problem.ends = ends, problem.queries = int(sizes[0]), problem.keys = int(sizes[1]);
-    problem.room = 1;
-    Share share = share_of(problem);
-    long long found[5] = {share.group, share.tile, share.tiles, share.first_key, share.count};
-    if (threadIdx.x == 0)
-        for (int i = 0; i < 5; ++i) out[5 * blockIdx.x + i] = found[i];
-}
-"""
-
-
-@pytest.mark.parametrize(("queries", "keys"), [(1 << 16, 1 << 24), (1 << 17, 1 << 24), (9000, 1 << 30), (640 * 8, 1 << 30), (40, 300)])
-def test_shares_of_more_tiles_than_an_int32_counts(device, queries, keys):
-    """Compressed rows of one logit each: the first query of a group sees the first key, the last one the last."""
-    of_group, of_tile, blocks = 8, 64, 7
-    starts = np.zeros(queries, np.int32)
-    starts[of_group - 1 :: of_group] = keys - 1
-    arrays = [np.full((blocks, 5), -1, np.int64), starts, starts + 1, np.array([queries, keys], np.int64)]
-    placed = [device.put(x) for x in arrays]
-    text = "".join(f"#define {name} {x}\n" for name, x in {"PAGED": 0, "PASS": 2, "QUERY_GROUPS": 4}.items())
-    kernel = launches.Kernel(f"{text}{compiler.source('sm90/indexer/logits.cu')}{SHARES}", "shares", 90)
-    packed = (ctypes.c_void_p * len(placed))(*[x.data.ptr for x in placed])
-    kernel.launch((blocks, 1, 1), (launcher.HOPPER_THREADS, 1, 1), 4096, ctypes.addressof(packed))
-    groups, whole = -(-queries // of_group), -(-keys // of_tile)
-    sizes = np.where(np.arange(groups) * of_group + of_group <= queries, whole, 1)  # of one query: one key
-    ends = np.cumsum(sizes)
-    total, first = int(ends[-1]), 0
-    for block, (group, tile, tiles, first_key, count) in enumerate(device.get(placed[0]).tolist()):
-        assert count == total // blocks + (block < total % blocks)
-        assert (group, first_key, tiles) == (np.searchsorted(ends, first, side="right"), 0, sizes[group])
-        assert tile == first - (ends[group] - sizes[group])
-        first += count
-    assert first == total
