@@ -1,9 +1,10 @@
 """Sinks, lists and lengths of every kind, by every kernel of sparse attention however its work is divided.
 
-On a device all of them; where kernels are emulated a few, of each kernel.
+On a device all of them; where kernels are emulated a few.
 """
 
 import contextlib
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -17,23 +18,43 @@ from support.special_values import HEADS, PREFILL_LAYOUT, SINKS, Case, cases, pr
 
 DECODE_LAYOUTS = (cumla.DSV4_FP8, cumla.V32_FP8, cumla.MLA_BF16)
 EMULATED_SINKS = ("-inf", "mixed")
+# Of emulated kernels: with tiles of all their heads, of some, and several. Slow tests have all, of EMULATED_HEADS.
+EMULATED_HEADS = 65
 EMULATED_PREFILL = {
     ("hopper 16", 8, 512), ("hopper 16", 8, 576), ("hopper 32", 32, 512), ("hopper 64", 65, 512),
     ("hopper 64", 63, 576), ("portable", 8, 512), ("exact", 1, 512),
 }  # fmt: skip
-
-
-def kernels_of(x):
-    return x.backend == "cuda" or x.get("name") == "chosen"
-
-
+EMULATED_DECODE = {
+    ("hopper 16 whole", 8), ("hopper 32 cut", 32), ("hopper 64 parts 3", 65), ("hopper 16 cluster 6", 1),
+    ("hopper 32 cluster 2", 16), ("hopper 64 whole", 63), ("portable whole", 16), ("portable cut", 1), ("exact", 1),
+}  # fmt: skip
 pytestmark = pytest.mark.attention
 
 
-@pytest.mark.nowhere(when=lambda x: x.backend == "reference" or not kernels_of(x))
-@pytest.mark.nowhere(
-    when=lambda x: x.emulated and (x.get("name"), x.get("heads"), x.get("width")) not in EMULATED_PREFILL
-)
+def has_kernel(x):
+    """The reference has what others are held to, other backends than cuda one kernel each."""
+    name, layout = x.get("name"), x.get("layout")
+    if x.backend == "reference" or (x.backend != "cuda" and name != "chosen"):
+        return False
+    if "hopper" in name and layout is cumla.MLA_BF16:
+        return False  # which portable kernels take
+    # Clusters are programs of their own; of the second layout it is enough that there are some.
+    return not ("cluster" in name and layout is cumla.V32_FP8 and parts_of(name) > 2)
+
+
+def is_emulated_prefill(x):
+    return (x.get("name"), x.get("heads"), x.get("width")) in EMULATED_PREFILL
+
+
+def is_emulated_decode(x):
+    if x.get("layout") is not cumla.DSV4_FP8 and x.get("heads") != 1:
+        return False
+    return (x.get("name"), x.get("heads")) in EMULATED_DECODE
+
+
+@pytest.mark.nowhere(when=lambda x: not has_kernel(x))
+@pytest.mark.nowhere(when=lambda x: x.emulated and not is_emulated_prefill(x) and x.get("heads") != EMULATED_HEADS)
+@pytest.mark.thorough(when=lambda x: x.emulated and not is_emulated_prefill(x))
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("width", [512, 576])
 @pytest.mark.parametrize("name", PREFILL_KERNELS)
@@ -44,34 +65,23 @@ def test_prefill(lab, name, width, heads):
             special_values.check(case, lab)
 
 
-EMULATED_DECODE = {
-    ("hopper 16 whole", 8), ("hopper 32 cut", 32), ("hopper 64 parts 3", 65), ("hopper 16 cluster 6", 1),
-    ("hopper 32 cluster 2", 16), ("hopper 64 whole", 63), ("portable whole", 16), ("portable cut", 1), ("exact", 1),
-}  # fmt: skip
-
-
-def decode_kernel_takes(x):
-    name, layout = x.get("name"), x.get("layout")
-    if "hopper" in name and layout is cumla.MLA_BF16:
-        return False  # which portable kernels take
-    # Clusters of these are programs of their own; of the other layout it is enough that there are some.
-    return not ("cluster" in name and layout is cumla.V32_FP8 and parts_of(name) > 2)
-
-
-@pytest.mark.nowhere(when=lambda x: x.backend == "reference" or not kernels_of(x) or not decode_kernel_takes(x))
-@pytest.mark.nowhere(when=lambda x: x.emulated and (x.get("name"), x.get("heads")) not in EMULATED_DECODE)
-@pytest.mark.nowhere(when=lambda x: x.emulated and x.get("layout") is not cumla.DSV4_FP8 and x.get("heads") != 1)
+@pytest.mark.nowhere(when=lambda x: not has_kernel(x))
+@pytest.mark.nowhere(when=lambda x: x.emulated and not is_emulated_decode(x) and x.get("heads") != EMULATED_HEADS)
+@pytest.mark.thorough(when=lambda x: x.emulated and not is_emulated_decode(x))
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("layout", DECODE_LAYOUTS, ids=lambda x: x.name)
 @pytest.mark.parametrize("name", DECODE_KERNELS)
 def test_decode(lab, name, layout, heads):
-    """With one cache, and with two."""
+    """With one cache, and with two; as a plan cuts the keys of a token, and never cut."""
     sinks, parts = EMULATED_SINKS if lab.emulated else SINKS, parts_of(name)
+    extra_topks = (0, 70) if parts < 4 else (200,)
     with decode_by(name) if lab.backend == "cuda" else contextlib.nullcontext():
-        for extra_topk in (0, 70) if parts < 4 else (200,):
+        for extra_topk, batch_invariant in itertools.product(extra_topks, (False, True)):
+            if batch_invariant and (name != "chosen" or lab.backend == "cpu"):
+                continue
             for case in cases("decode", layout, heads, sinks, extra_topk=extra_topk, few=lab.emulated):
                 if not (parts and case.lengths):
-                    special_values.check(case, lab)
+                    special_values.check(case, lab, batch_invariant=batch_invariant)
 
 
 @pytest.mark.parametrize("lengths", [False, True])

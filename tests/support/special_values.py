@@ -23,7 +23,7 @@ LISTS = ("full", "some absent", "all absent", "all beyond", "duplicates")
 LENGTHS = ("0", "1", "random", "full", "longer", "negative")
 HEADS = (1, 8, 16, 32, 63, 64, 65, 128)
 # Of scores: one alone, which may be near 0, is within the bounds of max_logits and lse then.
-SIZE = 0.25
+SIZE = 0.05
 # Of prefill's rows: bounds are for values up to 1, of which some may be all that a result is made of.
 ROW_SIZE = 0.1
 ROWS = 200  # of a cache or workspace, of which lists name some
