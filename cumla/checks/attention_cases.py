@@ -12,12 +12,13 @@ from ..bounds import DECODE_LSE, DECODE_OUT, PREFILL_LSE, PREFILL_OUT
 from ..layout import DSV4_FP8, MLA_BF16, V32_FP8, CacheLayout
 from ..ops.dense_attention import dense_mla_decode, mha_varlen
 from ..ops.sparse_attention import merge_attn_states, sparse_mla_decode, sparse_mla_prefill
-from .arrays import BLOCK, NUM_BLOCKS, Bench
+from .arrays import BLOCK, HEADS, NUM_BLOCKS, Bench
 from .case import Case, Run
 
 DECODE = (DECODE_OUT, DECODE_LSE)
 PREFILL = (PREFILL_OUT, PREFILL_LSE, PREFILL_LSE)
 DENSE_PREFILL = (PREFILL_OUT, PREFILL_LSE)
+SPECIAL_HEADS = 64  # whose kernels on Hopper are not those of HEADS
 MERGE = (bounds.MERGE, bounds.MERGE)
 
 
@@ -36,6 +37,50 @@ def _decode(layout: CacheLayout, two_caches: bool) -> Run:
             bench.normal(2, 2, bench.heads, layout.head_dim), bench.cache(layout), bench.indices(slots, 2, 2, 11),
             layout=layout, topk_length=bench.put([11, 0], np.int32),
             attn_sink=bench.normal(bench.heads, dtype=np.float32), **extra, backend=bench.backend,
+        )  # fmt: skip
+
+    return run
+
+
+def _special_lists(bench: Bench, rows: int, *shape: int) -> tuple[Any, Any]:
+    """Lists int32 [*shape, 11] of 8 queries, some without any key, and lengths of every kind."""
+    indices = bench.rng.integers(0, rows, (8, 11))
+    indices[1, ::2], indices[2], indices[3], indices[4], indices[7] = -1, -1, rows, 5, -1
+    lengths = [11, 9, 11, 12, 5, 0, -3, 2**31 - 1]
+    return bench.put(indices.reshape(*shape, 11), np.int32), bench.put(np.reshape(lengths, shape), np.int32)
+
+
+def _special_sink(bench: Bench) -> Any:
+    """Without effect, finite, and all that there is, in turn."""
+    return bench.put(np.resize([-np.inf, 0.5, np.inf], bench.heads), np.float32)
+
+
+def _special_decode(layout: CacheLayout, two_caches: bool) -> Run:
+    def run(bench: Bench) -> Sequence[Any]:
+        slots = NUM_BLOCKS * BLOCK
+        indices, lengths = _special_lists(bench, slots, 4, 2)
+        extra: dict[str, Any] = {}
+        if two_caches:  # each list beside another one
+            extra_indices, extra_lengths = _special_lists(bench, slots, 2, 2, 2)
+            extra = {
+                "extra_k_cache": bench.cache(layout),
+                "extra_indices": extra_indices.swapaxes(0, 2).reshape(4, 2, 11),
+                "extra_topk_length": extra_lengths.swapaxes(0, 2).reshape(4, 2),
+            }
+        return sparse_mla_decode(
+            bench.normal(4, 2, bench.heads, layout.head_dim), bench.cache(layout), indices, layout=layout,
+            topk_length=lengths, attn_sink=_special_sink(bench), **extra, backend=bench.backend,
+        )  # fmt: skip
+
+    return run
+
+
+def _special_prefill(head_dim: int) -> Run:
+    def run(bench: Bench) -> Sequence[Any]:
+        indices, lengths = _special_lists(bench, 20, 8)
+        return sparse_mla_prefill(
+            bench.normal(8, bench.heads, head_dim), bench.small(20, head_dim), indices, topk_length=lengths,
+            attn_sink=_special_sink(bench), backend=bench.backend,
         )  # fmt: skip
 
     return run
@@ -99,6 +144,14 @@ CASES = (
     Case("sparse_mla_decode", "MLA_BF16", "sparse_attention", DECODE, _decode(MLA_BF16, False)),
     Case("sparse_mla_prefill", "512", "sparse_attention", PREFILL, _prefill(512)),
     Case("sparse_mla_prefill", "576", "sparse_attention", PREFILL, _prefill(576)),
+    *(
+        Case("sparse_mla_decode", f"{layout.name}, special values", "sparse_attention", DECODE, run, SPECIAL_HEADS)
+        for layout, run in ((x, _special_decode(x, x is DSV4_FP8)) for x in (DSV4_FP8, V32_FP8, MLA_BF16))
+    ),
+    *(
+        Case("sparse_mla_prefill", f"{dim}, special values", "sparse_attention", PREFILL, _special_prefill(dim), heads)
+        for dim, heads in ((512, SPECIAL_HEADS), (576, HEADS))
+    ),
     Case("mha_varlen", "causal", "dense_attention", DENSE_PREFILL, _mha(True)),
     Case("mha_varlen", "not causal", "dense_attention", DENSE_PREFILL, _mha(False)),
     Case("dense_mla_decode", "bfloat16", "dense_attention", DECODE, _dense_decode(False)),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ..bounds import Bound
-from .arrays import Bench
+from .arrays import HEADS, Bench
 
 Run: TypeAlias = Callable[[Bench], Sequence[Any]]
 UNWRITTEN = 165  # fills what an op must leave alone
@@ -15,10 +15,14 @@ UNWRITTEN = 165  # fills what an op must leave alone
 
 @dataclass(frozen=True)
 class Case:
-    """run(bench) returns the results to compare; `kernels` is the file of kernels it needs."""
+    """run(bench) returns the results to compare; `kernels` is the file of kernels it needs.
+
+    heads  of `cumla check`; a self-test has those of the call before it
+    """
 
     op: str
     variant: str
     kernels: str
     bounds: Sequence[Bound]
     run: Run
+    heads: int = HEADS

@@ -31,7 +31,7 @@ def run(console: Console, backend: str | None, seed: int) -> int:
             if not console.is_terminal and time.perf_counter() - said > 5:
                 said = time.perf_counter()
                 print(f"{number} of {len(CASES)} cases checked", file=sys.stderr)
-            outcomes = [check_case(case, name, seed) for name in names]
+            outcomes = [check_case(case, name, seed, case.heads) for name in names]
             failed += sum(not outcome.passed for outcome in outcomes)
             notes += [
                 f"{name}: {case.op} {case.variant}: {outcome.note}"

@@ -74,9 +74,9 @@ def compress_and_insert(
                         slots, pages and positions of the first. One launch makes both
 
     A window's positions that this step computes are read from kv_score, earlier ones from state_cache: any split of a
-    prompt gives the same row. A position before the sequence's start, or whose state has no page, is left out; a row
-    of which none is left is 0. Values are rounded to bfloat16 before they are quantised. A position outside
-    cos_sin_cache turns as its nearest row says.
+    prompt gives the same row. A position before the sequence's start, or whose state has no page, is left out, and
+    one whose score is -inf is left out of that channel; a channel of which none is left is 0. Values are rounded to
+    bfloat16 before they are quantised. A position outside cos_sin_cache turns as its nearest row says.
 
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM's DeepSeek V4 compressor (save_partial_states, compress_norm_rope_store), as one operation.

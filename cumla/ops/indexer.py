@@ -58,7 +58,8 @@ def fused_indexer_q_rope_quant(
     out         (q, weights) to write instead of allocating
 
     Returns q uint8 [T, H, 128], e4m3 (float32 unless quantised; bfloat16 if `out` says so), and weights float32
-    [T, H] = index_weights * scale of q * softmax_scale * head_scale. A scale is one power of two a head, the smallest
+    [T, H] = index_weights * scale of q * softmax_scale * head_scale; a factor or a product below 2^-126, which is
+    subnormal, counts as 0. A scale is one power of two a head, the smallest
     by which its largest magnitude, at least 1e-4 (1e-10 with rope_first), fits in e4m3. RoPE is computed in float32,
     and what is then quantised is rounded to bfloat16 first. A position that the table does not have leaves its
     queries unrotated.
@@ -120,9 +121,9 @@ def fp8_mqa_logits(
     kv_scales     the scales where kv is k alone
     out           to write instead of allocating
 
-    Returns logits float32 [M, N], or [M, max_seqlen_k]. A query's logits do not depend on the other queries of the
-    call, except on the CPU, where one product serves several queries: there they may differ by rounding
-    (cumla.bounds.SCORES).
+    Returns logits float32 [M, N], or [M, max_seqlen_k]. Weights and scales below 2^-126, which are subnormal, count
+    as 0. A query's logits do not depend on the other queries of the call, except on the CPU, where one product serves
+    several queries: there they may differ by rounding (cumla.bounds.SCORES).
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: DeepGEMM fp8_mqa_logits.
     """
@@ -195,7 +196,7 @@ def fp8_paged_mqa_logits(
     out                to write instead of allocating
 
     Returns logits float32 [B * next_n, max_context_len]. A row whose page is absent (not in the table, or the table's
-    entry outside of the cache) scores -inf.
+    entry outside of the cache) scores -inf. Weights and scales below 2^-126, which are subnormal, count as 0.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: DeepGEMM fp8_paged_mqa_logits.
     """

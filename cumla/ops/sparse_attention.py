@@ -52,10 +52,12 @@ def sparse_mla_decode(
                    twice counts twice
     layout         DSV4_FP8, V32_FP8, MLA_BF16 or DSV4_BF16, on the host also MLA_F32 or DSV4_F32, or the name of
                    one; None: told by the size of a token
-    topk_length    [b] or [b, s_q] int32, entries of `indices` in use; None: all
+    topk_length    [b] or [b, s_q] int32, entries of `indices` in use; None: all. A negative length counts as 0, one
+                   beyond topk as topk
     extra_k_cache  a second cache of the same layout, and its own extra_indices [b, s_q, extra_topk],
                    extra_topk_length and extra_block_size
-    attn_sink      [h] float32: a logit that takes weight and gives nothing; None: no sink
+    attn_sink      [h] float32: a logit that takes weight and gives nothing; None, and -inf for a head: no sink. Of +inf
+                   out is 0
     softmax_scale  1 / sqrt(d) if None
     plan           a DecodePlan that the layers of a step share; None: planned here
     batch_invariant  whether a token's result must not depend on what else is in the batch, to the bit: the keys of a
@@ -131,7 +133,8 @@ def sparse_mla_prefill(
     softmax_scale  1 / sqrt(d) if None
     d_v          512: V is the first 512 values of each row
     attn_sink    [h] float32, as in sparse_mla_decode
-    topk_length  [s_q] int32, entries of `indices` in use; None: all
+    topk_length  [s_q] int32, entries of `indices` in use; None: all. A negative length counts as 0, one beyond topk
+                 as topk
     out          (out, max_logits, lse) to write instead of allocating
 
     Returns out [s_q, h, 512] of q's dtype, max_logits [s_q, h] float32 (largest scaled logit, -inf if there is

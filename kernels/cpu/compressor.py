@@ -156,9 +156,8 @@ def _pool(
                 row[i] *= shrink
                 total[i] *= shrink
                 top[i] = score
-            weight = np.exp(score - top[i])
+            weight = np.exp(score - (np.float32(0) if top[i] == -np.inf else top[i]))  # of -inf 0, not NaN
             row[i] += weight * source[first + i]
             total[i] += weight
     for i in range(head_dim):
-        if total[i] != 0:
-            row[i] /= total[i]
+        row[i] = row[i] / total[i] if total[i] != 0 else np.float32(0)

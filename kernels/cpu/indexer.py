@@ -5,8 +5,17 @@ from __future__ import annotations
 import numpy as np
 
 from ..numba_common.compiled import compiled
-from ..numba_common.numbers import bfloat16_bits, bfloat16_value, float32_bits, power_of_two, quantized, scale_exponent
+from ..numba_common.numbers import (
+    bfloat16_bits,
+    bfloat16_value,
+    float32_bits,
+    flushed,
+    power_of_two,
+    quantized,
+    scale_exponent,
+)
 from ..reference.indexer import keys_of, paged_mqa_logits_metadata, row_lens, scales_of
+from ..reference.rows import flush_subnormals
 from ..types.indexer import Rows
 from ..types.segments import Pages
 from .rows import E4M3_VALUES, lookup_slot
@@ -84,7 +93,7 @@ def _rotate_and_quantize(
                 q_scale = power_of_two(scale_exponent(amax, least_exponent))
                 for i in range(len(x)):
                     q_out[token, head, i] = quantized(x[i], q_scale)
-            weights[token, head] = weights[token, head] * q_scale * scale
+            weights[token, head] = flushed(flushed(flushed(weights[token, head]) * q_scale) * flushed(scale))
 
 
 # ---- keys without scales
@@ -194,8 +203,8 @@ def _scores(q: np.ndarray, keys: np.ndarray, scales: np.ndarray | None, weights:
     with np.errstate(all="ignore"):
         products = np.matmul(_float32(q).reshape(m * heads, dims), keys.T)
         np.maximum(products, 0, out=products)
-        found = np.matmul(weights[:, None], products.reshape(m, heads, len(keys)))[:, 0]
-        return found if scales is None else found * scales
+        found = np.matmul(flush_subnormals(weights)[:, None], products.reshape(m, heads, len(keys)))[:, 0]
+        return found if scales is None else found * flush_subnormals(scales)
 
 
 # ---- the choice

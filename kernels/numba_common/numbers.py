@@ -20,6 +20,7 @@ KINDS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
 
 INFINITY_BITS = 0x7F800000  # of float32; magnitudes beyond are NaN
 NAN_BITS = 0x7FC00000
+SMALLEST_NORMAL = np.float32(2.0**-126)
 
 
 @compiled
@@ -30,6 +31,12 @@ def float32_bits(x: Any) -> Any:
 @compiled
 def float32_value(bits: Any) -> Any:
     return np.uint32(bits).view(np.float32)
+
+
+@compiled
+def flushed(x: Any) -> Any:
+    """float32 `x`, or 0 where it is subnormal."""
+    return x if not abs(x) < SMALLEST_NORMAL else np.float32(0) * x
 
 
 @compiled

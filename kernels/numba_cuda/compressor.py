@@ -12,6 +12,7 @@ from ..numba_common.geometry import geometry_of
 from ..types.compressor import Compression, CompressorRows
 from .compiler import cuda
 from .launch import kind_of, launch
+from .log_sums import MINUS_INFINITY
 from .norm_rope import MAX_TILES, THREADS, WIDTH, insert_row, nearest, normalize, turn
 from .numbers import float32_bits, float32_value, to_float32
 from .rows import lookup_slot
@@ -82,7 +83,7 @@ def compress_kernel(
         first_token = max(np.int64(query_start_loc[request]), 0)
     overlaps = channels == 2 * dim
     for channel in range(cuda.threadIdx.x, dim, cuda.blockDim.x):
-        top, weights, mean = np.float32(-np.inf), np.float32(0), np.float32(0)
+        top, weights, mean = MINUS_INFINITY, np.float32(0), np.float32(0)
         for back in range(2 * ratio if overlaps else ratio):
             if back > position:
                 break
@@ -100,7 +101,8 @@ def compress_kernel(
             if score > top:
                 keep = np.float32(math.exp(top - score))
                 weights, mean, top = weights * keep, mean * keep, score
-            share = np.float32(math.exp(score - top))
+            base = np.float32(0) if top == MINUS_INFINITY else top  # of -inf the share is 0, not NaN
+            share = np.float32(math.exp(score - base))
             weights, mean = weights + share, mean + share * kv
         row[channel] = np.float32(0)
         if weights != 0:

@@ -18,6 +18,7 @@ from .numbers import (
     dequantized,
     float32_bits,
     float32_value,
+    flushed,
     from_float32,
     power_of_two,
     quantized,
@@ -84,8 +85,8 @@ def queries_kernel(
                     amax = np.float32(abs(x))
             if not writes:
                 q_scale = power_of_two(scale_exponent(amax, least_exponent))
-        weight = to_float32(np.int64(index_weights[token, head]), weight_kind) * q_scale * scale
-        weights[token, head] = float32_bits(weight)
+        weight = flushed(to_float32(np.int64(index_weights[token, head]), weight_kind))
+        weights[token, head] = float32_bits(flushed(flushed(weight * q_scale) * flushed(scale)))
 
 
 # ---- keys without scales
@@ -184,9 +185,9 @@ def logits_kernel(q, kind, k, scales, weights, starts, ends, compressed, clean, 
             for i in range(q.shape[2]):
                 product += element(q[m, head, i], kind) * element(k[n, i], kind)
             product = np.float32(0) if product < 0 else product
-            score += product * float32_value(np.int64(weights[m, head]))
+            score += product * flushed(float32_value(np.int64(weights[m, head])))
         if len(scales):
-            score *= float32_value(np.int64(scales[n]))
+            score *= flushed(float32_value(np.int64(scales[n])))
         logits[m, column] = float32_bits(score)
 
 
@@ -235,9 +236,9 @@ def paged_logits_kernel(q, kind, pages, g, size, weights, lens, block_table, cle
                 key = element(load(page, token * g.row_bytes + size * i, size), kind)
                 product += element(q[entry, j, head, i], kind) * key
             product = np.float32(0) if product < 0 else product
-            score += product * float32_value(np.int64(weights[row, head]))
+            score += product * flushed(float32_value(np.int64(weights[row, head])))
         if kind == E4M3:
-            score *= float32_value(load(page, g.scale_start + token * g.scale_stride, 4))
+            score *= flushed(float32_value(load(page, g.scale_start + token * g.scale_stride, 4)))
         logits[row, n] = float32_bits(score)
 
 

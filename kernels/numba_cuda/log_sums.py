@@ -30,8 +30,8 @@ def summary(top, total):
 
 @device_function
 def rest_of_sink(attn_sink, head, log_sum):
-    """What is left of an output where a sink takes some of the weight."""
-    if not len(attn_sink):
+    """What is left of an output where a sink takes some of the weight; of one without keys there is nothing to take."""
+    if not len(attn_sink) or log_sum == MINUS_INFINITY:
         return np.float32(1)
     return np.float32(1) / (np.float32(1) + exponential(float32_value(attn_sink[head]) - log_sum))
 

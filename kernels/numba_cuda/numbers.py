@@ -10,8 +10,8 @@ from ..numba_common.numbers import BFLOAT16, INFINITY_BITS, KINDS
 
 __all__ = [
     "BFLOAT16", "INFINITY_BITS", "KINDS", "bfloat16_bits", "bfloat16_value", "dequantized", "e4m3_byte",
-    "float16_value", "float32_bits", "float32_value", "from_float32", "power_of_two", "quantized", "scale_exponent",
-    "tile_scale", "to_float32", "ue8m0_value",
+    "float16_value", "float32_bits", "float32_value", "flushed", "from_float32", "power_of_two", "quantized",
+    "scale_exponent", "tile_scale", "to_float32", "ue8m0_value",
 ]  # fmt: skip
 
 
@@ -26,6 +26,7 @@ e4m3_byte = _for_kernels(numbers.e4m3_byte)
 float16_value = _for_kernels(numbers.float16_value)
 float32_bits = _for_kernels(numbers.float32_bits)
 float32_value = _for_kernels(numbers.float32_value)
+flushed = _for_kernels(numbers.flushed)
 from_float32 = _for_kernels(numbers.from_float32)
 power_of_two = _for_kernels(numbers.power_of_two)
 quantized = _for_kernels(numbers.quantized)

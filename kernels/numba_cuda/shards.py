@@ -145,8 +145,7 @@ def merge_kernel(parts, lses, attn_sink, kind, out, lse):
         for i in range(count):
             total += exponential(log_sum_of(lses[i, request, head, query]) - shift)
         log_sum, share = summary(top, total)
-        if top != MINUS_INFINITY:
-            share *= rest_of_sink(attn_sink, head, log_sum)
+        share *= rest_of_sink(attn_sink, head, log_sum)
         for d in range(cuda.threadIdx.x, dim, cuda.blockDim.x):
             value = np.float32(0)
             for i in range(count):

@@ -100,10 +100,15 @@ def _window(
 
 
 def pooled(window: np.ndarray) -> np.ndarray:
-    """The mean of kv weighted by the softmax of score, channel by channel, float64 [D]; 0 of nothing."""
+    """The mean of kv weighted by the softmax of score, channel by channel, float64 [D]; 0 of nothing.
+
+    A score of -inf leaves its position out of a channel.
+    """
     if not len(window):
         return np.zeros(window.shape[2])
     kv, score = window[:, 0], window[:, 1]
-    weights = np.exp(score - score.max(axis=0))
-    mean: np.ndarray = (weights * kv).sum(axis=0) / weights.sum(axis=0)
-    return mean
+    top = score.max(axis=0)
+    with np.errstate(invalid="ignore"):  # numbers that are not finite
+        weights = np.exp(score - np.where(np.isneginf(top), 0.0, top))
+        total, weighted = weights.sum(axis=0), (weights * kv).sum(axis=0)
+    return np.divide(weighted, total, out=np.zeros_like(total), where=total != 0)

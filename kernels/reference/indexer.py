@@ -7,7 +7,7 @@ import numpy as np
 
 from ..types.indexer import Rows
 from ..types.segments import Pages
-from .rows import lookup_slot, scale_exponent, to_e4m3
+from .rows import flush_subnormals, lookup_slot, scale_exponent, to_e4m3
 
 ROPE_DIM = 64
 
@@ -27,9 +27,9 @@ def fused_indexer_q_rope_quant(
     q = index_q.astype(np.float32)
     part = q[..., :ROPE_DIM] if rope_first else q[..., -ROPE_DIM:]
     rotate(part, positions, table.astype(np.float32), is_neox)
-    weights[:] = index_weights.astype(np.float32) * np.float32(scale)
+    given, factor = flush_subnormals(index_weights.astype(np.float32)), flush_subnormals(np.float32(scale))
     if q_out.dtype != np.uint8:
-        q_out[:] = q
+        q_out[:], weights[:] = q, flush_subnormals(given * factor)
         return
     q = q.astype(ml_dtypes.bfloat16).astype(np.float32)
     finite = np.where(np.isfinite(q), np.abs(q), np.float32(0))
@@ -37,7 +37,7 @@ def fused_indexer_q_rope_quant(
         q_scale = np.float32(np.ldexp(1.0, scale_exponent(finite[token, head].max(), least_exponent)))
         with np.errstate(invalid="ignore"):  # signalling NaN
             q_out[token, head] = to_e4m3(q[token, head] / q_scale)
-        weights[token, head] = np.float32(index_weights[token, head]) * q_scale * np.float32(scale)
+        weights[token, head] = flush_subnormals(flush_subnormals(given[token, head] * q_scale) * factor)
 
 
 def rotate(x: np.ndarray, positions: np.ndarray, table: np.ndarray, is_neox: bool) -> None:
@@ -97,7 +97,7 @@ def scores(q: np.ndarray, k: np.ndarray, scales: np.ndarray, weights: np.ndarray
     """One query's scores of some keys: q [H, D], k [n, D], scales [n], weights [H]; float64 [n]."""
     with np.errstate(all="ignore"):
         products = np.maximum(values(q) @ values(k).T, 0.0)
-        return (weights.astype(np.float64) @ products) * scales.astype(np.float64)
+        return (flush_subnormals(weights).astype(np.float64) @ products) * flush_subnormals(scales).astype(np.float64)
 
 
 def mqa_logits(

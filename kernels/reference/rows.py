@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -19,6 +20,11 @@ PLAIN_TYPES = {
     "float32": np.float32,
 }
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
+
+def flush_subnormals(x: Any) -> Any:
+    """float32, of which subnormal numbers are 0: CUDA's kernels are compiled with -ftz=true."""
+    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
 
 
 def scale_exponent(amax: np.float32, min_exponent: int) -> int:

@@ -285,7 +285,7 @@ def test_check_fails(monkeypatch):
     monkeypatch.setattr(check, "CASES", (wrong, broken, lacking))
     console = Console(width=120, record=True, quiet=True)
     assert check.run(console, "cpu", 0) == 1
-    outcomes = [check.check_case(case, "cpu", 0) for case in check.CASES]
+    outcomes = [check.check_case(case, "cpu", 0, case.heads) for case in check.CASES]
     assert outcomes == [
         check.Outcome(False, 1.0),
         check.Outcome(False, None, "ZeroDivisionError: division by zero"),

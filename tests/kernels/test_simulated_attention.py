@@ -6,6 +6,7 @@ import pytest
 import cumla
 from cumla.kernels.numba_cuda import latent_attention, launch, projection
 from cumla.kernels.reference.sparse_attention import merge_attn_states
+from support import special_values
 from support.attention import Problem, make_cache, make_indices, make_q
 from support.bounds import assert_decode, assert_prefill, assert_within
 from support.lab import BF16, Lab, to_float
@@ -40,6 +41,18 @@ def test_two_caches_and_a_sink(rng, batch_invariant):
     first = problem.check(SIMULATOR, plan=cumla.DecodePlan())
     for x, y in zip(first, problem.on(SIMULATOR), strict=True):
         np.testing.assert_array_equal(x.view(np.uint8), y.view(np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("op", "layout", "extra_topk"),
+    [
+        ("decode", cumla.DSV4_FP8, 9), ("decode", cumla.V32_FP8, 0), ("prefill", cumla.DSV4_BF16, 0),
+        ("prefill", cumla.MLA_BF16, 0),
+    ],
+)  # fmt: skip
+def test_special_values(op, layout, extra_topk):
+    for case in special_values.cases(op, layout, 3, ("mixed",), topk=18, extra_topk=extra_topk, few=True):
+        special_values.check(case, SIMULATOR)
 
 
 @pytest.mark.parametrize("byte", [0, 126, 134, 254])

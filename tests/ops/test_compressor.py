@@ -109,8 +109,8 @@ class Case:
                 half = slice(dim, 2 * dim) if coff == 2 and p > position - self.ratio else slice(0, dim)
                 kv.append(state[: coff * dim][half])
                 score.append(state[coff * dim :][half])
-            weights = np.exp(np.array(score) - np.max(score, axis=0))
-            row = (weights * kv).sum(axis=0) / weights.sum(axis=0)
+            weights = np.exp(np.array(score) - np.maximum(np.max(score, axis=0), -1e30))
+            row = (weights * kv).sum(axis=0) / np.maximum(weights.sum(axis=0), 1e-30)  # 0 of nothing
             row *= self.weight / np.sqrt(np.mean(row**2) + 1e-6)
             rows[int(slot)] = turned(row, self.cos_sin[position // self.ratio * self.ratio])
         return rows
@@ -157,6 +157,34 @@ def test_compressor(lab, rng, layout, kind):
         if slot >= 0:
             saved[slot // 8, slot % 8] = biased[token]
     np.testing.assert_array_equal(state, saved)
+
+
+@pytest.mark.nowhere(when=lambda x: is_float32_off_the_host(x) or takes_the_simulator_long(x))
+@pytest.mark.parametrize("layout", [DSV4_FP8, DSV4_BF16, DSV4_F32, INDEXER_BF16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_of_minus_infinity_leave_their_positions_out(lab, rng, layout, kind):
+    """Of each channel other positions, in this step and before; of some all but one, of others all: those are 0."""
+    case = Case(rng, layout, kind)
+    score = case.bias.shape[1]
+    channels = np.arange(score)
+    every = np.minimum(case.ratio, 7)  # of that many positions one
+
+    def leave_out(states, position):
+        out = (channels + position) % every == 0
+        out |= (channels % 16 == 3) & (position % case.ratio != channels % case.ratio) | (channels % 16 == 5)
+        states[score:][out] = -np.inf
+
+    for token, position in enumerate(case.positions):
+        leave_out(case.kv_score[token], position)
+    for pages in case.table:
+        for position in range(8 * len(pages)):
+            leave_out(case.state[pages[position // 8], position % 8], position)
+    cache, _ = case.run(lab, cache_of(layout, 4, 16))
+    rows, want = rows_of(cache, layout), case.rows()
+    assert len(want) >= 2
+    for slot, row in want.items():
+        assert np.isfinite(row).all()
+        assert_rows(rows[slot], row, layout)
 
 
 @pytest.mark.parametrize("kind", KINDS)

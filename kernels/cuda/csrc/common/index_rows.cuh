@@ -41,7 +41,7 @@ __device__ inline void store_entries(int* p, LoadedIndices x) {
 }
 
 __device__ inline int lane_id() { return threadIdx.x % 32; }
-__device__ inline int warp_id() { return (blockIdx.x * THREADS + threadIdx.x) / 32; }
+__device__ inline int warp_id() { return blockIdx.x * (THREADS / 32) + threadIdx.x / 32; }
 
 __device__ inline int warp_sum(int value) {
 #pragma unroll

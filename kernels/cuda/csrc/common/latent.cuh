@@ -41,7 +41,7 @@ struct DenseShare {
         share.query = index % s_q, share.request = index / s_q;
         int64 keys = int64(lens[share.request]) - (causal ? s_q - 1 - share.query : 0);
         share.keys = int(max(min(keys, capacity), int64(0)));
-        int64 blocks = (share.keys + block_keys - 1) / block_keys;
+        int64 blocks = (int64(share.keys) + block_keys - 1) / block_keys;
         share.first_block = int(blocks * share.split / splits);
         share.last_block = int(blocks * (share.split + 1) / splits);
         return share;

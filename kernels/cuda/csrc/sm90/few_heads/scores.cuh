@@ -198,7 +198,7 @@ struct Scores {
             bool bad = __any_sync(~0u, (empty ? any : fabsf(top) > MAX_PRECISE_SCORE) || total * 0.0f != 0.0f);
             int head = tile % problem.groups * HEADS + threadIdx.x % HEADS;
             float lse2 = reference + log2_approx(total), share = empty ? 0.0f : reciprocal_fast(total);
-            if (problem.attn_sink && head < problem.heads)
+            if (problem.attn_sink && head < problem.heads && !empty)  // a sink of -inf beside no key would make NaN
                 share *= reciprocal_fast(1.0f + exp2_approx(fmaf(problem.attn_sink[head], LOG2_E, -lse2)));
             uint32 parity = tiles % 2;
             if (has_head()) {

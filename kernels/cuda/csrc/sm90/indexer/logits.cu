@@ -64,7 +64,7 @@ constexpr uint32 SCALES_AT = WEIGHTS_AT + Q_STAGES * QUERIES * HEADS * 4;  // [K
 constexpr uint32 Q_AT = (SCALES_AT + K_STAGES * KEYS * 4 + 1023) / 1024 * 1024;
 constexpr uint32 K_AT = Q_AT + Q_STAGES * QUERIES * TILE_BYTES;
 constexpr uint32 K_BYTES = RING_KEYS * DIM;
-static_assert(SUMS_AT + 4 * (THREADS / 32) + 16 <= WEIGHTS_AT);
+static_assert(SUMS_AT + 8 * (THREADS / 32) + 16 <= WEIGHTS_AT);
 
 struct Problem {
     const float* weights;
@@ -120,42 +120,68 @@ struct Problem {
     }
 };
 
+// A number of tiles of several groups. Of pages all are fewer than 2^31: each makes 256 logits at least, but for a group's last.
+// Of ranges a group has what lies between those of its queries, too, which compressed rows have no logits for.
+#if PAGED
+using Count = int;
+using Unsigned = uint32;
+#else
+using Count = int64;
+using Unsigned = uint64;
+#endif
+
+// In shared memory.
+__device__ inline void put(uint32 at, int x) { sts32(at, x); }
+__device__ inline void put(uint32 at, int64 x) { sts32(at, uint32(x)), sts32(at + 4, uint32(x >> 32)); }
+__device__ inline void get(uint32 at, int& x) { x = lds32(at); }
+__device__ inline void get(uint32 at, int64& x) { x = int64(uint64(lds32(at + 4)) << 32 | lds32(at)); }
+
+__device__ inline int sum_of_warp(int x) { return __reduce_add_sync(~0u, x); }
+__device__ inline int64 sum_of_warp(int64 x) {
+#pragma unroll
+    for (int by = 16; by; by /= 2) x += __shfl_xor_sync(~0u, x, by);
+    return x;
+}
+
 // The tiles [first, first + count) of all groups' that a thread block takes, as where the first one is, and how many its
-// group has. Fewer than 2^31 are all: each makes 256 logits at least, but for a group's last.
+// group has.
 struct Share {
-    int group, tile, tiles, first_key, count;
+    int group, tile, tiles, first_key;
+    Count count;
 };
 
 // All threads of the block take part.
 __device__ inline Share share_of(const Problem& problem) {
     int groups = problem.groups(), run = groups <= THREADS ? 1 : (groups + THREADS - 1) / THREADS;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, begin = min(int(threadIdx.x) * run, groups);
-    int end = min(begin + run, groups), own = 0, first_key = 0;
+    int end = min(begin + run, groups), first_key = 0;
+    Count own = 0;
     for (int group = begin; group < end; ++group) own += problem.tiles_of(group, first_key);
-    auto sum_to = [&](int x) {  // of the lanes up to this one
+    auto sum_to = [&](Count x) {  // of the lanes up to this one
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
-            int left = __shfl_up_sync(~0u, x, step);
+            Count left = __shfl_up_sync(~0u, x, step);
             if (lane >= step) x += left;
         }
         return x;
     };
-    int up_to = sum_to(own);
-    if (lane == 31) sts32(SUMS_AT + 4 * warp, up_to);
+    Count up_to = sum_to(own), sum = 0;
+    if (lane == 31) put(SUMS_AT + sizeof(Count) * warp, up_to);
     __syncthreads();
-    int sum = lane < THREADS / 32 ? int(lds32(SUMS_AT + 4 * lane)) : 0, total = __reduce_add_sync(~0u, sum);
-    int before = up_to - own + __reduce_add_sync(~0u, lane < warp ? sum : 0);
-    int even = uint32(total) / gridDim.x, larger = total - even * gridDim.x, block = blockIdx.x;
-    int first = block * even + min(block, larger), count = even + (block < larger);
-    constexpr uint32 FOUND_AT = SUMS_AT + 4 * (THREADS / 32);
+    if (lane < THREADS / 32) get(SUMS_AT + sizeof(Count) * lane, sum);
+    Count total = sum_of_warp(sum), before = up_to - own + sum_of_warp(lane < warp ? sum : Count(0));
+    Count even = Unsigned(total) / gridDim.x, larger = total - even * gridDim.x, block = blockIdx.x;
+    Count first = block * even + min(block, larger), count = even + (block < larger);
+    constexpr uint32 FOUND_AT = SUMS_AT + sizeof(Count) * (THREADS / 32);
     if (count && before <= first && first < before + own) {
-        int group = begin, tile = first - before, tiles = own;
+        int group = begin, tiles = int(own);  // of one group, or found below
+        Count tile = first - before;
         for (; run > 1; ++group) {
             tiles = problem.tiles_of(group, first_key);
             if (tile < tiles) break;
             tile -= tiles;
         }
-        sts32(FOUND_AT, group), sts32(FOUND_AT + 4, tile), sts32(FOUND_AT + 8, tiles), sts32(FOUND_AT + 12, first_key);
+        sts32(FOUND_AT, group), sts32(FOUND_AT + 4, int(tile)), sts32(FOUND_AT + 8, tiles), sts32(FOUND_AT + 12, first_key);
     }
     __syncthreads();
     return {int(lds32(FOUND_AT)), int(lds32(FOUND_AT + 4)), int(lds32(FOUND_AT + 8)), int(lds32(FOUND_AT + 12)), count};
@@ -271,9 +297,10 @@ struct Producer {
 #endif
 
     __device__ void run(Share share) {
-        int left = share.count, tiles = share.tiles - share.tile, first = share.first_key + share.tile * KEYS;
+        Count left = share.count;
+        int tiles = share.tiles - share.tile, first = share.first_key + share.tile * KEYS;
         for (int group = share.group; left;) {
-            tiles = min(tiles, left);
+            tiles = int(min(Count(tiles), left));
             left -= tiles;
             if (tiles > 0) {
                 int j, count, entry = problem.entry_of(group, j, count);

@@ -244,7 +244,7 @@ template <int CONSUMER> struct Consumer {
             bool here = own_head < problem.heads, empty = rows[r].reference == -infinity();
             float lse2 = rows[r].reference + log2_approx(sum[r]);
             float factor = empty ? 0.0f : reciprocal_fast(sum[r]);
-            if (here && problem.attn_sink)
+            if (here && problem.attn_sink && !empty)  // a sink of -inf beside no key would make NaN
                 factor *= reciprocal_fast(1.0f + exp2_approx(fmaf(problem.attn_sink[own_head], LOG2_E, -lse2)));
             if (here && lane % 4 == 0) {
                 if (CONSUMER == 0) {

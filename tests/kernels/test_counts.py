@@ -1,0 +1,76 @@
+"""Counts that kernels make of sizes which fit in an int32 each, and together do not: emulated, without such arrays."""
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from cumla.kernels.cuda import compile as compiler
+from cumla.kernels.cuda import indexer
+from emulation import launches
+
+INT32_MAX = 2**31 - 1
+
+
+def launch(here, text, name, blocks, threads, *arrays):
+    """What a kernel of these arrays leaves in the first one."""
+    placed = [here.put(x) for x in arrays]
+    packed = (ctypes.c_void_p * len(placed))(*[x.data.ptr for x in placed])
+    launches.Kernel(text, name, 90).launch((blocks, 1, 1), (threads, 1, 1), 4096, ctypes.addressof(packed))
+    return here.get(placed[0])
+
+
+SHARES = """
+extern "C" __global__ void shares(int64* out, const int* starts, const int* ends, const int64* sizes) {
+    Problem problem{};
+    problem.starts = starts, problem.ends = ends, problem.queries = int(sizes[0]), problem.keys = int(sizes[1]);
+    problem.room = 1;
+    Share share = share_of(problem);
+    int64 found[5] = {share.group, share.tile, share.tiles, share.first_key, share.count};
+    if (threadIdx.x == 0)
+        for (int i = 0; i < 5; ++i) out[5 * blockIdx.x + i] = found[i];
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys"), [(1 << 16, 1 << 24), (1 << 17, 1 << 24), (9000, 1 << 30), (640 * 8, 1 << 30), (40, 300)]
+)
+def test_tiles_of_the_indexers_ranges(here, queries, keys):
+    """Compressed rows of one logit each: the first query of a group sees the first key, the last one the last."""
+    of_group, of_tile, blocks = 8, 64, 7
+    starts = np.zeros(queries, np.int32)
+    starts[of_group - 1 :: of_group] = keys - 1
+    macros = "#define PAGED 0\n#define PASS 2\n#define QUERY_GROUPS 4\n"
+    found = launch(
+        here, macros + compiler.source("sm90/indexer/logits.cu") + SHARES, "shares", blocks, indexer.HOPPER_THREADS,
+        np.full((blocks, 5), -1, np.int64), starts, starts + 1, np.array([queries, keys], np.int64),
+    )  # fmt: skip
+    groups, whole = -(-queries // of_group), -(-keys // of_tile)
+    sizes = np.where(np.arange(groups) * of_group + of_group <= queries, whole, 1)  # of one query: one key
+    ends = np.cumsum(sizes)
+    total, first = int(ends[-1]), 0
+    for block, (group, tile, tiles, first_key, count) in enumerate(found.tolist()):
+        assert count == total // blocks + (block < total % blocks)
+        assert (group, first_key, tiles) == (np.searchsorted(ends, first, side="right"), 0, sizes[group])
+        assert tile == first - (ends[group] - sizes[group])
+        first += count
+    assert first == total
+
+
+DENSE_SHARES = """
+extern "C" __global__ void dense_shares(int64* out, const int* lens, const int64* sizes) {
+    DenseShare share = DenseShare::of(blockIdx.x, int(sizes[0]), 1, 1, lens, sizes[1], true, 64);
+    if (threadIdx.x == 0) out[2 * blockIdx.x] = share.first_block, out[2 * blockIdx.x + 1] = share.last_block;
+}
+"""
+
+
+@pytest.mark.parametrize("length", [INT32_MAX, INT32_MAX - 63, 2**30, 1, 0, -1])
+def test_blocks_of_dense_decode(here, length):
+    splits = 3
+    text = "#define ALIGNED 1\n" + compiler.source("common/latent.cuh") + DENSE_SHARES
+    lens, sizes = np.array([length], np.int32), np.array([splits, 2**33], np.int64)
+    found = launch(here, text, "dense_shares", splits, 32, np.full((splits, 2), -1, np.int64), lens, sizes)
+    blocks = -(-max(length, 0) // 64)
+    np.testing.assert_array_equal(found, [[blocks * i // splits, blocks * (i + 1) // splits] for i in range(splits)])

@@ -1,0 +1,118 @@
+"""Sinks, lists and lengths of every kind, by every kernel of sparse attention however its work is divided.
+
+On a device all of them; where kernels are emulated a few.
+"""
+
+import contextlib
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import cumla
+from support import special_values
+from support.forced_kernels import DECODE_KERNELS, PREFILL_KERNELS, decode_by, parts_of, prefill_by
+from support.lab import to_float
+from support.special_values import HEADS, PREFILL_LAYOUT, SINKS, Case, cases, problem_of
+
+DECODE_LAYOUTS = (cumla.DSV4_FP8, cumla.V32_FP8, cumla.MLA_BF16)
+EMULATED_SINKS = ("-inf", "mixed")
+# Of emulated kernels: with tiles of all their heads, of some, and several. Slow tests have all, of EMULATED_HEADS.
+EMULATED_HEADS = 65
+EMULATED_PREFILL = {
+    ("hopper 16", 8, 512), ("hopper 16", 8, 576), ("hopper 32", 32, 512), ("hopper 64", 65, 512),
+    ("hopper 64", 63, 576), ("portable", 8, 512), ("exact", 1, 512),
+}  # fmt: skip
+EMULATED_DECODE = {
+    ("hopper 16 whole", 8), ("hopper 32 cut", 32), ("hopper 64 parts 3", 65), ("hopper 16 cluster 6", 1),
+    ("hopper 32 cluster 2", 16), ("hopper 64 whole", 63), ("portable whole", 16), ("portable cut", 1), ("exact", 1),
+}  # fmt: skip
+pytestmark = pytest.mark.attention
+
+
+def has_kernel(x):
+    """The reference has what others are held to, other backends than cuda one kernel each."""
+    name, layout = x.get("name"), x.get("layout")
+    if x.backend == "reference" or (x.backend != "cuda" and name != "chosen"):
+        return False
+    if "hopper" in name and layout is cumla.MLA_BF16:
+        return False  # which portable kernels take
+    # Clusters are programs of their own; of the second layout it is enough that there are some.
+    return not ("cluster" in name and layout is cumla.V32_FP8 and parts_of(name) > 2)
+
+
+def is_emulated_prefill(x):
+    return (x.get("name"), x.get("heads"), x.get("width")) in EMULATED_PREFILL
+
+
+def is_emulated_decode(x):
+    if x.get("layout") is not cumla.DSV4_FP8 and x.get("heads") != 1:
+        return False
+    return (x.get("name"), x.get("heads")) in EMULATED_DECODE
+
+
+@pytest.mark.nowhere(when=lambda x: not has_kernel(x))
+@pytest.mark.nowhere(when=lambda x: x.emulated and not is_emulated_prefill(x) and x.get("heads") != EMULATED_HEADS)
+@pytest.mark.thorough(when=lambda x: x.emulated and not is_emulated_prefill(x))
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("width", [512, 576])
+@pytest.mark.parametrize("name", PREFILL_KERNELS)
+def test_prefill(lab, name, width, heads):
+    sinks = EMULATED_SINKS if lab.emulated else SINKS
+    with prefill_by(name) if lab.backend == "cuda" else contextlib.nullcontext():
+        for case in cases("prefill", PREFILL_LAYOUT[width], heads, sinks, few=lab.emulated):
+            special_values.check(case, lab)
+
+
+@pytest.mark.nowhere(when=lambda x: not has_kernel(x))
+@pytest.mark.nowhere(when=lambda x: x.emulated and not is_emulated_decode(x) and x.get("heads") != EMULATED_HEADS)
+@pytest.mark.thorough(when=lambda x: x.emulated and not is_emulated_decode(x))
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("layout", DECODE_LAYOUTS, ids=lambda x: x.name)
+@pytest.mark.parametrize("name", DECODE_KERNELS)
+def test_decode(lab, name, layout, heads):
+    """With one cache, and with two; as a plan cuts the keys of a token, and never cut."""
+    sinks, parts = EMULATED_SINKS if lab.emulated else SINKS, parts_of(name)
+    extra_topks = (0, 70) if parts < 4 else (200,)
+    with decode_by(name) if lab.backend == "cuda" else contextlib.nullcontext():
+        for extra_topk, batch_invariant in itertools.product(extra_topks, (False, True)):
+            if batch_invariant and (name != "chosen" or lab.backend == "cpu"):
+                continue
+            for case in cases("decode", layout, heads, sinks, extra_topk=extra_topk, few=lab.emulated):
+                if not (parts and case.lengths):
+                    special_values.check(case, lab, batch_invariant=batch_invariant)
+
+
+@pytest.mark.parametrize("lengths", [False, True])
+@pytest.mark.parametrize("sink", SINKS)
+@pytest.mark.parametrize(("op", "layout"), [("decode", cumla.DSV4_FP8), ("prefill", cumla.MLA_BF16)])
+def test_the_reference(op, layout, sink, lengths):
+    """It says what is right: no key gives 0, whatever the sink; one of -inf takes nothing, of +inf all."""
+    case = Case(op, layout, 8, sink, lengths, extra_topk=70 if op == "decode" else 0)
+    problem, plain = (problem_of(x) for x in (case, replace(case, sink="none")))
+    options = problem.options
+    has_key = np.zeros(problem.want[0].shape[:-2], bool)  # by query
+    lists = [(problem.indices, options.get("topk_length"))]
+    if op == "decode":
+        lists.append((options["extra_indices"], options.get("extra_topk_length")))
+    for indices, given in lists:
+        entry = np.arange(indices.shape[-1])
+        listed = True if given is None else entry < given[..., None].astype(np.int64)
+        has_key |= (listed & (indices >= 0) & (indices < special_values.ROWS)).any(axis=-1)
+    assert has_key.any()
+    assert not has_key.all()
+
+    out, *logarithms = problem.want
+    assert not to_float(out[~has_key]).any()
+    lse = logarithms[-1].swapaxes(1, 2) if op == "decode" else logarithms[-1]
+    assert (np.isposinf(lse) == ~has_key[..., None]).all()
+    if op == "prefill":
+        assert (np.isneginf(logarithms[0]) == ~has_key[..., None]).all()
+    for with_sink, without in zip(logarithms, plain.want[1:], strict=True):
+        np.testing.assert_array_equal(with_sink, without)
+    sinks = options["attn_sink"]
+    if sinks is not None:
+        np.testing.assert_array_equal(out[..., np.isneginf(sinks), :], plain.want[0][..., np.isneginf(sinks), :])
+        assert not to_float(out[..., np.isposinf(sinks), :]).any()
+        assert to_float(out[has_key][:, np.isfinite(sinks)]).any() == np.isfinite(sinks).any()

@@ -1,0 +1,89 @@
+"""Every kernel of sparse attention that the cuda backend has, and every way to divide its work, by name.
+
+What is forced gives all results itself: nothing is done again behind it, or the exact kernel would hide what is wrong.
+"""
+
+import contextlib
+
+import pytest
+
+from support.attention import nothing_attended_again
+
+TILES, PARTS = (16, 32, 64), (2, 3, 4, 5, 6)
+FEW_SHARES, CUT_SHARES = 3, 7  # thread blocks: of several tiles each; and that begin anywhere in a tile
+
+PREFILL_KERNELS = ("chosen", *(f"hopper {tile}" for tile in TILES), "portable", "exact")
+DIVISIONS = ("whole", "cut", *(f"parts {n}" for n in PARTS), *(f"cluster {n}" for n in PARTS))
+DECODE_KERNELS = (
+    "chosen", *(f"hopper {tile} {division}" for tile in TILES for division in DIVISIONS), "portable whole",
+    "portable cut", "exact",
+)  # fmt: skip
+
+
+def parts_of(name):
+    """How many thread blocks have a tile's keys, where all tiles have as many; or 0. It takes lists without lengths."""
+    return int(name.split()[-1]) if "parts" in name or "cluster" in name else 0
+
+
+@contextlib.contextmanager
+def prefill_by(name):
+    """Prefill by one of PREFILL_KERNELS, in few thread blocks, which have several tiles each."""
+    from cumla.kernels.cuda.sparse import kernels as sparse_kernels
+
+    def choose(work):
+        device, layout, heads = work.q.device.id, work.segments[0].pages.layout, int(work.q.shape[2])
+        if kernel == "hopper":
+            return sparse_kernels._hopper_prefill(device, layout, int(tile[0]))._replace(max_shares=FEW_SHARES)
+        return sparse_kernels._portable(device, layout, heads)._replace(max_shares=FEW_SHARES)
+
+    kernel, *tile = name.split()
+    with forced(kernel) as patch:
+        if kernel in ("hopper", "portable"):
+            patch.setattr(sparse_kernels, "choose_for_prefill", choose)
+        yield
+
+
+@contextlib.contextmanager
+def decode_by(name):
+    """Decode by one of DECODE_KERNELS. Yields the divisions that were made."""
+    from cumla.kernels.cuda.sparse import kernels as sparse_kernels
+    from cumla.kernels.cuda.sparse import work as sparse_work
+    from cumla.kernels.cuda.sparse.division import Division
+
+    def divide(work, *_):
+        tiles, parts, blocks = work.tiles, parts_of(name), work.tiles * work.most_blocks
+        if parts:
+            assert not work.ragged
+            assert parts <= work.most_blocks
+            together = "cluster" in name
+            made.append(Division(tiles * parts, False, not together, parts, together))
+        elif "cut" in name:
+            made.append(Division(min(CUT_SHARES, blocks), work.ragged, True))
+        else:
+            made.append(Division(min(FEW_SHARES, tiles), work.ragged, False))
+        return made[-1]
+
+    made = []
+    kernel, *how = name.split()
+    with forced(kernel) as patch:
+        if kernel in ("hopper", "portable"):
+            patch.setattr(sparse_work, "divide", divide)
+        if kernel == "hopper":
+            patch.setattr(sparse_kernels, "tile_heads", lambda *_: int(how[0]))
+        yield made
+
+
+@contextlib.contextmanager
+def forced(kernel):
+    from cumla.kernels.cuda.device import is_hopper
+    from cumla.kernels.cuda.sparse import kernels as sparse_kernels
+
+    if kernel == "hopper" and not is_hopper(0):
+        pytest.skip("other devices' kernels are portable")
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        if kernel != "chosen":
+            stack.enter_context(sparse_kernels.forced(kernel))
+        if kernel in ("hopper", "portable"):
+            stack.enter_context(nothing_attended_again())
+        yield patch
