@@ -17,8 +17,8 @@ class Division(NamedTuple):
     """Who does what.
 
     shares   thread blocks, each with a run of blocks of work
-    planned  lengths differ: where shares begin, or which tiles they have, is decided on the device. Whole tiles of a thread
-             block each and `parts` need no plan: the kernel splits every tile by its own length
+    planned  lengths differ: where shares begin, or which tiles they have, is decided on the device. Whole tiles of a
+             thread block each and `parts` need no plan: the kernel splits every tile by its own length
     cut      shares may begin inside a tile
     parts    shares of each tile, where all have as many and no share has two; or 0
     together the thread blocks of a tile are a cluster, which leaves results and not parts
@@ -96,8 +96,8 @@ def divide(
 ) -> tuple[Division, float]:
     """How to spread tiles of so many blocks over at most `max_shares` thread blocks, and what that costs.
 
-    ragged    tiles may have fewer blocks: they are divided as if they had all, unless thread blocks would have many blocks
-              or several tiles each, which a plan evens out
+    ragged    tiles may have fewer blocks: they are divided as if they had all, unless thread blocks would have many
+              blocks or several tiles each, which a plan evens out
     may_cut   whether a tile may be shared
     clusters  how many thread blocks may share a tile as a cluster, and how many such clusters run at a time
     """
