@@ -311,7 +311,7 @@ class _Run:
             sparse_mla_decode(
                 q[tokens, None], swa_cache, window, layout=self.layer.layout, topk_length=lens, **extra,
                 attn_sink=self.layer.attn_sink, softmax_scale=self.layer.softmax_scale, out=out[tokens, None],
-                backend=self.backend,
+                plan=metadata.pages_plan(ratio, tokens.start), backend=self.backend,
             )  # fmt: skip
 
     def prefill_over_rows(

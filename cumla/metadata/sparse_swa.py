@@ -78,12 +78,21 @@ class DeepseekSparseSWAMetadata:
     tile_sched_c4a: DecodePlan | None = None
     tile_sched_c128a: DecodePlan | None = None
     _plans: dict[tuple[int, int], list[tuple[int, int, int, int]]] = field(init=False, repr=False, default_factory=dict)
+    _pages_workspace: Workspace | None = field(default=None, repr=False)
+    _pages_plans: dict[tuple[int, int], DecodePlan] = field(init=False, repr=False, default_factory=dict)
 
     def decode_plan(self, compress_ratio: int) -> DecodePlan | None:
         """What the decodes of the layers with this ratio share; None if the config has no such layers."""
         check_choice((0, *LAYER_TYPES), compress_ratio=compress_ratio)
         plan: DecodePlan | None = getattr(self, f"tile_sched_{LAYER_TYPES[max(compress_ratio, 1)]}")
         return plan
+
+    def pages_plan(self, compress_ratio: int, first_token: int) -> DecodePlan:
+        """What the layers with this ratio share to attend over pages with the prefill chunk that begins there."""
+        key = compress_ratio, first_token
+        if key not in self._pages_plans:
+            self._pages_plans[key] = DecodePlan(self._pages_workspace)
+        return self._pages_plans[key]
 
     def get_prefill_chunk_plan(
         self, compress_ratio: int, prefill_chunk_size: int | None = None
@@ -147,6 +156,7 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
         self.layer_types = {LAYER_TYPES[ratio] for ratio in config.compress_ratios}
         self._has_c128a = "c128a" in self.layer_types
         self._workspaces = {name: Workspace() for name in self.layer_types}
+        self._pages_workspace = Workspace()
         self._buffers: SwaBuffers | None = None
         self._rows_in_use = self._width_in_use = 0
         self._views = ViewCache(self._cut)
@@ -222,6 +232,7 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
             tile_sched_swaonly=plans["swaonly"],
             tile_sched_c4a=plans["c4a"],
             tile_sched_c128a=plans["c128a"],
+            _pages_workspace=self._pages_workspace,
         )
         if num_prefills:
             metadata.prefill_seq_lens = batch.seq_lens[num_decodes:]

@@ -110,7 +110,8 @@ def divide(
     best = Division(min(max_shares, tiles), False, False)
     if may_cut:
         best = min(choices(tiles, blocks, max_shares, clusters), key=cost)
-    if ragged and (best.shares != tiles * max(best.parts, 1) or (may_cut and blocks > MOST_UNPLANNED * max(best.parts, 1))):
+    splits = max(best.parts, 1)
+    if ragged and (best.shares != tiles * splits or (may_cut and blocks > MOST_UNPLANNED * splits)):
         return Division(min(max_shares, tiles * blocks if may_cut else tiles), True, may_cut), cost(best)
     return best, cost(best)
 
