@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +49,27 @@ def environment(on_device: bool = True) -> dict[str, Any]:
             "driver": runtime.driverGetVersion(),
             "runtime": runtime.runtimeGetVersion(),
         }
-    return {**found, "python": platform.python_version(), "versions": versions}
+    return {**found, "python": platform.python_version(), "versions": versions, "commit": commit()}
+
+
+def commit() -> str | None:
+    """Of the checkout that this is run from, with a + where it was changed; a file .commit stands in for git.
+
+    None where the package is installed.
+    """
+    root = Path(__file__).parents[2]
+    for place in (root, Path.cwd()):
+        if (place / ".commit").exists():
+            return (place / ".commit").read_text().strip()
+        if not (place / ".git").exists():
+            continue
+        try:
+            head = subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], cwd=place, text=True).strip()
+            changed = subprocess.check_output(["git", "status", "--porcelain", "--untracked-files=no"], cwd=place)
+        except (OSError, subprocess.CalledProcessError):
+            continue
+        return head + ("+" if changed else "")
+    return None
 
 
 def processor() -> str:
