@@ -22,6 +22,7 @@ from cumla.bench.problem import Problem, Sizes
 from cumla.kernels.cuda import compile as compiler
 from cumla.kernels.cuda.launch import recorded_launches
 from cumla.kernels.cuda.sparse import kernels as sparse_kernels
+from cumla.replay.errors import RunError
 
 __all__ = [
     "L2_BYTES", "Report", "arguments", "as_torch", "copy_calls", "copy_gbps", "environment", "graph_us", "has_peer",
@@ -145,7 +146,7 @@ def versions(problem, folders):
         compiler.look_first_in(pathlib.Path(folder))
         with recorded_launches():
             error = float("nan")
-            with contextlib.suppress(AssertionError, rows.RunError):
+            with contextlib.suppress(AssertionError, RunError):
                 if problem.clear:
                     problem.clear()
                 error = problem.check(calls[0]())
