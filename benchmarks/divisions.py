@@ -105,7 +105,6 @@ def measured(report: Any) -> Iterable[Row]:
 
     from common import graph_us
 
-    import cumla
     from cumla.bench.problem import Sizes
     from cumla.bench.sparse import SETS, DecodeInputs, recorded_decodes
     from cumla.kernels.cuda.device import device_sms
@@ -131,7 +130,7 @@ def measured(report: Any) -> Iterable[Row]:
                 sparse_work.divide = lambda *_, division=division: division
                 with recorded_launches():
                     for inputs in sets:
-                        inputs.plan = cumla.DecodePlan()
+                        inputs.plans.clear()
                     error = None
                     if (kind := (height, division.cut, division.together)) not in kinds:
                         kinds.add(kind)

@@ -239,6 +239,24 @@ def host_times(call: Callable[[], Any], repeats: int = 200, seconds: float = 0.3
     return times
 
 
+def host_times_in_turn(calls: Mapping[str, Callable[[], Any]], rounds: int = 20, each: int = 20) -> dict[str, float]:
+    """Median host time in us of one call of each, some of each and again: whatever slows the host slows them all."""
+    synchronize = cupy().cuda.Device().synchronize
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        for _ in range(3):
+            call()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            synchronize()
+            start = time.perf_counter()
+            for _ in range(each):
+                call()
+            times[name].append((time.perf_counter() - start) * 1e6 / each)
+    synchronize()
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
 def call_times(calls: Calls, seconds: float = 0.5) -> list[float]:
     """Times in us of calls on the host, one after another, for about so many seconds; the first ones are left out."""
     for call in calls:

@@ -7,6 +7,7 @@ nearly the same. `full lists` are random rows, as many for each token.
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -114,7 +115,7 @@ class DecodeInputs:
         self.lists = [xp.asarray(x) for x in lists]
         self.out = xp.empty((*shape, case.heads, 512), BFLOAT16)
         self.lse = xp.empty((case.batch, case.heads, case.s_q), np.float32)
-        self.plan = cumla.DecodePlan()
+        self.plans: dict[str, cumla.DecodePlan] = collections.defaultdict(cumla.DecodePlan)  # by backend
 
     def _as_layers_make_them(self, rng: np.random.Generator) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Lists by cache, [b, s_q, width], and how many of each entry are in use."""
@@ -140,11 +141,15 @@ class DecodeInputs:
         second = (self.caches[1].array, self.lists[1], self.lens[1]) if len(self.caches) > 1 else (None, None, None)
         return dict(zip(names, (self.lens[0], *second), strict=True))
 
+    def second(self) -> dict[str, Any]:
+        """What cumla takes beside the first list."""
+        return self._given("topk_length", "extra_k_cache", "extra_indices", "extra_topk_length")
+
     def cumla(self, backend: str) -> Any:
         cumla.sparse_mla_decode(
             self.q, self.caches[0].array, self.lists[0], layout=self.case.layout, attn_sink=self._sink(),
-            **self._given("topk_length", "extra_k_cache", "extra_indices", "extra_topk_length"),
-            plan=self.plan, out=self.out, lse=self.lse, backend=backend,
+            **self.second(),
+            plan=self.plans[backend], out=self.out, lse=self.lse, backend=backend,
         )  # fmt: skip
         return self.out
 
