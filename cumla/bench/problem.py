@@ -89,6 +89,8 @@ class Problem:
     functions  of other libraries' implementations, which function of which version that is
     unchecked  implementations that compute something else, such as a copy of as many bytes
     from_host  the host's time for a call counts, on a device too
+    queued     not 0: calls allocate, so they are queued behind one another in place of a graph, and do so many times
+               what is measured
     """
 
     op: str
@@ -101,6 +103,7 @@ class Problem:
     functions: Mapping[str, str] = field(default_factory=dict)
     unchecked: tuple[str, ...] = ("copy",)
     from_host: bool = False
+    queued: int = 0
 
 
 class Case(Protocol):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ..dispatch.values import shown
 from ..replay.errors import InputError
 from . import NAMES, caches, indexer_cases, layer_suites, sparse, step_suites, suites
-from .measure import call_times, graph_times_in_turn, host_times, host_us, limit_us
+from .measure import call_times, graph_times_in_turn, host_times, host_us, limit_us, queued_times_in_turn
 from .problem import Case, Problem, Sizes
 
 LEAST_NOISE = 0.02  # of a time: what clocks and power limits make of a run
@@ -67,11 +67,15 @@ def rows_of(problem: Problem, on_device: bool = True) -> Iterator[Row]:
     times = _times(problem, on_device)
     for impl, (_, calls) in problem.impls.items():
         in_graph = on_device and not problem.from_host
-        host = host_us(calls[0], 50) if in_graph else None
+        host = host_us(calls[0], 50) / (problem.queued or 1) if in_graph else None
         yield _row(problem, impl, times[impl], host, errors[impl])
 
 
 def _times(problem: Problem, on_device: bool) -> dict[str, list[float]]:
+    if problem.queued:
+        calls_of = {impl: calls[0] for impl, (_, calls) in problem.impls.items()}
+        times = queued_times_in_turn(calls_of) if on_device else {x: call_times([calls_of[x]]) for x in calls_of}
+        return {impl: [us / problem.queued for us in found] for impl, found in times.items()}
     if not on_device:
         return {impl: call_times(calls) for impl, (_, calls) in problem.impls.items()}
     if problem.from_host:

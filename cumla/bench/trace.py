@@ -160,7 +160,7 @@ class StepRows:
             call()
             written.append(cache[pages])
         differ = float((written[0] != written[1]).mean())
-        error, beyond = self._difference(inputs.out, peer.inserted[:, : inputs.shape.heads], 1.0)
+        error, beyond = difference(inputs.out, peer.inserted[:, : inputs.shape.heads], 1.0)
         if differ > BYTES_DIFFER:
             beyond = f"{differ:.2%} of the bytes of rows differ"
         return error, beyond
@@ -177,17 +177,7 @@ class StepRows:
         largest = float(abs(dlpack.borrow(self.inputs.kv, "kv")[:COMPARED].astype(np.float32)).max())
         self.inputs.attend()
         peer.attend()
-        return self._difference(self.inputs.out, peer.out[:, : self.inputs.shape.heads], largest)
-
-    def _difference(self, ours: Any, theirs: Any, largest: float) -> tuple[float, str | None]:
-        ours, theirs = (dlpack.borrow(x, "out") for x in (ours, theirs))
-        worst, beyond = 0.0, False
-        for first in range(0, len(ours), COMPARED):
-            a, b = (x[first : first + COMPARED].astype(np.float32) for x in (ours, theirs))
-            error = abs(a - b)
-            worst = max(worst, float(error.max()))
-            beyond = beyond or not bool((error <= ABSOLUTE * largest + RELATIVE * abs(b)).all())
-        return worst, f"off by {worst:.3g}" if beyond else None
+        return difference(self.inputs.out, peer.out[:, : self.inputs.shape.heads], largest)
 
     # ---- timing
 
@@ -226,6 +216,18 @@ class StepRows:
         if impl == "peers":
             row["functions"] = FUNCTIONS[part]
         return row
+
+
+def difference(ours: Any, theirs: Any, largest: float) -> tuple[float, str | None]:
+    """The largest difference of outputs, and what to say if it is beyond what values up to `largest` allow."""
+    ours, theirs = (dlpack.borrow(x, "out") for x in (ours, theirs))
+    worst, beyond = 0.0, False
+    for first in range(0, len(ours), COMPARED):
+        a, b = (x[first : first + COMPARED].astype(np.float32) for x in (ours, theirs))
+        error = abs(a - b)
+        worst = max(worst, float(error.max()))
+        beyond = beyond or not bool((error <= ABSOLUTE * largest + RELATIVE * abs(b)).all())
+    return worst, f"off by {worst:.3g}" if beyond else None
 
 
 CALLS = {"insert": "insert", "select": "select", "attention": "attend"}

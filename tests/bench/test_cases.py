@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from cumla.bench import caches, indexer_cases, rows, sparse, suites
+from cumla.bench import caches, chunks, indexer_cases, rows, sparse, suites
 from cumla.bench.problem import Sizes, contexts, selected_rows, window_lists
 from cumla.layout import DSV4_FP8, INDEXER_FP8, V32_FP8
 from cumla.replay.errors import RunError
@@ -97,7 +97,7 @@ def spoil(result):
 
 RECORDED = {
     "decode": sparse.recorded_decodes(), "prefill": sparse.recorded_prefills(), "cache": caches.recorded(),
-    "indexer": indexer_cases.recorded(),
+    "indexer": indexer_cases.recorded(), "prefill_chunks": chunks.recorded(),
 }  # fmt: skip
 
 
@@ -109,9 +109,24 @@ def test_recorded_cases_have_names_of_their_own_and_begin_with_calls_of_layers(c
     for op, config in names:
         of_op.setdefault(op, []).append(config.rpartition(", ")[2])
     for kinds in of_op.values():
-        if "full lists" in kinds:
+        if len(set(kinds)) > 1 and "lengths" in kinds:
             assert kinds == sorted(kinds, key=lambda kind: kind != "lengths")
             assert kinds[0] == "lengths"
+
+
+@pytest.mark.parametrize("case", [chunks.Chunk(3, 40, 600, 16, lengths=True), chunks.Chunk(5, 9, 300)], ids=str)
+def test_a_chunk_is_the_same_over_both_paths_and_by_vllms_chain(case, monkeypatch):
+    pytest.importorskip("torch")
+    stand_ins.install(monkeypatch)
+    monkeypatch.setattr(Sizes, "with_peers", True)
+    monkeypatch.setattr(chunks.Place, "of", lambda backend: chunks.Place(backend, "torch"))
+    found = list(rows.rows_of(case.problem(Sizes("cpu", extra=64)), on_device=False))
+    assert found[0]["impl"].startswith("cumla (rows")
+    assert [row["impl"] for row in found[1:]] == ["cumla pages", "cumla rows", "vllm"]
+    assert all(row["checked"] and row["us"] == 3.0 / chunks.LAYERS for row in found)
+    assert "FlashMLA" in found[-1]["peer"]
+    ends = [s.end for s in case.steps().steps[0]]
+    assert ends == ([200, 400, 600] if case.lengths else [300] * 5)
 
 
 def test_contexts_differ_and_one_is_shorter_than_the_window():
