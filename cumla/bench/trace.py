@@ -131,7 +131,7 @@ class StepRows:
             if part == "select":
                 facts["overlap"] = inputs.overlap()
             yield from self._timed(part, impls, facts)
-            if self.once and part == "attention" and not self.steps.mixed:
+            if self.once and part == "attention" and not self.steps.mixed and inputs.place.on_device:
                 yield from self._plans(impls, peer)
         if self.once and peer is not None and getattr(peer, "schedule", None) is not None:
             yield from self._timed("index schedule", {"peers": peer.make_schedule}, layers=1)
@@ -144,7 +144,7 @@ class StepRows:
         times = self._times({f"{x} new": impls[x] for x in kept} | {f"{x} kept": kept[x] for x in kept})
         for name in kept:
             us = statistics.median(times[f"{name} new"]) - statistics.median(times[f"{name} kept"])
-            yield self._row("plan", name, us, None, {})
+            yield self._row("plan", name, max(us, 0.0), None, {})
 
     # ---- comparing
 
