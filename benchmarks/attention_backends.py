@@ -11,25 +11,26 @@ import functools
 import statistics
 
 import cupy
-import decode
 import mla
 import numpy as np
 from common import Report, arguments, graph_us, host_us
-from decode import V4, Cache, Config, Inputs
 
 import cumla
+from cumla.bench.problem import Sizes
+from cumla.bench.rows import rows_of
+from cumla.bench.sparse import Decode, DecodeInputs
 from cumla.dispatch.call import BFLOAT16
 
 BACKENDS = ("cuda", "numba_cuda")
 DECODES = [
-    *(Config(V4, 64, b, 1, 128, 512, 256) for b in (1, 32, 128)),
-    Config(V4, 128, 128, 2, 128, 1024, 256),
-    Config(decode.V32, 128, 64, 2, 2048),
-    Config(V4, 64, 1, 1, 16384),
+    *(Decode(cumla.DSV4_FP8, 64, b, 1, 128, 512, 256, lengths=True) for b in (1, 32, 128)),
+    *(Decode(cumla.DSV4_FP8, 64, b, 1, 128, 512, 256) for b in (1, 32, 128)),
+    Decode(cumla.DSV4_FP8, 128, 128, 2, 128, 1024, 256),
+    Decode(cumla.V32_FP8, 128, 64, 2, 2048),
+    Decode(cumla.DSV4_FP8, 64, 1, 1, 16384),
 ]
 PREFILLS = [(512, 64, 640), (576, 128, 640), (512, 64, 2048)]  # values and heads of a query, keys
 PREFILL_TOKENS, PREFILL_ROWS, AT_A_TIME = 4096, 32768, 256
-SETS = 2
 
 
 def stream_us(call, repeats=5):
@@ -74,33 +75,28 @@ def e4m3_table():
     return cupy.asarray(E4M3_VALUES)
 
 
-def cupy_decode(x: Inputs) -> None:
-    config = x.config
-    tokens = config.batch * config.s_q
+def cupy_decode(x: DecodeInputs) -> None:
+    case = x.case
+    tokens = case.batch * case.s_q
     rows = [
-        gathered(cache.array, config.layout, indices.reshape(tokens, -1))
-        for cache, indices in zip(x.caches, x.indices, strict=True)
+        gathered(cache.array, case.layout, indices.reshape(tokens, -1))
+        for cache, indices in zip(x.caches, x.lists, strict=True)
     ]
     keys = cupy.concatenate(rows, axis=1)
-    q = x.q.reshape(tokens, config.heads, -1).astype(np.float16)
-    scores = cupy.matmul(q, keys.transpose(0, 2, 1)).astype(np.float32) * config.layout.head_dim**-0.5
-    softmax_over(scores, keys, x.out.reshape(tokens, config.heads, 512))
+    q = x.q.reshape(tokens, case.heads, -1).astype(np.float16)
+    scores = cupy.matmul(q, keys.transpose(0, 2, 1)).astype(np.float32) * case.layout.head_dim**-0.5
+    softmax_over(scores, keys, x.out.reshape(tokens, case.heads, 512))
 
 
-def sparse_decode(report: Report, config: Config, caches: list[Cache]) -> None:
-    sets = [Inputs(config, caches, seed) for seed in range(SETS)]
-    flop = sets[0].keys * 2 * config.heads * (config.layout.head_dim + 512)
-    for backend in BACKENDS:
-        for x in sets:
-            x.plan = cumla.DecodePlan()
-        calls = [functools.partial(x.cumla, backend) for x in sets]
-        error = sets[0].check(calls[0]())
-        us = host_us(calls[0], 50)
-        report.add("sparse_mla_decode", str(config), backend, us, graph_us(calls), None, flop, error)
-    if config.layout is V4:
-        sets[0].out[...] = 0
-        us = stream_us(lambda: cupy_decode(sets[0]))
-        report.add("sparse_mla_decode", str(config), "cupy", None, us, None, flop, sets[0].check(sets[0].out))
+def sparse_decode(report: Report, case: Decode) -> None:
+    sizes = Sizes("cuda", beside=("numba_cuda",))
+    for row in rows_of(case.problem(sizes)):
+        report.add_row(row | {"impl": row["impl"].removeprefix("cumla-")})
+    if case.layout is cumla.DSV4_FP8 and not case.lengths:  # it has neither lengths nor a sink
+        x = DecodeInputs(case, sizes, 0)
+        flop = x.keys * 2 * case.heads * (case.layout.head_dim + 512)
+        us = stream_us(lambda: cupy_decode(x))
+        report.add(case.op, str(case), "cupy", None, us, None, flop, x.check(x.out))
 
 
 def cupy_prefill(q, kv, indices, scale, out):
@@ -195,18 +191,9 @@ def dense_decode(report: Report, batch: int) -> None:
 
 def main() -> None:
     report = Report(arguments(__doc__).parse_args())
-    caches: dict[tuple[str, int], Cache] = {}
-    for config in DECODES:
-        if report.wants("sparse_mla_decode", str(config)):
-            keys = [(config.layout.name, size) for size in (config.block_size, config.extra_block_size)]
-            keys = keys[: 2 if config.extra else 1]
-            for key in [key for key in caches if key not in keys]:
-                del caches[key]
-            for key in keys:
-                if key not in caches:
-                    caches[key] = Cache(config.layout, key[1])
-            sparse_decode(report, config, [caches[key] for key in keys])
-    caches.clear()
+    for case in DECODES:
+        if report.wants(case.op, str(case)):
+            sparse_decode(report, case)
     for sizes in PREFILLS:
         sparse_prefill(report, *sizes)
     for tokens in (128, 4096):

@@ -1,32 +1,32 @@
-"""What every benchmark shares: timing in CUDA graphs, checks before timing, tables and JSON.
+"""What every benchmark shares: options, tables and JSON.
 
-A row is {op, config, impl, us, us_graph, gbps, tflops, max_abs_err, checked}: `us_graph` is the time of one call
-inside a CUDA graph of back-to-back calls (median over replays), inputs rotated through several sets so that
-the L2 cache does not answer; `us` is the host's time for one call, launch included.
+A row is {op, config, impl, us, us_graph, gbps, tflops, limit_us, max_abs_err, checked}: `us_graph` is the time of one
+call inside a CUDA graph of back-to-back calls (median over replays), inputs rotated through several sets so that the L2
+cache does not answer; `us` is the host's time for one call, launch included; `limit_us` the least that an H200's memory
+(4.3 TB/s) and products (790 TFLOP/s) allow. A row of another library names its function and version as `peer`.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import contextlib
 import json
-import lzma
 import pathlib
-import statistics
-import subprocess
-import sys
-import tempfile
 
 import cupy
 
-from cumla.bench.measure import L2_BYTES, copy_calls, copy_gbps, graph_times_in_turn, graph_us, host_us, sets_for
-from cumla.bench.measure import environment as measure_environment
+from cumla.bench import rows
+from cumla.bench.measure import L2_BYTES, copy_calls, copy_gbps, environment, graph_us, host_us, limit_us, sets_for
 from cumla.bench.peers import has_peer
+from cumla.bench.problem import Problem, Sizes
 from cumla.kernels.cuda import compile as compiler
+from cumla.kernels.cuda.launch import recorded_launches
+from cumla.kernels.cuda.sparse import kernels as sparse_kernels
+from cumla.replay.errors import RunError
 
 __all__ = [
-    "L2_BYTES", "Report", "arguments", "as_torch", "commit", "copy_calls", "copy_gbps", "environment",
-    "graph_us", "has_peer", "host_us", "measure", "random_bits", "sets_for",
+    "L2_BYTES", "Report", "arguments", "as_torch", "copy_calls", "copy_gbps", "environment", "graph_us", "has_peer",
+    "host_us", "measure", "random_bits", "run", "sets_for",
 ]  # fmt: skip
 
 
@@ -47,7 +47,10 @@ class Report:
         self.args, self.rows = args, []
         if args.sources:
             compiler.look_first_in(pathlib.Path(args.sources))
-        print(f"{'op':38} {'config':34} {'impl':16} {'us':>9} {'us_graph':>9} {'GB/s':>7} {'TF':>7} {'max err':>9}")
+        print(
+            f"{'op':38} {'config':44} {'impl':16} {'us':>9} {'us_graph':>9} {'limit':>8} {'GB/s':>7} {'TF':>7} "
+            f"{'max err':>9}"
+        )
 
     def wants(self, op, config):
         return self.args.only in op or self.args.only in config
@@ -56,26 +59,34 @@ class Report:
         self, op, config, impl, us=None, us_graph=None, bytes_moved=None, flop=None, max_abs_err=None, checked=True
     ):
         seconds = (us_graph or us or 0) * 1e-6
-        row = {
+        self.add_row({
             "op": op,
             "config": config,
             "impl": impl,
             "us": us,
             "us_graph": us_graph,
+            "limit_us": limit_us(bytes_moved or 0, flop or 0) or None,
             "gbps": bytes_moved / seconds / 1e9 if bytes_moved and seconds else None,
             "tflops": flop / seconds / 1e12 if flop and seconds else None,
             "max_abs_err": max_abs_err,
             "checked": checked,
-        }
+        })  # fmt: skip
+
+    def add_row(self, row):
         self.rows.append(row)
-        text = [
-            "-" if row[key] is None else form.format(row[key])
-            for key, form in (("us", "{:.2f}"), ("us_graph", "{:.2f}"), ("gbps", "{:.0f}"), ("tflops", "{:.0f}"))
-        ]
-        error = "-" if max_abs_err is None else f"{max_abs_err:.2g}"
-        print(
-            f"{op:38} {config:34} {impl:16} {text[0]:>9} {text[1]:>9} {text[2]:>7} {text[3]:>7} {error:>9}", flush=True
+        columns = (("us", "9.2f"), ("us_graph", "9.2f"), ("limit_us", "8.2f"), ("gbps", "7.0f"), ("tflops", "7.0f"),
+                   ("max_abs_err", "9.2g"))  # fmt: skip
+        text = " ".join(
+            f"{'-':>{form.partition('.')[0]}}" if row.get(key) is None else f"{row[key]:{form}}"
+            for key, form in columns
         )
+        print(f"{row['op']:38} {row['config']:44} {row['impl']:16} {text}", flush=True)
+
+    def fail(self, op, config, impl, error):
+        """A row of what could not be measured."""
+        text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        self.rows.append({"op": op, "config": config, "impl": impl, "us": None, "us_graph": None, "error": text})
+        print(f"{op:38} {config:44} {impl:16} {text}", flush=True)
 
     def finish(self, **extra):
         if self.args.json:
@@ -84,63 +95,68 @@ class Report:
             self.args.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def environment():
-    """Device, versions and commit."""
-    return {**measure_environment(), "commit": commit()}
-
-
-def commit():
-    """The checkout's commit, with a + where it was changed; a file .commit stands in where git is not there."""
-    root = pathlib.Path(__file__).parent.parent
-    stand_in = root / ".commit"
-    if stand_in.exists():
-        return stand_in.read_text().strip()
-    try:
-        head = subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], cwd=root, text=True).strip()
-        changed = subprocess.check_output(["git", "status", "--porcelain", "--untracked-files=no"], cwd=root)
-        return head + ("+" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def measure(report, op, config, impls, bytes_moved, check=None, clear=None, flop=None, host_calls=200):
+def measure(report, op, config, impls, bytes_moved, check=None, clear=None, flop=0):
     """Check and time several implementations of one operation; replays of their graphs in turn.
 
-    impls       {name: (framework, calls)}, a call a set of inputs; "copy" moves as many bytes and is not checked
-    check       given the result of the first call, returns the largest error; raises AssertionError if it is wrong
-    clear       called before each implementation is checked: whatever calls write in place is wiped
-    host_calls  how many calls the host's time is measured by
+    impls  {name: (framework, calls)}, a call a set of inputs; "copy" moves as many bytes and is not checked
+    check  given the result of the first call, returns the largest error; raises AssertionError if it is wrong
+    clear  called before each implementation is checked: whatever calls write in place is wiped
     """
-    errors = {}
-    for name, (_, calls) in impls.items():
-        if clear:
-            clear()
-        result = calls[0]()
-        errors[name] = check(result) if check is not None and name != "copy" else None
-    times = graph_times_in_turn(impls)
-    for name, (_, calls) in impls.items():
-        report.add(
-            op, config, name, us=host_us(calls[0], host_calls), us_graph=statistics.median(times[name]),
-            bytes_moved=bytes_moved, flop=flop, max_abs_err=errors[name], checked=errors[name] is not None,
-        )  # fmt: skip
+    for row in rows.rows_of(Problem(op, config, impls, bytes_moved, flop, check, clear)):
+        report.add_row(row)
 
 
-@functools.cache
-def vllm_ops():
-    """torch.ops with the operations of vLLM's library, which is sought on sys.path (it may be packed); None without."""
-    for folder in map(pathlib.Path, sys.path):
-        packed, unpacked = folder / "vllm_c_ops.so.xz", folder / "vllm_c_ops.so"
-        if not (packed.exists() or unpacked.exists()):
+def run(description, cases, beside=(), attention=False, **extra):
+    """Measure cases of cumla.bench, one after another, and write what came of each.
+
+    beside     backends that are measured beside the CUDA sources
+    attention  whether there is a choice of kernels
+    """
+    parser = arguments(description)
+    parser.add_argument(
+        "--versions", nargs="+", metavar="DIR",
+        help="for experiments: compare versions of the sources instead, csrc/ or folders with files to take first",
+    )  # fmt: skip
+    if attention:
+        parser.add_argument("--kernel", choices=sparse_kernels.KERNELS, help="instead of the one that is chosen")
+    args = parser.parse_args()
+    report, failed = Report(args), False
+    for case in cases:
+        if not report.wants(case.op, str(case)):
             continue
-        import torch
+        forced = getattr(args, "kernel", None)
+        try:
+            with sparse_kernels.forced(forced) if forced else contextlib.nullcontext():
+                problem = case.problem(Sizes("cuda", beside=() if args.versions else tuple(beside)))
+                for row in versions(problem, args.versions) if args.versions else rows.rows_of(problem):
+                    report.add_row(row)
+            del problem
+        except Exception as error:  # the next one may do
+            report.fail(case.op, str(case), "cumla", error)
+            failed = True
+        cupy.get_default_memory_pool().free_all_blocks()
+        report.finish(**extra)  # as far as it has come
+    return 1 if failed else 0
 
-        with tempfile.TemporaryDirectory() as scratch:
-            if not unpacked.exists():
-                unpacked = pathlib.Path(scratch) / unpacked.name
-                unpacked.write_bytes(lzma.decompress(packed.read_bytes()))
-            torch.ops.load_library(str(unpacked))
-        return torch.ops
-    return None
+
+def versions(problem, folders):
+    """Versions of the CUDA sources against one another; the error of a wrong one is nan."""
+    framework, calls = problem.impls["cumla"]
+    for folder in folders:
+        compiler.look_first_in(pathlib.Path(folder))
+        with recorded_launches():
+            error = float("nan")
+            with contextlib.suppress(AssertionError, RunError):
+                if problem.clear:
+                    problem.clear()
+                error = problem.check(calls[0]())
+            us = graph_us(calls, framework)
+        yield {
+            "op": problem.op, "config": problem.config, "impl": folder, "us": None, "us_graph": us,
+            "limit_us": limit_us(problem.bytes_moved, problem.flop), "gbps": problem.bytes_moved / us / 1e3,
+            "tflops": problem.flop / us / 1e6 if problem.flop else None, "max_abs_err": error,
+            "checked": error == error,
+        }  # fmt: skip
 
 
 def as_torch(*arrays):

@@ -101,25 +101,23 @@ def tell(rows: list[Row]) -> None:
 
 def measured(report: Any) -> Iterable[Row]:
     """Each of the configurations of few queries (benchmarks/decode.py), in each way to divide it."""
-    import decode
+    import functools
+
     from common import graph_us
 
-    import cumla
+    from cumla.bench.problem import Sizes
+    from cumla.bench.sparse import SETS, DecodeInputs, recorded_decodes
     from cumla.kernels.cuda.device import device_sms
     from cumla.kernels.cuda.launch import recorded_launches
     from cumla.kernels.cuda.sparse import kernels as sparse_kernels
     from cumla.kernels.cuda.sparse import work as sparse_work
 
     sms, clusters = device_sms(0), sparse_kernels._clusters(0)
-    caches: dict[tuple[cumla.CacheLayout, int], decode.Cache] = {}
-    for config in decode.CONFIGS:
+    for config in recorded_decodes():
         tokens, blocks = config.batch * config.s_q, -(-config.topk // 64) + -(-config.extra // 64)
-        if tokens > 128 or blocks > 64 or config.ragged or not report.wants(OP, str(config)):
+        if tokens > 128 or blocks > 64 or config.lengths or not report.wants(OP, str(config)):
             continue
-        sizes = (config.block_size, config.extra_block_size)[: 1 + bool(config.extra)]
-        wanted = [(config.layout, size) for size in sizes]
-        caches = {key: caches.get(key) or decode.Cache(*key) for key in wanted}
-        sets = [decode.Inputs(config, [caches[key] for key in wanted], seed) for seed in range(decode.SETS)]
+        sets = [DecodeInputs(config, Sizes("cuda"), seed) for seed in range(SETS)]
         kinds = set()  # of which results were looked at
         for height in HOPPER_COSTS:
             if height > 16 and height >= 2 * config.heads:
@@ -132,13 +130,13 @@ def measured(report: Any) -> Iterable[Row]:
                 sparse_work.divide = lambda *_, division=division: division
                 with recorded_launches():
                     for inputs in sets:
-                        inputs.plan = cumla.DecodePlan()
+                        inputs.plans.clear()
                     error = None
                     if (kind := (height, division.cut, division.together)) not in kinds:
                         kinds.add(kind)
                         sets[0].out[:] = 0
-                        error = sets[0].check(sets[0].cumla())
-                    us = graph_us([inputs.cumla for inputs in sets])
+                        error = sets[0].check(sets[0].cumla("cuda"))
+                    us = graph_us([functools.partial(inputs.cumla, "cuda") for inputs in sets])
                 report.add(OP, str(config), f"{height} {name_of(division)}", us_graph=us, max_abs_err=error)
                 yield Row(str(config), height, tiles, blocks, sms, division, us)
 

@@ -5,6 +5,7 @@
 Host time: `us` of one call whose outputs are given, by framework; `launch` is the driver's part, the same kernels
 launched again with arguments that are packed already. Under jax.jit the call is one of a jitted function that does
 nothing else, and `jax.jit, identity` is what JAX takes for a function of the same arrays that hands them through.
+`host in turn` are decodes as layers call them, with lengths, of torch's tensors, by cumla and by FlashMLA.
 Copies: what CUPTI sees of memory copies and sets while each of these calls runs.
 The step: metadata, then insert, map and attend of 8 layers in one graph, against the sum of its kernels by CUPTI.
 """
@@ -24,6 +25,10 @@ import numpy as np
 
 import cumla
 from cumla.arrays import dlpack
+from cumla.bench import peers
+from cumla.bench.measure import host_times_in_turn
+from cumla.bench.problem import Sizes
+from cumla.bench.sparse import Decode, DecodeInputs
 from cumla.kernels.cuda.launch import recorded_launches
 from cumla.layers.sparse import CompressedCache, LayerWorkspace, SparseMLALayer
 from cumla.metadata import DeepseekSparseSWAMetadataBuilder, ServingConfig
@@ -233,6 +238,43 @@ def host_rows(report, rng):
     return extra
 
 
+def host_in_turn(report):
+    """A layer's decode by cumla and by FlashMLA on the same tensors; the plan is there already."""
+    extra = {}
+    for batch in (1, 32, 128):
+        case = Decode(cumla.DSV4_FP8, HEADS, batch, 1, 128, TOPK, lengths=True)
+        if not (report.wants("host in turn", str(case)) and common.has_peer("torch")):
+            continue
+        inputs = DecodeInputs(case, Sizes("cuda"), 0)
+        calls = {"cumla, torch": torch_decode(inputs), "cumla, CuPy": functools.partial(inputs.cumla, "cuda")}
+        peer = inputs.flash_mla()
+        if peer is not None:
+            calls["flash_mla"] = peer
+        times = host_times_in_turn(calls)
+        for impl, us in times.items():
+            report.add("host in turn: decode", str(case), impl, us=us, checked=False)
+        if peer is not None:
+            report.rows[-1]["peer"] = peers.FLASH_MLA_DECODE
+            extra[str(case)] = times["cumla, torch"] / times["flash_mla"]
+            print(f"{case}: {extra[str(case)]:.3f} of FlashMLA's host time (bar 1)")
+    return extra
+
+
+def torch_decode(inputs):
+    """cumla's call of these inputs as torch's tensors."""
+    import torch  # noqa: F401 - which must be there for arrays to become its tensors
+
+    second, (q, cache, listed, out, lse, sink) = inputs.second(), (
+        dlpack.give(x, "torch")
+        for x in (inputs.q, inputs.caches[0].array, inputs.lists[0], inputs.out, inputs.lse, inputs.sink)
+    )  # fmt: skip
+    given = {name: dlpack.give(x, "torch") for name, x in second.items() if x is not None}
+    return functools.partial(
+        cumla.sparse_mla_decode, q, cache, listed, layout=cumla.DSV4_FP8, attn_sink=sink, plan=cumla.DecodePlan(),
+        out=out, lse=lse, **given,
+    )  # fmt: skip
+
+
 class Step:
     """A decode step of 8 layers at 32 requests: window layers and those with selected rows in turns."""
 
@@ -330,10 +372,15 @@ def main():
     args = parser.parse_args()
     report = common.Report(args)
     rng = np.random.default_rng(0)
+    in_turn = host_in_turn(report)
     overheads = host_rows(report, rng)
     step = step_rows(report, rng)
     report.finish(
-        overheads=overheads, step=step, most_overhead_us=MOST_OVERHEAD_US, most_over_kernels=MOST_OVER_KERNELS
+        overheads=overheads,
+        over_flash_mla=in_turn,
+        step=step,
+        most_overhead_us=MOST_OVERHEAD_US,
+        most_over_kernels=MOST_OVER_KERNELS,
     )
 
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
-from common import Report, arguments, graph_us, has_peer
-from decode import FLASH_MLA
+from common import Report, arguments, graph_us
 
 import cumla
+from cumla.bench.peers import FLASH_MLA_DECODE, flash_mla_decode
 from cumla.dispatch.call import BFLOAT16
 
 LAYOUT, BLOCK_SIZE, HEADS, BATCH = cumla.DSV4_FP8, 64, 64, 128
@@ -85,28 +85,17 @@ class Decode:
         self.plan = cumla.DecodePlan()
 
     def __call__(self) -> Any:
-        more = {}
-        if len(self.caches) == 2:
-            more = {"extra_k_cache": self.caches[1], "extra_indices": self.indices[1]}
         cumla.sparse_mla_decode(
-            self.q, self.caches[0], self.indices[0], layout=LAYOUT, **more, plan=self.plan, out=self.out, lse=self.lse
-        )
+            self.q, self.caches[0], self.indices[0], layout=LAYOUT, **self.second(), plan=self.plan, out=self.out,
+            lse=self.lse,
+        )  # fmt: skip
         return self.out
 
-    def flash_mla(self):
-        """A function that calls FlashMLA on this set, its plan made once."""
-        import torch
-        from vllm.third_party.flashmla import flash_mla_interface as peer
-
-        q, indices, out = (torch.from_dlpack(x) for x in (self.q, self.indices[0], self.out))
-        caches = [torch.from_dlpack(cache)[:, :, None] for cache in self.caches]
-        more = {}
-        if len(caches) == 2:
-            more = {"extra_k_cache": caches[1], "extra_indices_in_kvcache": torch.from_dlpack(self.indices[1])}
-        plan, _ = peer.get_mla_metadata()
-        return lambda: peer.flash_mla_with_kvcache(
-            q, caches[0], None, None, 512, plan, None, is_fp8_kvcache=True, indices=indices, out=out, **more
-        )
+    def second(self) -> dict[str, Any]:
+        """The second cache and its list, if there is one."""
+        if len(self.caches) == 1:
+            return {}
+        return {"extra_k_cache": self.caches[1], "extra_indices": self.indices[1]}
 
     def error(self) -> float:
         """Of the first request."""
@@ -130,9 +119,10 @@ def decode(report: Report, case: Case, s_q: int, widths: tuple[int, ...]) -> Non
     caches = [make_cache(case, seed) for seed in range(len(widths))]
     sets = [Decode(case, caches, s_q, widths, seed) for seed in range(SETS)]
     report.add("sparse_mla_decode", config, "cumla", us_graph=graph_us(sets), max_abs_err=sets[0].error())
-    if has_peer(FLASH_MLA):
-        peers = [x.flash_mla() for x in sets]
+    peers = [flash_mla_decode(x.q, x.caches[0], x.indices[0], x.out, **x.second()) for x in sets]
+    if None not in peers:
         report.add("sparse_mla_decode", config, "flash_mla", us_graph=graph_us(peers, "torch"), checked=False)
+        report.rows[-1]["peer"] = FLASH_MLA_DECODE
 
 
 def prefill(report: Report, case: Case, width: int, heads: int, rows: int = 1 << 15) -> None:

@@ -7,7 +7,7 @@
 # Parts: correct (tests, sanitizers, check and replays of little, side by side: no timings, 2 to 5 minutes by the
 # number of cores) fences decode poisoned prefill prefill_chunks indexer compressor layers mla attention_backends cache
 # indices metadata interop replay (all of them, in this order: about 12 minutes); by name alone tests, soak (operations
-# repeated for two minutes, bitwise), or parallel, on a machine with several GPUs
+# repeated for two minutes, bitwise), trace (10 minutes, OPTIONS in TRACE), or parallel, on a machine with several GPUs
 [ $# -gt 0 ] || { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 2; }
 dir=$1
 shift
@@ -68,6 +68,7 @@ for name in ${*:-correct fences decode poisoned prefill prefill_chunks indexer c
         replay replay_v4 --layers v4
         replay replay_v32 --layers v32
         ;;
+    trace) part trace 590 60 python3 benchmarks/trace.py $TRACE --json "$logs/trace.json" ;; # words of options
     prefill | indexer) part "$name" 150 0 python3 "benchmarks/$name.py" --json "$logs/$name.json" ;;
     *) part "$name" 90 0 python3 "benchmarks/$name.py" --json "$logs/$name.json" ;;
     esac

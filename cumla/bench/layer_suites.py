@@ -13,7 +13,7 @@ import cumla
 from ..dispatch.call import BFLOAT16
 from ..layout import DSV4_FP8
 from .measure import sets_for
-from .suites import BLOCK, Arrays, Problem, Sizes
+from .problem import BLOCK, Arrays, Problem, Sizes
 
 HEAD_DIM, ROPE_DIM, POSITIONS = 512, 64, 8192
 STATE_BLOCK = {4: 4, 128: 8}  # tokens of a page of states, by ratio

@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +49,27 @@ def environment(on_device: bool = True) -> dict[str, Any]:
             "driver": runtime.driverGetVersion(),
             "runtime": runtime.runtimeGetVersion(),
         }
-    return {**found, "python": platform.python_version(), "versions": versions}
+    return {**found, "python": platform.python_version(), "versions": versions, "commit": commit()}
+
+
+def commit() -> str | None:
+    """Of the checkout that this is run from, with a + where it was changed; a file .commit stands in for git.
+
+    None where the package is installed.
+    """
+    root = Path(__file__).parents[2]
+    for place in (root, Path.cwd()):
+        if (place / ".commit").exists():
+            return (place / ".commit").read_text().strip()
+        if not (place / ".git").exists():
+            continue
+        try:
+            head = subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], cwd=place, text=True).strip()
+            changed = subprocess.check_output(["git", "status", "--porcelain", "--untracked-files=no"], cwd=place)
+        except (OSError, subprocess.CalledProcessError):
+            continue
+        return head + ("+" if changed else "")
+    return None
 
 
 def processor() -> str:
@@ -216,6 +237,24 @@ def host_times(call: Callable[[], Any], repeats: int = 200, seconds: float = 0.3
         times.append((time.perf_counter() - start) * 1e6 / batch)
     synchronize()
     return times
+
+
+def host_times_in_turn(calls: Mapping[str, Callable[[], Any]], rounds: int = 20, each: int = 20) -> dict[str, float]:
+    """Median host time in us of one call of each, some of each and again: whatever slows the host slows them all."""
+    synchronize = cupy().cuda.Device().synchronize
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        for _ in range(3):
+            call()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            synchronize()
+            start = time.perf_counter()
+            for _ in range(each):
+                call()
+            times[name].append((time.perf_counter() - start) * 1e6 / each)
+    synchronize()
+    return {name: statistics.median(found) for name, found in times.items()}
 
 
 def call_times(calls: Calls, seconds: float = 0.5) -> list[float]:

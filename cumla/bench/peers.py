@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 import lzma
+import math
 import sys
 import tempfile
 from collections.abc import Callable
@@ -21,6 +22,20 @@ FLASH_MLA = "vllm.third_party.flashmla.flash_mla_interface"
 VLLM_CACHE = "vllm.models.deepseek_v4.common.ops.cache_utils"
 DEEP_GEMM = "deep_gemm"
 CUTEDSL_GATHER = "cutedsl_gather"
+
+# Functions and versions, as rows name them.
+FLASH_MLA_DECODE = "flash_mla_with_kvcache, FlashMLA of vLLM 0.33"
+FLASH_MLA_PREFILL = "flash_mla_sparse_fwd, FlashMLA of vLLM 0.33"
+VLLM_INSERT = "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert, vLLM 0.26"
+VLLM_GATHER = "a stand-in for vLLM's dequantize_and_gather_k_cache_cutedsl: its algorithm in CUDA C++"
+VLLM_KEYS = "indexer_k_quant_and_cache, vLLM 0.26"
+VLLM_CONCAT = "concat_and_cache_mla, vLLM 0.26"
+VLLM_PREFILL_CHOICE = "top_k_per_row_prefill, vLLM 0.26"
+DEEP_GEMM_LOGITS = "fp8_mqa_logits, DeepGEMM of vLLM 0.26"
+DEEP_GEMM_SCHEDULE = "get_paged_mqa_logits_metadata, DeepGEMM of vLLM 0.26"
+DEEP_GEMM_PAGED_LOGITS = "fp8_paged_mqa_logits, DeepGEMM of vLLM 0.26"
+
+COOPERATIVE_ROWS = 32  # up to which vLLM 0.26 chooses by cooperative_topk, which takes no more there (0.33: 64)
 
 Call = Callable[[], Any]
 
@@ -77,21 +92,39 @@ def tensor(array: Any) -> Any:
     return torch.from_dlpack(array)
 
 
-def flash_mla_decode(q: Any, cache: Any, indices: Any, extra_k_cache: Any, extra_indices: Any) -> Call | None:
-    """Sparse decode of 64 or 128 heads."""
+def flash_mla_decode(
+    q: Any, cache: Any, indices: Any, out: Any, *, sink: Any = None, lens: Any = None, extra_k_cache: Any = None,
+    extra_indices: Any = None, extra_lens: Any = None,
+) -> Call | None:  # fmt: skip
+    """Sparse decode; it takes 64 or 128 heads, to which fewer are padded. The plan is made once."""
     peer = module(FLASH_MLA)
-    if peer is None or q.shape[2] not in (64, 128):
+    if peer is None:
         return None
+    heads = q.shape[2]
+    query, result = _padded(tensor(q), 64 if heads <= 64 else 128), _padded(tensor(out), 64 if heads <= 64 else 128)
     plan, _ = peer.get_mla_metadata()
-    query, pages, listed = tensor(q), tensor(cache)[:, :, None], tensor(indices)
-    more = {}
+    pages, listed = tensor(cache)[:, :, None], tensor(indices)
+    more = {name: tensor(x) for name, x in (("topk_length", lens), ("extra_topk_length", extra_lens)) if x is not None}
+    if sink is not None:
+        more["attn_sink"] = _padded(tensor(sink)[:, None], query.shape[2], -math.inf)[:, 0].contiguous()
     if extra_k_cache is not None:
-        more = {
-            "extra_k_cache": tensor(extra_k_cache)[:, :, None], "extra_indices_in_kvcache": tensor(extra_indices),
-        }  # fmt: skip
-    return lambda: peer.flash_mla_with_kvcache(
-        query, pages, None, None, 512, plan, None, is_fp8_kvcache=True, indices=listed, **more
-    )
+        more["extra_k_cache"] = tensor(extra_k_cache)[:, :, None]
+        more["extra_indices_in_kvcache"] = tensor(extra_indices)
+
+    def call() -> Any:
+        peer.flash_mla_with_kvcache(
+            query, pages, None, None, 512, plan, None, is_fp8_kvcache=True, indices=listed, out=result, **more
+        )
+        return result[:, :, :heads]
+
+    return call
+
+
+def _padded(x: Any, heads: int, value: float = 0.0) -> Any:
+    """With so many heads, the last dimension but one."""
+    import torch
+
+    return x if x.shape[-2] == heads else torch.nn.functional.pad(x, (0, 0, 0, heads - x.shape[-2]), value=value)
 
 
 def flash_mla_dense_decode(q: Any, cache: Any, block_table: Any, seq_lens: Any, scale: float) -> Call | None:
@@ -103,39 +136,127 @@ def flash_mla_dense_decode(q: Any, cache: Any, block_table: Any, seq_lens: Any, 
     return lambda: peer.flash_mla_with_kvcache(query, pages, table, lens, 512, plan, softmax_scale=scale)
 
 
-def flash_mla_prefill(q: Any, kv: Any, indices: Any) -> Call | None:
+def flash_mla_prefill(q: Any, kv: Any, indices: Any, lens: Any = None) -> Call | None:
+    """Sparse prefill. 8, 16 and 32 heads have a kernel of their own; others are padded to 64 or 128."""
     peer = module(FLASH_MLA)
-    if peer is None or q.shape[1] not in (64, 128) or indices.shape[1] % 64:
+    if peer is None or indices.shape[1] % 128:
         return None
-    query, rows, listed = tensor(q), tensor(kv)[:, None], tensor(indices)[:, None]
-    return lambda: peer.flash_mla_sparse_fwd(query, rows, listed, q.shape[2] ** -0.5)
+    heads = q.shape[1]
+    query = tensor(q) if heads in (8, 16, 32) else _padded(tensor(q), 64 if heads <= 64 else 128)
+    rows, listed = tensor(kv)[:, None], tensor(indices)[:, None]
+    more = {} if lens is None else {"topk_length": tensor(lens)}
+
+    def call() -> Any:
+        out, *_ = peer.flash_mla_sparse_fwd(query, rows, listed, q.shape[2] ** -0.5, **more)
+        return out[:, :heads]
+
+    return call
 
 
-def vllm_insert(k: Any, cache: Any, slots: Any, block_size: int) -> Call | None:
-    """V4's rows."""
-    peer = module(VLLM_CACHE)
-    if peer is None:
+def vllm_qnorm_rope_insert(
+    q: Any, kv: Any, cache: Any, slots: Any, positions: Any, cos_sin: Any, block_size: int
+) -> Call | None:
+    """V4's insert as vLLM makes it: queries normed and rotated, rows rotated, quantised and written. Gives queries."""
+    operations = vllm_operations()
+    if operations is None:
         return None
-    arrays = tensor(k), tensor(cache), tensor(slots)
-    return lambda: peer.quantize_and_insert_k_cache(*arrays, block_size)
+    arrays = [tensor(x) for x in (q, kv, cache, slots, positions, cos_sin)]
+    arrays[2] = arrays[2].view(len(cache), -1)
+    heads = q.shape[1]
+    op, padded = operations._C.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert, 64 if heads <= 64 else 128
+    return lambda: op(*arrays, padded, 1e-6, block_size)[:, :heads]
 
 
-def vllm_gather(out: Any, cache: Any, lens: Any, block_table: Any, block_size: int) -> Call | None:
-    peer = module(VLLM_CACHE)
-    if peer is None:
+def vllm_gather(
+    out: Any, cache: Any, lens: Any, gather_lens: Any, block_table: Any, block_size: int, offset: int = 0
+) -> Call | None:
+    gather = cutedsl_gather()
+    if gather is None:
         return None
-    arrays = tensor(out), tensor(cache), tensor(lens), None, tensor(block_table)
-    return lambda: peer.dequantize_and_gather_k_cache(*arrays, block_size, 0)
+    arrays = [None if x is None else tensor(x) for x in (out, cache, lens, gather_lens, block_table)]
+    return lambda: gather(*arrays, block_size, offset)
 
 
-def deep_gemm_paged_logits(q: Any, cache: Any, weights: Any, lens: Any, table: Any, columns: int) -> Call | None:
+def vllm_insert_keys(k: Any, cache: Any, slots: Any) -> Call | None:
+    """Of an indexer."""
+    operations = vllm_operations()
+    if operations is None:
+        return None
+    arrays = [tensor(x) for x in (k, cache, slots)]
+    return lambda: operations._C_cache_ops.indexer_k_quant_and_cache(*arrays, 128, "ue8m0")
+
+
+def vllm_concat(kv_c: Any, k_pe: Any, cache: Any, slots: Any) -> Call | None:
+    operations = vllm_operations()
+    if operations is None:
+        return None
+    import torch
+
+    arrays = [tensor(x) for x in (kv_c, k_pe, cache, slots)]
+    scale = torch.ones(1, device=arrays[0].device)
+    return lambda: operations._C_cache_ops.concat_and_cache_mla(*arrays, "auto", scale)
+
+
+def vllm_top_k(logits: Any, k: int, lens: Any = None, starts: Any = None, ends: Any = None) -> Call | None:
+    """The choice as vLLM makes it: decode rows have lens, prefill rows starts and ends."""
+    operations = vllm_operations()
+    if operations is None or k not in (512, 1024, 2048):
+        return None
+    import torch
+
+    scores, rows = tensor(logits), len(logits)
+    out = torch.empty((rows, k), dtype=torch.int32, device=scores.device)
+    if lens is None:
+        first, last = tensor(starts), tensor(ends)
+
+        def prefill() -> Any:
+            operations._C.top_k_per_row_prefill(scores, first, last, out, rows, scores.stride(0), 1, k)
+            return out
+
+        return prefill
+    choose = getattr(operations._C, top_k_function(rows))
+    ends, workspace = tensor(lens), torch.zeros(1 << 20, dtype=torch.uint8, device=scores.device)
+
+    def decode() -> Any:
+        choose(scores, ends, out, workspace, k, scores.shape[1])
+        return out
+
+    return decode
+
+
+def top_k_function(rows: int) -> str:
+    """By which vLLM 0.26 chooses for decodes."""
+    return "cooperative_topk" if rows <= COOPERATIVE_ROWS else "persistent_topk"
+
+
+def deep_gemm_logits(q: Any, k: Any, scales: Any, weights: Any, starts: Any, ends: Any) -> Call | None:
     peer = module(DEEP_GEMM)
     if peer is None:
         return None
     import torch
 
-    query, rest = tensor(q).view(torch.float8_e4m3fn), [tensor(x) for x in (weights, lens[:, None], table)]
+    query, keys = (tensor(x).view(torch.float8_e4m3fn) for x in (q, k))
+    scale, *rest = [tensor(x) for x in (scales, weights, starts, ends)]
+    return lambda: peer.fp8_mqa_logits(query, (keys, scale), *rest, clean_logits=False)
+
+
+def deep_gemm_paged_logits(q: Any, cache: Any, weights: Any, lens: Any, table: Any, columns: int) -> Call | None:
+    """lens [B] or [B, next_n]; no more than two tokens of a request."""
+    peer = module(DEEP_GEMM)
+    if peer is None or q.shape[1] > 2:
+        return None
+    import torch
+
+    query, rest = tensor(q).view(torch.float8_e4m3fn), [tensor(x) for x in (weights, lens, table)]
+    rest[1] = rest[1] if rest[1].ndim == 2 else rest[1][:, None]
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     schedule = peer.get_paged_mqa_logits_metadata(rest[1], cache.shape[1], multiprocessors)
     pages = tensor(cache)[:, :, None]
     return lambda: peer.fp8_paged_mqa_logits(query, pages, *rest, schedule, columns, clean_logits=False)
+
+
+def deep_gemm_schedule(lens: Any, block_size: int, multiprocessors: int) -> Call | None:
+    peer = module(DEEP_GEMM)
+    return None if peer is None else functools.partial(
+        peer.get_paged_mqa_logits_metadata, tensor(lens), block_size, multiprocessors
+    )  # fmt: skip

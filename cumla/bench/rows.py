@@ -12,47 +12,87 @@ from typing import Any, NamedTuple
 
 from ..dispatch.values import shown
 from ..replay.errors import InputError
-from . import NAMES, layer_suites, step_suites, suites
-from .measure import call_times, graph_times, host_times, host_us
-from .suites import Problem, Sizes
+from . import NAMES, caches, indexer_cases, layer_suites, sparse, step_suites, suites
+from .measure import call_times, graph_times_in_turn, host_times, host_us, limit_us, queued_times_in_turn
+from .problem import Case, Problem, Sizes
 
 LEAST_NOISE = 0.02  # of a time: what clocks and power limits make of a run
 UNKNOWN_NOISE = 0.05  # of files that do not say how far their times spread
+CONTROL = 2.0  # a change says something beyond so many times what a run makes of the same calls
 
-SUITES: dict[str, Callable[[Sizes], Iterator[Problem]]] = {
-    name: next(getattr(file, name) for file in (suites, layer_suites, step_suites) if hasattr(file, name))
-    for name in NAMES
+FILES = (sparse, caches, indexer_cases, suites, layer_suites, step_suites)
+SUITES: dict[str, Callable[[Sizes], Iterator[Problem | Case]]] = {
+    name: next(getattr(file, name) for file in FILES if hasattr(file, name)) for name in NAMES
 }
 
 Row = dict[str, Any]
-TIMES = ("us", "us_graph", "us_low", "us_high")
+TIMES = ("us", "us_graph", "us_low", "us_high", "us_again")
 
 
 def measured(names: Sequence[str], sizes: Sizes) -> Iterator[Row]:
-    """A row for each implementation of each problem: checked, then timed.
+    """A row for each implementation of each problem: checked, then timed, and timed again after the next problem.
+
+    The second time is the control of the first: what a run makes of the same calls.
+    """
+    last: tuple[Problem, list[Row]] | None = None
+    for name in names:
+        for case in SUITES[name](sizes):
+            problem = case if isinstance(case, Problem) else case.problem(sizes)
+            rows = list(rows_of(problem, sizes.on_device))
+            if last is not None:
+                yield from _again(*last, sizes.on_device)
+            last = problem, rows
+    if last is not None:
+        yield from _again(*last, sizes.on_device)
+
+
+def rows_of(problem: Problem, on_device: bool = True) -> Iterator[Row]:
+    """Rows of a problem's implementations, checked before any is timed.
 
     us_graph      median us of a call inside a CUDA graph; None on the host, and where a call from the host counts
     us            us of a call from the host
     us_low, us_high  quartiles of the time that counts: us_graph, or us where that is None
+    limit_us      the least that an H200's memory and products allow
+    peer          the function and version of another library's implementation
+
+    Raises RunError or AssertionError for a result beyond its bounds.
     """
-    for name in names:
-        for problem in SUITES[name](sizes):
-            for impl, (framework, calls) in problem.impls.items():
-                error = None if problem.check is None else problem.check(calls[0]())
-                host = None
-                if not sizes.on_device:
-                    times = call_times(calls)
-                elif problem.from_host:
-                    times = host_times(calls[0])
-                else:
-                    times, host = graph_times(calls, framework), host_us(calls[0], 50)
-                yield _row(problem, impl, times, host, error)
+    errors: dict[str, float | None] = {}
+    for impl, (_, calls) in problem.impls.items():
+        if problem.clear is not None:
+            problem.clear()
+        result = calls[0]()
+        checks = problem.check is not None and impl not in problem.unchecked
+        errors[impl] = problem.check(result) if checks and problem.check is not None else None
+    times = _times(problem, on_device)
+    for impl, (_, calls) in problem.impls.items():
+        in_graph = on_device and not problem.from_host
+        host = host_us(calls[0], 50) / (problem.queued or 1) if in_graph else None
+        yield _row(problem, impl, times[impl], host, errors[impl])
+
+
+def _times(problem: Problem, on_device: bool) -> dict[str, list[float]]:
+    if problem.queued:
+        calls_of = {impl: calls[0] for impl, (_, calls) in problem.impls.items()}
+        times = queued_times_in_turn(calls_of) if on_device else {x: call_times([calls_of[x]]) for x in calls_of}
+        return {impl: [us / problem.queued for us in found] for impl, found in times.items()}
+    if not on_device:
+        return {impl: call_times(calls) for impl, (_, calls) in problem.impls.items()}
+    if problem.from_host:
+        return {impl: host_times(calls[0]) for impl, (_, calls) in problem.impls.items()}
+    return graph_times_in_turn(problem.impls)
+
+
+def _again(problem: Problem, rows: list[Row], on_device: bool) -> Iterator[Row]:
+    times = _times(problem, on_device)
+    for row in rows:
+        yield {**row, "us_again": statistics.median(times[row["impl"]])}
 
 
 def _row(problem: Problem, impl: str, times: Sequence[float], host: float | None, error: float | None) -> Row:
     median = statistics.median(times)
     low, _, high = statistics.quantiles(times, n=4)
-    return {
+    row = {
         "op": problem.op,
         "config": problem.config,
         "impl": impl,
@@ -60,11 +100,13 @@ def _row(problem: Problem, impl: str, times: Sequence[float], host: float | None
         "us_graph": None if host is None else median,
         "us_low": low,
         "us_high": high,
+        "limit_us": limit_us(problem.bytes_moved, problem.flop),
         "gbps": problem.bytes_moved / median / 1e3,
         "tflops": problem.flop / median / 1e6 if problem.flop else None,
         "max_abs_err": error,
-        "checked": problem.check is not None,
+        "checked": error is not None,
     }
+    return row | ({"peer": problem.functions[impl]} if impl in problem.functions else {})
 
 
 def time_of(row: Row) -> float | None:
@@ -112,17 +154,24 @@ class Change(NamedTuple):
 def changes(old: Sequence[Row], new: Sequence[Row]) -> list[Change]:
     """Rows of both files, by operation, configuration and implementation."""
     before = {(row["op"], row["config"], row.get("impl")): row for row in old}
+    controls = CONTROL * max(_control(old), _control(new))
     found = []
     for row in new:
         same = before.get((row["op"], row["config"], row.get("impl")))
         old_us, new_us = None if same is None else time_of(same), time_of(row)
         if same is None or not old_us or not new_us:
             continue
-        noise = max(LEAST_NOISE, _spread(same), _spread(row))
+        noise = max(LEAST_NOISE, controls, _spread(same), _spread(row))
         ratio = new_us / old_us
         name = " ".join(filter(None, (row["op"], row["config"], row.get("impl") or "")))
-        found.append(Change(name, old_us, new_us, ratio, abs(ratio - 1) > noise))
+        found.append(Change(name, old_us, new_us, ratio, abs(math.log(ratio)) > math.log1p(noise)))
     return found
+
+
+def _control(rows: Sequence[Row]) -> float:
+    """What a run makes of the same calls: the part by which nine in ten of its rows change at most, or all of a few."""
+    found = sorted(abs(math.log(row["us_again"] / us)) for row in rows if row.get("us_again") and (us := time_of(row)))
+    return found[min(len(found) - 1, int(0.9 * len(found)))] if found else 0.0
 
 
 def _spread(row: Row) -> float:

@@ -25,7 +25,7 @@ from ..metadata import (
     ServingConfig,
 )
 from .peers import has_peer
-from .suites import BLOCK, Arrays, Calls, Problem, Sizes
+from .problem import BLOCK, Arrays, Calls, Problem, Sizes
 
 PAGE = 256  # positions of a page of a compressed cache
 SPARSE = {1: "window", 4: "C4A", C128A_RATIO: "C128A"}

@@ -131,7 +131,7 @@ class StepRows:
             if part == "select":
                 facts["overlap"] = inputs.overlap()
             yield from self._timed(part, impls, facts)
-            if self.once and part == "attention" and not self.steps.mixed:
+            if self.once and part == "attention" and not self.steps.mixed and inputs.place.on_device:
                 yield from self._plans(impls, peer)
         if self.once and peer is not None and getattr(peer, "schedule", None) is not None:
             yield from self._timed("index schedule", {"peers": peer.make_schedule}, layers=1)
@@ -144,7 +144,7 @@ class StepRows:
         times = self._times({f"{x} new": impls[x] for x in kept} | {f"{x} kept": kept[x] for x in kept})
         for name in kept:
             us = statistics.median(times[f"{name} new"]) - statistics.median(times[f"{name} kept"])
-            yield self._row("plan", name, us, None, {})
+            yield self._row("plan", name, max(us, 0.0), None, {})
 
     # ---- comparing
 
@@ -161,7 +161,7 @@ class StepRows:
             written.append(cache[pages])
         cache[pages] = before  # attention reads the rows that the step did not write
         differ = float((written[0] != written[1]).mean())
-        error, beyond = self._difference(inputs.out, peer.inserted[:, : inputs.shape.heads], 1.0)
+        error, beyond = difference(inputs.out, peer.inserted[:, : inputs.shape.heads], 1.0)
         if differ > BYTES_DIFFER:
             beyond = f"{differ:.2%} of the bytes of rows differ"
         return error, beyond
@@ -178,17 +178,7 @@ class StepRows:
         largest = float(abs(dlpack.borrow(self.inputs.kv, "kv")[:COMPARED].astype(np.float32)).max())
         self.inputs.attend()
         peer.attend()
-        return self._difference(self.inputs.out, peer.out[:, : self.inputs.shape.heads], largest)
-
-    def _difference(self, ours: Any, theirs: Any, largest: float) -> tuple[float, str | None]:
-        ours, theirs = (dlpack.borrow(x, "out") for x in (ours, theirs))
-        worst, beyond = 0.0, False
-        for first in range(0, len(ours), COMPARED):
-            a, b = (x[first : first + COMPARED].astype(np.float32) for x in (ours, theirs))
-            error = abs(a - b)
-            worst = max(worst, float(error.max()))
-            beyond = beyond or not bool((error <= ABSOLUTE * largest + RELATIVE * abs(b)).all())
-        return worst, f"off by {worst:.3g}" if beyond else None
+        return difference(self.inputs.out, peer.out[:, : self.inputs.shape.heads], largest)
 
     # ---- timing
 
@@ -227,6 +217,18 @@ class StepRows:
         if impl == "peers":
             row["functions"] = FUNCTIONS[part]
         return row
+
+
+def difference(ours: Any, theirs: Any, largest: float) -> tuple[float, str | None]:
+    """The largest difference of outputs, and what to say if it is beyond what values up to `largest` allow."""
+    ours, theirs = (dlpack.borrow(x, "out") for x in (ours, theirs))
+    worst, beyond = 0.0, False
+    for first in range(0, len(ours), COMPARED):
+        a, b = (x[first : first + COMPARED].astype(np.float32) for x in (ours, theirs))
+        error = abs(a - b)
+        worst = max(worst, float(error.max()))
+        beyond = beyond or not bool((error <= ABSOLUTE * largest + RELATIVE * abs(b)).all())
+    return worst, f"off by {worst:.3g}" if beyond else None
 
 
 CALLS = {"insert": "insert", "select": "select", "attention": "attend"}

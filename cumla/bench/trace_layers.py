@@ -234,7 +234,8 @@ class StepInputs:
                 inputs = IndexerInputs(self.index_q, self.index_weights, cache, self.index_metadata)
                 select_rows(inputs, positions, requests, table, selected, self._memory_of, self.place.backend)
 
-    def attend(self, new_plan: bool = True) -> None:
+    def attend(self, new_plan: bool = True, road: str | None = None) -> None:
+        """road is that of prefills, as SparseMLALayer.step takes it."""
         if new_plan:
             self.new_plan()
         for i, cache in enumerate(self.caches.window):
@@ -243,7 +244,7 @@ class StepInputs:
                 compressed = CompressedCache(self.caches.compressed[i], self.table, topk_indices=self.selected)
             self.attention.step(
                 self.normed, None, cache, self.metadata, compressed, out=self.out, workspace=self.workspace,
-                backend=self.place.backend,
+                prefill_road=road, backend=self.place.backend,
             )  # fmt: skip
 
     def _memory_of(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:

@@ -9,7 +9,6 @@ from .trace_layers import INDEX_HEADS, WINDOW, StepInputs
 from .trace_steps import Steps
 
 PREFILL_REQUESTS = 4  # of a chunk, as vLLM's PREFILL_CHUNK_SIZE
-COOPERATIVE_ROWS = 32  # up to which vLLM 0.26 chooses by cooperative_topk, which takes no more there (0.33: 64)
 WORKSPACE_BYTES = 1 << 20  # of the top-k operations
 FUNCTIONS = {
     "insert": "vLLM 0.26: fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert",
@@ -100,8 +99,7 @@ class PeerStep:
             self.ours.index_weights[:tokens], self.lens, decode.block_table, self.schedule, self.width,
             clean_logits=False,
         )  # fmt: skip
-        operations = peers.vllm_operations()._C
-        choose = operations.cooperative_topk if tokens <= COOPERATIVE_ROWS else operations.persistent_topk
+        choose = getattr(peers.vllm_operations()._C, peers.top_k_function(tokens))
         choose(logits, self.lens, self.selected[:tokens], self._workspace, k, self.width)
 
     def _select_prefill(self, cache: Any, chunk: Any) -> None:

@@ -57,11 +57,17 @@ class Steps:
         return max(s.sequence.request.total_length for step in self.steps for s in step)
 
 
+def parsed(name: str) -> re.Match[str]:
+    """The numbers of a name. Raises InputError for one that means nothing."""
+    found = NAME.fullmatch(name)
+    if found is None or any(number is not None and not int(number) for number in found.groupdict().values()):
+        raise InputError(f"--steps: got {name!r}, expected names such as decode64, mtp2x64 or mixed64x2048")
+    return found
+
+
 def steps_of(name: str, requests: Sequence[TraceRequest], seed: int = 0) -> Steps:
     """The steps of a name. Raises InputError for one that means nothing."""
-    found = NAME.fullmatch(name)
-    if found is None or "0" in found.groups():
-        raise InputError(f"--steps: got {name!r}, expected names such as decode64, mtp2x64 or mixed64x2048")
+    found = parsed(name)
     rng = np.random.default_rng(seed)
     if found["running"]:
         chosen, tokens = _mixed(requests, int(found["running"]), int(found["budget"])), 1

@@ -66,13 +66,14 @@ def measure(console: Console, args: argparse.Namespace) -> dict[str, Any]:
     if not sizes.on_device:
         share_cores()
     console.print(f"{where['device']}, backend {backend}", highlight=False, soft_wrap=True)
-    console.print(f"{'':36} {'us':>8} {'GB/s':>6} {'TF':>6}", highlight=False)
+    console.print(f"{'':29} {'us':>8} {'limit':>6} {'GB/s':>6} {'TF':>6}", highlight=False)
     found = []
     for row in rows.measured(args.suite or NAMES, sizes):
         found.append(row)
         name = f"{row['op']} {row['config']}" + ("" if row["impl"] == "cumla" else f" {row['impl']}")
-        text = f"{_short(rows.time_of(row)):>8} {_short(row['gbps']):>6} {_short(row['tflops']):>6}"
-        lines = [f"{name:36} {text}"] if len(name) <= 36 else [name, f"{'':36} {text}"]
+        limit = row["limit_us"] if sizes.on_device else None
+        text = f"{_short(rows.time_of(row)):>8} {_short(limit):>6} {_short(row['gbps']):>6} {_short(row['tflops']):>6}"
+        lines = [f"{name:29} {text}"] if len(name) <= 29 else [name, f"{'':29} {text}"]
         console.print("\n".join(map(escape, lines)), highlight=False, soft_wrap=True)
     return {"environment": where, "backend": backend, "rows": found}
 

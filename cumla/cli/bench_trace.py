@@ -16,7 +16,7 @@ from ..bench import TRACE
 from ..bench.measure import environment
 from ..bench.trace import TraceOptions, measured
 from ..bench.trace_layers import KINDS
-from ..bench.trace_steps import steps_of
+from ..bench.trace_steps import parsed
 from ..bench.trace_table import record, table
 from ..replay.device import share_cores
 from ..replay.errors import InputError
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         requests = [request.clipped(HOST_DEFAULTS.max_len) for request in requests[: HOST_DEFAULTS.requests]]
         share_cores()
     for name in options.all_steps:
-        steps_of(name, requests)
+        parsed(name)
     console = Console(stderr=args.json == "-")
     where: dict[str, Any] = {"environment": environment(options.on_device), "backend": options.backend}
     console.print(f"{where['environment']['device']}, backend {options.backend}", highlight=False, soft_wrap=True)

@@ -168,7 +168,7 @@ def test_the_command_on_a_cpu(tmp_path, capsys):
         for kind in ("window", "c4a", "c128a") for heads in (2, 4) for steps in ("decode4", "mtp2x2")
     }  # fmt: skip
     assert {row["op"] for row in done["rows"]} == {
-        f"trace {part}" for part in ("metadata", "insert", "select", "attention", "plan")
+        f"trace {part}" for part in ("metadata", "insert", "select", "attention")
     }
     assert len(done["table"]) == 12
     assert "c4a h2 mtp2x2 (1)" in capsys.readouterr().out

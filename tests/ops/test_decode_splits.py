@@ -1,4 +1,4 @@
-"""Sparse decode where lists have lengths and every tile has as many splits, some of which have no keys.
+"""Sparse decode with lengths where every tile has the same number of splits, some of which have no keys.
 
 What divides the work chooses a number of splits by the lists' widths; here it takes each number for lists of any length.
 """

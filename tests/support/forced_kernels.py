@@ -21,7 +21,7 @@ DECODE_KERNELS = (
 
 
 def parts_of(name):
-    """How many thread blocks have a tile's keys, where all tiles have as many; or 0. It takes lists without lengths."""
+    """How many thread blocks have a tile's keys, where all tiles have as many; or 0."""
     return int(name.split()[-1]) if "parts" in name or "cluster" in name else 0
 
 
@@ -53,7 +53,6 @@ def decode_by(name):
     def divide(work, *_):
         tiles, parts, blocks = work.tiles, parts_of(name), work.tiles * work.most_blocks
         if parts:
-            assert not work.ragged
             assert parts <= work.most_blocks
             together = "cluster" in name
             made.append(Division(tiles * parts, False, not together, parts, together))

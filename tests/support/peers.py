@@ -21,9 +21,11 @@ class FlashMLA:
         is_fp8_kvcache=False, indices=None, attn_sink=None, extra_k_cache=None, extra_indices_in_kvcache=None,
         topk_length=None, extra_topk_length=None, out=None,
     ):  # fmt: skip
+        assert num_splits is None
+        if indices is None:
+            return cumla.dense_mla_decode(q, k_cache[:, :, 0], block_table, cache_seqlens, softmax_scale=softmax_scale)
         assert block_table is None
         assert cache_seqlens is None
-        assert num_splits is None
         assert (head_dim_v, causal, is_fp8_kvcache) == (512, False, True)
         assert q.shape[2] in (64, 128)
         assert out.is_contiguous()
@@ -42,12 +44,13 @@ class FlashMLA:
         heads = q.shape[1]
         assert heads in (8, 16, 32, 64, 128)
         assert indices.shape[-1] % 128 == 0
-        assert out.is_contiguous() or heads < 64
+        assert out is None or out.is_contiguous() or heads < 64
         result, logits, lse = cumla.sparse_mla_prefill(
             q, kv[:, 0], indices[:, 0], softmax_scale=sm_scale, attn_sink=attn_sink, topk_length=topk_length
         )
-        out.copy_(result)
-        return out, logits, lse
+        if out is not None:
+            out.copy_(result)
+        return result if out is None else out, logits, lse
 
 
 class CacheUtils:
@@ -99,6 +102,16 @@ class Operations:
         return out
 
     @staticmethod
+    def indexer_k_quant_and_cache(k, cache, slots, block_size, scale_format):
+        assert (block_size, scale_format) == (128, "ue8m0")
+        cumla.indexer_k_quant_and_cache(k, cache, slots)
+
+    @staticmethod
+    def concat_and_cache_mla(kv_c, k_pe, cache, slots, dtype, scale):
+        assert dtype == "auto"
+        cumla.concat_and_cache_mla(kv_c, k_pe, cache, slots)
+
+    @staticmethod
     def cp_gather_indexer_k_quant_cache(cache, keys, scales, table, starts):
         import torch
 
@@ -130,6 +143,7 @@ def install(monkeypatch: Any) -> Operations:
     """All peers are there, and torch tells of a device's multiprocessors."""
     import torch
 
+    from cumla.arrays import dlpack
     from cumla.bench import peers
 
     found = {peers.FLASH_MLA: FlashMLA, peers.VLLM_CACHE: CacheUtils, peers.DEEP_GEMM: DeepGemm}
@@ -138,6 +152,7 @@ def install(monkeypatch: Any) -> Operations:
     monkeypatch.setattr(peers, "has_peer", lambda name: True)
     monkeypatch.setattr(peers, "vllm_operations", lambda: operations)
     monkeypatch.setattr(peers, "cutedsl_gather", lambda: gather)
+    monkeypatch.setattr(peers, "tensor", lambda array: dlpack.give(array, "torch"))
     properties = types.SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     return operations

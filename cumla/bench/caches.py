@@ -1,0 +1,412 @@
+"""The paged caches: insert, gather, copies of pages. `copy` moves as many bytes by a kernel that does nothing else."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+import cumla
+
+from ..bounds import ROUNDED
+from ..dispatch.call import BFLOAT16
+from ..layout import DSV4_FP8, INDEXER_FP8, MLA_BF16, V32_FP8, CacheLayout
+from ..replay.device import to_host
+from . import peers
+from .measure import copy_calls
+from .problem import (
+    BLOCK,
+    WINDOW,
+    Arrays,
+    Peer,
+    Problem,
+    Sizes,
+    against,
+    contexts,
+    error_within,
+    of_sets,
+    repeating_cache,
+)
+
+SAMPLE = 100  # rows that are compared with the reference
+LARGE = 4096  # tokens from which on a copy is measured, and pages are filled in order, as prompts fill them
+POSITIONS = 8192
+
+
+def beside_copies(sizes: Sizes, tokens: int, moved: int, sets: int, fields: dict[str, Any]) -> dict[str, Any]:
+    if sizes.on_device and tokens >= LARGE:
+        fields["impls"]["copy"] = "cupy", copy_calls(moved // 2, sets)
+    return fields
+
+
+def slots_of(arrays: Arrays, tokens: int, blocks: int) -> Any:
+    """int64 [tokens]: of decodes, each in a page anywhere, or of prompts, which fill pages."""
+    if tokens < LARGE:
+        return arrays.xp.asarray(arrays.rng.permutation(blocks * BLOCK)[:tokens])
+    pages = arrays.rng.permutation(blocks)[:, None] * BLOCK
+    return arrays.xp.asarray((pages + np.arange(BLOCK)).reshape(-1)[:tokens])
+
+
+def sample(count: int) -> np.ndarray:
+    return np.unique(np.linspace(0, count - 1, SAMPLE).astype(int))
+
+
+def token_bytes(layout: CacheLayout, cache: Any, slots: np.ndarray) -> np.ndarray:
+    """Rows and scales of slots of a cache, side by side."""
+    block = cache.shape[1]
+    page, row = np.divmod(slots, block)
+    there, page = np.unique(page, return_inverse=True)
+    pages = to_host(cache[there]).reshape(len(there), -1)
+    scales = layout.scale_start(block) + row * layout.scale_stride
+    rows = pages[page[:, None], (row * layout.row_bytes)[:, None] + np.arange(layout.row_bytes)]
+    return np.concatenate([rows, pages[page[:, None], scales[:, None] + np.arange(layout.scale_bytes)]], axis=1)
+
+
+@dataclass(frozen=True)
+class Insert:
+    """Rows quantised and inserted. vLLM inserts V4's rows with the queries' norm: QueryNormInsert."""
+
+    tokens: int
+    layout: CacheLayout = DSV4_FP8
+
+    @property
+    def op(self) -> str:
+        return "indexer_k_quant_and_cache" if self.layout is INDEXER_FP8 else "quantize_and_insert_k_cache"
+
+    def __str__(self) -> str:
+        return f"{self.layout.name} T={self.tokens}"
+
+    def problem(self, sizes: Sizes) -> Problem:
+        layout, arrays, keys = self.layout, Arrays(sizes), self.layout is INDEXER_FP8
+        moved = self.tokens * (2 * layout.head_dim + layout.token_bytes + 8)
+        sets, blocks = sizes.sets(moved), -(-self.tokens // BLOCK) + 8
+        k = [arrays.rows(self.tokens, layout.head_dim) for _ in range(sets)]
+        caches = [layout.allocate(blocks, BLOCK, sizes.xp) for _ in range(sets)]
+        slots = [slots_of(arrays, self.tokens, blocks) for _ in range(sets)]
+        call = cumla.indexer_k_quant_and_cache if keys else cumla.quantize_and_insert_k_cache
+        options: dict[str, Any] = {} if keys else {"layout": layout}
+        which = sample(self.tokens)
+        want = layout.allocate(-(-len(which) // BLOCK), BLOCK)
+        call(to_host(k[0])[which], want, np.arange(len(which)), **options, backend="reference")
+        rows = token_bytes(layout, want, np.arange(len(which)))
+
+        def check(_: Any) -> float:
+            np.testing.assert_array_equal(token_bytes(layout, caches[0], to_host(slots[0])[which]), rows)
+            return 0.0
+
+        given = list(zip(k, caches, slots, strict=True))
+        theirs = [peers.vllm_insert_keys(*x) if sizes.with_peers and keys else None for x in given]
+        fields = against(
+            sizes, lambda backend: of_sets(call, given, **options, backend=backend),
+            vllm=Peer(peers.VLLM_KEYS, theirs),
+        )  # fmt: skip
+        fields = beside_copies(sizes, self.tokens, moved, sets, fields)
+        return Problem(self.op, str(self), **fields, bytes_moved=moved, check=check, clear=lambda: caches[0].fill(0xA5))
+
+
+@dataclass(frozen=True)
+class QueryNormInsert:
+    """What stands between a V4 layer's projections and its attention: queries normed and rotated, rows inserted."""
+
+    tokens: int
+    heads: int = 64
+
+    op: ClassVar[str] = "qnorm_rope_and_insert"
+
+    def __str__(self) -> str:
+        return f"h{self.heads} T={self.tokens}"
+
+    def problem(self, sizes: Sizes) -> Problem:
+        xp, arrays, layout = sizes.xp, Arrays(sizes), DSV4_FP8
+        moved = self.tokens * (4 * self.heads * 512 + 2 * 512 + layout.token_bytes + 16)
+        sets, blocks = sizes.sets(moved), -(-self.tokens // BLOCK) + 8
+        q = [arrays.rows(self.tokens, self.heads, 512) for _ in range(sets)]
+        kv = [arrays.rows(self.tokens, 512) for _ in range(sets)]
+        caches = [layout.allocate(blocks, BLOCK, xp) for _ in range(sets)]
+        slots = [slots_of(arrays, self.tokens, blocks) for _ in range(sets)]
+        positions = xp.asarray(arrays.rng.integers(0, POSITIONS, self.tokens))
+        angles = np.arange(POSITIONS)[:, None] * 10000.0 ** (-np.arange(32) / 32)
+        table = xp.asarray(np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32))
+        outs = [xp.empty((self.tokens, self.heads, 512), BFLOAT16) for _ in range(sets)]
+        which = sample(self.tokens)
+        page = layout.allocate(-(-len(which) // BLOCK), BLOCK)
+        want = cumla.qnorm_rope_and_insert(
+            to_host(q[0])[which], to_host(kv[0])[which], page, np.arange(len(which)), to_host(positions)[which],
+            to_host(table), backend="reference",
+        )  # fmt: skip
+        rows = token_bytes(layout, page, np.arange(len(which)))
+
+        given = [(*x, positions, table) for x in zip(q, kv, caches, slots, strict=True)]
+
+        def ours(backend: str) -> list[Any]:
+            return [
+                functools.partial(cumla.qnorm_rope_and_insert, *x, out=out, backend=backend)
+                for x, out in zip(given, outs, strict=True)
+            ]
+
+        def check(result: Any) -> float:
+            got = token_bytes(layout, caches[0], to_host(slots[0])[which])
+            differ = float((got != rows).mean())
+            assert differ < 1e-3, f"{differ:.2%} of the bytes of rows differ"  # RoPE rounds once, in some order
+            queries = result[which] if not hasattr(result, "cpu") else result.float().cpu().numpy()[which]
+            return error_within(to_host(queries), want, ROUNDED)
+
+        theirs = [peers.vllm_qnorm_rope_insert(*x, BLOCK) if sizes.with_peers else None for x in given]
+        return Problem(
+            self.op, str(self), **against(sizes, ours, vllm=Peer(peers.VLLM_INSERT, theirs)), bytes_moved=moved,
+            check=check, clear=lambda: caches[0].fill(0xA5),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Rows of requests gathered and dequantised. lengths: the window rows of a chunk, else whole contexts."""
+
+    requests: int
+    length: int
+    layout: CacheLayout = DSV4_FP8
+    lengths: bool = False
+
+    op: ClassVar[str] = "dequantize_and_gather_k_cache"
+
+    def __str__(self) -> str:
+        layout = "" if self.layout is DSV4_FP8 else f"{self.layout.name} "
+        return f"{layout}{self.requests} x {self.length:,}, {'lengths' if self.lengths else 'full lists'}"
+
+    def problem(self, sizes: Sizes) -> Problem:
+        arrays, xp, layout = Arrays(sizes), sizes.xp, self.layout
+        lens = np.full(self.requests, self.length, np.int32)
+        gather_lens = None
+        if self.lengths:
+            lens = contexts(arrays.rng, self.requests, self.length)
+            gather_lens = np.minimum(lens, lens // 4 + WINDOW - 1)
+        count = lens if gather_lens is None else gather_lens
+        moved = int(count.sum()) * (2 * layout.head_dim + layout.token_bytes)
+        cache = repeating_cache(sizes.backend, layout, BLOCK, sizes.slots)
+        columns, sets = -(-self.length // BLOCK), sizes.sets(moved)
+        tables = [arrays.integers(len(cache.array), self.requests, columns) for _ in range(sets)]
+        outs = [xp.empty((self.requests, int(count.max()), layout.head_dim), BFLOAT16) for _ in range(sets)]
+        put = xp.asarray(lens), None if gather_lens is None else xp.asarray(gather_lens)
+        tail = np.minimum(count, 16)
+        want = np.zeros((self.requests, 16, layout.head_dim), BFLOAT16)
+        cumla.dequantize_and_gather_k_cache(
+            want, cache.base, lens, tail, to_host(tables[0]) % len(cache.base), BLOCK, 0, layout=layout,
+            backend="reference",
+        )  # fmt: skip
+
+        def ours(backend: str) -> list[Any]:
+            given = [(out, cache.array, *put, table) for out, table in zip(outs, tables, strict=True)]
+            return of_sets(cumla.dequantize_and_gather_k_cache, given, layout=layout, backend=backend)
+
+        def check(_: Any) -> float:
+            for request, (end, rows) in enumerate(zip(count, tail, strict=True)):
+                np.testing.assert_array_equal(to_host(outs[0][request, end - rows : end]), want[request, :rows])
+            return 0.0
+
+        asks = sizes.with_peers and layout is DSV4_FP8
+        theirs = [peers.vllm_gather(out, cache.array, *put, table, BLOCK) if asks else None
+                  for out, table in zip(outs, tables, strict=True)]  # fmt: skip
+        fields = against(sizes, ours, vllm=Peer(peers.VLLM_GATHER, theirs))
+        return Problem(
+            self.op, str(self), **beside_copies(sizes, int(count.sum()), moved, sets, fields), bytes_moved=moved,
+            check=check, clear=lambda: outs[0].fill(7),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Concat:
+    """Rows of a dense layer's cache."""
+
+    tokens: int
+
+    op: ClassVar[str] = "concat_and_cache_mla"
+
+    def __str__(self) -> str:
+        return f"bfloat16 T={self.tokens}"
+
+    def problem(self, sizes: Sizes) -> Problem:
+        arrays, moved = Arrays(sizes), self.tokens * (2 * MLA_BF16.row_bytes + 8)
+        sets, blocks = sizes.sets(moved), -(-self.tokens // BLOCK) + 8
+        kv_c, k_pe = ([arrays.rows(self.tokens, width) for _ in range(sets)] for width in (512, 64))
+        caches = [sizes.xp.zeros((blocks, BLOCK, 576), BFLOAT16) for _ in range(sets)]
+        slots = [slots_of(arrays, self.tokens, blocks) for _ in range(sets)]
+
+        def check(_: Any) -> float:
+            got = caches[0].reshape(-1, 576)[slots[0]].view(np.uint16)
+            assert (got == sizes.xp.concatenate([kv_c[0], k_pe[0]], axis=1).view(np.uint16)).all()
+            return 0.0
+
+        given = list(zip(kv_c, k_pe, caches, slots, strict=True))
+        theirs = [peers.vllm_concat(*x) if sizes.with_peers else None for x in given]
+        fields = against(
+            sizes,
+            lambda backend: of_sets(cumla.concat_and_cache_mla, given, backend=backend),
+            vllm=Peer(peers.VLLM_CONCAT, theirs),
+        )  # fmt: skip
+        return Problem(
+            self.op, str(self), **beside_copies(sizes, self.tokens, moved, sets, fields), bytes_moved=moved,
+            check=check, clear=lambda: caches[0].fill(7),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DenseGather:
+    """Rows of a dense layer's cache, packed."""
+
+    requests: int
+    length: int
+
+    op: ClassVar[str] = "gather_cache"
+
+    def __str__(self) -> str:
+        return f"bfloat16 {self.requests} x {self.length:,}"
+
+    def problem(self, sizes: Sizes) -> Problem:
+        arrays, xp, rows = Arrays(sizes), sizes.xp, self.requests * self.length
+        columns, moved = -(-self.length // BLOCK), 2 * rows * MLA_BF16.row_bytes
+        sets = sizes.sets(moved)
+        caches = [arrays.rows(self.requests * columns, BLOCK, 576) for _ in range(sets)]
+        table = xp.asarray(arrays.rng.permutation(self.requests * columns).reshape(self.requests, -1).astype(np.int32))
+        outs = [xp.empty((rows, 576), BFLOAT16) for _ in range(sets)]
+        starts = xp.arange(self.requests + 1, dtype=np.int32) * np.int32(self.length)
+
+        def check(_: Any) -> float:
+            want = caches[0][table].reshape(self.requests, -1, 576)[:, : self.length].reshape(-1, 576)
+            assert (outs[0].view(np.uint16) == want.view(np.uint16)).all()
+            return 0.0
+
+        def ours(backend: str) -> list[Any]:
+            given = [(*x, table, starts, self.requests) for x in zip(caches, outs, strict=True)]
+            return of_sets(cumla.gather_cache, given, backend=backend)
+
+        fields = beside_copies(sizes, rows, moved, sets, against(sizes, ours))
+        return Problem(self.op, str(self), **fields, bytes_moved=moved, check=check, clear=lambda: outs[0].fill(7))
+
+
+@dataclass(frozen=True)
+class KeyGather:
+    """Keys of an indexer and their scales, packed."""
+
+    requests: int
+    length: int
+
+    op: ClassVar[str] = "cp_gather_indexer_k_quant_cache"
+
+    def __str__(self) -> str:
+        return f"{self.requests} x {self.length:,}"
+
+    def problem(self, sizes: Sizes) -> Problem:
+        arrays, xp, layout, rows = Arrays(sizes), sizes.xp, INDEXER_FP8, self.requests * self.length
+        moved = 2 * rows * layout.token_bytes
+        cache, sets = repeating_cache(sizes.backend, layout, BLOCK, sizes.slots), sizes.sets(moved)
+        tables = [arrays.integers(len(cache.array), self.requests, -(-self.length // BLOCK)) for _ in range(sets)]
+        keys = [xp.empty((rows, 128), np.uint8) for _ in range(sets)]
+        scales = [xp.empty(rows, np.float32) for _ in range(sets)]
+        starts = xp.arange(self.requests + 1, dtype=np.int32) * np.int32(self.length)
+        which = sample(rows)
+        request, row = np.divmod(which, self.length)
+        slots = to_host(tables[0])[request, row // BLOCK].astype(np.int64) * BLOCK + row % BLOCK
+        want = token_bytes(layout, cache.base, cache.in_base(slots))
+
+        def check(_: Any) -> float:
+            got = [to_host(keys[0][which]), to_host(scales[0][which])[:, None].view(np.uint8)]
+            np.testing.assert_array_equal(np.concatenate(got, axis=1), want)
+            return 0.0
+
+        def ours(backend: str) -> list[Any]:
+            given = [(cache.array, *x, starts) for x in zip(keys, scales, tables, strict=True)]
+            return of_sets(cumla.cp_gather_indexer_k_quant_cache, given, backend=backend)
+
+        fields = beside_copies(sizes, rows, moved, sets, against(sizes, ours))
+        return Problem(self.op, str(self), **fields, bytes_moved=moved, check=check, clear=lambda: keys[0].fill(7))
+
+
+@dataclass(frozen=True)
+class CopyBlocks:
+    pages: int
+
+    op: ClassVar[str] = "copy_blocks"
+
+    def __str__(self) -> str:
+        return f"{self.pages} pages of DSV4_FP8"
+
+    def problem(self, sizes: Sizes) -> Problem:
+        arrays, page_bytes = Arrays(sizes), BLOCK * DSV4_FP8.token_bytes
+        moved = 2 * self.pages * page_bytes
+        sets = sizes.sets(moved)
+        pools = [arrays.rows(2 * self.pages, page_bytes // 2).view(np.uint8) for _ in range(sets)]
+        pairs = sizes.xp.asarray(arrays.rng.permutation(2 * self.pages).reshape(-1, 2))
+
+        def check(_: Any) -> float:
+            assert (pools[0][pairs[:, 1]] == pools[0][pairs[:, 0]]).all()
+            return 0.0
+
+        def ours(backend: str) -> list[Any]:
+            return of_sets(cumla.copy_blocks, [([pool], pairs) for pool in pools], backend=backend)
+
+        fields = beside_copies(sizes, LARGE, moved, sets, against(sizes, ours))
+        return Problem(self.op, str(self), **fields, bytes_moved=moved, check=check)
+
+
+@dataclass(frozen=True)
+class AdvanceStep:
+    sequences: int
+
+    op: ClassVar[str] = "advance_step"
+
+    def __str__(self) -> str:
+        return f"{self.sequences} sequences"
+
+    def problem(self, sizes: Sizes) -> Problem:
+        xp, arrays, count = sizes.xp, Arrays(sizes), self.sequences
+        tokens, positions, slots = (xp.zeros(count, np.int64) for _ in range(3))
+        sampled = xp.arange(count)[:, None]
+        lens, tables = arrays.integers(8191, count) + np.int32(1), arrays.integers(10_000, count, 512)
+        before = lens.copy()
+
+        def check(_: Any) -> float:
+            assert (positions == before).all()
+            assert (tokens == sampled[:, 0]).all()
+            blocks = tables[xp.arange(count), before // BLOCK].astype(np.int64)
+            assert (slots == blocks * BLOCK + before % BLOCK).all()
+            return 0.0
+
+        def ours(backend: str) -> list[Any]:
+            given = (count, count, BLOCK, tokens, sampled, positions, lens, slots, tables)
+            return of_sets(cumla.advance_step, [given], backend=backend)
+
+        def clear() -> None:
+            lens[:] = before
+
+        return Problem(self.op, str(self), **against(sizes, ours), bytes_moved=52 * count, check=check, clear=clear)
+
+
+def insert(sizes: Sizes) -> Iterator[Insert | QueryNormInsert]:
+    for tokens in sizes.tokens:
+        if sizes.layout is DSV4_FP8:
+            yield QueryNormInsert(tokens, sizes.heads)
+        yield Insert(tokens, sizes.layout)
+
+
+def gather(sizes: Sizes) -> Iterator[Gather]:
+    for lengths in (True, False):
+        for tokens in sizes.tokens:
+            yield Gather(4 if lengths else 1, tokens, sizes.layout, lengths)
+
+
+def recorded() -> list[Any]:
+    return [
+        *(QueryNormInsert(tokens, heads) for heads in (64, 128, 16) for tokens in (1, 32, 128, 512, 4096)),
+        *(Insert(tokens) for tokens in (1, 32, 512, 4096, 32768)),
+        Insert(32768, V32_FP8),
+        *(Gather(*shape, lengths=True) for shape in ((4, 8192), (4, 65536))),
+        *(Gather(*shape) for shape in ((1, 512), (4, 8192), (16, 8192), (4, 65536))),
+        *(Concat(tokens) for tokens in (512, 4096, 32768)),
+        DenseGather(4, 8192),
+        KeyGather(4, 8192),
+        CopyBlocks(512),
+        *(AdvanceStep(sequences) for sequences in (128, 1024)),
+    ]

@@ -1,0 +1,397 @@
+"""The indexer: scores, the choice, both at once, queries and keys; DeepGEMM and vLLM's operations beside it.
+
+Rows whose text ends in `lengths` are the calls that layers make: each query of a prompt sees what is before it, decodes
+are of contexts of different lengths. `full lists` are those in which every query sees all keys.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import ml_dtypes
+import numpy as np
+
+import cumla
+
+from ..layout import INDEXER_FP8
+from ..replay.device import to_host
+from . import peers
+from .caches import Insert
+from .problem import BLOCK, Arrays, Calls, Peer, Problem, Sizes, against, contexts
+
+HEADS, DIM = 64, 128
+TOLERANCE = 1e-3  # of scores, as a part of a row's largest magnitude
+E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+
+
+class Inputs:
+    """Random operands of scores, on the device where they are large."""
+
+    def __init__(self, sizes: Sizes, seed: int = 0) -> None:
+        self.sizes, self.xp, self.arrays = sizes, sizes.xp, Arrays(sizes, seed)
+
+    def e4m3(self, *shape: int) -> Any:
+        """Bytes of numbers from -1.75 to 1.75, none of them NaN."""
+        bits = self.xp.random.default_rng(self.arrays.rng.integers(2**31)).integers(0, 1 << 16, shape, np.uint32)
+        return ((bits & 0x80) | (bits >> 8) % 0x3E).astype(np.uint8)
+
+    def uniform(self, *shape: int, low: float = -1.0) -> Any:
+        draw = self.xp.random.default_rng(self.arrays.rng.integers(2**31)).random(shape, np.float32)
+        return draw * np.float32(1.0 - low) + np.float32(low)
+
+    def keys(self, pages: int) -> Any:
+        """A cache of random keys and scales."""
+        cache = self.e4m3(pages, BLOCK * (DIM + 4))
+        cache[:, BLOCK * DIM :] = self.uniform(pages, BLOCK, low=0.5).view(np.uint8)
+        return cache.reshape(pages, BLOCK, DIM + 4)
+
+    def exact(self, q: Any, k: Any, scales: Any, weights: Any) -> np.ndarray:
+        """Scores of one query in float64: q [H, D], k [N, D]."""
+        values = self.xp.asarray(E4M3)
+        scores = (self.xp.maximum(values[q] @ values[k].T, 0) * weights[:, None]).sum(axis=0) * scales
+        return to_host(scores)
+
+
+def check_rows(rows: int, exact: Callable[[int], tuple[int, np.ndarray]]) -> Callable[[Any], float]:
+    """A check of some rows of logits, of which `exact` gives the first column and the scores."""
+
+    def check(result: Any) -> float:
+        worst = 0.0
+        for row in sorted({0, rows // 2, rows - 1}):
+            start, want = exact(row)
+            if not len(want):
+                continue
+            got = result[row, start : start + len(want)]
+            got = got.cpu().numpy() if hasattr(got, "cpu") else to_host(got)
+            error = float(np.abs(got - want).max() / np.abs(want).max())
+            assert error < TOLERANCE, f"row {row}: error {error}"
+            worst = max(worst, error)
+        return worst
+
+    return check
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Scores of the queries of prompts over packed keys. lengths: each sees what is before it."""
+
+    queries: int
+    keys: int
+    lengths: bool = False
+
+    op: ClassVar[str] = "fp8_mqa_logits"
+
+    def __str__(self) -> str:
+        return f"{self.queries} x {self.keys}, {'lengths' if self.lengths else 'full lists'}"
+
+    def inputs(self, sizes: Sizes) -> tuple[Any, Any, Any, Any, Any, Any]:
+        """q, k, scales, weights, starts, ends."""
+        x, xp = Inputs(sizes), sizes.xp
+        ends = np.full(self.queries, self.keys, np.int32)
+        if self.lengths:
+            ends -= np.arange(min(self.queries, self.keys))[::-1].astype(np.int32)
+        return (
+            x.e4m3(self.queries, HEADS, DIM), x.e4m3(self.keys, DIM), x.uniform(self.keys, low=0.5),
+            x.uniform(self.queries, HEADS), xp.zeros(self.queries, np.int32), xp.asarray(ends),
+        )  # fmt: skip
+
+    def problem(self, sizes: Sizes) -> Problem:
+        q, k, scales, weights, starts, ends = self.inputs(sizes)
+        out = sizes.xp.empty((self.queries, self.keys), np.float32)
+        seen, exact = to_host(ends), Inputs(sizes).exact
+
+        def row(i: int) -> tuple[int, np.ndarray]:
+            return 0, exact(q[i], k[: seen[i]], scales[: seen[i]], weights[i])
+
+        def ours(backend: str) -> list[Any]:
+            return [
+                functools.partial(
+                    cumla.fp8_mqa_logits, q, (k, scales), weights, starts, ends, False, out=out, backend=backend
+                )
+            ]
+
+        theirs = [peers.deep_gemm_logits(q, k, scales, weights, starts, ends) if sizes.with_peers else None]
+        pairs = int(seen.sum())
+        return Problem(
+            self.op, str(self), **against(sizes, ours, deep_gemm=Peer(peers.DEEP_GEMM_LOGITS, theirs)),
+            bytes_moved=4 * pairs + k.nbytes + q.nbytes, flop=2 * pairs * HEADS * DIM,
+            check=check_rows(self.queries, row),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PagedLogits:
+    """Scores of decodes of next_n tokens over pages. lengths: of contexts up to `context`."""
+
+    batch: int
+    context: int
+    next_n: int = 1
+    lengths: bool = False
+
+    op: ClassVar[str] = "fp8_paged_mqa_logits"
+
+    def __str__(self) -> str:
+        kind = "lengths" if self.lengths else "full lists"
+        return f"b {self.batch} x {self.context} next_n {self.next_n}, {kind}"
+
+    def inputs(self, sizes: Sizes, seed: int) -> tuple[Any, Any, Any, Any, Any]:
+        """q, cache, weights, lens, table."""
+        x, xp = Inputs(sizes, seed), sizes.xp
+        ends = np.full(self.batch, self.context, np.int32)
+        if self.lengths:
+            ends = np.maximum(contexts(x.arrays.rng, self.batch, self.context), self.next_n)
+        lens = ends[:, None] - np.arange(self.next_n - 1, -1, -1, dtype=np.int32)
+        columns = -(-self.context // BLOCK)
+        table = x.arrays.rng.permutation(self.batch * columns).reshape(self.batch, -1).astype(np.int32)
+        return (
+            x.e4m3(self.batch, self.next_n, HEADS, DIM), x.keys(self.batch * columns),
+            x.uniform(self.batch * self.next_n, HEADS), xp.asarray(lens), xp.asarray(table),
+        )  # fmt: skip
+
+    def problem(self, sizes: Sizes) -> Problem:
+        moved_of_keys = self.batch * self.context * (DIM + 4)
+        sets = [self.inputs(sizes, seed) for seed in range(sizes.sets(moved_of_keys, 4))]
+        outs = [sizes.xp.empty((self.batch * self.next_n, self.context), np.float32) for _ in sets]
+        q, cache, weights, lens, table = sets[0]
+        seen, exact = to_host(lens), Inputs(sizes).exact
+
+        def row(i: int) -> tuple[int, np.ndarray]:
+            entry, j = divmod(i, self.next_n)
+            pages = cache.reshape(len(cache), -1)[table[entry]]
+            k = pages[:, : BLOCK * DIM].reshape(-1, DIM)
+            scales = sizes.xp.ascontiguousarray(pages[:, BLOCK * DIM :]).view(np.float32).reshape(-1)
+            return 0, exact(q[entry, j], k, scales, weights[i])[: seen[entry, j]]
+
+        def ours(backend: str) -> list[Any]:
+            return [
+                functools.partial(cumla.fp8_paged_mqa_logits, *x, None, self.context, out=out, backend=backend)
+                for x, out in zip(sets, outs, strict=True)
+            ]
+
+        theirs = [peers.deep_gemm_paged_logits(*x, self.context) if sizes.with_peers else None for x in sets]
+        keys = int(seen[:, -1].sum())
+        return Problem(
+            self.op, str(self), **against(sizes, ours, deep_gemm=Peer(peers.DEEP_GEMM_PAGED_LOGITS, theirs)),
+            bytes_moved=keys * (DIM + 4) + 4 * int(seen.sum()), flop=2 * int(seen.sum()) * HEADS * DIM,
+            check=check_rows(self.batch * self.next_n, row),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best of each row of scores. lengths: rows see columns of different numbers."""
+
+    kind: str  # "decode" or "prefill"
+    rows: int
+    columns: int
+    topk: int
+    lengths: bool = False
+
+    @property
+    def op(self) -> str:
+        return f"top_k {self.kind}"
+
+    def __str__(self) -> str:
+        kind = "lengths" if self.lengths else "full lists"
+        return f"{self.rows} x {self.columns} k {self.topk}, {kind}"
+
+    def problem(self, sizes: Sizes) -> Problem:
+        xp, rng = sizes.xp, np.random.default_rng(0)
+        lens = np.full(self.rows, self.columns, np.int32)
+        if self.lengths:
+            lens = contexts(rng, self.rows, self.columns)
+            if self.kind == "prefill":
+                lens = (self.columns - np.arange(self.rows)[::-1] // 4).clip(1).astype(np.int32)
+        sets = sizes.sets(4 * self.rows * self.columns, 4)
+        scores = [xp.random.default_rng(i).standard_normal((self.rows, self.columns), np.float32) for i in range(sets)]
+        outs = [xp.empty((self.rows, self.topk), np.int32) for _ in range(sets)]
+        starts, ends = xp.zeros(self.rows, np.int32), xp.asarray(lens)
+        decode = self.kind == "decode"
+        options = {"seq_lens": ends} if decode else {"row_starts": starts, "row_ends": ends}
+
+        def ours(backend: str) -> list[Any]:
+            return [
+                functools.partial(cumla.top_k_per_row, x, self.topk, out=out, backend=backend, **options)
+                for x, out in zip(scores, outs, strict=True)
+            ]
+
+        def check(result: Any) -> float:
+            for row in sorted({0, self.rows // 2, self.rows - 1}):
+                of_row = to_host(scores[0][row, : lens[row]])
+                want = np.sort(of_row)[::-1][: self.topk]
+                found = result[row].cpu().numpy() if hasattr(result, "cpu") else to_host(result[row])
+                found = found[found >= 0]
+                assert len(np.unique(found)) == len(want), f"row {row}: {len(found)} entries"
+                np.testing.assert_array_equal(np.sort(of_row[found])[::-1], want)  # which of equal scores is open
+            return 0.0
+
+        given = {"lens": ends} if decode else {"starts": starts, "ends": ends}
+        function = f"{peers.top_k_function(self.rows)}, vLLM 0.26" if decode else peers.VLLM_PREFILL_CHOICE
+        theirs = [peers.vllm_top_k(x, self.topk, **given) if sizes.with_peers else None for x in scores]
+        return Problem(
+            self.op, str(self), **against(sizes, ours, vllm=Peer(function, theirs)), bytes_moved=4 * int(lens.sum()),
+            check=check,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Scores and choice in one call, over packed keys or pages, beside the two steps."""
+
+    scores: Logits | PagedLogits
+    topk: int
+
+    @property
+    def op(self) -> str:
+        return f"indexer_topk {'prefill' if isinstance(self.scores, Logits) else 'decode'}"
+
+    def __str__(self) -> str:
+        sizes, _, kind = str(self.scores).partition(", ")
+        return f"{sizes} k {self.topk}, {kind}"
+
+    def problem(self, sizes: Sizes) -> Problem:
+        xp = sizes.xp
+        if isinstance(self.scores, Logits):
+            q, k, scales, weights, starts, ends = self.scores.inputs(sizes)
+            one = functools.partial(
+                cumla.indexer_topk, q, (k, scales), weights, self.topk, cu_seqlen_ks=starts, cu_seqlen_ke=ends
+            )
+            score = functools.partial(cumla.fp8_mqa_logits, q, (k, scales), weights, starts, ends, False)
+            options, pairs, read = {"row_ends": ends}, int(ends.sum()), k.nbytes + q.nbytes
+        else:
+            q, cache, weights, lens, table = self.scores.inputs(sizes, 0)
+            one = functools.partial(
+                cumla.indexer_topk, q, cache, weights, self.topk, context_lens=lens, block_table=table
+            )
+            score = functools.partial(cumla.fp8_paged_mqa_logits, q, cache, weights, lens, table)
+            options, pairs = {"seq_lens": lens}, int(lens.sum())
+            read = pairs * (DIM + 4)
+        rows, backend = len(weights), sizes.backend
+        workspace = xp.empty((64 if sizes.on_device else 4) << 20, np.uint8)
+        out, logits = xp.empty((rows, self.topk), np.int32), score(backend=backend)
+        want = cumla.top_k_per_row(logits, self.topk, **options, backend=backend)
+
+        def two_steps() -> Any:
+            score(out=logits, backend=backend)
+            return cumla.top_k_per_row(logits, self.topk, **options, out=out, backend=backend)
+
+        def check(result: Any) -> float:
+            assert bool((result == want).all())
+            return 0.0
+
+        impls: dict[str, tuple[str, Calls]] = {
+            "cumla": ("cupy", [functools.partial(one, workspace=workspace, out=out, backend=backend)]),
+            "two steps": ("cupy", [two_steps]),
+        }
+        return Problem(
+            self.op, str(self), impls, read + out.nbytes, 2 * pairs * HEADS * DIM, check, lambda: out.fill(-7)
+        )
+
+
+@dataclass(frozen=True)
+class QueryQuant:
+    tokens: int
+
+    op: ClassVar[str] = "fused_indexer_q_rope_quant"
+
+    def __str__(self) -> str:
+        return f"T {self.tokens}"
+
+    def problem(self, sizes: Sizes) -> Problem:
+        x, xp, count = Inputs(sizes), sizes.xp, self.tokens
+        q, weights = x.uniform(count, HEADS, DIM).astype(np.float16), x.uniform(count, HEADS)
+        table, positions = x.uniform(4096, 64), xp.arange(count, dtype=np.int64) % 4096
+        out = xp.empty((count, HEADS, DIM), np.uint8), xp.empty((count, HEADS), np.float32)
+        want = cumla.fused_indexer_q_rope_quant(
+            to_host(positions[:8]), to_host(q[:8]), to_host(table), to_host(weights[:8]), backend="reference"
+        )
+
+        def check(result: Any) -> float:
+            for got, right in zip(result, want, strict=True):
+                np.testing.assert_array_equal(to_host(got[:8]), right)
+            return 0.0
+
+        def ours(backend: str) -> list[Any]:
+            return [
+                functools.partial(
+                    cumla.fused_indexer_q_rope_quant, positions, q, table, weights, out=out, backend=backend
+                )
+            ]
+
+        return Problem(self.op, str(self), **against(sizes, ours), bytes_moved=q.nbytes + out[0].nbytes, check=check)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The decodes' work by multiprocessor. Of the installed peer, larger shares come last."""
+
+    batch: int
+
+    op: ClassVar[str] = "get_paged_mqa_logits_metadata"
+
+    def __str__(self) -> str:
+        return f"b {self.batch}, lengths"
+
+    def problem(self, sizes: Sizes) -> Problem:
+        lens = sizes.xp.asarray(contexts(np.random.default_rng(0), self.batch, 1 << 15)[:, None])
+        out = sizes.xp.empty((133, 2), np.int32)
+        want = cumla.get_paged_mqa_logits_metadata(to_host(lens), BLOCK, 132, backend="reference")
+
+        def ours(backend: str) -> list[Any]:
+            call = cumla.get_paged_mqa_logits_metadata
+            return [functools.partial(call, lens, BLOCK, 132, out=out, backend=backend)]
+
+        def check(result: Any) -> float:
+            np.testing.assert_array_equal(to_host(result), want)
+            return 0.0
+
+        theirs = [peers.deep_gemm_schedule(lens, BLOCK, 132) if sizes.with_peers else None]
+        return Problem(
+            self.op, str(self), **against(sizes, ours, deep_gemm=Peer(peers.DEEP_GEMM_SCHEDULE, theirs)),
+            bytes_moved=lens.nbytes, check=check, unchecked=("deep_gemm",),
+        )  # fmt: skip
+
+
+def indexer(sizes: Sizes) -> Iterator[Any]:
+    for lengths in (True, False):
+        for batch in sizes.batch:
+            yield PagedLogits(batch, sizes.context, lengths=lengths)
+            yield Choice("decode", batch, sizes.context, sizes.extra, lengths)
+            yield Selection(PagedLogits(batch, sizes.context, lengths=lengths), sizes.extra)
+
+
+def recorded() -> list[Any]:
+    k = 1024
+    return [
+        *(Logits(*shape, lengths=True) for shape in ((2 * k, 8 * k), (8 * k, 8 * k), (8 * k, 32 * k))),
+        *(PagedLogits(b, c, n, lengths=True) for b, c, n in ((32, 8 * k, 1), (128, 32 * k, 1), (64, 32 * k, 2))),
+        *(Choice("decode", rows, 8 * k, 512, lengths=True) for rows in (1, 8, 32, 64, 128)),
+        *(Choice("decode", rows, 32 * k, topk, lengths=True) for rows in (32, 128) for topk in (512, 2 * k)),
+        Choice("prefill", 8 * k, 32 * k, 512, lengths=True),
+        Selection(Logits(8 * k, 32 * k, lengths=True), 512),
+        Selection(PagedLogits(128, 32 * k, lengths=True), 512),
+        *(
+            Logits(queries * k, keys * k)
+            for queries, keys in ((2, 8), (2, 64), (4, 16), (8, 8), (8, 32), (8, 64))
+        ),
+        *(
+            PagedLogits(b, c * k, n)
+            for b, c, n in ((1, 32, 1), (32, 8, 1), (128, 32, 1), (16, 128, 1), (128, 32, 2), (128, 32, 4))
+        ),
+        *(
+            Choice("decode", rows, columns * k, topk)
+            for rows, columns, topk in (
+                (4, 8, 512), (4, 32, 512), (4, 128, 2048), (128, 8, 512), (128, 32, 512), (128, 32, 2048),
+                (1024, 32, 512),
+            )
+        ),
+        Choice("prefill", 8 * k, 32 * k, 512),
+        Selection(Logits(8 * k, 32 * k), 512),
+        Selection(PagedLogits(128, 32 * k), 512),
+        Schedule(128),
+        *(QueryQuant(tokens) for tokens in (1, 128, 4096)),
+        *(Insert(tokens, INDEXER_FP8) for tokens in (1, 128, 512, 4096, 32768)),
+    ]  # fmt: skip

@@ -1,0 +1,324 @@
+"""Sparse attention: decodes over paged caches, prefill over gathered rows; FlashMLA beside it.
+
+Rows whose text ends in `lengths` are the calls that layers make: contexts of different lengths, one shorter than the
+window, lists that end in -1, and their lengths. A prefill's tokens see what is before them, and neighbours select
+nearly the same. `full lists` are random rows, as many for each token.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+import cumla
+
+from ..bounds import DECODE_OUT, PREFILL_OUT
+from ..dispatch.call import BFLOAT16
+from ..layout import DSV4_FP8, V32_FP8, CacheLayout
+from ..replay.device import to_host
+from . import peers
+from .problem import (
+    BLOCK,
+    CHECKED,
+    WINDOW,
+    Arrays,
+    Peer,
+    Problem,
+    RepeatingCache,
+    Sizes,
+    against,
+    contexts,
+    error_within,
+    first,
+    of_sets,
+    repeating_cache,
+    selected_rows,
+    window_lists,
+)
+
+SETS, PREFILL_SETS = 4, 2
+CONTEXT = 1 << 17  # of the longest request
+RECORDED_SLOTS = {"DSV4_FP8": 7 << 20, "V32_FP8": 6 << 20}  # 4 GiB
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Decodes of `batch` entries of s_q tokens; `extra` keys of a second cache.
+
+    lengths  as layers make them, or full lists
+    ratio    positions of a row of the second cache, with lengths
+    slots    of each cache; None: as many as the sizes have
+    """
+
+    layout: CacheLayout
+    heads: int
+    batch: int
+    s_q: int
+    topk: int
+    extra: int = 0
+    block_size: int = BLOCK
+    extra_block_size: int = BLOCK
+    lengths: bool = False
+    ratio: int = 4
+    slots: int | None = None
+
+    op: ClassVar[str] = "sparse_mla_decode"
+
+    def __str__(self) -> str:
+        keys = f"{self.topk}" + (f"+{self.extra}" if self.extra else "")
+        kind = "lengths" if self.lengths else "full lists"
+        return f"{self.layout.name} h{self.heads} b{self.batch} s{self.s_q} {keys}, {kind}"
+
+    def problem(self, sizes: Sizes) -> Problem:
+        sets = [DecodeInputs(self, sizes, seed) for seed in range(SETS)]
+        keys = sum(x.keys for x in sets) / SETS
+        width = self.layout.head_dim + 512
+        moved = keys * self.layout.token_bytes + self.batch * self.s_q * self.heads * 2 * width
+        impls = against(
+            sizes, lambda backend: of_sets(DecodeInputs.cumla, [(x,) for x in sets], backend=backend),
+            flash_mla=Peer(peers.FLASH_MLA_DECODE, [x.flash_mla() if sizes.with_peers else None for x in sets]),
+        )  # fmt: skip
+        return Problem(
+            self.op, str(self), **impls, bytes_moved=int(moved), flop=keys * 2 * self.heads * width,
+            check=sets[0].check, clear=sets[0].clear,
+        )  # fmt: skip
+
+
+class DecodeInputs:
+    """One set of queries and lists."""
+
+    def __init__(self, case: Decode, sizes: Sizes, seed: int) -> None:
+        self.case, self.sizes = case, sizes
+        arrays, xp = Arrays(sizes, seed), sizes.xp
+        slots = case.slots or sizes.slots
+        blocks = (case.block_size, case.extra_block_size)[: 2 if case.extra else 1]
+        self.caches: list[RepeatingCache] = [repeating_cache(sizes.backend, case.layout, b, slots) for b in blocks]
+        shape = (case.batch, case.s_q)
+        self.q = arrays.rows(*shape, case.heads, case.layout.head_dim)
+        self.sink = arrays.floats(case.heads)
+        self.lens: list[Any] = [None, None]
+        widths = (case.topk, case.extra)[: len(self.caches)]
+        if case.lengths:
+            lists, used = self._as_layers_make_them(arrays.rng)
+            if case.layout is DSV4_FP8:  # FlashMLA takes lengths of V4's lists alone
+                self.lens[: len(used)] = [xp.asarray(x) for x in used]
+            self.keys = int(sum(x.sum() for x in used)) * case.s_q
+        else:
+            lists = [arrays.rng.integers(0, cache.slots, (*shape, width), np.int32)
+                     for cache, width in zip(self.caches, widths, strict=True)]  # fmt: skip
+            self.keys = case.batch * case.s_q * sum(widths)
+        self.lists = [xp.asarray(x) for x in lists]
+        self.out = xp.empty((*shape, case.heads, 512), BFLOAT16)
+        self.lse = xp.empty((case.batch, case.heads, case.s_q), np.float32)
+        self.plans: dict[str, cumla.DecodePlan] = collections.defaultdict(cumla.DecodePlan)  # by backend
+
+    def _as_layers_make_them(self, rng: np.random.Generator) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Lists by cache, [b, s_q, width], and how many of each entry are in use."""
+        case, lists, used = self.case, [], []
+        lens = contexts(rng, case.batch, CONTEXT)
+        for number, cache in enumerate(self.caches):
+            if number == 0 and case.layout is DSV4_FP8:
+                found = window_lists(rng, lens, case.topk, cache.slots, case.block_size)
+            else:
+                width, ratio = (case.extra, case.ratio) if number else (case.topk, 1)
+                rows = lens // ratio
+                local = selected_rows(rng, rows if ratio < WINDOW else np.minimum(rows, width), width)
+                block = case.extra_block_size if number else case.block_size
+                pages = rng.integers(0, cache.slots // block, (case.batch, CONTEXT // ratio // block + 1))
+                of_row = np.take_along_axis(pages, np.maximum(local, 0) // block, axis=1) * block
+                found = np.where(local < 0, -1, of_row + local % block)
+            used.append((found >= 0).sum(axis=1).astype(np.int32))
+            lists.append(np.repeat(found[:, None], case.s_q, axis=1).astype(np.int32))
+        return lists, used
+
+    def _given(self, *names: str) -> dict[str, Any]:
+        """What a call takes beside the first list: its lengths, the second cache, its list, its lengths."""
+        second = (self.caches[1].array, self.lists[1], self.lens[1]) if len(self.caches) > 1 else (None, None, None)
+        return dict(zip(names, (self.lens[0], *second), strict=True))
+
+    def second(self) -> dict[str, Any]:
+        """What cumla takes beside the first list."""
+        return self._given("topk_length", "extra_k_cache", "extra_indices", "extra_topk_length")
+
+    def cumla(self, backend: str) -> Any:
+        cumla.sparse_mla_decode(
+            self.q, self.caches[0].array, self.lists[0], layout=self.case.layout, attn_sink=self._sink(),
+            **self.second(),
+            plan=self.plans[backend], out=self.out, lse=self.lse, backend=backend,
+        )  # fmt: skip
+        return self.out
+
+    def _sink(self) -> Any:
+        """V4's layers have one."""
+        return self.sink if self.case.lengths and self.case.layout is DSV4_FP8 else None
+
+    def flash_mla(self) -> Any:
+        return peers.flash_mla_decode(
+            self.q, self.caches[0].array, self.lists[0], self.out, sink=self._sink(),
+            **self._given("lens", "extra_k_cache", "extra_indices", "extra_lens"),
+        )  # fmt: skip
+
+    def clear(self) -> None:
+        self.out[...] = 0
+
+    def check(self, result: Any) -> float:
+        """The largest error of some entries, the last of them, which is short, among them."""
+        worst, last = 0.0, self.case.batch - 1
+        for entry in sorted({0, last // 2, last}):
+            one = slice(entry, entry + 1)
+            lists = [cache.in_base(to_host(x[one])) for cache, x in zip(self.caches, self.lists, strict=True)]
+            lens = [None if x is None else to_host(x[one]) for x in self.lens]
+            more: dict[str, Any] = {}
+            if len(self.caches) > 1:
+                more = {"extra_k_cache": self.caches[1].base, "extra_indices": lists[1], "extra_topk_length": lens[1]}
+            sink = None if self._sink() is None else to_host(self.sink)
+            want, _ = cumla.sparse_mla_decode(
+                to_host(self.q[one]), self.caches[0].base, lists[0], layout=self.case.layout, topk_length=lens[0],
+                attn_sink=sink, **more, backend="reference",
+            )  # fmt: skip
+            worst = max(worst, error_within(first(result[one]), want, DECODE_OUT))
+        return worst
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Prefill over `rows` gathered rows: with lengths, a chunk of a C4A layer at the end of a context."""
+
+    width: int
+    heads: int
+    topk: int
+    rows: int
+    tokens: int = 4096
+    lengths: bool = False
+
+    op: ClassVar[str] = "sparse_mla_prefill"
+
+    def __str__(self) -> str:
+        rows = f"{self.rows // 1024}K" if self.rows % 1024 == 0 else str(self.rows)
+        tokens = "" if self.tokens == 4096 else f" T{self.tokens}"
+        kind = "lengths" if self.lengths else "full lists"
+        return f"d{self.width} h{self.heads} topk {self.topk} of {rows}{tokens}, {kind}"
+
+    def problem(self, sizes: Sizes) -> Problem:
+        arrays, xp = Arrays(sizes), sizes.xp
+        kv = arrays.rows(self.rows, self.width)
+        out = (
+            xp.empty((self.tokens, self.heads, 512), BFLOAT16),
+            *(xp.empty((self.tokens, self.heads), np.float32) for _ in range(2)),
+        )
+        sets, keys = [], 0.0
+        for _ in range(PREFILL_SETS):
+            lists, lens = self._lists(arrays.rng)
+            keys += int((lists >= 0).sum()) / PREFILL_SETS
+            given = arrays.rows(self.tokens, self.heads, self.width), kv, xp.asarray(lists)
+            sets.append((*given, None if lens is None else xp.asarray(lens)))
+
+        def ours(backend: str) -> list[functools.partial[Any]]:
+            return [
+                functools.partial(cumla.sparse_mla_prefill, q, kv, listed, topk_length=lens, out=out, backend=backend)
+                for q, kv, listed, lens in sets
+            ]
+
+        impls = against(
+            sizes, ours, flash_mla=Peer(
+                peers.FLASH_MLA_PREFILL, [peers.flash_mla_prefill(*x) if sizes.with_peers else None for x in sets]
+            ),
+        )  # fmt: skip
+        moved = self.rows * 2 * self.width + self.tokens * self.heads * 2 * (self.width + 512)
+        return Problem(
+            self.op, str(self), **impls, bytes_moved=moved, flop=2 * keys * self.heads * (self.width + 512),
+            check=functools.partial(self._check, sets[0]), clear=lambda: out[0].fill(0),
+        )  # fmt: skip
+
+    def _lists(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray | None]:
+        if not self.lengths:
+            return rng.integers(0, self.rows, (self.tokens, self.topk), np.int32), None
+        window = min(WINDOW, self.topk // 2) if self.width == DSV4_FP8.head_dim else 0
+        new = min(self.tokens, self.rows // 2)  # rows of the chunk's own tokens lie last
+        at = np.arange(self.tokens) * new // self.tokens
+        before = self.rows - new
+        visible = before + at + 1 if not window else np.maximum((before + at + 1) // 4, 1)
+        listed = selected_rows(rng, visible, self.topk - window, neighbours=True)
+        count = (listed >= 0).sum(axis=1).astype(np.int32)
+        if window:
+            last = before + at[:, None] + 1 - window + np.arange(window)
+            columns = count[:, None] + np.arange(window)
+            listed = np.concatenate([listed, np.full((self.tokens, window), -1, np.int32)], axis=1)
+            np.put_along_axis(listed, columns, np.maximum(last, 0).astype(np.int32), axis=1)
+        return listed, count + np.int32(window)
+
+    @staticmethod
+    def _check(given: tuple[Any, Any, Any, Any], result: Any) -> float:
+        """The largest error of some tokens; the bound is in units of the rows' largest value."""
+        q, kv, listed, lens = given
+        worst, rows = 0.0, to_host(kv)
+        for token in np.linspace(0, len(q) - 1, CHECKED).astype(int):
+            one = slice(token, token + 1)
+            want, _, _ = cumla.sparse_mla_prefill(
+                to_host(q[one]), rows, to_host(listed[one]), topk_length=None if lens is None else to_host(lens[one]),
+                backend="reference",
+            )  # fmt: skip
+            got = first((result[0] if isinstance(result, (tuple, list)) else result)[one])
+            largest = float(np.abs(rows[to_host(listed[one])[0], :512].astype(np.float32)).max())
+            worst = max(worst, error_within(got, want, PREFILL_OUT.of_values(largest)))
+        return worst
+
+
+def decode(sizes: Sizes) -> Iterator[Decode]:
+    """Calls of layers first."""
+    extra = sizes.extra if sizes.layout is DSV4_FP8 else 0
+    for lengths in (True, False):
+        for batch in sizes.batch:
+            yield Decode(sizes.layout, sizes.heads, batch, 1, sizes.topk, extra, lengths=lengths)
+
+
+def prefill(sizes: Sizes) -> Iterator[Prefill]:
+    topk = sizes.topk + (sizes.extra if sizes.layout is DSV4_FP8 else 0)
+    for lengths in (True, False):
+        for tokens in sizes.tokens:
+            yield Prefill(sizes.layout.head_dim, sizes.heads, topk, sizes.context, tokens, lengths)
+
+
+def _recorded(layout: CacheLayout, *args: Any, **options: Any) -> Decode:
+    return replace(Decode(layout, *args, **options), slots=RECORDED_SLOTS[layout.name])
+
+
+def recorded_decodes() -> list[Decode]:
+    v4, v32 = functools.partial(_recorded, DSV4_FP8), functools.partial(_recorded, V32_FP8)
+    return [
+        *(v4(64, b, 1, 128, 512, 256, lengths=True) for b in (1, 2, 8, 32, 48, 64, 128, 256)),
+        *(v4(64, b, 1, 128, 0, 256, lengths=True) for b in (1, 8, 32, 128)),
+        *(v4(64, b, 1, 128, 1024, 256, 2, lengths=True, ratio=128) for b in (1, 8, 32, 128)),
+        *(v4(128, b, 1, 128, 1024, 256, lengths=True) for b in (1, 2, 8, 32, 128)),
+        *(v4(16, b, 1, 128, 1024, 256, lengths=True) for b in (1, 8, 32, 128)),
+        *(v32(128, b, 1, 2048, lengths=True) for b in (1, 2, 8, 32, 128)),
+        *(v4(64, b, 2, 128, 512, 256) for b in (2, 64, 128, 256)),
+        *(v4(128, b, 2, 128, 1024, 256) for b in (2, 64, 128, 256)),
+        *(v32(128, b, 2, 2048) for b in (2, 64, 128)),
+        *(make(heads, 148, 2, 16384) for make in (v4, v32) for heads in (64, 128)),
+        *(v4(64, b, 1, 128, 0, 256) for b in (1, 8, 32)),
+        *(v4(64, b, 1, 128, 512, 256) for b in (1, 2, 8, 32)),
+        *(v4(128, b, 1, 128, 1024, 256) for b in (1, 2, 8, 32)),
+        *(v32(128, b, 1, 2048) for b in (1, 2, 8, 32)),
+        *(v4(heads, b, 1, 128, 1024, 256) for heads in (8, 16, 32) for b in (1, 32, 128)),
+        *(v4(heads, 128, 2, 128, 512, 256) for heads in (8, 16, 32)),
+    ]
+
+
+def recorded_prefills() -> list[Prefill]:
+    k = 1024
+    return [
+        *(Prefill(512, 64, 640, rows, lengths=True) for rows in (8 * k, 32 * k, 128 * k)),
+        *(Prefill(512, heads, 1152, 32 * k, lengths=True) for heads in (8, 16, 32, 128)),
+        *(Prefill(576, 128, 2048, rows, lengths=True) for rows in (8 * k, 32 * k)),
+        *(Prefill(512, 64, 640, rows) for rows in (8 * k, 32 * k, 128 * k)),
+        *(Prefill(512, 128, topk, 32 * k) for topk in (640, 1152)),
+        *(Prefill(512, 128, 2048, rows) for rows in (8 * k, 32 * k, 128 * k)),
+        *(Prefill(576, 128, 2048, rows) for rows in (2 * k, 8 * k, 32 * k, 128 * k)),
+        *(Prefill(512, heads, 2048, 32 * k) for heads in (8, 16, 32)),
+    ]

@@ -1,0 +1,161 @@
+"""The cases that `cumla bench` and benchmarks/ share: inputs as layers make them, checks, and what peers are given."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from cumla.bench import caches, chunks, indexer_cases, rows, sparse, suites
+from cumla.bench.problem import Sizes, contexts, selected_rows, window_lists
+from cumla.layout import DSV4_FP8, INDEXER_FP8, V32_FP8
+from cumla.replay.errors import RunError
+from support import peers as stand_ins
+
+SMALL = [
+    sparse.Decode(DSV4_FP8, 64, 3, 1, 128, 64, 256, lengths=True),
+    sparse.Decode(DSV4_FP8, 16, 3, 1, 128, 128, 256, 2, lengths=True, ratio=128),
+    sparse.Decode(DSV4_FP8, 64, 3, 1, 128, lengths=True),
+    sparse.Decode(V32_FP8, 64, 3, 1, 256, lengths=True),
+    sparse.Decode(DSV4_FP8, 8, 2, 2, 64, 64),
+    sparse.Prefill(512, 16, 256, 1024, 40, lengths=True),
+    sparse.Prefill(512, 20, 256, 300, 40, lengths=True),
+    sparse.Prefill(576, 64, 128, 512, 40, lengths=True),
+    sparse.Prefill(512, 8, 128, 512, 5),
+    caches.QueryNormInsert(70, 16),
+    caches.Insert(70),
+    caches.Insert(70, V32_FP8),
+    caches.Insert(70, INDEXER_FP8),
+    caches.Gather(3, 300, lengths=True),
+    caches.Gather(2, 100),
+    caches.Concat(70),
+    caches.DenseGather(2, 100),
+    caches.KeyGather(2, 100),
+    caches.CopyBlocks(3),
+    caches.AdvanceStep(9),
+    indexer_cases.Logits(20, 100, lengths=True),
+    indexer_cases.Logits(3, 100),
+    indexer_cases.PagedLogits(3, 500, lengths=True),
+    indexer_cases.PagedLogits(2, 200, 2),
+    indexer_cases.Choice("decode", 3, 800, 512, lengths=True),
+    indexer_cases.Choice("prefill", 40, 800, 512, lengths=True),
+    indexer_cases.Choice("decode", 40, 1200, 512),
+    indexer_cases.Selection(indexer_cases.Logits(20, 100, lengths=True), 64),
+    indexer_cases.Selection(indexer_cases.PagedLogits(3, 500, lengths=True), 64),
+    indexer_cases.QueryQuant(9),
+    indexer_cases.Schedule(5),
+    suites.DenseDecode(16, 3, 300, lengths=True),
+    suites.DenseDecode(16, 2, 128),
+]
+WITHOUT_PEERS = {
+    "quantize_and_insert_k_cache", "gather_cache", "cp_gather_indexer_k_quant_cache", "copy_blocks", "advance_step",
+    "indexer_topk prefill", "indexer_topk decode", "fused_indexer_q_rope_quant",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch):
+    monkeypatch.setattr(rows, "call_times", lambda calls: [(call(), 3.0)[1] for call in calls] * 5)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: f"{case.op} {case}")
+def test_cases_are_checked_and_so_are_their_peers(case, monkeypatch):
+    """A peer gets what it takes, and is timed only if it computes the same."""
+    pytest.importorskip("torch")
+    stand_ins.install(monkeypatch)
+    monkeypatch.setattr(Sizes, "with_peers", True)
+    found = list(rows.rows_of(case.problem(Sizes("cpu")), on_device=False))
+    assert all((row["op"], row["config"]) == (case.op, str(case)) for row in found)
+    assert all(row["limit_us"] > 0 and row["us"] == 3.0 for row in found)
+    assert all(row["checked"] for row in found if row["op"] != indexer_cases.Schedule.op or row["impl"] == "cumla")
+    assert [row["impl"] for row in found if "peer" not in row] == (
+        ["cumla", "two steps"] if case.op.startswith("indexer_topk") else ["cumla"]
+    )
+    named = [row for row in found if "peer" in row]
+    assert len(named) == (case.op not in WITHOUT_PEERS)
+    assert all("vLLM" in row["peer"] for row in named)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: f"{case.op} {case}")
+def test_wrong_results_are_not_timed(case):
+    """Every check tells a result that is wrong everywhere."""
+    problem = case.problem(Sizes("cpu"))
+    result = problem.impls["cumla"][1][0]()
+    if result is None:  # it writes in place: here nothing has been written
+        problem = case.problem(Sizes("cpu"))
+    if problem.clear is not None:
+        problem.clear()
+    spoil(result)
+    with pytest.raises((AssertionError, RunError)):
+        problem.check(result)
+
+
+def spoil(result):
+    for array in result if isinstance(result, tuple) else [result]:
+        if isinstance(array, np.ndarray):
+            array.view(np.uint8)[...] = 0x41
+
+
+RECORDED = {
+    "decode": sparse.recorded_decodes(), "prefill": sparse.recorded_prefills(), "cache": caches.recorded(),
+    "indexer": indexer_cases.recorded(), "prefill_chunks": chunks.recorded(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cases", RECORDED.values(), ids=RECORDED)
+def test_recorded_cases_have_names_of_their_own_and_begin_with_calls_of_layers(cases):
+    names = [(case.op, str(case)) for case in cases]
+    assert len(set(names)) == len(names)
+    of_op = {}
+    for op, config in names:
+        of_op.setdefault(op, []).append(config.rpartition(", ")[2])
+    for kinds in of_op.values():
+        if len(set(kinds)) > 1 and "lengths" in kinds:
+            assert kinds == sorted(kinds, key=lambda kind: kind != "lengths")
+            assert kinds[0] == "lengths"
+
+
+@pytest.mark.parametrize("case", [chunks.Chunk(3, 40, 600, 16, lengths=True), chunks.Chunk(5, 9, 300)], ids=str)
+def test_a_chunk_is_the_same_over_both_paths_and_by_vllms_chain(case, monkeypatch):
+    pytest.importorskip("torch")
+    stand_ins.install(monkeypatch)
+    monkeypatch.setattr(Sizes, "with_peers", True)
+    monkeypatch.setattr(chunks.Place, "of", lambda backend: chunks.Place(backend, "torch"))
+    found = list(rows.rows_of(case.problem(Sizes("cpu", extra=64)), on_device=False))
+    assert found[0]["impl"].startswith("cumla (rows")
+    assert [row["impl"] for row in found[1:]] == ["cumla pages", "cumla rows", "vllm"]
+    assert all(row["checked"] and row["us"] == 3.0 / chunks.LAYERS for row in found)
+    assert "FlashMLA" in found[-1]["peer"]
+    ends = [s.end for s in case.steps().steps[0]]
+    assert ends == ([200, 400, 600] if case.lengths else [300] * 5)
+
+
+def test_contexts_differ_and_one_is_shorter_than_the_window():
+    lens = contexts(np.random.default_rng(0), 32, 1 << 17)
+    assert len(set(lens.tolist())) > 25
+    assert 0 < lens.min() < 128
+    assert lens.max() > 1 << 15
+
+
+def test_window_lists_are_the_last_rows():
+    lens = np.array([1, 5, 127, 128, 300], np.int32)
+    found = window_lists(np.random.default_rng(0), lens, 128, 1 << 12, 64)
+    assert ((found >= 0).sum(axis=1) == np.minimum(lens, 128)).all()
+    for row, length in zip(found, lens, strict=True):
+        used = row[: min(length, 128)]
+        assert (used % 64 == (np.arange(max(length - 128, 0), length)) % 64).all()
+        assert (row[len(used) :] == -1).all()
+        assert len(set(used.tolist())) == len(used)
+
+
+def test_selected_rows_are_distinct_and_seen_and_neighbours_share_them():
+    visible = np.concatenate([np.arange(40), 2000 + np.arange(200)])
+    found = selected_rows(np.random.default_rng(0), visible, 64, neighbours=True)
+    for row, count in zip(found, visible, strict=True):
+        used = row[row >= 0]
+        assert len(used) == min(count, 64)
+        assert (np.diff(used) > 0).all()
+        assert (used < max(count, 1)).all()
+    shared = [len(set(a) & set(b)) / 64 for a, b in itertools.pairwise(found[40:])]
+    assert 0.87 < np.mean(shared) < 0.94
+    alone = selected_rows(np.random.default_rng(0), visible, 64)
+    assert np.mean([len(set(a) & set(b)) / 64 for a, b in itertools.pairwise(alone[40:])]) < 0.2
