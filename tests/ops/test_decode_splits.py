@@ -1,6 +1,6 @@
 """Sparse decode with lengths where every tile has the same number of splits, some of which have no keys.
 
-What divides the work chooses a number of splits by the lists' widths; here it takes each number for lists of any length.
+What divides the work chooses a number of splits by the widths of lists; here it takes each number for any lengths.
 """
 
 import numpy as np
