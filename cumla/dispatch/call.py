@@ -15,18 +15,20 @@ A dimension given as a name must be the same wherever the name stands; -1 is any
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, Generic, Literal, TypeVar, overload
 
 import ml_dtypes
 import numpy as np
 
 from ..arrays import dlpack, streams
+from ..arrays.memory import coincide, extent, share_elements
 from ..kernels.types import operations
 from ..kernels.types.segments import Pages
 from ..layout import CacheLayout
 from . import rehearsal
 from .backends import choose, kernels
-from .launch_cache import record_output
+from .launch_cache import record_output, record_written
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 INT32 = (np.dtype(np.int32),)
@@ -52,6 +54,10 @@ class Call:
         self._device = -1  # -1: host memory
         self._sizes: dict[int | str, int] = {}
         self._results: list[tuple[Any, Any]] = []
+        self._given: dict[str, Any] = {}  # arrays of the caller's by name
+        self._written: dict[str, Any] = {}  # those of them that are written
+        self._in_place: set[tuple[str, str]] = set()  # outputs and the inputs that they are
+        self.may_share: Callable[[Any, Any], bool] | None = None  # whether an array may be written and share elements
         self._rehearsal = rehearsal.current()
 
     def array(
@@ -102,7 +108,18 @@ class Call:
             self.begin(native, dlpack.framework_of(value))
         else:
             self.check_place(name, native)
+        self._given[name] = native
+        if writable:
+            self._written[name] = native
+            record_written(native)
         return native
+
+    def uses(self, name: str, native: Any, writable: bool = False) -> None:
+        """Note an array of the caller's that kernels read or, if `writable`, write."""
+        self._given[name] = native
+        if writable:
+            self._written[name] = native
+            record_written(native)
 
     def begin(self, native: Any, framework: str) -> None:
         """Take the first array, which is known to be right."""
@@ -142,15 +159,43 @@ class Call:
         """The size that a dimension name was bound to."""
         return self._sizes[name]
 
-    def output(self, name: str, given: Any, dtypes: tuple[np.dtype[Any], ...], shape: tuple[int, ...]) -> Any:
-        """An array to write: the caller's `given`, checked, or a new one of `dtypes[0]`. A result of the call."""
+    def output(
+        self,
+        name: str,
+        given: Any,
+        dtypes: tuple[np.dtype[Any], ...],
+        shape: tuple[int, ...],
+        may_be: str | None = None,
+    ) -> Any:
+        """An array to write: the caller's `given`, checked, or a new one of `dtypes[0]`. A result of the call.
+
+        may_be  the input that may be given as this output, as the operation reads each element before it writes it
+        """
         if given is None:
             native = self._allocate(name, shape, dtypes[0])
             self._results.append((None, native))
         else:
             native = self.array(name, given, dtypes, shape, writable=True)
             self._results.append((given, native))
+            if may_be is not None and coincide(native, self._given[may_be]):
+                self._in_place.add((name, may_be))
         return native
+
+    def check_apart(self) -> None:
+        """Raise ValueError if an array that is written shares elements with another one: a kernel reads and writes in
+        any order."""
+        on_host, compared = self._device < 0, set()
+        extents = {} if on_host or not self._written else {name: extent(array) for name, array in self._given.items()}
+        for name, array in self._written.items():
+            compared.add(name)
+            for other, its in self._given.items():
+                if other in compared:
+                    continue
+                near = np.may_share_memory(array, its) if on_host else extents[name].intersects(extents[other])
+                if not near or not share_elements(array, its) or (name, other) in self._in_place:
+                    continue
+                if self.may_share is None or not self.may_share(array, its):
+                    raise ValueError(f"{name}: got elements that {other} has too, expected memory of its own to write")
 
     def scratch(self, name: str, size: int) -> Any:
         """uint8 [size] for the kernels alone, which a caller might have given as `name`."""
@@ -181,7 +226,9 @@ class Call:
         if native.ndim == 4 and native.shape[2] == 1:
             native = native[:, :, 0]
         if native.ndim == 2 and block_size is not None:
-            return self._raw_pages(name, native, layout, block_size)
+            pages = self._raw_pages(name, native, layout, block_size)
+            self.uses(name, pages.bytes, writable)  # not what follows in the rows, such as another cache's pages
+            return pages
         if native.ndim == 2 and native.dtype in BYTES:
             raise ValueError(f"{name}: got raw pages, expected block_size with them (the page size of the cache)")
         itemsize, width = native.dtype.itemsize, layout.token_bytes
@@ -242,11 +289,14 @@ class Call:
     @overload
     def kernels(self, file: Literal["window_metadata"]) -> Launching[operations.WindowMetadata]: ...
     def kernels(self, file: str) -> Launching[Any]:
-        """A context that gives the chosen backend's `file` of kernels, on the caller's stream."""
+        """A context that gives the chosen backend's `file` of kernels, on the caller's stream.
+
+        Entered, it raises ValueError if an array that is written shares elements with another one.
+        """
         if self._rehearsal is not None:
-            return Launching(self._rehearsal.kernels(self._backend, file), streams.NOTHING)
+            return Launching(self, self._rehearsal.kernels(self._backend, file), streams.NOTHING)
         module: Any = kernels(choose(self._backend, self._device >= 0), file)
-        return Launching(module, streams.on(self._device, self._stream))
+        return Launching(self, module, streams.on(self._device, self._stream))
 
     def results(self) -> Any:
         """The outputs, in order: one alone, or a tuple, in the framework of the first array."""
@@ -260,12 +310,13 @@ class Call:
 class Launching(Generic[K]):
     """`with` it, kernels are launched on the caller's stream. (contextlib's way takes a microsecond longer.)"""
 
-    __slots__ = ("module", "stream")
+    __slots__ = ("call", "module", "stream")
 
-    def __init__(self, module: K, stream: contextlib.AbstractContextManager[Any]) -> None:
-        self.module, self.stream = module, stream
+    def __init__(self, call: Call, module: K, stream: contextlib.AbstractContextManager[Any]) -> None:
+        self.call, self.module, self.stream = call, module, stream
 
     def __enter__(self) -> K:
+        self.call.check_apart()
         self.stream.__enter__()
         return self.module
 
