@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import cumla
+from cumla.dispatch.debug import unchecked
 from support.calls import NAMES, call
 from support.lab import BF16, Lab, lab_of
 
@@ -192,3 +193,12 @@ def test_an_output_that_overlaps_itself(place, strides):
     positions, table = place.put(np.arange(5)), place.put(np.ones((8, 64), np.float32))
     with pytest.raises(ValueError, match=r"out: got strides .* to write expected one whose elements are apart"):
         cumla.apply_rope(like, positions, table, out=out, backend=place.backend)
+
+
+def test_a_compiler_decides_which_arrays_share_memory(place):
+    x, positions = place.put(np.ones((6, 3, 64), BF16)), place.put(np.arange(5))
+    table = place.put(np.ones((8, 64), np.float32))
+    with unchecked():
+        cumla.apply_rope(x[1:], positions, table, out=x[:-1], backend=place.backend)
+    with pytest.raises(ValueError, match="out: got elements that x has too"):
+        cumla.apply_rope(x[1:], positions, table, out=x[:-1], backend=place.backend)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Any, Generic, Literal, TypeVar, cast, overload
 
 import ml_dtypes
 import numpy as np
@@ -26,7 +26,7 @@ from ..arrays.memory import coincide, extent, share_elements
 from ..kernels.types import operations
 from ..kernels.types.segments import Pages
 from ..layout import CacheLayout
-from . import rehearsal
+from . import debug, rehearsal
 from .backends import choose, kernels
 from .launch_cache import record_output, record_written
 
@@ -155,6 +155,11 @@ class Call:
         if dtype == "float32" and (on_device or self._backend == "numba_cuda"):
             raise ValueError(f"{name}: got float32 for a device's kernels, expected 16 bits (the host's take both)")
 
+    @property
+    def stream(self) -> int | None:
+        """Handle of the stream that the call runs on; None: CuPy's current one."""
+        return self._stream
+
     def size(self, name: str) -> int:
         """The size that a dimension name was bound to."""
         return self._sizes[name]
@@ -184,18 +189,35 @@ class Call:
     def check_apart(self) -> None:
         """Raise ValueError if an array that is written shares elements with another one: a kernel reads and writes in
         any order."""
-        on_host, compared = self._device < 0, set()
-        extents = {} if on_host or not self._written else {name: extent(array) for name, array in self._given.items()}
+        may_share: Callable[[Any, Any], bool] = np.may_share_memory
+        if self._device >= 0 and self._written:
+            extents = {id(array): extent(array) for array in (*self._given.values(), *self._written.values())}
+
+            def may_share(a: Any, b: Any) -> bool:
+                return extents[id(a)].intersects(extents[id(b)])
+
         for name, array in self._written.items():
-            compared.add(name)
             for other, its in self._given.items():
-                if other in compared:
-                    continue
-                near = np.may_share_memory(array, its) if on_host else extents[name].intersects(extents[other])
-                if not near or not share_elements(array, its) or (name, other) in self._in_place:
-                    continue
-                if self.may_share is None or not self.may_share(array, its):
+                if other != name and may_share(array, its) and self._is_shared(name, other):
                     raise ValueError(f"{name}: got elements that {other} has too, expected memory of its own to write")
+
+    def _is_shared(self, name: str, other: str) -> bool:
+        """Whether two arrays share elements though neither operation nor compiler means them to."""
+        a, b = self._written[name], self._given[other]
+        if not share_elements(a, b) or {(name, other), (other, name)} & self._in_place:
+            return False
+        return not (self.may_share is not None and self.may_share(a, b)) and not debug.is_unchecked()
+
+    def checks_values(self) -> bool:
+        """Whether values are to be checked (`cumla.debug`). Raises ValueError where a CUDA graph is being captured."""
+        if not debug.is_on() or self._rehearsal is not None:
+            return False
+        if self._device >= 0 and streams.is_capturing(self._stream):
+            raise ValueError(
+                "cumla.debug: got a call while a CUDA graph is being captured, expected captures outside of it: "
+                "checks wait for the device"
+            )
+        return True
 
     def scratch(self, name: str, size: int) -> Any:
         """uint8 [size] for the kernels alone, which a caller might have given as `name`."""
@@ -317,6 +339,9 @@ class Launching(Generic[K]):
 
     def __enter__(self) -> K:
         self.call.check_apart()
+        if debug.active and self.call.checks_values():
+            self.stream.__enter__()
+            return cast(K, debug.Checked(self.module))
         self.stream.__enter__()
         return self.module
 

@@ -27,7 +27,7 @@ from ..kernels.cuda.launch import Launch, are_recorded, recorded_launches
 from ..kernels.types.plan import DecodePlan
 from ..kernels.types.verdicts import FAILED, UNPROVEN
 from ..layout import CacheLayout
-from . import proof
+from . import debug, proof
 from .relocation import relocate
 from .values import plain_integers
 
@@ -118,6 +118,8 @@ def launch_cached(function: F) -> F:
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
+        if debug.active and debug.is_on():
+            return in_full(arguments, keywords)
         arrays: list[Any] = []
         addresses: list[int] = []
         looks: list[Any] = []
@@ -143,7 +145,8 @@ def launch_cached(function: F) -> F:
             result = function(*arguments, **keywords)
         if UNPROVEN or FAILED:
             proof.prove(function.__name__, arguments, keywords)
-        known[key] = (*calls, record(launches, arrays, used, result))[-MOST_RELATIONS:]
+        if not debug.is_unchecked():  # whose arrays may share memory as others must not
+            known[key] = (*calls, record(launches, arrays, used, result))[-MOST_RELATIONS:]
         log.debug("%s: launches %s", function.__name__, [launch.kernel.raw.name for launch in launches])
         return result
 

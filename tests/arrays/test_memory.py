@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cumla.arrays import memory
+from cumla.arrays import dlpack, memory
 from cumla.arrays.memory import coincide, extent, overlaps_itself, share_elements
 
 MEMORY = np.zeros(4000, np.uint8)
@@ -58,6 +58,24 @@ def test_arrays_of_the_host_and_of_a_device_do_not(emulated):
     import cupy
 
     assert not share_elements(np.zeros(3), cupy.zeros(3))
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_device_array_that_runs_backwards():
+    """Of another library, by the CUDA array interface: its address is that of its highest row."""
+    import cupy
+
+    rows = cupy.asarray(np.arange(12, dtype=np.int32).reshape(4, 3))
+
+    class Reversed:
+        @property
+        def __cuda_array_interface__(self):
+            data = rows.data.ptr + 36, False
+            return {"version": 3, "typestr": "<i4", "shape": (4, 3), "strides": (-12, 4), "data": data}
+
+    native = dlpack.borrow(Reversed())
+    np.testing.assert_array_equal(native.get(), rows.get()[::-1])
+    assert (native.data.mem.ptr, native.data.mem.size) == (rows.data.ptr, rows.nbytes)
 
 
 def test_the_same_elements():
