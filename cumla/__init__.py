@@ -3,6 +3,7 @@
 from . import _checkout as _checkout  # before what it makes findable
 from . import layers, metadata  # after the operations that they are made of
 from .dispatch import proof as _proof
+from .dispatch.debug import debug
 from .kernels.types.plan import DecodePlan, DenseDecodePlan
 from .layout import (
     DSV4_BF16,
@@ -86,6 +87,7 @@ __all__ = [
     "concat_and_cache_mla",
     "copy_blocks",
     "cp_gather_indexer_k_quant_cache",
+    "debug",
     "dense_mla_decode",
     "dequantize_and_gather_k_cache",
     "fp8_mqa_logits",

@@ -29,7 +29,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.buffer_callback import buffer_callback
 
 from ..arrays import dlpack
-from ..dispatch import rehearsal
+from ..dispatch import debug, rehearsal
 from .ops import OPS, Op
 
 Static = tuple[tuple[str, Any], ...]
@@ -79,12 +79,14 @@ def _function_of(op: Op, names: tuple[str, ...], static: Static) -> Callable[...
     written = [name for name in op.writes if name in names]
 
     def run_on_host(context: Any, outputs: Any, *inputs: Any) -> None:
-        op.run(arguments_of(outputs, inputs), tuple(outputs[len(written) :]))
+        with debug.unchecked():
+            op.run(arguments_of(outputs, inputs), tuple(outputs[len(written) :]))
 
     def run_on_device(outputs: list[Any], inputs: list[Any]) -> None:
         results = outputs[len(written) :]
         scratch = None if op.scratch is None else results.pop()
-        op.run(arguments_of(outputs, inputs), tuple(results), scratch)
+        with debug.unchecked():
+            op.run(arguments_of(outputs, inputs), tuple(results), scratch)
 
     def arguments_of(outputs: Any, inputs: Any) -> dict[str, Any]:
         arguments = {**dict(static), **dict(zip(names, inputs, strict=True))}

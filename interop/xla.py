@@ -25,6 +25,8 @@ import jax
 import numpy as np
 
 from ..arrays import dlpack, streams
+from ..arrays.memory import extent
+from ..dispatch.relocation import relocate
 from ..kernels.cuda.device import capability
 from ..kernels.cuda.launch import PROGRAMMATIC_STREAM_SERIALIZATION, Launch, recorded_launches
 from . import xla_frame
@@ -214,23 +216,15 @@ def capturing_stream(device: int) -> Any:
 
 def note_of(launches: Sequence[Launch], arrays: Sequence[Any], context: int, device: int) -> np.ndarray | None:
     """Launches as words for the handler (xla_handler.py), or None if they do not follow from the buffers alone."""
-    spans = [(array.data.ptr, array.nbytes) for array in arrays]
-    if not context or len(spans) > MAX_BUFFERS:
+    extents = [extent(array) for array in arrays]
+    if not context or len(extents) > MAX_BUFFERS:
         return None
-    together: set[tuple[int, int, int]] = set()
+    relocation = relocate(launches, extents)
+    if relocation is None:
+        return None
     lines: list[list[int]] = []
-    for launch in launches:
-        kernel, places = launch.kernel, []
-        for argument in kernel.addresses:
-            address = launch.numbers[argument]
-            if not address:
-                continue
-            owners = [i for i, (start, size) in enumerate(spans) if start <= address < start + size]
-            if not owners:
-                return None
-            first = spans[owners[0]][0]
-            places += [kernel.place(argument), owners[0], address - first]
-            together |= {(owners[0], other, spans[other][0] - first) for other in owners[1:]}
+    for launch, places in relocation.launches:
+        kernel = launch.kernel
         block = kernel.packed(launch.numbers)
         if len(block) > MAX_ARGUMENT_BYTES:
             return None
@@ -239,11 +233,12 @@ def note_of(launches: Sequence[Launch], arrays: Sequence[Any], context: int, dev
                              ATTRIBUTE.ctypes.data if overlap else 0, int(overlap))  # fmt: skip
         argument_words = words(block)
         lines.append(
-            [kernel.handle(device), *words(config), len(block), len(argument_words), *argument_words, len(places) // 3,
-             *places]
+            [kernel.handle(device), *words(config), len(block), len(argument_words), *argument_words, len(places),
+             *itertools.chain(*((kernel.place(argument), array, offset) for argument, array, offset in places))]
         )  # fmt: skip
-    alignments = [start % ALIGNMENT for start, _ in spans]
-    note = [0, context, len(spans), *alignments, len(together), *itertools.chain(*sorted(together)), len(lines)]
+    together = sorted(relocation.together)
+    alignments = [x.address % ALIGNMENT for x in extents]
+    note = [0, context, len(extents), *alignments, len(together), *itertools.chain(*together), len(lines)]
     return np.array(note + list(itertools.chain(*lines)), np.int64)
 
 

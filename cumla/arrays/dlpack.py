@@ -22,6 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from . import capsule, streams
+from .memory import overlaps_itself, reach
 
 KDL_CPU, KDL_CUDA, KDL_CUDA_HOST, KDL_CUDA_MANAGED = 1, 2, 3, 13
 LEGACY_STREAM = 1  # the default stream, whose handle is 0, which DLPack reserves
@@ -108,15 +109,9 @@ def borrow(array: Any, name: str = "array", writable: bool = False, stream: int 
     if read_only:
         instead = "; JAX's never change: cumla.interop.jax gives back what is written" if framework == "jax" else ""
         raise ValueError(f"{name}: got a read-only {framework} array, expected one that can be written{instead}")
-    if 0 in native.strides and _overlaps(native):
+    if overlaps_itself(native):
         raise ValueError(f"{name}: got strides {native.strides} bytes, to write expected one whose elements are apart")
     return native
-
-
-def _overlaps(native: Any) -> bool:
-    """Whether elements share memory, as those of a broadcast array do."""
-    repeated = (stride == 0 and size > 1 for size, stride in zip(native.shape, native.strides, strict=True))
-    return bool(native.size) and any(repeated)
 
 
 def _as_bytes_if_float8(native: Any) -> Any:
@@ -343,9 +338,9 @@ def _over_device_memory(
     """A CuPy array over CUDA memory that `owner` keeps alive."""
     cupy = _cupy()
     shape = tuple(shape)
-    extent = 0 if 0 in shape else dtype.itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    memory = cupy.cuda.UnownedMemory(address, extent, owner, device)
-    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), strides)
+    low, high = reach(shape, strides, dtype.itemsize)
+    memory = cupy.cuda.UnownedMemory(address + low, high - low, owner, device)
+    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, -low), strides)
 
 
 def _device_of_pointer(pointer: int) -> int:

@@ -15,18 +15,20 @@ A dimension given as a name must be the same wherever the name stands; -1 is any
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Generic, Literal, TypeVar, overload
+from collections.abc import Callable
+from typing import Any, Generic, Literal, TypeVar, cast, overload
 
 import ml_dtypes
 import numpy as np
 
 from ..arrays import dlpack, streams
+from ..arrays.memory import coincide, extent, share_elements
 from ..kernels.types import operations
 from ..kernels.types.segments import Pages
 from ..layout import CacheLayout
-from . import rehearsal
+from . import debug, rehearsal
 from .backends import choose, kernels
-from .launch_cache import record_output
+from .launch_cache import record_output, record_written
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 INT32 = (np.dtype(np.int32),)
@@ -52,6 +54,10 @@ class Call:
         self._device = -1  # -1: host memory
         self._sizes: dict[int | str, int] = {}
         self._results: list[tuple[Any, Any]] = []
+        self._given: dict[str, Any] = {}  # arrays of the caller's by name
+        self._written: dict[str, Any] = {}  # those of them that are written
+        self._in_place: set[tuple[str, str]] = set()  # outputs and the inputs that they are
+        self.may_share: Callable[[Any, Any], bool] | None = None  # whether an array may be written and share elements
         self._rehearsal = rehearsal.current()
 
     def array(
@@ -102,7 +108,18 @@ class Call:
             self.begin(native, dlpack.framework_of(value))
         else:
             self.check_place(name, native)
+        self._given[name] = native
+        if writable:
+            self._written[name] = native
+            record_written(native)
         return native
+
+    def uses(self, name: str, native: Any, writable: bool = False) -> None:
+        """Note an array of the caller's that kernels read or, if `writable`, write."""
+        self._given[name] = native
+        if writable:
+            self._written[name] = native
+            record_written(native)
 
     def begin(self, native: Any, framework: str) -> None:
         """Take the first array, which is known to be right."""
@@ -138,19 +155,69 @@ class Call:
         if dtype == "float32" and (on_device or self._backend == "numba_cuda"):
             raise ValueError(f"{name}: got float32 for a device's kernels, expected 16 bits (the host's take both)")
 
+    @property
+    def stream(self) -> int | None:
+        """Handle of the stream that the call runs on; None: CuPy's current one."""
+        return self._stream
+
     def size(self, name: str) -> int:
         """The size that a dimension name was bound to."""
         return self._sizes[name]
 
-    def output(self, name: str, given: Any, dtypes: tuple[np.dtype[Any], ...], shape: tuple[int, ...]) -> Any:
-        """An array to write: the caller's `given`, checked, or a new one of `dtypes[0]`. A result of the call."""
+    def output(
+        self,
+        name: str,
+        given: Any,
+        dtypes: tuple[np.dtype[Any], ...],
+        shape: tuple[int, ...],
+        may_be: str | None = None,
+    ) -> Any:
+        """An array to write: the caller's `given`, checked, or a new one of `dtypes[0]`. A result of the call.
+
+        may_be  the input that may be given as this output, as the operation reads each element before it writes it
+        """
         if given is None:
             native = self._allocate(name, shape, dtypes[0])
             self._results.append((None, native))
         else:
             native = self.array(name, given, dtypes, shape, writable=True)
             self._results.append((given, native))
+            if may_be is not None and coincide(native, self._given[may_be]):
+                self._in_place.add((name, may_be))
         return native
+
+    def check_apart(self) -> None:
+        """Raise ValueError if an array that is written shares elements with another one: a kernel reads and writes in
+        any order."""
+        may_share: Callable[[Any, Any], bool] = np.may_share_memory
+        if self._device >= 0 and self._written:
+            extents = {id(array): extent(array) for array in (*self._given.values(), *self._written.values())}
+
+            def may_share(a: Any, b: Any) -> bool:
+                return extents[id(a)].intersects(extents[id(b)])
+
+        for name, array in self._written.items():
+            for other, its in self._given.items():
+                if other != name and may_share(array, its) and self._is_shared(name, other):
+                    raise ValueError(f"{name}: got elements that {other} has too, expected memory of its own to write")
+
+    def _is_shared(self, name: str, other: str) -> bool:
+        """Whether two arrays share elements though neither operation nor compiler means them to."""
+        a, b = self._written[name], self._given[other]
+        if not share_elements(a, b) or {(name, other), (other, name)} & self._in_place:
+            return False
+        return not (self.may_share is not None and self.may_share(a, b)) and not debug.is_unchecked()
+
+    def checks_values(self) -> bool:
+        """Whether values are to be checked (`cumla.debug`). Raises ValueError where a CUDA graph is being captured."""
+        if not debug.is_on() or self._rehearsal is not None:
+            return False
+        if self._device >= 0 and streams.is_capturing(self._stream):
+            raise ValueError(
+                "cumla.debug: got a call while a CUDA graph is being captured, expected captures outside of it: "
+                "checks wait for the device"
+            )
+        return True
 
     def scratch(self, name: str, size: int) -> Any:
         """uint8 [size] for the kernels alone, which a caller might have given as `name`."""
@@ -181,7 +248,9 @@ class Call:
         if native.ndim == 4 and native.shape[2] == 1:
             native = native[:, :, 0]
         if native.ndim == 2 and block_size is not None:
-            return self._raw_pages(name, native, layout, block_size)
+            pages = self._raw_pages(name, native, layout, block_size)
+            self.uses(name, pages.bytes, writable)  # not what follows in the rows, such as another cache's pages
+            return pages
         if native.ndim == 2 and native.dtype in BYTES:
             raise ValueError(f"{name}: got raw pages, expected block_size with them (the page size of the cache)")
         itemsize, width = native.dtype.itemsize, layout.token_bytes
@@ -242,11 +311,14 @@ class Call:
     @overload
     def kernels(self, file: Literal["window_metadata"]) -> Launching[operations.WindowMetadata]: ...
     def kernels(self, file: str) -> Launching[Any]:
-        """A context that gives the chosen backend's `file` of kernels, on the caller's stream."""
+        """A context that gives the chosen backend's `file` of kernels, on the caller's stream.
+
+        Entered, it raises ValueError if an array that is written shares elements with another one.
+        """
         if self._rehearsal is not None:
-            return Launching(self._rehearsal.kernels(self._backend, file), streams.NOTHING)
+            return Launching(self, self._rehearsal.kernels(self._backend, file), streams.NOTHING)
         module: Any = kernels(choose(self._backend, self._device >= 0), file)
-        return Launching(module, streams.on(self._device, self._stream))
+        return Launching(self, module, streams.on(self._device, self._stream))
 
     def results(self) -> Any:
         """The outputs, in order: one alone, or a tuple, in the framework of the first array."""
@@ -260,12 +332,16 @@ class Call:
 class Launching(Generic[K]):
     """`with` it, kernels are launched on the caller's stream. (contextlib's way takes a microsecond longer.)"""
 
-    __slots__ = ("module", "stream")
+    __slots__ = ("call", "module", "stream")
 
-    def __init__(self, module: K, stream: contextlib.AbstractContextManager[Any]) -> None:
-        self.module, self.stream = module, stream
+    def __init__(self, call: Call, module: K, stream: contextlib.AbstractContextManager[Any]) -> None:
+        self.call, self.module, self.stream = call, module, stream
 
     def __enter__(self) -> K:
+        self.call.check_apart()
+        if debug.active and self.call.checks_values():
+            self.stream.__enter__()
+            return cast(K, debug.Checked(self.module))
         self.stream.__enter__()
         return self.module
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from ..arrays import streams
 from ..kernels.types.verdicts import FAILED, NOT_REACHED, RIGHT, UNPROVEN, WRONG, Fresh, MiscompiledError, conclude
 from ..layout import LAYOUTS, CacheLayout, layouts_of
+from . import debug
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,10 @@ def prove(op: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Non
     try:
         for backend in dict.fromkeys(x.backend for x in fresh):
             some = [x for x in fresh if x.backend == backend]
-            _prove(op, some, _cases(op, _layouts([*arguments, *keywords.values()], some)), _heads(arguments, keywords))
+            with debug.unchecked():
+                _prove(
+                    op, some, _cases(op, _layouts([*arguments, *keywords.values()], some)), _heads(arguments, keywords)
+                )
     finally:
         _thread.busy = False
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..arrays import dlpack
 from ..layout import INDEXER_FP8, CacheLayout
+from ..metadata.builder import check_current
 from ..metadata.indexer import DeepseekV32IndexerMetadata
 from ..metadata.indexer_chunks import DeepseekV32IndexerPrefillChunkMetadata
 from ..ops.indexer_topk import WORKSPACE_BYTES, indexer_topk, logits_row_bytes
@@ -68,6 +69,7 @@ def select_rows(
     out          [T, topk] int32, written
     memory       for scores, gathered keys and their scales
     """
+    check_current("indexer.metadata", inputs.metadata)
     q, metadata = dlpack.borrow(inputs.q, "indexer.q")[: len(out)], inputs.metadata
     weights, decodes = dlpack.borrow(inputs.weights, "indexer.weights")[: len(out)], metadata.num_decode_tokens
     run = _Run(inputs, q, weights, out, memory, backend)

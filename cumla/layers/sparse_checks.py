@@ -17,6 +17,7 @@ from ..dispatch.values import check_integers
 from ..kernels.types.metadata import C128A_RATIO
 from ..layout import INDEXER_BF16, INDEXER_F32, INDEXER_FP8
 from ..metadata.batch import host_integers
+from ..metadata.builder import check_current
 from ..metadata.indexer import DeepseekV32IndexerMetadata
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 from ..metadata.validation import check_columns
@@ -48,6 +49,7 @@ def check_step(
     """
     if not isinstance(metadata, DeepseekSparseSWAMetadata):
         raise TypeError(f"metadata: got {type(metadata).__name__}, expected DeepseekSparseSWAMetadata")
+    check_current("metadata", metadata)
     ratio = layer.compress_ratio
     if (ratio > 1) != (compressed is not None):
         got, expected = ("None", "a CompressedCache") if compressed is None else ("a CompressedCache", "None")

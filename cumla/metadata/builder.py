@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..arrays import dlpack
+from ..arrays import dlpack, streams
+from ..dispatch import debug
 from ..dispatch.backends import BACKENDS
 from ..dispatch.call import INT32, SLOTS, Call
 from ..dispatch.launch_cache import MOST_KNOWN, call_key
@@ -129,7 +130,9 @@ class BatchArrays(NamedTuple):
             name, block_table = "block_table_tensor", batch.block_table_tensor
         given = cls(batch.query_start_loc, batch.seq_lens, batch.slot_mapping, block_table)
         look = call_key(num_reqs, *given)
-        if look in _PASSED:
+        if debug.active and debug.is_on():
+            check_twins(call, batch)
+        elif look in _PASSED:
             call.begin(given.query_start_loc, "cupy")
             return given
         arrays = cls(
@@ -143,6 +146,46 @@ class BatchArrays(NamedTuple):
                 _PASSED.clear()
             _PASSED.add(look)
         return arrays
+
+
+def check_twins(call: Call, batch: CommonAttentionMetadata) -> None:
+    """Raise ValueError for an array of a batch whose values are not those of its twin in host memory."""
+    native = call.borrow("seq_lens", batch.seq_lens)
+    if not call.checks_values():
+        return
+    from ..dispatch.debug_checks import check_equal
+
+    with streams.callers(native, dlpack.framework_of(batch.seq_lens), call.stream):
+        for name, count in (("seq_lens", batch.num_reqs), ("query_start_loc", batch.num_reqs + 1)):
+            twin = host_array(f"{name}_cpu", getattr(batch, f"{name}_cpu"))[:count]
+            array = call.array(name, getattr(batch, name), INT32, (count,))
+            if len(twin) == count:
+                check_equal(name, array, f"{name}_cpu", twin)
+
+
+def check_current(name: str, metadata: Any) -> None:
+    """Raise ValueError, under `cumla.debug`, for metadata whose builder has built again since: its arrays are the
+    builder's, which hold the later batch."""
+    if not debug.active or not debug.is_on() or metadata.build is None:
+        return
+    number, last = metadata.build.number, metadata.build.builds[0]
+    if number != last:
+        raise ValueError(
+            f"{name}: got that of build {number} of its builder, which has built {last} times, expected that of the "
+            "last build, whose batch the builder's arrays hold"
+        )
+
+
+@dataclass(frozen=True)
+class Build:
+    """Which build of its builder metadata is of.
+
+    builds  [how many there have been], the builder's own list
+    number  of this one, from 1
+    """
+
+    builds: list[int]
+    number: int
 
 
 _PASSED: set[tuple[Any, ...] | None] = set()  # looks of arrays that are right for a batch
@@ -190,6 +233,7 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
         check_kind(ServingConfig, config=config)
         check_choice((*BACKENDS, None), backend=backend)
         self.config, self.backend = config, backend
+        self._builds = [0]
         if self.reorder_batch_threshold is not None:
             self.reorder_batch_threshold += config.num_speculative_tokens
 
@@ -206,6 +250,11 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
         common_prefix_len  leading tokens that all requests share (for cascade attention)
         fast_build         build fast rather than for fast execution: the result is used only a few times
         """
+
+    def _counted(self) -> Build:
+        """The number of a build, which is the last one from now on."""
+        self._builds[0] += 1
+        return Build(self._builds, self._builds[0])
 
     @classmethod
     def get_cudagraph_support(cls, config: ServingConfig) -> AttentionCGSupport:
@@ -225,7 +274,8 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata, **options: Any) -> M:
         """The metadata to capture a graph with; options as `build` has them."""
-        return self.build(0, common_attn_metadata, **options)
+        with debug.unchecked():  # its values are not those of a step
+            return self.build(0, common_attn_metadata, **options)
 
     def use_cascade_attention(
         self,

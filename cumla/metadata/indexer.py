@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,7 +12,7 @@ from ..dispatch.call import INT32, Call
 from ..dispatch.values import check_integers, plain_integers
 from ..kernels.types.metadata import IndexerBuffers, IndexerCounts
 from .batch import CommonAttentionMetadata, HostLens, host_integers
-from .builder import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, ServingConfig, ViewCache
+from .builder import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, Build, ServingConfig, ViewCache
 from .indexer_chunks import ChunkBuilder, DeepseekV32IndexerPrefillChunkMetadata, DeepseekV32IndexerPrefillMetadata
 from .validation import check_batch, check_capacity
 
@@ -56,6 +56,7 @@ class DeepseekV32IndexerMetadata:
     prefill         None without prefills
     decode          None without decodes
     compress_ratio  positions of a row; all lengths, rows and slots of prefill and decode count rows
+    build           which build of its builder it is of, for `cumla.debug`
     """
 
     seq_lens: Any
@@ -73,6 +74,7 @@ class DeepseekV32IndexerMetadata:
     prefill: DeepseekV32IndexerPrefillMetadata | None = None
     decode: DeepSeekV32IndexerDecodeMetadata | None = None
     compress_ratio: int = 1
+    build: Build | None = field(default=None, repr=False, compare=False)
 
 
 @plain_integers
@@ -243,6 +245,7 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
             prefill=prefill,
             decode=decode,
             compress_ratio=self.compress_ratio,
+            build=self._counted(),
         )
 
     @plain_integers

@@ -13,7 +13,7 @@ from ..dispatch.values import check_choice, check_integers, check_optional_size
 from ..kernels.types.metadata import C128A_RATIO, BatchCounts, SwaBuffers
 from ..kernels.types.plan import DecodePlan, Workspace
 from .batch import CommonAttentionMetadata, HostLens
-from .builder import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, ServingConfig, ViewCache
+from .builder import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, Build, ServingConfig, ViewCache
 from .validation import Table, check_batch, check_capacity
 
 LAYER_TYPES = {1: "swaonly", 4: "c4a", 128: "c128a"}
@@ -45,6 +45,7 @@ class DeepseekSparseSWAMetadata:
     c128a_prefill_topk_indices  [num_prefill_tokens, width] int32, 0, 1, ... as many as there are, then -1
     tile_sched_swaonly, tile_sched_c4a, tile_sched_c128a  the decodes' plan for the layers of each type, None
                               without such layers or without decodes
+    build                     which build of its builder it is of, for `cumla.debug`
     """
 
     block_table: Any
@@ -77,6 +78,7 @@ class DeepseekSparseSWAMetadata:
     tile_sched_swaonly: DecodePlan | None = None
     tile_sched_c4a: DecodePlan | None = None
     tile_sched_c128a: DecodePlan | None = None
+    build: Build | None = field(default=None, repr=False, compare=False)
     _plans: dict[tuple[int, int], list[tuple[int, int, int, int]]] = field(init=False, repr=False, default_factory=dict)
     _pages_workspace: Workspace | None = field(default=None, repr=False)
     _pages_plans: dict[tuple[int, int], DecodePlan] = field(init=False, repr=False, default_factory=dict)
@@ -233,6 +235,7 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
             tile_sched_c4a=plans["c4a"],
             tile_sched_c128a=plans["c128a"],
             _pages_workspace=self._pages_workspace,
+            build=self._counted(),
         )
         if num_prefills:
             metadata.prefill_seq_lens = batch.seq_lens[num_decodes:]
@@ -252,7 +255,7 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
             columns = -(-max(batch.max_seq_len, 1) // self.config.compressed_block_size)
             xp = dlpack.namespace_of(dlpack.borrow(batch.seq_lens, "seq_lens"))
             c128a_block_table = xp.full((batch.num_reqs, columns), -1, np.int32)
-        return self.build(0, common_attn_metadata, c128a_block_table=c128a_block_table, **options)
+        return super().build_for_cudagraph_capture(common_attn_metadata, c128a_block_table=c128a_block_table, **options)
 
     def build_tile_scheduler(self, num_decode_tokens: int) -> dict[str, DecodePlan | None]:
         """A plan for the decodes of one step by layer type ("swaonly", "c4a", "c128a").

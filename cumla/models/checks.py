@@ -13,6 +13,7 @@ from ..dispatch.backends import choose
 from ..dispatch.call import FLOAT32, INT32, Call
 from ..dispatch.launch_cache import MOST_KNOWN, call_key
 from ..dispatch.values import check_choice, check_integers, check_optional_size
+from ..metadata.builder import check_current
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 from .caches import PLAIN_DTYPES
 
@@ -58,6 +59,7 @@ def check_v4_step(
 
     Arguments on a device that look as others that passed before pass again, unchecked.
     """
+    check_current("metadata.window", metadata.window)
     ratio, layouts = layer.ratio, layer.layouts
     window, step = metadata.window, metadata.compressors.get(ratio)
     if ratio > 1 and step is None:
@@ -111,6 +113,7 @@ def check_v32_step(
     whole: bool = True,
 ) -> None:
     """The same for a V3.2 layer's step, whose latent rows may be a rank's share."""
+    check_current("metadata.tokens", metadata.tokens)
     layouts, block_size = layer.layouts, metadata.tokens.block_size
     check_positions(layer, metadata.tokens)
     look = call_key(
@@ -155,6 +158,7 @@ def check_indexer_metadata(indexer: Any, tokens: DeepseekSparseSWAMetadata, topk
         return
     if indexer is None:
         raise ValueError("metadata.indexer: got None, expected it for a layer that selects")
+    check_current("metadata.indexer", indexer)
     names = ("num_decodes", "num_decode_tokens", "num_prefills", "num_prefill_tokens")
     got, expected = ([int(getattr(of, name)) for name in names] for of in (indexer, tokens))
     if got != expected:

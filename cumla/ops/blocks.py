@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..arrays import dlpack
-from ..dispatch.call import SLOTS, Call, bytes_of
+from ..arrays.memory import extent
+from ..dispatch.call import BYTES, SLOTS, Call, bytes_of
 from ..dispatch.launch_cache import launch_cached
 
 
@@ -50,7 +51,11 @@ def swap_blocks(
     if source.shape[1:] != destination.shape[1:]:
         raise ValueError(f"dst: got pages of shape {destination.shape[1:]}, expected {source.shape[1:]} as src has")
     source, destination = page_bytes("src", source), page_bytes("dst", destination)
-    pairs = block_pairs("src_to_dst", src_to_dst)
+    if not across:
+        call.uses("src", source)
+        call.uses("dst", destination, writable=True)
+        call.may_share = same_pages
+    pairs = block_pairs(call, "src_to_dst", src_to_dst)
     if across and not isinstance(pairs, np.ndarray):
         raise ValueError("src_to_dst: got an array in CUDA memory, expected host memory to copy between both")
     if pairs.size and source.size and destination.size:
@@ -58,7 +63,7 @@ def swap_blocks(
             if across:
                 kernels.copy_blocks_across(source, destination, pairs)
             else:
-                kernels.copy_blocks(source, destination, beside(call, source, pairs, "src_to_dst"))
+                kernels.copy_blocks(source, destination, beside(source, pairs))
 
 
 @launch_cached
@@ -81,6 +86,7 @@ def copy_blocks(
     Source: vLLM copy_blocks_mla.
     """
     call = Call(backend, stream)
+    call.may_share = same_pages
     try:
         given, caches = list(kv_caches), []
     except TypeError:
@@ -88,11 +94,12 @@ def copy_blocks(
     for i, cache in enumerate(given):
         native = call.borrow(f"kv_caches[{i}]", cache, writable=True, any_float8=True)
         caches.append(page_bytes(f"kv_caches[{i}]", native))
-    pairs = block_pairs("src_to_dsts", src_to_dsts)
+        call.uses(f"kv_caches[{i}]", caches[-1], writable=True)
+    pairs = block_pairs(call, "src_to_dsts", src_to_dsts)
     if not caches or not pairs.size:
         return
     with call.kernels("blocks") as kernels:
-        pairs = beside(call, caches[0], pairs, "src_to_dsts")
+        pairs = beside(caches[0], pairs)
         for cache in caches:
             if cache.size:
                 kernels.copy_blocks(cache, cache, pairs)
@@ -114,18 +121,28 @@ def page_bytes(name: str, native: Any) -> Any:
     return bytes_of(native, len(native), math.prod(native.shape[1:]) * native.itemsize)
 
 
-def block_pairs(name: str, value: Any) -> Any:
+def same_pages(source: Any, destination: Any) -> bool:
+    """Whether pages of two caches that share memory are the same ones, as in views of one cache."""
+    if source.dtype != BYTES[0] or destination.dtype != BYTES[0]:  # pairs of block numbers
+        return False
+    distance = extent(destination).address - extent(source).address
+    steps = {cache.strides[0] for cache in (source, destination) if len(cache) > 1}
+    return distance == 0 if not steps else len(steps) == 1 and distance % steps.pop() == 0
+
+
+def block_pairs(call: Call, name: str, value: Any) -> Any:
     """Check pairs of block numbers, [n, 2], wherever they are."""
     pairs = dlpack.borrow(value, name)
+    if not isinstance(pairs, np.ndarray):
+        pairs = call.borrow(name, value)
     if pairs.dtype not in SLOTS:
         raise TypeError(f"{name}: got dtype {pairs.dtype}, expected int64 or int32")
     if pairs.ndim != 2 or pairs.shape[1] != 2:
         raise ValueError(f"{name}: got shape {tuple(pairs.shape)}, expected [n, 2]")
+    call.uses(name, pairs)
     return pairs
 
 
-def beside(call: Call, cache: Any, pairs: Any, name: str) -> Any:
+def beside(cache: Any, pairs: Any) -> Any:
     """The pairs where the cache is: pairs on the host are copied to its device."""
-    if isinstance(pairs, np.ndarray):
-        return dlpack.namespace_of(cache).asarray(pairs)
-    return call.borrow(name, pairs)
+    return dlpack.namespace_of(cache).asarray(pairs) if isinstance(pairs, np.ndarray) else pairs

@@ -150,7 +150,7 @@ def dense_mla_decode(
     for name, array in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
         if len(array) < batch:
             raise ValueError(f"{name}: got {len(array)} requests, expected at least {batch}, as q has")
-    check_plan(plan, DenseDecodePlan, q)
+    check_plan(call, plan, DenseDecodePlan, q)
     longest = block_table.shape[1] * pages.block_size
     if max_seqlen is not None:
         check_integers(0, max_seqlen=max_seqlen)

@@ -47,8 +47,8 @@ def fused_q_kv_rmsnorm(
     q_weight = call.array("q_weight", q_weight, ROWS, ("q_lora_rank",))
     kv_weight = call.array("kv_weight", kv_weight, (q_weight.dtype,), ("D",))
     given = pair("out", out)
-    q_out = call.output("out[0] (qr)", given[0], (qr.dtype,), qr.shape)
-    kv_out = call.output("out[1] (kv)", given[1], (qr.dtype,), kv.shape)
+    q_out = call.output("out[0] (qr)", given[0], (qr.dtype,), qr.shape, may_be="qr")
+    kv_out = call.output("out[1] (kv)", given[1], (qr.dtype,), kv.shape, may_be="kv")
     epsilon = check_epsilon(eps)
     if len(qr):
         with call.kernels("norm_rope") as kernels:
@@ -110,7 +110,7 @@ def qnorm_rope_and_insert(
     positions = call.array("positions", positions, SLOTS, ("T",))
     turns = cos_sin(call, cos_sin_cache, layout.head_dim)
     epsilon = check_epsilon(eps)
-    q_out = call.output("out", out, (q.dtype,), q.shape)
+    q_out = call.output("out", out, (q.dtype,), q.shape, may_be="q")
     if len(q):
         with call.kernels("norm_rope") as kernels:
             kernels.qnorm_rope_and_insert(q, kv, pages, slots, positions, turns, epsilon, q_out)
@@ -198,7 +198,7 @@ def apply_rope(
         raise ValueError(f"x: got {x.shape[2]} values a head, expected an even number")
     positions = call.array("positions", positions, SLOTS, ("T",))
     turns = cos_sin(call, cos_sin_cache, x.shape[2])
-    result = call.output("out", out, (x.dtype,), x.shape)
+    result = call.output("out", out, (x.dtype,), x.shape, may_be="x")
     if x.size:
         with call.kernels("norm_rope") as kernels:
             kernels.apply_rope(x, positions, turns, bool(inverse), result)

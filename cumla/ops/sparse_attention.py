@@ -92,7 +92,7 @@ def sparse_mla_decode(
             "extra_k_cache: extra_k_cache and extra_indices must be given together, and with extra_topk_length"
         )
     attn_sink = checked_sink(call, attn_sink)
-    check_plan(plan, DecodePlan, q)
+    check_plan(call, plan, DecodePlan, q)
     batch, s_q, heads, _ = q.shape
     out_array = call.output("out", out, (q.dtype,), (batch, s_q, heads, V_DIM))
     lse_array = call.output("lse", lse, FLOAT32, (batch, heads, s_q))
@@ -258,12 +258,14 @@ def check_heads(heads: int) -> None:
         raise ValueError(f"q: got {heads} heads, expected 1 to {MAX_HEADS}")
 
 
-def check_plan(plan: Any, kind: type[DecodePlan | DenseDecodePlan], q: Any) -> None:
+def check_plan(call: Call, plan: Any, kind: type[DecodePlan | DenseDecodePlan], q: Any) -> None:
     """Raise TypeError for a plan that is no `kind`, ValueError for one whose memory is not where q is."""
     if plan is None:
         return
     check_kind(kind, plan=plan)
     plan.workspace.check_place(q)
+    if plan.workspace.memory is not None:
+        call.uses("plan", plan.workspace.memory, writable=True)
 
 
 def scale_or_default(softmax_scale: float | None, head_dim: int) -> float:

@@ -13,6 +13,7 @@ from ..dispatch.call import BF16, INT32, SLOTS, Call
 from ..dispatch.values import check_integers, check_kind
 from ..layers.dense_checks import check_cache
 from ..layers.sparse_checks import check_inserted, check_rows, check_window_step, tokens_used
+from ..metadata.builder import check_current
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 from ..metadata.validation import check_columns
 from ..ops.dense_cache import K_PE_DIM, KV_C_DIM
@@ -71,6 +72,7 @@ def check_sparse_step(
 ) -> None:
     """The same for `ShardedSparseMLALayer.step`."""
     check_kind(DeepseekSparseSWAMetadata, metadata=metadata)
+    check_current("metadata", metadata)
     ratio = layer.compress_ratio
     if (compressed is None) != (ratio == 1):
         got, expected = ("None", "rows") if compressed is None else ("rows", "None")

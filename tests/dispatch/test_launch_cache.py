@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import cumla
-from cumla.dispatch.launch_cache import call_key, record
+from cumla.dispatch.launch_cache import UsedArrays, call_key, record
 from cumla.kernels.cuda.launch import Launch
 from support.attention import make_cache, make_indices, make_q
 from support.lab import BF16, Lab, lab_of
@@ -69,13 +69,13 @@ class TestNote:
 
     def test_addresses_are_those_of_arrays(self):
         a, b = on_paper(self.a), on_paper(self.b)
-        known = record([launched(b.data.ptr, 0, a.data.ptr + 40)], [a, b], [], None)
+        known = record([launched(b.data.ptr, 0, a.data.ptr + 40)], [a, b], UsedArrays([], []), None)
         assert [places for _, places in known.launches] == [[(0, 1, 0), (2, 0, 40)]]
         assert (known.together, known.outputs, known.results, known.framework) == ([], [], None, "cupy")
 
     def test_outputs(self):
         a, new = on_paper(self.a), on_paper(self.new)
-        known = record([launched(new.data.ptr)], [a], [new], (new, a))
+        known = record([launched(new.data.ptr)], [a], UsedArrays([new], [new]), (new, a))
         assert [places for _, places in known.launches] == [[(0, 1, 0)]]
         assert known.outputs == [((4, 8), np.dtype(np.int32))]
         assert known.results == [1, 0]
@@ -83,18 +83,48 @@ class TestNote:
     def test_arrays_that_share_memory_must_share_it_again(self):
         whole = on_paper(self.a)
         right = whole[:, 4:]
-        known = record([launched(right.data.ptr)], [whole, right], [], None)
+        known = record([launched(right.data.ptr)], [whole, right], UsedArrays([], []), None)
         start = whole.data.ptr
         assert known.fits([start, start + 16])
         assert known.fits([0, 16])
         assert not known.fits([start, start + 32])
+
+    def test_an_array_may_run_backwards(self):
+        """The address of a reversed view is that of its last row in memory, and within the array it is a view of."""
+        whole = on_paper(self.a)
+        reversed_rows = whole[::-1]
+        known = record([launched(reversed_rows.data.ptr)], [whole, reversed_rows], UsedArrays([], []), None)
+        assert [places for _, places in known.launches] == [[(0, 0, 96)]]
+        assert known.fits([0, 96])
+        assert not known.fits([0, 200])
+
+    def test_an_array_without_elements_has_its_address(self):
+        whole = on_paper(self.a)
+        nothing = on_paper(self.b)[:0]
+        known = record([launched(nothing.data.ptr)], [whole, nothing], UsedArrays([], []), None)
+        assert [places for _, places in known.launches] == [[(0, 1, 0)]]
+
+    def test_what_is_written_must_stay_apart(self):
+        a, b = on_paper(self.a), on_paper(self.b)
+        known = record([launched(a.data.ptr, b.data.ptr)], [a, b], UsedArrays([], [b]), None)
+        assert known.fits([0, 128])
+        assert known.fits([128, 0])
+        assert not known.fits([0, 127])
+        assert not known.fits([127, 0])
+        assert record([launched(a.data.ptr)], [a, b], UsedArrays([], []), None).fits([0, 0])  # both are only read
+
+    def test_a_result_given_twice_is_given_twice_again(self):
+        a = on_paper(self.a)
+        known = record([launched(a.data.ptr)], [a, a], UsedArrays([], [a]), (a,))
+        assert known.fits([64, 64])
+        assert not known.fits([0, 256])
 
     @pytest.mark.parametrize("what", ["nothing", "an address of its own", "another result"])
     def test_what_cannot_be_made_again(self, what):
         a, own = on_paper(self.a), on_paper(self.new)
         launches = {"nothing": [], "an address of its own": [launched(own.data.ptr)]}
         result = own if what == "another result" else None
-        assert record(launches.get(what, [launched(a.data.ptr)]), [a], [], result) is None
+        assert record(launches.get(what, [launched(a.data.ptr)]), [a], UsedArrays([], []), result) is None
 
 
 def insert(array_of, rng, k=None, tokens=40, slots=np.int64, **options):
@@ -166,6 +196,38 @@ def test_columns_of_one_array_and_arrays_of_their_own(rng):
         cache, slots = DEVICE.put(np.zeros((4, 16, 576), BF16)), rng.permutation(64)[:40]
         cumla.concat_and_cache_mla(kv_c, k_pe, cache, DEVICE.put(slots))
         np.testing.assert_array_equal(DEVICE.get(cache).reshape(64, 576)[slots].view(np.uint16), rows.view(np.uint16))
+
+
+@on_device
+def test_a_reversed_view_of_one_array_and_of_another(rng):
+    """What the first call's suffix is a view of is no part of a later call's."""
+    lse = [DEVICE.put(rng.standard_normal((2, 4)).astype(np.float32)) for _ in range(2)]
+    a, b, c = (rng.standard_normal((4, 2, 64)).astype(np.float32) for _ in range(3))
+    on_device = {id(x): DEVICE.put(x) for x in (a, b, c)}
+    for prefix, suffix in ((a, a), (b, c), (b, c), (a, a)):
+        out, want = DEVICE.put(np.zeros_like(a)), np.zeros_like(a)
+        cumla.merge_attn_states(out, on_device[id(prefix)], lse[0], on_device[id(suffix)][::-1], lse[1])
+        host_lse = [DEVICE.get(x) for x in lse]
+        cumla.merge_attn_states(want, prefix, host_lse[0], suffix[::-1], host_lse[1], backend="reference")
+        np.testing.assert_allclose(DEVICE.get(out), want, rtol=1e-5, atol=1e-6)
+
+
+@on_device
+def test_in_place_and_out_of_place(rng):
+    """Both are remembered, one beside the other, and a call of either kind is one of its own kind."""
+    table = rng.standard_normal((16, 64)).astype(np.float32)
+    positions = rng.integers(0, 16, 5)
+    on_device = DEVICE.put(positions), DEVICE.put(table)
+    for in_place in (False, True, True, False, True):
+        x = rng.standard_normal((5, 3, 512)).astype(BF16)
+        given = DEVICE.put(x)
+        out = given if in_place else DEVICE.put(np.zeros_like(x))
+        got = cumla.apply_rope(given, *on_device, out=out)
+        assert got is out
+        want = cumla.apply_rope(x, positions, table, backend="reference")
+        np.testing.assert_array_equal(DEVICE.get(got).view(np.uint16), want.view(np.uint16))
+        if not in_place:
+            np.testing.assert_array_equal(DEVICE.get(given).view(np.uint16), x.view(np.uint16))
 
 
 def topk_case(rng):

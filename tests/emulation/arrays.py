@@ -64,8 +64,8 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         if memptr is None:
             memptr = MemoryPointer(Memory(dtype.itemsize * int(np.prod(shape, dtype=np.int64)), Device.current), 0)
         memory = memptr.mem
-        room = (ctypes.c_uint8 * (memory.ptr + memory.size - memptr.ptr)).from_address(memptr.ptr)
-        self.data, self._view = memptr, np.ndarray(shape, dtype, room, strides=strides)
+        room = (ctypes.c_uint8 * memory.size).from_address(memory.ptr)
+        self.data, self._view = memptr, np.ndarray(shape, dtype, room, memptr.ptr - memory.ptr, strides)
 
     @property
     def _host(self):

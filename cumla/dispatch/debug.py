@@ -1,0 +1,103 @@
+"""A mode for engines in development that looks at the values in arrays: `with cumla.debug():`.
+
+Outside of it a call reads one number, `active`. The checks themselves are in debug_checks.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+active = 0  # contexts of all threads
+_lock = threading.Lock()
+
+
+class _Thread(threading.local):
+    contexts = 0
+    unchecked = 0
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def debug() -> Iterator[None]:
+    """Check values in this thread's calls; without it they are taken as they are, so that no call waits for a device.
+
+    Each of these is a ValueError that names the argument and the request, position, row or entry, before anything is
+    written:
+
+    slots              outside of the cache and not -1, or given twice in one insert
+    block tables       no page of the cache for a position that a call reads (entries that it does not read may be
+                       anything)
+    indices            of rows or slots that there are not, -1 left out
+    requests           of tokens that are no row of the block table
+    lengths            seq_lens and query_start_loc of a batch that differ from their twins in host memory
+    metadata           of a build before its builder's last, whose arrays hold another batch by now
+
+    Every call waits for the device, and is checked and launched in full, without the launch cache. In a CUDA graph
+    capture a call raises ValueError, as it cannot wait; inside jax.jit nothing is checked. Other threads' calls are not
+    affected.
+
+        >>> import numpy as np
+        >>> import cumla
+        >>> cache = cumla.DSV4_FP8.allocate(num_blocks=2, block_size=64)
+        >>> rows = np.zeros((2, 512), np.float32)
+        >>> with cumla.debug():
+        ...     cumla.quantize_and_insert_k_cache(rows, cache, slot_mapping=np.array([5, 128]))
+        Traceback (most recent call last):
+        ValueError: slot_mapping: row 1 has slot 128, expected -1 or 0 to 127
+    """
+    global active
+    with _lock:
+        active += 1
+    _thread.contexts += 1
+    try:
+        yield
+    finally:
+        _thread.contexts -= 1
+        with _lock:
+            active -= 1
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """A context whose calls on this thread are not checked: those of compiled programs, whose compiler decides which
+    arrays share memory, and of self-tests, whose values are out of range on purpose."""
+    _thread.unchecked += 1
+    try:
+        yield
+    finally:
+        _thread.unchecked -= 1
+
+
+def is_unchecked() -> bool:
+    return _thread.unchecked > 0
+
+
+def is_on() -> bool:
+    """Whether this thread's calls are checked."""
+    return active > 0 and _thread.contexts > 0 and not _thread.unchecked
+
+
+class Checked:
+    """A file of kernels whose functions check the values of their arguments first."""
+
+    def __init__(self, kernels: Any) -> None:
+        self._kernels = kernels
+        self._done: dict[str, int] = {}  # rows that calls of a function had so far: large calls are made in pieces
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        function: Callable[..., None] = getattr(self._kernels, name)
+        check = importlib.import_module(".debug_checks", __package__).CHECKS.get(name)
+        if check is None:
+            return function
+
+        def call(*arguments: Any) -> None:
+            self._done[name] = self._done.get(name, 0) + (check(*arguments, first=self._done.get(name, 0)) or 0)
+            function(*arguments)
+
+        return call

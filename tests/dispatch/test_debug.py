@@ -1,0 +1,333 @@
+"""`cumla.debug`: wrong values are errors that name what and where, in its thread, while it is on, and nowhere else."""
+
+import contextlib
+import threading
+
+import numpy as np
+import pytest
+from metadata.batches import make_batch
+
+import cumla
+from cumla.dispatch import launch_cache
+from cumla.dispatch.debug_checks import CHECKS
+from cumla.kernels.types import operations
+from cumla.kernels.types.shard import Shard
+from cumla.layers.selection import IndexerInputs, select_rows
+from cumla.layers.sparse import SparseMLALayer
+from cumla.metadata import DeepseekSparseSWAMetadataBuilder, DeepseekV32IndexerMetadataBuilder, ServingConfig
+from cumla.ops.shards import local_slot_mapping, localise_indices
+from cumla.replay.engine import Engine
+from cumla.replay.options import ReplayOptions, parse_layers
+from cumla.replay.trace import TraceRequest
+from support.calls import call
+from support.lab import BF16, lab_of
+
+BLOCK = 8
+CONFIG = ServingConfig(
+    window_size=16, compress_ratios=(1, 4), block_size=BLOCK, compressed_block_size=BLOCK, max_num_batched_tokens=96,
+    max_num_seqs=16, max_model_len=512, num_sms=7,
+)  # fmt: skip
+
+
+@pytest.fixture(
+    params=["reference", "cpu", pytest.param("cuda", id="emulated"), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def place(request):
+    yield from lab_of(request)
+
+
+def put(place, value):
+    if isinstance(value, (tuple, list)):
+        return type(value)(put(place, x) for x in value)
+    return place.put(value) if isinstance(value, np.ndarray) else value
+
+
+def changed(at, value):
+    """The right array with another value somewhere."""
+
+    def change(x):
+        x = x.copy()
+        x[at] = value
+        return x
+
+    return change
+
+
+def filled(value):
+    return lambda x: np.full_like(x, value)
+
+
+# By example: arguments that are right for it in every value, those that are wrong then, and what is said of them.
+WRONG = [
+    ("quantize_and_insert_k_cache-V32_FP8", {}, {"slot_mapping": changed(1, 10**6)},
+     r"slot_mapping: row 1 has slot 1000000, expected -1 or 0 to \d+"),
+    ("quantize_and_insert_k_cache-V32_FP8", {}, {"slot_mapping": changed(1, -2)}, "slot_mapping: row 1 has slot -2"),
+    ("quantize_and_insert_k_cache-V32_FP8", {}, {"slot_mapping": lambda x: changed(2, x[1])(x)},
+     "slot_mapping: row 1 and row 2 both have slot"),
+    ("indexer_k_quant_and_cache", {}, {"slot_mapping": changed(0, 10**6)}, "slot_mapping: row 0 has slot 1000000"),
+    ("concat_and_cache_mla-bfloat16", {}, {"slot_mapping": changed(0, 10**6)}, "slot_mapping: row 0 has slot 1000000"),
+    ("qnorm_rope_and_insert-DSV4_FP8", {}, {"slot_mapping": changed(1, 10**6)},
+     r"slot_mapping: row 1 \(position \d+\) has slot 1000000"),
+    ("indexer_knorm_rope_and_insert-INDEXER_FP8", {}, {"slot_mapping": changed(1, 10**6)},
+     r"slot_mapping: row 1 \(position \d+\) has slot 1000000"),
+    ("compress_and_insert-DSV4_FP8", {}, {"slot_mapping": changed(0, 10**6)},
+     r"slot_mapping of k_cache: row 0 \(request \d+, position \d+\) has slot 1000000"),
+    ("compress_and_insert-DSV4_FP8", {}, {"state_slot_mapping": changed(0, 10**6)},
+     r"state_slot_mapping of state_cache: row 0 \(request \d+, position \d+\) has slot 1000000"),
+    ("compress_and_insert-DSV4_FP8", {}, {"state_block_table": filled(10**6)},
+     r"state_block_table: request \d+ has page 1000000 for position \d+ \(column \d+\), expected 0 to \d+"),
+    ("compress_and_insert-DSV4_FP8", {}, {"token_to_req_indices": changed(0, 99)},
+     r"token_to_req_indices: token 0 is of request 99, expected 0 to \d+"),
+    ("dequantize_and_gather_k_cache-V32_FP8", {}, {"block_table": changed((1, 0), 10**6)},
+     r"block_table: request 1 has page 1000000 for position \d+ \(column 0\), expected 0 to \d+"),
+    ("dequantize_and_gather_k_cache-V32_FP8", {}, {"seq_lens": changed(1, 10**6)},
+     r"block_table: request 1 has positions \d+ to 999999, but \d+ columns of \d+ cover \d+"),
+    ("cp_gather_indexer_k_quant_cache", {}, {"block_table": changed((0, 0), -1)},
+     r"block_table: request 0 has page -1 for position 0 \(column 0\)"),
+    ("gather_cache-bfloat16", {}, {"block_table": filled(10**6)}, r"block_table: request \d+ has page 1000000"),
+    ("dense_mla_decode-bfloat16", {"block_table": filled(1)}, {"block_table": changed((0, 0), 99)},
+     r"block_table: request 0 has page 99 for position 0 \(column 0\), expected 0 to \d+"),
+    ("fp8_paged_mqa_logits", {}, {"block_table": filled(10**6)}, r"block_table: request \d+ has page 1000000"),
+    ("indexer_topk", {}, {"block_table": changed((1, 0), 10**6)},
+     r"block_table: request 1 has page 1000000 for position 0"),
+    ("sparse_mla_decode-V32_FP8", {"indices": filled(3)}, {"indices": changed((0, 1, 1), 10**6)},
+     r"indices: query 1 of request 0, entry 1: got 1000000, expected -1 or 0 to \d+"),
+    ("sparse_mla_decode-DSV4_FP8-two-caches", {"indices": filled(3), "extra_indices": filled(3)},
+     {"extra_indices": changed((0, 0, 0), -2)}, "extra_indices: query .*0, entry 0: got -2"),
+    ("sparse_mla_prefill-512", {"indices": filled(3)}, {"indices": changed((2, 0), 10**6)},
+     r"indices: query 2, entry 0: got 1000000, expected -1 or 0 to \d+"),
+    ("compute_swa_indices_and_lens", {}, {"token_to_req_indices": changed(0, 99)},
+     r"token_to_req_indices: token 0 is of request 99, expected 0 to \d+"),
+    ("compute_swa_indices_and_lens", {}, {"block_table": filled(-1)},
+     r"block_table: request \d+ has page -1 for position \d+"),
+    ("compute_global_topk_indices_and_lens", {"topk_indices": filled(3), "block_table": filled(2)},
+     {"topk_indices": changed((0, 1), 10**6)},
+     r"topk_indices: token 0, entry 1: got 1000000, expected -1 or 0 to \d+"),
+    ("compute_global_topk_indices_and_lens", {"topk_indices": filled(3), "block_table": filled(2)},
+     {"block_table": filled(-1)}, r"block_table: request \d+ has page -1 for row 3 \(column \d+\), which entry 0 of "
+     r"token \d+ in topk_indices selects"),
+    ("combine_topk_swa_indices", {"topk_indices": filled(0)}, {"topk_indices": filled(-2)},
+     r"topk_indices: token \d+, entry 0: got -2, expected -1 or 0 to \d+"),
+    ("build_flashinfer_mixed_sparse_indices", {"decode_compressed_indices": filled(0)},
+     {"decode_compressed_indices": filled(10**6)}, r"decode_compressed_indices: token \d+, entry 0: got 1000000"),
+    ("swap_blocks", {"src_to_dst": filled(0)}, {"src_to_dst": changed((1, 1), 99)},
+     "src_to_dst: pair 1 has 99 as its second block, expected -1 or 0 to"),
+    ("advance_step", {"seq_lens": filled(1), "block_tables": filled(0)}, {"seq_lens": changed(1, 10**6)},
+     "block_tables: request 1 has positions 1000000 to 1000000, but"),
+]  # fmt: skip
+
+
+def written(place, arguments):
+    arrays = [x for value in arguments.values() for x in (value if isinstance(value, (tuple, list)) else [value])]
+    return [np.asarray(place.get(x)).tobytes() for x in arrays if hasattr(x, "strides")]
+
+
+@pytest.mark.parametrize(("name", "sound", "wrong", "text"), WRONG, ids=lambda x: x if isinstance(x, str) else "")
+def test_a_wrong_value_is_named(place, name, sound, wrong, text):
+    right = call(name)
+    arguments = dict(right.arguments)
+    for changes in (sound, wrong):
+        with cumla.debug() if changes is wrong else contextlib.nullcontext():
+            arguments |= {key: change(arguments[key]) for key, change in changes.items()}
+        given = {key: put(place, value) for key, value in arguments.items()} | {"backend": place.backend}
+        if changes is sound:
+            with cumla.debug():
+                right.function(**given)
+            continue
+        before = written(place, given)
+        with cumla.debug(), pytest.raises(ValueError, match=text):
+            right.function(**given)
+        assert written(place, given) == before
+        right.function(**given)  # the value is nothing that an operation minds
+
+
+def test_every_kernel_with_such_arguments_is_checked():
+    """A new one has to be thought of, too: those left out read no slot, no table and no index."""
+    parameters = {
+        name: set(function.__annotations__)
+        for protocol in operations.FILES.values()
+        for name, function in vars(protocol).items() if callable(function) and not name.startswith("_")
+    }  # fmt: skip
+    telling = {"slot_mapping", "block_table", "block_tables", "indices", "topk_indices", "segments", "src_to_dst"}
+    reading = {name for name, of in parameters.items() if of & telling and name not in ("top_k_per_row",)}
+    assert reading - CHECKS.keys() == {"local_block_table"}  # which passes pages on
+    assert CHECKS.keys() <= parameters.keys()
+
+
+class TestRanks:
+    shard = Shard(1, 2, 4)
+
+    def test_slots(self, place):
+        arrays = [place.put(np.array(x, np.int32)) for x in ([0, 2, 3], [9, 7])]
+        for table, wrong in (([[0], [1]], False), ([[0], [-1]], True)):
+            table = place.put(np.array(table, np.int32))
+            with (
+                cumla.debug(),
+                pytest.raises(ValueError, match="block_table: request 1 has page -1 for position 2")
+                if wrong else contextlib.nullcontext(),
+            ):  # fmt: skip
+                local_slot_mapping(*arrays, table, 8, self.shard, num_tokens=3, backend=place.backend)
+
+    def test_indices(self, place):
+        of_token = place.put(np.array([0, 1], np.int32))
+        for table, wrong in (([[0], [1]], False), ([[0], [-1]], True)):
+            table = place.put(np.array(table, np.int32))
+            indices = place.put(np.array([[0, 4, -1], [13, 0, -1]], np.int32))
+            with (
+                cumla.debug(),
+                pytest.raises(ValueError, match=r"block_table: request 1 has page -1 for row 5 .* entry 0 of token 1")
+                if wrong else contextlib.nullcontext(),
+            ):  # fmt: skip
+                localise_indices(indices, of_token, table, 8, self.shard, backend=place.backend)
+
+
+BUILDERS = [DeepseekSparseSWAMetadataBuilder, DeepseekV32IndexerMetadataBuilder]
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+class TestBuilders:
+    def test_a_right_batch(self, place, builder):
+        with cumla.debug():
+            builder(CONFIG, place.backend).build(0, make_batch(place, [9, 30, 0], [1, 12, 0], padding=3))
+
+    @pytest.mark.parametrize(("name", "value", "text"), [
+        ("seq_lens_cpu", [9, 31], "seq_lens: request 1 has 30, but 31 in seq_lens_cpu"),
+        ("query_start_loc_cpu", [0, 1, 12], "query_start_loc: request 2 has 13, but 12 in query_start_loc_cpu"),
+    ])  # fmt: skip
+    def test_lengths_that_differ(self, place, builder, name, value, text):
+        batch = make_batch(place, [9, 30], [1, 12], num_computed_tokens_cpu=None, **{name: np.array(value, np.int32)})
+        builder(CONFIG, place.backend).build(0, batch, validate=False)
+        with cumla.debug(), pytest.raises(ValueError, match=text):
+            builder(CONFIG, place.backend).build(0, batch, validate=False)
+
+    def test_a_table_without_the_pages(self, place, builder):
+        batch = make_batch(place, [9, 30], [1, 12], block_table_tensor=place.put(np.full((2, 5), -1, np.int32)))
+        builder(CONFIG, place.backend).build(0, batch)
+        with cumla.debug(), pytest.raises(ValueError, match=r"block_table.*: request 0 has page -1 for position 0"):
+            builder(CONFIG, place.backend).build(0, batch)
+
+
+def test_slots_of_a_batch(place):
+    batch = make_batch(place, [9, 30], [1, 12], slot_mapping=place.put(np.zeros(13, np.int64)))
+    with cumla.debug(), pytest.raises(ValueError, match="slot_mapping: row 0 and row 1 both have slot 0"):
+        DeepseekSparseSWAMetadataBuilder(CONFIG, place.backend).build(0, batch)
+
+
+def test_metadata_of_an_earlier_build(place, rng):
+    """Of the window, which a layer is given, and of the indexer, by which rows are selected."""
+    batch = make_batch(place, [9, 30], [1, 1])
+    window, indexer = (builder(CONFIG, place.backend) for builder in BUILDERS)
+    early, early_indexer = window.build(0, batch), indexer.build(0, batch)
+    late, late_indexer = window.build(0, batch), indexer.build(0, batch)
+    q, k = (place.put(rng.standard_normal(shape).astype(BF16)) for shape in ((2, 3, 512), (2, 512)))
+    cache = place.put(cumla.DSV4_FP8.allocate(10, BLOCK))
+    step = SparseMLALayer().step
+    with cumla.debug():
+        step(q, k, cache, late, backend=place.backend)
+        with pytest.raises(ValueError, match="metadata: got that of build 1 of its builder, which has built 2 times"):
+            step(q, k, cache, early, backend=place.backend)
+        inputs = IndexerInputs(None, None, None, early_indexer)
+        with pytest.raises(ValueError, match=r"indexer\.metadata: got that of build 1 of its builder"):
+            select_rows(inputs, None, None, None, None, None)
+    assert late_indexer.build.number == 2
+    step(q, k, cache, early, backend=place.backend)
+
+
+def test_an_engine_that_is_right():
+    """Prefills, chunks, decodes, shared prefixes: layers of every kind, as the replay schedules them."""
+    options = ReplayOptions(
+        backend="cpu", layers=parse_layers("v4,v32,mla"), heads=2, window=32, topk=8, batch_tokens=100,
+        cache_tokens=4096, max_len=None, seed=1,
+    )  # fmt: skip
+    requests = [TraceRequest(0.0, 130, 2, (0,)), TraceRequest(0.0, 40, 3, (1,)), TraceRequest(0.0, 7, 2, (2,))]
+    with cumla.debug():
+        assert len(list(Engine(options, requests).steps())) > 3
+
+
+def insert(place, slot, stream=None):
+    k, cache = place.put(np.zeros((2, 512), BF16)), place.put(cumla.DSV4_FP8.allocate(2, BLOCK))
+    slots = place.put(np.array([0, slot]))
+    cumla.quantize_and_insert_k_cache(k, cache, slots, backend=place.backend, stream=stream)
+
+
+def test_tensors_of_torch():
+    torch = pytest.importorskip("torch")
+    k, cache = torch.zeros((2, 576), dtype=torch.bfloat16), torch.from_numpy(cumla.V32_FP8.allocate(2, BLOCK))
+    with cumla.debug(), pytest.raises(ValueError, match="slot_mapping: row 0 and row 1 both have slot 3"):
+        cumla.quantize_and_insert_k_cache(k, cache, torch.tensor([3, 3]))
+
+
+def test_nothing_is_read_while_it_is_off(place, monkeypatch):
+    monkeypatch.setattr("cumla.dispatch.debug_checks.host", None)
+    insert(place, 99)
+    with cumla.debug(), pytest.raises(TypeError):
+        insert(place, 99)
+    insert(place, 99)
+
+
+def test_it_is_on_while_it_is_on(place):
+    insert(place, 99)
+    with cumla.debug():
+        with cumla.debug():
+            pass
+        with pytest.raises(ValueError, match="slot_mapping: row 1 has slot 99"):
+            insert(place, 99)
+    insert(place, 99)
+    with contextlib.suppress(KeyError), cumla.debug():
+        raise KeyError
+    insert(place, 99)
+
+
+def test_it_is_on_in_its_thread(place):
+    failed = []
+
+    def run():
+        try:
+            insert(place, 99)
+        except ValueError as error:
+            failed.append(error)
+
+    with cumla.debug():
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert not failed
+
+
+@pytest.mark.parametrize("place", [pytest.param("cuda", id="emulated")], indirect=True)
+class TestDevice:
+    def test_the_launch_cache_makes_no_call(self, place, monkeypatch):
+        insert(place, 5)
+        insert(place, 5)
+        again, made = launch_cache.KnownCall.again, []
+        monkeypatch.setattr(launch_cache.KnownCall, "again", lambda *x: made.append(1) or again(*x))
+        with cumla.debug():
+            insert(place, 6)
+        assert not made
+        insert(place, 6)
+        assert made
+
+    def test_a_capture_is_an_error(self, place):
+        import cupy
+
+        insert(place, 5)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        cupy.cuda.Device().synchronize()
+        k, cache = place.put(np.zeros((1, 512), BF16)), place.put(cumla.DSV4_FP8.allocate(2, BLOCK))
+        slots = place.put(np.array([0]))
+        with stream, cumla.debug():
+            stream.begin_capture()
+            try:
+                with pytest.raises(ValueError, match=r"cumla\.debug: got a call while a CUDA graph is being captured"):
+                    cumla.quantize_and_insert_k_cache(k, cache, slots)
+            finally:
+                stream.end_capture()
+
+
+def test_inside_jit_nothing_is_checked():
+    jax = pytest.importorskip("jax")
+    ops = pytest.importorskip("cumla.interop.jax")
+    cache = jax.numpy.asarray(cumla.V32_FP8.allocate(2, BLOCK))
+    with cumla.debug():
+        out = jax.jit(ops.quantize_and_insert_k_cache)(jax.numpy.zeros((2, 576)), cache, jax.numpy.array([0, 99]))
+        jax.block_until_ready(out)

@@ -1,0 +1,143 @@
+"""Arrays of a cached call may be related in any way, and otherwise than those of the call that was recorded.
+
+Each call is made twice on copies of one memory, as it comes and while launches are recorded, when every call is made
+in full: the memory must hold the same bytes afterwards, or both must raise the same error.
+"""
+
+import numpy as np
+import pytest
+
+from cumla.dispatch import launch_cache
+from cumla.kernels.cuda.launch import recorded_launches
+from support.calls import NAMES, call, is_attention
+from support.lab import lab_of
+
+MARGIN, ALIGNMENT = 1 << 14, 64
+NEVER = ("indexer_topk", "indexer_topk-keys")  # they allocate memory that is no result
+OPERATIONS = [name for name in NAMES if not is_attention(name) or name.startswith("merge_attn_states")]
+
+
+@pytest.fixture(params=[pytest.param("cuda", id="emulated"), pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    yield from lab_of(request)
+
+
+@pytest.fixture
+def made_again(monkeypatch):
+    """The calls that the cache makes, as they come."""
+    calls, again = [], launch_cache.KnownCall.again
+    monkeypatch.setattr(launch_cache.KnownCall, "again", lambda *x: calls.append(1) or again(*x))
+    return calls
+
+
+class Placed:
+    """The arrays of a call in one memory.
+
+    odd      how many of them are strided otherwise than they come
+    layouts  by name how an array is strided: its cache key but for the address
+    """
+
+    def __init__(self, arguments, odd, rng):
+        self.arguments = arguments
+        self.arrays = {name: x for name, x in flat(arguments).items() if not name.startswith("src_to_dst")}
+        odd = rng.choice(list(self.arrays), odd)
+        self.layouts = {name: self._layout(x, name in odd, rng) for name, x in self.arrays.items()}
+
+    @staticmethod
+    def _layout(x, odd, rng):
+        """Strides, the bytes from the lowest element to the first, and all bytes."""
+        strides = list(x.strides)
+        if odd:
+            strides[0] *= int(rng.choice([-1, -1, 0, 2]))
+        steps = [(n - 1) * stride for n, stride in zip(x.shape, strides, strict=True)] if x.size else [0]
+        return strides, -sum(min(step, 0) for step in steps), x.itemsize * bool(x.size) + sum(map(abs, steps))
+
+    def offsets(self, rng):
+        """Where each array is: by itself, at another one's start or end, or somewhere within it."""
+        found, end, alone = {}, MARGIN, rng.choice([0.6, 0.8, 1.0])
+        for name, (_, _, size) in self.layouts.items():
+            others = list(found.values())
+            if rng.random() < alone or not others:
+                start, end = end, end + size
+            else:
+                other, length = others[rng.integers(len(others))]
+                start = other + int(rng.choice([0, length, rng.integers(max(length, 1))]))
+            start = -(-start // ALIGNMENT) * ALIGNMENT
+            end = max(end, start + size)
+            found[name] = start, size
+        self.bytes = end + MARGIN
+        return {name: start + self.layouts[name][1] for name, (start, _) in found.items()}
+
+    def put(self, device, memory, offsets):
+        """A copy of the memory on the device, and the arguments in there."""
+        copy = device.put(memory.copy())
+
+        def array(name, x):
+            if name not in offsets:
+                return device.put(x) if isinstance(x, np.ndarray) else x
+            return device.xp.ndarray(x.shape, x.dtype, copy.data + offsets[name], self.layouts[name][0])
+
+        return copy, {
+            name: type(x)(array(f"{name}[{i}]", y) for i, y in enumerate(x)) if isinstance(x, (tuple, list))
+            else array(name, x)
+            for name, x in self.arguments.items()
+        }  # fmt: skip
+
+    def memory(self, offsets, rng):
+        """Values of the arrays where they are, the last one's where several are; between them anything."""
+        memory = rng.integers(0, 256, self.bytes, np.uint8)
+        for name, at in offsets.items():
+            x, strides = self.arrays[name], self.layouts[name][0]
+            if x.size:
+                np.ndarray(x.shape, x.dtype, memory, at, strides)[...] = x
+        return memory
+
+
+def flat(arguments):
+    """All arrays by name, those of tuples numbered."""
+    found = {}
+    for name, x in arguments.items():
+        parts = {f"{name}[{i}]": y for i, y in enumerate(x)} if isinstance(x, (tuple, list)) else {name: x}
+        found |= {part: y for part, y in parts.items() if isinstance(y, np.ndarray) and y.ndim}
+    return found
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_cached_call_does_what_one_in_full_does(device, name, made_again, rng):
+    check(device, call(name), rng)
+    assert made_again or name in NEVER
+
+
+def test_arrays_without_elements(device, made_again, rng):
+    """Wherever they are: their addresses go to kernels, too."""
+    right = call("combine_topk_swa_indices")
+    table = right.arguments["topk_indices"]
+    right.arguments |= {"topk_indices": table[:, :0], "topk": 0}
+    right.arguments["out"] = right.function(**{**right.arguments, "out": None})
+    check(device, right, rng)
+    assert made_again
+
+
+def check(device, right, rng):
+    for i in range(12 if device.emulated else 60):
+        placed = Placed(right.arguments, i % 3, rng)
+        for _ in range(8 if device.emulated else 40):
+            offsets = placed.offsets(rng)
+            memory = placed.memory(offsets, rng)
+            results = []
+            for in_full in (False, True):
+                copy, arguments = placed.put(device, memory, offsets)
+                results.append([outcome(right.function, arguments, in_full), device.get(copy).tobytes()])
+            assert results[0][0] == results[1][0], offsets
+            assert results[0][1] == results[1][1], offsets
+
+
+def outcome(function, arguments, in_full):
+    try:
+        if not in_full:
+            function(**arguments)
+            return None
+        with recorded_launches():
+            function(**arguments)
+    except (TypeError, ValueError) as error:
+        return str(error)
