@@ -2,14 +2,11 @@
 #pragma once
 #include "sm90/decode/memory.cuh"
 
-__device__ uint4 absent_row[64];  // zeros: what a token that is not there reads
+__device__ uint4 absent_scales[1];  // zeros: what a token that is not there reads
 
-// The token in a slot of a list's cache.
+// The token in a slot of a list's cache; of one that is not there the row is null.
 __device__ inline Token token_in(const List& list, int slot) {
-    if (uint32(slot) >= uint32(list.num_slots)) {
-        uint8* zeros = reinterpret_cast<uint8*>(absent_row);
-        return {zeros, zeros};
-    }
+    if (uint32(slot) >= uint32(list.num_slots)) return {nullptr, reinterpret_cast<uint8*>(absent_scales)};
     int page = list.block_shift >= 0 ? slot >> list.block_shift : int(uint32(slot) / uint32(list.block_size));
     int row = slot - page * list.block_size;
     uint8* base = list.pages + page * list.page_stride;
@@ -75,9 +72,11 @@ struct BlockCursor {
     }
 };
 
-// 16 bytes of a row. Unlike copy_async, without asking for whole lines of L2: rows end within them.
-__device__ inline void copy_of_row(uint32 to, const uint8* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(own(to)), "l"(from) : "memory");
+// 16 bytes of a row, or zeros where `size` is 0: nothing is read then. (Zeros in memory, which all thread blocks read for the
+// tokens that they lack, made blocks with few keys slower than full ones.) Unlike copy_async, without asking for whole lines
+// of L2: rows end within them.
+__device__ inline void copy_of_row(uint32 to, const uint8* from, int size) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(own(to)), "l"(from), "r"(size) : "memory");
 }
 
 // A warp copies one half of each block into the ring: 4 lanes a row, 8 rows at a time. It says that they are there when
@@ -94,12 +93,14 @@ struct RowProducer {
         uint32 rope = ROPE_AT + (2 * slot + half) * (HALF * 128) + permuted(first) * 128 + ((part ^ permuted(first)) << 4);
 #pragma unroll
         for (int i = 0; i < HALF / 8; ++i) {  // 8 rows further are 8 places further
-            const uint8* from = reinterpret_cast<const uint8*>(__shfl_sync(~0u, address, first + 8 * i)) + 16 * part;
+            uint64 row = __shfl_sync(~0u, address, first + 8 * i);
+            const uint8* from = reinterpret_cast<const uint8*>(row) + 16 * part;
+            int size = row ? 16 : 0;
 #pragma unroll
             for (int slice = 0; slice < SLICES; ++slice)
-                copy_of_row(slice_of(raw, slice, first) + i * 8 * RAW_BYTES, from + 64 * slice);
-            copy_of_row(rope + i * 1024, from + LAYOUT::rope_offset);
-            copy_of_row((rope ^ 64) + i * 1024, from + LAYOUT::rope_offset + 64);
+                copy_of_row(slice_of(raw, slice, first) + i * 8 * RAW_BYTES, from + 64 * slice, size);
+            copy_of_row(rope + i * 1024, from + LAYOUT::rope_offset, size);
+            copy_of_row((rope ^ 64) + i * 1024, from + LAYOUT::rope_offset + 64, size);
         }
         copies_arrive(RAW_FULL + 8 * slot);
     }
