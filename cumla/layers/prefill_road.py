@@ -23,8 +23,10 @@ class Costs:
     """What a chunk takes on a backend, in us, as measured. A tile is 64 heads of a token, a block 64 keys of a tile.
 
     pages        of any chunk over pages
-    pages_block  of a block there, if all multiprocessors have some
-    rows         of any chunk over gathered rows: two gathers, indices, attention
+    pages_map    of the slots of compressed rows, if there are any
+    pages_tile, pages_block  of a tile's start and end and of a block, if all multiprocessors have some
+    rows         of any chunk over gathered rows: a gather, indices, attention
+    rows_map     of gathering compressed rows and listing them, if there are any
     gathered     of a gathered row
     wave_tile    of a tile's start and end, if all multiprocessors have one
     wave_block   of one block of each of them
@@ -32,8 +34,11 @@ class Costs:
     """
 
     pages: float
+    pages_map: float
+    pages_tile: float
     pages_block: float
     rows: float
+    rows_map: float
     gathered: float
     wave_tile: float
     wave_block: float
@@ -41,7 +46,12 @@ class Costs:
 
 
 # Measured on an H200 (kernels/NOTES.md). Backends and layouts that are not here gather.
-COSTS = {("cuda", DSV4_FP8.name): Costs(20.0, 0.0191, 26.0, 0.00043, 1.8, 1.98, 132)}
+COSTS = {
+    ("cuda", DSV4_FP8.name): Costs(
+        pages=10, pages_map=8, pages_tile=0.0271, pages_block=0.0153, rows=32, rows_map=26, gathered=0.0005,
+        wave_tile=3.85, wave_block=1.575, tiles=132,
+    ),
+}  # fmt: skip
 
 
 def cheaper_road(costs: Costs, tokens: int, heads: int, window: int, compressed: int, gathered: int) -> str:
@@ -51,10 +61,12 @@ def cheaper_road(costs: Costs, tokens: int, heads: int, window: int, compressed:
     """
     tiles = tokens * -(-heads // HEADS)
     listed = -(-window // BLOCK) + -(-compressed // BLOCK)
-    pages = costs.pages + tiles * listed * costs.pages_block
-    waves = -(-tiles // costs.tiles)
+    pages = costs.pages + tiles * (costs.pages_tile + listed * costs.pages_block)
+    waves = tiles / costs.tiles  # not whole ones: their ends overlap with what comes next
     blocks = -(-(window + compressed) // BLOCK)
     rows = costs.rows + gathered * costs.gathered + waves * (costs.wave_tile + blocks * costs.wave_block)
+    if compressed:
+        pages, rows = pages + costs.pages_map, rows + costs.rows_map
     return "pages" if pages < rows else "rows"
 
 

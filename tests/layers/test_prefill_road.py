@@ -57,7 +57,21 @@ def test_more_to_gather_never_favours_gathering(heads, compressed):
 
 
 def test_the_costs_decide():
-    costs = Costs(pages=1, pages_block=1, rows=1, gathered=1, wave_tile=1, wave_block=1, tiles=2)
-    # Over pages 1 + 6 tiles of 3 blocks, over rows 1 + gathered + 3 waves of a tile with 3 blocks.
-    assert cheaper_road(costs, 3, 65, 64, 100, gathered=5) == "rows"
-    assert cheaper_road(costs, 3, 65, 64, 100, gathered=7) == "pages"
+    costs = Costs(
+        pages=1, pages_map=2, pages_tile=1, pages_block=1, rows=1, rows_map=3, gathered=1, wave_tile=1, wave_block=1,
+        tiles=2,
+    )  # fmt: skip
+    # Over pages 1 + 2 + 6 tiles of 1 + 3 blocks, over rows 1 + 3 + gathered + 3 waves of a tile with 3 blocks.
+    assert cheaper_road(costs, 3, 65, 64, 100, gathered=10) == "rows"
+    assert cheaper_road(costs, 3, 65, 64, 100, gathered=12) == "pages"
+    # Without compressed rows 1 + 6 * 2 against 1 + gathered + 3 * 2.
+    assert cheaper_road(costs, 3, 65, 64, 0, gathered=5) == "rows"
+    assert cheaper_road(costs, 3, 65, 64, 0, gathered=7) == "pages"
+
+
+def test_chunks_take_what_was_faster_on_a_device():
+    """Tokens and positions of chunks of 64 heads; window layers list 128 rows, the others up to 512 more."""
+    assert [roads([(t, 2048)], ratio=1, topk=None)[0] for t in (16, 256, 2048)] == ["pages"] * 3
+    assert roads([(8131, 16317)], ratio=1, topk=None) == ["rows"]
+    assert [roads([(t, 1 << 17)])[0] for t in (16, 256, 512, 1024)] == ["pages"] * 4
+    assert [roads([(t, 16384)])[0] for t in (16, 256, 512, 1024, 2048, 8192)] == ["pages"] * 4 + ["rows"] * 2
