@@ -132,14 +132,8 @@ def _graph(calls: Calls, framework: str) -> tuple[Callable[[], Any], int]:
     return (_capture(calls, framework, rounds), rounds * len(calls)) if rounds > 2 else (replay, count)
 
 
-def queued_us(call: Callable[[], Any], count: int = 8) -> float:
-    """Median time in us of a call on the default stream, for what cannot be captured in a graph."""
-    (times,) = queued_times_in_turn({"": lambda: [call() for _ in range(count)]}).values()
-    return statistics.median(times) / count
-
-
 def queued_times_in_turn(impls: Mapping[str, Callable[[], Any]]) -> dict[str, list[float]]:
-    """Times in us of calls on the default stream, one of each, and again.
+    """Times in us of calls on the default stream, one of each, and again, for what no graph can capture.
 
     The device is held until the host has queued a call, so that it never waits for the host. Raises RuntimeError for
     a call that waits for the device, or queues more than a stream takes.

@@ -75,18 +75,18 @@ def test_steps_that_mean_nothing(name):
         steps_of(name, REQUESTS)
 
 
-@pytest.mark.parametrize("kind", ["window", "c4a", "c128a"])
+@pytest.mark.parametrize("kind", ["window", "c4a", "c128a", "v32"])
 @pytest.mark.parametrize(("heads", "name"), [(64, "decode6"), (16, "mixed3x128"), (8, "mtp2x6"), (8, "mtp4x6")])
 def test_peers_compute_what_cumla_does(kind, heads, name, monkeypatch):
     """Each call of a peer gets arguments by which it computes the same as cumla, and is timed only then."""
     pytest.importorskip("torch")
     stand_ins.install(monkeypatch)
     monkeypatch.setattr(trace.Place, "of", lambda backend: Place(backend, "torch"))
-    monkeypatch.setattr(Shape, "of", lambda kind, heads: Shape(kind, heads, 64))
+    monkeypatch.setattr(Shape, "of", lambda kind, heads: Shape(kind, heads, 128))
     monkeypatch.setattr(trace, "steps_of", lambda *given: first(2, steps_of(*given)))
     rows = list(trace.measured(trace.TraceOptions("cpu", (kind,), (heads,), (name,), layers=2), REQUESTS))
     assert [row for row in rows if row.get("error")] == []
-    parts = {"insert", "attention"} | ({"select"} if kind == "c4a" else set())
+    parts = {"insert", "attention"} | ({"select"} if kind in ("c4a", "v32") else set())
     for part in parts:
         both = [row for row in rows if row["op"] == f"trace {part}"]
         assert {row["impl"] for row in both} == {"cumla", "peers"}
@@ -165,12 +165,12 @@ def test_the_command_on_a_cpu(tmp_path, capsys):
     done = json.loads(path.read_text())
     assert {row["config"] for row in done["rows"]} == {
         f"{kind} h{heads} {steps}, lengths"
-        for kind in ("window", "c4a", "c128a") for heads in (2, 4) for steps in ("decode4", "mtp2x2")
+        for kind in ("window", "c4a", "c128a", "v32") for heads in (2, 4) for steps in ("decode4", "mtp2x2")
     }  # fmt: skip
     assert {row["op"] for row in done["rows"]} == {
         f"trace {part}" for part in ("metadata", "insert", "select", "attention")
     }
-    assert len(done["table"]) == 12
+    assert len(done["table"]) == 16
     assert "c4a h2 mtp2x2 (1)" in capsys.readouterr().out
 
 
