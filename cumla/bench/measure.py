@@ -252,12 +252,18 @@ def host_times_in_turn(calls: Mapping[str, Callable[[], Any]], rounds: int = 20,
 
 
 def call_times(calls: Calls, seconds: float = 0.5) -> list[float]:
-    """Times in us of calls on the host, one after another, for about so many seconds; the first ones are left out."""
+    """Times in us of calls on the host, one after another, for about so many seconds; the first ones are left out.
+
+    Five at least, or two of calls that take seconds each.
+    """
     for call in calls:
         call()
     times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < 5 or (time.perf_counter() < end and len(times) < 1_000):
+    begun = time.perf_counter()
+    while len(times) < 1_000:
+        spent = time.perf_counter() - begun
+        if spent > seconds and len(times) >= (5 if spent < 10 * seconds else 2):
+            break
         call = calls[len(times) % len(calls)]
         start = time.perf_counter()
         call()

@@ -66,21 +66,28 @@ def measured(options: TraceOptions, requests: Sequence[TraceRequest]) -> Iterato
     for name in options.all_steps:
         steps = steps_of(name, requests, options.seed)
         for kind in options.kinds:
-            caches = Caches(place, kind, steps.blocks, options.layers)
-            for heads in options.all_heads:
-                shape = Shape.of(kind, heads)
-                tokens = Tokens(place, heads, steps.most_tokens, steps.longest, shape.layout.head_dim)
-                for number, step in enumerate(steps.steps):
-                    config = f"{kind} h{heads} {name}" + (f" {number}" if len(steps.steps) > 1 else "")
-                    try:
-                        inputs = step_inputs(place, shape, caches, tokens, steps, step)
-                        yield from StepRows(inputs, steps, f"{config}, lengths", number == 0).rows()
-                    except Exception as error:  # the next one may do
-                        yield failed("step", f"{config}, lengths", "cumla", error)
-                del tokens
-            del caches
+            try:
+                yield from of_kind(place, kind, steps, options)
+            except Exception as error:  # memory, say: the next one may do
+                yield failed("caches", f"{kind} h{options.all_heads[0]} {name}, lengths", "cumla", error)
             if place.on_device:
                 place.xp.get_default_memory_pool().free_all_blocks()
+
+
+def of_kind(place: Place, kind: str, steps: Steps, options: TraceOptions) -> Iterator[Row]:
+    """Rows of steps that share caches, which go when they end."""
+    caches = Caches(place, kind, steps.blocks, options.layers)
+    for heads in options.all_heads:
+        shape = Shape.of(kind, heads)
+        tokens = Tokens(place, heads, steps.most_tokens, steps.longest, shape.layout.head_dim)
+        for number, step in enumerate(steps.steps):
+            config = f"{kind} h{heads} {steps.name}" + (f" {number}" if len(steps.steps) > 1 else "") + ", lengths"
+            try:
+                inputs = step_inputs(place, shape, caches, tokens, steps, step)
+                yield from StepRows(inputs, steps, config, number == 0).rows()
+            except Exception as error:  # the next one may do
+                yield failed("step", config, "cumla", error)
+        del tokens
 
 
 def step_inputs(place: Place, shape: Shape, *of_step: Any) -> StepInputs:
@@ -178,7 +185,7 @@ class StepRows:
         self.inputs.select()
         peer.select()
         ours, theirs = (dlpack.borrow(x, "selected") for x in (self.inputs.selected, peer.selected))
-        differ = 1 - float(shared(self.inputs.place.xp, ours, theirs)) if bool((ours >= 0).any()) else 0.0
+        differ = 1 - shared(self.inputs.place.xp, ours, theirs) if bool((ours >= 0).any()) else 0.0
         return differ, f"{differ:.2%} of the lists differ" if differ > LISTS_DIFFER else None
 
     def _compare_attention(self, peer: PeerStep) -> tuple[float, str | None]:

@@ -333,11 +333,11 @@ class StepInputs:
             return None
         prefills = dlpack.borrow(self.selected, "selected")[self.decodes :]
         step = max(1, len(prefills) // 256)
-        return float(shared(self.place.xp, prefills[:-1][::step], prefills[1:][::step]))
+        return shared(self.place.xp, prefills[:-1][::step], prefills[1:][::step])
 
 
-def shared(xp: Any, a: Any, b: Any) -> Any:
+def shared(xp: Any, a: Any, b: Any) -> float:
     """The part of the entries of a's rows that b's rows have as well; -1 is no entry, and none is there twice."""
     both = xp.sort(xp.concatenate([a, b], axis=1), axis=1)
     same = ((both[:, 1:] == both[:, :-1]) & (both[:, 1:] >= 0)).sum()
-    return same / xp.maximum((a >= 0).sum(), 1)
+    return float(same) / max(int((a >= 0).sum()), 1)

@@ -1,7 +1,8 @@
 """`cumla bench trace`: steps of a trace, the peers' chains on what cumla gets, and the table."""
 
-import dataclasses
 import json
+import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -100,7 +101,7 @@ def test_peers_compute_what_cumla_does(kind, heads, name, monkeypatch):
 
 
 def first(count, steps):
-    return dataclasses.replace(steps, steps=steps.steps[:count])
+    return replace(steps, steps=steps.steps[:count])
 
 
 def test_neighbours_select_alike(monkeypatch):
@@ -186,3 +187,52 @@ def test_the_command_on_a_cpu(tmp_path, capsys):
 def test_what_cannot_be_done(options, says, capsys):
     assert main(["bench", "--backend", "cpu", *options]) == 2
     assert says in capsys.readouterr().err
+
+
+class Captured(trace.StepRows):
+    """Decodes in a graph, which refuses what allocates; the rest as it is. Nothing is timed."""
+
+    def _times(self, impls, part=""):
+        import cupy
+
+        for call in impls.values():
+            call()
+            if self.steps.mixed or part == "metadata":
+                continue
+            stream = cupy.cuda.Stream(non_blocking=True)
+            with stream:
+                stream.begin_capture()
+                call()
+                call()
+                graph = stream.end_capture()
+            graph.launch(cupy.cuda.get_current_stream())
+        return {name: [3.0] * 5 for name in impls}
+
+
+@pytest.mark.parametrize("kind", ["window", "c4a", "c128a", "v32"])
+def test_steps_on_an_emulated_device(kind, here, monkeypatch):
+    """Arrays of CuPy all the way, and calls that a graph takes."""
+    import cupy
+
+    def normal(self, seed, *shape):
+        return cupy.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
+
+    def of_numpy(function):
+        return lambda x, **options: cupy.asarray(function(x.get(), **options))
+
+    for name in ("cos", "sin", "abs", "sort"):  # what the stand-in for CuPy lacks
+        monkeypatch.setattr(cupy, name, of_numpy(getattr(np, name)), raising=False)
+    pool = types.SimpleNamespace(free_all_blocks=lambda: None)
+    monkeypatch.setattr(cupy, "get_default_memory_pool", lambda: pool, raising=False)
+    monkeypatch.setattr(Place, "normal", normal)
+    monkeypatch.setattr(trace.Place, "of", lambda backend: Place(backend, "cupy"))
+    monkeypatch.setattr(Shape, "of", lambda kind, heads: Shape(kind, heads, 64))
+    monkeypatch.setattr(trace, "StepRows", Captured)
+    monkeypatch.setattr(trace, "whole_us", lambda call: 8.0)
+    monkeypatch.setattr(trace, "steps_of", lambda *given: first(1, steps_of(*given)))
+    options = trace.TraceOptions("cuda", (kind,), (8,), ("decode2", "mixed2x64"), layers=2)
+    rows = list(trace.measured(options, [replace(request, output_length=20) for request in REQUESTS[:2]]))
+    assert [row for row in rows if row.get("error")] == []
+    attention = [row for row in rows if row["op"] == "trace attention"]
+    assert [(row["us_graph"], row["us"]) for row in attention] == [(1.5, 4.0)] * 2
+    assert [row["us_graph"] for row in rows if row["op"] == "trace plan"] == [0.0]
