@@ -95,14 +95,15 @@ class Report:
             self.args.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def measure(report, op, config, impls, bytes_moved, check=None, clear=None, flop=0):
+def measure(report, op, config, impls, bytes_moved, check=None, clear=None, flop=0, functions=None):
     """Check and time several implementations of one operation; replays of their graphs in turn.
 
     impls  {name: (framework, calls)}, a call a set of inputs; "copy" moves as many bytes and is not checked
     check  given the result of the first call, returns the largest error; raises AssertionError if it is wrong
     clear  called before each implementation is checked: whatever calls write in place is wiped
+    functions  of other libraries' implementations, which function of which version that is
     """
-    for row in rows.rows_of(Problem(op, config, impls, bytes_moved, flop, check, clear)):
+    for row in rows.rows_of(Problem(op, config, impls, bytes_moved, flop or 0, check, clear, functions or {})):
         report.add_row(row)
 
 

@@ -12,6 +12,9 @@ import numpy as np
 from common import Report, arguments, copy_calls, measure, sets_for
 
 import cumla
+from cumla.bench.caches import QueryNormInsert
+from cumla.bench.problem import Sizes
+from cumla.bench.rows import rows_of
 
 BF16 = ml_dtypes.bfloat16
 CONTEXT, STATE_BLOCK, BLOCK = 4_096, {4: 4, 128: 8}, 64
@@ -90,45 +93,6 @@ def compressor(report, ratio, tokens, prefill):
     measure(report, "compress_and_insert", config, impls, moved, check)
 
 
-def window_rows(report, tokens, heads=128):
-    config = f"{tokens:,} tokens, {heads} heads"
-    if not report.wants("qnorm_rope_and_insert", config):
-        return
-    layout = cumla.DSV4_FP8
-    q = rng.standard_normal((tokens, heads, 512), np.float32).astype(BF16)
-    kv = rng.standard_normal((tokens, 512), np.float32).astype(BF16)
-    slots, positions = np.arange(tokens), np.arange(tokens)
-    cos_sin = rng.standard_normal((8_192, 64), np.float32)
-    moved = 2 * q.nbytes + kv.nbytes + tokens * 584
-    where = [cupy.asarray(x) for x in (slots, positions, cos_sin)]
-    sets = [
-        (
-            cupy.asarray(q),
-            cupy.asarray(kv),
-            layout.allocate(-(-tokens // BLOCK), BLOCK, cupy),
-            cupy.empty(q.shape, BF16),
-        )
-        for _ in range(sets_for(moved, 3))
-    ]
-
-    def call(q, kv, cache, out):
-        return lambda: cumla.qnorm_rope_and_insert(q, kv, cache, where[0], where[1], where[2], out=out)
-
-    def check(out):
-        few = min(tokens, 16)
-        want = cumla.qnorm_rope_and_insert(
-            q[:few], kv[:few], layout.allocate(1, BLOCK), slots[:few], positions[:few], cos_sin, backend="reference"
-        ).astype(np.float32)
-        error = np.abs(out[:few].get().astype(np.float32) - want)
-        assert (error <= 2.0**-7 * np.abs(want) + 1e-3).all(), error.max()
-        return float(error.max())
-
-    impls = {"cumla-cuda": ("cupy", [call(*x) for x in sets])}
-    if moved > 1 << 24:
-        impls["copy"] = "cupy", copy_calls(moved // 2, len(sets))
-    measure(report, "qnorm_rope_and_insert", config, impls, moved, check)
-
-
 def inverse(report, tokens, heads=128):
     config = f"{tokens:,} tokens, {heads} heads, in place"
     if not report.wants("apply_rope", config):
@@ -158,8 +122,10 @@ def main():
         for tokens in (1, 32, 128):
             compressor(report, ratio, tokens, prefill=False)
         compressor(report, ratio, 4_096, prefill=True)
-    for tokens in (1, 17, 4_096):
-        window_rows(report, tokens)
+    for case in (QueryNormInsert(tokens, 128) for tokens in (1, 17, 4_096)):
+        if report.wants(case.op, str(case)):
+            for row in rows_of(case.problem(Sizes("cuda"))):
+                report.add_row(row)
     inverse(report, 128)
     report.finish()
 

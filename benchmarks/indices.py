@@ -14,6 +14,7 @@ import numpy as np
 from common import Report, arguments, as_torch, copy_calls, copy_gbps, has_peer, measure, random_bits, sets_for
 
 import cumla
+from cumla.bench.problem import contexts, selected_rows
 
 WINDOW = 128
 RATIO = 4
@@ -81,47 +82,64 @@ def compare(report, op, config, function, arguments_of, outputs_of, bytes_moved,
             impls["vllm"] = "torch", [partial(theirs, *as_torch(*given)) for given, _ in sets]
     if bytes_moved > 1 << 24:
         impls["copy"] = "cupy", copy_calls(bytes_moved // 2, len(sets))
-    measure(report, op, config, impls, bytes_moved, check, clear)
+    functions = {"vllm": f"{function}, vLLM 0.26"}
+    measure(report, op, config, impls, bytes_moved, check, clear, functions=functions)
 
 
 def outputs(tokens, width):
     return lambda: (cupy.empty((tokens, width), cupy.int32), cupy.empty(tokens, cupy.int32))
 
 
-def global_topk(report, tokens, topk):
+def global_topk(report, tokens, topk, lengths=False):
     requests = min(tokens, 128)
     entries = CONTEXT // RATIO
     token_to_req = device(np.arange(tokens) * requests // tokens)
     table = table_for(requests, entries, COMPRESSED_BLOCK)
     valid = cupy.ones(tokens, cupy.bool_)
+
+    def lists():
+        if not lengths:
+            return topk_of(tokens, topk, entries)
+        visible = (contexts(rng, requests, CONTEXT) // RATIO).repeat(tokens // requests)
+        return device(selected_rows(rng, visible, topk, neighbours=tokens > requests))
+
     compare(
-        report, "compute_global_topk_indices_and_lens", f"{tokens:,} x {topk:,}",
+        report, "compute_global_topk_indices_and_lens", f"{tokens:,} x {topk:,}, {kind_of(lengths)}",
         "compute_global_topk_indices_and_lens",
-        lambda: (topk_of(tokens, topk, entries), token_to_req, table, COMPRESSED_BLOCK, valid),
+        lambda: (lists(), token_to_req, table, COMPRESSED_BLOCK, valid),
         outputs(tokens, topk), 8 * tokens * topk,
         lambda indices, *rest: (indices[:SAMPLE], *rest),
     )  # fmt: skip
 
 
-def prefills(tokens, requests=4):
-    """query_start_loc and seq_lens of `requests` prefills that continue a context."""
+def kind_of(lengths):
+    return "lengths" if lengths else "full lists"
+
+
+def prefills(tokens, requests=4, lengths=False):
+    """query_start_loc and seq_lens of `requests` prefills that continue a context, or contexts of different lengths."""
     new = tokens // requests
-    return device(np.arange(requests + 1) * new), device(np.full(requests, CONTEXT + new))
+    before = contexts(rng, requests, CONTEXT) if lengths else np.full(requests, CONTEXT)
+    return device(np.arange(requests + 1) * new), device(before + new)
 
 
-def combine(report, tokens, topk):
-    starts, lens = prefills(tokens)
-    requests = len(lens)
-    gather_lens = device(np.full(requests, tokens // requests + WINDOW - 1))
-    compressed = (CONTEXT + tokens // requests) // RATIO
-    rows = compressed + tokens // requests + WINDOW - 1
+def combine(report, tokens, topk, lengths=False):
+    starts, lens = prefills(tokens, lengths=lengths)
+    requests, new = len(lens), tokens // len(lens)
+    gather_lens = device(np.full(requests, new) + np.minimum(lens.get() - new, WINDOW - 1))
+    compressed = (CONTEXT + new) // RATIO
+    rows = compressed + new + WINDOW - 1
     width = -(-(topk + WINDOW) // 128) * 128
+    visible = (lens.get()[:, None] - new + np.arange(1, new + 1)).reshape(-1) // RATIO
+
+    def lists():
+        if not lengths:
+            return topk_of(tokens, topk, CONTEXT // RATIO, absent=False)
+        return device(selected_rows(rng, visible, topk, neighbours=True))
+
     compare(
-        report, "combine_topk_swa_indices", f"{tokens:,} x {topk:,}", "combine_topk_swa_indices",
-        lambda: (
-            topk_of(tokens, topk, CONTEXT // RATIO, absent=False), starts, lens, gather_lens,
-            WINDOW, RATIO, topk, rows, compressed,
-        ),
+        report, "combine_topk_swa_indices", f"{tokens:,} x {topk:,}, {kind_of(lengths)}", "combine_topk_swa_indices",
+        lambda: (lists(), starts, lens, gather_lens, WINDOW, RATIO, topk, rows, compressed),
         outputs(tokens, width), 4 * tokens * (topk + width),
         lambda indices, *rest: (indices[:SAMPLE], *rest),
     )  # fmt: skip
@@ -182,10 +200,11 @@ def main():
     print(f"copy: {gbps:.0f} GB/s")
     for tokens in (128, 4_096):
         windows(report, tokens)
-    for shape in ((128, 512), (4_096, 512), (8_192, 1_024)):
-        global_topk(report, *shape)
-    for shape in ((128, 512), (4_096, 512), (8_192, 1_024)):
-        combine(report, *shape)
+    for lengths in (True, False):
+        for shape in ((128, 512), (4_096, 512), (8_192, 1_024)):
+            global_topk(report, *shape, lengths)
+        for shape in ((128, 512), (4_096, 512), (8_192, 1_024)):
+            combine(report, *shape, lengths)
     mixed(report, 128, 0, 512)
     mixed(report, 0, 4_096, 512)
     report.finish(copy_gbps=gbps)

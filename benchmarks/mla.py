@@ -8,14 +8,14 @@ query and a key. Attention is checked against float64 on a sample of queries bef
 
 from __future__ import annotations
 
-import functools
-import importlib
-
 import cupy
 import numpy as np
-from common import Report, arguments, graph_us, has_peer, host_us, measure
+from common import Report, arguments, graph_us, has_peer, host_us
 
 import cumla
+from cumla.bench.problem import Sizes
+from cumla.bench.rows import rows_of
+from cumla.bench.suites import DenseDecode
 from cumla.dispatch.call import BFLOAT16
 from cumla.layers.dense import MLACommonImpl
 from cumla.metadata import MLACommonMetadataBuilder, MLAConfig
@@ -53,64 +53,14 @@ def largest_error(got, want):
     return float(error.max())
 
 
-def decode(report, batch, rng):
-    """FlashMLA's own case: bf16 cache, 128 heads, 8,192 tokens of context."""
-    config = f"h{HEADS} b{batch} ctx {CONTEXT}"
-    if not report.wants("dense_mla_decode", config):
-        return
-    blocks = batch * CONTEXT // BLOCK
-    sets = 1 if batch >= 16 else 4  # a cache of 16 requests is far larger than the L2 cache
-    caches = [random((blocks, BLOCK, 576), rng) for _ in range(sets)]
-    q = random((batch, 1, HEADS, 576), rng)
-    tables = [cupy.asarray(rng.permutation(blocks).reshape(batch, -1).astype(np.int32)) for _ in caches]
-    lens = cupy.full(batch, CONTEXT, np.int32)
-    out, lse = cupy.empty((batch, 1, HEADS, 512), BFLOAT16), cupy.empty((batch, HEADS, 1), np.float32)
-    plan = cumla.DenseDecodePlan()
-
-    def call(cache, table):
-        cumla.dense_mla_decode(
-            q, cache, table, lens, softmax_scale=SCALE, max_seqlen=CONTEXT, plan=plan, out=out, lse=lse
-        )
-        return out
-
-    impls = {"cumla": ("cupy", [functools.partial(call, *pair) for pair in zip(caches, tables, strict=True)])}
-    if has_peer(FLASH_MLA):
-        impls["flash_mla"] = ("torch", flash_mla(q, caches, tables, lens))
-    flop = 2 * batch * HEADS * CONTEXT * (576 + 512)
-    moved = batch * (CONTEXT * 576 + HEADS * (576 + 512)) * 2
-
-    def check(result):
-        if not isinstance(result, cupy.ndarray):
-            result = cupy.from_dlpack(result).view(BFLOAT16)
-        picked = np.random.default_rng(1).integers(0, batch, SAMPLES)
-        errors = []
-        for b in picked:
-            keys = caches[0][tables[0][int(b)]].reshape(CONTEXT, 1, 576)
-            errors.append(largest_error(result[int(b), 0], exact(q[int(b), 0], keys, keys[..., :512], SCALE)[0]))
-        return max(errors)
-
-    measure(report, "dense_mla_decode", config, impls, moved, check, flop=flop)
-
-
-def flash_mla(q, caches, tables, lens):
-    """Calls of FlashMLA's decode, one for each cache and its block table; they give the bits of bfloat16 as int16."""
-    import torch
-
-    peer = importlib.import_module(FLASH_MLA)
-
-    def tensor(array):
-        return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
-
-    queries, lens, schedule = tensor(q), torch.from_dlpack(lens), peer.get_mla_metadata()[0]
-
-    def call(cache, table):
-        out, _ = peer.flash_mla_with_kvcache(queries, cache, table, lens, 512, schedule, softmax_scale=SCALE)
-        return out.view(torch.int16)
-
-    return [
-        functools.partial(call, tensor(cache)[:, :, None], torch.from_dlpack(table))
-        for cache, table in zip(caches, tables, strict=True)
-    ]
+def decode(report):
+    """Lengths first; then FlashMLA's own case: bf16 cache, 128 heads, 8,192 tokens of context."""
+    for case in (
+        DenseDecode(HEADS, batch, CONTEXT, lengths) for lengths in (True, False) for batch in (1, 16, 64, 128)
+    ):
+        if report.wants(case.op, str(case)):
+            for row in rows_of(case.problem(Sizes("cuda"))):
+                report.add_row(row)
 
 
 def prefill(report, heads, new, context, rng):
@@ -247,8 +197,7 @@ def layer(report, heads, new, context, workspace, rng):
 def main():
     args = arguments(__doc__).parse_args()
     report, rng = Report(args), np.random.default_rng(0)
-    for batch in (1, 16, 64, 128):
-        decode(report, batch, rng)
+    decode(report)
     for context in (0, 65536):
         prefill(report, 16, 8192, context, rng)
     for context, workspace in ((0, 65536), (65536, 65536), (65536, 16384), (65536, 4096)):

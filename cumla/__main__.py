@@ -225,7 +225,9 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "--steps", type=_names, metavar="NAME,...",
         help="decodeN, mtpKxN (decodes of K tokens), mixedRxT (R requests run, T tokens a step); all if not given",
     )  # fmt: skip
-    steps.add_argument("--kinds", type=_names, metavar="NAME,...", help="of layers: window, c4a, c128a (default: all)")
+    steps.add_argument(
+        "--kinds", type=_names, metavar="NAME,...", help="of layers: window, c4a, c128a, v32 (default: all)"
+    )
     steps.add_argument(
         "--layers", type=Between(1, 64), default=8, metavar="N", help="timed at once, 1 to 64 (default: 8)"
     )

@@ -69,7 +69,7 @@ for name in ${*:-correct fences decode poisoned prefill prefill_chunks indexer c
         replay replay_v32 --layers v32
         ;;
     trace) part trace 590 60 python3 benchmarks/trace.py $TRACE --json "$logs/trace.json" ;; # words of options
-    prefill | indexer) part "$name" 150 0 python3 "benchmarks/$name.py" --json "$logs/$name.json" ;;
+    decode | prefill | indexer | cache) part "$name" 240 0 python3 "benchmarks/$name.py" --json "$logs/$name.json" ;;
     *) part "$name" 90 0 python3 "benchmarks/$name.py" --json "$logs/$name.json" ;;
     esac
 done

@@ -28,6 +28,7 @@ from .problem import (
     contexts,
     error_within,
     of_sets,
+    picked,
     repeating_cache,
 )
 
@@ -59,7 +60,7 @@ def token_bytes(layout: CacheLayout, cache: Any, slots: np.ndarray) -> np.ndarra
     block = cache.shape[1]
     page, row = np.divmod(slots, block)
     there, page = np.unique(page, return_inverse=True)
-    pages = to_host(cache[there]).reshape(len(there), -1)
+    pages = picked(cache, there).reshape(len(there), -1)
     scales = layout.scale_start(block) + row * layout.scale_stride
     rows = pages[page[:, None], (row * layout.row_bytes)[:, None] + np.arange(layout.row_bytes)]
     return np.concatenate([rows, pages[page[:, None], scales[:, None] + np.arange(layout.scale_bytes)]], axis=1)
@@ -151,8 +152,7 @@ class QueryNormInsert:
             got = token_bytes(layout, caches[0], to_host(slots[0])[which])
             differ = float((got != rows).mean())
             assert differ < 1e-3, f"{differ:.2%} of the bytes of rows differ"  # RoPE rounds once, in some order
-            queries = result[which] if not hasattr(result, "cpu") else result.float().cpu().numpy()[which]
-            return error_within(to_host(queries), want, ROUNDED)
+            return error_within(picked(result, which), want, ROUNDED)
 
         theirs = [peers.vllm_qnorm_rope_insert(*x, BLOCK) if sizes.with_peers else None for x in given]
         return Problem(
@@ -312,7 +312,7 @@ class KeyGather:
         want = token_bytes(layout, cache.base, cache.in_base(slots))
 
         def check(_: Any) -> float:
-            got = [to_host(keys[0][which]), to_host(scales[0][which])[:, None].view(np.uint8)]
+            got = [picked(keys[0], which), picked(scales[0], which)[:, None].view(np.uint8)]
             np.testing.assert_array_equal(np.concatenate(got, axis=1), want)
             return 0.0
 

@@ -61,7 +61,7 @@ class Chunk:
 
     def problem(self, sizes: Sizes) -> Problem:
         place, steps, shape = Place.of(sizes.backend), self.steps(), Shape.of("c4a", self.heads, sizes.extra)
-        caches = Caches(place, shape.ratio, steps.blocks, LAYERS)
+        caches = Caches(place, shape.kind, steps.blocks, LAYERS)
         tokens = Tokens(place, self.heads, steps.most_tokens, steps.longest)
         x = StepInputs(place, shape, caches, tokens, steps, steps.steps[0])
         x.select()

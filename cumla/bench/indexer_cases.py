@@ -35,11 +35,11 @@ class Inputs:
 
     def e4m3(self, *shape: int) -> Any:
         """Bytes of numbers from -1.75 to 1.75, none of them NaN."""
-        bits = self.xp.random.default_rng(self.arrays.rng.integers(2**31)).integers(0, 1 << 16, shape, np.uint32)
+        bits = self.xp.random.default_rng(int(self.arrays.rng.integers(2**31))).integers(0, 1 << 16, shape, np.uint32)
         return ((bits & 0x80) | (bits >> 8) % 0x3E).astype(np.uint8)
 
     def uniform(self, *shape: int, low: float = -1.0) -> Any:
-        draw = self.xp.random.default_rng(self.arrays.rng.integers(2**31)).random(shape, np.float32)
+        draw = self.xp.random.default_rng(int(self.arrays.rng.integers(2**31))).random(shape, np.float32)
         return draw * np.float32(1.0 - low) + np.float32(low)
 
     def keys(self, pages: int) -> Any:

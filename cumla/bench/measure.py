@@ -132,14 +132,8 @@ def _graph(calls: Calls, framework: str) -> tuple[Callable[[], Any], int]:
     return (_capture(calls, framework, rounds), rounds * len(calls)) if rounds > 2 else (replay, count)
 
 
-def queued_us(call: Callable[[], Any], count: int = 8) -> float:
-    """Median time in us of a call on the default stream, for what cannot be captured in a graph."""
-    (times,) = queued_times_in_turn({"": lambda: [call() for _ in range(count)]}).values()
-    return statistics.median(times) / count
-
-
 def queued_times_in_turn(impls: Mapping[str, Callable[[], Any]]) -> dict[str, list[float]]:
-    """Times in us of calls on the default stream, one of each, and again.
+    """Times in us of calls on the default stream, one of each, and again, for what no graph can capture.
 
     The device is held until the host has queued a call, so that it never waits for the host. Raises RuntimeError for
     a call that waits for the device, or queues more than a stream takes.
@@ -258,12 +252,18 @@ def host_times_in_turn(calls: Mapping[str, Callable[[], Any]], rounds: int = 20,
 
 
 def call_times(calls: Calls, seconds: float = 0.5) -> list[float]:
-    """Times in us of calls on the host, one after another, for about so many seconds; the first ones are left out."""
+    """Times in us of calls on the host, one after another, for about so many seconds; the first ones are left out.
+
+    Five at least, or two of calls that take seconds each.
+    """
     for call in calls:
         call()
     times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < 5 or (time.perf_counter() < end and len(times) < 1_000):
+    begun = time.perf_counter()
+    while len(times) < 1_000:
+        spent = time.perf_counter() - begun
+        if spent > seconds and len(times) >= (5 if spent < 10 * seconds else 2):
+            break
         call = calls[len(times) % len(calls)]
         start = time.perf_counter()
         call()

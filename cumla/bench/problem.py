@@ -20,7 +20,7 @@ from ..layout import DSV4_FP8, CacheLayout
 from ..ops.sparse_cache import quantize_and_insert_k_cache
 from ..replay.device import to_host
 from ..replay.errors import RunError
-from .measure import sets_for
+from .measure import cupy, sets_for
 
 BLOCK = 64
 HOST_SLOTS, DEVICE_SLOTS = 1 << 14, 1 << 20
@@ -137,6 +137,15 @@ def first(result: Any, count: int = CHECKED) -> np.ndarray:
     """The first entries of a call's first result, an array or a tensor of torch, on the host."""
     got = (result[0] if isinstance(result, (tuple, list)) else result)[:count]
     return to_host(got) if not hasattr(got, "cpu") else got.float().cpu().numpy()
+
+
+def picked(array: Any, which: np.ndarray) -> np.ndarray:
+    """Entries of an array or a tensor of torch, on the host."""
+    if hasattr(array, "cpu"):
+        return np.asarray(array.float().cpu().numpy()[which])
+    if isinstance(array, np.ndarray):
+        return array[which]
+    return to_host(array[cupy().asarray(which)])  # it takes no indices of NumPy's
 
 
 def error_within(got: np.ndarray, want: np.ndarray, bound: Bound) -> float:

@@ -17,7 +17,7 @@ from ..layout import MLA_BF16
 from ..metadata import CommonAttentionMetadata, DeepseekSparseSWAMetadataBuilder, ServingConfig
 from ..replay.device import to_host
 from . import peers
-from .problem import BLOCK, Arrays, Peer, Problem, Sizes, against, contexts, error_within, first
+from .problem import BLOCK, Arrays, Peer, Problem, Sizes, against, contexts, error_within, first, of_sets
 
 
 def indices(sizes: Sizes) -> Iterator[Problem]:
@@ -34,6 +34,9 @@ def indices(sizes: Sizes) -> Iterator[Problem]:
         yield Problem("topk to slots", f"b{batch} {sizes.extra}", {"cumla": ("cupy", [call])}, 8 * local.size)
 
 
+SETS = 4
+
+
 @dataclass(frozen=True)
 class DenseDecode:
     """Decodes over a paged bfloat16 cache. lengths: of contexts up to `context`, else all of it."""
@@ -43,7 +46,7 @@ class DenseDecode:
     context: int
     lengths: bool = False
 
-    op: ClassVar[str] = "dense decode"
+    op: ClassVar[str] = "dense_mla_decode"
 
     def __str__(self) -> str:
         return f"h{self.heads} b{self.batch} of {self.context}, {'lengths' if self.lengths else 'full lists'}"
@@ -54,23 +57,22 @@ class DenseDecode:
         lens = np.full(self.batch, self.context, np.int32)
         if self.lengths:
             lens = contexts(arrays.rng, self.batch, self.context)
-        q, table = arrays.rows(self.batch, 1, self.heads, 576), arrays.integers(len(cache), self.batch, columns)
-        on_device, scale = xp.asarray(lens), 576**-0.5
+        q, on_device, scale = arrays.rows(self.batch, 1, self.heads, 576), xp.asarray(lens), 576**-0.5
+        tables = [arrays.integers(len(cache), self.batch, columns) for _ in range(SETS)]
         out = xp.empty((self.batch, 1, self.heads, 512), BFLOAT16)
         lse = xp.empty((self.batch, self.heads, 1), np.float32)
 
         def ours(backend: str) -> list[Any]:
-            return [
-                functools.partial(
-                    cumla.dense_mla_decode, q, cache, table, on_device, softmax_scale=scale,
-                    plan=cumla.DenseDecodePlan(), out=out, lse=lse, backend=backend,
-                )
-            ]  # fmt: skip
+            given, plan = [(q, cache, table, on_device) for table in tables], cumla.DenseDecodePlan()
+            return of_sets(
+                cumla.dense_mla_decode, given, softmax_scale=scale, max_seqlen=self.context, plan=plan, out=out,
+                lse=lse, backend=backend,
+            )  # fmt: skip
 
         def check(result: Any) -> float:
             worst, got = 0.0, result[0] if isinstance(result, (tuple, list)) else result
             for entry in sorted({0, self.batch - 1}):
-                one, pages = slice(entry, entry + 1), to_host(cache[table[entry]])
+                one, pages = slice(entry, entry + 1), to_host(cache[tables[0][entry]])
                 want, _ = cumla.dense_mla_decode(
                     to_host(q[one]), pages, np.arange(columns, dtype=np.int32)[None], lens[one], softmax_scale=scale,
                     backend="reference",
@@ -78,10 +80,11 @@ class DenseDecode:
                 worst = max(worst, error_within(first(got[one]), want, DECODE_OUT))
             return worst
 
-        theirs = peers.flash_mla_dense_decode(q, cache, table, on_device, scale) if sizes.with_peers else None
+        theirs = [peers.flash_mla_dense_decode(q, cache, table, on_device, scale) if sizes.with_peers else None
+                  for table in tables]  # fmt: skip
         keys = int(lens.sum())
         return Problem(
-            self.op, str(self), **against(sizes, ours, flash_mla=Peer(peers.FLASH_MLA_DECODE, [theirs])),
+            self.op, str(self), **against(sizes, ours, flash_mla=Peer(peers.FLASH_MLA_DECODE, theirs)),
             bytes_moved=keys * MLA_BF16.row_bytes, flop=2 * keys * self.heads * (576 + 512), check=check,
             clear=lambda: out.fill(0),
         )  # fmt: skip

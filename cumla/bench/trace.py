@@ -20,9 +20,10 @@ from ..dispatch import backends
 from ..replay.trace import TraceRequest
 from . import peers
 from .measure import call_times, graph_times_in_turn, limit_us, queued_times_in_turn, whole_us
-from .trace_layers import KINDS, Caches, Place, Shape, StepInputs, Tokens, shared
+from .trace_layers import KINDS, V32, Caches, Place, Shape, StepInputs, Tokens, shared
 from .trace_peers import FUNCTIONS, PeerStep, missing
 from .trace_steps import Steps, steps_of
+from .trace_v32 import V32_FUNCTIONS, V32Inputs, V32Peers
 
 PARTS = ("insert", "select", "attention")
 PURE = ("decode8", "decode16", "decode64", "decode256", "mtp2", "mtp4")
@@ -65,20 +66,32 @@ def measured(options: TraceOptions, requests: Sequence[TraceRequest]) -> Iterato
     for name in options.all_steps:
         steps = steps_of(name, requests, options.seed)
         for kind in options.kinds:
-            caches = Caches(place, KINDS[kind], steps.blocks, options.layers)
-            for heads in options.all_heads:
-                tokens = Tokens(place, heads, steps.most_tokens, steps.longest)
-                for number, step in enumerate(steps.steps):
-                    config = f"{kind} h{heads} {name}" + (f" {number}" if len(steps.steps) > 1 else "")
-                    try:
-                        inputs = StepInputs(place, Shape.of(kind, heads), caches, tokens, steps, step)
-                        yield from StepRows(inputs, steps, f"{config}, lengths", number == 0).rows()
-                    except Exception as error:  # the next one may do
-                        yield failed("step", f"{config}, lengths", "cumla", error)
-                del tokens
-            del caches
+            try:
+                yield from of_kind(place, kind, steps, options)
+            except Exception as error:  # memory, say: the next one may do
+                yield failed("caches", f"{kind} h{options.all_heads[0]} {name}, lengths", "cumla", error)
             if place.on_device:
                 place.xp.get_default_memory_pool().free_all_blocks()
+
+
+def of_kind(place: Place, kind: str, steps: Steps, options: TraceOptions) -> Iterator[Row]:
+    """Rows of steps that share caches, which go when they end."""
+    caches = Caches(place, kind, steps.blocks, options.layers)
+    for heads in options.all_heads:
+        shape = Shape.of(kind, heads)
+        tokens = Tokens(place, heads, steps.most_tokens, steps.longest, shape.layout.head_dim)
+        for number, step in enumerate(steps.steps):
+            config = f"{kind} h{heads} {steps.name}" + (f" {number}" if len(steps.steps) > 1 else "") + ", lengths"
+            try:
+                inputs = step_inputs(place, shape, caches, tokens, steps, step)
+                yield from StepRows(inputs, steps, config, number == 0).rows()
+            except Exception as error:  # the next one may do
+                yield failed("step", config, "cumla", error)
+        del tokens
+
+
+def step_inputs(place: Place, shape: Shape, *of_step: Any) -> StepInputs:
+    return (V32Inputs if shape.kind == V32 else StepInputs)(place, shape, *of_step)
 
 
 def failed(part: str, config: str, impl: str, error: Exception) -> Row:
@@ -103,19 +116,19 @@ class StepRows:
         peer, error = None, None
         if inputs.place.framework == "torch" and peers.has_peer("vllm"):
             try:
-                peer = PeerStep(inputs)
+                peer = V32Peers(inputs) if isinstance(inputs, V32Inputs) else PeerStep(inputs)
             except Exception as problem:
                 yield failed("step", self.config, "peers", problem)
-        if inputs.shape.ratio == 4:
+        if inputs.shape.selects:
             inputs.select()  # what attention reads
         for part in PARTS:
-            if part == "select" and inputs.shape.ratio != 4:
+            if part == "select" and not inputs.shape.selects:
                 continue
             impls: Impls = {"cumla": getattr(inputs, CALLS[part])}
             facts: Row = {}
             if peer is not None:
                 try:
-                    if (lack := missing(part, self.steps)) is not None:
+                    if (lack := missing(part, inputs.shape.kind, self.steps)) is not None:
                         raise ImportError(f"no {lack}")
                     impls["peers"] = getattr(peer, CALLS[part])
                     facts["max_abs_err"], error = getattr(self, f"_compare_{part}")(peer)
@@ -161,7 +174,9 @@ class StepRows:
             written.append(cache[pages])
         cache[pages] = before  # attention reads the rows that the step did not write
         differ = float((written[0] != written[1]).mean())
-        error, beyond = difference(inputs.out, peer.inserted[:, : inputs.shape.heads], 1.0)
+        error, beyond = 0.0, None
+        if peer.inserted is not None:
+            error, beyond = difference(inputs.out, peer.inserted[:, : inputs.shape.heads], 1.0)
         if differ > BYTES_DIFFER:
             beyond = f"{differ:.2%} of the bytes of rows differ"
         return error, beyond
@@ -171,7 +186,7 @@ class StepRows:
         self.inputs.select()
         peer.select()
         ours, theirs = (dlpack.borrow(x, "selected") for x in (self.inputs.selected, peer.selected))
-        differ = 1 - float(shared(self.inputs.place.xp, ours, theirs)) if bool((ours >= 0).any()) else 0.0
+        differ = 1 - shared(self.inputs.place.xp, ours, theirs) if bool((ours >= 0).any()) else 0.0
         return differ, f"{differ:.2%} of the lists differ" if differ > LISTS_DIFFER else None
 
     def _compare_attention(self, peer: PeerStep) -> tuple[float, str | None]:
@@ -215,7 +230,7 @@ class StepRows:
             low, _, high = statistics.quantiles(times, n=4)
             row |= {"us_low": low / each, "us_high": high / each}
         if impl == "peers":
-            row["functions"] = FUNCTIONS[part]
+            row["functions"] = (V32_FUNCTIONS if self.inputs.shape.kind == V32 else {}).get(part, FUNCTIONS[part])
         return row
 
 

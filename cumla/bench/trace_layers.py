@@ -17,7 +17,7 @@ from ..arrays import dlpack, streams
 from ..dispatch import backends
 from ..layers.selection import IndexerInputs, select_rows
 from ..layers.sparse import CompressedCache, LayerWorkspace, SparseMLALayer
-from ..layout import DSV4_FP8, INDEXER_FP8, CacheLayout
+from ..layout import DSV4_FP8, INDEXER_FP8, V32_FP8, CacheLayout
 from ..metadata import (
     CommonAttentionMetadata,
     DeepseekSparseSWAMetadataBuilder,
@@ -30,13 +30,14 @@ from ..ops.sparse_cache import indexer_k_quant_and_cache, quantize_and_insert_k_
 from ..replay.blocks import BLOCK_TOKENS
 from ..replay.scheduler import Scheduled
 from ..replay.step_batch import SWA_BLOCK, SWA_PAGES, make_batch
-from ..replay.traffic import BF16_ROW, CACHE_ROW, attended
+from ..replay.traffic import attended
 from .trace_steps import Steps
 
-KINDS = {"window": 1, "c4a": 4, "c128a": 128}  # compress ratio
+V32 = "v32"
+KINDS = {"window": 1, "c4a": 4, "c128a": 128, V32: 1}  # compress ratio
 WINDOW, INDEX_HEADS, INDEX_DIM, ROPE_DIM = 128, 64, 128, 64
 TOPK = {64: 512}  # of the model with so many heads (Flash); Pro has 128 heads, or a part of them on a device
-TOPK_OF_PRO = 1024
+TOPK_OF_PRO, TOPK_OF_V32 = 1024, 2048
 BASE_ROWS = 1 << 16  # random rows that a cache repeats
 ANCHOR = 12  # tokens from one random index query to the next: neighbours then select lists that overlap by 90%
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -100,27 +101,37 @@ class Shape:
 
     @classmethod
     def of(cls, kind: str, heads: int, topk: int | None = None) -> Shape:
-        return cls(kind, heads, topk or TOPK.get(heads, TOPK_OF_PRO))
+        return cls(kind, heads, topk or (TOPK_OF_V32 if kind == V32 else TOPK.get(heads, TOPK_OF_PRO)))
 
     @property
     def ratio(self) -> int:
         return KINDS[self.kind]
 
+    @property
+    def selects(self) -> bool:
+        """Whether tokens select rows by an indexer."""
+        return self.kind in ("c4a", V32)
+
+    @property
+    def layout(self) -> CacheLayout:
+        return V32_FP8 if self.kind == V32 else DSV4_FP8
+
 
 class Caches:
     """The caches of several layers of one kind, for `blocks` blocks of 256 positions.
 
-    window      by layer, uint8 [blocks * 4, 64, 584]
-    compressed  by layer, uint8 [blocks, 64 or 2, 584]; none for window layers
-    index       by layer, uint8 [blocks, 64, 132]; C4A layers alone have some
+    window      by layer, uint8 [blocks * 4, 64, 584]; of V3.2, all rows, [blocks * 4, 64, 656]
+    compressed  by layer, uint8 [blocks, 64 or 2, 584]; none for window layers and V3.2's
+    index       by layer, uint8 [blocks, 64, 132] (V3.2: [blocks * 4, 64, 132]), where tokens select rows
     """
 
-    def __init__(self, place: Place, ratio: int, blocks: int, layers: int) -> None:
-        self.place = place
-        rows = BLOCK_TOKENS // ratio
-        self.window = [self._filled(DSV4_FP8, blocks * SWA_PAGES, SWA_BLOCK, i) for i in range(layers)]
-        self.compressed = [self._filled(DSV4_FP8, blocks, rows, 100 + i) for i in range(layers if ratio > 1 else 0)]
-        self.index = [self._keys(blocks, rows, 200 + i) for i in range(layers if ratio == 4 else 0)]
+    def __init__(self, place: Place, kind: str, blocks: int, layers: int) -> None:
+        self.place, shape = place, Shape(kind, 1, 1)
+        rows, compressed = BLOCK_TOKENS // shape.ratio, layers if shape.ratio > 1 else 0
+        self.window = [self._filled(shape.layout, blocks * SWA_PAGES, SWA_BLOCK, i) for i in range(layers)]
+        self.compressed = [self._filled(DSV4_FP8, blocks, rows, 100 + i) for i in range(compressed)]
+        pages = (blocks * SWA_PAGES, SWA_BLOCK) if kind == V32 else (blocks, rows)
+        self.index = [self._keys(*pages, 200 + i) for i in range(layers if shape.selects else 0)]
 
     def _filled(self, layout: CacheLayout, pages: int, rows: int, seed: int) -> Any:
         place, base = self.place, max(1, min(pages, BASE_ROWS // rows))
@@ -147,15 +158,17 @@ class Caches:
 class Tokens:
     """What projections would hand `count` tokens, whatever requests they are of.
 
-    q, kv    [count, h, 512] and [count, 512] bfloat16, as the norm takes them
-    normed   [count, h, 512] bfloat16, as attention takes them
+    q, kv    [count, h, 512] and [count, 512] bfloat16, as the norm takes them; 576 values in V3.2
+    normed   like q, as attention takes them
+    keys     [count, 128] bfloat16, of the indexer
     cos_sin  [positions, 64] float32
     sink     [h] float32
     """
 
-    def __init__(self, place: Place, heads: int, count: int, positions: int) -> None:
-        self.q, self.kv = place.rows(1, count, heads, 512), place.rows(2, count, 512)
-        self.normed, self.out = place.rows(3, count, heads, 512), place.rows(4, count, heads, 512)
+    def __init__(self, place: Place, heads: int, count: int, positions: int, width: int = 512) -> None:
+        self.q, self.kv = place.rows(1, count, heads, width), place.rows(2, count, width)
+        self.normed, self.out = place.rows(3, count, heads, width), place.rows(4, count, heads, 512)
+        self.keys = place.rows(9, count, INDEX_DIM)
         angles = np.arange(positions)[:, None] * 10000.0 ** (-np.arange(0, 1, 2 / ROPE_DIM))
         self.cos_sin = place.give(np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32))
         self.sink = place.give(place.normal(5, heads))
@@ -186,21 +199,22 @@ class StepInputs:
         self.table = place.give(batch.block_table)
         self.builder = DeepseekSparseSWAMetadataBuilder(config, backend=place.backend)
         self.index_builder = None
-        if shape.ratio == 4:
+        self.index_table = self.batch.block_table_tensor if shape.kind == V32 else self.table
+        if shape.selects:
             self.index_builder = DeepseekV32IndexerMetadataBuilder(config, backend=place.backend)
         self.build()
-        self.q, self.kv, self.normed, self.out = (
-            array[:count] for array in (tokens.q, tokens.kv, tokens.normed, tokens.out)
+        self.q, self.kv, self.normed, self.out, self.keys = (
+            array[:count] for array in (tokens.q, tokens.kv, tokens.normed, tokens.out, tokens.keys)
         )
         self.cos_sin, self.sink = tokens.cos_sin, tokens.sink
         self.token_positions = place.give(batch.positions)
-        self.workspace = LayerWorkspace.allocate(self.q, shape.topk if shape.ratio == 4 else 0)
+        self.workspace = LayerWorkspace.allocate(self.q, shape.topk if shape.selects else 0)
         self.attention = SparseMLALayer(shape.ratio, shape.topk, self.sink)
         self._memory: dict[Any, Any] = {}
         self.index_q: Any = None
         self.index_weights: Any = None
         self.selected: Any = None
-        if shape.ratio == 4:
+        if shape.selects:
             self.index_q, self.index_weights = self._index_queries()
             self.selected = place.give(place.xp.full((count, shape.topk), -1, np.int32))
 
@@ -209,7 +223,7 @@ class StepInputs:
         table = self.table if self.shape.ratio == 128 else None
         self.metadata = self.builder.build(0, self.batch, c128a_block_table=table)
         if self.index_builder is not None:
-            self.index_metadata = self.index_builder.build(0, self.batch, block_table=self.table)
+            self.index_metadata = self.index_builder.build(0, self.batch, block_table=self.index_table)
 
     def new_plan(self) -> None:
         """The next decode plans anew, as the first layer of a step does."""
@@ -227,7 +241,7 @@ class StepInputs:
         """What the last layer selects is what all of them attend to, on both sides."""
         positions, requests, table, selected = (
             dlpack.borrow(x, "step")
-            for x in (self.metadata.positions, self.metadata.token_to_req_indices, self.table, self.selected)
+            for x in (self.metadata.positions, self.metadata.token_to_req_indices, self.index_table, self.selected)
         )
         with streams.callers(selected, self.place.framework):
             for cache in self.caches.index:
@@ -283,13 +297,19 @@ class StepInputs:
         return int(self.metadata.num_decode_tokens)
 
     def attended(self) -> tuple[np.ndarray, np.ndarray]:
+        """Window rows and others that each token attends to."""
+        if self.shape.kind == V32:
+            return np.zeros_like(self.positions), np.minimum(self.positions + 1, self.shape.topk)
         return attended(self.positions, self.shape.ratio, WINDOW, self.shape.topk)
 
     def work(self, part: str) -> tuple[int, int]:
         """Bytes that a layer's part has to read and write at least, and FLOP."""
         count, n, heads, ratio = len(self.positions), self.decodes, self.shape.heads, self.shape.ratio
+        width, row = self.shape.layout.head_dim, self.shape.layout.token_bytes
+        if part == "insert" and self.shape.kind == V32:
+            return count * (2 * (width + INDEX_DIM) + row + INDEXER_FP8.token_bytes), 0
         if part == "insert":
-            return count * (2 * heads * BF16_ROW + BF16_ROW + CACHE_ROW), 0
+            return count * (2 * heads * 2 * width + 2 * width + row), 0
         prefills = range(self.metadata.num_decodes, len(self.starts) - 1)
         new = [int(self.starts[r + 1] - self.starts[r]) for r in prefills]
         ends = [int(self.positions[self.starts[r + 1] - 1]) + 1 for r in prefills]
@@ -298,12 +318,14 @@ class StepInputs:
             keys = int(visible[:n].sum()) + sum(end // ratio for end in ends)
             moved = keys * INDEXER_FP8.token_bytes + count * (INDEX_HEADS * INDEX_DIM + 4 * self.shape.topk)
             return moved, int(visible.sum()) * 2 * INDEX_HEADS * INDEX_DIM
-        window, compressed = self.attended()
-        listed = window + compressed
-        rows = int(listed[:n].sum())
-        rows += sum(k + min(end - k, WINDOW - 1) + (end // ratio if ratio > 1 else 0)
-                    for k, end in zip(new, ends, strict=True))  # fmt: skip
-        return rows * CACHE_ROW + count * 2 * heads * BF16_ROW, int(listed.sum()) * 2 * heads * 1024
+        window, others = self.attended()
+        listed, rows = window + others, int((window + others)[:n].sum())
+        if self.shape.kind == V32:
+            rows += sum(ends)
+        else:
+            rows += sum(k + min(end - k, WINDOW - 1) + (end // ratio if ratio > 1 else 0)
+                        for k, end in zip(new, ends, strict=True))  # fmt: skip
+        return rows * row + count * heads * 2 * (width + 512), int(listed.sum()) * 2 * heads * (width + 512)
 
     def overlap(self) -> float | None:
         """The part of its list that a prefill token shares with the next one, in the mean."""
@@ -311,11 +333,11 @@ class StepInputs:
             return None
         prefills = dlpack.borrow(self.selected, "selected")[self.decodes :]
         step = max(1, len(prefills) // 256)
-        return float(shared(self.place.xp, prefills[:-1][::step], prefills[1:][::step]))
+        return shared(self.place.xp, prefills[:-1][::step], prefills[1:][::step])
 
 
-def shared(xp: Any, a: Any, b: Any) -> Any:
+def shared(xp: Any, a: Any, b: Any) -> float:
     """The part of the entries of a's rows that b's rows have as well; -1 is no entry, and none is there twice."""
     both = xp.sort(xp.concatenate([a, b], axis=1), axis=1)
     same = ((both[:, 1:] == both[:, :-1]) & (both[:, 1:] >= 0)).sum()
-    return same / xp.maximum((a >= 0).sum(), 1)
+    return float(same) / max(int((a >= 0).sum()), 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import peers
-from .trace_layers import INDEX_HEADS, WINDOW, StepInputs
+from .trace_layers import INDEX_HEADS, V32, WINDOW, StepInputs
 from .trace_steps import Steps
 
 PREFILL_REQUESTS = 4  # of a chunk, as vLLM's PREFILL_CHUNK_SIZE
@@ -32,19 +32,20 @@ class PeerStep:
         import torch
 
         self.ours, self.torch = ours, torch
-        tokens, heads, _ = ours.q.shape
+        tokens, heads, width = ours.q.shape
         self.heads, self.padded = heads, 64 if heads <= 64 else 128
         self.normed, self.out, self.sink = ours.normed, torch.empty_like(ours.out), ours.sink
         if self.padded > heads:
-            self.normed = torch.zeros((tokens, self.padded, 512), dtype=ours.q.dtype, device=ours.q.device)
+            like = {"dtype": ours.q.dtype, "device": ours.q.device}
+            self.normed = torch.zeros((tokens, self.padded, width), **like)
             self.normed[:, :heads] = ours.normed
-            self.out = torch.empty_like(self.normed)
+            self.out = torch.empty((tokens, self.padded, 512), **like)
             self.sink = torch.full((self.padded,), -torch.inf, device=ours.q.device)
             self.sink[:heads] = ours.sink
         self.inserted: Any = None
         self._plan: Any = None
         self._rows = self._rows_of_prefills()
-        if ours.shape.ratio == 4:
+        if ours.shape.selects:
             self.selected = torch.full_like(ours.selected, -1)
             self._prepare_selection()
 
@@ -194,12 +195,12 @@ class PeerStep:
         )  # fmt: skip
 
 
-def missing(part: str, steps: Steps) -> str | None:
+def missing(part: str, kind: str, steps: Steps) -> str | None:
     """Which peer a part lacks, or None."""
     modules = {"insert": (), "select": (peers.DEEP_GEMM,), "attention": (peers.FLASH_MLA, peers.VLLM_CACHE)}[part]
     for name in modules:
         if peers.module(name) is None:
             return name
-    if part != "attention":
+    if part != "attention" or (kind == V32 and steps.mixed):
         return None if peers.vllm_operations() is not None else "vllm_c_ops.so"
     return peers.CUTEDSL_GATHER if steps.mixed and peers.cutedsl_gather() is None else None

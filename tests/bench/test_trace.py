@@ -1,7 +1,8 @@
 """`cumla bench trace`: steps of a trace, the peers' chains on what cumla gets, and the table."""
 
-import dataclasses
 import json
+import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -75,18 +76,18 @@ def test_steps_that_mean_nothing(name):
         steps_of(name, REQUESTS)
 
 
-@pytest.mark.parametrize("kind", ["window", "c4a", "c128a"])
+@pytest.mark.parametrize("kind", ["window", "c4a", "c128a", "v32"])
 @pytest.mark.parametrize(("heads", "name"), [(64, "decode6"), (16, "mixed3x128"), (8, "mtp2x6"), (8, "mtp4x6")])
 def test_peers_compute_what_cumla_does(kind, heads, name, monkeypatch):
     """Each call of a peer gets arguments by which it computes the same as cumla, and is timed only then."""
     pytest.importorskip("torch")
     stand_ins.install(monkeypatch)
     monkeypatch.setattr(trace.Place, "of", lambda backend: Place(backend, "torch"))
-    monkeypatch.setattr(Shape, "of", lambda kind, heads: Shape(kind, heads, 64))
+    monkeypatch.setattr(Shape, "of", lambda kind, heads: Shape(kind, heads, 128))
     monkeypatch.setattr(trace, "steps_of", lambda *given: first(2, steps_of(*given)))
     rows = list(trace.measured(trace.TraceOptions("cpu", (kind,), (heads,), (name,), layers=2), REQUESTS))
     assert [row for row in rows if row.get("error")] == []
-    parts = {"insert", "attention"} | ({"select"} if kind == "c4a" else set())
+    parts = {"insert", "attention"} | ({"select"} if kind in ("c4a", "v32") else set())
     for part in parts:
         both = [row for row in rows if row["op"] == f"trace {part}"]
         assert {row["impl"] for row in both} == {"cumla", "peers"}
@@ -100,7 +101,7 @@ def test_peers_compute_what_cumla_does(kind, heads, name, monkeypatch):
 
 
 def first(count, steps):
-    return dataclasses.replace(steps, steps=steps.steps[:count])
+    return replace(steps, steps=steps.steps[:count])
 
 
 def test_neighbours_select_alike(monkeypatch):
@@ -165,12 +166,12 @@ def test_the_command_on_a_cpu(tmp_path, capsys):
     done = json.loads(path.read_text())
     assert {row["config"] for row in done["rows"]} == {
         f"{kind} h{heads} {steps}, lengths"
-        for kind in ("window", "c4a", "c128a") for heads in (2, 4) for steps in ("decode4", "mtp2x2")
+        for kind in ("window", "c4a", "c128a", "v32") for heads in (2, 4) for steps in ("decode4", "mtp2x2")
     }  # fmt: skip
     assert {row["op"] for row in done["rows"]} == {
         f"trace {part}" for part in ("metadata", "insert", "select", "attention")
     }
-    assert len(done["table"]) == 12
+    assert len(done["table"]) == 16
     assert "c4a h2 mtp2x2 (1)" in capsys.readouterr().out
 
 
@@ -186,3 +187,52 @@ def test_the_command_on_a_cpu(tmp_path, capsys):
 def test_what_cannot_be_done(options, says, capsys):
     assert main(["bench", "--backend", "cpu", *options]) == 2
     assert says in capsys.readouterr().err
+
+
+class Captured(trace.StepRows):
+    """Decodes in a graph, which refuses what allocates; the rest as it is. Nothing is timed."""
+
+    def _times(self, impls, part=""):
+        import cupy
+
+        for call in impls.values():
+            call()
+            if self.steps.mixed or part == "metadata":
+                continue
+            stream = cupy.cuda.Stream(non_blocking=True)
+            with stream:
+                stream.begin_capture()
+                call()
+                call()
+                graph = stream.end_capture()
+            graph.launch(cupy.cuda.get_current_stream())
+        return {name: [3.0] * 5 for name in impls}
+
+
+@pytest.mark.parametrize("kind", ["window", "c4a", "c128a", "v32"])
+def test_steps_on_an_emulated_device(kind, here, monkeypatch):
+    """Arrays of CuPy all the way, and calls that a graph takes."""
+    import cupy
+
+    def normal(self, seed, *shape):
+        return cupy.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
+
+    def of_numpy(function):
+        return lambda x, **options: cupy.asarray(function(x.get(), **options))
+
+    for name in ("cos", "sin", "abs", "sort"):  # what the stand-in for CuPy lacks
+        monkeypatch.setattr(cupy, name, of_numpy(getattr(np, name)), raising=False)
+    pool = types.SimpleNamespace(free_all_blocks=lambda: None)
+    monkeypatch.setattr(cupy, "get_default_memory_pool", lambda: pool, raising=False)
+    monkeypatch.setattr(Place, "normal", normal)
+    monkeypatch.setattr(trace.Place, "of", lambda backend: Place(backend, "cupy"))
+    monkeypatch.setattr(Shape, "of", lambda kind, heads: Shape(kind, heads, 64))
+    monkeypatch.setattr(trace, "StepRows", Captured)
+    monkeypatch.setattr(trace, "whole_us", lambda call: 8.0)
+    monkeypatch.setattr(trace, "steps_of", lambda *given: first(1, steps_of(*given)))
+    options = trace.TraceOptions("cuda", (kind,), (8,), ("decode2", "mixed2x64"), layers=2)
+    rows = list(trace.measured(options, [replace(request, output_length=20) for request in REQUESTS[:2]]))
+    assert [row for row in rows if row.get("error")] == []
+    attention = [row for row in rows if row["op"] == "trace attention"]
+    assert [(row["us_graph"], row["us"]) for row in attention] == [(1.5, 4.0)] * 2
+    assert [row["us_graph"] for row in rows if row["op"] == "trace plan"] == [0.0]

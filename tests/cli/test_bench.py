@@ -52,7 +52,7 @@ def test_every_suite_runs_and_is_named(tmp_path, capsys):
         "sparse_mla_decode",
         "sparse_mla_prefill",
         "indexer_topk decode",
-        "dense decode",
+        "dense_mla_decode",
         "compressor",
         "merge",
         "layer",

@@ -29,6 +29,7 @@ class FlashMLA:
         assert (head_dim_v, causal, is_fp8_kvcache) == (512, False, True)
         assert q.shape[2] in (64, 128)
         assert out.is_contiguous()
+        assert q.shape[3] == 512 or (topk_length is None and extra_k_cache is None and attn_sink is None)
         assert indices.shape[-1] % 64 == 0
         lengths = [None if x is None else x.tolist() for x in (topk_length, extra_topk_length)]
         assert plan.lengths in (None, lengths), "a plan is of the lengths that it was made for"
@@ -108,8 +109,19 @@ class Operations:
 
     @staticmethod
     def concat_and_cache_mla(kv_c, k_pe, cache, slots, dtype, scale):
-        assert dtype == "auto"
-        cumla.concat_and_cache_mla(kv_c, k_pe, cache, slots)
+        assert dtype in ("auto", "fp8_ds_mla")
+        cumla.concat_and_cache_mla(kv_c, k_pe, cache, slots, dtype)
+
+    @staticmethod
+    def cp_gather_and_upconvert_fp8_kv_cache(cache, rows, table, starts, requests, seq_starts):
+        assert len(starts) == len(table) == requests
+        assert seq_starts is None
+        ends = [*starts[1:].tolist(), len(rows)]
+        for i, (start, end) in enumerate(zip(starts.tolist(), ends, strict=True)):
+            lens = starts.new_full((1,), end - start)
+            cumla.dequantize_and_gather_k_cache(
+                rows[None, start:end], cache, lens, None, table[i : i + 1], layout="V32_FP8"
+            )
 
     @staticmethod
     def cp_gather_indexer_k_quant_cache(cache, keys, scales, table, starts):

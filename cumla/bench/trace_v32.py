@@ -1,0 +1,115 @@
+"""V3.2's layers in a trace's steps: rows in one cache, of which tokens select 2,048; cumla's calls and vLLM's chain.
+
+There are no lengths in FlashMLA's decode of these rows: absent entries are -1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..layout import V32_FP8
+from ..ops.dense_cache import concat_and_cache_mla
+from ..ops.indices import compute_global_topk_indices_and_lens
+from ..ops.sparse_attention import sparse_mla_decode
+from ..ops.sparse_cache import indexer_k_quant_and_cache
+from . import peers
+from .trace_layers import StepInputs
+from .trace_peers import PREFILL_REQUESTS, PeerStep
+
+LATENT = 512
+UPCONVERTED_HEADS = 32  # from which on vLLM attends with prompts over rows gathered as bfloat16, else as with decodes
+SCALE = V32_FP8.head_dim**-0.5
+V32_FUNCTIONS = {
+    "insert": "vLLM 0.26: concat_and_cache_mla, indexer_k_quant_and_cache",
+    "attention": "FlashMLA of vLLM 0.33: flash_mla_with_kvcache, flash_mla_sparse_fwd; vLLM 0.26: "
+    "cp_gather_and_upconvert_fp8_kv_cache, compute_global_topk_indices_and_lens in place of V3.2's own index map",
+}
+
+
+class V32Inputs(StepInputs):
+    """cumla's calls: all tokens attend over the pages, as its V3.2 layers do."""
+
+    def insert(self) -> None:
+        rows, slots, backend = self.kv, self.batch.slot_mapping, self.place.backend
+        for cache, index in zip(self.caches.window, self.caches.index, strict=True):
+            concat_and_cache_mla(rows[:, :LATENT], rows[:, LATENT:], cache, slots, "fp8_ds_mla", backend=backend)
+            indexer_k_quant_and_cache(self.keys, index, slots, backend=backend)
+
+    def attend(self, new_plan: bool = True, road: str | None = None) -> None:
+        if new_plan or self.metadata.tile_sched_swaonly is None:
+            self.metadata.tile_sched_swaonly = self.builder.build_tile_scheduler(len(self.q))["swaonly"]
+        metadata, work, tokens = self.metadata, self.workspace, len(self.q)
+        for cache in self.caches.window:
+            indices, lens = compute_global_topk_indices_and_lens(
+                self.selected, metadata.token_to_req_indices, metadata.block_table, metadata.block_size,
+                metadata.is_valid_token, compact=True, positions=metadata.positions, compress_ratio=1,
+                out=(work.topk_indices, work.topk_lens), backend=self.place.backend,
+            )  # fmt: skip
+            sparse_mla_decode(
+                self.normed[:, None], cache, indices[:, None], layout=V32_FP8, topk_length=lens, softmax_scale=SCALE,
+                out=self.out[:, None], lse=work.lse[:tokens], plan=metadata.tile_sched_swaonly,
+                backend=self.place.backend,
+            )  # fmt: skip
+
+
+class V32Peers(PeerStep):
+    """vLLM's calls."""
+
+    def insert(self) -> None:
+        ours, operations = self.ours, peers.vllm_operations()._C_cache_ops
+        slots, scale = ours.batch.slot_mapping, self.torch.ones(1, device=ours.q.device)
+        for cache, index in zip(ours.caches.window, ours.caches.index, strict=True):
+            operations.concat_and_cache_mla(ours.kv[:, :LATENT], ours.kv[:, LATENT:], cache, slots, "fp8_ds_mla", scale)
+            operations.indexer_k_quant_and_cache(ours.keys, index, slots, 128, "ue8m0")
+
+    def attend(self, new_plan: bool = True) -> None:
+        ours = self.ours
+        gathers = self.heads >= UPCONVERTED_HEADS
+        if new_plan or self._plan is None:
+            self._plan, _ = peers.module(peers.FLASH_MLA).get_mla_metadata()
+        for cache in ours.caches.window:
+            over_pages = ours.decodes if gathers else len(ours.q)
+            if over_pages:
+                self._over_pages(cache, over_pages)
+            for start, stop, rows in self._chunks if gathers else ():
+                self._over_rows(cache, start, stop, rows)
+
+    def _over_pages(self, cache: Any, tokens: int) -> None:
+        ours, metadata = self.ours, self.ours.metadata
+        indices, _ = peers.module(peers.VLLM_CACHE).compute_global_topk_indices_and_lens(
+            ours.selected[:tokens], metadata.token_to_req_indices[:tokens], metadata.block_table, metadata.block_size,
+            metadata.is_valid_token[:tokens],
+        )  # fmt: skip
+        peers.module(peers.FLASH_MLA).flash_mla_with_kvcache(
+            self.normed[:tokens, None], cache[:, :, None], None, None, LATENT, self._plan, None, softmax_scale=SCALE,
+            is_fp8_kvcache=True, indices=indices[:, None], out=self.out[:tokens, None],
+        )  # fmt: skip
+
+    def _rows_of_prefills(self) -> Any:
+        """Plan chunks of requests, (first, one past the last, first row of each and the end), and memory for them."""
+        ours, first = self.ours, self.ours.metadata.num_decodes
+        self._chunks: list[Any] = []
+        ends = ours.batch.seq_lens_cpu
+        for start in range(first, ours.batch.num_reqs, PREFILL_REQUESTS):
+            stop = min(start + PREFILL_REQUESTS, ours.batch.num_reqs)
+            starts = np.concatenate([[0], np.cumsum(ends[start:stop])]).astype(np.int32)
+            self._chunks.append((start, stop, ours.place.give(starts)))
+        most = max((int(ends[start:stop].sum()) for start, stop, _ in self._chunks), default=0)
+        return self.torch.empty((most, V32_FP8.head_dim), dtype=ours.q.dtype, device=ours.q.device)
+
+    def _over_rows(self, cache: Any, start: int, stop: int, starts: Any) -> None:
+        ours, torch, metadata = self.ours, self.torch, self.ours.metadata
+        tokens = slice(int(ours.starts[start]), int(ours.starts[stop]))
+        rows = self._rows[: int(ours.batch.seq_lens_cpu[start:stop].sum())]
+        peers.vllm_operations()._C_cache_ops.cp_gather_and_upconvert_fp8_kv_cache(
+            cache, rows, metadata.block_table[start:stop], starts[:-1], stop - start, None
+        )
+        local = ours.selected[tokens]
+        of_request = starts[(metadata.token_to_req_indices[tokens] - start).long()]
+        listed = torch.where(local < 0, local, local + of_request[:, None])
+        heads = self.heads if self.heads in (8, 16, 32) else self.padded
+        peers.module(peers.FLASH_MLA).flash_mla_sparse_fwd(
+            self.normed[tokens, :heads], rows[:, None], listed[:, None], SCALE, out=self.out[tokens, :heads]
+        )
