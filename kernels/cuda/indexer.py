@@ -261,7 +261,7 @@ def top_k_per_row(logits: Any, rows: Rows, indices: Any) -> None:
     if few is not None:
         run = large_kernel(
             device, few.shared_bytes, "common/indexer_topk_few.cu", "top_k_of_few_rows", THREADS=few.threads,
-            BLOCKS=few.blocks, READS=few.reads, ALIGNED=int(aligned),
+            BLOCKS=few.blocks, READS=few.reads, ROUNDS=few.rounds, ALIGNED=int(aligned),
         )  # fmt: skip
         run((num_rows * few.blocks,), (few.threads,), arguments, shared_mem=few.shared_bytes, overlap=True)
         return
@@ -289,21 +289,24 @@ def choice_bytes(threads: int) -> int:
 
 
 class FewRowsSize(NamedTuple):
-    """Of common/indexer_topk_few.cu: threads of a block, blocks of a row, reads of four columns that a thread holds."""
+    """Of common/indexer_topk_few.cu: threads of a block, blocks of a row, reads of four columns that a thread has in
+    flight, and how often it has; what it reads it holds where that is once.
+    """
 
     threads: int
     blocks: int
     reads: int
+    rounds: int = 1
 
     @property
     def columns(self) -> int:
         """Of the longest row."""
-        return self.blocks * self.threads * 4 * self.reads
+        return self.blocks * self.threads * 4 * self.reads * self.rounds
 
     @property
     def shared_bytes(self) -> int:
         received = 8 * 1280 * self.blocks if self.blocks > 1 else 8
-        bits, scratch = self.threads * self.reads // 2, 4 * 1024 + 12 * (self.threads // 32) + 16
+        bits, scratch = self.threads * self.reads * self.rounds // 2, 4 * 1024 + 12 * (self.threads // 32) + 16
         return -(-(8 * 8192 + received + 8 * 64 + 24 * self.blocks + bits + scratch + 12) // 16) * 16
 
     def finds(self, topk: int) -> bool:
@@ -314,6 +317,7 @@ class FewRowsSize(NamedTuple):
 
 
 ONE_BLOCK = 16_384  # columns: of shorter rows, blocks of a cluster would wait for one another longer than they read
+MOST_ROUNDS = 8  # lines' largest numbers fit into shared memory
 
 
 @functools.lru_cache(256)
@@ -331,4 +335,9 @@ def few_rows_size(
             size = FewRowsSize(threads, blocks, reads)
             if reads <= (8 if aligned else 4) and size.finds(topk):  # columns one by one take more registers
                 return size
+        # Rows that registers do not hold; a block by itself would be no faster than common/indexer_topk.cu.
+        rounds = max(2, 1 << (-(-width // (32 * 1024 * blocks)) - 1).bit_length())
+        size = FewRowsSize(1024, blocks, 8, rounds)
+        if blocks > 1 and rounds <= MOST_ROUNDS and size.finds(topk):
+            return size
     return None

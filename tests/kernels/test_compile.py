@@ -38,9 +38,13 @@ SOURCES = [
     ("common/indexer_topk.cu", {"THREADS": 256, "ALIGNED": 1}),
     ("common/indexer_topk.cu", {"THREADS": 512, "ALIGNED": 0}),
     ("common/indexer_topk.cu", {"THREADS": 512, "ALIGNED": 1}),
-    ("common/indexer_topk_few.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 2, "ALIGNED": 1}),
-    ("common/indexer_topk_few.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 8, "ALIGNED": 1}),
-    ("common/indexer_topk_few.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 4, "ALIGNED": 0}),
+    ("common/indexer_topk_few.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 2, "ROUNDS": 1, "ALIGNED": 1}),
+    ("common/indexer_topk_few.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 8, "ROUNDS": 1, "ALIGNED": 1}),
+    ("common/indexer_topk_few.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 4, "ROUNDS": 1, "ALIGNED": 0}),
+    *(
+        ("common/indexer_topk_few.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 8, "ROUNDS": 8, "ALIGNED": aligned})
+        for aligned in (0, 1)
+    ),
     ("common/indexer_topk_wide.cu", {"THREADS": 512}),
     *(
         ("sm90/indexer/logits.cu", {"PAGED": paged, "PASS": queries, "QUERY_GROUPS": groups})
@@ -187,7 +191,7 @@ if nvrtc.nvrtcVersion()[1] < 13:  # which fits into the same 128 registers what 
         SPILLS_ALLOWED[f"common/indexer_topk.cu-256-1-{target}"] = 4
     rows = "common/compressor.cu-INDEXER_FP8-bf16-bf16-int64-int64-int-INDEXER_FP8-4-2-1-1-8-0-0"  # unaligned ones
     SPILLS_ALLOWED |= {f"{rows}-sm_100": 4, f"{rows}-sm_120": 56}
-    SPILLS_ALLOWED["common/indexer_topk_few.cu-1024-1-8-1-sm_80"] = 16
+    SPILLS_ALLOWED["common/indexer_topk_few.cu-1024-1-8-1-1-sm_80"] = 16
     SPILLS_ALLOWED["sm90/prefill/prefill.cu-DSV4_BF16-1-sm_90a"] = 4  # for sanitizers
 
 SPILLS_ALLOWED_IN = {"common/sparse/exact.cu": 256}  # which runs seldom, and has two thread blocks a multiprocessor
@@ -231,8 +235,15 @@ COMPILATIONS += [  # clusters
     for parts, groups in ((8, 16), (4, 8))
 ]  # fmt: skip
 COMPILATIONS += [
-    ("common/indexer_topk_few.cu", {"THREADS": threads, "BLOCKS": blocks, "READS": 8, "ALIGNED": 1}, target)
-    for threads, blocks, target in ((512, 8, "sm_90a"), (1024, 2, "sm_90a"), (1024, 8, "sm_100"))
+    (
+        "common/indexer_topk_few.cu",
+        {"THREADS": threads, "BLOCKS": blocks, "READS": 8, "ROUNDS": rounds, "ALIGNED": int(rounds < 8)},
+        target,
+    )
+    for threads, blocks, rounds, target in (
+        (512, 8, 1, "sm_90a"), (1024, 2, 1, "sm_90a"), (1024, 8, 1, "sm_100"), (1024, 8, 4, "sm_90a"),
+        (1024, 4, 8, "sm_90a"), (1024, 2, 2, "sm_100"), (1024, 8, 8, "sm_120"),
+    )
 ]
 
 

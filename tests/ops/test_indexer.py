@@ -214,11 +214,12 @@ def test_choice_where_a_sample_tells_much_or_little(lab, rng, monkeypatch, threa
     [
         ((1024, 1, 2), 8192, 512), ((128, 1, 8), 4093, 100), ((128, 2, 4), 4090, 70), ((128, 4, 2), 4096, 200),
         ((256, 8, 2), 16_300, 300), ((256, 8, 1), 700, 512),
+        ((128, 1, 8, 4), 16_300, 120), ((128, 2, 8, 2), 15_001, 128), ((128, 4, 8, 2), 20_003, 70),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["random", "odd", "in places"])
 def test_choice_of_few_rows(lab, rng, monkeypatch, size, width, topk, kind):
-    """Threads, blocks of a cluster, and reads of a thread; rows whose numbers are alike, missing or close together."""
+    """Threads, blocks of a cluster, reads of a thread, rounds of them; rows of numbers that are alike, missing or close."""
     from cumla.kernels.cuda import indexer as launcher
 
     size = launcher.FewRowsSize(*size)
@@ -240,11 +241,34 @@ def test_choice_of_few_rows(lab, rng, monkeypatch, size, width, topk, kind):
         np.testing.assert_array_equal(lab.get(indices), expected)
 
 
-@pytest.mark.parametrize("schedule", ["late", "random 1", "random 2"])
-def test_choice_of_few_rows_on_any_schedule(emulated, rng, monkeypatch, schedule):
+@pytest.mark.nowhere(when=is_elsewhere)
+@pytest.mark.parametrize("size", [(1024, 1, 2), (128, 4, 2), (128, 2, 8, 2)])
+@pytest.mark.parametrize("kind", ["signed", "positive", "equal"])
+def test_choice_of_few_rows_of_any_length(lab, rng, monkeypatch, size, kind):
+    """Of lengths that leave groups of lanes without columns, or in which most columns are chosen."""
     from cumla.kernels.cuda import indexer as launcher
 
-    lab, size = Lab("cuda", on_device=True, emulated=True), launcher.FewRowsSize(128, 4, 2)
+    size, topk = launcher.FewRowsSize(*size), 100
+    monkeypatch.setattr(launcher, "few_rows_size", lambda *unused: size)
+    width = size.columns
+    lens = {0, 1, 31, 33, topk - 1, topk, topk + 1, 2 * topk + 3, 511, 1500, 2049, width // 2 - 3, width - 1, width}
+    lens = np.array(sorted(lens), np.int32)
+    x = rng.normal(0, 1, (len(lens), width)).astype(np.float32)
+    if kind != "signed":
+        x = x * (kind == "positive") + 6
+    x[:, 7::50], x[:, 13::90] = np.nan, -np.inf
+    indices = lab.put(np.zeros((len(lens), topk), np.int32))
+    launcher.top_k_per_row(lab.put(x), Rows(lens=lab.put(lens)), indices)
+    expected = cumla.top_k_per_row(x, topk, seq_lens=lens, backend="reference")
+    np.testing.assert_array_equal(lab.get(indices), expected)
+
+
+@pytest.mark.parametrize("schedule", ["late", "random 1", "random 2"])
+@pytest.mark.parametrize("size", [(128, 4, 2), (128, 2, 8, 2)])
+def test_choice_of_few_rows_on_any_schedule(emulated, rng, monkeypatch, size, schedule):
+    from cumla.kernels.cuda import indexer as launcher
+
+    lab, size = Lab("cuda", on_device=True, emulated=True), launcher.FewRowsSize(*size)
     monkeypatch.setattr(launcher, "few_rows_size", lambda *unused: size)
     x, indices = rng.normal(size=(3, 4000)).astype(np.float32), lab.put(np.zeros((3, 128), np.int32))
     x[2] = 0
@@ -254,7 +278,7 @@ def test_choice_of_few_rows_on_any_schedule(emulated, rng, monkeypatch, schedule
 
 
 @pytest.mark.nowhere(when=is_elsewhere)
-@pytest.mark.parametrize("size", [(128, 1, 2), (128, 4, 2)])
+@pytest.mark.parametrize("size", [(128, 1, 2), (128, 4, 2), (128, 4, 8, 2)])
 @pytest.mark.parametrize("next_n", [1, 3])
 def test_choice_among_as_many_columns_as_the_launch_ahead_says(lab, rng, monkeypatch, size, next_n):
     """What the choice ahead has chosen is how long the rows are; before it was something else."""
@@ -282,7 +306,7 @@ def test_choice_of_few_rows_of_any_numbers(emulated, data):
     from cumla.kernels.cuda import indexer as launcher
 
     lab = Lab("cuda", on_device=True, emulated=True)
-    size = launcher.FewRowsSize(128, data.draw(st.sampled_from([1, 2, 4])), 2)
+    size = launcher.FewRowsSize(128, data.draw(st.sampled_from([1, 2, 4])), *data.draw(st.sampled_from([(2,), (8, 2)])))
     width, topk = data.draw(st.integers(1, size.columns)), data.draw(st.integers(1, 128))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     few = data.draw(st.lists(st.floats(width=32), min_size=1, max_size=5))
@@ -301,6 +325,32 @@ def test_choice_of_few_rows_of_any_numbers(emulated, data):
         patch.setattr(launcher, "few_rows_size", lambda *unused: size)
         launcher.top_k_per_row(lab.put(x), on_device, indices)
         np.testing.assert_array_equal(lab.get(indices), expected)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "topk", "aligned", "expected"),
+    [
+        (4, 8_192, 512, True, (1024, 1, 2, 1)),
+        (4, 32_768, 512, True, (512, 8, 2, 1)),
+        (4, 2**18, 2048, True, (1024, 8, 8, 1)),
+        (4, 2**18, 2048, False, (1024, 8, 8, 2)),
+        (4, 2**18 + 1, 512, True, (1024, 8, 8, 2)),
+        (4, 2**20, 2048, True, (1024, 8, 8, 4)),
+        (16, 2**20, 2048, True, (1024, 4, 8, 8)),
+        (4, 2**21, 512, False, (1024, 8, 8, 8)),
+        (4, 2**21 + 1, 512, True, None),
+        (16, 2**20 + 1, 512, True, None),
+        (57, 2**17, 512, True, (1024, 2, 8, 2)),
+        (128, 2**16, 512, True, None),
+    ],
+)  # fmt: skip
+def test_thread_blocks_of_few_rows(rows, width, topk, aligned, expected):
+    """A million columns are read by a cluster, of one row or of sixteen; shared memory suffices."""
+    from cumla.kernels.cuda.indexer import few_rows_size
+
+    size = few_rows_size(rows, width, topk, 132, 8, aligned)
+    assert size == expected
+    assert size is None or (width <= size.columns and size.shared_bytes <= 227 * 1024)
 
 
 def test_choice_of_more_than_fits_in_a_thread_block(lab, rng):

@@ -13,15 +13,21 @@
 //
 // Keys are a number's order and, below it, its column inverted: no two are equal.
 //
-// Macros: THREADS, BLOCKS, READS (of four columns that a thread holds), ALIGNED (rows start at multiples of 16 bytes).
+// Rows of more columns than registers hold are read in ROUNDS, of which only each line's largest number is kept; lines with
+// numbers that reach the bound are read a second time, from L2.
+//
+// Macros: THREADS, BLOCKS, READS (of four columns that a thread has in flight, or holds), ROUNDS (of such reads; 1 for rows
+// that are held), ALIGNED (rows start at multiples of 16 bytes).
 #include "common/choice_by_reading.cuh"
 #include "common/pdl.cuh"
 #include "common/row_reads.cuh"
 #include "common/selection.cuh"
 
 static_assert(BLOCKS <= WARPS);
+static_assert(ROUNDS == 1 || READS == 8, "where rows are not held, a lane keeps the largest number of one of eight lines");
 constexpr int VALUES = 4 * READS;
 constexpr int LINE = 32, LANES = LINE / 4, LINES = THREADS / LANES;  // columns of a line, lanes that read it, lines at a time
+constexpr int WORDS = VALUES * THREADS * ROUNDS / 32;  // bits for a block's part of the columns
 constexpr int CAPACITY = 8192, REGION = 1280;  // keys of a block's own, and that it sends
 constexpr int FEW = 64;                        // that are put in order by comparing each with each
 constexpr int GROUP = READS >= 8 ? 16 : 8;     // lanes
@@ -37,7 +43,7 @@ struct Memory {
     uint64 received[BLOCKS > 1 ? BLOCKS * REGION : 1];
     uint64 few[FEW];
     Sent sent[BLOCKS];
-    uint32 bits[VALUES * THREADS / 32];
+    uint32 bits[WORDS];  // where ROUNDS > 1 first the order of each line's largest number, then which lines to read again
     Scratch scratch;
     int few_count, before, sending;
 };
@@ -104,6 +110,110 @@ __device__ inline int groups_inside(const Row& row, uint32 rank) {
 
 __device__ inline uint64 key_of(float x, int column) { return uint64(order_of(x)) << 32 | ~uint32(column); }
 
+// Places among the candidates for `own` of this thread; the warp's lanes meet.
+__device__ inline int places(Scratch& scratch, int lane, int own) {
+    int up_to = sum_to(own);
+    int to = lane == 31 ? atomicAdd(&scratch.count, up_to) : 0;
+    return __shfl_sync(~0u, to, 31) + up_to - own;
+}
+
+#if ROUNDS > 1
+// In a round a warp reads 8 lines for each 8 of its lanes, of which each lane keeps the largest number of one.
+constexpr uint32 STRIDE = LINES * BLOCKS * LINE;  // from a lane's line of a round to its next one
+__device__ inline uint32 line_of(int round, int read, uint32 rank) {
+    return ((round * READS + read) * LINES + threadIdx.x / LANES) * BLOCKS * LINE + rank * LINE;
+}
+
+// The four columns from `at` on, of which some may be outside the row: NaN.
+__device__ inline void read_at_end(const Row& row, uint32 at, float* x) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+        if (row.has(at + j)) x[j] = row.values[at + j];
+}
+
+// The largest number of the columns that this thread reads; to shared.bits the order of each line's, for read_candidates.
+__device__ inline float read_in_rounds(Memory& shared, const Row& row, uint32 rank) {
+    const int tid = int(threadIdx.x), lane = tid % LANES;
+    float largest = __uint_as_float(0x7fc00000);
+#pragma unroll 1
+    for (int round = 0; round < ROUNDS; ++round) {
+        uint32 first = line_of(round, 0, rank) + lane * 4;
+        if (!__any_sync(~0u, first < row.end)) break;
+        float x[VALUES], most[READS];
+        if (first >= row.skipped && int(row.end - first) >= int((READS - 1) * STRIDE) + 4) {
+#pragma unroll
+            for (int i = 0; i < READS; ++i) read4(row.values + first + i * STRIDE, x + 4 * i);
+        } else {
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i) x[i] = __uint_as_float(0x7fc00000);
+#pragma unroll
+            for (int i = 0; i < READS; ++i) read_at_end(row, first + i * STRIDE, x + 4 * i);
+        }
+#pragma unroll
+        for (int i = 0; i < READS; ++i) {
+            most[i] = fmaxf(fmaxf(x[4 * i], x[4 * i + 1]), fmaxf(x[4 * i + 2], x[4 * i + 3]));
+            largest = fmaxf(largest, most[i]);
+        }
+        // Half of the lines go to the other half of the lanes, three times: one is left, which no other lane has.
+#pragma unroll
+        for (int step = LANES / 2; step; step /= 2)
+#pragma unroll
+            for (int i = 0; i < step; ++i) {
+                bool upper = lane & step;
+                float other = __shfl_xor_sync(~0u, upper ? most[i] : most[i + step], step);
+                most[i] = fmaxf(upper ? most[i + step] : most[i], other);
+            }
+        shared.bits[round * THREADS + tid] = order_of(most[0]);
+    }
+    return largest;
+}
+
+// Where columns are whose numbers reach the bound, to shared.keys; shared.bits are 0 behind it. A warp reads its own lines.
+__device__ inline void read_candidates(Memory& shared, const Row& row, uint32 rank, uint32 least) {
+    constexpr int AT_ONCE = 4, TEAMS = 32 / LANES;  // lines that eight lanes have in flight, and such lanes of a warp
+    const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
+    const float bound = value_of(least);
+    // The lines' first columns take the place of orders that have been read.
+    auto word = [&](int i) -> uint32& { return shared.bits[i / 32 * THREADS + warp * 32 + i % 32]; };
+    int count = 0;
+    for (int round = 0; round < ROUNDS; ++round) {
+        uint32 order = word(round * 32 + lane);
+        bool again = order && order >= least;
+        uint32 votes = __ballot_sync(~0u, again);
+        if (again) word(count + __popc(votes & ((1u << lane) - 1))) = line_of(round, lane % LANES, rank);
+        count += __popc(votes);
+        __syncwarp();
+    }
+#pragma unroll 1
+    for (int first = lane / LANES; __any_sync(~0u, first < count); first += AT_ONCE * TEAMS) {
+        float x[4 * AT_ONCE];
+        uint32 at[AT_ONCE], mask = 0;
+#pragma unroll
+        for (int i = 0; i < 4 * AT_ONCE; ++i) x[i] = __uint_as_float(0x7fc00000);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            int line = first + i * TEAMS;
+            at[i] = line < count ? word(line) + lane % LANES * 4 : row.end;
+            read4(row.values + at[i], at[i] >= row.skipped && int(row.end - at[i]) >= 4, x + 4 * i);
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+            if (at[i] < row.skipped || int(row.end - at[i]) < 4) read_at_end(row, at[i], x + 4 * i);
+#pragma unroll
+        for (int i = 0; i < 4 * AT_ONCE; ++i)
+            if (x[i] >= bound) mask |= 1u << i;
+        if (!__any_sync(~0u, mask)) continue;
+        int to = places(shared.scratch, lane, __popc(mask));
+        for (; mask; mask &= mask - 1, ++to) {
+            int i = __ffs(mask) - 1;
+            if (to < CAPACITY) shared.keys[to] = word(first + i / 4 * TEAMS) + lane % LANES * 4 + i % 4;
+        }
+    }
+    __syncwarp();
+    for (int round = 0; round < ROUNDS; ++round) word(round * 32 + lane) = 0;
+}
+#endif
+
 // Seldom called, and no burden on the registers of the others.
 __device__ __noinline__ void read_it_again(Scratch& scratch, const float* row, int length, int* indices, int topk) {
     choose_by_reading(scratch, row, length, indices, topk);
@@ -122,7 +232,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     cluster_arrive();  // so that nobody sends to a block that has not started
 #endif
     for (int i = tid; i < BINS; i += THREADS) scratch.bins[i] = 0;
-    for (int i = tid; i < VALUES * THREADS / 32; i += THREADS) shared.bits[i] = 0;
+    for (int i = tid; i < WORDS; i += THREADS) shared.bits[i] = 0;
     if (tid == 0) scratch.count = 0, shared.few_count = 0, shared.before = 0, shared.sending = 0;
     pdl_release();
     const int64 number = blockIdx.x / BLOCKS;
@@ -134,6 +244,9 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     pdl_wait();
 
     // 1. What may be among the k largest.
+#if ROUNDS > 1
+    const float largest = read_in_rounds(shared, row, rank);
+#else
     const uint32 first = (tid / LANES * BLOCKS + rank) * LINE + tid % LANES * 4;
     constexpr uint32 STEP = LINES * BLOCKS * LINE;  // to a thread's next four columns
     const float* own = row.values + first;
@@ -147,11 +260,14 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
 #pragma unroll
             for (int j = 0; j < 4; ++j)
                 x[4 * i + j] = row.has(first + i * STEP + j) ? own[i * STEP + j] : __uint_as_float(0x7fc00000);
+#endif
     const bool changed = said.now() != early;
     const int k = share_of(topk), groups = groups_inside(row, rank), of_each = groups ? (k + groups - 1) / groups : GROUP + 1;
+#if ROUNDS == 1  // not above, where the compiler would order the reads otherwise
     float largest = x[0];
 #pragma unroll
     for (int i = 1; i < VALUES; ++i) largest = fmaxf(largest, x[i]);
+#endif
     uint32 order = order_of(largest), most = __reduce_max_sync(~0u, order);
     uint32 having = __ballot_sync(~0u, order != 0) >> lane / GROUP * GROUP & ((1u << GROUP) - 1);
     uint32 least = order_of(largest_of_lanes<GROUP>(order ? largest : -infinity(), min(of_each, GROUP) - 1));
@@ -165,15 +281,16 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     const int shift = max(64 - __clzll(int64(high - low)) - DIGIT, 0);
 
     // 2. These, and the first count of them.
+#if ROUNDS > 1
+    read_candidates(shared, row, rank, least);
+#else
     float bound = value_of(least);
     uint32 mask = 0;
 #pragma unroll
     for (int i = 0; i < VALUES; ++i)
         if (x[i] >= bound) mask |= 1u << i;
     if (__any_sync(~0u, mask)) {
-        int own = __popc(mask), up_to = sum_to(own);
-        int to = lane == 31 ? atomicAdd(&scratch.count, up_to) : 0;
-        to = __shfl_sync(~0u, to, 31) + up_to - own;
+        int to = places(scratch, lane, __popc(mask));
         // Where they are, and where held what they are; keys are made of them when all threads have as many.
         if (HELD) {
 #pragma unroll
@@ -189,6 +306,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
             }
         }
     }
+#endif
     __syncthreads();
     const int count = min(scratch.count, CAPACITY);
 #pragma unroll 2
@@ -281,10 +399,17 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
         if (lane == 0 && before) atomicAdd(&shared.before, before);
     }
     __syncthreads();
-    constexpr int WORDS = VALUES * THREADS / 32;
-    uint32 word = tid < WORDS ? shared.bits[tid] : 0;
-    int total, place = sum_before(scratch, __popc(word), total) + shared.before;
-    for (; word; word &= word - 1) to[place++] = start + tid * 32 + __ffs(word) - 1;
+    uint32 words[ROUNDS];
+    int chosen = 0, total;
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) {
+        words[i] = tid * ROUNDS + i < WORDS ? shared.bits[tid * ROUNDS + i] : 0;
+        chosen += __popc(words[i]);
+    }
+    int place = sum_before(scratch, chosen, total) + shared.before;
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i)
+        for (uint32 word = words[i]; word; word &= word - 1) to[place++] = start + (tid * ROUNDS + i) * 32 + __ffs(word) - 1;
     if (rank == 0)
         for (int i = min(there, topk) + tid; i < topk; i += THREADS) to[i] = -1;
 }
