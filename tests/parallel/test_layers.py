@@ -31,10 +31,10 @@ INTERLEAVE = 2
 class Ranked:
     """A golden layer whose compressed or latent rows are dealt out to ranks."""
 
-    def __init__(self, case, comm):
+    def __init__(self, case, comm, requests=1):
         golden = GoldenLayer(case)
         self.is_v32 = golden.record["model"] == "v32"
-        self.whole = (V32Layer if self.is_v32 else V4Layer)(golden)
+        self.whole = (V32Layer if self.is_v32 else V4Layer)(golden, requests)
         self.layer = self.whole.layer
         self.ratio = 1 if self.is_v32 else self.layer.ratio
         self.shard = Shard(comm.rank, comm.size, INTERLEAVE)
@@ -44,25 +44,31 @@ class Ranked:
         self.caches = self.whole.caches
         if self.is_v32 or self.ratio > 1:
             columns = -(-golden.tokens // self.ratio // (PAGE * comm.size)) + 1
-            self.table = np.random.default_rng(comm.rank).permutation(columns)[None].astype(np.int32)
-            rows = np.zeros((columns, PAGE, getattr(self.caches, self.name).shape[2]), np.float32)
+            pages = np.random.default_rng(comm.rank).permutation(requests * columns).astype(np.int32)
+            self.table = pages.reshape(requests, columns)
+            rows = np.zeros((len(pages), PAGE, getattr(self.caches, self.name).shape[2]), np.float32)
             self.caches = dataclasses.replace(self.caches, **{self.name: rows})
 
     def arguments(self, first, count):
         """Of `step`, for tokens of the one request."""
+        golden = self.whole.golden
+        topk = None if golden.topk is None else golden.topk[first : first + count]
+        return self.batch([(0, first, count)]) | {"topk_indices": topk}
+
+    def batch(self, scheduled):
+        """The same for (request, first position, tokens), which select for themselves."""
         golden, whole = self.whole.golden, self.whole
-        batch, tables = whole.paged.batch([(0, first, count)])
-        rows = None
+        batch, tables = whole.paged.batch(scheduled)
+        hidden, rows = np.concatenate([golden.hidden[first : first + count] for _, first, count in scheduled]), None
         if self.is_v32 or self.ratio > 1:
+            table = self.table[[request for request, _, _ in scheduled]]
             slots = local_slot_mapping(
-                batch.query_start_loc, batch.seq_lens, self.table, PAGE, self.shard, num_tokens=count,
+                batch.query_start_loc, batch.seq_lens, table, PAGE, self.shard, num_tokens=len(hidden),
                 compress_ratio=self.ratio,
             )  # fmt: skip
-            rows = RankRows(self.shard, self.table, slots)
-        span = slice(first, first + count)
+            rows = RankRows(self.shard, table, slots)
         return {
-            "hidden_states": golden.hidden[span], "layer_caches": self.caches, "metadata": whole.build(batch, tables),
-            "rows": rows, "topk_indices": None if golden.topk is None else golden.topk[span],
+            "hidden_states": hidden, "layer_caches": self.caches, "metadata": whole.build(batch, tables), "rows": rows
         }  # fmt: skip
 
     def run(self, splits):
@@ -81,6 +87,67 @@ def test_whole_layers_give_what_transformers_gives(case, splits, size):
     want = GoldenLayer(case).out[: sum(splits)]
     for got in run_threads(size, lambda comm: Ranked(case, comm).run(splits), SECONDS):
         assert relative_rms(got, want) < 1e-5
+
+
+STEPS = ([(0, 0, 70)], [(0, 70, 1), (1, 0, 9)], [(0, 71, 1), (1, 9, 62)], [(1, 71, 1), (0, 72, 59)])
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("case", [8, 13])
+def test_ranks_select_what_one_device_selects(case, size):
+    """By an indexer whose keys every rank has whole, for decodes and prefills of two requests in a step."""
+    golden = GoldenLayer(case)
+
+    def on(comm):
+        ranked, parts, chosen = Ranked(case, comm, 2), {0: [], 1: []}, []
+        select = ranked.layer.indexer.select
+        ranked.layer.indexer.select = lambda *arguments: chosen.append(select(*arguments).copy()) or chosen[-1]
+        for scheduled in STEPS:
+            ends = np.cumsum([count for *_, count in scheduled])[:-1]
+            out = ranked.sharded.step(**ranked.batch(scheduled))
+            for (request, first, count), rows, own in zip(
+                scheduled, np.split(chosen.pop(), ends), np.split(out, ends), strict=True
+            ):
+                for row, want, token in zip(
+                    rows, golden.topk[first : first + count], range(first, first + count), strict=False
+                ):
+                    seen = token + 1 if ranked.is_v32 else (token + 1) // 4
+                    assert set(row[row >= 0]) == set(want[(want >= 0) & (want < seen)])
+                parts[request].append(own)
+        return [np.concatenate(parts[request]) for request in parts]
+
+    for outs in run_threads(size, on, SECONDS):
+        for out in outs:
+            assert relative_rms(out, golden.out[: len(out)]) < 1e-5
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("case", [8, 13])
+def test_rows_that_a_token_may_not_see_are_left_out_on_ranks(case, size, rng):
+    """A selection of any rows of the request, later ones among them, gives what one device makes of it."""
+    tokens = 140
+    rows = tokens if case == 13 else tokens // 4
+    chosen = np.stack([rng.permutation(np.arange(-3, rows + 3))[:16] for _ in range(tokens)]).clip(-1).astype(np.int32)
+    chosen[:, 0] = np.arange(tokens) + 1 if case == 13 else (np.arange(tokens) + 1) // 4  # the next row there will be
+    golden = GoldenLayer(case)
+    one = (V32Layer if case == 13 else V4Layer)(golden)
+    spans = [slice(0, tokens - 1), slice(tokens - 1, tokens)]
+
+    def one_step(span):
+        batch, tables = one.paged.batch([(0, span.start, span.stop - span.start)])
+        return one.layer.step(golden.hidden[span], one.caches, one.build(batch, tables), topk_indices=chosen[span])
+
+    def on(comm):
+        ranked = Ranked(case, comm)
+        return [
+            ranked.sharded.step(**ranked.batch([(0, span.start, span.stop - span.start)]), topk_indices=chosen[span])
+            for span in spans
+        ]
+
+    want = [one_step(span) for span in spans]
+    for got in run_threads(size, on, SECONDS):
+        for out, expected in zip(got, want, strict=True):
+            assert relative_rms(out, expected) < 1e-5
 
 
 def changed(arguments, name, value):

@@ -1,0 +1,75 @@
+"""A dense layer on ranks against attention in float64, from the step's own rows on."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cumla.bounds import DECODE_OUT
+from cumla.layers import MLACommonImpl
+from cumla.parallel import Shard, ShardedMLALayer, local_seq_lens, run_threads
+from support import ranks
+from support.bounds import assert_same_direction, assert_within
+from support.lab import BF16, to_float
+from support.ranks import Context
+
+NOPE, ROPE, LATENT, V = 128, 64, 512, 128
+SECONDS = 60
+
+
+class Problem:
+    """Requests whose last queries are new tokens; projections that pick latent values and their signs.
+
+    Such projections round nothing, so that the results are held to the bounds of attention alone.
+    """
+
+    def __init__(self, rng, lens, heads):
+        self.context = context = Context.make(rng, lens, heads, NOPE + ROPE)
+        context.rows = rng.standard_normal((len(context.rows), LATENT + ROPE)).astype(BF16)
+        self.pick = np.stack([rng.permutation(LATENT)[: NOPE + V] for _ in range(heads)])
+        self.sign = rng.choice([-1.0, 1.0], self.pick.shape)
+        self.weight = np.zeros((heads, NOPE + V, LATENT), BF16)
+        np.put_along_axis(self.weight, self.pick[..., None], self.sign[..., None].astype(BF16), axis=2)
+
+    def wanted(self):
+        """out [T, h, V] and the sizes that bounds are of."""
+        q = to_float(self.context.q)
+        latent = np.einsum("thp,hpl->thl", q[..., :NOPE], to_float(self.weight[:, :NOPE]))
+        whole = replace(self.context, q=np.concatenate([latent, q[..., NOPE:]], axis=2).astype(BF16))
+        out, _, sizes = ranks.dense_on_one(whole)
+        picked = self.pick[None, :, NOPE:]
+        return np.take_along_axis(out, picked, axis=2) * self.sign[:, NOPE:], np.take_along_axis(sizes, picked, axis=2)
+
+    def on(self, comm, split_heads):
+        """A rank's step, which writes all rows: out [T, h, V] of the heads that it has."""
+        context, shard = self.context, Shard(comm.rank, comm.size, 2)
+        heads = context.own_heads(comm) if split_heads else slice(None)
+        q, weight = np.ascontiguousarray(context.q[:, heads]), self.weight[heads].reshape(-1, LATENT)
+        layer = MLACommonImpl(q.shape[1], LATENT + ROPE, (LATENT + ROPE) ** -0.5, kv_b_proj=weight)
+        layer.process_weights_after_loading(BF16)
+        table, pages = context.pages(shard)
+        cache = np.full((pages, ranks.BLOCK, LATENT + ROPE), np.nan, BF16)
+        slots, new = context.slots(table, shard), context.starts[1:] - 1  # one query a request, its last row
+        old = np.setdiff1d(np.arange(len(slots)), new)
+        old = old[slots[old] >= 0]
+        cache.reshape(-1, LATENT + ROPE)[slots[old]] = context.rows[old]
+        # Memory of earlier steps is used again: what of it is not written must not be read.
+        layer.workspace.shaped("latent_q", (*q.shape[:2], LATENT + ROPE), q.dtype, q)[...] = np.nan
+        out = ShardedMLALayer(layer, comm, split_heads=split_heads).forward(
+            q, context.rows[new, :LATENT], context.rows[new, LATENT:], cache, table,
+            local_seq_lens(context.seen, shard), slots[new],
+        )  # fmt: skip
+        return out.reshape(*q.shape[:2], V)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("split_heads", [False, True], ids=["all-heads", "own-heads"])
+def test_a_step_gives_what_one_device_gives(rng, size, split_heads):
+    problem = Problem(rng, [37, 1, 5, 64], 6)
+    want, sizes = problem.wanted()
+    for rank, got in enumerate(run_threads(size, lambda comm: problem.on(comm, split_heads), SECONDS)):
+        own = slice(rank * 6 // size, (rank + 1) * 6 // size) if split_heads else slice(None)
+        assert_within(
+            f"rank {rank}", to_float(got), want[:, own], ranks.absolute(sizes[:, own]), DECODE_OUT.relative
+        )  # fmt: skip
+        assert_same_direction(f"rank {rank}", to_float(got), want[:, own], 2 * DECODE_OUT.cosine)
