@@ -239,6 +239,23 @@ def test_padding_tokens_that_the_batch_counts_are_empty(place):
     assert_equal(place, metadata.decode.seq_lens, [6, 7, 8, 9, 17, 18, 19, 20, 0, 0, 0, 0])
 
 
+@pytest.mark.parametrize("next_n", [1, 2, 3, 4, 5])
+def test_uniform_decodes_of_up_to_two_tokens_are_entries_of_their_own(place, next_n):
+    """Requests of more tokens than DeepGEMM's kernels take are flattened, one entry a token."""
+    config = ServingConfig(
+        num_speculative_tokens=next_n - 1, block_size=BLOCK, max_num_batched_tokens=64, max_num_seqs=8,
+        max_model_len=128,
+    )  # fmt: skip
+    metadata = DeepseekV32IndexerMetadataBuilder(config, backend=place.backend).build(
+        0, make_batch(place, [9, 20], [next_n] * 2)
+    )
+    lens = [[s - next_n + 1 + j for j in range(next_n)] for s in (9, 20)]
+    shape = {1: (2,), 2: (2, 2)}.get(next_n, (2 * next_n,))
+    assert metadata.decode.seq_lens.shape == shape
+    assert_equal(place, metadata.decode.seq_lens, lens)
+    assert_equal(place, metadata.decode.decode_lens, [next_n] * 2 if next_n <= 2 else [1] * 2 * next_n)
+
+
 def test_what_the_kernels_take_can_be_widened(place):
     class Wide(DeepseekV32IndexerMetadataBuilder):
         natively_supported_next_n = (1, 2, 4)

@@ -205,12 +205,13 @@ def test_sequences_beyond_the_tables_are_named(case):
     of.made.layer.step(**of.arguments)
 
 
-def test_metadata_of_another_window_is_named():
+@pytest.mark.parametrize("window", [64, 127, 129, 256])
+def test_metadata_of_another_window_is_named(window):
     of = Started(3)
     before = of.held()
-    config = dataclasses.replace(of.made.builder.config, window_size=64)
+    config = dataclasses.replace(of.made.builder.config, window_size=window)
     of.made.builder = DeepseekV4StepBuilder(config)
-    with pytest.raises(ValueError, match=r"metadata: got a window_size of 64 in the builder's config, .* 128"):
+    with pytest.raises(ValueError, match=rf"metadata: got a window_size of {window} in the builder's config, .* 128"):
         of.made.layer.step(**(of.arguments | {"metadata": of.metadata(BATCH)}))
     assert of.held() == before
 

@@ -38,6 +38,15 @@ def test_dense(rng, size, way, monkeypatch):
     ranks.check(got, want, split_heads, size)
 
 
+@pytest.mark.parametrize(("size", "heads"), [(2, 3), (3, 4), (3, 2)])
+def test_heads_that_ranks_cannot_share_evenly_are_merged_on_all(rng, size, heads, monkeypatch):
+    monkeypatch.setattr(cumla.parallel.context, "WORTH_A_CALL", -1)
+    context = Context.make(rng, [20, 9], heads, 576)
+    want = ranks.dense_on_one(context)
+    got = run_threads(size, lambda comm: ranks.dense_on(comm, context, 1), SECONDS)
+    ranks.check(got, want, False, size)
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("split_heads", [False, True], ids=["all-heads", "own-heads"])
 def test_selected_rows(rng, size, split_heads):

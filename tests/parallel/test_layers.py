@@ -163,7 +163,7 @@ WHOLE = [
     ("rows.block_table", np.zeros((1, 2)), "rows.block_table: got dtype float64"),
     ("rows.block_table", np.zeros((0, 2), np.int32), "rows.block_table: got 0 requests"),
     ("rows.slot_mapping", np.zeros(3, np.int64), "rows.slot_mapping: got 3 tokens"),
-    ("rows.slot_mapping", np.zeros(99, np.int64), "rows.slot_mapping: got 99 slots"),
+    ("rows.slot_mapping", np.zeros(61, np.int64), "rows.slot_mapping: got 61 slots"),
     ("layer_caches", None, "layer_caches: got NoneType"),
     ("topk_indices", np.zeros((60, 4)), "topk_indices: got dtype float64"),
     ("metadata", None, "metadata: got NoneType"),
