@@ -179,9 +179,12 @@ def test_a_workspace_changes_no_bit(lab, rng, ratio):
     q = lab.put(rng.standard_normal((3, heads, 512)).astype(BF16))
     k = lab.put(np.stack([pool.rows[r][-1] for r in range(3)]))
     want = layer.step(q, k, cache, metadata, compressed, backend=lab.backend)
-    workspace = LayerWorkspace.allocate(q, topk if ratio == 4 else 0)
-    got = layer.step(q, k, cache, metadata, compressed, workspace=workspace, backend=lab.backend)
-    assert lab.get(got).tobytes() == lab.get(want).tobytes()
+    more = lab.put(np.zeros((7, heads, 512), BF16))  # for more tokens and columns than the step has
+    for workspace in (
+        LayerWorkspace.allocate(q, topk if ratio == 4 else 0), LayerWorkspace.allocate(more, topk + 5)
+    ):  # fmt: skip
+        got = layer.step(q, k, cache, metadata, compressed, workspace=workspace, backend=lab.backend)
+        assert lab.get(got).tobytes() == lab.get(want).tobytes()
     if ratio == 4:
         with pytest.raises(ValueError, match="workspace: got no topk_indices and topk_lens"):
             layer.step(q, k, cache, metadata, compressed, workspace=LayerWorkspace.allocate(q), backend=lab.backend)
