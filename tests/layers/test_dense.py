@@ -13,6 +13,7 @@ from cumla.layers.dense import BlockQuantizedWeight, MLACommonImpl
 from cumla.layers.weights import dequantized
 from cumla.metadata import MLACommonMetadataBuilder, MLACommonState, MLAConfig, SequenceGroup
 from cumla.metadata.batch import CommonAttentionMetadata
+from support.backends import only
 from support.bounds import assert_same_direction, assert_within
 from support.lab import BF16, to_float
 
@@ -95,10 +96,11 @@ class Model:
 
     def forward(self, metadata, **more):
         put = self.lab.put
-        return self.impl.forward(
-            put(self.q.reshape(len(self.q), -1)), put(self.kv_c), put(self.k_pe), self.cache, metadata,
-            k_scale=self.k_scale, **more,
-        )  # fmt: skip
+        with only(self.lab.backend):
+            return self.impl.forward(
+                put(self.q.reshape(len(self.q), -1)), put(self.kv_c), put(self.k_pe), self.cache, metadata,
+                k_scale=self.k_scale, **more,
+            )  # fmt: skip
 
     def wanted(self, through_cache):
         """through_cache: of each request, whether its new tokens are read from the cache, as decodes' are."""

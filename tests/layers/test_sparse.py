@@ -14,6 +14,7 @@ from cumla.layers.selection import IndexerInputs, score_bytes
 from cumla.layers.sparse import CompressedCache, LayerWorkspace, SparseMLALayer, not_observed
 from cumla.metadata import DeepseekSparseSWAMetadataBuilder, DeepseekV32IndexerMetadataBuilder, ServingConfig
 from cumla.metadata.batch import CommonAttentionMetadata
+from support.backends import only
 from support.bounds import assert_same_direction, assert_within
 from support.lab import BF16, Lab, to_float
 
@@ -112,10 +113,11 @@ def test_step(lab, rng, ratio, seq_lens, query_lens, road):
     q = rng.standard_normal((tokens, heads, 512)).astype(BF16)
     k = np.concatenate([pool.rows[r][s - n : s] for r, (s, n) in enumerate(zip(seq_lens, query_lens, strict=True))])
     observed = []
-    out = layer.step(
-        lab.put(q), lab.put(k), cache, metadata, compressed, prefill_road=road, backend=lab.backend,
-        observe=lambda op: observed.append(op) or not_observed(op),
-    )  # fmt: skip
+    with only(lab.backend):
+        out = layer.step(
+            lab.put(q), lab.put(k), cache, metadata, compressed, prefill_road=road, backend=lab.backend,
+            observe=lambda op: observed.append(op) or not_observed(op),
+        )  # fmt: skip
     out = to_float(lab.get(out))
     if road is not None:
         assert ("gather" in observed) == (road == "rows")
@@ -237,10 +239,11 @@ def test_selects_what_an_indexer_scores_best(lab, rng, layout, query_lens):
     want = layer.step(**arguments, compressed=replace(compressed, topk_indices=lab.put(selected)), backend=lab.backend)
     own = replace(compressed, topk_indices=None, indexer=inputs)
     observed = []
-    got = layer.step(
-        **arguments, compressed=own, backend=lab.backend,
-        observe=lambda op: observed.append(op) or not_observed(op),
-    )  # fmt: skip
+    with only(lab.backend):
+        got = layer.step(
+            **arguments, compressed=own, backend=lab.backend,
+            observe=lambda op: observed.append(op) or not_observed(op),
+        )  # fmt: skip
     assert lab.get(got).tobytes() == lab.get(want).tobytes()
     assert observed[:4] == ["insert", "insert", "insert", "select"]
     assert lab.get(cache).tobytes() == host_cache.tobytes()

@@ -20,6 +20,7 @@ from cumla.parallel import (
     local_slot_mapping,
     run_threads,
 )
+from support.backends import only
 from support.lab import BF16
 from support.models import GoldenLayer, PagedRequests, V4Layer, V32Layer, relative_rms
 
@@ -31,10 +32,10 @@ INTERLEAVE = 2
 class Ranked:
     """A golden layer whose compressed or latent rows are dealt out to ranks."""
 
-    def __init__(self, case, comm, requests=1):
+    def __init__(self, case, comm, requests=1, backend="cpu"):
         golden = GoldenLayer(case)
         self.is_v32 = golden.record["model"] == "v32"
-        self.whole = (V32Layer if self.is_v32 else V4Layer)(golden, requests)
+        self.whole = (V32Layer if self.is_v32 else V4Layer)(golden, requests, backend=backend)
         self.layer = self.whole.layer
         self.ratio = 1 if self.is_v32 else self.layer.ratio
         self.shard = Shard(comm.rank, comm.size, INTERLEAVE)
@@ -64,7 +65,7 @@ class Ranked:
             table = self.table[[request for request, _, _ in scheduled]]
             slots = local_slot_mapping(
                 batch.query_start_loc, batch.seq_lens, table, PAGE, self.shard, num_tokens=len(hidden),
-                compress_ratio=self.ratio,
+                compress_ratio=self.ratio, backend=self.layer.backend,
             )  # fmt: skip
             rows = RankRows(self.shard, table, slots)
         return {
@@ -119,6 +120,13 @@ def test_ranks_select_what_one_device_selects(case, size):
     for outs in run_threads(size, on, SECONDS):
         for out in outs:
             assert relative_rms(out, golden.out[: len(out)]) < 1e-5
+
+
+@pytest.mark.parametrize("case", [2, 3, 8, 13])
+def test_every_operation_on_ranks_is_on_the_layers_backend(case):
+    with only("reference"):
+        for out in run_threads(2, lambda comm: Ranked(case, comm, 1, "reference").run([9, 1]), SECONDS):
+            assert relative_rms(out, GoldenLayer(case).out[:10]) < 1e-5
 
 
 @pytest.mark.parametrize("size", [1, 3])
