@@ -386,11 +386,11 @@ def test_starts_of_sequences(place):
     assert_equal(place, metadata.seq_start_loc, [0, 9, 49, 69])
     assert_equal(place, metadata.prefill_metadata.seq_start_loc, [0, 40, 60])
     assert_equal(place, metadata.decode_metadata.seq_start_loc, [0, 9])
-    batch, long = make_batch(place, [9, 40], [1, 1]), np.array([2**31 - 2, 2**31 - 1], np.int32)
+    batch, long = make_batch(place, [9, 40], [1, 0]), np.array([2**31 - 2, 2**31 - 1], np.int32)
     batch = dataclasses.replace(batch, seq_lens=place.put(long), seq_lens_cpu=long, max_seq_len=2**31 - 1)
     metadata = builder_of(place, max_model_len=2**31 - 1).build(0, batch, validate=False)
     assert_equal(place, metadata.seq_start_loc, [0, 2**31 - 2, 2**32 - 3])
-    assert_equal(place, metadata.context_lens_tensor, long - 1)
+    assert_equal(place, metadata.context_lens_tensor, long - [1, 0])
     assert place.get(metadata.context_lens_tensor).dtype == np.int32
 
 

@@ -116,6 +116,7 @@ RIGHT = {
         ({"orig_seq_lens": [2**40], "query_lens": [2**40]}, "orig_seq_lens: got 1099511627776"),
         ({"seq_lens": [None]}, "seq_lens: got None"), ({"curr_sliding_window_blocks": [-1]}, "blocks: got -1"),
         ({"block_tables": {0: [2**40]}}, r"block_tables: got \[1099511627776\]"),
+        ({"block_tables": {0: [3, -(2**40)]}}, r"block_tables: got \[3, -1099511627776\]"),
         ({"block_tables": {0: [3.7]}}, r"block_tables: got \[3.7\], expected integers"),
         ({"block_tables": {0: None}}, "block_tables: got None"), ({"block_tables": {0: [[3]]}}, "block_tables: got"),
     ],

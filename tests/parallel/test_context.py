@@ -14,8 +14,10 @@ from cumla.parallel import (
     local_window,
     run_threads,
 )
+from cumla.parallel.context import is_merged_by_heads
 from support import ranks
 from support.attention import make_cache
+from support.lab import BF16
 from support.ranks import Context
 
 SIZES = range(1, 9)
@@ -133,6 +135,18 @@ def test_outputs_and_queries_in_place(rng):
     assert run_threads(2, on, SECONDS) == [True, True]
 
 
+def test_exchanges_that_save_less_than_they_cost_are_not_made():
+    """Ranks merge some heads each where everything to all would send more than 4 MiB more."""
+    for size, heads, bytes_, merged in (
+        (3, 3, 6 << 20, False), (3, 3, (6 << 20) + 3, True), (3, 4, 1 << 30, False), (2, 2, 1 << 30, False),
+        (4, 8, 1 << 30, True),
+    ):  # fmt: skip
+        assert is_merged_by_heads(size, heads, bytes_) == merged
+
+
+READ_ONLY = np.frombuffer(bytes(2 * 4 * 512 * 2), np.uint16).view(BF16).reshape(2, 4, 512)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
@@ -143,6 +157,7 @@ def test_outputs_and_queries_in_place(rng):
         ),
         ({"out": np.ones((2, 4, 511), np.float32)}, TypeError, "out: got dtype float32"),
         ({"lse": np.ones((4, 2), np.float32)}, ValueError, r"lse: got shape \(4, 2\), expected \[2, 4\]"),
+        ({"out": READ_ONLY}, ValueError, "out: got a read-only numpy array"),
     ],
 )
 def test_errors_come_before_anything_is_sent(rng, change, error, says):
