@@ -18,8 +18,10 @@ from cumla.metadata import (
     SequenceGroup,
 )
 from cumla.metadata.batch import CommonAttentionMetadata
+from cumla.metadata.mla_builder import send_together
 from cumla.metadata.mla_context import cut_context
 from metadata.batches import BLOCK, THOROUGH, assert_equal, make_batch, shapes
+from support.backends import only
 from support.lab import Lab
 
 CONFIG = {"block_size": BLOCK, "max_num_batched_tokens": 512, "max_num_seqs": 16, "max_model_len": 256}
@@ -305,7 +307,8 @@ def test_prefills_turn_into_decodes_and_advance(place):
     )
     views = metadata.decode_metadata, metadata.prefill_metadata
     sampled = place.put(np.array([[11], [12], [13]], np.int64))
-    metadata.advance_step(step, sampled, BLOCK, 4, 3, turn_prefills_into_decodes=True, backend=place.backend)
+    with only(place.backend):
+        metadata.advance_step(step, sampled, BLOCK, 4, 3, turn_prefills_into_decodes=True, backend=place.backend)
     assert metadata.prefill_metadata is None
     assert metadata.decode_metadata not in views
     assert metadata.decode_metadata.num_decode_tokens == 4
@@ -392,6 +395,8 @@ def test_starts_of_sequences(place):
     assert_equal(place, metadata.seq_start_loc, [0, 2**31 - 2, 2**32 - 3])
     assert_equal(place, metadata.context_lens_tensor, long - [1, 0])
     assert place.get(metadata.context_lens_tensor).dtype == np.int32
+    parts = send_together([np.array([2**31 - 1]), np.array([2**31])], place.put(np.zeros(1)))
+    assert [place.get(part).dtype for part in parts] == [np.int32, np.int64]
 
 
 # ---- backend
