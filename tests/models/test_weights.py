@@ -226,7 +226,9 @@ def test_headers_that_describe_no_array(change, says, tmp_path):
         safetensors.Checkpoint(tmp_path)["a"]
 
 
-@pytest.mark.parametrize("text", ['{"weight_map": {"a": 5}}', "[]", "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ['{"weight_map": {"a": 5}}', '{"weight_map": {"a": "a.safetensors", "b": 5}}', "[]", "[" * 100_000]
+)
 def test_an_index_that_names_no_files(text, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json: got no weight_map"):

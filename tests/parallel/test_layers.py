@@ -7,6 +7,7 @@ import pytest
 
 import cumla
 from cumla.layers import MLACommonImpl
+from cumla.layers.sparse import not_observed
 from cumla.metadata.builder import ServingConfig
 from cumla.metadata.sparse_swa import DeepseekSparseSWAMetadataBuilder
 from cumla.parallel import (
@@ -127,6 +128,30 @@ def test_every_operation_on_ranks_is_on_the_layers_backend(case):
     with only("reference"):
         for out in run_threads(2, lambda comm: Ranked(case, comm, 1, "reference").run([9, 1]), SECONDS):
             assert relative_rms(out, GoldenLayer(case).out[:10]) < 1e-5
+
+
+ATTENDS = {kind: ["map", kind, "exchange", "merge"] for kind in ("decode", "prefill")}
+BOTH = ["insert", *ATTENDS["decode"], *ATTENDS["prefill"], "output"]
+PARTS = {
+    2: ["project", "project", "insert", *BOTH],
+    3: ["compress", "project", "project", "insert", *BOTH],
+    8: ["compress", "project", "select", "select", "project", "insert", "select", *BOTH],
+    13: ["project", "insert", "select", *ATTENDS["decode"], "output"],
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_an_observer_hears_the_parts_of_a_step_on_ranks(case):
+    """In their order: attention of V4's decodes and of its prefills, each with its exchange and its merge."""
+
+    def on(comm):
+        ranked, heard = Ranked(case, comm, 2), []
+        ranked.sharded.step(**ranked.batch([(0, 0, 9)]))
+        batch = ranked.batch([(0, 9, 1), (1, 0, 5)])
+        ranked.sharded.step(**batch, observe=lambda part: heard.append(part) or not_observed(part))
+        return heard
+
+    assert run_threads(2, on, SECONDS) == [PARTS[case]] * 2
 
 
 @pytest.mark.parametrize("size", [1, 3])
