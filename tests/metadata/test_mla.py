@@ -205,6 +205,7 @@ def test_groups_padded_to_a_captured_size(place):
     builder.add_seq_group(group(False, [5, 9], [4, 8], [[7], [1, 2]]))
     metadata, _ = builder.build_groups(place.put(np.zeros(1, np.int32)), cuda_graph_pad_size=2)
     assert metadata.use_cuda_graph
+    assert not metadata.is_profile_run
     assert (metadata.num_decodes, metadata.num_decode_tokens, metadata.num_prefills) == (4, 2, 0)
     assert_equal(place, metadata.slot_mapping, [7 * BLOCK + 4, 2 * BLOCK, -1, -1])
     assert metadata.seq_lens == [5, 9, 0, 0]
@@ -215,6 +216,7 @@ def test_a_profile_run_has_no_blocks(place):
     builder.add_seq_group(group(True, [10], [0], None))
     metadata, _ = builder.build_groups(place.put(np.zeros(1, np.int32)), is_profile_run=True)
     assert metadata.is_profile_run
+    assert not metadata.use_cuda_graph
     assert_equal(place, metadata.slot_mapping, [-1] * 10)
 
 
