@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -51,8 +52,6 @@ class Model:
         for table, rows, cached, new in zip(self.table, self.rows, self.cached, query_lens, strict=True):
             stored = rows
             if fp8:
-                import ml_dtypes
-
                 stored = (to_float(rows) / k_scale).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
                 cached[:] = (stored.astype(np.float32) * np.float32(k_scale)).astype(dtype)
                 stored = stored.view(np.uint8)
@@ -233,8 +232,6 @@ def test_decodes_of_several_tokens(lab, rng):
 
 
 def test_block_quantised_weight(lab, rng):
-    import ml_dtypes
-
     weight = BlockQuantizedWeight(
         rng.standard_normal((HEADS * (P + V), L)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8),
         WEIGHT_STD * rng.uniform(0.5, 1.5, (HEADS * 2, L // 128)).astype(np.float32),
@@ -291,8 +288,6 @@ def test_a_profile_run_allocates_the_worst_case(lab, rng, allocated):
 @pytest.mark.parametrize("quantised", ["not", "blocks", "a tensor", "rows"])
 def test_the_projection_can_be_a_layer(rng, quantised):
     """As an engine has it: an object with a weight, and with scales if that is FP8."""
-    import ml_dtypes
-
     rows = HEADS * (P + V)
     weight = rng.standard_normal((rows, L)).astype(np.float32)
     layer, want = SimpleNamespace(weight=weight), weight
@@ -314,7 +309,9 @@ def test_the_projection_can_be_a_layer(rng, quantised):
 
 def test_weights_that_cannot_be_read_are_refused_by_name():
     weight = np.zeros((HEADS * (P + V), L), np.uint8)
+    other = SimpleNamespace(weight=weight.view(ml_dtypes.float8_e5m2), weight_scale=np.ones(1, np.float32))
     for layer, error, text in (
+        (other, TypeError, "kv_b_proj.weight: got dtype float8_e5m2, expected float8_e4m3fn"),
         (SimpleNamespace(weight_packed=weight), TypeError, "kv_b_proj.weight_packed: got a packed weight"),
         (SimpleNamespace(qweight=weight), TypeError, "kv_b_proj.qweight: got a packed weight"),
         (SimpleNamespace(weight=weight), ValueError, "kv_b_proj: got an FP8 weight without weight_scale_inv"),
