@@ -173,3 +173,28 @@ def test_errors_come_before_anything_is_sent(rng, change, error, says):
         return comm._calls
 
     assert run_threads(2, on, SECONDS) == [0, 0]
+
+
+def test_a_plan_of_another_kind_is_refused(rng):
+    """A plan that is given is the one that is used."""
+    context = Context.make(rng, [20, 9], 4, 576)
+    selected = np.zeros((2, 3), np.int32)
+
+    def on(comm):
+        with pytest.raises(TypeError, match="plan: got"):
+            ranks.dense_on(comm, context, 1, plan=cumla.DecodePlan())
+        with pytest.raises(TypeError, match="plan: got"):
+            ranks.sparse_on(comm, context, selected, cumla.V32_FP8, 1, plan=cumla.DenseDecodePlan())
+        return comm._calls
+
+    assert run_threads(2, on, SECONDS) == [0, 0]
+
+
+def test_a_plan_that_is_given_is_made(here, rng):
+    """By a device's kernels, with one rank; the instance's own where none is given."""
+    context = Context.make(rng, [11, 6], 3, 576)
+    selected = np.stack([rng.permutation(11)[:6], rng.permutation(6)]).astype(np.int32)
+    comm, plan = ThreadCommunicator(Agreement(MemoryStore(), 0, 1)), cumla.DecodePlan()
+    for _ in range(2):
+        ranks.sparse_on(comm, context, selected, cumla.V32_FP8, 1, put=here.put, backend=here.backend, plan=plan)
+        assert plan.made_for is not None
