@@ -146,3 +146,11 @@ def test_small_numpy_integers_of_a_group():
     metadata, grouped = built(SequenceGroup(**RIGHT | small | {"seq_lens": np.array([5], np.int8)}))
     assert grouped.slot_mapping.tolist() == [3 * BLOCK + i for i in range(5)]
     assert metadata.seq_lens == [5]
+
+
+@pytest.mark.parametrize("block", [-(2**31), 2**31 - 1])
+def test_blocks_are_any_that_int32_holds(block):
+    """Slots of the largest are beyond it."""
+    metadata, grouped = built(SequenceGroup(**RIGHT | {"block_tables": {0: [block]}}))
+    assert metadata.block_tables.tolist() == [[block]]
+    assert grouped.slot_mapping.tolist() == [block * BLOCK + i for i in range(5)]
