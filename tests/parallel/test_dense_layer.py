@@ -8,6 +8,7 @@ import pytest
 from cumla.layers import MLACommonImpl
 from cumla.parallel import Shard, ShardedMLALayer, local_seq_lens, run_threads
 from support import ranks
+from support.backends import only
 from support.lab import BF16, to_float
 from support.ranks import Context
 
@@ -38,16 +39,16 @@ class Problem:
         out, sizes = (np.take_along_axis(x, self.pick[None, :, NOPE:], axis=2) for x in (out, sizes))
         return out * self.sign[:, NOPE:], lse, sizes
 
-    def on(self, comm, split_heads):
+    def on(self, comm, split_heads, backend=None):
         """A rank's step, which writes all rows: out [T, h, V] of the heads that it has."""
         context, shard = self.context, Shard(comm.rank, comm.size, 2)
         heads = context.own_heads(comm) if split_heads else slice(None)
         q, weight = np.ascontiguousarray(context.q[:, heads]), self.weight[heads].reshape(-1, LATENT)
-        layer = MLACommonImpl(q.shape[1], LATENT + ROPE, (LATENT + ROPE) ** -0.5, kv_b_proj=weight)
+        layer = MLACommonImpl(q.shape[1], LATENT + ROPE, (LATENT + ROPE) ** -0.5, kv_b_proj=weight, backend=backend)
         layer.process_weights_after_loading(BF16)
         table, pages = context.pages(shard)
         cache = np.full((pages, ranks.BLOCK, LATENT + ROPE), np.nan, BF16)
-        slots, new = context.slots(table, shard), context.starts[1:] - 1  # one query a request, its last row
+        slots, new = context.slots(table, shard, backend), context.starts[1:] - 1  # one query a request, its last row
         old = np.setdiff1d(np.arange(len(slots)), new)
         old = old[slots[old] >= 0]
         cache.reshape(-1, LATENT + ROPE)[slots[old]] = context.rows[old]
@@ -55,7 +56,7 @@ class Problem:
         layer.workspace.shaped("latent_q", (*q.shape[:2], LATENT + ROPE), q.dtype, q)[...] = np.nan
         out = ShardedMLALayer(layer, comm, split_heads=split_heads).forward(
             q, context.rows[new, :LATENT], context.rows[new, LATENT:], cache, table,
-            local_seq_lens(context.seen, shard), slots[new],
+            local_seq_lens(context.seen, shard, backend=backend), slots[new],
         )  # fmt: skip
         return out.reshape(*q.shape[:2], V)
 
@@ -66,3 +67,11 @@ def test_a_step_gives_what_one_device_gives(rng, size, split_heads):
     problem = Problem(rng, [37, 1, 5, 64], 6)
     outs = run_threads(size, lambda comm: problem.on(comm, split_heads), SECONDS)
     ranks.check_outs(outs, problem.wanted(), split_heads, size)
+
+
+@pytest.mark.parametrize("split_heads", [False, True], ids=["all-heads", "own-heads"])
+def test_every_operation_is_on_the_layers_backend(rng, split_heads):
+    problem = Problem(rng, [7, 1], 2)
+    with only("reference"):
+        outs = run_threads(2, lambda comm: problem.on(comm, split_heads, "reference"), SECONDS)
+    ranks.check_outs(outs, problem.wanted(), split_heads, 2)

@@ -54,8 +54,10 @@ class Context:
         table = np.random.default_rng([seed, shard.rank]).permutation(len(self.lens) * columns).astype(np.int32)
         return table.reshape(len(self.lens), columns), table.size
 
-    def slots(self, table, shard):
-        return local_slot_mapping(self.starts, self.lens, table, BLOCK, shard, num_tokens=len(self.rows))
+    def slots(self, table, shard, backend=None):
+        return local_slot_mapping(
+            self.starts, self.lens, table, BLOCK, shard, num_tokens=len(self.rows), backend=backend
+        )  # fmt: skip
 
     def own_heads(self, comm):
         own = self.q.shape[1] // comm.size
