@@ -353,6 +353,8 @@ def test_metadata_of_a_captured_graph_advances(place):
         input_tokens=place.put(np.zeros(3, np.int64)), input_positions=place.put(np.zeros(3, np.int64))
     )
     longest = metadata.max_decode_seq_len
+    with pytest.raises(ValueError, match="num_seqs: got 2, expected 3, the requests of this metadata"):
+        metadata.advance_step(step, place.put(np.array([7, 8])), BLOCK, 2, 2, backend=place.backend)
     metadata.advance_step(step, place.put(np.array([7, 8])), BLOCK, 3, 2, backend=place.backend)
     assert_equal(place, metadata.seq_lens_tensor, [10, 6, 0])
     assert_equal(place, step.input_tokens, [7, 8, 0])

@@ -42,6 +42,16 @@ def test_wrong_steps(changes, text):
     assert (model_input.input_tokens == 7).all()
 
 
+def test_host_lengths_of_other_requests():
+    metadata = decodes()
+    metadata.seq_lens = [5, 9, 3]
+    model_input = SimpleNamespace(input_tokens=np.full(2, 7), input_positions=np.full(2, 7))
+    with pytest.raises(ValueError, match="num_seqs: got 2, expected 2, the requests of this metadata"):
+        metadata.advance_step(model_input, np.array([1, 2]), BLOCK, 2, 2)
+    assert metadata.seq_lens_tensor.tolist() == [5, 9]
+    assert (model_input.input_tokens == 7).all()
+
+
 def test_lengths_stay_pythons_integers():
     metadata = decodes()
     model_input = SimpleNamespace(input_tokens=np.zeros(2, np.int64), input_positions=np.zeros(2, np.int64))

@@ -8,6 +8,7 @@ from cumla.layers import SparseMLALayer
 from cumla.metadata import CommonAttentionMetadata, DeepseekSparseSWAMetadataBuilder, ServingConfig
 from cumla.parallel import Shard, ShardedCompressedCache, ShardedSparseMLALayer, run_threads
 from support import ranks
+from support.backends import only
 from support.lab import BF16
 from support.ranks import BLOCK, Context
 
@@ -39,7 +40,8 @@ class Problem:
     def window_cache(self, upto):
         cache = cumla.DSV4_FP8.allocate(self.table.size, BLOCK)
         for request, (rows, end) in enumerate(zip(self.window, upto, strict=True)):
-            cumla.quantize_and_insert_k_cache(rows[:end], cache, self.slots(request, np.arange(end)), BLOCK)
+            slots = self.slots(request, np.arange(end))
+            cumla.quantize_and_insert_k_cache(rows[:end], cache, slots, BLOCK, backend="reference")
         return cache
 
     def wanted(self):
@@ -55,7 +57,7 @@ class Problem:
         half = (self.context.q.astype(np.float32) / 2).astype(BF16)  # as half the default scale
         return ranks.attend(half, caches, self.sink)
 
-    def on(self, comm, split_heads):
+    def on(self, comm, split_heads, backend=None):
         config = ServingConfig(
             window_size=WINDOW, compress_ratios=(self.ratio,), block_size=BLOCK, compressed_block_size=128,
             index_topk=TOPK, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=512,
@@ -68,10 +70,10 @@ class Problem:
         compressed, shard = None, Shard(comm.rank, comm.size, 2)
         if self.ratio > 1:
             table, pages = self.context.pages(shard)
-            slots, cache = self.context.slots(table, shard), cumla.DSV4_FP8.allocate(pages, BLOCK)
+            slots, cache = self.context.slots(table, shard, backend), cumla.DSV4_FP8.allocate(pages, BLOCK)
             new = self.context.starts[1:][self.lens > 0] - 1
             old = np.setdiff1d(np.arange(len(slots)), new)
-            cumla.quantize_and_insert_k_cache(self.context.rows[old], cache, slots[old], BLOCK)
+            cumla.quantize_and_insert_k_cache(self.context.rows[old], cache, slots[old], BLOCK, backend=backend)
             compressed = ShardedCompressedCache(
                 cache, table, shard, self.context.rows[new], slots[new], self.selected if self.ratio == 4 else None
             )
@@ -81,9 +83,9 @@ class Problem:
             self.ratio, TOPK, np.ascontiguousarray(self.sink[heads]), softmax_scale=0.5 * 512**-0.5
         )  # fmt: skip
         new_rows = np.stack([self.window[r][p] for r, p in zip(self.request, self.position, strict=True)])
-        return ShardedSparseMLALayer(layer, comm, split_heads=split_heads).step(
+        return ShardedSparseMLALayer(layer, comm, split_heads=split_heads, backend=backend).step(
             np.ascontiguousarray(self.context.q[:, heads]), new_rows, self.window_cache(SEQ_LENS - QUERY_LENS),
-            DeepseekSparseSWAMetadataBuilder(config).build(0, batch, c128a_block_table=c128a), compressed,
+            DeepseekSparseSWAMetadataBuilder(config, backend).build(0, batch, c128a_block_table=c128a), compressed,
         )  # fmt: skip
 
 
@@ -96,3 +98,11 @@ def test_a_step_gives_what_one_device_gives(rng, ratio, split_heads, size):
     want = problem.wanted()
     outs = run_threads(size, lambda comm: problem.on(comm, split_heads), SECONDS)
     ranks.check_outs(outs, want, split_heads, size)
+
+
+@pytest.mark.parametrize("ratio", [1, 4, 128])
+def test_every_operation_is_on_the_layers_backend(rng, ratio):
+    problem = Problem(rng, ratio)
+    with only("reference"):
+        outs = run_threads(2, lambda comm: problem.on(comm, False, "reference"), SECONDS)
+    ranks.check_outs(outs, problem.wanted(), False, 2)
