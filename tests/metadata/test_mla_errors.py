@@ -1,6 +1,7 @@
 """Dense MLA metadata, graph buffers and sequence groups: what does not fit is named, and nothing is written by then."""
 
 import copy
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -97,6 +98,27 @@ def test_wrong_buffers_of_a_graph(name, wrong, text):
     before = {key: None if x is None else x.copy() for key, x in buffers.items()}
     with pytest.raises((TypeError, ValueError), match=rf"{name}('\])?: {text}"):
         state.prepare_graph_input_buffers(buffers, decodes(3))
+    for key, x in buffers.items():
+        np.testing.assert_array_equal(x, before[key])
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "text"),
+    [
+        ("slot_mapping", np.zeros((2, 1), np.int64), r"got int64 of shape \(2, 1\), expected it as the graph's is"),
+        ("slot_mapping", np.zeros(2), r"got float64 of shape \(2,\), expected it as the graph's is"),
+        ("seq_lens_tensor", np.ones(2, bool), r"got bool of shape \(2,\)"),
+        ("block_tables", np.zeros(2, np.int32), r"got int32 of shape \(2,\)"),
+        ("block_tables", np.zeros((2, 8)), r"got float64 of shape \(2, 8\)"),
+    ],
+)
+def test_wrong_decodes_for_a_graph(name, wrong, text):
+    state = MLACommonState(CONFIG)
+    with state.graph_capture(3, LIKE):
+        buffers = state.get_graph_input_buffers(state.graph_capture_get_metadata_for_batch(3))
+    before = {key: x.copy() for key, x in buffers.items()}
+    with pytest.raises(ValueError, match=f"^{name}: {text}"):
+        state.prepare_graph_input_buffers(buffers, dataclasses.replace(decodes(), **{name: wrong}))
     for key, x in buffers.items():
         np.testing.assert_array_equal(x, before[key])
 
