@@ -164,6 +164,14 @@ def test_context_in_chunks(lab, rng, workspace):
     model.check(metadata)
 
 
+@pytest.mark.parametrize(("seq_lens", "query_lens"), [([50], [1]), ([50, 30], [1, 21])])
+def test_k_pe_may_have_an_axis_of_one_head(lab, rng, seq_lens, query_lens):
+    model = Model(lab, rng, seq_lens, query_lens)
+    want = model.check(model.metadata(32))
+    model.k_pe = model.k_pe[:, None]
+    np.testing.assert_array_equal(model.check(model.metadata(32)), want)
+
+
 def test_the_workspace_can_be_exactly_full(lab, rng):
     model = Model(lab, rng, [150, 144], [22, 16])
     metadata = model.metadata(64)

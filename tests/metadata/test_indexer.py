@@ -332,6 +332,16 @@ def test_golden_decode_tensors(place, case):
     assert got[3:] == (want["batch_size"], want["requires_padding"])
 
 
+def test_entries_have_tokens():
+    builder = DeepseekV32IndexerMetadataBuilder(CONFIGS["v32-next_n1"])
+    two, table = np.ones(2, np.int32), np.zeros((2, 1), np.int32)
+    for next_n, longest, message in ((0, 1, "next_n: got 0, expected at least 1"), (1, -1, "max_decode_len: got -1")):
+        with pytest.raises(ValueError, match=message):
+            builder._prepare_decode_tensors(
+                two, table, two, two, np.arange(2, dtype=np.int32), 2, 2, True, next_n, longest
+            )
+
+
 @pytest.mark.parametrize("case", golden.metadata("build_one_prefill_chunk"))
 def test_golden_prefill_chunk(place, case):
     given_, want = case

@@ -92,6 +92,8 @@ def test_the_only_head_size_is_576(place):
         MLACommonMetadata(**counts, **fields, block_tables=None, head_dim=512)
     with pytest.raises(ValueError, match="head_size: got 512"):
         MLAConfig(head_size=512)
+    with pytest.raises(ValueError, match="dtype: got 'float32', expected 'bfloat16' or 'float16'"):
+        MLAConfig(dtype="float32")
 
 
 # ---- context chunks

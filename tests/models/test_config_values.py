@@ -21,6 +21,7 @@ YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings":
         (None, 1.0),
         (YARN, 1.0),
         (YARN | {"mscale": 1.0}, 1.0),
+        (YARN | {"factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
         (YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, (0.1 * math.log(40) + 1) ** 2),
         (YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}, (0.05 * math.log(40) + 1) ** 2),
     ],
