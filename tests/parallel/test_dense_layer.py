@@ -39,7 +39,7 @@ class Problem:
         out, sizes = (np.take_along_axis(x, self.pick[None, :, NOPE:], axis=2) for x in (out, sizes))
         return out * self.sign[:, NOPE:], lse, sizes
 
-    def on(self, comm, split_heads, backend=None):
+    def on(self, comm, split_heads, backend=None, axis=()):
         """A rank's step, which writes all rows: out [T, h, V] of the heads that it has."""
         context, shard = self.context, Shard(comm.rank, comm.size, 2)
         heads = context.own_heads(comm) if split_heads else slice(None)
@@ -54,8 +54,9 @@ class Problem:
         cache.reshape(-1, LATENT + ROPE)[slots[old]] = context.rows[old]
         # Memory of earlier steps is used again: what of it is not written must not be read.
         layer.workspace.shaped("latent_q", (*q.shape[:2], LATENT + ROPE), q.dtype, q)[...] = np.nan
+        k_pe = context.rows[new, LATENT:].reshape(len(new), *axis, ROPE)
         out = ShardedMLALayer(layer, comm, split_heads=split_heads).forward(
-            q, context.rows[new, :LATENT], context.rows[new, LATENT:], cache, table,
+            q, context.rows[new, :LATENT], k_pe, cache, table,
             local_seq_lens(context.seen, shard, backend=backend), slots[new],
         )  # fmt: skip
         return out.reshape(*q.shape[:2], V)
@@ -75,3 +76,11 @@ def test_every_operation_is_on_the_layers_backend(rng, split_heads):
     with only("reference"):
         outs = run_threads(2, lambda comm: problem.on(comm, split_heads, "reference"), SECONDS)
     ranks.check_outs(outs, problem.wanted(), split_heads, 2)
+
+
+def test_k_pe_may_have_an_axis_of_one_head(rng):
+    problem = Problem(rng, [7, 1], 2)
+    want, got = (
+        run_threads(2, lambda comm, axis=axis: problem.on(comm, False, axis=axis), SECONDS) for axis in ((), (1,))
+    )
+    np.testing.assert_array_equal(np.stack(got), np.stack(want))
