@@ -102,12 +102,14 @@ def test_one_rank_on_any_backend(lab, rng, split_heads):
         ranks.check([(lab.get(out), lab.get(lse))], want, split_heads, 1)
 
 
-def test_windows_are_shared_out_once(rng):
-    indices, lens = np.arange(30, dtype=np.int32).reshape(3, 10), np.array([10, 4, 0], np.int32)
+@pytest.mark.parametrize("given", [lambda x: x, lambda x: x[:, None]], ids=["[T, W]", "[T, 1, W]"])
+@pytest.mark.parametrize("width", [1, 10])
+def test_windows_are_shared_out_once(width, given):
+    indices, lens = np.arange(3 * width, dtype=np.int32).reshape(3, width), np.array([width, width // 2, 0], np.int32)
     for size in SIZES:
         seen = [[], [], []]
         for rank in range(size):
-            columns, counts = local_window(indices[:, None], lens, rank, size)
+            columns, counts = local_window(given(indices), lens, rank, size)
             assert columns.base is not None  # no copy
             for row, count, entries in zip(columns, counts, seen, strict=True):
                 entries += row[:count].tolist()
