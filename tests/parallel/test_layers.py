@@ -219,6 +219,23 @@ def test_whole_layers_name_what_is_wrong_before_they_write(case, name, value, sa
     run_threads(1, on, SECONDS)
 
 
+@pytest.mark.parametrize(
+    ("case", "rows", "says"),
+    [
+        (2, RankRows(Shard(0, 1), np.zeros((1, 9), np.int32), np.zeros(9, np.int64)), "got RankRows, expected None"),
+        (3, None, "got NoneType, expected RankRows for ratio 128"),
+        (8, None, "got NoneType, expected RankRows for ratio 4"),
+    ],
+)
+def test_rows_are_of_compressed_layers(case, rows, says):
+    def on(comm):
+        ranked = Ranked(case, comm)
+        with pytest.raises(ValueError, match=f"rows: {says}"):
+            ranked.sharded.step(**ranked.batch([(0, 0, 9)]) | {"rows": rows})
+
+    run_threads(1, on, SECONDS)
+
+
 @pytest.mark.parametrize("case", [8, 13])
 def test_sequences_that_rope_does_not_reach_are_refused_on_ranks(case):
     def on(comm):
