@@ -409,6 +409,10 @@ def test_kv_spans():
     assert start.tolist() == [0, 0, 5, 5, 14, 14, 14]
     assert end.tolist() == [4, 5, 13, 14, 16, 17, 18]
     assert [len(a) for a in kv_spans_from_batches(np.array([0, 0]), np.array([3]))] == [0, 0]
+    assert [a.tolist() for a in kv_spans_from_batches(np.array([0, 1, 2]), np.array([9, 2**31 - 10]))] == [
+        [0, 9],
+        [9, 2**31 - 1],
+    ]
     with pytest.raises(ValueError, match=r"got shapes \(2,\) and \(2,\), expected \[R \+ 1\] and \[R\]"):
         kv_spans_from_batches(np.array([0, 1]), np.array([3, 4]))
 

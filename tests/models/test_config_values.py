@@ -32,6 +32,21 @@ def test_softmax_scale_of_v32(rope, factor):
     assert config.softmax_scale == pytest.approx(192**-0.5 * factor, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("mscales", "factor"),
+    [
+        ({}, 0.1 * math.log(40) + 1),
+        ({"mscale": 0.5}, 0.1 * math.log(40) + 1),  # one of both counts for nothing
+        ({"mscale_all_dim": 0.5}, 0.1 * math.log(40) + 1),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
+        ({"mscale": 1.0, "mscale_all_dim": 0.5}, (0.1 * math.log(40) + 1) / (0.05 * math.log(40) + 1)),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 0.7}, 0.7),
+    ],
+)
+def test_factor_of_cosines_and_sines(mscales, factor):
+    np.testing.assert_allclose(cos_sin_table(64, 10000.0, 1, YARN | mscales)[0, :32], factor, rtol=1e-7)
+
+
 def test_softmax_scale_reaches_the_layer():
     """A temperature of 2, which leaves cosines as they are, gives what queries give that are 4 times as large."""
     plain, tempered = GoldenLayer(13), GoldenLayer(13)

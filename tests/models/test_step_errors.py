@@ -226,6 +226,7 @@ OPTIONS = {
     "a format that there is not": ("cache_format", {"cache_format": "int4"}, ValueError),
     "no position": ("max_position", {"max_position": 0}, ValueError),
     "no weights": ("weights", {"weights": None}, TypeError),
+    "a configuration that was not read": ("config", {"config": {"hidden_size": 256}}, TypeError),
     "a backend that there is not": ("backend", {"backend": "cobol"}, ValueError),
     "weights transposed": ("q_b_proj.weight", {"q_b_proj.weight": lambda w: w.T}, ValueError),
     "weights of integers": ("q_b_proj.weight", {"q_b_proj.weight": lambda w: w.astype(np.int32)}, TypeError),

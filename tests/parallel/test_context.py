@@ -116,6 +116,12 @@ def test_windows_are_shared_out_once(width, given):
         assert seen == [row[:count].tolist() for row, count in zip(indices, lens, strict=True)]
 
 
+@pytest.mark.parametrize("shape", [(3,), (3, 2, 10), (3, 0, 10), (3, 1, 10, 1)])
+def test_windows_of_another_shape_are_refused(shape):
+    with pytest.raises(ValueError, match=r"swa_indices: got shape .*, expected \[T, W\] or \[T, 1, W\]"):
+        local_window(np.zeros(shape, np.int32), np.zeros(3, np.int32), 0, 2)
+
+
 def test_outputs_and_queries_in_place(rng):
     """q written where `queries` says is what is gathered; results come where they are wanted, and are the same."""
     context = Context.make(rng, [20, 9], 4, 576)
