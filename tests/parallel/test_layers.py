@@ -141,15 +141,15 @@ PARTS = {
 
 
 @pytest.mark.parametrize("case", PARTS)
-def test_an_observer_hears_the_parts_of_a_step_on_ranks(case):
+def test_an_observer_is_called_for_each_part_of_a_step_on_ranks(case):
     """In their order: attention of V4's decodes and of its prefills, each with its exchange and its merge."""
 
     def on(comm):
-        ranked, heard = Ranked(case, comm, 2), []
+        ranked, called = Ranked(case, comm, 2), []
         ranked.sharded.step(**ranked.batch([(0, 0, 9)]))
         batch = ranked.batch([(0, 9, 1), (1, 0, 5)])
-        ranked.sharded.step(**batch, observe=lambda part: heard.append(part) or not_observed(part))
-        return heard
+        ranked.sharded.step(**batch, observe=lambda part: called.append(part) or not_observed(part))
+        return called
 
     assert run_threads(2, on, SECONDS) == [PARTS[case]] * 2
 
