@@ -77,8 +77,11 @@ def select_rows(
         run.decode(positions[:decodes], token_to_req[:decodes], block_table)
     if decodes < len(out):
         out[decodes:] = -1
+    keys: tuple[Any, Any] | None = None
     for chunk in metadata.prefill.chunks if metadata.prefill is not None else ():
-        run.prefill(chunk)
+        if keys is None or not chunk.skip_kv_gather:
+            keys = run.gather(chunk)
+        run.prefill(chunk, *keys)
 
 
 @dataclass(frozen=True)
@@ -114,14 +117,17 @@ class _Run:
             layout=self.inputs.layout, out=self.out[:taken], backend=self.backend, workspace=self._scores(),
         )  # fmt: skip
 
-    def prefill(self, chunk: DeepseekV32IndexerPrefillChunkMetadata) -> None:
+    def gather(self, chunk: DeepseekV32IndexerPrefillChunkMetadata) -> tuple[Any, Any]:
+        """Keys of the chunk's requests and their scales, which chunks of the same requests after it read, too."""
         layout, rows = self.inputs.layout, chunk.total_seq_lens
         keys = self.memory("index_keys", (rows, layout.head_dim), self.q.dtype)
         scales = self.memory("index_scales", (rows,), np.float32) if layout.num_scales else None
-        if not chunk.skip_kv_gather:
-            cp_gather_indexer_k_quant_cache(
-                self.inputs.cache, keys, scales, chunk.block_table, chunk.cu_seq_lens, backend=self.backend
-            )
+        cp_gather_indexer_k_quant_cache(
+            self.inputs.cache, keys, scales, chunk.block_table, chunk.cu_seq_lens, backend=self.backend
+        )
+        return keys, scales
+
+    def prefill(self, chunk: DeepseekV32IndexerPrefillChunkMetadata, keys: Any, scales: Any) -> None:
         some = slice(chunk.token_start, chunk.token_end)
         indexer_topk(
             self.q[some], keys if scales is None else (keys, scales), self.weights[some], self.out.shape[1],

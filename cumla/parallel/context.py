@@ -276,10 +276,13 @@ def local_window(
     out          [T] int32 to write instead of allocating
 
     Returns the columns of swa_indices, [T, W / size] without a copy, and how many entries of each are in use.
+    Raises ValueError for swa_indices of another shape.
     """
     columns = dlpack.borrow(swa_indices, "swa_indices")
     if columns.ndim == 3 and columns.shape[1] == 1:
         columns = columns[:, 0]
+    if columns.ndim != 2:
+        raise ValueError(f"swa_indices: got shape {tuple(columns.shape)}, expected [T, W] or [T, 1, W]")
     width = max(1, -(-columns.shape[1] // size))
     lens = local_seq_lens(swa_lens, Shard(rank, size, width), out=out, backend=backend)
     return columns[:, rank * width : (rank + 1) * width], lens

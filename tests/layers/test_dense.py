@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -13,6 +14,7 @@ from cumla.layers.dense import BlockQuantizedWeight, MLACommonImpl
 from cumla.layers.weights import dequantized
 from cumla.metadata import MLACommonMetadataBuilder, MLACommonState, MLAConfig, SequenceGroup
 from cumla.metadata.batch import CommonAttentionMetadata
+from support.backends import only
 from support.bounds import assert_same_direction, assert_within
 from support.lab import BF16, to_float
 
@@ -50,8 +52,6 @@ class Model:
         for table, rows, cached, new in zip(self.table, self.rows, self.cached, query_lens, strict=True):
             stored = rows
             if fp8:
-                import ml_dtypes
-
                 stored = (to_float(rows) / k_scale).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
                 cached[:] = (stored.astype(np.float32) * np.float32(k_scale)).astype(dtype)
                 stored = stored.view(np.uint8)
@@ -95,10 +95,11 @@ class Model:
 
     def forward(self, metadata, **more):
         put = self.lab.put
-        return self.impl.forward(
-            put(self.q.reshape(len(self.q), HEADS * (P + R))), put(self.kv_c), put(self.k_pe), self.cache, metadata,
-            k_scale=self.k_scale, **more,
-        )  # fmt: skip
+        with only(self.lab.backend):
+            return self.impl.forward(
+                put(self.q.reshape(len(self.q), HEADS * (P + R))), put(self.kv_c), put(self.k_pe), self.cache, metadata,
+                k_scale=self.k_scale, **more,
+            )  # fmt: skip
 
     def wanted(self, through_cache):
         """through_cache: of each request, whether its new tokens are read from the cache, as decodes' are."""
@@ -161,6 +162,14 @@ def test_context_in_chunks(lab, rng, workspace):
     share = workspace // 3 // BLOCK * BLOCK
     assert len(metadata.context_chunk_seq_tot) == -(-136 // share)
     model.check(metadata)
+
+
+@pytest.mark.parametrize(("seq_lens", "query_lens"), [([50], [1]), ([50, 30], [1, 21])])
+def test_k_pe_may_have_an_axis_of_one_head(lab, rng, seq_lens, query_lens):
+    model = Model(lab, rng, seq_lens, query_lens)
+    want = model.check(model.metadata(32))
+    model.k_pe = model.k_pe[:, None]
+    np.testing.assert_array_equal(model.check(model.metadata(32)), want)
 
 
 def test_the_workspace_can_be_exactly_full(lab, rng):
@@ -231,8 +240,6 @@ def test_decodes_of_several_tokens(lab, rng):
 
 
 def test_block_quantised_weight(lab, rng):
-    import ml_dtypes
-
     weight = BlockQuantizedWeight(
         rng.standard_normal((HEADS * (P + V), L)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8),
         WEIGHT_STD * rng.uniform(0.5, 1.5, (HEADS * 2, L // 128)).astype(np.float32),
@@ -316,8 +323,6 @@ def test_a_profile_run_allocates_the_worst_case(lab, rng, allocated):
 @pytest.mark.parametrize("quantised", ["not", "blocks", "a tensor", "rows"])
 def test_the_projection_can_be_a_layer(rng, quantised):
     """As an engine has it: an object with a weight, and with scales if that is FP8."""
-    import ml_dtypes
-
     rows = HEADS * (P + V)
     weight = rng.standard_normal((rows, L)).astype(np.float32)
     layer, want = SimpleNamespace(weight=weight), weight
@@ -339,7 +344,9 @@ def test_the_projection_can_be_a_layer(rng, quantised):
 
 def test_weights_that_cannot_be_read_are_refused_by_name():
     weight = np.zeros((HEADS * (P + V), L), np.uint8)
+    other = SimpleNamespace(weight=weight.view(ml_dtypes.float8_e5m2), weight_scale=np.ones(1, np.float32))
     for layer, error, text in (
+        (other, TypeError, "kv_b_proj.weight: got dtype float8_e5m2, expected float8_e4m3fn"),
         (SimpleNamespace(weight_packed=weight), TypeError, "kv_b_proj.weight_packed: got a packed weight"),
         (SimpleNamespace(qweight=weight), TypeError, "kv_b_proj.qweight: got a packed weight"),
         (SimpleNamespace(weight=weight), ValueError, "kv_b_proj: got an FP8 weight without weight_scale_inv"),

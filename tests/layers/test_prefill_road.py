@@ -1,5 +1,6 @@
 """Which road a chunk of prefills takes."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,8 +27,8 @@ def metadata(*chunks):
     )  # fmt: skip
 
 
-def roads(*chunks, backend="cuda", forced=None, ratio=4, topk=512, layout=DSV4_FP8):
-    return [road for *_, road in chunk_roads(metadata(*chunks), ratio, 64, topk, backend, layout, forced)]
+def roads(*chunks, backend="cuda", forced=None, ratio=4, topk=512, layout=DSV4_FP8, heads=64):
+    return [road for *_, road in chunk_roads(metadata(*chunks), ratio, heads, topk, backend, layout, forced)]
 
 
 def test_few_tokens_of_a_long_request_do_not_gather_it():
@@ -75,3 +76,53 @@ def test_chunks_take_what_was_faster_on_a_device():
     assert roads([(8131, 16317)], ratio=1, topk=None) == ["rows"]
     assert [roads([(t, 1 << 17)])[0] for t in (16, 256, 512, 1024)] == ["pages"] * 4
     assert [roads([(t, 16384)])[0] for t in (16, 256, 512, 1024, 2048, 8192)] == ["pages"] * 4 + ["rows"] * 2
+
+
+FREE = Costs(
+    pages=0,
+    pages_map=0,
+    pages_tile=0,
+    pages_block=0,
+    rows=0,
+    rows_map=0,
+    gathered=0,
+    wave_tile=0,
+    wave_block=0,
+    tiles=1,
+)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "given", "blocks"),
+    [
+        ([(3, 4096)], {}, 3 * (2 + 8)),  # a window of 128 rows and 512 of 1,024 compressed ones, 64 at a time
+        ([(3, 4096)], {"topk": None}, 3 * (2 + 16)),  # which takes all
+        ([(3, 4096)], {"topk": None, "ratio": 128}, 3 * (2 + 1)),
+        ([(3, 4096)], {"ratio": 1, "topk": None}, 3 * 2),
+        ([(3, 400)], {}, 3 * (2 + 2)),  # 100 compressed rows, fewer than may be selected
+        ([(3, 40)], {}, 3 * (1 + 1)),
+        ([(3, 4096)], {"heads": 65}, 6 * (2 + 8)),
+        ([(3, 40), (2, 4096)], {}, 5 * (2 + 8)),  # the longest request's
+    ],
+)
+def test_a_chunk_costs_what_its_tokens_attend_to(monkeypatch, chunk, given, blocks):
+    """Over pages window and compressed blocks are counted apart, over gathered rows together, as multiprocessors share them."""
+    ratio, topk = given.get("ratio", 4), given.get("topk", 512)
+    longest, tokens = max(s for _, s in chunk), sum(q for q, _ in chunk)
+    selected = min(0 if ratio == 1 else longest // ratio, topk or longest)
+    tiles = tokens * (2 if given.get("heads") else 1)
+    waves = tiles / 2 * -(-(min(longest, WINDOW) + selected) // 64)
+    gathered = len(chunk) * max(s // 4 + q + WINDOW for q, s in chunk)  # as `metadata` plans it
+
+    def road(**costs):
+        monkeypatch.setitem(COSTS, ("cuda", DSV4_FP8.name), replace(FREE, **costs))
+        (taken,) = roads(chunk, **given)
+        return taken
+
+    for cost, bound, cheap, dear in (
+        ("pages_block", "rows", "pages", "rows"), ("gathered", "pages", "rows", "pages"),
+        ("wave_block", "pages", "rows", "pages"),
+    ):  # fmt: skip
+        count = {"pages_block": blocks, "gathered": gathered, "wave_block": waves}[cost]
+        assert road(**{cost: 1, bound: count + 0.5, "tiles": 2}) == cheap
+        assert road(**{cost: 1, bound: count - 0.5, "tiles": 2}) == dear

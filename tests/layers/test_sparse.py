@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import weakref
 from dataclasses import replace
 
 import ml_dtypes
@@ -9,17 +10,20 @@ import numpy as np
 import pytest
 
 import cumla
+from cumla.arrays import dlpack
 from cumla.kernels.reference.sparse_attention import attend
 from cumla.layers.selection import IndexerInputs, score_bytes
 from cumla.layers.sparse import CompressedCache, LayerWorkspace, SparseMLALayer, not_observed
 from cumla.metadata import DeepseekSparseSWAMetadataBuilder, DeepseekV32IndexerMetadataBuilder, ServingConfig
 from cumla.metadata.batch import CommonAttentionMetadata
+from support.backends import only
 from support.bounds import assert_same_direction, assert_within
 from support.lab import BF16, Lab, to_float
 
 pytestmark = pytest.mark.attention
 
 WINDOW, BLOCK, COMPRESSED_BLOCK = 16, 8, 128
+SCALE = 0.7 * 512**-0.5  # another than the default
 
 
 class Pool:
@@ -108,14 +112,15 @@ def test_step(lab, rng, ratio, seq_lens, query_lens, road):
     metadata = builder.build(0, batch, c128a_block_table=compressed and compressed.block_table)
 
     sink = rng.standard_normal(heads).astype(np.float32)
-    layer = SparseMLALayer(ratio, index_topk=topk, attn_sink=lab.put(sink))
+    layer = SparseMLALayer(ratio, index_topk=topk, attn_sink=lab.put(sink), softmax_scale=SCALE)
     q = rng.standard_normal((tokens, heads, 512)).astype(BF16)
     k = np.concatenate([pool.rows[r][s - n : s] for r, (s, n) in enumerate(zip(seq_lens, query_lens, strict=True))])
     observed = []
-    out = layer.step(
-        lab.put(q), lab.put(k), cache, metadata, compressed, prefill_road=road, backend=lab.backend,
-        observe=lambda op: observed.append(op) or not_observed(op),
-    )  # fmt: skip
+    with only(lab.backend):
+        out = layer.step(
+            lab.put(q), lab.put(k), cache, metadata, compressed, prefill_road=road, backend=lab.backend,
+            observe=lambda op: observed.append(op) or not_observed(op),
+        )  # fmt: skip
     out = to_float(lab.get(out))
     if road is not None:
         assert ("gather" in observed) == (road == "rows")
@@ -128,7 +133,7 @@ def test_step(lab, rng, ratio, seq_lens, query_lens, road):
             if ratio > 1:
                 seen = np.arange((position + 1) // ratio) if selected is None else selected[token]
                 keys = np.concatenate([keys, compressed_rows[seen[seen >= 0]]])
-            want, _, _ = attend(to_float(q[token]), keys, sink, 512**-0.5)
+            want, _, _ = attend(to_float(q[token]), keys, sink, SCALE)
             # On Hopper prefill's weights are bfloat16, see assert_prefill.
             largest = max(np.abs(keys).max(), 1.0) if lab.backend == "cuda" else 1.0
             assert_within(f"token {token}", out[token], want, 1e-3 * largest, 3.01 / 128)
@@ -179,9 +184,12 @@ def test_a_workspace_changes_no_bit(lab, rng, ratio):
     q = lab.put(rng.standard_normal((3, heads, 512)).astype(BF16))
     k = lab.put(np.stack([pool.rows[r][-1] for r in range(3)]))
     want = layer.step(q, k, cache, metadata, compressed, backend=lab.backend)
-    workspace = LayerWorkspace.allocate(q, topk if ratio == 4 else 0)
-    got = layer.step(q, k, cache, metadata, compressed, workspace=workspace, backend=lab.backend)
-    assert lab.get(got).tobytes() == lab.get(want).tobytes()
+    more = lab.put(np.zeros((7, heads, 512), BF16))  # for more tokens and columns than the step has
+    for workspace in (
+        LayerWorkspace.allocate(q, topk if ratio == 4 else 0), LayerWorkspace.allocate(more, topk + 5)
+    ):  # fmt: skip
+        got = layer.step(q, k, cache, metadata, compressed, workspace=workspace, backend=lab.backend)
+        assert lab.get(got).tobytes() == lab.get(want).tobytes()
     if ratio == 4:
         with pytest.raises(ValueError, match="workspace: got no topk_indices and topk_lens"):
             layer.step(q, k, cache, metadata, compressed, workspace=LayerWorkspace.allocate(q), backend=lab.backend)
@@ -234,10 +242,11 @@ def test_selects_what_an_indexer_scores_best(lab, rng, layout, query_lens):
     want = layer.step(**arguments, compressed=replace(compressed, topk_indices=lab.put(selected)), backend=lab.backend)
     own = replace(compressed, topk_indices=None, indexer=inputs)
     observed = []
-    got = layer.step(
-        **arguments, compressed=own, backend=lab.backend,
-        observe=lambda op: observed.append(op) or not_observed(op),
-    )  # fmt: skip
+    with only(lab.backend):
+        got = layer.step(
+            **arguments, compressed=own, backend=lab.backend,
+            observe=lambda op: observed.append(op) or not_observed(op),
+        )  # fmt: skip
     assert lab.get(got).tobytes() == lab.get(want).tobytes()
     assert observed[:4] == ["insert", "insert", "insert", "select"]
     assert lab.get(cache).tobytes() == host_cache.tobytes()
@@ -304,6 +313,30 @@ def step_of(rng, lab, ratio, seq_lens, query_lens, **config):
     cache = lab.put(cumla.DSV4_FP8.allocate(pool.num_blocks, BLOCK))
     arguments = {"q": q, "k": k, "swa_cache": cache, "metadata": metadata, "compressed": compressed}
     return SparseMLALayer(ratio, index_topk=8), arguments, pool
+
+
+@pytest.mark.parametrize("ratio", [1, 4, 128])
+def test_prefills_take_memory_of_a_chunk_at_a_time(rng, ratio, monkeypatch):
+    """The rows that its requests reach, and two numbers a query and head; however many prefills there are."""
+    layer, given, _ = step_of(rng, Lab("cpu", False), ratio, [200, 40, 19], [20, 7, 19], prefill_chunk_size=1)
+    wanted, shapes, rows, empty = [], [], [], dlpack.empty
+    for first, stop, _, longest in given["metadata"].get_prefill_chunk_plan(ratio):
+        queries = int(given["metadata"].prefill_query_lens_cpu[first:stop].sum())
+        wanted += [(stop - first, longest, 512), (2, queries, 3)]
+    assert len(wanted) > 2
+
+    def watched(shape, *more):
+        array = empty(shape, *more)
+        if len(shape) == 3:
+            shapes.append(shape)
+        if len(shape) == 3 and shape[2] == 512:
+            assert all(reference() is None for reference in rows)  # a chunk's rows are gone before the next one's
+            rows.append(weakref.ref(array))
+        return array
+
+    monkeypatch.setattr(dlpack, "empty", watched)
+    layer.step(**given, out=np.zeros_like(given["q"]), prefill_road="rows", backend="cpu")
+    assert shapes == wanted
 
 
 @pytest.mark.nowhere(when=lambda x: x.backend != "cuda")  # backends of the host have no streams

@@ -144,8 +144,9 @@ def test_frameworks(builder, framework):
     steps = [([9, 20, 0, 40], [3, 3, 0, 12]), ([30, 11], [3, 3]), ([50], [20]), ([9, 20], [1, 1])]
     plain, foreign = builder(CONFIG, backend="cpu"), builder(CONFIG, backend="cpu")
     frozen = []
-    for seq_lens, query_lens in steps * 2:
-        batch = make_batch(HOST, seq_lens, query_lens, padding=2)
+    for i, (seq_lens, query_lens) in enumerate(steps * 2):
+        # The second time with other lengths, of which there are as many of each kind.
+        batch = make_batch(HOST, [n + i // len(steps) for n in seq_lens], query_lens, padding=2)
         want = plain.build(0, batch)
         got = foreign.build(0, on_framework(framework, batch))
         for (path, value), (_, expected) in zip(leaves(got), leaves(want), strict=True):

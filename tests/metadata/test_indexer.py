@@ -239,6 +239,23 @@ def test_padding_tokens_that_the_batch_counts_are_empty(place):
     assert_equal(place, metadata.decode.seq_lens, [6, 7, 8, 9, 17, 18, 19, 20, 0, 0, 0, 0])
 
 
+@pytest.mark.parametrize("next_n", [1, 2, 3, 4, 5])
+def test_uniform_decodes_of_up_to_two_tokens_are_entries_of_their_own(place, next_n):
+    """Requests of more tokens than DeepGEMM's kernels take are flattened, one entry a token."""
+    config = ServingConfig(
+        num_speculative_tokens=next_n - 1, block_size=BLOCK, max_num_batched_tokens=64, max_num_seqs=8,
+        max_model_len=128,
+    )  # fmt: skip
+    metadata = DeepseekV32IndexerMetadataBuilder(config, backend=place.backend).build(
+        0, make_batch(place, [9, 20], [next_n] * 2)
+    )
+    lens = [[s - next_n + 1 + j for j in range(next_n)] for s in (9, 20)]
+    shape = {1: (2,), 2: (2, 2)}.get(next_n, (2 * next_n,))
+    assert metadata.decode.seq_lens.shape == shape
+    assert_equal(place, metadata.decode.seq_lens, lens)
+    assert_equal(place, metadata.decode.decode_lens, [next_n] * 2 if next_n <= 2 else [1] * 2 * next_n)
+
+
 def test_what_the_kernels_take_can_be_widened(place):
     class Wide(DeepseekV32IndexerMetadataBuilder):
         natively_supported_next_n = (1, 2, 4)
@@ -345,6 +362,16 @@ def test_golden_decode_tensors(place, case):
     assert got[3:] == (want["batch_size"], want["requires_padding"])
 
 
+def test_entries_have_tokens():
+    builder = DeepseekV32IndexerMetadataBuilder(CONFIGS["v32-next_n1"])
+    two, table = np.ones(2, np.int32), np.zeros((2, 1), np.int32)
+    for next_n, longest, message in ((0, 1, "next_n: got 0, expected at least 1"), (1, -1, "max_decode_len: got -1")):
+        with pytest.raises(ValueError, match=message):
+            builder._prepare_decode_tensors(
+                two, table, two, two, np.arange(2, dtype=np.int32), 2, 2, True, next_n, longest
+            )
+
+
 @pytest.mark.parametrize("case", golden.metadata("build_one_prefill_chunk"))
 def test_golden_prefill_chunk(place, case):
     given_, want = case
@@ -412,6 +439,10 @@ def test_kv_spans():
     assert start.tolist() == [0, 0, 5, 5, 14, 14, 14]
     assert end.tolist() == [4, 5, 13, 14, 16, 17, 18]
     assert [len(a) for a in kv_spans_from_batches(np.array([0, 0]), np.array([3]))] == [0, 0]
+    assert [a.tolist() for a in kv_spans_from_batches(np.array([0, 1, 2]), np.array([9, 2**31 - 10]))] == [
+        [0, 9],
+        [9, 2**31 - 1],
+    ]
     with pytest.raises(ValueError, match=r"got shapes \(2,\) and \(2,\), expected \[R \+ 1\] and \[R\]"):
         kv_spans_from_batches(np.array([0, 1]), np.array([3, 4]))
 

@@ -18,8 +18,10 @@ from cumla.metadata import (
     SequenceGroup,
 )
 from cumla.metadata.batch import CommonAttentionMetadata
+from cumla.metadata.mla_builder import send_together
 from cumla.metadata.mla_context import cut_context
 from metadata.batches import BLOCK, THOROUGH, assert_equal, make_batch, shapes
+from support.backends import only
 from support.lab import Lab
 
 CONFIG = {"block_size": BLOCK, "max_num_batched_tokens": 512, "max_num_seqs": 16, "max_model_len": 256}
@@ -90,6 +92,8 @@ def test_the_only_head_size_is_576(place):
         MLACommonMetadata(**counts, **fields, block_tables=None, head_dim=512)
     with pytest.raises(ValueError, match="head_size: got 512"):
         MLAConfig(head_size=512)
+    with pytest.raises(ValueError, match="dtype: got 'float32', expected 'bfloat16' or 'float16'"):
+        MLAConfig(dtype="float32")
 
 
 # ---- context chunks
@@ -203,6 +207,7 @@ def test_groups_padded_to_a_captured_size(place):
     builder.add_seq_group(group(False, [5, 9], [4, 8], [[7], [1, 2]]))
     metadata, _ = builder.build_groups(place.put(np.zeros(1, np.int32)), cuda_graph_pad_size=2)
     assert metadata.use_cuda_graph
+    assert not metadata.is_profile_run
     assert (metadata.num_decodes, metadata.num_decode_tokens, metadata.num_prefills) == (4, 2, 0)
     assert_equal(place, metadata.slot_mapping, [7 * BLOCK + 4, 2 * BLOCK, -1, -1])
     assert metadata.seq_lens == [5, 9, 0, 0]
@@ -213,6 +218,7 @@ def test_a_profile_run_has_no_blocks(place):
     builder.add_seq_group(group(True, [10], [0], None))
     metadata, _ = builder.build_groups(place.put(np.zeros(1, np.int32)), is_profile_run=True)
     assert metadata.is_profile_run
+    assert not metadata.use_cuda_graph
     assert_equal(place, metadata.slot_mapping, [-1] * 10)
 
 
@@ -309,7 +315,8 @@ def test_prefills_turn_into_decodes_and_advance(place):
     )
     views = metadata.decode_metadata, metadata.prefill_metadata
     sampled = place.put(np.array([[11], [12], [13]], np.int64))
-    metadata.advance_step(step, sampled, BLOCK, 4, 3, turn_prefills_into_decodes=True, backend=place.backend)
+    with only(place.backend):
+        metadata.advance_step(step, sampled, BLOCK, 4, 3, turn_prefills_into_decodes=True, backend=place.backend)
     assert metadata.prefill_metadata is None
     assert metadata.decode_metadata not in views
     assert metadata.decode_metadata.num_decode_tokens == 4
@@ -352,6 +359,8 @@ def test_metadata_of_a_captured_graph_advances(place):
         input_tokens=place.put(np.zeros(3, np.int64)), input_positions=place.put(np.zeros(3, np.int64))
     )
     longest = metadata.max_decode_seq_len
+    with pytest.raises(ValueError, match="num_seqs: got 2, expected 3, the requests of this metadata"):
+        metadata.advance_step(step, place.put(np.array([7, 8])), BLOCK, 2, 2, backend=place.backend)
     metadata.advance_step(step, place.put(np.array([7, 8])), BLOCK, 3, 2, backend=place.backend)
     assert_equal(place, metadata.seq_lens_tensor, [10, 6, 0])
     assert_equal(place, step.input_tokens, [7, 8, 0])
@@ -391,12 +400,14 @@ def test_starts_of_sequences(place):
     assert_equal(place, metadata.seq_start_loc, [0, 9, 49, 69])
     assert_equal(place, metadata.prefill_metadata.seq_start_loc, [0, 40, 60])
     assert_equal(place, metadata.decode_metadata.seq_start_loc, [0, 9])
-    batch, long = make_batch(place, [9, 40], [1, 1]), np.array([2**31 - 2, 2**31 - 1], np.int32)
+    batch, long = make_batch(place, [9, 40], [1, 0]), np.array([2**31 - 2, 2**31 - 1], np.int32)
     batch = dataclasses.replace(batch, seq_lens=place.put(long), seq_lens_cpu=long, max_seq_len=2**31 - 1)
     metadata = builder_of(place, max_model_len=2**31 - 1).build(0, batch, validate=False)
     assert_equal(place, metadata.seq_start_loc, [0, 2**31 - 2, 2**32 - 3])
-    assert_equal(place, metadata.context_lens_tensor, long - 1)
+    assert_equal(place, metadata.context_lens_tensor, long - [1, 0])
     assert place.get(metadata.context_lens_tensor).dtype == np.int32
+    parts = send_together([np.array([2**31 - 1]), np.array([2**31])], place.put(np.zeros(1)))
+    assert [place.get(part).dtype for part in parts] == [np.int32, np.int64]
 
 
 # ---- backend

@@ -1,6 +1,7 @@
 """Dense MLA metadata, graph buffers and sequence groups: what does not fit is named, and nothing is written by then."""
 
 import copy
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -39,6 +40,16 @@ def test_wrong_steps(changes, text):
     with pytest.raises((TypeError, ValueError), match=text):
         metadata.advance_step(**arguments | changes)
     assert metadata.seq_lens == metadata.seq_lens_tensor.tolist() == [5, 9]
+    assert (model_input.input_tokens == 7).all()
+
+
+def test_host_lengths_of_other_requests():
+    metadata = decodes()
+    metadata.seq_lens = [5, 9, 3]
+    model_input = SimpleNamespace(input_tokens=np.full(2, 7), input_positions=np.full(2, 7))
+    with pytest.raises(ValueError, match="num_seqs: got 2, expected 2, the requests of this metadata"):
+        metadata.advance_step(model_input, np.array([1, 2]), BLOCK, 2, 2)
+    assert metadata.seq_lens_tensor.tolist() == [5, 9]
     assert (model_input.input_tokens == 7).all()
 
 
@@ -91,6 +102,27 @@ def test_wrong_buffers_of_a_graph(name, wrong, text):
         np.testing.assert_array_equal(x, before[key])
 
 
+@pytest.mark.parametrize(
+    ("name", "wrong", "text"),
+    [
+        ("slot_mapping", np.zeros((2, 1), np.int64), r"got int64 of shape \(2, 1\), expected it as the graph's is"),
+        ("slot_mapping", np.zeros(2), r"got float64 of shape \(2,\), expected it as the graph's is"),
+        ("seq_lens_tensor", np.ones(2, bool), r"got bool of shape \(2,\)"),
+        ("block_tables", np.zeros(2, np.int32), r"got int32 of shape \(2,\)"),
+        ("block_tables", np.zeros((2, 8)), r"got float64 of shape \(2, 8\)"),
+    ],
+)
+def test_wrong_decodes_for_a_graph(name, wrong, text):
+    state = MLACommonState(CONFIG)
+    with state.graph_capture(3, LIKE):
+        buffers = state.get_graph_input_buffers(state.graph_capture_get_metadata_for_batch(3))
+    before = {key: x.copy() for key, x in buffers.items()}
+    with pytest.raises(ValueError, match=f"^{name}: {text}"):
+        state.prepare_graph_input_buffers(buffers, dataclasses.replace(decodes(), **{name: wrong}))
+    for key, x in buffers.items():
+        np.testing.assert_array_equal(x, before[key])
+
+
 def test_no_buffers_of_a_graph():
     state = MLACommonState(CONFIG)
     for buffers, metadata, text in (
@@ -116,6 +148,7 @@ RIGHT = {
         ({"orig_seq_lens": [2**40], "query_lens": [2**40]}, "orig_seq_lens: got 1099511627776"),
         ({"seq_lens": [None]}, "seq_lens: got None"), ({"curr_sliding_window_blocks": [-1]}, "blocks: got -1"),
         ({"block_tables": {0: [2**40]}}, r"block_tables: got \[1099511627776\]"),
+        ({"block_tables": {0: [3, -(2**40)]}}, r"block_tables: got \[3, -1099511627776\]"),
         ({"block_tables": {0: [3.7]}}, r"block_tables: got \[3.7\], expected integers"),
         ({"block_tables": {0: None}}, "block_tables: got None"), ({"block_tables": {0: [[3]]}}, "block_tables: got"),
     ],
@@ -145,3 +178,11 @@ def test_small_numpy_integers_of_a_group():
     metadata, grouped = built(SequenceGroup(**RIGHT | small | {"seq_lens": np.array([5], np.int8)}))
     assert grouped.slot_mapping.tolist() == [3 * BLOCK + i for i in range(5)]
     assert metadata.seq_lens == [5]
+
+
+@pytest.mark.parametrize("block", [-(2**31), 2**31 - 1])
+def test_blocks_are_any_that_int32_holds(block):
+    """Slots of the largest are beyond it."""
+    metadata, grouped = built(SequenceGroup(**RIGHT | {"block_tables": {0: [block]}}))
+    assert metadata.block_tables.tolist() == [[block]]
+    assert grouped.slot_mapping.tolist() == [block * BLOCK + i for i in range(5)]

@@ -243,3 +243,29 @@ def test_capture_without_a_table_of_c128a_pages(place):
     rows = config.compressed_block_size // 128
     assert place.get(given.c128a_global_decode_topk_indices)[:, 0, 0].tolist() == [5 * rows, 2 * rows]
     assert place.get(captured.c128a_global_decode_topk_indices)[:, 0, 0].tolist() == [5 * rows, 2 * rows]
+
+
+@pytest.mark.parametrize(("longest", "columns"), [(1, 1), (256, 1), (257, 2), (1000, 4)])
+def test_a_capture_s_own_table_covers_its_longest_sequence_and_no_more(place, longest, columns):
+    given_tables = []
+
+    class Watched(DeepseekSparseSWAMetadataBuilder):
+        def build(self, *arguments, c128a_block_table=None, **options):
+            given_tables.append(place.get(c128a_block_table))
+            return super().build(*arguments, c128a_block_table=c128a_block_table, **options)
+
+    Watched(CONFIG, backend=place.backend).build_for_cudagraph_capture(make_batch(place, [longest, 1], [1, 1]))
+    (table,) = given_tables
+    np.testing.assert_array_equal(table, np.full((2, columns), -1))
+
+
+@pytest.mark.parametrize(
+    ("longest", "model", "width"),
+    [(1, 1 << 20, 128), (128 * 128, 1 << 20, 128), (129 * 128, 1 << 20, 256), (300 * 128, 300 * 128, 384)],
+)
+def test_columns_of_c128a_rows(longest, model, width):
+    """A power of two from 128 on, and at most what the longest sequence has, in multiples of 128."""
+    host, config = Lab("cpu", on_device=False), dataclasses.replace(CONFIG, max_model_len=model)
+    batch, table = make_batch(host, [longest], [1]), np.zeros((1, -(-longest // PAGE)), np.int32)
+    metadata = DeepseekSparseSWAMetadataBuilder(config, "cpu").build(0, batch, c128a_block_table=table)
+    assert metadata.c128a_global_decode_topk_indices.shape == (1, 1, width)

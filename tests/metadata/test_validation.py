@@ -202,6 +202,8 @@ def test_one_device_for_good(builder):
         ({"window_size": 0}, ValueError, "window_size: got 0, expected at least 1"),
         ({"num_sms": 1.5}, TypeError, "num_sms: got 1.5 of type float, expected an integer"),
         ({"num_speculative_tokens": -1}, ValueError, "num_speculative_tokens: got -1, expected at least 0"),
+        ({"max_logits_bytes": 0}, ValueError, "max_logits_bytes: got 0, expected at least 1"),
+        ({"max_logits_bytes": 2**63}, ValueError, f"max_logits_bytes: got {2**63}, expected at most {2**63 - 1}"),
         ({"block_size": 2**29}, ValueError, "block_size: got 536870912, expected at most 536870911"),
         ({"compressed_block_size": 2**40}, ValueError, "compressed_block_size: got 1099511627776, expected at most"),
         ({"max_model_len": 2**31}, ValueError, "max_model_len: got 2147483648, expected at most 2147483647"),
@@ -243,3 +245,7 @@ def test_what_builders_are_made_of(builder):
             builder(wrong)
     with pytest.raises(ValueError, match="backend: got 'cobol', expected 'reference', 'cpu'"):
         builder(MLAConfig(), backend="cobol")
+
+
+def test_a_budget_beyond_int32():
+    assert ServingConfig(max_logits_bytes=1 << 40).max_logits_bytes == 1 << 40

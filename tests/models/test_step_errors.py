@@ -211,12 +211,13 @@ def test_sequences_beyond_the_tables_are_named(case):
     of.made.layer.step(**of.arguments)
 
 
-def test_metadata_of_another_window_is_named():
+@pytest.mark.parametrize("window", [64, 127, 129, 256])
+def test_metadata_of_another_window_is_named(window):
     of = Started(3)
     before = of.held()
-    config = dataclasses.replace(of.made.builder.config, window_size=64)
+    config = dataclasses.replace(of.made.builder.config, window_size=window)
     of.made.builder = DeepseekV4StepBuilder(config)
-    with pytest.raises(ValueError, match=r"metadata: got a window_size of 64 in the builder's config, .* 128"):
+    with pytest.raises(ValueError, match=rf"metadata: got a window_size of {window} in the builder's config, .* 128"):
         of.made.layer.step(**(of.arguments | {"metadata": of.metadata(BATCH)}))
     assert of.held() == before
 
@@ -253,6 +254,7 @@ OPTIONS = {
     "no position": ("max_position", {"max_position": 0}, ValueError),
     "scratch that is none": ("scratch", {"scratch": {}}, TypeError),
     "no weights": ("weights", {"weights": None}, TypeError),
+    "a configuration that was not read": ("config", {"config": {"hidden_size": 256}}, TypeError),
     "a backend that there is not": ("backend", {"backend": "cobol"}, ValueError),
     "weights transposed": ("q_b_proj.weight", {"q_b_proj.weight": lambda w: w.T}, ValueError),
     "weights of integers": ("q_b_proj.weight", {"q_b_proj.weight": lambda w: w.astype(np.int32)}, TypeError),

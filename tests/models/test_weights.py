@@ -13,7 +13,7 @@ from cumla.models.deepseek_v4 import DeepseekV4Attention
 from cumla.models.weights import V4_ATTENTION, V32_ATTENTION, LayerWeights, transformers_name
 from support.models import GoldenLayer, V4Layer, V32Layer
 
-E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
+E4M3, E5M2, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu
 
 
 def test_names():
@@ -147,6 +147,7 @@ def test_names_as_transformers_saves_them():
     [
         (np.zeros((256, 1024), np.int8), np.zeros((2, 8), np.float32), TypeError, "got dtype int8 with scales"),
         (np.zeros((256, 1024), np.float32), np.zeros((2, 8), np.float32), TypeError, "got dtype float32 with scales"),
+        (np.zeros((256, 1024), E5M2), np.zeros((2, 8), np.float32), TypeError, "got dtype float8_e5m2"),
         (np.zeros((256, 1024), E4M3), np.zeros((2, 8), np.int32), TypeError, "got scales of dtype int32"),
         (np.zeros(1024, E4M3), np.zeros((1, 8), np.float32), ValueError, r"got FP8 values of shape \(1024,\)"),
     ],
@@ -196,6 +197,7 @@ def test_what_is_wrong_with_files_is_named(tmp_path):
         b"\xff" * 64,
         (3).to_bytes(8, "little") + b"{x}    ",
         (2).to_bytes(8, "little") + b"[]a",
+        (12).to_bytes(8, "little") + b"{}  ",  # a header as long as the whole file
     ):
         (tmp_path / "b.safetensors").write_bytes(damaged)
         with pytest.raises(ValueError, match=r"b\.safetensors: got no header"):
@@ -307,7 +309,9 @@ def test_an_index_has_an_array_once(tmp_path):
         safetensors.Checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("text", ['{"weight_map": {"a": 5}}', "[]", "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ['{"weight_map": {"a": 5}}', '{"weight_map": {"a": "a.safetensors", "b": 5}}', "[]", "[" * 100_000]
+)
 def test_an_index_that_names_no_files(text, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json: got no weight_map"):

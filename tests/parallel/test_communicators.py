@@ -12,7 +12,16 @@ import time
 import numpy as np
 import pytest
 
-from cumla.parallel import Agreement, FileStore, MemoryStore, RankError, TcpStore, ThreadCommunicator, run_threads
+from cumla.parallel import (
+    Agreement,
+    FileStore,
+    MemoryStore,
+    RankError,
+    TcpStore,
+    ThreadCommunicator,
+    run_threads,
+    threads,
+)
 from support.lab import BF16
 
 SECONDS = 0.3
@@ -149,6 +158,7 @@ def test_arguments(x, out, error, says):
         ("all_to_all", lambda x, rank: (x[1:], x[1:])),
         ("all_to_all", lambda x, rank: ((x[0], x[1]), (x[2], x[2]))),
         ("all_gather", lambda x, rank: (x[0, 1 - rank], x[0])),
+        ("all_gather", lambda x, rank: ((x[2, 0], x[0, rank]), (x[0], x[1]))),  # of another array, where its own may be
         ("reduce_scatter", lambda x, rank: (x[0], x[0, 1 - rank])),
     ],
 )
@@ -173,6 +183,33 @@ def test_a_ranks_own_part_may_be_in_place():
         return gathered[:, 0].tolist(), scattered[comm.rank].tolist()
 
     assert run_threads(2, on) == [([0, 10], [10, 12, 14, 16]), ([0, 10], [18, 20, 22, 24])]
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_to_all"])
+def test_what_was_sent_may_be_changed_after_the_call(op, monkeypatch):
+    """A rank's call returns when the others have read what it sent, however slow they are."""
+    changed = threading.Event()
+
+    def slowly(function):
+        def run(*arguments):
+            if threading.current_thread().name == "rank 1":
+                changed.wait(0.2)
+            return function(*arguments)
+
+        return run
+
+    monkeypatch.setattr(threads, "gather", slowly(threads.gather))
+    for name in ("_reduce", "_take"):
+        monkeypatch.setattr(ThreadCommunicator, name, slowly(getattr(ThreadCommunicator, name)))
+
+    def on(comm):
+        x = np.full((2, 3), 1.0 + comm.rank)
+        got = getattr(comm, op)(x)
+        x[...] = 99
+        changed.set()
+        return got.max()
+
+    assert run_threads(2, on) == [3.0 if op == "reduce_scatter" else 2.0] * 2
 
 
 def test_numbers_without_an_axis_move():

@@ -14,8 +14,10 @@ from cumla.parallel import (
     local_window,
     run_threads,
 )
+from cumla.parallel.context import is_merged_by_heads
 from support import ranks
 from support.attention import make_cache
+from support.lab import BF16
 from support.ranks import Context
 
 SIZES = range(1, 9)
@@ -36,6 +38,15 @@ def test_dense(rng, size, way, monkeypatch):
         size, lambda comm: ranks.dense_on(comm, context, 1 + size % 3, split_heads, sink, max_seqlen=70), SECONDS
     )
     ranks.check(got, want, split_heads, size)
+
+
+@pytest.mark.parametrize(("size", "heads"), [(2, 3), (3, 4), (3, 2)])
+def test_heads_that_ranks_cannot_share_evenly_are_merged_on_all(rng, size, heads, monkeypatch):
+    monkeypatch.setattr(cumla.parallel.context, "WORTH_A_CALL", -1)
+    context = Context.make(rng, [20, 9], heads, 576)
+    want = ranks.dense_on_one(context)
+    got = run_threads(size, lambda comm: ranks.dense_on(comm, context, 1), SECONDS)
+    ranks.check(got, want, False, size)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -91,16 +102,24 @@ def test_one_rank_on_any_backend(lab, rng, split_heads):
         ranks.check([(lab.get(out), lab.get(lse))], want, split_heads, 1)
 
 
-def test_windows_are_shared_out_once(rng):
-    indices, lens = np.arange(30, dtype=np.int32).reshape(3, 10), np.array([10, 4, 0], np.int32)
+@pytest.mark.parametrize("given", [lambda x: x, lambda x: x[:, None]], ids=["[T, W]", "[T, 1, W]"])
+@pytest.mark.parametrize("width", [1, 10])
+def test_windows_are_shared_out_once(width, given):
+    indices, lens = np.arange(3 * width, dtype=np.int32).reshape(3, width), np.array([width, width // 2, 0], np.int32)
     for size in SIZES:
         seen = [[], [], []]
         for rank in range(size):
-            columns, counts = local_window(indices[:, None], lens, rank, size)
+            columns, counts = local_window(given(indices), lens, rank, size)
             assert columns.base is not None  # no copy
             for row, count, entries in zip(columns, counts, seen, strict=True):
                 entries += row[:count].tolist()
         assert seen == [row[:count].tolist() for row, count in zip(indices, lens, strict=True)]
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 2, 10), (3, 0, 10), (3, 1, 10, 1)])
+def test_windows_of_another_shape_are_refused(shape):
+    with pytest.raises(ValueError, match=r"swa_indices: got shape .*, expected \[T, W\] or \[T, 1, W\]"):
+        local_window(np.zeros(shape, np.int32), np.zeros(3, np.int32), 0, 2)
 
 
 def test_outputs_and_queries_in_place(rng):
@@ -124,6 +143,18 @@ def test_outputs_and_queries_in_place(rng):
     assert run_threads(2, on, SECONDS) == [True, True]
 
 
+def test_exchanges_that_save_less_than_they_cost_are_not_made():
+    """Ranks merge some heads each where everything to all would send more than 4 MiB more."""
+    for size, heads, bytes_, merged in (
+        (3, 3, 6 << 20, False), (3, 3, (6 << 20) + 3, True), (3, 4, 1 << 30, False), (2, 2, 1 << 30, False),
+        (4, 8, 1 << 30, True),
+    ):  # fmt: skip
+        assert is_merged_by_heads(size, heads, bytes_) == merged
+
+
+READ_ONLY = np.frombuffer(bytes(2 * 4 * 512 * 2), np.uint16).view(BF16).reshape(2, 4, 512)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
@@ -134,6 +165,7 @@ def test_outputs_and_queries_in_place(rng):
         ),
         ({"out": np.ones((2, 4, 511), np.float32)}, TypeError, "out: got dtype float32"),
         ({"lse": np.ones((4, 2), np.float32)}, ValueError, r"lse: got shape \(4, 2\), expected \[2, 4\]"),
+        ({"out": READ_ONLY}, ValueError, "out: got a read-only numpy array"),
     ],
 )
 def test_errors_come_before_anything_is_sent(rng, change, error, says):
@@ -149,3 +181,28 @@ def test_errors_come_before_anything_is_sent(rng, change, error, says):
         return comm._calls
 
     assert run_threads(2, on, SECONDS) == [0, 0]
+
+
+def test_a_plan_of_another_kind_is_refused(rng):
+    """A plan that is given is the one that is used."""
+    context = Context.make(rng, [20, 9], 4, 576)
+    selected = np.zeros((2, 3), np.int32)
+
+    def on(comm):
+        with pytest.raises(TypeError, match="plan: got"):
+            ranks.dense_on(comm, context, 1, plan=cumla.DecodePlan())
+        with pytest.raises(TypeError, match="plan: got"):
+            ranks.sparse_on(comm, context, selected, cumla.V32_FP8, 1, plan=cumla.DenseDecodePlan())
+        return comm._calls
+
+    assert run_threads(2, on, SECONDS) == [0, 0]
+
+
+def test_a_plan_that_is_given_is_made(here, rng):
+    """By a device's kernels, with one rank; the instance's own where none is given."""
+    context = Context.make(rng, [11, 6], 3, 576)
+    selected = np.stack([rng.permutation(11)[:6], rng.permutation(6)]).astype(np.int32)
+    comm, plan = ThreadCommunicator(Agreement(MemoryStore(), 0, 1)), cumla.DecodePlan()
+    for _ in range(2):
+        ranks.sparse_on(comm, context, selected, cumla.V32_FP8, 1, put=here.put, backend=here.backend, plan=plan)
+        assert plan.made_for is not None

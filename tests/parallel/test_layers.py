@@ -7,6 +7,7 @@ import pytest
 
 import cumla
 from cumla.layers import MLACommonImpl
+from cumla.layers.sparse import not_observed
 from cumla.metadata.builder import ServingConfig
 from cumla.metadata.sparse_swa import DeepseekSparseSWAMetadataBuilder
 from cumla.parallel import (
@@ -21,6 +22,7 @@ from cumla.parallel import (
     local_slot_mapping,
     run_threads,
 )
+from support.backends import only
 from support.lab import BF16
 from support.models import GoldenLayer, PagedRequests, V4Layer, V32Layer, relative_rms
 
@@ -32,10 +34,10 @@ INTERLEAVE = 2
 class Ranked:
     """A golden layer whose compressed or latent rows are dealt out to ranks."""
 
-    def __init__(self, case, comm):
+    def __init__(self, case, comm, requests=1, backend="cpu"):
         golden = GoldenLayer(case)
         self.is_v32 = golden.record["model"] == "v32"
-        self.whole = (V32Layer if self.is_v32 else V4Layer)(golden)
+        self.whole = (V32Layer if self.is_v32 else V4Layer)(golden, requests, backend=backend)
         self.layer = self.whole.layer
         self.ratio = 1 if self.is_v32 else self.layer.ratio
         self.shard = Shard(comm.rank, comm.size, INTERLEAVE)
@@ -45,25 +47,31 @@ class Ranked:
         self.caches = self.whole.caches
         if self.is_v32 or self.ratio > 1:
             columns = -(-golden.tokens // self.ratio // (PAGE * comm.size)) + 1
-            self.table = np.random.default_rng(comm.rank).permutation(columns)[None].astype(np.int32)
-            rows = np.zeros((columns, PAGE, getattr(self.caches, self.name).shape[2]), np.float32)
+            pages = np.random.default_rng(comm.rank).permutation(requests * columns).astype(np.int32)
+            self.table = pages.reshape(requests, columns)
+            rows = np.zeros((len(pages), PAGE, getattr(self.caches, self.name).shape[2]), np.float32)
             self.caches = dataclasses.replace(self.caches, **{self.name: rows})
 
     def arguments(self, first, count):
         """Of `step`, for tokens of the one request."""
+        golden = self.whole.golden
+        topk = None if golden.topk is None else golden.topk[first : first + count]
+        return self.batch([(0, first, count)]) | {"topk_indices": topk}
+
+    def batch(self, scheduled):
+        """The same for (request, first position, tokens), which select for themselves."""
         golden, whole = self.whole.golden, self.whole
-        batch, tables = whole.paged.batch([(0, first, count)])
-        rows = None
+        batch, tables = whole.paged.batch(scheduled)
+        hidden, rows = np.concatenate([golden.hidden[first : first + count] for _, first, count in scheduled]), None
         if self.is_v32 or self.ratio > 1:
+            table = self.table[[request for request, _, _ in scheduled]]
             slots = local_slot_mapping(
-                batch.query_start_loc, batch.seq_lens, self.table, PAGE, self.shard, num_tokens=count,
-                compress_ratio=self.ratio,
+                batch.query_start_loc, batch.seq_lens, table, PAGE, self.shard, num_tokens=len(hidden),
+                compress_ratio=self.ratio, backend=self.layer.backend,
             )  # fmt: skip
-            rows = RankRows(self.shard, self.table, slots)
-        span = slice(first, first + count)
+            rows = RankRows(self.shard, table, slots)
         return {
-            "hidden_states": golden.hidden[span], "layer_caches": self.caches, "metadata": whole.build(batch, tables),
-            "rows": rows, "topk_indices": None if golden.topk is None else golden.topk[span],
+            "hidden_states": hidden, "layer_caches": self.caches, "metadata": whole.build(batch, tables), "rows": rows
         }  # fmt: skip
 
     def run(self, splits):
@@ -84,6 +92,98 @@ def test_whole_layers_give_what_transformers_gives(case, splits, size):
         assert relative_rms(got, want) < 1e-5
 
 
+STEPS = ([(0, 0, 70)], [(0, 70, 1), (1, 0, 9)], [(0, 71, 1), (1, 9, 62)], [(1, 71, 1), (0, 72, 59)])
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("case", [8, 13])
+def test_ranks_select_what_one_device_selects(case, size):
+    """By an indexer whose keys every rank has whole, for decodes and prefills of two requests in a step."""
+    golden = GoldenLayer(case)
+
+    def on(comm):
+        ranked, parts, chosen = Ranked(case, comm, 2), {0: [], 1: []}, []
+        select = ranked.layer.indexer.select
+        ranked.layer.indexer.select = lambda *arguments: chosen.append(select(*arguments).copy()) or chosen[-1]
+        for scheduled in STEPS:
+            ends = np.cumsum([count for *_, count in scheduled])[:-1]
+            out = ranked.sharded.step(**ranked.batch(scheduled))
+            for (request, first, count), rows, own in zip(
+                scheduled, np.split(chosen.pop(), ends), np.split(out, ends), strict=True
+            ):
+                for row, want, token in zip(
+                    rows, golden.topk[first : first + count], range(first, first + count), strict=False
+                ):
+                    seen = token + 1 if ranked.is_v32 else (token + 1) // 4
+                    assert set(row[row >= 0]) == set(want[(want >= 0) & (want < seen)])
+                parts[request].append(own)
+        return [np.concatenate(parts[request]) for request in parts]
+
+    for outs in run_threads(size, on, SECONDS):
+        for out in outs:
+            assert relative_rms(out, golden.out[: len(out)]) < 1e-5
+
+
+@pytest.mark.parametrize("case", [2, 3, 8, 13])
+def test_every_operation_on_ranks_is_on_the_layers_backend(case):
+    with only("reference"):
+        for out in run_threads(2, lambda comm: Ranked(case, comm, 1, "reference").run([9, 1]), SECONDS):
+            assert relative_rms(out, GoldenLayer(case).out[:10]) < 1e-5
+
+
+ATTENDS = {kind: ["map", kind, "exchange", "merge"] for kind in ("decode", "prefill")}
+BOTH = ["insert", *ATTENDS["decode"], *ATTENDS["prefill"], "output"]
+PARTS = {
+    2: ["project", "project", "insert", *BOTH],
+    3: ["compress", "project", "project", "insert", *BOTH],
+    8: ["compress", "project", "select", "select", "project", "insert", "select", *BOTH],
+    13: ["project", "insert", "select", *ATTENDS["decode"], "output"],
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_an_observer_is_called_for_each_part_of_a_step_on_ranks(case):
+    """In their order: attention of V4's decodes and of its prefills, each with its exchange and its merge."""
+
+    def on(comm):
+        ranked, called = Ranked(case, comm, 2), []
+        ranked.sharded.step(**ranked.batch([(0, 0, 9)]))
+        batch = ranked.batch([(0, 9, 1), (1, 0, 5)])
+        ranked.sharded.step(**batch, observe=lambda part: called.append(part) or not_observed(part))
+        return called
+
+    assert run_threads(2, on, SECONDS) == [PARTS[case]] * 2
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("case", [8, 13])
+def test_rows_that_a_token_may_not_see_are_left_out_on_ranks(case, size, rng):
+    """A selection of any rows of the request, later ones among them, gives what one device makes of it."""
+    tokens = 140
+    rows = tokens if case == 13 else tokens // 4
+    chosen = np.stack([rng.permutation(np.arange(-3, rows + 3))[:16] for _ in range(tokens)]).clip(-1).astype(np.int32)
+    chosen[:, 0] = np.arange(tokens) + 1 if case == 13 else (np.arange(tokens) + 1) // 4  # the next row there will be
+    golden = GoldenLayer(case)
+    one = (V32Layer if case == 13 else V4Layer)(golden)
+    spans = [slice(0, tokens - 1), slice(tokens - 1, tokens)]
+
+    def one_step(span):
+        batch, tables = one.paged.batch([(0, span.start, span.stop - span.start)])
+        return one.layer.step(golden.hidden[span], one.caches, one.build(batch, tables), topk_indices=chosen[span])
+
+    def on(comm):
+        ranked = Ranked(case, comm)
+        return [
+            ranked.sharded.step(**ranked.batch([(0, span.start, span.stop - span.start)]), topk_indices=chosen[span])
+            for span in spans
+        ]
+
+    want = [one_step(span) for span in spans]
+    for got in run_threads(size, on, SECONDS):
+        for out, expected in zip(got, want, strict=True):
+            assert relative_rms(out, expected) < 1e-5
+
+
 def changed(arguments, name, value):
     """Arguments of which one, or a field of one ("rows.shard"), is another."""
     name, _, field = name.partition(".")
@@ -98,7 +198,7 @@ WHOLE = [
     ("rows.block_table", np.zeros((0, 2), np.int32), "rows.block_table: got 0 requests"),
     ("rows.block_table", np.zeros((1, 4), np.int32), "rows.block_table: got 4 columns, pages of 3 rows each"),
     ("rows.slot_mapping", np.zeros(3, np.int64), "rows.slot_mapping: got 3 tokens"),
-    ("rows.slot_mapping", np.zeros(99, np.int64), "rows.slot_mapping: got 99 slots"),
+    ("rows.slot_mapping", np.zeros(61, np.int64), "rows.slot_mapping: got 61 slots"),
     ("layer_caches", None, "layer_caches: got NoneType"),
     ("topk_indices", np.zeros((60, 4)), "topk_indices: got dtype float64"),
     ("metadata", None, "metadata: got NoneType"),
@@ -117,6 +217,23 @@ def test_whole_layers_name_what_is_wrong_before_they_write(case, name, value, sa
             ranked.sharded.step(**changed(arguments, name, value))
         for array, old in zip(arrays, before, strict=True):
             np.testing.assert_array_equal(array, old)
+
+    run_threads(1, on, SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("case", "rows", "says"),
+    [
+        (2, RankRows(Shard(0, 1), np.zeros((1, 9), np.int32), np.zeros(9, np.int64)), "got RankRows, expected None"),
+        (3, None, "got NoneType, expected RankRows for ratio 128"),
+        (8, None, "got NoneType, expected RankRows for ratio 4"),
+    ],
+)
+def test_rows_are_of_compressed_layers(case, rows, says):
+    def on(comm):
+        ranked = Ranked(case, comm)
+        with pytest.raises(ValueError, match=f"rows: {says}"):
+            ranked.sharded.step(**ranked.batch([(0, 0, 9)]) | {"rows": rows})
 
     run_threads(1, on, SECONDS)
 

@@ -22,6 +22,24 @@ def test_every_token_is_one_ranks(size):
         np.testing.assert_array_equal(np.sort(own), shares.own(rank))
 
 
+@pytest.mark.parametrize("size", range(1, 9))
+def test_pieces_have_the_keys_that_their_queries_see(size):
+    """For requests of any length, shorter than there are pieces among them: a piece without queries has no keys."""
+    lens = np.arange(20)
+    starts = np.concatenate([[0], np.cumsum(lens)])
+    for pieces in share_queries(starts, size).pieces:
+        for piece in pieces:
+            assert len(piece.tokens) == piece.cu_seqlens_q[-1]
+            assert len(piece.keys) == piece.cu_seqlens_k[-1]
+            for request, first in enumerate(starts[:-1]):
+                queries, keys = (
+                    array[bounds[request] : bounds[request + 1]]
+                    for array, bounds in ((piece.tokens, piece.cu_seqlens_q), (piece.keys, piece.cu_seqlens_k))
+                )
+                want = np.arange(first, queries[-1] + 1) if len(queries) else []
+                np.testing.assert_array_equal(keys, want)
+
+
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_causal_work_is_even(size):
     length = 4096

@@ -1,0 +1,78 @@
+"""Rows that a step selects by their scores: what they are, and the memory that is asked for on the way."""
+
+import numpy as np
+import pytest
+from metadata.batches import make_batch, tokens_of
+
+import cumla
+from cumla.layers import selection
+from cumla.layers.selection import IndexerInputs, score_bytes, select_rows
+from cumla.metadata import DeepseekV32IndexerMetadataBuilder, ServingConfig
+from support.lab import Lab
+
+HOST = Lab("cpu", on_device=False)
+PAGE, HEADS, TOPK = 8, 2, 5
+
+
+class Step:
+    """Requests of these lengths, of which the queries are the last tokens, and random keys of all of them."""
+
+    def __init__(self, rng, seq_lens, query_lens, **config):
+        config = ServingConfig(
+            block_size=PAGE, max_num_batched_tokens=256, max_num_seqs=8, max_model_len=512, index_topk=TOPK, **config
+        )
+        self.batch = make_batch(HOST, seq_lens, query_lens)
+        self.tokens, table = tokens_of(seq_lens, query_lens), self.batch.block_table_tensor
+        keys = rng.standard_normal((table.size, PAGE, 128)).astype(np.float32)
+        q = rng.standard_normal((len(self.tokens), HEADS, 128)).astype(np.float32)
+        weights = rng.standard_normal((len(self.tokens), HEADS)).astype(np.float32)
+        metadata = DeepseekV32IndexerMetadataBuilder(config, "cpu").build(0, self.batch)
+        self.inputs = IndexerInputs(q, weights, keys, metadata, layout=cumla.INDEXER_F32)
+        self.wanted = []
+        for token, (request, position) in enumerate(self.tokens):
+            seen = keys[table[request]].reshape(-1, 128)[: position + 1].astype(np.float64)
+            scores = weights[token] @ np.maximum(q[token] @ seen.T, 0)
+            self.wanted.append(sorted(np.argsort(-scores, kind="stable")[:TOPK].tolist()))
+
+    def selected(self):
+        """The rows of each token, and the bytes of memory asked for, by name."""
+        asked: dict[str, int] = {}
+
+        def memory(name, shape, dtype):
+            array = np.empty(shape, dtype)
+            asked[name] = max(asked.get(name, 0), array.nbytes)
+            return array
+
+        out = np.full((len(self.tokens), TOPK), 99, np.int32)
+        requests, positions = np.array(self.tokens, np.int32).T
+        select_rows(self.inputs, positions, requests, self.batch.block_table_tensor, out, memory, "cpu")
+        return [row[row >= 0].tolist() for row in out], asked
+
+
+@pytest.mark.parametrize(
+    ("seq_lens", "query_lens", "config", "rows"),
+    [
+        ([70, 9], [1, 1], {}, 72),  # columns of the block table, whole pages
+        ([70, 9], [2, 2], {"num_speculative_tokens": 1}, 2 * 72),  # a request's tokens are scored together
+        ([70, 9], [3, 3], {"num_speculative_tokens": 2}, 72),  # flattened
+        ([9, 70], [9, 12], {}, 80),  # one chunk of 79 rows, in multiples of 4
+        ([5, 90, 30], [1, 7, 30], {"max_logits_bytes": 64}, 96),  # decodes over tables of 96, chunks of 90 and 30
+    ],
+)
+def test_scores_take_memory_of_the_longest_request_at_least(rng, monkeypatch, seq_lens, query_lens, config, rows):
+    """With a budget that is less than a request needs it has its row of scores, and with more it has the budget."""
+    step = Step(rng, seq_lens, query_lens, **config)
+    assert score_bytes(step.inputs) == 4 * rows
+    for budget, taken in ((64, 4 * rows), (4 * rows, 4 * rows), (1 << 16, 1 << 16)):
+        monkeypatch.setattr(selection, "WORKSPACE_BYTES", budget)
+        got, asked = step.selected()
+        assert got == step.wanted
+        assert asked["scores"] == taken
+        chunks = step.inputs.metadata.prefill.chunks if step.inputs.metadata.prefill else ()
+        assert asked.get("index_keys", 0) == max((512 * chunk.total_seq_lens for chunk in chunks), default=0)
+
+
+def test_a_large_budget_stays_what_it_is(rng):
+    """However few rows there are: a captured graph's memory keeps its address, and steps of many rows few launches."""
+    _, asked = Step(rng, [9], [1]).selected()
+    assert asked["scores"] == selection.WORKSPACE_BYTES == 64 << 20

@@ -1,0 +1,108 @@
+"""A sparse layer on ranks against attention in float64, from the step's own rows on."""
+
+import numpy as np
+import pytest
+
+import cumla
+from cumla.layers import SparseMLALayer
+from cumla.metadata import CommonAttentionMetadata, DeepseekSparseSWAMetadataBuilder, ServingConfig
+from cumla.parallel import Shard, ShardedCompressedCache, ShardedSparseMLALayer, run_threads
+from support import ranks
+from support.backends import only
+from support.lab import BF16
+from support.ranks import BLOCK, Context
+
+WINDOW, HEADS, TOPK = 6, 6, 5
+SEQ_LENS, QUERY_LENS = np.array([37, 1, 300], np.int32), np.array([1, 1, 12], np.int32)  # two decodes and a prefill
+SECONDS = 60
+
+
+class Problem:
+    """A step over rows of which those of new tokens, and the last compressed row of each request, are not written."""
+
+    def __init__(self, rng, ratio):
+        self.ratio, self.lens = ratio, SEQ_LENS // ratio if ratio > 1 else 0 * SEQ_LENS
+        self.request = np.repeat(np.arange(3), QUERY_LENS)
+        self.position = np.concatenate([np.arange(s - q, s) for s, q in zip(SEQ_LENS, QUERY_LENS, strict=True)])
+        self.sink = rng.standard_normal(HEADS).astype(np.float32)
+        columns = -(-int(SEQ_LENS.max()) // BLOCK)
+        self.table = rng.permutation(3 * columns).reshape(3, columns).astype(np.int32)
+        self.window = [rng.standard_normal((n, 512)).astype(BF16) for n in SEQ_LENS]
+        self.context = Context.make(rng, self.lens, HEADS, 512)
+        self.context.q = rng.standard_normal((len(self.request), HEADS, 512)).astype(BF16)
+        # Any rows, in any order, some of which are not complete yet.
+        self.selected = np.stack([rng.permutation(np.arange(-2, 80))[:TOPK] for _ in self.request]).astype(np.int32)
+        self.selected[:, 0] = (self.position + 1) // 4  # the row that comes next
+
+    def slots(self, request, positions):
+        return self.table[request, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
+
+    def window_cache(self, upto):
+        cache = cumla.DSV4_FP8.allocate(self.table.size, BLOCK)
+        for request, (rows, end) in enumerate(zip(self.window, upto, strict=True)):
+            slots = self.slots(request, np.arange(end))
+            cumla.quantize_and_insert_k_cache(rows[:end], cache, slots, BLOCK, backend="reference")
+        return cache
+
+    def wanted(self):
+        whole = cumla.DSV4_FP8.allocate(max(1, -(-len(self.context.rows) // BLOCK)), BLOCK)
+        cumla.quantize_and_insert_k_cache(self.context.rows, whole, np.arange(len(self.context.rows)), BLOCK)
+        windows, rows = [], []
+        for token, (request, position) in enumerate(zip(self.request, self.position, strict=True)):
+            windows.append(self.slots(request, np.arange(max(position - WINDOW + 1, 0), position + 1)))
+            complete = (position + 1) // self.ratio if self.ratio > 1 else 0
+            seen = self.selected[token] if self.ratio == 4 else np.arange(complete)
+            rows.append(seen[(seen >= 0) & (seen < complete)].astype(np.int64) + self.context.starts[request])
+        caches = [(self.window_cache(SEQ_LENS), cumla.DSV4_FP8, windows), (whole, cumla.DSV4_FP8, rows)]
+        half = (self.context.q.astype(np.float32) / 2).astype(BF16)  # as half the default scale
+        return ranks.attend(half, caches, self.sink)
+
+    def on(self, comm, split_heads, backend=None):
+        config = ServingConfig(
+            window_size=WINDOW, compress_ratios=(self.ratio,), block_size=BLOCK, compressed_block_size=128,
+            index_topk=TOPK, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=512,
+        )  # fmt: skip
+        starts = np.concatenate([[0], np.cumsum(QUERY_LENS)]).astype(np.int32)
+        batch = CommonAttentionMetadata(
+            starts, starts, SEQ_LENS, SEQ_LENS, SEQ_LENS - QUERY_LENS, 3, len(self.request), int(QUERY_LENS.max()),
+            self.table, self.slots(self.request, self.position),
+        )  # fmt: skip
+        compressed, shard = None, Shard(comm.rank, comm.size, 2)
+        if self.ratio > 1:
+            table, pages = self.context.pages(shard)
+            slots, cache = self.context.slots(table, shard, backend), cumla.DSV4_FP8.allocate(pages, BLOCK)
+            new = self.context.starts[1:][self.lens > 0] - 1
+            old = np.setdiff1d(np.arange(len(slots)), new)
+            cumla.quantize_and_insert_k_cache(self.context.rows[old], cache, slots[old], BLOCK, backend=backend)
+            compressed = ShardedCompressedCache(
+                cache, table, shard, self.context.rows[new], slots[new], self.selected if self.ratio == 4 else None
+            )
+        c128a = np.zeros((3, 4), np.int32) if self.ratio == 128 else None
+        heads = self.context.own_heads(comm) if split_heads else slice(None)
+        layer = SparseMLALayer(
+            self.ratio, TOPK, np.ascontiguousarray(self.sink[heads]), softmax_scale=0.5 * 512**-0.5
+        )  # fmt: skip
+        new_rows = np.stack([self.window[r][p] for r, p in zip(self.request, self.position, strict=True)])
+        return ShardedSparseMLALayer(layer, comm, split_heads=split_heads, backend=backend).step(
+            np.ascontiguousarray(self.context.q[:, heads]), new_rows, self.window_cache(SEQ_LENS - QUERY_LENS),
+            DeepseekSparseSWAMetadataBuilder(config, backend).build(0, batch, c128a_block_table=c128a), compressed,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("split_heads", [False, True], ids=["all-heads", "own-heads"])
+@pytest.mark.parametrize("ratio", [1, 4, 128])
+def test_a_step_gives_what_one_device_gives(rng, ratio, split_heads, size):
+    """With a sink and a softmax scale of its own, for decodes and a prefill in a step."""
+    problem = Problem(rng, ratio)
+    want = problem.wanted()
+    outs = run_threads(size, lambda comm: problem.on(comm, split_heads), SECONDS)
+    ranks.check_outs(outs, want, split_heads, size)
+
+
+@pytest.mark.parametrize("ratio", [1, 4, 128])
+def test_every_operation_is_on_the_layers_backend(rng, ratio):
+    problem = Problem(rng, ratio)
+    with only("reference"):
+        outs = run_threads(2, lambda comm: problem.on(comm, False, "reference"), SECONDS)
+    ranks.check_outs(outs, problem.wanted(), False, 2)
