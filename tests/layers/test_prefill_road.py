@@ -106,7 +106,7 @@ FREE = Costs(
     ],
 )
 def test_a_chunk_costs_what_its_tokens_attend_to(monkeypatch, chunk, given, blocks):
-    """Over pages window and compressed blocks are counted apart, over gathered rows together, as multiprocessors share them."""
+    """Window and compressed blocks are counted apart over pages, together over gathered rows, by multiprocessor."""
     ratio, topk = given.get("ratio", 4), given.get("topk", 512)
     longest, tokens = max(s for _, s in chunk), sum(q for q, _ in chunk)
     selected = min(0 if ratio == 1 else longest // ratio, topk or longest)
