@@ -218,7 +218,7 @@ def test_choice_where_a_sample_tells_much_or_little(lab, rng, monkeypatch, threa
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["random", "odd", "in places"])
 def test_choice_of_few_rows(lab, rng, monkeypatch, size, width, topk, kind):
-    """Threads, blocks of a cluster, reads of a thread, rounds of them; rows of numbers that are alike, missing or close."""
+    """Threads, blocks of a cluster, reads of a thread, rounds of them; rows of numbers alike, missing or close."""
     from cumla.kernels.cuda import indexer as launcher
 
     size = launcher.FewRowsSize(*size)
