@@ -306,7 +306,7 @@ class FewRowsSize(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         received = 8 * 1280 * self.blocks if self.blocks > 1 else 8
-        bits, scratch = self.threads * self.reads * self.rounds // 2, 4 * 1024 + 12 * (self.threads // 32) + 16
+        bits, scratch = self.threads * self.reads * self.rounds // 2, 4 * 4096 + 12 * (self.threads // 32) + 16
         return -(-(8 * 8192 + received + 8 * 64 + 24 * self.blocks + bits + scratch + 12) // 16) * 16
 
     def finds(self, topk: int) -> bool:

@@ -18,20 +18,18 @@
 //
 // Macros: THREADS, BLOCKS, READS (of four columns that a thread has in flight, or holds), ROUNDS (of such reads; 1 for rows
 // that are held), ALIGNED (rows start at multiples of 16 bytes).
+#define DIGIT_BITS 12  // finds the k-th in one pass where the bound is low and orders span many binades; 10 bits take two
 #include "common/choice_by_reading.cuh"
 #include "common/pdl.cuh"
+#include "common/row_in_rounds.cuh"
 #include "common/row_reads.cuh"
 #include "common/selection.cuh"
 
-static_assert(BLOCKS <= WARPS);
-static_assert(ROUNDS == 1 || READS == 8, "where rows are not held, a lane keeps the largest number of one of eight lines");
-constexpr int VALUES = 4 * READS;
-constexpr int LINE = 32, LANES = LINE / 4, LINES = THREADS / LANES;  // columns of a line, lanes that read it, lines at a time
-constexpr int WORDS = VALUES * THREADS * ROUNDS / 32;  // bits for a block's part of the columns
-constexpr int CAPACITY = 8192, REGION = 1280;  // keys of a block's own, and that it sends
-constexpr int FEW = 64;                        // that are put in order by comparing each with each
-constexpr int GROUP = READS >= 8 ? 16 : 8;     // lanes
-constexpr bool HELD = VALUES <= 16;            // whether numbers are taken from registers, which go by constant numbers
+static_assert(BLOCKS <= WARPS && READS <= 8);
+constexpr int REGION = 1280;                // keys that a block sends
+constexpr int FEW = 64;                     // that are put in order by comparing each with each
+constexpr int GROUP = READS >= 8 ? 16 : 8;  // lanes
+constexpr bool HELD = VALUES <= 16;         // whether numbers are taken from registers, which go by constant numbers
 
 struct Sent {
     uint64 low, high;  // keys from low on are there, or all where it is 0; none is above high
@@ -110,110 +108,6 @@ __device__ inline int groups_inside(const Row& row, uint32 rank) {
 
 __device__ inline uint64 key_of(float x, int column) { return uint64(order_of(x)) << 32 | ~uint32(column); }
 
-// Places among the candidates for `own` of this thread; the warp's lanes meet.
-__device__ inline int places(Scratch& scratch, int lane, int own) {
-    int up_to = sum_to(own);
-    int to = lane == 31 ? atomicAdd(&scratch.count, up_to) : 0;
-    return __shfl_sync(~0u, to, 31) + up_to - own;
-}
-
-#if ROUNDS > 1
-// In a round a warp reads 8 lines for each 8 of its lanes, of which each lane keeps the largest number of one.
-constexpr uint32 STRIDE = LINES * BLOCKS * LINE;  // from a lane's line of a round to its next one
-__device__ inline uint32 line_of(int round, int read, uint32 rank) {
-    return ((round * READS + read) * LINES + threadIdx.x / LANES) * BLOCKS * LINE + rank * LINE;
-}
-
-// The four columns from `at` on, of which some may be outside the row: NaN.
-__device__ inline void read_at_end(const Row& row, uint32 at, float* x) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-        if (row.has(at + j)) x[j] = row.values[at + j];
-}
-
-// The largest number of the columns that this thread reads; to shared.bits the order of each line's, for read_candidates.
-__device__ inline float read_in_rounds(Memory& shared, const Row& row, uint32 rank) {
-    const int tid = int(threadIdx.x), lane = tid % LANES;
-    float largest = __uint_as_float(0x7fc00000);
-#pragma unroll 1
-    for (int round = 0; round < ROUNDS; ++round) {
-        uint32 first = line_of(round, 0, rank) + lane * 4;
-        if (!__any_sync(~0u, first < row.end)) break;
-        float x[VALUES], most[READS];
-        if (first >= row.skipped && int(row.end - first) >= int((READS - 1) * STRIDE) + 4) {
-#pragma unroll
-            for (int i = 0; i < READS; ++i) read4(row.values + first + i * STRIDE, x + 4 * i);
-        } else {
-#pragma unroll
-            for (int i = 0; i < VALUES; ++i) x[i] = __uint_as_float(0x7fc00000);
-#pragma unroll
-            for (int i = 0; i < READS; ++i) read_at_end(row, first + i * STRIDE, x + 4 * i);
-        }
-#pragma unroll
-        for (int i = 0; i < READS; ++i) {
-            most[i] = fmaxf(fmaxf(x[4 * i], x[4 * i + 1]), fmaxf(x[4 * i + 2], x[4 * i + 3]));
-            largest = fmaxf(largest, most[i]);
-        }
-        // Half of the lines go to the other half of the lanes, three times: one is left, which no other lane has.
-#pragma unroll
-        for (int step = LANES / 2; step; step /= 2)
-#pragma unroll
-            for (int i = 0; i < step; ++i) {
-                bool upper = lane & step;
-                float other = __shfl_xor_sync(~0u, upper ? most[i] : most[i + step], step);
-                most[i] = fmaxf(upper ? most[i + step] : most[i], other);
-            }
-        shared.bits[round * THREADS + tid] = order_of(most[0]);
-    }
-    return largest;
-}
-
-// Where columns are whose numbers reach the bound, to shared.keys; shared.bits are 0 behind it. A warp reads its own lines.
-__device__ inline void read_candidates(Memory& shared, const Row& row, uint32 rank, uint32 least) {
-    constexpr int AT_ONCE = 4, TEAMS = 32 / LANES;  // lines that eight lanes have in flight, and such lanes of a warp
-    const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
-    const float bound = value_of(least);
-    // The lines' first columns take the place of orders that have been read.
-    auto word = [&](int i) -> uint32& { return shared.bits[i / 32 * THREADS + warp * 32 + i % 32]; };
-    int count = 0;
-    for (int round = 0; round < ROUNDS; ++round) {
-        uint32 order = word(round * 32 + lane);
-        bool again = order && order >= least;
-        uint32 votes = __ballot_sync(~0u, again);
-        if (again) word(count + __popc(votes & ((1u << lane) - 1))) = line_of(round, lane % LANES, rank);
-        count += __popc(votes);
-        __syncwarp();
-    }
-#pragma unroll 1
-    for (int first = lane / LANES; __any_sync(~0u, first < count); first += AT_ONCE * TEAMS) {
-        float x[4 * AT_ONCE];
-        uint32 at[AT_ONCE], mask = 0;
-#pragma unroll
-        for (int i = 0; i < 4 * AT_ONCE; ++i) x[i] = __uint_as_float(0x7fc00000);
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            int line = first + i * TEAMS;
-            at[i] = line < count ? word(line) + lane % LANES * 4 : row.end;
-            read4(row.values + at[i], at[i] >= row.skipped && int(row.end - at[i]) >= 4, x + 4 * i);
-        }
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i)
-            if (at[i] < row.skipped || int(row.end - at[i]) < 4) read_at_end(row, at[i], x + 4 * i);
-#pragma unroll
-        for (int i = 0; i < 4 * AT_ONCE; ++i)
-            if (x[i] >= bound) mask |= 1u << i;
-        if (!__any_sync(~0u, mask)) continue;
-        int to = places(shared.scratch, lane, __popc(mask));
-        for (; mask; mask &= mask - 1, ++to) {
-            int i = __ffs(mask) - 1;
-            if (to < CAPACITY) shared.keys[to] = word(first + i / 4 * TEAMS) + lane % LANES * 4 + i % 4;
-        }
-    }
-    __syncwarp();
-    for (int round = 0; round < ROUNDS; ++round) word(round * 32 + lane) = 0;
-}
-#endif
-
 // Seldom called, and no burden on the registers of the others.
 __device__ __noinline__ void read_it_again(Scratch& scratch, const float* row, int length, int* indices, int topk) {
     choose_by_reading(scratch, row, length, indices, topk);
@@ -231,8 +125,11 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
 #if BLOCKS > 1
     cluster_arrive();  // so that nobody sends to a block that has not started
 #endif
-    for (int i = tid; i < BINS; i += THREADS) scratch.bins[i] = 0;
-    for (int i = tid; i < WORDS; i += THREADS) shared.bits[i] = 0;
+#pragma unroll
+    for (int i = 0; i < RUN; ++i) scratch.bins[i * THREADS + tid] = 0;
+#pragma unroll
+    for (int i = 0; i < WORDS; i += THREADS)
+        if (i + tid < WORDS) shared.bits[i + tid] = 0;
     if (tid == 0) scratch.count = 0, shared.few_count = 0, shared.before = 0, shared.sending = 0;
     pdl_release();
     const int64 number = blockIdx.x / BLOCKS;
@@ -245,21 +142,20 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
 
     // 1. What may be among the k largest.
 #if ROUNDS > 1
-    const float largest = read_in_rounds(shared, row, rank);
+    const float largest = read_in_rounds(shared.bits, row, rank);
 #else
     const uint32 first = (tid / LANES * BLOCKS + rank) * LINE + tid % LANES * 4;
     constexpr uint32 STEP = LINES * BLOCKS * LINE;  // to a thread's next four columns
     const float* own = row.values + first;
     auto has_four = [&](int i) { return int(row.end - first) >= int(i * STEP) + 4 && (i || first >= row.skipped); };
-    float x[VALUES] = {};
+    float x[VALUES];
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) x[i] = __uint_as_float(0x7fc00000);
 #pragma unroll
     for (int i = 0; i < READS; ++i) read4(own + i * STEP, has_four(i), x + 4 * i);
 #pragma unroll
     for (int i = 0; i < READS; ++i)
-        if (!has_four(i))
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                x[4 * i + j] = row.has(first + i * STEP + j) ? own[i * STEP + j] : __uint_as_float(0x7fc00000);
+        if (!has_four(i) && int(row.end - first) > int(i * STEP)) read_at_end(row, first + i * STEP, x + 4 * i);
 #endif
     const bool changed = said.now() != early;
     const int k = share_of(topk), groups = groups_inside(row, rank), of_each = groups ? (k + groups - 1) / groups : GROUP + 1;
@@ -272,9 +168,18 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     uint32 having = __ballot_sync(~0u, order != 0) >> lane / GROUP * GROUP & ((1u << GROUP) - 1);
     uint32 least = order_of(largest_of_lanes<GROUP>(order ? largest : -infinity(), min(of_each, GROUP) - 1));
     if (__popc(having) < of_each) least = 0;
-    uint32 inverted = __reduce_max_sync(~0u, tid / GROUP < groups || !groups ? ~least : 0);
+#if ROUNDS == 1
+    if (of_each > GROUP) {  // too few groups have columns: the bound is the smallest number
+        float smallest = x[0];
+#pragma unroll
+        for (int i = 1; i < VALUES; ++i) smallest = fminf(smallest, x[i]);
+        least = order ? order_of(smallest) : ~0u;
+    }
+#endif
+    uint32 inverted = __reduce_max_sync(~0u, tid / GROUP < groups || of_each > GROUP ? ~least : 0);
     if (lane == 0) scratch.most[tid / 32] = most, scratch.most[WARPS + tid / 32] = inverted;
     bool failed = __syncthreads_or(changed);
+    const bool all = !failed && row.length() <= topk;  // are chosen, whatever they are
     most = __reduce_max_sync(~0u, lane < WARPS ? scratch.most[lane] : 0);
     least = ~__reduce_max_sync(~0u, lane < WARPS ? scratch.most[WARPS + lane] : 0);
     const uint64 low = uint64(least) << 32, high = uint64(most) << 32 | ~0u;
@@ -282,7 +187,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
 
     // 2. These, and the first count of them.
 #if ROUNDS > 1
-    read_candidates(shared, row, rank, least);
+    read_candidates(scratch, shared.bits, shared.keys, row, rank, least);
 #else
     float bound = value_of(least);
     uint32 mask = 0;
@@ -316,12 +221,12 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
         float value = HELD ? __uint_as_float(uint32(found >> 32)) : read_again(row.values + at);
         uint64 key = key_of(value, int(at - row.skipped));
         shared.keys[i] = key;
-        atomicAdd(&scratch.bins[uint32((key - low) >> shift)], 1u);
+        if (!all) atomicAdd(&scratch.bins[uint32((key - low) >> shift)], 1u);
     }
     auto own_keys = [&](auto visit) {
         for (int i = tid; i < count; i += THREADS) visit(shared.keys[i]);
     };
-    Cut best = cut(scratch, k, low, high, true, own_keys);
+    Cut best = all ? Cut{1, 0, 0, 0, false} : cut(scratch, k, low, high, true, own_keys);
     failed |= scratch.count > CAPACITY;
     int there = scratch.count;
 
@@ -362,7 +267,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
         for (int i = tid / 32 / BLOCKS * 32 + lane; i < count; i += STRIDE) visit(shared.received[r * REGION + i]);
     };
     if (!failed) {
-        best = cut(scratch, topk, from_all, high_all, false, all_keys);
+        if (!all) best = cut(scratch, topk, from_all, high_all, false, all_keys);
         failed = !best.enough && from_all > 1ull << 32;
     }
 #else
@@ -399,17 +304,20 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
         if (lane == 0 && before) atomicAdd(&shared.before, before);
     }
     __syncthreads();
-    uint32 words[ROUNDS];
+    // A thread has as many columns as it has read, so that no thread writes many indices one after another.
+        uint32 words[ROUNDS];
     int chosen = 0, total;
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
-        words[i] = tid * ROUNDS + i < WORDS ? shared.bits[tid * ROUNDS + i] : 0;
+        int bit = (tid * ROUNDS + i) * VALUES;
+        words[i] = shared.bits[bit / 32] >> bit % 32 & uint32((1ull << VALUES) - 1);
         chosen += __popc(words[i]);
     }
     int place = sum_before(scratch, chosen, total) + shared.before;
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i)
-        for (uint32 word = words[i]; word; word &= word - 1) to[place++] = start + (tid * ROUNDS + i) * 32 + __ffs(word) - 1;
+        for (uint32 word = words[i]; word; word &= word - 1)
+            to[place++] = start + (tid * ROUNDS + i) * VALUES + __ffs(word) - 1;
     if (rank == 0)
         for (int i = min(there, topk) + tid; i < topk; i += THREADS) to[i] = -1;
 }

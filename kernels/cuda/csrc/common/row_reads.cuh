@@ -41,3 +41,9 @@ __device__ inline float read_again(const float* from) {
     asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(x) : "l"(from));
     return x;
 }
+// Of four columns from `at` on those that the row has; x stays as it is elsewhere.
+__device__ inline void read_at_end(const Row& row, uint32 at, float* x) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+        if (row.has(at + j)) x[j] = row.values[at + j];
+}

@@ -1,12 +1,16 @@
 // Choosing the largest of many numbers: orders of floats, a radix selection by a thread block, and which columns of a row
 // of logits count.
 //
-// Macro: THREADS.
+// Macros: THREADS, DIGIT_BITS.
 #pragma once
 #include "common/numbers.cuh"
 
+#ifndef DIGIT_BITS
+#define DIGIT_BITS 10
+#endif
+
 constexpr int WARPS = THREADS / 32;
-constexpr int DIGIT = 10, BINS = 1 << DIGIT, PASSES = 4;  // bits, and digits of a number of 32
+constexpr int DIGIT = DIGIT_BITS, BINS = 1 << DIGIT, PASSES = 4;  // bits, and digits of a number of 32
 constexpr int RUN = BINS / THREADS;                       // bins of a thread
 
 // Columns [first, end) of a row; or what is said of them, which may be any numbers.
