@@ -13,7 +13,11 @@
 //
 // Keys are a number's order and, below it, its column inverted: no two are equal.
 //
-// Macros: THREADS, BLOCKS, READS (of four columns that a thread holds), ALIGNED (rows start at multiples of 16 bytes).
+// Slots of what is chosen (ToSlots) are written beside the columns, at the same places. A row with a page
+// that is absent is read again, too, as rows without a slot are to be left out.
+//
+// Macros: THREADS, BLOCKS, READS (of four columns that a thread holds), ALIGNED (rows start at multiples of 16 bytes),
+// OUTPUT.
 #include "common/choice_by_reading.cuh"
 #include "common/pdl.cuh"
 #include "common/row_reads.cuh"
@@ -105,14 +109,15 @@ __device__ inline int groups_inside(const Row& row, uint32 rank) {
 __device__ inline uint64 key_of(float x, int column) { return uint64(order_of(x)) << 32 | ~uint32(column); }
 
 // Seldom called, and no burden on the registers of the others.
-__device__ __noinline__ void read_it_again(Scratch& scratch, const float* row, int length, int* indices, int topk) {
-    choose_by_reading(scratch, row, length, indices, topk);
+template <class Out>
+__device__ __noinline__ void read_it_again(Scratch& scratch, const float* row, int length, Out out, int topk) {
+    choose_by_reading(scratch, row, length, out, topk);
 }
 
 extern "C" CLUSTER __global__ void __launch_bounds__(THREADS, 1)
 top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, const int* starts, const int* ends,
-                  const int* lens, int64 lens_stride, int next_n, int per_row, int num_keys, int* indices,
-                  int64 indices_stride, int topk) {
+                  const int* lens, int64 lens_stride, int next_n, int per_row, int num_keys, OUTPUT output,
+                  int topk) {
     extern __shared__ uint4 memory[];
     Memory& shared = *reinterpret_cast<Memory*>(memory);
     Scratch& scratch = shared.scratch;
@@ -148,6 +153,8 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
             for (int j = 0; j < 4; ++j)
                 x[4 * i + j] = row.has(first + i * STEP + j) ? own[i * STEP + j] : __uint_as_float(0x7fc00000);
     const bool changed = said.now() != early;
+    const int looks_at = tid * BLOCKS + int(rank);  // pages, among the cluster's threads
+    const bool lacks = output.of_row(number, next_n).lacks_page(row.length(), looks_at, THREADS * BLOCKS);
     const int k = share_of(topk), groups = groups_inside(row, rank), of_each = groups ? (k + groups - 1) / groups : GROUP + 1;
     float largest = x[0];
 #pragma unroll
@@ -158,7 +165,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     if (__popc(having) < of_each) least = 0;
     uint32 inverted = __reduce_max_sync(~0u, tid / GROUP < groups || !groups ? ~least : 0);
     if (lane == 0) scratch.most[tid / 32] = most, scratch.most[WARPS + tid / 32] = inverted;
-    bool failed = __syncthreads_or(changed);
+    bool failed = __syncthreads_or(changed | lacks);
     most = __reduce_max_sync(~0u, lane < WARPS ? scratch.most[lane] : 0);
     least = ~__reduce_max_sync(~0u, lane < WARPS ? scratch.most[WARPS + lane] : 0);
     const uint64 low = uint64(least) << 32, high = uint64(most) << 32 | ~0u;
@@ -250,14 +257,15 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
 #else
     auto& all_keys = own_keys;
 #endif
-    int* to = indices + number * indices_stride;
+    auto out = output.of_row(number, next_n);
     if (failed) {
         Range range = columns.range_of(number);
-        if (rank == 0) read_it_again(scratch, logits + number * stride + range.first, range.end - range.first, to, topk);
+        if (rank == 0) read_it_again(scratch, logits + number * stride + range.first, range.end - range.first, out, topk);
         return;
     }
 
     // 4. Those of this block's part of the columns.
+    const bool counts = out.counts();
     const int length = row.length(), part = (length + 32 * BLOCKS - 1) / (32 * BLOCKS) * 32, start = int(rank) * part;
     auto choose = [&](uint64 key, int& before) {
         uint32 at = ~uint32(key) - start;
@@ -283,8 +291,10 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     __syncthreads();
     constexpr int WORDS = VALUES * THREADS / 32;
     uint32 word = tid < WORDS ? shared.bits[tid] : 0;
+    auto writer = out.writer(start + tid * 32, word);
     int total, place = sum_before(scratch, __popc(word), total) + shared.before;
-    for (; word; word &= word - 1) to[place++] = start + tid * 32 + __ffs(word) - 1;
+    for (; word; word &= word - 1) writer.write(place++, start + tid * 32 + __ffs(word) - 1);
     if (rank == 0)
-        for (int i = min(there, topk) + tid; i < topk; i += THREADS) to[i] = -1;
+        for (int i = min(there, topk) + tid; i < topk; i += THREADS) out.clear(i);
+    if (rank == 0 && tid == 0) out.write_length(min(there, topk), counts);
 }
