@@ -28,7 +28,7 @@ class IndexerInputs:
     weights   [num_tokens, heads] float32, the scales of q folded in
     cache     uint8 [num_blocks, block_size, 132] (or rows of numbers), of `layout`, with the pages of the cache whose
               rows are selected
-    metadata  of the indexer, of the step's batch
+    metadata  of the indexer, of the step's batch and the block table of the cache whose rows are selected
     k         [n, 128], keys of the rows that this step completes; None: they are in the cache already
     layout    of the cache: INDEXER_FP8, INDEXER_BF16 or INDEXER_F32
     """
@@ -59,6 +59,8 @@ def select_rows(
     out: Any,
     memory: Memory,
     backend: str | None = None,
+    slots: tuple[Any, Any] | None = None,
+    is_valid_token: Any = None,
 ) -> None:
     """The rows of each token's best scores, counted within its request, in ascending order, then -1.
 
@@ -66,12 +68,16 @@ def select_rows(
     block_table  [num_reqs, B] int32, of the cache
     out          [T, topk] int32, written
     memory       for scores, gathered keys and their scales
+    slots        (slots [D, topk] int32, lens [D] int32) of the D decode tokens, written: where what they select is in a
+                 cache with the block table of the metadata, and how much it is; or None
+    is_valid_token  [>= D] bool, with slots: a padding token's length is 0
     """
     q, metadata = dlpack.borrow(inputs.q, "indexer.q")[: len(out)], inputs.metadata
     weights, decodes = dlpack.borrow(inputs.weights, "indexer.weights")[: len(out)], metadata.num_decode_tokens
     run = _Run(inputs, q, weights, out, memory, backend)
     if decodes:
-        run.decode(positions[:decodes], token_to_req[:decodes], block_table)
+        is_valid = None if slots is None else is_valid_token[:decodes]
+        run.decode(positions[:decodes], token_to_req[:decodes], block_table, slots, is_valid)
     if decodes < len(out):
         out[decodes:] = -1
     for chunk in metadata.prefill.chunks if metadata.prefill is not None else ():
@@ -89,7 +95,9 @@ class _Run:
     memory: Memory
     backend: str | None
 
-    def decode(self, positions: Any, token_to_req: Any, block_table: Any) -> None:
+    def decode(
+        self, positions: Any, token_to_req: Any, block_table: Any, slots: tuple[Any, Any] | None, is_valid_token: Any
+    ) -> None:
         decode, tokens = self.inputs.metadata.decode, len(positions)
         if decode is None:
             raise ValueError(f"metadata: got no decodes, expected those of {tokens} tokens")
@@ -102,7 +110,8 @@ class _Run:
         indexer_topk(
             self.q[:tokens].reshape(-1, each, *self.q.shape[1:]), self.inputs.cache, self.weights[:tokens],
             self.out.shape[1], context_lens=lens, block_table=table, schedule_metadata=schedule,
-            layout=self.inputs.layout, out=self.out[:tokens], backend=self.backend, workspace=self._scores(),
+            layout=self.inputs.layout, out=self.out[:tokens], slots=slots, is_valid_token=is_valid_token,
+            backend=self.backend, workspace=self._scores(),
         )  # fmt: skip
 
     def prefill(self, chunk: DeepseekV32IndexerPrefillChunkMetadata) -> None:
