@@ -47,6 +47,7 @@ class Op:
     writes    arguments that it writes in place
     results   arguments by name -> what it gives back; shapes may be symbolic
     outputs   the keywords that take its results: one each, or a single one for the tuple of several
+    eager     what only eager calls have: keywords for more that is written
     scratch   arguments by name -> bytes of device memory that it needs beside them; None: none
     plan      the plan that takes this memory to its kernels; None: its argument `workspace` does
     """
@@ -55,6 +56,7 @@ class Op:
     writes: tuple[str, ...] = ()
     results: Callable[[Mapping[str, Any]], tuple[Result, ...]] = no_results
     outputs: tuple[str, ...] = ()
+    eager: tuple[str, ...] = ()
     scratch: Callable[[Mapping[str, Any]], int] | None = None
     plan: type[DecodePlan | DenseDecodePlan] | None = DecodePlan
 
@@ -66,7 +68,7 @@ class Op:
     def signature(self) -> inspect.Signature:
         """Its parameters but for the outputs and what only an eager call has: memory, a stream, given outputs."""
         signature = inspect.signature(self.function)
-        left_out = {*self.outputs, "plan", "stream", "accumulate", "workspace"}
+        left_out = {*self.outputs, *self.eager, "plan", "stream", "accumulate", "workspace"}
         return signature.replace(
             parameters=[parameter for name, parameter in signature.parameters.items() if name not in left_out],
             return_annotation=Any,
@@ -262,6 +264,7 @@ OPS = {
             indexer_topk.indexer_topk,
             results=indexer_topk_results,
             outputs=("out",),
+            eager=("slots", "is_valid_token"),
             scratch=indexer_topk_scratch,
             plan=None,
         ),

@@ -214,9 +214,13 @@ class StepInputs:
         self.index_q: Any = None
         self.index_weights: Any = None
         self.selected: Any = None
+        self.decode_slots: Any = None
+        self.decode_lens: Any = None
         if shape.selects:
             self.index_q, self.index_weights = self._index_queries()
             self.selected = place.give(place.xp.full((count, shape.topk), -1, np.int32))
+            self.decode_slots = place.give(place.xp.full((self.decodes, shape.topk), -1, np.int32))
+            self.decode_lens = place.give(place.xp.zeros(self.decodes, np.int32))
 
     def build(self) -> None:
         """The metadata that all layers share."""
@@ -238,15 +242,22 @@ class StepInputs:
             )  # fmt: skip
 
     def select(self) -> None:
-        """What the last layer selects is what all of them attend to, on both sides."""
-        positions, requests, table, selected = (
+        """What the last layer selects is what all of them attend to, on both sides. Ours has decodes' slots, too."""
+        metadata = self.metadata
+        positions, requests, table, selected, slots, lens, is_valid = (
             dlpack.borrow(x, "step")
-            for x in (self.metadata.positions, self.metadata.token_to_req_indices, self.index_table, self.selected)
-        )
+            for x in (
+                metadata.positions, metadata.token_to_req_indices, self.index_table, self.selected, self.decode_slots,
+                self.decode_lens, metadata.is_valid_token,
+            )
+        )  # fmt: skip
         with streams.callers(selected, self.place.framework):
             for cache in self.caches.index:
                 inputs = IndexerInputs(self.index_q, self.index_weights, cache, self.index_metadata)
-                select_rows(inputs, positions, requests, table, selected, self._memory_of, self.place.backend)
+                select_rows(
+                    inputs, positions, requests, table, selected, self._memory_of, self.place.backend, (slots, lens),
+                    is_valid,
+                )  # fmt: skip
 
     def attend(self, new_plan: bool = True, road: str | None = None) -> None:
         """road is that of prefills, as SparseMLALayer.step takes it."""
@@ -255,7 +266,10 @@ class StepInputs:
         for i, cache in enumerate(self.caches.window):
             compressed = None
             if self.shape.ratio > 1:
-                compressed = CompressedCache(self.caches.compressed[i], self.table, topk_indices=self.selected)
+                compressed = CompressedCache(
+                    self.caches.compressed[i], self.table, topk_indices=self.selected,
+                    decode_slots=self.decode_slots, decode_lens=self.decode_lens,
+                )  # fmt: skip
             self.attention.step(
                 self.normed, None, cache, self.metadata, compressed, out=self.out, workspace=self.workspace,
                 prefill_road=road, backend=self.place.backend,

@@ -29,7 +29,7 @@ class IndexerInputs:
     weights   [num_tokens, heads] float32, the scales of q folded in
     cache     uint8 [num_blocks, block_size, 132] (or rows of numbers), of `layout`, with the pages of the cache whose
               rows are selected
-    metadata  of the indexer, of the step's batch
+    metadata  of the indexer, of the step's batch and the block table of the cache whose rows are selected
     k         [n, 128], keys of the rows that this step completes, one for each slot of the compressed cache's
               slot_mapping; None: they are in the cache already
     layout    of the cache: INDEXER_FP8, INDEXER_BF16 or INDEXER_F32
@@ -61,6 +61,8 @@ def select_rows(
     out: Any,
     memory: Memory,
     backend: str | None = None,
+    slots: tuple[Any, Any] | None = None,
+    is_valid_token: Any = None,
 ) -> None:
     """The rows of each token's best scores, counted within its request, in ascending order, then -1.
 
@@ -68,13 +70,17 @@ def select_rows(
     block_table  [num_reqs, B] int32, of the cache
     out          [T, topk] int32, written
     memory       for scores, gathered keys and their scales
+    slots        (slots [D, topk] int32, lens [D] int32) of the D decode tokens, written: where what they select is in a
+                 cache with the block table of the metadata, and how much it is; or None
+    is_valid_token  [>= D] bool, with slots: a padding token's length is 0
     """
     check_current("indexer.metadata", inputs.metadata)
     q, metadata = dlpack.borrow(inputs.q, "indexer.q")[: len(out)], inputs.metadata
     weights, decodes = dlpack.borrow(inputs.weights, "indexer.weights")[: len(out)], metadata.num_decode_tokens
     run = _Run(inputs, q, weights, out, memory, backend)
     if decodes:
-        run.decode(positions[:decodes], token_to_req[:decodes], block_table)
+        is_valid = None if slots is None else is_valid_token[:decodes]
+        run.decode(positions[:decodes], token_to_req[:decodes], block_table, slots, is_valid)
     if decodes < len(out):
         out[decodes:] = -1
     keys: tuple[Any, Any] | None = None
@@ -95,7 +101,9 @@ class _Run:
     memory: Memory
     backend: str | None
 
-    def decode(self, positions: Any, token_to_req: Any, block_table: Any) -> None:
+    def decode(
+        self, positions: Any, token_to_req: Any, block_table: Any, slots: tuple[Any, Any] | None, is_valid_token: Any
+    ) -> None:
         decode, tokens = self.inputs.metadata.decode, len(positions)
         if decode is None:
             raise ValueError(f"metadata: got no decodes, expected those of {tokens} tokens")
@@ -111,10 +119,15 @@ class _Run:
             lens, table = lens[:entries], table[:entries]
         if taken < tokens:
             self.out[taken:tokens] = -1
+            if slots is not None:
+                slots[0][taken:] = -1
+                slots[1][taken:] = 0
+                slots, is_valid_token = (slots[0][:taken], slots[1][:taken]), is_valid_token[:taken]
         indexer_topk(
             self.q[:taken].reshape(-1, each, *self.q.shape[1:]), self.inputs.cache, self.weights[:taken],
             self.out.shape[1], context_lens=lens, block_table=table, schedule_metadata=schedule,
-            layout=self.inputs.layout, out=self.out[:taken], backend=self.backend, workspace=self._scores(),
+            layout=self.inputs.layout, out=self.out[:taken], slots=slots, is_valid_token=is_valid_token,
+            backend=self.backend, workspace=self._scores(),
         )  # fmt: skip
 
     def gather(self, chunk: DeepseekV32IndexerPrefillChunkMetadata) -> tuple[Any, Any]:

@@ -48,6 +48,9 @@ class CompressedCache:
     topk_indices  [num_tokens, topk] int32, rows each token selects, in any order, with -1 anywhere among them; those
                   that are not complete at the token's position are absent. None for a C128A layer, which takes all
     indexer       in place of topk_indices: what the step selects rows by
+    decode_slots  [>= num_decode_tokens, topk] int32, slots of the rows that decodes select, from the left of each row,
+                  as cumla.indexer_topk writes them beside topk_indices; None: they are mapped from topk_indices
+    decode_lens   [>= num_decode_tokens] int32, how many these are; 0 for padding
     """
 
     cache: Any
@@ -56,6 +59,8 @@ class CompressedCache:
     slot_mapping: Any = None
     topk_indices: Any = None
     indexer: IndexerInputs | None = None
+    decode_slots: Any = None
+    decode_lens: Any = None
 
 
 @dataclass(frozen=True)
@@ -234,16 +239,31 @@ class _Run:
             return dlpack.empty(shape, np.dtype(dtype), q) if array is None else array
 
         selected = memory("selected", (tokens, self.layer.index_topk), np.int32)
+        slots, decodes, topk = None, metadata.num_decode_tokens, self.layer.index_topk
+        if 0 < decodes == inputs.metadata.num_decode_tokens:  # what are decodes to the indexer, too
+            given |= {name: self._cut(name, decodes) for name in ("topk_indices", "topk_lens")}
+            slots = (
+                memory("topk_indices", (decodes, topk), np.int32)[:, :topk],
+                memory("topk_lens", (decodes,), np.int32),
+            )
         with self.observe("select"):
-            arrays = (metadata.positions, metadata.token_to_req_indices, compressed.block_table)
-            positions, token_to_req, table = (dlpack.borrow(x, "metadata") for x in arrays)
-            select_rows(inputs, positions, token_to_req, table, selected, memory, self.backend)
-        return replace(compressed, topk_indices=selected, indexer=None)
+            names = ("positions", "token_to_req_indices", "is_valid_token")
+            positions, token_to_req, is_valid = (dlpack.borrow(getattr(metadata, name), name) for name in names)
+            table = dlpack.borrow(compressed.block_table, "block_table")
+            select_rows(inputs, positions, token_to_req, table, selected, memory, self.backend, slots, is_valid)
+        compressed = replace(compressed, topk_indices=selected, indexer=None)
+        return compressed if slots is None else replace(compressed, decode_slots=slots[0], decode_lens=slots[1])
 
     def map_decodes(self, compressed: CompressedCache | None) -> dict[str, Any]:
         """What attention of the decodes takes of the compressed rows."""
         if compressed is None:
             return {}
+        if compressed.decode_slots is not None:
+            slots, lens = (
+                dlpack.borrow(getattr(compressed, name), name)[: self.metadata.num_decode_tokens]
+                for name in ("decode_slots", "decode_lens")
+            )
+            return {"extra_k_cache": compressed.cache, "extra_indices": slots[:, None], "extra_topk_length": lens}
         with self.observe("map"):
             indices, lens = self._decode_compressed(compressed, self.metadata.num_decode_tokens)
         return {"extra_k_cache": compressed.cache, "extra_indices": indices, "extra_topk_length": lens}

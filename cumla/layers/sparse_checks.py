@@ -148,7 +148,7 @@ def tokens_used(metadata: DeepseekSparseSWAMetadata) -> int:
 def check_compressed(
     call: Call, layer: SparseMLALayer, metadata: DeepseekSparseSWAMetadata, compressed: CompressedCache, used: int
 ) -> int:
-    """The same for the compressed cache. Returns the columns of topk_indices, 0 without them."""
+    """The same for the compressed cache. Returns the columns of topk_indices that are to be mapped, 0 without them."""
     ratio = layer.compress_ratio
     pages = call.pages("compressed.cache", compressed.cache, layer.layout, writable=True)
     table = call.array("compressed.block_table", compressed.block_table, INT32, (-1, -1))
@@ -163,8 +163,9 @@ def check_compressed(
     check_inserted(call, "compressed.k", compressed.k, BF16, V_DIM, compressed.slot_mapping)
     if ratio != C128A_RATIO:
         if compressed.indexer is not None:
-            if compressed.topk_indices is not None:
-                raise ValueError("compressed.topk_indices: got an array together with an indexer, expected one of both")
+            for name in ("topk_indices", "decode_slots", "decode_lens"):
+                if getattr(compressed, name) is not None:
+                    raise ValueError(f"compressed.{name}: got an array together with an indexer, expected one of both")
             check_indexer(call, compressed.indexer, ratio, pages.block_size, used, compressed)
             return layer.index_topk
         if compressed.topk_indices is None:
@@ -173,6 +174,8 @@ def check_compressed(
             )
         topk_indices = call.array("compressed.topk_indices", compressed.topk_indices, INT32, (-1, -1))
         check_rows("compressed.topk_indices", topk_indices, used, "tokens")
+        if check_decode_slots(call, compressed, metadata.num_decode_tokens):
+            return 0
         return int(topk_indices.shape[1])
     if compressed.indexer is not None:
         raise ValueError("compressed.indexer: got one, expected None at compress_ratio 128: all rows are taken")
@@ -180,11 +183,26 @@ def check_compressed(
         raise ValueError(
             "compressed.topk_indices: got an array, expected None at compress_ratio 128: all rows are taken"
         )
+    if compressed.decode_slots is not None or compressed.decode_lens is not None:
+        raise ValueError("compressed.decode_slots: got arrays, expected None at compress_ratio 128: all rows are taken")
     if metadata.c128a_decode_topk_lens is None:
         raise ValueError(
             "metadata: got one without C128A layers, expected a builder whose config has compress_ratios with 128"
         )
     return 0
+
+
+def check_decode_slots(call: Call, compressed: CompressedCache, tokens: int) -> bool:
+    """The same for the slots of what decodes select. Returns whether they are given."""
+    given = compressed.decode_slots is not None
+    if given != (compressed.decode_lens is not None):
+        raise ValueError("compressed.decode_lens: got one of decode_slots and decode_lens, expected both or none")
+    if given:
+        slots = call.array("compressed.decode_slots", compressed.decode_slots, INT32, (-1, -1))
+        check_rows("compressed.decode_slots", slots, tokens, "tokens")
+        lens = call.array("compressed.decode_lens", compressed.decode_lens, INT32, (-1,))
+        check_rows("compressed.decode_lens", lens, tokens, "tokens")
+    return given
 
 
 def check_indexer(

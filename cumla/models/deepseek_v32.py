@@ -293,11 +293,13 @@ class V32Step:
             slots = dlpack.borrow(step.slot_mapping, "slot_mapping")
             self.insert_rows(kv_c, kv[:, LATENT:])
             keys = self.insert_keys(x, slots)
+        slots = None
         if topk_indices is None:
+            slots = self.decode_slots()
             with self.observe("select"):
-                topk_indices = self.select(qr, keys[:, 128:])
+                topk_indices = self.select(qr, keys[:, 128:], slots)
         o = self.array("o", (tokens, heads, LATENT))
-        self.attend(q, topk_indices, o)
+        self.attend(q, topk_indices, slots, o)
         with self.observe("output"):
             values = self.array("values", (tokens, heads, config.v_head_dim))
             multiply_groups(o.transpose(1, 0, 2), layer.value, values.transpose(1, 0, 2), backend)
@@ -307,21 +309,43 @@ class V32Step:
         layer, slots = self.layer, self.metadata.tokens.slot_mapping
         concat_and_cache_mla(kv_c, k_pe, self.caches.rows, slots, layer.cache_dtype, backend=layer.backend)
 
-    def attend(self, q: Any, topk_indices: Any, o: Any) -> None:
-        """o [tokens, heads, LATENT] of the rows that tokens take."""
+    def attend(self, q: Any, topk_indices: Any, slots: tuple[Any, Any] | None, o: Any) -> None:
+        """o [tokens, heads, LATENT] of the rows that tokens take.
+
+        slots  of the rows that decodes take, and how many, where the indexer has written them
+        """
         layer, step, (tokens, heads, _) = self.layer, self.metadata.tokens, q.shape
-        with self.observe("map"):
-            given = self.array("slots", topk_indices.shape, np.int32), self.array("lens", (tokens,), np.int32)
-            indices, lens = compute_global_topk_indices_and_lens(
-                topk_indices, step.token_to_req_indices, step.block_table, step.block_size, step.is_valid_token,
-                compact=True, positions=step.positions, compress_ratio=1, out=given, backend=layer.backend,
-            )  # fmt: skip
+        mapped = 0 if slots is None else step.num_decode_tokens
+        indices, lens = self.slots(tokens, topk_indices.shape[1])
+        if mapped < tokens:
+            with self.observe("map"):
+                requests, is_valid, positions = (
+                    dlpack.borrow(getattr(step, name), name)[mapped:]
+                    for name in ("token_to_req_indices", "is_valid_token", "positions")
+                )
+                compute_global_topk_indices_and_lens(
+                    topk_indices[mapped:], requests, step.block_table, step.block_size, is_valid, compact=True,
+                    positions=positions, compress_ratio=1, out=(indices[mapped:], lens[mapped:]),
+                    backend=layer.backend,
+                )  # fmt: skip
         with self.observe("decode"):
             sparse_mla_decode(
                 q[:, None], self.caches.rows, indices[:, None], layout=layer.layouts.v32, topk_length=lens,
                 softmax_scale=layer.config.softmax_scale, out=o[:, None],
                 lse=self.array("lse", (tokens, heads, 1), FLOAT32), plan=step.tile_sched_swaonly, backend=layer.backend,
             )  # fmt: skip
+
+    def slots(self, tokens: int, topk: int) -> tuple[Any, Any]:
+        """Arrays for the slots of the rows that so many tokens take, and for how many they are."""
+        return self.array("slots", (tokens, topk), np.int32), self.array("lens", (tokens,), np.int32)
+
+    def decode_slots(self) -> tuple[Any, Any] | None:
+        """Those of the decodes."""
+        decodes = self.metadata.tokens.num_decode_tokens
+        if not decodes:
+            return None
+        slots, lens = self.slots(len(self.metadata.positions), self.layer.indexer.topk)
+        return slots[:decodes], lens[:decodes]
 
     def insert_keys(self, x: Any, slots: Any) -> Any:
         """Write the indexer's keys. Returns what was projected, float32 [T, 128 + index heads]: keys, then weights."""
@@ -334,7 +358,7 @@ class V32Step:
         )  # fmt: skip
         return projected
 
-    def select(self, qr: Any, weights: Any) -> Any:
+    def select(self, qr: Any, weights: Any, slots: tuple[Any, Any] | None) -> Any:
         """[tokens, index_topk] int32, the positions that each token takes."""
         layer, metadata, config = self.layer, self.metadata, self.layer.config
         q = self.array("index_q", (len(qr), config.index_n_heads, 128))
@@ -342,7 +366,7 @@ class V32Step:
         made = layer.indexer.queries(q, weights, metadata.positions, layer.cos_sin)
         return layer.indexer.select(
             *made, self.caches.indexer, metadata.indexer, metadata.positions, metadata.tokens.token_to_req_indices,
-            metadata.tokens.block_table,
+            metadata.tokens.block_table, slots, metadata.tokens.is_valid_token,
         )  # fmt: skip
 
     def array(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> Any:

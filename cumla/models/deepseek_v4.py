@@ -11,7 +11,7 @@ out         = W_ob (W_oa of each group of heads)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -246,6 +246,7 @@ class V4Step:
         layer, metadata = self.layer, self.metadata
         config, backend, tokens = layer.config, layer.backend, len(x)
         side, q = self.side(), self.array("q", (tokens, config.num_attention_heads, HEAD_DIM))
+        slots = None
         if layer.ratio == 1:
             self.queries(*self.project(x), q)
         else:
@@ -262,11 +263,12 @@ class V4Step:
                 with side.branch():  # behind the scores, beside the choice
                     self.queries(qr, kv, q)
                 with self.observe("select"):
-                    topk_indices = self.select(*inputs)
+                    slots = self.decode_slots()
+                    topk_indices = self.select(*inputs, slots)
             else:
                 self.queries(qr, kv, q)
         o = self.array("o", q.shape)
-        self.attend(q, topk_indices, o, side.join)
+        self.attend(q, topk_indices, slots, o, side.join)
         with self.observe("output"):
             apply_rope(o, metadata.positions, layer.cos_sin, inverse=True, out=o, backend=backend)
             grouped = self.array("o_low_rank", (tokens, config.o_groups, config.o_lora_rank))
@@ -305,18 +307,24 @@ class V4Step:
                 eps=config.rms_norm_eps, layout=layer.layouts.v4, out=q, backend=layer.backend,
             )  # fmt: skip
 
-    def attend(self, q: Any, topk_indices: Any, o: Any, join: Callable[[], None]) -> None:
+    def attend(
+        self, q: Any, topk_indices: Any, slots: tuple[Any, Any] | None, o: Any, join: Callable[[], None]
+    ) -> None:
         """o [tokens, heads, 512] of the window's rows and the compressed ones that tokens take.
 
-        join  to be called before q is read
+        slots  of the rows that decodes take, and how many, where the indexer has written them
+        join   to be called before q is read
         """
         layer, compressed = self.layer, None
         if layer.ratio > 1:
             table = self.metadata.compressors[layer.ratio].block_table
             compressed = CompressedCache(self.caches.compressed, table, topk_indices=topk_indices)
+            if slots is not None:
+                compressed = replace(compressed, decode_slots=slots[0], decode_lens=slots[1])
         layer.attention.step(
             q, None, self.caches.window, self.metadata.window, compressed, out=o,
-            workspace=self.workspace(q, topk_indices), join=join, backend=layer.backend, observe=self.observe,
+            workspace=self.workspace(q, topk_indices if slots is None else None), join=join, backend=layer.backend,
+            observe=self.observe,
         )  # fmt: skip
 
     def compress(self, x: Any) -> Any:
@@ -366,13 +374,22 @@ class V4Step:
             multiply(qr, layer.index_q_b, flat(q), layer.backend)
         return q
 
-    def select(self, q: Any, weights: Any) -> Any:
+    def decode_slots(self) -> tuple[Any, Any] | None:
+        """Arrays for the slots of the compressed rows that decodes take, and for how many they are."""
+        tokens = self.metadata.window.num_decode_tokens
+        if not tokens:
+            return None
+        slots = self.array("topk_slots", (tokens, self.layer.indexer.topk), np.int32)
+        return slots, self.array("topk_lens", (tokens,), np.int32)
+
+    def select(self, q: Any, weights: Any, slots: tuple[Any, Any] | None) -> Any:
         """[tokens, index_topk] int32, the compressed rows that tokens take by the indexer's queries and weights."""
         layer, metadata = self.layer, self.metadata
         assert metadata.indexer is not None
         return layer.indexer.select(
             q, weights, self.caches.indexer, metadata.indexer, metadata.positions,
-            metadata.window.token_to_req_indices, metadata.compressors[layer.ratio].block_table,
+            metadata.window.token_to_req_indices, metadata.compressors[layer.ratio].block_table, slots,
+            metadata.window.is_valid_token,
         )  # fmt: skip
 
     def workspace(self, q: Any, topk_indices: Any) -> LayerWorkspace:

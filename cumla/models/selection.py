@@ -39,6 +39,8 @@ class Indexer:
         positions: Any,
         token_to_req: Any,
         block_table: Any,
+        slots: tuple[Any, Any] | None = None,
+        is_valid_token: Any = None,
     ) -> Any:
         """int32 [T, topk]: rows counted within each token's request, in ascending order, then -1.
 
@@ -46,6 +48,7 @@ class Indexer:
         k_cache       of `layout`, with the rows that the step's tokens may see
         positions     [T] int32 or int64; token_to_req [T] int32
         block_table   [num_reqs, B] int32, of k_cache
+        slots, is_valid_token  of `select_rows`
         """
 
         def memory(name: str, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -53,7 +56,7 @@ class Indexer:
 
         out = memory("topk_indices", (len(q), self.topk), np.int32)
         inputs = IndexerInputs(q, weights, k_cache, metadata, layout=self.layout)
-        select_rows(inputs, positions, token_to_req, block_table, out, memory, self.backend)
+        select_rows(inputs, positions, token_to_req, block_table, out, memory, self.backend, slots, is_valid_token)
         return out
 
     def queries(self, q: Any, weights: Any, positions: Any, cos_sin: Any) -> tuple[Any, Any]:

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from ..dispatch.call import FLOAT32, INT32, Call
+from ..dispatch.call import BOOL, FLOAT32, INT32, Call
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_integers
-from ..kernels.types.indexer import Rows
+from ..kernels.types.indexer import Rows, Slots
 from ..layout import CacheLayout
 from .indexer import UINT8, check_schedule, checked_keys, checked_paged, checked_width
+from .indices import pair
 
 WORKSPACE_BYTES = 64 << 20
 INDEX_LIMIT = 2**31 - 1
@@ -94,6 +95,8 @@ def indexer_topk(
     max_workspace_bytes: int = WORKSPACE_BYTES,
     workspace: Any = None,
     out: Any = None,
+    slots: tuple[Any, Any] | None = None,
+    is_valid_token: Any | None = None,
     backend: str | None = None,
     stream: Any = None,
 ) -> Any:
@@ -111,6 +114,11 @@ def indexer_topk(
     max_workspace_bytes  device memory for the logits of some queries at a time; at least those of one query
     workspace            uint8 [bytes] to use instead of allocating; its size is the bound
     out                  to write instead of allocating
+    slots                (slots [M, topk] int32, lens [M] int32) to write, too, over a paged cache: where what is chosen
+                         is in a cache of the same pages and block size, and how much it is. To the bit what
+                         compute_global_topk_indices_and_lens(..., compact=True) makes of the result with block_table,
+                         without a launch of its own on GPUs. context_lens must count complete rows alone
+    is_valid_token       [M] bool, with slots: a padding token's length is 0; None: no token is padding
 
     Returns int32 [M, topk] (M = B * next_n): what the two steps give, to the bit. Indices count from cu_seqlen_ks. What
     is chosen for a query does not depend on the other queries of the call; over packed keys on the CPU it may, between
@@ -132,7 +140,8 @@ def indexer_topk(
         tokens = len(q) * next_n
     else:
         of_pages = {"context_lens": context_lens, "schedule_metadata": schedule_metadata, "layout": layout}
-        for name, value in {**of_pages, "max_context_len": max_context_len}.items():
+        of_pages |= {"max_context_len": max_context_len, "slots": slots, "is_valid_token": is_valid_token}
+        for name, value in of_pages.items():
             if value is not None:
                 raise ValueError(f"{name}: got it without block_table, expected both or none")
         q, k, scales, weights = checked_keys(call, q, kv, kv_scales, weights)
@@ -140,11 +149,15 @@ def indexer_topk(
         ends = call.array("cu_seqlen_ke", cu_seqlen_ke, INT32, ("M",))
         tokens, next_n, width = len(q), 1, max_seqlen_k or len(k)
     indices = call.output("out", out, INT32, (tokens, int(topk)))
+    mapped = checked_slots(call, slots, is_valid_token, tokens, int(topk)) if paged else None
     if not indices.size:
+        if mapped is not None:
+            mapped[1][...] = 0
         return call.results()
     row_bytes = logits_row_bytes(width)
     memory, rows = logits_memory(call, workspace, max_workspace_bytes, row_bytes, tokens, next_n)
     with call.kernels("indexer") as kernels:
+        places = None
         for first in range(0, tokens, rows):
             some = slice(first, min(first + rows, tokens))
             logits = memory[: (some.stop - first) * row_bytes // 4].reshape(-1, row_bytes // 4)[:, :width]
@@ -152,14 +165,31 @@ def indexer_topk(
                 entries = slice(first // next_n, some.stop // next_n)
                 kernels.paged_mqa_logits(q[entries], pages, weights[some], lens[entries], table[entries], False, logits)
                 choose_from = Rows(lens=lens[entries], next_n=next_n)
+                if mapped is not None:
+                    *written, is_valid = (None if array is None else array[some] for array in mapped)
+                    places = Slots(*written, table[entries], pages.block_size, is_valid)
             else:
                 compressed = max_seqlen_k > 0
                 kernels.mqa_logits(
                     q[some], k, scales, weights[some], starts[some], ends[some], compressed, False, logits
                 )
                 choose_from = Rows(starts[some], ends[some], num_keys=len(k) if compressed else None)
-            kernels.top_k_per_row(logits, choose_from, indices[some])
+            kernels.top_k_per_row(logits, choose_from, indices[some], places)
     return call.results()
+
+
+def checked_slots(
+    call: Call, slots: tuple[Any, Any] | None, is_valid_token: Any | None, tokens: int, topk: int
+) -> tuple[Any, Any, Any] | None:
+    """Slots [tokens, topk], lengths [tokens] and is_valid_token [tokens] or None; None without slots."""
+    if slots is None:
+        if is_valid_token is not None:
+            raise ValueError("is_valid_token: got it without slots, expected both or none")
+        return None
+    indices, lens = pair("slots", slots)
+    indices = call.array("slots[0] (slots)", indices, INT32, (tokens, topk), writable=True)
+    lens = call.array("slots[1] (lens)", lens, INT32, (tokens,), writable=True)
+    return indices, lens, call.optional("is_valid_token", is_valid_token, BOOL, (tokens,))
 
 
 def logits_row_bytes(width: Any) -> Any:

@@ -99,7 +99,12 @@ class _RankV4Step(V4Step):
         """Exchanges between ranks keep to one stream."""
         return InOrder()
 
-    def attend(self, q: Any, topk_indices: Any, o: Any, join: Callable[[], None]) -> None:
+    def decode_slots(self) -> None:
+        """None: rows are counted over all ranks, of which each maps its own."""
+
+    def attend(
+        self, q: Any, topk_indices: Any, slots: tuple[Any, Any] | None, o: Any, join: Callable[[], None]
+    ) -> None:
         compressed = None
         if self.rows is not None:
             compressed = ShardedCompressedCache(
@@ -150,7 +155,10 @@ class _RankV32Step(V32Step):
             kv_c, k_pe, self.caches.rows, self.rows.slot_mapping, layer.cache_dtype, backend=layer.backend
         )
 
-    def attend(self, q: Any, topk_indices: Any, o: Any) -> None:
+    def decode_slots(self) -> None:
+        """None: positions are counted over all ranks, of which each maps its own."""
+
+    def attend(self, q: Any, topk_indices: Any, slots: tuple[Any, Any] | None, o: Any) -> None:
         layer, step, rows = self.layer, self.metadata.tokens, self.rows
         with self.observe("map"):
             positions = dlpack.borrow(step.positions, "positions")

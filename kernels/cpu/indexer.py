@@ -16,8 +16,9 @@ from ..numba_common.numbers import (
 )
 from ..reference.indexer import keys_of, paged_mqa_logits_metadata, row_lens, scales_of
 from ..reference.rows import flush_subnormals
-from ..types.indexer import Rows
+from ..types.indexer import Rows, Slots
 from ..types.segments import Pages
+from .indices import compute_global_topk_indices_and_lens
 from .rows import E4M3_VALUES, lookup_slot
 from .sparse_cache import TO_QUANTIZE
 from .threads import share_out
@@ -210,10 +211,16 @@ def _scores(q: np.ndarray, keys: np.ndarray, scales: np.ndarray | None, weights:
 # ---- the choice
 
 
-def top_k_per_row(logits: np.ndarray, rows: Rows, indices: np.ndarray) -> None:
+def top_k_per_row(logits: np.ndarray, rows: Rows, indices: np.ndarray, slots: Slots | None = None) -> None:
     first, count = _columns(rows, *logits.shape)
     bins = np.empty((len(logits), 1 << DIGIT_BITS), np.int64)
     share_out(len(logits), logits.shape[1] * TO_CHOOSE, _choose, logits, first, count, bins, indices)
+    if slots is not None:
+        requests = np.arange(len(logits), dtype=np.int32) // np.int32(rows.next_n)
+        is_valid = np.ones(len(logits), bool) if slots.is_valid is None else slots.is_valid
+        compute_global_topk_indices_and_lens(
+            indices, requests, slots.block_table, slots.block_size, is_valid, True, None, 1, slots.indices, slots.lens
+        )
 
 
 def _columns(rows: Rows, num_rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:

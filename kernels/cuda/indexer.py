@@ -7,12 +7,12 @@ import math
 from typing import Any, NamedTuple
 
 from ...layout import INDEXER_FP8
-from ..types.indexer import Rows
+from ..types.indexer import Rows, Slots
 from ..types.segments import Pages
 from .compile import kernel
 from .dense_attention import large_kernel
 from .device import device_sms, has_clusters, is_hopper
-from .indices import table_arguments
+from .indices import division, table_arguments
 from .launch import C_NAMES, MAX_BLOCKS, is_aligned, pointer, strides
 from .tma import NO_MAP, Words, box_rows, map_of_pages
 
@@ -247,34 +247,42 @@ def paged_mqa_logits_metadata(lens: Any, split: int, schedule: Any) -> None:
 # ---- the choice
 
 
-def top_k_per_row(logits: Any, rows: Rows, indices: Any) -> None:
+def top_k_per_row(logits: Any, rows: Rows, indices: Any, slots: Slots | None = None) -> None:
     device, topk = logits.data.device_id, indices.shape[1]
     num_rows, width = logits.shape
     lens = rows.lens
+    output, kind = (indices, strides(indices)[0]), "ToColumns"
+    if slots is not None:
+        table, kind = slots.block_table, "ToSlots"
+        output += (
+            slots.indices, strides(slots.indices)[0], slots.lens, pointer(slots.is_valid),
+            table, strides(table)[0], table.shape[1], *division(slots.block_size),
+        )  # fmt: skip
     arguments = (
         logits, strides(logits)[0], width, num_rows, pointer(rows.starts), pointer(rows.ends), pointer(lens),
         0 if lens is None else strides(lens)[0], rows.next_n, lens is not None and lens.ndim == 2,
-        -1 if rows.num_keys is None else rows.num_keys, indices, strides(indices)[0], topk,
+        -1 if rows.num_keys is None else rows.num_keys, *output, topk,
     )  # fmt: skip
     aligned = is_aligned(logits)
     few = few_rows_size(num_rows, width, topk, device_sms(device), 8 if has_clusters(device) else 1, aligned)
     if few is not None:
         run = large_kernel(
             device, few.shared_bytes, "common/indexer_topk_few.cu", "top_k_of_few_rows", THREADS=few.threads,
-            BLOCKS=few.blocks, READS=few.reads, ROUNDS=few.rounds, ALIGNED=int(aligned),
+            BLOCKS=few.blocks, READS=few.reads, ROUNDS=few.rounds, ALIGNED=int(aligned), OUTPUT=kind,
         )  # fmt: skip
         run((num_rows * few.blocks,), (few.threads,), arguments, shared_mem=few.shared_bytes, overlap=True)
         return
     threads = choice_threads(num_rows, topk, device_sms(device))
     if topk > 16 * threads:  # than its buffer may hold when more columns come
-        kernel("common/indexer_topk_wide.cu", "top_k_per_row_wide", THREADS=512)(
+        kernel("common/indexer_topk_wide.cu", "top_k_per_row_wide", THREADS=512, OUTPUT=kind)(
             (min(num_rows, 2**31 - 1),), (512,), arguments, overlap=True
         )
         return
     shared_bytes = choice_bytes(threads)
     run = large_kernel(
-        device, shared_bytes, "common/indexer_topk.cu", "top_k_per_row", THREADS=threads, ALIGNED=int(aligned)
-    )
+        device, shared_bytes, "common/indexer_topk.cu", "top_k_per_row", THREADS=threads, ALIGNED=int(aligned),
+        OUTPUT=kind,
+    )  # fmt: skip
     run((min(num_rows, 2**31 - 1),), (threads,), arguments, shared_mem=shared_bytes, overlap=True)
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from ..numba_common.geometry import geometry_of
-from ..types.indexer import Rows
+from ..types.indexer import Rows, Slots
 from ..types.segments import Pages
 from .compiler import cuda
+from .indices import map_compact
 from .launch import MAX_BLOCKS, NO_SCALE, NO_TABLE, NO_VECTOR, kind_of, launch
 from .numbers import (
     KINDS,
@@ -268,7 +269,7 @@ def shares_kernel(lens, split, schedule):
 # ---- the choice
 
 
-def top_k_per_row(logits: Any, rows: Rows, indices: Any) -> None:
+def top_k_per_row(logits: Any, rows: Rows, indices: Any, slots: Slots | None = None) -> None:
     has_lens = rows.lens is not None
     launch(
         choice_kernel, len(logits), THREADS,
@@ -276,6 +277,11 @@ def top_k_per_row(logits: Any, rows: Rows, indices: Any) -> None:
         two_axes(rows.lens) if has_lens else NO_TABLE, rows.next_n, -1 if rows.num_keys is None else rows.num_keys,
         indices,
     )  # fmt: skip
+    if slots is not None:
+        map_compact(
+            indices, None, rows.next_n, slots.block_table, slots.block_size, slots.is_valid, None, 1, slots.indices,
+            slots.lens,
+        )  # fmt: skip
 
 
 @cuda.jit(device=True)

@@ -74,9 +74,36 @@ def compute_global_topk_indices_and_lens(
     global_topk_indices: Any,
     topk_lens: Any,
 ) -> None:
+    if compact:
+        map_compact(
+            topk_indices, token_to_req_indices, 1, block_table, block_size, is_valid_token, positions, compress_ratio,
+            global_topk_indices, topk_lens,
+        )  # fmt: skip
+        return
     launch(
-        compact_topk_kernel if compact else topk_kernel, len(topk_indices), THREADS,
+        topk_kernel, len(topk_indices), THREADS,
         topk_indices, token_to_req_indices, block_table, block_size, is_valid_token,
+        NO_VECTOR if positions is None else positions, compress_ratio, global_topk_indices, topk_lens,
+    )  # fmt: skip
+
+
+def map_compact(
+    topk_indices: Any,
+    token_to_req_indices: Any | None,
+    next_n: int,
+    block_table: Any,
+    block_size: int,
+    is_valid_token: Any | None,
+    positions: Any | None,
+    compress_ratio: int,
+    global_topk_indices: Any,
+    topk_lens: Any,
+) -> None:
+    """The compact form, where requests may have next_n tokens each, and all tokens be valid."""
+    launch(
+        compact_topk_kernel, len(topk_indices), THREADS,
+        topk_indices, NO_VECTOR if token_to_req_indices is None else token_to_req_indices, next_n, block_table,
+        block_size, NO_FLAGS if is_valid_token is None else is_valid_token,
         NO_VECTOR if positions is None else positions, compress_ratio, global_topk_indices, topk_lens,
     )  # fmt: skip
 
@@ -119,6 +146,7 @@ def seen_row(local, complete):
 def compact_topk_kernel(
     topk_indices,
     token_to_req_indices,
+    next_n,
     block_table,
     block_size,
     is_valid_token,
@@ -133,7 +161,7 @@ def compact_topk_kernel(
     """
     found = cuda.shared.array(THREADS, np.int32)  # by each thread
     token = cuda.blockIdx.x
-    request = token_to_req_indices[token]
+    request = np.int64(token_to_req_indices[token]) if len(token_to_req_indices) else np.int64(token // next_n)
     complete = complete_rows(positions, token, compress_ratio)
     topk = topk_indices.shape[1]
     piece = (topk + cuda.blockDim.x - 1) // cuda.blockDim.x
@@ -158,7 +186,7 @@ def compact_topk_kernel(
     for j in range(total + cuda.threadIdx.x, topk, cuda.blockDim.x):
         global_topk_indices[token, j] = -1
     if cuda.threadIdx.x == 0:
-        topk_lens[token] = total if is_valid_token[token] else 0
+        topk_lens[token] = total if len(is_valid_token) == 0 or is_valid_token[token] else 0
 
 
 def combine_topk_swa_indices(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from ..types.indexer import Rows
+from ..types.indexer import Rows, Slots
 from ..types.segments import Pages
+from .indices import compute_global_topk_indices_and_lens
 from .rows import flush_subnormals, lookup_slot, scale_exponent, to_e4m3
 
 ROPE_DIM = 64
@@ -165,7 +166,7 @@ def paged_mqa_logits_metadata(lens: np.ndarray, split: int, schedule: np.ndarray
         schedule[share] = (entry, start - ends[entry]) if entry < len(counts) else (len(counts), 0)
 
 
-def top_k_per_row(logits: np.ndarray, rows: Rows, indices: np.ndarray) -> None:
+def top_k_per_row(logits: np.ndarray, rows: Rows, indices: np.ndarray, slots: Slots | None = None) -> None:
     for m, row in enumerate(logits):
         start, end = columns_of(rows, m, len(row))
         candidates = row[start:end]
@@ -173,6 +174,12 @@ def top_k_per_row(logits: np.ndarray, rows: Rows, indices: np.ndarray) -> None:
         best = numbers[np.argsort(-candidates[numbers], kind="stable")][: indices.shape[1]]
         indices[m] = -1
         indices[m, : len(best)] = np.sort(best)
+    if slots is not None:
+        requests = np.arange(len(logits)) // rows.next_n
+        is_valid = np.ones(len(logits), bool) if slots.is_valid is None else slots.is_valid
+        compute_global_topk_indices_and_lens(
+            indices, requests, slots.block_table, slots.block_size, is_valid, True, None, 1, slots.indices, slots.lens
+        )
 
 
 def columns_of(rows: Rows, m: int, width: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from .compressor import Compression, CompressorRows
 from .index_operations import Advance, Array, IndexerMetadata, Indices, WindowMetadata
-from .indexer import Rows
+from .indexer import Rows, Slots
 from .plan import DecodePlan, DenseDecodePlan
 from .segments import Pages, Segment
 from .shard import Shard
@@ -179,7 +179,7 @@ class Indexer(Protocol):
 
     def paged_mqa_logits_metadata(self, lens: Array, split: int, schedule: Array) -> None: ...
 
-    def top_k_per_row(self, logits: Array, rows: Rows, indices: Array) -> None: ...
+    def top_k_per_row(self, logits: Array, rows: Rows, indices: Array, slots: Slots | None = None) -> None: ...
 
 
 class Projection(Protocol):

@@ -35,17 +35,23 @@ SOURCES = [
     ("common/indexer_logits.cu", {"VALUE": "bf16", "PAGED": 1, "LAYOUT": "INDEXER_BF16"}),
     ("common/indexer_queries.cu", {**QUERIES, "OUTPUT": "uint8", "ALIGNED": 1}),
     ("common/indexer_queries.cu", {**QUERIES, "OUTPUT": "float", "ALIGNED": 0}),
-    ("common/indexer_topk.cu", {"THREADS": 256, "ALIGNED": 1}),
-    ("common/indexer_topk.cu", {"THREADS": 512, "ALIGNED": 0}),
-    ("common/indexer_topk.cu", {"THREADS": 512, "ALIGNED": 1}),
-    ("common/indexer_topk_few.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 2, "ROUNDS": 1, "ALIGNED": 1}),
-    ("common/indexer_topk_few.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 8, "ROUNDS": 1, "ALIGNED": 1}),
-    ("common/indexer_topk_few.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 4, "ROUNDS": 1, "ALIGNED": 0}),
     *(
-        ("common/indexer_topk_few.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 8, "ROUNDS": 8, "ALIGNED": aligned})
-        for aligned in (0, 1)
+        (file, {**macros, "OUTPUT": output})
+        for output in ("ToColumns", "ToSlots")
+        for file, macros in (
+            ("common/indexer_topk.cu", {"THREADS": 256, "ALIGNED": 1}),
+            ("common/indexer_topk.cu", {"THREADS": 512, "ALIGNED": 0}),
+            ("common/indexer_topk.cu", {"THREADS": 512, "ALIGNED": 1}),
+            ("common/indexer_topk_few.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 2, "ROUNDS": 1, "ALIGNED": 1}),
+            ("common/indexer_topk_few.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 8, "ROUNDS": 1, "ALIGNED": 1}),
+            ("common/indexer_topk_few.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 4, "ROUNDS": 1, "ALIGNED": 0}),
+            *(
+                ("common/indexer_topk_few.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 8, "ROUNDS": 8, "ALIGNED": a})
+                for a in (0, 1)
+            ),
+            ("common/indexer_topk_wide.cu", {"THREADS": 512}),
+        )
     ),
-    ("common/indexer_topk_wide.cu", {"THREADS": 512}),
     *(
         ("sm90/indexer/logits.cu", {"PAGED": paged, "PASS": queries, "QUERY_GROUPS": groups})
         for paged, queries, groups in ((0, 2, 2), (0, 2, 4), (1, 1, 1), (1, 2, 1), (1, 2, 2))
@@ -188,10 +194,10 @@ if nvrtc.nvrtcVersion()[1] < 13:  # which fits into the same 128 registers what 
     # Once a tile, of a kernel that runs on Hopper only where it is asked for.
     SPILLS_ALLOWED["sm80/sparse/attention.cu-DSV4_FP8-16-32-3-2-82128-sm_90a"] = 16
     for target in ("sm_100", "sm_120"):  # into the 80 registers of three thread blocks a multiprocessor
-        SPILLS_ALLOWED[f"common/indexer_topk.cu-256-1-{target}"] = 4
+        SPILLS_ALLOWED[f"common/indexer_topk.cu-256-1-ToColumns-{target}"] = 4
     rows = "common/compressor.cu-INDEXER_FP8-bf16-bf16-int64-int64-int-INDEXER_FP8-4-2-1-1-8-0-0"  # unaligned ones
     SPILLS_ALLOWED |= {f"{rows}-sm_100": 4, f"{rows}-sm_120": 56}
-    SPILLS_ALLOWED["common/indexer_topk_few.cu-1024-1-8-1-1-sm_80"] = 16
+    SPILLS_ALLOWED["common/indexer_topk_few.cu-1024-1-8-1-1-ToColumns-sm_80"] = 16
     SPILLS_ALLOWED["sm90/prefill/prefill.cu-DSV4_BF16-1-sm_90a"] = 4  # for sanitizers
 
 SPILLS_ALLOWED_IN = {"common/sparse/exact.cu": 256}  # which runs seldom, and has two thread blocks a multiprocessor
@@ -237,7 +243,14 @@ COMPILATIONS += [  # clusters
 COMPILATIONS += [
     (
         "common/indexer_topk_few.cu",
-        {"THREADS": threads, "BLOCKS": blocks, "READS": 8, "ROUNDS": rounds, "ALIGNED": int(rounds < 8)},
+        {
+            "THREADS": threads,
+            "BLOCKS": blocks,
+            "READS": 8,
+            "ROUNDS": rounds,
+            "ALIGNED": int(rounds < 8),
+            "OUTPUT": output,
+        },
         target,
     )
     for threads, blocks, rounds, target in (
@@ -249,6 +262,7 @@ COMPILATIONS += [
         (1024, 2, 2, "sm_100"),
         (1024, 8, 8, "sm_120"),
     )
+    for output in ("ToColumns", "ToSlots")
 ]
 
 

@@ -1,10 +1,36 @@
 // A choice that holds nothing of a row: a thread block reads it four times or, where equal logits compete, seven.
+// It writes in order, and so leaves out rows without a slot.
 //
 // Macro: THREADS.
 #pragma once
+#include "common/chosen_rows.cuh"
 #include "common/selection.cuh"
 
-__device__ inline void choose_by_reading(Scratch& shared, const float* row, int length, int* indices, int topk) {
+// Write what a chunk's threads keep, each a column, behind `written` others.
+__device__ inline void write_chunk(Scratch& shared, ColumnsOfRow out, bool keep, int column, int& written, int&) {
+    int total, to = written + sum_before(shared, keep, total);
+    if (keep) out.columns[to] = column;
+    written += total;
+    __syncthreads();
+}
+// The same, and the slots of those that have one behind `mapped` others.
+__device__ inline void write_chunk(Scratch& shared, const SlotsOfRow& out, bool keep, int column, int& written,
+                                   int& mapped) {
+    write_chunk(shared, ColumnsOfRow{out.columns}, keep, column, written, mapped);
+    int slot = keep ? out.slot_of(column) : -1;
+    write_chunk(shared, ColumnsOfRow{out.slots}, slot >= 0, slot, mapped, mapped);
+}
+
+__device__ inline void clear_from(ColumnsOfRow out, int written, int, int topk) {
+    for (int i = written + threadIdx.x; i < topk; i += THREADS) out.clear(i);
+}
+__device__ inline void clear_from(const SlotsOfRow& out, int written, int mapped, int topk) {
+    clear_from(ColumnsOfRow{out.columns}, written, 0, topk);
+    clear_from(ColumnsOfRow{out.slots}, mapped, 0, topk);
+}
+
+template <class Out>
+__device__ inline void choose_by_reading(Scratch& shared, const float* row, int length, const Out& out, int topk) {
     auto order = [=](int64 i) { return order_of(row[i]); };
     auto numbers = [=](auto number) {
         return [=](auto visit) {
@@ -22,16 +48,14 @@ __device__ inline void choose_by_reading(Scratch& shared, const float* row, int 
         if (!kth.all) least = kth_largest(shared, kth.rest, PASSES, numbers(place)).number;
     }
     __syncthreads();
-    int written = 0;
+    int written = 0, mapped = 0;
     for (int64 first = 0; first < length; first += THREADS) {
         int64 i = first + threadIdx.x;
         uint32 x = i < length ? order(i) : 0;
         bool keep = x > threshold || (x == threshold && ~uint32(i) >= least);
-        int total, to = written + sum_before(shared, keep, total);
-        if (keep) indices[to] = int(i);
-        written += total;
-        __syncthreads();
+        write_chunk(shared, out, keep, int(i), written, mapped);
     }
-    for (int i = written + threadIdx.x; i < topk; i += THREADS) indices[i] = -1;
+    clear_from(out, written, mapped, topk);
+    if (threadIdx.x == 0) out.write_length(mapped, out.counts());
     __syncthreads();
 }

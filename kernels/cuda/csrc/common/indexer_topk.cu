@@ -9,7 +9,11 @@
 // Instructions bound it: 1,000 a warp are 8 us for a row of 1,024 threads. So few warps take a row, and what is done once a
 // row (sums over the block, bins) is done by no more of them than it needs.
 //
-// Macros: THREADS, ALIGNED (rows start at multiples of 16 bytes, so that they are read 16 bytes at a time).
+// Slots of what is chosen (ToSlots) are written beside the columns, at the same places. A row with a page
+// that is absent, whose rows without a slot are to be left out, is read several times instead.
+//
+// Macros: THREADS, ALIGNED (rows start at multiples of 16 bytes, so that they are read 16 bytes at a time), OUTPUT.
+#include "common/choice_by_reading.cuh"
 #include "common/pdl.cuh"
 #include "common/row_reads.cuh"
 #include "common/selection.cuh"
@@ -175,9 +179,10 @@ __device__ __noinline__ void read_in_order(Memory& memory, const Row& row, int k
 }
 
 // Write the columns of the buffer's best in ascending order, and -1 after them.
-__device__ inline void write_columns(Memory& memory, int length, int* indices, int topk) {
+template <class Out> __device__ inline void write_chosen(Memory& memory, int length, const Out& out, int topk) {
     Scratch& scratch = memory.scratch;
     int count = scratch.count, written = 0;
+    bool counts = out.counts();
     Best best = count > topk ? best_of(memory, topk) : Best{0, 0};
     uint32* words = scratch.bins;
     for (int64 start = 0; start < length && written < min(count, topk); start += BINS * 32) {
@@ -194,21 +199,30 @@ __device__ inline void write_columns(Memory& memory, int length, int* indices, i
         take(words + first, bits);
 #pragma unroll
         for (int i = 0; i < RUN; ++i) own += __popc(bits[i]);
+        auto writer = out.writer(int(start) + first * 32, own);
         int to = written + sum_before(scratch, own, total);
 #pragma unroll
         for (int i = 0; i < RUN; ++i)
-            for (uint32 left = bits[i]; left; left &= left - 1) indices[to++] = int(start) + (first + i) * 32 + __ffs(left) - 1;
+            for (uint32 left = bits[i]; left; left &= left - 1)
+                writer.write(to++, int(start) + (first + i) * 32 + __ffs(left) - 1);
         written += total;
         __syncthreads();
     }
-    for (int i = written + threadIdx.x; i < topk; i += THREADS) indices[i] = -1;
+    for (int i = written + threadIdx.x; i < topk; i += THREADS) out.clear(i);
+    if (threadIdx.x == 0) out.write_length(written, counts);
+}
+
+// Seldom called, and no burden on the registers of the others.
+template <class Out>
+__device__ __noinline__ void read_several_times(Scratch& scratch, const Row& row, Out out, int topk) {
+    choose_by_reading(scratch, row.values + row.skipped, row.length(), out, topk);
 }
 
 // topk <= CAPACITY - CHUNK.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 top_k_per_row(const float* logits, int64 stride, int width, int64 num_rows, const int* starts, const int* ends,
-              const int* lens, int64 lens_stride, int next_n, int per_row, int num_keys, int* indices,
-              int64 indices_stride, int topk) {
+              const int* lens, int64 lens_stride, int next_n, int per_row, int num_keys, OUTPUT output,
+              int topk) {
     extern __shared__ uint4 memory[];
     Memory& shared = *reinterpret_cast<Memory*>(memory);
     for (int i = threadIdx.x; i < BINS; i += THREADS) shared.scratch.bins[i] = 0;
@@ -220,7 +234,13 @@ top_k_per_row(const float* logits, int64 stride, int width, int64 num_rows, cons
         Part part(row);
         float x[VALUES];
         part.read(row, 0, x);
-        __syncthreads();  // bins and count
+        bool lacks = output.of_row(number, next_n).lacks_page(row.length(), threadIdx.x, THREADS);
+        if (!OUTPUT::MAPPED) {
+            __syncthreads();  // bins and count
+        } else if (__syncthreads_or(lacks)) {
+            read_several_times(shared.scratch, row, output.of_row(number, next_n), topk);
+            continue;
+        }
         uint32 threshold = row.length() > topk ? guessed_threshold(shared, part, row.length(), x, topk) : 0;
         float bound = value_of(threshold + 1);
         for (int line = 0; line < part.lines;) {
@@ -243,7 +263,7 @@ top_k_per_row(const float* logits, int64 stride, int width, int64 num_rows, cons
             for (int i = threadIdx.x; i < count; i += THREADS)  // for this thread, too
                 shared.orders[i] = order_of(row.values[shared.columns[i] + row.skipped]);
         }
-        write_columns(shared, row.length(), indices + number * indices_stride, topk);
+        write_chosen(shared, row.length(), output.of_row(number, next_n), topk);
         __syncthreads();
     }
 }

@@ -16,8 +16,11 @@
 // Rows of more columns than registers hold are read in ROUNDS, of which only each line's largest number is kept; lines with
 // numbers that reach the bound are read a second time, from L2.
 //
+// Slots of what is chosen (ToSlots) are written beside the columns, at the same places. A row with a page
+// that is absent is read again, too, as rows without a slot are to be left out.
+//
 // Macros: THREADS, BLOCKS, READS (of four columns that a thread has in flight, or holds), ROUNDS (of such reads; 1 for rows
-// that are held), ALIGNED (rows start at multiples of 16 bytes).
+// that are held), ALIGNED (rows start at multiples of 16 bytes), OUTPUT.
 #define DIGIT_BITS 12  // finds the k-th in one pass where the bound is low and orders span many binades; 10 bits take two
 #include "common/choice_by_reading.cuh"
 #include "common/pdl.cuh"
@@ -109,14 +112,15 @@ __device__ inline int groups_inside(const Row& row, uint32 rank) {
 __device__ inline uint64 key_of(float x, int column) { return uint64(order_of(x)) << 32 | ~uint32(column); }
 
 // Seldom called, and no burden on the registers of the others.
-__device__ __noinline__ void read_it_again(Scratch& scratch, const float* row, int length, int* indices, int topk) {
-    choose_by_reading(scratch, row, length, indices, topk);
+template <class Out>
+__device__ __noinline__ void read_it_again(Scratch& scratch, const float* row, int length, Out out, int topk) {
+    choose_by_reading(scratch, row, length, out, topk);
 }
 
 extern "C" CLUSTER __global__ void __launch_bounds__(THREADS, 1)
 top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, const int* starts, const int* ends,
-                  const int* lens, int64 lens_stride, int next_n, int per_row, int num_keys, int* indices,
-                  int64 indices_stride, int topk) {
+                  const int* lens, int64 lens_stride, int next_n, int per_row, int num_keys, OUTPUT output,
+                  int topk) {
     extern __shared__ uint4 memory[];
     Memory& shared = *reinterpret_cast<Memory*>(memory);
     Scratch& scratch = shared.scratch;
@@ -158,6 +162,8 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
         if (!has_four(i) && int(row.end - first) > int(i * STEP)) read_at_end(row, first + i * STEP, x + 4 * i);
 #endif
     const bool changed = said.now() != early;
+    const int looks_at = tid * BLOCKS + int(rank);  // pages, among the cluster's threads
+    const bool lacks = output.of_row(number, next_n).lacks_page(row.length(), looks_at, THREADS * BLOCKS);
     const int k = share_of(topk), groups = groups_inside(row, rank), of_each = groups ? (k + groups - 1) / groups : GROUP + 1;
 #if ROUNDS == 1  // not above, where the compiler would order the reads otherwise
     float largest = x[0];
@@ -178,7 +184,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
 #endif
     uint32 inverted = __reduce_max_sync(~0u, tid / GROUP < groups || of_each > GROUP ? ~least : 0);
     if (lane == 0) scratch.most[tid / 32] = most, scratch.most[WARPS + tid / 32] = inverted;
-    bool failed = __syncthreads_or(changed);
+    bool failed = __syncthreads_or(changed | lacks);
     const bool all = !failed && row.length() <= topk;  // are chosen, whatever they are
     most = __reduce_max_sync(~0u, lane < WARPS ? scratch.most[lane] : 0);
     least = ~__reduce_max_sync(~0u, lane < WARPS ? scratch.most[WARPS + lane] : 0);
@@ -273,14 +279,15 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
 #else
     auto& all_keys = own_keys;
 #endif
-    int* to = indices + number * indices_stride;
+    auto out = output.of_row(number, next_n);
     if (failed) {
         Range range = columns.range_of(number);
-        if (rank == 0) read_it_again(scratch, logits + number * stride + range.first, range.end - range.first, to, topk);
+        if (rank == 0) read_it_again(scratch, logits + number * stride + range.first, range.end - range.first, out, topk);
         return;
     }
 
     // 4. Those of this block's part of the columns.
+    const bool counts = out.counts();
     const int length = row.length(), part = (length + 32 * BLOCKS - 1) / (32 * BLOCKS) * 32, start = int(rank) * part;
     auto choose = [&](uint64 key, int& before) {
         uint32 at = ~uint32(key) - start;
@@ -305,7 +312,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     }
     __syncthreads();
     // A thread has as many columns as it has read, so that no thread writes many indices one after another.
-        uint32 words[ROUNDS];
+    uint32 words[ROUNDS];
     int chosen = 0, total;
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
@@ -313,11 +320,13 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
         words[i] = shared.bits[bit / 32] >> bit % 32 & uint32((1ull << VALUES) - 1);
         chosen += __popc(words[i]);
     }
+    auto writer = out.writer(start + tid * ROUNDS * VALUES, chosen);
     int place = sum_before(scratch, chosen, total) + shared.before;
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i)
         for (uint32 word = words[i]; word; word &= word - 1)
-            to[place++] = start + (tid * ROUNDS + i) * VALUES + __ffs(word) - 1;
+            writer.write(place++, start + (tid * ROUNDS + i) * VALUES + __ffs(word) - 1);
     if (rank == 0)
-        for (int i = min(there, topk) + tid; i < topk; i += THREADS) to[i] = -1;
+        for (int i = min(there, topk) + tid; i < topk; i += THREADS) out.clear(i);
+    if (rank == 0 && tid == 0) out.write_length(min(there, topk), counts);
 }

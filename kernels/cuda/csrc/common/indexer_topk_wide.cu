@@ -1,13 +1,13 @@
 // The columns of the largest logits of each row, by ascending index, for more of them than common/indexer_topk.cu chooses.
 //
-// Macro: THREADS.
+// Macros: THREADS, OUTPUT.
 #include "common/choice_by_reading.cuh"
 #include "common/pdl.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
 top_k_per_row_wide(const float* logits, int64 stride, int width, int64 num_rows, const int* starts, const int* ends,
-                   const int* lens, int64 lens_stride, int next_n, int per_row, int num_keys, int* indices,
-                   int64 indices_stride, int topk) {
+                   const int* lens, int64 lens_stride, int next_n, int per_row, int num_keys, OUTPUT output,
+                   int topk) {
     __shared__ Scratch shared;
     for (int i = threadIdx.x; i < BINS; i += THREADS) shared.bins[i] = 0;
     pdl_wait();
@@ -15,6 +15,6 @@ top_k_per_row_wide(const float* logits, int64 stride, int width, int64 num_rows,
     for (int64 number = blockIdx.x; number < num_rows; number += gridDim.x) {
         Range range = columns.range_of(number);
         const float* row = logits + number * stride + range.first;
-        choose_by_reading(shared, row, range.end - range.first, indices + number * indices_stride, topk);
+        choose_by_reading(shared, row, range.end - range.first, output.of_row(number, next_n), topk);
     }
 }

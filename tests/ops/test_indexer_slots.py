@@ -1,0 +1,243 @@
+"""Slots that a choice writes beside its columns: to the bit what a map makes of the columns."""
+
+import importlib
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+import cumla
+import emulation
+from cumla.kernels.reference import indexer as reference
+from cumla.kernels.types.indexer import Rows, Slots
+from support.lab import Lab
+
+
+class Cache(NamedTuple):
+    """Where rows that are chosen from are in a paged cache: arrays of the host."""
+
+    table: np.ndarray
+    block_size: int
+    is_valid: np.ndarray | None
+
+    @classmethod
+    def random(cls, rng, requests, next_n, width, block_size, absent=0.0, columns=None):
+        """Pages anywhere, a part of them absent: negative, or with slots beyond int32."""
+        columns = -(-width // block_size) if columns is None else columns
+        most = 2**31 // block_size
+        table = rng.integers(0, most - 1, (requests, columns), dtype=np.int32)
+        odd = np.array([-1, -(2**31), 2**31 - 1, min(most, 2**31 - 1)], np.int32)
+        table = np.where(rng.uniform(size=table.shape) < absent, rng.choice(odd, table.shape), table)
+        return cls(table, block_size, rng.uniform(size=requests * next_n) < 0.7)
+
+    def mapped(self, chosen, next_n):
+        """What the map makes of columns."""
+        is_valid = np.ones(len(chosen), bool) if self.is_valid is None else self.is_valid
+        requests = (np.arange(len(chosen)) // next_n).astype(np.int32)
+        return cumla.compute_global_topk_indices_and_lens(
+            chosen, requests, self.table, self.block_size, is_valid, compact=True, backend="reference"
+        )
+
+    def slots(self, lab, rows, topk):
+        """Of the kernels' interface, with arrays to write."""
+        is_valid = None if self.is_valid is None else lab.put(self.is_valid)
+        written = lab.put(np.full((rows, topk), 7, np.int32)), lab.put(np.full(rows, 7, np.int32))
+        return Slots(*written, lab.put(self.table), self.block_size, is_valid)
+
+
+def odd_rows(rng, rows, width):
+    """Random rows; one of few values, one with NaN and infinities, one that grows, one without numbers."""
+    x = rng.normal(size=(rows, width)).astype(np.float32)
+    x[0] = rng.integers(-2, 3, width)
+    if rows > 3:
+        x[1, ::3], x[1, 1::5], x[1, 2::7] = np.nan, np.inf, -np.inf
+        x[2], x[3] = np.sort(x[2]), np.nan
+    return x
+
+
+def check(lab, x, rows, topk, cache):
+    kernels = importlib.import_module(f"cumla.kernels.{lab.backend}.indexer")
+    expected = np.zeros((len(x), topk), np.int32)
+    reference.top_k_per_row(x, rows, expected)
+    given = {name: getattr(rows, name) for name in ("starts", "ends", "lens")}
+    on_device = rows._replace(**{name: lab.put(array) for name, array in given.items() if array is not None})
+    indices, slots = lab.put(np.full(expected.shape, 7, np.int32)), cache.slots(lab, len(x), topk)
+    kernels.top_k_per_row(lab.put(x), on_device, indices, slots)
+    np.testing.assert_array_equal(lab.get(indices), expected)
+    for got, want in zip((slots.indices, slots.lens), cache.mapped(expected, rows.next_n), strict=True):
+        np.testing.assert_array_equal(lab.get(got), want)
+
+
+@pytest.mark.parametrize("absent", [0, 0.3], ids=["pages", "absent-pages"])
+@pytest.mark.parametrize(("next_n", "width", "topk"), [(1, 300, 33), (2, 300, 512), (3, 700, 40), (4, 40, 1)])
+def test_slots_are_what_a_map_makes_of_the_choice(lab, rng, next_n, width, topk, absent):
+    requests = 2 if lab.tiny else 5
+    if lab.tiny:
+        width, topk = min(width, 24), min(topk, 9)
+    x = odd_rows(rng, requests * next_n, width)
+    for block_size, columns in ((64, None), (7, None), (1, None), (8, 2), (8, 0)):
+        cache = Cache.random(rng, requests, next_n, width, block_size, absent, columns)
+        lens = rng.integers(-1, width + 3, requests).astype(np.int32)
+        check(lab, x, Rows(lens=lens, next_n=next_n), topk, cache)
+    lens = rng.integers(-1, width + 3, (requests, next_n)).astype(np.int32)
+    check(lab, x, Rows(lens=lens, next_n=next_n), topk, cache._replace(is_valid=None))
+
+
+def is_elsewhere(combination):
+    return combination.backend != "cuda"
+
+
+def few(monkeypatch, threads, blocks, reads):
+    from cumla.kernels.cuda import indexer as launcher
+
+    size = launcher.FewRowsSize(threads, blocks, reads)
+    monkeypatch.setattr(launcher, "few_rows_size", lambda *unused: size)
+    return size.columns
+
+
+def many(monkeypatch, threads):
+    from cumla.kernels.cuda import indexer as launcher
+
+    monkeypatch.setattr(launcher, "few_rows_size", lambda *unused: None)
+    monkeypatch.setattr(launcher, "choice_threads", lambda *unused: threads)
+
+
+@pytest.mark.nowhere(when=is_elsewhere)
+@pytest.mark.parametrize(
+    ("size", "width", "topk"),
+    [
+        ((1024, 1, 2), 8192, 512), ((128, 1, 8), 4093, 100), ((128, 2, 4), 4090, 70), ((256, 8, 2), 16_300, 300),
+        ((256, 8, 1), 700, 512),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("absent", [0, 0.01], ids=["pages", "absent-pages"])
+def test_slots_of_few_rows(lab, rng, monkeypatch, size, width, topk, absent):
+    """Of thread blocks, and of clusters, each block of which writes a part of a row."""
+    assert width <= few(monkeypatch, *size)
+    x = odd_rows(rng, 4, width)
+    for block_size in (64, 100):
+        lens = np.array([width, width - 3], np.int32)
+        check(lab, x, Rows(lens=lens, next_n=2), topk, Cache.random(rng, 2, 2, width, block_size, absent))
+    starts, ends = np.array([0, 1, 3, width // 2], np.int32), np.array([width, width - 1, 2, width], np.int32)
+    check(lab, x[:, :width], Rows(starts, ends), topk, Cache.random(rng, 4, 1, width, 64, absent))
+
+
+@pytest.mark.nowhere(when=is_elsewhere)
+@pytest.mark.parametrize("threads", [256, 512])
+@pytest.mark.parametrize("absent", [0, 0.01], ids=["pages", "absent-pages"])
+def test_slots_of_many_rows(lab, rng, monkeypatch, threads, absent):
+    """More rows than thread blocks among them, with and without absent pages one after another."""
+    many(monkeypatch, threads)
+    for width, topk in ((82 * threads, threads // 2 + 3), (900, 512), (700, 1)):
+        x = odd_rows(rng, 6, width)
+        lens = np.array([width, width // 3, 5], np.int32)
+        check(lab, x, Rows(lens=lens, next_n=2), topk, Cache.random(rng, 3, 2, width, 64, absent))
+
+
+@pytest.mark.nowhere(when=is_elsewhere)
+def test_slots_of_more_than_fits_in_a_thread_block(lab, rng, monkeypatch):
+    many(monkeypatch, 512)
+    x = odd_rows(rng, 4, 9_000)
+    lens = np.array([9_000, 8_400], np.int32)
+    for absent in (0, 0.1):
+        check(lab, x, Rows(lens=lens, next_n=2), 8_500, Cache.random(rng, 2, 2, 9_000, 64, absent))
+
+
+@pytest.mark.parametrize("schedule", ["late", "random 1", "random 2"])
+@pytest.mark.parametrize("absent", [0, 0.02], ids=["pages", "absent-pages"])
+def test_slots_on_any_schedule(emulated, rng, monkeypatch, schedule, absent):
+    lab = Lab("cuda", on_device=True, emulated=True)
+    few(monkeypatch, 128, 4, 2)
+    x, lens = odd_rows(rng, 4, 4000), np.array([4000, 3001, 130, 64], np.int32)
+    with emulation.scheduled(emulation.SCHEDULES[schedule]):
+        check(lab, x, Rows(lens=lens), 128, Cache.random(rng, 4, 1, 4000, 64, absent))
+
+
+@pytest.mark.nowhere(when=is_elsewhere)
+@pytest.mark.parametrize("size", [(128, 1, 2), (128, 4, 2)])
+def test_slots_among_as_many_columns_as_the_launch_ahead_says(lab, rng, monkeypatch, size):
+    """Pages are absent where the table reaches too far by what was said before, or by what is said."""
+    from cumla.kernels.cuda import indexer as launcher
+
+    few(monkeypatch, *size)
+    requests, topk = 4, 20
+    lens = np.sort(rng.choice(np.arange(1, 800), requests, False)).astype(np.int32)
+    said = np.full((1, 800), -1, np.float32)
+    said[0, lens] = 1
+    x = rng.normal(size=(requests, 800)).astype(np.float32)
+    expected = cumla.top_k_per_row(x, topk, seq_lens=lens, backend="reference")
+    for columns in (13, 6):
+        cache = Cache.random(rng, requests, 1, 800, 64, columns=columns)
+        for before in (0, 800, -(2**31), 2**31 - 1):
+            chosen, slots = lab.put(np.full((1, requests), before, np.int32)), cache.slots(lab, requests, topk)
+            indices, scores, choice = lab.put(np.zeros(expected.shape, np.int32)), lab.put(x), lab.put(said)
+            launcher.top_k_per_row(choice, Rows(), chosen)
+            launcher.top_k_per_row(scores, Rows(lens=chosen[0]), indices, slots)
+            for got, want in zip((slots.indices, slots.lens), cache.mapped(expected, 1), strict=True):
+                np.testing.assert_array_equal(lab.get(got), want)
+
+
+def paged_call(lab, rng, requests, next_n, columns, block_size=8):
+    """Arguments of indexer_topk over a cache by name, on the host."""
+    q = rng.normal(size=(requests, next_n, 1 if lab.tiny else 64, 128)).astype(np.float32)
+    pages = rng.normal(size=(requests * columns + 2, block_size, 128)).astype(np.float32)
+    table = rng.permutation(len(pages))[: requests * columns].reshape(requests, columns).astype(np.int32)
+    table[1, -1] = -1
+    return {
+        "q": q, "kv": pages.view(np.uint8).reshape(*pages.shape[:2], -1), "block_table": table,
+        "weights": rng.normal(size=(requests * next_n, q.shape[2])).astype(np.float32),
+        "context_lens": np.array([columns * block_size, columns * block_size - 1, 3], np.int32)[:requests],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("next_n", [1, 2])
+@pytest.mark.parametrize("workspace_rows", [2, 100])
+def test_the_choice_over_a_cache_writes_slots(lab, rng, next_n, workspace_rows):
+    """Some requests at a time or all at once; what it gives, allocated or not, does not depend on slots."""
+    columns, topk = (2, 5) if lab.tiny else (9, 30)
+    given = paged_call(lab, rng, 3, next_n, columns)
+    arguments = {name: lab.put(array) for name, array in given.items()}
+    arguments |= {"topk": topk, "layout": cumla.INDEXER_F32, "backend": lab.backend}
+    arguments["max_workspace_bytes"] = workspace_rows * columns * 8 * 4 * next_n
+    want, tokens = cumla.indexer_topk(**arguments), 3 * next_n
+    is_valid = np.arange(tokens) != 1
+    cache = Cache(given["block_table"], 8, is_valid)
+    for valid in (is_valid, None):
+        slots, lens = lab.put(np.full((tokens, topk + 2), 7, np.int32)), lab.put(np.full(tokens, 7, np.int32))
+        got = cumla.indexer_topk(
+            **arguments, slots=(slots[:, :topk], lens), is_valid_token=None if valid is None else lab.put(valid)
+        )
+        assert lab.get(got).tobytes() == lab.get(want).tobytes()
+        want_slots, want_lens = cache._replace(is_valid=valid).mapped(lab.get(want), next_n)
+        np.testing.assert_array_equal(lab.get(slots), np.pad(want_slots, ((0, 0), (0, 2)), constant_values=7))
+        np.testing.assert_array_equal(lab.get(lens), want_lens)
+    arguments["topk"] = 0
+    cumla.indexer_topk(**arguments, slots=(slots[:, :0], lens))
+    assert not lab.get(lens).any()
+
+
+def test_wrong_slots_are_refused(lab, rng):
+    given = {name: lab.put(array) for name, array in paged_call(lab, rng, 3, 1, 2).items()}
+    given |= {"topk": 4, "layout": cumla.INDEXER_F32, "backend": lab.backend}
+    slots, lens = (lab.put(np.full(shape, 7, np.int32)) for shape in ((3, 4), (3,)))
+    valid = lab.put(np.ones(3, bool))
+    for wrong, message in (
+        ({"slots": slots}, "slots: got .*, expected a pair of arrays"),
+        ({"slots": (slots[:, 1:], lens)}, r"slots\[0\] \(slots\): got shape"),
+        ({"slots": (slots, lens[1:])}, r"slots\[1\] \(lens\): got shape"),
+        ({"slots": (slots, valid)}, r"slots\[1\] \(lens\): got dtype bool"),
+        ({"slots": (slots, lens), "is_valid_token": valid[1:]}, "is_valid_token: got shape"),
+        ({"slots": (slots, lens), "is_valid_token": lens}, "is_valid_token: got dtype int32"),
+        ({"is_valid_token": valid}, "is_valid_token: got it without slots"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            cumla.indexer_topk(**given, **wrong)
+    keys = lab.put(np.zeros((5, 128), np.float32))
+    ends = lab.put(np.ones(3, np.int32))
+    with pytest.raises(ValueError, match="slots: got it without block_table"):
+        cumla.indexer_topk(
+            given["q"][:, 0], keys, given["weights"], 4, cu_seqlen_ks=ends, cu_seqlen_ke=ends, slots=(slots, lens),
+            backend=lab.backend,
+        )  # fmt: skip
+    assert (lab.get(slots) == 7).all()
+    assert (lab.get(lens) == 7).all()
