@@ -1,5 +1,10 @@
 """The indexer's scores and choices on every backend, against the reference."""
 
+import contextlib
+import ctypes
+import platform
+import sys
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -243,7 +248,7 @@ def test_choice_of_few_rows(lab, rng, monkeypatch, size, width, topk, kind):
 
 @pytest.mark.nowhere(when=is_elsewhere)
 @pytest.mark.parametrize("size", [(1024, 1, 2), (128, 4, 2), (128, 2, 8, 2)])
-@pytest.mark.parametrize("kind", ["signed", "positive", "equal"])
+@pytest.mark.parametrize("kind", ["signed", "positive", "equal", "subnormal"])
 def test_choice_of_few_rows_of_any_length(lab, rng, monkeypatch, size, kind):
     """Of lengths that leave groups of lanes without columns, or in which most columns are chosen."""
     from cumla.kernels.cuda import indexer as launcher
@@ -254,12 +259,46 @@ def test_choice_of_few_rows_of_any_length(lab, rng, monkeypatch, size, kind):
     lens = {0, 1, 31, 33, topk - 1, topk, topk + 1, 2 * topk + 3, 511, 1500, 2049, width // 2 - 3, width - 1, width}
     lens = np.array(sorted(lens), np.int32)
     x = rng.normal(0, 1, (len(lens), width)).astype(np.float32)
-    if kind != "signed":
+    if kind == "subnormal":
+        x = (np.maximum(x, 0) * 1e-39).astype(np.float32)
+    elif kind != "signed":
         x = x * (kind == "positive") + 6
     x[:, 7::50], x[:, 13::90] = np.nan, -np.inf
     indices = lab.put(np.zeros((len(lens), topk), np.int32))
     launcher.top_k_per_row(lab.put(x), Rows(lens=lab.put(lens)), indices)
     expected = cumla.top_k_per_row(x, topk, seq_lens=lens, backend="reference")
+    np.testing.assert_array_equal(lab.get(indices), expected)
+
+
+@contextlib.contextmanager
+def flushing():
+    """Comparisons take subnormal numbers for zeros, as on devices: by bits of x86's MXCSR, which glibc keeps last."""
+    glibc, environment = ctypes.CDLL(None), (ctypes.c_uint32 * 8)()
+    glibc.fegetenv(environment)
+    before = environment[7]
+    environment[7] |= 0x8040
+    glibc.fesetenv(environment)
+    try:
+        yield
+    finally:
+        environment[7] = before
+        glibc.fesetenv(environment)
+
+
+@pytest.mark.skipif((sys.platform, platform.machine()) != ("linux", "x86_64"), reason="sets a register of x86")
+@pytest.mark.parametrize("size", [(1024, 1, 2), (128, 4, 2), (128, 2, 8, 2)])
+def test_choice_of_few_rows_where_comparisons_flush(emulated, rng, monkeypatch, size):
+    from cumla.kernels.cuda import indexer as launcher
+
+    lab, size, topk = Lab("cuda", on_device=True, emulated=True), launcher.FewRowsSize(*size), 100
+    monkeypatch.setattr(launcher, "few_rows_size", lambda *unused: size)
+    x = np.zeros((3, size.columns), np.float32)
+    x[0, x.shape[1] // 2], x[1] = 1e-40, rng.normal(size=x.shape[1]) * 1e-40
+    x[2, ::3], x[2, 1::3], x[2, 5] = 1, -1e-40, 1e-39
+    expected = cumla.top_k_per_row(x, topk, backend="reference")
+    logits, indices = lab.put(x), lab.put(np.zeros((3, topk), np.int32))
+    with flushing():
+        launcher.top_k_per_row(logits, Rows(), indices)
     np.testing.assert_array_equal(lab.get(indices), expected)
 
 

@@ -185,13 +185,16 @@ template <class Out> __device__ inline void write_chosen(Memory& memory, int len
     bool counts = out.counts();
     Best best = count > topk ? best_of(memory, topk) : Best{0, 0};
     uint32* words = scratch.bins;
+    // A thread writes 2^log columns, one behind another: of short rows fewer, so that all threads write some.
+    int log = min(32 - __clz(max(length - 1, 0) / THREADS), 31 - __clz(32 * RUN));
     for (int64 start = 0; start < length && written < min(count, topk); start += BINS * 32) {
 #pragma unroll 2
         for (int i = threadIdx.x; i < count; i += THREADS) {
             int column = memory.columns[i];
-            int64 bit = column - start;
-            if (bit >= 0 && bit < BINS * 32 && (count <= topk || best.has(memory.orders[i], column)))
-                atomicOr(&words[bit / 32], 1u << bit % 32);
+            int64 from_start = column - start;
+            uint32 at = uint32(from_start), within = at & ((1u << log) - 1);
+            if (from_start >= 0 && from_start < BINS * 32 && (count <= topk || best.has(memory.orders[i], column)))
+                atomicOr(&words[(at >> log) * RUN + within / 32], 1u << within % 32);
         }
         __syncthreads();
         int first = threadIdx.x * RUN, own = 0, total;
@@ -199,12 +202,13 @@ template <class Out> __device__ inline void write_chosen(Memory& memory, int len
         take(words + first, bits);
 #pragma unroll
         for (int i = 0; i < RUN; ++i) own += __popc(bits[i]);
-        auto writer = out.writer(int(start) + first * 32, own);
+        int own_first = int(start) + (int(threadIdx.x) << log);
+        auto writer = out.writer(own_first, own);
         int to = written + sum_before(scratch, own, total);
 #pragma unroll
         for (int i = 0; i < RUN; ++i)
             for (uint32 left = bits[i]; left; left &= left - 1)
-                writer.write(to++, int(start) + (first + i) * 32 + __ffs(left) - 1);
+                writer.write(to++, own_first + i * 32 + __ffs(left) - 1);
         written += total;
         __syncthreads();
     }

@@ -109,6 +109,10 @@ __device__ inline int groups_inside(const Row& row, uint32 rank) {
     return min((lines + BLOCKS - 1) / BLOCKS, LINES) / (GROUP / LANES);
 }
 
+// Orders of the smallest and the largest subnormal number, between which zero is.
+constexpr uint32 LEAST_SUBNORMAL = 0x7f800000, MOST_SUBNORMAL = 0x807fffff;
+__device__ inline bool is_subnormal(uint32 order) { return order - LEAST_SUBNORMAL <= MOST_SUBNORMAL - LEAST_SUBNORMAL; }
+
 __device__ inline uint64 key_of(float x, int column) { return uint64(order_of(x)) << 32 | ~uint32(column); }
 
 // Seldom called, and no burden on the registers of the others.
@@ -188,6 +192,9 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     const bool all = !failed && row.length() <= topk;  // are chosen, whatever they are
     most = __reduce_max_sync(~0u, lane < WARPS ? scratch.most[lane] : 0);
     least = ~__reduce_max_sync(~0u, lane < WARPS ? scratch.most[WARPS + lane] : 0);
+    // Subnormal numbers were compared as zeros (-ftz=true): all of them are inside where one is.
+    if (is_subnormal(least)) least = LEAST_SUBNORMAL;
+    if (is_subnormal(most)) most = MOST_SUBNORMAL;
     const uint64 low = uint64(least) << 32, high = uint64(most) << 32 | ~0u;
     const int shift = max(64 - __clzll(int64(high - low)) - DIGIT, 0);
 
