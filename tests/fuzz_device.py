@@ -352,6 +352,12 @@ class Fuzz:
         table = self.ints(len(q), columns)
         cumla.fp8_paged_mqa_logits(q, cache, weights, lens, table, clean_logits=True, **rest)
         cumla.indexer_topk(q, cache, weights, topk, context_lens=lens, block_table=table, **rest)
+        tokens = len(weights)
+        slots = cupy.empty((tokens, topk), np.int32), cupy.empty(tokens, np.int32)
+        valid = self.put(self.rng.random(tokens) < 0.5) if self.rng.random() < 0.5 else None
+        cumla.indexer_topk(
+            q, cache, weights, topk, context_lens=lens, block_table=table, slots=slots, is_valid_token=valid, **rest
+        )
         schedule = cupy.empty((int(self.rng.integers(1, 200)) + 1, 2), np.int32)
         cumla.get_paged_mqa_logits_metadata(lens, 64, len(schedule) - 1, out=schedule, **rest)
 

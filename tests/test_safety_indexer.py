@@ -65,6 +65,17 @@ def test_pages(lab, heads):
         cumla.fp8_paged_mqa_logits(*arguments, lens, table, None, width, True, out=out.array, backend=lab.backend)
         out.assert_margins()
         assert np.isneginf(out.get()[:, columns * block_size :]).all()
+        written = [Guarded(lab, np.full((2 * next_n, *shape), -9, np.int32)) for shape in ((5,), (5,), ())]
+        chosen, slots, slot_lens = written
+        cumla.indexer_topk(
+            *arguments, 5, context_lens=lens, block_table=table, max_context_len=width, out=chosen.array,
+            slots=(slots.array, slot_lens.array), backend=lab.backend,
+        )  # fmt: skip
+        for array in written:
+            array.assert_margins()
+        assert ((chosen.get() >= -1) & (chosen.get() < width)).all()
+        assert (slots.get() >= -1).all()
+        assert (slot_lens.get() == (slots.get() >= 0).sum(axis=1)).all()
         schedule = Guarded(lab, np.zeros((5, 2), np.int32))
         cumla.get_paged_mqa_logits_metadata(lens, block_size, 4, out=schedule.array, backend=lab.backend)
         schedule.assert_margins()

@@ -219,8 +219,9 @@ class StepInputs:
         if shape.selects:
             self.index_q, self.index_weights = self._index_queries()
             self.selected = place.give(place.xp.full((count, shape.topk), -1, np.int32))
-            self.decode_slots = place.give(place.xp.full((self.decodes, shape.topk), -1, np.int32))
-            self.decode_lens = place.give(place.xp.zeros(self.decodes, np.int32))
+            if self.decodes:
+                self.decode_slots = place.give(place.xp.full((self.decodes, shape.topk), -1, np.int32))
+                self.decode_lens = place.give(place.xp.zeros(self.decodes, np.int32))
 
     def build(self) -> None:
         """The metadata that all layers share."""
@@ -243,21 +244,19 @@ class StepInputs:
 
     def select(self) -> None:
         """What the last layer selects is what all of them attend to, on both sides. Ours has decodes' slots, too."""
-        metadata = self.metadata
-        positions, requests, table, selected, slots, lens, is_valid = (
-            dlpack.borrow(x, "step")
-            for x in (
-                metadata.positions, metadata.token_to_req_indices, self.index_table, self.selected, self.decode_slots,
-                self.decode_lens, metadata.is_valid_token,
-            )
+        metadata, slots = self.metadata, None
+        given = (
+            metadata.positions, metadata.token_to_req_indices, self.index_table, self.selected, metadata.is_valid_token,
         )  # fmt: skip
+        positions, requests, table, selected, is_valid = (dlpack.borrow(x, "step") for x in given)
+        if self.decodes:
+            slots = dlpack.borrow(self.decode_slots, "decode_slots"), dlpack.borrow(self.decode_lens, "decode_lens")
         with streams.callers(selected, self.place.framework):
             for cache in self.caches.index:
                 inputs = IndexerInputs(self.index_q, self.index_weights, cache, self.index_metadata)
                 select_rows(
-                    inputs, positions, requests, table, selected, self._memory_of, self.place.backend, (slots, lens),
-                    is_valid,
-                )  # fmt: skip
+                    inputs, positions, requests, table, selected, self._memory_of, self.place.backend, slots, is_valid
+                )
 
     def attend(self, new_plan: bool = True, road: str | None = None) -> None:
         """road is that of prefills, as SparseMLALayer.step takes it."""

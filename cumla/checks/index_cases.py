@@ -76,6 +76,15 @@ def _indexer_topk(bench: Bench) -> Sequence[Any]:
     return (indexer_topk(kv=bench.cache(INDEXER_FP8), topk=4, **_indexer_paged(bench)),)
 
 
+def _indexer_slots(bench: Bench) -> Sequence[Any]:
+    slots = bench.xp.full((6, 4), UNWRITTEN, np.int32), bench.xp.full(6, UNWRITTEN, np.int32)
+    is_valid = bench.put([1, 1, 0, 1, 1, 1], np.bool_)
+    chosen = indexer_topk(
+        kv=bench.cache(INDEXER_FP8), topk=4, slots=slots, is_valid_token=is_valid, **_indexer_paged(bench)
+    )
+    return chosen, *slots
+
+
 def _advance(bench: Bench) -> Sequence[Any]:
     tokens, positions, slots = (bench.xp.full(5, UNWRITTEN, np.int64) for _ in range(3))
     batch = bench.batch()
@@ -129,6 +138,7 @@ CASES = (
     Case("get_paged_mqa_logits_metadata", "", "indexer", (EQUAL,), _indexer_schedule),
     Case("top_k_per_row", "", "indexer", (EQUAL,), _top_k),
     Case("indexer_topk", "", "indexer", (EQUAL,), _indexer_topk),
+    Case("indexer_topk", "slots", "indexer", (EQUAL,) * 3, _indexer_slots),
     Case("advance_step", "", "advance", (EQUAL,) * 4, _advance),
     Case("compute_swa_indices_and_lens", "", "indices", (EQUAL, EQUAL), _swa_indices),
     Case("compute_global_topk_indices_and_lens", "", "indices", (EQUAL, EQUAL), _global_topk(False)),

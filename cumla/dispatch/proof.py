@@ -59,10 +59,9 @@ def prove(op: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Non
     try:
         for backend in dict.fromkeys(x.backend for x in fresh):
             some = [x for x in fresh if x.backend == backend]
+            cases = _cases(op, _layouts([*arguments, *keywords.values()], some), _given(keywords))
             with debug.unchecked():
-                _prove(
-                    op, some, _cases(op, _layouts([*arguments, *keywords.values()], some)), _heads(arguments, keywords)
-                )
+                _prove(op, some, cases, _heads(arguments, keywords))
     finally:
         _thread.busy = False
 
@@ -93,10 +92,16 @@ def _prove(op: str, fresh: Sequence[Fresh], cases: Sequence[Any], heads: int) ->
         log.debug("%s: %s", x.what, RIGHT if reached else NOT_REACHED)
 
 
-def _cases(op: str, layouts: set[str]) -> list[Any]:
-    """The cases of an operation for some cache formats; where none is of these formats, the first."""
+def _cases(op: str, layouts: set[str], given: set[str]) -> list[Any]:
+    """The cases of an operation for some cache formats or named as a keyword given; where there is none, the first."""
     cases = [case for case in _checks[0]().CASES if case.op == op]
-    return [case for case in cases if any(name in case.variant for name in layouts)] or cases[:1]
+    some = [case for case in cases if case.variant in given or any(name in case.variant for name in layouts)]
+    return some or cases[:1]
+
+
+def _given(keywords: Mapping[str, Any]) -> set[str]:
+    """Names of the keywords that a call gives a value."""
+    return {name for name, value in keywords.items() if value is not None and value is not False}
 
 
 def _layouts(values: Sequence[Any], fresh: Sequence[Fresh]) -> set[str]:

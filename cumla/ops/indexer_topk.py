@@ -166,8 +166,8 @@ def indexer_topk(
                 kernels.paged_mqa_logits(q[entries], pages, weights[some], lens[entries], table[entries], False, logits)
                 choose_from = Rows(lens=lens[entries], next_n=next_n)
                 if mapped is not None:
-                    *written, is_valid = (None if array is None else array[some] for array in mapped)
-                    places = Slots(*written, table[entries], pages.block_size, is_valid)
+                    found, found_lens, is_valid = (None if array is None else array[some] for array in mapped)
+                    places = Slots(found, found_lens, table[entries], pages.block_size, is_valid)
             else:
                 compressed = max_seqlen_k > 0
                 kernels.mqa_logits(

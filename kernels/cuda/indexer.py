@@ -251,7 +251,8 @@ def top_k_per_row(logits: Any, rows: Rows, indices: Any, slots: Slots | None = N
     device, topk = logits.data.device_id, indices.shape[1]
     num_rows, width = logits.shape
     lens = rows.lens
-    output, kind = (indices, strides(indices)[0]), "ToColumns"
+    output: tuple[Any, ...] = (indices, strides(indices)[0])
+    kind = "ToColumns"
     if slots is not None:
         table, kind = slots.block_table, "ToSlots"
         output += (

@@ -71,6 +71,15 @@ def test_a_wrong_kernel_is_an_error_now_and_later(fresh, monkeypatch):
         note(fresh)
 
 
+def test_a_call_is_tested_by_the_case_of_a_keyword_that_it_gives():
+    cases = proof._cases("indexer_topk", {"INDEXER_FP8"}, proof._given({"slots": (1, 2), "out": None}))
+    assert [case.variant for case in cases] == ["slots"]
+    cases = proof._cases("indexer_topk", {"INDEXER_FP8"}, proof._given({"slots": None, "out": 1}))
+    assert [case.variant for case in cases] == [""]
+    cases = proof._cases("compute_global_topk_indices_and_lens", set(), proof._given({"compact": False}))
+    assert [case.variant for case in cases] == [""]
+
+
 def test_nothing_is_tested_where_nobody_wants_it(fresh, monkeypatch):
     monkeypatch.setenv(verdicts.VARIABLE, "0")
     note(fresh)

@@ -198,6 +198,7 @@ if nvrtc.nvrtcVersion()[1] < 13:  # which fits into the same 128 registers what 
     rows = "common/compressor.cu-INDEXER_FP8-bf16-bf16-int64-int64-int-INDEXER_FP8-4-2-1-1-8-0-0"  # unaligned ones
     SPILLS_ALLOWED |= {f"{rows}-sm_100": 4, f"{rows}-sm_120": 56}
     SPILLS_ALLOWED["common/indexer_topk_few.cu-1024-1-8-1-1-ToColumns-sm_80"] = 16
+    SPILLS_ALLOWED["common/indexer_topk_few.cu-1024-1-8-1-1-ToSlots-sm_120"] = 4  # with a row's columns in registers
     SPILLS_ALLOWED["sm90/prefill/prefill.cu-DSV4_BF16-1-sm_90a"] = 4  # for sanitizers
 
 SPILLS_ALLOWED_IN = {"common/sparse/exact.cu": 256}  # which runs seldom, and has two thread blocks a multiprocessor

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 
+import cumla
 from support.models import by_the_rule, outputs, records, relative_rms
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
@@ -59,13 +60,18 @@ def break_tie(model, token, taken):
     """Layer 0 of V3.2's case: the 64th place of one token is tied at a score of exactly 0, and torch takes `taken`."""
     select = model.layers[0].indexer.select
 
-    def choose(q, weights, cache, metadata, positions, *rest):
-        chosen = select(q, weights, cache, metadata, positions, *rest)
+    def choose(q, weights, cache, metadata, positions, requests, table, slots, is_valid):
+        chosen = select(q, weights, cache, metadata, positions, requests, table, slots, is_valid)
         for row in np.flatnonzero(positions == token):
             assert taken not in chosen[row]
             tied = [x for x in chosen[row] if x == 63]
             assert tied, "the lowest of the tied"
             chosen[row][chosen[row] == 63] = taken
+        if slots is not None:  # what attention takes of decodes
+            decodes = chosen[: len(slots[0])]
+            cumla.compute_global_topk_indices_and_lens(
+                decodes, requests, table, cache.shape[1], is_valid, compact=True, out=slots
+            )
         return chosen
 
     model.layers[0].indexer.select = choose

@@ -81,6 +81,9 @@ def test_slots_are_what_a_map_makes_of_the_choice(lab, rng, next_n, width, topk,
         check(lab, x, Rows(lens=lens, next_n=next_n), topk, cache)
     lens = rng.integers(-1, width + 3, (requests, next_n)).astype(np.int32)
     check(lab, x, Rows(lens=lens, next_n=next_n), topk, cache._replace(is_valid=None))
+    partly = Cache.random(rng, requests, next_n, width, 7)
+    partly.table[:] = 2**31 // 7  # whose first rows alone have slots within int32
+    check(lab, x, Rows(lens=lens, next_n=next_n), topk, partly)
 
 
 def is_elsewhere(combination):

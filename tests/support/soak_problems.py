@@ -199,12 +199,23 @@ def choices(make):
         outputs = {"out": ((queries, topk), np.int32), "workspace": ((queries * width * 4,), np.uint8)}
         return Problem("top-k", f"{topk} of {name}", call, inputs, outputs)
 
+    def mapped(name, inputs, queries, width, topk):
+        def call(slots, lens, **arguments):
+            cumla.indexer_topk(**arguments, topk=topk, slots=(slots, lens))
+
+        outputs = {
+            "out": ((queries, topk), np.int32), "slots": ((queries, topk), np.int32), "lens": ((queries,), np.int32),
+            "workspace": ((queries * width * 4,), np.uint8),
+        }  # fmt: skip
+        return Problem("top-k", f"{topk} of {name}, with slots", call, inputs, outputs)
+
     for queries, keys, topk in ((9, 300, 20),) if make.tiny else ((40, 16384, 2048), (512, 8192, 512)):
         yield problem(f"{keys} keys, {queries} queries", scored_keys(make, queries, keys), queries, keys, topk)
     cache = make.pages(cumla.INDEXER_FP8, 200 if make.tiny else 1 << 16)
     sizes = ((2, 1, 128, 20),) if make.tiny else ((1, 1, 65536, 2048), (4, 2, 65536, 2048), (128, 1, 8192, 512))
     for requests, next_n, rows, topk in sizes:
         inputs = {"kv": cache, **scored_pages(make, cache, requests, next_n, rows)}
+        yield mapped(f"{rows} rows of pages, {requests} x {next_n}", inputs, requests * next_n, rows, topk)
         yield problem(f"{rows} rows of pages, {requests} x {next_n}", inputs, requests * next_n, rows, topk)
 
 
