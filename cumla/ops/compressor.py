@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..dispatch.call import BF16, FLOAT32, INT32, SLOTS, Call
-from ..dispatch.formats import cache_layout
+from ..dispatch.formats import cache_layout, cache_pages
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_integers, check_optional_size
 from ..kernels.types.compressor import Compression, CompressorRows
@@ -151,7 +151,7 @@ def _rows(
         call.array(f"{prefix}position_bias", position_bias, FLOAT32, (compress_ratio, width // 2)),
         call.array(f"{prefix}norm_weight", norm_weight, PROJECTED, (dim,)),
         state,
-        call.pages(f"{prefix}k_cache", k_cache, layout, block_size, writable=True),
+        cache_pages(call, f"{prefix}k_cache", k_cache, layout, block_size, writable=True),
     )
     call.check_float32("layout", layout.value_type)
     return rows

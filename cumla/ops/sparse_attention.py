@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..dispatch.call import BF16, FLOAT32, FLOATS, INT32, Call
-from ..dispatch.formats import cache_layout
+from ..dispatch.formats import cache_layout, cache_pages
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_choice, check_flags, check_kind, check_optional_size, in_float32, shown
 from ..kernels.types.plan import DecodePlan, DenseDecodePlan
@@ -228,7 +228,7 @@ def segment(
     call: Call, prefix: str, k_cache: Any, indices: Any, lengths: Any, layout: CacheLayout, block_size: int | None
 ) -> Segment:
     """Check one cache with its indices and lengths."""
-    pages: Pages = call.pages(f"{prefix}k_cache", k_cache, layout, block_size)
+    pages: Pages = cache_pages(call, f"{prefix}k_cache", k_cache, layout, block_size)
     indices = call.array(f"{prefix}indices", indices, INT32, ("b", "s_q", -1))
     name = f"{prefix}topk_length"
     if lengths is not None:
