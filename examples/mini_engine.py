@@ -25,12 +25,13 @@ STEP_TOKENS, MOST_RUNNING, NUM_PAGES = 96, 3, 16
 class Model:
     def __init__(self, xp, backend=None):
         def normal(*shape):
-            return xp.asarray(rng.standard_normal(shape, np.float32) / shape[0] ** 0.5)
+            return xp.asarray(rng.standard_normal(shape, np.float32))
 
         rng, self.xp, self.backend = np.random.default_rng(0), xp, backend
-        embedding = normal(VOCAB, HIDDEN) * VOCAB**0.5
-        self.q = (embedding @ normal(HIDDEN, HEADS * 512)).reshape(VOCAB, HEADS, 512)  # of each token there is
-        self.kv = embedding @ normal(HIDDEN, 512)
+        embedding = normal(VOCAB, HIDDEN)
+        # In a single layer a token's projections depend on the token alone: they are made once for the vocabulary.
+        self.q = (embedding @ normal(HIDDEN, HEADS * 512)).reshape(VOCAB, HEADS, 512)
+        self.kv = embedding @ normal(HIDDEN, 512) / HIDDEN**0.5
         self.to_logits = normal(HEADS * 512, VOCAB)
         angles = np.arange(LONGEST)[:, None] / 10000.0 ** (np.arange(32) / 32)
         self.cos_sin = xp.asarray(np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32))
