@@ -57,7 +57,8 @@ def compress_and_insert(
                         cache) for a token that no later step reads
     state_block_table   [R, B] int32, page of each state_block_size positions; -1 where there is none (any more)
     k_cache             a cache of `layout`, written: uint8 [num_blocks, block_size, token_bytes], raw pages
-                        [num_blocks, page_bytes] with layout and block_size given, or rows in the layout's plain type
+                        [num_blocks, page_bytes] with layout and block_size given (pages of
+                        DSV4_FP8 as wide as 64 tokens need no block_size), or rows in the layout's plain type
     slot_mapping        [M] int64 or int32, M <= T: slot of the row that a token completes, -1 for the others
                         (get_compressed_slot_mapping)
     positions           [T] int64 or int32, of each token in its sequence
