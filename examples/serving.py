@@ -145,23 +145,16 @@ class Server:
 
     def batch(self, scheduled: list[tuple[Request, int]]) -> tuple[CommonAttentionMetadata, dict[str, Any]]:
         xp = self.model.xp
-        counts = np.array([count for _, count in scheduled], np.int32)
-        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        lens = np.array([r.computed + count for r, count in scheduled], np.int32)
         tables = {}
         for name in self.model.groups:
             pages = [r.pages[name] for r, _ in scheduled]
             tables[name] = np.full((len(pages), max(map(len, pages))), -1, np.int32)
             for row, its in zip(tables[name], pages, strict=True):
                 row[: len(its)] = its
+        tables = {name: xp.asarray(table) for name, table in tables.items()}
+        counts, lens = [count for _, count in scheduled], [r.computed + count for r, count in scheduled]
         size = self.model.groups["window"][0]
-        positions = [np.arange(r.computed, r.computed + count) for r, count in scheduled]
-        slots = [tables["window"][i, p // size].astype(np.int64) * size + p % size for i, p in enumerate(positions)]
-        batch = CommonAttentionMetadata(
-            xp.asarray(starts), starts, xp.asarray(lens), lens, lens - counts, len(scheduled), int(starts[-1]),
-            int(counts.max()), xp.asarray(tables["window"]), xp.asarray(np.concatenate(slots)),
-        )  # fmt: skip
-        return batch, {name: xp.asarray(table) for name, table in tables.items()}
+        return CommonAttentionMetadata.from_lengths(counts, lens, tables["window"], size), tables
 
 
 class Stopwatch:

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 
 import cumla
+from cumla.metadata import compute_slot_mapping
 
 BF16 = ml_dtypes.bfloat16
 REQUESTS, HEADS, BLOCK_SIZE, WINDOW = 4, 16, 64, 128
@@ -21,11 +22,11 @@ def main(backend: str | None = None) -> None:
     seq_lens = np.array([1, 70, 128, 190], np.int32)
 
     # Each request's rows so far, the newest one included, go to the slots that its block table says.
-    for request, length in enumerate(seq_lens):
-        positions = np.arange(length)
-        slots = block_table[request, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-        rows = rng.standard_normal((length, 512)).astype(BF16)
-        cumla.quantize_and_insert_k_cache(rows, cache, slots, BLOCK_SIZE, backend=backend)
+    starts = np.concatenate([[0], np.cumsum(seq_lens)]).astype(np.int32)
+    slots = compute_slot_mapping(starts[-1], starts, seq_lens, block_table, BLOCK_SIZE, backend=backend)
+    cumla.quantize_and_insert_k_cache(
+        rng.standard_normal((len(slots), 512)).astype(BF16), cache, slots, BLOCK_SIZE, backend=backend
+    )
 
     # One new token a request, which attends to the last WINDOW positions.
     indices, lens = cumla.compute_swa_indices_and_lens(

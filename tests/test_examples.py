@@ -6,10 +6,13 @@ import sys
 
 import pytest
 
+import emulation
+
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 EXPECTED = {
     "from_flash_mla.py": ["sparse: out torch.bfloat16 (2, 2, 128, 512), lse (2, 128, 2)", "dense:  out torch.bfloat16"],
     "graph_loop.py": ["20 steps, lengths from ["],
+    "mini_engine.py": ["33 steps, 384 of 1309 prompt tokens were cached, all outputs as in one shot"],
     "with_cupy.py": ["out bfloat16 (32, 1, 64, 512) on <CUDA Device 0>"],
     "with_jax.py": ["out bfloat16 (4, 16, 512) on ", "cache updated in place: True"],
     "with_numpy.py": ["out bfloat16 (4, 1, 16, 512), lse float32 (4, 16, 1), keys attended [1, 70, 128, 128]"],
@@ -17,8 +20,12 @@ EXPECTED = {
     "with_torch.py": ["out torch.bfloat16 (4, 1, 16, 512) on ", "as eager: True"],
 }
 NEEDS = {"from_flash_mla.py": "torch", "with_jax.py": "jax", "with_torch.py": "torch"}
-BACKENDS = {"with_numpy.py": "reference", "with_torch.py": "reference"}  # another than what would be chosen
-GPU_BACKENDS = dict.fromkeys(("graph_loop.py", "with_cupy.py", "with_torch.py"), "numba_cuda")
+# Another backend than what would be chosen.
+BACKENDS = {"with_numpy.py": ("reference",), "with_torch.py": ("reference",), "mini_engine.py": ("numpy", "reference")}
+GPU_BACKENDS = dict.fromkeys(("graph_loop.py", "with_cupy.py", "with_torch.py"), ("numba_cuda",)) | {
+    "mini_engine.py": ("cupy", "numba_cuda")
+}
+DEVICE_ARGUMENTS = {"mini_engine.py": ("cupy",)}
 NEEDS_GPU = {"graph_loop.py", "with_cupy.py"}
 
 
@@ -49,22 +56,29 @@ def test_example(name, capsys):
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_example_on_another_backend(name, capsys):
-    run(name, capsys, BACKENDS[name])
+    run(name, capsys, *BACKENDS[name])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", GPU_BACKENDS)
 def test_example_on_another_backend_of_the_device(name, capsys):
-    run(name, capsys, GPU_BACKENDS[name])
+    run(name, capsys, *GPU_BACKENDS[name])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", sorted(EXPECTED))
 def test_example_on_the_device(name, capsys):
-    printed = run(name, capsys)
+    printed = run(name, capsys, *DEVICE_ARGUMENTS.get(name, ()))
     if name == "graph_loop.py":
         before, after = (eval_list(part) for part in printed.split("from ")[1].split(" to "))
         assert [b + 20 for b in before] == after
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(emulation.unavailable() is not None, reason=str(emulation.unavailable()))
+def test_the_engine_on_an_emulated_device(capsys):
+    with emulation.devices():
+        run("mini_engine.py", capsys, "cupy")
 
 
 def eval_list(text):

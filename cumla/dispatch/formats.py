@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ..kernels.types.segments import Pages
 from ..layout import LAYOUTS, CacheLayout, layouts_of
 from .call import BYTES, Call
 from .values import shown
+
+DEFAULT_BLOCK_SIZES = {"DSV4_FP8": 64}  # of raw pages: quantize_and_insert_k_cache of vLLM's V4 has it
 
 
 def named_layout(layout: Any) -> CacheLayout | None:
@@ -41,7 +44,8 @@ def cache_layout(
     """The format of a cache: `layout` if that is given, else by the bytes that a token takes or the dtype of its rows.
 
     block_size, row_width  what is known of raw pages: their tokens, and the values of the rows that go in or come out.
-                           Of the quantised formats one has rows of that width
+                           Of the quantised formats one has rows of that width; raw pages of DSV4_FP8 may go without
+                           block_size (`cache_pages`)
 
     Raises ValueError for an array that does not tell: raw pages of unknown size, or bytes as several formats have them.
     """
@@ -56,8 +60,9 @@ def cache_layout(
         else:
             plain = (x for x in LAYOUTS.values() if not x.num_scales and x.value_type == native.dtype.name)
             known = [x for x in plain if x.head_dim == width]
-    elif native.ndim == 2 and native.dtype in BYTES and block_size is not None:
+    elif native.ndim == 2 and native.dtype in BYTES:
         known = [x for x in LAYOUTS.values() if x.num_scales and x.head_dim == row_width]
+        known = [x for x in known if block_size is not None or x.name in DEFAULT_BLOCK_SIZES]
     if len(known) > 1:
         names = ", ".join(x.name for x in known)
         what = f"tokens of {native.shape[-1]} bytes" if native.ndim > 2 else f"raw pages for rows of {row_width} values"
@@ -69,6 +74,31 @@ def cache_layout(
             "(and for raw pages block_size) with it, or a cache [num_blocks, block_size, token_bytes]"
         )
     return known[0]
+
+
+def cache_pages(
+    call: Call, name: str, cache: Any, layout: CacheLayout, block_size: int | None, writable: bool = False
+) -> Pages:
+    """A paged cache as `Call.pages` gives it, where raw pages of DSV4_FP8 have 64 tokens unless `block_size` says more.
+
+    Raises ValueError for raw pages without block_size that are not as wide as pages of 64 tokens, with or without their
+    padding: a page of another size, or one packed with other data, would be read and written in the wrong places.
+    """
+    native = call.borrow(name, cache, writable)
+    default = DEFAULT_BLOCK_SIZES.get(layout.name)
+    if native.ndim != 2 or native.dtype not in BYTES or block_size is not None:
+        return call.pages(name, cache, layout, block_size, writable)
+    width = native.shape[1]
+    if default is not None and width in (default * layout.token_bytes, layout.page_bytes(default)):
+        return call.pages(name, cache, layout, default, writable)
+    tokens = width // layout.token_bytes
+    fits = tokens > 0 and width in (tokens * layout.token_bytes, layout.page_bytes(tokens))
+    but = "" if default is None else f" (only pages of {layout.page_bytes(default)} bytes mean {default} tokens)"
+    of_this_size = f"; pages of {tokens} tokens of {layout.name} have this size" if fits else ""
+    raise ValueError(
+        f"{name}: got raw pages of {width} bytes and no block_size, expected the tokens of a page as block_size"
+        f"{but}{of_this_size}"
+    )
 
 
 def check_row_width(name: str, width: int, layout: CacheLayout) -> None:

@@ -273,9 +273,10 @@ class _Run:
         with self.observe("decode"):
             sparse_mla_decode(
                 q[:tokens, None], swa_cache, metadata.decode_swa_indices, layout=self.layer.layout,
-                topk_length=metadata.decode_swa_lens, **extra, attn_sink=self.layer.attn_sink,
-                softmax_scale=self.layer.softmax_scale, out=out[:tokens, None], lse=self._cut("lse", tokens),
-                plan=metadata.decode_plan(self.layer.compress_ratio), backend=self.backend,
+                block_size=metadata.block_size, topk_length=metadata.decode_swa_lens, **extra,
+                attn_sink=self.layer.attn_sink, softmax_scale=self.layer.softmax_scale, out=out[:tokens, None],
+                lse=self._cut("lse", tokens), plan=metadata.decode_plan(self.layer.compress_ratio),
+                backend=self.backend,
             )  # fmt: skip
 
     def _cut(self, name: str, tokens: int | None) -> Any:
@@ -329,9 +330,9 @@ class _Run:
             window = dlpack.borrow(metadata.prefill_swa_indices, "prefill_swa_indices")[local, None]
             lens = dlpack.borrow(metadata.prefill_swa_lens, "prefill_swa_lens")[local]
             sparse_mla_decode(
-                q[tokens, None], swa_cache, window, layout=self.layer.layout, topk_length=lens, **extra,
-                attn_sink=self.layer.attn_sink, softmax_scale=self.layer.softmax_scale, out=out[tokens, None],
-                plan=metadata.pages_plan(ratio, tokens.start), backend=self.backend,
+                q[tokens, None], swa_cache, window, layout=self.layer.layout, block_size=metadata.block_size,
+                topk_length=lens, **extra, attn_sink=self.layer.attn_sink, softmax_scale=self.layer.softmax_scale,
+                out=out[tokens, None], plan=metadata.pages_plan(ratio, tokens.start), backend=self.backend,
             )  # fmt: skip
 
     def prefill_over_rows(

@@ -6,7 +6,6 @@ from .indexer import (
     DeepSeekV32IndexerDecodeMetadata,
     DeepseekV32IndexerMetadata,
     DeepseekV32IndexerMetadataBuilder,
-    get_compressed_slot_mapping,
 )
 from .indexer_chunks import (
     DeepseekV32IndexerPrefillChunkMetadata,
@@ -19,6 +18,7 @@ from .mla import MLACommonMetadata
 from .mla_builder import MLACommonMetadataBuilder, MLAConfig
 from .mla_groups import GroupedBatch, SequenceGroup
 from .mla_state import MLACommonBackend, MLACommonState
+from .slots import compute_positions, compute_slot_mapping, get_compressed_slot_mapping
 from .sparse_swa import DeepseekSparseSWAMetadata, DeepseekSparseSWAMetadataBuilder
 
 __all__ = [
@@ -40,6 +40,8 @@ __all__ = [
     "MLAConfig",
     "SequenceGroup",
     "ServingConfig",
+    "compute_positions",
+    "compute_slot_mapping",
     "get_compressed_slot_mapping",
     "get_dcp_local_seq_lens",
     "get_max_prefill_buffer_size",

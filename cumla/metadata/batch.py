@@ -6,14 +6,16 @@ Each array that a kernel needs on its device has a `_cpu` twin, so that nothing 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import dlpack
-from ..dispatch.call import SLOTS
+from ..arrays import dlpack, streams
+from ..dispatch.call import INT32, SLOTS, Call
 from ..dispatch.values import check_flags, check_integers, plain, plain_integers
+from .slots import MOST_TOKENS, compute_slot_mapping
 
 PADDING_SLOT = -1
 
@@ -36,6 +38,7 @@ class CommonAttentionMetadata:
 
     Source: vLLM CommonAttentionMetadata. There, constructing it fills the tail of slot_mapping with -1;
     here nothing is written until `pad_slot_mapping` is called.
+    `from_lengths` fills all fields from host lengths and a block table.
     """
 
     query_start_loc: Any
@@ -60,6 +63,72 @@ class CommonAttentionMetadata:
         if self.max_seq_len < 0:
             lens = host_integers("seq_lens_cpu", self.seq_lens_cpu)
             object.__setattr__(self, "max_seq_len", int(lens.max(initial=0)))
+
+    @classmethod
+    def from_lengths(
+        cls,
+        query_lens: Sequence[int] | Any,
+        seq_lens: Sequence[int] | Any,
+        block_table: Any,
+        block_size: int,
+        xp: Any = None,
+        *,
+        backend: str | None = None,
+    ) -> CommonAttentionMetadata:
+        """The batch of requests with these lengths, whose new tokens go where the block table says.
+
+        query_lens   [num_reqs] integers on the host, new tokens of each request. Decodes come first: the builders
+                     raise for a request of at most 1 + num_speculative_tokens that follows a longer one
+        seq_lens     [num_reqs] integers on the host, tokens of each request, the new ones included
+        block_table  [num_reqs, B] int32, page of each block_size positions, wide enough for each sequence. A token
+                     whose page is negative gets slot -1, which nothing is written to
+        block_size   positions of a page
+        xp           numpy or cupy, whose arrays the batch gets; a block table in host memory is then copied to CuPy's
+                     current device. None: arrays of the block table's framework, on its device
+
+        Each array is copied to the device once, on the current stream of the framework, and the slots are computed
+        there; nothing is read back. The lengths are copied, the block table is kept as it is. The `_cpu` arrays are
+        NumPy's; in host memory the others share their memory.
+
+        Not for captures: a CUDA graph would keep the lengths of its capture. Fill the constructor with arrays whose
+        addresses stay, as examples/graph_loop.py does.
+
+        Raises TypeError or ValueError for arguments that do not fit and for calls during a capture.
+        """
+        check_integers(1, block_size=block_size)
+        new, lens = _lengths("query_lens", query_lens), _lengths("seq_lens", seq_lens)
+        if len(new) != len(lens):
+            raise ValueError(f"query_lens, seq_lens: got {len(new)} and {len(lens)} requests, expected as many of both")
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(new)])
+        check_lengths("query_lens", starts, "seq_lens", lens)
+        for name, largest in (("query_lens", int(starts[-1])), ("seq_lens", int(lens.max(initial=0)))):
+            if largest > MOST_TOKENS:
+                raise ValueError(f"{name}: got {largest} tokens, expected at most {MOST_TOKENS}")
+        framework, module, table = _placed(block_table, xp)
+        with streams.callers(table, framework):
+            if module is not np and streams.is_capturing():
+                raise ValueError(
+                    "from_lengths: got a call while a CUDA graph is being captured, expected one outside of captures"
+                )
+            table = Call(backend).array("block_table", module.asarray(table), INT32, (len(lens), -1))
+            _check_covers(table, int(block_size), lens)
+            starts_cpu, lens_cpu = starts.astype(np.int32), lens.astype(np.int32)
+            query_start_loc, seq_lens = module.asarray(starts_cpu), module.asarray(lens_cpu)
+            slots = compute_slot_mapping(int(starts[-1]), query_start_loc, seq_lens, table, block_size, backend=backend)
+            query_start_loc, seq_lens, slots = (dlpack.give(x, framework) for x in (query_start_loc, seq_lens, slots))
+        return cls(
+            query_start_loc=query_start_loc,
+            query_start_loc_cpu=starts_cpu,
+            seq_lens=seq_lens,
+            seq_lens_cpu=lens_cpu,
+            num_computed_tokens_cpu=lens_cpu - np.diff(starts_cpu),
+            num_reqs=len(lens),
+            num_actual_tokens=int(starts[-1]),
+            max_query_len=int(new.max(initial=0)),
+            block_table_tensor=block_table if xp is None else table,
+            slot_mapping=slots,
+            max_seq_len=int(lens.max(initial=0)),
+        )
 
     def pad_slot_mapping(self) -> None:
         """Fill slot_mapping beyond num_actual_tokens with -1, so that padding tokens are written nowhere.
@@ -93,6 +162,48 @@ def host_integers(name: str, value: Any) -> np.ndarray:
     if array.ndim != 1:
         raise ValueError(f"{name}: got shape {array.shape}, expected one axis")
     return array.astype(np.int64)
+
+
+def _lengths(name: str, value: Any) -> np.ndarray:
+    """Lengths [R] int64 from a sequence of integers or an array in host memory. Raises as `host_integers`."""
+    if isinstance(value, Sequence):
+        if not len(value):
+            return np.empty(0, np.int64)
+        try:
+            value = np.array(value)
+        except ValueError:
+            raise ValueError(f"{name}: got a sequence of sequences, expected one of integers") from None
+    lens = host_integers(name, value)
+    r = first_true(lens < 0)
+    if r >= 0:
+        raise ValueError(f"{name}: request {r} has {lens[r]} tokens, expected at least 0")
+    return lens.astype(np.int64)
+
+
+def _placed(block_table: Any, xp: Any) -> tuple[str, Any, Any]:
+    """The framework of a batch's arrays, the module that makes them, numpy or cupy, and the block table as borrowed."""
+    table = dlpack.borrow(block_table, "block_table")
+    if xp is None:
+        return dlpack.framework_of(block_table), dlpack.namespace_of(table), table
+    name = getattr(xp, "__name__", type(xp).__name__)
+    if name not in ("numpy", "cupy"):
+        raise TypeError(f"xp: got {name}, expected the module numpy or cupy, or None for the block table's framework")
+    if name == "numpy" and not isinstance(table, np.ndarray):
+        raise ValueError(
+            f"xp: got numpy for a block table on CUDA device {table.device.id}, expected cupy or None: nothing is read "
+            "back from a device"
+        )
+    return name, xp, table
+
+
+def _check_covers(block_table: Any, block_size: int, seq_lens: np.ndarray) -> None:
+    """Raise ValueError for a block table that does not cover a sequence."""
+    columns, longest = block_table.shape[1], int(seq_lens.max(initial=0))
+    if longest > columns * block_size:
+        raise ValueError(
+            f"block_table: request {int(seq_lens.argmax())} has {longest} tokens, but {columns} columns of "
+            f"{block_size} cover {columns * block_size}, expected at least {-(-longest // block_size)} columns"
+        )
 
 
 def first_true(mask: Any) -> int:

@@ -16,8 +16,6 @@ from .builder import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, 
 from .indexer_chunks import ChunkBuilder, DeepseekV32IndexerPrefillChunkMetadata, DeepseekV32IndexerPrefillMetadata
 from .validation import check_batch, check_capacity
 
-INT64 = (np.dtype(np.int64),)
-
 
 @dataclass
 class DeepSeekV32IndexerDecodeMetadata:
@@ -75,50 +73,6 @@ class DeepseekV32IndexerMetadata:
     decode: DeepSeekV32IndexerDecodeMetadata | None = None
     compress_ratio: int = 1
     build: Build | None = field(default=None, repr=False, compare=False)
-
-
-@plain_integers
-def get_compressed_slot_mapping(
-    num_tokens: int,
-    query_start_loc: Any,
-    seq_lens: Any,
-    block_table: Any,
-    block_size: int,
-    compress_ratio: int,
-    out: Any = None,
-    *,
-    backend: str | None = None,
-    stream: Any = None,
-) -> Any:
-    """Slots of the rows that a step's tokens complete in a compressed cache.
-
-    num_tokens       query tokens
-    query_start_loc  [R + 1] int32
-    seq_lens         [R] int32, positions, the new ones included
-    block_table      [R, B] int32, page of each block_size rows
-    block_size       rows of a page
-    compress_ratio   positions of a row
-    out              [>= num_tokens] int64 to write instead of allocating; -1 after the tokens
-
-    Returns int64 [num_tokens]: the slot of row position // compress_ratio for a token whose position is the
-    last one of its row, -1 for all others and where the table has no such page.
-    Source: vLLM get_compressed_slot_mapping.
-    """
-    check_integers(0, num_tokens=num_tokens)
-    check_integers(1, block_size=block_size, compress_ratio=compress_ratio)
-    call = Call(backend, stream)
-    query_start_loc = call.array("query_start_loc", query_start_loc, INT32, (-1,))
-    seq_lens = call.array("seq_lens", seq_lens, INT32, ("R",))
-    block_table = call.array("block_table", block_table, INT32, ("R", -1))
-    call.check_shape("query_start_loc", query_start_loc.shape, (len(seq_lens) + 1,))
-    slots = call.output("out", out, INT64, (num_tokens,) if out is None else (-1,))
-    if len(slots) < num_tokens:
-        raise ValueError(f"out: got {len(slots)} entries, expected at least num_tokens = {num_tokens}")
-    with call.kernels("indexer_metadata") as kernels:
-        kernels.compressed_slot_mapping(
-            query_start_loc, seq_lens, block_table, num_tokens, block_size, compress_ratio, slots
-        )
-    return call.results()[:num_tokens]
 
 
 class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32IndexerMetadata]):

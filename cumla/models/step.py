@@ -16,8 +16,8 @@ from ..metadata.builder import MOST_POSITIONS, ServingConfig
 from ..metadata.indexer import (
     DeepseekV32IndexerMetadata,
     DeepseekV32IndexerMetadataBuilder,
-    get_compressed_slot_mapping,
 )
+from ..metadata.slots import get_compressed_slot_mapping
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata, DeepseekSparseSWAMetadataBuilder
 from ..metadata.validation import check_tables
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..dispatch.call import BF16, FLOAT32, INT32, SLOTS, Call
-from ..dispatch.formats import cache_layout
+from ..dispatch.formats import cache_layout, cache_pages
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_integers, check_optional_size
 from ..kernels.types.compressor import Compression, CompressorRows
@@ -57,7 +57,8 @@ def compress_and_insert(
                         cache) for a token that no later step reads
     state_block_table   [R, B] int32, page of each state_block_size positions; -1 where there is none (any more)
     k_cache             a cache of `layout`, written: uint8 [num_blocks, block_size, token_bytes], raw pages
-                        [num_blocks, page_bytes] with layout and block_size given, or rows in the layout's plain type
+                        [num_blocks, page_bytes] with layout and block_size given (pages of
+                        DSV4_FP8 as wide as 64 tokens need no block_size), or rows in the layout's plain type
     slot_mapping        [M] int64 or int32, M <= T: slot of the row that a token completes, -1 for the others
                         (get_compressed_slot_mapping)
     positions           [T] int64 or int32, of each token in its sequence
@@ -151,7 +152,7 @@ def _rows(
         call.array(f"{prefix}position_bias", position_bias, FLOAT32, (compress_ratio, width // 2)),
         call.array(f"{prefix}norm_weight", norm_weight, PROJECTED, (dim,)),
         state,
-        call.pages(f"{prefix}k_cache", k_cache, layout, block_size, writable=True),
+        cache_pages(call, f"{prefix}k_cache", k_cache, layout, block_size, writable=True),
     )
     call.check_float32("layout", layout.value_type)
     return rows

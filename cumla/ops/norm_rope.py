@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..dispatch.call import BF16, BYTES, FLOAT32, SLOTS, Call
-from ..dispatch.formats import cache_layout
+from ..dispatch.formats import cache_layout, cache_pages
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_flags, check_integers, check_optional_size, in_float32
 from ..layout import DSV4_FP8, INDEXER_FP8, CacheLayout
@@ -81,7 +81,8 @@ def qnorm_rope_and_insert(
     q             [T, h, 512] bfloat16, h from 1 to 128; on the host also float32
     kv            [T, 512] of q's dtype, its RMSNorm done
     k_cache       a cache of `layout`, written: uint8 [num_blocks, block_size, 584], raw pages
-                  [num_blocks, page_bytes] with block_size given, or rows [num_blocks, block_size, 512]
+                  [num_blocks, page_bytes] with block_size given (if None 64, for pages as wide as that), or rows
+                  [num_blocks, block_size, 512]
     slot_mapping  [N] int64 or int32, N <= T: slot of each row; one outside the cache (-1 above all) skips its row
     positions     [T] int64 or int32
     cos_sin_cache  [max_position, rope_dim] float32: cosines of the pairs (2 i, 2 i + 1) of the last rope_dim values,
@@ -104,7 +105,7 @@ def qnorm_rope_and_insert(
     check_heads(q.shape[1])
     call.check_float32("q", q.dtype.name)
     kv = call.array("kv", kv, (q.dtype,), ("T", layout.head_dim))
-    pages = call.pages("k_cache", k_cache, layout, block_size, writable=True)
+    pages = cache_pages(call, "k_cache", k_cache, layout, block_size, writable=True)
     call.check_float32("layout", layout.value_type)
     slots = checked_slots(call, slot_mapping, "kv")
     positions = call.array("positions", positions, SLOTS, ("T",))
@@ -158,7 +159,7 @@ def indexer_knorm_rope_and_insert(
         raise ValueError(f"layout: got {layout.name}, expected that of the indexer's keys")
     weight = call.array("weight", weight, ROWS, (layout.head_dim,))
     bias = call.array("bias", bias, (weight.dtype,), (layout.head_dim,))
-    pages = call.pages("k_cache", k_cache, layout, block_size, writable=True)
+    pages = cache_pages(call, "k_cache", k_cache, layout, block_size, writable=True)
     call.check_float32("layout", layout.value_type)
     slots = checked_slots(call, slot_mapping, "k")
     positions = call.array("positions", positions, SLOTS, ("T",))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..dispatch.call import BF16, FLOAT32, FLOATS, INT32, Call
-from ..dispatch.formats import cache_layout
+from ..dispatch.formats import cache_layout, cache_pages
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_choice, check_flags, check_kind, check_optional_size, in_float32, shown
 from ..kernels.types.plan import DecodePlan, DenseDecodePlan
@@ -46,8 +46,8 @@ def sparse_mla_decode(
     q              [b, s_q, h, d] bfloat16; d = 512 or 576 as the layout has it, h from 1 to 128. On the host also
                    float32, for results without its rounding: out is float32 then
     k_cache        uint8 [num_blocks, block_size, token_bytes] (or [..., 1, token_bytes], or raw pages
-                   [num_blocks, page_bytes] with layout and block_size given), or bfloat16
-                   [num_blocks, block_size, d]
+                   [num_blocks, page_bytes] with layout and block_size given; pages of DSV4_FP8 as wide as 64 tokens
+                   need no block_size), or bfloat16 [num_blocks, block_size, d]
     indices        [b, s_q, topk] int32 slots; -1 and anything outside the cache is absent. A slot listed
                    twice counts twice
     layout         DSV4_FP8, V32_FP8, MLA_BF16 or DSV4_BF16, on the host also MLA_F32 or DSV4_F32, or the name of
@@ -228,7 +228,7 @@ def segment(
     call: Call, prefix: str, k_cache: Any, indices: Any, lengths: Any, layout: CacheLayout, block_size: int | None
 ) -> Segment:
     """Check one cache with its indices and lengths."""
-    pages: Pages = call.pages(f"{prefix}k_cache", k_cache, layout, block_size)
+    pages: Pages = cache_pages(call, f"{prefix}k_cache", k_cache, layout, block_size)
     indices = call.array(f"{prefix}indices", indices, INT32, ("b", "s_q", -1))
     name = f"{prefix}topk_length"
     if lengths is not None:

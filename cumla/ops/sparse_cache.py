@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..dispatch.call import BYTES, FLOAT32, FLOATS, INT32, SLOTS, Call, bytes_of
-from ..dispatch.formats import cache_layout, check_row_width
+from ..dispatch.formats import cache_layout, cache_pages, check_row_width
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_choice, check_flags, check_integers, check_optional_size
 from ..kernels.types.segments import Pages
@@ -29,12 +29,11 @@ def quantize_and_insert_k_cache(
     """Quantise rows to FP8 and write each into its slot of a paged cache.
 
     k             [T, head_dim] bfloat16, float16 or float32; RoPE applied already
-    k_cache       uint8 [num_blocks, block_size, token_bytes], or raw pages [num_blocks, page_bytes] with block_size
-                  given, written
+    k_cache       uint8 [num_blocks, block_size, token_bytes], or raw pages [num_blocks, page_bytes], written
     slot_mapping  [N] int64 or int32, N <= T: slot = block * block_size + row. A slot outside the cache
                   (-1 above all) skips its row; rows of `k` beyond N are not looked at. Slots of one call
                   differ: see below
-    block_size    tokens of a page; None: told by the cache
+    block_size    tokens of a page; None: as the cache has, of raw pages of DSV4_FP8 64 if they are as wide
     is_ue8m0      scales are powers of two; False, for float32 scales only, takes amax / 448 as it is
     layout        DSV4_FP8, V32_FP8 or INDEXER_FP8, or the name of one; None: told by the size of a token, of raw
                   pages by the width of `k`
@@ -61,7 +60,7 @@ def quantize_and_insert_k_cache(
     if layout.scale_type == "ue8m0" and not is_ue8m0:
         raise ValueError(f"is_ue8m0: got False, but {layout.name} stores scales as powers of two")
     check_row_width("k", k.shape[1], layout)
-    pages = call.pages("k_cache", k_cache, layout, block_size, writable=True)
+    pages = cache_pages(call, "k_cache", k_cache, layout, block_size, writable=True)
     quantize_and_insert(call, k, pages, slot_mapping, bool(is_ue8m0))
 
 
@@ -100,12 +99,12 @@ def dequantize_and_gather_k_cache(
 
     out          [R, max_tokens, head_dim] bfloat16, float16 or float32, written:
                  out[r, offset + i] = row of position seq_lens[r] - gather_lens[r] + i
-    k_cache      uint8 [num_blocks, block_size, token_bytes], raw pages [num_blocks, page_bytes] with block_size
-                 given, or rows [num_blocks, block_size, head_dim]
+    k_cache      uint8 [num_blocks, block_size, token_bytes], raw pages [num_blocks, page_bytes], or rows
+                 [num_blocks, block_size, head_dim]
     seq_lens     [R] int32, tokens of each request in the cache
     gather_lens  [R] int32, how many of the last positions to gather, or None for all of them
     block_table  [R, B] int32, page of each block_size positions
-    block_size   tokens of a page; None: told by the cache
+    block_size   tokens of a page; None: as the cache has, of raw pages of DSV4_FP8 64 if they are as wide
     offset       first row of `out` that is written
     compress_ratio  positions that a row of the cache stands for: a request has seq_lens[r] // compress_ratio rows, of
                  which gather_lens and block_size count
@@ -126,7 +125,7 @@ def dequantize_and_gather_k_cache(
     if not layout.num_scales and layout.value_type not in ("bfloat16", "float32"):
         raise ValueError(f"layout: got {layout.name}, expected one with FP8 values and their scales")
     check_row_width("out", out.shape[2], layout)
-    pages = call.pages("k_cache", k_cache, layout, block_size)
+    pages = cache_pages(call, "k_cache", k_cache, layout, block_size)
     call.check_float32("layout", layout.value_type)
     seq_lens = call.array("seq_lens", seq_lens, INT32, ("R",))
     gather_lens = call.optional("gather_lens", gather_lens, INT32, ("R",))

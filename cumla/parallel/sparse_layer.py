@@ -141,7 +141,8 @@ class ShardedSparseMLALayer:
         self._attention.observe = lambda part: observe(kind if part == "attend" else part)
         self._attention.sparse_decode(
             q[tokens], swa_cache, window, lens, **extra, attn_sink=self.layer.attn_sink,
-            softmax_scale=self.layer.softmax_scale, layout=self.layer.layout, out=out[tokens],
+            softmax_scale=self.layer.softmax_scale, layout=self.layer.layout, block_size=metadata.block_size,
+            out=out[tokens],
         )  # fmt: skip
 
     def _selected(self, compressed: ShardedCompressedCache, tokens: slice, metadata: DeepseekSparseSWAMetadata) -> Any:

@@ -36,13 +36,55 @@ def test_insert_and_gather_ask_the_cache(layout, rng):
     assert got.astype(np.float32).any()
 
 
-def test_raw_pages_want_to_be_told():
+def test_raw_pages_of_another_size_want_block_size():
+    """Only pages of DSV4_FP8 have a default size, and a width that is not that of 64 tokens is never taken for it."""
     k, pages = np.zeros((3, 512), BF16), np.zeros((2, cumla.DSV4_FP8.page_bytes(BLOCK)), np.uint8)
+    slots = np.arange(3)
+    message = (
+        r"k_cache: got raw pages of 3456 bytes and no block_size, expected the tokens of a page as block_size \(only "
+        r"pages of 37440 bytes mean 64 tokens\); pages of 5 tokens of DSV4_FP8 have this size$"
+    )
+    for layout in (None, "DSV4_FP8"):
+        with pytest.raises(ValueError, match=message):
+            cumla.quantize_and_insert_k_cache(k, pages, slots, layout=layout)
+    with pytest.raises(ValueError, match=r"got raw pages of 37441 bytes .* mean 64 tokens\)$"):
+        cumla.quantize_and_insert_k_cache(k, np.zeros((2, 37441), np.uint8), slots)
+    with pytest.raises(ValueError, match=r"got raw pages of 10 bytes .* mean 64 tokens\)$"):
+        cumla.quantize_and_insert_k_cache(k, np.zeros((2, 10), np.uint8), slots)
+    cumla.quantize_and_insert_k_cache(k, pages, slots, BLOCK, layout="DSV4_FP8", backend="reference")
+
+    k, pages = np.zeros((3, 576), BF16), np.zeros((2, cumla.V32_FP8.page_bytes(64)), np.uint8)
     with pytest.raises(ValueError, match=r"k_cache: got uint8 of shape .* raw pages, .* expected layout .* block_size"):
-        cumla.quantize_and_insert_k_cache(k, pages, np.arange(3))
-    with pytest.raises(ValueError, match="k_cache: got raw pages, expected block_size with them"):
-        cumla.quantize_and_insert_k_cache(k, pages, np.arange(3), layout="DSV4_FP8")
-    cumla.quantize_and_insert_k_cache(k, pages, np.arange(3), BLOCK, layout="DSV4_FP8", backend="reference")
+        cumla.quantize_and_insert_k_cache(k, pages, slots)
+    message = "got raw pages of 41984 bytes and no block_size, expected the tokens of a page as block_size; pages of 64"
+    with pytest.raises(ValueError, match=message):
+        cumla.quantize_and_insert_k_cache(k, pages, slots, layout="V32_FP8")
+    assert not pages.any()
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_raw_pages_of_v4_have_64_tokens(padded, rng):
+    """As the peer's default says; with the padding of a page or without."""
+    layout, tokens = cumla.DSV4_FP8, 100
+    k = rng.standard_normal((tokens, 512)).astype(BF16)
+    cache = layout.allocate(2, 64)
+    pages = np.zeros((2, layout.page_bytes(64) if padded else 64 * layout.token_bytes), np.uint8)
+    for x in (cache, pages):
+        cumla.quantize_and_insert_k_cache(k, x, np.arange(tokens), backend="reference")
+    np.testing.assert_array_equal(pages[:, : 64 * layout.token_bytes], cache.reshape(2, -1))
+
+    lens, table = np.array([tokens], np.int32), np.array([[0, 1]], np.int32)
+    want, got = np.zeros((2, 1, tokens, 512), BF16)
+    for out, x in ((want, cache), (got, pages)):
+        cumla.dequantize_and_gather_k_cache(out, x, lens, None, table, backend="reference")
+    np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))
+
+    q, indices = rng.standard_normal((1, 1, 2, 512)).astype(BF16), np.arange(tokens, dtype=np.int32)[None, None]
+    want, got = (
+        cumla.sparse_mla_decode(q, x, indices, layout=layout, backend="reference")[0].view(np.uint16)
+        for x in (cache, pages)
+    )
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("layout", [cumla.DSV4_FP8, cumla.V32_FP8, cumla.INDEXER_FP8], ids=lambda x: x.name)

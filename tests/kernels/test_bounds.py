@@ -12,7 +12,8 @@ FILES = {
     "test_safety_cache.py": "cpu and not large",
     "test_safety_attention.py": "any_row_and_length and cpu or any_index and cpu-layout0",
     "metadata/test_sparse_swa.py": "test_batch and cpu",
-    "metadata/test_indexer.py": "(test_batch or compressed_slot_mapping) and cpu and v4",
+    "metadata/test_indexer.py": "test_batch and cpu and v4",
+    "metadata/test_slots.py": "cpu",
     "ops/test_indexer.py": (
         "cpu and (choice_is_the_references and 300 or test_queries and bfloat16-True-True or without_scales and F32)"
     ),

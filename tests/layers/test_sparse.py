@@ -413,6 +413,23 @@ def test_a_wrong_step_writes_nothing(rng, ratio, change, error, text):
     assert all(cache.any() for cache in caches)
 
 
+@pytest.mark.parametrize("road", ["pages", "rows"])
+def test_raw_pages_of_the_window_are_its_cache(rng, road):
+    """Of any size: the metadata knows how many tokens a page has. Of compressed rows they are refused."""
+    lab = Lab("cpu", on_device=False)
+    layer, arguments, _ = step_of(rng, lab, 4, [150, 40], [1, 19])
+    cache = arguments["swa_cache"]
+    pages = np.zeros((len(cache), cumla.DSV4_FP8.page_bytes(cache.shape[1])), np.uint8)
+    raw = np.zeros((9, cumla.DSV4_FP8.page_bytes(64)), np.uint8)
+    compressed = replace(arguments["compressed"], cache=raw)
+    with pytest.raises(ValueError, match=r"compressed\.cache: got raw pages, expected block_size with them"):
+        layer.step(**(arguments | {"compressed": compressed}), backend="cpu")
+    assert not cache.any()
+    want = layer.step(**arguments, prefill_road=road, backend="cpu")
+    got = layer.step(**(arguments | {"swa_cache": pages}), prefill_road=road, backend="cpu")
+    np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))
+
+
 def test_what_a_layer_itself_holds_is_checked_first(rng):
     lab = Lab("cpu", on_device=False)
     _, arguments, _ = step_of(rng, lab, 1, [40], [1])

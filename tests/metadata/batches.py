@@ -51,6 +51,12 @@ def tokens_of(seq_lens, query_lens):
     return [(r, p) for r, (s, q) in enumerate(lens) for p in range(s - q, s)]
 
 
+def compressed_slot(table, request, position, block_size, ratio):
+    """Slot of the row that a position completes, or -1."""
+    page, offset = divmod(position // ratio, block_size)
+    return table[request, page] * block_size + offset if (position + 1) % ratio == 0 else -1
+
+
 @st.composite
 def shapes(draw, threshold, max_decodes=6, max_prefills=3, uniform=False, longest_context=70, longest_prefill=24):
     """(seq_lens, query_lens) of a decode-first batch: decodes, prefills, both or none, with padding requests."""

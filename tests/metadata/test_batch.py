@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import emulation
+from cumla.arrays import streams
 from cumla.metadata import vllm_helpers
 from cumla.metadata.batch import (
     CommonAttentionMetadata,
@@ -24,6 +25,7 @@ from cumla.metadata.vllm_helpers import (
     reorder_batch_to_split_decodes_and_prefills,
     set_kv_cache_layout,
 )
+from metadata.batches import THOROUGH, shapes, tokens_of
 from support import golden
 from support.lab import Lab
 
@@ -44,6 +46,161 @@ def batch_of(query_lens, seq_lens=None, **changes):
         "slot_mapping": np.arange(starts[-1] + 2),
     }
     return CommonAttentionMetadata(**(fields | changes))
+
+
+FRAMEWORKS = ("numpy", "torch", "jax")
+
+
+def as_array(framework, array):
+    if framework == "numpy":
+        return array
+    module = pytest.importorskip(framework)
+    return module.from_numpy(array) if framework == "torch" else module.numpy.asarray(array)
+
+
+def by_hand(seq_lens, query_lens, table, block_size, put=np.asarray):
+    """The constructor's arguments, token by token."""
+    slots = [table[r, p // block_size] * block_size + p % block_size for r, p in tokens_of(seq_lens, query_lens)]
+    fields = vars(batch_of(query_lens, seq_lens)) | {"block_table_tensor": table, "slot_mapping": np.int64(slots)}
+    arrays = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
+    return fields | {name: put(fields[name]) for name in arrays}
+
+
+def assert_fields(batch, want, get=np.asarray):
+    assert {field.name for field in dataclasses.fields(batch)} == set(want)
+    for name, value in want.items():
+        got = getattr(batch, name)
+        if isinstance(value, int):
+            assert (type(got), got) == (int, value), name
+            continue
+        assert type(got) is type(value), name
+        assert got.dtype == value.dtype, name
+        np.testing.assert_array_equal(get(got), get(value), err_msg=name)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@THOROUGH
+@given(shape=shapes(threshold=2), block_size=st.integers(1, 9), data=st.data())
+def test_from_lengths_is_the_constructor(framework, shape, block_size, data):
+    seq_lens, query_lens = shape
+    columns = -(-max(seq_lens, default=0) // block_size) + data.draw(st.integers(0, 2))
+    table = np.random.default_rng(columns).permutation(len(seq_lens) * columns).astype(np.int32)
+    table = table.reshape(len(seq_lens), columns)
+    kind = data.draw(st.sampled_from([list, tuple, np.int32, np.int64, np.uint8, np.uint64]))
+    given_table = as_array(framework, table)
+    batch = CommonAttentionMetadata.from_lengths(
+        *(kind(lens) for lens in (query_lens, seq_lens)), given_table, block_size, backend="reference"
+    )
+    assert batch.block_table_tensor is given_table
+    assert_fields(batch, by_hand(seq_lens, query_lens, table, block_size, lambda x: as_array(framework, x)))
+
+
+def test_from_lengths_on_a_backend(place):
+    """A block table where kernels run; and one in host memory, copied to there."""
+    query_lens, seq_lens, table = (
+        [1, 2, 30, 0],
+        [40, 2, 33, 0],
+        np.arange(19, -1, -1, np.int32).reshape(4, 5),
+    )
+    want = by_hand(seq_lens, query_lens, table, 9, place.put)
+    for given_table, xp in ((place.put(table), None), (place.put(table), place.xp), (table, place.xp)):
+        batch = CommonAttentionMetadata.from_lengths(query_lens, seq_lens, given_table, 9, xp, backend=place.backend)
+        assert_fields(batch, want, place.get)
+
+
+def test_lengths_are_copied():
+    """An engine that counts its lengths up in place leaves the batch as it was."""
+    query_lens, seq_lens = np.array([1, 3], np.int32), np.array([5, 3], np.int32)
+    batch = CommonAttentionMetadata.from_lengths(query_lens, seq_lens, np.zeros((2, 1), np.int32), 8)
+    seq_lens += 1
+    query_lens[:] = 1
+    assert (batch.seq_lens.tolist(), batch.seq_lens_cpu.tolist()) == ([5, 3], [5, 3])
+    assert batch.num_computed_tokens_cpu.tolist() == [4, 0]
+
+
+def test_from_lengths_takes_torch_into_numpy():
+    table = pytest.importorskip("torch").from_numpy(np.array([[1, 0]], np.int32))
+    batch = CommonAttentionMetadata.from_lengths([2], [5], table, 3, np)
+    assert type(batch.block_table_tensor) is type(batch.slot_mapping) is np.ndarray
+    assert batch.slot_mapping.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"query_lens": [1]}, ValueError, "query_lens, seq_lens: got 1 and 2 requests, expected as many of both"),
+        ({"query_lens": [1, 8]}, ValueError, "seq_lens: request 1 has 7 tokens and a query of 8, expected a query"),
+        ({"query_lens": [-1, 3]}, ValueError, "query_lens: request 0 has -1 tokens, expected at least 0"),
+        ({"seq_lens": [5, -7]}, ValueError, "seq_lens: request 1 has -7 tokens, expected at least 0"),
+        ({"query_lens": [1.0, 3.0]}, TypeError, "query_lens: got dtype float64, expected integers"),
+        ({"query_lens": [True, True]}, TypeError, "query_lens: got dtype bool, expected integers"),
+        ({"query_lens": "ab"}, TypeError, "query_lens: got dtype <U2, expected integers"),
+        ({"query_lens": 3}, TypeError, "query_lens: got int, expected an array"),
+        ({"query_lens": [[1, 3]]}, ValueError, r"query_lens: got shape \(1, 2\), expected one axis"),
+        (
+            {"query_lens": [[1], [3, 4]]},
+            ValueError,
+            "query_lens: got a sequence of sequences, expected one of integers",
+        ),
+        ({"seq_lens": [5, 2**31]}, ValueError, f"seq_lens: got {2**31} tokens, expected at most {2**31 - 1}"),
+        (
+            {"query_lens": [2**30] * 2, "seq_lens": [2**30] * 2},
+            ValueError,
+            f"query_lens: got {2**31} tokens, expected at most {2**31 - 1}",
+        ),
+        (
+            {"block_table": np.zeros((3, 2), np.int32)},
+            ValueError,
+            r"block_table: got shape \(3, 2\), expected \[2, any\]",
+        ),
+        ({"block_table": np.zeros((2, 2))}, TypeError, "block_table: got dtype float64, expected int32"),
+        ({"block_table": [[0], [1]]}, TypeError, "block_table: got list, expected an array"),
+        (
+            {"seq_lens": [5, 9]},
+            ValueError,
+            "block_table: request 1 has 9 tokens, but 2 columns of 4 cover 8, expected at least 3 columns",
+        ),
+        ({"block_size": 0}, ValueError, "block_size: got 0, expected at least 1"),
+        ({"block_size": 4.0}, TypeError, "block_size: got 4.0 of type float, expected an integer"),
+        ({"xp": "numpy"}, TypeError, "xp: got str, expected the module numpy or cupy, or None"),
+        ({"xp": types}, TypeError, "xp: got types, expected the module numpy or cupy, or None"),
+    ],
+)
+def test_from_lengths_names_what_does_not_fit(changes, error, message):
+    arguments = {
+        "query_lens": [1, 3],
+        "seq_lens": [5, 7],
+        "block_table": np.zeros((2, 2), np.int32),
+        "block_size": 4,
+    }
+    with pytest.raises(error, match=message):
+        CommonAttentionMetadata.from_lengths(**(arguments | changes))
+
+
+@pytest.mark.skipif(emulation.unavailable() is not None, reason=str(emulation.unavailable()))
+def test_from_lengths_reads_nothing_back():
+    with emulation.devices():
+        put = Lab("cuda", on_device=True, emulated=True).put
+        table = np.zeros((1, 1), np.int32)
+        with pytest.raises(ValueError, match="xp: got numpy for a block table on CUDA device 0, expected cupy or None"):
+            CommonAttentionMetadata.from_lengths([1], [1], put(table), 4, np)
+        with pytest.raises(ValueError, match="seq_lens: got an array on CUDA device 0, expected one in host memory"):
+            CommonAttentionMetadata.from_lengths([1], put(np.ones(1, np.int32)), table, 4)
+
+
+@pytest.mark.skipif(emulation.unavailable() is not None, reason=str(emulation.unavailable()))
+@pytest.mark.parametrize("on_device", [False, True])
+def test_from_lengths_is_refused_in_a_capture(monkeypatch, on_device):
+    """What a graph replays would have the lengths of its capture."""
+    with emulation.devices():
+        import cupy
+
+        table = np.zeros((1, 1), np.int32)
+        table = cupy.array(table) if on_device else table
+        monkeypatch.setattr(streams, "is_capturing", lambda *_: True)
+        with pytest.raises(ValueError, match="from_lengths: got a call while a CUDA graph is being captured"):
+            CommonAttentionMetadata.from_lengths([1], [1], table, 4, cupy)
+    assert CommonAttentionMetadata.from_lengths([1], [1], np.zeros((1, 1), np.int32), 4).num_reqs == 1
 
 
 def test_max_seq_len_is_taken_from_the_lengths():

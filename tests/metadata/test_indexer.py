@@ -12,12 +12,21 @@ from hypothesis import strategies as st
 from cumla.metadata import (
     DeepseekV32IndexerMetadataBuilder,
     ServingConfig,
-    get_compressed_slot_mapping,
     get_max_prefill_buffer_size,
     kv_spans_from_batches,
     split_indexer_prefill_chunks,
 )
-from metadata.batches import BLOCK, THOROUGH, addresses_of, assert_equal, buffers_of, make_batch, shapes, tokens_of
+from metadata.batches import (
+    BLOCK,
+    THOROUGH,
+    addresses_of,
+    assert_equal,
+    buffers_of,
+    compressed_slot,
+    make_batch,
+    shapes,
+    tokens_of,
+)
 from support import golden
 from support.lab import Lab
 
@@ -73,11 +82,6 @@ def check(place, metadata, batch, config, seq_lens, query_lens):
     if metadata.prefill:
         check_prefill(place, metadata.prefill.chunks, config, seq_lens, query_lens, decodes, table)
     assert next_n == config.num_speculative_tokens + 1
-
-
-def compressed_slot(table, request, position, block_size, ratio):
-    page, offset = divmod(position // ratio, block_size)
-    return table[request, page] * block_size + offset if (position + 1) % ratio == 0 else -1
 
 
 def check_decode(place, decode, config, seq_lens, query_lens, decode_tokens, table):
@@ -307,41 +311,6 @@ def test_a_table_of_its_own(place):
     metadata = builder.build(0, batch, block_table=place.put(table))
     own = dataclasses.replace(batch, block_table_tensor=place.put(table))
     check(place, metadata, own, config, [33, 40], [1, 8])
-
-
-@pytest.mark.parametrize("ratio", [1, 4, 128])
-def test_compressed_slot_mapping(place, ratio):
-    seq_lens, query_lens, block_size = [300, 0, 4, 700], [130, 0, 4, 257], 2
-    batch = make_batch(place, seq_lens, query_lens, block_size=block_size * ratio)
-    table = place.get(batch.block_table_tensor)
-    want = [compressed_slot(table, r, p, block_size, ratio) for r, p in tokens_of(seq_lens, query_lens)]
-    arguments = (batch.query_start_loc, batch.seq_lens, batch.block_table_tensor, block_size, ratio)
-    assert_equal(place, get_compressed_slot_mapping(len(want), *arguments, backend=place.backend), want)
-
-    out = place.put(np.full(len(want) + 7, 5, np.int64))
-    got = get_compressed_slot_mapping(len(want) - 1, *arguments, out=out, backend=place.backend)
-    assert_equal(place, got, want[:-1])
-    assert_equal(place, out, want[:-1] + [-1] * 8)
-
-
-def test_compressed_slots_are_64_bit_and_bounded_by_the_table(place):
-    table = np.array([[2**31 - 1, -1]], np.int32)
-    lens = np.array([32], np.int32)
-    starts = np.array([0, 32], np.int32)
-    got = get_compressed_slot_mapping(32, *map(place.put, (starts, lens, table)), 3, 4, backend=place.backend)
-    want = np.full(32, -1)
-    want[[3, 7, 11]] = (2**31 - 1) * 3 + np.arange(3)
-    assert_equal(place, got, want)
-
-
-def test_compressed_slot_mapping_errors():
-    starts, lens, table = np.array([0, 4], np.int32), np.array([4], np.int32), np.zeros((1, 1), np.int32)
-    with pytest.raises(ValueError, match=r"query_start_loc: got shape \(2,\), expected \[3\]"):
-        get_compressed_slot_mapping(4, starts, np.array([4, 4], np.int32), np.zeros((2, 1), np.int32), 2, 4)
-    with pytest.raises(ValueError, match="out: got 3 entries, expected at least num_tokens = 4"):
-        get_compressed_slot_mapping(4, starts, lens, table, 2, 4, out=np.zeros(3, np.int64))
-    with pytest.raises(ValueError, match="compress_ratio: got 0"):
-        get_compressed_slot_mapping(4, starts, lens, table, 2, 0)
 
 
 @pytest.mark.parametrize("case", golden.metadata("prepare_decode_tensors"))

@@ -268,9 +268,11 @@ def test_a_rank_needs_the_pages_of_its_rows_and_no_more(case):
         assert relative_rms(got, want) < 1e-5
 
 
-def sparse_arguments(rng, tokens=5):
-    config = ServingConfig(compress_ratios=(4,), max_num_batched_tokens=64, max_num_seqs=4, max_model_len=256)
-    paged = PagedRequests(1, 64, {"window": 64})
+def sparse_arguments(rng, tokens=5, page=64):
+    config = ServingConfig(
+        compress_ratios=(4,), block_size=page, max_num_batched_tokens=64, max_num_seqs=4, max_model_len=256
+    )
+    paged = PagedRequests(1, 64, {"window": page})
     batch, _ = paged.batch([(0, 0, tokens)])
     compressed = ShardedCompressedCache(
         cumla.DSV4_FP8.allocate(4, PAGE), np.arange(4, dtype=np.int32)[None], Shard(0, 1),
@@ -278,7 +280,7 @@ def sparse_arguments(rng, tokens=5):
     )  # fmt: skip
     return {
         "q": rng.standard_normal((tokens, 8, 512)).astype(BF16), "k": rng.standard_normal((tokens, 512)).astype(BF16),
-        "swa_cache": cumla.DSV4_FP8.allocate(2, 64),
+        "swa_cache": cumla.DSV4_FP8.allocate(64 // page + 1, page),
         "metadata": DeepseekSparseSWAMetadataBuilder(config).build(0, batch), "compressed": compressed,
     }  # fmt: skip
 
@@ -310,6 +312,20 @@ def test_sparse_layers_name_what_is_wrong_before_they_write(name, value, says, r
         assert not arguments["swa_cache"].any()
         assert not arguments["compressed"].cache.any()
         layer.step(**arguments)
+
+    run_threads(1, on, SECONDS)
+
+
+def test_raw_pages_of_the_window_are_its_cache(rng):
+    """Of any size: the metadata knows how many tokens a page has."""
+
+    def on(comm):
+        layer = ShardedSparseMLALayer(cumla.layers.SparseMLALayer(4, 4, np.zeros(8, np.float32)), comm)
+        arguments = sparse_arguments(rng, page=16)
+        want = layer.step(**arguments)
+        pages = np.zeros((len(arguments["swa_cache"]), cumla.DSV4_FP8.page_bytes(16)), np.uint8)
+        got = layer.step(**changed(arguments, "swa_cache", pages))
+        np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))
 
     run_threads(1, on, SECONDS)
 

@@ -1,0 +1,128 @@
+"""Positions of a step's query tokens, and the cache slots of the rows that they write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..dispatch.call import INT32, Call
+from ..dispatch.values import check_integers, plain_integers
+
+INT64 = (np.dtype(np.int64),)
+MOST_TOKENS = 2**31 - 1
+
+
+@plain_integers
+def compute_positions(
+    num_tokens: int,
+    query_start_loc: Any,
+    seq_lens: Any,
+    out: Any = None,
+    *,
+    backend: str | None = None,
+    stream: Any = None,
+) -> Any:
+    """Position of each query token of a step in its sequence.
+
+    num_tokens       query tokens
+    query_start_loc  [R + 1] int32
+    seq_lens         [R] int32, the new tokens included
+    out              [>= num_tokens] int64 to write instead of allocating; -1 after the tokens
+
+    Returns int64 [num_tokens]: the query tokens of a request are the last ones of its sequence; -1 for a token that
+    belongs to no request. A call allocates a temporary array, so it cannot be captured in a CUDA graph; the window
+    builder's metadata has `positions` of its own.
+    """
+    check_integers(0, num_tokens=num_tokens)
+    call = Call(backend, stream)
+    query_start_loc, seq_lens = _check_requests(call, query_start_loc, seq_lens)
+    slots = _slots(call, num_tokens, out)
+    one_page = call.scratch("block_table", 4 * len(seq_lens)).view(np.int32).reshape(-1, 1)
+    with call.kernels("indexer_metadata") as kernels:
+        one_page[:] = 0  # a slot of page 0 is a position if that page holds all positions
+        kernels.compressed_slot_mapping(query_start_loc, seq_lens, one_page, num_tokens, MOST_TOKENS, 1, slots)
+    return call.results()[:num_tokens]
+
+
+def compute_slot_mapping(
+    num_tokens: int,
+    query_start_loc: Any,
+    seq_lens: Any,
+    block_table: Any,
+    block_size: int,
+    out: Any = None,
+    *,
+    backend: str | None = None,
+    stream: Any = None,
+) -> Any:
+    """Slots of a step's query tokens in a cache that has a row for each position.
+
+    num_tokens       query tokens
+    query_start_loc  [R + 1] int32
+    seq_lens         [R] int32, the new tokens included
+    block_table      [R, B] int32, page of each block_size positions
+    block_size       positions of a page
+    out              [>= num_tokens] int64 to write instead of allocating; -1 after the tokens
+
+    Returns int64 [num_tokens]: page * block_size + position % block_size; -1 where the table has no such page and for a
+    token that belongs to no request. `get_compressed_slot_mapping` does the same for rows of several positions,
+    `compute_positions` gives the positions.
+    """
+    return get_compressed_slot_mapping(
+        num_tokens, query_start_loc, seq_lens, block_table, block_size, 1, out, backend=backend, stream=stream
+    )
+
+
+@plain_integers
+def get_compressed_slot_mapping(
+    num_tokens: int,
+    query_start_loc: Any,
+    seq_lens: Any,
+    block_table: Any,
+    block_size: int,
+    compress_ratio: int,
+    out: Any = None,
+    *,
+    backend: str | None = None,
+    stream: Any = None,
+) -> Any:
+    """Slots of the rows that a step's tokens complete in a compressed cache.
+
+    num_tokens       query tokens
+    query_start_loc  [R + 1] int32
+    seq_lens         [R] int32, positions, the new ones included
+    block_table      [R, B] int32, page of each block_size rows
+    block_size       rows of a page
+    compress_ratio   positions of a row
+    out              [>= num_tokens] int64 to write instead of allocating; -1 after the tokens
+
+    Returns int64 [num_tokens]: the slot of row position // compress_ratio for a token whose position is the
+    last one of its row, -1 for all others and where the table has no such page.
+    Source: vLLM get_compressed_slot_mapping.
+    """
+    check_integers(0, num_tokens=num_tokens)
+    check_integers(1, block_size=block_size, compress_ratio=compress_ratio)
+    call = Call(backend, stream)
+    query_start_loc, seq_lens = _check_requests(call, query_start_loc, seq_lens)
+    block_table = call.array("block_table", block_table, INT32, ("R", -1))
+    slots = _slots(call, num_tokens, out)
+    with call.kernels("indexer_metadata") as kernels:
+        kernels.compressed_slot_mapping(
+            query_start_loc, seq_lens, block_table, num_tokens, block_size, compress_ratio, slots
+        )
+    return call.results()[:num_tokens]
+
+
+def _check_requests(call: Call, query_start_loc: Any, seq_lens: Any) -> tuple[Any, Any]:
+    query_start_loc = call.array("query_start_loc", query_start_loc, INT32, (-1,))
+    seq_lens = call.array("seq_lens", seq_lens, INT32, ("R",))
+    call.check_shape("query_start_loc", query_start_loc.shape, (len(seq_lens) + 1,))
+    return query_start_loc, seq_lens
+
+
+def _slots(call: Call, num_tokens: int, out: Any) -> Any:
+    slots = call.output("out", out, INT64, (num_tokens,) if out is None else (-1,))
+    if len(slots) < num_tokens:
+        raise ValueError(f"out: got {len(slots)} entries, expected at least num_tokens = {num_tokens}")
+    return slots
