@@ -288,7 +288,7 @@ def test_check(capsys):
     out = capsys.readouterr().out
     assert "all within bounds" in out
     for name in cumla.__all__:
-        if inspect.isfunction(getattr(cumla, name)) and name != "supports":  # which computes nothing
+        if inspect.isfunction(getattr(cumla, name)) and name not in ("supports", "debug"):  # which compute nothing
             assert name in out, f"{name} is not checked"
 
 
@@ -311,12 +311,12 @@ def test_check_shows_what_is_allowed_beside_errors(capsys):
 def test_check_gives_each_backend_a_table_where_numbers_would_not_fit(width, tables, monkeypatch):
     case = Case("op", "variant", "sparse_cache", (Bound(1e-3),), lambda bench: [bench.put([1.0])])
     monkeypatch.setattr(check, "CASES", (case,))
-    monkeypatch.setattr(check, "check_case", lambda case, name, *rest: check.Outcome(True, 1.25e-5, allowed=1.25e-3))
+    monkeypatch.setattr(check, "check_case", lambda case, name, *rest: check.Outcome(True, 1.5e-5, allowed=1e-3))
     monkeypatch.setattr(check.backends, "available", lambda: ["reference", "cpu", "cuda"])
     console = Console(width=width, file=io.StringIO())
     assert check.run(console, None, 0) == 0
     text = console.file.getvalue()
-    assert text.count("1.2e-05 of 0.0012") == 2
+    assert text.count("1.5e-05 of 0.001") == 2
     assert text.count("Largest error") == tables
     assert "all within bounds on cpu, cuda" in text
 
