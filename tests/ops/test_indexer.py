@@ -503,5 +503,5 @@ def test_queries_without_quantisation_over_e4m3_keys_are_named(dtype):
         cumla.indexer_topk(q[:, None], cache, weights, 4, context_lens=bounds, block_table=table)
     with pytest.raises(TypeError, match=f"^q: got dtype {np.dtype(dtype).name} for a cache of keys in e4m3"):
         cumla.fp8_paged_mqa_logits(q[:, None], cache, weights, bounds, table)
-    with pytest.raises(ValueError, match="^kv_scales: got None for e4m3 keys"):
+    with pytest.raises(ValueError, match=r"^kv_scales: got None for e4m3 keys"):
         cumla.indexer_topk(q.astype(np.uint8), keys, weights, 4, **packed)
