@@ -50,11 +50,24 @@ class HelpFormatter(argparse.HelpFormatter):
         return "\n\n".join(super(HelpFormatter, self)._fill_text(part, width, indent) for part in text.split("\n\n"))
 
 
+class Store(argparse.Action):
+    """Stores a value, and the option in `given`: whether it applies is known when all options are."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        if option is not None:
+            namespace.given = (*namespace.given, self.option_strings[-1])
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, as all of cumla's are."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(formatter_class=HelpFormatter, **kwargs)
+        self.register("action", None, Store)
+        self.set_defaults(given=())
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message} (see {self.prog} --help)")
@@ -349,18 +362,19 @@ def _check(args: argparse.Namespace) -> int:
 
     from .cli import check
 
-    return check.run(Console(), None if args.backend is None else choose_backend(args.backend), args.seed)
+    return check.run(Console(), None if args.backend is None else check.checked(args.backend), args.seed)
 
 
 def _warmup(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from .cli import warmup
+    from .cli import given, warmup
 
     model = warmup.Model(args.kind, args.heads, args.topk)
-    if args.config is None and args.ranks != 1:
-        raise InputError(f"--ranks: got {args.ranks} without --config, whose heads it shares out")
-    if args.config is not None:
+    if args.config is None:
+        given.refuse(args, ["--ranks"], "without --config, whose heads are sharded across ranks")
+    else:
+        given.refuse(args, ["--kind", "--heads", "--topk"], "with --config, which says it")
         model = warmup.Model.from_config(args.config, args.ranks)
     return warmup.run(Console(), model, args.batch, args.block_size, choose_backend(args.backend))
 
@@ -376,6 +390,8 @@ def _info(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit status; what the user can mend is one line on stderr."""
     needs_less = "smaller sizes need less"
+    if sys.stdout is None:  # closed by the caller: `>&-`
+        return _fail("cannot write: stdout is closed", 1)
     try:
         args = make_parser().parse_args(argv)
         needs_less = getattr(args, "needs_less", needs_less)

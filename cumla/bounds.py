@@ -48,3 +48,13 @@ def compare(got: np.ndarray, want: np.ndarray, bound: Bound) -> tuple[bool, floa
     if norm:
         within = within and 1 - 2 * float((got * want).sum()) / norm <= bound.cosine
     return within, float(np.max(error, initial=0.0))
+
+
+def allowed(got: np.ndarray, want: np.ndarray, bound: Bound) -> float:
+    """What `bound` allows where the error of `got` is largest; 0 where nothing is off by a number."""
+    got, want = got.astype(np.float64), want.astype(np.float64)
+    finite = np.isfinite(want)
+    if got.shape != want.shape or not finite.any():
+        return 0.0
+    limits = np.broadcast_to(bound.absolute + bound.relative * np.abs(want), want.shape)[finite]
+    return float(limits[np.argmax(np.abs(got[finite] - want[finite]))])

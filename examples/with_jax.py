@@ -39,6 +39,7 @@ def main() -> None:
         q = jax.random.normal(key_q, (REQUESTS, HEADS, 512), jnp.bfloat16)
         cache, out = step(cache, k, q, block_table, seq_lens)
         seq_lens = seq_lens + 1
+    jax.block_until_ready((cache, out))  # before the program exits: calls under way run in XLA's threads
     in_place = cache.unsafe_buffer_pointer() == where
     print(f"out {out.dtype} {out.shape} on {jax.default_backend()}, cache updated in place: {in_place}")
 

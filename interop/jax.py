@@ -1,26 +1,39 @@
 """cumla's operations inside jax.jit, on CPU and GPU.
 
+    import cumla
     import cumla.interop.jax as ops
 
     @functools.partial(jax.jit, donate_argnames="cache")
     def step(cache, k, slots, q, indices):
-        cache = ops.quantize_and_insert_k_cache(k, cache, slots)
-        out, lse = ops.sparse_mla_decode(q, cache, indices)
+        cache = ops.quantize_and_insert_k_cache(k, cache, slots, block_size=64)
+        out, lse = ops.sparse_mla_decode(q, cache, indices, layout=cumla.DSV4_FP8, block_size=64)
         return cache, out
 
-Names, order of arguments and meaning are cumla's own. JAX's arrays do not change, so a function gives back
+    cache = jnp.zeros((num_blocks, cumla.DSV4_FP8.page_bytes(64)), jnp.uint8)
+    cache, out = step(cache, k, slots, q, indices)
+    jax.block_until_ready(out)
+
+Names, order of arguments and meaning are cumla's own. JAX's arrays do not change, so a function returns
 what cumla's writes in place: one array, or a tuple in the order of the arguments. XLA updates it where it
 is if the array is donated to the jitted function, and copies it first if it is not. Arguments that are no
-arrays are static. Nothing else is copied, and no work leaves XLA's stream.
+arrays are static. Nothing else is copied, and no work leaves XLA's stream. JAX arrays have no strides: V4's
+padded pages are raw pages [num_blocks, page_bytes], as above.
 
 Shapes and dtypes are inferred and checked when a function is traced; what only the arrays themselves tell is checked
 when it runs, before anything is written, and arrives as JAX's own error with cumla's message in it. The operations
 take whole batches: jax.vmap is an error, and so is differentiation.
+
+On the CPU a call runs in a thread of XLA's, after the jitted function has returned. A program must block
+(jax.block_until_ready) before it exits: a thread of XLA's that enters Python while the interpreter shuts down aborts
+the process. An exit hook of this module waits for the calls that the main thread made and for arrays that are alive.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +54,10 @@ def _traceable(op: Op) -> Callable[..., Any]:
     @functools.wraps(op.function)
     def call(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = op.with_pair_apart(args, kwargs)
-        bound = op.signature.bind(*args, **kwargs)
+        try:
+            bound = op.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{op.name}: {error}, expected {op.name}({', '.join(op.signature.parameters)})") from None
         bound.apply_defaults()
         arrays, static = {}, []
         for name, value in bound.arguments.items():
@@ -52,11 +68,81 @@ def _traceable(op: Op) -> Callable[..., Any]:
             else:
                 static.append((name, value))
         _check(op, tuple((name, x.shape, x.dtype) for name, x in arrays.items()), tuple(static))
-        results = _function_of(op, tuple(arrays), tuple(static))(*arrays.values())
+        _wait_at_exit()
+        inputs = _without_derivatives(op.name)(*arrays.values())
+        results = _function_of(op, tuple(arrays), tuple(static))(*inputs)
         return results[0] if len(results) == 1 else tuple(results)
 
-    call.__doc__ = f"cumla.{op.name} for jax.jit; gives back what that writes.\n\n{op.function.__doc__}"
+    del call.__wrapped__  # it has parameters that this one has not
+    call.__module__, call.__doc__ = __name__, _doc(op)
+    call.__signature__ = signature = _signature(op)  # type: ignore[attr-defined]
+    parameters = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+    call.__annotations__ = parameters | {"return": signature.return_annotation}
     return call
+
+
+def _signature(op: Op) -> inspect.Signature:
+    """The parameters that the function takes under jax.jit, and what it returns: what is written, then results."""
+    parameters = [
+        parameter.replace(annotation=parameter.annotation.replace("Any", "jax.Array"))
+        for parameter in op.signature.parameters.values()
+    ]
+    results = inspect.signature(op.function).return_annotation.count("Any")
+    arrays = ["jax.Array"] * (len(op.writes) + results)
+    optional = any(op.signature.parameters[name].default is None for name in op.writes)
+    returns = "tuple[jax.Array, ...]" if optional else f"tuple[{', '.join(arrays)}]"
+    return op.signature.replace(parameters=parameters, return_annotation=returns if len(arrays) > 1 else "jax.Array")
+
+
+def _doc(op: Op) -> str:
+    """The operation's documentation without the entries of parameters that there are not under jax.jit."""
+    absent = set(inspect.signature(op.function).parameters) - set(op.signature.parameters)
+    lines, skipped = [], False
+    for line in inspect.cleandoc(op.function.__doc__ or "").splitlines():
+        if line.startswith("    ") and line[4:5].strip():
+            skipped = line.split()[0].rstrip(",") in absent
+        elif not line.startswith("    "):
+            skipped = False
+        if not skipped:
+            lines.append(line)
+    updated = f" Returns {' and '.join(op.writes)} updated" if op.writes else ""
+    if op.writes:
+        updated += ", then its results." if op.outputs else "."
+    return "\n".join([f"cumla.{op.name} under jax.jit.{updated}", "", *lines])
+
+
+@functools.cache
+def _without_derivatives(name: str) -> Callable[..., Any]:
+    """Arrays as they are; differentiation through them is an error that names the operation."""
+
+    @jax.custom_jvp
+    def same(*arrays: Any) -> Any:
+        return arrays
+
+    @same.defjvp
+    def refuse(arrays: Any, tangents: Any) -> Any:
+        raise ValueError(
+            f"{name}: got arrays of jax.grad, jax.jvp or the like, expected arrays without derivatives: it has no "
+            "gradient (jax.lax.stop_gradient of its arguments leaves it out, jax.custom_vjp gives it one)"
+        )
+
+    return same
+
+
+@functools.cache
+def _wait_at_exit() -> None:
+    """Register the exit hook, after JAX's own hooks and so before them when they run."""
+
+    def wait() -> None:
+        # An error of a call under way has been raised already or can no longer be handled.
+        with contextlib.suppress(Exception):
+            jax.effects_barrier()
+        with contextlib.suppress(Exception):  # no such platform
+            for array in jax.live_arrays("cpu"):
+                with contextlib.suppress(Exception):
+                    array.block_until_ready()
+
+    atexit.register(wait)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -92,7 +178,7 @@ def _function_of(op: Op, names: tuple[str, ...], static: Static) -> Callable[...
         arguments = {**dict(static), **dict(zip(names, inputs, strict=True))}
         return arguments | dict(zip(written, outputs, strict=False))  # the same memory as the inputs, but writable
 
-    def on(on_device: bool, *arrays: Any) -> Any:
+    def on(on_device: bool, waited_for: bool, *arrays: Any) -> Any:
         arguments = {**dict(static), **dict(zip(names, arrays, strict=True))}
         types = [jax.ShapeDtypeStruct(arguments[name].shape, arguments[name].dtype) for name in written]
         types += [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in op.results(arguments)]
@@ -105,19 +191,21 @@ def _function_of(op: Op, names: tuple[str, ...], static: Static) -> Callable[...
 
             call = custom_call((op.name, names, static), run_on_device, types, aliases)
         else:
-            call = buffer_callback(run_on_host, types, input_output_aliases=aliases)
+            # As an effect, JAX keeps a token of the call by which the exit hook waits for it. A program that may run
+            # on a GPU has none: JAX dispatches programs with effects from Python.
+            call = buffer_callback(run_on_host, types, has_side_effect=waited_for, input_output_aliases=aliases)
         return call(*arrays)[:count]
 
     @custom_vmap
     def function(*arrays: Any) -> Any:
-        on_host = functools.partial(on, False)
         if jax.default_backend() == "cpu":
-            return on_host(*arrays)
-        return jax.lax.platform_dependent(*arrays, cpu=on_host, cuda=functools.partial(on, True))
+            return on(False, True, *arrays)
+        on_host, on_device = (functools.partial(on, device, False) for device in (False, True))
+        return jax.lax.platform_dependent(*arrays, cpu=on_host, cuda=on_device)
 
     @function.def_vmap
     def refuse(axis_size: int, in_batched: Any, *arrays: Any) -> Any:
-        raise ValueError(f"{op.name}: got arrays of jax.vmap, expected whole ones: it takes a batch as it is")
+        raise ValueError(f"{op.name}: got arrays of jax.vmap, expected whole ones: it takes a batch in one call")
 
     return function
 

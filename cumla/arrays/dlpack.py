@@ -352,7 +352,7 @@ def _cupy() -> Any:
         import cupy
     except ImportError:
         raise NoCuPyError(
-            "got an array in CUDA memory, which needs CuPy: pip install 'cumla[cuda13]' (or cuda12)"
+            "got an array in CUDA memory, which needs CuPy: pip install 'cupy-cuda13x[ctk]' (or cupy-cuda12x)"
         ) from None
     return cupy
 

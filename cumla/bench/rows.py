@@ -27,6 +27,7 @@ SUITES: dict[str, Callable[[Sizes], Iterator[Problem | Case]]] = {
 
 Row = dict[str, Any]
 TIMES = ("us", "us_graph", "us_low", "us_high", "us_again")
+RATES = ("limit_us", "gbps", "tflops")
 
 
 def measured(names: Sequence[str], sizes: Sizes) -> Iterator[Row]:
@@ -132,6 +133,9 @@ def read(path: str) -> dict[str, Any]:
         for name in TIMES:
             if not _is_time(row.get(name)):
                 raise InputError(f"{path}: row {number}: {name}: got {shown(row[name])}, expected microseconds")
+        for name in RATES:
+            if not _is_time(row.get(name)):
+                raise InputError(f"{path}: row {number}: {name}: got {shown(row[name])}, expected a number from 0")
     return dict(record)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..bounds import compare
+from ..bounds import allowed, compare
 from ..dispatch import backends
 from .arrays import HEADS, Bench
 from .attention_cases import CASES as ATTENTION_CASES
@@ -22,11 +22,16 @@ CASES = (*CACHE_CASES, *INDEX_CASES, *ATTENTION_CASES)
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one case on one backend. error: largest difference, None where nothing could be compared."""
+    """Of one case on one backend.
+
+    error    largest difference; None where nothing could be compared
+    allowed  what its bound allows there; 0: results must be equal
+    """
 
     passed: bool
     error: float | None
     note: str = ""
+    allowed: float = 0.0
 
 
 def check_case(case: Case, backend: str, seed: int, heads: int = HEADS) -> Outcome:
@@ -41,11 +46,13 @@ def check_case(case: Case, backend: str, seed: int, heads: int = HEADS) -> Outco
     except Exception as error:  # whatever a backend fails with is what a caller wants to say
         lines = str(error).strip().splitlines() or [""]
         return Outcome(False, None, f"{type(error).__name__}: {lines[0]}")
-    passed, largest = True, 0.0
+    passed, found = True, []
     for got_array, want_array, bound in zip(got, want, case.bounds, strict=True):
         within, difference = compare(got_array, want_array, bound)
-        passed, largest = passed and within, max(largest, difference)
-    return Outcome(passed, largest)
+        passed = passed and within
+        found.append((difference, allowed(got_array, want_array, bound)))
+    largest, limit = max(found, default=(0.0, 0.0))
+    return Outcome(passed, largest, allowed=limit)
 
 
 def _to_host(array: Any) -> np.ndarray:

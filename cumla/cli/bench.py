@@ -21,15 +21,28 @@ from ..replay.device import share_cores
 from ..replay.errors import InputError, RunError
 from ..replay.options import choose_backend
 from ..replay.plot import check_can_plot
-from . import bench_trace
+from . import bench_trace, given
 from .files import check_outputs
+
+HEADING = f"{'':29} {'us':>8} {'limit':>6} {'GB/s':>6} {'TF':>6}"
+SIZES = ("--layout", "--batch", "--tokens", "--topk", "--extra", "--context")
+TRACE_SIZES = ("--steps", "--kinds", "--layers", "--trace")
 
 
 def run(args: argparse.Namespace) -> int:
     """The exit status: 0, or 1 where --compare finds something slower beyond noise."""
     check_outputs({"--json": None if args.json is None else Path(args.json), "--plot": args.plot})
     if TRACE in args.suite:
+        given.refuse(args, SIZES, f"to {TRACE}")
         return bench_trace.run(args)
+    given.refuse(args, TRACE_SIZES, f"without the suite {TRACE}")
+    if args.results is not None or (args.compare is not None and len(args.compare) == 2):
+        which = "with --results" if args.results is not None else "with two files to compare"
+        if args.suite:
+            raise InputError(f"SUITE: got {', '.join(args.suite)}, which does not apply {which}: nothing is measured")
+        given.refuse(args, (*SIZES, "--heads", "--backend"), f"{which}: nothing is measured")
+    if args.compare is not None and len(args.compare) == 2:
+        given.refuse(args, ["--results"], "with two files to compare")
     if args.heads is not None and len(args.heads) > 1:
         raise InputError(f"--heads: got {len(args.heads)} numbers, expected one")
     if args.plot is not None:
@@ -44,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
         record = rows.read(args.compare[1])
     elif args.results is not None:
         record = rows.read(args.results)
+        if args.compare is None and args.plot is None and args.json is None:
+            show_all(console, record)
     else:
         record = measure(console, args)
     if args.plot is not None and not any(map(rows.time_of, record["rows"])):
@@ -66,16 +81,32 @@ def measure(console: Console, args: argparse.Namespace) -> dict[str, Any]:
     if not sizes.on_device:
         share_cores()
     console.print(f"{where['device']}, backend {backend}", highlight=False, soft_wrap=True)
-    console.print(f"{'':29} {'us':>8} {'limit':>6} {'GB/s':>6} {'TF':>6}", highlight=False)
+    console.print(HEADING, highlight=False)
     found = []
     for row in rows.measured(args.suite or NAMES, sizes):
         found.append(row)
-        name = f"{row['op']} {row['config']}" + ("" if row["impl"] == "cumla" else f" {row['impl']}")
-        limit = row["limit_us"] if sizes.on_device else None
-        text = f"{_short(rows.time_of(row)):>8} {_short(limit):>6} {_short(row['gbps']):>6} {_short(row['tflops']):>6}"
-        lines = [f"{name:29} {text}"] if len(name) <= 29 else [name, f"{'':29} {text}"]
-        console.print("\n".join(map(escape, lines)), highlight=False, soft_wrap=True)
+        show(console, row, sizes.on_device)
     return {"environment": where, "backend": backend, "rows": found}
+
+
+def show_all(console: Console, record: dict[str, Any]) -> None:
+    """Print results of a file as they were printed when they were measured."""
+    where = record.get("environment", {}).get("device", "unknown device")
+    console.print(escape(f"{where}, backend {record.get('backend', 'unknown')}"), highlight=False, soft_wrap=True)
+    console.print(HEADING, highlight=False)
+    for row in record["rows"]:
+        show(console, row, row.get("us_graph") is not None)
+    console.print(f"{len(record['rows'])} rows. --plot draws them, --compare OLD says what changed", highlight=False)
+
+
+def show(console: Console, row: rows.Row, on_device: bool) -> None:
+    """Print a row."""
+    name = f"{row['op']} {row['config']}" + ("" if row.get("impl", "cumla") == "cumla" else f" {row['impl']}")
+    limit = row.get("limit_us") if on_device else None
+    numbers = rows.time_of(row), limit, row.get("gbps"), row.get("tflops")
+    text = " ".join(f"{_short(x):>{width}}" for x, width in zip(numbers, (8, 6, 6, 6), strict=True))
+    lines = [f"{name:29} {text}"] if len(name) <= 29 else [name, f"{'':29} {text}"]
+    console.print("\n".join(map(escape, lines)), highlight=False, soft_wrap=True)
 
 
 def _short(number: float | None) -> str:
@@ -89,7 +120,7 @@ def compare(console: Console, old: Sequence[rows.Row], new: Sequence[rows.Row]) 
     if not found:
         raise InputError("--compare: the files have no row in common")
     table = Table(box=None, pad_edge=False)
-    table.add_column("row", overflow="fold")
+    table.add_column("row", overflow="fold", min_width=12)
     for name in ("old us", "new us", "new/old", ""):
         table.add_column(name, justify="right", no_wrap=True)
     for change in found:

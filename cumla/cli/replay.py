@@ -16,16 +16,32 @@ from ..parallel import Communicator, RankError
 from ..replay.device import share_cores
 from ..replay.engine import Engine, StepRecord, warm_up
 from ..replay.errors import InputError, RunError
-from ..replay.options import ReplayOptions, cache_size, choose_backend, defaults_for, parse_layers
+from ..replay.options import (
+    LAYER_RATIOS,
+    WHOLE_LAYERS,
+    ReplayOptions,
+    cache_size,
+    choose_backend,
+    defaults_for,
+    parse_layers,
+)
 from ..replay.plot import check_can_plot, write_plot
 from ..replay.ranks import run_on_ranks
 from ..replay.report import counted, json_text, print_report, write_json
 from ..replay.scheduler import STEP_MS
 from ..replay.summary import summarize, summarize_ranks
 from ..replay.trace import Share, TraceRequest, in_order, requests_of
+from . import given
 from .files import STDOUT, check_outputs
 from .info import describe_machine
 
+# Layers that an option is for, where it is not for all.
+LAYERS_OF = {
+    "--window": {*LAYER_RATIOS, *WHOLE_LAYERS["v4"]},
+    "--topk": {"c4a", "v4 c4a", "v32"},
+    "--mla-cache": {"mla"},
+    "--prefill-road": set(LAYER_RATIOS),
+}
 LINE_SECONDS = 5.0  # between lines of progress where there is no terminal to draw a bar on
 
 
@@ -89,26 +105,30 @@ def resolve(args: argparse.Namespace) -> tuple[ReplayOptions, list[TraceRequest]
 
     Raises InputError.
     """
+    layers = parse_layers(args.layers)
+    for option, names in LAYERS_OF.items():
+        if not names & set(layers):
+            given.refuse(args, [option], f"to --layers {args.layers}, but to {', '.join(sorted(names))}")
     backend = choose_backend(args.backend)
     defaults = defaults_for(backend)
 
-    def given(name: str) -> Any:
+    def value_of(name: str) -> Any:
         value = getattr(args, name)
         return getattr(defaults, name) if value is None else value
 
-    max_len = given("max_len")
+    max_len = value_of("max_len")
     trace = requests_of(args.trace)
-    taken = trace[: given("requests")]
+    taken = trace[: value_of("requests")]
     requests = [request.clipped(max_len) for request in in_order(taken)]
     if args.requests is not None and len(requests) < args.requests:
         raise InputError(f"--requests: got {args.requests}, but the trace has {len(requests)}")
     options = ReplayOptions(
         backend=backend,
-        layers=parse_layers(args.layers),
-        heads=given("heads"),
+        layers=layers,
+        heads=value_of("heads"),
         window=args.window,
-        topk=given("topk"),
-        batch_tokens=given("batch_tokens"),
+        topk=value_of("topk"),
+        batch_tokens=value_of("batch_tokens"),
         cache_tokens=cache_size(args.cache_tokens, requests),
         max_len=max_len,
         seed=args.seed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from ..checks import CASES, Bench, Case, cache_cases
 from ..dispatch import backends
 from ..dispatch.call import BFLOAT16
 from ..kernels.types.plan import DecodePlan
-from ..kernels.types.verdicts import NOT_REACHED, RIGHT, VERDICTS, MiscompiledError
+from ..kernels.types.verdicts import KEPT, NOT_REACHED, RIGHT, VARIABLE, VERDICTS, MiscompiledError
 from ..layers.prefill_road import ROADS
 from ..layout import DSV4_FP8, INDEXER_FP8, V32_FP8, CacheLayout
 from ..models.step import STATE_BLOCK_SIZES
@@ -210,9 +211,21 @@ def run(console: Console, model: Model, batches: Sequence[int], block_size: int,
         slowest = max(slowest, seconds)
         if seconds > 0.1:  # what was there already is not worth a line
             console.print(f"{seconds:6.2f} s  {name}", highlight=False, soft_wrap=True)
+    seconds = time.perf_counter() - start
     console.print(
-        f"{count} calls in {time.perf_counter() - start:.1f} s, the slowest {slowest:.2f} s. "
-        f"Compiled functions: {VERDICTS[RIGHT]} tested and right, {VERDICTS[NOT_REACHED]} not reached by a small case",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        f"{count} calls in {seconds:.1f} s, the slowest {slowest:.2f} s. {found()}", highlight=False, soft_wrap=True
+    )
     return 0
+
+
+def found() -> str:
+    """What became of the kernels, in a sentence."""
+    if os.environ.get(VARIABLE) == "0":
+        return f"Kernels were not tested ({VARIABLE}=0)"
+    kept, right, missed = (VERDICTS[key] for key in (KEPT, RIGHT, NOT_REACHED))
+    if not right + missed:
+        return f"All {kept} kernels were in the cache"
+    return (
+        f"{right + missed} kernels were compiled: {right} tested and right, {missed} not reached by a small case; "
+        f"{kept} were in the cache"
+    )

@@ -17,7 +17,7 @@ from .values import shown
 
 @dataclass(frozen=True)
 class Backend:
-    """name, what it needs, the extra that brings it, and whether it takes host or device arrays."""
+    """name, what it needs, the packages that bring it, and whether it takes host or device arrays."""
 
     name: str
     needs: tuple[str, ...]
@@ -25,13 +25,15 @@ class Backend:
     on_device: bool
 
 
+# Packages of the index: cumla's own extras are there for a checkout alone.
+INSTALL_CUPY = "pip install 'cupy-cuda13x[ctk]' (with a driver of CUDA 12: 'cupy-cuda12x[ctk]')"
 BACKENDS = {
     backend.name: backend
     for backend in (
-        Backend("reference", (), "pip install cumla", on_device=False),
-        Backend("cpu", ("numba",), "pip install cumla", on_device=False),
-        Backend("numba_cuda", ("numba.cuda", "cupy"), "pip install 'cumla[cuda13]' (or cuda12)", on_device=True),
-        Backend("cuda", ("cupy",), "pip install 'cumla[cuda13]' (or cuda12)", on_device=True),
+        Backend("reference", (), "", on_device=False),
+        Backend("cpu", ("numba",), "pip install numba", on_device=False),
+        Backend("numba_cuda", ("numba.cuda", "cupy"), f"{INSTALL_CUPY}, and numba-cuda", on_device=True),
+        Backend("cuda", ("cupy",), INSTALL_CUPY, on_device=True),
     )
 }
 DEFAULT_ON_HOST = "cpu"

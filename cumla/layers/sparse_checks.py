@@ -96,7 +96,10 @@ def check_window_step(
         call.check_float32(name, dtype)
     if k is not None:
         if not layer.layout.num_scales:
-            raise ValueError(f"k: got rows for a {layer.layout.name} cache, expected None: such rows are in it already")
+            raise ValueError(
+                f"k: got rows for a {layer.layout.name} cache, expected None: a step inserts rows into FP8 caches "
+                "alone; write these before it, with cumla.qnorm_rope_and_insert or by index"
+            )
         check_rows("k", call.array("k", k, BF16, (-1, V_DIM)), used, "tokens")
     call.pages("swa_cache", swa_cache, layer.layout, metadata.block_size, writable=True)
     call.optional("attn_sink", layer.attn_sink, FLOAT32, ("h",))

@@ -82,6 +82,13 @@ def transformers_name(name: str, table: Mapping[str, str]) -> str | None:
     return within and f"model.layers.{match[1]}.self_attn.{within}"
 
 
+class MissingWeightError(KeyError):
+    """A weight that a checkpoint lacks. The message is printed as it is, where KeyError prints its repr."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class LayerWeights(Mapping[str, Any]):
     """The weights of one layer's attention under transformers' names within it, out of a checkpoint's.
 
@@ -105,9 +112,9 @@ class LayerWeights(Mapping[str, Any]):
             elif known is None and (match := PUBLISHED_LAYER.fullmatch(name)) and int(match[1]) == layer:
                 self._names[name] = name
         if not self._names:
-            raise KeyError(
+            raise MissingWeightError(
                 f"weights: of layer {layer}'s attention there are none among {len(tensors)} names, such as "
-                f"{sorted(map(str, tensors))[:3]}"
+                f"{', '.join(sorted(map(str, tensors))[:3])}"
             )
 
     def __getitem__(self, name: str) -> Any:
@@ -134,7 +141,7 @@ class WeightReader:
     def __call__(self, name: str, *shape: int) -> Any:
         """Raises KeyError, TypeError or ValueError for a weight that is missing, or of another type or shape."""
         if name not in self._weights:
-            raise KeyError(f"{name}: the weights lack it, there are {sorted(map(str, self._weights))}")
+            raise MissingWeightError(lacking(name, self._weights))
         array = plain(self._weights[name], name)
         if array.shape != shape:
             raise ValueError(f"{name}: got shape {tuple(array.shape)}, expected {list(shape)}")
@@ -148,10 +155,14 @@ class WeightReader:
             raise ValueError(f"weights: got {', '.join(left[:4])}, which such a layer does not have")
 
 
+def lacking(name: str, weights: Mapping[str, Any]) -> str:
+    return f"{name}: the weights lack it, there are {', '.join(sorted(map(str, weights)))}"
+
+
 def place_of(weights: Mapping[str, Any]) -> Any:
     """numpy or cupy, of a layer's weights."""
     if "q_a_proj.weight" not in weights:
-        raise KeyError(f"q_a_proj.weight: the weights lack it, there are {sorted(map(str, weights))}")
+        raise MissingWeightError(lacking("q_a_proj.weight", weights))
     weight = weights["q_a_proj.weight"]
     values = weight.weight if isinstance(weight, BlockQuantizedWeight) else weight
     return dlpack.namespace_of(dlpack.borrow(values, "q_a_proj.weight"))

@@ -140,6 +140,15 @@ def fp8_mqa_logits(
     return call.results()
 
 
+def check_queries_of_bytes(q: Any, of: str) -> None:
+    """Raise TypeError for queries that are no e4m3 where keys are."""
+    if q.dtype != np.uint8:
+        raise TypeError(
+            f"q: got dtype {q.dtype.name} for {of} in e4m3, expected uint8 (e4m3): fused_indexer_q_rope_quant "
+            "makes such queries"
+        )
+
+
 def checked_keys(call: Call, q: Any, kv: Any, kv_scales: Any, weights: Any) -> tuple[Any, Any, Any, Any]:
     """q [M, H, 128], k [N, 128], its scales [N] or None, and weights [M, H]."""
     pair = isinstance(kv, (tuple, list))
@@ -149,6 +158,9 @@ def checked_keys(call: Call, q: Any, kv: Any, kv_scales: Any, weights: Any) -> t
         if pair:
             raise ValueError("kv_scales: got them beside the pair kv, expected one or the other")
         kv, pair = (kv, kv_scales), True
+    if not pair and call.borrow("kv", kv).dtype == np.uint8:
+        check_queries_of_bytes(call.borrow("q", q), "keys")
+        raise ValueError("kv_scales: got None for e4m3 keys, expected their scales, or kv (k, scales)")
     q = call.array("q", q, UINT8 if pair else PLAIN, ("M", "H", HEAD_DIM))
     if not pair:
         k = call.array("kv", kv, (q.dtype,), ("N", HEAD_DIM))
@@ -221,6 +233,9 @@ def checked_paged(
     by_dtype = {"float32": INDEXER_F32, "bfloat16": INDEXER_BF16}
     layout = named_layout(layout)
     if layout is None:
+        borrowed = call.borrow(cache_name, kv_cache)
+        if borrowed.dtype == np.uint8 and borrowed.ndim > 2 and borrowed.shape[-1] == INDEXER_FP8.token_bytes:
+            check_queries_of_bytes(q, "a cache of keys")
         layout = by_dtype.get(q.dtype.name, INDEXER_FP8)
     elif layout not in (INDEXER_FP8, INDEXER_BF16, INDEXER_F32):
         raise ValueError(f"layout: got {layout.name}, expected INDEXER_FP8, INDEXER_BF16 or INDEXER_F32")

@@ -11,7 +11,7 @@ from .errors import InputError
 from .summary import ATTENTION_OPS
 
 FORMATS = (".png", ".pdf", ".svg")
-INSTALL = "pip install 'cumla[plot]'"
+INSTALL = "pip install matplotlib"
 
 
 def check_can_plot(path: Path) -> None:

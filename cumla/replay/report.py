@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -15,9 +14,11 @@ from rich.table import Table
 from .blocks import BLOCK_TOKENS
 from .options import WHOLE_LAYERS
 from .summary import ATTENTION_OPS
+from .tables import NumberTable
 from .verify import FP8_COSINE_BOUND, FP8_MEAN_BOUND, FP8_RMS_BOUND
 
 SHOWN_FAILURES = 5
+WHOLE = {name for names in WHOLE_LAYERS.values() for name in names}
 
 
 def json_text(summary: dict[str, Any]) -> str:
@@ -39,7 +40,7 @@ def _finite(value: Any) -> Any:
 
 
 def print_report(console: Console, summary: dict[str, Any]) -> None:
-    tables = [
+    tables: list[Table | NumberTable] = [
         _run(summary),
         _throughput(summary),
         _latency(summary),
@@ -51,30 +52,39 @@ def print_report(console: Console, summary: dict[str, Any]) -> None:
     if summary["verification"]["fp8"]:
         tables.append(_fp8_cost(summary))
     for table in tables:
-        console.print(table)
+        if isinstance(table, NumberTable):
+            table.print(console)
+        else:
+            console.print(table)
         console.print()
     failures = summary["verification"]["failures"]
     for failure in failures[:SHOWN_FAILURES]:
         console.print(f"[red]beyond bounds:[/red] {escape(failure)}", soft_wrap=True, highlight=False)
     if len(failures) > SHOWN_FAILURES:
         console.print(f"[red]and {len(failures) - SHOWN_FAILURES} more[/red]")
+    console.print(_meaning(summary), soft_wrap=True, highlight=False)
+
+
+def _meaning(summary: dict[str, Any]) -> str:
+    """What the run says, and what to do next."""
+    checked, backend = summary["verification"], summary["config"]["backend"]
+    if checked["failures"]:
+        return (
+            f"[red]Results are wrong[/red] on backend {backend}: do not serve with it here. `cumla check` says which "
+            "operations are; please report its output."
+        )
+    parts = []
+    if checked["samples"]:
+        parts.append(f"[green]All {checked['samples']:,} sampled outputs are right[/green] on backend {backend}.")
+    unchecked = [name for name in summary["config"]["layers"] if name in WHOLE]
+    if unchecked:
+        parts.append(f"Outputs of {', '.join(unchecked)} were not checked: `cumla check` compares their operations.")
+    return " ".join([*parts, "Next: --json FILE keeps all numbers, --plot FILE draws them, `cumla bench` times calls."])
 
 
 def _is_whole(summary: dict[str, Any]) -> bool:
-    """Whether there are whole layers alone, which no sample is taken of: tests hold them to golden outputs."""
-    whole = {name for names in WHOLE_LAYERS.values() for name in names}
-    return set(summary["config"]["layers"]) <= whole
-
-
-def _new_table(title: str, *columns: str, caption: str | None = None) -> Table:
-    """The first column is text, the others are numbers."""
-    table = Table(
-        title=title, title_justify="left", caption=caption, caption_justify="left", box=box.HORIZONTALS, pad_edge=False,
-        collapse_padding=True,
-    )  # fmt: skip
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", overflow="fold")
-    return table
+    """Whether there are whole layers alone, of which no sample is taken: tests hold them to golden outputs."""
+    return set(summary["config"]["layers"]) <= WHOLE
 
 
 def _run(summary: dict[str, Any]) -> Table:
@@ -96,6 +106,7 @@ def _run(summary: dict[str, Any]) -> Table:
             f"{share['tokens']:,} of {share['tokens_uncut']:,} ({share['tokens'] / share['tokens_uncut']:.0%}); "
             f"the trace has {share['trace_tokens']:,}",
         ),
+        ("tokens that ran", _tokens(summary)),
         ("layers", f"{', '.join(config['layers'])}; {counted(config['heads'], 'head')}"),
         ("window", f"{config['window']:,} tokens"),
         ("topk", f"{config['topk']:,} compressed rows"),
@@ -109,12 +120,22 @@ def _run(summary: dict[str, Any]) -> Table:
     return table
 
 
-def _latency(summary: dict[str, Any]) -> Table:
+def _tokens(summary: dict[str, Any]) -> str:
+    """Where each of the requests' tokens is: a request's last output is never run, as nothing follows it."""
+    totals, hits, last = summary["totals"], summary["prefix"]["shared_tokens"], summary["totals"]["requests"]
+    ran = totals["prefill"]["tokens"] + totals["decode"]["tokens"]
+    return (
+        f"{ran:,} + {hits:,} prefix hits + {last:,} last outputs, dropped as no token follows them, "
+        f"= {ran + hits + last:,}"
+    )
+
+
+def _latency(summary: dict[str, Any]) -> NumberTable:
     layers = len(summary["config"]["layers"])
     columns = list(summary["latency"]["step_ms"])
-    table = _new_table(
+    table = NumberTable(
         f"Latency: milliseconds in attention of {counted(layers, 'layer')}, and nothing else",
-        "", *columns,
+        ["", *columns],
         caption="First output: from a request's arrival, which is simulated, to the end of the step that makes it.",
     )  # fmt: skip
     for name, key in (("a step", "step_ms"), ("a request's first output", "first_output_ms")):
@@ -126,11 +147,11 @@ def counted(count: int, word: str) -> str:
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
-def _throughput(summary: dict[str, Any]) -> Table:
+def _throughput(summary: dict[str, Any]) -> NumberTable:
     totals, layers = summary["totals"], len(summary["config"]["layers"])
-    table = _new_table(
+    table = NumberTable(
         f"Throughput: {totals['requests']} requests in {totals['steps']} steps, {totals['wall_seconds']:.1f} s",
-        "", "tokens", f"tokens/s in attention of {counted(layers, 'layer')}", "tokens/s of the run",
+        ["", "tokens", f"tokens/s in attention of {counted(layers, 'layer')}", "tokens/s of the run"],
         caption="Attention is metadata and the ops above the line in the table of ops; what is below runs, too. Time "
         "that serves both kinds is split by tokens.",
     )  # fmt: skip
@@ -145,27 +166,34 @@ def _throughput(summary: dict[str, Any]) -> Table:
     return table
 
 
-def _ops(summary: dict[str, Any]) -> Table:
+def _ops(summary: dict[str, Any]) -> NumberTable:
     ops = {(row["layer"], row["op"]): row for row in summary["ops"]}
     layers = list(dict.fromkeys(layer for layer, op in ops if op in ATTENTION_OPS))
-    columns = [text for layer in layers for text in (f"{layer} ms", "GB/s")]
-    table = _new_table(
-        "Time and bandwidth by op and layer type",
-        "op", *columns,
-        caption="GB/s: bytes the op has to move over its time. Below the line metadata alone is attention.",
-    )  # fmt: skip
+    counts_bytes = {layer for (layer, _), row in ops.items() if row["gbps"] is not None}
+    columns, attached = ["op"], []
+    for layer in layers:
+        columns.append(f"{layer} ms")
+        if layer in counts_bytes:
+            attached.append(len(columns))
+            columns.append("GB/s")
+    caption = "Below the line metadata alone is attention."
+    if counts_bytes:
+        caption = f"GB/s: bytes the op has to move over its time. {caption}"
+    title = f"Time {'and bandwidth ' if counts_bytes else ''}by op and layer type"
+    table = NumberTable(title, columns, caption, attached)
     last = [op for op in ATTENTION_OPS if any((layer, op) in ops for layer in layers)][-1]
     for op in (*ATTENTION_OPS, "index k", "index q", "scores", "choice", "activations"):
         cells = []
         for layer in layers:
             row = ops.get((layer, op))
             cells.append("" if row is None else f"{row['seconds'] * 1e3:,.1f}")
-            cells.append("" if row is None or row["gbps"] is None else f"{row['gbps']:,.2f}")
+            if layer in counts_bytes:
+                cells.append("" if row is None or row["gbps"] is None else f"{row['gbps']:,.2f}")
         if any(cells):
             table.add_row(op, *cells, end_section=op == last)
     for (layer, op), row in ops.items():
         if layer not in layers:
-            table.add_row(op, f"{row['seconds'] * 1e3:,.1f}", "", *[""] * (len(columns) - 2))
+            table.add_row(op, f"{row['seconds'] * 1e3:,.1f}", *[""] * (len(columns) - 2))
     return table
 
 
@@ -188,13 +216,13 @@ def _cache(summary: dict[str, Any]) -> Table:
     return table
 
 
-def _ranks(summary: dict[str, Any]) -> Table:
+def _ranks(summary: dict[str, Any]) -> NumberTable:
     totals = summary["totals"]
     tokens = totals["prefill"]["tokens"] + totals["decode"]["tokens"]
-    table = _new_table(
+    table = NumberTable(
         f"{counted(len(summary['ranks']), 'rank')} that share the rows of long contexts",
-        "rank", "caches MiB", "on one device", "shared rows MiB", "on one device", "ms attending", "exchanging",
-        "merging", "sent MiB", "KiB a token",
+        ["rank", "caches MiB", "on one device", "shared rows MiB", "on one device", "ms attending", "exchanging",
+         "merging", "sent MiB", "KiB a token"],
         caption="Exchanging includes waiting for other ranks; on devices all times include waiting for the host.",
     )  # fmt: skip
     for rank in summary["ranks"]:
@@ -208,12 +236,12 @@ def _ranks(summary: dict[str, Any]) -> Table:
     return table
 
 
-def _exactness(summary: dict[str, Any]) -> Table:
+def _exactness(summary: dict[str, Any]) -> NumberTable:
     checked = summary["verification"]
-    table = _new_table(
+    table = NumberTable(
         f"Against float64: {checked['samples']:,} samples, {len(checked['failures'])} beyond bounds\n"
         "Exactness, over the rows in the cache",
-        "", "samples", "largest error", "share of its bound", "cosine distance", "bound",
+        ["", "samples", "largest error", "share of its bound", "cosine distance", "bound"],
     )  # fmt: skip
     for kind, numbers in checked["exactness"].items():
         table.add_row(
@@ -227,10 +255,10 @@ def _exactness(summary: dict[str, Any]) -> Table:
     return table
 
 
-def _fp8_cost(summary: dict[str, Any]) -> Table:
-    table = _new_table(
+def _fp8_cost(summary: dict[str, Any]) -> NumberTable:
+    table = NumberTable(
         "What FP8 costs, over the rows before quantisation",
-        "layer", "samples", "rms error, mean", "worst", "cosine distance, mean", "worst",
+        ["layer", "samples", "rms error, mean", "worst", "cosine distance, mean", "worst"],
         caption="Root mean square error relative to the out's own root mean square.",
     )  # fmt: skip
     layers = list(summary["verification"]["fp8"].items())

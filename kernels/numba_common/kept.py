@@ -57,27 +57,23 @@ def _remove_old(folder: Path) -> None:
 
 @functools.cache
 def folders() -> list[Path]:
-    """Where machine code of this content may be kept, the first place first; it need not exist, nor be writable.
+    """Where machine code of this content may be kept, if anywhere; the folder need not exist, nor be writable.
 
-    NUMBA_CACHE_DIR if that is set, as whoever sets it expects; else beside the kernels, else in the user's cache.
+    In NUMBA_CACHE_DIR if that is set, else in the user's cache. In the package `pip uninstall` would leave it behind.
     """
     digest = content()
     if digest is None:
         return []
     cache_home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    places = [KERNELS / "__pycache__", Path(cache_home) / "cumla"]
-    if os.environ.get(CACHE_DIR):
-        places = [Path(os.environ[CACHE_DIR])]
-    found = []
-    for folder in (place / (PREFIX + digest) for place in places):
-        if os.path.exists(folder):
-            if not os.path.isdir(folder) or not os.access(folder, os.R_OK | os.X_OK):
-                warnings.warn(f"{folder} cannot be read: what was kept in it is compiled again", RuntimeWarning, 2)
-                continue
-            with contextlib.suppress(OSError):
-                os.utime(folder)  # in use
-        found.append(folder)
-    return found
+    place = Path(os.environ.get(CACHE_DIR) or Path(cache_home) / "cumla")
+    folder = place / (PREFIX + digest)
+    if os.path.exists(folder):
+        if not os.path.isdir(folder) or not os.access(folder, os.R_OK | os.X_OK):
+            warnings.warn(f"{folder} cannot be read: what was kept in it is compiled again", RuntimeWarning, 2)
+            return []
+        with contextlib.suppress(OSError):
+            os.utime(folder)  # in use
+    return [folder]
 
 
 @functools.cache

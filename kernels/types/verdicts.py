@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 VARIABLE = "CUMLA_TEST_KERNELS"  # "0": nothing is tested
 RIGHT, NOT_REACHED, WRONG = "right", "not reached", "wrong"
+KEPT = "kept"  # by an earlier process, which found it right or did not reach it
 
 
 class MiscompiledError(RuntimeError):
@@ -57,6 +58,7 @@ def note(fresh: Fresh) -> None:
             verdict = fresh.verdict.read_text()
             if verdict.startswith(WRONG):
                 raise MiscompiledError(verdict.partition(": ")[2])
+            VERDICTS[KEPT] += 1
             return
     UNPROVEN.append(fresh)
 

@@ -157,6 +157,18 @@ def test_results_from_stdin(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_results_alone_are_printed(tmp_path, capsys):
+    numbers = tmp_path / "x.json"
+    assert main(["bench", "gather", *TINY, "--json", str(numbers)]) == 0
+    measured = capsys.readouterr().out.splitlines()
+    assert main(["bench", "--results", str(numbers)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:-1] == measured
+    assert printed[-1].startswith("2 rows. --plot draws them")
+    assert main(["bench", "--results", str(results(tmp_path, "bare.json", {"a": 100.0}))]) == 0
+    assert "decode a" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [
@@ -180,6 +192,7 @@ def test_what_cannot_be_done(options, line, capsys):
         ({"rows": [{"op": "a", "config": "b", "us_graph": "3"}]}, "row 0: us_graph: got '3', expected microseconds"),
         ({"rows": [{"op": "a", "config": "b", "us": 1, "us_low": -1}]}, "row 0: us_low: got -1, expected"),
         ({"rows": [{"op": "a", "config": "b", "us": None}]}, "--plot: the results have no times to draw"),
+        ({"rows": [{"op": "a", "config": "b", "us": 1, "gbps": "2"}]}, "row 0: gbps: got '2', expected a number"),
         ({"rows": []}, "--plot: the results have no times to draw"),
     ],
 )

@@ -26,6 +26,7 @@ TINY = [
     "replay", "--backend", "cpu", "--requests", "2", "--max-len", "600", "--heads", "2", "--batch-tokens", "256",
     "--window", "16", "--topk", "8",
 ]  # fmt: skip
+TINY_SWA, TINY_MLA = [*TINY[:-2], "--layers", "swa"], [*TINY[:-4], "--layers", "mla"]
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +96,7 @@ def test_replay_says_how_much_of_the_trace_it_ran(capsys, tmp_path):
 
 
 def test_replay_of_bf16_caches_speaks_of_no_fp8(capsys):
-    options = [*TINY, "--layers", "mla", "--max-len", "60"]
+    options = [*TINY_MLA, "--max-len", "60"]
     assert main(options) == 0
     out = capsys.readouterr().out
     assert "FP8" not in out
@@ -106,7 +107,7 @@ def test_replay_of_bf16_caches_speaks_of_no_fp8(capsys):
 
 def test_replay_fails_beyond_bounds(monkeypatch, capsys):
     monkeypatch.setattr("cumla.replay.verify.EXACT_BOUNDS", dict.fromkeys(("decode", "prefill"), Bound(1e-9, 0, 1)))
-    assert main([*TINY, "--layers", "swa", "--max-len", "60"]) == 1
+    assert main([*TINY_SWA, "--max-len", "60"]) == 1
     out = capsys.readouterr().out
     assert "beyond bounds: step 0, request" in out
     assert "more" in out
@@ -144,7 +145,20 @@ def test_replay_fails_beyond_bounds(monkeypatch, capsys):
         pytest.param(["check", "--backend", "reference"], "reference", id="check-reference"),
         pytest.param(["warmup", "--topk", str(2**40)], "expected an integer from 1 to 1048576", id="warmup-topk"),
         pytest.param(["warmup", "--block-size", str(2**40)], "an integer from 1 to 65536", id="warmup-block-size"),
-        pytest.param(["warmup", "--ranks", "2"], "--ranks: got 2 without --config", id="warmup-ranks"),
+        pytest.param(["warmup", "--ranks", "2"], "--ranks: does not apply without --config", id="warmup-ranks"),
+        pytest.param(["warmup", "--config", "x", "--head", "8"], "--heads: does not apply", id="heads"),
+        pytest.param(["warmup", "--config", "x", "--kind", "v4"], "--kind: does not apply", id="kind"),
+        pytest.param(["warmup", "--config", "x", "--topk", "512"], "--topk: does not apply with", id="topk-of-config"),
+        pytest.param(["replay", "--layers", "swa", "--mla-cache", "bf16"], "--mla-cache: does not", id="no-mla"),
+        pytest.param(["replay", "--layers", "swa,mla", "--topk", "8"], "--topk: does not apply to", id="no-topk"),
+        pytest.param(["replay", "--layers", "mla,v32", "--window", "8"], "--window: does not", id="no-window"),
+        pytest.param(["replay", "--layers", "v4", "--prefill-road", "pages"], "--prefill-road: does", id="no-road"),
+        pytest.param(["bench", "--steps", "decode1"], "--steps: does not apply without the suite trace", id="steps"),
+        pytest.param(["bench", "trace", "--batch", "1"], "--batch: does not apply to trace", id="batch-of-trace"),
+        pytest.param(["bench", "--results", "x", "--heads", "2"], "--heads: does not apply with", id="results"),
+        pytest.param(["bench", "gather", "--results", "x"], "SUITE: got gather, which does not", id="results-of-suite"),
+        pytest.param(["bench", "--compare", "x", "y", "--results", "z"], "--results: does not apply", id="results-too"),
+        pytest.param(["bench", "--compare", "x", "y", "--topk", "8"], "--topk: does not apply with", id="compared"),
     ],
 )
 def test_errors_are_one_line(capsys, argv, message):
@@ -195,12 +209,12 @@ def test_unavailable_backend(monkeypatch, capsys):
 def test_plot_needs_matplotlib(monkeypatch, capsys):
     find = importlib.util.find_spec  # of other packages what is found is kept
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "matplotlib" else find(name))
-    assert "pip install 'cumla[plot]'" in error_line(capsys, [*TINY, "--plot", "run.png"])
+    assert "pip install matplotlib" in error_line(capsys, [*TINY, "--plot", "run.png"])
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_full_disk(capsys):
-    argv = [*TINY, "--layers", "swa", "--max-len", "40", "--json", "/dev/full"]
+    argv = [*TINY_SWA, "--max-len", "40", "--json", "/dev/full"]
     assert "cannot write /dev/full: No space left on device" in error_line(capsys, argv, status=1)
 
 
@@ -266,7 +280,7 @@ def test_info_says_how_to_install(monkeypatch, capsys):
     monkeypatch.setattr("cumla.dispatch.backends._importable", lambda module: module not in ("cupy", "numba.cuda"))
     monkeypatch.setattr("cumla.dispatch.backends.unavailable", cumla.dispatch.backends.unavailable.__wrapped__)
     assert main(["info"]) == 0
-    assert "pip install 'cumla[cuda13]'" in " ".join(capsys.readouterr().out.split())
+    assert "pip install 'cupy-cuda13x[ctk]'" in " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
 def test_check(capsys):
@@ -274,8 +288,73 @@ def test_check(capsys):
     out = capsys.readouterr().out
     assert "all within bounds" in out
     for name in cumla.__all__:
-        if inspect.isfunction(getattr(cumla, name)) and name != "supports":  # which computes nothing
+        if inspect.isfunction(getattr(cumla, name)) and name not in ("supports", "debug"):  # which compute nothing
             assert name in out, f"{name} is not checked"
+
+
+def test_check_names_what_a_backend_lacks(monkeypatch, capsys):
+    monkeypatch.setattr("cumla.dispatch.backends._importable", lambda module: module not in ("cupy", "numba.cuda"))
+    monkeypatch.setattr("cumla.dispatch.backends.unavailable", cumla.dispatch.backends.unavailable.__wrapped__)
+    line = error_line(capsys, ["check", "--backend", "cuda"])
+    assert "cupy is not installed: pip install" in line
+    assert line.endswith("what can be checked: cpu")
+
+
+def test_check_shows_what_is_allowed_beside_errors(capsys):
+    assert main(["check", "--backend", "cpu"]) == 0
+    cells = [line.split("│")[-2].split() for line in capsys.readouterr().out.splitlines() if "sparse_mla_d" in line]
+    assert len(cells) > 3
+    assert all(float(error) <= float(limit) for error, of, limit in cells)
+
+
+@pytest.mark.parametrize(("width", "tables"), [(60, 2), (120, 1)])
+def test_check_gives_each_backend_a_table_where_numbers_would_not_fit(width, tables, monkeypatch):
+    case = Case("op", "variant", "sparse_cache", (Bound(1e-3),), lambda bench: [bench.put([1.0])])
+    monkeypatch.setattr(check, "CASES", (case,))
+    monkeypatch.setattr(check, "check_case", lambda case, name, *rest: check.Outcome(True, 1.5e-5, allowed=1e-3))
+    monkeypatch.setattr(check.backends, "available", lambda: ["reference", "cpu", "cuda"])
+    console = Console(width=width, file=io.StringIO())
+    assert check.run(console, None, 0) == 0
+    text = console.file.getvalue()
+    assert text.count("1.5e-05 of 0.001") == 2
+    assert text.count("Largest error") == tables
+    assert "all within bounds on cpu, cuda" in text
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell")
+@pytest.mark.parametrize("command", ["info", "check --backend cpu"])
+def test_a_closed_stdout_is_one_line(command):
+    shell = f"{sys.executable} -m cumla {command} >&-"
+    done = subprocess.run(shell, shell=True, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "cumla: error: cannot write: stdout is closed\n")
+
+
+def test_warmup_says_what_was_in_the_cache(monkeypatch):
+    from cumla.cli import warmup
+    from cumla.kernels.types import verdicts
+
+    monkeypatch.delenv("CUMLA_TEST_KERNELS", raising=False)
+    for counts, says in (
+        ({"kept": 44}, "All 44 kernels were in the cache"),
+        ({"kept": 40, "right": 3, "not reached": 1}, "4 kernels were compiled: 3 tested and right, 1 not reached"),
+    ):
+        monkeypatch.setattr(warmup, "VERDICTS", type(verdicts.VERDICTS)(counts))
+        assert says in warmup.found()
+    monkeypatch.setenv("CUMLA_TEST_KERNELS", "0")
+    assert "not tested" in warmup.found()
+
+
+def test_kernels_that_an_earlier_process_kept_are_counted(tmp_path, monkeypatch):
+    from cumla.kernels.types import verdicts
+
+    monkeypatch.delenv("CUMLA_TEST_KERNELS", raising=False)
+    monkeypatch.setattr(verdicts, "UNPROVEN", [])
+    kept = tmp_path / "kernel.verdict"
+    kept.write_text("right")
+    before = verdicts.VERDICTS["kept"]
+    verdicts.note(verdicts.Fresh("kernel", "cpu", "compiler", "remedy", kept))
+    assert verdicts.VERDICTS["kept"] == before + 1
+    assert not verdicts.UNPROVEN
 
 
 def test_check_fails(monkeypatch):
@@ -425,8 +504,9 @@ def test_tables_fit_sixty_columns(command, monkeypatch, capsys):
     arguments = {"check": ["check", "--backend", "cpu"], "info": ["info"], "replay": TINY}[command]
     assert main(arguments) == 0
     out = capsys.readouterr().out
-    tables = out.partition("\n")[2] if command == "replay" else out  # the first line says what runs
-    assert max(map(len, tables.splitlines())) <= 60
+    lines = out.splitlines()
+    tables = lines[1:-1] if command == "replay" else lines  # the first says what runs, the last what it means
+    assert max(map(len, tables)) <= 60
     assert "…" not in out
 
 

@@ -1,6 +1,12 @@
 """cumla's operations inside jax.jit: the same bits as eager calls, caches in place, errors that say what to do."""
 
 import functools
+import inspect
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -228,11 +234,68 @@ def test_vmap_is_an_error(wrap, rng):
         jax.vmap(decode)(arguments["q"][None])
 
 
-def test_differentiation_is_an_error(rng):
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("transform", [jax.grad, jax.value_and_grad, jax.jacfwd])
+def test_differentiation_is_an_error(transform, wrap, rng):
     arguments = operations.CASES["sparse_mla_decode-V32_FP8"](rng)
-    cache, indices = arguments["k_cache"], arguments["indices"]
-    with pytest.raises(ValueError, match="do not support JVP"):
-        jax.grad(lambda q: ops.sparse_mla_decode(q, cache, indices)[1].sum())(jnp.asarray(arguments["q"]))
+    cache, indices, q = arguments["k_cache"], arguments["indices"], jnp.asarray(arguments["q"])
+    lse = wrap(lambda q: ops.sparse_mla_decode(q, cache, indices)[1].sum())
+    with pytest.raises(ValueError, match=r"^sparse_mla_decode: got arrays of jax.grad.*expected .*stop_gradient"):
+        transform(lse)(q)
+    scaled = wrap(lambda q, x: x * lse(jax.lax.stop_gradient(q)))
+    assert jax.grad(scaled, argnums=1)(q, 2.0) == lse(q)
+
+
+def test_signatures_and_documentation_are_those_of_calls_under_jit():
+    decode = inspect.signature(ops.sparse_mla_decode)
+    assert not {"out", "lse", "plan", "stream"} & set(decode.parameters)
+    assert decode.parameters["q"].annotation == "jax.Array"
+    assert decode.parameters["attn_sink"].annotation == "jax.Array | None"
+    assert decode.return_annotation == "tuple[jax.Array, jax.Array]"
+    assert inspect.signature(ops.quantize_and_insert_k_cache).return_annotation == "jax.Array"
+    assert inspect.signature(ops.qnorm_rope_and_insert).return_annotation == "tuple[jax.Array, jax.Array]"
+    for name, op in OPS.items():
+        function = getattr(ops, name)
+        assert (function.__name__, function.__module__) == (name, "cumla.interop.jax")
+        absent = set(inspect.signature(op.function).parameters) - set(inspect.signature(function).parameters)
+        described = {line.split()[0] for line in function.__doc__.splitlines() if re.match(" {4}[a-z]", line)}
+        assert not absent & described, name
+        assert all(written in function.__doc__.splitlines()[0] for written in op.writes)
+        if absent & {"out", "plan", "stream"}:
+            assert "Source" in function.__doc__ or "Source" not in op.function.__doc__, name
+
+
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_arguments_that_do_not_fit_name_the_operation(name):
+    parameters = inspect.signature(getattr(ops, name)).parameters
+    given = {key: None for key, parameter in parameters.items() if parameter.default is parameter.empty}
+    with pytest.raises(TypeError, match=f"^{name}: got an unexpected keyword argument 'head', expected {name}\\("):
+        getattr(ops, name)(**given, head=3)
+    with pytest.raises(TypeError, match=f"^{name}: missing a required argument"):
+        getattr(ops, name)()
+
+
+def test_the_documentation_s_example_runs(rng):
+    """On V4's raw pages."""
+    blocks = [part for part in ops.__doc__.split("\n\n") if part.startswith("    ")]
+    names = {
+        "functools": functools, "jax": jax, "jnp": jnp, "num_blocks": 3, "slots": jnp.array([3, 70], jnp.int32),
+        "k": jnp.asarray(operations.rows(rng, 2, 512)), "q": jnp.asarray(operations.rows(rng, 2, 1, 4, 512)),
+        "indices": jnp.array([[[3, 70]]] * 2, jnp.int32),
+    }  # fmt: skip
+    exec(textwrap.dedent("\n\n".join(blocks)), names)
+    assert names["out"].shape == (2, 1, 4, 512)
+    assert float(jnp.abs(names["out"]).max()) > 0
+
+
+@pytest.mark.parametrize("attempt", range(2))
+def test_a_program_that_exits_while_calls_are_under_way(attempt):
+    """XLA's threads cannot enter Python any more then: without the exit hook four of five such processes abort."""
+    example = Path(__file__).parents[2] / "examples" / "with_jax.py"
+    lines = [line for line in example.read_text().splitlines() if "block_until_ready" not in line]
+    assert len(lines) == len(example.read_text().splitlines()) - 1
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_arrays_of_other_kinds_are_taken_as_jax_takes_them(rng):

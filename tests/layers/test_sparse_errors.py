@@ -91,3 +91,16 @@ def test_lengths_that_are_none():
     for wrong in (np.array([None]), np.zeros(2), np.zeros((), np.int32)):
         with pytest.raises((TypeError, ValueError), match="seq_lens_cpu: got"):
             CommonAttentionMetadata(**right | {"seq_lens_cpu": wrong})
+
+
+@pytest.mark.parametrize("layout", [cumla.DSV4_BF16, cumla.DSV4_F32])
+def test_rows_for_caches_that_a_step_does_not_fill(step, layout):
+    """The message says how they are filled: it claimed that the rows were there."""
+    dtype = BF16 if layout is cumla.DSV4_BF16 else np.dtype(np.float32)
+    cache = np.zeros((4, 8, 512), dtype)
+    arguments = {**step, "swa_cache": cache, "compressed": None}
+    with pytest.raises(
+        ValueError, match=f"^k: got rows for a {layout.name} cache, .*qnorm_rope_and_insert or by index"
+    ):
+        SparseMLALayer(layout=layout).step(**arguments, backend="reference")
+    assert not cache.any()

@@ -118,8 +118,9 @@ def with_more(name):
 def test_weights_that_a_layer_lacks_or_has_no_use_for(case, change, error, message):
     golden = GoldenLayer(case)
     change(golden.weights)
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match="^" + message) as caught:
         (V4Layer if golden.record["model"] == "v4" else V32Layer)(golden)
+    assert not set("'\"") & set(str(caught.value).replace("layer 0's", ""))
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_b_proj.bias", "layers.0.attn.q_scale.weight"])

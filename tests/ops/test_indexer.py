@@ -574,3 +574,23 @@ def test_keys_without_scales_come_back_as_they_were(lab, rng, layout, gap):
     expected = expected.view(dtype)
     expected = np.concatenate([expected[[3, 4, 5, 0, 1, 9, 10, 11]], np.zeros((1, HEAD_DIM)), np.ones((1, HEAD_DIM))])
     np.testing.assert_array_equal(lab.get(out), expected.astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float32])
+def test_queries_without_quantisation_over_e4m3_keys_are_named(dtype):
+    """The keys are right: what has to change are the queries."""
+    q, weights, bounds = np.zeros((2, 3, 128), dtype), np.zeros((2, 3), np.float32), np.zeros(2, np.int32)
+    keys, scales = np.zeros((5, 128), np.uint8), np.ones(5, np.float32)
+    cache, table = cumla.INDEXER_FP8.allocate(2, 8), np.zeros((2, 1), np.int32)
+    packed = {"cu_seqlen_ks": bounds, "cu_seqlen_ke": bounds}
+    for kv in (keys, (keys, scales)):
+        with pytest.raises(TypeError, match=f"^q: got dtype {np.dtype(dtype).name}"):
+            cumla.indexer_topk(q, kv, weights, 4, **packed)
+        with pytest.raises(TypeError, match=f"^q: got dtype {np.dtype(dtype).name}"):
+            cumla.fp8_mqa_logits(q, kv, weights, bounds, bounds)
+    with pytest.raises(TypeError, match=f"^q: got dtype {np.dtype(dtype).name} for a cache of keys in e4m3"):
+        cumla.indexer_topk(q[:, None], cache, weights, 4, context_lens=bounds, block_table=table)
+    with pytest.raises(TypeError, match=f"^q: got dtype {np.dtype(dtype).name} for a cache of keys in e4m3"):
+        cumla.fp8_paged_mqa_logits(q[:, None], cache, weights, bounds, table)
+    with pytest.raises(ValueError, match=r"^kv_scales: got None for e4m3 keys"):
+        cumla.indexer_topk(q.astype(np.uint8), keys, weights, 4, **packed)
