@@ -197,9 +197,10 @@ def compress_and_insert(
 
 @check
 def dequantize_and_gather_k_cache(
-    out: Any, pages: Pages, seq_lens: Any, gather_lens: Any, block_table: Any, *_: Any, first: int
-) -> None:
-    end = host(seq_lens)
+    out: Any, pages: Pages, seq_lens: Any, gather_lens: Any, block_table: Any, offset: int, compress_ratio: int, *,
+    first: int,
+) -> None:  # fmt: skip
+    end = host(seq_lens) // compress_ratio
     begin = np.zeros_like(end) if gather_lens is None else end - np.maximum(host(gather_lens), 0)
     check_pages("block_table", block_table, begin, end, pages.block_size, len(pages.bytes))
 

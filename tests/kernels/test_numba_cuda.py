@@ -84,7 +84,7 @@ cumla.gather_cache(dense, np.zeros((3, 576), BF16), i32(1, 1), i32(2), 1)
 cumla.gather_cache(fp8, np.zeros((3, 576), BF16), i32(1, 1), i32(2), 1, i32(1), scale=np.ones(1, np.float32))
 cumla.copy_blocks([dense], np.zeros((3, 2), np.int64))
 tokens = np.zeros(3, np.int64)
-cumla.advance_step(3, 2, 4, tokens, tokens, tokens, i32(3), tokens, i32(3, 1))
+cumla.advance_step(3, 2, 4, tokens, tokens.copy(), tokens.copy(), i32(3), tokens.copy(), i32(3, 1))
 valid = np.ones(2, np.bool_)
 cumla.compute_swa_indices_and_lens(i32(2), i32(1), i32(2), valid, i32(1, 1), 4, 3, 2)
 for compact in (False, True):
@@ -127,7 +127,7 @@ latent_attention.multiprocessors = lambda: 132
 
 q, cache, lse = np.zeros((1, 1, 3, 512), BF16), cumla.DSV4_FP8.allocate(1, 4), np.zeros((3, 1), np.float32)
 cumla.sparse_mla_decode(q, cache, i32(1, 1, 100))
-cumla.merge_attn_states(q[0], q[0], lse, q[0], lse)
+cumla.merge_attn_states(q[0].copy(), q[0], lse, q[0], lse)
 projection.batched_product(q[0], q[0].transpose(0, 2, 1), np.zeros((1, 3, 3), BF16))
 
 assert len(compiled) == 4

@@ -9,7 +9,7 @@ import types
 import numpy as np
 import pytest
 
-from cumla.kernels.types.plan import DecodePlan
+from cumla.kernels.types.plan import DecodePlan, Workspace
 from cumla.metadata import (
     AttentionCGSupport,
     AttentionMetadataBuilder,
@@ -126,7 +126,7 @@ def kind(framework):
 
 def leaves(value, path="metadata"):
     """(path, value) of every field, through nested metadata; plans are what an attention kernel makes of them."""
-    if isinstance(value, DecodePlan):
+    if isinstance(value, DecodePlan | Workspace):
         return
     if dataclasses.is_dataclass(value) and not isinstance(value, ServingConfig):
         for field in dataclasses.fields(value):

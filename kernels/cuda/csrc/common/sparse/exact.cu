@@ -208,10 +208,10 @@ finish_attention(const __grid_constant__ SparseProblem problem, int everything, 
     __shared__ Memory memory;
     int* marks = everything ? nullptr : problem.unsafe;
     pdl_release();
-    // A plan that splits no tile leaves nothing to combine. It was written before the kernel ahead let this one in.
-    if (combined && problem.starts && !look_at(problem.starts + SPLITS_AT)) combined = 0;
     if (marks && !combined && blockIdx.x >= WAITING && !__syncthreads_or(look_at(marks - 1))) return;
     pdl_wait();
+    // A plan that splits no tile leaves nothing to combine. Not asked before: the plan may be of this call.
+    if (combined && problem.starts && !problem.starts[SPLITS_AT]) combined = 0;
     int marked = marks ? look_at(marks - 1) : 0;  // under way while parts are put together
     if (marks && !combined && !__syncthreads_or(marked)) return;  // what usually happens, within the first few instructions
     if (combined) combine_tiles(problem, combined, memory.cut_tiles);
