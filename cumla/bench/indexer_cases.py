@@ -56,17 +56,22 @@ class Inputs:
 
 
 def check_rows(rows: int, exact: Callable[[int], tuple[int, np.ndarray]]) -> Callable[[Any], float]:
-    """A check of some rows of logits, of which `exact` gives the first column and the scores."""
+    """A check of some rows of logits, of which `exact` gives the first column and the scores.
+
+    Errors are relative to the largest score of these rows: a score is a sum of products of either sign, which a row of a
+    few keys may have almost nothing left of.
+    """
 
     def check(result: Any) -> float:
+        wanted = {row: exact(row) for row in sorted({0, rows // 2, rows - 1})}
+        largest = max(float(np.abs(want).max(initial=0)) for _, want in wanted.values())
         worst = 0.0
-        for row in sorted({0, rows // 2, rows - 1}):
-            start, want = exact(row)
+        for row, (start, want) in wanted.items():
             if not len(want):
                 continue
             got = result[row, start : start + len(want)]
             got = got.cpu().numpy() if hasattr(got, "cpu") else to_host(got)
-            error = float(np.abs(got - want).max() / np.abs(want).max())
+            error = float(np.abs(got - want).max() / largest)
             assert error < TOLERANCE, f"row {row}: error {error}"
             worst = max(worst, error)
         return worst

@@ -186,10 +186,11 @@ class Arrays:
 
 
 class RepeatingCache(NamedTuple):
-    """A large cache, and the pages that it repeats on the host."""
+    """A large cache, the pages that it repeats on the host, and the largest magnitude of their rows."""
 
     array: Any
     base: np.ndarray
+    largest: float
 
     @property
     def slots(self) -> int:
@@ -213,7 +214,7 @@ def repeating_cache(backend: str, layout: CacheLayout, block_size: int, slots: i
         array[start : start + pages] = base
     on_host = layout.allocate(pages, block_size)
     on_host[...] = to_host(base)
-    return RepeatingCache(array, on_host)
+    return RepeatingCache(array, on_host, float(abs(k[: 1 << 12].astype(np.float32)).max()))
 
 
 def contexts(rng: np.random.Generator, count: int, longest: int) -> np.ndarray:

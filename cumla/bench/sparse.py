@@ -169,6 +169,8 @@ class DecodeInputs:
     def check(self, result: Any) -> float:
         """The largest error of some entries, the last of them, which is short, among them."""
         worst, last = 0.0, self.case.batch - 1
+        # A query with few keys has results as large as their values, of which 16-bit weights are part of the error.
+        bound = DECODE_OUT.of_values(max(cache.largest for cache in self.caches))
         for entry in sorted({0, last // 2, last}):
             one = slice(entry, entry + 1)
             lists = [cache.in_base(to_host(x[one])) for cache, x in zip(self.caches, self.lists, strict=True)]
@@ -181,7 +183,7 @@ class DecodeInputs:
                 to_host(self.q[one]), self.caches[0].base, lists[0], layout=self.case.layout, topk_length=lens[0],
                 attn_sink=sink, **more, backend="reference",
             )  # fmt: skip
-            worst = max(worst, error_within(first(result[one]), want, DECODE_OUT))
+            worst = max(worst, error_within(first(result[one]), want, bound))
         return worst
 
 
