@@ -58,8 +58,8 @@ class Inputs:
 def check_rows(rows: int, exact: Callable[[int], tuple[int, np.ndarray]]) -> Callable[[Any], float]:
     """A check of some rows of logits, of which `exact` gives the first column and the scores.
 
-    Errors are relative to the largest score of these rows: a score is a sum of products of either sign, which a row of a
-    few keys may have almost nothing left of.
+    Errors are relative to the largest score of these rows: a score is a sum of products of either sign, of which a row
+    with few keys may have almost nothing left.
     """
 
     def check(result: Any) -> float:

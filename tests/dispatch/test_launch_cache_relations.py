@@ -35,8 +35,8 @@ class Placed:
     """The arrays of a call in one memory.
 
     odd      how many of them are strided otherwise than they come
-    alone    arrays of integers are by themselves: slots and positions of anything are there twice, and which of the rows
-             that go to one slot stays there is left open
+    alone    arrays of integers are by themselves: slots of anything are there twice, and which of the rows that go to
+             one slot stays there is left open
     layouts  by name how an array is strided: its cache key but for the address
     """
 
