@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import dlpack
 from ..layout import V32_FP8
 from ..ops.dense_cache import concat_and_cache_mla
 from ..ops.indices import compute_global_topk_indices_and_lens
@@ -29,7 +30,16 @@ V32_FUNCTIONS = {
 
 
 class V32Inputs(StepInputs):
-    """cumla's calls: all tokens attend over the pages, as its V3.2 layers do."""
+    """cumla's calls: all tokens attend over pages, as in V3.2 layers, decodes by the slots that selection writes."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        if self.decodes:  # a part of the arrays that the map of the other tokens writes
+            slots, lens = (
+                dlpack.borrow(getattr(self.workspace, name), name)[: self.decodes]
+                for name in ("topk_indices", "topk_lens")
+            )
+            self.decode_slots, self.decode_lens = self.place.give(slots), self.place.give(lens)
 
     def insert(self) -> None:
         rows, slots, backend = self.kv, self.batch.slot_mapping, self.place.backend
@@ -40,13 +50,16 @@ class V32Inputs(StepInputs):
     def attend(self, new_plan: bool = True, road: str | None = None) -> None:
         if new_plan or self.metadata.tile_sched_swaonly is None:
             self.metadata.tile_sched_swaonly = self.builder.build_tile_scheduler(len(self.q))["swaonly"]
-        metadata, work, tokens = self.metadata, self.workspace, len(self.q)
+        metadata, work, tokens, decodes = self.metadata, self.workspace, len(self.q), self.decodes
+        indices, lens = work.topk_indices[:tokens], work.topk_lens[:tokens]
         for cache in self.caches.window:
-            indices, lens = compute_global_topk_indices_and_lens(
-                self.selected, metadata.token_to_req_indices, metadata.block_table, metadata.block_size,
-                metadata.is_valid_token, compact=True, positions=metadata.positions, compress_ratio=1,
-                out=(work.topk_indices, work.topk_lens), backend=self.place.backend,
-            )  # fmt: skip
+            if decodes < tokens:
+                compute_global_topk_indices_and_lens(
+                    self.selected[decodes:], metadata.token_to_req_indices[decodes:], metadata.block_table,
+                    metadata.block_size, metadata.is_valid_token[decodes:], compact=True,
+                    positions=metadata.positions[decodes:], compress_ratio=1, out=(indices[decodes:], lens[decodes:]),
+                    backend=self.place.backend,
+                )  # fmt: skip
             sparse_mla_decode(
                 self.normed[:, None], cache, indices[:, None], layout=V32_FP8, topk_length=lens, softmax_scale=SCALE,
                 out=self.out[:, None], lse=work.lse[:tokens], plan=metadata.tile_sched_swaonly,
