@@ -76,11 +76,12 @@ class KernelWork(Work):
 class Queue:
     """What is to be done on a stream, `done` of all that ever was.
 
-    graph  the Capture that it goes to instead
+    graph    the Capture that it goes to instead
+    running  works that are being done: memory that is let go meanwhile is still theirs
     """
 
     def __init__(self):
-        self.works, self.done, self.graph = [], 0, None
+        self.works, self.running, self.done, self.graph = [], [], 0, None
 
     @property
     def end(self):
@@ -110,7 +111,11 @@ class Queue:
             self.done += count
             for kernel, ahead in zip(run[1:], run, strict=False):
                 kernel.launch.ahead = ahead.launch
-            run[-1].do()
+            before, self.running = self.running, [*self.running, *run]
+            try:
+                run[-1].do()
+            finally:
+                self.running = before
 
     def _overlapping(self, most):
         """How many of the next works are one: a kernel and those that overlap, each with the one ahead of it."""
@@ -148,7 +153,7 @@ def forget_everything():
 
 
 def is_anything_queued():
-    return any(queue.works or queue.graph is not None for queue in _queues.values())
+    return any(queue.works or queue.running or queue.graph is not None for queue in _queues.values())
 
 
 class _Current(threading.local):
