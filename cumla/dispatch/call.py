@@ -15,6 +15,7 @@ A dimension given as a name must be the same wherever the name stands; -1 is any
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any, Generic, Literal, TypeVar, cast, overload
 
@@ -56,7 +57,7 @@ class Call:
         self._results: list[tuple[Any, Any]] = []
         self._given: dict[str, Any] = {}  # arrays of the caller's by name
         self._written: dict[str, Any] = {}  # those of them that are written
-        self._in_place: set[tuple[str, str]] = set()  # outputs and the inputs that they are
+        self._in_place: set[tuple[str, str]] = set()  # arrays that may share elements: outputs and the inputs they are
         self.may_share: Callable[[Any, Any], bool] | None = None  # whether an array may be written and share elements
         self._rehearsal = rehearsal.current()
 
@@ -185,6 +186,11 @@ class Call:
             if may_be is not None and coincide(native, self._given[may_be]):
                 self._in_place.add((name, may_be))
         return native
+
+    def may_share_pages(self, *caches: str) -> None:
+        """Caches of these names may be views of the same pages, as allocators for layers of several kinds make them:
+        which pages each of them has is for slots and block tables to say."""
+        self._in_place |= set(itertools.permutations(caches, 2))
 
     def check_apart(self) -> None:
         """Raise ValueError if an array that is written shares elements with another one: a kernel reads and writes in

@@ -77,7 +77,8 @@ def compress_and_insert(
     A window's positions that this step computes are read from kv_score, earlier ones from state_cache: any split of a
     prompt gives the same row. A position before the sequence's start, or whose state has no page, is left out, and
     one whose score is -inf is left out of that channel; a channel of which none is left is 0. Values are rounded to
-    bfloat16 before they are quantised. A position outside cos_sin_cache turns as its nearest row says.
+    bfloat16 before they are quantised. Caches may be views of the same pages of one allocation, of which slots and
+    tables give each its own. A position outside cos_sin_cache turns as its nearest row says.
 
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM's DeepSeek V4 compressor (save_partial_states, compress_norm_rope_store), as one operation.
@@ -115,6 +116,7 @@ def compress_and_insert(
     starts = call.array("query_start_loc", query_start_loc, INT32, (call.size("R") + 1,))
     turns = cos_sin(call, cos_sin_cache, min(rows.pages.layout.head_dim for rows in compressors))
     epsilon = check_epsilon(eps)
+    call.may_share_pages("state_cache", "k_cache", "index_state_cache", "index_k_cache")
     if len(kv_score):
         with call.kernels("compressor") as kernels:
             kernels.compress_and_insert(

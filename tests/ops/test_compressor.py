@@ -82,13 +82,17 @@ class Case:
     def run(self, lab, cache, state=None):
         state = lab.put(self.state.copy() if state is None else state)
         placed = lab.put(cache)
+        self.into(lab, state, placed)
+        return lab.get(placed), lab.get(state)
+
+    def into(self, lab, state, cache):
+        """`run` with caches that are where the backend wants them."""
         compress_and_insert(
             lab.put(self.kv_score), lab.put(self.bias), lab.put(self.weight), state, lab.put(self.state_slots),
-            lab.put(self.table), placed, lab.put(self.slots), lab.put(self.positions), lab.put(self.requests),
+            lab.put(self.table), cache, lab.put(self.slots), lab.put(self.positions), lab.put(self.requests),
             lab.put(self.starts), lab.put(self.cos_sin), compress_ratio=self.ratio, layout=self.layout,
             backend=lab.backend,
         )  # fmt: skip
-        return lab.get(placed), lab.get(state)
 
     def rows(self):
         """slot -> row in float64: softmax over the window, norm, turn; one position at a time."""
@@ -225,6 +229,24 @@ def padded(cache):
     pages = np.full((len(cache), DSV4_FP8.page_bytes(16)), 0xA5, np.uint8)
     pages[:, : 16 * 584] = cache.reshape(len(cache), -1)
     return pages
+
+
+@pytest.mark.nowhere(when=lambda x: takes_the_simulator_long(x))
+@pytest.mark.parametrize("kind", KINDS)
+def test_caches_may_be_views_of_the_same_pages(lab, rng, kind):
+    """As a hybrid allocator makes them, each of its own pages: the rows and states of caches apart."""
+    case = Case(rng, DSV4_FP8, kind)
+    cache, state = case.run(lab, cache_of(DSV4_FP8, 4, 16))
+    first = len(case.state)  # of the cache's pages
+    memory = np.full((first + 4, case.state[0].nbytes), 0xA5, np.uint8)
+    memory[:first] = case.state.view(np.uint8).reshape(first, -1)
+    case.slots = np.where(case.slots >= 0, case.slots + 16 * first, -1)
+    memory = lab.put(memory)
+    states = memory.view(np.float32).reshape(-1, *case.state.shape[1:])
+    pages = DSV4_FP8.view(memory, 16)
+    case.into(lab, states, pages)
+    np.testing.assert_array_equal(lab.get(pages)[first:], np.asarray(cache))
+    np.testing.assert_array_equal(lab.get(states)[:first], state)
 
 
 @pytest.mark.parametrize("formats", [(DSV4_FP8, INDEXER_FP8), (DSV4_BF16, INDEXER_BF16)], ids=["fp8", "bf16"])

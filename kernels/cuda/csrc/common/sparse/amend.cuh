@@ -49,7 +49,6 @@ struct Amendment {
     __device__ Amendment(const SparseProblem& problem, LargeKeys& keys, TileCoord at, int first_head)
         : problem(problem), keys(keys), at(at), first_head(first_head), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {}
 
-
     __device__ const bf16* q(int head) const {
         return problem.q + at.b * problem.q_stride_b + at.s * problem.q_stride_s + head * problem.q_stride_h + 8 * lane;
     }

@@ -101,7 +101,6 @@ struct WideAttention {
         for (int at = 128 * part; at < LAYOUT::row_bytes; at += 512) prefetch_to_l2(token.row + at);
     }
 
-
     __device__ void put(const LookUp& from, Keys& keys) {
         int key = threadIdx.x / 4, part = threadIdx.x % 4;
         if (part == 0) keys.rows[key] = from.row;
