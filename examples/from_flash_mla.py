@@ -35,6 +35,12 @@ def main() -> None:
     )
     print(f"dense:  out {out.dtype} {tuple(out.shape)}, lse {tuple(lse.shape)} on {device}")
 
+    # Prefill: every token of a prompt attends to rows that were chosen for it.
+    rows, prompt = kv_cache.view(-1, 1, 576), q.view(BATCH * S_Q, HEADS, 576)
+    chosen = indices.view(BATCH * S_Q, 1, TOPK)
+    out, _, lse = flash_mla.flash_mla_sparse_fwd(prompt, rows, chosen, 576**-0.5)
+    print(f"prefill: out {out.dtype} {tuple(out.shape)}, lse {tuple(lse.shape)} on {device}")
+
 
 if __name__ == "__main__":
     main()

@@ -2,8 +2,8 @@
 
 The same names, argument names and positions, return shapes and conventions: lse is a natural logarithm
 without the sink, +inf for a query without keys, whose output is 0. Tensors or any other arrays. What differs
-is in docs/interop.md; above all, what FlashMLA restricts (head counts, block sizes, widths, strides) is not
-restricted here, and a wrong argument raises ValueError or TypeError instead of AssertionError.
+is in docs/guide/from-flash-mla.md; above all, what FlashMLA restricts (head counts, block sizes, widths, strides) is
+not restricted here, and a wrong argument raises ValueError or TypeError instead of AssertionError.
 """
 
 from __future__ import annotations

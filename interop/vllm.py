@@ -3,7 +3,8 @@
     from cumla.interop.vllm import quantize_and_insert_k_cache, ...
 
 in place of `from vllm.models.deepseek_v4.common.ops import ...` (vllm.v1.attention.ops.deepseek_v4_ops before).
-The same names, positions and argument names; tensors or any other arrays. What differs is in docs/interop.md.
+The same names, positions and argument names; tensors or any other arrays. What differs is in
+docs/guide/from-vllm.md.
 """
 
 from __future__ import annotations

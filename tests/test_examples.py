@@ -10,7 +10,11 @@ import emulation
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 EXPECTED = {
-    "from_flash_mla.py": ["sparse: out torch.bfloat16 (2, 2, 128, 512), lse (2, 128, 2)", "dense:  out torch.bfloat16"],
+    "from_flash_mla.py": [
+        "sparse: out torch.bfloat16 (2, 2, 128, 512), lse (2, 128, 2)",
+        "dense:  out torch.bfloat16",
+        "prefill: out torch.bfloat16 (4, 128, 512), lse (4, 128)",
+    ],
     "graph_loop.py": ["20 steps, lengths from ["],
     "mini_engine.py": ["33 steps, 384 of 1309 prompt tokens were cached, all outputs as in one shot"],
     "with_cupy.py": ["out bfloat16 (32, 1, 64, 512) on <CUDA Device 0>"],
