@@ -6,12 +6,12 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from layers.test_sparse import batch_of, step_of
 
 import cumla
 from cumla.layers.selection import IndexerInputs, score_bytes, select_rows
 from cumla.layers.sparse import LayerWorkspace, not_observed
 from cumla.metadata import DeepseekV32IndexerMetadataBuilder
+from layers.test_sparse import batch_of, step_of
 from support.lab import BF16, Lab
 
 TOPK, HEADS = 8, 4
