@@ -1,4 +1,4 @@
-"""Files of named arrays (safetensors): a header in JSON, then the arrays' bytes one behind another."""
+"""Files of named arrays (safetensors): a header in JSON, then the arrays' bytes, contiguous."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _header(path: pathlib.Path) -> tuple[int, dict[str, _Entry]]:
 
 
 def _check_data(path: pathlib.Path, entries: dict[str, _Entry], size: int) -> None:
-    """Raise ValueError unless the arrays fill the file's `size` bytes of data, one behind another."""
+    """Raise ValueError unless the arrays fill the file's `size` bytes of data contiguously."""
     filled, before = 0, "the header"
     for name, (_, _, start, end) in sorted(entries.items(), key=lambda item: item[1][2:]):
         if start < filled:

@@ -12,6 +12,7 @@ from cumla.__main__ import main
 from cumla.bench import NAMES, peers, rows
 from cumla.bench.problem import Sizes, first
 from cumla.bench.rows import SUITES
+from support.command_line import error_line
 
 TINY = ["--backend", "cpu", "--heads", "2", "--batch", "1,2", "--tokens", "7", "--context", "128", "--topk", "16"]
 
@@ -20,12 +21,6 @@ TINY = ["--backend", "cpu", "--heads", "2", "--batch", "1,2", "--tokens", "7", "
 def quickly(monkeypatch):
     monkeypatch.setattr("cumla.cli.bench.share_cores", lambda: None)
     monkeypatch.setattr("cumla.bench.rows.call_times", lambda calls: [(call(), 3.0)[1] for call in calls] * 5)
-
-
-def error_line(capsys, argv, status=2):
-    assert main([str(arg) for arg in argv]) == status
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
 
 
 def results(tmp_path, name, times, spread=0.0):

@@ -1,8 +1,6 @@
 """The command line: what it prints and writes, and one line for what a user can mend."""
 
 import importlib.util
-import inspect
-import io
 import json
 import os
 import subprocess
@@ -12,14 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 import cumla
 from cumla.__main__ import main
-from cumla.bounds import EQUAL, Bound
-from cumla.checks import Case
-from cumla.cli import check
+from cumla.bounds import Bound
 from cumla.kernels.cpu import threads
+from support.command_line import error_line
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = [
@@ -33,14 +29,6 @@ TINY_SWA, TINY_MLA = [*TINY[:-2], "--layers", "swa"], [*TINY[:-4], "--layers", "
 def threads_as_they_are(monkeypatch):
     """Numba's threading layer is for the whole process, and other tests' too."""
     monkeypatch.setattr("cumla.cli.replay.share_cores", lambda: None)
-
-
-def error_line(capsys, argv, status=2):
-    assert main([str(arg) for arg in argv]) == status
-    captured = capsys.readouterr()
-    (line,) = captured.err.splitlines()
-    assert line.startswith("cumla: error: ")
-    return line
 
 
 def test_replay_writes_everything(tmp_path, capsys):
@@ -283,145 +271,12 @@ def test_info_says_how_to_install(monkeypatch, capsys):
     assert "pip install 'cupy-cuda13x[ctk]'" in " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
-def test_check(capsys):
-    assert main(["check", "--backend", "cpu", "--seed", "3"]) == 0
-    out = capsys.readouterr().out
-    assert "all within bounds" in out
-    for name in cumla.__all__:
-        if inspect.isfunction(getattr(cumla, name)) and name not in ("supports", "debug"):  # which compute nothing
-            assert name in out, f"{name} is not checked"
-
-
-def test_check_names_what_a_backend_lacks(monkeypatch, capsys):
-    monkeypatch.setattr("cumla.dispatch.backends._importable", lambda module: module not in ("cupy", "numba.cuda"))
-    monkeypatch.setattr("cumla.dispatch.backends.unavailable", cumla.dispatch.backends.unavailable.__wrapped__)
-    line = error_line(capsys, ["check", "--backend", "cuda"])
-    assert "cupy is not installed: pip install" in line
-    assert line.endswith("what can be checked: cpu")
-
-
-def test_check_shows_what_is_allowed_beside_errors(capsys):
-    assert main(["check", "--backend", "cpu"]) == 0
-    cells = [line.split("│")[-2].split() for line in capsys.readouterr().out.splitlines() if "sparse_mla_d" in line]
-    assert len(cells) > 3
-    assert all(float(error) <= float(limit) for error, of, limit in cells)
-
-
-@pytest.mark.parametrize(("width", "tables"), [(60, 2), (120, 1)])
-def test_check_gives_each_backend_a_table_where_numbers_would_not_fit(width, tables, monkeypatch):
-    case = Case("op", "variant", "sparse_cache", (Bound(1e-3),), lambda bench: [bench.put([1.0])])
-    monkeypatch.setattr(check, "CASES", (case,))
-    monkeypatch.setattr(check, "check_case", lambda case, name, *rest: check.Outcome(True, 1.5e-5, allowed=1e-3))
-    monkeypatch.setattr(check.backends, "available", lambda: ["reference", "cpu", "cuda"])
-    console = Console(width=width, file=io.StringIO())
-    assert check.run(console, None, 0) == 0
-    text = console.file.getvalue()
-    assert text.count("1.5e-05 of 0.001") == 2
-    assert text.count("Largest error") == tables
-    assert "all within bounds on cpu, cuda" in text
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a shell")
 @pytest.mark.parametrize("command", ["info", "check --backend cpu"])
 def test_a_closed_stdout_is_one_line(command):
     shell = f"{sys.executable} -m cumla {command} >&-"
     done = subprocess.run(shell, shell=True, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "cumla: error: cannot write: stdout is closed\n")
-
-
-def test_warmup_says_what_was_in_the_cache(monkeypatch):
-    from cumla.cli import warmup
-    from cumla.kernels.types import verdicts
-
-    monkeypatch.delenv("CUMLA_TEST_KERNELS", raising=False)
-    for counts, says in (
-        ({"kept": 44}, "All 44 kernels were in the cache"),
-        ({"kept": 40, "right": 3, "not reached": 1}, "4 kernels were compiled: 3 tested and right, 1 not reached"),
-    ):
-        monkeypatch.setattr(warmup, "VERDICTS", type(verdicts.VERDICTS)(counts))
-        assert says in warmup.found()
-    monkeypatch.setenv("CUMLA_TEST_KERNELS", "0")
-    assert "not tested" in warmup.found()
-
-
-def test_kernels_that_an_earlier_process_kept_are_counted(tmp_path, monkeypatch):
-    from cumla.kernels.types import verdicts
-
-    monkeypatch.delenv("CUMLA_TEST_KERNELS", raising=False)
-    monkeypatch.setattr(verdicts, "UNPROVEN", [])
-    kept = tmp_path / "kernel.verdict"
-    kept.write_text("right")
-    before = verdicts.VERDICTS["kept"]
-    verdicts.note(verdicts.Fresh("kernel", "cpu", "compiler", "remedy", kept))
-    assert verdicts.VERDICTS["kept"] == before + 1
-    assert not verdicts.UNPROVEN
-
-
-def test_check_fails(monkeypatch):
-    wrong = Case("wrong", "", "sparse_cache", (EQUAL,), lambda bench: [bench.put([bench.backend == "cpu"])])
-    broken = Case("broken", "", "sparse_cache", (EQUAL,), lambda bench: 1 / (bench.backend == "reference") and [])
-    lacking = Case("lacking", "", "no_such_file", (EQUAL,), lambda bench: [])
-    monkeypatch.setattr(check, "CASES", (wrong, broken, lacking))
-    console = Console(width=120, record=True, quiet=True)
-    assert check.run(console, "cpu", 0) == 1
-    outcomes = [check.check_case(case, "cpu", 0, case.heads) for case in check.CASES]
-    assert outcomes == [
-        check.Outcome(False, 1.0),
-        check.Outcome(False, None, "ZeroDivisionError: division by zero"),
-        check.Outcome(True, None),
-    ]
-
-
-@pytest.mark.parametrize("kind", ["v32", "mla"])
-def test_warm_up_makes_every_call_of_a_kind(kind, capsys):
-    assert main(["warmup", "--backend", "cpu", "--kind", kind, "--heads", "2", "--batch", "1,3", "--topk", "16"]) == 0
-    out = capsys.readouterr().out
-    assert f"{kind}, 2 heads, backend cpu" in out
-    assert "calls in" in out
-
-
-def test_warm_up_reads_a_models_config(tmp_path):
-    from cumla.cli.warmup import Model
-
-    config = tmp_path / "config.json"
-    v4 = {"num_attention_heads": 64, "compress_ratios": [1, 4], "index_topk": 512, "sliding_window": 128}
-    for written, expected in (
-        (v4, Model("v4", 8, 512)),
-        ({"num_attention_heads": 128, "kv_lora_rank": 512, "index_topk": 2048}, Model("v32", 16, 2048)),
-        ({"num_attention_heads": 128, "kv_lora_rank": 512}, Model("mla", 16, 512)),
-    ):
-        config.write_text("\ufeff" + json.dumps(written))
-        assert Model.from_config(config, 8) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "options", "line"),
-    [
-        ("{}", [], "is no model of DeepSeek's"),
-        ("[]", [], "holds no object"),
-        ("{", [], "is no JSON"),
-        ('{"kv_lora_rank": 512, "num_attention_heads": 64}', ["--ranks", "7"], "--ranks: got 7, expected a divisor"),
-        (None, [], "cannot read"),
-        ('{"kv_lora_rank": 512}', [], "num_attention_heads: got None, expected an integer from 1"),
-        ('{"kv_lora_rank": 256, "num_attention_heads": 40}', [], "kv_lora_rank: got 256, expected 512"),
-        ('{"index_topk": "x", "num_attention_heads": 64}', [], "index_topk: got 'x', expected an integer from 1"),
-        ('{"compress_ratios": [4], "num_attention_heads": 64, "sliding_window": [1]}', [], "sliding_window: got [1]"),
-        ('{"layer_types": 5, "num_attention_heads": 64}', [], "is no model of DeepSeek's"),
-        ("{}", ["--batch", "1,x"], "got 'x', expected an integer from 1 to 4096"),
-    ],
-)
-def test_warm_up_of_what_is_no_model(tmp_path, capsys, text, options, line):
-    config = tmp_path / "config.json"
-    if text is not None:
-        config.write_text(text)
-    assert line in error_line(capsys, ["warmup", "--config", config, *options])
-
-
-def test_warm_up_reads_a_config_from_stdin(monkeypatch):
-    from cumla.cli.warmup import Model
-
-    monkeypatch.setattr("sys.stdin", io.StringIO('\ufeff{"num_attention_heads": 128, "kv_lora_rank": 512}'))
-    assert Model.from_config(Path("-"), 8) == Model("mla", 16, 512)
 
 
 @pytest.mark.parametrize("cores", ["x", "0", "-1", "1.5"])

@@ -14,12 +14,12 @@ FILES = {
     "metadata/test_sparse_swa.py": "test_batch and cpu",
     "metadata/test_indexer.py": "test_batch and cpu and v4",
     "metadata/test_slots.py": "cpu",
-    "ops/test_indexer.py": (
-        "cpu and (choice_is_the_references and 300 or test_queries and bfloat16-True-True or without_scales and F32)"
-    ),
-    "ops/test_compressor.py": (
-        "cpu and (test_compressor and ratio4 and (DSV4_FP8 or INDEXER_FP8) or norms and bfloat16 or any_value"
-        " or queries_and_window and DSV4_FP8 or inverse_rope or test_rope and 64 or indexer_keys and INDEXER_FP8)"
+    "ops/test_indexer.py": "cpu and (test_queries and bfloat16-True-True or without_scales and F32)",
+    "ops/test_indexer_topk.py": "cpu and choice_is_the_references and 300",
+    "ops/test_compressor.py": "cpu and (test_compressor and ratio4 and (DSV4_FP8 or INDEXER_FP8) or any_value)",
+    "ops/test_norms.py": (
+        "cpu and (norms_of and bfloat16 or queries_and_window and DSV4_FP8 or inverse_rope or test_rope and 64"
+        " or indexer_keys and INDEXER_FP8)"
     ),
     "ops/test_shards.py": "cpu and (hostile or test_merge and 1-40)",
     "ops/test_sparse_attention.py": "float32_rows and cpu",

@@ -1,4 +1,4 @@
-"""The compressor, and norms with RoPE, against the plain formulas, on every backend."""
+"""The compressor against the plain formula, on every backend."""
 
 import ml_dtypes
 import numpy as np
@@ -12,13 +12,8 @@ from cumla import (
     INDEXER_BF16,
     INDEXER_F32,
     INDEXER_FP8,
-    apply_rope,
     compress_and_insert,
     dequantize_and_gather_k_cache,
-    fused_q_kv_rmsnorm,
-    indexer_knorm_rope_and_insert,
-    inverse_rope_and_quantize,
-    qnorm_rope_and_insert,
 )
 from emulation.launches import Schedule
 from support.lab import Lab
@@ -330,117 +325,6 @@ def test_thread_blocks_of_a_cluster_in_any_order(emulated, rng, monkeypatch, mos
     got = rows_of(pages, DSV4_FP8)
     for slot, row in case.rows().items():
         assert_rows(got[slot], row, DSV4_FP8)
-
-
-@pytest.mark.nowhere(when=is_float32_off_the_host)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_of_queries_and_keys(lab, rng, dtype):
-    both = rng.standard_normal((5, 384 + 512), np.float32).astype(DTYPES[dtype])
-    weights = [rng.standard_normal(n, np.float32) for n in (384, 512)]
-    placed = lab.put(both)
-    got = fused_q_kv_rmsnorm(placed[:, :384], placed[:, 384:], *map(lab.put, weights), 1e-6, backend=lab.backend)
-    for x, weight, y in zip((both[:, :384], both[:, 384:]), weights, got, strict=True):
-        x = x.astype(np.float64)
-        want = x / np.sqrt((x**2).mean(axis=1, keepdims=True) + 1e-6) * weight
-        np.testing.assert_allclose(
-            lab.get(y).astype(np.float64), want, rtol=1e-5 if dtype == "float32" else 2.0**-7, atol=1e-6
-        )
-
-
-@pytest.mark.nowhere(when=is_float32_off_the_host)
-@pytest.mark.parametrize("layout", [DSV4_FP8, DSV4_BF16, DSV4_F32], ids=str)
-def test_queries_and_window_rows(lab, rng, layout):
-    dtype = np.float32 if layout is DSV4_F32 else BF16
-    tokens, heads = (3, 2) if lab.tiny else (7, 5)
-    q = rng.standard_normal((tokens, heads, 512), np.float32).astype(dtype)
-    kv = rng.standard_normal((tokens, 512), np.float32).astype(dtype)
-    cos_sin = rng.standard_normal((64, 64), np.float32)
-    positions = rng.integers(0, 64, tokens)
-    slots = rng.permutation(64)[: tokens - 1].astype(np.int64)  # the last token has no slot
-    slots[0] = -1
-    before, cache = cache_of(layout, 4, 16), lab.put(cache_of(layout, 4, 16))
-    got = qnorm_rope_and_insert(
-        lab.put(q), lab.put(kv), cache, lab.put(slots), lab.put(positions), lab.put(cos_sin), layout=layout,
-        backend=lab.backend,
-    )  # fmt: skip
-    x = q.astype(np.float64)
-    want = turned(x / np.sqrt((x**2).mean(axis=2, keepdims=True) + 1e-6), cos_sin[positions][:, None])
-    near = {"rtol": 1e-5, "atol": 1e-5} if dtype == np.float32 else {"rtol": 2.0**-7, "atol": 1e-3}
-    np.testing.assert_allclose(lab.get(got).astype(np.float64), want, **near)
-    rows, turned_rows = rows_of(lab.get(cache), layout), turned(kv.astype(np.float64), cos_sin[positions])
-    for token in range(1, tokens - 1):
-        assert_rows(rows[slots[token]], turned_rows[token], layout)
-    untouched = np.setdiff1d(np.arange(64), slots)
-    np.testing.assert_array_equal(rows[untouched], rows_of(before, layout)[untouched])
-
-
-@pytest.mark.nowhere(when=lambda c: c.get("layout") is INDEXER_F32 and c.backend not in ("reference", "cpu"))
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", [INDEXER_FP8, INDEXER_BF16, INDEXER_F32], ids=str)
-def test_indexer_keys(lab, rng, layout, dtype):
-    """LayerNorm with weight and bias, the first 64 values turned in halves, the last token without a slot."""
-    tokens = 5
-    wide = rng.standard_normal((tokens, 128 + 8), np.float32).astype(DTYPES[dtype])
-    weight, bias = rng.standard_normal((2, 128), np.float32)
-    cos_sin, positions = rng.standard_normal((16, 64), np.float32), np.array([3, 0, 15, -4, 40])
-    slots = np.array([17, -1, 0, 63], np.int64)
-    before, cache = cache_of(layout, 4, 16), lab.put(cache_of(layout, 4, 16))
-    indexer_knorm_rope_and_insert(
-        lab.put(wide)[:, :128], lab.put(weight), lab.put(bias), cache, lab.put(slots), lab.put(positions),
-        lab.put(cos_sin), layout=layout, backend=lab.backend,
-    )  # fmt: skip
-    x = wide[:, :128].astype(np.float64)
-    x -= x.mean(axis=1, keepdims=True)
-    x = x / np.sqrt((x**2).mean(axis=1, keepdims=True) + 1e-6) * weight + bias
-    turns = cos_sin[np.clip(positions, 0, 15)].astype(np.float64)
-    spun = (x[:, :32] + 1j * x[:, 32:64]) * (turns[:, :32] + 1j * turns[:, 32:])
-    want = np.concatenate([spun.real, spun.imag, x[:, 64:]], axis=1)
-    rows = rows_of(lab.get(cache), layout)
-    for token in (0, 2, 3):
-        assert_rows(rows[slots[token]], want[token], layout)
-    untouched = np.setdiff1d(np.arange(64), slots)
-    np.testing.assert_array_equal(rows[untouched], rows_of(before, layout)[untouched])
-
-
-@pytest.mark.nowhere(when=lambda x: x.simulated and x.get("dim") > 128)  # slow
-@pytest.mark.parametrize("inverse", [False, True])
-@pytest.mark.parametrize("dim", [64, 128, 192, 512])
-def test_rope(lab, rng, dim, inverse):
-    x = rng.standard_normal((3, 4, dim), np.float32).astype(BF16)
-    cos_sin = rng.standard_normal((32, 64), np.float32)
-    positions = np.array([0, 31, 7], np.int32)
-    got = apply_rope(lab.put(x), lab.put(positions), lab.put(cos_sin), inverse=inverse, backend=lab.backend)
-    want = turned(x.astype(np.float64), cos_sin[positions][:, None], inverse)
-    np.testing.assert_allclose(lab.get(got).astype(np.float64), want, rtol=2.0**-8, atol=1e-6)
-    np.testing.assert_array_equal(lab.get(got)[..., :-64].view(np.uint16), x[..., :-64].view(np.uint16))
-
-
-@pytest.mark.parametrize("is_ue8m0", [False, True])
-def test_inverse_rope_with_quantisation(lab, rng, is_ue8m0):
-    tokens, heads, groups = 3, 4, 2
-    o = rng.standard_normal((tokens, heads, 512), np.float32).astype(BF16)
-    o[1, 2, :128] = 0
-    o[2, 0, 5] = np.nan
-    cos_sin = rng.standard_normal((32, 64), np.float32)
-    positions = np.array([3, 40, -2])  # beyond the table: its nearest row
-    values, scales = inverse_rope_and_quantize(
-        lab.put(o), lab.put(positions), lab.put(cos_sin), groups, is_ue8m0=is_ue8m0, backend=lab.backend
-    )
-    back = turned(o.astype(np.float64), cos_sin[np.clip(positions, 0, 31)][:, None], inverse=True)
-    x = back.reshape(tokens, groups, -1, 128).transpose(1, 0, 2, 3)
-    amax = np.maximum(np.nan_to_num(np.abs(x)).max(axis=3), 1e-10)
-    scales = lab.get(scales)
-    if is_ue8m0:
-        assert (np.log2(scales) % 1 == 0).all()
-        assert (scales >= amax / 448 * (1 - 2.0**-8)).all()
-        assert (scales <= 2 * amax / 448 * (1 + 2.0**-8)).all()
-    else:
-        np.testing.assert_allclose(scales, amax / 448, rtol=2.0**-8)
-    held = np.ascontiguousarray(lab.get(values)).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    got = held.reshape(x.shape) * scales[..., None]
-    np.testing.assert_array_equal(np.isnan(got), np.isnan(x))
-    error = np.nan_to_num(np.abs(got - x))
-    assert (error <= np.nan_to_num(np.abs(x)) / 15 + scales[..., None] * 2.0**-9).all()
 
 
 @pytest.mark.parametrize(

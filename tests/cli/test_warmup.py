@@ -1,0 +1,90 @@
+"""`cumla warmup`: what it compiles, for which model, and what it says of it."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from cumla.__main__ import main
+from support.command_line import error_line
+
+
+def test_warmup_says_what_was_in_the_cache(monkeypatch):
+    from cumla.cli import warmup
+    from cumla.kernels.types import verdicts
+
+    monkeypatch.delenv("CUMLA_TEST_KERNELS", raising=False)
+    for counts, says in (
+        ({"kept": 44}, "All 44 kernels were in the cache"),
+        ({"kept": 40, "right": 3, "not reached": 1}, "4 kernels were compiled: 3 tested and right, 1 not reached"),
+    ):
+        monkeypatch.setattr(warmup, "VERDICTS", type(verdicts.VERDICTS)(counts))
+        assert says in warmup.found()
+    monkeypatch.setenv("CUMLA_TEST_KERNELS", "0")
+    assert "not tested" in warmup.found()
+
+
+def test_kernels_that_an_earlier_process_kept_are_counted(tmp_path, monkeypatch):
+    from cumla.kernels.types import verdicts
+
+    monkeypatch.delenv("CUMLA_TEST_KERNELS", raising=False)
+    monkeypatch.setattr(verdicts, "UNPROVEN", [])
+    kept = tmp_path / "kernel.verdict"
+    kept.write_text("right")
+    before = verdicts.VERDICTS["kept"]
+    verdicts.note(verdicts.Fresh("kernel", "cpu", "compiler", "remedy", kept))
+    assert verdicts.VERDICTS["kept"] == before + 1
+    assert not verdicts.UNPROVEN
+
+
+@pytest.mark.parametrize("kind", ["v32", "mla"])
+def test_warm_up_makes_every_call_of_a_kind(kind, capsys):
+    assert main(["warmup", "--backend", "cpu", "--kind", kind, "--heads", "2", "--batch", "1,3", "--topk", "16"]) == 0
+    out = capsys.readouterr().out
+    assert f"{kind}, 2 heads, backend cpu" in out
+    assert "calls in" in out
+
+
+def test_warm_up_reads_a_models_config(tmp_path):
+    from cumla.cli.warmup import Model
+
+    config = tmp_path / "config.json"
+    v4 = {"num_attention_heads": 64, "compress_ratios": [1, 4], "index_topk": 512, "sliding_window": 128}
+    for written, expected in (
+        (v4, Model("v4", 8, 512)),
+        ({"num_attention_heads": 128, "kv_lora_rank": 512, "index_topk": 2048}, Model("v32", 16, 2048)),
+        ({"num_attention_heads": 128, "kv_lora_rank": 512}, Model("mla", 16, 512)),
+    ):
+        config.write_text("\ufeff" + json.dumps(written))
+        assert Model.from_config(config, 8) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "line"),
+    [
+        ("{}", [], "is no model of DeepSeek's"),
+        ("[]", [], "holds no object"),
+        ("{", [], "is no JSON"),
+        ('{"kv_lora_rank": 512, "num_attention_heads": 64}', ["--ranks", "7"], "--ranks: got 7, expected a divisor"),
+        (None, [], "cannot read"),
+        ('{"kv_lora_rank": 512}', [], "num_attention_heads: got None, expected an integer from 1"),
+        ('{"kv_lora_rank": 256, "num_attention_heads": 40}', [], "kv_lora_rank: got 256, expected 512"),
+        ('{"index_topk": "x", "num_attention_heads": 64}', [], "index_topk: got 'x', expected an integer from 1"),
+        ('{"compress_ratios": [4], "num_attention_heads": 64, "sliding_window": [1]}', [], "sliding_window: got [1]"),
+        ('{"layer_types": 5, "num_attention_heads": 64}', [], "is no model of DeepSeek's"),
+        ("{}", ["--batch", "1,x"], "got 'x', expected an integer from 1 to 4096"),
+    ],
+)
+def test_warm_up_of_what_is_no_model(tmp_path, capsys, text, options, line):
+    config = tmp_path / "config.json"
+    if text is not None:
+        config.write_text(text)
+    assert line in error_line(capsys, ["warmup", "--config", config, *options])
+
+
+def test_warm_up_reads_a_config_from_stdin(monkeypatch):
+    from cumla.cli.warmup import Model
+
+    monkeypatch.setattr("sys.stdin", io.StringIO('\ufeff{"num_attention_heads": 128, "kv_lora_rank": 512}'))
+    assert Model.from_config(Path("-"), 8) == Model("mla", 16, 512)
