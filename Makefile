@@ -1,4 +1,4 @@
-# What CI runs, by name. PYTHON is any interpreter with `pip install -e '.[dev]'`.
+# Targets that CI runs. PYTHON is any interpreter with `pip install -e '.[dev]'`.
 PYTHON ?= python
 
 .PHONY: lint types test test-gpu bench
@@ -6,7 +6,8 @@ PYTHON ?= python
 lint:
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	$(PYTHON) tools/rooms.py
+	$(PYTHON) tools/imports.py
+	$(PYTHON) tools/words.py
 
 # Checked as installed: an editable install maps kernels/ and interop/ by an import hook that mypy does not follow.
 types:

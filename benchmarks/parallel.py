@@ -1,375 +1,36 @@
-"""More than one GPU: attention over a context and heads dealt out, and what goes between GPUs; on NCCL and on JAX.
+"""More than one GPU: attention with its context or heads sharded, and the exchanges between GPUs; on NCCL and on JAX.
 
 Each row is measured on one GPU and on all, in CUDA graphs (JAX: as jitted functions called one after another); a rank
 is a process of its own. Times are the slowest rank's. Results are checked against those of one GPU before they are
-timed. With one GPU everything runs with one rank: that shows what the way there costs.
+timed. With one GPU everything runs with one rank, which shows the overhead.
 """
 
 from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import pathlib
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
-import time
-import traceback
 from queue import Empty
 
 import cupy
-import numpy as np
+import parallel_ranks
 from common import Report, arguments
 
-import cumla
-from cumla.bounds import DECODE_OUT
-from cumla.dispatch.call import BFLOAT16
-from cumla.parallel import (
-    ContextAttention,
-    FileStore,
-    Shard,
-    local_block_table,
-    local_seq_lens,
-    local_window,
-    localise_indices,
-    merge_partials,
-    share_queries,
-)
-
-BLOCK = 64
-SCALE = 192**-0.5
-CALLS, REPLAYS = 12, 9  # of a graph; of which the median counts
 JAX_SECONDS = 150  # that JAX's part may take
-DENSE = {"b4 h128 ctx 262144": (4, 262144, 1.65), "b64 h128 ctx 16384": (64, 16384, 1.5)}  # with the bar
-
-
-def random(shape, seed, scale=1.0):
-    """bfloat16 on the device; large arrays repeat 16 Mi values."""
-    values = np.random.default_rng(seed).standard_normal(min(int(np.prod(shape)), 1 << 24), np.float32) * scale
-    return cupy.resize(cupy.asarray(values.astype(BFLOAT16).view(np.uint16)), shape).view(BFLOAT16)
-
-
-class Bench:
-    """A rank: its communicator, and times that all ranks agree on."""
-
-    def __init__(self, comm, only, queue):
-        self.comm, self.only, self.queue = comm, only, queue
-        self._word = cupy.zeros(1, np.float32)
-        self._words = cupy.zeros((comm.size, 1), np.float32)
-
-    def us(self, call, calls=CALLS):
-        """One call in a graph of several, on the slowest rank."""
-        for _ in range(2):
-            call()
-        self.comm.all_gather(self._word, self._words)
-        self.comm.wait()
-        stream = cupy.cuda.Stream(non_blocking=True)
-        with stream:
-            stream.begin_capture()
-            for _ in range(calls):
-                call()
-            graph = stream.end_capture()
-            times = []
-            for _ in range(REPLAYS):
-                start, stop = cupy.cuda.Event(), cupy.cuda.Event()
-                self.comm.all_gather(self._word, self._words)  # all start together
-                start.record(stream)
-                graph.launch(stream)
-                stop.record(stream)
-                self.comm.wait(stream)
-                times.append(cupy.cuda.get_elapsed_time(start, stop) * 1e3 / calls)
-            del graph
-            self._word[...] = statistics.median(times[1:])
-            self.comm.all_gather(self._word, self._words)
-            self.comm.wait(stream)
-        return float(self._words.max())
-
-    def add(self, op, config, impl, us, **more):
-        if self.comm.rank == 0:
-            self.queue.put(("row", (op, config, impl), {"us_graph": us, **more}))
-
-    def say(self, text):
-        if self.comm.rank == 0:
-            self.queue.put(("text", text, None))
-
-    def check(self, got, want):
-        """The largest difference. What goes between GPUs is rounded once more, so two bounds' worth is allowed."""
-        error = cupy.abs(got.astype(np.float32) - want.astype(np.float32))
-        allowed = 2 * (DECODE_OUT.absolute + DECODE_OUT.relative * cupy.abs(want.astype(np.float32)))
-        assert bool((error <= allowed).all()), (
-            f"rank {self.comm.rank}: {float((error - allowed).max()):.3g} too far off"
-        )
-        return float(error.max())
-
-
-def dense(bench, config, batch, context, bar):
-    """Dense MLA decode, the context dealt out by pages; q and out on every rank."""
-    comm, heads, columns = bench.comm, 128, context // BLOCK
-    shard = Shard(comm.rank, comm.size, BLOCK)
-    cache = random((batch * columns, BLOCK, 576), 1)
-    table = cupy.arange(batch * columns, dtype=np.int32).reshape(batch, columns)
-    lens = cupy.full(batch, context, np.int32)
-    q = random((batch, heads, 576), 2, 0.3)
-    out, lse = cupy.empty((batch, heads, 512), BFLOAT16), cupy.empty((batch, heads), np.float32)
-    plan = cumla.DenseDecodePlan()
-
-    def one():
-        cumla.dense_mla_decode(
-            q[:, None], cache, table, lens, softmax_scale=SCALE, max_seqlen=context, plan=plan, out=out[:, None],
-            lse=lse[..., None],
-        )  # fmt: skip
-
-    one()
-    want, flop = out.copy(), 2 * batch * heads * context * (576 + 512)
-    us_of_one = bench.us(one)
-    bench.add("dense_mla_decode", config, "one GPU", us_of_one, flop=flop)
-    mine = local_block_table(table, shard)
-    local_cache = cupy.ascontiguousarray(cache[mine.reshape(-1)].view(np.uint16)).view(BFLOAT16)
-    local_table = cupy.arange(mine.size, dtype=np.int32).reshape(mine.shape)
-    local_lens = local_seq_lens(lens, shard)
-    attention = ContextAttention(comm)
-
-    def all_ranks():
-        attention.dense_decode(
-            q, local_cache, local_table, local_lens, softmax_scale=SCALE, max_seqlen=-(-context // comm.size), out=out,
-            lse=lse,
-        )  # fmt: skip
-
-    all_ranks()
-    error = bench.check(out, want)
-    us = bench.us(all_ranks)
-    bench.add("dense_mla_decode", config, f"nccl x{comm.size}", us, flop=flop, max_abs_err=error)
-    part_plan = cumla.DenseDecodePlan()
-
-    def part():
-        cumla.dense_mla_decode(
-            q[:, None], local_cache, local_table, local_lens, softmax_scale=SCALE, max_seqlen=-(-context // comm.size),
-            plan=part_plan, out=out[:, None], lse=lse[..., None],
-        )  # fmt: skip
-
-    bench.add("dense_mla_decode", config, "its part alone", bench.us(part), flop=flop / comm.size)
-    parts = comm.memory(comm.size * out.nbytes, None).view(BFLOAT16).reshape(comm.size, *out.shape)
-    parts.view(np.uint16)[...] = 0
-    lses = cupy.zeros(parts.shape[:-1], np.float32)
-    us_gather = bench.us(lambda: comm.all_gather(parts[comm.rank], parts))
-    bench.add("all_gather of results", config, f"nccl x{comm.size}", us_gather, bytes_moved=out.nbytes, checked=False)
-    plain = cupy.zeros(parts.shape, np.uint16)
-    us_plain = bench.us(lambda: comm.all_gather(plain[comm.rank], plain))
-    bench.add("all_gather of results", config, f"nccl x{comm.size}, windows=False", us_plain, bytes_moved=out.nbytes,
-              checked=False)  # fmt: skip
-    us_merge = bench.us(
-        lambda: merge_partials(parts[:, :, None], lses[..., None], out=out[:, None], lse=lse[..., None])
-    )
-    bench.add("merge_partials", config, f"{comm.size} parts", us_merge, bytes_moved=parts.nbytes + out.nbytes,
-              checked=False)  # fmt: skip
-    bench.say(f"  {us_of_one / us:.2f} times as fast as one GPU; bar {bar}")
-
-
-def exchange(bench, batch, bar):
-    """What a decode step with split heads sends, without the attention: q gathered, results exchanged and merged."""
-    comm, heads = bench.comm, 128
-    config = f"b{batch} h{heads}"
-    attention = ContextAttention(comm, split_heads=True)
-    q = attention.queries(batch, heads // comm.size, 576, random((1,), 0))
-    q.view(np.uint16)[...] = random(q.shape, 3).view(np.uint16)
-    out, lse = cupy.empty((*q.shape[:2], 512), BFLOAT16), cupy.empty(q.shape[:2], np.float32)
-
-    def call():
-        attention._decode(lambda q, part, part_lse: None, q, None, out, lse, None)
-
-    before = sum(comm.traffic.values())
-    call()
-    sent = sum(comm.traffic.values()) - before
-    us = bench.us(call)
-    bench.add("step with split heads: exchange", config, f"nccl x{comm.size}", us, bytes_moved=sent, checked=False)
-    gathered = cupy.empty((comm.size, q.shape[1], batch, 576), BFLOAT16)
-    us_gather = bench.us(lambda: comm.all_gather(q.transpose(1, 0, 2), gathered))
-    bench.add("all_gather of q", config, f"nccl x{comm.size}", us_gather, bytes_moved=q.nbytes, checked=False)
-    parts = [cupy.empty((comm.size, heads // comm.size, batch, 512), BFLOAT16) for _ in range(2)]
-    lses = [cupy.empty((comm.size, heads // comm.size, batch), np.float32) for _ in range(2)]
-    us_parts = bench.us(lambda: comm.all_to_all((parts[0], lses[0]), (parts[1], lses[1])))
-    bench.add("all_to_all of out and lse", config, f"nccl x{comm.size}", us_parts, checked=False)
-    lses[1][...] = 0
-    parts[1].view(np.uint16)[...] = 0
-    us_merge = bench.us(lambda: attention._merge(
-        parts[1].transpose(0, 2, 1, 3), lses[1].transpose(0, 2, 1), None, out, lse
-    ))  # fmt: skip
-    bench.add("merge_partials", config, f"{comm.size} parts", us_merge, bytes_moved=parts[1].nbytes + out.nbytes,
-              checked=False)  # fmt: skip
-    bench.say(f"  {us:.1f} us; bar {bar}")
-
-
-def v4_cache(rows, seed):
-    """DSV4_FP8 pages of so many rows; 64 Ki different ones."""
-    cache = cumla.DSV4_FP8.allocate(rows // BLOCK, BLOCK, cupy)
-    few = min(rows, 1 << 16)
-    cumla.quantize_and_insert_k_cache(random((few, 512), seed), cache, cupy.arange(few), BLOCK)
-    for first in range(few // BLOCK, rows // BLOCK, few // BLOCK):
-        end = min(rows // BLOCK, first + few // BLOCK)
-        cache[first:end] = cache[: end - first]
-    return cache
-
-
-def sparse_v4(bench):
-    """Sparse V4 decode: compressed rows dealt out, the window on every rank; maps of selected rows included."""
-    comm, batch, heads, context, window, topk, sets = bench.comm, 64, 64, 131072, 128, 512, 6
-    config = f"b{batch} h{heads} ctx {context}, {window} + {topk}"
-    shard, rows = Shard(comm.rank, comm.size, BLOCK), context // 4
-    rng = np.random.default_rng(4)
-    columns = rows // BLOCK
-    cache, swa = v4_cache(batch * rows, 5), v4_cache(batch * window, 6)
-    table = cupy.arange(batch * columns, dtype=np.int32).reshape(batch, columns)
-    requests, valid = cupy.arange(batch, dtype=np.int32), cupy.ones(batch, np.bool_)
-    selected = [
-        cupy.asarray(np.stack([rng.choice(rows, topk, replace=False) for _ in range(batch)]).astype(np.int32))
-        for _ in range(sets)
-    ]
-    swa_indices = cupy.arange(batch * window, dtype=np.int32).reshape(batch, window)
-    swa_lens = cupy.full(batch, window, np.int32)
-    q = random((batch, heads, 512), 7)
-    sink = cupy.asarray(rng.standard_normal(heads).astype(np.float32))
-    out, lse = cupy.empty((batch, heads, 512), BFLOAT16), cupy.empty((batch, heads), np.float32)
-    slots, lens = cupy.empty((batch, topk), np.int32), cupy.empty(batch, np.int32)
-    plan, turn = cumla.DecodePlan(), [0]
-
-    def next_selected():
-        turn[0] += 1
-        return selected[turn[0] % sets]
-
-    def one():
-        cumla.compute_global_topk_indices_and_lens(
-            next_selected(), requests, table, BLOCK, valid, compact=True, out=(slots, lens)
-        )
-        cumla.sparse_mla_decode(
-            q[:, None], swa, swa_indices[:, None], topk_length=swa_lens, extra_k_cache=cache,
-            extra_indices=slots[:, None], extra_topk_length=lens, attn_sink=sink, plan=plan, out=out[:, None],
-            lse=lse[..., None],
-        )  # fmt: skip
-
-    one()
-    want = out.copy()
-    us_of_one = bench.us(one)
-    bench.add("sparse decode with its map", config, "one GPU", us_of_one)
-    mine = local_block_table(table, shard)
-    local_cache = cumla.DSV4_FP8.allocate(mine.size, BLOCK, cupy)
-    local_cache[...] = cache[mine.reshape(-1)]
-    whole_bytes, local_bytes = (x.shape[0] * x.strides[0] for x in (cache, local_cache))
-    local_table = cupy.arange(mine.size, dtype=np.int32).reshape(mine.shape)
-    share, share_lens = local_window(swa_indices, swa_lens, comm.rank, comm.size)
-    attention, part_plan = ContextAttention(comm), cumla.DecodePlan()
-
-    def all_ranks():
-        localise_indices(next_selected(), requests, local_table, BLOCK, shard, out=(slots, lens))
-        attention.sparse_decode(
-            q, swa, share, share_lens, extra_k_cache=local_cache, extra_indices=slots, extra_topk_length=lens,
-            attn_sink=sink, plan=part_plan, out=out, lse=lse,
-        )  # fmt: skip
-
-    turn[0] = 0
-    all_ranks()
-    error = bench.check(out, want)
-    us = bench.us(all_ranks)
-    bench.add("sparse decode with its map", config, f"nccl x{comm.size}", us, max_abs_err=error)
-    us_map = bench.us(lambda: localise_indices(next_selected(), requests, local_table, BLOCK, shard, out=(slots, lens)))
-    bench.add("localise_indices", config, f"rank of {comm.size}", us_map)
-    bench.say(
-        f"  {us - us_of_one:+.1f} us beside one GPU, bar +60; "
-        f"{local_bytes / whole_bytes:.3f} of the compressed rows' bytes on each"
-    )
-
-
-def prefill(bench):
-    """Sparse prefill of a layer's chunk, queries shared out; K of all tokens is on every rank."""
-    comm, new, earlier, heads, topk = bench.comm, 8192, 65536, 128, 2048
-    config = f"h{heads} {new} new at {earlier}, topk {topk}"
-    kv = random((earlier + new, 576), 8)
-    rng = cupy.random.default_rng(9)
-    positions = earlier + cupy.arange(new)[:, None]
-    indices = (rng.random((new, topk), np.float32) * positions).astype(np.int32)
-    shares = share_queries(np.array([0, new]), comm.size)
-    own = cupy.asarray(shares.own(comm.rank))
-    q = random((new, heads, 576), 10, 0.3)
-    mine = cupy.ascontiguousarray(q.view(np.uint16)[own]).view(BFLOAT16)
-    my_indices = cupy.ascontiguousarray(indices[own])
-
-    def results(tokens):
-        logits = [cupy.empty((tokens, heads), np.float32) for _ in range(2)]
-        return cupy.empty((tokens, heads, 512), BFLOAT16), *logits
-
-    whole, part = results(new), results(len(own))
-
-    def one():
-        cumla.sparse_mla_prefill(q, kv, indices, softmax_scale=SCALE, out=whole)
-
-    def all_ranks():
-        cumla.sparse_mla_prefill(mine, kv, my_indices, softmax_scale=SCALE, out=part)
-
-    one()
-    all_ranks()
-    error = float(cupy.abs(part[0].astype(np.float32) - whole[0][own].astype(np.float32)).max())
-    assert error == 0, error
-    flop = 2 * new * heads * topk * (576 + 512)
-    us_of_one, us = bench.us(one, 2), bench.us(all_ranks, 2)
-    bench.add("sparse_mla_prefill", config, "one GPU", us_of_one, flop=flop)
-    bench.add("sparse_mla_prefill", config, f"x{comm.size}", us, flop=flop, max_abs_err=error)
-    rows = kv[earlier : earlier + shares.tokens.shape[1]]
-    everyones = cupy.empty((comm.size, *rows.shape), BFLOAT16)
-    us_rows = bench.us(lambda: comm.all_gather(rows, everyones))
-    bench.add("all_gather of new rows", config, f"nccl x{comm.size}", us_rows, bytes_moved=rows.nbytes)
-    bench.say(f"  {us_of_one / us:.2f} times as fast as one GPU; bar 1.85")
-
-
-def collectives(bench):
-    """NCCL alone; gathers in place, in memory that it knows of on every GPU."""
-    comm = bench.comm
-    for size in (1 << 16, 1 << 19, 1 << 20, 1 << 22, 1 << 24, 1 << 26):
-        parts, taken = (cupy.zeros((comm.size, size), np.uint8) for _ in range(2))
-        out = comm.memory(comm.size * size, None).reshape(comm.size, size)
-        x, sent = out[comm.rank], size * (comm.size - 1)
-        for name, call in (
-            ("all_gather", lambda x=x, out=out: comm.all_gather(x, out)),
-            ("all_to_all", lambda parts=parts, taken=taken: comm.all_to_all(parts, taken)),
-        ):
-            bench.add(name, f"{size >> 10} KiB", f"nccl x{comm.size}", bench.us(call), bytes_moved=sent, checked=False)
-
-
-PARTS = {
-    "collectives": collectives,
-    "exchange": lambda bench: [exchange(bench, 4, 45), exchange(bench, 64, 110)],
-    "dense": lambda bench: [dense(bench, config, *numbers) for config, numbers in DENSE.items()],
-    "sparse_v4": sparse_v4,
-    "prefill": prefill,
-}
-
-
-def be_a_rank(rank, size, folder, only, queue):
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    cupy.cuda.Device(rank).use()
-    from cumla.interop.nccl import NcclCommunicator
-
-    try:
-        with NcclCommunicator(FileStore(folder), rank, size, time_limit=60) as comm:
-            bench = Bench(comm, only, queue)
-            for name, part in PARTS.items():
-                if only in name:
-                    start = time.perf_counter()
-                    part(bench)
-                    cupy.get_default_memory_pool().free_all_blocks()
-                    bench.say(f"  ({name}: {time.perf_counter() - start:.1f} s)")
-    except BaseException:
-        queue.put(("error", f"rank {rank}: {traceback.format_exc()}", None))
-    queue.put(("end", rank, None))
 
 
 def on_nccl(report, size, only):
-    """Start the ranks and take down what rank 0 has to say."""
+    """Start the ranks and record the rows of rank 0."""
     context = multiprocessing.get_context("spawn")
     queue, failed = context.Queue(), False
     with tempfile.TemporaryDirectory() as folder:
-        processes = [context.Process(target=be_a_rank, args=(r, size, folder, only, queue)) for r in range(size)]
+        processes = [
+            context.Process(target=parallel_ranks.run_rank, args=(r, size, folder, only, queue)) for r in range(size)
+        ]
         for process in processes:
             process.start()
         running = set(range(size))
@@ -377,7 +38,7 @@ def on_nccl(report, size, only):
             try:
                 kind, what, more = queue.get(timeout=1)
             except Empty:
-                running -= {rank for rank in running if processes[rank].exitcode}  # which have no last word
+                running -= {rank for rank in running if processes[rank].exitcode}  # which died without "end"
                 continue
             if kind == "row":
                 report.add(*what, **more)
@@ -398,7 +59,7 @@ def on_nccl(report, size, only):
 
 
 def on_jax(report, size):
-    """In a process of its own, and first: neither way then meets what the other leaves on the GPUs."""
+    """In a process of its own, and first: neither then meets what the other leaves on the GPUs."""
     script = pathlib.Path(__file__).parent / "parallel_jax.py"
     with subprocess.Popen([sys.executable, script, str(size)], stdout=subprocess.PIPE, text=True) as process:
         late = threading.Timer(JAX_SECONDS, process.kill)

@@ -66,7 +66,7 @@ def dense(config, batch, context, bar):
     us_of_one = us(functools.partial(whole, q, cache, table, lens))
     row(config, "one GPU", us_of_one, flop=flop)
 
-    # Pages dealt out: rank r has columns r, r + size, ... of each request, one request behind another.
+    # Pages sharded: rank r has columns r, r + size, ... of each request, packed.
     by_rank = cache.reshape(batch, columns // SIZE, SIZE, BLOCK, 576).transpose(2, 0, 1, 3, 4)
     by_rank = jax.device_put(by_rank.reshape(-1, BLOCK, 576), NamedSharding(mesh, cp))
     del cache

@@ -2,7 +2,7 @@
 
     parallel_model.py [--json benchmarks/results/h200x2/parallel.json] [--plot docs/parallel_model.svg]
 
-A decode's time is that of its parts, one after another: attending to a rank's share, exchanging, merging. Attention has
+A decode's time is that of its parts, one after another: a rank's attention, exchanging, merging. Attention has
 the pace that a rank's part had alone. An exchange takes what NCCL took for as many bytes between two GPUs, and
 HOP_US for each rank beyond two, which is an assumption; a merge has the pace of what it reads and writes. The table
 says how far the model is from what was measured with everything together; the plot is the model alone.
@@ -25,7 +25,7 @@ HOP_US = 2.0  # a further rank: not measured
 HEADS, ROW, V = 128, 576, 512
 MILLION = 1 << 20
 C4A_ROW, C128A_ROW, INDEXER_ROW = 37440 / 64, 1728 / 2, 8640 / 64  # bytes, their share of a page's padding included
-INDEXER_ROWS_PER_US = 128 * 32768 / 147  # scores of pages, benchmarks/results and kernels/NOTES.md
+INDEXER_ROWS_PER_US = 128 * 32768 / 147  # scores of pages, benchmarks/results and docs/kernels/indexer-logits.md
 COLOURS = ("#4477aa", "#ee6677", "#ccbb44")
 
 

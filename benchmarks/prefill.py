@@ -11,4 +11,4 @@ from common import run
 from cumla.bench.sparse import recorded_prefills
 
 if __name__ == "__main__":
-    raise SystemExit(run(__doc__, recorded_prefills(), attention=True))
+    raise SystemExit(run(__doc__, recorded_prefills()))

@@ -1,8 +1,8 @@
 """Sparse attention serving without PyTorch: metadata, paged FP8 KV caches and sparse MLA for any DLPack array."""
 
-from . import _checkout as _checkout  # before what it makes findable
-from . import layers, metadata  # after the operations that they are made of
-from .dispatch import proof as _proof
+from . import _checkout as _checkout  # first: it makes the other packages importable
+from . import layers, metadata  # after the operations, which they use
+from .dispatch import self_test as _self_test
 from .dispatch.debug import debug
 from .kernels.types.plan import DecodePlan, DenseDecodePlan
 from .layout import (
@@ -54,14 +54,14 @@ from .ops.support import Support, supports
 __version__ = "0.1.0"
 
 
-def _small_cases() -> _proof.Checks:
-    """What compiled kernels are tested with; imported only where there is something to test."""
-    from . import checks
+def _small_cases() -> _self_test.SelfTest:
+    """The cases of the self-test; imported only when a compiled kernel is to be tested."""
+    from . import self_test
 
-    return checks
+    return self_test
 
 
-_proof.test_with(_small_cases)
+_self_test.test_with(_small_cases)
 
 __all__ = [
     "DSV4_BF16",

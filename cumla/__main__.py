@@ -14,22 +14,22 @@ from typing import Any, NoReturn
 from . import __doc__ as summary
 from . import __version__
 from .dispatch.backends import BACKENDS
+from .errors import InputError, RunError
 from .kernels.cpu.threads import num_cores
-from .layers.prefill_road import ROADS
-from .replay.errors import InputError, RunError
+from .layers.prefill_path import PATHS
 from .replay.options import DEVICE_DEFAULTS, HOST_DEFAULTS, LAYER_RATIOS, MLA_CACHES, choose_backend
 from .replay.scheduler import STEP_MS
 from .replay.trace import INT32_MAX
 
 MAX_HEADS = 128
 MAX_BATCH = 4096
-MAX_SIZE = 2**20  # of what arrays are as wide or as high as
+MAX_SIZE = 2**20  # of options that are sizes of arrays
 MAX_SEED = 2**47  # with 16 bits more it is still a 64-bit integer
 
 REPLAY = f"""\
 Replay a trace of requests through a continuous-batching loop. Requests arrive by their timestamps, prompts are
 prefilled in chunks, running requests decode. Blocks of the cache are shared by requests with equal prefixes and
-freed at the end; a request that finds no room waits. Each step builds its metadata once and runs every layer over it.
+freed at the end; a request that does not fit waits. Each step builds its metadata once and runs every layer over it.
 
 Afterwards tables show throughput, time and bandwidth by op, the use of the cache, and how far a sample of every
 step's tokens is from attention in float64: over the rows in the cache (are the kernels exact?) and over the rows
@@ -51,7 +51,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Store(argparse.Action):
-    """Stores a value, and the option in `given`: whether it applies is known when all options are."""
+    """Stores a value, and the option in `given`: whether it applies is only known when all options are parsed."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -61,8 +61,20 @@ class Store(argparse.Action):
             namespace.given = (*namespace.given, self.option_strings[-1])
 
 
+class Renamed(Store):
+    """The old name of an option, for one more release: stores the value as the new one does, and warns on stderr."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        new = f"--{self.dest.replace('_', '-')}"
+        setattr(namespace, self.dest, values)
+        namespace.given = (*namespace.given, new)
+        print(f"cumla: warning: {self.option_strings[-1]} is deprecated, use {new}", file=sys.stderr)
+
+
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, as all of cumla's are."""
+    """A parser whose errors are one line, as all errors of cumla's commands."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(formatter_class=HelpFormatter, **kwargs)
@@ -96,9 +108,9 @@ def make_parser() -> Parser:
         "Exit status 1 if --compare finds a row that is slower beyond noise.",
     ))  # fmt: skip
     _add_warmup(commands.add_parser(
-        "warmup", help="compile, test and keep on disk what a model's serving will call",
-        description="Compile what serving calls into the caches on disk, and test each kernel against the reference. "
-        "A later process then starts warm: it compiles, tests and waits for nothing. "
+        "warmup", help="compile, test and store on disk the kernels that serving a model needs",
+        description="Compile the kernels that serving needs into the caches on disk, and test each against the "
+        "reference. A later process then starts warm: it compiles, tests and waits for nothing. "
         "Exit status 1 if a compiler made a kernel that gives wrong results; the message says which and what to do.",
     ))  # fmt: skip
     info = commands.add_parser(
@@ -133,7 +145,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     )
     load.add_argument(
         "--cache-tokens", type=Between(1, INT32_MAX), metavar="TOKENS",
-        help="size of the cache (default: half of what all requests hold together, at least the largest one)",
+        help="tokens of the cache (default: half the tokens of all requests, at least those of the largest one)",
     )  # fmt: skip
     load.add_argument(
         "--seed", type=Between(0, MAX_SEED), default=0, metavar="N", help="of Q and K, from 0 (default: 0)"
@@ -165,21 +177,25 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         "--mla-cache", choices=MLA_CACHES, default=MLA_CACHES[0], help="values of mla's cache (default: bf16)"
     )
     model.add_argument(
-        "--prefill-road",
-        choices=ROADS,
+        "--prefill-path",
+        choices=PATHS,
         help="how sparse layers prefill: over the caches' pages, or over rows gathered from them "
-        "(default: what is faster for each chunk)",
+        "(default: the faster path for each chunk)",
     )
     model.add_argument(
+        "--prefill-road", action=Renamed, dest="prefill_path", choices=PATHS, default=argparse.SUPPRESS,
+        help=argparse.SUPPRESS,
+    )  # fmt: skip
+    model.add_argument(
         "--ranks", type=Between(1, 64), default=1, metavar="N",
-        help="share the rows of long contexts among N GPUs, or N threads on the CPU (default: 1)",
+        help="shard the rows of long contexts across N GPUs, or N threads on the CPU (default: 1)",
     )  # fmt: skip
     model.add_argument(
         "--backend", choices=list(BACKENDS), help="default: cuda if there is a device that CuPy can use, else cpu"
     )
     output = parser.add_argument_group("output")
     output.add_argument(
-        "--json", type=Path, metavar="FILE", help="write all numbers, those of each step included; - for stdout"
+        "--json", type=Path, metavar="FILE", help="write all results, those of each step included; - for stdout"
     )
     output.add_argument(
         "--plot", type=Path, metavar="FILE.png",
@@ -246,7 +262,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     steps.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="instead of the trace that cumla ships")
     output = parser.add_argument_group("results")
-    output.add_argument("--json", metavar="FILE", help="write the rows and what they were run on; - for stdout")
+    output.add_argument("--json", metavar="FILE", help="write the rows, with versions and device; - for stdout")
     output.add_argument("--results", metavar="FILE", help="draw or compare these instead of measuring; - for stdin")
     output.add_argument(
         "--compare", nargs="+", metavar="FILE",
@@ -312,7 +328,7 @@ def _add_seed(parser: argparse.ArgumentParser) -> None:
 
 
 class OneOf:
-    """An argparse type: one of some names. (`choices` would have to name the empty list that no argument is.)"""
+    """An argparse type: one of some names. (`choices` would also have to contain the empty list of no arguments.)"""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = tuple(names)
@@ -374,7 +390,7 @@ def _warmup(args: argparse.Namespace) -> int:
     if args.config is None:
         given.refuse(args, ["--ranks"], "without --config, whose heads are sharded across ranks")
     else:
-        given.refuse(args, ["--kind", "--heads", "--topk"], "with --config, which says it")
+        given.refuse(args, ["--kind", "--heads", "--topk"], "with --config, which sets it")
         model = warmup.Model.from_config(args.config, args.ranks)
     return warmup.run(Console(), model, args.batch, args.block_size, choose_backend(args.backend))
 
@@ -388,7 +404,7 @@ def _info(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns the exit status; what the user can mend is one line on stderr."""
+    """Run a command. Returns the exit status; errors that a user can fix are one line on stderr."""
     needs_less = "smaller sizes need less"
     if sys.stdout is None:  # closed by the caller: `>&-`
         return _fail("cannot write: stdout is closed", 1)
@@ -397,7 +413,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         needs_less = getattr(args, "needs_less", needs_less)
         _check_environment()
         status: int = args.run(args)
-        sys.stdout.flush()  # while somebody can be told that it failed
+        sys.stdout.flush()  # while a failure can still be reported
         return status
     except InputError as error:
         return _fail(str(error), 2)
@@ -408,12 +424,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("cumla: interrupted", file=sys.stderr)
         return 130
-    except OSError as error:  # what a command writes to a file it sees to itself
+    except OSError as error:  # stdout: commands handle errors of their own files
         return _stdout_is_gone(error)
 
 
 def _check_environment() -> None:
-    """Of variables that would otherwise be noticed in the middle of something."""
+    """Check the environment variables that would otherwise raise an error in the middle of a command."""
     try:
         num_cores()
     except ValueError as error:
@@ -421,10 +437,10 @@ def _check_environment() -> None:
 
 
 def _stdout_is_gone(error: OSError) -> int:
-    """Of a pipe that nobody reads any more, without a word; of a full disk, with a line. Raises any other error."""
+    """The exit status for a closed pipe, silently, or a full disk, with an error line. Raises any other error."""
     if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO):
         raise error
-    with contextlib.suppress(OSError, ValueError):  # or Python would try again at its end
+    with contextlib.suppress(OSError, ValueError):  # otherwise Python would flush again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1 if error.errno == errno.EPIPE else _fail(f"cannot write: {error.strerror}", 1)
 

@@ -1,6 +1,6 @@
-"""In a checkout, kernels/ and interop/ lie beside cumla/; where it is installed, inside.
+"""In a checkout, kernels/ and interop/ are next to cumla/; in an installation they are inside it.
 
-A checkout has links in the place where they would be installed; on systems without links they are looked for here.
+A checkout has links in the place of the installed folders; on systems without links this module finds the folders.
 """
 
 import pathlib

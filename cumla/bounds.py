@@ -1,4 +1,4 @@
-"""How close results must be to the reference's: for attention, the bounds of FlashMLA's own tests."""
+"""Error bounds of results against the reference: for attention, the bounds of FlashMLA's own tests."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ import numpy as np
 
 
 class Bound(NamedTuple):
-    """How far a result may be off: absolute + relative * |value|, and the cosine distance of all of it."""
+    """The error allowed for each value, absolute + relative * |value|, and the cosine distance of the whole result."""
 
     absolute: float | np.ndarray = 0.0
     relative: float = 0.0
     cosine: float = np.inf
 
     def of_values(self, largest: Any) -> Bound:
-        """The bound of what is mixed by bfloat16 weights out of values of a magnitude up to `largest`.
+        """The bound for sums of values of magnitude up to `largest`, weighted by bfloat16 weights.
 
-        Half a unit in a weight's last place is 2^-9 of it, so the error is in units of the values: for each query the
-        largest |V| of the rows that it lists. Hopper's prefill has such weights, as FlashMLA's has. On the data of
-        FlashMLA's tests its bounds hold as they are.
+        Half a unit in a weight's last place is 2^-9 of it, so the error scales with the values: `largest` is the
+        largest |V| of the rows that each query lists. Hopper's prefill has such weights, as does FlashMLA's. On the
+        data of FlashMLA's tests its bounds hold unscaled.
         """
         return self._replace(absolute=self.absolute * largest)
 
 
 EQUAL = Bound()
 DECODE_OUT, DECODE_LSE = Bound(1e-3, 2.01 / 128, 5e-6), Bound(1e-6, 8.01 / 65536)
-# The absolute part is for values up to 1, as FlashMLA has them. Kernels round weights to float16: each may be off by
-# this times itself, so a result by this times its sum of |weight x value|, which is less than that for such values.
+# The absolute bound is for values up to 1, as in FlashMLA's tests. Kernels round weights to float16, each with at most
+# this relative error, so a result's error is at most this times its sum of |weight x value|: less than the bound.
 FLOAT16_WEIGHTS = 2.0**-11
 PREFILL_OUT, PREFILL_LSE = Bound(8e-4, 3.01 / 128, 7e-6), Bound(1e-6, 2.01 / 65536)  # lse and max_logits
 MERGE = Bound(1e-6, 1e-5)  # in float32
 ROUNDED = Bound(1e-5, 1.01 / 128, 5e-6)  # float32 arithmetic rounded once to bfloat16: a unit in the last place
-SCORES = Bound(1e-2, 1e-4, 5e-6)  # of the indexer: sums of hundreds
+SCORES = Bound(1e-2, 1e-4, 5e-6)  # of the indexer: sums with magnitudes of hundreds
 
 
 def compare(got: np.ndarray, want: np.ndarray, bound: Bound) -> tuple[bool, float]:
@@ -51,7 +51,7 @@ def compare(got: np.ndarray, want: np.ndarray, bound: Bound) -> tuple[bool, floa
 
 
 def allowed(got: np.ndarray, want: np.ndarray, bound: Bound) -> float:
-    """What `bound` allows where the error of `got` is largest; 0 where nothing is off by a number."""
+    """The error that `bound` allows where the error of `got` is largest; 0 if there is no finite error."""
     got, want = got.astype(np.float64), want.astype(np.float64)
     finite = np.isfinite(want)
     if got.shape != want.shape or not finite.any():

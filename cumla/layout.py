@@ -1,15 +1,15 @@
-"""Byte layouts of the paged caches. Every offset of every format stands here and nowhere else.
+"""Byte layouts of the paged caches. Every offset of every format is defined here and nowhere else.
 
 A cache is a pool of pages. A page holds `block_size` tokens and is seen as uint8
-`[num_blocks, block_size, token_bytes]`, whose first stride (the page stride) may be anything from
-`page_bytes(block_size)` up: pages may carry padding, or belong to several layers packed together.
+`[num_blocks, block_size, token_bytes]`. Its first stride, the page stride, is at least
+`page_bytes(block_size)`: pages may carry padding, or pages of several layers may be packed together.
 
 Within a page a token has a *row* and, where the format keeps them apart, *scales*:
 
     scales "in_row"      token r at r * row_bytes; its scales are inside the row
     scales "page_tail"   token r at r * row_bytes; its scales at block_size * row_bytes + r * scale_bytes
 
-So the last axis of the view counts bytes a token takes; it is not where the bytes of that token are.
+So the size of the view's last axis is the bytes per token; that axis does not address the bytes of one token.
 Formats: DeepSeek V3.2 and V4 as FlashMLA and vLLM store them (bytes equal, padding untouched).
 """
 
@@ -31,11 +31,11 @@ VALUE_BYTES: dict[ValueType, int] = {"e4m3": 1, "bfloat16": 2, "float16": 2, "fl
 class CacheLayout:
     """One cache format. Sizes in bytes unless the name says otherwise.
 
-    name            what error messages and CUDA sources call it
+    name            its name in error messages and CUDA sources
     head_dim        values of one token: quantised ones first, then `rope_dim` that stay 16-bit
     rope_dim        values kept in 16 bits at the end of the row of an FP8 format
-    value_type      type of the first `head_dim - rope_dim` values; "float32" rows are for telling what rounding does,
-                    and host backends alone take them
+    value_type      type of the first `head_dim - rope_dim` values; "float32" rows show the effect of rounding, and only
+                    host backends take them
     row_bytes       distance between the rows of neighbouring tokens
     scale_type      type of one scale
     scale_tile      values that share one scale
@@ -66,7 +66,7 @@ class CacheLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one token takes, padding of the page aside: the last axis of a cache array."""
+        """Bytes per token, without padding of the page: the last axis of a cache array."""
         return self.row_bytes + (self.scale_bytes if self.scale_placement == "page_tail" else 0)
 
     @property
@@ -91,7 +91,7 @@ class CacheLayout:
         return self.row_bytes if self.scale_placement == "in_row" else self.scale_bytes
 
     def scale_start(self, block_size: int) -> int:
-        """First scale byte of a page of `block_size` tokens; that of token r is r * scale_stride further."""
+        """First scale byte of a page of `block_size` tokens; token r's is r * scale_stride after it."""
         return self.quantized_dim if self.scale_placement == "in_row" else block_size * self.row_bytes
 
     def page_bytes(self, block_size: int) -> int:
@@ -143,7 +143,7 @@ class CacheLayout:
 
 
 def _positive(name: str, value: Any) -> int:
-    """A size as Python's integer, whose products do not wrap around as NumPy's may."""
+    """A size as a Python integer: its products cannot overflow as NumPy's can."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name}: got {type(value).__name__}, expected an integer")
     if value < 1:
@@ -174,9 +174,9 @@ DSV4_F32 = CacheLayout("DSV4_F32", head_dim=512, rope_dim=64, value_type="float3
 
 
 def plain_rows(width: int, value_type: ValueType) -> CacheLayout:
-    """The format of rows of `width` values of one type and nothing else.
+    """The format of rows that consist of `width` values of one type.
 
-    16- and 32-bit values are what they are; e4m3 values have one scale for all, which is not in the cache.
+    16- and 32-bit values have no scale; e4m3 values share one scale, which is not in the cache.
     """
     row_bytes = width * VALUE_BYTES[value_type]
     return CacheLayout(f"{value_type} [.., {width}]", width, 0, value_type, row_bytes)
@@ -191,5 +191,5 @@ LAYOUTS = {
 
 
 def layouts_of(token_bytes: int) -> list[CacheLayout]:
-    """The formats whose tokens take `token_bytes` bytes. One does not tell: a cache is what its owner says it is."""
+    """The formats with `token_bytes` bytes per token. Where several fit, only the cache's owner knows which it is."""
     return [layout for layout in LAYOUTS.values() if layout.token_bytes == token_bytes]

@@ -1,7 +1,7 @@
-"""What a checkpoint folder holds beside attention, under transformers' names and checked against the configuration.
+"""The weights of a checkpoint outside attention, under transformers' names and checked against the configuration.
 
-Checkpoints name a layer's experts "mlp.experts.gate_up_proj" or, one by one, "mlp.experts.7.up_proj.weight" after
-transformers, or "ffn.experts.7.w3.weight" after the authors' code. FP8 matrices have their scales beside them.
+Checkpoints name a layer's experts "mlp.experts.gate_up_proj" or, one by one, "mlp.experts.7.up_proj.weight" as in
+transformers, or "ffn.experts.7.w3.weight" as in the authors' code. FP8 matrices have their scales in further tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ATTENTION = (".self_attn.", ".attn.")
 
 
 def check_served(config: Mapping[str, Any], **served: Any) -> None:
-    """Raise ValueError for an entry of config.json that is there and not what the examples compute."""
+    """Raise ValueError for an entry of config.json with a value that the examples do not support."""
     for name, value in {"hidden_act": "silu", "mlp_bias": False, "moe_layer_freq": 1, **served}.items():
         choices = value if isinstance(value, tuple) else (value,)
         if config.get(name, choices[0]) not in choices:
@@ -37,7 +37,7 @@ def check_served(config: Mapping[str, Any], **served: Any) -> None:
 
 
 def load(tensors: Mapping[str, Any], config: dict, xp: Any) -> dict[str, Any]:
-    """float32 arrays by transformers' names, experts in one array; tables of experts as they are.
+    """float32 arrays by transformers' names, experts in one array; tables of experts unchanged.
 
     Raises KeyError or ValueError for a weight that is missing, unknown or of another shape than `config` says.
     """
@@ -58,7 +58,7 @@ def load(tensors: Mapping[str, Any], config: dict, xp: Any) -> dict[str, Any]:
 
 
 def transformers_name(name: str) -> str:
-    """Of a weight outside attention, under whichever name."""
+    """The transformers' name of a weight outside attention, under any of its names."""
     name = name.removeprefix("model.")
     for published, own in PUBLISHED:
         name = re.sub(published, own, name)
@@ -66,7 +66,7 @@ def transformers_name(name: str) -> str:
 
 
 def _outside_attention(tensors: Mapping[str, Any], config: dict) -> Iterator[tuple[str, Any]]:
-    """Layers that predict further tokens ("mtp.0", or numbered on) are left out."""
+    """Layers that predict further tokens ("mtp.0", or numbers after the last layer's) are left out."""
     for name in tensors:
         layer = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
         if any(part in name for part in ATTENTION) or name.startswith(("mtp.", "model.mtp.")):
@@ -87,7 +87,7 @@ def _numbers(tensors: Mapping[str, Any], name: str) -> np.ndarray:
 
 
 def _merged(found: dict[str, Any], experts: int) -> Iterator[tuple[str, Any]]:
-    """Experts that come one by one, in one array a layer."""
+    """Merges a layer's experts that are separate tensors into one array."""
     single = {name: match for name in found if (match := EXPERT.fullmatch(name))}
     yield from ((name, array) for name, array in found.items() if name not in single)
     for prefix in sorted({match[1] for match in single.values()}):

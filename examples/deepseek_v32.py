@@ -92,7 +92,7 @@ class Model:
             return gated_mlp(x, *(weights[prefix + name] for name in MLP), None, xp)
         scores = 1 / (1 + xp.exp(-(x @ weights[prefix + "gate.weight"].T)))
         choice = scores + weights.get(prefix + "gate.e_score_correction_bias", 0)
-        # Experts come in groups; the groups whose best two experts score highest are chosen from.
+        # Experts are in groups: only experts of the groups with the highest top-2 scores are selected.
         groups = choice.reshape(len(x), config["n_group"], -1)
         best_two = xp.sort(groups, axis=2)[:, :, -2:].sum(axis=2)
         kept = xp.zeros_like(best_two)

@@ -2,7 +2,7 @@
 
     python examples/deepseek_v4.py [FOLDER] [--device cupy] [--cache-format bfloat16] [--plot parts.png]
 
-Residual streams are mixed by hyper-connections; the first layers choose experts by a table, the others by score.
+Residual streams are mixed by hyper-connections; the first layers select experts by a table, the others by score.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cumla.models.scratch import Scratch
 from cumla.models.step import STATE_BLOCK_SIZES, DeepseekV4StepBuilder
 
 PAGE, COMPRESSED_PAGE = 64, 256  # positions
-SCORES = ("sqrtsoftplus", "sigmoid")  # of experts, from what the router makes
+SCORES = ("sqrtsoftplus", "sigmoid")  # of experts, from the router's logits
 
 
 class Model:
@@ -39,7 +39,7 @@ class Model:
         tensors = Checkpoint(folder)
         attention = DeepseekV4Config.from_dict(config)
         window, ratios = attention.sliding_window, attention.compress_ratios
-        # Of states, those of the row that is being made are read, at ratio 4 also those of the row before.
+        # A row reads the states of its own positions, at ratio 4 also those of the previous row.
         states = {f"state{r}": (STATE_BLOCK_SIZES[r], 2 * r) for r in (4, 128)}
         self.groups = {"window": (PAGE, window), "compressed": (COMPRESSED_PAGE, None), **states}
         self.num_pages = {name: requests * -(-longest // size) + 1 for name, (size, _) in self.groups.items()}
@@ -114,9 +114,9 @@ class Model:
         return logits if xp is np else logits.get()
 
     def hyper_connection(self, streams: Any, prefix: str) -> tuple[Any, Any, Any]:
-        """How a block's output is spread over the streams, how those are mixed, and the block's input.
+        """The weights of a block's output for each stream, the mix of the streams, and the block's input.
 
-        The mix is made doubly stochastic by normalising rows and columns in turns.
+        The mix is made doubly stochastic by normalising rows and columns alternately.
         """
         xp, count, eps = self.xp, streams.shape[1], self.config.get("hc_eps", 1e-6)
         base, scale = self.weights[prefix + "base"], self.weights[prefix + "scale"]

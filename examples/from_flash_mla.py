@@ -1,4 +1,4 @@
-"""Code written for FlashMLA: what changes is the import. On CPU or GPU."""
+"""Code written for FlashMLA: only the import changes. On CPU or GPU."""
 
 import torch
 
@@ -13,7 +13,7 @@ def main() -> None:
     q = torch.randn(BATCH, S_Q, HEADS, 576, dtype=torch.bfloat16, device=device)
     indices = torch.randint(BLOCKS * BLOCK_SIZE, (BATCH, S_Q, TOPK), dtype=torch.int32, device=device)
 
-    # FP8 cache of DeepSeek V3.2: 656 bytes a token, of which bytes 512 to 528 are four float32 scales.
+    # FP8 cache of DeepSeek V3.2: 656 bytes a token; bytes 512 to 528 are four float32 scales.
     k_cache = torch.zeros(BLOCKS, BLOCK_SIZE, 1, 656, dtype=torch.uint8, device=device)
     k_cache[..., :512] = (
         torch.randn(BLOCKS, BLOCK_SIZE, 1, 512, device=device).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -35,7 +35,7 @@ def main() -> None:
     )
     print(f"dense:  out {out.dtype} {tuple(out.shape)}, lse {tuple(lse.shape)} on {device}")
 
-    # Prefill: every token of a prompt attends to rows that were chosen for it.
+    # Prefill: every token of a prompt attends to the rows selected for it.
     rows, prompt = kv_cache.view(-1, 1, 576), q.view(BATCH * S_Q, HEADS, 576)
     chosen = indices.view(BATCH * S_Q, 1, TOPK)
     out, _, lse = flash_mla.flash_mla_sparse_fwd(prompt, rows, chosen, 576**-0.5)

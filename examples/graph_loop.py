@@ -1,8 +1,8 @@
-"""A decode loop as one CUDA graph: each replay moves the batch one token on, builds the metadata and runs a layer.
+"""A decode loop as one CUDA graph: each replay advances the batch by one token, builds metadata and runs a layer.
 
 Nothing is allocated, copied from the host or read back between replays.
 
-A backend may be named behind it, such as numba_cuda; without, it is the device's fastest.
+An optional argument names the backend, such as numba_cuda; the default is the device's fastest.
 """
 
 import sys
@@ -21,7 +21,7 @@ COLUMNS = LONGEST // BLOCK_SIZE
 
 
 class Loop:
-    """The batch's arrays, at addresses that stay, and one step of it."""
+    """The batch's arrays, whose addresses do not change, and one step."""
 
     def __init__(self, backend: str | None) -> None:
         self.backend = backend
@@ -62,7 +62,7 @@ class Loop:
 
 def main(backend: str | None = None) -> None:
     loop = Loop(backend)
-    loop.step()  # compiles the kernels and allocates what the graph will use
+    loop.step()  # compiles the kernels and allocates the graph's memory
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:

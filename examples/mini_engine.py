@@ -29,7 +29,7 @@ class Model:
 
         rng, self.xp, self.backend = np.random.default_rng(0), xp, backend
         embedding = normal(VOCAB, HIDDEN)
-        # In a single layer a token's projections depend on the token alone: they are made once for the vocabulary.
+        # In a single layer a token's projections depend on the token only: they are computed once for the vocabulary.
         self.q = (embedding @ normal(HIDDEN, HEADS * 512)).reshape(VOCAB, HEADS, 512)
         self.kv = embedding @ normal(HIDDEN, 512) / HIDDEN**0.5
         self.to_logits = normal(HEADS * 512, VOCAB)
@@ -59,7 +59,7 @@ class Request:
 
 
 class Engine:
-    """Pages that no request uses keep their rows, for prompts that begin alike, until they are taken again."""
+    """Pages that no request uses keep their rows, for prompts with the same prefix, until they are reused."""
 
     def __init__(self, model):
         self.model, self.waiting, self.running, self.steps = model, [], [], 0
@@ -68,7 +68,7 @@ class Engine:
         self.page_of, self.prefix_of = {}, {}  # all tokens up to a page's end -> the page, and back
 
     def admit(self, request):
-        """Take the pages that hold the start of the prompt and free ones for the rest; False if there are too few."""
+        """Take the pages with the prompt's prefix and free pages for the rest; False if there are too few."""
         ends = range(PAGE, len(request.tokens), PAGE)  # the last token is computed in any case
         hits = [self.page_of.get(tuple(request.tokens[:end])) for end in ends]
         hits = hits[: hits.index(None)] if None in hits else hits
@@ -86,7 +86,7 @@ class Engine:
 
     def finish(self, request):
         self.running.remove(request)
-        for page in reversed(request.pages):  # the beginning of a prompt is taken last
+        for page in reversed(request.pages):  # pages of a prompt's beginning are reused last
             self.users[page] -= 1
             if not self.users[page]:
                 self.free[page] = None

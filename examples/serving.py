@@ -1,7 +1,7 @@
-"""What serving needs around a model's layers: pages for requests, continuous batching, greedy choice, time by part.
+"""Serving around a model's layers: pages for requests, continuous batching, greedy sampling, time by part.
 
-A model has `groups`, {name: (positions of a page, positions that stay in sight or None for all)}, `build(batch,
-tables)`, which makes a step's metadata, and `forward(tokens, metadata, last)`, the logits of the tokens at `last`.
+A model has `groups`, {name: (positions of a page, positions that later tokens see or None for all)}, `build(batch,
+tables)`, which builds a step's metadata, and `forward(tokens, metadata, last)`, the logits of the tokens at `last`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cumla.metadata.batch import CommonAttentionMetadata
 
 @dataclass
 class Request:
-    """A prompt, and what was generated behind it. `computed` tokens are in the caches."""
+    """A prompt and the tokens generated after it. `computed` tokens are in the caches."""
 
     number: int
     tokens: list[int]
@@ -40,7 +40,7 @@ class Request:
 
 
 class Pages:
-    """The free pages of each group, and which requests have the others."""
+    """The free pages of each group, and the requests that have the others."""
 
     def __init__(self, groups: dict[str, tuple[int, int | None]], num_pages: dict[str, int]) -> None:
         self.groups = groups
@@ -56,7 +56,7 @@ class Pages:
         return True
 
     def forget(self, request: Request) -> None:
-        """Give back pages of which no later token sees a position."""
+        """Free the pages whose positions no later token sees."""
         for name, (size, sight) in self.groups.items():
             if sight is not None:
                 for i in range(max(0, (request.computed - sight) // size)):
@@ -75,9 +75,9 @@ class Pages:
 
 
 class Server:
-    """Greedy generation for several requests at once: each step decodes all that run and goes on with prompts.
+    """Greedy generation for several requests at once: each step decodes all running requests and continues prompts.
 
-    batch_tokens  tokens of a step; a longer prompt comes in chunks
+    batch_tokens  tokens of a step; a longer prompt is prefilled in chunks
     """
 
     def __init__(self, model: Any, num_pages: dict[str, int], batch_tokens: int = 256, max_running: int = 8) -> None:
@@ -88,7 +88,7 @@ class Server:
         self.preempted = 0
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> list[Request]:
-        """All requests, finished: `tokens` has prompt and answer, `logits` what each new token was chosen by."""
+        """All requests, finished: `tokens` is prompt and answer, `logits` the logits that chose each new token."""
         if not all(prompts):
             raise ValueError("prompts: got one without tokens, expected at least one token each")
         requests = [Request(i, list(prompt), new_tokens) for i, prompt in enumerate(prompts)]
@@ -118,7 +118,7 @@ class Server:
                 self.running.remove(request)
 
     def schedule(self) -> list[tuple[Request, int]]:
-        """Requests and how many of their tokens are computed; the youngest gives way where pages run out."""
+        """Requests with the number of tokens to compute; the youngest is preempted if there are too few pages."""
         while self.waiting and len(self.running) < self.max_running:
             self.running.append(self.waiting.pop(0))
         left, scheduled = self.batch_tokens, []
@@ -136,7 +136,7 @@ class Server:
         return scheduled
 
     def preempt(self, request: Request) -> None:
-        """Its pages go to others; later it starts again, with what it has generated as part of its prompt."""
+        """Free its pages for others; later it starts again, with its generated tokens as part of the prompt."""
         self.pages.release(request)
         self.running.remove(request)
         request.computed = 0
@@ -205,7 +205,7 @@ def gated_mlp(x: Any, gate: Any, up: Any, down: Any, limit: float | None, xp: An
 
 
 def experts(x: Any, chosen: Any, weights: Any, gate_up: Any, down: Any, limit: float | None, xp: Any) -> Any:
-    """The weighted sum of what each token's experts make of it; chosen and weights [T, k]."""
+    """The weighted sum of the outputs of each token's experts; chosen and weights [T, k]."""
     out, half = xp.zeros_like(x), gate_up.shape[1] // 2
     for expert in range(len(gate_up)):
         mine = chosen == expert
@@ -218,7 +218,7 @@ def experts(x: Any, chosen: Any, weights: Any, gate_up: Any, down: Any, limit: f
 
 
 def largest(scores: Any, count: int, xp: Any) -> Any:
-    """Columns of the largest entries of each row, ties by the lowest."""
+    """Columns of the largest entries of each row; of equal entries the lowest columns."""
     if xp is np:
         return np.argsort(-scores, axis=1, kind="stable")[:, :count]
     return xp.argsort(-scores, axis=1)[:, :count]

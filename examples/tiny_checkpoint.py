@@ -1,4 +1,4 @@
-"""Write a tiny checkpoint: config.json and model.safetensors, with weights that follow from a seed.
+"""Write a tiny checkpoint: config.json and model.safetensors, with weights determined by a seed.
 
     python examples/tiny_checkpoint.py v4 FOLDER        or v32
 
@@ -41,13 +41,13 @@ DENSE_LAYERS = 3  # of V3.2, by default
 
 
 def write(folder: pathlib.Path, config: dict, seed: int) -> None:
-    """A checkpoint of this configuration."""
+    """Write a checkpoint of this configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     shapes = v4_shapes(config) if is_v4(config) else v32_shapes(config)
     arrays = by_the_rule(shapes, seed)
     for layer, kind in enumerate(mlp_types(config)):
-        if kind == "hash_moe":  # which experts a token goes to, by its number
+        if kind == "hash_moe":  # the experts of each token id
             shape = (config["vocab_size"], config["num_experts_per_tok"])
             table = np.random.Generator(np.random.PCG64(seed + 1)).integers(0, config["n_routed_experts"], shape)
             arrays[f"model.layers.{layer}.mlp.gate.tid2eid"] = table
@@ -59,7 +59,7 @@ def is_v4(config: dict) -> bool:
 
 
 def mlp_types(config: dict) -> list[str]:
-    """One a layer: "dense", "moe", or "hash_moe", whose experts are chosen by a table."""
+    """The type of each layer: "dense", "moe", or "hash_moe", whose experts are selected by a table."""
     layers, types = config["num_hidden_layers"], config.get("mlp_layer_types")
     if types is None:
         name, default, first = ("num_hash_layers", HASH_LAYERS, "hash_moe")

@@ -1,6 +1,6 @@
 """The same step on a GPU: CuPy arrays in, CuPy arrays out, on CuPy's current stream.
 
-A backend may be named behind it, such as numba_cuda; without, it is the device's fastest.
+An optional argument names the backend, such as numba_cuda; the default is the device's fastest.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""A decode step under jax.jit, on CPU or GPU: the cache is donated and updated where it is."""
+"""A decode step under jax.jit, on CPU or GPU: the cache is donated and updated in place."""
 
 import functools
 
@@ -13,7 +13,7 @@ REQUESTS, HEADS, BLOCK_SIZE, WINDOW = 4, 16, 64, 128
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def step(cache, k, q, block_table, seq_lens):
-    """Insert each request's newest row and attend to its window; the cache, and the output."""
+    """Insert each request's newest row and attend to its window. Returns the cache and the output."""
     requests = jnp.arange(REQUESTS + 1, dtype=jnp.int32)
     last = seq_lens - 1
     slots = jnp.take_along_axis(block_table, last[:, None] // BLOCK_SIZE, axis=1)[:, 0] * BLOCK_SIZE + last % BLOCK_SIZE
@@ -39,7 +39,7 @@ def main() -> None:
         q = jax.random.normal(key_q, (REQUESTS, HEADS, 512), jnp.bfloat16)
         cache, out = step(cache, k, q, block_table, seq_lens)
         seq_lens = seq_lens + 1
-    jax.block_until_ready((cache, out))  # before the program exits: calls under way run in XLA's threads
+    jax.block_until_ready((cache, out))  # before the program exits: calls run in XLA's threads
     in_place = cache.unsafe_buffer_pointer() == where
     print(f"out {out.dtype} {out.shape} on {jax.default_backend()}, cache updated in place: {in_place}")
 

@@ -1,6 +1,6 @@
 """One decode step on NumPy arrays: insert the new rows into a paged FP8 cache, then attend. Runs on any machine.
 
-A backend may be named behind it, such as reference; without, it is that of the machine's cores.
+An optional argument names the backend, such as reference; the default is cpu.
 """
 
 import sys
@@ -21,7 +21,7 @@ def main(backend: str | None = None) -> None:
     block_table = rng.permutation(12).reshape(REQUESTS, 3).astype(np.int32)
     seq_lens = np.array([1, 70, 128, 190], np.int32)
 
-    # Each request's rows so far, the newest one included, go to the slots that its block table says.
+    # Each request's rows so far, the newest one included, are inserted into the slots of its block table.
     starts = np.concatenate([[0], np.cumsum(seq_lens)]).astype(np.int32)
     slots = compute_slot_mapping(starts[-1], starts, seq_lens, block_table, BLOCK_SIZE, backend=backend)
     cumla.quantize_and_insert_k_cache(

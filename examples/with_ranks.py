@@ -1,4 +1,4 @@
-"""Dense MLA decode over a context that four ranks share, here threads with NumPy; on GPUs the communicator is NCCL's.
+"""Dense MLA decode over a context sharded across four ranks: here threads with NumPy, on GPUs with NCCL.
 
 python examples/with_ranks.py
 """
@@ -11,14 +11,14 @@ from cumla.parallel import ContextAttention, Shard, local_seq_lens, local_slot_m
 
 RANKS, BLOCK, HEADS = 4, 16, 8
 rng = np.random.default_rng(0)
-seq_lens = np.array([700, 333], np.int32)  # two requests, whose rows lie one behind another
+seq_lens = np.array([700, 333], np.int32)  # two requests, whose rows are packed
 starts = np.array([0, 700, 1033], np.int32)
 rows = rng.standard_normal((1033, 576)).astype(ml_dtypes.bfloat16)
 q = rng.standard_normal((2, HEADS, 576)).astype(ml_dtypes.bfloat16)
 
 
 def rank(comm):
-    """Keep a quarter of the rows, attend to them, and merge with what the others found."""
+    """Insert a quarter of the rows, attend to them, and merge with the results of the other ranks."""
     shard = Shard(comm.rank, comm.size, interleave=BLOCK)
     block_table = np.arange(2 * 12, dtype=np.int32).reshape(2, 12)  # this rank's pages
     cache = np.zeros((24, BLOCK, 576), ml_dtypes.bfloat16)

@@ -1,6 +1,6 @@
 """torch tensors, eagerly and under torch.compile without a graph break, on CPU or GPU.
 
-A backend may be named behind it, such as numba_cuda; without, it is the device's fastest.
+An optional argument names the backend, such as numba_cuda; the default is the device's fastest.
 """
 
 import sys
@@ -14,7 +14,7 @@ REQUESTS, HEADS, BLOCK_SIZE, TOPK = 4, 16, 64, 100
 
 
 def step(cumla_or_ops, cache, k, slots, q, indices, backend):
-    """Insert and attend, with cumla itself or with its operators for compilers: they are called alike."""
+    """Insert and attend, with cumla itself or with its operators for compilers, which have the same signatures."""
     cumla_or_ops.quantize_and_insert_k_cache(k, cache, slots, BLOCK_SIZE, backend=backend)
     out, _ = cumla_or_ops.sparse_mla_decode(q, cache, indices, backend=backend)
     return out * 2

@@ -1,1 +1,1 @@
-"""Carries arrays and streams between frameworks and cumla. Nothing here knows of kernels."""
+"""Passes arrays and streams between frameworks and cumla. No module here depends on kernels."""

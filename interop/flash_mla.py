@@ -1,26 +1,34 @@
 """FlashMLA's module on cumla: `import cumla.interop.flash_mla as flash_mla` in place of `import flash_mla`.
 
 The same names, argument names and positions, return shapes and conventions: lse is a natural logarithm
-without the sink, +inf for a query without keys, whose output is 0. Tensors or any other arrays. What differs
-is in docs/guide/from-flash-mla.md; above all, what FlashMLA restricts (head counts, block sizes, widths, strides) is
-not restricted here, and a wrong argument raises ValueError or TypeError instead of AssertionError.
+without the sink, +inf for a query without keys, whose output is 0. Arguments are tensors or any other arrays.
+docs/guide/from-flash-mla.md lists the differences; most important, FlashMLA's restrictions (head counts, block sizes,
+widths, strides) do not apply, and a wrong argument raises ValueError or TypeError instead of AssertionError.
+
+Where q is a tensor, torch allocates the results and the memory of schedules, as for FlashMLA: inside torch.cuda.graph
+both come from the graph's memory pool.
 """
 
 from __future__ import annotations
 
+import contextvars
+import sys
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..arrays import dlpack
-from ..kernels.types.plan import DecodePlan, DenseDecodePlan
+import numpy as np
+
+from ..arrays import dlpack, streams
+from ..kernels.types.plan import DecodePlan, DenseDecodePlan, Workspace
 from ..ops.dense_attention import dense_mla_decode
 from ..ops.sparse_attention import V_DIM, sparse_mla_decode, sparse_mla_prefill
+from .ops import OPS
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
 
 class Config(NamedTuple):
-    """What the calls that share a schedule must have in common."""
+    """The shapes and options that calls with the same schedule must share."""
 
     b: int
     s_q: int
@@ -34,26 +42,50 @@ class Config(NamedTuple):
     extra_topk: int | None
 
 
+_tensor: contextvars.ContextVar[Any] = contextvars.ContextVar("the tensor q of a call, or None", default=None)
+
+
+def _allocate(size: int, like: Any) -> Any:
+    """Memory of a schedule, uint8 [size]: torch's in a call on tensors."""
+    q = _tensor.get()
+    if q is None:
+        return dlpack.empty((size,), np.dtype(np.uint8), like)
+    return _torch_bytes(size, q)
+
+
+def _torch_bytes(size: int, q: Any) -> Any:
+    return dlpack.borrow(q.new_empty((size,), dtype=sys.modules["torch"].uint8), "workspace", writable=True)
+
+
+def _decode_plan() -> DecodePlan:
+    return DecodePlan(Workspace(allocate=_allocate))
+
+
+def _dense_plan() -> DenseDecodePlan:
+    return DenseDecodePlan(Workspace(allocate=_allocate))
+
+
 @dataclass
 class FlashMLASchedMeta:
-    """A schedule: made by the first call that is given it, for calls of the same shapes and the same lengths.
+    """A schedule for calls of the same shapes and lengths, built by the first call that gets it.
 
-    have_initialized         whether a call has made it
+    have_initialized         whether a call has built it
     config                   the shapes of that call
-    tile_scheduler_metadata  the plan of sparse decode, which FlashMLA keeps in two tensors
+    tile_scheduler_metadata  the plan of sparse decode, which FlashMLA stores in two tensors
     num_splits               None: it is part of the plan
     dense                    the plan of dense decode
     """
 
     have_initialized: bool = False
     config: Config | None = None
-    tile_scheduler_metadata: DecodePlan = field(default_factory=DecodePlan)
+    tile_scheduler_metadata: DecodePlan = field(default_factory=_decode_plan)
     num_splits: None = None
-    dense: DenseDecodePlan = field(default_factory=DenseDecodePlan)
+    dense: DenseDecodePlan = field(default_factory=_dense_plan)
+    _captured: tuple[int, Any] | None = field(default=None, repr=False)  # a graph that is captured, and its plan
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
-    """An empty schedule, and None where FlashMLA once had num_splits. The arguments are not looked at."""
+    """An empty schedule, and None where FlashMLA once had num_splits. The arguments are ignored."""
     return FlashMLASchedMeta(), None
 
 
@@ -81,17 +113,17 @@ def flash_mla_with_kvcache(
     q                        [b, s_q, h_q, d] bfloat16; d = 576 or 512
     k_cache                  [num_blocks, page_block_size, 1, bytes or d]: FP8 tokens of 656 (d = 576) or 584
                              (d = 512) bytes if is_fp8_kvcache, else bfloat16 rows
-    block_table              [b, max_blocks] int32; not looked at by sparse decode, nor is cache_seqlens
+    block_table              [b, max_blocks] int32; ignored by sparse decode, as is cache_seqlens
     cache_seqlens            [b] int32
     head_dim_v               512
-    tile_scheduler_metadata  from get_mla_metadata; or, for sparse decode, a DecodePlan: the tile_sched_* of cumla's
-                             metadata are such
+    tile_scheduler_metadata  from get_mla_metadata; or, for sparse decode, a DecodePlan, such as the tile_sched_* of
+                             cumla's metadata
     softmax_scale            1 / sqrt(d) if None
     causal                   dense decode only
     indices                  [b, s_q, topk] int32 slots, -1 is absent
-    attn_sink                [h_q] float32, sparse decode only, as is what follows
+    attn_sink                [h_q] float32, sparse decode only, as are the following arguments
     extra_*                  a second cache, its indices and lengths
-    topk_length              [b] int32; [b, s_q] is taken, too
+    topk_length              [b] or [b, s_q] int32
     out                      [b, s_q, h_q, 512] to write instead of allocating
 
     Returns out [b, s_q, h_q, 512] and softmax_lse [b, h_q, s_q] float32.
@@ -117,30 +149,78 @@ def flash_mla_with_kvcache(
         None if extra_k_cache is None else extra_k_cache.shape[1], _width(extra_indices_in_kvcache),
     )  # fmt: skip
     _check_config(schedule, config)
+    token = _tensor.set(q if dlpack.framework_of(q) == "torch" else None)
+    try:
+        out, lse = _results(q, (out, (b, s_q, h_q, V_DIM), None), (None, (b, h_q, s_q), "float32"))
+        results = _decode(
+            schedule, q, k_cache, block_table, cache_seqlens, softmax_scale, causal, indices, attn_sink, extra_k_cache,
+            extra_indices_in_kvcache, topk_length, extra_topk_length, out, lse,
+        )  # fmt: skip
+    finally:
+        _tensor.reset(token)
+    schedule.have_initialized, schedule.config = True, config
+    return results
+
+
+def _decode(
+    schedule: FlashMLASchedMeta, q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any,
+    softmax_scale: float | None, causal: bool, indices: Any, attn_sink: Any, extra_k_cache: Any,
+    extra_indices_in_kvcache: Any, topk_length: Any, extra_topk_length: Any, out: Any, lse: Any,
+) -> tuple[Any, Any]:  # fmt: skip
     if indices is not None:
         if causal:
             raise ValueError("causal: got True, expected False with indices")
-        results = sparse_mla_decode(
+        plan = _plan(schedule, schedule.tile_scheduler_metadata, "sparse_mla_decode", {"q": q})
+        return sparse_mla_decode(
             q, k_cache, indices, topk_length=topk_length, extra_k_cache=extra_k_cache,
             extra_indices=extra_indices_in_kvcache, extra_topk_length=extra_topk_length, attn_sink=attn_sink,
-            softmax_scale=softmax_scale, plan=schedule.tile_scheduler_metadata, out=out,
+            softmax_scale=softmax_scale, plan=plan, out=out, lse=lse,
         )  # fmt: skip
-    else:
-        for name, value in (
-            ("attn_sink", attn_sink), ("extra_k_cache", extra_k_cache), ("topk_length", topk_length),
-            ("extra_indices_in_kvcache", extra_indices_in_kvcache), ("extra_topk_length", extra_topk_length),
-        ):  # fmt: skip
-            if value is not None:
-                raise ValueError(f"{name}: got an array, expected None without indices (dense decode)")
-        for name, value in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
-            if value is None:
-                raise ValueError(f"{name}: got None, expected an array without indices (dense decode)")
-        results = dense_mla_decode(
-            q, k_cache, block_table, cache_seqlens, softmax_scale=softmax_scale, causal=bool(causal),
-            plan=schedule.dense, out=out,
-        )  # fmt: skip
-    schedule.have_initialized, schedule.config = True, config
-    return results
+    for name, value in (
+        ("attn_sink", attn_sink), ("extra_k_cache", extra_k_cache), ("topk_length", topk_length),
+        ("extra_indices_in_kvcache", extra_indices_in_kvcache), ("extra_topk_length", extra_topk_length),
+    ):  # fmt: skip
+        if value is not None:
+            raise ValueError(f"{name}: got an array, expected None without indices (dense decode)")
+    for name, value in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
+        if value is None:
+            raise ValueError(f"{name}: got None, expected an array without indices (dense decode)")
+    arguments = {"q": q, "block_table": block_table, "k_cache": k_cache}
+    return dense_mla_decode(
+        q, k_cache, block_table, cache_seqlens, softmax_scale=softmax_scale, causal=bool(causal),
+        plan=_plan(schedule, schedule.dense, "dense_mla_decode", arguments), out=out, lse=lse,
+    )  # fmt: skip
+
+
+def _results(q: Any, *wanted: tuple[Any, tuple[int, ...], str | None]) -> list[Any]:
+    """The results of a call, of (given or None, shape, dtype; None: q's): beside a tensor torch allocates what is not
+    given; elsewhere None is left for the call to allocate."""
+    if dlpack.framework_of(q) != "torch":
+        return [given for given, _, _ in wanted]
+    torch = sys.modules["torch"]
+    return [
+        q.new_empty(shape, dtype=q.dtype if dtype is None else getattr(torch, dtype)) if given is None else given
+        for given, shape, dtype in wanted
+    ]
+
+
+def _plan(schedule: FlashMLASchedMeta, plan: Any, op: str, arguments: dict[str, Any]) -> Any:
+    """The schedule's plan. In a capture by torch before any call outside of it: one in the graph's memory pool, which
+    the calls of this capture share. A plan of an eager call must not be made there: its memory is cleared once, which
+    a capture would only record."""
+    q = _tensor.get()
+    if q is None or not q.is_cuda or plan.workspace.arrays() or plan.workspace.memory is not None:
+        return plan
+    stream = streams.current("torch", q.device.index)
+    if not streams.is_capturing(stream):
+        return plan
+    graph = streams.capture_id(stream)
+    if schedule._captured is None or schedule._captured[0] != graph:
+        described = OPS[op]
+        assert described.scratch is not None
+        assert described.plan is not None
+        schedule._captured = graph, described.plan(_torch_bytes(described.scratch(arguments), q))
+    return schedule._captured[1]
 
 
 def flash_mla_sparse_fwd(
@@ -157,7 +237,7 @@ def flash_mla_sparse_fwd(
 
     q            [s_q, h_q, d] bfloat16
     kv           [s_kv, 1, d] bfloat16
-    indices      [s_q, 1, topk] int32; outside of kv is absent
+    indices      [s_q, 1, topk] int32; an index outside kv is absent
     sm_scale     scale of the logits
     d_v          512
     attn_sink    [h_q] float32
@@ -167,10 +247,15 @@ def flash_mla_sparse_fwd(
     Returns out [s_q, h_q, 512], max_logits [s_q, h_q] and lse [s_q, h_q] float32.
     Source: FlashMLA flash_mla_sparse_fwd.
     """
+    results = [out, None, None]
+    if len(getattr(q, "shape", ())) == 3:  # else the call says what is wrong
+        s_q, h_q, _ = q.shape
+        logits = None, (s_q, h_q), "float32"
+        results = _results(q, (out, (s_q, h_q, V_DIM), None), logits, logits)
+    given: tuple[Any, Any, Any] = (results[0], results[1], results[2])
     return sparse_mla_prefill(
-        q, kv, indices, softmax_scale=sm_scale, d_v=d_v, attn_sink=attn_sink, topk_length=topk_length,
-        out=None if out is None else (out, None, None),
-    )  # fmt: skip
+        q, kv, indices, softmax_scale=sm_scale, d_v=d_v, attn_sink=attn_sink, topk_length=topk_length, out=given
+    )
 
 
 def _check_ranks(**arrays: Any) -> None:

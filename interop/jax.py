@@ -13,19 +13,19 @@
     cache, out = step(cache, k, slots, q, indices)
     jax.block_until_ready(out)
 
-Names, order of arguments and meaning are cumla's own. JAX's arrays do not change, so a function returns
-what cumla's writes in place: one array, or a tuple in the order of the arguments. XLA updates it where it
-is if the array is donated to the jitted function, and copies it first if it is not. Arguments that are no
-arrays are static. Nothing else is copied, and no work leaves XLA's stream. JAX arrays have no strides: V4's
+Names, order of arguments and meaning are cumla's own. JAX's arrays are immutable, so a function returns the
+arrays that cumla's writes in place: one array, or a tuple in the order of the arguments. XLA updates an array
+in place if it is donated to the jitted function, and copies it first if it is not. Arguments other than arrays
+are static. Nothing else is copied, and all work stays on XLA's stream. JAX arrays have no strides: V4's
 padded pages are raw pages [num_blocks, page_bytes], as above.
 
-Shapes and dtypes are inferred and checked when a function is traced; what only the arrays themselves tell is checked
-when it runs, before anything is written, and arrives as JAX's own error with cumla's message in it. The operations
-take whole batches: jax.vmap is an error, and so is differentiation.
+Shapes and dtypes are inferred and checked when a function is traced. Checks that need the arrays are made when it runs,
+before anything is written; they raise JAX's own error, which contains cumla's message. The operations take whole
+batches: jax.vmap is an error, and so is differentiation.
 
-On the CPU a call runs in a thread of XLA's, after the jitted function has returned. A program must block
-(jax.block_until_ready) before it exits: a thread of XLA's that enters Python while the interpreter shuts down aborts
-the process. An exit hook of this module waits for the calls that the main thread made and for arrays that are alive.
+On the CPU a call runs in one of XLA's threads, after the jitted function has returned. A program must block
+(jax.block_until_ready) before it exits: an XLA thread that enters Python while the interpreter shuts down aborts the
+process. An exit hook of this module waits for the calls of the main thread and for arrays that are alive.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.buffer_callback import buffer_callback
 
 from ..arrays import dlpack
-from ..dispatch import debug, rehearsal
+from ..dispatch import debug, dry_run
 from .ops import OPS, Op
 
 Static = tuple[tuple[str, Any], ...]
@@ -73,7 +73,7 @@ def _traceable(op: Op) -> Callable[..., Any]:
         results = _function_of(op, tuple(arrays), tuple(static))(*inputs)
         return results[0] if len(results) == 1 else tuple(results)
 
-    del call.__wrapped__  # it has parameters that this one has not
+    del call.__wrapped__  # its signature has parameters that this function lacks
     call.__module__, call.__doc__ = __name__, _doc(op)
     call.__signature__ = signature = _signature(op)  # type: ignore[attr-defined]
     parameters = {name: parameter.annotation for name, parameter in signature.parameters.items()}
@@ -82,7 +82,7 @@ def _traceable(op: Op) -> Callable[..., Any]:
 
 
 def _signature(op: Op) -> inspect.Signature:
-    """The parameters that the function takes under jax.jit, and what it returns: what is written, then results."""
+    """The function's parameters under jax.jit, and its results: the arrays written, then the operation's results."""
     parameters = [
         parameter.replace(annotation=parameter.annotation.replace("Any", "jax.Array"))
         for parameter in op.signature.parameters.values()
@@ -95,7 +95,7 @@ def _signature(op: Op) -> inspect.Signature:
 
 
 def _doc(op: Op) -> str:
-    """The operation's documentation without the entries of parameters that there are not under jax.jit."""
+    """The operation's documentation without the parameters that do not exist under jax.jit."""
     absent = set(inspect.signature(op.function).parameters) - set(op.signature.parameters)
     lines, skipped = [], False
     for line in inspect.cleandoc(op.function.__doc__ or "").splitlines():
@@ -113,7 +113,7 @@ def _doc(op: Op) -> str:
 
 @functools.cache
 def _without_derivatives(name: str) -> Callable[..., Any]:
-    """Arrays as they are; differentiation through them is an error that names the operation."""
+    """The arrays unchanged; differentiation through them is an error that names the operation."""
 
     @jax.custom_jvp
     def same(*arrays: Any) -> Any:
@@ -131,10 +131,10 @@ def _without_derivatives(name: str) -> Callable[..., Any]:
 
 @functools.cache
 def _wait_at_exit() -> None:
-    """Register the exit hook, after JAX's own hooks and so before them when they run."""
+    """Register the exit hook after JAX's own hooks, so that it runs before them."""
 
     def wait() -> None:
-        # An error of a call under way has been raised already or can no longer be handled.
+        # An error of a running call has been raised already or can no longer be handled.
         with contextlib.suppress(Exception):
             jax.effects_barrier()
         with contextlib.suppress(Exception):  # no such platform
@@ -147,21 +147,21 @@ def _wait_at_exit() -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _check(op: Op, arrays: tuple[tuple[str, tuple[int, ...], Any], ...], static: Static) -> None:
-    """Raise what the operation raises for arrays of these shapes and dtypes: when it is traced, not when it runs."""
-    with rehearsal.rehearsed():
-        ghosts = {name: rehearsal.ghost(shape, _seen_as(name, dtype)) for name, shape, dtype in arrays}
-        op.function(**dict(static), **ghosts)
+    """Raise the operation's errors for arrays of these shapes and dtypes when it is traced, not when it runs."""
+    with dry_run.dry_running():
+        fake_arrays = {name: dry_run.fake_array(shape, _seen_as(name, dtype)) for name, shape, dtype in arrays}
+        op.function(**dict(static), **fake_arrays)
 
 
 def _seen_as(name: str, dtype: Any) -> Any:
-    """What an array's dtype is for the operation. Raises TypeError for 8-bit floats that are not e4m3."""
+    """An array's dtype as the operation receives it. Raises TypeError for 8-bit floats that are not e4m3."""
     dlpack.check_float8_type(name, dtype.name)
     return "uint8" if dtype.name.startswith("float8") else dtype
 
 
 @functools.cache
 def _function_of(op: Op, names: tuple[str, ...], static: Static) -> Callable[..., Any]:
-    """The operation with everything but its arrays fixed; the same one each time, as JAX caches by identity."""
+    """The operation with all arguments but its arrays fixed; the same object each time, as JAX caches by identity."""
     written = [name for name in op.writes if name in names]
 
     def run_on_host(context: Any, outputs: Any, *inputs: Any) -> None:
@@ -191,8 +191,8 @@ def _function_of(op: Op, names: tuple[str, ...], static: Static) -> Callable[...
 
             call = custom_call((op.name, names, static), run_on_device, types, aliases)
         else:
-            # As an effect, JAX keeps a token of the call by which the exit hook waits for it. A program that may run
-            # on a GPU has none: JAX dispatches programs with effects from Python.
+            # With an effect, JAX keeps a token of the call, on which the exit hook waits. A program that may run on a
+            # GPU has no effect: JAX would dispatch it from Python.
             call = buffer_callback(run_on_host, types, has_side_effect=waited_for, input_output_aliases=aliases)
         return call(*arrays)[:count]
 
@@ -210,31 +210,9 @@ def _function_of(op: Op, names: tuple[str, ...], static: Static) -> Callable[...
     return function
 
 
-advance_step = _traceable(OPS["advance_step"])
-apply_rope = _traceable(OPS["apply_rope"])
-build_flashinfer_mixed_sparse_indices = _traceable(OPS["build_flashinfer_mixed_sparse_indices"])
-combine_topk_swa_indices = _traceable(OPS["combine_topk_swa_indices"])
-compress_and_insert = _traceable(OPS["compress_and_insert"])
-compute_global_topk_indices_and_lens = _traceable(OPS["compute_global_topk_indices_and_lens"])
-compute_swa_indices_and_lens = _traceable(OPS["compute_swa_indices_and_lens"])
-concat_and_cache_mla = _traceable(OPS["concat_and_cache_mla"])
-cp_gather_indexer_k_quant_cache = _traceable(OPS["cp_gather_indexer_k_quant_cache"])
-dense_mla_decode = _traceable(OPS["dense_mla_decode"])
-dequantize_and_gather_k_cache = _traceable(OPS["dequantize_and_gather_k_cache"])
-fp8_mqa_logits = _traceable(OPS["fp8_mqa_logits"])
-fp8_paged_mqa_logits = _traceable(OPS["fp8_paged_mqa_logits"])
-fused_indexer_q_rope_quant = _traceable(OPS["fused_indexer_q_rope_quant"])
-fused_q_kv_rmsnorm = _traceable(OPS["fused_q_kv_rmsnorm"])
-gather_cache = _traceable(OPS["gather_cache"])
-get_paged_mqa_logits_metadata = _traceable(OPS["get_paged_mqa_logits_metadata"])
-indexer_k_quant_and_cache = _traceable(OPS["indexer_k_quant_and_cache"])
-indexer_knorm_rope_and_insert = _traceable(OPS["indexer_knorm_rope_and_insert"])
-indexer_topk = _traceable(OPS["indexer_topk"])
-inverse_rope_and_quantize = _traceable(OPS["inverse_rope_and_quantize"])
-merge_attn_states = _traceable(OPS["merge_attn_states"])
-mha_varlen = _traceable(OPS["mha_varlen"])
-qnorm_rope_and_insert = _traceable(OPS["qnorm_rope_and_insert"])
-quantize_and_insert_k_cache = _traceable(OPS["quantize_and_insert_k_cache"])
-sparse_mla_decode = _traceable(OPS["sparse_mla_decode"])
-sparse_mla_prefill = _traceable(OPS["sparse_mla_prefill"])
-top_k_per_row = _traceable(OPS["top_k_per_row"])
+globals().update({name: _traceable(op) for name, op in OPS.items()})
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    """For type checkers: the names above are those of OPS."""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`cumla.parallel` inside jax.shard_map: XLA's collectives move what ranks exchange, on CPUs and GPUs.
+"""`cumla.parallel` inside jax.shard_map, with XLA's collectives, on CPUs and GPUs.
 
     import cumla.interop.jax_parallel as parallel
 
@@ -9,8 +9,8 @@
         out, lse = parallel.dense_decode("cp", q, cache, block_table, lens)
         return out
 
-An axis of the mesh is the ranks; a rank's cache, table and lengths are its part along that axis. Everything stays in
-one compiled program, whose collectives XLA orders, and which it captures on GPUs as it captures its own.
+The ranks are an axis of the mesh; a rank's cache, table and lengths are its part along that axis. The step is one
+compiled program: XLA orders its collectives, and captures it on GPUs as any other program.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _localise = _traceable(Op(shards.localise_indices, results=localised_results, ou
 
 @dataclass(frozen=True)
 class AxisCommunicator:
-    """A Communicator of the ranks along an axis of the mesh, for arrays inside shard_map. Nothing is written in place:
+    """A Communicator of the ranks along an axis of the mesh, for arrays inside shard_map. It writes nothing in place:
     there is no `out`, and `stream` is XLA's."""
 
     axis: str
 
     @property
     def rank(self) -> Any:
-        """A traced number: the program is the same on every rank."""
+        """A traced integer, as all ranks run the same program."""
         return lax.axis_index(self.axis)
 
     @property

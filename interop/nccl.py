@@ -1,21 +1,21 @@
-"""A communicator of `cumla.parallel` on NCCL, in the library that CuPy brings or finds, without a framework.
+"""A communicator of `cumla.parallel` on NCCL without a framework, in the library that CuPy includes or finds.
 
-    # a process a GPU, started by whatever starts processes; the folder is empty and seen by all
+    # a process a GPU, started by any launcher; the folder is empty at the start and seen by all
     comm = NcclCommunicator(FileStore(folder), rank, size)
     comm = NcclCommunicator.from_mpi(MPI.COMM_WORLD)            # under mpirun
     # several GPUs in one process: a thread for each communicator
     comms = NcclCommunicator.in_process([0, 1])
 
-Calls go to the caller's current CuPy stream (or to `stream`) and return at once; they can be captured in CUDA graphs.
-Before a call of new shapes is made, ranks tell one another on the host what they are about to do, so one that differs
-is a RankError that names it. After that the host says nothing more about such calls. `wait` is for a stream what
-synchronize() is, with an end: it looks for errors and for ranks that failed, gives up after the time limit and names
-who has not come. A thread of the communicator does the same for calls that nobody waits for, so that no rank
-stays in a call that another has left.
+Calls are queued on the caller's current CuPy stream (or on `stream`) and return at once; they can be captured in CUDA
+graphs. Before the first call of new shapes, ranks exchange on the host what they are about to do, and a rank that
+differs raises a RankError that names it. Later calls of these shapes need no exchange on the host. `wait` synchronises
+a stream with a time limit: it checks for errors and failed ranks, gives up after the limit and names the ranks that
+are missing. A thread of the communicator does the same for calls without a `wait`, so that no rank stays in a call
+that another rank has left.
 
-Ranks of one process make each call in step, unless it is captured: no rank's call is on its GPU while another thread
-may still ask CUDA for memory, which would wait for that GPU, and the call for that thread. Graphs are up to the caller:
-let ranks meet before they launch them where something else allocates.
+Ranks of one process make each call in step, unless it is captured. Otherwise one rank's call could be running on its
+GPU while another thread allocates CUDA memory: the allocation waits for that GPU, and the call waits for that thread.
+For graphs the caller must prevent this: synchronise the ranks before they launch graphs, if anything else allocates.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from . import nccl_endings
 from .nccl_library import TYPES, Communicator, group, unique_id
 from .nccl_windows import Windows
 
-LOOK_SECONDS = 0.2  # of the thread that looks after calls
+POLL_SECONDS = 0.2  # of the thread that watches calls
 
 
 class NcclCommunicator:
-    """One rank of NCCL on one GPU. Used as a context, it tells the others of an exception that ends it.
+    """One rank of NCCL on one GPU. Used as a context manager, it reports an exception that ends it to the others.
 
-    store       a FileStore or TcpStore for processes, of nothing but this run
-    rank, size  this rank, and how many there are
+    store       a FileStore or TcpStore for processes, used by this run only
+    rank, size  this rank, and the number of ranks
     device      CUDA device; None: CuPy's current one
     time_limit  seconds that a rank waits for others, at the start, before calls of new shapes (ranks of one process:
                 before all calls that are not captured) and in `wait`
-    windows     whether `memory` is memory that NCCL knows of on all GPUs, if it can (2.27): megabytes are gathered
-                there in two thirds of the time. But NCCL cannot end a call there. If a rank is gone in the midst of
-                one, the others have their RankError in time and a GPU that waits for good: nothing more can be
-                asked of it, and the process is ended by force when it exits
+    windows     whether `memory` returns symmetric windows, which NCCL registers on all GPUs, if it supports them
+                (2.27): megabytes are gathered there in two thirds of the time. But NCCL cannot abort a call on
+                windows. If a rank fails during one, the others get their RankError in time, but their GPU waits
+                forever: the process cannot use it any more, and is ended by force when it exits
 
-    Raises RankError, naming the rank, if one does not come, fails or has another number of ranks, or the same GPU.
+    Raises RankError, naming the rank, if one is missing, fails, has another number of ranks, or the same GPU.
     traffic     bytes that this rank has sent, by function; calls in a graph count when they are captured
     """
 
@@ -76,7 +76,7 @@ class NcclCommunicator:
         self._agreement = Agreement(store, rank, size, time_limit)
         self._known: set[Any] = set()
         self._last_words, self._calls, self._memories = "nothing", 0, 0
-        self._in_step, self._tells = _made is not None and size > 1, 0
+        self._in_step, self._published = _made is not None and size > 1, 0
         self._error: RankError | None = None
         self._lock, self._over = threading.Lock(), threading.Event()
         with cupy.cuda.Device(self.device):
@@ -88,13 +88,13 @@ class NcclCommunicator:
             except BaseException as error:
                 self._agreement.end(error)
                 raise
-        threading.Thread(target=self._look_after, daemon=True, name=f"NCCL rank {rank}").start()
+        threading.Thread(target=self._watch, daemon=True, name=f"NCCL rank {rank}").start()
 
     @classmethod
     def in_process(
         cls, devices: Sequence[int], time_limit: float = 60.0, *, windows: bool = True
     ) -> list[NcclCommunicator]:
-        """A communicator for each of these GPUs; each is then used by a thread of its own."""
+        """A communicator for each of these GPUs; each must be used by its own thread."""
         store, made = MemoryStore(), Communicator.of_devices(devices)
         found: list[Any] = [None] * len(devices)
         errors: list[BaseException] = []
@@ -121,14 +121,14 @@ class NcclCommunicator:
     def from_mpi(
         cls, mpi: Any, *, device: int | None = None, time_limit: float = 60.0, windows: bool = True
     ) -> NcclCommunicator:
-        """For processes of mpirun. `mpi` is mpi4py's communicator, used once: to say where rank 0 can be reached."""
+        """For processes of mpirun. `mpi` is mpi4py's communicator, used once to broadcast the address of rank 0."""
         host = socket.gethostname() if mpi.Get_size() > 1 else "127.0.0.1"
         place: Any = None
         if mpi.Get_rank() == 0:
             key = nccl_key()
             try:
                 place = (TcpStore.serve(key, host=socket.gethostbyname(host)), key)
-            except OSError as error:  # the others wait to be told
+            except OSError as error:  # the others wait for the broadcast
                 place = RankError([0], f"rank 0 cannot be reached at its host name, {host}: {error}")
         place = mpi.bcast(place, root=0)
         if isinstance(place, RankError):
@@ -138,14 +138,14 @@ class NcclCommunicator:
                    time_limit=time_limit, windows=windows)  # fmt: skip
 
     def memory(self, nbytes: int, like: Any) -> Any:
-        """uint8 [nbytes], in a window if there are any; kept as long as the communicator."""
+        """uint8 [nbytes], in a window if NCCL has them; kept as long as the communicator."""
         with cupy.cuda.Device(self.device):
-            self._tell(("memory", self._memories, nbytes), f"memory of {nbytes} bytes")
+            self._publish(("memory", self._memories, nbytes), f"memory of {nbytes} bytes")
             self._memories += 1
             found = self._windows.memory(nbytes)
             return cupy.empty(nbytes, "uint8") if found is None else found
 
-    # ---- the three functions
+    # ---- the three collectives
 
     def all_gather(self, x: Any, out: Any = None, stream: Any = None) -> Any:
         def enqueue(move: Move, handle: int) -> None:
@@ -180,12 +180,12 @@ class NcclCommunicator:
         with streams.callers(native, framework, stream):
             arrays = moves(op, self.rank, self.size, x, out)
             if op == "all_to_all" and any(self._windows.has(array.data.ptr) for move in arrays for array in move):
-                raise ValueError("x, out: got what memory() gave, expected other memory (of which NCCL sends parts)")
+                raise ValueError("x, out: got memory of memory(), expected other memory (NCCL sends parts of it)")
             key = op, tuple((move.sent.shape, move.sent.dtype) for move in arrays)
             current = cupy.cuda.get_current_stream()
             in_step = self._in_step and not streams.is_capturing(current.ptr)
             if in_step or key not in self._known:
-                self._tell(key, described(op, arrays))
+                self._publish(key, described(op, arrays))
             with self._lock:
                 self._raise_error()
                 with group():
@@ -197,15 +197,15 @@ class NcclCommunicator:
                     self._event.record(current)
                     self._unended = self._event, time.monotonic()
             if in_step:
-                self._agree(f"the end of call {self._tells}", op)
+                self._agree(f"the end of call {self._published}", op)
             self.traffic[op] += sent_bytes(op, self.size, arrays)
             return result_of(x, arrays, framework)
 
-    def _tell(self, key: Any, words: str) -> None:
+    def _publish(self, key: Any, words: str) -> None:
         """Make sure that all ranks are about to make this call."""
         self._raise_error()
-        self._tells += 1
-        self._agree(f"call {self._tells} that is told", words)
+        self._published += 1
+        self._agree(f"published call {self._published}", words)
         self._known.add(key)
 
     def _agree(self, what: str, words: str) -> None:
@@ -218,7 +218,7 @@ class NcclCommunicator:
     # ---- the start and the end
 
     def _join(self) -> Any:
-        """NCCL's communicator, made in a thread that may hang."""
+        """NCCL's communicator, created in a thread that may hang."""
         address = unique_id() if self.rank == 0 else None
         address = self._meet(None, address)
         made: list[Any] = []
@@ -235,7 +235,7 @@ class NcclCommunicator:
         end = time.monotonic() + self.time_limit
         while thread.is_alive():
             thread.join(0.05)
-            self._agreement.check_others(what="start NCCL", failed_only=True)  # one may be through already
+            self._agreement.check_others(what="start NCCL", failed_only=True)  # a rank may have finished already
             if time.monotonic() > end:
                 raise RankError([self.rank], f"rank {self.rank} did not start NCCL within {self.time_limit:g} s")
         if isinstance(made[0], Exception):
@@ -243,7 +243,7 @@ class NcclCommunicator:
         return made[0]
 
     def _meet(self, made: Any, address: Any = None) -> Any:
-        """Find all ranks, of one size and on GPUs of their own. Returns `made`, or the address of rank 0."""
+        """Find all ranks and check that their sizes agree and GPUs differ. Returns `made`, or rank 0's address."""
         gpu = cupy.cuda.runtime.deviceGetPCIBusId(self.device)
         everyones = self._agreement.exchange("the start", (self.size, (socket.gethostname(), gpu), address))
         self._agreement.same("the start", [f"{size} ranks" for size, _, _ in everyones])
@@ -256,10 +256,10 @@ class NcclCommunicator:
         return everyones[0][2] if made is None else made
 
     def wait(self, stream: Any = None, time_limit: float | None = None) -> None:
-        """Wait until everything on a stream is done, CuPy's current one if None, graphs with calls in them included.
+        """Wait until all work on a stream is done, graphs with calls included; None: CuPy's current stream.
 
-        Raises RankError if a rank fails or ends, or if this takes longer than the time limit: all ranks that wait then
-        say how far they are, and who says nothing, or is elsewhere, is named.
+        Raises RankError if a rank fails or ends, or if this takes longer than the time limit: all waiting ranks then
+        report how far they are, and the error names ranks that report nothing or another call.
         """
         limit = self.time_limit if time_limit is None else time_limit
         with cupy.cuda.Device(self.device):
@@ -277,21 +277,21 @@ class NcclCommunicator:
         self._raise_error()
 
     def _late(self, limit: float) -> None:
-        """Find out who is to blame that nothing ends, and give up."""
+        """Find the ranks that keep the others waiting, and give up."""
         error = RankError([self.rank], f"rank {self.rank}: {self._last_words} did not end within {limit:g} s")
         try:
             words = f"call {self._calls}, {self._last_words}"
             self._agreement.same(
-                "what ranks wait for", self._agreement.exchange("give up", words, nccl_endings.GRACE_SECONDS)
+                "the call that ranks wait for", self._agreement.exchange("give up", words, nccl_endings.GRACE_SECONDS)
             )
         except RankError as found:
             error = RankError(found.ranks, f"{error}: {found}")
         self._give_up(error)
         raise error
 
-    def _look_after(self) -> None:
+    def _watch(self) -> None:
         """End calls that will never end by themselves, until the communicator is closed."""
-        while not self._over.wait(LOOK_SECONDS):
+        while not self._over.wait(POLL_SECONDS):
             try:
                 self._agreement.check_others(what=f"end {self._last_words}", failed_only=True)
                 with self._lock, streams.relaxed_capture():  # another thread may be capturing
@@ -310,7 +310,7 @@ class NcclCommunicator:
                 return
 
     def _give_up(self, error: RankError) -> None:
-        """End whatever the GPU waits for, and tell the others."""
+        """Abort the calls that the GPU waits for, and report the error to the others."""
         with self._lock:
             if self._error is not None:
                 return
@@ -326,8 +326,8 @@ class NcclCommunicator:
             raise RankError(self._error.ranks, str(self._error))
 
     def close(self) -> None:
-        """Say that this rank makes no more calls, and let go of NCCL. All ranks have made the same calls by then, and
-        the graphs that calls were captured in are gone: NCCL waits for both. A RuntimeWarning says if it waits in vain.
+        """Report that this rank makes no more calls, and release NCCL. NCCL waits until all ranks have made the same
+        calls and all graphs with captured calls are freed; if it waits in vain a RuntimeWarning is given.
         """
         with self._lock:
             if self._over.is_set():
@@ -339,9 +339,9 @@ class NcclCommunicator:
                 warnings.warn(f"rank {self.rank}: {failed}", RuntimeWarning, stacklevel=2)
 
     def _let_go(self) -> None:
-        """Waits for other ranks, and for whatever else goes on on the GPU.
+        """Waits for other ranks, and for all other work on the GPU.
 
-        Windows first: NCCL 2.28 does not survive to end with memory that was sent from still registered.
+        Windows are deregistered first: NCCL 2.28 crashes if it ends while memory that was sent from is registered.
         """
         with cupy.cuda.Device(self.device), streams.relaxed_capture():  # another thread may be capturing
             cupy.cuda.Device().synchronize()

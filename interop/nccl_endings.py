@@ -1,4 +1,4 @@
-"""How what may wait for a GPU, or for other ranks on theirs, comes to an end in time."""
+"""Time limits for operations that may wait for a GPU, or for other ranks on their GPUs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import cupy
 
 from ..arrays import streams
 
-GRACE_SECONDS = 5.0  # for NCCL, for the GPU, and for others to say what they are in, once one has given up
+GRACE_SECONDS = 5.0  # for NCCL, the GPU, and the reports of other ranks, after a rank has given up
 
-_given_up: list[tuple[str, threading.Event]] = []  # what to say of a GPU, and whether it has nothing left to do
+_given_up: list[tuple[str, threading.Event]] = []  # the message about a GPU, and whether the GPU is idle
 
 
 def in_time(end: Callable[[], None]) -> str:
-    """Do this, which may wait for other ranks, and go on if it is not done soon. What failed, or nothing."""
+    """Run `end`, which may wait for other ranks, for at most GRACE_SECONDS. Returns the error, or an empty string."""
     errors: list[str] = []
 
     def run() -> None:
@@ -36,9 +36,9 @@ def in_time(end: Callable[[], None]) -> str:
 
 
 def end_process_if_stuck(device: int, words: str) -> None:
-    """See to it that the process ends when it exits, even if the GPU has calls that never will.
+    """Make sure that the process ends when it exits, even if calls on the GPU never end.
 
-    CUDA would wait for them. Until then nothing is done, and the GPU is of no use to this process.
+    CUDA would wait for these calls. Until the exit nothing is ended, and this process cannot use the GPU.
     """
     idle = threading.Event()
 

@@ -1,7 +1,7 @@
 """NCCL's functions (nccl.h), called in the library that CuPy has loaded.
 
-CuPy's own binding keeps Python's lock while NCCL starts, ends or gives up a communicator. Each of these may wait for
-other ranks, and no thread of the process could then tell them, or be told, that one is gone. Here nothing keeps it.
+CuPy's own binding holds the GIL while NCCL starts, ends or aborts a communicator. Each of these may wait for other
+ranks, and meanwhile no thread of the process could exchange messages about failed ranks. This binding releases the GIL.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ADDRESS, SIZE, INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
 class UniqueId(ctypes.Structure):
-    """What ranks find one another by."""
+    """The identifier by which ranks find each other."""
 
     _fields_ = (("bytes", ctypes.c_ubyte * 128),)
 
@@ -52,12 +52,12 @@ OF_WINDOWS = {  # NCCL 2.27 and newer
 
 
 class NcclError(RuntimeError):
-    """What NCCL said of one of its functions."""
+    """An error of one of NCCL's functions."""
 
 
 @functools.cache
 def library() -> Any:
-    """Raises NcclError where CuPy has found none."""
+    """Raises NcclError if CuPy has found none."""
     importlib.import_module("cupy.cuda.nccl")  # loads it, wherever it was installed
     try:
         found = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_LAZY | os.RTLD_NOLOAD)
@@ -71,19 +71,19 @@ def library() -> Any:
 
 
 def call(function: str, *arguments: Any) -> None:
-    """Raises NcclError, with NCCL's words, where the function fails."""
+    """Raises NcclError, with NCCL's message, if the function fails."""
     status = getattr(library(), function)(*arguments)
     if status:
         raise NcclError(f"{function}: {library().ncclGetErrorString(status).decode()}")
 
 
 def has_windows() -> bool:
-    """Whether this NCCL can have memory that it knows of on all ranks."""
+    """Whether this NCCL supports windows: memory registered on all ranks."""
     return all(hasattr(library(), name) for name in OF_WINDOWS)
 
 
 def unique_id() -> bytes:
-    """For rank 0, to be told to the others."""
+    """Rank 0's identifier, which the other ranks need."""
     found = UniqueId()
     call("ncclGetUniqueId", ctypes.byref(found))
     return bytes(found.bytes)
@@ -91,7 +91,7 @@ def unique_id() -> bytes:
 
 @contextlib.contextmanager
 def group() -> Iterator[None]:
-    """Calls of this thread in the meantime go together."""
+    """A context whose NCCL calls on this thread are one group."""
     call("ncclGroupStart")
     try:
         yield
@@ -100,14 +100,14 @@ def group() -> Iterator[None]:
 
 
 class Communicator:
-    """One rank's. Addresses are of the rank's device, streams are handles; calls return before they are done."""
+    """One rank's communicator. Addresses are on its device, streams are handles; calls return before they are done."""
 
     def __init__(self, handle: int | None) -> None:
         self.handle = handle
 
     @classmethod
     def of_rank(cls, size: int, address: bytes, rank: int) -> Communicator:
-        """Of this rank on the current device; waits for all others."""
+        """The communicator of this rank on the current device; waits for all other ranks."""
         handle = ADDRESS()
         identity = UniqueId.from_buffer_copy(address)
         call("ncclCommInitRank", ctypes.byref(handle), size, identity, rank)
@@ -115,7 +115,7 @@ class Communicator:
 
     @classmethod
     def of_devices(cls, devices: Sequence[int]) -> list[Communicator]:
-        """Of all ranks, one for each of these devices."""
+        """The communicators of all ranks, one for each of these devices."""
         handles = (ADDRESS * len(devices))()
         call("ncclCommInitAll", handles, len(devices), (INT * len(devices))(*devices))
         return [cls(handle) for handle in handles]
@@ -124,7 +124,7 @@ class Communicator:
         call("ncclAllGather", sent, received, nbytes, UINT8, self.handle, stream)
 
     def reduce_scatter(self, sent: int, received: int, count: int, kind: int, stream: int) -> None:
-        """`count` sums of a `kind` of TYPES."""
+        """`count` sums of the type `kind`, one of TYPES."""
         call("ncclReduceScatter", sent, received, count, kind, SUM, self.handle, stream)
 
     def send(self, address: int, nbytes: int, peer: int, stream: int) -> None:
@@ -134,7 +134,7 @@ class Communicator:
         call("ncclRecv", address, nbytes, UINT8, peer, self.handle, stream)
 
     def check(self) -> None:
-        """Raises NcclError for what went wrong since the call that it belongs to has returned."""
+        """Raises NcclError for an error that occurred after its call returned."""
         status = INT()
         call("ncclCommGetAsyncError", self.handle, ctypes.byref(status))
         if status.value:
@@ -145,5 +145,5 @@ class Communicator:
         call("ncclCommDestroy", self.handle)
 
     def abort(self) -> None:
-        """End whatever goes on."""
+        """Abort all running calls."""
         call("ncclCommAbort", self.handle)

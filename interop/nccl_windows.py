@@ -1,8 +1,8 @@
-"""Memory that NCCL knows of on every rank (symmetric windows): kernels read another GPU's without a copy between.
+"""Symmetric windows: memory registered with NCCL on every rank, which kernels of other GPUs read without a copy.
 
-Of NCCL 2.28, two things are not as with other memory. Its kernels for windows wait for other ranks whatever happens:
-`ncclCommAbort` does not end them. And what was sent from a window to one rank (ncclSend) crashes the process when the
-communicator is given up.
+In NCCL 2.28 windows differ from other memory in two ways. The kernels for windows wait for other ranks in any case:
+`ncclCommAbort` does not end them. And sending from a window to one rank (ncclSend) crashes the process when the
+communicator is aborted.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 from .nccl_library import SYMMETRIC, Communicator, call, has_windows
 
-GRANULARITY = 2 << 20  # bytes, of memory that can be shared
+GRANULARITY = 2 << 20  # bytes, of shareable memory
 
 
 class Windows:
-    """A communicator's windows on one rank, until it is closed."""
+    """A communicator's windows on one rank, until the communicator is closed."""
 
     def __init__(self, comm: Communicator, wanted: bool = True) -> None:
         self._comm, self._wanted = comm, wanted
@@ -27,7 +27,7 @@ class Windows:
     def memory(self, nbytes: int) -> Any:
         """uint8 [nbytes] in a new window, on CuPy's current device. All ranks call this together.
 
-        None where they are not wanted or NCCL has none. Raises NcclError where it fails.
+        None if windows are not wanted or NCCL has none. Raises NcclError if it fails.
         """
         import cupy
 
@@ -43,18 +43,18 @@ class Windows:
         return cupy.ndarray((nbytes,), "uint8", cupy.cuda.MemoryPointer(memory, 0))
 
     def __bool__(self) -> bool:
-        """Whether there ever were any."""
+        """Whether any window was created."""
         return bool(self._spans)
 
     def has(self, address: int) -> bool:
         return any(address in span for span in self._spans)
 
     def deregister(self) -> None:
-        """Nothing on this rank's device uses the memory any more, and NCCL has not ended yet."""
+        """Deregister the windows: to be called when no work on the device uses them, and before NCCL ends."""
         while self._windows:
             call("ncclCommWindowDeregister", self._comm.handle, self._windows.pop())
 
     def free(self) -> None:
-        """Give the memory back. NCCL has ended on this rank by then."""
+        """Free the memory: to be called after NCCL has ended on this rank."""
         while self._held:
             call("ncclMemFree", self._held.pop())

@@ -1,6 +1,7 @@
-"""The operations as compilers of frameworks must know them: their arrays, what they write, what they give back.
+"""The operations as compilers of frameworks need them: their arrays, the arrays written, and the results.
 
-`interop.jax` and `interop.torch` are made from this table, so that an operation is described once.
+`interop.jax` and `interop.torch` derive from this table, so an operation is described once; tests compare it with
+the public functions (tests/ops/test_registry.py).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ..ops import (
 
 
 class Result(NamedTuple):
-    """An array that an operation gives back: its shape and the name of its dtype."""
+    """An array that an operation returns: its shape and the name of its dtype."""
 
     shape: tuple[Any, ...]
     dtype: str
@@ -45,11 +46,11 @@ class Op:
 
     function  the function
     writes    arguments that it writes in place
-    results   arguments by name -> what it gives back; shapes may be symbolic
-    outputs   the keywords that take its results: one each, or a single one for the tuple of several
-    eager     what only eager calls have: keywords for more that is written
-    scratch   arguments by name -> bytes of device memory that it needs beside them; None: none
-    plan      the plan that takes this memory to its kernels; None: its argument `workspace` does
+    results   arguments by name -> its results; shapes may be symbolic
+    outputs   the keywords that take its results: one each, or a single one for a tuple of results
+    eager     keywords of eager calls only, for further arrays that are written
+    scratch   arguments by name -> bytes of temporary device memory that it needs; None: none
+    plan      the plan that passes this memory to its kernels; None: its argument `workspace` does
     """
 
     function: Callable[..., Any]
@@ -66,7 +67,7 @@ class Op:
 
     @functools.cached_property
     def signature(self) -> inspect.Signature:
-        """Its parameters but for the outputs and what only an eager call has: memory, a stream, given outputs."""
+        """Its parameters without the outputs and those of eager calls only: memory, a stream, given outputs."""
         signature = inspect.signature(self.function)
         left_out = {*self.outputs, *self.eager, "plan", "stream", "accumulate", "workspace"}
         return signature.replace(
@@ -81,7 +82,7 @@ class Op:
         return tuple(name for name, parameter in parameters if parameter.annotation in ("Any", "Any | None"))
 
     def with_pair_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A call's arguments, with keys and scales that came as a pair, kv, apart: compilers know arrays alone."""
+        """A call's arguments with the pair kv split into keys and scales, as compilers take only arrays."""
         kv = args[1] if len(args) > 1 else kwargs.get("kv")
         if "kv_scales" not in self.arrays or not isinstance(kv, tuple) or kwargs.get("kv_scales") is not None:
             return args, kwargs
@@ -95,7 +96,7 @@ class Op:
     def run(self, arguments: Mapping[str, Any], results: tuple[Any, ...], scratch: Any = None) -> None:
         """Call the function on arrays with memory, on the caller's current stream.
 
-        results, scratch  arrays for what it gives back and for what it needs
+        results, scratch  arrays for its results and its temporary memory
         """
         as_one = len(self.outputs) == 1 and len(results) > 1
         given = dict(zip(self.outputs, (results,) if as_one else results, strict=True))
@@ -106,7 +107,7 @@ class Op:
 
 
 def shape(arguments: Mapping[str, Any], name: str, *axes: str) -> tuple[Any, ...]:
-    """The shape of an array argument. Raises ValueError if it has not one size for each of `axes`."""
+    """The shape of an array argument. Raises ValueError unless it has one size for each of `axes`."""
     got = tuple(arguments[name].shape)
     if len(got) != len(axes):
         raise ValueError(f"{name}: got shape {got}, expected [{', '.join(axes)}]")
@@ -226,7 +227,7 @@ def norms_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
     return tuple(Result(tuple(arguments[x].shape), dtype_name(arguments[x])) for x in ("qr", "kv"))
 
 
-def turned_results(arguments: Mapping[str, Any], name: str) -> tuple[Result, ...]:
+def rotated_results(arguments: Mapping[str, Any], name: str) -> tuple[Result, ...]:
     return (Result(tuple(arguments[name].shape), dtype_name(arguments[name])),)
 
 
@@ -273,11 +274,11 @@ OPS = {
         Op(
             norm_rope.qnorm_rope_and_insert,
             writes=("k_cache",),
-            results=functools.partial(turned_results, name="q"),
+            results=functools.partial(rotated_results, name="q"),
             outputs=("out",),
         ),
         Op(norm_rope.indexer_knorm_rope_and_insert, writes=("k_cache",)),
-        Op(norm_rope.apply_rope, results=functools.partial(turned_results, name="x"), outputs=("out",)),
+        Op(norm_rope.apply_rope, results=functools.partial(rotated_results, name="x"), outputs=("out",)),
         Op(norm_rope.inverse_rope_and_quantize, results=quantised_output_results, outputs=("out",)),
         Op(dense_cache.concat_and_cache_mla, writes=("kv_cache",)),
         Op(dense_cache.gather_cache, writes=("dst",)),

@@ -7,8 +7,8 @@
         ops.quantize_and_insert_k_cache(k, cache, slots)
         return ops.sparse_mla_decode(q, cache, indices)
 
-Names, order of arguments and meaning are cumla's own. Without torch.compile cumla's functions take tensors
-as they are, at less cost; these are for code that a compiler must see through. Results are allocated by
+Names, order of arguments and meaning are cumla's own. Without torch.compile call cumla's functions, which take
+tensors directly and cost less; these operators are for code that a compiler traces. Results are allocated by
 torch, so that torch's own graph capture (torch.cuda.graph, mode="reduce-overhead") has them in its pool; with
 out= (and lse=) nothing is allocated. A scale is a tensor here. The operators are torch.ops.cumla.*, and *_out
 for given results.
@@ -27,12 +27,12 @@ from .ops import OPS, Op
 
 NAMESPACE = "cumla"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")  # torch.library.custom_op would take 30 us more a call
-# What a parameter's annotation is in an operator's schema. A cache format goes by its name.
+# Types of an operator's schema by a parameter's annotation. A cache format is passed by name.
 SCHEMA_TYPES = {"int": "SymInt", "bool": "bool", "str": "str", "float": "float", "CacheLayout | str": "str"}
 
 
 def _compilable(op: Op) -> Callable[..., Any]:
-    """Define the operators of `op`; a function that calls them as cumla's own is called."""
+    """Define the operators of `op`. Returns a function that calls them, with the arguments of cumla's own."""
     operator = _define(op, op.name)
     into = _define(op, f"{op.name}_out", given_results=True) if op.outputs else None
     outputs = op.outputs
@@ -59,7 +59,7 @@ def _compilable(op: Op) -> Callable[..., Any]:
 
 
 def _define(op: Op, name: str, given_results: bool = False) -> Any:
-    """Register torch.ops.cumla.<name> with its kernel and its fake kernel; the operator."""
+    """Register torch.ops.cumla.<name> with its kernel and its fake kernel. Returns the operator."""
     given = [f"result_{i}" for i in range(_num_results(op))] if given_results else []
     names = [*given, *op.signature.parameters]
 
@@ -90,18 +90,18 @@ def _define(op: Op, name: str, given_results: bool = False) -> Any:
 
 
 def _returned(results: tuple[Any, ...]) -> Any:
-    """Results as a call returns them: none, one alone, or a tuple."""
+    """Results as a call returns them: None, a single array, or a tuple."""
     return None if not results else results[0] if len(results) == 1 else results
 
 
 def _num_results(op: Op) -> int:
-    """How many arrays an operation gives back, which its return annotation says."""
+    """The number of arrays that an operation returns, by its return annotation."""
     annotation = inspect.signature(op.function).return_annotation
     return 0 if annotation == "None" else annotation.count("Any")
 
 
 def _schema(op: Op, given: list[str]) -> str:
-    """The operator's schema: first the results that are given, then the parameters, by position or by name."""
+    """The operator's schema: first the given results, then the parameters, by position or by name."""
     aliases = iter("abcdefgh")
     parts = [f"Tensor({next(aliases)}!) {name}" for name in given]
     for name, parameter in op.signature.parameters.items():
@@ -123,31 +123,9 @@ def _default(parameter: inspect.Parameter) -> str:
     return f'="{default}"' if isinstance(default, str) else f"={default}"
 
 
-advance_step = _compilable(OPS["advance_step"])
-apply_rope = _compilable(OPS["apply_rope"])
-build_flashinfer_mixed_sparse_indices = _compilable(OPS["build_flashinfer_mixed_sparse_indices"])
-combine_topk_swa_indices = _compilable(OPS["combine_topk_swa_indices"])
-compress_and_insert = _compilable(OPS["compress_and_insert"])
-compute_global_topk_indices_and_lens = _compilable(OPS["compute_global_topk_indices_and_lens"])
-compute_swa_indices_and_lens = _compilable(OPS["compute_swa_indices_and_lens"])
-concat_and_cache_mla = _compilable(OPS["concat_and_cache_mla"])
-cp_gather_indexer_k_quant_cache = _compilable(OPS["cp_gather_indexer_k_quant_cache"])
-dense_mla_decode = _compilable(OPS["dense_mla_decode"])
-dequantize_and_gather_k_cache = _compilable(OPS["dequantize_and_gather_k_cache"])
-fp8_mqa_logits = _compilable(OPS["fp8_mqa_logits"])
-fp8_paged_mqa_logits = _compilable(OPS["fp8_paged_mqa_logits"])
-fused_indexer_q_rope_quant = _compilable(OPS["fused_indexer_q_rope_quant"])
-fused_q_kv_rmsnorm = _compilable(OPS["fused_q_kv_rmsnorm"])
-gather_cache = _compilable(OPS["gather_cache"])
-get_paged_mqa_logits_metadata = _compilable(OPS["get_paged_mqa_logits_metadata"])
-indexer_k_quant_and_cache = _compilable(OPS["indexer_k_quant_and_cache"])
-indexer_knorm_rope_and_insert = _compilable(OPS["indexer_knorm_rope_and_insert"])
-indexer_topk = _compilable(OPS["indexer_topk"])
-inverse_rope_and_quantize = _compilable(OPS["inverse_rope_and_quantize"])
-merge_attn_states = _compilable(OPS["merge_attn_states"])
-mha_varlen = _compilable(OPS["mha_varlen"])
-qnorm_rope_and_insert = _compilable(OPS["qnorm_rope_and_insert"])
-quantize_and_insert_k_cache = _compilable(OPS["quantize_and_insert_k_cache"])
-sparse_mla_decode = _compilable(OPS["sparse_mla_decode"])
-sparse_mla_prefill = _compilable(OPS["sparse_mla_prefill"])
-top_k_per_row = _compilable(OPS["top_k_per_row"])
+globals().update({name: _compilable(op) for name, op in OPS.items()})
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    """For type checkers: the names above are those of OPS."""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,8 +3,8 @@
     from cumla.interop.vllm import quantize_and_insert_k_cache, ...
 
 in place of `from vllm.models.deepseek_v4.common.ops import ...` (vllm.v1.attention.ops.deepseek_v4_ops before).
-The same names, positions and argument names; tensors or any other arrays. What differs is in
-docs/guide/from-vllm.md.
+Names, positions and argument names are the same; arguments are tensors or any other arrays.
+docs/guide/from-vllm.md lists the differences.
 """
 
 from __future__ import annotations

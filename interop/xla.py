@@ -1,11 +1,11 @@
-"""XLA's calls of cumla's operations on GPUs, without Python.
+"""XLA's custom calls of cumla's operations on GPUs, without Python.
 
-Inside jax.jit an operation is a custom call, which XLA makes from a thread of its own for every device. A callback in
-Python takes 100 to 300 us there, and one device waits for the other's (the GIL). So the first call on a device is made
-in Python, and what it launches is noted; later calls of the same program are made by a compiled handler, which puts the
-new addresses in and launches the same kernels again. XLA may capture it in a command buffer, or call it each time.
+Inside jax.jit an operation is a custom call, which XLA makes from a separate thread for every device. A callback in
+Python takes 100 to 300 us there, and devices wait for each other's callbacks (the GIL). So the first call on a device
+is made in Python, which records its launches in a note. Later calls of the same program are made by a compiled handler,
+which launches the same kernels with the new addresses. XLA may capture it in a command buffer, or call it each time.
 
-An operation that does something else than to launch kernels is called in Python each time.
+An operation that does more than launch kernels is called in Python each time.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Call:
     """A custom call of a program.
 
     run      makes it in Python: (outputs, inputs) as CuPy arrays, on CuPy's current stream
-    shapes   (shape, dtype) of the inputs and, behind them, the outputs
-    inputs   how many inputs
-    noted    how often its launches were noted; None: it cannot be made without Python
+    shapes   (shape, dtype) of the inputs, then of the outputs
+    inputs   number of inputs
+    noted    number of notes of its launches; None: it cannot be made without Python
     """
 
     run: Run
@@ -59,11 +59,11 @@ class Call:
 
 @dataclass
 class Table:
-    """What the handler looks up: by a call's number the address of its first note, in pairs of words."""
+    """The handler's table: pairs of words, a call's number and the address of its first note."""
 
     words: np.ndarray = field(default_factory=lambda: np.zeros(2 * SLOTS, np.int64))
     calls: dict[int, Call] = field(default_factory=dict)
-    kept: list[Any] = field(default_factory=list)  # what notes are in and what they mention
+    kept: list[Any] = field(default_factory=list)  # keeps the notes' memory and the objects they refer to alive
     lock: Any = field(default_factory=threading.RLock)
 
     def add(self, number: int, call: Call) -> None:
@@ -71,7 +71,7 @@ class Table:
             self.calls.setdefault(number, call)
 
     def publish(self, number: int, note: np.ndarray, *kept: Any) -> None:
-        """Let the handler find a note, before those that the call has."""
+        """Publish a note to the handler, in front of the call's other notes."""
         with self.lock:
             slot = next(
                 (at for at in ((number + i) % SLOTS for i in range(SLOTS // 2)) if self.words[2 * at] in (0, number)),
@@ -81,7 +81,7 @@ class Table:
                 return
             self.kept.append((note, kept))
             note[0] = self.words[2 * slot + 1]
-            self.words[2 * slot + 1] = note.ctypes.data  # whoever finds the number finds what belongs to it
+            self.words[2 * slot + 1] = note.ctypes.data  # first, so a number found has a note
             self.words[2 * slot] = number
 
 
@@ -89,7 +89,7 @@ TABLE = Table()
 
 
 def custom_call(name: Any, run: Run, results: Sequence[jax.ShapeDtypeStruct], aliases: dict[int, int]) -> Any:
-    """A function of JAX arrays that makes a call on a GPU. `name` tells it from all others, in every process alike."""
+    """A function of JAX arrays that makes a call on a GPU. `name` identifies it, in every process alike."""
 
     def call(*arrays: Any) -> Any:
         shapes = [(x.shape, np.dtype(x.dtype)) for x in (*arrays, *results)]
@@ -104,7 +104,7 @@ def custom_call(name: Any, run: Run, results: Sequence[jax.ShapeDtypeStruct], al
 
 @functools.cache
 def register() -> None:
-    """Make the handler known to XLA."""
+    """Register the handler with XLA."""
     driver = ctypes.CDLL("libcuda.so.1")
     handler = make_handler(
         TABLE.words.ctypes.data, address_of(driver.cuLaunchKernelEx), address_of(driver.cuCtxGetCurrent), in_python()
@@ -114,14 +114,14 @@ def register() -> None:
 
 @functools.cache
 def in_python() -> int:
-    """The address of what the handler does not do itself."""
+    """The address of the function for calls that the handler leaves to Python."""
     callback = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(_in_python)
     TABLE.kept.append(callback)
     return address_of(callback)
 
 
 def _in_python(address: int, status: int) -> int:
-    """A call of the handler: XLA asks what it is, or a call is made for the first time, or a launch failed.
+    """A call that the handler leaves to Python: XLA's query of its metadata, a first call, or a failed launch.
 
     Returns the address of an error, or 0.
     """
@@ -140,7 +140,7 @@ def _in_python(address: int, status: int) -> int:
 
 
 def make(frame: CallFrame) -> None:
-    """Make a call, and note what it launches for the next."""
+    """Make a call, and record a note of its launches for the next one."""
     number = int(frame.attributes.values[0].contents.value[0])
     call = TABLE.calls.get(number)
     if call is None:
@@ -169,7 +169,7 @@ def make(frame: CallFrame) -> None:
 
 
 def device_of(addresses: Sequence[int]) -> int:
-    """The CUDA device of these buffers, of which empty ones have no address."""
+    """The CUDA device of these buffers; empty ones have no address."""
     import cupy
 
     runtime = cupy.cuda.runtime
@@ -177,14 +177,14 @@ def device_of(addresses: Sequence[int]) -> int:
 
 
 def current_context() -> int:
-    """The CUDA context of this thread, as XLA has set it."""
+    """The CUDA context of this thread, set by XLA."""
     context = ctypes.c_void_p()
     ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(context))
     return context.value or 0
 
 
 def launches_of(run: Callable[[], None], device: int) -> list[Launch] | None:
-    """What `run` launches, nothing of which is run; None if that is not all that it does."""
+    """The launches of `run`, recorded without running them; None if `run` does more than launch kernels."""
     import cupy
 
     driver = ctypes.CDLL("libcuda.so.1")
@@ -225,7 +225,7 @@ def note_of(launches: Sequence[Launch], arrays: Sequence[Any], context: int, dev
     lines: list[list[int]] = []
     for launch, places in relocation.launches:
         kernel = launch.kernel
-        block = kernel.packed(launch.numbers)
+        block = kernel.packed(launch.packed_arguments)
         if len(block) > MAX_ARGUMENT_BYTES:
             return None
         overlap = launch.overlap and capability(device) >= 90
@@ -246,6 +246,6 @@ def words(block: bytes) -> list[int]:
     return np.frombuffer(block + bytes(-len(block) % 8), np.int64).tolist()
 
 
-# CUlaunchAttribute: that a kernel may start before the one ahead of it has ended.
+# CUlaunchAttribute: a kernel may start before the previous one has ended.
 ATTRIBUTE = np.array([PROGRAMMATIC_STREAM_SERIALIZATION, 1, 0, 0, 0, 0, 0, 0, 0], np.int64)
 assert struct.calcsize("7IxxxxPPIxxxx") // 8 == CONFIG_WORDS

@@ -1,6 +1,6 @@
-"""What XLA hands to a custom call: the structures of its FFI (jaxlib's include/xla/ffi/api/c_api.h), as far as needed.
+"""The structures that XLA's FFI passes to a custom call (jaxlib's include/xla/ffi/api/c_api.h), as far as needed.
 
-XLA only ever adds members behind those that are here, and keeps old ones for a year at least.
+XLA only appends members to these structures, and keeps old ones for at least a year.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def asked(function: int, question: Any) -> int:
 
 
 def stream_of(frame: CallFrame) -> int:
-    """The CUDA stream of a call. Raises RuntimeError where it has none, as on the CPU."""
+    """The CUDA stream of a call. Raises RuntimeError if it has none, as on the CPU."""
     question = StreamGet(context=frame.context)
     error = asked(frame.api.contents.stream_get, question)
     if error:
@@ -111,7 +111,7 @@ def stream_of(frame: CallFrame) -> int:
 
 
 def error_of(frame: CallFrame, message: str) -> int:
-    """An error for XLA, which takes it."""
+    """An error object for XLA, which becomes its owner."""
     return asked(frame.api.contents.error_create, ErrorCreate(message=message.encode(), code=INTERNAL))
 
 
@@ -122,7 +122,7 @@ def say_what_we_are(metadata: Metadata) -> None:
 
 @functools.cache
 def version() -> tuple[int, int]:
-    """Of the FFI that jaxlib has."""
+    """The version of jaxlib's FFI."""
     import jax
 
     text = (pathlib.Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()

@@ -1,13 +1,13 @@
-"""The compiled handler of XLA's custom calls: what a call launched is launched again, with the addresses of this call.
+"""The compiled handler of XLA's custom calls: it repeats a recorded call's launches with the addresses of this call.
 
-Numba compiles it, as there need be no C compiler. It reads notes that Python has written, words of 64 bits:
+Numba compiles it, so no C compiler is needed. It reads notes that Python has written, in words of 64 bits:
 
     next note of the call, CUDA context, buffers n, n alignments of their addresses,
     pairs p of buffers that share memory, p times (buffer, other, distance),
     launches, and of each: function, CUlaunchConfig, bytes of arguments, words w of them, w words,
         addresses a among them, a times (byte offset among the arguments, buffer, offset in it)
 
-A call that no note fits is made in Python.
+A call without a fitting note is made in Python.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ SLOTS = 1 << 14  # of the table of calls
 MAX_BUFFERS = 64
 MAX_ARGUMENT_BYTES = 4096
 ARGUMENT_WORDS = MAX_ARGUMENT_BYTES // 8
-MAX_VERSIONS = 32  # notes of a call, for buffers that lie differently
+MAX_VERSIONS = 32  # notes of a call, for different placements of its buffers
 CONFIG_WORDS, STREAM_WORD = 7, 4  # of CUlaunchConfig
-BUFFER_POINTER, BUFFER_SIZE = 1, 2  # what the next entry of a launch's `extra` is
+BUFFER_POINTER, BUFFER_SIZE = 1, 2  # tags of the entries of a launch's `extra`
 ALIGNMENT_MASK = 15
 
 WORD = ir.IntType(64)
@@ -56,7 +56,7 @@ def store(typing: Any, address: Any, word: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def on_stack(typing: Any, count: Any) -> Any:
-    """The address of so many words, a literal, which live as long as the function that asks for them."""
+    """The address of `count` words, a literal, on the stack of the calling function."""
     if not isinstance(count, types.IntegerLiteral):
         return None
 
@@ -68,7 +68,7 @@ def on_stack(typing: Any, count: Any) -> Any:
 
 
 def _caller(arguments: int) -> Any:
-    """A function (address, words...) that calls what is at an address."""
+    """A function (address, words...) that calls the function at an address."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         kind = ir.FunctionType(WORD, [WORD] * arguments)
@@ -105,7 +105,7 @@ def make_handler(table: int, launch_kernel: int, current_context: int, in_python
     table            address of SLOTS pairs of words: the number of a call, the address of its first note
     launch_kernel    address of cuLaunchKernelEx
     current_context  address of cuCtxGetCurrent
-    in_python        address of a function (frame, status) for everything else; gives back an error or 0
+    in_python        address of a function (frame, status) for all other cases; returns an error or 0
     """
     local: Callable[..., Any] = numba.njit(nogil=True)
 
@@ -123,7 +123,7 @@ def make_handler(table: int, launch_kernel: int, current_context: int, in_python
 
     @local
     def addresses_of(frame, memory):
-        """Write the addresses of all buffers. Returns how many there are."""
+        """Write the addresses of all buffers. Returns their number."""
         count = 0
         for which in range(2):
             size, buffers = ARGUMENTS if which == 0 else RESULTS
@@ -135,7 +135,7 @@ def make_handler(table: int, launch_kernel: int, current_context: int, in_python
 
     @local
     def fitting(note, context, addresses, count):
-        """Where the launches begin of the first note that fits, or 0."""
+        """The address of the launches of the first fitting note, or 0."""
         while note:
             at = note + 24
             fits = load(note + 8) == context and load(note + 16) == count
@@ -156,7 +156,7 @@ def make_handler(table: int, launch_kernel: int, current_context: int, in_python
 
     @local
     def launch(at, stream, addresses):
-        """Launch what is noted. Returns the driver's status."""
+        """Launch the kernels of a note. Returns the driver's status."""
         config, extra = on_stack(CONFIG_WORDS), on_stack(6)
         arguments = on_stack(ARGUMENT_WORDS)
         launches = load(at)
@@ -220,9 +220,9 @@ def make_handler(table: int, launch_kernel: int, current_context: int, in_python
     return int(compiled.address)
 
 
-KEPT: list[Any] = []  # what compiled code lives in
+KEPT: list[Any] = []  # keeps the memory of compiled code alive
 
 
 def address_of(function: Any) -> int:
-    """Where a function of a library, or of ctypes, begins."""
+    """The address of a function of a library, or of ctypes."""
     return ctypes.cast(function, ctypes.c_void_p).value or 0

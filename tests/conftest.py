@@ -3,8 +3,8 @@
 Without a device, numba_cuda runs in Numba's simulator on host arrays, which must be asked for before Numba
 is imported, and cuda on devices that the tests emulate (tests/emulation). The simulator is slow: `lab.tiny` says that
 a test should make do with a few tokens. A test marked `attention` is for devices there: tests/kernels/
-test_simulated_attention.py has small cases. `nowhere(when)` says of which combinations of parameters there is no test,
-`thorough(when)` which of them only slow tests look at, where there is no device.
+test_simulated_attention.py has small cases. `nowhere(when)` marks combinations of parameters that have no test,
+`thorough(when)` marks combinations that only slow tests cover, where there is no device.
 """
 
 import os
@@ -13,10 +13,10 @@ import sys
 
 import pytest
 
-# NumPy's threads of each process would wait for cores that other processes work on. Before it is imported.
+# NumPy's threads of each process would wait for cores that other processes use. Set before it is imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# What a shell runs in the background ignores interrupts, and so would whatever the tests start to interrupt it.
+# A shell's background jobs ignore interrupts, and so would processes that the tests start to interrupt them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -41,12 +41,12 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "attention: takes Numba's simulator too long")
     config.addinivalue_line("markers", "nowhere(when): combinations, as Combination, that are no tests")
     config.addinivalue_line("markers", "thorough(when): combinations, as Combination, that are slow tests")
-    # Or JAX takes most of a device's memory for itself, and several processes of tests would not fit on one.
+    # Otherwise JAX takes most of a device's memory for itself, and several test processes would not fit on it.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    os.environ.setdefault("CUMLA_TEST_KERNELS", "0")  # the tests do, and what they inject would become a verdict
+    os.environ.setdefault("CUMLA_TEST_KERNELS", "0")  # else faults that tests inject would be recorded
     if not wants_gpu(config):
         os.environ.setdefault("NUMBA_ENABLE_CUDASIM", "1")
-    if hasattr(config, "cache"):  # what is built for the emulation is kept from run to run
+    if hasattr(config, "cache"):  # builds for the emulation are kept from run to run
         from emulation import builds
 
         builds.keep_in(config.cache.mkdir("emulation"))
@@ -54,13 +54,13 @@ def pytest_configure(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """Processes that share the tests (-n auto): each takes a gigabyte of memory, and one of the device's."""
+    """Number of test processes (-n auto): each takes a gigabyte of memory, and one of the device's."""
     return min(os.cpu_count() or 1, 8 if wants_gpu(config) else 4)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """On a device, Numba's tests of a file are one process's: what Numba compiles, each process compiles anew."""
+    """On a device, Numba's tests of a file run in one process, because each process compiles its kernels anew."""
     if not wants_gpu(config):
         return None
     from xdist.scheduler import LoadScopeScheduling
@@ -84,8 +84,8 @@ def pytest_generate_tests(metafunc):
 class Combination:
     """A test's name and its parameters by name; where it runs, if it has a `lab` or a `place`.
 
-    backend   its name; "" without
-    device    whether that is a device and no stand-in
+    backend   its name; "" if it has none
+    device    whether it is a real device
     emulated, simulated  whether it is cuda without a device, or numba_cuda
     """
 
@@ -101,13 +101,13 @@ class Combination:
 
 
 def is_said(item, mark):
-    """Whether a mark's `when` is true of a test."""
+    """Whether a mark's `when` holds for a test."""
     return hasattr(item, "callspec") and any(x.kwargs["when"](Combination(item)) for x in item.iter_markers(mark))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items):
-    """Around all others, of which some add marks, and pytest's own leaves out what -m does not ask for."""
+    """Wraps all other hooks, some of which add marks; pytest's own hook deselects by -m."""
     for item in items:
         if is_said(item, "thorough") and item.get_closest_marker("gpu") is None:
             item.add_marker(pytest.mark.slow)
@@ -118,7 +118,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True, scope="session")
 def simulated_threads_take_turns():
-    """Which takes a fifth of the time (support/simulator.py)."""
+    """This takes a fifth of the time (support/simulator.py)."""
     if os.environ.get("NUMBA_ENABLE_CUDASIM") == "1":
         from support import simulator
 
@@ -146,7 +146,7 @@ def emulated():
 
 @pytest.fixture
 def here(emulated):
-    """The lab of kernels of `csrc/` on devices that are emulated."""
+    """The lab of kernels of `csrc/` on emulated devices."""
     from support.lab import Lab
 
     return Lab("cuda", on_device=True, emulated=True)
@@ -154,7 +154,7 @@ def here(emulated):
 
 @pytest.fixture
 def rng(request):
-    """A generator seeded by the test's name and --seed: fresh numbers for each test, the same at each run."""
+    """A generator seeded by the test's name and --seed: different numbers for each test, reproducible."""
     import numpy as np
 
     name, seed = request.node.nodeid, request.config.getoption("--seed")
@@ -163,7 +163,7 @@ def rng(request):
 
 @pytest.fixture(autouse=True)
 def current_streams_stay(request):
-    """No test leaves another stream current: those after it would read results before they are there."""
+    """No test leaves another stream current: tests after it would read results too early."""
     yield
     if "emulation.queues" in sys.modules:
         queues = sys.modules["emulation.queues"]

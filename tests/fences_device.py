@@ -1,13 +1,13 @@
-"""What goes wrong on a device without each fence of the CUDA sources: nothing but a device can tell (tests/emulation).
+"""Remove each fence of the CUDA sources and observe what fails: only a device can show it (tests/emulation).
 
     tools/with_cumla.sh python3 tests/fences_device.py
 
-For each statement that is a fence, the kernels are compiled without it and run on problems that use it, next to the
-kernels as they are: results that differ in a bit, an error or a hang show that the fence is needed. Where results stay
-right, the hardware or the compiler hides that it is missing: the programming model asks for it, this device does not
-punish who leaves it out. That such a thing would be seen is shown by the waits for data at barriers, which are left out
-likewise: some of each kernel must be missed, or the run fails. Mutants run in processes of their own, which find the
-kernels as they are compiled already.
+For each fence, the kernels are compiled without it (a mutant) and run on problems that use it, next to the original
+kernels: results that differ in a bit, an error or a hang show that the fence is needed. Where results stay right, the
+hardware or the compiler hides that it is missing: the programming model requires it, but this device works without it.
+Waits for data at barriers are removed likewise, to check that the run detects missing statements: it fails unless
+the removal of some waits of each kernel is noticed. Mutants run in separate processes, which find the original kernels
+compiled already.
 """
 
 import argparse
@@ -23,23 +23,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cumla.kernels.types.verdicts import VARIABLE
+from cumla.kernels.self_tests import VARIABLE
 
 FENCE = re.compile(
     r"^(?!__device__).*?(?P<statement>\b(?:fence_proxy_async|wgmma_fence|__threadfence)\(\)"
     r'|\basm volatile\("fence\.[^;]*;" ::: "memory"\))'
 )
 WAIT = re.compile(r"^\s*(?P<statement>barrier_wait\((?:(?:RAW|P|K|V)_FULL|(?:Q_)?READY)\b[^;{}]*\));$")
-TIMES = 100  # that a problem is run
+TIMES = 100  # runs of a problem
 SWEPT = 1 << 28  # bytes, more than the L2 cache has
-RUN_SECONDS = 15  # for all of these, which take one
+RUN_SECONDS = 15  # for all of these, which run as one
 TIMEOUT = 40  # for a mutant's compilation and first run
 UNNOTICED, WRONG = 0, 3  # exit statuses of a mutant
 HUNG = -signal.SIGALRM
 
 
 class Mutant(NamedTuple):
-    """A statement that is left out of a line, counted from 0 on, of a source."""
+    """A statement to remove from a line of a source, lines counted from 0."""
 
     file: str
     line: int
@@ -52,7 +52,7 @@ def mutants():
 
     for path in sorted((CSRC / "sm90").rglob("*.cu*")):
         if path.parent == CSRC / "sm90":
-            continue  # what these functions are, not where they are called
+            continue  # their definitions, not their calls
         for number, line in enumerate(path.read_text().splitlines()):
             for pattern in (FENCE, WAIT):
                 found = pattern.match(line)
@@ -118,7 +118,7 @@ def dense_decode_problem(rng):
 
 
 def mha_problem(rng):
-    """Keys of their own for every 128 queries of a head, so that memory brings them more slowly than they are used."""
+    """Separate keys for every 128 queries of a head, so that loads are slower than their use."""
     import cumla
 
     requests, heads, queries, keys = 16, 8, 128, 1024
@@ -138,7 +138,7 @@ def as_bf16(array):
     return array.astype(BF16)
 
 
-# By the folder or the file of a kernel: what it works on.
+# The problem of a kernel, by its folder or file.
 PROBLEMS = {
     "sm90/decode/": decode_problem,
     "sm90/prefill/": prefill_problem,
@@ -154,7 +154,7 @@ def kernel_of(mutant):
 
 
 def calls_of(kernel):
-    """A function that runs a kernel on its problem, whose arrays are made once, and gives the results' bytes."""
+    """A function that runs a kernel on its problem, whose arrays are made once, and returns the results' bytes."""
     import cupy
 
     function, arrays, options = PROBLEMS[kernel](np.random.default_rng(0))
@@ -164,7 +164,7 @@ def calls_of(kernel):
     sweep = cupy.zeros(SWEPT, np.uint8)
 
     def results():
-        sweep.fill(0)  # so that all comes from memory, and late
+        sweep.fill(0)  # so that all loads miss the cache and are late
         found = function(*arrays, **options, stream=stream)
         return [cupy.asnumpy(x).tobytes() for x in (found if isinstance(found, tuple) else (found,))]
 
@@ -172,7 +172,7 @@ def calls_of(kernel):
 
 
 def run(mutant):
-    """In a process of its own: exits with WRONG or UNNOTICED, or ends by a signal if it hangs."""
+    """In a separate process: exits with WRONG or UNNOTICED, or ends by a signal if it hangs."""
     import cupy
 
     from cumla.kernels.cuda import compile as compiler
@@ -200,7 +200,7 @@ def run(mutant):
 
 
 def in_process(*options):
-    """This script in a process of its own: exit status, what it says."""
+    """Run this script in a separate process: exit status and output."""
     # Kernels are not tested when they are compiled: what is wrong with them is to be seen here.
     environment = {**os.environ, VARIABLE: "0"}
     command = [sys.executable, __file__, *options]
@@ -209,7 +209,7 @@ def in_process(*options):
 
 
 def watch(number):
-    """What happens without the statement: (whether that is known, in words, "" if nobody notices)."""
+    """Result of removing the statement: (whether the test expects it, in words, "" if it goes unnoticed)."""
     status, said = in_process("--mutant", str(number))
     if status == HUNG:
         return True, "hangs"

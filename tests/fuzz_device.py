@@ -1,9 +1,9 @@
-"""Operations on a device with arguments of any value at all, to be watched from outside.
+"""Operations on a device with arguments of any value, to be run under compute-sanitizer.
 
     tools/sanitize.sh             (or: python tests/fuzz_device.py [--backend cuda] [--ops attention] [--rounds 20])
 
-Nothing is compared here. Every array is an allocation of its own and of its exact size, so that compute-sanitizer sees
-an access one byte off; rows, pages and tables are strided and off the alignment that wide accesses need, or on it.
+Results are not compared. Every array is a separate allocation of its exact size, so that compute-sanitizer detects
+an access one byte off; rows, pages and tables are strided, with or without the alignment that wide accesses need.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from support.lab import BF16
 from support.properties import INT64_MAX, INT64_MIN
 
 LAYOUTS = (cumla.DSV4_FP8, cumla.V32_FP8, cumla.INDEXER_FP8)
-OPS = {  # what --ops takes: a method of Fuzz; the files of kernels whose examples go with it
+OPS = {  # values of --ops: a method of Fuzz; the files of kernels whose examples go with it
     "caches": ("sparse_cache", "dense_cache", "blocks", "advance", "indices"),
     "attention": ("sparse_attention", "dense_attention"),
     "indexer": ("indexer",),
@@ -30,7 +30,7 @@ OPS = {  # what --ops takes: a method of Fuzz; the files of kernels whose exampl
 
 
 class Fuzz:
-    """Random arguments. Everything that an operation may read is initialised, whatever it must write is not."""
+    """Random arguments. Everything that an operation may read is initialised, everything that it must write is not."""
 
     def __init__(self, backend, seed):
         self.backend = backend
@@ -73,7 +73,7 @@ class Fuzz:
         return self.put(anything_like(self.rng, x))
 
     def examples(self, files):
-        """Every example of the operations whose kernels these files have: of each shape, and of whatever is new."""
+        """Every example of the operations whose kernels these files have: every shape, new operations included."""
         for example in operations.EXAMPLES.values():
             if example.kernels in files:
                 arguments = operations.arguments_of(example, int(self.rng.integers(2**32)))
@@ -177,7 +177,7 @@ class Fuzz:
         )  # fmt: skip
 
     def numbers(self, *shape, dtype=BF16):
-        """Values of ordinary size, a few of them anything."""
+        """Values of ordinary size, a few of any size."""
         values = self.rng.standard_normal(shape)
         values[self.rng.random(shape) < 0.001] = self.choose(np.nan, np.inf, -np.inf, 1e6, 1e30, 1e38, 1e-30, 0.0)
         with np.errstate(over="ignore"):
@@ -332,7 +332,7 @@ class Fuzz:
         self.norms()
 
     def scores(self):
-        """A few queries' logits, choices of both kinds, and both at once; over keys and over pages."""
+        """Logits of a few queries, top-k of both kinds, and both at once; over keys and over pages."""
         heads, queries, keys = int(self.choose(3, 64)), int(self.rng.integers(1, 9)), int(self.rng.integers(1, 700))
         rest = {"backend": self.backend}
         q = self.put(self.rng.integers(0, 256, (queries, heads, 128), np.uint8))
@@ -391,7 +391,7 @@ class Fuzz:
     def attention(self):
         for kernel in sparse_kernels.KERNELS:
             self.sparse(kernel)
-        for fewest, most in ((1, 16), (17, 32), (33, 70)):  # as many as tiles of Hopper's kernels have
+        for fewest, most in ((1, 16), (17, 32), (33, 70)):  # as many heads as tiles of Hopper's kernels have
             self.prefill("hopper", int(self.rng.integers(fewest, most + 1)))
         self.prefill(self.choose("portable", "exact"), int(self.rng.integers(1, 70)))
         self.dense()
@@ -416,7 +416,7 @@ def main():
     parser.add_argument("--define", action="append", default=[], metavar="MACRO", help="for the CUDA sources")
     args = parser.parse_args()
     compiler.OPTIONS += tuple(f"-D{macro}" for macro in args.define)
-    cupy.cuda.set_allocator(None)  # no pool: what one array does not have is nobody's
+    cupy.cuda.set_allocator(None)  # no pool: memory outside an array is unallocated
     for seed in range(args.rounds):
         fuzz = Fuzz(args.backend, seed)
         getattr(fuzz, args.ops)()

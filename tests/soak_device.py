@@ -2,12 +2,12 @@
 
     tools/with_cumla.sh python3 tests/soak_device.py [--minutes 2] [--repeats 10000]
 
-What a race changes once in thousands of runs no test of a few calls shows. Each problem (support/soak_problems.py)
+Tests of a few calls do not find races that show once in thousands of runs. Each problem (support/soak_problems.py)
 runs once alone. Then one stream calls operations and another replays graphs of them, all problems in an order that is
-random in every round, so that other kernels, too, run beside each. Outputs are overwritten before a round and compared
+random in every round, so that other kernels run concurrently. Outputs are overwritten before a round and compared
 on the device with those of the first run; the host waits only every few rounds.
 
-Says how often each problem ran, and fails if one gave other bits.
+Reports how often each problem ran, and fails if any result differs.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import time
 
 import numpy as np
 
-ROUNDS_AT_ONCE = 20  # that are queued before the host waits for the device and looks at the clock
+ROUNDS_AT_ONCE = 20  # rounds queued before the host waits for the device and reads the clock
 ALIGNMENT = 256
 UNWRITTEN = 0x5A
 STREAMS = 2
@@ -33,7 +33,7 @@ def flat_size(arrays):
 class Runner:
     """A problem on one stream, with outputs, states and a plan of its own.
 
-    written  uint8, all outputs one behind another, which are overwritten before a run
+    written  uint8, all outputs packed, which are overwritten before a run
     kept     arrays that it reads and writes: a run leaves them with the bytes that the one before left
     """
 
@@ -70,7 +70,7 @@ class Runner:
 
 
 def captured(runner, stream):
-    """A graph of a run, which was made once before."""
+    """A graph of a run, captured after one eager run."""
     with stream:
         stream.begin_capture()
         runner.run()
@@ -149,7 +149,7 @@ class Soak:
 
 @contextlib.contextmanager
 def device(emulated):
-    """A context in which there is a device, or it seems so."""
+    """A context with a device, real or emulated."""
     if not emulated:
         yield
         return
@@ -187,5 +187,5 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, os.fspath(pathlib.Path(__file__).parent))  # for what else of the tests is used
+    sys.path.insert(0, os.fspath(pathlib.Path(__file__).parent))  # for the other helpers of the tests
     sys.exit(main())

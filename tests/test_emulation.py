@@ -7,9 +7,9 @@ import pytest
 
 import cumla
 import emulation
-from cumla.checks import check_case
 from cumla.kernels.cuda.launch import recorded_launches
 from cumla.kernels.cuda.sparse.division import Division
+from cumla.self_test import check_case
 from support import operations
 from support.attention import Problem, make_cache, make_indices, make_q, nothing_attended_again, steep
 from support.bounds import assert_decode, assert_prefill, largest_values
@@ -32,12 +32,12 @@ FP8 = (cumla.DSV4_FP8, cumla.V32_FP8)
 
 
 def run(name, arguments, put, get, backend):
-    """What an operation gives back, on the host."""
+    """The results of an operation, on the host."""
     arrays = {name: put(value) if isinstance(value, np.ndarray) else value for name, value in arguments.items()}
     return [get(x) for x in getattr(cumla, name)(**arrays, backend=backend)]
 
 
-# Of which Hopper has kernels of its own, or clusters; of the others both devices run the same.
+# Operations for which Hopper has separate kernels, or clusters; for the others both devices run the same kernels.
 OF_HOPPER = ("sparse_attention", "dense_attention", "indexer", "compressor")
 
 
@@ -87,20 +87,20 @@ class TestDecode:
         )  # fmt: skip
         on(here, device, schedule, problem, batch_invariant=True)
 
-    def test_tiles_cut_where_the_shape_says(self, here, rng, layout, device, schedule):
+    def test_tiles_split_where_the_shape_says(self, here, rng, layout, device, schedule):
         cache = make_cache(rng, layout, 20, 64, spread=0)
         q = make_q(rng, 1, 2, 64, layout, steep(64))
         problem = Problem(q, cache, make_indices(rng, 1, 2, 400, 1280), layout=layout)
         on(here, device, schedule, problem)
 
-    def test_tiles_cut_where_the_lengths_say(self, here, rng, layout, device, schedule):
+    def test_tiles_split_where_the_lengths_say(self, here, rng, layout, device, schedule):
         problem = Problem(
             make_q(rng, 3, 1, 64, layout, steep(64)), make_cache(rng, layout, 20, 64, spread=0),
             make_indices(rng, 3, 1, 400, 1280), topk_length=np.array([5, 400, 200], np.int32), layout=layout,
         )  # fmt: skip
         on(here, device, schedule, problem)
 
-    def test_whole_tiles_dealt(self, here, rng, layout, device, schedule):
+    def test_whole_tiles_assigned(self, here, rng, layout, device, schedule):
         lengths = np.array([5, 130, 64, 0, 65, 130, 1, 70, 128, 3, 129], np.int32)
         problem = Problem(
             make_q(rng, 11, 1, 3, layout, steep(3)), make_cache(rng, layout, 20, 64, spread=0),
@@ -138,19 +138,19 @@ def test_low_tiles_of_the_hopper_kernel(here, rng, layout, schedule, tile, cut, 
 
 @SCHEDULES
 @pytest.mark.parametrize("tile", [16, 32, 64])
-def test_large_rope_is_amended(here, rng, schedule, tile, monkeypatch):
-    """Whoever is late, however low tiles are: keys that float16 lacks are added to results, nothing is done again."""
+def test_tiles_with_large_rope_are_recomputed(here, rng, schedule, tile, monkeypatch):
+    """Under any schedule and tile height: keys beyond float16 are recomputed; NaN, which all results are, is not."""
     from cumla.kernels.cuda.sparse import kernels as sparse_kernels
     from cumla.kernels.cuda.sparse.work import EXACT_COUNTERS
 
-    found, finish = [], sparse_kernels.finish
+    found, launch_epilogue = [], sparse_kernels.launch_epilogue
 
-    def look(work, problem, memory, **options):
+    def observe(work, problem, memory, **options):
         found.append(here.get(memory.unsafe)[EXACT_COUNTERS:][: work.tiles].copy())
-        finish(work, problem, memory=memory, **options)
+        launch_epilogue(work, problem, memory=memory, **options)
 
     monkeypatch.setattr(sparse_kernels, "tile_heads", lambda *arguments: tile)
-    monkeypatch.setattr(sparse_kernels, "finish", look)
+    monkeypatch.setattr(sparse_kernels, "launch_epilogue", observe)
     layout = cumla.DSV4_FP8
     cache = make_cache(rng, layout, 20, 64, spread=0)
     rope = cache.reshape(20, -1)[0, : 64 * layout.row_bytes].reshape(64, layout.row_bytes)[:, layout.rope_offset :]
@@ -162,8 +162,8 @@ def test_large_rope_is_amended(here, rng, schedule, tile, monkeypatch):
     )  # fmt: skip
     on(here, HOPPER, schedule, problem, batch_invariant=True)
     marks = found[-1].reshape(-1, 3)  # groups of heads, tokens
-    assert (marks[:, 0] == 2).all()
-    assert (marks[:, 1] & 4).all()
+    assert (marks[:, 0] == 1).all()
+    assert (marks[:, 1] & 2).all()
     assert not marks[:, 2].any()
 
 
@@ -172,7 +172,7 @@ def test_large_rope_is_amended(here, rng, schedule, tile, monkeypatch):
 @pytest.mark.parametrize("layout", FP8, ids=lambda x: x.name)
 @pytest.mark.parametrize(("tile", "parts"), [(64, 2), (32, 5), (16, 3)])
 def test_tiles_of_clusters(here, rng, layout, schedule, tile, parts, monkeypatch):
-    """The last tile has fewer heads; one token has keys in one part of it alone, another none at all."""
+    """The last tile has fewer heads; one token has keys in one split only, another none at all."""
     from cumla.kernels.cuda.sparse import work as sparse_work
 
     def divide(work, *rest):
@@ -264,8 +264,8 @@ def many_multiprocessors(here, monkeypatch):
         (3, 64, 640, [640, 0, 400]),
     ],
 )
-def test_tiles_cut_into_many_parts(here, rng, device, batch, heads, topk, lengths):
-    """Into more than are loaded together, and into more than a thread block has threads to look for."""
+def test_tiles_split_into_many_parts(here, rng, device, batch, heads, topk, lengths):
+    """Into more splits than are loaded together, and into more than a thread block has threads to search."""
     layout = cumla.DSV4_FP8
     problem = Problem(
         make_q(rng, batch, 1, heads, layout, steep(heads)), make_cache(rng, layout, 20, 64, spread=0),
@@ -277,13 +277,13 @@ def test_tiles_cut_into_many_parts(here, rng, device, batch, heads, topk, length
 
 @DEVICES
 @pytest.mark.usefixtures("no_exact_kernel")
-@pytest.mark.parametrize("shares", [4, 5])
-def test_shares_go_on_from_tile_to_tile(here, rng, device, shares, monkeypatch):
-    """Two groups of heads, with as many shares each or not: then one has the end of the first and begins the second."""
+@pytest.mark.parametrize("ranges", [4, 5])
+def test_ranges_go_on_from_tile_to_tile(here, rng, device, ranges, monkeypatch):
+    """Two groups of heads, with as many CTAs each or not: then one CTA ends the first and begins the second."""
     from cumla.kernels.cuda.sparse import division
     from cumla.kernels.cuda.sparse import kernels as sparse_kernels
 
-    monkeypatch.setattr(division, "divide", lambda *_: (division.Division(shares, planned=False, cut=True), 0.0))
+    monkeypatch.setattr(division, "divide", lambda *_: (division.Division(ranges, planned=False, split=True), 0.0))
     monkeypatch.setattr(sparse_kernels, "tile_heads", lambda *_: 64)
     layout = cumla.V32_FP8
     problem = Problem(
@@ -294,10 +294,10 @@ def test_shares_go_on_from_tile_to_tile(here, rng, device, shares, monkeypatch):
 
 
 @DEVICES
-@pytest.mark.thorough(when=lambda x: x.get("device") == AMPERE)  # where tiles are all of one height
+@pytest.mark.thorough(when=lambda x: x.get("device") == AMPERE)  # where all tiles have one height
 @pytest.mark.usefixtures("many_multiprocessors")
 def test_given_memory_serves_tiles_of_any_height(here, rng, device):
-    """Few queries take low tiles, and more of them; the memory that is asked for is enough for all calls in turn."""
+    """Few queries take low tiles, and more of them; the requested memory is enough for all calls in turn."""
     from cumla.kernels.cuda.sparse import work as sparse_work
 
     layout, heads = cumla.DSV4_FP8, 64
@@ -317,7 +317,7 @@ def test_given_memory_serves_tiles_of_any_height(here, rng, device):
 @pytest.mark.usefixtures("no_exact_kernel", "many_multiprocessors")
 @pytest.mark.parametrize("present", [0, 1, 700, 2000])
 def test_parts_without_keys(here, rng, device, present):
-    """Of a tile that is cut into more parts than are loaded together: all of them, the first ones, the last ones."""
+    """A tile with more splits than are loaded together: all of them, the first ones, the last ones."""
     layout, topk = cumla.DSV4_FP8, 2000
     indices = make_indices(rng, 3, 1, topk, 1280, 0.0)
     indices[0, 0, : topk - present], indices[1, 0, present:] = -1, 1280
@@ -348,7 +348,7 @@ def test_two_caches(here, rng, device, schedule):
 @pytest.mark.thorough(when=lambda x: x.get("device") == AMPERE and x.get("block_size") != 53)  # which has no boxes
 @pytest.mark.parametrize("block_size", [16, 53, 64, 128])
 def test_dense_decode(here, rng, block_size, device, schedule):
-    """On Hopper blocks come as boxes and row by row, in turn where a page is missing."""
+    """On Hopper blocks are loaded as boxes and, where a page is missing, row by row."""
     columns = 700 // block_size + 1
     q = 6 * steep(70) * rng.standard_normal((2, 2, 70, 576))
     cache = 0.1 * rng.standard_normal((2 * columns, block_size, 576))

@@ -16,7 +16,7 @@ ENTRY = 'extern "C" __global__ void f(float* out, const float* in) {\n'
 def launch(
     here, body, before="", schedule=emulation.SCHEDULES["in order"], shared_bytes=1024, capability=90, cluster=0
 ):
-    """What a kernel of one warp, or of a cluster of so many, leaves in `out`, of `in` with 64 numbers."""
+    """The `out` of a kernel of one warp, or of a cluster of so many, for an `in` of 64 numbers."""
     out, given = here.put(np.zeros(64, np.float32)), here.put(np.arange(64, dtype=np.float32))
     packed = (ctypes.c_void_p * 2)(out.data.ptr, given.data.ptr)
     entry = ENTRY.replace("__global__", f"__cluster_dims__({cluster}, 1, 1) __global__") if cluster else ENTRY
@@ -74,7 +74,7 @@ WRONG = {
     "out[int(threadIdx.x) - 100000] = 1.0f;": "where no array is",
     "sts32(1024 + 1024, 1);": "of shared memory, which ends at 2048",
     "sts128(1032, {});": "misaligned",
-    "extern __shared__ float memory[];\n memory[260] = 1.0f;": "behind the end of shared memory",
+    "extern __shared__ float memory[];\n memory[260] = 1.0f;": "past the end of shared memory",
     "copy_async<16>(1024u, in + 1, true);": "cp.async of 16 bytes .* misaligned",
     "warp_copy_bulk(1024, in + 1, 128, 1536);": "cp.async.bulk of 128 bytes .* multiples of 16",
     "warp_copy_bulk(2048 - 64, in, 128, 1536);": "of shared memory, which ends at 2048",

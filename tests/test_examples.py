@@ -1,4 +1,4 @@
-"""Every file of examples/ runs and says what it should."""
+"""Every file of examples/ runs and prints the expected output."""
 
 import pathlib
 import runpy

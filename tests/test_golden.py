@@ -14,7 +14,7 @@ def golden_cases(function):
 
 
 def few(lab, number):
-    """How many tokens to look at: all, or `number` where each one takes long."""
+    """Number of tokens to check: all, or `number` where each one takes long."""
     return number if lab.tiny else 10**6
 
 
@@ -137,7 +137,7 @@ def test_sparse_prefill(lab, number):
         softmax_scale=case["sm_scale"], attn_sink=lab.put(case["attn_sink"]),
         topk_length=lab.put(case["topk_length"]), backend=lab.backend,
     )  # fmt: skip
-    # The peer's own rounding takes 1 to 12 of these 65,536 values beyond the bound around float64.
+    # The peer's own rounding puts 1 to 12 of these 65,536 values beyond the bound around float64.
     assert_prefill(
         to_float(lab.get(out)), lab.get(max_logits), lab.get(lse),
         to_float(bfloat16(case["out"])), case["max_logits"], case["lse"], rounded_sides=2,

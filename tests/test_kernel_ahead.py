@@ -1,4 +1,4 @@
-"""Kernels begin before the one ahead of them in the stream has ended (griddepcontrol), and wait for what it writes."""
+"""Kernels begin before the one ahead of them in the stream has ended (griddepcontrol), and wait for its writes."""
 
 import ctypes
 
@@ -15,7 +15,7 @@ from support.attention import make_cache, make_indices, make_q
 
 pytestmark = pytest.mark.skipif(emulation.unavailable() is not None, reason=str(emulation.unavailable()))
 
-# The kernel ahead: what each array holds is still to come while it waits, and it still reads what they held before.
+# The kernel ahead: while it waits, the final contents of arrays are not written, and it still reads the old ones.
 AHEAD = """
 struct Move { const unsigned char* from; unsigned char *to, *before; long long bytes; };
 extern "C" __global__ void ahead(const Move* moves, int count) {
@@ -29,16 +29,16 @@ extern "C" __global__ void ahead(const Move* moves, int count) {
 
 
 class KernelAhead:
-    """A kernel that writes `arrays` on the device, in which there is something else until it has run.
+    """A kernel that writes `arrays` on the device, which hold other values until it has run.
 
-    Whoever overlaps with it and does not wait reads that, or writes over what this kernel has yet to read.
+    A kernel that overlaps with it and does not wait reads those, or overwrites what this kernel has yet to read.
     """
 
     OLD = 1  # in every byte: indices and lengths out of range, wrong numbers
 
     def __init__(self, here, arrays, old=OLD):
         self.here, self.old = here, old
-        # Of all that lies in the same memory at once: arrays may be parts of one another.
+        # All arrays in the same memory at once: arrays may be parts of one another.
         memories = list({array.data.mem.ptr: array.data.mem for array in arrays if array.nbytes}.values())
         sources = [bytes_at(here, memory.ptr, memory.size).copy() for memory in memories]
         self.before = [here.xp.zeros(memory.size, np.uint8) for memory in memories]
@@ -59,19 +59,19 @@ class KernelAhead:
         self.here.xp.cuda.get_current_stream().add(queues.KernelWork(work, overlap=False))
 
     def check(self):
-        """That nobody wrote before this kernel had read."""
+        """Checks that no kernel wrote before this one had read."""
         for before in self.before:
             assert (self.here.get(before) == self.old).all(), f"{before.size} bytes were written too early"
 
 
 def bytes_at(here, address, size):
-    """An array over memory that is somebody else's."""
+    """An array over given memory."""
     cuda = here.xp.cuda
     return here.xp.ndarray((size,), np.uint8, cuda.MemoryPointer(cuda.UnownedMemory(address, size, None), 0))
 
 
 def large_decode(here, rng):
-    """What the Hopper kernels take, with a tile for each multiprocessor and more."""
+    """Arguments for the Hopper kernels, with a tile for each multiprocessor and more."""
     layout = cumla.V32_FP8
     return {
         "q": make_q(rng, 3, 2, 64, layout), "k_cache": make_cache(rng, layout, 20, 64),
@@ -86,7 +86,7 @@ def on_device(here, value):
 
 
 def assert_waits_for_the_kernel_ahead(here, function, make, old=KernelAhead.OLD):
-    """Each operation is launched to overlap with what is ahead of it in the stream (griddepcontrol.wait)."""
+    """Each operation is launched to overlap with the kernel ahead of it in the stream (griddepcontrol.wait)."""
     found = []
     for overlaps in (True, False):
         arguments = {name: on_device(here, value) for name, value in make().items()}
@@ -119,16 +119,16 @@ def test_a_large_decode_waits_for_the_kernel_ahead(here, rng):
 
 @pytest.mark.parametrize("old", [0, 1], ids=["shorter before", "longer before"])
 @pytest.mark.parametrize("splits", ["whole", "splits", "cluster"])
-def test_lengths_are_those_that_the_kernel_ahead_leaves(here, rng, monkeypatch, splits, old):
-    """Whether a tile then has more blocks or fewer, however it is split. Thread block 0 overlaps here."""
+def test_lengths_are_the_kernel_ahead_s(here, rng, monkeypatch, splits, old):
+    """A tile then has more or fewer blocks, for any number of splits. Thread block 0 overlaps here."""
     from cumla.kernels.cuda.sparse import work as sparse_work
     from cumla.kernels.cuda.sparse.division import Division
 
     def divide(work, *_):
         if splits == "whole":
-            return Division(work.tiles, planned=False, cut=False)
-        together = splits == "cluster"
-        return Division(3 * work.tiles, planned=False, cut=not together, parts=3, together=together)
+            return Division(work.tiles, planned=False, split=False)
+        cluster = splits == "cluster"
+        return Division(3 * work.tiles, planned=False, split=not cluster, parts=3, cluster=cluster)
 
     monkeypatch.setattr(sparse_work, "divide", divide)
     seed, layout = int(rng.integers(1 << 30)), cumla.DSV4_FP8

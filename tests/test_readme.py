@@ -1,4 +1,4 @@
-"""What the README says: its examples run, its table of layouts and its extras are the code's."""
+"""The README is correct: its examples run, its table of layouts and its extras match the code."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""Attention: wrong arguments are errors before anything is written, and no value in an array leads outside of one."""
+"""Attention: wrong arguments are errors before anything is written, and no array value leads to an access outside."""
 
 import numpy as np
 import pytest
@@ -64,7 +64,7 @@ OPERATIONS = {
     "merge": (cumla.merge_attn_states, merge_arguments, ("output", "output_lse")),
 }
 CASES = [
-    # operation, argument, wrong value, error, what it says
+    # operation, argument, wrong value, error, message
     ("decode", "q", bf16(2, 3, 4), V, r"q: got shape \(2, 3, 4\), expected \[b, s_q, h, any\]"),
     ("decode", "q", zeros(np.float16, 2, 3, 4, 512), T, "q: got dtype float16, expected bfloat16"),
     ("decode", "q", bf16(2, 3, 129, 512), V, "q: got 129 heads, expected 1 to 128"),
@@ -121,7 +121,7 @@ def put(lab, value):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_the_calls_work_as_they_stand(lab, name):
+def test_the_unchanged_calls_work(lab, name):
     function, arguments, _ = OPERATIONS[name]
     function(**{key: put(lab, x) for key, x in arguments().items()}, backend=lab.backend)
 
@@ -153,7 +153,7 @@ def test_read_only_outputs(name):
 
 @pytest.mark.parametrize("layout", [cumla.DSV4_FP8, cumla.V32_FP8, cumla.MLA_BF16, cumla.DSV4_BF16])
 def test_any_index_and_length(lab, layout):
-    """Indices and lengths of any value over caches of any bytes that may be in a row, between guards."""
+    """Indices and lengths of any value over caches of any bytes that rows may have, between guards."""
 
     @for_all(
         lab,

@@ -138,7 +138,7 @@ def test_advance(lab):
         assert (vectors[2].get() >= -1).all()
 
 
-# Caches beyond 2^31 bytes: host memory that is not written is not there, so this costs little.
+# Caches beyond 2^31 bytes: host memory that is not written is not allocated, so this costs little.
 
 
 @pytest.fixture(params=["many-pages", "packed-pool"])

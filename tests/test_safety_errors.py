@@ -30,24 +30,24 @@ CASES = [(name, *case) for name, cases in WRONG.items() for case in cases]
 
 @pytest.mark.parametrize("name", [x for x in NAMES if not is_attention(x)])
 @pytest.mark.nowhere(when=lambda x: x.simulated and x.get("name") == "fp8_mqa_logits")  # but its few keys
-def test_the_calls_work_as_they_stand(lab, name):
-    work_as_they_stand(lab, call(name))
+def test_the_unchanged_calls_work(lab, name):
+    check_unchanged_calls(lab, call(name))
 
 
 @pytest.mark.attention
 @pytest.mark.parametrize("name", [x for x in NAMES if is_attention(x)])
-def test_the_calls_of_attention_work_as_they_stand(lab, name):
-    work_as_they_stand(lab, call(name))
+def test_the_unchanged_calls_of_attention_work(lab, name):
+    check_unchanged_calls(lab, call(name))
 
 
-def work_as_they_stand(lab, right):
+def check_unchanged_calls(lab, right):
     for kind in (np.int64,) if lab.tiny else (int, np.int64, np.uint8):
         arguments = {key: with_integers(kind, put(lab, value)) for key, value in right.arguments.items()}
         right.function(**{"backend": lab.backend, **arguments})
 
 
 def with_integers(kind, value):
-    """An argument; an integer as one of another kind, where that has it."""
+    """An argument; an integer of another type, if it has one."""
     fits = value.__class__ is int and (kind is int or np.iinfo(kind).min <= value <= np.iinfo(kind).max)
     return kind(value) if fits else value
 
@@ -85,7 +85,7 @@ NONSENSE = {
     "objects": np.array([None]), "strings": np.array(["x"]), "masked": np.ma.masked_all((3, 512), BF16),
     "long": "x" * 5_000_000,
 }  # fmt: skip
-RIGHT = {  # what looks like nonsense and is none, or is not looked at
+RIGHT = {  # which looks invalid but is valid, or is not checked
     "softmax_scale": ("a fraction",), "scale": NONSENSE, "is_ue8m0": ("True",), "causal": ("True",),
     "accumulate": ("True",), "compact": ("True",), "decode_compressed_indices_are_local": ("True",),
     "eps": ("a fraction",), "inverse": ("True",), "batch_invariant": ("True",),
@@ -98,7 +98,7 @@ ALSO_NAMED = {"kv_scales": "scales"}  # as the pair is called
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nonsense(name):
-    """Whatever an argument is, it is an error that names it, and not a long one."""
+    """Any invalid argument is an error that names it, in a short message."""
     right = call(name)
     parameters = [x for x in inspect.signature(right.function).parameters if x != "stream"]
     for argument in parameters:
@@ -156,7 +156,7 @@ def test_an_epsilon_that_a_row_of_zeros_needs(place, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_elements_off_their_size(place, name):
-    """Kernels load whole elements: an array one byte off is refused, whichever of the arguments it is."""
+    """Kernels load whole elements: an array one byte off is refused, for any of the arguments."""
     right = call(name)
     for argument, value in right.arguments.items():
         if not isinstance(value, np.ndarray) or value.itemsize == 1 or argument.startswith("src_to_dst"):
@@ -181,7 +181,7 @@ def test_a_cache_without_tokens_is_a_cache(shape):
     [("quantize_and_insert_k_cache-DSV4_FP8", "k_cache"), ("compress_and_insert-DSV4_FP8", "state_cache")],
 )
 def test_caches_without_pages_are_caches(lab, name, argument):
-    """Of raw pages and of states, too: nothing is written, and nothing is wrong."""
+    """Also raw pages and states: nothing is written, and nothing is wrong."""
     right = call(name)
     arguments = {key: put(lab, value) for key, value in right.arguments.items()}
     empty = np.empty((0, *right.arguments[argument].shape[1:]), right.arguments[argument].dtype)

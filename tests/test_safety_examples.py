@@ -1,5 +1,5 @@
-"""Every example call, whatever its arrays of numbers hold: nothing but what an operation writes is written, and that
-within its arrays. Reads outside are seen as in test_safety_cache.py. Every operation has an example."""
+"""Every example call, with any values in its arrays: an operation writes only its outputs, inside their bounds.
+Reads outside are detected as in test_safety_cache.py. Every operation has an example."""
 
 import functools
 import inspect
@@ -58,7 +58,7 @@ def test_every_operation_has_an_example():
 
 @pytest.mark.usefixtures("emulated")
 def test_every_operation_is_fuzzed_on_devices(monkeypatch):
-    """By what is run under compute-sanitizer, as far as an emulated device goes: with the examples' shapes."""
+    """The cases that run under compute-sanitizer, as far as an emulated device goes: with the examples' shapes."""
     script = runpy.run_path(str(pathlib.Path(__file__).with_name("fuzz_device.py")))
     called = set()
 

@@ -115,7 +115,7 @@ def test_mixed(lab):
 
 
 def test_step(lab):
-    """The metadata kernel, called as its builder would, with host counts that the device's numbers contradict."""
+    """The metadata kernel, called as its builder would, with host counts that contradict the device's numbers."""
 
     @for_all(lab, examples=60, window=st.sampled_from((1, 5)), width=st.sampled_from((0, 3)), **sizes)
     def check(window, width, requests, tokens, columns, block_size, seed):

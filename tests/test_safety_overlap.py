@@ -1,6 +1,6 @@
-"""What an operation writes shares no element with another of its arrays: that is an error that names both.
+"""An output shares no element with another array of the operation: overlap is an error that names both.
 
-Each operation is tried with every array that it writes over every other one of its arrays, on the host and on a device.
+Each operation is tried with each of its outputs over every other one of its arrays, on the host and on a device.
 """
 
 import re
@@ -18,8 +18,8 @@ IN_PLACE = {
     ("fused_q_kv_rmsnorm", "out[0]", "qr"), ("fused_q_kv_rmsnorm", "out[1]", "kv"),
     ("qnorm_rope_and_insert", "out", "q"), ("apply_rope", "out", "x"),
 }  # fmt: skip
-SAME_PAGES = {"swap_blocks", "copy_blocks"}  # of which either content is left
-# Views of the same pages, of which slots and tables give each its own.
+SAME_PAGES = {"swap_blocks", "copy_blocks"}  # these hold either content afterwards
+# Views of the same pages, in which slots and tables give each array its own.
 CACHES = {"compress_and_insert": {"state_cache", "k_cache", "index_state_cache", "index_k_cache"}}
 
 
@@ -29,7 +29,7 @@ def place(request):
 
 
 class Arguments:
-    """The arguments of a call, and its arrays by name, those of tuples numbered."""
+    """The arguments of a call, and its arrays by name, elements of tuples numbered."""
 
     def __init__(self, name):
         right = call(name)
@@ -44,7 +44,7 @@ class Arguments:
                 yield name, x
 
     def with_arrays(self, place, arrays):
-        """Arguments on a device, some of the arrays being others."""
+        """Arguments on a device, some of the arrays replaced."""
         put = {part: arrays.get(part, place.put(x) if isinstance(x, np.ndarray) else x) for part, x in self._parts()}
         return {
             name: type(x)(put[f"{name}[{i}]"] for i in range(len(x))) if isinstance(x, (tuple, list)) else put[name]
@@ -65,7 +65,7 @@ class Arguments:
 
 
 def on_one_memory(place, x, y, distance):
-    """Two arrays of these shapes, the second one `distance` bytes behind the first, and the memory of both."""
+    """Two arrays of these shapes, the second one `distance` bytes after the first one's start, and their memory."""
     memory = place.put(np.ones(x.nbytes + distance + y.nbytes + 64, np.uint8))
 
     def array(like, at):

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.skipif(not launch.SIMULATED, reason="for the simulator"
 
 
 def shift(numbers, by, waits):
-    """Each block moves its numbers round in shared memory."""
+    """Each block rotates its numbers in shared memory."""
     shared = cuda.shared.array(8, np.int32)
     i, first = cuda.threadIdx.x, cuda.blockIdx.x * cuda.blockDim.x
     shared[i] = numbers[first + i]
@@ -35,7 +35,7 @@ def test_a_missing_barrier_shows(by):
 
 
 def sums(totals):
-    """Of the numbers of the threads that are still there, of which every round takes one."""
+    """Uses the numbers of the remaining threads, one of which leaves in every round."""
     shared = cuda.shared.array(8, np.int32)
     for last in range(7, -1, -1):
         if cuda.threadIdx.x > last:

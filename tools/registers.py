@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What the compiler makes of a CUDA source of cumla, without a GPU: registers, shared memory, and where it spills.
+"""Registers, shared memory and spills of a CUDA source of cumla, without a GPU.
 
     tools/registers.py sm90/decode/decode.cu sm_90a LAYOUT=DSV4_FP8
 
-Compiles csrc/FILE for a target with macros as its launcher gives them (tests/kernels/test_compile.py lists them all).
-Lines that spill are found in the machine code if CUDA's nvdisasm is on the path; the program is left in --cubin.
+Compiles csrc/FILE for a target with the macros of its launcher (tests/kernels/test_compile.py lists them). Finds lines
+that spill in the machine code if CUDA's nvdisasm is on the path; writes the program to --cubin.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cumla.kernels.cuda.compile import OPTIONS, source
 
 
 def compiled(text: str, file: str, target: str) -> tuple[str, bytes]:
-    """The compiler's log and the program, as CuPy would have it made."""
+    """The compiler's log and the program, compiled with CuPy's options."""
     options = [*OPTIONS, "--device-as-default-execution-space", "-ftz=true", f"-arch={target}"]
     options += ["--ptxas-options=-v", "-lineinfo"]
     encoded = [option.encode() for option in options]
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("file", help="a file of kernels/cuda/csrc")
     parser.add_argument("target", nargs="?", default="sm_90", help="such as sm_80 or sm_90a (default: sm_90)")
     parser.add_argument("macros", nargs="*", metavar="NAME=VALUE")
-    parser.add_argument("--cubin", type=pathlib.Path, help="where to leave the program")
+    parser.add_argument("--cubin", type=pathlib.Path, help="write the program to this file")
     args = parser.parse_args()
     text = "".join("#define {} {}\n".format(*macro.split("=", 1)) for macro in args.macros) + source(args.file)
     log, program = compiled(text, args.file, args.target)

@@ -1,6 +1,6 @@
 #!/bin/sh
-# compute-sanitizer over operations with arguments of any value (tests/fuzz_device.py). Fails on a finding. Arguments go
-# to the script: tools/sanitize.sh --ops attention --rounds 5; TOOLS says which of its tools.
+# Run fuzzed operations (tests/fuzz_device.py) under compute-sanitizer. Fails on a finding. Arguments are passed to the
+# script: tools/sanitize.sh --ops attention --rounds 5; TOOLS selects compute-sanitizer's tools.
 set -e
 PYTHONPATH=$PWD/tests${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONPATH

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A program by which mypy compares every file of every backend with its Protocol (`make types`).
+"""Print a program with which mypy checks every file of every backend against its Protocol (`make types`).
 
 tools/seam.py > FILE && mypy FILE
 """

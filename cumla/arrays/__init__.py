@@ -1,1 +1,1 @@
-"""What an array is here: DLPack in and out without a copy, dtype tables, and whose stream a call runs on."""
+"""Arrays of all frameworks: DLPack in and out without a copy, dtype tables, and the stream of a call."""

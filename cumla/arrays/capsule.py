@@ -1,8 +1,8 @@
-"""DLPack capsules, read in place: what they say of a tensor and where its memory is.
+"""Reads DLPack capsules in place: a tensor's type, shape, strides and address.
 
-NumPy and CuPy refuse types that they could carry as bytes, so capsules are not given to them. While it is borrowed
-a capsule is marked as used, so that nobody else takes its tensor and frees it; then it is as it was, and its own
-destructor frees the tensor.
+NumPy and CuPy refuse types that they could hold as bytes, so capsules are not passed to them. While a capsule is
+borrowed it is marked as used, so that no other consumer takes its tensor and frees it. Afterwards its name is restored,
+and its own destructor frees the tensor.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Tensor(ctypes.Structure):
 
 
 class ManagedTensorVersioned(ctypes.Structure):
-    """What a "dltensor_versioned" capsule points to; a plain "dltensor" capsule starts with the tensor."""
+    """The target of a "dltensor_versioned" capsule; that of a plain "dltensor" capsule starts with the tensor."""
 
     _fields_ = (
         ("major", ctypes.c_uint32),
@@ -48,7 +48,7 @@ class ManagedTensorVersioned(ctypes.Structure):
 
 
 def _of_python(name: str, result: Any, *arguments: Any) -> Any:
-    """A function of Python's, to ourselves: whoever else asks ctypes.pythonapi for it gives it types of his own."""
+    """A private copy of a CPython function: other users of ctypes.pythonapi set their own types on the shared one."""
     return ctypes.PYFUNCTYPE(result, *arguments)((name, ctypes.pythonapi))
 
 
@@ -58,19 +58,19 @@ _set_capsule_name = _of_python("PyCapsule_SetName", ctypes.c_int, ctypes.py_obje
 
 
 def read(capsule: Any, name: str, device: tuple[int, int]) -> tuple[Tensor, bool]:
-    """What a capsule of either kind says of its tensor, and whether that is read-only.
+    """The tensor of a capsule of either kind, and whether it is read-only.
 
     device  the DLPack type and number of the device that the array says it is on
 
-    Raises TypeError for what is no capsule and ValueError for one that was used already, is not of DLPack's version 0
-    or 1, or has a tensor elsewhere than the array said. They speak of the argument `name`.
+    Raises TypeError unless it is a capsule, ValueError for a capsule that was used already, is not of DLPack's version
+    0 or 1, or has a tensor on another device than the array said. The errors name the argument `name`.
     """
     if type(capsule).__name__ != "PyCapsule":
         raise TypeError(f"{name}: got {type(capsule).__name__} from __dlpack__, expected a capsule")
     kind = _capsule_name(capsule)
     if kind not in USED_NAMES:
         shown = "without a name" if kind is None else f"named {kind.decode(errors='replace')!r}"
-        raise ValueError(f"{name}: got a DLPack capsule {shown}, expected one that nobody has used")
+        raise ValueError(f"{name}: got a DLPack capsule {shown}, expected an unused one")
     pointer = _capsule_pointer(capsule, kind)
     tensor, read_only = Tensor.from_address(pointer), False
     if kind == b"dltensor_versioned":
@@ -87,9 +87,9 @@ def read(capsule: Any, name: str, device: tuple[int, int]) -> tuple[Tensor, bool
 
 
 def described(tensor: Tensor, itemsize: int, name: str) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Address, shape and strides in bytes of a tensor. Another library wrote its fields: each is bounded before use.
+    """Address, shape and strides in bytes of a tensor. Another library wrote its fields: each is checked before use.
 
-    Raises ValueError, which speaks of the argument `name`.
+    Raises ValueError, which names the argument `name`.
     """
     ndim, offset, data, sizes, steps = tensor.ndim, tensor.byte_offset, tensor.data, tensor.shape, tensor.strides
     if not 0 <= ndim <= MAX_NDIM:
@@ -109,7 +109,7 @@ def check_extent(
 ) -> None:
     """Raise ValueError for an array that no memory can hold.
 
-    Its numbers would overflow in products, or address memory that is not the array's.
+    Products of its sizes and strides would overflow, or address memory that is not the array's.
     """
     below, above, largest = 0, itemsize, itemsize  # bytes on either side of the first element; of all elements
     for size, stride in zip(shape, strides, strict=True):
@@ -144,11 +144,11 @@ def _device(kind: int, number: int) -> str:
 
 
 class Borrowed:
-    """A capsule whose tensor is ours while this lives."""
+    """A capsule whose tensor is borrowed for the lifetime of this object."""
 
     def __init__(self, capsule: Any) -> None:
         self._capsule = capsule
-        # A capsule has the address of its name, not the characters: they are those of constants.
+        # A capsule stores the address of its name, not the characters, so the name must be a constant.
         self._name, used = next(names for names in USED_NAMES.items() if names[0] == _capsule_name(capsule))
         _set_capsule_name(capsule, used)
 

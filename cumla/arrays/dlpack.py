@@ -1,11 +1,11 @@
-"""Any framework's array as a NumPy or CuPy array over the same memory, and results back again.
+"""Any framework's array as a NumPy or CuPy array over the same memory, and results in the caller's framework.
 
     borrow(array, name)          -> numpy.ndarray (host memory) or cupy.ndarray (CUDA memory), no copy
     give(native, framework)      -> the same memory as an array of that framework, no copy
 
-No framework is imported that the caller has not imported already. bfloat16 arrives as
-ml_dtypes.bfloat16. 8-bit floats arrive as uint8: NumPy and CuPy exchange their bytes only.
-NumPy, CuPy, torch and JAX arrays take a direct way; everything else speaks DLPack, or failing that
+Only frameworks that the caller has already imported are imported. bfloat16 is borrowed as
+ml_dtypes.bfloat16, 8-bit floats as uint8: NumPy and CuPy exchange their bytes only.
+NumPy, CuPy, torch and JAX arrays take a direct path; other arrays are read by DLPack, or without it by
 `__cuda_array_interface__`.
 """
 
@@ -25,7 +25,7 @@ from . import capsule, streams
 from .memory import overlaps_itself, reach
 
 KDL_CPU, KDL_CUDA, KDL_CUDA_HOST, KDL_CUDA_MANAGED = 1, 2, 3, 13
-LEGACY_STREAM = 1  # the default stream, whose handle is 0, which DLPack reserves
+LEGACY_STREAM = 1  # the default stream in DLPack, which reserves its handle 0
 
 # (DLPack type code, bits) -> dtype of the borrowed array
 DLPACK_TYPES: dict[tuple[int, int], np.dtype[Any]] = {
@@ -44,9 +44,9 @@ _FRAMEWORK_OF_TYPE: dict[type, str] = {np.ndarray: "numpy"}
 
 
 def framework_of(array: Any) -> str:
-    """ "numpy", "cupy", "torch", "jax" or "other" for whatever else has one of the array protocols.
+    """ "numpy", "cupy", "torch", "jax", or "other" for any other array with one of the array protocols.
 
-    Raises TypeError for what is no array, and for a JAX tracer, which has no memory.
+    Raises TypeError unless it is an array, and for a JAX tracer, which has no memory.
     """
     kind = _FRAMEWORK_OF_TYPE.get(type(array))
     if kind is None:
@@ -80,19 +80,19 @@ def _speaks_dlpack(array: Any) -> bool:
 
 
 class NoCuPyError(ValueError):
-    """An array in CUDA memory where there is no CuPy."""
+    """An array in CUDA memory, but CuPy is not installed."""
 
 
 def borrow(array: Any, name: str = "array", writable: bool = False, stream: int | None = None) -> Any:
     """`array` as a NumPy or CuPy array over the same memory.
 
-    name      the argument that errors speak of
-    writable  whether the caller is going to write: read-only memory is then an error, and JAX's always is
-    stream    handle of the stream that is going to use it, which DLPack makes wait for what the array waits
-              for; None: CuPy's current one. NumPy, CuPy and torch arrays are ready where their user works
+    name      the argument's name in error messages
+    writable  whether the caller will write it: read-only memory, such as JAX's, is then an error
+    stream    handle of the stream that will use it; DLPack makes it wait for the array's pending work. None:
+              CuPy's current one. NumPy, CuPy and torch arrays are ready on their user's current stream
 
-    Raises TypeError if it is no array or of a type without a counterpart, ValueError if it lies in memory
-    that cannot be used or written.
+    Raises TypeError if it is not an array or has a type without a counterpart, ValueError if its memory cannot be
+    used or written.
     """
     framework = _FRAMEWORK_OF_TYPE.get(array.__class__)
     if framework is None:
@@ -119,7 +119,7 @@ def _as_bytes_if_float8(native: Any) -> Any:
 
 
 def check_float8(array: Any, name: str) -> None:
-    """Raise TypeError for 8-bit floats that are not e4m3, for which their bytes would be taken."""
+    """Raise TypeError for 8-bit floats that are not e4m3: their bytes would be read as e4m3."""
     check_float8_type(name, str(getattr(array, "dtype", "")).rpartition(".")[2])
 
 
@@ -148,7 +148,7 @@ def _borrow_torch(tensor: Any, name: str, stream: int | None) -> tuple[Any, bool
     if tensor.layout is not torch.strided:
         raise TypeError(f"{name}: got a torch tensor of layout {tensor.layout}, expected a strided one")
     if tensor.is_neg():
-        raise ValueError(f"{name}: got a view of numbers that are stored with the other sign, expected resolve_neg()")
+        raise ValueError(f"{name}: got a view with its negative bit set, expected the tensor's resolve_neg()")
     dtype, device = _torch_type(tensor.dtype, name), tensor.device
     if device.type == "cuda":
         size = dtype.itemsize
@@ -195,7 +195,7 @@ def _borrow_other(array: Any, name: str, stream: int | None) -> tuple[Any, bool]
 
 
 def _borrow_cuda_interface(array: Any, name: str, stream: int | None) -> tuple[Any, bool]:
-    """The only way to Numba's device arrays. It leaves it to us to wait for the producer's stream."""
+    """The only protocol of Numba's device arrays. The consumer must wait for the producer's stream."""
     interface = array.__cuda_array_interface__
     dtype = np.dtype(interface["typestr"])
     pointer, read_only = interface["data"]
@@ -249,7 +249,7 @@ def _borrow_dlpack(array: Any, name: str, stream: int | None = None) -> tuple[An
 
 
 def _device_of(array: Any, name: str) -> tuple[int, int]:
-    """DLPack's type and number of the device that an array says it is on, one that cumla takes arrays of."""
+    """DLPack's type and number of an array's device. Raises ValueError for a device that cumla does not support."""
     said = array.__dlpack_device__()
     try:
         device_type, device_id = map(int, said)
@@ -268,15 +268,15 @@ def _device_of(array: Any, name: str) -> tuple[int, int]:
 @functools.lru_cache(maxsize=4096)
 def row_major_at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> Any:
     """A buffer of a compiled program as a CuPy array, 8-bit floats as bytes. Nothing is kept alive or waited for: the
-    program sees to both. The array is kept, as a program has its buffers in the same places again and again."""
+    program does both. The array is cached, as a program often has its buffers at the same addresses."""
     dtype = np.dtype(np.uint8) if dtype in FLOAT8_TYPES else np.dtype(dtype)
     return _over_device_memory(address, shape, capsule.row_major(shape, dtype.itemsize), dtype, device, None)
 
 
 class _UntilDone:
-    """Keeps another library's device memory until the work that was queued on a stream while we had it is done.
+    """Keeps another library's device memory until the work queued on a stream while it was borrowed is done.
 
-    That library may give the memory to somebody else as soon as we let go of it: it does not know our stream.
+    That library may reuse the memory as soon as it is released, as it does not know the stream of this work.
     """
 
     _waiting: ClassVar[collections.deque[tuple[Any, Any]]] = collections.deque()  # (event, what it keeps)
@@ -288,7 +288,7 @@ class _UntilDone:
         if sys.is_finalizing():
             return
         if streams.is_capturing(self._stream):
-            return  # a graph's memory is for who replays it to keep
+            return  # the caller that replays a graph must keep its memory
         waiting = self._waiting
         with _cupy().cuda.Device(self._device), streams.relaxed_capture():
             waiting.append((_recorded(streams.of_handle(self._stream, self._device)), self._kept))
@@ -297,14 +297,14 @@ class _UntilDone:
 
 
 def _recorded(stream: Any) -> Any:
-    """An event at the end of what is queued on a stream now."""
+    """An event after all work queued on a stream so far."""
     event = _cupy().cuda.Event(disable_timing=True)
     event.record(stream)
     return event
 
 
 def _user_stream(stream: int | None) -> int:
-    """The handle of the stream that is going to use an array, as DLPack wants it; None: CuPy's current one."""
+    """The handle, in DLPack's convention, of the stream that will use an array; None: CuPy's current one."""
     handle = _cupy().cuda.get_current_stream().ptr if stream is None else stream
     return handle or LEGACY_STREAM
 
@@ -363,7 +363,7 @@ def give(native: Any, framework: str) -> Any:
         return _give_torch(native)
     if framework == "jax":
         jax = sys.modules["jax"]
-        # Both share memory: on the CPU because `empty` aligns what it allocates as XLA wants it.
+        # Both share memory: on the CPU because `empty` aligns its memory as XLA needs it.
         return jax.device_put(native) if isinstance(native, np.ndarray) else jax.dlpack.from_dlpack(native)
     return native
 
@@ -378,12 +378,12 @@ def _give_torch(native: Any) -> Any:
 
 
 def namespace_of(native: Any) -> Any:
-    """The module, numpy or cupy, that a borrowed array is of."""
+    """The module of a borrowed array, numpy or cupy."""
     return np if isinstance(native, np.ndarray) else _cupy()
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Any) -> Any:
-    """An uninitialised array beside `like`, on its device; host memory aligned to 64 bytes, as XLA shares it."""
+    """An uninitialised array on the device of `like`; host memory is aligned to 64 bytes, so that XLA can share it."""
     if not isinstance(like, np.ndarray):
         with like.device:
             return _cupy().empty(shape, dtype)

@@ -1,6 +1,6 @@
-"""Which bytes an array's elements occupy, and whether elements of two arrays share any.
+"""The bytes that an array's elements occupy, and whether elements of two arrays share any; copies to the host.
 
-Only addresses, shapes and strides are used; no memory is read, so arrays on a device are compared without waiting.
+Only addresses, shapes and strides are compared; no memory is read, so arrays on a device are compared without waiting.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MOST_WORK = 1_000_000  # steps of NumPy's exact comparison: some milliseconds
 
 
 class Extent(NamedTuple):
-    """The bytes [address + low, address + high) that an array's elements lie within.
+    """The bytes [address + low, address + high) that contain an array's elements.
 
     address  of the first element, which is not the lowest where a stride is negative
     low      0 or negative; high - low is 0 for an array without elements
@@ -30,7 +30,7 @@ class Extent(NamedTuple):
         return self.high - self.low
 
     def contains(self, address: int) -> bool:
-        """Whether an address is one of these bytes; an array without elements has its address alone."""
+        """Whether an address is one of these bytes; an array without elements contains only its own address."""
         return self.low <= address - self.address < max(self.high, 1)
 
     def intersects(self, other: Extent) -> bool:
@@ -58,10 +58,10 @@ def extent(native: Any) -> Extent:
 
 
 def share_elements(a: Any, b: Any) -> bool:
-    """Whether an element of one NumPy or CuPy array has a byte of an element of the other.
+    """Whether an element of one NumPy or CuPy array shares a byte with an element of the other.
 
-    Interleaved arrays do not: columns of one matrix, pages of several caches in one allocation. Strides so irregular
-    that MOST_WORK steps do not decide count as shared: an error is better than a result that may be wrong.
+    Interleaved arrays do not share elements: columns of one matrix, pages of several caches in one allocation. Strides
+    so irregular that MOST_WORK steps do not decide count as shared: an error is better than a result that may be wrong.
     """
     on_host = isinstance(a, np.ndarray)
     if on_host != isinstance(b, np.ndarray):
@@ -72,12 +72,12 @@ def share_elements(a: Any, b: Any) -> bool:
 
 
 def coincide(a: Any, b: Any) -> bool:
-    """Whether every element of one array is where the same element of the other one is."""
+    """Whether every element of one array has the same address as the same element of the other."""
     return a.shape == b.shape and a.strides == b.strides and extent(a).address == extent(b).address
 
 
 def overlaps_itself(native: Any) -> bool:
-    """Whether two elements of a NumPy or CuPy array share a byte, as those of a broadcast array do."""
+    """Whether two elements of a NumPy or CuPy array share a byte, as in a broadcast array."""
     return not native.flags.c_contiguous and _elements_overlap(native.shape, native.strides, native.itemsize)
 
 
@@ -106,7 +106,7 @@ def _elements_overlap(shape: tuple[int, ...], strides: tuple[int, ...], itemsize
     return False
 
 
-_shares_memory: Callable[..., bool] = np.shares_memory  # whose type stub knows two values of max_work
+_shares_memory: Callable[..., bool] = np.shares_memory  # its type stub has only two values of max_work
 
 
 def _decided(a: np.ndarray, b: np.ndarray) -> bool:
@@ -132,3 +132,8 @@ class _Addresses:
 def _stand_in(native: Any) -> np.ndarray:
     """A NumPy array at the addresses of a CuPy array."""
     return _Addresses(native.data.ptr, native.shape, native.strides, native.itemsize).as_array()
+
+
+def to_host(array: Any) -> np.ndarray:
+    """A NumPy or CuPy array in host memory."""
+    return array if isinstance(array, np.ndarray) else array.get()

@@ -1,4 +1,4 @@
-"""Whose stream a call runs on: the caller's current one, in the framework its arrays come from."""
+"""The stream of a call: the caller's current one, in the framework of the call's arrays."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 def callers(native: Any, framework: str, stream: Any = None) -> contextlib.AbstractContextManager[Any]:
-    """A context in which CuPy's current device and stream are the caller's; nothing for host arrays.
+    """A context in which CuPy's current device and stream are the caller's; without effect for host arrays.
 
     native     a borrowed array of the call
-    framework  where the caller's arrays come from
-    stream     what the caller asked for, or None for the framework's current stream
+    framework  the framework of the caller's arrays
+    stream     the stream given by the caller, or None for the framework's current stream
     """
     if isinstance(native, np.ndarray):
         return NOTHING
@@ -30,7 +30,7 @@ def callers(native: Any, framework: str, stream: Any = None) -> contextlib.Abstr
 
 
 def on(device: int, handle: int | None) -> contextlib.AbstractContextManager[Any]:
-    """A context in which CuPy's current device is `device` and its current stream `handle`; None: as it is there.
+    """A context in which CuPy's current device is `device` and its current stream `handle`; None: unchanged.
 
     device  a CUDA device, or -1 for host memory: nothing to do
     """
@@ -38,7 +38,7 @@ def on(device: int, handle: int | None) -> contextlib.AbstractContextManager[Any
 
 
 class _Current:
-    """What `on` says. Nothing changes before `with`: CuPy keeps a stack, from which only the end of `with` takes."""
+    """The context of `on`. Nothing changes before `with`: only the end of `with` pops CuPy's stack of streams."""
 
     __slots__ = ("_contexts", "_device", "_handle")
 
@@ -63,29 +63,29 @@ class _Current:
 
 
 class InOrder:
-    """Work that could run beside the caller's, and runs in its stream."""
+    """Work that could run concurrently with the caller's, but runs on its stream."""
 
     def branch(self) -> contextlib.AbstractContextManager[Any]:
-        """A context whose work begins when what the current stream has been given so far is done."""
+        """A context whose work begins when the work queued on the current stream so far is done."""
         return NOTHING
 
     def join(self) -> None:
-        """What is queued on the current stream from now on begins when the work of all branches is done."""
+        """Make work queued on the current stream from now on wait for the work of all branches."""
 
 
 class Side(InOrder):
-    """A stream beside the caller's, on CuPy's current device, for work that may run while the caller's goes on.
+    """A second stream on CuPy's current device, for work that may run concurrently with the caller's.
 
-    To be made outside of a capture. Within one, branches become those of the graph, and must be joined before its end.
-    Not for callers whose work may itself run at the same time.
+    It must be created outside of captures. Within a capture, branches become branches of the graph, and must be joined
+    before its end. Not for callers that run concurrently with each other.
     """
 
-    handles: ClassVar[set[int]] = set()  # of all that there are
+    handles: ClassVar[set[int]] = set()  # of all side streams
 
     def __init__(self) -> None:
         cuda = sys.modules["cupy"].cuda
         self._stream = cuda.Stream(non_blocking=True)
-        self._event = cuda.Event(disable_timing=True)  # a wait is for what was recorded when it was called
+        self._event = cuda.Event(disable_timing=True)  # can be reused: a wait refers to the record before it
         self.handles.add(self._stream.ptr)
         weakref.finalize(self, self.handles.discard, self._stream.ptr)
 
@@ -102,7 +102,7 @@ class Side(InOrder):
 
 
 class _Handle:
-    """A stream that somebody else owns."""
+    """A stream of another owner."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
@@ -113,7 +113,7 @@ class _Handle:
 
 @functools.lru_cache(maxsize=256)
 def of_handle(handle: int, device: int) -> Any:
-    """A CuPy stream for the handle of a stream of CUDA device `device`, whoever owns that. Kept: it costs to make."""
+    """A CuPy stream for the handle of any owner's stream of CUDA device `device`. Cached, as creation is expensive."""
     cupy = sys.modules["cupy"]
     with cupy.cuda.Device(device):
         return cupy.cuda.Stream.from_external(_Handle(handle))
@@ -126,7 +126,7 @@ def is_capturing(handle: int | None = None) -> bool:
 
 
 def capture_id(handle: int | None = None) -> int:
-    """A number of the CUDA graph that is being captured on a stream, 0 if none is; None: CuPy's current stream."""
+    """The id of the CUDA graph that is being captured on a stream, 0 if none is; None: CuPy's current stream."""
     if handle is None:
         handle = int(sys.modules["cupy"].cuda.get_current_stream().ptr)
     if not is_capturing(handle):
@@ -139,7 +139,7 @@ def capture_id(handle: int | None = None) -> int:
 
 @contextlib.contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """A context in which this thread may do what would end a capture that it is in: load code, ask events."""
+    """A context in which calls that would otherwise end this thread's capture are allowed: load code, query events."""
     exchange, mode = _exchange_capture_mode(), ctypes.c_int(RELAXED)
     exchange(ctypes.byref(mode))  # swaps the thread's mode and ours
     try:

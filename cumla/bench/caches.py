@@ -1,8 +1,7 @@
-"""The paged caches: insert, gather, copies of pages. `copy` moves as many bytes by a kernel that does nothing else."""
+"""The paged caches: insert, gather, copies of pages. `copy` is a kernel that only moves as many bytes."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,12 +10,11 @@ import numpy as np
 
 import cumla
 
+from ..arrays.memory import to_host
 from ..bounds import ROUNDED
 from ..dispatch.call import BFLOAT16
 from ..layout import DSV4_FP8, INDEXER_FP8, MLA_BF16, V32_FP8, CacheLayout
-from ..replay.device import to_host
 from . import peers
-from .measure import copy_calls
 from .problem import (
     BLOCK,
     WINDOW,
@@ -24,23 +22,18 @@ from .problem import (
     Peer,
     Problem,
     Sizes,
-    against,
+    by_backend,
     contexts,
     error_within,
-    of_sets,
+    kind_of,
     picked,
+    problem_of,
     repeating_cache,
 )
 
 SAMPLE = 100  # rows that are compared with the reference
-LARGE = 4096  # tokens from which on a copy is measured, and pages are filled in order, as prompts fill them
+LARGE = 4096  # from so many tokens a copy is measured as well, and pages are filled in order, as prompts fill them
 POSITIONS = 8192
-
-
-def beside_copies(sizes: Sizes, tokens: int, moved: int, sets: int, fields: dict[str, Any]) -> dict[str, Any]:
-    if sizes.on_device and tokens >= LARGE:
-        fields["impls"]["copy"] = "cupy", copy_calls(moved // 2, sets)
-    return fields
 
 
 def slots_of(arrays: Arrays, tokens: int, blocks: int) -> Any:
@@ -60,7 +53,7 @@ def token_bytes(layout: CacheLayout, cache: Any, slots: np.ndarray) -> np.ndarra
     block = cache.shape[1]
     page, row = np.divmod(slots, block)
     there, page = np.unique(page, return_inverse=True)
-    pages = picked(cache, there).reshape(len(there), -1)
+    pages = picked(cache, there).reshape(len(there), -1).view(np.uint8)
     scales = layout.scale_start(block) + row * layout.scale_stride
     rows = pages[page[:, None], (row * layout.row_bytes)[:, None] + np.arange(layout.row_bytes)]
     return np.concatenate([rows, pages[page[:, None], scales[:, None] + np.arange(layout.scale_bytes)]], axis=1)
@@ -68,49 +61,57 @@ def token_bytes(layout: CacheLayout, cache: Any, slots: np.ndarray) -> np.ndarra
 
 @dataclass(frozen=True)
 class Insert:
-    """Rows quantised and inserted. vLLM inserts V4's rows with the queries' norm: QueryNormInsert."""
+    """Rows inserted, quantised or as they are. vLLM inserts V4's rows with the queries' norm: QueryNormInsert."""
 
     tokens: int
     layout: CacheLayout = DSV4_FP8
 
     @property
     def op(self) -> str:
-        return "indexer_k_quant_and_cache" if self.layout is INDEXER_FP8 else "quantize_and_insert_k_cache"
+        ops = {INDEXER_FP8: "indexer_k_quant_and_cache", MLA_BF16: "concat_and_cache_mla"}
+        return ops.get(self.layout, "quantize_and_insert_k_cache")
 
     def __str__(self) -> str:
-        return f"{self.layout.name} T={self.tokens}"
+        return f"{'bfloat16' if self.layout is MLA_BF16 else self.layout.name} T={self.tokens}"
 
     def problem(self, sizes: Sizes) -> Problem:
-        layout, arrays, keys = self.layout, Arrays(sizes), self.layout is INDEXER_FP8
+        layout, arrays, call = self.layout, Arrays(sizes), getattr(cumla, self.op)
         moved = self.tokens * (2 * layout.head_dim + layout.token_bytes + 8)
         sets, blocks = sizes.sets(moved), -(-self.tokens // BLOCK) + 8
-        k = [arrays.rows(self.tokens, layout.head_dim) for _ in range(sets)]
-        caches = [layout.allocate(blocks, BLOCK, sizes.xp) for _ in range(sets)]
+        widths = (512, 64) if layout is MLA_BF16 else (layout.head_dim,)
+        rows = [[arrays.rows(self.tokens, width) for width in widths] for _ in range(sets)]
+        caches = [_allocated(layout, blocks, sizes.xp) for _ in range(sets)]
         slots = [slots_of(arrays, self.tokens, blocks) for _ in range(sets)]
-        call = cumla.indexer_k_quant_and_cache if keys else cumla.quantize_and_insert_k_cache
-        options: dict[str, Any] = {} if keys else {"layout": layout}
+        options: dict[str, Any] = {"layout": layout} if self.op == "quantize_and_insert_k_cache" else {}
         which = sample(self.tokens)
-        want = layout.allocate(-(-len(which) // BLOCK), BLOCK)
-        call(to_host(k[0])[which], want, np.arange(len(which)), **options, backend="reference")
-        rows = token_bytes(layout, want, np.arange(len(which)))
+        cache = _allocated(layout, -(-len(which) // BLOCK), np)
+        call(*(to_host(x)[which] for x in rows[0]), cache, np.arange(len(which)), **options, backend="reference")
+        want = token_bytes(layout, cache, np.arange(len(which)))
 
         def check(_: Any) -> float:
-            np.testing.assert_array_equal(token_bytes(layout, caches[0], to_host(slots[0])[which]), rows)
+            np.testing.assert_array_equal(token_bytes(layout, caches[0], to_host(slots[0])[which]), want)
             return 0.0
 
-        given = list(zip(k, caches, slots, strict=True))
-        theirs = [peers.vllm_insert_keys(*x) if sizes.with_peers and keys else None for x in given]
-        fields = against(
-            sizes, lambda backend: of_sets(call, given, **options, backend=backend),
-            vllm=Peer(peers.VLLM_KEYS, theirs),
+        given = [(*x, *more) for x, *more in zip(rows, caches, slots, strict=True)]
+        theirs = {
+            INDEXER_FP8: Peer("vllm", peers.VLLM_KEYS, peers.vllm_insert_keys, given),
+            MLA_BF16: Peer("vllm", peers.VLLM_CONCAT, peers.vllm_concat, given),
+        }
+        return problem_of(
+            self, sizes, by_backend(call, given, **options), moved, check, lambda: caches[0].fill(0xA5),
+            peer=theirs.get(layout), copied=self.tokens >= LARGE,
         )  # fmt: skip
-        fields = beside_copies(sizes, self.tokens, moved, sets, fields)
-        return Problem(self.op, str(self), **fields, bytes_moved=moved, check=check, clear=lambda: caches[0].fill(0xA5))
+
+
+def _allocated(layout: CacheLayout, blocks: int, xp: Any) -> Any:
+    """A cache as calls take it."""
+    cache = layout.allocate(blocks, BLOCK, xp)
+    return cache.view(BFLOAT16) if layout is MLA_BF16 else cache
 
 
 @dataclass(frozen=True)
 class QueryNormInsert:
-    """What stands between a V4 layer's projections and its attention: queries normed and rotated, rows inserted."""
+    """Fused q-norm, RoPE and K insert of a V4 layer."""
 
     tokens: int
     heads: int = 64
@@ -140,24 +141,17 @@ class QueryNormInsert:
         )  # fmt: skip
         rows = token_bytes(layout, page, np.arange(len(which)))
 
-        given = [(*x, positions, table) for x in zip(q, kv, caches, slots, strict=True)]
-
-        def ours(backend: str) -> list[Any]:
-            return [
-                functools.partial(cumla.qnorm_rope_and_insert, *x, out=out, backend=backend)
-                for x, out in zip(given, outs, strict=True)
-            ]
-
         def check(result: Any) -> float:
             got = token_bytes(layout, caches[0], to_host(slots[0])[which])
             differ = float((got != rows).mean())
             assert differ < 1e-3, f"{differ:.2%} of the bytes of rows differ"  # RoPE rounds once, in some order
             return error_within(picked(result, which), want, ROUNDED)
 
-        theirs = [peers.vllm_qnorm_rope_insert(*x, BLOCK) if sizes.with_peers else None for x in given]
-        return Problem(
-            self.op, str(self), **against(sizes, ours, vllm=Peer(peers.VLLM_INSERT, theirs)), bytes_moved=moved,
-            check=check, clear=lambda: caches[0].fill(0xA5),
+        given = [(*x, positions, table) for x in zip(q, kv, caches, slots, strict=True)]
+        return problem_of(
+            self, sizes, by_backend(cumla.qnorm_rope_and_insert, given, outs), moved, check,
+            lambda: caches[0].fill(0xA5),
+            peer=Peer("vllm", peers.VLLM_INSERT, peers.vllm_qnorm_rope_insert, [(*x, BLOCK) for x in given]),
         )  # fmt: skip
 
 
@@ -174,7 +168,7 @@ class Gather:
 
     def __str__(self) -> str:
         layout = "" if self.layout is DSV4_FP8 else f"{self.layout.name} "
-        return f"{layout}{self.requests} x {self.length:,}, {'lengths' if self.lengths else 'full lists'}"
+        return f"{layout}{self.requests} x {self.length:,}, {kind_of(self.lengths)}"
 
     def problem(self, sizes: Sizes) -> Problem:
         arrays, xp, layout = Arrays(sizes), sizes.xp, self.layout
@@ -197,58 +191,16 @@ class Gather:
             backend="reference",
         )  # fmt: skip
 
-        def ours(backend: str) -> list[Any]:
-            given = [(out, cache.array, *put, table) for out, table in zip(outs, tables, strict=True)]
-            return of_sets(cumla.dequantize_and_gather_k_cache, given, layout=layout, backend=backend)
-
         def check(_: Any) -> float:
             for request, (end, rows) in enumerate(zip(count, tail, strict=True)):
                 np.testing.assert_array_equal(to_host(outs[0][request, end - rows : end]), want[request, :rows])
             return 0.0
 
-        asks = sizes.with_peers and layout is DSV4_FP8
-        theirs = [peers.vllm_gather(out, cache.array, *put, table, BLOCK) if asks else None
-                  for out, table in zip(outs, tables, strict=True)]  # fmt: skip
-        fields = against(sizes, ours, vllm=Peer(peers.VLLM_GATHER, theirs))
-        return Problem(
-            self.op, str(self), **beside_copies(sizes, int(count.sum()), moved, sets, fields), bytes_moved=moved,
-            check=check, clear=lambda: outs[0].fill(7),
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Concat:
-    """Rows of a dense layer's cache."""
-
-    tokens: int
-
-    op: ClassVar[str] = "concat_and_cache_mla"
-
-    def __str__(self) -> str:
-        return f"bfloat16 T={self.tokens}"
-
-    def problem(self, sizes: Sizes) -> Problem:
-        arrays, moved = Arrays(sizes), self.tokens * (2 * MLA_BF16.row_bytes + 8)
-        sets, blocks = sizes.sets(moved), -(-self.tokens // BLOCK) + 8
-        kv_c, k_pe = ([arrays.rows(self.tokens, width) for _ in range(sets)] for width in (512, 64))
-        caches = [sizes.xp.zeros((blocks, BLOCK, 576), BFLOAT16) for _ in range(sets)]
-        slots = [slots_of(arrays, self.tokens, blocks) for _ in range(sets)]
-
-        def check(_: Any) -> float:
-            got = caches[0].reshape(-1, 576)[slots[0]].view(np.uint16)
-            assert (got == sizes.xp.concatenate([kv_c[0], k_pe[0]], axis=1).view(np.uint16)).all()
-            return 0.0
-
-        given = list(zip(kv_c, k_pe, caches, slots, strict=True))
-        theirs = [peers.vllm_concat(*x) if sizes.with_peers else None for x in given]
-        fields = against(
-            sizes,
-            lambda backend: of_sets(cumla.concat_and_cache_mla, given, backend=backend),
-            vllm=Peer(peers.VLLM_CONCAT, theirs),
-        )  # fmt: skip
-        return Problem(
-            self.op, str(self), **beside_copies(sizes, self.tokens, moved, sets, fields), bytes_moved=moved,
-            check=check, clear=lambda: caches[0].fill(7),
+        given = [(out, cache.array, *put, table) for out, table in zip(outs, tables, strict=True)]
+        theirs = Peer("vllm", peers.VLLM_GATHER, peers.vllm_gather, [(*x, BLOCK) for x in given])
+        return problem_of(
+            self, sizes, by_backend(cumla.dequantize_and_gather_k_cache, given, layout=layout), moved, check,
+            lambda: outs[0].fill(7), peer=theirs if layout is DSV4_FP8 else None, copied=int(count.sum()) >= LARGE,
         )  # fmt: skip
 
 
@@ -278,12 +230,11 @@ class DenseGather:
             assert (outs[0].view(np.uint16) == want.view(np.uint16)).all()
             return 0.0
 
-        def ours(backend: str) -> list[Any]:
-            given = [(*x, table, starts, self.requests) for x in zip(caches, outs, strict=True)]
-            return of_sets(cumla.gather_cache, given, backend=backend)
-
-        fields = beside_copies(sizes, rows, moved, sets, against(sizes, ours))
-        return Problem(self.op, str(self), **fields, bytes_moved=moved, check=check, clear=lambda: outs[0].fill(7))
+        given = [(*x, table, starts, self.requests) for x in zip(caches, outs, strict=True)]
+        return problem_of(
+            self, sizes, by_backend(cumla.gather_cache, given), moved, check, lambda: outs[0].fill(7),
+            copied=rows >= LARGE,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -316,12 +267,11 @@ class KeyGather:
             np.testing.assert_array_equal(np.concatenate(got, axis=1), want)
             return 0.0
 
-        def ours(backend: str) -> list[Any]:
-            given = [(cache.array, *x, starts) for x in zip(keys, scales, tables, strict=True)]
-            return of_sets(cumla.cp_gather_indexer_k_quant_cache, given, backend=backend)
-
-        fields = beside_copies(sizes, rows, moved, sets, against(sizes, ours))
-        return Problem(self.op, str(self), **fields, bytes_moved=moved, check=check, clear=lambda: keys[0].fill(7))
+        given = [(cache.array, *x, starts) for x in zip(keys, scales, tables, strict=True)]
+        return problem_of(
+            self, sizes, by_backend(cumla.cp_gather_indexer_k_quant_cache, given), moved, check,
+            lambda: keys[0].fill(7), copied=rows >= LARGE,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -344,11 +294,8 @@ class CopyBlocks:
             assert (pools[0][pairs[:, 1]] == pools[0][pairs[:, 0]]).all()
             return 0.0
 
-        def ours(backend: str) -> list[Any]:
-            return of_sets(cumla.copy_blocks, [([pool], pairs) for pool in pools], backend=backend)
-
-        fields = beside_copies(sizes, LARGE, moved, sets, against(sizes, ours))
-        return Problem(self.op, str(self), **fields, bytes_moved=moved, check=check)
+        calls = by_backend(cumla.copy_blocks, [([pool], pairs) for pool in pools])
+        return problem_of(self, sizes, calls, moved, check, copied=True)
 
 
 @dataclass(frozen=True)
@@ -374,14 +321,11 @@ class AdvanceStep:
             assert (slots == blocks * BLOCK + before % BLOCK).all()
             return 0.0
 
-        def ours(backend: str) -> list[Any]:
-            given = (count, count, BLOCK, tokens, sampled, positions, lens, slots, tables)
-            return of_sets(cumla.advance_step, [given], backend=backend)
-
         def clear() -> None:
             lens[:] = before
 
-        return Problem(self.op, str(self), **against(sizes, ours), bytes_moved=52 * count, check=check, clear=clear)
+        given = (count, count, BLOCK, tokens, sampled, positions, lens, slots, tables)
+        return problem_of(self, sizes, by_backend(cumla.advance_step, [given]), 52 * count, check, clear)
 
 
 def insert(sizes: Sizes) -> Iterator[Insert | QueryNormInsert]:
@@ -404,7 +348,7 @@ def recorded() -> list[Any]:
         Insert(32768, V32_FP8),
         *(Gather(*shape, lengths=True) for shape in ((4, 8192), (4, 65536))),
         *(Gather(*shape) for shape in ((1, 512), (4, 8192), (16, 8192), (4, 65536))),
-        *(Concat(tokens) for tokens in (512, 4096, 32768)),
+        *(Insert(tokens, MLA_BF16) for tokens in (512, 4096, 32768)),
         DenseGather(4, 8192),
         KeyGather(4, 8192),
         CopyBlocks(512),

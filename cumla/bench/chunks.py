@@ -6,16 +6,16 @@ The rows of the chunk are in the caches already. Several layers with caches of t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ..arrays import dlpack
-from ..layers.prefill_road import chunk_roads
+from ..errors import RunError
+from ..layers.prefill_path import chunk_paths
 from ..replay.blocks import BLOCK_TOKENS
-from ..replay.errors import RunError
 from ..replay.scheduler import Scheduled, Sequence
 from ..replay.trace import HASH_TOKENS, TraceRequest
 from . import peers
@@ -65,10 +65,10 @@ class Chunk:
         tokens = Tokens(place, self.heads, steps.most_tokens, steps.longest)
         x = StepInputs(place, shape, caches, tokens, steps, steps.steps[0])
         x.select()
-        roads = chunk_roads(x.metadata, shape.ratio, self.heads, shape.topk, place.backend)
-        chosen = ", ".join(road for *_, road in roads)
+        paths = chunk_paths(x.metadata, shape.ratio, self.heads, shape.topk, place.backend)
+        chosen = ", ".join(path for *_, path in paths)
         calls: dict[str, Callable[[], Any]] = {f"cumla ({chosen})": functools.partial(attend, x, None)}
-        calls |= {f"cumla {road}": functools.partial(attend, x, road) for road in ("pages", "rows")}
+        calls |= {f"cumla {path}": functools.partial(attend, x, path) for path in ("pages", "rows")}
         functions = {}
         if sizes.with_peers and place.framework == "torch" and peers.cutedsl_gather() and peers.module(peers.FLASH_MLA):
             peer = PeerStep(x)
@@ -89,20 +89,14 @@ class Chunk:
         )  # fmt: skip
 
 
-def attend(x: StepInputs, road: str | None) -> Any:
-    x.attend(False, road)
+def attend(x: StepInputs, path: str | None) -> Any:
+    x.attend(False, path)
     return x.out
 
 
 def attend_as_vllm(peer: PeerStep) -> Any:
     peer.attend(False)
     return peer.out[:, : peer.heads]
-
-
-def chunks(sizes: Sizes) -> Iterator[Chunk]:
-    for lengths in (True, False):
-        for tokens in sizes.tokens:
-            yield Chunk(4 if lengths else 1, tokens, max(sizes.context, tokens), sizes.heads, lengths)
 
 
 def recorded() -> list[Chunk]:

@@ -6,9 +6,8 @@ are of contexts of different lengths. `full lists` are those in which every quer
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import ml_dtypes
@@ -16,11 +15,11 @@ import numpy as np
 
 import cumla
 
+from ..arrays.memory import to_host
 from ..layout import INDEXER_FP8
-from ..replay.device import to_host
 from . import peers
 from .caches import Insert
-from .problem import BLOCK, Arrays, Calls, Peer, Problem, Sizes, against, contexts
+from .problem import BLOCK, Arrays, Peer, Problem, Sizes, by_backend, contexts, kind_of, problem_of
 
 HEADS, DIM = 64, 128
 TOLERANCE = 1e-3  # of scores, as a part of a row's largest magnitude
@@ -90,7 +89,7 @@ class Logits:
     op: ClassVar[str] = "fp8_mqa_logits"
 
     def __str__(self) -> str:
-        return f"{self.queries} x {self.keys}, {'lengths' if self.lengths else 'full lists'}"
+        return f"{self.queries} x {self.keys}, {kind_of(self.lengths)}"
 
     def inputs(self, sizes: Sizes) -> tuple[Any, Any, Any, Any, Any, Any]:
         """q, k, scales, weights, starts, ends."""
@@ -104,26 +103,18 @@ class Logits:
         )  # fmt: skip
 
     def problem(self, sizes: Sizes) -> Problem:
-        q, k, scales, weights, starts, ends = self.inputs(sizes)
+        given = q, k, scales, weights, starts, ends = self.inputs(sizes)
         out = sizes.xp.empty((self.queries, self.keys), np.float32)
         seen, exact = to_host(ends), Inputs(sizes).exact
 
         def row(i: int) -> tuple[int, np.ndarray]:
             return 0, exact(q[i], k[: seen[i]], scales[: seen[i]], weights[i])
 
-        def ours(backend: str) -> list[Any]:
-            return [
-                functools.partial(
-                    cumla.fp8_mqa_logits, q, (k, scales), weights, starts, ends, False, out=out, backend=backend
-                )
-            ]
-
-        theirs = [peers.deep_gemm_logits(q, k, scales, weights, starts, ends) if sizes.with_peers else None]
         pairs = int(seen.sum())
-        return Problem(
-            self.op, str(self), **against(sizes, ours, deep_gemm=Peer(peers.DEEP_GEMM_LOGITS, theirs)),
-            bytes_moved=4 * pairs + k.nbytes + q.nbytes, flop=2 * pairs * HEADS * DIM,
-            check=check_rows(self.queries, row),
+        return problem_of(
+            self, sizes, by_backend(cumla.fp8_mqa_logits, [(q, (k, scales), weights, starts, ends, False)], [out]),
+            4 * pairs + k.nbytes + q.nbytes, check_rows(self.queries, row), flop=2 * pairs * HEADS * DIM,
+            peer=Peer("deep_gemm", peers.DEEP_GEMM_LOGITS, peers.deep_gemm_logits, [given]),
         )  # fmt: skip
 
 
@@ -139,8 +130,7 @@ class PagedLogits:
     op: ClassVar[str] = "fp8_paged_mqa_logits"
 
     def __str__(self) -> str:
-        kind = "lengths" if self.lengths else "full lists"
-        return f"b {self.batch} x {self.context} next_n {self.next_n}, {kind}"
+        return f"b {self.batch} x {self.context} next_n {self.next_n}, {kind_of(self.lengths)}"
 
     def inputs(self, sizes: Sizes, seed: int) -> tuple[Any, Any, Any, Any, Any]:
         """q, cache, weights, lens, table."""
@@ -170,18 +160,14 @@ class PagedLogits:
             scales = sizes.xp.ascontiguousarray(pages[:, BLOCK * DIM :]).view(np.float32).reshape(-1)
             return 0, exact(q[entry, j], k, scales, weights[i])[: seen[entry, j]]
 
-        def ours(backend: str) -> list[Any]:
-            return [
-                functools.partial(cumla.fp8_paged_mqa_logits, *x, None, self.context, out=out, backend=backend)
-                for x, out in zip(sets, outs, strict=True)
-            ]
-
-        theirs = [peers.deep_gemm_paged_logits(*x, self.context) if sizes.with_peers else None for x in sets]
-        keys = int(seen[:, -1].sum())
-        return Problem(
-            self.op, str(self), **against(sizes, ours, deep_gemm=Peer(peers.DEEP_GEMM_PAGED_LOGITS, theirs)),
-            bytes_moved=keys * (DIM + 4) + 4 * int(seen.sum()), flop=2 * int(seen.sum()) * HEADS * DIM,
-            check=check_rows(self.batch * self.next_n, row),
+        keys, pairs = int(seen[:, -1].sum()), int(seen.sum())
+        return problem_of(
+            self, sizes, by_backend(cumla.fp8_paged_mqa_logits, [(*x, None, self.context) for x in sets], outs),
+            keys * (DIM + 4) + 4 * pairs, check_rows(self.batch * self.next_n, row), flop=2 * pairs * HEADS * DIM,
+            peer=Peer(
+                "deep_gemm", peers.DEEP_GEMM_PAGED_LOGITS, peers.deep_gemm_paged_logits,
+                [(*x, self.context) for x in sets],
+            ),
         )  # fmt: skip
 
 
@@ -200,8 +186,7 @@ class Choice:
         return f"top_k {self.kind}"
 
     def __str__(self) -> str:
-        kind = "lengths" if self.lengths else "full lists"
-        return f"{self.rows} x {self.columns} k {self.topk}, {kind}"
+        return f"{self.rows} x {self.columns} k {self.topk}, {kind_of(self.lengths)}"
 
     def problem(self, sizes: Sizes) -> Problem:
         xp, rng = sizes.xp, np.random.default_rng(0)
@@ -217,12 +202,6 @@ class Choice:
         decode = self.kind == "decode"
         options = {"seq_lens": ends} if decode else {"row_starts": starts, "row_ends": ends}
 
-        def ours(backend: str) -> list[Any]:
-            return [
-                functools.partial(cumla.top_k_per_row, x, self.topk, out=out, backend=backend, **options)
-                for x, out in zip(scores, outs, strict=True)
-            ]
-
         def check(result: Any) -> float:
             for row in sorted({0, self.rows // 2, self.rows - 1}):
                 of_row = to_host(scores[0][row, : lens[row]])
@@ -233,12 +212,12 @@ class Choice:
                 np.testing.assert_array_equal(np.sort(of_row[found])[::-1], want)  # which of equal scores is open
             return 0.0
 
-        given = {"lens": ends} if decode else {"starts": starts, "ends": ends}
         function = f"{peers.top_k_function(self.rows)}, vLLM 0.26" if decode else peers.VLLM_PREFILL_CHOICE
-        theirs = [peers.vllm_top_k(x, self.topk, **given) if sizes.with_peers else None for x in scores]
-        return Problem(
-            self.op, str(self), **against(sizes, ours, vllm=Peer(function, theirs)), bytes_moved=4 * int(lens.sum()),
-            check=check,
+        seen = (ends,) if decode else (None, starts, ends)
+        return problem_of(
+            self, sizes, by_backend(cumla.top_k_per_row, [(x, self.topk) for x in scores], outs, **options),
+            4 * int(lens.sum()), check,
+            peer=Peer("vllm", function, peers.vllm_top_k, [(x, self.topk, *seen) for x in scores]),
         )  # fmt: skip
 
 
@@ -259,41 +238,35 @@ class Selection:
 
     def problem(self, sizes: Sizes) -> Problem:
         xp = sizes.xp
+        given: tuple[Any, ...]
+        score: Any = cumla.fp8_mqa_logits if isinstance(self.scores, Logits) else cumla.fp8_paged_mqa_logits
         if isinstance(self.scores, Logits):
             q, k, scales, weights, starts, ends = self.scores.inputs(sizes)
-            one = functools.partial(
-                cumla.indexer_topk, q, (k, scales), weights, self.topk, cu_seqlen_ks=starts, cu_seqlen_ke=ends
-            )
-            score = functools.partial(cumla.fp8_mqa_logits, q, (k, scales), weights, starts, ends, False)
-            options, pairs, read = {"row_ends": ends}, int(ends.sum()), k.nbytes + q.nbytes
+            given = (q, (k, scales), weights, starts, ends, False)
+            seen, options = {"cu_seqlen_ks": starts, "cu_seqlen_ke": ends}, {"row_ends": ends}
+            pairs, read = int(ends.sum()), k.nbytes + q.nbytes
         else:
-            q, cache, weights, lens, table = self.scores.inputs(sizes, 0)
-            one = functools.partial(
-                cumla.indexer_topk, q, cache, weights, self.topk, context_lens=lens, block_table=table
-            )
-            score = functools.partial(cumla.fp8_paged_mqa_logits, q, cache, weights, lens, table)
-            options, pairs = {"seq_lens": lens}, int(lens.sum())
-            read = pairs * (DIM + 4)
+            q, _, weights, lens, table = given = self.scores.inputs(sizes, 0)
+            seen, options = {"context_lens": lens, "block_table": table}, {"seq_lens": lens}
+            pairs, read = int(lens.sum()), int(lens.sum()) * (DIM + 4)
         rows, backend = len(weights), sizes.backend
         workspace = xp.empty((64 if sizes.on_device else 4) << 20, np.uint8)
-        out, logits = xp.empty((rows, self.topk), np.int32), score(backend=backend)
+        out, logits = xp.empty((rows, self.topk), np.int32), score(*given, backend=backend)
         want = cumla.top_k_per_row(logits, self.topk, **options, backend=backend)
 
         def two_steps() -> Any:
-            score(out=logits, backend=backend)
+            score(*given, out=logits, backend=backend)
             return cumla.top_k_per_row(logits, self.topk, **options, out=out, backend=backend)
 
         def check(result: Any) -> float:
             assert bool((result == want).all())
             return 0.0
 
-        impls: dict[str, tuple[str, Calls]] = {
-            "cumla": ("cupy", [functools.partial(one, workspace=workspace, out=out, backend=backend)]),
-            "two steps": ("cupy", [two_steps]),
-        }
-        return Problem(
-            self.op, str(self), impls, read + out.nbytes, 2 * pairs * HEADS * DIM, check, lambda: out.fill(-7)
-        )
+        found = problem_of(
+            self, sizes, by_backend(cumla.indexer_topk, [(*given[:3], self.topk)], [out], workspace=workspace, **seen),
+            read + out.nbytes, check, lambda: out.fill(-7), flop=2 * pairs * HEADS * DIM,
+        )  # fmt: skip
+        return replace(found, impls={**found.impls, "two steps": ("cupy", [two_steps])})
 
 
 @dataclass(frozen=True)
@@ -319,19 +292,13 @@ class QueryQuant:
                 np.testing.assert_array_equal(to_host(got[:8]), right)
             return 0.0
 
-        def ours(backend: str) -> list[Any]:
-            return [
-                functools.partial(
-                    cumla.fused_indexer_q_rope_quant, positions, q, table, weights, out=out, backend=backend
-                )
-            ]
-
-        return Problem(self.op, str(self), **against(sizes, ours), bytes_moved=q.nbytes + out[0].nbytes, check=check)
+        calls = by_backend(cumla.fused_indexer_q_rope_quant, [(positions, q, table, weights)], [out])
+        return problem_of(self, sizes, calls, q.nbytes + out[0].nbytes, check)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The decodes' work by multiprocessor. Of the installed peer, larger shares come last."""
+    """Work ranges of decodes by multiprocessor. The installed peer orders the splits otherwise."""
 
     batch: int
 
@@ -345,19 +312,14 @@ class Schedule:
         out = sizes.xp.empty((133, 2), np.int32)
         want = cumla.get_paged_mqa_logits_metadata(to_host(lens), BLOCK, 132, backend="reference")
 
-        def ours(backend: str) -> list[Any]:
-            call = cumla.get_paged_mqa_logits_metadata
-            return [functools.partial(call, lens, BLOCK, 132, out=out, backend=backend)]
-
         def check(result: Any) -> float:
             np.testing.assert_array_equal(to_host(result), want)
             return 0.0
 
-        theirs = [peers.deep_gemm_schedule(lens, BLOCK, 132) if sizes.with_peers else None]
-        return Problem(
-            self.op, str(self), **against(sizes, ours, deep_gemm=Peer(peers.DEEP_GEMM_SCHEDULE, theirs)),
-            bytes_moved=lens.nbytes, check=check, unchecked=("deep_gemm",),
-        )  # fmt: skip
+        given = [(lens, BLOCK, 132)]
+        theirs = Peer("deep_gemm", peers.DEEP_GEMM_SCHEDULE, peers.deep_gemm_schedule, given)
+        calls = by_backend(cumla.get_paged_mqa_logits_metadata, given, [out])
+        return replace(problem_of(self, sizes, calls, lens.nbytes, check, peer=theirs), unchecked=("deep_gemm",))
 
 
 def indexer(sizes: Sizes) -> Iterator[Any]:

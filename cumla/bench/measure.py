@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..replay.device import Gate
+from ..timing import Gate
 
 GRAPH_US = 1_000  # of calls that a graph holds, about
 MAX_CALLS_PER_GRAPH = 400
 REPLAYS = 20
+HOST_ROUNDS = 20
 L2_BYTES = 64 << 20
 LONGEST_HOLD_NS = 400_000_000
 BYTES_PER_US, FLOP_PER_US = 4.3e6, 790e6  # that an H200's memory and its bfloat16 products reach
@@ -27,7 +28,7 @@ Calls = Sequence[Callable[[], Any]]
 
 
 def cupy() -> Any:
-    """CuPy, which only who measures on a device has."""
+    """CuPy, which a host without a device lacks."""
     import cupy
 
     return cupy
@@ -53,7 +54,7 @@ def environment(on_device: bool = True) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Of the checkout that this is run from, with a + where it was changed; a file .commit stands in for git.
+    """The commit of the checkout that this is run from, with a + where it was changed; a file .commit replaces git.
 
     None where the package is installed.
     """
@@ -89,26 +90,21 @@ def limit_us(bytes_moved: float, flop: float = 0) -> float:
 
 
 def sets_for(bytes_moved: int, most: int = 8) -> int:
-    """How many sets of inputs it takes until none of them is in the L2 cache when its turn comes."""
+    """How many sets of inputs it takes until none of them is in the L2 cache when it is used again."""
     return max(2, min(most, -(-6 * L2_BYTES // max(bytes_moved, 1))))
 
 
 def graph_us(calls: Calls, framework: str = "cupy") -> float:
-    """Median time in us of one call inside a graph of back-to-back calls. See `graph_times`."""
-    return statistics.median(graph_times(calls, framework))
-
-
-def graph_times(calls: Calls, framework: str = "cupy") -> list[float]:
-    """Times in us of one call inside a graph of back-to-back calls, a replay each.
+    """Median time in us of one call inside a graph of back-to-back calls.
 
     calls      functions without arguments, one a set of inputs; they run in turn
     framework  "cupy" or "torch": whose capture the calls run under
     """
-    return graph_times_in_turn({"": (framework, calls)})[""]
+    return statistics.median(graph_times_in_turn({"": (framework, calls)})[""])
 
 
 def graph_times_in_turn(impls: Mapping[str, tuple[str, Calls]]) -> dict[str, list[float]]:
-    """The same of several implementations, {name: (framework, calls)}: a replay of each, and again.
+    """Times in us of a call, a replay each, of several implementations, {name: (framework, calls)}, in turn.
 
     What a device's clock does meanwhile, which follows heat and power, they then have in common.
     """
@@ -208,47 +204,39 @@ def _capture_torch(calls: Calls, count: int) -> Callable[[], Any]:
     return replay
 
 
-def host_us(call: Callable[[], Any], repeats: int = 200, seconds: float = 0.3) -> float:
-    """Median host time in us of one call. See `host_times`."""
-    return statistics.median(host_times(call, repeats, seconds))
+def host_us(call: Callable[[], Any], repeats: int = 400) -> float:
+    """Median host time in us of one call."""
+    return statistics.median(host_times_in_turn({"": call}, repeats)[""])
 
 
-def host_times(call: Callable[[], Any], repeats: int = 200, seconds: float = 0.3) -> list[float]:
-    """Host times in us of one call, a batch of calls each, the device left to catch up between batches."""
-    synchronize = cupy().cuda.Device().synchronize
-    for _ in range(3):
-        call()
-    start = time.perf_counter()
-    call()
-    synchronize()
-    batch = max(2, min(repeats // 10, int(seconds / 10 / (time.perf_counter() - start))))
-    times = []
-    for _ in range(10):
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(batch):
-            call()
-        times.append((time.perf_counter() - start) * 1e6 / batch)
-    synchronize()
-    return times
+def host_times_in_turn(
+    calls: Mapping[str, Callable[[], Any]], repeats: int = 400, seconds: float = 0.6
+) -> dict[str, list[float]]:
+    """Host times in us of one call of each, some of each and again: whatever slows the host slows them all.
 
-
-def host_times_in_turn(calls: Mapping[str, Callable[[], Any]], rounds: int = 20, each: int = 20) -> dict[str, float]:
-    """Median host time in us of one call of each, some of each and again: whatever slows the host slows them all."""
+    The device catches up before each batch of calls, which is short where a call keeps it busy for long.
+    """
     synchronize = cupy().cuda.Device().synchronize
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
+    batch = {}
+    for name, call in calls.items():
         for _ in range(3):
             call()
-    for _ in range(rounds):
+        synchronize()
+        start = time.perf_counter()
+        call()
+        synchronize()
+        most = seconds / HOST_ROUNDS / (time.perf_counter() - start)
+        batch[name] = max(2, min(repeats // HOST_ROUNDS, int(most)))
+    for _ in range(HOST_ROUNDS):
         for name, call in calls.items():
             synchronize()
             start = time.perf_counter()
-            for _ in range(each):
+            for _ in range(batch[name]):
                 call()
-            times[name].append((time.perf_counter() - start) * 1e6 / each)
+            times[name].append((time.perf_counter() - start) * 1e6 / batch[name])
     synchronize()
-    return {name: statistics.median(found) for name, found in times.items()}
+    return times
 
 
 def call_times(calls: Calls, seconds: float = 0.5) -> list[float]:

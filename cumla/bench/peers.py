@@ -178,7 +178,7 @@ def vllm_gather(
 
 
 def vllm_insert_keys(k: Any, cache: Any, slots: Any) -> Call | None:
-    """Of an indexer."""
+    """An indexer's calls."""
     operations = vllm_operations()
     if operations is None:
         return None
@@ -195,6 +195,14 @@ def vllm_concat(kv_c: Any, k_pe: Any, cache: Any, slots: Any) -> Call | None:
     arrays = [tensor(x) for x in (kv_c, k_pe, cache, slots)]
     scale = torch.ones(1, device=arrays[0].device)
     return lambda: operations._C_cache_ops.concat_and_cache_mla(*arrays, "auto", scale)
+
+
+def vllm_map(name: str, *given: Any) -> Call | None:
+    """A map of indices by its name, which allocates what it returns."""
+    function = getattr(module(VLLM_CACHE), name, None)
+    if function is None:
+        return None
+    return functools.partial(function, *(tensor(x) if hasattr(x, "shape") else x for x in given))
 
 
 def vllm_top_k(logits: Any, k: int, lens: Any = None, starts: Any = None, ends: Any = None) -> Call | None:

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from ..arrays.memory import to_host
 from ..bounds import Bound, compare
 from ..dispatch import backends
 from ..dispatch.call import BFLOAT16
+from ..errors import RunError
 from ..layout import DSV4_FP8, CacheLayout
 from ..ops.sparse_cache import quantize_and_insert_k_cache
-from ..replay.device import to_host
-from ..replay.errors import RunError
-from .measure import cupy, sets_for
+from .measure import copy_calls, cupy, sets_for
 
 BLOCK = 64
 HOST_SLOTS, DEVICE_SLOTS = 1 << 14, 1 << 20
@@ -68,15 +68,8 @@ class Sizes:
         return DEVICE_SLOTS if self.on_device else HOST_SLOTS
 
     def sets(self, moved: int, most: int = 8) -> int:
-        """Sets of inputs that take turns."""
+        """Sets of inputs that are used in rotation."""
         return sets_for(moved, most) if self.on_device else 2
-
-
-class Peer(NamedTuple):
-    """Calls of another library, None where it is absent: which function of which version."""
-
-    function: str
-    calls: Sequence[Callable[[], Any] | None]
 
 
 @dataclass(frozen=True)
@@ -89,7 +82,7 @@ class Problem:
     functions  of other libraries' implementations, which function of which version that is
     unchecked  implementations that compute something else, such as a copy of as many bytes
     from_host  the host's time for a call counts, on a device too
-    queued     not 0: calls allocate, so they are queued behind one another in place of a graph, and do so many times
+    queued     not 0: calls allocate, so they are queued one by one in place of a graph, and do so many times
                what is measured
     """
 
@@ -115,22 +108,55 @@ class Case(Protocol):
     def problem(self, sizes: Sizes) -> Problem: ...
 
 
-def against(sizes: Sizes, ours: Callable[[str], Calls], **peers: Peer) -> dict[str, Any]:
-    """Fields of a problem: cumla's calls by backend, and those of the peers that are there."""
+class Peer(NamedTuple):
+    """Another library's implementation.
+
+    impl      its name in rows
+    function  which function of which version
+    call      makes a call of a set of arguments, None where the library is absent
+    """
+
+    impl: str
+    function: str
+    call: Callable[..., Callable[[], Any] | None]
+    sets: Sequence[Sequence[Any]]
+
+
+def by_backend(
+    call: Callable[..., Any], sets: Sequence[Sequence[Any]], outs: Sequence[Any] | None = None, **options: Any
+) -> Callable[[str], Calls]:
+    """Calls of a backend over sets of arguments, each with an output of its own where `outs` are given."""
+
+    def calls(backend: str) -> Calls:
+        made = [functools.partial(call, *given, **options, backend=backend) for given in sets]
+        return made if outs is None else [functools.partial(x, out=out) for x, out in zip(made, outs, strict=True)]
+
+    return calls
+
+
+def problem_of(
+    case: Case, sizes: Sizes, ours: Callable[[str], Calls], moved: float, check: Callable[[Any], float],
+    clear: Callable[[], Any] | None = None, *, flop: float = 0, peer: Peer | None = None, copied: bool = False,
+) -> Problem:  # fmt: skip
+    """The problem of a case: cumla's calls by backend, those of a peer that is there, and a copy of as many bytes."""
     names = {"cumla": sizes.backend}
     if sizes.beside:
         names = {f"cumla-{backend}": backend for backend in (sizes.backend, *sizes.beside)}
-    impls, functions = {name: ("cupy", ours(backend)) for name, backend in names.items()}, {}
-    for name, peer in peers.items():
-        there = [call for call in peer.calls if call is not None]
-        if sizes.with_peers and len(there) == len(peer.calls):
-            impls[name], functions[name] = ("torch", there), peer.function
-    return {"impls": impls, "functions": functions}
+    impls = {name: ("cupy", ours(backend)) for name, backend in names.items()}
+    sets, functions = len(next(iter(impls.values()))[1]), {}
+    if peer is not None and sizes.with_peers:
+        calls = [peer.call(*given) for given in peer.sets]
+        there = [call for call in calls if call is not None]
+        if len(there) == len(calls):
+            impls[peer.impl], functions[peer.impl] = ("torch", there), peer.function
+    if copied and sizes.on_device:
+        impls["copy"] = "cupy", copy_calls(int(moved) // 2, sets)
+    return Problem(case.op, str(case), impls, int(moved), flop, check, clear, functions)
 
 
-def of_sets(call: Callable[..., Any], sets: Sequence[Sequence[Any]], **options: Any) -> list[Callable[[], Any]]:
-    """Calls over sets of arguments."""
-    return [functools.partial(call, *given, **options) for given in sets]
+def kind_of(lengths: bool) -> str:
+    """How the name of a configuration ends."""
+    return "lengths" if lengths else "full lists"
 
 
 def first(result: Any, count: int = CHECKED) -> np.ndarray:

@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..dispatch.values import shown
-from ..replay.errors import InputError
-from . import NAMES, caches, indexer_cases, layer_suites, sparse, step_suites, suites
-from .measure import call_times, graph_times_in_turn, host_times, host_us, limit_us, queued_times_in_turn
+from ..errors import InputError
+from . import NAMES, caches, dense, framework_calls, index_maps, indexer_cases, layer_suites, sparse, step_suites
+from .measure import call_times, graph_times_in_turn, host_times_in_turn, host_us, limit_us, queued_times_in_turn
 from .problem import Case, Problem, Sizes
 
 LEAST_NOISE = 0.02  # of a time: what clocks and power limits make of a run
 UNKNOWN_NOISE = 0.05  # of files that do not say how far their times spread
 CONTROL = 2.0  # a change says something beyond so many times what a run makes of the same calls
 
-FILES = (sparse, caches, indexer_cases, suites, layer_suites, step_suites)
+FILES = (sparse, caches, indexer_cases, index_maps, dense, layer_suites, step_suites, framework_calls)
 SUITES: dict[str, Callable[[Sizes], Iterator[Problem | Case]]] = {
-    name: next(getattr(file, name) for file in FILES if hasattr(file, name)) for name in NAMES
+    name: next(vars(file)[name] for file in FILES if callable(vars(file).get(name))) for name in NAMES
 }
 
 Row = dict[str, Any]
@@ -68,7 +68,7 @@ def rows_of(problem: Problem, on_device: bool = True) -> Iterator[Row]:
     times = _times(problem, on_device)
     for impl, (_, calls) in problem.impls.items():
         in_graph = on_device and not problem.from_host
-        host = host_us(calls[0], 50) / (problem.queued or 1) if in_graph else None
+        host = host_us(calls[0], 100) / (problem.queued or 1) if in_graph else None
         yield _row(problem, impl, times[impl], host, errors[impl])
 
 
@@ -80,7 +80,7 @@ def _times(problem: Problem, on_device: bool) -> dict[str, list[float]]:
     if not on_device:
         return {impl: call_times(calls) for impl, (_, calls) in problem.impls.items()}
     if problem.from_host:
-        return {impl: host_times(calls[0]) for impl, (_, calls) in problem.impls.items()}
+        return host_times_in_turn({impl: calls[0] for impl, (_, calls) in problem.impls.items()})
     return graph_times_in_turn(problem.impls)
 
 
@@ -101,13 +101,20 @@ def _row(problem: Problem, impl: str, times: Sequence[float], host: float | None
         "us_graph": None if host is None else median,
         "us_low": low,
         "us_high": high,
-        "limit_us": limit_us(problem.bytes_moved, problem.flop),
-        "gbps": problem.bytes_moved / median / 1e3,
-        "tflops": problem.flop / median / 1e6 if problem.flop else None,
+        **numbers_of(median, problem.bytes_moved, problem.flop),
         "max_abs_err": error,
         "checked": error is not None,
     }
     return row | ({"peer": problem.functions[impl]} if impl in problem.functions else {})
+
+
+def numbers_of(us: float, bytes_moved: float, flop: float) -> Row:
+    """What follows from a time: the limit and the rates."""
+    return {
+        "limit_us": limit_us(bytes_moved, flop) or None,
+        "gbps": bytes_moved / us / 1e3 if bytes_moved else None,
+        "tflops": flop / us / 1e6 if flop else None,
+    }
 
 
 def time_of(row: Row) -> float | None:
@@ -146,7 +153,7 @@ def _is_time(value: Any) -> bool:
 
 
 class Change(NamedTuple):
-    """Of a row that both files have. ratio: new time over old; beyond_noise: whether that says something."""
+    """A row that both files have. ratio: new time over old; beyond_noise: whether that says something."""
 
     row: str
     old: float

@@ -17,25 +17,27 @@ import numpy as np
 
 import cumla
 
+from ..arrays.memory import to_host
 from ..bounds import DECODE_OUT, PREFILL_OUT
 from ..dispatch.call import BFLOAT16
 from ..layout import DSV4_FP8, V32_FP8, CacheLayout
-from ..replay.device import to_host
 from . import peers
 from .problem import (
     BLOCK,
     CHECKED,
     WINDOW,
     Arrays,
+    Calls,
     Peer,
     Problem,
     RepeatingCache,
     Sizes,
-    against,
+    by_backend,
     contexts,
     error_within,
     first,
-    of_sets,
+    kind_of,
+    problem_of,
     repeating_cache,
     selected_rows,
     window_lists,
@@ -71,22 +73,22 @@ class Decode:
 
     def __str__(self) -> str:
         keys = f"{self.topk}" + (f"+{self.extra}" if self.extra else "")
-        kind = "lengths" if self.lengths else "full lists"
-        return f"{self.layout.name} h{self.heads} b{self.batch} s{self.s_q} {keys}, {kind}"
+        return f"{self.layout.name} h{self.heads} b{self.batch} s{self.s_q} {keys}, {kind_of(self.lengths)}"
 
     def problem(self, sizes: Sizes) -> Problem:
-        sets = [DecodeInputs(self, sizes, seed) for seed in range(SETS)]
+        sets = [self.inputs(sizes, seed) for seed in range(SETS)]
         keys = sum(x.keys for x in sets) / SETS
         width = self.layout.head_dim + 512
         moved = keys * self.layout.token_bytes + self.batch * self.s_q * self.heads * 2 * width
-        impls = against(
-            sizes, lambda backend: of_sets(DecodeInputs.cumla, [(x,) for x in sets], backend=backend),
-            flash_mla=Peer(peers.FLASH_MLA_DECODE, [x.flash_mla() if sizes.with_peers else None for x in sets]),
+        one_of_each = [(x,) for x in sets]
+        return problem_of(
+            self, sizes, by_backend(DecodeInputs.cumla, one_of_each), moved, sets[0].check, sets[0].clear,
+            flop=keys * 2 * self.heads * width,
+            peer=Peer("flash_mla", peers.FLASH_MLA_DECODE, DecodeInputs.flash_mla, one_of_each),
         )  # fmt: skip
-        return Problem(
-            self.op, str(self), **impls, bytes_moved=int(moved), flop=keys * 2 * self.heads * width,
-            check=sets[0].check, clear=sets[0].clear,
-        )  # fmt: skip
+
+    def inputs(self, sizes: Sizes, seed: int) -> DecodeInputs:
+        return DecodeInputs(self, sizes, seed)
 
 
 class DecodeInputs:
@@ -203,12 +205,11 @@ class Prefill:
     def __str__(self) -> str:
         rows = f"{self.rows // 1024}K" if self.rows % 1024 == 0 else str(self.rows)
         tokens = "" if self.tokens == 4096 else f" T{self.tokens}"
-        kind = "lengths" if self.lengths else "full lists"
-        return f"d{self.width} h{self.heads} topk {self.topk} of {rows}{tokens}, {kind}"
+        return f"d{self.width} h{self.heads} topk {self.topk} of {rows}{tokens}, {kind_of(self.lengths)}"
 
     def problem(self, sizes: Sizes) -> Problem:
         arrays, xp = Arrays(sizes), sizes.xp
-        kv = arrays.rows(self.rows, self.width)
+        kv = self.gathered(arrays)
         out = (
             xp.empty((self.tokens, self.heads, 512), BFLOAT16),
             *(xp.empty((self.tokens, self.heads), np.float32) for _ in range(2)),
@@ -220,28 +221,30 @@ class Prefill:
             given = arrays.rows(self.tokens, self.heads, self.width), kv, xp.asarray(lists)
             sets.append((*given, None if lens is None else xp.asarray(lens)))
 
-        def ours(backend: str) -> list[functools.partial[Any]]:
-            return [
-                functools.partial(cumla.sparse_mla_prefill, q, kv, listed, topk_length=lens, out=out, backend=backend)
-                for q, kv, listed, lens in sets
-            ]
+        def ours(backend: str) -> Calls:
+            call = functools.partial(cumla.sparse_mla_prefill, out=out, backend=backend)
+            return [functools.partial(call, *x[:3], topk_length=x[3]) for x in sets]
 
-        impls = against(
-            sizes, ours, flash_mla=Peer(
-                peers.FLASH_MLA_PREFILL, [peers.flash_mla_prefill(*x) if sizes.with_peers else None for x in sets]
-            ),
-        )  # fmt: skip
         moved = self.rows * 2 * self.width + self.tokens * self.heads * 2 * (self.width + 512)
-        return Problem(
-            self.op, str(self), **impls, bytes_moved=moved, flop=2 * keys * self.heads * (self.width + 512),
-            check=functools.partial(self._check, sets[0]), clear=lambda: out[0].fill(0),
+        return problem_of(
+            self, sizes, ours, moved, functools.partial(self._check, sets[0]),
+            lambda: out[0].fill(0), flop=2 * keys * self.heads * (self.width + 512),
+            peer=Peer("flash_mla", peers.FLASH_MLA_PREFILL, peers.flash_mla_prefill, sets),
         )  # fmt: skip
+
+    def gathered(self, arrays: Arrays) -> Any:
+        """The rows."""
+        return arrays.rows(self.rows, self.width)
+
+    def largest(self, rows: np.ndarray) -> float:
+        """The magnitude of values in units of which errors are bounded."""
+        return float(np.abs(rows[:, :512].astype(np.float32)).max())
 
     def _lists(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray | None]:
         if not self.lengths:
             return rng.integers(0, self.rows, (self.tokens, self.topk), np.int32), None
         window = min(WINDOW, self.topk // 2) if self.width == DSV4_FP8.head_dim else 0
-        new = min(self.tokens, self.rows // 2)  # rows of the chunk's own tokens lie last
+        new = min(self.tokens, self.rows // 2)  # rows of the chunk's own tokens are last
         at = np.arange(self.tokens) * new // self.tokens
         before = self.rows - new
         visible = before + at + 1 if not window else np.maximum((before + at + 1) // 4, 1)
@@ -254,9 +257,8 @@ class Prefill:
             np.put_along_axis(listed, columns, np.maximum(last, 0).astype(np.int32), axis=1)
         return listed, count + np.int32(window)
 
-    @staticmethod
-    def _check(given: tuple[Any, Any, Any, Any], result: Any) -> float:
-        """The largest error of some tokens; the bound is in units of the rows' largest value."""
+    def _check(self, given: tuple[Any, Any, Any, Any], result: Any) -> float:
+        """The largest error of some tokens."""
         q, kv, listed, lens = given
         worst, rows = 0.0, to_host(kv)
         for token in np.linspace(0, len(q) - 1, CHECKED).astype(int):
@@ -266,7 +268,7 @@ class Prefill:
                 backend="reference",
             )  # fmt: skip
             got = first((result[0] if isinstance(result, (tuple, list)) else result)[one])
-            largest = float(np.abs(rows[to_host(listed[one])[0], :512].astype(np.float32)).max())
+            largest = self.largest(rows[to_host(listed[one])[0]])
             worst = max(worst, error_within(got, want, PREFILL_OUT.of_values(largest)))
         return worst
 

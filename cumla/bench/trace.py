@@ -1,7 +1,7 @@
 """`cumla bench trace`: steps of a request trace, the peers' chain against cumla's for each part of a layer.
 
 A part of 8 layers is timed at once, each over caches of its own, so that no cache of the device answers; times are of
-one layer. Steps of decodes run in a CUDA graph, in which decodes are planned once. Mixed steps are queued behind a
+one layer. Steps of decodes run in a CUDA graph, in which decodes are planned once. Mixed steps are queued after a
 kernel that holds the device, which measures the device alone, and run once more with the host's time. Parts of both
 sides are timed in turn. A part that fails leaves a row that says why.
 """
@@ -205,7 +205,7 @@ class StepRows:
             if len(impls) == 1:
                 yield failed(part, self.config, next(iter(impls)), problem)
                 return
-            for name, call in impls.items():  # those that can are measured alone
+            for name, call in impls.items():  # calls that a graph can capture are measured alone
                 yield from self._timed(part, {name: call}, facts, layers)
             return
         for name, found in times.items():

@@ -39,6 +39,7 @@ WINDOW, INDEX_HEADS, INDEX_DIM, ROPE_DIM = 128, 64, 128, 64
 TOPK = {64: 512}  # of the model with so many heads (Flash); Pro has 128 heads, or a part of them on a device
 TOPK_OF_PRO, TOPK_OF_V32 = 1024, 2048
 BASE_ROWS = 1 << 16  # random rows that a cache repeats
+MODEL_LENGTH = 1 << 17  # tokens that an engine is configured for, however long its requests are
 ANCHOR = 12  # tokens from one random index query to the next: neighbours then select lists that overlap by 90%
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -79,7 +80,7 @@ class Place:
         return dlpack.give(self.xp.asarray(array), self.framework)
 
     def normal(self, seed: int, *shape: int) -> Any:
-        """Of `xp`, float32."""
+        """Normal values, an array of `xp`, float32."""
         return self.xp.random.default_rng(seed).standard_normal(shape, np.float32)
 
     def rows(self, seed: int, *shape: int) -> Any:
@@ -190,7 +191,8 @@ class StepInputs:
         config = ServingConfig(
             window_size=WINDOW, compress_ratios=(shape.ratio,), block_size=SWA_BLOCK, num_heads=shape.heads,
             compressed_block_size=BLOCK_TOKENS, index_topk=shape.topk, num_speculative_tokens=steps.tokens - 1,
-            max_num_batched_tokens=steps.most_tokens, max_num_seqs=steps.most_requests, max_model_len=steps.longest,
+            max_num_batched_tokens=steps.most_tokens, max_num_seqs=steps.most_requests,
+            max_model_len=max(steps.longest, MODEL_LENGTH),
         )  # fmt: skip
         given = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
         self.batch: CommonAttentionMetadata = replace(
@@ -258,8 +260,8 @@ class StepInputs:
                     inputs, positions, requests, table, selected, self._memory_of, self.place.backend, slots, is_valid
                 )
 
-    def attend(self, new_plan: bool = True, road: str | None = None) -> None:
-        """road is that of prefills, as SparseMLALayer.step takes it."""
+    def attend(self, new_plan: bool = True, path: str | None = None) -> None:
+        """path is that of prefills, as SparseMLALayer.step takes it."""
         if new_plan:
             self.new_plan()
         for i, cache in enumerate(self.caches.window):
@@ -271,7 +273,7 @@ class StepInputs:
                 )  # fmt: skip
             self.attention.step(
                 self.normed, None, cache, self.metadata, compressed, out=self.out, workspace=self.workspace,
-                prefill_road=road, backend=self.place.backend,
+                prefill_path=path, backend=self.place.backend,
             )  # fmt: skip
 
     def _memory_of(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -284,13 +286,13 @@ class StepInputs:
         """Queries that go from one random query to the next within ANCHOR tokens, and weights of the heads."""
         place, xp = self.place, self.place.xp
         requests = np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
-        first, share = np.divmod(self.positions, ANCHOR)
+        first, rest = np.divmod(self.positions, ANCHOR)
         names, anchors = np.unique(np.stack([requests, first, requests, first + 1], 1).reshape(-1, 2), axis=0,
                                    return_inverse=True)  # fmt: skip
         rows = place.normal(6, len(names), INDEX_DIM)
         ends = xp.asarray(anchors.reshape(-1, 2))
-        share = xp.asarray((share / ANCHOR).astype(np.float32))[:, None]
-        angle = np.float32(np.pi / 2) * share
+        fraction = xp.asarray((rest / ANCHOR).astype(np.float32))[:, None]
+        angle = np.float32(np.pi / 2) * fraction
         base = rows[ends[:, 0]] * xp.cos(angle) + rows[ends[:, 1]] * xp.sin(angle)
         gains, weights = place.normal(7, INDEX_HEADS, INDEX_DIM), xp.abs(place.normal(8, INDEX_HEADS))
         count = len(self.positions)

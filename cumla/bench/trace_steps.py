@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..errors import InputError
 from ..replay.blocks import BLOCK_TOKENS, BlockPool
-from ..replay.errors import InputError
 from ..replay.scheduler import Scheduled, Scheduler
 from ..replay.scheduler import Sequence as Running
 from ..replay.trace import TraceRequest

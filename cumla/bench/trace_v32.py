@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import dlpack
+from ..arrays import dlpack, streams
+from ..layers.selected_attention import SelectedAttention
 from ..layout import V32_FP8
 from ..ops.dense_cache import concat_and_cache_mla
-from ..ops.indices import compute_global_topk_indices_and_lens
-from ..ops.sparse_attention import sparse_mla_decode
 from ..ops.sparse_cache import indexer_k_quant_and_cache
 from . import peers
 from .trace_layers import StepInputs
@@ -47,24 +46,18 @@ class V32Inputs(StepInputs):
             concat_and_cache_mla(rows[:, :LATENT], rows[:, LATENT:], cache, slots, "fp8_ds_mla", backend=backend)
             indexer_k_quant_and_cache(self.keys, index, slots, backend=backend)
 
-    def attend(self, new_plan: bool = True, road: str | None = None) -> None:
+    def attend(self, new_plan: bool = True, path: str | None = None) -> None:
         if new_plan or self.metadata.tile_sched_swaonly is None:
             self.metadata.tile_sched_swaonly = self.builder.build_tile_scheduler(len(self.q))["swaonly"]
-        metadata, work, tokens, decodes = self.metadata, self.workspace, len(self.q), self.decodes
-        indices, lens = work.topk_indices[:tokens], work.topk_lens[:tokens]
-        for cache in self.caches.window:
-            if decodes < tokens:
-                compute_global_topk_indices_and_lens(
-                    self.selected[decodes:], metadata.token_to_req_indices[decodes:], metadata.block_table,
-                    metadata.block_size, metadata.is_valid_token[decodes:], compact=True,
-                    positions=metadata.positions[decodes:], compress_ratio=1, out=(indices[decodes:], lens[decodes:]),
-                    backend=self.place.backend,
-                )  # fmt: skip
-            sparse_mla_decode(
-                self.normed[:, None], cache, indices[:, None], layout=V32_FP8, topk_length=lens, softmax_scale=SCALE,
-                out=self.out[:, None], lse=work.lse[:tokens], plan=metadata.tile_sched_swaonly,
-                backend=self.place.backend,
-            )  # fmt: skip
+        work, tokens, framework = self.workspace, len(self.q), self.place.framework
+        given = (self.normed, self.selected, work.topk_indices[:tokens], work.topk_lens[:tokens], self.out)
+        q, selected, slots, lens, out = (dlpack.borrow(x, "step") for x in given)
+        lse = dlpack.borrow(work.lse, "lse")[:tokens]
+        with streams.callers(q, framework):
+            for cache in self.caches.window:
+                rows = dlpack.borrow(cache, "cache")
+                attention = SelectedAttention(rows, V32_FP8, SCALE, path, self.place.backend)
+                attention.attend(q, self.metadata, selected, slots, lens, self.decodes, out, lse)
 
 
 class V32Peers(PeerStep):

@@ -15,12 +15,12 @@ from rich.table import Table
 
 from ..bench import NAMES, TRACE, plot, rows
 from ..bench.measure import environment
-from ..bench.suites import Sizes
+from ..bench.problem import Sizes
+from ..errors import InputError, RunError
 from ..layout import LAYOUTS
-from ..replay.device import share_cores
-from ..replay.errors import InputError, RunError
 from ..replay.options import choose_backend
 from ..replay.plot import check_can_plot
+from ..timing import limit_blas_threads
 from . import bench_trace, given
 from .files import check_outputs
 
@@ -79,7 +79,7 @@ def measure(console: Console, args: argparse.Namespace) -> dict[str, Any]:
     )  # fmt: skip
     where = environment(sizes.on_device)
     if not sizes.on_device:
-        share_cores()
+        limit_blas_threads()
     console.print(f"{where['device']}, backend {backend}", highlight=False, soft_wrap=True)
     console.print(HEADING, highlight=False)
     found = []

@@ -18,10 +18,10 @@ from ..bench.trace import TraceOptions, measured
 from ..bench.trace_layers import KINDS
 from ..bench.trace_steps import parsed
 from ..bench.trace_table import record, table
-from ..replay.device import share_cores
-from ..replay.errors import InputError
+from ..errors import InputError
 from ..replay.options import HOST_DEFAULTS, choose_backend
 from ..replay.trace import requests_of
+from ..timing import limit_blas_threads
 
 SAVE_SECONDS = 5.0  # from one time that rows are written to the next: a run that is cut short leaves what it had
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     requests = requests_of(args.trace)
     if not options.on_device:
         requests = [request.clipped(HOST_DEFAULTS.max_len) for request in requests[: HOST_DEFAULTS.requests]]
-        share_cores()
+        limit_blas_threads()
     for name in options.all_steps:
         parsed(name)
     console = Console(stderr=args.json == "-")

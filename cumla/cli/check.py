@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..checks import CASES, Case, Outcome, check_case
 from ..dispatch import backends
-from ..replay.errors import InputError
+from ..errors import InputError
+from ..self_test import CASES, Case, Outcome, check_case
 
 NUMBER_WIDTH = len("1.2e-05 of 1.2e-05")
 CASE_WIDTH = 36

@@ -1,4 +1,4 @@
-"""Files that a command is going to write, looked at before it works for minutes."""
+"""Files that a command is going to write, checked before it works for minutes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..replay.errors import InputError
+from ..errors import InputError
 
 STDOUT = Path("-")
 
 
 def check_outputs(outputs: Mapping[str, Path | None], read: Path | None = None) -> None:
-    """Raises InputError for files by option that could not be written, as far as can be told, or are one.
+    """Raises InputError for files by option that could not be written, as far as can be checked, or are one.
 
     read  what the command reads, which it must not write over
     """
@@ -32,7 +32,7 @@ def check_outputs(outputs: Mapping[str, Path | None], read: Path | None = None) 
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Raises InputError for a file that could not be written, as far as can be told before."""
+    """Raises InputError for a file that could not be written, as far as can be checked before."""
     try:
         target = path if path.exists() else path.parent
     except OSError as error:  # a name that is too long

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
-from ..replay.errors import InputError
+from ..errors import InputError
 
 
 def refuse(args: argparse.Namespace, options: Iterable[str], reason: str) -> None:

@@ -12,10 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ..errors import InputError, RunError
 from ..parallel import Communicator, RankError
-from ..replay.device import share_cores
 from ..replay.engine import Engine, StepRecord, warm_up
-from ..replay.errors import InputError, RunError
 from ..replay.options import (
     LAYER_RATIOS,
     WHOLE_LAYERS,
@@ -31,6 +30,7 @@ from ..replay.report import counted, json_text, print_report, write_json
 from ..replay.scheduler import STEP_MS
 from ..replay.summary import summarize, summarize_ranks
 from ..replay.trace import Share, TraceRequest, in_order, requests_of
+from ..timing import limit_blas_threads
 from . import given
 from .files import STDOUT, check_outputs
 from .info import describe_machine
@@ -40,7 +40,7 @@ LAYERS_OF = {
     "--window": {*LAYER_RATIOS, *WHOLE_LAYERS["v4"]},
     "--topk": {"c4a", "v4 c4a", "v32"},
     "--mla-cache": {"mla"},
-    "--prefill-road": set(LAYER_RATIOS),
+    "--prefill-path": set(LAYER_RATIOS),
 }
 LINE_SECONDS = 5.0  # between lines of progress where there is no terminal to draw a bar on
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     check_outputs({"--json": args.json, "--plot": args.plot}, read=args.trace)
     if args.plot is not None:
         check_can_plot(args.plot)
-    share_cores()
+    limit_blas_threads()
     console = Console(stderr=args.json == STDOUT)
     trace = "shipped with cumla" if args.trace is None else str(args.trace)
     heads = counted(options.heads, "head")
@@ -93,7 +93,7 @@ def write_files(args: argparse.Namespace, summary: dict[str, Any], title: str) -
         path = args.plot
         if args.plot is not None:
             write_plot(args.plot, summary, title)
-    except BrokenPipeError:  # whoever read our output has gone
+    except BrokenPipeError:  # the reader of our output is gone
         raise
     except OSError as error:
         return f"cannot write {path}: {error.strerror or error}"
@@ -133,11 +133,11 @@ def resolve(args: argparse.Namespace) -> tuple[ReplayOptions, list[TraceRequest]
         max_len=max_len,
         seed=args.seed,
         mla_cache=args.mla_cache,
-        prefill_road=args.prefill_road,
+        prefill_path=args.prefill_path,
         ranks=args.ranks,
     )
-    if options.ranks > 1 and options.prefill_road == "rows":
-        raise InputError("--prefill-road: got rows with --ranks, expected pages: a rank has not all rows")
+    if options.ranks > 1 and options.prefill_path == "rows":
+        raise InputError("--prefill-path: got rows with --ranks, expected pages: a rank has not all rows")
     return options, requests, Share.of(trace, taken, requests)
 
 
@@ -145,7 +145,7 @@ Run = tuple[Engine, list[StepRecord], float, float]
 
 
 def replay_on_ranks(options: ReplayOptions, requests: list[TraceRequest]) -> list[Run]:
-    """What `replay` returns, of each rank. What the user can mend is the error that it is with one rank."""
+    """The results of `replay` by rank. Errors that a user can fix are the same errors as with one rank."""
     try:
         return run_on_ranks(options, functools.partial(replay, options, requests))
     except RankError as error:
@@ -167,8 +167,8 @@ def replay(options: ReplayOptions, requests: list[TraceRequest], comm: Communica
         TimeRemainingColumn(),
     )
     console = Console(stderr=True)
-    told = comm is None or comm.rank == 0
-    with Progress(*columns, console=console, transient=True, disable=not (told and console.is_terminal)) as progress:
+    reports = comm is None or comm.rank == 0
+    with Progress(*columns, console=console, transient=True, disable=not (reports and console.is_terminal)) as progress:
         task = progress.add_task("compiling kernels", total=None)
         start = time.perf_counter()
         warm_up(options, comm)
@@ -186,7 +186,7 @@ def replay(options: ReplayOptions, requests: list[TraceRequest], comm: Communica
                 f"{record.waiting} waiting, cache {record.blocks_held / options.num_blocks:.0%}"
             )
             progress.update(task, completed=done, description=what)
-            if told and not console.is_terminal and time.perf_counter() - said > LINE_SECONDS:
+            if reports and not console.is_terminal and time.perf_counter() - said > LINE_SECONDS:
                 said = time.perf_counter()
                 total = sum(request.total_length for request in requests)
                 console.print(f"{done / total:.0%}, {said - start:.0f} s, {what}", highlight=False, soft_wrap=True)

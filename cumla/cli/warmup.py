@@ -15,20 +15,20 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from ..checks import CASES, Bench, Case, cache_cases
 from ..dispatch import backends
 from ..dispatch.call import BFLOAT16
+from ..errors import InputError, RunError
+from ..kernels.self_tests import KEPT, NOT_REACHED, RESULTS, RIGHT, VARIABLE, MiscompiledError
 from ..kernels.types.plan import DecodePlan
-from ..kernels.types.verdicts import KEPT, NOT_REACHED, RIGHT, VARIABLE, VERDICTS, MiscompiledError
-from ..layers.prefill_road import ROADS
+from ..layers.prefill_path import PATHS
 from ..layout import DSV4_FP8, INDEXER_FP8, V32_FP8, CacheLayout
 from ..models.step import STATE_BLOCK_SIZES
 from ..ops.compressor import compress_and_insert
 from ..ops.sparse_attention import V_DIM, sparse_mla_decode, sparse_mla_prefill
 from ..ops.sparse_cache import dequantize_and_gather_k_cache, quantize_and_insert_k_cache
 from ..replay.engine import warm_up
-from ..replay.errors import InputError, RunError
 from ..replay.options import ReplayOptions
+from ..self_test import CASES, Bench, Case, cache_cases
 
 KINDS = ("v4", "v32", "mla")
 # Cases that are for other kinds of models, by what their variant begins with.
@@ -54,7 +54,7 @@ class Model:
 
     @classmethod
     def from_config(cls, path: Path, ranks: int) -> Model:
-        """Of a checkpoint's config.json, its heads shared by `ranks`. Raises InputError."""
+        """The calls of a checkpoint's config.json, its heads split over `ranks`. Raises InputError."""
         try:
             text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8-sig")
             config = json.loads(text.removeprefix("\ufeff"))
@@ -93,7 +93,7 @@ class Model:
 def tasks(
     model: Model, batches: Sequence[int], block_size: int, backend: str
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What there is to call, by name."""
+    """Calls by name."""
     for case in CASES:
         if not case.variant.startswith(FOREIGN[model.kind]) and (model.kind == "mla" or case.op not in DENSE_OPS):
             yield f"{case.op} {case.variant}".strip(), functools.partial(run_case, case, backend, model.heads)
@@ -107,12 +107,12 @@ def tasks(
                 yield f"{name}, {batch} requests", call
     if model.kind != "v32":
         layers = ("mla",) if model.kind == "mla" else ("swa", "c4a", "c128a")
-        for road in ROADS if model.kind == "v4" else (None,):
+        for prefill_path in PATHS if model.kind == "v4" else (None,):
             options = ReplayOptions(
                 backend, layers, model.heads, model.window, model.topk, MAX_REPLAYED_TOKENS, 1 << 14, 1152, 0,
-                prefill_road=road,
+                prefill_path=prefill_path,
             )  # fmt: skip
-            name = f"a step of {', '.join(layers)} layers, prefill over {road or 'keys'}"
+            name = f"a step of {', '.join(layers)} layers, prefill over {prefill_path or 'keys'}"
             yield name, functools.partial(warm_up, options)
 
 
@@ -222,7 +222,7 @@ def found() -> str:
     """What became of the kernels, in a sentence."""
     if os.environ.get(VARIABLE) == "0":
         return f"Kernels were not tested ({VARIABLE}=0)"
-    kept, right, missed = (VERDICTS[key] for key in (KEPT, RIGHT, NOT_REACHED))
+    kept, right, missed = (RESULTS[key] for key in (KEPT, RIGHT, NOT_REACHED))
     if not right + missed:
         return f"All {kept} kernels were in the cache"
     return (

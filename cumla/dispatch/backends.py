@@ -1,7 +1,7 @@
-"""The one place where a backend is chosen.
+"""Chooses the backend; nothing else does.
 
-Where the arrays live decides: host arrays run on "cpu", CUDA arrays on "cuda". `backend=` overrides that
-for a call with any backend that can take the arrays as they are; nothing falls back silently.
+The memory of the arrays decides: host arrays run on "cpu", CUDA arrays on "cuda". `backend=` overrides that
+for a call with any backend that takes such arrays; nothing falls back silently.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .values import shown
 
 @dataclass(frozen=True)
 class Backend:
-    """name, what it needs, the packages that bring it, and whether it takes host or device arrays."""
+    """name, the modules it needs, the command that installs them, and whether it takes host or device arrays."""
 
     name: str
     needs: tuple[str, ...]
@@ -25,7 +25,7 @@ class Backend:
     on_device: bool
 
 
-# Packages of the index: cumla's own extras are there for a checkout alone.
+# Names of packages on PyPI: cumla's own extras work only in a checkout.
 INSTALL_CUPY = "pip install 'cupy-cuda13x[ctk]' (with a driver of CUDA 12: 'cupy-cuda12x[ctk]')"
 BACKENDS = {
     backend.name: backend
@@ -63,17 +63,17 @@ def available() -> list[str]:
 
 
 def takes_device_arrays(name: str) -> bool:
-    """Whether backend `name` wants CUDA arrays; Numba's simulator stands in for a device on the host's."""
+    """Whether backend `name` takes CUDA arrays; under Numba's simulator it takes host arrays instead."""
     return BACKENDS[name].on_device and not (name == "numba_cuda" and simulated())
 
 
 def default(on_device: bool) -> str:
-    """The backend for arrays that live on a device, or on the host."""
+    """The backend for arrays on a device, or on the host."""
     return DEFAULT_ON_DEVICE if on_device else DEFAULT_ON_HOST
 
 
 def best() -> str:
-    """The default on the fastest memory that this machine can use: a device's if there is one."""
+    """The default backend of this machine: that of a device if one can be used."""
     return default(on_device=unavailable(DEFAULT_ON_DEVICE) is None)
 
 
@@ -85,7 +85,7 @@ def array_module(name: str) -> ModuleType:
 def choose(name: str | None, on_device: bool) -> str:
     """The backend for arrays on a device or on the host; `name` as the caller asked, None for the default.
 
-    Raises ValueError if there is no such backend, it cannot run here, or its arrays live elsewhere.
+    Raises ValueError if there is no such backend, it cannot run here, or it takes arrays of the other memory.
     """
     if name is None:
         return default(on_device)

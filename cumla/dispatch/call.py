@@ -1,4 +1,4 @@
-"""One call of a public function: its arrays borrowed and checked, its results given back.
+"""One call of a public function: borrows and checks its arrays, and exports its results.
 
 Every public function starts a `Call`, takes its arguments through it in order, and only then writes:
 
@@ -9,7 +9,7 @@ Every public function starts a `Call`, takes its arguments through it in order, 
         kernels.some_function(topk, lens)
     return call.results()
 
-A dimension given as a name must be the same wherever the name stands; -1 is any size.
+A dimension given as a name must have the same size wherever the name is used; -1 is any size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..arrays.memory import coincide, extent, share_elements
 from ..kernels.types import operations
 from ..kernels.types.segments import Pages
 from ..layout import CacheLayout
-from . import debug, rehearsal
+from . import debug, dry_run
 from .backends import choose, kernels
 from .launch_cache import record_output, record_written
 
@@ -55,11 +55,11 @@ class Call:
         self._device = -1  # -1: host memory
         self._sizes: dict[int | str, int] = {}
         self._results: list[tuple[Any, Any]] = []
-        self._given: dict[str, Any] = {}  # arrays of the caller's by name
-        self._written: dict[str, Any] = {}  # those of them that are written
-        self._in_place: set[tuple[str, str]] = set()  # arrays that may share elements: outputs and the inputs they are
-        self.may_share: Callable[[Any, Any], bool] | None = None  # whether an array may be written and share elements
-        self._rehearsal = rehearsal.current()
+        self._given: dict[str, Any] = {}  # the caller's arrays by name
+        self._written: dict[str, Any] = {}  # the caller's arrays that are written
+        self._in_place: set[tuple[str, str]] = set()  # outputs and the inputs that may be the same arrays
+        self.may_share: Callable[[Any, Any], bool] | None = None  # whether written arrays may share elements
+        self._dry_run = dry_run.current()
 
     def array(
         self, name: str, value: Any, dtypes: tuple[np.dtype[Any], ...], shape: Shape, writable: bool = False
@@ -87,8 +87,8 @@ class Call:
     def borrow(self, name: str, value: Any, writable: bool = False, any_float8: bool = False) -> Any:
         """`value` as a NumPy or CuPy array on this call's device, aligned, its dtype and shape unchecked.
 
-        Raises TypeError for 8-bit floats of a kind that no cache here has, whose bytes would be taken for e4m3; unless
-        `any_float8` says that what they are does not matter.
+        Raises TypeError for 8-bit floats other than e4m3, whose bytes would be read as e4m3, unless `any_float8` says
+        that their kind does not matter.
         """
         native = dlpack.borrow(value, name, writable, self._stream)
         if native is not value and native.dtype == BYTES[0] and not any_float8:
@@ -116,22 +116,22 @@ class Call:
         return native
 
     def uses(self, name: str, native: Any, writable: bool = False) -> None:
-        """Note an array of the caller's that kernels read or, if `writable`, write."""
+        """Register an array of the caller that kernels read or, if `writable`, write."""
         self._given[name] = native
         if writable:
             self._written[name] = native
             record_written(native)
 
     def begin(self, native: Any, framework: str) -> None:
-        """Take the first array, which is known to be right."""
+        """Take the framework and the device from the first array, which was checked already."""
         self._first, self._device, self._framework = native, _device_of(native), framework
-        if self._rehearsal is not None:
+        if self._dry_run is not None:
             return
         if self._stream is None and self._device >= 0:
             self._stream = streams.current(framework, self._device)
 
     def check_place(self, name: str, native: Any) -> None:
-        """Raise ValueError for an array that is not where the first one is."""
+        """Raise ValueError for an array that is not on the first array's device."""
         device = _device_of(native)
         if device != self._device:
             raise ValueError(f"{name}: got an array {_place(device)}, expected it {_place(self._device)} as the others")
@@ -151,8 +151,8 @@ class Call:
         raise ValueError(f"{name}: got shape {tuple(got)}, expected [{names}]{suffix}")
 
     def check_float32(self, name: str, dtype: str) -> None:
-        """Raise ValueError for float32 rows and queries on a device: on the host they tell rounding from all else."""
-        on_device = self._device >= 0 or (self._rehearsal is not None and self._rehearsal.on_device)
+        """Raise ValueError for float32 rows and queries on a device: only the host takes them, to show rounding."""
+        on_device = self._device >= 0 or (self._dry_run is not None and self._dry_run.on_device)
         if dtype == "float32" and (on_device or self._backend == "numba_cuda"):
             raise ValueError(f"{name}: got float32 for a device's kernels, expected 16 bits (the host's take both)")
 
@@ -173,9 +173,9 @@ class Call:
         shape: tuple[int, ...],
         may_be: str | None = None,
     ) -> Any:
-        """An array to write: the caller's `given`, checked, or a new one of `dtypes[0]`. A result of the call.
+        """An array to write, which is a result of the call: the caller's `given`, checked, or a new one of `dtypes[0]`.
 
-        may_be  the input that may be given as this output, as the operation reads each element before it writes it
+        may_be  the input that may also be this output, if the operation reads each element before it writes it
         """
         if given is None:
             native = self._allocate(name, shape, dtypes[0])
@@ -188,13 +188,12 @@ class Call:
         return native
 
     def may_share_pages(self, *caches: str) -> None:
-        """Caches of these names may be views of the same pages, as allocators for layers of several kinds make them:
-        which pages each of them has is for slots and block tables to say."""
+        """Caches of these names may be views of the same pages, as from allocators for layers of several kinds: slots
+        and block tables decide which pages each of them has."""
         self._in_place |= set(itertools.permutations(caches, 2))
 
     def check_apart(self) -> None:
-        """Raise ValueError if an array that is written shares elements with another one: a kernel reads and writes in
-        any order."""
+        """Raise ValueError if a written array shares elements with another one: kernels read and write in any order."""
         may_share: Callable[[Any, Any], bool] = np.may_share_memory
         if self._device >= 0 and self._written:
             extents = {id(array): extent(array) for array in (*self._given.values(), *self._written.values())}
@@ -208,15 +207,15 @@ class Call:
                     raise ValueError(f"{name}: got elements that {other} has too, expected memory of its own to write")
 
     def _is_shared(self, name: str, other: str) -> bool:
-        """Whether two arrays share elements though neither operation nor compiler means them to."""
+        """Whether two arrays share elements that neither the operation nor a compiler allows them to share."""
         a, b = self._written[name], self._given[other]
         if not share_elements(a, b) or {(name, other), (other, name)} & self._in_place:
             return False
         return not (self.may_share is not None and self.may_share(a, b)) and not debug.is_unchecked()
 
     def checks_values(self) -> bool:
-        """Whether values are to be checked (`cumla.debug`). Raises ValueError where a CUDA graph is being captured."""
-        if not debug.is_on() or self._rehearsal is not None:
+        """Whether to check values (`cumla.debug`). Raises ValueError if a CUDA graph is being captured."""
+        if not debug.is_on() or self._dry_run is not None:
             return False
         if self._device >= 0 and streams.is_capturing(self._stream):
             raise ValueError(
@@ -226,17 +225,17 @@ class Call:
         return True
 
     def scratch(self, name: str, size: int) -> Any:
-        """uint8 [size] for the kernels alone, which a caller might have given as `name`."""
+        """Temporary memory uint8 [size] for kernels; a caller can pass it as `name` instead."""
         return self._allocate(name, (size,), BYTES[0])
 
     def _allocate(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        if self._rehearsal is not None:
-            return rehearsal.ghost(shape, dtype)
+        if self._dry_run is not None:
+            return dry_run.fake_array(shape, dtype)
         with streams.on(self._device, self._stream):
             if self._device >= 0 and streams.is_capturing():
                 raise ValueError(
                     f"{name}: got None while a CUDA graph is being captured, expected {dtype} {list(shape)} to write: "
-                    "what a graph uses must be allocated before it"
+                    "allocate a graph's memory before its capture"
                 )
             native = dlpack.empty(shape, dtype, self._first)
         record_output(native)
@@ -255,7 +254,7 @@ class Call:
             native = native[:, :, 0]
         if native.ndim == 2 and block_size is not None:
             pages = self._raw_pages(name, native, layout, block_size)
-            self.uses(name, pages.bytes, writable)  # not what follows in the rows, such as another cache's pages
+            self.uses(name, pages.bytes, writable)  # without the rest of a row, such as another cache's pages
             return pages
         if native.ndim == 2 and native.dtype in BYTES:
             raise ValueError(f"{name}: got raw pages, expected block_size with them (the page size of the cache)")
@@ -281,7 +280,7 @@ class Call:
             raise TypeError(f"{name}: got dtype {native.dtype}, expected uint8 for raw pages")
         needed = block_size * layout.token_bytes
         apart = native.strides[1] == 1 and (len(native) < 2 or native.strides[0] >= needed)
-        if native.shape[1] < needed or (native.size and not apart):  # NumPy's strides are 0 where nothing is
+        if native.shape[1] < needed or (native.size and not apart):  # NumPy's strides of an empty array are 0
             raise ValueError(
                 f"{name}: got pages of {native.shape[1]} bytes {native.strides[0]} bytes apart, "
                 f"expected at least {needed} contiguous bytes for {block_size} tokens of {layout.name}"
@@ -317,18 +316,18 @@ class Call:
     @overload
     def kernels(self, file: Literal["window_metadata"]) -> Launching[operations.WindowMetadata]: ...
     def kernels(self, file: str) -> Launching[Any]:
-        """A context that gives the chosen backend's `file` of kernels, on the caller's stream.
+        """A context manager for the chosen backend's `file` of kernels, on the caller's stream.
 
-        Entered, it raises ValueError if an array that is written shares elements with another one.
+        Entering it raises ValueError if a written array shares elements with another one.
         """
-        if self._rehearsal is not None:
-            return Launching(self, self._rehearsal.kernels(self._backend, file), streams.NOTHING)
+        if self._dry_run is not None:
+            return Launching(self, self._dry_run.kernels(self._backend, file), streams.NOTHING)
         module: Any = kernels(choose(self._backend, self._device >= 0), file)
         return Launching(self, module, streams.on(self._device, self._stream))
 
     def results(self) -> Any:
-        """The outputs, in order: one alone, or a tuple, in the framework of the first array."""
-        with streams.on(self._device, self._stream):  # which those who take the results wait for
+        """The outputs in order, a single array or a tuple, in the framework of the first array."""
+        with streams.on(self._device, self._stream):  # the stream for which readers of the results wait
             back = tuple(
                 dlpack.give(native, self._framework) if given is None else given for given, native in self._results
             )
@@ -336,7 +335,7 @@ class Call:
 
 
 class Launching(Generic[K]):
-    """`with` it, kernels are launched on the caller's stream. (contextlib's way takes a microsecond longer.)"""
+    """A context manager that launches on the caller's stream. (contextlib's would take a microsecond longer.)"""
 
     __slots__ = ("call", "module", "stream")
 
@@ -356,7 +355,7 @@ class Launching(Generic[K]):
 
 
 def bytes_of(native: Any, blocks: int, page_bytes: int) -> Any:
-    """uint8 [blocks, page_bytes] over an array whose first axis counts pages that are contiguous in themselves."""
+    """uint8 [blocks, page_bytes] over an array whose first axis counts pages, each of them contiguous."""
     if isinstance(native, np.ndarray):
         return native.view(np.uint8).reshape(blocks, page_bytes)
     stride = native.strides[0] if blocks > 1 else page_bytes

@@ -1,6 +1,6 @@
-"""A mode for engines in development that looks at the values in arrays: `with cumla.debug():`.
+"""A mode for engines in development that checks the values in arrays: `with cumla.debug():`.
 
-Outside of it a call reads one number, `active`. The checks themselves are in debug_checks.py.
+Outside of it a call only reads the integer `active`. The checks are in debug_validation.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-active = 0  # contexts of all threads
+active = 0  # number of entered contexts, of all threads
 _lock = threading.Lock()
 
 
@@ -25,18 +25,17 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def debug() -> Iterator[None]:
-    """Check values in this thread's calls; without it they are taken as they are, so that no call waits for a device.
+    """Check values in this thread's calls. Outside of it values are not checked, so that no call waits for a device.
 
-    Each of these is a ValueError that names the argument and the request, position, row or entry, before anything is
-    written:
+    Each of these raises a ValueError that names the argument and the request, position, row or entry, before anything
+    is written:
 
     slots              outside of the cache and not -1, or given twice in one insert
-    block tables       no page of the cache for a position that a call reads (entries that it does not read may be
-                       anything)
-    indices            of rows or slots that there are not, -1 left out
-    requests           of tokens that are no row of the block table
-    lengths            seq_lens and query_start_loc of a batch that differ from their twins in host memory
-    metadata           of a build before its builder's last, whose arrays hold another batch by now
+    block tables       no page of the cache for a position that a call reads (other entries may have any value)
+    indices            out of range, except -1
+    requests           of a token, without a row in the block table
+    lengths            seq_lens and query_start_loc of a batch that differ from their copies in host memory
+    metadata           of a build before its builder's last, whose arrays contain another batch by now
 
     Every call waits for the device, and is checked and launched in full, without the launch cache. In a CUDA graph
     capture a call raises ValueError, as it cannot wait; inside jax.jit nothing is checked. Other threads' calls are not
@@ -65,8 +64,8 @@ def debug() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
-    """A context whose calls on this thread are not checked: those of compiled programs, whose compiler decides which
-    arrays share memory, and of self-tests, whose values are out of range on purpose."""
+    """A context whose calls on this thread are not checked: for compiled programs, whose compiler decides which arrays
+    share memory, and for self-tests, whose values are out of range on purpose."""
     _thread.unchecked += 1
     try:
         yield
@@ -88,11 +87,11 @@ class Checked:
 
     def __init__(self, kernels: Any) -> None:
         self._kernels = kernels
-        self._done: dict[str, int] = {}  # rows that calls of a function had so far: large calls are made in pieces
+        self._done: dict[str, int] = {}  # rows of a function's calls so far: large calls are made in pieces
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         function: Callable[..., None] = getattr(self._kernels, name)
-        check = importlib.import_module(".debug_checks", __package__).CHECKS.get(name)
+        check = importlib.import_module(".debug_validation", __package__).CHECKS.get(name)
         if check is None:
             return function
 

@@ -1,4 +1,4 @@
-"""Which format a cache has: as the caller says, or as the array tells."""
+"""The format of a cache: given by the caller, or inferred from the array."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ DEFAULT_BLOCK_SIZES = {"DSV4_FP8": 64}  # of raw pages: quantize_and_insert_k_ca
 
 
 def named_layout(layout: Any) -> CacheLayout | None:
-    """A format as it is or by its name; None for None. Raises TypeError or ValueError for what is neither.
+    """A CacheLayout unchanged or by its name; None for None. Raises TypeError or ValueError for anything else.
 
-    Kernels know the formats of LAYOUTS and take nothing but their names: another one is an error. What pages are
-    padded to does not matter to them.
+    Kernels know the formats of LAYOUTS by name only, so any other format is an error. The padding of pages does not
+    matter to kernels.
     """
     if layout is None:
         return None
@@ -41,13 +41,13 @@ def named_layout(layout: Any) -> CacheLayout | None:
 def cache_layout(
     call: Call, name: str, cache: Any, layout: Any, block_size: int | None = None, row_width: int | None = None
 ) -> CacheLayout:
-    """The format of a cache: `layout` if that is given, else by the bytes that a token takes or the dtype of its rows.
+    """The format of a cache: `layout` if given, else inferred from the bytes per token or the dtype of its rows.
 
-    block_size, row_width  what is known of raw pages: their tokens, and the values of the rows that go in or come out.
-                           Of the quantised formats one has rows of that width; raw pages of DSV4_FP8 may go without
-                           block_size (`cache_pages`)
+    block_size, row_width  of raw pages: their tokens, and the values of the rows inserted or gathered. Only one of the
+                           quantised formats has rows of that width; raw pages of DSV4_FP8 need no block_size
+                           (`cache_pages`)
 
-    Raises ValueError for an array that does not tell: raw pages of unknown size, or bytes as several formats have them.
+    Raises ValueError for an ambiguous array: raw pages of unknown size, or a number of bytes that several formats have.
     """
     named = named_layout(layout)
     if named is not None:
@@ -70,8 +70,8 @@ def cache_layout(
     if not known:
         what = "raw pages, which do" if native.ndim == 2 else "which does"
         raise ValueError(
-            f"{name}: got {native.dtype} of shape {tuple(native.shape)}, {what} not tell the format; expected layout "
-            "(and for raw pages block_size) with it, or a cache [num_blocks, block_size, token_bytes]"
+            f"{name}: got {native.dtype} of shape {tuple(native.shape)}, {what} not identify the format; expected "
+            "layout (and for raw pages block_size) with it, or a cache [num_blocks, block_size, token_bytes]"
         )
     return known[0]
 
@@ -79,7 +79,7 @@ def cache_layout(
 def cache_pages(
     call: Call, name: str, cache: Any, layout: CacheLayout, block_size: int | None, writable: bool = False
 ) -> Pages:
-    """A paged cache as `Call.pages` gives it, where raw pages of DSV4_FP8 have 64 tokens unless `block_size` says more.
+    """A paged cache as from `Call.pages`; raw pages of DSV4_FP8 have 64 tokens by default.
 
     Raises ValueError for raw pages without block_size that are not as wide as pages of 64 tokens, with or without their
     padding: a page of another size, or one packed with other data, would be read and written in the wrong places.

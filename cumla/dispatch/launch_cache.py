@@ -1,12 +1,13 @@
-"""Public calls that come again, at a fraction of their cost.
+"""The launch cache: repeats a public call at a fraction of its cost.
 
-What a public function checks, and what it launches, follows from its arrays' types, shapes, strides, dtypes, devices
-and addresses modulo ALIGNMENT, from its other arguments (together the cache key), and from which arrays share memory;
-never from what an array holds. So a function marked `@launch_cached` records the launches of a call, and a later call
-with the same cache key, whose arrays share memory as those did, only puts the new addresses in: every check would pass
-again. While launches are recorded, every call is made in full.
+The checks and launches of a public function depend on its arrays' types, shapes, strides, dtypes, devices and addresses
+modulo ALIGNMENT, on its other arguments (together the cache key), and on which arrays share memory; never on the values
+in arrays. So a function marked `@launch_cached` records the launches of a call. A later call with the same cache key,
+whose arrays share memory in the same way, launches them with its own addresses: every check would pass again. While
+launches are recorded, every call is made in full.
 
-Only CuPy arrays and torch's CUDA tensors come this way, to kernels of the "cuda" backend; the rest is called plainly.
+The cache serves only CuPy arrays and torch's CUDA tensors with kernels of the "cuda" backend; other calls are made in
+full.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ import numpy as np
 from ..arrays import dlpack, streams
 from ..arrays.memory import Extent, extent, reach
 from ..kernels.cuda.launch import Launch, are_recorded, recorded_launches
+from ..kernels.self_tests import FAILED, UNTESTED
 from ..kernels.types.plan import DecodePlan
-from ..kernels.types.verdicts import FAILED, UNPROVEN
 from ..layout import CacheLayout
-from . import debug, proof
+from . import debug, self_test
 from .relocation import relocate
 from .values import plain_integers
 
@@ -36,20 +37,21 @@ F = TypeVar("F", bound=Callable[..., Any])
 log = logging.getLogger(__name__)
 ALIGNMENT = 16  # bytes: the widest access that a launcher chooses by an address
 MOST_KNOWN = 1024  # cache keys that a function remembers
-MOST_RELATIONS = 4  # calls of a cache key: in place and out of place, columns of one array and arrays of their own
+MOST_VALIDATED = 4096  # cache keys of arguments that passed the checks of layers, models and builders
+MOST_RELATIONS = 4  # calls of a cache key: in place and out of place, columns of one array and separate arrays
 MOST_FITTING = 256  # addresses that a remembered call remembers
 
 
 class KnownCall(NamedTuple):
-    """What to do for arguments with the same cache key.
+    """The recorded call for a cache key.
 
-    launches   each launch, and where its addresses come from: (argument of the kernel, array, offset)
+    launches   each launch, and the sources of its addresses: (argument of the kernel, array, offset)
     together   (array, other, distance): arrays that share memory must have the same distance again
-    apart      (array, other, least, most): an array that is written and another one, whose extents must not intersect:
+    apart      (array, other, least, most): a written array and another one, whose extents must not intersect:
                the distance must not be between least and most
-    fitting    addresses that were compared and fit: to compare those of 14 arrays takes over a microsecond
-    outputs    (shape, dtype) of the new arrays, which are numbered after those given
-    results    numbers of the arrays returned; None where nothing is
+    fitting    addresses already compared: comparing those of 14 arrays takes over a microsecond
+    outputs    (shape, dtype) of the new arrays, whose indices follow those of the given arrays
+    results    indices of the arrays returned; None if nothing is returned
     framework  of the first array
     device     its CUDA device
     """
@@ -64,7 +66,7 @@ class KnownCall(NamedTuple):
     device: int
 
     def fits(self, addresses: list[int]) -> bool:
-        """Whether the arrays share memory where they did, and nowhere else if they are written."""
+        """Whether the arrays share memory as in the recorded call, and written arrays nowhere else."""
         where = tuple(addresses)
         if where in self.fitting:
             return True
@@ -77,11 +79,11 @@ class KnownCall(NamedTuple):
         return True
 
     def is_captured(self) -> bool:
-        """Whether the caller is capturing a CUDA graph, in which nothing may be allocated."""
+        """Whether the caller is capturing a CUDA graph, where allocation is not allowed."""
         return streams.is_capturing(streams.current(self.framework, self.device))
 
     def again(self, arrays: list[Any], addresses: list[int]) -> Any:
-        """Make the call with other arrays."""
+        """Repeat the call with other arrays."""
         stream = streams.current(self.framework, self.device)
         if not self.outputs and sys.modules["cupy"].cuda.runtime.getDevice() == self.device:
             self._launch(addresses, stream)
@@ -99,21 +101,21 @@ class KnownCall(NamedTuple):
         if stream is None:
             stream = sys.modules["cupy"].cuda.get_current_stream().ptr
         for launch, places in self.launches:
-            numbers = launch.numbers.copy()
+            packed_arguments = launch.packed_arguments.copy()
             for place, array, offset in places:
-                numbers[place] = addresses[array] + offset
-            launch.kernel.launch(launch, numbers, stream)
+                packed_arguments[place] = addresses[array] + offset
+            launch.kernel.launch(launch, packed_arguments, stream)
 
 
 def launch_cached(function: F) -> F:
-    """Remember the calls of a public function, all of whose work on a device is to launch kernels."""
+    """Cache the calls of a public function whose only work on a device is to launch kernels."""
     function = plain_integers(function)
-    known: dict[Any, tuple[KnownCall | None, ...]] = {}  # those of a key differ in which arrays share memory
+    known: dict[Any, tuple[KnownCall | None, ...]] = {}  # calls of a key differ in which arrays share memory
 
     def in_full(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         result = function(*arguments, **keywords)
-        if UNPROVEN or FAILED:
-            proof.prove(function.__name__, arguments, keywords)
+        if UNTESTED or FAILED:
+            self_test.run_self_test(function.__name__, arguments, keywords)
         return result
 
     @functools.wraps(function)
@@ -122,17 +124,17 @@ def launch_cached(function: F) -> F:
             return in_full(arguments, keywords)
         arrays: list[Any] = []
         addresses: list[int] = []
-        looks: list[Any] = []
+        key_parts: list[Any] = []
         for x in arguments:
-            looks.append(LOOKS[x.__class__](x, arrays, addresses))
+            key_parts.append(KEY_FUNCTIONS[x.__class__](x, arrays, addresses))
         for name, x in keywords.items():
-            looks.append(name)
-            looks.append(LOOKS[x.__class__](x, arrays, addresses))
-        if UNKNOWN in looks or not arrays or keywords.get("stream") is not None or are_recorded():
+            key_parts.append(name)
+            key_parts.append(KEY_FUNCTIONS[x.__class__](x, arrays, addresses))
+        if UNKNOWN in key_parts or not arrays or keywords.get("stream") is not None or are_recorded():
             return in_full(arguments, keywords)
-        if keywords.get("plan") is not None and is_captured(arrays[0]):  # graphs plan for themselves
+        if keywords.get("plan") is not None and is_captured(arrays[0]):  # a captured call makes its own plan
             return in_full(arguments, keywords)
-        key = tuple(looks)
+        key = tuple(key_parts)
         calls = known.get(key, ())
         for before in calls:
             if before is None or (before.outputs and before.is_captured()):
@@ -143,9 +145,9 @@ def launch_cached(function: F) -> F:
             known.clear()
         with recorded_launches() as launches, recorded_arrays() as used:
             result = function(*arguments, **keywords)
-        if UNPROVEN or FAILED:
-            proof.prove(function.__name__, arguments, keywords)
-        if not debug.is_unchecked():  # whose arrays may share memory as others must not
+        if UNTESTED or FAILED:
+            self_test.run_self_test(function.__name__, arguments, keywords)
+        if not debug.is_unchecked():  # unchecked calls may share memory where others must not
             known[key] = (*calls, record(launches, arrays, used, result))[-MOST_RELATIONS:]
         log.debug("%s: launches %s", function.__name__, [launch.kernel.raw.name for launch in launches])
         return result
@@ -164,14 +166,26 @@ UNKNOWN = object()
 
 
 def call_key(*arguments: Any) -> tuple[Any, ...] | None:
-    """How arguments look, or None with one among them that may be anything."""
+    """The cache key of arguments, or None if there is none for the type of one of them."""
     arrays: list[Any] = []
     addresses: list[int] = []
-    looks = tuple([LOOKS[x.__class__](x, arrays, addresses) for x in arguments])
-    return None if UNKNOWN in looks else looks
+    key_parts = tuple([KEY_FUNCTIONS[x.__class__](x, arrays, addresses) for x in arguments])
+    return None if UNKNOWN in key_parts else key_parts
 
 
-def _look_at_cupy(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
+VALIDATED: set[tuple[Any, ...] | None] = set()  # keys of arguments that passed a check; the first part names the check
+
+
+def remember_validated(key: tuple[Any, ...] | None) -> None:
+    """Let arguments with this key pass unchecked from now on; those without a key are checked each time."""
+    if key is None:
+        return
+    if len(VALIDATED) >= MOST_VALIDATED:
+        VALIDATED.clear()
+    VALIDATED.add(key)
+
+
+def _key_of_cupy(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
     memory = x.data
     address = memory.ptr
     arrays.append(x)
@@ -179,7 +193,7 @@ def _look_at_cupy(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
     return x.shape, x.strides, x.dtype, memory.device_id, address % ALIGNMENT
 
 
-def _look_at_torch(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
+def _key_of_torch(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
     device = x.get_device()
     if device < 0:
         return UNKNOWN
@@ -189,55 +203,55 @@ def _look_at_torch(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
     return x.shape, x.stride(), x.dtype, device, address % ALIGNMENT
 
 
-def _look_at_tuple(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
-    looks = tuple([LOOKS[item.__class__](item, arrays, addresses) for item in x])
-    return UNKNOWN if UNKNOWN in looks else looks
+def _key_of_tuple(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
+    key_parts = tuple([KEY_FUNCTIONS[item.__class__](item, arrays, addresses) for item in x])
+    return UNKNOWN if UNKNOWN in key_parts else key_parts
 
 
-def _look_at_value(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
+def _key_of_value(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
     return x.__class__, x
 
 
-def _look_at_integer(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
-    return int, int(x)  # what functions make of NumPy's
+def _key_of_integer(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
+    return int, int(x)  # as functions convert NumPy's integers
 
 
-def _look_at_plan(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
-    """A plan that is made counts as the memory it has; to make it is more than to launch kernels."""
+def _key_of_plan(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
+    """A built plan is identified by its buffers; a call that builds one does more than launch kernels."""
     if not x.is_made("starts", 0):
         return UNKNOWN
-    looks = [x.made_for]
-    looks += [LOOKS[memory.__class__](memory, arrays, addresses) for memory in x.workspace.arrays()]
-    return tuple(looks)
+    key_parts = [x.made_for]
+    key_parts += [KEY_FUNCTIONS[memory.__class__](memory, arrays, addresses) for memory in x.workspace.arrays()]
+    return tuple(key_parts)
 
 
-def _look_away(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
+def _no_key(x: Any, arrays: list[Any], addresses: list[int]) -> Any:
     return UNKNOWN
 
 
-class _Looks(dict[type, Callable[[Any, list[Any], list[int]], Any]]):
-    """How to look at an argument of each type, the types of libraries as they come up."""
+class _KeyFunctions(dict[type, Callable[[Any, list[Any], list[int]], Any]]):
+    """The key function for each argument type; types of libraries are added on first use."""
 
     def __missing__(self, kind: type) -> Callable[[Any, list[Any], list[int]], Any]:
         cupy, torch = sys.modules.get("cupy"), sys.modules.get("torch")
-        look = _look_away
+        key_function = _no_key
         if cupy is not None and kind is cupy.ndarray:
-            look = _look_at_cupy
+            key_function = _key_of_cupy
         elif torch is not None and kind is torch.Tensor:
-            look = _look_at_torch
+            key_function = _key_of_torch
         elif issubclass(kind, np.integer):
-            look = _look_at_integer
-        self[kind] = look
-        return look
+            key_function = _key_of_integer
+        self[kind] = key_function
+        return key_function
 
 
-LOOKS = _Looks(dict.fromkeys((type(None), bool, int, float, str, CacheLayout), _look_at_value))
-LOOKS[tuple] = LOOKS[list] = _look_at_tuple
-LOOKS[DecodePlan] = _look_at_plan
+KEY_FUNCTIONS = _KeyFunctions(dict.fromkeys((type(None), bool, int, float, str, CacheLayout), _key_of_value))
+KEY_FUNCTIONS[tuple] = KEY_FUNCTIONS[list] = _key_of_tuple
+KEY_FUNCTIONS[DecodePlan] = _key_of_plan
 
 
 class UsedArrays(NamedTuple):
-    """The CuPy arrays that public functions allocate and those given to them that they write, in order."""
+    """The CuPy arrays that public functions allocated, and the given arrays that they wrote, in order."""
 
     outputs: list[Any]
     written: list[Any]
@@ -252,7 +266,7 @@ _recording = _Recording()
 
 @contextlib.contextmanager
 def recorded_arrays() -> Iterator[UsedArrays]:
-    """What public functions allocate and write on this thread in the meantime."""
+    """Records the arrays that public functions allocate and write on this thread within the context."""
     used = UsedArrays([], [])
     _recording.used, before = used, _recording.used
     try:
@@ -262,19 +276,19 @@ def recorded_arrays() -> Iterator[UsedArrays]:
 
 
 def record_output(native: Any) -> None:
-    """Note that an output was allocated."""
+    """Record an allocated output."""
     if _recording.used is not None:
         _recording.used.outputs.append(native)
 
 
 def record_written(native: Any) -> None:
-    """Note that a given array is written."""
+    """Record a given array that is written."""
     if _recording.used is not None:
         _recording.used.written.append(native)
 
 
 def record(launches: list[Launch], arrays: list[Any], used: UsedArrays, result: Any) -> KnownCall | None:
-    """The call that made these launches; None if it cannot be made again from its arrays' addresses."""
+    """The call that made these launches; None if its arrays' addresses are not enough to repeat it."""
     outputs = used.outputs
     extents = [_extent(array) for array in [*arrays, *outputs]]
     relocation = relocate(launches, extents)
@@ -282,12 +296,12 @@ def record(launches: list[Launch], arrays: list[Any], used: UsedArrays, result: 
         return None
     together = relocation.together
     returned = [] if result is None else list(result) if isinstance(result, tuple) else [result]
-    numbers, new = [], iter(range(len(arrays), len(extents)))
+    indices, new = [], iter(range(len(arrays), len(extents)))
     for item in returned:
         given = [i for i, array in enumerate(arrays) if array is item]
-        numbers.append(given[0] if given else next(new, -1))
+        indices.append(given[0] if given else next(new, -1))
         together |= {(given[0], i, 0) for i in given[1:]}
-    if not relocation.launches or -1 in numbers or next(new, None) is not None:
+    if not relocation.launches or -1 in indices or next(new, None) is not None:
         return None
     shared, apart = _relations(extents[: len(arrays)], {array.data.ptr for array in used.written})
     first = arrays[0]
@@ -299,7 +313,7 @@ def record(launches: list[Launch], arrays: list[Any], used: UsedArrays, result: 
         apart,
         set(),
         [(array.shape, array.dtype) for array in outputs],
-        None if result is None else numbers,
+        None if result is None else indices,
         framework,
         device,
     )
@@ -308,10 +322,10 @@ def record(launches: list[Launch], arrays: list[Any], used: UsedArrays, result: 
 def _relations(
     extents: list[Extent], written: set[int]
 ) -> tuple[set[tuple[int, int, int]], list[tuple[int, int, int, int]]]:
-    """KnownCall's `together` and `apart` of arrays, those that are written being at these addresses.
+    """KnownCall's `together` and `apart` for arrays; the written arrays are at these addresses.
 
-    Whether an output shares elements with another array follows from strides, shapes and their distance. The call that
-    is recorded has passed that check, as would one with the same distances, or with extents that do not intersect.
+    Strides, shapes and the distance of two arrays determine whether an output shares elements with another array. The
+    recorded call has passed that check, so a call with the same distances, or with disjoint extents, passes as well.
     """
     together: set[tuple[int, int, int]] = set()
     apart: list[tuple[int, int, int, int]] = []

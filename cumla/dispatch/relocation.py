@@ -1,4 +1,4 @@
-"""Recorded launches to be made again with other arrays: the array that each address belongs to, and where in it."""
+"""Relocates recorded launches to other arrays: finds the array of each address, and the offset in it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ..kernels.cuda.launch import Launch
 
 class Relocation(NamedTuple):
     """launches  each launch, and for its addresses (argument of the kernel, array, offset from the array's address)
-    together  (array, other, distance): where an address is within several arrays, which one the kernel means is
-              unknown, so the others' addresses must have the same distance from the array's again
+    together  (array, other, distance): if an address is within several arrays, the one that the kernel means is
+              unknown, so their addresses must have the same distances again
     """
 
     launches: list[tuple[Launch, list[tuple[int, int, int]]]]
@@ -20,12 +20,12 @@ class Relocation(NamedTuple):
 
 
 def relocate(launches: Sequence[Launch], extents: Sequence[Extent]) -> Relocation | None:
-    """Launches in terms of the arrays with these extents; None if an address belongs to none of them."""
+    """Launches relative to the arrays with these extents; None if an address belongs to none of them."""
     found, together = [], set()
     for launch in launches:
         places = []
         for argument in launch.kernel.addresses:
-            address = launch.numbers[argument]
+            address = launch.packed_arguments[argument]
             if not address:
                 continue
             owners = [i for i, extent in enumerate(extents) if extent.contains(address)]

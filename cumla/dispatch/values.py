@@ -1,4 +1,4 @@
-"""Arguments that are no arrays: how they are checked, and how an error shows what came."""
+"""Checks of arguments that are not arrays, and how error messages show their values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_BITS = 256  # of an integer that is shown in digits
 
 
 def plain_integers(function: F) -> F:
-    """NumPy integers among the arguments become Python's: they compare, wrap and are looked up as others."""
+    """Convert NumPy integers among the arguments to Python's, so that they compare, wrap and hash like others."""
 
     @functools.wraps(function)
     def call(*arguments: Any, **keywords: Any) -> Any:
@@ -28,12 +28,12 @@ def plain_integers(function: F) -> F:
 
 
 def plain(value: Any) -> Any:
-    """A NumPy integer as Python's; anything else as it is."""
+    """A NumPy integer as Python's; any other value unchanged."""
     return int(value) if isinstance(value, np.integer) else value
 
 
 def check_integers(minimum: int, maximum: int = 2**31 - 1, **values: Any) -> None:
-    """Raise TypeError for a value that is no integer (a bool is none), ValueError for one out of range."""
+    """Raise TypeError for a value that is not an integer (a bool is not), ValueError for one out of range."""
     for name, value in values.items():
         if value.__class__ is not int and (isinstance(value, bool) or not isinstance(value, (int, np.integer))):
             raise TypeError(f"{name}: got {shown(value)} of type {type(value).__name__}, expected an integer")
@@ -44,7 +44,7 @@ def check_integers(minimum: int, maximum: int = 2**31 - 1, **values: Any) -> Non
 
 
 def check_optional_size(**values: Any) -> None:
-    """The same for sizes, from 1 up, of which None is not given."""
+    """The same for sizes, at least 1; None means not given."""
     for name, value in values.items():
         if value is not None:
             check_integers(1, **{name: value})
@@ -73,7 +73,7 @@ def check_kind(kind: type, **values: Any) -> None:
 
 
 def finite(name: str, value: Any) -> float:
-    """A number as a float. Raises TypeError for what is none, as a bool, ValueError for one that is not finite."""
+    """A number as a float. Raises TypeError unless it is a number (a bool is not), ValueError unless it is finite."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (numbers.Real, np.integer, np.floating)):
         raise TypeError(f"{name}: got {shown(value)} of type {type(value).__name__}, expected a number")
     try:
@@ -86,7 +86,7 @@ def finite(name: str, value: Any) -> float:
 
 
 def in_float32(name: str, value: Any, positive: bool = False) -> float:
-    """The same of a number that kernels take as float32; if `positive`, of one that is above 0 there, too."""
+    """The same for a number that kernels take as float32; if `positive`, it must be above 0 in float32."""
     number = finite(name, value)
     if abs(number) > FLOAT32_MAX:
         raise ValueError(f"{name}: got {shown(value)}, expected a number that float32 has")

@@ -1,4 +1,4 @@
-"""One attention layer, one step, between its projections."""
+"""One step of one attention layer, between its projections."""
 
 from .dense import BlockQuantizedWeight, MLACommonImpl
 from .selection import IndexerInputs

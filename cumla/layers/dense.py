@@ -1,11 +1,11 @@
-"""One dense MLA layer, one step: insert, then prefill with projected keys and decode in the latent space.
+"""One step of a dense MLA layer: insert, then prefill with projected keys and decode in the latent space.
 
     prefill   k_nope, v = kv_c W_UK, kv_c W_UV for every head; causal attention over the new tokens; then chunk by
-              chunk over the context: gather rows into the workspace, project them, attend to them too
+              chunk over the context: gather rows into the workspace, project them, attend to them and merge
     decode    q_latent = q_nope W_UK^T; attention over the paged rows, which are keys and values of all heads;
               out = latent out W_UV
 
-Both give the same result. The first computes less for many queries, the second reads less for few.
+Both give the same result. The prefill form computes less for many queries, the decode form reads less for few.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..ops.dense_attention import dense_mla_decode, mha_varlen
 from ..ops.dense_cache import concat_and_cache_mla, gather_cache
 from ..ops.sparse_attention import MAX_HEADS
 from ..ops.sparse_attention import V_DIM as KV_LORA_RANK
-from .dense_checks import check_forward
+from .dense_validation import check_forward
 from .sparse import Observer, not_observed
 from .weights import BlockQuantizedWeight as BlockQuantizedWeight
 from .weights import weight_of
@@ -41,19 +41,19 @@ class MLACommonImpl:
 
     num_heads         query heads on this device
     head_size         576, values of a cached row
-    scale             softmax scale of a head, which the model knows (192**-0.5 with V3's YaRN factor)
+    scale             the model's softmax scale of a head (192**-0.5 with V3's YaRN factor)
     num_kv_heads      1
     kv_cache_dtype    "auto" (rows of the activations' dtype), or "fp8" / "fp8_e4m3" with one scale for the cache
-    q_lora_rank       not used, as the projection of q is the model's
+    q_lora_rank       not used: the model projects q
     kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim    512, P, 64 and V
     kv_b_proj         [num_heads * (P + V), 512], for each head W_UK^T over W_UV^T: bfloat16, float16 or float32,
-                      or a BlockQuantizedWeight; or a layer that has it as its `weight` (layers/weights.py)
+                      or a BlockQuantizedWeight; or a layer whose `weight` is one of these (layers/weights.py)
 
-    A layer keeps memory for decodes from step to step, so its steps must run one after another, on one stream. Memory
-    that is outgrown is kept, too: graphs that were captured with it go on.
+    A layer keeps memory for decodes from step to step, so its steps must run one after another, on one stream. When
+    it grows, the smaller memory is kept as well: graphs captured with it remain valid.
 
-    What vLLM's constructor takes beside these (alibi slopes, sparse blocks, soft caps, KV sharing) it refuses
-    or ignores, so there are no arguments for it here.
+    vLLM's constructor has further arguments (alibi slopes, sparse blocks, soft caps, KV sharing), which it refuses or
+    ignores; they are left out here.
     Source: vLLM MLACommonImpl.
     """
 
@@ -92,11 +92,11 @@ class MLACommonImpl:
         self.plan = DenseDecodePlan(self.workspace)
 
     def process_weights_after_loading(self, act_dtype: Any = BFLOAT16) -> None:
-        """Make W_UK_T [num_heads, P, 512] and W_UV [num_heads, 512, V] of kv_b_proj: views of one 16-bit matrix.
+        """Make W_UK_T [num_heads, P, 512] and W_UV [num_heads, 512, V] from kv_b_proj: views of one 16-bit matrix.
 
         act_dtype  bfloat16 or float16, of the activations
 
-        A quantised weight is dequantised here, once, on the host: weights of 16 bits are what cuBLAS multiplies.
+        A quantised weight is dequantised here, once, on the host: cuBLAS multiplies weights of 16 bits.
         """
         dtype = np.dtype(act_dtype)
         if dtype not in ACT_DTYPES.values():
@@ -129,21 +129,21 @@ class MLACommonImpl:
         """Insert a step's rows and attend.
 
         q           [T, num_heads * (P + 64)] or [T, num_heads, P + 64] bfloat16 or float16, RoPE applied to the
-                    last 64 of each head. T may exceed the metadata's tokens, as it does where a captured graph's
-                    batch is padded
+                    last 64 of each head. T may exceed the metadata's tokens, as for the padded batch of a captured
+                    graph
         k_c_normed  [T, 512] of q's dtype
         k_pe        [T, 64] or [T, 1, 64] of q's dtype, RoPE applied
-        kv_cache    [num_blocks, block_size, 576] as kv_cache_dtype says, written. Without blocks nothing is
-                    written, as in a run that profiles memory
-        attn_metadata  of the step's batch, decodes first; with context_chunk_workspace where prefills have context
+        kv_cache    [num_blocks, block_size, 576] of kv_cache_dtype, written. A cache without blocks is not written,
+                    as in a run that profiles memory
+        attn_metadata  of the step's batch, decodes first; with context_chunk_workspace if prefills have context
         output      [T, num_heads * V] of q's dtype to write instead of allocating
         k_scale     of an FP8 cache: float32 array of one value on the device, or a number (`layer._k_scale`)
         observe     called with an op's name around each op ("insert", "project", "prefill", "gather", "context",
                     "absorb", "decode")
 
-        Returns output; its rows of padding tokens, of the metadata and after them, are 0. A step of decodes alone
-        reads nothing back and, after the same shape has run once, allocates nothing but its output, so a CUDA graph can
-        capture it when `output` is given.
+        Returns output; its rows of padding tokens, within the metadata's tokens and after them, are 0. A step of
+        decodes only does not synchronise with the host and, after the same shape has run once, allocates only its
+        output, so a CUDA graph can capture it when `output` is given.
         Raises TypeError or ValueError for an argument that does not fit.
         """
         check_forward(self, q, k_c_normed, k_pe, kv_cache, attn_metadata, output, k_scale, stream)
@@ -185,7 +185,7 @@ class MLACommonImpl:
 
 @dataclass(frozen=True)
 class _Run:
-    """The parts of one step, with what they share. The caller's stream is current already."""
+    """The parts of one step and their common state. The caller's stream is already current."""
 
     layer: MLACommonImpl
     cache: Any
@@ -220,7 +220,7 @@ class _Run:
             self.product(latent_out.reshape(len(q), heads, rank).transpose(1, 0, 2), layer.W_UV, out.transpose(1, 0, 2))
 
     def latent(self, like: Any, requests: int, query_len: int) -> tuple[Any, Any, Any]:
-        """Absorbed q, and out and lse of the attention to it, where they are from step to step."""
+        """Memory for absorbed q and for the attention's out and lse, at the same address in every step."""
         layer, array = self.layer, self.layer.workspace.shaped
         sizes = requests, query_len, layer.num_heads
         return (
@@ -230,8 +230,8 @@ class _Run:
         )
 
     def allocate_worst_case(self, q: Any, metadata: MLACommonMetadata) -> None:
-        """What the largest step needs beside its arguments, for who measures memory: a full context workspace
-        projected up and the float32 sums of all tokens, and decodes of as many requests as there are here.
+        """Allocate the largest step's temporary memory, for runs that profile memory: the projections of a full context
+        workspace, the float32 sums of all tokens, and the buffers of decodes of as many requests as given.
         """
         workspace = metadata.context_chunk_workspace
         self.latent(q, metadata.num_decodes + metadata.num_prefills, metadata.max_decode_query_len or 1)
@@ -239,12 +239,12 @@ class _Run:
         _together = (self.projected(rows, q), *self.sums(q))
 
     def projected(self, rows: int, like: Any) -> Any:
-        """For K without its RoPE part, and V, of every head."""
+        """Memory for K without its RoPE part, and V, of every head."""
         layer = self.layer
         return dlpack.empty((rows, layer.num_heads, layer.qk_nope_head_dim + layer.v_head_dim), like.dtype, like)
 
     def sums(self, q: Any) -> tuple[Any, Any]:
-        """For out and lse of chunks that are added up; in float32: 16 bits would lose some with each of many."""
+        """Memory to accumulate out and lse of chunks: float32, as 16 bits would lose precision with every chunk."""
         heads = self.layer.num_heads
         return (
             dlpack.empty((len(q), heads, self.layer.v_head_dim), FLOAT32, q), dlpack.empty((heads, len(q)), FLOAT32, q)
@@ -301,16 +301,16 @@ class _Run:
 
 
 def refuse_in_capture(output: Any, num_prefill: int) -> None:
-    """Raise ValueError, naming what would have to be allocated while a CUDA graph is being captured."""
+    """Raise ValueError, naming the memory that would have to be allocated while a CUDA graph is being captured."""
     if output is None:
         raise ValueError("output: got None while a CUDA graph is being captured, expected memory allocated before it")
     if num_prefill:
         raise ValueError(
             f"attn_metadata: got {num_prefill} prefill tokens while a CUDA graph is being captured, expected decodes "
-            "alone: what prefills project would have to be allocated"
+            "only: the projections of prefills would have to be allocated"
         )
 
 
 def bits_of(array: Any) -> Any:
-    """A 16-bit array as integers: to be copied and zeroed by CuPy whatever it knows of the type."""
+    """A 16-bit array as integers, which CuPy can copy and zero whether or not it knows the type."""
     return array.view(np.uint16)

@@ -16,22 +16,24 @@ from ..metadata.indexer_chunks import DeepseekV32IndexerPrefillChunkMetadata
 from ..ops.indexer_topk import WORKSPACE_BYTES, indexer_topk, logits_row_bytes
 from ..ops.sparse_cache import cp_gather_indexer_k_quant_cache
 
-# Memory by name, shape and dtype, with whatever is in it.
+DECODE_SCORE_BYTES = 256 << 20  # limit of the memory for the scores of all decodes at once
+
+# Returns uninitialised memory for a name, shape and dtype.
 Memory = Callable[[str, tuple[int, ...], Any], Any]
 
 
 @dataclass(frozen=True)
 class IndexerInputs:
-    """What the tokens of a step select rows by: the indexer's queries, its keys, and where they are.
+    """The indexer's inputs for the tokens of a step: queries, keys, and the metadata that locates the keys.
 
-    q         uint8 [num_tokens, heads, 128], e4m3, RoPE applied, as fused_indexer_q_rope_quant makes them; of a cache
-              of numbers, of its type
+    q         uint8 [num_tokens, heads, 128], e4m3, RoPE applied, as fused_indexer_q_rope_quant makes them; for a cache
+              that is not quantised, of the cache's type
     weights   [num_tokens, heads] float32, the scales of q folded in
-    cache     uint8 [num_blocks, block_size, 132] (or rows of numbers), of `layout`, with the pages of the cache whose
-              rows are selected
+    cache     uint8 [num_blocks, block_size, 132] (or rows that are not quantised), of `layout`, with the pages of the
+              cache whose rows are selected
     metadata  of the indexer, of the step's batch and the block table of the cache whose rows are selected
     k         [n, 128], keys of the rows that this step completes, one for each slot of the compressed cache's
-              slot_mapping; None: they are in the cache already
+              slot_mapping; None: the cache contains them already
     layout    of the cache: INDEXER_FP8, INDEXER_BF16 or INDEXER_F32
     """
 
@@ -44,7 +46,7 @@ class IndexerInputs:
 
 
 def score_bytes(inputs: IndexerInputs) -> int:
-    """Memory for scores that a step takes at least: those of its longest request."""
+    """Least memory for scores of a step, in bytes: the scores of its longest request."""
     metadata, most = inputs.metadata, 0
     if metadata.decode is not None:
         lens, table = metadata.decode.seq_lens, metadata.decode.block_table
@@ -64,14 +66,14 @@ def select_rows(
     slots: tuple[Any, Any] | None = None,
     is_valid_token: Any = None,
 ) -> None:
-    """The rows of each token's best scores, counted within its request, in ascending order, then -1.
+    """The rows with each token's best scores, counted within its request, in ascending order, then -1.
 
     positions    [T] int32 or int64; token_to_req [T] int32
     block_table  [num_reqs, B] int32, of the cache
     out          [T, topk] int32, written
     memory       for scores, gathered keys and their scales
-    slots        (slots [D, topk] int32, lens [D] int32) of the D decode tokens, written: where what they select is in a
-                 cache with the block table of the metadata, and how much it is; or None
+    slots        (slots [D, topk] int32, lens [D] int32) of the D decode tokens, written: slots of the rows that they
+                 select in a cache with the metadata's block table, and their count; or None
     is_valid_token  [>= D] bool, with slots: a padding token's length is 0
     """
     check_current("indexer.metadata", inputs.metadata)
@@ -110,7 +112,7 @@ class _Run:
         lens, table = (dlpack.borrow(getattr(decode, name), name) for name in ("seq_lens", "block_table"))
         each = lens.shape[1] if lens.ndim == 2 else 1
         schedule = decode.schedule_metadata
-        if not decode.packed:  # decodes of different lengths: every token is an entry of its own
+        if not decode.packed:  # decodes of different lengths: each token is a separate entry
             lens, each, schedule = (positions + 1).astype(np.int32) // self.inputs.metadata.compress_ratio, 1, None
             table = block_table[token_to_req]
         entries = min(len(lens), tokens // each)
@@ -123,15 +125,16 @@ class _Run:
                 slots[0][taken:] = -1
                 slots[1][taken:] = 0
                 slots, is_valid_token = (slots[0][:taken], slots[1][:taken]), is_valid_token[:taken]
+        of_decodes = taken * logits_row_bytes(table.shape[1] * self.inputs.cache.shape[1])
         indexer_topk(
             self.q[:taken].reshape(-1, each, *self.q.shape[1:]), self.inputs.cache, self.weights[:taken],
             self.out.shape[1], context_lens=lens, block_table=table, schedule_metadata=schedule,
             layout=self.inputs.layout, out=self.out[:taken], slots=slots, is_valid_token=is_valid_token,
-            backend=self.backend, workspace=self._scores(),
+            backend=self.backend, workspace=self._scores(of_decodes),
         )  # fmt: skip
 
     def gather(self, chunk: DeepseekV32IndexerPrefillChunkMetadata) -> tuple[Any, Any]:
-        """Keys of the chunk's requests and their scales, which chunks of the same requests after it read, too."""
+        """Keys of the chunk's requests and their scales; later chunks of the same requests read them as well."""
         layout, rows = self.inputs.layout, chunk.total_seq_lens
         keys = self.memory("index_keys", (rows, layout.head_dim), self.q.dtype)
         scales = self.memory("index_scales", (rows,), np.float32) if layout.num_scales else None
@@ -148,5 +151,7 @@ class _Run:
             backend=self.backend, workspace=self._scores(),
         )  # fmt: skip
 
-    def _scores(self) -> Any:
-        return self.memory("scores", (max(WORKSPACE_BYTES, score_bytes(self.inputs)),), np.uint8)
+    def _scores(self, of_decodes: int = 0) -> Any:
+        """Memory for scores. of_decodes: bytes of all decodes' scores; one pass over them takes the fewest launches."""
+        size = max(WORKSPACE_BYTES, score_bytes(self.inputs), min(of_decodes, DECODE_SCORE_BYTES))
+        return self.memory("scores", (size,), np.uint8)

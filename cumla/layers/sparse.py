@@ -1,4 +1,4 @@
-"""One sparse attention layer, one step: insert, map, attend, for a mixed decode/prefill batch."""
+"""One step of a sparse attention layer: insert, map, attend, for a mixed decode/prefill batch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from ..arrays import dlpack, streams
 from ..dispatch.backends import choose
+from ..dispatch.deprecated import renamed_argument
 from ..dispatch.values import check_choice, check_integers, check_kind, shown
 from ..kernels.types.metadata import C128A_RATIO
 from ..layout import DSV4_BF16, DSV4_F32, DSV4_FP8, CacheLayout
@@ -23,85 +24,18 @@ from ..ops.sparse_cache import (
     indexer_k_quant_and_cache,
     quantize_and_insert_k_cache,
 )
-from .prefill_road import ROADS, chunk_roads
-from .selection import IndexerInputs, select_rows
-from .sparse_checks import check_step, refuse_in_capture, tokens_used
+from .prefill_path import PATHS, chunk_paths
+from .selection import select_rows
+from .sparse_validation import check_step, refuse_in_capture, tokens_used
+from .step_arguments import CompressedCache, LayerWorkspace
 
 LAYOUTS = (DSV4_FP8, DSV4_BF16, DSV4_F32)
 Observer = Callable[[str], AbstractContextManager[Any]]
 
 
 def not_observed(op: str) -> AbstractContextManager[Any]:
-    """The observer of a step that nobody measures."""
+    """The observer that does nothing."""
     return contextlib.nullcontext()
-
-
-@dataclass(frozen=True)
-class CompressedCache:
-    """The compressed rows of one layer and what a step adds to them.
-
-    cache         uint8 [num_blocks, block_size, 584] (or rows of numbers), of the layer's layout; a page has
-                  compressed_block_size positions of the metadata's config
-    block_table   [num_reqs, B] int32, wide enough for the compressed rows of the longest sequence
-    k             [n, 512] bfloat16, rows that this step completes; None: they are in the cache already
-    slot_mapping  [n] int64 or int32, their slots, -1 skips a row; not used without k
-    topk_indices  [num_tokens, topk] int32, rows each token selects, in any order, with -1 anywhere among them; those
-                  that are not complete at the token's position are absent. None for a C128A layer, which takes all
-    indexer       in place of topk_indices: what the step selects rows by
-    decode_slots  [>= num_decode_tokens, topk] int32, slots of the rows that decodes select, from the left of each row,
-                  as cumla.indexer_topk writes them beside topk_indices; None: they are mapped from topk_indices
-    decode_lens   [>= num_decode_tokens] int32, how many these are; 0 for padding
-    """
-
-    cache: Any
-    block_table: Any
-    k: Any = None
-    slot_mapping: Any = None
-    topk_indices: Any = None
-    indexer: IndexerInputs | None = None
-    decode_slots: Any = None
-    decode_lens: Any = None
-
-
-@dataclass(frozen=True)
-class LayerWorkspace:
-    """What the decodes of a step write beside their result, for steps that must not allocate.
-
-    lse           [>= num_decode_tokens, h, 1] float32
-    topk_indices  [>= num_decode_tokens, >= topk] int32, slots of the rows that tokens select; for ratio 4
-    topk_lens     [>= num_decode_tokens] int32; for ratio 4
-    selected      [>= num_tokens, index_topk] int32, the rows that tokens select; with an indexer
-    scores        uint8 [>= score_bytes(indexer)], for scores of some tokens at a time; with an indexer
-    """
-
-    lse: Any
-    topk_indices: Any = None
-    topk_lens: Any = None
-    selected: Any = None
-    scores: Any = None
-
-    @classmethod
-    def allocate(cls, q: Any, topk: int = 0, score_bytes: int = 0) -> LayerWorkspace:
-        """For steps of as many tokens as `q` has, [num_tokens, h, 512], on its device.
-
-        topk         as selected, at ratio 4
-        score_bytes  for scores, with an indexer: more than cumla.layers.selection.score_bytes makes fewer launches
-        """
-        check_integers(0, topk=topk)
-        check_integers(0, 2**63 - 1, score_bytes=score_bytes)
-        framework, native = dlpack.framework_of(q), dlpack.borrow(q, "q")
-        tokens, heads, _ = native.shape
-
-        def empty(shape: tuple[int, ...], dtype: type) -> Any:
-            return dlpack.give(dlpack.empty(shape, np.dtype(dtype), native), framework)
-
-        lse = empty((tokens, heads, 1), np.float32)
-        if not topk:
-            return cls(lse)
-        slots, lens = empty((tokens, topk), np.int32), empty((tokens,), np.int32)
-        if not score_bytes:
-            return cls(lse, slots, lens)
-        return cls(lse, slots, lens, empty((tokens, topk), np.int32), empty((score_bytes,), np.uint8))
 
 
 @dataclass(frozen=True)
@@ -109,7 +43,7 @@ class SparseMLALayer:
     """An attention layer of a DeepSeek V4 class model, between its projections.
 
     compress_ratio  1: window only, 4: window and selected compressed rows, 128: window and all of them
-    index_topk      entries selected at ratio 4, as the model has it; topk_indices may have more columns or fewer
+    index_topk      the model's number of entries selected at ratio 4; topk_indices may have more columns or fewer
     attn_sink       [h] float32, or None
     softmax_scale   1 / sqrt(512) if None
     layout          of the caches: DSV4_FP8 or DSV4_BF16; on the host also DSV4_F32
@@ -129,6 +63,7 @@ class SparseMLALayer:
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout: got {self.layout.name}, expected one of {[layout.name for layout in LAYOUTS]}")
 
+    @renamed_argument("prefill_road", "prefill_path")
     def step(
         self,
         q: Any,
@@ -139,7 +74,7 @@ class SparseMLALayer:
         *,
         out: Any = None,
         workspace: LayerWorkspace | None = None,
-        prefill_road: str | None = None,
+        prefill_path: str | None = None,
         join: Callable[[], None] | None = None,
         backend: str | None = None,
         stream: Any = None,
@@ -148,17 +83,17 @@ class SparseMLALayer:
         """Insert this step's rows and attend.
 
         q           [num_tokens, h, 512] bfloat16, RoPE applied; on the host also float32, without k
-        k           [num_tokens, 512] bfloat16, RoPE applied; None: the rows are in the cache already
-        swa_cache   uint8 [num_blocks, block_size, 584] (or rows of numbers), of the layer's layout, written
+        k           [num_tokens, 512] bfloat16, RoPE applied; None: the cache contains the rows already
+        swa_cache   uint8 [num_blocks, block_size, 584] (or rows that are not quantised), of the layer's layout, written
         metadata    of the step's batch
         compressed  the compressed cache, for ratios 4 and 128
         out         [num_tokens, h, 512] of q's dtype to write instead of allocating
-        workspace   what decodes need beside it; with out and workspace given, and after a first step with metadata of
+        workspace   temporary memory of decodes; with out and workspace given, and after a first step with metadata of
                     the same builder, a step of decodes allocates nothing
-        prefill_road  how prefills attend: "pages", straight over the caches; "rows", over rows gathered from them;
-                    None: by what is faster for each chunk (cumla/layers/prefill_road.py)
-        join        called before the first operation that reads q or the window's rows: a caller that makes them on
-                    another stream lets this one wait for it there
+        prefill_path  how prefills attend: "pages", straight over the caches; "rows", over rows gathered from them;
+                    None: the faster path for each chunk (cumla/layers/prefill_path.py)
+        join        called before the first operation that reads q or the window's rows: a caller that computes them on
+                    another stream makes this stream wait for that one in it
         observe     called with an op's name around each op ("insert", "select", "map", "decode", "gather", "prefill")
 
         Returns out; its last 64 values still carry RoPE. Rows of padding tokens are 0 or not written.
@@ -168,7 +103,7 @@ class SparseMLALayer:
             check_kind(CompressedCache, compressed=compressed)
         if workspace is not None:
             check_kind(LayerWorkspace, workspace=workspace)
-        check_choice((*ROADS, None), prefill_road=prefill_road)
+        check_choice((*PATHS, None), prefill_path=prefill_path)
         for name, function in (("join", not_observed if join is None else join), ("observe", observe)):
             if not callable(function):
                 raise TypeError(f"{name}: got {shown(function)}, expected a function")
@@ -196,12 +131,12 @@ class SparseMLALayer:
                 run.decode(q, swa_cache, mapped, result)
             topk = None if compressed is None or compressed.topk_indices is None else compressed.topk_indices.shape[1]
             name = choose(backend, on_device=not isinstance(q, np.ndarray))
-            roads = chunk_roads(metadata, self.compress_ratio, q.shape[1], topk, name, self.layout, prefill_road)
-            for prefills, n, m, road in roads:
+            paths = chunk_paths(metadata, self.compress_ratio, q.shape[1], topk, name, self.layout, prefill_path)
+            for prefills, n, m, path in paths:
                 tokens = run.tokens_of(prefills)
                 if tokens.start == tokens.stop:
                     continue
-                if road == "pages":
+                if path == "pages":
                     run.prefill_over_pages(q, swa_cache, compressed, result, tokens)
                 else:
                     run.prefill_over_rows(q, swa_cache, compressed, result, prefills, tokens, n, m)
@@ -210,7 +145,7 @@ class SparseMLALayer:
 
 @dataclass(frozen=True)
 class _Run:
-    """The parts of one step, with what they share. The caller's stream is current already."""
+    """The parts of one step and their common state. The caller's stream is already current."""
 
     layer: SparseMLALayer
     metadata: DeepseekSparseSWAMetadata
@@ -224,7 +159,7 @@ class _Run:
         quantize_and_insert_k_cache(k, cache, slots, block_size, layout=self.layer.layout, backend=self.backend)
 
     def select(self, compressed: CompressedCache, q: Any) -> CompressedCache:
-        """The compressed cache with the rows that tokens select by their indexer, whose keys are inserted first."""
+        """Insert the indexer's keys, then return the compressed cache with the rows that tokens select."""
         inputs, metadata, tokens = compressed.indexer, self.metadata, tokens_used(self.metadata)
         assert inputs is not None
         if inputs.k is not None:
@@ -240,7 +175,7 @@ class _Run:
 
         selected = memory("selected", (tokens, self.layer.index_topk), np.int32)
         slots, decodes, topk = None, metadata.num_decode_tokens, self.layer.index_topk
-        if 0 < decodes == inputs.metadata.num_decode_tokens:  # what are decodes to the indexer, too
+        if 0 < decodes == inputs.metadata.num_decode_tokens:  # the same tokens are decodes in the indexer's metadata
             given |= {name: self._cut(name, decodes) for name in ("topk_indices", "topk_lens")}
             slots = (
                 memory("topk_indices", (decodes, topk), np.int32)[:, :topk],
@@ -255,7 +190,7 @@ class _Run:
         return compressed if slots is None else replace(compressed, decode_slots=slots[0], decode_lens=slots[1])
 
     def map_decodes(self, compressed: CompressedCache | None) -> dict[str, Any]:
-        """What attention of the decodes takes of the compressed rows."""
+        """The decodes' attention arguments for the compressed rows."""
         if compressed is None:
             return {}
         if compressed.decode_slots is not None:
@@ -310,7 +245,7 @@ class _Run:
     def prefill_over_pages(
         self, q: Any, swa_cache: Any, compressed: CompressedCache | None, out: Any, tokens: slice
     ) -> None:
-        """Attend with prefill tokens as decodes do."""
+        """Attend with prefill tokens on the decode path."""
         metadata, ratio = self.metadata, self.layer.compress_ratio
         local = slice(tokens.start - metadata.num_decode_tokens, tokens.stop - metadata.num_decode_tokens)
         extra: dict[str, Any] = {}
@@ -346,7 +281,7 @@ class _Run:
         n: int,
         m: int,
     ) -> None:
-        """Gather what the chunk's requests attend to into a workspace [requests, m, 512], and attend there."""
+        """Gather the rows of the chunk's requests into a workspace [requests, m, 512], and attend to them there."""
         metadata, ratio = self.metadata, self.layer.compress_ratio
         requests = slice(metadata.num_decodes + chunk.start, metadata.num_decodes + chunk.stop)
         seq_lens = dlpack.borrow(metadata.seq_lens, "seq_lens")[requests]

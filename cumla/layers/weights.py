@@ -1,4 +1,4 @@
-"""A projection's weight, as an engine's layer holds it, in full precision."""
+"""Read a projection's weight from an engine's layer, in full precision."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCALES = ("weight_scale_inv", "weight_scale")  # of blocks, and of a tensor or i
 
 @dataclass(frozen=True)
 class BlockQuantizedWeight:
-    """A matrix in FP8 with a scale for each block, as DeepSeek V3 checkpoints hold them.
+    """A matrix in FP8 with a scale for each block, as in DeepSeek V3 checkpoints.
 
     weight  uint8 (or float8) [out, in], e4m3
     scale   [ceil(out / block[0]), ceil(in / block[1])], float32 or UE8M0 (float8_e8m0fnu, uint8);
@@ -38,11 +38,11 @@ class BlockQuantizedWeight:
 def weight_of(name: str, source: Any) -> Any:
     """The weight [out, in] as a NumPy or CuPy array of bfloat16, float16 or float32.
 
-    source  the array; a BlockQuantizedWeight; or a layer with `weight`. If that is FP8 the layer also has
-            `weight_scale_inv` (a scale a block of `weight_block_size`, 128 x 128 if it does not say) or
+    source  the array; a BlockQuantizedWeight; or a layer with `weight`. If the weight is FP8 the layer also has
+            `weight_scale_inv` (one scale for each block of `weight_block_size`, by default 128 x 128) or
             `weight_scale` (one scale, or one a row)
 
-    Raises TypeError or ValueError for what is none of these, by its name for weights that are packed.
+    Raises TypeError or ValueError for any other source; for packed weights the error names the attribute.
     """
     if isinstance(source, BlockQuantizedWeight):
         return dequantized(source, name)
@@ -84,7 +84,7 @@ def _weight_of_layer(name: str, layer: Any) -> Any:
 
 
 def dequantized(weight: BlockQuantizedWeight, name: str = "kv_b_proj") -> Any:
-    """float32 [out, in], where the weight is. Raises TypeError or ValueError if it and its scales do not fit."""
+    """float32 [out, in] on the weight's device. Raises TypeError or ValueError if it and its scales do not fit."""
     values = dequantized_on_host(weight, f"{name}.weight")
     native = dlpack.borrow(weight.weight, f"{name}.weight")
     return values if isinstance(native, np.ndarray) else dlpack.namespace_of(native).asarray(values)

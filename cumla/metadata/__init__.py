@@ -1,4 +1,4 @@
-"""Builders: from a batch to what the attention layers of a step share. One builder a file."""
+"""Builders: from a batch to the metadata that the attention layers of a step share. One builder a file."""
 
 from .batch import CommonAttentionMetadata, get_dcp_local_seq_lens, split_decodes_and_prefills
 from .builder import AttentionCGSupport, AttentionMetadataBuilder, ServingConfig
@@ -20,6 +20,15 @@ from .mla_groups import GroupedBatch, SequenceGroup
 from .mla_state import MLACommonBackend, MLACommonState
 from .slots import compute_positions, compute_slot_mapping, get_compressed_slot_mapping
 from .sparse_swa import DeepseekSparseSWAMetadata, DeepseekSparseSWAMetadataBuilder
+from .vllm_helpers import (
+    PerLayerParameters,
+    get_kv_cache_layout,
+    get_per_layer_parameters,
+    infer_global_hyperparameters,
+    make_local_attention_virtual_batches,
+    reorder_batch_to_split_decodes_and_prefills,
+    set_kv_cache_layout,
+)
 
 __all__ = [
     "AttentionCGSupport",
@@ -38,14 +47,21 @@ __all__ = [
     "MLACommonMetadataBuilder",
     "MLACommonState",
     "MLAConfig",
+    "PerLayerParameters",
     "SequenceGroup",
     "ServingConfig",
     "compute_positions",
     "compute_slot_mapping",
     "get_compressed_slot_mapping",
     "get_dcp_local_seq_lens",
+    "get_kv_cache_layout",
     "get_max_prefill_buffer_size",
+    "get_per_layer_parameters",
+    "infer_global_hyperparameters",
     "kv_spans_from_batches",
+    "make_local_attention_virtual_batches",
+    "reorder_batch_to_split_decodes_and_prefills",
+    "set_kv_cache_layout",
     "split_decodes_and_prefills",
     "split_indexer_prefill_chunks",
 ]

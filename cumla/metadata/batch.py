@@ -1,7 +1,7 @@
-"""What a step's batch looks like, and how requests are ordered in it.
+"""A step's batch, and the order of its requests.
 
-A batch is decode-first: requests with few query tokens (decodes) stand before those with many (prefills).
-Each array that a kernel needs on its device has a `_cpu` twin, so that nothing is ever read back.
+A batch is decode-first: requests with few query tokens (decodes) come before those with many (prefills).
+Each array that a kernel needs on its device has a `_cpu` copy in host memory, so that nothing is read back.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ class CommonAttentionMetadata:
     seq_lens_cpu            the same in host memory
     num_computed_tokens_cpu [num_reqs] int32 in host memory, tokens already in the cache
     num_reqs                requests, padding requests (no query tokens) included
-    num_actual_tokens       query tokens; may count padding tokens, which follow those of the last request
+    num_actual_tokens       query tokens; may include padding tokens after those of the last request
     max_query_len           longest query, or a bound on it
     block_table_tensor      [num_reqs, B] int32, page of each block_size positions; on the device
     slot_mapping            [>= num_actual_tokens] int64 or int32, cache slot of each new token; -1 skips it
     max_seq_len             longest sequence, or a bound on it; taken from seq_lens_cpu if not given
+    block_size              positions of a page, if known: a builder whose pages have another size refuses the batch
 
     Source: vLLM CommonAttentionMetadata. There, constructing it fills the tail of slot_mapping with -1;
     here nothing is written until `pad_slot_mapping` is called.
@@ -52,6 +53,7 @@ class CommonAttentionMetadata:
     block_table_tensor: Any
     slot_mapping: Any
     max_seq_len: int = -1
+    block_size: int | None = None
 
     def __post_init__(self) -> None:
         counts = {name: getattr(self, name) for name in ("num_reqs", "num_actual_tokens", "max_query_len")}
@@ -75,23 +77,23 @@ class CommonAttentionMetadata:
         *,
         backend: str | None = None,
     ) -> CommonAttentionMetadata:
-        """The batch of requests with these lengths, whose new tokens go where the block table says.
+        """The batch of requests with these lengths; slots of their new tokens come from the block table.
 
         query_lens   [num_reqs] integers on the host, new tokens of each request. Decodes come first: the builders
                      raise for a request of at most 1 + num_speculative_tokens that follows a longer one
         seq_lens     [num_reqs] integers on the host, tokens of each request, the new ones included
         block_table  [num_reqs, B] int32, page of each block_size positions, wide enough for each sequence. A token
-                     whose page is negative gets slot -1, which nothing is written to
+                     whose page is negative gets slot -1 and is not inserted
         block_size   positions of a page
-        xp           numpy or cupy, whose arrays the batch gets; a block table in host memory is then copied to CuPy's
-                     current device. None: arrays of the block table's framework, on its device
+        xp           numpy or cupy, the module of the batch's arrays; for cupy, a block table in host memory is copied
+                     to CuPy's current device. None: arrays of the block table's framework, on its device
 
         Each array is copied to the device once, on the current stream of the framework, and the slots are computed
-        there; nothing is read back. The lengths are copied, the block table is kept as it is. The `_cpu` arrays are
-        NumPy's; in host memory the others share their memory.
+        there; nothing is read back. The lengths are copied, the block table is not. The `_cpu` arrays are NumPy arrays;
+        for a batch in host memory the other arrays share their memory.
 
-        Not for captures: a CUDA graph would keep the lengths of its capture. Fill the constructor with arrays whose
-        addresses stay, as examples/graph_loop.py does.
+        Not for captures: a CUDA graph would keep the lengths of its capture. For graphs call the constructor with
+        arrays whose addresses do not change, as examples/graph_loop.py does.
 
         Raises TypeError or ValueError for arguments that do not fit and for calls during a capture.
         """
@@ -128,10 +130,11 @@ class CommonAttentionMetadata:
             block_table_tensor=block_table if xp is None else table,
             slot_mapping=slots,
             max_seq_len=int(lens.max(initial=0)),
+            block_size=int(block_size),
         )
 
     def pad_slot_mapping(self) -> None:
-        """Fill slot_mapping beyond num_actual_tokens with -1, so that padding tokens are written nowhere.
+        """Fill slot_mapping beyond num_actual_tokens with -1, so that padding tokens are not inserted.
 
         Needed before a step that runs at a captured size larger than its batch.
         """
@@ -140,7 +143,7 @@ class CommonAttentionMetadata:
 
 
 def host_array(name: str, value: Any) -> np.ndarray:
-    """A `_cpu` array of a batch as NumPy. Raises ValueError for one on a device: to read it would wait for it."""
+    """A `_cpu` array of a batch as NumPy. Raises ValueError for a device array: reading it would synchronise."""
     if value.__class__ is np.ndarray:
         return value
     native = dlpack.borrow(value, name)
@@ -150,9 +153,9 @@ def host_array(name: str, value: Any) -> np.ndarray:
 
 
 def host_integers(name: str, value: Any) -> np.ndarray:
-    """A `_cpu` array [N] of int32 or int64, which small and unsigned integers become: their differences would wrap.
+    """A `_cpu` array [N] as int32 or int64. Small and unsigned integers are converted: their differences would wrap.
 
-    Raises TypeError for what are no integers, ValueError for another shape and as `host_array`.
+    Raises TypeError unless they are integers, ValueError for another shape and as `host_array`.
     """
     array = host_array(name, value)
     if array.dtype in SLOTS and array.ndim == 1:
@@ -181,7 +184,7 @@ def _lengths(name: str, value: Any) -> np.ndarray:
 
 
 def _placed(block_table: Any, xp: Any) -> tuple[str, Any, Any]:
-    """The framework of a batch's arrays, the module that makes them, numpy or cupy, and the block table as borrowed."""
+    """The framework of a batch's arrays, the module that allocates them (numpy or cupy), the borrowed block table."""
     table = dlpack.borrow(block_table, "block_table")
     if xp is None:
         return dlpack.framework_of(block_table), dlpack.namespace_of(table), table
@@ -207,12 +210,12 @@ def _check_covers(block_table: Any, block_size: int, seq_lens: np.ndarray) -> No
 
 
 def first_true(mask: Any) -> int:
-    """The first place where `mask` [N] bool is True, or -1. (Its bytes are searched in a third of argmax's time.)"""
+    """The first index where `mask` [N] bool is True, or -1. (A byte search takes a third of argmax's time.)"""
     return int(mask.tobytes().find(b"\1"))
 
 
 def check_lengths(starts_name: str, starts: np.ndarray, lens_name: str, seq_lens: np.ndarray) -> None:
-    """Raise ValueError unless starts [R + 1] and seq_lens [R] give each request a query of 0 to all of its tokens."""
+    """Raise ValueError unless each request by starts [R + 1] and seq_lens [R] has a query of 0 to all of its tokens."""
     if len(starts) != len(seq_lens) + 1:
         raise ValueError(
             f"{starts_name}, {lens_name}: got shapes {starts.shape} and {seq_lens.shape}, expected [R + 1] and [R]"
@@ -227,7 +230,7 @@ def check_lengths(starts_name: str, starts: np.ndarray, lens_name: str, seq_lens
 
 
 class HostLens(NamedTuple):
-    """What a batch says on the host: query_start_loc [num_reqs + 1], query lengths and seq_lens [num_reqs]."""
+    """A batch's lengths on the host: query_start_loc [num_reqs + 1], query lengths and seq_lens [num_reqs]."""
 
     starts: np.ndarray
     query_lens: np.ndarray
@@ -249,7 +252,7 @@ class HostLens(NamedTuple):
     def split(
         self, batch: CommonAttentionMetadata, decode_threshold: int, require_uniform: bool = False
     ) -> tuple[int, int, int, int]:
-        """As `split_decodes_and_prefills`."""
+        """The same as `split_decodes_and_prefills`."""
         num_reqs, num_tokens, query_lens = batch.num_reqs, batch.num_actual_tokens, self.query_lens
         all_decodes = (num_reqs, 0, num_tokens, 0)
         if batch.max_query_len <= decode_threshold and not (require_uniform and decode_threshold > 1):
@@ -271,11 +274,11 @@ class HostLens(NamedTuple):
 def split_decodes_and_prefills(
     common_attn_metadata: CommonAttentionMetadata, decode_threshold: int = 1, require_uniform: bool = False
 ) -> tuple[int, int, int, int]:
-    """Find where a decode-first batch changes from decodes to prefills.
+    """Count the decodes and prefills of a decode-first batch.
 
     decode_threshold  longest query of a decode
-    require_uniform   decodes must all have the query length of the first one; a batch in which every other
-                      query is empty (a padded uniform batch) is all decodes
+    require_uniform   all decodes must have the first one's query length; if all queries that differ are empty
+                      (a padded uniform batch), all requests are decodes
 
     Returns (num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens). Empty queries after the
     first prefill count as prefills.
@@ -290,14 +293,14 @@ def split_decodes_and_prefills(
 def get_dcp_local_seq_lens(
     seq_lens: Any, dcp_world_size: int = 1, dcp_rank: int | None = None, cp_kv_cache_interleave_size: int = 1
 ) -> Any:
-    """How many tokens of each request one rank holds when the cache is dealt out over ranks.
+    """The number of tokens of each request that one rank has when the cache is sharded across ranks.
 
     seq_lens                     [R] integers, at least 0
     dcp_world_size               ranks
     dcp_rank                     the rank, or None for all of them
-    cp_kv_cache_interleave_size  neighbouring tokens that go to the same rank
+    cp_kv_cache_interleave_size  consecutive tokens on the same rank
 
-    Returns [R] for a rank, [R, dcp_world_size] for all, of seq_lens' dtype.
+    Returns [R] for one rank, [R, dcp_world_size] for all, of seq_lens' dtype.
     Raises ValueError for a rank that does not exist.
     Source: vLLM get_dcp_local_seq_lens.
     """
@@ -307,7 +310,7 @@ def get_dcp_local_seq_lens(
         raise TypeError(f"seq_lens: got dtype {native.dtype}, expected integers")
     if native.ndim != 1:
         raise ValueError(f"seq_lens: got shape {tuple(native.shape)}, expected [R]")
-    lens = native.astype(np.int64)  # whose differences do not wrap
+    lens = native.astype(np.int64)  # its differences do not wrap
     ranks: Any = dcp_rank
     if dcp_rank is None:
         ranks = dlpack.namespace_of(lens).arange(dcp_world_size)

@@ -1,4 +1,4 @@
-"""What every metadata builder has, and the numbers that builders are configured with."""
+"""The base class of the metadata builders, and their configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..arrays import dlpack, streams
 from ..dispatch import debug
 from ..dispatch.backends import BACKENDS
 from ..dispatch.call import INT32, SLOTS, Call
-from ..dispatch.launch_cache import MOST_KNOWN, call_key
+from ..dispatch.launch_cache import VALIDATED, call_key, remember_validated
 from ..dispatch.values import check_choice, check_integers, check_kind, plain, shown
 from ..kernels.types.metadata import SPLIT_PAGES
 from ..ops.sparse_attention import MAX_HEADS
@@ -25,11 +25,17 @@ from .vllm_helpers import reorder_batch_to_split_decodes_and_prefills
 M = TypeVar("M")
 
 COMPRESS_RATIOS = (1, 4, 128)
-MOST_POSITIONS = (2**31 - 1) // SPLIT_PAGES  # of a page: kernels count those of a split in int32
+MOST_POSITIONS = (2**31 - 1) // SPLIT_PAGES  # of a page: kernels count the positions of a split in int32
 
 
 class AttentionCGSupport(enum.IntEnum):
-    """Which batches a builder's metadata can be used with inside a CUDA graph."""
+    """Which batches a builder's metadata can be used with inside a CUDA graph.
+
+    NEVER                        none
+    UNIFORM_SINGLE_TOKEN_DECODE  decodes of one token for each request
+    UNIFORM_BATCH                requests that all have the same number of tokens
+    ALWAYS                       any
+    """
 
     NEVER = 0
     UNIFORM_SINGLE_TOKEN_DECODE = 1
@@ -39,7 +45,7 @@ class AttentionCGSupport(enum.IntEnum):
 
 @dataclass(frozen=True)
 class ServingConfig:
-    """What the builders need to know of a model and of its server.
+    """The builders' configuration, from the model and the server.
 
     window_size             positions of the sliding window, a token's own included
     compress_ratios         one a layer: 1 (or 0) window only, 4 with an indexer, 128 without
@@ -47,11 +53,11 @@ class ServingConfig:
     compressed_block_size   positions (not rows) that a page of a compressed cache covers
     index_topk              entries the indexer selects
     num_heads               query heads on this device, at most 128
-    num_speculative_tokens  draft tokens a decode may carry beside its own
+    num_speculative_tokens  draft tokens that a decode may have besides its own token
     max_num_batched_tokens  query tokens of a step
     max_num_seqs            requests of a step
     max_model_len           positions of a sequence
-    prefill_chunk_size      requests of the longest kind that the prefill workspace has room for
+    prefill_chunk_size      requests of the longest kind that fit in the prefill workspace
     max_logits_bytes        budget for the indexer's float32 logits
     num_sms                 multiprocessors that share the indexer's decode logits (132 on an H100 or H200)
     """
@@ -106,12 +112,12 @@ class ServingConfig:
 
     @property
     def indexer_compress_ratio(self) -> int:
-        """Positions that a row of the indexer's cache stands for: 4 if there are such layers (V4), else 1 (V3.2)."""
+        """Positions per row of the indexer's cache: 4 if there are layers of ratio 4 (V4), otherwise 1 (V3.2)."""
         return 4 if 4 in self.compress_ratios else 1
 
 
 class BatchArrays(NamedTuple):
-    """A batch's arrays as kernels take them."""
+    """A batch's arrays, borrowed for kernels."""
 
     query_start_loc: Any
     seq_lens: Any
@@ -120,19 +126,19 @@ class BatchArrays(NamedTuple):
 
     @classmethod
     def of(cls, call: Call, batch: CommonAttentionMetadata, block_table: Any = None) -> BatchArrays:
-        """Borrow and check them; `block_table` stands for the batch's own if given.
+        """Borrow and check them; `block_table` replaces the batch's own if given.
 
-        CuPy arrays that look as others that passed before pass again, unchecked.
+        CuPy arrays whose key was already validated are not checked again.
         """
         check_kind(CommonAttentionMetadata, common_attn_metadata=batch)
         num_reqs, name = batch.num_reqs, "block_table"
         if block_table is None:
             name, block_table = "block_table_tensor", batch.block_table_tensor
         given = cls(batch.query_start_loc, batch.seq_lens, batch.slot_mapping, block_table)
-        look = call_key(num_reqs, *given)
+        cache_key = call_key("batch", num_reqs, *given)
         if debug.active and debug.is_on():
             check_twins(call, batch)
-        elif look in _PASSED:
+        elif cache_key in VALIDATED:
             call.begin(given.query_start_loc, "cupy")
             return given
         arrays = cls(
@@ -141,19 +147,17 @@ class BatchArrays(NamedTuple):
             call.array("slot_mapping", given.slot_mapping, SLOTS, (-1,)),
             call.array(name, block_table, INT32, (num_reqs, -1)),
         )
-        if look is not None and all(array is its for array, its in zip(arrays, given, strict=True)):
-            if len(_PASSED) >= MOST_KNOWN:
-                _PASSED.clear()
-            _PASSED.add(look)
+        if all(array is its for array, its in zip(arrays, given, strict=True)):
+            remember_validated(cache_key)
         return arrays
 
 
 def check_twins(call: Call, batch: CommonAttentionMetadata) -> None:
-    """Raise ValueError for an array of a batch whose values are not those of its twin in host memory."""
+    """Raise ValueError for an array of a batch whose values differ from its copy in host memory."""
     native = call.borrow("seq_lens", batch.seq_lens)
     if not call.checks_values():
         return
-    from ..dispatch.debug_checks import check_equal
+    from ..dispatch.debug_validation import check_equal
 
     with streams.callers(native, dlpack.framework_of(batch.seq_lens), call.stream):
         for name, count in (("seq_lens", batch.num_reqs), ("query_start_loc", batch.num_reqs + 1)):
@@ -165,7 +169,7 @@ def check_twins(call: Call, batch: CommonAttentionMetadata) -> None:
 
 def check_current(name: str, metadata: Any) -> None:
     """Raise ValueError, under `cumla.debug`, for metadata whose builder has built again since: its arrays are the
-    builder's, which hold the later batch."""
+    builder's buffers, which then contain the later batch."""
     if not debug.active or not debug.is_on() or metadata.build is None:
         return
     number, last = metadata.build.number, metadata.build.builds[0]
@@ -178,28 +182,25 @@ def check_current(name: str, metadata: Any) -> None:
 
 @dataclass(frozen=True)
 class Build:
-    """Which build of its builder metadata is of.
+    """Identifies the build of a builder that produced metadata.
 
-    builds  [how many there have been], the builder's own list
-    number  of this one, from 1
+    builds  [number of builds so far], the builder's own list
+    number  this build's number, from 1
     """
 
     builds: list[int]
     number: int
 
 
-_PASSED: set[tuple[Any, ...] | None] = set()  # looks of arrays that are right for a batch
-
-
 def give_view(view: Any, framework: str) -> Any:
-    """A view of a fixed buffer as an array of `framework`: for JAX, whose arrays must not change, a copy."""
+    """A view of a fixed buffer as an array of `framework`; a copy for JAX, whose arrays must not change."""
     return dlpack.give(view.copy() if framework == "jax" else view, framework)
 
 
 class ViewCache:
-    """Views of a builder's fixed buffers by name, kept by the counts that they are cut with.
+    """Views of a builder's fixed buffers by name, cached by their counts.
 
-    To cut them and to give them to a framework takes longer than to build what they show.
+    Slicing the buffers and exporting the views to a framework takes longer than filling them.
     """
 
     def __init__(self, cut: Callable[..., dict[str, Any]]) -> None:
@@ -215,14 +216,14 @@ class ViewCache:
 
 
 class AttentionMetadataBuilder(abc.ABC, Generic[M]):
-    """Builds one kind of metadata, step after step, into buffers that stay where they are.
+    """Builds one kind of metadata, step after step, into buffers whose addresses do not change.
 
     cudagraph_support        which batches may run inside a CUDA graph
     full_cudagraph_supported whether any may
     reorder_batch_threshold  longest query that the builder wants at the front of the batch, draft tokens
                              included once constructed; None if it takes any order
 
-    Source: vLLM AttentionMetadataBuilder; `config` in place of the engine's, the device as the arrays have it.
+    Source: vLLM AttentionMetadataBuilder; `config` in place of the engine's, the device is that of the arrays.
     """
 
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
@@ -238,7 +239,7 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
             self.reorder_batch_threshold += config.num_speculative_tokens
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copied or pickled, a builder is one like it that has not built anything: buffers are each builder's own."""
+        """A copied or pickled builder has the same configuration and no builds: each builder has its own buffers."""
         return type(self), (self.config, self.backend)
 
     @abc.abstractmethod
@@ -248,11 +249,11 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
         """The metadata of a batch.
 
         common_prefix_len  leading tokens that all requests share (for cascade attention)
-        fast_build         build fast rather than for fast execution: the result is used only a few times
+        fast_build         optimise the build rather than execution: the result is used only a few times
         """
 
     def _counted(self) -> Build:
-        """The number of a build, which is the last one from now on."""
+        """Register a new build, which becomes the last one."""
         self._builds[0] += 1
         return Build(self._builds, self._builds[0])
 
@@ -262,7 +263,7 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
         return cls.cudagraph_support
 
     def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
-        """Whether this batch may: where only uniform batches may, padding requests (no query) do not count."""
+        """Whether this batch may run in a graph. Padding requests (no query) do not make a batch non-uniform."""
         support, batch = self.get_cudagraph_support(self.config), common_attn_metadata
         if support in (AttentionCGSupport.NEVER, AttentionCGSupport.ALWAYS):
             return support is AttentionCGSupport.ALWAYS
@@ -273,7 +274,7 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
         return bool((query_lens <= longest).all() and (query_lens == query_lens[:1]).all())
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata, **options: Any) -> M:
-        """The metadata to capture a graph with; options as `build` has them."""
+        """The metadata to capture a graph with; options as in `build`."""
         with debug.unchecked():  # its values are not those of a step
             return self.build(0, common_attn_metadata, **options)
 
@@ -287,11 +288,11 @@ class AttentionMetadataBuilder(abc.ABC, Generic[M]):
         use_sliding_window: bool,
         num_sms: int,
     ) -> bool:
-        """Whether to attend to the common prefix apart from the rest: never, for sparse attention."""
+        """Whether to attend to the common prefix separately: never, for sparse attention."""
         return False
 
     def reorder_batch(self, input_batch: Any, scheduler_output: Any) -> bool:
-        """Bring decodes to the front, as `reorder_batch_to_split_decodes_and_prefills` does; whether anything moved."""
+        """Move decodes to the front by `reorder_batch_to_split_decodes_and_prefills`. Returns whether any moved."""
         if self.reorder_batch_threshold is None:
             return False
         return reorder_batch_to_split_decodes_and_prefills(input_batch, scheduler_output, self.reorder_batch_threshold)

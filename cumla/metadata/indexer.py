@@ -19,18 +19,18 @@ from .validation import check_batch, check_capacity
 
 @dataclass
 class DeepSeekV32IndexerDecodeMetadata:
-    """What the decode kernels take: entries that are requests, or their tokens where those are flattened.
+    """The decode kernels' metadata: an entry is a request, or one of its tokens where requests are flattened.
 
     block_table        [batch_size, B] int32
     seq_lens           [batch_size] int32, rows an entry sees, or [batch_size, next_n], one for each of its tokens
     decode_lens        [batch_size] int32, query tokens of an entry
     requires_padding   entries have different numbers of tokens: their queries must be padded to the largest
-    schedule_metadata  [num_sms + 1, 2] int32: entry and split where the share of each multiprocessor starts.
-                       A split is four pages. The splits of all entries, of the last length where an entry has
-                       several, are dealt out in order, in shares as even as can be, the larger ones first. A
-                       share ends where the next one starts and may be empty; the last row is the end,
-                       (batch_size, 0), which names no entry. As DeepGEMM's get_paged_mqa_logits_metadata.
-    packed             the decode tokens are those of the entries in order: the first entries have a token for each of
+    schedule_metadata  [num_sms + 1, 2] int32: entry and split where each multiprocessor's work range starts.
+                       A split is four pages. The splits of all entries, by the last length where an entry has
+                       several, are divided in order into ranges as even as possible, the larger ones first. A
+                       range ends where the next one starts and may be empty; the last row is the end,
+                       (batch_size, 0), which is not an entry. As DeepGEMM's get_paged_mqa_logits_metadata.
+    packed             the decode tokens are the entries' tokens in order: the first entries have a token for each of
                        their lengths, the others none. Tokens and entries after these are padding
     """
 
@@ -44,7 +44,7 @@ class DeepSeekV32IndexerDecodeMetadata:
 
 @dataclass
 class DeepseekV32IndexerMetadata:
-    """What the indexers of a step share. Arrays are views of the builder's buffers, or the batch's own.
+    """Metadata that the indexers of a step share. Arrays are views of the builder's buffers, or the batch's own.
 
     seq_lens, query_start_loc, num_reqs, max_query_len, max_seq_len, num_actual_tokens    as in the batch
     slot_mapping    [slots] slot of each token's row in the indexer's cache, -1 for none: the batch's own, or
@@ -54,7 +54,7 @@ class DeepseekV32IndexerMetadata:
     prefill         None without prefills
     decode          None without decodes
     compress_ratio  positions of a row; all lengths, rows and slots of prefill and decode count rows
-    build           which build of its builder it is of, for `cumla.debug`
+    build           the build that produced it, for `cumla.debug`
     """
 
     seq_lens: Any
@@ -78,16 +78,15 @@ class DeepseekV32IndexerMetadata:
 class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32IndexerMetadata]):
     """Builds DeepseekV32IndexerMetadata for decode-first batches of decodes (with draft tokens) and prefills.
 
-    Where the decode kernels take requests of `next_n` = 1 + num_speculative_tokens tokens as they are
-    (`natively_supported_next_n`), uniform decodes go to them so, with a length for each token. Otherwise
-    every token becomes an entry of its own (`use_flattening`), which takes ragged decodes too.
+    If the decode kernels support requests of `next_n` = 1 + num_speculative_tokens tokens natively
+    (`natively_supported_next_n`), uniform decodes are passed as requests, with a length for each token. Otherwise
+    every token becomes a separate entry (`use_flattening`), which also allows ragged decodes.
 
-    The cache is that of config.compress_ratios: with C4A layers its rows stand for 4 positions each, and a
-    page covers config.compressed_block_size of them; otherwise rows are positions and a page has
-    config.block_size.
+    config.compress_ratios decides the cache's rows: with C4A layers a row represents 4 positions, and a page covers
+    config.compressed_block_size positions; otherwise rows are positions and a page has config.block_size.
 
-    Its buffers are allocated by the first build, on the device of that batch's arrays. What the decode
-    kernels read keeps its address: a captured graph is right after the next build. Nothing is read back
+    Its buffers are allocated by the first build, on the device of that batch's arrays. The arrays that the decode
+    kernels read keep their addresses: a captured graph is valid after the next build. Nothing is read back
     from the device and nothing synchronises.
 
     Source: vLLM DeepseekV32IndexerMetadataBuilder.
@@ -97,7 +96,7 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
     full_cudagraph_supported: ClassVar[bool] = True
     reorder_batch_threshold = 1
     natively_supported_next_n: ClassVar[tuple[int, ...]] = (1, 2)
-    flattens_ragged: ClassVar[bool] = False  # decodes of different lengths, instead of taking some of them as prefills
+    flattens_ragged: ClassVar[bool] = False  # ragged decodes are flattened, otherwise some of them count as prefills
 
     def __init__(self, config: ServingConfig, backend: str | None = None) -> None:
         super().__init__(config, backend)
@@ -128,12 +127,12 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
     ) -> DeepseekV32IndexerMetadata:
         """Metadata of a batch.
 
-        common_prefix_len, fast_build  as any builder has them; nothing follows from them
+        common_prefix_len, fast_build  accepted for every builder; without effect
         common_attn_metadata  the batch
         block_table  [num_reqs, B] int32, pages of the indexer's cache, if they are not the batch's own
-        validate     check the host numbers of the batch first; False trusts them
+        validate     check the host values of the batch first; False trusts them
 
-        Raises ValueError, before the device is touched, for a batch that cannot be: it names the request.
+        Raises ValueError, before the device is touched, for an impossible batch; the message names the request.
         """
         batch = common_attn_metadata
         call = Call(self.backend, stream)
@@ -214,17 +213,17 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
         *,
         stream: Any = None,
     ) -> DeepseekV32IndexerPrefillChunkMetadata | None:
-        """One chunk in arrays of its own, from host numbers alone.
+        """One chunk in arrays of its own, from host values only.
 
         req_slice            the chunk's requests
         query_slice          its queries, counted within those of the requests
         query_start_loc_cpu  [R + 1] int32 in host memory
         seq_lens_cpu         [R] int32 in host memory
         block_table          [R, B] int32; its framework and device are those of the chunk
-        skip_kv_gather       whether the chunk before had the same requests: their rows are in the workspace already
+        skip_kv_gather       whether the previous chunk had the same requests, so that the workspace has their rows
 
-        Returns None where the requests have no row yet. Raises TypeError or ValueError for slices of what is not there,
-        lengths that do not fit together and more rows than the workspace has.
+        Returns None if the requests have no row yet. Raises TypeError or ValueError for slices out of range, lengths
+        that do not fit together and more rows than the workspace has.
         """
         return self._chunks.build_one(
             Call(self.backend, stream), req_slice, query_slice, query_start_loc_cpu, seq_lens_cpu, block_table,
@@ -245,13 +244,13 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
         next_n: int,
         max_decode_len: int,
     ) -> tuple[Any, Any, Any, int, bool]:
-        """What the decode kernels take, for decodes alone: the decode part of `build` without a batch around it.
+        """The decode kernels' arrays for decodes only: the decode part of `build` without a batch.
 
         seq_lens, decode_lens, query_start_loc  [num_decodes] int32
         block_table        [num_decodes, B] int32
         decode_lens_cpu    [num_decodes] host integers
         num_decode_tokens  their tokens, padding tokens included
-        use_native         whether requests of next_n tokens go to the kernels as they are
+        use_native         whether requests of next_n tokens are passed to the kernels as requests
         max_decode_len     largest of decode_lens
 
         Returns (seq_lens, block_table, decode_lens, batch_size, requires_padding). Requests of several tokens
@@ -289,7 +288,7 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
         block_table: Any,
         max_seq_len: int,
     ) -> IndexerCounts:
-        """Which entries the decode kernels get, and how much of each block table."""
+        """The entries for the decode kernels, and the columns of their block tables."""
         before, batch_size, columns = self._before, num_decodes, 0
         if flatten:
             batch_size = num_decode_tokens
@@ -325,7 +324,7 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
         return self._views(framework, counts.batch_size, counts.lens_per_entry, columns, rows)
 
     def _cut(self, batch_size: int, lens_per_entry: int, columns: int, rows: int) -> dict[str, Any]:
-        """What decodes read of the buffers, and the slots of `rows` tokens."""
+        """Views of the buffers that decodes read, and of the slots of `rows` tokens."""
         buffers = self._buffers
         assert buffers is not None
         seq_lens = buffers.seq_lens[: batch_size * lens_per_entry]
@@ -339,15 +338,15 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
 
 
 def _extremes(lens: HostLens, num_decodes: int, most: int) -> tuple[int, int]:
-    """The shortest and the longest query of the decodes, none of which is longer than `most`; 0 if there are none."""
+    """The shortest and the longest query of the decodes, which are at most `most` long; 0 if there are none."""
     if not num_decodes:
         return 0, 0
-    if lens.starts[num_decodes] == most * num_decodes:  # what usually is, in a sixth of the time
+    if lens.starts[num_decodes] == most * num_decodes:  # the usual case, in a sixth of the time
         return most, most
     query_lens = lens.query_lens[:num_decodes]
     return int(np.minimum.reduce(query_lens)), int(np.maximum.reduce(query_lens))
 
 
 def _are_packed(query_lens: np.ndarray, each: int) -> bool:
-    """Whether the first requests have `each` tokens and the others none."""
+    """Whether the first requests have `each` tokens each and the others none."""
     return bool((query_lens[: np.count_nonzero(query_lens)] == each).all())

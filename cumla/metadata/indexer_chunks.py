@@ -1,4 +1,4 @@
-"""How the indexer cuts its prefills into chunks, and what each of their queries sees of a chunk's rows."""
+"""The chunks of the indexer's prefills, and the rows of a chunk that each query sees."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .batch import HostLens, check_lengths, host_integers
 from .builder import ServingConfig, give_view
 
 INT32_MAX = 2**31 - 1
-MOST_PARTS = 256  # views that are kept: to cut them takes longer than to fill them
+MOST_PARTS = 256  # cached views: slicing takes longer than filling them
 
 
 @dataclass
@@ -32,7 +32,7 @@ class DeepseekV32IndexerPrefillChunkMetadata:
     total_seq_lens  rows of the chunk
     token_start, token_end  its queries among the tokens of the step
     num_reqs        its requests
-    skip_kv_gather  the chunk before had the same requests: their rows are in the workspace already
+    skip_kv_gather  the previous chunk had the same requests: the workspace has their rows already
     """
 
     block_table: Any
@@ -49,13 +49,13 @@ class DeepseekV32IndexerPrefillChunkMetadata:
 
 @dataclass
 class DeepseekV32IndexerPrefillMetadata:
-    """The chunks of a step's prefills; there is none for requests that have no row yet."""
+    """The chunks of a step's prefills; requests without rows have no chunk."""
 
     chunks: list[DeepseekV32IndexerPrefillChunkMetadata]
 
 
 def get_max_prefill_buffer_size(config: ServingConfig) -> int:
-    """Rows that the workspace of a prefill chunk has room for: those of 40 sequences of the longest kind.
+    """Rows of the workspace of a prefill chunk: the rows of 40 sequences of the longest kind.
 
     Source: vLLM get_max_prefill_buffer_size.
     """
@@ -66,18 +66,18 @@ def get_max_prefill_buffer_size(config: ServingConfig) -> int:
 def split_indexer_prefill_chunks(
     seq_lens_cpu: Any, query_lens_cpu: Any, workspace_size: int, max_logits_bytes: int, request_offset: int = 0
 ) -> list[tuple[slice, slice]]:
-    """Cut prefills into chunks whose rows fit a workspace and whose logits fit a budget.
+    """Divide prefills into chunks whose rows fit a workspace and whose logits fit a budget.
 
     seq_lens_cpu      [R] host integers, rows of each request
     query_lens_cpu    [R] host integers
     workspace_size    rows of a chunk
     max_logits_bytes  bytes for a chunk's logits, float32 [queries, rows]
-    request_offset    what is added to the requests' numbers
+    request_offset    offset added to the requests' indices
 
-    Returns (requests, queries) slices, the queries counted within the requests. As many requests go together
-    as fit. One that does not fit alone is a chunk nevertheless: its queries are cut until their logits fit,
-    but at least one goes at a time. Requests without queries give no chunk of their own.
-    Raises TypeError or ValueError for what are no lengths of the same requests.
+    Returns (requests, queries) slices, the queries counted within the requests. A chunk has as many requests as
+    fit. A request that does not fit alone has chunks of its own, each with as many queries as their logits fit, at
+    least one. Requests without queries do not give a chunk of their own.
+    Raises TypeError or ValueError unless both are lengths of the same requests.
     Source: vLLM split_indexer_prefill_chunks.
     """
     check_integers(0, 2**63 - 1, workspace_size=workspace_size, max_logits_bytes=max_logits_bytes)
@@ -98,7 +98,7 @@ def _split(
     seq_lens: list[int], query_lens: list[int], workspace_size: int, max_logits_bytes: int, request_offset: int
 ) -> list[tuple[slice, slice]]:
     max_logits, all_queries, all_rows = max_logits_bytes // 4, sum(query_lens), sum(seq_lens)
-    if all_queries and all_rows <= workspace_size and all_queries * all_rows <= max_logits:  # what usually is
+    if all_queries and all_rows <= workspace_size and all_queries * all_rows <= max_logits:  # the usual case
         return [(slice(request_offset, request_offset + len(seq_lens)), slice(0, all_queries))]
     chunks: list[tuple[slice, slice]] = []
     start = 0
@@ -119,13 +119,13 @@ def _split(
 
 @plain_integers
 def kv_spans_from_batches(start_seq_loc: Any, seq_len_per_batch: Any, device: int | None = None) -> tuple[Any, Any]:
-    """Where in the rows of all requests, one request's after another's, each query's keys start and end.
+    """Where each query's keys start and end in the packed rows of all requests.
 
     start_seq_loc      [B + 1] host integers, first query of each request; the queries are a sequence's last
     seq_len_per_batch  [B] host integers, rows of each request
     device             CUDA ordinal to put the results on; None leaves them in host memory
 
-    Returns start and end, int32 [N]: query i sees rows start[i] up to and without end[i].
+    Returns start and end, int32 [N]: query i sees rows [start[i], end[i]).
     Raises ValueError for lengths that do not fit together and for more rows than int32 counts.
     Source: vLLM kv_spans_from_batches, whose results are int64 where there are no queries.
     """
@@ -143,7 +143,7 @@ def kv_spans_from_batches(start_seq_loc: Any, seq_len_per_batch: Any, device: in
 
 
 def check_part(name: str, part: Any, count: int) -> None:
-    """Raise TypeError or ValueError for what is no slice of neighbours among `count`."""
+    """Raise TypeError or ValueError unless it is a contiguous slice within `count`."""
     check_kind(slice, **{name: part})
     check_integers(0, count, **{f"{name}.start": part.start, f"{name}.stop": part.stop})
     if part.start > part.stop or part.step not in (None, 1):
@@ -160,7 +160,7 @@ def _put(array: np.ndarray, device: int | None) -> Any:
 
 
 class ChunkArrays(NamedTuple):
-    """The arrays of the chunks of some prefill requests: as in DeepseekV32IndexerPrefillChunkMetadata, all queries."""
+    """The arrays of some prefill requests with all queries, as in DeepseekV32IndexerPrefillChunkMetadata."""
 
     cu_seqlen_ks: Any
     cu_seqlen_ke: Any
@@ -175,7 +175,7 @@ class ChunkArrays(NamedTuple):
         block_table: Any,
         skip_kv_gather: bool,
     ) -> DeepseekV32IndexerPrefillChunkMetadata:
-        """The chunk with some of the queries."""
+        """The metadata of a chunk with some of the queries."""
         ks, ke = self.cu_seqlen_ks, self.cu_seqlen_ke
         if queries.stop - queries.start < len(ks):
             ks, ke = ks[queries], ke[queries]
@@ -194,13 +194,13 @@ class ChunkArrays(NamedTuple):
 
 
 class LaidOut(NamedTuple):
-    """A chunk that is to be filled.
+    """A chunk to be filled by kernels.
 
-    chunk        what kernels fill
-    part         where that lies in the space of the step, see ChunkBuilder._cut
+    chunk        the arrays that kernels fill
+    part         their offsets in the step's buffers, see ChunkBuilder._cut
     first_token  the first of its requests' tokens
     requests     its requests
-    queries      its queries, or several parts of them that have chunks of their own
+    queries      its queries, or several parts of them, each of which is a chunk
     """
 
     chunk: IndexerChunk
@@ -211,22 +211,22 @@ class LaidOut(NamedTuple):
 
 
 class ChunkBuilder:
-    """Lays out the chunks of a step's prefills, one for the requests that share a workspace, for kernels to fill.
+    """Lays out the chunks of a step's prefills for kernels to fill, one for the requests that share a workspace.
 
-    What they write is laid out for the whole step in four buffers that keep their addresses, but for the one
-    of rows, which grows with the longest step.
+    Their arrays for the whole step are in four buffers. Three keep their addresses; the buffer of rows grows with
+    the longest step.
     """
 
     def __init__(self, config: ServingConfig, compress_ratio: int) -> None:
         self.config, self.compress_ratio = config, compress_ratio
         self.workspace_rows = get_max_prefill_buffer_size(config)
         self._space: ChunkArrays | None = None
-        self._row_capacity = -1  # of the space, which a first step without rows makes, too
+        self._row_capacity = -1  # of the buffers, which the first step allocates even if it has no rows
         self._native = functools.lru_cache(MOST_PARTS)(self._cut)
         self._given = functools.lru_cache(MOST_PARTS)(self._give)
 
     def lay_out(self, lens: HostLens, num_decodes: int, like: Any) -> list[LaidOut]:
-        """The chunks of the requests behind the decodes, where `like` is. Raises ValueError for too many rows."""
+        """The chunks of the requests after the decodes, on `like`'s device. Raises ValueError for too many rows."""
         rows = [seq_len // self.compress_ratio for seq_len in lens.seq_lens[num_decodes:].tolist()]
         starts = lens.starts[num_decodes:].tolist()
         query_lens = [stop - start for start, stop in itertools.pairwise(starts)]
@@ -254,7 +254,7 @@ class ChunkBuilder:
         return laid_out
 
     def metadata(self, laid_out: list[LaidOut], block_table: Any, framework: str) -> DeepseekV32IndexerPrefillMetadata:
-        """Chunks that kernels have filled; `block_table` is the step's in the caller's `framework`."""
+        """Metadata of chunks that kernels filled; `block_table` is the step's in the caller's `framework`."""
         chunks = []
         for chunk, part, first_token, requests, its_queries in laid_out:
             arrays = ChunkArrays(*chunk[3:]) if framework in ("cupy", "numpy") else self._parts(framework, part)
@@ -272,7 +272,7 @@ class ChunkBuilder:
         block_table: Any,
         skip_kv_gather: bool,
     ) -> DeepseekV32IndexerPrefillChunkMetadata | None:
-        """One chunk in arrays of its own, from host numbers alone."""
+        """One chunk in arrays of its own, from host values only."""
         starts = host_integers("query_start_loc_cpu", query_start_loc_cpu)
         seq_lens = host_integers("seq_lens_cpu", seq_lens_cpu)
         check_part("req_slice", requests, len(seq_lens))
@@ -313,11 +313,11 @@ class ChunkBuilder:
         self._row_capacity = len(self._space.token_to_seq)
 
     def _parts(self, framework: str, part: tuple[int, ...]) -> ChunkArrays:
-        """A chunk's part of the space as arrays of another `framework`."""
+        """A chunk's part of the buffers as arrays of `framework`."""
         return (self._give if framework == "jax" else self._given)(framework, part)
 
     def _cut(self, part: tuple[int, ...]) -> ChunkArrays:
-        """A chunk's part of the space: its tokens, its entries of cu_seq_lens, its rows; each from and to."""
+        """A chunk's part of the buffers: its tokens, entries of cu_seq_lens and rows, each by first and end."""
         space = self._space
         assert space is not None
         first_token, last_token, first_entry, last_entry, first_row, last_row = part

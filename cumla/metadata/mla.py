@@ -2,11 +2,11 @@
 
 A step has two kinds of requests. Decodes (few query tokens over a long context) attend in the latent space, where
 a key is one row of 576 values for all heads. Prefills attend to their new tokens with K and V projected up for
-each head, and to their context chunk by chunk, so that the projected keys never outgrow one workspace; the parts
-are merged by their log-sum-exps.
+each head, and to their context chunk by chunk, so that the projected keys fit one workspace; the partial results
+are merged by their LSE.
 
-Batches are decode-first, as everywhere in cumla. vLLM's first engine puts prefills first: `mla_groups` turns
-its sequence groups around and says in which order the tokens then are.
+Batches are decode-first, as everywhere in cumla. vLLM's first engine puts prefills first: `mla_groups` reorders
+its sequence groups and returns the new order of the tokens.
 Source: vLLM vllm.attention.backends.mla.common.
 """
 
@@ -31,11 +31,11 @@ INT32_MAX = 2**31 - 1
 
 @dataclass
 class MLACommonMetadata:
-    """What the dense layers of one step share. A decode-first batch: decodes, then prefills.
+    """Metadata that the dense layers of one step share. The batch is decode-first: decodes, then prefills.
 
-    num_prefills, num_prefill_tokens, num_decodes, num_decode_tokens     host counts; the decodes' queries are all
-                               of one length, max_decode_query_len. Without prefills, decodes without a query may
-                               follow and num_decode_tokens may count padding tokens; num_prefill_tokens does not
+    num_prefills, num_prefill_tokens, num_decodes, num_decode_tokens     host counts; the decodes' queries all have
+                               the same length, max_decode_query_len. Without prefills, decodes without a query may
+                               follow, and num_decode_tokens may include padding tokens; num_prefill_tokens does not
     slot_mapping               [>= num_decode_tokens + num_prefill_tokens] int64 or int32, -1 skips a token
     seq_lens                   host list, tokens of each request, the new ones included
     seq_lens_tensor            [num_reqs] int32
@@ -44,14 +44,15 @@ class MLACommonMetadata:
     block_tables               [num_reqs, B] int32
     max_query_len, max_decode_query_len        longest query, of all and of decodes
     query_start_loc            [num_reqs + 1] int32, first query token of each request
-    seq_start_loc              [num_reqs + 1] int32, seq_lens summed up; int64 where that is more than int32 holds
+    seq_start_loc              [num_reqs + 1] int32, prefix sums of seq_lens; int64 if int32 cannot hold them
     use_cuda_graph             whether a captured graph runs this batch
     head_dim                   values of a cached row; 576
     is_profile_run             whether the step only measures how much memory is needed
-    context_chunk_cu_seq_lens  [num_chunks, num_prefills + 1] int32; None if no prefill has context, as are these:
+    context_chunk_cu_seq_lens  [num_chunks, num_prefills + 1] int32; None, as are the following, if no prefill has
+                               context
     context_chunk_starts       [num_chunks, num_prefills] int32
     context_chunk_seq_tot, context_chunk_max_seq_lens    host lists [num_chunks]
-    context_chunk_workspace    [rows, head_dim] 16-bit, put here by MLACommonState.begin_forward
+    context_chunk_workspace    [rows, head_dim] 16-bit, set by MLACommonState.begin_forward
     block_size                 tokens of a page; None: not checked against the cache's
 
     Raises ValueError for a head_dim other than 576.
@@ -92,13 +93,13 @@ class MLACommonMetadata:
 
     @property
     def num_attending_decode_tokens(self) -> int:
-        """Decode tokens without those of padding that no request has."""
+        """Decode tokens of requests, without padding tokens."""
         query_len = self.max_decode_query_len or 1
         return min(self.num_decode_tokens // query_len, self.num_decodes) * query_len
 
     @property
     def prefill_metadata(self) -> MLACommonMetadata | None:
-        """The prefills alone, query_start_loc and seq_start_loc counted from their first; None if there are none."""
+        """The prefills only, query_start_loc and seq_start_loc counted from their first; None if there are none."""
         if not self.num_prefills:
             return None
         if "prefill" not in self._views:
@@ -129,7 +130,7 @@ class MLACommonMetadata:
 
     @property
     def decode_metadata(self) -> MLACommonMetadata | None:
-        """The decodes alone; None if there are none."""
+        """The decodes only; None if there are none."""
         if not self.num_decode_tokens:
             return None
         if "decode" not in self._views:
@@ -168,18 +169,18 @@ class MLACommonMetadata:
         backend: str | None = None,
         stream: Any = None,
     ) -> None:
-        """Go on to the next decode step in place: every sequence gets the token that was sampled for it.
+        """Advance to the next decode step in place: each sequence gets the token sampled for it.
 
         model_input                 has `input_tokens` and `input_positions`, [>= num_seqs] int64 or int32, written
         sampled_token_ids           [>= num_queries] or [>= num_queries, 1] int64 or int32
-        num_seqs, num_queries       sequences with and without those that pad a captured graph's batch
-        turn_prefills_into_decodes  whether this step's prefills have had their whole prompt and decode from now on
+        num_seqs, num_queries       sequences with and without the padding of a captured graph's batch
+        turn_prefills_into_decodes  whether this step's prefills have completed their prompt and decode from now on
 
-        seq_lens, its tensor and slot_mapping advance on the device as `cumla.advance_step` does; what follows from
-        them (context_lens_tensor, seq_start_loc, query_start_loc, the longest lengths) follows; what is None stays so,
-        as in a captured graph's metadata.
-        Raises ValueError, before anything is written, for metadata that is no decode step of `num_seqs`, and for
-        block_tables without a place for the next token.
+        seq_lens, its tensor and slot_mapping advance on the device as by `cumla.advance_step`. Fields derived from
+        them (context_lens_tensor, seq_start_loc, query_start_loc, the longest lengths) are updated; fields that are
+        None stay None, as in a captured graph's metadata.
+        Raises ValueError, before anything is written, for metadata that is not a decode step of `num_seqs`, and for
+        block_tables too narrow for the next token.
         """
         check_integers(0, num_seqs=num_seqs, num_queries=num_queries)
         check_flags(turn_prefills_into_decodes=turn_prefills_into_decodes)
@@ -236,7 +237,7 @@ class MLACommonMetadata:
         self.max_query_len = self.max_decode_query_len = 1
         if self.seq_lens is not None:
             self.max_decode_seq_len = max(self.seq_lens, default=0)
-        elif not self.use_cuda_graph:  # whose bound is for all steps
+        elif not self.use_cuda_graph:  # a graph's bound holds for all steps
             self.max_decode_seq_len += 1
         self.context_chunk_cu_seq_lens = self.context_chunk_starts = None
         self.context_chunk_seq_tot = self.context_chunk_max_seq_lens = None
@@ -244,7 +245,7 @@ class MLACommonMetadata:
 
 
 def check_head_size(name: str, head_size: int) -> None:
-    """Raises ValueError for rows that are no MLA rows, TypeError for what is no integer."""
+    """Raises ValueError unless it is the size of MLA rows, TypeError unless it is an integer."""
     check_integers(1, **{name: head_size})
     if head_size not in SUPPORTED_HEAD_SIZES:
         raise ValueError(f"{name}: got {head_size}, expected one of {', '.join(map(str, SUPPORTED_HEAD_SIZES))}")
@@ -255,7 +256,7 @@ def _from(array: Any, first: int) -> Any:
 
 
 def _rebased(starts: Any, first: int) -> Any:
-    """The starts from `first` on, counted from that one."""
+    """The starts from `first` on, relative to that one."""
     return starts if starts is None or not first else starts[first:] - starts[first : first + 1]
 
 

@@ -16,19 +16,19 @@ from .builder import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, 
 from .mla import INT32_MAX, MLACommonMetadata, check_head_size
 from .mla_context import cut_context
 from .mla_groups import GroupedBatch, SequenceGroup, batch_of_groups
-from .validation import check_batch, check_capacity
+from .validation import check_batch, check_block_size, check_capacity
 
 MAX_WORKSPACE_TOKENS = 128 * 1024  # 144 MiB of 16-bit rows
 
 
 @dataclass(frozen=True)
 class MLAConfig(ServingConfig):
-    """A `ServingConfig` (whose sliding-window and indexer numbers dense attention does not use) and, beside it:
+    """A `ServingConfig` (dense attention ignores its sliding-window and indexer fields) with, in addition:
 
     sliding_window           tokens of a prompt that are kept in the cache, or None for all of them
     chunked_prefill_enabled  whether a prompt may come in parts
-    enable_prefix_caching    whether a prompt may start behind rows that are cached already
-    max_seq_len_to_capture   longest sequence that captured graphs are made for; max_model_len if None
+    enable_prefix_caching    whether a prompt may start after rows that are already cached
+    max_seq_len_to_capture   longest sequence of captured graphs; max_model_len if None
     head_size                values of a cached row
     dtype                    of the workspace that context is gathered into: "bfloat16" or "float16"
     """
@@ -58,15 +58,15 @@ class MLAConfig(ServingConfig):
 
     @property
     def allows_context(self) -> bool:
-        """Whether a prefill may have tokens in the cache already."""
+        """Whether a prefill may have tokens that are already in the cache."""
         return self.chunked_prefill_enabled or self.enable_prefix_caching
 
     @property
     def context_chunk_workspace_size(self) -> int:
         """Rows of the workspace that context is gathered into.
 
-        Eight of the longest sequences, or four pages for each request if that is more, within 128 Ki rows: beyond,
-        what the rows are projected up to would take memory that the cache should have.
+        Eight of the longest sequences, or four pages for each request if that is more, but at most 128 Ki rows: the
+        projections of more rows would take memory that the cache should have.
         Raises ValueError if that is not a page for each request.
         """
         smallest = self.max_num_seqs * self.block_size
@@ -83,10 +83,10 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
     """Builds MLACommonMetadata for decode-first batches.
 
     Decodes are requests of at most 1 + num_speculative_tokens query tokens, all of one length; a request of
-    another length is a prefill, whatever its context, and so are those after it. What the batch does not bring is
-    made on the host and goes to the device in one copy; nothing is read back and nothing synchronises.
+    another length is a prefill, whatever its context, and so are the requests after it. Arrays that are not in the
+    batch are computed on the host and copied to the device at once; nothing is read back and nothing synchronises.
 
-    An engine that has sequence groups instead of a batch uses `prepare`, `add_seq_group` and `build_groups`.
+    An engine with sequence groups instead of a batch uses `prepare`, `add_seq_group` and `build_groups`.
     Source: vLLM MLACommonMetadataBuilder.
     """
 
@@ -117,9 +117,9 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
     def build_groups(
         self, like: Any, cuda_graph_pad_size: int = -1, *, is_profile_run: bool = False, stream: Any = None
     ) -> tuple[MLACommonMetadata, GroupedBatch]:
-        """Metadata of the groups added since `prepare`, as the decode-first batch that they make.
+        """Metadata of the groups added since `prepare`, as a decode-first batch.
 
-        like                 an array on the device (and of the framework) that the metadata is wanted on
+        like                 an array on the device and of the framework of the metadata's arrays
         cuda_graph_pad_size  padding requests, without tokens and with slot -1, to bring the batch to a captured
                              size; -1 outside of a graph
         """
@@ -148,13 +148,13 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
     ) -> MLACommonMetadata:
         """Metadata of a batch.
 
-        common_prefix_len, fast_build  as any builder has them; nothing follows from them
+        common_prefix_len, fast_build  accepted for every builder; without effect
         common_attn_metadata  the batch
-        use_cuda_graph  whether a captured graph is going to run it
+        use_cuda_graph  whether a captured graph will run it
         is_profile_run  whether the step only measures how much memory is needed
-        validate        check the host numbers of the batch first; False trusts them
+        validate        check the host values of the batch first; False trusts them
 
-        Raises ValueError, before the device is touched, for a batch that cannot be: it names the request.
+        Raises ValueError, before the device is touched, for an impossible batch; the message names the request.
         """
         config, batch = self.mla_config, common_attn_metadata
         call = Call(self.backend, stream)
@@ -162,13 +162,14 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
         lens = HostLens.of(batch)
         check_capacity(batch, config, len(arrays.slot_mapping))
         if validate:
+            check_block_size(batch, config.block_size)
             check_batch(batch, lens, config, block_table_tensor=(arrays.block_table, config.block_size, 1))
         num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = lens.split(
             batch, config.decode_threshold, require_uniform=True
         )
         decode_lens = lens.query_lens[:num_decodes]
         shorter = first_true(decode_lens != decode_lens.max(initial=0))
-        if shorter >= 0 and decode_lens[shorter:].any():  # not in the order of the tokens: an empty one between others
+        if shorter >= 0 and decode_lens[shorter:].any():  # an empty query between others: tokens are not uniform
             num_decodes, num_decode_tokens = shorter, int(lens.starts[shorter])
             num_prefills = batch.num_reqs - num_decodes
         if num_prefills:
@@ -220,7 +221,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
 
 
 def send_together(parts: list[np.ndarray], like: Any) -> list[Any]:
-    """int32 arrays beside `like`, as views of one copy; what is beyond int32 as int64, by itself."""
+    """int32 arrays on the device of `like`, as views of one copy; arrays beyond int32 are int64 and copied alone."""
     xp = dlpack.namespace_of(like)
     packed = np.concatenate([part.ravel() for part in parts])
     if packed.max(initial=0) > INT32_MAX:

@@ -1,4 +1,4 @@
-"""How the context of prefills is cut into chunks that fit a workspace."""
+"""Divides the context of prefills into chunks that fit a workspace."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class ContextChunks(NamedTuple):
-    """How the context of several prefills is cut up; request r's part of chunk i is gathered behind request r - 1's.
+    """The chunks of the context of several prefills. In a chunk's workspace the requests' parts are packed in order.
 
     starts        [num_chunks, num_prefills] int32, first position of each part
     cu_seq_lens   [num_chunks, num_prefills + 1] int32, rows of the workspace before each part
@@ -23,26 +23,26 @@ class ContextChunks(NamedTuple):
 
 
 def cut_context(context_lens: np.ndarray, workspace_size: int, page_size: int) -> ContextChunks | None:
-    """Give each prefill that has context an equal share of the workspace, in whole pages.
+    """Give each prefill that has context an equal part of the workspace, in whole pages.
 
-    context_lens    host [num_prefills] integers; those of decodes, which need no workspace, are not among them
+    context_lens    host [num_prefills] integers, without those of decodes, which need no workspace
     workspace_size  rows that a chunk may take
     page_size       parts start at a multiple of it
 
-    Returns None if no prefill has context. Raises ValueError if a share is less than a page.
+    Returns None if no prefill has context. Raises ValueError if a part is less than a page.
     """
     with_context = int(np.count_nonzero(context_lens > 0))
     if not with_context:
         return None
-    share = workspace_size // with_context // page_size * page_size
-    if not share:
+    tokens_of_chunk = workspace_size // with_context // page_size * page_size
+    if not tokens_of_chunk:
         raise ValueError(
             f"workspace_size: got {workspace_size} tokens, expected at least {with_context * page_size}: "
             f"a page of {page_size} for each of {with_context} prefills with context"
         )
-    num_chunks = -(-int(context_lens.max()) // share)
-    starts = np.arange(num_chunks, dtype=np.int64)[:, None] * share
-    lens = np.clip(context_lens - starts, 0, share)
+    num_chunks = -(-int(context_lens.max()) // tokens_of_chunk)
+    starts = np.arange(num_chunks, dtype=np.int64)[:, None] * tokens_of_chunk
+    lens = np.clip(context_lens - starts, 0, tokens_of_chunk)
     cu_seq_lens = np.zeros((num_chunks, len(context_lens) + 1), np.int32)
     np.cumsum(lens, axis=1, out=cu_seq_lens[:, 1:])
     starts = np.broadcast_to(starts, lens.shape).astype(np.int32)

@@ -1,8 +1,8 @@
-"""Sequence groups, as engines of vLLM's first generation have them, to a decode-first batch.
+"""Converts sequence groups of vLLM's first-generation engines to a decode-first batch.
 
-Such an engine lists prompts before decodes; here decodes come first. `GroupedBatch` says how: token t of the
-batch is token `token_order[t]` of the engine, so an engine's rows become the batch's by `q[token_order]`, and a
-result goes back by `result[token_order] = out`. Requests likewise, by `request_order`.
+Such an engine lists prompts before decodes; here decodes come first. `GroupedBatch` has both orders: token t of the
+batch is token `token_order[t]` of the engine, so `q[token_order]` puts an engine's rows in the batch's order, and
+`result[token_order] = out` puts results back in the engine's order. `request_order` does the same for requests.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True)
 class SequenceGroup:
-    """Sequences that share a prompt: one of a prompt, or several that go on from it.
+    """Sequences that share a prompt: one while it is a prompt, or several that continue it.
 
     is_prompt                  whether their tokens are (part of) a prompt
     seq_ids                    one a sequence
     orig_seq_lens              tokens of each, the new ones included
     query_lens                 new tokens of each
-    context_lens               tokens of each that are computed already
+    context_lens               tokens of each that are already computed
     block_tables               blocks of each sequence by id; None while memory is being profiled
-    seq_lens                   tokens that decoding attends to, less than orig_seq_lens under a sliding window;
+    seq_lens                   tokens that decoding attends to, fewer than orig_seq_lens under a sliding window;
                                orig_seq_lens if None
     curr_sliding_window_blocks trailing blocks that a window still covers, 0 for all; all 0 if None
 
@@ -75,8 +75,8 @@ class GroupedBatch:
     query_lens, seq_lens  [num_reqs] int32
     block_table           [num_reqs, B] int32, -1 where a request has fewer blocks
     slot_mapping          [num_tokens + padding] int64
-    token_order           [num_tokens] int64, the engine's token that stands at each place
-    request_order         [num_reqs without padding] int64, the engine's request likewise
+    token_order           [num_tokens] int64, the engine's token at each position of the batch
+    request_order         [num_reqs without padding] int64, the engine's request at each position of the batch
     """
 
     query_lens: np.ndarray
@@ -87,7 +87,7 @@ class GroupedBatch:
     request_order: np.ndarray
 
     def to_device(self, like: Any, framework: str) -> CommonAttentionMetadata:
-        """The batch with its arrays beside `like`, as arrays of `framework`."""
+        """The batch with its arrays on the device of `like`, as arrays of `framework`."""
         xp = dlpack.namespace_of(like)
         starts = np.concatenate([[0], np.cumsum(self.query_lens)]).astype(np.int32)
 
@@ -111,7 +111,7 @@ class GroupedBatch:
 def batch_of_groups(
     groups: Sequence[SequenceGroup], block_size: int, sliding_window: int | None, padding: int
 ) -> GroupedBatch:
-    """The groups' sequences, decodes first and otherwise in order.
+    """The groups' sequences as a batch, decodes first and otherwise in order.
 
     sliding_window  tokens of a prompt that are kept: the slots of earlier ones are -1
     padding         requests without tokens to add at the end, each with a slot of -1
@@ -149,7 +149,7 @@ def batch_of_groups(
 
 
 def blocks_of(given: Any) -> np.ndarray:
-    """A sequence's blocks. Raises TypeError for what are no integers, ValueError for what int32 does not hold."""
+    """A sequence's blocks. Raises TypeError unless they are integers, ValueError unless they fit in int32."""
     blocks = np.asarray(given)
     if blocks.size and blocks.dtype.kind not in "iu":
         raise TypeError(f"block_tables: got {shown(given)}, expected integers")
@@ -161,7 +161,7 @@ def blocks_of(given: Any) -> np.ndarray:
 def slots_of(
     blocks: np.ndarray | None, context_len: int, seq_len: int, block_size: int, sliding_window: int | None
 ) -> np.ndarray:
-    """Slots of positions context_len to seq_len; -1 without blocks, and for what a window leaves behind.
+    """Slots of positions context_len to seq_len; -1 without blocks, and for positions before the window.
 
     Raises ValueError for a sequence that outgrows its blocks.
     """

@@ -1,4 +1,4 @@
-"""What dense layers keep from step to step: the context workspace and the buffers of captured graphs."""
+"""Memory of the dense layers across steps: the context workspace and the buffers of captured graphs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .mla import SUPPORTED_HEAD_SIZES, MLACommonMetadata, check_head_size
 from .mla_builder import MLACommonMetadataBuilder, MLAConfig
 from .validation import check_columns
 
-# What a captured graph reads: dtypes and shape of its array, and what requests have that only pad its batch.
+# The arrays that a captured graph reads: dtypes, shape, and the values of padding requests.
 GRAPH_INPUTS: dict[str, tuple[tuple[np.dtype[Any], ...], Shape, int]] = {
     "slot_mapping": (SLOTS, (-1,), PADDING_SLOT),
     "seq_lens_tensor": (INT32, ("batch_size",), 0),
@@ -49,10 +49,10 @@ class MLACommonState:
     def graph_capture(self, max_batch_size: int, like: Any, *, stream: Any = None) -> Iterator[None]:
         """Hold arrays for graphs of up to `max_batch_size` decodes while they are being captured.
 
-        like  an array on the device (and of the framework) that the graphs run on
+        like  an array on the graphs' device and of their framework
 
-        They start as batches of padding: slot -1, one token in block 0. Metadata and input buffers taken inside
-        keep them alive afterwards.
+        They are initialised as padding: slot -1, one token in block 0. Metadata and input buffers taken inside the
+        context keep them alive after it.
         """
         check_integers(1, max_batch_size=max_batch_size)
         config = self.config
@@ -121,10 +121,10 @@ class MLACommonState:
         *,
         stream: Any = None,
     ) -> None:
-        """Put a step's decodes into the arrays of a captured graph.
+        """Copy a step's decodes into the arrays of a captured graph.
 
-        The batch may be smaller than the graph's: requests beyond it get slot -1 and no tokens, so that they
-        write nothing and their out is 0. Columns of a block table beyond the graph's are lookahead and left out.
+        The batch may be smaller than the graph's: the other requests get slot -1 and no tokens, so they write no rows
+        and their out is 0. Columns of a block table beyond the graph's are lookahead and left out.
         Raises ValueError, before anything is written, for a batch that is larger, and for longer sequences.
         """
         _refuse_encoder(is_encoder_decoder_model)
@@ -132,7 +132,7 @@ class MLACommonState:
         check_kind(Mapping, input_buffers=input_buffers)
         decodes = attn_metadata.decode_metadata
         if decodes is None or attn_metadata.num_prefills:
-            raise ValueError(f"attn_metadata: got {attn_metadata.num_prefills} prefills, expected decodes alone")
+            raise ValueError(f"attn_metadata: got {attn_metadata.num_prefills} prefills, expected decodes only")
         missing = [name for name in GRAPH_INPUTS if name not in input_buffers]
         if missing:
             raise ValueError(f"input_buffers: got none named {missing[0]}, expected those of get_graph_input_buffers")
@@ -158,7 +158,7 @@ class MLACommonState:
                 target[len(source) :] = rest
 
     def begin_forward(self, model_input: Any, *, stream: Any = None) -> None:
-        """Give the step's metadata the workspace, which the first call allocates beside the input tokens.
+        """Set the workspace of the step's metadata; the first call allocates it on the input tokens' device.
 
         model_input  has `input_tokens`, any array of the device, and `attn_metadata`, whose
                      context_chunk_workspace is set
@@ -189,7 +189,7 @@ class MLACommonBackend:
 
     @staticmethod
     def get_name() -> str:
-        return "TRITON_MLA"  # by which engines know it
+        return "TRITON_MLA"  # the name that engines expect
 
     @staticmethod
     def get_metadata_cls() -> type[MLACommonMetadata]:

@@ -30,9 +30,9 @@ def compute_positions(
     seq_lens         [R] int32, the new tokens included
     out              [>= num_tokens] int64 to write instead of allocating; -1 after the tokens
 
-    Returns int64 [num_tokens]: the query tokens of a request are the last ones of its sequence; -1 for a token that
-    belongs to no request. A call allocates a temporary array, so it cannot be captured in a CUDA graph; the window
-    builder's metadata has `positions` of its own.
+    Returns int64 [num_tokens]: the query tokens of a request are the last ones of its sequence; -1 for a token of no
+    request. A call allocates a temporary array, so it cannot be captured in a CUDA graph; the window builder's
+    metadata has its own `positions`.
     """
     check_integers(0, num_tokens=num_tokens)
     call = Call(backend, stream)
@@ -40,7 +40,7 @@ def compute_positions(
     slots = _slots(call, num_tokens, out)
     one_page = call.scratch("block_table", 4 * len(seq_lens)).view(np.int32).reshape(-1, 1)
     with call.kernels("indexer_metadata") as kernels:
-        one_page[:] = 0  # a slot of page 0 is a position if that page holds all positions
+        one_page[:] = 0  # slots are positions if all positions are in page 0
         kernels.compressed_slot_mapping(query_start_loc, seq_lens, one_page, num_tokens, MOST_TOKENS, 1, slots)
     return call.results()[:num_tokens]
 
@@ -66,8 +66,8 @@ def compute_slot_mapping(
     out              [>= num_tokens] int64 to write instead of allocating; -1 after the tokens
 
     Returns int64 [num_tokens]: page * block_size + position % block_size; -1 where the table has no such page and for a
-    token that belongs to no request. `get_compressed_slot_mapping` does the same for rows of several positions,
-    `compute_positions` gives the positions.
+    token of no request. `get_compressed_slot_mapping` does the same for rows of several positions; `compute_positions`
+    gives the positions.
     """
     return get_compressed_slot_mapping(
         num_tokens, query_start_loc, seq_lens, block_table, block_size, 1, out, backend=backend, stream=stream
@@ -98,7 +98,7 @@ def get_compressed_slot_mapping(
     out              [>= num_tokens] int64 to write instead of allocating; -1 after the tokens
 
     Returns int64 [num_tokens]: the slot of row position // compress_ratio for a token whose position is the
-    last one of its row, -1 for all others and where the table has no such page.
+    last one of its row; -1 for all others and where the table has no such page.
     Source: vLLM get_compressed_slot_mapping.
     """
     check_integers(0, num_tokens=num_tokens)

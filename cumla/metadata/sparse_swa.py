@@ -14,14 +14,14 @@ from ..kernels.types.metadata import C128A_RATIO, BatchCounts, SwaBuffers
 from ..kernels.types.plan import DecodePlan, Workspace
 from .batch import CommonAttentionMetadata, HostLens
 from .builder import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, Build, ServingConfig, ViewCache
-from .validation import Table, check_batch, check_capacity
+from .validation import Table, check_batch, check_block_size, check_capacity
 
 LAYER_TYPES = {1: "swaonly", 4: "c4a", 128: "c128a"}
 
 
 @dataclass
 class DeepseekSparseSWAMetadata:
-    """What the sparse layers of one step share. Arrays are views of the builder's buffers, or the batch's own.
+    """Metadata that the sparse layers of one step share. Arrays are views of the builder's buffers, or the batch's own.
 
     block_table, slot_mapping, seq_lens, query_start_loc, query_start_loc_cpu    as in the batch
     block_size                tokens of a page of the window cache
@@ -35,17 +35,17 @@ class DeepseekSparseSWAMetadata:
     num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens             host counts
     config                    the builder's
     max_seq_len               longest sequence, or a bound on it, as in the batch
-    longest                   longest sequence of seq_lens_cpu, by which tables that are given to layers are checked
+    longest                   longest sequence of seq_lens_cpu; layers check the widths of their tables by it
     prefill_seq_lens          [num_prefills] int32; None without prefills, as are the next three
     prefill_gather_lens       [num_prefills] int32, rows of the window cache that a request's queries reach
     prefill_seq_lens_cpu, prefill_query_lens_cpu                                 host copies
     c128a_global_decode_topk_indices  [num_decode_tokens, 1, width] int32 slots of all compressed rows;
                               None without C128A layers, as are the next two
     c128a_decode_topk_lens    [num_decode_tokens] int32
-    c128a_prefill_topk_indices  [num_prefill_tokens, width] int32, 0, 1, ... as many as there are, then -1
+    c128a_prefill_topk_indices  [num_prefill_tokens, width] int32: 0, 1, ... for the rows complete, then -1
     tile_sched_swaonly, tile_sched_c4a, tile_sched_c128a  the decodes' plan for the layers of each type, None
                               without such layers or without decodes
-    build                     which build of its builder it is of, for `cumla.debug`
+    build                     the build that produced it, for `cumla.debug`
     """
 
     block_table: Any
@@ -84,13 +84,13 @@ class DeepseekSparseSWAMetadata:
     _pages_plans: dict[tuple[int, int], DecodePlan] = field(init=False, repr=False, default_factory=dict)
 
     def decode_plan(self, compress_ratio: int) -> DecodePlan | None:
-        """What the decodes of the layers with this ratio share; None if the config has no such layers."""
+        """The plan that the decodes of the layers with this ratio share; None if the config has no such layers."""
         check_choice((0, *LAYER_TYPES), compress_ratio=compress_ratio)
         plan: DecodePlan | None = getattr(self, f"tile_sched_{LAYER_TYPES[max(compress_ratio, 1)]}")
         return plan
 
     def pages_plan(self, compress_ratio: int, first_token: int) -> DecodePlan:
-        """What the layers with this ratio share to attend over pages with the prefill chunk that begins there."""
+        """The plan that the layers with this ratio share for the prefill chunk at `first_token`, on the pages path."""
         key = compress_ratio, first_token
         if key not in self._pages_plans:
             self._pages_plans[key] = DecodePlan(self._pages_workspace)
@@ -99,14 +99,14 @@ class DeepseekSparseSWAMetadata:
     def get_prefill_chunk_plan(
         self, compress_ratio: int, prefill_chunk_size: int | None = None
     ) -> list[tuple[int, int, int, int]]:
-        """Cut the prefills into chunks whose workspace is bounded.
+        """Divide the prefills into chunks whose workspace is bounded.
 
-        prefill_chunk_size  requests of the longest kind that a workspace has room for; the config's if None
+        prefill_chunk_size  requests of the longest kind that fit in a workspace; the config's if None
 
         Returns [(start, end, N, M)]: prefills [start, end) share a workspace of end - start times M rows,
-        of which a request's first N hold its compressed rows and the rest its window rows. As many
-        requests go together as `prefill_chunk_size` requests of the longest kind would need room for;
-        one that is larger alone is a chunk of its own.
+        a request's first N of them being compressed rows and the rest its window rows. A chunk has as many
+        requests as fit in the space of `prefill_chunk_size` requests of the longest kind; a request that does
+        not fit is a chunk of its own.
         """
         check_integers(0, compress_ratio=compress_ratio)
         check_optional_size(prefill_chunk_size=prefill_chunk_size)
@@ -140,7 +140,7 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
     """Builds DeepseekSparseSWAMetadata for decode-first batches of decodes (with draft tokens) and prefills.
 
     Its buffers are allocated by the first build, on the device of that batch's arrays, and keep their
-    addresses: a captured graph that reads them is right after the next build. Nothing is read back from
+    addresses: a captured graph that reads them is valid after the next build. Nothing is read back from
     the device and nothing synchronises.
 
     Source: vLLM DeepseekSparseSWAMetadataBuilder, and build_c128a_topk_metadata for C128A.
@@ -175,12 +175,12 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
     ) -> DeepseekSparseSWAMetadata:
         """Metadata of a batch.
 
-        common_prefix_len, fast_build  as any builder has them; nothing follows from them
+        common_prefix_len, fast_build  accepted for every builder; without effect
         common_attn_metadata  the batch
-        c128a_block_table  [num_reqs, B] int32, pages of the C128A cache; needed where the config has C128A
-        validate           check the host numbers of the batch first; False trusts them
+        c128a_block_table  [num_reqs, B] int32, pages of the C128A cache; required if the config has C128A
+        validate           check the host values of the batch first; False trusts them
 
-        Raises ValueError, before the device is touched, for a batch that cannot be: it names the request.
+        Raises ValueError, before the device is touched, for an impossible batch; the message names the request.
         """
         config, batch = self.config, common_attn_metadata
         if self._has_c128a and c128a_block_table is None:
@@ -193,6 +193,7 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
         lens, rows = HostLens.of(batch), len(arrays.slot_mapping)
         check_capacity(batch, config, rows)
         if validate:
+            check_block_size(batch, config.block_size)
             tables: dict[str, Table] = {"block_table_tensor": (arrays.block_table, config.block_size, 1)}
             if c128a_table is not None:
                 tables["c128a_block_table"] = (c128a_table, config.compressed_block_size, C128A_RATIO)
@@ -248,7 +249,7 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
     ) -> DeepseekSparseSWAMetadata:
         """The metadata to capture a graph with.
 
-        c128a_block_table  as for `build`; None: C128A layers find no rows, until a build brings them
+        c128a_block_table  as in `build`; None: C128A layers have no rows until the next build
         """
         if self._has_c128a and c128a_block_table is None:
             batch = common_attn_metadata
@@ -260,9 +261,8 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
     def build_tile_scheduler(self, num_decode_tokens: int) -> dict[str, DecodePlan | None]:
         """A plan for the decodes of one step by layer type ("swaonly", "c4a", "c128a").
 
-        The layers of a type share one, which the first of them makes on the device. The plans of a type, one a step,
-        share memory that stays where it is. None for types that the model does not have, and where there are no
-        decodes.
+        The layers of a type share a plan, which the first of them fills on the device. The plans of a type, one a step,
+        share memory whose address does not change. None for types that the model does not have, and without decodes.
         """
         check_integers(0, num_decode_tokens=num_decode_tokens)
         plans: dict[str, DecodePlan | None] = dict.fromkeys(LAYER_TYPES.values())
@@ -271,7 +271,7 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
         return plans
 
     def _c128a_width(self, max_seq_len: int) -> int:
-        """Columns in use: a power of two, so that few widths occur, within the fixed capacity."""
+        """Columns in use: a power of two, so that few widths occur, up to the fixed capacity."""
         if not self._has_c128a:
             return 0
         rows = max(max_seq_len // C128A_RATIO, 1)

@@ -1,4 +1,4 @@
-"""Host checks of a batch: what no scheduler can mean is an error that names the request."""
+"""Host checks of a batch: an impossible batch raises an error that names the request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .builder import ServingConfig
 INT32_MAX = 2**31 - 1
 
 Table = tuple[Any, int, int]
-"""A block table [num_reqs, B], the positions that one of its entries covers, and how many of them make a row."""
+"""A block table [num_reqs, B], the positions that one of its entries covers, and the positions of a row."""
 
 
 def check_capacity(batch: CommonAttentionMetadata, config: ServingConfig, rows: int) -> None:
@@ -35,7 +35,7 @@ def check_capacity(batch: CommonAttentionMetadata, config: ServingConfig, rows: 
 def check_batch(batch: CommonAttentionMetadata, lens: HostLens, config: ServingConfig, **tables: Table) -> None:
     """Raise ValueError for a batch that is inconsistent, unordered or longer than the config or a table allows.
 
-    A good batch takes a few steps of NumPy; in what looks wrong the request is found one by one.
+    A valid batch takes a few steps of NumPy; otherwise the requests are checked one by one to find the wrong one.
     """
     num_tokens, (starts, _, seq_lens) = batch.num_actual_tokens, lens
     if starts[0] != 0 or starts[-1] > num_tokens:
@@ -57,6 +57,15 @@ def check_tables(seq_lens: np.ndarray, tables: Mapping[str, Table]) -> None:
             raise ValueError(_too_narrow(name, table, int(seq_lens.argmax()), longest))
 
 
+def check_block_size(batch: Any, block_size: int) -> None:
+    """Raise ValueError for a batch whose slots are of pages of another size."""
+    if batch.block_size not in (None, block_size):
+        raise ValueError(
+            f"block_size: got a batch with pages of {batch.block_size} positions, expected {block_size}, as the "
+            "builder's configuration has"
+        )
+
+
 def check_columns(name: str, table: Any, block_size: int, rows: int) -> None:
     """Raise ValueError for a block table whose pages of so many rows do not hold those of the longest sequence."""
     columns = table.shape[1]
@@ -75,7 +84,7 @@ def _check_computed(batch: CommonAttentionMetadata, lens: HostLens) -> None:
     if computed.shape != lens.seq_lens.shape:
         raise ValueError(f"num_computed_tokens_cpu: got shape {computed.shape}, expected {lens.seq_lens.shape}")
     expected = lens.seq_lens - lens.query_lens
-    if computed.dtype == expected.dtype and computed.tobytes() == expected.tobytes():  # quicker than to compare numbers
+    if computed.dtype == expected.dtype and computed.tobytes() == expected.tobytes():  # faster than elementwise
         return
     r = first_true((computed != expected) & (lens.query_lens > 0))
     if r >= 0:
@@ -89,26 +98,26 @@ _UNSIGNED = {np.dtype(f"{sign}{size}"): np.dtype(f"u{size}") for sign in "iu" fo
 
 
 def _surely_right(lens: HostLens, max_query_len: int, max_seq_len: int, decode_threshold: int) -> bool:
-    """Whether all requests are right, of which there is one. Few steps of NumPy, each of which takes a microsecond."""
+    """Whether all requests, at least one, are certainly right. Takes few NumPy steps, each of a microsecond."""
     _, query_lens, seq_lens = lens
     unsigned = _UNSIGNED.get(query_lens.dtype)
     if unsigned is None:
         return False
-    longest = int(np.maximum.reduce(query_lens.view(unsigned)))  # a negative length is a very long one
-    if longest > max_query_len or longest * len(query_lens) > INT32_MAX:  # from here on, no difference has overflown
+    longest = int(np.maximum.reduce(query_lens.view(unsigned)))  # a negative length becomes a very long one
+    if longest > max_query_len or longest * len(query_lens) > INT32_MAX:  # below, no difference has overflowed
         return False
     if np.maximum.reduce(seq_lens) > max_seq_len or first_true(query_lens > seq_lens) >= 0:
         return False
     if longest <= decode_threshold:
         return True
     is_prefill = (query_lens > decode_threshold).tobytes()
-    return is_prefill.rfind(b"\0") < is_prefill.find(b"\1")  # or there is padding
+    return is_prefill.rfind(b"\0") < is_prefill.find(b"\1")  # False may mean padding
 
 
 def _check_each(
     batch: CommonAttentionMetadata, lens: HostLens, limit: int, config: ServingConfig, tables: dict[str, Table]
 ) -> None:
-    """Raise what is wrong with the first request that is."""
+    """Raise the error of the first request that is wrong."""
     starts, seq_lens, prefills = lens.starts.tolist(), lens.seq_lens.tolist(), False
     for r, seq_len in enumerate(seq_lens):
         start, end = starts[r], starts[r + 1]
@@ -155,6 +164,6 @@ def _too_narrow(name: str, table: Table, r: int, seq_len: int) -> str:
 
 
 def _covered(table: Table) -> int:
-    """The longest sequence whose rows all have a place: positions that complete no row need none."""
+    """The longest sequence whose rows all fit: positions that complete no row take no space."""
     entries, positions, positions_per_row = table
     return int(entries.shape[1]) * positions + positions_per_row - 1

@@ -1,4 +1,4 @@
-"""Helpers of vLLM's scheduler and model runner, for engines that are built like it."""
+"""Helpers of vLLM's scheduler and model runner, for engines with the same design."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .batch import check_lengths, host_integers
 def reorder_batch_to_split_decodes_and_prefills(
     input_batch: Any, scheduler_output: Any, decode_threshold: int = 1
 ) -> bool:
-    """Bring decodes to the front of a persistent batch with as few swaps as possible.
+    """Move decodes to the front of a persistent batch with as few swaps as possible.
 
     input_batch       has `req_ids`, in batch order, and `swap_states(i, j)`
     scheduler_output  has `num_scheduled_tokens`, request id -> query tokens of this step
 
-    Returns whether anything was moved. Decodes near the end trade places with prefills near the front.
+    Returns whether anything was moved. Decodes near the end are swapped with prefills near the front.
     Source: vLLM reorder_batch_to_split_decodes_and_prefills.
     """
     scheduled = [scheduler_output.num_scheduled_tokens[req_id] for req_id in input_batch.req_ids]
@@ -38,7 +38,7 @@ def reorder_batch_to_split_decodes_and_prefills(
 def make_local_attention_virtual_batches(
     attn_chunk_size: int, query_start_loc_np: Any, seq_lens_np: Any, block_table: Any, block_size: int = 0
 ) -> tuple[Any, Any, Any, Any]:
-    """Cut each request at multiples of `attn_chunk_size` into requests that attend within their chunk only.
+    """Divide each request at multiples of `attn_chunk_size` into requests that attend within their chunk only.
 
     query_start_loc_np  [R + 1] host integers; seq_lens_np [R] host integers
     block_table         [R, B] int32
@@ -46,8 +46,8 @@ def make_local_attention_virtual_batches(
 
     Returns seqlens_q_local [V], cu_seqlens_q_local [V + 1] int32, seqlens_k_local [V] int32 and
     block_table_local [V, attn_chunk_size // block_size], whose columns beyond the table repeat its last.
-    A request without query tokens gives none.
-    Raises ValueError for sizes that do not divide, and for a table without columns that is looked into.
+    A request without query tokens gives no virtual request.
+    Raises ValueError for sizes that do not divide, and for a table without columns if an entry is needed.
     Source: vLLM make_local_attention_virtual_batches.
     """
     check_integers(-(2**31), block_size=block_size)
@@ -90,7 +90,7 @@ def make_local_attention_virtual_batches(
 
 @dataclass(frozen=True)
 class PerLayerParameters:
-    """What attention kernels take from a layer: window to the left (-1: none), logits soft cap, scale."""
+    """A layer's parameters for attention kernels: window to the left (-1: none), logits soft cap, scale."""
 
     window_left: int
     logits_soft_cap: float | None
@@ -98,14 +98,14 @@ class PerLayerParameters:
 
 
 def get_per_layer_parameters(layers: Mapping[str, Any], cls_: type[Any]) -> dict[str, PerLayerParameters]:
-    """Read PerLayerParameters off the attention layers of a model.
+    """Read the PerLayerParameters of a model's attention layers.
 
     layers  layer name -> layer with `impl`, which has `scale` and may have `sliding_window` (its first item
             is window_left) and `logits_soft_cap`
     cls_    class that every impl must be of
 
     Raises TypeError for another impl.
-    Source: vLLM get_per_layer_parameters, with the layers handed in.
+    Source: vLLM get_per_layer_parameters, with the layers as an argument.
     """
     parameters = {}
     for name, layer in layers.items():
@@ -144,7 +144,7 @@ _KV_CACHE_LAYOUT_OVERRIDE: str | None = None
 def get_kv_cache_layout() -> str:
     """Order of the axes of a dense KV page: "NHD" (tokens, heads, values) or "HND".
 
-    As `set_kv_cache_layout` chose; else as the environment variable CUMLA_KV_CACHE_LAYOUT says; else "NHD".
+    The layout set by `set_kv_cache_layout`, else by the environment variable CUMLA_KV_CACHE_LAYOUT, else "NHD".
     Raises ValueError for another layout in the variable.
     """
     if _KV_CACHE_LAYOUT_OVERRIDE is not None:
@@ -156,10 +156,10 @@ def get_kv_cache_layout() -> str:
 
 
 def set_kv_cache_layout(cache_layout: str | None) -> None:
-    """Choose what `get_kv_cache_layout` answers from now on; None takes the choice back.
+    """Set the layout that `get_kv_cache_layout` returns; None clears it.
 
     Raises ValueError for another layout.
-    Source: vLLM set_kv_cache_layout, whose answer was cached before it could be changed.
+    Source: vLLM set_kv_cache_layout, which has no effect after the layout has been read and cached.
     """
     global _KV_CACHE_LAYOUT_OVERRIDE
     if cache_layout is not None and cache_layout not in KV_CACHE_LAYOUTS:

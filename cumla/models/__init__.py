@@ -1,1 +1,1 @@
-"""Attention layers of whole models, from hidden states to their output, weights by their published names."""
+"""Attention layers of whole models, from hidden states to output, with weights under their published names."""

@@ -1,9 +1,9 @@
 """An attention layer of a DeepSeek V3.2 model, from hidden states to its output.
 
-qr          = norm(W_qa x);   q_nope, q_pe = W_qb qr of each head, q_pe turned
-kv_c, k_pe  = W_kva x;        norm(kv_c) and k_pe, turned, are the row that goes to the cache
-indexer       scores LayerNorm(W_k x), turned, of all tokens before against queries W_iqb qr, takes the best
-o           = attention of W_UK q_nope, q_pe over the chosen rows, in the latent space
+qr          = norm(W_qa x);   q_nope, q_pe = W_qb qr of each head, q_pe rotated
+kv_c, k_pe  = W_kva x;        norm(kv_c) and rotated k_pe are the row that is inserted into the cache
+indexer       scores the rotated keys LayerNorm(W_k x) of all tokens before against queries W_iqb qr, selects the top-k
+o           = attention of W_UK q_nope, q_pe over the selected rows, in the latent space
 out         = W_o (W_UV o of each head)
 """
 
@@ -17,38 +17,35 @@ import numpy as np
 
 from ..arrays import dlpack
 from ..dispatch.values import check_kind
+from ..layers.selected_attention import SelectedAttention
 from ..layers.sparse import Observer, not_observed
-from ..metadata.batch import CommonAttentionMetadata
-from ..metadata.builder import ServingConfig
-from ..metadata.indexer import DeepseekV32IndexerMetadata
-from ..metadata.sparse_swa import DeepseekSparseSWAMetadata, DeepseekSparseSWAMetadataBuilder
 from ..ops.dense_cache import concat_and_cache_mla
-from ..ops.indices import compute_global_topk_indices_and_lens
 from ..ops.norm_rope import apply_rope, fused_q_kv_rmsnorm, indexer_knorm_rope_and_insert
-from ..ops.sparse_attention import sparse_mla_decode
 from . import caches
-from .checks import check_indexer_metadata, check_options, check_types, check_v32_step
-from .config_checks import check_absent, check_fixed, check_numbers, numbers_of, rope_of
+from .caches import DeepseekV32Caches
+from .config_validation import check_absent, check_fixed, check_numbers, numbers_of, rope_of
 from .hidden_states import attend
 from .products import compute_type, flat, multiply, multiply_groups, stacked
 from .rope import checked_scaling, cos_sin_table, mscale
 from .scratch import Scratch
 from .selection import Indexer
-from .step import StepIndexerMetadataBuilder
+from .step import DeepseekV32StepBuilder as DeepseekV32StepBuilder
+from .step import DeepseekV32StepMetadata
+from .validation import check_indexer_metadata, check_options, check_types, check_v32_step
 from .weights import V32_ATTENTION, LayerWeights, WeightReader, place_of
 
 FLOAT32 = np.dtype(np.float32)
 LATENT, ROPE = 512, 64
 LAYER_NORM_EPS = 1e-6  # of the indexer's keys
-LATENT_NORM_EPS = 1e-6  # of the latent norms, whatever rms_norm_eps says: so are the authors' code and transformers
+LATENT_NORM_EPS = 1e-6  # of the latent norms, whatever rms_norm_eps is, as in the authors' code and transformers
 
 
 @dataclass(frozen=True)
 class DeepseekV32Config:
-    """Sizes and numbers of the attention layers of a model, named as in transformers' configuration.
+    """Sizes and parameters of a model's attention layers, named as in transformers' configuration.
 
-    rope_scaling  None, or YaRN's numbers
-    rms_norm_eps  of the norms around the layers; those within have 1e-6
+    rope_scaling  None, or YaRN's parameters
+    rms_norm_eps  of the norms around the layers; the norms within a layer have 1e-6
     """
 
     hidden_size: int
@@ -65,10 +62,10 @@ class DeepseekV32Config:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> DeepseekV32Config:
-        """Of a config.json.
+        """Read a config.json.
 
-        Raises TypeError or ValueError for the configuration of another model, for what is missing, and for sizes and
-        biases that cumla lacks.
+        Raises TypeError or ValueError for the configuration of another model, for missing entries, and for sizes and
+        biases that cumla does not support.
         """
         check_fixed(
             config,
@@ -97,58 +94,6 @@ class DeepseekV32Config:
         if scaling is not None and scaling.get("mscale_all_dim"):
             scale *= mscale(scaling["factor"], scaling["mscale_all_dim"]) ** 2
         return scale
-
-
-@dataclass(frozen=True)
-class DeepseekV32Caches:
-    """What one layer keeps of its requests, in pages of the same block table.
-
-    rows     [num_blocks, block_size, 656] uint8 (or [.., 576] numbers)
-    indexer  [num_blocks, block_size, 132] uint8 (or [.., 128] numbers), keys
-    """
-
-    rows: Any
-    indexer: Any
-
-    @classmethod
-    def allocate(
-        cls, blocks: int, block_size: int = 64, cache_format: caches.CacheFormat = "fp8", xp: Any = np
-    ) -> DeepseekV32Caches:
-        """Zeroed caches. cache_format  "fp8", "bfloat16", or on the host "float32"."""
-        layouts = caches.formats(cache_format)
-        return cls(
-            caches.allocate(layouts.v32, blocks, block_size, xp),
-            caches.allocate(layouts.indexer, blocks, block_size, xp),
-        )
-
-
-@dataclass(frozen=True)
-class DeepseekV32StepMetadata:
-    """What the layers of one step share: of its tokens, and of the indexers."""
-
-    tokens: DeepseekSparseSWAMetadata
-    indexer: DeepseekV32IndexerMetadata
-
-    @property
-    def positions(self) -> Any:
-        """[slots] int32, of each token in its sequence; -1 for padding."""
-        return self.tokens.positions
-
-
-class DeepseekV32StepBuilder:
-    """Builds DeepseekV32StepMetadata of decode-first batches, in buffers that keep their addresses."""
-
-    def __init__(self, config: ServingConfig, backend: str | None = None) -> None:
-        check_kind(ServingConfig, config=config)
-        if config.compress_ratios != (1,):
-            raise ValueError(f"config.compress_ratios: got {config.compress_ratios}, expected (1,)")
-        self.config = config
-        self._tokens = DeepseekSparseSWAMetadataBuilder(config, backend)
-        self._indexer = StepIndexerMetadataBuilder(config, backend)
-
-    def build(self, batch: CommonAttentionMetadata) -> DeepseekV32StepMetadata:
-        """Metadata of a batch whose block table is that of both caches. Raises ValueError for one that cannot be."""
-        return DeepseekV32StepMetadata(self._tokens.build(0, batch), self._indexer.build(0, batch))
 
 
 class DeepseekV32Attention:
@@ -230,18 +175,19 @@ class DeepseekV32Attention:
         stream: Any = None,
         observe: Observer = not_observed,
     ) -> Any:
-        """Attend to what a step's tokens may see, and write what later tokens will.
+        """Insert a step's rows and keys into the caches, and attend.
 
-        hidden_states  [T, hidden_size] of the layer's activations, T the metadata's tokens (padding included)
+        hidden_states  [T, hidden_size] of the layer's activations, after the layer's input norm; T are the metadata's
+                       tokens (padding included)
         layer_caches   written
         metadata       of the step's batch (DeepseekV32StepBuilder)
-        topk_indices   [T, topk] int32, positions that each token selects, -1 for none; in place of the indexer's
-                       choice, which is then not made. One behind the token itself is left out
+        topk_indices   [T, topk] int32, positions that each token selects, -1 for none, in place of the indexer's
+                       selection, which is then not computed. A position after the token's own is left out
         out            [T, hidden_size] of hidden_states' dtype to write instead of allocating
-        observe        called with a part's name around each part ("project", "insert", "select", "map", "decode",
-                       "output")
+        observe        called with a part's name around each part ("project", "insert", "select", "map", "gather",
+                       "decode", "prefill", "output")
 
-        Returns out.
+        Returns out, to which the caller adds the residual.
         Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
         """
         self.check_step(hidden_states, layer_caches, metadata, topk_indices)
@@ -252,7 +198,7 @@ class DeepseekV32Attention:
     def check_step(
         self, hidden_states: Any, layer_caches: Any, metadata: Any, topk_indices: Any, whole: bool = True
     ) -> None:
-        """Raise what `step` raises; whole: whether all latent rows are in the cache, not a rank's share."""
+        """Raise the errors of `step`; whole: whether the cache has all latent rows, not only one rank's."""
         check_types(layer_caches=(layer_caches, DeepseekV32Caches), metadata=(metadata, DeepseekV32StepMetadata))
         check_v32_step(self, hidden_states, layer_caches, metadata, topk_indices, whole)
         check_indexer_metadata(metadata.indexer, metadata.tokens, topk_indices)
@@ -285,8 +231,8 @@ class V32Step:
             multiply_groups(
                 projected[..., :nope].transpose(1, 0, 2), layer.latent, q[..., :LATENT].transpose(1, 0, 2), backend
             )
-            turned = q[..., LATENT:]
-            apply_rope(projected[..., nope:], step.positions, layer.cos_sin, out=turned, backend=backend)
+            rotated = q[..., LATENT:]
+            apply_rope(projected[..., nope:], step.positions, layer.cos_sin, out=rotated, backend=backend)
         with self.observe("insert"):
             rows = kv[:, None]
             apply_rope(rows, step.positions, layer.cos_sin, out=rows, backend=backend)
@@ -310,37 +256,25 @@ class V32Step:
         concat_and_cache_mla(kv_c, k_pe, self.caches.rows, slots, layer.cache_dtype, backend=layer.backend)
 
     def attend(self, q: Any, topk_indices: Any, slots: tuple[Any, Any] | None, o: Any) -> None:
-        """o [tokens, heads, LATENT] of the rows that tokens take.
+        """Write o [tokens, heads, LATENT], the attention over the selected rows.
 
-        slots  of the rows that decodes take, and how many, where the indexer has written them
+        slots  slots of the rows that decodes select, and their counts, if the indexer wrote them
         """
-        layer, step, (tokens, heads, _) = self.layer, self.metadata.tokens, q.shape
-        mapped = 0 if slots is None else step.num_decode_tokens
+        layer, (tokens, heads, _) = self.layer, q.shape
+        mapped = 0 if slots is None else self.metadata.tokens.num_decode_tokens
         indices, lens = self.slots(tokens, topk_indices.shape[1])
-        if mapped < tokens:
-            with self.observe("map"):
-                requests, is_valid, positions = (
-                    dlpack.borrow(getattr(step, name), name)[mapped:]
-                    for name in ("token_to_req_indices", "is_valid_token", "positions")
-                )
-                compute_global_topk_indices_and_lens(
-                    topk_indices[mapped:], requests, step.block_table, step.block_size, is_valid, compact=True,
-                    positions=positions, compress_ratio=1, out=(indices[mapped:], lens[mapped:]),
-                    backend=layer.backend,
-                )  # fmt: skip
-        with self.observe("decode"):
-            sparse_mla_decode(
-                q[:, None], self.caches.rows, indices[:, None], layout=layer.layouts.v32, topk_length=lens,
-                softmax_scale=layer.config.softmax_scale, out=o[:, None],
-                lse=self.array("lse", (tokens, heads, 1), FLOAT32), plan=step.tile_sched_swaonly, backend=layer.backend,
-            )  # fmt: skip
+        attention = SelectedAttention(
+            self.caches.rows, layer.layouts.v32, layer.config.softmax_scale, backend=layer.backend, observe=self.observe
+        )
+        lse = self.array("lse", (tokens, heads, 1), FLOAT32)
+        attention.attend(q, self.metadata.tokens, topk_indices, indices, lens, mapped, o, lse)
 
     def slots(self, tokens: int, topk: int) -> tuple[Any, Any]:
-        """Arrays for the slots of the rows that so many tokens take, and for how many they are."""
+        """Arrays for the slots of the rows that so many tokens select, and for their counts."""
         return self.array("slots", (tokens, topk), np.int32), self.array("lens", (tokens,), np.int32)
 
     def decode_slots(self) -> tuple[Any, Any] | None:
-        """Those of the decodes."""
+        """The arrays for decodes."""
         decodes = self.metadata.tokens.num_decode_tokens
         if not decodes:
             return None
@@ -348,7 +282,7 @@ class V32Step:
         return slots[:decodes], lens[:decodes]
 
     def insert_keys(self, x: Any, slots: Any) -> Any:
-        """Write the indexer's keys. Returns what was projected, float32 [T, 128 + index heads]: keys, then weights."""
+        """Write the indexer's keys. Returns the projections, float32 [T, 128 + index heads]: keys, then weights."""
         layer = self.layer
         projected = self.array("index_projected", (len(x), len(layer.index_keys)), FLOAT32)
         multiply(x, layer.index_keys, projected, layer.backend)
@@ -359,7 +293,7 @@ class V32Step:
         return projected
 
     def select(self, qr: Any, weights: Any, slots: tuple[Any, Any] | None) -> Any:
-        """[tokens, index_topk] int32, the positions that each token takes."""
+        """[tokens, index_topk] int32, the positions that each token selects."""
         layer, metadata, config = self.layer, self.metadata, self.layer.config
         q = self.array("index_q", (len(qr), config.index_n_heads, 128))
         multiply(qr, layer.index_q_b, flat(q), layer.backend)
@@ -370,4 +304,4 @@ class V32Step:
         )  # fmt: skip
 
     def array(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> Any:
-        return self.layer.scratch.array(name, shape, dtype or self.layer.activations, self.layer.cos_sin)
+        return self.layer.scratch.shaped(name, shape, dtype or self.layer.activations, self.layer.cos_sin)

@@ -1,10 +1,10 @@
 """An attention layer of a DeepSeek V4 model, from hidden states to its output.
 
-qr, kv      = norm(W_qa x), norm(W_kv x)                  kv goes to the window cache, turned
-q           = norm of each head of W_qb qr, turned
+qr, kv      = norm(W_qa x), norm(W_kv x)                  kv is rotated and inserted into the window cache
+q           = norm of each head of W_qb qr, rotated
 compressor  (ratios 4, 128) pools kv and score of ratio positions into a row of the compressed cache
-indexer     (ratio 4) scores rows of a compressor of its own against queries W_iqb qr, takes the best
-o           = attention over the window and the compressed rows, with sinks, turned back
+indexer     (ratio 4) scores rows of its own compressor against queries W_iqb qr, selects the top-k
+o           = attention over the window and the compressed rows, with sinks, then inverse RoPE
 out         = W_ob (W_oa of each group of heads)
 """
 
@@ -18,79 +18,25 @@ import numpy as np
 
 from ..arrays.streams import InOrder
 from ..dispatch.backends import choose
-from ..dispatch.values import check_choice, check_integers, check_kind, check_optional_size
+from ..dispatch.values import check_kind
 from ..layers.sparse import CompressedCache, LayerWorkspace, Observer, SparseMLALayer, not_observed
 from ..layout import CacheLayout
-from ..metadata.builder import ServingConfig
 from ..ops.compressor import compress_and_insert
 from ..ops.norm_rope import apply_rope, fused_q_kv_rmsnorm, qnorm_rope_and_insert
 from . import caches
-from .checks import check_indexer_metadata, check_options, check_types, check_v4_step
+from .caches import DeepseekV4Caches
 from .hidden_states import attend
 from .products import compute_type, flat, multiply, multiply_groups, stacked
 from .scratch import Scratch
 from .selection import Indexer
-from .step import STATE_BLOCK_SIZES, DeepseekV4StepMetadata
+from .step import DeepseekV4StepMetadata
 from .v4_config import HEAD_DIM, DeepseekV4Config
+from .validation import check_indexer_metadata, check_options, check_types, check_v4_step
 from .weights import V4_ATTENTION, LayerWeights, WeightReader, place_of
 
 __all__ = ["DeepseekV4Attention", "DeepseekV4Caches", "DeepseekV4Config"]
 
 FLOAT32 = np.dtype(np.float32)
-
-
-@dataclass(frozen=True)
-class DeepseekV4Caches:
-    """What one layer keeps of its requests, in pages.
-
-    window         [num_blocks, block_size, 584] uint8 (or [.., 512] numbers)
-    compressed     the same of compressed rows; None at ratio 1, as are the next
-    state          float32 [state_blocks, state_block_size, 2 * coff * 512], of the compressor
-    indexer        [compressed_blocks, compressed_block_size / 4, 132] uint8 (or [.., 128] numbers); ratio 4 alone
-    indexer_state  float32 [state_blocks, state_block_size, 512], of the indexer's compressor; ratio 4 alone
-    """
-
-    window: Any
-    compressed: Any = None
-    state: Any = None
-    indexer: Any = None
-    indexer_state: Any = None
-
-    @classmethod
-    def allocate(
-        cls,
-        compress_ratio: int,
-        serving: ServingConfig,
-        blocks: int,
-        compressed_blocks: int = 0,
-        state_blocks: int = 0,
-        cache_format: caches.CacheFormat = "fp8",
-        xp: Any = np,
-        state_block_size: int | None = None,
-    ) -> DeepseekV4Caches:
-        """Zeroed caches: pages of serving.block_size positions, of serving.compressed_block_size, and of states.
-
-        cache_format  "fp8", "bfloat16", or on the host "float32"
-        """
-        check_choice((1, 4, 128), compress_ratio=compress_ratio)
-        check_kind(ServingConfig, serving=serving)
-        check_optional_size(state_block_size=state_block_size)
-        layouts = caches.formats(cache_format)
-        window = caches.allocate(layouts.v4, blocks, serving.block_size, xp)
-        if compress_ratio == 1:
-            return cls(window)
-        rows, overlap = serving.compressed_block_size // compress_ratio, compress_ratio == 4
-        block = state_block_size or STATE_BLOCK_SIZES[compress_ratio]
-
-        def states(dim: int) -> Any:
-            return xp.zeros((state_blocks, block, (4 if overlap else 2) * dim), np.float32)
-
-        check_integers(0, compressed_blocks=compressed_blocks, state_blocks=state_blocks)
-        compressed = caches.allocate(layouts.v4, compressed_blocks, rows, xp)
-        if not overlap:
-            return cls(window, compressed, states(HEAD_DIM))
-        keys = caches.allocate(layouts.indexer, compressed_blocks, rows, xp)
-        return cls(window, compressed, states(HEAD_DIM), keys, states(layouts.indexer.head_dim))
 
 
 class DeepseekV4Attention:
@@ -99,16 +45,16 @@ class DeepseekV4Attention:
     config        of the model
     layer         the layer's number
     weights       transformers' names within the attention module ("q_a_proj.weight") -> arrays, or a checkpoint's
-                  tensors under transformers' or the published names of the whole model: NumPy or CuPy arrays (of any
-                  framework), float32 or bfloat16, or FP8 with a scale for each block, which is dequantised here
+                  tensors under transformers' or the published names of the whole model: arrays of any framework in
+                  float32 or bfloat16, or FP8 with a scale for each block, which is dequantised here
     activations   bfloat16, or on the host also float32
     cache_format  "fp8", "bfloat16", or on the host "float32": of the caches that `step` is given
-    max_position  positions that RoPE's tables reach, at least the longest sequence; max_position_embeddings if None
-    scratch       memory that layers which run one after another share
-    xp            numpy or cupy, where the layer lives; None: where its weights are
+    max_position  positions of RoPE's tables, at least the longest sequence; max_position_embeddings if None
+    scratch       temporary memory, shared by layers that run one after another
+    xp            numpy or cupy, where the layer computes; None: where its weights are
 
-    Weights are kept as the device multiplies them: in the activations' type, on the host in float32; those that take
-    the hidden states lie in one matrix.
+    Weights are kept in the type that the device multiplies: the activations' type, on the host float32. The weights
+    that multiply the hidden states are stacked in one matrix.
     """
 
     def __init__(
@@ -191,19 +137,20 @@ class DeepseekV4Attention:
         stream: Any = None,
         observe: Observer = not_observed,
     ) -> Any:
-        """Attend to what a step's tokens may see, and write what later tokens will.
+        """Insert a step's rows, states and keys into the caches, and attend.
 
-        hidden_states  [T, hidden_size] of the layer's activations, T the metadata's tokens (padding included)
+        hidden_states  [T, hidden_size] of the layer's activations, after the layer's input norm; T are the metadata's
+                       tokens (padding included)
         layer_caches   written
         metadata       of the step's batch (DeepseekV4StepBuilder)
         topk_indices   [T, topk] int32, compressed rows that each token selects, counted within its request, -1 for
-                       none; for ratio 4, in place of the indexer's choice, which is then not made
+                       none; for ratio 4, in place of the indexer's selection, which is then not computed
         out            [T, hidden_size] of hidden_states' dtype to write instead of allocating
         observe        called with a part's name around each part ("project", "insert", "compress", "select", "map",
                        "decode", "gather", "prefill", "output")
 
-        Returns out. A step of decodes, once one of its size has run, allocates nothing if `out` is given, and can be
-        captured in a CUDA graph.
+        Returns out, to which the caller adds the residual. A step of decodes, once one of its size has run, allocates
+        nothing if `out` is given, and can be captured in a CUDA graph.
         Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
         """
         self.check_step(hidden_states, layer_caches, metadata, topk_indices)
@@ -214,7 +161,7 @@ class DeepseekV4Attention:
     def check_step(
         self, hidden_states: Any, layer_caches: Any, metadata: Any, topk_indices: Any, whole: bool = True
     ) -> None:
-        """Raise what `step` raises; whole: whether all compressed rows are in the cache, not a rank's share."""
+        """Raise the errors of `step`; whole: whether the cache has all compressed rows, not only one rank's."""
         if topk_indices is not None and self.ratio != 4:
             raise ValueError(f"topk_indices: got an array for a layer of ratio {self.ratio}, expected None")
         check_types(layer_caches=(layer_caches, DeepseekV4Caches), metadata=(metadata, DeepseekV4StepMetadata))
@@ -225,7 +172,7 @@ class DeepseekV4Attention:
 
 @dataclass(frozen=True)
 class Compressor:
-    """The weights of a compressor beside its projections, and the columns that those make."""
+    """The weights of a compressor without its projections, and the columns of its projections."""
 
     position_bias: Any
     norm_weight: Any
@@ -242,7 +189,7 @@ class V4Step:
     observe: Observer
 
     def run(self, x: Any, topk_indices: Any, out: Any) -> None:
-        """Decodes leave multiprocessors idle: what does not wait for one another is queued side by side."""
+        """Decodes leave multiprocessors idle, so independent work is queued on two streams."""
         layer, metadata = self.layer, self.metadata
         config, backend, tokens = layer.config, layer.backend, len(x)
         side, q = self.side(), self.array("q", (tokens, config.num_attention_heads, HEAD_DIM))
@@ -260,7 +207,7 @@ class V4Step:
                     inputs = layer.indexer.queries(
                         index_q, pooled[:, -config.index_n_heads :], metadata.positions, layer.cos_sin
                     )
-                with side.branch():  # behind the scores, beside the choice
+                with side.branch():  # after the scores, concurrently with the selection
                     self.queries(qr, kv, q)
                 with self.observe("select"):
                     slots = self.decode_slots()
@@ -277,7 +224,7 @@ class V4Step:
             multiply(flat(grouped), layer.o_b, out, backend)
 
     def side(self) -> InOrder:
-        """Where work beside the rest is queued. Prefills keep a device busy, and an observer wants things in order."""
+        """The side stream. Work is done in order for prefills, which keep a device busy, and under an observer."""
         layer = self.layer
         alone = layer.ratio == 1 or self.metadata.window.num_prefills or self.observe is not not_observed
         if alone or choose(layer.backend, on_device=layer.xp is not np) != "cuda":
@@ -285,7 +232,7 @@ class V4Step:
         return layer.scratch.side(layer.cos_sin)
 
     def project(self, x: Any) -> tuple[Any, Any]:
-        """Normed, [tokens, q_lora_rank] for the queries and [tokens, 512] for the window's rows."""
+        """Normed projections: [tokens, q_lora_rank] for the queries and [tokens, 512] for the window's rows."""
         layer, config = self.layer, self.layer.config
         with self.observe("project"):
             low = self.array("low_rank", (len(x), config.q_lora_rank + HEAD_DIM))
@@ -310,10 +257,10 @@ class V4Step:
     def attend(
         self, q: Any, topk_indices: Any, slots: tuple[Any, Any] | None, o: Any, join: Callable[[], None]
     ) -> None:
-        """o [tokens, heads, 512] of the window's rows and the compressed ones that tokens take.
+        """Write o [tokens, heads, 512], the attention over the window's rows and the selected compressed rows.
 
-        slots  of the rows that decodes take, and how many, where the indexer has written them
-        join   to be called before q is read
+        slots  slots of the rows that decodes select, and their counts, if the indexer wrote them
+        join   called before q is read
         """
         layer, compressed = self.layer, None
         if layer.ratio > 1:
@@ -328,7 +275,7 @@ class V4Step:
         )  # fmt: skip
 
     def compress(self, x: Any) -> Any:
-        """Pool this step's tokens into rows of the compressed cache and of the indexer's; what was projected."""
+        """Pool this step's tokens into rows of the compressed cache and of the indexer's. Returns the projections."""
         layer = self.layer
         with self.observe("compress"):
             pooled = self.array("pooled", (len(x), len(layer.pooled)), FLOAT32)
@@ -356,7 +303,7 @@ class V4Step:
         self, kv_score: Any, compressor: Compressor, states: Any, cache: Any, slots: Any, layout: CacheLayout,
         **indexer: Any,
     ) -> None:  # fmt: skip
-        """Pool by one compressor, or by the indexer's too."""
+        """Pool with the layer's compressor, or with the indexer's as well."""
         layer, metadata = self.layer, self.metadata
         step = metadata.compressors[layer.ratio]
         compress_and_insert(
@@ -367,7 +314,7 @@ class V4Step:
         )  # fmt: skip
 
     def index_queries(self, qr: Any) -> Any:
-        """[tokens, heads, 128] of the indexer, as projected."""
+        """The indexer's projected queries, [tokens, heads, 128]."""
         layer, config = self.layer, self.layer.config
         with self.observe("select"):
             q = self.array("index_q", (len(qr), config.index_n_heads, config.index_head_dim))
@@ -375,7 +322,7 @@ class V4Step:
         return q
 
     def decode_slots(self) -> tuple[Any, Any] | None:
-        """Arrays for the slots of the compressed rows that decodes take, and for how many they are."""
+        """Arrays for the slots of the compressed rows that decodes select, and for their counts."""
         tokens = self.metadata.window.num_decode_tokens
         if not tokens:
             return None
@@ -383,7 +330,7 @@ class V4Step:
         return slots, self.array("topk_lens", (tokens,), np.int32)
 
     def select(self, q: Any, weights: Any, slots: tuple[Any, Any] | None) -> Any:
-        """[tokens, index_topk] int32, the compressed rows that tokens take by the indexer's queries and weights."""
+        """[tokens, index_topk] int32, the compressed rows selected by the indexer's queries and weights."""
         layer, metadata = self.layer, self.metadata
         assert metadata.indexer is not None
         return layer.indexer.select(
@@ -401,4 +348,4 @@ class V4Step:
         return LayerWorkspace(lse, slots, self.array("topk_lens", (tokens,), np.int32))
 
     def array(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> Any:
-        return self.layer.scratch.array(name, shape, dtype or self.layer.activations, self.layer.cos_sin)
+        return self.layer.scratch.shaped(name, shape, dtype or self.layer.activations, self.layer.cos_sin)

@@ -1,4 +1,4 @@
-"""Hidden states into and out of an attention layer: checked, borrowed, and given back in the caller's framework."""
+"""Hidden states of an attention layer: checked, borrowed, and returned in the caller's framework."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def attend(
     out: Any,
     stream: Any,
 ) -> Any:
-    """run(hidden_states, topk_indices, out) on arrays of NumPy or CuPy and the caller's stream; returns out.
+    """Call run(hidden_states, topk_indices, out) with NumPy or CuPy arrays on the caller's stream; returns out.
 
     shape, dtype  of hidden_states and of out, which is allocated if None
     topk_indices  any array, or None

@@ -26,15 +26,15 @@ def multiply_groups(x: Any, weight: Any, out: Any, backend: str | None) -> None:
 
 
 def flat(x: Any) -> Any:
-    """[T, heads, n] as [T, heads * n], of no tokens, too."""
+    """[T, heads, n] as [T, heads * n], also for T = 0."""
     return x.reshape(len(x), x.shape[1] * x.shape[2])
 
 
 def stacked(weights: list[Any], dtype: Any, xp: Any) -> Any:
-    """Matrices [n, K] of one K as one of `dtype`, whose products come out side by side."""
+    """Matrices [n, K] stacked as one of `dtype`: one product gives the columns of all."""
     return xp.concatenate([xp.asarray(weight).astype(dtype, copy=False) for weight in weights])
 
 
 def compute_type(activations: Any, xp: Any) -> np.dtype[Any]:
-    """What weights are kept as: the activations' type on a device; on the host float32, which BLAS multiplies."""
+    """The type of the weights: the activations' type on a device; on the host float32, which BLAS multiplies."""
     return np.dtype(np.float32) if xp is np else np.dtype(activations)

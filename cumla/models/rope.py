@@ -1,4 +1,4 @@
-"""Tables of cosines and sines, as checkpoints' configurations describe them, made in float32 as their authors' are."""
+"""Tables of cosines and sines by a checkpoint's configuration, computed in float32 as in the authors' code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..dispatch.values import check_choice, check_flags, check_kind, finite, sho
 
 FLOAT32 = np.float32
 REQUIRED = ("factor", "original_max_position_embeddings")
-LIMITS = {  # of YaRN's numbers; within them no formula leaves float32
+LIMITS = {  # of YaRN's parameters; within them no formula overflows float32
     "factor": (1, 1e6),
     "original_max_position_embeddings": (1, 2**31 - 1),
     "beta_fast": (1e-6, 1e6),
@@ -22,16 +22,16 @@ LIMITS = {  # of YaRN's numbers; within them no formula leaves float32
     "mscale_all_dim": (0, 1e6),
 }
 BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
-WITHOUT_TYPE = {"rope_theta", "partial_rotary_factor"}  # what plain RoPE has
+WITHOUT_TYPE = {"rope_theta", "partial_rotary_factor"}  # the parameters of plain RoPE
 
 
 def cos_sin_table(dim: int, theta: float, max_position: int, scaling: Mapping[str, Any] | None = None) -> np.ndarray:
     """float32 [max_position, dim]: cosines of the dim / 2 pairs, then sines.
 
     theta    base of the frequencies
-    scaling  None, or YaRN's numbers: factor, original_max_position_embeddings, beta_fast (32), beta_slow (1),
+    scaling  None, or YaRN's parameters: factor, original_max_position_embeddings, beta_fast (32), beta_slow (1),
              attention_factor (of cosines and sines; from mscale and mscale_all_dim, or else from factor), truncate
-             (True: the pairs between which the ramp lies are rounded); one that is None counts as absent
+             (True: the first and last pair of the ramp are rounded); a parameter that is None counts as absent
 
     Raises ValueError for a kind of scaling other than YaRN.
     """
@@ -49,9 +49,9 @@ def cos_sin_table(dim: int, theta: float, max_position: int, scaling: Mapping[st
 
 
 def checked_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """YaRN's numbers that are given; None for plain RoPE.
+    """The given parameters of YaRN; None for plain RoPE.
 
-    Raises TypeError or ValueError for another kind of scaling, and for a number that is missing or none.
+    Raises TypeError or ValueError for another kind of scaling, and for a parameter that is missing or not a number.
     """
     if scaling is None:
         return None
@@ -68,7 +68,7 @@ def checked_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
         return None
     for name in REQUIRED:
         if name not in given:
-            raise ValueError(f"rope_scaling: got {sorted(given)}, expected {name} among YaRN's numbers")
+            raise ValueError(f"rope_scaling: got {sorted(given)}, expected {name} among YaRN's parameters")
     for name in given.keys() & LIMITS.keys():
         least, most = LIMITS[name]
         if not least <= finite(f"rope_scaling.{name}", given[name]) <= most:
@@ -81,13 +81,13 @@ def checked_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _ramp(dim: int, theta: float, scaling: Mapping[str, Any]) -> np.ndarray:
-    """How far each pair's frequency is stretched, 0 to 1: those that turn often in the original context are not."""
+    """How far each pair's wavelength is stretched, 0 to 1: 0 for pairs that rotate often in the original context."""
     original = scaling["original_max_position_embeddings"]
 
-    def pair_that_turns(times: float) -> float:
+    def pair_of_rotations(times: float) -> float:
         return dim * math.log(original / (times * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = (pair_that_turns(scaling.get(name, times)) for name, times in BETAS.items())
+    low, high = (pair_of_rotations(scaling.get(name, times)) for name, times in BETAS.items())
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
@@ -96,7 +96,7 @@ def _ramp(dim: int, theta: float, scaling: Mapping[str, Any]) -> np.ndarray:
 
 
 def attention_factor(scaling: Mapping[str, Any]) -> float:
-    """What YaRN multiplies cosines and sines by."""
+    """YaRN's factor on cosines and sines."""
     given = scaling.get("attention_factor")
     if given is not None:
         return float(given)

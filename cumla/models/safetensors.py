@@ -13,7 +13,7 @@ import numpy as np
 
 from ..dispatch.values import shown
 
-# The format's names of types that weights come in.
+# The format's names of the types of weights.
 DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -33,13 +33,14 @@ MAX_NDIM, MAX_VALUES = 64, 2**59  # of NumPy's arrays
 
 
 class Checkpoint(Mapping[str, np.ndarray]):
-    """The arrays of a folder's .safetensors files, by name; each is mapped from its file when it is asked for.
+    """The arrays of a folder's .safetensors files, by name; each is mapped from its file on access.
 
-    With an index (model.safetensors.index.json) the files are those that it names, else all there are.
+    An index (model.safetensors.index.json) names the files; without one they are all such files in the folder.
 
-    Raises ValueError, when it is made, for a folder without such files, a file that is missing, cut off or none of the
-    format (arrays must fill it without overlaps and holes), an index that names files elsewhere, and an array that is
-    there twice or not where the index says; when it is asked for, for an array of a type that NumPy lacks.
+    The constructor raises ValueError for a folder without such files; for a file that is missing, truncated or not of
+    the format (arrays must fill it without overlaps and holes); for an index that names files in other folders; and for
+    an array that is present twice or missing from the file that the index names. Access raises ValueError for an array
+    of a type that NumPy lacks.
     """
 
     def __init__(self, folder: str | pathlib.Path) -> None:
@@ -77,7 +78,7 @@ class Checkpoint(Mapping[str, np.ndarray]):
 
 
 class _Entry(NamedTuple):
-    """Type, shape, first byte and end of an array, as its file's header has them."""
+    """Type, shape, first byte and end of an array, from its file's header."""
 
     kind: str
     shape: tuple[int, ...]
@@ -103,7 +104,7 @@ def _described(name: str, path: pathlib.Path, entry: Any) -> _Entry:
 
 
 def _indexed(folder: pathlib.Path) -> dict[str, str]:
-    """The file of each array by the folder's index; nothing without one."""
+    """The file of each array by the folder's index; empty without an index."""
     found: dict[str, str] = {}
     for path in sorted(folder.glob("*.safetensors.index.json")):
         _check_is_file(path)
@@ -124,7 +125,7 @@ def _indexed(folder: pathlib.Path) -> dict[str, str]:
 
 
 def _header(path: pathlib.Path) -> tuple[int, dict[str, _Entry]]:
-    """Where the data begins, and what the header says of each array: all that it can be held to is right."""
+    """The offset of the data, and the header's entry of each array, checked as far as the header alone allows."""
     if not path.exists():
         raise ValueError(f"folder: got {path.parent} without {path.name}, which the index names")
     _check_is_file(path)
@@ -150,23 +151,23 @@ def _check_data(path: pathlib.Path, entries: dict[str, _Entry], size: int) -> No
             raise ValueError(f"{name}: {path.name} has it from byte {start} on, before {before} ends at {filled}")
         if start > filled:
             raise ValueError(
-                f"{name}: {path.name} has it from byte {start} on, a hole behind {before}'s end at {filled}"
+                f"{name}: {path.name} has it from byte {start} on, a hole after {before}'s end at {filled}"
             )
         if end > size:
             raise ValueError(f"{name}: {path.name} is cut off: it has {size} bytes of data, expected {end} or more")
         filled, before = end, name
     if filled < size:
-        raise ValueError(f"{path.name}: got {size - filled} bytes behind the end of {before}, expected none")
+        raise ValueError(f"{path.name}: got {size - filled} bytes after the end of {before}, expected none")
 
 
 def _check_is_file(path: pathlib.Path) -> None:
-    """Raise ValueError for a folder, and for a pipe or a device, which reading might never come to the end of."""
+    """Raise ValueError for a folder, and for a pipe or a device, whose end a read might never reach."""
     if not path.is_file():
         raise ValueError(f"{path.name}: got {'a folder' if path.is_dir() else 'no regular file'}, expected a file")
 
 
 class _TwiceError(ValueError):
-    """A name that an object of JSON has twice."""
+    """A JSON object has a name twice."""
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The indexer's choice of rows for each token, from its projections on."""
+"""The indexer's selection of rows for each token, from the indexer's projections on."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ FLOAT32 = np.dtype(np.float32)
 
 
 class Indexer:
-    """What the indexers of a model's layers share.
+    """The configuration that the indexers of a model's layers share.
 
     heads, topk  of the model
-    layout       INDEXER_FP8, INDEXER_BF16 or INDEXER_F32: of the cache of keys; queries are scored in its type
-    rope_first   whether the first values of a head are turned, in halves (V3.2), or the last ones, in pairs (V4)
+    layout       INDEXER_FP8, INDEXER_BF16 or INDEXER_F32: of the cache of keys; queries have the same type
+    rope_first   whether the first values of a head are rotated, in halves (V3.2), or the last ones, in pairs (V4)
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Indexer:
         """
 
         def memory(name: str, shape: tuple[int, ...], dtype: Any) -> Any:
-            return self.scratch.array(name, shape, dtype, q)
+            return self.scratch.shaped(name, shape, dtype, q)
 
         out = memory("topk_indices", (len(q), self.topk), np.int32)
         inputs = IndexerInputs(q, weights, k_cache, metadata, layout=self.layout)
@@ -60,7 +60,7 @@ class Indexer:
         return out
 
     def queries(self, q: Any, weights: Any, positions: Any, cos_sin: Any) -> tuple[Any, Any]:
-        """Queries turned and in the layout's type, and their weights with the scales in.
+        """Rotated queries in the layout's type, and their weights with the scales folded in.
 
         q        [T, heads, 128], as projected
         weights  [T, heads] float32, as projected
@@ -69,8 +69,8 @@ class Indexer:
         quantized = self.layout.num_scales > 0
         dtype = np.dtype(np.uint8) if quantized else PLAIN_DTYPES[self.layout.value_type]
         out = (
-            self.scratch.array("indexed_q", q.shape, dtype, q),
-            self.scratch.array("indexed_weights", weights.shape, FLOAT32, q),
+            self.scratch.shaped("indexed_q", q.shape, dtype, q),
+            self.scratch.shaped("indexed_weights", weights.shape, FLOAT32, q),
         )
         fused_indexer_q_rope_quant(
             positions, q, cos_sin, weights, rope_first=self.rope_first, is_neox=self.rope_first, quantize=quantized,

@@ -1,4 +1,4 @@
-"""What the layers of one step share: the indexer's metadata of V4 and V3.2; of V4 all of it, and compressors' slots."""
+"""Metadata that the layers of one step share, of V4 and of V3.2, and slots of compressors."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ STATE_BLOCK_SIZES = {4: 4, 128: 8}  # positions of a page of states, by compress
 
 
 class StepIndexerMetadataBuilder(DeepseekV32IndexerMetadataBuilder):
-    """The indexer's builder within a step of whole layers: it takes the same requests as decodes as the window's does.
+    """The indexer's builder within a step of whole layers: it counts the same requests as decodes as the window's does.
 
-    Decodes of one length go to the kernels as the base class says, others token by token, from buffers of the builder.
+    Decodes of one length are passed to the kernels as in the base class, others token by token, from buffers of the
+    builder.
     """
 
     flattens_ragged: ClassVar[bool] = True
@@ -35,11 +36,11 @@ class StepIndexerMetadataBuilder(DeepseekV32IndexerMetadataBuilder):
 
 @dataclass(frozen=True)
 class CompressorStep:
-    """What a step's compressors of one ratio share.
+    """Metadata that a step's compressors of one ratio share.
 
     block_table         [num_reqs, B] int32, pages of the compressed caches
     slot_mapping        [slots] int64, of the row that each token completes; -1 for the others
-    state_block_table   [num_reqs, S] int32, pages of the states; -1 where there is none (any more)
+    state_block_table   [num_reqs, S] int32, pages of the states; -1: absent, such as a page freed already
     state_slot_mapping  [slots] int64, of each token's state; -1 where it has no page
     state_block_size    positions of a page of states
     """
@@ -53,7 +54,7 @@ class CompressorStep:
 
 @dataclass(frozen=True)
 class DeepseekV4StepMetadata:
-    """Of one step. Arrays are views of the builder's buffers, or the batch's own.
+    """Metadata of one step. Arrays are views of the builder's buffers, or the batch's own.
 
     window       of the window caches and of attention
     indexer      of the indexers; None without layers that select
@@ -72,15 +73,15 @@ class DeepseekV4StepMetadata:
 
 @dataclass
 class DeepseekV4StepBuilder:
-    """Builds DeepseekV4StepMetadata. Its buffers keep their addresses, so a captured graph is right after a build.
+    """Builds DeepseekV4StepMetadata. Its buffers keep their addresses, so a captured graph is valid after a build.
 
-    config             as the metadata builders take it
+    config             the metadata builders' configuration
     state_block_sizes  positions of a page of states, by compress ratio
     """
 
     config: ServingConfig
     backend: str | None = None
-    state_block_sizes: Mapping[int, int] = field(default_factory=lambda: dict(STATE_BLOCK_SIZES))
+    state_block_sizes: Mapping[int, int] = field(default_factory=STATE_BLOCK_SIZES.copy)
 
     def __post_init__(self) -> None:
         config = self.config
@@ -104,13 +105,13 @@ class DeepseekV4StepBuilder:
         """Metadata of a decode-first batch, whose own block table is that of the window caches.
 
         compressed_block_table  [num_reqs, B] int32, pages of compressed_block_size positions, of the compressed
-                                caches of both ratios and of the indexers; needed where there are such layers
+                                caches of both ratios and of the indexers; required if the model has such layers
         state_block_tables      by compress ratio, [num_reqs, S] int32, pages of state_block_sizes[ratio] positions.
-                                A state is saved where its page is in the table, which has a column for each page of
-                                the sequences, and -1 for none: those of the last ratio positions (at ratio 4 of
-                                2 * ratio) before one from which a later step goes on must be there
+                                A table has a column for each page of the sequences; states whose page is -1 are not
+                                saved. Before a position at which a later step continues, the pages of the last ratio
+                                positions (at ratio 4 of the last 2 * ratio) must be present
 
-        Raises TypeError or ValueError for a batch that cannot be, and for a table that is missing or too narrow.
+        Raises TypeError or ValueError for an impossible batch, and for a table that is missing or too narrow.
         """
         if self.ratios and compressed_block_table is None:
             raise ValueError("compressed_block_table: got None, expected a block table for the compressed caches")
@@ -168,3 +169,32 @@ class DeepseekV4StepBuilder:
             xp = dlpack.namespace_of(dlpack.borrow(batch.seq_lens, "seq_lens"))
             self._buffers[name] = xp.zeros(self.config.max_num_batched_tokens, np.int64)
         return self._buffers[name]
+
+
+@dataclass(frozen=True)
+class DeepseekV32StepMetadata:
+    """Metadata that all layers of one step use: of its tokens, and of the indexers."""
+
+    tokens: DeepseekSparseSWAMetadata
+    indexer: DeepseekV32IndexerMetadata
+
+    @property
+    def positions(self) -> Any:
+        """[slots] int32, of each token in its sequence; -1 for padding."""
+        return self.tokens.positions
+
+
+class DeepseekV32StepBuilder:
+    """Builds DeepseekV32StepMetadata of decode-first batches, in buffers whose addresses do not change."""
+
+    def __init__(self, config: ServingConfig, backend: str | None = None) -> None:
+        check_kind(ServingConfig, config=config)
+        if config.compress_ratios != (1,):
+            raise ValueError(f"config.compress_ratios: got {config.compress_ratios}, expected (1,)")
+        self.config = config
+        self._tokens = DeepseekSparseSWAMetadataBuilder(config, backend)
+        self._indexer = StepIndexerMetadataBuilder(config, backend)
+
+    def build(self, batch: CommonAttentionMetadata) -> DeepseekV32StepMetadata:
+        """Metadata of a batch whose block table is that of both caches. Raises ValueError for an impossible batch."""
+        return DeepseekV32StepMetadata(self._tokens.build(0, batch), self._indexer.build(0, batch))

@@ -1,4 +1,4 @@
-"""What a DeepSeek V4 attention layer needs to know, out of a checkpoint's config.json."""
+"""The configuration of DeepSeek V4's attention layers, from a checkpoint's config.json."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..dispatch.values import check_choice, check_integers, check_kind, in_float32, shown
-from .config_checks import check_fixed, check_list, check_numbers, numbers_of, rope_of
+from .config_validation import check_fixed, check_list, check_numbers, numbers_of, rope_of
 from .rope import checked_scaling, cos_sin_table
 
 LAYER_RATIOS = {"sliding_attention": 1, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
@@ -19,11 +19,11 @@ MOST_LAYERS = 1 << 16
 
 @dataclass(frozen=True)
 class DeepseekV4Config:
-    """Sizes and numbers of the attention layers of a model.
+    """Sizes and parameters of a model's attention layers.
 
     compress_ratios  one a layer: 1 window only, 4 with an indexer, 128 without
     rope_theta       base of RoPE in layers of ratio 1; compress_rope_theta and rope_scaling in the others
-    The rest is named as in transformers' configuration.
+    Other fields are named as in transformers' configuration.
     """
 
     hidden_size: int
@@ -56,10 +56,10 @@ class DeepseekV4Config:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> DeepseekV4Config:
-        """Of a config.json, transformers' or the published one (compress_ratios, rope_scaling).
+        """Read a config.json, transformers' or the published one (compress_ratios, rope_scaling).
 
-        Raises TypeError or ValueError for the configuration of another model, for what is missing, and for a layer
-        type, a size or a way to compress or to turn that cumla does not have.
+        Raises TypeError or ValueError for the configuration of another model, for missing entries, and for a layer
+        type, a size, a compression or a RoPE that cumla does not support.
         """
         check_fixed(
             config, model_type="deepseek_v4", head_dim=HEAD_DIM, qk_rope_head_dim=ROPE_DIM, num_key_value_heads=1,
@@ -88,10 +88,10 @@ class DeepseekV4Config:
             scaling = nested["compress"]
             numbers |= {"rope_theta": main["rope_theta"]} if "rope_theta" in main else {}
             numbers |= {"compress_rope_theta": scaling["rope_theta"]} if "rope_theta" in scaling else {}
-        else:  # published: the authors' code has no factor on cosines and sines, whatever YaRN's formula says
+        else:  # published: the authors' code has no factor on cosines and sines, unlike YaRN's formula
             checked_scaling(rope)
             scaling = {"attention_factor": 1.0, **rope} if rope.get("rope_type", rope.get("type")) else rope
-        # Where YaRN's ramp begins and ends is rounded always.
+        # The first and last pair of YaRN's ramp are always rounded.
         scaling = {name: value for name, value in scaling.items() if name not in ("rope_theta", "truncate")}
         return cls(**numbers, compress_ratios=_ratios(config), rope_scaling=scaling if rope else None)
 
@@ -103,7 +103,7 @@ class DeepseekV4Config:
 
 
 def _ratios(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """One a layer. A list that is longer goes on with layers that predict further tokens."""
+    """The compress ratio of each layer. A longer list goes on with layers that predict further tokens."""
     if "num_hidden_layers" not in config:
         raise ValueError("num_hidden_layers: the configuration has none, expected a number")
     layers = config["num_hidden_layers"]
@@ -115,7 +115,7 @@ def _ratios(config: Mapping[str, Any]) -> tuple[int, ...]:
     if types is None and ratios is not None:
         check_integers(0, **{f"compress_ratios[{layer}]": ratio for layer, ratio in enumerate(ratios[:layers])})
         return tuple(max(1, int(ratio)) for ratio in ratios[:layers])
-    if types is None:  # the models' own pattern: two of ratio 128, then 128 and 4 in turns
+    if types is None:  # the models' default pattern: two of ratio 128, then 128 and 4 alternating
         return tuple(128 if layer < 2 or layer % 2 == 0 else 4 for layer in range(layers))
     check_choice(tuple(LAYER_RATIOS), **{f"layer_types[{layer}]": name for layer, name in enumerate(types)})
     return tuple(LAYER_RATIOS[name] for name in types[:layers])

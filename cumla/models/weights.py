@@ -1,9 +1,9 @@
 """Weights by name: transformers' names, the published checkpoints' names, and FP8 blocks dequantised.
 
 A layer takes a mapping from transformers' names within its attention module ("q_a_proj.weight",
-"compressor.indexer.q_b_proj.weight") to arrays. A published checkpoint names the same matrices after the authors' own
-code ("layers.2.attn.indexer.wq_b.weight") and holds most of them in FP8, with a scale for each block of 128 by 128
-values under the same name with "scale" (V4) or "weight_scale_inv" (V3.2) for "weight".
+"compressor.indexer.q_b_proj.weight") to arrays. A published checkpoint names the same matrices as the authors' code
+("layers.2.attn.indexer.wq_b.weight") and stores most of them in FP8, with a scale for each block of 128 by 128
+values. The scale has the matrix's name with "scale" (V4) or "weight_scale_inv" (V3.2) in place of "weight".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ V4_ATTENTION = {
     "q_norm.weight": "q_a_norm.weight",
     "wq_b.weight": "q_b_proj.weight",
     "wkv.weight": "kv_proj.weight",
-    "norm.weight": "kv_norm.weight",  # as transformers writes it when it saves a model under the published names
+    "norm.weight": "kv_norm.weight",  # written by transformers when it saves a model under the published names
     "kv_norm.weight": "kv_norm.weight",
     "wo_a.weight": "o_a_proj.weight",
     "wo_b.weight": "o_b_proj.weight",
@@ -56,17 +56,17 @@ V32_ATTENTION = {
         )
     },
 }
-# Published name of a layer's attention, with the layer's number and what is within, in any file.
+# Published name of a weight in a layer's attention: groups are the layer's number and the name within the layer.
 PUBLISHED_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.attn\.(.+)")
 TRANSFORMERS_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.self_attn\.(.+)")
-TABLES = ("rotary_emb.inv_freq",)  # in old files; layers make their own
+TABLES = ("rotary_emb.inv_freq",)  # in old files; layers compute their own
 SCALE_NAMES = ("scale", "weight_scale_inv")
 
 
 def transformers_name(name: str, table: Mapping[str, str]) -> str | None:
     """A weight of an attention layer under transformers' name, "model.layers.2.self_attn.sinks"; None for others.
 
-    name   transformers' own or the published name, with or without "model." in front; that of a scale, too
+    name   transformers' own or the published name of a weight or a scale, with or without "model." in front
     table  V4_ATTENTION or V32_ATTENTION
     """
     if match := TRANSFORMERS_LAYER.fullmatch(name):
@@ -83,22 +83,22 @@ def transformers_name(name: str, table: Mapping[str, str]) -> str | None:
 
 
 class MissingWeightError(KeyError):
-    """A weight that a checkpoint lacks. The message is printed as it is, where KeyError prints its repr."""
+    """A weight that a checkpoint lacks. Prints its message, where KeyError prints the repr."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class LayerWeights(Mapping[str, Any]):
-    """The weights of one layer's attention under transformers' names within it, out of a checkpoint's.
+    """The weights of one layer's attention from a checkpoint, under transformers' names within the module.
 
     tensors  name -> array, under transformers' or the published names
     layer    its number
     table    V4_ATTENTION or V32_ATTENTION
 
-    An FP8 matrix with scales comes as a BlockQuantizedWeight. A weight whose name nobody knows has its own.
+    An FP8 matrix with scales is returned as a BlockQuantizedWeight. A weight with an unknown name keeps its name.
 
-    Raises KeyError if nothing is named as a weight of the layer's attention.
+    Raises KeyError if no tensor has the name of a weight of the layer's attention.
     """
 
     def __init__(self, tensors: Mapping[str, Any], layer: int, table: Mapping[str, str]) -> None:
@@ -113,7 +113,7 @@ class LayerWeights(Mapping[str, Any]):
                 self._names[name] = name
         if not self._names:
             raise MissingWeightError(
-                f"weights: of layer {layer}'s attention there are none among {len(tensors)} names, such as "
+                f"weights: got no weights of layer {layer}'s attention among {len(tensors)} names, such as "
                 f"{', '.join(sorted(map(str, tensors))[:3])}"
             )
 
@@ -133,7 +133,7 @@ class LayerWeights(Mapping[str, Any]):
 
 
 class WeightReader:
-    """A layer's weights as it asks for them, each an array of numbers of the shape that it must have."""
+    """Reads a layer's weights by name, and checks the type and shape of each."""
 
     def __init__(self, weights: Mapping[str, Any]) -> None:
         self._weights, self._read = weights, set[str]()
@@ -169,7 +169,7 @@ def place_of(weights: Mapping[str, Any]) -> Any:
 
 
 def plain(weight: Any, name: str) -> Any:
-    """A weight as an array of numbers where it is, or FP8 blocks dequantised to float32 in host memory.
+    """A weight as an array of float32, bfloat16 or float16 where it is; FP8 is dequantised to float32 on the host.
 
     weight  an array of any framework, or a BlockQuantizedWeight; a scale may be float32 or UE8M0 (float8_e8m0fnu)
 

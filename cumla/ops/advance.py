@@ -25,9 +25,9 @@ def advance_step(
     backend: str | None = None,
     stream: Any = None,
 ) -> None:
-    """Make of each sequence's sampled token the next step's input.
+    """Make each sequence's sampled token the next step's input.
 
-    num_seqs           sequences of the batch, those that only pad it included
+    num_seqs           sequences of the batch, padding included
     num_queries        real sequences, the first ones
     block_size         tokens of a page
     input_tokens       [>= num_seqs] int64 or int32, written: the sampled token, -1 if int32 cannot hold it
@@ -38,7 +38,7 @@ def advance_step(
                        has no block for it
     block_tables       [>= num_queries, B] int32
 
-    Padding gets token 0, position 0 and slot -1. A length of 2^31 - 1 stays what it is.
+    Padding gets token 0, position 0 and slot -1. A length of 2^31 - 1 is left unchanged.
 
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM advance_step_flashattn.

@@ -23,13 +23,13 @@ def swap_blocks(
     backend: str | None = None,
     stream: Any = None,
 ) -> None:
-    """Copy pages of one cache into pages of another, which may be on the other side: host or device.
+    """Copy pages of one cache into pages of another; either cache may be on the host or on the device.
 
     src         [num_blocks, ...] any dtype; a page is contiguous, pages may be any distance apart
     dst         [num_blocks, ...] with pages of src's shape and dtype, written
-    src_to_dst  [n, 2] int64 or int32, pairs of block numbers, on the host or beside the caches. Between host
-                and device it must be on the host, and a page goes as one asynchronous copy: memory that is
-                not pinned is as good as synchronous, pinned memory must be kept until the stream is through
+    src_to_dst  [n, 2] int64 or int32, pairs of block numbers, on the host or where the caches are. For copies between
+                host and device it must be on the host, and each page is one asynchronous copy. A copy of host memory
+                that is not pinned is effectively synchronous; pinned memory must be kept until the stream has run it
 
     A pair out of range is skipped; padding between pages is not touched. Pages that are both read and written
     by one call, and pages written twice, end up with either content.
@@ -74,10 +74,10 @@ def copy_blocks(
     backend: str | None = None,
     stream: Any = None,
 ) -> None:
-    """Copy pages within each of several caches, the same pages in all.
+    """Copy pages within each of several caches; the same pages in all of them.
 
     kv_caches    caches, each [num_blocks, ...] of any dtype; a page is contiguous, pages may be any distance apart
-    src_to_dsts  [n, 2] int64 or int32, pairs of block numbers, on the host or beside the caches
+    src_to_dsts  [n, 2] int64 or int32, pairs of block numbers, on the host or where the caches are
 
     A pair out of range is skipped; padding between pages is not touched. Pages that are both read and written
     by one call, and pages written twice, end up with either content.
@@ -144,5 +144,5 @@ def block_pairs(call: Call, name: str, value: Any) -> Any:
 
 
 def beside(cache: Any, pairs: Any) -> Any:
-    """The pairs where the cache is: pairs on the host are copied to its device."""
+    """The pairs on the cache's device: pairs on the host are copied there."""
     return dlpack.namespace_of(cache).asarray(pairs) if isinstance(pairs, np.ndarray) else pairs

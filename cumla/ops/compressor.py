@@ -42,12 +42,12 @@ def compress_and_insert(
     backend: str | None = None,
     stream: Any = None,
 ) -> None:
-    """Save what later steps need of this step's tokens, and insert the compressed rows that the step completes.
+    """Save the states of this step's tokens for later steps, and insert the compressed rows that the step completes.
 
-    A row stands for compress_ratio positions. Channel by channel it is the mean of its window's kv, weighted by the
-    softmax over the window of score + position bias; then RMSNorm, RoPE at the first of its positions, and the cache's
-    format. Where `kv_score` has two halves (coff 2, as at ratio 4), windows overlap: a row pools the second half of its
-    own positions' channels and the first half of those of the row before.
+    A row represents compress_ratio positions. Each channel is the mean of the window's kv, weighted by the softmax over
+    the window of score + position bias. The row then gets RMSNorm, RoPE at the first of its positions, and the cache's
+    format. Where `kv_score` has two halves (coff 2, as at ratio 4), windows overlap: a row pools the second half of the
+    channels of its own positions and the first half of the channels of the previous row's positions.
 
     kv_score            [T, 2 * coff * D] float32 or bfloat16: kv, then score, coff * D channels each (coff 1 or 2)
     position_bias       [compress_ratio, coff * D] float32, added to the score of positions with that remainder
@@ -55,7 +55,7 @@ def compress_and_insert(
     state_cache         [num_blocks, state_block_size, 2 * coff * D] float32, written: kv, then score with its bias
     state_slot_mapping  [N] int64 or int32, N <= T: where a token's state is saved; -1 (or any slot outside the
                         cache) for a token that no later step reads
-    state_block_table   [R, B] int32, page of each state_block_size positions; -1 where there is none (any more)
+    state_block_table   [R, B] int32, page of each state_block_size positions; -1: absent, such as a page freed already
     k_cache             a cache of `layout`, written: uint8 [num_blocks, block_size, token_bytes], raw pages
                         [num_blocks, page_bytes] with layout and block_size given (pages of
                         DSV4_FP8 as wide as 64 tokens need no block_size), or rows in the layout's plain type
@@ -67,18 +67,18 @@ def compress_and_insert(
     cos_sin_cache       [max_position, rope_dim] float32: cosines of the pairs, then sines
     compress_ratio      positions of a row
     eps                 of the RMSNorm, positive
-    layout              DSV4_FP8, DSV4_BF16, INDEXER_FP8, INDEXER_BF16, or on the host DSV4_F32, INDEXER_F32; D is its
-                        head_dim. The name of one is taken, too; None: told by the size of a token
+    layout              DSV4_FP8, DSV4_BF16, INDEXER_FP8, INDEXER_BF16, or on the host DSV4_F32, INDEXER_F32, or the
+                        name of one; D is its head_dim. None: inferred from the bytes per token
 
     index_kv_score, index_position_bias, index_norm_weight, index_state_cache, index_k_cache
-                        the same of a second compressor, all or none: the indexer's, whose states and rows have the
-                        slots, pages and positions of the first. One launch makes both
+                        the same arguments of a second compressor, all or none: the indexer's. Its states and rows use
+                        the slots, pages and positions of the first. One launch computes both
 
-    A window's positions that this step computes are read from kv_score, earlier ones from state_cache: any split of a
-    prompt gives the same row. A position before the sequence's start, or whose state has no page, is left out, and
-    one whose score is -inf is left out of that channel; a channel of which none is left is 0. Values are rounded to
-    bfloat16 before they are quantised. Caches may be views of the same pages of one allocation, of which slots and
-    tables give each its own. A position outside cos_sin_cache turns as its nearest row says.
+    A window's positions that are in this step are read from kv_score, earlier ones from state_cache, so any chunking
+    of a prompt gives the same row. A position before the sequence's start, or whose state has no page, is left out. A
+    position whose score is -inf in a channel is left out of that channel; a channel without positions is 0. Values are
+    rounded to bfloat16 before they are quantised. The caches may be views of the same pages of one allocation, if
+    slots and tables give each cache pages of its own. Positions outside cos_sin_cache are clamped to it.
 
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM's DeepSeek V4 compressor (save_partial_states, compress_norm_rope_store), as one operation.
@@ -114,14 +114,14 @@ def compress_and_insert(
     if len(requests) < len(kv_score):
         raise ValueError(f"token_to_req_indices: got {len(requests)} entries, expected {len(kv_score)}, one a token")
     starts = call.array("query_start_loc", query_start_loc, INT32, (call.size("R") + 1,))
-    turns = cos_sin(call, cos_sin_cache, min(rows.pages.layout.head_dim for rows in compressors))
+    rotation = cos_sin(call, cos_sin_cache, min(rows.pages.layout.head_dim for rows in compressors))
     epsilon = check_epsilon(eps)
     call.may_share_pages("state_cache", "k_cache", "index_state_cache", "index_k_cache")
     if len(kv_score):
         with call.kernels("compressor") as kernels:
             kernels.compress_and_insert(
                 compressors, state_slots, table, slots, positions, requests, starts,
-                Compression(turns, compress_ratio, epsilon),
+                Compression(rotation, compress_ratio, epsilon),
             )  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def _rows(
     layout: Any,
     block_size: int | None,
 ) -> CompressorRows:
-    """Check what one compressor reads and writes; `prefix` is what its arguments' names begin with."""
+    """Check the arrays of one compressor; `prefix` begins the names of its arguments."""
     layout = cache_layout(call, f"{prefix}k_cache", k_cache, layout)
     if (layout.rope_dim == 0 and layout.head_dim != 128) or layout.head_dim not in (128, 512):
         raise ValueError(f"layout: got {layout.name}, expected that of V4's compressed rows or of the indexer's keys")
@@ -147,7 +147,7 @@ def _rows(
     name = f"{prefix}state_cache"
     state = call.array(name, state_cache, FLOAT32, (-1, -1, width), writable=True)
     apart = state.strides[1] >= 4 * width and (len(state) < 2 or state.strides[0] >= state.shape[1] * state.strides[1])
-    if state.size and not apart:  # NumPy's strides are 0 where nothing is
+    if state.size and not apart:  # NumPy's strides of an empty array are 0
         raise ValueError(f"{name}: got strides {state.strides} bytes, expected rows and pages side by side")
     rows = CompressorRows(
         kv_score,
@@ -161,7 +161,7 @@ def _rows(
 
 
 def _check_alike(first: CompressorRows, second: CompressorRows) -> None:
-    """Raise unless two compressors can share slots and overlap alike."""
+    """Raise unless two compressors can share slots and their windows overlap alike."""
     coffs = [rows.kv_score.shape[1] // (2 * rows.pages.layout.head_dim) for rows in (first, second)]
     if coffs[0] != coffs[1]:
         raise ValueError(f"index_kv_score: got windows of {coffs[1]} halves, expected {coffs[0]} as in kv_score")
@@ -174,7 +174,7 @@ def _check_alike(first: CompressorRows, second: CompressorRows) -> None:
 
 
 def slots_of(call: Call, name: str, value: Any) -> Any:
-    """Check slots, one a token; tokens beyond them have none."""
+    """Check slots, one a token; tokens beyond the last slot have none."""
     slots = call.array(name, value, SLOTS, (-1,))
     if len(slots) > call.size("T"):
         raise ValueError(f"{name}: got {len(slots)} slots, expected at most {call.size('T')}, one a token")

@@ -36,27 +36,27 @@ def mha_varlen(
     backend: str | None = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
-    """Attention of sequences that lie one behind another, each within itself.
+    """Attention of packed sequences of different lengths, each over its own keys.
 
     q              [T, h, d] bfloat16 or float16
     k              [N, h, d], or [N, h, d - r] with k_pe, of q's dtype
     v              [N, h, d_v] of q's dtype; d_v may differ from d and is not padded
     cu_seqlens_q   [R + 1] int32, ascending: sequence i has the queries [cu_seqlens_q[i], cu_seqlens_q[i + 1])
-    cu_seqlens_k   [R + 1] int32, the same of keys; either may be empty
+    cu_seqlens_k   [R + 1] int32, the same for keys; a sequence may have no queries or no keys
     k_pe           [N, r] of q's dtype: the last r values of each key, the same for all heads
     softmax_scale  above 0; 1 / sqrt(d) if None
-    causal         the last query sees all keys of its sequence, the one before it one less, and so on
-    accumulate     out and lse hold attention of these queries over other keys: these are added to them, as
-                   merge_attn_states would
+    causal         the last query sees all keys of its sequence, the query before it one key fewer, and so on
+    accumulate     out and lse hold attention of these queries over other keys: this call's keys are merged into them,
+                   as merge_attn_states would
     out            [T, h, d_v] of q's dtype, or float32, to write instead of allocating; with accumulate given, float32
-    lse            [h, T] float32 to write instead of allocating; with accumulate given
+    lse            [h, T] float32 to write instead of allocating; required with accumulate
 
     Returns out and lse, the natural logarithm of the sum of exp(softmax_scale * q . k). A query without keys gives
     out 0 and lse +inf; queries of no sequence are left as they are (in arrays allocated here: undefined). A sequence's
     results do not depend on the other sequences.
 
-    On CUDA d, r and d_v are multiples of 16, up to 256. Any strides but the last axis'. NaN in a value may also reach
-    queries of its sequence that do not see it: their weight for it is 0, and 0 times NaN is NaN.
+    On CUDA d, r and d_v are multiples of 16, up to 256. All strides but the last axis' are free. NaN in a value may
+    also reach queries of its sequence that do not see it: their weight for it is 0, and 0 times NaN is NaN.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: flash_attn_varlen_func, as vLLM's MLA prefill calls it.
     """
@@ -118,14 +118,14 @@ def dense_mla_decode(
                    of value / scale
     block_table    [>= b, B] int32, pages of each request; a page outside of the cache is absent
     cache_seqlens  [>= b] int32, tokens of each request, the queries' own included
-    scale          of an FP8 cache: float32 array of one value on the device, or a number; None is 1. Values and logits
-                   are float32, so at most 7.59e35
+    scale          of an FP8 cache: float32 array of one value on the device, or a number; None is 1. At most 7.59e35,
+                   as values and logits are float32
     softmax_scale  above 0; 1 / sqrt(576) if None; a model's own scale is that of its unabsorbed heads
     causal         query i of s_q sees the tokens up to its own, the last one sees all
-    max_seqlen     a bound on cache_seqlens that is known on the host, by which the work is split up; the width of
-                   the table if None. A bound that is too small is slow, not wrong
-    plan           a DenseDecodePlan, which keeps the memory that partial results need: inside CUDA graph capture give
-                   one that has served a call of this shape
+    max_seqlen     an upper bound of cache_seqlens known on the host, from which the splits are planned; the width of
+                   the table if None. A bound that is too small costs time, results stay right
+    plan           a DenseDecodePlan, which keeps the memory for partial results. Inside CUDA graph capture give one
+                   that has served a call of this shape
     out            [b, s_q, h, 512] of q's dtype to write instead of allocating
     lse            [b, h, s_q] float32 to write instead of allocating
 
@@ -170,9 +170,9 @@ def dense_mla_decode(
 
 
 def positive_scale(softmax_scale: Any, head_dim: int) -> float:
-    """1 / sqrt(head_dim) for None. Raises TypeError for what is no number, ValueError for one that is not above 0.
+    """1 / sqrt(head_dim) for None. Raises TypeError unless it is a number, ValueError unless it is above 0.
 
-    There the largest product would not be that of the largest logit.
+    With a scale that is not positive, the largest product would not belong to the largest logit.
     """
     scale = head_dim**-0.5 if softmax_scale is None else in_float32("softmax_scale", softmax_scale, positive=True)
     check_products(1.0, scale)
@@ -180,7 +180,7 @@ def positive_scale(softmax_scale: Any, head_dim: int) -> float:
 
 
 def check_products(scale: float, softmax_scale: float) -> None:
-    """Raise ValueError where float32 lacks a cache's largest value, or what products are multiplied by."""
+    """Raise ValueError where float32 cannot hold a cache's largest value, or the factor of the products."""
     if abs(scale) > FLOAT32_MAX / MAX_E4M3:
         raise ValueError(f"scale: got {scale:g}, expected at most {FLOAT32_MAX / MAX_E4M3:.3g}: values are float32")
     if abs(scale) * softmax_scale > FLOAT32_MAX * math.log(2):

@@ -40,16 +40,16 @@ def concat_and_cache_mla(
     k_pe            [T, 64] or [T, 1, 64] of kv_c's dtype; RoPE applied already
     kv_cache        written; what it is depends on kv_cache_dtype:
                     "auto"               [num_blocks, block_size, 576] bfloat16 or float16 (or the bytes of a
-                                         MLA_BF16 cache), on the host also float32; another dtype than kv_c's is
-                                         rounded to
+                                         MLA_BF16 cache), on the host also float32; values are rounded where
+                                         kv_c's dtype is another
                     "fp8", "fp8_e4m3"    uint8 [num_blocks, block_size, 576]: e4m3 of value / scale
                     "fp8_ds_mla"         a V32_FP8 cache, uint8 [num_blocks, block_size, 656], power-of-two scales
-    slot_mapping    [N] int64 or int32, N <= T: slot = block * block_size + row. A slot outside the cache
-                    (-1 above all) skips its row; rows of kv_c beyond N are not looked at
-    scale           of "fp8": float32 array of one value on the device, or a number; None is 1. Else not looked at
+    slot_mapping    [N] int64 or int32, N <= T: slot = block * block_size + row. Slots outside the cache, such as -1,
+                    skip their row; rows of kv_c beyond N are ignored
+    scale           of "fp8": float32 array of one value on the device, or a number; None is 1. Otherwise ignored
 
-    Infinity saturates in FP8 and NaN is stored as NaN. Bytes of other slots and padding keep what they hold. Two
-    tokens for one slot are the caller's error, as quantize_and_insert_k_cache says.
+    Infinity saturates in FP8 and NaN is stored as NaN. Bytes of other slots and padding are not written. Two tokens
+    for one slot are the caller's error: see quantize_and_insert_k_cache.
 
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM concat_and_cache_mla.
@@ -88,13 +88,13 @@ def gather_cache(
 
     src_cache    [num_blocks, block_size, width] bfloat16, float16 or bytes (uint8)
     dst          [N, width], written: rows [cu_seq_lens[r], cu_seq_lens[r + 1]) are positions seq_starts[r],
-                 seq_starts[r] + 1, ... of request r; rows of no request, as at the end of a workspace that is
-                 longer, keep what they hold. If its rows have as many bytes as src_cache's they are copied
-                 bit by bit; from FP8 (uint8) rows to bfloat16, float16 or float32 they are dequantised
+                 seq_starts[r] + 1, ... of request r; rows of no request, as at the end of a longer workspace,
+                 are not written. Rows with as many bytes as src_cache's are copied as they are;
+                 FP8 (uint8) rows are dequantised into bfloat16, float16 or float32
     block_table  [>= batch_size, B] int32
     cu_seq_lens  [>= batch_size + 1] int32, ascending
     batch_size   requests
-    seq_starts   [>= batch_size] int32, of any stride; any position, aligned to pages or not. None: all 0
+    seq_starts   [>= batch_size] int32, any stride; positions need not be aligned to pages. None: all 0
     scale        of FP8 rows: float32 array of one value on the device, or a number; None is 1
 
     A position whose block is absent gives zeros. A dequantised value is e4m3 times scale in float32, rounded
@@ -137,7 +137,7 @@ def gather_cache(
 
 
 def layout_of_dtype(native: Any, kv_cache_dtype: str) -> CacheLayout:
-    """The format that `kv_cache_dtype` says a cache array is in."""
+    """The format of a cache array by `kv_cache_dtype`."""
     check_choice(("auto", "fp8", "fp8_e4m3", "fp8_ds_mla"), kv_cache_dtype=kv_cache_dtype)
     if kv_cache_dtype == "fp8_ds_mla":
         return V32_FP8
@@ -149,7 +149,7 @@ def layout_of_dtype(native: Any, kv_cache_dtype: str) -> CacheLayout:
 
 
 def checked_scale(call: Call, scale: Any, name: str = "scale") -> Any:
-    """A scale of a whole cache as float32: an array of one value as it came, a number by value, None as 1."""
+    """A scale of a whole cache as float32: an array of one value unchanged, a number by value, None as 1."""
     if scale is None:
         return np.float32(1)
     if isinstance(scale, (numbers.Number, np.generic)):

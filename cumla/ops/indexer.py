@@ -2,8 +2,8 @@
 
     logits[m, n] = scale[n] * sum over heads h of weights[m, h] * relu(q[m, h] . k[n])
 
-q and k are e4m3 bytes: k with a float32 scale a row, q with one a head that `fused_indexer_q_rope_quant` folds into
-`weights`. For exactness both may be float32 or bfloat16 instead, which have no scales.
+q and k are e4m3 bytes: k has a float32 scale a row, q one a head, which `fused_indexer_q_rope_quant` folds into
+`weights`. For exact scores both may be float32 or bfloat16 instead, which have no scales.
 """
 
 from __future__ import annotations
@@ -54,15 +54,14 @@ def fused_indexer_q_rope_quant(
     index_weights_softmax_scale, index_weights_head_scale    128 ** -0.5 and H ** -0.5 if None
     rope_first  whether the first 64 values are rotated (V3.2) or the last 64 (V4)
     is_neox     whether value i is paired with value i + 32 or neighbours are paired
-    quantize    False leaves the queries as they are after RoPE, and the weights without their scales
+    quantize    False: the queries are not quantised after RoPE, and the weights do not contain their scales
     out         (q, weights) to write instead of allocating
 
     Returns q uint8 [T, H, 128], e4m3 (float32 unless quantised; bfloat16 if `out` says so), and weights float32
     [T, H] = index_weights * scale of q * softmax_scale * head_scale; a factor or a product below 2^-126, which is
-    subnormal, counts as 0. A scale is one power of two a head, the smallest
-    by which its largest magnitude, at least 1e-4 (1e-10 with rope_first), fits in e4m3. RoPE is computed in float32,
-    and what is then quantised is rounded to bfloat16 first. A position that the table does not have leaves its
-    queries unrotated.
+    subnormal, counts as 0. A head's scale is the smallest power of two with which its largest magnitude, at least 1e-4
+    (1e-10 with rope_first), fits in e4m3. RoPE is computed in float32, and its result is rounded to bfloat16 before it
+    is quantised. Queries at a position outside the table are not rotated.
 
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM fused_indexer_q_rope_quant (DeepSeek V4) and its V3.2 indexer's forward.
@@ -110,14 +109,14 @@ def fp8_mqa_logits(
     backend: str | None = None,
     stream: Any = None,
 ) -> Any:
-    """Scores of keys that lie one behind another, a range of them for each query.
+    """Scores of packed keys, a range of them for each query.
 
     q             uint8 [M, H, 128], e4m3; or float32 or bfloat16 as the keys are
     kv            (k, scales): uint8 [N, 128], e4m3, and float32 [N] or [N, 1]; or float32 or bfloat16 [N, 128] alone
     weights       [M, H] float32
     cu_seqlen_ks, cu_seqlen_ke    [M] int32: query m sees the keys ks[m] <= n < ke[m], and none beyond N
-    clean_logits  write -inf for what a query does not see; False leaves it as it was
-    max_seqlen_k  0, or the width of compressed rows: column j is key ks[m] + j; keys further on are left out
+    clean_logits  write -inf for keys that a query does not see; False leaves these logits unwritten
+    max_seqlen_k  0, or the width of compressed rows: column j is key ks[m] + j; keys beyond the width are left out
     kv_scales     the scales where kv is k alone
     out           to write instead of allocating
 
@@ -141,7 +140,7 @@ def fp8_mqa_logits(
 
 
 def check_queries_of_bytes(q: Any, of: str) -> None:
-    """Raise TypeError for queries that are no e4m3 where keys are."""
+    """Raise TypeError unless queries are e4m3 where the keys are e4m3."""
     if q.dtype != np.uint8:
         raise TypeError(
             f"q: got dtype {q.dtype.name} for {of} in e4m3, expected uint8 (e4m3): fused_indexer_q_rope_quant "
@@ -171,7 +170,7 @@ def checked_keys(call: Call, q: Any, kv: Any, kv_scales: Any, weights: Any) -> t
     if scales.ndim == 2:
         scales = scales[:, 0]
     if scales.strides[0] != scales.itemsize and len(scales) > 1:
-        raise ValueError(f"kv[1] (scales): got strides {scales.strides} bytes, expected scales one behind another")
+        raise ValueError(f"kv[1] (scales): got strides {scales.strides} bytes, expected contiguous scales")
     return q, k, scales, call.array("weights", weights, FLOAT32, ("M", "H"))
 
 
@@ -197,13 +196,13 @@ def fp8_paged_mqa_logits(
     kv_cache           uint8 [num_blocks, block_size, 132] (or [num_blocks, block_size, 1, 132]) as INDEXER_FP8; or
                        float32 or bfloat16 [num_blocks, block_size, 128]; bytes of those with `layout`
     weights            [B * next_n, H] float32
-    context_lens       [B] int32, rows of each request, of which query j sees context_lens - next_n + 1 + j; or
-                       [B, next_n], rows that each query sees
+    context_lens       [B] int32, rows of each request: query j sees the first context_lens - next_n + 1 + j of them;
+                       or [B, next_n], rows that each query sees
     block_table        [>= B, C] int32, page of each block_size rows
-    schedule_metadata  int32 [num_sms + 1, 2] of get_paged_mqa_logits_metadata, or None. The kernels here deal out the
-                       rows by the lengths on their own; it is taken for the sake of callers that have one
-    max_context_len    width of the logits; all that the block table reaches if None. Rows beyond are left out
-    clean_logits       write -inf for what a query does not see; False leaves it as it was
+    schedule_metadata  int32 [num_sms + 1, 2] of get_paged_mqa_logits_metadata, or None. Accepted for compatibility and
+                       ignored: these kernels schedule the rows by the lengths
+    max_context_len    width of the logits; None: all rows of the block table. Rows beyond it are left out
+    clean_logits       write -inf for rows that a query does not see; False leaves these logits unwritten
     layout             INDEXER_FP8, INDEXER_BF16 or INDEXER_F32, or the name of one; by q's dtype if None
     out                to write instead of allocating
 
@@ -277,15 +276,15 @@ def get_paged_mqa_logits_metadata(
     backend: str | None = None,
     stream: Any = None,
 ) -> Any:
-    """Where the share of each multiprocessor in the paged logits of a batch starts.
+    """Where each multiprocessor's work range in the paged logits of a batch starts.
 
-    context_lens  [B] int32, or [B, next_n], of which an entry's last length counts
+    context_lens  [B] int32, or [B, next_n], where the last length of an entry counts
     block_kv      rows of a page
     num_sms       multiprocessors
     out           to write instead of allocating
 
-    Returns int32 [num_sms + 1, 2]: (entry, split), a split being four pages. The splits of all entries are dealt out
-    in order, in shares as even as can be, the larger ones first. A share ends where the next one starts and may be
+    Returns int32 [num_sms + 1, 2]: (entry, split), a split being four pages. The splits of all entries are divided
+    in order into ranges as even as possible, the larger ones first. A range ends where the next one starts and may be
     empty; the end is (B, 0).
     Source: DeepGEMM get_paged_mqa_logits_metadata.
     """
@@ -297,6 +296,6 @@ def get_paged_mqa_logits_metadata(
         raise ValueError(f"context_lens: got shape {tuple(lens.shape)}, expected a length for each query of an entry")
     schedule = call.output("out", out, INT32, (num_sms + 1, 2))
     with call.kernels("indexer") as kernels:
-        split = min(SPLIT_PAGES * block_kv, 2**31 - 1)  # which holds any entry
+        split = min(SPLIT_PAGES * block_kv, 2**31 - 1)  # a split of 2**31 - 1 rows holds any entry
         kernels.paged_mqa_logits_metadata(lens[:, -1] if lens.ndim == 2 else lens, split, schedule)
     return call.results()

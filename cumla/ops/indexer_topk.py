@@ -1,4 +1,4 @@
-"""The choice of the indexer: the best columns of rows of logits, and of scores that are never all held at once."""
+"""The indexer's top-k: of given logits, or of scores computed a few queries at a time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def top_k_per_row(
     """The columns of the largest logits of each row.
 
     logits      [M, N] float32
-    topk        how many to choose
+    topk        how many columns to select
     row_starts, row_ends    [M] int32 or None: choose among the columns row_starts <= n < row_ends (prefill rows);
                             indices count from row_starts
     seq_lens    [B] int32: row b * next_n + j has the first seq_lens[b] - next_n + 1 + j columns (decode rows); or
@@ -43,9 +43,9 @@ def top_k_per_row(
     next_n      query tokens of a request, for seq_lens [B]
     out         to write instead of allocating
 
-    Returns int32 [M, topk]: indices in ascending order, then -1 where a row has fewer columns. Of equal logits those of
-    the lowest index are chosen, so that the choice is one and the same on every backend; -0 equals 0, -inf is a number
-    like any other, and NaN is never chosen.
+    Returns int32 [M, topk]: indices in ascending order, then -1 where a row has fewer columns. Among equal logits the
+    lowest indices are selected, so every backend selects the same columns; -0 equals 0, -inf is a value like any other,
+    and NaN is never selected.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM top_k_per_row_prefill and top_k_per_row_decode, which leave order and ties open.
     """
@@ -100,29 +100,29 @@ def indexer_topk(
     backend: str | None = None,
     stream: Any = None,
 ) -> Any:
-    """Score keys and choose the best of each query, without ever holding the logits of all queries.
+    """Score keys and select each query's top-k, without storing the logits of all queries at once.
 
-    Over keys one behind another (prefill), as fp8_mqa_logits and top_k_per_row:
+    Over packed keys (prefill), as fp8_mqa_logits and top_k_per_row:
       q [M, H, 128], kv (k, scales) or one array, weights [M, H], cu_seqlen_ks and cu_seqlen_ke [M];
-      kv_scales where kv is k alone; max_seqlen_k, if not 0, bounds cu_seqlen_ke - cu_seqlen_ks: keys further on are
+      kv_scales where kv is k alone; max_seqlen_k, if not 0, bounds cu_seqlen_ke - cu_seqlen_ks: keys beyond it are
       left out
     Over a paged cache (decode), as fp8_paged_mqa_logits and top_k_per_row:
       q [B, next_n, H, 128], kv the cache, weights [B * next_n, H], context_lens [B] or [B, next_n], block_table;
       schedule_metadata, max_context_len and layout as there
 
-    topk                 how many to choose
-    max_workspace_bytes  device memory for the logits of some queries at a time; at least those of one query
+    topk                 how many keys to select
+    max_workspace_bytes  most device memory for logits; at least the logits of one request must fit
     workspace            uint8 [bytes] to use instead of allocating; its size is the bound
     out                  to write instead of allocating
-    slots                (slots [M, topk] int32, lens [M] int32) to write, too, over a paged cache: where what is chosen
-                         is in a cache of the same pages and block size, and how much it is. To the bit what
-                         compute_global_topk_indices_and_lens(..., compact=True) makes of the result with block_table,
-                         without a launch of its own on GPUs. context_lens must count complete rows alone
+    slots                (slots [M, topk] int32, lens [M] int32) to write as well, for a paged cache only: slots of the
+                         selected rows in a cache with the same pages and block size, and their count. Bit-identical to
+                         compute_global_topk_indices_and_lens(..., compact=True) of the result with block_table, and
+                         on GPUs without a launch of its own. context_lens must count complete rows only
     is_valid_token       [M] bool, with slots: a padding token's length is 0; None: no token is padding
 
-    Returns int32 [M, topk] (M = B * next_n): what the two steps give, to the bit. Indices count from cu_seqlen_ks. What
-    is chosen for a query does not depend on the other queries of the call; over packed keys on the CPU it may, between
-    keys whose scores are equal but for rounding (fp8_mqa_logits).
+    Returns int32 [M, topk] (M = B * next_n), bit-identical to the two steps. Indices count from cu_seqlen_ks. A query's
+    selection does not depend on the other queries of the call. The exception is packed keys on the CPU, where it may
+    between keys whose scores differ only by rounding (fp8_mqa_logits).
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     """
     check_integers(0, topk=topk, max_seqlen_k=max_seqlen_k)
@@ -200,7 +200,7 @@ def logits_row_bytes(width: Any) -> Any:
 def logits_memory(
     call: Call, workspace: Any, most_bytes: int, row_bytes: int, tokens: int, next_n: int
 ) -> tuple[Any, int]:
-    """Memory for the logits of some tokens at a time, float32 [..], and how many those are: whole requests."""
+    """Memory for the logits of one pass, float32 [..], and the tokens of a pass, which are whole requests."""
     name = "max_workspace_bytes"
     if workspace is not None:
         name = "workspace"
@@ -214,7 +214,8 @@ def logits_memory(
         raise ValueError(
             f"{name}: got {most_bytes} bytes, expected at least {row_bytes * next_n}, the logits of one request"
         )
-    rows = min(requests * next_n, tokens)
+    passes = -(-tokens // (requests * next_n))
+    rows = min(-(-tokens // (passes * next_n)) * next_n, tokens)  # even passes: no small last one
     if workspace is None:
         workspace = call.scratch(name, rows * row_bytes)
     return workspace[: rows * row_bytes].view(np.float32), rows

@@ -11,6 +11,7 @@ from typing import Any
 from ..dispatch.call import BOOL, INT32, Call
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_flags, check_integers
+from ..kernels.types.index_operations import MixedIndices
 
 INT32_MAX = 2**31 - 1
 
@@ -39,7 +40,7 @@ def compute_swa_indices_and_lens(
     is_valid_token        [>= token_offset + num_tokens] bool; False for padding
     block_table           [R, B] int32
     block_size            tokens of a page
-    window_size           positions of a window, the token's own among them
+    window_size           positions of a window, the token's own included
     num_tokens            T, rows to compute; row t is for token t + token_offset
     out                   (swa_indices, swa_lens) to write instead of allocating
 
@@ -91,17 +92,17 @@ def compute_global_topk_indices_and_lens(
     backend: str | None = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
-    """Local top-k positions to cache slots, and how many of them are there.
+    """Map local top-k positions to cache slots, and count the slots present.
 
     topk_indices          [T, K] int32, positions in the request's cache, -1 = none
     token_to_req_indices  [>= T] int32
     block_table           [R, B] int32
     block_size            rows of a page
-    is_valid_token        [>= T] bool; a padding token's length is 0 (its indices are mapped all the same)
-    compact               move what is present to the left of each row, in order, so that a reader may
+    is_valid_token        [>= T] bool; a padding token's length is 0 (its indices are still mapped)
+    compact               move the entries that are present to the left of each row, in order, so that a reader may
                           stop at the length; False leaves every entry in its place, as vLLM 0.26 does
-    positions             [>= T] int32, of each token in its sequence: if they are given, a token sees only rows that
-                          are complete there, those below (position + 1) // compress_ratio; other entries are absent
+    positions             [>= T] int32, of each token in its sequence. If given, a token sees only the rows complete at
+                          its position, those below (position + 1) // compress_ratio; other entries are absent
     compress_ratio        positions of a row
     out                   (global_topk_indices, topk_lens) to write instead of allocating
 
@@ -171,9 +172,9 @@ def combine_topk_swa_indices(
     window_size      positions of a window
     compress_ratio   positions of a compressed row
     topk             entries of topk_indices to use at most; 0 for a layer that has only the window
-    compact          take what is present wherever it stands among the first topk entries, which is what names a row
-                     that is complete at the token's position, one below (position + 1) // compress_ratio; False takes
-                     the first min((position + 1) // compress_ratio, topk) entries as they are
+    compact          take the entries among the first topk that name a row complete at the token's position, which is
+                     below (position + 1) // compress_ratio, wherever in the row they are; False takes the first
+                     min((position + 1) // compress_ratio, topk) entries unchanged
     out              (combined_indices, combined_lens) to write instead of allocating
 
     Returns combined_indices [T, pad128(topk + window_size)] int32 and combined_lens [T] int32: the entries of top-k,
@@ -244,8 +245,8 @@ def build_flashinfer_mixed_sparse_indices(
 ) -> tuple[Any, Any]:
     """The sparse-index matrix of FlashInfer's DeepSeek V4 attention for a decode-first batch.
 
-    Columns [0, window_size) are SWA slots, the rest compressed slots. Decode tokens copy what was computed
-    for them; prefill tokens take their window from their position and map their top-k.
+    Columns [0, window_size) are SWA slots, the rest compressed slots. Rows of decode tokens are copied from
+    the decode arguments; prefill tokens take their window from their position and map their top-k.
 
     decode_swa_indices           [D, window_size] or [D, 1, window_size] int32 slots
     decode_compressed_indices    [D, Kd] or [D, 1, Kd] int32, slots or local positions; None for SWA-only layers
@@ -309,28 +310,14 @@ def build_flashinfer_mixed_sparse_indices(
     sparse_topk_lens = call.output("out[1] (sparse_topk_lens)", given[1], INT32, (num_tokens,))
     if num_tokens:
         with call.kernels("indices") as kernels:
-            kernels.build_flashinfer_mixed_sparse_indices(
-                decode_swa_indices,
-                decode_compressed_indices,
-                lens,
-                prefill_topk_indices,
-                query_start_loc,
-                seq_lens,
-                token_to_req_indices,
-                swa_block_table,
-                swa_block_size,
-                compressed_block_table,
-                compressed_block_size,
-                window_size,
-                compress_ratio,
-                topk,
-                bool(decode_compressed_indices_are_local),
-                valid,
+            kernels.build_flashinfer_mixed_sparse_indices(MixedIndices(
+                decode_swa_indices, decode_compressed_indices, lens, prefill_topk_indices, query_start_loc, seq_lens,
+                token_to_req_indices, swa_block_table, swa_block_size, compressed_block_table, compressed_block_size,
+                window_size, compress_ratio, topk, bool(decode_compressed_indices_are_local), valid,
                 swa_block_size if swa_block_span is None else swa_block_span,
-                compressed_block_size if compressed_block_span is None else compressed_block_span,
-                sparse_indices,
+                compressed_block_size if compressed_block_span is None else compressed_block_span, sparse_indices,
                 sparse_topk_lens,
-            )
+            ))  # fmt: skip
     return call.results()
 
 
@@ -361,7 +348,7 @@ def check_covers(name: str, array: Any, num_tokens: int) -> None:
 
 
 def pair(name: str, out: Any) -> tuple[Any, Any]:
-    """Two output arrays as given, or two of None."""
+    """Two output arrays as given, or (None, None)."""
     if out is None:
         return None, None
     if not isinstance(out, (tuple, list)) or len(out) != 2:

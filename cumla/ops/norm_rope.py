@@ -1,4 +1,4 @@
-"""RMSNorm and RoPE around sparse attention: of queries and rows before it, of its output after it."""
+"""RMSNorm and RoPE around sparse attention: queries and rows before it, its output after it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def qnorm_rope_and_insert(
     backend: str | None = None,
     stream: Any = None,
 ) -> Any:
-    """What stands between a V4 layer's projections and its attention, in one launch.
+    """Fused q-norm, RoPE and K insert of a V4 layer: its projections to its attention in one launch.
 
     Queries: RMSNorm of each head without a weight, then RoPE on its last values. Rows of the window cache: RoPE, the
     cache's format, insert.
@@ -83,12 +83,12 @@ def qnorm_rope_and_insert(
     k_cache       a cache of `layout`, written: uint8 [num_blocks, block_size, 584], raw pages
                   [num_blocks, page_bytes] with block_size given (if None 64, for pages as wide as that), or rows
                   [num_blocks, block_size, 512]
-    slot_mapping  [N] int64 or int32, N <= T: slot of each row; one outside the cache (-1 above all) skips its row
+    slot_mapping  [N] int64 or int32, N <= T: slot of each row; slots outside the cache, such as -1, skip their row
     positions     [T] int64 or int32
     cos_sin_cache  [max_position, rope_dim] float32: cosines of the pairs (2 i, 2 i + 1) of the last rope_dim values,
-                  then sines. A position outside of it turns as its nearest row says
+                  then sines. Positions outside the table are clamped to it
     eps           of the norm of the queries, positive
-    layout        DSV4_FP8 or DSV4_BF16, on the host also DSV4_F32, or the name of one; None: told by the cache
+    layout        DSV4_FP8 or DSV4_BF16, on the host also DSV4_F32, or the name of one; None: inferred from the cache
     out           [T, h, 512] of q's dtype to write instead of allocating; may be q
 
     Returns the queries. Sums and products are float32, rounded once; rows are rounded to bfloat16 before they are
@@ -109,12 +109,12 @@ def qnorm_rope_and_insert(
     call.check_float32("layout", layout.value_type)
     slots = checked_slots(call, slot_mapping, "kv")
     positions = call.array("positions", positions, SLOTS, ("T",))
-    turns = cos_sin(call, cos_sin_cache, layout.head_dim)
+    rotation = cos_sin(call, cos_sin_cache, layout.head_dim)
     epsilon = check_epsilon(eps)
     q_out = call.output("out", out, (q.dtype,), q.shape, may_be="q")
     if len(q):
         with call.kernels("norm_rope") as kernels:
-            kernels.qnorm_rope_and_insert(q, kv, pages, slots, positions, turns, epsilon, q_out)
+            kernels.qnorm_rope_and_insert(q, kv, pages, slots, positions, rotation, epsilon, q_out)
     return call.results()
 
 
@@ -134,18 +134,19 @@ def indexer_knorm_rope_and_insert(
     backend: str | None = None,
     stream: Any = None,
 ) -> None:
-    """What stands between the projection of V3.2's indexer keys and their cache: LayerNorm, RoPE, insert.
+    """Fused LayerNorm, RoPE and insert of V3.2's indexer keys.
 
     k             [T, 128] float32 or bfloat16, as projected; may be columns of a wider array
     weight, bias  [128] of one dtype, float32 or bfloat16, of the LayerNorm
     k_cache       a cache of `layout`, written: uint8 [num_blocks, block_size, 132], raw pages [num_blocks, page_bytes]
                   with block_size given, or rows [num_blocks, block_size, 128]
-    slot_mapping  [N] int64 or int32, N <= T: slot of each row; one outside the cache (-1 above all) skips its row
+    slot_mapping  [N] int64 or int32, N <= T: slot of each row; slots outside the cache, such as -1, skip their row
     positions     [T] int64 or int32
     cos_sin_cache  [max_position, rope_dim] float32: cosines of the pairs (i, i + rope_dim / 2) of the first rope_dim
-                  values, then sines. A position outside of it turns as its nearest row says
+                  values, then sines. Positions outside the table are clamped to it
     eps           of the norm, positive
-    layout        INDEXER_FP8 or INDEXER_BF16, on the host also INDEXER_F32, or the name of one; None: told by the cache
+    layout        INDEXER_FP8 or INDEXER_BF16, on the host also INDEXER_F32, or the name of one; None: inferred from
+                  the cache
 
     Sums and products are float32; rows are rounded to bfloat16 before they are quantised.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
@@ -163,11 +164,11 @@ def indexer_knorm_rope_and_insert(
     call.check_float32("layout", layout.value_type)
     slots = checked_slots(call, slot_mapping, "k")
     positions = call.array("positions", positions, SLOTS, ("T",))
-    turns = cos_sin(call, cos_sin_cache, layout.head_dim)
+    rotation = cos_sin(call, cos_sin_cache, layout.head_dim)
     epsilon = check_epsilon(eps)
     if len(slots):
         with call.kernels("norm_rope") as kernels:
-            kernels.indexer_knorm_rope_and_insert(k, weight, bias, pages, slots, positions, turns, epsilon)
+            kernels.indexer_knorm_rope_and_insert(k, weight, bias, pages, slots, positions, rotation, epsilon)
 
 
 @launch_cached
@@ -181,14 +182,14 @@ def apply_rope(
     backend: str | None = None,
     stream: Any = None,
 ) -> Any:
-    """RoPE on the last values of each head; `inverse` takes it back, as V4 does with its attention's output.
+    """RoPE on the last values of each head; `inverse` undoes it, as V4 needs for its attention's output.
 
     x              [T, h, d] bfloat16, d 512, 192, 128 or 64; on the host also float32
     positions      [T] int64 or int32
     cos_sin_cache  [max_position, rope_dim] float32, as in qnorm_rope_and_insert
     out            [T, h, d] of x's dtype to write instead of allocating; may be x
 
-    Returns x turned by its position, or back by it. Products are float32, rounded once.
+    Returns x rotated by its position, or with `inverse` by its negative. Products are float32, rounded once.
     Source: vLLM's inverse RoPE of DeepSeek V4's attention output.
     """
     check_flags(inverse=inverse)
@@ -198,11 +199,11 @@ def apply_rope(
     if x.shape[2] % 2:
         raise ValueError(f"x: got {x.shape[2]} values a head, expected an even number")
     positions = call.array("positions", positions, SLOTS, ("T",))
-    turns = cos_sin(call, cos_sin_cache, x.shape[2])
+    rotation = cos_sin(call, cos_sin_cache, x.shape[2])
     result = call.output("out", out, (x.dtype,), x.shape, may_be="x")
     if x.size:
         with call.kernels("norm_rope") as kernels:
-            kernels.apply_rope(x, positions, turns, bool(inverse), result)
+            kernels.apply_rope(x, positions, rotation, bool(inverse), result)
     return call.results()
 
 
@@ -218,17 +219,17 @@ def inverse_rope_and_quantize(
     backend: str | None = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
-    """Take RoPE back from an attention's output and quantise it for a grouped product in FP8.
+    """Inverse RoPE of an attention's output, and its quantisation for a grouped GEMM in FP8.
 
     o              [T, h, 512] bfloat16; on the host also float32
     positions      [T] int64 or int32
     cos_sin_cache  [max_position, rope_dim] float32, as in qnorm_rope_and_insert
-    num_groups     G, a divisor of h: h / G heads lie one behind another in a group
-    is_ue8m0       scales are powers of two; False takes amax / 448 as it is
+    num_groups     G, a divisor of h: a group is h / G consecutive heads
+    is_ue8m0       scales are powers of two; False: a scale is amax / 448, not rounded to a power of two
     out            (values, scales) to write instead of allocating
 
-    Returns values uint8 (e4m3) [G, T, h / G * 512] and scales float32 [G, T, h / G * 4], one for 128 values, of their
-    magnitude of 1e-10 at least: value = e4m3 * scale. What is quantised is rounded to o's dtype first.
+    Returns values uint8 (e4m3) [G, T, h / G * 512] and scales float32 [G, T, h / G * 4], one for 128 values: value =
+    e4m3 * scale, where amax counts as at least 1e-10. Values are rounded to o's dtype before they are quantised.
     Source: vLLM's fused inverse RoPE and FP8 quantisation of DeepSeek V4, with groups in front.
     """
     check_integers(1, num_groups=num_groups)
@@ -240,14 +241,14 @@ def inverse_rope_and_quantize(
     if heads % num_groups:
         raise ValueError(f"num_groups: got {num_groups}, expected a divisor of the {heads} heads of o")
     positions = call.array("positions", positions, SLOTS, ("T",))
-    turns = cos_sin(call, cos_sin_cache, head_dim)
+    rotation = cos_sin(call, cos_sin_cache, head_dim)
     given = pair("out", out)
     width = heads // num_groups * head_dim
     values = call.output("out[0] (values)", given[0], BYTES, (num_groups, tokens, width))
     scales = call.output("out[1] (scales)", given[1], FLOAT32, (num_groups, tokens, width // QUANTIZED_GROUP))
     if o.size:
         with call.kernels("norm_rope") as kernels:
-            kernels.inverse_rope_and_quantize(o, positions, turns, bool(is_ue8m0), values, scales)
+            kernels.inverse_rope_and_quantize(o, positions, rotation, bool(is_ue8m0), values, scales)
     results: tuple[Any, Any] = call.results()
     return results
 
@@ -265,5 +266,5 @@ def cos_sin(call: Call, cos_sin_cache: Any, head_dim: int) -> Any:
 
 
 def check_epsilon(eps: float) -> float:
-    """Raise TypeError or ValueError unless eps is a positive number of float32: a row of zeros has no norm without."""
+    """Raise TypeError or ValueError unless eps is positive in float32: without it a row of zeros has no norm."""
     return in_float32("eps", eps, positive=True)

@@ -1,7 +1,7 @@
-"""Tokens of a paged cache dealt out to ranks: what a rank has of them, and the results of all ranks made one.
+"""A context sharded across ranks: the tokens of a rank, and the merge of all ranks' partial results.
 
-`Shard` says how they are dealt out. Everything here is worked out where the arrays are, without a look at them from
-the host, so it can be captured in a CUDA graph with its outputs given.
+`Shard` says how tokens are sharded. All functions compute on the arrays' device and read no values on the host, so
+they can be captured in a CUDA graph if their outputs are given.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_RANKS = 1 << 16
 
 
 def check_shard(shard: Any, name: str = "shard") -> Shard:
-    """Raises TypeError for what is no Shard, ValueError for one of no such rank, size or interleave."""
+    """Raises TypeError unless it is a Shard, ValueError for an impossible rank, size or interleave."""
     check_kind(Shard, **{name: shard})
     numbers = {f"{name}.{field}": value for field, value in shard._asdict().items()}
     check_integers(0, MAX_RANKS, **{f"{name}.rank": numbers[f"{name}.rank"]})
@@ -36,15 +36,15 @@ def check_shard(shard: Any, name: str = "shard") -> Shard:
 def local_seq_lens(
     seq_lens: Any, shard: Shard, *, s_q: int = 1, out: Any | None = None, backend: str | None = None, stream: Any = None
 ) -> Any:
-    """How many of the tokens that each query sees are the rank's.
+    """The number of the rank's tokens that each query sees.
 
     seq_lens  [R] int32, tokens of each request, its queries' own included
-    shard     how tokens are dealt out
+    shard     how tokens are sharded across ranks
     s_q       queries of each request: query i sees all tokens but the last s_q - 1 - i
     out       [R * s_q] int32 to write instead of allocating
 
-    Returns out, the queries of a request one behind another: cache_seqlens for `dense_mla_decode` of queries that are
-    requests of their own, as what a rank sees of a query is not one more than of the query before it.
+    Returns out, the queries of a request in order: cache_seqlens for a `dense_mla_decode` in which each query is a
+    request of its own. Each query needs its own count because consecutive queries of a rank need not differ by one.
     Source: vLLM get_dcp_local_seq_lens.
     """
     check_integers(1, s_q=s_q)
@@ -68,12 +68,12 @@ def local_block_table(
     backend: str | None = None,
     stream: Any = None,
 ) -> Any:
-    """The rank's columns of a block table of whole sequences, whose pages are dealt out; a row for each query.
+    """The rank's columns of a block table of whole sequences, whose pages are sharded; a row for each query.
 
     block_table  [R, B] int32, pages of each request in the order of its tokens: column c is a page of rank c % size,
                  numbered in that rank's cache
     shard        with the block size as its interleave; None: the table is the rank's own already
-    s_q          queries of each request, each of which gets a row
+    s_q          queries of each request; each query gets a row
     out          [R * s_q, C] int32 to write instead of allocating; columns that the table does not have are -1
 
     Returns out; allocated here, it has ceil((B - rank) / size) columns.
@@ -107,14 +107,14 @@ def local_slot_mapping(
     backend: str | None = None,
     stream: Any = None,
 ) -> Any:
-    """Where the rank writes the rows of a step's tokens; -1 for those that are another rank's.
+    """The slots to which the rank writes the rows of a step's tokens; -1 for rows of other ranks.
 
     query_start_loc  [R + 1] int32, the tokens of request i are [query_start_loc[i], query_start_loc[i + 1])
     seq_lens         [R] int32, tokens of each request, the step's included
     block_table      [R, B] int32, the rank's pages of each request
     block_size       rows of a page
-    shard            how rows are dealt out
-    num_tokens       tokens of the step; what is in no request gets -1
+    shard            how rows are sharded across ranks
+    num_tokens       tokens of the step; a token of no request gets -1
     compress_ratio   tokens of a row: a row is written with the last of them, the others get -1
     out              [num_tokens] int64 to write instead of allocating
 
@@ -148,18 +148,18 @@ def localise_indices(
     backend: str | None = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
-    """Of the rows that each token selected, those of the rank, as slots of its cache.
+    """The rank's part of the rows that each token selected, as slots of the rank's cache.
 
     indices               [T, K] int32 rows of the token's request, counted over all ranks; -1: none
     token_to_req_indices  [>= T] int32
     block_table           [R, B] int32, the rank's pages of each request
     block_size            rows of a page
-    shard                 how rows are dealt out
-    is_valid_token        [>= T] bool: tokens that are not get a length of 0. None: all are
+    shard                 how rows are sharded across ranks
+    is_valid_token        [>= T] bool: a padding token (False) gets a length of 0. None: no token is padding
     out                   (slots, lens) to write instead of allocating
 
-    Returns slots [T, K] int32, what is the rank's to the left in the order of `indices` and -1 behind it, and lens [T]
-    int32. Rows of other ranks, and rows that the table does not have, are left out.
+    Returns slots [T, K] int32, the rank's rows in the order of `indices` and then -1, and lens [T] int32. Rows of other
+    ranks, and rows that the table does not have, are left out.
     """
     check_integers(1, block_size=block_size)
     shard = check_shard(shard)
@@ -199,12 +199,12 @@ def merge_partials(
     backend: str | None = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
-    """Attention over the keys of n ranks, each of which gave its own result, as attention over all of them.
+    """Merge the partial attention results of n ranks, each over its own keys, by their LSE.
 
     parts      [n, b, s_q, h, d] bfloat16, float16 or float32: results without a sink; any strides but the last axis'
     lses       [n, b, h, s_q] float32, any strides: natural logarithm of the sum of weights; -inf or +inf says that no
-               key was attended, and that part's values are not looked at
-    attn_sink  [h] float32: a logit that takes weight and gives nothing; None: no sink
+               key was attended, and that part's values are ignored
+    attn_sink  [h] float32: a logit that takes part in the softmax and has no value; None: no sink
     out        [b, s_q, h, d] of parts' dtype to write instead of allocating
     lse        [b, h, s_q] float32 to write instead of allocating
 

@@ -43,34 +43,34 @@ def sparse_mla_decode(
 ) -> tuple[Any, Any]:
     """Attention of each query over the listed tokens of one or two paged caches, in one softmax.
 
-    q              [b, s_q, h, d] bfloat16; d = 512 or 576 as the layout has it, h from 1 to 128. On the host also
-                   float32, for results without its rounding: out is float32 then
+    q              [b, s_q, h, d] bfloat16; d = 512 or 576, the layout's head_dim, h from 1 to 128. On the host also
+                   float32, for results without bfloat16's rounding: out is then float32
     k_cache        uint8 [num_blocks, block_size, token_bytes] (or [..., 1, token_bytes], or raw pages
                    [num_blocks, page_bytes] with layout and block_size given; pages of DSV4_FP8 as wide as 64 tokens
                    need no block_size), or bfloat16 [num_blocks, block_size, d]
     indices        [b, s_q, topk] int32 slots; -1 and anything outside the cache is absent. A slot listed
                    twice counts twice
     layout         DSV4_FP8, V32_FP8, MLA_BF16 or DSV4_BF16, on the host also MLA_F32 or DSV4_F32, or the name of
-                   one; None: told by the size of a token
+                   one; None: inferred from the bytes per token
     topk_length    [b] or [b, s_q] int32, entries of `indices` in use; None: all. A negative length counts as 0, one
                    beyond topk as topk
     extra_k_cache  a second cache of the same layout, and its own extra_indices [b, s_q, extra_topk],
                    extra_topk_length and extra_block_size
-    attn_sink      [h] float32: a logit that takes weight and gives nothing; None, and -inf for a head: no sink. Of +inf
-                   out is 0
+    attn_sink      [h] float32: a logit that takes part in the softmax and has no value. None, or -inf for a head: no
+                   sink. With +inf out is 0
     softmax_scale  1 / sqrt(d) if None
     plan           a DecodePlan that the layers of a step share; None: planned here
-    batch_invariant  whether a token's result must not depend on what else is in the batch, to the bit: the keys of a
-                   token are then never split, which makes small batches slower. Otherwise the batch decides how keys
-                   are split on a GPU, and results of a token in two batches differ by as little as they may differ
-                   from the exact result (cumla.bounds.DECODE_OUT and DECODE_LSE)
+    batch_invariant  True: a token's result is bit-identical whatever else is in the batch. The keys of a token are
+                   then never split, which makes small batches slower. False: on a GPU the batch decides how keys are
+                   split, and results of a token in two batches may differ within the bounds that also hold against
+                   the exact result (cumla.bounds.DECODE_OUT and DECODE_LSE)
     out            [b, s_q, h, 512] of q's dtype to write instead of allocating
     lse            [b, h, s_q] float32 to write instead of allocating
 
     Returns out and lse. V is the first 512 values of each key. lse is the natural logarithm of the sum of
     exp(softmax_scale * q . k), the sink left out. A query without keys gives out 0 and lse +inf. The same call
-    gives the same bits every time. Inside CUDA graph capture give plan, out and lse, or memory would have to be
-    allocated, which raises RuntimeError.
+    gives the same bits every time. Inside CUDA graph capture give plan, out and lse: allocating them there raises
+    RuntimeError.
     Source: FlashMLA flash_mla_with_kvcache (sparse, FP8).
     """
     check_optional_size(block_size=block_size, extra_block_size=extra_block_size)
@@ -129,7 +129,7 @@ def sparse_mla_prefill(
 
     q            [s_q, h, d] bfloat16, d = 512 or 576, h from 1 to 128; on the host also float32
     kv           [s_kv, d] or [s_kv, 1, d] of q's dtype
-    indices      [s_q, topk] or [s_q, 1, topk] int32 rows of kv; outside of it is absent
+    indices      [s_q, topk] or [s_q, 1, topk] int32 rows of kv; an index outside kv is absent
     softmax_scale  1 / sqrt(d) if None
     d_v          512: V is the first 512 values of each row
     attn_sink    [h] float32, as in sparse_mla_decode
@@ -139,7 +139,7 @@ def sparse_mla_prefill(
 
     Returns out [s_q, h, 512] of q's dtype, max_logits [s_q, h] float32 (largest scaled logit, -inf if there is
     no key) and lse [s_q, h] float32 (+inf if there is no key; the sink left out). A query's results do not depend on
-    what other queries the call has.
+    the other queries of the call.
     Source: FlashMLA flash_mla_sparse_fwd.
     """
     check_choice((V_DIM,), d_v=d_v)
@@ -188,7 +188,7 @@ def merge_attn_states(
     output          [T, h, d] bfloat16, float16 or float32, written
     prefix_output   [T, h, d], suffix_output likewise, of output's dtype
     prefix_lse      [h, T] float32, suffix_lse likewise; -inf or +inf says that no key was attended, and
-                    that part's output is not looked at
+                    that part's output is ignored
     output_lse      [h, T] float32, written if given: +inf where neither part had a key (output is 0 there)
 
     Source: vLLM merge_attn_states.
@@ -207,7 +207,7 @@ def merge_attn_states(
 
 
 def checked_sink(call: Call, attn_sink: Any) -> Any:
-    """attn_sink [h] or None. Raises ValueError for NaN where it can be seen without waiting, in host memory."""
+    """attn_sink [h] or None. Raises ValueError for NaN in host memory; device memory is not read, that would wait."""
     attn_sink = call.optional("attn_sink", attn_sink, FLOAT32, ("h",))
     if isinstance(attn_sink, np.ndarray) and np.isnan(attn_sink).any():
         raise ValueError(f"attn_sink: got NaN for head {int(np.isnan(attn_sink).argmax())}, expected numbers")
@@ -215,7 +215,7 @@ def checked_sink(call: Call, attn_sink: Any) -> Any:
 
 
 def attention_layout(call: Call, k_cache: Any, layout: Any, head_dim: int) -> CacheLayout:
-    """The layout of a cache as given or as the cache tells, checked against q's head_dim."""
+    """The layout of a cache, given or inferred from the cache, checked against q's head_dim."""
     layout = cache_layout(call, "k_cache", k_cache, layout)
     if layout.head_dim not in HEAD_DIMS:
         raise ValueError(f"layout: got {layout.name}, expected one for attention")
@@ -259,7 +259,7 @@ def check_heads(heads: int) -> None:
 
 
 def check_plan(call: Call, plan: Any, kind: type[DecodePlan | DenseDecodePlan], q: Any) -> None:
-    """Raise TypeError for a plan that is no `kind`, ValueError for one whose memory is not where q is."""
+    """Raise TypeError for a plan that is not a `kind`, ValueError for a plan with memory on another device than q."""
     if plan is None:
         return
     check_kind(kind, plan=plan)
@@ -269,5 +269,5 @@ def check_plan(call: Call, plan: Any, kind: type[DecodePlan | DenseDecodePlan], 
 
 
 def scale_or_default(softmax_scale: float | None, head_dim: int) -> float:
-    """Raises TypeError for what is no number, ValueError for one that float32 does not have."""
+    """Raises TypeError unless it is a number, ValueError for a number that float32 cannot hold."""
     return head_dim**-0.5 if softmax_scale is None else in_float32("softmax_scale", softmax_scale)

@@ -30,21 +30,19 @@ def quantize_and_insert_k_cache(
 
     k             [T, head_dim] bfloat16, float16 or float32; RoPE applied already
     k_cache       uint8 [num_blocks, block_size, token_bytes], or raw pages [num_blocks, page_bytes], written
-    slot_mapping  [N] int64 or int32, N <= T: slot = block * block_size + row. A slot outside the cache
-                  (-1 above all) skips its row; rows of `k` beyond N are not looked at. Slots of one call
-                  differ: see below
-    block_size    tokens of a page; None: as the cache has, of raw pages of DSV4_FP8 64 if they are as wide
-    is_ue8m0      scales are powers of two; False, for float32 scales only, takes amax / 448 as it is
-    layout        DSV4_FP8, V32_FP8 or INDEXER_FP8, or the name of one; None: told by the size of a token, of raw
-                  pages by the width of `k`
+    slot_mapping  [N] int64 or int32, N <= T: slot = block * block_size + row. Slots outside the cache, such as -1,
+                  skip their row; rows of `k` beyond N are ignored. The slots of one call must differ: see below
+    block_size    tokens of a page; None: the cache's own; for raw pages of DSV4_FP8 64, if they are as wide as that
+    is_ue8m0      scales are powers of two; False, for float32 scales only: amax / 448, not rounded to a power of two
+    layout        DSV4_FP8, V32_FP8 or INDEXER_FP8, or the name of one; None: inferred from the bytes per token, for
+                  raw pages from the width of `k`
 
     A tile's scale comes from its finite values: an infinity saturates and a NaN is stored as NaN, and
-    neither changes another byte. Bytes of other slots and padding keep what they hold.
+    neither changes another byte. Bytes of other slots and padding are not written.
 
-    Two tokens for one slot are the caller's error: the slot then holds bytes of either, nothing else is touched, and
-    which ones may change from call to call (in host memory the last token stays whole). Equal tokens give that token's
-    row. Each byte is written once, as what it is to be: a row that is written anew with what it holds already looks
-    the same all the while to whoever reads it.
+    Two tokens for one slot are the caller's error: the slot then holds bytes of both, mixed differently from call to
+    call (in host memory: the last token), and nothing else is touched. Equal tokens give that token's row. Each byte is
+    written once, with its final value, so rewriting a row with its present content is invisible to concurrent readers.
 
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM quantize_and_insert_k_cache (DeepSeek V4), concat_and_cache_mla fp8_ds_mla (V3.2) and
@@ -72,7 +70,7 @@ def quantize_and_insert(call: Call, k: Any, pages: Pages, slot_mapping: Any, pow
 
 
 def checked_slots(call: Call, slot_mapping: Any, rows_name: str) -> Any:
-    """Check slot_mapping [N] against the T rows that there are to insert."""
+    """Check slot_mapping [N] against the T rows to insert."""
     slots = call.array("slot_mapping", slot_mapping, SLOTS, ("N",))
     num_rows = call.size("T")
     if len(slots) > num_rows:
@@ -104,14 +102,15 @@ def dequantize_and_gather_k_cache(
     seq_lens     [R] int32, tokens of each request in the cache
     gather_lens  [R] int32, how many of the last positions to gather, or None for all of them
     block_table  [R, B] int32, page of each block_size positions
-    block_size   tokens of a page; None: as the cache has, of raw pages of DSV4_FP8 64 if they are as wide
+    block_size   tokens of a page; None: the cache's own; for raw pages of DSV4_FP8 64, if they are as wide as that
     offset       first row of `out` that is written
-    compress_ratio  positions that a row of the cache stands for: a request has seq_lens[r] // compress_ratio rows, of
-                 which gather_lens and block_size count
-    layout       a CacheLayout or the name of one; None: told by the size of a token, of raw pages by the width of `out`
+    compress_ratio  positions that a row of the cache represents: a request has seq_lens[r] // compress_ratio rows;
+                 gather_lens and block_size count rows
+    layout       a CacheLayout or the name of one; None: inferred from the bytes per token, for raw pages from the
+                 width of `out`
 
     A value is e4m3 times scale in float32, rounded once to out's type. Lengths are clamped to what exists
-    and to the rows of `out`; a position whose block is absent gives zeros; other rows keep what they hold.
+    and to the rows of `out`; a position whose block is absent gives zeros; other rows are not written.
 
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM dequantize_and_gather_k_cache.
@@ -158,9 +157,9 @@ def indexer_k_quant_and_cache(
                       of those, 256 or 512 a token (INDEXER_BF16, INDEXER_F32)
     slot_mapping      [N] int64 or int32, N <= T; a slot outside the cache skips its row
     quant_block_size  values that share a scale: 128
-    scale_fmt         "ue8m0": scales are powers of two; None: amax / 448 as it is
+    scale_fmt         "ue8m0": scales are powers of two; None: amax / 448, not rounded to a power of two
 
-    Source: vLLM indexer_k_quant_and_cache. See quantize_and_insert_k_cache, of which this is INDEXER_FP8.
+    Source: vLLM indexer_k_quant_and_cache. As quantize_and_insert_k_cache with INDEXER_FP8.
     """
     check_choice((INDEXER_FP8.scale_tile,), quant_block_size=quant_block_size)
     check_choice(("ue8m0", None), scale_fmt=scale_fmt)
@@ -177,7 +176,7 @@ def indexer_k_quant_and_cache(
 
 
 def indexer_pages(call: Call, kv_cache: Any, writable: bool = False) -> Pages:
-    """A cache of the indexer's keys, whose format its dtype says, or the bytes that a token takes."""
+    """A cache of the indexer's keys; its format is inferred from its dtype or its bytes per token."""
     cache = call.borrow("kv_cache", kv_cache, writable)
     layout = {"bfloat16": INDEXER_BF16, "float32": INDEXER_F32}.get(cache.dtype.name, INDEXER_FP8)
     if cache.dtype in BYTES and cache.ndim > 2:
@@ -196,13 +195,13 @@ def cp_gather_indexer_k_quant_cache(
     backend: str | None = None,
     stream: Any = None,
 ) -> None:
-    """Gather the indexer's keys of whole sequences, one after another, as the FP8 values and scales they are.
+    """Gather the indexer's keys of whole sequences, packed, as FP8 values and their scales.
 
     kv_cache     uint8 [num_blocks, block_size, 132] (or [num_blocks, block_size, 1, 132]); or a cache of keys that
                  are not quantised, as indexer_k_quant_and_cache takes it
     dst_k        uint8 [N, 128], or bfloat16 or float32 as such a cache is; written:
                  rows [cu_seq_lens[r], cu_seq_lens[r + 1]) are positions 0, 1, ... of request r;
-                 rows of no request, as at the end of an array that is longer, keep what they hold
+                 rows of no request, as at the end of a longer array, are not written
     dst_scale    float32 [N] or [N, 1], or their bytes, uint8 [N, 4]; written likewise. None without scales
     block_table  [>= R, B] int32
     cu_seq_lens  [R + 1] int32, ascending
@@ -247,7 +246,7 @@ def gather_plain_keys(
 
 
 def requests_of(block_table: Any, cu_seq_lens: Any) -> Any:
-    """The rows of a block table that `cu_seq_lens`, [R + 1], speaks of. Raises ValueError if there are fewer."""
+    """The R rows of a block table that `cu_seq_lens` [R + 1] covers. Raises ValueError if there are fewer."""
     requests = len(cu_seq_lens) - 1
     if requests < 0:
         raise ValueError("cu_seq_lens: got no entries, expected one more than there are requests")

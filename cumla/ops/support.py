@@ -1,9 +1,11 @@
-"""Whether a call will be served, by which kernel, and why not: before there are arrays."""
+"""Whether a call will be served, by which kernel, and why not, decided without arrays."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -12,13 +14,9 @@ import ml_dtypes
 import numpy as np
 
 from ..dispatch import backends
-from ..dispatch.rehearsal import ghost, rehearsed
+from ..dispatch.dry_run import dry_running, fake_array
 from ..dispatch.values import shown
 
-FILES = (
-    "advance", "blocks", "compressor", "dense_attention", "dense_cache", "indexer", "indexer_topk", "indices",
-    "norm_rope", "sparse_attention", "sparse_cache",
-)  # fmt: skip
 OLDEST_DEVICE = 80  # compute capability that the CUDA sources compile for
 
 
@@ -28,8 +26,8 @@ class Support:
 
     served   whether the call is taken
     backend  the backend that would run it
-    kernels  what it would run, as "sparse_attention.sparse_mla_decode (hopper)"; empty where nothing is to do
-    reason   why it is not served: the message of the error that the call would raise; None if it is
+    kernels  the kernels that it would run, as "sparse_attention.sparse_mla_decode (hopper)"; empty if there is no work
+    reason   why it is not served: the message of the error that the call would raise; None if it is served
     """
 
     served: bool
@@ -53,13 +51,13 @@ def supports(
 
     op         an operation of cumla, or its name
     backend    the backend to ask; None: the default for where the arrays are
-    device     number of the CUDA device that the arrays are on, -1: host memory; None: where the backend wants them,
+    device     number of the CUDA device that the arrays are on, -1: host memory; None: where the backend needs them,
                and without a backend the first CUDA device if there is one that CuPy can use
     arguments  the call's other arguments by name. For an array: (shape, dtype) or anything with `shape` and `dtype`,
                such as an array of any framework or jax.ShapeDtypeStruct; a dtype may be a name as "bfloat16"
 
-    Returns a Support. Shapes and dtypes decide; values are not looked at, and arrays are taken to be contiguous and
-    aligned. Raises TypeError for an operation that there is not, and for arguments that it does not have.
+    Returns a Support. Only shapes and dtypes are examined; arrays are assumed to be contiguous and aligned. Raises
+    TypeError for an unknown operation, and for arguments that it does not have.
 
         >>> import cumla
         >>> q, cache, indices = ((2, 1, 64, 512), "bfloat16"), ((16, 64, 584), "uint8"), ((2, 1, 128), "int32")
@@ -86,9 +84,9 @@ def supports(
     if reason is not None:
         return Support(False, name, reason=reason)
     try:
-        with rehearsed(where) as rehearsal:
+        with dry_running(where) as dry_run:
             function(**{key: _without_memory(value) for key, value in arguments.items()}, backend=name)
-        asked = [f"{x.file}.{x.function}{_variant(name, x.function, x.arguments, where)}" for x in rehearsal.asked]
+        asked = [f"{x.file}.{x.function}{_variant(name, x.function, x.arguments, where)}" for x in dry_run.asked]
     except (TypeError, ValueError) as error:
         return Support(False, name, reason=str(error))
     return Support(True, name, tuple(dict.fromkeys(asked)))
@@ -114,8 +112,9 @@ def unserved(backend: str, on_device: bool, device: int) -> str | None:
 
 
 def _named(op: Any) -> Callable[..., Any]:
-    for file in FILES if isinstance(op, str) and not op.startswith("_") else ():
-        function: Any = getattr(importlib.import_module(f".{file}", __package__), op, None)
+    named = isinstance(op, str) and not op.startswith("_")
+    for file in pkgutil.iter_modules([os.path.dirname(__file__)]) if named else ():
+        function: Any = getattr(importlib.import_module(f".{file.name}", __package__), op, None)
         if hasattr(function, "__wrapped__"):
             return cast(Callable[..., Any], function)
     raise TypeError(f"op: got {shown(op)}, expected an operation of cumla or its name")
@@ -123,16 +122,17 @@ def _named(op: Any) -> Callable[..., Any]:
 
 def _without_memory(value: Any) -> Any:
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], (tuple, list)):
-        return ghost(tuple(value[0]), _dtype(value[1]))
+        return fake_array(tuple(value[0]), _dtype(value[1]))
     if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.generic):
-        return ghost(tuple(value.shape), _dtype(value.dtype))
+        return fake_array(tuple(value.shape), _dtype(value.dtype))
     if isinstance(value, (tuple, list)):
-        return type(value)(_without_memory(item) for item in value)
+        items = [_without_memory(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 
 def _dtype(dtype: Any) -> np.dtype[Any]:
-    """A dtype of any framework as an array of it is borrowed: 8-bit floats as bytes."""
+    """The NumPy dtype under which arrays of a framework's dtype are borrowed: 8-bit floats as bytes."""
     name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
     if not isinstance(dtype, str) and not hasattr(ml_dtypes, name) and not str(dtype).startswith("torch."):
         return np.dtype(dtype)

@@ -1,13 +1,15 @@
-"""More than one device: tokens of a context and heads dealt out to ranks, and their results made one."""
+"""Several devices: a context's tokens and the heads are sharded across ranks, and partial results are merged."""
 
+from ..dispatch.deprecated import renamed_names
 from ..kernels.types.shard import Shard
 from ..ops.shards import local_block_table, local_seq_lens, local_slot_mapping, localise_indices, merge_partials
+from . import queries as _queries
 from .agreement import Agreement, RankError
 from .communicator import Communicator
 from .context import ContextAttention, local_window
 from .dense_layer import ShardedMLALayer
 from .models import RankRows, ShardedDeepseekV4Attention, ShardedDeepseekV32Attention
-from .queries import CausalPiece, QueryShares, share_queries
+from .queries import CausalPiece, QueryShards, shard_queries
 from .sparse_layer import ShardedCompressedCache, ShardedSparseMLALayer
 from .store import FileStore, MemoryStore, Store, TcpStore
 from .threads import ThreadCommunicator, run_threads
@@ -19,7 +21,7 @@ __all__ = [
     "ContextAttention",
     "FileStore",
     "MemoryStore",
-    "QueryShares",
+    "QueryShards",
     "RankError",
     "RankRows",
     "Shard",
@@ -38,5 +40,7 @@ __all__ = [
     "localise_indices",
     "merge_partials",
     "run_threads",
-    "share_queries",
+    "shard_queries",
 ]
+
+__getattr__ = renamed_names(__name__, _queries, {"QueryShares": "QueryShards", "share_queries": "shard_queries"})

@@ -1,4 +1,4 @@
-"""What makes a rank that is missing, fails or does something else an error that names it, instead of a hang."""
+"""Detects ranks that are missing, fail or diverge, and raises an error that names them instead of a hang."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from ..dispatch.values import check_integers, finite, shown
 from .store import Store
 
-MOST_SECONDS = 1e6  # of a time limit: what waits takes no more
+MOST_SECONDS = 1e6  # of a time limit: the waiting functions take no more
 ENDED: tuple[str, tuple[int, ...]] = "ended", ()
 
 
 class RankError(RuntimeError):
-    """Something is wrong with `ranks`, which the message names."""
+    """An error of `ranks`, which the message names."""
 
     def __init__(self, ranks: Sequence[int], message: str) -> None:
         super().__init__(message)
@@ -28,13 +28,13 @@ class RankError(RuntimeError):
 
 
 class Agreement:
-    """One rank's word with the others.
+    """One rank's messages to and from the others.
 
-    store       the same for all ranks, nothing of an earlier run in it
-    rank, size  this rank and how many there are
+    store       the same for all ranks, without values of an earlier run
+    rank, size  this rank and the number of ranks
     time_limit  seconds that it waits for others
 
-    Used as a context, it tells the others of an exception that ends it.
+    Used as a context manager, it reports an exception that ends the context to the other ranks.
     """
 
     def __init__(self, store: Store, rank: int, size: int, time_limit: float = 60.0) -> None:
@@ -45,9 +45,9 @@ class Agreement:
         self._old: list[str] = []
 
     def exchange(self, what: str, value: Any, time_limit: float | None = None) -> list[Any]:
-        """Every rank's value, in their order. All ranks call this with the same `what`, once each.
+        """Every rank's value, in the order of ranks. All ranks call this once with the same `what`.
 
-        Raises RankError if a rank failed or ended instead, or does not come within the time limit.
+        Raises RankError if a rank failed, ended or does not call this within the time limit.
         """
         mine = f"{what}/{self.rank}"
         self.store.set(mine, (value,))
@@ -60,7 +60,7 @@ class Agreement:
             for rank in missing:
                 values[rank] = self.store.get(f"{what}/{rank}")
             ended = [rank for rank in missing if values[rank] is None and self._word(rank) is not None]
-            for rank in ended:  # it may have come after the look above, and ended since
+            for rank in ended:  # it may have set its value after the check above, and ended since
                 values[rank] = self.store.get(f"{what}/{rank}")
             missing = [rank for rank in missing if values[rank] is None]
             self.check_others([rank for rank in ended if rank in missing], f"come to {what}")
@@ -72,17 +72,17 @@ class Agreement:
                     missing, f"{names(missing)} did not come to {what} within {limit:g} s (rank {self.rank})"
                 )
             self.store.wait(left)
-        for key in self._old:  # everybody is here, so has read what was said before
+        for key in self._old:  # all ranks are here, so they have read the earlier values
             self.store.delete(key)
         self._old = [mine]
         return [value for (value,) in values]
 
     def agree(self, what: str, value: str) -> None:
-        """Raise RankError, on every rank, unless all ranks are about to do the same."""
+        """Raise RankError on every rank unless all ranks are about to do the same."""
         self.same(what, self.exchange(what, value))
 
     def same(self, what: str, values: Sequence[str]) -> None:
-        """Raise RankError for values that are not those of most, of rank 0 where that decides nothing."""
+        """Raise RankError for ranks whose value is not the most common one; rank 0's value decides a tie."""
         counts = collections.Counter(values)
         common = max(counts, key=lambda value: (counts[value], value == values[0]))
         others = [rank for rank, value in enumerate(values) if value != common]
@@ -93,7 +93,7 @@ class Agreement:
             )
 
     def check_others(self, ranks: Sequence[int] | None = None, what: str = "go on", failed_only: bool = False) -> None:
-        """Raise RankError if one of these ranks, or of all, failed or ended; of others if it failed because of them."""
+        """Raise RankError if one of these ranks (None: any) failed or ended; it names the ranks that caused it."""
         for rank in range(self.size) if ranks is None else ranks:
             word = None if rank == self.rank else self._word(rank)
             if word is None or (word == ENDED and failed_only):
@@ -104,18 +104,18 @@ class Agreement:
             raise RankError([rank], f"rank {rank} {said} and did not {what} (rank {self.rank})")
 
     def _word(self, rank: int) -> tuple[str, tuple[int, ...]] | None:
-        """What a rank that does nothing more left: why, and the ranks that its own error blames."""
+        """The last message of a rank that ended: the reason, and the ranks that its own error blames."""
         word: tuple[str, tuple[int, ...]] | None = self.store.get(f"ended/{rank}")
         return word
 
     def end(self, error: BaseException | None = None) -> None:
-        """Tell the others that this rank does nothing more, and why, if they can still be told."""
+        """Report to the others that this rank has ended, and why, if the store is still reachable."""
         word = ENDED
         if isinstance(error, RankError):
             word = str(error), error.ranks
         elif error is not None:
             word = f"failed: {type(error).__name__}: {error}", ()
-        with contextlib.suppress(OSError):  # who keeps the words may have ended before
+        with contextlib.suppress(OSError):  # the process with the store may have ended before
             self.store.set(f"ended/{self.rank}", word)
 
     def __enter__(self) -> Agreement:
@@ -128,7 +128,7 @@ class Agreement:
 
 
 def seconds(name: str, value: Any) -> float:
-    """A time limit. Raises TypeError for what is no number, ValueError for one that is not from 0 to MOST_SECONDS."""
+    """A time limit. Raises TypeError unless it is a number, ValueError unless it is from 0 to MOST_SECONDS."""
     number = finite(name, value)
     if not 0 <= number <= MOST_SECONDS:
         raise ValueError(f"{name}: got {shown(value)}, expected 0 to {MOST_SECONDS:g} seconds")

@@ -1,4 +1,4 @@
-"""What moves arrays between ranks: three functions, whoever implements them."""
+"""The communicator protocol: three collectives that move arrays between ranks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ..arrays import dlpack
 
 
 class Communicator(Protocol):
-    """A rank's way to the others. All ranks make the same calls in the same order.
+    """One rank's collectives with the others. All ranks make the same calls in the same order.
 
-    rank, size  this rank, from 0, and how many there are
+    rank, size  this rank, from 0, and the number of ranks
     traffic     bytes that this rank has sent, by function
 
-    An array may also be a tuple of arrays, which go together at the price of one; `out` and the result are tuples
-    then. With `out` given nothing is allocated.
+    An array may also be a tuple of arrays, which is exchanged in one collective; `out` and the result are then tuples.
+    With `out` given nothing is allocated.
     """
 
     traffic: collections.Counter[str]
@@ -29,23 +29,23 @@ class Communicator(Protocol):
     def size(self) -> int: ...
 
     def memory(self, nbytes: int, like: Any) -> Any:
-        """uint8 [nbytes] beside `like`, of the kind that is gathered fastest; not for `all_to_all`.
+        """uint8 [nbytes] on the device of `like`, of the kind that is gathered fastest; not for `all_to_all`.
 
-        All ranks ask for as much.
+        All ranks call this with the same size.
         """
 
     def all_gather(self, x: Any, out: Any = None, stream: Any = None) -> Any:
-        """Every rank's x, as [size, *x.shape]. x may be out[rank]: then it is not copied there."""
+        """Every rank's x, as [size, *x.shape]. If x is out[rank] it is not copied."""
 
     def reduce_scatter(self, x: Any, out: Any = None, stream: Any = None) -> Any:
-        """The sum over all ranks of their x[rank]. x is [size, ...], the result [...]."""
+        """The sum over all ranks of x[rank], rank being this rank. x is [size, ...], the result [...]."""
 
     def all_to_all(self, x: Any, out: Any = None, stream: Any = None) -> Any:
-        """What every rank has for this one: its x[rank]. x and the result are [size, ...]."""
+        """Every rank's x[rank], rank being this rank. x and the result are [size, ...]."""
 
 
 class Move(NamedTuple):
-    """An array on its way: what is sent and where what comes is put."""
+    """An array of a collective: the array sent, and the array that receives."""
 
     sent: Any
     received: Any
@@ -57,8 +57,8 @@ OPS = ("all_gather", "reduce_scatter", "all_to_all")
 def moves(op: str, rank: int, size: int, x: Any, out: Any) -> list[Move]:
     """The arrays of a call, NumPy or CuPy, with `out` allocated where it is None.
 
-    Raises TypeError or ValueError for arrays that do not fit: not contiguous, of another shape or dtype, elsewhere, or
-    over one another, where others would be sent what has come already.
+    Raises TypeError or ValueError for arrays that do not fit: not contiguous, of another shape or dtype, on another
+    device, or overlapping, so that received data would be sent on.
     """
     sent, received = as_tuple(x), (None,) * len(as_tuple(x)) if out is None else as_tuple(out)
     if not sent:
@@ -72,12 +72,12 @@ def moves(op: str, rank: int, size: int, x: Any, out: Any) -> list[Move]:
 
 
 def _check_apart(op: str, rank: int, arrays: list[Move]) -> None:
-    """Raise ValueError if what is written lies over what is sent or written besides, but for a rank's own part."""
+    """Raise ValueError if an array written overlaps with another array of the call, except for a rank's own part."""
     sent, received = ([_span(array) for array in some] for some in zip(*arrays, strict=True))
     for i, (start, end) in enumerate(received):
         others = [span for j, span in enumerate(received) if j != i]
         for j, (first, last) in enumerate(sent):
-            part = min(end - start, last - first)  # of a rank, where one of both has a part for each
+            part = min(end - start, last - first)  # of a rank, if one of both arrays has a part for each rank
             own = {"all_gather": first - start, "reduce_scatter": start - first}.get(op)
             if i != j or own != rank * part:
                 others.append((first, last))
@@ -87,7 +87,7 @@ def _check_apart(op: str, rank: int, arrays: list[Move]) -> None:
 
 
 def _span(array: Any) -> tuple[int, int]:
-    """The first byte of a contiguous array, and the one behind its last."""
+    """The first byte of a contiguous array, and the one after its last."""
     start = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
     return start, start + array.nbytes
 
@@ -116,18 +116,18 @@ def _move(op: str, size: int, x: Any, out: Any) -> Move:
 
 
 def described(op: str, arrays: list[Move]) -> str:
-    """What a rank is about to do, in words that are the same on every rank that does the same."""
+    """Describes a call in words that are equal on all ranks exactly if they make the same call."""
     return f"{op} of " + " and ".join(f"{move.sent.dtype} {list(move.sent.shape)}" for move in arrays)
 
 
 def sent_bytes(op: str, size: int, arrays: list[Move]) -> int:
-    """What a rank sends to others in a call."""
+    """The bytes that a rank sends to others in a call."""
     whole = sum(move.sent.nbytes for move in arrays)
     return whole * (size - 1) if op == "all_gather" else whole * (size - 1) // size
 
 
 def copy(to: Any, source: Any) -> None:
-    """A copy of bits: CuPy does not know every type."""
+    """Copy as bytes, as CuPy does not know every type."""
     bits = f"u{to.dtype.itemsize}"
     to.view(bits)[...] = source.view(bits)
 
@@ -137,6 +137,6 @@ def as_tuple(arrays: Any) -> tuple[Any, ...]:
 
 
 def result_of(x: Any, arrays: list[Move], framework: str) -> Any:
-    """What a call gives back: a tuple if it was given one."""
+    """The result of a call: a tuple if x is one."""
     results = tuple(dlpack.give(move.received, framework) for move in arrays)
     return results if isinstance(x, (tuple, list)) else results[0]

@@ -1,7 +1,7 @@
-"""Decodes over a context that is dealt out to ranks: each attends to what it has, and the results are made one.
+"""Decodes over a context sharded across ranks: each rank attends to its tokens, partial results are merged by LSE.
 
-Two ways to have q. Either every rank has q of all heads and gets out of all heads; or ranks split the heads too, as
-their projections do: then q is gathered over heads first, and of the results each rank gets those of its own heads.
+q comes in one of two forms. Either every rank has q of all heads and gets out of all heads; or the heads are sharded
+too, as by the projections: then q is gathered over heads first, and each rank gets the results of its own heads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..ops.sparse_attention import V_DIM, sparse_mla_decode
 from .communicator import Communicator, copy
 
 FLOAT32, BYTE = np.dtype(np.float32), np.dtype(np.uint8)
-WORTH_A_CALL = 4 << 20  # bytes that a rank may send more, if that saves one of two exchanges
+WORTH_A_CALL = 4 << 20  # further bytes that a rank may send to save one of two exchanges
 
 Attend = Callable[[Any, Any, Any], None]
 
@@ -33,12 +33,12 @@ class ContextAttention:
     """The decode attention of one rank of several.
 
     comm         the rank's communicator
-    split_heads  whether q has the rank's own heads alone: the h / size behind those of the ranks before it
+    split_heads  whether q has the rank's own heads only: h / size heads, ordered by rank
     observe      called with a part's name around each part of a call ("attend", "exchange", "merge")
 
-    Between q and out are buffers that stay where they are from call to call, so that a call that has been made once
-    with such shapes can be captured in a CUDA graph, with out and lse given (all ranks capture and replay together).
-    An instance serves one stream at a time, and may serve all layers of a model.
+    Its buffers keep their addresses from call to call, so a call can be captured in a CUDA graph if one with the same
+    shapes was made before and out and lse are given (all ranks capture and replay together). An instance serves one
+    stream at a time, and may serve all layers of a model.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class ContextAttention:
         self._dense_plan, self._sparse_plan = DenseDecodePlan(), DecodePlan()
 
     def queries(self, tokens: int, heads: int, dim: int, like: Any) -> Any:
-        """[tokens, heads, dim] of `like`'s dtype, for the rank's own heads to be written to: q from here is gathered as
-        it is, any other is copied first. The next call's queries are here too."""
+        """A buffer [tokens, heads, dim] of `like`'s dtype for q of the rank's own heads. q in this buffer is gathered
+        without a copy, any other q is copied first. Later calls return the same memory."""
         native = dlpack.borrow(like, "like")
         memory = self._array("q", (heads, tokens, dim), native.dtype, native)
         return dlpack.give(memory.transpose(1, 0, 2), dlpack.framework_of(like))
@@ -82,7 +82,7 @@ class ContextAttention:
         q              [T, h, 576], the same on every rank; or the rank's own heads
         k_cache        the rank's cache
         block_table    [>= T, B] int32, for each query the rank's pages (`local_block_table`)
-        cache_seqlens  [>= T] int32, how many of the rank's tokens each query sees (`local_seq_lens`)
+        cache_seqlens  [>= T] int32, number of the rank's tokens that each query sees (`local_seq_lens`)
         attn_sink      float32, of the heads of the result, or None
         out            [T, h, 512] of q's dtype to write instead of allocating
         lse            [T, h] float32 to write instead of allocating
@@ -119,7 +119,7 @@ class ContextAttention:
 
         q              [T, h, d], the same on every rank; or the rank's own heads
         k_cache        the rank's cache
-        indices        [T, topk] int32, the rank's share of what each query attends to, as slots of its cache
+        indices        [T, topk] int32, the rank's part of the rows that each query attends to, as slots of its cache
                        (`localise_indices`; `local_window` for a cache that every rank has)
         topk_length    [T] int32 or None
         extra_indices  [T, extra_topk] int32 or None, of extra_k_cache
@@ -177,9 +177,9 @@ class ContextAttention:
         return everyones.reshape(-1, tokens, dim).transpose(1, 0, 2)
 
     def _everything_to_all(self, attend: Attend, q: Any, sink: Any, out: Any, lse: Any) -> None:
-        """Every rank gets all results, and merges all heads."""
+        """Every rank receives all partial results, and merges all heads."""
         rows, size = math.prod(out.shape[:-1]), self.comm.size
-        at_lse = rows * V_DIM * q.dtype.itemsize  # of a rank's piece, which goes as it is; out is before it
+        at_lse = rows * V_DIM * q.dtype.itemsize  # in a rank's piece, which is sent whole: out, then lse
         nbytes = aligned_bytes(at_lse + rows * FLOAT32.itemsize)
         memory = self._array("pieces", (size * nbytes,), BYTE, q)
 
@@ -196,10 +196,10 @@ class ContextAttention:
         self._merge(parts, lses, sink, out, lse)
 
     def _by_heads(self, attend: Attend, q: Any, sink: Any, out: Any, lse: Any) -> None:
-        """Every rank gets the results of its own heads, of which out and lse are, and merges them."""
+        """Every rank receives the partial results of its own heads and merges them; out and lse have these heads."""
         size = self.comm.size
         tokens, heads, _ = q.shape
-        # Heads first: those of a rank are one piece.
+        # Heads come first, so that a rank's heads are contiguous.
         part, part_lse = self._arrays(self._exchanged_arrays, "part", (heads, tokens, V_DIM), q)
         with self.observe("attend"):
             attend(q, part.transpose(1, 0, 2), part_lse.T)
@@ -210,7 +210,7 @@ class ContextAttention:
         self._merge(parts.transpose(0, 2, 1, 3), parts_lse.transpose(0, 2, 1), sink, out, lse)
 
     def _each_some_heads(self, attend: Attend, q: Any, sink: Any, out: Any, lse: Any) -> None:
-        """Every rank merges some heads, and all get all of them: less to send than everything to all."""
+        """Every rank merges some heads, then all ranks gather them: fewer bytes than sending everything to all."""
         size = self.comm.size
         tokens, heads, _ = q.shape
         own = heads // size
@@ -235,13 +235,13 @@ class ContextAttention:
 
     @staticmethod
     def _arrays(workspace: Workspace, name: str, shape: tuple[int, ...], like: Any) -> tuple[Any, Any]:
-        """For results of this shape, of `like`'s dtype, and their lse."""
+        """Arrays for results of this shape, of `like`'s dtype, and for their lse."""
         lse = workspace.shaped(f"{name}_lse", shape[:-1], FLOAT32, like)
         return workspace.shaped(name, shape, like.dtype, like), lse
 
 
 def is_merged_by_heads(size: int, heads: int, result_bytes: int) -> bool:
-    """Whether ranks that all want all heads had better merge some each, and then tell the others, in two exchanges."""
+    """Whether ranks that all need all heads should merge some heads each and then gather them, in two exchanges."""
     all_to_all, by_heads = result_bytes * (size - 1), 2 * result_bytes * (size - 1) // size
     return heads % size == 0 and all_to_all - by_heads > WORTH_A_CALL
 
@@ -269,13 +269,13 @@ def outputs(q: Any, shape: tuple[int, ...], out: Any, lse: Any) -> tuple[Any, An
 def local_window(
     swa_indices: Any, swa_lens: Any, rank: int, size: int, *, out: Any = None, backend: str | None = None
 ) -> tuple[Any, Any]:
-    """A rank's share of the windows in a cache that every rank has whole: every rank takes as many columns.
+    """A rank's part of the windows in a cache that is whole on every rank: all ranks take equally many columns.
 
     swa_indices  [T, W] or [T, 1, W] int32 slots
     swa_lens     [T] int32
     out          [T] int32 to write instead of allocating
 
-    Returns the columns of swa_indices, [T, W / size] without a copy, and how many entries of each are in use.
+    Returns the rank's columns of swa_indices, [T, W / size] without a copy, and the entries in use of each row.
     Raises ValueError for swa_indices of another shape.
     """
     columns = dlpack.borrow(swa_indices, "swa_indices")

@@ -1,7 +1,7 @@
-"""A dense MLA layer on one of several ranks, one step: latent rows dealt out, every token attends to all ranks' rows.
+"""One step of a dense MLA layer on one of several ranks: latent rows are sharded, tokens attend to all ranks' rows.
 
-All tokens go the way of decodes, in the latent space: each has its own count of the rank's rows, new ones included, so
-prefills need nothing gathered, at the price of 576 values a key and head where projected keys have 192.
+Prefills take the decode path, in the latent space: each token has its own count of the rank's rows, new ones included.
+Prefills need no gather, but read 576 values a key and head where projected keys have 192.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from ..dispatch.call import Call
 from ..dispatch.values import check_kind
 from ..layers.dense import MLACommonImpl, Observer, bits_of, not_observed
 from ..ops.dense_cache import concat_and_cache_mla
-from .checks import check_dense_forward
 from .communicator import Communicator
 from .context import ContextAttention
+from .validation import check_dense_forward
 
 
 class ShardedMLALayer:
-    """`MLACommonImpl` of one rank, whose heads are those of its weights; its cache has the rank's share of the rows.
+    """`MLACommonImpl` of one rank: its heads are those of its weights, its cache has the rank's part of the rows.
 
     layer        after process_weights_after_loading
     comm         the rank's communicator
-    split_heads  whether the layer has the rank's own heads alone, and q too
+    split_heads  whether the layer and q have the rank's own heads only
     """
 
     def __init__(self, layer: MLACommonImpl, comm: Communicator, *, split_heads: bool = False) -> None:
@@ -58,7 +58,7 @@ class ShardedMLALayer:
         slot_mapping   [T] int64 in the rank's cache, -1 for rows of other ranks (`local_slot_mapping`)
         output         [T, num_heads * V] of q's dtype to write instead of allocating
         k_scale        of an FP8 cache, as in MLACommonImpl
-        max_seqlen     a bound on cache_seqlens that is known on the host
+        max_seqlen     an upper bound of cache_seqlens known on the host
         observe        called with an op's name around each op ("insert", "absorb", "decode", "exchange", "merge")
 
         Returns output.

@@ -1,7 +1,7 @@
-"""Whole attention layers of V4 and V3.2 on one of several ranks: rows dealt out, all that selects them on every rank.
+"""Whole attention layers of V4 and V3.2 on one of several ranks: rows are sharded, the indexer's keys replicated.
 
-Compressed rows (V4) or latent rows (V3.2) are the rank's share; windows, compressors' states and the indexer's keys
-are whole, so that every rank selects the same rows. Heads are on every rank.
+Compressed rows (V4) or latent rows (V3.2) are sharded across ranks. Windows, compressors' states and the indexer's keys
+are replicated, so that every rank selects the same rows. Every rank has all heads.
 """
 
 from __future__ import annotations
@@ -13,36 +13,22 @@ from typing import Any
 from ..arrays import dlpack
 from ..arrays.streams import InOrder
 from ..dispatch.values import check_kind
-from ..kernels.types.shard import Shard
 from ..layers.sparse import Observer, not_observed
-from ..models.checks import begin
 from ..models.deepseek_v4 import DeepseekV4Attention, DeepseekV4Caches, V4Step
 from ..models.deepseek_v32 import DeepseekV32Attention, DeepseekV32Caches, V32Step
 from ..models.hidden_states import attend
+from ..models.validation import begin
 from ..ops.dense_cache import concat_and_cache_mla
 from ..ops.shards import localise_indices
-from .checks import check_rank_rows
 from .communicator import Communicator
 from .context import ContextAttention
-from .sparse_layer import ShardedCompressedCache, ShardedSparseMLALayer
-
-
-@dataclass(frozen=True)
-class RankRows:
-    """Where a rank has its share of the rows, for one step.
-
-    shard         how rows are dealt out
-    block_table   [num_reqs, B] int32, the rank's pages of each request, as many as its rows of the longest one need
-    slot_mapping  [n] int64, where it writes this step's rows; -1 for those of other ranks (`local_slot_mapping`)
-    """
-
-    shard: Shard
-    block_table: Any
-    slot_mapping: Any
+from .rank_rows import RankRows, ShardedCompressedCache
+from .sparse_layer import ShardedSparseMLALayer
+from .validation import check_rank_rows
 
 
 class ShardedDeepseekV4Attention:
-    """`DeepseekV4Attention` of one rank: the compressed cache of what `step` is given has the rank's share."""
+    """`DeepseekV4Attention` of one rank: the compressed cache given to `step` has the rank's part of the rows."""
 
     def __init__(self, attention: DeepseekV4Attention, comm: Communicator) -> None:
         check_kind(DeepseekV4Attention, attention=attention)
@@ -61,7 +47,7 @@ class ShardedDeepseekV4Attention:
         stream: Any = None,
         observe: Observer = not_observed,
     ) -> Any:
-        """As `DeepseekV4Attention.step`; rows: of the compressed cache, None for a layer without one."""
+        """The same as `DeepseekV4Attention.step`; rows: of the compressed cache, None for a layer without one."""
         layer = self.attention
         if isinstance(rows, RankRows) != (layer.ratio > 1):
             expected = "None" if layer.ratio == 1 else "RankRows"
@@ -81,7 +67,7 @@ class _RankV4Step(V4Step):
     sharded: ShardedSparseMLALayer
 
     def pool(self, pooled: Any) -> None:
-        """By one compressor after the other: their rows have different slots."""
+        """Pool with one compressor after the other, as their rows have different slots."""
         assert self.rows is not None
         layer, own = self.layer, self.layer.compressors[0]
         scores = pooled[:, : own.columns]
@@ -96,11 +82,11 @@ class _RankV4Step(V4Step):
             )
 
     def side(self) -> InOrder:
-        """Exchanges between ranks keep to one stream."""
+        """Work is done in order: exchanges between ranks must stay on one stream."""
         return InOrder()
 
     def decode_slots(self) -> None:
-        """None: rows are counted over all ranks, of which each maps its own."""
+        """None: selected rows are counted over all ranks, and each rank maps its own."""
 
     def attend(
         self, q: Any, topk_indices: Any, slots: tuple[Any, Any] | None, o: Any, join: Callable[[], None]
@@ -114,7 +100,7 @@ class _RankV4Step(V4Step):
 
 
 class ShardedDeepseekV32Attention:
-    """`DeepseekV32Attention` of one rank: the rows of what `step` is given are the rank's share."""
+    """`DeepseekV32Attention` of one rank: the rows of the caches given to `step` are the rank's part."""
 
     def __init__(self, attention: DeepseekV32Attention, comm: Communicator) -> None:
         check_kind(DeepseekV32Attention, attention=attention)
@@ -133,7 +119,7 @@ class ShardedDeepseekV32Attention:
         stream: Any = None,
         observe: Observer = not_observed,
     ) -> Any:
-        """As `DeepseekV32Attention.step`; rows: of the latent rows."""
+        """The same as `DeepseekV32Attention.step`; rows: of the latent rows."""
         layer = self.attention
         check_kind(RankRows, rows=rows)
         layer.check_step(hidden_states, layer_caches, metadata, topk_indices, whole=False)
@@ -156,7 +142,7 @@ class _RankV32Step(V32Step):
         )
 
     def decode_slots(self) -> None:
-        """None: positions are counted over all ranks, of which each maps its own."""
+        """None: positions are counted over all ranks, and each rank maps its own."""
 
     def attend(self, q: Any, topk_indices: Any, slots: tuple[Any, Any] | None, o: Any) -> None:
         layer, step, rows = self.layer, self.metadata.tokens, self.rows

@@ -1,4 +1,4 @@
-"""Queries of a prefill shared out to ranks, so that causal work is even: a rank takes an early and a late piece."""
+"""Shards a prefill's queries across ranks with even causal work: a rank takes an early and a late piece."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CausalPiece:
     """A call of `mha_varlen` with causal=True: one piece of each request, and the keys that its last query sees.
 
     tokens        [n] int32, queries among those of the step
-    keys          [m] int32, rows of K and V among those of the step, a request's from its first on
+    keys          [m] int32, rows of K and V among those of the step; of each request its first rows
     cu_seqlens_q  [R + 1] int32
     cu_seqlens_k  [R + 1] int32
     """
@@ -30,11 +30,11 @@ class CausalPiece:
 
 
 @dataclass(frozen=True)
-class QueryShares:
-    """Which rank has which tokens of a step. Arrays are on the host; put them on a device once a step.
+class QueryShards:
+    """The tokens of a step on each rank. Arrays are on the host; copy them to the device once a step.
 
-    tokens  [size, count] int32, tokens of each rank in ascending order, filled up with -1
-    places  [num_tokens] int32: where among all ranks' rows, [size * count], a token's row is
+    tokens  [size, count] int32, tokens of each rank in ascending order, padded with -1
+    places  [num_tokens] int32: index of a token's row among all ranks' rows, [size * count]
     pieces  [size] of two CausalPieces
     """
 
@@ -50,7 +50,7 @@ class QueryShares:
     def gather(self, comm: Communicator, rows: Any, places: Any = None) -> Any:
         """Rows of all tokens, [num_tokens, ...] in their order, from each rank's own, [n, ...]: K of the new tokens.
 
-        places  `self.places` where the rows are, for steps that must not copy it
+        places  `self.places` on the rows' device, for steps that must not copy it
         """
         native = dlpack.borrow(rows, "rows")
         size, count = self.tokens.shape
@@ -67,14 +67,14 @@ class QueryShares:
 
 
 @plain_integers
-def share_queries(query_start_loc: Any, size: int) -> QueryShares:
-    """Deal out the queries of a step.
+def shard_queries(query_start_loc: Any, size: int) -> QueryShards:
+    """Shard the queries of a step.
 
     query_start_loc  [R + 1] integers on the host, ascending from 0
     size             ranks
 
-    Each request is cut into 2 * size pieces, one behind another, as even as can be; rank r takes pieces r and
-    2 * size - 1 - r. What they see, a late piece more and an early one less, adds up to the same for all ranks.
+    Each request is divided into 2 * size consecutive pieces, as even as possible; rank r takes pieces r and
+    2 * size - 1 - r. An early piece sees fewer keys and a late one more, so their sum is the same for all ranks.
     """
     check_integers(1, size=size)
     starts = np.asarray(query_start_loc)
@@ -106,7 +106,7 @@ def share_queries(query_start_loc: Any, size: int) -> QueryShares:
     for rank, tokens in enumerate(owned):
         table[rank, : len(tokens)] = tokens
         places[tokens] = rank * count + np.arange(len(tokens))
-    return QueryShares(table, places, pieces)
+    return QueryShards(table, places, pieces)
 
 
 def joined(parts: list[np.ndarray]) -> np.ndarray:

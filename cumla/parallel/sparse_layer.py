@@ -1,54 +1,32 @@
-"""A sparse attention layer of a DeepSeek V4 class model on one of several ranks, one step.
+"""One step of a sparse attention layer of a DeepSeek V4 class model on one of several ranks.
 
-The layer's compressed rows are dealt out; the window's rows, which are few, and what selects compressed rows are on
-every rank. Each rank attends to its compressed rows and to its share of the window, decodes and prefills alike.
+The layer's compressed rows are sharded; the window's rows, which are few, and the indexer's keys are replicated on
+every rank. Each rank attends to its compressed rows and to its part of the window, for decodes and prefills.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from ..arrays import dlpack, streams
 from ..dispatch.values import check_kind
 from ..kernels.types.metadata import C128A_RATIO
-from ..kernels.types.shard import Shard
 from ..layers.sparse import Observer, SparseMLALayer, not_observed
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 from ..ops.shards import localise_indices
 from ..ops.sparse_attention import V_DIM
 from ..ops.sparse_cache import quantize_and_insert_k_cache
-from .checks import check_sparse_step
 from .communicator import Communicator
 from .context import ContextAttention, local_window
-
-
-@dataclass(frozen=True)
-class ShardedCompressedCache:
-    """A rank's compressed rows of one layer, and what a step adds to them.
-
-    cache         uint8 [num_blocks, block_size, 584] (or rows of numbers), of the layer's layout
-    block_table   [num_reqs, B] int32, the rank's pages of each request
-    shard         how compressed rows are dealt out
-    k             [n, 512] bfloat16, all rows that this step completes; None: they are in the cache already
-    slot_mapping  [n] int64, their slots in the rank's cache, -1 for those of other ranks (`local_slot_mapping`)
-    topk_indices  [num_tokens, topk] int32, rows each token selects, counted over all ranks; -1: none. None for a
-                  C128A layer, which takes all
-    """
-
-    cache: Any
-    block_table: Any
-    shard: Shard
-    k: Any = None
-    slot_mapping: Any = None
-    topk_indices: Any = None
+from .rank_rows import ShardedCompressedCache
+from .validation import check_sparse_step
 
 
 class ShardedSparseMLALayer:
-    """`SparseMLALayer` of one rank: the same step, over caches of which the rank has its share.
+    """`SparseMLALayer` of one rank: the same step, over the rank's part of the compressed rows.
 
     comm         the rank's communicator
-    split_heads  whether q has the rank's own heads alone
+    split_heads  whether q has the rank's own heads only
     """
 
     def __init__(
@@ -73,14 +51,14 @@ class ShardedSparseMLALayer:
         """Insert this step's rows and attend.
 
         q           [num_tokens, h, 512] bfloat16, RoPE applied; on the host also float32, without k
-        k           [num_tokens, 512] bfloat16, RoPE applied; None: the rows are in the cache already
-        swa_cache   the window's, which every rank has whole
+        k           [num_tokens, 512] bfloat16, RoPE applied; None: the cache contains the rows already
+        swa_cache   the window cache, replicated on every rank
         metadata    of the step's batch, the same on every rank
         compressed  for ratios 4 and 128
         out         [num_tokens, h, 512] to write instead of allocating
         observe     called with an op's name around each op ("insert", "map", "decode", "prefill", "exchange", "merge")
 
-        Returns out, of the rank's own heads where heads are split. Rows of padding tokens are not defined.
+        Returns out, of the rank's own heads with split_heads. Rows of padding tokens are not defined.
         Raises TypeError or ValueError, before anything is written or sent, for an argument that does not fit.
         """
         layer = self.layer

@@ -1,6 +1,7 @@
-"""Where ranks leave word for one another: in a process, in a folder that all see, or with one of them over TCP.
+"""Stores for messages between ranks: in a process, in a folder that all ranks see, or in one rank over TCP.
 
-Only words go this way: who is there, what each is about to do, who failed. Arrays go through a communicator.
+Stores hold short messages: which ranks are present, what each is about to do, which failed. Arrays are moved by a
+communicator.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ class Store(Protocol):
     def set(self, key: str, value: Any) -> None: ...
 
     def get(self, key: str) -> Any:
-        """The value, or None where there is none yet."""
+        """The value, or None if the key is not set yet."""
 
     def delete(self, key: str) -> None: ...
 
     def wait(self, seconds: float) -> None:
-        """Return when something was set, or after so many seconds, whichever is sooner; maybe earlier."""
+        """Return when a key was set or after so many seconds, whichever is sooner; may return earlier."""
 
 
 class MemoryStore:
-    """For ranks that are threads of one process: values stay what they are."""
+    """For ranks that are threads of one process; values are kept as objects."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
         self._changed, self._sets = threading.Condition(), 0
-        self._seen = threading.local()  # how many sets there were when this thread's last wait ended
+        self._seen = threading.local()  # the count of sets when this thread's last wait ended
 
     def set(self, key: str, value: Any) -> None:
         with self._changed:
@@ -54,7 +55,7 @@ class MemoryStore:
 
     def wait(self, seconds: float) -> None:
         with self._changed:
-            if getattr(self._seen, "sets", None) == self._sets:  # else something was set between a look and this
+            if getattr(self._seen, "sets", None) == self._sets:  # otherwise a key was set between the last get and this
                 self._changed.wait(seconds)
             self._seen.sets = self._sets
 
@@ -63,7 +64,7 @@ POLL_SECONDS = 0.002
 
 
 class FileStore:
-    """A folder that all ranks see, empty at the start of a run: a file a value."""
+    """A folder that all ranks see, empty at the start of a run, with one file a value."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)
@@ -73,7 +74,7 @@ class FileStore:
         handle, name = tempfile.mkstemp(dir=self._folder, prefix=".")
         with os.fdopen(handle, "wb") as file:
             pickle.dump(value, file)
-        os.replace(name, self._path(key))  # whole or not at all
+        os.replace(name, self._path(key))  # atomic: a reader sees the whole value or none
 
     def get(self, key: str) -> Any:
         try:
@@ -94,12 +95,12 @@ class FileStore:
 class TcpStore:
     """Values kept by one process, which calls `serve`, and read by the others over TCP.
 
-    address     (host, port) of the one that serves
-    key         a secret of the run, without which nobody is let in
-    time_limit  seconds that it is given to come, and to answer
+    address     (host, port) of the serving process
+    key         a secret of the run; the server refuses clients without it
+    time_limit  seconds to wait for the server to start, and for its answers
 
-    Raises TimeoutError if nobody serves, ValueError for another key, ConnectionError if the one that serves is gone,
-    does not answer, or is something else.
+    Raises TimeoutError if no process serves, ValueError for another key, ConnectionError if the serving process is
+    gone, does not answer, or is not a store.
     """
 
     def __init__(self, address: tuple[str, int], key: bytes, time_limit: float = 60.0) -> None:
@@ -112,7 +113,7 @@ class TcpStore:
                 break
             except ConnectionRefusedError:
                 if time.monotonic() > end:
-                    raise TimeoutError(f"address: nobody serves {address} after {time_limit:.0f} s") from None
+                    raise TimeoutError(f"address: no process serves {address} after {time_limit:.0f} s") from None
                 time.sleep(0.05)
         if not self._connection.poll(time_limit):
             raise self._gone()
@@ -121,9 +122,9 @@ class TcpStore:
             deliver_challenge(self._connection, key)
         except AuthenticationError:
             raise ValueError(f"key: got another one than the process that serves {address}") from None
-        except (AssertionError, EOFError, OSError):  # what speaks in another way, or ended
+        except (AssertionError, EOFError, OSError):  # another protocol, or the process ended
             self._connection.close()
-            raise ConnectionError(f"address: what is at {address} is gone, or no process that serves") from None
+            raise ConnectionError(f"address: the process at {address} is gone, or does not serve a store") from None
 
     @staticmethod
     def serve(key: bytes, host: str = "127.0.0.1", port: int = 0) -> tuple[str, int]:
@@ -152,7 +153,7 @@ class TcpStore:
         time.sleep(min(seconds, POLL_SECONDS))
 
     def _say(self, *words: Any) -> None:
-        """Nothing is answered but "get": who only leaves a last word never waits."""
+        """Send a request. Only "get" is answered, so a rank that sets its last message never waits."""
         try:
             self._connection.send(words)
         except OSError:
@@ -165,7 +166,7 @@ class TcpStore:
         raise self._gone()
 
     def _gone(self) -> ConnectionError:
-        self._connection.close()  # or an answer that comes late would be taken for that of another question
+        self._connection.close()  # otherwise a late answer would be taken for the answer to a later request
         return ConnectionError(
             f"address: the process that serves {self._address} is gone, or did not answer for {self._time_limit:g} s"
         )
@@ -179,13 +180,13 @@ def _check_key(key: Any) -> None:
 def _let_in(listener: Listener, key: bytes) -> None:
     values: dict[str, bytes] = {}
     while True:
-        with contextlib.suppress(OSError):  # of one that has gone before it was let in
+        with contextlib.suppress(OSError):  # the client left before it was accepted
             connection = listener.accept()
             threading.Thread(target=_serve, args=(connection, key, values), daemon=True).start()
 
 
 def _serve(connection: Any, key: bytes, values: dict[str, bytes]) -> None:
-    """Answer one process until it goes."""
+    """Answer one process until it disconnects."""
     with connection, contextlib.suppress(OSError, EOFError, AuthenticationError):
         deliver_challenge(connection, key)
         answer_challenge(connection, key)

@@ -1,6 +1,6 @@
 """Ranks that are threads of one process, with NumPy arrays: for machines without a GPU, and for tests.
 
-Arrays may be CuPy's of one GPU too, which then is all ranks': results can be looked at so, speed cannot.
+Arrays may also be CuPy's on one GPU that all ranks share: this shows whether results are right, not their speed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .communicator import Move, as_tuple, copy, described, moves, result_of, sen
 from .store import MemoryStore
 
 T = TypeVar("T")
-GRACE_SECONDS = 5.0  # for ranks to end, once they are told to
+GRACE_SECONDS = 5.0  # for ranks to end after an interrupt
 
 
 class ThreadCommunicator:
-    """A Communicator between threads. Every call waits for all ranks; what is wrong is a RankError on each.
+    """A Communicator between threads. Every call waits for all ranks; an error becomes a RankError on each rank.
 
     traffic  bytes that this rank has sent, by function
     """
@@ -58,7 +58,7 @@ class ThreadCommunicator:
         for i, move in enumerate(arrays):
             receive([theirs[i].sent for _, theirs in everyones], move.received)
         settle(arrays)
-        self.agreement.exchange(f"the end of call {self._calls}", True)  # before somebody changes what he sent
+        self.agreement.exchange(f"the end of call {self._calls}", True)  # before a rank changes the array it sent
         self.traffic[op] += sent_bytes(op, self.size, arrays)
         return result_of(x, arrays, dlpack.framework_of(as_tuple(x)[0]))
 
@@ -76,11 +76,11 @@ class ThreadCommunicator:
 
 def gather(sent: list[Any], received: Any) -> None:
     for rank, x in enumerate(sent):
-        copy(received[rank : rank + 1], x[None])  # which has an axis where x has none
+        copy(received[rank : rank + 1], x[None])  # the part of `received` has a leading axis that x lacks
 
 
 def settle(arrays: list[Move]) -> None:
-    """Wait for what is done to a device's arrays, of which another thread's stream knows nothing."""
+    """Wait for the work on a device's arrays: another thread's stream is not ordered after it."""
     if not isinstance(arrays[0].sent, np.ndarray):
         sys.modules["cupy"].cuda.get_current_stream().synchronize()
 
@@ -88,9 +88,9 @@ def settle(arrays: list[Move]) -> None:
 def run_threads(size: int, function: Callable[[ThreadCommunicator], T], time_limit: float = 60.0) -> list[T]:
     """Call `function` with a communicator in a thread for each rank. Returns what each returned.
 
-    time_limit  seconds that a rank waits for the others in a call, and that they are given to end once one has failed
+    time_limit  seconds that a rank waits for the others in a call, and that the others have to end after one failed
 
-    Raises RankError that names the rank that failed, with its error as the cause, or that goes on without an end. An
+    Raises RankError, which names the rank that failed, with its error as the cause, or the ranks that do not end. An
     interrupt ends the ranks at their next call, and is raised when they have ended, or after GRACE_SECONDS.
     """
     check_integers(1, size=size)
@@ -121,11 +121,11 @@ def run_threads(size: int, function: Callable[[ThreadCommunicator], T], time_lim
         for rank in range(size):
             Agreement(store, rank, size).end(interrupt)
         end = time.monotonic() + GRACE_SECONDS
-        # A thread is taken for dead once a join has been interrupted: look at what ranks leave.
+        # After an interrupted join a thread counts as dead: check the results of the ranks instead.
         while any(rank not in results and rank not in errors for rank in range(size)) and time.monotonic() < end:
             time.sleep(0.001)
         raise
-    # The first cause: an error that is not about other ranks.
+    # The root cause: an error that does not blame other ranks.
     first = min(errors, key=lambda rank: (isinstance(errors[rank], RankError), rank), default=None)
     if first is not None:
         error = errors[first]

@@ -6,8 +6,8 @@ A row is a function of (seed, layer, kind, token) alone: integers are hashed to 
 What real activations have and plain noise lacks: heavy tails (each value is a normal times a log-normal) and a
 few hot channels per layer, far from 0 and always to the same side.
 
-K is [n, 512]. Head h of Q is a row of the token times a pattern of the head. RoPE turns the last 64 values.
-A compressed row is the mean of the unturned rows of its group, turned at the group's first position.
+K is [n, 512]. Head h of Q is a row of the token times a pattern of the head. RoPE rotates the last 64 values.
+A compressed row is the mean of the rows of its group before RoPE, rotated at the group's first position.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class Activations:
         """Unturned rows [n, 512] float32 that the heads of Q are made from."""
         return self._rows(token_keys, Q)
 
-    def queries(self, turned: Any, out: Any) -> None:
-        """Write Q [n, h, 512] bfloat16 for turned q_rows [n, 512] float32."""
+    def queries(self, rotated: Any, out: Any) -> None:
+        """Write Q [n, h, 512] bfloat16 for rotated q_rows [n, 512] float32."""
         heads = len(self._pattern)
         step = max(1, self._rows_at_once * 8 // heads)
-        for first in range(0, len(turned), step):
+        for first in range(0, len(rotated), step):
             some = slice(first, first + step)
-            # A pattern is the same for both values that RoPE turns together, so it may come after.
-            out[some] = (turned[some, None] * self._pattern).astype(BFLOAT16)
+            # A pattern is the same for both values that RoPE rotates together, so it may come after.
+            out[some] = (rotated[some, None] * self._pattern).astype(BFLOAT16)
 
     def _rows(self, token_keys: np.ndarray, kind: int) -> Any:
         xp = self.xp
@@ -92,15 +92,15 @@ def token_rows(token_keys: np.ndarray, seed: int, layer: int, width: int, xp: An
 
 
 def apply_rope(rows: Any, positions: Any, xp: Any) -> Any:
-    """Rows [n, 512] float32 with their last 64 values turned, in neighbouring pairs, by their positions [n]."""
+    """Rows [n, 512] float32 with their last 64 values rotated, in neighbouring pairs, by their positions [n]."""
     frequencies = ROPE_BASE ** (-np.arange(0, ROPE_DIM, 2) / ROPE_DIM)
     angles = xp.asarray(positions).astype(np.float64)[:, None] * xp.asarray(frequencies)
     cos, sin = xp.cos(angles).astype(np.float32), xp.sin(angles).astype(np.float32)
     even, odd = rows[:, NOPE_DIM::2], rows[:, NOPE_DIM + 1 :: 2]
-    turned = rows.copy()
-    turned[:, NOPE_DIM::2] = even * cos - odd * sin
-    turned[:, NOPE_DIM + 1 :: 2] = odd * cos + even * sin
-    return turned
+    rotated = rows.copy()
+    rotated[:, NOPE_DIM::2] = even * cos - odd * sin
+    rotated[:, NOPE_DIM + 1 :: 2] = odd * cos + even * sin
+    return rotated
 
 
 def _heavy_tailed(low: Any, high: Any, salt: Any, xp: Any) -> Any:
@@ -148,7 +148,7 @@ def _mix_number(x: int) -> int:
 
 
 def _channels(seed: int, layer: int, kind: int, std: float, xp: Any) -> tuple[Any, Any]:
-    """Gain and offset [512] float32 of each channel; hot ones are not among those that RoPE turns."""
+    """Gain and offset [512] float32 of each channel; hot ones are not among the channels that RoPE rotates."""
     rng = np.random.default_rng([seed, layer, kind])
     gain, offset = np.full(HEAD_DIM, std), np.zeros(HEAD_DIM)
     hot = rng.choice(NOPE_DIM, NUM_HOT, replace=False)

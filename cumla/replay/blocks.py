@@ -22,7 +22,7 @@ Prefix = tuple[int, int]
 class BlockPool:
     """Blocks 0 to num_blocks - 1. Each is free, held by one request or more, or idle.
 
-    An idle block is held by nobody but keeps the rows of a prefix, until room is needed: the pair that has
+    An idle block is held by no request but keeps the rows of a prefix, until room is needed: the pair that has
     been idle for longest goes first.
     """
 

@@ -1,6 +1,6 @@
 """The dense layers of a replay: latent rows in 16 bits, keys and values of every head out of them.
 
-Rows come from the same activations as a sparse layer's: kv_c is what K is there, k_pe the part that RoPE turns of a
+Rows come from the same activations as a sparse layer's: kv_c is what K is there, k_pe the part that RoPE rotates of a
 second kind of row, q the last values of each head. The projection is made of a seed. Checks are against attention in
 float64 over every row of a request, with K and V projected for each head.
 """
@@ -15,14 +15,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ..arrays.memory import to_host
 from ..dispatch.backends import array_module
 from ..dispatch.call import BFLOAT16
 from ..layers.dense import MLACommonImpl
 from ..layers.sparse import Observer
 from ..layout import MLA_BF16
 from ..metadata import MLACommonMetadata, MLACommonMetadataBuilder, MLACommonState, MLAConfig
+from ..timing import Stopwatch
 from .activations import K_STD, NOPE_DIM, Q_STD, ROPE_DIM, Activations, apply_rope
-from .device import Stopwatch, to_host
 from .options import MAX_RUNNING, ReplayOptions
 from .scheduler import Sequence
 from .step_batch import SWA_BLOCK, SWA_PAGES, StepBatch

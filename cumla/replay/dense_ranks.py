@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.memory import to_host
 from ..dispatch.call import BFLOAT16
 from ..layers.sparse import Observer
 from ..layout import MLA_BF16
 from ..parallel import Communicator, Shard, ShardedMLALayer, local_block_table, local_seq_lens, local_slot_mapping
 from .dense import E4M3, FP8_SCALE, SCALE, DenseInputs, DenseLayer
-from .device import to_host
 from .options import ReplayOptions
-from .ranks import Dealing, deal
+from .ranks import Sharding, sharding_of
 from .scheduler import Sequence
 from .step_batch import SWA_BLOCK, StepBatch
 from .verify import ROUNDED_PARTS
@@ -28,13 +28,13 @@ class RankDenseLayer(DenseLayer):
         super().__init__(index, name, options)
         self.comm, self.backend = comm, options.backend
         self.whole_cache_bytes = self.cache_bytes
-        self.cache = self.xp.zeros((len(self.cache), self.dealing.rows, MLA_BF16.head_dim), self.cache.dtype)
+        self.cache = self.xp.zeros((len(self.cache), self.sharding.rows, MLA_BF16.head_dim), self.cache.dtype)
         self.sharded = ShardedMLALayer(self.attention, comm)
         self.sent = 0  # bytes, in the last step
 
     @property
-    def dealing(self) -> Dealing:
-        return deal(SWA_BLOCK, self.comm.rank, self.comm.size)
+    def sharding(self) -> Sharding:
+        return sharding_of(SWA_BLOCK, self.comm.rank, self.comm.size)
 
     @property
     def compressed_bytes(self) -> int:
@@ -44,18 +44,18 @@ class RankDenseLayer(DenseLayer):
     def whole_compressed_bytes(self) -> int:
         return self.whole_cache_bytes
 
-    def share_of_step(self, inputs: DenseInputs, batch: StepBatch, observe: Observer) -> Any:
+    def sharded_step(self, inputs: DenseInputs, batch: StepBatch, observe: Observer) -> Any:
         """Out [n, h, 128] bfloat16."""
-        dealing, backend, xp, common = self.dealing, self.backend, self.xp, batch.common
+        sharding, backend, xp, common = self.sharding, self.backend, self.xp, batch.common
         with observe("map"):
-            table = local_block_table(common.block_table_tensor, Shard(*dealing.table), backend=backend)
+            table = local_block_table(common.block_table_tensor, Shard(*sharding.table), backend=backend)
             slots = local_slot_mapping(
-                common.query_start_loc, common.seq_lens, table, dealing.rows, dealing.shard,
+                common.query_start_loc, common.seq_lens, table, sharding.rows, sharding.shard,
                 num_tokens=batch.num_tokens, backend=backend,
             )  # fmt: skip
             requests = np.repeat(np.arange(len(batch.scheduled)), np.diff(batch.starts))
             seen = xp.asarray((batch.positions + 1).astype(np.int32))
-            lens = local_seq_lens(seen, dealing.shard, backend=backend)
+            lens = local_seq_lens(seen, sharding.shard, backend=backend)
             tables = table[xp.asarray(requests)]
         before = sum(self.comm.traffic.values())
         out = self.sharded.forward(

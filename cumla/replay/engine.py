@@ -12,11 +12,12 @@ from ..dispatch.backends import array_module
 from ..dispatch.call import BFLOAT16
 from ..metadata import DeepseekSparseSWAMetadataBuilder, ServingConfig
 from ..parallel import Communicator
+from ..timing import Stopwatch
+from . import whole_verify
 from .activations import HEAD_DIM
 from .blocks import BLOCK_TOKENS, BlockPool
 from .dense import DENSE, DenseLayer, DenseMetadata, dense_bytes_moved
 from .dense_ranks import RankDenseLayer
-from .device import Stopwatch
 from .layers import Layer
 from .options import MAX_RUNNING, WHOLE_LAYERS, ReplayOptions
 from .ranks import RankLayer
@@ -26,6 +27,8 @@ from .trace import HASH_TOKENS, TraceRequest
 from .verify import Sample, Verifier
 from .whole import WholeLayer, WholeMetadata
 from .whole_ranks import RankWholeLayer
+from .whole_traffic import whole_bytes_moved
+from .whole_verify import Recorder
 
 WHOLE = {name for names in WHOLE_LAYERS.values() for name in names}
 STEP = "step"  # stands for the layer where something is done once for all of them
@@ -53,7 +56,7 @@ class StepRecord:
 
 
 class Engine:
-    """Replays requests. `steps` runs them; the scheduler and the layers are open to look at in between.
+    """Replays requests. `steps` runs them; the scheduler and the layers can be inspected in between.
 
     comm  of a rank that shares the context with others, each of which has an engine and replays the same requests
     """
@@ -115,7 +118,7 @@ class Engine:
         )
         self._run_sparse(step, batch, record)
         self._run_dense(step, batch, record)
-        self._run_whole(batch, record)
+        self._run_whole(step, batch, record)
         record.seconds.update(self._stopwatch.collect())
         return record
 
@@ -153,7 +156,7 @@ class Engine:
             inputs = layer.inputs(batch, self._stopwatch)
             observe = functools.partial(self._observe, layer.name)
             if isinstance(layer, RankDenseLayer):
-                out, moved = layer.share_of_step(inputs, batch, observe), {"exchange": layer.sent}
+                out, moved = layer.sharded_step(inputs, batch, observe), {"exchange": layer.sent}
             else:
                 out = layer.step(inputs, metadata, observe)
                 moved = dense_bytes_moved(batch, layer.heads, layer.row_bytes)
@@ -163,7 +166,7 @@ class Engine:
                     for kind, token in self.verifier.pick(step, layer.index, batch):
                         record.samples.append(layer.check(step, batch, inputs, out, kind, token))
 
-    def _run_whole(self, batch: StepBatch, record: StepRecord) -> None:
+    def _run_whole(self, step: int, batch: StepBatch, record: StepRecord) -> None:
         if self._whole_metadata is None:
             return
         with self._stopwatch.measure((STEP, "metadata")):
@@ -174,12 +177,18 @@ class Engine:
             with self._stopwatch.measure((layer.name, "activations")):
                 hidden = layer.hidden(batch)
             observe = functools.partial(self._observe, layer.name)
+            if isinstance(layer, RankWholeLayer):
+                layer.step_of_rank(hidden, batch, metadata[layer.model], observe)
+                record.add_bytes(layer.name, {"exchange": layer.sent})
+                continue
+            picked = [] if self.verifier is None else self.verifier.pick(step, layer.index, batch)
+            recorder = Recorder(layer, batch, picked)
             with self._stopwatch.queued():
-                if isinstance(layer, RankWholeLayer):
-                    layer.step_of_rank(hidden, batch, metadata[layer.model], observe)
-                    record.add_bytes(layer.name, {"exchange": layer.sent})
-                else:
-                    layer.step(hidden, metadata[layer.model], observe)
+                out = layer.step(hidden, metadata[layer.model], recorder.observed(observe))
+            record.add_bytes(layer.name, whole_bytes_moved(layer, batch, metadata[layer.model], self.options))
+            with self._stopwatch.measure((STEP, "verify")):
+                for recorded in recorder.records():
+                    record.samples.append(whole_verify.check(step, layer, batch, hidden, out, recorded))
 
     def _observe(self, layer: str, op: str) -> AbstractContextManager[None]:
         return self._stopwatch.measure((layer, op))

@@ -13,7 +13,7 @@ from ..layout import INDEXER_FP8
 from ..ops.indexer import fp8_mqa_logits, fp8_paged_mqa_logits, fused_indexer_q_rope_quant
 from ..ops.indexer_topk import top_k_per_row
 from ..ops.sparse_cache import cp_gather_indexer_k_quant_cache, indexer_k_quant_and_cache
-from .device import Stopwatch
+from ..timing import Stopwatch
 from .step_batch import StepBatch
 
 INDEX_DIM, INDEX_HEADS = INDEXER_FP8.head_dim, 64
@@ -32,7 +32,7 @@ class Indexer:
         rng = np.random.default_rng([seed, layer, INDEX_HEADS])
         self._gains = xp.asarray(rng.standard_normal((INDEX_HEADS, INDEX_DIM)).astype(np.float32))
         self._weights = xp.asarray(rng.uniform(0.5, 1.5, INDEX_HEADS).astype(np.float32))
-        self._no_table = xp.zeros((0, 64), np.float32)  # means are not turned, so neither are queries
+        self._no_table = xp.zeros((0, 64), np.float32)  # means are not rotated, so neither are queries
 
     def insert(self, means: Any, slots: Any) -> None:
         """The keys of rows, [n, >= 128] float32, into their slots."""

@@ -7,12 +7,12 @@ from typing import Any
 
 from ..dispatch.backends import array_module
 from ..dispatch.call import BFLOAT16
-from ..layers.prefill_road import chunk_roads
+from ..layers.prefill_path import chunk_paths
 from ..layers.sparse import CompressedCache, Observer, SparseMLALayer
 from ..layout import DSV4_FP8
+from ..timing import Stopwatch
 from .activations import Activations, apply_rope
 from .blocks import BLOCK_TOKENS
-from .device import Stopwatch
 from .indexer import Indexer
 from .options import LAYER_RATIOS, ReplayOptions
 from .step_batch import SWA_BLOCK, SWA_PAGES, Groups, StepBatch
@@ -25,7 +25,7 @@ TOPK_RATIO = 4  # the ratio at which a token selects compressed rows; at 128 it 
 class LayerInputs:
     """What projections, compressor and indexer of a model make of a step's tokens. Q is in the caller's array.
 
-    k           [num_tokens, 512] bfloat16, turned
+    k           [num_tokens, 512] bfloat16, rotated
     compressed  cache, new rows and selection, or None for a window-only layer
     """
 
@@ -65,17 +65,17 @@ class Layer:
     ) -> None:  # fmt: skip
         """Insert and attend: out [num_tokens, h, 512] bfloat16 written."""
         self.attention.step(
-            q, inputs.k, self.swa_cache, metadata, inputs.compressed, out=out, prefill_road=options.prefill_road,
+            q, inputs.k, self.swa_cache, metadata, inputs.compressed, out=out, prefill_path=options.prefill_path,
             backend=options.backend, observe=observe,
         )  # fmt: skip
 
     def moved(self, batch: StepBatch, metadata: Any, groups: Groups | None, options: ReplayOptions) -> dict[str, int]:
         """Bytes that each op of a step has to move."""
         topk = options.topk if self.ratio == TOPK_RATIO else None
-        roads = chunk_roads(
-            metadata, self.ratio, options.heads, topk, options.backend, self.attention.layout, options.prefill_road
+        paths = chunk_paths(
+            metadata, self.ratio, options.heads, topk, options.backend, self.attention.layout, options.prefill_path
         )
-        over_pages = [road == "pages" for prefills, _, _, road in roads for _ in range(prefills.start, prefills.stop)]
+        over_pages = [path == "pages" for prefills, _, _, path in paths for _ in range(prefills.start, prefills.stop)]
         return bytes_moved(batch, self.ratio, options.heads, options.window, options.topk, groups, over_pages)
 
     @property

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..dispatch import backends
+from ..errors import InputError
 from .blocks import BLOCK_TOKENS
-from .errors import InputError
 from .trace import INT32_MAX, TraceRequest
 
 LAYER_RATIOS = {"swa": 1, "c4a": 4, "c128a": 128}  # of sparse layers
@@ -51,7 +51,7 @@ class ReplayOptions:
     max_len: int | None
     seed: int
     mla_cache: str = "bf16"  # values of dense layers' caches: "bf16" or "fp8"
-    prefill_road: str | None = None  # as in SparseMLALayer.step
+    prefill_path: str | None = None  # as in SparseMLALayer.step
     ranks: int = 1  # devices, or threads, that share the context
 
     @property

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from .errors import InputError
+from ..errors import InputError
 from .summary import ATTENTION_OPS
 
 FORMATS = (".png", ".pdf", ".svg")

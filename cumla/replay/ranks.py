@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from ..dispatch.backends import takes_device_arrays
+from ..errors import InputError
 from ..layers.sparse import Observer
 from ..layout import DSV4_FP8
 from ..parallel import (
@@ -26,7 +27,6 @@ from ..parallel import (
     run_threads,
 )
 from .blocks import BLOCK_TOKENS
-from .errors import InputError
 from .layers import Layer, LayerInputs
 from .options import ReplayOptions
 from .step_batch import Groups, StepBatch
@@ -35,8 +35,8 @@ TIME_LIMIT = 600.0  # seconds that a rank waits for another: kernels may have to
 T = TypeVar("T")
 
 
-class Dealing(NamedTuple):
-    """How a layer's compressed rows are dealt out, so that those of a block of tokens stay in that block's pages.
+class Sharding(NamedTuple):
+    """How a layer's compressed rows are sharded, so that the rows of a block of tokens stay in that block's pages.
 
     shard   of a request's rows
     rows    that a rank has of a block, if any
@@ -48,13 +48,13 @@ class Dealing(NamedTuple):
     table: tuple[int, int]
 
 
-def deal(rows_of_block: int, rank: int, size: int) -> Dealing:
-    """In turn where a block's rows can be shared out evenly; else by blocks, whose pages other ranks leave empty."""
+def sharding_of(rows_of_block: int, rank: int, size: int) -> Sharding:
+    """In turn where a block's rows can be sharded evenly; else by blocks, whose pages other ranks leave empty."""
     if rows_of_block % size == 0:
-        return Dealing(Shard(rank, size, 1), rows_of_block // size, (0, 1))
+        return Sharding(Shard(rank, size, 1), rows_of_block // size, (0, 1))
     if size % rows_of_block == 0:
-        return Dealing(Shard(rank, size, 1), 1, (rank // rows_of_block, size // rows_of_block))
-    return Dealing(Shard(rank, size, rows_of_block), rows_of_block, (rank, size))
+        return Sharding(Shard(rank, size, 1), 1, (rank // rows_of_block, size // rows_of_block))
+    return Sharding(Shard(rank, size, rows_of_block), rows_of_block, (rank, size))
 
 
 class RankLayer(Layer):
@@ -68,11 +68,11 @@ class RankLayer(Layer):
         self._sent = 0  # bytes
 
     @property
-    def dealing(self) -> Dealing:
-        return deal(BLOCK_TOKENS // self.ratio, self.comm.rank, self.comm.size)
+    def sharding(self) -> Sharding:
+        return sharding_of(BLOCK_TOKENS // self.ratio, self.comm.rank, self.comm.size)
 
     def _allocate_compressed(self, blocks: int, rows: int) -> Any:
-        return DSV4_FP8.allocate(blocks, self.dealing.rows, self.xp)
+        return DSV4_FP8.allocate(blocks, self.sharding.rows, self.xp)
 
     @property
     def compressed_bytes(self) -> int:
@@ -98,24 +98,24 @@ class RankLayer(Layer):
         sharded = None
         if inputs.compressed is not None:
             with observe("map"):
-                sharded = self._share_of(inputs, batch)
+                sharded = self._sharded(inputs, batch)
         before = sum(self.comm.traffic.values())
         self.sharded.step(q, inputs.k, self.swa_cache, metadata, sharded, out=out, observe=observe)
         self._sent = sum(self.comm.traffic.values()) - before
 
-    def _share_of(self, inputs: LayerInputs, batch: StepBatch) -> ShardedCompressedCache:
-        compressed, dealing, backend = inputs.compressed, self.dealing, self.backend
+    def _sharded(self, inputs: LayerInputs, batch: StepBatch) -> ShardedCompressedCache:
+        compressed, sharding, backend = inputs.compressed, self.sharding, self.backend
         assert compressed is not None
-        first, step = dealing.table
+        first, step = sharding.table
         table = local_block_table(batch.block_table, Shard(first, step), backend=backend)
         by_token = local_slot_mapping(
-            batch.common.query_start_loc, batch.common.seq_lens, table, dealing.rows, dealing.shard,
+            batch.common.query_start_loc, batch.common.seq_lens, table, sharding.rows, sharding.shard,
             num_tokens=batch.num_tokens, compress_ratio=self.ratio, backend=backend,
         )  # fmt: skip
         last_tokens = np.flatnonzero((batch.positions + 1) % self.ratio == 0)  # of the rows that the step completes
         slots = by_token[self.xp.asarray(last_tokens)]
         return ShardedCompressedCache(
-            compressed.cache, table, dealing.shard, compressed.k, slots, compressed.topk_indices
+            compressed.cache, table, sharding.shard, compressed.k, slots, compressed.topk_indices
         )
 
     def moved(self, batch: StepBatch, metadata: Any, groups: Groups | None, options: ReplayOptions) -> dict[str, int]:

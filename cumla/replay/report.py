@@ -47,8 +47,10 @@ def print_report(console: Console, summary: dict[str, Any]) -> None:
         _ops(summary),
         _cache(summary),
         *([_ranks(summary)] if "ranks" in summary else []),
-        *([_exactness(summary)] if summary["verification"]["samples"] or not _is_whole(summary) else []),
+        *([_exactness(summary)] if summary["verification"]["samples"] or not _is_unchecked(summary) else []),
     ]
+    if summary["verification"]["layers"]:
+        tables.append(_layer_outputs(summary))
     if summary["verification"]["fp8"]:
         tables.append(_fp8_cost(summary))
     for table in tables:
@@ -76,15 +78,22 @@ def _meaning(summary: dict[str, Any]) -> str:
     parts = []
     if checked["samples"]:
         parts.append(f"[green]All {checked['samples']:,} sampled outputs are right[/green] on backend {backend}.")
-    unchecked = [name for name in summary["config"]["layers"] if name in WHOLE]
+    unchecked = [name for name in summary["config"]["layers"] if name in WHOLE] if _on_ranks(summary) else []
     if unchecked:
-        parts.append(f"Outputs of {', '.join(unchecked)} were not checked: `cumla check` compares their operations.")
+        parts.append(
+            f"Outputs of {', '.join(unchecked)} were not checked: with --ranks no rank has all of their rows; a run "
+            "without it checks them."
+        )
     return " ".join([*parts, "Next: --json FILE keeps all numbers, --plot FILE draws them, `cumla bench` times calls."])
 
 
-def _is_whole(summary: dict[str, Any]) -> bool:
-    """Whether there are whole layers alone, of which no sample is taken: tests hold them to golden outputs."""
-    return set(summary["config"]["layers"]) <= WHOLE
+def _on_ranks(summary: dict[str, Any]) -> bool:
+    return bool(summary["config"]["ranks"] > 1)
+
+
+def _is_unchecked(summary: dict[str, Any]) -> bool:
+    """Whether all layers are whole ones on ranks, of which no sample is taken: no rank has all rows."""
+    return _on_ranks(summary) and set(summary["config"]["layers"]) <= WHOLE
 
 
 def _run(summary: dict[str, Any]) -> Table:
@@ -251,6 +260,23 @@ def _exactness(summary: dict[str, Any]) -> NumberTable:
             f"{numbers['bound_share_worst']:.0%}",
             f"{numbers['cosine_worst']:.1e}",
             f"{numbers['cosine_bound']:.0e}",
+        )
+    return table
+
+
+def _layer_outputs(summary: dict[str, Any]) -> NumberTable:
+    table = NumberTable(
+        "Outputs of whole layers, against float64 from hidden states on",
+        ["layer", "samples", "rms error, mean", "worst", "bound"],
+        caption="Root mean square error relative to the output's own, over the rows in the cache.",
+    )
+    for layer, numbers in summary["verification"]["layers"].items():
+        table.add_row(
+            layer,
+            f"{numbers['samples']:,}",
+            f"{numbers['rms_mean']:.1e}",
+            f"{numbers['rms_worst']:.1e}",
+            f"{numbers['bound']:.1e}",
         )
     return table
 

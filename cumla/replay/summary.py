@@ -184,6 +184,24 @@ def _verification(samples: Sequence[Sample]) -> dict[str, Any]:
             for kind, some in sorted(by_kind.items())
         },
         "fp8": fp8,
+        "layers": _layer_outputs(samples),
+    }
+
+
+def _layer_outputs(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
+    """Errors of whole layers' outputs, by layer."""
+    by_layer: dict[str, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        if sample.layer_rms is not None:
+            by_layer[sample.layer].append(sample)
+    return {
+        layer: {
+            "samples": len(some),
+            "rms_mean": float(np.mean([sample.layer_rms for sample in some])),
+            "rms_worst": float(np.max([sample.layer_rms for sample in some])),
+            "bound": some[0].layer_bound,
+        }
+        for layer, some in by_layer.items()
     }
 
 

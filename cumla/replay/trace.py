@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..dispatch.values import shown
-from .errors import InputError
+from ..errors import InputError
 
 HASH_TOKENS = 512  # tokens that one hash id stands for
 OUTPUT_SHARE = 16  # a clipped request keeps at most 1/16 of its length for output, near what the trace's have
@@ -62,7 +62,7 @@ class Share:
     """How much of a trace runs. Tokens are those of prompts and outputs.
 
     requests, tokens                  what runs
-    whole_requests                    of them, those that are not cut
+    whole_requests                    of them, requests that are not cut
     tokens_uncut                      tokens of the same requests as the trace has them
     trace_requests, trace_tokens      all of the trace
     """
@@ -76,7 +76,7 @@ class Share:
 
     @classmethod
     def of(cls, trace: list[TraceRequest], taken: list[TraceRequest], requests: list[TraceRequest]) -> Share:
-        """trace: all requests; taken: those that run, as the trace has them; requests: as they run, in any order."""
+        """trace: all requests; taken: requests that run, as the trace has them; requests: as they run, in any order."""
         kept = {id(request) for request in taken}
         counts = [sum(x.input_length + x.output_length for x in some) for some in (requests, taken, trace)]
         whole = sum(id(request) in kept for request in requests)  # `clipped` gives what it does not cut as it is

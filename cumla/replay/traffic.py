@@ -38,8 +38,16 @@ def bytes_moved(
     topk: int,
     groups: Groups | None,
     over_pages: Sequence[bool] = (),
+    *,
+    value: int = 2,
+    maps_decodes: bool = True,
 ) -> dict[str, int]:
-    """Bytes by op of one layer in one step; `over_pages` says which prefills attend over pages, none if empty."""
+    """Bytes by op of one layer in one step.
+
+    over_pages    which prefills attend over pages, none if empty
+    value         bytes of a value of q, out and workspaces
+    maps_decodes  whether decodes' selected rows are mapped to slots by an op of their own
+    """
     in_window, compressed = attended(batch.positions, ratio, window, topk)
     n = batch.num_decodes
     prefills = batch.scheduled[n:]
@@ -56,14 +64,15 @@ def bytes_moved(
         if not skip
     )
     mapped = prefill_rows - int(in_window[n:][token_paged].sum())
-    mapped += int(compressed[:n].sum()) if ratio == 4 else 0
-    q_and_out = 2 * heads * BF16_ROW
+    mapped += int(compressed[:n].sum()) if ratio == 4 and maps_decodes else 0
+    row = value * DSV4_FP8.head_dim
+    q_and_out = 2 * heads * row
     moved = {
         "insert": inserted * (BF16_ROW + CACHE_ROW + SLOT),
         "map": mapped * 2 * INDEX,
         "decode": decode_rows * (CACHE_ROW + INDEX) + n * q_and_out,
-        "gather": gathered * (CACHE_ROW + BF16_ROW),
-        "prefill": (prefill_rows - paged_rows) * BF16_ROW
+        "gather": gathered * (CACHE_ROW + row),
+        "prefill": (prefill_rows - paged_rows) * row
         + paged_rows * CACHE_ROW
         + prefill_rows * INDEX
         + (batch.num_tokens - n) * q_and_out,

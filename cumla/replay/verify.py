@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.memory import to_host
 from ..bounds import DECODE_OUT, PREFILL_OUT
 from ..dispatch.backends import takes_device_arrays
 from ..dispatch.call import BFLOAT16
@@ -24,7 +25,6 @@ from ..ops.sparse_cache import quantize_and_insert_k_cache
 from ..parallel import Communicator
 from .activations import HEAD_DIM, apply_rope
 from .blocks import BLOCK_TOKENS
-from .device import to_host
 from .layers import TOPK_RATIO, Layer, LayerInputs
 from .options import ReplayOptions
 from .scheduler import Sequence
@@ -58,6 +58,8 @@ class Sample:
     merged        whether results of several ranks were merged: twice rounded, it may turn twice as far
     fp8_rms       relative root mean square error that FP8 costs; None where the cache is not FP8
     fp8_cosine    its cosine distance
+    layer_rms     relative root mean square error of a whole layer's output; None for other layers
+    layer_bound   of layer_rms
     """
 
     step: int
@@ -73,6 +75,8 @@ class Sample:
     merged: bool = False
     fp8_rms: float | None = None
     fp8_cosine: float | None = None
+    layer_rms: float | None = None
+    layer_bound: float = 0.0
 
     @property
     def failure(self) -> str | None:
@@ -81,6 +85,7 @@ class Sample:
             (f"error {self.max_error:.3g} takes {self.bound_share:.3g} of its bound, which", self.bound_share, 1.0),
             ("relative rms error through FP8", self.fp8_rms, FP8_RMS_BOUND),
             ("cosine distance through FP8", self.fp8_cosine, FP8_COSINE_BOUND),
+            ("relative rms error of the layer's output", self.layer_rms, self.layer_bound),
         ):
             if got is not None and not got <= bound:
                 return (
@@ -228,8 +233,8 @@ class Verifier:
             members = first[:, None] + np.arange(ratio)
             made = layer.activations.k_rows(sequence.token_keys[members.ravel()])
             means = made.reshape(-1, ratio, HEAD_DIM).mean(axis=1)
-            turned = to_host(apply_rope(means, first, layer.xp).astype(BFLOAT16))
-            known.update((names[i], row) for i, row in zip(missing, turned, strict=True))
+            rotated = to_host(apply_rope(means, first, layer.xp).astype(BFLOAT16))
+            known.update((names[i], row) for i, row in zip(missing, rotated, strict=True))
         values = np.array([known[name] for name in names], dtype=BFLOAT16)
         return values.reshape(-1, HEAD_DIM).astype(np.float64)
 

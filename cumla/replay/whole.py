@@ -43,7 +43,7 @@ PARTS = {"project": "projections"}
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a layer, but for its heads and what it selects."""
+    """Sizes of a layer, without its heads and its top-k."""
 
     hidden: int
     q_rank: int
@@ -63,6 +63,7 @@ class WholeLayer:
         self.index, self.name, self.xp = index, name, array_module(options.backend)
         self.model = V32 if name == V32 else "v4"
         self.attends_alike = name == V32  # tokens of prompts and decodes
+        self.selects = name == V32 or WHOLE_RATIOS[name] == 4
         self.seed = options.seed
         reach = max(LEAST_REACH, longest)
         sizes = options.heads, options.topk, options.window
@@ -98,7 +99,7 @@ class WholeLayer:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Of a paged cache, padding of its pages included."""
+    """Bytes of a paged cache, padding of its pages included."""
     return int(cache.shape[0] * cache.strides[0])
 
 
@@ -134,10 +135,10 @@ class WholeMetadata:
 
 
 def state_table(batch: StepBatch, ratio: int) -> np.ndarray:
-    """Pages of compressors' states, host [num_reqs, S] int32: those that this step or a later one reads, -1 for others.
+    """Pages of compressors' states, host [num_reqs, S] int32: pages that this step or a later one reads, -1 for others.
 
     Read are the states of the row that is being made, at ratio 4 also those of the row before; a later request may go
-    on behind any HASH_TOKENS tokens of a shared prefix.
+    on after any HASH_TOKENS tokens of a shared prefix.
     """
     size = STATE_BLOCK_SIZES[ratio]
     per_block, reach = BLOCK_TOKENS // size, 2 * ratio if ratio == 4 else ratio
@@ -198,7 +199,7 @@ def made_layer(
 
 
 def v4_shapes(config: DeepseekV4Config, ratio: int) -> dict[str, tuple[int, ...]]:
-    """Of a layer's weights, by transformers' names within its attention."""
+    """Shapes of a layer's weights, by transformers' names within its attention."""
     hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.q_lora_rank
     groups, index_heads = config.o_groups, config.index_n_heads
     shapes: dict[str, tuple[int, ...]] = {

@@ -10,7 +10,7 @@ from ..parallel import Communicator, local_block_table, local_slot_mapping
 from ..parallel.models import RankRows, ShardedDeepseekV4Attention, ShardedDeepseekV32Attention
 from .blocks import BLOCK_TOKENS
 from .options import WHOLE_RATIOS, ReplayOptions
-from .ranks import Dealing, deal
+from .ranks import Sharding, sharding_of
 from .step_batch import SWA_BLOCK, StepBatch
 from .whole import V32, WholeLayer, allocated_like, cache_bytes
 
@@ -29,13 +29,13 @@ class RankWholeLayer(WholeLayer):
         if self.shared is not None:
             whole = getattr(self.caches, self.shared)
             self.whole_compressed_bytes = cache_bytes(whole)
-            self.caches = replace(self.caches, **{self.shared: allocated_like(whole, self.dealing.rows, self.xp)})
+            self.caches = replace(self.caches, **{self.shared: allocated_like(whole, self.sharding.rows, self.xp)})
 
     @property
-    def dealing(self) -> Dealing:
-        """Of the rows of a block."""
+    def sharding(self) -> Sharding:
+        """The rows of a block."""
         rows = SWA_BLOCK if self.name == V32 else BLOCK_TOKENS // self.ratio
-        return deal(rows, self.comm.rank, self.comm.size)
+        return sharding_of(rows, self.comm.rank, self.comm.size)
 
     @property
     def compressed_bytes(self) -> int:
@@ -53,11 +53,11 @@ class RankWholeLayer(WholeLayer):
         return out
 
     def _rows(self, batch: StepBatch) -> RankRows:
-        dealing, common = self.dealing, batch.common
+        sharding, common = self.sharding, batch.common
         pages = common.block_table_tensor if self.name == V32 else batch.block_table
-        table = local_block_table(pages, Shard(*dealing.table), backend=self.backend)
+        table = local_block_table(pages, Shard(*sharding.table), backend=self.backend)
         slots = local_slot_mapping(
-            common.query_start_loc, common.seq_lens, table, dealing.rows, dealing.shard, num_tokens=batch.num_tokens,
+            common.query_start_loc, common.seq_lens, table, sharding.rows, sharding.shard, num_tokens=batch.num_tokens,
             compress_ratio=self.ratio, backend=self.backend,
         )  # fmt: skip
-        return RankRows(dealing.shard, table, slots)
+        return RankRows(sharding.shard, table, slots)

@@ -18,7 +18,7 @@ def advance_step(
     slot_mapping: np.ndarray,
     block_tables: np.ndarray,
 ) -> None:
-    # The position of a sampled token is the first that its sequence does not have yet.
+    # A sampled token's position is the first one after its sequence.
     positions = seq_lens[:num_queries].astype(np.int64)
     columns, offsets = np.divmod(positions, block_size)
     rows = np.flatnonzero((columns >= 0) & (columns < block_tables.shape[1]))
@@ -29,7 +29,7 @@ def advance_step(
 
     sampled, tokens = sampled_token_ids[:num_queries], input_tokens[:num_queries]
     tokens[:] = sampled
-    tokens[tokens != sampled] = -1  # int64 that int32 cannot hold
+    tokens[tokens != sampled] = -1  # int64 values that int32 cannot hold
     input_positions[:num_queries] = positions
     seq_lens[:num_queries] = np.minimum(positions + 1, INT32_MAX)
     slot_mapping[:num_queries] = slots

@@ -1,4 +1,4 @@
-"""Copies of whole pages: each is one copy of contiguous memory, which NumPy does as well as anything."""
+"""Copies of whole pages: each is one contiguous copy, for which NumPy is fast."""
 
 from ..reference.blocks import copy_blocks, copy_blocks_across
 

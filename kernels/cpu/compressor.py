@@ -1,4 +1,4 @@
-"""The compressor, shared out over the cores: softmax pooling, RMSNorm, RoPE, insert; and its states."""
+"""The compressor, parallel over the cores: softmax pooling, RMSNorm, RoPE, insert; and its states."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 
 from ..numba_common.compiled import compiled
 from ..types.compressor import Compression, CompressorRows
-from .norm_rope import insert_row, nearest, row_bits, scale_by_rms, turn
+from .norm_rope import insert_row, nearest, rotate, row_bits, scale_by_rms
 from .rows import GROUPS, Geometry, copy_row, geometry_of, group_of, lookup_slot
-from .threads import share_out
+from .threads import parallel_for
 
-# Nanoseconds that a value takes, roughly.
+# Approximate nanoseconds per value.
 TO_COPY, TO_POOL = 1, 8
 
 
@@ -47,16 +47,16 @@ def _compress_rows(
     with np.errstate(invalid="ignore"):  # signalling NaN
         states = np.array(kv_score, np.float32)
     width = states.shape[1]
-    share_out(len(states), width * TO_COPY, _add_bias, states, positions, own.position_bias)
+    parallel_for(len(states), width * TO_COPY, _add_bias, states, positions, own.position_bias)
     rows = int(np.count_nonzero(np.asarray(slot_mapping) >= 0))
-    share_out(
+    parallel_for(
         GROUPS, rows * compression.compress_ratio * width * TO_POOL // GROUPS, _compress,
         states, state, state_block_table, pages.bytes, geometry_of(pages), np.asarray(slot_mapping, np.int64),
         positions, token_to_req, query_start_loc, own.norm_weight.astype(np.float32), compression.cos_sin,
         compression.compress_ratio, compression.eps,
         np.empty((GROUPS, 3, pages.layout.head_dim), np.float32), row_bits(pages.layout.head_dim),
     )  # fmt: skip
-    share_out(
+    parallel_for(
         GROUPS, len(state_slots) * width * TO_COPY // GROUPS, _save, states, state, np.asarray(state_slots, np.int64)
     )
 
@@ -109,7 +109,7 @@ def _compress(
         scale_by_rms(row, eps)
         for i in range(len(row)):
             row[i] *= weight[i]
-        turn(row, cos_sin[nearest(position // ratio * ratio, len(cos_sin))], np.float32(1))
+        rotate(row, cos_sin[nearest(position // ratio * ratio, len(cos_sin))], np.float32(1))
         insert_row(pages, slot, row, bits[first_group], g)
 
 
@@ -127,9 +127,9 @@ def _pool(
     query_start_loc: np.ndarray,
     ratio: int,
 ) -> None:
-    """The mean of the window's kv weighted by the softmax of its score into `row`; position by position, for memory.
+    """The mean of the window's kv weighted by the softmax of its score into `row`; by position, to save memory.
 
-    top, total  [head_dim] float32, memory to work in
+    top, total  [head_dim] float32, scratch memory
     """
     head_dim, channels, block = len(row), states.shape[1] // 2, state.shape[1]
     overlaps = channels == 2 * head_dim
@@ -156,7 +156,7 @@ def _pool(
                 row[i] *= shrink
                 total[i] *= shrink
                 top[i] = score
-            weight = np.exp(score - (np.float32(0) if top[i] == -np.inf else top[i]))  # of -inf 0, not NaN
+            weight = np.exp(score - (np.float32(0) if top[i] == -np.inf else top[i]))  # 0 for -inf, not NaN
             row[i] += weight * source[first + i]
             total[i] += weight
     for i in range(head_dim):

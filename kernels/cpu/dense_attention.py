@@ -1,4 +1,4 @@
-"""Dense attention on the CPU: a few queries at a time, products are BLAS's."""
+"""Dense attention on the CPU: a few queries at a time; matrix products use BLAS."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ def dense_mla_decode(
         queries = q[b].astype(np.float32).reshape(s_q * heads, head_dim) * np.float32(softmax_scale)
         scores = (queries @ keys.T).reshape(s_q, heads, len(keys))
         for i in range(s_q):
-            # Keys that a query does not see take no part: 0 times NaN would be NaN.
+            # Masked keys are left out: 0 times NaN would be NaN.
             visible = np.searchsorted(positions, length - (s_q - 1 - i)) if causal else len(keys)
             out[b, i], lse[b, :, i] = _attend(scores[i, :, :visible], keys[:visible, :V_DIM])
 
 
 def _attend(scores: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """scores [..., m, k], -inf where a key is not seen, and values [..., k, d] -> out [..., m, d], lse [..., m]."""
+    """scores [..., m, k], -inf for masked keys, and values [..., k, d] -> out [..., m, d], lse [..., m]."""
     top = scores.max(axis=-1, initial=-np.inf)
     empty = np.isneginf(top)
     scores -= np.where(empty, np.float32(0), top)[..., None]

@@ -1,4 +1,4 @@
-"""Insert into and gather from caches of plain rows, one row a loop step, shared out over the cores."""
+"""Insert into and gather from caches of plain rows, one row per loop step, parallel over the cores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..numba_common.numbers import quantized
 from ..types.segments import Pages
 from .rows import E4M3_VALUES, GROUPS, copy_row, find_request, group_of, lookup_slot
 from .sparse_cache import TO_COPY, TO_QUANTIZE, quantize_and_insert_k_cache
-from .threads import share_out
+from .threads import parallel_for
 
 
 def concat_and_cache_mla(
@@ -31,10 +31,10 @@ def concat_and_cache_mla(
     else:
         row_bytes = np.empty(values.shape, np.uint8)
         nanoseconds = values.shape[1] * TO_QUANTIZE
-        share_out(len(values), nanoseconds, _quantize, values, np.float32(np.ravel(scale)[0]), row_bytes)
+        parallel_for(len(values), nanoseconds, _quantize, values, np.float32(np.ravel(scale)[0]), row_bytes)
     slots = np.ascontiguousarray(slot_mapping, dtype=np.int64)
     nanoseconds = row_bytes.size * TO_COPY // GROUPS
-    share_out(GROUPS, nanoseconds, _scatter, row_bytes, pages.bytes, slots, pages.block_size)
+    parallel_for(GROUPS, nanoseconds, _scatter, row_bytes, pages.bytes, slots, pages.block_size)
 
 
 @compiled(nogil=True)
@@ -77,7 +77,7 @@ def _gather_rows(
     pages: Pages, dst: np.ndarray, block_table: np.ndarray, cu_seq_lens: np.ndarray, seq_starts: np.ndarray
 ) -> None:
     rows, nanoseconds = min(len(dst), max(int(cu_seq_lens[-1]), 0)), dst.shape[1] * TO_COPY
-    share_out(rows, nanoseconds, _gather, pages.bytes, dst, block_table, cu_seq_lens, seq_starts, pages.block_size)
+    parallel_for(rows, nanoseconds, _gather, pages.bytes, dst, block_table, cu_seq_lens, seq_starts, pages.block_size)
 
 
 @compiled(nogil=True)

@@ -1,4 +1,4 @@
-"""The indexer on the CPU: scores are BLAS's, some queries at a time; the choice goes row by row."""
+"""The indexer on the CPU: scores by BLAS, some queries at a time; top-k row by row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..types.segments import Pages
 from .indices import compute_global_topk_indices_and_lens
 from .rows import E4M3_VALUES, lookup_slot
 from .sparse_cache import TO_QUANTIZE
-from .threads import share_out
+from .threads import parallel_for
 
 __all__ = [
     "fused_indexer_q_rope_quant",
@@ -36,7 +36,7 @@ __all__ = [
 ROPE_DIM = 64
 PRODUCTS_AT_ONCE = 4 << 20  # 16 MiB of float32
 DIGIT_BITS = 8  # of the radix selection
-TO_CHOOSE = 10  # nanoseconds that a logit takes, roughly
+TO_CHOOSE = 10  # approximate nanoseconds per logit
 
 
 # ---- queries
@@ -60,7 +60,7 @@ def fused_indexer_q_rope_quant(
     weights[:] = index_weights.astype(np.float32)
     quantize = q_out.dtype == np.uint8
     stored = q_out if quantize else np.empty((0, 0, 0), np.uint8)
-    share_out(
+    parallel_for(
         len(q), q[:1].size * TO_QUANTIZE, _rotate_and_quantize,
         positions, q, table.astype(np.float32), np.float32(scale), first, is_neox, least_exponent, stored, weights,
     )  # fmt: skip
@@ -120,7 +120,7 @@ def gather_keys(pages: Pages, dst_k: np.ndarray, block_table: np.ndarray, cu_seq
 def _slots(
     block_table: np.ndarray, request: int, start: int, end: int, pages: Pages
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Page and row of the positions [start, end) of a request, and which of them there are."""
+    """Page and row of the positions [start, end) of a request, and a mask of the present ones."""
     slots = np.empty(end - start, np.int64)
     _look_up(block_table, request, start, pages.block_size, slots)
     present = (slots >= 0) & (slots < pages.num_slots)
@@ -208,13 +208,13 @@ def _scores(q: np.ndarray, keys: np.ndarray, scales: np.ndarray | None, weights:
         return found if scales is None else found * flush_subnormals(scales)
 
 
-# ---- the choice
+# ---- top-k
 
 
 def top_k_per_row(logits: np.ndarray, rows: Rows, indices: np.ndarray, slots: Slots | None = None) -> None:
     first, count = _columns(rows, *logits.shape)
     bins = np.empty((len(logits), 1 << DIGIT_BITS), np.int64)
-    share_out(len(logits), logits.shape[1] * TO_CHOOSE, _choose, logits, first, count, bins, indices)
+    parallel_for(len(logits), logits.shape[1] * TO_CHOOSE, _choose, logits, first, count, bins, indices)
     if slots is not None:
         requests = np.arange(len(logits), dtype=np.int32) // np.int32(rows.next_n)
         is_valid = np.ones(len(logits), bool) if slots.is_valid is None else slots.is_valid
@@ -224,7 +224,7 @@ def top_k_per_row(logits: np.ndarray, rows: Rows, indices: np.ndarray, slots: Sl
 
 
 def _columns(rows: Rows, num_rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """First column and number of columns of each row that there are to choose from."""
+    """First valid column and number of valid columns of each row."""
     zeros = np.zeros(num_rows, np.int64)
     if rows.lens is not None:
         return zeros, np.clip(row_lens(rows.lens, rows.next_n).astype(np.int64), 0, width)
@@ -236,7 +236,7 @@ def _columns(rows: Rows, num_rows: int, width: int) -> tuple[np.ndarray, np.ndar
 
 @compiled
 def order_of(x):
-    """An integer that grows as float32 `x` does, from 1 on; 0 for NaN. -0 equals 0."""
+    """An integer that increases with float32 `x`, from 1 on; 0 for NaN. -0 equals 0."""
     if x != x:
         return np.int64(0)
     bits = float32_bits(x + np.float32(0))
@@ -248,7 +248,7 @@ def _choose(first_row, end_row, logits, first, count, all_bins, indices):
     topk, bins = indices.shape[1], all_bins[first_row]
     for m in range(first_row, end_row):
         row = logits[m, first[m] : first[m] + count[m]]
-        # The k-th largest order, digit by digit: `needed` of those that share the digits so far.
+        # The k-th largest order, digit by digit: `needed` of the orders with the digits so far are among the k largest.
         needed, prefix, shift = topk, np.int64(0), 32
         numbers = 0
         for i in range(len(row)):

@@ -1,4 +1,4 @@
-"""Metadata of a step for the indexer, one entry or token a loop step, shared out over the cores."""
+"""Metadata of a step for the indexer, one entry or token per loop step, parallel over the cores."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import numpy as np
 from ..numba_common.compiled import compiled
 from ..types.metadata import SPLIT_PAGES, IndexerBuffers, IndexerChunk, IndexerCounts
 from .rows import copy_row
-from .threads import share_out
+from .threads import parallel_for
 
-TO_SEARCH = 20  # nanoseconds that it takes to find a token's request
+TO_SEARCH = 20  # nanoseconds to find a token's request
 
 
 def build_indexer(
@@ -23,11 +23,11 @@ def build_indexer(
     buffers.decode_lens[:] = 0
     buffers.seq_lens[:] = 0
     entries, columns = max(counts.batch_size, counts.entries_before), max(counts.columns, counts.columns_before)
-    share_out(
+    parallel_for(
         entries, columns + TO_SEARCH, _decode,
         query_start_loc, seq_lens, block_table, counts, buffers.decode_lens, buffers.seq_lens, buffers.block_table,
     )  # fmt: skip
-    deal_splits(
+    schedule_splits(
         buffers.seq_lens, counts.lens_per_entry, counts.batch_size, SPLIT_PAGES * counts.block_size, buffers.schedule
     )
     if counts.compress_ratio > 1:
@@ -57,7 +57,7 @@ def compressed_slot_mapping(
     compress_ratio: int,
     slots: np.ndarray,
 ) -> None:
-    share_out(
+    parallel_for(
         len(slots), TO_SEARCH, _slot_mapping,
         query_start_loc, seq_lens, block_table, num_tokens, block_size, compress_ratio, slots,
     )  # fmt: skip
@@ -103,30 +103,30 @@ def visible_to(query_start_loc, seq_lens, request, token):
 
 @compiled
 def rows_of(positions, compress_ratio):
-    """How many whole rows so many positions make."""
+    """Whole rows in so many positions."""
     return max(positions, np.int64(0)) // compress_ratio
 
 
 @compiled
-def deal_splits(lens, lens_per_entry, batch_size, split, schedule):
-    """Deal the splits of all entries out in contiguous shares as even as can be, the larger ones first."""
-    num_shares = len(schedule) - 1
+def schedule_splits(lens, lens_per_entry, batch_size, split, schedule):
+    """Assign the splits of all entries to SMs in contiguous ranges of equal size, or larger by one at the front."""
+    num_sms = len(schedule) - 1
     total = 0
     for entry in range(batch_size):
         total += splits_of(lens, lens_per_entry, entry, split)
     entry, passed = 0, 0
-    for share in range(num_shares + 1):
-        start = share * (total // num_shares) + min(share, total % num_shares)
+    for sm in range(num_sms + 1):
+        start = sm * (total // num_sms) + min(sm, total % num_sms)
         while entry < batch_size and passed + splits_of(lens, lens_per_entry, entry, split) <= start:
             passed += splits_of(lens, lens_per_entry, entry, split)
             entry += 1
-        schedule[share, 0] = entry
-        schedule[share, 1] = start - passed
+        schedule[sm, 0] = entry
+        schedule[sm, 1] = start - passed
 
 
 @compiled
 def splits_of(lens, lens_per_entry, entry, split):
-    """Splits that an entry's longest length reaches into."""
+    """Number of splits in an entry's longest length, rounded up."""
     return (np.int64(lens[(entry + 1) * lens_per_entry - 1]) + split - 1) // split
 
 

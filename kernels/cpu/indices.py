@@ -1,4 +1,4 @@
-"""Index maps: from positions and local top-k entries to cache slots, one token a loop step on as many cores as help."""
+"""Index maps: from positions and local top-k entries to cache slots, one token per loop step, parallel over cores."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import numpy as np
 
 from ..numba_common import slots
 from ..numba_common.compiled import compiled
+from ..types.index_operations import MixedIndices
 from .rows import lookup_slot
-from .threads import share_out
+from .threads import parallel_for
 
-TO_MAP = 3  # nanoseconds that an entry takes, roughly
+TO_MAP = 3  # approximate nanoseconds per entry
 
 token_position = compiled(slots.token_position)
 to_span = compiled(slots.to_span)
@@ -29,7 +30,7 @@ def compute_swa_indices_and_lens(
     swa_indices,
     swa_lens,
 ):
-    share_out(
+    parallel_for(
         len(swa_lens), window_size * TO_MAP, _swa,
         query_start_loc, seq_lens, token_to_req_indices, is_valid_token, block_table, block_size, window_size,
         token_offset, swa_indices, swa_lens,
@@ -65,7 +66,7 @@ def _swa(
 
 @compiled
 def write_window(block_table, request, position, block_size, block_span, row):
-    """The slots of the last len(row) positions up to `position` into `row`; how many they are."""
+    """Write the slots of the last len(row) positions up to `position` into `row`; returns their number."""
     start = max(position - len(row) + 1, 0)
     count = max(position + 1 - start, 0)
     for j in range(count):
@@ -85,7 +86,7 @@ def compute_global_topk_indices_and_lens(
     global_topk_indices,
     topk_lens,
 ):
-    share_out(
+    parallel_for(
         len(topk_indices),
         topk_indices.shape[1] * TO_MAP,
         _map_topk,
@@ -148,7 +149,7 @@ def combine_topk_swa_indices(
     combined_indices,
     combined_lens,
 ):
-    share_out(
+    parallel_for(
         len(combined_lens), combined_indices.shape[1] * TO_MAP, _combine,
         topk_indices, query_start_loc, seq_lens, gather_lens, window_size, compress_ratio, topk, row_stride,
         swa_start, compact, combined_indices, combined_lens,
@@ -202,57 +203,19 @@ def _combine(
         combined_lens[token] = num_topk + num_swa
 
 
-def build_flashinfer_mixed_sparse_indices(
-    decode_swa_indices,
-    decode_compressed_indices,
-    decode_compressed_topk_lens,
-    prefill_topk_indices,
-    query_start_loc,
-    seq_lens,
-    token_to_req_indices,
-    swa_block_table,
-    swa_block_size,
-    compressed_block_table,
-    compressed_block_size,
-    window_size,
-    compress_ratio,
-    topk,
-    decode_compressed_indices_are_local,
-    decode_is_valid_token,
-    swa_block_span,
-    compressed_block_span,
-    sparse_indices,
-    sparse_topk_lens,
-):
-    # Compiled code wants arrays, not None: what is not given becomes an array that changes nothing.
-    num_decode_tokens = len(decode_swa_indices)
-    no_indices = np.empty((num_decode_tokens, 0), np.int32)
-    has_lens = decode_compressed_topk_lens is not None and not decode_compressed_indices_are_local
-    share_out(
-        len(sparse_topk_lens),
-        sparse_indices.shape[1] * TO_MAP,
-        _build_mixed,
-        decode_swa_indices,
-        no_indices if decode_compressed_indices is None else decode_compressed_indices,
-        decode_compressed_topk_lens if has_lens else np.full(num_decode_tokens, np.iinfo(np.int32).max, np.int32),
-        prefill_topk_indices,
-        query_start_loc,
-        seq_lens,
-        token_to_req_indices,
-        swa_block_table,
-        swa_block_size,
-        np.empty((0, 0), np.int32) if compressed_block_table is None else compressed_block_table,
-        compressed_block_size,
-        window_size,
-        compress_ratio,
-        0 if compressed_block_table is None else topk,
-        decode_compressed_indices_are_local,
-        np.ones(num_decode_tokens, np.bool_) if decode_is_valid_token is None else decode_is_valid_token,
-        swa_block_span,
-        compressed_block_span,
-        sparse_indices,
-        sparse_topk_lens,
+def build_flashinfer_mixed_sparse_indices(given: MixedIndices):
+    # Compiled code needs arrays, not None: a missing argument becomes an array without effect.
+    decodes, lens, valid = len(given.decode_swa_indices), given.decode_compressed_topk_lens, given.decode_is_valid_token
+    if lens is None or given.decode_compressed_indices_are_local:
+        lens = np.full(decodes, np.iinfo(np.int32).max, np.int32)
+    given = given._replace(
+        decode_compressed_topk_lens=lens, decode_is_valid_token=np.ones(decodes, np.bool_) if valid is None else valid
     )
+    if given.decode_compressed_indices is None:
+        given = given._replace(decode_compressed_indices=np.empty((decodes, 0), np.int32))
+    if given.compressed_block_table is None:
+        given = given._replace(compressed_block_table=np.empty((0, 0), np.int32), topk=0)
+    parallel_for(len(given.sparse_topk_lens), given.sparse_indices.shape[1] * TO_MAP, _build_mixed, *given)
 
 
 @compiled(nogil=True)

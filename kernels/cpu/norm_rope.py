@@ -1,4 +1,4 @@
-"""RMSNorm and RoPE around sparse attention, one token a loop step, shared out over the cores; on float32 numbers."""
+"""RMSNorm and RoPE before and after sparse attention, one token per loop step, parallel over the cores, in float32."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ..numba_common.compiled import compiled
 from ..numba_common.numbers import e4m3_byte, float32_bits, power_of_two, scale_exponent
 from ..types.segments import Pages
 from .rows import GROUPS, Geometry, float32_of_bfloat16, geometry_of, group_of, round_to_bfloat16, write_row
-from .threads import share_out
+from .threads import parallel_for
 
 GROUP = 128
 MIN_AMAX = np.float32(1e-10)
 
-# Nanoseconds that a value takes, roughly.
-TO_NORM, TO_TURN, TO_QUANTIZE = 1, 1, 4
+# Approximate nanoseconds per value.
+TO_NORM, TO_ROTATE, TO_QUANTIZE = 1, 1, 4
 
 
 def fused_q_kv_rmsnorm(
@@ -31,7 +31,7 @@ def fused_q_kv_rmsnorm(
 ) -> None:
     for x, weight, out in ((qr, q_weight, q_out), (kv, kv_weight, kv_out)):
         rows = float32(x)
-        share_out(len(rows), rows.shape[1] * TO_NORM, _rmsnorm, rows, weight.astype(np.float32), eps)
+        parallel_for(len(rows), rows.shape[1] * TO_NORM, _rmsnorm, rows, weight.astype(np.float32), eps)
         out[...] = rows
 
 
@@ -54,27 +54,29 @@ def qnorm_rope_and_insert(
     q_out: np.ndarray,
 ) -> None:
     queries, rows = float32(q), float32(kv[: len(slot_mapping)])
-    share_out(len(q), q[0].size * (TO_NORM + TO_TURN), _norm_and_turn, queries, positions, cos_sin, eps)
+    parallel_for(len(q), q[0].size * (TO_NORM + TO_ROTATE), _norm_and_rotate, queries, positions, cos_sin, eps)
     q_out[...] = queries
     slots = np.asarray(slot_mapping, np.int64)
-    nanoseconds = rows.size * (TO_TURN + TO_QUANTIZE) // GROUPS
-    share_out(
-        GROUPS, nanoseconds, _turn_and_insert,
+    nanoseconds = rows.size * (TO_ROTATE + TO_QUANTIZE) // GROUPS
+    parallel_for(
+        GROUPS, nanoseconds, _rotate_and_insert,
         rows, pages.bytes, geometry_of(pages), slots, positions, cos_sin, row_bits(rows.shape[1]),
     )  # fmt: skip
 
 
 @compiled(nogil=True)
-def _norm_and_turn(first: int, end: int, q: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray, eps: float) -> None:
+def _norm_and_rotate(
+    first: int, end: int, q: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray, eps: float
+) -> None:
     for token in range(first, end):
-        turns = cos_sin[nearest(positions[token], len(cos_sin))]
+        rotation = cos_sin[nearest(positions[token], len(cos_sin))]
         for head in range(q.shape[1]):
             scale_by_rms(q[token, head], eps)
-            turn(q[token, head], turns, np.float32(1))
+            rotate(q[token, head], rotation, np.float32(1))
 
 
 @compiled(nogil=True)
-def _turn_and_insert(
+def _rotate_and_insert(
     first_group: int,
     end_group: int,
     rows: np.ndarray,
@@ -88,7 +90,7 @@ def _turn_and_insert(
     for token in range(len(slots)):
         slot = slots[token]
         if 0 <= slot < pages.shape[0] * g.block_size and first_group <= group_of(slot) < end_group:
-            turn(rows[token], cos_sin[nearest(positions[token], len(cos_sin))], np.float32(1))
+            rotate(rows[token], cos_sin[nearest(positions[token], len(cos_sin))], np.float32(1))
             insert_row(pages, slot, rows[token], bits[first_group], g)
 
 
@@ -103,15 +105,15 @@ def indexer_knorm_rope_and_insert(
     eps: float,
 ) -> None:
     rows, slots = float32(k[: len(slot_mapping)]), np.asarray(slot_mapping, np.int64)
-    nanoseconds = rows.size * (TO_NORM + TO_TURN + TO_QUANTIZE) // GROUPS
-    share_out(
-        GROUPS, nanoseconds, _norm_turn_and_insert, rows, weight.astype(np.float32), bias.astype(np.float32), eps,
+    nanoseconds = rows.size * (TO_NORM + TO_ROTATE + TO_QUANTIZE) // GROUPS
+    parallel_for(
+        GROUPS, nanoseconds, _norm_rotate_and_insert, rows, weight.astype(np.float32), bias.astype(np.float32), eps,
         pages.bytes, geometry_of(pages), slots, positions, cos_sin, row_bits(rows.shape[1]),
     )  # fmt: skip
 
 
 @compiled(nogil=True)
-def _norm_turn_and_insert(first_group, end_group, rows, weight, bias, eps, pages, g, slots, positions, cos_sin, bits):
+def _norm_rotate_and_insert(first_group, end_group, rows, weight, bias, eps, pages, g, slots, positions, cos_sin, bits):
     half = cos_sin.shape[1] // 2
     for token in range(len(slots)):
         slot, row = slots[token], rows[token]
@@ -126,29 +128,29 @@ def _norm_turn_and_insert(first_group, end_group, rows, weight, bias, eps, pages
         scale_by_rms(row, eps)
         for i in range(len(row)):
             row[i] = row[i] * weight[i] + bias[i]
-        turns = cos_sin[nearest(positions[token], len(cos_sin))]
+        rotation = cos_sin[nearest(positions[token], len(cos_sin))]
         for i in range(half):
             x, y = row[i], row[half + i]
-            row[i] = x * turns[i] - y * turns[half + i]
-            row[half + i] = y * turns[i] + x * turns[half + i]
+            row[i] = x * rotation[i] - y * rotation[half + i]
+            row[half + i] = y * rotation[i] + x * rotation[half + i]
         insert_row(pages, slot, row, bits[first_group], g)
 
 
 def apply_rope(x: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray, inverse: bool, out: np.ndarray) -> None:
-    turned = float32(x)
+    rotated = float32(x)
     direction = np.float32(-1 if inverse else 1)
-    share_out(len(x), x[0].size * TO_TURN, _turn_heads, turned, positions, cos_sin, direction)
-    out[...] = turned
+    parallel_for(len(x), x[0].size * TO_ROTATE, _rotate_heads, rotated, positions, cos_sin, direction)
+    out[...] = rotated
 
 
 @compiled(nogil=True)
-def _turn_heads(
+def _rotate_heads(
     first: int, end: int, x: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray, direction: Any
 ) -> None:
     for token in range(first, end):
-        turns = cos_sin[nearest(positions[token], len(cos_sin))]
+        rotation = cos_sin[nearest(positions[token], len(cos_sin))]
         for head in range(x.shape[1]):
-            turn(x[token, head], turns, direction)
+            rotate(x[token, head], rotation, direction)
 
 
 def inverse_rope_and_quantize(
@@ -160,12 +162,12 @@ def inverse_rope_and_quantize(
     scales: np.ndarray,
 ) -> None:
     back = float32(o)
-    share_out(len(o), o[0].size * TO_TURN, _turn_heads, back, positions, cos_sin, np.float32(-1))
+    parallel_for(len(o), o[0].size * TO_ROTATE, _rotate_heads, back, positions, cos_sin, np.float32(-1))
     groups, tokens, width = values.shape
     if o.dtype == ml_dtypes.bfloat16:
         back = float32(back.astype(o.dtype))
     by_group = back.reshape(tokens, groups, width)
-    share_out(tokens, o[0].size * TO_QUANTIZE, _quantize, by_group, powers_of_two, values.view(np.uint8), scales)
+    parallel_for(tokens, o[0].size * TO_QUANTIZE, _quantize, by_group, powers_of_two, values.view(np.uint8), scales)
 
 
 @compiled(nogil=True, error_model="numpy")
@@ -185,12 +187,12 @@ def _quantize(first: int, end: int, x: np.ndarray, powers_of_two: bool, values: 
 
 
 def row_bits(width: int) -> np.ndarray:
-    """Memory for `insert_row`, one row for whoever does some groups of slots."""
+    """Memory for `insert_row`: one row for each group of slots that runs at a time."""
     return np.empty((GROUPS, width), np.uint16)
 
 
 def float32(x: np.ndarray) -> np.ndarray:
-    """A copy to work in."""
+    """A float32 copy to modify."""
     with np.errstate(invalid="ignore"):  # signalling NaN
         return np.array(x, np.float32, order="C")
 
@@ -202,7 +204,7 @@ def nearest(position, count):
 
 @compiled
 def scale_by_rms(row, eps):
-    """row /= sqrt(mean(row^2) + eps); the sum is float64, as numbers of a row may be of any size."""
+    """row /= sqrt(mean(row^2) + eps); the sum is float64, because values of a row may be of any size."""
     total = 0.0
     for i in range(len(row)):
         total += np.float64(row[i]) * np.float64(row[i])
@@ -212,12 +214,12 @@ def scale_by_rms(row, eps):
 
 
 @compiled
-def turn(row, turns, direction):
-    """Turn the last values of float32 `row` in pairs of neighbours; `direction` -1 turns them back."""
-    half = len(turns) // 2
+def rotate(row, rotation, direction):
+    """Rotate the last values of float32 `row` in pairs of neighbours; `direction` -1 is inverse RoPE."""
+    half = len(rotation) // 2
     first = len(row) - 2 * half
     for pair in range(half):
-        cos, sin = turns[pair], turns[half + pair] * direction
+        cos, sin = rotation[pair], rotation[half + pair] * direction
         x, y = row[first + 2 * pair], row[first + 2 * pair + 1]
         row[first + 2 * pair] = x * cos - y * sin
         row[first + 2 * pair + 1] = y * cos + x * sin
@@ -225,9 +227,9 @@ def turn(row, turns, direction):
 
 @compiled
 def insert_row(pages, slot, row, bits, g):
-    """Write float32 values into a slot, through bfloat16 unless the cache holds float32. `row` is rounded, too.
+    """Write float32 values into a slot, through bfloat16 unless the cache holds float32. Also rounds `row`.
 
-    bits  [len(row)] uint16, memory for the row in bfloat16
+    bits  [len(row)] uint16, scratch memory for the row in bfloat16
     """
     page, token = pages[slot // g.block_size], slot % g.block_size
     if g.float32_values:

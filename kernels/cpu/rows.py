@@ -1,4 +1,4 @@
-"""One token's bytes on the CPU: values to row and scales, and back, as Numba functions."""
+"""One token's bytes on the CPU: Numba functions that convert values to row and scales, and back."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ __all__ = [
 ]
 
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-UE8M0_VALUES = np.append(np.ldexp(1.0, np.arange(255) - 127), np.nan)  # 2^-127 is not a normal float32
+UE8M0_VALUES = np.append(np.ldexp(1.0, np.arange(255) - 127), np.nan)  # 2^-127 is a subnormal of float32
 
-# Tokens are shared out by the groups of their slots and go in order within one: of several for one slot the last stays.
+# Tokens are divided by the groups of their slots, and each group runs in order: the last of several for a slot stays.
 GROUPS = 64
 
 lookup_slot = compiled(slots.lookup_slot)
@@ -40,7 +40,7 @@ find_request = compiled(slots.find_request)
 def flat(pages: Pages) -> tuple[np.ndarray, int, int]:
     """The memory from the first page to the end of the last, the page stride in bytes, and the number of slots.
 
-    One contiguous array, whatever the page stride: compiled code then knows that bytes are neighbours.
+    One contiguous array, for any page stride: compiled code then knows that bytes are neighbours.
     """
     count, page_bytes = pages.bytes.shape
     stride = pages.bytes.strides[0]
@@ -50,23 +50,23 @@ def flat(pages: Pages) -> tuple[np.ndarray, int, int]:
 
 @compiled
 def copy_row(target, source):
-    """For arrays that do not overlap: an assignment of slices would copy first what could."""
+    """Copy between arrays that do not overlap: a slice assignment would first copy arrays that might."""
     for i in range(len(target)):
         target[i] = source[i]
 
 
 @compiled
 def group_of(slot):
-    """Which of GROUPS a slot belongs to; neighbours, whose bytes share cache lines, mostly to the same."""
+    """Group of a slot, one of GROUPS; neighbours, whose bytes share cache lines, are mostly in the same group."""
     return slot // 16 % GROUPS
 
 
 @compiled
 def write_row(page, row, values, rope, g, power_of_two):
-    """Quantise `values`, float32 [>= quantized_dim], into token `row` of `page`; `rope`, bfloat16's bits, as it is.
+    """Quantise `values`, float32 [>= quantized_dim], into token `row` of `page`; `rope`, bfloat16 bits, is copied.
 
-    Each byte is written once, as what it is to be: whoever reads a row while it is written anew with what it holds
-    sees nothing else.
+    Each byte is written once, with its final value: a concurrent reader of a row that is rewritten with the same
+    content sees only that content.
     """
     start = row * g.row_bytes
     scales = g.scale_start + row * g.scale_stride
@@ -124,7 +124,7 @@ def read_row(page, row, values, g):
 
 @compiled
 def dequantize(values, quantized, scale):
-    """e4m3 bytes times scale. Without branches or a table, so that it becomes vector instructions."""
+    """e4m3 bytes times scale. Without branches or a table, so that it is vectorised."""
     for i in range(len(values)):
         code = np.uint32(quantized[i])
         magnitude = code & np.uint32(0x7F)
@@ -143,7 +143,7 @@ def float32_of_bfloat16(bits):
 
 @compiled
 def round_to_bfloat16(x):
-    """The bits of float32 `x` rounded to nearest even, in 32-bit arithmetic for the sake of vector instructions."""
+    """The bits of float32 `x` rounded to nearest even, in 32-bit arithmetic so that it is vectorised."""
     bits = np.float32(x).view(np.uint32)
     rounded = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
     quiet = np.uint32(bits | np.uint32(0x400000))

@@ -1,4 +1,4 @@
-"""What one rank has of tokens that are dealt out to several, and the results of all ranks made one."""
+"""One rank's part of tokens that are sharded across ranks, and the merge of all ranks' results."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..reference.shards import local_block_table
 from ..types.shard import Shard
 from .rows import find_request, lookup_slot
 from .softmax import LEAST_FLOAT32, exponential
-from .threads import share_out
+from .threads import parallel_for
 
 __all__ = ["local_block_table", "local_seq_lens", "local_slot_mapping", "localise_indices", "merge_partials"]
 
-TO_MAP = 5  # nanoseconds that an entry takes, roughly
+TO_MAP = 5  # approximate nanoseconds per entry
 NO_FLAGS = np.empty(0, np.bool_)
 NO_SINK = np.empty(0, np.float32)
 
@@ -44,7 +44,7 @@ def local_slot_mapping(
     shard: Shard,
     out: Any,
 ) -> None:
-    share_out(
+    parallel_for(
         len(out), TO_MAP, _slot_mapping,
         query_start_loc, seq_lens, block_table, block_size, compress_ratio, shard.rank, shard.size, shard.interleave,
         out,
@@ -76,7 +76,7 @@ def localise_indices(
     slots: Any,
     lens: Any,
 ) -> None:
-    share_out(
+    parallel_for(
         len(indices), indices.shape[1] * TO_MAP, _localise,
         indices, token_to_req, NO_FLAGS if is_valid_token is None else is_valid_token, block_table, block_size,
         shard.rank, shard.size, shard.interleave, slots, lens,
@@ -104,7 +104,7 @@ def merge_partials(parts: Any, lses: Any, attn_sink: Any | None, out: Any, lse: 
     count, batch, s_q, heads, dim = parts.shape
     merged = out if out.dtype == np.float32 else np.empty(out.shape, np.float32)
     weights = np.empty((batch * s_q * heads, count), np.float32)
-    share_out(
+    parallel_for(
         batch * s_q * heads, count * dim, _merge,
         np.asarray(parts, np.float32), lses, NO_SINK if attn_sink is None else attn_sink, weights, merged, lse,
     )  # fmt: skip
@@ -121,9 +121,9 @@ def _merge(first_row, end_row, parts, lses, attn_sink, all_weights, out, lse):
         top = np.float32(-np.inf)
         for i in range(count):
             weights[i] = lses[i, request, head, query]
-            if weights[i] == np.inf:  # says that nothing was attended
+            if weights[i] == np.inf:  # means that no key was attended
                 weights[i] = -np.inf
-            if weights[i] != weights[i] or weights[i] > top:  # a NaN lse must show
+            if weights[i] != weights[i] or weights[i] > top:  # a NaN lse must propagate
                 top = weights[i]
         empty = top == -np.inf
         total = np.float32(0)
@@ -137,7 +137,7 @@ def _merge(first_row, end_row, parts, lses, attn_sink, all_weights, out, lse):
         result = out[request, query, head]
         result[:] = 0
         for i in range(count):
-            if weights[i] != 0:  # or the part may hold anything
+            if weights[i] != 0:  # a part of weight 0 may hold any value
                 weight = weights[i] / whole
                 for d in range(dim):
                     result[d] += weight * parts[i, request, query, head, d]

@@ -1,6 +1,6 @@
-"""Softmax weights without subnormal numbers, whose products take a hundred times as long.
+"""Softmax weights without subnormal numbers, whose products are a hundred times slower.
 
-A weight below 2^-126 of the largest is 0 instead. That is negligible unless its value is 2^100 or more
+A weight below 2^-126 of the largest becomes 0. That is negligible unless its value is 2^100 or more
 (sparse_attention.py computes such tokens in float64).
 """
 
@@ -17,9 +17,9 @@ LEAST_FLOAT32, LEAST_FLOAT64 = np.float32(-87.33654), np.float64(-708.39641)
 
 
 def exponentials(differences: np.ndarray) -> np.ndarray:
-    """The weights of float32 scores less the largest, in place.
+    """The weights of float32 scores minus their maximum, in place.
 
-    NumPy's exponential is slow where it underflows, too: it gets no such number.
+    NumPy's exponential is also slow where it underflows; such inputs are masked.
     """
     kept = differences >= LEAST_FLOAT32
     np.maximum(differences, LEAST_FLOAT32, out=differences)
@@ -30,9 +30,9 @@ def exponentials(differences: np.ndarray) -> np.ndarray:
 
 @compiled
 def exponential(difference: Any, least: Any) -> Any:
-    """The weight of one score less the largest.
+    """The weight of one score minus the maximum.
 
-    least  LEAST_FLOAT32 or LEAST_FLOAT64, that of the score's type
+    least  LEAST_FLOAT32 or LEAST_FLOAT64, by the score's type
     """
     too_small = difference < least
     weight = np.exp(least if too_small else difference)  # always: a branch would be mispredicted half of the time

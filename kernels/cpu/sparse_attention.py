@@ -1,7 +1,7 @@
-"""Sparse MLA on the CPU: rows are gathered by Numba, products are BLAS's.
+"""Sparse MLA on the CPU: Numba gathers rows, BLAS multiplies.
 
-Threads take one query token at a time: gather the rows that it attends to, dequantised and without gaps, into a buffer
-that stays in the core's cache, multiply there, and go on to the next.
+Each thread takes one query token at a time: it gathers the token's rows, dequantised and without gaps, into a buffer
+that stays in the core's cache, multiplies there, and takes the next token.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .rows import Geometry, copy_row, flat, float32_of_bfloat16, geometry_of, re
 from .softmax import LEAST_FLOAT32, LEAST_FLOAT64, exponential, exponentials
 from .threads import for_each
 
-PRECISE_SCORE = 1024.0  # of scores beyond, float32 leaves too few digits to what they differ by
-LARGE_VALUE = np.float32(2.0**100)  # of smaller ones, weights that are left out as too small are negligible
-Gather = Callable[[int, np.ndarray], int]  # fills rows of a token and says how many there are
+PRECISE_SCORE = 1024.0  # larger scores leave too few digits of float32 for their differences
+LARGE_VALUE = np.float32(2.0**100)  # below it, weights that are flushed to 0 are negligible
+Gather = Callable[[int, np.ndarray], int]  # fills the rows of a token and returns their number
 
 
 def sparse_mla_decode(
@@ -32,7 +32,7 @@ def sparse_mla_decode(
     plan: object = None,
     batch_invariant: bool = False,
 ) -> None:
-    """The plan has no part in it, and every token is on its own anyway."""
+    """The plan is not used: every token is computed on its own."""
     s_q = q.shape[1]
     caches = [(*flat(x.pages), x.indices, x.lengths, geometry_of(x.pages)) for x in segments]
 
@@ -92,7 +92,7 @@ def _attend(
             b, s = divmod(token, s_q)
             fits = buffers.attend(token, q[b, s], gather, softmax_scale, sink, out[b, s])
             used = buffers
-            if not fits:  # the numbers of this token may have left float32, or its scores need more digits
+            if not fits:  # values of this token may have left float32, or its scores need more digits
                 used = _Buffers(heads, width, head_dim, np.float64)
                 used.attend(token, q[b, s], gather, softmax_scale, sink, out[b, s])
             lse[b, :, s] = used.lse
@@ -103,14 +103,14 @@ def _attend(
 
 
 class _Buffers:
-    """What one thread needs for one token, in float32 or float64."""
+    """Scratch memory of one thread for one token, in float32 or float64."""
 
     def __init__(self, heads: int, width: int, head_dim: int, dtype: Any) -> None:
         self.queries = np.empty((heads, head_dim), dtype)
         self.rows = np.empty((width, head_dim), dtype)
         self.scores = np.empty(heads * width, dtype)
         self.result = np.empty((heads, V_DIM), dtype)
-        self.share = np.empty(heads, dtype)
+        self.inv_sum = np.empty(heads, dtype)
         self.max_logits = np.empty(heads, dtype)
         self.lse = np.empty(heads, dtype)
 
@@ -123,7 +123,7 @@ class _Buffers:
         sink: np.ndarray,
         out: np.ndarray,
     ) -> bool:
-        """Write the token's output, float32 or bfloat16 seen as uint16 as q is; max_logits and lse are left here.
+        """Write the token's output, float32 or bfloat16 viewed as uint16 as q is; max_logits and lse stay here.
 
         Returns whether float32 was enough.
         """
@@ -133,8 +133,8 @@ class _Buffers:
             self.max_logits[:], self.lse[:] = -np.inf, np.inf
             return True
         rows, scores = self.rows[:count], self.scores[: len(self.queries) * count].reshape(-1, count)
-        # In float64 what is scaled are the scores: products of values as they came are exact there, so that scores with
-        # one huge product in common are equal, as the reference's are, and not by a rounding apart.
+        # In float64 the scores are scaled, not q: products of the original values are exact there, so that scores with
+        # one huge product in common are equal, as in the reference, and do not differ by a rounding.
         precise = rows.dtype == np.float64
         factor = 1.0 if precise else softmax_scale
         if q.dtype == np.float32:
@@ -144,12 +144,12 @@ class _Buffers:
         np.matmul(self.queries, rows.T, out=scores)
         if precise:
             scores *= softmax_scale
-        fits = _softmax(scores, rows, sink, self.max_logits, self.lse, self.share)
+        fits = _softmax(scores, rows, sink, self.max_logits, self.lse, self.inv_sum)
         np.matmul(scores, rows[:, :V_DIM], out=self.result)
         if out.dtype == np.float32:
-            np.multiply(self.result, self.share[:, None], out=out, casting="same_kind")
+            np.multiply(self.result, self.inv_sum[:, None], out=out, casting="same_kind")
             return fits and bool(np.isfinite(out).all())
-        return bool(_store(out, self.result, self.share) and fits)
+        return bool(_store(out, self.result, self.inv_sum) and fits)
 
 
 @compiled(nogil=True)
@@ -163,7 +163,7 @@ def _gather_slots(
     listed: int,
     g: Geometry,
 ) -> int:
-    """Append the rows of the first `listed` slots that are in the cache after the first `count` rows."""
+    """Append the rows of the first `listed` slots, if they are in the cache, after the first `count` rows."""
     for j in range(min(listed, len(indices))):
         slot = np.int64(indices[j])
         if 0 <= slot < num_slots:
@@ -174,7 +174,7 @@ def _gather_slots(
 
 @compiled(nogil=True)
 def _gather_rows(rows: np.ndarray, kv_bits: np.ndarray, indices: np.ndarray, listed: int) -> int:
-    """The same for rows of a dense workspace, bfloat16 seen as uint16."""
+    """The same for rows of a dense workspace, bfloat16 viewed as uint16."""
     count = 0
     for j in range(min(listed, len(indices))):
         index = np.int64(indices[j])
@@ -210,19 +210,19 @@ def _scaled(queries: np.ndarray, q_bits: np.ndarray, softmax_scale: float) -> No
 
 @compiled(nogil=True)
 def _softmax(
-    scores: np.ndarray, rows: np.ndarray, sink: np.ndarray, max_logits: np.ndarray, lse: np.ndarray, share: np.ndarray
+    scores: np.ndarray, rows: np.ndarray, sink: np.ndarray, max_logits: np.ndarray, lse: np.ndarray, inv_sum: np.ndarray
 ) -> bool:
-    """Scores become weights in place; `share` is what the weighted sum is multiplied by at the end.
+    """Scores become weights in place; `inv_sum` is the factor of the weighted sum at the end.
 
-    Returns whether all scores were finite, what differs between those that count is within float32's digits, and
-    weights that are left out as too small are negligible.
+    Returns whether all scores were finite, the differences between relevant scores fit float32's precision, and
+    weights that are flushed to 0 are negligible.
     """
     fits, all_kept = True, True
     least = scores.dtype.type(LEAST_FLOAT32 if scores.itemsize == 4 else LEAST_FLOAT64)
     for head in range(len(scores)):
         row = scores[head]
         top, low = row[0], row[0]
-        check = row[0] - row[0]  # 0, or NaN once a score is no number
+        check = row[0] - row[0]  # 0, or NaN after a score that is not finite
         for j in range(len(row)):
             top, low = max(top, row[j]), min(low, row[j])
             check += row[j] - row[j]
@@ -238,13 +238,13 @@ def _softmax(
         all_kept = all_kept and low - top >= least
         log_sum = top + np.log(total)
         max_logits[head], lse[head] = top, log_sum
-        share[head] = 1.0 / (total * (1.0 + np.exp(np.float64(sink[head]) - log_sum)))
+        inv_sum[head] = 1.0 / (total * (1.0 + np.exp(np.float64(sink[head]) - log_sum)))
     return fits and (all_kept or not _has_large_values(rows))
 
 
 @compiled(nogil=True)
 def _has_large_values(rows: np.ndarray) -> bool:
-    for j in range(len(rows)):  # "for row in rows" and an end in the middle of one would not be vectorised
+    for j in range(len(rows)):  # "for row in rows" with an early exit would not be vectorised
         row, found = rows[j], False
         for d in range(V_DIM):
             found |= abs(row[d]) >= LARGE_VALUE
@@ -254,13 +254,13 @@ def _has_large_values(rows: np.ndarray) -> bool:
 
 
 @compiled(nogil=True)
-def _store(out_bits: np.ndarray, result: np.ndarray, share: np.ndarray) -> bool:
-    """result times share, rounded to bfloat16."""
+def _store(out_bits: np.ndarray, result: np.ndarray, inv_sum: np.ndarray) -> bool:
+    """result times inv_sum, rounded to bfloat16."""
     check = np.float32(0)
     for head in range(len(result)):
         row, bits = result[head], out_bits[head]
         for d in range(len(row)):
-            x = np.float32(row[d] * share[head])
+            x = np.float32(row[d] * inv_sum[head])
             check += x - x
             bits[d] = round_to_bfloat16(x)
     return check == 0
@@ -275,15 +275,15 @@ def merge_attn_states(
     output_lse: np.ndarray | None,
 ) -> None:
     lse = np.stack([prefix_lse, suffix_lse]).astype(np.float32)
-    lse[np.isposinf(lse)] = -np.inf  # +inf says that nothing was attended
+    lse[np.isposinf(lse)] = -np.inf  # +inf means that no key was attended
     top = lse.max(axis=0)
     empty = np.isneginf(top)
     weights = exponentials(lse - np.where(empty, np.float32(0), top))
     total = np.where(empty, np.float32(1), weights.sum(axis=0))
-    share = (weights / total).transpose(0, 2, 1)[..., None]
+    inv_sum = (weights / total).transpose(0, 2, 1)[..., None]
     merged = np.zeros(output.shape, np.float32)
-    for part, weight in zip((prefix_output, suffix_output), share, strict=True):
-        # An empty part may hold anything; a NaN lse must show.
+    for part, weight in zip((prefix_output, suffix_output), inv_sum, strict=True):
+        # An empty part may hold any value; a NaN lse must propagate.
         merged += np.where(weight == 0, np.float32(0), weight * part.astype(np.float32))
     output[:] = merged
     if output_lse is not None:

@@ -1,4 +1,4 @@
-"""Insert into and gather from the paged caches, one token a loop step, shared out over the cores."""
+"""Insert into and gather from the paged caches, one token per loop step, parallel over the cores."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 from ..numba_common.compiled import compiled
 from ..types.segments import Pages
 from .rows import GROUPS, Geometry, copy_row, find_request, geometry_of, group_of, lookup_slot, read_row, write_row
-from .threads import share_out
+from .threads import parallel_for
 
-# Nanoseconds that a value takes, roughly.
+# Approximate nanoseconds per value.
 TO_QUANTIZE, TO_DEQUANTIZE, TO_COPY = 4, 1, 1
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -24,7 +24,7 @@ def quantize_and_insert_k_cache(
         rope = np.ascontiguousarray(k[: len(slot_mapping), pages.layout.quantized_dim :], dtype=BFLOAT16)
     slots = np.ascontiguousarray(slot_mapping, dtype=np.int64)
     nanoseconds = values.size * TO_QUANTIZE // GROUPS
-    share_out(
+    parallel_for(
         GROUPS, nanoseconds, _insert,
         values, rope.view(np.uint16), pages.bytes, slots, geometry_of(pages), power_of_two_scales,
     )  # fmt: skip
@@ -62,17 +62,17 @@ def dequantize_and_gather_k_cache(
     starts = np.zeros(len(rows) + 1, np.int64)
     np.cumsum(rows, out=starts[1:])
     values = np.empty((int(starts[-1]), pages.layout.head_dim), np.float32)
-    share_out(
+    parallel_for(
         len(values), values.shape[1] * TO_DEQUANTIZE, _gather,
         values, pages.bytes, seq_lens - lens, starts, block_table, geometry_of(pages),
     )  # fmt: skip
-    kept = pages.layout.quantized_dim  # what follows is bfloat16 in the cache
+    kept = pages.layout.quantized_dim  # the rest is bfloat16 in the cache
     with np.errstate(over="ignore", invalid="ignore"):  # a float16 output may overflow to infinity
         for request in range(len(rows)):
             target = out[request, offset : offset + rows[request]]
             source = values[starts[request] : starts[request + 1]]
             target[:] = source
-            if out.dtype == BFLOAT16:  # NaN and all
+            if out.dtype == BFLOAT16:  # NaN's bits, too
                 target.view(np.uint16)[:, kept:] = source.view(np.uint32)[:, kept:] >> 16
 
 
@@ -100,7 +100,7 @@ def cp_gather_indexer_k_quant_cache(
     pages: Pages, dst_k: np.ndarray, dst_scale: np.ndarray, block_table: np.ndarray, cu_seq_lens: np.ndarray
 ) -> None:
     rows = min(len(dst_k), max(int(cu_seq_lens[-1]), 0))
-    share_out(
+    parallel_for(
         rows, dst_k.shape[1] * TO_COPY, _gather_indexer,
         pages.bytes, dst_k, dst_scale, block_table, cu_seq_lens, geometry_of(pages),
     )  # fmt: skip

@@ -1,11 +1,11 @@
-"""Work shared out over the cores: compiled loops over rows, and products of small matrices.
+"""Parallel work on the cores: compiled loops over rows, and products of small matrices.
 
-Threads are Python's, and what they call lets go of the GIL. Numba's own would be less to write, but of its layers
-one ends every forked child, one the whole process as soon as two threads call at a time, and none can be stopped.
-Neither do BLAS's threads fit: small matrices are shared out among threads that spin, and then push ours aside.
+Threads are Python's, and the code they call releases the GIL. Numba's own threads would be less code, but of its
+threading layers one ends every forked child, one ends the process when two threads call at a time, and none can be
+interrupted. BLAS's threads do not fit either: they split small matrices among spinning threads, which displace ours.
 
 One call at a time has the cores; calls of other threads wait. A call that fails, or that Ctrl-C ends, returns when
-all threads have left its arrays alone. In a forked child everything starts anew.
+no thread uses its arrays any more. A forked child starts with new threads.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from typing import Any
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-WORTH_A_THREAD = 500_000  # nanoseconds of work: to wake one takes some 50,000, and more where cores are busy
+WORTH_A_THREAD = 500_000  # nanoseconds of work: waking a thread takes some 50,000, and more on busy cores
 NUM_THREADS = "NUMBA_NUM_THREADS"
-LONGEST_PIECE = 2_000_000  # nanoseconds: Ctrl-C waits as long
-PIECES_PER_THREAD = 4  # so that a thread that comes late keeps nobody waiting
+LONGEST_PIECE = 2_000_000  # nanoseconds: the longest delay of Ctrl-C
+PIECES_PER_THREAD = 4  # so that other threads do not wait for a late one
 
 Work = Callable[[Iterator[int]], None]
 
 
-def share_out(count: int, nanoseconds: int, loop: Callable[..., None], *arguments: Any) -> None:
-    """Call `loop(first, end, *arguments)` for ranges that make up 0 to count - 1, on as many cores as it is worth.
+def parallel_for(count: int, nanoseconds: int, loop: Callable[..., None], *arguments: Any) -> None:
+    """Call `loop(first, end, *arguments)` for ranges that cover 0 to count - 1, on as many cores as pay off.
 
-    count        rows of which each can be done on its own
-    nanoseconds  what one of them takes a core, roughly
+    count        independent rows
+    nanoseconds  approximate time of a row on a core
     loop         compiled with nogil=True
     """
     threads = min(num_cores(), 1 + count * nanoseconds // WORTH_A_THREAD)
@@ -52,9 +52,9 @@ def share_out(count: int, nanoseconds: int, loop: Callable[..., None], *argument
 
 
 def for_each(count: int, work: Work) -> None:
-    """Call `work` on each core with an iterator; together they yield 0 to count - 1 once. Its products are BLAS's.
+    """Call `work` on each core with an iterator; together the iterators yield 0 to count - 1 once. Products use BLAS.
 
-    Floating-point errors show as infinities and NaN, not as warnings.
+    Floating-point errors result in infinities and NaN, not in warnings.
     """
 
     def quiet(items: Iterator[int]) -> None:
@@ -67,7 +67,7 @@ def for_each(count: int, work: Work) -> None:
 
 @functools.cache
 def num_cores() -> int:
-    """The cores that this process may use, or as many as NUMBA_NUM_THREADS says."""
+    """The cores that this process may use, or NUMBA_NUM_THREADS if set."""
     asked = os.environ.get(NUM_THREADS)
     if not asked:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -77,7 +77,7 @@ def num_cores() -> int:
 
 
 class _Job:
-    """What several threads do together. Each takes the next item until there is none (next() is a step of the GIL)."""
+    """Work of several threads. Each takes the next item until none is left (next() is atomic under the GIL)."""
 
     def __init__(self, items: Iterator[int], work: Work) -> None:
         self._items, self._work = items, work
@@ -86,12 +86,12 @@ class _Job:
         self._error: BaseException | None = None
 
     def run(self, threads: int) -> None:
-        """Do it on so many threads, this one among them. Afterwards none works any more, whatever has happened."""
+        """Run it on this number of threads, including this one. Afterwards none works any more, even after an error."""
         try:
             for _ in range(threads - 1):
                 try:
                     _cores.pool().submit(self._help)
-                except RuntimeError:  # no more threads may be started
+                except RuntimeError:  # no more threads can be started
                     break
             self._work(self._items)
         finally:
@@ -115,7 +115,7 @@ class _Job:
                 self._changed.notify_all()
 
     def _stop(self) -> None:
-        collections.deque(self._items, maxlen=0)  # nothing is left to take
+        collections.deque(self._items, maxlen=0)  # no items are left
 
     def _end(self) -> None:
         interrupted = None
@@ -126,7 +126,7 @@ class _Job:
                     self._over = True
                     self._changed.wait_for(lambda: not self._helpers)
                 break
-            except BaseException as error:  # Ctrl-C again: not before the others have stopped
+            except BaseException as error:  # Ctrl-C again: raised after the others have stopped
                 interrupted = error
         if interrupted is not None:
             raise interrupted
@@ -143,15 +143,15 @@ class _Cores:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Have the cores, once other threads' calls are done.
+        """Hold the cores, once other threads' calls are done.
 
-        Raises RuntimeError within a call of the same thread, as in a signal handler: the call could not go on.
+        Raises RuntimeError within a call of the same thread, as in a signal handler, which would deadlock.
         """
         with self._turn:
             if self._busy:
                 raise RuntimeError(
-                    "cumla was called while a call of the same thread was at work (in a signal handler?): "
-                    "note what to do there, and do it afterwards"
+                    "cumla was called during another call of the same thread (in a signal handler?): "
+                    "make the call after the handler has returned"
                 )
             try:
                 self._busy = True
@@ -166,7 +166,7 @@ class _Cores:
 
     @contextlib.contextmanager
     def blas_on_one_thread(self) -> Iterator[None]:
-        """Its number of threads is the process's: whoever has the cores sets it and puts it back."""
+        """BLAS's number of threads is global to the process: the call that has the cores sets and restores it."""
         with _blas().limit(limits=1, user_api="blas") as self._blas_limit:
             try:
                 yield
@@ -174,7 +174,7 @@ class _Cores:
                 self._blas_limit = None
 
     def leave_to_child(self) -> None:
-        """What a forked child, which has none of its parent's threads, takes over: BLAS's number of threads."""
+        """In a forked child, which has none of its parent's threads: restore BLAS's number of threads."""
         if self._blas_limit is not None:
             self._blas_limit.restore_original_limits()
 

@@ -1,4 +1,4 @@
-"""Metadata of a step, one token a loop step, shared out over the cores."""
+"""Metadata of a step, one token per loop step, parallel over the cores."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from ..numba_common.compiled import compiled
 from ..types.metadata import C128A_RATIO, BatchCounts, SwaBuffers
 from .indices import token_position
-from .threads import share_out
+from .threads import parallel_for
 
 
 def build_sparse_swa(
@@ -24,7 +24,7 @@ def build_sparse_swa(
     buffers: SwaBuffers,
 ) -> None:
     table = np.empty((0, 0), np.int32) if c128a_block_table is None else c128a_block_table
-    share_out(
+    parallel_for(
         max(counts.rows, counts.rows_before), window_size + max(c128a_width, counts.width_before), _build,
         query_start_loc, seq_lens, slot_mapping, block_table, table, counts, block_size, window_size,
         c128a_block_size, c128a_width, buffers,
@@ -95,7 +95,7 @@ def request_of(query_start_loc, num_reqs, token):
 
 @compiled
 def write_slots(block_table, request, start, count, block_size, row):
-    """The slots of `count` positions from `start` on into `row`, one page after another, and -1 into the rest."""
+    """The slots of `count` positions from `start` on into `row`, page by page, and -1 into the rest."""
     done = 0
     while done < count:
         column, offset = divmod(start + done, block_size)

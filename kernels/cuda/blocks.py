@@ -10,7 +10,7 @@ from .compile import kernel
 from .launch import C_NAMES, strides, unit
 
 THREADS = 256  # as in common/copy_blocks.cu
-CHUNK = 4 * THREADS  # units a thread block copies
+CHUNK = 4 * THREADS  # units per CTA
 UNIT_BYTES = {"uint4": 16, "uint2": 8, "uint32": 4, "uint16": 2, "uint8": 1}
 
 
@@ -32,8 +32,7 @@ def copy_blocks(src: Any, dst: Any, src_to_dst: Any) -> None:
 def copy_blocks_across(src: Any, dst: Any, src_to_dst: np.ndarray) -> None:
     """Pages from host to device memory or back, each as one asynchronous copy.
 
-    A page is large and contiguous, so nothing is gained by gathering pages in a buffer first, and no buffer
-    is needed.
+    A page is large and contiguous: gathering pages in a buffer first would gain nothing.
     """
     import cupy
 

@@ -1,6 +1,6 @@
-"""Which kernel a launcher takes for arrays that are aligned, told from shapes: what `cumla.supports` says.
+"""The kernel that a launcher takes for aligned arrays, inferred from shapes: the answer of `cumla.supports`.
 
-Each answer asks what the launcher itself asks; strides and addresses may still decide for a slower one.
+Each answer uses the launcher's own test; strides and addresses may still lead to a slower kernel.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from .tma import box_rows
 
 
 def chosen(function: str, arguments: tuple[Any, ...], device: int) -> str:
-    """ "hopper", "portable" or "exact". Raises ValueError for what there is no kernel for."""
+    """ "hopper", "portable" or "exact". Raises ValueError if there is no kernel for the arguments."""
     hopper = is_hopper(device)
     if function == "sparse_mla_decode":
-        return sparse_kernels._fastest(device, arguments[1][0].pages.layout)
+        return sparse_kernels.fastest(device, arguments[1][0].pages.layout)
     if function == "sparse_mla_prefill":
-        return sparse_kernels._fastest_prefill(device)
+        return sparse_kernels.fastest_prefill(device)
     if function == "mha_varlen":
         q, k, _, v = arguments[:4]
         dims = q.shape[2], q.shape[2] - k.shape[2], v.shape[2]

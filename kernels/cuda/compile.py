@@ -1,7 +1,8 @@
-"""CUDA C++ sources to kernels: put together here, compiled and cached on disk by CuPy, by content."""
+"""CUDA C++ sources to kernels: includes expanded here, compiled and cached on disk by CuPy, by content."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -9,22 +10,24 @@ import os
 import pathlib
 import re
 import sys
+import threading
 import time
+from typing import Any
 
 from ...arrays.streams import relaxed_capture
 from ...layout import LAYOUTS, CacheLayout
-from ..types.verdicts import Fresh, note
+from ..self_tests import Fresh, note
 from .launch import Kernel, packing, parameters
 
 log = logging.getLogger(__name__)
 CSRC = pathlib.Path(__file__).parent / "csrc"
-FOLDERS = [CSRC]  # where sources are looked for, first to last
+FOLDERS = [CSRC]  # searched for sources, first to last
 OPTIONS = ("-std=c++17",)
 _INCLUDE = re.compile(r'^#include "([\w./]+)"$', re.MULTILINE)
 
 
 def layouts_header() -> str:
-    """`cumla.layout` for the CUDA sources: one struct of constants a layout."""
+    """`cumla.layout` for the CUDA sources: one struct of constants per layout."""
     return "\n".join(_layout_struct(layout) for layout in LAYOUTS.values())
 
 
@@ -54,14 +57,14 @@ def _layout_struct(layout: CacheLayout) -> str:
 
 
 def look_first_in(*folders: pathlib.Path) -> None:
-    """From now on take sources from `folders` where they have them: for experiments, to compare versions of a kernel.
+    """From now on take sources from `folders` if they have them: for experiments that compare versions of a kernel.
 
-    What was compiled is forgotten; calls that the launch cache has recorded are not, which makes them as they were:
-    compare versions within `recorded_launches`, where every call is made in full.
+    Compiled kernels are forgotten. Calls that the launch cache has recorded are not, and keep their kernels: compare
+    versions within `recorded_launches`, where every call runs in full.
     """
     FOLDERS[:] = [*folders, CSRC]
     for name, module in list(sys.modules.items()):
-        if name.startswith(__package__ + ".") and name != Kernel.__module__:  # which keeps what threads record
+        if name.startswith(__package__ + ".") and name != Kernel.__module__:  # whose state stays
             for value in vars(module).values():
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()
@@ -74,7 +77,7 @@ def find(name: str) -> pathlib.Path:
 
 @functools.cache
 def source(file: str) -> str:
-    """csrc/<file> with its includes put in, each once, so that one text is all there is to hash."""
+    """csrc/<file> with its includes expanded, each once, so that a single text is hashed."""
     included: set[str] = set()
 
     def expand(name: str) -> str:
@@ -87,6 +90,72 @@ def source(file: str) -> str:
     return expand(file)
 
 
+Program = tuple[str, tuple[str, ...], int]  # text, options, device
+
+
+class _Build(threading.Thread):
+    """Compiles and loads a program. Not a daemon: the interpreter waits for it at its end, not in the compiler."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(name="cumla compiler")
+        self._program = program
+        self.module: Any = None  # None where it failed: who needs the program tries again, and has the error
+
+    def run(self) -> None:
+        import cupy
+
+        text, options, device = self._program
+        with contextlib.suppress(Exception), cupy.cuda.Device(device), relaxed_capture():
+            module = cupy.RawModule(code=text, options=options)
+            module.compile()
+            self.module = module
+
+
+_builds: dict[Program, _Build] = {}
+_loaded: set[Program] = set()
+
+
+def _program(file: str, arch: str | None, defines: dict[str, str | int]) -> Program:
+    import cupy
+
+    options = OPTIONS + (() if arch is None else (f"-arch={arch}",))
+    text = "".join(f"#define {macro} {value}\n" for macro, value in defines.items()) + source(file)
+    return text, options, 0 if _is_emulated() else int(cupy.cuda.Device().id)
+
+
+def _is_emulated() -> bool:
+    import cupy
+
+    return not hasattr(cupy.cuda, "nvrtc")
+
+
+def start(file: str, arch: str | None = None, **defines: str | int) -> None:
+    """Begin to compile csrc/<file>, which `kernel` will be asked for soon, in a thread of its own.
+
+    A first call needs several programs: each takes NVRTC seconds, and it compiles them in parallel.
+    """
+    if _is_emulated():
+        return
+    program = _program(file, arch, defines)
+    if program not in _loaded and program not in _builds:
+        _builds[program] = _Build(program)
+        _builds[program].start()
+
+
+def _module(program: Program) -> Any:
+    """The program, compiled now unless a thread does so already."""
+    import cupy
+
+    build = _builds.pop(program, None)
+    if build is not None:
+        build.join()
+    _loaded.add(program)
+    text, options, _ = program
+    if build is not None and build.module is not None:
+        return build.module
+    return cupy.RawModule(code=text, options=options)
+
+
 @functools.cache
 def kernel(file: str, name: str, arch: str | None = None, **defines: str | int) -> Kernel:
     """The kernel `name` of csrc/<file>.
@@ -94,14 +163,12 @@ def kernel(file: str, name: str, arch: str | None = None, **defines: str | int) 
     arch     a target such as "sm_90a" instead of the device's own
     defines  macros, one compilation for each set of values
     """
-    import cupy
-
-    options = OPTIONS + (() if arch is None else (f"-arch={arch}",))
-    text = "".join(f"#define {macro} {value}\n" for macro, value in defines.items()) + source(file)
-    start = time.perf_counter()
-    with relaxed_capture():  # or no code could be loaded while this thread captures a graph
-        raw = cupy.RawModule(code=text, options=options).get_function(name)
-    log.debug("%s of %s %s: compiled or loaded in %.3f s", name, file, defines, time.perf_counter() - start)
+    program = _program(file, arch, defines)
+    text, options, _ = program
+    before = time.perf_counter()
+    with relaxed_capture():  # otherwise no code could be loaded while this thread captures a graph
+        raw = _module(program).get_function(name)
+    log.debug("%s of %s %s: compiled or loaded in %.3f s", name, file, defines, time.perf_counter() - before)
     made = Kernel(raw, packing(text, name, defines), parameters(text, name))
     _note(made, name, file, text, options, defines)
     return made
@@ -110,20 +177,22 @@ def kernel(file: str, name: str, arch: str | None = None, **defines: str | int) 
 def _note(
     made: Kernel, name: str, file: str, text: str, options: tuple[str, ...], defines: dict[str, str | int]
 ) -> None:
-    """Have it tested, unless there is a verdict for this text by this compiler for this kind of device."""
+    """Queue the kernel's self-test, unless a result exists for this text, compiler and kind of device."""
     import cupy
 
-    if not hasattr(cupy.cuda, "nvrtc"):  # emulated
+    if _is_emulated():
         return
     version = ".".join(str(part) for part in cupy.cuda.nvrtc.getVersion())
     arch = int(cupy.cuda.Device().compute_capability)
     identity = repr((text, options, version, arch, cupy.__version__))
     place = pathlib.Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))  # CuPy's own
-    verdict = place / f"cumla-{hashlib.sha256(identity.encode()).hexdigest()[:32]}.verdict" if place.is_dir() else None
+    result_file = (
+        place / f"cumla-{hashlib.sha256(identity.encode()).hexdigest()[:32]}.verdict" if place.is_dir() else None
+    )
     remedy = (
         "Install another NVRTC (pip install 'nvidia-cuda-nvrtc<13.1', or the extra cuda12) and run `cumla warmup` "
         "again; until then backend='numba_cuda' goes another way"
     )
     what = f"{name} of {file}" + "".join(f" {key}={value}" for key, value in defines.items())
     layout = str(defines.get("LAYOUT", ""))
-    note(Fresh(what, "cuda", f"NVRTC {version} for compute capability {arch / 10}", remedy, verdict, layout, made))
+    note(Fresh(what, "cuda", f"NVRTC {version} for compute capability {arch / 10}", remedy, result_file, layout, made))

@@ -10,19 +10,18 @@ from .compile import kernel
 from .device import has_clusters
 from .launch import C_NAMES, is_aligned, strides
 
-MOST_AHEAD = 8  # positions that a thread reads before it needs the first
-# Thread blocks that share a long window's channels, and groups of each that share its positions: for few rows, and for
-# many (an H200 has room for 30 clusters of 8 at a time, two thread blocks a multiprocessor, and for 60 of 4). Rows are
-# the same bits.
+MOST_AHEAD = 8  # positions that a thread loads before it uses the first
+# CTAs that split a long window's channels, and groups in each that split its positions: for few rows, and for many (an
+# H200 runs 30 clusters of 8 at a time, two CTAs per SM, or 60 of 4). Rows are bit-identical.
 CLUSTER_OF_FEW, CLUSTER_OF_MANY = (8, 16), (4, 8)
 MOST_CLUSTERS_OF_FEW = 16
-ALL_PARTS, ALL_GROUPS, MEAN_BYTES = 8, 16, 48  # of the source
-MOST_THREADS, MOST_GROUPS = 512, 8  # of a thread block
-MOST_TOGETHER, MOST_TOGETHER_OF_MANY = 32, 128  # tokens of a thread block that pools, at most 128; of a cluster of many
-MOST_SAVED_TOGETHER = 4  # of a warp
-# Thread blocks (or clusters) that pool, before each takes several tokens.
+ALL_PARTS, ALL_GROUPS, MEAN_BYTES = 8, 16, 48  # as in common/compressor.cu
+MOST_THREADS, MOST_GROUPS = 512, 8  # per CTA
+MOST_TOGETHER, MOST_TOGETHER_OF_MANY = 32, 128  # tokens of a pooling CTA, at most 128; of a cluster for many rows
+MOST_SAVED_TOGETHER = 4  # tokens of a warp
+# Pooling CTAs (or clusters) up to which each takes one token.
 FEW_OF_SHORT, FEW_OF_LONG = 256, 16
-FEW_SAVING = 128  # thread blocks that save, of long windows: with those that pool they fit at a time
+FEW_SAVING = 128  # saving CTAs for long windows: they run at the same time as the pooling ones
 
 
 def compress_and_insert(
@@ -67,9 +66,9 @@ def _launch(
         most_together = MOST_TOGETHER if few else MOST_TOGETHER_OF_MANY
     else:
         groups = min(MOST_GROUPS, MOST_THREADS * 4 // dim, 1 << (rounds - 1).bit_length())
-        if groups > 1:  # which takes registers to put together
+        if groups > 1:  # the merge takes registers
             ahead //= 2
-    # Of a prompt's tokens one in `ratio` completes a row.
+    # In a prompt, one token in `ratio` completes a row.
     together = min(ratio, most_together, -(-tokens // (FEW_OF_SHORT if rounds == 1 else FEW_OF_LONG)))
     threads = groups * dim // (4 * parts)
     warps = threads // 32
@@ -113,7 +112,7 @@ def _launch(
 
 
 def _struct(own: CompressorRows) -> tuple[Any, ...]:
-    """`Rows` of the source."""
+    """`Rows` of common/compressor.cu."""
     state_page, state_row, _ = strides(own.state)
     pages = own.pages
     return (

@@ -17,8 +17,8 @@ from .tma import NO_MAP, Words, box_rows, map_of_pages
 
 MAX_HEAD_DIM = 256
 LOG2_E = 1.4426950408889634
-HOPPER_HEAD_DIMS = (192, 64, 128)  # of q, of its RoPE part, of v: what sm90/dense/mha_varlen.cu is made for
-HOPPER_CACHE_BYTES = 1 << 36  # of sm90/dense/decode/
+HOPPER_HEAD_DIMS = (192, 64, 128)  # of q, of its RoPE part, of v: sizes of sm90/dense/mha_varlen.cu
+HOPPER_CACHE_BYTES = 1 << 36  # limit of sm90/dense/decode/
 
 
 def mha_varlen(
@@ -65,7 +65,7 @@ def mha_varlen(
 
 
 def check_head_dims(head_dim: int, rope_dim: int, v_dim: int) -> None:
-    """Raise ValueError for what mha_varlen has no kernel for."""
+    """Raise ValueError for sizes that mha_varlen has no kernel for."""
     if head_dim % 16 or rope_dim % 16 or v_dim % 16 or max(head_dim, v_dim) > MAX_HEAD_DIM:
         raise ValueError(
             f"q, k_pe, v: got {head_dim}, {rope_dim} and {v_dim} values a head, "
@@ -135,7 +135,7 @@ def dense_mla_decode(
 
 
 def merge_shape(splits: int) -> tuple[int, int, int]:
-    """How dense_decode_merge.cu takes so many parts: how many at once, and by how many sets of threads, of how many."""
+    """For dense_decode_merge.cu: splits loaded together, sets of threads, and MAX_SETS."""
     if splits <= 4:
         return 4, 1, 1
     sets = min(-(-splits // 8), 8)
@@ -143,7 +143,7 @@ def merge_shape(splits: int) -> tuple[int, int, int]:
 
 
 def boxes_of(pages: Pages, keys: int) -> tuple[int, Words]:
-    """How many rows boxes of these pages have, for blocks of so many keys, and the words of their TensorMap."""
+    """Rows of a TMA box of these pages, for blocks of `keys` keys, and the words of their TensorMap."""
     rows = box_rows(keys, pages.block_size)
     if not rows:
         return 0, NO_MAP
@@ -153,10 +153,10 @@ def boxes_of(pages: Pages, keys: int) -> tuple[int, Words]:
 
 
 class DecodeKernel(NamedTuple):
-    """What a decode kernel is made for: numbers of its source, and what its work costs in blocks of keys.
+    """Sizes of a decode kernel, as in its source, and its costs in units of a block of keys.
 
-    tile_cost  to start on a tile and to store its result
-    part_cost  to merge a part of one
+    tile_cost  start of a tile and store of its result
+    part_cost  merge of one split's partial result
     """
 
     heads: int
@@ -178,7 +178,7 @@ PARTS = {"parts": V_DIM, "parts_lse": 1}  # names of partial results, and values
 
 @functools.lru_cache(maxsize=1024)
 def split_count(tiles: int, max_seqlen: int, sms: int, made: DecodeKernel) -> int:
-    """Into how many parts to split the keys of each tile, so that the thread blocks fill the device."""
+    """Number of splits of each tile's keys that fills the device with CTAs."""
     blocks, at_a_time = -(-max_seqlen // made.keys), sms * made.blocks_per_sm
 
     def cost(splits: int) -> float:
@@ -193,7 +193,7 @@ def split_count(tiles: int, max_seqlen: int, sms: int, made: DecodeKernel) -> in
 def large_kernel(
     device: int, shared_bytes: int, file: str, name: str, arch: str | None = None, **defines: str | int
 ) -> Kernel:
-    """A kernel that takes so much shared memory on `device`, which is the current one, that it has to be allowed to."""
+    """A kernel with more shared memory on `device`, which is the current one, than launches get by default."""
     found = kernel(file, name, arch, **defines)
     found.max_dynamic_shared_size_bytes = shared_bytes
     return found
@@ -202,14 +202,14 @@ def large_kernel(
 def partial_results(plan: DenseDecodePlan | None, rows: int, like: Any) -> tuple[Any, Any]:
     """float32 [rows * 512] and [rows] at least, kept by the plan if there is one.
 
-    Raises RuntimeError where they would have to be allocated while a CUDA graph is being captured.
+    Raises RuntimeError if they would have to be allocated while a CUDA graph is being captured.
     """
     workspace = Workspace() if plan is None else plan.workspace
     return tuple(workspace.array(name, rows * size, np.float32, like) for name, size in PARTS.items())
 
 
 def workspace_bytes(batch: int, s_q: int, heads: int, max_seqlen: int, sms: int) -> int:
-    """What the partial results of a dense_mla_decode of these sizes need at most, on a device of so many SMs."""
+    """Bytes that the partial results of a dense_mla_decode of these sizes need at most, on a device of `sms` SMs."""
     rows = 0
     if not batch * s_q * heads:
         return 0

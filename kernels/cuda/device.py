@@ -1,4 +1,4 @@
-"""What a device is: the numbers that launchers choose by."""
+"""Properties of a device by which launchers choose kernels."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ def device_sms(device: int) -> int:
 
 @functools.cache
 def capability(device: int) -> int:
-    """Its compute capability: 90 is Hopper's."""
+    """Compute capability of a device; 90 is Hopper."""
     import cupy
 
     return int(cupy.cuda.Device(device).compute_capability)
 
 
 def is_hopper(device: int) -> bool:
-    """Whether kernels of csrc/sm90 run on it: their instructions are of that architecture alone."""
+    """Whether the device runs kernels of csrc/sm90: their instructions are specific to that architecture."""
     return capability(device) == 90
 
 
 @functools.cache
 def has_clusters(device: int) -> bool:
-    """Whether thread blocks of a cluster can write into one another's shared memory there."""
+    """Whether the CTAs of a cluster can write to each other's shared memory on the device."""
     import cupy
 
     return bool(cupy.cuda.runtime.deviceGetAttribute(CLUSTER_LAUNCH, device))

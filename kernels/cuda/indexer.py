@@ -1,4 +1,4 @@
-"""The indexer: scores, the choice among them, queries, and keys without scales."""
+"""The indexer: scores, top-k, queries, and keys without scales."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def paged_mqa_logits(
 def score(
     q: Any, weights: Any, seen: tuple[Any, ...], keys: tuple[Any, ...], table: Any, pages: Pages | None, logits: Any
 ) -> None:
-    """By the plain kernel: q [B, n, H, 128]."""
+    """Scores by the portable kernel: q [B, n, H, 128]."""
     macros = {"LAYOUT": "INDEXER_FP8"} if pages is None else {"LAYOUT": pages.layout.name}
     place = NO_PAGES
     if pages is not None:
@@ -181,13 +181,13 @@ def clean_logits(seen: tuple[Any, ...], keys: int, room: int, logits: Any, paged
 
 # ---- scores on Hopper
 
-HEADS = 64  # of a query, for which the kernel is made
-MANY_QUERIES = 64  # from which on groups of eight leave little idle
+HEADS = 64  # heads of a query that the kernel supports
+MANY_QUERIES = 64  # number of queries from which groups of eight leave little idle
 HOPPER_THREADS = 640
 
 
 class HopperSize:
-    """Sizes of sm90/indexer/logits.cu for queries of a warpgroup and groups of queries."""
+    """Sizes of sm90/indexer/logits.cu for `queries_of_pass` queries of a warpgroup and `query_groups` groups."""
 
     def __init__(self, queries_of_pass: int, query_groups: int) -> None:
         self.macros = {"PASS": queries_of_pass, "QUERY_GROUPS": query_groups}
@@ -199,7 +199,7 @@ class HopperSize:
 
 
 def query_map(q: Any) -> Words:
-    """The map of queries [n, 64, 128], or NO_MAP if heads are not one behind another."""
+    """The map of queries [n, 64, 128], or NO_MAP if heads are not contiguous."""
     if q.strides[1] != DIM or not len(q):
         return NO_MAP
     stride = q.strides[0] if len(q) > 1 else HEADS * DIM
@@ -244,7 +244,7 @@ def paged_mqa_logits_metadata(lens: Any, split: int, schedule: Any) -> None:
     )
 
 
-# ---- the choice
+# ---- top-k
 
 
 def top_k_per_row(logits: Any, rows: Rows, indices: Any, slots: Slots | None = None) -> None:
@@ -273,8 +273,8 @@ def top_k_per_row(logits: Any, rows: Rows, indices: Any, slots: Slots | None = N
         )  # fmt: skip
         run((num_rows * few.blocks,), (few.threads,), arguments, shared_mem=few.shared_bytes, overlap=True)
         return
-    threads = choice_threads(num_rows, topk, device_sms(device))
-    if topk > 16 * threads:  # than its buffer may hold when more columns come
+    threads = choice_threads(num_rows, width, topk, device_sms(device), lens is not None)
+    if topk > 16 * threads:  # the buffer may overflow
         kernel("common/indexer_topk_wide.cu", "top_k_per_row_wide", THREADS=512, OUTPUT=kind)(
             (min(num_rows, 2**31 - 1),), (512,), arguments, overlap=True
         )
@@ -287,19 +287,24 @@ def top_k_per_row(logits: Any, rows: Rows, indices: Any, slots: Slots | None = N
     run((min(num_rows, 2**31 - 1),), (threads,), arguments, shared_mem=shared_bytes, overlap=True)
 
 
-def choice_threads(num_rows: int, topk: int, sms: int) -> int:
-    """Of a thread block of common/indexer_topk.cu: fewer do with fewer instructions, more read a row faster."""
-    return 512 if num_rows <= sms or topk > 2048 else 256
+def choice_threads(num_rows: int, width: int, topk: int, sms: int, of_requests: bool) -> int:
+    """Threads per CTA of common/indexer_topk.cu: 256 take fewer instructions for all rows, 512 read one row faster.
+
+    of_requests  whether rows belong to requests, whose lengths differ: with a few waves of CTAs, the longest row then
+                 decides the time
+    """
+    few_waves = of_requests and width > 2 * ONE_BLOCK and num_rows <= 4 * sms
+    return 512 if num_rows <= sms or few_waves or topk > 2048 else 256
 
 
 def choice_bytes(threads: int) -> int:
-    """Shared memory of common/indexer_topk.cu: a buffer of 20 entries a thread, bins, and a few numbers."""
+    """Shared memory of common/indexer_topk.cu: a buffer of 20 entries per thread, bins, and a few words."""
     return 8 * 20 * threads + 4 * 1024 + 12 * (threads // 32) + 16
 
 
 class FewRowsSize(NamedTuple):
-    """Of common/indexer_topk_few.cu: threads of a block, blocks of a row, reads of four columns that a thread has in
-    flight, and how often it has; what it reads it holds where that is once.
+    """Sizes of common/indexer_topk_few.cu: threads of a CTA, CTAs of a row, reads of four columns that a thread has in
+    flight, and rounds of such reads. A single round is held in registers.
     """
 
     threads: int
@@ -309,7 +314,7 @@ class FewRowsSize(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Of the longest row."""
+        """Columns of the longest row."""
         return self.blocks * self.threads * 4 * self.reads * self.rounds
 
     @property
@@ -319,23 +324,23 @@ class FewRowsSize(NamedTuple):
         return -(-(8 * 8192 + received + 8 * 64 + 24 * self.blocks + bits + scratch + 12) // 16) * 16
 
     def finds(self, topk: int) -> bool:
-        """Whether a block can look for its share: eight lanes tell of no more than eight numbers."""
+        """Whether a CTA can bound its fraction of k: eight lanes publish at most eight values."""
         share = topk / self.blocks
         looked_for = topk if self.blocks == 1 else min(topk, share + 5 * math.sqrt(share) + 9)
         return looked_for <= self.threads
 
 
-ONE_BLOCK = 16_384  # columns: of shorter rows, blocks of a cluster would wait for one another longer than they read
-MOST_ROUNDS = 8  # lines' largest numbers fit into shared memory
+ONE_BLOCK = 16_384  # columns: for shorter rows, the CTAs of a cluster would wait longer than they read
+MOST_ROUNDS = 8  # each line's maximum fits in shared memory
 
 
 @functools.lru_cache(256)
 def few_rows_size(
     num_rows: int, width: int, topk: int, sms: int, most_blocks: int, aligned: bool
 ) -> FewRowsSize | None:
-    """For rows that there are multiprocessors for all at once; None where they are too many, or too long."""
+    """Sizes for rows that all run at the same time; None if they are too many, or too long."""
     for blocks in (8, 4, 2, 1):
-        # Clusters do not fill all multiprocessors.
+        # Clusters do not fill all SMs.
         room = blocks == 1 or (width > ONE_BLOCK and blocks <= most_blocks and num_rows * blocks * 1.15 <= sms)
         if not room or num_rows * blocks > sms:
             continue
@@ -344,7 +349,7 @@ def few_rows_size(
             size = FewRowsSize(threads, blocks, reads)
             if reads <= (8 if aligned else 4) and size.finds(topk):  # columns one by one take more registers
                 return size
-        # Rows that registers do not hold; a block by itself would be no faster than common/indexer_topk.cu.
+        # Rows that do not fit in registers; a single CTA would be no faster than common/indexer_topk.cu.
         rounds = max(2, 1 << (-(-width // (32 * 1024 * blocks)) - 1).bit_length())
         size = FewRowsSize(1024, blocks, 8, rounds)
         if blocks > 1 and rounds <= MOST_ROUNDS and size.finds(topk):

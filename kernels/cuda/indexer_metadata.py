@@ -8,9 +8,9 @@ from ..types.metadata import IndexerBuffers, IndexerChunk, IndexerCounts
 from .compile import kernel
 
 THREADS, WARPS, COLUMNS = 1024, 32, 1024  # as in common/indexer_metadata.cu
-ITEMS_PER_THREAD = 4  # rows of a prefill request that a thread is given before more thread blocks help
+ITEMS_PER_THREAD = 4  # rows of a prefill request per thread before more CTAs help
 MOST_SPLITS = 256
-NO_CHUNK = (0, 0, 0, 0, 0, 0, 1, 0, 0, 0)  # `Chunk` of the source
+NO_CHUNK = (0, 0, 0, 0, 0, 0, 1, 0, 0, 0)  # `Chunk` of common/indexer_metadata.cu
 
 
 def build_indexer(
@@ -75,7 +75,7 @@ def build_indexer_chunk(query_start_loc: Any, seq_lens: Any, compress_ratio: int
 
 
 def _struct(chunk: IndexerChunk) -> tuple[tuple[Any, ...], int]:
-    """`Chunk` of the source, and its thread blocks."""
+    """`Chunk` of common/indexer_metadata.cu, and its CTAs."""
     first_request, num_reqs, longest, cu_seqlen_ks, cu_seqlen_ke, cu_seq_lens, token_to_seq = chunk
     splits = min(max(-(-longest // (ITEMS_PER_THREAD * THREADS)), 1), MOST_SPLITS)
     members = (

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from ..types.index_operations import MixedIndices
 from .compile import kernel
 from .launch import is_aligned, pointer, strides
 
-TOKENS = 2  # of a thread block: a warp each, as in common/indices.cu
+TOKENS = 2  # per CTA: a warp each, as in common/indices.cu
 
 
 def launch(name: str, num_tokens: int, aligned: bool, arguments: tuple[Any, ...]) -> None:
@@ -99,50 +100,30 @@ def combine_topk_swa_indices(
     )  # fmt: skip
 
 
-def build_flashinfer_mixed_sparse_indices(
-    decode_swa_indices: Any,
-    decode_compressed_indices: Any | None,
-    decode_compressed_topk_lens: Any | None,
-    prefill_topk_indices: Any,
-    query_start_loc: Any,
-    seq_lens: Any,
-    token_to_req_indices: Any,
-    swa_block_table: Any,
-    swa_block_size: int,
-    compressed_block_table: Any | None,
-    compressed_block_size: int,
-    window_size: int,
-    compress_ratio: int,
-    topk: int,
-    decode_compressed_indices_are_local: bool,
-    decode_is_valid_token: Any | None,
-    swa_block_span: int,
-    compressed_block_span: int,
-    sparse_indices: Any,
-    sparse_topk_lens: Any,
-) -> None:
+def build_flashinfer_mixed_sparse_indices(given: MixedIndices) -> None:
     no_array = (0, 0)
     decode_compressed, decode_topk = no_array, 0
-    rows = [decode_swa_indices, prefill_topk_indices, sparse_indices]
-    if decode_compressed_indices is not None:
-        decode_compressed = decode_compressed_indices.data.ptr, strides(decode_compressed_indices)[0]
-        decode_topk = decode_compressed_indices.shape[1]
-        rows.append(decode_compressed_indices)
+    rows = [given.decode_swa_indices, given.prefill_topk_indices, given.sparse_indices]
+    if given.decode_compressed_indices is not None:
+        decode_compressed = given.decode_compressed_indices.data.ptr, strides(given.decode_compressed_indices)[0]
+        decode_topk = given.decode_compressed_indices.shape[1]
+        rows.append(given.decode_compressed_indices)
     compressed_table = (*no_array, 0, 0)
-    if compressed_block_table is not None:
-        compressed_table = table_arguments(compressed_block_table)
+    if given.compressed_block_table is not None:
+        compressed_table = table_arguments(given.compressed_block_table)
     launch(
-        "build_flashinfer_mixed_sparse_indices", len(sparse_topk_lens),
-        (window_size | topk | decode_topk) % 4 == 0 and is_aligned(*rows),
+        "build_flashinfer_mixed_sparse_indices", len(given.sparse_topk_lens),
+        (given.window_size | given.topk | decode_topk) % 4 == 0 and is_aligned(*rows),
         (
-            decode_swa_indices, strides(decode_swa_indices)[0], len(decode_swa_indices),
-            *decode_compressed, decode_topk, pointer(decode_compressed_topk_lens),
-            prefill_topk_indices, strides(prefill_topk_indices)[0],
-            query_start_loc, seq_lens, len(seq_lens), token_to_req_indices,
-            *table_arguments(swa_block_table), *division(swa_block_size),
-            *compressed_table, *division(compressed_block_size),
-            window_size, compress_ratio, topk, decode_compressed_indices_are_local,
-            pointer(decode_is_valid_token), swa_block_span, compressed_block_span,
-            sparse_indices, strides(sparse_indices)[0], sparse_indices.shape[1], sparse_topk_lens,
+            given.decode_swa_indices, strides(given.decode_swa_indices)[0], len(given.decode_swa_indices),
+            *decode_compressed, decode_topk, pointer(given.decode_compressed_topk_lens),
+            given.prefill_topk_indices, strides(given.prefill_topk_indices)[0],
+            given.query_start_loc, given.seq_lens, len(given.seq_lens), given.token_to_req_indices,
+            *table_arguments(given.swa_block_table), *division(given.swa_block_size),
+            *compressed_table, *division(given.compressed_block_size),
+            given.window_size, given.compress_ratio, given.topk, given.decode_compressed_indices_are_local,
+            pointer(given.decode_is_valid_token), given.swa_block_span, given.compressed_block_span,
+            given.sparse_indices, strides(given.sparse_indices)[0], given.sparse_indices.shape[1],
+            given.sparse_topk_lens,
         ),
     )  # fmt: skip

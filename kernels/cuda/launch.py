@@ -1,7 +1,7 @@
-"""How a kernel is launched, and small things that every launcher needs.
+"""How a kernel is launched, and helpers of all launchers.
 
-A call of CuPy's own RawKernel asks every argument for its type. Here the kernel's parameter list, read once
-off its source, says how arguments are packed, and one driver call takes the packed block: several times cheaper.
+CuPy's own RawKernel inspects the type of every argument in each call. Here the kernel's parameter list, parsed once
+from its source, defines how arguments are packed, and one driver call takes the packed block: several times cheaper.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ __all__ = [
     "unit",
 ]
 
-MAX_BLOCKS = 4096  # where thread blocks go through the rows in turns: enough to fill any device
+MAX_BLOCKS = 4096  # for grids that stride over rows: enough CTAs to fill any device
 C_NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "float", "int32": "int", "int64": "int64"}
-# The same by dtype, whose name takes NumPy over a microsecond to write.
+# The same by dtype; NumPy takes over a microsecond to make a dtype's name.
 C_TYPES = {np.dtype(getattr(ml_dtypes, name, name)): c_name for name, c_name in C_NAMES.items()}
 
 # How an argument of each C type is packed, as in `struct`.
@@ -58,13 +58,13 @@ def parameters(text: str, name: str) -> dict[str, str]:
 
 
 def packing(text: str, name: str, defines: dict[str, str | int]) -> struct.Struct:
-    """How the arguments of kernel `name` of a source text lie behind one another, a struct's members among them."""
+    """Layout of the packed arguments of kernel `name` of a source text; a struct is packed as its members."""
     types = parameters(text, name).values()
     return struct.Struct("".join(_codes(text, str(defines.get(c_type, c_type))) for c_type in types))
 
 
 def _codes(text: str, c_type: str) -> str:
-    """The codes of a value of a C type; of a struct, those of its members, which must fill whole words of 8 bytes."""
+    """The codes of a value of a C type; for a struct, those of its members, which must fill whole words of 8 bytes."""
     if c_type in PACKING:
         return PACKING[c_type]
     body = re.search(rf"\nstruct {c_type} {{\n(.*?)\n}};", text, re.DOTALL)
@@ -83,13 +83,13 @@ def _codes(text: str, c_type: str) -> str:
 class Kernel:
     """A CUDA kernel, called as CuPy's RawKernel is: `kernel(grid, block, arguments, shared_mem=bytes)`.
 
-    arguments  CuPy arrays, addresses and numbers; a number takes the C type of its parameter, and a struct comes as
-               its members, one after another
-    overlap    whether it may start before the kernel ahead of it in the stream has ended (programmatic
-               dependent launch, sm_90 and later). It must then wait for that one itself
-               (`griddepcontrol.wait`) before it touches memory
+    arguments  CuPy arrays, addresses and numbers; a number takes the C type of its parameter, and a struct is passed
+               as its members, in order
+    overlap    whether it may start before the previous kernel of the stream has ended (programmatic
+               dependent launch, sm_90 and later). The kernel must then wait itself (`griddepcontrol.wait`)
+               before it accesses memory
 
-    Raises CuPy's CUDADriverError where the driver refuses the launch. A grid without blocks does nothing.
+    Raises CuPy's CUDADriverError if the driver refuses the launch. A grid without CTAs does nothing.
     """
 
     def __init__(self, raw: Any, packing: struct.Struct, parameters: Iterable[str]) -> None:
@@ -114,16 +114,16 @@ class Kernel:
         overlap: bool = False,
     ) -> None:
         array = self._array
-        numbers = [x.data.ptr if x.__class__ is array else x for x in arguments]
+        packed_arguments = [x.data.ptr if x.__class__ is array else x for x in arguments]
         grid, block = (*grid, 1, 1)[:3], (*block, 1, 1)[:3]
         recorded_launches = self._thread.recorded_launches
         if recorded_launches is not None:
-            recorded_launches.append(Launch(self, grid, block, shared_mem, overlap, numbers))
-        self._launch(grid, block, shared_mem, overlap, numbers, self._stream().ptr)
+            recorded_launches.append(Launch(self, grid, block, shared_mem, overlap, packed_arguments))
+        self._launch(grid, block, shared_mem, overlap, packed_arguments, self._stream().ptr)
 
-    def launch(self, launch: Launch, numbers: list[Any], stream: int) -> None:
-        """Launch as `launch` says, but with these numbers for arguments, on this stream."""
-        self._launch(*launch[1:5], numbers, stream)
+    def launch(self, launch: Launch, packed_arguments: list[Any], stream: int) -> None:
+        """Repeat `launch` with these packed arguments on this stream."""
+        self._launch(*launch[1:5], packed_arguments, stream)
 
     def _launch(
         self,
@@ -131,7 +131,7 @@ class Kernel:
         block: tuple[int, ...],
         shared_bytes: int,
         overlap: bool,
-        numbers: list[Any],
+        packed_arguments: list[Any],
         stream: int,
     ) -> None:
         if 0 in grid:
@@ -142,7 +142,7 @@ class Kernel:
         packing = self._packing
         launch_kernel, memory, config, attribute, extra = self._thread.memory
         HEAD.pack_into(memory, 0, *grid, *block, shared_bytes, stream, attribute, overlap, packing.size)
-        packing.pack_into(memory, ARGUMENTS_AT, *numbers)
+        packing.pack_into(memory, ARGUMENTS_AT, *packed_arguments)
         status = launch_kernel(config, function, None, extra)
         if status:
             import cupy
@@ -150,9 +150,9 @@ class Kernel:
             raise cupy.cuda.driver.CUDADriverError(status)
 
     def arguments(self, **named: Any) -> tuple[Any, ...]:
-        """Arguments by the names of the kernel's parameters, in their order; of a struct the tuple of its members.
+        """Arguments by the names of the kernel's parameters, in their order; for a struct the tuple of its members.
 
-        Raises TypeError where one is missing, or is none of the kernel's.
+        Raises TypeError if one is missing or unknown.
         """
         if named.keys() != set(self._parameters):
             odd = ", ".join(sorted(named.keys() ^ set(self._parameters)))
@@ -175,17 +175,17 @@ class Kernel:
             function = self._functions[device] = self.raw.kernel.ptr
         return function
 
-    def packed(self, numbers: list[Any]) -> bytes:
-        """Arguments as the driver takes them."""
-        return self._packing.pack(*numbers)
+    def packed(self, packed_arguments: list[Any]) -> bytes:
+        """Arguments in the driver's format."""
+        return self._packing.pack(*packed_arguments)
 
     def place(self, argument: int) -> int:
-        """Where an address among packed arguments is, in bytes from their start."""
+        """Offset of an address among the packed arguments, in bytes."""
         return struct.calcsize(self._packing.format[: argument + 1]) - struct.calcsize("P")
 
     @property
     def addresses(self) -> list[int]:
-        """Which of the arguments are addresses."""
+        """Indices of the arguments that are addresses."""
         return [i for i, code in enumerate(self._packing.format) if code == "P"]
 
     @property
@@ -196,22 +196,22 @@ class Kernel:
     @max_dynamic_shared_size_bytes.setter
     def max_dynamic_shared_size_bytes(self, size: int) -> None:
         self._most_shared = size
-        self._functions.clear()  # each device's function has to be told
+        self._functions.clear()  # the attribute is set on each device's function
 
 
 class Launch(NamedTuple):
-    """One launch of a kernel; grid and block have three numbers."""
+    """One launch of a kernel; grid and block have three dimensions."""
 
     kernel: Kernel
     grid: tuple[int, ...]
     block: tuple[int, ...]
     shared_bytes: int
     overlap: bool
-    numbers: list[Any]
+    packed_arguments: list[Any]
 
 
 class _LaunchMemory(ctypes.Structure):
-    """What the driver takes for a launch (cuda.h), in one piece."""
+    """The driver's arguments for a launch (cuda.h), in one allocation."""
 
     _fields_ = (
         # CUlaunchConfig
@@ -221,7 +221,7 @@ class _LaunchMemory(ctypes.Structure):
         ("stream", ctypes.c_void_p),
         ("attributes", ctypes.c_void_p),
         ("num_attributes", ctypes.c_uint),
-        ("argument_bytes", ctypes.c_size_t),  # here, so that HEAD ends with it
+        ("argument_bytes", ctypes.c_size_t),  # placed here so that HEAD ends with it
         # CUlaunchAttribute
         ("attribute_id", ctypes.c_uint64),
         ("attribute_value", ctypes.c_uint64),
@@ -234,17 +234,17 @@ class _LaunchMemory(ctypes.Structure):
 HEAD = struct.Struct("7IPPIN")  # _LaunchMemory up to argument_bytes
 ARGUMENTS_AT = _LaunchMemory.arguments.offset
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
-BUFFER_POINTER, BUFFER_SIZE = 1, 2  # what the next entry of `extra` is
+BUFFER_POINTER, BUFFER_SIZE = 1, 2  # kind of the next entry of `extra`
 
 
 CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 
 
 def most_clusters(kernel: Kernel, size: int, threads: int, shared_bytes: int) -> int:
-    """How many clusters of so many thread blocks of a kernel the current device runs at a time."""
+    """How many clusters of `size` CTAs of a kernel the current device runs at a time."""
     import cupy
 
-    attribute = CLUSTER_DIMENSION | size << 64 | 1 << 96 | 1 << 128  # its value: three numbers of 32 bits
+    attribute = CLUSTER_DIMENSION | size << 64 | 1 << 96 | 1 << 128  # its value: three 32-bit words
     memory, found = _LaunchMemory(), ctypes.c_int()
     at = ctypes.addressof(memory) + _LaunchMemory.attribute_id.offset
     HEAD.pack_into(memory, 0, size, 1, 1, threads, 1, 1, shared_bytes, 0, at, 1, 0)
@@ -257,9 +257,9 @@ def most_clusters(kernel: Kernel, size: int, threads: int, shared_bytes: int) ->
 
 
 class _Thread(threading.local):
-    """What a thread has for itself.
+    """State of one thread.
 
-    memory   its _LaunchMemory, as others may launch while the driver reads it, and addresses in there
+    memory   its _LaunchMemory, as other threads may launch while the driver reads it, and addresses in there
     recorded_launches  the launches since `recorded_launches` began
     """
 
@@ -286,7 +286,7 @@ def _threads() -> _Thread:
 
 @contextlib.contextmanager
 def recorded_launches() -> Iterator[list[Launch]]:
-    """What is launched on this thread in the meantime, in order."""
+    """The launches on this thread within the context, in order."""
     thread = _threads()
     launches: list[Launch] = []
     thread.recorded_launches, before = launches, thread.recorded_launches
@@ -308,7 +308,7 @@ def strides(array: Any) -> tuple[int, ...]:
 
 
 def named_strides(name: str, axes: str, array: Any) -> dict[str, int]:
-    """Strides in elements by the names that kernels have for them: `q_stride_h` of axis "h" of `q`."""
+    """Strides in elements by the kernels' parameter names: `q_stride_h` for axis "h" of `q`."""
     size = array.dtype.itemsize
     return {f"{name}_stride_{axis}": stride // size for axis, stride in zip(axes, array.strides, strict=False)}
 

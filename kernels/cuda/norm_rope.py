@@ -1,4 +1,4 @@
-"""RMSNorm and RoPE around sparse attention."""
+"""RMSNorm and RoPE before and after sparse attention."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from ..types.segments import Pages
 from .compile import kernel
 from .launch import C_NAMES, Kernel, is_aligned, strides
 
-WARPS = 4  # of a thread block
-THREADS = 256  # of one that turns
+WARPS = 4  # per CTA
+THREADS = 256  # per CTA of apply_rope
 MOST_THREADS = 1024
-MOST_Y = 65535  # thread blocks in the second direction
+MOST_Y = 65535  # limit of gridDim.y
 FILE = "common/norm_rope.cu"
-# What a kernel of the file does not look at.
+# Macros that a kernel of the file does not use.
 DEFAULTS: dict[str, str | int] = {
     "LAYOUT": "DSV4_FP8", "SLOT": "int64", "POSITION": "int64", "WEIGHT": "float", "UNIT": 2, "ALIGNED": 0,
 }  # fmt: skip

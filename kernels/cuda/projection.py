@@ -1,4 +1,4 @@
-"""Products of matrices, by cuBLAS with float32 sums."""
+"""Matrix products, by cuBLAS with float32 sums."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 from ...arrays.streams import Side
 from .launch import pointer, strides
 
-# Of cudaDataType, cublasComputeType_t, cublasGemmAlgo_t and cublasOperation_t.
+# Values of cudaDataType, cublasComputeType_t, cublasGemmAlgo_t and cublasOperation_t.
 DATA_TYPES = {"float32": 0, "bfloat16": 14, "float16": 2}
 COMPUTE_32F, ALGORITHM_DEFAULT, AS_IS, TRANSPOSED = 68, -1, 0, 1
 
 ONE, ZERO = ctypes.c_float(1), ctypes.c_float(0)
-WORKSPACE_BYTES = 32 << 20  # what cuBLAS takes on Hopper
+WORKSPACE_BYTES = 32 << 20  # cuBLAS's own size on Hopper
 
 
 def batched_product(a: Any, b: Any, out: Any) -> None:
-    """out [n, M, N] = a [n, M, K] b [n, K, N]; of each matrix one of both axes is contiguous, of out the last.
+    """out [n, M, N] = a [n, M, K] b [n, K, N]; one axis of each matrix is contiguous, in out the last.
 
-    a and b are of one type; out is, too, or float32.
+    a and b have the same type; out has that type or float32.
     """
     import cupy
     from cupy.cuda import cublas
 
     batch, m, k = a.shape
     n = b.shape[2]
-    # cuBLAS counts columns first: its operands are the transposes, in the other order.
+    # cuBLAS is column-major: its operands are the transposes, in the other order.
     b_operation, b_leading = operand(b)
     a_operation, a_leading = operand(a)
     data_type, out_type = DATA_TYPES[a.dtype.name], DATA_TYPES[out.dtype.name]
@@ -47,7 +47,7 @@ def batched_product(a: Any, b: Any, out: Any) -> None:
 
 
 def operand(matrices: Any) -> tuple[int, int]:
-    """How cuBLAS takes matrices [n, rows, columns]: the operation, and the elements between rows (or columns)."""
+    """cuBLAS's view of matrices [n, rows, columns]: the operation, and the elements between rows (or columns)."""
     _, rows, columns = matrices.shape
     _, row_stride, column_stride = strides(matrices)
     if column_stride == 1 or columns == 1:
@@ -58,7 +58,7 @@ def operand(matrices: Any) -> tuple[int, int]:
 def product_in_capture(handle: int, stream: int, memory: Any, arguments: tuple[Any, ...]) -> None:
     """The same in a CUDA graph capture, where CuPy calls no cuBLAS: with memory that was allocated before.
 
-    Captured products of a device share that memory, so graphs that hold some must not run at the same time.
+    Captured products of a device use the same memory, so graphs that contain some must not run at the same time.
     Raises RuntimeError if cuBLAS refuses.
     """
     library = cublas_library(handle)
@@ -73,11 +73,11 @@ def product_in_capture(handle: int, stream: int, memory: Any, arguments: tuple[A
 
 @functools.cache
 def workspace(device: int, beside: bool) -> Any:
-    """Memory for captured products, which the first product outside of a capture allocates.
+    """Memory for captured products, which the first product outside a capture allocates.
 
-    beside  whether for those of streams beside the callers', which may run at the same time
+    beside  whether it is for products on side streams, which may run at the same time as the callers' streams
 
-    Raises RuntimeError in a capture that no product went before.
+    Raises RuntimeError in a capture if no product ran before.
     """
     import cupy
 
@@ -91,7 +91,7 @@ def workspace(device: int, beside: bool) -> Any:
 
 @functools.cache
 def cublas_library(handle: int) -> Any:
-    """The cuBLAS that CuPy has loaded, with the functions that are called past CuPy."""
+    """The cuBLAS that CuPy has loaded, with the functions that are called directly."""
     from cupy.cuda import cublas
 
     library = ctypes.CDLL(f"libcublas.so.{cublas.getVersion(handle) // 10000}")

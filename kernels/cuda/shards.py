@@ -1,4 +1,4 @@
-"""What one rank has of tokens that are dealt out to several, and the results of all ranks made one."""
+"""One rank's part of tokens that are sharded across ranks, and the merge of all ranks' results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..types.shard import Shard
 from .compile import kernel
 from .launch import C_NAMES, is_aligned, pointer, strides
 
-THREADS = 128  # of a thread block, as in common/shards.cu and common/merge_partials.cu
+THREADS = 128  # per CTA, as in common/shards.cu and common/merge_partials.cu
 
 
 def launch(name: str, threads: int, arguments: tuple[Any, ...]) -> None:
@@ -62,7 +62,7 @@ def localise_indices(
 
 def merge_partials(parts: Any, lses: Any, attn_sink: Any | None, out: Any, lse: Any) -> None:
     count, batch, s_q, heads, dim = parts.shape
-    pieces = batch * s_q * heads * -(-dim // 256)  # a warp each
+    pieces = batch * s_q * heads * -(-dim // 256)  # a warp per piece
     merge = kernel(
         "common/merge_partials.cu", "merge_partials", VALUE=C_NAMES[out.dtype.name], ALIGNED=int(is_aligned(parts, out))
     )

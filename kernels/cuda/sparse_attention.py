@@ -14,7 +14,7 @@ from .launch import C_NAMES, int32, pointer, strides
 from .sparse import kernels as sparse_kernels
 from .sparse import work as sparse_work
 from .sparse.division import Division
-from .sparse.work import Work
+from .sparse.work import AttentionCall
 
 
 def sparse_mla_decode(
@@ -27,7 +27,7 @@ def sparse_mla_decode(
     plan: DecodePlan | None = None,
     batch_invariant: bool = False,
 ) -> None:
-    work = Work(q, segments, attn_sink, softmax_scale, out, None, (0, 0), lse, strides(lse))
+    work = AttentionCall(q, segments, attn_sink, softmax_scale, out, None, (0, 0), lse, strides(lse))
     _attend(work, plan, not batch_invariant)
 
 
@@ -48,36 +48,36 @@ def sparse_mla_prefill(
     pages = Pages(rows, 1, {512: DSV4_BF16, 576: MLA_BF16}[kv.shape[1]])
     lengths = None if topk_length is None else topk_length[:, None]
     lse_stride_s, lse_stride_h = strides(lse)
-    work = Work(
+    work = AttentionCall(
         q[:, None], [Segment(pages, indices[:, None], lengths)], attn_sink, softmax_scale, out[:, None],
         max_logits, strides(max_logits), lse, (lse_stride_s, lse_stride_h, 0),
     )  # fmt: skip
     fast = sparse_kernels.choose_for_prefill(work)
     if fast is None:
-        sparse_kernels.finish(work, work.numbers(None), everything=True)
+        sparse_kernels.launch_epilogue(work, work.packed_arguments(None), everything=True)
         return
-    # Whole tiles, several a thread block, and no memory beside the arguments: max_logits and lse say what is unsafe.
+    # Whole tiles, several per CTA, and no memory beside the arguments: tiles are flagged in max_logits and lse.
     work = work._replace(tile_heads=fast.tile_heads)
-    division = Division(min(work.tiles, fast.max_shares), planned=False, cut=False)
-    problem = work.numbers(None, division)
+    division = Division(min(work.tiles, fast.max_ranges), planned=False, split=False)
+    problem = work.packed_arguments(None, division)
     fast.launch(division, work, problem)
-    sparse_kernels.finish(work, problem)
+    sparse_kernels.launch_epilogue(work, problem)
 
 
-def _attend(work: Work, plan: DecodePlan | None, may_cut: bool) -> None:
-    """The fast kernel, if one can take these arrays, and then what it leaves to do."""
-    fast = sparse_kernels.choose(work, may_cut)
+def _attend(work: AttentionCall, plan: DecodePlan | None, may_split: bool) -> None:
+    """Run the fast kernel, if one supports these arrays, then the epilogue kernel."""
+    fast = sparse_kernels.choose(work, may_split)
     if fast is None:
-        sparse_kernels.finish(work, work.numbers(None), everything=True)
+        sparse_kernels.launch_epilogue(work, work.packed_arguments(None), everything=True)
         return
     work = work._replace(tile_heads=fast.tile_heads)
-    division = sparse_work.divide(work, may_cut, fast.max_shares, fast.costs, fast.clusters)
+    division = sparse_work.divide(work, may_split, fast.max_ranges, fast.costs, fast.clusters)
     capture = capture_id()
     memory = sparse_work.memory_for(plan, work, division, capture)
-    problem = work.numbers(memory, division)
-    sparse_work.plan_shares(plan, work, division, memory, problem, capture)
+    problem = work.packed_arguments(memory, division)
+    sparse_work.plan_ranges(plan, work, division, memory, problem, capture)
     fast.launch(division, work, problem)
-    sparse_kernels.finish(work, problem, memory=memory, division=division, may_cut=may_cut)
+    sparse_kernels.launch_epilogue(work, problem, memory=memory, division=division, may_split=may_split)
 
 
 def merge_attn_states(

@@ -9,12 +9,12 @@ from ..types.segments import Pages
 from .compile import kernel
 from .launch import C_NAMES, MAX_BLOCKS, is_aligned, pointer, strides
 
-WARPS = 4  # of a thread block
+WARPS = 4  # per CTA
 MAX_GRID_Y = 65_535
-TOKENS = 2  # that a warp gathers: see NOTES.md
-STREAMED_ROWS = 8_192  # gathered: more would push each other out of L2
-INDEXER_TOKENS = 16  # that a thread block inserts, as in common/indexer_insert.cu
-INDEXER_ROWS = 4 * WARPS  # of a thread block, as in common/indexer_gather.cu
+TOKENS = 2  # per warp in a gather: see docs/kernels/cache.md
+STREAMED_ROWS = 8_192  # gathered rows above which they would evict each other from L2
+INDEXER_TOKENS = 16  # per CTA in an insert, as in common/indexer_insert.cu
+INDEXER_ROWS = 4 * WARPS  # per CTA, as in common/indexer_gather.cu
 
 
 def quantize_and_insert_k_cache(k: Any, pages: Pages, slot_mapping: Any, power_of_two_scales: bool) -> None:
@@ -48,7 +48,7 @@ def insert_indexer_keys(k: Any, pages: Pages, slot_mapping: Any, power_of_two_sc
 def insert(
     k: Any, rope: Any, rope_stride: int, aligned: bool, pages: Pages, slot_mapping: Any, power_of_two_scales: bool
 ) -> None:
-    """Insert rows whose quantised values are in `k`; `rope`, an array or an address, has those that stay 16-bit."""
+    """Insert rows whose quantised values are in `k`; `rope`, an array or an address, has the 16-bit values."""
     num_tokens = len(slot_mapping)
     kernel(
         "common/cache_insert.cu",

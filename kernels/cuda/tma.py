@@ -1,4 +1,4 @@
-"""Tensor maps, by which the tensor memory accelerator copies boxes of an array (csrc/sm90/tma.cuh)."""
+"""Tensor maps, with which the tensor memory accelerator copies boxes of an array (csrc/sm90/tma.cuh)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import ctypes
 import functools
 import math
 
-UINT16, SWIZZLE_128B, L2_PROMOTION_256B = 1, 3, 3  # of cuda.h
-MAP_WORDS = 16  # of 8 bytes
-SWIZZLE_ROWS = 8  # after which the swizzle begins again, as boxes have to
+UINT16, SWIZZLE_128B, L2_PROMOTION_256B = 1, 3, 3  # values of cuda.h
+MAP_WORDS = 16  # words of 8 bytes
+SWIZZLE_ROWS = 8  # the swizzle's period in rows; a box has a multiple of it
 Words = tuple[int, ...]
 NO_MAP: Words = (0,) * MAP_WORDS
 
 
 def box_rows(block_rows: int, page_rows: int) -> int:
-    """Rows of the boxes that blocks of `block_rows` rows and pages are both made of; 0 where there are none."""
+    """Rows of the largest box that divides both blocks of `block_rows` rows and pages; 0 if there is none."""
     rows = math.gcd(block_rows, page_rows)
     return rows if rows % SWIZZLE_ROWS == 0 else 0
 
@@ -23,8 +23,8 @@ def box_rows(block_rows: int, page_rows: int) -> int:
 def map_of_pages(address: int, pages: int, page_bytes: int, page_rows: int, row_bytes: int, rows: int) -> Words:
     """The words of a TensorMap of 16-bit values [pages][page_rows][row_bytes / 2] by boxes of 64 values of `rows` rows.
 
-    The first word is the address, which may be replaced by another. NO_MAP where the driver makes no such map. Nothing
-    is asked of the device: this may be called while a CUDA graph is captured.
+    The first word is the address, which may be replaced by another. NO_MAP if the driver rejects such a map. The device
+    is not accessed: this may be called while a CUDA graph is captured.
     """
     here, elsewhere = (
         encoded(where, pages, page_bytes, page_rows, row_bytes, rows) for where in (address, address ^ 1 << 20)
@@ -35,11 +35,11 @@ def map_of_pages(address: int, pages: int, page_bytes: int, page_rows: int, row_
 
 
 def encoded(address: int, pages: int, page_bytes: int, page_rows: int, row_bytes: int, rows: int) -> Words:
-    encode = getattr(ctypes.CDLL("libcuda.so.1"), "cuTensorMapEncodeTiled", None)  # of CUDA 12 and newer
+    encode = getattr(ctypes.CDLL("libcuda.so.1"), "cuTensorMapEncodeTiled", None)  # since CUDA 12
     if encode is None:
         return NO_MAP
     memory = (ctypes.c_int64 * (2 * MAP_WORDS))()
-    at = -(-ctypes.addressof(memory) // 64) * 64  # as the driver wants it
+    at = -(-ctypes.addressof(memory) // 64) * 64  # alignment required by the driver
     sizes = (ctypes.c_uint64 * 3)(row_bytes // 2, page_rows, pages)
     strides = (ctypes.c_uint64 * 2)(row_bytes, page_bytes)
     box, steps = (ctypes.c_uint32 * 3)(64, rows, 1), (ctypes.c_uint32 * 3)(1, 1, 1)

@@ -8,7 +8,7 @@ from ..types.metadata import BatchCounts, SwaBuffers
 from .compile import kernel
 from .launch import C_TYPES
 
-WARPS = 4  # a thread block, as in common/window_metadata.cu
+WARPS = 4  # per CTA, as in common/window_metadata.cu
 
 
 def build_sparse_swa(

@@ -1,1 +1,1 @@
-"""What both Numba backends share: plain functions that each compiles for its own target."""
+"""Shared by both Numba backends: plain functions that each compiles for its own target."""

@@ -1,6 +1,7 @@
-"""Functions that Numba compiles: called through their machine code, which is kept on disk.
+"""Functions compiled by Numba and called through their machine code, which is kept on disk.
 
-Whoever finds it there imports no Numba (native.py). A file that is damaged is compiled again, with a warning.
+A process that finds the machine code there does not import Numba (native.py). A damaged file is recompiled, with a
+warning.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from typing import Any
 import llvmlite
 import numpy as np
 
-from ..types.verdicts import Fresh, note
+from ..self_tests import Fresh, note
 from . import kept
 from .native import MachineCode, NativeFunction, object_of, packing, processor, taken_apart, undefined_symbols
 
 log = logging.getLogger(__name__)
-VERDICT = ".verdict"  # beside the machine code that it is of
+RESULT_SUFFIX = ".verdict"  # self-test result, beside the machine code
 REMEDY = "Install other versions of numba and llvmlite; until then backend='reference' does without them"
-# Nothing is allocated, so that machine code needs nothing of Numba's own at run time.
+# Nothing is allocated, so machine code needs nothing of Numba's runtime.
 ALONE = {"_nrt": False}
 WITHOUT_WRAPPERS = {**ALONE, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 _lock = threading.RLock()  # held while something is compiled or loaded
-# A fork waits until no other thread does: the lock would be held in the child for ever.
+# A fork waits until no other thread holds the lock: the child would otherwise never get it.
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def compiled(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """As `numba.njit(**options)` of a function, which Python and other such functions call.
+    """Like `numba.njit(**options)` of a function, which Python and other such functions call.
 
     It takes arrays, numbers, and named tuples of them, and allocates nothing.
     """
@@ -73,11 +74,11 @@ class Compiled:
 
     @property
     def _numba_type_(self) -> Any:
-        """For functions of others that call this one."""
+        """Numba's type, for compiled functions that call this one."""
         return self.dispatcher()._numba_type_
 
     def dispatcher(self, **more: Any) -> Any:
-        """Numba's own object, with more options; what the function calls has them, too."""
+        """Numba's dispatcher, with more options, which also apply to the functions it calls."""
         key = tuple(sorted(more.items()))
         if key not in self._dispatchers:
             numba = _numba()
@@ -91,7 +92,7 @@ class Compiled:
         return self._dispatchers[key]
 
     def _find(self, key: tuple[Any, ...], arguments: tuple[Any, ...], words: list[Any]) -> NativeFunction:
-        """What is kept for these types, or what is compiled now."""
+        """The kept machine code for these types, or new code."""
         code = self.function.__code__
         identity = repr((
             self.__module__, self.name, code.co_firstlineno, sorted(self.options.items()), _described(key),
@@ -99,7 +100,7 @@ class Compiled:
         ))  # fmt: skip
         name = f"{self.name}-{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
         for path in (folder / name for folder in kept.folders()):
-            if not os.path.exists(path):  # nor where we must not even look
+            if not os.path.exists(path):  # also if the path may not be read
                 continue
             try:
                 native = _load(MachineCode.from_bytes(path.read_bytes()))
@@ -113,11 +114,11 @@ class Compiled:
         return _load(machine_code)
 
     def _compile(self, arguments: tuple[Any, ...], words: list[Any]) -> MachineCode:
-        from .entry import ENTRY, entry_to  # whose imports a warm process does without
+        from .entry import ENTRY, entry_to  # imports that a process with kept code avoids
 
         numba = _numba()
         signature = tuple(numba.typeof(value) for value in arguments)
-        inner = self.dispatcher(**ALONE)  # whose callees are what the function's are
+        inner = self.dispatcher(**ALONE)  # the options also apply to its callees
         dispatcher = numba.njit(**self.options, **WITHOUT_WRAPPERS)(inner.py_func)
         dispatcher.compile(signature)
         made = dispatcher.overloads[signature]
@@ -128,7 +129,7 @@ class Compiled:
         return MachineCode(ENTRY, result, packing(words), tuple(sorted(needs)), objects)
 
     def _keep(self, name: str, code: MachineCode) -> Path | None:
-        """In the first place that takes it."""
+        """Write to the first folder that allows it."""
         for folder in kept.folders():
             with contextlib.suppress(OSError):
                 kept.write(folder, name, code.as_bytes())
@@ -138,14 +139,14 @@ class Compiled:
         return None
 
     def _note(self, path: Path | None) -> None:
-        verdict = None if path is None else path.with_name(f"{path.name}{VERDICT}")
-        note(Fresh(self.name, "cpu", compiler(), REMEDY, verdict))
+        result_file = None if path is None else path.with_name(f"{path.name}{RESULT_SUFFIX}")
+        note(Fresh(self.name, "cpu", compiler(), REMEDY, result_file))
 
 
 def _load(code: MachineCode) -> NativeFunction:
     try:
         return NativeFunction(code)
-    except LookupError:  # Numba brings some symbols, such as those of Intel's vector functions where it found them
+    except LookupError:  # Numba provides some symbols, such as Intel's vector functions where they are installed
         _numba()
         return NativeFunction(code)
 
@@ -158,10 +159,10 @@ def _numba() -> Any:
     return numba
 
 
-def _described(look: Any) -> Any:
-    """What machine code depends on, in words that are equal in every process."""
-    if isinstance(look, np.dtype):
-        return look.str
-    if isinstance(look, tuple):
-        return tuple(_described(part) for part in look)
-    return f"{look.__module__}.{look.__qualname__}" if isinstance(look, type) else look
+def _described(part_of_key: Any) -> Any:
+    """Everything that machine code depends on, as text that is equal in every process."""
+    if isinstance(part_of_key, np.dtype):
+        return part_of_key.str
+    if isinstance(part_of_key, tuple):
+        return tuple(_described(part) for part in part_of_key)
+    return f"{part_of_key.__module__}.{part_of_key.__qualname__}" if isinstance(part_of_key, type) else part_of_key

@@ -1,12 +1,12 @@
-"""An entry for machine code that Numba made: it takes Python's arguments apart as Numba's calls want them.
+"""An entry point for Numba's machine code: it converts Python's arguments to Numba's calling convention.
 
 Numba's convention: a function takes the addresses of its result and of an exception, then its arguments, and returns 0
 if nothing was raised. An array is
 
     meminfo*, parent*, size, itemsize, data*, shape ..., strides ...
 
-(no meminfo: the caller keeps it alive), a tuple its parts one after another. The entry takes result, exception, and one
-array of 64-bit words: a number is a word (of a float, those of a double), an array the address of NumPy's object.
+(meminfo is null: the caller keeps it alive), a tuple its members in order. The entry takes result, exception, and an
+array of 64-bit words: a number is one word (a float as a double), an array the address of NumPy's object.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from llvmlite import ir
 
 ENTRY = "cumla_entry"
-# Of PyArrayObject, whose first fields NumPy's ABI fixes: data*, int nd, dimensions*, strides*.
+# Offsets in PyArrayObject, whose first fields NumPy's ABI fixes: data*, int nd, dimensions*, strides*.
 DATA = object.__basicsize__
 SHAPE, STRIDES = DATA + 16, DATA + 24
 
@@ -28,7 +28,7 @@ STATUS = ir.IntType(32)
 
 
 def entry_to(symbol: str, arguments: tuple[Any, ...]) -> str:
-    """The entry as LLVM's assembly, for arguments of these types."""
+    """The entry as LLVM assembly, for arguments of these types."""
     module = ir.Module()
     kind = ir.FunctionType(STATUS, [POINTER, POINTER, WORD.as_pointer()])
     function = ir.Function(module, kind, ENTRY)
@@ -64,7 +64,7 @@ def _number(builder: Any, word: Any, value: Any) -> list[Any]:
 
 
 def _array(builder: Any, word: Any, array: np.ndarray) -> list[Any]:
-    """The parts of an array of this dtype and number of dimensions."""
+    """The fields of an array of this dtype and number of dimensions."""
     place = builder.inttoptr(word, POINTER)
 
     def field(offset: int, kind: Any) -> Any:

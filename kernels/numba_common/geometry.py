@@ -1,4 +1,4 @@
-"""A layout as plain numbers, the form in which compiled Numba code takes it."""
+"""A layout as plain numbers, for compiled Numba code."""
 
 from __future__ import annotations
 

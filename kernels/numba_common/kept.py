@@ -1,8 +1,8 @@
-"""Where machine code is kept on disk: in folders named by all that it can follow from.
+"""Where machine code is kept on disk: in folders named by everything it depends on.
 
-Numba's own cache asks whether the file of a function has changed, and not whether what the function calls has: a
-changed helper would go on as it was. So a folder is named by the content of kernels/ and the versions of what compiles
-it. Where nothing can be kept (read-only folders, a home that is not ours) every process compiles anew.
+Numba's own cache checks whether a function's file has changed, but not the functions it calls: a changed helper would
+stay compiled as it was. So a folder is named by the content of kernels/ and the compiler's versions. If no folder is
+writable (read-only file systems, another user's home), every process recompiles.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import numpy as np
 
 KERNELS = Path(__file__).parent.parent
 PREFIX = "compiled-"
-MOST_FOLDERS = 8  # of different content in one place: a developer goes back and forth
+MOST_FOLDERS = 8  # content versions per location: a developer switches between them
 CACHE_DIR = "NUMBA_CACHE_DIR"
-# Of the variables that Numba reads, those that change nothing in what it compiles.
+# Environment variables of Numba that do not affect compilation.
 IRRELEVANT = (CACHE_DIR, "NUMBA_NUM_THREADS", "NUMBA_ENABLE_CUDASIM")
 
 
 def write(folder: Path, name: str, data: bytes) -> None:
-    """A whole file or none, whoever else writes it at the same time."""
+    """Write a whole file or none, even if other processes write it at the same time."""
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         _remove_old(folder)
@@ -47,7 +47,7 @@ def write(folder: Path, name: str, data: bytes) -> None:
 
 
 def _remove_old(folder: Path) -> None:
-    """Remove the machine code of other content that was used longest ago."""
+    """Remove the machine code of the content version that was used longest ago."""
     others = [other for other in folder.parent.glob(f"{PREFIX}*") if other != folder]
     with contextlib.suppress(OSError):
         others.sort(key=lambda other: other.stat().st_mtime, reverse=True)
@@ -57,9 +57,9 @@ def _remove_old(folder: Path) -> None:
 
 @functools.cache
 def folders() -> list[Path]:
-    """Where machine code of this content may be kept, if anywhere; the folder need not exist, nor be writable.
+    """Folders for machine code of this content, if any; they need not exist or be writable.
 
-    In NUMBA_CACHE_DIR if that is set, else in the user's cache. In the package `pip uninstall` would leave it behind.
+    In NUMBA_CACHE_DIR if that is set, else in the user's cache. `pip uninstall` would not remove it from the package.
     """
     digest = content()
     if digest is None:
@@ -72,13 +72,13 @@ def folders() -> list[Path]:
             warnings.warn(f"{folder} cannot be read: what was kept in it is compiled again", RuntimeWarning, 2)
             return []
         with contextlib.suppress(OSError):
-            os.utime(folder)  # in use
+            os.utime(folder)  # marks it as in use
     return [folder]
 
 
 @functools.cache
 def content() -> str | None:
-    """What machine code follows from, as one word; None where the sources are not files that can be read."""
+    """Hash of everything that machine code depends on; None if the sources are not readable files."""
     versions = (sys.version, numba_version(), llvmlite.__version__, np.__version__, ml_dtypes.__version__)
     settings = sorted(x for x in os.environ.items() if x[0].startswith("NUMBA_") and x[0] not in IRRELEVANT)
     digest = hashlib.sha256(repr((versions, settings)).encode())
@@ -94,7 +94,7 @@ def content() -> str | None:
 
 @functools.cache
 def numba_version() -> str:
-    """Without importing Numba, nor what reads the metadata of packages where that can be helped: both take long."""
+    """Without importing Numba or, if possible, package metadata readers: both are slow."""
     spec = importlib.util.find_spec("numba")
     if spec is not None and spec.origin is not None:
         with contextlib.suppress(OSError):

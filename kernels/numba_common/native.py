@@ -1,7 +1,7 @@
 """Machine code of a compiled function, called without Numba: llvmlite links it and ctypes calls it.
 
-To import Numba takes longer than most of what a process does first, and it brings SciPy where that is installed. So a
-process that finds machine code needs neither.
+Importing Numba takes longer than most of a process's other start-up work, and it imports SciPy if installed. A process
+that finds machine code needs neither.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import llvmlite.binding as llvm
 import numpy as np
 
 DIGEST_BYTES = 32
-# By Numba's name of a result's type.
+# By Numba's name of the result type.
 RESULTS: dict[str, Any] = {
     "none": None, "bool": ctypes.c_bool, "int64": ctypes.c_int64, "uint64": ctypes.c_uint64, "uint32": ctypes.c_uint32,
     "uint16": ctypes.c_uint16, "float32": ctypes.c_float, "float64": ctypes.c_double,
 }  # fmt: skip
-# A result and the address of an exception; the entry's arguments are these two and the words. Of this kind, ctypes lets
-# go of the GIL.
+# A result and the address of an exception; the entry's arguments are these two and the words. ctypes releases the GIL
+# in calls of functions of this kind.
 Memory = ctypes.c_int64 * 2
 Entry = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
 PLAIN = {bool, int, float}
-FLAGS = 0x1 | 0x2 | 0x100 | 0x400  # of NumPy's: contiguous by rows, by columns; aligned; writeable
+FLAGS = 0x1 | 0x2 | 0x100 | 0x400  # NumPy flags: C-contiguous, Fortran-contiguous, aligned, writeable
 
 
 class MachineCode(NamedTuple):
     """
-    entry    symbol of what is called (entry.py)
+    entry    symbol to call (entry.py)
     result   Numba's name of the result's type
-    words    the entry's words as `struct` packs them
-    needs    symbols that others must have
+    words    format of the entry's words, for `struct`
+    needs    undefined symbols
     objects  object files
     """
 
@@ -53,7 +53,7 @@ class MachineCode(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> MachineCode:
-        """Raises ValueError for anything but what `as_bytes` made."""
+        """Raises ValueError for data that `as_bytes` did not make."""
         payload = data[DIGEST_BYTES:]
         if hashlib.sha256(payload).digest() != data[:DIGEST_BYTES]:
             raise ValueError("damaged")
@@ -65,14 +65,14 @@ class MachineCode(NamedTuple):
 
 
 class NativeFunction:
-    """Machine code that is linked. Raises LookupError where something that it needs is not there."""
+    """Linked machine code. Raises LookupError if a symbol that it needs is undefined."""
 
     def __init__(self, code: MachineCode) -> None:
         process = ctypes.CDLL(None)
         missing = [name for name in code.needs if not (hasattr(process, name) or llvm.address_of_symbol(name))]
         if missing:  # LLVM would end the process
-            raise LookupError(f"nobody has {', '.join(missing)}")
-        # One for each: symbols of two may be equal, and what they stand for not.
+            raise LookupError(f"undefined symbols: {', '.join(missing)}")
+        # An engine each: two functions may use equal symbols with different meanings.
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
         for file in code.objects:
             self._engine.add_object_file(llvm.ObjectFileRef.from_data(file))
@@ -82,7 +82,7 @@ class NativeFunction:
         self._result = RESULTS[code.result]
 
     def __call__(self, words: list[Any]) -> Any:
-        """Call with the words of arguments (`taken_apart`), which must live until the end."""
+        """Call with the words of arguments (`taken_apart`), whose arrays must live until it returns."""
         memory = Memory()
         address = ctypes.addressof(memory)
         if self._entry(address, address + 8, self._pack(*words)):
@@ -91,25 +91,25 @@ class NativeFunction:
 
 
 def taken_apart(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]]:
-    """What machine code depends on of some arguments, and the words that it takes for them."""
-    look: list[Any] = []
+    """The types of arguments that machine code depends on, and the arguments as words."""
+    key: list[Any] = []
     words: list[Any] = []
     for value in arguments:
         kind = value.__class__
         if kind is np.ndarray:
             words.append(id(value))
-            look += (value.dtype, value.ndim, value.flags.num & FLAGS)
+            key += (value.dtype, value.ndim, value.flags.num & FLAGS)
         elif kind in PLAIN:
             words.append(value)
-            look.append(kind)
+            key.append(kind)
         elif isinstance(value, tuple):
             parts, inner = taken_apart(value)
             words += inner
-            look += (kind, parts)
+            key += (kind, parts)
         else:
             words.append(value.item())
-            look.append(kind)
-    return tuple(look), words
+            key.append(kind)
+    return tuple(key), words
 
 
 def packing(words: list[Any]) -> str:
@@ -118,7 +118,7 @@ def packing(words: list[Any]) -> str:
 
 @functools.cache
 def _initialize() -> None:
-    with contextlib.suppress(RuntimeError):  # since llvmlite 0.45 it initialises itself, and says so
+    with contextlib.suppress(RuntimeError):  # since llvmlite 0.45 it initialises itself and raises here
         llvm.initialize()
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
@@ -134,7 +134,7 @@ def target_machine() -> Any:
 
 @functools.cache
 def processor() -> tuple[str, str, str]:
-    """What machine code is for: triple, name and features."""
+    """Target of machine code: triple, name and features."""
     return llvm.get_process_triple(), llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
 
 
@@ -150,7 +150,7 @@ def object_of(assembly: str) -> bytes:
 
 
 def undefined_symbols(object_file: bytes) -> set[str]:
-    """Names that an ELF object (64 bits, little endian) leaves to others. Raises ValueError for any other file."""
+    """Undefined symbols of an ELF object (64-bit, little-endian). Raises ValueError for any other file."""
     if object_file[:6] != b"\x7fELF\x02\x01":
         raise ValueError("no ELF file of 64 bits, little endian")
     (first_section,) = struct.unpack_from("<Q", object_file, 0x28)

@@ -1,8 +1,8 @@
 """Number formats bit by bit: bfloat16, float16, e4m3 and UE8M0, to and from float32.
 
 Both Numba backends use these functions: a CUDA kernel may call a compiled function, which is then compiled
-for the device. They are integer arithmetic wherever targets could differ, on int64 (Numba gives float64 for
-a mix of uint64 and int64). Rounding is to nearest even; where a format is a fixed grid near zero, adding a
+for the device. Where targets could differ they use integer arithmetic, on int64 (Numba gives float64 for
+a mix of uint64 and int64). Rounding is to nearest even. Where a format is a fixed grid near zero, adding a
 number whose last place is that grid rounds to it.
 """
 
@@ -14,11 +14,11 @@ import numpy as np
 
 from .compiled import compiled
 
-# What the bits of a floating-point array are: kernels take such arrays as unsigned integers.
+# Types of floating-point arrays, which kernels take as unsigned integers.
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 KINDS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
 
-INFINITY_BITS = 0x7F800000  # of float32; magnitudes beyond are NaN
+INFINITY_BITS = 0x7F800000  # of float32; larger magnitudes are NaN
 NAN_BITS = 0x7FC00000
 SMALLEST_NORMAL = np.float32(2.0**-126)
 
@@ -35,7 +35,7 @@ def float32_value(bits: Any) -> Any:
 
 @compiled
 def flushed(x: Any) -> Any:
-    """float32 `x`, or 0 where it is subnormal."""
+    """float32 `x`, or 0 if it is subnormal."""
     return x if not abs(x) < SMALLEST_NORMAL else np.float32(0) * x
 
 
@@ -77,7 +77,7 @@ def float16_value(bits: Any) -> Any:
 
 @compiled
 def e4m3_byte(x: Any) -> Any:
-    """Beyond 448 saturates, NaN becomes 0x7F."""
+    """e4m3 byte of x; beyond 448 saturates, NaN becomes 0x7F."""
     if x != x:
         return np.int64(0x7F)
     bits = float32_bits(x)
@@ -117,7 +117,7 @@ def power_of_two(exponent: Any) -> Any:
 
 @compiled
 def ue8m0_value(byte: Any) -> Any:
-    """The scale a UE8M0 byte stands for: 0 is 2^-127, which float32 has as a subnormal, and 255 is NaN."""
+    """The scale of a UE8M0 byte: 0 is 2^-127, a subnormal of float32, and 255 is NaN."""
     if byte == 255:
         return float32_value(NAN_BITS)
     return float32_value(np.int64(byte) << 23 if byte else 1 << 22)
@@ -145,7 +145,7 @@ def dequantized(byte: Any, scale: Any) -> Any:
 
 @compiled
 def to_float32(bits: Any, kind: Any) -> Any:
-    """The value of an element of a float array of `kind` that is seen as unsigned integers."""
+    """The value of an element of a float array of `kind` viewed as unsigned integers."""
     if kind == BFLOAT16:
         return bfloat16_value(bits)
     if kind == FLOAT16:

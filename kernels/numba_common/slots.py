@@ -1,6 +1,6 @@
-"""Index arithmetic of both Numba backends: plain functions, which each compiles for its own target.
+"""Index arithmetic of both Numba backends: plain functions that each compiles for its own target.
 
-Arithmetic is on 64-bit integers: an int32 that comes out of an array is widened first.
+Arithmetic is on 64-bit integers: an int32 from an array is widened first.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import numpy as np
 
 
 def lookup_block(block_table: Any, row: Any, column: Any) -> Any:
-    """A block table's entry as 64 bits, or -1 where the table does not reach."""
+    """A block table's entry as 64 bits, or -1 outside the table."""
     if row < 0 or row >= block_table.shape[0] or column < 0 or column >= block_table.shape[1]:
         return np.int64(-1)
     return np.int64(block_table[row, column])
 
 
 def lookup_slot(block_table: Any, row: Any, position: Any, block_size: Any) -> Any:
-    """The slot of a position of request `row`, or -1 where the table has no such entry or no such block."""
+    """The slot of a position of request `row`, or -1 if the table has no such entry or no such block."""
     if row < 0 or row >= block_table.shape[0] or position < 0 or position >= block_table.shape[1] * block_size:
         return -1
     block = np.int64(block_table[row, position // block_size])
@@ -32,14 +32,14 @@ def token_position(query_start_loc: Any, seq_lens: Any, request: Any, token: Any
 
 
 def complete_rows(positions: Any, token: Any, compress_ratio: Any) -> Any:
-    """Rows of `compress_ratio` positions each that are complete at a token's position; any number without positions."""
+    """Rows of `compress_ratio` positions each that are complete at a token's position; any value without positions."""
     if len(positions) == 0:
         return np.int64(2**31)
     return max(np.int64(positions[token]) + 1, 0) // compress_ratio
 
 
 def local_position(position: Any, rank: Any, size: Any, interleave: Any) -> Any:
-    """Which of a rank's tokens this one is (kernels/types/shard.py), or -1 for another rank's."""
+    """Index of a position among a rank's tokens (kernels/types/shard.py), or -1 for another rank's."""
     turn = np.int64(position) // interleave
     if position < 0 or turn % size != rank:
         return np.int64(-1)
@@ -47,7 +47,7 @@ def local_position(position: Any, rank: Any, size: Any, interleave: Any) -> Any:
 
 
 def local_count(tokens: Any, rank: Any, size: Any, interleave: Any) -> Any:
-    """How many of so many tokens a rank has."""
+    """Number of a rank's tokens among the first `tokens`."""
     tokens = max(np.int64(tokens), 0)
     rounds = tokens // (size * interleave)
     rest = tokens - rounds * (size * interleave) - rank * interleave
@@ -55,7 +55,7 @@ def local_count(tokens: Any, rank: Any, size: Any, interleave: Any) -> Any:
 
 
 def to_span(slot: Any, block_size: Any, block_span: Any) -> Any:
-    """A slot where pages are `block_span` tokens apart instead of `block_size`; -1 stays absent."""
+    """Converts a slot to `block_span` slots from page to page instead of `block_size`; -1 stays absent."""
     if slot < 0:
         return np.int64(-1)
     slot = np.int64(slot) // block_size * block_span + slot % block_size
@@ -67,7 +67,7 @@ def find_request(starts: Any, row: Any) -> Any:
 
     starts  [R + 1], ascending: request r has the rows [starts[r], starts[r + 1])
     """
-    low, high = 0, len(starts)  # of the starts before `low` all are at most `row`, of those from `high` on none
+    low, high = 0, len(starts)  # starts before `low` are at most `row`, those from `high` on are above it
     while low < high:
         middle = (low + high) // 2
         if starts[middle] <= row:

@@ -43,14 +43,14 @@ def advance_kernel(
     slot_mapping,
     block_tables,
 ):
-    """A thread takes every sequence whose number is its own, give or take whole grids."""
+    """A thread takes the sequences of its index, in a grid-stride loop."""
     for i in range(cuda.grid(1), num_seqs, cuda.gridsize(1)):
-        token, position, slot = np.int64(0), np.int64(0), np.int64(-1)  # of padding
+        token, position, slot = np.int64(0), np.int64(0), np.int64(-1)  # padding
         if i < num_queries:
             token = np.int64(sampled_token_ids[i])
             if input_tokens.itemsize == 4 and not -INT32_MAX - 1 <= token <= INT32_MAX:
                 token = np.int64(-1)
-            position = np.int64(seq_lens[i])  # the first that the sequence does not have yet
+            position = np.int64(seq_lens[i])  # the first one after the sequence
             slot = np.int64(lookup_slot(block_tables, i, position, block_size))
             seq_lens[i] = min(position + 1, INT32_MAX)
         input_tokens[i] = token

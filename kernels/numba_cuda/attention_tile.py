@@ -1,8 +1,9 @@
-"""Attention of a tile of queries over tiles of keys, one after another: what its kernels have in common.
+"""Attention of a tile of queries over successive tiles of keys: the parts common to its kernels.
 
-A thread block holds the queries in shared memory and the sums of their outputs in registers. Of every tile of keys it
-puts the rows beside the queries, multiplies (products.py), turns the products into weights, and adds the values times
-the weights to the sums. The largest product so far is taken off in the exponent; where it grows, the sums shrink.
+A thread block holds the queries in shared memory and the sums of their outputs in registers. For each tile of keys it
+loads the rows into shared memory, computes the products (products.py), converts them to weights, and adds the values
+times the weights to the sums. The largest product so far is subtracted in the exponent; when it grows, the sums are
+rescaled.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from .launch import device_function
 from .log_sums import MINUS_INFINITY, larger
 from .products import GROUP, THREADS, mix_of, scores_of, stride_of
 
-SHRINKING = 16  # weights are 2^-16 of what they should be: even then sums of the largest bfloat16 values are finite
-ABSENT = np.int32(2**31 - 1)  # the position of a key that no query sees
+SHRINKING = 16  # weights are scaled by 2^-16, so that sums of the largest bfloat16 values stay finite
+ABSENT = np.int32(2**31 - 1)  # position of a masked key, beyond all queries
 
 
 class Tile(NamedTuple):
-    """Sizes of a tile, and where its parts are in shared memory, in words.
+    """Sizes of a tile, and offsets of its parts in shared memory, in words.
 
-    groups    of 64 values: of a query or key
-    v_groups  of a value
-    own_v     whether values have rows of their own; else they are the first groups of the keys
-    weighted  whether each group of a key has a factor, as scales of FP8 rows are
+    groups    groups of 64 values in a query or key
+    v_groups  groups in a value
+    own_v     whether values have rows of their own; otherwise they are the first groups of the keys
+    weighted  whether each group of a key has a factor, as with scales of FP8 rows
     """
 
     rows: int
@@ -41,7 +42,7 @@ class Tile(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Threads that share a row's softmax."""
+        """Threads that compute a row's softmax."""
         return THREADS // self.rows
 
     @property
@@ -54,7 +55,7 @@ class Tile(NamedTuple):
 
     @property
     def products_at(self) -> int:
-        """Behind the rows, in whose place the result is put at the end."""
+        """After the rows; the result overwrites the rows at the end."""
         v_words = stride_of(self.v_groups if self.own_v else self.groups)
         return max(self.v_at + self.keys * v_words, self.rows * (GROUP * self.v_groups + 4))
 
@@ -64,12 +65,12 @@ class Tile(NamedTuple):
 
     @property
     def rows_at(self) -> int:
-        """Of the float32 that each row has for each of its threads, and then for itself."""
+        """Start of the float32 that each row has: one for each of its threads, then its own."""
         return self.weights_at + (self.keys * self.groups if self.weighted else 0)
 
     @property
     def keys_at(self) -> int:
-        """Of the int32 that each key has."""
+        """Start of the int32 of each key."""
         return self.rows_at + self.rows * (self.parts + 4)
 
     @property
@@ -80,13 +81,13 @@ class Tile(NamedTuple):
 class Attention(NamedTuple):
     """Functions of a thread, for one shape of tile.
 
-    memory  (words, floats, ints) -> Memory, of all shared memory seen as uint32, float32 and int32
+    memory  (words, floats, ints) -> TileMemory, from all shared memory viewed as uint32, float32 and int32
     score   (m, softmax_scale): products of the queries and keys in shared memory
     weigh   (m, top, total) -> top, total: products become weights. top is the largest product of the thread's row so
             far, total the sum of the weights of the thread's keys in it
-    mix     (m, sums): add values times weights to the sums, of which a thread has `count`
+    mix     (m, sums): add values times weights to the sums; a thread has `count` of them
     finish  (m, sums, top, total): the result and the sums of the rows' weights into shared memory
-    growing  what the result still has to be multiplied by
+    growing  factor that remains to be applied to the result
     """
 
     growing: Any
@@ -99,21 +100,21 @@ class Attention(NamedTuple):
     finish: Any
 
 
-class Memory(NamedTuple):
+class TileMemory(NamedTuple):
     """Shared memory of a thread block.
 
     q, k, v    rows of words, `stride_of` their groups apart
     products   float32 of each query and key, then weights
     weights    float32 [groups, keys], factors of the groups of keys
-    parts      float32 [rows, parts], what the threads of a row tell one another
-    factors    float32 [rows], by which sums shrink
+    parts      float32 [rows, parts], exchange between the threads of a row
+    factors    float32 [rows], by which sums are rescaled
     tops       float32 [rows], largest products, at the end
     totals     float32 [rows], sums of weights, at the end
     limits     int32 [rows]: a query sees keys at lower positions
     positions  int32 [keys]
-    pages      int32 [keys], where in a cache the next keys are: the page, or -1, and the token in it
+    pages      int32 [keys], page of each of the next keys in the cache, or -1, and its token within the page
     tokens     int32 [keys]
-    result     float32 [rows, v], in place of q, k and v
+    result     float32 [rows, v], overlaps q, k and v
     """
 
     q: Any
@@ -149,7 +150,7 @@ def attention_of(tile: Tile) -> Attention:
 
     @device_function
     def memory(words, floats, ints):
-        return Memory(
+        return TileMemory(
             words, words[k_at:], words[v_at:], floats[products_at:], floats[weights_at:], floats[rows_at:],
             floats[own_at:], floats[own_at + rows :], floats[own_at + 2 * rows :], ints[own_at + 3 * rows :],
             ints[keys_at:], ints[keys_at + keys :], ints[keys_at + 2 * keys :], floats,
@@ -195,7 +196,7 @@ def attention_of(tile: Tile) -> Attention:
     @device_function
     def finish(m, sums, top, total):
         row, part = cuda.threadIdx.x // parts, cuda.threadIdx.x % parts
-        cuda.syncthreads()  # nobody needs the keys any more
+        cuda.syncthreads()  # all threads are done with the keys
         mix_store(sums, m.result)
         m.parts[row * parts + part] = total
         cuda.syncthreads()

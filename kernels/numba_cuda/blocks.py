@@ -13,7 +13,7 @@ from .launch import launch
 __all__ = ["copy_blocks", "copy_blocks_across"]
 
 THREADS = 256
-CHUNK = 16 * THREADS  # bytes a thread block copies
+CHUNK = 16 * THREADS  # bytes per thread block
 
 
 def copy_blocks(src: Any, dst: Any, src_to_dst: Any) -> None:

@@ -1,7 +1,7 @@
-"""The one place where the compiler of these kernels is imported, but for ptx.py, which is written against its insides.
+"""The one place that imports the compiler of these kernels, except for ptx.py, which uses its internals.
 
-It is numba-cuda, which has a simulator. Its successor, numba-cuda-mlir, has the same names and no simulator; what
-stands in the way of kernels that run on both is in kernels/NOTES.md.
+It is numba-cuda, which has a simulator. Its successor, numba-cuda-mlir, has the same names and no simulator;
+docs/kernels/numba-cuda.md lists what prevents kernels that run on both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The compressor, plainly: a thread block takes a token, a thread every blockDim.x-th channel of its row."""
+"""The compressor: a thread block takes a token, a thread every blockDim.x-th channel of its row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..types.compressor import Compression, CompressorRows
 from .compiler import cuda
 from .launch import kind_of, launch
 from .log_sums import MINUS_INFINITY
-from .norm_rope import MAX_TILES, THREADS, WIDTH, insert_row, nearest, normalize, turn
+from .norm_rope import MAX_TILES, THREADS, WIDTH, insert_row, nearest, normalize, rotate
 from .numbers import float32_bits, float32_value, to_float32
 from .rows import lookup_slot
 
@@ -58,7 +58,7 @@ def compress_kernel(
     kv_score, kind, bias, weight, weight_kind, cos_sin, ratio, eps, state, state_slots, block_table, pages, g, slots,
     positions, token_to_req, query_start_loc,
 ):  # fmt: skip
-    """Save the token's state; pool, norm, turn and insert the row that it completes. float32 arrays come as bits."""
+    """Save the token's state; pool, normalise, rotate and insert the row that it completes. float32 arrays are bits."""
     row = cuda.shared.array(WIDTH, np.float32)
     total = cuda.shared.array(1, np.float32)
     largest = cuda.shared.array(MAX_TILES, np.int32)
@@ -101,9 +101,9 @@ def compress_kernel(
             if score > top:
                 keep = np.float32(math.exp(top - score))
                 weights, mean, top = weights * keep, mean * keep, score
-            base = np.float32(0) if top == MINUS_INFINITY else top  # of -inf the share is 0, not NaN
-            share = np.float32(math.exp(score - base))
-            weights, mean = weights + share, mean + share * kv
+            base = np.float32(0) if top == MINUS_INFINITY else top  # the weight of -inf is 0, not NaN
+            exp_score = np.float32(math.exp(score - base))
+            weights, mean = weights + exp_score, mean + exp_score * kv
         row[channel] = np.float32(0)
         if weights != 0:
             row[channel] = mean / weights
@@ -111,5 +111,5 @@ def compress_kernel(
     for channel in range(cuda.threadIdx.x, dim, cuda.blockDim.x):
         row[channel] = row[channel] * to_float32(weight[channel], weight_kind)
     cuda.syncthreads()
-    turn(row, dim, cos_sin, nearest(position - remainder, len(cos_sin)), np.float32(1))
+    rotate(row, dim, cos_sin, nearest(position - remainder, len(cos_sin)), np.float32(1))
     insert_row(row, largest, pages[slot // g.block_size], slot % g.block_size, g)

@@ -80,7 +80,7 @@ NO_HALVES = np.empty((0, 0), np.float16)
 
 @functools.cache
 def mha_kernel_of(tile: Tile, head_dim: int, rope_dim: int, v_dim: int, aligned: bool) -> Any:
-    """The kernel for heads of these sizes, of which the last `rope_dim` values of a key are the same for all heads."""
+    """The kernel for heads of these sizes; all heads share the last `rope_dim` values of a key."""
     rows, keys, own_dim = tile.rows, tile.keys, head_dim - rope_dim
     growing, count, stride, memory, score, weigh, mix, finish = attention_of(tile)
     copy_q, copy_k = (plain_rows_of(n, dim, tile.groups, aligned) for n, dim in ((rows, head_dim), (keys, own_dim)))
@@ -90,7 +90,7 @@ def mha_kernel_of(tile: Tile, head_dim: int, rope_dim: int, v_dim: int, aligned:
 
     @device_function
     def attend_to(m, sums, q, k, k_pe, v, first, count_q, first_key, n, end, softmax_scale):
-        """The queries from `first` on over `end` keys, of n that their sequence has from `first_key` on."""
+        """Queries from `first` on attend to the first `end` of their sequence's n keys, which start at `first_key`."""
         if padded:
             for i in range(cuda.threadIdx.x, operand_words, THREADS):
                 m.q[i] = 0
@@ -116,7 +116,7 @@ def mha_kernel_of(tile: Tile, head_dim: int, rope_dim: int, v_dim: int, aligned:
         finish(m, sums, top, total)
 
     def mha_kernel(q, k, k_pe, v, starts_q, starts_k, softmax_scale, causal, accumulate, out, kind, lse):
-        """A thread block takes a head of so many queries, and one after another the sequences that these belong to."""
+        """A thread block takes a tile of a head's queries, and processes their sequences one by one."""
         m = memory(cuda.shared.array(0, uint32), cuda.shared.array(0, float32), cuda.shared.array(0, int32))
         sums = cuda.local.array(count, np.float32)
         tokens, heads = q.shape[0], q.shape[1]
@@ -132,7 +132,7 @@ def mha_kernel_of(tile: Tile, head_dim: int, rope_dim: int, v_dim: int, aligned:
                 continue
             first_key, key_stop = rows_of(starts_k, sequence, k.shape[0])
             n = key_stop - first_key
-            # The last query sees all keys, the one before it one less, and so on.
+            # The last query sees all keys, the previous one a key less, and so on.
             hidden = stop - end if causal else 0
             cuda.syncthreads()
             for row in range(cuda.threadIdx.x, rows, THREADS):
@@ -143,13 +143,13 @@ def mha_kernel_of(tile: Tile, head_dim: int, rope_dim: int, v_dim: int, aligned:
                 max(n - hidden, 0), softmax_scale,
             )  # fmt: skip
             for row in range(cuda.threadIdx.x, end - first, THREADS):
-                log_sum, share = summary(m.tops[row], m.totals[row])
+                log_sum, inv_sum = summary(m.tops[row], m.totals[row])
                 kept = np.float32(0)
                 if accumulate:
                     log_sum, kept, taken = joined(log_sum_of(lse[head, first + row]), log_sum)
-                    share *= taken
+                    inv_sum *= taken
                 lse[head, first + row] = bits_of_log_sum(log_sum)
-                m.factors[row], m.tops[row] = share * growing, kept
+                m.factors[row], m.tops[row] = inv_sum * growing, kept
             cuda.syncthreads()
             for i in range(cuda.threadIdx.x, (end - first) * v_dim, THREADS):
                 row, dim = i // v_dim, i % v_dim

@@ -15,7 +15,7 @@ from .sparse_cache import THREADS, insert
 
 
 def scale_arguments(scale: Any) -> tuple[Any, Any]:
-    """A scale as (array of one value, number), of which the first counts if it is not empty."""
+    """A scale as (array of one value, number); the number is used if the array is empty."""
     return (NO_SCALE, scale) if isinstance(scale, np.float32) else (scale, np.float32(1))
 
 
@@ -66,7 +66,7 @@ def insert_fp8_kernel(kv_c, k_pe, kind, slots, pages, block_size, scale, scale_v
 
 @cuda.jit(device=True)
 def float32_of(scale, scale_value):
-    """The scale of a cache: the one value of the array, as bits, or the number if the array is empty."""
+    """The scale of a cache: the array's one value, as bits, or the number if the array is empty."""
     return to_float32(scale[0], 0) if len(scale) else scale_value
 
 
@@ -84,7 +84,7 @@ def gather_cache(
 
 @cuda.jit(device=True)
 def gathered_slot(row, num_slots, block_size, block_table, cu_seq_lens, seq_starts):
-    """The slot of a gathered row; -1 if it is absent, -2 if the row is of no request."""
+    """The slot of a gathered row; -1 if it is absent, -2 if the row belongs to no request."""
     request = find_request(cu_seq_lens, row)
     if request < 0:
         return -2

@@ -1,4 +1,4 @@
-"""The indexer, plainly: a thread takes a head or a score, a thread block a row of which the best are chosen."""
+"""The indexer: a thread takes a head or a score; for top-k, a thread block takes a row."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .rows import find_request, load, lookup_slot, store
 
 THREADS = 128
 ROPE_DIM = 64
-E4M3 = -1  # in place of a kind of floating-point numbers
+E4M3 = -1  # instead of a floating-point kind
 
 
 def fused_indexer_q_rope_quant(
@@ -57,7 +57,7 @@ def queries_kernel(
     positions, q, kind, table, table_kind, index_weights, weight_kind, scale, first, is_neox, least_exponent, q_out,
     out_kind, weights,
 ):  # fmt: skip
-    """A thread takes a head, twice: for its largest value, and to write."""
+    """A thread takes a head, in two passes: its largest value, then the output."""
     half, dims = ROPE_DIM // 2, q.shape[2]
     for number in range(cuda.grid(1), weights.shape[0] * weights.shape[1], cuda.gridsize(1)):
         token, head = number // weights.shape[1], number % weights.shape[1]
@@ -194,7 +194,7 @@ def logits_kernel(q, kind, k, scales, weights, starts, ends, compressed, clean, 
 
 @cuda.jit(device=True)
 def length_of(lens, entry, j, next_n):
-    """Columns that query j of next_n sees: `lens` is [B] or [B, next_n], seen as two-dimensional."""
+    """Columns that query j of next_n sees: `lens` is [B] or [B, next_n], viewed as two-dimensional."""
     if lens.shape[1] > 1:
         return np.int64(lens[entry, j])
     return np.int64(lens[entry, 0]) - (next_n - 1 - j)
@@ -244,17 +244,17 @@ def paged_logits_kernel(q, kind, pages, g, size, weights, lens, block_table, cle
 
 
 def paged_mqa_logits_metadata(lens: Any, split: int, schedule: Any) -> None:
-    launch(shares_kernel, 1, THREADS, lens, split, schedule)
+    launch(schedule_kernel, 1, THREADS, lens, split, schedule)
 
 
-def shares_kernel(lens, split, schedule):
-    """One thread block; a thread looks for the starts of its shares among the splits of all entries."""
-    num_shares = len(schedule) - 1
+def schedule_kernel(lens, split, schedule):
+    """One thread block; a thread searches for the starts of its SMs' ranges among the splits of all entries."""
+    num_sms = len(schedule) - 1
     total = np.int64(0)
     for entry in range(len(lens)):
         total += (max(np.int64(lens[entry]), 0) + split - 1) // split
-    for share in range(cuda.threadIdx.x, num_shares + 1, cuda.blockDim.x):
-        left = share * (total // num_shares) + min(np.int64(share), total % num_shares)
+    for sm in range(cuda.threadIdx.x, num_sms + 1, cuda.blockDim.x):
+        left = sm * (total // num_sms) + min(np.int64(sm), total % num_sms)
         entry = 0
         while entry < len(lens):
             here = (max(np.int64(lens[entry]), 0) + split - 1) // split
@@ -262,11 +262,11 @@ def shares_kernel(lens, split, schedule):
                 break
             left -= here
             entry += 1
-        schedule[share, 0] = entry
-        schedule[share, 1] = left
+        schedule[sm, 0] = entry
+        schedule[sm, 1] = left
 
 
-# ---- the choice
+# ---- top-k
 
 
 def top_k_per_row(logits: Any, rows: Rows, indices: Any, slots: Slots | None = None) -> None:
@@ -286,7 +286,7 @@ def top_k_per_row(logits: Any, rows: Rows, indices: Any, slots: Slots | None = N
 
 @cuda.jit(device=True)
 def order_of(bits):
-    """Grows as the float32 of these bits does, from 1 on; 0 for NaN. -0 equals 0."""
+    """Increases with the float32 of these bits, from 1 on; 0 for NaN. -0 equals 0."""
     magnitude = bits & np.int64(0x7FFFFFFF)
     if magnitude > 0x7F800000:
         return np.int64(0)
@@ -298,7 +298,7 @@ def order_of(bits):
 def choice_kernel(logits, starts, ends, lens, next_n, num_keys, indices):
     """A thread block takes a row: it finds the k-th largest order bit by bit, then each thread writes a piece."""
     found = cuda.shared.array(1, np.int32)
-    above = cuda.shared.array(THREADS, np.int32)  # by each thread, of its piece
+    above = cuda.shared.array(THREADS, np.int32)  # per thread, in its piece
     equal = cuda.shared.array(THREADS, np.int32)
     m, topk, width = cuda.blockIdx.x, indices.shape[1], np.int64(logits.shape[1])
     thread, threads = cuda.threadIdx.x, cuda.blockDim.x

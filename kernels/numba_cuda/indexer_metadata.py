@@ -1,4 +1,4 @@
-"""Metadata of a step for the indexer: lengths and slots, block tables, shares of the splits, prefill chunks."""
+"""Metadata of a step for the indexer: lengths and slots, block tables, schedule of the splits, prefill chunks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def build_indexer(
         launch(
             tables_kernel, entries, THREADS, query_start_loc, block_table, counts, buffers.block_table
         )  # fmt: skip
-    launch(share_kernel, 1, THREADS, counts, buffers.seq_lens, buffers.schedule)
+    launch(schedule_kernel, 1, THREADS, counts, buffers.seq_lens, buffers.schedule)
     if counts.compress_ratio > 1:
         compressed_slot_mapping(
             query_start_loc, seq_lens, block_table, len(buffers.slot_mapping), counts.block_size,
@@ -67,7 +67,7 @@ def build_indexer_chunk(query_start_loc: Any, seq_lens: Any, compress_ratio: int
 
 @cuda.jit(device=True)
 def rows_of(positions, compress_ratio):
-    """How many whole rows so many positions make."""
+    """Whole rows in so many positions."""
     return max(np.int64(positions), np.int64(0)) // compress_ratio
 
 
@@ -79,7 +79,7 @@ def decode_of(query_start_loc, counts, entry):
 
 
 def lengths_kernel(query_start_loc, seq_lens, counts, decode_lens, out_seq_lens):
-    """A thread takes every element of both arrays whose number is its own, give or take whole grids."""
+    """A thread takes the elements of its index of both arrays, in a grid-stride loop."""
     for i in range(cuda.grid(1), len(decode_lens), cuda.gridsize(1)):
         decode_len, rows = np.int64(0), np.int64(0)
         if counts.flatten:
@@ -99,7 +99,7 @@ def lengths_kernel(query_start_loc, seq_lens, counts, decode_lens, out_seq_lens)
 
 
 def tables_kernel(query_start_loc, block_table, counts, out_block_table):
-    """A thread block copies the row of an entry; what the build before wrote beyond is cleared."""
+    """A thread block copies the row of an entry and clears what the previous build wrote beyond it."""
     entry, request = cuda.blockIdx.x, -1
     if counts.flatten:
         request = decode_of(query_start_loc, counts, entry)
@@ -110,31 +110,31 @@ def tables_kernel(query_start_loc, block_table, counts, out_block_table):
         out_block_table[entry, column] = block
 
 
-def share_kernel(counts, lens, schedule):
-    """One thread block; a thread looks for the starts of its shares among the splits of all entries."""
-    num_shares = len(schedule) - 1
+def schedule_kernel(counts, lens, schedule):
+    """One thread block; a thread searches for the starts of its SMs' ranges among the splits of all entries."""
+    num_sms = len(schedule) - 1
     total = np.int64(0)
     for entry in range(counts.batch_size):
         total += splits_of(lens, counts, entry)
-    for share in range(cuda.threadIdx.x, num_shares + 1, cuda.blockDim.x):
-        page = share * (total // num_shares) + min(np.int64(share), total % num_shares)
+    for sm in range(cuda.threadIdx.x, num_sms + 1, cuda.blockDim.x):
+        page = sm * (total // num_sms) + min(np.int64(sm), total % num_sms)
         entry = 0
         while entry < counts.batch_size and page >= splits_of(lens, counts, entry):
             page -= splits_of(lens, counts, entry)
             entry += 1
-        schedule[share, 0] = entry
-        schedule[share, 1] = page
+        schedule[sm, 0] = entry
+        schedule[sm, 1] = page
 
 
 @cuda.jit(device=True)
 def splits_of(lens, counts, entry):
-    """Splits that an entry's longest length reaches into."""
+    """Number of splits in an entry's longest length, rounded up."""
     split = SPLIT_PAGES * counts.block_size
     return (np.int64(lens[(entry + 1) * counts.lens_per_entry - 1]) + split - 1) // split
 
 
 def slots_kernel(query_start_loc, seq_lens, block_table, num_tokens, block_size, compress_ratio, slots):
-    """A thread takes every token whose number is its own, give or take whole grids."""
+    """A thread takes the tokens of its index, in a grid-stride loop."""
     for token in range(cuda.grid(1), len(slots), cuda.gridsize(1)):
         slot = np.int64(-1)
         request = find_request(query_start_loc, token)

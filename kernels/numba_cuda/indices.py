@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..types.index_operations import MixedIndices
 from .compiler import cuda
 from .launch import NO_TABLE, NO_VECTOR, launch
 from .rows import complete_rows, find_request, lookup_slot, to_span, token_position
@@ -99,7 +100,7 @@ def map_compact(
     global_topk_indices: Any,
     topk_lens: Any,
 ) -> None:
-    """The compact form, where requests may have next_n tokens each, and all tokens be valid."""
+    """The compact form; requests may have next_n tokens each, and all tokens may be valid."""
     launch(
         compact_topk_kernel, len(topk_indices), THREADS,
         topk_indices, NO_VECTOR if token_to_req_indices is None else token_to_req_indices, next_n, block_table,
@@ -139,7 +140,7 @@ def topk_kernel(
 
 @cuda.jit(device=True)
 def seen_row(local, complete):
-    """A local entry, or -1 where it names a row that is not complete."""
+    """A local entry, or -1 if its row is not complete."""
     return np.int64(local) if local < complete else np.int64(-1)
 
 
@@ -155,11 +156,11 @@ def compact_topk_kernel(
     global_topk_indices,
     topk_lens,
 ):
-    """The same with what is present moved to the left of each row, in order: a thread takes a piece of the row.
+    """The same with the present entries compacted to the left of each row, in order: a thread takes a piece of the row.
 
-    It counts what is present in its piece, and after that knows from the others' counts where to put it.
+    It counts the present entries of its piece; the counts of earlier threads give their place.
     """
-    found = cuda.shared.array(THREADS, np.int32)  # by each thread
+    found = cuda.shared.array(THREADS, np.int32)  # per thread
     token = cuda.blockIdx.x
     request = np.int64(token_to_req_indices[token]) if len(token_to_req_indices) else np.int64(token // next_n)
     complete = complete_rows(positions, token, compress_ratio)
@@ -224,7 +225,7 @@ def combine_kernel(
     combined_indices,
     combined_lens,
 ):
-    found = cuda.shared.array(THREADS, np.int32)  # entries that are present in each thread's piece of the row
+    found = cuda.shared.array(THREADS, np.int32)  # present entries in each thread's piece of the row
     token = cuda.blockIdx.x
     query = token + np.int64(query_start_loc[0])
     request = find_request(query_start_loc, query)
@@ -274,41 +275,12 @@ def combine_kernel(
         combined_lens[token] = num_topk + num_swa
 
 
-def build_flashinfer_mixed_sparse_indices(
-    decode_swa_indices: Any,
-    decode_compressed_indices: Any | None,
-    decode_compressed_topk_lens: Any | None,
-    prefill_topk_indices: Any,
-    query_start_loc: Any,
-    seq_lens: Any,
-    token_to_req_indices: Any,
-    swa_block_table: Any,
-    swa_block_size: int,
-    compressed_block_table: Any | None,
-    compressed_block_size: int,
-    window_size: int,
-    compress_ratio: int,
-    topk: int,
-    decode_compressed_indices_are_local: bool,
-    decode_is_valid_token: Any | None,
-    swa_block_span: int,
-    compressed_block_span: int,
-    sparse_indices: Any,
-    sparse_topk_lens: Any,
-) -> None:
-    launch(
-        mixed_kernel, len(sparse_topk_lens), THREADS,
-        decode_swa_indices,
-        NO_TABLE if decode_compressed_indices is None else decode_compressed_indices,
-        NO_VECTOR if decode_compressed_topk_lens is None else decode_compressed_topk_lens,
-        prefill_topk_indices, query_start_loc, seq_lens, token_to_req_indices, swa_block_table, swa_block_size,
-        NO_TABLE if compressed_block_table is None else compressed_block_table,
-        compressed_block_size, window_size, compress_ratio,
-        0 if compressed_block_table is None else topk,
-        decode_compressed_indices_are_local,
-        NO_FLAGS if decode_is_valid_token is None else decode_is_valid_token,
-        swa_block_span, compressed_block_span, sparse_indices, sparse_topk_lens,
-    )  # fmt: skip
+def build_flashinfer_mixed_sparse_indices(given: MixedIndices) -> None:
+    empty = {"decode_compressed_indices": NO_TABLE, "decode_compressed_topk_lens": NO_VECTOR,
+             "compressed_block_table": NO_TABLE, "decode_is_valid_token": NO_FLAGS}  # fmt: skip
+    absent = {name: array for name, array in empty.items() if getattr(given, name) is None}
+    topk = 0 if given.compressed_block_table is None else given.topk
+    launch(mixed_kernel, len(given.sparse_topk_lens), THREADS, *given._replace(**absent, topk=topk))
 
 
 def mixed_kernel(

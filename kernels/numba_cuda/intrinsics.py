@@ -1,14 +1,14 @@
-"""What the kernels need beyond Numba's own: 16 bytes at a time, pairs of 16-bit values, and tensor cores.
+"""Intrinsics that Numba lacks: 16 bytes at a time, pairs of 16-bit values, and tensor cores.
 
-A *word* is 32 bits: two 16-bit values, the first in the low half, or four bytes. Where rows are read, `at` counts their
-elements, and what is not `present` is not read but zero.
+A *word* is 32 bits: two 16-bit values, the first in the low half, or four bytes. For reads of rows, `at` counts
+elements, and the result is zero, without a read, if not `present`.
 
     load4(words, at)               four words of shared memory from `at` on, a multiple of four
     load2(values, at)              two float32 of shared memory from `at` on, which is even
     store4(words, at, four)        four words into shared memory from `at` on, a multiple of four
-    read1, read2, read4(row, at, present)   a number of so many bytes of a row in device memory
+    read1, read2, read4(row, at, present)   an integer of so many bytes of a row in device memory
     read16(row, at, present)       16 bytes as four words
-    permute_bytes(x, y, selection) of the eight bytes of x and then y those that the hexadecimal digits name, as a word
+    permute_bytes(x, y, selection) the bytes of x and y selected by the hexadecimal digits (y's are 4 to 7), as a word
     multiply_*(x, y)               pairs, multiplied value by value
     *_pair(first, second)          two float32 rounded to a pair
     mma_*(sums, a, b)              a warp's sums [16, 8] += a [16, 16] b [16, 8], in the registers of the PTX manual

@@ -1,7 +1,7 @@
 """The kernel of all attention over latent rows: sparse decode and prefill, and dense decode.
 
-A thread block has a few heads of one query token and all of its keys, or a part of them: then every part leaves a
-result of its own, and merge_parts_kernel puts them together.
+A thread block takes a few heads of one query token and all of its keys, or one of several parts of them. Each part then
+stores a partial result, and merge_parts_kernel combines them.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from .rows import lookup_slot
 
 V_DIM = 512
 ROWS, KEYS = (8, 16) if SIMULATED else (32, 32)  # of a tile
-BLOCKS_AT_A_TIME = 2  # on a multiprocessor
+BLOCKS_AT_A_TIME = 2  # thread blocks per SM
 MAX_PARTS = 64
-NO_LIST = np.empty((0, 0, 0), np.int32)
+NO_SEGMENT = np.empty((0, 0, 0), np.int32)
 NO_LOGITS = np.empty((0, 0, 0), np.float32)
 
 
@@ -78,9 +78,9 @@ def attend(
 ) -> None:
     """q [b, s_q, h, d] over one list of keys, or two of the same layout and one softmax.
 
-    most_keys  that a token may have
-    causal     of a block table: whether a query sees only tokens up to its own
-    scale      of plain e4m3 rows: (float32 [1] or empty, number that counts if it is empty)
+    most_keys  largest number of keys of a token
+    causal     for a block table: whether a query sees only tokens up to its own
+    scale      of plain e4m3 rows: (float32 [1] or empty, number that is used if it is empty)
     """
     (batch, s_q, heads, _), layout = q.shape, lists[0].pages.layout
     caches = [x.pages.bytes for x in lists]
@@ -94,7 +94,7 @@ def attend(
         part_out = workspace.shaped("part_out", (rows * heads, V_DIM), np.float32, q)
         part_lse = workspace.shaped("part_lse", (rows, heads), np.float32, q)
     listed = lists[0].slots.ndim == 3
-    second = lists[1] if len(lists) > 1 else lists[0]._replace(slots=NO_LIST if listed else NO_TABLE)
+    second = lists[1] if len(lists) > 1 else lists[0]._replace(slots=NO_SEGMENT if listed else NO_TABLE)
     kernel = attend_kernel_of(tile, layout, listed, is_aligned(q, *caches))
     sink = NO_SCALE if attn_sink is None else attn_sink
     max_logits = NO_LOGITS if results.max_logits is None else results.max_logits
@@ -113,7 +113,7 @@ def attend(
 
 @functools.lru_cache(maxsize=1024)
 def part_count(blocks: int, key_tiles: int, sms: int) -> int:
-    """In how many parts to do the keys of each token, so that the thread blocks fill the device once."""
+    """Number of parts of each token's keys that fills the device once with thread blocks."""
     return max(1, min(BLOCKS_AT_A_TIME * sms // blocks, key_tiles, MAX_PARTS))
 
 
@@ -133,7 +133,7 @@ def attend_kernel_of(tile: Tile, layout: CacheLayout, listed: bool, aligned: boo
 
     @device_function
     def find(m, first, b, s, n, pages, block_size, slots, extra_n, extra_pages, extra_block_size, extra_slots):
-        """Where the keys from number `first` on are, those of the second list behind those of the first."""
+        """Page and token of the keys from number `first` on; those of the second list follow those of the first."""
         for key in range(cuda.threadIdx.x, keys, THREADS):
             i, slot, size = first + key, np.int64(-1), block_size
             if i < n:
@@ -142,7 +142,7 @@ def attend_kernel_of(tile: Tile, layout: CacheLayout, listed: bool, aligned: boo
                 slot = slot_of(extra_slots, b, s, i - n, extra_block_size, extra_pages.shape[0])
                 size = extra_block_size
             present = slot >= 0
-            slot, size = np.uint32(max(slot, 0)), np.uint32(size)  # whose division is short
+            slot, size = np.uint32(max(slot, 0)), np.uint32(size)  # 32-bit, for a fast division
             m.pages[key] = slot // size if present else -1
             m.tokens[key] = slot % size
 
@@ -191,16 +191,16 @@ def attend_kernel_of(tile: Tile, layout: CacheLayout, listed: bool, aligned: boo
 
         for row in range(cuda.threadIdx.x, rows, THREADS):
             if head + row < heads:
-                log_sum, share = summary(m.tops[row], m.totals[row])
-                share *= scale_value
+                log_sum, inv_sum = summary(m.tops[row], m.totals[row])
+                inv_sum *= scale_value
                 if parts > 1:
                     part_lse[token * parts + part, head + row] = float32_bits(log_sum)
                 else:
-                    share *= rest_of_sink(attn_sink, head + row, log_sum) * growing
+                    inv_sum *= rest_of_sink(attn_sink, head + row, log_sum) * growing
                     lse[b, head + row, s] = bits_of_log_sum(log_sum)
                     if len(max_logits):
                         max_logits[b, head + row, s] = float32_bits(m.tops[row])
-                m.factors[row] = share
+                m.factors[row] = inv_sum
         cuda.syncthreads()
         for i in range(cuda.threadIdx.x, rows * V_DIM, THREADS):
             row, dim = i // V_DIM, i % V_DIM
@@ -216,7 +216,7 @@ def attend_kernel_of(tile: Tile, layout: CacheLayout, listed: bool, aligned: boo
 
 @device_function
 def listed_length(slots, lengths, b, s, s_q, causal, block_size):
-    """How many entries of a list of slots are in use."""
+    """Number of entries of a list of slots in use."""
     if len(lengths):
         return min(max(np.int64(lengths[b, s]), 0), slots.shape[2])
     return np.int64(slots.shape[2])
@@ -224,14 +224,14 @@ def listed_length(slots, lengths, b, s, s_q, causal, block_size):
 
 @device_function
 def listed_slot(slots, b, s, i, block_size, num_pages):
-    """Entry i of a list of slots, or -1 if the cache does not have it."""
+    """Entry i of a list of slots, or -1 if it is outside the cache."""
     slot = np.int64(slots[b, s, i])
     return slot if slot >= 0 and slot < num_pages * block_size else np.int64(-1)
 
 
 @device_function
 def table_length(table, lengths, b, s, s_q, causal, block_size):
-    """How many tokens of request b its query s sees, as far as the block table reaches."""
+    """Tokens of request b that its query s sees, within the block table."""
     if not len(table):
         return np.int64(0)
     seen = np.int64(lengths[b])
@@ -242,7 +242,7 @@ def table_length(table, lengths, b, s, s_q, causal, block_size):
 
 @device_function
 def table_slot(table, b, s, i, block_size, num_pages):
-    """The slot of token i of request b, or -1 if the cache does not have it."""
+    """The slot of token i of request b, or -1 if it is outside the cache."""
     slot = np.int64(lookup_slot(table, b, i, block_size))
     return slot if slot < num_pages * block_size else np.int64(-1)
 
@@ -266,12 +266,12 @@ def merge_parts_kernel(part_out, part_lse, parts, growing, attn_sink, out, kind,
     total = np.float32(0)
     for part in range(parts):
         total += weights[part]
-    log_sum, share = summary(top, total)
-    share *= rest_of_sink(attn_sink, head, log_sum) * growing
+    log_sum, inv_sum = summary(top, total)
+    inv_sum *= rest_of_sink(attn_sink, head, log_sum) * growing
     for dim in range(cuda.threadIdx.x, V_DIM, cuda.blockDim.x):
         value = np.float32(0)
         for part in range(parts):
             value += weights[part] * float32_value(part_out[(token * parts + part) * heads + head, dim])
-        out[b, s, head, dim] = from_float32(value * share, kind)
+        out[b, s, head, dim] = from_float32(value * inv_sum, kind)
     if cuda.threadIdx.x == 0:
         lse[b, head, s] = bits_of_log_sum(log_sum)

@@ -1,7 +1,7 @@
-"""Rows of latent caches on their way into shared memory: 16 bytes a load, all loads of a thread under way at once.
+"""Copies rows of latent caches into shared memory: 16 bytes per load, all loads of a thread in flight at once.
 
-FP8 values become 16-bit ones, times a power of two. What is left of their scale, a float32 near 1, goes into the
-products instead: so no scale is rounded, however large or small.
+FP8 values become 16-bit ones, times a power of two. The rest of their scale, a float32 near 1, multiplies the products
+instead: so no scale is rounded, however large or small.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from .numbers import float32_bits, float32_value, ue8m0_value
 from .plain_rows import LANES, ROWS_AT_A_TIME, read_of, word_reader
 from .products import GROUP, THREADS, stride_of
 
-LEAST_EXPONENT, LARGEST_EXPONENT = -100, 7  # of that power of two
+LEAST_EXPONENT, LARGEST_EXPONENT = -100, 7  # limits of that power of two
 E4M3_NAN, SIGNS, ONES = 0x7F7F7F7F, 0x80808080, 0x01010101
 
 
 class LatentRows(NamedTuple):
-    """Functions of a thread that move the rows of a tile of keys.
+    """Functions of a thread that copy the rows of a tile of keys.
 
-    word_count, scale_count  of the arrays in registers
-    prepare  (m): what stays the same for all tiles
+    word_count, scale_count  sizes of the arrays in registers
+    prepare  (m): set what is constant for all tiles
     load     (m, words, scales, pages, scale_start, extra_pages, extra_scale_start, extra_from): the rows of m.pages
              and m.tokens from device memory into registers; from key `extra_from` on they are in the second cache
-    store    (m, words, scales): from there into m.k, m.weights and m.positions
+    store    (m, words, scales): from registers into m.k, m.weights and m.positions
     """
 
     word_count: int
@@ -117,23 +117,23 @@ def latent_rows_of(tile: Tile, layout: CacheLayout, aligned: bool) -> LatentRows
 
 @device_function
 def split_scale(scale):
-    """A float32 as a pair of the same power of two in bfloat16, which makes up for `words_of`, and what is left."""
+    """Splits a float32 into a power of two, as a bfloat16 pair corrected for `words_of`, and the remaining factor."""
     exponent = ((float32_bits(scale) >> 23) & 0xFF) - 127
     exponent = min(max(exponent, LEAST_EXPONENT), LARGEST_EXPONENT)
     return ((exponent + 120 + 127) << 7) * 0x00010001, scale * float32_value((127 - exponent) << 23)
 
 
 def e4m3_factor(float16: bool) -> Any:
-    """What both values of a pair of `words_of` are multiplied by to be what they stand for."""
+    """Factor, as a pair, that corrects the values of `words_of`."""
     return np.uint32(((8 + 15) << 10 if float16 else (120 + 127) << 7) * 0x00010001)
 
 
 @functools.cache
 def words_of(float16: bool) -> Any:
-    """A function that makes two words of pairs out of a word of four e4m3 bytes, times a pair of factors.
+    """A function that converts a word of four e4m3 bytes to two words of pairs, times a pair of factors.
 
-    Their bits are put where the 16-bit format has sign, exponent and fraction, which gives the values times 2^-120
-    (2^-8 in float16), the smallest ones among them: a product makes them right.
+    It moves the bytes' bits to the sign, exponent and fraction of the 16-bit format, which gives the values times
+    2^-120 (2^-8 in float16), subnormal ones included; the factor corrects this.
     """
     shift = 1 if float16 else 4
     low_bits = 0x01010101 if float16 else 0x0F0F0F0F
@@ -142,7 +142,7 @@ def words_of(float16: bool) -> Any:
 
     @device_function
     def to_words(word, factor):
-        nan = ((word & E4M3_NAN) + ONES) & SIGNS  # a byte's highest bit
+        nan = ((word & E4M3_NAN) + ONES) & SIGNS  # the highest bit of a NaN's byte
         high = (word & SIGNS) | ((word & high_bits) >> shift) | (nan - (nan >> 4))
         low = (word & low_bits) << (8 - shift)
         return multiply(permute_bytes(low, high, 0x5140), factor), multiply(permute_bytes(low, high, 0x7362), factor)

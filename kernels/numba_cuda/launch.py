@@ -16,10 +16,10 @@ from .compiler import SIMULATED, cuda, from_dtype
 from .compiler import types as numba_types
 from .numbers import KINDS
 
-SIMULATED_THREADS = 8  # a thread block: the simulator runs about 8,000 threads a second
-MAX_BLOCKS = 4096  # where thread blocks go through the rows in turns: enough to fill any device
+SIMULATED_THREADS = 8  # per thread block: the simulator runs about 8,000 threads a second
+MAX_BLOCKS = 4096  # for grids that stride over rows: enough thread blocks to fill any device
 
-# What kernels get for an argument that is not given: an array that has nothing in it.
+# Arguments that are not given are empty arrays.
 NO_VECTOR = np.empty(0, np.int32)
 NO_TABLE = np.empty((0, 0), np.int32)
 NO_SCALE = np.empty(0, np.float32)
@@ -44,7 +44,7 @@ def _as_bits(dtype: Any) -> np.dtype[Any]:
 
 
 def kind_of(array: Any) -> int:
-    """What the bits of a floating-point array are: FLOAT32, BFLOAT16 or FLOAT16 of kernels/numba_common/numbers.py."""
+    """Type of a floating-point array passed as bits: FLOAT32, BFLOAT16 or FLOAT16 of numba_common/numbers.py."""
     return KINDS[array.dtype.name]
 
 
@@ -58,14 +58,14 @@ def launch(
 ) -> None:
     """Run `kernel` with `blocks` thread blocks of `threads` threads, on CuPy's current stream.
 
-    arguments     NumPy or CuPy arrays (of which floating-point ones arrive as bits), numbers, and tuples of numbers
-    shared_bytes  of dynamic shared memory, for each thread block
-    at_a_time     thread blocks that a multiprocessor must have registers for
+    arguments     NumPy or CuPy arrays (floating-point ones are passed as bits), numbers, and tuples of numbers
+    shared_bytes  dynamic shared memory per thread block
+    at_a_time     thread blocks for which an SM must have registers
     """
     if SIMULATED:
         configured = _simulated(kernel)[blocks, min(threads, SIMULATED_THREADS), 0, shared_bytes]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # of NumPy, where a number leaves float32
+            warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, for values that overflow float32
             configured(*(_simulated_argument(x) for x in arguments))
         return
     types = tuple((x.dtype, x.ndim) if _is_array(x) else type(x) for x in arguments)
@@ -95,7 +95,7 @@ def _configured(
     stream: int,
 ) -> Any:
     with warnings.catch_warnings():
-        # Numba finds fault with every grid of less than 128 blocks, and a decode batch is no larger.
+        # Numba warns of every grid of fewer than 128 blocks, which is common for a decode batch.
         warnings.simplefilter("ignore")
         made = compiled(kernel, types, (threads, at_a_time) if at_a_time > 1 else None)
         if shared_bytes:
@@ -107,14 +107,14 @@ def _configured(
 def compiled(kernel: Callable[..., None], types: tuple[Any, ...], bounds: tuple[int, int] | None) -> Any:
     """The kernel for arguments of these types: once for all strides of the arrays.
 
-    bounds  threads of a thread block, and thread blocks that a multiprocessor must have registers for
+    bounds  threads of a thread block, and thread blocks for which an SM must have registers
     """
     return cuda.jit(signature(types), launch_bounds=bounds)(kernel)
 
 
 @functools.cache
 def _allow_shared_bytes(made: Any, device: int) -> None:
-    """Let a kernel have as much dynamic shared memory as the device has: from 48 KiB on it has to be asked for."""
+    """Allow a kernel all of the device's dynamic shared memory; above 48 KiB a launch needs this."""
     from cuda.bindings import driver
 
     most = _attribute(device, "MaxSharedMemoryPerBlockOptin")
@@ -127,7 +127,7 @@ def _allow_shared_bytes(made: Any, device: int) -> None:
 
 
 def multiprocessors() -> int:
-    """Multiprocessors of the current device; a few in the simulator, so that work is shared out there, too."""
+    """SMs of the current device; a few in the simulator, so that work is divided there, too."""
     return 2 if SIMULATED else _attribute(sys.modules["cupy"].cuda.runtime.getDevice(), "MultiProcessorCount")
 
 
@@ -147,10 +147,10 @@ def is_aligned(*arrays: Any) -> bool:
 
 
 def device_function(function: Callable[..., Any]) -> Any:
-    """For functions that kernels call: compiled into them, so that arrays of registers stay in registers."""
+    """For functions that kernels call: inlined into them, so that arrays of registers stay in registers."""
     if not SIMULATED:
         return cuda.jit(device=True, forceinline=True)(function)
-    # The simulator takes long over a call, in which it lends the function's module a `cuda` of its own.
+    # The simulator's calls are slow: it replaces `cuda` in the function's module during each.
     return cuda.jit(device=True)(function) if "cuda" in function.__code__.co_names else function
 
 
@@ -170,7 +170,7 @@ def _numba_type(python_type: Any) -> Any:
 
 
 def _device_argument(argument: Any) -> Any:
-    """A CuPy array as Numba's, without a word about streams, for which Numba would synchronise."""
+    """A CuPy array as Numba's, without its stream, for which Numba would synchronise."""
     if not _is_array(argument):
         return argument
     address = 0 if isinstance(argument, np.ndarray) else argument.data.ptr
@@ -179,7 +179,7 @@ def _device_argument(argument: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _device_array(address: int, shape: tuple[int, ...], strides: tuple[int, ...], typestr: str) -> Any:
-    """Numba's array over memory that it does not own: making one takes longer than finding it."""
+    """Numba's array over memory that it does not own, cached because making one is slow."""
     description = {"shape": shape, "strides": strides, "typestr": typestr, "data": (address, False), "version": 2}
     return cuda.from_cuda_array_interface(description, sync=False)
 
@@ -190,7 +190,7 @@ def _simulated(kernel: Callable[..., None]) -> Any:
 
 
 def _simulated_argument(argument: Any) -> Any:
-    """A NumPy array as the simulator's, over the same memory: given a plain one, it would work on a copy."""
+    """A NumPy array as the simulator's, over the same memory: the simulator would copy a plain one."""
     if not isinstance(argument, np.ndarray):
         return argument
     from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray

@@ -1,4 +1,4 @@
-"""RMSNorm and RoPE around sparse attention, plainly: a thread block takes a row, which lies in shared memory."""
+"""RMSNorm and RoPE before and after sparse attention: a thread block takes a row and holds it in shared memory."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def rmsnorm_kernel(x, kind, weight, weight_kind, eps, out, out_kind):
 
 @cuda.jit(device=True)
 def add_in_order(total, part):
-    """total[0] becomes the sum of all threads' parts, added one after another so that it is the same every time."""
+    """total[0] becomes the sum of all threads' parts, added in order so that it is deterministic."""
     for thread in range(cuda.blockDim.x):
         if thread == cuda.threadIdx.x:
             total[0] += part
@@ -80,7 +80,7 @@ def qnorm_rope_and_insert(
 
 
 def qnorm_rope_insert_kernel(q, kv, kind, q_out, slots, positions, cos_sin, eps, pages, g):
-    """A thread block takes a head of a token, or behind its heads the token's row of the cache."""
+    """A thread block takes a head of a token or, after its heads, the token's row of the cache."""
     row = cuda.shared.array(WIDTH, np.float32)
     total = cuda.shared.array(1, np.float32)
     largest = cuda.shared.array(MAX_TILES, np.int32)
@@ -96,13 +96,13 @@ def qnorm_rope_insert_kernel(q, kv, kind, q_out, slots, positions, cos_sin, eps,
         for i in range(cuda.threadIdx.x, WIDTH, cuda.blockDim.x):
             row[i] = to_float32(kv[token, i], kind)
         cuda.syncthreads()
-        turn(row, WIDTH, cos_sin, at, np.float32(1))
+        rotate(row, WIDTH, cos_sin, at, np.float32(1))
         insert_row(row, largest, pages[slot // g.block_size], slot % g.block_size, g)
         return
     for i in range(cuda.threadIdx.x, WIDTH, cuda.blockDim.x):
         row[i] = to_float32(q[token, head, i], kind)
     normalize(row, WIDTH, total, eps)
-    turn(row, WIDTH, cos_sin, at, np.float32(1))
+    rotate(row, WIDTH, cos_sin, at, np.float32(1))
     for i in range(cuda.threadIdx.x, WIDTH, cuda.blockDim.x):
         q_out[token, head, i] = from_float32(row[i], kind)
 
@@ -196,7 +196,7 @@ def inverse_rope_quantize_kernel(o, kind, positions, cos_sin, powers_of_two, val
     for i in range(cuda.threadIdx.x, WIDTH, cuda.blockDim.x):
         row[i] = to_float32(o[token, head, i], kind)
     cuda.syncthreads()
-    turn(row, WIDTH, cos_sin, nearest(positions[token], len(cos_sin)), np.float32(-1))
+    rotate(row, WIDTH, cos_sin, nearest(positions[token], len(cos_sin)), np.float32(-1))
     for i in range(cuda.threadIdx.x, WIDTH, cuda.blockDim.x):
         if kind == BFLOAT16:
             row[i] = bfloat16_value(bfloat16_bits(row[i]))
@@ -234,8 +234,8 @@ def normalize(row, width, total, eps):
 
 
 @cuda.jit(device=True)
-def turn(row, width, cos_sin, at, direction):
-    """Turn the last values of `row` in pairs of neighbours by row `at` of the table, float32's bits."""
+def rotate(row, width, cos_sin, at, direction):
+    """Rotate the last values of `row` in pairs of neighbours by row `at` of the table, as float32 bits."""
     half = cos_sin.shape[1] // 2
     first = width - 2 * half
     for pair in range(cuda.threadIdx.x, half, cuda.blockDim.x):
@@ -248,7 +248,7 @@ def turn(row, width, cos_sin, at, direction):
 
 @cuda.jit(device=True)
 def insert_row(values, largest, page, row, g):
-    """Write a row into token `row` of a page, through bfloat16; all threads take part."""
+    """Write a row into token `row` of a page, through bfloat16. Called by all threads."""
     for tile in range(cuda.threadIdx.x, MAX_TILES, cuda.blockDim.x):
         largest[tile] = 0
     cuda.syncthreads()
@@ -261,7 +261,7 @@ def insert_row(values, largest, page, row, g):
     start, scales = row * g.row_bytes, g.scale_start + row * g.scale_stride
     num_tiles = g.quantized_dim // g.scale_tile
     for tile in range(cuda.threadIdx.x, g.scale_bytes if g.ue8m0 else num_tiles, cuda.blockDim.x):
-        scale_bits = np.int64(0)  # of the spare byte of a row of UE8M0 scales
+        scale_bits = np.int64(0)  # for the spare byte of a row of UE8M0 scales
         if tile < num_tiles:
             scale_bits = float32_bits(tile_scale(float32_value(largest[tile]), True, g.min_exponent, g.min_scale))
         if g.ue8m0:

@@ -1,4 +1,4 @@
-"""The number formats as functions that kernels call, which are compiled for the device then."""
+"""The number formats as functions for kernels, compiled for the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of 16-bit values from device into shared memory, 16 bytes at a time."""
+"""Copies rows of 16-bit values from device into shared memory, 16 bytes at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .intrinsics import read1, read2, read16, store4
 from .launch import SIMULATED, device_function
 from .products import THREADS, stride_of
 
-LANES = 1 if SIMULATED else 8  # threads that share a row
+LANES = 1 if SIMULATED else 8  # threads per row
 ROWS_AT_A_TIME = THREADS // LANES
 
 
@@ -20,8 +20,8 @@ ROWS_AT_A_TIME = THREADS // LANES
 def plain_rows_of(rows: int, dim: int, groups: int, aligned: bool) -> Any:
     """A function of a thread that copies `rows` rows of `dim` values, a multiple of 8, into words of shared memory.
 
-    Called with (source, first, count, words): source [n, dim], of which the rows from `first` on are copied; from the
-    `count`-th on they are zero. In shared memory they are `stride_of(groups)` words apart.
+    Called with (source, first, count, words): copies rows of source [n, dim] from `first` on; rows from the `count`-th
+    on are zero. In shared memory they are `stride_of(groups)` words apart.
     """
     chunks, stride = dim // 8, stride_of(groups)
     passes, steps = -(-rows // ROWS_AT_A_TIME), -(-chunks // LANES)
@@ -31,7 +31,7 @@ def plain_rows_of(rows: int, dim: int, groups: int, aligned: bool) -> Any:
     @device_function
     def copy(source, first, present, words):
         row, lane = cuda.threadIdx.x // LANES, cuda.threadIdx.x % LANES
-        loaded = cuda.local.array(word_count, np.uint32)  # all loads are under way before the first store
+        loaded = cuda.local.array(word_count, np.uint32)  # all loads are in flight before the first store
         for j in range(passes):
             there = row + ROWS_AT_A_TIME * j < min(present, rows)
             values = source[first + row + ROWS_AT_A_TIME * j if there else 0]
@@ -51,7 +51,7 @@ def plain_rows_of(rows: int, dim: int, groups: int, aligned: bool) -> Any:
 
 @functools.cache
 def word_reader(item_bytes: int) -> Any:
-    """A function for a word at any address of a row whose elements have one byte or two."""
+    """A function that reads a word at any address of a row of 1-byte or 2-byte elements."""
     read_element, count, bits = (read1, 4, 8) if item_bytes == 1 else (read2, 2, 16)
 
     @device_function
@@ -66,7 +66,7 @@ def word_reader(item_bytes: int) -> Any:
 
 @functools.cache
 def read_of(aligned: bool, item_bytes: int) -> Any:
-    """A function for 16 bytes of a row as four words: at multiples of 16 only, or at any address."""
+    """A function that reads 16 bytes of a row as four words: at multiples of 16 if aligned, else at any address."""
     if aligned:
         return read16
     read_word, step = word_reader(item_bytes), 4 // item_bytes

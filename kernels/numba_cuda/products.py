@@ -1,12 +1,12 @@
-"""Products of matrices in shared memory, shared out among the warps of a thread block.
+"""Products of matrices in shared memory, divided among the warps of a thread block.
 
-Rows lie in shared memory as words of two 16-bit values, in groups of 64 values, `stride_of(groups)` words apart: four
-more than the row has, so that the rows that a warp reads at a time lie in different banks.
+Rows are stored in shared memory as words of two 16-bit values, in groups of 64 values, `stride_of(groups)` words apart:
+four more than the row has, so that the rows that a warp reads at a time are in different banks.
 
 On a device a warp takes tiles of 16 x 8 elements of a product, as tensor cores do, and each of its 32 lanes has four
-of their elements in registers: of rows g and g + 8 the columns 2c and 2c + 1, where g = lane // 4 and c = lane % 4.
-Which values of a row meet in which step of a product does not matter as long as both factors agree; here lane c always
-reads four words on end. In the simulator a thread has elements on end, and products are NumPy's.
+of their elements in registers: in rows g and g + 8 the columns 2c and 2c + 1, where g = lane // 4 and c = lane % 4.
+The order in which the values of a row are multiplied does not matter as long as both factors agree; here lane c always
+reads four consecutive words. In the simulator a thread has consecutive elements, and products are NumPy's.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def stride_of(groups: int) -> int:
 class Scores(NamedTuple):
     """Functions of a thread for a b^T, where a has `rows` rows and b `columns`, of `groups` groups of values.
 
-    count     of the elements that a thread has
-    multiply  (sums, a, b, weights): sums += a b^T; with weights, of each group of each row of b
+    count     elements of a thread
+    multiply  (sums, a, b, weights): sums += a b^T; with weights, each group of each row of b has a factor
     store     (sums, products, factor): into float32 [rows, columns] in shared memory, rows `stride` apart
     """
 
@@ -49,7 +49,7 @@ class Scores(NamedTuple):
 class Mix(NamedTuple):
     """Functions of a thread for p v, where p is float32 [rows, keys] and v has `keys` rows of `groups` groups.
 
-    count     of the elements that a thread has
+    count     elements of a thread
     multiply  (sums, factors, p, v, weights): sums = sums * factor of the row + p v
     store     (sums, result): into float32 [rows, 64 * groups] in shared memory, rows `stride` apart
     """
@@ -67,12 +67,12 @@ def scores_of(rows: int, columns: int, groups: int, weighted: bool, float16: boo
 
 @functools.cache
 def mix_of(rows: int, keys: int, groups: int, words: int, weighted: bool, float16: bool) -> Mix:
-    """`words` are from a row of v to the next."""
+    """`words` is the distance between rows of v."""
     return (_simulated_mix if SIMULATED else _mix)(rows, keys, groups, words, weighted, float16)
 
 
 def _scores(rows: int, columns: int, groups: int, weighted: bool, float16: bool) -> Scores:
-    """A warp has 16 of the rows, and with them every so many-th 8 of the columns."""
+    """A warp has 16 of the rows, and of these every n-th block of 8 columns."""
     mma = intrinsics.mma_float16 if float16 else intrinsics.mma_bfloat16
     row_tiles = rows // 16
     column_step = 8 * WARPS // row_tiles
@@ -82,15 +82,15 @@ def _scores(rows: int, columns: int, groups: int, weighted: bool, float16: bool)
 
     @device_function
     def first_of():
-        """The row and the column of a thread's first element, and the row of b that it loads for it."""
+        """Row and column of a thread's first element, and the row of b that it loads for it."""
         lane, warp = cuda.threadIdx.x % 32, cuda.threadIdx.x // 32
         row, column = warp % row_tiles * 16 + lane // 4, warp // row_tiles * 8
         return row, column + lane % 4 * 2, column + lane // 4
 
     @device_function
     def multiply(sums, a, b, weights):
-        # A group's products are summed from zero on: tensor cores cut off what does not fit into a sum, which float32
-        # additions round, and the smaller a sum is, the less does not fit.
+        # A group's products are summed from zero on: tensor cores truncate what exceeds a sum's precision, while
+        # float32 additions round, and a smaller sum truncates less.
         row, column, loaded = first_of()
         part = cuda.local.array(count, np.float32)
         for group in range(groups):
@@ -121,7 +121,7 @@ def _scores(rows: int, columns: int, groups: int, weighted: bool, float16: bool)
 
 
 def _mix(rows: int, keys: int, groups: int, words: int, weighted: bool, float16: bool) -> Mix:
-    """A warp has a group of the columns, and of it all rows or, with fewer groups than warps, some tiles of 16."""
+    """A warp has a group of columns, with all rows or, if there are fewer groups than warps, some tiles of 16 rows."""
     mma = intrinsics.mma_float16 if float16 else intrinsics.mma_bfloat16
     to_pair = intrinsics.float16_pair if float16 else intrinsics.bfloat16_pair
     row_step = WARPS // groups
@@ -131,7 +131,7 @@ def _mix(rows: int, keys: int, groups: int, words: int, weighted: bool, float16:
 
     @device_function
     def pairs_of(p, row, key, first_weight, second_weight):
-        """Two weights as a pair, and what is left of them where bfloat16's eight bits would be too few."""
+        """Two weights as a pair, and a pair of remainders where bfloat16's eight bits would be too few."""
         first, second = load2(p, row * p_stride + key)
         first, second = first * first_weight, second * second_weight
         pair = to_pair(first, second)
@@ -154,7 +154,7 @@ def _mix(rows: int, keys: int, groups: int, words: int, weighted: bool, float16:
                 sums[i + 3] *= lower_factor
         a = cuda.local.array(words_of_p, np.uint32)
         for step in range(keys // 16):
-            # Of its keys a lane loads eight columns on end, of which each tile of eight columns has one.
+            # A lane loads eight consecutive columns of its keys, one for each tile of eight columns.
             key = 16 * step + lane % 4 * 2
             at = key * words + group * GROUP_WORDS + lane // 4 * 4
             v0, v1 = load4(v, at), load4(v, at + words)

@@ -13,7 +13,7 @@ from .numbers import from_float32
 from .products import GROUP_WORDS, THREADS, scores_of, stride_of
 
 ROWS, COLUMNS = (8, 16) if SIMULATED else (32, 64)  # of a tile of the product
-GROUPS = 2  # of 64 values, which a tile of the factors is deep
+GROUPS = 2  # depth of a tile of the factors, in groups of 64 values
 
 
 def batched_product(a: Any, b: Any, out: Any) -> None:
@@ -32,7 +32,7 @@ def product_kernel_of(float16: bool) -> Any:
     b_at, products_at = ROWS * stride, (ROWS + COLUMNS) * stride
 
     def product_kernel(a, b, out, kind):
-        """A thread block takes a tile of a matrix, a thread every so many-th pair of values of the factors' tiles."""
+        """A thread block takes a tile of a matrix, a thread a strided part of the pairs of the factors' tiles."""
         shared, floats = cuda.shared.array(0, uint32), cuda.shared.array(0, float32)
         shared_a, shared_b, products = shared, shared[b_at:], floats[products_at:]
         m, n, k = out.shape[1], out.shape[2], a.shape[2]

@@ -20,7 +20,7 @@ _OPERANDS |= {"l": (types.int64, ir.IntType(64)), "h": (types.uint16, ir.IntType
 def _ptx(statement: str, results: str, operands: str) -> Any:
     """A device function that is a PTX statement without side effects. It takes its operands as one tuple.
 
-    results   for each what kind of register takes it: r 32 bits, l 64, h 16, f a float32
+    results   register kind of each result: r 32 bits, l 64, h 16, f a float32
     operands  likewise
     """
     given, made = [_OPERANDS[x] for x in operands], [_OPERANDS[x] for x in results]
@@ -96,7 +96,7 @@ def store4(_, array, at, four):
 
 
 def _reader(kind: str, register: str, count: int = 1) -> Any:
-    """Loads that are left out where what they would load is not there."""
+    """Predicated loads, without an access if not present."""
     results = [f"${i}" for i in range(count)]
     size = {"h": 16, "r": 32}[register]
     zeros = " ".join(f"mov.b{size} {x}, 0;" for x in results)
@@ -125,7 +125,7 @@ def permute_bytes(x, y, selection):
 
 
 def _multiply(kind: str) -> Any:
-    fused = _ptx(f"fma.rn.{kind}x2 $0, $1, $2, $3;", "r", "rrr")  # mul.bf16x2 is sm_90's; adding -0 changes nothing
+    fused = _ptx(f"fma.rn.{kind}x2 $0, $1, $2, $3;", "r", "rrr")  # mul.bf16x2 needs sm_90; adding -0 changes nothing
 
     @device_function
     def multiply(x, y):
@@ -153,7 +153,7 @@ def _mma(kind: str) -> Any:
 
     @device_function
     def mma(sums, a, b):
-        """A warp's sums [16, 8] += a [16, 16] b [16, 8], in the registers that the PTX manual says."""
+        """A warp's sums [16, 8] += a [16, 16] b [16, 8], in the registers of the PTX manual."""
         return multiply_add(sums + a + b)
 
     return mma

@@ -1,4 +1,4 @@
-"""One token's bytes, value by value: device functions that the cache kernels are made of."""
+"""One token's bytes, value by value: device functions of the cache kernels."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ complete_rows = cuda.jit(device=True)(slots.complete_rows)
 
 @cuda.jit(device=True)
 def rows_of(starts, sequence, num_rows):
-    """The first row of a packed sequence and the one behind its last, as far as they are in the array."""
+    """The first row of a packed sequence and the one after its last, clamped to the array."""
     start = min(max(np.int64(starts[sequence]), 0), num_rows)
     return start, max(start, min(max(np.int64(starts[sequence + 1]), 0), num_rows))
 
 
-# Pages may start at any address, so what is longer than a byte goes byte by byte.
+# Pages may start at any address, so values longer than a byte are read byte by byte.
 
 
 @cuda.jit(device=True)
 def load(page, offset, count):
-    """`count` bytes from `offset` of a page on, as one integer."""
+    """`count` bytes from `offset` of a page, as one integer."""
     bits = np.int64(0)
     for i in range(count):
         bits |= np.int64(page[offset + i]) << (8 * i)
@@ -38,7 +38,7 @@ def load(page, offset, count):
 
 @cuda.jit(device=True)
 def store(page, offset, count, bits):
-    """`count` bytes of an integer into a page from `offset` on."""
+    """Write `count` bytes of an integer to `offset` of a page."""
     for i in range(count):
         page[offset + i] = (bits >> (8 * i)) & 0xFF
 

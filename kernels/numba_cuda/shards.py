@@ -1,4 +1,4 @@
-"""What one rank has of tokens that are dealt out to several, and the results of all ranks made one."""
+"""One rank's part of tokens that are sharded across ranks, and the merge of all ranks' results."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ def localise_indices(
 def localise_kernel(
     indices, token_to_req, is_valid_token, block_table, block_size, rank, size, interleave, slots, lens
 ):
-    """A thread block takes a token, a thread a piece of its row, of which it keeps what is the rank's.
+    """A thread block takes a token, a thread a piece of its row, of which it keeps the rank's entries.
 
-    It counts what that is, and after that knows from the others' counts where to put it.
+    It counts them; the counts of earlier threads give their place.
     """
-    found = cuda.shared.array(THREADS, np.int32)  # by each thread
+    found = cuda.shared.array(THREADS, np.int32)  # per thread
     token = cuda.blockIdx.x
     request, width = token_to_req[token], indices.shape[1]
     piece = (width + cuda.blockDim.x - 1) // cuda.blockDim.x
@@ -144,13 +144,13 @@ def merge_kernel(parts, lses, attn_sink, kind, out, lse):
         total = np.float32(0)
         for i in range(count):
             total += exponential(log_sum_of(lses[i, request, head, query]) - shift)
-        log_sum, share = summary(top, total)
-        share *= rest_of_sink(attn_sink, head, log_sum)
+        log_sum, inv_sum = summary(top, total)
+        inv_sum *= rest_of_sink(attn_sink, head, log_sum)
         for d in range(cuda.threadIdx.x, dim, cuda.blockDim.x):
             value = np.float32(0)
             for i in range(count):
-                weight = exponential(log_sum_of(lses[i, request, head, query]) - shift) * share
-                if weight != 0:  # or the part may hold anything; NaN must show
+                weight = exponential(log_sum_of(lses[i, request, head, query]) - shift) * inv_sum
+                if weight != 0:  # a part of weight 0 may hold any value; NaN must propagate
                     value += weight * to_float32(parts[i, request, query, head, d], kind)
             out[request, query, head, d] = from_float32(value, kind)
         if cuda.threadIdx.x == 0:

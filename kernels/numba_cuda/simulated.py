@@ -1,4 +1,4 @@
-"""The intrinsics in Numba's simulator, in plain Python; of tensor cores there are none, products.py does without."""
+"""The intrinsics in Numba's simulator, in plain Python; there are no tensor cores, and products.py needs none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def store4(words: Any, at: int, four: Any) -> None:
 
 def _read(dtype: Any) -> Any:
     def read(row: Any, at: int, present: bool) -> Any:
-        """The bytes from element `at` of a row in device memory on, if they are `present`, else zeros."""
+        """The bytes from element `at` of a row in device memory if `present`, else zeros."""
         size = np.dtype(dtype).itemsize
         if not present:
             return np.zeros(1, dtype)[0]
@@ -47,7 +47,7 @@ def read16(row: Any, at: int, present: bool) -> Any:
 
 
 def permute_bytes(x: Any, y: Any, selection: int) -> Any:
-    """Of the eight bytes of x and then y, those that the hexadecimal digits of `selection` name."""
+    """The bytes of x and then y that the hexadecimal digits of `selection` name."""
     return np.array([x, y], np.uint32).view(np.uint8)[[selection >> 4 * i & 7 for i in range(4)]].view(np.uint32)[0]
 
 
@@ -69,7 +69,7 @@ def _round(dtype: Any) -> Any:
 
 
 def values(words: Any, float16: bool) -> Any:
-    """Words of shared memory as the float32 that they stand for."""
+    """Words of shared memory as float32 values."""
     return words.view(np.float16 if float16 else ml_dtypes.bfloat16).astype(np.float32)
 
 

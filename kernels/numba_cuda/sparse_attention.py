@@ -29,7 +29,7 @@ def sparse_mla_decode(
     plan: DecodePlan | None = None,
     batch_invariant: bool = False,
 ) -> None:
-    """The plan has only the memory of partial results; in how many parts keys are done, the shapes say."""
+    """The plan provides only memory for partial results; the shapes determine the number of parts."""
     lists = [KeyList(x.pages, x.indices, x.lengths) for x in segments]
     most_keys = sum(x.indices.shape[2] for x in segments)
     attend(q, lists, most_keys, attn_sink, softmax_scale, Results(out, None, lse), plan, not batch_invariant)
@@ -81,7 +81,7 @@ def merge_states_kernel(output, prefix_output, prefix_lse, suffix_output, suffix
         log_sum, first, second = joined(first, second)
         for i in range(cuda.threadIdx.x, dim, cuda.blockDim.x):
             value = np.float32(0)
-            if first != 0:  # or the part may hold anything; NaN must show
+            if first != 0:  # a part of weight 0 may hold any value; NaN must propagate
                 value += first * to_float32(prefix_output[token, head, i], kind)
             if second != 0:
                 value += second * to_float32(suffix_output[token, head, i], kind)

@@ -32,7 +32,7 @@ def quantize_and_insert_k_cache(k: Any, pages: Pages, slot_mapping: Any, power_o
 
 
 def insert(k: Any, rope: Any, pages: Pages, slot_mapping: Any, power_of_two_scales: bool) -> None:
-    """Insert rows whose quantised values are in `k`; `rope` has those that stay 16-bit."""
+    """Insert rows whose quantised values are in `k`; `rope` has the 16-bit values."""
     launch(
         insert_kernel, len(slot_mapping), THREADS,
         k, rope, kind_of(k), slot_mapping, pages.bytes, geometry_of(pages), power_of_two_scales,
@@ -41,7 +41,7 @@ def insert(k: Any, rope: Any, pages: Pages, slot_mapping: Any, power_of_two_scal
 
 def insert_kernel(k, rope, kind, slots, pages, g, powers_of_two):
     """A thread block takes a token, a thread every blockDim.x-th value of its row."""
-    # Magnitudes are compared as float32 bits, which are in the same order and can be maximised atomically.
+    # Magnitudes are compared as float32 bits, which have the same order and allow an atomic maximum.
     largest = cuda.shared.array(MAX_TILES, np.int32)
     token = cuda.blockIdx.x
     slot = np.int64(slots[token])
@@ -61,7 +61,7 @@ def insert_kernel(k, rope, kind, slots, pages, g, powers_of_two):
     start, scales = row * g.row_bytes, g.scale_start + row * g.scale_stride
     num_tiles = g.quantized_dim // g.scale_tile
     for tile in range(cuda.threadIdx.x, g.scale_bytes if g.ue8m0 else num_tiles, cuda.blockDim.x):
-        scale_bits = np.int64(0)  # of the spare byte of a row of UE8M0 scales
+        scale_bits = np.int64(0)  # for the spare byte of a row of UE8M0 scales
         if tile < num_tiles:
             amax = float32_value(largest[tile])
             scale_bits = float32_bits(tile_scale(amax, powers_of_two, g.min_exponent, g.min_scale))
@@ -76,7 +76,7 @@ def insert_kernel(k, rope, kind, slots, pages, g, powers_of_two):
             page[start + i] = quantized(to_float32(k[token, i], kind), scale)
         else:
             x = rope[token, i - g.quantized_dim]
-            bits = np.int64(x) if kind == BFLOAT16 else bfloat16_bits(to_float32(x, kind))  # NaN and all
+            bits = np.int64(x) if kind == BFLOAT16 else bfloat16_bits(to_float32(x, kind))  # keeps NaN's bits
             store(page, start + g.rope_offset + 2 * (i - g.quantized_dim), 2, bits)
 
 
@@ -114,7 +114,7 @@ def gather_kernel(out, kind, pages, g, seq_lens, gather_lens, block_table, offse
         if present:
             page, token = pages[slot // g.block_size], slot % g.block_size
             if kind == BFLOAT16 and i >= g.quantized_dim:
-                bits = load(page, token * g.row_bytes + g.rope_offset + 2 * (i - g.quantized_dim), 2)  # NaN and all
+                bits = load(page, token * g.row_bytes + g.rope_offset + 2 * (i - g.quantized_dim), 2)  # NaN's bits, too
             else:
                 bits = from_float32(read_value(page, token, i, g), kind)
         out[request, offset + row, i] = bits

@@ -1,4 +1,4 @@
-"""Metadata of a step: everything that the sparse layers share, in one kernel."""
+"""Metadata of a step that all sparse layers use, in one kernel."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def build_sparse_swa(
 @cuda.jit(device=True)
 def request_of(query_start_loc, num_reqs, token):
     """The request that a token belongs to: the last one that starts at or before it."""
-    low, high = 1, num_reqs  # requests before `low` start in time, those from `high` on do not
+    low, high = 1, num_reqs  # requests before `low` start at or before the token, those from `high` on do not
     while low < high:
         middle = (low + high) // 2
         if query_start_loc[middle] <= token:
@@ -72,7 +72,7 @@ def step_kernel(
 ):
     """A thread block takes a row (a token), a thread every blockDim.x-th entry; the last block the prefills.
 
-    Rows and columns beyond those in use are cleared as far as the build before wrote them.
+    Rows and columns beyond those in use are cleared as far as the previous build wrote them.
     """
     token = cuda.blockIdx.x
     if token == token_blocks:

@@ -1,1 +1,1 @@
-"""The truth, in NumPy and float64: written to be read, compared against, and never to be fast."""
+"""The reference, in NumPy and float64: written to be read and compared against, not to be fast."""

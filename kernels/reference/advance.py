@@ -23,7 +23,7 @@ def advance_step(
     tokens = np.iinfo(input_tokens.dtype)
     for i in range(num_queries):
         token = int(sampled_token_ids[i])
-        position = int(seq_lens[i])  # of the sampled token: the first that the sequence does not have yet
+        position = int(seq_lens[i])  # of the sampled token: the first one after the sequence
         input_tokens[i] = token if tokens.min <= token <= tokens.max else -1
         input_positions[i] = position
         seq_lens[i] = min(position + 1, INT32_MAX)

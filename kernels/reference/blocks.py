@@ -12,5 +12,5 @@ def copy_blocks(src: np.ndarray, dst: np.ndarray, src_to_dst: np.ndarray) -> Non
 
 
 def copy_blocks_across(src: np.ndarray, dst: np.ndarray, src_to_dst: np.ndarray) -> None:
-    """From one kind of memory to another, of which a host has one."""
+    """From one kind of memory to another; on the host both are the same."""
     copy_blocks(src, dst, src_to_dst)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..types.compressor import Compression, CompressorRows
-from .norm_rope import at_positions, insert_row, normed, turned
+from .norm_rope import at_positions, insert_row, normed, rotated
 from .rows import lookup_slot
 
 
@@ -54,14 +54,14 @@ def _compress_rows(
             )  # fmt: skip
             row = normed(pooled(window), compression.eps) * own.norm_weight.astype(np.float64)
             first = np.array([positions[token] // ratio * ratio])
-            insert_row(pages, int(slot), turned(row, at_positions(compression.cos_sin, first)[0]))
+            insert_row(pages, int(slot), rotated(row, at_positions(compression.cos_sin, first)[0]))
     for token, slot in enumerate(state_slots):
         if 0 <= slot < len(state) * state_block:
             state[slot // state_block, slot % state_block] = states[token]
 
 
 def biased(kv_score: np.ndarray, positions: np.ndarray, bias: np.ndarray) -> np.ndarray:
-    """What is saved of each token: kv, and score with its bias, float32 [T, 2 * coff * D]."""
+    """The saved state of each token: kv, and score with its bias, float32 [T, 2 * coff * D]."""
     states = kv_score.astype(np.float32)
     states[:, states.shape[1] // 2 :] += bias[positions % len(bias)]
     return states
@@ -100,7 +100,7 @@ def _window(
 
 
 def pooled(window: np.ndarray) -> np.ndarray:
-    """The mean of kv weighted by the softmax of score, channel by channel, float64 [D]; 0 of nothing.
+    """The mean of kv weighted by the softmax of score, channel by channel, float64 [D]; 0 without positions.
 
     A score of -inf leaves its position out of a channel.
     """
@@ -108,7 +108,7 @@ def pooled(window: np.ndarray) -> np.ndarray:
         return np.zeros(window.shape[2])
     kv, score = window[:, 0], window[:, 1]
     top = score.max(axis=0)
-    with np.errstate(invalid="ignore"):  # numbers that are not finite
+    with np.errstate(invalid="ignore"):  # values that are not finite
         weights = np.exp(score - np.where(np.isneginf(top), 0.0, top))
         total, weighted = weights.sum(axis=0), (weights * kv).sum(axis=0)
     return np.divide(weighted, total, out=np.zeros_like(total), where=total != 0)

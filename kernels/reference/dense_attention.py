@@ -3,7 +3,7 @@
     score[i, n] = softmax_scale * q[i] . k[n]           over the keys that query i may see
     out[i]      = sum_n exp(score[i, n] - lse[i]) v[n]
 
-A query without keys gives out 0 and lse +inf.
+A query without keys has out 0 and lse +inf.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def dense_mla_decode(
         stored = keys if scale is not None else keys.view(np.uint8)
         gather_cache(pages, stored, block_table[b : b + 1], np.array([0, length]), None, scale)
         for i in range(q.shape[1]):
-            # How many tokens the query sees is told by the request's own length, whatever the table holds.
+            # The request's own length determines how many tokens the query sees, whatever the table holds.
             visible = int(cache_seqlens[b]) - (q.shape[1] - 1 - i if causal else 0)
             seen = keys[: max(visible, 0)][present[: max(visible, 0)]]
             out[b, i], lse[b, :, i] = attend(q[b, i], seen, seen[:, :V_DIM], softmax_scale, False)

@@ -26,7 +26,7 @@ def concat_and_cache_mla(
 
 
 def stored(values: np.ndarray, pages: Pages, scale: float | np.ndarray | None) -> np.ndarray:
-    """Values as the bytes of a row."""
+    """Values as the bytes of a row in the cache's format."""
     with np.errstate(all="ignore"):  # float16 may overflow to infinity, and a scale may be 0
         if scale is not None:
             return to_e4m3(values.astype(np.float32) / np.float32(scale))
@@ -34,7 +34,7 @@ def stored(values: np.ndarray, pages: Pages, scale: float | np.ndarray | None) -
 
 
 def row_bytes(pages: Pages, slot: int) -> np.ndarray:
-    """The bytes of the row of `slot`, to read or to write."""
+    """A view of the bytes of the row of `slot`, to read or to write."""
     start = slot % pages.block_size * pages.layout.row_bytes
     return pages.bytes[slot // pages.block_size, start : start + pages.layout.row_bytes]
 

@@ -42,7 +42,7 @@ def fused_indexer_q_rope_quant(
 
 
 def rotate(x: np.ndarray, positions: np.ndarray, table: np.ndarray, is_neox: bool) -> None:
-    """RoPE of x, float32 [T, H, 64], in place; a position outside of the table, [P, 64], rotates nothing."""
+    """RoPE of x, float32 [T, H, 64], in place; positions outside the table, [P, 64], are not rotated."""
     for token, position in enumerate(positions):
         if not 0 <= position < len(table):
             continue
@@ -53,7 +53,7 @@ def rotate(x: np.ndarray, positions: np.ndarray, table: np.ndarray, is_neox: boo
 
 
 def insert_keys(k: np.ndarray, pages: Pages, slot_mapping: np.ndarray) -> None:
-    """Rows as they are into the slots of a cache without scales."""
+    """Rows, without quantisation, into the slots of a cache without scales."""
     for token, slot in enumerate(slot_mapping):
         if 0 <= slot < pages.num_slots:
             page, row = divmod(int(slot), pages.block_size)
@@ -61,7 +61,7 @@ def insert_keys(k: np.ndarray, pages: Pages, slot_mapping: np.ndarray) -> None:
 
 
 def gather_keys(pages: Pages, dst_k: np.ndarray, block_table: np.ndarray, cu_seq_lens: np.ndarray) -> None:
-    """Rows of whole sequences one behind another, out of a cache without scales; zeros for those that are absent."""
+    """Packed rows of whole sequences from a cache without scales; absent rows are zeros."""
     for request in range(len(cu_seq_lens) - 1):
         first, end = int(cu_seq_lens[request]), int(cu_seq_lens[request + 1])
         for row in range(max(first, 0), min(end, len(dst_k))):
@@ -71,7 +71,7 @@ def gather_keys(pages: Pages, dst_k: np.ndarray, block_table: np.ndarray, cu_seq
 
 
 def keys_of(pages: Pages) -> np.ndarray:
-    """The keys of a cache, [blocks, block_size, head_dim], in the type that they are stored in."""
+    """The keys of a cache, [blocks, block_size, head_dim], in their stored type."""
     layout = pages.layout
     blocks = len(pages.bytes)
     rows = pages.bytes[:, : pages.block_size * layout.row_bytes]
@@ -156,14 +156,14 @@ def paged_mqa_logits(
 
 
 def paged_mqa_logits_metadata(lens: np.ndarray, split: int, schedule: np.ndarray) -> None:
-    """Deal the splits of all entries out in contiguous shares as even as can be, the larger ones first."""
+    """Assign the splits of all entries to SMs in contiguous ranges of equal size, or larger by one at the front."""
     counts = [-(-max(int(n), 0) // split) for n in lens]
     ends = np.cumsum([0, *counts])
     size, larger = divmod(int(ends[-1]), len(schedule) - 1)
-    for share in range(len(schedule)):
-        start = share * size + min(share, larger)
+    for sm in range(len(schedule)):
+        start = sm * size + min(sm, larger)
         entry = int(np.searchsorted(ends[1:], start, "right"))
-        schedule[share] = (entry, start - ends[entry]) if entry < len(counts) else (len(counts), 0)
+        schedule[sm] = (entry, start - ends[entry]) if entry < len(counts) else (len(counts), 0)
 
 
 def top_k_per_row(logits: np.ndarray, rows: Rows, indices: np.ndarray, slots: Slots | None = None) -> None:
@@ -183,7 +183,7 @@ def top_k_per_row(logits: np.ndarray, rows: Rows, indices: np.ndarray, slots: Sl
 
 
 def columns_of(rows: Rows, m: int, width: int) -> tuple[int, int]:
-    """The columns of row m that there are to choose from."""
+    """The valid columns of row m."""
     if rows.lens is not None:
         return 0, min(max(int(row_lens(rows.lens, rows.next_n)[m]), 0), width)
     keys = width if rows.num_keys is None else rows.num_keys

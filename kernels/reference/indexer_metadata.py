@@ -44,7 +44,7 @@ def build_indexer(
 
 
 def rows_of(positions: int, compress_ratio: int) -> int:
-    """How many whole rows so many positions make."""
+    """Whole rows in so many positions."""
     return max(positions, 0) // compress_ratio
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..types.index_operations import MixedIndices
 from .rows import lookup_slot
 
 
@@ -96,77 +97,60 @@ def combine_topk_swa_indices(
             combined_lens[token] = num_topk + num_swa
 
 
-def build_flashinfer_mixed_sparse_indices(
-    decode_swa_indices: np.ndarray,
-    decode_compressed_indices: np.ndarray | None,
-    decode_compressed_topk_lens: np.ndarray | None,
-    prefill_topk_indices: np.ndarray,
-    query_start_loc: np.ndarray,
-    seq_lens: np.ndarray,
-    token_to_req_indices: np.ndarray,
-    swa_block_table: np.ndarray,
-    swa_block_size: int,
-    compressed_block_table: np.ndarray | None,
-    compressed_block_size: int,
-    window_size: int,
-    compress_ratio: int,
-    topk: int,
-    decode_compressed_indices_are_local: bool,
-    decode_is_valid_token: np.ndarray | None,
-    swa_block_span: int,
-    compressed_block_span: int,
-    sparse_indices: np.ndarray,
-    sparse_topk_lens: np.ndarray,
-) -> None:
+def build_flashinfer_mixed_sparse_indices(given: MixedIndices) -> None:
     def swa_page(slot: int) -> int:
-        return to_span(slot, swa_block_size, swa_block_span)
+        return to_span(slot, given.swa_block_size, given.swa_block_span)
 
     def compressed_slot(request: int, local: int) -> int:
-        assert compressed_block_table is not None
-        return lookup_slot(compressed_block_table, request, local, compressed_block_size)
+        assert given.compressed_block_table is not None
+        return lookup_slot(given.compressed_block_table, request, local, given.compressed_block_size)
 
     def compressed_page(slot: int) -> int:
-        return to_span(slot, compressed_block_size, compressed_block_span)
+        return to_span(slot, given.compressed_block_size, given.compressed_block_span)
 
-    sparse_indices[:] = -1
-    num_decode_tokens = len(decode_swa_indices)
+    given.sparse_indices[:] = -1
+    num_decode_tokens = len(given.decode_swa_indices)
     for token in range(num_decode_tokens):
-        request = int(token_to_req_indices[token])
-        sparse_indices[token, :window_size] = [swa_page(int(slot)) for slot in decode_swa_indices[token]]
+        request = int(given.token_to_req_indices[token])
+        given.sparse_indices[token, : given.window_size] = [
+            swa_page(int(slot)) for slot in given.decode_swa_indices[token]
+        ]
         num_compressed = 0
-        if decode_compressed_indices is not None:
-            slots = [int(i) for i in decode_compressed_indices[token]]
-            if decode_compressed_indices_are_local:
+        if given.decode_compressed_indices is not None:
+            slots = [int(i) for i in given.decode_compressed_indices[token]]
+            if given.decode_compressed_indices_are_local:
                 slots = [compressed_slot(request, i) for i in slots]
-                valid = decode_is_valid_token is None or decode_is_valid_token[token]
+                valid = given.decode_is_valid_token is None or given.decode_is_valid_token[token]
                 num_compressed = sum(slot >= 0 for slot in slots) if valid else 0
             else:
                 num_compressed = len(slots)
-            if decode_compressed_topk_lens is not None and not decode_compressed_indices_are_local:
-                num_compressed = min(max(int(decode_compressed_topk_lens[token]), 0), len(slots))
-            sparse_indices[token, window_size : window_size + len(slots)] = [compressed_page(slot) for slot in slots]
-        sparse_topk_lens[token] = window_size + num_compressed
-    for token in range(num_decode_tokens, len(sparse_topk_lens)):
-        request = int(token_to_req_indices[token])
-        sparse_topk_lens[token] = window_size
-        if not 0 <= request < len(seq_lens):
+            if given.decode_compressed_topk_lens is not None and not given.decode_compressed_indices_are_local:
+                num_compressed = min(max(int(given.decode_compressed_topk_lens[token]), 0), len(slots))
+            given.sparse_indices[token, given.window_size : given.window_size + len(slots)] = [
+                compressed_page(slot) for slot in slots
+            ]
+        given.sparse_topk_lens[token] = given.window_size + num_compressed
+    for token in range(num_decode_tokens, len(given.sparse_topk_lens)):
+        request = int(given.token_to_req_indices[token])
+        given.sparse_topk_lens[token] = given.window_size
+        if not 0 <= request < len(given.seq_lens):
             continue
-        query_start, query_end = int(query_start_loc[request]), int(query_start_loc[request + 1])
-        position = int(seq_lens[request]) - (query_end - query_start) + (token - query_start)
-        start = max(position - window_size + 1, 0)
+        query_start, query_end = int(given.query_start_loc[request]), int(given.query_start_loc[request + 1])
+        position = int(given.seq_lens[request]) - (query_end - query_start) + (token - query_start)
+        start = max(position - given.window_size + 1, 0)
         for j in range(position + 1 - start):
-            slot = lookup_slot(swa_block_table, request, start + j, swa_block_size)
-            sparse_indices[token, j] = swa_page(slot)
-        if compressed_block_table is None:
+            slot = lookup_slot(given.swa_block_table, request, start + j, given.swa_block_size)
+            given.sparse_indices[token, j] = swa_page(slot)
+        if given.compressed_block_table is None:
             continue
-        num_compressed = max(0, min((position + 1) // compress_ratio, topk))
+        num_compressed = max(0, min((position + 1) // given.compress_ratio, given.topk))
         for j in range(num_compressed):
-            slot = compressed_slot(request, int(prefill_topk_indices[token - num_decode_tokens, j]))
-            sparse_indices[token, window_size + j] = compressed_page(slot)
-        sparse_topk_lens[token] += num_compressed
+            slot = compressed_slot(request, int(given.prefill_topk_indices[token - num_decode_tokens, j]))
+            given.sparse_indices[token, given.window_size + j] = compressed_page(slot)
+        given.sparse_topk_lens[token] += num_compressed
 
 
 def to_span(slot: int, block_size: int, block_span: int) -> int:
-    """A slot where pages are `block_span` tokens apart instead of `block_size`; -1 stays absent."""
+    """Converts a slot to `block_span` slots from page to page instead of `block_size`; -1 stays absent."""
     slot = slot // block_size * block_span + slot % block_size if slot >= 0 else -1
     return slot if slot < 2**31 else -1

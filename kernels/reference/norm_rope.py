@@ -1,4 +1,4 @@
-"""RMSNorm and RoPE around sparse attention, in float64."""
+"""RMSNorm and RoPE before and after sparse attention, in float64."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def qnorm_rope_and_insert(
     eps: float,
     q_out: np.ndarray,
 ) -> None:
-    turns = at_positions(cos_sin, positions)
-    rows = turned(kv.astype(np.float64), turns)
-    q_out[...] = turned(normed(q.astype(np.float64), eps), turns[:, None])
+    rotation = at_positions(cos_sin, positions)
+    rows = rotated(kv.astype(np.float64), rotation)
+    q_out[...] = rotated(normed(q.astype(np.float64), eps), rotation[:, None])
     for token, slot in enumerate(slot_mapping):
         if 0 <= slot < pages.num_slots:
             insert_row(pages, int(slot), rows[token])
@@ -54,14 +54,14 @@ def indexer_knorm_rope_and_insert(
 ) -> None:
     centred = k.astype(np.float64) - k.astype(np.float64).mean(axis=1, keepdims=True)
     rows = normed(centred, eps) * weight.astype(np.float64) + bias.astype(np.float64)
-    rows = turned_halves(rows, at_positions(cos_sin, positions))
+    rows = rotated_halves(rows, at_positions(cos_sin, positions))
     for token, slot in enumerate(slot_mapping):
         if 0 <= slot < pages.num_slots:
             insert_row(pages, int(slot), rows[token])
 
 
 def apply_rope(x: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray, inverse: bool, out: np.ndarray) -> None:
-    out[...] = turned(x.astype(np.float64), at_positions(cos_sin, positions)[:, None], inverse)
+    out[...] = rotated(x.astype(np.float64), at_positions(cos_sin, positions)[:, None], inverse)
 
 
 def inverse_rope_and_quantize(
@@ -72,7 +72,7 @@ def inverse_rope_and_quantize(
     values: np.ndarray,
     scales: np.ndarray,
 ) -> None:
-    back = turned(o.astype(np.float64), at_positions(cos_sin, positions)[:, None], inverse=True)
+    back = rotated(o.astype(np.float64), at_positions(cos_sin, positions)[:, None], inverse=True)
     groups, tokens, width = values.shape
     rounded = back.astype(o.dtype).astype(np.float32).reshape(tokens, groups, width // GROUP, GROUP)
     magnitude = np.where(np.isfinite(rounded), np.abs(rounded), 0).max(axis=-1)
@@ -93,15 +93,15 @@ def normed(x: np.ndarray, eps: float) -> np.ndarray:
 
 
 def at_positions(cos_sin: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """The table's rows at positions [T], the nearest where it has none, float64 [T, rope_dim]."""
+    """The table's rows at positions [T], which are clamped to the table, float64 [T, rope_dim]."""
     rows: np.ndarray = cos_sin[np.clip(positions, 0, len(cos_sin) - 1)].astype(np.float64)
     return rows
 
 
-def turned(x: np.ndarray, turns: np.ndarray, inverse: bool = False) -> np.ndarray:
-    """x with the last values of its last axis turned in pairs of neighbours; `turns` has cosines, then sines."""
-    rope_dim = turns.shape[-1]
-    cos, sin = turns[..., : rope_dim // 2], turns[..., rope_dim // 2 :]
+def rotated(x: np.ndarray, rotation: np.ndarray, inverse: bool = False) -> np.ndarray:
+    """x with the last values of its last axis rotated in pairs of neighbours; `rotation` has cosines, then sines."""
+    rope_dim = rotation.shape[-1]
+    cos, sin = rotation[..., : rope_dim // 2], rotation[..., rope_dim // 2 :]
     if inverse:
         sin = -sin
     result = x.copy()
@@ -111,10 +111,10 @@ def turned(x: np.ndarray, turns: np.ndarray, inverse: bool = False) -> np.ndarra
     return result
 
 
-def turned_halves(x: np.ndarray, turns: np.ndarray) -> np.ndarray:
-    """x [T, d] with the first values of each row turned in pairs that lie half of them apart."""
-    half = turns.shape[1] // 2
-    cos, sin, first, second = turns[:, :half], turns[:, half:], x[:, :half], x[:, half : 2 * half]
+def rotated_halves(x: np.ndarray, rotation: np.ndarray) -> np.ndarray:
+    """x [T, d] with the first values of each row rotated; the two of a pair are half of these values apart."""
+    half = rotation.shape[1] // 2
+    cos, sin, first, second = rotation[:, :half], rotation[:, half:], x[:, :half], x[:, half : 2 * half]
     return np.concatenate([first * cos - second * sin, second * cos + first * sin, x[:, 2 * half :]], axis=1)
 
 

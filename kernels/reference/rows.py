@@ -1,4 +1,4 @@
-"""One token's bytes: values to row and scales, and back."""
+"""One token's bytes: conversion of values to row and scales, and back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...layout import CacheLayout
 from ..types.segments import Pages
 
 E4M3_MAX = 448.0
-# What a row's values that have no scale are stored as, by the layout's value_type.
+# Stored type of values without a scale, by the layout's value_type.
 PLAIN_TYPES = {
     "e4m3": ml_dtypes.bfloat16,
     "bfloat16": ml_dtypes.bfloat16,
@@ -23,7 +23,7 @@ E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astyp
 
 
 def flush_subnormals(x: Any) -> Any:
-    """float32, of which subnormal numbers are 0: CUDA's kernels are compiled with -ftz=true."""
+    """float32 with subnormal numbers set to 0: CUDA's kernels are compiled with -ftz=true."""
     return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
 
 
@@ -57,7 +57,7 @@ def to_e4m3(values: np.ndarray) -> np.ndarray:
 
 
 def write_token(pages: Pages, slot: int, values: np.ndarray, rope: np.ndarray, power_of_two: bool) -> None:
-    """Quantise `values`, float32 [quantized_dim], into the row and scales of `slot`, and `rope` as it is."""
+    """Quantise `values`, float32 [quantized_dim], into the row and scales of `slot`, and copy `rope`."""
     layout = pages.layout
     page = pages.bytes[slot // pages.block_size]
     row = slot % pages.block_size
@@ -67,7 +67,7 @@ def write_token(pages: Pages, slot: int, values: np.ndarray, rope: np.ndarray, p
         dims = slice(tile * layout.scale_tile, (tile + 1) * layout.scale_tile)
         page[start + dims.start : start + dims.stop], scales[tile] = quantize_tile(values[dims], layout, power_of_two)
     if layout.scale_type == "ue8m0":
-        # The spare eighth byte is 0, whatever exponent that would mean.
+        # The spare eighth byte is 0, whatever exponent that encodes.
         scale_bytes = np.where(scales > 0, np.frexp(scales)[1] + 126, 0).astype(np.uint8)
     else:
         scale_bytes = scales.view(np.uint8)
@@ -83,7 +83,7 @@ def read_tokens(pages: Pages, slots: np.ndarray) -> np.ndarray:
     page, row = np.divmod(np.asarray(slots, np.int64), pages.block_size)
 
     def read(start: int, stride: int, count: int) -> np.ndarray:
-        """`count` bytes of each token, from `start` of its page on, where tokens are `stride` bytes apart."""
+        """`count` bytes of each token, from `start` of its page on; tokens are `stride` bytes apart."""
         shape, strides = (len(pages.bytes), pages.block_size, count), (pages.bytes.strides[0], stride, 1)
         return np.lib.stride_tricks.as_strided(pages.bytes[:, start:], shape, strides)[page, row]
 
@@ -102,7 +102,7 @@ def read_tokens(pages: Pages, slots: np.ndarray) -> np.ndarray:
 
 
 def rope_bits(pages: Pages, slot: int) -> np.ndarray:
-    """The 16-bit values of `slot` that are not quantised, bit by bit, uint16 [head_dim - quantized_dim]."""
+    """The bits of the 16-bit values of `slot` that are not quantised, uint16 [head_dim - quantized_dim]."""
     layout, (page, row) = pages.layout, divmod(slot, pages.block_size)
     start = row * layout.row_bytes
     return pages.bytes[page, start + layout.rope_offset : start + layout.row_bytes].copy().view(np.uint16)
@@ -114,7 +114,7 @@ def read_token(pages: Pages, slot: int) -> np.ndarray:
 
 
 def lookup_slot(block_table: np.ndarray, row: int, position: int, block_size: int) -> int:
-    """The slot of a position of request `row`, or -1 where the table has no such entry or no such block."""
+    """The slot of a position of request `row`, or -1 if the table has no such entry or no such block."""
     if not (0 <= row < block_table.shape[0] and 0 <= position < block_table.shape[1] * block_size):
         return -1
     block = int(block_table[row, position // block_size])

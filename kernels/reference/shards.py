@@ -1,4 +1,4 @@
-"""What one rank has of tokens that are dealt out to several, and the results of all ranks made one."""
+"""One rank's part of tokens that are sharded across ranks, and the merge of all ranks' results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .rows import lookup_slot
 
 
 def local_position(position: int, shard: Shard) -> int:
-    """Which of the rank's tokens this one is, or -1 for another rank's."""
+    """Index of a position among the rank's tokens, or -1 for another rank's."""
     turn = position // shard.interleave
     if position < 0 or turn % shard.size != shard.rank:
         return -1
@@ -74,7 +74,7 @@ def merge_partials(
     lse: np.ndarray,
 ) -> None:
     logs = lses.astype(np.float64)  # [n, b, h, s_q]
-    logs[np.isposinf(logs)] = -np.inf  # +inf says that nothing was attended
+    logs[np.isposinf(logs)] = -np.inf  # +inf means that no key was attended
     top = logs.max(axis=0)
     empty = np.isneginf(top)
     weights = np.exp(logs - np.where(empty, 0.0, top))
@@ -84,8 +84,8 @@ def merge_partials(
     if attn_sink is not None:
         with np.errstate(over="ignore", invalid="ignore"):
             kept = 1 / (1 + np.exp(attn_sink.astype(np.float64)[:, None] - np.where(empty, 0.0, log_sum)))
-    share = (weights / total * kept).transpose(0, 1, 3, 2)[..., None]  # [n, b, s_q, h, 1]
-    # A part of weight 0 may hold anything; a NaN lse must show.
+    fraction = (weights / total * kept).transpose(0, 1, 3, 2)[..., None]  # [n, b, s_q, h, 1]
+    # A part of weight 0 may hold any value; a NaN lse must propagate.
     given = np.where(weights.transpose(0, 1, 3, 2)[..., None] == 0, 0.0, parts.astype(np.float64))
-    out[:] = (share * given).sum(axis=0).astype(out.dtype)
+    out[:] = (fraction * given).sum(axis=0).astype(out.dtype)
     lse[:] = np.where(empty, np.inf, log_sum)

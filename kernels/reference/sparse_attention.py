@@ -2,9 +2,9 @@
 
     score[h, n] = softmax_scale * q[h] . k[n]           over the tokens that are present
     out[h]      = sum_n exp(score[h, n] - lse[h]) v[n]   v is the first 512 values of k
-    out[h]     *= 1 / (1 + exp(attn_sink[h] - lse[h]))   where a sink is given
+    out[h]     *= 1 / (1 + exp(attn_sink[h] - lse[h]))   with a sink
 
-A token whose keys are all absent gives out 0 and lse +inf. A key listed twice counts twice.
+A token whose keys are all absent has out 0 and lse +inf. A key listed twice counts twice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..types.segments import V_DIM, Segment
 from .rows import read_tokens
 
 
-@np.errstate(over="ignore")  # what bfloat16 or float32 cannot hold is infinite in the results, without a warning
+@np.errstate(over="ignore")  # overflow of bfloat16 or float32 gives infinite results, without a warning
 def sparse_mla_decode(
     q: np.ndarray,
     segments: Sequence[Segment],
@@ -29,7 +29,7 @@ def sparse_mla_decode(
     plan: DecodePlan | None = None,
     batch_invariant: bool = False,
 ) -> None:
-    """The plan has no part in it, and every token is on its own anyway."""
+    """The plan is not used: every token is computed on its own."""
     for b in range(q.shape[0]):
         for s in range(q.shape[1]):
             keys = np.concatenate([read_tokens(x.pages, attended_slots(x, b, s)) for x in segments])
@@ -93,14 +93,14 @@ def merge_attn_states(
     output_lse: np.ndarray | None,
 ) -> None:
     lse = np.stack([prefix_lse, suffix_lse]).astype(np.float64)  # [2, heads, tokens]
-    lse[np.isposinf(lse)] = -np.inf  # +inf says that nothing was attended
+    lse[np.isposinf(lse)] = -np.inf  # +inf means that no key was attended
     top = lse.max(axis=0)
     empty = np.isneginf(top)
     weights = np.exp(lse - np.where(empty, 0.0, top))
     total = weights.sum(axis=0)
-    share = (weights / np.where(empty, 1.0, total)).transpose(0, 2, 1)[..., None]  # [2, tokens, heads, 1]
+    fraction = (weights / np.where(empty, 1.0, total)).transpose(0, 2, 1)[..., None]  # [2, tokens, heads, 1]
     parts = np.stack([prefix_output, suffix_output]).astype(np.float64)
-    merged = np.where(share > 0, share * parts, np.where(np.isnan(share), np.nan, 0.0)).sum(axis=0)
+    merged = np.where(fraction > 0, fraction * parts, np.where(np.isnan(fraction), np.nan, 0.0)).sum(axis=0)
     output[:] = merged.astype(output.dtype)
     if output_lse is not None:
         output_lse[:] = np.where(empty, np.inf, top + np.log(np.where(empty, 1.0, total)))

@@ -40,7 +40,7 @@ def dequantize_and_gather_k_cache(
             with np.errstate(over="ignore", invalid="ignore"):  # a float16 output may overflow to infinity
                 values = read_token(pages, slot).astype(np.float32) if present else np.float32(0)
                 out[request, offset + i] = values.astype(out.dtype)
-            if present and out.dtype == BFLOAT16:  # NaN and all
+            if present and out.dtype == BFLOAT16:  # NaN's bits, too
                 out.view(np.uint16)[request, offset + i, pages.layout.quantized_dim :] = rope_bits(pages, slot)
 
 

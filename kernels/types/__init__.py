@@ -1,1 +1,1 @@
-"""What crosses the seam between the checked functions and the backends."""
+"""Types passed from the checked functions to the backends."""

@@ -1,4 +1,4 @@
-"""What a compressor is made of, beside the arrays of a step."""
+"""Arguments of a compressor, beside the arrays of a step."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from .segments import Pages
 
 
 class CompressorRows(NamedTuple):
-    """What one of the compressors of a layer reads and writes.
+    """Arrays of one of a layer's compressors.
 
     kv_score       float32 or bfloat16 [T, 2 * coff * D]
     position_bias  float32 [ratio, coff * D]
     norm_weight    float32 or bfloat16 [D]
     state          float32 [num_blocks, state_block_size, 2 * coff * D]
-    pages          of the rows that it makes
+    pages          cache of the rows that it writes
     """
 
     kv_score: Any
@@ -25,10 +25,10 @@ class CompressorRows(NamedTuple):
 
 
 class Compression(NamedTuple):
-    """What the compressors of a layer share.
+    """Arguments common to a layer's compressors.
 
     cos_sin         float32 [max_position, rope_dim]: cosines, then sines; neighbours at the end of a row are pairs
-    compress_ratio  positions of a row
+    compress_ratio  positions per row
     eps             of the RMSNorm
     """
 

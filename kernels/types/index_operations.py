@@ -1,8 +1,8 @@
-"""The operations on integers alone, of those that `operations.py` lists: steps, index maps, a batch's metadata."""
+"""The integer operations among those of `operations.py`: steps, index maps, a batch's metadata."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from .metadata import BatchCounts, IndexerBuffers, IndexerChunk, IndexerCounts, SwaBuffers
 
@@ -10,7 +10,7 @@ Array: TypeAlias = Any
 
 
 class Advance(Protocol):
-    """A decode step onward (`cumla.ops.advance`)."""
+    """One decode step forward (`cumla.ops.advance`)."""
 
     def advance_step(
         self,
@@ -27,7 +27,7 @@ class Advance(Protocol):
 
 
 class IndexerMetadata(Protocol):
-    """What the indexer's builder makes of a batch: of its decodes, and of its first chunk of prefills if it has one."""
+    """The indexer's metadata of a batch: of its decodes, and of its first chunk of prefills if it has one."""
 
     def build_indexer(
         self,
@@ -53,6 +53,31 @@ class IndexerMetadata(Protocol):
     def build_indexer_chunk(
         self, query_start_loc: Array, seq_lens: Array, compress_ratio: int, chunk: IndexerChunk
     ) -> None: ...
+
+
+class MixedIndices(NamedTuple):
+    """The arguments of `cumla.build_flashinfer_mixed_sparse_indices`, and the arrays of its results."""
+
+    decode_swa_indices: Array
+    decode_compressed_indices: Array | None
+    decode_compressed_topk_lens: Array | None
+    prefill_topk_indices: Array
+    query_start_loc: Array
+    seq_lens: Array
+    token_to_req_indices: Array
+    swa_block_table: Array
+    swa_block_size: int
+    compressed_block_table: Array | None
+    compressed_block_size: int
+    window_size: int
+    compress_ratio: int
+    topk: int
+    decode_compressed_indices_are_local: bool
+    decode_is_valid_token: Array | None
+    swa_block_span: int
+    compressed_block_span: int
+    sparse_indices: Array
+    sparse_topk_lens: Array
 
 
 class Indices(Protocol):
@@ -102,33 +127,11 @@ class Indices(Protocol):
         combined_lens: Array,
     ) -> None: ...
 
-    def build_flashinfer_mixed_sparse_indices(
-        self,
-        decode_swa_indices: Array,
-        decode_compressed_indices: Array | None,
-        decode_compressed_topk_lens: Array | None,
-        prefill_topk_indices: Array,
-        query_start_loc: Array,
-        seq_lens: Array,
-        token_to_req_indices: Array,
-        swa_block_table: Array,
-        swa_block_size: int,
-        compressed_block_table: Array | None,
-        compressed_block_size: int,
-        window_size: int,
-        compress_ratio: int,
-        topk: int,
-        decode_compressed_indices_are_local: bool,
-        decode_is_valid_token: Array | None,
-        swa_block_span: int,
-        compressed_block_span: int,
-        sparse_indices: Array,
-        sparse_topk_lens: Array,
-    ) -> None: ...
+    def build_flashinfer_mixed_sparse_indices(self, given: MixedIndices) -> None: ...
 
 
 class WindowMetadata(Protocol):
-    """What the window's builder makes of a batch."""
+    """The window's metadata of a batch."""
 
     def build_sparse_swa(
         self,

@@ -1,20 +1,20 @@
-"""What a metadata step is made of: the counts of a batch and the buffers that are filled."""
+"""Arguments of a metadata step: the counts of a batch and the buffers to fill."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 C128A_RATIO = 128
-SPLIT_PAGES = 4  # of the schedule of the paged logits: a split is so many pages
+SPLIT_PAGES = 4  # pages in a split of the paged logits' schedule
 
 
 class BatchCounts(NamedTuple):
-    """Host numbers of a batch.
+    """Sizes of a batch, known to the host.
 
-    num_tokens     query tokens of requests, padding left out; decode tokens are the first num_decode_tokens
+    num_tokens     query tokens of requests, without padding; decode tokens are the first num_decode_tokens
     rows           rows to fill: entries of slot_mapping
-    rows_before    rows that the build before filled: those beyond `rows` are cleared
-    width_before   columns of c128a_indices that the build before filled: those beyond the width are cleared
+    rows_before    rows that the previous build filled: those beyond `rows` are cleared
+    width_before   columns of c128a_indices that the previous build filled: those beyond the width are cleared
     """
 
     num_reqs: int
@@ -27,14 +27,14 @@ class BatchCounts(NamedTuple):
 
 
 class SwaBuffers(NamedTuple):
-    """Fixed buffers of the sparse-SWA builder, one row a token unless said otherwise.
+    """Fixed buffers of the sparse-SWA builder, one row per token unless said otherwise.
 
     token_to_req_indices  int32; 0 for padding
     is_valid_token        bool
-    positions             int32, of the token in its sequence; -1 for padding
+    positions             int32, position of the token in its sequence; -1 for padding
     swa_indices           int32 [.., window_size]; -1 after the length
     swa_lens              int32
-    prefill_gather_lens   int32, one a prefill request, from 0 to its length whatever the numbers; 0 after the last
+    prefill_gather_lens   int32, one per prefill request, clamped to 0 .. its length; 0 after the last
     c128a_indices         int32 [.., capacity]: slots for decode tokens, 0, 1, 2, ... for prefill tokens
     c128a_lens            int32
     """
@@ -50,14 +50,14 @@ class SwaBuffers(NamedTuple):
 
 
 class IndexerCounts(NamedTuple):
-    """Host numbers of a batch for the indexer, whose decode kernels take `batch_size` entries.
+    """Sizes of a batch for the indexer, known to the host. Its decode kernels take `batch_size` entries.
 
     num_decodes       requests at the front that are decodes
     batch_size        entries: the decodes, or their tokens (padding tokens included) if flattened
     flatten           whether an entry is a token; otherwise it is a request
-    lens_per_entry    lengths of an entry: one a draft token where the kernels take such requests as they are, else 1
+    lens_per_entry    lengths per entry: one per draft token if the kernels take such requests unflattened, else 1
     columns           columns of block_table to copy for each entry; 0 unless flattened
-    entries_before    entries and columns that the build before copied: those beyond are cleared
+    entries_before    entries and columns that the previous build copied: those beyond are cleared
     columns_before
     block_size        rows of a page
     compress_ratio    positions of a row
@@ -75,13 +75,13 @@ class IndexerCounts(NamedTuple):
 
 
 class IndexerBuffers(NamedTuple):
-    """Fixed buffers of the indexer's builder; what a batch does not use is 0, or -1 in slot_mapping.
+    """Fixed buffers of the indexer's builder; the unused rest is 0, or -1 in slot_mapping.
 
     decode_lens   int32 [capacity], query tokens of an entry
-    seq_lens      int32 [capacity], rows an entry may see, `lens_per_entry` after one another
-    slot_mapping  int64 [capacity], one a token; empty unless the cache is compressed
-    block_table   int32 [.., columns], one row an entry, of flattened tokens
-    schedule      int32 [num_sms + 1, 2], where each share of the entries' splits starts
+    seq_lens      int32 [capacity], rows an entry may see, `lens_per_entry` for each entry
+    slot_mapping  int64 [capacity], one per token; empty unless the cache is compressed
+    block_table   int32 [.., columns], one row per entry, of flattened tokens
+    schedule      int32 [num_sms + 1, 2], entry and split at which each SM starts
     """
 
     decode_lens: Any
@@ -92,11 +92,11 @@ class IndexerBuffers(NamedTuple):
 
 
 class IndexerChunk(NamedTuple):
-    """Prefill requests that share a workspace, and the arrays that are filled for them, all int32.
+    """Prefill requests in one workspace, and the arrays to fill for them, all int32.
 
-    first_request, num_reqs     which of the batch's
-    longest                     rows of the longest of them
-    cu_seqlen_ks, cu_seqlen_ke  [tokens], from which row of the workspace to which each query sees
+    first_request, num_reqs     range of requests in the batch
+    longest                     rows of the longest request
+    cu_seqlen_ks, cu_seqlen_ke  [tokens], first row of the workspace that each query sees, and the one after the last
     cu_seq_lens                 [num_reqs + 1], first row of each request
     token_to_seq                [rows], the request of each row, counted within the chunk
     """

@@ -1,8 +1,8 @@
 """The operations that every backend has: one Protocol for each file of a backend's folder.
 
-Arrays are NumPy's or CuPy's, as the backend takes them, with shapes, dtypes and devices checked; the docstrings of
-the public functions and of kernels/reference say what each operation does. FILES says which Protocol a file has; mypy
-(`make types`) and a test hold the backends to them.
+Arrays are NumPy's or CuPy's, depending on the backend, with shapes, dtypes and devices checked; the docstrings of
+the public functions and of kernels/reference define each operation. FILES maps files to Protocols; mypy
+(`make types`) and a test check the backends against them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Blocks(Protocol):
 
 
 class Compressor(Protocol):
-    """Keys of several tokens made into one, into a paged cache."""
+    """Compresses keys of several tokens into one, and inserts it into a paged cache."""
 
     def compress_and_insert(
         self,
@@ -133,7 +133,7 @@ class DenseCache(Protocol):
 
 
 class Indexer(Protocol):
-    """The indexer's queries, keys, scores and choices."""
+    """The indexer's queries, keys, scores and top-k."""
 
     def fused_indexer_q_rope_quant(
         self,
@@ -189,7 +189,7 @@ class Projection(Protocol):
 
 
 class Shards(Protocol):
-    """What one rank has of tokens that are dealt out to several, and the results of all ranks made one."""
+    """One rank's part of tokens that are sharded across ranks, and the merge of all ranks' results."""
 
     def local_seq_lens(self, seq_lens: Array, s_q: int, shard: Shard, out: Array) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Device memory that calls need beside their arguments, and plans of who does what, kept from call to call."""
+"""Device memory that calls need beside their arguments, and plans of how work is divided, kept from call to call."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ALIGNMENT = 256  # bytes
 
 
 class Workspace:
-    """Arrays by name that stay where they are, so that captured graphs may use them.
+    """Arrays by name at fixed addresses, so that captured graphs may use them.
 
-    Made empty. A call that needs an array, or a larger one, allocates it. What is outgrown is kept as long as the
-    workspace: graphs that were captured with it use it still. While a graph is captured nothing is allocated.
+    Made empty. A call that needs an array, or a larger one, allocates it. Arrays that were outgrown are kept as long as
+    the workspace, because graphs captured with them still use them. Nothing is allocated while a graph is captured.
     A workspace serves one stream at a time, on one device.
 
-    memory    uint8 [n] on the device, to be used instead of allocating; a call says what it must have room for
-    owner     what errors call it
+    memory    uint8 [n] on the device, used instead of allocating; a call's error states the size it needs
+    owner     name in error messages
     allocate  (bytes, like) -> uint8 [bytes] beside `like`; None: memory like any
     """
 
@@ -29,40 +29,41 @@ class Workspace:
         self, memory: Any = None, owner: str = "plan", allocate: Callable[[int, Any], Any] | None = None
     ) -> None:
         self.memory, self.owner, self._allocate = memory, owner, allocate
-        self.contents: dict[str, Any] = {}  # what those who use an array note of what it holds; not when it is new
-        self._arrays: dict[str, Any] = {}
+        self.contents: dict[str, Any] = {}  # notes on arrays' contents, by name; not for a new array
+        self._arrays: dict[tuple[str, np.dtype[Any]], Any] = {}
         self._outgrown: list[Any] = []
-        self._last = self._used = 0  # bytes of `memory` before the last array that was cut out of it, and with it
+        self._last = self._used = 0  # bytes of `memory` before the last array, and with it
         self._place: int | None = None if memory is None else place_of(memory)
 
     def array(self, name: str, size: int, dtype: Any, like: Any, clear: Callable[[Any], None] | None = None) -> Any:
-        """The flat array of this name, of at least `size` elements, beside `like`.
+        """The flat array of this name and dtype, of at least `size` elements, beside `like`.
 
         clear  called with a new one, to make it zero
 
-        Raises ValueError for a `like` on another device and where `memory` has no room, RuntimeError where an array
+        Raises ValueError for a `like` on another device and if `memory` is too small, RuntimeError if an array
         would have to be allocated while a CUDA graph is captured.
         """
         self.check_place(like)
         dtype = np.dtype(dtype)
-        held = self._arrays.get(name)
-        if held is not None and held.size >= size and held.dtype == dtype:
+        held = self._arrays.get((name, dtype))
+        if held is not None and held.size >= size:
             return held
         new = self._allocated(size, dtype, like, held) if self.memory is None else self._cut(size, dtype, held)
         if clear is not None:
             clear(new)
         if held is not None:
             self._outgrown.append(held)
-        self._arrays[name], self._place = new, place_of(like)
+        self._arrays[name, dtype], self._place = new, place_of(like)
         self.contents.pop(name, None)
         return new
 
     def shaped(self, name: str, shape: tuple[int, ...], dtype: Any, like: Any) -> Any:
         """The same as an array of this shape."""
-        return self.array(name, math.prod(shape), dtype, like)[: math.prod(shape)].reshape(shape)
+        size = math.prod(shape)
+        return self.array(name, size, dtype, like)[:size].reshape(shape)
 
     def arrays(self) -> list[Any]:
-        """All that are in use."""
+        """All arrays in use."""
         return list(self._arrays.values())
 
     def check_place(self, like: Any) -> None:
@@ -80,7 +81,7 @@ class Workspace:
                 f"{self.owner}: memory would have to be allocated while a CUDA graph is captured; "
                 f"give a {self.owner} that has served a call of this shape before"
             )
-        # At least twice as large as before: what is kept is then no more than what is in use.
+        # At least twice as large as before: outgrown arrays then take no more memory than those in use.
         size = size if held is None else max(size, 2 * held.size)
         if self._allocate is None:
             return dlpack.empty((size,), dtype, like)
@@ -88,7 +89,7 @@ class Workspace:
 
     def _cut(self, size: int, dtype: np.dtype[Any], held: Any) -> Any:
         first = self._used
-        if held is not None and self._used == self._last + aligned_bytes(held.nbytes) and held.dtype == dtype:
+        if held is not None and self._used == self._last + aligned_bytes(held.nbytes):
             first = self._last  # the last piece grows where it is
         end = first + size * dtype.itemsize
         if end > self.memory.nbytes:
@@ -105,7 +106,7 @@ def piece(memory: Any, first: int, shape: tuple[int, ...], dtype: Any, strides: 
 
 
 def aligned_bytes(size: int) -> int:
-    """So many bytes of a workspace's memory take this many."""
+    """Bytes that an array of `size` bytes takes in a workspace's memory."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -121,34 +122,34 @@ def place_name(place: int | None) -> str:
 class DecodePlan:
     """A plan for `sparse_mla_decode`, and the device memory that its kernels need beside their arguments.
 
-    Made empty; the first call that is given the plan makes it, on the device, from that call's lengths, and
-    the calls after it use it as it is. `renew` makes the next call plan again (metadata builders give every step a
-    new plan). A plan decides who does what and never what the result is: one made for other lengths is slower, not
-    wrong.
+    Made empty. The first call with the plan computes it on the device from that call's lengths, and
+    later calls reuse it. `renew` makes the next call plan again (metadata builders give every step a
+    new plan). A plan decides how work is divided and never changes the result: one made for other lengths is slower,
+    not wrong.
 
-    The memory is allocated when it is first needed and then stays where it is, so that a captured graph whose
-    plan has served an eager call allocates nothing. A graph plans for itself, in its first call with the plan, anew
-    at every replay. One plan serves one stream at a time. The CPU backends do not need it.
+    The memory is allocated when it is first needed and then keeps its address, so that a captured graph whose
+    plan has served an eager call allocates nothing. A graph has its own plan, computed in its first call with the plan
+    and again at every replay. One plan serves one stream at a time. The CPU backends do not need it.
 
-    workspace  the Workspace of plans that are used one after another; or uint8 [n] on the device, to be used instead
-               of allocating; what it must have room for is the backend's to say (`workspace_bytes` in
-               kernels/cuda/sparse/work.py). None: one of its own
+    workspace  the Workspace of plans that are used one after another; or uint8 [n] on the device, used instead
+               of allocating, of the size that the backend needs (`workspace_bytes` in
+               kernels/cuda/sparse/work.py). None: a workspace of its own
     """
 
     def __init__(self, workspace: Any = None) -> None:
         self.workspace = workspace if isinstance(workspace, Workspace) else Workspace(workspace)
-        self.made_for: tuple[int, ...] | None = None  # the shape that the plan on the device is for
+        self.made_for: tuple[int, ...] | None = None  # the shape for which the plan on the device was computed
 
     def renew(self) -> None:
         """Let the next call plan again."""
         self.made_for = None
 
     def is_made(self, name: str, capture: int) -> bool:
-        """Whether the workspace's array of this name holds this plan, made in this capture (0: outside of one)."""
+        """Whether the workspace's array of this name holds this plan, computed in this capture (0: outside one)."""
         return self.made_for is not None and self.workspace.contents.get(name) == (self, self.made_for, capture)
 
     def made(self, shape: tuple[int, ...], name: str, capture: int) -> None:
-        """Note that it does, for calls of this shape."""
+        """Record that it does, for calls of this shape."""
         self.made_for = shape
         self.workspace.contents[name] = (self, shape, capture)
 
@@ -159,10 +160,10 @@ class DecodePlan:
 class DenseDecodePlan:
     """The device memory that `dense_mla_decode` needs for partial results, kept from call to call.
 
-    It is allocated when it is first needed and then stays where it is, also where a later call needs more: graphs
-    that were captured with the plan go on. One plan serves one stream at a time. The CPU backends do not need it.
+    It is allocated when it is first needed and then keeps its address, even if a later call needs more: graphs
+    that were captured with the plan stay valid. One plan serves one stream at a time. The CPU backends do not need it.
 
-    workspace  as of a DecodePlan (`workspace_bytes` in kernels/cuda/dense_attention.py)
+    workspace  as for a DecodePlan (`workspace_bytes` in kernels/cuda/dense_attention.py)
     """
 
     def __init__(self, workspace: Any = None) -> None:

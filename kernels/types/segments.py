@@ -1,4 +1,4 @@
-"""What attention reads: lists of token indices into paged caches, and sequences packed one behind another."""
+"""Inputs of attention: lists of token indices into paged caches, and packed sequences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from ...layout import CacheLayout
 
-V_DIM = 512  # values of a result: those of a latent row, RoPE left out unless it is part of them
+V_DIM = 512  # values of a result: those of a latent row, without RoPE unless it is part of them
 
 
 class Pages(NamedTuple):
@@ -17,7 +17,7 @@ class Pages(NamedTuple):
 
     bytes       uint8 [num_blocks, block_size * token_bytes]; the first stride is the page stride
     block_size  tokens of a page
-    layout      where in a page a token's bytes are
+    layout      offsets of a token's bytes in a page
     """
 
     bytes: Any
@@ -43,6 +43,6 @@ class Segment(NamedTuple):
 
 
 def packed_rows(cu_seqlens: np.ndarray, num_rows: int) -> list[slice]:
-    """The rows of each packed sequence, those outside of the array left out."""
+    """The rows of each packed sequence, clamped to the array."""
     starts = np.clip(cu_seqlens.astype(np.int64), 0, num_rows).tolist()
     return [slice(first, max(first, end)) for first, end in itertools.pairwise(starts)]

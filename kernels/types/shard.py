@@ -1,4 +1,4 @@
-"""Which of a request's tokens a rank has, where several ranks share a cache."""
+"""Which of a request's tokens a rank has, if a cache is sharded across ranks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 
 class Shard(NamedTuple):
-    """Tokens dealt out in turn: `interleave` neighbours to rank 0, as many to rank 1, and so on, and around again.
+    """Tokens sharded in turn: `interleave` neighbours to rank 0, the next ones to rank 1, and so on, cyclically.
 
-    A rank's tokens lie one behind another in its own pages, so the n-th that it has is at row n % block_size of the
-    page in column n // block_size of its block table. With `interleave` the block size, whole pages are dealt out.
+    A rank's tokens are packed in its own pages: its n-th token is at row n % block_size of the page in column
+    n // block_size of its block table. With `interleave` equal to the block size, whole pages are sharded.
 
     rank        this rank, from 0
-    size        ranks
+    size        number of ranks
     interleave  neighbouring tokens that go to the same rank
     """
 
@@ -21,6 +21,6 @@ class Shard(NamedTuple):
     interleave: int = 1
 
     def local_len(self, length: int) -> int:
-        """How many of a sequence's tokens, of which there are `length`, the rank has."""
+        """Number of the rank's tokens in a sequence of `length` tokens."""
         rounds, rest = divmod(length, self.size * self.interleave)
         return rounds * self.interleave + min(max(rest - self.rank * self.interleave, 0), self.interleave)

@@ -1,6 +1,6 @@
-"""DLPack capsules whose fields are wrong are errors that name the argument, whatever the fields hold.
+"""DLPack capsules with wrong fields raise errors that name the argument, whatever values the fields have.
 
-In a process of their own: a field that is used unchecked ends it.
+Run in a separate process: using such a field unchecked crashes it.
 """
 
 import ctypes
@@ -26,11 +26,11 @@ DRAWS = 2000  # of each seed
 
 
 def longs(*numbers):
-    """64 numbers: of `ndim` alone does it depend how many are read."""
+    """64 values; only `ndim` decides how many of them are read."""
     return [*numbers, *[1] * (64 - len(numbers))]
 
 
-# Fields of a capsule over BUFFER, and what the error says; "used": it can be used, so it is no error.
+# Fields of a capsule over BUFFER, and the error message; "used": the capsule is valid, so there is no error.
 CASES = {
     "as it is": ({}, "used"),
     "DLPack 0": ({"version": None}, "used"),
@@ -86,11 +86,11 @@ CASES = {
 
 
 def outcome(**fields):
-    """The error of borrowing BUFFER under such a description; None if there is none, and then it is what was said."""
+    """The error of borrowing BUFFER with such a description; None if it succeeds, with the given fields."""
     fields = {"shape": longs(24), **fields}
     array = Described(BUFFER.copy(), **fields)
     said = borrowed(array, fields)
-    assert array.released == array.exported  # what was exported is given back, with an error or without
+    assert array.released == array.exported  # the exported capsule is released, with an error or without
     return said
 
 
@@ -112,7 +112,7 @@ def borrowed(array, fields):
         low, high = np.lib.array_utils.byte_bounds(native)
         begin = array.array.ctypes.data
         if begin <= low and high <= begin + BUFFER.nbytes and native.dtype.kind in "iuf":
-            native.astype(np.float64).sum()  # all of it is there, so that it can be read
+            native.astype(np.float64).sum()  # all of it exists, so that it can be read
     return None
 
 
@@ -128,7 +128,7 @@ def check_case(name):
 
 
 def drawn(rng):
-    """Some fields, each of anything it can hold; 1 in 3 near where something overflows."""
+    """Some fields, each with any value of its type; 1 in 3 near a value where something overflows."""
 
     def number(low, high):
         edges = [edge + step for edge in (0, 64, 2**31, 2**32, MOST, 2**61, 2**62, 2**63, 2**64) for step in (-1, 0, 1)]

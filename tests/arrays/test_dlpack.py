@@ -1,4 +1,4 @@
-"""Arrays of every framework go in and come back as they are: same memory, same values, or a clear error."""
+"""Arrays of every framework are imported and exported as they are: same memory, same values, or a clear error."""
 
 import ctypes
 import gc
@@ -109,7 +109,7 @@ def test_read_only_arrays_are_no_outputs(make):
         dlpack.borrow(array, "k_cache", writable=True)
 
 
-def test_jax_caches_are_never_written_behind_its_back():
+def test_jax_caches_are_never_written_without_its_knowledge():
     jax = pytest.importorskip("jax")
     cache = jax.device_put(cumla.V32_FP8.allocate(2, 4))
     k = jax.numpy.ones((1, 576), jax.numpy.bfloat16)
@@ -143,7 +143,7 @@ def test_memory_lives_as_long_as_the_view_of_it(wrap):
 
 
 def test_memory_that_a_capsule_alone_keeps():
-    """The array that was given may know nothing of it."""
+    """The input array may know nothing of it."""
     array = Foreign(np.arange(6, dtype=np.int32).reshape(2, 3))
     native = dlpack.borrow(array)
     gc.collect()
@@ -216,7 +216,7 @@ def test_unusable_torch_tensors():
         (
             torch.complex(torch.ones(3), torch.ones(3)).conj().imag,
             ValueError,
-            "q: got a view of numbers that are stored",
+            "q: got a view with its negative bit set",
         ),
         (torch.zeros(3, dtype=torch.complex64), TypeError, "x"),
     ):
@@ -236,7 +236,7 @@ def test_types_without_a_counterpart():
 
 
 def test_a_capsule_of_a_later_dlpack():
-    """Of which nothing but the version may be read."""
+    """Only the version of such a tensor may be read."""
     tensor = capsule.ManagedTensorVersioned(major=2, minor=1)
 
     class Later:
@@ -277,7 +277,7 @@ def test_a_capsule_is_taken_by_one_at_a_time():
     ours = dlpack.borrow(once, "k")
     with pytest.raises((ValueError, BufferError)):  # NumPy would free what we have
         np.from_dlpack(once)
-    with pytest.raises(ValueError, match="k: got a DLPack capsule named 'used_dltensor', expected one that nobody has"):
+    with pytest.raises(ValueError, match="k: got a DLPack capsule named 'used_dltensor', expected an unused one"):
         dlpack.borrow(once, "k")
     assert (ours == 7).all()
     del ours
@@ -297,10 +297,10 @@ def test_what_is_no_capsule():
 
 
 def test_a_tensor_that_is_elsewhere_than_it_says():
-    """Read as host memory, an address of a device is a crash."""
+    """Reading a device address as host memory would crash."""
     foreign = Foreign(np.zeros(3))
     foreign.__class__ = type("Elsewhere", (Foreign,), {"__dlpack_device__": lambda self: next(self.devices)})
-    foreign.devices = iter([(1, 0), (2, 1)])  # what the object says, and then its tensor
+    foreign.devices = iter([(1, 0), (2, 1)])  # what the object reports, and then its tensor
     with pytest.raises(ValueError, match="q: got a tensor on CUDA 1 from an array that says it is on CPU 0"):
         dlpack.borrow(foreign, "q")
 
@@ -312,7 +312,7 @@ def test_masks_are_not_lost_in_silence():
     assert type(dlpack.borrow(records, "q")) is np.ndarray
 
 
-def test_jax_tracers_are_told_where_to_go():
+def test_jax_tracers_raise_an_error_that_names_the_module():
     jax = pytest.importorskip("jax")
     with pytest.raises(TypeError, match=r"q: got a JAX tracer, .* inside jax.jit use cumla.interop.jax"):
         jax.jit(lambda x: cumla.sparse_mla_decode(x, x, x))(jax.numpy.zeros(3))

@@ -10,7 +10,7 @@ MEMORY = np.zeros(4000, np.uint8)
 
 
 def any_array(rng):
-    """Of few elements around the middle of MEMORY: any strides, now and then without an element."""
+    """A view of few elements around the middle of MEMORY, with any strides, at times without elements."""
     shape = rng.integers(rng.random() > 0.1, 5, rng.integers(4))
     strides = rng.integers(-24, 25, len(shape))
     item = f"V{rng.choice([1, 2, 4, 8])}"
@@ -25,7 +25,7 @@ def bytes_of(array):
 
 @pytest.fixture(params=["host", "device"])
 def given(request):
-    """What makes an array of the host one as kernels take it, at the same addresses."""
+    """Wraps a host array the way kernels take it, at the same addresses."""
     if request.param == "host":
         return lambda x: x
     request.getfixturevalue("emulated")
@@ -62,7 +62,7 @@ def test_arrays_of_the_host_and_of_a_device_do_not(emulated):
 
 @pytest.mark.usefixtures("emulated")
 def test_a_device_array_that_runs_backwards():
-    """Of another library, by the CUDA array interface: its address is that of its highest row."""
+    """An array of another library, by the CUDA array interface: its address is that of its highest row."""
     import cupy
 
     rows = cupy.asarray(np.arange(12, dtype=np.int32).reshape(4, 3))

@@ -1,7 +1,7 @@
 """A call runs on the caller's current stream: after what produced its arguments, before what reads its results.
 
-Each test starts with work that keeps a side stream busy for long; whoever does not wait for it sees old values. On
-emulated devices that work takes until somebody waits for it.
+Each test starts with work that keeps a side stream busy for long; a reader that does not wait sees old values. On
+emulated devices that work takes until something waits for it.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class TestHandles:
 
 
 def arguments(rng):
-    """Of compute_global_topk_indices_and_lens, whose result is its first argument while the table is 0, 1, 2, ..."""
+    """Calls compute_global_topk_indices_and_lens, whose result is its first argument while the table is 0, 1, 2, ..."""
     topk = rng.integers(0, K, (T, K)).astype(np.int32)
     return topk, np.zeros(T, np.int32), np.arange(K, dtype=np.int32)[None], 1, np.ones(T, np.bool_)
 
@@ -116,7 +116,7 @@ class Torch:
 @pytest.fixture
 def emulated(emulated):
     yield Emulated()
-    dlpack._UntilDone._waiting.clear()  # what was handed over is given back while these devices are there
+    dlpack._UntilDone._waiting.clear()  # exported memory is released while these devices exist
 
 
 @pytest.fixture(
@@ -133,7 +133,7 @@ def synchronize():
 
 
 def produced_late(framework, side, rng):
-    """Arguments whose first array gets its values on `side`, late, and those values."""
+    """Arguments whose first array gets its values late, on `side`, and those values."""
     topk, *rest = arguments(rng)
     array, fresh = framework.put(np.zeros_like(topk)), framework.put(topk)
     rest = [framework.put(x) if isinstance(x, np.ndarray) else x for x in rest]
@@ -154,7 +154,7 @@ class TestOrder:
             np.testing.assert_array_equal(framework.get(out), values)
 
     def test_another_stream_would_have_been_too_early(self, framework, rng):
-        """That the producer is slow enough for these tests to fail."""
+        """Checks that the producer is slow enough for these tests to fail."""
         side, other = framework.stream(), framework.stream()
         late, values = produced_late(framework, side, rng)
         with framework.on(other):
@@ -170,7 +170,7 @@ class TestOrder:
             np.testing.assert_array_equal(framework.get(out), values)
 
     def test_those_who_read_results_on_the_current_stream_wait(self, framework, rng):
-        """The op comes late on its stream; its reader, another library on that stream, still sees its result."""
+        """The op runs late on its stream; a reader of another library on that stream still sees its result."""
         import cupy
 
         side = framework.stream()
@@ -204,16 +204,16 @@ class TestOrder:
 class TestOfOtherLibraries:
     """Arrays by protocol only, on emulated devices."""
 
-    def test_dlpack_is_told_the_stream_that_will_read(self, emulated, rng):
+    def test_dlpack_gets_the_stream_that_will_read(self, emulated, rng):
         side, (topk, *rest) = emulated.stream(), arguments(rng)
         rest = [emulated.put(x) if isinstance(x, np.ndarray) else x for x in rest]
-        for stream, told in ((None, dlpack.LEGACY_STREAM), (0, dlpack.LEGACY_STREAM), (side, side.ptr)):
+        for stream, expected in ((None, dlpack.LEGACY_STREAM), (0, dlpack.LEGACY_STREAM), (side, side.ptr)):
             array = Foreign(emulated.put(topk))
             cumla.compute_global_topk_indices_and_lens(array, *rest, stream=stream)
-            assert array.stream == told
+            assert array.stream == expected
 
     def test_memory_is_kept_until_it_was_read(self, emulated, rng):
-        """Who made it gives it to others as soon as nobody has it any more."""
+        """The producer reuses the memory as soon as no array holds it."""
         side, (topk, *rest) = emulated.stream(), arguments(rng)
         rest = [emulated.put(x) if isinstance(x, np.ndarray) else x for x in rest]
         array = Foreign(emulated.put(topk))
@@ -227,7 +227,7 @@ class TestOfOtherLibraries:
         assert array.released == 1  # and no longer than until the next one is
 
     def test_the_cuda_array_interface_is_waited_for(self, emulated, rng):
-        """Which leaves it to its reader to wait for the stream that writes."""
+        """The consumer is then responsible for waiting for the stream that writes."""
         side, other = emulated.stream(), emulated.stream()
         late, values = produced_late(emulated, side, rng)
         array = InterfaceOnly(late[0], side.ptr)
@@ -248,7 +248,7 @@ class InterfaceOnly:
 
 
 def test_a_call_on_another_device_than_the_current_one(emulated, rng):
-    """Its kernels run there, on whatever stream, and the caller's device is the current one afterwards."""
+    """Kernels run on the arrays' device, on any stream, and the caller's device is current again afterwards."""
     import cupy
 
     case = arguments(rng)
@@ -265,7 +265,7 @@ def test_a_call_on_another_device_than_the_current_one(emulated, rng):
         np.testing.assert_array_equal(out.get(), case[0])
 
 
-def test_a_context_that_nobody_enters_changes_nothing(emulated):
+def test_a_context_that_is_not_entered_changes_nothing(emulated):
     import cupy
 
     streams.on(0, emulated.stream().ptr)
@@ -287,7 +287,7 @@ def test_arrays_on_the_host_and_on_two_devices_do_not_mix(emulated, rng):
 
 
 def test_a_relaxed_capture_is_over_when_its_context_is(emulated):
-    """What a thread may do while it captures is as before, after an error too."""
+    """What a thread may do while it captures is restored, after an error too."""
     from emulation import queues
 
     for before in (0, 1, queues.RELAXED):
@@ -302,14 +302,14 @@ def test_a_relaxed_capture_is_over_when_its_context_is(emulated):
 @pytest.mark.gpu
 @pytest.mark.parametrize("wrap", [pairs.VersionedProducer, pairs.UnversionedProducer, pairs.CudaInterface])
 def test_arrays_by_protocol_are_waited_for(wrap, rng):
-    """A torch tensor of a side stream, handed over by its protocol only, to CuPy's current stream."""
+    """A torch tensor of a side stream, exported by its protocol only, to CuPy's current stream."""
     import cupy
 
     framework, cupy_stream = Torch(), cupy.cuda.Stream(non_blocking=True)
     rest = [cupy.asarray(x) if isinstance(x, np.ndarray) else x for x in arguments(rng)[1:]]
     side = framework.stream()
     late, values = produced_late(framework, side, rng)
-    with framework.on(side):  # where the protocols of torch say that the tensor is ready
+    with framework.on(side):  # the stream on which torch's protocols export the tensor
         array = wrap(late[0])
         if wrap is pairs.CudaInterface:
             array.__cuda_array_interface__ = {
@@ -374,7 +374,7 @@ class TestJax:
         np.testing.assert_array_equal(np.asarray(out), topk)
 
     def test_a_reader_of_late_results(self, rng):
-        """The op comes late on CuPy's stream; JAX waits for it."""
+        """The op runs late on CuPy's stream; JAX waits for it."""
         jax = pytest.importorskip("jax")
         framework = CuPy()
         topk, *rest = arguments(rng)
@@ -388,7 +388,7 @@ class TestJax:
         np.testing.assert_array_equal(np.asarray(later), topk + 1)
 
     def test_arguments_that_are_dropped_are_kept_until_they_were_read(self, rng):
-        """JAX may give the memory of a dropped array to its next one, while CuPy's stream has yet to read it."""
+        """JAX may reuse the memory of a dropped array for its next one before CuPy's stream has read it."""
         jax = pytest.importorskip("jax")
         framework = CuPy()
         topk, *rest = arguments(rng)

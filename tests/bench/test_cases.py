@@ -5,10 +5,22 @@ import itertools
 import numpy as np
 import pytest
 
-from cumla.bench import caches, chunks, indexer_cases, rows, sparse, suites
+from cumla.bench import (
+    caches,
+    chunks,
+    dense,
+    framework_calls,
+    index_maps,
+    indexer_cases,
+    layer_suites,
+    poisoned,
+    rows,
+    sparse,
+    step_suites,
+)
 from cumla.bench.problem import Sizes, contexts, selected_rows, window_lists
-from cumla.layout import DSV4_FP8, INDEXER_FP8, V32_FP8
-from cumla.replay.errors import RunError
+from cumla.errors import RunError
+from cumla.layout import DSV4_FP8, INDEXER_FP8, MLA_BF16, V32_FP8
 from support import peers as stand_ins
 
 SMALL = [
@@ -27,7 +39,7 @@ SMALL = [
     caches.Insert(70, INDEXER_FP8),
     caches.Gather(3, 300, lengths=True),
     caches.Gather(2, 100),
-    caches.Concat(70),
+    caches.Insert(70, MLA_BF16),
     caches.DenseGather(2, 100),
     caches.KeyGather(2, 100),
     caches.CopyBlocks(3),
@@ -43,12 +55,37 @@ SMALL = [
     indexer_cases.Selection(indexer_cases.PagedLogits(3, 500, lengths=True), 64),
     indexer_cases.QueryQuant(9),
     indexer_cases.Schedule(5),
-    suites.DenseDecode(16, 3, 300, lengths=True),
-    suites.DenseDecode(16, 2, 128),
+    dense.DenseDecode(16, 3, 300, lengths=True),
+    dense.DenseDecode(16, 2, 128),
+    dense.DensePrefill(4, 40),
+    dense.DensePrefill(5, 20, 100),
+    layer_suites.Compress(4, 9),
+    layer_suites.Compress(128, 130),
+    layer_suites.Compress(4, 41, prompt=True),
+    layer_suites.InverseRope(9, 4),
+    layer_suites.Merge(9, 4),
+    layer_suites.Merge(150, 2, 128),
+    index_maps.Windows(9),
+    index_maps.GlobalTopk(200, 16, lengths=True),
+    index_maps.GlobalTopk(9, 16),
+    index_maps.Combine(80, 16, lengths=True),
+    index_maps.Combine(8, 16),
+    index_maps.Mixed(60, 0, 16),
+    index_maps.Mixed(0, 60, 16),
+    step_suites.Build(step_suites.WINDOWS, 5, 1, 2, 20, 100, 60),
+    step_suites.Build(step_suites.INDEXER, 5, 3),
+    poisoned.PoisonedDecode(DSV4_FP8, 8, 3, 1, 64, slots=1 << 10),
+    poisoned.PoisonedDecode(DSV4_FP8, 8, 3, 2, 64, 64, slots=1 << 10, values="1 x NaN", requests=1, value=np.nan),
+    poisoned.PoisonedDecode(DSV4_FP8, 8, 3, 1, 64, slots=1 << 10, values="3 x 1e6", requests=3, value=1e6),
+    poisoned.PoisonedDecode(DSV4_FP8, 8, 3, 1, 64, slots=1 << 10, values=poisoned.TINY_NAME),
+    poisoned.PoisonedPrefill(512, 8, 64, 512, 5, values="1e6", value=1e6),
+    poisoned.PoisonedPrefill(576, 8, 64, 512, 5, values=poisoned.TINY_NAME),
 ]
 WITHOUT_PEERS = {
     "quantize_and_insert_k_cache", "gather_cache", "cp_gather_indexer_k_quant_cache", "copy_blocks", "advance_step",
-    "indexer_topk prefill", "indexer_topk decode", "fused_indexer_q_rope_quant",
+    "indexer_topk prefill", "indexer_topk decode", "fused_indexer_q_rope_quant", "mha_varlen", "compress_and_insert",
+    "apply_rope", "merge_attn_states", "compute_swa_indices_and_lens", "build_flashinfer_mixed_sparse_indices",
+    step_suites.WINDOWS, step_suites.INDEXER,
 }  # fmt: skip
 
 
@@ -63,21 +100,26 @@ def test_cases_are_checked_and_so_are_their_peers(case, monkeypatch):
     pytest.importorskip("torch")
     stand_ins.install(monkeypatch)
     monkeypatch.setattr(Sizes, "with_peers", True)
-    found = list(rows.rows_of(case.problem(Sizes("cpu")), on_device=False))
+    problem = case.problem(Sizes("cpu"))
+    found = list(rows.rows_of(problem, on_device=False))
     assert all((row["op"], row["config"]) == (case.op, str(case)) for row in found)
     assert all(row["limit_us"] > 0 and row["us"] == 3.0 for row in found)
-    assert all(row["checked"] for row in found if row["op"] != indexer_cases.Schedule.op or row["impl"] == "cumla")
-    assert [row["impl"] for row in found if "peer" not in row] == (
-        ["cumla", "two steps"] if case.op.startswith("indexer_topk") else ["cumla"]
-    )
+    assert all(row["checked"] for row in found if row["impl"] not in problem.unchecked)
+    unchecked = {
+        indexer_cases.Schedule: "deep_gemm", poisoned.PoisonedDecode: "flash_mla", poisoned.PoisonedPrefill: "flash_mla"
+    }  # fmt: skip
+    assert problem.unchecked == (unchecked.get(type(case), "copy"),)
+    second = {"indexer_topk": "two steps", "sparse_swa": "validate=False", "indexer": "validate=False"}
+    impls = ["cumla", *filter(None, [second.get(case.op.split()[0].split(".")[0])])]
+    assert [row["impl"] for row in found if "peer" not in row] == impls
     named = [row for row in found if "peer" in row]
-    assert len(named) == (case.op not in WITHOUT_PEERS)
+    assert len(named) == (case.op not in WITHOUT_PEERS and not isinstance(case, poisoned.PoisonedPrefill))
     assert all("vLLM" in row["peer"] for row in named)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: f"{case.op} {case}")
 def test_wrong_results_are_not_timed(case):
-    """Every check tells a result that is wrong everywhere."""
+    """Every check rejects a result that is wrong everywhere."""
     problem = case.problem(Sizes("cpu"))
     result = problem.impls["cumla"][1][0]()
     if result is None:  # it writes in place: here nothing has been written
@@ -90,6 +132,8 @@ def test_wrong_results_are_not_timed(case):
 
 
 def spoil(result):
+    if type(result).__name__.endswith("Metadata"):
+        result = tuple(array for _, array in step_suites.fields_of(result))
     for array in result if isinstance(result, tuple) else [result]:
         if isinstance(array, np.ndarray):
             array.view(np.uint8)[...] = 0x41
@@ -97,7 +141,9 @@ def spoil(result):
 
 RECORDED = {
     "decode": sparse.recorded_decodes(), "prefill": sparse.recorded_prefills(), "cache": caches.recorded(),
-    "indexer": indexer_cases.recorded(), "prefill_chunks": chunks.recorded(),
+    "indexer": indexer_cases.recorded(), "prefill_chunks": chunks.recorded(), "compressor": layer_suites.recorded(),
+    "indices": index_maps.recorded(), "mla": step_suites.recorded_dense(), "poisoned": poisoned.recorded(),
+    "metadata": step_suites.recorded_metadata(), "interop": framework_calls.recorded(),
 }  # fmt: skip
 
 

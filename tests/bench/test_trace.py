@@ -1,4 +1,4 @@
-"""`cumla bench trace`: steps of a trace, the peers' chains on what cumla gets, and the table."""
+"""`cumla bench trace`: steps of a trace, the peers' chains on cumla's inputs, and the table."""
 
 import json
 import types
@@ -11,7 +11,7 @@ from cumla.__main__ import main
 from cumla.bench import trace, trace_table
 from cumla.bench.trace_layers import Place, Shape
 from cumla.bench.trace_steps import repeated, steps_of
-from cumla.replay.errors import InputError
+from cumla.errors import InputError
 from cumla.replay.trace import TraceRequest
 from support import peers as stand_ins
 
@@ -24,7 +24,7 @@ REQUESTS = [
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
     monkeypatch.setattr("cumla.bench.trace.call_times", lambda calls, seconds: [(call(), 3.0)[1] for call in calls] * 5)
-    monkeypatch.setattr("cumla.cli.bench_trace.share_cores", lambda: None)
+    monkeypatch.setattr("cumla.cli.bench_trace.limit_blas_threads", lambda: None)
 
 
 def blocks_of(step):
@@ -79,7 +79,7 @@ def test_steps_that_mean_nothing(name):
 @pytest.mark.parametrize("kind", ["window", "c4a", "c128a", "v32"])
 @pytest.mark.parametrize(("heads", "name"), [(64, "decode6"), (16, "mixed3x128"), (8, "mtp2x6"), (8, "mtp4x6")])
 def test_peers_compute_what_cumla_does(kind, heads, name, monkeypatch):
-    """Each call of a peer gets arguments by which it computes the same as cumla, and is timed only then."""
+    """Each call of a peer gets arguments with which it computes the same as cumla; only then is it timed."""
     pytest.importorskip("torch")
     stand_ins.install(monkeypatch)
     monkeypatch.setattr(trace.Place, "of", lambda backend: Place(backend, "torch"))
@@ -190,7 +190,7 @@ def test_what_cannot_be_done(options, says, capsys):
 
 
 class Captured(trace.StepRows):
-    """Decodes in a graph, which refuses what allocates; the rest as it is. Nothing is timed."""
+    """Decodes run in a graph, which refuses allocations; the rest runs eagerly. Nothing is timed."""
 
     def _times(self, impls, part=""):
         import cupy
@@ -211,7 +211,7 @@ class Captured(trace.StepRows):
 
 @pytest.mark.parametrize("kind", ["window", "c4a", "c128a", "v32"])
 def test_steps_on_an_emulated_device(kind, here, monkeypatch):
-    """Arrays of CuPy all the way, and calls that a graph takes."""
+    """All arrays are CuPy's, and all calls can be captured."""
     import cupy
 
     def normal(self, seed, *shape):
@@ -220,7 +220,7 @@ def test_steps_on_an_emulated_device(kind, here, monkeypatch):
     def of_numpy(function):
         return lambda x, **options: cupy.asarray(function(x.get(), **options))
 
-    for name in ("cos", "sin", "abs", "sort"):  # what the stand-in for CuPy lacks
+    for name in ("cos", "sin", "abs", "sort"):  # what the fake CuPy lacks
         monkeypatch.setattr(cupy, name, of_numpy(getattr(np, name)), raising=False)
     pool = types.SimpleNamespace(free_all_blocks=lambda: None)
     monkeypatch.setattr(cupy, "get_default_memory_pool", lambda: pool, raising=False)

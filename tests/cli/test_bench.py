@@ -1,4 +1,4 @@
-"""`cumla bench`: rows of what runs here, files of them compared and drawn."""
+"""`cumla bench`: rows of what runs here; files of rows compared and plotted."""
 
 import io
 import json
@@ -19,7 +19,7 @@ TINY = ["--backend", "cpu", "--heads", "2", "--batch", "1,2", "--tokens", "7", "
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
-    monkeypatch.setattr("cumla.cli.bench.share_cores", lambda: None)
+    monkeypatch.setattr("cumla.cli.bench.limit_blas_threads", lambda: None)
     monkeypatch.setattr("cumla.bench.rows.call_times", lambda calls: [(call(), 3.0)[1] for call in calls] * 5)
 
 
@@ -48,8 +48,8 @@ def test_every_suite_runs_and_is_named(tmp_path, capsys):
         "sparse_mla_prefill",
         "indexer_topk decode",
         "dense_mla_decode",
-        "compressor",
-        "merge",
+        "compress_and_insert",
+        "merge_attn_states",
         "layer",
         "call: decode",
     }
@@ -77,7 +77,7 @@ def test_frameworks_are_rows_of_their_own():
     pytest.importorskip("torch")
     found = list(rows.measured(["frameworks"], Sizes("cpu", heads=2, batch=(1,), topk=16)))
     assert {row["impl"] for row in found if row["op"] == "call: decode"} >= {"numpy", "torch", "torch operator"}
-    assert {row["impl"] for row in found if row["op"] == "call: insert"} == {"numpy", "torch", "torch operator"}
+    assert {row["impl"] for row in found if row["op"] == "call: insert"} >= {"numpy", "torch", "torch operator"}
 
 
 @pytest.mark.parametrize("made", [tuple, list])
@@ -101,7 +101,8 @@ def test_no_peers_where_none_can_be_imported(monkeypatch):
 
 
 def test_inverse_rope_does_not_grow(recwarn):
-    _, back = SUITES["norms"](Sizes("reference", heads=2, batch=(1,)))
+    _, case = SUITES["norms"](Sizes("reference", heads=2, batch=(1,)))
+    back = case.problem(Sizes("reference"))
     for _ in range(200):
         back.impls["cumla"][1][0]()
     assert not [str(warning.message) for warning in recwarn]
@@ -119,8 +120,8 @@ def test_changes_beyond_noise(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("again", "slower"), [(1.001, 1), (1.03, 0)])
-def test_a_verdict_is_beyond_the_noise_of_the_control(again, slower, tmp_path, capsys):
-    """A run that makes 3% of nothing says nothing of 5%, in whichever of the rows it does."""
+def test_a_difference_is_beyond_the_noise_of_the_control(again, slower, tmp_path, capsys):
+    """Where the control varies by 3%, a change of 5% is not significant, whichever row varies."""
     old = results(tmp_path, "old.json", {"a": 100.0, "b": 100.0})
     new = results(tmp_path, "new.json", {"a": 105.0, "b": 100.0})
     for path, control in ((old, 1.001), (new, again)):
@@ -218,7 +219,8 @@ def test_on_a_device(capsys):
     assert main(["bench", *sizes, "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)["rows"]
     assert {row["op"] for row in found} > {
-        "sparse_mla_decode", "quantize_and_insert_k_cache", "compressor", "merge", "inverse RoPE", "layer",
+        "sparse_mla_decode", "quantize_and_insert_k_cache", "compress_and_insert", "merge_attn_states", "apply_rope",
+        "layer",
     }  # fmt: skip
     assert all(row["us"] > 0 for row in found)
     assert all((row["us_graph"] is None) == row["op"].startswith("call") for row in found)

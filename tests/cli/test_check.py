@@ -9,8 +9,8 @@ from rich.console import Console
 import cumla
 from cumla.__main__ import main
 from cumla.bounds import EQUAL, Bound
-from cumla.checks import Case
 from cumla.cli import check
+from cumla.self_test import Case
 from support.command_line import error_line
 
 
@@ -19,7 +19,7 @@ def test_check(capsys):
     out = capsys.readouterr().out
     assert "all within bounds" in out
     for name in cumla.__all__:
-        if inspect.isfunction(getattr(cumla, name)) and name not in ("supports", "debug"):  # which compute nothing
+        if inspect.isfunction(getattr(cumla, name)) and name not in ("supports", "debug"):  # these compute nothing
             assert name in out, f"{name} is not checked"
 
 

@@ -1,4 +1,4 @@
-"""The command line: what it prints and writes, and one line for what a user can mend."""
+"""The command line: what it prints and writes, and one line for errors that a user can fix."""
 
 import importlib.util
 import json
@@ -28,7 +28,7 @@ TINY_SWA, TINY_MLA = [*TINY[:-2], "--layers", "swa"], [*TINY[:-4], "--layers", "
 @pytest.fixture(autouse=True)
 def threads_as_they_are(monkeypatch):
     """Numba's threading layer is for the whole process, and other tests' too."""
-    monkeypatch.setattr("cumla.cli.replay.share_cores", lambda: None)
+    monkeypatch.setattr("cumla.cli.replay.limit_blas_threads", lambda: None)
 
 
 def test_replay_writes_everything(tmp_path, capsys):
@@ -88,7 +88,7 @@ def test_replay_of_bf16_caches_speaks_of_no_fp8(capsys):
     assert main(options) == 0
     out = capsys.readouterr().out
     assert "FP8" not in out
-    assert "──" in out.split("context")[-1].split("activations")[0]  # the line that the caption speaks of
+    assert "──" in out.split("context")[-1].split("activations")[0]  # the line that the caption describes
     assert main([*options, "--mla-cache", "fp8"]) == 0
     assert "What FP8 costs" in capsys.readouterr().out
 
@@ -109,7 +109,10 @@ def test_replay_fails_beyond_bounds(monkeypatch, capsys):
         pytest.param(["replay", "--head", "x"], "expected an integer from 1 to 128", id="no-number"),
         pytest.param(["replay", "--ranks", "0"], "expected an integer from 1 to 64", id="ranks"),
         pytest.param(
-            ["replay", "--ranks", "2", "--prefill-road", "rows"], "--prefill-road: got rows with --ranks", id="road"
+            ["replay", "--ranks", "2", "--prefill-path", "rows"], "--prefill-path: got rows with --ranks", id="path"
+        ),
+        pytest.param(
+            ["replay", "--layers", "c4a", "--prefill-road", "sea"], "--prefill-road: invalid choice", id="old-option"
         ),
         pytest.param(["replay", "--heads", "129"], "expected an integer from 1 to 128", id="heads"),
         pytest.param(["replay", "--requests", "0"], "from 1 to 2147483647", id="no-requests"),
@@ -140,7 +143,7 @@ def test_replay_fails_beyond_bounds(monkeypatch, capsys):
         pytest.param(["replay", "--layers", "swa", "--mla-cache", "bf16"], "--mla-cache: does not", id="no-mla"),
         pytest.param(["replay", "--layers", "swa,mla", "--topk", "8"], "--topk: does not apply to", id="no-topk"),
         pytest.param(["replay", "--layers", "mla,v32", "--window", "8"], "--window: does not", id="no-window"),
-        pytest.param(["replay", "--layers", "v4", "--prefill-road", "pages"], "--prefill-road: does", id="no-road"),
+        pytest.param(["replay", "--layers", "v4", "--prefill-path", "pages"], "--prefill-path: does", id="no-path"),
         pytest.param(["bench", "--steps", "decode1"], "--steps: does not apply without the suite trace", id="steps"),
         pytest.param(["bench", "trace", "--batch", "1"], "--batch: does not apply to trace", id="batch-of-trace"),
         pytest.param(["bench", "--results", "x", "--heads", "2"], "--heads: does not apply with", id="results"),
@@ -195,7 +198,7 @@ def test_unavailable_backend(monkeypatch, capsys):
 
 
 def test_plot_needs_matplotlib(monkeypatch, capsys):
-    find = importlib.util.find_spec  # of other packages what is found is kept
+    find = importlib.util.find_spec  # records of other packages are kept
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "matplotlib" else find(name))
     assert "pip install matplotlib" in error_line(capsys, [*TINY, "--plot", "run.png"])
 
@@ -248,7 +251,7 @@ def test_help(capsys, argv):
 
 
 def test_help_is_quick():
-    """Nothing heavy is imported before there is something to run."""
+    """No heavy import happens before a command needs it."""
     code = (
         "import sys\nfrom cumla.__main__ import main\n"
         "try: main(['replay', '--help'])\nexcept SystemExit: pass\n"
@@ -288,7 +291,7 @@ def test_a_number_of_cores_that_is_none(cores, monkeypatch, capsys):
 
 
 def program(*arguments, **options):
-    """The command in a process of its own, without a terminal."""
+    """The command in a separate process, without a terminal."""
     code = "import sys; from cumla_command import main; sys.exit(main())"
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output="stdout" not in options, check=False, cwd=ROOT,
@@ -338,7 +341,7 @@ def test_an_early_interrupt_is_no_traceback():
 
 
 def test_an_interrupt_inside_of_numpys_import_is_no_traceback():
-    """Which NumPy makes an ImportError of."""
+    """NumPy reports it as an ImportError."""
     code = (
         "import os, signal, sys\n"
         "class Interrupted:\n"
@@ -360,7 +363,7 @@ def test_tables_fit_sixty_columns(command, monkeypatch, capsys):
     assert main(arguments) == 0
     out = capsys.readouterr().out
     lines = out.splitlines()
-    tables = lines[1:-1] if command == "replay" else lines  # the first says what runs, the last what it means
+    tables = lines[1:-1] if command == "replay" else lines  # the first line says what runs, the last sums it up
     assert max(map(len, tables)) <= 60
     assert "…" not in out
 
@@ -388,3 +391,10 @@ def test_replay_on_ranks(capsys):
     out = capsys.readouterr().out
     assert "2 ranks that share the rows of long contexts" in out
     assert "0 beyond bounds" in out
+
+
+def test_an_option_under_its_old_name(capsys):
+    assert main(["replay", "--layers", "mla", "--prefill-road", "pages"]) == 2
+    warning, error = capsys.readouterr().err.splitlines()
+    assert warning == "cumla: warning: --prefill-road is deprecated, use --prefill-path"
+    assert error.startswith("cumla: error: --prefill-path: does not apply")

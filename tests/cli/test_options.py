@@ -1,4 +1,4 @@
-"""Every option of every command, given values that it may not take: run, or refused in one line that names it.
+"""Every option of every command, with invalid values: it runs, or is refused in one line that names the option.
 
 A file is named by itself.
 """
@@ -18,7 +18,7 @@ SEEDS = 2**47
 
 
 class RunError(Exception):
-    """What is raised where a command would begin to work."""
+    """Raised where a command would start its work."""
 
 
 def commands():
@@ -50,7 +50,7 @@ def nothing_is_run(monkeypatch, tmp_path):
 
     for function in ("check.run", "bench.measure", "warmup.run", "replay.replay", "replay.replay_on_ranks", "info.run"):
         monkeypatch.setattr(f"cumla.cli.{function}", begin)
-    monkeypatch.setattr("cumla.cli.replay.share_cores", lambda: None)
+    monkeypatch.setattr("cumla.cli.replay.limit_blas_threads", lambda: None)
     monkeypatch.chdir(tmp_path)
 
 
@@ -75,7 +75,7 @@ def test_any_value_is_taken_or_refused_by_name(capsys, command, option):
 
 @pytest.mark.parametrize(("command", "option", "bounds"), list(numbers()))
 def test_numbers_have_two_ends(capsys, command, option, bounds):
-    """Arrays are indexed by 32 bits: a size beyond them is no size of any array."""
+    """Arrays are indexed by 32 bits: no array can have a larger size."""
     assert bounds.maximum <= (SEEDS if option == "--seed" else INT32_MAX)
     for value in (bounds.minimum - 1, bounds.maximum + 1, 2**63, 10**30):
         line = refusal(capsys, command, f"{option}={value}")
@@ -88,7 +88,7 @@ def test_numbers_have_two_ends(capsys, command, option, bounds):
 
 
 def test_whole_numbers_are_parsed_within_bounds_alone():
-    """An option whose default is a number, or that is one to a reader, is of a type with two ends."""
+    """An option whose default or whose reader is numeric has a type with lower and upper limits."""
     found = 0
     for command, parser in commands().items():
         for action in parser._actions:

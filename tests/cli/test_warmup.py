@@ -1,4 +1,4 @@
-"""`cumla warmup`: what it compiles, for which model, and what it says of it."""
+"""`cumla warmup`: what it compiles, for which model, and what it prints."""
 
 import io
 import json
@@ -12,30 +12,30 @@ from support.command_line import error_line
 
 def test_warmup_says_what_was_in_the_cache(monkeypatch):
     from cumla.cli import warmup
-    from cumla.kernels.types import verdicts
+    from cumla.kernels import self_tests
 
     monkeypatch.delenv("CUMLA_TEST_KERNELS", raising=False)
     for counts, says in (
         ({"kept": 44}, "All 44 kernels were in the cache"),
         ({"kept": 40, "right": 3, "not reached": 1}, "4 kernels were compiled: 3 tested and right, 1 not reached"),
     ):
-        monkeypatch.setattr(warmup, "VERDICTS", type(verdicts.VERDICTS)(counts))
+        monkeypatch.setattr(warmup, "RESULTS", type(self_tests.RESULTS)(counts))
         assert says in warmup.found()
     monkeypatch.setenv("CUMLA_TEST_KERNELS", "0")
     assert "not tested" in warmup.found()
 
 
 def test_kernels_that_an_earlier_process_kept_are_counted(tmp_path, monkeypatch):
-    from cumla.kernels.types import verdicts
+    from cumla.kernels import self_tests
 
     monkeypatch.delenv("CUMLA_TEST_KERNELS", raising=False)
-    monkeypatch.setattr(verdicts, "UNPROVEN", [])
+    monkeypatch.setattr(self_tests, "UNTESTED", [])
     kept = tmp_path / "kernel.verdict"
     kept.write_text("right")
-    before = verdicts.VERDICTS["kept"]
-    verdicts.note(verdicts.Fresh("kernel", "cpu", "compiler", "remedy", kept))
-    assert verdicts.VERDICTS["kept"] == before + 1
-    assert not verdicts.UNPROVEN
+    before = self_tests.RESULTS["kept"]
+    self_tests.note(self_tests.Fresh("kernel", "cpu", "compiler", "remedy", kept))
+    assert self_tests.RESULTS["kept"] == before + 1
+    assert not self_tests.UNTESTED
 
 
 @pytest.mark.parametrize("kind", ["v32", "mla"])

@@ -9,7 +9,7 @@ from metadata.batches import make_batch
 
 import cumla
 from cumla.dispatch import launch_cache
-from cumla.dispatch.debug_checks import CHECKS
+from cumla.dispatch.debug_validation import CHECKS
 from cumla.kernels.types import operations
 from cumla.kernels.types.shard import Shard
 from cumla.layers.selection import IndexerInputs, select_rows
@@ -57,7 +57,7 @@ def filled(value):
     return lambda x: np.full_like(x, value)
 
 
-# By example: arguments that are right for it in every value, those that are wrong then, and what is said of them.
+# By example: valid arguments, arguments that fail in debug mode, and the message.
 WRONG = [
     ("quantize_and_insert_k_cache-V32_FP8", {}, {"slot_mapping": changed(1, 10**6)},
      r"slot_mapping: row 1 has slot 1000000, expected -1 or 0 to \d+"),
@@ -142,15 +142,15 @@ def test_a_wrong_value_is_named(place, name, sound, wrong, text):
 
 
 def test_every_kernel_with_such_arguments_is_checked():
-    """A new one has to be thought of, too: those left out read no slot, no table and no index."""
+    """A new example must be listed, too: those left out read no slots, tables or indices."""
     parameters = {
         name: set(function.__annotations__)
         for protocol in operations.FILES.values()
         for name, function in vars(protocol).items() if callable(function) and not name.startswith("_")
     }  # fmt: skip
-    telling = {"slot_mapping", "block_table", "block_tables", "indices", "topk_indices", "segments", "src_to_dst"}
-    reading = {name for name, of in parameters.items() if of & telling and name not in ("top_k_per_row",)}
-    assert reading - CHECKS.keys() == {"local_block_table"}  # which passes pages on
+    checked = {"slot_mapping", "block_table", "block_tables", "indices", "topk_indices", "segments", "src_to_dst"}
+    reading = {name for name, of in parameters.items() if of & checked and name not in ("top_k_per_row",)}
+    assert reading - CHECKS.keys() == {"local_block_table"}  # these forward pages
     assert CHECKS.keys() <= parameters.keys()
 
 
@@ -214,7 +214,7 @@ def test_slots_of_a_batch(place):
 
 
 def test_metadata_of_an_earlier_build(place, rng):
-    """Of the window, which a layer is given, and of the indexer, by which rows are selected."""
+    """Tables of the window, passed to a layer, and of the indexer, by which rows are selected."""
     batch = make_batch(place, [9, 30], [1, 1])
     window, indexer = (builder(CONFIG, place.backend) for builder in BUILDERS)
     early, early_indexer = window.build(0, batch), indexer.build(0, batch)
@@ -258,7 +258,7 @@ def test_tensors_of_torch():
 
 
 def test_nothing_is_read_while_it_is_off(place, monkeypatch):
-    monkeypatch.setattr("cumla.dispatch.debug_checks.host", None)
+    monkeypatch.setattr("cumla.dispatch.debug_validation.host", None)
     insert(place, 99)
     with cumla.debug(), pytest.raises(TypeError):
         insert(place, 99)

@@ -1,4 +1,4 @@
-"""One way to call: the cache tells its format and page size, and a call that cannot know them says what to give."""
+"""Format and page size are inferred from the cache; where they cannot be, the error says what to pass."""
 
 import dataclasses
 import pickle
@@ -22,22 +22,22 @@ def rows(layout, rng):
 @pytest.mark.parametrize("layout", [cumla.DSV4_FP8, cumla.V32_FP8, cumla.INDEXER_FP8], ids=lambda x: x.name)
 def test_insert_and_gather_ask_the_cache(layout, rng):
     k = rows(layout, rng)
-    told, asked, named = (layout.allocate(2, BLOCK) for _ in range(3))
-    cumla.quantize_and_insert_k_cache(k, told, np.arange(len(k)), BLOCK, layout=layout, backend="reference")
+    inferred, asked, named = (layout.allocate(2, BLOCK) for _ in range(3))
+    cumla.quantize_and_insert_k_cache(k, inferred, np.arange(len(k)), BLOCK, layout=layout, backend="reference")
     cumla.quantize_and_insert_k_cache(k, asked, np.arange(len(k)), backend="reference")
     cumla.quantize_and_insert_k_cache(k, named, np.arange(len(k)), layout=layout.name, backend="reference")
-    np.testing.assert_array_equal(asked, told)
-    np.testing.assert_array_equal(named, told)
+    np.testing.assert_array_equal(asked, inferred)
+    np.testing.assert_array_equal(named, inferred)
     want, got = np.zeros((2, 1, 2 * BLOCK, layout.head_dim), BF16)
     lens = np.array([2 * BLOCK], np.int32)
-    cumla.dequantize_and_gather_k_cache(want, told, lens, None, TABLE, BLOCK, 0, layout=layout, backend="reference")
-    cumla.dequantize_and_gather_k_cache(got, told, lens, None, TABLE, backend="reference")
+    cumla.dequantize_and_gather_k_cache(want, inferred, lens, None, TABLE, BLOCK, 0, layout=layout, backend="reference")
+    cumla.dequantize_and_gather_k_cache(got, inferred, lens, None, TABLE, backend="reference")
     np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))
     assert got.astype(np.float32).any()
 
 
 def test_raw_pages_of_another_size_want_block_size():
-    """Only pages of DSV4_FP8 have a default size, and a width that is not that of 64 tokens is never taken for it."""
+    """Only pages of DSV4_FP8 have a default size, and only if their width is that of 64 tokens."""
     k, pages = np.zeros((3, 512), BF16), np.zeros((2, cumla.DSV4_FP8.page_bytes(BLOCK)), np.uint8)
     slots = np.arange(3)
     message = (
@@ -64,7 +64,7 @@ def test_raw_pages_of_another_size_want_block_size():
 
 @pytest.mark.parametrize("padded", [True, False])
 def test_raw_pages_of_v4_have_64_tokens(padded, rng):
-    """As the peer's default says; with the padding of a page or without."""
+    """With the peer's default size; with or without the padding of a page."""
     layout, tokens = cumla.DSV4_FP8, 100
     k = rng.standard_normal((tokens, 512)).astype(BF16)
     cache = layout.allocate(2, 64)
@@ -88,7 +88,7 @@ def test_raw_pages_of_v4_have_64_tokens(padded, rng):
 
 
 @pytest.mark.parametrize("layout", [cumla.DSV4_FP8, cumla.V32_FP8, cumla.INDEXER_FP8], ids=lambda x: x.name)
-def test_rows_tell_the_format_of_raw_pages(layout, rng):
+def test_the_format_of_raw_pages_is_inferred_from_rows(layout, rng):
     """As peers call it: pages as bytes, and how many tokens one has."""
     k, cache = rows(layout, rng), layout.allocate(2, BLOCK)
     pages = np.zeros((2, layout.page_bytes(BLOCK)), np.uint8)
@@ -100,7 +100,7 @@ def test_rows_tell_the_format_of_raw_pages(layout, rng):
     cumla.dequantize_and_gather_k_cache(want, cache, lens, None, TABLE, backend="reference")
     cumla.dequantize_and_gather_k_cache(got, pages, lens, None, TABLE, BLOCK, 0, backend="reference")
     np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))
-    with pytest.raises(ValueError, match=r"k_cache: got uint8 of shape .* raw pages, which do not tell the format"):
+    with pytest.raises(ValueError, match=r"k_cache: got uint8 of shape .* raw pages, which do not identify the format"):
         cumla.quantize_and_insert_k_cache(k[:, :100], pages, np.arange(len(k)), BLOCK)
 
 
@@ -153,7 +153,7 @@ def test_what_runs_is_logged(caplog, rng):
     ids=str,
 )
 def test_formats_of_ones_own_are_refused(changes):
-    """CUDA's kernels know formats by their names: they would write another one, or behind the page."""
+    """CUDA's kernels select formats by name: they would write another one, or past the page."""
     layout = dataclasses.replace(cumla.DSV4_FP8, **changes)
     cache = np.zeros((2, BLOCK, layout.token_bytes), np.uint8)
     arrays = {"k_cache": cache, "layout": layout}
@@ -169,7 +169,7 @@ def test_formats_of_ones_own_are_refused(changes):
 
 
 def test_the_same_format_is_the_same(rng):
-    """Read from a file, or of pages that are padded otherwise."""
+    """Read from a file, or with pages that are padded differently."""
     for layout in (pickle.loads(pickle.dumps(cumla.DSV4_FP8)), dataclasses.replace(cumla.DSV4_FP8, page_alignment=64)):
         cache, want = layout.allocate(2, BLOCK), cumla.DSV4_FP8.allocate(2, BLOCK)
         k = rows(layout, rng)

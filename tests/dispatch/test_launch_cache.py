@@ -23,7 +23,7 @@ on_device = pytest.mark.usefixtures("device")
 
 
 def on_paper(array):
-    """A CuPy array over host memory: nothing may be done with it, but it looks like any other."""
+    """A CuPy array over host memory: no operation on it is allowed, but its attributes are those of any other."""
     import cupy
 
     memory = cupy.cuda.UnownedMemory(array.ctypes.data, array.nbytes, array, 0)
@@ -31,13 +31,13 @@ def on_paper(array):
 
 
 def launched(*numbers):
-    """A launch all of whose arguments are addresses."""
+    """A launch whose arguments are all addresses."""
     kernel = types.SimpleNamespace(addresses=range(len(numbers)))
     return Launch(kernel, (1, 1, 1), (1, 1, 1), 0, False, list(numbers))
 
 
 @pytest.mark.usefixtures("emulated")
-def test_a_list_looks_as_its_arrays_do():
+def test_a_list_has_the_cache_key_of_its_arrays():
     a, b = (on_paper(np.zeros((4, 8), np.int32)) for _ in range(2))
     assert call_key([a, b], 1) == call_key((b, a), 1)
     assert call_key([a, b], 1) != call_key([a, b[:, :4]], 1)
@@ -90,7 +90,7 @@ class TestNote:
         assert not known.fits([start, start + 32])
 
     def test_an_array_may_run_backwards(self):
-        """The address of a reversed view is that of its last row in memory, and within the array it is a view of."""
+        """The address of a reversed view is that of its last row in memory, inside the array that it views."""
         whole = on_paper(self.a)
         reversed_rows = whole[::-1]
         known = record([launched(reversed_rows.data.ptr)], [whole, reversed_rows], UsedArrays([], []), None)
@@ -128,7 +128,7 @@ class TestNote:
 
 
 def insert(array_of, rng, k=None, tokens=40, slots=np.int64, **options):
-    """One insert of fresh rows, and the pages that it made."""
+    """One insert of fresh rows, and the resulting pages."""
     k = rng.standard_normal((tokens, 512)).astype(BF16) if k is None else k
     cache = np.full((8, 16, 584), 165, np.uint8)
     slot_mapping = rng.permutation(128)[:tokens].astype(slots)
@@ -185,7 +185,7 @@ def _arrays(rng):
 
 @on_device
 def test_columns_of_one_array_and_arrays_of_their_own(rng):
-    """kv_c and k_pe often lie side by side in one array, but need not."""
+    """kv_c and k_pe are often adjacent in one array, but need not be."""
     for side_by_side in (True, True, False, True, False, False):
         rows = rng.standard_normal((40, 576)).astype(BF16)
         given = DEVICE.put(rows)
@@ -200,7 +200,7 @@ def test_columns_of_one_array_and_arrays_of_their_own(rng):
 
 @on_device
 def test_a_reversed_view_of_one_array_and_of_another(rng):
-    """What the first call's suffix is a view of is no part of a later call's."""
+    """The array that the first call's suffix views is not used by a later call."""
     lse = [DEVICE.put(rng.standard_normal((2, 4)).astype(np.float32)) for _ in range(2)]
     a, b, c = (rng.standard_normal((4, 2, 64)).astype(np.float32) for _ in range(3))
     on_device = {id(x): DEVICE.put(x) for x in (a, b, c)}
@@ -214,7 +214,7 @@ def test_a_reversed_view_of_one_array_and_of_another(rng):
 
 @on_device
 def test_in_place_and_out_of_place(rng):
-    """Both are remembered, one beside the other, and a call of either kind is one of its own kind."""
+    """Both kinds of calls are cached, and a call of either kind replays its own."""
     table = rng.standard_normal((16, 64)).astype(np.float32)
     positions = rng.integers(0, 16, 5)
     on_device = DEVICE.put(positions), DEVICE.put(table)
@@ -245,7 +245,7 @@ def topk_case(rng):
 @pytest.mark.parametrize("framework", ["cupy", pytest.param("torch", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("given", [False, True])
 def test_results(rng, framework, given):
-    """New arrays or those given, in the framework of the arguments, on its current stream."""
+    """New or given arrays, in the framework of the arguments, on its current stream."""
     put = DEVICE.put
     if framework == "torch":
         torch = pytest.importorskip("torch")

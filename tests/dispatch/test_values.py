@@ -1,4 +1,4 @@
-"""Numbers and kinds of numbers that kernels do not have: errors on all backends, where some would give NaN."""
+"""Values and dtypes that kernels do not support: errors on all backends, where some would give NaN."""
 
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ def example(name):
 
 @pytest.mark.parametrize("name", SCALED)
 def test_scales_that_kernels_do_not_have(name):
-    """Beyond float32; and for dense attention, whose kernels find the largest product first, what is not above 0."""
+    """Scales beyond float32; for dense attention, whose kernels take the largest product first, also scales <= 0."""
     function, arguments = example(name)
     for scale in (1e39, -1e300, 2.0**128, float("inf"), float("nan")):
         with pytest.raises(
@@ -58,7 +58,7 @@ def test_sparse_attention_takes_any_scale(lab, name, scale):
     ("qk_nope_head_dim", 0), ("v_head_dim", 128.0), ("kv_cache_dtype", None), ("kv_cache_dtype", "fp8_e5m2"),
 ])  # fmt: skip
 def test_numbers_of_a_dense_layer(name, wrong):
-    """When the layer is made, not behind what its first step writes."""
+    """Raised when the layer is made, not after its first step has written."""
     arguments = {"num_heads": 2, "head_size": 576, "scale": 0.1, "kv_b_proj": None}
     with pytest.raises((TypeError, ValueError), match=rf"^{name}: got"):
         MLACommonImpl(**arguments | {name: wrong})
@@ -98,7 +98,7 @@ def test_weights_of_other_8_bit_floats(dtype):
 
 
 def test_scales_that_are_powers_of_two(rng):
-    """As bytes, as numbers of 8 bits and as float32: the same weight, for a layer of one's own and a model's."""
+    """As bytes, as 8-bit floats and as float32: the same weight, for a user's layer and a model's."""
     values, exponents = rng.integers(0, 120, (200, 130), np.uint8), rng.integers(118, 132, (2, 2), np.uint8)
     made = [
         weight_of("kv_b_proj", BlockQuantizedWeight(values, scales))

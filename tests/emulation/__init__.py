@@ -1,4 +1,4 @@
-"""The CUDA backend without a GPU: kernels as C++ on the CPU, behind what stands in for CuPy and the driver.
+"""The CUDA backend without a GPU: kernels as C++ on the CPU, with a fake CuPy and driver.
 
     ptx.py       a CUDA source as C++; what each inline PTX statement means
     builds.py    g++, and where what it built is kept
@@ -6,20 +6,20 @@
     queues.py    devices, streams, events, graphs; what overlaps
     arrays.py    cupy.ndarray and device memory
     cupy.py      the module `cupy`, and libcuda, as far as cumla uses them
-    cublas.py    the product of matrices that is not ours
+    cublas.py    the matrix product that cuBLAS computes
     runtime/     the emulator itself, in C++: threads as fibers, barriers, asynchronous copies, matrix products
 
-Launchers, argument packing and public functions run as they are: nothing in the package knows of this.
+Launchers, argument packing and public functions run unmodified: no code in the package knows of the emulation.
 
-What it shows: wrong results; accesses where no array is; waits that are missing or never end (under late and random
+It detects: wrong results; accesses outside arrays; missing waits and deadlocks (under late and random
 schedules, see launches.py); a kernel that does not wait for the one that it overlaps with, and work that does not wait
-for another stream (queues.py); arguments that are packed wrongly; outputs that nobody writes.
+for another stream (queues.py); wrongly packed arguments; outputs that are not written.
 
-What it cannot show: time, registers, occupancy; weakly ordered memory (fences do nothing: a write is seen by all at
+It does not cover: time, registers, occupancy; weakly ordered memory (fences do nothing: a write is visible to all at
 once, so that a missing proxy fence, wgmma.fence or __threadfence goes unnoticed); races between threads that do not
 wait in between, as a fiber runs from one wait to the next undisturbed; thread blocks side by side, as one runs after
-another: of a kernel's blocks only the first waits for the kernel ahead in earnest; what an instruction does beyond what
-ptx.py says of it; how tensor cores and approximate instructions round.
+another: only the first block of a kernel really waits for the kernel ahead; effects of an instruction that ptx.py
+does not model; rounding of tensor cores and approximate instructions.
 hold.cu, which waits for the clock, does not run. For these there are devices: pytest -m gpu.
 """
 

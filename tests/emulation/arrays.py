@@ -1,6 +1,6 @@
-"""Arrays in the memory of an emulated device: host memory that NumPy computes with, behind CuPy's interface.
+"""Arrays in the memory of an emulated device: host memory that NumPy computes with, with CuPy's interface.
 
-They are no NumPy arrays, or cumla would take them for host memory; and as on a device, what lies beyond an allocation
+They are no NumPy arrays, or cumla would take them for host memory; and as on a device, memory past an allocation
 cannot be accessed.
 """
 
@@ -13,15 +13,15 @@ from . import queues
 from .queues import Device
 
 PAGE = mmap.PAGESIZE
-GUARD = 16 << 20  # bytes on both sides of an allocation: more than a wrong index is likely to leap over
-ALIGNMENT = 256  # of allocations, as CuPy's
-MAP_NORESERVE = 0x4000  # of Linux; Python has no name for it before 3.13
+GUARD = 16 << 20  # bytes on both sides of an allocation: more than a wrong index is likely to skip
+ALIGNMENT = 256  # alignment of allocations, as CuPy's
+MAP_NORESERVE = 0x4000  # a constant of Linux; Python has no name for it before 3.13
 LIBC = ctypes.CDLL(None)
-VIEWS = ("reshape", "view", "transpose", "swapaxes")  # methods that look at no value, if they copy none
+VIEWS = ("reshape", "view", "transpose", "swapaxes")  # methods that read no value, if they do not copy
 
 
 class Memory:
-    """An allocation at the end of its pages; those around it nobody may touch."""
+    """An allocation that ends at a page boundary; the surrounding pages are inaccessible."""
 
     def __init__(self, size, device_id):
         inside = -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
@@ -34,7 +34,7 @@ class Memory:
         self.ptr, self.size, self.device_id = start + GUARD + pages - inside, size, device_id
 
     def __del__(self):
-        if queues.is_anything_queued():  # CuPy's pool gives it to what comes later on the same stream
+        if queues.is_anything_queued():  # CuPy's pool reuses it for later work on the same stream
             queues.kept.append(self._map)
 
 
@@ -69,7 +69,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def _host(self):
-        """What it holds once everything on the current stream is done."""
+        """The contents once all work on the current stream is done."""
         queues.current_stream().synchronize()
         return self._view
 
@@ -149,7 +149,7 @@ class Array(np.lib.mixins.NDArrayOperatorsMixin):
         return lambda *arguments, **keywords: self._given(value(*own(arguments), **own(keywords)))
 
     def _given(self, result):
-        """A result of NumPy's as CuPy gives it: in this array's memory if it is there."""
+        """A NumPy result as a CuPy array: in this array's memory if it is a view of it."""
         if not isinstance(result, np.ndarray | np.generic):
             return result
         result = np.asarray(result)

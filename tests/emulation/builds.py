@@ -15,7 +15,7 @@ FLAGS = (
     "-std=c++20", "-w", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-fno-strict-aliasing",
     "-fno-semantic-interposition", "-ffp-contract=off", f"-I{RUNTIME}",
 )  # fmt: skip
-# C's own headers, as C++'s are most of what it takes to compile a kernel.
+# C headers, because parsing C++'s takes most of a kernel's compile time.
 C_HEADERS = "-D_GLIBCXX_INCLUDE_NEXT_C_HEADERS"
 
 
@@ -38,7 +38,7 @@ _folder: list[pathlib.Path] = []
 
 
 def keep_in(folder):
-    """Where to keep what is built."""
+    """The folder for builds."""
     _folder[:] = [pathlib.Path(folder)]
 
 
@@ -76,7 +76,7 @@ def loaded(text):
 
 
 def built(text, *options):
-    """The library for a C++ text; raises AssertionError with what the compiler says. Options may be files to add."""
+    """The library for a C++ text; raises AssertionError with the compiler's message. Options may be files to add."""
     target = folder() / f"{digest(text, *options)}.so"
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=folder()) as place:

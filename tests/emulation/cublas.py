@@ -1,4 +1,4 @@
-"""The one product of cuBLAS that cumla calls, with NumPy: by CuPy, and by the library itself in a capture."""
+"""The one cuBLAS product that cumla calls, with NumPy: through CuPy, and through the library itself in a capture."""
 
 import ctypes
 import types
@@ -12,13 +12,13 @@ DTYPES = {0: np.dtype(np.float32), 14: np.dtype(ml_dtypes.bfloat16), 2: np.dtype
 
 
 def gemm_strided_batched(*arguments):
-    """Behind what is queued on the current stream, as cuBLAS has it from CuPy."""
+    """Runs after the work queued on the current stream, as CuPy calls cuBLAS."""
     queues.current_stream().add(lambda: multiply(*arguments))
 
 
-# ---- libcublas itself, whose functions say 0: all is well
+# ---- libcublas itself, whose functions return 0: success
 
-_stream = [0]  # of the one handle
+_stream = [0]  # the only handle
 
 
 def set_stream(handle, stream):

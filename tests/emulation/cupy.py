@@ -1,4 +1,4 @@
-"""What stands in for CuPy and the driver while a device is emulated: what cumla and its tests use of them."""
+"""The fake CuPy and driver of an emulated device: the parts that cumla and its tests use."""
 
 import contextlib
 import ctypes
@@ -22,7 +22,7 @@ NUMPY_FUNCTIONS = (
     "arange", "broadcast_to", "concatenate", "cumsum", "full", "ones", "stack", "where", "zeros_like",
 )  # fmt: skip
 UNWRITTEN = 0x7F  # in every byte: 3.4e38 as a float, 2e9 as an int
-FREELY_SHARED = 48 << 10  # bytes of shared memory that a launch may ask for unless the kernel is allowed more
+FREELY_SHARED = 48 << 10  # bytes of shared memory that a launch may request unless the kernel is allowed more
 
 
 @contextlib.contextmanager
@@ -34,19 +34,19 @@ def devices():
         for module in (launch, projection, streams, tma):
             stack.enter_context(mock.patch.object(module, "ctypes", replaced))
         for name, module in list(sys.modules.items()):
-            if name.startswith("cumla.") and hasattr(module, "cupy"):  # bound at an import, maybe of the real one
+            if name.startswith("cumla.") and hasattr(module, "cupy"):  # bound at import, possibly to the real one
                 stack.enter_context(mock.patch.object(module, "cupy", CUPY))
         for cache in (backends.unavailable, streams.of_handle, projection.workspace, projection.cublas_library):
             cache.cache_clear()
             stack.callback(cache.cache_clear)
         stack.callback(queues.forget_everything)
         yield
-        queues.finish_everything()  # or what is still to come would go wrong unseen
+        queues.finish_everything()  # otherwise errors of pending work would be missed
 
 
 @contextlib.contextmanager
 def _modules(stand_ins):
-    """These modules in the place of those of their names. What else is imported in the meantime stays imported."""
+    """Replace the modules of these names. Other modules imported meanwhile stay imported."""
     before = {name: sys.modules.get(name) for name in stand_ins}
     sys.modules.update(stand_ins)
     try:
@@ -96,7 +96,7 @@ CONFIG = struct.Struct("7IPPI")  # CUlaunchConfig
 
 
 def launch_kernel(config, function, _, extra):
-    """cuLaunchKernelEx, whose arguments are addresses, for packed arguments; raises what goes wrong."""
+    """cuLaunchKernelEx, whose arguments are addresses, for packed arguments; raises the kernel's errors."""
     *sizes, shared_bytes, stream, _, overlap = CONFIG.unpack(ctypes.string_at(config, CONFIG.size))
     kind, arguments, other_kind, size, end = (ctypes.c_void_p * 5).from_address(extra)
     assert (kind, other_kind, end) == (launch.BUFFER_POINTER, launch.BUFFER_SIZE, None)
@@ -104,7 +104,7 @@ def launch_kernel(config, function, _, extra):
     raw, kernel = LAUNCHABLE[function - 1]
     if shared_bytes > raw.max_dynamic_shared_size_bytes:
         raise launches.EmulationError(f"{raw.name}: {shared_bytes} bytes of shared memory, which it is not allowed")
-    # A copy: 16 bytes behind a multiple of 64, as on sm_90 (0x210 of a constant bank).
+    # A copy: 16 bytes past a multiple of 64, as on sm_90 (0x210 of a constant bank).
     memory = ctypes.create_string_buffer(argument_bytes + 64)
     packed = (ctypes.addressof(memory) + 47) // 64 * 64 + 16
     ctypes.memmove(packed, arguments, argument_bytes)
@@ -114,7 +114,7 @@ def launch_kernel(config, function, _, extra):
 
 
 def encode_tensor_map(tensor_map, kind, rank, address, sizes, strides, box, element_strides, *options):
-    """cuTensorMapEncodeTiled for what cumla asks of it, as runtime/copies.cpp reads it; the array may be any."""
+    """cuTensorMapEncodeTiled for cumla's arguments, as runtime/copies.cpp reads it; the array may be any."""
     element_bytes = {1: 2}[kind]  # UINT16
     assert (rank, list(element_strides), options) == (3, [1, 1, 1], (0, 3, 3, 0))  # 128-byte swizzle
     assert element_bytes * box[0] == 128
@@ -143,14 +143,14 @@ def copy_memory(target, source, size, kind, stream):
 
 
 class PointerAttributes:
-    """What runtime.pointerGetAttributes says of an address: nobody asks for more, or from device 1."""
+    """runtime.pointerGetAttributes of an address: other attributes and device 1 are not supported."""
 
     def __init__(self, address):
         self.device = 0
 
 
 def on_device(function):
-    """A function of NumPy's for arrays on a device."""
+    """A NumPy function for arrays on a device."""
 
     def call(*arguments, **keywords):
         result = function(*arrays.own(arguments), **arrays.own(keywords))
@@ -163,14 +163,14 @@ def on_device(function):
 
 
 def empty(shape, dtype=float):
-    """Full of numbers that nobody takes for a result."""
+    """Filled with values that no test expects as a result."""
     made = Array(shape, dtype)
     ctypes.memset(made.data.ptr, UNWRITTEN, made.nbytes)  # at once, as the memory is fresh
     return made
 
 
 def zeros(shape, dtype=float):
-    return Array(shape, dtype)  # as fresh memory is, which may be more than there is if nobody touches it
+    return Array(shape, dtype)  # uninitialised, as device memory is; pages that are not touched take no host memory
 
 
 def empty_like(array):

@@ -14,7 +14,7 @@ class EmulationError(AssertionError):
 
 
 class Schedule(NamedTuple):
-    """How a launch goes about what a device leaves open.
+    """How a launch schedules what a device leaves open.
 
     late  asynchronous copies and products are done when they are waited for (or when nothing else can go on) and not
           when they are started
@@ -61,7 +61,7 @@ class Kernel:
 
 
 class Launch:
-    """A kernel with all that it needs, to be run later, as the schedule of now has it.
+    """A kernel with its arguments, to be run later under the current schedule.
 
     arguments  the address of the packed ones; `memory` keeps them
     ahead      the launch that it may overlap with

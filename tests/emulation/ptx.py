@@ -1,6 +1,6 @@
-"""CUDA C++ as C++ for the emulator: every inline PTX statement becomes what a table says of it.
+"""CUDA C++ as C++ for the emulator: every inline PTX statement is replaced according to a table.
 
-What the table says of a statement is all that the emulation knows of it; one that it does not have is an error.
+The table is all that the emulation knows of a statement; a statement that it lacks is an error.
 """
 
 import re
@@ -121,7 +121,7 @@ TABLE = {
     "mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};": (
         "emulator::mma_f64(%0, %1, %2, %3)"
     ),
-    # what has no meaning for one CPU thread that does everything in order
+    # statements without a meaning for one CPU thread that does everything in order
     "fence.mbarrier_init.release.cluster;": "",
     "fence.proxy.async.shared::cta;": "",
     "griddepcontrol.launch_dependents;": "",
@@ -138,7 +138,7 @@ for name in ("f16", "bf16"):
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
     ] = f"emulator::mma({', '.join(f'%{i}' for i in range(10))}, {str(name == 'bf16').lower()})"
 
-# Plain loads and stores: the C++ type of each PTX type, and how many of them there are at once.
+# Plain loads and stores: the C++ type of each PTX type, and the number of elements.
 TYPES = {"u8": "unsigned char", "u16": "unsigned short", "u32": "unsigned", "s32": "int", "f32": "float"}
 for ptx_type, c_type in TYPES.items():
     for count in (1, 2, 4):
@@ -162,7 +162,7 @@ for ptx_type, c_type in TYPES.items():
                 f"auto to_ = reinterpret_cast<{c_type}*>({at.format('%0')}); {stored}"
             )
 
-# Products of warpgroups have a pattern of their own, as their operands are too many for one line.
+# Products of warpgroups have a pattern of their own, because their operands do not fit on one line.
 WGMMA = re.compile(
     r"{ \.reg \.pred p; setp\.ne\.b32 p, %\d+, 0; "
     r"wgmma\.mma_async\.sync\.aligned\.m64n(?P<columns>\d+)k(?:16|32)\.f32\.(?P<type>b?f16|e4m3)\.(?P=type) "
@@ -172,11 +172,11 @@ WGMMA = re.compile(
 ASM = re.compile(r"\basm\b(?:\s+volatile)?\s*\(")
 LITERAL = re.compile(r'"((?:[^"\\]|\\.)*)"')
 OPERAND = re.compile(r'^\s*"[^"]*"\s*\((.*)\)\s*$', re.DOTALL)
-# A kernel; a macro, or __cluster_dims__, says how many blocks a cluster has.
+# A kernel; a macro, or __cluster_dims__, gives the number of blocks of a cluster.
 KERNEL = re.compile(
     r'extern "C" (?P<cluster>\w+(?:\([^)]*\))? )?__global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(?P<name>\w+)\('
 )
-# The part for a debugger's eyes, which waits without letting anybody else go on.
+# The part for a debugger, which waits without letting other threads run.
 WATCHDOG = re.compile(r"^#ifdef WATCHDOG\n.*?^#else\n(.*?)^#endif\n", re.MULTILINE | re.DOTALL)
 
 
@@ -188,7 +188,7 @@ def translated(text):
         r"\1* memory = reinterpret_cast<\1*>(emulator::shared_memory + emulator::DYNAMIC_SHARED_AT);",
         text,
     )
-    text = re.sub(r"const __grid_constant__ (\w+) (\w+)", r"const \1& \2", text)  # whose address may be taken
+    text = re.sub(r"const __grid_constant__ (\w+) (\w+)", r"const \1& \2", text)  # so that its address can be taken
     clusters = {match["name"]: match["cluster"] or "" for match in KERNEL.finditer(text)}
     text = KERNEL.sub(lambda match: match[0].replace(match["cluster"] or "", "", 1), text)
     parts, end = [], 0
@@ -226,7 +226,7 @@ def normalised(template):
 def warpgroup_product(product, outputs, values):
     """`values`: the sums (one macro for all); a's tile, or four registers of an array; b's tile; whether to add.
 
-    Whether tiles are read across their rows is said of a, if that is one, and of b; of neither for bytes.
+    Transposed tiles are marked on a, if that is a tile, and on b; bytes have no such marks.
     """
     sums = re.search(r"\((\w+)\)", outputs)[1]
     if product["registers"]:
@@ -240,13 +240,13 @@ def warpgroup_product(product, outputs, values):
 
 
 def listed(part):
-    """The operands of a list of them."""
+    """Split a list of operands."""
     found, _ = split(part + ")", 0, ",")
     return [operand for operand in found if operand.strip()]
 
 
 def split(text, start, separator):
-    """What is between separators from `start` on up to the parenthesis that closes, and where that ends."""
+    """The text between separators from `start` up to the closing parenthesis, and where that ends."""
     found, depth, begin, i = [], 0, start, start
     while True:
         literal = LITERAL.match(text, i)

@@ -1,16 +1,16 @@
 """The emulated devices and their streams: what is queued on one runs in order, and as late as it may.
 
-The last kernel of a stream waits for the next thing that is queued there: if that is a kernel that may overlap with it
-(programmatic dependent launch), that one starts first and this one runs where it is waited for. So a kernel that does
-not wait (griddepcontrol.wait), or not before it touches memory, finds nothing of what the kernel ahead of it writes.
+The last kernel of a stream waits for the next work queued there: if that is a kernel that may overlap with it
+(programmatic dependent launch), that kernel starts first and this one runs where it is waited for. So a kernel that
+does not wait (griddepcontrol.wait), or touches memory before it waits, sees nothing that the kernel ahead writes.
 
-What is queued behind `busy()` runs when somebody waits for it: who does not, on another stream, comes too early.
+Work queued after `busy()` runs when something waits for it: a reader on another stream that does not wait is early.
 """
 
 import ctypes
 import threading
 
-RELAXED = 2  # of the ways to capture a graph: this thread may do what would spoil it
+RELAXED = 2  # capture mode: this thread may make calls that would invalidate a capture
 MOST_OVERLAPPING = 4  # kernels, each with the next; on a device it is two
 
 
@@ -19,7 +19,7 @@ class Device:
 
     current = 0
     CAPABILITIES = ("90", "80")
-    SHARED_KIB = ((227, 228), (163, 164))  # of a thread block, of a multiprocessor
+    SHARED_KIB = ((227, 228), (163, 164))  # limits of a thread block, of a multiprocessor
     MULTIPROCESSORS = 4
 
     def __init__(self, number=None):
@@ -55,7 +55,7 @@ class Device:
 
 
 class Work:
-    """Something to do. long: what is behind it is done when it is waited for and not before."""
+    """An item of work. long: work after it is done only when something waits for it."""
 
     is_kernel = overlap = False
 
@@ -74,10 +74,10 @@ class KernelWork(Work):
 
 
 class Queue:
-    """What is to be done on a stream, `done` of all that ever was.
+    """The queue of a stream; `done` counts all finished works.
 
-    graph    the Capture that it goes to instead
-    running  works that are being done: memory that is let go meanwhile is still theirs
+    graph    the Capture that records it instead
+    running  works in progress: memory that is freed meanwhile still belongs to them
     """
 
     def __init__(self):
@@ -118,7 +118,7 @@ class Queue:
                 self.running = before
 
     def _overlapping(self, most):
-        """How many of the next works are one: a kernel and those that overlap, each with the one ahead of it."""
+        """How many of the next works run as one: a kernel and its successors, each overlapping the one ahead."""
         count, works = 1, self.works[: min(most, MOST_OVERLAPPING)]
         while count < len(works) and works[count - 1].is_kernel and works[count].overlap:
             count += 1
@@ -146,7 +146,7 @@ def finish_everything():
 
 
 def forget_everything():
-    """What is still queued is never done."""
+    """Drop all queued work."""
     _queues.clear()
     _queues[0] = Queue()
     kept.clear()
@@ -157,7 +157,7 @@ def is_anything_queued():
 
 
 class _Current(threading.local):
-    """Of a thread: handles of the streams that were made the current one, by device; how it captures."""
+    """State of a thread: handles of the current streams by device; its capture mode."""
 
     def __init__(self):
         self.streams, self.capture_mode = {}, 0
@@ -167,7 +167,7 @@ _thread = _Current()
 
 
 class Stream:
-    """cupy.cuda.Stream. None of them waits for the default stream on its own."""
+    """cupy.cuda.Stream. None of them waits for the default stream implicitly."""
 
     def __init__(self, null=False, non_blocking=False, handle=None):
         self.ptr = 0 if null else next(_handles) if handle is None else handle
@@ -233,7 +233,7 @@ def current_stream(device=None):
 
 
 class Capture:
-    """A graph in the making: what a stream is given, and others that came to wait for it, in the order of the calls.
+    """A graph being captured: the work of a stream, and of others that joined by an event, in the order of the calls.
 
     ends  by queue that takes part, how much of it the queue that began the capture waits for, and how much there is
     """
@@ -248,7 +248,7 @@ class Capture:
         self.ends[queue][1] += 1
 
     def joined(self, event, queue):
-        """`queue` waits for an event of this capture, and takes part from now on."""
+        """`queue` waits for an event of this capture, and joins it."""
         if queue.graph is None:
             queue.finish()
             queue.graph, self.ends[queue] = self, [0, 0]
@@ -304,7 +304,7 @@ class Event:
 
 
 def refuse_in_capture(what):
-    """What would spoil a capture unless this thread captures in a relaxed way."""
+    """Raises for calls that would invalidate a capture, unless this thread captures in relaxed mode."""
     if _thread.capture_mode != RELAXED and any(queue.graph is not None for queue in _queues.values()):
         raise RuntimeError(f"cudaErrorStreamCaptureUnsupported: {what} while a graph is being captured")
 
@@ -322,7 +322,7 @@ def graph_nodes(graph, nodes, count):
 
 
 def capture_info(handle, status, number, *more):
-    """cuStreamGetCaptureInfo_v2, for references to what it tells."""
+    """cuStreamGetCaptureInfo_v2, for references to its results."""
     capture = queue_of(handle.value or 0).graph
     status._obj.value, number._obj.value = capture is not None, 0 if capture is None else capture.number
     return 0

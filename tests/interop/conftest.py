@@ -5,7 +5,7 @@ from cumla.interop.ops import Op
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The names of the operations that Python is asked for."""
+    """The names of the operations that call Python."""
     calls = []
     run = Op.run
 

@@ -56,7 +56,7 @@ def with_head_axis(pages, block_size, width=584):
 
 
 class TestSignatures:
-    """What a caller may write, by position or by name."""
+    """Every way to pass the arguments, by position or by name."""
 
     @pytest.mark.parametrize(
         ("function", "names"),
@@ -203,7 +203,7 @@ def test_wrong_arguments(changes, error, text):
 
 
 def test_plans_of_metadata_are_schedules(rng):
-    """What a builder makes for a step's sparse decodes, but not for dense decodes."""
+    """A builder's plan for a step's sparse decodes is refused for dense decodes."""
     config = ServingConfig(max_num_batched_tokens=8, max_num_seqs=4, max_model_len=128)
     lens, starts = np.array([5, 6], np.int32), np.arange(3, dtype=np.int32)
     batch = CommonAttentionMetadata(starts, starts, lens, lens, lens - 1, 2, 2, 1, np.zeros((2, 2), np.int32), lens - 1)

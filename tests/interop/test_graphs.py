@@ -65,7 +65,7 @@ def framework(request):
 
 
 class Step:
-    """The arrays of a step of decodes, at addresses that stay, and the step."""
+    """The arrays of a step of decodes, at fixed addresses, and the step."""
 
     def __init__(self, framework, rng):
         put = framework.put
@@ -162,7 +162,7 @@ def test_a_captured_step_is_right_for_every_batch(framework, rng):
 
 
 def eager_copies(framework, eager):
-    """The caches of another step, in memory of their own."""
+    """The caches of another step, in separate memory."""
     copy = [framework.put(dlpack.borrow(x).get()) for x in (eager.cache, eager.compressed.cache)]
     compressed = eager.compressed
     fields = [
@@ -187,7 +187,7 @@ def test_what_would_allocate_in_a_capture_is_named(framework, missing, rng):
 
 
 def test_a_captured_step_allocates_nothing(rng):
-    """No block of CuPy's pool changes hands in a capture."""
+    """No block of CuPy's pool is reused during a capture."""
     import cupy
 
     framework = CuPy()

@@ -136,7 +136,7 @@ def test_fp8_caches_keep_their_dtype(device, rng):
 
 @pytest.mark.parametrize("dtype", ["float8_e5m2", "float8_e4m3fnuz", "float8_e8m0fnu"])
 def test_other_8_bit_floats_are_refused_while_tracing(dtype, rng):
-    """Their bytes would be taken for e4m3's."""
+    """Their bytes would be read as e4m3."""
     arguments = operations.CASES["sparse_mla_decode-V32_FP8"](rng)
     arguments["k_cache"] = arguments["k_cache"].view(getattr(ml_dtypes, dtype))
     arrays, static = split(arguments)
@@ -290,7 +290,7 @@ def test_the_documentation_s_example_runs(rng):
 
 @pytest.mark.parametrize("attempt", range(2))
 def test_a_program_that_exits_while_calls_are_under_way(attempt):
-    """XLA's threads cannot enter Python any more then: without the exit hook four of five such processes abort."""
+    """XLA's threads cannot enter Python after that: without the exit hook four of five such processes abort."""
     example = Path(__file__).parents[2] / "examples" / "with_jax.py"
     lines = [line for line in example.read_text().splitlines() if "block_until_ready" not in line]
     assert len(lines) == len(example.read_text().splitlines()) - 1
@@ -299,7 +299,7 @@ def test_a_program_that_exits_while_calls_are_under_way(attempt):
 
 
 def test_arrays_of_other_kinds_are_taken_as_jax_takes_them(rng):
-    """Lists of numbers too, which are no arrays before that."""
+    """Also lists of numbers, which are not arrays yet."""
     arguments = operations.CASES["compute_global_topk_indices_and_lens"](rng)
     want = ops.compute_global_topk_indices_and_lens(**arguments)
     lists = {name: x.tolist() if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
@@ -329,7 +329,7 @@ def test_wrong_types_are_found_while_tracing(rng):
         trace(indices=arguments["indices"][:1])
 
 
-def test_what_values_tell_arrives_when_it_runs_and_names_the_argument(rng):
+def test_errors_of_values_are_raised_at_run_time_and_name_the_argument(rng):
     arguments = operations.CASES["sparse_mla_decode-V32_FP8"](rng)
     arguments["attn_sink"] = np.full(3, np.nan, np.float32)
     arrays, static = split(arguments)
@@ -369,7 +369,7 @@ def test_nothing_is_compiled_twice(rng):
 
 @pytest.mark.gpu
 def test_a_step_is_captured_in_a_command_buffer(calls, rng):
-    """XLA replays what the operations launched instead of calling Python again."""
+    """XLA replays the launches of the operations instead of calling Python again."""
     device = jax.devices("cuda")[0]
     jitted = jax.jit(decode_step, donate_argnums=0)
     cache = jax.device_put(operations.fp8_cache(rng, cumla.DSV4_FP8), device)
@@ -388,7 +388,7 @@ def test_a_step_is_captured_in_a_command_buffer(calls, rng):
 
 @pytest.mark.gpu
 def test_prefills_are_captured_in_a_command_buffer(calls, monkeypatch, rng):
-    """So many that XLA makes a graph of them; all their memory is XLA's, and each replay has rows of its own."""
+    """So many that XLA makes a graph of them; all their memory is XLA's, and each replay has its own rows."""
 
     def refuse(*arguments):
         raise AssertionError(f"allocated: {arguments}")

@@ -1,4 +1,4 @@
-"""What compilers of frameworks capture: with its results and its scratch handed in, an operation allocates nothing."""
+"""With its results and scratch passed in, an operation allocates nothing, so that frameworks can capture it."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def device(request):
 
 
 def long_decode(rng):
-    """Dense decode of so many keys that they are shared out, with partial results."""
+    """Dense decode of so many keys that they are split, with partial results."""
     return {
         "q": operations.rows(rng, 2, 1, 4, 576), "k_cache": operations.rows(rng, 12, 64, 576),
         "block_table": rng.integers(0, 12, (2, 10)).astype(np.int32), "cache_seqlens": np.array([640, 300], np.int32),

@@ -1,4 +1,4 @@
-"""cumla's operations under torch.compile: no graph breaks, true mutation marks, the bits of eager calls."""
+"""cumla's operations under torch.compile: no graph breaks, correct mutation marks, the bits of eager calls."""
 
 import subprocess
 import sys
@@ -30,12 +30,12 @@ def compiler(device):
 
 
 def to(device):
-    """A function of NumPy arrays that gives tensors with memory of their own."""
+    """A function of NumPy arrays that returns tensors with separate memory."""
     return lambda array: dlpack.give(np.array(array), "torch").to(device)
 
 
 def on_host(tensor):
-    """Copied by torch, on whose current stream results are ready: CuPy's current one may be another."""
+    """Copied by torch, on whose current stream results are ready: CuPy's current stream may differ."""
     return dlpack.borrow(tensor.detach().cpu())
 
 
@@ -68,7 +68,7 @@ def test_compiles_without_graph_breaks_to_the_bits_of_an_eager_call(case, device
 
 @pytest.mark.parametrize("case", operations.CASES)
 def test_opcheck(case, device, rng):
-    """Mutation marks, fake kernels and autograd registration, by torch's own test of operators."""
+    """Mutation marks, fake kernels and autograd registration, by torch's own operator test."""
     name = operations.operation(case)
     given = tensors(operations.CASES[case](rng), device)
     if given.get("layout") is not None:
@@ -136,7 +136,7 @@ def step_inputs(rng, device, table, seq_lens):
 
 
 def packed_cache(rng, device):
-    """Pages that are further apart than their tokens' bytes, as those of the server are."""
+    """Pages that are further apart than their tokens' bytes, as an engine's are."""
     pages = torch.zeros(operations.BLOCKS, operations.BLOCK * 584 + 240, dtype=torch.uint8)
     cache = pages[:, : operations.BLOCK * 584].view(operations.BLOCKS, operations.BLOCK, 584)
     cache.copy_(torch.from_numpy(operations.fp8_cache(rng, cumla.DSV4_FP8)))

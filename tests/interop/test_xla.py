@@ -17,11 +17,11 @@ jax = pytest.importorskip("jax")
 ops, xla = pytest.importorskip("cumla.interop.jax"), pytest.importorskip("cumla.interop.xla")
 
 WORD, FUNCTION = ctypes.c_int64, ctypes.CFUNCTYPE
-CONTEXTS = {0: 1001, 1: 1002}  # of the emulated devices
+CONTEXTS = {0: 1001, 1: 1002}  # number of emulated devices
 
 
 class Xla:
-    """XLA's side: calls of the handler with frames like its own."""
+    """XLA's side: calls the handler with frames like XLA's."""
 
     def __init__(self):
         self.functions = {
@@ -36,7 +36,7 @@ class Xla:
         self.handler = FUNCTION(WORD, WORD)(xla_handler.make_handler(words, launch, context, xla.in_python()))
 
     def start(self, driver):
-        """As if nothing had been called."""
+        """Reset the handler's state."""
         self.driver, self.fail, self.context, self.messages = driver, 0, CONTEXTS[0], []
         self.table.words[:] = 0
         self.table.calls.clear()
@@ -109,13 +109,13 @@ def compiler(device, made, monkeypatch):
 
 
 def compiled(function, *arrays):
-    """What XLA would be given for a GPU: the text, and the numbers of its custom calls."""
+    """The text that XLA gets for a GPU, and the identifiers of its custom calls."""
     text = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     return text, [int(number) for number in re.findall(r"call = (\d+) : ui64", text)]
 
 
 class Program:
-    """A custom call of one operation, with arrays of its own each time."""
+    """A custom call of one operation, with new arrays each time."""
 
     def __init__(self, device, case, rng):
         self.device, self.case, self.op = device, case, OPS[operations.operation(case)]
@@ -131,7 +131,7 @@ class Program:
         return self.device.put(np.ascontiguousarray(array))
 
     def call(self, compiler, rng, finished=True, **more):
-        """Make the call with other arrays. Returns what it wrote and what an eager call writes."""
+        """Make the call with other arrays. Returns its outputs and those of an eager call."""
         arguments = operations.CASES[self.case](rng)
         want = [x.get() for x in operations.expected(self.case, arguments, self.op.writes, self._put)]
         inputs = [self._put(arguments[name]) for name in self.names]
@@ -257,7 +257,7 @@ def test_a_program_of_another_process_is_an_error(compiler):
 
 
 def test_the_same_operation_has_the_same_number(compiler, rng):
-    """As it is part of what a compiled program is kept by."""
+    """It is part of the cache key of a compiled program."""
     arguments = operations.CASES[CASE](rng)
     names = [name for name, x in arguments.items() if isinstance(x, np.ndarray)]
     static = {name: x for name, x in arguments.items() if name not in names}
@@ -273,7 +273,7 @@ def test_the_same_operation_has_the_same_number(compiler, rng):
 
 
 def test_xlas_own_frames_are_read():
-    """XLA's, on the CPU: whose calls have no stream, but look the same."""
+    """XLA's calls on the CPU, which have no stream but the same form."""
     seen = []
 
     def look(address, status):

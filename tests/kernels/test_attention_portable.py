@@ -1,4 +1,4 @@
-"""The sizes of the portable attention kernel fit the devices that it is for."""
+"""Tile sizes of the portable attention kernel fit its devices."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The table of barriers in the header of each Hopper kernel lists those that the kernel has, and no others."""
+"""The table of barriers in the header of each Hopper kernel lists exactly the barriers of the kernel."""
 
 import re
 
@@ -13,7 +13,7 @@ NAMED = re.compile(r"(?:warpgroup_(?:sync|any)\(|bar\.sync |bar\.red[\w.]* q, )(
 
 
 def files_of(kernel):
-    """The files of a kernel: all of its folder, unless other kernels are there or below."""
+    """The files of a kernel: all of its folder, unless other kernels are in it or below."""
     others = [path for path in kernel.parent.rglob("*.cu") if path != kernel]
     return [kernel] if others else sorted(kernel.parent.iterdir())
 
@@ -42,6 +42,6 @@ def test_every_barrier_is_listed(name):
     assert set(re.findall(r"\b(?:cluster_)?barrier_wait" + MBARRIER, code)) <= set(names)
     assert ("cluster" in names) == ("cluster_arrive()" in code)
     listed = {int(number) for x in names if x.startswith("named") for number in re.findall(r"\d+", x)}
-    # An id that a sum gives is that of one of two consumers.
+    # An id computed by a sum belongs to one of two consumers.
     used = [(int(first), bool(rest)) for first, rest in NAMED.findall(code)]
     assert listed == {first + i for first, of_two in used for i in range(1 + of_two)}

@@ -1,4 +1,4 @@
-"""Tests once more where an index out of bounds is an error: cpu kernels as interpreted code (support/checked.py)."""
+"""Repeats tests with bounds checks on indices: cpu kernels as interpreted code (support/checked.py)."""
 
 import os
 import pathlib
@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 TESTS = pathlib.Path(__file__).parent.parent
-# Of each file of kernels/cpu all compiled functions are called, as the plugin makes sure, by what is small.
+# Small tests that call all compiled functions of each file of kernels/cpu, which the plugin checks.
 FILES = {
     "test_safety_indices.py": "cpu",
     "test_safety_cache.py": "cpu and not large",

@@ -1,6 +1,6 @@
 """The CUDA sources compile for every target, without a GPU, and keep their values in registers.
 
-Of each file two for Hopper and one for the oldest target that takes it; slow tests are for all others.
+Two programs per file for Hopper and one for its oldest target; slow tests cover all others.
 """
 
 import re
@@ -22,7 +22,7 @@ MHA = {
     "ACCUMULATE": 0,
 }  # fmt: skip
 MHA_TYPES = [("bf16", "bf16", 1), ("bf16", "float", 0), ("f16", "f16", 1)]
-# Every file of csrc/, with macros as launchers give them.
+# Every file of csrc/, with the macros of its launchers.
 SOURCES = [
     ("common/cache_insert.cu", {**INSERTS, "LAYOUT": "DSV4_FP8", "INPUT": "bf16", "POWER_OF_TWO": 1, "ALIGNED": 1}),
     ("common/cache_insert.cu", {**INSERTS, "LAYOUT": "V32_FP8", "INPUT": "f16", "POWER_OF_TWO": 0, "ALIGNED": 1}),
@@ -185,15 +185,15 @@ SOURCES = [
 # Bytes: what is allowed to spill.
 SPILLS_ALLOWED = {
     "sm90/decode/decode.cu-V32_FP8-sm_90a": 8,  # once a tile: every register is given to a role
-    # Causal, and added to what is there: no layer asks for both. The branch for logits beyond 2^24 keeps a scale of
-    # its own alive beside the highest logits and the sums.
+    # Causal, and added to the output: no layer combines both. The branch for logits beyond 2^24 keeps a scale of
+    # its own alive in addition to the highest logits and the sums.
     "sm90/dense/mha_varlen.cu-f16-float-1-1-sm_90a": 44,
 }
-if nvrtc.nvrtcVersion()[1] < 13:  # which fits into the same 128 registers what CUDA 12 does not
+if nvrtc.nvrtcVersion()[1] < 13:  # CUDA 12 needs more than the same 128 registers
     SPILLS_ALLOWED["sm80/dense_decode.cu-f16-e4m3-0-sm_90a"] = 40
-    # Once a tile, of a kernel that runs on Hopper only where it is asked for.
+    # Once per tile, in a kernel that runs on Hopper only on request.
     SPILLS_ALLOWED["sm80/sparse/attention.cu-DSV4_FP8-16-32-3-2-82128-sm_90a"] = 16
-    for target in ("sm_100", "sm_120"):  # into the 80 registers of three thread blocks a multiprocessor
+    for target in ("sm_100", "sm_120"):  # with the 80 registers of three thread blocks per multiprocessor
         SPILLS_ALLOWED[f"common/indexer_topk.cu-256-1-ToColumns-{target}"] = 4
     rows = "common/compressor.cu-INDEXER_FP8-bf16-bf16-int64-int64-int-INDEXER_FP8-4-2-1-1-8-0-0"  # unaligned ones
     SPILLS_ALLOWED |= {f"{rows}-sm_100": 4, f"{rows}-sm_120": 56}
@@ -201,11 +201,11 @@ if nvrtc.nvrtcVersion()[1] < 13:  # which fits into the same 128 registers what 
     SPILLS_ALLOWED["common/indexer_topk_few.cu-1024-1-8-1-1-ToSlots-sm_120"] = 4  # with a row's columns in registers
     SPILLS_ALLOWED["sm90/prefill/prefill.cu-DSV4_BF16-1-sm_90a"] = 4  # for sanitizers
 
-SPILLS_ALLOWED_IN = {"common/sparse/exact.cu": 256}  # which runs seldom, and has two thread blocks a multiprocessor
+SPILLS_ALLOWED_IN = {"common/sparse/exact.cu": 256}  # which runs rarely, with two thread blocks per multiprocessor
 
 
 def targets_of(file):
-    """What is in the folder of Hopper is for it alone; what is in sm80/ serves all that is newer, too."""
+    """Sources in Hopper's folder are only for Hopper; those in sm80/ also serve all newer devices."""
     return ("sm_90a",) if file.startswith("sm90/") else TARGETS
 
 
@@ -268,9 +268,9 @@ COMPILATIONS += [
 
 
 def compiled(file, macros, target):
-    """The compiler's log of csrc/<file>; fails the test with it if there is no program."""
+    """The compiler's log of csrc/<file>; fails the test with it if compilation fails."""
     text = "".join(f"#define {name} {value}\n" for name, value in macros.items()) + compiler.source(file)
-    # What CuPy adds to our own options, and a report of what each kernel uses.
+    # CuPy's options in addition to ours, and a report of each kernel's resources.
     cupys = ("--device-as-default-execution-space", "-ftz=true", f"-arch={target}")
     options = [option.encode() for option in (*compiler.OPTIONS, *cupys, "--ptxas-options=-v")]
     _, program = nvrtc.nvrtcCreateProgram(text.encode(), file.encode(), 0, None, None)
@@ -309,8 +309,8 @@ def test_source(number):
     allowed = SPILLS_ALLOWED_IN.get(COMPILATIONS[number][0], 0)
     assert max(spills) <= SPILLS_ALLOWED.get(name_of(number), allowed), log
     assert "warning" not in log, log
-    if "EVERY_LANE_ARRIVES" not in COMPILATIONS[number][1]:  # which need not be fast
-        assert "serialized" not in log, log  # products of a warpgroup, of which little is heard otherwise
+    if "EVERY_LANE_ARRIVES" not in COMPILATIONS[number][1]:  # it need not be fast
+        assert "serialized" not in log, log  # warpgroup products, reported only here
 
 
 def test_every_source_is_compiled():

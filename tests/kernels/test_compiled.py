@@ -1,4 +1,4 @@
-"""Machine code is kept by what it follows from and made anew where it is damaged, and need not be kept at all."""
+"""Machine code is cached by the inputs of its compilation and replaced where it is damaged; the cache is optional."""
 
 import concurrent.futures
 import hashlib
@@ -183,10 +183,10 @@ def test_results_and_exceptions():
         refuses(7, 0)
 
 
-def test_symbols_that_nobody_has_are_said(monkeypatch):
+def test_undefined_symbols_are_an_error(monkeypatch):
     counts(np.zeros(3))
-    code = native.MachineCode("entry", "none", "=q", ("memset", "a_function_that_nobody_has"), ())
-    with pytest.raises(LookupError, match="nobody has a_function_that_nobody_has"):
+    code = native.MachineCode("entry", "none", "=q", ("memset", "an_undefined_function"), ())
+    with pytest.raises(LookupError, match="undefined symbols: an_undefined_function"):
         native.NativeFunction(code)
 
 
@@ -223,7 +223,7 @@ def test_what_cannot_be_read_is_passed_by(package, tmp_path):
 
 
 def test_where_nothing_can_be_kept(package, tmp_path):
-    """As in a hardened container, whose site-packages and home cannot be written. The reference compiles nothing."""
+    """As in a hardened container, with read-only site-packages and home. The reference compiles nothing."""
     home = tmp_path / "home"
     home.mkdir()
     (home / ".cache").write_text("no folder")

@@ -1,4 +1,4 @@
-"""Counts that kernels make of sizes which fit in an int32 each, and together do not: emulated, without such arrays."""
+"""Products of sizes that each fit in an int32 and together do not: emulated, without such large arrays."""
 
 import ctypes
 
@@ -13,20 +13,20 @@ INT32_MAX = 2**31 - 1
 
 
 def launch(here, text, name, blocks, threads, *arrays):
-    """What a kernel of these arrays leaves in the first one."""
+    """The first array after a kernel ran on these arrays."""
     placed = [here.put(x) for x in arrays]
     packed = (ctypes.c_void_p * len(placed))(*[x.data.ptr for x in placed])
     launches.Kernel(text, name, 90).launch((blocks, 1, 1), (threads, 1, 1), 4096, ctypes.addressof(packed))
     return here.get(placed[0])
 
 
-SHARES = """
-extern "C" __global__ void shares(int64* out, const int* starts, const int* ends, const int64* sizes) {
+WORK_RANGES = """
+extern "C" __global__ void work_ranges(int64* out, const int* starts, const int* ends, const int64* sizes) {
     Problem problem{};
     problem.starts = starts, problem.ends = ends, problem.queries = int(sizes[0]), problem.keys = int(sizes[1]);
-    problem.room = 1;
-    Share share = share_of(problem);
-    int64 found[5] = {share.group, share.tile, share.tiles, share.first_key, share.count};
+    problem.compressed_width = 1;
+    WorkRange work = work_range_of(problem);
+    int64 found[5] = {work.group, work.tile, work.tiles, work.first_key, work.count};
     if (threadIdx.x == 0)
         for (int i = 0; i < 5; ++i) out[5 * blockIdx.x + i] = found[i];
 }
@@ -43,11 +43,12 @@ def test_tiles_of_the_indexers_ranges(here, queries, keys):
     starts[of_group - 1 :: of_group] = keys - 1
     macros = "#define PAGED 0\n#define PASS 2\n#define QUERY_GROUPS 4\n"
     found = launch(
-        here, macros + compiler.source("sm90/indexer/logits.cu") + SHARES, "shares", blocks, indexer.HOPPER_THREADS,
-        np.full((blocks, 5), -1, np.int64), starts, starts + 1, np.array([queries, keys], np.int64),
+        here, macros + compiler.source("sm90/indexer/logits.cu") + WORK_RANGES, "work_ranges", blocks,
+        indexer.HOPPER_THREADS, np.full((blocks, 5), -1, np.int64), starts, starts + 1,
+        np.array([queries, keys], np.int64),
     )  # fmt: skip
     groups, whole = -(-queries // of_group), -(-keys // of_tile)
-    sizes = np.where(np.arange(groups) * of_group + of_group <= queries, whole, 1)  # of one query: one key
+    sizes = np.where(np.arange(groups) * of_group + of_group <= queries, whole, 1)  # one key for each query
     ends = np.cumsum(sizes)
     total, first = int(ends[-1]), 0
     for block, (group, tile, tiles, first_key, count) in enumerate(found.tolist()):
@@ -58,10 +59,10 @@ def test_tiles_of_the_indexers_ranges(here, queries, keys):
     assert first == total
 
 
-DENSE_SHARES = """
+DENSE_WORK_RANGES = """
 extern "C" __global__ void dense_shares(int64* out, const int* lens, const int64* sizes) {
-    DenseShare share = DenseShare::of(blockIdx.x, int(sizes[0]), 1, 1, lens, sizes[1], true, 64);
-    if (threadIdx.x == 0) out[2 * blockIdx.x] = share.first_block, out[2 * blockIdx.x + 1] = share.last_block;
+    DenseWorkRange work = DenseWorkRange::of(blockIdx.x, int(sizes[0]), 1, 1, lens, sizes[1], true, 64);
+    if (threadIdx.x == 0) out[2 * blockIdx.x] = work.first_block, out[2 * blockIdx.x + 1] = work.last_block;
 }
 """
 
@@ -69,7 +70,7 @@ extern "C" __global__ void dense_shares(int64* out, const int* lens, const int64
 @pytest.mark.parametrize("length", [INT32_MAX, INT32_MAX - 63, 2**30, 1, 0, -1])
 def test_blocks_of_dense_decode(here, length):
     splits = 3
-    text = "#define ALIGNED 1\n" + compiler.source("common/latent.cuh") + DENSE_SHARES
+    text = "#define ALIGNED 1\n" + compiler.source("common/latent.cuh") + DENSE_WORK_RANGES
     lens, sizes = np.array([length], np.int32), np.array([splits, 2**33], np.int64)
     found = launch(here, text, "dense_shares", splits, 32, np.full((splits, 2), -1, np.int64), lens, sizes)
     blocks = -(-max(length, 0) // 64)

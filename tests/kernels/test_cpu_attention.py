@@ -1,4 +1,4 @@
-"""What only the CPU's attention has: threads of its own, and float64 for tokens that leave float32."""
+"""Specific to the CPU's attention: its own threads, and float64 for tokens that overflow float32."""
 
 import concurrent.futures
 import functools
@@ -32,9 +32,9 @@ def blas_threads():
 
 @pytest.mark.parametrize("sizes", [(1e20, 1e20), (1e-3, 3e38)], ids=["scores", "values"])
 def test_numbers_beyond_float32_between(rng, sizes):
-    """Products of these leave float32; the reference has them in float64 and the result is within bfloat16."""
+    """Products of these overflow float32; the reference has them in float64 and the result is within bfloat16."""
     q, kv, indices = problem(rng, 6, q_size=sizes[0], kv_size=1.0)
-    kv[7] = np.where(rng.random(512) < 0.5, sizes[1], -sizes[1])  # of one row alone: the other tokens stay in float32
+    kv[7] = np.where(rng.random(512) < 0.5, sizes[1], -sizes[1])  # in one row only: the other tokens stay in float32
     indices[3:] = np.where(indices[3:] == 7, 8, indices[3:])
     results = cumla.sparse_mla_prefill(q, kv, indices)
     assert_right((q, kv, indices), results)
@@ -61,7 +61,7 @@ def test_blas_keeps_its_threads(rng):
 
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_causal_attention_in_several_steps(rng, monkeypatch, accumulate):
-    """Queries go a few at a time where their scores would take much memory: each sees up to its own key."""
+    """Queries are processed a few at a time where their scores would take much memory: each sees up to its own key."""
     q, k, v = (rng.standard_normal((n, 2, 64)).astype(BF16) for n in (23, 40, 40))
     starts, ends = np.array([0, 11, 23], np.int32), np.array([0, 25, 40], np.int32)
     options = {"causal": True, "accumulate": accumulate}
@@ -127,7 +127,7 @@ def test_no_weight_of_a_product_is_subnormal(rng, monkeypatch, problem):
 
     monkeypatch.setattr(np, "matmul", recorded)
     out, *_, lse = call(*arguments, **options, backend="cpu")
-    weights = [a for a in products if a.max() == 1 and a.min() == 0]  # of the largest score, and of one far below
+    weights = [a for a in products if a.max() == 1 and a.min() == 0]  # the largest score, and one far below
     assert len(weights) >= 2
     assert not any(subnormal(a).any() for a in products)
     assert_within("out", to_float(out), to_float(want[0]), 8e-4, 2.01 / 128)
@@ -136,7 +136,7 @@ def test_no_weight_of_a_product_is_subnormal(rng, monkeypatch, problem):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_exponentials(dtype):
-    """As NumPy's where those are normal numbers, else 0; NaN stays."""
+    """Equal to NumPy's where those are normal numbers, else 0; NaN stays."""
     least = {np.float32: softmax.LEAST_FLOAT32, np.float64: softmax.LEAST_FLOAT64}[dtype]
     near = least + np.linspace(-1e-3, 1e-3, 41).astype(dtype)
     differences = np.concatenate([np.linspace(0, 1.3 * least, 999), near, [least, -np.inf, np.nan]]).astype(dtype)
@@ -153,7 +153,7 @@ def test_exponentials(dtype):
 
 @pytest.mark.parametrize("gap", [88, 95, 103])
 def test_merged_parts_have_no_subnormal_weight(gap):
-    """The larger part is 0 and the smaller 1: the weight of the smaller is what comes out."""
+    """The larger part is 0 and the smaller 1: the result is the weight of the smaller."""
     parts, lses = np.zeros((2, 3, 2, 512), np.float32), np.zeros((2, 2, 3), np.float32)
     parts[1], lses[1] = 1, -gap
     out, lse = np.ones((3, 2, 512), np.float32), np.ones((2, 3), np.float32)
@@ -166,7 +166,7 @@ def test_merged_parts_have_no_subnormal_weight(gap):
 
 
 def test_a_huge_value_of_a_small_weight_counts():
-    """2^-130 of 2^127: the weight would be a subnormal number in float32, and what it adds is not negligible."""
+    """2^-130 of 2^127: the weight would be a subnormal number in float32, and its contribution is not negligible."""
     q, kv = np.zeros((1, 1, 512), BF16), np.zeros((2, 512), BF16)
     q[0, 0, 0], kv[1, 0], kv[1, 1] = 1, -130 * np.log(2), 2.0**127
     call = functools.partial(cumla.sparse_mla_prefill, q, kv, np.array([[0, 1]], np.int32), softmax_scale=1.0)

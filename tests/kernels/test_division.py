@@ -1,4 +1,4 @@
-"""How sparse decode is divided among thread blocks, which the host decides."""
+"""How the host divides sparse decode among thread blocks."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cumla.kernels.cuda.sparse import division
-from cumla.kernels.cuda.sparse.work import BLOCK, Work
+from cumla.kernels.cuda.sparse.work import BLOCK, AttentionCall
 
 TOKENS, HEADS, BLOCKS = st.integers(1, 5000), st.integers(1, 256), st.integers(1, 2000)
 SMS = st.integers(1, 600)
@@ -16,21 +16,21 @@ CLUSTERS = st.dictionaries(st.integers(2, 8), st.integers(0, 70)).map(lambda x: 
 
 
 @given(TOKENS, BLOCKS, st.booleans(), st.booleans(), SMS, st.sampled_from([*division.HOPPER_COSTS.values()]), CLUSTERS)
-def test_everybody_has_something(tiles, blocks, ragged, may_cut, sms, costs, clusters):
-    made, cost = division.divide(tiles, blocks, ragged, may_cut, sms, costs, clusters)
+def test_everybody_has_something(tiles, blocks, ragged, may_split, sms, costs, clusters):
+    made, cost = division.divide(tiles, blocks, ragged, may_split, sms, costs, clusters)
     assert cost > 0
-    if made.together:  # clusters that run at a time
+    if made.cluster:  # clusters that run at a time
         assert tiles <= dict(clusters)[made.parts]
-        assert may_cut
-        assert not made.cut
+        assert may_split
+        assert not made.split
     else:
-        assert 1 <= made.shares <= min(sms, division.MAX_SHARES)
-    assert made.shares <= (tiles * blocks if made.cut or made.together else tiles)
-    assert may_cut or not made.cut
+        assert 1 <= made.ranges <= min(sms, division.MAX_RANGES)
+    assert made.ranges <= (tiles * blocks if made.split or made.cluster else tiles)
+    assert may_split or not made.split
     if made.planned:
         assert ragged
     if made.parts:
-        assert made.shares == tiles * made.parts
+        assert made.ranges == tiles * made.parts
         assert 2 <= made.parts <= blocks
 
 
@@ -52,35 +52,35 @@ def test_no_tile_is_half_empty_if_a_lower_one_is_not(tokens, heads, blocks, sms)
 
 @given(TOKENS, BLOCKS, st.booleans(), SMS, st.sampled_from([*division.HOPPER_COSTS.values()]), CLUSTERS)
 def test_lengths_change_the_division_only_where_a_plan_evens_out_more_than_it_costs(
-    tiles, blocks, may_cut, sms, costs, clusters
+    tiles, blocks, may_split, sms, costs, clusters
 ):
-    full, _ = division.divide(tiles, blocks, False, may_cut, sms, costs, clusters)
-    ragged, _ = division.divide(tiles, blocks, True, may_cut, sms, costs, clusters)
+    full, _ = division.divide(tiles, blocks, False, may_split, sms, costs, clusters)
+    ragged, _ = division.divide(tiles, blocks, True, may_split, sms, costs, clusters)
     splits = max(full.parts, 1)
-    one_each = full.shares == tiles * splits
-    assert ragged.planned == (not one_each or (may_cut and blocks > splits * division.MOST_UNPLANNED))
+    one_each = full.ranges == tiles * splits
+    assert ragged.planned == (not one_each or (may_split and blocks > splits * division.MOST_UNPLANNED))
     assert ragged.planned or ragged == full
 
 
-def test_few_tokens_are_cut_and_many_are_not():
+def test_few_tokens_are_split_and_many_are_not():
     for tokens in (1, 2):
         height = division.tile_heads(tokens, 64, 10, True, 132)
         made, _ = division.divide(tokens * 64 // height, 10, False, True, 132, division.HOPPER_COSTS[height])
         assert made.parts > 1
     assert division.tile_heads(256, 64, 10, True, 132) == 64
-    assert not division.divide(256, 10, False, True, 132, division.HOPPER_COSTS[64])[0].cut
+    assert not division.divide(256, 10, False, True, 132, division.HOPPER_COSTS[64])[0].split
 
 
 @given(TOKENS, BLOCKS, SMS, st.sampled_from([*division.HOPPER_COSTS.values()]), CLUSTERS)
 def test_nothing_costs_less_than_what_is_chosen(tiles, blocks, sms, costs, clusters):
     _, cost = division.divide(tiles, blocks, False, True, sms, costs, clusters)
-    shares = min(sms, division.MAX_SHARES)
-    for other in division.choices(tiles, blocks, shares, clusters):
-        counts = division.terms(other, tiles, blocks, shares)
+    ranges = min(sms, division.MAX_RANGES)
+    for other in division.choices(tiles, blocks, ranges, clusters):
+        counts = division.terms(other, tiles, blocks, ranges)
         assert cost <= sum(count * each for count, each in zip(counts, costs, strict=True)) * (1 + 1e-12)
 
 
-RUN_AT_A_TIME = ((2, 66), (3, 39), (4, 30), (5, 22), (6, 17))  # clusters, of an H200
+RUN_AT_A_TIME = ((2, 66), (3, 39), (4, 30), (5, 22), (6, 17))  # clusters of an H200
 
 
 @pytest.mark.parametrize(
@@ -91,16 +91,16 @@ RUN_AT_A_TIME = ((2, 66), (3, 39), (4, 30), (5, 22), (6, 17))  # clusters, of an
     ],
 )  # fmt: skip
 def test_clusters_are_taken_where_they_were_measured_to_be_faster(tokens, heads, blocks, height, parts):
-    together = division.Division(tokens * heads // height * parts, False, False, parts, together=True)
-    assert chosen(tokens, heads, blocks) == (height, together)
-    assert not chosen(tokens, heads, blocks, ())[1].together
+    cluster = division.Division(tokens * heads // height * parts, False, False, parts, cluster=True)
+    assert chosen(tokens, heads, blocks) == (height, cluster)
+    assert not chosen(tokens, heads, blocks, ())[1].cluster
 
 
 def test_clusters_are_not_taken_where_they_do_not_run_at_a_time_or_are_slower():
-    assert chosen(34, 64, 10)[1].parts == 3  # of 64 heads, where 68 of 32 would be two more than there are clusters
-    assert not chosen(67, 64, 10)[1].together
-    assert not chosen(34, 128, 18)[1].together
-    assert not chosen(1, 128, 32)[1].together
+    assert chosen(34, 64, 10)[1].parts == 3  # of 64 heads: 68 tiles of 32 would need two more clusters
+    assert not chosen(67, 64, 10)[1].cluster
+    assert not chosen(34, 128, 18)[1].cluster
+    assert not chosen(1, 128, 32)[1].cluster
 
 
 def chosen(tokens, heads, blocks, clusters=RUN_AT_A_TIME):
@@ -109,36 +109,36 @@ def chosen(tokens, heads, blocks, clusters=RUN_AT_A_TIME):
     return height, division.divide(tokens * -(-heads // height), blocks, False, True, 132, costs, clusters)[0]
 
 
-def starts_of(tokens, heads, blocks, shares, made):
-    """Tile and block at which each share begins, as csrc/common/sparse/work.cuh has them; groups of heads."""
+def starts_of(tokens, heads, blocks, ranges, made):
+    """Tile and block at which each split begins, as csrc/common/sparse/work.cuh computes them; groups of heads."""
     q = SimpleNamespace(shape=(tokens, 1, heads, 576))
     segment = SimpleNamespace(indices=SimpleNamespace(shape=(tokens, 1, blocks * BLOCK)), lengths=None)
-    work = Work(q, [segment], None, 1.0, q, None, (0, 0), None, (0, 0, 0))
-    cut = SimpleNamespace(**work._cut(made))
+    work = AttentionCall(q, [segment], None, 1.0, q, None, (0, 0), None, (0, 0, 0))
+    split = SimpleNamespace(**work._period(made))
     starts = []
-    for share in range(shares + 1):
-        part = share % cut.cut_shares
-        tile, block = divmod(part * cut.cut_length + min(part, cut.cut_rest), cut.cut_units)
-        starts.append((share // cut.cut_shares * cut.cut_tiles + tile, block))
+    for cta in range(ranges + 1):
+        part = cta % split.period_ranges
+        tile, block = divmod(part * split.range_length + min(part, split.range_rest), split.tile_units)
+        starts.append((cta // split.period_ranges * split.period_tiles + tile, block))
     return starts, work.groups
 
 
 @given(st.integers(1, 66), st.integers(2, 2000))
 def test_clusters_share_a_tile_each(tiles, blocks):
-    made = division.Division(2 * tiles, False, False, 2, together=True)
-    starts, _ = starts_of(tiles, 64, blocks, made.shares, made)
+    made = division.Division(2 * tiles, False, False, 2, cluster=True)
+    starts, _ = starts_of(tiles, 64, blocks, made.ranges, made)
     assert starts == [(i // 2, i % 2 * -(-blocks // 2)) for i in range(2 * tiles + 1)]
 
 
 @given(TOKENS, HEADS, BLOCKS, st.booleans(), SMS)
-def test_shares_go_through_all_tiles_and_those_of_other_heads_go_along(tokens, heads, blocks, may_cut, sms):
+def test_ranges_go_through_all_tiles_and_those_of_other_heads_go_along(tokens, heads, blocks, may_split, sms):
     costs = division.HOPPER_COSTS[64]
-    made, _ = division.divide(tokens * -(-heads // 64), blocks, False, may_cut, sms, costs)
-    starts, groups = starts_of(tokens, heads, blocks, made.shares, made)
+    made, _ = division.divide(tokens * -(-heads // 64), blocks, False, may_split, sms, costs)
+    starts, groups = starts_of(tokens, heads, blocks, made.ranges, made)
     assert starts[0] == (0, 0)
     assert starts[-1] == (tokens * groups, 0)
     assert starts == sorted(starts)
-    if made.shares % groups == 0 and not made.parts:
+    if made.ranges % groups == 0 and not made.parts:
         of_group = np.array(starts[:-1]).reshape(groups, -1, 2)
         assert (of_group[:, :, 0] - tokens * np.arange(groups)[:, None] == of_group[0, :, 0]).all()
         assert (of_group[:, :, 1] == of_group[0, :, 1]).all()

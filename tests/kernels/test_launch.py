@@ -1,4 +1,4 @@
-"""Arguments are packed where the compiled kernel looks for them."""
+"""Arguments are packed at the offsets that the compiled kernel reads."""
 
 import re
 import struct
@@ -45,10 +45,10 @@ def compiled(text, target, kind):
 
 
 def parameters_of(text, name):
-    """Bytes of each parameter of a kernel, as the compiler has them."""
+    """Bytes of each parameter of a kernel, from the compiler."""
     ptx = compiled(text, "compute_90", "PTX").decode()
     entry = re.search(rf"\.entry {name}\((.*?)\)", ptx, re.DOTALL)[1]
-    found = re.findall(r"\.param (?:\.align \d+ )?\.(\w+) \w+(?:\[(\d+)\])?", entry)  # a struct is so many bytes
+    found = re.findall(r"\.param (?:\.align \d+ )?\.(\w+) \w+(?:\[(\d+)\])?", entry)  # size of a struct
     return [WIDTHS[kind] * int(count or 1) for kind, count in found]
 
 
@@ -67,13 +67,13 @@ def parameters_in(program):
     entries = re.findall(rb"\x04\x17\x0c\x00(.{12})", program, re.DOTALL)  # EIATTR_KPARAM_INFO
     places = [struct.unpack("<4xHHI", entry) for entry in entries]
     parameters = [(offset, flags >> 18) for _, offset, flags in sorted(places)]
-    size = struct.pack("<H", sum(parameters[-1]))  # of the bank; without it the code may look like an entry
+    size = struct.pack("<H", sum(parameters[-1]))  # entry of the bank; without it code may look like an entry
     (bank,) = re.findall(rb"\x04\x0a\x08\x00.{4}(..)" + re.escape(size), program, re.DOTALL)  # EIATTR_PARAM_CBANK
     return parameters, *struct.unpack("<H", bank)
 
 
-def test_a_tensor_map_lies_where_the_device_wants_it():
-    """At a multiple of 64 of the constant bank, and at the place where it is packed."""
+def test_a_tensor_map_has_the_alignment_that_the_device_needs():
+    """At a multiple of 64 in the constant bank, at the offset where it is packed."""
     text = "#define VALUE bf16\n" + compiler.source("sm90/dense/decode/decode.cu")
     parameters, start = parameters_in(compiled(text, "sm_90a", "CUBIN"))
     codes = packing(text, "mla_decode_sm90", {"VALUE": "bf16"}).format
@@ -88,7 +88,7 @@ def test_a_tensor_map_lies_where_the_device_wants_it():
 @pytest.mark.parametrize(
     ("folder", "name"), [("prefill", "sparse_mla_prefill"), ("few_heads", "sparse_mla_prefill_few_heads")]
 )
-def test_the_map_of_queries_lies_where_the_device_wants_it(folder, name):
+def test_the_map_of_queries_has_the_alignment_that_the_device_needs(folder, name):
     text = "#define LAYOUT MLA_BF16\n#define TILE_HEADS 32\n" + compiler.source(f"sm90/{folder}/prefill.cu")
     parameters, start = parameters_in(compiled(text, "sm_90a", "CUBIN"))
     (_, problem_bytes), (at, map_bytes) = parameters
@@ -150,15 +150,15 @@ def members(struct_name):
     return [re.findall(r"\w+", name)[-1] for line in declarations for name in re.sub(r"\[\d+\]", "", line).split(",")]
 
 
-def test_parameters_by_name_stand_as_in_the_struct():
-    from cumla.kernels.cuda.sparse.problem import List, SparseProblem
+def test_parameters_by_name_are_ordered_as_in_the_struct():
+    from cumla.kernels.cuda.sparse.work import PackedSegment, SparseProblem
 
-    assert members("List") == list(List._fields)
+    assert members("Segment") == list(PackedSegment._fields)
     assert members("SparseProblem") == list(SparseProblem._fields)
 
 
 def test_launches_are_recorded_still_where_sources_change(emulated, tmp_path):
-    """Else versions that are compared were all the first of them, out of the launch cache."""
+    """Otherwise a comparison of versions would run the first one each time, from the launch cache."""
     try:
         with recorded_launches():
             compiler.look_first_in(tmp_path)
@@ -168,7 +168,7 @@ def test_launches_are_recorded_still_where_sources_change(emulated, tmp_path):
 
 
 class OnTwoDevices:
-    """A RawKernel: what holds of it holds on the current device."""
+    """A RawKernel, whose attributes apply to the current device."""
 
     def __init__(self):
         self.current, self.allowed = 0, {}
@@ -187,7 +187,7 @@ class OnTwoDevices:
 
 @pytest.mark.usefixtures("emulated")
 def test_shared_memory_is_asked_for_on_every_device():
-    """Launches on the second GPU of a process were refused by the driver: only the first had been asked."""
+    """Launches on the second GPU of a process were refused by the driver: attributes were set only on the first."""
     raw = OnTwoDevices()
     made = Kernel(raw, struct.Struct(""), {})
     assert made.handle(0) == 100

@@ -1,6 +1,6 @@
-"""What the simulator does not show of the Numba CUDA kernels: that the device's compiler takes them.
+"""The device's compiler accepts the Numba CUDA kernels, which the simulator does not show.
 
-NVVM needs no GPU. The simulator has to be off for it, so this is done in a process of its own.
+NVVM needs no GPU. The simulator has to be off for it, so this runs in a separate process.
 """
 
 import os
@@ -146,13 +146,13 @@ def test_every_kernel_compiles_for_a_device(kernels):
     command = [sys.executable, "-c", SETUP + kernels]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode == 77:
-        pytest.skip(done.stdout.strip() + " (pip install 'cumla[dev]')")
+        pytest.skip(done.stdout.strip() + " (pip install -e '.[dev]')")
     assert done.returncode == 0, done.stderr
     assert "compiled" in done.stdout
 
 
 def test_the_simulator_works_on_the_callers_memory():
-    """One array as source and destination, as within a cache: a copy of it would lose what is written."""
+    """One array as source and destination, as within a cache: if it were copied, writes would be lost."""
     import numpy as np
 
     import cumla

@@ -28,7 +28,7 @@ def each(function, values, dtype):
 
 
 def assert_same_values(got, want):
-    """The same numbers and signs; NaN where NaN is."""
+    """Equal numbers and signs; NaN where NaN is."""
     np.testing.assert_array_equal(got, want)
     numbers_only = ~np.isnan(want)
     np.testing.assert_array_equal(np.signbit(got)[numbers_only], np.signbit(want)[numbers_only])
@@ -55,7 +55,7 @@ def test_every_code_to_float32(function, stored):
 
 
 def rounding_cases(dtype):
-    """Every value of a format, every middle between two, their neighbours, and float32 of all kinds."""
+    """Every value of a format, every midpoint between two, their neighbours, and float32 values of all kinds."""
     rng = np.random.default_rng(0)
     codes = CODES if np.dtype(dtype).itemsize == 1 else PATTERNS
     values = float32_of(codes.view(dtype)).astype(np.float64)

@@ -24,7 +24,7 @@ def test_operations(backend, file):
     defined = {node.name: parameters(node) for node in body if isinstance(node, ast.FunctionDef)}
     imported = {alias.asname or alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
     for name, function in inspect.getmembers(FILES[file], inspect.isfunction):
-        if name.startswith("_") or name in imported:  # from another backend, whose they are compared there
+        if name.startswith("_") or name in imported:  # re-exported from another backend, where it is checked
             continue
         assert name in defined, f"{backend}/{file}.py has no {name}"
         assert defined[name] == list(inspect.signature(function).parameters)[1:], name

@@ -19,7 +19,7 @@ LAYOUTS = (cumla.DSV4_FP8, cumla.V32_FP8, cumla.MLA_BF16, cumla.DSV4_BF16)
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x.name)
 def test_sparse_decode(rng, layout):
-    """Two tiles of heads, several tiles of keys in several parts, and a token without any."""
+    """Two tiles of heads, several tiles of keys in several splits, and a token without any."""
     cache = make_cache(rng, layout, 5, 7)
     indices = make_indices(rng, 2, 1, 40, 35)
     problem = Problem(make_q(rng, 2, 1, 9, layout), cache, indices, topk_length=np.array([40, 0], np.int32))
@@ -57,7 +57,7 @@ def test_special_values(op, layout, extra_topk):
 
 @pytest.mark.parametrize("byte", [0, 126, 134, 254])
 def test_scales_of_any_size(rng, byte):
-    """Over two parts of the keys, whose outputs may be larger than the whole's."""
+    """With two splits of the keys, whose outputs may be larger than the total's."""
     layout = cumla.DSV4_FP8
     cache = make_cache(rng, layout, 2, 8)
     for page in cache:
@@ -107,7 +107,7 @@ def test_merge(rng, dtype):
 @pytest.mark.parametrize("dtype", [BF16, np.float16])
 @pytest.mark.parametrize("scale", [None, 0.003])
 def test_dense_decode(rng, dtype, scale):
-    """Requests of several queries, pages that are not there, and one request without tokens."""
+    """Requests of several queries, absent pages, and one request without tokens."""
     q = rng.standard_normal((2, 2, 3, 576)).astype(dtype)
     cache = (0.3 * rng.standard_normal((6, 5, 576))).astype(dtype)
     if scale is not None:
@@ -145,7 +145,7 @@ def test_heads_of_other_sizes_are_errors(rng):
 
 @pytest.mark.parametrize("dtype", [BF16, np.float16])
 def test_products(rng, dtype):
-    """More than a tile each way, and factors that lie the other way round."""
+    """More than a tile in each dimension, and transposed factors."""
     a, b = rng.standard_normal((2, 130, 9)).astype(dtype), rng.standard_normal((2, 17, 130)).astype(dtype)
     a, b, out = a.transpose(0, 2, 1), b.transpose(0, 2, 1), np.zeros((2, 9, 17), dtype)
     projection.batched_product(a, b, out)
@@ -153,7 +153,7 @@ def test_products(rng, dtype):
 
 
 def test_parts_fill_the_device_and_no_more():
-    assert latent_attention.part_count(2, 20, 132) == 20  # one request of 640 keys: a part is a tile of keys
+    assert latent_attention.part_count(2, 20, 132) == 20  # one request of 640 keys: a split is a tile of keys
     assert latent_attention.part_count(2, 512, 132) == latent_attention.MAX_PARTS
     assert latent_attention.part_count(100, 512, 132) == 2
     assert latent_attention.part_count(300, 512, 132) == 1

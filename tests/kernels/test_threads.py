@@ -1,4 +1,4 @@
-"""Work is shared out over the cores, and nothing that happens meanwhile hangs or leaves a thread behind."""
+"""Work is distributed over the cores, and no event meanwhile makes it hang or leak a thread."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ def test_each_row_is_done_once(count, nanoseconds):
         ranges.append((first, end))
         array[first:end] += number
 
-    threads.share_out(count, nanoseconds, loop, done, 5)
+    threads.parallel_for(count, nanoseconds, loop, done, 5)
     assert (done == 5).all()
     if count * nanoseconds < threads.WORTH_A_THREAD:
         assert len(ranges) == 1  # not worth to wake anybody
@@ -62,20 +62,20 @@ def test_a_failure_comes_when_all_have_stopped(who):
     with pytest.raises(MemoryError, match=f"of {who}"):
         threads.for_each(1000, work)
     before = len(left)
-    assert before < 500  # what the others had in hand, or took before this one got round to fail
+    assert before < 500  # items that others were processing, or took before this thread failed
     time.sleep(0.1)
     assert len(left) == before
     threads.for_each(3, lambda items: left.extend(items))  # works as before
 
 
 def test_within_a_call_of_the_same_thread():
-    with pytest.raises(RuntimeError, match="while a call of the same thread was at work"):
+    with pytest.raises(RuntimeError, match="during another call of the same thread"):
         threads.for_each(1, lambda items: threads.for_each(1, lambda items: None))
     threads.for_each(1, lambda items: None)
 
 
 def test_without_more_threads(monkeypatch):
-    """Where no thread can be started, this one does all of it."""
+    """Where no thread can be started, the calling thread does all work."""
 
     class NoThreads:
         def submit(self, work):
@@ -88,7 +88,7 @@ def test_without_more_threads(monkeypatch):
 
 
 def test_no_kernel_has_other_threads():
-    """Nor a cache that does not see what has changed: kernels use `compiled` and `share_out`."""
+    """Nor a cache that does not see what has changed: kernels use `compiled` and `parallel_for`."""
     for path in (CHECKOUT / "kernels").rglob("*.py"):
         text = path.read_text()
         assert "prange" not in text, path
@@ -98,7 +98,7 @@ def test_no_kernel_has_other_threads():
 PRELUDE = """
 import faulthandler, multiprocessing, os, signal, threading, time
 import numpy as np, ml_dtypes, cumla
-from cumla.replay.device import share_cores
+from cumla.timing import limit_blas_threads
 faulthandler.dump_traceback_later(180, exit=True)
 rng = np.random.default_rng(0)
 kv = rng.standard_normal((500, 576)).astype(ml_dtypes.bfloat16)
@@ -140,7 +140,7 @@ stop.append(True)
 thread.join()
 """,
     "threads": """
-share_cores()
+limit_blas_threads()
 results = []
 def work():
     for _ in range(10):
@@ -159,7 +159,7 @@ for _ in range(20):  # one may come between two calls
     try:
         for _ in range(5): attend(300)
     except RuntimeError as error:
-        assert "while a call of the same thread" in str(error), error
+        assert "during another call of the same thread" in str(error), error
         break
 else:
     raise SystemExit("the handler's calls went through")
@@ -187,7 +187,7 @@ assert attend() == expected[0]
 
 @pytest.mark.parametrize("scene", SCENES)
 def test_scene(scene):
-    """In a process of its own, which may hang or die."""
+    """In a separate process, which may hang or crash."""
     environment = {**os.environ, "NUMBA_NUM_THREADS": "3", "PYTHONPATH": str(CHECKOUT)}
     done = subprocess.run(
         [sys.executable, "-c", PRELUDE + SCENES[scene]],

@@ -23,13 +23,13 @@ pytestmark = pytest.mark.attention
 HEADS, P, R, L, V = 3, 128, 64, 512, 128
 SCALE = 192**-0.5
 # The bounds are FlashMLA's, for exact K and V of its tests' size. The layer rounds K and V to 16 bits between
-# projection and attention, as every MLA does; with V of that size, 0.1, it stays within the bounds all the same.
+# projection and attention, as every MLA does; with V of that size, 0.1, it still stays within the bounds.
 WEIGHT_STD = 0.1 * L**-0.5
 BLOCK = 8
 
 
 class Model:
-    """A layer, sequences of random rows in a paged cache, and what attention over them is."""
+    """A layer, sequences of random rows in a paged cache, and the expected attention."""
 
     def __init__(self, lab, rng, seq_lens, query_lens, *, dtype=BF16, kv_cache_dtype="auto", k_scale=None, weight=None):
         self.lab, self.seq_lens, self.query_lens, self.dtype = lab, seq_lens, query_lens, np.dtype(dtype)
@@ -47,7 +47,7 @@ class Model:
         self.table = order[: len(seq_lens) * columns].reshape(len(seq_lens), columns).astype(np.int32)
         cache = np.full((len(order), BLOCK, 576), 0x7F if fp8 else np.nan, np.uint8 if fp8 else dtype)
         self.rows = [rng.standard_normal((n, L + R)).astype(dtype) for n in seq_lens]
-        # What earlier steps left in the cache.
+        # Rows of earlier steps in the cache.
         self.cached = [rows.copy() for rows in self.rows]
         for table, rows, cached, new in zip(self.table, self.rows, self.cached, query_lens, strict=True):
             stored = rows
@@ -102,7 +102,7 @@ class Model:
             )  # fmt: skip
 
     def wanted(self, through_cache):
-        """through_cache: of each request, whether its new tokens are read from the cache, as decodes' are."""
+        """through_cache: for each request, whether its new tokens are read from the cache, as decodes' are."""
         w_uk, w_uv = self.weight[:, :P], self.weight[:, P:]
         out, token = np.zeros((len(self.q), HEADS, V)), 0
         for seq, (n, new) in enumerate(zip(self.seq_lens, self.query_lens, strict=True)):
@@ -188,7 +188,7 @@ def test_prefix_hits_with_and_without_chunked_prefill(lab, rng, chunked, prefix)
 
 @pytest.fixture
 def allocated(monkeypatch):
-    """Shapes of what the layer allocates from now on."""
+    """Shapes that the layer allocates from now on."""
     from cumla.arrays import dlpack
 
     shapes, empty = [], dlpack.empty
@@ -197,7 +197,7 @@ def allocated(monkeypatch):
 
 
 def test_memory_is_bounded_by_the_workspace(lab, rng, allocated):
-    """However long the context, what is projected at a time is a workspace of it."""
+    """For any length of context, projections are at most a workspace at a time."""
     model = Model(lab, rng, [700], [4])
     metadata = model.metadata(16)
     ops = Counter()
@@ -280,7 +280,7 @@ def test_rows_beyond_the_metadata_are_zero(lab, rng):
     ],
 )  # fmt: skip
 def test_padding_tokens_that_the_batch_counts(lab, rng, seq_lens, query_lens, drafts):
-    """They are NaN: nothing of them is written, and their rows are 0. Requests without a query may be anywhere."""
+    """Padding is NaN: it is not inserted, and its output rows are 0. Requests without a query may be anywhere."""
     model, padding = Model(lab, rng, seq_lens, query_lens), 3
     tokens = len(model.q)
     want = model.check(model.metadata(num_speculative_tokens=drafts))
@@ -305,7 +305,7 @@ def test_a_profile_run_has_no_cache(lab, rng):
 
 
 def test_a_profile_run_allocates_the_worst_case(lab, rng, allocated):
-    """A whole workspace of projected rows, sums of all tokens and decodes of all requests, before there is a cache."""
+    """A full workspace of projected rows, sums of all tokens and decodes of all requests, before there is a cache."""
     model = Model(lab, rng, [20, 7], [20, 7])
     model.cache, cache = model.cache[:0], model.cache
     metadata = model.metadata()
@@ -463,7 +463,7 @@ def test_errors_name_the_argument(rng):
 
 
 def changed(**changes):
-    """Of the step's metadata."""
+    """The window of the step's metadata."""
     return lambda given: {"attn_metadata": replace(given["attn_metadata"], **{k: f(given) for k, f in changes.items()})}
 
 
@@ -503,7 +503,7 @@ WRONG_STEPS = [
 
 @pytest.mark.parametrize(("change", "error", "text"), WRONG_STEPS, ids=[text for *_, text in WRONG_STEPS])
 def test_a_wrong_step_writes_nothing(rng, change, error, text):
-    """And says so in the caller's words."""
+    """The message uses the caller's names."""
     lab = SimpleNamespace(backend="cpu", put=lambda x: x, get=lambda x: x)
     model = Model(lab, rng, [9, 40], [1, 20])
     arguments = {"q": model.q, "k_c_normed": model.kv_c, "k_pe": model.k_pe, "kv_cache": model.cache}

@@ -1,6 +1,6 @@
 """Graphs captured one after another, each for a larger batch than the one before, all replayed afterwards.
 
-What a graph was captured with it uses for good: memory that was outgrown since, a plan after which others were made.
+A captured graph uses its memory forever: buffers that larger ones replaced, a plan that later plans replaced.
 """
 
 import numpy as np
@@ -25,7 +25,7 @@ def device(request):
 
 
 def captured(call):
-    """A graph of a call, which has been made once before."""
+    """A graph of a call, which ran once before."""
     import cupy
 
     call()
@@ -44,7 +44,7 @@ def results(lab, batch):
 
 
 def check_replays(lab, steps):
-    """steps: of each batch the call, and the arrays that it writes. Every replay gives the bits of the first call."""
+    """steps: for each batch the call, and its output arrays. Every replay gives the bits of the first call."""
     import cupy
 
     graphs, wanted, strangers = [], [], []
@@ -53,7 +53,7 @@ def check_replays(lab, steps):
         call()
         cupy.cuda.Device().synchronize()
         wanted.append([lab.get(x).tobytes() for x in written])
-    # Whoever takes memory that was given up finds it unchanged after the replays.
+    # Memory that was freed and allocated again is unchanged after the replays.
     for floats in {HEADS * 512 * batch * splits for batch in BATCHES for splits in range(1, 9)}:
         strangers += [cupy.full(floats, 7, np.float32) for _ in range(2)]
     for order in (range(len(graphs)), reversed(range(len(graphs)))):
@@ -128,7 +128,7 @@ def test_a_sparse_layer_with_one_builder(device, rng):
 
         def call(cache=cache, common=common, q=q, k=k, out=out, workspace=workspace):
             metadata = builder.build(0, common)
-            for _ in range(2):  # of layers, which share the plan
+            for _ in range(2):  # layers, which share the plan
                 layer.step(q, k, cache, metadata, out=out, workspace=workspace)
 
         steps.append((call, (out,)))
@@ -165,7 +165,7 @@ def test_a_dense_layer(rng):
 
 
 def test_an_eager_call_after_a_capture_plans_for_itself(device, rng):
-    """What a capture has only noted down has not been planned on the device."""
+    """A captured plan has not been computed on the device yet."""
     import cupy
 
     layout, plan = cumla.DSV4_FP8, cumla.DecodePlan()

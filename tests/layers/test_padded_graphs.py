@@ -30,7 +30,7 @@ def rows_of(rng):
 
 
 def garbage_behind(rng, rows, real):
-    """Numbers that are none, lengths and pages of any value, slots outside of the cache."""
+    """NaN and infinities, lengths and pages of any value, slots outside of the cache."""
     rows = {name: x.copy() for name, x in rows.items()}
     rest = ROWS - real
     rows["lens"][real:], rows["table"][real:] = anything(rng, rest), anything(rng, (rest, COLUMNS))
@@ -41,7 +41,7 @@ def garbage_behind(rng, rows, real):
 
 
 class CapturedDecodes:
-    """A step of a dense layer in a graph; rows, cache and output are arrays that stay where they are."""
+    """A step of a dense layer in a graph; rows, cache and output have fixed addresses."""
 
     def __init__(self, lab, rng, rows):
         import cupy
@@ -75,7 +75,7 @@ class CapturedDecodes:
             self.graph = stream.end_capture()
 
     def replay(self, rows):
-        """Output and cache behind a step of these rows, of the same cache every time."""
+        """Output and cache after a step of these rows, from the same initial cache every time."""
         import cupy
 
         for name, x in rows.items():
@@ -87,8 +87,8 @@ class CapturedDecodes:
         return self.lab.get(self.output), self.lab.get(self.cache)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")  # of emulated products
-def test_rows_behind_those_of_requests_may_hold_anything(device, rng):
+@pytest.mark.filterwarnings("ignore:invalid value")  # because products are emulated
+def test_rows_after_the_requests_may_hold_anything(device, rng):
     rows = rows_of(rng)
     decodes = CapturedDecodes(device, rng, rows)
     whole, _ = decodes.replay(rows)

@@ -1,4 +1,4 @@
-"""However requests are cut into steps, whoever they run beside, wherever -1 stands: the same attention for a token."""
+"""A token's attention does not depend on the steps, the other requests of a step, or the places of -1."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 import cumla
 from cumla.kernels.reference.sparse_attention import attend
-from cumla.layers.prefill_road import ROADS
+from cumla.layers.prefill_path import PATHS
 from cumla.layers.sparse import CompressedCache, SparseMLALayer
 from cumla.metadata import DeepseekSparseSWAMetadataBuilder, ServingConfig
 from cumla.metadata.batch import CommonAttentionMetadata
@@ -20,14 +20,14 @@ WINDOW, BLOCK, PAGE, HEADS, TOPK = 12, 8, 256, 2, 6
 
 
 class Requests:
-    """Random rows of requests in caches, and what attention to them is in float64."""
+    """Random rows of requests in caches, and the expected attention to them in float64."""
 
     def __init__(self, rng, ratio, lens):
         self.ratio, self.lens, self.spread = ratio, lens, max(1, 2 * TOPK)
         self.q, self.k = ([rng.standard_normal((n, *s)).astype(BF16) for n in lens] for s in ((HEADS, 512), (512,)))
         self.compressed = [rng.standard_normal((n // ratio, 512)).astype(BF16) for n in lens] if ratio > 1 else None
         self.sink = rng.standard_normal(HEADS).astype(np.float32)
-        # Which rows each token selects, and where among -1 they stand: rows that are not complete, too.
+        # Which rows each token selects, and where among -1 they are: incomplete rows, too.
         self.selected = []
         for n in lens:
             selected = np.full((n, self.spread), -1, np.int32)
@@ -37,7 +37,7 @@ class Requests:
             self.selected.append(selected)
 
     def table(self, rng, page):
-        """Pages of the requests, anywhere."""
+        """Pages of the requests, at random."""
         columns = -(-max(self.lens) // page)
         return (
             rng.permutation(len(self.lens) * columns + 2)[: len(self.lens) * columns]
@@ -46,7 +46,7 @@ class Requests:
         )
 
     def wanted(self):
-        """Of each request [n, h, 512]."""
+        """The queries of each request [n, h, 512]."""
         results = []
         for r, n in enumerate(self.lens):
             window = dequantized(self.k[r])
@@ -64,7 +64,7 @@ class Requests:
 
 
 def dequantized(rows):
-    """What the rows are once they have been through an FP8 cache."""
+    """The rows after a round trip through an FP8 cache."""
     count = max(len(rows), 1)
     cache, out = cumla.DSV4_FP8.allocate(1, count), np.zeros((1, len(rows), 512), BF16)
     cumla.quantize_and_insert_k_cache(rows, cache, np.arange(len(rows)), count, backend="reference")
@@ -77,8 +77,8 @@ def slots_of(table, request, rows, page_rows):
     return table[request, rows // page_rows].astype(np.int64) * page_rows + rows % page_rows
 
 
-def run(lab, rng, requests, steps, chunk_requests, road):
-    """Out of each request [n, h, 512], of steps that are {request: tokens}."""
+def run(lab, rng, requests, steps, chunk_requests, path):
+    """Output of each request [n, h, 512], computed in steps that are {request: tokens}."""
     ratio, put = requests.ratio, lab.put
     config = ServingConfig(
         window_size=WINDOW, compress_ratios=(ratio,), block_size=BLOCK, compressed_block_size=PAGE, index_topk=TOPK,
@@ -114,7 +114,7 @@ def run(lab, rng, requests, steps, chunk_requests, road):
             )  # fmt: skip
         metadata = builder.build(0, batch, c128a_block_table=compressed and compressed.block_table)
         q, k = put(cut(requests.q, spans)), put(cut(requests.k, spans))
-        out = to_float(lab.get(layer.step(q, k, cache, metadata, compressed, prefill_road=road, backend=lab.backend)))
+        out = to_float(lab.get(layer.step(q, k, cache, metadata, compressed, prefill_path=path, backend=lab.backend)))
         for (r, first, end), start in zip(spans, starts, strict=False):
             outs[r][first:end] = out[start : start + end - first]
             done[r] = end
@@ -126,7 +126,7 @@ def cut(arrays, spans):
 
 
 def ways(rng, lens):
-    """Steps that do all of the requests' tokens: prompts at once, each alone, and in random chunks together."""
+    """Steps that process all tokens of the requests: whole prompts, each alone, and in random chunks together."""
     yield [dict(enumerate(lens))]
     yield [{r: n} for r, n in enumerate(lens)]
     left, steps = dict(enumerate(lens)), []
@@ -148,10 +148,10 @@ def test_the_same_rows(lab, ratio):
 
     @for_all(
         lab, examples=(1 if ratio == 128 else 2) if lab.emulated or lab.backend == "reference" else 4,
-        road=st.sampled_from((None, *ROADS)), lens=st.lists(st.integers(4, longest), min_size=1, max_size=3),
+        path=st.sampled_from((None, *PATHS)), lens=st.lists(st.integers(4, longest), min_size=1, max_size=3),
         chunk_requests=st.integers(1, 4), seed=seeds,
     )  # fmt: skip
-    def check(road, lens, chunk_requests, seed):
+    def check(path, lens, chunk_requests, seed):
         rng = np.random.default_rng(seed)
         requests = Requests(rng, ratio, lens)
         wanted = requests.wanted()
@@ -159,7 +159,7 @@ def test_the_same_rows(lab, ratio):
         rows = [to_float(x) for x in (*requests.k, *(requests.compressed or ()))]
         largest = max(1.0, *(np.abs(x).max(initial=0) for x in rows)) if lab.backend == "cuda" else 1.0
         for way, steps in enumerate(ways(rng, lens)):
-            outs = run(lab, rng, requests, steps, chunk_requests, road)
+            outs = run(lab, rng, requests, steps, chunk_requests, path)
             for r, (got, want) in enumerate(zip(outs, wanted, strict=True)):
                 name = f"way {way}, request {r} of {lens}"
                 assert_within(name, got, want, 1e-3 * largest, 3.01 / 128)

@@ -1,4 +1,4 @@
-"""Decodes that select by an indexer: their slots come with the selection, and nothing is mapped."""
+"""Decodes that select by an indexer: the selection writes their slots, and no map is launched."""
 
 import functools
 from dataclasses import replace
@@ -61,7 +61,7 @@ def observed(layer, given):
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.thorough(when=lambda x: x.simulated and x.get("name") != "drafts of any length")
 def test_a_step_that_selects_maps_prefills_alone(lab, rng, name):
-    """And has the bits of one that is given what it selects; slots and lengths are those of the map."""
+    """The result has the bits of a layer that gets the selection; slots and lengths are those of the map."""
     seq_lens, query_lens = STEPS[name]
     layer, given = selecting_step(rng, lab, seq_lens, query_lens)
     metadata, compressed = given["metadata"], given["compressed"]
@@ -118,7 +118,7 @@ def test_decodes_take_one_launch_less(emulated, rng, name):
     lab = Lab("cuda", True, emulated=True)
     layer, given = selecting_step(rng, lab, *STEPS[name])
     mapped = with_selection(lab, given)
-    workspace = LayerWorkspace.allocate(given["q"], TOPK, 1 << 20)  # for the scores of all at once
+    workspace = LayerWorkspace.allocate(given["q"], TOPK, 1 << 20)  # for all scores at once
     step = functools.partial(layer.step, out=lab.xp.zeros_like(given["q"]), workspace=workspace)
     step(**given)  # which plans the decodes
     ours, theirs = (names_of_launches(functools.partial(step, **x)) for x in (given, mapped))
@@ -130,7 +130,7 @@ def test_decodes_take_one_launch_less(emulated, rng, name):
 
 @pytest.mark.nowhere(when=lambda x: x.backend != "cuda")
 def test_a_captured_step_selects_other_rows_when_lengths_change(lab, rng):
-    """Slots and lengths are at fixed addresses, and of what is selected when the graph runs."""
+    """Slots and lengths are at fixed addresses, and hold the selection of the replay."""
     layer, given = selecting_step(rng, lab, [150, 200, 147], [1, 1, 1])
     workspace = LayerWorkspace.allocate(given["q"], TOPK, score_bytes(given["compressed"].indexer))
     out = lab.xp.zeros_like(given["q"])

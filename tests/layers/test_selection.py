@@ -15,7 +15,7 @@ PAGE, HEADS, TOPK = 8, 2, 5
 
 
 class Step:
-    """Requests of these lengths, of which the queries are the last tokens, and random keys of all of them."""
+    """Requests of these lengths, whose last tokens are the queries, and random keys of all of them."""
 
     def __init__(self, rng, seq_lens, query_lens, **config):
         config = ServingConfig(
@@ -35,7 +35,7 @@ class Step:
             self.wanted.append(sorted(np.argsort(-scores, kind="stable")[:TOPK].tolist()))
 
     def selected(self):
-        """The rows of each token, and the bytes of memory asked for, by name."""
+        """The rows of each token, and the bytes of memory requested, by name."""
         asked: dict[str, int] = {}
 
         def memory(name, shape, dtype):
@@ -60,11 +60,12 @@ class Step:
     ],
 )
 def test_scores_take_memory_of_the_longest_request_at_least(rng, monkeypatch, seq_lens, query_lens, config, rows):
-    """With a budget that is less than a request needs it has its row of scores, and with more it has the budget."""
+    """With a budget smaller than a request needs, its row of scores is allocated; with a larger one, the budget."""
     step = Step(rng, seq_lens, query_lens, **config)
     assert score_bytes(step.inputs) == 4 * rows
     for budget, taken in ((64, 4 * rows), (4 * rows, 4 * rows), (1 << 16, 1 << 16)):
         monkeypatch.setattr(selection, "WORKSPACE_BYTES", budget)
+        monkeypatch.setattr(selection, "DECODE_SCORE_BYTES", budget)
         got, asked = step.selected()
         assert got == step.wanted
         assert asked["scores"] == taken
@@ -72,7 +73,17 @@ def test_scores_take_memory_of_the_longest_request_at_least(rng, monkeypatch, se
         assert asked.get("index_keys", 0) == max((512 * chunk.total_seq_lens for chunk in chunks), default=0)
 
 
+def test_all_decodes_are_scored_at_once_as_far_as_memory_goes(rng, monkeypatch):
+    step = Step(rng, [70, 9, 33], [1, 1, 1])
+    monkeypatch.setattr(selection, "WORKSPACE_BYTES", 64)
+    for budget, rows in ((1 << 20, 3), (4 * 72 * 2, 2), (64, 1)):
+        monkeypatch.setattr(selection, "DECODE_SCORE_BYTES", budget)
+        got, asked = step.selected()
+        assert got == step.wanted
+        assert asked["scores"] == 4 * 72 * rows
+
+
 def test_a_large_budget_stays_what_it_is(rng):
-    """However few rows there are: a captured graph's memory keeps its address, and steps of many rows few launches."""
+    """For few rows, too: a captured graph's memory keeps its address, and steps of many rows take few launches."""
     _, asked = Step(rng, [9], [1]).selected()
     assert asked["scores"] == selection.WORKSPACE_BYTES == 64 << 20

@@ -27,7 +27,7 @@ SCALE = 0.7 * 512**-0.5  # another than the default
 
 
 class Pool:
-    """Sequences of random rows whose blocks lie anywhere in a cache."""
+    """Sequences of random rows in randomly placed blocks of a cache."""
 
     def __init__(self, rng, seq_lens, block_size):
         self.block_size = block_size
@@ -57,7 +57,7 @@ def batch_of(lab, seq_lens, query_lens, pool):
 
 
 def dequantized(lab, rows):
-    """What the rows are once they have been through an FP8 cache."""
+    """The rows after a round trip through an FP8 cache."""
     cache = cumla.DSV4_FP8.allocate(1, max(len(rows), 1))
     cumla.quantize_and_insert_k_cache(rows, cache, np.arange(len(rows)), max(len(rows), 1), backend="reference")
     out = np.zeros((1, len(rows), 512), BF16)
@@ -68,7 +68,7 @@ def dequantized(lab, rows):
 
 @pytest.mark.parametrize("ratio", [1, 4, 128])
 @pytest.mark.parametrize(
-    ("seq_lens", "query_lens", "road"),
+    ("seq_lens", "query_lens", "path"),
     [
         pytest.param([5, 200, 33], [1, 1, 1], None, id="decodes"),
         pytest.param([40, 300], [40, 7], None, id="prefills"),
@@ -78,8 +78,8 @@ def dequantized(lab, rows):
         pytest.param([150, 1, 2, 260, 19], [2, 1, 2, 30, 19], "pages", id="mixed-with-draft-tokens-over-pages"),
     ],
 )
-@pytest.mark.thorough(when=lambda x: x.emulated and x.get("road") is not None and x.get("ratio") != 4)
-def test_step(lab, rng, ratio, seq_lens, query_lens, road):
+@pytest.mark.thorough(when=lambda x: x.emulated and x.get("path") is not None and x.get("ratio") != 4)
+def test_step(lab, rng, ratio, seq_lens, query_lens, path):
     heads, topk = 3, 8
     config = ServingConfig(
         window_size=WINDOW, compress_ratios=(ratio,), block_size=BLOCK, compressed_block_size=COMPRESSED_BLOCK,
@@ -90,7 +90,7 @@ def test_step(lab, rng, ratio, seq_lens, query_lens, road):
     compressed_lens = [s // ratio if ratio > 1 else 0 for s in seq_lens]
     compressed_pool = Pool(rng, compressed_lens, COMPRESSED_BLOCK // ratio if ratio > 1 else 1)
 
-    # What earlier steps left in the caches; of the compressed rows this step completes the last one at most.
+    # Rows of earlier steps in the caches; this step completes at most the last compressed row.
     for r, (s, q) in enumerate(zip(seq_lens, query_lens, strict=True)):
         insert(lab, pool, cache, r, np.arange(s - q))
     batch = batch_of(lab, seq_lens, query_lens, pool)
@@ -118,12 +118,12 @@ def test_step(lab, rng, ratio, seq_lens, query_lens, road):
     observed = []
     with only(lab.backend):
         out = layer.step(
-            lab.put(q), lab.put(k), cache, metadata, compressed, prefill_road=road, backend=lab.backend,
+            lab.put(q), lab.put(k), cache, metadata, compressed, prefill_path=path, backend=lab.backend,
             observe=lambda op: observed.append(op) or not_observed(op),
         )  # fmt: skip
     out = to_float(lab.get(out))
-    if road is not None:
-        assert ("gather" in observed) == (road == "rows")
+    if path is not None:
+        assert ("gather" in observed) == (path == "rows")
 
     token = 0
     for r, (s, n) in enumerate(zip(seq_lens, query_lens, strict=True)):
@@ -205,7 +205,7 @@ INDEXER_LAYOUTS = [cumla.INDEXER_FP8, cumla.INDEXER_BF16, cumla.INDEXER_F32]
 )
 @pytest.mark.thorough(when=lambda x: x.emulated and x.get("layout") is cumla.INDEXER_F32)
 def test_selects_what_an_indexer_scores_best(lab, rng, layout, query_lens):
-    """The same bits as of a step that is given each token's best rows, found one token at a time."""
+    """The same bits as of a step that gets each token's top-k, computed one token at a time."""
     seq_lens, topk, index_heads = [3, 200, 147], 8, 4
     layer, given, pool = step_of(
         rng, lab, 4, seq_lens, query_lens, index_topk=topk, num_speculative_tokens=max(query_lens) % 29
@@ -220,7 +220,7 @@ def test_selects_what_an_indexer_scores_best(lab, rng, layout, query_lens):
     host_cache = layout.allocate(len(compressed.cache), rows)
     keys = rng.normal(size=(len(compressed.cache) * rows, 128))
     keys = keys.astype(np.float32 if layout.value_type == "float32" else BF16)
-    fresh = np.array([table[1, 1] * rows + 49 - rows, 5])  # the last row of a request, and one that nobody has
+    fresh = np.array([table[1, 1] * rows + 49 - rows, 5])  # the last row of a request, and a free one
     old = np.setdiff1d(np.arange(len(keys)), fresh)
     cumla.indexer_k_quant_and_cache(keys[old], host_cache, old, backend="reference")
     cache = lab.put(host_cache.copy())
@@ -289,7 +289,7 @@ def test_selects_what_an_indexer_scores_best(lab, rng, layout, query_lens):
 
 
 def step_of(rng, lab, ratio, seq_lens, query_lens, **config):
-    """A layer, the right arguments of its step by name, and the pool of its window's rows."""
+    """A layer, valid arguments of its step by name, and the pool of its window's rows."""
     config = ServingConfig(
         **{
             "window_size": WINDOW, "compress_ratios": (ratio,), "block_size": BLOCK,
@@ -317,7 +317,7 @@ def step_of(rng, lab, ratio, seq_lens, query_lens, **config):
 
 @pytest.mark.parametrize("ratio", [1, 4, 128])
 def test_prefills_take_memory_of_a_chunk_at_a_time(rng, ratio, monkeypatch):
-    """The rows that its requests reach, and two numbers a query and head; however many prefills there are."""
+    """The rows that its requests reach, and two numbers per query and head, for any number of prefills."""
     layer, given, _ = step_of(rng, Lab("cpu", False), ratio, [200, 40, 19], [20, 7, 19], prefill_chunk_size=1)
     wanted, shapes, rows, empty = [], [], [], dlpack.empty
     for first, stop, _, longest in given["metadata"].get_prefill_chunk_plan(ratio):
@@ -330,19 +330,19 @@ def test_prefills_take_memory_of_a_chunk_at_a_time(rng, ratio, monkeypatch):
         if len(shape) == 3:
             shapes.append(shape)
         if len(shape) == 3 and shape[2] == 512:
-            assert all(reference() is None for reference in rows)  # a chunk's rows are gone before the next one's
+            assert all(reference() is None for reference in rows)  # a chunk's rows are freed before the next chunk's
             rows.append(weakref.ref(array))
         return array
 
     monkeypatch.setattr(dlpack, "empty", watched)
-    layer.step(**given, out=np.zeros_like(given["q"]), prefill_road="rows", backend="cpu")
+    layer.step(**given, out=np.zeros_like(given["q"]), prefill_path="rows", backend="cpu")
     assert shapes == wanted
 
 
 @pytest.mark.nowhere(when=lambda x: x.backend != "cuda")  # backends of the host have no streams
 @pytest.mark.parametrize("bad", [False, True], ids=["right", "refused"])
 def test_a_step_on_a_stream_leaves_the_current_one(lab, rng, bad):
-    """Whatever stream it is asked to run on, also where it is refused: CuPy's stack of streams is as it was."""
+    """On any stream, also where the call is refused: CuPy's stack of streams is unchanged."""
     layer, given, _ = step_of(rng, lab, 4, [9, 20], [1, 1])
     stream = lab.xp.cuda.Stream(non_blocking=True)
     lab.xp.cuda.Device().synchronize()
@@ -369,7 +369,7 @@ WRONG_STEPS = [
     (1, lambda x: {"metadata": None}, TypeError, "metadata: got NoneType"),
     (1, lambda x: {"out": x["q"][:5]}, ValueError, "out: got shape"),
     (1, lambda x: {"out": x["q"].astype(np.float32)}, TypeError, "out: got dtype float32"),
-    (1, lambda x: {"prefill_road": "sea"}, ValueError, "prefill_road: got 'sea', expected 'pages', 'rows' or None"),
+    (1, lambda x: {"prefill_path": "sea"}, ValueError, "prefill_path: got 'sea', expected 'pages', 'rows' or None"),
     (1, lambda x: {"workspace": LayerWorkspace(x["k"])}, TypeError, "workspace.lse: got dtype bfloat16"),
     (4, lambda x: {"compressed": None}, ValueError, "compressed: got None, expected a CompressedCache"),
     (4, changed("compressed", topk_indices=lambda x: None), TypeError, "compressed.topk_indices: got None"),
@@ -402,7 +402,7 @@ WRONG_STEPS = [
 
 @pytest.mark.parametrize(("ratio", "change", "error", "text"), WRONG_STEPS, ids=[text for *_, text in WRONG_STEPS])
 def test_a_wrong_step_writes_nothing(rng, ratio, change, error, text):
-    """And says so in the caller's words."""
+    """The message uses the caller's names."""
     lab = Lab("cpu", on_device=False)
     layer, arguments, _ = step_of(rng, lab, ratio, [150, 40], [1, 19])
     caches = [arguments["swa_cache"]] + ([arguments["compressed"].cache] if ratio > 1 else [])
@@ -413,9 +413,9 @@ def test_a_wrong_step_writes_nothing(rng, ratio, change, error, text):
     assert all(cache.any() for cache in caches)
 
 
-@pytest.mark.parametrize("road", ["pages", "rows"])
-def test_raw_pages_of_the_window_are_its_cache(rng, road):
-    """Of any size: the metadata knows how many tokens a page has. Of compressed rows they are refused."""
+@pytest.mark.parametrize("path", ["pages", "rows"])
+def test_raw_pages_of_the_window_are_its_cache(rng, path):
+    """Window pages of any size: the metadata has the page size. Compressed pages are refused."""
     lab = Lab("cpu", on_device=False)
     layer, arguments, _ = step_of(rng, lab, 4, [150, 40], [1, 19])
     cache = arguments["swa_cache"]
@@ -425,8 +425,8 @@ def test_raw_pages_of_the_window_are_its_cache(rng, road):
     with pytest.raises(ValueError, match=r"compressed\.cache: got raw pages, expected block_size with them"):
         layer.step(**(arguments | {"compressed": compressed}), backend="cpu")
     assert not cache.any()
-    want = layer.step(**arguments, prefill_road=road, backend="cpu")
-    got = layer.step(**(arguments | {"swa_cache": pages}), prefill_road=road, backend="cpu")
+    want = layer.step(**arguments, prefill_path=path, backend="cpu")
+    got = layer.step(**(arguments | {"swa_cache": pages}), prefill_path=path, backend="cpu")
     np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))
 
 
@@ -447,7 +447,7 @@ def test_what_a_layer_itself_holds_is_checked_first(rng):
 
 
 def test_c128a_slots_are_for_the_pages_of_the_cache(rng):
-    """The builder's pages and the cache's: what differs would give rows of other positions."""
+    """The builder's page size must be the cache's: otherwise the layer would read rows of other positions."""
     lab = Lab("cpu", on_device=False)
     layer, arguments, _ = step_of(rng, lab, 128, [300, 400], [1, 1])
     _, others, _ = step_of(rng, lab, 128, [300, 400], [1, 1], compressed_block_size=2 * COMPRESSED_BLOCK)

@@ -1,4 +1,4 @@
-"""What a sparse layer and builders take for their objects: anything else is named before anything is written."""
+"""Wrong types of objects given to a sparse layer and to builders are named before anything is written."""
 
 import dataclasses
 
@@ -38,7 +38,7 @@ NONSENSE = (
 
 @pytest.fixture
 def step():
-    """The arguments of a step that is right, by name."""
+    """Valid arguments of a step, by name."""
     metadata = DeepseekSparseSWAMetadataBuilder(CONFIG, "reference").build(0, make_batch(HOST, [9, 16], [1, 5]))
     layout = cumla.DSV4_FP8
     table, slots = np.zeros((2, 1), np.int32), np.array([0, 1])
@@ -59,7 +59,7 @@ def raises(arguments, text):
     assert (arguments["out"] == 7).all()
 
 
-@pytest.mark.parametrize("name", ["compressed", "workspace", "prefill_road", "join", "observe"])
+@pytest.mark.parametrize("name", ["compressed", "workspace", "prefill_path", "join", "observe"])
 @pytest.mark.parametrize("wrong", NONSENSE, ids=lambda x: type(x).__name__)
 def test_objects_of_a_step(step, name, wrong):
     raises(step | {name: wrong}, rf"^{name}: got")
@@ -95,7 +95,7 @@ def test_lengths_that_are_none():
 
 @pytest.mark.parametrize("layout", [cumla.DSV4_BF16, cumla.DSV4_F32])
 def test_rows_for_caches_that_a_step_does_not_fill(step, layout):
-    """The message says how they are filled: it claimed that the rows were there."""
+    """The message says how they are filled: before, it claimed that the rows were there."""
     dtype = BF16 if layout is cumla.DSV4_BF16 else np.dtype(np.float32)
     cache = np.zeros((4, 8, 512), dtype)
     arguments = {**step, "swa_cache": cache, "compressed": None}

@@ -1,4 +1,4 @@
-"""Batches as a scheduler forms them, and what of them is plain to see token by token."""
+"""Batches as a scheduler forms them, and their expected metadata, computed token by token."""
 
 import numpy as np
 from hypothesis import HealthCheck, settings
@@ -15,7 +15,7 @@ THOROUGH = settings(
 
 
 def make_batch(place, seq_lens, query_lens, *, block_size=BLOCK, padding=0, skipped=(), columns=None, **changes):
-    """Requests of these lengths over blocks that lie anywhere.
+    """Requests of these lengths over randomly placed blocks.
 
     padding  entries of slot_mapping after the last token
     skipped  tokens whose slot is -1

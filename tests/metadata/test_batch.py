@@ -1,4 +1,4 @@
-"""Batches: how they split, in which order requests stand, and what of them a chunk or a rank holds."""
+"""Batches: how they are split and ordered, and which part of them a chunk or a rank has."""
 
 import dataclasses
 import types
@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 import emulation
 from cumla.arrays import streams
-from cumla.metadata import vllm_helpers
+from cumla.metadata import (
+    DeepseekSparseSWAMetadataBuilder,
+    MLACommonMetadataBuilder,
+    MLAConfig,
+    ServingConfig,
+    vllm_helpers,
+)
 from cumla.metadata.batch import (
     CommonAttentionMetadata,
     get_dcp_local_seq_lens,
@@ -62,6 +68,7 @@ def by_hand(seq_lens, query_lens, table, block_size, put=np.asarray):
     """The constructor's arguments, token by token."""
     slots = [table[r, p // block_size] * block_size + p % block_size for r, p in tokens_of(seq_lens, query_lens)]
     fields = vars(batch_of(query_lens, seq_lens)) | {"block_table_tensor": table, "slot_mapping": np.int64(slots)}
+    fields["block_size"] = block_size
     arrays = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
     return fields | {name: put(fields[name]) for name in arrays}
 
@@ -191,7 +198,7 @@ def test_from_lengths_reads_nothing_back():
 @pytest.mark.skipif(emulation.unavailable() is not None, reason=str(emulation.unavailable()))
 @pytest.mark.parametrize("on_device", [False, True])
 def test_from_lengths_is_refused_in_a_capture(monkeypatch, on_device):
-    """What a graph replays would have the lengths of its capture."""
+    """A replayed graph would use the lengths of its capture."""
     with emulation.devices():
         import cupy
 
@@ -296,7 +303,7 @@ def test_reorder_swaps_as_few_as_can_be(lengths, threshold):
     assert is_prefill == sorted(is_prefill)
     assert sorted(batch.req_ids) == list(range(len(lengths)))
     misplaced = sum(length > threshold for length in lengths[: is_prefill.count(False)])
-    assert batch.swaps == misplaced  # each swap can mend one prefill at the front at most
+    assert batch.swaps == misplaced  # each swap can correct at most one prefill at the front
     assert modified == (misplaced > 0)
 
 
@@ -328,7 +335,7 @@ def test_local_attention_sees_a_tokens_own_chunk(requests, block_size, blocks):
     )
     assert cu_q_local.tolist() == [0, *np.cumsum(q_local)]
     assert all(q_local)  # none without queries
-    got = []  # what each query token of each virtual request sees, as slots
+    got = []  # the slots that each query token of each virtual request sees
     for queries, keys, blocks_of in zip(q_local, k_local, table_local, strict=True):
         slots = (blocks_of[:, None] * block_size + np.arange(block_size)).ravel()
         got += [slots[: keys - queries + i + 1].tolist() for i in range(queries)]
@@ -431,7 +438,7 @@ def test_counts_are_integers(name):
 
 
 def test_small_numpy_integers_do_not_wrap_around():
-    """Sums and products of these leave 8 bits."""
+    """Sums and products of these overflow 8 bits."""
     small, starts, table = np.uint8(200), np.array([0, 300]), np.arange(4, dtype=np.int32)[None]
     got = make_local_attention_virtual_batches(small, starts, np.array([300]), table, np.uint8(100))
     want = make_local_attention_virtual_batches(200, starts, np.array([300]), table, 100)
@@ -440,3 +447,16 @@ def test_small_numpy_integers_do_not_wrap_around():
     sizes = 16, 3, 17
     assert get_dcp_local_seq_lens(starts, *map(np.uint8, sizes))[1] == get_dcp_local_seq_lens(starts, *sizes)[1]
     assert split_decodes_and_prefills(batch_of([1, 300]), np.uint8(255)) == (1, 1, 1, 300)
+
+
+def test_builders_refuse_a_batch_of_pages_of_another_size():
+    table = np.arange(4, dtype=np.int32).reshape(2, 2)
+    batch = CommonAttentionMetadata.from_lengths([1, 3], [4, 3], table, 64)
+    assert batch.block_size == 64
+    swa = DeepseekSparseSWAMetadataBuilder(ServingConfig(block_size=32))
+    with pytest.raises(ValueError, match="block_size: got a batch with pages of 64 positions, expected 32"):
+        swa.build(0, batch)
+    mla = MLACommonMetadataBuilder(MLAConfig(block_size=16, num_heads=8))
+    with pytest.raises(ValueError, match="block_size: got a batch with pages of 64 positions, expected 16"):
+        mla.build(0, batch)
+    swa.build(0, dataclasses.replace(batch, block_size=None))  # whose pages are not known

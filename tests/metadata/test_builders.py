@@ -1,4 +1,4 @@
-"""What all builders share: order, CUDA graph support, thresholds, frameworks."""
+"""Common to all builders: order, CUDA graph support, thresholds, frameworks."""
 
 import copy
 import dataclasses
@@ -125,7 +125,7 @@ def kind(framework):
 
 
 def leaves(value, path="metadata"):
-    """(path, value) of every field, through nested metadata; plans are what an attention kernel makes of them."""
+    """(path, value) of every field, through nested metadata; plans as an attention kernel uses them."""
     if isinstance(value, DecodePlan | Workspace):
         return
     if dataclasses.is_dataclass(value) and not isinstance(value, ServingConfig):
@@ -145,7 +145,7 @@ def test_frameworks(builder, framework):
     plain, foreign = builder(CONFIG, backend="cpu"), builder(CONFIG, backend="cpu")
     frozen = []
     for i, (seq_lens, query_lens) in enumerate(steps * 2):
-        # The second time with other lengths, of which there are as many of each kind.
+        # The second time with other lengths, but with as many requests of each kind.
         batch = make_batch(HOST, [n + i // len(steps) for n in seq_lens], query_lens, padding=2)
         want = plain.build(0, batch)
         got = foreign.build(0, on_framework(framework, batch))

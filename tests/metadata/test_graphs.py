@@ -70,7 +70,7 @@ def test_a_captured_reader_is_right_after_the_next_build(builder, config):
 
 
 def padded(array, length):
-    """With what a reader at a larger captured size must find behind it: nothing."""
+    """A reader at a larger captured size must find only empty entries after the batch's."""
     behind = np.full((length - len(array), *array.shape[1:]), -1 if array.ndim == 3 else 0, array.dtype)
     return np.concatenate([array, behind])
 
@@ -79,7 +79,7 @@ def padded(array, length):
 @every_config
 @every_builder
 def test_a_build_can_be_captured(builder, config):
-    """Whatever waits for the device, reads it back or allocates cannot be captured."""
+    """Calls that wait for the device, read back or allocate cannot be captured."""
     import cupy
 
     lab, built = Lab("cuda", on_device=True), builder(config)

@@ -1,4 +1,4 @@
-"""What builders and helpers make of host numbers of other types than int32, and of what are no numbers at all."""
+"""Builders and helpers with host numbers of other types than int32, and with values that are not numbers."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def lists(results):
 
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_integers_of_any_type(dtype):
-    """Differences of small and of unsigned ones would wrap around."""
+    """Differences of small and of unsigned integers would wrap around."""
 
     def of(*numbers):
         return np.array(numbers).astype(dtype)

@@ -112,7 +112,7 @@ def check_decode(place, decode, config, seq_lens, query_lens, decode_tokens, tab
 
 
 def check_schedule(place, decode, block_size, batch_size, num_sms):
-    """Shares follow one another, cover all splits, and differ by one at most, the larger ones first."""
+    """Splits are consecutive, cover all work, and differ by one at most, the larger ones first."""
     schedule = place.get(decode.schedule_metadata).astype(int)
     lens = place.get(decode.seq_lens).reshape(batch_size, -1)[:, -1]
     splits = -(-lens // (4 * block_size))
@@ -245,7 +245,7 @@ def test_padding_tokens_that_the_batch_counts_are_empty(place):
 
 @pytest.mark.parametrize("next_n", [1, 2, 3, 4, 5])
 def test_uniform_decodes_of_up_to_two_tokens_are_entries_of_their_own(place, next_n):
-    """Requests of more tokens than DeepGEMM's kernels take are flattened, one entry a token."""
+    """Requests with more tokens than DeepGEMM's kernels take are flattened, one entry a token."""
     config = ServingConfig(
         num_speculative_tokens=next_n - 1, block_size=BLOCK, max_num_batched_tokens=64, max_num_seqs=8,
         max_model_len=128,
@@ -281,7 +281,7 @@ class Flattening(DeepseekV32IndexerMetadataBuilder):
 @THOROUGH
 @given(data=st.data())
 def test_ragged_decodes_may_all_be_flattened(place, config, data):
-    """Decodes are those of the window's builder; each token has its length and pages, if not by its request's entry."""
+    """Decodes are those of the window's builder; each token has its length and pages, or its request's entry has."""
     builder, ratio, next_n = Flattening(config, place.backend), config.indexer_compress_ratio, config.decode_threshold
     for _ in range(data.draw(st.integers(1, 3))):
         seq_lens, query_lens = data.draw(shapes(next_n, uniform=data.draw(st.booleans())))
@@ -426,7 +426,7 @@ def test_kv_spans_on_a_device():
 
 
 def test_every_query_a_chunk_of_its_own(place):
-    """As many chunks as a step can have, and views of a space that grows between steps."""
+    """As many chunks as a step can have, and views of a buffer that grows between steps."""
     config = dataclasses.replace(CONFIGS["v32-next_n1"], max_num_seqs=4, max_num_batched_tokens=12, max_logits_bytes=4)
     builder = DeepseekV32IndexerMetadataBuilder(config, backend=place.backend)
     for seq_lens in ([3, 4, 3, 2], [60, 70, 80, 90], [3, 4, 3, 2]):
@@ -438,7 +438,7 @@ def test_every_query_a_chunk_of_its_own(place):
 
 
 def test_a_launch_for_decodes_and_prefills(emulated):
-    """Of which there is one, and none before an error."""
+    """There is one chunk, and none before an error."""
     from cumla.kernels.cuda.launch import recorded_launches
 
     place = Lab("cuda", True, emulated=True)

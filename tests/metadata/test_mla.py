@@ -174,7 +174,7 @@ def group(is_prompt, lengths, contexts, blocks, **changes):
     return SequenceGroup(is_prompt, ids, lengths, queries, contexts, tables, **changes)
 
 
-def test_prompts_before_decodes_are_turned_around(place):
+def test_prompts_before_decodes_are_reordered(place):
     builder = builder_of(place)
     builder.add_seq_group(group(True, [10], [8], [[4, 5]]))
     builder.add_seq_group(group(False, [5, 17], [4, 16], [[7], [1, 2, 3]]))
@@ -292,7 +292,7 @@ def test_graph_buffers_take_a_smaller_batch(place):
         state.prepare_graph_input_buffers(buffers, longer)
     assert_equal(place, captured.seq_lens_tensor, [9, 20, 3, 0])
     mixed = builder_of(place).build(0, make_batch(place, [9, 5], [1, 5]))
-    with pytest.raises(ValueError, match="got 1 prefills, expected decodes alone"):
+    with pytest.raises(ValueError, match="got 1 prefills, expected decodes only"):
         state.prepare_graph_input_buffers(buffers, mixed)
 
 
@@ -347,7 +347,7 @@ def test_advancing_what_is_no_decode_is_an_error(place):
 
 
 def test_metadata_of_a_captured_graph_advances(place):
-    """Which has neither host lengths nor contexts."""
+    """It has neither host lengths nor contexts."""
     config = MLAConfig(**CONFIG)
     state = MLACommonState(config)
     with state.graph_capture(3, place.put(np.zeros(1, np.int32))):
@@ -369,7 +369,7 @@ def test_metadata_of_a_captured_graph_advances(place):
 
 
 def test_advancing_writes_nothing_before_it_fails():
-    """Whatever is wrong with what follows from the lengths."""
+    """Wrong values of fields that follow from the lengths."""
     host = Lab("reference", on_device=False)
 
     for wrong, error in (
@@ -395,7 +395,7 @@ def fields_of(metadata):
 
 
 def test_starts_of_sequences(place):
-    """Of the prefills alone they are counted from the first of these; beyond int32 they are int64."""
+    """Offsets of the prefills are counted from the first of them; beyond int32 they are int64."""
     metadata = builder_of(place).build(0, make_batch(place, [9, 40, 20], [1, 30, 20]))
     assert_equal(place, metadata.seq_start_loc, [0, 9, 49, 69])
     assert_equal(place, metadata.prefill_metadata.seq_start_loc, [0, 40, 60])

@@ -182,7 +182,7 @@ def test_small_numpy_integers_of_a_group():
 
 @pytest.mark.parametrize("block", [-(2**31), 2**31 - 1])
 def test_blocks_are_any_that_int32_holds(block):
-    """Slots of the largest are beyond it."""
+    """Slots of the largest overflow it."""
     metadata, grouped = built(SequenceGroup(**RIGHT | {"block_tables": {0: [block]}}))
     assert metadata.block_tables.tolist() == [[block]]
     assert grouped.slot_mapping.tolist() == [block * BLOCK + i for i in range(5)]

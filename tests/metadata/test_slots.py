@@ -1,4 +1,4 @@
-"""Positions and slots of a step's tokens, against the requests written out token by token."""
+"""Positions and slots of a step's tokens, compared with the requests written out token by token."""
 
 import numpy as np
 import pytest

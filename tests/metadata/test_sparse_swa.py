@@ -183,7 +183,7 @@ def test_a_plan_for_each_type_of_layer(place, ratios, types):
         plans = {name: getattr(metadata, f"tile_sched_{name}") for name in ("swaonly", "c4a", "c128a")}
         assert sorted(name for name, plan in plans.items() if plan is not None) == types
         assert all(plan.made_for is None for plan in plans.values() if plan)  # to be planned in this step
-        for name in types:  # a plan of its own, in memory that is where it was
+        for name in types:  # a separate plan, in the same memory as before
             assert before is None or plans[name] is not before[name]
             assert before is None or plans[name].workspace is before[name].workspace
             plans[name].made_for = (1,)
@@ -195,7 +195,7 @@ def test_a_plan_for_each_type_of_layer(place, ratios, types):
 
 
 def test_a_chunk_may_fill_its_workspace():
-    """Two requests whose rows are just as many as there is room for go together."""
+    """Two requests whose rows exactly fill the workspace go together."""
     config = dataclasses.replace(CONFIG, compress_ratios=(1,), max_num_batched_tokens=92)
     queries = (config.max_num_batched_tokens - WINDOW + 2) // 2
     batch = make_batch(Lab("reference", False), [queries + 50] * 2, [queries] * 2)
@@ -232,7 +232,7 @@ def test_chunk_plan(shape, ratio, chunk):
 
 
 def test_capture_without_a_table_of_c128a_pages(place):
-    """C128A layers then find no rows, and those of the next build at the same addresses."""
+    """C128A layers then find no rows, and later those of the next build at the same addresses."""
     config = dataclasses.replace(CONFIG, compress_ratios=(0, 4, 128))
     builder = DeepseekSparseSWAMetadataBuilder(config, backend=place.backend)
     batch = make_batch(place, [200, 130], [1, 1])
@@ -264,7 +264,7 @@ def test_a_capture_s_own_table_covers_its_longest_sequence_and_no_more(place, lo
     [(1, 1 << 20, 128), (128 * 128, 1 << 20, 128), (129 * 128, 1 << 20, 256), (300 * 128, 300 * 128, 384)],
 )
 def test_columns_of_c128a_rows(longest, model, width):
-    """A power of two from 128 on, and at most what the longest sequence has, in multiples of 128."""
+    """A power of two from 128 on, and at most the length of the longest sequence, in multiples of 128."""
     host, config = Lab("cpu", on_device=False), dataclasses.replace(CONFIG, max_model_len=model)
     batch, table = make_batch(host, [longest], [1]), np.zeros((1, -(-longest // PAGE)), np.int32)
     metadata = DeepseekSparseSWAMetadataBuilder(config, "cpu").build(0, batch, c128a_block_table=table)

@@ -1,4 +1,4 @@
-"""Batches that no scheduler can mean, and what is said of them."""
+"""Batches that no scheduler can intend, and the errors they cause."""
 
 import dataclasses
 
@@ -138,7 +138,7 @@ def test_integers_of_numpy():
     config = dataclasses.replace(CONFIG, **numbers, compress_ratios=[np.int64(1), np.uint8(4)])
     assert config == dataclasses.replace(CONFIG, compress_ratios=(1, 4))
     assert all(type(x) is int for x in [*config.compress_ratios, config.block_size, config.decode_threshold])
-    short = batch(num_reqs=np.int64(3), seq_lens=i32(20))  # three requests, and room for one
+    short = batch(num_reqs=np.int64(3), seq_lens=i32(20))  # three requests, but space for one
     with pytest.raises(ValueError, match=r"seq_lens: got shape \(1,\), expected \[3\]"):
         DeepseekSparseSWAMetadataBuilder(CONFIG, backend="reference").build(0, short)
     for wrong in (True, 1.5, None, "8"):

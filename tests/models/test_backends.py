@@ -12,7 +12,7 @@ from support.models import GoldenLayer, V4Layer, V32Layer
 @pytest.mark.parametrize("given", [True, False], ids=["given", "own"])
 @pytest.mark.parametrize("case", [2, 3, 8, 13])
 def test_every_operation_is_on_the_layers_backend(case, given, cache_format):
-    """Prefills, decodes and both, on a backend that is not the default of their arrays."""
+    """Prefills, decodes and both, on a backend other than the default of their arrays."""
     golden = GoldenLayer(case)
     layer = (V32Layer if case == 13 else V4Layer)(golden, 2, backend="reference", cache_format=cache_format)
     with only("reference"):

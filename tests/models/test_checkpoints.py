@@ -1,4 +1,4 @@
-"""The examples' reading of checkpoints, and their mixtures of experts, against transformers'."""
+"""How the examples read checkpoints and compute mixtures of experts, compared with transformers."""
 
 import json
 import pathlib
@@ -27,7 +27,7 @@ def examples(monkeypatch):
 
 @pytest.mark.parametrize("case", range(4))
 def test_experts_equal_transformers(case):
-    """Shared experts clamped, sigmoid scores, groups that negative biases tell apart, shares as they are."""
+    """Shared experts clamped, sigmoid scores, groups that negative biases separate, shares not normalised."""
     record = records("experts")[case]
     module, config, seed = __import__(MODULES[record["model"]]), record["config"], record["seed"]
     model = object.__new__(module.Model)
@@ -105,7 +105,7 @@ def test_a_checkpoint_in_files_and_an_expert_a_tensor(tmp_path, case, names):
 
 @pytest.mark.parametrize("kind", ["scale", "weight_scale_inv"])
 def test_a_model_of_fp8_blocks_and_bfloat16(tmp_path, kind):
-    """From the files to logits: the same bits as of the dequantised numbers."""
+    """From the files to logits: the same bits as of the dequantised weights."""
     import deepseek_v32
     from serving import Server
 

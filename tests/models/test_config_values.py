@@ -1,4 +1,4 @@
-"""What follows from a configuration's numbers, against the formulas that transformers has for them."""
+"""Values derived from a configuration, compared with transformers' formulas."""
 
 import math
 
@@ -36,7 +36,7 @@ def test_softmax_scale_of_v32(rope, factor):
     ("mscales", "factor"),
     [
         ({}, 0.1 * math.log(40) + 1),
-        ({"mscale": 0.5}, 0.1 * math.log(40) + 1),  # one of both counts for nothing
+        ({"mscale": 0.5}, 0.1 * math.log(40) + 1),  # one without the other is ignored
         ({"mscale_all_dim": 0.5}, 0.1 * math.log(40) + 1),
         ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
         ({"mscale": 1.0, "mscale_all_dim": 0.5}, (0.1 * math.log(40) + 1) / (0.05 * math.log(40) + 1)),
@@ -48,7 +48,7 @@ def test_factor_of_cosines_and_sines(mscales, factor):
 
 
 def test_softmax_scale_reaches_the_layer():
-    """A temperature of 2, which leaves cosines as they are, gives what queries give that are 4 times as large."""
+    """A temperature of 2, which does not change cosines, gives the result of queries that are 4 times as large."""
     plain, tempered = GoldenLayer(13), GoldenLayer(13)
     weight = 10 / math.log(YARN["factor"])  # a temperature of 2
     plain.config = plain.config | {"rope_scaling": YARN | {"attention_factor": 1.0}}

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cumla.models.config_checks import MOST_THETA
+from cumla.models.config_validation import MOST_THETA
 from cumla.models.deepseek_v4 import DeepseekV4Config
 from cumla.models.deepseek_v32 import DeepseekV32Config
 from cumla.models.rope import LIMITS, cos_sin_table
@@ -29,8 +29,8 @@ WRONG = {
     "too few ratios": (V4, {"layer_types": None, "compress_ratios": [4]}, "compress_ratios: got 1 entries"),
     "another rate": (V4, {"compress_rates": {"compressed_sparse_attention": 8}}, r"compress_rates\.compressed_sparse"),
     "another rate by its old name": (V4, {"compress_rate_hca": 64}, "compress_rate_hca: got 64, expected 128"),
-    "more of a head turned": (V4, {"partial_rotary_factor": 0.25}, "partial_rotary_factor: got 0.25, expected 0.125"),
-    "more turned, by the old name": (V4, {"qk_rope_head_dim": 128}, "qk_rope_head_dim: got 128, expected 64"),
+    "more of a head rotated": (V4, {"partial_rotary_factor": 0.25}, "partial_rotary_factor: got 0.25, expected 0.125"),
+    "more rotated, by the old name": (V4, {"qk_rope_head_dim": 128}, "qk_rope_head_dim: got 128, expected 64"),
     "YaRN without compression": (
         V4, {"rope_parameters": {"main": YARN, "compress": YARN}}, r"rope_parameters\.main: got YaRN"
     ),
@@ -81,11 +81,11 @@ WRONG = {
     "no cosines": (V32, yarn(attention_factor=0), r"rope_scaling\.attention_factor: got 0"),
     "a length that is none": (V32, yarn(original_max_position_embeddings=np.inf), "position_embeddings: got inf"),
     "a flag that is none": (V32, yarn(truncate="no"), r"rope_scaling\.truncate: got 'no'"),
-    "infinitely much turned": (V4, {"partial_rotary_factor": np.inf}, "partial_rotary_factor: got inf, expected a fin"),
-    "nothing turned": (V4, {"partial_rotary_factor": 0}, "partial_rotary_factor: got 0, expected 0.125"),
+    "all of it rotated": (V4, {"partial_rotary_factor": np.inf}, "partial_rotary_factor: got inf, expected a fin"),
+    "nothing rotated": (V4, {"partial_rotary_factor": 0}, "partial_rotary_factor: got 0, expected 0.125"),
     "a base that is none": (V4, {"rope_theta": float("nan")}, "rope_theta: got nan, expected a finite number"),
     "another scaling": (V4, {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type: got 'linear'"),
-    "YaRN without a factor": (V32, {"rope_scaling": YARN | {"factor": None}}, "expected factor among YaRN's numbers"),
+    "YaRN without a factor": (V32, {"rope_scaling": YARN | {"factor": None}}, "expected factor among YaRN's"),
     "YaRN without a length": (
         V32, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "expected original_max_position_embeddings among"
     ),
@@ -144,7 +144,7 @@ def test_whatever_is_read_makes_tables_of_numbers(numbers, theta, ratio):
     assert 0 < config.softmax_scale < 1e30
 
 
-def test_lists_may_go_on_behind_the_layers():
+def test_lists_may_be_longer_than_the_layers():
     """Published lists have entries for the layers that predict further tokens."""
     assert DeepseekV4Config.from_dict(V4 | {"num_hidden_layers": 2}).compress_ratios == (1, 4)
     ratios = {"layer_types": None, "compress_ratios": [0, 4, 128, 4, 0]}
@@ -178,7 +178,7 @@ FREQUENCIES = {
 
 @pytest.mark.parametrize("truncate", FREQUENCIES)
 def test_the_ramp_may_begin_between_two_pairs(truncate):
-    """Frequencies as transformers makes them, by the angles of the second position."""
+    """Frequencies as transformers computes them, from the angles of the second position."""
     yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "truncate": truncate}
     table = cos_sin_table(64, 1e4, 2, yarn | {"attention_factor": 1.0})
     np.testing.assert_allclose(np.arctan2(table[1, 32:], table[1, :32])[PAIRS], FREQUENCIES[truncate], rtol=1e-6)

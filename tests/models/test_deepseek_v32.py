@@ -5,7 +5,7 @@ import pytest
 
 from support.models import GoldenLayer, V32Layer, relative_rms
 
-BOUNDS = {"float32": 1e-5, "bfloat16": 3e-3, "fp8": 0.04}  # of the whole output, by what rows are kept as
+BOUNDS = {"float32": 1e-5, "bfloat16": 3e-3, "fp8": 0.04}  # relative to the whole output, by the format of the rows
 CASES = [13, *(pytest.param(case, marks=pytest.mark.slow) for case in (11, 12))]
 TIED = {11: 1}  # rows whose last place is tied at a score of exactly 0
 

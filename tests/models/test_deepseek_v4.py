@@ -11,7 +11,7 @@ from support.models import GoldenLayer, V4Layer, relative_rms
 CASES = range(11)
 TIED = (7, 9)  # the k-th place is tied at a score of exactly 0, and the golden choice is not the lowest index
 QUICK = [case if case in (0, 2, 5, 8) else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
-BOUNDS = {"float32": 1e-5, "bfloat16": 3e-3, "fp8": 0.04}  # of the whole output, by what rows are kept as
+BOUNDS = {"float32": 1e-5, "bfloat16": 3e-3, "fp8": 0.04}  # relative to the whole output, by the format of the rows
 
 
 @pytest.mark.parametrize("cache_format", BOUNDS)
@@ -31,7 +31,7 @@ def test_layer_on_the_reference_backend(case):
 
 @pytest.mark.parametrize("case", [8, *(pytest.param(case, marks=pytest.mark.slow) for case in (6, 10, *TIED))])
 def test_own_selection_is_the_golden_one(case):
-    """But for ties at exactly 0, of which the lowest index is taken: those rows are looked at one by one."""
+    """Except for ties at exactly 0, where the lowest index is taken: those rows are checked one by one."""
     golden = GoldenLayer(case)
     layer = V4Layer(golden)
     chosen = []
@@ -62,7 +62,7 @@ def test_any_split_gives_the_same(cache_format, data):
 @pytest.mark.parametrize("cache_format", ["float32", "fp8"])
 @pytest.mark.parametrize("case", [8])
 def test_a_batch_gives_what_each_request_gives_alone(case, cache_format):
-    """Decodes, draft tokens and prefills of requests at different places, in one step."""
+    """Decodes, draft tokens and prefills of requests at different positions, in one step."""
     golden = GoldenLayer(case)
     alone = V4Layer(golden, cache_format=cache_format).run([100, 150, 50])
     layer = V4Layer(golden, requests=3, cache_format=cache_format, speculative=3)
@@ -99,8 +99,8 @@ def test_a_prefix_hit_goes_on_bit_for_bit(case, hit, cache_format):
 
 
 @pytest.mark.parametrize("case", [2, 3, 8])
-def test_pages_that_nobody_reads_may_be_gone(case):
-    """Window rows out of sight and states of rows that are complete: their pages are taken away before each step."""
+def test_pages_that_are_not_read_may_be_removed(case):
+    """Window rows out of sight and states of complete rows: their pages are removed before each step."""
     golden = GoldenLayer(case)
     layer = V4Layer(golden)
     ratio, window = layer.layer.ratio, golden.config["sliding_window"]

@@ -18,7 +18,7 @@ NORMALISED = (
 
 @pytest.mark.parametrize("case", [2, 3, 8])
 def test_an_epsilon_scales_with_the_square_of_what_is_normalised(case):
-    """x / sqrt(mean(x^2) + eps) is the same of 128 x and 128^2 eps: to the bit, for all norms of a layer at once.
+    """x / sqrt(mean(x^2) + eps) is the same for 128 x and 128^2 eps: to the bit, for all norms of a layer at once.
 
     A norm that keeps an epsilon of 1e-6 differs in the last bits of its rows.
     """

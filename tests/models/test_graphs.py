@@ -13,7 +13,7 @@ from support.lab import BF16, Lab, lab_of
 from support.models import GoldenLayer, V4Layer, V32Layer
 from support.properties import INT64_MAX, INT64_MIN
 
-PROMPTS = (6, 3)  # of two requests; one row of four positions is completed by each further step but one
+PROMPTS = (6, 3)  # for two requests; each further step but one completes one row of four positions
 
 
 @pytest.fixture(params=[pytest.param("cuda", id="emulated"), pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -27,9 +27,9 @@ def emulator(request):
 
 
 class Decodes:
-    """Steps of one token of each request, or of so many, in arrays that stay where they are.
+    """Steps of one token per request, or of so many, in arrays at fixed addresses.
 
-    counts  of the tokens of each request: those of the first step, of the second, and so on
+    counts  tokens of each request: those of the first step, of the second, and so on
     """
 
     def __init__(self, lab, case, counts=((1, 1),) * 4):
@@ -45,7 +45,7 @@ class Decodes:
         self.golden, self.lab, self.arrays = golden, lab, {}
 
     def keep(self, name, array):
-        """On the device, where the array of this name was before."""
+        """On the device, at the address of the earlier array of this name."""
         placed = self.lab.put(np.ascontiguousarray(array))
         if name not in self.arrays:
             self.arrays[name] = placed
@@ -76,7 +76,7 @@ class Decodes:
 
     def scratch(self, name):
         """Bytes of the layer's arrays of this name."""
-        arrays = self.made.layer.scratch._held
+        arrays = self.made.layer.scratch._arrays
         return [self.lab.get(arrays[key]).tobytes() for key in sorted(arrays, key=str) if key[0] == name]
 
     def result(self):
@@ -121,10 +121,10 @@ def test_a_captured_step_is_right_at_other_lengths(device, case, counts):
 
 
 @pytest.mark.parametrize("slow", ["main", "side"])
-@pytest.mark.parametrize("given", [False, True], ids=["selects", "is told"])
+@pytest.mark.parametrize("given", [False, True], ids=["selects", "given rows"])
 @pytest.mark.parametrize("case", [3, 8])
 def test_branches_wait_for_what_they_need_and_are_waited_for(emulator, monkeypatch, case, given, slow):
-    """One of the streams takes long: whoever does not wait for it comes too early. The bits of all in order."""
+    """One of the streams is slow: a reader that does not wait for it is early. The bits of all in order."""
     import cupy
 
     wanted, got = (Decodes(emulator, case) for _ in range(2))
@@ -149,7 +149,7 @@ def test_branches_wait_for_what_they_need_and_are_waited_for(emulator, monkeypat
             decodes.run(topk_indices=None if topk is None else emulator.put(topk), **observe)
         np.testing.assert_array_equal(got.result(), wanted.result())
         assert got.result().any()
-        for name in ("pooled", "indexed_weights", "topk_indices", "q"):  # however few rows there are to choose from
+        for name in ("pooled", "indexed_weights", "topk_indices", "q"):  # whatever the number of rows
             np.testing.assert_array_equal(got.scratch(name), wanted.scratch(name))
     assert len(branches) == (4 if case == 8 and not given else 2)
     assert len(set(branches)) == 1
@@ -201,7 +201,7 @@ def test_a_step_of_decodes_allocates_nothing(case):
 
 
 class PaddedDecodes(Decodes):
-    """The same at a captured size: the rows behind those of requests hold nothing, or anything."""
+    """The same at a captured size: the rows after those of requests are zero, or hold anything."""
 
     SIZE = 4
 
@@ -212,7 +212,7 @@ class PaddedDecodes(Decodes):
     def prepare(self, requests, rng=None):
         """A token of each of these requests.
 
-        rng  for what is in the other rows: hidden states that are no numbers, lengths and pages of any value, slots
+        rng  for the contents of the other rows: hidden states of NaN, lengths and pages of any value, slots
              outside of the caches. None: zeros, and slots of -1
         """
         batch, tables = self.made.paged.batch([(request, self.done[request], 1) for request in requests])
@@ -250,9 +250,9 @@ class PaddedDecodes(Decodes):
         return [np.array(self.lab.get(x)).tobytes() for x in fields if hasattr(x, "dtype")]
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")  # of emulated products
+@pytest.mark.filterwarnings("ignore:invalid value")  # because products are emulated
 @pytest.mark.parametrize("case", [2, 3, 8, 13])
-def test_rows_behind_those_of_requests_may_hold_anything(device, rng, case):
+def test_rows_after_the_requests_may_hold_anything(device, rng, case):
     """Captured with one number of requests, replayed with others and with none: outputs and caches keep their bits."""
     import cupy
 

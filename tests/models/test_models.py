@@ -39,7 +39,7 @@ class Golden:
 
 
 def fed(model, golden, splits):
-    """Logits of all golden tokens, which come in these splits, then one by one; V3.2's tie as torch breaks it."""
+    """Logits of all golden tokens, given in these splits, then one by one; V3.2's ties are broken as by torch."""
     from serving import Request, Server
 
     server = Server(model, model.num_pages)
@@ -67,7 +67,7 @@ def break_tie(model, token, taken):
             tied = [x for x in chosen[row] if x == 63]
             assert tied, "the lowest of the tied"
             chosen[row][chosen[row] == 63] = taken
-        if slots is not None:  # what attention takes of decodes
+        if slots is not None:  # attention's arguments for decodes
             decodes = chosen[: len(slots[0])]
             cumla.compute_global_topk_indices_and_lens(
                 decodes, requests, table, cache.shape[1], is_valid, compact=True, out=slots
@@ -117,7 +117,7 @@ def test_continuous_batching_generates_the_golden_tokens(examples, tmp_path, cas
 def test_rounded_caches_stay_near(examples, tmp_path, case, cache_format, bound):
     """Selection amplifies rounding: about 1 to 2.5% and 15 to 25% were simulated; the bounds are for bugs.
 
-    In case 2 a tie at exactly 0 decides over all tokens behind it, and falls the other way: 36% and 70%.
+    In case 2 a tie at exactly 0 affects all tokens after it, and is broken differently: 36% and 70%.
     """
     golden = Golden(case, tmp_path)
     model = golden.model(tmp_path, cache_format=cache_format)
@@ -147,7 +147,7 @@ def test_examples_run_without_torch(kind, tmp_path):
 
 
 def test_more_prompts_than_tokens_and_prompts_without(examples, tmp_path, capsys, monkeypatch):
-    """As many answers as prompts, of what was asked for; a prompt without a token is named."""
+    """One answer per prompt, of the requested length; a prompt without a token is named."""
     import deepseek_v4
     import serving
     import tiny_checkpoint

@@ -29,7 +29,7 @@ def test_layer_equals_transformers(lab, case, cache_format):
 
 
 def outputs_beside_another(lab, case, cache_format, left_behind=0, poison=None):
-    """Of request 0, beside request 1 with hidden states of `poison`, over pages whose bytes are all `left_behind`."""
+    """Output of request 0, next to request 1 with hidden states of `poison`, over pages full of `left_behind`."""
     golden = GoldenLayer(case)
     make = V4Layer if golden.record["model"] == "v4" else V32Layer
     options = {"requests": 2, "activations": "bfloat16", "cache_format": cache_format}
@@ -55,7 +55,7 @@ def outputs_beside_another(lab, case, cache_format, left_behind=0, poison=None):
 @pytest.mark.parametrize("cache_format", [pytest.param("bfloat16", marks=pytest.mark.slow), "fp8"])
 @pytest.mark.parametrize("case", [*(pytest.param(case, marks=pytest.mark.slow) for case in (2, 3)), 8, 13])
 def test_poison_stays_with_its_request(lab, case, cache_format):
-    """NaN in pages that others had before, or in the tokens of the request beside: the same bits."""
+    """NaN in pages that others had before, or in the tokens of the other request: the same bits."""
     want = outputs_beside_another(lab, case, cache_format)
     assert np.isfinite(want.astype(np.float32)).all()
     for options in ({"left_behind": 255}, {"left_behind": 0x7F}, {"poison": np.nan}, {"poison": 1e30}):

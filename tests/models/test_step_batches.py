@@ -16,7 +16,7 @@ HOST = Lab("cpu", on_device=False)
 
 
 class Computed:
-    """A golden layer whose requests' first LONGEST tokens are in its caches, and steps that go on at any of them."""
+    """A golden layer whose requests' first LONGEST tokens are in its caches, and steps that continue at any of them."""
 
     def __init__(self, case, backend="cpu"):
         self.golden = GoldenLayer(case)
@@ -27,20 +27,20 @@ class Computed:
         self.kept = [(pool, array, array.copy()) for pool, array in self.arrays()]
 
     def arrays(self):
-        """The caches by the pool of pages that they are over."""
+        """The caches by their pool of pages."""
         if isinstance(self.made, V4Layer):
             return self.made.arrays()
         return [("window", array) for array in vars(self.made.caches).values()]
 
     def draft(self, tokens):
-        """Metadata from now on of a server with so many draft tokens."""
+        """Metadata of a server with so many draft tokens from now on."""
         builder = self.made.builder
         self.made.builder = type(builder)(
             dataclasses.replace(builder.config, num_speculative_tokens=tokens), self.made.layer.backend
         )
 
     def forget(self, request, first):
-        """NaN in place of all that a request's tokens from this one on leave."""
+        """NaN in place of everything that a request's tokens from this one on wrote."""
         for pool, array, _ in self.kept:
             per_row = self.made.paged.pages[pool] // array.shape[1]
             pages = self.made.paged.tables[pool][request]
@@ -90,7 +90,7 @@ def batches(draw):
 
 
 def addresses(indexer):
-    """Of what decodes read that is in buffers of the builder, and of the block table."""
+    """Which arrays that decodes read are in the builder's buffers, and which is the block table."""
     decode = indexer.decode
     return [array.ctypes.data for array in (decode.seq_lens, decode.schedule_metadata, decode.block_table)]
 

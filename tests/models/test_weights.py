@@ -112,7 +112,7 @@ def with_more(name):
         (0, with_more("q_a_proj.bias"), ValueError, r"weights: got q_a_proj\.bias, which such a layer does not have"),
         (0, with_more("compressor.kv_norm.weight"), ValueError, r"weights: got compressor\.kv_norm\.weight"),
         (13, with_more("o_proj.bias"), ValueError, r"weights: got o_proj\.bias"),
-        (13, without("q_a_proj.weight"), KeyError, "weights: of layer 0's attention there are none among 11 names"),
+        (13, without("q_a_proj.weight"), KeyError, "weights: got no weights of layer 0's attention among 11 names"),
     ],
 )
 def test_weights_that_a_layer_lacks_or_has_no_use_for(case, change, error, message):
@@ -124,7 +124,7 @@ def test_weights_that_a_layer_lacks_or_has_no_use_for(case, change, error, messa
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_b_proj.bias", "layers.0.attn.q_scale.weight"])
-def test_a_checkpoint_s_weight_that_nobody_knows(name):
+def test_an_unknown_weight_of_a_checkpoint(name):
     golden = GoldenLayer(0)
     tensors = {f"model.layers.0.self_attn.{within}": weight for within, weight in golden.weights.items()}
     others = {"model.layers.1.self_attn.o_b_proj.bias": 0, "model.layers.0.self_attn.rotary_emb.inv_freq": 0}
@@ -136,7 +136,7 @@ def test_a_checkpoint_s_weight_that_nobody_knows(name):
 
 
 def test_names_as_transformers_saves_them():
-    """Its way back to the published names makes "norm" of "kv_norm"."""
+    """The inverse mapping to the published names makes "norm" of "kv_norm"."""
     golden = GoldenLayer(0)
     names = {within: name for name, within in V4_ATTENTION.items()} | {"kv_norm.weight": "norm.weight"}
     golden.weights = {f"model.layers.0.attn.{names[within]}": weight for within, weight in golden.weights.items()}
@@ -233,7 +233,7 @@ def test_headers_that_describe_no_array(change, says, tmp_path):
 
 
 def file_of(entries, size):
-    """A file with such a header: of pairs, so that a name may be there twice, each with its bytes."""
+    """A file with such a header, given as pairs, so that names may repeat, each with its bytes."""
     texts = [f'"{name}": {{"dtype": "U8", "shape": [{end - start}], "data_offsets": [{start}, {end}]}}'
              for name, start, end in entries]  # fmt: skip
     header = "{" + ", ".join(texts) + "}"
@@ -246,10 +246,10 @@ def file_of(entries, size):
         ([("a", 0, 8), ("b", 4, 12)], 12, "^b: model.safetensors has it from byte 4 on, before a ends at 8"),
         ([("a", 0, 8), ("b", 0, 8)], 8, "^b: model.safetensors has it from byte 0 on, before a ends at 8"),
         ([("b", 2, 3), ("a", 0, 8)], 8, "^b: model.safetensors has it from byte 2 on, before a ends at 8"),
-        ([("a", 0, 8), ("b", 12, 16)], 16, "^b: model.safetensors has it from byte 12 on, a hole behind a's end at 8"),
-        ([("a", 4, 8)], 8, "^a: model.safetensors has it from byte 4 on, a hole behind the header's end at 0"),
-        ([("a", 0, 8)], 9, "^model.safetensors: got 1 bytes behind the end of a, expected none"),
-        ([], 1, "^model.safetensors: got 1 bytes behind the end of the header"),
+        ([("a", 0, 8), ("b", 12, 16)], 16, "^b: model.safetensors has it from byte 12 on, a hole after a's end at 8"),
+        ([("a", 4, 8)], 8, "^a: model.safetensors has it from byte 4 on, a hole after the header's end at 0"),
+        ([("a", 0, 8)], 9, "^model.safetensors: got 1 bytes after the end of a, expected none"),
+        ([], 1, "^model.safetensors: got 1 bytes after the end of the header"),
         ([("a", 0, 8), ("b", 8, 16)], 15, "^b: model.safetensors is cut off: it has 15 bytes of data, expected 16"),
         ([("a", 0, 2**70)], 15, "^a: model.safetensors is cut off: it has 15 bytes of data"),
         ([("a", 0, 8), ("a", 8, 16)], 16, "^model.safetensors: got no header .*; it has a twice$"),

@@ -3,7 +3,7 @@ import pytest
 
 @pytest.fixture(params=["chosen", "portable", "exact"])
 def kernel(request, lab):
-    """Every kernel of sparse attention that the cuda backend has; the other backends have one."""
+    """Every kernel of sparse attention of the cuda backend; the other backends have one each."""
     if request.param == "chosen":
         yield request.param
         return

@@ -24,7 +24,7 @@ DTYPES = {"bfloat16": BF16, "float32": np.float32}
 
 
 def is_float32_off_the_host(x):
-    """Of float32 activations and rows."""
+    """Bounds for float32 activations and rows."""
     float32 = x.get("dtype") == "float32" or x.get("layout") in (DSV4_F32, INDEXER_F32)
     return float32 and x.backend not in ("reference", "cpu")
 
@@ -34,7 +34,7 @@ def takes_the_simulator_long(x):
 
 
 def cache_of(layout, blocks, block_size):
-    """Bytes of 0xA5, or rows of numbers."""
+    """Bytes of 0xA5, or random values."""
     if layout.value_type == "e4m3":
         cache = layout.allocate(blocks, block_size)
         cache.base[...] = 0xA5
@@ -43,7 +43,7 @@ def cache_of(layout, blocks, block_size):
 
 
 def rows_of(cache, layout):
-    """What all slots of a cache hold, float32."""
+    """The contents of all slots of a cache, float32."""
     blocks, block_size, _ = cache.shape
     out = np.empty((1, blocks * block_size, layout.head_dim), np.float32)
     table = np.arange(blocks, dtype=np.int32)[None]
@@ -53,7 +53,7 @@ def rows_of(cache, layout):
 
 
 class Case:
-    """Two requests at positions that lie across windows, states of earlier positions in pages anywhere."""
+    """Two requests at positions across windows, states of earlier positions in randomly placed pages."""
 
     def __init__(self, rng, layout, kind, tokens=9, dtype=np.float32):
         self.layout, (self.ratio, coff) = layout, KINDS[kind]
@@ -111,19 +111,19 @@ class Case:
             weights = np.exp(np.array(score) - np.maximum(np.max(score, axis=0), -1e30))
             row = (weights * kv).sum(axis=0) / np.maximum(weights.sum(axis=0), 1e-30)  # 0 of nothing
             row *= self.weight / np.sqrt(np.mean(row**2) + 1e-6)
-            rows[int(slot)] = turned(row, self.cos_sin[position // self.ratio * self.ratio])
+            rows[int(slot)] = rotated(row, self.cos_sin[position // self.ratio * self.ratio])
         return rows
 
 
-def turned(row, turns, inverse=False):
+def rotated(row, rotation, inverse=False):
     pairs = row[..., -64:].astype(np.float64).reshape(*row.shape[:-1], 32, 2)
-    angle = turns[..., :32] + (-1j if inverse else 1j) * turns[..., 32:]
+    angle = rotation[..., :32] + (-1j if inverse else 1j) * rotation[..., 32:]
     spun = (pairs[..., 0] + 1j * pairs[..., 1]) * angle
     return np.concatenate([row[..., :-64], np.stack([spun.real, spun.imag], -1).reshape(*row.shape[:-1], 64)], -1)
 
 
 def assert_rows(got, want, layout):
-    """float32 sums in float32 rows; else one step of bfloat16, or of e4m3 within its tile."""
+    """float32 sums in float32 rows; otherwise one step of bfloat16, or of e4m3 within its tile."""
     if layout.value_type == "float32":
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
         return
@@ -162,7 +162,7 @@ def test_compressor(lab, rng, layout, kind):
 @pytest.mark.parametrize("layout", [DSV4_FP8, DSV4_BF16, DSV4_F32, INDEXER_BF16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_of_minus_infinity_leave_their_positions_out(lab, rng, layout, kind):
-    """Of each channel other positions, in this step and before; of some all but one, of others all: those are 0."""
+    """Each channel loses other positions, in this step and earlier: some all but one, others all; the latter give 0."""
     case = Case(rng, layout, kind)
     score = case.bias.shape[1]
     channels = np.arange(score)
@@ -188,7 +188,7 @@ def test_scores_of_minus_infinity_leave_their_positions_out(lab, rng, layout, ki
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_position_before_its_sequence_has_no_window(lab, rng, kind):
-    """However far before it, whatever the low bits of its number are: a row of zeros, and nothing is read."""
+    """At any distance before it and with any low bits of its number: a row of zeros, and nothing is read."""
     case = Case(rng, DSV4_BF16, kind)
     before = [-1, -(2**31), -(2**32), 3 - 2**32, 2**20 - 2**33, 7 - 2**63]
     case.positions[: len(before)] = before
@@ -229,10 +229,10 @@ def padded(cache):
 @pytest.mark.nowhere(when=lambda x: takes_the_simulator_long(x))
 @pytest.mark.parametrize("kind", KINDS)
 def test_caches_may_be_views_of_the_same_pages(lab, rng, kind):
-    """As a hybrid allocator makes them, each of its own pages: the rows and states of caches apart."""
+    """As a hybrid allocator makes them, each with its own pages: the rows and states of caches are separate."""
     case = Case(rng, DSV4_FP8, kind)
     cache, state = case.run(lab, cache_of(DSV4_FP8, 4, 16))
-    first = len(case.state)  # of the cache's pages
+    first = len(case.state)  # blocks of the cache's pages
     memory = np.full((first + 4, case.state[0].nbytes), 0xA5, np.uint8)
     memory[:first] = case.state.view(np.uint8).reshape(first, -1)
     case.slots = np.where(case.slots >= 0, case.slots + 16 * first, -1)
@@ -248,7 +248,7 @@ def test_caches_may_be_views_of_the_same_pages(lab, rng, kind):
 @pytest.mark.parametrize(("kind", "tokens"), [("ratio4", 9), ("ratio4", 140), ("ratio128", 9)])
 @pytest.mark.nowhere(when=lambda c: c.simulated and (c.get("kind") == "ratio128" or c.get("tokens") > 9))  # slow
 def test_both_compressors_of_a_layer_at_once(lab, rng, kind, tokens, formats):
-    """The bits of one after the other."""
+    """The same bits as one after the other."""
     cases = [Case(rng, layout, kind, tokens=3 if lab.tiny else tokens) for layout in formats]
     for name in ("table", "slots", "state_slots"):
         setattr(cases[1], name, getattr(cases[0], name))
@@ -272,7 +272,7 @@ def test_both_compressors_of_a_layer_at_once(lab, rng, kind, tokens, formats):
 @pytest.mark.nowhere(when=lambda c: c.simulated)  # slow there
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_long_prompt(lab, rng, kind):
-    """Many tokens, few of which complete a row or save a state: the reference's bits of states, its rows."""
+    """Many tokens, few of which complete a row or save a state: the reference's bits of states, and its rows."""
     case = Case(rng, INDEXER_BF16, kind, tokens=140)
     case.state_slots[:-7] = -1
     want, states = case.run(Lab("reference", on_device=False), cache_of(INDEXER_BF16, 18, 16))
@@ -286,11 +286,11 @@ def test_a_long_prompt(lab, rng, kind):
 @pytest.mark.parametrize("layout", [DSV4_FP8, DSV4_BF16], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_few_and_of_many_have_the_same_bits(lab, rng, layout, dtype, monkeypatch):
-    """Long windows: clusters of either size, tokens by few or by many for each, states saved by whichever warp."""
+    """Long windows: clusters of either size, few or many tokens for each, states saved by any warp."""
     from cumla.kernels.cuda import compressor
 
     case = Case(rng, layout, "ratio128", tokens=150, dtype=DTYPES[dtype])
-    if lab.emulated:  # which says that it has none
+    if lab.emulated:  # which means that it has none
         monkeypatch.setattr(compressor, "has_clusters", lambda device: True)
     elif not compressor.has_clusters(0):
         pytest.skip("no clusters there")
@@ -313,7 +313,7 @@ def test_rows_of_few_and_of_many_have_the_same_bits(lab, rng, layout, dtype, mon
 @pytest.mark.parametrize("most_of_few", [1000, 0], ids=["clusters of 8", "clusters of 4"])
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_thread_blocks_of_a_cluster_in_any_order(emulated, rng, monkeypatch, most_of_few, seed):
-    """None of them writes to one that may not have begun."""
+    """No CTA writes to another that may not have started."""
     from cumla.kernels.cuda import compressor
 
     monkeypatch.setattr(compressor, "has_clusters", lambda device: True)
@@ -332,7 +332,7 @@ def test_thread_blocks_of_a_cluster_in_any_order(emulated, rng, monkeypatch, mos
 )
 @pytest.mark.nowhere(when=lambda c: c.simulated and c.get("kind") == "ratio128")  # slow there
 def test_numbers_of_any_value_stay_inside(lab, rng, layout, kind, monkeypatch):
-    """Slots, positions, requests and starts of any value; states and rows that nobody owns stay as they are."""
+    """Slots, positions, requests and starts of any value; unused states and rows do not change."""
     case = Case(rng, layout, kind, tokens=3 if lab.tiny else 9)
     if lab.emulated:
         from cumla.kernels.cuda import compressor
@@ -353,7 +353,7 @@ def test_numbers_of_any_value_stay_inside(lab, rng, layout, kind, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.nowhere(when=lambda c: c.simulated and c.get("kind") == "ratio128")  # slow there
 def test_a_start_before_the_batch_is_its_first_token(lab, rng, kind):
-    """No state is taken from in front of the step's own."""
+    """States of positions before the step's own are not read."""
     case = Case(rng, INDEXER_BF16, kind, tokens=4 if lab.tiny else 9)
     want, _ = case.run(lab, cache_of(INDEXER_BF16, 4, 16))
     for start in (-1, -5, -(2**31)):
@@ -365,7 +365,7 @@ def test_a_start_before_the_batch_is_its_first_token(lab, rng, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.nowhere(when=lambda c: c.simulated and c.get("kind") == "ratio128")  # slow there
 def test_state_blocks_outside_of_the_cache_are_absent(lab, rng, kind):
-    """What lies behind the cache is NaN, and shows in whatever it is read for."""
+    """Memory after the cache is NaN, which would show in any result that reads it."""
     case = Case(rng, INDEXER_BF16, kind, tokens=4 if lab.tiny else 9)
     blocks = len(case.state)
     case.state = np.concatenate([case.state, np.full_like(case.state[:8], np.nan)])[:blocks]

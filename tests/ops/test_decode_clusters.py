@@ -1,6 +1,6 @@
-"""Sparse decode where a cluster of thread blocks shares the keys of a tile and puts its result together.
+"""Sparse decode where a cluster of thread blocks splits the keys of a tile and combines the result.
 
-What divides the work takes clusters for some shapes alone; here they do all that they can do.
+The scheduler chooses clusters only for some shapes; here they run for all shapes that they support.
 """
 
 import numpy as np
@@ -26,7 +26,7 @@ def parts():
 
 @pytest.fixture
 def divided(lab, tile, parts, monkeypatch):
-    """Divisions that were made: clusters for tiles of so many heads."""
+    """The recorded divisions: clusters for tiles of so many heads."""
     from cumla.kernels.cuda.device import is_hopper
     from cumla.kernels.cuda.sparse import kernels as sparse_kernels
     from cumla.kernels.cuda.sparse import work as sparse_work
@@ -36,10 +36,10 @@ def divided(lab, tile, parts, monkeypatch):
         pytest.skip("clusters are Hopper's")
     made, divide = [], sparse_work.divide
 
-    def divide_into_clusters(work, may_cut, *rest):
-        together = Division(work.tiles * parts, False, False, parts, together=True)
-        can = may_cut and work.most_blocks >= parts
-        made.append(together if can else divide(work, may_cut, *rest))
+    def divide_into_clusters(work, may_split, *rest):
+        cluster = Division(work.tiles * parts, False, False, parts, cluster=True)
+        can = may_split and work.most_blocks >= parts
+        made.append(cluster if can else divide(work, may_split, *rest))
         return made[-1]
 
     monkeypatch.setattr(sparse_kernels, "tile_heads", lambda *_: tile)
@@ -54,7 +54,7 @@ def assert_same_bits(first, second, lab):
 
 
 def two_lists(rng, tile, layout, batch=3, s_q=2, heads=None):
-    """Of the three blocks of keys, the second list has the last one, or part of what is not the first part."""
+    """The second list has the last of the three blocks of keys, or a part of what the first split leaves."""
     heads = heads or tile + 3
     return Problem(
         make_q(rng, batch, s_q, heads, layout, steep(heads)), make_cache(rng, layout, 9, 16, spread=0),
@@ -67,10 +67,10 @@ def two_lists(rng, tile, layout, batch=3, s_q=2, heads=None):
 @pytest.mark.parametrize("layout", FP8, ids=lambda x: x.name)
 @pytest.mark.thorough(when=lambda x: x.emulated and (x.get("tile") == 16) != (x.get("layout").name == "V32_FP8"))
 def test_two_lists(lab, divided, rng, tile, layout):
-    """An odd number of requests, of two tokens each, and of groups of heads, of which the last has three."""
+    """An odd number of requests, of two tokens each, and of groups of heads, the last of which has three."""
     with nothing_attended_again():
         two_lists(rng, tile, layout).check(lab)
-    assert [division.together for division in divided] == [True]
+    assert [division.cluster for division in divided] == [True]
 
 
 @pytest.mark.parametrize("blocks", [2, 3, 5])
@@ -82,13 +82,13 @@ def test_parts_of_one_length_and_of_two(lab, divided, rng, tile, blocks):
             make_q(rng, 1, 1, tile, layout, steep(tile)), make_cache(rng, layout, 4, 64, spread=0),
             make_indices(rng, 1, 1, 64 * blocks - 9, 256),
         ).check(lab)  # fmt: skip
-    assert divided[0].together
+    assert divided[0].cluster
 
 
 @pytest.mark.parametrize("parts", [3, 4, 5, 6])
 @pytest.mark.thorough(when=lambda x: x.emulated and (x.get("tile"), x.get("parts")) not in ((16, 6), (32, 5)))
 def test_more_parts(lab, divided, rng, tile, parts):
-    """Of each token, thread blocks put together as many heads, or fewer, or none."""
+    """For each token, as many thread blocks as a cluster has split its heads, or fewer, or none."""
     layout, heads = cumla.DSV4_FP8, tile - 1
     problem = Problem(
         make_q(rng, 2, 1, heads, layout, steep(heads)), make_cache(rng, layout, 9, 16, spread=0),
@@ -99,13 +99,13 @@ def test_more_parts(lab, divided, rng, tile, parts):
     with nothing_attended_again():
         first = problem.check(lab)
         assert_same_bits(first, problem.on(lab), lab)
-    assert [division.together for division in divided] == [True, True]
+    assert [division.cluster for division in divided] == [True, True]
 
 
 @pytest.mark.parametrize("parts", [2, 3, 6])
 @pytest.mark.thorough(when=lambda x: x.emulated and (x.get("tile"), x.get("parts")) not in ((16, 6), (32, 3)))
 def test_lengths_leave_splits_few_blocks_or_none(lab, divided, rng, tile, parts):
-    """Of lists of seven blocks: none, one key, a block, blocks of one list alone, fewer blocks than splits, all."""
+    """Lists of seven blocks with no key, one key, one block, blocks of one list only, fewer blocks than splits, all."""
     layout, heads = cumla.DSV4_FP8, tile - 1
     lengths = np.array([[0, 1, 64, 0, 128, 65, 128], [0, 0, 0, 300, 0, 64, 300]], np.int32)
     batch = lengths.shape[1]
@@ -118,7 +118,7 @@ def test_lengths_leave_splits_few_blocks_or_none(lab, divided, rng, tile, parts)
     with nothing_attended_again():
         first = problem.check(lab)
         assert_same_bits(first, problem.on(lab), lab)
-    assert [(division.together, division.planned) for division in divided] == [(True, False)] * 2
+    assert [(division.cluster, division.planned) for division in divided] == [(True, False)] * 2
     assert np.isposinf(lab.get(first[1])[0]).all()
 
 
@@ -133,7 +133,7 @@ def test_tokens_with_few_keys_and_none(lab, divided, rng, tile):
     )  # fmt: skip
     with nothing_attended_again():
         out, lse = problem.check(lab)
-    assert divided[0].together
+    assert divided[0].cluster
     assert not to_float(out[3]).any()
     assert np.isposinf(lse[3]).all()
     assert np.isfinite(lse[[0, 1, 2, 4]]).all()
@@ -143,7 +143,7 @@ def test_tokens_with_few_keys_and_none(lab, divided, rng, tile):
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e6, 3e38])
 @pytest.mark.thorough(when=lambda x: x.emulated and (x.get("tile"), x.get("value")) not in ((16, 1e6), (32, np.inf)))
 def test_poison_stays_with_its_request_and_leaves_no_traces(lab, divided, rng, tile, value, monkeypatch):
-    """In the last part of one token of three: one thread block of its cluster leaves it to the exact kernel."""
+    """In the last split of one token of three: one CTA of its cluster leaves it to the exact kernel."""
     layout, heads = cumla.DSV4_FP8, 20
     cache, plan = make_cache(rng, layout, 5, 64), cumla.DecodePlan()
     rows = cache[4].reshape(-1)[: 64 * layout.row_bytes].reshape(64, layout.row_bytes)
@@ -155,14 +155,14 @@ def test_poison_stays_with_its_request_and_leaves_no_traces(lab, divided, rng, t
     assert np.isfinite(first[1][[0, 2]]).all()
     assert not lab.get(plan.workspace.array("unsafe", 0, np.int32, lab.put(np.zeros(1, np.int32)))).any()
     for count in (1, 20):  # thread blocks of the exact kernel that take part
-        monkeypatch.setattr("cumla.kernels.cuda.sparse.kernels.finishers", lambda *_, count=count: count)
+        monkeypatch.setattr("cumla.kernels.cuda.sparse.kernels.epilogue_ctas", lambda *_, count=count: count)
         assert_same_bits(first, problem.on(lab, plan=plan), lab)
-    assert all(division.together for division in divided)
+    assert all(division.cluster for division in divided)
 
 
 @pytest.mark.thorough(when=lambda x: x.emulated and x.get("tile") != 16)
 def test_who_takes_turns_with_clusters(lab, divided, rng, tile):
-    """One plan: clusters, then tiles of other lengths, then what is asked to be the same alone, then clusters again."""
+    """One plan: clusters, then tiles of other lengths, then a batch-invariant call, then clusters again."""
     layout, plan = cumla.DSV4_FP8, cumla.DecodePlan()
     problem = two_lists(rng, tile, layout, batch=1, heads=7)
     first = problem.check(lab, plan=plan)
@@ -170,5 +170,5 @@ def test_who_takes_turns_with_clusters(lab, divided, rng, tile):
     ragged.check(lab, plan=plan)
     alone = problem.check(lab, plan=plan, batch_invariant=True)
     assert_same_bits(first, problem.on(lab, plan=plan), lab)
-    assert [division.together for division in divided] == [True, True, False, True]
+    assert [division.cluster for division in divided] == [True, True, False, True]
     np.testing.assert_allclose(to_float(first[0]), to_float(alone[0]), atol=2e-3, rtol=2.01 / 128)

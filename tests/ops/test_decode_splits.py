@@ -1,6 +1,6 @@
 """Sparse decode with lengths where every tile has the same number of splits, some of which have no keys.
 
-What divides the work chooses a number of splits by the widths of lists; here it takes each number for any lengths.
+The scheduler chooses the number of splits by the widths of lists; here it takes each number for any lengths.
 """
 
 import numpy as np
@@ -17,14 +17,14 @@ LENGTHS = np.array([[0, 1, 64, 0, 128, 65, 128], [0, 0, 0, 300, 0, 64, 300]], np
 
 @pytest.fixture
 def divisions(monkeypatch, splits):
-    """The divisions of calls, each tile in so many splits."""
+    """The divisions of calls, each tile with so many splits."""
     from cumla.kernels.cuda.sparse import work as sparse_work
     from cumla.kernels.cuda.sparse.division import Division
 
     made = []
 
     def divide(work, *_):
-        made.append(Division(work.tiles * splits, planned=False, cut=True, parts=splits))
+        made.append(Division(work.tiles * splits, planned=False, split=True, parts=splits))
         return made[-1]
 
     monkeypatch.setattr(sparse_work, "divide", divide)
@@ -66,7 +66,7 @@ def test_splits_of_the_portable_kernel(lab, rng, divisions):
 
 @pytest.mark.parametrize("splits", [4])
 def test_lengths_that_change_between_calls_of_one_plan(lab, rng, divisions):
-    """Nothing of a division without a plan is kept from call to call."""
+    """A division without a plan keeps no state between calls."""
     problem, plan = ragged(rng, 16), cumla.DecodePlan()
     for lengths in (LENGTHS, LENGTHS[:, ::-1].copy(), np.full_like(LENGTHS, 1000)):
         options = problem.options | {"topk_length": lengths[0], "extra_topk_length": lengths[1]}

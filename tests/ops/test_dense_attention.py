@@ -13,7 +13,7 @@ from support.properties import INT32_MAX, INT32_MIN
 
 pytestmark = pytest.mark.attention
 
-# Values as in FlashMLA's own tests, whose bounds these are: small V, and q to match.
+# Values as in FlashMLA's own tests, from which the bounds are: small V, and q to match.
 KV_STD = 0.1
 
 
@@ -78,7 +78,7 @@ def test_mha_varlen_head_dims_without_rope_part(lab, rng, head_dim, v_dim):
 
 
 def test_mha_varlen_large_scores(lab, rng):
-    """A running maximum that keeps rising, and weights of one key alone."""
+    """A running maximum that keeps rising, and weights of one key only."""
     q = (20 * rng.standard_normal((130, 1, 192))).astype(BF16)
     k = (np.linspace(0.1, 20, 400)[:, None, None] * rng.standard_normal((400, 1, 192))).astype(BF16)
     v = (KV_STD * rng.standard_normal((400, 1, 128))).astype(BF16)
@@ -94,7 +94,7 @@ PARTS = [([0, 5, 200, 1, 0], True), ([3, 0, 130, 0, 0], False), ([0, 0, 0, 0, 0]
 @pytest.mark.parametrize("head_dims", [(192, 64, 128), (64, 0, 48)])
 @pytest.mark.parametrize("dtype", [BF16, np.float16])
 def test_mha_varlen_onto_attention_over_other_keys(lab, rng, head_dims, dtype):
-    """New tokens, then chunks of context: of some sequences only, and of none."""
+    """New tokens, then chunks of context, for some sequences only, and for none."""
     (d, rope, d_v), heads, q_lens = head_dims, 2, [4, 5, 150, 1, 3]
     q = (6 * rng.standard_normal((sum(q_lens), heads, d))).astype(dtype)
     cu_q = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
@@ -149,7 +149,7 @@ def test_mha_varlen_leaves_other_rows(lab, rng):
     "cu_seqlens", [[INT32_MIN, 5, INT32_MAX], [-3, 30, 99], [9, 4, 40], [INT32_MAX, 0, INT32_MIN], [0, 0, 0]]
 )
 def test_mha_varlen_bounds_are_kept(lab, rng, cu_seqlens):
-    """Sequences that reach out of the arrays are cut off at their ends."""
+    """Sequences that extend past the arrays are cut off at their ends."""
     q, k, v = (rng.standard_normal((20, 1, d)).astype(BF16) for d in (64, 64, 64))
     out, lse = lab.put(np.zeros((20, 1, 64), BF16)), lab.put(np.zeros((1, 20), np.float32))
     cu = lab.put(np.array(cu_seqlens, np.int32))
@@ -158,7 +158,7 @@ def test_mha_varlen_bounds_are_kept(lab, rng, cu_seqlens):
 
 
 class Paged:
-    """Rows of requests in pages that lie anywhere, NaN wherever there is no token."""
+    """Rows of requests in randomly placed pages, NaN everywhere else."""
 
     def __init__(self, rng, lens, block_size, dtype=BF16, columns=None, page_pad=0, scale=None):
         columns = columns or max(-(-max(lens, default=1) // block_size), 1)
@@ -297,7 +297,7 @@ def test_absent_pages_are_left_out(lab, rng):
 @pytest.mark.thorough(when=lambda x: (x.get("block_size") in (1, 16, 32, 64, 192)) != (x.get("page_pad") == 0))
 @pytest.mark.thorough(when=lambda x: not x.emulated and x.get("block_size") not in (1, 53, 128))
 def test_pages_of_every_size(lab, rng, block_size, page_pad):
-    """Blocks whose rows are there all and not, of several pages or a part of one; nobody's rows are NaN."""
+    """Blocks of which all rows are present or not, in several pages or a part of one; unused rows are NaN."""
     lens = [320, 200, 448, 64, 0]
     paged = Paged(rng, lens, block_size, columns=-(-448 // block_size) + 1, page_pad=page_pad)
     table, kept = paged.table.copy(), list(paged.values)
@@ -320,7 +320,7 @@ def device_lab(request):
 @pytest.mark.parametrize("splits", [1, 2, 3, 4, 5, 8, 9, 25, 64, 100])
 @pytest.mark.thorough(when=lambda x: x.get("splits") in (2, 3, 5, 64))
 def test_any_number_of_splits(device_lab, rng, monkeypatch, splits):
-    """Parts without keys among them, and requests of nothing else."""
+    """Includes splits without keys, and requests that have no others."""
     monkeypatch.setattr(dense_attention, "split_count", lambda *_: splits)
     lab, lens = device_lab, [1600, 65, 0]
     paged = Paged(rng, lens, 64)
@@ -333,7 +333,7 @@ def test_any_number_of_splits(device_lab, rng, monkeypatch, splits):
 
 
 def test_the_same_call_with_another_cache(device_lab, rng, monkeypatch):
-    """And taken from a note of its launches, among whose arguments the cache's address is more than once."""
+    """Replayed from the launch cache, too, in whose arguments the cache's address occurs more than once."""
     again = launch_cached(cumla.dense_mla_decode)
     q = (5 * rng.standard_normal((3, 1, 20, 576))).astype(BF16)
     lab, lens = device_lab, [64, 60, 40]
@@ -394,8 +394,8 @@ def test_lengths_beyond_the_table_and_below_zero(lab, rng):
     assert_decode(lab.get(out), lab.get(lse), *want_decode(q, kept, 0.05))
 
 
-def test_what_queries_see_is_told_by_the_length_whatever_the_table_holds(lab, rng):
-    """Of a request that is longer than its table, the last queries see all that is there, the first ones less."""
+def test_what_queries_see_is_inferred_from_the_length_whatever_the_table_holds(lab, rng):
+    """In a request that is longer than its table, the last queries see the whole table, the first ones less."""
     paged = Paged(rng, [48, 48], 16)
     lens = [50, 52]
     q = (5 * rng.standard_normal((2, 4, 3, 576))).astype(BF16)

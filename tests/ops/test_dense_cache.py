@@ -229,7 +229,7 @@ def test_gather_dequantizes_every_code(lab):
 
 
 def test_gather_in_chunks(lab, rng):
-    """As the context of a chunked prefill is read: chunk after chunk, ragged, some requests without a share."""
+    """As a chunked prefill reads its context: chunk after chunk, ragged, some requests with nothing in a chunk."""
     block_size, width, chunk = 4, 8, 3  # chunks that pages do not divide
     lengths, requests = np.array([7, 0, 4], np.int32), 3
     content = rng.standard_normal((6, block_size, width)).astype(BF16)

@@ -1,4 +1,4 @@
-"""A query of NaN in dense attention: its lse is NaN too, which a merge then shows, not the infinity of no keys."""
+"""A query of NaN in dense attention: its lse is NaN, so that a merge shows it, not the infinity of no keys."""
 
 import numpy as np
 import pytest

@@ -48,7 +48,7 @@ def written(request, lab, rng):
     return write, tokens
 
 
-OTHERS = [9, 2, 4]  # two of them neighbours of slot 5, in whose page formats keep scales apart
+OTHERS = [9, 2, 4]  # two of them neighbours of slot 5, in whose page formats keep scales separately
 
 
 def test_equal_tokens_give_their_row(lab, written):
@@ -74,7 +74,7 @@ def test_other_slots_are_as_they_should_be(lab, written):
 
 
 def test_the_last_of_many_stays_whole_on_all_cores(rng):
-    """So many tokens that several threads share them."""
+    """So many tokens that several threads process them."""
     layout, slots = cumla.DSV4_FP8, rng.integers(0, 300, 4000)
     rows = (rng.standard_normal((4000, 512)) * np.exp(rng.uniform(-10, 10, (4000, 1)))).astype(BF16)
     last = {slot: token for token, slot in enumerate(slots.tolist())}

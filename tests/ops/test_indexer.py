@@ -24,7 +24,7 @@ def difference(x, y):
 
 
 def check_logits(found, reference):
-    """The bounds of scores: of all together, and of each against the largest of its row."""
+    """The bounds of scores: of all together, and of each relative to the largest of its row."""
     there = np.isfinite(reference)
     np.testing.assert_array_equal(found[~there], reference[~there])
     found, reference = np.where(there, found, 0), np.where(there, reference, 0)
@@ -34,7 +34,7 @@ def check_logits(found, reference):
 
 
 def ragged(rng, queries, heads, keys, kind="fp8"):
-    """q, kv, weights and ranges, some of which reach beyond the keys or are empty."""
+    """q, kv, weights and ranges, some of which extend past the keys or are empty."""
     q, k = rng.normal(size=(queries, heads, HEAD_DIM)), rng.normal(size=(keys, HEAD_DIM))
     starts = rng.integers(-3, keys, queries).astype(np.int32)
     ends = (starts + rng.integers(-5, keys + 5, queries)).astype(np.int32)
@@ -59,14 +59,14 @@ def test_scores_of_ranges(lab, rng, kind, heads, width):
     arguments = [lab.put(q), put_keys(lab, kv), *map(lab.put, (weights, starts, ends))]
     found = lab.get(cumla.fp8_mqa_logits(*arguments, True, width, backend=lab.backend))
     check_logits(found, reference)
-    # What a query does not see stays as it is, unless it is to be cleaned.
+    # Columns that a query does not see stay unchanged, unless they are to be cleaned.
     out = lab.put(np.full_like(reference, 7))
     cumla.fp8_mqa_logits(*arguments, False, width, out=out, backend=lab.backend)
     np.testing.assert_array_equal(lab.get(out), np.where(np.isinf(reference), np.float32(7), found))
 
 
 def paged(rng, layout, block_size, batch, next_n, heads, columns, gap=16):
-    """q, cache, weights and a table with absent pages, of which there are `gap` bytes between."""
+    """q, cache, weights and a table with absent pages, with `gap` bytes between pages."""
     blocks = batch * columns + 3
     cache = layout.allocate(blocks, block_size, page_stride=layout.page_bytes(block_size) + gap)
     keys = rng.normal(size=(blocks * block_size, HEAD_DIM)).astype(np.float32)
@@ -126,7 +126,7 @@ def test_schedule_counts_splits_of_four_pages(lab, lens, num_sms, expected):
 
 
 def test_a_schedule_of_the_longest_pages(lab):
-    """A split of four of them is more than int32 counts."""
+    """Four of them in a split overflow int32."""
     lens = lab.put(np.array([2**31 - 1, 0, 5], np.int32))
     found = cumla.get_paged_mqa_logits_metadata(lens, 2**31 - 1, 2, backend=lab.backend)
     assert lab.get(found).tolist() == [[0, 0], [2, 0], [3, 0]]
@@ -134,7 +134,7 @@ def test_a_schedule_of_the_longest_pages(lab):
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_sizes_beyond_32_bits_are_refused(backend):
-    """Before an address is made of them."""
+    """They are checked before an address is computed from them."""
     one, wide = np.zeros(1, np.float32), np.lib.stride_tricks.as_strided
     with pytest.raises(ValueError, match=r"logits: got 2147483648 columns, expected at most 2147483647"):
         cumla.top_k_per_row(wide(one, (1, 2**31), (0, 4)), 5, backend=backend)
@@ -178,7 +178,7 @@ def test_scoring_and_choosing_at_once_gives_what_the_steps_give(lab, rng, width,
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 3e38, -np.inf])
 def test_nothing_is_chosen_of_what_scores_left_unwritten(lab, rng, poison):
-    """Columns behind a request's last are in the workspace, and whatever was there before."""
+    """Columns after a request's last are in the workspace, with the previous contents."""
     columns, topk = (2, 5) if lab.tiny else (12, 30)
     q, cache, weights, table = paged(rng, cumla.INDEXER_FP8, 8, 3, 1, 1 if lab.tiny else 64, columns)
     lens = np.array([columns * 8, 3, 0], np.int32)
@@ -211,7 +211,7 @@ def test_queries(lab, rng, rope_first, is_neox, dtype):
         found = cumla.fused_indexer_q_rope_quant(*arguments, quantize=quantize, backend=lab.backend, **options)
         found = [lab.get(x) for x in found]
         if quantize:
-            # A value may fall on either side of a rounding boundary of bfloat16: products may be fused with sums.
+            # A value may be on either side of a rounding boundary of bfloat16: products may be fused with sums.
             assert (found[0] != expected[0]).mean() < 1e-2
             values, wanted = (x.view(FP8).astype(np.float32) for x in (found[0], expected[0]))
             np.testing.assert_allclose(values, wanted, rtol=0.126, atol=2**-9)
@@ -236,7 +236,7 @@ def test_positions_outside_of_the_table_rotate_nothing(lab, rng, dtype):
 
 
 def test_scales_of_queries_with_infinities(lab, rng):
-    """The scale is that of the finite numbers: an infinity is e4m3's largest, the others keep their digits."""
+    """The scale is that of the finite values: an infinity becomes e4m3's largest, the others keep their digits."""
     q = rng.normal(size=(4, 1, HEAD_DIM)).astype(BF16)
     q[0, 0, 5], q[1, 0, 6], q[2, 0, 7], q[3] = np.inf, -np.inf, np.nan, np.inf
     arguments = np.full(4, -1), q, np.zeros((1, 64), np.float32), np.ones((4, 1), np.float32)
@@ -249,7 +249,7 @@ def test_scales_of_queries_with_infinities(lab, rng):
 
 
 def test_rope_pairs(rng):
-    """A quarter turn of one pair, by both ways to pair."""
+    """A rotation of one pair by 90 degrees, for both ways to pair."""
     table = np.concatenate([np.ones(32), np.zeros(32)])[None].astype(np.float32)
     table[0, 3], table[0, 32 + 3] = 0, 1
     q = rng.normal(size=(1, 1, HEAD_DIM)).astype(np.float32)

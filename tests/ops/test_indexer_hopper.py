@@ -1,4 +1,4 @@
-"""Hopper's scores where rings of tiles turn, pages are of any size, and groups of queries are as large as they get."""
+"""Hopper's scores where tile rings wrap, pages have any size, and groups of queries are as large as possible."""
 
 import numpy as np
 import pytest

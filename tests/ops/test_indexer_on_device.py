@@ -1,4 +1,4 @@
-"""What takes a device: logits of more than 2^31 elements, rows of a million columns, and graphs."""
+"""Cases that need a device: logits of more than 2^31 elements, rows of a million columns, and graphs."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def lab():
 
 
 def e4m3(rng, *shape):
-    """Bytes of e4m3 numbers, no NaN among them."""
+    """Bytes of e4m3 values without NaN."""
     return (rng.integers(0, 2, shape) * 0x80 + rng.integers(0, 0x7F, shape)).astype(np.uint8)
 
 
@@ -63,7 +63,7 @@ def test_rows_of_a_million_columns(lab, rng, topk):
 
 
 def test_graphs_score_and_choose_again(lab, rng):
-    """Of other lengths, queries and keys at the same addresses; nothing is allocated."""
+    """Other lengths, queries and keys at the same addresses; nothing is allocated."""
     import cupy
 
     batch, next_n, columns, block, topk = 5, 2, 9, 64, 64

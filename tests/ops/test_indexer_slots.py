@@ -1,4 +1,4 @@
-"""Slots that a choice writes beside its columns: to the bit what a map makes of the columns."""
+"""Slots that the top-k writes in addition to columns: bit-identical to a map of the columns."""
 
 import importlib
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from support.lab import Lab
 
 
 class Cache(NamedTuple):
-    """Where rows that are chosen from are in a paged cache: arrays of the host."""
+    """Where the rows to select from are in a paged cache: host arrays."""
 
     table: np.ndarray
     block_size: int
@@ -22,7 +22,7 @@ class Cache(NamedTuple):
 
     @classmethod
     def random(cls, rng, requests, next_n, width, block_size, absent=0.0, columns=None):
-        """Pages anywhere, a part of them absent: negative, or with slots beyond int32."""
+        """Randomly placed pages, some absent: negative, or with slots beyond int32."""
         columns = -(-width // block_size) if columns is None else columns
         most = 2**31 // block_size
         table = rng.integers(0, most - 1, (requests, columns), dtype=np.int32)
@@ -31,7 +31,7 @@ class Cache(NamedTuple):
         return cls(table, block_size, rng.uniform(size=requests * next_n) < 0.7)
 
     def mapped(self, chosen, next_n):
-        """What the map makes of columns."""
+        """The map of the columns."""
         is_valid = np.ones(len(chosen), bool) if self.is_valid is None else self.is_valid
         requests = (np.arange(len(chosen)) // next_n).astype(np.int32)
         return cumla.compute_global_topk_indices_and_lens(
@@ -39,14 +39,14 @@ class Cache(NamedTuple):
         )
 
     def slots(self, lab, rows, topk):
-        """Of the kernels' interface, with arrays to write."""
+        """Calls the kernels' interface, with arrays to write."""
         is_valid = None if self.is_valid is None else lab.put(self.is_valid)
         written = lab.put(np.full((rows, topk), 7, np.int32)), lab.put(np.full(rows, 7, np.int32))
         return Slots(*written, lab.put(self.table), self.block_size, is_valid)
 
 
 def odd_rows(rng, rows, width):
-    """Random rows; one of few values, one with NaN and infinities, one that grows, one without numbers."""
+    """Random rows; one of few distinct values, one with NaN and infinities, an increasing one, one of NaN only."""
     x = rng.normal(size=(rows, width)).astype(np.float32)
     x[0] = rng.integers(-2, 3, width)
     if rows > 3:
@@ -82,7 +82,7 @@ def test_slots_are_what_a_map_makes_of_the_choice(lab, rng, next_n, width, topk,
     lens = rng.integers(-1, width + 3, (requests, next_n)).astype(np.int32)
     check(lab, x, Rows(lens=lens, next_n=next_n), topk, cache._replace(is_valid=None))
     partly = Cache.random(rng, requests, next_n, width, 7)
-    partly.table[:] = 2**31 // 7  # whose first rows alone have slots within int32
+    partly.table[:] = 2**31 // 7  # only its first rows have slots within int32
     check(lab, x, Rows(lens=lens, next_n=next_n), topk, partly)
 
 
@@ -115,7 +115,7 @@ def many(monkeypatch, threads):
 )  # fmt: skip
 @pytest.mark.parametrize("absent", [0, 0.01], ids=["pages", "absent-pages"])
 def test_slots_of_few_rows(lab, rng, monkeypatch, size, width, topk, absent):
-    """Of thread blocks, and of clusters, each block of which writes a part of a row."""
+    """For single thread blocks, and for clusters, each block of which writes a part of a row."""
     assert width <= few(monkeypatch, *size)
     x = odd_rows(rng, 4, width)
     for block_size in (64, 100):
@@ -159,7 +159,7 @@ def test_slots_on_any_schedule(emulated, rng, monkeypatch, schedule, absent):
 @pytest.mark.nowhere(when=is_elsewhere)
 @pytest.mark.parametrize("size", [(128, 1, 2), (128, 4, 2)])
 def test_slots_among_as_many_columns_as_the_launch_ahead_says(lab, rng, monkeypatch, size):
-    """Pages are absent where the table reaches too far by what was said before, or by what is said."""
+    """Pages are absent where the table extends past the earlier lengths, or past those of the call."""
     from cumla.kernels.cuda import indexer as launcher
 
     few(monkeypatch, *size)
@@ -181,7 +181,7 @@ def test_slots_among_as_many_columns_as_the_launch_ahead_says(lab, rng, monkeypa
 
 
 def paged_call(lab, rng, requests, next_n, columns, block_size=8):
-    """Arguments of indexer_topk over a cache by name, on the host."""
+    """Host arguments of indexer_topk over a cache, by name."""
     q = rng.normal(size=(requests, next_n, 1 if lab.tiny else 64, 128)).astype(np.float32)
     pages = rng.normal(size=(requests * columns + 2, block_size, 128)).astype(np.float32)
     table = rng.permutation(len(pages))[: requests * columns].reshape(requests, columns).astype(np.int32)

@@ -17,7 +17,7 @@ def assert_no_scores(found, seen):
 @pytest.mark.parametrize("kind", ["fp8", "bfloat16", "float32"])
 @pytest.mark.parametrize("heads", [64, 5])
 def test_subnormal_weights_and_scales_of_ranges_count_as_0(lab, rng, kind, heads):
-    """Of some heads, and then of all; then scales of all keys."""
+    """For some heads, and then for all; then scales of all keys."""
     keys, heads = 12 if lab.tiny else 70, 2 if lab.tiny else heads
     q, kv, weights, _, _ = ragged(rng, 2, heads, keys, kind)
     starts, ends = np.array([0, 3], np.int32), np.array([keys, keys - 2], np.int32)
@@ -58,7 +58,7 @@ def test_subnormal_weights_and_scales_of_pages_count_as_0(lab, rng, layout, head
 @pytest.mark.parametrize("quantize", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 def test_subnormal_weights_of_queries_are_0(lab, rng, quantize, dtype):
-    """As they come, and where a factor makes them so; a scale of queries that would raise them again does not."""
+    """As given, and where a factor makes them subnormal; a query scale that would raise them again does not."""
     q = (rng.standard_normal((3, 4, HEAD_DIM)) * 2.0**20).astype(np.float32)
     given = np.array([[2.0**-127, -(2.0**-130), 1.0, 0.0], [2.0**-120, 2.0**-100, 2.0**-126, 3.0], [1.0] * 4], dtype)
     table = np.ones((0, 64), np.float32)  # nothing is rotated

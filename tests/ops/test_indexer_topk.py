@@ -1,4 +1,4 @@
-"""The indexer's choice of rows by their scores on every backend, against the reference."""
+"""The indexer's top-k of rows by their scores on every backend, against the reference."""
 
 import contextlib
 import ctypes
@@ -66,14 +66,14 @@ def is_elsewhere(combination):
 @pytest.mark.nowhere(when=is_elsewhere)
 @pytest.mark.parametrize("threads", [256, 512])
 @pytest.mark.parametrize("kind", ["random", "rising", "equal", "two values", "few"])
-def test_choice_where_a_sample_tells_much_or_little(lab, rng, monkeypatch, threads, kind):
+def test_choice_where_a_sample_is_representative_or_not(lab, rng, monkeypatch, threads, kind):
     """The bound that it gives is reached by more than a buffer holds, by fewer than are to be chosen, or well."""
     from cumla.kernels.cuda import indexer as launcher
 
     monkeypatch.setattr(launcher, "choice_threads", lambda *unused: threads)
     width, topk = 82 * threads, threads // 2 + 3
     normal = rng.normal(size=(5, width))
-    sampled = np.arange(width) % (21 * 32) < 32  # what all lanes read first, and nobody later
+    sampled = np.arange(width) % (21 * 32) < 32  # read first by all lanes, and not later
     few = np.where(sampled, 1, -1) * rng.uniform(1, 2, width)
     rows = {
         "random": normal[0], "rising": np.sort(normal[0]), "equal": np.full(width, 3.0),
@@ -99,7 +99,7 @@ def test_choice_where_a_sample_tells_much_or_little(lab, rng, monkeypatch, threa
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["random", "odd", "in places"])
 def test_choice_of_few_rows(lab, rng, monkeypatch, size, width, topk, kind):
-    """Threads, blocks of a cluster, reads and rounds of a thread; rows of numbers that are alike, missing or close."""
+    """Threads, blocks of a cluster, reads and rounds of a thread; rows of equal, missing or close values."""
     from cumla.kernels.cuda import indexer as launcher
 
     size = launcher.FewRowsSize(*size)
@@ -125,7 +125,7 @@ def test_choice_of_few_rows(lab, rng, monkeypatch, size, width, topk, kind):
 @pytest.mark.parametrize("size", [(1024, 1, 2), (128, 4, 2), (128, 2, 8, 2)])
 @pytest.mark.parametrize("kind", ["signed", "positive", "equal", "subnormal"])
 def test_choice_of_few_rows_of_any_length(lab, rng, monkeypatch, size, kind):
-    """Of lengths that leave groups of lanes without columns, or in which most columns are chosen."""
+    """Lengths that leave groups of lanes without columns, or for which most columns are selected."""
     from cumla.kernels.cuda import indexer as launcher
 
     size, topk = launcher.FewRowsSize(*size), 100
@@ -147,7 +147,7 @@ def test_choice_of_few_rows_of_any_length(lab, rng, monkeypatch, size, kind):
 
 @contextlib.contextmanager
 def flushing():
-    """Comparisons take subnormal numbers for zeros, as on devices: by bits of x86's MXCSR, which glibc keeps last."""
+    """Comparisons take subnormal numbers for zeros, as on devices: by bits of x86's MXCSR, which glibc saves last."""
     glibc, environment = ctypes.CDLL(None), (ctypes.c_uint32 * 8)()
     glibc.fegetenv(environment)
     before = environment[7]
@@ -195,7 +195,7 @@ def test_choice_of_few_rows_on_any_schedule(emulated, rng, monkeypatch, size, sc
 @pytest.mark.parametrize("size", [(128, 1, 2), (128, 4, 2), (128, 4, 8, 2)])
 @pytest.mark.parametrize("next_n", [1, 3])
 def test_choice_among_as_many_columns_as_the_launch_ahead_says(lab, rng, monkeypatch, size, next_n):
-    """What the choice ahead has chosen is how long the rows are; before it was something else."""
+    """The preceding kernel writes the lengths of the rows; before it ran they were different."""
     from cumla.kernels.cuda import indexer as launcher
 
     size, topk, requests = launcher.FewRowsSize(*size), 20, 4
@@ -216,7 +216,7 @@ def test_choice_among_as_many_columns_as_the_launch_ahead_says(lab, rng, monkeyp
 @given(data=st.data())
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_choice_of_few_rows_of_any_numbers(emulated, data):
-    """Lengths, starts and k, and rows of a few numbers that repeat or of many."""
+    """Lengths, starts and k, and rows of few distinct values or of many."""
     from cumla.kernels.cuda import indexer as launcher
 
     lab = Lab("cuda", on_device=True, emulated=True)
@@ -259,7 +259,7 @@ def test_choice_of_few_rows_of_any_numbers(emulated, data):
     ],
 )  # fmt: skip
 def test_thread_blocks_of_few_rows(rows, width, topk, aligned, expected):
-    """A million columns are read by a cluster, of one row or of sixteen; shared memory suffices."""
+    """A cluster reads a million columns, for one row or for sixteen; shared memory suffices."""
     from cumla.kernels.cuda.indexer import few_rows_size
 
     size = few_rows_size(rows, width, topk, 132, 8, aligned)
@@ -285,7 +285,7 @@ def test_choice_is_what_sorting_gives(rng):
 @pytest.mark.parametrize("num_keys", [None, 7, 40])
 @pytest.mark.parametrize("lengths", [False, True])
 def test_columns_to_choose_from_are_within_the_logits(rng, num_keys, lengths):
-    """Whatever starts, ends and lengths are, and where there are more keys than columns."""
+    """For any starts, ends and lengths, and where there are more keys than columns."""
     width, wild = 13, np.append(rng.integers(-20, 60, 500), [-(2**31), 2**31 - 1] * 2).astype(np.int32)
     rows = Rows(lens=wild) if lengths else Rows(wild, rng.permutation(wild), num_keys=num_keys)
     first, count = cpu_kernels._columns(rows, len(wild), width)

@@ -44,7 +44,7 @@ def run_both(lab, function, inputs, numbers, shapes, gap, **keywords):
 
 
 def in_order(arrays, numbers):
-    """Arguments in order: `numbers` says which number goes at which place, the arrays take the others."""
+    """Arguments in order: `numbers` maps places to numbers, the arrays take the others."""
     arrays, places = iter(arrays), range(len(arrays) + len(numbers))
     return [numbers[i] if i in numbers else next(arrays) for i in places]
 
@@ -147,8 +147,8 @@ def test_combine(lab, compact):
         )  # fmt: skip
 
 
-def test_combined_rows_do_not_depend_on_where_entries_stand(lab, rng):
-    """-1 in front, in between or behind, an array wider than needed: the same rows."""
+def test_combined_rows_do_not_depend_on_the_places_of_entries(lab, rng):
+    """-1 at the start, in between or at the end, an array wider than needed: the same rows."""
     starts, seq_lens = np.array([0, 9, 12], np.int32), np.array([20, 3], np.int32)
     local = np.full((12, 6), -1, np.int32)
     for token, position in enumerate([*range(11, 20), *range(3)]):

@@ -1,4 +1,4 @@
-"""16-bit values that a cache keeps as they are keep the bits of their NaN, too, on the way in and on the way out."""
+"""16-bit values that a cache stores unquantised keep the bits of their NaN, on insert and on gather."""
 
 import numpy as np
 import pytest

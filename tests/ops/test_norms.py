@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from ops.test_compressor import BF16, DTYPES, assert_rows, cache_of, is_float32_off_the_host, rows_of, turned
+from ops.test_compressor import BF16, DTYPES, assert_rows, cache_of, is_float32_off_the_host, rotated, rows_of
 
 from cumla import (
     DSV4_BF16,
@@ -52,12 +52,12 @@ def test_queries_and_window_rows(lab, rng, layout):
         backend=lab.backend,
     )  # fmt: skip
     x = q.astype(np.float64)
-    want = turned(x / np.sqrt((x**2).mean(axis=2, keepdims=True) + 1e-6), cos_sin[positions][:, None])
+    want = rotated(x / np.sqrt((x**2).mean(axis=2, keepdims=True) + 1e-6), cos_sin[positions][:, None])
     near = {"rtol": 1e-5, "atol": 1e-5} if dtype == np.float32 else {"rtol": 2.0**-7, "atol": 1e-3}
     np.testing.assert_allclose(lab.get(got).astype(np.float64), want, **near)
-    rows, turned_rows = rows_of(lab.get(cache), layout), turned(kv.astype(np.float64), cos_sin[positions])
+    rows, rotated_rows = rows_of(lab.get(cache), layout), rotated(kv.astype(np.float64), cos_sin[positions])
     for token in range(1, tokens - 1):
-        assert_rows(rows[slots[token]], turned_rows[token], layout)
+        assert_rows(rows[slots[token]], rotated_rows[token], layout)
     untouched = np.setdiff1d(np.arange(64), slots)
     np.testing.assert_array_equal(rows[untouched], rows_of(before, layout)[untouched])
 
@@ -66,7 +66,7 @@ def test_queries_and_window_rows(lab, rng, layout):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", [INDEXER_FP8, INDEXER_BF16, INDEXER_F32], ids=str)
 def test_indexer_keys(lab, rng, layout, dtype):
-    """LayerNorm with weight and bias, the first 64 values turned in halves, the last token without a slot."""
+    """LayerNorm with weight and bias, the first 64 values rotated in halves, the last token without a slot."""
     tokens = 5
     wide = rng.standard_normal((tokens, 128 + 8), np.float32).astype(DTYPES[dtype])
     weight, bias = rng.standard_normal((2, 128), np.float32)
@@ -98,7 +98,7 @@ def test_rope(lab, rng, dim, inverse):
     cos_sin = rng.standard_normal((32, 64), np.float32)
     positions = np.array([0, 31, 7], np.int32)
     got = apply_rope(lab.put(x), lab.put(positions), lab.put(cos_sin), inverse=inverse, backend=lab.backend)
-    want = turned(x.astype(np.float64), cos_sin[positions][:, None], inverse)
+    want = rotated(x.astype(np.float64), cos_sin[positions][:, None], inverse)
     np.testing.assert_allclose(lab.get(got).astype(np.float64), want, rtol=2.0**-8, atol=1e-6)
     np.testing.assert_array_equal(lab.get(got)[..., :-64].view(np.uint16), x[..., :-64].view(np.uint16))
 
@@ -114,7 +114,7 @@ def test_inverse_rope_with_quantisation(lab, rng, is_ue8m0):
     values, scales = inverse_rope_and_quantize(
         lab.put(o), lab.put(positions), lab.put(cos_sin), groups, is_ue8m0=is_ue8m0, backend=lab.backend
     )
-    back = turned(o.astype(np.float64), cos_sin[np.clip(positions, 0, 31)][:, None], inverse=True)
+    back = rotated(o.astype(np.float64), cos_sin[np.clip(positions, 0, 31)][:, None], inverse=True)
     x = back.reshape(tokens, groups, -1, 128).transpose(1, 0, 2, 3)
     amax = np.maximum(np.nan_to_num(np.abs(x)).max(axis=3), 1e-10)
     scales = lab.get(scales)

@@ -1,8 +1,8 @@
 """Operations in a captured graph that is replayed with fewer rows than it was captured with.
 
-What is behind the real rows may be anything: NaN, lengths and indices of any value, slots outside of the cache. The
-bits of the real rows are those of the call that was captured, and nothing is written but what the real rows write. Of
-rows that all have a length of 0 nothing is attended to, chosen or inserted.
+Rows after the real ones may hold anything: NaN, lengths and indices of any value, slots outside of the cache. The
+bits of the real rows are those of the captured call, and only the rows' own outputs are written. For
+rows that all have a length of 0 nothing is attended to, selected or inserted.
 """
 
 import numpy as np
@@ -28,12 +28,12 @@ def device(request):
 
 
 class Captured:
-    """A call in a graph, with arrays of its own that stay where they are.
+    """A call in a graph, with its own arrays at fixed addresses.
 
     call    is given the arrays by name
     rows    arrays of which each row has one entry
     others  arrays that a call only reads, and whose every element may be read
-    out     arrays that it writes, of which each row has one entry: what is there before
+    out     output arrays with an entry per row: their contents before the call
     caches  arrays of pages that it writes
     """
 
@@ -58,7 +58,7 @@ class Captured:
             return stream.end_capture()
 
     def replay(self, rows):
-        """What the graph makes of these rows: outputs and caches, on the host."""
+        """Run the graph on these rows: outputs and caches, on the host."""
         import cupy
 
         for name, x in {**rows, **self.out, **self.caches}.items():
@@ -71,7 +71,7 @@ class Captured:
         return {name: np.ascontiguousarray(self.guarded[name].get()) for name in (*self.out, *self.caches)}
 
     def check(self, rng, same=None):
-        """Garbage behind the real rows, several times. same(got, want), of outputs by name: None for the same bits."""
+        """Garbage after the real rows, several times. same(got, want), of outputs by name: None for the same bits."""
         whole = self.replay(self.rows)
         kept = self.replay({name: self.cut(x, without_slots) for name, x in self.rows.items()})
         for _ in range(3):
@@ -87,12 +87,12 @@ class Captured:
 
     @staticmethod
     def cut(x, others):
-        """An array of rows with others(rest) for those behind the real ones. There may be an entry more than rows."""
+        """An array of rows with others(rest) for those after the real ones. There may be an entry more than rows."""
         real = REAL + len(x) - ROWS
         return np.concatenate([x[:real], others(x[real:])])
 
     def check_nothing(self, changes, out=None):
-        """With each array of `changes` filled with its value: outputs are those of `out`, and caches as before."""
+        """With each array of `changes` filled with its value: outputs are those of `out`, and caches are unchanged."""
         got = self.replay({**self.rows, **{name: np.full_like(self.rows[name], x) for name, x in changes.items()}})
         for name, x in (out or {}).items():
             assert_same_bits(got[name], np.full_like(got[name], x))
@@ -105,7 +105,7 @@ def without_slots(rows):
 
 
 def garbage(rng, rows):
-    """As many rows of anything: NaN, bytes, any int32. What is int64 are slots and positions: outside of all caches."""
+    """As many rows of anything: NaN, bytes, any int32. int64 arrays are slots and positions: outside of all caches."""
     if rows.dtype == np.int64:
         return rng.choice(np.array([-1, INT64_MIN, INT64_MAX, 1 << 20, 2**31, -(2**31) - 1]), rows.shape)
     if rows.dtype == np.int32:
@@ -146,7 +146,7 @@ def attention_out():
 @pytest.mark.thorough(when=lambda x: x.get("layout") == "V32_FP8" and not x.get("batch_invariant"))
 @pytest.mark.thorough(when=lambda x: x.get("layout") == "MLA_BF16" and x.get("batch_invariant"))
 def test_sparse_decode(device, rng, layout, batch_invariant):
-    """Lengths that are garbage may change how keys of the real rows are split, unless results must not depend on it."""
+    """Garbage lengths may change how keys of the real rows are split, unless the call is batch-invariant."""
     layout, topk, plan = getattr(cumla, layout), 1300, cumla.DecodePlan()  # so many that they are split
     rows = {
         "q": of_normal(rng, ROWS, 1, HEADS, layout.head_dim),
@@ -165,7 +165,7 @@ def test_sparse_decode(device, rng, layout, batch_invariant):
 
 
 def are_close_decodes(got, want):
-    """Where keys are split otherwise, 16-bit weights of both may be rounded; values are up to 5."""
+    """Where keys are split differently, 16-bit weights of both may be rounded; values are up to 5."""
     rounding = 2 * FLOAT16_WEIGHTS * 5
     assert_decode(to_float(got["out"]), got["lse"], to_float(want["out"]), want["lse"], lambda: rounding)
 
@@ -243,7 +243,7 @@ def test_choice_of_pages(device, rng):
 
 
 @pytest.mark.parametrize("choose", [False, True])
-def test_keys_one_behind_another(device, rng, choose):
+def test_packed_keys(device, rng, choose):
     rows = {
         "q": e4m3(rng, ROWS, 64, 128), "weights": of_normal(rng, ROWS, 64, dtype=np.float32),
         "cu_seqlen_ks": ints(rng, 50, ROWS), "cu_seqlen_ke": ints(rng, 130, ROWS),
@@ -264,7 +264,7 @@ def test_keys_one_behind_another(device, rng, choose):
     captured.check_nothing({"cu_seqlen_ke": 0}, {"out": -1 if choose else -np.inf})
 
 
-# ---- what is written into caches
+# ---- inserts into caches
 
 
 def tokens_of_caches(rng):
@@ -307,7 +307,7 @@ def test_rows_of_caches(device, rng, layout):
 
 @pytest.mark.parametrize(("ratio", "coff"), [(4, 2), (128, 1)])
 def test_compressor(device, rng, ratio, coff):
-    """Decodes, each of which completes a row. Requests behind the real ones begin and end anywhere."""
+    """Decodes, each of which completes a row. Requests after the real ones begin and end anywhere."""
     width, state_block = 2 * coff * 512, 8
     table = rng.permutation(ROWS * 2 * ratio // state_block).astype(np.int32).reshape(ROWS, -1)
     rows = {

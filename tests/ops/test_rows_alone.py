@@ -17,7 +17,7 @@ MOST_ALONE = 6
 
 
 def check_rows(call, rows, same=None):
-    """call(numbers of rows) gives host arrays whose first axis is theirs; same(got, want) compares lists of these."""
+    """call(row numbers) gives host arrays whose first axis is the rows; same(got, want) compares lists of these."""
     everything = call(np.arange(rows))
     alone = np.unique(np.linspace(0, rows - 1, MOST_ALONE).astype(int))
     for some in (*alone[:, None], np.arange(rows)[::-1], np.arange(rows)[1::2]):
@@ -43,7 +43,7 @@ def of_kernels(test):
 
 
 def sparse_decode(lab, rng, layout, heads, **options):
-    """A function of requests, and how many there are."""
+    """A function of requests, and the number of requests."""
     requests, topk, blocks = (60, 2000, 30) if on_a_device(lab) else (4, 1300, 3)
     q, cache, extra = (
         make_q(rng, requests, 1, heads, layout),
@@ -168,9 +168,9 @@ def weights_of(rng, *shape):
 
 
 def scored_keys(lab, rng, heads, exact=False):
-    """Of each query q, weights, first and last key; the keys and their scales; how many queries there are.
+    """For each query q, weights, first and last key; the keys and their scales; the number of queries.
 
-    exact  whether numbers are so few and round that float32 has the scores, in whatever order they are summed
+    exact  whether values are so few and round that float32 represents the scores, in any order of summation
     """
     queries, keys = (100, 3000) if on_a_device(lab) else (3, 9) if lab.tiny else (9, 300)
     firsts = rng.integers(-2, keys // 2, queries).astype(np.int32)
@@ -183,7 +183,7 @@ def scored_keys(lab, rng, heads, exact=False):
 
 
 def scored_pages(lab, rng, heads, next_n):
-    """The same of requests: q, weights, length and block table; the cache."""
+    """The same for requests: q, weights, length and block table; the cache."""
     requests, block, columns = (70, 64, 20) if on_a_device(lab) else (2, 4, 2) if lab.tiny else (5, 64, 3)
     cache = cumla.INDEXER_FP8.allocate(columns, block)
     keys = weights_of(rng, columns * block, 128)
@@ -207,7 +207,7 @@ def test_scores_of_keys(lab, rng, heads):
         q, weights, firsts, lasts = (lab.put(x[some]) for x in of_queries)
         return [lab.get(cumla.fp8_mqa_logits(q, kv, weights, firsts, lasts, True, backend=lab.backend))]
 
-    # On the host a product is that of several queries.
+    # On the host a product covers several queries.
     check_rows(call, queries, same=are_close_scores if lab.backend == "cpu" else None)
 
 
@@ -270,7 +270,7 @@ def test_choice_among_columns(lab, rng, width):
 @pytest.mark.parametrize("indexer", [False, True])
 @pytest.mark.nowhere(when=lambda x: x.simulated and (x.get("ratio") == 128 or x.get("indexer")))  # slow
 def test_compressed_requests(lab, rng, ratio, coff, indexer):
-    """Of each request a page of rows and two of states, the second of which are those of its tokens of this step."""
+    """For each request a page of rows and two of states, the second of which are those of its tokens of this step."""
     requests, tokens, block = (
         (70 if on_a_device(lab) else 2 if lab.tiny else 4),
         3 if lab.tiny else ratio + 3,

@@ -1,4 +1,4 @@
-"""Tokens dealt out to ranks: every token is one rank's, where it says; and results of all ranks are one result."""
+"""Tokens sharded across ranks: every token is on one rank, at the computed place; results of all ranks merge to one."""
 
 import itertools
 
@@ -17,7 +17,7 @@ from cumla.parallel import (
 from support.bounds import assert_within
 from support.lab import BF16, to_float
 
-DEALT = [(1, 1), (3, 4), (8, 2)]  # ranks, interleave
+SHARDED = [(1, 1), (3, 4), (8, 2)]  # ranks, interleave
 BLOCK = 4
 
 
@@ -26,7 +26,7 @@ def shards(size, interleave):
 
 
 def owners(count, size, interleave):
-    """The rank of each of so many tokens, and which of its own it is: told by dealing them out one after another."""
+    """The rank of each of so many tokens, and its index on that rank: computed by sharding them one after another."""
     rank, local, held = np.empty(count, int), np.empty(count, int), [0] * size
     for token in range(count):
         rank[token] = token // interleave % size
@@ -36,13 +36,13 @@ def owners(count, size, interleave):
 
 
 def tables(rng, requests, columns):
-    """A block table of each rank's own: no page twice, some entries missing."""
+    """A separate block table for each rank: no page twice, some entries missing."""
     table = rng.permutation(requests * columns).reshape(requests, columns).astype(np.int32)
     table[rng.random(table.shape) < 0.1] = -1
     return table
 
 
-@pytest.mark.parametrize(("size", "interleave"), DEALT)
+@pytest.mark.parametrize(("size", "interleave"), SHARDED)
 def test_lengths_of_every_query(lab, rng, size, interleave):
     seq_lens, s_q = rng.integers(0, 300, 20).astype(np.int32), 3
     seq_lens[:3] = 0, 1, 2
@@ -68,14 +68,14 @@ def test_columns_of_a_table_of_whole_sequences(lab, rng):
             assert (lab.get(wide)[:, want.shape[1] :] == -1).all()
 
 
-@pytest.mark.parametrize(("size", "interleave"), DEALT)
+@pytest.mark.parametrize(("size", "interleave"), SHARDED)
 @pytest.mark.parametrize("ratio", [1, 4])
 def test_every_row_has_one_place(lab, rng, size, interleave, ratio):
     """Over all ranks each row that a step completes gets one slot: where its rank finds it later."""
     new = np.array([3, 0, 1, 9, 6], np.int32)
     seq_lens = new + np.array([0, 5, 40, 3, 11], np.int32)
     starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
-    num_tokens = int(starts[-1]) + 2  # of padding
+    num_tokens = int(starts[-1]) + 2  # entries of padding
     found = np.zeros(num_tokens, int)
     for shard in shards(size, interleave):
         table = tables(rng, len(new), 14)
@@ -100,7 +100,7 @@ def test_every_row_has_one_place(lab, rng, size, interleave, ratio):
     assert found.sum() == (seq_lens // ratio - (seq_lens - new) // ratio).sum()
 
 
-@pytest.mark.parametrize(("size", "interleave"), DEALT)
+@pytest.mark.parametrize(("size", "interleave"), SHARDED)
 def test_selected_rows_are_found_where_they_were_written(lab, rng, size, interleave):
     """Every selected row is in the list of one rank, as the slot that local_slot_mapping gave it; order is kept."""
     rows, requests, width = 50, 3, 37
@@ -122,7 +122,7 @@ def test_selected_rows_are_found_where_they_were_written(lab, rng, size, interle
                 for i in indices[token]:
                     if 0 <= i < rows and slots[request, i] >= 0:
                         want.append(slots[request, i])
-                    elif i >= rows:  # behind what was written, but in the table
+                    elif i >= rows:  # after the written rows, but in the table
                         local = local_slot_mapping(
                             np.array([0, 1], np.int32), np.array([i + 1], np.int32), table[request : request + 1],
                             BLOCK, shard, num_tokens=1, backend="reference",
@@ -134,7 +134,7 @@ def test_selected_rows_are_found_where_they_were_written(lab, rng, size, interle
 
 
 def test_long_rows_of_indices(lab, rng):
-    """More than a thread block looks up at a time; all, none and some of them the rank's."""
+    """More rows than a thread block maps at a time; all, none and some of them on the rank."""
     size, columns, width = 3, 500, 700 if lab.tiny else 1300
     indices = rng.integers(0, 3 * BLOCK * columns, (4, width)).astype(np.int32)
     indices[1] = indices[1] // size * size + 1
@@ -192,7 +192,7 @@ def test_a_part_that_is_no_number_shows(lab):
 
 
 def test_hostile_numbers_stay_inside(lab, rng):
-    """Any number in any array: what is found is in the table, and nothing is written outside of the outputs."""
+    """Any value in any array: slots that are found are in the table, and nothing is written outside of the outputs."""
     extremes = np.array([-(2**31), -1, 0, 1, 7, 2**31 - 1], np.int32)
 
     def any_of(*shape):

@@ -55,19 +55,19 @@ def test_two_caches_and_sink(lab, kernel, rng, block_size, extra_block_size):
 @pytest.mark.parametrize(
     ("batch", "topk"), [(1, 1), (1, 64), (1, 4000), (2, 640), (3, 2000), (40, 200), (100, 2100), (300, 130)]
 )
-@pytest.mark.nowhere(when=lambda x: x.backend != "cuda")  # which alone shares a token's work out
+@pytest.mark.nowhere(when=lambda x: x.backend != "cuda")  # the only backend that splits a token's work
 @pytest.mark.thorough(when=lambda x: x.get("batch") * x.get("topk") > 6000 and x.get("layout") is cumla.V32_FP8)
 @pytest.mark.thorough(when=lambda x: x.get("batch") * x.get("topk") > 100_000)
 @pytest.mark.thorough(when=lambda x: x.emulated and x.get("batch") == 300)  # 40 there, as another one
-def test_work_is_shared_out(lab, rng, layout, batch, topk):
-    """From one long token, cut many times, to more tokens than there are multiprocessors."""
+def test_work_is_split(lab, rng, layout, batch, topk):
+    """From one long token, with many splits, to more tokens than there are multiprocessors."""
     batch = min(batch, 40) if lab.emulated else batch  # the emulated device has few multiprocessors
     cache = make_cache(rng, layout, 20, 64)
     Problem(make_q(rng, batch, 1, 64, layout), cache, make_indices(rng, batch, 1, topk, 1280)).check(lab)
 
 
 def test_many_short_tokens(lab, kernel, rng):
-    """So much work in all that a share may begin anywhere in a tile of one block: the first one must not skip it."""
+    """So much work in total that a split may begin anywhere in a tile of one block: the first one must not skip it."""
     layout, batch = cumla.DSV4_FP8, 200
     lengths = rng.integers(0, 65, batch, dtype=np.int32)
     Problem(
@@ -118,7 +118,7 @@ def test_the_same_bits_every_time_and_in_every_batch(lab, kernel, rng):
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 def test_merge_of_parts_that_are_empty_or_no_numbers(lab, rng, dtype):
-    """An lse of plus or minus infinity says that no key was attended, and the part may then hold anything."""
+    """An infinite lse of either sign means that no key was attended, and the partial result may hold anything."""
     inf, nan = np.inf, np.nan
     prefix_lse = np.array([[0.5, inf, -inf, 0.5, 0.5, inf, inf, -inf, -inf, nan, 1.0, nan]], np.float32)
     suffix_lse = np.array([[1.5, 0.5, 0.5, inf, -inf, inf, -inf, inf, -inf, 1.0, nan, inf]], np.float32)
@@ -207,7 +207,7 @@ def test_prefill_of_float32_rows(lab, rng):
 
 @pytest.mark.gpu
 def test_prefill_of_more_tokens_than_a_grid_has_rows(rng):
-    """Twice the same bits; all beside the portable kernel, some beside float64. Indices and lengths of any value."""
+    """The same bits twice, compared with the portable kernel, some with float64. Indices and lengths of any value."""
     import cupy
 
     from cumla.kernels.cuda.sparse import kernels as sparse_kernels

@@ -63,8 +63,8 @@ def test_insert(lab, layout):
 
 
 @layouts(*FP8_LAYOUTS)
-def test_pages_of_one_token_may_lie_in_larger_ones(lab, rng, layout):
-    """How far the next row would be does not matter where there is none."""
+def test_pages_of_one_token_may_be_parts_of_larger_ones(lab, rng, layout):
+    """The distance to a next row does not matter where there is none."""
     k, slots = rng.standard_normal((3, layout.head_dim)).astype(BF16), np.array([4, 0, 2])
     content = np.zeros((5, 3 * layout.token_bytes), np.uint8)
     caches = []
@@ -134,7 +134,7 @@ def test_nonfinite_values_change_nothing_but_their_own_bytes(lab, rng, layout, p
     places = rng.permutation(layout.head_dim)[: 3 * layout.head_dim // 16].reshape(3, -1)
     poked = k.copy()
     for where, value in zip(places, (np.nan, np.inf, -np.inf), strict=True):
-        k[0, where] = 0  # which no scale comes from
+        k[0, where] = 0  # not produced by any scale
         poked[0, where] = value
     rows, scales, rope = inserted(lab, k, layout, powers_of_two)
     got_rows, got_scales, got_rope = inserted(lab, poked, layout, powers_of_two)
@@ -148,7 +148,7 @@ def test_nonfinite_values_change_nothing_but_their_own_bytes(lab, rng, layout, p
 
 @layouts(*FP8_LAYOUTS)
 def test_tiles_without_finite_values(lab, layout):
-    """A tile of nothing but NaN, or of infinities, or of zeros, has the smallest scale."""
+    """A tile of only NaN, infinities or zeros has the smallest scale."""
     k = np.zeros((3, layout.head_dim), np.float32)
     k[1], k[2] = np.nan, np.inf
     rows, scales, rope = inserted(lab, k, layout)
@@ -246,7 +246,7 @@ def test_gather(lab, layout, dtype):
 
 
 def test_gather_rounds_once(lab, rng):
-    """What the docstring says a value is, from the bytes."""
+    """The value that the docstring defines, from the bytes."""
     layout = cumla.V32_FP8
     cache = rng.integers(0, 256, layout.allocate(1, 2).shape, np.uint8)
     scales = rng.standard_normal(4).astype(np.float32)
@@ -265,7 +265,7 @@ def test_gather_rounds_once(lab, rng):
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=lambda dtype: np.dtype(dtype).name)
 def test_gather_reads_every_code_at_every_scale(lab, dtype):
     layout = cumla.DSV4_FP8
-    exponents = np.arange(0, 256, 37 if lab.tiny else 1)  # four tiles of 64 codes each have one of them
+    exponents = np.arange(0, 256, 37 if lab.tiny else 1)  # four tiles of 64 codes have one of them each
     page = np.zeros((1, len(exponents), 584), np.uint8).reshape(1, -1)
     rows = page[0, : 576 * len(exponents)].reshape(-1, 576)
     rows[:, :256] = np.arange(256)

@@ -1,4 +1,4 @@
-"""Sparse decode over rows poisoned anywhere: any RoPE value, any scale, lists of any length, all heights of tiles."""
+"""Sparse decode over rows poisoned anywhere: any RoPE value, any scale, lists of any length, all tile heights."""
 
 import numpy as np
 import pytest

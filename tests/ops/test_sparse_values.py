@@ -1,4 +1,4 @@
-"""Sparse attention to numbers of any size and none, on every backend and kernel, against the float64 reference."""
+"""Sparse attention over values of any size and NaN, on every backend and kernel, against the float64 reference."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ pytestmark = marks_of_kernels(
 
 
 def is_beyond_float32(x):
-    """numba_cuda attends in float32 alone, without an exact kernel behind it: it says so."""
+    """numba_cuda attends in float32 only, without an exact kernel to recompute tiles, as documented."""
     return x.backend == "numba_cuda" and not np.isnan(x.get("value", 1e6))
 
 
@@ -42,7 +42,7 @@ def rope_of(cache, layout):
 
 
 def marks(lab, plan):
-    """What the fast kernels of the cuda backend leave for the exact one, and its counters."""
+    """The tiles that the fast kernels of the cuda backend leave to the exact one, and its counters."""
     return lab.get(plan.workspace.array("unsafe", 0, np.int32, lab.put(np.zeros(1, np.int32))))
 
 
@@ -56,7 +56,7 @@ def test_q_of_any_size(lab, kernel, rng, size):
 
 @pytest.mark.parametrize("place", [0, 30, 32, 62, 64 + 40])
 def test_scales_that_float16_lacks_in_one_place(lab, kernel, rng, place):
-    """Two neighbours in a block of 64, in either half of it, which are all that there is; their scales decide."""
+    """The only two keys are neighbours in a block of 64, in either half of it; their scales decide."""
     layout = cumla.DSV4_FP8
     cache = make_cache(rng, layout, 4, 64, spread=0)
     for i in range(layout.num_scales):
@@ -66,20 +66,20 @@ def test_scales_that_float16_lacks_in_one_place(lab, kernel, rng, place):
     indices[1, 0, place : place + 2] = 3 * 64 + 5, 3 * 64 + 9
     q = make_q(rng, 2, 1, 16, layout)
     q[1] *= np.array(2.0**14, BF16)
-    q[1, ..., -64:] = 0  # of RoPE, which has no scales
+    q[1, ..., -64:] = 0  # in RoPE, which has no scales
     Problem(q, cache, indices, softmax_scale=4.0).check(lab)
 
 
 @pytest.mark.parametrize("size", [2.0**-20, 2.0**-40])
 def test_small_q_may_decide(lab, kernel, rng, size):
-    """Where the scale makes up for it, bits that float16 lacks count."""
+    """Where the scale compensates, bits that float16 lacks count."""
     layout = cumla.DSV4_FP8
     q = make_q(rng, 2, 1, 8, layout, size)
     Problem(q, make_cache(rng, layout, 4, 64), make_indices(rng, 2, 1, 100, 256), softmax_scale=0.04 / size).check(lab)
 
 
 def test_large_q_may_bring_every_score_down(lab, kernel, rng):
-    """To minus infinity in float16, as if no token were there; one that is not would make NaN, so all are."""
+    """All scores are -inf in float16, as if there were no tokens; with a finite one the result would be NaN."""
     layout = cumla.DSV4_FP8
     cache, q = make_cache(rng, layout, 4, 64), make_q(rng, 2, 1, 8, layout)
     rows = cache.reshape(4, -1)[:, : 64 * layout.row_bytes].reshape(4, 64, layout.row_bytes)
@@ -133,7 +133,7 @@ def test_small_scales_may_decide(lab, kernel, rng, layout):
             scales = page[:, layout.scale_start(64) :][:, : 4 * layout.num_scales]
             scales[...] = np.full((64, layout.num_scales), 1.3 * 2.0**-27, np.float32).view(np.uint8)
     q = make_q(rng, 2, 1, 16, layout, size=2.0**14)
-    q[..., -64:] = 0  # of RoPE, which has no scales
+    q[..., -64:] = 0  # in RoPE, which has no scales
     Problem(q, cache, make_indices(rng, 2, 1, 100, 256), softmax_scale=4.0).check(lab)
 
 
@@ -164,7 +164,7 @@ def test_nan_stays_with_its_token(lab, kernel, rng):
 @pytest.mark.thorough(when=lambda x: x.emulated and (x.get("where"), x.get("value")) not in EMULATED_POISON)
 @pytest.mark.thorough(when=lambda x: x.emulated and x.get("kernel") == "portable" and x.get("where") != "both")
 def test_poisoned_rows(lab, kernel, rng, where, value):
-    """One value of one row, of which one request attends to it, while another attends to rows that nobody wrote."""
+    """One value of one row, to which one request attends, while another attends to rows that were never written."""
     layout, heads = cumla.DSV4_FP8, 20 if lab.emulated else 64
     cache, extra = make_cache(rng, layout, 4, 64), make_cache(rng, layout, 4, 64)
     cache[3] = extra[3] = 0
@@ -183,33 +183,33 @@ def test_poisoned_rows(lab, kernel, rng, where, value):
 
 @pytest.fixture
 def reasons(lab, kernel):
-    """A list of the marks that Hopper's decode leaves, call after call."""
+    """Records the marks of Hopper's decode, call after call."""
     from cumla.kernels.cuda.device import is_hopper
     from cumla.kernels.cuda.sparse import kernels as sparse_kernels
     from cumla.kernels.cuda.sparse.work import EXACT_COUNTERS
 
     if not is_hopper(0):
-        pytest.skip("other devices' kernels have tiles done again")
-    found, finish = [], sparse_kernels.finish
+        pytest.skip("needs the marks of Hopper's kernels")
+    found, launch_epilogue = [], sparse_kernels.launch_epilogue
 
-    def look(work, problem, memory, **options):
+    def observe(work, problem, memory, **options):
         found.append(lab.get(memory.unsafe)[EXACT_COUNTERS:][: work.tiles].copy())
-        finish(work, problem, memory=memory, **options)
+        launch_epilogue(work, problem, memory=memory, **options)
 
     with pytest.MonkeyPatch.context() as patch, recorded_launches():
-        patch.setattr(sparse_kernels, "finish", look)
+        patch.setattr(sparse_kernels, "launch_epilogue", observe)
         yield found
 
 
-AGAIN, LARGE_ROPE, ALL_NAN = 1, 2, 4  # as in csrc/common/sparse/work.cuh
+RECOMPUTE, ALL_NAN = 1, 2  # as in csrc/common/sparse/work.cuh
 
 
 @pytest.mark.nowhere(when=lambda x: x.backend != "cuda" or x.get("kernel") != "chosen")
 @pytest.mark.parametrize("keys", [1, 3, 65])
 @pytest.mark.parametrize("size", [0.0, 2.0**-24, 2.0**-19, 1.0])
 @pytest.mark.thorough(when=lambda x: x.emulated and x.get("keys") != 3 and x.get("size") != 2.0**-19)
-def test_large_rope_is_amended(lab, kernel, rng, reasons, keys, size):
-    """Keys whose V float16 lacks: no weight, of some beside others, of all; too many of them; nothing beside them."""
+def test_tiles_with_large_rope_are_recomputed(lab, kernel, rng, reasons, keys, size):
+    """Keys whose V overflows float16: without weight, few among others, all; too many of them; no other keys."""
     layout, batch = cumla.DSV4_FP8, 132 if lab.on_device and not lab.emulated else 3
     cache = make_cache(rng, layout, 8, 64)
     rope = rope_of(cache, layout)
@@ -226,13 +226,13 @@ def test_large_rope_is_amended(lab, kernel, rng, reasons, keys, size):
     problem.check(lab)
     found = reasons[-1].reshape(batch, -1)
     assert not found[0].any()
-    assert (found[1:] == LARGE_ROPE).all()
+    assert (found[1:] == RECOMPUTE).all()
 
 
 @pytest.mark.nowhere(when=lambda x: not x.emulated or x.get("kernel") != "chosen")
 @pytest.mark.parametrize("below", [12.0, 20.0, 25.02, 25.5, 40.0])
 def test_weights_that_float16_has_in_steps(lab, kernel, rng, reasons, below):
-    """A large key whose weight is 2^-below of all: where float16 has it in steps, those would show."""
+    """A large key whose weight is 2^-below of the total: if it were stored as float16, its steps would show."""
     layout, heads = cumla.DSV4_FP8, 16
     cache = make_cache(rng, layout, 2, 64, spread=0)
     rope = rope_of(cache, layout)
@@ -243,14 +243,14 @@ def test_weights_that_float16_has_in_steps(lab, kernel, rng, reasons, below):
     scale = below * np.log(2) / (float(rope[1, 0, 63]) * 2.0**-14)
     indices = np.array([[[3, 64]]], np.int32)
     out, _ = Problem(q, cache, indices, softmax_scale=scale, batch_invariant=True).check(lab)
-    assert (reasons[-1] == LARGE_ROPE).all()
+    assert (reasons[-1] == RECOMPUTE).all()
     np.testing.assert_allclose(to_float(out)[..., 511], 7e4 * 2.0**-below, rtol=0.01, atol=1e-4)
 
 
 @pytest.mark.nowhere(when=lambda x: not x.emulated or x.get("kernel") != "chosen")
 @pytest.mark.parametrize("score", [100.0, 1.1e6, 1.7e6])
 def test_a_large_key_beside_one_that_float16_has(lab, kernel, rng, reasons, score):
-    """With the same score, so that both count half; so high that float32's steps would show."""
+    """With equal scores, so that both have half the weight; so high that float32's steps would show."""
     layout = cumla.DSV4_FP8
     cache = make_cache(rng, layout, 2, 64, spread=0)
     rope = rope_of(cache, layout)
@@ -260,7 +260,7 @@ def test_a_large_key_beside_one_that_float16_has(lab, kernel, rng, reasons, scor
     q[..., -2], q[..., -1] = 2.0**-13, 2.0**-18
     indices = np.array([[[1, 3, 2, 64]]], np.int32)
     Problem(q, cache, indices, softmax_scale=score / 6, batch_invariant=True).check(lab)
-    assert (reasons[-1] == LARGE_ROPE).all()
+    assert (reasons[-1] == RECOMPUTE).all()
 
 
 @pytest.mark.nowhere(when=lambda x: x.backend != "cuda" or x.get("kernel") != "chosen")
@@ -295,7 +295,7 @@ def test_every_row_poisoned(lab, kernel, rng, value):
 @pytest.mark.nowhere(when=is_beyond_float32)
 @pytest.mark.parametrize("value", [2.0**20, 2.0**30])
 def test_large_values_that_all_rows_share(lab, kernel, rng, value):
-    """Scores that are equal but for the last bits of a float32: what those say decides."""
+    """Scores that are equal but for the last bits of a float32, which decide."""
     layout = cumla.DSV4_FP8
     cache, q = make_cache(rng, layout, 4, 64, spread=0), make_q(rng, 2, 1, 8, layout)
     rope_of(cache, layout)[..., 5] = value
@@ -332,7 +332,7 @@ def test_caches_as_allocated(lab, kernel, rng, layout):
 @pytest.mark.parametrize("poisoned", [1, 3, 40])
 @pytest.mark.thorough(when=lambda x: x.emulated and x.get("poisoned") == 1)
 def test_poison_leaves_no_traces(lab, kernel, rng, poisoned):
-    """However many tiles are marked: the same bits every time, alone too if asked for, and no marks afterwards."""
+    """For any number of flagged tiles: the same bits every time, batch-invariant on request, and no flags left."""
     layout, batch = cumla.DSV4_FP8, 40 if lab.on_device and not lab.emulated else 9
     cache = make_cache(rng, layout, 5, 64)
     rope_of(cache, layout)[4, :, 3] = 1e6
@@ -353,8 +353,8 @@ def test_poison_leaves_no_traces(lab, kernel, rng, poisoned):
 
 @pytest.mark.nowhere(when=lambda x: x.backend != "cuda" or x.get("kernel") == "exact")
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_poison_whoever_takes_part(lab, kernel, rng, monkeypatch, batch_invariant):
-    """Thread blocks of the exact kernel may leave before anything is marked: the others do as they would have done."""
+def test_poison_with_any_participants(lab, kernel, rng, monkeypatch, batch_invariant):
+    """CTAs of the exact kernel may exit before any tile is marked: the others must give the same result."""
     from cumla.kernels.cuda.sparse import kernels as sparse_kernels
 
     layout, plan = cumla.DSV4_FP8, cumla.DecodePlan()
@@ -366,7 +366,7 @@ def test_poison_whoever_takes_part(lab, kernel, rng, monkeypatch, batch_invarian
     first = None
     for count in (1, 2, 20):
         with monkeypatch.context() as patch, recorded_launches():
-            patch.setattr(sparse_kernels, "finishers", lambda *_, count=count: count)
+            patch.setattr(sparse_kernels, "epilogue_ctas", lambda *_, count=count: count)
             found = problem.check(lab, plan=plan) if first is None else map(lab.get, problem.on(lab, plan=plan))
         found = [x.view(np.uint8).tobytes() for x in found]
         assert found == (first or found)

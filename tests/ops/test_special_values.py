@@ -1,6 +1,6 @@
-"""Sinks, lists and lengths of every kind, by every kernel of sparse attention however its work is divided.
+"""Sinks, lists and lengths of every kind, by every kernel of sparse attention and every division of its work.
 
-On a device all of them; where kernels are emulated a few.
+On a device all kernels; emulated kernels only a few.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from support.special_values import HEADS, PREFILL_LAYOUT, SINKS, Case, cases, pr
 
 DECODE_LAYOUTS = (cumla.DSV4_FP8, cumla.V32_FP8, cumla.MLA_BF16)
 EMULATED_SINKS = ("-inf", "mixed")
-# Of emulated kernels: with tiles of all their heads, of some, and several. Slow tests have all, of EMULATED_HEADS.
+# Emulated kernels: with tiles of all heads, of some heads, and several tiles. Slow tests run all of EMULATED_HEADS.
 EMULATED_HEADS = 65
 EMULATED_PREFILL = {
     ("hopper 16", 8, 512), ("hopper 16", 8, 576), ("hopper 32", 32, 512), ("hopper 64", 65, 512),
@@ -32,13 +32,13 @@ pytestmark = pytest.mark.attention
 
 
 def has_kernel(x):
-    """The reference has what others are held to, other backends than cuda one kernel each."""
+    """The reference, with which others are compared; other backends than cuda have one kernel each."""
     name, layout = x.get("name"), x.get("layout")
     if x.backend == "reference" or (x.backend != "cuda" and name != "chosen"):
         return False
     if "hopper" in name and layout is cumla.MLA_BF16:
         return False  # which portable kernels take
-    # Clusters are programs of their own; of the second layout it is enough that there are some.
+    # Clusters are separate programs; for the second layout a few suffice.
     return not ("cluster" in name and layout is cumla.V32_FP8 and parts_of(name) > 2)
 
 
@@ -72,7 +72,7 @@ def test_prefill(lab, name, width, heads):
 @pytest.mark.parametrize("layout", DECODE_LAYOUTS, ids=lambda x: x.name)
 @pytest.mark.parametrize("name", DECODE_KERNELS)
 def test_decode(lab, name, layout, heads):
-    """With one cache, and with two; as a plan cuts the keys of a token, and never cut."""
+    """With one cache, and with two; with the keys of a token split by a plan, and not split."""
     sinks, parts = EMULATED_SINKS if lab.emulated else SINKS, parts_of(name)
     extra_topks = (0, 70) if parts < 4 else (200,)
     with decode_by(name) if lab.backend == "cuda" else contextlib.nullcontext():
@@ -87,7 +87,7 @@ def test_decode(lab, name, layout, heads):
 @pytest.mark.parametrize("sink", SINKS)
 @pytest.mark.parametrize(("op", "layout"), [("decode", cumla.DSV4_FP8), ("prefill", cumla.MLA_BF16)])
 def test_the_reference(op, layout, sink, lengths):
-    """It says what is right: no key gives 0, whatever the sink; one of -inf takes nothing, of +inf all."""
+    """The expected values: no key gives 0, whatever the sink; a sink of -inf has no weight, one of +inf all."""
     case = Case(op, layout, 8, sink, lengths, extra_topk=70 if op == "decode" else 0)
     problem, plain = (problem_of(x) for x in (case, replace(case, sink="none")))
     options = problem.options

@@ -1,4 +1,4 @@
-"""`supports` says what a call would do, and so does the call."""
+"""`supports` predicts a call, and the call agrees."""
 
 import inspect
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import cumla
+import cumla.parallel
 import emulation
 from cumla.dispatch import backends
 from support.operations import CASES, EXAMPLES, arguments_of, operation
@@ -57,6 +58,12 @@ def test_the_reason_is_the_error_of_the_call():
     assert cumla.supports("sparse_mla_decode", device=-1, **arguments).reason == str(caught.value)
 
 
+def test_operations_of_several_ranks():
+    shard = cumla.parallel.Shard(0, 2, 1)
+    found = cumla.supports("local_seq_lens", seq_lens=((3,), "int32"), shard=shard, device=-1)
+    assert str(found) == "cpu: shards.local_seq_lens"
+
+
 def test_what_is_no_question():
     with pytest.raises(TypeError, match="op: got 'sparse_mla', expected an operation"):
         cumla.supports("sparse_mla")
@@ -84,7 +91,7 @@ def test_a_device_does_what_is_said(example):
 
 @pytest.mark.skipif(bool(emulation.unavailable()), reason=str(emulation.unavailable()))
 def test_which_kernel_on_a_device():
-    """An emulated Hopper, for whose arrays no memory is there either."""
+    """An emulated Hopper, without memory for the arrays either."""
     mha = {
         "q": ((8, 4, 192), "bfloat16"), "k": ((9, 4, 128), "bfloat16"), "v": ((9, 4, 128), "bfloat16"),
         "k_pe": ((9, 64), "bfloat16"), "cu_seqlens_q": ((3,), "int32"), "cu_seqlens_k": ((3,), "int32"),

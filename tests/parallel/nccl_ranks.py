@@ -1,4 +1,4 @@
-"""What a rank does in test_device.py, in a process or a thread of its own; errors are told by rank."""
+"""The work of a rank in test_device.py, in a process or a thread; errors are reported by rank."""
 
 import time
 
@@ -39,7 +39,7 @@ def collectives(comm):
     np.testing.assert_array_equal(words.get(), np.arange(comm.size)[:, None] * np.ones(3))
     np.testing.assert_array_equal(summed.get(), mine.sum(axis=0))
     np.testing.assert_array_equal(taken.get(), mine)
-    large = cupy.zeros((comm.size, 4 << 20), np.uint8) + np.uint8(comm.rank)  # of which NCCL reads the other GPU's
+    large = cupy.zeros((comm.size, 4 << 20), np.uint8) + np.uint8(comm.rank)  # NCCL reads that of the other GPU
     taken = comm.all_to_all(large)
     comm.wait()
     np.testing.assert_array_equal(taken.get(), np.arange(comm.size)[:, None] * np.ones(4 << 20))
@@ -139,7 +139,7 @@ WORK = {work.__name__: work for work in (whole_run, other_shape, failure, failur
 
 
 def process(work, folder, rank, size, time_limit, results):
-    """A rank in a process of its own."""
+    """A rank in a separate process."""
     cupy.cuda.Device(rank).use()
     start = time.monotonic()
     try:

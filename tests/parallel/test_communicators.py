@@ -1,4 +1,4 @@
-"""What communicators do, and that what is wrong with a rank is an error that names it."""
+"""Collectives of communicators; an error of a rank names the rank."""
 
 import _thread
 import multiprocessing
@@ -90,7 +90,7 @@ def test_a_rank_that_is_wrong_is_named(case):
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_rank_that_is_late_is_named(ends):
-    """When time is up, whether it comes then or never."""
+    """When the time limit is reached, whether the rank comes later or never."""
     together, over = threading.Barrier(2), threading.Event()
 
     def on(comm):
@@ -113,7 +113,7 @@ def test_a_rank_that_is_late_is_named(ends):
 
 
 def test_an_interrupt_ends_the_ranks():
-    """Before it is raised: whoever called takes the arrays back."""
+    """Before it is raised: the caller reuses the arrays."""
     calls = []
 
     def on(comm):
@@ -158,12 +158,12 @@ def test_arguments(x, out, error, says):
         ("all_to_all", lambda x, rank: (x[1:], x[1:])),
         ("all_to_all", lambda x, rank: ((x[0], x[1]), (x[2], x[2]))),
         ("all_gather", lambda x, rank: (x[0, 1 - rank], x[0])),
-        ("all_gather", lambda x, rank: ((x[2, 0], x[0, rank]), (x[0], x[1]))),  # of another array, where its own may be
+        ("all_gather", lambda x, rank: ((x[2, 0], x[0, rank]), (x[0], x[1]))),  # allowed for its own part
         ("reduce_scatter", lambda x, rank: (x[0], x[0, 1 - rank])),
     ],
 )
 def test_what_is_sent_is_not_written_over(op, arrays):
-    """Other ranks would be sent what has come already, or not, as it happens."""
+    """Other ranks would be sent what has arrived already, or not, depending on timing."""
 
     def on(comm):
         sent, out = arrays(np.zeros((3, 2, 4)), comm.rank)
@@ -253,7 +253,7 @@ def test_another_number_of_ranks():
 
 
 class LateStore(MemoryStore):
-    """What rank 1 does at the start, all of it, happens just after rank 0 has looked for it."""
+    """All start-up steps of rank 1 happen just after rank 0 has checked for it."""
 
     def __init__(self, error):
         super().__init__()
@@ -292,7 +292,7 @@ def store_of(kind, place):
 
 
 def be_a_rank(kind, place, rank, results):
-    """In a process of its own: agree twice, where rank 2 is of another opinion the second time."""
+    """In a separate process: agree twice, where rank 2 disagrees the second time."""
     try:
         with Agreement(store_of(kind, place), rank, 3, 100) as agreement:
             values = agreement.exchange("who is there", {"rank": rank})
@@ -346,7 +346,7 @@ def server():
 
 
 def test_who_keeps_the_words_may_be_gone(server):
-    """That is an error, and none where there is only a last word to be left."""
+    """That is an error, except where only a last message remains to be sent."""
     process, address = server
     store = TcpStore(address, b"secret", 20)
     store.set("key", 1)
@@ -361,7 +361,7 @@ def test_who_keeps_the_words_may_be_gone(server):
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP")
 def test_who_keeps_the_words_may_say_nothing(server):
-    """As one that has finished while its process waits for others: nobody waits for good, or at all to end."""
+    """As a rank that has finished while its process waits for others: no rank waits forever, or at all to end."""
     process, address = server
     store = TcpStore(address, b"secret", 20)
     say_and_go = [sys.executable, "-c", SAY_AND_GO, address[0], str(address[1]), str(process.pid)]
@@ -372,13 +372,13 @@ def test_who_keeps_the_words_may_say_nothing(server):
     with pytest.raises(ConnectionError, match=r"did not answer for 0\.3 s"):
         TcpStore(address, b"secret", 0.3)
     process.send_signal(signal.SIGCONT)
-    with pytest.raises(ConnectionError):  # no answer is taken for that of another question
+    with pytest.raises(ConnectionError):  # an answer is not accepted for another question
         store.get("other")
     assert TcpStore(address, b"secret", 20).get("ended/1") == ("ended", ())
 
 
-def test_another_key_and_nobody_of_ours(server):
-    """Whoever comes without the key is not let in, and disturbs nobody."""
+def test_another_key_and_other_services(server):
+    """A client without the key is rejected, and disturbs no other."""
     _, address = server
     with pytest.raises(ValueError, match=r"key: got another one than the process that serves"):
         TcpStore(address, b"other")
@@ -401,7 +401,7 @@ def test_another_service(words):
                 connection.sendall(words)
 
         threading.Thread(target=answer, daemon=True).start()
-        with pytest.raises((ConnectionError, ValueError), match=r"address: what is at|key: got another one"):
+        with pytest.raises((ConnectionError, ValueError), match=r"address: the process at|key: got another one"):
             TcpStore(other.getsockname(), b"secret", 20)
 
 
@@ -416,8 +416,8 @@ def test_nothing_is_a_value():
     assert run_threads(3, lambda comm: Agreement(store, comm.rank, 3, 20).exchange("nothing", None)) == [[None] * 3] * 3
 
 
-def test_nobody_serves():
-    with pytest.raises(TimeoutError, match=r"address: nobody serves \('127.0.0.1', 1\)"):
+def test_no_server():
+    with pytest.raises(TimeoutError, match=r"address: no process serves \('127.0.0.1', 1\)"):
         TcpStore(("127.0.0.1", 1), b"key", time_limit=0.1)
 
 

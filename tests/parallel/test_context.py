@@ -1,4 +1,4 @@
-"""A context dealt out to ranks gives what one device gives, for every number of ranks."""
+"""Attention over a sharded context gives the result of one device, for every number of ranks."""
 
 import functools
 
@@ -56,7 +56,7 @@ def test_selected_rows(rng, size, split_heads):
     context = Context.make(rng, [50, 3, 90], heads, 576)
     selected = rng.integers(-5, 95, (3, 40)).astype(np.int32)
     selected[1] = -1  # a query that sees nothing
-    # What a request does not have is nowhere: the pages behind its rows hold none.
+    # Pages after a request's rows hold no tokens: absent tokens are in no cache.
     selected = np.where(selected < context.lens[context.token_to_req][:, None], selected, -1).astype(np.int32)
     want = ranks.sparse_on_one(context, selected, cumla.V32_FP8)
     got = run_threads(
@@ -87,7 +87,7 @@ def test_compressed_rows_beside_a_window_that_every_rank_has(rng, size):
 
 @pytest.mark.parametrize("split_heads", [False, True], ids=["all-heads", "own-heads"])
 def test_one_rank_on_any_backend(lab, rng, split_heads):
-    """The way that arrays of a device go, emulated; with more ranks on a device in test_device.py."""
+    """The path of device arrays, emulated; with more ranks on a device in test_device.py."""
     context = Context.make(rng, [11, 6], 3, 576)
     selected = np.stack([rng.permutation(11)[:6], rng.permutation(6)]).astype(np.int32)
     for run, want in (
@@ -104,7 +104,7 @@ def test_one_rank_on_any_backend(lab, rng, split_heads):
 
 @pytest.mark.parametrize("given", [lambda x: x, lambda x: x[:, None]], ids=["[T, W]", "[T, 1, W]"])
 @pytest.mark.parametrize("width", [1, 10])
-def test_windows_are_shared_out_once(width, given):
+def test_windows_are_sharded_once(width, given):
     indices, lens = np.arange(3 * width, dtype=np.int32).reshape(3, width), np.array([width, width // 2, 0], np.int32)
     for size in SIZES:
         seen = [[], [], []]
@@ -123,7 +123,7 @@ def test_windows_of_another_shape_are_refused(shape):
 
 
 def test_outputs_and_queries_in_place(rng):
-    """q written where `queries` says is what is gathered; results come where they are wanted, and are the same."""
+    """q written to `queries` is the gathered q; results are written to the given outputs, and are the same."""
     context = Context.make(rng, [20, 9], 4, 576)
     tokens = len(context.seen)
 

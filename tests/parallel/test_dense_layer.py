@@ -17,9 +17,9 @@ SECONDS = 60
 
 
 class Problem:
-    """Requests whose last queries are new tokens; projections that pick latent values and their signs.
+    """Requests whose last queries are new tokens; projections that select latent values and their signs.
 
-    Such projections round nothing, so that the results are held to the bounds of attention alone.
+    Such projections do not round, so the results must be within the bounds of attention alone.
     """
 
     def __init__(self, rng, lens, heads):
@@ -31,7 +31,7 @@ class Problem:
         np.put_along_axis(self.weight, self.pick[..., None], self.sign[..., None].astype(BF16), axis=2)
 
     def wanted(self):
-        """out [T, h, V], lse, and the sizes that bounds are of."""
+        """out [T, h, V], lse, and the sizes that bounds are relative to."""
         q = to_float(self.context.q)
         latent = np.einsum("thp,hpl->thl", q[..., :NOPE], to_float(self.weight[:, :NOPE]))
         whole = replace(self.context, q=np.concatenate([latent, q[..., NOPE:]], axis=2).astype(BF16))
@@ -40,7 +40,7 @@ class Problem:
         return out * self.sign[:, NOPE:], lse, sizes
 
     def on(self, comm, split_heads, backend=None, axis=()):
-        """A rank's step, which writes all rows: out [T, h, V] of the heads that it has."""
+        """A rank's step, which writes all rows: out [T, h, V] of its heads."""
         context, shard = self.context, Shard(comm.rank, comm.size, 2)
         heads = context.own_heads(comm) if split_heads else slice(None)
         q, weight = np.ascontiguousarray(context.q[:, heads]), self.weight[heads].reshape(-1, LATENT)
@@ -52,7 +52,7 @@ class Problem:
         old = np.setdiff1d(np.arange(len(slots)), new)
         old = old[slots[old] >= 0]
         cache.reshape(-1, LATENT + ROPE)[slots[old]] = context.rows[old]
-        # Memory of earlier steps is used again: what of it is not written must not be read.
+        # Memory of earlier steps is reused: parts that are not written must not be read.
         layer.workspace.shaped("latent_q", (*q.shape[:2], LATENT + ROPE), q.dtype, q)[...] = np.nan
         k_pe = context.rows[new, LATENT:].reshape(len(new), *axis, ROPE)
         out = ShardedMLALayer(layer, comm, split_heads=split_heads).forward(

@@ -1,4 +1,4 @@
-"""The same inside jax.shard_map, on several devices of the CPU, or GPUs: each number takes a process of its own."""
+"""The same inside jax.shard_map, on several devices of the CPU, or GPUs: each number takes a separate process."""
 
 import os
 import pathlib
@@ -25,15 +25,15 @@ def test_shard_map_on_gpus(size, need_gpus):
 
 
 def run_ranks(size, platform):
-    told = {
+    environment = {
         "JAX_PLATFORMS": platform,
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={size}",  # of the CPU
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={size}",  # devices of the CPU
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
     path = os.pathsep.join(filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, str(FOLDER / "jax_ranks.py"), str(size)],
-        env={**os.environ, **told, "PYTHONPATH": path, "NUMBA_NUM_THREADS": "1"},
+        env={**os.environ, **environment, "PYTHONPATH": path, "NUMBA_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

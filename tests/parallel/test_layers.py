@@ -32,7 +32,7 @@ INTERLEAVE = 2
 
 
 class Ranked:
-    """A golden layer whose compressed or latent rows are dealt out to ranks."""
+    """A golden layer whose compressed or latent rows are sharded across ranks."""
 
     def __init__(self, case, comm, requests=1, backend="cpu"):
         golden = GoldenLayer(case)
@@ -53,7 +53,7 @@ class Ranked:
             self.caches = dataclasses.replace(self.caches, **{self.name: rows})
 
     def arguments(self, first, count):
-        """Of `step`, for tokens of the one request."""
+        """Arguments of `step`, for tokens of the one request."""
         golden = self.whole.golden
         topk = None if golden.topk is None else golden.topk[first : first + count]
         return self.batch([(0, first, count)]) | {"topk_indices": topk}
@@ -98,7 +98,7 @@ STEPS = ([(0, 0, 70)], [(0, 70, 1), (1, 0, 9)], [(0, 71, 1), (1, 9, 62)], [(1, 7
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("case", [8, 13])
 def test_ranks_select_what_one_device_selects(case, size):
-    """By an indexer whose keys every rank has whole, for decodes and prefills of two requests in a step."""
+    """With an indexer whose keys are replicated, for decodes and prefills of two requests in a step."""
     golden = GoldenLayer(case)
 
     def on(comm):
@@ -143,7 +143,7 @@ PARTS = {
 
 @pytest.mark.parametrize("case", PARTS)
 def test_an_observer_is_called_for_each_part_of_a_step_on_ranks(case):
-    """In their order: attention of V4's decodes and of its prefills, each with its exchange and its merge."""
+    """The order of events: attention of V4's decodes and of its prefills, each with its exchange and its merge."""
 
     def on(comm):
         ranked, called = Ranked(case, comm, 2), []
@@ -158,7 +158,7 @@ def test_an_observer_is_called_for_each_part_of_a_step_on_ranks(case):
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("case", [8, 13])
 def test_rows_that_a_token_may_not_see_are_left_out_on_ranks(case, size, rng):
-    """A selection of any rows of the request, later ones among them, gives what one device makes of it."""
+    """A selection of any rows of the request, later ones among them, gives the result of one device."""
     tokens = 140
     rows = tokens if case == 13 else tokens // 4
     chosen = np.stack([rng.permutation(np.arange(-3, rows + 3))[:16] for _ in range(tokens)]).clip(-1).astype(np.int32)
@@ -185,7 +185,7 @@ def test_rows_that_a_token_may_not_see_are_left_out_on_ranks(case, size, rng):
 
 
 def changed(arguments, name, value):
-    """Arguments of which one, or a field of one ("rows.shard"), is another."""
+    """Arguments with one of them, or a field of one ("rows.shard"), replaced."""
     name, _, field = name.partition(".")
     return arguments | {name: dataclasses.replace(arguments[name], **{field: value}) if field else value}
 
@@ -251,7 +251,7 @@ def test_sequences_that_rope_does_not_reach_are_refused_on_ranks(case):
 
 @pytest.mark.parametrize("case", [8, 13])
 def test_a_rank_needs_the_pages_of_its_rows_and_no_more(case):
-    """Ranks have different numbers of rows, and each its own need."""
+    """Ranks have different numbers of rows, and separate memory requirements."""
 
     def on(comm):
         ranked = Ranked(case, comm)
@@ -317,7 +317,7 @@ def test_sparse_layers_name_what_is_wrong_before_they_write(name, value, says, r
 
 
 def test_raw_pages_of_the_window_are_its_cache(rng):
-    """Of any size: the metadata knows how many tokens a page has."""
+    """Window pages of any size: the metadata has the page size."""
 
     def on(comm):
         layer = ShardedSparseMLALayer(cumla.layers.SparseMLALayer(4, 4, np.zeros(8, np.float32)), comm)

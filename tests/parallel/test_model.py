@@ -1,4 +1,4 @@
-"""The model of eight GPUs is close to what was measured on two."""
+"""The model of eight GPUs is close to the measurements on two."""
 
 import importlib.util
 import json
@@ -28,7 +28,7 @@ def test_what_was_measured(model):
 
 
 def test_what_more_gpus_do(model):
-    """Attention's time falls with each, what is exchanged does not; of memory what is dealt out falls, and no other."""
+    """Attention's time falls with each rank, the exchange's does not; only the memory of sharded rows falls."""
     module, fitted, _ = model
     one, *more = (fitted.dense(1, module.MILLION, ranks) for ranks in (1, 2, 4, 8))
     assert one["exchange"] == one["merge"] == 0

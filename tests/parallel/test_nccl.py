@@ -1,4 +1,4 @@
-"""The communicator of NCCL with a stand-in for its library; with NCCL itself in test_device.py."""
+"""The communicator of NCCL with a fake library; with NCCL itself in test_device.py."""
 
 import pickle
 import socket
@@ -27,7 +27,7 @@ def nccl():
 
 
 def on_ranks(comms, function):
-    """What each returns or raises, in a thread a rank."""
+    """The result or exception of each, in a thread per rank."""
     results = [None] * len(comms)
 
     def run(comm):
@@ -53,14 +53,14 @@ def _raise(error):
 
 
 def ended(comm):
-    """How NCCL's communicator came to its end."""
+    """How NCCL's communicator ended."""
     from cumla.interop import nccl_library
 
     return nccl_library.library().of(comm._comm.handle).ended
 
 
 def joined(nccl, sizes, time_limit=10):
-    """Communicators that join as processes do; or what came of it."""
+    """Communicators that join as processes do, or their errors."""
     from cumla.parallel import MemoryStore
 
     store, made = MemoryStore(), [None] * len(sizes)
@@ -106,7 +106,7 @@ def test_arrays_move(nccl, start):
 
 
 class Noted:
-    """NCCL's communicator, whose calls are noted."""
+    """NCCL's communicator, which records its calls."""
 
     def __init__(self, comm, notes):
         self._comm, self._notes = comm, notes
@@ -120,14 +120,14 @@ class Noted:
 
 
 def test_ranks_of_one_process_go_in_step(nccl):
-    """No rank's call is on its way before the others have come, and none goes on before all of them are."""
+    """No rank makes a call before the others are ready, and none continues before all have made it."""
     import cupy
 
     notes = []
 
     def run(comm):
         x, out = cupy.zeros(6, np.float32), cupy.empty((2, 6), np.float32)
-        comm.all_gather(x, out)  # which tells the others of these shapes
+        comm.all_gather(x, out)  # which publishes these shapes
         comm._comm = Noted(comm._comm, notes)
         for late in range(2):
             if comm.rank == late:
@@ -142,7 +142,7 @@ def test_ranks_of_one_process_go_in_step(nccl):
 
 
 class Beside:
-    """NCCL's communicator, whose calls run on while the host does: until all ranks have made them."""
+    """NCCL's communicator, whose calls run asynchronously: until all ranks have made them."""
 
     running, changed = 0, threading.Condition()
 
@@ -165,14 +165,14 @@ class Beside:
 
     @classmethod
     def memory(cls, seconds):
-        """As CUDA gives it where one GPU reads another's: when both have nothing left to do. False: not so soon."""
+        """As CUDA frees memory that another GPU reads: once both are idle. False: earlier."""
         with cls.changed:
             return cls.changed.wait_for(lambda: not cls.running, seconds)
 
 
 @pytest.mark.parametrize("in_step", [True, False])
 def test_memory_may_be_asked_for_between_calls(nccl, in_step):
-    """That waits for all GPUs, and a call for all ranks: two of one process waited for each other for good."""
+    """It waits for all GPUs, and a call for all ranks: two of one process waited for each other forever."""
     import cupy
 
     pauses = np.random.default_rng(0).choice([0, 0.01], (2, 12))
@@ -209,8 +209,8 @@ def test_known_calls_that_differ_are_named_at_once(nccl):
     assert time.monotonic() - start < 90
 
 
-def test_calls_end_where_nobody_can_be_told(nccl):
-    """Whoever keeps the words may have gone: what the GPU waits for is ended all the same."""
+def test_calls_end_where_the_store_is_gone(nccl):
+    """The rank that runs the store may have gone: work that the GPU waits for is ended all the same."""
     import cupy
 
     class Gone:
@@ -226,8 +226,8 @@ def test_calls_end_where_nobody_can_be_told(nccl):
         comm.wait()
 
     comms = nccl.NcclCommunicator.in_process([0, 0])
-    told, own = on_ranks(comms, run)
-    assert "rank 0: ConnectionError: is gone" in str(told)
+    reported, own = on_ranks(comms, run)
+    assert "rank 0: ConnectionError: is gone" in str(reported)
     assert isinstance(own, ValueError)
     assert [ended(comm) for comm in comms] == ["aborted", "aborted"]
 
@@ -245,20 +245,20 @@ def test_what_differs_is_named_before_it_is_sent(nccl):
         comms[0].wait()
 
 
-def test_a_failure_is_told(nccl):
+def test_a_failure_is_reported(nccl):
     import cupy
 
     def run(comm):
         comm.all_gather(cupy.zeros(3, np.float32))
         if comm.rank == 1:
             raise ValueError("out of luck")
-        comm._over.wait(10)  # until the thread that looks after calls has seen it
+        comm._over.wait(10)  # until the thread that watches calls has noticed it
         comm.all_gather(cupy.zeros(3, np.float32))
 
-    told, own = on_ranks(nccl.NcclCommunicator.in_process([0, 0]), run)
+    reported, own = on_ranks(nccl.NcclCommunicator.in_process([0, 0]), run)
     assert isinstance(own, ValueError)
-    assert "rank 1 failed: ValueError: out of luck" in str(told)
-    assert told.ranks == (1,)
+    assert "rank 1 failed: ValueError: out of luck" in str(reported)
+    assert reported.ranks == (1,)
 
 
 def test_ranks_that_do_not_fit(nccl, monkeypatch):
@@ -286,11 +286,11 @@ def test_started_by_mpirun(nccl):
         assert comm.all_gather(cupy.zeros(3, np.int32)).get().tolist() == [[0, 0, 0]]
 
 
-def test_all_are_told_that_rank_0_cannot_be_reached(nccl, monkeypatch):
-    told = []
+def test_all_ranks_report_that_rank_0_cannot_be_reached(nccl, monkeypatch):
+    reported = []
 
     def bcast(value, root):
-        told.append(pickle.loads(pickle.dumps(value)))
+        reported.append(pickle.loads(pickle.dumps(value)))
         return value
 
     def unknown(host):
@@ -299,7 +299,7 @@ def test_all_are_told_that_rank_0_cannot_be_reached(nccl, monkeypatch):
     monkeypatch.setattr(socket, "gethostbyname", unknown)
     with pytest.raises(RankError, match=r"rank 0 cannot be reached at its host name, .*: Name or service not known"):
         nccl.NcclCommunicator.from_mpi(mpi(2, bcast))
-    assert [error.ranks for error in told] == [(0,)]
+    assert [error.ranks for error in reported] == [(0,)]
 
 
 def test_arrays_elsewhere_and_of_no_sum(nccl):
@@ -323,7 +323,7 @@ def library(nccl, monkeypatch):
 
 
 def test_results_are_exchanged_in_windows(nccl, library):
-    """Of all ranks alike, until the communicator is closed."""
+    """From all ranks alike, until the communicator is closed."""
     import cupy
 
     from cumla.parallel import ContextAttention
@@ -374,7 +374,7 @@ def test_memory_of_windows_is_not_sent_from(nccl, library):
     with comm:
         window, other = comm.memory(6, None).reshape(1, 6), cupy.zeros((1, 6), np.uint8)
         for x, out in ((window, other), (other, window), (window[:, 3:], other[:, 3:])):
-            with pytest.raises(ValueError, match=r"x, out: got what memory\(\) gave, expected other memory"):
+            with pytest.raises(ValueError, match=r"x, out: got memory of memory\(\), expected other memory"):
                 comm.all_to_all(x, out)
         assert comm.all_gather(other[0], window) is window
 
@@ -398,7 +398,7 @@ STUCK = """if True:
     from cumla.arrays import streams
     streams.relaxed_capture = contextlib.nullcontext
     from cumla.interop import nccl_endings
-    nccl_endings.GRACE_SECONDS = 0.1
+    nccl_endings.GRACE_SECONDS = 1.0
     nccl_endings.end_process_if_stuck(3, "rank 1: rank 0 failed")
     print("did all it had to")
 """

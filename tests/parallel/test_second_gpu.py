@@ -42,7 +42,7 @@ class Torch:
 
 
 def each(value, function):
-    """The value with its arrays, of whatever library, replaced."""
+    """The value with its arrays, of any library, replaced."""
     if isinstance(value, list | tuple):
         return type(value)(each(x, function) for x in value)
     return function(value) if hasattr(value, "dtype") and getattr(value, "shape", ()) else value
@@ -61,7 +61,7 @@ def test_examples(backend, make, name):
             lambda array, device=device: framework.put(array, device),
         )
         with framework.current(current):
-            for _ in range(2):  # in full, and as it is remembered
+            for _ in range(2):  # in full, and from the launch cache
                 results = operations.public(example)(**dict(arguments), backend=backend)
         mine = []
         each([results, *(value for _, value in arguments)], lambda array, mine=mine: mine.append(framework.get(array)))

@@ -18,7 +18,7 @@ SECONDS = 60
 
 
 class Problem:
-    """A step over rows of which those of new tokens, and the last compressed row of each request, are not written."""
+    """A step over rows where those of new tokens, and the last compressed row of each request, are not written."""
 
     def __init__(self, rng, ratio):
         self.ratio, self.lens = ratio, SEQ_LENS // ratio if ratio > 1 else 0 * SEQ_LENS
@@ -32,7 +32,7 @@ class Problem:
         self.context.q = rng.standard_normal((len(self.request), HEADS, 512)).astype(BF16)
         # Any rows, in any order, some of which are not complete yet.
         self.selected = np.stack([rng.permutation(np.arange(-2, 80))[:TOPK] for _ in self.request]).astype(np.int32)
-        self.selected[:, 0] = (self.position + 1) // 4  # the row that comes next
+        self.selected[:, 0] = (self.position + 1) // 4  # the next row
 
     def slots(self, request, positions):
         return self.table[request, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
@@ -93,7 +93,7 @@ class Problem:
 @pytest.mark.parametrize("split_heads", [False, True], ids=["all-heads", "own-heads"])
 @pytest.mark.parametrize("ratio", [1, 4, 128])
 def test_a_step_gives_what_one_device_gives(rng, ratio, split_heads, size):
-    """With a sink and a softmax scale of its own, for decodes and a prefill in a step."""
+    """With a sink and another softmax scale, for decodes and a prefill in a step."""
     problem = Problem(rng, ratio)
     want = problem.wanted()
     outs = run_threads(size, lambda comm: problem.on(comm, split_heads), SECONDS)

@@ -49,9 +49,9 @@ def test_queries_are_patterns_of_one_row():
 
 def test_rope_keeps_lengths_and_depends_on_distance(rng):
     x, y = rng.standard_normal((2, 1, HEAD_DIM)).astype(np.float32)
-    turned = apply_rope(x, np.array([977]), np)
-    np.testing.assert_array_equal(turned[:, :NOPE_DIM], x[:, :NOPE_DIM])
-    np.testing.assert_allclose(np.linalg.norm(turned), np.linalg.norm(x), rtol=1e-6)
+    rotated = apply_rope(x, np.array([977]), np)
+    np.testing.assert_array_equal(rotated[:, :NOPE_DIM], x[:, :NOPE_DIM])
+    np.testing.assert_allclose(np.linalg.norm(rotated), np.linalg.norm(x), rtol=1e-6)
     np.testing.assert_array_equal(apply_rope(x, np.array([0]), np), x)
     near = float((apply_rope(x, np.array([107]), np) @ apply_rope(y, np.array([100]), np).T)[0, 0])
     far = float((apply_rope(x, np.array([9007]), np) @ apply_rope(y, np.array([9000]), np).T)[0, 0])

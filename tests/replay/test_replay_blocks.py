@@ -41,7 +41,7 @@ def test_pool_invariants(data):
             assert (blocks is None) == (own > room)
             if blocks is not None:
                 others = {block for _, other in live for block in other}
-                assert not others & set(blocks[len(shared) * BLOCKS_PER_HASH :]), "a new block is somebody's already"
+                assert not others & set(blocks[len(shared) * BLOCKS_PER_HASH :]), "a new block is already in use"
                 live.append((prefixes, blocks))
                 if data.draw(st.booleans()):
                     for i, prefix in enumerate(prefixes):
@@ -134,7 +134,7 @@ def test_too_large_for_the_cache():
         run([TraceRequest(0.0, 1000, 1, (0, 1))], 2)
 
 
-def test_token_keys_tell_tokens_apart():
+def test_token_keys_differ_between_tokens():
     scheduler, _ = run([TraceRequest(0.0, 600, 5, (3, 9)), TraceRequest(0.0, 600, 5, (3, 8))], 20)
     first, second = (np.asarray(sequence.token_keys) for sequence in scheduler.finished)
     assert len(set(first.tolist())) == len(first) == 604

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import cumla.layers.dense
+from cumla.errors import InputError
 from cumla.replay.dense import DenseLayer, dense_bytes_moved
 from cumla.replay.engine import Engine
-from cumla.replay.errors import InputError
 from cumla.replay.options import ReplayOptions, parse_layers
 from cumla.replay.trace import TraceRequest
 

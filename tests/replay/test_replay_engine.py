@@ -149,7 +149,7 @@ def test_corrupted_cache_is_found():
     for record in engine.steps():
         failures += [sample.failure for sample in record.samples if sample.failure]
         for layer in engine.layers:
-            # The scales, UE8M0, stand at the end of a page of 64 tokens.
+            # The scales, UE8M0, are at the end of a page of 64 tokens.
             blocks, block_size, token_bytes = layer.swa_cache.shape
             pages = as_strided(layer.swa_cache, (blocks, block_size * token_bytes), (layer.swa_cache.strides[0], 1))
             pages[:, block_size * DSV4_FP8.row_bytes :] = 124
@@ -198,13 +198,13 @@ def test_the_direction_of_several_heads_is_a_tokens_own():
 
 
 def test_the_direction_of_a_single_head_is_that_of_many_tokens():
-    """As good a token as any may turn by more, but not all of them."""
+    """A single token may be rotated by more, but not all tokens."""
     alone, few = [4e-3] + [1e-3] * 70, [4e-3] * 3
     assert [(len(x.samples), x.failure) for x in directions_of(measured_samples(alone, heads=1))] == [
         (32, None),
         (39, None),
     ]
-    turned = directions_of(measured_samples([4e-3] * 32 + [1e-3] * 32, heads=1))
-    assert [x.failure is None for x in turned] == [False, True]
-    assert "and 31 more, layer mla (decode): cosine distance is" in turned[0].failure
-    assert [x.failure for x in directions_of(measured_samples(few, heads=1))] == [None]  # too few to tell
+    rotated = directions_of(measured_samples([4e-3] * 32 + [1e-3] * 32, heads=1))
+    assert [x.failure is None for x in rotated] == [False, True]
+    assert "and 31 more, layer mla (decode): cosine distance is" in rotated[0].failure
+    assert [x.failure for x in directions_of(measured_samples(few, heads=1))] == [None]  # too few to decide

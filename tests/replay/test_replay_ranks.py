@@ -1,4 +1,4 @@
-"""A replay on several ranks: the results of one device, a share of the rows each, and what is wrong is named."""
+"""A replay on several ranks: the results of one device, a shard of the rows on each, and its errors."""
 
 import functools
 from dataclasses import replace
@@ -9,7 +9,7 @@ import pytest
 from cumla.parallel import RankError
 from cumla.replay.engine import Engine
 from cumla.replay.options import ReplayOptions
-from cumla.replay.ranks import deal, run_on_ranks
+from cumla.replay.ranks import run_on_ranks, sharding_of
 from cumla.replay.summary import ATTENTION_OPS, summarize, summarize_ranks
 from cumla.replay.trace import TraceRequest
 from support.lab import to_float
@@ -42,10 +42,10 @@ def test_results_are_those_of_one_device(size):
     _, _, want = engine_steps(OPTIONS, verify=False)
     for _, _, outs in runs:
         assert len(outs) == len(want)
-        for got, one in zip(outs, want, strict=True):  # of the last layer, which takes all compressed rows
+        for got, one in zip(outs, want, strict=True):  # for the last layer, which attends to all compressed rows
             np.testing.assert_allclose(got, one, atol=2e-2, rtol=2 * 2.01 / 128)
     engine, records, _ = runs[0]
-    for _, others, _ in runs[1:]:  # ranks take turns at checking
+    for _, others, _ in runs[1:]:  # ranks alternate in checking
         for record, other in zip(records, others, strict=True):
             record.samples.extend(other.samples)
     verification = summarize(engine, records, 1.0)["verification"]
@@ -76,7 +76,7 @@ def test_dense_layers(cache):
 
 @pytest.mark.parametrize(("layer", "size"), [("swa", 1), ("mla", 1), ("mla", 2), ("v32", 1)])
 def test_time_is_that_of_the_tokens_it_was_spent_on(layer, size):
-    """Of a prompt alone no time is the decodes', whichever way its tokens go; and no time is lost."""
+    """Without decodes no time counts as theirs, for either way to attribute tokens; and no time is lost."""
     options = replace(OPTIONS, ranks=size, layers=(layer,))
     requests = [TraceRequest(0.0, 70, 1, (0,)), TraceRequest(5000.0, 30, 9, (1,))]
     runs = [steps_of(options, requests[:1]), steps_of(options, requests)]
@@ -110,14 +110,14 @@ def test_rows_stay_in_the_pages_of_their_block(rows, size):
     """Or requests that share a prefix's blocks would write into one another's rows."""
     found = set()
     for rank in range(size):
-        dealing = deal(rows, rank, size)
+        sharding = sharding_of(rows, rank, size)
         held = [
             row for row in range(rows * size * 3)
-            if row // dealing.shard.interleave % size == rank
+            if row // sharding.shard.interleave % size == rank
         ]  # fmt: skip
-        first, step = dealing.table
+        first, step = sharding.table
         for local, row in enumerate(held):
-            assert first + local // dealing.rows * step == row // rows
+            assert first + local // sharding.rows * step == row // rows
         found.update(held)
     assert found == set(range(rows * size * 3))
 
@@ -150,7 +150,7 @@ def test_a_row_on_the_wrong_rank_is_found():
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4, 8))])
 def test_whole_layers(size):
-    """Their outputs are those of one device, all ranks' alike."""
+    """Their outputs are those of one device, and equal on all ranks."""
     options = replace(OPTIONS, layers=("v4 swa", "v4 c4a", "v4 c128a", "v32"))
     want, _ = whole_steps(options)
     runs = run_on_ranks(replace(options, ranks=size), lambda comm: whole_steps(options, comm))
@@ -166,7 +166,7 @@ def test_whole_layers(size):
 
 
 def whole_steps(options, comm=None):
-    """Every output of every layer, and what ranks say of themselves."""
+    """Every output of every layer, and the reports of all ranks."""
     engine, outs = Engine(options, [TraceRequest(0.0, 270, 2, (0, 1)), TraceRequest(0.0, 40, 3, (2,))], False, comm), []
 
     def kept(step, *arguments):

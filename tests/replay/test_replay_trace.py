@@ -1,12 +1,12 @@
-"""Traces: what is read, how requests are cut, and what is said about files that are not traces."""
+"""Traces: how they are read, how requests are cut, and errors for files that are not traces."""
 
 import gzip
 import json
 
 import pytest
 
+from cumla.errors import InputError
 from cumla.replay.blocks import BLOCK_TOKENS
-from cumla.replay.errors import InputError
 from cumla.replay.options import cache_size
 from cumla.replay.trace import MOST_CHARACTERS, TraceRequest, in_order, requests_of
 
@@ -80,7 +80,7 @@ def test_what_is_wrong_is_not_echoed_whole(tmp_path, key, value):
 
 @pytest.mark.parametrize("pack", [gzip.compress, bytes])
 def test_a_line_without_end(tmp_path, pack):
-    """Of a gigabyte from a megabyte of gzip no more is read than a line may have."""
+    """A gigabyte in a megabyte of gzip is read only up to the maximum length of a line."""
     path = tmp_path / "trace.jsonl"
     path.write_bytes(pack(b'{"timestamp": 0, "x": "' + b" " * (MOST_CHARACTERS + 100)))
     with pytest.raises(InputError, match="line 1: longer than 33,554,432 characters"):
@@ -104,7 +104,7 @@ def test_clipped():
 
 
 def test_the_cache_has_room_for_the_largest_request_at_least():
-    """Half of what all hold, in whole blocks, unless one alone needs more."""
+    """Half of what all requests hold, in whole blocks, unless one request needs more."""
     sizes = [TraceRequest(0.0, tokens, 0, tuple(range(-(-tokens // 512)))) for tokens in (5000, 100, 300)]
     blocks = [-(-request.total_length // BLOCK_TOKENS) for request in sizes]
     assert cache_size(None, sizes) == max(blocks) * BLOCK_TOKENS > sum(blocks) * BLOCK_TOKENS // 2

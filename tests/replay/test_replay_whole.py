@@ -1,5 +1,6 @@
-"""Small runs of whole layers: every part is timed, shared prefixes go on from rows and states, weights by the rule."""
+"""Small runs of whole layers: every part is timed, shared prefixes continue from rows and states."""
 
+import importlib
 from dataclasses import replace
 
 import numpy as np
@@ -40,8 +41,64 @@ def test_every_part_is_timed(finished):
         assert timed <= parts | {"map", "gather", "prefill"}
 
 
-def test_a_request_behind_a_shared_prefix_has_the_rows_of_a_run_alone(finished):
-    """Compressed rows right behind it are pooled from states that the other request saved."""
+def test_every_layer_is_checked_against_float64(finished):
+    _, records = finished
+    for layer in PARTS:
+        samples = [sample for record in records for sample in record.samples if sample.layer == layer]
+        assert len(samples) >= len(records)
+        assert [sample.failure for sample in samples if sample.failure is not None] == []
+        assert 0 < max(sample.layer_rms for sample in samples) < 2.0**-19
+        assert 0.01 < np.mean([sample.fp8_rms for sample in samples]) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("what", "layer", "found"),
+    [
+        ("cumla.models.deepseek_v4.apply_rope", "v4 swa", "the layer's output"),
+        ("cumla.models.deepseek_v4.qnorm_rope_and_insert", "v4 swa", "through FP8"),
+        ("cumla.models.deepseek_v32.concat_and_cache_mla", "v32", "through FP8"),
+        ("cumla.layers.selected_attention.compute_global_topk_indices_and_lens", "v32", "of its bound"),
+        ("cumla.layers.sparse.sparse_mla_decode", "v4 c128a", "of its bound"),
+    ],
+)
+def test_a_wrong_operation_is_found(monkeypatch, what, layer, found):
+    """Each operation is called with something that is not what the layer gives it."""
+    module, name = what.rsplit(".", 1)
+    right = getattr(importlib.import_module(module), name)
+
+    def wrong(*args, **keywords):
+        if name == "apply_rope":  # rotates by the wrong angle
+            args = (args[0], args[1] + 1, *args[2:])
+        elif name == "qnorm_rope_and_insert":  # rows of other tokens
+            args = (args[0], np.roll(args[1], 1, axis=1), *args[2:])
+        elif name == "concat_and_cache_mla":
+            args = (np.roll(args[0], 1, axis=1), *args[1:])
+        elif name == "compute_global_topk_indices_and_lens":  # other rows than those selected
+            args = (np.where(args[0] > 0, args[0] - 1, args[0]), *args[1:])
+        else:
+            keywords["attn_sink"] = keywords["attn_sink"] + 4
+        return right(*args, **keywords)
+
+    monkeypatch.setattr(what, wrong)
+    options = replace(OPTIONS, layers=(layer,))
+    engine = Engine(options, [TraceRequest(0.0, 150, 6, (0,))])
+    failures = [sample.failure for record in engine.steps() for sample in record.samples if sample.failure]
+    assert any(found in failure for failure in failures), failures
+
+
+def test_bytes_are_counted_for_every_timed_part(finished):
+    _, records = finished
+    for record in records:
+        for (layer, _), count in record.bytes.items():
+            assert layer in PARTS
+            assert count > 0
+        for layer in PARTS:
+            timed = {part for name, part in record.seconds if name == layer} - {"activations", "map"}
+            assert timed <= {part for name, part in record.bytes if name == layer}
+
+
+def test_a_request_after_a_shared_prefix_has_the_rows_of_a_run_alone(finished):
+    """Compressed rows right after it are pooled from states that the other request saved."""
     engine, _ = finished
     shared = next(s for s in engine.scheduler.finished if s.index == 2)
     assert shared.shared == 512
@@ -57,13 +114,13 @@ def test_a_request_behind_a_shared_prefix_has_the_rows_of_a_run_alone(finished):
             per_block = 256 if ours.name == "v32" else per_block
             count = 690 * per_block // 256
             got, want = (rows(e.caches, name, s, count, per_block) for e, s in ((ours, shared), (theirs, own)))
-            # Matrix products of other sizes round differently, and FP8 makes a step of it.
+            # Matrix products of other sizes round differently, and FP8 makes it a whole step.
             error = np.sqrt(np.square(got - want).mean() / np.square(want).mean())
             assert error < 1e-3, (ours.name, name, error)
 
 
 def rows(caches, name, sequence, count, per_block):
-    """What a cache holds of a sequence's first rows."""
+    """The cached first rows of a sequence."""
     cache = getattr(caches, name)
     slots = sequence.slots(np.arange(count), per_block)
     layout = cumla.INDEXER_FP8 if name == "indexer" else cumla.V32_FP8 if name == "rows" else cumla.DSV4_FP8

@@ -15,7 +15,7 @@ from support.lab import BF16, Lab, to_float
 
 
 def make_cache(rng, layout, num_blocks, block_size, page_stride=None, spread=1.0):
-    """A cache of normal values, each token with a size of its own."""
+    """A cache of normal values with a different scale for each token."""
     cache = layout.allocate(num_blocks, block_size, page_stride=page_stride)
     slots = num_blocks * block_size
     k = rng.standard_normal((slots, layout.head_dim)) * np.exp(rng.uniform(-spread, spread, (slots, 1)))
@@ -41,37 +41,37 @@ def make_q(rng, b, s_q, heads, layout, size=1.0):
 
 
 def steep(heads):
-    """A size of q for each head: the scores of the first ones are flat, those of the last ones have far-off maxima.
+    """A size of q for each head: the scores of the first ones are flat, those of the last ones have distant maxima.
 
-    So that running maxima rise from block to block, by little and by more than kernels may put off.
+    Running maxima then rise from block to block, by little and by more than kernels may defer.
     """
     return np.exp2(np.linspace(-3, 5, heads))[:, None]
 
 
 @contextlib.contextmanager
 def nothing_attended_again():
-    """The fast kernels do it all: for numbers that they took wrongly for ones outside of their range, nobody helps."""
+    """The fast kernels do all work: no exact kernel recomputes values that they wrongly flag as out of range."""
     from cumla.kernels.cuda.sparse import kernels as sparse_kernels
-    from cumla.kernels.cuda.sparse.problem import List, SparseProblem
+    from cumla.kernels.cuda.sparse.work import PackedSegment, SparseProblem
 
     fields = SparseProblem._fields
-    unsafe_at = fields.index("unsafe") + 2 * len(List._fields) - 1  # of the numbers of a problem
-    finish = sparse_kernels.finish
+    unsafe_at = fields.index("unsafe") + 2 * len(PackedSegment._fields) - 1  # of the values of a problem
+    launch_epilogue = sparse_kernels.launch_epilogue
 
-    def finish_without_marks(work, problem, memory=None, **options):
+    def epilogue_without_marks(work, problem, memory=None, **options):
         if memory is None:
-            return  # marks are where the results are, and nothing else is left to do
-        no_marks = sparse_kernels.cupy.zeros(1 + work.tiles, np.int32)  # behind the word that says so of all
+            return  # marks are where the results are, and there is no epilogue
+        no_marks = sparse_kernels.cupy.zeros(1 + work.tiles, np.int32)  # after the word that marks all tiles
         problem = (*problem[:unsafe_at], no_marks.data.ptr + 4, *problem[unsafe_at + 1 :])
-        finish(work, problem, memory=memory, **options)
+        launch_epilogue(work, problem, memory=memory, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sparse_kernels, "finish", finish_without_marks)
+        patch.setattr(sparse_kernels, "launch_epilogue", epilogue_without_marks)
         yield
 
 
 class Problem:
-    """Arguments of sparse_mla_decode as NumPy arrays, and the reference's answer."""
+    """Arguments of sparse_mla_decode as NumPy arrays, and the reference's result."""
 
     def __init__(self, q, cache, indices, **options):
         self.q, self.cache, self.indices, self.options = q, cache, indices, options
@@ -97,7 +97,7 @@ class Problem:
         return out, lse
 
     def magnitudes(self):
-        """Of each result the sum of |weight x value|."""
+        """The sum of |weight x value| of each result."""
         attend = reference.attend
 
         def of_magnitudes(q, keys, attn_sink, softmax_scale):
@@ -117,13 +117,13 @@ def marks_of_kernels(emulated=frozenset(), of_the_reference=frozenset()):
 
     emulated          tests that run the exact kernel without a device: it is slow to emulate, and the other kernels
                       call it where they must
-    of_the_reference  tests that say something of the reference itself, with which the others compare
+    of_the_reference  tests that check the reference itself, with which the others compare
     """
 
     def is_none(x):
         kernel = x.get("kernel", "chosen")
         return (
-            (kernel != "chosen" and x.backend != "cuda")  # which alone has several
+            (kernel != "chosen" and x.backend != "cuda")  # the only backend with several
             or (kernel == "exact" and x.emulated and x.test not in emulated)
             or (x.backend == "reference" and x.test not in of_the_reference)
         )

@@ -1,4 +1,4 @@
-"""That everything a layer calls runs on the backend that the layer was given."""
+"""Checks that all calls of a layer run on the backend that the layer was given."""
 
 import contextlib
 from unittest import mock

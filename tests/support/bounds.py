@@ -1,4 +1,4 @@
-"""Results held to the bounds of cumla.bounds, with what is wrong in words."""
+"""Compare results with the bounds of cumla.bounds; errors are described in words."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from cumla.bounds import DECODE_LSE, DECODE_OUT, PREFILL_LSE, PREFILL_OUT
 
 
 def assert_within(name, got, want, absolute, relative, rounding=None):
-    """rounding: a function that says what each absolute bound is at least, which is asked only where it matters."""
+    """rounding: a function that gives a minimum of each absolute bound, called only where it matters."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     np.testing.assert_array_equal(np.isnan(got), np.isnan(want), err_msg=f"{name}: NaN in other places")
     infinite = np.isinf(want)
@@ -39,9 +39,9 @@ def assert_decode(out, lse, want_out, want_lse, rounding=None):
 
 
 def assert_prefill(out, max_logits, lse, want_out, want_max, want_lse, rounded_sides=1, largest=1.0):
-    """How close results of prefill must be.
+    """Bounds for results of prefill.
 
-    rounded_sides  2 where `want_out` is not exact but another kernel's result with errors of its own
+    rounded_sides  2 where `want_out` is not exact but another kernel's result with its own errors
     largest        see Bound.of_values: for a kernel with bfloat16 weights and data that is not FlashMLA's
     """
     assert_prefill_out(out, want_out, rounded_sides, largest)

@@ -8,7 +8,7 @@ from support.lab import BF16
 
 FP8_LAYOUTS = (cumla.DSV4_FP8, cumla.V32_FP8, cumla.INDEXER_FP8)
 BLOCK_SIZES = (1, 2, 53, 64, 256)
-CACHE_GAPS = (0, 1, 16, 576)  # bytes between pages, beside the padding that the layout asks for
+CACHE_GAPS = (0, 1, 16, 576)  # bytes between pages, in addition to the layout's padding
 
 
 class GuardedCache:

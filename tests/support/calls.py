@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import cumla
-from cumla.checks.arrays import BLOCK, NUM_BLOCKS
+from cumla.self_test.arrays import BLOCK, NUM_BLOCKS
 from support.lab import BF16
 from support.operations import EXAMPLES, arguments_of, public
 from support.wrong import ReadOnly, int32, ones
@@ -14,7 +14,7 @@ from support.wrong import ReadOnly, int32, ones
 
 @dataclass
 class Call:
-    """arguments: by name, those that the operation would otherwise make included."""
+    """arguments: by name, including outputs that the operation would otherwise allocate."""
 
     function: object
     arguments: dict
@@ -25,7 +25,7 @@ def _fp8(layout):
 
 
 def _few_keys():
-    """Of few heads, for Numba's simulator."""
+    """Inputs with few heads, for Numba's simulator."""
     arguments = arguments_of(EXAMPLES["fp8_mqa_logits"], 0)
     few = {name: np.ascontiguousarray(arguments[name][:, :2]) for name in ("q", "weights")}
     return few | {name: arguments[name][:12] for name in ("kv", "kv_scales")}
@@ -36,7 +36,7 @@ def _over_keys():
     return {name: x for name, x in arguments.items() if name != "clean_logits"}
 
 
-# What examples leave out, as it is optional or as backends round it differently: other arguments of an example.
+# Optional arguments, or arguments that backends round differently, which examples leave out.
 OTHERS = {
     "fused_indexer_q_rope_quant": ("fused_indexer_q_rope_quant-not-quantised", lambda: {"quantize": True}),
     "fp8_mqa_logits-few": ("fp8_mqa_logits", _few_keys),
@@ -68,7 +68,7 @@ NAMES = sorted([*EXAMPLES, *OTHERS])
 
 
 def is_attention(name):
-    """What Numba's simulator takes too long for."""
+    """Calls that take too long in Numba's simulator."""
     base, _ = OTHERS.get(name, (name, dict))
     return EXAMPLES[base].kernels in ("sparse_attention", "dense_attention")
 
@@ -79,7 +79,7 @@ def function_of(name):
 
 
 def call(name):
-    """The example of this name, or one of OTHERS. Outputs that are returned are given, too, and hold ones."""
+    """The example of this name, or one of OTHERS. Outputs that are returned are passed in, too, filled with ones."""
     base, changes = OTHERS.get(name, (name, dict))
     function = function_of(name)
     arguments = arguments_of(EXAMPLES[base], 0) | changes()
@@ -102,7 +102,7 @@ def put(lab, value):
 
 
 def arrays(value):
-    """Those that an argument is or holds."""
+    """The arrays that an argument is or contains."""
     if isinstance(value, tuple | list):
         return [x for part in value for x in arrays(part)]
     return [value] if hasattr(value, "dtype") and hasattr(value, "strides") and value.shape else []

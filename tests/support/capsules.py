@@ -1,10 +1,10 @@
-"""Arrays of a library that speaks DLPack and nothing else, and gives memory to others as soon as it is given back."""
+"""Arrays of a library with only DLPack, which reuses memory as soon as it is released."""
 
 import ctypes
 
 import numpy as np
 
-RELEASED = 0xEE  # in every byte of memory that was given back
+RELEASED = 0xEE  # in every byte of memory that was released
 
 
 class Tensor(ctypes.Structure):
@@ -37,7 +37,7 @@ class ManagedVersioned(ctypes.Structure):
 new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
     ("PyCapsule_New", ctypes.pythonapi)
 )
-# Of a capsule that is going: as a pointer, as an object could not be counted any more.
+# Called while a capsule is destroyed: a pointer, because an object's references could not be counted any more.
 _is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
 _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
@@ -46,14 +46,14 @@ _exported = {}  # address of a Managed -> what it needs
 
 
 def _release(address):
-    """The deleter: the memory goes to somebody else."""
+    """The deleter: the memory is reused."""
     _, array, owner = _exported.pop(address)
     owner.released += 1
     ctypes.memset(_address(array), RELEASED, array.nbytes)
 
 
 def _destroy(capsule):
-    """A capsule that nobody has consumed calls the deleter."""
+    """A capsule that was not consumed calls the deleter."""
     for kind in KINDS:
         if _is_valid(capsule, kind):
             _release(_pointer(capsule, kind))
@@ -71,10 +71,10 @@ def _address(array):
 
 
 class Foreign:
-    """One of its arrays, contiguous. Memory belongs to what DLPack hands over, not to this object.
+    """One of its arrays, contiguous. The exported tensor owns the memory, not this object.
 
     array        NumPy or CuPy array whose memory it has
-    byte_offset  how much of the address is said apart; lanes as DLPack has them
+    byte_offset  part of the address that is passed separately; lanes as in DLPack
     stream       what the last consumer asked for
     released     how often memory was given back
     """
@@ -104,7 +104,7 @@ class Foreign:
 
 
 class ForeignVersioned(Foreign):
-    """One of a later version of the library, which speaks DLPack 1.x."""
+    """One of a later version of the library, with DLPack 1.x."""
 
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
         self.stream = stream
@@ -112,9 +112,9 @@ class ForeignVersioned(Foreign):
 
 
 class Described(Foreign):
-    """An array of host memory whose capsule is what the keywords make it, whether that is so or not.
+    """An array of host memory whose capsule has the given fields, true or not.
 
-    device   what the array itself says
+    device   reported by the array itself
     version  None: a capsule of DLPack 0
     fields   of DLTensor; shape and strides are sequences of integers, or None for a null pointer
     """

@@ -1,4 +1,4 @@
-"""A plugin of pytest: compiled functions run as they are written, on arrays that refuse to be left.
+"""A pytest plugin: compiled functions run as interpreted code, on arrays that check indices.
 
     NUMBA_DISABLE_JIT=1 pytest -p support.checked -k cpu ...
 
@@ -21,7 +21,7 @@ _known, _called = set(), set()
 
 
 class Checked(np.ndarray):
-    """An array in which a negative index is an error, as one beyond the end is. Views of it are so, too."""
+    """An array in which a negative index is an error, as one past the end is. So do its views."""
 
     def __getitem__(self, key):
         check(key)
@@ -43,7 +43,7 @@ def check(key):
 
 
 def njit(function=None, **options):
-    """numba.njit that leaves a function as it is but for its arrays."""
+    """A numba.njit that only wraps the arrays of a function."""
     if function is None:
         return functools.partial(njit, **options)
     name = f"{function.__module__}.{function.__qualname__}"

@@ -1,4 +1,4 @@
-"""What a user sees of the command line."""
+"""The output that a user of the command line sees."""
 
 from cumla.__main__ import main
 

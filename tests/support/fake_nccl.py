@@ -20,11 +20,11 @@ SECONDS = 20  # until a call gives up
 
 
 class Rank:
-    """What a communicator's handle stands for."""
+    """The object of a communicator's handle."""
 
     MAIL: ClassVar[dict] = collections.defaultdict(
         lambda: collections.defaultdict(queue.Queue)
-    )  # of a run, by (from, to)
+    )  # messages of a run, by (from, to)
 
     def __init__(self, size, address, rank):
         self.size, self.rank, self.mail, self.ended = size, rank, self.MAIL[address], None

@@ -1,6 +1,6 @@
-"""Every kernel of sparse attention that the cuda backend has, and every way to divide its work, by name.
+"""Every kernel of sparse attention of the cuda backend, and every way to divide its work, by name.
 
-What is forced gives all results itself: nothing is done again behind it, or the exact kernel would hide what is wrong.
+A forced kernel computes all results itself: no exact kernel recomputes tiles, which would hide wrong results.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import pytest
 from support.attention import nothing_attended_again
 
 TILES, PARTS = (16, 32, 64), (2, 3, 4, 5, 6)
-FEW_SHARES, CUT_SHARES = 3, 7  # thread blocks: of several tiles each; and that begin anywhere in a tile
+FEW_RANGES, SPLIT_RANGES = 3, 7  # CTAs: several tiles each; splits that begin anywhere in a tile
 
 PREFILL_KERNELS = ("chosen", *(f"hopper {tile}" for tile in TILES), "portable", "exact")
 DIVISIONS = ("whole", "cut", *(f"parts {n}" for n in PARTS), *(f"cluster {n}" for n in PARTS))
@@ -21,7 +21,7 @@ DECODE_KERNELS = (
 
 
 def parts_of(name):
-    """How many thread blocks have a tile's keys, where all tiles have as many; or 0."""
+    """Number of thread blocks per tile, if it is the same for all tiles; else 0."""
     return int(name.split()[-1]) if "parts" in name or "cluster" in name else 0
 
 
@@ -33,8 +33,8 @@ def prefill_by(name):
     def choose(work):
         device, layout, heads = work.q.device.id, work.segments[0].pages.layout, int(work.q.shape[2])
         if kernel == "hopper":
-            return sparse_kernels._hopper_prefill(device, layout, int(tile[0]))._replace(max_shares=FEW_SHARES)
-        return sparse_kernels._portable(device, layout, heads)._replace(max_shares=FEW_SHARES)
+            return sparse_kernels._hopper_prefill(device, layout, int(tile[0]))._replace(max_ranges=FEW_RANGES)
+        return sparse_kernels._portable(device, layout, heads)._replace(max_ranges=FEW_RANGES)
 
     kernel, *tile = name.split()
     with forced(kernel) as patch:
@@ -45,7 +45,7 @@ def prefill_by(name):
 
 @contextlib.contextmanager
 def decode_by(name):
-    """Decode by one of DECODE_KERNELS. Yields the divisions that were made."""
+    """Decode by one of DECODE_KERNELS. Yields the recorded divisions."""
     from cumla.kernels.cuda.sparse import kernels as sparse_kernels
     from cumla.kernels.cuda.sparse import work as sparse_work
     from cumla.kernels.cuda.sparse.division import Division
@@ -54,12 +54,12 @@ def decode_by(name):
         tiles, parts, blocks = work.tiles, parts_of(name), work.tiles * work.most_blocks
         if parts:
             assert parts <= work.most_blocks
-            together = "cluster" in name
-            made.append(Division(tiles * parts, False, not together, parts, together))
+            cluster = "cluster" in name
+            made.append(Division(tiles * parts, False, not cluster, parts, cluster))
         elif "cut" in name:
-            made.append(Division(min(CUT_SHARES, blocks), work.ragged, True))
+            made.append(Division(min(SPLIT_RANGES, blocks), work.ragged, True))
         else:
-            made.append(Division(min(FEW_SHARES, tiles), work.ragged, False))
+            made.append(Division(min(FEW_RANGES, tiles), work.ragged, False))
         return made[-1]
 
     made = []

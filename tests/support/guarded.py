@@ -1,4 +1,4 @@
-"""Arrays in the middle of memory that nobody may touch."""
+"""Arrays surrounded by guarded memory."""
 
 import math
 
@@ -39,7 +39,7 @@ class Guarded:
         return type(raw)(self.shape, self.dtype, raw.data + self._start, self.strides)
 
     def get(self):
-        """What the array holds now, on the host."""
+        """The current contents of the array, on the host."""
         return self.view_of(self.lab.get(self._raw))
 
     def everything(self):

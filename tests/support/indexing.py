@@ -22,7 +22,7 @@ def table_for(rng, requests, seq_lens, block_size, num_blocks, spare_columns=0):
 
 
 def anything(rng, shape):
-    """int32 of any value at all: extremes, small numbers and everything between."""
+    """int32 of any value: extremes, small numbers and everything between."""
     values = rng.integers(INT32_MIN, INT32_MAX + 1, shape)
     small = rng.random(shape) < 0.4
     values[small] = rng.integers(-3, 40, small.sum())
@@ -32,7 +32,7 @@ def anything(rng, shape):
 
 
 def anything_like(rng, array):
-    """Integers of any value in the place of an array's; numbers stay."""
+    """Integers of any value in place of an array's; numbers stay."""
     if array.dtype == np.int64:
         near = rng.random(array.shape) < 0.5
         return np.where(near, array, rng.integers(INT64_MIN, INT64_MAX, array.shape))

@@ -19,7 +19,7 @@ BACKENDS = [
 
 
 class Lab:
-    """backend: the name given to every call; on_device: whether its arrays are CuPy's; emulated: or look like them."""
+    """backend: the name given to every call; on_device: whether arrays are CuPy's; emulated: or fake ones."""
 
     def __init__(self, backend, on_device, emulated=False):
         self.backend = backend
@@ -40,7 +40,7 @@ class Lab:
         return cupy
 
     def put(self, array):
-        """A NumPy array, where this backend wants it; strides (and what lies between rows) included."""
+        """A NumPy array in this backend's memory; strides (and the bytes between rows) included."""
         if array is None or not self.on_device:
             return array
         import cupy
@@ -59,7 +59,7 @@ class Lab:
 
 
 def lab_of(request):
-    """For a fixture whose parameter is a backend's name: the lab, while its devices are emulated if need be."""
+    """For a fixture whose parameter is a backend's name: the lab, while its devices are emulated if necessary."""
     on_device = request.node.get_closest_marker("gpu") is not None
     if on_device and os.environ.get("NUMBA_ENABLE_CUDASIM") == "1":
         pytest.skip("NUMBA_ENABLE_CUDASIM is set, as it is without -m gpu: no device is used")

@@ -52,7 +52,7 @@ def outputs(kind):
 
 
 class GoldenLayer:
-    """One case of layers.npz: its hidden states, output and the rows that its indexer chose (None without one)."""
+    """One case of layers.npz: its hidden states, output and the rows that its indexer selected (None without one)."""
 
     def __init__(self, case):
         self.record = records("layers")[case]
@@ -71,9 +71,9 @@ def relative_rms(got, want):
 
 
 class PagedRequests:
-    """Block tables of requests over pools of pages that lie anywhere.
+    """Block tables of requests over pools of randomly placed pages.
 
-    pages  {pool: positions of a page}; `tables[pool]` is [requests, columns], pages not handed out are -1
+    pages  {pool: positions of a page}; `tables[pool]` is [requests, columns], unallocated pages are -1
     """
 
     def __init__(self, requests, longest, pages, seed=0, spare=1, put=np.asarray):
@@ -105,10 +105,10 @@ class PagedRequests:
 
 
 class PagedLayer:
-    """A golden layer with caches of its own, for some requests that all have the golden hidden states."""
+    """A golden layer with its own caches, for some requests that all have the golden hidden states."""
 
     def step(self, scheduled, given=True):
-        """Outputs of (request, first position, tokens), one array each; `given`: rows are chosen as golden says."""
+        """Outputs of (request, first position, tokens), one array each; `given`: the golden selection is used."""
         golden = self.golden
         batch, tables = self.paged.batch(scheduled)
         spans = [slice(first, first + count) for _, first, count in scheduled]
@@ -121,7 +121,7 @@ class PagedLayer:
         return np.split(out, batch.query_start_loc_cpu[1:-1])
 
     def run(self, splits, request=0, given=True):
-        """The output of a request that comes in these splits."""
+        """The output of a request given in these splits."""
         first, parts = 0, []
         for count in splits:
             parts += self.step([(request, first, count)], given)

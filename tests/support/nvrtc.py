@@ -4,8 +4,8 @@ import pytest
 
 
 def nvrtc():
-    """Its bindings; a module of tests that asks for them is skipped where there is no library."""
-    why = "NVRTC is not installed (pip install 'cumla[dev]')"
+    """Its bindings; a module of tests that needs them is skipped where the library is missing."""
+    why = "NVRTC is not installed (pip install -e '.[dev]')"
     bindings = pytest.importorskip("cuda.bindings.nvrtc", reason=why)
     try:
         bindings.nvrtcVersion()

@@ -1,7 +1,7 @@
 """Small calls of operations, as NumPy arrays by name.
 
-EXAMPLES  those that `python -m cumla check` makes, of every public operation
-CASES     those of operations that compilers of frameworks know: functions of a generator that give their arguments
+EXAMPLES  those of `python -m cumla check`, of every public operation
+CASES     those of operations for compilers of frameworks: functions of a generator that return their arguments
 """
 
 import inspect
@@ -11,10 +11,10 @@ from unittest import mock
 import numpy as np
 
 import cumla
-from cumla import checks
-from cumla.checks import Bench
+from cumla import self_test
 from cumla.dispatch import backends
 from cumla.interop.ops import OPS
+from cumla.self_test import Bench
 from support.lab import BF16
 
 BLOCK, BLOCKS = 4, 6
@@ -33,7 +33,7 @@ def page_table(rng, requests=3):
 
 
 def fp8_cache(rng, layout):
-    """A cache of values that are finite."""
+    """A cache of finite values."""
     cache = np.zeros((BLOCKS, BLOCK, layout.token_bytes), np.uint8)
     k = rng.standard_normal((BLOCKS * BLOCK, layout.head_dim)).astype(BF16)
     slots = np.arange(BLOCKS * BLOCK)
@@ -42,11 +42,11 @@ def fp8_cache(rng, layout):
 
 
 class _Recorded(BaseException):
-    """What an example calls its operation with."""
+    """The arguments with which an example calls its operation."""
 
 
 def arguments_of(example, seed):
-    """The arguments of a case of cumla.checks by name: NumPy arrays, and what is none."""
+    """The arguments of a case of cumla.self_test by name: NumPy arrays and other values."""
     signature = inspect.signature(getattr(cumla, example.op))
 
     def record(*arguments, **keywords):
@@ -69,7 +69,7 @@ def identifier(example):
     return f"{example.op}-{example.variant.replace(', ', '-').replace(' ', '-')}".rstrip("-")
 
 
-EXAMPLES = {identifier(example): example for example in checks.CASES}
+EXAMPLES = {identifier(example): example for example in self_test.CASES}
 
 
 def is_on(backend, name):
@@ -82,7 +82,7 @@ def is_on(backend, name):
 
 
 def known_to_compilers(example):
-    """What gives the arguments that compilers take: no outputs, arrays of scales, integers of 32 bits, as JAX has."""
+    """A function that makes arguments for compilers: no outputs, arrays of scales, 32-bit integers, as in JAX."""
     op = OPS.get(example.op)
 
     def taken(name, x):
@@ -106,7 +106,7 @@ def operation(case):
 
 
 def expected(case, arguments, writes, put=np.array):
-    """What an eager call on arrays made by `put` writes and returns, in that order."""
+    """The outputs and results of an eager call on arrays made by `put`, in that order."""
     arrays = {name: put(value) if isinstance(value, np.ndarray) else value for name, value in arguments.items()}
     results = getattr(cumla, operation(case))(**arrays)
     results = () if results is None else results if isinstance(results, tuple) else (results,)
@@ -120,7 +120,7 @@ def same_bits(got, want):
 
 
 def assert_same_bits(got, want):
-    """The same of two arrays, and if it is not so, where and how they differ."""
+    """Compares two arrays; if they differ, says where and how."""
     if same_bits(got, want):
         return
     assert (got.dtype, got.shape) == (want.dtype, want.shape)

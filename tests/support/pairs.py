@@ -1,4 +1,4 @@
-"""Arrays of every framework, and the table of what each becomes in each other one (docs/interop.md).
+"""Arrays of every framework, and the table of conversions between them (docs/interop.md).
 
 A library that is not installed here has no rows and no column.
 """
@@ -25,7 +25,7 @@ def installed(module):
 
 
 def bytes_of_pattern(dtype):
-    """Bytes that are values of any dtype, 0 and 1, aligned as XLA wants memory that it shares."""
+    """Bytes that are values of any dtype, 0 and 1, with the alignment that XLA needs to share memory."""
     count = SHAPE[0] * SHAPE[1] * numpy_type(dtype).itemsize
     raw = dlpack.empty((count,), np.dtype(np.uint8), np.empty(0))
     raw[:] = np.random.default_rng(3).integers(0, 2, count)
@@ -37,7 +37,7 @@ def numpy_type(dtype):
 
 
 class VersionedProducer:
-    """An array of another library that speaks DLPack 1.x."""
+    """An array of another library with DLPack 1.x."""
 
     def __init__(self, array):
         self.array = array
@@ -57,7 +57,7 @@ class UnversionedProducer(VersionedProducer):
 
 
 class CudaInterface:
-    """One that has nothing but `__cuda_array_interface__`."""
+    """An array with only `__cuda_array_interface__`."""
 
     def __init__(self, array):
         self.array = array
@@ -112,7 +112,7 @@ def host_producers():
 
 
 def cuda_producers():
-    """Name -> function of a dtype's name that makes an array in device memory, or None where there is no such."""
+    """Name -> function of a dtype's name that makes an array in device memory, or None where there is none."""
     producers = {"CuPy": cupy_array, "Numba": numba_array}
     producers["any, CUDA array interface"] = cuda_interface
     if installed("torch"):
@@ -130,7 +130,7 @@ def consumers(on_device):
 
 
 def address(array):
-    """Where an array's memory starts."""
+    """Address of an array's memory."""
     for attribute in ("data_ptr", "unsafe_buffer_pointer"):
         if hasattr(array, attribute):
             return getattr(array, attribute)()
@@ -155,7 +155,7 @@ def carried(array, consumer):
 
 
 def table(producers, on_device):
-    """The lines of the table, for what is installed here: what each array is to all consumers."""
+    """The lines of the table, for the frameworks installed here: the dtype of each array in each consumer."""
     keys = [key for key in consumers(on_device).values() if key == "native" or installed(key)]
     lines = [f"| from | {' | '.join(DTYPES)} |", "|" + "---|" * (1 + len(DTYPES))]
     for name, produce in producers.items():

@@ -1,4 +1,4 @@
-"""Stand-ins for the modules of peers: their signatures, on torch's tensors of the host, by cumla's operations."""
+"""Fakes of peers' modules: their signatures, on torch's host tensors, computed by cumla's operations."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class Operations:
 
 
 def install(monkeypatch: Any) -> Operations:
-    """All peers are there, and torch tells of a device's multiprocessors."""
+    """All peers can be imported, and torch reports a device's multiprocessors."""
     import torch
 
     from cumla.arrays import dlpack

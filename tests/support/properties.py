@@ -10,8 +10,8 @@ INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 FLOAT_DTYPES = (BF16, np.float16, np.float32)
 EMULATED_EXAMPLES = 10
-MOST_EXAMPLES = 1000  # of any property; fewer where all of them take long (checked.py)
-SEED = 0  # as --seed says: examples of their own for every other number
+MOST_EXAMPLES = 1000  # for any property; fewer where all examples take long (checked.py)
+SEED = 0  # set by --seed: different examples for each number
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -36,7 +36,7 @@ def for_all(lab, examples=25, tiny_examples=4, **strategies):
 
 
 def numbers(rng, shape, dtype, nonfinite=False):
-    """Values of every magnitude that a dtype has, zeros and subnormals among them, in runs of like magnitude."""
+    """Values of every magnitude of a dtype, zeros and subnormals among them, in runs of similar magnitude."""
     exponents = rng.integers(-24, 12, (*shape[:-1], -(-shape[-1] // 32))).repeat(32, axis=-1)[..., : shape[-1]]
     with np.errstate(all="ignore"):
         values = np.ldexp(rng.standard_normal(shape), exponents)
@@ -49,7 +49,7 @@ def numbers(rng, shape, dtype, nonfinite=False):
 
 
 def slots_for(rng, count, num_slots, dtype):
-    """Slots without duplicates, of which some are absent or beyond the cache in one way or another."""
+    """Slots without duplicates, some of which are absent or beyond the cache in one way or another."""
     slots = np.full(count, -1, np.int64)
     real = min(count, num_slots)
     slots[:real] = rng.permutation(num_slots)[:real]

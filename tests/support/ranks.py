@@ -1,4 +1,4 @@
-"""Attention problems dealt out to ranks, from the rows that are written on, and the answer of one device."""
+"""Attention problems sharded across ranks, starting with the insert of their rows, and the result of one device."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ BLOCK = 4
 
 @dataclasses.dataclass
 class Context:
-    """Rows of requests one behind another, [sum of lens, d], and queries [T, h, d] of them.
+    """Packed rows of requests, [sum of lens, d], and queries [T, h, d] of them.
 
     token_to_req  [T]: the request of each query
     seen          [T]: rows of the request that the query sees
@@ -49,7 +49,7 @@ class Context:
         return np.concatenate([[0], np.cumsum(self.lens)]).astype(np.int32)
 
     def pages(self, shard, seed=0):
-        """A block table of the rank's own, and how many pages that are."""
+        """A block table for the rank, and its number of pages."""
         columns = -(-int(self.lens.max()) // (BLOCK * shard.size)) + shard.interleave
         table = np.random.default_rng([seed, shard.rank]).permutation(len(self.lens) * columns).astype(np.int32)
         return table.reshape(len(self.lens), columns), table.size
@@ -65,7 +65,7 @@ class Context:
 
 
 def dense_on(comm, context, interleave, split_heads=False, sink=None, put=np.asarray, backend=None, **options):
-    """A rank's part, from writing its rows on: out and lse of the heads that it has. `put`: to where it works."""
+    """A rank's work, starting with the insert of its rows: out and lse of its heads. `put` moves arrays to it."""
     shard = Shard(comm.rank, comm.size, interleave)
     table, pages = context.pages(shard)
     cache = np.zeros((pages, BLOCK, 576), BF16)
@@ -91,7 +91,7 @@ def dense_on_one(context, sink=None):
 
 
 def attend(q, caches, sink):
-    """Attention in float64 over slots of caches: out, lse, and the mean size of what each value of out is made of."""
+    """Attention in float64 over slots of caches: out, lse, and the mean size of the terms of each value of out."""
     out, lse, size = np.zeros((*q.shape[:2], 512)), np.full(q.shape[:2], np.inf), np.zeros((*q.shape[:2], 512))
     for token, queries in enumerate(q.astype(np.float64)):
         keys = [read_tokens(pages_of(cache, layout), slots[token]) for cache, layout, slots in caches]
@@ -110,10 +110,10 @@ def attend(q, caches, sink):
 
 
 def absolute(sizes):
-    """How far a merged result may be off beside its share of itself.
+    """Bound of a merged result in addition to its own bounds.
 
-    A part is rounded to bfloat16, and so are the weights that it is made with: by 2^-9 each, of values that may
-    cancel where parts are merged. All parts together are not larger than `sizes`.
+    A partial result is rounded to bfloat16, and so are its weights: by 2^-9 each, of values that may
+    cancel in the merge. The sum of all partial results is not larger than `sizes`.
     """
     return DECODE_OUT.absolute + 2 * 2.0**-9 * sizes
 

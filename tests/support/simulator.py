@@ -1,9 +1,9 @@
-"""Numba's simulator with threads that take turns.
+"""Numba's simulator with threads that run one at a time.
 
-The simulator's own threads run side by side while another one polls them all, for which Python's lock changes hands
-most of the time. Here one thread of a block runs until it ends or waits for the others, then the next: from first to
-last in every other block, from last to first in those between, so that a missing `syncthreads` shows whichever way
-round it is. All is done by the thread that launches, but for what waits: that keeps its stack, and another goes on.
+The simulator's own threads run concurrently while another one polls them all, and passing Python's lock takes most of
+the time. Here one thread of a block runs until it ends or waits for the others, then the next: from first to
+last in every other block, from last to first in those between, so that a missing `syncthreads` shows in one of the
+two orders. The launching thread does all work except that of waiting threads, which keep their stacks.
 """
 
 import collections
@@ -25,16 +25,16 @@ class Abandoned(BaseException):
 
 
 class Block:
-    """In place of the simulator's BlockManager. One thread at a time has the turn, and alone touches what is here.
+    """In place of the simulator's BlockManager. One thread at a time runs, and only it touches the state here.
 
     todo     indices of threads that have not begun
-    waiting  a lock for each that is in syncthreads and for which others have yet to come
-    ready    of those that all have come to
+    waiting  a lock for each that is in syncthreads and waits for others
+    ready    those whose barrier is complete
     """
 
     def __init__(self, function, grid_dim, block_dim, debug):
         self._function, self._size = function, block_dim
-        self._values = np.zeros(block_dim, np.bool_)  # of syncthreads_count and the like
+        self._values = np.zeros(block_dim, np.bool_)  # results of syncthreads_count and similar functions
         self._error, self._ended = None, threading.Semaphore(0)
 
     def run(self, block_index, *arguments):
@@ -107,7 +107,7 @@ IDLE = collections.deque()
 
 
 class Helper(threading.Thread):
-    """A thread of the system that goes on where others wait; kept for the next time."""
+    """A system thread that continues where others wait; kept for the next time."""
 
     def __init__(self):
         super().__init__(daemon=True)

@@ -1,4 +1,4 @@
-"""Problems of tests/soak_device.py: each operation at shapes that take other kernels, or divide work otherwise."""
+"""Problems of tests/soak_device.py: each operation at shapes that select other kernels or divisions of work."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ class Problem(NamedTuple):
 
 
 class Inputs:
-    """Random arrays on the device. tiny: of an emulated one, which takes a tenth of a second for a few rows."""
+    """Random arrays on the device. tiny: on an emulated one, which takes a tenth of a second for a few rows."""
 
     def __init__(self, rng, tiny):
         import cupy
@@ -46,7 +46,7 @@ class Inputs:
         return self.put(self.rng.standard_normal(shape, np.float32).astype(dtype))
 
     def queries(self, *shape):
-        """Of heads whose maxima rise from block to block, by little and by much."""
+        """For heads whose maxima rise from block to block, by little and by much."""
         return self.put((self.rng.standard_normal(shape, np.float32) * steep(shape[-2])).astype(BF16))
 
     def lengths(self, most, *shape):
@@ -56,7 +56,7 @@ class Inputs:
         return self.put(self.rng.integers(0, 0x7F, shape, np.uint8))
 
     def pages(self, layout, tokens, huge=()):
-        """A cache of `tokens` rows, of which some are too large for float16: tiles with them are computed again."""
+        """A cache of `tokens` rows, some of which overflow float16: tiles with them are recomputed."""
         blocks, base = -(-tokens // BLOCK), min(BASE_ROWS, tokens)
         cache = layout.allocate(blocks, BLOCK, self.cupy)
         rows = self.rng.standard_normal((base, layout.head_dim), np.float32)
@@ -100,7 +100,7 @@ def sparse_decodes(make):
     for layout, heads, requests, s_q, topk, extra, ragged, options in sizes:
         name = f"{layout}, {heads} heads, {requests} x {s_q}, {topk} + {extra} keys"
         yield decode(make, caches[layout], layout, heads, (requests, s_q), (topk, extra), ragged, options, name)
-    # Tiles that the fast kernel leaves to the exact one, which are claimed as thread blocks come.
+    # Tiles that the fast kernel leaves to the exact one, which CTAs claim dynamically.
     cache = make.pages(cumla.DSV4_FP8, slots, huge=(5, 7))
     size = (3, 1) if make.tiny else (96, 1)
     yield decode(make, cache, "DSV4_FP8", 64, size, (128, 0), False, {}, "DSV4_FP8, tiles computed again")
@@ -195,7 +195,7 @@ def choices(make):
         def call(**arguments):
             cumla.indexer_topk(**arguments, topk=topk)
 
-        # The logits are compared, too: of all queries at once.
+        # The logits are compared, too: for all queries at once.
         outputs = {"out": ((queries, topk), np.int32), "workspace": ((queries * width * 4,), np.uint8)}
         return Problem("top-k", f"{topk} of {name}", call, inputs, outputs)
 
@@ -266,7 +266,7 @@ def compressors(make):
 
 
 def dense(make):
-    """Decodes over latent rows, and packed sequences with keys of their own."""
+    """Decodes over latent rows, and packed sequences with separate keys."""
     requests, heads, columns = (3, 8, 3) if make.tiny else (24, 128, 40)
     cache = make.normal(requests * columns // 2, BLOCK, 576)
     inputs = {

@@ -1,7 +1,7 @@
 """The special values of sparse attention, in one list that every kernel runs: sinks, lists of keys, and lengths.
 
-Each call has every kind of list beside every kind of length, a query each, in an order of its own; what one call has of
-all its queries is its sink, and whether lengths are given. `FEW` is the same list for kernels that are emulated.
+Each call combines every kind of list with every kind of length, one query each, in random order; the sink, and whether
+lengths are given, are the same for all queries of a call. `FEW` is the same list for kernels that are emulated.
 """
 
 import functools
@@ -22,14 +22,14 @@ SINKS = ("none", "finite", "-inf", "+inf", "mixed")
 LISTS = ("full", "some absent", "all absent", "all beyond", "duplicates")
 LENGTHS = ("0", "1", "random", "full", "longer", "negative")
 HEADS = (1, 8, 16, 32, 63, 64, 65, 128)
-# Of scores: one alone, which may be near 0, is within the bounds of max_logits and lse then.
+# Relative to the other scores: a single one, which may be near 0, is within the bounds of max_logits and lse then.
 SIZE = 0.05
-# Of prefill's rows: bounds are for values up to 1, of which some may be all that a result is made of.
+# For prefill's rows: bounds are for values up to 1, some of which may be the only terms of a result.
 ROW_SIZE = 0.1
-ROWS = 200  # of a cache or workspace, of which lists name some
+ROWS = 200  # rows of a cache or workspace, some of which lists name
 PREFILL_LAYOUT = {512: cumla.DSV4_BF16, 576: cumla.MLA_BF16}
 
-# Every list without a key of its own beside a length, and the others beside the lengths that leave them none.
+# Every list without a key with a length of its own, and the others with lengths that leave them no key.
 FEW = (
     ("full", "longer"), ("some absent", "random"), ("all absent", "full"), ("duplicates", "negative"),
     ("all beyond", "longer"), ("full", "0"), ("duplicates", "full"), ("full", "1"),
@@ -111,7 +111,7 @@ def cases(op, layout, heads, sinks=SINKS, **sizes):
 
 
 def check(case, lab, **options):
-    """Hold a kernel's results to the reference's, and exactly to 0 where the reference has nothing but 0 for a head."""
+    """Compare a kernel's results with the reference's, and exactly with 0 where the reference has only 0 for a head."""
     try:
         problem = problem_of(case)
         out, want = problem.check(lab, **options)[0], problem.want[0]
@@ -122,7 +122,7 @@ def check(case, lab, **options):
 
 
 def problem_of(case):
-    """With `want`, what the reference says."""
+    """With `want`, the reference's results."""
     return {"decode": decode, "prefill": prefill}[case.op](case)
 
 
@@ -166,7 +166,7 @@ def prefill(case):
 
 
 class PrefillProblem:
-    """Arguments of sparse_mla_prefill as NumPy arrays, and the reference's answer."""
+    """Arguments of sparse_mla_prefill as NumPy arrays, and the reference's result."""
 
     def __init__(self, q, kv, indices, sink, lengths):
         self.q, self.kv, self.indices = q, kv, indices

@@ -1,10 +1,10 @@
-"""Arguments that do not fit, and what is said of them (test_safety_errors.py)."""
+"""Invalid arguments, and their error messages (test_safety_errors.py)."""
 
 import numpy as np
 
 import cumla
-from cumla.checks.arrays import BLOCK
 from cumla.layout import plain_rows
+from cumla.self_test.arrays import BLOCK
 from support.lab import BF16
 
 V = ValueError
@@ -19,7 +19,7 @@ def int32(*shape):
     return np.zeros(shape, np.int32)
 
 
-# What makes an argument wrong: functions of the right one.
+# Functions that make a valid argument invalid.
 
 
 class ReadOnly:
@@ -64,21 +64,21 @@ def plus(number):
 
 
 def member(i, wrong):
-    """A tuple of which one is wrong."""
+    """A tuple with one invalid element."""
     return lambda x: (*x[:i], wrong(x[i]), *x[i + 1 :])
 
 
 def overlapping(x):
-    """Pages so near to one another that they lie over and into one another."""
+    """Pages so close to one another that they overlap."""
     return np.ndarray(x.shape, x.dtype, x.copy(), strides=(100, *x.strides[1:]))
 
 
 def makes_read_only(wrong):
-    """Directly, or as one of a tuple."""
+    """Directly, or as one element of a tuple."""
     return wrong is ReadOnly or any(x.cell_contents is ReadOnly for x in getattr(wrong, "__closure__", None) or ())
 
 
-# By example: argument, a wrong value or what makes one of the right one, error, what it says, in terms of `wrong` and
+# By example: argument, an invalid value or a function that makes it, error, message, in terms of `wrong` and
 # of the right arguments' names.
 WRONG = {
     "quantize_and_insert_k_cache-DSV4_FP8": [

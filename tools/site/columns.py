@@ -1,4 +1,4 @@
-"""For mkdocstrings: docstrings as Markdown."""
+"""An extension of mkdocstrings that converts docstrings to Markdown."""
 
 from __future__ import annotations
 

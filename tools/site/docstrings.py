@@ -1,4 +1,4 @@
-"""Docstrings as Markdown: arguments stand in columns there, which become lists of definitions."""
+"""Docstrings as Markdown: their columns of arguments become lists of definitions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _block(block: str) -> str:
         if found is not None:
             entries.append((found[1], [found[2]]))
         elif column and line[:1].strip() and line[column - 1 : column] == " " and not line[: column - 1].count("  "):
-            entries.append((line[: column - 1], [line[column:]]))  # the longest name, a single space behind it
+            entries.append((line[: column - 1], [line[column:]]))  # the longest name, followed by a single space
         elif entries and line.startswith(" "):
             entries[-1][1].append(line.strip())
         elif entries:
@@ -41,7 +41,7 @@ def _block(block: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Markdown's own characters outside of code, as they are."""
+    """Escape Markdown's characters outside of code."""
     parts = text.split("`")
     parts[::2] = [re.sub(r"([*_\[\]<>|])", r"\\\1", part).replace(r"\<", "&lt;") for part in parts[::2]]
     return "`".join(parts)

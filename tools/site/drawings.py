@@ -1,4 +1,4 @@
-"""Pictures of the site: cache formats as cumla/layout.py has them, and results as benchmarks/results has them."""
+"""Pictures of the site: cache formats from cumla/layout.py, results from benchmarks/results."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def layout_svg(layout: CacheLayout) -> str:
 
 
 def _bar(shapes: list[str], y: int, name: str, parts: list[tuple[str, str, int]]) -> None:
-    """Parts beside each other, as wide as they are large, but wide enough to be seen; offsets below."""
+    """Parts side by side, widths in proportion to sizes but wide enough to be visible; offsets below."""
     total = sum(size for _, _, size in parts)
     least = 100
     room = WIDTH - LABEL - 60 - least * len(parts)
@@ -74,7 +74,7 @@ def _bar(shapes: list[str], y: int, name: str, parts: list[tuple[str, str, int]]
             f'<text x="{x:.1f}" y="{y + ROW + 13}" fill="currentColor">{offset}</text>'
         )
         x, offset = x + width, offset + size
-    shapes.append(f'<text x="{x:.1f}" y="{y + ROW + 13}" fill="currentColor">{offset} bytes</text>')
+    shapes.append(f'<text x="{x:.1f}" y="{y + ROW + 13}" text-anchor="end" fill="currentColor">{offset} bytes</text>')
 
 
 def _fitting(text: str, width: float) -> str:
@@ -90,7 +90,7 @@ def results_svg(path: pathlib.Path) -> str:
     where = record.get("environment", {})
     title = f"{where.get('device', '')}, commit {where.get('commit', 'unknown')}"
     text = io.StringIO()
-    # The same picture at each build, its words as text that a browser's own font draws.
+    # Reproducible builds; words stay text, drawn in the browser's font.
     with matplotlib.rc_context({"svg.hashsalt": "cumla", "svg.fonttype": "none"}):
         plot.draw(record["rows"], title).savefig(text, format="svg", metadata={"Date": None})
     picture = text.getvalue()

@@ -1,1 +1,1 @@
-"""How sparse attention is put to work on a device: which kernel, in which sizes, who does what."""
+"""Host side of sparse attention: choice of kernel and sizes, and division of the work."""

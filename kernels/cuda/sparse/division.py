@@ -1,4 +1,4 @@
-"""How the work of one attention call is divided among thread blocks."""
+"""How the work of one attention call is divided among CTAs."""
 
 from __future__ import annotations
 
@@ -7,81 +7,81 @@ import operator
 from collections.abc import Iterator
 from typing import NamedTuple
 
-MAX_SHARES, MOST_DEALT = 512, 1 << 14  # shares, and tiles that may be dealt, as in csrc/common/sparse/work.cuh
+MAX_RANGES, MAX_ORDERED = 512, 1 << 14  # work ranges, and tiles that may be reordered: csrc/common/sparse/work.cuh
 INT32_LIMIT = 2**31 - 1
-# Blocks of a thread block from which on a plan pays where lengths differ: it costs about as much as reading six blocks.
+# Blocks of a CTA from which a plan pays off if lengths differ: it costs about as much as reading six blocks.
 MOST_UNPLANNED = 24
 
 
 class Division(NamedTuple):
-    """Who does what.
+    """Division of a call's work among CTAs.
 
-    shares   thread blocks, each with a run of blocks of work
-    planned  lengths differ: where shares begin, or which tiles they have, is decided on the device. Whole tiles of a
-             thread block each and `parts` need no plan: the kernel splits every tile by its own length
-    cut      shares may begin inside a tile
-    parts    shares of each tile, where all have as many and no share has two; or 0
-    together the thread blocks of a tile are a cluster, which leaves results and not parts
+    ranges   CTAs, each with a work range: consecutive blocks of work
+    planned  lengths differ: the device decides where ranges begin, or which tiles they have. Whole tiles with a CTA
+             each and `parts` need no plan: the kernel splits every tile by its own length
+    split      ranges may begin inside a tile
+    parts    splits of each tile, if all have equally many and no CTA has two; or 0
+    together the CTAs of a tile are a cluster, which stores results and no partial results
     """
 
-    shares: int
+    ranges: int
     planned: bool
-    cut: bool
+    split: bool
     parts: int = 0
-    together: bool = False
+    cluster: bool = False
 
 
 UNDIVIDED = Division(0, False, False)
 
 
 class Costs(NamedTuple):
-    """What a division is chosen by: times, in units of one another or in us (NOTES.md).
+    """Times by which a division is chosen, in units of each other or in us (docs/kernels/decode-splits.md).
 
     block     a block of keys
-    tile      to read a tile's Q and to write its result
-    cut       to write a part of a tile, and to put parts together
-    straddle  the same where a share has parts of two tiles
-    part      to put together one part more, of all that there are
-    together  within a cluster, to put together one part more
+    tile      reading a tile's Q and writing its result
+    split       writing a partial result and combining a tile's
+    straddle  the same for a range with partial results of two tiles
+    part      combining one more partial result, among all in the call
+    cluster  combining one more partial result within a cluster
     """
 
     block: float
     tile: float
-    cut: float
+    split: float
     straddle: float
     part: float
-    together: float = 0
+    cluster: float = 0
 
 
 # As in csrc/common/sparse/plan.cu.
-COSTS = Costs(block=1, tile=2, cut=2, straddle=5, part=1 / 64)
+COSTS = Costs(block=1, tile=2, split=2, straddle=5, part=1 / 64)
 
 
-def terms(division: Division, tiles: int, blocks: int, max_shares: int) -> Costs:
-    """How often each of the costs is met where tiles of so many blocks are divided like this."""
+def terms(division: Division, tiles: int, blocks: int, max_ranges: int) -> Costs:
+    """How often each cost occurs if tiles of `blocks` blocks are divided like this."""
     count = division.parts
-    if division.together:
-        return Costs(block=-(-blocks // count), tile=1, cut=0, straddle=0, part=0, together=count - 1)
+    if division.cluster:
+        return Costs(block=-(-blocks // count), tile=1, split=0, straddle=0, part=0, cluster=count - 1)
     if count:
-        return Costs(block=-(-blocks // count), tile=1, cut=1, straddle=0, part=count * (tiles + 1))
-    if division.cut:
+        return Costs(block=-(-blocks // count), tile=1, split=1, straddle=0, part=count * (tiles + 1))
+    if division.split:
         return Costs(
-            block=tiles * blocks / max_shares, tile=tiles / max_shares, cut=0, straddle=1,
-            part=max_shares / tiles * (tiles + 1),
+            block=tiles * blocks / max_ranges, tile=tiles / max_ranges, split=0, straddle=1,
+            part=max_ranges / tiles * (tiles + 1),
         )  # fmt: skip
-    rounds = -(-tiles // max_shares)
-    return Costs(block=rounds * blocks, tile=rounds, cut=0, straddle=0, part=0)
+    rounds = -(-tiles // max_ranges)
+    return Costs(block=rounds * blocks, tile=rounds, split=0, straddle=0, part=0)
 
 
-def choices(tiles: int, blocks: int, max_shares: int, clusters: tuple[tuple[int, int], ...] = ()) -> Iterator[Division]:
-    """How tiles of so many blocks, one like the other, may be divided; the simplest first."""
-    yield Division(min(max_shares, tiles), False, False)
+def choices(tiles: int, blocks: int, max_ranges: int, clusters: tuple[tuple[int, int], ...] = ()) -> Iterator[Division]:
+    """Possible divisions of equal tiles of `blocks` blocks; the simplest first."""
+    yield Division(min(max_ranges, tiles), False, False)
     for count, most in clusters:
         if count <= blocks and tiles <= most:
-            yield Division(tiles * count, False, False, count, together=True)
-    for count in range(2, min(max_shares // tiles, blocks) + 1):
+            yield Division(tiles * count, False, False, count, cluster=True)
+    for count in range(2, min(max_ranges // tiles, blocks) + 1):
         yield Division(tiles * count, False, True, count)
-    yield Division(min(max_shares, tiles * blocks), False, True)
+    yield Division(min(max_ranges, tiles * blocks), False, True)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -89,52 +89,53 @@ def divide(
     tiles: int,
     blocks: int,
     ragged: bool,
-    may_cut: bool,
-    max_shares: int,
+    may_split: bool,
+    max_ranges: int,
     costs: Costs = COSTS,
     clusters: tuple[tuple[int, int], ...] = (),
 ) -> tuple[Division, float]:
-    """How to spread tiles of so many blocks over at most `max_shares` thread blocks, and what that costs.
+    """The best division of tiles of `blocks` blocks over at most `max_ranges` CTAs, and its cost.
 
-    ragged    tiles may have fewer blocks: they are divided as if they had all, unless thread blocks would have many
+    ragged    tiles may have fewer blocks: they are divided as if they had all, unless CTAs would have many
               blocks or several tiles each, which a plan evens out
-    may_cut   whether a tile may be shared
-    clusters  how many thread blocks may share a tile as a cluster, and how many such clusters run at a time
+    may_split   whether several CTAs may split a tile
+    clusters  sizes of clusters that may split a tile, and how many such clusters run at a time
     """
-    may_cut = may_cut and tiles * blocks <= INT32_LIMIT
-    max_shares = min(max_shares, MAX_SHARES)
+    may_split = may_split and tiles * blocks <= INT32_LIMIT
+    max_ranges = min(max_ranges, MAX_RANGES)
 
     def cost(division: Division) -> float:
-        return sum(map(operator.mul, terms(division, tiles, blocks, max_shares), costs))
+        return sum(map(operator.mul, terms(division, tiles, blocks, max_ranges), costs))
 
-    best = Division(min(max_shares, tiles), False, False)
-    if may_cut:
-        best = min(choices(tiles, blocks, max_shares, clusters), key=cost)
+    best = Division(min(max_ranges, tiles), False, False)
+    if may_split:
+        best = min(choices(tiles, blocks, max_ranges, clusters), key=cost)
     splits = max(best.parts, 1)
-    if ragged and (best.shares != tiles * splits or (may_cut and blocks > MOST_UNPLANNED * splits)):
-        return Division(min(max_shares, tiles * blocks if may_cut else tiles), True, may_cut), cost(best)
+    if ragged and (best.ranges != tiles * splits or (may_split and blocks > MOST_UNPLANNED * splits)):
+        return Division(min(max_ranges, tiles * blocks if may_split else tiles), True, may_split), cost(best)
     return best, cost(best)
 
 
-# Of Hopper's decode kernel by heads of a tile, in us. benchmarks/divisions.py measures them.
+# Costs of Hopper's decode kernel by heads of a tile, in us: a least-squares fit to measured divisions
+# (docs/kernels/decode-splits.md).
 HOPPER_COSTS = {
-    64: Costs(block=2.1, tile=6.8, cut=1.2, straddle=13, part=1 / 13, together=0.85),
-    32: Costs(block=1.65, tile=5, cut=1.5, straddle=9, part=1 / 36, together=0.35),
-    16: Costs(block=1.65, tile=4, cut=1.2, straddle=6, part=1 / 65, together=0.1),
+    64: Costs(block=2.1, tile=6.8, split=1.2, straddle=13, part=1 / 13, cluster=0.85),
+    32: Costs(block=1.65, tile=5, split=1.5, straddle=9, part=1 / 36, cluster=0.35),
+    16: Costs(block=1.65, tile=4, split=1.2, straddle=6, part=1 / 65, cluster=0.1),
 }
 
 
 @functools.lru_cache(maxsize=1024)
 def tile_heads(
-    tokens: int, heads: int, blocks: int, may_cut: bool, max_shares: int, clusters: tuple[tuple[int, int], ...] = ()
+    tokens: int, heads: int, blocks: int, may_split: bool, max_ranges: int, clusters: tuple[tuple[int, int], ...] = ()
 ) -> int:
-    """Of how many heads tiles of Hopper's decode kernel are best, if lists are as long as they may be."""
+    """Best number of heads of a tile of Hopper's decode kernel, for lists of maximum length."""
     highest = min((height for height in HOPPER_COSTS if height >= heads), default=max(HOPPER_COSTS))
-    if not may_cut:
+    if not may_split:
         return highest
 
     def cost(height: int) -> float:
         tiles = tokens * -(-heads // height)
-        return divide(tiles, blocks, False, True, max_shares, HOPPER_COSTS[height], clusters)[1]
+        return divide(tiles, blocks, False, True, max_ranges, HOPPER_COSTS[height], clusters)[1]
 
     return min((height for height in HOPPER_COSTS if height <= highest), key=cost)

@@ -1,4 +1,4 @@
-"""Sizes of csrc/sm80/sparse/attention.cu: how many heads and keys it takes at a time, by layout and shared memory."""
+"""Sizes of csrc/sm80/sparse/attention.cu: heads and keys that it takes at a time, by layout and shared memory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ....layout import CacheLayout
 
 THREADS, WARPS = 256, 8
 STEP_BYTES, CURSOR_BYTES, STEPS_LISTED = 24, 64, 16  # Step and StepCursor of sm80/sparse/rows.cuh
-RESERVED_BYTES = 1024  # of a multiprocessor's shared memory, for each thread block
+RESERVED_BYTES = 1024  # of an SM's shared memory, per CTA
 
 
 class Size(NamedTuple):
-    """heads of a tile, keys of a step, stages of the ring (both in tokens), thread blocks a multiprocessor."""
+    """heads of a tile, keys of a step, stages of the ring (both in tokens), CTAs per SM."""
 
     heads: int
     keys: int
@@ -20,7 +20,7 @@ class Size(NamedTuple):
     blocks: int
 
 
-# The fastest first, of each height (NOTES.md).
+# The fastest first, for each height (docs/kernels/portable.md).
 SIZES = {
     64: (Size(64, 64, 3, 1), Size(64, 32, 3, 1), Size(64, 16, 3, 1)),
     32: (Size(32, 64, 3, 1), Size(32, 32, 3, 1), Size(32, 16, 3, 1)),
@@ -29,9 +29,9 @@ SIZES = {
 
 
 def choose(layout: CacheLayout, heads: int, block_limit: int, multiprocessor_limit: int) -> Size:
-    """The sizes for queries of `heads` heads where a thread block and a multiprocessor have so much shared memory.
+    """The sizes for queries of `heads` heads, within the shared memory of a CTA and of an SM in bytes.
 
-    Raises ValueError if there is too little for any.
+    Raises ValueError if there is too little for any size.
     """
     highest = min((height for height in SIZES if height >= heads), default=64)
     for height in (height for height in SIZES if height <= highest):
@@ -43,7 +43,7 @@ def choose(layout: CacheLayout, heads: int, block_limit: int, multiprocessor_lim
 
 
 def macros(layout: CacheLayout, size: Size) -> dict[str, str | int]:
-    """What to compile csrc/sm80/sparse/attention.cu with."""
+    """The macros for csrc/sm80/sparse/attention.cu."""
     return {
         "LAYOUT": layout.name,
         "TILE_HEADS": size.heads,
@@ -55,7 +55,7 @@ def macros(layout: CacheLayout, size: Size) -> dict[str, str | int]:
 
 
 def shared_bytes(layout: CacheLayout, size: Size) -> int:
-    """The size of SparseShared in csrc/sm80/sparse/scores.cuh, which asserts that it is this."""
+    """The size of SparseShared in csrc/sm80/sparse/scores.cuh, which asserts it."""
     heads, keys, stages, _ = size
     tokens = stages * keys
     row_stride = (layout.token_bytes + 31) // 64 * 64 + 32

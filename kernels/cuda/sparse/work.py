@@ -1,4 +1,4 @@
-"""The work of one attention call as csrc/common/sparse/work.cuh sees it, and its division among thread blocks."""
+"""The work of one attention call as in csrc/common/sparse/work.cuh, and its division among CTAs."""
 
 from __future__ import annotations
 
@@ -14,29 +14,97 @@ from ..compile import kernel
 from ..device import device_sms
 from ..launch import pointer, strides
 from . import division as dividing
-from .division import COSTS, MAX_SHARES, MOST_DEALT, UNDIVIDED, Costs, Division
-from .problem import NO_LIST, List, SparseProblem
+from .division import COSTS, MAX_ORDERED, MAX_RANGES, UNDIVIDED, Costs, Division
 
-HEADS, BLOCK = 64, 64  # of a tile (unless a kernel's are lower), as in common/sparse/work.cuh
+HEADS, BLOCK = 64, 64  # of a tile (some kernels' tiles have fewer), as in common/sparse/work.cuh
 LOWEST_HEADS = 16  # of a tile
 PLAN_THREADS = 1024
 
-STARTS = ("starts", "starts of graphs")  # names of `starts`, outside of a capture and in one
-# Parts of tiles that the exact kernel has room for, their size (Part of common/sparse/exact_mma.cuh), and its counters.
+STARTS = ("starts", "starts of graphs")  # names of `starts`, outside a capture and inside
+# Partial results of the exact kernel, their size (Part of common/sparse/exact_mma.cuh), and its counters.
 EXACT_SLOTS, EXACT_PART_BYTES = 128, 33024
-EXACT_COUNTERS = EXACT_SLOTS + 3  # its participants, the parts of each slot, its next item, whether any tile is marked
-LEAST_TILES = 1 << 14  # to have room for, so that a plan's memory need not grow
+EXACT_COUNTERS = EXACT_SLOTS + 3  # its participants, the parts of each slot, its next item, whether any tile is flagged
+LEAST_TILES = 1 << 14  # allocated for at least, so that a plan's memory need not grow
 
 
-class Memory(NamedTuple):
-    """What the kernels of one call use beside its arguments: flat arrays that are at least as large as said.
+class PackedSegment(NamedTuple):
+    """The keys of one cache; addresses, strides in elements, counts. NO_SEGMENT: none."""
 
-    starts       int32 [2 * (MAX_SHARES + 1) + MOST_DEALT + 1]: tile and block at which each share begins; tiles in the
-                 order in which shares have them; whether any tile is split
-    partial_out  float32 [2 * shares, tile_heads * 512], parts of tiles that are cut; None where none is
-    partial_lse  float32 [2 * shares, tile_heads]
-    exact_parts  float32 [EXACT_SLOTS, EXACT_PART_BYTES / 4]: of tiles that the exact kernel does
-    unsafe       int32 [EXACT_COUNTERS + tiles], zero between calls: the exact kernel's counters, which tiles it must do
+    pages: int
+    page_stride: int
+    indices: int
+    indices_stride_b: int
+    indices_stride_s: int
+    lengths: int
+    lengths_stride_b: int
+    lengths_stride_s: int
+    num_slots: int
+    block_size: int
+    block_shift: int
+    topk: int
+
+
+NO_SEGMENT = PackedSegment(
+    pages=0, page_stride=0, indices=0, indices_stride_b=0, indices_stride_s=0, lengths=0, lengths_stride_b=0,
+    lengths_stride_s=0, num_slots=0, block_size=1, block_shift=0, topk=0,
+)  # fmt: skip
+
+
+class SparseProblem(NamedTuple):
+    """The struct of csrc/common/sparse/work.cuh, members in its order: addresses, strides in elements, counts, where
+    work ranges begin.
+    """
+
+    q: int
+    q_stride_b: int
+    q_stride_s: int
+    q_stride_h: int
+    segments: tuple[PackedSegment, PackedSegment]
+    attn_sink: int
+    out: int
+    out_stride_b: int
+    out_stride_s: int
+    out_stride_h: int
+    lse: int
+    lse_stride_b: int
+    lse_stride_h: int
+    lse_stride_s: int
+    max_logits: int
+    max_stride_b: int
+    max_stride_h: int
+    starts: int
+    partial_out: int
+    partial_lse: int
+    unsafe: int
+    batch: int
+    s_q: int
+    heads: int
+    groups: int
+    ranges: int
+    period_tiles: int
+    period_ranges: int
+    range_length: int
+    range_rest: int
+    tile_units: int
+    period_inverse: int
+    softmax_scale: float
+
+    def packed_arguments(self) -> tuple[Any, ...]:
+        """One after another, as a launch takes them."""
+        at = self._fields.index("segments")
+        first, second = self.segments
+        return (*self[:at], *first, *second, *self[at + 1 :])
+
+
+class Buffers(NamedTuple):
+    """Memory that the kernels of one call use beside its arguments: flat arrays of at least these sizes.
+
+    starts       int32 [2 * (MAX_RANGES + 1) + MAX_ORDERED + 1]: tile and block at which each work range begins; tiles
+                 in the order in which the ranges have them; whether any tile is split
+    partial_out  float32 [2 * ranges, tile_heads * 512], partial results of split tiles; None if no tile is split
+    partial_lse  float32 [2 * ranges, tile_heads]
+    exact_parts  float32 [EXACT_SLOTS, EXACT_PART_BYTES / 4]: partial results of tiles that the exact kernel computes
+    unsafe       int32 [EXACT_COUNTERS + tiles], zero between calls: the exact kernel's counters, flags of tiles
     """
 
     starts: Any
@@ -46,10 +114,10 @@ class Memory(NamedTuple):
     unsafe: Any
 
 
-class Work(NamedTuple):
+class AttentionCall(NamedTuple):
     """The arguments of one call: q [b, s_q, h, d], out [b, s_q, h, 512], strides in elements.
 
-    tile_heads  heads that the kernel chosen for it takes at a time
+    tile_heads  heads per tile of the chosen kernel
     """
 
     q: Any
@@ -73,22 +141,22 @@ class Work(NamedTuple):
 
     @property
     def ragged(self) -> bool:
-        """Whether lists may have fewer keys than they have room for."""
+        """Whether lists may have fewer keys than their width."""
         return any(segment.lengths is not None for segment in self.segments)
 
     @property
     def most_blocks(self) -> int:
-        """Blocks of a tile whose lists are as long as they can be."""
+        """Blocks of a tile whose lists have maximum length."""
         return max(1, sum(-(-segment.indices.shape[2] // BLOCK) for segment in self.segments))
 
-    def numbers(self, memory: Memory | None, division: Division = UNDIVIDED) -> tuple[Any, ...]:
-        """A SparseProblem of sparse/work.cuh, member after member; without memory and division for the exact one."""
+    def packed_arguments(self, memory: Buffers | None, division: Division = UNDIVIDED) -> tuple[Any, ...]:
+        """The packed members of a SparseProblem of sparse/work.cuh. The exact kernel needs no memory and division."""
         batch, s_q, heads, _ = self.q.shape
-        first, *rest = (_list(segment) for segment in self.segments)
+        first, *rest = (_segment(segment) for segment in self.segments)
         q_strides, out_strides = strides(self.q), strides(self.out)
         return SparseProblem(
             q=self.q.data.ptr, q_stride_b=q_strides[0], q_stride_s=q_strides[1], q_stride_h=q_strides[2],
-            lists=(first, rest[0] if rest else NO_LIST),
+            segments=(first, rest[0] if rest else NO_SEGMENT),
             attn_sink=pointer(self.attn_sink),
             out=self.out.data.ptr,
             out_stride_b=out_strides[0], out_stride_s=out_strides[1], out_stride_h=out_strides[2],
@@ -100,31 +168,31 @@ class Work(NamedTuple):
             partial_lse=0 if memory is None else pointer(memory.partial_lse),
             unsafe=0 if memory is None else pointer(memory.unsafe) + 4 * EXACT_COUNTERS,
             batch=batch, s_q=s_q, heads=heads, groups=self.groups,
-            shares=division.shares, **self._cut(division),
+            ranges=division.ranges, **self._period(division),
             softmax_scale=self.softmax_scale,
-        ).numbers()  # fmt: skip
+        ).packed_arguments()  # fmt: skip
 
-    def _cut(self, division: Division) -> dict[str, int]:
-        """The members of a SparseProblem that say where shares begin."""
-        names = ("cut_tiles", "cut_shares", "cut_length", "cut_rest", "cut_units", "cut_inverse")
-        _, planned, cut, parts, together = division
-        if planned or not division.shares:
+    def _period(self, division: Division) -> dict[str, int]:
+        """The members of a SparseProblem that define where work ranges begin."""
+        names = ("period_tiles", "period_ranges", "range_length", "range_rest", "tile_units", "period_inverse")
+        _, planned, split, parts, cluster = division
+        if planned or not division.ranges:
             return dict.fromkeys(names, 0)
-        tiles, shares = (1, parts) if parts else (self.tiles, division.shares)
-        if not parts and self.max_logits is None and shares % self.groups == 0:
-            # Alike for each group of heads (SparseProblem::by_group): their shares read the same rows at the same time.
-            tiles, shares = tiles // self.groups, shares // self.groups
-        units = self.most_blocks if cut or together else 1
-        length, rest = divmod(tiles * units, shares)
-        inverse = -(-(1 << 32) // shares) if shares > 1 else 0
-        return dict(zip(names, (tiles, shares, length, rest, units, inverse), strict=True))
+        tiles, ranges = (1, parts) if parts else (self.tiles, division.ranges)
+        if not parts and self.max_logits is None and ranges % self.groups == 0:
+            # The same for each group of heads (SparseProblem::by_group): their CTAs read the same rows in parallel.
+            tiles, ranges = tiles // self.groups, ranges // self.groups
+        units = self.most_blocks if split or cluster else 1
+        length, rest = divmod(tiles * units, ranges)
+        inverse = -(-(1 << 32) // ranges) if ranges > 1 else 0
+        return dict(zip(names, (tiles, ranges, length, rest, units, inverse), strict=True))
 
 
-def _list(segment: Segment) -> List:
+def _segment(segment: Segment) -> PackedSegment:
     (pages, block_size, _), indices, lengths = segment
     stride_b, stride_s, _ = strides(indices)
     length_stride_b, length_stride_s = (0, 0) if lengths is None else strides(lengths)
-    return List(
+    return PackedSegment(
         pages=pages.data.ptr, page_stride=pages.strides[0],
         indices=indices.data.ptr, indices_stride_b=stride_b, indices_stride_s=stride_s,
         lengths=pointer(lengths), lengths_stride_b=length_stride_b, lengths_stride_s=length_stride_s,
@@ -134,41 +202,47 @@ def _list(segment: Segment) -> List:
 
 
 def divide(
-    work: Work, may_cut: bool, max_shares: int, costs: Costs = COSTS, clusters: tuple[tuple[int, int], ...] = ()
+    work: AttentionCall,
+    may_split: bool,
+    max_ranges: int,
+    costs: Costs = COSTS,
+    clusters: tuple[tuple[int, int], ...] = (),
 ) -> Division:
-    """How to spread work over at most `max_shares` thread blocks."""
-    return dividing.divide(work.tiles, work.most_blocks, work.ragged, may_cut, max_shares, costs, clusters)[0]
+    """The division of a call over at most `max_ranges` CTAs."""
+    return dividing.divide(work.tiles, work.most_blocks, work.ragged, may_split, max_ranges, costs, clusters)[0]
 
 
-def tile_heads(work: Work, may_cut: bool, max_shares: int, clusters: tuple[tuple[int, int], ...] = ()) -> int:
-    """How many heads Hopper's decode kernel takes at a time: fewer tiles of more heads, or more that are done sooner.
+def tile_heads(
+    work: AttentionCall, may_split: bool, max_ranges: int, clusters: tuple[tuple[int, int], ...] = ()
+) -> int:
+    """Heads per tile of Hopper's decode kernel: fewer tiles of more heads, or more tiles that finish sooner.
 
-    may_cut  whether results may depend on what else there is to do; of tiles of other heights they do
+    may_split  whether results may depend on the rest of the batch; the tile height changes them
     """
     batch, s_q, heads, _ = work.q.shape
-    return dividing.tile_heads(batch * s_q, heads, work.most_blocks, may_cut, max_shares, clusters)
+    return dividing.tile_heads(batch * s_q, heads, work.most_blocks, may_split, max_ranges, clusters)
 
 
-def memory_for(plan: DecodePlan | None, work: Work, division: Division, capture: int) -> Memory:
-    """The plan's memory, made or enlarged where it must be, or memory for this call alone.
+def memory_for(plan: DecodePlan | None, work: AttentionCall, division: Division, capture: int) -> Buffers:
+    """The plan's memory, allocated or enlarged if necessary, or memory for this call alone.
 
-    capture  the graph that is being captured, or 0: graphs plan for themselves, in a place that no eager call uses
+    capture  the graph that is being captured, or 0: graphs have their own plan, in memory that no eager call uses
     """
     device = work.q.device.id
     if plan is None:
-        workspace, tiles, rows, cut = Workspace(), work.tiles, division.shares * work.tile_heads, division.cut
+        workspace, tiles, rows, split = Workspace(), work.tiles, division.ranges * work.tile_heads, division.split
     else:
-        # As much for tiles of any height; and what is given is used in one order: more tiles than before are more
-        # of the same place.
-        workspace, rows = plan.workspace, max(division.shares * work.tile_heads, device_sms(device) * HEADS)
+        # The same size for tiles of any height. Buffers are taken from the workspace in a fixed order: more tiles than
+        # before use more of the same memory.
+        workspace, rows = plan.workspace, max(division.ranges * work.tile_heads, device_sms(device) * HEADS)
         given = workspace.memory is not None
-        tiles, cut = work.tiles if given else max(work.tiles, LEAST_TILES), division.cut or given
+        tiles, split = work.tiles if given else max(work.tiles, LEAST_TILES), division.split or given
     sizes = _sizes(tiles, rows)
     starts = [workspace.array(name, sizes.starts, np.int32, work.q) for name in STARTS]
-    return Memory(
+    return Buffers(
         starts[capture > 0],
-        workspace.array("partial_out", sizes.partial_out, np.float32, work.q) if cut else None,
-        workspace.array("partial_lse", sizes.partial_lse, np.float32, work.q) if cut else None,
+        workspace.array("partial_out", sizes.partial_out, np.float32, work.q) if split else None,
+        workspace.array("partial_lse", sizes.partial_lse, np.float32, work.q) if split else None,
         workspace.array("exact_parts", sizes.exact_parts, np.float32, work.q),
         workspace.array("unsafe", sizes.unsafe, np.int32, work.q, clear),
     )
@@ -180,26 +254,31 @@ def clear(words: Any) -> None:
 
 
 @functools.lru_cache(maxsize=1024)
-def workspace_bytes(tiles: int, shares: int) -> int:
-    """What a call of `tiles` tiles (tokens times groups of 64 heads) on a device of `shares` SMs needs at most.
+def workspace_bytes(tiles: int, ranges: int) -> int:
+    """Bytes for a call of `tiles` tiles (tokens times groups of 64 heads) on a device of `ranges` SMs, at most.
 
-    Kernels whose tiles are lower have more of them and up to two thread blocks an SM.
+    Kernels whose tiles have fewer heads have more tiles and up to two CTAs per SM.
     """
-    sizes = _sizes(tiles * (HEADS // LOWEST_HEADS), shares * HEADS)
+    sizes = _sizes(tiles * (HEADS // LOWEST_HEADS), ranges * HEADS)
     return sum(aligned_bytes(4 * size) for size in (*sizes, *[sizes.starts] * (len(STARTS) - 1)))
 
 
 @functools.lru_cache(maxsize=1024)
-def _sizes(tiles: int, rows: int) -> Memory:
-    """Elements, of four bytes, of a Memory's arrays, for so many heads of all shares."""
-    starts, parts = 2 * (MAX_SHARES + 1) + MOST_DEALT + 1, EXACT_SLOTS * EXACT_PART_BYTES // 4
-    return Memory(starts, 2 * rows * V_DIM, 2 * rows, parts, EXACT_COUNTERS + tiles)
+def _sizes(tiles: int, rows: int) -> Buffers:
+    """Elements, of four bytes, of the arrays of a Buffers, for `rows` heads of all work ranges."""
+    starts, parts = 2 * (MAX_RANGES + 1) + MAX_ORDERED + 1, EXACT_SLOTS * EXACT_PART_BYTES // 4
+    return Buffers(starts, 2 * rows * V_DIM, 2 * rows, parts, EXACT_COUNTERS + tiles)
 
 
-def plan_shares(
-    plan: DecodePlan | None, work: Work, division: Division, memory: Memory, problem: tuple[Any, ...], capture: int
+def plan_ranges(
+    plan: DecodePlan | None,
+    work: AttentionCall,
+    division: Division,
+    memory: Buffers,
+    problem: tuple[Any, ...],
+    capture: int,
 ) -> None:
-    """Decide on the device where shares begin, unless it follows from the shape or the plan has it already."""
+    """Compute the starts of work ranges on the device, unless the shape implies them or the plan has them already."""
     if plan is not None:
         widths = (segment.indices.shape[2] for segment in work.segments)
         shape, name = (*work.q.shape[:2], work.groups, *division, *widths), STARTS[capture > 0]
@@ -207,4 +286,4 @@ def plan_shares(
             return
         plan.made(shape, name, capture)
     if division.planned:
-        kernel("common/sparse/plan.cu", "plan_decode")((1,), (PLAN_THREADS,), (*problem, memory.starts, division.cut))
+        kernel("common/sparse/plan.cu", "plan_decode")((1,), (PLAN_THREADS,), (*problem, memory.starts, division.split))

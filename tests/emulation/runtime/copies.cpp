@@ -1,4 +1,4 @@
-// cp.async: a late copy is there when its thread waits for it and not before. Copies of boxes: whenever they like.
+// cp.async: a late copy completes only when its thread waits for it. Copies of boxes complete at any time.
 #include "emulator.h"
 #include <deque>
 #include <vector>
@@ -28,7 +28,7 @@ void run(const Group& group) {
     for (const Copy& copy : group) copy.run();
 }
 
-// The arrival of a thread's copies at a barrier, which may come at any time after.
+// The arrival of a thread's copies at a barrier, at any later time.
 struct Arrival : Work {
     std::vector<Group> groups;
     uint32_t barrier;
@@ -39,7 +39,7 @@ struct Arrival : Work {
     }
 };
 
-// What stands in for the driver writes of an array (tests/emulation/cupy.py): bytes, sizes in elements, and the box.
+// A tensor map as the fake driver encodes it (tests/emulation/cupy.py): bytes, sizes in elements, and the box.
 struct Map {
     const uint8_t* start;
     uint64_t element_bytes, size[3], stride[2], box[3];
@@ -50,7 +50,7 @@ struct Box : Work {
     uint32_t target, barrier;
     int at[3];
 
-    // Rows of 128 bytes, swizzled by the address in shared memory; zeros where the array has ended.
+    // Rows of 128 bytes, swizzled by the address in shared memory; zeros past the end of the array.
     void run() override {
         for (uint64_t row = 0; row < map.box[1]; ++row) {
             for (uint64_t i = 0; i < 128 / map.element_bytes; ++i) {
@@ -67,7 +67,7 @@ struct Box : Work {
     }
 };
 
-// Bytes one behind another.
+// A copy of contiguous bytes.
 struct Bytes : Work {
     uint8_t* target;
     const void* source;

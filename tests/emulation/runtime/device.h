@@ -1,4 +1,4 @@
-// What CUDA C++ gives a kernel without any include.
+// Declarations that CUDA C++ has without any include.
 #pragma once
 #include "emulator.h"
 
@@ -9,7 +9,7 @@
 #define __global__
 #define __shared__ static
 #define __launch_bounds__(...)
-#define __cluster_dims__(x, y, z) x  // where the translation asks for the number of blocks
+#define __cluster_dims__(x, y, z) x  // the translation reads the number of blocks from it
 #define __restrict__
 
 #define threadIdx emulator::thread_index
@@ -26,7 +26,7 @@ inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline int2 make_int2(int x, int y) { return {x, y}; }
 
-// CUDA's overloads of min and max: of mixed types the wider one wins.
+// CUDA's overloads of min and max: mixed types convert to the wider one.
 #define EMULATED_MIN_MAX(T) \
     inline T min(T a, T b) { return b < a ? b : a; } \
     inline T max(T a, T b) { return a < b ? b : a; }
@@ -67,7 +67,7 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selectors) {
     }
     return result;
 }
-// The number if one is NaN, signalling ones too, of which C's functions make NaN.
+// The number if one is NaN, signalling NaN included, for which C's functions return NaN.
 namespace emulator {
 inline float larger(float a, float b) { return a != a ? b : a < b ? b : a; }
 inline float smaller(float a, float b) { return a != a ? b : b < a ? b : a; }
@@ -76,7 +76,7 @@ inline float smaller(float a, float b) { return a != a ? b : b < a ? b : a; }
 #define fminf emulator::smaller
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
-// Fibers change places only where they wait, so that plain arithmetic is atomic.
+// Fibers switch only where they wait, so plain arithmetic is atomic.
 template <class T> T atomicAdd(T* p, T x) {
     T before = *p;
     *p += x;
@@ -165,7 +165,7 @@ inline int __syncthreads_or(int predicate) { return emulator::block_sync_or(pred
 
 namespace emulator {
 template <class T> struct Plain { using Type = T; };
-template <class T> struct Plain<const T&> { using Type = T; };  // a __grid_constant__, which is where it was packed
+template <class T> struct Plain<const T&> { using Type = T; };  // a __grid_constant__, read in place
 struct Arguments {
     const uint8_t *start, *at;
     template <class T> T next() {
@@ -176,7 +176,7 @@ struct Arguments {
         return *reinterpret_cast<const Type*>(start + offset);
     }
 };
-template <class... T> struct Call {  // braces, as only in these arguments are read in order
+template <class... T> struct Call {  // braces evaluate arguments in order
     Call(void (*kernel)(T...), T... x) { kernel(x...); }
 };
 template <class... T> void call(void (*kernel)(T...), const void* packed) {

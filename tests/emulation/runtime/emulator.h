@@ -1,13 +1,13 @@
-// What the parts of the emulator, and the kernels that run in it, have in common.
+// Declarations shared by the parts of the emulator and the kernels that run in it.
 //
 //     threads.cpp    threads of a block as fibers, and the scheduler
-//     meetings.cpp   what threads do together: warps, __syncthreads, named barriers, mbarriers
+//     meetings.cpp   collectives of threads: warps, __syncthreads, named barriers, mbarriers
 //     copies.cpp     cp.async, and copies of boxes by the tensor memory accelerator
 //     matrices.cpp   ldmatrix, stmatrix, mma.sync, wgmma
 //     formats.cpp    float16, bfloat16 and e4m3
-//     device.h       what CUDA C++ gives a kernel without any include, in terms of all this
+//     device.h       what CUDA C++ declares without any include, on top of these
 //
-// Kernels are compiled one by one, so that what they include is kept small: the rest is compiled once.
+// Kernels are compiled one by one, so this header is kept small: the rest is compiled once.
 #pragma once
 #include <math.h>
 #include <stddef.h>
@@ -41,12 +41,12 @@ EXPORT void wait_for_kernel_ahead();
 // Ends the launch: the message becomes an error in Python.
 [[noreturn]] EXPORT void fail(const char* format, ...);
 
-// Asynchronous work: done at once or, if it is to be late, when nothing else can go on. Asked for each piece of it.
+// Asynchronous work: done at once or, if it is late, when no fiber can continue. Decided for each item.
 struct Work {
     virtual ~Work() = default;
     virtual void run() = 0;
 };
-// What a block has under way, kept while blocks of the kernel ahead run; its destructor puts it back.
+// A block's pending work, saved while blocks of the kernel ahead run; the destructor restores it.
 struct SetAside {
     virtual ~SetAside() = default;
 };
@@ -60,17 +60,17 @@ bool work_is_late();
 void when_stuck(Work* work);
 int random_number(int below);
 
-// Shared memory is addressed from 0 on, where the system's own part lies, as on the device; in a cluster, from the block's
-// rank in the upper byte.
+// Shared memory is addressed from 0 on, where the system's part is, as on the device; in a cluster the upper byte is the
+// block's rank.
 constexpr uint32_t DYNAMIC_SHARED_AT = 1024;
 constexpr int RANK_SHIFT = 24;
 EXPORT extern uint8_t* shared_memory;
 EXPORT extern uint32_t shared_end;
 EXPORT uint8_t* shared_at(uint32_t address, uint32_t bytes);
-// Of another block of the cluster, or of this one.
+// The address in another block of the cluster, or in this one.
 EXPORT uint32_t mapped(uint32_t address, uint32_t rank);
 EXPORT uint8_t* cluster_shared_at(uint32_t address, uint32_t bytes);
-// Counts at a barrier of the block that it goes to, when it is there.
+// Counts at a barrier of the target block when it arrives.
 EXPORT void store_async(uint32_t address, std::initializer_list<uint32_t> values, uint32_t barrier);
 uint32_t without_rank(uint32_t address);  // of this block's memory
 // Global memory, for accesses that must be aligned.
@@ -81,10 +81,10 @@ inline uint8_t* global_at(const void* address, uint32_t bytes) {
 
 // ---- meetings.cpp
 
-constexpr int MOST_BYTES = 64;  // that a lane brings or takes
+constexpr int MOST_BYTES = 64;  // of a lane's input or result
 
 using Act = void (*)(void* context, uint8_t (*brought)[MOST_BYTES], uint8_t (*taken)[MOST_BYTES]);
-// All lanes of the warp come; the last one acts for all. Returns what this lane takes.
+// All lanes of the warp arrive; the last one acts for all. Returns this lane's result.
 EXPORT const uint8_t* meet(const char* what, const void* brought, size_t bytes, Act act, void* context);
 
 template <class In, class F> const uint8_t* meet(const char* what, const In& in, F act) {
@@ -94,7 +94,7 @@ template <class In, class F> const uint8_t* meet(const char* what, const In& in,
     };
     return meet(what, &in, sizeof in, call, &act);
 }
-// Everybody's `x`, to be looked at before the next meeting.
+// Every lane's `x`, valid until the next meeting.
 template <class T> struct Table {
     const uint8_t* rows;
     T operator[](int lane) const {
@@ -164,10 +164,10 @@ EXPORT uint32_t to_bf16x2(float low, float high);
 EXPORT uint16_t to_e4m3x2(float low, float high);
 EXPORT uint32_t e4m3x2_to_f16x2(uint32_t bytes);
 EXPORT uint32_t multiply_f16x2(uint32_t a, uint32_t b);
-EXPORT uint32_t to_f16x2_saturated(float low, float high);  // the largest that there are in place of infinities
+EXPORT uint32_t to_f16x2_saturated(float low, float high);  // infinities become the largest finite values
 EXPORT uint32_t max_f16x2(uint32_t a, uint32_t b);   // the other one where one is NaN
 EXPORT uint32_t max_magnitudes_bf16x2(uint32_t a, uint32_t b);  // NaN where one is; the signs multiplied
-// With subnormal numbers, which the rest of a kernel flushes to zero (CuPy compiles with -ftz=true).
+// Keep subnormal numbers, which the rest of a kernel flushes to zero (CuPy compiles with -ftz=true).
 EXPORT float multiply(float a, float b);
 EXPORT float divide(float a, float b);
 EXPORT double to_double(float x);

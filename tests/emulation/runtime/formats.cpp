@@ -1,4 +1,4 @@
-// Number formats. Conversions from 8 and 16 bits are tables: they are most of what a matrix product costs.
+// Number formats. Conversions from 8 and 16 bits are tables, because they dominate the cost of a matrix product.
 #include "emulator.h"
 #include <immintrin.h>
 #include <vector>
@@ -11,7 +11,7 @@ static float of_bits(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 KeepSubnormals::KeepSubnormals() : before(_mm_getcsr()) { _mm_setcsr(before & ~0x8040u); }
 KeepSubnormals::~KeepSubnormals() { _mm_setcsr(before); }
 
-// A value with `mantissa` bits after the point and an exponent's bias; the exponent of all ones as any other.
+// A value with `mantissa` bits after the point and an exponent's bias; an exponent of all ones is not special.
 static float small_float(uint32_t magnitude, int mantissa, int bias) {
     int exponent = magnitude >> mantissa, fraction = magnitude & ((1 << mantissa) - 1);
     int last_place = (exponent ? exponent : 1) - bias - mantissa;
@@ -51,7 +51,7 @@ static uint32_t to_bf16(float x) {
 static uint32_t to_f16(float x) {
     uint32_t sign = bits_of(x) >> 16 & 0x8000, bits = bits_of(x) & 0x7fffffff;
     if (bits > 0x7f800000) return 0x7fff;
-    if (bits >= 0x47800000) return sign | 0x7c00;  // 65536 and more; what rounds up to it comes out right below
+    if (bits >= 0x47800000) return sign | 0x7c00;  // 65536 and more; values that round up to it are handled below
     if (bits < 0x38800000) return sign | uint32_t(lrintf(of_bits(bits) * 16777216.0f));  // below 2^-14: steps of 2^-24
     return sign | (bits + 0xfff + (bits >> 13 & 1) - (112u << 23)) >> 13;
 }
@@ -59,7 +59,7 @@ static uint32_t to_f16(float x) {
 static uint32_t to_e4m3(float x) {
     if (x != x) return 0x7f;
     float magnitude = fminf(fabsf(x), 448.0f);
-    uint32_t low = 0, high = 0x7e;  // the codes around it: their values ascend
+    uint32_t low = 0, high = 0x7e;  // the neighbouring codes: values ascend
     while (high - low > 1) {
         uint32_t middle = (low + high) / 2;
         if (E4M3[middle] <= magnitude) low = middle;
@@ -98,7 +98,7 @@ uint32_t max_magnitudes_bf16x2(uint32_t a, uint32_t b) {
 
 float multiply(float a, float b) {
     KeepSubnormals keep;
-    volatile float product = a * b;  // here, and not after the mode has changed
+    volatile float product = a * b;  // before the mode is restored
     return product;
 }
 float divide(float a, float b) {

@@ -1,7 +1,7 @@
 // Matrix operands and products of a warp and of a warpgroup, as the PTX manual lays fragments out.
 //
-// Of a 16 x 8 fragment of 16-bit values, lane 4 g + c holds rows g and g + 8, columns 2 c and 2 c + 1, and the same of
-// the next 8 columns; of a result columns 2 c and 2 c + 1 of both rows.
+// Lane 4 g + c of a 16 x 8 fragment of 16-bit values holds rows g and g + 8, columns 2 c and 2 c + 1, and the same of
+// the next 8 columns; of a result it holds columns 2 c and 2 c + 1 of both rows.
 #include "emulator.h"
 #include <deque>
 #include <vector>
@@ -119,7 +119,7 @@ void mma_f64(double& x0, double& x1, double a, double b) {
     x0 = mine.x[0], x1 = mine.x[1];
 }
 
-// ---- wgmma: a warp's 16 of the 64 rows. It reads shared memory, registers and sums when it is done, not before.
+// ---- wgmma: a warp's 16 of the 64 rows. It reads shared memory, registers and sums when it completes, not before.
 
 namespace {
 
@@ -136,7 +136,7 @@ struct Tile {
         if (descriptor >> 62 != 1) fail("wgmma: only tiles swizzled over 128 bytes are emulated");
     }
     float at(uint32_t offset, Operands type) const {
-        uint32_t address = start + offset, own = cluster_rank << RANK_SHIFT;  // which descriptors leave out
+        uint32_t address = start + offset, own = cluster_rank << RANK_SHIFT;  // absent from descriptors
         uint8_t* bytes = shared_at(own | (address ^ (address >> 3 & 0x70)), bytes_of(type));
         if (type == Operands::E4M3) return from_f16(e4m3x2_to_f16x2(*bytes));
         uint32_t bits = *reinterpret_cast<uint16_t*>(bytes);
@@ -146,7 +146,7 @@ struct Tile {
     float along(int row, int k, Operands type) const {
         return at(row / 8 * stride + row % 8 * 128 + bytes_of(type) * k, type);
     }
-    // The other way round; every 64 columns another tile.
+    // Transposed; another tile every 64 columns.
     float across(int k, int column, Operands type) const {
         return at(column / 64 * leading + k / 8 * stride + k % 8 * 128 + column % 64 * 2, type);
     }

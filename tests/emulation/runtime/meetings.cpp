@@ -1,4 +1,4 @@
-// What threads do together.
+// Collective operations of threads.
 #include "emulator.h"
 #include <memory>
 #include <unordered_map>
@@ -9,14 +9,14 @@ namespace {
 
 constexpr int MOST_WARPS = 32, LANES = 32;
 
-// A warp's meeting place. What lanes bring and take is kept until the meeting after the next: by then all have it.
+// A warp's meeting point. Inputs and results of lanes are kept until the meeting after the next: by then all have read them.
 struct Warp {
     uint64_t meetings;
     int arrived;
     const char* what;
     alignas(64) uint8_t brought[2][LANES][MOST_BYTES], taken[2][LANES][MOST_BYTES];
 };
-// A counter of those who came, and of the times that all did.
+// Counts arrivals, and completed phases.
 struct Gate {
     int arrived = 0;
     uint64_t times = 0;
@@ -30,7 +30,7 @@ struct Gate {
 struct Barrier {
     int expected, pending;
     uint64_t phase = 0;
-    int64_t bytes = 0;  // that are still to come, beside the arrivals
+    int64_t bytes = 0;  // still expected, in addition to the arrivals
 
     void arrive(int count) {
         pending -= count;
@@ -47,7 +47,7 @@ struct Block {
     std::unordered_map<uint32_t, Barrier> barriers;
 };
 struct Cluster {
-    std::vector<std::unique_ptr<Block>> blocks;  // on the heap: fibers wait for words in there
+    std::vector<std::unique_ptr<Block>> blocks;  // on the heap: fibers wait for words inside
     int arrived = 0;
     uint64_t times = 0;
     std::vector<uint64_t> arrivals;  // of each thread
@@ -98,7 +98,7 @@ const uint8_t* meet(const char* what, const void* brought, size_t bytes, Act act
     else if (warp.what != what && strcmp(warp.what, what))
         fail("lanes of warp %d meet at %s and at %s", thread_number / LANES, warp.what, what);
     memcpy(warp.brought[place][lane], brought, bytes);
-    memcpy(warp.taken[place][lane], brought, bytes);  // what an act leaves as it is
+    memcpy(warp.taken[place][lane], brought, bytes);  // kept if `act` does not change it
     uint64_t now = warp.meetings;
     if (++warp.arrived == LANES) {
         if (act) act(context, warp.brought[place], warp.taken[place]);
@@ -128,7 +128,7 @@ int block_sync_or(int predicate) {
     int result = block()->vote;
     block_sync();
     block()->vote = 0;
-    block_sync();  // before anybody votes again
+    block_sync();  // before the next vote
     return result;
 }
 

@@ -1,13 +1,13 @@
 // The threads of a block as fibers on one CPU thread, one block after another; those of a cluster of blocks at a time.
 //
-// A fiber runs until it has to wait; the scheduler then goes on with the next one whose wait is over. In turn, that is
-// lane after lane and warp after warp. With a seed, the most urgent warp that can goes on, and the rest stays behind as
-// far as it is allowed to; which is the most urgent one changes at random, seldom or often.
-// When nobody can go on, late work (copies and products that were started and not waited for) is done, piece after
-// piece; when there is none either, that is a deadlock, which the report shows.
+// A fiber runs until it has to wait; the scheduler then continues with the next one whose wait is over. Without a seed
+// the order is lane after lane and warp after warp. With a seed the most urgent runnable warp continues, and the others lag
+// behind as far as they can; the most urgent warp changes at random, rarely or often.
+// When no fiber can continue, late work (copies and products that were started and not waited for) is done, item by
+// item; without late work it is a deadlock, which is reported.
 //
-// A kernel that was launched to overlap with the one ahead of it runs first, until nobody can go on without that one's
-// end (griddepcontrol.wait): then that one runs as a whole, on fibers and in shared memory of its own.
+// A kernel that was launched to overlap with the one ahead of it runs first, until no fiber can continue before the end of
+// the kernel ahead (griddepcontrol.wait): then that one runs to its end, on separate fibers and shared memory.
 #include "emulator.h"
 #include <algorithm>
 #include <map>
@@ -22,7 +22,7 @@
 #include <vector>
 #include <xmmintrin.h>
 
-// Leaves `*from` where this stack is, and goes on with the other.
+// Saves this stack in `*from`, and continues with the other.
 extern "C" void emulator_switch(void** from, void* to);
 asm(R"(
 .text
@@ -56,7 +56,7 @@ struct Fiber {
     bool done, begun;
 };
 
-// What Python asks for.
+// The launch that Python requests.
 struct Launch {
     const char* name;
     void (*kernel)(const void*);
@@ -67,14 +67,14 @@ struct Launch {
     const Launch* ahead;  // the kernel that this one may overlap with, or null
 };
 
-// A kernel and the one ahead of it, and so on, have fibers and shared memory of their own, kept for later launches.
+// A kernel, the one ahead of it, and so on, have separate fibers and shared memory, which later launches reuse.
 struct Level {
     std::vector<Fiber> fibers;
     std::vector<uint8_t*> shared;  // of each block of a cluster
 };
 std::vector<Level> levels;
 
-// The kernel that runs.
+// The running kernel.
 struct Running {
     const Launch* launch = nullptr;
     bool seeded = false;
@@ -98,7 +98,7 @@ void run_fiber() {
     emulator_switch(&now.fibers[fiber_number].stack_pointer, now.scheduler);
 }
 
-// A stack with a page below it that nobody may touch.
+// A stack with an inaccessible page below it.
 uint8_t* new_stack() {
     void* memory = mmap(nullptr, PAGE + STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED || mprotect(memory, PAGE, PROT_NONE)) fail("no memory for a thread's stack");
@@ -106,10 +106,10 @@ uint8_t* new_stack() {
 }
 
 void begin_fiber(Fiber& fiber, int number) {
-    // Tops of stacks lie at all offsets in a page, or those of a warp would fall into the same lines of the cache.
+    // Tops of stacks have different offsets in a page, or those of a warp would map to the same cache lines.
     void** top = reinterpret_cast<void**>(fiber.stack + STACK_BYTES - number % 32 * 128) - 2;
     *top = reinterpret_cast<void*>(run_fiber);
-    memset(top - 6, 0, 6 * sizeof(void*));  // the registers that a switch takes from the stack
+    memset(top - 6, 0, 6 * sizeof(void*));  // the registers that a switch pops
     fiber.stack_pointer = top - 6, fiber.wait = {}, fiber.done = fiber.begun = false;
 }
 
@@ -187,7 +187,7 @@ void put_in_order(std::vector<int>& warps) {
     std::stable_sort(warps.begin(), warps.end(), [&](int a, int b) { return groups[a / 4] < groups[b / 4]; });
 }
 
-// The lanes of a warp that can go on, as far as they can for now.
+// Run the lanes of a warp that can continue, as far as they can for now.
 bool run_warp(int warp) {
     bool ran = false;
     int first = now.seeded ? random_number(32) : 0;
@@ -212,7 +212,7 @@ void run_blocks(int threads) {
     for (size_t i = 0; i < warps.size(); ++i) warps[i] = i;
     now.late_work.clear();
     begin_block_meetings(), begin_block_copies(), begin_block_matrices();
-    int turns = now.seeded ? 1 << 3 * random_number(4) : 0;  // that an order lasts, on average
+    int turns = now.seeded ? 1 << 3 * random_number(4) : 0;  // average duration of an order
     if (now.seeded) put_in_order(warps);
     for (;;) {
         if (now.seeded && random_number(turns) == 0) put_in_order(warps);
@@ -250,8 +250,8 @@ void run_kernel(const Launch& launch) {
     for (int rank = 0; rank < cluster_size; ++rank)
         for (uint32_t i = shared_end; i < shared_end + 1024; ++i)
             if (levels[now.level].shared[rank][i] != UNWRITTEN)
-                fail("a write %u bytes behind the end of shared memory", i - shared_end);
-    if (kernel_ahead_is_to_come) run_kernel_ahead();  // for whom nobody has waited
+                fail("a write %u bytes past the end of shared memory", i - shared_end);
+    if (kernel_ahead_is_to_come) run_kernel_ahead();  // which no fiber waited for
 }
 
 void on_bad_address(int, siginfo_t* info, void*) { fail("an access at %p, where no array is", info->si_addr); }
@@ -297,7 +297,7 @@ uint8_t* shared_at(uint32_t address, uint32_t bytes) {
 
 uint32_t mapped(uint32_t address, uint32_t rank) {
     if (int(rank) >= cluster_size) fail("shared memory of block %u of a cluster of %d", rank, cluster_size);
-    return (address & ((1u << RANK_SHIFT) - 1)) | rank << RANK_SHIFT;  // whatever rank it had
+    return (address & ((1u << RANK_SHIFT) - 1)) | rank << RANK_SHIFT;  // replaces the rank
 }
 
 uint8_t* cluster_shared_at(uint32_t address, uint32_t bytes) {
@@ -338,7 +338,7 @@ void store_async(uint32_t address, std::initializer_list<uint32_t> values, uint3
     delete store;
 }
 
-// Runs a kernel, and those ahead of it that it may overlap with; null, or what went wrong.
+// Runs a kernel, and those ahead of it that it may overlap with; returns null or an error message.
 extern "C" EXPORT const char* emulator_launch(const Launch* launch) {
     struct sigaction action = {}, segv, bus;
     action.sa_sigaction = on_bad_address, action.sa_flags = SA_SIGINFO | SA_NODEFER;

@@ -1,9 +1,9 @@
-// Copies from global to shared memory that run beside the arithmetic (cp.async, sm_80 and newer).
+// Asynchronous copies from global to shared memory (cp.async, sm_80 and newer).
 #pragma once
 #include "common/numbers.cuh"
 
-// In a cluster a thread block's own shared memory begins at its rank << 24, wherever addresses are made of constants. For
-// kernels that say IN_CLUSTER.
+// In a cluster a CTA's own shared memory begins at its rank << 24, which constant addresses do not include. For kernels that
+// define IN_CLUSTER.
 __device__ inline uint32 own(uint32 address) {
 #ifdef IN_CLUSTER
     uint32 rank;
@@ -15,8 +15,8 @@ __device__ inline uint32 own(uint32 address) {
 
 __device__ inline uint32 shared_address(const void* pointer) { return uint32(__cvta_generic_to_shared(pointer)); }
 
-// 16 bytes to shared memory, of which the first `size` come from global memory, the others are zeros. Past the L1 cache,
-// which has no use for them.
+// 16 bytes to shared memory: the first `size` come from global memory, the others are zeros. Bypasses the L1 cache, which
+// has no use for them.
 __device__ inline void copy_async_part(uint32 target, const void* source, int size) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(own(target)), "l"(source), "r"(size) : "memory");
 }
@@ -31,8 +31,8 @@ template <int BYTES> __device__ inline void copy_async(uint32 target, const void
 template <int BYTES> __device__ inline void copy_async(void* target, const void* source, bool present) {
     copy_async<BYTES>(shared_address(target), source, present);
 }
-// Ask for the line of L2 that holds this byte.
+// Prefetch this byte's line to L2.
 __device__ inline void prefetch_to_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 __device__ inline void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Wait until all but the last PENDING groups of this thread's copies are there.
+// Wait until all but the last PENDING groups of this thread's copies have arrived.
 template <int PENDING> __device__ inline void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }

@@ -1,8 +1,9 @@
 // Gather the last rows of each request from a paged FP8 cache into a dense workspace.
 //
-// A warp takes TOKENS neighbouring positions of one request (blockIdx.y): its lanes look up a position each, and then
-// hold 8 neighbouring values of every row in each round, so that a row is written in contiguous 512-byte pieces. A row
-// waits for its length, its block number and its bytes, one after another, which is why a warp takes several.
+// Grid: (a warp per TOKENS rows, requests, which are strided). Block: 128 threads. No shared memory. A warp takes TOKENS
+// neighbouring positions of one request: its lanes look up a position each, then hold 8 neighbouring values of every row in
+// each round, so that a row is written in contiguous 512-byte pieces. A row waits for its length, its block number and its
+// bytes in turn, which is why a warp takes several.
 //
 // Macros: LAYOUT, OUTPUT (bf16, f16 or float), TOKENS, ALIGNED, STREAM.
 #include "common/pdl.cuh"
@@ -51,7 +52,7 @@ dequantize_and_gather_k_cache(OUTPUT* out, int64 request_stride, int64 token_str
         int rows = min(gathered, num_rows);
         PageRow at{-1, 0};
         if (lane < TOKENS) {
-            // Where all rows are gathered, which block it is does not wait for the length.
+            // If all rows are gathered, the block number does not depend on the length.
             int64 position = (gather_lens ? int64(seq_len) - gathered : 0) + first_row + lane;
             at = lookup_page_row(table, request, int(min(position, int64(INT32_LIMIT))), block_size, num_slots);
         }

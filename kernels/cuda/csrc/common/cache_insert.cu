@@ -1,8 +1,8 @@
 // Quantise rows to FP8 and insert them into a paged cache.
 //
-// A warp takes a token. Each lane holds 8 neighbouring values of a row in each of its
-// rounds (a round is 32 lanes x 8 values), so a tile of 64 or 128 values is 8 or 16 lanes and its largest
-// magnitude takes 3 or 4 shuffles. Reads of a row are 512 contiguous bytes a round, writes 256.
+// Grid: a warp per token. Block: 128 threads. No shared memory. Each lane holds 8 neighbouring values of a row in each of its
+// rounds (a round is 32 lanes x 8 values), so a tile of 64 or 128 values is in 8 or 16 lanes and its largest
+// magnitude takes 3 or 4 shuffles. Reads of a row are 512 contiguous bytes per round, writes 256.
 // The values that stay 16-bit come from an array of their own, `rope`, which may be a part of the other.
 //
 // Macros: LAYOUT, INPUT (bf16, f16 or float), SLOT (int64 or int), POWER_OF_TWO, ALIGNED.
@@ -13,7 +13,7 @@
 constexpr int ROUNDS = (LAYOUT::head_dim + 255) / 256;
 constexpr int TILE_LANES = LAYOUT::scale_tile / 8;
 
-// The largest of |x|, NaN aside.
+// Largest of |x|, ignoring NaN.
 __device__ inline float largest_magnitude(const float (&x)[8]) {
     float largest = 0.0f;
 #pragma unroll
@@ -34,8 +34,8 @@ __device__ inline float largest_of_tile(float largest) {
     return largest;
 }
 
-// Values [8 * chunk, 8 * chunk + 8) of a row; every lane of the warp takes part. Returns the biased exponent of the
-// scale of a power of two, 0 if there is none.
+// Insert values [8 * chunk, 8 * chunk + 8) of a row. Called by every lane of the warp. Returns the biased exponent of a
+// power-of-two scale, or 0.
 __device__ inline uint32 insert_chunk(Token token, int chunk, Raw8<INPUT> raw) {
     float x[8];
     unpack8(raw, x);
@@ -56,8 +56,8 @@ __device__ inline uint32 insert_chunk(Token token, int chunk, Raw8<INPUT> raw) {
     return exponent + 127;
 }
 
-// The UE8M0 scales of a row by one store: the exponents of all tiles are brought together in every lane. What is left
-// of the 8 bytes is 0.
+// Store the UE8M0 scales of a row at once: every lane gathers the exponents of all tiles. The remaining bytes of the 8 are
+// 0.
 __device__ inline void store_exponents(Token token, int lane, const uint32 (&exponents)[ROUNDS]) {
     static_assert(!LAYOUT::ue8m0 || (LAYOUT::scale_bytes == 8 && TILE_LANES == 8 && ROUNDS == 2));
     uint32 words[2] = {};
@@ -81,7 +81,7 @@ quantize_and_insert_k_cache(const INPUT* k, int64 k_stride, const INPUT* rope, i
     int64 slot = slot_mapping[token];
     Raw8<INPUT> raw[ROUNDS];
 #pragma unroll
-    for (int round = 0; round < ROUNDS; ++round) {  // before the slot is known, though it may say to skip the row
+    for (int round = 0; round < ROUNDS; ++round) {  // loaded before the slot is known, although it may skip the row
         int first = 8 * (32 * round + lane);
         raw[round] = {};
         if (first < LAYOUT::quantized_dim) raw[round] = load_raw8(k + token * k_stride + first);

@@ -1,19 +1,19 @@
-// A choice that holds nothing of a row: a thread block reads it four times or, where equal logits compete, seven.
-// It writes in order, and so leaves out rows without a slot.
+// Top-k selection that stores nothing of a row: a CTA reads the row four times or, if equal logits compete, seven times.
+// It writes in order, and so can leave out rows without a slot.
 //
 // Macro: THREADS.
 #pragma once
 #include "common/chosen_rows.cuh"
 #include "common/selection.cuh"
 
-// Write what a chunk's threads keep, each a column, behind `written` others.
+// Write the columns of a chunk that are kept, one per thread, after `written` others.
 __device__ inline void write_chunk(Scratch& shared, ColumnsOfRow out, bool keep, int column, int& written, int&) {
     int total, to = written + sum_before(shared, keep, total);
     if (keep) out.columns[to] = column;
     written += total;
     __syncthreads();
 }
-// The same, and the slots of those that have one behind `mapped` others.
+// The same, and the slots of the columns that have one after `mapped` others.
 __device__ inline void write_chunk(Scratch& shared, const SlotsOfRow& out, bool keep, int column, int& written,
                                    int& mapped) {
     write_chunk(shared, ColumnsOfRow{out.columns}, keep, column, written, mapped);

@@ -1,7 +1,7 @@
-// What a choice among a row's columns writes: which columns, ascending, then -1; and with ToSlots where in a paged cache the
-// rows of these numbers are, as compute_compact_topk_indices_and_lens (common/indices.cu) finds it from the columns.
+// Output of a top-k selection among a row's columns: the chosen columns, ascending, then -1; with ToSlots also the slots of
+// these rows in a paged cache, as compute_compact_topk_indices_and_lens (common/indices.cu) finds them from the columns.
 //
-// Macro: OUTPUT (ToColumns or ToSlots), the kernel's parameter. A row's part of it has the same functions in both.
+// Macro: OUTPUT (ToColumns or ToSlots), the kernel's parameter. Both give a row's output the same member functions.
 #pragma once
 #include "common/pages.cuh"
 
@@ -31,8 +31,8 @@ struct SlotsOfRow {
     int num_pages;
     BlockSize block_size;
 
-    // Whether one of the pages with the first `length` rows is absent, among those that a thread of so many looks at. A
-    // block whose last slot may be beyond int32 counts as absent.
+    // Whether a page of the first `length` rows is absent, among the pages that this thread of `threads` checks. A block
+    // whose last slot may exceed int32 counts as absent.
     __device__ bool lacks_page(int length, int thread, int threads) const {
         int needed = length > 0 ? int(block_size.page_of(length - 1)) + 1 : 0;
         uint32 beyond = block_size.page_of(INT32_LIMIT);
@@ -46,10 +46,10 @@ struct SlotsOfRow {
         return lookup_slot(BlockTable{pages, 0, 1, num_pages}, 0, column, block_size.tokens);
     }
 
-    // Writes columns of which no page is absent; neighbours share one lookup.
+    // Writes columns whose pages are all present; neighbours use one lookup.
     struct Writer {
         const SlotsOfRow& row;
-        uint32 page = ~0u, moved = 0;  // the last column's page, and how far its rows' slots are from their columns
+        uint32 page = ~0u, moved = 0;  // the last column's page, and slot minus column of its rows
 
         __device__ void look_up(int column) {
             uint32 needed = row.block_size.page_of(column);
@@ -61,14 +61,14 @@ struct SlotsOfRow {
             row.columns[place] = column, row.slots[place] = int(column + moved);
         }
     };
-    // For columns from `first` on, `first` being one of the row's; asks for its page ahead, if there are any.
+    // Writer for columns from `first` on, which must be a column of the row. Loads its page ahead if there are any columns.
     __device__ Writer writer(int first, bool any) const {
         Writer writer{*this};
         if (any) writer.look_up(first);
         return writer;
     }
     __device__ void clear(int place) const { columns[place] = slots[place] = -1; }
-    __device__ bool counts() const { return !is_valid || *is_valid; }  // asked ahead of what comes before the length
+    __device__ bool counts() const { return !is_valid || *is_valid; }  // read before the length is needed
     __device__ void write_length(int found, bool counts) const { *length = counts ? found : 0; }
 };
 

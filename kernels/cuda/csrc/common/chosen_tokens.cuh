@@ -1,4 +1,4 @@
-// Which of neighbouring tokens have a slot. Macro: PARTS (with more than 1 slots are asked for at once).
+// Tokens of a neighbourhood that have a slot. Macro: PARTS (above 1, slots are loaded together).
 #pragma once
 #include "common/numbers.cuh"
 
@@ -7,7 +7,7 @@ template <class S> __device__ inline int64 slot_of(const S* slots, int token, in
     return slot < there ? slot : -1;
 }
 
-// Those of up to 128 tokens, every `stride`-th from `first` on, that complete a row, or save a state.
+// Those of up to 128 tokens, every `stride`-th from `first` on, that have a slot: they complete a row or save a state.
 struct Tokens {
     int first, stride;
     uint32 left[4];
@@ -19,7 +19,7 @@ struct Tokens {
         bool has[4];
 #if PARTS > 1
         S slot[4] = {-1, -1, -1, -1};
-        if (given > 0)  // all asked for at once: a branch each would await each
+        if (given > 0)  // loaded together: a branch for each would wait for each
 #pragma unroll
             for (int i = 0; i < 4; ++i) slot[i] = slots[min(first + (32 * i + lane) * stride, given - 1)];
 #pragma unroll
@@ -38,7 +38,7 @@ struct Tokens {
         for (int i = 0; i < 4; ++i) left[i] = __ballot_sync(~0u, has[i]);
     }
 
-    // The next of them, or -1.
+    // The next such token, or -1.
     __device__ int next() {
         int from = left[0] ? 0 : left[1] ? 1 : left[2] ? 2 : 3;
         uint32 some = left[0] ? left[0] : left[1] ? left[1] : left[2] ? left[2] : left[3];

@@ -1,4 +1,6 @@
-// Makes words zero: a launch like any other, so that what is launched again (interop/xla.py) includes it.
+// Sets words to zero. It is a kernel launch, so that a recorded sequence of launches (interop/xla.py) includes it.
+//
+// Grid: any; grid-stride loop. Block: 256 threads. No shared memory.
 #include "common/pdl.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -1,19 +1,20 @@
-// The compressor of V4: states saved, windows pooled, RMSNorm, RoPE, insert.
+// The compressor of V4: save states, pool windows, RMSNorm, RoPE, insert.
 //
-// One launch for one compressor, or for a layer's and its indexer's. States are saved by thread blocks of their own, a
-// token a warp. Of those that pool each, or each cluster of PARTS of them, takes neighbouring tokens and those of them
-// that complete a row one after another. A thread has 4 channels; GROUPS threads share a window's positions, and read
-// AHEAD of them before they need the first. Where a position is read from, its lanes find out for a warp, one position
-// each: this step's are in kv_score, earlier ones in the pages of states. What groups have is merged through shared
-// memory by the first warps, which norm, turn and insert their part of the row; a cluster's blocks add up their sums of
-// squares.
+// Grid: one launch for one compressor, or for a layer's and its indexer's. Some CTAs save states, a token per warp. Others pool
+// windows: a CTA, or a cluster of PARTS CTAs, takes neighbouring tokens and processes the tokens that complete a row in turn.
+// Block: First::THREADS threads. A thread has 4 channels; GROUPS threads split a window's positions.
+// Shared memory: the groups' partial means, and sums of squares; dynamic for PARTS > 1.
 //
-// Of long windows (clusters) positions are in ALL_GROUPS groups and channels in ALL_PARTS parts, whatever GROUPS and
-// PARTS are, and are added up by these: a row is the same, bit by bit, in a batch of any size. Thread blocks that pool
-// come first there, and states to be saved, which are neighbours, go to different warps; of short windows those that
-// save do, as nobody should wait for them at the end.
+// To pool a window, a thread loads AHEAD positions before it uses the first. The lanes of a warp look up one position each:
+// positions of this step are in kv_score, earlier ones in the pages of states. The first warps merge the groups' means, then
+// normalise, rotate and insert their part of the row; a cluster's CTAs exchange their sums of squares.
 //
-// Macros: LAYOUT, SECOND (the indexer's layout; PARTS and GROUPS are 1 where there is one), INPUT and WEIGHT (float or
+// For long windows (clusters), positions are always in ALL_GROUPS groups and channels in ALL_PARTS parts, and sums are added up
+// in that order for any GROUPS and PARTS: a row is bit-identical in a batch of any size. There, pooling CTAs come first, and
+// the neighbouring states to save go to different warps. For short windows, saving CTAs come first, so that the kernel's end
+// does not wait for them.
+//
+// Macros: LAYOUT, SECOND (the indexer's layout; PARTS and GROUPS are 1 if there is one), INPUT and WEIGHT (float or
 // bf16), STATE_SLOT, SLOT and POSITION (int64 or int), RATIO, COFF (1 or 2), PARTS (1, or on sm_90 more), GROUPS,
 // AHEAD, WIDE (kv_score, states and biases may be read 4 values at a time), ALIGNED.
 #include "common/chosen_tokens.cuh"
@@ -26,11 +27,11 @@ constexpr int ALL_GROUPS = PARTS > 1 ? 16 : GROUPS, ALL_PARTS = 8;
 constexpr int PASSES = ALL_GROUPS / GROUPS;
 static_assert(ALL_GROUPS % GROUPS == 0 && (PARTS == 1 || ALL_PARTS % PARTS == 0));
 
-// How thread blocks go about the rows of a layout.
+// How CTAs divide the rows of a layout.
 template <class L> struct Way {
     using Layout = L;
     static constexpr int DIM = L::head_dim, THREADS_OF_GROUP = DIM / 4 / PARTS, THREADS = GROUPS * THREADS_OF_GROUP;
-    // Of those that hold a row's channels in a thread block; with less than a warp, several of its lanes hold the same.
+    // Threads that hold a row's channels in a CTA; if they are less than a warp, several of its lanes hold the same.
     static constexpr int HOLDERS = THREADS_OF_GROUP < 32 ? 32 : THREADS_OF_GROUP, WARPS = HOLDERS / 32;
     static constexpr int COPIES = HOLDERS / THREADS_OF_GROUP, PLACES = PARTS > 1 ? ALL_PARTS : WARPS;
     static constexpr int THREADS_OF_PART = PARTS > 1 ? DIM / 4 / ALL_PARTS : THREADS_OF_GROUP;
@@ -40,7 +41,7 @@ template <class L> struct Way {
 using First = Way<LAYOUT>;
 using Second = Way<SECOND>;
 
-// What a compressor reads and writes.
+// Arguments of one compressor.
 struct Rows {
     const INPUT* kv_score;
     int64 kv_stride;
@@ -54,7 +55,7 @@ struct Rows {
     int block_size, unused;
 };
 
-// What compressors share.
+// Arguments common to all compressors.
 struct Step {
     const STATE_SLOT* state_slots;
     const SLOT* slots;
@@ -66,7 +67,7 @@ struct Step {
     const float* cos_sin;
     int64 cos_stride;
     int tokens, num_state_slots, num_slots, num_requests, table_rows, table_columns, state_block, max_position, rope_dim;
-    int together, saved_together;  // tokens of a thread block that pools, and of a warp that saves
+    int together, saved_together;  // tokens of a pooling CTA, and of a saving warp
     float eps;
 };
 
@@ -75,9 +76,9 @@ __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.r
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 #endif
 
-// The sum over all threads that hold channels of a row, of what they hold; all threads of the block come.
+// Sum over all threads that hold channels of a row. Called by all threads of the block.
 template <class W> struct RowSum {
-    float (*places)[W::PLACES];  // of two rows: one is read while the next is written
+    float (*places)[W::PLACES];  // double-buffered by row: one is read while the next is written
     int turn;
 
     __device__ float operator()(float of_warp, bool holds) {
@@ -88,8 +89,8 @@ template <class W> struct RowSum {
         static_assert(W::WARPS == 1);
         uint32 rank, here = uint32(__cvta_generic_to_shared(place)), there;
         asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-        if (turn == 1) cluster_wait();  // the first time: all have started
-        int part = lane / W::THREADS_OF_PART, peer = lane % W::THREADS_OF_PART;  // of those that this thread block has
+        if (turn == 1) cluster_wait();  // the first time: all CTAs have started
+        int part = lane / W::THREADS_OF_PART, peer = lane % W::THREADS_OF_PART;  // of this CTA's parts
         if (holds && part < ALL_PARTS / PARTS && peer < PARTS) {
             asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
                          : "=r"(there) : "r"(here + 4 * (rank * (ALL_PARTS / PARTS) + part)), "r"(peer));
@@ -111,8 +112,8 @@ __device__ inline int remainder_of(int64 position) { return int((position % RATI
 __device__ inline int remainder_of(int position) { return (position % RATIO + RATIO) % RATIO; }
 
 #if GROUPS > 1
-// What all groups have of a thread's channels, in SIDES shares of the groups, of which the copies of a thread take one
-// each, or the only one all.
+// Merges the means of all groups for a thread's channels. The groups are divided into SIDES; each copy of a thread takes one,
+// or a single copy takes all.
 template <class W> __device__ inline Mean merged(const Mean (*parts)[W::THREADS_OF_GROUP]) {
     constexpr int THREADS = W::THREADS_OF_GROUP, COPIES = W::COPIES;
     constexpr int SIDES = PARTS > 1 ? 32 / W::THREADS_OF_PART : COPIES;
@@ -148,7 +149,7 @@ template <class W> __device__ inline Mean merged(const Mean (*parts)[W::THREADS_
 }
 #endif
 
-// The states of neighbouring tokens, by warp `warp` of `warps`.
+// Save the states of neighbouring tokens; called by warp `warp` of `warps`.
 template <class W> __device__ inline void save_states(const Rows& rows, const Step& step, int warp, int warps) {
     constexpr int CHANNELS = COFF * W::DIM, QUADS = CHANNELS / 128, AT_ONCE = QUADS < 4 ? QUADS : 4;
     int first = PARTS > 1 ? warp : warp * step.saved_together;
@@ -177,7 +178,7 @@ template <class W> __device__ inline void save_states(const Rows& rows, const St
     }
 }
 
-// Where a lane's position of a window is: at `source`, of kv_score if `here`; or nowhere, and `source` is any row there.
+// Where a lane's position of a window is: at `source`, in kv_score if `here`. If not found, `source` is any valid row.
 struct Place {
     const void* source;
     bool found, here;
@@ -195,7 +196,7 @@ __device__ inline Place place_of(const Rows& rows, const Step& step, int token, 
     return {rows.state + entry * rows.state_page + page.row * rows.state_row, true, false};
 }
 
-// Those of neighbouring tokens from `first` on that complete a row: part `part` of its channels.
+// Pool the tokens from `first` on that complete a row: part `part` of its channels.
 template <class W>
 __device__ inline void pool(const Rows& rows, const Step& step, int first, int part, float (*places)[W::PLACES]) {
 #if PARTS > 1
@@ -205,12 +206,12 @@ __device__ inline void pool(const Rows& rows, const Step& step, int first, int p
 #endif
     constexpr int DIM = W::DIM, CHANNELS = COFF * DIM, THREADS = W::THREADS_OF_GROUP, COPIES = W::COPIES;
     int group = threadIdx.x / THREADS, thread = threadIdx.x % THREADS, channel = part * (DIM / PARTS) + 4 * thread;
-    int lane = threadIdx.x % 32, groups_before = group % COPIES * AHEAD;  // lanes of this warp's groups before
-    int channel_read = channel;  // the same, but see below: where rows are read is kept
+    int lane = threadIdx.x % 32, groups_before = group % COPIES * AHEAD;  // lanes of this warp's earlier groups
+    int channel_read = channel;  // a copy that stays in a register, see below
     bool holds = threadIdx.x < W::HOLDERS;
 #if PARTS > 1
-    cluster_arrive();  // so that nobody sends to a thread block that has not started: see RowSum
-    // Of all tokens, asked for at once: which of them it is, is not known yet.
+    cluster_arrive();  // so that no CTA writes to one that has not started: see RowSum
+    // For all tokens, loaded together before the token is known.
     POSITION some_positions[4];
     int some_requests[4];
 #pragma unroll
@@ -243,21 +244,21 @@ __device__ inline void pool(const Rows& rows, const Step& step, int first, int p
     int known = first;
 #endif
     for (; token >= 0; token = tokens.next()) {
-        // What follows from `channel` is found again, not kept: registers are for what is read.
+        // Keeps the compiler from storing values derived from `channel`: it rematerialises them, and saves registers.
         if (PARTS > 1) asm volatile("" : "+r"(channel));
         if (token != known) position = step.positions[token], request = step.requests[token];
         bool present = request >= 0 && request < step.num_requests;
-        int here = token + 1 - (present ? max(step.starts[request], 0) : token);  // positions of this step
+        int here = token + 1 - (present ? max(step.starts[request], 0) : token);  // positions in this step
         int remainder = remainder_of(position);
         float norm[4], cosines[2], sines[2];
-        const float* turns = turns_at(step.cos_sin, step.cos_stride, step.max_position, position - remainder);
+        const float* rotation = rotation_at(step.cos_sin, step.cos_stride, step.max_position, position - remainder);
         auto load_factors = [&] {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 int pair = (channel + i / 2 * 2 - DIM + step.rope_dim) / 2;
                 norm[i] = to_float(rows.weight[channel + i]);
                 if (i % 2 == 0 && channel + i >= DIM - step.rope_dim)
-                    cosines[i / 2] = turns[pair], sines[i / 2] = turns[step.rope_dim / 2 + pair];
+                    cosines[i / 2] = rotation[pair], sines[i / 2] = rotation[step.rope_dim / 2 + pair];
             }
         };
         if (GROUPS == 1) load_factors();
@@ -319,9 +320,9 @@ __device__ inline void pool(const Rows& rows, const Step& step, int first, int p
             parts[its][thread] = mean;
 #endif
         }
-        pdl_release();  // the next kernel waits for the end of this one anyway
+        pdl_release();  // the next kernel waits for the end of this one in any case
 #if GROUPS > 1
-        if (holds) load_factors();  // while groups wait for one another
+        if (holds) load_factors();  // while groups wait for each other
         __syncthreads();
         if (holds) mean = merged<W>(parts);
 #endif
@@ -350,12 +351,12 @@ __device__ inline void pool(const Rows& rows, const Step& step, int first, int p
 #define CLUSTER
 #endif
 
-// Thread blocks that save states of the first compressor, then of the second, then such as pool rows of either; of long
-// windows, of which there is one compressor, such as pool, then such as save.
+// CTAs that save states of the first compressor, then of the second, then CTAs that pool rows of either. For long windows,
+// which have one compressor: CTAs that pool, then CTAs that save.
 extern "C" CLUSTER __global__ void __launch_bounds__(First::THREADS, 512 / First::THREADS)
 compress_and_insert(const Rows rows, const Rows second, const Step step, int saving, int saving_second, int pooling) {
 #if PARTS > 1
-    extern __shared__ uint4 memory[];  // places, and what groups have
+    extern __shared__ uint4 memory[];  // sums of squares and the groups' means
     auto places = reinterpret_cast<float(*)[First::PLACES]>(memory);
 #else
     __shared__ float places[2][First::PLACES], second_places[2][Second::PLACES];

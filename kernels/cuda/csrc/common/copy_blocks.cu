@@ -1,6 +1,6 @@
 // Copy pages of one cache into pages of another (or of the same).
 //
-// A thread block copies CHUNK units of one page.
+// Grid: ceil(page units / CHUNK) CTAs per page; each copies CHUNK units. Block: 256 threads. No shared memory.
 //
 // Macros: UNIT, the type that pages are copied in (uint4, uint2, uint32, uint16 or uint8), CHUNK, PAIR (int64 or int).
 #include "common/pdl.cuh"

@@ -1,21 +1,22 @@
-// Merge what the splits of dense MLA decode have left. Each thread has four values of a head.
+// Combine the partial results of split dense MLA decode.
 //
-// Parts lie in L2, so that time goes into round trips rather than bytes: log-sums and values of up to AT_ONCE parts
-// are asked for together. Where there are more, several sets of four warps take some each.
+// Grid: a CTA per head of a query token. Block: up to MAX_SETS sets of four warps; each thread has four values. Shared memory:
+// sums of the other sets. Partial results are in L2, so latency counts rather than bytes: log-sums and values of up to AT_ONCE
+// splits are loaded together. With more splits, each of several sets takes some of them.
 //
 // Macros: VALUE (bf16 or f16), ALIGNED, AT_ONCE (parts that a thread asks for together), MAX_SETS.
 #include "common/pdl.cuh"
 #include "common/latent.cuh"
 
-constexpr int SET = LATENT_V / 4;  // threads that have a head's values
+constexpr int SET = LATENT_V / 4;  // threads that hold a head's values
 #if __CUDA_ARCH__ >= 900
-constexpr int MANY_BLOCKS = 12;  // on a multiprocessor
+constexpr int MANY_BLOCKS = 12;  // per SM
 #else
-constexpr int MANY_BLOCKS = 10;  // where 40 registers are too few
+constexpr int MANY_BLOCKS = 10;  // 40 registers are too few
 #endif
 constexpr int MIN_BLOCKS = MAX_SETS > 1 ? 1 : AT_ONCE > 4 ? 8 : MANY_BLOCKS;
 
-// Of parts: values times exp(log-sum - top).
+// Over splits: values times exp(log-sum - top).
 struct PartSum {
     float top, total;
     float4 x;
@@ -27,7 +28,7 @@ struct PartSum {
     }
 };
 
-__device__ inline float base_of(float top) { return top == -infinity() ? 0.0f : top; }  // no NaN where no keys are
+__device__ inline float base_of(float top) { return top == -infinity() ? 0.0f : top; }  // no NaN without keys
 
 extern "C" __global__ void __launch_bounds__(SET * MAX_SETS, MIN_BLOCKS)
 mla_decode_merge(const float* partial_out, const float* partial_lse, int splits, int s_q, int heads, VALUE* out,
@@ -47,7 +48,7 @@ mla_decode_merge(const float* partial_out, const float* partial_lse, int splits,
         float log_sums[AT_ONCE];
         float4 x[AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {  // volatile, or the first is waited for before the last is asked for
+        for (int i = 0; i < AT_ONCE; ++i) {  // volatile: otherwise the last load waits for the first
             log_sums[i] = -infinity(), x[i] = {};
             if (first + i >= splits) continue;
             asm volatile("ld.global.f32 %0, [%1];" : "=f"(log_sums[i]) : "l"(lse_at + i * heads));

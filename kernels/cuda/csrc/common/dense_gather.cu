@@ -1,7 +1,7 @@
 // Gather rows of several requests from a cache of plain rows into a dense workspace.
 //
-// A warp takes a row. The thread blocks go through the rows in turns: how many there are only the device knows,
-// and a workspace may have many more.
+// Grid: up to MAX_BLOCKS CTAs that stride over the rows, because only the device knows their number and a workspace may have
+// many more. Block: 128 threads, a row per warp. No shared memory.
 //
 // Macros: UNIT, the type that rows are copied in (uint4, uint2, uint32, uint16 or uint8); or, to dequantise e4m3
 // rows, OUTPUT (bf16, f16 or float) and ALIGNED (which also says that rows are a multiple of 8 values).
@@ -33,7 +33,7 @@ __device__ inline void move_row(const uint8* src, uint8* dst, int width, int lan
 
 #else
 
-constexpr int UNROLL = 4;  // units of a lane that are on their way at a time
+constexpr int UNROLL = 4;  // units of a lane in flight
 
 __device__ inline void move_row(const uint8* src, uint8* dst, int row_bytes, int lane, float) {
     int count = row_bytes / int(sizeof(UNIT));

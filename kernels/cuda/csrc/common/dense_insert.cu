@@ -1,6 +1,7 @@
 // Insert rows of kv_c and k_pe, side by side, into a cache of plain rows.
 //
-// A warp takes a token; each lane has 8 neighbouring values of the row in each of its rounds.
+// Grid: a warp per token. Block: 128 threads; each lane has 8 neighbouring values of the row in each of its rounds. No
+// shared memory.
 //
 // Macros: INPUT (bf16, f16 or float), CACHE (bf16, f16 or e4m3), KV_C_DIM, SLOT (int64 or int), ALIGNED.
 #include "common/pdl.cuh"

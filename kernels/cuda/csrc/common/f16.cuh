@@ -1,4 +1,4 @@
-// Pairs of float16 from bfloat16, and arithmetic that need not be exact to the last bit.
+// Pairs of float16 from bfloat16, and approximate arithmetic.
 #pragma once
 #include "common/numbers.cuh"
 

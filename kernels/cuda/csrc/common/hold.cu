@@ -1,7 +1,7 @@
-// Holds a stream until the host lets it go, or for `longest` nanoseconds at most.
+// Holds a stream until the host releases it, or for at most `longest` nanoseconds.
 //
-// What the host queues behind it meanwhile then runs without gaps, so that a stopwatch between two events of the
-// stream sees the device alone. One thread; `opened` is in pinned host memory.
+// Work that the host queues meanwhile then runs without gaps, so that two events of the stream time the device alone.
+// Grid and block: one thread. No shared memory. `opened` is in pinned host memory.
 #include "common/numbers.cuh"
 
 __device__ inline int64 nanoseconds() {

@@ -1,14 +1,14 @@
-// What the index maps share: a warp's way over a row of entries, positions of query tokens, slots of positions.
+// Shared by the index maps: a warp's loop over a row of entries, positions of query tokens, slots of positions.
 //
 // Macros: ALIGNED (as indices.cu says).
 #include "common/pages.cuh"
 #include "common/vectors.cuh"
 
-constexpr int THREADS = 64;             // of a thread block
-constexpr int WIDTH = ALIGNED ? 4 : 1;  // entries a lane handles at a time
-constexpr int STEP = 32 * WIDTH;        // and a warp
-constexpr int STEPS = 4;                // loads of a lane that are on their way at a time
-constexpr int AT_ONCE = 16;             // and of one that moves entries, each of which takes a lookup
+constexpr int THREADS = 64;             // per CTA
+constexpr int WIDTH = ALIGNED ? 4 : 1;  // entries that a lane handles at a time
+constexpr int STEP = 32 * WIDTH;        // entries that a warp handles at a time
+constexpr int STEPS = 4;                // loads of a lane in flight
+constexpr int AT_ONCE = 16;             // the same where entries are compacted, each of which takes a lookup
 
 struct LoadedIndices {
     int at[WIDTH];
@@ -25,7 +25,7 @@ __device__ inline LoadedIndices load_entries(const int* p) {
     return x;
 }
 
-// What a lane has of entries [first, count), and anything beyond.
+// A lane's entries of [first, count), and undefined values beyond.
 __device__ inline void load_steps(LoadedIndices (&entries)[STEPS], const int* p, int first, int count) {
 #pragma unroll
     for (int step = 0; step < STEPS; ++step)
@@ -62,19 +62,19 @@ struct QueryPositions {
     }
 };
 
-// Rows of `compress_ratio` positions each that are complete at `position`. 32-bit division is enough: a position
-// beyond that is an error of the caller's, which must only not do harm.
+// Rows of `compress_ratio` positions each that are complete at `position`. 32-bit division is enough: a larger position is a
+// caller's error, which must only do no harm.
 __device__ inline uint32 complete_rows(int64 position, int compress_ratio) {
     if (position < 0) return 0;
     return (uint32(min(position, int64(INT32_LIMIT))) + 1) / uint32(compress_ratio);
 }
 
-// Compressed entries that a token at `position` sees, of which it uses `topk` at most.
+// Compressed entries that a token at `position` sees, limited to `topk`.
 __device__ inline int compressed_entries(int64 position, int compress_ratio, int topk) {
     return int(min(complete_rows(position, compress_ratio), uint32(topk)));
 }
 
-// p[i], in PTX because the compiler would work out the whole of p again for each of a row's entries.
+// p[i], in PTX because the compiler would otherwise recompute the whole of p for each of a row's entries.
 __device__ inline int load_at(const int* p, uint32 i) {
     int x;
     asm volatile("{ .reg .u64 a; mad.wide.u32 a, %1, 4, %2; ld.global.nc.u32 %0, [a]; }" : "=r"(x) : "r"(i), "l"(p));
@@ -85,8 +85,8 @@ __device__ inline int load_at(const int* p, uint32 i) {
 struct TableRow {
     const int* entries;
     BlockSize block_size;
-    uint32 limit;       // of positions that it has; 0 if the table does not have the request
-    uint32 last_block;  // whose first slot is within int32
+    uint32 limit;       // positions in the table; 0 if the table does not have the request
+    uint32 last_block;  // the last one whose first slot is within int32
 
     __device__ TableRow(BlockTable table, int row, BlockSize block_size_)
         : entries(table.entries + row * table.row_stride), block_size(block_size_) {
@@ -112,14 +112,14 @@ struct TableRow {
         }
 #pragma unroll
         for (int i = 0; i < WIDTH; ++i) {
-            uint32 slot = uint32(blocks.at[i]) * block_size.tokens + rows[i];  // at most the last block's is beyond int32
+            uint32 slot = uint32(blocks.at[i]) * block_size.tokens + rows[i];  // only the last block's slots can exceed int32
             slots.at[i] = uint32(blocks.at[i]) <= last_block ? max(int(slot), -1) : -1;
         }
         return slots;
     }
 };
 
-// start + j, start + j + 1, ... for those of j, j + 1, ... that are below `count`; the others are -1.
+// start + j, start + j + 1, ... for those of j, j + 1, ... below `count`; the others are -1.
 __device__ inline LoadedIndices range(int start, int j, int count) {
     LoadedIndices x;
 #pragma unroll
@@ -127,10 +127,10 @@ __device__ inline LoadedIndices range(int start, int j, int count) {
     return x;
 }
 
-// A window of positions up to and with `position`; empty if that is negative.
+// A window of positions up to and including `position`; empty if that is negative.
 struct Window {
     int start, length;
-    int lookups;  // of the positions, those within int32, as all are but where query_start_loc contradicts seq_lens
+    int lookups;  // positions within int32: all of them, unless query_start_loc contradicts seq_lens
 
     __device__ Window(int64 position, int window_size) {
         int64 first = max(position - window_size + 1, int64(0));
@@ -147,7 +147,7 @@ __device__ inline int count_present(LoadedIndices x) {
     return count;
 }
 
-// Slots in a numbering where pages are `span` tokens apart instead of as many as they have.
+// Converts slots to a numbering with `span` slots from page to page instead of the block size.
 __device__ inline LoadedIndices to_span(LoadedIndices slots, BlockSize block_size, int span) {
 #pragma unroll
     for (int i = 0; i < WIDTH; ++i) slots.at[i] = max(slots.at[i], -1);

@@ -1,7 +1,7 @@
-// Gather the indexer's keys, FP8 values and scales as they are, from a paged cache.
+// Gather the indexer's keys from a paged cache, FP8 values and scales unchanged.
 //
-// 8 lanes take a row of 128 bytes, 16 bytes each; the first of them takes the scale as well. The thread blocks
-// go through the rows in turns: how many there are only the device knows, and a workspace may have many more.
+// Grid: CTAs that stride over the rows, because only the device knows their number and a workspace may have many more. Block:
+// 128 threads; 8 lanes take a row of 128 bytes, 16 bytes each, and the first of them also the scale. No shared memory.
 //
 // Macros: ALIGNED.
 #include "common/pdl.cuh"

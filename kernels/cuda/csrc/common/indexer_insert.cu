@@ -1,10 +1,11 @@
 // Quantise the indexer's keys to FP8 and insert them into a paged cache.
 //
-// A token's 128 values share one scale. Eight lanes take it, 8 values of each of two parts. What rows and scales are is in
-// common/cache_insert.cu, whose layouts are larger.
+// Grid: eight lanes per token. Block: 128 threads. No shared memory. A token's 128 values have one scale; a lane has 8 values
+// of each of two parts. common/cache_insert.cu, for larger layouts, explains rows and scales.
 //
-// Instructions bound it beside memory: the largest magnitude is found among bits, as magnitudes are in the order of their
-// bits, two 16-bit ones at a time. Where an infinity or a NaN is the largest, which are left out, values are looked at again.
+// It is bound by instructions as well as memory. The largest magnitude is therefore found among the bits, which are ordered
+// as the magnitudes are, two 16-bit ones at a time. Infinities and NaNs are ignored: if one is the largest, the values are
+// scanned again.
 //
 // Macros: INPUT (bf16, f16 or float), SLOT (int64 or int), POWER_OF_TWO, ALIGNED.
 #include "common/pages.cuh"
@@ -14,7 +15,7 @@
 using Layout = INDEXER_FP8;
 constexpr int PARTS = 2, LANES = Layout::head_dim / 8 / PARTS, THREADS = 128, GROUPS = THREADS / LANES;
 
-// The bits of a word's magnitudes, or the larger ones of two words.
+// The magnitude bits of a word, the larger ones of two words, and the value of the larger half.
 template <class T> __device__ inline uint32 magnitudes(T, uint32 word) { return word & 0x7fff7fff; }
 __device__ inline uint32 magnitudes(float, uint32 word) { return word & 0x7fffffff; }
 template <class T> __device__ inline uint32 larger(T, uint32 a, uint32 b) { return __vmaxu2(a, b); }
@@ -23,7 +24,7 @@ __device__ inline float value_of(bf16, uint32 x) { return to_float(bf16{uint16(m
 __device__ inline float value_of(f16, uint32 x) { return to_float(f16{uint16(max(x & 0xffff, x >> 16))}); }
 __device__ inline float value_of(float, uint32 x) { return __uint_as_float(x); }
 
-// The largest of the lanes' finite magnitudes. All lanes of a warp take part.
+// Largest finite magnitude of the lanes. Called by all lanes of a warp.
 __device__ inline float largest_of(const Raw8<INPUT> (&raw)[PARTS]) {
     constexpr int WORDS = sizeof(Raw8<INPUT>) / 4;
     uint32 bits = 0;

@@ -1,6 +1,8 @@
-// Keys without scales into the slots of a paged cache and out of it again. A warp takes a row.
+// Insert keys without scales into the slots of a paged cache, and gather them.
 //
-// Macros: INPUT (type of the keys that are inserted), VALUE (of the cache), SLOT (int64 or int), LAYOUT.
+// Grid: a warp per row; gather_keys strides over the rows. Block: 128 threads. No shared memory.
+//
+// Macros: INPUT (type of the inserted keys), VALUE (of the cache), SLOT (int64 or int), LAYOUT.
 #include "common/pages.cuh"
 #include "common/pdl.cuh"
 #include "common/requests.cuh"
@@ -10,7 +12,7 @@ constexpr int DIM = 128, THREADS = 128;
 __device__ inline void convert(float x, float& y) { y = x; }
 __device__ inline void convert(float x, bf16& y) { y = {uint16(pack(bf16{}, x, 0.0f))}; }
 __device__ inline void assign(float x, float& y) { y = x; }
-__device__ inline void assign(bf16 x, bf16& y) { y = x; }  // whose bits stay, NaN's included
+__device__ inline void assign(bf16 x, bf16& y) { y = x; }  // keeps the bits, NaN's included
 template <class From, class To> __device__ inline void assign(From x, To& y) { convert(to_float(x), y); }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

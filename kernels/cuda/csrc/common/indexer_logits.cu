@@ -1,10 +1,13 @@
-// Scores of keys for queries of any type and number of heads: logits = scale * sum of weights * relu(q . k).
-//
-// A thread block takes KEYS keys of a query: lane i has key i, and the warps share out the heads. Plain arithmetic; the
-// usual case has a kernel of its own (sm90/indexer/logits.cu).
+// Indexer scores for queries of any type and number of heads: logits = scale * sum of weights * relu(q . k).
 // clean_logits writes -inf where a query does not see a key.
 //
-// Macros: VALUE (uint8 for e4m3, bf16 or float), PAGED (a paged cache, or keys one behind another).
+// Grid: (blocks of 32 keys, queries), both strided.
+// Block: 128 threads; lane i has key i, and the heads are split across the warps.
+// Shared memory: 19 KiB, static: keys, a head of Q per warp, partial sums.
+//
+// Plain float32 arithmetic; sm90/indexer/logits.cu is the fast kernel for the usual case.
+//
+// Macros: VALUE (uint8 for e4m3, bf16 or float), PAGED (a paged cache, or packed keys).
 #include "common/pages.cuh"
 #include "common/pdl.cuh"
 
@@ -20,10 +23,10 @@ __device__ inline float value_of(float x) { return x; }
 
 // Keys that each query sees.
 struct Queries {
-    const int *starts, *ends;  // PAGED: lengths, and none
+    const int *starts, *ends;  // PAGED: lengths, and null
     int64 lens_stride;
-    int per_query, count;  // count: of all, or of an entry of a paged cache
-    int keys, room;        // room: of compressed rows, else 0
+    int per_query, count;  // count: all queries, or those of an entry of a paged cache
+    int keys, compressed_width;        // compressed_width: width of compressed rows, else 0
 
     __device__ void range_of(int query, int& first, int& end) const {
         if (PAGED) {
@@ -32,7 +35,7 @@ struct Queries {
             first = 0, end = int(min(max(length, int64(0)), int64(keys)));
         } else {
             first = min(max(starts[query], 0), keys), end = min(max(ends[query], first), keys);
-            if (room) end = int(min(int64(end), int64(first) + room));
+            if (compressed_width) end = int(min(int64(end), int64(first) + compressed_width));
         }
     }
 };
@@ -40,14 +43,14 @@ struct Queries {
 extern "C" __global__ void __launch_bounds__(THREADS)
 indexer_logits(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h, int heads, const float* weights,
                int64 weights_stride, const int* starts, const int* ends, int64 lens_stride, int per_query, int count,
-               int num_queries, const VALUE* k, int64 k_stride, const float* scales, int keys, int room,
+               int num_queries, const VALUE* k, int64 k_stride, const float* scales, int keys, int compressed_width,
                const int* block_table, int64 table_stride, int table_rows, int table_columns, uint8* pages,
                int64 page_stride, int64 num_slots, int block_size, float* logits, int64 logits_stride) {
     __shared__ float key[KEYS][DIM + 1];
     __shared__ float query_head[WARPS][DIM];
     __shared__ float sums[WARPS][KEYS];
     pdl_wait();
-    Queries queries{starts, ends, lens_stride, per_query, count, keys, room};
+    Queries queries{starts, ends, lens_stride, per_query, count, keys, compressed_width};
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     for (int query = blockIdx.y; query < num_queries; query += gridDim.y) {
         int first, end;
@@ -92,7 +95,7 @@ indexer_logits(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_strid
             __syncthreads();
             if (warp == 0 && lane < here) {
                 for (int other = 1; other < WARPS; ++other) sum += sums[other][lane];
-                logits[query * logits_stride + start + lane - (room ? first : 0)] = present ? sum * scale : -infinity();
+                logits[query * logits_stride + start + lane - (compressed_width ? first : 0)] = present ? sum * scale : -infinity();
             }
             __syncthreads();
         }
@@ -101,14 +104,14 @@ indexer_logits(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_strid
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 clean_logits(const int* starts, const int* ends, int64 lens_stride, int per_query, int count, int num_queries, int keys,
-             int room, float* logits, int64 logits_stride) {
+             int compressed_width, float* logits, int64 logits_stride) {
     pdl_wait();
-    Queries queries{starts, ends, lens_stride, per_query, count, keys, room};
-    int width = room ? room : keys, stride = gridDim.x * THREADS;
+    Queries queries{starts, ends, lens_stride, per_query, count, keys, compressed_width};
+    int width = compressed_width ? compressed_width : keys, stride = gridDim.x * THREADS;
     for (int query = blockIdx.y; query < num_queries; query += gridDim.y) {
         int first, end;
         queries.range_of(query, first, end);
-        if (room) end -= first, first = 0;
+        if (compressed_width) end -= first, first = 0;
         float* row = logits + query * logits_stride;
         for (int64 i = blockIdx.x * THREADS + threadIdx.x; i < width; i += stride)
             if (i < first || i >= end) row[i] = -infinity();

@@ -1,19 +1,20 @@
-// Metadata of a step for the indexer of DeepSeek V3.2 and V4 layers.
+// Metadata of a step for the indexer of DeepSeek V3.2 and V4 layers. Grid by kernel; block: 1,024 threads; shared memory: 8 KiB,
+// static, for the schedule.
 //
-// build_indexer            one launch for all that the decode kernels take, and for a prefill chunk. Thread block 0 deals
-//                          out the splits, the next `element_blocks` take one element of each flat buffer a thread, the
-//                          rest up to `decode_blocks` copy block tables, COLUMNS columns of an entry a warp. The last
-//                          ones are the chunk's.
-// paged_mqa_logits_metadata  one thread block that deals out the splits, nothing else.
-// compressed_slot_mapping  one token a thread.
-// build_indexer_chunk      a prefill chunk alone: `splits` thread blocks share out the rows and queries of a request.
+// build_indexer            one launch for all that the decode kernels need, and for a prefill chunk. CTA 0 schedules the
+//                          splits, the next `element_blocks` take one element of each flat buffer per thread, the rest up
+//                          to `decode_blocks` copy block tables, COLUMNS columns of an entry per warp. The last CTAs take
+//                          the chunk.
+// paged_mqa_logits_metadata  one CTA that schedules the splits only.
+// compressed_slot_mapping  one token per thread.
+// build_indexer_chunk      a prefill chunk alone: `splits` CTAs per request divide its rows and queries.
 #include "common/pdl.cuh"
 #include "common/pages.cuh"
 
-constexpr int THREADS = 1024;  // many, as one thread block deals out the splits of all
+constexpr int THREADS = 1024;  // many, because one CTA schedules all splits
 constexpr int WARPS = THREADS / 32;
 constexpr int COLUMNS = 1024;
-constexpr int SPLIT_PAGES = 4;  // of the schedule: a split is so many pages
+constexpr int SPLIT_PAGES = 4;  // pages in a split of the schedule
 
 struct BatchRequests {
     const int* query_start_loc;
@@ -39,12 +40,12 @@ struct BatchRequests {
     }
 };
 
-// How many whole rows so many positions make.
+// Whole rows in so many positions.
 __device__ inline int rows_of(int64 positions, int compress_ratio) {
     return uint32(min(max(positions, int64(0)), int64(INT32_LIMIT))) / uint32(compress_ratio);
 }
 
-// The slot of the row that a token completes, or -1. Slots are 64-bit: a page may be any.
+// The slot of the row that a token completes, or -1. Slots are 64-bit: page numbers may be large.
 __device__ inline int64 compressed_slot(BatchRequests requests, BlockTable table, int token, int block_size,
                                         int compress_ratio) {
     int request = requests.of(token);
@@ -57,7 +58,7 @@ __device__ inline int64 compressed_slot(BatchRequests requests, BlockTable table
     return block >= 0 ? int64(block) * block_size + row % block_size : -1;
 }
 
-// The entries of the decode kernels: requests, or their tokens if flattened.
+// Entries of the decode kernels: requests, or their tokens if flattened.
 struct DecodeEntries {
     BatchRequests requests;
     int num_decodes, batch_size, lens_per_entry;
@@ -81,9 +82,9 @@ struct DecodeEntries {
     }
 };
 
-// Deal the splits of all entries, of `split` rows each, out in contiguous shares as even as can be, the larger ones first.
-// Each thread counts the splits of a run of requests; shares then look for the run that they start in.
-__device__ inline void deal_splits(DecodeEntries entries, int split_rows, int num_shares, int2* schedule) {
+// Assign the splits of all entries, `split_rows` rows each, to SMs in contiguous ranges of equal size, or larger by one at the
+// front. Each thread counts the splits of a run of requests; each SM then searches for the run in which it starts.
+__device__ inline void schedule_splits(DecodeEntries entries, int split_rows, int num_sms, int2* schedule) {
     __shared__ int64 splits_before[THREADS + 1];
     int run = (entries.num_decodes + THREADS - 1) / THREADS;
     auto splits_of = [&](int request, int entry) {
@@ -106,8 +107,8 @@ __device__ inline void deal_splits(DecodeEntries entries, int split_rows, int nu
     }
 
     int64 total = splits_before[THREADS];
-    for (int share = threadIdx.x; share <= num_shares; share += THREADS) {
-        int64 start = share * (total / num_shares) + min(int64(share), total % num_shares);
+    for (int sm = threadIdx.x; sm <= num_sms; sm += THREADS) {
+        int64 start = sm * (total / num_sms) + min(int64(sm), total % num_sms);
         int owner = 0;  // the last run with no more than `start` pages before it
         for (int step = THREADS / 2; step; step /= 2)
             if (splits_before[owner + step] <= start) owner += step;
@@ -124,11 +125,11 @@ __device__ inline void deal_splits(DecodeEntries entries, int split_rows, int nu
                 split -= here;
             }
         }
-        schedule[share] = found;
+        schedule[sm] = found;
     }
 }
 
-// Requests of a prefill chunk and what is filled for them; `splits` thread blocks each.
+// Requests of a prefill chunk and the buffers filled for them, by `splits` CTAs each.
 struct Chunk {
     int* cu_seqlen_ks;
     int* cu_seqlen_ke;
@@ -137,7 +138,7 @@ struct Chunk {
     int first_request, num_reqs, splits, num_tokens, total_rows, unused;
 };
 
-// Thread block `block` of a chunk's.
+// Body of CTA `block` of a chunk.
 __device__ inline void build_chunk(const int* query_start_loc, const int* seq_lens, int compress_ratio, Chunk chunk, int block) {
     query_start_loc += chunk.first_request, seq_lens += chunk.first_request;
     // Where the request's rows start: after those of the chunk's earlier requests.
@@ -174,14 +175,14 @@ build_indexer(const int* query_start_loc, const int* seq_lens, int num_reqs, con
               int64 table_stride, int table_columns, int num_decodes, int batch_size, int flatten,
               int lens_per_entry, int columns, int entries_before, int columns_before, int block_size,
               int compress_ratio, int* decode_lens, int* out_seq_lens, int capacity, int64* slot_mapping,
-              int* out_block_table, int64 out_table_stride, int* schedule, int num_shares, int element_blocks,
+              int* out_block_table, int64 out_table_stride, int* schedule, int num_sms, int element_blocks,
               int decode_blocks, Chunk chunk) {
     pdl_wait();
     if (blockIdx.x >= decode_blocks) return build_chunk(query_start_loc, seq_lens, compress_ratio, chunk, blockIdx.x - decode_blocks);
     BatchRequests requests{query_start_loc, seq_lens, num_reqs};
     DecodeEntries entries{requests, num_decodes, batch_size, lens_per_entry, flatten != 0, compress_ratio};
     if (blockIdx.x == 0) {
-        deal_splits(entries, SPLIT_PAGES * block_size, num_shares, reinterpret_cast<int2*>(schedule));
+        schedule_splits(entries, SPLIT_PAGES * block_size, num_sms, reinterpret_cast<int2*>(schedule));
         return;
     }
     if (blockIdx.x <= element_blocks) {
@@ -236,8 +237,8 @@ build_indexer_chunk(const int* query_start_loc, const int* seq_lens, int compres
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-paged_mqa_logits_metadata(const int* lens, int64 lens_stride, int count, int split_rows, int* schedule, int num_shares) {
+paged_mqa_logits_metadata(const int* lens, int64 lens_stride, int count, int split_rows, int* schedule, int num_sms) {
     pdl_wait();
     BatchRequests requests{nullptr, lens, count, lens_stride};
-    deal_splits(DecodeEntries{requests, count, count, 1, false, 1}, split_rows, num_shares, reinterpret_cast<int2*>(schedule));
+    schedule_splits(DecodeEntries{requests, count, count, 1, false, 1}, split_rows, num_sms, reinterpret_cast<int2*>(schedule));
 }

@@ -1,4 +1,6 @@
-// Keys of V3.2's indexer: LayerNorm, RoPE on the first values in halves, insert. A warp takes a row.
+// Keys of V3.2's indexer: LayerNorm, RoPE (in halves) on the first values, insert.
+//
+// Grid: a warp per row. Block: 128 threads. Shared memory: a row per warp, for RoPE's partners.
 //
 // Macros: LAYOUT, INPUT and WEIGHT (float or bf16), SLOT and POSITION (int64 or int), ALIGNED.
 #include "common/pdl.cuh"
@@ -12,7 +14,7 @@ indexer_knorm_rope_and_insert(const INPUT* k, int64 k_stride, const WEIGHT* weig
                               const SLOT* slots, const POSITION* positions, const float* cos_sin, int64 cos_stride,
                               int max_position, int rope_dim, float eps, uint8* pages, int64 page_stride,
                               int64 num_slots, int block_size) {
-    __shared__ float before[WARPS][Row::DIM];  // the turn
+    __shared__ float before[WARPS][Row::DIM];  // RoPE
     pdl_wait();
     int warp = threadIdx.x / 32, token = blockIdx.x * WARPS + warp;
     if (token >= rows) return;
@@ -38,13 +40,13 @@ indexer_knorm_rope_and_insert(const INPUT* k, int64 k_stride, const WEIGHT* weig
         before[warp][first + i] = row.x[i];
     }
     __syncwarp();
-    const float* turns = turns_at(cos_sin, cos_stride, max_position, positions[token]);
+    const float* rotation = rotation_at(cos_sin, cos_stride, max_position, positions[token]);
     int half = rope_dim / 2;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         int at = first + i, pair = at < half ? at : at - half;
         if (at >= rope_dim) continue;
-        float cos = turns[pair], sin = turns[half + pair];
+        float cos = rotation[pair], sin = rotation[half + pair];
         row.x[i] = row.x[i] * cos + before[warp][at < half ? at + half : pair] * (at < half ? -sin : sin);
     }
     row.insert<LAYOUT>(token_at<LAYOUT>(pages, page_stride, block_size, slot));

@@ -1,7 +1,7 @@
 // RoPE of the indexer's queries, their quantisation to FP8, and their scales folded into the weights of the heads.
 //
-// 16 lanes take a head, 8 values each. The 64 values that are rotated are those of 8 neighbouring lanes; a value's
-// partner is beside it, or 4 lanes further.
+// Grid: 16 lanes per head, 8 values each. Block: 128 threads. No shared memory. The 64 rotated values are in 8 neighbouring
+// lanes; a value's partner is its neighbour, or 4 lanes away.
 //
 // Macros: INPUT, WEIGHT and TABLE (types of queries, weights and cosines), POSITION (int64 or int), OUTPUT (uint8 for
 // e4m3, or float or bf16 for no quantisation), ALIGNED.
@@ -26,12 +26,12 @@ fused_indexer_q_rope_quant(const POSITION* positions, const INPUT* q, int64 q_st
     pdl_wait();
     int lane = threadIdx.x % LANES;
     int64 number = int64(blockIdx.x) * (THREADS / LANES) + threadIdx.x / LANES;
-    bool present = number < tokens * heads;  // all lanes of a warp meet below
+    bool present = number < tokens * heads;  // all lanes of a warp take part in the shuffles below
     int64 token = present ? number / heads : 0, head = present ? number % heads : 0;
     float x[8];
     unpack8(load_raw8(q + token * q_stride + head * q_head_stride + 8 * lane), x);
     int64 position = positions[token];
-    int rotated = lane - (rope_first ? 0 : (DIM - ROPE) / 8);  // which of the 8 lanes that are
+    int rotated = lane - (rope_first ? 0 : (DIM - ROPE) / 8);  // which of the 8 rotated lanes
     float partner[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) partner[i] = __shfl_xor_sync(~0u, x[i], ROPE / 16);

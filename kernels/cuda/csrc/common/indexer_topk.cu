@@ -1,16 +1,21 @@
-// The columns of the largest logits of each row, by ascending index; of equal ones those of the lowest index.
+// Top-k columns of each row of logits, ascending; among equal logits the lowest columns.
 //
-// A thread block takes a row and reads it once. Lines of a row are dealt out to groups of lanes so that what comes first is
-// a sample of all of it. From that a bound is guessed that a few more than k columns reach; the others are done with after
-// one comparison. If there are fewer than k, or more than a buffer holds, the row is read again, in order, a chunk at a time:
-// a full buffer is reduced to its k best, the smallest of which nothing later has to equal, as columns come in order. Where
-// the buffer's order is left to chance, what is chosen is not: in the end a bit for each chosen column says which.
+// Grid: a CTA per row, strided.
+// Block: THREADS threads.
+// Shared memory: a buffer of 20 entries per thread, 8 bytes each, and bins; dynamic.
+// Limits: topk <= CAPACITY - CHUNK = 16 * THREADS.
 //
-// Instructions bound it: 1,000 a warp are 8 us for a row of 1,024 threads. So few warps take a row, and what is done once a
-// row (sums over the block, bins) is done by no more of them than it needs.
+// A CTA usually reads its row once. Lines of the row are assigned to groups of lanes such that the first reads sample all of
+// it. From the sample a bound is estimated that slightly more than k columns reach; the other columns are rejected by one
+// comparison. If fewer than k reach it, or more than the buffer holds, the row is read again, in order, a chunk at a time: a
+// full buffer is reduced to its k best, and later columns must exceed the smallest of them, as equal ones have higher indices.
+// The order in the buffer is not deterministic, but the selection is: finally a bitmap marks the chosen columns.
 //
-// Slots of what is chosen (ToSlots) are written beside the columns, at the same places. A row with a page
-// that is absent, whose rows without a slot are to be left out, is read several times instead.
+// It is bound by instructions: 1,000 per warp take 8 us for a row of 1,024 threads. So few warps take a row, and work done
+// once per row (sums over the block, bins) uses no more of them than it needs.
+//
+// With ToSlots, the slots of the chosen columns are written at the same places in another array. A row with an absent page,
+// whose rows without a slot must be left out, is read several times instead.
 //
 // Macros: THREADS, ALIGNED (rows start at multiples of 16 bytes, so that they are read 16 bytes at a time), OUTPUT.
 #include "common/choice_by_reading.cuh"
@@ -18,31 +23,31 @@
 #include "common/row_reads.cuh"
 #include "common/selection.cuh"
 
-constexpr int BATCH = 8, VALUES = 4 * BATCH;            // reads of four columns that a thread has under way, and columns
+constexpr int BATCH = 8, VALUES = 4 * BATCH;            // reads of four columns in flight per thread, and their columns
 constexpr int LINE = 32, LANES = LINE / 4;              // columns of a line, and the lanes that read it
 constexpr int CHUNK = 4 * THREADS, CAPACITY = 20 * THREADS;
-constexpr float SURE = 1.1f;                            // standard deviations that a warp counts more lanes than it expects
-constexpr int BLOCKS = THREADS == 256 ? 3 : 1;          // of a multiprocessor
-constexpr bool AHEAD = THREADS == 512;                  // whether to ask for a batch while one is gone through
+constexpr float SURE = 1.1f;                            // margin of a warp's lane count over its expectation, in std. deviations
+constexpr int BLOCKS = THREADS == 256 ? 3 : 1;          // CTAs per SM
+constexpr bool AHEAD = THREADS == 512;                  // whether to load a batch while the previous one is processed
 
 struct Memory {
     uint32 orders[CAPACITY];
-    int columns[CAPACITY];  // among the row's that count
+    int columns[CAPACITY];  // relative to the row's first valid column
     Scratch scratch;
 };
 
-// A thread's part of a row: four columns of each of so many lines, one behind another.
+// A thread's part of a row: four columns of each of `lines` consecutive lines.
 struct Part {
     uint32 first;
     int lines;
-    bool inside;  // whether all of its columns count
+    bool inside;  // whether all of its columns are valid
 
     __device__ explicit Part(const Row& row) {
         lines = int((row.end + CHUNK - 1) / CHUNK);
         first = threadIdx.x / LANES * lines * LINE + threadIdx.x % LANES * 4;
         inside = first >= row.skipped && first + (lines - 1) * LINE + 4 <= row.end;
     }
-    // Those of lines [line, line + BATCH), NaN where none counts.
+    // The columns of lines [line, line + BATCH), NaN for invalid ones.
     __device__ void read(const Row& row, int line, float (&x)[VALUES]) const {
         uint32 at = first + line * LINE;
         const float* from = row.values + at;
@@ -66,8 +71,8 @@ struct Part {
     }
 };
 
-// Of the buffer's first `count` orders the k-th largest; or, where `only` is not 0, of the inverted columns of those whose
-// order it is. Here once, as instructions that nobody has fetched yet are what short rows wait for.
+// The k-th largest of the buffer's first `count` orders; or, if `only` is not 0, of the inverted columns of entries with that
+// order. Not inlined: short rows wait for instruction fetches.
 __device__ __noinline__ Kth kth_of_buffer(Memory& memory, int count, int k, uint32 only, int passes) {
     return kth_largest(memory.scratch, k, passes, [&](auto visit) {
 #pragma unroll 2
@@ -79,8 +84,8 @@ __device__ __noinline__ Kth kth_of_buffer(Memory& memory, int count, int k, uint
     });
 }
 
-// What of the buffer is among its k largest, of which it has more than k: numbers above `order`, and those that equal
-// it and whose inverted column is at least `place`.
+// The k largest of a buffer with more than k entries: orders above `order`, and those equal to it whose inverted column is at
+// least `place`.
 struct Best {
     uint32 order, place;
 
@@ -92,7 +97,7 @@ __device__ inline Best best_of(Memory& memory, int k) {
     return {kth.number, kth.all ? 0 : kth_of_buffer(memory, count, kth.rest, kth.number, PASSES).number};
 }
 
-// Places in the buffer for `own` entries of this thread; the warp's lanes meet.
+// Reserves places in the buffer for `own` entries of this thread. Called by all lanes of the warp.
 __device__ inline int places(Memory& memory, int own) {
     int up_to = sum_to(own);
     int first = threadIdx.x % 32 == 31 ? atomicAdd(&memory.scratch.count, up_to) : 0;
@@ -102,12 +107,12 @@ __device__ inline int places(Memory& memory, int own) {
 // Leave the k largest in the buffer, which has more of them, and return the order of the smallest.
 __device__ __noinline__ uint32 keep_largest(Memory& memory, int k) {
     int count = memory.scratch.count;
-    Best best = best_of(memory, k);  // in which all have met
+    Best best = best_of(memory, k);  // all threads have met in it
     if (threadIdx.x == 0) memory.scratch.count = 0;
     for (int first = 0; first < count; first += THREADS) {
         int i = first + threadIdx.x, column = i < count ? memory.columns[i] : 0;
         uint32 order = i < count ? memory.orders[i] : 0;
-        __syncthreads();  // what is written over has been read
+        __syncthreads();  // all have read what is overwritten next
         bool keep = i < count && best.has(order, column);
         int to = places(memory, keep);
         if (keep) memory.orders[to] = order, memory.columns[to] = column;
@@ -116,14 +121,14 @@ __device__ __noinline__ uint32 keep_largest(Memory& memory, int k) {
     return best.order;
 }
 
-// A number above which a few more than k columns of the row are, in all likelihood: of the largest of each lane's first
-// columns, a warp publishes the one that a certain number of lanes should reach, and the second smallest of these counts, or
-// the smallest of few. Warps that have columns behind the row's end have no sample and are left out.
+// Estimates a threshold that slightly more than k columns of the row exceed. From the maxima of its lanes' first columns, a
+// warp publishes the one that the expected number of lanes should reach. The result is the second smallest of these, or the
+// smallest of few. Warps with columns beyond the row's end have no sample and are left out.
 __device__ inline uint32 guessed_threshold(Memory& memory, const Part& part, int length, const float (&x)[VALUES], int k) {
-    float share = float(k) / float(length), below = 1.0f - share;  // the share of lanes all of whose columns are
+    float fraction = float(k) / float(length), below = 1.0f - fraction;  // fraction of lanes all of whose columns are below
     float largest = x[0];
     int columns = 1, most = 4 * min(part.lines, BATCH), lane = threadIdx.x % 32;
-    for (; 2 * columns <= most && float(2 * columns) * share <= 0.6f; columns *= 2) below *= below;
+    for (; 2 * columns <= most && float(2 * columns) * fraction <= 0.6f; columns *= 2) below *= below;
     const bool wider[] = {columns > 1, columns > 2, columns > 4, columns > 8, columns > 16};
 #pragma unroll
     for (int i = 1; i < VALUES; ++i)
@@ -138,10 +143,10 @@ __device__ inline uint32 guessed_threshold(Memory& memory, const Part& part, int
     bool drop = __popc(__ballot_sync(~0u, inverted != 0)) > WARPS * 3 / 4;
     if (drop && lane == __ffs(__ballot_sync(~0u, inverted == smallest)) - 1) inverted = 0;
     inverted = __reduce_max_sync(~0u, inverted);
-    return ~inverted && inverted ? ~inverted - 1 : 0;  // 0 where a sample has too few numbers, or there is none
+    return ~inverted && inverted ? ~inverted - 1 : 0;  // 0 for a sample of too few values, or none
 }
 
-// Columns above the threshold to the buffer, as far as it has room; their orders are still to come.
+// Columns above the threshold to the buffer, as far as they fit; their orders are written later.
 __device__ inline void put(Memory& memory, const Row& row, uint32 at, const float (&x)[VALUES], float bound) {
     uint32 mask = 0;
 #pragma unroll
@@ -155,9 +160,9 @@ __device__ inline void put(Memory& memory, const Row& row, uint32 at, const floa
     }
 }
 
-// The whole row, in order: the buffer is never too full.
+// Read the whole row in order: the buffer never overflows.
 __device__ __noinline__ void read_in_order(Memory& memory, const Row& row, int k) {
-    __syncthreads();  // all know how full it was
+    __syncthreads();  // all have read the old count
     if (threadIdx.x == 0) memory.scratch.count = 0;
     __syncthreads();
     uint32 threshold = 0;
@@ -173,7 +178,7 @@ __device__ __noinline__ void read_in_order(Memory& memory, const Row& row, int k
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             if (orders[i] > threshold) memory.orders[to] = orders[i], memory.columns[to++] = int(at - row.skipped) + i;
-        // The last to come sees what all have added.
+        // The barrier makes all additions visible.
         if (__syncthreads_or(memory.scratch.count > CAPACITY - CHUNK)) threshold = keep_largest(memory, k);
     }
 }
@@ -185,7 +190,7 @@ template <class Out> __device__ inline void write_chosen(Memory& memory, int len
     bool counts = out.counts();
     Best best = count > topk ? best_of(memory, topk) : Best{0, 0};
     uint32* words = scratch.bins;
-    // A thread writes 2^log columns, one behind another: of short rows fewer, so that all threads write some.
+    // A thread writes 2^log consecutive columns: fewer for short rows, so that all threads write some.
     int log = min(32 - __clz(max(length - 1, 0) / THREADS), 31 - __clz(32 * RUN));
     for (int64 start = 0; start < length && written < min(count, topk); start += BINS * 32) {
 #pragma unroll 2
@@ -216,7 +221,7 @@ template <class Out> __device__ inline void write_chosen(Memory& memory, int len
     if (threadIdx.x == 0) out.write_length(written, counts);
 }
 
-// Seldom called, and no burden on the registers of the others.
+// Rarely called; not inlined, to save registers elsewhere.
 template <class Out>
 __device__ __noinline__ void read_several_times(Scratch& scratch, const Row& row, Out out, int topk) {
     choose_by_reading(scratch, row.values + row.skipped, row.length(), out, topk);
@@ -264,7 +269,7 @@ top_k_per_row(const float* logits, int64 stride, int width, int64 num_rows, cons
             read_in_order(shared, row, topk);
         } else if (count > topk) {
 #pragma unroll 4
-            for (int i = threadIdx.x; i < count; i += THREADS)  // for this thread, too
+            for (int i = threadIdx.x; i < count; i += THREADS)  // including this thread
                 shared.orders[i] = order_of(row.values[shared.columns[i] + row.skipped]);
         }
         write_chosen(shared, row.length(), output.of_row(number, next_n), topk);

@@ -1,26 +1,31 @@
-// The columns of the largest logits of each row, by ascending index, where there are few rows: as indexer_topk.cu, but a
-// cluster of BLOCKS thread blocks takes a row, and each of them holds its part of it in registers.
+// Top-k columns of each row of logits, ascending, for few rows: as indexer_topk.cu, but a cluster of BLOCKS CTAs takes a row, and
+// each CTA holds its part in registers.
 //
-// 1. Of the largest numbers of its lanes, each group (GROUP) that has columns publishes which one so many of them reach that
-//    all these groups have k: numbers below the smallest of these bounds are done with after one comparison.
-// 2. The others are counted in bins by their upper digits, until a bin is found with the k-th in it, and few others.
-// 3. Where BLOCKS > 1, a block does so for its share of k and a few more. Columns are dealt out to blocks in short lines, so
-//    that a block's part is a sample of the row. What it found goes to all blocks of the cluster, which go on alike: if
-//    the k-th of all lies above what each has left out, it is the row's.
-// 4. A block writes what is chosen of its BLOCKS-th part of the columns, by a bit for each.
-// A row where more numbers than fit pass the bounds, or of which a block has left out too much, is read again by one thread
-// block from global memory; and one whose columns turn out to be others than was said before the launch ahead had ended.
+// Grid: one cluster of BLOCKS CTAs per row.
+// Block: THREADS threads.
+// Shared memory: 64 KiB of candidates, 10 KiB per CTA of the cluster for exchange, a bitmap and bins; dynamic.
+// Limits: rows of up to BLOCKS * THREADS * 4 * READS * ROUNDS columns; cta_limit(topk) <= THREADS.
 //
-// Keys are a number's order and, below it, its column inverted: no two are equal.
+// 1. Each group of lanes (GROUP) with columns publishes the n-th largest of its lanes' maxima as a bound, where n times the
+//    number of these groups is at least k. Columns below the smallest bound are rejected by one comparison.
+// 2. The others are counted in bins by their upper digits, until the k-th is in a bin with few others.
+// 3. If BLOCKS > 1, each CTA does so for its fraction of k and a few more. Columns are distributed over CTAs in short lines, so
+//    that a CTA's part is a sample of the row. Each CTA sends its candidates to all CTAs of the cluster, which continue
+//    identically: if the k-th of all candidates exceeds everything that each CTA left out, it is the row's k-th.
+// 4. A CTA writes the chosen columns in its 1/BLOCKS of the row, from a bitmap.
+// One CTA reads the row again from global memory if more columns pass the bounds than fit, if a CTA left out too much, or if the
+// row's range turns out to differ from the one read before the previous kernel had ended.
 //
-// Rows of more columns than registers hold are read in ROUNDS, of which only each line's largest number is kept; lines with
-// numbers that reach the bound are read a second time, from L2.
+// A key is a value's order and, below it, its inverted column: no two keys are equal.
 //
-// Slots of what is chosen (ToSlots) are written beside the columns, at the same places. A row with a page
-// that is absent is read again, too, as rows without a slot are to be left out.
+// Rows of more columns than registers hold are read in ROUNDS that keep only each line's maximum; lines that reach the bound
+// are read a second time, from L2.
+//
+// With ToSlots, the slots of the chosen columns are written at the same places in another array. A row with an absent page is
+// also read again, because rows without a slot must be left out.
 //
 // Macros: THREADS, BLOCKS, READS (of four columns that a thread has in flight, or holds), ROUNDS (of such reads; 1 for rows
-// that are held), ALIGNED (rows start at multiples of 16 bytes), OUTPUT.
+// held in registers), ALIGNED (rows start at multiples of 16 bytes), OUTPUT.
 #define DIGIT_BITS 12  // finds the k-th in one pass where the bound is low and orders span many binades; 10 bits take two
 #include "common/choice_by_reading.cuh"
 #include "common/pdl.cuh"
@@ -29,14 +34,14 @@
 #include "common/selection.cuh"
 
 static_assert(BLOCKS <= WARPS && READS <= 8);
-constexpr int REGION = 1280;                // keys that a block sends
-constexpr int FEW = 64;                     // that are put in order by comparing each with each
+constexpr int REGION = 1280;                // keys that a CTA sends
+constexpr int FEW = 64;                     // keys ranked by comparing each with each
 constexpr int GROUP = READS >= 8 ? 16 : 8;  // lanes
-constexpr bool HELD = VALUES <= 16;         // whether numbers are taken from registers, which go by constant numbers
+constexpr bool HELD = VALUES <= 16;         // whether values are taken from registers, which needs constant indices
 
 struct Sent {
-    uint64 low, high;  // keys from low on are there, or all where it is 0; none is above high
-    int64 count;       // or -1: there are too many
+    uint64 low, high;  // all keys from low on are included (every key if 0); none is above high
+    int64 count;       // or -1: too many
 };
 
 struct Memory {
@@ -44,20 +49,20 @@ struct Memory {
     uint64 received[BLOCKS > 1 ? BLOCKS * REGION : 1];
     uint64 few[FEW];
     Sent sent[BLOCKS];
-    uint32 bits[WORDS];  // where ROUNDS > 1 first the order of each line's largest number, then which lines to read again
+    uint32 bits[WORDS];  // if ROUNDS > 1, first the order of each line's maximum, then the lines to read again
     Scratch scratch;
     int few_count, before, sending;
 };
 
-// Keys above `high` are chosen, and the `rest` largest of the `here` between low and high.
+// The chosen keys: those above `high`, and the `rest` largest of the `here` keys between low and high.
 struct Cut {
     uint64 low, high;
     int rest, here;
-    bool enough;  // there are k
+    bool enough;  // there are at least k
 };
 
-// Where the k largest of keys from low to high end. `each` calls what it is given with every key of a thread; the first
-// bins may have been counted. All threads take part.
+// Find the boundary of the k largest keys from low to high. `each` calls its argument with every key of a thread; the first
+// bins may have been counted already. Called by all threads.
 template <class Each>
 __device__ inline Cut cut(Scratch& scratch, int k, uint64 low, uint64 high, bool counted, Each each) {
     int rest = k;
@@ -82,7 +87,7 @@ __device__ inline uint32 rank_in_cluster() {
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
-// To where `here` is in another block's shared memory.
+// Store to the address of `here` in another CTA's shared memory.
 __device__ inline void send(const void* here, uint32 rank, uint64 x) {
     uint32 there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(uint32(__cvta_generic_to_shared(here))), "r"(rank));
@@ -96,26 +101,26 @@ __device__ inline uint32 rank_in_cluster() { return 0; }
 #define CLUSTER
 #endif
 
-// Of k, how many a block looks for: a few more than its share, but for one row in a million.
-__device__ inline int share_of(int k) {
+// Number of keys that a CTA looks for: k / BLOCKS and a margin that suffices for all but one row in a million.
+__device__ inline int cta_limit(int k) {
     if (BLOCKS == 1) return k;
-    float share = float(k) / BLOCKS;
-    return min(k, int(share + 5.0f * sqrtf(share)) + 8);
+    float mean = float(k) / BLOCKS;
+    return min(k, int(mean + 5.0f * sqrtf(mean)) + 8);
 }
 
-// How many of this block's groups, the first ones, have columns for every lane.
+// Number of this CTA's groups, from the first on, that have columns for every lane.
 __device__ inline int groups_inside(const Row& row, uint32 rank) {
-    int lines = int(row.end) / LINE - int(rank);  // whole ones, from this block's first on
+    int lines = int(row.end) / LINE - int(rank);  // whole lines, from this CTA's first on
     return min((lines + BLOCKS - 1) / BLOCKS, LINES) / (GROUP / LANES);
 }
 
-// Orders of the smallest and the largest subnormal number, between which zero is.
+// Orders of the smallest and the largest subnormal number; zero is between them.
 constexpr uint32 LEAST_SUBNORMAL = 0x7f800000, MOST_SUBNORMAL = 0x807fffff;
 __device__ inline bool is_subnormal(uint32 order) { return order - LEAST_SUBNORMAL <= MOST_SUBNORMAL - LEAST_SUBNORMAL; }
 
 __device__ inline uint64 key_of(float x, int column) { return uint64(order_of(x)) << 32 | ~uint32(column); }
 
-// Seldom called, and no burden on the registers of the others.
+// Rarely called; not inlined, to save registers elsewhere.
 template <class Out>
 __device__ __noinline__ void read_it_again(Scratch& scratch, const float* row, int length, Out out, int topk) {
     choose_by_reading(scratch, row, length, out, topk);
@@ -131,7 +136,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     const int tid = int(threadIdx.x), lane = tid % 32;
     const uint32 rank = rank_in_cluster();
 #if BLOCKS > 1
-    cluster_arrive();  // so that nobody sends to a block that has not started
+    cluster_arrive();  // so that no CTA sends to one that has not started
 #endif
 #pragma unroll
     for (int i = 0; i < RUN; ++i) scratch.bins[i * THREADS + tid] = 0;
@@ -142,18 +147,18 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     pdl_release();
     const int64 number = blockIdx.x / BLOCKS;
     const Columns columns{starts, ends, lens, lens_stride, next_n, per_row != 0, num_keys, width};
-    // What is said of the columns is asked early, when the launch ahead may still write it, and again while columns come.
+    // The row's range is read early, when the previous kernel may still be writing it, and again while columns are loaded.
     const Said said = columns.said_of(number);
     const Range early = said.now();
     const Row row = row_of(logits + number * stride, columns.range_of(said, early));
     pdl_wait();
 
-    // 1. What may be among the k largest.
+    // 1. Candidates for the k largest.
 #if ROUNDS > 1
     const float largest = read_in_rounds(shared.bits, row, rank);
 #else
     const uint32 first = (tid / LANES * BLOCKS + rank) * LINE + tid % LANES * 4;
-    constexpr uint32 STEP = LINES * BLOCKS * LINE;  // to a thread's next four columns
+    constexpr uint32 STEP = LINES * BLOCKS * LINE;  // distance to a thread's next four columns
     const float* own = row.values + first;
     auto has_four = [&](int i) { return int(row.end - first) >= int(i * STEP) + 4 && (i || first >= row.skipped); };
     float x[VALUES];
@@ -166,10 +171,10 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
         if (!has_four(i) && int(row.end - first) > int(i * STEP)) read_at_end(row, first + i * STEP, x + 4 * i);
 #endif
     const bool changed = said.now() != early;
-    const int looks_at = tid * BLOCKS + int(rank);  // pages, among the cluster's threads
-    const bool lacks = output.of_row(number, next_n).lacks_page(row.length(), looks_at, THREADS * BLOCKS);
-    const int k = share_of(topk), groups = groups_inside(row, rank), of_each = groups ? (k + groups - 1) / groups : GROUP + 1;
-#if ROUNDS == 1  // not above, where the compiler would order the reads otherwise
+    const int pages_read = tid * BLOCKS + int(rank);  // pages to check, spread over the cluster's threads
+    const bool lacks = output.of_row(number, next_n).lacks_page(row.length(), pages_read, THREADS * BLOCKS);
+    const int k = cta_limit(topk), groups = groups_inside(row, rank), of_each = groups ? (k + groups - 1) / groups : GROUP + 1;
+#if ROUNDS == 1  // not above, where the compiler would reorder the reads
     float largest = x[0];
 #pragma unroll
     for (int i = 1; i < VALUES; ++i) largest = fmaxf(largest, x[i]);
@@ -189,16 +194,16 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     uint32 inverted = __reduce_max_sync(~0u, tid / GROUP < groups || of_each > GROUP ? ~least : 0);
     if (lane == 0) scratch.most[tid / 32] = most, scratch.most[WARPS + tid / 32] = inverted;
     bool failed = __syncthreads_or(changed | lacks);
-    const bool all = !failed && row.length() <= topk;  // are chosen, whatever they are
+    const bool all = !failed && row.length() <= topk;  // every column is chosen
     most = __reduce_max_sync(~0u, lane < WARPS ? scratch.most[lane] : 0);
     least = ~__reduce_max_sync(~0u, lane < WARPS ? scratch.most[WARPS + lane] : 0);
-    // Subnormal numbers were compared as zeros (-ftz=true): all of them are inside where one is.
+    // Subnormal numbers compare as zeros (-ftz=true): one of them being included includes all.
     if (is_subnormal(least)) least = LEAST_SUBNORMAL;
     if (is_subnormal(most)) most = MOST_SUBNORMAL;
     const uint64 low = uint64(least) << 32, high = uint64(most) << 32 | ~0u;
     const int shift = max(64 - __clzll(int64(high - low)) - DIGIT, 0);
 
-    // 2. These, and the first count of them.
+    // 2. The candidates, and their first count.
 #if ROUNDS > 1
     read_candidates(scratch, shared.bits, shared.keys, row, rank, least);
 #else
@@ -209,7 +214,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
         if (x[i] >= bound) mask |= 1u << i;
     if (__any_sync(~0u, mask)) {
         int to = places(scratch, lane, __popc(mask));
-        // Where they are, and where held what they are; keys are made of them when all threads have as many.
+        // Store their positions, and values if HELD; keys are computed when the entries are spread evenly over threads.
         if (HELD) {
 #pragma unroll
             for (int i = 0; i < VALUES; ++i)
@@ -244,7 +249,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     int there = scratch.count;
 
 #if BLOCKS > 1
-    // 3. What all have found.
+    // 3. Exchange of candidates.
     uint64 from = best.enough ? best.low : 0;
     cluster_wait();
     if (!failed)
@@ -267,7 +272,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     }
     cluster_arrive();
     cluster_wait();
-    uint64 from_all = 1ull << 32, high_all = 0;  // of none a key is below
+    uint64 from_all = 1ull << 32, high_all = 0;  // no key is below
     there = 0;
     for (int r = 0; r < BLOCKS; ++r) {
         Sent sent = shared.sent[r];
@@ -293,7 +298,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
         return;
     }
 
-    // 4. Those of this block's part of the columns.
+    // 4. The chosen columns of this CTA's part.
     const bool counts = out.counts();
     const int length = row.length(), part = (length + 32 * BLOCKS - 1) / (32 * BLOCKS) * 32, start = int(rank) * part;
     auto choose = [&](uint64 key, int& before) {
@@ -318,7 +323,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
         if (lane == 0 && before) atomicAdd(&shared.before, before);
     }
     __syncthreads();
-    // A thread has as many columns as it has read, so that no thread writes many indices one after another.
+    // A thread has as many columns as it has read, so that no thread writes many indices in sequence.
     uint32 words[ROUNDS];
     int chosen = 0, total;
 #pragma unroll

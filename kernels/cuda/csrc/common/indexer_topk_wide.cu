@@ -1,4 +1,6 @@
-// The columns of the largest logits of each row, by ascending index, for more of them than common/indexer_topk.cu chooses.
+// Top-k columns of each row of logits, ascending, for a topk above the limit of common/indexer_topk.cu.
+//
+// Grid: a CTA per row, strided. Block: THREADS threads. Shared memory: one `Scratch`, static.
 //
 // Macros: THREADS, OUTPUT.
 #include "common/choice_by_reading.cuh"

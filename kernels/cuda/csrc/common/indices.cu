@@ -1,8 +1,8 @@
 // Index maps: from positions and local top-k entries to cache slots.
 //
-// A warp takes a token, so nothing here waits for another warp, and what is the same for a whole row is worked out
-// once for many entries. Rows are handled four entries a lane at a time where they are aligned (16-byte loads and
-// stores), several of which are on their way before the first is looked at.
+// Grid: a warp per token, so warps never wait for each other, and values common to a row are computed once for many entries.
+// Block: 64 threads. No shared memory. Aligned rows are handled four entries per lane at a time (16-byte loads and stores),
+// with several loads in flight before the first is used.
 //
 // Macros: ALIGNED (rows start at multiples of 16 bytes; their widths, top-k and window are multiples of 4).
 #include "common/index_rows.cuh"
@@ -60,7 +60,7 @@ compute_global_topk_indices_and_lens(int num_tokens, const int* topk_indices, in
     if (lane_id() == 0) topk_lens[token] = valid ? found : 0;
 }
 
-// The same with what is present moved to the left of each row, in order. ALIGNED is 0: a lane takes one entry.
+// The same with the present entries compacted to the left of each row, in order. ALIGNED is 0: a lane takes one entry.
 extern "C" __global__ void __launch_bounds__(THREADS)
 compute_compact_topk_indices_and_lens(int num_tokens, const int* topk_indices, int64 topk_stride, int topk,
                                       const int* token_to_req_indices, const int* block_table, int64 table_stride,
@@ -78,7 +78,7 @@ compute_compact_topk_indices_and_lens(int num_tokens, const int* topk_indices, i
     int* row = global_topk_indices + token * global_stride;
     int kept = 0;
     for (int first = 0; first < topk; first += 32 * AT_ONCE) {
-        LoadedIndices entries[AT_ONCE];  // one of each lane; all are loaded before the first is needed
+        LoadedIndices entries[AT_ONCE];  // one per lane; all are loaded before the first is used
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
             int j = first + 32 * i + lane_id();
@@ -98,18 +98,18 @@ compute_compact_topk_indices_and_lens(int num_tokens, const int* topk_indices, i
     if (lane_id() == 0) topk_lens[token] = valid ? kept : 0;
 }
 
-// A token of a gathered prefill workspace: the request that it belongs to, and where its window's rows are.
+// A token of a gathered prefill workspace: its request, and the rows of its window.
 struct Gathered {
     int base = 0;      // first row of the request
     uint32 complete = 0;  // compressed rows that the token sees
-    int num_swa = 0;   // entries of the window, of which those from `swa_first` to `swa_end` are in the workspace:
+    int num_swa = 0;   // entries of the window; those from `swa_first` to `swa_end` are in the workspace
     int swa_first = 0, swa_end = 0;
-    int swa_base = 0;  // row of the first of the window
+    int swa_base = 0;  // row of the window's first entry
 
     __device__ Gathered(QueryPositions batch, const int* gather_lens, int token, int window_size, int compress_ratio,
                         int row_stride, int swa_start) {
         int64 query = int64(token) + batch.query_start_loc[0];
-        // How many of query_start_loc[1:] are at most `query`.
+        // Number of entries of query_start_loc[1:] that are at most `query`.
         int request = 0;
         for (int r = lane_id(); r - lane_id() < batch.count; r += 32)
             request += __popc(__ballot_sync(~0u, r < batch.count && batch.query_start_loc[r + 1] <= query));
@@ -141,7 +141,7 @@ combine_topk_swa_indices(int num_tokens, const int* topk_indices, int64 topk_str
     int* row = combined_indices + token * combined_stride;
     int first = lane_id() * WIDTH;
     LoadedIndices entries[STEPS];
-    load_steps(entries, local, first, topk);  // before it is known how many of them count
+    load_steps(entries, local, first, topk);  // before the number of valid ones is known
     Gathered rows({query_start_loc, seq_lens, requests}, gather_lens, token, window_size, compress_ratio, row_stride,
                   swa_start);
     int num_topk = int(min(rows.complete, uint32(topk)));
@@ -165,7 +165,7 @@ combine_topk_swa_indices(int num_tokens, const int* topk_indices, int64 topk_str
     if (lane_id() == 0) combined_lens[token] = num_topk + rows.num_swa;
 }
 
-// The same with the entries that are present, wherever they stand, in order. ALIGNED is 0: a lane takes one entry.
+// The same with the present entries of any column, in order. ALIGNED is 0: a lane takes one entry.
 extern "C" __global__ void __launch_bounds__(THREADS)
 combine_compact_topk_swa_indices(int num_tokens, const int* topk_indices, int64 topk_stride,
                                  const int* query_start_loc, const int* seq_lens, int requests, const int* gather_lens,
@@ -213,7 +213,7 @@ build_flashinfer_mixed_sparse_indices(
     int num_columns = width - window_size;
     int first = lane_id() * WIDTH;
     LoadedIndices entries[STEPS];
-    load_steps(entries, compressed, first, num_compressed);  // of a prefill before it is known how many of them count
+    load_steps(entries, compressed, first, num_compressed);  // for prefill before the number of valid ones is known
     LoadedIndices slots{};
     if (decode && first < window_size) slots = load_entries(window_slots + first);
 

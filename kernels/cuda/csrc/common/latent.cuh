@@ -1,7 +1,7 @@
-// Decode over the paged rows of a dense MLA cache: where rows are, and how the work is split.
+// Decode over the paged rows of a dense MLA cache: addresses of rows, and the split of the work.
 //
-// A *tile* is a query token and a group of its heads. The keys of a tile go in blocks; `splits` thread blocks share
-// them out evenly and each leaves its part of the result, unless there is one alone.
+// A *tile* is a query token and a group of its heads. The keys of a tile are divided into blocks, and these evenly into
+// `splits`; each CTA takes one split and stores a partial result, or the result if there is only one split.
 #pragma once
 #include "common/packed.cuh"
 #include "common/pages.cuh"
@@ -20,22 +20,22 @@ struct LatentCache {
         int slot = lookup_slot(table, request, position, block_size);
         return slot < num_slots ? slot : -1;
     }
-    // How many bytes from the start of the cache the row in a slot is.
+    // Byte offset of the row in a slot from the start of the cache.
     __device__ int64 offset(int slot, int row_bytes) const {
         uint32 page = uint32(slot) / uint32(block_size);
         return page * page_stride + int64(slot - page * block_size) * row_bytes;
     }
 };
 
-struct DenseShare {
+struct DenseWorkRange {
     int request, query, group, split;
-    int keys;                     // that the query sees
-    int first_block, last_block;  // of this thread block
+    int keys;                     // visible to the query
+    int first_block, last_block;  // of this CTA
 
-    // Thread block `index`: splits of a tile are neighbours, then groups of heads, then queries of a request.
-    __device__ static DenseShare of(int index, int splits, int groups, int s_q, const int* lens, int64 capacity, bool causal,
+    // For CTA `index`: groups of heads are neighbours, then splits of a tile, then queries of a request.
+    __device__ static DenseWorkRange of(int index, int splits, int groups, int s_q, const int* lens, int64 capacity, bool causal,
                                int block_keys) {
-        DenseShare share;
+        DenseWorkRange share;
         share.group = index % groups, index /= groups;
         share.split = index % splits, index /= splits;
         share.query = index % s_q, share.request = index / s_q;

@@ -1,4 +1,6 @@
-// Merge attention over two sets of keys. A thread block takes one token and head.
+// Merge attention over two sets of keys.
+//
+// Grid: a CTA per token and head. Block: threads stride over the values. No shared memory.
 //
 // Macros: VALUE (bf16, f16 or float).
 #include "common/numbers.cuh"
@@ -7,7 +9,7 @@ __device__ inline void store(float* p, float x) { *p = x; }
 __device__ inline void store(bf16* p, float x) { p->bits = uint16(pack(bf16{}, x, 0.0f)); }
 __device__ inline void store(f16* p, float x) { p->bits = uint16(pack(f16{}, x, 0.0f)); }
 
-// Infinity of either sign says that no key was attended.
+// An infinite LSE of either sign means that no key was attended.
 __device__ inline float finite_or_minus_infinity(float lse) { return lse == infinity() ? -infinity() : lse; }
 
 extern "C" __global__ void merge_attn_states(
@@ -19,7 +21,7 @@ extern "C" __global__ void merge_attn_states(
     int64 token = blockIdx.x / heads, head = blockIdx.x % heads;
     float a = finite_or_minus_infinity(prefix_lse[head * prefix_lse_stride_h + token * prefix_lse_stride_t]);
     float b = finite_or_minus_infinity(suffix_lse[head * suffix_lse_stride_h + token * suffix_lse_stride_t]);
-    float top = a != a || a > b ? a : b;  // NaN of either wins
+    float top = a != a || a > b ? a : b;  // a NaN in either wins
     bool empty = top == -infinity();
     float weight_a = empty ? 0.0f : expf(a - top), weight_b = empty ? 0.0f : expf(b - top);
     float total = weight_a + weight_b;
@@ -27,7 +29,7 @@ extern "C" __global__ void merge_attn_states(
     weight_a /= total, weight_b /= total;
     for (int d = threadIdx.x; d < dim; d += blockDim.x) {
         float x = 0.0f;
-        // A part of weight 0 may hold anything.
+        // A partial result of weight 0 may hold any value.
         if (weight_a != 0.0f) x += weight_a * to_float(prefix[token * prefix_stride_t + head * prefix_stride_h + d]);
         if (weight_b != 0.0f) x += weight_b * to_float(suffix[token * suffix_stride_t + head * suffix_stride_h + d]);
         store(output + token * output_stride_t + head * output_stride_h + d, x);

@@ -1,5 +1,6 @@
-// Attention over the keys of several ranks, of which each gave its own result, as attention over all of them, with the
-// sink applied once. A warp takes 256 values of a head of a query.
+// Merge the attention results of several ranks, each over its own keys, by their LSE; the sink is applied once.
+//
+// Grid: a warp per 256 values of a head of a query. Block: 128 threads. No shared memory.
 //
 // Macros: VALUE (bf16, f16 or float), ALIGNED (rows start at multiples of 16 bytes).
 #include "common/pdl.cuh"
@@ -14,7 +15,7 @@ __device__ inline void store_value(f16* p, float x) { p->bits = uint16(pack(f16{
 
 __device__ inline float larger(float x, float y) { return x != x || x > y ? x : y; }
 
-// Infinity of either sign says that no key was attended.
+// An infinite LSE of either sign means that no key was attended.
 __device__ inline float log_sum_at(const float* lse) { return *lse == infinity() ? -infinity() : *lse; }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -34,11 +35,11 @@ merge_partials(const VALUE* parts, int64 part_stride, int64 part_stride_b, int64
     out += request * out_stride_b + query * out_stride_s + head * out_stride_h;
 
     int d = step * STEP + lane * 8;
-    bool eight = d + 8 <= dim;  // or fewer, at the end of a row
-    Raw8<VALUE> next{};         // a part ahead: what it weighs is not known yet
+    bool eight = d + 8 <= dim;  // otherwise fewer, at the end of a row
+    Raw8<VALUE> next{};         // loaded one part ahead, before its weight is known
     if (eight) next = load_raw8(parts + d);
 
-    // A lane looks at every 32nd part; NaN of any wins.
+    // A lane reads every 32nd part; a NaN in any part wins.
     float top = -infinity();
     for (int i = lane; i < count; i += 32) top = larger(log_sum_at(lses + i * lse_part_stride), top);
 #pragma unroll
@@ -66,7 +67,7 @@ merge_partials(const VALUE* parts, int64 part_stride, int64 part_stride_b, int64
 #pragma unroll
                 for (int k = 0; k < 8; ++k) y[k] = d + k < dim ? to_float(part[k]) : 0.0f;
             }
-            if (weight == 0.0f) continue;  // the part may hold anything
+            if (weight == 0.0f) continue;  // the part may hold any value
 #pragma unroll
             for (int k = 0; k < 8; ++k) x[k] += weight * y[k];
         }

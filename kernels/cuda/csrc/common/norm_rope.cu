@@ -1,9 +1,14 @@
-// RMSNorm and RoPE around sparse attention, plainly: a warp takes a row of 512 values.
+// RMSNorm and RoPE before and after sparse attention. Rows of 512 values take a warp each.
 //
-//   qnorm_rope_and_insert      of each token's h query heads, and of its row of the window cache, the last of h + 1
-//   inverse_rope_and_quantize  of each head of an output; 128 values, 8 lanes, share a scale
-//   fused_q_kv_rmsnorm         a thread block a row, UNIT values a thread at a time: blockIdx.y 0 is a query's, 1 a key's
-//   apply_rope                 a thread UNIT values
+//                              grid                     block
+//   qnorm_rope_and_insert      (tokens, heads / 4)      128           h query heads and the row of the window cache, the last
+//                                                                     of h + 1
+//   inverse_rope_and_quantize  a warp per head          128           128 values, 8 lanes, have one scale
+//   fused_q_kv_rmsnorm         (tokens, 2)              up to 1,024   blockIdx.y 0: a query's row, 1: a key's; UNIT values per
+//                                                                     thread at a time
+//   apply_rope                 (tokens, strided heads)  256           UNIT values per thread
+//
+// Shared memory: only in fused_q_kv_rmsnorm, a float per warp.
 //
 // Macros: LAYOUT, SLOT and POSITION (int64 or int), WEIGHT (float or bf16), UNIT (8, or 2), ALIGNED. Rows
 // are bf16.
@@ -26,7 +31,7 @@ __device__ inline Row load_row(const bf16* p) {
     return row;
 }
 
-// A head of a query. Lane l has values [8 l, 8 l + 8) of both halves, so that a warp's accesses lie side by side.
+// A head of a query. Lane l has values [8 l, 8 l + 8) of both halves, so that a warp's accesses are contiguous.
 struct Query {
     float x[2][8];
     int lane;
@@ -41,16 +46,16 @@ struct Query {
         for (int half = 0; half < 2; ++half) store_values8(p + 256 * half + 8 * lane, x[half]);
     }
 
-    // x / sqrt(mean(x^2) + eps), turned; both take what they need from memory before the sum is made.
-    __device__ void normalize_and_turn(float eps, const float* turns, int rope_dim) {
+    // x / sqrt(mean(x^2) + eps), rotated. Cosines and sines are loaded before the sum is reduced.
+    __device__ void normalize_and_rotate(float eps, const float* rotation, int rope_dim) {
         float cosines[2][4], sines[2][4], total = 0.0f;
         int start = 512 - rope_dim;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             int at = first(i);
             if (at >= start) {
-                cosines[i / 4][i % 4] = turns[(at - start) / 2];
-                sines[i / 4][i % 4] = turns[(rope_dim + at - start) / 2];
+                cosines[i / 4][i % 4] = rotation[(at - start) / 2];
+                sines[i / 4][i % 4] = rotation[(rope_dim + at - start) / 2];
             }
             total += x[i / 4][2 * (i % 4)] * x[i / 4][2 * (i % 4)];
             total += x[i / 4][2 * (i % 4) + 1] * x[i / 4][2 * (i % 4) + 1];
@@ -70,11 +75,11 @@ struct Query {
         }
     }
 
-    // Where pair i lies in the head.
+    // First value of pair i in the head.
     __device__ int first(int i) const { return i / 4 * 256 + 8 * lane + 2 * (i % 4); }
 };
 
-// Thread blocks of token blockIdx.x share its heads out, a warp each, and behind them its row.
+// Grid: (tokens, CTAs that take the token's heads, a warp each, and after them its row).
 extern "C" __global__ void __launch_bounds__(128)
 qnorm_rope_and_insert(const bf16* q, int64 q_token, int64 q_head, const bf16* kv, int64 kv_token, bf16* out,
                       int64 out_token, int64 out_head, int heads, const SLOT* slots, int num_slots_given,
@@ -87,8 +92,8 @@ qnorm_rope_and_insert(const bf16* q, int64 q_token, int64 q_head, const bf16* kv
         Query query;
         query.lane = threadIdx.x % 32;
         query.load(q + token * q_token + head * q_head);
-        const float* turns = turns_at(cos_sin, cos_stride, max_position, positions[token]);
-        query.normalize_and_turn(eps, turns, rope_dim);
+        const float* rotation = rotation_at(cos_sin, cos_stride, max_position, positions[token]);
+        query.normalize_and_rotate(eps, rotation, rope_dim);
         query.store(out + token * out_token + head * out_head);
         return;
     }
@@ -96,7 +101,7 @@ qnorm_rope_and_insert(const bf16* q, int64 q_token, int64 q_head, const bf16* kv
     int64 slot = slots[token];
     if (slot < 0 || slot >= num_slots) return;
     Row row = load_row(kv + token * kv_token);
-    row.turn(turns_at(cos_sin, cos_stride, max_position, positions[token]), rope_dim, 1.0f);
+    row.rotate(rotation_at(cos_sin, cos_stride, max_position, positions[token]), rope_dim, 1.0f);
     row.insert<LAYOUT>(token_at<LAYOUT>(pages, page_stride, block_size, slot));
 }
 
@@ -110,7 +115,7 @@ inverse_rope_and_quantize(const bf16* o, int64 o_token, int64 o_head, int tokens
     if (item >= int64(tokens) * heads) return;
     int token = int(item / heads), head = int(item % heads);
     Row row = load_row(o + token * o_token + head * o_head);
-    row.turn(turns_at(cos_sin, cos_stride, max_position, positions[token]), rope_dim, -1.0f);
+    row.rotate(rotation_at(cos_sin, cos_stride, max_position, positions[token]), rope_dim, -1.0f);
     row.round(bf16{});
     float amax = fmaxf(row.largest_of_tile<8>(), 1e-10f);
     float scale = powers_of_two ? power_of_two(scale_exponent(amax, -126)) : div(amax, 448.0f);
@@ -133,7 +138,7 @@ fused_q_kv_rmsnorm(const bf16* qr, int64 qr_stride, int q_dim, const WEIGHT* q_w
     const WEIGHT* weight = keys ? kv_weight : q_weight;
     bf16* out = keys ? kv_out + blockIdx.x * kv_out_stride : q_out + blockIdx.x * q_out_stride;
     float total = 0.0f;
-#if UNIT == 8  // which a thread has once
+#if UNIT == 8  // once per thread
     int at = 8 * threadIdx.x;
     float values[8] = {}, weights[8];
     if (at < dim) {
@@ -163,8 +168,8 @@ fused_q_kv_rmsnorm(const bf16* qr, int64 qr_stride, int q_dim, const WEIGHT* q_w
 #endif
 }
 
-// A thread block takes heads of token blockIdx.x, a thread UNIT neighbouring values, of those from `first` on: where x
-// is turned in place the others stay.
+// Grid: (tokens, CTAs that stride over the token's heads). A thread takes UNIT neighbouring values from `first` on: if x is
+// rotated in place, the values before `first` stay.
 extern "C" __global__ void __launch_bounds__(256)
 apply_rope(const bf16* x, int64 x_token, int64 x_head, bf16* out, int64 out_token, int64 out_head, int heads, int dim,
            int first, const POSITION* positions, const float* cos_sin, int64 cos_stride, int max_position, int rope_dim,
@@ -172,7 +177,7 @@ apply_rope(const bf16* x, int64 x_token, int64 x_head, bf16* out, int64 out_toke
     pdl_wait();
     int units = (dim - first) / UNIT, start = dim - rope_dim;
     int64 token = blockIdx.x;
-    const float* turns = turns_at(cos_sin, cos_stride, max_position, positions[token]);
+    const float* rotation = rotation_at(cos_sin, cos_stride, max_position, positions[token]);
     for (int64 item = int64(blockIdx.y) * blockDim.x + threadIdx.x; item < int64(heads) * units;
          item += int64(gridDim.y) * blockDim.x) {
         int64 head = item / units;
@@ -187,8 +192,8 @@ apply_rope(const bf16* x, int64 x_token, int64 x_head, bf16* out, int64 out_toke
         }
         float values[8];
         unpack8(raw, values);
-        float4 cos = *reinterpret_cast<const float4*>(turns + pair);
-        float4 sin = *reinterpret_cast<const float4*>(turns + rope_dim / 2 + pair);
+        float4 cos = *reinterpret_cast<const float4*>(rotation + pair);
+        float4 sin = *reinterpret_cast<const float4*>(rotation + rope_dim / 2 + pair);
         float cosines[4] = {cos.x, cos.y, cos.z, cos.w}, sines[4] = {sin.x, sin.y, sin.z, sin.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -200,7 +205,7 @@ apply_rope(const bf16* x, int64 x_token, int64 x_head, bf16* out, int64 out_toke
 #else
         bf16 low = source[0], high = source[1];
         if (at >= start) {
-            float cos = turns[pair], sin = turns[rope_dim / 2 + pair] * direction;
+            float cos = rotation[pair], sin = rotation[rope_dim / 2 + pair] * direction;
             float a = to_float(low), b = to_float(high);
             uint32 both = pack(bf16{}, a * cos - b * sin, b * cos + a * sin);
             low = bf16{uint16(both)};

@@ -54,7 +54,7 @@ __device__ inline float exp2i(int e) {
 // 2^e for exponents of normal numbers.
 __device__ inline float power_of_two(int e) { return __uint_as_float(uint32(e + 127) << 23); }
 
-// The scale that a UE8M0 byte stands for, 255 being NaN.
+// The scale of a UE8M0 byte; 255 is NaN.
 __device__ inline float ue8m0_scale(int byte) { return byte == 255 ? __uint_as_float(0x7fc00000) : exp2i(byte - 127); }
 
 #if __CUDA_ARCH__ >= 890
@@ -74,10 +74,10 @@ __device__ inline uint32 float_to_e4m3x2(float low, float high) {
     return y;
 }
 
-#else  // the same by integer arithmetic
+#else  // the same in integer arithmetic
 
 __device__ inline float e4m3_to_float(uint32 byte) {
-    // The byte's exponent and mantissa in float32's place are the value times 2^-120, subnormals too.
+    // The byte's exponent and mantissa, moved to float32's fields, are the value times 2^-120, subnormals too.
     uint32 magnitude = byte & 0x7f;
     float value = magnitude == 0x7f ? __uint_as_float(0x7fc00000) : mul(__uint_as_float(magnitude << 20), exp2i(120));
     return byte & 0x80 ? -value : value;
@@ -110,8 +110,8 @@ __device__ inline int scale_exponent(float amax, int least) {
     return max(e, least);
 }
 
-// A logit, base 2, beside which fmaf(score, scale, -logit) may be off by more than 1, for `score * scale` is not rounded as the
-// highest logit was. Then logits are rounded, too, lest weights be infinite.
+// From this logit on, base 2, fmaf(score, scale, -logit) may be off by more than 1, because `score * scale` is not rounded as the
+// maximum logit was. Logits are then rounded, too, so that no weight becomes infinite.
 [[maybe_unused]] constexpr float LARGE_LOGIT = 1 << 24;
 
 __device__ inline float exp2_approx(float x) {

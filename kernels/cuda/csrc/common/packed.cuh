@@ -1,4 +1,4 @@
-// Packed sequences: queries and keys of all sequences one behind another, and the tiles of queries they make.
+// Packed sequences: queries and keys of all sequences are concatenated; and the tiles of queries they make.
 #pragma once
 #include "common/numbers.cuh"
 
@@ -6,15 +6,15 @@
 
 struct PackedTile {
     int first_query;  // in the packed rows
-    int queries;      // of this tile; 0: there is no such tile
+    int queries;      // of this tile; 0: no such tile
     int first_key, keys;
-    int last_key;     // that the first query of the tile sees under a causal mask, counted from first_key; may be < 0
+    int last_key;     // last key that the tile's first query sees under a causal mask, relative to first_key; may be < 0
 };
 
 __device__ inline int clamped(int x, int high) { return min(max(x, 0), high); }
 
-// Tile `index` of all sequences' tiles of ROWS queries. Those of a sequence come last first: under a causal mask
-// they are the longest. Every warp finds it for itself.
+// Tile `index` of all sequences' tiles of ROWS queries. A sequence's tiles are in descending order: under a causal mask
+// the last ones are the longest. Every warp computes this for itself.
 template <int ROWS>
 __device__ inline PackedTile find_tile(const int* cu_seqlens_q, const int* cu_seqlens_k, int sequences, int num_queries,
                                        int num_keys, int index) {
@@ -47,7 +47,7 @@ __device__ inline PackedTile find_tile(const int* cu_seqlens_q, const int* cu_se
     return {0, 0, 0, 0, 0};
 }
 
-// Two neighbouring values. ALIGNED says whether they may be read or written at once.
+// Two neighbouring values. ALIGNED says whether one access may read or write both.
 __device__ inline float2 load_pair(const float* p) {
 #if ALIGNED
     return *reinterpret_cast<const float2*>(p);
@@ -71,8 +71,8 @@ template <class T> __device__ inline void store_pair(T* p, float x, float y) {
 #endif
 }
 
-// Attention over earlier keys, `out` and `lse` of a head, as the start of a softmax over more: its log-sum is the top, and
-// the total 1 at that, which one of a row's lanes has. Of rows `row` and `row` + 8 of a tile, where there were keys, calls
+// Starts a softmax from attention over earlier keys, given by `out` and `lse` of a head: the maximum is their log-sum, and the
+// total is 1, held by one of a row's lanes. For rows `row` and `row` + 8 of a tile that had keys, calls
 // put(half, n, the values 8 n + 2 (lane % 4) and + 1).
 template <int VALUES, class Put>
 __device__ inline void begin_onto(const PackedTile& tile, int row, const float* out, int64 out_stride_t, const float* lse,

@@ -1,4 +1,4 @@
-// Where a token's bytes are in a paged cache, and what a block table says.
+// Addresses of a token's bytes in a paged cache, and lookups in a block table.
 #pragma once
 #include "common/numbers.cuh"
 #include "layouts.cuh"
@@ -13,7 +13,7 @@ struct PageRow {
     int row;
 };
 
-// Where `slot`, which is not negative, is. Slots of a large pool take 64-bit division, which is slow.
+// Page and row of a non-negative `slot`. Slots beyond int32 take 64-bit division, which is slow.
 __device__ inline PageRow page_row_of(int slot, int block_size) {
     return {uint32(slot) / uint32(block_size), int(uint32(slot) % uint32(block_size))};
 }
@@ -22,7 +22,7 @@ __device__ inline PageRow page_row_of(int64 slot, int block_size) {
     return {slot / block_size, int(slot % block_size)};
 }
 
-// The row and scales at `at`. The page stride may be anything, so page offsets are 64-bit.
+// The row and scales at `at`. Page offsets are 64-bit, as the page stride may be large.
 template <class Layout>
 __device__ inline Token token_at(uint8* pages, int64 page_stride, int block_size, PageRow at) {
     uint8* base = pages + at.page * page_stride;
@@ -35,13 +35,13 @@ __device__ inline Token token_at(uint8* pages, int64 page_stride, int block_size
     return token_at<Layout>(pages, page_stride, block_size, page_row_of(slot, block_size));
 }
 
-// A block size, and what a division by it as a multiplication takes (`division` of indices.py).
+// A block size, and the constants of a division by it as a multiplication (`division` of indices.py).
 struct BlockSize {
     int tokens;
     uint32 multiplier;
     int shift;
 
-    __device__ uint32 page_of(uint32 position) const {  // of positions below 2^31
+    __device__ uint32 page_of(uint32 position) const {  // positions below 2^31
         return __umulhi(2 * position, multiplier) >> shift;
     }
 };
@@ -52,8 +52,8 @@ struct BlockTable {
     int rows, columns;
 };
 
-// Where a position (int or int64) of request `row` is; absent where the table has no such entry, or a block that is
-// not there or whose slots are beyond `num_slots` or int32.
+// Page and row of a position (int or int64) of request `row`; absent if the table has no such entry, or if the block is
+// absent or has a slot beyond `num_slots` or int32.
 template <class Position>
 __device__ inline PageRow lookup_page_row(BlockTable table, int row, Position position, int block_size,
                                      int64 num_slots = INT32_LIMIT + 1ll) {
@@ -72,7 +72,7 @@ __device__ inline int lookup_slot(BlockTable table, int row, Position position, 
     return at.page < 0 ? -1 : int(at.page) * block_size + at.row;
 }
 
-// A value that lies in a page, which may start at any address.
+// A value in a page, which may start at any address.
 template <class T> __device__ inline T read_at(const uint8* from) {
     if (reinterpret_cast<uint64>(from) % sizeof(T) == 0) return *reinterpret_cast<const T*>(from);
     T x;

@@ -1,4 +1,4 @@
-// Four channels a thread, and their means weighted by a softmax. Macro: WIDE (rows may be read 4 values at a time).
+// Four channels per thread, and their means weighted by a softmax. Macro: WIDE (rows may be read 4 values at a time).
 #pragma once
 #include "common/numbers.cuh"
 
@@ -23,7 +23,7 @@ __device__ inline Quad read4(const bf16* p) {
 #endif
 }
 
-// The same, asked for where it stands: no load waits for registers of another.
+// The same, loaded at this point of the program: no load waits for another's registers.
 __device__ inline Quad ask4(const float* p) {
 #if WIDE
     Quad q;
@@ -51,14 +51,14 @@ __device__ inline Quad larger(Quad a, Quad b) {
     return {fmaxf(a.x[0], b.x[0]), fmaxf(a.x[1], b.x[1]), fmaxf(a.x[2], b.x[2]), fmaxf(a.x[3], b.x[3])};
 }
 
-// What the lane `lanes` away has.
+// The values of the lane `lanes` away.
 __device__ inline Quad exchanged(Quad a, int lanes) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) a.x[i] = __shfl_xor_sync(~0u, a.x[i], lanes);
     return a;
 }
 
-// Means of 4 channels weighted by the softmax of their scores, so far: sum / total, weights relative to the top score.
+// Running means of 4 channels weighted by the softmax of their scores: sum / total, with weights relative to the top score.
 struct Mean {
     Quad top, total, sum;
 
@@ -73,13 +73,13 @@ struct Mean {
         sum.x[i] *= keep, total.x[i] *= keep, top.x[i] = larger;
     }
 
-    // Count in sums of weights and of weighted values, relative to `score`, which is not above the top.
+    // Add sums of weights and of weighted values, relative to `score`, which is not above the top.
     __device__ void add(int i, float score, float weights, float values) {
-        float share = weight(score, top.x[i]);
-        sum.x[i] += share * values, total.x[i] += share * weights;
+        float exp_score = weight(score, top.x[i]);
+        sum.x[i] += exp_score * values, total.x[i] += exp_score * weights;
     }
 
-    // What a weight relative to `score` is relative to `top`; nothing where all is -inf.
+    // Factor from weights relative to `score` to weights relative to `top`; 0 for a score of -inf.
     static __device__ float weight(float score, float top) {
         return exp2_approx((score - (top == -infinity() ? 0.0f : top)) * LOG2_E);
     }

@@ -1,5 +1,5 @@
-// How a thread block of common/indexer_topk_few.cu reads a part of a row that registers do not hold: in rounds, of which
-// only each line's largest number is kept, and the lines with numbers that reach a bound a second time.
+// How a CTA of common/indexer_topk_few.cu reads a part of a row that does not fit in registers: in rounds that keep only each
+// line's maximum, then a second time the lines that reach a bound.
 //
 // Macros: THREADS, BLOCKS, READS, ROUNDS, ALIGNED.
 #pragma once
@@ -8,10 +8,10 @@
 
 constexpr int VALUES = 4 * READS;
 constexpr int LINE = 32, LANES = LINE / 4, LINES = THREADS / LANES;  // columns of a line, lanes that read it, lines at a time
-constexpr int WORDS = VALUES * THREADS * ROUNDS / 32;                // bits for the columns of a block's part
-constexpr int CAPACITY = 8192;                                       // candidates of a block
+constexpr int WORDS = VALUES * THREADS * ROUNDS / 32;                // bitmap of the columns of a CTA's part
+constexpr int CAPACITY = 8192;                                       // candidates of a CTA
 
-// Places among the candidates for `own` of this thread; the warp's lanes meet.
+// Reserves places among the candidates for `own` of this thread. Called by all lanes of the warp.
 __device__ inline int places(Scratch& scratch, int lane, int own) {
     int up_to = sum_to(own);
     int to = lane == 31 ? atomicAdd(&scratch.count, up_to) : 0;
@@ -21,13 +21,13 @@ __device__ inline int places(Scratch& scratch, int lane, int own) {
 #if ROUNDS > 1
 static_assert(READS == LANES, "a lane keeps the largest number of one of eight lines");
 
-// In a round a warp reads 8 lines for each 8 of its lanes, of which each lane keeps the largest number of one.
+// In a round each group of 8 lanes reads 8 lines, and each lane keeps the maximum of one of them.
 constexpr uint32 STRIDE = LINES * BLOCKS * LINE;  // from a lane's line of a round to its next one
 __device__ inline uint32 line_of(int round, int read, uint32 rank) {
     return ((round * READS + read) * LINES + threadIdx.x / LANES) * BLOCKS * LINE + rank * LINE;
 }
 
-// The largest number of the columns that this thread reads; to bits the order of each line's, for read_candidates.
+// The maximum of this thread's columns; writes the order of each line's maximum to `bits`, for read_candidates.
 __device__ inline float read_in_rounds(uint32* bits, const Row& row, uint32 rank) {
     const int tid = int(threadIdx.x), lane = tid % LANES;
     float largest = __uint_as_float(0x7fc00000);
@@ -55,7 +55,7 @@ __device__ inline float read_in_rounds(uint32* bits, const Row& row, uint32 rank
             most[i] = fmaxf(fmaxf(x[4 * i], x[4 * i + 1]), fmaxf(x[4 * i + 2], x[4 * i + 3]));
             largest = fmaxf(largest, most[i]);
         }
-        // Half of the lines go to the other half of the lanes, three times: one is left, which no other lane has.
+        // Butterfly reduction: three times, half of the lines go to the other half of the lanes. Each lane ends with one line.
 #pragma unroll
         for (int step = LANES / 2; step; step /= 2)
 #pragma unroll
@@ -69,13 +69,13 @@ __device__ inline float read_in_rounds(uint32* bits, const Row& row, uint32 rank
     return largest;
 }
 
-// Where columns are whose numbers reach the bound, to keys; bits are 0 behind it. A warp reads its own lines.
+// Writes the positions of columns that reach the bound to `keys`, and clears `bits`. A warp reads its own lines.
 __device__ inline void read_candidates(Scratch& scratch, uint32* bits, uint64* keys, const Row& row, uint32 rank,
                                        uint32 least) {
-    constexpr int AT_ONCE = 4, TEAMS = 32 / LANES;  // lines that eight lanes have in flight, and such lanes of a warp
+    constexpr int AT_ONCE = 4, TEAMS = 32 / LANES;  // lines that eight lanes have in flight, and such groups of lanes in a warp
     const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
     const float bound = value_of(least);
-    // The lines' first columns take the place of orders that have been read.
+    // The lines' first columns overwrite orders that have been read.
     auto word = [&](int i) -> uint32& { return bits[i / 32 * THREADS + warp * 32 + i % 32]; };
     int count = 0;
     for (int round = 0; round < ROUNDS; ++round) {

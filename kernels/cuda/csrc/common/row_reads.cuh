@@ -5,8 +5,8 @@
 #include "common/selection.cuh"
 
 struct Row {
-    const float* values;  // from a multiple of four columns on
-    uint32 skipped, end;  // which of them count
+    const float* values;  // starts at a multiple of four columns
+    uint32 skipped, end;  // the valid columns
 
     __device__ int length() const { return int(end - skipped); }
     __device__ bool has(uint32 at) const { return at >= skipped && at < end; }
@@ -24,7 +24,7 @@ __device__ inline void read4(const float* from, float* x) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(x[i]) : "l"(from + i));
 }
-// The same where `present`; x stays as it is elsewhere.
+// The same if `present`; otherwise x is unchanged.
 __device__ inline void read4(const float* from, bool present, float* x) {
     if (ALIGNED)
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];\n}\n"
@@ -35,13 +35,13 @@ __device__ inline void read4(const float* from, bool present, float* x) {
             asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p ld.global.nc.f32 %0, [%1];\n}\n"
                          : "+f"(x[i]) : "l"(from + i), "r"(int(present)));
 }
-// One that was read before.
+// A column that was read before.
 __device__ inline float read_again(const float* from) {
     float x;
     asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(x) : "l"(from));
     return x;
 }
-// Of four columns from `at` on those that the row has; x stays as it is elsewhere.
+// Reads those of four columns from `at` on that the row has; the others of x are unchanged.
 __device__ inline void read_at_end(const Row& row, uint32 at, float* x) {
 #pragma unroll
     for (int j = 0; j < 4; ++j)

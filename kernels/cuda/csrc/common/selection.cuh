@@ -1,5 +1,5 @@
-// Choosing the largest of many numbers: orders of floats, a radix selection by a thread block, and which columns of a row
-// of logits count.
+// Selection of the largest of many numbers: orders of floats, a radix selection by a CTA, and the valid columns of a row of
+// logits.
 //
 // Macros: THREADS, DIGIT_BITS.
 #pragma once
@@ -10,25 +10,25 @@
 #endif
 
 constexpr int WARPS = THREADS / 32;
-constexpr int DIGIT = DIGIT_BITS, BINS = 1 << DIGIT, PASSES = 4;  // bits, and digits of a number of 32
-constexpr int RUN = BINS / THREADS;                       // bins of a thread
+constexpr int DIGIT = DIGIT_BITS, BINS = 1 << DIGIT, PASSES = 4;  // bits per digit, and digits of 32 bits
+constexpr int RUN = BINS / THREADS;                       // bins per thread
 
-// Columns [first, end) of a row; or what is said of them, which may be any numbers.
+// Columns [first, end) of a row; or the unchecked range that the caller gave.
 struct Range {
     int first, end;
 
     __device__ bool operator!=(const Range& other) const { return first != other.first || end != other.end; }
 };
 
-// What is said of a row's columns, and where.
+// Addresses of the caller's range of a row's columns.
 struct Said {
-    const int *first, *end;  // null without
-    int fewer;               // columns than `end` says
+    const int *first, *end;  // may be null
+    int fewer;               // columns to subtract from `end`
 
     __device__ static int at(const int* from, int otherwise) {
         int x = otherwise;
-        // As it is now, whatever a cache of this multiprocessor keeps: it may be asked before the launch ahead has ended,
-        // and again.
+        // Bypasses the SM's caches: the value may be read before the previous kernel has ended, and again
+        // afterwards.
         asm volatile("{\n.reg .pred p;\nsetp.ne.u64 p, %1, 0;\n@p ld.relaxed.gpu.global.s32 %0, [%1];\n}\n"
                      : "+r"(x) : "l"(from) : "memory");
         return x;
@@ -36,12 +36,12 @@ struct Said {
     __device__ Range now() const { return {at(first, 0), at(end, INT32_LIMIT)}; }
 };
 
-// Which columns there are to choose from.
+// The valid columns of each row.
 struct Columns {
-    const int *starts, *ends, *lens;  // null without
+    const int *starts, *ends, *lens;  // may be null
     int64 lens_stride;
     int next_n;
-    bool per_row;  // a length for every row of next_n
+    bool per_row;  // a length for every one of next_n rows
     int num_keys;  // of compressed rows, or -1
     int width;
 
@@ -52,7 +52,7 @@ struct Columns {
         if (next_n > 1) request = row >> 32 ? row / next_n : uint32(row) / next_n, j = int(row - request * next_n);
         return {nullptr, lens + request * lens_stride + (per_row ? j : 0), per_row ? 0 : next_n - 1 - j};
     }
-    // Within the row, whatever is said.
+    // The given range, clamped to the row.
     __device__ Range range_of(const Said& said, Range x) const {
         int keys = num_keys < 0 ? width : num_keys;
         int first = min(max(x.first, 0), keys), end = min(max(max(x.end, 0) - said.fewer, first), keys);
@@ -64,7 +64,7 @@ struct Columns {
     }
 };
 
-// Grows as x does, from 1 on; 0 for NaN. -0 equals 0.
+// Increases with x, from 1 on; 0 for NaN. -0 equals 0.
 __device__ inline uint32 order_of(float x) {
     uint32 bits = __float_as_uint(x);
     if (bits == 0x80000000) bits = 0;
@@ -72,7 +72,7 @@ __device__ inline uint32 order_of(float x) {
     return (bits & 0x7fffffff) > 0x7f800000 ? 0 : order;
 }
 
-// The float of an order that is not 0: of those below -inf's, -inf.
+// The float of a non-zero order; -inf for orders below that of -inf.
 __device__ inline float value_of(uint32 order) {
     if (order < 0x007fffff) order = 0x007fffff;
     return __uint_as_float(order >> 31 ? order ^ 0x80000000 : ~order);
@@ -80,13 +80,13 @@ __device__ inline float value_of(uint32 order) {
 
 // Shared memory of a selection.
 struct Scratch {
-    alignas(16) uint32 bins[BINS];  // 0 whenever nobody counts
+    alignas(16) uint32 bins[BINS];  // 0 except while a thread counts
     uint32 most[2 * WARPS];
     int sums[WARPS];
     int digit, needed, here, count;
 };
 
-__device__ inline int sum_to(int x) {  // of the lanes up to this one
+__device__ inline int sum_to(int x) {  // inclusive prefix sum over the lanes
     int lane = threadIdx.x % 32;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -96,7 +96,7 @@ __device__ inline int sum_to(int x) {  // of the lanes up to this one
     return x;
 }
 
-// The sum of x over the threads before this one; all threads take part, and meet once more before the next such sum.
+// The sum of x over the threads before this one. Called by all threads, with a barrier before the next call.
 __device__ inline int sum_before(Scratch& scratch, int x, int& total) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, up_to = sum_to(x);
     if (lane == 31) scratch.sums[warp] = up_to;
@@ -106,7 +106,7 @@ __device__ inline int sum_before(Scratch& scratch, int x, int& total) {
     return up_to - x + __reduce_add_sync(~0u, lane < warp ? sum : 0);
 }
 
-// The number that `rank` others of a lane's group of so many lanes are not below.
+// The value of this rank, in descending order, within a lane's group of GROUP lanes.
 template <int GROUP> __device__ inline float largest_of_lanes(float x, int rank) {
     int lane = threadIdx.x % 32;
 #pragma unroll
@@ -120,7 +120,7 @@ template <int GROUP> __device__ inline float largest_of_lanes(float x, int rank)
     return __shfl_sync(~0u, x, lane / GROUP * GROUP + rank);
 }
 
-// A thread's run of bins, which are 0 after it.
+// Read and clear a thread's run of bins.
 __device__ inline void take(uint32* from, uint32 (&x)[RUN]) {
     if (RUN % 4 == 0) {
 #pragma unroll
@@ -135,8 +135,8 @@ __device__ inline void take(uint32* from, uint32 (&x)[RUN]) {
     }
 }
 
-// The digit, from the largest on, with the rest-th of what the bins count, to `digit`, how many of those are among the rest
-// to `needed`, and how many there are to `here`; returns the sum of all. The bins are 0 after it. All threads take part.
+// Finds the bin, from the largest digit down, with the rest-th number: its digit to `digit`, how many of its numbers are still
+// needed to `needed`, and how many it has to `here`; returns the sum of all bins and clears them. Called by all threads.
 __device__ inline int find_digit(Scratch& scratch, int rest) {
     __syncthreads();
     int first = BINS - (int(threadIdx.x) + 1) * RUN, own = 0, total;  // in runs of a thread
@@ -162,17 +162,17 @@ __device__ inline int find_digit(Scratch& scratch, int rest) {
 
 // The k-th largest of many numbers.
 struct Kth {
-    uint32 number;  // that k of them are not below, and no larger one
-    int rest;       // of those that equal it, so many are among the k largest
-    bool all;       // which is all of them
+    uint32 number;  // the largest number that at least k numbers reach
+    int rest;       // how many of those equal to it are among the k largest
+    bool all;       // whether that is all of them
 };
 
-// The k-th largest. `each` calls what it is given with every number of a thread; 0 is none, and the result where there are
-// less than k. All threads take part; `passes` of the selection at most, which then may leave a smaller number.
+// The k-th largest. `each` calls its argument with every number of a thread; 0 means none, and is the result if there are
+// fewer than k. Called by all threads. At most `passes` passes; with fewer than PASSES the result may be smaller.
 template <class Each> __device__ inline Kth kth_largest(Scratch& scratch, int k, int passes, Each each) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    // Of numbers in a range, however narrow, as many bins as there are are used.
-    uint32 largest = 0, inverted = 0;  // the smallest's
+    // The bins cover the range of the numbers, so that a narrow range uses all bins.
+    uint32 largest = 0, inverted = 0;  // inverted: of the smallest
     each([&](uint32 x) {
         if (x) largest = max(largest, x), inverted = max(inverted, ~x);
     });

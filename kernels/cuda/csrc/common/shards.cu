@@ -1,17 +1,18 @@
-// What one rank has of tokens that are dealt out to several (kernels/types/shard.py): lengths, block tables, slots.
+// One rank's part of tokens that are sharded across ranks (kernels/types/shard.py): lengths, block tables, slots.
 //
-// local_seq_lens, local_block_table, local_slot_mapping   an entry of the result a thread
-// localise_indices                                        a token a thread block, which moves what it keeps to the left
+// Grid of local_seq_lens, local_block_table and local_slot_mapping: an entry of the result per thread. Grid of
+// localise_indices: a CTA per token, which compacts the entries it keeps to the left. Block: 128 threads. Shared memory: only in
+// localise_indices, counts per warp.
 #include "common/pdl.cuh"
 #include "common/pages.cuh"
 
 constexpr int THREADS = 128;
 
-// Positions are below 2^31, and so are sizes: 32 bits are enough but where rounds are counted.
+// Positions and sizes are below 2^31: 32 bits suffice except for counts of rounds.
 struct Shard {
     int rank, size, interleave;
 
-    // Which of the rank's tokens a position is, or -1 for another rank's.
+    // Index of a position among the rank's tokens, or -1 for another rank's.
     __device__ int position(int global) const {
         if (global < 0) return -1;
         uint32 turn = uint32(global) / uint32(interleave), round = turn / uint32(size);
@@ -19,7 +20,7 @@ struct Shard {
         return int(round * uint32(interleave) + (uint32(global) - turn * uint32(interleave)));
     }
 
-    // How many of so many tokens the rank has.
+    // Number of the rank's tokens among the first `tokens`.
     __device__ int count(int tokens) const {
         if (tokens <= 0) return 0;
         int64 all = int64(size) * interleave, rounds = tokens / all;
@@ -51,7 +52,7 @@ local_block_table(const int* block_table, int64 table_stride, int table_columns,
 
 // The request that a token belongs to: the last one that starts at or before it. -1 if there is none.
 __device__ inline int request_of(const int* query_start_loc, int requests, int token) {
-    int low = 0, high = requests + 1;  // of the starts before `low` all are at most `token`, from `high` on none is
+    int low = 0, high = requests + 1;  // starts before `low` are at most `token`, those from `high` on are above it
     while (low < high) {
         int middle = (low + high) / 2;
         if (query_start_loc[middle] <= token) low = middle + 1;
@@ -79,8 +80,8 @@ local_slot_mapping(const int* query_start_loc, const int* seq_lens, int requests
     out[token] = slot;
 }
 
-// Each warp has a piece of every CHUNK entries, all of which it looks up before it says how many it keeps: where they go
-// depends on the warps before it.
+// Each warp takes a piece of every CHUNK entries and looks up all of it before it publishes how many it keeps: their places
+// depend on the warps before it.
 constexpr int ROUNDS = 4;  // of 32 entries in a piece
 constexpr int CHUNK = THREADS * ROUNDS;
 
@@ -89,7 +90,7 @@ localise_indices(const int* indices, int64 indices_stride, int width, const int*
                  const bool* is_valid_token, const int* block_table, int64 table_stride, int table_rows,
                  int table_columns, int block_size, int rank, int size, int interleave, int* slots, int64 slots_stride,
                  int* lens) {
-    __shared__ int counts[2][THREADS / 32];  // of a chunk and of the one after it
+    __shared__ int counts[2][THREADS / 32];  // double-buffered by chunk
     pdl_wait();
     int token = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Shard shard{rank, size, interleave};

@@ -1,9 +1,9 @@
 // Eight values at a time between global memory and registers.
 //
 // ALIGNED says whether 16-byte accesses are allowed; without it every access is a single element or byte.
-// STREAM says that neither what is read nor what is written is wanted again soon: evicted first.
-// Aligned accesses are written in PTX because the compiler takes some wide stores apart, four for one; they keep their
-// order. What is read must not be written by the same kernel.
+// STREAM says that data read or written is not needed again soon: evicted first.
+// Aligned accesses are written in PTX because the compiler splits some wide stores into four; they keep their
+// order. Data that is read must not be written by the same kernel.
 #pragma once
 #include "common/numbers.cuh"
 
@@ -82,7 +82,7 @@ __device__ inline void store4(void* p, uint32 x) {
 #endif
 }
 
-// Eight values as they lie in memory.
+// Eight values as stored in memory.
 template <class T> struct Raw8 { uint4 words; };
 template <> struct Raw8<float> { uint4 low, high; };
 
@@ -112,7 +112,7 @@ __device__ inline void store_values8(float* p, const float (&x)[8]) {
     store16(p + 4, {__float_as_uint(x[4]), __float_as_uint(x[5]), __float_as_uint(x[6]), __float_as_uint(x[7])});
 }
 
-// Eight values as another type; those of the type keep their bits, NaN's included.
+// Eight values converted to another type; values of the same type keep their bits, NaN's included.
 template <class To, class From> __device__ inline void store_raw8(To* p, Raw8<From> raw) {
     float x[8];
     unpack8(raw, x);

@@ -11,7 +11,7 @@ template <int VALUES, int WARPS = 1> struct WarpRow {
 
     __device__ int first() const { return (32 * warp + lane) * VALUES; }
 
-    // The sum of the squares of what LANES neighbouring lanes hold: of what this warp holds.
+    // Sum of the squares of LANES neighbouring lanes; at most this warp's.
     template <int LANES = 32> __device__ float squares() const {
         float total = 0.0f;
 #pragma unroll
@@ -28,14 +28,14 @@ template <int VALUES, int WARPS = 1> struct WarpRow {
         for (int i = 0; i < VALUES; ++i) x[i] *= scale;
     }
 
-    // Turn the last `rope_dim` values in pairs of neighbours; `direction` -1 turns them back. turns: cosines, then sines.
-    __device__ void turn(const float* turns, int rope_dim, float direction) {
+    // Rotate the last `rope_dim` values in pairs of neighbours; `direction` -1 is inverse RoPE. rotation: cosines, then sines.
+    __device__ void rotate(const float* rotation, int rope_dim, float direction) {
         int start = DIM - rope_dim;
 #pragma unroll
         for (int i = 0; i < VALUES; i += 2) {
             int pair = (first() + i - start) / 2;
             if (first() + i < start) continue;
-            float cos = turns[pair], sin = turns[rope_dim / 2 + pair] * direction;
+            float cos = rotation[pair], sin = rotation[rope_dim / 2 + pair] * direction;
             float a = x[i], b = x[i + 1];
             x[i] = a * cos - b * sin;
             x[i + 1] = b * cos + a * sin;
@@ -51,7 +51,7 @@ template <int VALUES, int WARPS = 1> struct WarpRow {
         }
     }
 
-    // The largest finite magnitude of each LANES neighbouring lanes.
+    // The largest finite magnitude of each group of LANES neighbouring lanes.
     template <int LANES> __device__ float largest_of_tile() const {
         float largest = 0.0f;
 #pragma unroll
@@ -77,7 +77,7 @@ template <int VALUES, int WARPS = 1> struct WarpRow {
         for (int i = 0; i < VALUES; i += 2) store4(p + 2 * i, pack(bf16{}, x[i], x[i + 1]));
     }
 
-    // Write the row into a cache, through bfloat16. Every lane takes part.
+    // Write the row into a cache, through bfloat16. Called by every lane.
     template <class Layout> __device__ void insert(Token token) {
         static_assert(Layout::head_dim == DIM);
         if constexpr (Layout::quantized_dim == 0) {
@@ -99,8 +99,8 @@ template <int VALUES, int WARPS = 1> struct WarpRow {
     }
 };
 
-// The row of a table of cosines and sines that a position turns by: the nearest where it has none.
-__device__ inline const float* turns_at(const float* cos_sin, int64 stride, int max_position, int64 position) {
+// The row of the cosines and sines of a position. Positions outside the table are clamped to it.
+__device__ inline const float* rotation_at(const float* cos_sin, int64 stride, int max_position, int64 position) {
     int64 row = position < 0 ? 0 : position >= max_position ? max_position - 1 : position;
     return cos_sin + row * stride;
 }

@@ -1,8 +1,8 @@
-// Metadata of a step: everything that the sparse layers share, in one kernel.
+// Metadata of a step that all sparse layers use, in one kernel.
 //
-// The first `token_blocks` thread blocks take one row (a token) a warp; the last one the prefill requests.
-// Rows and columns beyond those in use are cleared as far as the build before wrote them.
-// A row's request is found by all lanes together: 32 boundaries of the search range at a time.
+// Grid: `token_blocks` CTAs that take one row (a token) per warp, and one CTA for the prefill requests. Block: 128 threads. No
+// shared memory. Rows and columns beyond those in use are cleared as far as the previous build wrote them.
+// All lanes search for a row's request together: 32 boundaries of the search range at a time.
 //
 // Macros: SLOT (int64 or int).
 #include "common/pdl.cuh"

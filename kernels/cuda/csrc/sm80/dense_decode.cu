@@ -1,8 +1,12 @@
-// Decode over a paged cache of dense MLA rows, on mma.sync (sm_80 and later).
+// Decode over a paged cache of dense MLA rows, with mma.sync (sm_80 and later).
 //
-// A thread block takes 32 heads of a query token and the keys 32 at a time: rows to shared memory, S = Q K^T (a warp
-// 16 heads and 8 keys), the softmax (eight threads a head), O += P V (a warp 64 values of all heads). Rows in FP8 are
-// converted when loaded, which is exact; their scale goes into the softmax scale and into the result.
+// Grid: one CTA per split of 32 heads of a query token.
+// Block: 256 threads. Keys 32 at a time: rows to shared memory, S = Q K^T (16 heads and 8 keys per warp), softmax (eight threads
+// per head), O += P V (64 values of all heads per warp).
+// Shared memory: 80 KiB, dynamic: Q, a block of keys, P, scores, and addresses of rows.
+//
+// FP8 rows are converted when loaded, which is exact; their scale multiplies the softmax
+// scale and the result. With several splits, partial results go to common/dense_decode_merge.cu.
 //
 // Macros: VALUE (bf16 or f16), CACHE (VALUE or e4m3), ALIGNED.
 #include "common/latent.cuh"
@@ -42,29 +46,29 @@ mla_decode(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h,
     extern __shared__ uint4 memory[];
     DenseShared& shared = *reinterpret_cast<DenseShared*>(memory);
     int groups = (heads + HEADS - 1) / HEADS, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    DenseShare share = DenseShare::of(blockIdx.x, splits, groups, s_q, lens, int64(columns) * block_size, causal, KEYS);
+    DenseWorkRange range = DenseWorkRange::of(blockIdx.x, splits, groups, s_q, lens, int64(columns) * block_size, causal, KEYS);
     LatentCache cache{pages, page_stride, num_slots, block_size, {block_table, table_stride, requests, columns}};
     if (scale) scale_value = *scale;
     float scale_log2 = softmax_scale * scale_value * LOG2_E;
-    int first_head = share.group * HEADS;
+    int first_head = range.group * HEADS;
 
-    const VALUE* token = q + share.request * q_stride_b + share.query * q_stride_s;
+    const VALUE* token = q + range.request * q_stride_b + range.query * q_stride_s;
     for (int i = threadIdx.x; i < HEADS * (LATENT_DIM / 8); i += THREADS) {
         int head = first_head + i / (LATENT_DIM / 8), chunk = i % (LATENT_DIM / 8);
         shared.q[i / (LATENT_DIM / 8)][chunk] = head < heads ? load16(token + head * q_stride_h + 8 * chunk) : uint4{};
     }
 
-    // Of head threadIdx.x / 8: the running maximum in log2, and this thread's part of the sum.
+    // For head threadIdx.x / 8: the running maximum in log2, and this thread's partial sum.
     float top = -infinity(), total = 0.0f;
     float sums[2][8][4] = {};
     const uint8* q_at = reinterpret_cast<const uint8*>(shared.q);
     const uint8* k_at = reinterpret_cast<const uint8*>(shared.k);
     const uint8* p_at = reinterpret_cast<const uint8*>(shared.p);
-    for (int block = share.first_block; block < share.last_block; ++block) {
+    for (int block = range.first_block; block < range.last_block; ++block) {
         __syncthreads();
         if (threadIdx.x < KEYS) {
             int position = block * KEYS + threadIdx.x;
-            int slot = position < share.keys ? cache.slot(share.request, position) : -1;
+            int slot = position < range.keys ? cache.slot(range.request, position) : -1;
             shared.rows[threadIdx.x] = slot < 0 ? nullptr : pages + cache.offset(slot, LATENT_DIM * int(sizeof(CACHE)));
         }
         __syncthreads();
@@ -79,7 +83,7 @@ mla_decode(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h,
 #pragma unroll 4
         for (int step = 0; step < LATENT_DIM / 32; ++step) {
             uint32 a[4], b[4];
-            // Two steps of eight keys: rows are keys, the four matrices 32 values along them.
+            // Two steps of eight keys: rows are keys, the four matrices are 32 consecutive values.
             load_matrices(b, k_at + (warp % 4 * 8 + lane % 8) * STRIDE + 2 * (32 * step + lane / 8 * 8));
             load_matrices(a, a_row(q_at, STRIDE, warp / 4 * 16, 32 * step));
             multiply_add(VALUE{}, scores, a, b[0], b[1]);
@@ -133,9 +137,9 @@ mla_decode(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h,
         }
     }
 
-    // `rescale` now holds what each head's sums are multiplied by.
+    // From here on `rescale` holds the factor of each head's sums.
     for (int other = 1; other < 8; other *= 2) total += __shfl_xor_sync(~0u, total, other);
-    bool empty = top == -infinity() && total == 0.0f;  // nothing but NaN is not nothing
+    bool empty = top == -infinity() && total == 0.0f;  // a row of NaN is not empty
     int head = threadIdx.x / 8;
     __syncthreads();
     if (threadIdx.x % 8 == 0) {
@@ -143,10 +147,10 @@ mla_decode(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h,
         float log_sum = (top + log2f(total)) * LN_2;
         if (first_head + head < heads) {
             if (splits > 1) {
-                int64 part = ((int64(share.request) * s_q + share.query) * splits + share.split) * heads;
+                int64 part = ((int64(range.request) * s_q + range.query) * splits + range.split) * heads;
                 partial_lse[part + first_head + head] = empty ? -infinity() : log_sum;
             } else {
-                lse[share.request * lse_stride_b + (first_head + head) * lse_stride_h + share.query * lse_stride_s] =
+                lse[range.request * lse_stride_b + (first_head + head) * lse_stride_h + range.query * lse_stride_s] =
                     empty ? infinity() : log_sum;
             }
         }
@@ -161,12 +165,12 @@ mla_decode(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h,
             float factor = shared.rescale[row];
             int column = 64 * warp + lane % 4 * 2;
             if (splits > 1) {
-                int64 part = ((int64(share.request) * s_q + share.query) * splits + share.split) * heads;
+                int64 part = ((int64(range.request) * s_q + range.query) * splits + range.split) * heads;
                 float* to = partial_out + (part + first_head + row) * LATENT_V + column;
 #pragma unroll
                 for (int n = 0; n < 8; ++n) store_pair(to + 8 * n, sums[m][n][2 * half] * factor, sums[m][n][2 * half + 1] * factor);
             } else {
-                VALUE* to = out + share.request * out_stride_b + share.query * out_stride_s +
+                VALUE* to = out + range.request * out_stride_b + range.query * out_stride_s +
                             (first_head + row) * out_stride_h + column;
 #pragma unroll
                 for (int n = 0; n < 8; ++n) store_pair(to + 8 * n, sums[m][n][2 * half] * factor, sums[m][n][2 * half + 1] * factor);

@@ -1,11 +1,14 @@
-// Attention of packed sequences with a K and V for each head, on mma.sync (sm_80 and later).
+// Attention of packed sequences with a K and V for each head, with mma.sync (sm_80 and later).
 //
-// A thread block takes 64 queries of a head, a warp 16 of them, and the keys 64 at a time. K comes in while the
-// softmax and the second product of the block before run; V while the first product runs.
+// Grid: (tiles of 64 queries, heads); x has one spare tile per sequence.
+// Block: 128 threads, 16 queries per warp. Keys 64 at a time: K is loaded during the softmax and the second product of the
+// previous block, V during the first product.
+// Shared memory: 64 rows of each of Q, K and V, padded by 16 bytes; dynamic.
+// Limits: QK_DIM, ROPE_DIM and V_DIM are multiples of 16.
 //
-// Macros: VALUE (bf16 or f16), OUTPUT (VALUE or float), QK_DIM, ROPE_DIM (of K's values, those that all heads
-// share; 0: none), V_DIM, CAUSAL, ALIGNED (whether all rows start at a multiple of 16 bytes), ACCUMULATE (whether `out`, of
-// float, and `lse` hold attention over earlier keys, to which these are added).
+// Macros: VALUE (bf16 or f16), OUTPUT (VALUE or float), QK_DIM, ROPE_DIM (values of K that all heads share; 0: none), V_DIM,
+// CAUSAL, ALIGNED (whether all rows start at a multiple of 16 bytes), ACCUMULATE (whether `out`, of float, and `lse` hold
+// attention over earlier keys, to which these are added).
 #include "sm80/operands.cuh"
 #include "common/packed.cuh"
 
@@ -13,7 +16,7 @@ constexpr int QUERIES = 64, KEYS = 64, THREADS = 128;
 constexpr int NOPE_DIM = QK_DIM - ROPE_DIM;
 constexpr int QK_STRIDE = row_stride(QK_DIM), V_STRIDE = row_stride(V_DIM);
 
-// 64 rows of DIM values of which `count` are there, to rows of `stride` bytes; zeros where there are none.
+// Copies `count` of 64 rows of DIM values to rows of `stride` bytes; the other rows are zeros.
 template <int DIM>
 __device__ inline void load_rows(uint8* target, int stride, const VALUE* source, int64 source_stride, int count) {
     constexpr int CHUNKS = DIM / 8;
@@ -159,11 +162,11 @@ mha_varlen(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE* k, i
         total[half] += __shfl_xor_sync(~0u, total[half], 2);
         if (row + 8 * half >= tile.queries) continue;
         int64 query = tile.first_query + row + 8 * half;
-        bool empty = top[half] == -infinity() && total[half] == 0.0f;  // nothing but NaN is not nothing
-        float share = empty ? 0.0f : 1.0f / total[half];
+        bool empty = top[half] == -infinity() && total[half] == 0.0f;  // a row of NaN is not empty
+        float inv_sum = empty ? 0.0f : 1.0f / total[half];
         OUTPUT* to = out + query * out_stride_t + head * out_stride_h + 2 * (lane % 4);
 #pragma unroll
-        for (int n = 0; n < V_DIM / 8; ++n) store_pair(to + 8 * n, sums[n][2 * half] * share, sums[n][2 * half + 1] * share);
+        for (int n = 0; n < V_DIM / 8; ++n) store_pair(to + 8 * n, sums[n][2 * half] * inv_sum, sums[n][2 * half + 1] * inv_sum);
         if (lane % 4 == 0)
             lse[head * lse_stride_h + query * lse_stride_t] = empty ? infinity() : (top[half] + log2f(total[half])) * LN_2;
     }

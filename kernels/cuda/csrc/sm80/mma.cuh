@@ -1,6 +1,6 @@
-// Matrix products of a warp (mma.sync, sm_80 and newer) and what brings operands into their registers.
+// Matrix products of a warp (mma.sync, sm_80 and newer), and loads of their operands.
 //
-// Of a product of 16 rows and 8 columns over 16 values, lane 4 g + c holds
+// In a product of 16 rows and 8 columns over 16 values, lane 4 g + c holds
 //     a   rows g and g + 8, values 2 c, + 1, 2 c + 8, + 9:   {g: 2c}, {g + 8: 2c}, {g: 2c + 8}, {g + 8: 2c + 8}
 //     b   column g, the same values:                         {2c}, {2c + 8}
 //     x   rows g and g + 8, columns 2 c and + 1:             g, g, g + 8, g + 8
@@ -19,7 +19,7 @@ __device__ inline void mma(bf16, float (&x)[4], const uint32 (&a)[4], const uint
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// The same for 8 columns over 4 values in float64: lane 4 g + c has of a value c of rows g and g + 8, of b value c of column g.
+// The same for 8 columns over 4 values in float64: lane 4 g + c holds value c of rows g and g + 8 of a, value c of column g of b.
 __device__ inline void mma(double (&x)[4], const double (&a)[2], double b) {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
@@ -39,9 +39,9 @@ __device__ inline void codes_to_f16(uint32 bytes, uint32& low, uint32& high) {
     asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
         : "=r"(low), "=r"(high) : "r"(bytes));
 }
-__device__ inline bool has_nan(uint32) { return false; }  // NaN stayed NaN
+__device__ inline bool has_nan(uint32) { return false; }  // the conversion keeps NaN
 #else
-// A code's bits in float16's place are its value times 2^-8, subnormals too; NaN would become 480.
+// A code's bits, moved to float16's fields, are its value times 2^-8, subnormals too; NaN would become 480.
 [[maybe_unused]] constexpr float CODE_UNIT = 256.0f;
 __device__ inline uint32 spread_codes(uint32 x) { return (x & 0x80008000) | (x >> 1 & 0x3f803f80); }
 __device__ inline void codes_to_f16(uint32 bytes, uint32& low, uint32& high) {

@@ -1,9 +1,9 @@
-// Operands of mma.sync as rows in shared memory whose distance in 16-byte chunks is odd, so that the eight rows of a
-// matrix fall into different banks.
+// Operands of mma.sync as rows in shared memory. The row stride is an odd number of 16-byte chunks, so that the eight rows of
+// a matrix are in different banks.
 #pragma once
 #include "sm80/mma.cuh"
 
-// Bytes from row to row of `dim` 16-bit values, a multiple of 16 of them.
+// Bytes from row to row for `dim` 16-bit values; `dim` is a multiple of 16.
 constexpr int row_stride(int dim) { return 2 * dim + 16; }
 
 // Four 8 x 8 matrices, transposed; lanes 8 i to 8 i + 7 point to the rows of matrix i.
@@ -12,8 +12,8 @@ __device__ inline void load_transposed(uint32 (&x)[4], const void* row) {
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(shared_address(row)) : "memory");
 }
 
-// The row that this lane points to for 16 rows and 16 columns of a row-major operand: as A, or transposed as B; and
-// for 16 rows (columns of the result) of B as it is.
+// Row that this lane points to. a_row: 16 rows and 16 columns of a row-major operand, as A or transposed as B; b_row: 16 rows
+// (columns of the result) of B, not transposed.
 __device__ inline const uint8* a_row(const uint8* base, int stride, int row, int column) {
     int lane = threadIdx.x % 32;
     return base + (row + lane % 16) * stride + 2 * (column + lane / 16 * 8);

@@ -1,9 +1,9 @@
-// Copies of bytes in a row from global to shared memory by the tensor memory accelerator (sm_90 and newer), and fragments of
-// matrices in shared memory.
+// Bulk copies of contiguous bytes from global to shared memory (sm_90 and newer), and loads of matrix fragments from shared
+// memory.
 #pragma once
 #include "sm90/hopper.cuh"
 
-// For a warp, all of whose lanes have the same arguments: its arrival, and so many bytes by copies that are still to come.
+// Arrive for a warp, and expect `bytes` of asynchronous copies. All lanes have the same arguments.
 __device__ inline void warp_arrive_expecting(uint32 barrier, uint32 bytes) {
 #ifdef EVERY_LANE_ARRIVES
     if (threadIdx.x % 32) return barrier_arrive(barrier);
@@ -14,14 +14,15 @@ __device__ inline void warp_arrive_expecting(uint32 barrier, uint32 bytes) {
                  ::"r"(own(barrier)), "r"(bytes) : "memory");
 #endif
 }
-// Likewise, start to copy `bytes`, a multiple of 16 from and to multiples of 16; they count at the barrier when they are there.
+// Start a copy of `bytes` for a warp whose lanes have the same arguments. Size and both addresses are multiples of 16. The
+// barrier counts the bytes when they have landed.
 __device__ inline void warp_copy_bulk(uint32 target, const void* source, uint32 bytes, uint32 barrier) {
     asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\n"
                  "@one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}"
                  ::"r"(own(target)), "l"(source), "r"(bytes), "r"(own(barrier)) : "memory");
 }
 
-// Four 8x8 matrices of 16-bit values out of the rows that lanes point to: 8 lanes a matrix.
+// Load four 8x8 matrices of 16-bit values from the rows that lanes point to: 8 lanes a matrix.
 __device__ inline void ldmatrix4(uint32 (&x)[4], uint32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(own(address)) : "memory");

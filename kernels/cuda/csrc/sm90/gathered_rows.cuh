@@ -1,15 +1,16 @@
-// Gathered bfloat16 rows of a thread block's tiles, block after block: which there are, for sm90/prefill/ and
-// sm90/few_heads/, and how the producers of sm90/prefill/ look them up and copy them to shared memory.
+// Gathered bfloat16 rows of a CTA's tiles, block by block: iterators for sm90/prefill/ and sm90/few_heads/, and how the producers
+// of sm90/prefill/ look up rows.
 #pragma once
 #include "common/sparse/work.cuh"
 #include "sm90/hopper.cuh"
 
-// Tiles of a thread block: every gridDim.x-th, so that the heads of a token are attended to at the same time.
+// Number of keys of a tile, 0 after the last tile. A CTA has every gridDim.x-th tile, so that CTAs process the heads of one token
+// at the same time.
 __device__ inline int length_of_tile(const SparseProblem& problem, int tile) {
-    return tile < problem.tiles() ? problem.lists[0].length(tile / problem.groups, 0) : 0;
+    return tile < problem.tiles() ? problem.segments[0].length(tile / problem.groups, 0) : 0;
 }
 
-// Goes through those that have keys. Lengths are asked for a tile ahead.
+// Iterates over the CTA's tiles that have keys. Lengths are loaded a tile ahead.
 struct TileWalk {
     const SparseProblem& problem;
     int tile, length, next_length;
@@ -30,7 +31,7 @@ struct TileWalk {
     }
 };
 
-// Goes through their blocks.
+// Iterates over the blocks of these tiles.
 struct BlockWalk : TileWalk {
     int block = 0;
 
@@ -40,30 +41,30 @@ struct BlockWalk : TileWalk {
     }
 };
 
-// Which rows of an array a lane looked up: those for rows `lane` and `lane` + 32 of 64; negative where there is none.
+// Rows of an array that a lane has looked up, for rows `lane` and `lane` + 32 of 64; negative if absent.
 struct LaneRows {
     int low, high;
 
-    // The same of four rows, 8 lanes each: `first` + lane / 8.
+    // The row that was looked up for row `first` + lane / 8: four rows, 8 lanes each.
     __device__ int at(int first, int lane) const {
         return __shfl_sync(~0u, first < 32 ? low : high, (first + lane / 8) % 32);
     }
 };
 
-// Indices of a block as they are listed, or -1 behind the end.
+// Indices of a block as listed, or -1 after the end.
 __device__ inline LaneRows listed_rows(const BlockWalk& walk, int lane) {
-    const List& list = walk.problem.lists[0];
+    const Segment& list = walk.problem.segments[0];
     const int* indices = list.indices + walk.tile / walk.problem.groups * list.indices_stride_b;
     int at = walk.block * BLOCK + lane;
     return {at < walk.length ? indices[at] : -1, at + 32 < walk.length ? indices[at + 32] : -1};
 }
-__device__ inline LaneRows rows_there(const List& list, LaneRows listed) {
+__device__ inline LaneRows rows_there(const Segment& list, LaneRows listed) {
     uint32 rows = list.num_slots;
     return {uint32(listed.low) < rows ? listed.low : -1, uint32(listed.high) < rows ? listed.high : -1};
 }
 
-// Where a lane's 16 bytes of rows' first 128 come from: of four rows at a time, 8 lanes each, from row `first` of 64 on. Where
-// there is no row, nothing is to be read.
+// Source addresses of a lane's 16 of each row's first 128 bytes: four rows at a time, 8 lanes each, from row `first` of 64 on.
+// Absent rows are not to be read.
 template <int STEPS> struct RowSources {
     const uint8* at[STEPS];
     bool here[STEPS];

@@ -1,7 +1,7 @@
-// Hopper's own instructions (sm_90a): barriers, asynchronous copies, warpgroup matrix products.
+// Instructions of Hopper (sm_90a): mbarriers, asynchronous copies, warpgroup matrix products (wgmma).
 //
 // Shared memory is addressed by its 32-bit address throughout. Matrix operands in shared memory are tiles of
-// 64 rows of 128 bytes, 1024-aligned, whose 16-byte chunks are swizzled: chunk c of row r lies at
+// 64 rows of 128 bytes, 1024-aligned, whose 16-byte chunks are swizzled: chunk c of row r is at
 // r * 128 + ((c ^ (r & 7)) << 4).
 #pragma once
 #include "common/async_copy.cuh"
@@ -9,6 +9,15 @@
 constexpr int TILE_BYTES = 64 * 128;
 
 // ---- shared memory
+
+// Address of a member of the kernel's struct SharedMemory. Without static shared memory the dynamic part starts at 1024; kernels
+// trap otherwise. NVRTC before 13.4 has no __builtin_offsetof; there, as in libcu++, an operator of its front end replaces it.
+#define SHARED_START 1024u
+#if __has_builtin(__builtin_offsetof)
+#define SHARED_AT(member) (SHARED_START + uint32(__builtin_offsetof(SharedMemory, member)))
+#else
+#define SHARED_AT(member) (SHARED_START + uint32(__INTADDR__(&((SharedMemory*)0)->member)))
+#endif
 
 __device__ inline uint4 lds128(uint32 address) {
     uint4 x;
@@ -46,7 +55,7 @@ __device__ inline void sts_float2(uint32 address, float2 x) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(own(address)), "f"(x.x), "f"(x.y) : "memory");
 }
 
-// Four 8x8 matrices of 16-bit values, as an accumulator fragment holds them, to the rows that lanes point to.
+// Store four 8x8 matrices of 16-bit values, as an accumulator fragment holds them, to the rows that lanes point to.
 __device__ inline void stmatrix4(uint32 address, uint32 a, uint32 b, uint32 c, uint32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(own(address)), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
@@ -63,12 +72,12 @@ __device__ inline void barrier_init(uint32 barrier, int arrivals) {
 __device__ inline void barrier_arrive(uint32 barrier, int count = 1) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0], %1;" ::"r"(own(barrier)), "r"(count) : "memory");
 }
-// The arrival of one thread, and so many bytes by copies that are still to come.
+// Arrive for one thread, and expect `bytes` of asynchronous copies.
 __device__ inline void barrier_arrive_expecting(uint32 barrier, uint32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(own(barrier)), "r"(bytes) : "memory");
 }
-// Wait until the phase of this parity is over; of a fresh barrier, the phase before (parity 1) is.
-// With -DWATCHDOG a wait of seconds says where and ends the kernel, which is how to find a deadlock.
+// Wait until the phase of this parity has completed; on a fresh barrier, the preceding phase (parity 1) has.
+// With -DWATCHDOG a wait of more than 2^31 clocks prints its barrier and traps, to find deadlocks.
 __device__ inline void barrier_wait(uint32 barrier, uint32 parity) {
 #ifdef WATCHDOG
     for (int64 start = clock64();;) {
@@ -91,8 +100,8 @@ __device__ inline void barrier_wait(uint32 barrier, uint32 parity) {
         "}\n" ::"r"(own(barrier)), "r"(parity) : "memory");
 #endif
 }
-// Arrivals for a warp, after all its lanes came here: one, or with -DEVERY_LANE_ARRIVES one a lane, for racecheck, which
-// follows an arrival only from the lane that makes it.
+// Arrive for a warp, after all its lanes: one arrival, or with -DEVERY_LANE_ARRIVES one a lane, for racecheck, which attributes
+// an arrival only to the lane that makes it.
 #ifdef EVERY_LANE_ARRIVES
 constexpr int WARP_ARRIVALS = 32;
 __device__ inline void warp_arrive(uint32 barrier) { barrier_arrive(barrier); }
@@ -108,12 +117,12 @@ __device__ inline void warp_arrive(uint32 barrier) {
         "}\n" ::"r"(own(barrier)) : "memory");
 }
 #endif
-// Writes of this thread become visible to matrix products that are started later.
+// Make writes of this thread visible to matrix products and copies that start later (asynchronous proxy).
 __device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- asynchronous copies
 
-// Arrive when the copies that this thread has started are there.
+// Arrive when all cp.async copies that this thread has started have landed.
 __device__ inline void copies_arrive(uint32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(own(barrier)) : "memory");
 }
@@ -126,19 +135,19 @@ template <int REGISTERS> __device__ inline void warpgroup_reg_dealloc() { asm vo
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING> __device__ inline void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
-// Keeps the compiler from moving accesses of these registers over what stands before.
+// Keeps the compiler from moving accesses of these registers across this point.
 template <int N> __device__ inline void pin(float (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
-// Descriptor of a swizzled tile whose rows run along the reduced dimension; 16 values further is + 2.
+// Descriptor of a swizzled tile whose rows run along the reduced dimension; + 2 advances by 16 values.
 __device__ inline uint64 tile_descriptor(uint32 address) {
     return (uint64(0x40000040) << 32) | (1u << 16) | (address >> 4);
 }
 
-// Descriptor of tiles that are read across their rows: rows are the reduced dimension, 64 values of the result
-// are a tile's width and the next 64 a tile further. 16 rows further is + 128.
+// Descriptor of tiles that are read transposed: rows are the reduced dimension; 64 values of the result are a tile's width,
+// and the next 64 are in the next tile. + 128 advances by 16 rows.
 __device__ inline uint64 transposed_descriptor(uint32 address) {
     return (uint64(0x40000040) << 32) | (uint32(TILE_BYTES >> 4) << 16) | (address >> 4);
 }
@@ -165,7 +174,7 @@ __device__ inline uint64 transposed_descriptor(uint32 address) {
     "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, " \
     "%43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63} "
 
-// x (64 x 64) = a b^T (+ x): both operands tiles in shared memory, 16 values along their rows.
+// x (64 x 64) = a b^T (+ x): both operands are tiles in shared memory, 16 values along their rows.
 __device__ inline void wgmma_f16(float (&x)[32], uint64 a, uint64 b, int add) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 " REGISTERS32 ", %32, %33, p, 1, 1, 0, 0;\n}\n"

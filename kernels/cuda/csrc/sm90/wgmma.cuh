@@ -1,8 +1,8 @@
-// Products of a warpgroup with 128 columns, and with 32 and 16, for bfloat16 and float16 operands.
+// Warpgroup products of 128, 32 and 16 columns for bfloat16 and float16 operands.
 #pragma once
 #include "sm90/hopper.cuh"
 
-// x (64 x 128) = a b^T (+ x): a tile of 64 rows, b of 128 rows; 16 values along both.
+// x (64 x 128) = a b^T (+ x): a is a tile of 64 rows, b of 128 rows; 16 values along the rows of both.
 __device__ inline void wgmma_rows(bf16, float (&x)[64], uint64 a, uint64 b, int add) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " REGISTERS64 ", %64, %65, p, 1, 1, 0, 0;\n}\n"
@@ -14,7 +14,7 @@ __device__ inline void wgmma_rows(f16, float (&x)[64], uint64 a, uint64 b, int a
                  : FLOATS64(x) : "l"(a), "l"(b), "r"(add));
 }
 
-// x (64 x 128) = a b (+ x): b is 16 rows of two neighbouring tiles, a 16 columns of a tile or a fragment in registers.
+// x (64 x 128) = a b (+ x): b is 16 rows of two neighbouring tiles, a is 16 columns of a tile or a fragment in registers.
 __device__ inline void wgmma_columns(bf16, float (&x)[64], uint64 a, uint64 b, int add) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " REGISTERS64 ", %64, %65, p, 1, 1, 0, 1;\n}\n"
@@ -36,11 +36,11 @@ __device__ inline void wgmma_columns(f16, float (&x)[64], const uint32 (&a)[4], 
                  : FLOATS64(x) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
 
-// x (64 x 64) = a b^T (+ x), both tiles of 64 rows.
+// x (64 x 64) = a b^T (+ x): both are tiles of 64 rows.
 __device__ inline void wgmma_rows(bf16, float (&x)[32], uint64 a, uint64 b, int add) { wgmma_bf16(x, a, b, add); }
 __device__ inline void wgmma_rows(f16, float (&x)[32], uint64 a, uint64 b, int add) { wgmma_f16(x, a, b, add); }
 
-// As the products of 64 columns in sm90/hopper.cuh, with 32 and with 16: a in registers, b a tile of as many rows.
+// Like the products of 64 columns in sm90/hopper.cuh, with 32 and 16 columns: a is in registers, b a tile of as many rows.
 #define FLOATS8(x) \
     "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3]), "+f"(x[4]), "+f"(x[5]), "+f"(x[6]), "+f"(x[7])
 #define FLOATS16(x) \
@@ -68,9 +68,9 @@ __device__ inline void wgmma_bf16(float (&x)[8], const uint32 (&a)[4], uint64 b,
                  : FLOATS8(x) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
 
-// All threads of a warpgroup; `id` 1 to 15.
+// Synchronise the threads of a warpgroup by named barrier `id`, 1 to 15.
 __device__ inline void warpgroup_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
-// Whether any thread of a warpgroup says so.
+// Whether x holds for any thread of a warpgroup.
 __device__ inline bool warpgroup_any(int id, bool x) {
     uint32 y;
     asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, %2, 128, p;\nselp.u32 %0, 1, 0, q;\n}"
@@ -78,7 +78,7 @@ __device__ inline bool warpgroup_any(int id, bool x) {
     return y;
 }
 
-// Of four lanes, lane c gets word c of each of them.
+// Transpose words among four lanes: lane c gets word c of each.
 __device__ inline void transpose_words(uint32 (&words)[4], int lane) {
 #pragma unroll
     for (int step = 1; step <= 2; step *= 2) {

@@ -1,25 +1,25 @@
-// Puts the parts of cut tiles together. A warp has a piece of each part, four values a lane.
+// Combines the partial results of split tiles. A warp takes a piece of a tile, four values a lane, over all its splits.
 //
-// The results of a small batch lie in L2, so that time goes into round trips rather than bytes: the weights and values
-// of up to AT_ONCE parts are asked for together, by as many thread blocks as there are multiprocessors.
+// The partial results of a small batch are in L2, so latency counts rather than bytes: the LSEs and values of up to AT_ONCE
+// splits are loaded together, by as many CTAs as there are SMs.
 //
 // Macros: TILE_HEADS (common/sparse/work.cuh).
 #pragma once
 #include "common/sparse/work.cuh"
 
-constexpr int PIECES = HEADS * V_DIM / 128;       // of a tile
-constexpr int PART_VECTORS = HEADS * V_DIM / 4;   // float4 of a part
+constexpr int PIECES = HEADS * V_DIM / 128;       // in a tile
+constexpr int PART_VECTORS = HEADS * V_DIM / 4;   // float4 in a partial result
 
 constexpr int NEXT_OCTETS = HEADS / 4 * 2 * PLANE;  // float4 from eight octets of a head to the next eight
 
-// AT_ONCE parts of WIDE pieces of the same heads. The loads are volatile, or the compiler would wait for the first before it
-// asks for the last.
+// AT_ONCE partial results of WIDE pieces of the same heads. The loads are volatile: otherwise the compiler would wait for the
+// first before it issues the last.
 template <int AT_ONCE, int WIDE> struct PartsOfPiece {
     float log_sums[AT_ONCE];
     float4 x[AT_ONCE][WIDE];
 
-    // From these places in a share's slot on, of which every share has two.
-    // `first_slot`: how far the first part of all is from there.
+    // From these addresses, which are in slot 0; every work range has two slots.
+    // `first_slot`: distance of the tile's first partial result from there.
     __device__ void load(const float* lse, const float4* values, int first_slot, int count) {
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
@@ -65,29 +65,29 @@ template <int WIDE> struct PartSum {
     }
 };
 
-// A tile whose parts are those of several shares, from one on.
-struct CutTile {
+// A split tile: its partial results are those of `parts` consecutive work ranges from `first_range` on.
+struct SplitTile {
     int tile;
-    uint16 first_share, parts;
+    uint16 first_range, parts;
 };
 
-// Put together WIDE pieces of a tile, unless the exact kernel does it.
-template <int AT_ONCE, int WIDE> __device__ inline void combine_piece(const SparseProblem& problem, CutTile cut, int piece) {
-    int first = cut.first_share, count = cut.parts;
-    // Lanes 16 .. 31 have the other half of the eight neighbouring values of lanes 0 .. 15: a warp reads two runs of
+// Combine WIDE pieces of a tile, unless the tile is flagged (SparseProblem::mark).
+template <int AT_ONCE, int WIDE> __device__ inline void combine_piece(const SparseProblem& problem, SplitTile split, int piece) {
+    int first = split.first_range, count = split.parts;
+    // Lanes 16 .. 31 take the other half of the eight neighbouring values of lanes 0 .. 15: a warp reads two runs of
     // 256 bytes and writes whole sectors.
     int lane = threadIdx.x % 32, line = piece / 2, at = piece % 2 * 16 + lane % 16;
     int row = line % (HEADS / 4) / 2 * 8 + at % 4 * 2 + line % 2, octet = line / (HEADS / 4) * (8 * WIDE) + at / 4;
     int value = 8 * octet + lane / 16 * 4;
-    // Of all parts but the first, which is in the other slot.
+    // Addresses for all splits but the first, whose result is in the other slot.
     const float* lse = problem.partial_lse + partial_slot(first, false) * HEADS + row;
     const float4* values = reinterpret_cast<const float4*>(problem.partial_out) + partial_slot(first, false) * PART_VECTORS +
                            partial_at(row, 8 * octet) + lane / 16 * PLANE;
     PartsOfPiece<AT_ONCE, WIDE> parts;
     parts.load(lse, values, partial_slot(0, true), count);
-    // Under way, so that it costs no time: where the result goes.
-    bool is_unsafe = problem.unsafe[cut.tile];
-    TileCoord to(problem, cut.tile);
+    // Prepared while the loads are in flight: where the result goes.
+    bool is_unsafe = problem.unsafe[split.tile];
+    TileCoord to(problem, split.tile);
     int head = to.first_head + row;
     bool exists = head < problem.heads, has_sink = exists && problem.attn_sink;
     float sink = has_sink ? problem.attn_sink[head] : 0.0f;
@@ -112,35 +112,35 @@ template <int AT_ONCE, int WIDE> __device__ inline void combine_piece(const Spar
     if (value == 0) *out_lse = empty ? infinity() : log_sum;
 }
 
-// The tiles that are cut, which each thread block finds for itself; returns how many there are.
-__device__ inline int find_cut_tiles(const SparseProblem& problem, CutTile (&cut_tiles)[MAX_SHARES]) {
-    // Of each share: whether it begins inside of a tile, and whether it is the first to do so.
-    __shared__ uint32 inside[MAX_SHARES / 32], begins[MAX_SHARES / 32];
-    for (int first = 0; first < problem.shares; first += blockDim.x) {
-        int share = first + threadIdx.x;
+// Find the split tiles; every CTA does so for itself. Returns their number.
+__device__ inline int find_split_tiles(const SparseProblem& problem, SplitTile (&split_tiles)[MAX_RANGES]) {
+    // A bit a work range: whether it begins inside a tile, and whether it is the first to do so in its tile.
+    __shared__ uint32 inside[MAX_RANGES / 32], begins[MAX_RANGES / 32];
+    for (int first = 0; first < problem.ranges; first += blockDim.x) {
+        int range = first + threadIdx.x;
         bool is_inside = false, is_first = false;
-        if (share > 0 && share < problem.shares) {
-            Start start(problem, share), before(problem, share - 1);
-            // A plan made for other lengths may cut where there is nothing any more.
+        if (range > 0 && range < problem.ranges) {
+            Start start(problem, range), before(problem, range - 1);
+            // A plan made for other lengths may split a tile beyond its end.
             is_inside = start.block > 0 && start.tile < problem.tiles() && start.block < blocks_of_tile(problem, start.tile);
             is_first = is_inside && !(before.tile == start.tile && before.block > 0);
         }
         uint32 votes = __ballot_sync(~0u, is_inside), first_votes = __ballot_sync(~0u, is_first);
-        if (threadIdx.x % 32 == 0 && share < MAX_SHARES) inside[share / 32] = votes, begins[share / 32] = first_votes;
+        if (threadIdx.x % 32 == 0 && range < MAX_RANGES) inside[range / 32] = votes, begins[range / 32] = first_votes;
     }
     __syncthreads();
-    int words = (problem.shares + 31) / 32, count = 0;
+    int words = (problem.ranges + 31) / 32, count = 0;
     for (int word = 0; word < words; ++word) {
         uint32 mine = begins[word];
         int bit = threadIdx.x % 32;
         if (threadIdx.x / 32 == word % (blockDim.x / 32) && mine >> bit & 1) {
-            int share = 32 * word + bit, last = share + 1;
+            int range = 32 * word + bit, last = range + 1;
             for (uint32 stop = 0; last / 32 < words && !stop; last = stop ? last : last / 32 * 32 + 32) {
                 stop = (~inside[last / 32] | begins[last / 32]) & ~0u << last % 32;
                 if (stop) last = last / 32 * 32 + __ffs(stop) - 1;
             }
-            Start start(problem, share);
-            cut_tiles[count + __popc(mine & ((1u << bit) - 1))] = {start.tile, uint16(share - 1), uint16(last - share + 1)};
+            Start start(problem, range);
+            split_tiles[count + __popc(mine & ((1u << bit) - 1))] = {start.tile, uint16(range - 1), uint16(last - range + 1)};
         }
         count += __popc(mine);
     }
@@ -148,27 +148,27 @@ __device__ inline int find_cut_tiles(const SparseProblem& problem, CutTile (&cut
     return count;
 }
 
-// Put together all tiles that are cut. Warps of all thread blocks take turns, neighbours in different thread blocks.
+// Combine all split tiles. The pieces go round the CTAs first and their warps second.
 template <int AT_ONCE, int WIDE>
-__device__ inline void combine_pieces(const SparseProblem& problem, int tiles, bool equal, const CutTile (&cut_tiles)[MAX_SHARES]) {
-    int parts = problem.cut_shares;
+__device__ inline void combine_pieces(const SparseProblem& problem, int tiles, bool equal, const SplitTile (&split_tiles)[MAX_RANGES]) {
+    int parts = problem.period_ranges;
     for (int i = threadIdx.x / 32 * gridDim.x + blockIdx.x; i < tiles * (PIECES / WIDE); i += gridDim.x * (blockDim.x / 32)) {
         int tile = i / (PIECES / WIDE);
-        CutTile cut = equal ? CutTile{tile, uint16(tile * parts), uint16(parts)} : cut_tiles[tile];
-        combine_piece<AT_ONCE, WIDE>(problem, cut, i % (PIECES / WIDE));
+        SplitTile split = equal ? SplitTile{tile, uint16(tile * parts), uint16(parts)} : split_tiles[tile];
+        combine_piece<AT_ONCE, WIDE>(problem, split, i % (PIECES / WIDE));
     }
 }
 
-// The same, `at_once` parts of a piece under way together. All threads of the block.
-__device__ inline void combine_tiles(const SparseProblem& problem, int at_once, CutTile (&cut_tiles)[MAX_SHARES]) {
-    // Where each tile has as many parts, there is nothing to be looked for.
-    bool equal = problem.starts == nullptr && problem.cut_tiles == 1;
-    int tiles = equal ? problem.tiles() : find_cut_tiles(problem, cut_tiles);
-    // Of few parts as many bytes have to be under way as of many, unless there is less than a piece for each warp.
+// The same, with `at_once` splits of a piece loaded together. Called by all threads of the block.
+__device__ inline void combine_tiles(const SparseProblem& problem, int at_once, SplitTile (&split_tiles)[MAX_RANGES]) {
+    // All tiles have the same number of splits: no search is needed.
+    bool equal = problem.starts == nullptr && problem.period_tiles == 1;
+    int tiles = equal ? problem.tiles() : find_split_tiles(problem, split_tiles);
+    // With few splits a warp takes more pieces to keep as many bytes in flight, unless that leaves warps without a piece.
     bool wide = tiles * PIECES > int(gridDim.x * (blockDim.x / 32));
-    if (wide && at_once <= 2) combine_pieces<2, 4>(problem, tiles, equal, cut_tiles);
-    else if (wide && at_once <= 4) combine_pieces<4, 2>(problem, tiles, equal, cut_tiles);
-    else if (at_once <= 4) combine_pieces<4, 1>(problem, tiles, equal, cut_tiles);
-    else if (at_once <= 8) combine_pieces<8, 1>(problem, tiles, equal, cut_tiles);
-    else combine_pieces<16, 1>(problem, tiles, equal, cut_tiles);
+    if (wide && at_once <= 2) combine_pieces<2, 4>(problem, tiles, equal, split_tiles);
+    else if (wide && at_once <= 4) combine_pieces<4, 2>(problem, tiles, equal, split_tiles);
+    else if (at_once <= 4) combine_pieces<4, 1>(problem, tiles, equal, split_tiles);
+    else if (at_once <= 8) combine_pieces<8, 1>(problem, tiles, equal, split_tiles);
+    else combine_pieces<16, 1>(problem, tiles, equal, split_tiles);
 }

@@ -1,36 +1,37 @@
-// What is left to do behind a fast kernel: the parts of cut tiles are put together (common/sparse/combine.cuh), and tiles that it
-// marked as outside its range attended to again, within the bounds whatever the values. Usually there are none. Or attention
-// to all tiles, where there is no fast kernel.
+// Epilogue kernel: combines split tiles (common/sparse/combine.cuh) and recomputes tiles that a fast kernel flagged as outside
+// its range, within the error bounds for any values. Usually no tile is flagged. Without a fast kernel it computes all tiles.
 //
-// SparseProblem::unsafe is 0 for most tiles, else it says why; no whole tile is written where all are 0, as one word tells. What
-// is missing of large RoPE values is added (common/sparse/amend.cuh), and nothing done where all results are NaN; the others' heads
-// are done ROWS at a time (common/sparse/exact_mma.cuh). Where few tiles are marked, several thread blocks share the keys of
-// ROWS heads, in as many parts as there is room for. Without `unsafe`, UNSAFE_BITS tell, and nothing is
-// shared.
+// Grid: up to 2 CTAs per SM, which claim work items dynamically.
+// Block: 256 threads. The eight warps work on the same ROWS = 16 heads.
+// Shared memory: one `Memory`, static.
+// Limits: bfloat16 products need sm_80, earlier devices use float64 only.
 //
-// What all calls pay is that these thread blocks come and go between two kernels that need whole multiprocessors. So most do
-// not wait for the kernel ahead to end if there is nothing to put together: they come as its thread blocks leave, and leave at
-// once if nothing is marked so far. The first WAITING, for whom there are multiprocessors without work, see what is marked
-// later. Hence nobody knows who takes part: items are asked for one by one, and whoever takes part enters and leaves
-// (Participants). The last to leave makes the marks and counters 0 for the next call.
+// SparseProblem::unsafe holds 0 for most tiles, otherwise the reason for which the tile is flagged. The word before it says
+// whether any tile is flagged. A tile whose results are all NaN is kept. The heads of the other flagged tiles are recomputed
+// ROWS at a time (common/sparse/exact_mma.cuh). If few tiles are flagged, several CTAs split the keys of ROWS heads, into as
+// many parts as fit in memory. Without `unsafe`, UNSAFE_BITS flags a tile, and keys are not split.
+//
+// Every call pays for this kernel's CTAs, which run between two persistent kernels. If nothing has to be combined, most CTAs
+// therefore do not wait for the previous kernel to end: they start as its CTAs exit, and exit at once if no tile is flagged by
+// then. The first WAITING CTAs run on SMs without other work and wait for tiles flagged later. The number of participating CTAs
+// is thus unknown: work items are claimed with atomics, and each participant enters and leaves (Participants). The last one to
+// leave clears the flags and counters for the next call.
 //
 // Macros: LAYOUT, ALIGNED, TILE_HEADS (common/sparse/work.cuh).
 #include "common/sparse/combine.cuh"
-#include "common/sparse/amend.cuh"
 #include "common/sparse/exact_mma.cuh"
 #include "common/pdl.cuh"
 
-constexpr int UNITS = HEADS / ROWS;  // of a tile
+constexpr int UNITS = HEADS / ROWS;  // in a tile
 constexpr int WAITING = 8;
 
 union Memory {
     Wide wide;
     ExactShared float64;
-    LargeKeys large_keys;
-    CutTile cut_tiles[MAX_SHARES];
+    SplitTile split_tiles[MAX_RANGES];
 };
 
-// Attend for ROWS heads of a tile, to blocks first .. last - 1 of its keys.
+// Attention of ROWS heads of a tile to blocks first .. last - 1 of its keys.
 struct Unit {
     const SparseProblem& problem;
     Memory& memory;
@@ -42,17 +43,14 @@ struct Unit {
 
     __device__ bool exists() const { return wide.first_head < problem.heads; }
 
-    __device__ int blocks() const { return blocks_of_tile(problem.lists[0].length(at.b, at.s), problem.lists[1].length(at.b, at.s)); }
+    __device__ int blocks() const { return blocks_of_tile(problem.segments[0].length(at.b, at.s), problem.segments[1].length(at.b, at.s)); }
 
     __device__ void attend_in_float64() {
         for (int head = 0; head < ROWS; head += UNIT)
             ::attend_in_float64(problem, at.b, at.s, wide.first_head + head, memory.float64);
     }
 
-    // Add what the fast kernel left out; false if that does not do.
-    __device__ bool amend() { return !exists() || ::amend(problem, memory.large_keys, at, wide.first_head); }
-
-    // Part `part` of `count`; `arrived` counts them, and is 0 again after the last.
+    // Part `part` of `count`. `arrived` counts finished parts and is reset to 0 by the last.
     __device__ void attend(int part, int count, Part* parts, int* arrived) {
         if (!exists()) return;
 #if __CUDA_ARCH__ >= 800
@@ -64,7 +62,7 @@ struct Unit {
         attend_in_float64();
     }
 
-    // Leave this part to the last one, or, as that, put all together.
+    // Store this part's result. The CTA that arrives last combines all parts and returns true.
     __device__ bool gathered(int part, int count, Part* parts, int* arrived) {
         __shared__ bool is_last;
         wide.leave(parts[part]);
@@ -80,39 +78,39 @@ struct Unit {
     }
 };
 
-// What other thread blocks may write meanwhile.
-__device__ inline int look_at(const int* p) {
+// Reads a word that other CTAs may be writing.
+__device__ inline int load_relaxed(const int* p) {
     int x;
     asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
     return x;
 }
 
-// The thread blocks that do what is marked. All threads of the block, in each of these.
+// The CTAs that recompute flagged tiles. Each method is called by all threads of the block.
 struct Participants {
     static constexpr int CLOSED = 1 << 30;
-    int *count, *next;  // how many there are, or CLOSED and more; the item that nobody has yet
-    bool all;           // every thread block is one, and looks at marks before it is: those who are done are counted
+    int *count, *next;  // number of participants, CLOSED and more after the last has left; the next item to claim
+    bool all;           // every CTA takes part, and reads the flags before it enters: `count` then counts CTAs that are done
 
-    // The same number for all threads.
-    __device__ static int told(int x) {
+    // Returns thread 0's `x` to all threads.
+    __device__ static int broadcast(int x) {
         __shared__ int place;
-        __syncthreads();  // all have read what was told before
+        __syncthreads();  // all have read the previous value
         if (threadIdx.x == 0) place = x;
         __syncthreads();
         return place;
     }
 
-    // False if the last one is about to make all marks 0. Once this is true, nobody does.
+    // False if the last participant is about to clear the flags. After true, they stay until this CTA leaves.
     __device__ bool enter() const {
         if (all) return true;
         int before = threadIdx.x == 0 ? atomicAdd(count, 1) : 0;
         __threadfence();
-        return told(before) < CLOSED;
+        return broadcast(before) < CLOSED;
     }
 
-    __device__ int next_item() const { return told(threadIdx.x == 0 ? atomicAdd(next, 1) : 0); }
+    __device__ int next_item() const { return broadcast(threadIdx.x == 0 ? atomicAdd(next, 1) : 0); }
 
-    // True for the last one, when all items are done.
+    // True for the last participant, when all items are done.
     __device__ bool leave() const {
         __syncthreads();
         bool last = false;
@@ -120,7 +118,7 @@ struct Participants {
             __threadfence();
             last = all ? atomicAdd(count, 1) == int(gridDim.x) - 1 : atomicSub(count, 1) == 1 && atomicCAS(count, 0, CLOSED) == 0;
         }
-        return told(last);
+        return broadcast(last);
     }
 
     __device__ void reopen() const {
@@ -130,43 +128,40 @@ struct Participants {
     }
 };
 
-// What a mark asks for: the reason that counts, or 0.
-__device__ inline int asked_for(int mark) { return mark & ALL_NAN ? 0 : mark & AGAIN ? AGAIN : mark; }
-
-// Marks, 32 a word and a bit each: those that ask for LARGE_ROPE, and for AGAIN. Of the first ones they are kept.
+// The tiles to recompute, as a bitmap of 32 tiles a word. The first KEPT words are kept in shared memory.
 struct Marks {
     static constexpr int KEPT = 32;
     const int* marks;
     int end;
-    uint32 (&kept)[2][KEPT];
+    uint32 (&kept)[KEPT];
 
-    // The warp.
-    __device__ uint32 word(int number, int asked) const {
+    // Called by a whole warp.
+    __device__ uint32 word(int number) const {
         int mine = 32 * number + int(threadIdx.x) % 32;
-        return __ballot_sync(~0u, mine < end && asked_for(look_at(marks + mine)) == asked);
+        return __ballot_sync(~0u, mine < end && load_relaxed(marks + mine) == RECOMPUTE);
     }
 
-    // How many there are of both. All threads of the block.
-    __device__ int2 count() const {
-        __shared__ int counts[WARPS][2];
-        int warp = threadIdx.x / 32, large = 0, again = 0;
+    // Number of tiles to recompute. Called by all threads of the block.
+    __device__ int count() const {
+        __shared__ int counts[WARPS];
+        int warp = threadIdx.x / 32, own = 0;
         for (int number = warp; 32 * number < end; number += WARPS) {
-            uint32 of_large = word(number, LARGE_ROPE), of_again = word(number, AGAIN);
-            if (number < KEPT && threadIdx.x % 32 == 0) kept[0][number] = of_large, kept[1][number] = of_again;
-            large += __popc(of_large), again += __popc(of_again);
+            uint32 found = word(number);
+            if (number < KEPT && threadIdx.x % 32 == 0) kept[number] = found;
+            own += __popc(found);
         }
-        if (threadIdx.x % 32 == 0) counts[warp][0] = large, counts[warp][1] = again;
+        if (threadIdx.x % 32 == 0) counts[warp] = own;
         __syncthreads();
-        int2 count = {};
-        for (int i = 0; i < WARPS; ++i) count.x += counts[i][0], count.y += counts[i][1];
-        return count;
+        int all = 0;
+        for (int i = 0; i < WARPS; ++i) all += counts[i];
+        return all;
     }
 
-    // Where the mark is that asks for this and has `before` others before it that do. There is one.
-    __device__ int find(int asked, int before) const {
+    // The tile to recompute that has `before` others before it; it must exist.
+    __device__ int find(int before) const {
 #pragma unroll 1
         for (int number = 0;; ++number) {
-            uint32 found = number < KEPT ? kept[asked == AGAIN][number] : word(number, asked);
+            uint32 found = number < KEPT ? kept[number] : word(number);
             int count = __popc(found), lane = threadIdx.x % 32;
             if (before < count) return 32 * number + __ffs(__ballot_sync(~0u, __popc(found & ((2u << lane) - 1)) == before + 1)) - 1;
             before -= count;
@@ -174,23 +169,42 @@ struct Marks {
     }
 };
 
-// Go through items 0 .. count - 1 of all thread blocks, THREADS at a time: `wanted` is asked by one thread an
-// item, and the whole block does those that are.
-template <class Wanted, class Do> __device__ inline void for_wanted(int count, Wanted wanted, Do act) {
-    __shared__ uint32 found[WARPS];
-    for (int first = 0; first < count; first += THREADS * gridDim.x) {
-        int mine = first + threadIdx.x * gridDim.x + blockIdx.x;
-        uint32 votes = __ballot_sync(~0u, mine < count && wanted(mine));
-        if (threadIdx.x % 32 == 0) found[threadIdx.x / 32] = votes;
-        if (!__syncthreads_or(votes)) continue;
-        for (int warp = 0; warp < WARPS; ++warp)
-            for (uint32 left = found[warp]; left; left &= left - 1)
-                act(first + (32 * warp + __ffs(left) - 1) * gridDim.x + blockIdx.x);
-        __syncthreads();  // before `found` is written again
-    }
-}
+// The wanted items among 0 .. count - 1, distributed over all CTAs. One thread evaluates `wanted` for an item, THREADS items of
+// a CTA at a time.
+template <class Wanted> struct WantedItems {
+    int count;
+    Wanted wanted;
+    uint32 (&found)[WARPS];
+    int first, warp = WARPS;  // item of this round; the warp whose votes come next
+    uint32 left = 0;          // of its votes
+    bool reads_found = false;
 
-// Whether max_logits say that a unit of a tile is asked for.
+    __device__ WantedItems(int count, Wanted wanted, uint32 (&found)[WARPS])
+        : count(count), wanted(wanted), found(found), first(-int(THREADS * gridDim.x)) {}
+
+    // The next one, or -1 after the last. All threads of the block.
+    __device__ int next() {
+        for (;;) {
+            for (; warp < WARPS; left = ++warp < WARPS ? found[warp] : 0) {
+                if (!left) continue;
+                int bit = __ffs(left) - 1;
+                left &= left - 1;
+                return first + (32 * warp + bit) * gridDim.x + blockIdx.x;
+            }
+            if (reads_found) __syncthreads();  // before `found` is written again
+            reads_found = false;
+            first += THREADS * gridDim.x;
+            if (first >= count) return -1;
+            int mine = first + threadIdx.x * gridDim.x + blockIdx.x;
+            uint32 votes = __ballot_sync(~0u, mine < count && wanted(mine));
+            if (threadIdx.x % 32 == 0) found[threadIdx.x / 32] = votes;
+            if (!__syncthreads_or(votes)) continue;
+            reads_found = true, warp = 0, left = found[0];
+        }
+    }
+};
+
+// Whether UNSAFE_BITS in max_logits or lse flags a unit of a tile.
 __device__ inline bool is_unsafe(const SparseProblem& problem, int tile, int unit) {
     TileCoord at(problem, tile);
     int head = at.first_head + unit * ROWS;
@@ -199,44 +213,47 @@ __device__ inline bool is_unsafe(const SparseProblem& problem, int tile, int uni
            __float_as_uint(problem.lse[at.b * problem.lse_stride_b + head * problem.lse_stride_h]) == UNSAFE_BITS;
 }
 
-// parts     room for `most_slots` parts, of which a unit has no more than `most_parts`; not used without `unsafe`
-// counters  zeros between calls: the participants, one behind it for each slot, the next item, and what says whether any
-//           tile is marked, behind which the marks are
-// combined  0, or about how many parts there are of each tile that is cut
+// parts     memory for `most_slots` parts, at most `most_parts` for a unit; unused without `unsafe`
+// counters  zeros between calls: the participants, then one counter for each slot, the next item, the word that says whether
+//           any tile is flagged, and the flags
+// combined  0, or the approximate number of splits of each split tile
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-finish_attention(const __grid_constant__ SparseProblem problem, int everything, uint8* parts, int* counters, int most_slots, int most_parts, int combined) {
+attention_epilogue(const __grid_constant__ SparseProblem problem, int everything, uint8* parts, int* counters, int most_slots, int most_parts, int combined) {
     __shared__ Memory memory;
     int* marks = everything ? nullptr : problem.unsafe;
     pdl_release();
-    if (marks && !combined && blockIdx.x >= WAITING && !__syncthreads_or(look_at(marks - 1))) return;
+    if (marks && !combined && blockIdx.x >= WAITING && !__syncthreads_or(load_relaxed(marks - 1))) return;
     pdl_wait();
-    // A plan that splits no tile leaves nothing to combine. Not asked before: the plan may be of this call.
+    // A plan that splits no tile leaves nothing to combine. Read after pdl_wait: the plan may be made in this call.
     if (combined && problem.starts && !problem.starts[SPLITS_AT]) combined = 0;
-    int marked = marks ? look_at(marks - 1) : 0;  // under way while parts are put together
-    if (marks && !combined && !__syncthreads_or(marked)) return;  // what usually happens, within the first few instructions
-    if (combined) combine_tiles(problem, combined, memory.cut_tiles);
+    int marked = marks ? load_relaxed(marks - 1) : 0;  // in flight while tiles are combined
+    if (marks && !combined && !__syncthreads_or(marked)) return;  // the usual case, within the first few instructions
+    if (combined) combine_tiles(problem, combined, memory.split_tiles);
     int tiles = problem.tiles(), of_tile = min(UNITS, (problem.heads + ROWS - 1) / ROWS);  // units that exist
-    if (!marks) {
-        for_wanted(
-            tiles * of_tile, [&](int item) { return everything || is_unsafe(problem, item / of_tile, item % of_tile); },
-            [&](int item) { Unit(problem, memory, item / of_tile, item % of_tile).attend(0, 1, nullptr, nullptr); });
-        return;
-    }
-    if (combined && !__syncthreads_or(marked)) return;
+    if (marks && combined && !__syncthreads_or(marked)) return;
     Participants participants{counters, marks - 2, combined != 0};
-    if (!participants.enter()) return;
-    __shared__ uint32 kept[2][Marks::KEPT];
+    if (marks && !participants.enter()) return;
+    __shared__ uint32 kept[Marks::KEPT], found[WARPS];
+    auto is_wanted = [&](int item) { return everything || is_unsafe(problem, item / of_tile, item % of_tile); };
+    WantedItems<decltype(is_wanted)> wanted(tiles * of_tile, is_wanted, found);
     Marks all_marks{marks, tiles, kept};
-    int2 units = all_marks.count();
-    units.x *= of_tile, units.y *= of_tile;
-    int count = max(1, min(most_parts, most_slots / max(1, units.y)));
-    for (int item; (item = participants.next_item()) < units.x + units.y * count;) {
-        bool again = item >= units.x;
-        int part = again ? (item - units.x) % count : 0, number = again ? (item - units.x) / count : item;
-        Unit unit(problem, memory, all_marks.find(again ? AGAIN : LARGE_ROPE, number / of_tile), number % of_tile);
-        if (!again && unit.amend()) continue;
-        unit.attend(part, again ? count : 1, reinterpret_cast<Part*>(parts) + number * count, counters + 1 + number);
+    int units = marks ? all_marks.count() * of_tile : 0, splits = marks ? max(1, min(most_parts, most_slots / max(1, units))) : 1;
+    // One loop for both ways to find items: what attends is inlined once, which halves the time to compile it.
+    for (;;) {
+        int tile, unit, part = 0, slot = 0;
+        if (marks) {
+            int item = participants.next_item();
+            if (item >= units * splits) break;
+            part = item % splits, slot = item / splits;
+            tile = all_marks.find(slot / of_tile), unit = slot % of_tile;
+        } else {
+            int item = wanted.next();
+            if (item < 0) break;
+            tile = item / of_tile, unit = item % of_tile;
+        }
+        Unit(problem, memory, tile, unit).attend(part, splits, reinterpret_cast<Part*>(parts) + slot * splits, counters + 1 + slot);
     }
+    if (!marks) return;
     if (!participants.leave()) return;
     for (int tile = threadIdx.x - 1; tile < tiles; tile += THREADS) marks[tile] = 0;  // and the word before them
     participants.reopen();

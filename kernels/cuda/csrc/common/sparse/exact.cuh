@@ -1,8 +1,8 @@
-// Sparse MLA in float64: plain, slow and right for every finite input.
+// Sparse MLA in float64: slow, and correct for every finite input.
 //
-// A thread block takes UNIT heads of one query token and walks over the listed keys KEYS at a time: gather and
-// dequantise them into shared memory, scores (a warp a head, LANES lanes a key), a running softmax, and the
-// weighted sum (a thread two output values of each head).
+// A CTA takes UNIT heads of one query token and goes through the listed keys KEYS at a time: it gathers and
+// dequantises them into shared memory, computes scores (a warp per head, LANES lanes per key), a running softmax and the
+// weighted sum (two output values of each head per thread).
 //
 // Macros: LAYOUT, ALIGNED.
 #pragma once
@@ -17,12 +17,12 @@ constexpr int DIM = LAYOUT::head_dim;
 constexpr int VALUES_PER_THREAD = V_DIM / THREADS;
 
 // The entries of one list that a query token attends to.
-struct ListEntries {
-    const List& list;
+struct SegmentEntries {
+    const Segment& list;
     const int* indices;
     int length;
 
-    __device__ ListEntries(const List& list, int b, int s)
+    __device__ SegmentEntries(const Segment& list, int b, int s)
         : list(list), indices(list.indices + b * list.indices_stride_b + s * list.indices_stride_s), length(list.length(b, s)) {}
 
     __device__ int slot(int entry) const {
@@ -33,14 +33,14 @@ struct ListEntries {
     __device__ Token token(int slot) const { return token_at<LAYOUT>(list.pages, list.page_stride, list.block_size, slot); }
 };
 
-// Subnormals too: CuPy compiles with -ftz=true.
+// Keeps subnormals: CuPy compiles with -ftz=true.
 __device__ inline double to_double(float x) {
     double y;
     asm("cvt.f64.f32 %0, %1;" : "=d"(y) : "f"(x));
     return y;
 }
 
-// Those, too.
+// Keeps subnormals, too.
 __device__ inline float to_float(double x) {
     float y;
     asm("cvt.rn.f32.f64 %0, %1;" : "=f"(y) : "d"(x));
@@ -55,14 +55,14 @@ struct ExactShared {
     int slots[KEYS];
 };
 
-// Scale `tile` of a token, 1 where its layout has none.
+// Scale `tile` of a token; 1 for a layout without scales.
 __device__ inline float scale_of(const Token& token, int tile) {
     if (LAYOUT::num_scales == 0) return 1.0f;
     if (LAYOUT::ue8m0) return ue8m0_scale(token.scales[tile]);
     return __uint_as_float(load4(token.scales + 4 * tile));
 }
 
-// Eight values of a row, those of e4m3 times `scale`.
+// Eight values of a row; e4m3 values are multiplied by `scale`.
 __device__ inline void load_values(const uint8* row, float scale, int first, double (&values)[8]) {
     float x[8];
     bool quantized = first < LAYOUT::quantized_dim;
@@ -71,8 +71,8 @@ __device__ inline void load_values(const uint8* row, float scale, int first, dou
     for (int i = 0; i < 8; ++i) values[i] = quantized ? to_double(x[i]) * to_double(scale) : to_double(x[i]);
 }
 
-__device__ inline void load_keys(const ListEntries& entries, int first_entry, ExactShared& shared) {
-    __syncthreads();  // the tile before is done with
+__device__ inline void load_keys(const SegmentEntries& entries, int first_entry, ExactShared& shared) {
+    __syncthreads();  // all threads are done with the previous tile
     if (threadIdx.x < KEYS) shared.slots[threadIdx.x] = entries.slot(first_entry + threadIdx.x);
     __syncthreads();
     for (int i = threadIdx.x; i < KEYS * (DIM / 8); i += THREADS) {
@@ -100,12 +100,12 @@ __device__ inline double warp_sum(double x) {
     return x;
 }
 
-// What is subtracted from scores of which `top` is the highest: anything, while there is none but minus infinity.
+// Value subtracted from scores whose maximum is `top`: any finite value while all scores are -inf.
 __device__ inline double base_of(double top) { return top == -double(infinity()) ? 0.0 : top; }
 
-// A head's lse and max_logits, written, and what makes its sums results. `top` and `log_sum` to base e.
-__device__ inline double finish_head(const SparseProblem& problem, int b, int s, int head, bool any, double top, double total) {
-    if (any && top == -double(infinity())) total = top - top;  // nothing but minus infinity: NaN, as of the plain formula
+// Writes a head's lse and max_logits; returns the factor 1/l for its sums, sink included. `top` and `log_sum` to base e.
+__device__ inline double store_lse(const SparseProblem& problem, int b, int s, int head, bool any, double top, double total) {
+    if (any && top == -double(infinity())) total = top - top;  // all scores are -inf: NaN, as in the plain formula
     double log_sum = any ? top + log(total) : double(infinity());
     problem.lse[b * problem.lse_stride_b + head * problem.lse_stride_h + s * problem.lse_stride_s] = float(log_sum);
     if (problem.max_logits)
@@ -113,11 +113,11 @@ __device__ inline double finish_head(const SparseProblem& problem, int b, int s,
     return any ? 1.0 / (total * (problem.attn_sink ? 1.0 + exp(double(problem.attn_sink[head]) - log_sum) : 1.0)) : 0.0;
 }
 
-// Heads first_head .. first_head + UNIT - 1 of token (b, s); all threads of the block.
+// Attention of heads first_head .. first_head + UNIT - 1 of token (b, s). Called by all threads of the block.
 __device__ inline void attend_in_float64(const SparseProblem& problem, int b, int s, int first_head, ExactShared& shared) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-    __syncthreads();  // the memory has been something else's
+    __syncthreads();  // the shared memory was in use for other data
     const bf16* q = problem.q + b * problem.q_stride_b + s * problem.q_stride_s;
     for (int i = threadIdx.x; i < UNIT * DIM; i += THREADS) {
         int head = first_head + i / DIM;
@@ -126,8 +126,8 @@ __device__ inline void attend_in_float64(const SparseProblem& problem, int b, in
     double top = -double(infinity()), total = 0.0;  // of this warp's head
     bool any = false;
     double sums[UNIT][VALUES_PER_THREAD] = {};
-    for (const List& list : problem.lists) {
-        ListEntries entries(list, b, s);
+    for (const Segment& list : problem.segments) {
+        SegmentEntries entries(list, b, s);
         for (int first = 0; first < entries.length; first += KEYS) {
             load_keys(entries, first, shared);
             int key = lane / LANES, part = lane % LANES;
@@ -159,7 +159,7 @@ __device__ inline void attend_in_float64(const SparseProblem& problem, int b, in
     }
     __syncthreads();
     if (lane == 0 && first_head + warp < problem.heads)
-        shared.rescale[warp] = finish_head(problem, b, s, first_head + warp, any, top, total);
+        shared.rescale[warp] = store_lse(problem, b, s, first_head + warp, any, top, total);
     __syncthreads();
     for (int h = 0; h < UNIT && first_head + h < problem.heads; ++h) {
         bf16* row = problem.out + b * problem.out_stride_b + s * problem.out_stride_s + (first_head + h) * problem.out_stride_h;

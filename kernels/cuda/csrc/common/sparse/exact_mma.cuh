@@ -1,29 +1,29 @@
-// Sparse MLA beyond float16's range: bfloat16 products, which hold what float32 holds, and float64 where they are too coarse.
+// Sparse MLA beyond float16's range: products in bfloat16, which has float32's range, and in float64 where they are too coarse.
 //
-// A thread block takes ROWS heads of one query token and some of its blocks of keys, a block at a time:
+// A CTA takes ROWS heads of one query token and some of its blocks of keys, one block at a time:
 //
-//     look up   where the keys of the next block are, and their scales                         4 threads a key
-//     score     S = Q K^T, and by how much each may be off: a warp 8 keys       exact_mma_scores.cuh
-//     weigh     scores that are too coarse and not beaten anyway again, in float64; the softmax    16 threads a head
-//     mix       O += P V: a warp 64 of the 512 values. P is two bfloat16 values, high and low
+//     look up   addresses and scales of the keys of the next block                           4 threads per key
+//     score     S = Q K^T and an error bound for each score, 8 keys per warp      exact_mma_scores.cuh
+//     weigh     recompute in float64 the scores that are too coarse and not negligible; softmax    16 threads per head
+//     mix       O += P V, 64 of the 512 values per warp. P is the sum of two bfloat16 values, high and low
 //
-// e4m3 values and RoPE are bfloat16 values as they are, so that K and V are exact; the scales multiply sums (of K) or P
-// (of V) in float32. NaN and infinities do here what they do in the plain formula. What not even this holds, scales and
-// values beyond LARGE and e4m3 values under scales below TINY, is left to float64 (common/sparse/exact.cuh).
+// e4m3 values and RoPE are exact in bfloat16, hence K and V are exact; scales multiply the sums (for K) or P (for V) in
+// float32. NaN and infinities give the results of the plain formula. Scales and values beyond LARGE, and e4m3 values under
+// scales below TINY, are left to float64 (common/sparse/exact.cuh).
 //
-// Several thread blocks may have parts of the keys of the same heads. Each leaves what it has in memory, and the last one
-// puts it together, in the order of the parts.
+// Several CTAs may split the keys of the same heads. Each stores its partial result in memory, and the last one to finish
+// combines them, in the order of the parts.
 //
-// It runs seldom, and its instructions have to come from memory first: loops stay loops.
+// It rarely runs, so its instructions come from memory first: loops are not unrolled.
 //
 // Macros: LAYOUT, ALIGNED.
 #pragma once
 #include "common/sparse/exact_mma_scores.cuh"
 
 constexpr int MOST_PARTS = 64;
-constexpr int MANY = 16;  // scores of a warp's two heads that are too coarse: then all are made again, with care
+constexpr int MANY = 16;  // coarse scores of a warp's two heads above which all are recomputed with `careful`
 
-// What one of several parts leaves behind.
+// Partial result of one of several parts.
 struct alignas(256) Part {
     float sums[ROWS][V_DIM];
     double top[ROWS];
@@ -68,31 +68,31 @@ struct WideAttention {
         for (int j = 0; j < SLICE / 8; ++j) o[j][0] = o[j][1] = o[j][2] = o[j][3] = 0.0f;
     }
 
-    // ---- where a block's keys are: found in steps that wait for memory, between which others are done
+    // ---- addresses of a block's keys: found in steps that wait for memory; other work runs between them
 
     struct LookUp {
         int slot = -1;
         const uint8* row = nullptr;
-        uint32 scales[(SCALES + 3) / 4 + 1] = {};  // as they lie
+        uint32 scales[(SCALES + 3) / 4 + 1] = {};  // as stored in the cache
     };
 
-    // ListEntries of block `block` of the token's lists.
-    __device__ const List& list_of(int block, int& first) const {
-        int blocks0 = blocks_of(problem.lists[0].length(b, s));
+    // SegmentEntries of block `block` of the token's lists.
+    __device__ const Segment& list_of(int block, int& first) const {
+        int blocks0 = blocks_of(problem.segments[0].length(b, s));
         first = BLOCK * (block < blocks0 ? block : block - blocks0);
-        return problem.lists[block >= blocks0];
+        return problem.segments[block >= blocks0];
     }
 
     __device__ void find_slot(LookUp& to, int block) const {
         int first;
-        const List& list = list_of(block, first);
-        to.slot = ListEntries(list, b, s).slot(first + threadIdx.x / 4);
+        const Segment& list = list_of(block, first);
+        to.slot = SegmentEntries(list, b, s).slot(first + threadIdx.x / 4);
     }
 
     __device__ void find_row(LookUp& to, int block) const {
         if (to.slot < 0) return;
         int first, part = threadIdx.x % 4;
-        const List& list = list_of(block, first);
+        const Segment& list = list_of(block, first);
         Token token = token_at<LAYOUT>(list.pages, list.page_stride, list.block_size, to.slot);
         to.row = token.row;
 #pragma unroll
@@ -118,7 +118,7 @@ struct WideAttention {
 
     // ---- weights, 16 threads a head: keys threadIdx.x % 16 + 16 i
 
-    // What a head's scores must not be below to count. NaN counts as nothing.
+    // Smallest score of a head whose weight is not negligible. NaN is ignored.
     __device__ double least_score(const Keys& keys) const {
         int row = threadIdx.x / 16;
         double least = shared.top[row];
@@ -127,15 +127,15 @@ struct WideAttention {
         return over_head(least, [](double x, double y) { return fmax(x, y); }) - BEATEN;
     }
 
-    // Of this thread's scores, a bit each, those that are too coarse and not beaten anyway. Once a head has a NaN, no others
-    // make a difference.
+    // Bitmap of this thread's scores that are too coarse and not negligible. After a NaN in a head, no score of it
+    // matters.
     __device__ uint32 coarse_scores(const Keys& keys) const {
         int row = threadIdx.x / 16, part = threadIdx.x % 16;
         uint32 coarse = 0;
 #pragma unroll
         for (int i = 0; i < BLOCK / 16; ++i)
             if (keys.rows[part + 16 * i] && !(shared.doubts[row][part + 16 * i] <= PRECISE)) coarse |= 1 << i;
-        if (!__any_sync(~0u, coarse)) return 0;  // what usually happens
+        if (!__any_sync(~0u, coarse)) return 0;  // the usual case
         double least = least_score(keys);
         if (shared.top[row] != shared.top[row]) return 0;
         for (int i = 0; i < BLOCK / 16; ++i)
@@ -174,7 +174,7 @@ struct WideAttention {
             shared.weights[row][part + 16 * i] = weight, sum += weight;
         }
         sum = over_head(sum, [](float x, float y) { return x + y; });
-        __syncwarp();  // all of the head have read what is written now
+        __syncwarp();  // all lanes of the head have read what is overwritten now
         if (part == 0) {
             float rescale = exp2_approx(float(top - base));
             shared.rescale[row] = rescale, shared.top[row] = new_top;
@@ -184,9 +184,9 @@ struct WideAttention {
 
     __device__ static float2 pair_at(const float* p) { return *reinterpret_cast<const float2*>(p); }
 
-    // ---- sums: of product j column g is value 8 g + j of this warp's 64
+    // ---- sums: column g of product j is value 8 g + j of this warp's 64
 
-    // Of four keys the 8 neighbouring values of this lane, as they lie.
+    // The 8 neighbouring values of this lane of four keys, as stored.
     template <bool FP8> struct Values {
         uint32 v[4][FP8 ? 2 : 4];
     };
@@ -233,7 +233,7 @@ struct WideAttention {
                     }
                 }
             }
-            values = load_v<FP8>(keys, (first + 16) % BLOCK);  // the last time for nothing
+            values = load_v<FP8>(keys, (first + 16) % BLOCK);  // the last load is unused
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 int key = first + 2 * c + i / 2 * 8;
@@ -253,13 +253,13 @@ struct WideAttention {
         }
     }
 
-    // ---- all of it
+    // ---- the whole computation
 
-    // Blocks first .. last - 1 of the token's lists.
+    // Attend to blocks first .. last - 1 of the token's lists.
     __device__ void attend(int first, int last) {
         LookUp look_up;
         find_slot(look_up, first);
-        __syncthreads();  // the memory has been something else's
+        __syncthreads();  // the shared memory was in use for other data
         load_q();
         find_row(look_up, first);
         __syncthreads();
@@ -292,23 +292,23 @@ struct WideAttention {
         __syncthreads();
     }
 
-    // This lane's 8 neighbouring values, of 4 times as many: of head g + 8 r, from place(e) on.
+    // First of this lane's 8 neighbouring values (4 lanes hold a row's 64), of head g + 8 r.
     __device__ int place(int e) const { return SLICE * warp + 8 * (2 * c + e); }
 
-    // Results of what is in `shared` and `o`. False where float64 must do it again.
+    // Write the results in `shared` and `o`. False if float64 has to recompute them.
     __device__ bool store() {
         if (shared.out_of_range) return false;
         int row = threadIdx.x;
         if (row < ROWS && first_head + row < problem.heads)
-            shared.rescale[row] = float(finish_head(problem, b, s, first_head + row, shared.any, shared.top[row] * 0.6931471805599453, shared.total[row]));
+            shared.rescale[row] = float(store_lse(problem, b, s, first_head + row, shared.any, shared.top[row] * 0.6931471805599453, shared.total[row]));
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             int r = i / 2, e = i % 2, head = first_head + g + 8 * r;
             if (head >= problem.heads) continue;
-            float x[8], share = shared.rescale[g + 8 * r];
+            float x[8], inv_sum = shared.rescale[g + 8 * r];
 #pragma unroll
-            for (int j = 0; j < 8; ++j) x[j] = mul(o[j][2 * r + e], share);
+            for (int j = 0; j < 8; ++j) x[j] = mul(o[j][2 * r + e], inv_sum);
             store_values8(problem.out + b * problem.out_stride_b + s * problem.out_stride_s + head * problem.out_stride_h + place(e), x);
         }
         return true;
@@ -326,7 +326,7 @@ struct WideAttention {
         if (threadIdx.x == 0) part.any = shared.any, part.out_of_range = shared.out_of_range;
     }
 
-    // What `count` parts have left, as if it were one. With the weights of parts where those of keys were.
+    // Combine the partial results of `count` parts. The parts' weights take the place of the keys' weights.
     __device__ void gather(const Part* parts, int count) {
         __syncthreads();
         int row = threadIdx.x / 16, lane = threadIdx.x % 16;

@@ -1,4 +1,4 @@
-// Scores of exact_mma.cuh, and how far off they may be.
+// Scores of exact_mma.cuh and their error bounds.
 #pragma once
 #include "common/sparse/exact.cuh"
 #include "sm80/mma.cuh"
@@ -12,12 +12,12 @@ static_assert(V_DIM / WARPS == SLICE, "a warp mixes one slice");
 // float32 bits.
 constexpr uint32 LARGE = (127u + 110) << 23, TINY = (127u - 100) << 23, NOT_FINITE = 0x7f800000;
 constexpr float MAX_CODE = 448.0f;
-// A slice's products are summed in float32, 16 at a time and cut off behind its last bit, slices after that.
-constexpr float ERROR = 1.0f / (1 << 19);  // of the sum of their magnitudes, at most
-constexpr float PRECISE = 1.0f / 1024.0f;  // how far off a score may be, base 2, that is not looked at again
-constexpr float BEATEN = 40.0f;            // by how much a score, base 2, is below another that makes it nothing
+// A slice's products are summed in float32, 16 at a time with the sum truncated after its last bit; then slices are summed.
+constexpr float ERROR = 1.0f / (1 << 19);  // largest error, relative to the sum of magnitudes
+constexpr float PRECISE = 1.0f / 1024.0f;  // largest error of a score, base 2, that needs no recomputation
+constexpr float BEATEN = 40.0f;            // distance, base 2, below another score at which a weight is negligible
 
-// Where a block's keys are: rows, or null where they are absent, and scales.
+// Addresses of a block's keys, null for absent ones, and their scales.
 struct Keys {
     const uint8* rows[BLOCK];
     alignas(8) float scales[SCALES + 1][BLOCK];
@@ -25,11 +25,11 @@ struct Keys {
 
 struct Wide {
     double scores[ROWS][BLOCK];       // base 2
-    float doubts[ROWS][BLOCK];        // how far off they may be
+    float doubts[ROWS][BLOCK];        // error bounds
     alignas(8) float weights[ROWS][BLOCK + 8];  // P
     alignas(8) bf16 q[ROWS][DIM + 4];
-    float q_sums[ROWS][SLICES];       // of magnitudes of Q
-    Keys keys[2];                     // of this block and the next
+    float q_sums[ROWS][SLICES];       // sums of magnitudes of Q
+    Keys keys[2];                     // this block's and the next one's
     double top[ROWS];
     float total[ROWS], rescale[ROWS];
     int any, out_of_range;
@@ -41,27 +41,27 @@ __device__ inline void codes_to_bf16(uint32 bytes, uint32& low, uint32& high) {
     low = pack(bf16{}, x[0], x[1]), high = pack(bf16{}, x[2], x[3]);
 }
 
-// Over the 16 lanes that have a head.
+// Reduce over the 16 lanes of a head.
 template <class T, class Combine> __device__ inline T over_head(T x, Combine combine) {
     for (int by = 8; by; by /= 2) x = combine(x, __shfl_xor_sync(~0u, x, by));
     return x;
 }
 
-// Of a column of products, a key, which this lane's g names, the lane has values 16 c .. 16 c + 15 of each slice.
+// Column g of a product is a key; the lane holds its values 16 c .. 16 c + 15 of each slice.
 struct Scores {
     Wide& shared;
     const Keys& keys;
     int warp, lane, g, c;
     const uint8* row;
     float x[4], doubts[4];
-    double exact[4];  // what was summed in float64
+    double exact[4];  // the part summed in float64
 
     __device__ Scores(Wide& shared, const Keys& keys) : shared(shared), keys(keys) {
         warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
         row = keys.rows[8 * warp + g];
     }
 
-    // This lane's 16 values of a slice as they lie, half of it for e4m3.
+    // This lane's 16 values of a slice as stored; e4m3 takes half the bytes.
     template <bool FP8> struct Raw {
         uint4 v[FP8 ? 1 : 2];
     };
@@ -74,7 +74,7 @@ struct Scores {
         return raw;
     }
 
-    // Scores of 8 keys a warp. `careful`: slices that float32 is too coarse for are summed in float64.
+    // Scores of 8 keys per warp. `careful`: slices that are too coarse in float32 are summed in float64.
     __device__ void score(double scale, bool careful) {
         if (!__any_sync(~0u, row != nullptr)) return;
         float per_product = float(fabs(scale)) * ERROR;
@@ -88,8 +88,8 @@ struct Scores {
         }
     }
 
-    // Slice after slice, two slices' values on their way. What differs between e4m3 and bfloat16 is no branch in a loop:
-    // the time is that of steps which wait for each other.
+    // Slices in order, with the values of two slices in flight. The e4m3 and bfloat16 cases are separate loops without a branch
+    // between them: the time is that of dependent steps.
     template <bool CAREFUL> __device__ void add_slices(float per_product) {
         Raw<false> values = load<false>(FP8_SLICES);
         Raw<true> codes = load<true>(0), next = load<true>(1);
@@ -122,7 +122,7 @@ struct Scores {
             if (most > LARGE && most < NOT_FINITE) shared.out_of_range = 1;
             first_most = __uint_as_float(__shfl_sync(~0u, most, 8 * c)), second_most = __uint_as_float(__shfl_sync(~0u, most, 8 * c + 4));
         }
-        // What is too small for float32 counts, too.
+        // Products too small for float32 count as well.
         float low = shared.q_sums[g][slice] + 1e-30f, high = shared.q_sums[g + 8][slice] + 1e-30f;
         float more[4] = {low * first_most, low * second_most, high * first_most, high * second_most};
         if constexpr (CAREFUL) {
@@ -139,8 +139,8 @@ struct Scores {
         for (int i = 0; i < 4; ++i) doubts[i] += more[i];
     }
 
-    // sums = Q K^T of a slice, four values of each lane at a time, in the order in which they lie; every other four apart, so
-    // that fewer wait for each other.
+    // sums = Q K^T of a slice, four values of each lane at a time, in storage order. Even and odd fours have their own
+    // accumulators, so that fewer products depend on each other.
     template <bool FP8> __device__ void multiply(float (&sums)[4], const Raw<FP8>& raw, int slice) {
         const bf16* q = &shared.q[g][SLICE * slice + 16 * c];
         uint2 low[4], high[4];
@@ -163,7 +163,7 @@ struct Scores {
         for (int i = 0; i < 4; ++i) sums[i] = halves[0][i] + halves[1][i];
     }
 
-    // The same in float64, `scale` times.
+    // The same in float64, multiplied by `scale`.
     template <bool FP8> __device__ void add_exactly(const Raw<FP8>& raw, int slice, float scale) {
         const bf16* q = &shared.q[g][SLICE * slice + 16 * c];
         float values[16];
@@ -179,7 +179,7 @@ struct Scores {
     }
     __device__ static double value_of_q(const bf16* q, int i) { return to_double(to_float(q[i])); }
 
-    // A score in float64; the whole warp.
+    // A score in float64. Called by a whole warp.
     __device__ static double in_float64(const Wide& shared, const Keys& keys, int row, int key) {
         double sum = 0.0;
         for (int first = 8 * (threadIdx.x % 32); first < DIM; first += 8 * 32) {

@@ -1,9 +1,9 @@
-// What the sparse attention kernels share: the problem, its cut into tiles and blocks, and who does which.
+// Shared by the sparse attention kernels: the problem, its division into tiles and blocks, and the work range of each CTA.
 //
-// A query token and HEADS of its heads are a *tile* of work; the keys of a tile are taken BLOCK at a time, a
-// *block*. The blocks of the first list come before those of the second, and none has keys of both. Each thread
-// block of a persistent kernel has a *share*: a run of blocks, which may begin and end inside a tile. A tile that
-// is cut in this way leaves partial results that common/sparse/combine.cuh puts together.
+// A query token and HEADS of its heads are a *tile*; the keys of a tile are processed BLOCK at a time, a *block*. The blocks
+// of the first list come before those of the second, and no block has keys of both. Each CTA of a persistent kernel has a
+// *work range*: consecutive blocks, which may begin and end inside a tile. A tile in several work ranges is a *split tile*;
+// its partial results are combined by common/sparse/combine.cuh.
 #pragma once
 #include "common/pages.cuh"
 
@@ -17,14 +17,14 @@ constexpr int BLOCK = 64;
 [[maybe_unused]] constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 // Keys of one cache.
-struct List {
+struct Segment {
     uint8* pages;
     int64 page_stride;
     const int* indices;
     int64 indices_stride_b, indices_stride_s;
-    const int* lengths;  // or null: all `topk`
+    const int* lengths;  // or null: all have `topk`
     int64 lengths_stride_b, lengths_stride_s;
-    int num_slots, block_size, block_shift;  // block_size is 1 << block_shift, or any where that is negative
+    int num_slots, block_size, block_shift;  // block_size is 1 << block_shift, or any size if that is negative
     int topk;
 
     __device__ int length(int b, int s) const {
@@ -33,56 +33,54 @@ struct List {
     }
 };
 
-// As packed by kernels/cuda/sparse/problem.py.
+// As packed by kernels/cuda/sparse/work.py.
 struct SparseProblem {
     const bf16* q;
     int64 q_stride_b, q_stride_s, q_stride_h;
-    List lists[2];
+    Segment segments[2];
     const float* attn_sink;  // or null
     bf16* out;
     int64 out_stride_b, out_stride_s, out_stride_h;
     float* lse;
     int64 lse_stride_b, lse_stride_h, lse_stride_s;
-    float* max_logits;  // or null; written by kernels of which no tile is cut
+    float* max_logits;  // or null; written by kernels that split no tile
     int64 max_stride_b, max_stride_h;
-    const int* starts;   // [shares + 1][2]: tile and block at which each share begins; or null, see Start and ORDER_AT
-    float* partial_out;  // [2 * shares][HEADS * V_DIM] of cut tiles, see partial_slot and partial_at
-    float* partial_lse;  // [2 * shares][HEADS], base 2, -inf without keys
-    int* unsafe;         // [tiles]: what is to be done about a tile behind a fast kernel (see mark); or null, see UNSAFE_BITS
+    const int* starts;   // [ranges + 1][2]: tile and block at which each work range begins; or null, see Start and ORDER_AT
+    float* partial_out;  // [2 * ranges][HEADS * V_DIM] of split tiles, see partial_slot and partial_at
+    float* partial_lse;  // [2 * ranges][HEADS], base 2, -inf without keys
+    int* unsafe;         // [tiles]: why a tile is flagged for the epilogue (see mark), or 0; or null, see UNSAFE_BITS
     int batch, s_q, heads, groups;  // groups of HEADS heads
-    int shares;
-    // Without starts: every cut_tiles tiles have cut_shares shares of cut_length units, the first cut_rest of one more. A
-    // tile has cut_units units: blocks, or 1 where tiles stay whole. Splits of one tile (see even) take equal runs of the
-    // blocks that it has. The inverse is 2^32 / cut_shares, rounded up, or 0 where there is one share.
-    int cut_tiles, cut_shares, cut_length, cut_rest, cut_units;
-    uint32 cut_inverse;
+    int ranges;
+    // Without starts: every period_tiles tiles have period_ranges work ranges of range_length units; the first range_rest ranges
+    // have one more. A tile has tile_units units: blocks, or 1 if tiles are not split. The splits of one tile (see even) divide
+    // its blocks evenly. The inverse is 2^32 / period_ranges, rounded up, or 0 for one range.
+    int period_tiles, period_ranges, range_length, range_rest, tile_units;
+    uint32 period_inverse;
     float softmax_scale;
 
     __device__ int tiles() const { return batch * s_q * groups; }
 
-    // Leave a tile to the exact kernel, for one of the reasons below. The word before all marks says that there is one.
+    // Flag a tile for the epilogue kernel, for one of the reasons below. The word before all flags says that there is one.
     __device__ void mark(int tile, int reason = 1) const { atomicOr(unsafe + tile, reason), unsafe[-1] = 1; }
 
-    // Whether every tile has cut_shares splits, each of its own thread block. Lengths then say how many blocks a split has,
-    // and nothing has to be planned.
-    __device__ bool even() const { return starts == nullptr && cut_tiles == 1 && cut_shares > 1; }
+    // Whether every tile has period_ranges splits, each of its own CTA. Each split then derives its blocks from the tile's
+    // length, and no plan is needed.
+    __device__ bool even() const { return starts == nullptr && period_tiles == 1 && period_ranges > 1; }
 
-    // Whether tiles are numbered group of heads by group of heads, as decode without a plan has them: thread blocks that read
-    // the same rows for other heads do so at the same time then, and memory is asked for them once. Otherwise the groups of
-    // a token are neighbours.
+    // Whether tiles are numbered head group by head group, as in decode without a plan: CTAs that read the same rows for other
+    // heads then run at the same time, and the rows are read from memory once. Otherwise the groups of a token are neighbours.
     __device__ bool by_group() const { return starts == nullptr && max_logits == nullptr; }
 };
 
-// Why a tile is marked: it must be done again; some of its RoPE values are larger than float16 has and were taken for the largest that it
-// has, which can be amended; one is NaN, so that all its results are, whatever else.
-[[maybe_unused]] constexpr int AGAIN = 1, LARGE_ROPE = 2, ALL_NAN = 4;
+// Reason for which a tile is flagged: recompute its results, or keep them because all are NaN, even if it is flagged for both.
+[[maybe_unused]] constexpr int RECOMPUTE = 1, ALL_NAN = 2;
 
-// Without `unsafe`, what a fast kernel writes to max_logits or to lse of such heads: a NaN that no arithmetic gives.
+// Without `unsafe`, a fast kernel flags heads with this value in max_logits or lse: a NaN that no arithmetic gives.
 [[maybe_unused]] constexpr uint32 UNSAFE_BITS = 0x7fc0dead;
 
 __device__ inline int blocks_of(int length) { return (length + BLOCK - 1) / BLOCK; }
 
-// Where a tile's token and heads are.
+// Token and first head of a tile.
 struct TileCoord {
     int b, s, first_head;
 
@@ -96,56 +94,56 @@ struct TileCoord {
     }
 };
 
-// A tile without keys has a block too, or nobody would write its result.
+// A tile without keys has one block, so that some CTA writes its result.
 __device__ inline int blocks_of_tile(int length0, int length1) { return max(1, blocks_of(length0) + blocks_of(length1)); }
 
 __device__ inline int blocks_of_tile(const SparseProblem& problem, int tile) {
     TileCoord at(problem, tile);
-    return blocks_of_tile(problem.lists[0].length(at.b, at.s), problem.lists[1].length(at.b, at.s));
+    return blocks_of_tile(problem.segments[0].length(at.b, at.s), problem.segments[1].length(at.b, at.s));
 }
 
-// Where a share begins; share `shares` begins where the last one ends.
+// Where a work range begins; range number `ranges` begins where the last one ends.
 struct Start {
     int tile, block;
 
-    __device__ Start(const SparseProblem& problem, int share) {
+    __device__ Start(const SparseProblem& problem, int range) {
         if (problem.starts) {
-            tile = problem.starts[2 * share], block = problem.starts[2 * share + 1];
+            tile = problem.starts[2 * range], block = problem.starts[2 * range + 1];
         } else {
-            int group = __umulhi(share, problem.cut_inverse), part = share - group * problem.cut_shares;
-            uint32 at = part * problem.cut_length + min(part, problem.cut_rest), ahead = at / problem.cut_units;
-            tile = group * problem.cut_tiles + ahead, block = at - ahead * problem.cut_units;
+            int group = __umulhi(range, problem.period_inverse), part = range - group * problem.period_ranges;
+            uint32 at = part * problem.range_length + min(part, problem.range_rest), ahead = at / problem.tile_units;
+            tile = group * problem.period_tiles + ahead, block = at - ahead * problem.tile_units;
         }
     }
 
     __device__ bool operator==(const Start& other) const { return tile == other.tile && block == other.block; }
 };
 
-// One tile's part of a share.
-struct Work {
+// The blocks of one tile in a work range.
+struct WorkTile {
     int tile;
     int lengths0, lengths1;
-    int first, last;  // blocks [first, last) of `blocks`; never empty, but may lie behind them: keys that are absent
+    int first, last;  // blocks [first, last) of `blocks`; never empty, but may be beyond the end: keys that are absent
     int blocks;
-    bool split;       // even if it has all blocks: the combine kernel reads every split
+    bool split;       // also if it has all blocks: the epilogue reads every split
 
     __device__ bool whole() const { return !split && first == 0 && last == blocks; }
 };
 
-// Behind the starts of MAX_SHARES shares: the tiles in the order in which shares have them, if they are MOST_DEALT at most.
+// After the starts of MAX_RANGES ranges: the tiles in the order in which the ranges have them, for at most MAX_ORDERED tiles.
 // As in kernels/cuda/sparse/division.py.
-[[maybe_unused]] constexpr int MAX_SHARES = 512, ORDER_AT = 2 * (MAX_SHARES + 1), MOST_DEALT = 1 << 14;
-// Behind these, not 0 if the plan splits any tile.
-[[maybe_unused]] constexpr int SPLITS_AT = ORDER_AT + MOST_DEALT;
+[[maybe_unused]] constexpr int MAX_RANGES = 512, ORDER_AT = 2 * (MAX_RANGES + 1), MAX_ORDERED = 1 << 14;
+// After these: non-zero if the plan splits any tile.
+[[maybe_unused]] constexpr int SPLITS_AT = ORDER_AT + MAX_ORDERED;
 
-// What is left of a thread block's share, tile after tile.
-struct SparseShare {
+// Remainder of a CTA's work range, tile by tile.
+struct WorkRange {
     int tile, first, end_tile, end_block;
 
-    __device__ SparseShare(const SparseProblem& problem) {
+    __device__ WorkRange(const SparseProblem& problem) {
         if (problem.even()) {
-            tile = __umulhi(blockIdx.x, problem.cut_inverse), end_tile = tile + 1, end_block = 0;
-            first = blockIdx.x - tile * problem.cut_shares;  // the split, until its blocks are known
+            tile = __umulhi(blockIdx.x, problem.period_inverse), end_tile = tile + 1, end_block = 0;
+            first = blockIdx.x - tile * problem.period_ranges;  // the split, until its blocks are known
             return;
         }
         Start start(problem, blockIdx.x), end(problem, blockIdx.x + 1);
@@ -154,24 +152,24 @@ struct SparseShare {
 
     __device__ bool more() const { return tile < end_tile || (tile == end_tile && first < end_block); }
 
-    __device__ bool next(const SparseProblem& problem, Work& work) {
+    __device__ bool next(const SparseProblem& problem, WorkTile& work) {
         if (!more()) return false;
         work.tile = tile;
-        // Volatile, or some compilers make more of it than there are registers for.
-        if (problem.starts && problem.tiles() <= MOST_DEALT)
+        // Volatile: otherwise some compilers keep more values than there are registers.
+        if (problem.starts && problem.tiles() <= MAX_ORDERED)
             asm volatile("ld.global.s32 %0, [%1];" : "=r"(work.tile) : "l"(problem.starts + ORDER_AT + tile));
         TileCoord at(problem, work.tile);
-        work.lengths0 = problem.lists[0].length(at.b, at.s);
-        work.lengths1 = problem.lists[1].length(at.b, at.s);
+        work.lengths0 = problem.segments[0].length(at.b, at.s);
+        work.lengths1 = problem.segments[1].length(at.b, at.s);
         work.blocks = blocks_of_tile(work.lengths0, work.lengths1);
         work.split = problem.even();
         if (work.split) {
             // A tile of fewer blocks than splits leaves some of them a block of absent keys.
-            int each = work.blocks / problem.cut_shares, longer = work.blocks - each * problem.cut_shares;
+            int each = work.blocks / problem.period_ranges, longer = work.blocks - each * problem.period_ranges;
             work.first = first * each + min(first, longer);
             work.last = work.first + max(1, each + (first < longer));
         } else {
-            // A plan made for other lengths may give splits beyond the end. They are never empty, and nothing reads them.
+            // A stale plan may give empty splits. They get a block, and nothing reads their results.
             work.first = min(first, work.blocks - 1);
             work.last = tile == end_tile ? max(work.first + 1, min(end_block, work.blocks)) : work.blocks;
         }
@@ -180,11 +178,11 @@ struct SparseShare {
     }
 };
 
-// Where a share's part of a cut tile goes: it has at most two, one from a tile's start and one from further in.
-__device__ inline int partial_slot(int share, bool from_start) { return 2 * share + from_start; }
+// Slot for a range's partial result of a split tile. A range has at most two: one with the tile's start, one without.
+__device__ inline int partial_slot(int range, bool from_start) { return 2 * range + from_start; }
 
-// Where eight values of a head are in a part, as the first of two float4 with PLANE of them between: in the order of
-// Hopper's accumulators, so that a warp writes and reads whole lines.
+// Where eight values of a head are in a partial result: two float4, PLANE float4 apart, in the order of Hopper's
+// accumulators, so that a warp writes and reads whole lines.
 [[maybe_unused]] constexpr int PLANE = 32;
 
 __device__ inline int partial_at(int head, int value) {

@@ -1,36 +1,41 @@
 // Sparse MLA on every device since sm_80: paged FP8 caches and bfloat16 rows, decode and prefill.
 //
-// A thread block takes its share of the blocks of keys (common/sparse/work.cuh), KEYS keys a *step*. All warps work together:
+// Grid: one CTA per work range (common/sparse/work.cuh), CTAS per SM.
+// Block: 256 threads. Warps have no roles: all do each part of a step, below.
+// Shared memory: SHARED_BYTES, dynamic: the ring of rows, Q, two slots of P, softmax state (sm80/sparse/scores.cuh).
+// Limits: TILE_HEADS and KEYS are multiples of 16; float16's range, see below.
 //
-//     gather    rows of a later step on their way into a ring, as they are in the cache        sm80/sparse/rows.cuh
-//     mix       O += P V of the step before: a warp 64 of the 512 values, for all heads
-//     score     S = Q K^T: a warp some of the heads and of the keys                          sm80/sparse/scores.cuh
-//     weigh     P = 2^(S - top), where `top` is the rows' maximum as of some step before
+// Keys are processed KEYS at a time, a *step*:
 //
-// with one barrier a step. Only where a score exceeds `top` by more than LAZY (as in a tile's first step) the
-// maxima are found, P is made again and O rescaled, at the price of two more.
+//     gather    copy raw rows of a later step into a ring of stages                            sm80/sparse/rows.cuh
+//     mix       O += P V of the previous step: 64 of the 512 values per warp, for all heads
+//     score     S = Q K^T: some of the heads and of the keys per warp                          sm80/sparse/scores.cuh
+//     weigh     P = 2^(S - top), where `top` is the rows' maximum as of an earlier step
 //
-// K and V are converted in registers straight from the raw rows. e4m3 becomes float16: the scores come in units of
-// the scales, which are applied to the float32 products; V is multiplied by its scale in float16. bfloat16 values
-// enter the scores as they are and the sums as float16, which is as exact for all but very large and small ones.
+// with one barrier per step. Only if a score exceeds `top` by more than LAZY (as in a tile's first step) are the maxima
+// computed, P recomputed and O rescaled, which takes two more barriers.
+//
+// K and V are converted in registers from the raw rows. e4m3 becomes float16: the scales are applied to the float32 products
+// of the scores; V is multiplied by its scale in float16. bfloat16 values enter the scores unchanged and the sums as float16,
+// which is as exact except for very large and small values.
 //
 // Float16 has a narrower range than caches and queries may hold. A tile that leaves it, or has a score or a result
-// that is not finite, is marked in `unsafe` for the exact kernel, which the launcher runs after this one.
+// that is not finite, is flagged in `unsafe` for the epilogue kernel, which the launcher runs after this one.
 //
-// Macros: LAYOUT, TILE_HEADS (common/sparse/work.cuh), KEYS, STAGES (3 or more), CTAS (thread blocks a multiprocessor) and
-// SHARED_BYTES, see sparse_portable.py.
+// Macros: LAYOUT, TILE_HEADS (common/sparse/work.cuh), KEYS, STAGES (3 or more), CTAS and SHARED_BYTES, see
+// kernels/cuda/sparse/portable.py.
 #include "sm80/sparse/scores.cuh"
 
 constexpr int VALUES = V_DIM / WARPS;
 static_assert(VALUES == SLICE, "a warp mixes one slice");
-constexpr float MIN_RESULT = 1.0f / 16384.0f;  // below this float16's steps of 2^-24 would tell
+constexpr float MIN_RESULT = 1.0f / 16384.0f;  // below this, float16's steps of 2^-24 are too coarse
 
 struct Sums {
     const SparseProblem& problem;
     SparseShared& shared;
     int warp, lane, g, c;
     float o[M_TILES][VALUES / 8][4];
-    uint32 seen;  // not 0 after a V that is not 0
+    uint32 seen;  // non-zero after a non-zero V
 
     __device__ Sums(const SparseProblem& p, SparseShared& s) : problem(p), shared(s) {
         warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
@@ -42,8 +47,8 @@ struct Sums {
         for (int i = 0; i < M_TILES * VALUES / 2; ++i) (&o[0][0][0])[i] = 0.0f;
     }
 
-    // Operands b of this warp's values and 8 of 16 keys, two at columns 2 c and + 1 from `column` on: of product j
-    // column g is value 8 g + j.
+    // Operands b of this warp's values and 8 of 16 keys, two of them at columns 2 c and + 1 from `column` on: column g of
+    // product j is value 8 g + j.
     template <bool FP8> __device__ void load_v(uint32 (&b)[VALUES / 8], int stage, int column) {
         const uint8* one = shared.ring.rows[stage][token_of_column(column + 2 * c)];
         const uint8* other = shared.ring.rows[stage][token_of_column(column + 2 * c + 1)];
@@ -103,7 +108,7 @@ struct Sums {
         }
     }
 
-    // One thread a head: the logarithm of the sum, and what O is multiplied by. After Scores::end and a barrier.
+    // One thread per head: the LSE, and the factor of O. After Scores::end and a barrier.
     __device__ void finish(const Step& step) {
         int row = threadIdx.x;
         if (row >= HEADS) return;
@@ -111,7 +116,7 @@ struct Sums {
 #pragma unroll
         for (int i = 0; i < WARPS_N; ++i) sum += shared.total[i][row], most = fmaxf(most, shared.highest[i][row]);
         bool empty = sum == 0.0f;
-        float lse2 = shared.top[row] + log2_approx(sum), share = empty ? 0.0f : reciprocal_fast(sum), factor = share;
+        float lse2 = shared.top[row] + log2_approx(sum), inv_sum = empty ? 0.0f : reciprocal_fast(sum), factor = inv_sum;
         TileCoord at(problem, step.tile);
         int head = at.first_head + row;
         if (!step.whole) {
@@ -124,11 +129,11 @@ struct Sums {
             if (MAX_LOGITS && problem.max_logits)
                 problem.max_logits[at.b * problem.max_stride_b + head * problem.max_stride_h] = most * LN_2;
         }
-        shared.top[row] = share;
+        shared.top[row] = inv_sum;
         shared.factor[row] = empty ? 0.0f : factor;
     }
 
-    // Whether the results are so small, though V is not zero, that float16 was too coarse for it.
+    // Whether the results are so small, though V is not zero, that float16 was too coarse.
     __device__ bool too_small() {
         float largest = 0.0f;
 #pragma unroll
@@ -143,7 +148,7 @@ struct Sums {
         return __any_sync(~0u, seen) && !__any_sync(~0u, !(largest < MIN_RESULT));
     }
 
-    // A lane has values 16 c .. 16 c + 15 of its warp's 64, of heads g and g + 8 of each 16. After a barrier.
+    // A lane writes values 16 c .. 16 c + 15 of its warp's 64, of heads g and g + 8 of each 16. After a barrier.
     __device__ void store(const Step& step) {
         bool bad = too_small();
         multiply_by_factor();
@@ -152,7 +157,7 @@ struct Sums {
         bf16* out = problem.out + at.b * problem.out_stride_b + at.s * problem.out_stride_s + value;
         float4* partial = reinterpret_cast<float4*>(problem.partial_out) +
                           int64(partial_slot(blockIdx.x, step.from_start)) * (HEADS * V_DIM / 4);
-        float check = 0.0f;  // NaN after a number that is not finite
+        float check = 0.0f;  // NaN after a value that is not finite
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m)
 #pragma unroll

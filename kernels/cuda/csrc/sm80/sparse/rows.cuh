@@ -1,15 +1,15 @@
-// Rows of the caches on their way into shared memory, for sm80/sparse/attention.cu.
+// Copies cache rows into shared memory, for sm80/sparse/attention.cu.
 //
-// A ring of stages holds the rows of KEYS keys each, as they are in the cache, and beside them what is made of
-// their scales and whether they are there. Rows of absent keys are zeros.
+// A ring of stages holds the raw rows of KEYS keys each, with their converted scales and a bias that is -inf for absent
+// keys. Rows of absent keys are zeros.
 #pragma once
 #include "common/sparse/work.cuh"
 #include "common/pdl.cuh"
 #include "sm80/mma.cuh"
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
-constexpr int STEPS = BLOCK / KEYS;  // of a block
-constexpr int AHEAD = STAGES - 2;    // steps that copies are ahead of the scores; those are one ahead of the sums
+constexpr int STEPS = BLOCK / KEYS;  // in a block
+constexpr int AHEAD = STAGES - 2;    // steps by which copies precede the scores; scores precede the sums by one
 constexpr int STEPS_LISTED = 16;
 constexpr int SLICE = 64;            // values
 constexpr int SLICES = LAYOUT::head_dim / SLICE, FP8_SLICES = LAYOUT::quantized_dim / SLICE;
@@ -18,15 +18,15 @@ constexpr int BF16_AT = LAYOUT::rope_offset;  // the bfloat16 values of a row
 constexpr bool TAIL_SCALES = LAYOUT::scale_start_per_token > 0;
 constexpr int SCALES_AT = TAIL_SCALES ? LAYOUT::row_bytes : LAYOUT::scale_start;
 constexpr int ROW_USED = LAYOUT::row_bytes + (TAIL_SCALES ? LAYOUT::scale_bytes : 0);
-// 32 bytes modulo 64, which with the order of columns keeps all reads free of bank conflicts.
+// 32 bytes modulo 64: with the order of columns, all reads are free of bank conflicts.
 constexpr int ROW_STRIDE = (ROW_USED + 31) / 64 * 64 + 32;
 
-// Scales that V times a scale in float16 is precise for: UE8M0 bytes, and others, which are rounded to float16. Tiny ones
-// make V zero, as of rows that were never written; where that matters, results are too small (sm80/sparse/attention.cu).
+// Range of scales for which V times a scale is precise in float16: UE8M0 bytes, and others, which are rounded to float16. Tiny
+// ones, as in rows that were never written, make V zero; where that matters, results are too small (sm80/sparse/attention.cu).
 constexpr int MIN_SCALE_BYTE = 105, MAX_SCALE_BYTE = 134, TINY_SCALE_BYTE = 40;
 constexpr float MIN_SCALE = 1.0f / 16384.0f, MAX_SCALE = 128.0f, TINY_SCALE = 0x1p-87f;
 
-// Keys stand in the columns of S and P in another order: of each 16, the token at a column, and its column.
+// The columns of S and P hold keys in another order: of each 16, the token at a column, and the column of a token.
 __device__ inline int token_of_column(int n) {
     int b = n & 1, c = n >> 1 & 3;
     return (c ^ b << 1) | b << 2 | (n & ~7);
@@ -36,42 +36,42 @@ __device__ inline int column_of_token(int t) {
     return c << 1 | b | (t & ~7);
 }
 
-// One step of a thread block's share.
+// One step of a CTA's work range.
 struct Step {
-    const int* indices;  // of its first key; `left` are left of the list
+    const int* indices;  // of its first key; `left` entries of the list remain
     int left;
-    int tile;  // -1 after the share's end
+    int tile;  // -1 after the range's end
     bool second;            // of the two lists
-    bool last;              // of the tile's part in the share
-    bool whole, from_start;  // whether that part is all of the tile, whether it is its start
+    bool last;              // of the tile in this range
+    bool whole, from_start;  // whether the range has all of the tile, whether it has its start
 };
 
-// Lists the steps of a share. One thread does, in shared memory: registers are dear.
+// Lists the steps of a work range. One thread runs it, in shared memory, to save registers.
 struct StepCursor {
-    SparseShare share;
-    Work work;
+    WorkRange range;
+    WorkTile work;
     const int* indices;
     int left, tile_steps, list_steps;
     bool second;
 
     __device__ void begin(const SparseProblem& problem) {
-        share = SparseShare(problem);
+        range = WorkRange(problem);
         open_tile(problem);
     }
 
     __device__ void open_tile(const SparseProblem& problem) {
-        if (!share.next(problem, work)) {
+        if (!range.next(problem, work)) {
             work.tile = -1, left = 0;
             return;
         }
         tile_steps = (work.last - work.first) * STEPS;
         int blocks0 = blocks_of(work.lengths0);
         second = work.first >= blocks0;
-        open_list(problem, work.first - (second ? blocks0 : 0));
+        open_segment(problem, work.first - (second ? blocks0 : 0));
     }
 
-    __device__ void open_list(const SparseProblem& problem, int block) {
-        const List& list = problem.lists[second];
+    __device__ void open_segment(const SparseProblem& problem, int block) {
+        const Segment& list = problem.segments[second];
         TileCoord at(problem, work.tile);
         int length = second ? work.lengths1 : work.lengths0;
         indices = list.indices + at.b * list.indices_stride_b + at.s * list.indices_stride_s + block * BLOCK;
@@ -86,7 +86,7 @@ struct StepCursor {
             open_tile(problem);
         } else if (--list_steps == 0 && !second) {
             second = true;
-            open_list(problem, 0);
+            open_segment(problem, 0);
         } else {
             indices += KEYS, left -= KEYS;
         }
@@ -100,8 +100,8 @@ struct RowRing {
     int indices[STAGES][KEYS];
     // By column:
     float scales[STAGES][NUM_SCALES ? NUM_SCALES : 1][KEYS];  // times CODE_UNIT
-    float bias[STAGES][KEYS];                                 // -infinity where there is no key
-    int unsafe[2];  // by tile, of which one may be at its end and one at its start
+    float bias[STAGES][KEYS];                                 // -infinity where the key is absent
+    int unsafe[2];  // by tile modulo 2: one tile may be at its end while the next one starts
 
     __device__ float2 scales_at(int stage, int scale, int column) const {
         return *reinterpret_cast<const float2*>(&scales[stage][scale][column]);
@@ -109,7 +109,7 @@ struct RowRing {
     __device__ float2 bias_at(int stage, int column) const { return *reinterpret_cast<const float2*>(&bias[stage][column]); }
 };
 
-// Copies the rows of a share's steps, LANES threads a row. It is ahead of the rest, over the ends of tiles.
+// Copies the rows of a range's steps, LANES threads per row. It runs ahead of the computation, across tiles.
 struct RowLoader {
     static constexpr int LANES = THREADS / KEYS;
 
@@ -117,7 +117,7 @@ struct RowLoader {
     RowRing& ring;
     int row, part;
 
-    // Everything before the first step.
+    // Does all copies that the first step needs.
     __device__ RowLoader(const SparseProblem& p, RowRing& r) : problem(p), ring(r) {
         row = threadIdx.x / LANES, part = threadIdx.x % LANES;
         if (threadIdx.x < 2) ring.unsafe[threadIdx.x] = 0;
@@ -144,13 +144,13 @@ struct RowLoader {
         if (part == 0 && row < at.left) copy_async<4>(&ring.indices[number % STAGES][row], at.indices + row, true);
     }
 
-    // Start copying a step's rows, whose indices have arrived, and the indices of the one AHEAD of it: one group of
-    // copies, empty after the share's end. Lists the step after that, for which a barrier must follow.
+    // Start copying a step's rows, whose indices have arrived, and the indices of the step AHEAD after it: one group of
+    // copies, empty after the range's end. Then list the step after that, for which a barrier must follow.
     __device__ void copy(int number) {
         int stage = number % STAGES;
         const Step& at = step(number);
         if (at.tile >= 0) {
-            const List& list = problem.lists[at.second];
+            const Segment& list = problem.segments[at.second];
             int slot = ring.indices[stage][row];
             bool here = row < at.left && uint32(slot) < uint32(list.num_slots);
             slot = here ? slot : 0;
@@ -177,7 +177,7 @@ struct RowLoader {
         if (threadIdx.x == 0) ring.cursor.next(problem, ring.steps[(number + AHEAD + 1) % STEPS_LISTED]);
     }
 
-    // The rows of a step have arrived: their scales as numbers. A barrier must follow.
+    // The rows of a step have arrived: convert their scales. A barrier must follow.
     __device__ void publish(int number) {
         int stage = number % STAGES;
         int tile = step(number).tile;

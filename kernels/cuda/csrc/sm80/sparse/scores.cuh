@@ -1,8 +1,8 @@
 // Scores and weights of sm80/sparse/attention.cu: S = Q K^T and P = 2^(S - top), a step at a time.
 //
-// Q stands in shared memory in the order that suits K's bytes: an operand lane has 16 bytes of a key at a time, so
-// for each 64 values (a slice) the 4-byte words that belong together in a product are brought together, see
-// `convert_q`. What meets e4m3 is float16, what meets bfloat16 stays what it is.
+// Q is stored in shared memory in the order of K's bytes: an operand lane reads 16 bytes of a key at a time, so in each 64
+// values (a slice) the 4-byte words that meet in a product are adjacent, see `convert_q`. Q is converted to float16 where it
+// meets e4m3, and stays bfloat16 where it meets bfloat16.
 #pragma once
 #include "sm80/sparse/rows.cuh"
 
@@ -10,18 +10,18 @@ constexpr float LAZY = 8.0f;                       // P is up to 2^LAZY
 constexpr uint32 MAX_F16 = 0x477f, MIN_Q = 0x3a80;  // bfloat16 bits: just below 65536, and 2^-10
 constexpr bool MAX_LOGITS = FP8_SLICES == 0;        // prefill has bfloat16 rows
 
-// The scores of a step: WARPS_M by WARPS_N warps, of M by N products of 16 heads and 8 keys; other warps have none.
+// The scores of a step: WARPS_M by WARPS_N warps compute M by N products of 16 heads and 8 keys; other warps compute none.
 constexpr int M_TILES = HEADS / 16;
 constexpr int WARPS_M = M_TILES < 2 ? 1 : 2;
 constexpr int WARPS_N = KEYS / 8 < WARPS / WARPS_M ? KEYS / 8 : WARPS / WARPS_M;
 constexpr int M = M_TILES / WARPS_M, N = KEYS / 8 / WARPS_N;
-static_assert(HEADS % 16 == 0 && KEYS % 16 == 0 && BLOCK % KEYS == 0 && STAGES >= 3, "sizes that the kernel is made for");
+static_assert(HEADS % 16 == 0 && KEYS % 16 == 0 && BLOCK % KEYS == 0 && STAGES >= 3, "unsupported tile sizes");
 
-// All where registers allow it.
+// Loops over scales are unrolled where registers allow it.
 constexpr int UNROLLED_SCALES = M * N < 4 && (CTAS == 1 || SLICES_PER_SCALE == 1) ? 8 : 1;
 
 constexpr int Q_CHUNKS = LAYOUT::head_dim / 8;  // of 16 bytes
-// Rows of Q and P are a little longer, so that neighbours lie in other banks.
+// Rows of Q and P are padded by 16 bytes, so that neighbours are in other banks.
 constexpr int Q_STRIDE = 2 * LAYOUT::head_dim + 16;
 constexpr int P_STRIDE = 2 * KEYS + 16;
 
@@ -31,9 +31,9 @@ struct SparseShared {
     alignas(16) uint8 p[2][HEADS][P_STRIDE];  // float16
     float highest[WARPS_N][HEADS], total[WARPS_N][HEADS];
     float top[HEADS];
-    float factor[HEADS];  // what the sums are to be multiplied by
+    float factor[HEADS];  // factor of the sums
 };
-static_assert(sizeof(SparseShared) == SHARED_BYTES, "sparse_portable.py has another size");
+static_assert(sizeof(SparseShared) == SHARED_BYTES, "shared_bytes of kernels/cuda/sparse/portable.py differs");
 
 __device__ inline float quad_max(float v) {
     v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
@@ -48,14 +48,14 @@ struct Scores {
     const SparseProblem& problem;
     SparseShared& shared;
     int lane, g, c;
-    bool none;               // whether this warp has no scores
-    int column;              // of the warps that have
+    bool none;               // this warp computes no scores
+    int column;              // of the other warps
     int first_row, first_n;  // head and key of the first score
     float scale;             // to base 2
     float x[M][N][4];        // scores in base 2
-    float top[M][2], total[M][2];      // of its rows: what is subtracted, sum of P (this lane's part)
+    float top[M][2], total[M][2];      // of its rows: subtracted maximum, sum of P (this lane's part)
     float step_top[M][2], sums[M][2];  // of a step's scores: maximum and sum (this lane's part)
-    float highest[M][2];               // maximum of all, where that is wanted
+    float highest[M][2];               // maximum of all, if MAX_LOGITS
 
     __device__ Scores(const SparseProblem& p, SparseShared& s) : problem(p), shared(s) {
         int warp = threadIdx.x / 32;
@@ -66,7 +66,7 @@ struct Scores {
         scale = problem.softmax_scale * LOG2_E;
     }
 
-    // ---- Q, a warp a head
+    // ---- Q, a warp per head
 
     // Start copying.
     __device__ void copy_q(int tile) {
@@ -81,8 +81,8 @@ struct Scores {
         copies_commit();
     }
 
-    // Q has arrived; bring it into order and convert it. A chunk of 4 words becomes a column of 4 chunks: of e4m3 a
-    // lane has 16 values, two chunks of Q, of bfloat16 it has 8.
+    // Q has arrived; reorder and convert it. A chunk of 4 words becomes a column of 4 chunks: a lane has 16 values of e4m3
+    // (two chunks of Q), or 8 of bfloat16.
     __device__ void convert_q(int tile) {
         for (int row = threadIdx.x / 32; row < HEADS; row += WARPS) {
             constexpr int ROUNDS = (Q_CHUNKS + 31) / 32;
@@ -107,14 +107,14 @@ struct Scores {
             }
             if (FP8_SLICES == 0) continue;
             largest = __reduce_max_sync(~0u, max(largest & 0xffff, largest >> 16));
-            // Zero is exact; what is small otherwise would lose its last bits.
+            // Zero is exact; other small values would lose their last bits.
             if (largest > MAX_F16 || (largest && largest < MIN_Q)) shared.ring.unsafe[tile % 2] = 1;
         }
     }
 
     // ---- scores
 
-    // x[m][n] += products `k` (of 4) of a slice. Neighbouring products do not wait for each other.
+    // x[m][n] += products `k` (of 4) of a slice. Neighbouring products are independent.
     template <class Value> __device__ void multiply_q(float (&x)[M][N][4], const uint32 (&b)[N][2], int slice, int k) {
 #pragma unroll
         for (int m = 0; m < M; ++m) {
@@ -183,7 +183,7 @@ struct Scores {
 
     // To base 2, absent keys to -infinity.
     __device__ void scale_scores(int stage, int tile, bool nan) {
-        float check = 0.0f;  // NaN after a number that is not finite
+        float check = 0.0f;  // NaN after a value that is not finite
 #pragma unroll
         for (int m = 0; m < M; ++m) step_top[m][0] = step_top[m][1] = -infinity();
 #pragma unroll
@@ -212,7 +212,7 @@ struct Scores {
             for (int r = 0; r < 2; ++r) top[m][r] = highest[m][r] = -infinity(), total[m][r] = 0.0f;
     }
 
-    // What is subtracted from a row's scores: anything, while it has none.
+    // Value subtracted from a row's scores: any finite value while all are -infinity.
     static __device__ float base_of(float top) { return top == -infinity() ? 0.0f : top; }
 
     // P to shared memory.
@@ -253,7 +253,7 @@ struct Scores {
         if (c == 0) to[column][first_row + 16 * m + 8 * r + g] = value;
     }
 
-    // The rows' maxima, of which all warps of a row need all.
+    // The rows' maxima, to all warps of a row.
     __device__ void write_step_tops() {
         if (none) return;
 #pragma unroll
@@ -262,7 +262,7 @@ struct Scores {
             for (int r = 0; r < 2; ++r) write_rows(shared.highest, m, r, quad_max(step_top[m][r]));
     }
 
-    // With them: raise `top`, make P again, and say by what the sums change.
+    // With these maxima: raise `top`, recompute P, and publish the factor of the sums.
     __device__ void raise(int number) {
         if (none) return;
 #pragma unroll
@@ -291,7 +291,7 @@ struct Scores {
             }
     }
 
-    // A tile's last step has been added.
+    // After a tile's last step.
     __device__ void end() {
         if (none) return;
 #pragma unroll

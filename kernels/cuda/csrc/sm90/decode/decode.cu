@@ -1,29 +1,37 @@
-// Sparse MLA over paged FP8 caches on Hopper (sm_90a): one thread block an SM, four warpgroups.
+// Sparse MLA decode over paged FP8 caches, on Hopper (sm_90a): out = softmax(scale Q K^T) V with an optional sink, and the LSE.
 //
-// A query token and 64 of its heads (or 32 or 16, of few queries) are a *tile* of work; the keys of a tile are taken 64 at a
-// time, a *block*.
+// A *tile* is a query token and TILE_HEADS of its heads; its keys are processed 64 at a time, a *block* (common/sparse/work.cuh).
 //
-//     QK-softmax  S^T = K Q^T: converts K in registers straight from the raw rows; the softmax; P in float16. Between
-//                 tiles, Q to shared memory and to float16
-//     PV 0        O^T = V^T P^T for values 0..255: converts V in registers straight from the raw rows
-//     PV 1        the same for values 256..511
-//     producers   two warps: copy raw rows into a ring (cp.async)
-//     scales      one warp: turns scales into float16 factors, and tells which tokens are absent
-//     scheduler   one warp: says which tiles there are to do, and what makes a tile's sums results
+// Grid: one CTA per work range, at most one per SM. PARTS > 1: one cluster of PARTS CTAs per tile. Its CTAs split the tile's
+// keys, and each combines the results of some heads from lines that the others send to its shared memory.
+// Block: 512 threads.
+//
+//     warps    role           registers  work
+//     0..3     QK-softmax     120        S^T = K Q^T with K converted in registers from the raw rows; softmax; P in float16.
+//                                        Between tiles: copies Q to shared memory and converts it to float16
+//     4..7     PV 0           176        O^T = V^T P^T for values 0..255, with V converted in registers from the raw rows
+//     8..11    PV 1           176        the same for values 256..511
+//     12, 13   row producers  40         each copies half of every block's raw rows into the ring (cp.async)
+//     14       scale warp     40         converts scales to float16 factors; writes -inf as the bias of absent tokens
+//     15       scheduler      40         publishes the next tile; computes the factors that scale accumulators by 1/l
+//
+//     shared memory (TILE_HEADS 64)  DSV4_FP8  V32_FP8
+//     Q, slices of 64 values         64 KiB    72 KiB   with PARTS > 1 reused for other CTAs' lines where they fit
+//     P, 2 slots                     16 KiB    16 KiB
+//     RoPE of raw rows, 3 slots      24 KiB    24 KiB
+//     raw rows, 3 slots              84 KiB    96 KiB
+//     factors                        2,688 B   3,072 B
+//     bias, softmax state, scheduled tiles, barriers: 5,872 B. In all 201,072 B and 221,936 B (decode/memory.cuh)
 //
 // K and V are the same bytes, converted twice, both times in registers: cheap in float16 (one conversion instruction
-// and one multiplication for two values). The last 64 values of a row (RoPE) are bfloat16 and enter the scores as they are.
+// and one multiplication for two values). The last 64 values of a row (RoPE) are bfloat16 and enter the scores unconverted.
 //
-// Within 16 tokens the order is permuted so that reads of neither the QK-softmax nor the PV warpgroups conflict among raw rows:
-// token t stands at permuted(t) among the rows of S^T and of P^T.
+// The order within 16 tokens is permuted so that neither the QK-softmax nor the PV warpgroups have bank conflicts when they read
+// raw rows: token t is row permuted(t) of S^T and of P^T.
 //
-// Float16 has a narrower range than what a cache and q may hold. A tile that leaves it (scales outside
-// [MIN_SCALE, MAX_SCALE], large or very small q, a result that is not finite) is marked in `unsafe` for the
-// exact kernel, which the launcher runs after this one. RoPE values of V that are larger are taken for the largest that there is, which
-// it amends. A float32 scale is rounded to float16.
-//
-// Where PARTS is more than 1, as many thread blocks, a cluster, share the keys of a tile and put its result together: each
-// that of some of its heads, from what the others send to its shared memory.
+// Limits: the range of float16 is narrower than that of a cache and of q. A tile that leaves it (scales outside
+// [MIN_SCALE, MAX_SCALE], large or very small q, RoPE values of V that float16 lacks, a result that is not finite) is flagged
+// in `unsafe` for the exact kernel, which the launcher runs after this one. A float32 scale is rounded to float16.
 //
 // Macros: LAYOUT (DSV4_FP8 or V32_FP8), TILE_HEADS (64, 32, 16), PARTS (1 to 6).
 #if PARTS > 1
@@ -41,12 +49,12 @@
 extern "C" CLUSTER __global__ void __launch_bounds__(THREADS, 1) sparse_mla_decode(const __grid_constant__ SparseProblem problem) {
     extern __shared__ uint8 memory[];
     if (threadIdx.x == 0) {
-        if (uint32(__cvta_generic_to_shared(memory)) != own(1024)) __trap();
-        for (int i = 0; i < RING; ++i) barrier_init(RAW_FULL + 8 * i, 32 * ROW_PRODUCERS + WARP_ARRIVALS);  // and the scales' producer
-        for (int i = 0; i < 2 * RING; ++i) barrier_init(RAW_EMPTY + 8 * i, 10 * WARP_ARRIVALS);  // who mix, and who score this half
+        if (uint32(__cvta_generic_to_shared(memory)) != own(SHARED_START)) __trap();
+        for (int i = 0; i < RING; ++i) barrier_init(RAW_FULL + 8 * i, 32 * ROW_PRODUCERS + WARP_ARRIVALS);  // and the scale warp
+        for (int i = 0; i < 2 * RING; ++i) barrier_init(RAW_EMPTY + 8 * i, 10 * WARP_ARRIVALS);  // both PV, half of QK-softmax
         for (int i = 0; i < P_SLOTS; ++i) barrier_init(P_FULL + 8 * i, 4 * WARP_ARRIVALS), barrier_init(P_EMPTY + 8 * i, 8 * WARP_ARRIVALS);
         for (int i = 0; i < SCHEDULED_TILES; ++i) barrier_init(SCHEDULED_FULL + 8 * i, 1);
-        for (int i = 0; i < 2; ++i) barrier_init(SUMS_FULL + 8 * i, 4 * WARP_ARRIVALS), barrier_init(SHARE_FULL + 8 * i, WARP_ARRIVALS);
+        for (int i = 0; i < 2; ++i) barrier_init(SUMS_FULL + 8 * i, 4 * WARP_ARRIVALS), barrier_init(INV_SUM_FULL + 8 * i, WARP_ARRIVALS);
         if (PARTS > 1) {
             barrier_init(LOG_SUMS_FULL, 1), barrier_init(PARTS_FULL, 1);
             barrier_arrive_expecting(LOG_SUMS_FULL, PARTS * HEADS * 4);

@@ -2,10 +2,10 @@
 #pragma once
 #include "sm90/decode/memory.cuh"
 
-__device__ uint4 absent_scales[1];  // zeros: what a token that is not there reads
+__device__ uint4 absent_scales[1];  // zeros, read for absent tokens
 
-// The token in a slot of a list's cache; of one that is not there the row is null.
-__device__ inline Token token_in(const List& list, int slot) {
+// The token in a slot of a list's cache; the row of an absent token is null.
+__device__ inline Token token_in(const Segment& list, int slot) {
     if (uint32(slot) >= uint32(list.num_slots)) return {nullptr, reinterpret_cast<uint8*>(absent_scales)};
     int page = list.block_shift >= 0 ? slot >> list.block_shift : int(uint32(slot) / uint32(list.block_size));
     int row = slot - page * list.block_size;
@@ -14,20 +14,20 @@ __device__ inline Token token_in(const List& list, int slot) {
             base + LAYOUT::scale_start + list.block_size * LAYOUT::scale_start_per_token + row * LAYOUT::scale_stride};
 }
 
-// Whether float16 has the scale whose float32 bits these are, at least to its own precision: powers of two may be
-// subnormal there, and what is nothing may be zero.
+// Whether float16 can represent the scale with these float32 bits to float16's precision: powers of two may be subnormal
+// there, and negligible scales may become zero.
 __device__ inline bool fits_f16(uint32 bits) {
     uint32 exponent = bits >> 23, least = bits & 0x7fffff ? F16_NORMAL : MIN_SCALE;
     return (exponent >= least && exponent <= MAX_SCALE) || exponent <= TINY_SCALE;
 }
 
-// A warp's way through the indices of all blocks. A lane looks after the token of its number in each half of a block.
+// A warp's iterator over the indices of all blocks. Lane i has token i of each half of a block.
 struct BlockCursor {
     const SparseProblem& problem;
     int lane;
     PipelineState<SCHEDULED_TILES> ring;
-    // The block to gather next: where this lane's indices are, how many of its list are left from there, how many
-    // blocks of the list and of the tile.
+    // The block to gather next: address of this lane's indices, number of indices left in the list from there, blocks left
+    // in the list and in the tile.
     const int* cursor;
     int tile, left, list_blocks, tile_blocks;
     bool second;
@@ -43,15 +43,15 @@ struct BlockCursor {
         ScheduledTile scheduled(ring);
         uint4 summary = scheduled.summary();
         tile = summary.x, tile_blocks = summary.y, second = summary.w & ScheduledTile::SECOND;
-        if (more()) open_list(scheduled.list(0));
+        if (more()) open_segment(scheduled.list(0));
     }
 
-    __device__ void open_list(uint4 list) {
+    __device__ void open_segment(uint4 list) {
         cursor = reinterpret_cast<const int*>(joined(list.x, list.y)) + lane;
         left = int(list.z) - lane, list_blocks = list.w;
     }
 
-    // Volatile, or the compiler would load where the index is used.
+    // Volatile, or the compiler would move the load to where the index is used.
     __device__ int fetch_index(int half) {
         int index = -1;
         if (left > HALF * half) asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(index) : "l"(cursor + HALF * half));
@@ -65,22 +65,22 @@ struct BlockCursor {
             open_item();
         } else if (--list_blocks == 0 && !second) {
             second = true;
-            open_list(ScheduledTile(ring).list(1));
+            open_segment(ScheduledTile(ring).list(1));
         } else {
             cursor += BLOCK, left -= BLOCK;
         }
     }
 };
 
-// 16 bytes of a row, or zeros where `size` is 0: nothing is read then. (Zeros in memory, which all thread blocks read for the
-// tokens that they lack, made blocks with few keys slower than full ones.) Unlike copy_async, without asking for whole lines
-// of L2: rows end within them.
+// Copy 16 bytes of a row, or zeros where `size` is 0: nothing is read then. (When all CTAs read the same zeros in global memory
+// for absent tokens, blocks with few keys were slower than full ones.) Unlike copy_async, this requests no whole L2 lines,
+// because rows end within a line.
 __device__ inline void copy_of_row(uint32 to, const uint8* from, int size) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(own(to)), "l"(from), "r"(size) : "memory");
 }
 
-// A warp copies one half of each block into the ring: 4 lanes a row, 8 rows at a time. It says that they are there when
-// the copies have ended, without waiting for them.
+// A warp copies one half of each block into the ring: 4 lanes a row, 8 rows at a time. The copies arrive at the barrier
+// themselves, so the warp does not wait for them.
 struct RowProducer {
     BlockCursor upcoming;
     int half;
@@ -88,11 +88,11 @@ struct RowProducer {
     __device__ RowProducer(const SparseProblem& problem, int h) : upcoming(problem), half(h) {}
 
     __device__ void gather(int slot, uint64 address) {
-        int first = upcoming.lane / 4, part = upcoming.lane % 4;  // of 8 rows, and of a row's 4 parts of 16 bytes in each slice
+        int first = upcoming.lane / 4, part = upcoming.lane % 4;  // row of 8; part of 16 bytes, of 4 in each slice of a row
         uint32 raw = RAW_AT + (2 * slot + half) * (HALF * RAW_BYTES) + raw_offset(first, part);
         uint32 rope = ROPE_AT + (2 * slot + half) * (HALF * 128) + permuted(first) * 128 + ((part ^ permuted(first)) << 4);
 #pragma unroll
-        for (int i = 0; i < HALF / 8; ++i) {  // 8 rows further are 8 places further
+        for (int i = 0; i < HALF / 8; ++i) {  // rows t and t + 8 are 8 positions apart
             uint64 row = __shfl_sync(~0u, address, first + 8 * i);
             const uint8* from = reinterpret_cast<const uint8*>(row) + 16 * part;
             int size = row ? 16 : 0;
@@ -109,8 +109,8 @@ struct RowProducer {
         PipelineState<RING> at;
         int index = upcoming.more() ? upcoming.fetch_index(half) : 0;
         while (upcoming.more()) {
-            uint64 row = reinterpret_cast<uint64>(token_in(upcoming.problem.lists[upcoming.second], index).row);
-            // The next tile may not be known yet: what can be copied comes first then.
+            uint64 row = reinterpret_cast<uint64>(token_in(upcoming.problem.segments[upcoming.second], index).row);
+            // The next tile may not be scheduled yet, so the last block of a tile is copied before asking for it.
             bool last = upcoming.tile_blocks == 1;
             if (!last) upcoming.next_block(), index = upcoming.fetch_index(half);
             barrier_wait(RAW_EMPTY + 8 * (2 * at.slot + half), at.phase ^ 1);
@@ -124,11 +124,11 @@ struct RowProducer {
     }
 };
 
-// One warp brings the tokens' scales, a block ahead, and leaves them as float16, and says which tokens are absent.
+// The scale warp loads the tokens' scales a block ahead, stores them as float16, and writes the bias that masks absent tokens.
 struct ScaleProducer {
     BlockCursor upcoming;
 
-    // Scales on their way.
+    // Loads of scales in flight.
     struct Pending {
         uint4 scales;
         bool present;
@@ -137,7 +137,7 @@ struct ScaleProducer {
     __device__ ScaleProducer(const SparseProblem& problem) : upcoming(problem) {}
 
     __device__ Pending fetch(int slot) {
-        const List& list = upcoming.problem.lists[upcoming.second];
+        const Segment& list = upcoming.problem.segments[upcoming.second];
         const uint8* scales = token_in(list, slot).scales;
         Pending pending{{}, uint32(slot) < uint32(list.num_slots)};
         if (LAYOUT::ue8m0)
@@ -148,13 +148,13 @@ struct ScaleProducer {
         return pending;
     }
 
-    // The bits of a slice's scale as float32.
+    // float32 bits of a slice's scale.
     __device__ static uint32 scale(const uint4& scales, int i) {
         if (LAYOUT::ue8m0) return ((i < 4 ? scales.x : scales.y) >> 8 * (i % 4) & 0xff) << 23;
         return i < 2 ? scales.x : i < 4 ? scales.y : i < 6 ? scales.z : scales.w;
     }
 
-    // Returns whether float16 lacks one of them.
+    // Store the scales and the bias. Returns whether float16 cannot represent one of the scales.
     __device__ bool publish(int half_block, const Pending& pending) {
         int lane = upcoming.lane, n = (lane & 16) + permuted(lane & 15);
         int b = n & 1, c = n >> 1 & 3, h = n >> 3 & 1;
@@ -176,7 +176,7 @@ struct ScaleProducer {
         while (upcoming.more()) {
             int tile = upcoming.tile;
             Pending pending[2] = {fetch(index[0]), fetch(index[1])};
-            bool last = upcoming.tile_blocks == 1;  // as above
+            bool last = upcoming.tile_blocks == 1;  // as in RowProducer::run
             if (!last) upcoming.next_block(), index[0] = upcoming.fetch_index(0), index[1] = upcoming.fetch_index(1);
             bool lacks = false;
 #pragma unroll

@@ -2,18 +2,18 @@
 #pragma once
 #include "sm90/decode/memory.cuh"
 
-// One warpgroup, for half of the values; a warp has 64 of them. Sums are transposed: their rows are values, their columns
-// heads. Lane 4 g + c has its warp's values 8 g to 8 g + 7: two of every 4 elements of each of sums[4].
+// One warpgroup computes half of the values; a warp has 64 of them. Sums are transposed: rows are values, columns are heads.
+// Lane 4 g + c has its warp's values 8 g to 8 g + 7: two of every 4 elements of each of sums[4].
 struct Pv {
     const SparseProblem& problem;
     int half, warp, lane;
     PipelineState<RING> raw;
     PipelineState<P_SLOTS> p_slot;
-    // Where this lane's raw values are: in slot 0, of the tokens at places 2 c + b of a 16-token group, the values
-    // 8 g .. 8 g + 7 of this warp's 64. Places 8 further, groups and slots are constant distances away.
+    // Addresses of this lane's raw values in slot 0: for the tokens at positions 2 c + b of a group of 16, the values
+    // 8 g .. 8 g + 7 of this warp's 64. Positions + 8, groups and slots are constant distances away.
     uint32 row_at[2], factor_at, columns_at;
-    bool rope;  // whether this warp's values are those that stay bfloat16
-    uint32 seen;  // the raw values of a tile, or-ed; of RoPE their largest magnitudes
+    bool rope;  // whether this warp's values are RoPE, which is bfloat16
+    uint32 seen;  // bitwise or of a tile's raw values; for RoPE their largest magnitudes
 
     __device__ Pv(const SparseProblem& p, int h) : problem(p), half(h), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {
         int g = lane / 4, c = lane % 4, slice = 4 * half + warp;
@@ -25,16 +25,16 @@ struct Pv {
         }
         factor_at = FACTOR_AT + slice * (HALF * 2) + c * 8;
         columns_at = 2 * c * 4;
-        // Not to be found again from threadIdx, which takes longer than keeping them.
+        // Keeps the compiler from rematerialising these from threadIdx, which takes longer.
         asm volatile("" : "+r"(row_at[0]), "+r"(row_at[1]), "+r"(factor_at), "+r"(columns_at));
     }
 
-    // Raw values of 16 tokens and half of a lane's values come together, but for RoPE, whose 4 values are as many bytes.
+    // A lane's raw values of a group of 16 tokens: one load has all 8 values, or 4 of RoPE, at two bytes a value.
     struct ValueRows {
-        uint2 values[4];  // of the tokens at places 2 c + b + 8 h, in [b + 2 h]
+        uint2 values[4];  // [b + 2 h]: the token at position 2 c + b + 8 h
         uint2 factors;
     };
-    // Part i of a block: tokens 16 (i / 2) on, half i % 2 of the values.
+    // Part i of a block: 16 tokens from 16 (i / 2) on, half i % 2 of the values.
     __device__ void load(ValueRows& rows, int i) {
         int stage = i / 4, group = i / 2 % 2;
         if (rope) {
@@ -115,7 +115,8 @@ struct Pv {
         for (int j = 0; j < 4; ++j) pin(sums[j]);
     }
 
-    // The same where sums leave registers for the values of a whole block: they are there before the weights are.
+    // The same for narrow tiles, whose sums leave registers for the values of a whole block: these are converted before the
+    // weights are ready.
     __device__ void add_narrow_block(float (&sums)[4][HEADS / 2], bool fresh) {
         uint32 a[8][2][4];
         ValueRows rows[2];
@@ -145,7 +146,7 @@ struct Pv {
     __device__ void run() {
         PipelineState<SCHEDULED_TILES> ring;
         int parity = 0;
-        uint32 share_round = 0;
+        uint32 inv_sum_round = 0;
         float sums[4][HEADS / 2];
         pdl_wait();
         while (int left = ScheduledTile(ring).summary().y) {
@@ -162,18 +163,18 @@ struct Pv {
                     p_slot.advance();
                 }
             }
-            pdl_release();  // what is left to do behind this kernel is launched while results are stored
-            barrier_wait(SHARE_FULL + 8 * parity, share_round);
+            pdl_release();  // the epilogue kernel is launched while results are stored
+            barrier_wait(INV_SUM_FULL + 8 * parity, inv_sum_round);
             uint4 summary = ScheduledTile(ring).summary();
-            if constexpr (PARTS > 1) store_together(ScheduledTile(ring), summary, sums);
+            if constexpr (PARTS > 1) store_combined(ScheduledTile(ring), summary, sums);
             else if (summary.w & ScheduledTile::WHOLE) store<true>(ScheduledTile(ring), summary, sums, parity);
             else store<false>(ScheduledTile(ring), summary, sums, parity);
             if (ONE_TILE) return;
-            warp_arrive(P_EMPTY + 8 * p_slot.slot);  // only now: it also says that what is scheduled and the shares were read
+            warp_arrive(P_EMPTY + 8 * p_slot.slot);  // only now: this also frees ScheduledTile and INV_SUM
             p_slot.advance();
             ring.advance();
             parity ^= 1;
-            if (parity == 0) share_round ^= 1;
+            if (parity == 0) inv_sum_round ^= 1;
         }
     }
 
@@ -200,10 +201,10 @@ struct Pv {
         float magnitudes = 0.0f;
 #pragma unroll
         for (int i = 0; i < HEADS / 8; ++i) {
-            float2 share = lds_float2(SHARE_AT + columns_at + (parity * HEADS + 8 * i) * 4);
+            float2 inv_sum = lds_float2(INV_SUM_AT + columns_at + (parity * HEADS + 8 * i) * 4);
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                float factor = e ? share.y : share.x;
+                float factor = e ? inv_sum.y : inv_sum.x;
                 float x[8];
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
@@ -226,47 +227,46 @@ struct Pv {
         check<WHOLE>(summary.x, magnitudes);
     }
 
-    // Infinite or NaN: something left the range. Finite results are too small for their sum to do so. And what is next to
-    // nothing though V is not may be what float16 has left of it. Of a tile with NaN in RoPE all scores are NaN, and so are the
-    // results; those of one with RoPE that is too large can be amended where they are whole.
+    // Flag a tile whose results left the range: infinite or NaN (a sum of finite magnitudes stays finite), nearly 0 although V
+    // is not (float16 may have underflowed), or with RoPE values that float16 cannot represent. With NaN in RoPE, all scores
+    // of a whole tile are NaN, so its NaN results are kept. The warp votes, so that one lane flags the tile.
     template <bool WHOLE> __device__ void check(int tile, float magnitudes) {
-        if (ROPE_IN_V && rope) {
-            uint32 largest = max(seen & 0x7fff, seen >> 16 & 0x7fff);
-            if (largest >= TOO_LARGE)
-                problem.mark(tile, !WHOLE || largest == INFINITE_BF16 ? AGAIN : largest > INFINITE_BF16 ? ALL_NAN : LARGE_ROPE);
-        }
-        if (!(magnitudes < infinity()) || (magnitudes < MIN_RESULT && seen & (rope ? 0x7fff7fff : 0x7f7f7f7f))) problem.mark(tile);
+        uint32 largest = ROPE_IN_V && rope ? max(seen & 0x7fff, seen >> 16 & 0x7fff) : 0;
+        bool nan = WHOLE && largest > INFINITE_BF16, again = largest >= TOO_LARGE && !nan;
+        again |= !(magnitudes < infinity()) || (magnitudes < MIN_RESULT && seen & (rope ? 0x7fff7fff : 0x7f7f7f7f));
+        int reason = (__any_sync(~0u, nan) ? ALL_NAN : 0) | (__any_sync(~0u, again) ? RECOMPUTE : 0);
+        if (reason && lane == 0) problem.mark(tile, reason);
     }
 
-    // What thread block PART of a cluster puts together: lines of 8 values. What all of them are multiplied by is read before
-    // the first is sent, or each line would wait for its own.
+    // The lines of 8 values that CTA PART of a cluster combines. Their factors are read before the first line is sent;
+    // otherwise each line would wait for its own.
     template <int PART> struct Lines {
         static constexpr int FIRST = PART * PART_LINES < LINES ? PART * PART_LINES : LINES;
         static constexpr int COUNT = FIRST + PART_LINES < LINES ? PART_LINES : LINES - FIRST;
         float x[COUNT ? COUNT : 1][8];
 
-        // As they enter the whole. Adds their magnitudes, as they are without others.
+        // Scaled for the combine. Adds the magnitudes of this part's results to `magnitudes`, before that scaling.
         __device__ Lines(const Pv& pv, const float (&sums)[4][HEADS / 2], float& magnitudes) {
-            float share[COUNT ? COUNT : 1], weight[COUNT ? COUNT : 1];
+            float inv_sum[COUNT ? COUNT : 1], weight[COUNT ? COUNT : 1];
 #pragma unroll
             for (int n = 0; n < COUNT; ++n) {
                 uint32 at = pv.columns_at + column(n) * 4;
-                share[n] = lds_float(SHARE_AT + at), weight[n] = lds_float(WEIGHT_AT + at);
+                inv_sum[n] = lds_float(INV_SUM_AT + at), weight[n] = lds_float(WEIGHT_AT + at);
             }
 #pragma unroll
             for (int n = 0; n < COUNT; ++n)
 #pragma unroll
                 for (int j = 0; j < 8; ++j) {
-                    float result = sums[j / 2][(FIRST + n) / 2 * 4 + (FIRST + n) % 2 + 2 * (j % 2)] * share[n];
+                    float result = sums[j / 2][(FIRST + n) / 2 * 4 + (FIRST + n) % 2 + 2 * (j % 2)] * inv_sum[n];
                     magnitudes += fabsf(result);
                     x[n][j] = result * weight[n];
                 }
         }
 
-        // Of the heads behind a lane's first one.
+        // Head of line n, relative to the lane's first head.
         __device__ static constexpr int column(int n) { return (FIRST + n) / 2 * 8 + (FIRST + n) % 2; }
 
-        // To addresses in the cluster.
+        // Send to an address and a barrier in the cluster.
         __device__ void send(uint32 to, uint32 barrier) const {
 #pragma unroll
             for (int n = 0; n < COUNT; ++n)
@@ -274,7 +274,7 @@ struct Pv {
                                                        pack_saturated(x[n][4], x[n][5]), pack_saturated(x[n][6], x[n][7])}, barrier);
         }
 
-        // Add what others have sent.
+        // Add the lines that the other CTAs sent.
         __device__ void receive(uint32 from) {
 #pragma unroll
             for (int n = 0; n < COUNT; ++n)
@@ -288,10 +288,10 @@ struct Pv {
         }
     };
 
-    // The same for a part of a cluster's tile. Lines are dealt to thread blocks: those of others are sent to them, each to its
-    // neighbour first, and what they send is added to this one's, in one order. They are sent in float16, which has them, as
-    // it had the values: down to 2^-14 an eighth of the error that results have as bfloat16.
-    __device__ void store_together(ScheduledTile scheduled, uint4 summary, const float (&sums)[4][HEADS / 2]) {
+    // Store for a part of a cluster's tile. Each CTA combines some of the lines: this one sends the others' lines, to its next
+    // neighbour first, and adds received lines to its own in a fixed order. Lines are sent in float16, whose range they fit as
+    // the values did; down to 2^-14 its error is an eighth of bfloat16's, the results' type.
+    __device__ void store_combined(ScheduledTile scheduled, uint4 summary, const float (&sums)[4][HEADS / 2]) {
         int rank = blockIdx.x % PARTS;
         float magnitudes = 0.0f;
         uint32 received = PARTS_AT + (threadIdx.x - 128) * 16;
@@ -323,7 +323,7 @@ struct Pv {
         });
     }
 
-    // Act for a number that the compiler does not know, such that it does: registers have none.
+    // Dispatch a run-time part to a template constant, because registers cannot be indexed at run time.
     template <int PART> struct Part { static constexpr int number = PART; };
     template <int PART = 0, class Act> __device__ static void of_part(int number, Act act) {
         if (number == PART) act(Part<PART>{});

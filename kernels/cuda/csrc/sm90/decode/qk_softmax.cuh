@@ -2,18 +2,18 @@
 #pragma once
 #include "sm90/decode/memory.cuh"
 
-// One warpgroup. The products of a block are transposed: their rows are tokens at their places, 16 a warp, and columns
-// are heads. Of warp w, lane 4 g + c has in elements 4 j + e and 4 j + 2 + e rows g and g + 8, column 8 j + 2 c + e.
+// One warpgroup. The products of a block are transposed: rows are tokens in the permuted order, 16 a warp, columns are heads.
+// In each warp, lane 4 g + c has rows g and g + 8 of column 8 j + 2 c + e in elements 4 j + e and 4 j + 2 + e.
 struct QkSoftmax {
     const SparseProblem& problem;
     int warp, lane;
     PipelineState<RING> raw;
     PipelineState<P_SLOTS> p_slot;
-    // Where this lane's raw values are, of a block in slot 0: of the token at place g of its warp's 16, 16 of the first
-    // slice's 64; its RoPE; its scales. The token at place g + 8 is 8 rows further. And where its weights go.
+    // Addresses for a block in slot 0: this lane's 16 of the first slice's 64 raw values, the RoPE and the scales of the token
+    // at position g of its warp's 16 (the token at position g + 8 is 8 rows further), and the destination of its weights.
     uint32 row_at, rope_at, factor_at, p_at;
 
-    // Of its columns, in an array of a float a head.
+    // Offset of this lane's columns in an array of one float per head.
     __device__ uint32 columns_at() const { return lane % 4 * 8; }
 
     __device__ QkSoftmax(const SparseProblem& p) : problem(p), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {
@@ -22,14 +22,14 @@ struct QkSoftmax {
         rope_at = ROPE_AT + warp / 2 * (HALF * 128) + (group + g) * 128 + ((2 * c ^ g) << 4);
         factor_at = FACTOR_AT + warp / 2 * (SLICES * HALF * 2) + group * 2 + g / 2 * 8;
         p_at = P_AT + head * 128 + ((2 * warp + lane / 8 % 2 ^ (head & 7)) << 4);
-        // Not to be found again from threadIdx, which takes longer than keeping them.
+        // Keeps the compiler from rematerialising these from threadIdx, which takes longer.
         asm volatile("" : "+r"(row_at), "+r"(rope_at), "+r"(factor_at), "+r"(p_at), "+r"(lane));
     }
 
     // All threads of the QK-softmax warpgroup.
     __device__ void sync() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
 
-    // Whether any thread of the QK-softmax warpgroup says so.
+    // Whether x holds for any thread of the QK-softmax warpgroup.
     __device__ bool any(bool x) {
         uint32 y;
         asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, 1, 128, p;\nselp.u32 %0, 1, 0, q;\n}"
@@ -37,8 +37,8 @@ struct QkSoftmax {
         return y;
     }
 
-    // Raw values of a slice, of the tokens at places g and g + 8, and their scales. Word i of each is for product i, its low
-    // half for positions 2 c and + 1, its high half for 2 c + 8 and + 9: so the values of Q are ordered, too.
+    // Raw values of a slice, for the tokens at positions g and g + 8, and their scales. Word i of each is for product i: its low
+    // half for columns 2 c and + 1, its high half for 2 c + 8 and + 9. The values of Q are stored in the same order.
     struct KeyRows {
         uint4 values[2];
         uint2 factors;
@@ -63,7 +63,7 @@ struct QkSoftmax {
         }
     }
 
-    // The same of RoPE, which stays as it is.
+    // The same for RoPE, which is not converted.
     __device__ void load_rope(uint32 (&a)[4][4]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r)
@@ -74,7 +74,7 @@ struct QkSoftmax {
             }
     }
 
-    // Add a slice's products, and load the next one. Those of the slice before it may still be under way.
+    // Add a slice's products, and load the next slice. Products of the previous slice may still be in flight.
     __device__ void multiply_slice(float (&x)[HEADS / 2], uint32 (&a)[4][4], KeyRows& rows, int slice) {
         convert(a, rows);
         if (slice + 1 < SLICES) load(rows, slice + 1);
@@ -85,8 +85,8 @@ struct QkSoftmax {
         wgmma_wait<1>();
     }
 
-    // Scores of a block into x, minus infinity for absent tokens, and the columns' maxima before it. While the last products are
-    // under way, waits until the PV warpgroups leave room for the weights.
+    // Compute a block's scores x, -inf for absent tokens, and load the columns' running maxima. While the last products run,
+    // wait until the PV warpgroups have freed the slot for the weights.
     __device__ void score(float (&x)[HEADS / 2], float2 (&top)[HEADS / 8], int parity) {
         uint32 a[2][4][4];
         KeyRows rows;
@@ -133,10 +133,10 @@ struct QkSoftmax {
         copies_commit();
     }
 
-    // Wait for Q and put it in the order of the products, all but RoPE as float16: of a slice's 32 words, word 8 j + 2 i + h
-    // goes to product i, its half h, position j (see load). Of a row, one thread has the words with i < 2, another the others,
-    // which are every other chunk before and neighbouring chunks after. Lanes take rows such that reads have no conflicts. A
-    // warp has 16 rows; where they are fewer than 64, warps take turns with slices.
+    // Wait for Q and store it in the order of the products, all but RoPE as float16: word 8 j + 2 i + h of a slice's 32 words
+    // goes to product i, its half h, position j (see load). In a row, one thread has the words with i < 2 and another the rest:
+    // they read every other chunk and write neighbouring chunks. Rows are assigned to lanes such that reads have no bank
+    // conflicts. A warp has 16 rows; with fewer than 64 rows, the slices are distributed over warps.
     __device__ void arrange_q(ScheduledTile scheduled) {
         copies_wait<0>();
         sync();  // a thread arranges what others copied
@@ -158,7 +158,7 @@ struct QkSoftmax {
             if (negative)
 #pragma unroll
                 for (int j = 0; j < 4; ++j) x[j].x ^= SIGNS, x[j].y ^= SIGNS, x[j].z ^= SIGNS, x[j].w ^= SIGNS;
-            __syncwarp();  // before others' words are overwritten
+            __syncwarp();  // all lanes have read their words, which are overwritten now
             from += TURN * Q_TILE_BYTES;
             if (slice + TURN <= SLICES)
 #pragma unroll
@@ -179,14 +179,14 @@ struct QkSoftmax {
         fence_proxy_async();
         largest = __reduce_max_sync(~0u, max(largest & 0xffff, largest >> 16));
         bool zero = !__any_sync(~0u, bits & ~SIGNS);
-        // Zero is exact; what is small otherwise would lose its last bits.
+        // Zero is exact; other values below MIN_Q would lose their last bits.
         if (largest >= INFINITE_F16 || (!zero && largest < MIN_Q) || fabsf(problem.softmax_scale) >= MAX_SOFTMAX_SCALE)
             problem.mark(scheduled.summary().x);
         sync();
     }
 
-    // Of columns that this lane and those with the same c have (2 j + e: column 8 j + 2 c + e), one value each for all of
-    // them: to shared memory, a float a head.
+    // Reduce columns over the lanes with the same c (element 2 j + e: column 8 j + 2 c + e) to one value each, stored to shared
+    // memory as a float per head.
     template <class Combine> __device__ void reduce_rows(uint32 to, float (&x)[HEADS / 4], Combine combine) {
         if constexpr (HEADS == 64) {
             exchange<8, 16>(x, combine), exchange<4, 8>(x, combine), exchange<2, 4>(x, combine);
@@ -200,7 +200,7 @@ struct QkSoftmax {
             if (!(lane & 4)) sts_float(to + (lane / 16 * 8 + lane % 4 * 2 + lane / 8 % 2) * 4, x[0]);
         }
     }
-    // Give half of 2 N columns to lane ^ BY, and take the other half from it.
+    // Exchange halves of 2 N columns with lane ^ BY: send one half, and combine the other.
     template <int N, int BY, class Combine> __device__ void exchange(float (&x)[HEADS / 4], Combine combine) {
         bool upper = lane & BY;
 #pragma unroll
@@ -210,7 +210,7 @@ struct QkSoftmax {
         }
     }
 
-    // Raise the maxima to what x has, and tell the PV warpgroups by how much; the sums with them.
+    // Raise the running maxima to those of x, rescale the sums, and store the factors (ALPHA) for the PV warpgroups.
     __device__ void raise(const float (&x)[HEADS / 2], float2 (&top)[HEADS / 8], float (&sums)[HEADS / 4], float scale, bool first, int parity) {
         float highest[HEADS / 4];
 #pragma unroll
@@ -234,9 +234,9 @@ struct QkSoftmax {
         }
     }
 
-    // The softmax of a block: weights 2^(scale x - top) as float16 to shared memory, and their sums to this lane's.
+    // The softmax of a block: stores weights 2^(scale x - top) as float16 to shared memory, and adds them to this lane's sums.
     __device__ void softmax(const float (&x)[HEADS / 2], float2 (&top)[HEADS / 8], float (&sums)[HEADS / 4], float scale, bool first, int parity) {
-        float above = -infinity();  // by how much, in base 2, a weight exceeds 1
+        float above = -infinity();  // log2 of the largest weight
 #pragma unroll
         for (int j = 0; j < HEADS / 8; ++j) {
             above = fmaxf(above, fmaf(fmaxf(x[4 * j], x[4 * j + 2]), scale, -top[j].x));
@@ -261,7 +261,7 @@ struct QkSoftmax {
     }
 
     __device__ void run() {
-        // Of a negative scale the sign is Q's. One of 0 would make NaN of an absent token's infinite score.
+        // A negative scale's sign was applied to Q. A scale of 0 would make the -inf score of a masked token NaN.
         float scale = problem.softmax_scale == 0.0f ? 1e-30f : fabsf(problem.softmax_scale) * LOG2_E;
         PipelineState<SCHEDULED_TILES> ring;
         int parity = 0;
@@ -282,7 +282,7 @@ struct QkSoftmax {
                     ring.advance();
                     blocks = uniform(ScheduledTile(ring).summary().y);
                     if (blocks) {
-                        sync();  // all have read Q
+                        sync();  // all threads have read Q
                         copy_q(ScheduledTile(ring));
                     }
                 }

@@ -1,21 +1,20 @@
-// Raw FP8 rows in the ring of sm90/decode/decode.cu: the order of their tokens and bytes, the range of their scales, and their
-// conversion.
+// Raw FP8 rows in the ring of sm90/decode/decode.cu: order of tokens and bytes, range of scales, conversion to float16.
 #pragma once
 #include "common/sparse/work.cuh"
 #include "common/f16.cuh"
 
-constexpr int HALF = 32;  // tokens that are gathered, and given back, together
+constexpr int HALF = 32;  // tokens that are gathered, and freed, together
 constexpr int SLICES = LAYOUT::quantized_dim / 64;
 constexpr bool ROPE_IN_V = LAYOUT::quantized_dim < V_DIM;
 constexpr int RAW_BYTES = LAYOUT::quantized_dim;  // of a row in the ring
 
-// float32 exponents of scales. Values under one of 2^-87 or less, as of a row that was never written, are nothing beside
-// others, to scores if q is in range and softmax_scale below MAX_SOFTMAX_SCALE, and to results of MIN_RESULT.
+// float32 exponents of scales. Values with a scale of 2^-87 or less, as of a row that was never written, are negligible: to
+// scores if q is in range and softmax_scale below MAX_SOFTMAX_SCALE, and to results of at least MIN_RESULT.
 constexpr uint32 TINY_SCALE = 40, MIN_SCALE = 105, F16_NORMAL = 113, MAX_SCALE = 126;
 constexpr float MAX_SOFTMAX_SCALE = 1 << 24, MIN_RESULT = 1.0f / 16384.0f;
 constexpr uint32 INFINITE_F16 = 0x7c00, MIN_Q = 0x1400;  // float16 bits: infinity, and 2^-10
 constexpr uint32 SIGNS = 0x80008000;
-constexpr uint32 TOO_LARGE = 0x4780, INFINITE_BF16 = 0x7f80;  // bfloat16 bits: 2^16, the least that float16 lacks, and infinity
+constexpr uint32 TOO_LARGE = 0x4780, INFINITE_BF16 = 0x7f80;  // bfloat16 bits: 2^16, too large for float16, and infinity
 
 // A ring's position: which slot, and the parity of its current phase.
 template <int SLOTS> struct PipelineState {
@@ -26,18 +25,18 @@ template <int SLOTS> struct PipelineState {
     }
 };
 
-// Where token t of 16 stands in the permuted order; see sm90/decode/decode.cu.
+// Position of token t of 16 in the permuted order; see sm90/decode/decode.cu.
 __device__ inline int permuted(int t) {
     int b = t >> 2 & 1, c = (t & 3) ^ b;
     return 2 * c + b + (t & 8);
 }
-// The token at a place.
+// The token at a position of the permuted order.
 __device__ inline int token_at_permuted(int n) {
     int b = n & 1, c = n >> 1 & 3;
     return (c ^ b) | b << 2 | (n & 8);
 }
 
-// Byte of 16-byte chunk `chunk` of raw row t, such that 4 tokens' 32-byte halves never meet in a bank.
+// Byte of 16-byte chunk `chunk` of raw row t, such that 4 tokens' 32-byte halves have no bank conflicts.
 __device__ inline uint32 raw_offset(int t, int chunk) {
     int swizzle = (t >> 1 & 1) << 1;
     if (RAW_BYTES % 128 == 0) swizzle |= (t & 1) << 2;
@@ -51,19 +50,19 @@ __device__ inline uint32 slice_of(uint32 raw, int slice, int token) {
     return raw + slice * 64;
 }
 
-// Volatile, so that conversions stay where they are written: between the products that they are for.
+// Volatile, so that the compiler keeps conversions between the products that they overlap with.
 __device__ inline uint32 multiply(uint32 x, uint32 factor) {
     uint32 y;
     asm volatile("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(factor));
     return y;
 }
-// Bytes of a word, and zeros.
+// Bytes of x, or of a zero word, chosen by the selector (prmt).
 __device__ inline uint32 permuted(uint32 x, uint32 selector) {
     uint32 y;
     asm volatile("prmt.b32 %0, %1, 0, %2;" : "=r"(y) : "r"(x), "r"(selector));
     return y;
 }
-// Two floats as a float16 pair, what is too large as the largest that there is.
+// Two floats as a float16 pair, saturated to the largest finite value.
 __device__ inline uint32 pack_saturated(float low, float high) {
     uint32 y;
     asm volatile("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
@@ -71,11 +70,11 @@ __device__ inline uint32 pack_saturated(float low, float high) {
 }
 // The same of a bfloat16 pair.
 __device__ inline uint32 to_f16_saturated(uint32 x) { return pack_saturated(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000)); }
-// The larger magnitude of it and a bfloat16 pair, each half for itself, with any sign. NaN stays.
+// Raise `largest` to the magnitudes of a bfloat16 pair, each half by itself; its signs are arbitrary. NaN is kept.
 __device__ inline void raise_to_bf16(uint32& largest, uint32 x) {
     asm("max.NaN.xorsign.abs.bf16x2 %0, %0, %1;" : "+r"(largest) : "r"(x));
 }
-// The larger of it and the magnitudes of a float16 pair, each half for itself.
+// Raise `largest` to the magnitudes of a float16 pair, each half by itself.
 __device__ inline void raise_to_magnitude(uint32& largest, uint32 x) {
     asm("{\n.reg .b32 m;\nabs.f16x2 m, %1;\nmax.f16x2 %0, %0, m;\n}" : "+r"(largest) : "r"(x));
 }

@@ -2,37 +2,37 @@
 #pragma once
 #include "sm90/decode/memory.cuh"
 
-// One warp: says which tiles are to be done, each while the one before is worked on, and makes results of their sums. What
-// happens once a tile is here, where its instructions are in nobody's way.
+// One warp publishes each tile while the previous one is processed, and computes the factors that normalise its sums. Work done
+// once per tile is here, because its instructions would cost the other roles time in the instruction cache.
 struct TileScheduler {
     const SparseProblem& problem;
     int lane;
-    SparseShare share;
+    WorkRange range;
     PipelineState<SCHEDULED_TILES> to;
 
-    __device__ TileScheduler(const SparseProblem& p) : problem(p), lane(threadIdx.x % 32), share(when_known(p)) {}
+    __device__ TileScheduler(const SparseProblem& p) : problem(p), lane(threadIdx.x % 32), range(when_known(p)) {}
 
-    // Where shares begin, and lengths, may be what the kernel ahead writes. Without them the first tile is put down before it
-    // has ended.
-    __device__ static SparseShare when_known(const SparseProblem& problem) {
-        if (problem.starts || problem.lists[0].lengths || problem.lists[1].lengths) {
-            if (!problem.starts) prefetch_lengths(problem, SparseShare(problem).tile);
+    // The preceding kernel may still be writing the starts of work ranges, and lengths. Without either, the first tile is
+    // published before that kernel has ended.
+    __device__ static WorkRange when_known(const SparseProblem& problem) {
+        if (problem.starts || problem.segments[0].lengths || problem.segments[1].lengths) {
+            if (!problem.starts) prefetch_lengths(problem, WorkRange(problem).tile);
             pdl_wait();
         }
-        return SparseShare(problem);
+        return WorkRange(problem);
     }
 
-    // Bring the lengths that are read first into L2, whatever the kernel ahead still does to them there.
+    // Prefetch the lengths that are read first into L2; the preceding kernel may still change them there.
     __device__ static void prefetch_lengths(const SparseProblem& problem, int tile) {
         TileCoord at(problem, tile);
-        for (const List& list : problem.lists)
+        for (const Segment& list : problem.segments)
             if (list.lengths) prefetch_to_l2(list.lengths + at.b * list.lengths_stride_b + at.s * list.lengths_stride_s);
     }
 
-    // Put down the next tile, which has no blocks if there are no more. Returns their number.
+    // Publish the next tile, which has no blocks after the last one. Returns its number of blocks.
     __device__ int put() {
-        Work work;
-        int blocks = share.next(problem, work) ? work.last - work.first : 0;
+        WorkTile work;
+        int blocks = range.next(problem, work) ? work.last - work.first : 0;
         uint32 scheduled = SCHEDULE_AT + to.slot * SCHEDULED_TILE_BYTES;
         if (lane == 0) {
             sts32(scheduled + 4, blocks);
@@ -43,17 +43,17 @@ struct TileScheduler {
         return blocks;
     }
 
-    __device__ void describe(uint32 scheduled, const Work& work, int blocks) {
+    __device__ void describe(uint32 scheduled, const WorkTile& work, int blocks) {
         TileCoord at(problem, work.tile);
         int blocks0 = blocks_of(work.lengths0);
         bool second = work.first >= blocks0, from_start = work.first == 0;
         uint32 flags = (work.whole() ? ScheduledTile::WHOLE : 0) | (from_start ? ScheduledTile::FROM_START : 0) | (second ? ScheduledTile::SECOND : 0);
         sts128(scheduled, {uint32(work.tile), uint32(blocks), uint32(min(HEADS, problem.heads - at.first_head)), flags});
         if (second) {
-            describe_list(scheduled + 16, problem.lists[1], at, work.lengths1, work.first - blocks0);
+            describe_segment(scheduled + 16, problem.segments[1], at, work.lengths1, work.first - blocks0);
         } else {
-            describe_list(scheduled + 16, problem.lists[0], at, work.lengths0, work.first);
-            describe_list(scheduled + 32, problem.lists[1], at, work.lengths1, 0);
+            describe_segment(scheduled + 16, problem.segments[0], at, work.lengths0, work.first);
+            describe_segment(scheduled + 32, problem.segments[1], at, work.lengths1, 0);
         }
         uint2 q = parted(problem.q + at.b * problem.q_stride_b + at.s * problem.q_stride_s + at.first_head * problem.q_stride_h);
         uint2 out = parted(problem.out + at.b * problem.out_stride_b + at.s * problem.out_stride_s + at.first_head * problem.out_stride_h);
@@ -63,17 +63,17 @@ struct TileScheduler {
         sts128(scheduled + 64, {lse.x, lse.y, uint32(at.first_head), 0});
     }
 
-    __device__ void describe_list(uint32 to, const List& list, const TileCoord& at, int length, int block) {
+    __device__ void describe_segment(uint32 to, const Segment& list, const TileCoord& at, int length, int block) {
         uint2 from = parted(list.indices + at.b * list.indices_stride_b + at.s * list.indices_stride_s + block * BLOCK);
         sts128(to, {from.x, from.y, uint32(length - block * BLOCK), uint32(blocks_of(length) - block)});
     }
 
-    // What the PV warpgroups multiply their sums by, and the logarithm of the sum. A lane has two neighbouring heads.
+    // Compute the factors 1/l by which the PV warpgroups scale their sums, and the LSE. A lane has two neighbouring heads.
     __device__ void finish(ScheduledTile scheduled, int parity, uint32 phase) {
         uint4 summary = scheduled.summary(), lse_and_head = scheduled.lse_and_head();
         bool mine = 2 * lane < HEADS;
         int row = mine ? 2 * lane : 0, heads = summary.z;
-        bool whole = PARTS > 1 || summary.w & ScheduledTile::WHOLE;  // or made whole here
+        bool whole = PARTS > 1 || summary.w & ScheduledTile::WHOLE;  // a cluster combines its parts
         float sink[2] = {-infinity(), -infinity()};
         if (problem.attn_sink && whole)
 #pragma unroll
@@ -86,16 +86,16 @@ struct TileScheduler {
             float2 of_warp = lds_float2(SUMS_AT + ((parity * 4 + w) * HEADS + row) * 4);
             sum.x += of_warp.x, sum.y += of_warp.y;
         }
-        float lse2[2] = {top.x + log2f(sum.x), top.y + log2f(sum.y)}, share[2] = {1.0f / sum.x, 1.0f / sum.y};
+        float lse2[2] = {top.x + log2f(sum.x), top.y + log2f(sum.y)}, inv_sum[2] = {1.0f / sum.x, 1.0f / sum.y};
         bool empty[2] = {sum.x == 0.0f, sum.y == 0.0f};
-        if (PARTS > 1) weigh(row, mine, lse2, sink, empty, share);
+        if (PARTS > 1) weigh(row, mine, lse2, sink, empty, inv_sum);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            if (PARTS == 1 && problem.attn_sink && whole) share[r] *= 1.0f / (1.0f + expf(sink[r] - lse2[r] * LN_2));
-            if (empty[r]) share[r] = 0.0f;
+            if (PARTS == 1 && problem.attn_sink && whole) inv_sum[r] *= 1.0f / (1.0f + expf(sink[r] - lse2[r] * LN_2));
+            if (empty[r]) inv_sum[r] = 0.0f;
         }
-        if (mine) sts_float2(SHARE_AT + (parity * HEADS + row) * 4, make_float2(share[0], share[1]));
-        warp_arrive(SHARE_FULL + 8 * parity);
+        if (mine) sts_float2(INV_SUM_AT + (parity * HEADS + row) * 4, make_float2(inv_sum[0], inv_sum[1]));
+        warp_arrive(INV_SUM_FULL + 8 * parity);
         if (!mine || blockIdx.x % PARTS) return;
         if (whole) {
             float* lse = reinterpret_cast<float*>(joined(lse_and_head.x, lse_and_head.y)) + row * problem.lse_stride_h;
@@ -109,16 +109,16 @@ struct TileScheduler {
         }
     }
 
-    // What part of the results of a cluster's tile is this thread block's. Makes the logarithms those of all parts' sums.
-    __device__ void weigh(int row, bool mine, float (&lse2)[2], const float (&sink)[2], bool (&empty)[2], float (&share)[2]) {
+    // Weight of this CTA's part in the combined result of a cluster's tile. Replaces lse2 by the LSE over all parts.
+    __device__ void weigh(int row, bool mine, float (&lse2)[2], const float (&sink)[2], bool (&empty)[2], float (&inv_sum)[2]) {
         float own[2] = {lse2[0], lse2[1]}, top[2] = {NO_MAX, NO_MAX}, total[2] = {}, weight[2], kept[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            if (empty[r]) own[r] = -infinity(), share[r] = 0.0f;
+            if (empty[r]) own[r] = -infinity(), inv_sum[r] = 0.0f;
             empty[r] = false;
         }
         __syncwarp();
-        cluster_wait();  // all have made their barriers
+        cluster_wait();  // all CTAs have initialised their barriers
         int rank = blockIdx.x % PARTS;
         if (mine)
 #pragma unroll

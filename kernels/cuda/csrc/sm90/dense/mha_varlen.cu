@@ -1,26 +1,36 @@
-// Attention of packed sequences with a K and V for each head, on Hopper (sm_90a).
+// Attention over packed sequences with K and V per head (MHA), on Hopper (sm_90a): out = softmax(scale Q K^T) V, and the LSE.
 //
-// A thread block takes 128 queries of a head and the keys 128 at a time. Three warpgroups:
+// Grid: (tiles of 128 queries, as many as sequences can have, heads); CTAs without queries exit. Keys are processed 128 at a
+// time, a *block*.
+// Block: 384 threads.
 //
-//     producer       copies K and V into two stages each (cp.async; zeros where there is no key)
-//     consumers    64 queries each: the scores of a block are computed while the values of the block before are
-//                  added up, and the softmax runs beside the latter
+//     warps    role        registers  work
+//     0..3     producer    40         copies K and V into two stages each (cp.async; zeros for absent keys)
+//     4..7     consumer 0  232        queries 0..63. Scores of a block are computed while the previous block's values are added
+//                                     up; the softmax overlaps the latter
+//     8..11    consumer 1  232        queries 64..127
 //
-// K's 192 values are three tiles of 128 rows, the last one RoPE, which all heads share; V is two times two tiles of
-// 64 rows.
+//     shared memory  KiB
+//     barriers       1
+//     Q              48   three tiles of 64 values for each consumer
+//     K, 2 stages    96   192 values are three tiles of 128 rows; the last one is RoPE, which all heads share
+//     V, 2 stages    64   two halves of 64 rows, two tiles each
+//     in all         209
 //
-// Barriers. A warp arrives by one lane, after all its lanes (with -DEVERY_LANE_ARRIVES by each of them: 32 times the count).
+// Barriers. One lane arrives for its warp, after all lanes (with -DEVERY_LANE_ARRIVES every lane: 32 times the count).
 //
-//     barrier         arrivals of a phase                            waits               guards
-//     K_FULL[stage]   128: producer threads, when copies have ended  both consumers      K of a block
-//     K_EMPTY[stage]  8: warps of both consumers                     producer threads    K until its products have ended
-//     V_FULL[stage]   128: producer threads, when copies have ended  both consumers      V of a block
-//     V_EMPTY[stage]  8: warps of both consumers; none for the last  producer threads    V until its products have ended
+//     barrier         arrivals of a phase                             waits              guards
+//     K_FULL[stage]   128: producer threads, when copies have landed  both consumers     K of a block
+//     K_EMPTY[stage]  8: warps of both consumers                      producer threads   K until its products have ended
+//     V_FULL[stage]   128: producer threads, when copies have landed  both consumers     V of a block
+//     V_EMPTY[stage]  8: warps of both consumers; none for the last   producer threads   V until its products have ended
 //                     block
-//     named 1, 2      128: consumer 0; consumer 1                    those that arrive   Q of 64 queries, copied by all of them
+//     named 1, 2      128: consumer 0; consumer 1                     the same consumer  its 64 queries, copied by all its threads
+//
+// Limits: 192 values of Q and K, 64 of them RoPE, and 128 of V; all arrays aligned to 16 bytes.
 //
 // Macros: VALUE (bf16 or f16), OUTPUT (VALUE or float), CAUSAL, ACCUMULATE (whether `out`, of float, and `lse` hold attention
-// over earlier keys, to which these are added).
+// over earlier keys, to which these keys are added).
 #define ALIGNED 1
 #include "sm90/wgmma.cuh"
 #include "common/packed.cuh"
@@ -28,16 +38,19 @@
 constexpr int QUERIES = 128, KEYS = 128, THREADS = 384;
 constexpr int FEEDER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
-// Shared memory. Without static shared memory the dynamic part starts at 1024; the kernel traps otherwise.
-constexpr uint32 BARRIERS_AT = 1024;
-constexpr uint32 Q_AT = 2048;                       // [2 consumers][3 tiles]
-constexpr uint32 K_AT = Q_AT + 6 * TILE_BYTES;      // [2 stages][3 tiles of 128 rows]
-constexpr uint32 K_BYTES = 6 * TILE_BYTES;
-constexpr uint32 V_AT = K_AT + 2 * K_BYTES;         // [2 stages][2 halves of the keys][2 tiles]
-constexpr uint32 V_BYTES = 4 * TILE_BYTES;
-constexpr uint32 K_FULL = BARRIERS_AT, K_EMPTY = K_FULL + 16, V_FULL = K_FULL + 32, V_EMPTY = K_FULL + 48;
+struct SharedMemory {
+    uint64 k_full[2], k_empty[2], v_full[2], v_empty[2];  // barriers [stage]
+    alignas(1024) uint8 q[2][3][TILE_BYTES];              // [consumer][tile]
+    uint8 k[2][3][2 * TILE_BYTES];                        // [stage][tile of 128 rows]
+    uint8 v[2][2][2][TILE_BYTES];                         // [stage][half of the keys][tile]
+};
+constexpr uint32 SHARED_BYTES = sizeof(SharedMemory);
+static_assert(SHARED_BYTES <= 232448);
+constexpr uint32 K_FULL = SHARED_AT(k_full), K_EMPTY = SHARED_AT(k_empty), V_FULL = SHARED_AT(v_full), V_EMPTY = SHARED_AT(v_empty);
+constexpr uint32 Q_AT = SHARED_AT(q), K_AT = SHARED_AT(k), V_AT = SHARED_AT(v);
+constexpr uint32 K_BYTES = 6 * TILE_BYTES, V_BYTES = 4 * TILE_BYTES;
 
-// Softmax of a thread's two rows of scores: weights in place; returns what the sums so far are multiplied by.
+// Softmax of a thread's two rows of scores: replaces scores by weights, and returns the factors that rescale the sums so far.
 struct Softmax {
     float top[2] = {-infinity(), -infinity()}, total[2] = {};
 
@@ -79,7 +92,7 @@ mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE*
                 float scale_log2, OUTPUT* out, int64 out_stride_t, int64 out_stride_h, float* lse, int64 lse_stride_h,
                 int64 lse_stride_t) {
     extern __shared__ uint4 memory[];
-    if (uint32(__cvta_generic_to_shared(memory)) != BARRIERS_AT) __trap();
+    if (uint32(__cvta_generic_to_shared(memory)) != SHARED_START) __trap();
     PackedTile tile = find_tile<QUERIES>(cu_seqlens_q, cu_seqlens_k, sequences, num_queries, num_keys, blockIdx.x);
     if (!tile.queries) return;
     int head = blockIdx.y, group = threadIdx.x / 128, thread = threadIdx.x % 128;
@@ -96,7 +109,7 @@ mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE*
     }
     __syncthreads();
 
-    // Eight threads copy 128 bytes of a row; the rows of a thread are 16 apart, so its chunk is swizzled alike in all.
+    // Eight threads copy 128 bytes of a row. The rows of a thread are 16 apart, so its chunk is swizzled alike in all of them.
     int lane_row = thread / 8, chunk = thread % 8;
     uint32 swizzled = lane_row * 128 + ((chunk ^ (lane_row & 7)) << 4);
     if (group == 0) {
@@ -105,7 +118,7 @@ mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE*
         const VALUE* pe_row = k_pe + (int64(tile.first_key) + lane_row) * k_pe_stride_t + 8 * chunk;
         const VALUE* v_row = v + head * v_stride_h + (int64(tile.first_key) + lane_row) * v_stride_t + 8 * chunk;
         for (int block = 0; block < blocks; ++block) {
-            int stage = block % 2, left = tile.keys - block * KEYS - lane_row;  // a row of this thread is there below it
+            int stage = block % 2, left = tile.keys - block * KEYS - lane_row;  // rows below `left` are present
             uint32 parity = block / 2 % 2 ^ 1, at = K_AT + stage * K_BYTES + swizzled;
             barrier_wait(K_EMPTY + 8 * stage, parity);
 #pragma unroll
@@ -248,11 +261,11 @@ mha_varlen_sm90(const VALUE* q, int64 q_stride_t, int64 q_stride_h, const VALUE*
         total += __shfl_xor_sync(~0u, total, 2);
         if (row + 8 * half >= tile.queries) continue;
         int64 query = tile.first_query + row + 8 * half;
-        bool empty = softmax.top[half] == -infinity() && total == 0.0f;  // nothing but NaN is not nothing
-        float share = empty ? 0.0f : 1.0f / total;
+        bool empty = softmax.top[half] == -infinity() && total == 0.0f;  // a row of only NaN scores is not empty
+        float inv_sum = empty ? 0.0f : 1.0f / total;
         OUTPUT* to = out + query * out_stride_t + head * out_stride_h + 2 * (lane % 4);
 #pragma unroll
-        for (int n = 0; n < 16; ++n) store_pair(to + 8 * n, sums[4 * n + 2 * half] * share, sums[4 * n + 2 * half + 1] * share);
+        for (int n = 0; n < 16; ++n) store_pair(to + 8 * n, sums[4 * n + 2 * half] * inv_sum, sums[4 * n + 2 * half + 1] * inv_sum);
         if (lane % 4 == 0)
             lse[head * lse_stride_h + query * lse_stride_t] =
                 empty ? infinity() : (softmax.top[half] + log2f(total)) * LN_2;

@@ -1,27 +1,40 @@
-// Sparse MLA prefill over gathered bfloat16 rows for few heads, on Hopper (sm_90a): products transposed, rows by bulk copies.
+// Sparse MLA prefill over gathered bfloat16 rows for few heads, on Hopper (sm_90a): out = softmax(scale Q K^T) V with an optional
+// sink, the LSE and max_logits. Products are transposed, and rows are loaded by bulk copies.
 //
-// Few heads leave a thread block to wait for rows, which are copied as they lie, by one instruction each: that disturbs
-// products less than other copies do. Rows are no operands of products then, so they go through registers, and products are
-// transposed: rows are keys or values, columns heads. A tile is HEADS heads of a query token (work.cuh); keys go 64 at a time, a
-// *block*. A thread block does every so many-th tile, one after another. Four warpgroups:
+// With few heads a CTA is bound by loads of rows. Each row is copied unswizzled by one instruction, which slows products down
+// less than other copies do. wgmma cannot read such rows as operands in shared memory, so they pass through registers, and
+// products are transposed: rows are keys or values, columns are heads. A *tile* is HEADS heads of a query token (work.cuh); its
+// keys are processed 64 at a time, a *block*.
 //
-//     scores       S^T = K Q^T and the softmax, P^T in bfloat16; at a tile's end what makes sums results
-//     values 0, 1  O^T = V^T P^T of 256 values each, a block behind; results
-//     producers    a warp every fourth four rows of a block, and a quarter of the next tile's Q
+// Grid: persistent, at most one CTA per SM; CTA i processes tiles i, i + gridDim.x, ...
+// Block: 512 threads.
 //
-// A tile of which a score, a sum or a result is not finite, or the highest score beyond MAX_PRECISE_SCORE, is marked by
-// UNSAFE_BITS (work.cuh) for the exact kernel.
+//     warps    role       registers  work
+//     0..3     scores     128        S^T = K Q^T and softmax, P^T in bfloat16; at a tile's end the factors 1/l
+//     4..7     values 0   176        O^T = V^T P^T for values 0..255, one block after the scores; epilogue
+//     8..11    values 1   176        the same for values 256..511
+//     12..15   producers  32         four rows of every slot a warp, and a quarter of the next tile's Q
+//
+//     shared memory, KiB       512 values: 16, 32 heads   576 values: 16, 32 heads
+//     barriers, softmax state  2          3               2          3
+//     weights of 2 blocks      4          8               4          8
+//     Q                        16         32              18         36
+//     ring of slots: 16 rows   12 x 16.25 11 x 16.25      11 x 18.25 9 x 18.25
+//     in all                   217        221.75          224.75     211.25
+//
+// Limits: one list of keys; q needs a tensor map; 512 values of V. A tile is flagged by UNSAFE_BITS (work.cuh) for the exact
+// kernel if a score, a sum or a result is not finite, or if its highest score exceeds MAX_PRECISE_SCORE.
 //
 // Macros: LAYOUT (DSV4_BF16 or MLA_BF16: 512 or 576 values a row), TILE_HEADS (16 or 32).
 #include "sm90/few_heads/producer.cuh"
 #include "sm90/few_heads/scores.cuh"
 #include "sm90/few_heads/values.cuh"
 
-// The map of q lies at a multiple of 64, as parameters begin 16 bytes behind one and SparseProblem has 368.
+// The address of q's tensor map is a multiple of 64, because parameters begin 16 bytes after one and SparseProblem has 368 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 sparse_mla_prefill_few_heads(const __grid_constant__ SparseProblem problem, const __grid_constant__ TensorMap q_map) {
     extern __shared__ uint4 memory[];
-    if (uint32(__cvta_generic_to_shared(memory)) != READY || reinterpret_cast<uint64>(&q_map) % 64) __trap();
+    if (uint32(__cvta_generic_to_shared(memory)) != SHARED_START || reinterpret_cast<uint64>(&q_map) % 64) __trap();
     if (threadIdx.x == 0) {
         prefetch_tensor_map(q_map);
         for (int i = 0; i < SLOTS; ++i)
@@ -37,7 +50,7 @@ sparse_mla_prefill_few_heads(const __grid_constant__ SparseProblem problem, cons
     pdl_wait();
     int role = threadIdx.x / 128;
     if (role == 0) {
-        warpgroup_reg_dealloc<SCORES_REGISTERS>();  // which it has; the compiler uses them all if it is told
+        warpgroup_reg_dealloc<SCORES_REGISTERS>();  // no change, but it lets the compiler use all of them
         Scores(problem).run();
     } else if (role == 3) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();

@@ -3,10 +3,10 @@
 #include "sm90/gathered_rows.cuh"
 #include "sm90/few_heads/memory.cuh"
 
-__device__ uint4 absent_row[ROW_BYTES / 16];  // zeros: what a key that is not there is
+__device__ uint4 absent_row[ROW_BYTES / 16];  // zeros, loaded for absent keys
 
-// A warp, which copies four rows of every slot, one after another, and a quarter of Q. Addresses are the same in all lanes, such
-// that the compiler knows that they are: else a copy is a loop over lanes, which takes 67 clocks a turn.
+// A warp copies four rows of every slot, and a quarter of Q. The compiler has to know that addresses are equal in all lanes:
+// otherwise a copy becomes a loop over lanes, at 67 clocks an iteration.
 struct Producer {
     static constexpr int ROWS = SLOT_ROWS / PRODUCERS;
 
@@ -17,15 +17,15 @@ struct Producer {
     __device__ Producer(const SparseProblem& p, const TensorMap& q)
         : problem(p), q_map(q), warp(uniform(threadIdx.x / 32 % PRODUCERS)), lane(threadIdx.x % 32) {}
 
-    // The index of this lane's row in a block, or -1 behind the end. Of lanes 0 to 15 four have the rows of a slot.
+    // The index of this lane's row in a block, or -1 after the end. Every four of lanes 0 to 15 have the rows of one slot.
     __device__ int listed_row(const BlockWalk& walk) const {
-        const List& list = problem.lists[0];
+        const Segment& list = problem.segments[0];
         const int* indices = list.indices + walk.tile / problem.groups * list.indices_stride_b;
         int at = walk.block * BLOCK + lane / ROWS % BLOCK_SLOTS * SLOT_ROWS + warp * ROWS + lane % ROWS;
         return at < walk.length ? indices[at] : -1;
     }
 
-    // Start to copy this warp's piece of a tile's Q.
+    // Start TMA copies of this warp's piece of a tile's Q.
     __device__ void load_q(int tile) const {
         int token = tile / problem.groups, head = tile % problem.groups * HEADS;
         int first = Q_PIECE_TILES * warp, end = warp + 1 < Q_PIECES ? first + Q_PIECE_TILES : TILES;
@@ -33,7 +33,7 @@ struct Producer {
         if (lane == 0) {
             barrier_arrive_expecting(barrier, (end - first) * HEAD_TILE_BYTES);
             for (int i = first; i < end; ++i) tma_load(Q_AT + i * HEAD_TILE_BYTES, q_map, 64 * i, head, token, barrier);
-            // The next one is asked for between two tiles, when nobody has anything else to do.
+            // Prefetch the next tile's Q into L2: it is loaded between two tiles, when the other roles are idle.
             int next = tile + gridDim.x, next_token = next / problem.groups, next_head = next % problem.groups * HEADS;
             if (next < problem.tiles())
                 for (int i = first; i < end; ++i) tma_prefetch(q_map, 64 * i, next_head, next_token);
@@ -43,14 +43,14 @@ struct Producer {
     }
 
     __device__ void run() const {
-        const List& list = problem.lists[0];
+        const Segment& list = problem.segments[0];
         BlockWalk walk(problem);
         if (!walk.more()) return;
         int next = listed_row(walk);
         Place<SLOTS> place;
         for (uint32 tiles = 0; walk.more();) {
             bool first = walk.block == 0;
-            uint32 row = uint32(next) < uint32(list.num_slots) ? next + 1 : 0;  // 0: there is none
+            uint32 row = uint32(next) < uint32(list.num_slots) ? next + 1 : 0;  // 0: absent
             uint32 present = __ballot_sync(~0u, row > 0);
             int tile = walk.tile;
             walk.advance();

@@ -1,4 +1,4 @@
-// The scores of sm90/few_heads/prefill.cu.
+// The scores warpgroup of sm90/few_heads/prefill.cu.
 #pragma once
 #include "common/f16.cuh"
 #include "sm90/gathered_rows.cuh"
@@ -7,8 +7,9 @@
 constexpr float RAISE = 8.0f;  // the reference is raised to the maximum when that is so much larger, base 2
 constexpr float NO_REFERENCE = -1e30f;
 
-// One warpgroup: S^T = K Q^T and the softmax. Rows are keys, 16 a warp, columns heads: of warp w, lane 4 g + c has in elements
-// 4 j + 2 r + e key 16 w + g + 8 r, head 8 j + 2 c + e. Numbers of heads stand at 2 j + e. Weights are exp2(score - reference).
+// One warpgroup: S^T = K Q^T and the softmax. Rows are keys, 16 a warp, columns are heads: lane 4 g + c of warp w has key
+// 16 w + g + 8 r, head 8 j + 2 c + e in element 4 j + 2 r + e. Arrays with a value per head have it in element 2 j + e.
+// Weights are exp2(score - reference).
 struct Scores {
     static constexpr int OWN = HEADS / 4;
     static constexpr int KEY_BUFFERS = 3;  // tiles of 64 values of keys that are in registers at a time
@@ -16,20 +17,20 @@ struct Scores {
     const SparseProblem& problem;
     float scale_log2;  // of the scores' magnitude
     int warp, lane;
-    uint32 fragment_at;  // where this lane's row of fragments begins in a slot
+    uint32 fragment_at;  // offset of this lane's row of fragments in a slot
     uint32 weights_at, columns_at;
-    float highest[OWN], totals[OWN];  // of this lane's own keys; the former before they are scaled
-    uint32 seen;                      // not 0 after a key that is there
+    float highest[OWN], totals[OWN];  // of this lane's own keys; `highest` is unscaled
+    uint32 seen;                      // non-zero once a present key was scored
 
     __device__ explicit Scores(const SparseProblem& p)
         : problem(p), warp(uniform(threadIdx.x / 32 % 4)), lane(threadIdx.x % 32) {
-        // One of 0 would make NaN of an absent key's infinite score.
+        // A scale of 0 would make the -inf score of a masked key NaN.
         scale_log2 = problem.softmax_scale == 0.0f ? 1e-30f : fabsf(problem.softmax_scale) * LOG2_E;
         fragment_at = lane % 16 * PITCH + lane / 16 * 16;
         int head = lane / 16 * 8 + lane % 8;
         weights_at = WEIGHTS_AT + head * 128 + ((2 * warp + lane / 8 % 2 ^ (head & 7)) << 4);
         columns_at = lane % 4 * 8;
-        // Not to be found again from threadIdx, which takes longer than keeping them.
+        // Keeps the compiler from rematerialising these from threadIdx, which takes longer.
         asm volatile("" : "+r"(fragment_at), "+r"(weights_at), "+r"(columns_at), "+r"(lane));
     }
 
@@ -47,7 +48,7 @@ struct Scores {
 
     static constexpr int piece_of_q(int tile) { return tile / Q_PIECE_TILES < Q_PIECES ? tile / Q_PIECE_TILES : Q_PIECES - 1; }
 
-    // The scores of a block, the first or last of the `tiles`-th tile.
+    // The scores of a block; `first`, `last`: whether it is that of the `tiles`-th tile.
     __device__ void score(float (&x)[HEADS / 2], const Place<SLOTS>& place, bool first, bool last, uint32 tiles) {
         uint32 a[KEY_BUFFERS][4][4], from = fragment_at + slot_at(place.slot);
         barrier_wait(READY + 8 * place.slot, place.phase);
@@ -74,7 +75,7 @@ struct Scores {
             for (int piece = piece_of_q(TILES - KEY_BUFFERS); piece < Q_PIECES; ++piece) warp_arrive(Q_FREE + 8 * piece);
     }
 
-    // Minus infinity for keys that are absent.
+    // Set the scores of absent keys to -inf.
     __device__ void mask(float (&x)[HEADS / 2], const Place<SLOTS>& place) {
         if (problem.softmax_scale < 0.0f)
 #pragma unroll
@@ -88,7 +89,7 @@ struct Scores {
             if (!(present >> i / 2 % 2 * 16 & 1)) x[i] = -infinity();
     }
 
-    // Numbers of a lane's own keys put together with those of the warp's others, to shared memory, [HEADS].
+    // Reduce values per head over the warp's keys, and store them to shared memory, [HEADS].
     template <class Combine> __device__ void reduce(uint32 to, float (&x)[OWN], Combine combine) {
         halve<OWN / 2, 16>(x, combine), halve<OWN / 4, 8>(x, combine);
         if constexpr (HEADS == 32) {
@@ -99,7 +100,7 @@ struct Scores {
             if (!(lane & 4)) sts_float(to + (lane / 16 * 8 + lane % 4 * 2 + lane / 8 % 2) * 4, x[0]);
         }
     }
-    // Give half of 2 N columns to lane ^ BY, and take the other half from it.
+    // Exchange halves of 2 N columns with lane ^ BY: send one half, and combine the other.
     template <int N, int BY, class Combine> __device__ void halve(float (&x)[OWN], Combine combine) {
         bool upper = lane & BY;
 #pragma unroll
@@ -109,10 +110,10 @@ struct Scores {
         }
     }
 
-    // A head of each of the first threads.
+    // Each of the first HEADS threads has one head.
     __device__ bool has_head() const { return threadIdx.x < HEADS; }
 
-    // Raise the references to the highest scores so far, and say by how much that lowers what was added up before.
+    // Raise the references to the highest scores so far, and store the factors (LOWER) that rescale earlier sums.
     __device__ void raise(uint32 slot, bool first) {
         float most[OWN];
 #pragma unroll
@@ -145,7 +146,7 @@ struct Scores {
         uint32 slot = n % WEIGHT_SLOTS;
         float2 reference[HEADS / 8];
         load_references(reference);
-        float above[4] = {-infinity(), -infinity(), -infinity(), -infinity()};  // several, as each waits for itself
+        float above[4] = {-infinity(), -infinity(), -infinity(), -infinity()};  // several, to shorten the dependent chains
 #pragma unroll
         for (int j = 0; j < HEADS / 8; ++j) {
             highest[2 * j] = fmaxf(highest[2 * j], fmaxf(x[4 * j], x[4 * j + 2]));
@@ -175,8 +176,8 @@ struct Scores {
         warp_arrive(WEIGHTS_READY + 8 * slot);
     }
 
-    // What makes a tile's sums results, and its max_logits and lse, which those who store results write: they may know of numbers
-    // that are not finite.
+    // Compute the factors 1/l of a tile, its max_logits and its LSE. The values warpgroups write the latter two, because they
+    // may find results that are not finite.
     __device__ void finish(int tile, uint32 tiles) {
         float most[OWN];
 #pragma unroll
@@ -193,16 +194,16 @@ struct Scores {
                 total += lds_float(TOTALS_AT + w * (HEADS * 4) + at);
             }
             bool empty = top == -infinity();
-            // Every score minus infinity, though there are keys: they are not, but out of range. Or scores of which float32 has
-            // too few digits for what they differ by. Or a score of NaN.
+            // Out of range: all scores are -inf although keys are present, or scores are so large that float32 cannot resolve
+            // their differences, or a score is NaN.
             bool bad = __any_sync(~0u, (empty ? any : fabsf(top) > MAX_PRECISE_SCORE) || total * 0.0f != 0.0f);
             int head = tile % problem.groups * HEADS + threadIdx.x % HEADS;
-            float lse2 = reference + log2_approx(total), share = empty ? 0.0f : reciprocal_fast(total);
-            if (problem.attn_sink && head < problem.heads && !empty)  // a sink of -inf beside no key would make NaN
-                share *= reciprocal_fast(1.0f + exp2_approx(fmaf(problem.attn_sink[head], LOG2_E, -lse2)));
+            float lse2 = reference + log2_approx(total), inv_sum = empty ? 0.0f : reciprocal_fast(total);
+            if (problem.attn_sink && head < problem.heads && !empty)  // without keys, a sink of -inf would give NaN
+                inv_sum *= reciprocal_fast(1.0f + exp2_approx(fmaf(problem.attn_sink[head], LOG2_E, -lse2)));
             uint32 parity = tiles % 2;
             if (has_head()) {
-                sts_float(SHARE_AT + parity * (HEADS * 4) + at, share);
+                sts_float(INV_SUM_AT + parity * (HEADS * 4) + at, inv_sum);
                 float lse = empty ? infinity() : lse2 * LN_2, unsafe = __uint_as_float(UNSAFE_BITS);
                 sts_float(LOGITS_AT + parity * (2 * HEADS * 4) + at, bad ? unsafe : top * LN_2);
                 sts_float(LOGITS_AT + parity * (2 * HEADS * 4) + HEADS * 4 + at, bad ? unsafe : lse);

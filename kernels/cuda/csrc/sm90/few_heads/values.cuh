@@ -1,18 +1,19 @@
-// The values of sm90/few_heads/prefill.cu.
+// The values warpgroups of sm90/few_heads/prefill.cu.
 #pragma once
 #include "common/f16.cuh"
 #include "common/vectors.cuh"
 #include "sm90/gathered_rows.cuh"
 #include "sm90/few_heads/memory.cuh"
 
-// One warpgroup, for half of the values; a warp has 64 of them, 16 a product. Sums are transposed: rows are values, columns
-// heads. Lane 4 g + c has in elements 4 j + 2 r + e of sums[i] value 16 i + g + 8 r of its warp's, head 8 j + 2 c + e.
+// One warpgroup computes half of the values; a warp has 64 of them, 16 a product. Sums are transposed: rows are values, columns
+// are heads. Lane 4 g + c has value 16 i + g + 8 r of its warp's, head 8 j + 2 c + e in element 4 j + 2 r + e of sums[i].
 struct Values {
     static constexpr int TILES_OF_WARP = 4;
 
     const SparseProblem& problem;
     int half, warp, lane;
-    // Where in a slot a lane's row of fragments begins: of keys, and as they lie alike, of heads; and in arrays of heads.
+    // Offset of this lane's row of fragments in a slot, of keys or (in the epilogue, stored alike) of heads; of its columns in
+    // arrays of heads.
     uint32 fragment_at, columns_at;
     float sums[TILES_OF_WARP][HEADS / 2];
 
@@ -20,13 +21,13 @@ struct Values {
         : problem(p), half(h), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {
         fragment_at = (lane / 16 * 8 + lane % 8) * PITCH + own_values() * 2 + lane / 8 % 2 * 16;
         columns_at = lane % 4 * 8;
-        // Not to be found again from threadIdx, which takes longer than keeping them.
+        // Keeps the compiler from rematerialising these from threadIdx, which takes longer.
         asm volatile("" : "+r"(fragment_at), "+r"(columns_at), "+r"(lane));
     }
 
     __device__ int own_values() const { return 256 * half + 64 * warp; }
 
-    // Wait for the n-th block's weights, and lower the sums if they want it.
+    // Wait for the n-th block's weights, and rescale the sums if that block raised a reference.
     __device__ void await_weights(uint32 n, bool fresh) {
         uint32 slot = n % WEIGHT_SLOTS;
         barrier_wait(WEIGHTS_READY + 8 * slot, n / WEIGHT_SLOTS % 2);
@@ -42,8 +43,8 @@ struct Values {
         }
     }
 
-    // Add up the n-th block, the first of a tile if `fresh`. Rows are free once they are in registers, but for the last block's,
-    // whose place is needed: its slots are left in `slots`.
+    // Add up the n-th block, the first of a tile if `fresh`. Slots are freed once their rows are in registers, except for those
+    // of a tile's last block, which the epilogue reuses: `slots` returns them.
     __device__ void add(uint32 n, bool fresh, bool last, Place<SLOTS>& place, uint32 (&slots)[BLOCK_SLOTS]) {
         uint32 a[2][4];  // fragments of V^T: 16 keys and 16 values
         barrier_wait(READY + 8 * place.slot, place.phase);
@@ -53,7 +54,7 @@ struct Values {
 #pragma unroll
         for (int i = 0; i < TILES_OF_WARP; ++i) pin(sums[i]);
 #pragma unroll
-        for (int part = 0; part < BLOCK_SLOTS * TILES_OF_WARP; ++part) {  // one product, the next one's fragment
+        for (int part = 0; part < BLOCK_SLOTS * TILES_OF_WARP; ++part) {  // a product, then the next one's fragment
             int k = part / TILES_OF_WARP, next = (part + 1) % TILES_OF_WARP;
             wgmma_fence();
             wgmma_bf16(sums[part % TILES_OF_WARP], a[part % 2], weights + 2 * k, k != 0 || !fresh);
@@ -73,17 +74,17 @@ struct Values {
         for (int i = 0; i < TILES_OF_WARP; ++i) pin(sums[i]);
     }
 
-    // Store the results of a tile. They are put in order where the last block's rows lay, of which nobody but this warp wants
-    // its values any more: rows are heads there.
+    // Epilogue: store the results of a tile. They are transposed in the last block's slots, whose rows become heads. No other
+    // warp still needs this warp's values there.
     __device__ void finish(int tile, uint32 tiles, const uint32 (&slots)[BLOCK_SLOTS]) {
         uint32 parity = tiles % 2;
         barrier_wait(RESULT_READY + 8 * parity, tiles / 2 % 2);
-        float checks[4] = {};  // NaN after a number that is not finite; several, as each waits for itself
+        float checks[4] = {};  // NaN once a value is not finite; several, to shorten the dependent chains
 #pragma unroll
         for (int j = 0; j < HEADS / 8; j += 2) {
-            float2 share[2];
+            float2 inv_sum[2];
 #pragma unroll
-            for (int k = 0; k < 2; ++k) share[k] = lds_float2(SHARE_AT + parity * (HEADS * 4) + columns_at + 32 * (j + k));
+            for (int k = 0; k < 2; ++k) inv_sum[k] = lds_float2(INV_SUM_AT + parity * (HEADS * 4) + columns_at + 32 * (j + k));
             uint32 to = fragment_at + slot_at(slots[j / 2]);
 #pragma unroll
             for (int i = 0; i < TILES_OF_WARP; ++i) {
@@ -91,7 +92,7 @@ struct Values {
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
                     const float* x = sums[i] + 4 * j + 2 * k;
-                    float low = x[0] * share[k / 2].x, high = x[1] * share[k / 2].y;
+                    float low = x[0] * inv_sum[k / 2].x, high = x[1] * inv_sum[k / 2].y;
                     checks[k] = fmaf(low, 0.0f, fmaf(high, 0.0f, checks[k]));
                     words[k] = pack(bf16{}, low, high);
                 }
@@ -108,7 +109,7 @@ struct Values {
                              : problem.max_logits + at.b * problem.max_stride_b + head * problem.max_stride_h;
             *to = bad ? __uint_as_float(UNSAFE_BITS) : x;
         }
-        // Each four rows of 128 bytes at a time. All lanes of the warp have come to the vote above.
+        // Each warp copies four rows of 128 bytes at a time. The vote above has synchronised its lanes.
         uint32 from = lane / 8 * PITCH + own_values() * 2 + lane % 8 * 16;
         bf16* out = problem.out + at.b * problem.out_stride_b + at.first_head * problem.out_stride_h + own_values() + lane % 8 * 8;
         constexpr int AT_ONCE = HEADS / 4 < 8 ? HEADS / 4 : 8;
@@ -123,7 +124,7 @@ struct Values {
                 if (at.first_head + head < problem.heads) store16(out + head * problem.out_stride_h, x[i]);
             }
         }
-        fence_proxy_async();  // before rows are copied there
+        fence_proxy_async();  // before bulk copies overwrite the slots
 #pragma unroll
         for (int k = 0; k < BLOCK_SLOTS; ++k) warp_arrive(FREE + 8 * slots[k]);
     }
@@ -160,7 +161,7 @@ struct Values {
                 if (left > 1) warp_arrive(WEIGHTS_FREE + 8 * (n % WEIGHT_SLOTS));
             }
             finish(tile, tiles++, slots);
-            warp_arrive(WEIGHTS_FREE + 8 * ((n - 1) % WEIGHT_SLOTS));  // only now: it also says that shares were read
+            warp_arrive(WEIGHTS_FREE + 8 * ((n - 1) % WEIGHT_SLOTS));  // only now: this also frees INV_SUM
         }
     }
 };

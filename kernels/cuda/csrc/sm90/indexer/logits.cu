@@ -1,33 +1,49 @@
-// Scores of FP8 keys for FP8 queries of 64 heads, on Hopper (sm_90a): logits = scale * sum of weights * relu(q . k).
+// Indexer logits of FP8 keys for FP8 queries of 64 heads, on Hopper (sm_90a): logits = scale * sum of weights * relu(q . k).
 //
-// Queries go QUERIES at a time, a *group*, keys KEYS at a time, a *tile*. The tiles of all groups lie one behind another,
-// and each thread block takes an even share of them, however long the groups are. Producer warps bring queries and
-// tiles; four warpgroups multiply 64 keys by 64 * PASS heads each:
+// QUERIES queries are a *group*; their keys are processed KEYS at a time, a *tile*.
 //
-//     QUERY_GROUPS 1    256 keys, of which each warpgroup takes 64, for all queries
-//     QUERY_GROUPS 2    128 keys for two halves of the queries: half the keys to read for each product
-//     QUERY_GROUPS 4    64 keys for four pairs of queries: a quarter of them
+// Grid: persistent, one CTA per SM. The tiles of all groups form one sequence, and each CTA has an equal work range of it,
+// however long the groups are.
+// Block: 640 threads.
 //
-// Of keys one behind another a warp brings whole tiles. Pages come when memory has them, and warpgroups that wait for one
-// tile together would multiply together and add up together: there each 64 keys have a warp and a ring of their own.
+//     warps     role       registers       work
+//     0..15     consumers  104, PASS 2 112  each warpgroup multiplies 64 keys by 64 * PASS heads
+//     16..19    producers  56, PASS 2 32    the first RINGS warps load keys, a ring each; warp Q_WARP loads queries
 //
-// In a product keys are rows and heads of queries columns, so that a thread sums most of the heads of its keys on its
-// own; four lanes have to add up.
+//     QUERY_GROUPS 1    256 keys, 64 for each warpgroup, and all queries
+//     QUERY_GROUPS 2    128 keys, and half of the queries for each pair of warpgroups: half the keys read for each product
+//     QUERY_GROUPS 4    64 keys, and a quarter of the queries for each warpgroup: a quarter of the keys
 //
-// Barriers. A warp arrives by one lane, after all its lanes.
+//     shared memory        bytes
+//     barriers, Info       1,024
+//     weights              2 stages * QUERIES * 256
+//     scales               K_STAGES * KEYS * 4; then padded to a multiple of 1,024
+//     Q                    2 stages * QUERIES * 8,192
+//     K                    K_STAGES * KEYS * 128
+//
+// For packed keys one warp loads whole tiles. Pages arrive as memory delivers them, and warpgroups that wait for the same tile
+// would all multiply at the same time and then all reduce at the same time. So with PAGED every 64 keys have a warp and a ring of
+// their own.
+//
+// In a product keys are rows and heads of queries are columns, so that a thread sums most of the heads of its keys by itself,
+// and only four lanes are reduced.
+//
+// Barriers. One lane arrives for its warp, after all lanes.
 //
 //     barrier          arrivals of a phase                             waits                          guards
-//     Q_READY[stage]   33: the lanes of the queries' warp, when their  all consumers                  Q, weights and Info of a group
-//                      copies have ended; lane 0 again, and Q's bytes
-//     Q_FREE[stage]    16: warps of the consumers                      the queries' warp              the same until the last tile is scored
+//     Q_READY[stage]   33: the lanes of the query warp, when their     all consumers                  Q, weights and Info of a group
+//                      copies have landed; lane 0 again; Q's bytes
+//     Q_FREE[stage]    16: warps of the consumers                      the query warp                 the same until the last tile is scored
 //     K_READY[stage]   PAGED 1: lane 0 of the ring's warp, and bytes   consumers of the ring's keys:  keys, scales and (PAGED) PRESENT of a
 //                      of rows and scales; else 33: its lanes, when    16 / RINGS warps               tile, or of 64 keys of it
-//                      scales have come, lane 0 again, and keys' bytes
+//                      scales have landed, lane 0 again, keys' bytes
 //     K_FREE[stage]    16 / RINGS: warps that waited                   the ring's warp                the same until they were multiplied
 //
-// No named barrier but that of __syncthreads, while the share is sought.
+// No named barrier except that of __syncthreads, while the work range is computed.
 //
-// Macros: PAGED (a paged cache, or keys one behind another), PASS (queries of a warpgroup, 1 or 2), QUERY_GROUPS.
+// Limits: 64 heads of 128 values; box_rows of pages is 8, 16, 32 or 64.
+//
+// Macros: PAGED (a paged cache, or packed keys), PASS (queries of a warpgroup, 1 or 2), QUERY_GROUPS (1, 2 or 4).
 #define ALIGNED 1
 #include "common/pages.cuh"
 #include "common/pdl.cuh"
@@ -37,16 +53,16 @@ constexpr int HEADS = 64, DIM = 128, WARPGROUPS = 4, CONSUMERS = 128 * WARPGROUP
 constexpr int QUERIES = PASS * QUERY_GROUPS, KEY_GROUPS = WARPGROUPS / QUERY_GROUPS, KEYS = 64 * KEY_GROUPS;
 constexpr int PRODUCER_REGISTERS = PASS == 2 ? 32 : 56, CONSUMER_REGISTERS = PASS == 2 ? 112 : 104;
 constexpr int Q_STAGES = 2, K_STAGES = QUERY_GROUPS >= 2 ? 8 : PASS == 2 ? 5 : 6;
-constexpr int RINGS = PAGED ? KEY_GROUPS : 1, RING_KEYS = KEYS / RINGS;  // each of K_STAGES, brought by a warp
-constexpr int Q_WARP = RINGS < 4 ? RINGS : 0;  // that brings queries
-// Of two queries the first is added up while the other is multiplied, where tiles come no faster than they are needed.
-// One product of both reads less of shared memory.
+constexpr int RINGS = PAGED ? KEY_GROUPS : 1, RING_KEYS = KEYS / RINGS;  // a ring has K_STAGES stages, loaded by one warp
+constexpr int Q_WARP = RINGS < 4 ? RINGS : 0;  // the warp that loads queries
+// Where tiles arrive no faster than they are needed, the first of two queries is reduced while the second is multiplied.
+// Elsewhere one product of both queries reads less shared memory.
 constexpr int PRODUCTS = PAGED && QUERY_GROUPS == 1 ? PASS : 1, COLUMNS = 32 * PASS / PRODUCTS;  // in a thread's registers
 static_assert(HEADS * DIM == TILE_BYTES);
 
-// What the consumers have to know of a share's group.
+// A group of the work range, as consumers read it.
 struct Info {
-    int first_key, tiles;           // no tiles: there are no more groups
+    int first_key, tiles;           // tiles 0: no more groups
     int first[QUERIES], end[QUERIES];  // keys that each query sees
     int row;                        // of the first query
     int padding;
@@ -58,7 +74,7 @@ constexpr uint32 Q_READY = BARRIERS_AT, Q_FREE = Q_READY + 8 * Q_STAGES;
 constexpr uint32 K_READY = Q_FREE + 8 * Q_STAGES, K_FREE = K_READY + 8 * RINGS * K_STAGES;  // [K_STAGES][RINGS], as all of keys
 constexpr uint32 PRESENT_AT = K_FREE + 8 * RINGS * K_STAGES;   // of each stage: a bit for each eight of its rows
 constexpr uint32 INFO_AT = PRESENT_AT + 4 * RINGS * K_STAGES;  // of each Q stage
-constexpr uint32 SUMS_AT = INFO_AT + Q_STAGES * sizeof(Info);  // of each warp, while the share is sought; then the share
+constexpr uint32 SUMS_AT = INFO_AT + Q_STAGES * sizeof(Info);  // of each warp, while the work range is computed; then the range
 constexpr uint32 WEIGHTS_AT = 2048;                            // [Q_STAGES][QUERIES][HEADS]
 constexpr uint32 SCALES_AT = WEIGHTS_AT + Q_STAGES * QUERIES * HEADS * 4;  // [K_STAGES][KEYS]
 constexpr uint32 Q_AT = (SCALES_AT + K_STAGES * KEYS * 4 + 1023) / 1024 * 1024;
@@ -69,12 +85,12 @@ static_assert(SUMS_AT + 8 * (THREADS / 32) + 16 <= WEIGHTS_AT);
 struct Problem {
     const float* weights;
     int64 weights_stride;
-    int queries;  // of all, or of an entry of a paged cache
-    const int *starts, *ends;  // PAGED: lengths, and none
-    int64 lens_stride;         // between entries; 0 in front of `per_query` of 0
+    int queries;  // in all; PAGED: per entry of the block table
+    const int *starts, *ends;  // PAGED: lengths, and null
+    int64 lens_stride;         // between entries; 0, like per_query, for packed keys
     int per_query;             // whether every query has a length of its own
-    int keys;                  // there are; PAGED: that logits have room for
-    int room;                  // for compressed rows: their width, else 0
+    int keys;                  // number of keys; PAGED: width of logits
+    int compressed_width;                  // width of compressed rows of logits, else 0
     BlockTable table;
     const uint8* pages;
     int64 page_stride, num_slots;
@@ -85,10 +101,10 @@ struct Problem {
 
     __device__ int groups_of_entry() const { return (queries + QUERIES - 1) / QUERIES; }
     __device__ int groups() const { return PAGED ? table.rows * groups_of_entry() : groups_of_entry(); }
-    // The entry of a group; its first query, counted in the entry, and how many there are.
+    // The entry of a group, its first query within the entry, and its number of queries.
     __device__ int entry_of(int group, int& first, int& count) const {
         int entry = 0;
-        if (PAGED && queries <= QUERIES) entry = group, first = 0;  // as almost always, without a division
+        if (PAGED && queries <= QUERIES) entry = group, first = 0;  // the common case, without a division
         else {
             if (PAGED) entry = group / groups_of_entry();
             first = (group - entry * groups_of_entry()) * QUERIES;
@@ -103,10 +119,10 @@ struct Problem {
             first = 0, end = int(min(max(length, int64(0)), int64(keys)));
         } else {
             first = min(max(starts[j], 0), keys), end = min(max(ends[j], first), keys);
-            if (room) end = int(min(int64(end), int64(first) + room));
+            if (compressed_width) end = int(min(int64(end), int64(first) + compressed_width));
         }
     }
-    // Keys that a group sees: those of all its queries, and what is between.
+    // Number of tiles of a group, and its first key: the span of the keys of all its queries.
     __device__ int tiles_of(int group, int& first) const {
         int j, count, entry = entry_of(group, j, count), end = 0;
         first = PAGED ? 0 : INT32_LIMIT;
@@ -120,8 +136,8 @@ struct Problem {
     }
 };
 
-// A number of tiles of several groups. Of pages all are fewer than 2^31: each makes 256 logits at least, but for a group's last.
-// Of ranges a group has what lies between those of its queries, too, which compressed rows have no logits for.
+// A number of tiles of several groups. With PAGED it is below 2^31, because each tile except a group's last writes at least 256
+// logits. Otherwise a group's span also has keys between its queries' ranges, for which compressed rows have no logits.
 #if PAGED
 using Count = int;
 using Unsigned = uint32;
@@ -130,7 +146,7 @@ using Count = int64;
 using Unsigned = uint64;
 #endif
 
-// In shared memory.
+// Store to and load from shared memory.
 __device__ inline void put(uint32 at, int x) { sts32(at, x); }
 __device__ inline void put(uint32 at, int64 x) { sts32(at, uint32(x)), sts32(at + 4, uint32(x >> 32)); }
 __device__ inline void get(uint32 at, int& x) { x = lds32(at); }
@@ -143,21 +159,20 @@ __device__ inline int64 sum_of_warp(int64 x) {
     return x;
 }
 
-// The tiles [first, first + count) of all groups' that a thread block takes, as where the first one is, and how many its
-// group has.
-struct Share {
+// The work range of a CTA: `count` tiles from tile `tile` of group `group` on, which has `tiles` tiles from key `first_key` on.
+struct WorkRange {
     int group, tile, tiles, first_key;
     Count count;
 };
 
-// All threads of the block take part.
-__device__ inline Share share_of(const Problem& problem) {
+// Called by all threads of the CTA.
+__device__ inline WorkRange work_range_of(const Problem& problem) {
     int groups = problem.groups(), run = groups <= THREADS ? 1 : (groups + THREADS - 1) / THREADS;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, begin = min(int(threadIdx.x) * run, groups);
     int end = min(begin + run, groups), first_key = 0;
     Count own = 0;
     for (int group = begin; group < end; ++group) own += problem.tiles_of(group, first_key);
-    auto sum_to = [&](Count x) {  // of the lanes up to this one
+    auto sum_to = [&](Count x) {  // inclusive prefix sum over the lanes
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
             Count left = __shfl_up_sync(~0u, x, step);
@@ -187,30 +202,32 @@ __device__ inline Share share_of(const Problem& problem) {
     return {int(lds32(FOUND_AT)), int(lds32(FOUND_AT + 4)), int(lds32(FOUND_AT + 8)), int(lds32(FOUND_AT + 12)), count};
 }
 
-// Pages are read once: they leave L2 first, so that logits, which are chosen from next, stay. Two queries' logits are too many
-// to stay, and take 2% longer so. What createpolicy.fractional makes of L2::evict_normal for these, of evict_first for others.
+// Pages are read once: L2 evicts them first, so that logits, which top-k reads next, stay. Logits of two queries are too many
+// to stay, and evict_first makes them 2% slower. The policies are those of createpolicy.fractional: L2::evict_normal for two
+// queries, L2::evict_first otherwise.
 constexpr uint64 POLICY = PASS == 2 && QUERY_GROUPS == 1 ? 0x1000000000000000 : 0x12f0000000000000;
 
-// A box, as tma_load.
+// Like tma_load, with POLICY.
 __device__ inline void tma_load_once(uint32 target, const TensorMap& map, int x, int y, int z, uint32 barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
                  "[%0], [%1, {%2, %3, %4}], [%5], %6;"
                  ::"r"(target), "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(POLICY) : "memory");
 }
-// Bytes (a multiple of 16, as both addresses are) to shared memory; they count at the barrier when they are there.
+// Start a bulk copy of `bytes` with POLICY. Size and both addresses are multiples of 16. The barrier counts the bytes when they
+// have landed.
 __device__ inline void bulk_load_once(uint32 target, const void* source, uint32 bytes, uint32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
                  ::"r"(target), "l"(source), "r"(bytes), "r"(barrier), "l"(POLICY) : "memory");
 }
 
-// A warp for each ring, and one for queries: of four rings the first one's.
+// A warp for each ring, and one for queries; with four rings the first ring's warp also loads queries.
 struct Producer {
     const Problem& problem;
     const TensorMap &q_map, &k_map;
-    int ring, stage;  // of the ring's, that comes next
-    uint32 turns;     // its parity, and above that how many groups' queries have come: registers are few
+    int ring, stage;  // the ring's next stage
+    uint32 turns;     // bit 0: parity of the stage; other bits: number of groups loaded. Packed, because registers are few
 
-    // `count` from the j-th of an entry on; none, and no tiles, where there are no more groups.
+    // Load `count` queries of an entry from the j-th on. A group without tiles makes the consumers exit.
     __device__ void bring_queries(int entry, int j, int count, int first_key, int tiles) {
         int lane = threadIdx.x % 32, q_stage = turns / 2 % Q_STAGES;
         barrier_wait(Q_FREE + 8 * q_stage, turns / (2 * Q_STAGES) % 2 ^ 1);
@@ -223,7 +240,7 @@ struct Producer {
             sts32(info + 8 + 4 * (QUERIES + lane), end);
         }
         int query = (PAGED ? entry * problem.queries : 0) + j;
-        __syncwarp();  // all of it stands before one lane's arrival
+        __syncwarp();  // all lanes have stored before lane 0 arrives
         if (lane == 0) {
             sts32(info, first_key);
             sts32(info + 4, tiles);
@@ -247,8 +264,8 @@ struct Producer {
     }
 
 #if PAGED
-    // Tiles from `key` on: this ring's part of each. Lanes are dealt out to boxes, those of several tiles at once, and each
-    // asks the block table for its own.
+    // Load this ring's part of each tile from `key` on. Each lane has one box, of several tiles at once, and reads its page from
+    // the block table.
     __device__ void bring_tiles(int entry, int key, int tiles) {
         int lane = threadIdx.x % 32, rows_log = __ffs(problem.box_rows) - 1, boxes_log = 6 - rows_log;
         key += ring * RING_KEYS + (lane >> boxes_log) * KEYS + (lane << rows_log) % RING_KEYS;
@@ -296,10 +313,10 @@ struct Producer {
     }
 #endif
 
-    __device__ void run(Share share) {
-        Count left = share.count;
-        int tiles = share.tiles - share.tile, first = share.first_key + share.tile * KEYS;
-        for (int group = share.group; left;) {
+    __device__ void run(WorkRange work) {
+        Count left = work.count;
+        int tiles = work.tiles - work.tile, first = work.first_key + work.tile * KEYS;
+        for (int group = work.group; left;) {
             tiles = int(min(Count(tiles), left));
             left -= tiles;
             if (tiles > 0) {
@@ -310,7 +327,7 @@ struct Producer {
             if (left) tiles = problem.tiles_of(++group, first);
         }
         if (ring == Q_WARP) bring_queries(0, 0, 0, 0, 0);
-        // The choice begins where a block ends. Of rows one behind another, whose blocks end together, it comes too early.
+        // Top-k starts where a CTA has ended. With packed keys all CTAs end together, so it would start too early.
         if (PAGED) pdl_release();
     }
 };
@@ -327,14 +344,14 @@ __device__ inline void multiply(float (&x)[64], uint64 k, uint64 q, int add) {
                  : FLOATS64(x) : "l"(k), "l"(q), "r"(add));
 }
 
-// The larger of x and 0; NaN stays NaN.
+// max(x, 0); NaN stays NaN.
 __device__ inline float relu(float x) {
     float y;
     asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
     return y;
 }
 
-// Of one query, whose values begin at x[first], the sums over a thread's 16 heads for its keys g and g + 8.
+// The weighted sums over a thread's 16 heads for its keys g and g + 8, for the query whose products begin at x[first].
 __device__ inline void sum_heads(const float (&x)[COLUMNS], int first, const float (&weights)[16], float& low, float& high) {
     float sums[4];
 #pragma unroll
@@ -349,7 +366,7 @@ __device__ inline void sum_heads(const float (&x)[COLUMNS], int first, const flo
 __device__ inline void consume(const Problem& problem) {
     int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     int key_group = warpgroup % KEY_GROUPS, query_group = warpgroup / KEY_GROUPS, c = lane % 4;
-    // After the lanes have added up, this one has one key of one query.
+    // After the reduction over lanes, this lane has one key of one query.
     int own_query = query_group * PASS + (PASS == 2 ? c & 1 : 0);
     int own_key = 64 * key_group + 16 * warp + lane / 4 + 8 * (PASS == 2 ? c >> 1 : c & 1);
     int in_stage = own_key % RING_KEYS;
@@ -364,7 +381,7 @@ __device__ inline void consume(const Problem& problem) {
         if (!tiles) return;
         int first = lds32(info + 8 + 4 * own_query), end = lds32(info + 8 + 4 * (QUERIES + own_query));
         int64 row = int(lds32(info + 8 + 8 * QUERIES)) + own_query;
-        float* logits = problem.logits + row * problem.logits_stride - (problem.room ? first : 0);
+        float* logits = problem.logits + row * problem.logits_stride - (problem.compressed_width ? first : 0);
         float weights[PASS][16];
 #pragma unroll
         for (int query = 0; query < PASS; ++query)
@@ -396,7 +413,7 @@ __device__ inline void consume(const Problem& problem) {
                 scale = lds_float(SCALES_AT + (stage * RING_KEYS + in_stage) * 4);
                 present = !PAGED || lds32(PRESENT_AT + 4 * stage) >> in_stage / 8 & 1;
             };
-            if (!PAGED) read_scale();  // registers are too few for pages'
+            if (!PAGED) read_scale();  // with PAGED, registers are too few
             wgmma_wait<PRODUCTS - 1>();
             pin(x[0]);
             if (PRODUCTS == 2) {
@@ -427,11 +444,11 @@ __device__ inline void consume(const Problem& problem) {
     }
 }
 
-// 48 bytes come before the first map: a tensor map lies at a multiple of 64, and parameters begin 16 bytes behind one.
+// 48 bytes precede the first map: the address of a tensor map is a multiple of 64, and parameters begin 16 bytes after one.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 indexer_logits_sm90(const float* weights, int64 weights_stride, const int* starts, const int* ends, int64 lens_stride,
                     int per_query, int queries, const __grid_constant__ TensorMap q_map,
-                    const __grid_constant__ TensorMap k_map, const float* scales, int keys, int room,
+                    const __grid_constant__ TensorMap k_map, const float* scales, int keys, int compressed_width,
                     const int* block_table, int64 table_stride, int table_rows, int table_columns, const uint8* pages,
                     int64 page_stride, int64 num_slots, int block_size, int box_rows, float* logits,
                     int64 logits_stride) {
@@ -441,20 +458,20 @@ indexer_logits_sm90(const float* weights, int64 weights_stride, const int* start
         prefetch_tensor_map(q_map), prefetch_tensor_map(k_map);
         for (int i = 0; i < Q_STAGES; ++i) barrier_init(Q_READY + 8 * i, 33), barrier_init(Q_FREE + 8 * i, CONSUMERS / 32 * WARP_ARRIVALS);
         for (int i = 0; i < RINGS * K_STAGES; ++i) {
-            barrier_init(K_READY + 8 * i, PAGED ? 1 : 33);  // a warp's copies arrive lane by lane
+            barrier_init(K_READY + 8 * i, PAGED ? 1 : 33);  // copies_arrive: every lane
             barrier_init(K_FREE + 8 * i, CONSUMERS / 32 / RINGS * WARP_ARRIVALS);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     pdl_wait();
-    Problem problem{weights, weights_stride, queries, starts, ends, lens_stride, per_query, keys, room,
+    Problem problem{weights, weights_stride, queries, starts, ends, lens_stride, per_query, keys, compressed_width,
                     {block_table, table_stride, table_rows, table_columns}, pages, page_stride, num_slots, block_size,
                     box_rows, logits, logits_stride, scales};
-    Share share = share_of(problem);  // all threads meet in there
+    WorkRange work = work_range_of(problem);  // synchronises all threads
     if (threadIdx.x >= CONSUMERS) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         int ring = (threadIdx.x - CONSUMERS) / 32;
-        if (ring <= max(RINGS - 1, Q_WARP)) Producer{problem, q_map, k_map, ring, ring, 0}.run(share);
+        if (ring <= max(RINGS - 1, Q_WARP)) Producer{problem, q_map, k_map, ring, ring, 0}.run(work);
     } else {
         warpgroup_reg_alloc<CONSUMER_REGISTERS>();
         consume(problem);

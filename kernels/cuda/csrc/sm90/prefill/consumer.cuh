@@ -9,16 +9,16 @@
 // which seldom happens after the first blocks.
 constexpr float RAISE = 8.0f;
 
-// What the softmax of a row is about. Exponents are in base 2.
+// Softmax state of a row, base 2.
 struct Row {
     float reference, highest;
     float total;  // of a consumer's own weights
 };
 
-// Consumer CONSUMER scores every other block, and has values 256 CONSUMER .. + 255 of the result. Of warp w, lane 4 g + c has
-// rows (heads) 16 w + g and + 8 of products: in elements 4 j + 2 r + e of row r column 8 j + 2 c + e.
+// Consumer CONSUMER scores every other block, and computes values 256 CONSUMER .. + 255 of the result. Lane 4 g + c of warp w has
+// rows (heads) 16 w + g + 8 r of products: column 8 j + 2 c + e in element 4 j + 2 r + e.
 template <int CONSUMER> struct Consumer {
-    // Of READY and FREE: the buffer of this consumer's own blocks, and of the other's; this consumer's pieces of both.
+    // Offsets in READY and FREE: the buffer of this consumer's own blocks, and of the other's; this consumer's pieces of both.
     static constexpr uint32 OWN = 8 * PIECES * CONSUMER, OTHER = 8 * PIECES * (CONSUMER ^ 1), LOW = 8 * CONSUMER, HIGH = 8 * (2 + CONSUMER);
     static constexpr uint32 OWN_K = K_AT + CONSUMER * K_BYTES, OTHER_K = K_AT + (CONSUMER ^ 1) * K_BYTES;
     static constexpr uint32 COLUMNS = 4 * CONSUMER * TILE_BYTES;
@@ -28,11 +28,11 @@ template <int CONSUMER> struct Consumer {
     int warp, lane, head;
     float low[64], high[64];  // sums of 128 values each
     Row rows[2];
-    uint32 seen;              // not 0 after a key that is there
+    uint32 seen;              // non-zero once a present key was scored
 
     __device__ explicit Consumer(const SparseProblem& p) : problem(p), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {
         head = 16 * warp + lane / 4;
-        // One of 0 would make NaN of an absent key's infinite score.
+        // A scale of 0 would make the -inf score of a masked key NaN.
         scale_log2 = problem.softmax_scale == 0.0f ? 1e-30f : fabsf(problem.softmax_scale) * LOG2_E;
     }
 
@@ -43,7 +43,7 @@ template <int CONSUMER> struct Consumer {
         seen = 0;
     }
 
-    // Raise the references: what was added up so far counts less.
+    // Raise the references, and rescale the sums so far.
     __device__ void raise_to(const float (&now)[2]) {
         if (!__any_sync(~0u, now[0] != rows[0].reference || now[1] != rows[1].reference)) return;
         float rescale[2];
@@ -57,7 +57,7 @@ template <int CONSUMER> struct Consumer {
         for (int i = 0; i < 64; ++i) low[i] *= rescale[i / 2 % 2], high[i] *= rescale[i / 2 % 2];
     }
 
-    // Begin to add what the other consumer's weights of its block, the thread block's n-th, give.
+    // Start the PV products of the other consumer's block, the CTA's n-th, with that consumer's weights.
     __device__ void add_other(uint32 n) {
         barrier_wait(WEIGHTS_READY + 8 * (CONSUMER ^ 1), n / 2 % 2);
         uint32 at = REFERENCE_AT + 4 * HEADS * (CONSUMER ^ 1) + 4 * head;
@@ -77,7 +77,7 @@ template <int CONSUMER> struct Consumer {
         wgmma_commit();
     }
 
-    // Start the products of one tile of Q and K, all that were started before.
+    // Start the products of one tile of Q and K.
     template <int TILE> __device__ void score_tile(float (&scores)[32]) {
         uint64 q = tile_descriptor(Q_AT + TILE * TILE_BYTES), k = tile_descriptor(OWN_K + TILE * TILE_BYTES);
 #pragma unroll
@@ -86,12 +86,12 @@ template <int CONSUMER> struct Consumer {
     template <int PIECE> __device__ void score_piece(float (&scores)[32], uint32 n, uint32 tiles) {
         barrier_wait(Q_READY + 8 * PIECE, tiles % 2);
         barrier_wait(READY + OWN + 8 * PIECE, n / 2 % 2);
-        wgmma_fence();  // again, as the compiler takes what follows a wait for divergent
+        wgmma_fence();  // again, because the compiler treats the code after a wait as divergent
         score_tile<first_tile(PIECE)>(scores);
         score_tile<first_tile(PIECE) + 1>(scores);
     }
 
-    // Minus infinity for keys that are absent.
+    // Set the scores of absent keys to -inf.
     __device__ void mask(float (&scores)[32]) {
         if (problem.softmax_scale < 0.0f)
 #pragma unroll
@@ -105,7 +105,7 @@ template <int CONSUMER> struct Consumer {
             if (!(words[i / 16] >> (i / 4 % 4 * 8 + i % 2) & 1)) scores[i] = -infinity();
     }
 
-    // The softmax of a block: weights in bfloat16 for products, and to shared memory for the other consumer.
+    // The softmax of a block: weights in bfloat16, in registers for this consumer and in shared memory for the other.
     __device__ void weigh(float (&scores)[32], uint32 (&weights)[4][4], float (&now)[2], float (&sum)[2]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -128,7 +128,7 @@ template <int CONSUMER> struct Consumer {
         }
 #pragma unroll
         for (int i = 0; i < 16; ++i) weights[i / 4][i % 4] = pack(bf16{}, scores[2 * i], scores[2 * i + 1]);
-        warpgroup_sync(2 + CONSUMER);  // all of this consumer have used the weights before
+        warpgroup_sync(2 + CONSUMER);  // all warps of this consumer have used the previous weights
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
             int row = 16 * warp + lane % 16;
@@ -139,10 +139,10 @@ template <int CONSUMER> struct Consumer {
         warp_arrive(WEIGHTS_READY + 8 * CONSUMER);
     }
 
-    // Add the other consumer's last block of a tile, the `tiles`-th, and wait for it.
+    // Add the other consumer's last block of the `tiles`-th tile, and wait for its products.
     __device__ __forceinline__ void add_last_of_other(uint32 n, uint32 tiles) {
         add_other(n);
-        tell_totals(tiles);
+        publish_totals(tiles);
         wgmma_wait<1>();
         warp_arrive(FREE + OTHER + LOW);
         wgmma_wait<0>();
@@ -150,9 +150,9 @@ template <int CONSUMER> struct Consumer {
         warp_arrive(FREE + OTHER + HIGH);
     }
 
-    // Attend to the n-th block of this thread block, which is this consumer's own and of its `tiles`-th tile with keys; `last`
-    // if it is the last one of the tile that this consumer scores. The block before it, but for the FIRST of a tile, is the
-    // other consumer's and is added up first, so that its rows make room soon.
+    // Process the CTA's n-th block, which this consumer scores, in the CTA's `tiles`-th tile with keys; `last` if it is the last
+    // one of the tile that this consumer scores. Unless it is the FIRST of a tile, the previous block is the other consumer's
+    // and is added up first, so that its rows are freed early.
     template <bool FIRST> __device__ __forceinline__ void take(uint32 n, uint32 tiles, bool last) {
         float scores[32];
         pin(scores);
@@ -202,8 +202,8 @@ template <int CONSUMER> struct Consumer {
         for (int piece = 0; piece < PIECES; ++piece) warp_arrive(Q_FREE + 8 * piece);
     }
 
-    // Tell the other consumer what this one's scores of a tile come to.
-    __device__ void tell_totals(uint32 tiles) {
+    // Publish the sums and maxima of this consumer's scores of a tile to the other consumer.
+    __device__ void publish_totals(uint32 tiles) {
         uint32 slot = 2 * (tiles % 2) + CONSUMER;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -216,10 +216,10 @@ template <int CONSUMER> struct Consumer {
         warp_arrive(TOTALS_READY + 8 * slot);
     }
 
-    // Put both consumers' sums together, and store the results of a tile.
+    // Epilogue: combine both consumers' sums, and store the results of a tile.
     __device__ void finish(int tile, uint32 tiles) {
         uint32 slot = 2 * (tiles % 2) + (CONSUMER ^ 1);
-        float checks[8] = {};  // NaN after a number that is not finite; several, as each waits for itself
+        float checks[8] = {};  // NaN once a value is not finite; several, to shorten the dependent chains
 #pragma unroll
         for (int i = 0; i < 64; ++i) checks[i % 4] = fmaf(low[i], 0.0f, checks[i % 4]), checks[4 + i % 4] = fmaf(high[i], 0.0f, checks[4 + i % 4]);
         float check = (checks[0] + checks[1]) + (checks[2] + checks[3]) + (checks[4] + checks[5]) + (checks[6] + checks[7]);
@@ -232,9 +232,9 @@ template <int CONSUMER> struct Consumer {
             others[r] = lds_float2(TOTALS_AT + slot * (HEADS * 8) + 8 * head + 64 * r);
             sum[r] = rows[r].total + others[r].x;
             check = fmaf(sum[r], 0.0f, check);
-            // Every score minus infinity, though there are keys: they are not, but out of range.
+            // All scores are -inf although keys are present: the scores are out of range.
             if (seen && rows[r].reference == -infinity()) check = 1.0f;
-            // Scores of which float32 has too few digits for what they differ by.
+            // Scores so large that float32 cannot resolve their differences.
             if (fabsf(rows[r].reference) > MAX_PRECISE_SCORE && rows[r].reference != -infinity()) check = 1.0f;
         }
         bool bad = __any_sync(~0u, check != 0.0f);
@@ -244,7 +244,7 @@ template <int CONSUMER> struct Consumer {
             bool here = own_head < problem.heads, empty = rows[r].reference == -infinity();
             float lse2 = rows[r].reference + log2_approx(sum[r]);
             float factor = empty ? 0.0f : reciprocal_fast(sum[r]);
-            if (here && problem.attn_sink && !empty)  // a sink of -inf beside no key would make NaN
+            if (here && problem.attn_sink && !empty)  // without keys, a sink of -inf would give NaN
                 factor *= reciprocal_fast(1.0f + exp2_approx(fmaf(problem.attn_sink[own_head], LOG2_E, -lse2)));
             if (here && lane % 4 == 0) {
                 if (CONSUMER == 0) {
@@ -263,7 +263,7 @@ template <int CONSUMER> struct Consumer {
         }
     }
 
-    // 128 values of row r: of each four neighbouring chunks of 8 values this lane stores one, at `out` and every 32 values.
+    // Store 128 values of row r: of every four neighbouring chunks of 8 values this lane stores one, at `out` + 32 i.
     __device__ void store_row(bf16* out, const float (&x)[64], int r, float factor, bool here) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -296,7 +296,7 @@ template <int CONSUMER> struct Consumer {
         uint32 n = 0, tiles = 0;
         int tile = blockIdx.x, tile_before = 0, next_length = length_of_tile(problem, tile);
         for (;;) {
-            int length = __reduce_max_sync(~0u, next_length);  // the same in all lanes, which the compiler then knows
+            int length = __reduce_max_sync(~0u, next_length);  // equal in all lanes, and so the compiler knows
             next_length = length_of_tile(problem, tile + gridDim.x);
             bool more = tile < problem.tiles();
             if (more && !length) {
@@ -310,7 +310,7 @@ template <int CONSUMER> struct Consumer {
             }
             if (!more) return;
             uint32 end = n + blocks_of(length), own = n;
-            warpgroup_sync(2 + CONSUMER);  // or the compiler takes what follows for divergent, and serialises the products
+            warpgroup_sync(2 + CONSUMER);  // or the compiler treats what follows as divergent, and serialises the products
             begin();
             if (n % 2 == CONSUMER) {
                 take<true>(n, tiles, n + 2 >= end);
@@ -320,7 +320,7 @@ template <int CONSUMER> struct Consumer {
                 if (own >= end) free_q();
             }
             for (; own < end; own += 2) take<false>(own, tiles, own + 2 >= end);
-            if ((end - 1) % 2 == CONSUMER) tell_totals(tiles);
+            if ((end - 1) % 2 == CONSUMER) publish_totals(tiles);
             tile_before = tile, n = end, ++tiles, tile += gridDim.x;
         }
     }

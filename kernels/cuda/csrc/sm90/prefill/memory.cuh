@@ -1,4 +1,4 @@
-// What the roles of sm90/prefill/prefill.cu share: who has which registers, and what lies where in shared memory.
+// Constants that all roles of sm90/prefill/prefill.cu use: registers, barriers and the layout of shared memory.
 #pragma once
 #include "common/sparse/work.cuh"
 #include "sm90/wgmma.cuh"
@@ -8,22 +8,22 @@ constexpr float MAX_PRECISE_SCORE = 1024.0f;  // base 2; float32 sums of product
 constexpr int PRODUCERS = 4;  // warps
 constexpr int THREADS = 256 + 32 * PRODUCERS, PRODUCER_REGISTERS = 72, CONSUMER_REGISTERS = 216;
 
-// Tiles of 64 values, of Q and of a block of keys. A *piece* is two of them, which is copied and told as a whole, and free when
-// the consumer that has these values of the result has used them. The order is that of their use, and they come in it:
+// Q and a block of keys are stored as tiles of 64 values. A *piece* is two tiles: it is copied and signalled as a whole, and
+// freed when the consumer that has these values of the result has used it. Pieces are loaded in the order of their use:
 //
 //     0  values 0..127 (consumer 0)      1  values 256..383 (consumer 1)
 //     2  values 128..255 (consumer 0)    3  values 384..511 (consumer 1)
 //
-// Of 576 values the last tile, RoPE, comes with the last piece.
+// With 576 values, the last tile (RoPE) belongs to the last piece.
 constexpr int TILES = LAYOUT::head_dim / 64, PIECES = 4, PIECE_TILES = 2;
 constexpr bool HAS_ROPE = TILES > PIECES * PIECE_TILES;
 constexpr int first_tile(int piece) { return piece % 2 * 4 + piece / 2 * 2; }
 
-// Barriers. A warp arrives by one lane, after all its lanes (with -DEVERY_LANE_ARRIVES by each of them: 32 times the count).
+// Barriers. One lane arrives for its warp, after all lanes (with -DEVERY_LANE_ARRIVES every lane: 32 times the count).
 //
 //     barrier               arrivals of a phase                  waits                              guards
 //     READY[buffer][piece]  4: producer warps, when their rows   the consumer that scores the       rows of a piece; PRESENT, written
-//                           of the piece are there               block: all pieces; the other one:  before the first
+//                           of the piece have landed             block: all pieces; the other one:  before the first
 //                                                                its two (CONSUMER, CONSUMER + 2)
 //     FREE[buffer][piece]   4: warps of the consumer that has    producer warps                     rows of a piece until their products
 //                           the piece's values, after its PV                                        have ended; PRESENT
@@ -35,24 +35,29 @@ constexpr int first_tile(int piece) { return piece % 2 * 4 + piece / 2 * 2; }
 //                           scored; at once if they score none
 //     WEIGHTS_READY[c]      4: warps of consumer c               the other consumer                 WEIGHTS and REFERENCE[c] of c's block
 //     TOTALS_READY[t % 2][c]  4: warps of consumer c             the other consumer                 TOTALS of tile t
-//     named 2, 3            128: consumer 0; consumer 1          those that arrive                  WEIGHTS: before a block's are stored,
-//                                                                                                   all have ended products with the last
+//     named 2, 3            128: consumer 0; consumer 1          the same consumer                  WEIGHTS: its products with the last
+//                                                                                                   weights end before new ones are stored
 //
-// The consumer that scores a block does not arrive at FREE of the other's two pieces: these are freed behind WEIGHTS_READY, at
-// which it arrives when it has scored them. WEIGHTS has no barrier that frees it: consumers score blocks in turn, and add up
+// The consumer that scores a block does not arrive at FREE of the other's two pieces: these are freed after WEIGHTS_READY, at
+// which it arrives when it has scored them. WEIGHTS has no barrier that frees it: consumers score blocks alternately, and add up
 // the other's block before they store weights of their own. Neither consumer is more than a tile ahead: it waits for the
 // other's TOTALS_READY of a tile before it begins the next, so no phase of Q_FREE has two arrivals of a warp.
-// Shared memory. Without static shared memory the dynamic part starts at 1024; the kernel traps otherwise.
-constexpr uint32 READY = 1024, FREE = READY + 16 * PIECES;    // of each piece: [2 buffers][PIECES]
-constexpr uint32 Q_READY = FREE + 16 * PIECES;                // of each piece
-constexpr uint32 Q_FREE = Q_READY + 8 * PIECES;
-constexpr uint32 WEIGHTS_READY = Q_FREE + 8 * PIECES;         // of each consumer
-constexpr uint32 TOTALS_READY = WEIGHTS_READY + 16;           // of two tiles and each consumer
-constexpr uint32 PRESENT_AT = TOTALS_READY + 32;              // of each buffer: a bit for each key
-constexpr uint32 REFERENCE_AT = PRESENT_AT + 16;              // of each consumer's weights, [HEADS]
-constexpr uint32 TOTALS_AT = REFERENCE_AT + 2 * HEADS * 4;    // of two tiles and each consumer: [HEADS] of (sum, maximum)
-constexpr uint32 Q_AT = 4096;
-constexpr uint32 K_AT = Q_AT + TILES * TILE_BYTES, K_BYTES = TILES * TILE_BYTES;  // [2 buffers][TILES]
-constexpr uint32 WEIGHTS_AT = K_AT + 2 * K_BYTES;             // of one block at a time
-constexpr uint32 SHARED_END = WEIGHTS_AT + TILE_BYTES;
-static_assert(PRESENT_AT % 16 == 0 && TOTALS_AT + 2 * 2 * HEADS * 8 <= Q_AT && SHARED_END - 1024 <= 232448);
+
+struct SharedMemory {
+    uint64 ready[2][PIECES], free[2][PIECES];  // barriers [buffer][piece]
+    uint64 q_ready[PIECES], q_free[PIECES];
+    uint64 weights_ready[2];                   // [consumer]
+    uint64 totals_ready[2][2];                 // [tile % 2][consumer]
+    uint2 present[2];                          // [buffer]: a bit for each key
+    float reference[2][HEADS];                 // [consumer]: reference of its weights
+    float2 totals[2][2][HEADS];                // [tile % 2][consumer]: sum and maximum
+    alignas(1024) uint8 q[TILES][TILE_BYTES];
+    uint8 k[2][TILES][TILE_BYTES];             // [buffer]
+    uint8 weights[TILE_BYTES];                 // of one block at a time
+};
+constexpr uint32 SHARED_BYTES = sizeof(SharedMemory);
+static_assert(SHARED_BYTES <= 232448);
+constexpr uint32 READY = SHARED_AT(ready), FREE = SHARED_AT(free), Q_READY = SHARED_AT(q_ready), Q_FREE = SHARED_AT(q_free);
+constexpr uint32 WEIGHTS_READY = SHARED_AT(weights_ready), TOTALS_READY = SHARED_AT(totals_ready);
+constexpr uint32 PRESENT_AT = SHARED_AT(present), REFERENCE_AT = SHARED_AT(reference), TOTALS_AT = SHARED_AT(totals);
+constexpr uint32 Q_AT = SHARED_AT(q), K_AT = SHARED_AT(k), K_BYTES = TILES * TILE_BYTES, WEIGHTS_AT = SHARED_AT(weights);

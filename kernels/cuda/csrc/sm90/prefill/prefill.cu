@@ -1,30 +1,41 @@
-// Sparse MLA prefill over gathered bfloat16 rows, on Hopper (sm_90a).
+// Sparse MLA prefill over gathered bfloat16 rows, on Hopper (sm_90a): out = softmax(scale Q K^T) V with an optional sink, the
+// LSE and max_logits.
 //
-// A tile is 64 heads of a query token (work.cuh); keys go 64 at a time, a *block*. A thread block does every so many-th
-// tile, one after another, and loads a tile's Q and first keys while the last of the tile before are added up. Three
-// warpgroups:
+// A *tile* is 64 heads of a query token (work.cuh); its keys are processed 64 at a time, a *block*.
 //
-//     producer     copies rows into two buffers in turn, piece after piece, and Q; a warp a quarter of the rows
-//     consumer 0    S = Q K^T and the softmax of every other block; values 0..255 of the result, of all blocks
-//     consumer 1    the same of the others; values 256..511
+// Grid: persistent, at most one CTA per SM; CTA i processes tiles i, i + gridDim.x, ... A tile's Q and first keys are loaded
+// while the last blocks of the previous tile are added up.
+// Block: 384 threads.
 //
-// A consumer multiplies its own weights out of registers, and the other's out of shared memory. Both add up the blocks in
-// order, so that each goes on from the other's running maximum, and a *piece* of a buffer is filled again as soon as it
-// has been used (sm90/prefill/memory.cuh). Weights are bfloat16, as the rows are.
+//     warps    role        registers  work
+//     0..3     consumer 0  216        S = Q K^T and softmax of every other block; values 0..255 of the result, of all blocks
+//     4..7     consumer 1  216        the same for the other blocks; values 256..511
+//     8..11    producers   72         copy rows into two buffers alternately, piece by piece, a quarter of the rows a warp; Q
 //
-// A tile of which a score, a sum or a result is not finite, or the highest score beyond MAX_PRECISE_SCORE, is marked by
-// UNSAFE_BITS (work.cuh) for the exact kernel.
+//     shared memory             DSV4_BF16  MLA_BF16
+//     barriers, softmax state   3 KiB      3 KiB
+//     Q                         64 KiB     72 KiB
+//     K, 2 buffers              128 KiB    144 KiB
+//     weights of one block      8 KiB      8 KiB
+//     in all                    203 KiB    227 KiB
+//
+// A consumer multiplies its own weights from registers, and the other's from shared memory. Both add up the blocks in order,
+// so that each continues from the other's running maximum. A *piece* of a buffer is refilled as soon as it has been used
+// (sm90/prefill/memory.cuh). Weights are bfloat16, like the rows.
+//
+// Limits: one list of keys; 512 values of V. A tile is flagged by UNSAFE_BITS (work.cuh) for the exact kernel if a score, a sum
+// or a result is not finite, or if its highest score exceeds MAX_PRECISE_SCORE.
 //
 // Macros: LAYOUT (DSV4_BF16 or MLA_BF16: 512 or 576 values a row).
 #include "sm90/prefill/producer.cuh"
 #include "sm90/prefill/consumer.cuh"
 
-// The map of q is without an address where there is none. It lies at a multiple of 64, as parameters begin 16 bytes behind
-// one and SparseProblem has 368.
+// The tensor map of q has a null address if q has none. Its own address is a multiple of 64, because parameters begin 16 bytes
+// after such a multiple and SparseProblem has 368 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 sparse_mla_prefill(const __grid_constant__ SparseProblem problem, const __grid_constant__ TensorMap q_map) {
     extern __shared__ uint4 memory[];
-    if (uint32(__cvta_generic_to_shared(memory)) != READY || reinterpret_cast<uint64>(&q_map) % 64) __trap();
+    if (uint32(__cvta_generic_to_shared(memory)) != SHARED_START || reinterpret_cast<uint64>(&q_map) % 64) __trap();
     if (threadIdx.x == 0 && q_map.start) prefetch_tensor_map(q_map);
     int group = threadIdx.x / 128;  // consumers come first
     if (threadIdx.x == 0) {

@@ -4,14 +4,14 @@
 #include "sm90/prefill/memory.cuh"
 #include "sm90/tma.cuh"
 
-// A warp, which copies a quarter of the rows of a block, piece after piece: 16 bytes a lane, so four rows of 128 bytes at a time.
+// A warp copies a quarter of the rows of a block, piece by piece: 16 bytes a lane, so four rows of 128 bytes at a time.
 struct Producer {
     static constexpr int ROWS = BLOCK / PRODUCERS, STEPS = ROWS / 4;
 
     const SparseProblem& problem;
     const TensorMap& q_map;
     int warp, lane;
-    uint32 to;  // where this lane's first 16 bytes go in a tile
+    uint32 to;  // destination of this lane's first 16 bytes in a tile
 
     __device__ Producer(const SparseProblem& p, const TensorMap& q) : problem(p), q_map(q), warp(threadIdx.x / 32 % PRODUCERS), lane(threadIdx.x % 32) {
         int row = lane / 8, chunk = lane % 8;
@@ -28,10 +28,10 @@ struct Producer {
         return Sources(array, stride, rows, warp * ROWS, lane);
     }
 
-    // Start to copy this warp's rows of a tile at `target`; zeros where there is no row.
+    // Start copies of this warp's rows of a tile at `target`; zeros for absent rows.
     __device__ void copy_tile(uint32 target, const Sources& from, int tile) const {
 #pragma unroll
-        for (int i = 0; i < STEPS; ++i)  // every other four rows' chunks lie 4 chunks away
+        for (int i = 0; i < STEPS; ++i)  // the swizzle of rows 4 further differs by 4 chunks
             copy_async<16>(target + tile * TILE_BYTES + (to ^ i % 2 * 64) + i * 512, from.at[i] + tile * 128, from.here[i]);
     }
     __device__ void copy_piece(uint32 target, const Sources& from, int piece) const {
@@ -40,7 +40,7 @@ struct Producer {
         copies_commit();
     }
 
-    // Start to copy a piece of a tile's Q, as many as there are warps, by boxes, which say themselves when they are there.
+    // Start TMA copies of this warp's piece of a tile's Q: as many pieces as warps. The boxes signal their own completion.
     __device__ void load_q(int tile) const {
         int token = tile / problem.groups, head = tile % problem.groups * HEADS;
         int rope = HAS_ROPE && warp == PIECES - 1;
@@ -50,7 +50,7 @@ struct Producer {
                 int tile_of_q = i < PIECE_TILES ? first_tile(warp) + i : TILES - 1;
                 tma_load(Q_AT + tile_of_q * TILE_BYTES, q_map, 64 * tile_of_q, head, token, Q_READY + 8 * warp);
             }
-            // The next one is asked for between two tiles, when nobody has anything else to do.
+            // Prefetch the next tile's Q into L2: it is loaded between two tiles, when the other roles are idle.
             int next = tile + gridDim.x, next_token = next / problem.groups, next_head = next % problem.groups * HEADS;
             if (next < problem.tiles())
                 for (int i = 0; i < PIECE_TILES; ++i) tma_prefetch(q_map, 64 * (first_tile(warp) + i), next_head, next_token);
@@ -59,17 +59,17 @@ struct Producer {
         }
     }
 
-    // Say that pieces are there, one after another.
-    __device__ void tell(uint32 barrier) const {
-        tell_piece<3>(barrier), tell_piece<2>(barrier + 8), tell_piece<1>(barrier + 16), tell_piece<0>(barrier + 24);
+    // Signal the pieces one by one, as their copies land.
+    __device__ void signal(uint32 barrier) const {
+        signal_piece<3>(barrier), signal_piece<2>(barrier + 8), signal_piece<1>(barrier + 16), signal_piece<0>(barrier + 24);
     }
-    template <int PENDING> __device__ void tell_piece(uint32 barrier) const {
+    template <int PENDING> __device__ void signal_piece(uint32 barrier) const {
         copies_wait<PENDING>();
         fence_proxy_async();
         warp_arrive(barrier);
     }
 
-    // The same by rows, of queries that have no map.
+    // The same row by row, for queries without a tensor map.
     __device__ void copy_q(int tile, uint32 tiles) const {
         const bf16* q = problem.q + tile / problem.groups * problem.q_stride_b;
         Sources from = sources(reinterpret_cast<const uint8*>(q), 2 * problem.q_stride_h, heads(tile));
@@ -78,11 +78,11 @@ struct Producer {
             barrier_wait(Q_FREE + 8 * piece, tiles % 2 ^ 1);
             copy_piece(Q_AT, from, piece);
         }
-        tell(Q_READY);
+        signal(Q_READY);
     }
 
     __device__ void run() const {
-        const List& list = problem.lists[0];
+        const Segment& list = problem.segments[0];
         BlockWalk walk(problem);
         if (!walk.more()) return;
         LaneRows next = listed_rows(walk, lane);
@@ -106,7 +106,7 @@ struct Producer {
                 barrier_wait(Q_FREE + 8 * warp, tiles % 2 ^ 1);
                 load_q(tile);
             }
-            tell(READY + 8 * PIECES * buffer);
+            signal(READY + 8 * PIECES * buffer);
             if (first && !q_map.start) copy_q(tile, tiles);
             tiles += first;
         }

@@ -2,7 +2,7 @@
 #pragma once
 #include "sm90/dense/decode/memory.cuh"
 
-constexpr int EARLY_PIECES = 2;  // that are scored before the other consumer's block is added up
+constexpr int EARLY_PIECES = 2;  // pieces that are scored before the other consumer's block is added up
 
 // Weights are exp2(score - reference); the reference is raised to the running maximum when that is so much larger,
 // which seldom happens after the first blocks.
@@ -10,7 +10,7 @@ constexpr float RAISE = 8.0f;
 
 template <bool VALUE_> struct Yes { static constexpr bool value = VALUE_; };
 
-// What a launch is given beside the cache.
+// Arguments of a launch besides the cache.
 struct DenseProblem {
     const VALUE* q;
     int64 q_stride_b, q_stride_s, q_stride_h;
@@ -23,14 +23,14 @@ struct DenseProblem {
     float *partial_out, *partial_lse;
 };
 
-template <int CONSUMER> __device__ inline void consume(const DenseProblem& problem, const DenseShare& share, int blocks) {
+template <int CONSUMER> __device__ inline void consume(const DenseProblem& problem, const DenseWorkRange& range, int blocks) {
     constexpr int consumer = CONSUMER;
     int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, row = thread / 8, chunk = thread % 8;
     uint32 swizzled = row * 128 + ((chunk ^ (row & 7)) << 4);
-    int first_head = share.group * HEADS;
+    int first_head = range.group * HEADS;
     uint32 window = shared_window();
     {
-        const VALUE* token = problem.q + share.request * problem.q_stride_b + share.query * problem.q_stride_s + 8 * chunk;
+        const VALUE* token = problem.q + range.request * problem.q_stride_b + range.query * problem.q_stride_s + 8 * chunk;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             int head = 32 * consumer + 16 * r + row;
@@ -45,10 +45,10 @@ template <int CONSUMER> __device__ inline void consume(const DenseProblem& probl
         fence_proxy_async();
         warp_arrive(window + Q_READY);
         barrier_wait(window + Q_READY, 0);
-        warpgroup_sync(2 + consumer);  // or the compiler takes what follows for divergent, and serialises the products
+        warpgroup_sync(2 + consumer);  // or the compiler treats what follows as divergent, and serialises the products
     }
     float scale_log2 = problem.scale_log2;
-    // Of READY and FREE: the buffer of this consumer's own blocks, and of the other's; this consumer's pieces of both.
+    // Offsets in READY and FREE: the buffer of this consumer's own blocks, and of the other's; this consumer's pieces of both.
     constexpr uint32 own = 8 * PIECES * consumer, other = 8 * PIECES * (consumer ^ 1), low_piece = 8 * (1 + consumer), high_piece = 8 * (3 + consumer);
     uint64 q_tile = tile_descriptor(Q_AT);
     uint64 own_k = tile_descriptor(K_AT + consumer * K_BYTES);
@@ -61,7 +61,7 @@ template <int CONSUMER> __device__ inline void consume(const DenseProblem& probl
     float reference[2] = {-infinity(), -infinity()}, total[2] = {};
     pin(low), pin(high);
 
-    // Raise the reference: what was added up so far counts less.
+    // Raise the references, and rescale the sums so far.
     auto raise_to = [&](const float (&now)[2]) {
         if (!__any_sync(~0u, now[0] != reference[0] || now[1] != reference[1])) return;
         float rescale[2];
@@ -74,7 +74,7 @@ template <int CONSUMER> __device__ inline void consume(const DenseProblem& probl
 #pragma unroll
         for (int i = 0; i < 64; ++i) low[i] *= rescale[i / 2 % 2], high[i] *= rescale[i / 2 % 2];
     };
-    // Begin to add what the other consumer's weights of its block in phase `phase` give.
+    // Start the PV products of the other consumer's block in phase `phase`, with that consumer's weights.
     auto add_other = [&](int phase) {
         barrier_wait(window + WEIGHTS_READY + 8 * (consumer ^ 1), phase % 2);
         float now[2] = {lds_float(window + REFERENCE_AT + 256 * (consumer ^ 1) + 4 * head),
@@ -159,7 +159,7 @@ template <int CONSUMER> __device__ inline void consume(const DenseProblem& probl
         uint32 weights[4][4];
 #pragma unroll
         for (int i = 0; i < 16; ++i) weights[i / 4][i % 4] = pack(VALUE{}, scores[2 * i], scores[2 * i + 1]);
-        warpgroup_sync(2 + consumer);  // all of this consumer have used the weights before
+        warpgroup_sync(2 + consumer);  // all warps of this consumer have used the previous weights
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
             int at = 16 * warp + lane % 16;
@@ -200,39 +200,39 @@ template <int CONSUMER> __device__ inline void consume(const DenseProblem& probl
         total[half] += __shfl_xor_sync(~0u, total[half], 2);
         if (lane % 4 == 0) sts_float(window + TOTALS_AT + 256 * consumer + 4 * (head + 8 * half), total[half]);
     }
-    pdl_release();  // parts are put together by a kernel that is launched while they are stored
+    pdl_release();  // the kernel that combines splits is launched while they are stored
     warp_arrive(window + TOTALS_READY + 8 * consumer);
     barrier_wait(window + TOTALS_READY + 8 * (consumer ^ 1), 0);
-    int64 token = int64(share.request) * problem.s_q + share.query;
+    int64 token = int64(range.request) * problem.s_q + range.query;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         int own_head = first_head + head + 8 * half;
         if (own_head >= problem.heads) continue;
         total[half] += lds_float(window + TOTALS_AT + 256 * (consumer ^ 1) + 4 * (head + 8 * half));
-        bool empty = reference[half] == -infinity() && total[half] == 0.0f;  // nothing but NaN is not nothing
-        float share_of = empty ? 0.0f : 1.0f / total[half];
+        bool empty = reference[half] == -infinity() && total[half] == 0.0f;  // a row of only NaN scores is not empty
+        float inv_sum = empty ? 0.0f : 1.0f / total[half];
         float log_sum = (reference[half] + log2f(total[half])) * LN_2;
         int column = 256 * consumer + 2 * (lane % 4);
         if (problem.splits > 1) {
-            int64 part = (token * problem.splits + share.split) * problem.heads + own_head;
+            int64 part = (token * problem.splits + range.split) * problem.heads + own_head;
             float* to = problem.partial_out + part * LATENT_V + column;
 #pragma unroll
             for (int n = 0; n < 16; ++n) {
                 int i = 4 * n + 2 * half;
-                store_pair(to + 8 * n, low[i] * share_of, low[i + 1] * share_of);
-                store_pair(to + 128 + 8 * n, high[i] * share_of, high[i + 1] * share_of);
+                store_pair(to + 8 * n, low[i] * inv_sum, low[i + 1] * inv_sum);
+                store_pair(to + 128 + 8 * n, high[i] * inv_sum, high[i + 1] * inv_sum);
             }
             if (consumer == 0 && lane % 4 == 0) problem.partial_lse[part] = empty ? -infinity() : log_sum;
         } else {
-            VALUE* to = problem.out + share.request * problem.out_stride_b + share.query * problem.out_stride_s + own_head * problem.out_stride_h + column;
+            VALUE* to = problem.out + range.request * problem.out_stride_b + range.query * problem.out_stride_s + own_head * problem.out_stride_h + column;
 #pragma unroll
             for (int n = 0; n < 16; ++n) {
                 int i = 4 * n + 2 * half;
-                store_pair(to + 8 * n, low[i] * share_of, low[i + 1] * share_of);
-                store_pair(to + 128 + 8 * n, high[i] * share_of, high[i + 1] * share_of);
+                store_pair(to + 8 * n, low[i] * inv_sum, low[i + 1] * inv_sum);
+                store_pair(to + 128 + 8 * n, high[i] * inv_sum, high[i + 1] * inv_sum);
             }
             if (consumer == 0 && lane % 4 == 0)
-                problem.lse[share.request * problem.lse_stride_b + own_head * problem.lse_stride_h + share.query * problem.lse_stride_s] =
+                problem.lse[range.request * problem.lse_stride_b + own_head * problem.lse_stride_h + range.query * problem.lse_stride_s] =
                     empty ? infinity() : log_sum;
         }
     }

@@ -1,25 +1,39 @@
-// Decode over a paged cache of 16-bit dense MLA rows, on Hopper (sm_90a).
+// Dense MLA decode over a paged cache of 16-bit rows, on Hopper (sm_90a): out = softmax(scale Q K^T) V, and the LSE; with
+// splits > 1 partial results for common/dense_decode_merge.cu.
 //
-// A thread block takes 64 heads of a query token; keys go 64 at a time, a *block*. Three warpgroups:
+// Keys are processed 64 at a time, a *block*.
 //
-//     producer     copies rows into two buffers in turn
-//     consumer 0    S = Q K^T and the softmax of even blocks; values 0..255 of the result, of all blocks
-//     consumer 1    the same of odd blocks; values 256..511
+// Grid: (requests * s_q * groups of 64 heads * splits): each CTA has 64 heads of a query token and one split of its keys.
+// Block: 384 threads.
 //
-// A consumer multiplies its own weights out of registers, and the other's out of shared memory. Both add up the blocks in
-// order, so that each can go on from the other's running maximum. Memory is what takes longest, so each *piece* of a
-// buffer is filled again as soon as it has been used; a consumer adds up the other's block before it scores most of its
-// own, for whose keys it would have to wait anyway. Pieces, in the order in which they are used and freed:
+//     warps    role        registers  work
+//     0..3     producer    64         copies rows into two buffers alternately
+//     4..7     consumer 0  216        S = Q K^T and softmax of even blocks; values 0..255 of the result, of all blocks
+//     8..11    consumer 1  216        the same for odd blocks; values 256..511
+//
+//     shared memory             KiB
+//     barriers, softmax state   3
+//     Q                         72
+//     K, 2 buffers              144
+//     weights of one block      8
+//     in all                    227
+//
+// A consumer multiplies its own weights from registers, and the other's from shared memory. Both add up the blocks in order,
+// so that each continues from the other's running maximum. Loads from global memory take longest, so each *piece* of a buffer
+// is refilled as soon as it has been used. A consumer adds up the other's block before it scores most of its own, whose keys
+// arrive later anyway. Pieces, in the order in which they are used and freed:
 //
 //     0  RoPE      freed by the consumer that scores the block
 //     1  values 0..127 (consumer 0)      2  values 256..383 (consumer 1)
 //     3  values 128..255 (consumer 0)    4  values 384..511 (consumer 1)
 //
-// Boxes of `box_rows` neighbouring rows, of which pages are made, are copied by one thread each for 64 values; blocks of
-// which not all rows are there (a request's last, missing pages) and pages without boxes (box_rows 0) row by row.
+// A page consists of boxes of `box_rows` neighbouring rows. One thread copies a box, 64 values at a time (TMA). Blocks with
+// absent rows (a request's last block, missing pages) and pages without boxes (box_rows 0) are copied row by row.
 //
-// PAIRED, for an even number of groups of heads: two thread blocks that read the same keys are a cluster, which puts them next
-// to one another. They exchange nothing, but what both read then costs less power, which is what bounds long batches.
+// PAIRED, for an even number of groups of heads: two CTAs that read the same keys form a cluster, which places them next to each
+// other. They exchange nothing, but reading the same keys then costs less power, which bounds long batches.
+//
+// Limits: rows of 576 values (512 + RoPE); rows, pages and q aligned to 16 bytes.
 //
 // Macros: VALUE (bf16 or f16), PAIRED (0 or 1).
 #include "sm90/dense/decode/producer.cuh"
@@ -30,7 +44,7 @@
 #else
 #define CLUSTER
 #endif
-// 48 bytes come before the map: a tensor map lies at a multiple of 64, and parameters begin 16 bytes behind one.
+// 48 bytes precede the map: the address of a tensor map is a multiple of 64, and parameters begin 16 bytes after one.
 extern "C" CLUSTER __global__ void __launch_bounds__(THREADS, 1)
 mla_decode_sm90(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h, int s_q, int heads, int block_size,
                 int box_rows, const __grid_constant__ TensorMap map, const uint8* pages, int64 page_stride,
@@ -52,14 +66,14 @@ mla_decode_sm90(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stri
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    DenseShare share = DenseShare::of(blockIdx.x, splits, groups, s_q, lens, int64(columns) * block_size, causal, KEYS);
-    int blocks = share.last_block - share.first_block;
+    DenseWorkRange range = DenseWorkRange::of(blockIdx.x, splits, groups, s_q, lens, int64(columns) * block_size, causal, KEYS);
+    int blocks = range.last_block - range.first_block;
 
     if (group == 0) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         LatentCache cache{pages, page_stride, num_slots, block_size, {block_table, table_stride, requests, columns}};
-        int end = min(share.keys, share.last_block * KEYS);
-        RowProducer producer{cache, map, box_rows, share.request, share.first_block, end, window};
+        int end = min(range.keys, range.last_block * KEYS);
+        RowProducer producer{cache, map, box_rows, range.request, range.first_block, end, window};
         PageRow box = producer.box(0);
         for (int i = 0; i < blocks; ++i) {
             uint32 parity = i / 2 % 2 ^ 1;
@@ -74,6 +88,6 @@ mla_decode_sm90(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stri
     warpgroup_reg_alloc<CONSUMER_REGISTERS>();
     DenseProblem problem{q, q_stride_b, q_stride_s, q_stride_h, s_q, heads, splits, softmax_scale * LOG2_E, out, out_stride_b,
                     out_stride_s, out_stride_h, lse, lse_stride_b, lse_stride_h, lse_stride_s, partial_out, partial_lse};
-    if (group == 1) consume<0>(problem, share, blocks);
-    else consume<1>(problem, share, blocks);
+    if (group == 1) consume<0>(problem, range, blocks);
+    else consume<1>(problem, range, blocks);
 }

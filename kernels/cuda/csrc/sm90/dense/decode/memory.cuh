@@ -1,4 +1,4 @@
-// What the roles of sm90/dense/decode/decode.cu share: sizes, and what lies where in shared memory.
+// Constants that all roles of sm90/dense/decode/decode.cu use: sizes, barriers and the layout of shared memory.
 #pragma once
 #define ALIGNED 1
 #include "sm90/tma.cuh"
@@ -11,26 +11,26 @@ constexpr int TILES = LATENT_DIM / 64, ROPE_TILE = TILES - 1;
 constexpr int PRODUCER_REGISTERS = 64, CONSUMER_REGISTERS = 216;
 constexpr int PIECES = 5;
 
-// Barriers. A warp arrives by one lane, after all its lanes (with -DEVERY_LANE_ARRIVES by each of them: 32 times the count).
+// Barriers. One lane arrives for its warp, after all lanes (with -DEVERY_LANE_ARRIVES every lane: 32 times the count).
 //
 //     barrier               arrivals of a phase                     waits                               guards
-//     READY[buffer][piece]  128: by rows each producer thread,      the consumer that scores the        rows of a piece; with piece 0
-//                           when its copies have ended; by boxes    block: all pieces; the other one:   PRESENT
-//                           lane 0 of warp 0 for all, and the       its two (1 + consumer,
-//                           bytes of the boxes                      3 + consumer)
+//     READY[buffer][piece]  128: row by row: each producer thread,  the consumer that scores the        rows of a piece; with piece 0
+//                           when its copies have landed; by boxes:  block: all pieces; the other one:   PRESENT
+//                           lane 0 of warp 0 for all threads, and   its two (1 + consumer,
+//                           the bytes of the boxes                  3 + consumer)
 //     FREE[buffer][piece]   4: piece 0: warps of the consumer that  producer warp 0                     rows of a piece until their products
-//                           scores the block; else of the one that                                      have ended; with piece 0 PRESENT
-//                           has the piece's values, after its PV
+//                           scores the block; others: of the one                                        have ended; with piece 0 PRESENT
+//                           with the piece's values, after its PV
 //     WEIGHTS_READY[c]      4: warps of consumer c                  the other consumer                  WEIGHTS and REFERENCE[c] of c's block
 //     TOTALS_READY[c]       4: warps of consumer c; one phase       the other consumer                  TOTALS[c]
 //     Q_READY               8: warps of both consumers; one phase   both consumers                      Q, of which each copies half
-//     named 2, 3            128: consumer 0; consumer 1             those that arrive                   WEIGHTS: before a block's are stored,
-//                                                                                                       all have ended products with the last
-//     named 4               128: producers, by rows                 those that arrive                   warps 1 to 3 behind warp 0's FREE
+//     named 2, 3            128: consumer 0; consumer 1             the same consumer                   WEIGHTS: its products with the last
+//                                                                                                       weights end before new ones are stored
+//     named 4               128: producers, row by row              producers                           warps 1 to 3 after warp 0's FREE
 //
-// The consumer that scores a block does not arrive at FREE of the other's two pieces: these are freed behind WEIGHTS_READY, at
-// which it arrives when it has scored them. WEIGHTS has no barrier that frees it: consumers score blocks in turn, and add up
-// the other's block before they store weights of their own.
+// The consumer that scores a block does not arrive at FREE of the other's two pieces: these are freed after WEIGHTS_READY, at
+// which it arrives when it has scored them. WEIGHTS has no barrier that frees it: consumers score blocks alternately, and add
+// up the other's block before they store weights of their own.
 // Shared memory. Without static shared memory the dynamic part starts at 1024; the kernel traps otherwise.
 constexpr uint32 BARRIERS_AT = 1024;
 constexpr uint32 READY = BARRIERS_AT, FREE = READY + 16 * PIECES;  // of each piece: [2 buffers][PIECES]
@@ -46,13 +46,13 @@ constexpr uint32 K_BYTES = TILES * TILE_BYTES;
 constexpr uint32 WEIGHTS_AT = K_AT + 2 * K_BYTES;                  // of one block at a time
 static_assert(PRESENT_AT % 16 == 0 && TOTALS_AT + 2 * 64 * 4 <= Q_AT);
 
-// To be added to these: in a cluster, a thread block's rank is in the upper bits of its addresses.
+// Added to all of these addresses: in a cluster, a CTA's rank is in the upper bits of its shared addresses.
 __device__ inline uint32 shared_window() {
 #if PAIRED
     uint32 rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     rank <<= 24;
-    asm volatile("" : "+r"(rank));  // or it is found again wherever it is used
+    asm volatile("" : "+r"(rank));  // keeps the compiler from rematerialising it at every use
     return rank;
 #else
     return 0;

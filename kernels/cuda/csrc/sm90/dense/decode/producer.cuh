@@ -13,13 +13,13 @@ struct RowProducer {
 
     // ---- boxes
 
-    // Where this lane's box of a block starts; absent if one of its rows is, or if a block has fewer boxes.
+    // First row of this lane's box of a block; absent if one of its rows is, or if a block has fewer boxes.
     __device__ PageRow box(int i) const {
         int row = threadIdx.x % 32 * box_rows, position = (first_block + i) * KEYS + row;
         if (!box_rows || row >= KEYS || position + box_rows > keys) return {-1, 0};
         return lookup_page_row(cache.table, request, position, cache.block_size, cache.num_slots);
     }
-    // Whether all boxes of a block are there.
+    // Whether all boxes of a block are present.
     __device__ bool is_whole(PageRow box) const {
         return __all_sync(~0u, int(threadIdx.x % 32) * box_rows >= KEYS || box.page >= 0);
     }
@@ -33,7 +33,7 @@ struct RowProducer {
             if (lane == 0) {
                 if (piece == 0) sts128(window + PRESENT_AT + 16 * buffer, {0x0f0f0f0f, 0x0f0f0f0f, 0x0f0f0f0f, 0x0f0f0f0f});
                 barrier_arrive_expecting(ready, tile_count(piece) * TILE_BYTES);
-                barrier_arrive(ready, PRODUCERS - 1);  // for those that have nothing to do
+                barrier_arrive(ready, PRODUCERS - 1);  // for all other producer threads
             }
             if (box.page >= 0) {
 #pragma unroll
@@ -67,7 +67,7 @@ struct RowProducer {
             for (int r = 0; r < 4; ++r) {
                 bool present = rows[r] != ABSENT;
                 const uint8* from = cache.pages + (present ? uint64(rows[r]) << 4 : 0) + 16 * chunk;
-                asm volatile("" : "+l"(from), "+r"(to));  // or every sum with them is kept in a register
+                asm volatile("" : "+l"(from), "+r"(to));  // or the compiler keeps every derived address in a register
 #pragma unroll
                 for (int tile = first_tile(piece); tile < first_tile(piece) + tile_count(piece); ++tile)
                     copy_async<16>(to + tile * TILE_BYTES + 2048 * r, from + 128 * tile, present);

@@ -1,0 +1,189 @@
+"""Host time of a call by the framework of its arrays: on a device, until all is queued.
+
+`launch` is the driver's part: the same kernels launched again with arguments that are packed already. Under jax.jit the
+call is one of a jitted function that does nothing else; `jax.jit, identity` hands the same arrays through. A decode is
+a layer's, with lengths; FlashMLA makes it too, with the same tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+import cumla
+
+from ..arrays import dlpack
+from ..arrays.memory import to_host
+from ..dispatch import backends
+from ..layout import DSV4_FP8
+from .peers import FLASH_MLA_DECODE, has_peer
+from .problem import BLOCK, Arrays, Calls, Problem, Sizes, kind_of
+from .sparse import Decode, DecodeInputs
+from .trace_layers import Place
+
+INSERT, MAP, DECODE = "insert", "map", "decode"
+
+Call = Callable[[], Any]
+
+
+@dataclass
+class Operands:
+    """A function by name, its arguments, and the arguments that it writes. inputs: a decode's."""
+
+    function: str
+    given: list[Any]
+    named: dict[str, Any] = field(default_factory=dict)
+    written: dict[str, Any] = field(default_factory=dict)
+    inputs: DecodeInputs | None = None
+
+    def call(self, module: Any, convert: Any = None, **options: Any) -> Call:
+        """The call of a module's function with its arrays converted."""
+        convert = convert or (lambda x: x)
+        named = {name: convert(x) for name, x in (self.named | self.written).items()}
+        return functools.partial(getattr(module, self.function), *map(convert, self.given), **named, **options)
+
+
+@dataclass(frozen=True)
+class FrameworkCall:
+    """A call with its outputs given, for `batch` tokens."""
+
+    name: str
+    batch: int
+    heads: int = 64
+    topk: int = 512  # of the map, and of a decode's second cache
+    window: int = 128
+
+    @property
+    def op(self) -> str:
+        return f"call: {self.name}"
+
+    def __str__(self) -> str:
+        if self.name == DECODE:
+            return f"h{self.heads} b{self.batch} {self.window}+{self.topk}, {kind_of(True)}"
+        return f"T{self.batch}" + (f" {self.topk}" if self.name == MAP else "")
+
+    def problem(self, sizes: Sizes) -> Problem:
+        x, moved = self.operands(sizes)
+        plan = {"plan": cumla.DecodePlan()} if self.name == DECODE else {}
+        found, functions = {sizes.xp.__name__: x.call(cumla, backend=sizes.backend, **plan)}, {}
+        if sizes.backend == "cuda":
+            found["launch"] = _launches(found[sizes.xp.__name__])
+        default = sizes.backend == backends.default(sizes.on_device)  # which operators of a framework's own call
+        if has_peer("torch") and (not sizes.on_device or Place.of(sizes.backend).framework == "torch"):
+            plan = {"plan": cumla.DecodePlan()} if plan else {}
+            found["torch"] = x.call(cumla, _tensor, backend=sizes.backend, **plan)
+            if default:
+                found["torch operator"] = x.call(importlib.import_module("cumla.interop.torch"), _tensor)
+        if has_peer("jax") and default:
+            found |= _of_jax(x, sizes)
+        if x.inputs is not None and sizes.with_peers and (peer := x.inputs.flash_mla()) is not None:
+            found["flash_mla"], functions["flash_mla"] = peer, FLASH_MLA_DECODE
+        impls: dict[str, tuple[str, Calls]] = {name: ("", [call]) for name, call in found.items()}
+        return Problem(
+            self.op, str(self), impls, moved, check=_check(x.inputs), clear=x.inputs.clear if x.inputs else None,
+            functions=functions, unchecked=("launch", "jax.jit", "jax.jit, identity", "JAX"), from_host=True,
+        )  # fmt: skip
+
+    def operands(self, sizes: Sizes) -> tuple[Operands, int]:
+        """And how many bytes the call moves."""
+        arrays, xp, batch = Arrays(sizes), sizes.xp, self.batch
+        if self.name == INSERT:
+            slots = xp.asarray(arrays.rng.permutation(sizes.slots)[:batch])
+            given = [arrays.rows(batch, 512), arrays.cache(DSV4_FP8), slots]
+            return Operands("quantize_and_insert_k_cache", given), batch * (1024 + DSV4_FP8.token_bytes)
+        if self.name == MAP:
+            columns = -(-sizes.context // BLOCK)
+            given = [
+                arrays.integers(columns * BLOCK, batch, self.topk), xp.arange(batch, dtype=np.int32),
+                arrays.integers(sizes.slots // BLOCK, batch, columns), BLOCK, xp.ones(batch, np.bool_),
+            ]  # fmt: skip
+            out = xp.empty((batch, self.topk), np.int32), xp.empty(batch, np.int32)
+            return Operands("compute_global_topk_indices_and_lens", given, {}, {"out": out}), 8 * batch * self.topk
+        x = DecodeInputs(Decode(DSV4_FP8, self.heads, batch, 1, self.window, self.topk, lengths=True), sizes, 0)
+        named = {"layout": DSV4_FP8, "attn_sink": x.sink} | {k: v for k, v in x.second().items() if v is not None}
+        given = [x.q, x.caches[0].array, x.lists[0]]
+        moved = x.keys * DSV4_FP8.token_bytes + batch * self.heads * 2048
+        return Operands("sparse_mla_decode", given, named, {"out": x.out, "lse": x.lse}, x), moved
+
+
+def _check(inputs: DecodeInputs | None) -> Callable[[Any], float] | None:
+    """The error of a decode's output, which may come with its lse."""
+    if inputs is None:
+        return None
+    return lambda result: inputs.check(result[0] if isinstance(result, (tuple, list)) else result)
+
+
+def _tensor(x: Any) -> Any:
+    importlib.import_module("torch")  # which must be there for arrays to become its tensors
+    if isinstance(x, tuple):
+        return tuple(map(_tensor, x))
+    return dlpack.give(x, "torch") if hasattr(x, "shape") else x
+
+
+def _of_jax(x: Operands, sizes: Sizes) -> dict[str, Call]:
+    """JAX's arrays, whose results are allocated; nothing where its device is another."""
+    import jax
+
+    if (jax.default_backend() == "gpu") != sizes.on_device:
+        return {}
+    import cumla.interop.jax as operations
+
+    places = list(map(str, range(len(x.given))))  # keys of a pytree are of one type
+    every = dict(zip(places, x.given, strict=True)) | x.named
+    arrays = {key: jax.device_put(to_host(a)) for key, a in every.items() if hasattr(a, "shape")}
+    donated = {"1": arrays.pop("1")} if x.inputs is None and not x.written else {}  # the cache of an insert
+
+    def call(module: Any, donated: Any, arrays: Any) -> Any:
+        found = every | donated | arrays
+        named = {name: found[name] for name in x.named}
+        return getattr(module, x.function)(*(found[place] for place in places), **named)
+
+    def threaded(function: Callable[..., Any]) -> Call:
+        """Calls in a row, each with the cache that the one before it gave back."""
+
+        def run() -> None:
+            result = function(donated, arrays)
+            if donated:
+                donated["1"] = result
+            if not sizes.on_device:
+                jax.block_until_ready(result)
+
+        return run
+
+    jitted = jax.jit(functools.partial(call, operations), donate_argnums=0)
+    identity = jax.jit(lambda donated, arrays: donated.get("1", arrays["0"]), donate_argnums=0)
+    found = {"jax.jit, identity": threaded(identity), "jax.jit": threaded(jitted)}
+    return found if donated else {"JAX": functools.partial(call, cumla, donated, arrays), **found}
+
+
+def _launches(call: Call) -> Call:
+    """The kernels that a call launches, launched again."""
+    from ..kernels.cuda.launch import recorded_launches
+    from .measure import cupy
+
+    call()
+    with recorded_launches() as launches:
+        call()
+    found = list(launches)
+
+    def run() -> None:
+        stream = cupy().cuda.get_current_stream().ptr
+        for launch in found:
+            launch.kernel.launch(launch, launch.packed_arguments, stream)
+
+    return run
+
+
+def frameworks(sizes: Sizes) -> Iterator[FrameworkCall]:
+    for batch in sizes.batch:
+        yield FrameworkCall(INSERT, batch)
+        yield FrameworkCall(DECODE, batch, sizes.heads, sizes.extra, sizes.topk)
+
+
+def recorded() -> list[FrameworkCall]:
+    return [FrameworkCall(INSERT, 32), FrameworkCall(MAP, 32), *(FrameworkCall(DECODE, b) for b in (1, 32, 128))]

@@ -1,0 +1,142 @@
+"""Checks of the arguments of a dense layer's step, before any of them is written."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..dispatch.call import BYTES, INT32, SLOTS, Call
+from ..kernels.types.plan import Workspace
+from ..layout import plain_rows
+from ..metadata.mla import MLACommonMetadata
+from ..ops.dense_cache import K_PE_DIM, KV_C_DIM, VALUE_TYPES, checked_scale
+from ..ops.sparse_attention import check_heads
+from .sparse_validation import check_rows
+
+
+class DenseLayer(Protocol):
+    """What the checks read of an `MLACommonImpl`."""
+
+    backend: str | None
+    num_heads: int
+    head_size: int
+    qk_head_dim: int
+    v_head_dim: int
+    kv_cache_dtype: str
+    workspace: Workspace
+    W_UV: Any
+
+
+def check_forward(
+    layer: DenseLayer,
+    q: Any,
+    k_c_normed: Any,
+    k_pe: Any,
+    kv_cache: Any,
+    metadata: MLACommonMetadata,
+    output: Any,
+    k_scale: Any,
+    stream: Any,
+) -> None:
+    """Raise TypeError or ValueError for arguments of `MLACommonImpl.forward` that do not fit together."""
+    if not hasattr(layer, "W_UV"):
+        raise ValueError("kv_b_proj: not processed, expected process_weights_after_loading to be called first")
+    if not isinstance(metadata, MLACommonMetadata):
+        raise TypeError(f"attn_metadata: got {type(metadata).__name__}, expected MLACommonMetadata")
+    call = Call(layer.backend, stream)
+    native = call.borrow("q", q)
+    tokens, heads, dim = len(native) if native.ndim else 0, layer.num_heads, layer.qk_head_dim
+    if native.ndim not in (2, 3) or native.size != tokens * heads * dim:
+        raise ValueError(f"q: got shape {tuple(native.shape)}, expected [T, {heads}, {dim}]")
+    if native.dtype != layer.W_UV.dtype:
+        raise TypeError(f"q: got dtype {native.dtype}, expected {layer.W_UV.dtype} as act_dtype said")
+    check_heads(heads)
+    call.check_place("kv_b_proj", layer.W_UV)
+    layer.workspace.check_place(native)
+    same, used = (native.dtype,), metadata.num_decode_tokens + metadata.num_prefill_tokens
+    kv_c = call.array("k_c_normed", k_c_normed, same, ("tokens", KV_C_DIM))
+    rope = call.borrow("k_pe", k_pe)
+    if rope.ndim == 3 and rope.shape[1] == 1:
+        rope = rope[:, 0]
+    call.array("k_pe", rope, same, (-1, K_PE_DIM))
+    for name, rows in (("q", native), ("k_c_normed", kv_c), ("k_pe", rope)):
+        check_rows(name, rows, used, "tokens")
+    check_cache(call, layer, kv_cache, native.dtype, k_scale, metadata.block_size)
+    check_metadata(call, layer, metadata, used, native.dtype)
+    if output is not None:
+        result = call.borrow("output", output, writable=True)
+        shape = (tokens, heads * layer.v_head_dim)
+        if result.shape != shape or result.dtype != native.dtype:
+            raise ValueError(f"output: got {result.dtype} {list(result.shape)}, expected {native.dtype} {list(shape)}")
+    # These raise for a backend without such kernels.
+    call.kernels("dense_cache")
+    call.kernels("dense_attention")
+    call.kernels("projection")
+
+
+def check_cache(
+    call: Call, layer: DenseLayer, kv_cache: Any, dtype: np.dtype[Any], k_scale: Any, block_size: int | None = None
+) -> None:
+    """Check the cache; its pages must have block_size tokens if that is not None."""
+    cache = call.borrow("kv_cache", kv_cache, writable=True)
+    if not cache.size:
+        return
+    fp8 = layer.kv_cache_dtype != "auto"
+    if cache.dtype not in (BYTES if fp8 else (dtype,)):
+        expected = "uint8" if fp8 else f"{dtype} as q has"
+        raise TypeError(
+            f"kv_cache: got dtype {cache.dtype}, expected {expected} for kv_cache_dtype {layer.kv_cache_dtype!r}"
+        )
+    pages = call.pages("kv_cache", kv_cache, plain_rows(layer.head_size, VALUE_TYPES[cache.dtype]), writable=True)
+    if block_size not in (None, pages.block_size):
+        raise ValueError(
+            f"kv_cache: got pages of {pages.block_size} tokens, expected {block_size}, the metadata's block_size"
+        )
+    if fp8:
+        checked_scale(call, k_scale, "k_scale")
+
+
+def check_metadata(call: Call, layer: DenseLayer, metadata: MLACommonMetadata, used: int, dtype: np.dtype[Any]) -> None:
+    """Check the metadata that the step reads; a builder, a captured graph's state or the caller made it."""
+    slots = call.array("attn_metadata.slot_mapping", metadata.slot_mapping, SLOTS, (-1,))
+    check_rows("attn_metadata.slot_mapping", slots, used, "entries")
+    decodes, prefills = metadata.decode_metadata, metadata.prefill_metadata
+    if decodes is not None:
+        if not metadata.num_decodes and len(metadata.block_tables):
+            raise ValueError(f"attn_metadata: got {metadata.num_decode_tokens} decode tokens of 0 decodes")
+        query_len, attending = decodes.max_decode_query_len or 1, metadata.num_attending_decode_tokens
+        if prefills is not None and attending != metadata.num_decode_tokens:
+            raise ValueError(
+                f"attn_metadata: got {metadata.num_decode_tokens} decode tokens before prefills, expected {query_len} "
+                f"for each of {metadata.num_decodes} decodes"
+            )
+        requests = attending // query_len
+        for name, shape in (("block_tables", (-1, -1)), ("seq_lens_tensor", (-1,))):
+            array = call.array(f"attn_metadata.{name}", getattr(decodes, name), INT32, shape)
+            check_rows(f"attn_metadata.{name}", array, requests, "requests")
+    if prefills is None:
+        return
+    requests = prefills.num_prefills
+    starts = call.array("attn_metadata.query_start_loc", prefills.query_start_loc, INT32, (-1,))
+    check_rows("attn_metadata.query_start_loc", starts, requests + 1, "entries")
+    chunks = prefills.context_chunk_seq_tot or []
+    if not chunks:
+        return
+    table = call.array("attn_metadata.block_tables", prefills.block_tables, INT32, (-1, -1))
+    check_rows("attn_metadata.block_tables", table, requests, "requests")
+    for name, columns in (("context_chunk_starts", requests), ("context_chunk_cu_seq_lens", requests + 1)):
+        array = call.array(f"attn_metadata.{name}", getattr(prefills, name), INT32, (-1, columns))
+        check_rows(f"attn_metadata.{name}", array, len(chunks), "chunks")
+    workspace = metadata.context_chunk_workspace
+    if workspace is None:
+        raise ValueError(
+            "attn_metadata: got no context_chunk_workspace for prefills with context, "
+            "expected MLACommonState.begin_forward to have put one there"
+        )
+    rows = call.borrow("context_chunk_workspace", workspace, writable=True)
+    if rows.ndim != 2 or rows.shape[1] != layer.head_size or len(rows) < max(chunks) or rows.dtype != dtype:
+        raise ValueError(
+            f"context_chunk_workspace: got {rows.dtype} {list(rows.shape)}, "
+            f"expected {dtype} of at least {max(chunks)} rows of {layer.head_size}"
+        )

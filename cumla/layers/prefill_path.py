@@ -1,0 +1,104 @@
+"""The path on which a chunk of prefills attends: over the pages of its caches, or over rows gathered from them first.
+
+The pages path gathers nothing and needs no workspace, but converts rows again for every token that attends to them.
+The gathered path first makes a pass over all rows that a request's tokens reach; these rows are then bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..layout import DSV4_FP8, V32_FP8, CacheLayout
+from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
+
+PATHS = ("pages", "rows")
+HEADS, BLOCK = 64, 64  # heads and keys that kernels take at a time
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Measured times of a chunk on a backend, in us. A tile is 64 heads of a token, a block 64 keys of a tile.
+
+    pages        fixed time of a chunk over pages
+    pages_map    time to map compressed rows to slots, if there are any
+    pages_tile, pages_block  time of a tile's start and end and of a block, with all multiprocessors busy
+    rows         fixed time of a chunk over gathered rows: a gather, indices, attention
+    rows_map     time to gather compressed rows and to list them, if there are any
+    gathered     time of a gathered row
+    wave_tile    time of the start and end of a wave, one tile on each multiprocessor
+    wave_block   time of one block of each of these tiles
+    tiles        tiles of a wave
+    """
+
+    pages: float
+    pages_map: float
+    pages_tile: float
+    pages_block: float
+    rows: float
+    rows_map: float
+    gathered: float
+    wave_tile: float
+    wave_block: float
+    tiles: int
+
+
+# Measured on an H200 (docs/kernels/decode-splits.md). Other backends and layouts gather.
+COSTS = {
+    ("cuda", DSV4_FP8.name): Costs(
+        pages=10, pages_map=8, pages_tile=0.0271, pages_block=0.0153, rows=32, rows_map=26, gathered=0.0005,
+        wave_tile=3.85, wave_block=1.575, tiles=132,
+    ),
+    ("cuda", V32_FP8.name): Costs(
+        pages=10, pages_map=40, pages_tile=0.0271, pages_block=0.0162, rows=20, rows_map=40, gathered=0.0014,
+        wave_tile=3.85, wave_block=1.78, tiles=132,
+    ),
+}  # fmt: skip
+
+
+def cheaper_path(costs: Costs, tokens: int, heads: int, window: int, compressed: int, gathered: int) -> str:
+    """The faster path for `tokens` tokens, each of which attends to so many window and compressed rows.
+
+    gathered  rows that the gathered path would gather
+    """
+    tiles = tokens * -(-heads // HEADS)
+    listed = -(-window // BLOCK) + -(-compressed // BLOCK)
+    pages = costs.pages + tiles * (costs.pages_tile + listed * costs.pages_block)
+    waves = tiles / costs.tiles  # a fraction: the end of a wave overlaps with the next one
+    blocks = -(-(window + compressed) // BLOCK)
+    rows = costs.rows + gathered * costs.gathered + waves * (costs.wave_tile + blocks * costs.wave_block)
+    if compressed:
+        pages, rows = pages + costs.pages_map, rows + costs.rows_map
+    return "pages" if pages < rows else "rows"
+
+
+def chunk_paths(
+    metadata: DeepseekSparseSWAMetadata,
+    compress_ratio: int,
+    heads: int,
+    topk: int | None,
+    backend: str,
+    layout: CacheLayout = DSV4_FP8,
+    forced: str | None = None,
+) -> Iterator[tuple[slice, int, int, str]]:
+    """The chunks of a step's prefills and their paths, from host values only.
+
+    topk    rows that a token selects at most; None for one that takes all compressed rows
+    forced  the path of all chunks, if not None
+
+    Yields (prefills, N, M, path), N and M as in get_prefill_chunk_plan.
+    """
+    costs = COSTS.get((backend, layout.name))
+    for start, end, n, m in metadata.get_prefill_chunk_plan(compress_ratio):
+        prefills, path = slice(start, end), forced
+        if path is None and costs is not None:
+            tokens = int(np.sum(metadata.prefill_query_lens_cpu[prefills]))
+            longest = int(np.max(metadata.prefill_seq_lens_cpu[prefills]))
+            compressed = 0 if compress_ratio == 1 else longest // compress_ratio
+            if topk is not None:
+                compressed = min(compressed, topk)
+            window = min(longest, metadata.config.window_size)
+            path = cheaper_path(costs, tokens, heads, window, compressed, (end - start) * m)
+        yield prefills, n, m, path or "rows"

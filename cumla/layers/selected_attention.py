@@ -1,0 +1,169 @@
+"""Attention of DeepSeek V3.2's layers: each token attends to the rows of one cache that it selects.
+
+Decodes read the pages of the cache. Prefills take the faster of two paths (prefill_path.py): they also read the pages,
+or dequantise the rows of their requests into a workspace first and read that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..arrays import dlpack, streams
+from ..dispatch.backends import choose
+from ..layout import CacheLayout
+from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
+from ..ops.indices import compute_global_topk_indices_and_lens
+from ..ops.sparse_attention import sparse_mla_decode, sparse_mla_prefill
+from ..ops.sparse_cache import dequantize_and_gather_k_cache
+from .prefill_path import COSTS, HEADS, cheaper_path
+
+WORKSPACE_ROWS = 1 << 18  # dequantised rows at a time: 302 MB in bfloat16; a longer request has a workspace of its own
+Chunk = tuple[int, int, int]  # of prefills: the first, one past the last, and the rows of the longest
+
+
+@dataclass(frozen=True)
+class SelectedAttention:
+    """One layer's attention over the rows that tokens select.
+
+    cache          [num_blocks, block_size, ..], rows of `layout`
+    softmax_scale  of the scores
+    path           of prefills: "pages", "rows", or None for the faster one
+    observe        called with a part's name around each part ("map", "gather", "decode", "prefill")
+    """
+
+    cache: Any
+    layout: CacheLayout
+    softmax_scale: float
+    path: str | None = None
+    backend: str | None = None
+    observe: Callable[[str], AbstractContextManager[Any]] = lambda part: nullcontext()
+
+    def attend(
+        self,
+        q: Any,
+        metadata: DeepseekSparseSWAMetadata,
+        selected: Any,
+        slots: Any,
+        lens: Any,
+        mapped: int,
+        out: Any,
+        lse: Any,
+    ) -> None:
+        """Write `out` for all tokens of a step, on the current stream.
+
+        q         [T, h, head_dim]
+        metadata  of the step
+        selected  [T, topk] int32, positions that each token selects, -1 for none
+        slots     [T, topk] int32, written: slots of the selected rows, for tokens that read pages
+        lens      [T] int32, written: the number of those slots
+        mapped    first tokens whose slots and lens are already written: 0, or the decodes
+        out       [T, h, 512], written
+        lse       [T, h, 1] float32, overwritten
+        """
+        tokens, (_, heads, _) = len(q), q.shape
+        chunks = self._chunks(metadata, heads, selected.shape[1])
+        over_pages = metadata.num_decode_tokens if chunks else tokens
+        if mapped < over_pages:
+            some = slice(mapped, over_pages)
+            with self.observe("map"):
+                self._map(metadata, selected, some, metadata.block_table, metadata.block_size, slots, lens)
+        if over_pages:
+            some = slice(0, over_pages)
+            with self.observe("decode"):
+                sparse_mla_decode(
+                    q[some, None], self.cache, slots[some, None], layout=self.layout, topk_length=lens[some],
+                    softmax_scale=self.softmax_scale, out=out[some, None], lse=lse[some],
+                    plan=metadata.tile_sched_swaonly or metadata.pages_plan(1, 0), backend=self.backend,
+                )  # fmt: skip
+        for chunk in chunks:
+            self._over_rows(q, metadata, selected, slots, lens, out, chunk)
+
+    def _chunks(self, metadata: DeepseekSparseSWAMetadata, heads: int, topk: int) -> list[Chunk]:
+        """The prefills whose rows are dequantised together; none where they read pages. From host integers only."""
+        if not metadata.num_prefills or self.path == "pages":
+            return []
+        seq_lens = dlpack.borrow(metadata.prefill_seq_lens_cpu, "prefill_seq_lens_cpu")
+        chunks, start, longest = [], 0, 0
+        for i, length in enumerate(seq_lens.tolist()):
+            if i > start and (i + 1 - start) * max(longest, length) > WORKSPACE_ROWS:
+                chunks.append((start, i, longest))
+                start, longest = i, 0
+            longest = max(longest, length, 1)
+        chunks.append((start, len(seq_lens), longest))
+        if self.path is None:
+            if heads < HEADS:  # 16 heads: 767 us over pages, 767 to 830 over rows (2,000 tokens of 5K to 47K, H200)
+                return []
+            costs = COSTS.get(
+                (choose(self.backend, on_device=not isinstance(self.cache, np.ndarray)), self.layout.name)
+            )
+            if costs is None or streams.is_capturing():  # later replays' rows may not fit in a workspace
+                return []
+            query_lens = dlpack.borrow(metadata.prefill_query_lens_cpu, "prefill_query_lens_cpu")
+            count = int(query_lens.sum())
+            listed = listed_rows(seq_lens, query_lens, topk) // max(count, 1)
+            if cheaper_path(costs, count, heads, 0, listed, int(seq_lens.sum())) == "pages":
+                return []
+        return chunks
+
+    def _over_rows(
+        self, q: Any, metadata: DeepseekSparseSWAMetadata, selected: Any, slots: Any, lens: Any, out: Any, chunk: Chunk
+    ) -> None:
+        """Dequantise all rows of the chunk's requests into [requests, longest, head_dim], and attend to them."""
+        start, stop, longest = chunk
+        first = metadata.num_decodes
+        requests = slice(first + start, first + stop)
+        starts = dlpack.borrow(metadata.query_start_loc_cpu, "query_start_loc_cpu")
+        end = len(q) if stop == metadata.num_prefills else int(starts[requests.stop])  # padding: tokens without rows
+        tokens, count = slice(int(starts[requests.start]), end), end - int(starts[requests.start])
+        rows = dlpack.empty((stop - start, longest, self.layout.head_dim), q.dtype, q)
+        with self.observe("gather"):
+            seq_lens, table = (dlpack.borrow(getattr(metadata, x), x)[requests] for x in ("seq_lens", "block_table"))
+            dequantize_and_gather_k_cache(
+                rows, self.cache, seq_lens, None, table, metadata.block_size, layout=self.layout, backend=self.backend
+            )
+        with self.observe("map"):
+            # Row i of request r is r * longest + i: the workspace is addressed as pages of `longest` rows.
+            table = dlpack.namespace_of(q).arange(-requests.start, stop - start, dtype=np.int32)[:, None]
+            self._map(metadata, selected, tokens, table, longest, slots, lens)
+        with self.observe("prefill"):
+            logits = dlpack.empty((2, count, q.shape[1]), np.dtype(np.float32), q)
+            sparse_mla_prefill(
+                q[tokens], rows.reshape(-1, self.layout.head_dim), slots[tokens], softmax_scale=self.softmax_scale,
+                topk_length=lens[tokens], out=(out[tokens], logits[0], logits[1]), backend=self.backend,
+            )  # fmt: skip
+
+    def _map(
+        self,
+        metadata: DeepseekSparseSWAMetadata,
+        selected: Any,
+        some: slice,
+        table: Any,
+        rows: int,
+        slots: Any,
+        lens: Any,
+    ) -> None:
+        """Write the slots of the rows that the tokens `some` select, in pages of so many rows."""
+        requests, is_valid, positions = (
+            dlpack.borrow(getattr(metadata, name), name)[some]
+            for name in ("token_to_req_indices", "is_valid_token", "positions")
+        )
+        compute_global_topk_indices_and_lens(
+            selected[some], requests, table, rows, is_valid, compact=True, positions=positions, compress_ratio=1,
+            out=(slots[some], lens[some]), backend=self.backend,
+        )  # fmt: skip
+
+
+def listed_rows(seq_lens: np.ndarray, query_lens: np.ndarray, topk: int) -> int:
+    """Rows that the last query_lens[r] of seq_lens[r] tokens select: topk each, or all up to the token if fewer."""
+
+    def up_to(n: np.ndarray) -> np.ndarray:
+        """Rows that a request's first n tokens select."""
+        few = np.minimum(n, topk).astype(np.int64)
+        return few * (few + 1) // 2 + (n - few) * topk
+
+    return int((up_to(seq_lens) - up_to(seq_lens - query_lens)).sum())

@@ -1,0 +1,314 @@
+"""Checks of the arguments of a sparse layer's step, before any of them is written.
+
+The operations also check their arguments, but only after the step has written its rows, and under their own names.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+
+from ..arrays import streams
+from ..dispatch.call import BF16, BOOL, FLOAT32, FLOATS, INT32, SLOTS, Call
+from ..dispatch.launch_cache import VALIDATED, call_key, remember_validated
+from ..dispatch.values import check_integers
+from ..kernels.types.metadata import C128A_RATIO
+from ..layout import INDEXER_BF16, INDEXER_F32, INDEXER_FP8, CacheLayout
+from ..metadata.batch import host_integers
+from ..metadata.builder import check_current
+from ..metadata.indexer import DeepseekV32IndexerMetadata
+from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
+from ..metadata.validation import check_columns
+from ..ops.sparse_attention import ROWS, V_DIM, check_heads, scale_or_default
+from .selection import IndexerInputs, score_bytes
+from .step_arguments import CompressedCache, LayerWorkspace
+
+INDEXER_LAYOUTS = (INDEXER_FP8, INDEXER_BF16, INDEXER_F32)
+
+
+class SparseLayer(Protocol):
+    """What the checks read of a `SparseMLALayer`."""
+
+    @property
+    def compress_ratio(self) -> int: ...
+    @property
+    def index_topk(self) -> int: ...
+    @property
+    def attn_sink(self) -> Any: ...
+    @property
+    def softmax_scale(self) -> float | None: ...
+    @property
+    def layout(self) -> CacheLayout: ...
+
+
+def check_step(
+    layer: SparseLayer,
+    q: Any,
+    k: Any,
+    swa_cache: Any,
+    metadata: DeepseekSparseSWAMetadata,
+    compressed: CompressedCache | None,
+    out: Any,
+    workspace: LayerWorkspace | None,
+    backend: str | None,
+    stream: Any,
+) -> None:
+    """Raise TypeError or ValueError for arguments of `SparseMLALayer.step` that do not fit together.
+
+    Arguments on a device whose key was already validated are not checked again.
+    """
+    if not isinstance(metadata, DeepseekSparseSWAMetadata):
+        raise TypeError(f"metadata: got {type(metadata).__name__}, expected DeepseekSparseSWAMetadata")
+    check_current("metadata", metadata)
+    ratio = layer.compress_ratio
+    if (ratio > 1) != (compressed is not None):
+        got, expected = ("None", "a CompressedCache") if compressed is None else ("a CompressedCache", "None")
+        raise ValueError(f"compressed: got {got}, expected {expected} at compress_ratio {ratio}")
+    check_integers(1, **{"metadata.block_size": metadata.block_size})
+    used, positions = tokens_used(metadata), metadata.config.compressed_block_size
+    key = call_key(
+        "sparse", ratio, backend, used, -(-(metadata.longest // ratio * ratio) // positions),
+        metadata.num_decode_tokens, metadata.num_decodes + metadata.num_prefills,
+        metadata.block_size, positions, layer.attn_sink, layer.softmax_scale,
+        layer.layout.name, q, k, swa_cache, metadata.slot_mapping, metadata.block_table, metadata.seq_lens,
+        metadata.query_start_loc, metadata.c128a_decode_topk_lens, out,
+        *(() if compressed is None else key_parts_of(compressed)),
+        *(() if workspace is None else vars(workspace).values()), stream,
+    )  # fmt: skip
+    if key in VALIDATED:
+        return
+    call = Call(backend, stream)
+    q = check_window_step(call, layer, q, k, swa_cache, metadata, used)
+    columns = 0
+    if compressed is not None:
+        columns = check_compressed(call, layer, metadata, compressed, used)
+    call.optional("out", out, (q.dtype,), (call.size("num_tokens"), "h", V_DIM), writable=True)
+    if workspace is not None and metadata.num_decode_tokens:
+        check_workspace(call, workspace, metadata.num_decode_tokens, columns)
+    if workspace is not None and compressed is not None and compressed.indexer is not None:
+        check_selection_memory(call, workspace, compressed.indexer, used, layer.index_topk)
+    call.kernels("sparse_attention")  # raises for a backend without these kernels
+    remember_validated(key)
+
+
+def check_window_step(
+    call: Call, layer: SparseLayer, q: Any, k: Any, swa_cache: Any, metadata: DeepseekSparseSWAMetadata, used: int,
+    head_ranks: int = 1,
+) -> Any:  # fmt: skip
+    """Check the arguments of layers of every ratio. Returns q, borrowed: the heads of one of head_ranks ranks."""
+    if k is not None and not layer.layout.num_scales:  # ahead of q, whose dtype depends on it
+        raise ValueError(
+            f"k: got rows for a {layer.layout.name} cache, expected None: a step inserts rows into FP8 caches "
+            "only; write these before it, with cumla.qnorm_rope_and_insert or by index"
+        )
+    q = call.array("q", q, ROWS if k is None else BF16, ("num_tokens", "h", V_DIM))
+    check_heads(q.shape[1] * head_ranks)
+    check_rows("q", q, used, "tokens")
+    for name, dtype in (("q", q.dtype.name), ("layout", layer.layout.value_type)):
+        call.check_float32(name, dtype)
+    if k is not None:
+        check_rows("k", call.array("k", k, BF16, (-1, V_DIM)), used, "tokens")
+    call.pages("swa_cache", swa_cache, layer.layout, metadata.block_size, writable=True)
+    call.optional("attn_sink", layer.attn_sink, FLOAT32, ("h",))
+    scale_or_default(layer.softmax_scale, V_DIM)
+    call.array("metadata.slot_mapping", metadata.slot_mapping, SLOTS, (-1,))
+    num_reqs = metadata.num_decodes + metadata.num_prefills
+    for name, shape in (("block_table", (-1, -1)), ("seq_lens", (-1,)), ("query_start_loc", (-1,))):
+        array = call.array(f"metadata.{name}", getattr(metadata, name), INT32, shape)
+        check_rows(f"metadata.{name}", array, num_reqs + (name == "query_start_loc"), "entries")
+    for name, dtypes in (("token_to_req_indices", INT32), ("is_valid_token", BOOL), ("positions", INT32)):
+        array = call.array(f"metadata.{name}", getattr(metadata, name), dtypes, (-1,))
+        check_rows(f"metadata.{name}", array, used, "tokens")
+    return q
+
+
+def key_parts_of(compressed: CompressedCache) -> list[Any]:
+    """The compressed cache's part of the argument key; of the indexer only the parts not checked in every call."""
+    inputs = compressed.indexer
+    key_parts = [value for name, value in vars(compressed).items() if name != "indexer"]
+    if inputs is None:
+        return key_parts
+    if not isinstance(inputs, IndexerInputs):
+        raise TypeError(f"compressed.indexer: got {type(inputs).__name__}, expected IndexerInputs")
+    if not isinstance(inputs.metadata, DeepseekV32IndexerMetadata):
+        got = type(inputs.metadata).__name__
+        raise TypeError(f"compressed.indexer.metadata: got {got}, expected DeepseekV32IndexerMetadata")
+    return [
+        *key_parts,
+        inputs.q,
+        inputs.weights,
+        inputs.cache,
+        inputs.k,
+        inputs.layout.name,
+        inputs.metadata.compress_ratio,
+    ]
+
+
+def tokens_used(metadata: DeepseekSparseSWAMetadata) -> int:
+    """Query tokens of a step: the tokens of requests, and the padding of decodes."""
+    if not metadata.num_prefills:
+        return metadata.num_decode_tokens
+    starts = host_integers("metadata.query_start_loc_cpu", metadata.query_start_loc_cpu)
+    num_reqs = metadata.num_decodes + metadata.num_prefills
+    if len(starts) <= num_reqs:
+        raise ValueError(f"metadata.query_start_loc_cpu: got {len(starts)} entries, expected at least {num_reqs + 1}")
+    return max(metadata.num_decode_tokens, int(starts[num_reqs]))
+
+
+def check_compressed(
+    call: Call, layer: SparseLayer, metadata: DeepseekSparseSWAMetadata, compressed: CompressedCache, used: int
+) -> int:
+    """Check the compressed cache. Returns the number of columns of topk_indices to map, 0 without them."""
+    ratio = layer.compress_ratio
+    pages = call.pages("compressed.cache", compressed.cache, layer.layout, writable=True)
+    table = call.array("compressed.block_table", compressed.block_table, INT32, (-1, -1))
+    check_rows("compressed.block_table", table, metadata.num_decodes + metadata.num_prefills, "requests")
+    positions = metadata.config.compressed_block_size
+    if pages.block_size * ratio != positions:
+        raise ValueError(
+            f"compressed.cache: got pages of {pages.block_size} rows, expected {positions // ratio}: the builder's "
+            f"config has compressed_block_size = {positions} positions a page"
+        )
+    check_columns("compressed.block_table", table, pages.block_size, metadata.longest // ratio)
+    check_inserted(call, "compressed.k", compressed.k, BF16, V_DIM, compressed.slot_mapping)
+    if ratio != C128A_RATIO:
+        if compressed.indexer is not None:
+            for name in ("topk_indices", "decode_slots", "decode_lens"):
+                if getattr(compressed, name) is not None:
+                    raise ValueError(f"compressed.{name}: got an array together with an indexer, expected one of both")
+            check_indexer(call, compressed.indexer, ratio, pages.block_size, used, compressed)
+            return layer.index_topk
+        if compressed.topk_indices is None:
+            raise TypeError(
+                f"compressed.topk_indices: got None, expected int32 [num_tokens, topk] at compress_ratio {ratio}"
+            )
+        topk_indices = call.array("compressed.topk_indices", compressed.topk_indices, INT32, (-1, -1))
+        check_rows("compressed.topk_indices", topk_indices, used, "tokens")
+        if check_decode_slots(call, compressed, metadata.num_decode_tokens):
+            return 0
+        return int(topk_indices.shape[1])
+    if compressed.indexer is not None:
+        raise ValueError("compressed.indexer: got one, expected None at compress_ratio 128: all rows are taken")
+    if compressed.topk_indices is not None:
+        raise ValueError(
+            "compressed.topk_indices: got an array, expected None at compress_ratio 128: all rows are taken"
+        )
+    if compressed.decode_slots is not None or compressed.decode_lens is not None:
+        raise ValueError("compressed.decode_slots: got arrays, expected None at compress_ratio 128: all rows are taken")
+    if metadata.c128a_decode_topk_lens is None:
+        raise ValueError(
+            "metadata: got one without C128A layers, expected a builder whose config has compress_ratios with 128"
+        )
+    return 0
+
+
+def check_decode_slots(call: Call, compressed: CompressedCache, tokens: int) -> bool:
+    """Check the slots of the rows that decodes select. Returns whether they are given."""
+    given = compressed.decode_slots is not None
+    if given != (compressed.decode_lens is not None):
+        raise ValueError("compressed.decode_lens: got one of decode_slots and decode_lens, expected both or none")
+    if given:
+        slots = call.array("compressed.decode_slots", compressed.decode_slots, INT32, (-1, -1))
+        check_rows("compressed.decode_slots", slots, tokens, "tokens")
+        lens = call.array("compressed.decode_lens", compressed.decode_lens, INT32, (-1,))
+        check_rows("compressed.decode_lens", lens, tokens, "tokens")
+    return given
+
+
+def check_indexer(
+    call: Call, inputs: IndexerInputs, ratio: int, block_size: int, used: int, compressed: CompressedCache
+) -> None:
+    """Check the indexer's inputs."""
+    if inputs.layout not in INDEXER_LAYOUTS:
+        raise ValueError(
+            f"compressed.indexer.layout: got {inputs.layout!r}, expected one of {[x.name for x in INDEXER_LAYOUTS]}"
+        )
+    quantized = inputs.layout.num_scales > 0
+    value_type = "uint8" if quantized else inputs.layout.value_type
+    dtype = np.dtype(getattr(ml_dtypes, value_type, value_type))
+    q = call.array("compressed.indexer.q", inputs.q, (dtype,), (-1, "index_heads", INDEXER_FP8.head_dim))
+    check_rows("compressed.indexer.q", q, used, "tokens")
+    weights = call.array("compressed.indexer.weights", inputs.weights, FLOAT32, (-1, "index_heads"))
+    check_rows("compressed.indexer.weights", weights, used, "tokens")
+    call.pages("compressed.indexer.cache", inputs.cache, inputs.layout, block_size, writable=inputs.k is not None)
+    if inputs.metadata.compress_ratio != ratio:
+        raise ValueError(
+            f"compressed.indexer.metadata: got one of compress_ratio {inputs.metadata.compress_ratio}, expected {ratio}"
+        )
+    check_inserted(call, "compressed.indexer.k", inputs.k, FLOATS, INDEXER_FP8.head_dim, compressed.slot_mapping)
+
+
+def check_workspace(call: Call, workspace: LayerWorkspace, tokens: int, columns: int) -> None:
+    """Check a workspace for so many decode tokens; `columns` of topk_indices."""
+    lse = call.array("workspace.lse", workspace.lse, FLOAT32, (-1, "h", 1), writable=True)
+    check_rows("workspace.lse", lse, tokens, "tokens")
+    if not columns:
+        return
+    if workspace.topk_indices is None or workspace.topk_lens is None:
+        raise ValueError("workspace: got no topk_indices and topk_lens, expected them for a layer of ratio 4")
+    name = "workspace.topk_indices"
+    indices = call.array(name, workspace.topk_indices, INT32, (-1, -1), writable=True)
+    check_rows(name, indices, tokens, "tokens")
+    if indices.shape[1] < columns:
+        raise ValueError(f"{name}: got {indices.shape[1]} columns, expected {columns}, as compressed.topk_indices has")
+    lens = call.array("workspace.topk_lens", workspace.topk_lens, INT32, (-1,), writable=True)
+    check_rows("workspace.topk_lens", lens, tokens, "tokens")
+
+
+def check_selection_memory(
+    call: Call, workspace: LayerWorkspace, inputs: IndexerInputs, tokens: int, topk: int
+) -> None:
+    """Check the memory for the selection, as far as it is given."""
+    selected = call.optional("workspace.selected", workspace.selected, INT32, (-1, topk), writable=True)
+    if selected is not None:
+        check_rows("workspace.selected", selected, tokens, "tokens")
+    scores = call.optional("workspace.scores", workspace.scores, (np.dtype(np.uint8),), (-1,), writable=True)
+    if scores is not None and len(scores) < score_bytes(inputs):
+        raise ValueError(
+            f"workspace.scores: got {len(scores)} bytes, expected at least {score_bytes(inputs)}, those of a request"
+        )
+
+
+def check_inserted(
+    call: Call, name: str, k: Any, dtypes: tuple[np.dtype[Any], ...], head_dim: int, slot_mapping: Any
+) -> None:
+    """Raise TypeError or ValueError unless the compressed rows `k`, if there are any, have a slot each."""
+    if k is None:
+        return
+    rows = call.array(name, k, dtypes, (-1, head_dim))
+    slots = call.array("compressed.slot_mapping", slot_mapping, SLOTS, (-1,))
+    if len(slots) != len(rows):
+        raise ValueError(
+            f"compressed.slot_mapping: got {len(slots)} entries, expected {len(rows)}, one for each row of {name} "
+            "(-1 skips it)"
+        )
+
+
+def check_rows(name: str, array: Any, needed: int, of: str) -> None:
+    if len(array) < needed:
+        raise ValueError(f"{name}: got {len(array)} {of}, expected at least the metadata's {needed}")
+
+
+def refuse_in_capture(
+    q: Any, metadata: DeepseekSparseSWAMetadata, compressed: CompressedCache | None, out: Any, workspace: Any
+) -> None:
+    """Raise ValueError, naming the missing memory, if a CUDA graph is being captured on the current stream."""
+    if isinstance(q, np.ndarray) or not streams.is_capturing():
+        return
+    for name, value, needed in (("out", out, True), ("workspace", workspace, metadata.num_decode_tokens)):
+        if value is None and needed:
+            raise ValueError(
+                f"{name}: got None while a CUDA graph is being captured, expected memory allocated before it"
+            )
+    selects = compressed is not None and compressed.indexer is not None and workspace is not None
+    if selects and (workspace.selected is None or workspace.scores is None):
+        raise ValueError(
+            "workspace: got no selected and scores while a CUDA graph is being captured, expected them with an indexer"
+        )
+    if metadata.num_prefills:
+        raise ValueError(
+            f"metadata: got {metadata.num_prefills} prefills while a CUDA graph is being captured, expected decodes "
+            "only: the workspace into which prefills gather would have to be allocated"
+        )

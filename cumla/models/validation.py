@@ -1,0 +1,191 @@
+"""Checks of a layer's arguments, and of the arguments of its step before any of them is written.
+
+The operations also check their arguments, but only after the step has written rows, and under their own names.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..dispatch.backends import choose
+from ..dispatch.call import FLOAT32, INT32, Call
+from ..dispatch.launch_cache import VALIDATED, call_key, remember_validated
+from ..dispatch.values import check_choice, check_integers, check_optional_size
+from ..metadata.builder import check_current
+from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
+from .caches import PLAIN_DTYPES, DeepseekV4Caches, DeepseekV32Caches, Formats
+from .step import DeepseekV4StepMetadata, DeepseekV32StepMetadata
+from .v4_config import DeepseekV4Config
+
+
+class ModelLayer(Protocol):
+    """What the checks read of an attention layer of either model."""
+
+    backend: str | None
+    layouts: Formats
+    cos_sin: Any
+
+
+class V4Layer(ModelLayer, Protocol):
+    """What they read of a `DeepseekV4Attention` beside that."""
+
+    ratio: int
+    config: DeepseekV4Config
+    compressors: Any
+
+
+def check_options(
+    layer: Any,
+    num_layers: int | None,
+    activations: Any,
+    cache_format: str,
+    max_position: Any,
+    on_host: bool,
+    backend: str | None,
+) -> np.dtype[Any]:
+    """The activations' type. Raises TypeError or ValueError for options that no layer supports."""
+    check_integers(0, 2**31 - 1 if num_layers is None else num_layers - 1, layer=layer)
+    check_optional_size(max_position=max_position)
+    choose(backend, on_device=not on_host)
+    float32 = ("float32",) if on_host else ()
+    name = str(activations) if isinstance(activations, (str, type(None))) else str(np.dtype(activations))
+    check_choice(("bfloat16", *float32), activations=name)
+    check_choice(("fp8", "bfloat16", *float32), cache_format=cache_format)
+    return PLAIN_DTYPES[name]
+
+
+def check_v4_step(
+    layer: V4Layer,
+    hidden_states: Any,
+    caches: DeepseekV4Caches,
+    metadata: DeepseekV4StepMetadata,
+    topk_indices: Any,
+    whole: bool = True,
+) -> None:
+    """Raise TypeError or ValueError for arguments of a V4 layer's step that do not fit together.
+
+    whole  whether the cache has all compressed rows; the cache of one rank's rows may have pages of any size
+
+    Arguments on a device whose key was already validated are not checked again.
+    """
+    check_current("metadata.window", metadata.window)
+    ratio, layouts = layer.ratio, layer.layouts
+    window, step = metadata.window, metadata.compressors.get(ratio)
+    if ratio > 1 and step is None:
+        raise ValueError(
+            f"metadata: got compressors of ratios {sorted(metadata.compressors)}, expected {ratio} among them: "
+            "the builder's config must have it in compress_ratios"
+        )
+    if window.config.window_size != layer.config.sliding_window:
+        raise ValueError(
+            f"metadata: got a window_size of {window.config.window_size} in the builder's config, expected the model's "
+            f"sliding_window, {layer.config.sliding_window}"
+        )
+    check_positions(layer, window)
+    key = call_key(
+        "v4", whole, ratio, layer.backend, layouts.v4.name, hidden_states, topk_indices, *vars(caches).values(),
+        window.block_size, window.config.compressed_block_size, window.slot_mapping,
+        *(() if step is None else (step.state_block_size, step.slot_mapping)),
+    )  # fmt: skip
+    if key in VALIDATED:
+        return
+    call = begin(layer.backend, hidden_states)
+    call.pages("layer_caches.window", caches.window, layouts.v4, window.block_size, writable=True)
+    wanted = {1: (), 4: ("compressed", "state", "indexer", "indexer_state"), 128: ("compressed", "state")}[ratio]
+    for name, value in vars(caches).items():
+        if name in wanted and value is None:
+            raise ValueError(f"layer_caches.{name}: got None, expected an array for a layer of ratio {ratio}")
+    if step is not None:
+        rows = window.config.compressed_block_size // ratio
+        call.pages("layer_caches.compressed", caches.compressed, layouts.v4, rows if whole else None, writable=True)
+        states = (-1, step.state_block_size, layer.compressors[0].columns)
+        call.array("layer_caches.state", caches.state, FLOAT32, states, writable=True)
+        if ratio == 4:
+            call.pages("layer_caches.indexer", caches.indexer, layouts.indexer, rows, writable=True)
+            states = (-1, step.state_block_size, layer.compressors[1].columns)
+            call.array("layer_caches.indexer_state", caches.indexer_state, FLOAT32, states, writable=True)
+        if len(step.slot_mapping) != len(window.slot_mapping):
+            raise ValueError(
+                f"metadata: got {len(step.slot_mapping)} slots of compressed rows and {len(window.slot_mapping)} of "
+                "the window's, expected those of one batch"
+            )
+    check_selection(call, topk_indices, len(metadata.positions))
+    remember_validated(key)
+
+
+def check_v32_step(
+    layer: ModelLayer,
+    hidden_states: Any,
+    caches: DeepseekV32Caches,
+    metadata: DeepseekV32StepMetadata,
+    topk_indices: Any,
+    whole: bool = True,
+) -> None:
+    """The same for a V3.2 layer's step; the cache may have one rank's latent rows only."""
+    check_current("metadata.tokens", metadata.tokens)
+    layouts, block_size = layer.layouts, metadata.tokens.block_size
+    check_positions(layer, metadata.tokens)
+    key = call_key(
+        "v32",
+        whole,
+        layer.backend,
+        layouts.v32.name,
+        hidden_states,
+        topk_indices,
+        caches.rows,
+        caches.indexer,
+        block_size,
+    )
+    if key in VALIDATED:
+        return
+    call = begin(layer.backend, hidden_states)
+    call.pages("layer_caches.rows", caches.rows, layouts.v32, block_size if whole else None, writable=True)
+    call.pages("layer_caches.indexer", caches.indexer, layouts.indexer, block_size, writable=True)
+    check_selection(call, topk_indices, len(metadata.positions))
+    remember_validated(key)
+
+
+def check_positions(layer: ModelLayer, tokens: DeepseekSparseSWAMetadata) -> None:
+    """Raise ValueError for sequences longer than RoPE's tables: positions beyond them would get a wrong rotation."""
+    if tokens.max_seq_len > len(layer.cos_sin):
+        raise ValueError(
+            f"metadata: got sequences of up to {tokens.max_seq_len} tokens, expected at most the {len(layer.cos_sin)} "
+            "positions of the layer's max_position"
+        )
+
+
+def check_types(**arguments: tuple[Any, type]) -> None:
+    """Raise TypeError for an argument that is not of the class paired with it."""
+    for name, (value, wanted) in arguments.items():
+        if not isinstance(value, wanted):
+            raise TypeError(f"{name}: got {type(value).__name__}, expected {wanted.__name__}")
+
+
+def check_indexer_metadata(indexer: Any, tokens: DeepseekSparseSWAMetadata, topk_indices: Any) -> None:
+    """Raise ValueError for an indexer's metadata of another batch, if the layer selects with an indexer."""
+    if topk_indices is not None:
+        return
+    if indexer is None:
+        raise ValueError("metadata.indexer: got None, expected it for a layer that selects")
+    check_current("metadata.indexer", indexer)
+    names = ("num_decodes", "num_decode_tokens", "num_prefills", "num_prefill_tokens")
+    got, expected = ([int(getattr(of, name)) for name in names] for of in (indexer, tokens))
+    if got != expected:
+        raise ValueError(
+            f"metadata.indexer: got decodes, their tokens, prefills and their tokens {got}, expected {expected} as the "
+            "rest of the metadata has"
+        )
+
+
+def begin(backend: str | None, hidden_states: Any) -> Call:
+    """A call whose arrays must be on the device of the hidden states."""
+    call = Call(backend)
+    call.borrow("hidden_states", hidden_states)
+    return call
+
+
+def check_selection(call: Call, topk_indices: Any, tokens: int) -> None:
+    if topk_indices is not None:
+        call.array("topk_indices", topk_indices, INT32, (tokens, -1))

@@ -1,0 +1,218 @@
+"""Cases of operations that write, read and copy cached rows, and of the norms and rotations before them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..bounds import EQUAL, ROUNDED
+from ..dispatch.call import BFLOAT16
+from ..layout import DSV4_BF16, DSV4_FP8, INDEXER_BF16, INDEXER_FP8, V32_FP8, CacheLayout
+from ..ops.blocks import copy_blocks, swap_blocks
+from ..ops.compressor import compress_and_insert
+from ..ops.dense_cache import concat_and_cache_mla, gather_cache
+from ..ops.norm_rope import (
+    apply_rope,
+    fused_q_kv_rmsnorm,
+    indexer_knorm_rope_and_insert,
+    inverse_rope_and_quantize,
+    qnorm_rope_and_insert,
+)
+from ..ops.sparse_cache import (
+    cp_gather_indexer_k_quant_cache,
+    dequantize_and_gather_k_cache,
+    indexer_k_quant_and_cache,
+    quantize_and_insert_k_cache,
+)
+from .arrays import BLOCK, NUM_BLOCKS, SEQ_LENS, Bench
+from .case import UNWRITTEN, Case, Run
+
+
+def _insert(layout: CacheLayout, is_ue8m0: bool = True) -> Run:
+    def run(bench: Bench) -> Sequence[Any]:
+        pages = bench.xp.full((NUM_BLOCKS, layout.page_bytes(BLOCK)), UNWRITTEN, np.uint8)
+        slots = bench.rng.permutation(NUM_BLOCKS * BLOCK)[:9]
+        slots[::4] = -1
+        quantize_and_insert_k_cache(
+            bench.normal(9, layout.head_dim), pages, bench.put(slots), BLOCK, is_ue8m0, layout=layout,
+            backend=bench.backend,
+        )  # fmt: skip
+        return (pages,)
+
+    return run
+
+
+def _gather(layout: CacheLayout) -> Run:
+    def run(bench: Bench) -> Sequence[Any]:
+        batch, out = bench.batch(), bench.xp.zeros((3, 24, layout.head_dim), BFLOAT16)
+        dequantize_and_gather_k_cache(
+            out, bench.cache(layout), batch["seq_lens"], bench.put([5, 2, 11], np.int32), batch["block_table"],
+            BLOCK, 2, layout=layout, backend=bench.backend,
+        )  # fmt: skip
+        return (out.astype(np.float32),)
+
+    return run
+
+
+def _indexer_insert(bench: Bench) -> Sequence[Any]:
+    cache = INDEXER_FP8.allocate(NUM_BLOCKS, BLOCK, bench.xp)
+    slots = bench.put(bench.rng.permutation(NUM_BLOCKS * BLOCK)[:9])
+    indexer_k_quant_and_cache(bench.normal(9, 128), cache, slots, backend=bench.backend)
+    return (cache,)
+
+
+def _indexer_gather(bench: Bench) -> Sequence[Any]:
+    cache, batch = bench.cache(INDEXER_FP8), bench.batch()
+    keys, scales = bench.xp.zeros((40, 128), np.uint8), bench.xp.zeros(40, np.float32)
+    cp_gather_indexer_k_quant_cache(
+        cache, keys, scales, batch["block_table"], bench.starts(SEQ_LENS), backend=bench.backend
+    )
+    return keys, scales
+
+
+def _concat(kv_cache_dtype: str, width: int, dtype: Any) -> Run:
+    def run(bench: Bench) -> Sequence[Any]:
+        cache = bench.xp.zeros((NUM_BLOCKS, BLOCK, width), dtype)
+        slots = bench.put(bench.rng.permutation(NUM_BLOCKS * BLOCK)[:9])
+        concat_and_cache_mla(
+            bench.normal(9, 512), bench.normal(9, 64), cache, slots, kv_cache_dtype, 0.5, backend=bench.backend
+        )
+        return (cache.view(np.uint8),)
+
+    return run
+
+
+def _mla_gather(bench: Bench) -> Sequence[Any]:
+    batch, out = bench.batch(), bench.xp.zeros((40, 576), np.float32)
+    cache = bench.put(bench.rng.integers(0, 127, (NUM_BLOCKS, BLOCK, 576)), np.uint8)
+    gather_cache(
+        cache, out, batch["block_table"], bench.starts((4, 2, 15)), 3, bench.put([9, 0, 4], np.int32), scale=0.25,
+        backend=bench.backend,
+    )  # fmt: skip
+    return (out,)
+
+
+def _copy(bench: Bench) -> Sequence[Any]:
+    caches = [bench.cache(DSV4_FP8), bench.normal(NUM_BLOCKS, 3, 4)]
+    pairs = bench.put([[0, 3], [1, 5], [NUM_BLOCKS, 2], [4, -1]], np.int64)
+    copy_blocks(caches, pairs, backend=bench.backend)
+    return caches[0], caches[1].view(np.uint8)
+
+
+def _swap(bench: Bench) -> Sequence[Any]:
+    source, target = bench.cache(DSV4_FP8), bench.cache(DSV4_FP8)
+    swap_blocks(source, target, bench.put([[0, 3], [2, 5]], np.int64), backend=bench.backend)
+    return (target,)
+
+
+def _cos_sin(bench: Bench, positions: int, rope_dim: int) -> Any:
+    """Cosines and sines of positions, in the format of a cos_sin_cache."""
+    angles = np.arange(positions)[:, None] / 100.0 ** (np.arange(rope_dim // 2) / rope_dim)
+    return bench.put(np.concatenate([np.cos(angles), np.sin(angles)], axis=1), np.float32)
+
+
+def _norms(bench: Bench) -> Sequence[Any]:
+    results: tuple[Any, Any] = fused_q_kv_rmsnorm(
+        bench.normal(4, 96), bench.normal(4, 64), bench.normal(96, dtype=np.float32),
+        bench.normal(64, dtype=np.float32), backend=bench.backend,
+    )  # fmt: skip
+    return results
+
+
+def window_rows(layout: CacheLayout) -> Run:
+    def run(bench: Bench) -> Sequence[Any]:
+        cache = layout.allocate(NUM_BLOCKS, BLOCK, bench.xp)
+        if not layout.num_scales:
+            cache = cache.view(BFLOAT16)
+        q = qnorm_rope_and_insert(
+            bench.normal(4, bench.heads, 512), bench.normal(4, 512), cache, bench.put([7, -1, 0, 34], np.int64),
+            bench.put([3, 0, 9, 5], np.int64), _cos_sin(bench, 20, 64), layout=layout, backend=bench.backend,
+        )  # fmt: skip
+        return q, cache
+
+    return run
+
+
+def _indexer_keys(bench: Bench) -> Sequence[Any]:
+    cache = bench.xp.zeros((NUM_BLOCKS, BLOCK, 128), BFLOAT16)
+    indexer_knorm_rope_and_insert(
+        bench.normal(4, 128, dtype=np.float32), bench.normal(128, dtype=np.float32),
+        bench.normal(128, dtype=np.float32), cache, bench.put([7, -1, 0, 34], np.int64),
+        bench.put([3, 0, 9, 5], np.int64), _cos_sin(bench, 20, 64), layout=INDEXER_BF16, backend=bench.backend,
+    )  # fmt: skip
+    return (cache,)
+
+
+def _rope(bench: Bench) -> Sequence[Any]:
+    x, positions = bench.normal(4, bench.heads, 192), bench.put([3, 0, 9, 5], np.int64)
+    rotated = apply_rope(x, positions, _cos_sin(bench, 20, 64), backend=bench.backend)
+    return rotated, apply_rope(x, positions, _cos_sin(bench, 20, 64), inverse=True, backend=bench.backend)
+
+
+def _quantised_output(bench: Bench) -> Sequence[Any]:
+    _, scales = inverse_rope_and_quantize(
+        bench.normal(4, 4, 512), bench.put([3, 0, 9, 5], np.int64), _cos_sin(bench, 20, 64), 2, backend=bench.backend
+    )
+    return (scales,)
+
+
+def compress(layout: CacheLayout, indexer: CacheLayout | None = None) -> Run:
+    """Two requests at ratio 4, whose last rows overlap with states of an earlier step; optionally with an indexer's."""
+
+    def run(bench: Bench) -> Sequence[Any]:
+        dim = layout.head_dim
+        state = bench.normal(4, 4, 4 * dim, dtype=np.float32)
+        cache = layout.allocate(NUM_BLOCKS, BLOCK, bench.xp)
+        if not layout.num_scales:
+            cache = cache.view(BFLOAT16)
+        more: dict[str, Any] = {}
+        if indexer is not None:
+            more = {
+                "index_kv_score": bench.normal(6, 512, dtype=np.float32),
+                "index_position_bias": bench.normal(4, 256, dtype=np.float32),
+                "index_norm_weight": bench.normal(128, dtype=np.float32),
+                "index_state_cache": bench.normal(4, 4, 512, dtype=np.float32),
+                "index_k_cache": bench.xp.zeros((NUM_BLOCKS, BLOCK, 128), BFLOAT16),
+            }  # fmt: skip
+        compress_and_insert(
+            bench.normal(6, 4 * dim, dtype=np.float32), bench.normal(4, 2 * dim, dtype=np.float32),
+            bench.normal(dim, dtype=np.float32), state, bench.put([8, 9, 10, 11, 2, 3], np.int64),
+            bench.put([[1, 2], [3, 0]], np.int32), cache, bench.put([-1, -1, -1, 12, -1, 3], np.int64),
+            bench.put([4, 5, 6, 7, 6, 7], np.int64), bench.put([0, 0, 0, 0, 1, 1], np.int32), bench.starts((4, 2)),
+            _cos_sin(bench, 20, 64), compress_ratio=4, layout=layout, backend=bench.backend, **more,
+        )  # fmt: skip
+        return state, cache, *(more[name] for name in ("index_state_cache", "index_k_cache") if more)
+
+    return run
+
+
+CASES = (
+    Case("quantize_and_insert_k_cache", "DSV4_FP8", "sparse_cache", (EQUAL,), _insert(DSV4_FP8)),
+    Case("quantize_and_insert_k_cache", "V32_FP8", "sparse_cache", (EQUAL,), _insert(V32_FP8)),
+    Case("quantize_and_insert_k_cache", "V32_FP8, any scale", "sparse_cache", (EQUAL,), _insert(V32_FP8, False)),
+    Case("quantize_and_insert_k_cache", "INDEXER_FP8", "sparse_cache", (EQUAL,), _insert(INDEXER_FP8)),
+    Case("dequantize_and_gather_k_cache", "DSV4_FP8", "sparse_cache", (EQUAL,), _gather(DSV4_FP8)),
+    Case("dequantize_and_gather_k_cache", "V32_FP8", "sparse_cache", (EQUAL,), _gather(V32_FP8)),
+    Case("indexer_k_quant_and_cache", "", "sparse_cache", (EQUAL,), _indexer_insert),
+    Case("cp_gather_indexer_k_quant_cache", "", "sparse_cache", (EQUAL, EQUAL), _indexer_gather),
+    Case("fused_q_kv_rmsnorm", "", "norm_rope", (ROUNDED, ROUNDED), _norms),
+    Case("qnorm_rope_and_insert", "DSV4_BF16", "norm_rope", (ROUNDED, ROUNDED), window_rows(DSV4_BF16)),
+    Case("indexer_knorm_rope_and_insert", "INDEXER_BF16", "norm_rope", (ROUNDED,), _indexer_keys),
+    Case("apply_rope", "there and back", "norm_rope", (ROUNDED, ROUNDED), _rope),
+    Case("inverse_rope_and_quantize", "scales", "norm_rope", (ROUNDED,), _quantised_output),
+    Case("compress_and_insert", "DSV4_BF16, ratio 4", "compressor", (ROUNDED, ROUNDED), compress(DSV4_BF16)),
+    Case(
+        "compress_and_insert",
+        "DSV4_BF16, both",
+        "compressor",
+        (ROUNDED,) * 4,
+        compress(DSV4_BF16, INDEXER_BF16),
+    ),
+    Case("concat_and_cache_mla", "bfloat16", "dense_cache", (EQUAL,), _concat("auto", 576, BFLOAT16)),
+    Case("concat_and_cache_mla", "e4m3, one scale", "dense_cache", (EQUAL,), _concat("fp8", 576, np.uint8)),
+    Case("gather_cache", "e4m3, one scale", "dense_cache", (EQUAL,), _mla_gather),
+    Case("copy_blocks", "", "blocks", (EQUAL, EQUAL), _copy),
+    Case("swap_blocks", "", "blocks", (EQUAL,), _swap),
+)

@@ -1,0 +1,148 @@
+"""Cases of index maps, of advance_step, and of the indexer's scores and top-k."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..bounds import EQUAL, SCORES
+from ..layout import INDEXER_FP8
+from ..ops.advance import advance_step
+from ..ops.indexer import (
+    fp8_mqa_logits,
+    fp8_paged_mqa_logits,
+    fused_indexer_q_rope_quant,
+    get_paged_mqa_logits_metadata,
+)
+from ..ops.indexer_topk import indexer_topk, top_k_per_row
+from ..ops.indices import (
+    build_flashinfer_mixed_sparse_indices,
+    combine_topk_swa_indices,
+    compute_global_topk_indices_and_lens,
+    compute_swa_indices_and_lens,
+)
+from .arrays import BLOCK, NUM_BLOCKS, Bench
+from .case import UNWRITTEN, Case, Run
+
+WINDOW = 8
+
+
+def _scores(bench: Bench, *shape: int) -> Any:
+    """e4m3 bytes of queries or keys, at most 1."""
+    return bench.put(bench.rng.integers(0, 0x39, shape), np.uint8)
+
+
+def _indexer_queries(bench: Bench) -> Sequence[Any]:
+    q, weights = fused_indexer_q_rope_quant(
+        bench.put([3, 0, 9], np.int64), bench.normal(3, 5, 128), bench.normal(7, 64, dtype=np.float32),
+        bench.normal(3, 5, dtype=np.float32), quantize=False, backend=bench.backend,
+    )  # fmt: skip
+    return q, weights
+
+
+def _indexer_scores(bench: Bench) -> Sequence[Any]:
+    q, k, scales = _scores(bench, 5, 64, 128), _scores(bench, 70, 128), abs(bench.normal(70, dtype=np.float32))
+    ranges = bench.indices(60, 5), bench.indices(75, 5)
+    weights = bench.normal(5, 64, dtype=np.float32) / np.float32(np.sqrt(64 * 128))  # the scale of an indexer's weights
+    return (fp8_mqa_logits(q, k, weights, *ranges, True, kv_scales=scales, backend=bench.backend),)
+
+
+def _indexer_paged(bench: Bench) -> dict[str, Any]:
+    table = bench.put(bench.rng.permutation(NUM_BLOCKS)[:6].reshape(3, 2), np.int32)
+    return {
+        "q": _scores(bench, 3, 2, bench.heads, 128), "weights": bench.normal(6, bench.heads, dtype=np.float32),
+        "context_lens": bench.put([9, 2, 0], np.int32), "block_table": table, "backend": bench.backend,
+    }  # fmt: skip
+
+
+def _indexer_paged_scores(bench: Bench) -> Sequence[Any]:
+    cache = bench.cache(INDEXER_FP8)
+    return (fp8_paged_mqa_logits(kv_cache=cache, clean_logits=True, **_indexer_paged(bench)),)
+
+
+def _indexer_schedule(bench: Bench) -> Sequence[Any]:
+    lens = bench.put([1000, 0, 500, 64], np.int32)
+    return (get_paged_mqa_logits_metadata(lens, 64, 5, backend=bench.backend),)
+
+
+def _top_k(bench: Bench) -> Sequence[Any]:
+    logits = bench.put(bench.rng.integers(-20, 20, (5, 90)), np.float32)
+    return (top_k_per_row(logits, 16, None, bench.indices(100, 5), backend=bench.backend),)
+
+
+def _indexer_topk(bench: Bench) -> Sequence[Any]:
+    return (indexer_topk(kv=bench.cache(INDEXER_FP8), topk=4, **_indexer_paged(bench)),)
+
+
+def _indexer_slots(bench: Bench) -> Sequence[Any]:
+    slots = bench.xp.full((6, 4), UNWRITTEN, np.int32), bench.xp.full(6, UNWRITTEN, np.int32)
+    is_valid = bench.put([1, 1, 0, 1, 1, 1], np.bool_)
+    chosen = indexer_topk(
+        kv=bench.cache(INDEXER_FP8), topk=4, slots=slots, is_valid_token=is_valid, **_indexer_paged(bench)
+    )
+    return chosen, *slots
+
+
+def _advance(bench: Bench) -> Sequence[Any]:
+    tokens, positions, slots = (bench.xp.full(5, UNWRITTEN, np.int64) for _ in range(3))
+    batch = bench.batch()
+    advance_step(
+        5, 3, BLOCK, tokens, bench.put([7, 8, 9], np.int64), positions, batch["seq_lens"], slots, batch["block_table"],
+        backend=bench.backend,
+    )  # fmt: skip
+    return tokens, positions, slots, batch["seq_lens"]
+
+
+def _swa_indices(bench: Bench) -> Sequence[Any]:
+    batch = bench.batch()
+    return compute_swa_indices_and_lens(
+        **batch, block_size=BLOCK, window_size=WINDOW, num_tokens=6, backend=bench.backend
+    )
+
+
+def _global_topk(compact: bool) -> Run:
+    def run(bench: Bench) -> Sequence[Any]:
+        batch = bench.batch()
+        return compute_global_topk_indices_and_lens(
+            bench.indices(4 * BLOCK, 6, 7), batch["token_to_req_indices"], batch["block_table"], BLOCK,
+            batch["is_valid_token"], compact=compact, backend=bench.backend,
+        )  # fmt: skip
+
+    return run
+
+
+def _combine(bench: Bench) -> Sequence[Any]:
+    batch = bench.batch()
+    gather_lens = bench.put([8, 2, 11], np.int32)
+    return combine_topk_swa_indices(
+        bench.indices(5, 6, 7), batch["query_start_loc"], batch["seq_lens"], gather_lens, WINDOW, 4, 6, 16, 5,
+        backend=bench.backend,
+    )  # fmt: skip
+
+
+def _flashinfer(bench: Bench) -> Sequence[Any]:
+    batch = bench.batch()
+    return build_flashinfer_mixed_sparse_indices(
+        bench.indices(30, 2, WINDOW), bench.indices(4 * BLOCK, 2, 6), None, bench.indices(4 * BLOCK, 4, 6),
+        batch["query_start_loc"], batch["seq_lens"], batch["token_to_req_indices"], batch["block_table"], BLOCK,
+        batch["block_table"], BLOCK, WINDOW, 4, 6, True, batch["is_valid_token"], 9, None, backend=bench.backend,
+    )  # fmt: skip
+
+
+CASES = (
+    Case("fused_indexer_q_rope_quant", "not quantised", "indexer", (SCORES, SCORES), _indexer_queries),
+    Case("fp8_mqa_logits", "", "indexer", (SCORES,), _indexer_scores),
+    Case("fp8_paged_mqa_logits", "", "indexer", (SCORES,), _indexer_paged_scores),
+    Case("get_paged_mqa_logits_metadata", "", "indexer", (EQUAL,), _indexer_schedule),
+    Case("top_k_per_row", "", "indexer", (EQUAL,), _top_k),
+    Case("indexer_topk", "", "indexer", (EQUAL,), _indexer_topk),
+    Case("indexer_topk", "slots", "indexer", (EQUAL,) * 3, _indexer_slots),
+    Case("advance_step", "", "advance", (EQUAL,) * 4, _advance),
+    Case("compute_swa_indices_and_lens", "", "indices", (EQUAL, EQUAL), _swa_indices),
+    Case("compute_global_topk_indices_and_lens", "", "indices", (EQUAL, EQUAL), _global_topk(False)),
+    Case("compute_global_topk_indices_and_lens", "compact", "indices", (EQUAL, EQUAL), _global_topk(True)),
+    Case("combine_topk_swa_indices", "", "indices", (EQUAL, EQUAL), _combine),
+    Case("build_flashinfer_mixed_sparse_indices", "", "indices", (EQUAL, EQUAL), _flashinfer),
+)

@@ -1,0 +1,85 @@
+"""Programs that a first call needs are compiled side by side: each once, and an error comes where one is needed."""
+
+import contextlib
+import sys
+import threading
+import types
+
+import pytest
+
+from cumla.kernels.cuda import compile as compiler
+
+TOGETHER = 3  # programs under way at a time before one of them is ready
+
+
+class Device(contextlib.nullcontext):
+    def __init__(self, number=0):
+        super().__init__()
+        self.id = number
+
+
+class FailedError(RuntimeError):
+    pass
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Texts that a stand-in for CuPy compiles, in the order in which it begins; it waits for TOGETHER of them."""
+    texts, meet = [], threading.Barrier(TOGETHER)
+
+    class RawModule:
+        def __init__(self, code, options):
+            self.code, self.compiled = code, False
+
+        def compile(self):
+            texts.append(self.code)
+            if "WAITS 1" in self.code and threading.current_thread() is not threading.main_thread():
+                meet.wait(timeout=30)
+            if "FAILS 1" in self.code:
+                raise FailedError("does not compile")
+            self.compiled = True
+
+        def get_function(self, name):
+            if not self.compiled:
+                self.compile()
+            return name
+
+    cupy = types.ModuleType("cupy")
+    cupy.cuda, cupy.RawModule = types.SimpleNamespace(Device=Device, nvrtc=True), RawModule
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(compiler, "relaxed_capture", contextlib.nullcontext)
+    monkeypatch.setattr(compiler, "Kernel", lambda raw, packing, parameters: raw)
+    monkeypatch.setattr(compiler, "_note", lambda *rest: None)
+    monkeypatch.setattr(compiler, "_builds", {})
+    monkeypatch.setattr(compiler, "_loaded", set())
+    compiler.kernel.cache_clear()
+    yield texts
+    compiler.kernel.cache_clear()
+
+
+def kernel(**defines):
+    return compiler.kernel("common/clear.cu", "clear", **defines)
+
+
+def test_programs_are_compiled_side_by_side_and_once(made):
+    for number in range(TOGETHER):
+        compiler.start("common/clear.cu", WAITS=1, NUMBER=number)
+        compiler.start("common/clear.cu", WAITS=1, NUMBER=number)
+    for number in range(TOGETHER):
+        kernel(WAITS=1, NUMBER=number)
+    assert len(made) == TOGETHER
+    compiler.start("common/clear.cu", WAITS=1, NUMBER=0)  # there already
+    assert len(made) == TOGETHER
+    assert not compiler._builds
+
+
+def test_an_error_comes_where_the_program_is_needed(made):
+    compiler.start("common/clear.cu", FAILS=1)
+    with pytest.raises(FailedError, match="does not compile"):
+        kernel(FAILS=1)
+    assert len(made) == 2
+
+
+def test_a_program_that_nothing_began_is_compiled_at_once(made):
+    kernel(NUMBER=7)
+    assert len(made) == 1
