@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -58,4 +59,6 @@ def _end_process() -> None:
     for words, idle in _given_up:
         if not idle.wait(GRACE_SECONDS):
             print(words, file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError, ValueError):  # a closed pipe or file
+                sys.stdout.flush()  # `_exit` discards what the program has printed
             os._exit(1)
