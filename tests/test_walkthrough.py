@@ -81,6 +81,7 @@ def test_every_block_is_of_a_file():
     assert len(blocks()) == (ROOT / "docs" / "adding-an-op.md").read_text().count("\n```") // 2
 
 
+@pytest.mark.slow
 def test_the_operation_runs_on_every_backend(tree):
     said = run(tree, "-m", "pytest", "-n", "0", "-rA", "-q", "tests/ops/test_valid_slots.py")
     for backend in ("reference", "cpu", "numba_cuda"):
@@ -89,6 +90,7 @@ def test_the_operation_runs_on_every_backend(tree):
     assert run(tree, "-c", "import cumla; print(cumla.__file__)").strip() == str(tree / "cumla" / "__init__.py")
 
 
+@pytest.mark.slow
 def test_the_operation_is_self_tested_measured_and_documented(tree):
     said = run(tree, "-c", CHECK)
     assert said.startswith("Outcome(passed=True"), said
@@ -96,5 +98,6 @@ def test_the_operation_is_self_tested_measured_and_documented(tree):
     run(tree, "-m", "pytest", "-n", "0", "-q", "tests/ops/test_registry.py")
 
 
+@pytest.mark.slow
 def test_the_kernel_compiles(tree):
     run(tree, "-m", "pytest", "-n", "0", "-q", "tests/kernels/test_compile.py", "-k", "slot_counts and not slow")

@@ -299,6 +299,7 @@ def program(*arguments, **options):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_json_for_a_program_and_a_trace_from_a_pipe(tmp_path):
     line = {"timestamp": 0, "input_length": 20, "output_length": 3, "hash_ids": [1]}
     trace = ("\ufeff" + json.dumps(line) + "\n").encode()  # as editors on Windows begin a file

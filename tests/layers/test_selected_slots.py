@@ -59,7 +59,7 @@ def observed(layer, given):
 
 
 @pytest.mark.parametrize("name", STEPS)
-@pytest.mark.thorough(when=lambda x: x.simulated and x.get("name") != "drafts of any length")
+@pytest.mark.thorough(when=lambda x: x.simulated)
 def test_a_step_that_selects_maps_prefills_alone(lab, rng, name):
     """The result has the bits of a layer that gets the selection; slots and lengths are those of the map."""
     seq_lens, query_lens = STEPS[name]
@@ -93,6 +93,7 @@ def test_decodes_that_are_prefills_to_the_indexer_are_mapped(lab, rng):
     assert maps.count("map") == 1
 
 
+@pytest.mark.thorough(when=lambda x: x.simulated)
 def test_padding_attends_to_no_selected_row(lab, rng):
     """Its length is 0, whatever its request selects."""
     layer, given = selecting_step(rng, lab, [150, 200, 147], [1, 1, 1])
@@ -153,6 +154,7 @@ def test_a_captured_step_selects_other_rows_when_lengths_change(lab, rng):
         assert lab.get(workspace.topk_lens)[:3].tolist() == [min(n, TOPK) for n in changed]
 
 
+@pytest.mark.thorough(when=lambda x: x.simulated)
 def test_slots_of_decodes_may_be_given(lab, rng):
     layer, given = selecting_step(rng, lab, *STEPS["mixed"])
     mapped = with_selection(lab, given)

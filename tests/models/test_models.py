@@ -128,6 +128,7 @@ def test_rounded_caches_stay_near(examples, tmp_path, case, cache_format, bound)
     assert difference < bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_examples_run_without_torch(kind, tmp_path):
     script = (
