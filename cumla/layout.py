@@ -10,7 +10,10 @@ Within a page a token has a *row* and, where the format keeps them apart, *scale
     scales "page_tail"   token r at r * row_bytes; its scales at block_size * row_bytes + r * scale_bytes
 
 So the size of the view's last axis is the bytes per token; that axis does not address the bytes of one token.
-Formats: DeepSeek V3.2 and V4 as FlashMLA and vLLM store them (bytes equal, padding untouched).
+
+Formats: DeepSeek V3.2 and V4 as FlashMLA and vLLM store them (bytes equal, padding untouched). DeepSeek V4.1 in both
+arrangements: scales in the row as FlashMLA and vLLM have them, at the page's end (`_SPLIT`) as SGLang and FlashInfer.
+Two e2m1 values share a byte, the first in its low half.
 """
 
 from __future__ import annotations
@@ -20,11 +23,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-ValueType = Literal["e4m3", "bfloat16", "float16", "float32"]
-ScaleType = Literal["none", "ue8m0", "float32"]
+ValueType = Literal["e4m3", "e2m1", "bfloat16", "float16", "float32"]
+ScaleType = Literal["none", "ue8m0", "float32", "e4m3"]
 
 MAX_BYTES = 2**63 - 1  # of an array
-VALUE_BYTES: dict[ValueType, int] = {"e4m3": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+VALUE_BITS: dict[ValueType, int] = {"e4m3": 8, "e2m1": 4, "bfloat16": 16, "float16": 16, "float32": 32}
+SCALE_BYTES: dict[ScaleType, int] = {"none": 0, "ue8m0": 1, "float32": 4, "e4m3": 1}
+LARGEST: dict[ValueType, float] = {"e4m3": 448.0, "e2m1": 6.0}
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,8 @@ class CacheLayout:
 
     name            its name in error messages and CUDA sources
     head_dim        values of one token: quantised ones first, then `rope_dim` that stay 16-bit
-    rope_dim        values kept in 16 bits at the end of the row of an FP8 format
+    rope_dim        values stored in 16 bits at the end of a quantised row; how many values a model rotates is another
+                    matter: V4.1 quantises those, too
     value_type      type of the first `head_dim - rope_dim` values; "float32" rows show the effect of rounding, and only
                     host backends take them
     row_bytes       distance between the rows of neighbouring tokens
@@ -42,6 +48,7 @@ class CacheLayout:
     scale_bytes     scale area of one token, padding included
     scale_placement "in_row" or "page_tail"
     page_alignment  pages are padded to a multiple of this
+    stride_multiple the page stride is a multiple of this where pages are packed with others'
     min_exponent    smallest power-of-two scale that is written, as an exponent of 2
     min_scale       smallest scale that is written where scales need not be powers of two
     """
@@ -56,6 +63,7 @@ class CacheLayout:
     scale_bytes: int = 0
     scale_placement: Literal["in_row", "page_tail"] = "in_row"
     page_alignment: int = 1
+    stride_multiple: int = 1
     min_exponent: int = 0
     min_scale: float = 0.0
 
@@ -71,8 +79,13 @@ class CacheLayout:
 
     @property
     def quantized_dim(self) -> int:
-        """Values stored in FP8; 0 for 16-bit formats."""
-        return self.head_dim - self.rope_dim if self.value_type == "e4m3" else 0
+        """Values stored in 8 or 4 bits; 0 for 16-bit formats."""
+        return self.head_dim - self.rope_dim if self.value_type in LARGEST else 0
+
+    @property
+    def quantized_bytes(self) -> int:
+        """Bytes of those, from the start of the row."""
+        return self.quantized_dim * VALUE_BITS[self.value_type] // 8
 
     @property
     def num_scales(self) -> int:
@@ -81,9 +94,9 @@ class CacheLayout:
 
     @property
     def rope_offset(self) -> int:
-        """First byte of the 16-bit tail of an FP8 row, from the start of the row."""
+        """First byte of the 16-bit tail of a quantised row, from the start of the row."""
         in_row = self.scale_bytes if self.scale_placement == "in_row" else 0
-        return self.quantized_dim + in_row
+        return self.quantized_bytes + in_row
 
     @property
     def scale_stride(self) -> int:
@@ -92,7 +105,7 @@ class CacheLayout:
 
     def scale_start(self, block_size: int) -> int:
         """First scale byte of a page of `block_size` tokens; token r's is r * scale_stride after it."""
-        return self.quantized_dim if self.scale_placement == "in_row" else block_size * self.row_bytes
+        return self.quantized_bytes if self.scale_placement == "in_row" else block_size * self.row_bytes
 
     def page_bytes(self, block_size: int) -> int:
         """Bytes of a page of `block_size` tokens, padding included."""
@@ -104,9 +117,10 @@ class CacheLayout:
         """A zeroed cache: uint8 `[num_blocks, block_size, token_bytes]`, a view of pages of `page_stride` bytes.
 
         xp           numpy or cupy
-        page_stride  bytes from page to page; `page_bytes(block_size)` unless pages are packed with others'
+        page_stride  bytes from page to page, a multiple of `stride_multiple`; `page_bytes(block_size)` unless pages are
+                     packed with others'
         Raises TypeError for a size that is no integer or an xp that is neither, ValueError if a size is not positive,
-        the cache too large for an address or pages would overlap.
+        the cache too large for an address, pages would overlap or the stride is no such multiple.
         """
         num_blocks, block_size = _positive("num_blocks", num_blocks), _positive("block_size", block_size)
         module = getattr(xp, "__name__", type(xp).__name__)
@@ -120,6 +134,10 @@ class CacheLayout:
         if stride < needed:
             raise ValueError(
                 f"page_stride: got {stride} bytes, expected at least {needed} for {block_size} tokens of {self.name}"
+            )
+        if stride % self.stride_multiple:
+            raise ValueError(
+                f"page_stride: got {stride} bytes, expected a multiple of {self.stride_multiple} for {self.name}"
             )
         if num_blocks * stride > MAX_BYTES:
             raise ValueError(f"num_blocks: got {num_blocks} of {stride} bytes, expected at most {MAX_BYTES // stride}")
@@ -165,6 +183,33 @@ INDEXER_FP8 = CacheLayout(
     scale_type="float32", scale_tile=128, scale_bytes=4, scale_placement="page_tail", page_alignment=576,
     min_exponent=-22, min_scale=1e-4 / 448,
 )  # fmt: skip
+DSV41_FP8 = CacheLayout(
+    "DSV41_FP8", head_dim=512, rope_dim=0, value_type="e4m3", row_bytes=528,
+    scale_type="ue8m0", scale_tile=32, scale_bytes=16, stride_multiple=528, min_exponent=-22,
+)  # fmt: skip
+DSV41_FP8_SPLIT = CacheLayout(
+    "DSV41_FP8_SPLIT", head_dim=512, rope_dim=0, value_type="e4m3", row_bytes=512,
+    scale_type="ue8m0", scale_tile=32, scale_bytes=16, scale_placement="page_tail", page_alignment=512,
+    min_exponent=-13,
+)  # fmt: skip
+DSV41_FP4 = CacheLayout(
+    "DSV41_FP4", head_dim=512, rope_dim=0, value_type="e2m1", row_bytes=288,
+    scale_type="e4m3", scale_tile=16, scale_bytes=32, stride_multiple=288, min_scale=2.0**-9,
+)  # fmt: skip
+DSV41_FP4_SPLIT = CacheLayout(
+    "DSV41_FP4_SPLIT", head_dim=512, rope_dim=0, value_type="e2m1", row_bytes=256,
+    scale_type="e4m3", scale_tile=16, scale_bytes=32, scale_placement="page_tail", page_alignment=256,
+    min_scale=2.0**-9,
+)  # fmt: skip
+V32_NOPE_FP8 = CacheLayout(
+    "V32_NOPE_FP8", head_dim=512, rope_dim=0, value_type="e4m3", row_bytes=528,
+    scale_type="float32", scale_tile=128, scale_bytes=16, min_exponent=-13, min_scale=2.0**-126,
+)  # fmt: skip
+INDEXER_MXFP4 = CacheLayout(
+    "INDEXER_MXFP4", head_dim=128, rope_dim=0, value_type="e2m1", row_bytes=64,
+    scale_type="ue8m0", scale_tile=32, scale_bytes=4, scale_placement="page_tail", page_alignment=256,
+    min_exponent=-126,
+)  # fmt: skip
 INDEXER_BF16 = CacheLayout("INDEXER_BF16", head_dim=128, rope_dim=0, value_type="bfloat16", row_bytes=256)
 INDEXER_F32 = CacheLayout("INDEXER_F32", head_dim=128, rope_dim=0, value_type="float32", row_bytes=512)
 MLA_BF16 = CacheLayout("MLA_BF16", head_dim=576, rope_dim=64, value_type="bfloat16", row_bytes=1152)
@@ -178,14 +223,15 @@ def plain_rows(width: int, value_type: ValueType) -> CacheLayout:
 
     16- and 32-bit values have no scale; e4m3 values share one scale, which is not in the cache.
     """
-    row_bytes = width * VALUE_BYTES[value_type]
+    row_bytes = width * VALUE_BITS[value_type] // 8
     return CacheLayout(f"{value_type} [.., {width}]", width, 0, value_type, row_bytes)
 
 
 LAYOUTS = {
     layout.name: layout
     for layout in (
-        DSV4_FP8, V32_FP8, INDEXER_FP8, DSV4_BF16, MLA_BF16, INDEXER_BF16, DSV4_F32, MLA_F32, INDEXER_F32,
+        DSV4_FP8, V32_FP8, INDEXER_FP8, DSV41_FP8, DSV41_FP8_SPLIT, DSV41_FP4, DSV41_FP4_SPLIT, V32_NOPE_FP8,
+        INDEXER_MXFP4, DSV4_BF16, MLA_BF16, INDEXER_BF16, DSV4_F32, MLA_F32, INDEXER_F32,
     )
 }  # fmt: skip
 

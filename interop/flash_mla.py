@@ -20,6 +20,7 @@ import numpy as np
 
 from ..arrays import dlpack, streams
 from ..kernels.types.plan import DecodePlan, DenseDecodePlan, Workspace
+from ..layout import DSV41_FP8
 from ..ops.dense_attention import dense_mla_decode
 from ..ops.sparse_attention import V_DIM, sparse_mla_decode, sparse_mla_prefill
 from .ops import OPS
@@ -111,8 +112,9 @@ def flash_mla_with_kvcache(
     """Decode: sparse over `indices` if they are given, else over all tokens of the block tables.
 
     q                        [b, s_q, h_q, d] bfloat16; d = 576 or 512
-    k_cache                  [num_blocks, page_block_size, 1, bytes or d]: FP8 tokens of 656 (d = 576) or 584
-                             (d = 512) bytes if is_fp8_kvcache, else bfloat16 rows
+    k_cache                  [num_blocks, page_block_size, 1, bytes or d]: FP8 tokens of 656 (V3.2, d = 576), 584
+                             (V4, d = 512) or 528 bytes (V4.1, d = 512, scales in the row) if is_fp8_kvcache, else
+                             bfloat16 rows
     block_table              [b, max_blocks] int32; ignored by sparse decode, as is cache_seqlens
     cache_seqlens            [b] int32
     head_dim_v               512
@@ -122,7 +124,7 @@ def flash_mla_with_kvcache(
     causal                   dense decode only
     indices                  [b, s_q, topk] int32 slots, -1 is absent
     attn_sink                [h_q] float32, sparse decode only, as are the following arguments
-    extra_*                  a second cache, its indices and lengths
+    extra_*                  a second cache, its indices and lengths; beside tokens of 528 bytes also one of 288
     topk_length              [b] or [b, s_q] int32
     out                      [b, s_q, h_q, 512] to write instead of allocating
 
@@ -171,8 +173,9 @@ def _decode(
         if causal:
             raise ValueError("causal: got True, expected False with indices")
         plan = _plan(schedule, schedule.tile_scheduler_metadata, "sparse_mla_decode", {"q": q})
+        layout = DSV41_FP8 if k_cache.shape[3] == DSV41_FP8.token_bytes else None  # FlashMLA's meaning of that width
         return sparse_mla_decode(
-            q, k_cache, indices, topk_length=topk_length, extra_k_cache=extra_k_cache,
+            q, k_cache, indices, layout=layout, topk_length=topk_length, extra_k_cache=extra_k_cache,
             extra_indices=extra_indices_in_kvcache, extra_topk_length=extra_topk_length, attn_sink=attn_sink,
             softmax_scale=softmax_scale, plan=plan, out=out, lse=lse,
         )  # fmt: skip

@@ -39,8 +39,9 @@ def _compilable(op: Op) -> Callable[..., Any]:
 
     @functools.wraps(op.function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("layout") is not None:
-            kwargs["layout"] = getattr(kwargs["layout"], "name", kwargs["layout"])
+        for name in ("layout", "extra_layout"):
+            if kwargs.get(name) is not None:
+                kwargs[name] = getattr(kwargs[name], "name", kwargs[name])
         args, kwargs = op.with_pair_apart(args, kwargs)
         if into is None:
             return operator(*args, **kwargs)

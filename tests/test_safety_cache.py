@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 import cumla
-from support.caches import FP8_LAYOUTS, GuardedCache
+from support.caches import QUANTIZED_LAYOUTS, GuardedCache
 from support.guarded import Guarded
 from support.indexing import anything
 from support.lab import BF16, to_float
@@ -32,7 +32,7 @@ def guarded_cache(lab, rng, layout, num_blocks, block_size):
     return GuardedCache(lab, layout, num_blocks, block_size, content, gap=3)
 
 
-@pytest.mark.parametrize("layout", FP8_LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", QUANTIZED_LAYOUTS, ids=lambda layout: layout.name)
 def test_insert(lab, layout):
     @for_all(lab, tokens=st.integers(0, 3 if lab.tiny else 20), **sizes)
     def check(tokens, block_size, num_blocks, seed):

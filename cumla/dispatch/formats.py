@@ -6,15 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 from ..kernels.types.segments import Pages
-from ..layout import LAYOUTS, CacheLayout, layouts_of
+from ..layout import DSV4_FP8, INDEXER_FP8, LAYOUTS, V32_FP8, CacheLayout, layouts_of
 from .call import BYTES, Call
 from .values import shown
 
 DEFAULT_BLOCK_SIZES = {"DSV4_FP8": 64}  # of raw pages: quantize_and_insert_k_cache of vLLM's V4 has it
+RAW_PAGES = (DSV4_FP8, V32_FP8, INDEXER_FP8)  # formats of raw pages that the width of a row identifies
 
 
-def named_layout(layout: Any) -> CacheLayout | None:
-    """A CacheLayout unchanged or by its name; None for None. Raises TypeError or ValueError for anything else.
+def named_layout(layout: Any, name: str = "layout") -> CacheLayout | None:
+    """A CacheLayout unchanged or by its name; None for None. Raises TypeError or ValueError for anything else, the
+    argument `name`.
 
     Kernels know the formats of LAYOUTS by name only, so any other format is an error. The padding of pages does not
     matter to kernels.
@@ -26,15 +28,15 @@ def named_layout(layout: Any) -> CacheLayout | None:
         known = LAYOUTS.get(layout.name)
         if known is not layout and (known is None or replace(layout, page_alignment=known.page_alignment) != known):
             which = layout.name if known is None else f"{layout.name} with other sizes"
-            raise ValueError(f"layout: got {which}, expected one of {names}")
+            raise ValueError(f"{name}: got {which}, expected one of {names}")
         return layout
     if not isinstance(layout, str):
         raise TypeError(
-            f"layout: got {shown(layout)} of type {type(layout).__name__}, expected a CacheLayout or the name of one "
+            f"{name}: got {shown(layout)} of type {type(layout).__name__}, expected a CacheLayout or the name of one "
             f"({names})"
         )
     if layout not in LAYOUTS:
-        raise ValueError(f"layout: got {shown(layout)}, expected one of {names}")
+        raise ValueError(f"{name}: got {shown(layout)}, expected one of {names}")
     return LAYOUTS[layout]
 
 
@@ -44,8 +46,8 @@ def cache_layout(
     """The format of a cache: `layout` if given, else inferred from the bytes per token or the dtype of its rows.
 
     block_size, row_width  of raw pages: their tokens, and the values of the rows inserted or gathered. Only one of the
-                           quantised formats has rows of that width; raw pages of DSV4_FP8 need no block_size
-                           (`cache_pages`)
+                           formats of V3.2 and V4 has rows of that width, and V4.1's are always named; raw pages of
+                           DSV4_FP8 need no block_size (`cache_pages`)
 
     Raises ValueError for an ambiguous array: raw pages of unknown size, or a number of bytes that several formats have.
     """
@@ -61,7 +63,7 @@ def cache_layout(
             plain = (x for x in LAYOUTS.values() if not x.num_scales and x.value_type == native.dtype.name)
             known = [x for x in plain if x.head_dim == width]
     elif native.ndim == 2 and native.dtype in BYTES:
-        known = [x for x in LAYOUTS.values() if x.num_scales and x.head_dim == row_width]
+        known = [x for x in RAW_PAGES if x.head_dim == row_width]
         known = [x for x in known if block_size is not None or x.name in DEFAULT_BLOCK_SIZES]
     if len(known) > 1:
         names = ", ".join(x.name for x in known)
@@ -99,6 +101,12 @@ def cache_pages(
         f"{name}: got raw pages of {width} bytes and no block_size, expected the tokens of a page as block_size"
         f"{but}{of_this_size}"
     )
+
+
+def check_layout(layout: CacheLayout, names: tuple[str, ...]) -> None:
+    """Raise ValueError for a format that an operation does not take."""
+    if layout.name not in names:
+        raise ValueError(f"layout: got {layout.name}, expected {', '.join(names[:-1])} or {names[-1]}")
 
 
 def check_row_width(name: str, width: int, layout: CacheLayout) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..dispatch.call import BF16, FLOAT32, INT32, SLOTS, Call
-from ..dispatch.formats import cache_layout, cache_pages
+from ..dispatch.formats import cache_layout, cache_pages, check_layout
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_integers, check_optional_size
 from ..kernels.types.compressor import Compression, CompressorRows
@@ -13,6 +13,7 @@ from ..layout import CacheLayout
 from .norm_rope import check_epsilon, cos_sin
 
 PROJECTED = (*FLOAT32, *BF16)
+ROWS = ("DSV4_FP8", "DSV4_BF16", "DSV4_F32", "INDEXER_FP8", "INDEXER_BF16", "INDEXER_F32")
 
 
 @launch_cached
@@ -139,8 +140,7 @@ def _rows(
 ) -> CompressorRows:
     """Check the arrays of one compressor; `prefix` begins the names of its arguments."""
     layout = cache_layout(call, f"{prefix}k_cache", k_cache, layout)
-    if (layout.rope_dim == 0 and layout.head_dim != 128) or layout.head_dim not in (128, 512):
-        raise ValueError(f"layout: got {layout.name}, expected that of V4's compressed rows or of the indexer's keys")
+    check_layout(layout, ROWS)
     width, dim = kv_score.shape[1], layout.head_dim
     if width not in (2 * dim, 4 * dim):
         raise ValueError(f"{prefix}kv_score: got {width} columns, expected {2 * dim} or {4 * dim} for {layout.name}")

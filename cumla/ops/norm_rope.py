@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..dispatch.call import BF16, BYTES, FLOAT32, SLOTS, Call
-from ..dispatch.formats import cache_layout, cache_pages
+from ..dispatch.formats import cache_layout, cache_pages, check_layout
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_flags, check_integers, check_optional_size, in_float32
 from ..layout import DSV4_FP8, INDEXER_FP8, CacheLayout
@@ -14,6 +14,8 @@ from .sparse_attention import check_heads
 from .sparse_cache import checked_slots
 
 ROWS = (*BF16, *FLOAT32)
+WINDOW_ROWS = ("DSV4_FP8", "DSV41_FP8", "DSV41_FP8_SPLIT", "DSV4_BF16", "DSV4_F32")
+INDEXER_KEYS = ("INDEXER_FP8", "INDEXER_BF16", "INDEXER_F32")
 QUANTIZED_GROUP = 128  # values of an output that share a scale
 
 
@@ -73,35 +75,35 @@ def qnorm_rope_and_insert(
     backend: str | None = None,
     stream: Any = None,
 ) -> Any:
-    """Fused q-norm, RoPE and K insert of a V4 layer: its projections to its attention in one launch.
+    """Fused q-norm, RoPE and K insert of a V4 or V4.1 layer: its projections to its attention in one launch.
 
     Queries: RMSNorm of each head without a weight, then RoPE on its last values. Rows of the window cache: RoPE, the
     cache's format, insert.
 
     q             [T, h, 512] bfloat16, h from 1 to 128; on the host also float32
     kv            [T, 512] of q's dtype, its RMSNorm done
-    k_cache       a cache of `layout`, written: uint8 [num_blocks, block_size, 584], raw pages
-                  [num_blocks, page_bytes] with block_size given (if None 64, for pages as wide as that), or rows
-                  [num_blocks, block_size, 512]
+    k_cache       a cache of `layout`, written: uint8 [num_blocks, block_size, 584 or 528], raw pages
+                  [num_blocks, page_bytes] with block_size given (if None 64, for pages of DSV4_FP8 as wide as that), or
+                  rows [num_blocks, block_size, 512]
     slot_mapping  [N] int64 or int32, N <= T: slot of each row; slots outside the cache, such as -1, skip their row
     positions     [T] int64 or int32
     cos_sin_cache  [max_position, rope_dim] float32: cosines of the pairs (2 i, 2 i + 1) of the last rope_dim values,
                   then sines. Positions outside the table are clamped to it
     eps           of the norm of the queries, positive
-    layout        DSV4_FP8 or DSV4_BF16, on the host also DSV4_F32, or the name of one; None: inferred from the cache
+    layout        DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT or DSV4_BF16, on the host also DSV4_F32, or the name of one;
+                  None: inferred from the cache, which for V4.1 is an error
     out           [T, h, 512] of q's dtype to write instead of allocating; may be q
 
     Returns the queries. Sums and products are float32, rounded once; rows are rounded to bfloat16 before they are
     quantised.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
-    Source: vLLM's fused q-norm, RoPE and K insert of DeepSeek V4.
+    Source: vLLM's fused q-norm, RoPE and K insert of DeepSeek V4 and V4.1.
     """
     check_optional_size(block_size=block_size)
     call = Call(backend, stream)
     q = call.array("q", q, ROWS, ("T", "h", DSV4_FP8.head_dim))
     layout = cache_layout(call, "k_cache", k_cache, layout, block_size, q.shape[2])
-    if layout.head_dim != DSV4_FP8.head_dim:
-        raise ValueError(f"layout: got {layout.name}, expected that of V4's window rows")
+    check_layout(layout, WINDOW_ROWS)
     check_heads(q.shape[1])
     call.check_float32("q", q.dtype.name)
     kv = call.array("kv", kv, (q.dtype,), ("T", layout.head_dim))
@@ -156,8 +158,7 @@ def indexer_knorm_rope_and_insert(
     call = Call(backend, stream)
     k = call.array("k", k, ROWS, ("T", INDEXER_FP8.head_dim))
     layout = cache_layout(call, "k_cache", k_cache, layout, block_size, k.shape[1])
-    if layout.head_dim != INDEXER_FP8.head_dim:
-        raise ValueError(f"layout: got {layout.name}, expected that of the indexer's keys")
+    check_layout(layout, INDEXER_KEYS)
     weight = call.array("weight", weight, ROWS, (layout.head_dim,))
     bias = call.array("bias", bias, (weight.dtype,), (layout.head_dim,))
     pages = cache_pages(call, "k_cache", k_cache, layout, block_size, writable=True)

@@ -7,16 +7,18 @@ from typing import Any
 import numpy as np
 
 from ..dispatch.call import BF16, FLOAT32, FLOATS, INT32, Call
-from ..dispatch.formats import cache_layout, cache_pages
+from ..dispatch.formats import cache_layout, cache_pages, named_layout
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_choice, check_flags, check_kind, check_optional_size, in_float32, shown
 from ..kernels.types.plan import DecodePlan, DenseDecodePlan
 from ..kernels.types.segments import V_DIM, Pages, Segment
-from ..layout import CacheLayout
+from ..layout import DSV41_FP4, DSV41_FP4_SPLIT, CacheLayout
 
 ROWS = (*BF16, *FLOAT32)
 HEAD_DIMS = (512, 576)
 MAX_HEADS = 128
+# Formats of a second cache beside a first of another format.
+PARTNERS = {"DSV41_FP8": DSV41_FP4, "DSV41_FP8_SPLIT": DSV41_FP4_SPLIT}
 
 
 @launch_cached
@@ -32,6 +34,7 @@ def sparse_mla_decode(
     extra_indices: Any | None = None,
     extra_topk_length: Any | None = None,
     extra_block_size: int | None = None,
+    extra_layout: CacheLayout | str | None = None,
     attn_sink: Any | None = None,
     softmax_scale: float | None = None,
     plan: DecodePlan | None = None,
@@ -50,12 +53,16 @@ def sparse_mla_decode(
                    need no block_size), or bfloat16 [num_blocks, block_size, d]
     indices        [b, s_q, topk] int32 slots; -1 and anything outside the cache is absent. A slot listed
                    twice counts twice
-    layout         DSV4_FP8, V32_FP8, MLA_BF16 or DSV4_BF16, on the host also MLA_F32 or DSV4_F32, or the name of
-                   one; None: inferred from the bytes per token
+    layout         DSV4_FP8, V32_FP8, V32_NOPE_FP8, DSV41_FP8, DSV41_FP4, DSV41_FP8_SPLIT, DSV41_FP4_SPLIT, MLA_BF16 or
+                   DSV4_BF16, on the host also MLA_F32 or DSV4_F32, or the name of one; None: inferred from the bytes
+                   per token, of which 528 and 288 do not identify the format
     topk_length    [b] or [b, s_q] int32, entries of `indices` in use; None: all. A negative length counts as 0, one
                    beyond topk as topk
-    extra_k_cache  a second cache of the same layout, and its own extra_indices [b, s_q, extra_topk],
-                   extra_topk_length and extra_block_size
+    extra_k_cache  a second cache, and its own extra_indices [b, s_q, extra_topk], extra_topk_length and
+                   extra_block_size
+    extra_layout   the second cache's format: that of the first, or beside DSV41_FP8 also DSV41_FP4, beside
+                   DSV41_FP8_SPLIT also DSV41_FP4_SPLIT. None: whichever of these has the cache's bytes per token; for
+                   raw pages that of the first
     attn_sink      [h] float32: a logit that takes part in the softmax and has no value. None, or -inf for a head: no
                    sink. With +inf out is 0
     softmax_scale  1 / sqrt(d) if None
@@ -84,12 +91,14 @@ def sparse_mla_decode(
     call.check_float32("k_cache", layout.value_type)
     segments = [segment(call, "", k_cache, indices, topk_length, layout, block_size)]
     if extra_k_cache is not None and extra_indices is not None:
+        second = second_layout(call, extra_k_cache, extra_layout, layout)
         segments.append(
-            segment(call, "extra_", extra_k_cache, extra_indices, extra_topk_length, layout, extra_block_size)
+            segment(call, "extra_", extra_k_cache, extra_indices, extra_topk_length, second, extra_block_size)
         )
-    elif not (extra_k_cache is None and extra_indices is None and extra_topk_length is None):
+    elif not (extra_k_cache is None and extra_indices is None and extra_topk_length is None and extra_layout is None):
         raise ValueError(
-            "extra_k_cache: extra_k_cache and extra_indices must be given together, and with extra_topk_length"
+            "extra_k_cache: extra_k_cache and extra_indices must be given together, and with extra_topk_length and "
+            "extra_layout"
         )
     attn_sink = checked_sink(call, attn_sink)
     check_plan(call, plan, DecodePlan, q)
@@ -221,6 +230,21 @@ def attention_layout(call: Call, k_cache: Any, layout: Any, head_dim: int) -> Ca
         raise ValueError(f"layout: got {layout.name}, expected one for attention")
     if layout.head_dim != head_dim:
         raise ValueError(f"q: got {head_dim} values a head, expected {layout.head_dim} for a {layout.name} cache")
+    return layout
+
+
+def second_layout(call: Call, extra_k_cache: Any, extra_layout: Any, layout: CacheLayout) -> CacheLayout:
+    """The format of the second cache, given or inferred: that of the first, `layout`, or its partner."""
+    allowed = [layout, *filter(None, [PARTNERS.get(layout.name)])]
+    named = named_layout(extra_layout, "extra_layout")
+    if named is not None:
+        if not any(x.name == named.name for x in allowed):
+            expected = " or ".join(x.name for x in allowed)
+            raise ValueError(f"extra_layout: got {named.name}, expected {expected} beside a {layout.name} cache")
+        return named
+    native = call.borrow("extra_k_cache", extra_k_cache)
+    if native.ndim in (3, 4):
+        return next((x for x in allowed if x.token_bytes == native.shape[-1]), layout)
     return layout
 
 

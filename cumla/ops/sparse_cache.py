@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from ..dispatch.formats import cache_layout, cache_pages, check_row_width
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_choice, check_flags, check_integers, check_optional_size
 from ..kernels.types.segments import Pages
-from ..layout import INDEXER_BF16, INDEXER_F32, INDEXER_FP8, CacheLayout
+from ..layout import INDEXER_BF16, INDEXER_F32, INDEXER_FP8, INDEXER_MXFP4, CacheLayout
 
 
 @launch_cached
@@ -23,42 +24,55 @@ def quantize_and_insert_k_cache(
     is_ue8m0: bool = True,
     *,
     layout: CacheLayout | str | None = None,
+    min_exponent: int | None = None,
     backend: str | None = None,
     stream: Any = None,
 ) -> None:
-    """Quantise rows to FP8 and write each into its slot of a paged cache.
+    """Quantise rows to FP8 or FP4 and write each into its slot of a paged cache.
 
     k             [T, head_dim] bfloat16, float16 or float32; RoPE applied already
     k_cache       uint8 [num_blocks, block_size, token_bytes], or raw pages [num_blocks, page_bytes], written
     slot_mapping  [N] int64 or int32, N <= T: slot = block * block_size + row. Slots outside the cache, such as -1,
                   skip their row; rows of `k` beyond N are ignored. The slots of one call must differ: see below
     block_size    tokens of a page; None: the cache's own; for raw pages of DSV4_FP8 64, if they are as wide as that
-    is_ue8m0      scales are powers of two; False, for float32 scales only: amax / 448, not rounded to a power of two
-    layout        DSV4_FP8, V32_FP8 or INDEXER_FP8, or the name of one; None: inferred from the bytes per token, for
-                  raw pages from the width of `k`
+    is_ue8m0      scales are powers of two; False, for float32 scales only: amax / 448, not rounded to a power of two.
+                  It does not matter for e4m3 scales
+    layout        DSV4_FP8, V32_FP8, V32_NOPE_FP8, DSV41_FP8, DSV41_FP4, DSV41_FP8_SPLIT, DSV41_FP4_SPLIT, INDEXER_FP8
+                  or INDEXER_MXFP4, or the name of one; None: inferred from the bytes per token, for raw pages from the
+                  width of `k` (formats of V3.2 and V4). Tokens of 528 and 288 bytes do not identify the format
+    min_exponent  the smallest power of two that is written as a scale, as an exponent from -126 to 0; None: the
+                  layout's. Engines differ for V4.1: vLLM has -22 (DSV41_FP8's), FlashMLA and SGLang -13 (that of
+                  DSV41_FP8_SPLIT)
 
     A tile's scale comes from its finite values: an infinity saturates and a NaN is stored as NaN, and
-    neither changes another byte. Bytes of other slots and padding are not written.
+    neither changes another byte. e2m1 has no NaN: there it makes the scale NaN and the tile's values 0. Values are
+    divided by the scale in float32 and rounded to nearest even. Bytes of other slots and padding are not written.
 
     Two tokens for one slot are the caller's error: the slot then holds bytes of both, mixed differently from call to
     call (in host memory: the last token), and nothing else is touched. Equal tokens give that token's row. Each byte is
     written once, with its final value, so rewriting a row with its present content is invisible to concurrent readers.
 
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
-    Source: vLLM quantize_and_insert_k_cache (DeepSeek V4), concat_and_cache_mla fp8_ds_mla (V3.2) and
+    Source: vLLM quantize_and_insert_k_cache (DeepSeek V4 and V4.1), concat_and_cache_mla fp8_ds_mla (V3.2) and
     indexer_k_quant_and_cache.
     """
     check_optional_size(block_size=block_size)
+    if min_exponent is not None:
+        check_integers(-126, 0, min_exponent=min_exponent)
     check_flags(is_ue8m0=is_ue8m0)
     call = Call(backend, stream)
     k = call.array("k", k, FLOATS, ("T", -1))
     layout = cache_layout(call, "k_cache", k_cache, layout, block_size, k.shape[1])
     if not layout.num_scales:
-        raise ValueError(f"layout: got {layout.name}, expected one with FP8 values")
+        raise ValueError(f"layout: got {layout.name}, expected one with FP8 or FP4 values")
+    if min_exponent is not None and (layout.scale_type not in ("ue8m0", "float32") or not is_ue8m0):
+        raise ValueError(f"min_exponent: got {min_exponent}, but the scales of {layout.name} are no powers of two here")
     if layout.scale_type == "ue8m0" and not is_ue8m0:
         raise ValueError(f"is_ue8m0: got False, but {layout.name} stores scales as powers of two")
     check_row_width("k", k.shape[1], layout)
     pages = cache_pages(call, "k_cache", k_cache, layout, block_size, writable=True)
+    if min_exponent is not None:
+        pages = pages._replace(layout=replace(layout, min_exponent=min_exponent))
     quantize_and_insert(call, k, pages, slot_mapping, bool(is_ue8m0))
 
 
@@ -107,10 +121,11 @@ def dequantize_and_gather_k_cache(
     compress_ratio  positions that a row of the cache represents: a request has seq_lens[r] // compress_ratio rows;
                  gather_lens and block_size count rows
     layout       a CacheLayout or the name of one; None: inferred from the bytes per token, for raw pages from the
-                 width of `out`
+                 width of `out` (formats of V3.2 and V4)
 
-    A value is e4m3 times scale in float32, rounded once to out's type. Lengths are clamped to what exists
-    and to the rows of `out`; a position whose block is absent gives zeros; other rows are not written.
+    A value is e4m3 or e2m1 times scale in float32, rounded once to out's type; bfloat16 holds V4.1's exactly. Lengths
+    are clamped to what exists and to the rows of `out`; a position whose block is absent gives zeros; other rows are
+    not written.
 
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM dequantize_and_gather_k_cache.
@@ -122,7 +137,7 @@ def dequantize_and_gather_k_cache(
     out = call.array("out", out, FLOATS, ("R", -1, -1), writable=True)
     layout = cache_layout(call, "k_cache", k_cache, layout, block_size, out.shape[2])
     if not layout.num_scales and layout.value_type not in ("bfloat16", "float32"):
-        raise ValueError(f"layout: got {layout.name}, expected one with FP8 values and their scales")
+        raise ValueError(f"layout: got {layout.name}, expected one with FP8 or FP4 values and their scales")
     check_row_width("out", out.shape[2], layout)
     pages = cache_pages(call, "k_cache", k_cache, layout, block_size)
     call.check_float32("layout", layout.value_type)
@@ -149,23 +164,30 @@ def indexer_k_quant_and_cache(
     backend: str | None = None,
     stream: Any = None,
 ) -> None:
-    """Quantise the indexer's keys to FP8 and write each into its slot.
+    """Quantise the indexer's keys to FP8 or MXFP4 and write each into its slot.
 
     k                 [T, 128] bfloat16, float16 or float32
-    kv_cache          uint8 [num_blocks, block_size, 132] (or [num_blocks, block_size, 1, 132]), written; or, for
-                      keys that are not quantised, bfloat16 or float32 [num_blocks, block_size, 128], or the bytes
-                      of those, 256 or 512 a token (INDEXER_BF16, INDEXER_F32)
+    kv_cache          uint8 [num_blocks, block_size, 132] (or [num_blocks, block_size, 1, 132]), written; 68 bytes a
+                      token for MXFP4 (INDEXER_MXFP4); or, for keys that are not quantised, bfloat16 or float32
+                      [num_blocks, block_size, 128], or the bytes of those, 256 or 512 a token (INDEXER_BF16,
+                      INDEXER_F32)
     slot_mapping      [N] int64 or int32, N <= T; a slot outside the cache skips its row
-    quant_block_size  values that share a scale: 128
-    scale_fmt         "ue8m0": scales are powers of two; None: amax / 448, not rounded to a power of two
+    quant_block_size  values that share a scale: 128; 32 for MXFP4
+    scale_fmt         "ue8m0": scales are powers of two, as MXFP4's always are; None: amax / 448, not rounded to a power
+                      of two
 
-    Source: vLLM indexer_k_quant_and_cache. As quantize_and_insert_k_cache with INDEXER_FP8.
+    Source: vLLM indexer_k_quant_and_cache. As quantize_and_insert_k_cache with INDEXER_FP8 or INDEXER_MXFP4.
     """
-    check_choice((INDEXER_FP8.scale_tile,), quant_block_size=quant_block_size)
+    check_choice((INDEXER_FP8.scale_tile, INDEXER_MXFP4.scale_tile), quant_block_size=quant_block_size)
     check_choice(("ue8m0", None), scale_fmt=scale_fmt)
     call = Call(backend, stream)
     k = call.array("k", k, FLOATS, ("T", INDEXER_FP8.head_dim))
     pages = indexer_pages(call, kv_cache, writable=True)
+    tile = pages.layout.scale_tile or INDEXER_FP8.scale_tile
+    if quant_block_size != tile:
+        raise ValueError(f"quant_block_size: got {quant_block_size}, expected {tile} for a {pages.layout.name} cache")
+    if pages.layout == INDEXER_MXFP4 and scale_fmt is None:
+        raise ValueError("scale_fmt: got None, but INDEXER_MXFP4 stores scales as powers of two")
     if pages.layout.num_scales:
         quantize_and_insert(call, k, pages, slot_mapping, scale_fmt == "ue8m0")
         return
@@ -180,7 +202,8 @@ def indexer_pages(call: Call, kv_cache: Any, writable: bool = False) -> Pages:
     cache = call.borrow("kv_cache", kv_cache, writable)
     layout = {"bfloat16": INDEXER_BF16, "float32": INDEXER_F32}.get(cache.dtype.name, INDEXER_FP8)
     if cache.dtype in BYTES and cache.ndim > 2:
-        layout = {x.token_bytes: x for x in (INDEXER_BF16, INDEXER_F32)}.get(cache.shape[-1], INDEXER_FP8)
+        known = (INDEXER_MXFP4, INDEXER_BF16, INDEXER_F32)
+        layout = {x.token_bytes: x for x in known}.get(cache.shape[-1], INDEXER_FP8)
     return call.pages("kv_cache", cache, layout, writable=writable)
 
 
@@ -195,14 +218,15 @@ def cp_gather_indexer_k_quant_cache(
     backend: str | None = None,
     stream: Any = None,
 ) -> None:
-    """Gather the indexer's keys of whole sequences, packed, as FP8 values and their scales.
+    """Gather the indexer's keys of whole sequences, packed, as FP8 or MXFP4 values and their scales.
 
-    kv_cache     uint8 [num_blocks, block_size, 132] (or [num_blocks, block_size, 1, 132]); or a cache of keys that
-                 are not quantised, as indexer_k_quant_and_cache takes it
-    dst_k        uint8 [N, 128], or bfloat16 or float32 as such a cache is; written:
+    kv_cache     uint8 [num_blocks, block_size, 132] (or [num_blocks, block_size, 1, 132]), 68 bytes a token for MXFP4;
+                 or a cache of keys that are not quantised, as indexer_k_quant_and_cache takes it
+    dst_k        uint8 [N, 128], [N, 64] of MXFP4, or bfloat16 or float32 as such a cache is; written:
                  rows [cu_seq_lens[r], cu_seq_lens[r + 1]) are positions 0, 1, ... of request r;
                  rows of no request, as at the end of a longer array, are not written
-    dst_scale    float32 [N] or [N, 1], or their bytes, uint8 [N, 4]; written likewise. None without scales
+    dst_scale    float32 [N] or [N, 1], or their bytes, uint8 [N, 4], which MXFP4's four scales are; written likewise.
+                 None without scales
     block_table  [>= R, B] int32
     cu_seq_lens  [R + 1] int32, ascending
 
@@ -215,9 +239,9 @@ def cp_gather_indexer_k_quant_cache(
     if not pages.layout.num_scales:
         gather_plain_keys(call, pages, dst_k, dst_scale, block_table, cu_seq_lens)
         return
-    dst_k = call.array("dst_k", dst_k, BYTES, ("N", INDEXER_FP8.head_dim), writable=True)
+    dst_k = call.array("dst_k", dst_k, BYTES, ("N", pages.layout.quantized_bytes), writable=True)
     scales = call.borrow("dst_scale", dst_scale, writable=True)
-    as_bytes = scales.dtype in BYTES
+    as_bytes = scales.dtype in BYTES or pages.layout == INDEXER_MXFP4
     shape = ("N", INDEXER_FP8.scale_bytes) if as_bytes else ("N", 1)[: max(scales.ndim, 1)]
     scales = call.array("dst_scale", scales, BYTES if as_bytes else FLOAT32, shape, writable=True)
     block_table = call.array("block_table", block_table, INT32, (-1, -1))

@@ -9,7 +9,17 @@ import numpy as np
 
 from .. import bounds
 from ..bounds import DECODE_LSE, DECODE_OUT, PREFILL_LSE, PREFILL_OUT
-from ..layout import DSV4_FP8, MLA_BF16, V32_FP8, CacheLayout
+from ..layout import (
+    DSV4_FP8,
+    DSV41_FP4,
+    DSV41_FP4_SPLIT,
+    DSV41_FP8,
+    DSV41_FP8_SPLIT,
+    MLA_BF16,
+    V32_FP8,
+    V32_NOPE_FP8,
+    CacheLayout,
+)
 from ..ops.dense_attention import dense_mla_decode, mha_varlen
 from ..ops.sparse_attention import merge_attn_states, sparse_mla_decode, sparse_mla_prefill
 from .arrays import BLOCK, HEADS, NUM_BLOCKS, Bench
@@ -22,14 +32,15 @@ SPECIAL_HEADS = 64  # has other kernels on Hopper than HEADS
 MERGE = (bounds.MERGE, bounds.MERGE)
 
 
-def _decode(layout: CacheLayout, two_caches: bool) -> Run:
+def _decode(layout: CacheLayout, second: CacheLayout | None = None) -> Run:
     def run(bench: Bench) -> Sequence[Any]:
         slots = NUM_BLOCKS * BLOCK
         extra: dict[str, Any] = {}
-        if two_caches:
+        if second is not None:
             lengths = bench.put([[4, 0], [9, 1]], np.int32)
             extra = {
-                "extra_k_cache": bench.cache(layout),
+                "extra_k_cache": bench.cache(second),
+                "extra_layout": second,
                 "extra_indices": bench.indices(slots, 2, 2, 9),
                 "extra_topk_length": lengths,
             }
@@ -139,9 +150,21 @@ def _dense_decode(fp8: bool) -> Run:
 
 
 CASES = (
-    Case("sparse_mla_decode", "DSV4_FP8, two caches", "sparse_attention", DECODE, _decode(DSV4_FP8, True)),
-    Case("sparse_mla_decode", "V32_FP8", "sparse_attention", DECODE, _decode(V32_FP8, False)),
-    Case("sparse_mla_decode", "MLA_BF16", "sparse_attention", DECODE, _decode(MLA_BF16, False)),
+    Case("sparse_mla_decode", "DSV4_FP8, two caches", "sparse_attention", DECODE, _decode(DSV4_FP8, DSV4_FP8)),
+    Case("sparse_mla_decode", "V32_FP8", "sparse_attention", DECODE, _decode(V32_FP8)),
+    Case("sparse_mla_decode", "MLA_BF16", "sparse_attention", DECODE, _decode(MLA_BF16)),
+    *(
+        Case("sparse_mla_decode", variant, "sparse_attention", DECODE, _decode(*formats))
+        for variant, *formats in (
+            ("DSV41_FP8", DSV41_FP8),
+            ("DSV41_FP8, DSV41_FP4", DSV41_FP8, DSV41_FP4),
+            ("DSV41_FP4", DSV41_FP4),
+            ("V32_NOPE_FP8", V32_NOPE_FP8),
+            ("DSV41_FP8_SPLIT", DSV41_FP8_SPLIT),
+            ("DSV41_FP8_SPLIT, DSV41_FP4_SPLIT", DSV41_FP8_SPLIT, DSV41_FP4_SPLIT),
+            ("DSV41_FP4_SPLIT", DSV41_FP4_SPLIT),
+        )
+    ),
     Case("sparse_mla_prefill", "512", "sparse_attention", PREFILL, _prefill(512)),
     Case("sparse_mla_prefill", "576", "sparse_attention", PREFILL, _prefill(576)),
     *(

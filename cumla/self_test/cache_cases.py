@@ -9,7 +9,20 @@ import numpy as np
 
 from ..bounds import EQUAL, ROUNDED
 from ..dispatch.call import BFLOAT16
-from ..layout import DSV4_BF16, DSV4_FP8, INDEXER_BF16, INDEXER_FP8, V32_FP8, CacheLayout
+from ..layout import (
+    DSV4_BF16,
+    DSV4_FP8,
+    DSV41_FP4,
+    DSV41_FP4_SPLIT,
+    DSV41_FP8,
+    DSV41_FP8_SPLIT,
+    INDEXER_BF16,
+    INDEXER_FP8,
+    INDEXER_MXFP4,
+    V32_FP8,
+    V32_NOPE_FP8,
+    CacheLayout,
+)
 from ..ops.blocks import copy_blocks, swap_blocks
 from ..ops.compressor import compress_and_insert
 from ..ops.dense_cache import concat_and_cache_mla, gather_cache
@@ -193,6 +206,18 @@ CASES = (
     Case("quantize_and_insert_k_cache", "V32_FP8", "sparse_cache", (EQUAL,), _insert(V32_FP8)),
     Case("quantize_and_insert_k_cache", "V32_FP8, any scale", "sparse_cache", (EQUAL,), _insert(V32_FP8, False)),
     Case("quantize_and_insert_k_cache", "INDEXER_FP8", "sparse_cache", (EQUAL,), _insert(INDEXER_FP8)),
+    *(
+        Case(op, layout.name, "sparse_cache", (EQUAL,), make(layout))
+        for op, make in (("quantize_and_insert_k_cache", _insert), ("dequantize_and_gather_k_cache", _gather))
+        for layout in (
+            DSV41_FP8,
+            DSV41_FP4,
+            DSV41_FP8_SPLIT,
+            DSV41_FP4_SPLIT,
+            V32_NOPE_FP8,
+            INDEXER_MXFP4,
+        )
+    ),
     Case("dequantize_and_gather_k_cache", "DSV4_FP8", "sparse_cache", (EQUAL,), _gather(DSV4_FP8)),
     Case("dequantize_and_gather_k_cache", "V32_FP8", "sparse_cache", (EQUAL,), _gather(V32_FP8)),
     Case("indexer_k_quant_and_cache", "", "sparse_cache", (EQUAL,), _indexer_insert),

@@ -8,7 +8,16 @@ import numpy as np
 from ..numba_common import slots
 from ..numba_common.compiled import compiled
 from ..numba_common.geometry import Geometry, geometry_of
-from ..numba_common.numbers import float16_value, float32_bits, float32_value, quantized, tile_scale
+from ..numba_common.numbers import (
+    e2m1_quantized,
+    e2m1_scale,
+    e4m3_byte,
+    float16_value,
+    float32_bits,
+    float32_value,
+    quantized,
+    tile_scale,
+)
 from ..types.segments import Pages
 
 __all__ = [
@@ -28,6 +37,7 @@ __all__ = [
 ]
 
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # by code
 UE8M0_VALUES = np.append(np.ldexp(1.0, np.arange(255) - 127), np.nan)  # 2^-127 is a subnormal of float32
 
 # Tokens are divided by the groups of their slots, and each group runs in order: the last of several for a slot stays.
@@ -75,23 +85,57 @@ def write_row(page, row, values, rope, g, power_of_two):
             page[scales + i] = 0
     for tile in range(g.quantized_dim // g.scale_tile):
         first = tile * g.scale_tile
-        amax = np.float32(0)
-        for i in range(first, first + g.scale_tile):
-            magnitude = np.abs(values[i])
-            if magnitude > amax and magnitude < np.inf:
-                amax = magnitude
-        scale = tile_scale(amax, power_of_two, g.min_exponent, g.min_scale)
+        amax = largest_finite(values[first : first + g.scale_tile], g.e2m1_values)
+        if g.e2m1_values:
+            scale = e2m1_scale(amax, g.ue8m0, g.min_exponent, g.min_scale)
+        else:
+            scale = tile_scale(amax, power_of_two, g.min_exponent, g.min_scale)
         if g.ue8m0:
             page[scales + tile] = float32_bits(scale) >> 23
+        elif g.e4m3_scales:
+            page[scales + tile] = e4m3_byte(scale)
         else:
             bits = float32_bits(scale)
             for i in range(4):
                 page[scales + 4 * tile + i] = (bits >> (8 * i)) & 0xFF
-        for i in range(first, first + g.scale_tile):
-            page[start + i] = quantized(values[i], scale)
+        if g.e2m1_values:
+            for i in range(first, first + g.scale_tile, 2):
+                low, high = e2m1_quantized(values[i], scale), e2m1_quantized(values[i + 1], scale)
+                page[start + i // 2] = low | (high << 4)
+        else:
+            for i in range(first, first + g.scale_tile):
+                page[start + i] = quantized(values[i], scale)
     for i in range(g.head_dim - g.quantized_dim):
         page[start + g.rope_offset + 2 * i] = rope[i] & 0xFF
         page[start + g.rope_offset + 2 * i + 1] = rope[i] >> 8
+
+
+@compiled
+def largest_finite(values, keeps_nan):
+    """The largest finite magnitude of a tile; with `keeps_nan` NaN if the tile has one."""
+    amax = np.float32(0)
+    for x in values:
+        magnitude = np.abs(x)
+        if magnitude > amax and magnitude < np.inf:
+            amax = magnitude
+    if keeps_nan:
+        for x in values:
+            if x != x:
+                amax = np.float32(np.nan)
+    return amax
+
+
+@compiled
+def scale_at(page, scales, tile, g):
+    """Scale `tile` of the row whose scales are at `scales` of its page, float64."""
+    if g.ue8m0:
+        return UE8M0_VALUES[page[scales + tile]]
+    if g.e4m3_scales:
+        return np.float64(E4M3_VALUES[page[scales + tile]])
+    bits = np.int64(0)
+    for i in range(4):
+        bits |= np.int64(page[scales + 4 * tile + i]) << (8 * i)
+    return np.float64(float32_value(bits))
 
 
 @compiled
@@ -100,15 +144,13 @@ def read_row(page, row, values, g):
     start = row * g.row_bytes
     scales = g.scale_start + row * g.scale_stride
     for tile in range(g.quantized_dim // g.scale_tile):
-        if g.ue8m0:
-            scale = UE8M0_VALUES[page[scales + tile]]
-        else:
-            bits = np.int64(0)
-            for i in range(4):
-                bits |= np.int64(page[scales + 4 * tile + i]) << (8 * i)
-            scale = np.float64(float32_value(bits))
+        scale = values.dtype.type(scale_at(page, scales, tile, g))
         first, end = tile * g.scale_tile, (tile + 1) * g.scale_tile
-        dequantize(values[first:end], page[start + first : start + end], values.dtype.type(scale))
+        if g.e2m1_values:
+            for i in range(first, end):
+                values[i] = E2M1_VALUES[(page[start + i // 2] >> (4 * (i % 2))) & 0x0F] * scale
+        else:
+            dequantize(values[first:end], page[start + first : start + end], scale)
     tail = page[start + g.rope_offset : start + g.row_bytes]
     if g.float32_values:
         for i in range(g.head_dim):

@@ -35,6 +35,7 @@ def _layout_struct(layout: CacheLayout) -> str:
     numbers = {
         "head_dim": layout.head_dim,
         "quantized_dim": layout.quantized_dim,
+        "quantized_bytes": layout.quantized_bytes,
         "rope_offset": layout.rope_offset if layout.quantized_dim else 0,
         "row_bytes": layout.row_bytes,
         "scale_tile": layout.scale_tile or 1,
@@ -46,7 +47,12 @@ def _layout_struct(layout: CacheLayout) -> str:
         "min_exponent": layout.min_exponent,
     }
     fields = ", ".join(f"{name} = {value}" for name, value in numbers.items())
-    flags = f"ue8m0 = {str(layout.scale_type == 'ue8m0').lower()}"
+    kinds = {
+        "ue8m0": layout.scale_type == "ue8m0",
+        "e4m3_scales": layout.scale_type == "e4m3",
+        "e2m1_values": layout.value_type == "e2m1",
+    }
+    flags = ", ".join(f"{name} = {str(holds).lower()}" for name, holds in kinds.items())
     return (
         f"struct {layout.name} {{\n"
         f"    static constexpr int {fields};\n"

@@ -18,7 +18,7 @@ INDEXER_ROWS = 4 * WARPS  # per CTA, as in common/indexer_gather.cu
 
 
 def quantize_and_insert_k_cache(k: Any, pages: Pages, slot_mapping: Any, power_of_two_scales: bool) -> None:
-    if pages.layout is INDEXER_FP8:
+    if pages.layout == INDEXER_FP8:  # whose exponents have the usual floor
         insert_indexer_keys(k, pages, slot_mapping, power_of_two_scales)
         return
     rope = k.data.ptr + pages.layout.quantized_dim * k.dtype.itemsize
@@ -57,6 +57,7 @@ def insert(
         INPUT=C_NAMES[k.dtype.name],
         SLOT=C_NAMES[slot_mapping.dtype.name],
         POWER_OF_TWO=int(power_of_two_scales),
+        MIN_EXPONENT=pages.layout.min_exponent,
         ALIGNED=int(aligned),
     )(
         (-(-num_tokens // WARPS),),
@@ -112,6 +113,7 @@ def cp_gather_indexer_k_quant_cache(
     kernel(
         "common/indexer_gather.cu",
         "cp_gather_indexer_k_quant_cache",
+        LAYOUT=pages.layout.name,
         ALIGNED=int(is_aligned(pages.bytes, dst_k) and scales_aligned),
     )(
         (min(-(-num_rows // INDEXER_ROWS), MAX_BLOCKS),),

@@ -13,6 +13,7 @@ class Geometry(NamedTuple):
     block_size: int
     head_dim: int
     quantized_dim: int
+    quantized_bytes: int
     row_bytes: int
     rope_offset: int
     scale_tile: int
@@ -20,6 +21,8 @@ class Geometry(NamedTuple):
     scale_start: int
     scale_stride: int
     ue8m0: bool
+    e4m3_scales: bool
+    e2m1_values: bool
     float16_values: bool
     float32_values: bool
     min_exponent: int
@@ -32,6 +35,7 @@ def geometry_of(pages: Pages) -> Geometry:
         pages.block_size,
         layout.head_dim,
         layout.quantized_dim,
+        layout.quantized_bytes,
         layout.row_bytes,
         layout.rope_offset if layout.quantized_dim else 0,
         layout.scale_tile or 1,
@@ -39,6 +43,8 @@ def geometry_of(pages: Pages) -> Geometry:
         layout.scale_start(pages.block_size),
         layout.scale_stride,
         layout.scale_type == "ue8m0",
+        layout.scale_type == "e4m3",
+        layout.value_type == "e2m1",
         layout.value_type == "float16",
         layout.value_type == "float32",
         layout.min_exponent,

@@ -1,4 +1,4 @@
-"""Number formats bit by bit: bfloat16, float16, e4m3 and UE8M0, to and from float32.
+"""Number formats bit by bit: bfloat16, float16, e4m3, e2m1 and UE8M0, to and from float32.
 
 Both Numba backends use these functions: a CUDA kernel may call a compiled function, which is then compiled
 for the device. Where targets could differ they use integer arithmetic, on int64 (Numba gives float64 for
@@ -100,6 +100,26 @@ def e4m3_value(byte: Any) -> Any:
 
 
 @compiled
+def e2m1_code(x: Any) -> Any:
+    """The four bits of x as e2m1; beyond 6 saturates. NaN becomes 0: the format has none.
+
+    Ties go to even codes: a midpoint below an odd code is not enough for it.
+    """
+    if x != x:
+        return np.int64(0)
+    y = abs(x)
+    code = np.int64(y > 0.25) + np.int64(y >= 0.75) + np.int64(y > 1.25) + np.int64(y >= 1.75)
+    code += np.int64(y > 2.5) + np.int64(y >= 3.5) + np.int64(y > 5)
+    return ((float32_bits(x) >> 28) & 8) | code
+
+
+@compiled
+def e2m1_value(code: Any) -> Any:
+    """Four bits of e2m1: moved to e4m3's fields they are the value times 2^-6."""
+    return e4m3_value(((code & 8) << 4) | ((code & 7) << 2)) * np.float32(64)
+
+
+@compiled
 def scale_exponent(amax: Any, min_exponent: Any) -> Any:
     """Smallest e with amax <= 448 * 2^e, at least `min_exponent`. Exact: 448 is 1.75 * 2^8."""
     bits = float32_bits(amax)
@@ -124,8 +144,25 @@ def ue8m0_value(byte: Any) -> Any:
 
 
 @compiled(error_model="numpy")
+def e2m1_scale(amax: Any, powers_of_two: Any, min_exponent: Any, min_scale: Any) -> Any:
+    """The scale of a tile of e2m1 values whose largest finite magnitude is `amax`, NaN if the tile has a NaN.
+
+    A power of two, 6 being 1.5 * 2^2, or an e4m3 number.
+    """
+    if amax != amax:
+        return float32_value(NAN_BITS)
+    if powers_of_two:
+        bits = float32_bits(amax)
+        exponent = (bits >> 23) - 127 - 2
+        if (bits & 0x7FFFFF) > 0x400000:
+            exponent += 1
+        return power_of_two(max(exponent, min_exponent))
+    return e4m3_value(e4m3_byte(max(np.float32(amax) / np.float32(6), np.float32(min_scale))))
+
+
+@compiled(error_model="numpy")
 def tile_scale(amax: Any, powers_of_two: Any, min_exponent: Any, min_scale: Any) -> Any:
-    """The scale of a tile whose largest finite magnitude is `amax`."""
+    """The scale of a tile of e4m3 values whose largest finite magnitude is `amax`."""
     if powers_of_two:
         return power_of_two(scale_exponent(amax, min_exponent))
     return max(np.float32(amax) / np.float32(448), np.float32(min_scale))
@@ -141,6 +178,12 @@ def quantized(x: Any, scale: Any) -> Any:
 def dequantized(byte: Any, scale: Any) -> Any:
     """An e4m3 byte times scale, in float32."""
     return e4m3_value(byte) * np.float32(scale)
+
+
+@compiled(error_model="numpy")
+def e2m1_quantized(x: Any, scale: Any) -> Any:
+    """x / scale as an e2m1 code. A product with 1 / scale would round some values to the other neighbour."""
+    return e2m1_code(np.float32(x) / np.float32(scale))
 
 
 @compiled

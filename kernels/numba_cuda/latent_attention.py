@@ -18,7 +18,7 @@ from ..types.segments import Pages
 from .attention_tile import Tile, attention_of
 from .compiler import cuda, float32, int32, uint32
 from .intrinsics import exponential
-from .latent_rows import latent_rows_of
+from .latent_rows import has_fine_scales, latent_rows_of
 from .launch import (
     NO_PARTS,
     NO_SCALE,
@@ -76,15 +76,17 @@ def attend(
     causal: bool = False,
     scale: tuple[Any, np.float32] = (NO_SCALE, np.float32(1)),
 ) -> None:
-    """q [b, s_q, h, d] over one list of keys, or two of the same layout and one softmax.
+    """q [b, s_q, h, d] over one list of keys, or two and one softmax, of one layout or of two with fine scales.
 
     most_keys  largest number of keys of a token
     causal     for a block table: whether a query sees only tokens up to its own
     scale      of plain e4m3 rows: (float32 [1] or empty, number that is used if it is empty)
     """
     (batch, s_q, heads, _), layout = q.shape, lists[0].pages.layout
+    formats = layout, lists[-1].pages.layout
     caches = [x.pages.bytes for x in lists]
-    groups, weighted, float16 = layout.head_dim // GROUP, layout.num_scales > 0, q.dtype == np.float16
+    groups, float16 = layout.head_dim // GROUP, q.dtype == np.float16
+    weighted = layout.num_scales > 0 and not has_fine_scales(layout)
     tile = Tile(ROWS, KEYS, groups, V_DIM // GROUP, False, weighted, float16)
     blocks = batch * s_q * -(-heads // ROWS)
     parts = part_count(blocks, -(-most_keys // KEYS), multiprocessors()) if may_split else 1
@@ -95,7 +97,7 @@ def attend(
         part_lse = workspace.shaped("part_lse", (rows, heads), np.float32, q)
     listed = lists[0].slots.ndim == 3
     second = lists[1] if len(lists) > 1 else lists[0]._replace(slots=NO_SEGMENT if listed else NO_TABLE)
-    kernel = attend_kernel_of(tile, layout, listed, is_aligned(q, *caches))
+    kernel = attend_kernel_of(tile, formats, listed, is_aligned(q, *caches))
     sink = NO_SCALE if attn_sink is None else attn_sink
     max_logits = NO_LOGITS if results.max_logits is None else results.max_logits
     launch(
@@ -123,12 +125,12 @@ def list_arguments(keys: KeyList) -> tuple[Any, ...]:
 
 
 @functools.cache
-def attend_kernel_of(tile: Tile, layout: CacheLayout, listed: bool, aligned: bool) -> Any:
-    """The kernel for a layout; `listed` for lists of slots, else for a block table."""
+def attend_kernel_of(tile: Tile, formats: tuple[CacheLayout, CacheLayout], listed: bool, aligned: bool) -> Any:
+    """The kernel for the layouts of two lists; `listed` for lists of slots, else for a block table."""
     rows, keys = tile.rows, tile.keys
     growing, count, stride, memory, score, weigh, mix, finish = attention_of(tile)
-    word_count, scale_count, prepare, load, store = latent_rows_of(tile, layout, aligned)
-    copy_queries = plain_rows_of(rows, layout.head_dim, tile.groups, aligned)
+    word_count, scale_count, prepare, load, store = latent_rows_of(tile, formats, aligned)
+    copy_queries = plain_rows_of(rows, formats[0].head_dim, tile.groups, aligned)
     length_of, slot_of = (listed_length, listed_slot) if listed else (table_length, table_slot)
 
     @device_function

@@ -1,7 +1,8 @@
 """Copies rows of latent caches into shared memory: 16 bytes per load, all loads of a thread in flight at once.
 
 FP8 values become 16-bit ones, times a power of two. The rest of their scale, a float32 near 1, multiplies the products
-instead: so no scale is rounded, however large or small.
+instead: so no scale is rounded, however large or small. V4.1's rows, FP8 and FP4, whose scales change within a group of
+values, become bfloat16 values times their scale, which is exact.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from .attention_tile import ABSENT, Tile
 from .compiler import cuda
 from .intrinsics import permute_bytes, read1, read4, store4
 from .launch import device_function
-from .numbers import float32_bits, float32_value, ue8m0_value
+from .numbers import e4m3_value, float32_bits, float32_value, ue8m0_value
 from .plain_rows import LANES, ROWS_AT_A_TIME, read_of, word_reader
 from .products import GROUP, THREADS, stride_of
 
 LEAST_EXPONENT, LARGEST_EXPONENT = -100, 7  # limits of that power of two
 E4M3_NAN, SIGNS, ONES = 0x7F7F7F7F, 0x80808080, 0x01010101
+E2M1_MAGNITUDES = 0x07070707
 
 
 class LatentRows(NamedTuple):
@@ -42,8 +44,96 @@ class LatentRows(NamedTuple):
     store: Any
 
 
+def has_fine_scales(layout: CacheLayout) -> bool:
+    """Whether scales change within a group of values."""
+    return 0 < layout.scale_tile < GROUP
+
+
+def latent_rows_of(tile: Tile, formats: tuple[CacheLayout, CacheLayout], aligned: bool) -> LatentRows:
+    """For the formats of two caches, which are equal unless their scales are fine."""
+    return fine_rows_of(tile, formats, aligned) if has_fine_scales(formats[0]) else rows_of(tile, formats[0], aligned)
+
+
 @functools.cache
-def latent_rows_of(tile: Tile, layout: CacheLayout, aligned: bool) -> LatentRows:
+def fine_rows_of(tile: Tile, formats: tuple[CacheLayout, CacheLayout], aligned: bool) -> LatentRows:
+    keys, stride, chunks = tile.keys, stride_of(tile.groups), formats[0].quantized_dim // 16
+    passes, steps = keys // ROWS_AT_A_TIME, -(-chunks // LANES)
+    count = passes * steps
+    load_first, load_second = (chunk_loader(layout, aligned) for layout in formats)
+    to_words, plain_factor = words_of(False), e4m3_factor(False)
+    multiply = intrinsics.multiply_bfloat16
+
+    @device_function
+    def prepare(m):
+        pass
+
+    @device_function
+    def load(m, words, scales, pages, scale_start, extra_pages, extra_scale_start, extra_from):
+        lane = cuda.threadIdx.x % LANES
+        for j in range(passes):
+            key = cuda.threadIdx.x // LANES + ROWS_AT_A_TIME * j
+            page, token = m.pages[key], m.tokens[key]
+            for i in range(steps):
+                chunk, k = lane + LANES * i, steps * j + i
+                present = page >= 0 and chunk < chunks
+                if key < extra_from:
+                    four, scale = load_first(pages[max(page, 0)], token, chunk, scale_start, present)
+                else:
+                    four, scale = load_second(extra_pages[max(page, 0)], token, chunk, extra_scale_start, present)
+                words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3] = four
+                scales[k] = scale
+
+    @device_function
+    def store(m, words, scales):
+        lane = cuda.threadIdx.x % LANES
+        for j in range(passes):
+            key = cuda.threadIdx.x // LANES + ROWS_AT_A_TIME * j
+            for i in range(steps):
+                chunk, k = lane + LANES * i, steps * j + i
+                if chunk < chunks:
+                    factor = np.uint32((float32_bits(scales[k]) >> 16) * 0x00010001)  # exact: few bits, or NaN
+                    for n in range(2):
+                        a, b = to_words(words[4 * k + 2 * n], plain_factor)
+                        c, d = to_words(words[4 * k + 2 * n + 1], plain_factor)
+                        four = (multiply(a, factor), multiply(b, factor), multiply(c, factor), multiply(d, factor))
+                        store4(m.k, key * stride + 8 * chunk + 4 * n, four)
+            if lane == 0:
+                m.positions[key] = 0 if m.pages[key] >= 0 else ABSENT
+
+    return LatentRows(4 * count, count, prepare, load, store)
+
+
+@functools.cache
+def chunk_loader(layout: CacheLayout, aligned: bool) -> Any:
+    """A function (row, token, chunk, scale_start, present) -> 16 e4m3 values as four words, and their scale."""
+    row_bytes, scale_stride, scale_tile = layout.row_bytes, layout.scale_stride, layout.scale_tile
+    e2m1_values, e4m3_scales = layout.value_type == "e2m1", layout.scale_type == "e4m3"
+    read, read_word = read_of(aligned, 1), read4 if aligned else word_reader(1)
+
+    @device_function
+    def load(row, token, chunk, scale_start, present):
+        stored = read1(row, scale_start + token * scale_stride + 16 * chunk // scale_tile, present)
+        scale = e4m3_value(stored) if e4m3_scales else ue8m0_value(stored)
+        if e2m1_values:
+            at = token * row_bytes + 8 * chunk
+            first, second = e2m1_to_e4m3(read_word(row, at, present))
+            third, fourth = e2m1_to_e4m3(read_word(row, at + 4, present))
+            return (first, second, third, fourth), scale * np.float32(64)
+        return read(row, token * row_bytes + 16 * chunk, present), scale
+
+    return load
+
+
+@device_function
+def e2m1_to_e4m3(codes):
+    """Eight e2m1 codes as two words of e4m3 bytes, of the values times 2^-6."""
+    even = ((codes << 4) & SIGNS) | ((codes & E2M1_MAGNITUDES) << 2)
+    odd = (codes & SIGNS) | (((codes >> 4) & E2M1_MAGNITUDES) << 2)
+    return permute_bytes(even, odd, 0x5140), permute_bytes(even, odd, 0x7362)
+
+
+@functools.cache
+def rows_of(tile: Tile, layout: CacheLayout, aligned: bool) -> LatentRows:
     keys, weighted = tile.keys, tile.weighted
     row_bytes, rope_offset, scale_tile = layout.row_bytes, layout.rope_offset, layout.scale_tile
     scale_stride, ue8m0 = layout.scale_stride, layout.scale_type == "ue8m0"

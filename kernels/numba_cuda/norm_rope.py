@@ -30,7 +30,7 @@ from .rows import store
 
 THREADS = 128
 WIDTH = 512  # of a row in shared memory
-MAX_TILES = 8
+MAX_TILES = 16  # of a row that these kernels write
 GROUP = 128
 MIN_AMAX = np.float32(1e-10)
 

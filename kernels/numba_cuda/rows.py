@@ -6,7 +6,15 @@ import numpy as np
 
 from ..numba_common import slots
 from .compiler import cuda
-from .numbers import bfloat16_value, dequantized, float16_value, float32_value, ue8m0_value
+from .numbers import (
+    bfloat16_value,
+    dequantized,
+    e2m1_value,
+    e4m3_value,
+    float16_value,
+    float32_value,
+    ue8m0_value,
+)
 
 # The index arithmetic is the CPU backend's, compiled for the device.
 lookup_slot = cuda.jit(device=True)(slots.lookup_slot)
@@ -52,5 +60,12 @@ def read_value(page, row, i, g):
         return float16_value(bits) if g.float16_values else bfloat16_value(bits)
     scales = g.scale_start + row * g.scale_stride
     tile = i // g.scale_tile
-    scale = ue8m0_value(page[scales + tile]) if g.ue8m0 else float32_value(load(page, scales + 4 * tile, 4))
+    if g.ue8m0:
+        scale = ue8m0_value(page[scales + tile])
+    elif g.e4m3_scales:
+        scale = e4m3_value(page[scales + tile])
+    else:
+        scale = float32_value(load(page, scales + 4 * tile, 4))
+    if g.e2m1_values:
+        return e2m1_value((np.int64(page[start + i // 2]) >> (4 * (i % 2))) & 0x0F) * scale
     return dequantized(page[start + i], scale)

@@ -14,6 +14,9 @@ from .numbers import (
     BFLOAT16,
     INFINITY_BITS,
     bfloat16_bits,
+    e2m1_quantized,
+    e2m1_scale,
+    e4m3_byte,
     float32_bits,
     float32_value,
     from_float32,
@@ -24,7 +27,7 @@ from .numbers import (
 from .rows import find_request, load, lookup_slot, read_value, store
 
 THREADS = 128
-MAX_TILES = 8  # of a row, in any layout
+MAX_TILES = 32  # of a row, in any layout
 
 
 def quantize_and_insert_k_cache(k: Any, pages: Pages, slot_mapping: Any, power_of_two_scales: bool) -> None:
@@ -41,7 +44,7 @@ def insert(k: Any, rope: Any, pages: Pages, slot_mapping: Any, power_of_two_scal
 
 def insert_kernel(k, rope, kind, slots, pages, g, powers_of_two):
     """A thread block takes a token, a thread every blockDim.x-th value of its row."""
-    # Magnitudes are compared as float32 bits, which have the same order and allow an atomic maximum.
+    # Magnitudes are compared as float32 bits, which have the same order and allow an atomic maximum. NaN is largest.
     largest = cuda.shared.array(MAX_TILES, np.int32)
     token = cuda.blockIdx.x
     slot = np.int64(slots[token])
@@ -54,7 +57,7 @@ def insert_kernel(k, rope, kind, slots, pages, g, powers_of_two):
 
     for i in range(cuda.threadIdx.x, g.quantized_dim, cuda.blockDim.x):
         magnitude = float32_bits(to_float32(k[token, i], kind)) & 0x7FFFFFFF
-        if magnitude < INFINITY_BITS:
+        if magnitude < INFINITY_BITS or (g.e2m1_values and magnitude > INFINITY_BITS):
             cuda.atomic.max(largest, i // g.scale_tile, np.int32(magnitude))
     cuda.syncthreads()
 
@@ -63,21 +66,36 @@ def insert_kernel(k, rope, kind, slots, pages, g, powers_of_two):
     for tile in range(cuda.threadIdx.x, g.scale_bytes if g.ue8m0 else num_tiles, cuda.blockDim.x):
         scale_bits = np.int64(0)  # for the spare byte of a row of UE8M0 scales
         if tile < num_tiles:
-            amax = float32_value(largest[tile])
-            scale_bits = float32_bits(tile_scale(amax, powers_of_two, g.min_exponent, g.min_scale))
+            scale_bits = float32_bits(scale_of_tile(largest[tile], powers_of_two, g))
         if g.ue8m0:
             page[scales + tile] = scale_bits >> 23  # the exponent
+        elif g.e4m3_scales:
+            page[scales + tile] = e4m3_byte(float32_value(scale_bits))
         else:
             store(page, scales + 4 * tile, 4, scale_bits)
+    if g.e2m1_values:
+        for i in range(cuda.threadIdx.x, g.quantized_bytes, cuda.blockDim.x):
+            scale = scale_of_tile(largest[2 * i // g.scale_tile], powers_of_two, g)
+            low = e2m1_quantized(to_float32(k[token, 2 * i], kind), scale)
+            page[start + i] = low | (e2m1_quantized(to_float32(k[token, 2 * i + 1], kind), scale) << 4)
+        return
     for i in range(cuda.threadIdx.x, g.head_dim, cuda.blockDim.x):
         if i < g.quantized_dim:
-            amax = float32_value(largest[i // g.scale_tile])
-            scale = tile_scale(amax, powers_of_two, g.min_exponent, g.min_scale)
+            scale = scale_of_tile(largest[i // g.scale_tile], powers_of_two, g)
             page[start + i] = quantized(to_float32(k[token, i], kind), scale)
         else:
             x = rope[token, i - g.quantized_dim]
             bits = np.int64(x) if kind == BFLOAT16 else bfloat16_bits(to_float32(x, kind))  # keeps NaN's bits
             store(page, start + g.rope_offset + 2 * (i - g.quantized_dim), 2, bits)
+
+
+@cuda.jit(device=True)
+def scale_of_tile(largest, powers_of_two, g):
+    """The scale of a tile, given the float32 bits of its largest magnitude."""
+    amax = float32_value(largest)
+    if g.e2m1_values:
+        return e2m1_scale(amax, g.ue8m0, g.min_exponent, g.min_scale)
+    return tile_scale(amax, powers_of_two, g.min_exponent, g.min_scale)
 
 
 def dequantize_and_gather_k_cache(

@@ -8,10 +8,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ...layout import CacheLayout
+from ...layout import LARGEST, SCALE_BYTES, CacheLayout, ScaleType
 from ..types.segments import Pages
 
-E4M3_MAX = 448.0
+E4M3_MAX = LARGEST["e4m3"]
 # Stored type of values without a scale, by the layout's value_type.
 PLAIN_TYPES = {
     "e4m3": ml_dtypes.bfloat16,
@@ -20,6 +20,7 @@ PLAIN_TYPES = {
     "float32": np.float32,
 }
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # by code
 
 
 def flush_subnormals(x: Any) -> Any:
@@ -27,27 +28,36 @@ def flush_subnormals(x: Any) -> Any:
     return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
 
 
-def scale_exponent(amax: np.float32, min_exponent: int) -> int:
-    """Smallest e with amax <= 448 * 2^e, at least `min_exponent`. Exact: 448 is 0.875 * 2^9."""
+def scale_exponent(amax: np.float32, min_exponent: int, largest: float = E4M3_MAX) -> int:
+    """Smallest e with amax <= largest * 2^e, at least `min_exponent`. Exact: 448 is 0.875 * 2^9, 6 is 0.75 * 2^3."""
     if amax == 0:
         return min_exponent
     fraction, exponent = np.frexp(amax)
-    return max(int(exponent) - 9 + int(fraction > 0.875), min_exponent)
+    most, more = np.frexp(largest)
+    return max(int(exponent) - int(more) + int(fraction > most), min_exponent)
 
 
 def quantize_tile(values: np.ndarray, layout: CacheLayout, power_of_two: bool) -> tuple[np.ndarray, np.float32]:
-    """float32 [n] -> e4m3 bytes [n] and their scale.
+    """float32 [n] -> bytes of the row and their scale.
 
-    The scale comes from the finite values; an infinity saturates, a NaN becomes e4m3's NaN.
+    The scale comes from the finite values; an infinity saturates. A NaN becomes e4m3's NaN; e2m1 has none, so that
+    the tile's scale becomes NaN.
     """
     finite = np.abs(values[np.isfinite(values)])
-    amax = finite.max(initial=np.float32(0))
-    if power_of_two:
-        scale = np.float32(np.ldexp(1.0, scale_exponent(amax, layout.min_exponent)))
+    amax, largest = finite.max(initial=np.float32(0)), LARGEST[layout.value_type]
+    if layout.scale_type == "e4m3":
+        wanted = np.clip(amax / np.float32(largest), np.float32(layout.min_scale), np.float32(E4M3_MAX))
+        scale = np.float32(wanted.astype(ml_dtypes.float8_e4m3fn))
+    elif power_of_two:
+        scale = np.float32(np.ldexp(1.0, scale_exponent(amax, layout.min_exponent, largest)))
     else:
-        scale = max(amax / np.float32(E4M3_MAX), np.float32(layout.min_scale))
+        scale = max(amax / np.float32(largest), np.float32(layout.min_scale))
     with np.errstate(invalid="ignore"):  # signalling NaN
-        return to_e4m3(values / scale), scale
+        if layout.value_type == "e4m3":
+            return to_e4m3(values / scale), scale
+        if np.isnan(values).any():
+            return np.zeros(len(values) // 2, np.uint8), np.float32(np.nan)
+        return to_e2m1(values / scale), scale
 
 
 def to_e4m3(values: np.ndarray) -> np.ndarray:
@@ -56,23 +66,45 @@ def to_e4m3(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), np.uint8(0x7F), saturated)
 
 
+def to_e2m1(values: np.ndarray) -> np.ndarray:
+    """float32 [n] to bytes [n / 2] of two e2m1 codes, to nearest even; beyond 6 saturates. There is no NaN."""
+    codes = values.astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 0x0F
+    return codes[0::2] | codes[1::2] << 4
+
+
+def scale_bytes(scales: np.ndarray, scale_type: ScaleType) -> np.ndarray:
+    """float32 scales as bytes of a cache. A scale of 0, the spare one of a row, is 0 whatever exponent that encodes."""
+    if scale_type == "ue8m0":
+        exponents = np.where(scales > 0, np.frexp(scales)[1] + 126, 0)
+        return np.where(np.isnan(scales), 255, exponents).astype(np.uint8)
+    if scale_type == "e4m3":
+        return to_e4m3(scales)
+    return scales.view(np.uint8)
+
+
+def scales_of(stored: np.ndarray, scale_type: ScaleType) -> np.ndarray:
+    """Bytes of a cache [n, ...] as scales, float64."""
+    if scale_type == "ue8m0":
+        exponents = stored.astype(np.int64)
+        return np.where(exponents == 255, np.nan, np.ldexp(1.0, exponents - 127))
+    if scale_type == "e4m3":
+        return E4M3_VALUES[stored].astype(np.float64)
+    return np.ascontiguousarray(stored).view(np.float32).astype(np.float64)
+
+
 def write_token(pages: Pages, slot: int, values: np.ndarray, rope: np.ndarray, power_of_two: bool) -> None:
     """Quantise `values`, float32 [quantized_dim], into the row and scales of `slot`, and copy `rope`."""
     layout = pages.layout
     page = pages.bytes[slot // pages.block_size]
     row = slot % pages.block_size
     start = row * layout.row_bytes
-    scales = np.zeros(layout.scale_bytes // (1 if layout.scale_type == "ue8m0" else 4), np.float32)
-    for tile in range(layout.num_scales):
-        dims = slice(tile * layout.scale_tile, (tile + 1) * layout.scale_tile)
-        page[start + dims.start : start + dims.stop], scales[tile] = quantize_tile(values[dims], layout, power_of_two)
-    if layout.scale_type == "ue8m0":
-        # The spare eighth byte is 0, whatever exponent that encodes.
-        scale_bytes = np.where(scales > 0, np.frexp(scales)[1] + 126, 0).astype(np.uint8)
-    else:
-        scale_bytes = scales.view(np.uint8)
-    at = layout.scale_start(pages.block_size) + row * layout.scale_stride
-    page[at : at + layout.scale_bytes] = scale_bytes
+    if layout.num_scales:
+        scales = np.zeros(layout.scale_bytes // SCALE_BYTES[layout.scale_type], np.float32)
+        for tile, part in enumerate(np.split(values, layout.num_scales)):
+            data, scales[tile] = quantize_tile(part, layout, power_of_two)
+            page[start + tile * len(data) : start + (tile + 1) * len(data)] = data
+        at = layout.scale_start(pages.block_size) + row * layout.scale_stride
+        page[at : at + layout.scale_bytes] = scale_bytes(scales, layout.scale_type)
     page[start + layout.rope_offset : start + layout.row_bytes] = rope.view(np.uint8)
 
 
@@ -88,17 +120,20 @@ def read_tokens(pages: Pages, slots: np.ndarray) -> np.ndarray:
         return np.lib.stride_tricks.as_strided(pages.bytes[:, start:], shape, strides)[page, row]
 
     data = read(0, layout.row_bytes, layout.row_bytes)
-    if layout.value_type != "e4m3":
+    if not layout.quantized_dim:
         return data.view(PLAIN_TYPES[layout.value_type]).astype(np.float64)
-    quantized = data[:, : layout.quantized_dim].view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    quantized = quantized_values(data[:, : layout.quantized_bytes], layout)
     stored = read(layout.scale_start(pages.block_size), layout.scale_stride, layout.scale_bytes)
-    if layout.scale_type == "ue8m0":
-        exponents = stored[:, : layout.num_scales].astype(np.int64)
-        scales = np.where(exponents == 255, np.nan, np.ldexp(1.0, exponents - 127))
-    else:
-        scales = stored[:, : 4 * layout.num_scales].view(np.float32).astype(np.float64)
+    scales = scales_of(stored[:, : layout.num_scales * SCALE_BYTES[layout.scale_type]], layout.scale_type)
     rope = data[:, layout.rope_offset :].view(ml_dtypes.bfloat16).astype(np.float64)
     return np.concatenate([quantized * np.repeat(scales, layout.scale_tile, axis=1), rope], axis=1)
+
+
+def quantized_values(data: np.ndarray, layout: CacheLayout) -> np.ndarray:
+    """Bytes [n, quantized_bytes] as values without their scales, float64 [n, quantized_dim]."""
+    if layout.value_type == "e4m3":
+        return E4M3_VALUES[data].astype(np.float64)
+    return E2M1_VALUES[np.stack([data & 0x0F, data >> 4], axis=-1)].reshape(len(data), layout.quantized_dim)
 
 
 def rope_bits(pages: Pages, slot: int) -> np.ndarray:

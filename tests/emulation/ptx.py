@@ -24,6 +24,7 @@ TABLE = {
     "mul.rn.f32 %0, %1, %2;": "%0 = emulator::multiply(%1, %2)",
     "div.rn.f32 %0, %1, %2;": "%0 = emulator::divide(%1, %2)",
     "max.NaN.f32 %0, %1, 0f00000000;": "%0 = (%1) < 0 ? 0.0f : (%1)",
+    "fma.rn.bf16x2 %0, %1, %2, %3;": "%0 = emulator::fma_bf16x2(%1, %2, %3)",
     "mul.rn.f16x2 %0, %1, %2;": "%0 = emulator::multiply_f16x2(%1, %2)",
     "{ .reg .b32 m; abs.f16x2 m, %1; max.f16x2 %0, %0, m; }": "%0 = emulator::max_f16x2(%0, %1 & 0x7fff7fffu)",
     "prmt.b32 %0, %1, 0, %2;": "%0 = __byte_perm(%1, 0, %2)",

@@ -18,8 +18,8 @@ DEVICES = {
 @pytest.mark.parametrize("heads", [1, 16, 17, 32, 33, 128])
 def test_every_device_has_room(device, layout, heads):
     block_limit, multiprocessor_limit = (limit * KIB for limit in DEVICES[device])
-    size = sparse_portable.choose(layout, heads, block_limit, multiprocessor_limit)
-    assert sparse_portable.shared_bytes(layout, size) <= block_limit
+    size = sparse_portable.choose((layout, layout), heads, block_limit, multiprocessor_limit)
+    assert sparse_portable.shared_bytes((layout, layout), size) <= block_limit
     assert size.heads in (16, 32, 64)
     assert 64 % size.keys == 0
     assert size.heads < max(2 * heads, 17)  # not mostly empty
@@ -27,9 +27,9 @@ def test_every_device_has_room(device, layout, heads):
 
 def test_large_devices_take_64_heads():
     for layout in LAYOUTS:
-        assert sparse_portable.choose(layout, 128, 227 * KIB, 228 * KIB).heads == 64
+        assert sparse_portable.choose((layout, layout), 128, 227 * KIB, 228 * KIB).heads == 64
 
 
 def test_too_little_shared_memory_is_an_error():
     with pytest.raises(ValueError, match="shared memory"):
-        sparse_portable.choose(cumla.MLA_BF16, 128, 48 * KIB, 64 * KIB)
+        sparse_portable.choose((cumla.MLA_BF16, cumla.MLA_BF16), 128, 48 * KIB, 64 * KIB)

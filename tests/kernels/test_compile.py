@@ -24,9 +24,30 @@ MHA = {
 MHA_TYPES = [("bf16", "bf16", 1), ("bf16", "float", 0), ("f16", "f16", 1)]
 # Every file of csrc/, with the macros of its launchers.
 SOURCES = [
-    ("common/cache_insert.cu", {**INSERTS, "LAYOUT": "DSV4_FP8", "INPUT": "bf16", "POWER_OF_TWO": 1, "ALIGNED": 1}),
-    ("common/cache_insert.cu", {**INSERTS, "LAYOUT": "V32_FP8", "INPUT": "f16", "POWER_OF_TWO": 0, "ALIGNED": 1}),
-    ("common/cache_insert.cu", {**INSERTS, "LAYOUT": "DSV4_FP8", "INPUT": "float", "POWER_OF_TWO": 1, "ALIGNED": 0}),
+    (
+        "common/cache_insert.cu",
+        {**INSERTS, "LAYOUT": "DSV4_FP8", "INPUT": "bf16", "POWER_OF_TWO": 1, "MIN_EXPONENT": -22, "ALIGNED": 1},
+    ),
+    (
+        "common/cache_insert.cu",
+        {**INSERTS, "LAYOUT": "V32_FP8", "INPUT": "f16", "POWER_OF_TWO": 0, "MIN_EXPONENT": -13, "ALIGNED": 1},
+    ),
+    (
+        "common/cache_insert.cu",
+        {**INSERTS, "LAYOUT": "DSV4_FP8", "INPUT": "float", "POWER_OF_TWO": 1, "MIN_EXPONENT": -22, "ALIGNED": 0},
+    ),
+    *(
+        (
+            "common/cache_insert.cu",
+            {**INSERTS, "LAYOUT": name, "INPUT": given, "POWER_OF_TWO": 1, "MIN_EXPONENT": -22, "ALIGNED": a},
+        )
+        for name, given, a in (
+            ("DSV41_FP8", "bf16", 1),
+            ("DSV41_FP4", "bf16", 1),
+            ("DSV41_FP4_SPLIT", "float", 0),
+            ("INDEXER_MXFP4", "f16", 1),
+        )
+    ),
     ("common/indexer_insert.cu", {**INSERTS, "INPUT": "bf16", "POWER_OF_TWO": 1, "ALIGNED": 1}),
     ("common/indexer_insert.cu", {**INSERTS, "INPUT": "float", "POWER_OF_TWO": 0, "ALIGNED": 0}),
     ("common/indexer_keys.cu", {**INSERTS, "INPUT": "float", "VALUE": "bf16", "LAYOUT": "INDEXER_BF16"}),
@@ -57,9 +78,11 @@ SOURCES = [
         for paged, queries, groups in ((0, 2, 2), (0, 2, 4), (1, 1, 1), (1, 2, 1), (1, 2, 2))
     ),
     ("common/cache_gather.cu", {"LAYOUT": "DSV4_FP8", "OUTPUT": "bf16", "TOKENS": 2, "ALIGNED": 1, "STREAM": 1}),
+    ("common/cache_gather.cu", {"LAYOUT": "DSV41_FP8", "OUTPUT": "bf16", "TOKENS": 2, "ALIGNED": 1, "STREAM": 1}),
+    ("common/cache_gather.cu", {"LAYOUT": "DSV41_FP4", "OUTPUT": "bf16", "TOKENS": 2, "ALIGNED": 1, "STREAM": 0}),
     ("common/cache_gather.cu", {"LAYOUT": "V32_FP8", "OUTPUT": "float", "TOKENS": 2, "ALIGNED": 0, "STREAM": 0}),
-    ("common/indexer_gather.cu", {"ALIGNED": 1}),
-    ("common/indexer_gather.cu", {"ALIGNED": 0}),
+    ("common/indexer_gather.cu", {"LAYOUT": "INDEXER_FP8", "ALIGNED": 1}),
+    ("common/indexer_gather.cu", {"LAYOUT": "INDEXER_MXFP4", "ALIGNED": 0}),
     ("common/dense_insert.cu", {"INPUT": "bf16", "CACHE": "bf16", "KV_C_DIM": 512, "SLOT": "int64", "ALIGNED": 1}),
     ("common/dense_insert.cu", {"INPUT": "float", "CACHE": "e4m3", "KV_C_DIM": 512, "SLOT": "int", "ALIGNED": 0}),
     ("common/dense_gather.cu", {"UNIT": "uint4"}),
@@ -140,6 +163,8 @@ SOURCES = [
     ("common/sparse/exact.cu", {"LAYOUT": "DSV4_FP8", "ALIGNED": 1}),
     ("common/sparse/exact.cu", {"LAYOUT": "V32_FP8", "ALIGNED": 1}),
     ("common/sparse/exact.cu", {"LAYOUT": "MLA_BF16", "ALIGNED": 0}),
+    ("common/sparse/exact.cu", {"LAYOUT": "DSV41_FP8", "EXTRA_LAYOUT": "DSV41_FP4", "ALIGNED": 1, "FLOAT64_ONLY": 1}),
+    ("common/sparse/exact.cu", {"LAYOUT": "DSV41_FP4_SPLIT", "ALIGNED": 0, "FLOAT64_ONLY": 1}),
     ("common/hold.cu", {}),
     ("common/indexer_metadata.cu", {}),
     ("common/shards.cu", {}),
@@ -215,16 +240,20 @@ SHARED_MEMORY = {
 }  # fmt: skip
 
 
-def portable_attention(layout, heads, target):
+def portable_attention(formats, heads, target):
     """The portable attention kernel as a device takes it."""
-    size = sparse_portable.choose(layout, heads, *(1024 * limit for limit in SHARED_MEMORY[target]))
-    return "sm80/sparse/attention.cu", sparse_portable.macros(layout, size), target
+    size = sparse_portable.choose(formats, heads, *(1024 * limit for limit in SHARED_MEMORY[target]))
+    return "sm80/sparse/attention.cu", sparse_portable.macros(formats, size), target
 
 
 COMPILATIONS = [(file, macros, target) for file, macros in SOURCES for target in targets_of(file)]
 COMPILATIONS += [
-    portable_attention(layout, heads, target)
-    for layout in (cumla.DSV4_FP8, cumla.V32_FP8, cumla.MLA_BF16, cumla.DSV4_BF16)
+    portable_attention(formats, heads, target)
+    for formats in (
+        *((x, x) for x in (cumla.DSV4_FP8, cumla.V32_FP8, cumla.MLA_BF16, cumla.DSV4_BF16, cumla.DSV41_FP8)),
+        (cumla.DSV41_FP8, cumla.DSV41_FP4),
+        (cumla.DSV41_FP8_SPLIT, cumla.DSV41_FP4_SPLIT),
+    )
     for heads in (16, 64)
     for target in TARGETS
 ]

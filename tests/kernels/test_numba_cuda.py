@@ -127,10 +127,14 @@ latent_attention.multiprocessors = lambda: 132
 
 q, cache, lse = np.zeros((1, 1, 3, 512), BF16), cumla.DSV4_FP8.allocate(1, 4), np.zeros((3, 1), np.float32)
 cumla.sparse_mla_decode(q, cache, i32(1, 1, 100))
+window, compressed = cumla.DSV41_FP8.allocate(1, 4), cumla.DSV41_FP4.allocate(1, 4)
+cumla.sparse_mla_decode(
+    q, window, i32(1, 1, 100), layout="DSV41_FP8", extra_k_cache=compressed, extra_indices=i32(1, 1, 100)
+)
 cumla.merge_attn_states(q[0].copy(), q[0], lse, q[0], lse)
 projection.batched_product(q[0], q[0].transpose(0, 2, 1), np.zeros((1, 3, 3), BF16))
 
-assert len(compiled) == 4
+assert len(compiled) == 5
 for (kernel, _), ptx in compiled.items():
     name = kernel.__name__
     assert "local_depot" not in ptx, f"{name}: an array that should be registers is memory"

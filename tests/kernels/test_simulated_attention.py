@@ -28,6 +28,22 @@ def test_sparse_decode(rng, layout):
     assert np.isposinf(lse[1]).all()
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (cumla.DSV41_FP8, cumla.DSV41_FP4), (cumla.DSV41_FP8_SPLIT, cumla.DSV41_FP4_SPLIT),
+        (cumla.DSV41_FP4, cumla.DSV41_FP4), (cumla.V32_NOPE_FP8, cumla.V32_NOPE_FP8),
+    ],
+)  # fmt: skip
+def test_caches_of_v41(rng, first, second):
+    Problem(
+        make_q(rng, 1, 2, 3, first), make_cache(rng, first, 3, 5), make_indices(rng, 1, 2, 9, 15), layout=first,
+        topk_length=np.array([7], np.int32), extra_k_cache=make_cache(rng, second, 3, 7),
+        extra_indices=make_indices(rng, 1, 2, 20, 21), extra_layout=second,
+        attn_sink=np.array([-np.inf, 0, 1], np.float32),
+    ).check(SIMULATOR)  # fmt: skip
+
+
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_two_caches_and_a_sink(rng, batch_invariant):
     layout = cumla.DSV4_FP8

@@ -9,6 +9,8 @@ from cumla import (
     DSV4_BF16,
     DSV4_F32,
     DSV4_FP8,
+    DSV41_FP8,
+    DSV41_FP8_SPLIT,
     INDEXER_BF16,
     INDEXER_F32,
     INDEXER_FP8,
@@ -36,7 +38,7 @@ def test_norms_of_queries_and_keys(lab, rng, dtype):
 
 
 @pytest.mark.nowhere(when=is_float32_off_the_host)
-@pytest.mark.parametrize("layout", [DSV4_FP8, DSV4_BF16, DSV4_F32], ids=str)
+@pytest.mark.parametrize("layout", [DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT, DSV4_BF16, DSV4_F32], ids=str)
 def test_queries_and_window_rows(lab, rng, layout):
     dtype = np.float32 if layout is DSV4_F32 else BF16
     tokens, heads = (3, 2) if lab.tiny else (7, 5)

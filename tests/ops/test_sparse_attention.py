@@ -12,7 +12,7 @@ from support.lab import BF16, Lab, to_float
 FP8 = (cumla.DSV4_FP8, cumla.V32_FP8)
 LAYOUTS = (*FP8, cumla.MLA_BF16, cumla.DSV4_BF16)
 pytestmark = marks_of_kernels(
-    emulated={"test_one_cache", "test_two_caches_and_sink", "test_prefill"},
+    emulated={"test_one_cache", "test_two_caches_and_sink", "test_prefill", "test_caches_of_v41"},
     of_the_reference={"test_merge_of_parts_that_are_empty_or_no_numbers", "test_strided_arguments"},
 )
 
@@ -48,6 +48,32 @@ def test_two_caches_and_sink(lab, kernel, rng, block_size, extra_block_size):
         topk_length=np.array([128, 5, 64, 0], np.int32), extra_k_cache=extra,
         extra_indices=make_indices(rng, 4, 2, 200, extra_pages * extra_block_size), extra_topk_length=lengths,
         attn_sink=np.linspace(-5, 5, heads, dtype=np.float32),
+    ).check(lab)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "formats",
+    [
+        (cumla.DSV41_FP8, cumla.DSV41_FP4), (cumla.DSV41_FP8_SPLIT, cumla.DSV41_FP4_SPLIT),
+        (cumla.DSV41_FP8, cumla.DSV41_FP8), (cumla.DSV41_FP4_SPLIT, cumla.DSV41_FP4_SPLIT),
+        (cumla.V32_NOPE_FP8, cumla.V32_NOPE_FP8),
+    ],
+    ids=lambda x: f"{x[0].name}-{x[1].name}",
+)  # fmt: skip
+@pytest.mark.thorough(when=lambda x: x.emulated and x.get("formats")[0] is not cumla.DSV41_FP8)
+def test_caches_of_v41(lab, kernel, rng, formats):
+    """The second list has a format of its own: 128 keys of the window and as many compressed ones as are listed."""
+    first, second = formats
+    heads = 1 if lab.emulated and kernel == "exact" else 20
+    lengths = rng.integers(-3, 300, (3, 2), dtype=np.int32)
+    lengths[1, 1] = 0
+    sink = np.linspace(-5, 5, heads, dtype=np.float32)
+    sink[0] = -np.inf
+    Problem(
+        make_q(rng, 3, 2, heads, first), make_cache(rng, first, 12, 32), make_indices(rng, 3, 2, 128, 12 * 32),
+        layout=first, topk_length=np.array([128, 0, 70], np.int32), extra_k_cache=make_cache(rng, second, 9, 53),
+        extra_indices=make_indices(rng, 3, 2, 200, 9 * 53), extra_topk_length=lengths, extra_layout=second,
+        attn_sink=sink,
     ).check(lab)  # fmt: skip
 
 

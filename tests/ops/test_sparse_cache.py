@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 
 import cumla
-from support.caches import BLOCK_SIZES, CACHE_GAPS, FP8_LAYOUTS, pair_of_caches
+from support.caches import BLOCK_SIZES, CACHE_GAPS, FP8_LAYOUTS, QUANTIZED_LAYOUTS, pair_of_caches
 from support.guarded import Guarded
 from support.lab import BF16, Lab, to_float
 from support.properties import FLOAT_DTYPES, for_all, fuzzed, numbers, seeds, slots_for
@@ -31,7 +31,7 @@ def layouts(*choices):
 # Insert
 
 
-@layouts(*FP8_LAYOUTS)
+@layouts(*QUANTIZED_LAYOUTS)
 def test_insert(lab, layout):
     @for_all(
         lab,
@@ -62,7 +62,7 @@ def test_insert(lab, layout):
         np.testing.assert_array_equal(caches[0].everything(), caches[1].everything())
 
 
-@layouts(*FP8_LAYOUTS)
+@layouts(*QUANTIZED_LAYOUTS)
 def test_pages_of_one_token_may_be_parts_of_larger_ones(lab, rng, layout):
     """The distance to a next row does not matter where there is none."""
     k, slots = rng.standard_normal((3, layout.head_dim)).astype(BF16), np.array([4, 0, 2])
@@ -84,7 +84,7 @@ def test_pages_of_one_token_may_be_parts_of_larger_ones(lab, rng, layout):
     assert not caches[0][:, layout.token_bytes :].any()
 
 
-@layouts(*FP8_LAYOUTS)
+@layouts(*QUANTIZED_LAYOUTS)
 def test_insert_writes_the_bytes_of_its_slots_and_no_other(lab, rng, layout):
     block_size, slots = 3, np.array([4, -1, 6, 99])
     used = layout.allocate(3, block_size).reshape(3, -1)
@@ -117,10 +117,12 @@ def inserted(lab, k, layout, powers_of_two=True):
     scales = page[at[:, None] + np.arange(layout.scale_bytes)]
     if layout.scale_type == "ue8m0":
         scales = np.ldexp(np.float32(1), scales[:, : layout.num_scales].astype(np.int32) - 127)
+    elif layout.scale_type == "e4m3":
+        scales = scales.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     else:
         scales = scales.view(np.float32)
     rope = np.ascontiguousarray(rows[:, layout.rope_offset :]).view(BF16)
-    return rows[:, : layout.quantized_dim], scales, to_float(rope)
+    return rows[:, : layout.quantized_bytes], scales, to_float(rope)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=lambda dtype: np.dtype(dtype).name)
@@ -205,7 +207,7 @@ def gather_lengths(rng, requests, longest):
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=lambda dtype: np.dtype(dtype).name)
-@layouts(*FP8_LAYOUTS, cumla.MLA_BF16)
+@layouts(*QUANTIZED_LAYOUTS, cumla.MLA_BF16)
 @pytest.mark.thorough(when=lambda x: x.emulated and x.get("dtype") is np.float16)  # a program each
 def test_gather(lab, layout, dtype):
     @for_all(

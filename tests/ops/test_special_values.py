@@ -16,7 +16,7 @@ from support.forced_kernels import DECODE_KERNELS, PREFILL_KERNELS, decode_by, p
 from support.lab import to_float
 from support.special_values import HEADS, PREFILL_LAYOUT, SINKS, Case, cases, problem_of
 
-DECODE_LAYOUTS = (cumla.DSV4_FP8, cumla.V32_FP8, cumla.MLA_BF16)
+DECODE_LAYOUTS = (cumla.DSV4_FP8, cumla.V32_FP8, cumla.MLA_BF16, cumla.DSV41_FP8)
 EMULATED_SINKS = ("-inf", "mixed")
 # Emulated kernels: with tiles of all heads, of some heads, and several tiles. Slow tests run all of EMULATED_HEADS.
 EMULATED_HEADS = 65
@@ -36,7 +36,7 @@ def has_kernel(x):
     name, layout = x.get("name"), x.get("layout")
     if x.backend == "reference" or (x.backend != "cuda" and name != "chosen"):
         return False
-    if "hopper" in name and layout is cumla.MLA_BF16:
+    if "hopper" in name and layout in (cumla.MLA_BF16, cumla.DSV41_FP8):
         return False  # which portable kernels take
     # Clusters are separate programs; for the second layout a few suffice.
     return not ("cluster" in name and layout is cumla.V32_FP8 and parts_of(name) > 2)

@@ -6,7 +6,11 @@ import cumla
 from support.guarded import Guarded
 from support.lab import BF16
 
-FP8_LAYOUTS = (cumla.DSV4_FP8, cumla.V32_FP8, cumla.INDEXER_FP8)
+FP8_LAYOUTS = (
+    cumla.DSV4_FP8, cumla.V32_FP8, cumla.INDEXER_FP8, cumla.DSV41_FP8, cumla.DSV41_FP8_SPLIT, cumla.V32_NOPE_FP8,
+)  # fmt: skip
+FP4_LAYOUTS = (cumla.DSV41_FP4, cumla.DSV41_FP4_SPLIT, cumla.INDEXER_MXFP4)
+QUANTIZED_LAYOUTS = (*FP8_LAYOUTS, *FP4_LAYOUTS)
 BLOCK_SIZES = (1, 2, 53, 64, 256)
 CACHE_GAPS = (0, 1, 16, 576)  # bytes between pages, in addition to the layout's padding
 

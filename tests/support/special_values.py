@@ -12,6 +12,7 @@ import numpy as np
 
 import cumla
 from cumla.layout import CacheLayout
+from cumla.ops.sparse_attention import PARTNERS
 from support import properties
 from support.attention import Problem, make_cache, make_q
 from support.bounds import assert_prefill
@@ -146,7 +147,8 @@ def decode(case):
         options["topk_length"] = lengths.reshape(-1, 2)
     if case.extra_topk:
         extra, extra_lengths = case.queries(rng, case.extra_topk)
-        options |= {"extra_k_cache": memory(case.layout, 1), "extra_indices": extra.reshape(-1, 2, case.extra_topk)}
+        second = PARTNERS.get(case.layout.name, case.layout)  # V4.1's compressed rows beside its window's
+        options |= {"extra_k_cache": memory(second, 1), "extra_indices": extra.reshape(-1, 2, case.extra_topk)}
         if extra_lengths is not None:
             options["extra_topk_length"] = extra_lengths.reshape(-1, 2)
     indices = indices.reshape(-1, 2, case.topk)

@@ -286,7 +286,7 @@ WRONG = {
     "indexer_knorm_rope_and_insert-INDEXER_FP8": [
         ("k", longer(-1, -1), V, "k: got shape"),
         ("bias", of(BF16), T, "bias: got dtype bfloat16"),
-        ("layout", cumla.DSV4_FP8, V, "layout: got DSV4_FP8, expected that of the indexer's keys"),
+        ("layout", cumla.DSV4_FP8, V, "layout: got DSV4_FP8, expected INDEXER_FP8, INDEXER_BF16 or INDEXER_F32"),
         ("slot_mapping", longer(0), V, "slot_mapping: got {wrong.size} slots"),
     ],
     "apply_rope-there-and-back": [

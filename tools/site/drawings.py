@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from cumla.bench import plot
-from cumla.layout import VALUE_BYTES, CacheLayout
+from cumla.layout import VALUE_BITS, CacheLayout
 
 WIDTH, ROW, LABEL = 860, 34, 110
 COLORS = {"values": "#7aa6c2", "RoPE": "#c9a66b", "scales": "#9bbf85", "zero": "#d9d9d9", "padding": "#eeeeee"}
@@ -21,12 +21,12 @@ def parts_of_row(layout: CacheLayout) -> Iterator[tuple[str, str, int]]:
     """(kind, text, bytes) of a token's row, in order."""
     if not layout.quantized_dim:
         plain = layout.head_dim - layout.rope_dim
-        size = VALUE_BYTES[layout.value_type]
+        size = VALUE_BITS[layout.value_type] // 8
         yield "values", f"{plain} {layout.value_type}", plain * size
         if layout.rope_dim:
             yield "RoPE", f"{layout.rope_dim}", layout.rope_dim * size
         return
-    yield "values", f"{layout.quantized_dim} e4m3", layout.quantized_dim
+    yield "values", f"{layout.quantized_dim} {layout.value_type}", layout.quantized_bytes
     if layout.scale_placement == "in_row":
         yield "scales", f"{layout.num_scales} {layout.scale_type}", layout.scale_bytes
     if layout.rope_dim:

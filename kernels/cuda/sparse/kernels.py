@@ -17,6 +17,7 @@ from ..launch import Kernel, is_aligned, most_clusters, pointer, recorded_launch
 from ..tma import NO_MAP, Words, map_of_pages
 from . import portable as sparse_portable
 from .division import COSTS, HOPPER_COSTS, UNDIVIDED, Costs, Division
+from .formats import Formats, exact_macros
 from .work import EXACT_SLOTS, HEADS, V_DIM, AttentionCall, Buffers, tile_heads
 
 CLUSTERS = (2, 3, 4, 5, 6)  # sizes for which Hopper's decode kernel can be compiled
@@ -79,19 +80,19 @@ def choose(work: AttentionCall, may_split: bool = True) -> FastKernel | None:
     may_split  whether results may depend on the rest of the batch
     """
     device = work.q.device.id
-    layout = work.segments[0].pages.layout
-    name = _name(work, fastest(device, layout))
+    formats = work.formats
+    name = _name(work, fastest(device, formats[0]))
     if name == "exact":
         return None
     if name == "hopper":
-        return _hopper(device, layout, tile_heads(work, may_split, device_sms(device), _clusters(device)))
-    return _portable(device, layout, int(work.q.shape[2]))
+        return _hopper(device, formats[0], tile_heads(work, may_split, device_sms(device), _clusters(device)))
+    return _portable(device, formats, int(work.q.shape[2]))
 
 
 def choose_for_prefill(work: AttentionCall) -> FastKernel | None:
     """The same for whole tiles over gathered rows; its `max_ranges` is the best number of work ranges."""
     device = work.q.device.id
-    layout = work.segments[0].pages.layout
+    layout = work.formats[0]
     name = _name(work, fastest_prefill(device))
     if name == "exact":
         return None
@@ -101,7 +102,7 @@ def choose_for_prefill(work: AttentionCall) -> FastKernel | None:
         if few < HEADS and map_of_queries(work, few) != NO_MAP:
             return _hopper_prefill(device, layout, few)
         return fast
-    fast = _portable(device, layout, int(work.q.shape[2]))
+    fast = _portable(device, work.formats, int(work.q.shape[2]))
     return fast._replace(max_ranges=PREFILL_WAVES * fast.max_ranges)
 
 
@@ -119,7 +120,7 @@ def fastest_prefill(device: int) -> str:
 @functools.cache
 def _hopper_prefill(device: int, layout: CacheLayout, heads: int) -> FastKernel:
     """For tiles of `heads` heads. Below HEADS, q needs a tensor map."""
-    start("common/sparse/exact.cu", **_exact_macros(layout, True, heads))
+    start("common/sparse/exact.cu", **exact_macros((layout, layout), True, heads))
     if heads == HEADS:
         function = kernel("sm90/prefill/prefill.cu", "sparse_mla_prefill", arch="sm_90a", LAYOUT=layout.name)
     else:
@@ -151,21 +152,17 @@ def fastest(device: int, layout: CacheLayout) -> str:
 def _hopper(device: int, layout: CacheLayout, heads: int) -> FastKernel:
     of_cluster = functools.partial(_hopper_function, layout, heads)
     start("sm90/decode/decode.cu", arch="sm_90a", **_hopper_macros(layout, heads, 1))
-    _start_others(layout, heads)
+    _start_others((layout, layout), heads)
     return FastKernel(
         None, HOPPER_THREADS, HOPPER_SHARED_BYTES, heads, device_sms(device), HOPPER_COSTS[heads],
         clusters=_clusters(device), of_cluster=of_cluster,
     )  # fmt: skip
 
 
-def _start_others(layout: CacheLayout, heads: int) -> None:
+def _start_others(formats: Formats, heads: int) -> None:
     """Begin to compile what is launched before and after a fast kernel of tiles of so many heads."""
-    start("common/sparse/exact.cu", **_exact_macros(layout, True, heads))
+    start("common/sparse/exact.cu", **exact_macros(formats, True, heads))
     start("common/sparse/plan.cu")
-
-
-def _exact_macros(layout: CacheLayout, aligned: bool, heads: int) -> dict[str, Any]:
-    return {"LAYOUT": layout.name, "ALIGNED": int(aligned), "TILE_HEADS": heads}
 
 
 def _hopper_macros(layout: CacheLayout, heads: int, parts: int) -> dict[str, Any]:
@@ -191,14 +188,14 @@ def _clusters(device: int) -> tuple[tuple[int, int], ...]:
 
 
 @functools.cache
-def _portable(device: int, layout: CacheLayout, heads: int) -> FastKernel:
+def _portable(device: int, formats: Formats, heads: int) -> FastKernel:
     limits = cupy.cuda.Device(device).attributes
     size = sparse_portable.choose(
-        layout, heads, limits["MaxSharedMemoryPerBlockOptin"], limits["MaxSharedMemoryPerMultiprocessor"]
+        formats, heads, limits["MaxSharedMemoryPerBlockOptin"], limits["MaxSharedMemoryPerMultiprocessor"]
     )
-    _start_others(layout, size.heads)
-    function = kernel("sm80/sparse/attention.cu", "sparse_mla_mma", **sparse_portable.macros(layout, size))
-    shared_bytes = sparse_portable.shared_bytes(layout, size)
+    _start_others(formats, size.heads)
+    function = kernel("sm80/sparse/attention.cu", "sparse_mla_mma", **sparse_portable.macros(formats, size))
+    shared_bytes = sparse_portable.shared_bytes(formats, size)
     function.max_dynamic_shared_size_bytes = shared_bytes
     max_ranges = size.blocks * device_sms(device)
     return FastKernel(function, sparse_portable.THREADS, shared_bytes, size.heads, max_ranges)
@@ -224,7 +221,6 @@ def launch_epilogue(
                flagged tiles
     """
     device = work.q.device.id
-    layout = work.segments[0].pages.layout
     aligned = is_aligned(work.q, work.out, *(segment.pages.bytes for segment in work.segments))
     parts, counters, slots, most_parts = 0, 0, 0, 1
     if memory is not None:
@@ -236,7 +232,7 @@ def launch_epilogue(
         combined = division.parts or division.ranges // work.tiles + 2  # per split tile: rarely more
         pieces = min(work.tiles, division.ranges) * work.tile_heads * V_DIM // COMBINE_VALUES
         units = max(units, pieces // 2)  # all SMs, even for a single tile
-    macros = _exact_macros(layout, aligned, work.tile_heads)
+    macros = exact_macros(work.formats, aligned, work.tile_heads)
     function = kernel("common/sparse/exact.cu", "attention_epilogue", **macros)
     grid = (epilogue_ctas(units, device),)
     function(grid, (EXACT_THREADS,), (*problem, everything, parts, counters, slots, most_parts, combined), overlap=True)

@@ -1,10 +1,11 @@
-"""Sizes of csrc/sm80/sparse/attention.cu: heads and keys that it takes at a time, by layout and shared memory."""
+"""Sizes of csrc/sm80/sparse/attention.cu: heads and keys that it takes at a time, by formats and shared memory."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from ....layout import CacheLayout
+from .formats import Formats, has_fine_scales, layout_macros
 
 THREADS, WARPS = 256, 8
 STEP_BYTES, CURSOR_BYTES, STEPS_LISTED = 24, 64, 16  # Step and StepCursor of sm80/sparse/rows.cuh
@@ -28,7 +29,7 @@ SIZES = {
 }
 
 
-def choose(layout: CacheLayout, heads: int, block_limit: int, multiprocessor_limit: int) -> Size:
+def choose(formats: Formats, heads: int, block_limit: int, multiprocessor_limit: int) -> Size:
     """The sizes for queries of `heads` heads, within the shared memory of a CTA and of an SM in bytes.
 
     Raises ValueError if there is too little for any size.
@@ -36,34 +37,40 @@ def choose(layout: CacheLayout, heads: int, block_limit: int, multiprocessor_lim
     highest = min((height for height in SIZES if height >= heads), default=64)
     for height in (height for height in SIZES if height <= highest):
         for size in SIZES[height]:
-            needed = shared_bytes(layout, size)
+            needed = shared_bytes(formats, size)
             if needed <= block_limit and size.blocks * (needed + RESERVED_BYTES) <= multiprocessor_limit:
                 return size
-    raise ValueError(f"shared memory: got {block_limit} bytes a thread block, expected more for {layout.name}")
+    raise ValueError(f"shared memory: got {block_limit} bytes a thread block, expected more for {formats[0].name}")
 
 
-def macros(layout: CacheLayout, size: Size) -> dict[str, str | int]:
+def macros(formats: Formats, size: Size) -> dict[str, str | int]:
     """The macros for csrc/sm80/sparse/attention.cu."""
     return {
-        "LAYOUT": layout.name,
+        **layout_macros(formats),
         "TILE_HEADS": size.heads,
         "KEYS": size.keys,
         "STAGES": size.stages,
         "CTAS": size.blocks,
-        "SHARED_BYTES": shared_bytes(layout, size),
+        "SHARED_BYTES": shared_bytes(formats, size),
     }
 
 
-def shared_bytes(layout: CacheLayout, size: Size) -> int:
+def shared_bytes(formats: Formats, size: Size) -> int:
     """The size of SparseShared in csrc/sm80/sparse/scores.cuh, which asserts it."""
     heads, keys, stages, _ = size
-    tokens = stages * keys
-    row_stride = (layout.token_bytes + 31) // 64 * 64 + 32
+    tokens, head_dim = stages * keys, formats[0].head_dim
+    row_stride = (max(map(_ring_row_bytes, formats)) + 31) // 64 * 64 + 32
+    scales = max(x.num_scales for x in formats)
     bookkeeping = STEPS_LISTED * STEP_BYTES + CURSOR_BYTES + 8
-    ring = _aligned(tokens * (row_stride + 4 * (1 + max(layout.num_scales, 1) + 1)) + bookkeeping)
-    operands = heads * (2 * layout.head_dim + 16) + 2 * heads * (2 * keys + 16)
+    ring = _aligned(tokens * (row_stride + 4 * (1 + max(scales, 1) + 1)) + bookkeeping)
+    operands = heads * (2 * head_dim + 16) + 2 * heads * (2 * keys + 16)
     warps_of_keys = min(keys // 8, WARPS // min(heads // 16, 2))
     return _aligned(ring + operands + 4 * heads * (2 * warps_of_keys + 2))
+
+
+def _ring_row_bytes(layout: CacheLayout) -> int:
+    """Bytes of a row in the ring, where rows of fine scales are expanded to a byte a value."""
+    return max(layout.token_bytes, layout.quantized_dim if has_fine_scales(layout) else 0)
 
 
 def _aligned(size: int) -> int:

@@ -15,6 +15,7 @@ from ..device import device_sms
 from ..launch import pointer, strides
 from . import division as dividing
 from .division import COSTS, MAX_ORDERED, MAX_RANGES, UNDIVIDED, Costs, Division
+from .formats import Formats
 
 HEADS, BLOCK = 64, 64  # of a tile (some kernels' tiles have fewer), as in common/sparse/work.cuh
 LOWEST_HEADS = 16  # of a tile
@@ -130,6 +131,11 @@ class AttentionCall(NamedTuple):
     lse: Any
     lse_strides: tuple[int, ...]
     tile_heads: int = HEADS
+
+    @property
+    def formats(self) -> Formats:
+        """The formats of both caches; with one list its format twice."""
+        return self.segments[0].pages.layout, self.segments[-1].pages.layout
 
     @property
     def groups(self) -> int:

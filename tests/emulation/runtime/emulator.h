@@ -163,6 +163,7 @@ EXPORT uint32_t to_f16x2(float low, float high);
 EXPORT uint32_t to_bf16x2(float low, float high);
 EXPORT uint16_t to_e4m3x2(float low, float high);
 EXPORT uint32_t e4m3x2_to_f16x2(uint32_t bytes);
+EXPORT uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c);
 EXPORT uint32_t multiply_f16x2(uint32_t a, uint32_t b);
 EXPORT uint32_t to_f16x2_saturated(float low, float high);  // infinities become the largest finite values
 EXPORT uint32_t max_f16x2(uint32_t a, uint32_t b);   // the other one where one is NaN

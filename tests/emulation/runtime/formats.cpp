@@ -80,6 +80,12 @@ uint16_t to_e4m3x2(float low, float high) {
     return to_e4m3(low) | to_e4m3(high) << 8;
 }
 uint32_t e4m3x2_to_f16x2(uint32_t bytes) { return to_f16x2(from_e4m3(bytes), from_e4m3(bytes >> 8)); }
+uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+    KeepSubnormals keep;
+    // The product of two bfloat16 values is exact in double; a sum with a third may be rounded twice only where it is no tie.
+    auto sum = [](uint32_t x, uint32_t y, uint32_t z) { return to_float(double(from_bf16(x)) * from_bf16(y) + from_bf16(z)); };
+    return to_bf16x2(sum(a, b, c), sum(a >> 16, b >> 16, c >> 16));
+}
 uint32_t multiply_f16x2(uint32_t a, uint32_t b) {
     return to_f16x2(from_f16(a) * from_f16(b), from_f16(a >> 16) * from_f16(b >> 16));
 }

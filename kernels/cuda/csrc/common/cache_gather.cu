@@ -1,4 +1,4 @@
-// Gather the last rows of each request from a paged FP8 cache into a dense workspace.
+// Gather the last rows of each request from a paged FP8 or FP4 cache into a dense workspace.
 //
 // Grid: (a warp per TOKENS rows, requests, which are strided). Block: 128 threads. No shared memory. A warp takes TOKENS
 // neighbouring positions of one request: its lanes look up a position each, then hold 8 neighbouring values of every row in
@@ -13,15 +13,16 @@
 constexpr int ROUNDS = (LAYOUT::head_dim + 255) / 256;
 
 struct Chunk {
-    uint4 bytes;  // 8 e4m3 values in the low half, or 8 bfloat16 values
+    uint4 bytes;  // 8 e4m3 values in the low half, or 8 e2m1 values in the lowest word, or 8 bfloat16 values
     uint32 scale;  // as it is in the cache
 };
 
 __device__ inline Chunk load_chunk(Token token, int first) {
     if (first >= LAYOUT::quantized_dim)
         return {load16(token.row + LAYOUT::rope_offset + 2 * (first - LAYOUT::quantized_dim)), 0};
-    uint2 bytes = load8(token.row + first);
     int tile = first / LAYOUT::scale_tile;
+    if (LAYOUT::e2m1_values) return {{load4(token.row + first / 2), 0, 0, 0}, token.scales[tile]};
+    uint2 bytes = load8(token.row + first);
     return {{bytes.x, bytes.y, 0, 0}, LAYOUT::ue8m0 ? token.scales[tile] : load4(token.scales + 4 * tile)};
 }
 
@@ -31,8 +32,13 @@ __device__ inline void store_chunk(OUTPUT* row, int first, Chunk chunk) {
         return;
     }
     float x[8];
-    dequantize8({chunk.bytes.x, chunk.bytes.y},
-                LAYOUT::ue8m0 ? ue8m0_scale(chunk.scale) : __uint_as_float(chunk.scale), x);
+    if constexpr (LAYOUT::e2m1_values) {
+        uint2 e4m3;
+        e2m1_to_e4m3(chunk.bytes.x, e4m3.x, e4m3.y);
+        dequantize8(e4m3, stored_scale<LAYOUT>(chunk.scale), x);
+    } else {
+        dequantize8({chunk.bytes.x, chunk.bytes.y}, stored_scale<LAYOUT>(chunk.scale), x);
+    }
     store_values8(row + first, x);
 }
 

@@ -1,11 +1,11 @@
-// Quantise rows to FP8 and insert them into a paged cache.
+// Quantise rows to FP8 or FP4 and insert them into a paged cache.
 //
 // Grid: a warp per token. Block: 128 threads. No shared memory. Each lane holds 8 neighbouring values of a row in each of its
-// rounds (a round is 32 lanes x 8 values), so a tile of 64 or 128 values is in 8 or 16 lanes and its largest
-// magnitude takes 3 or 4 shuffles. Reads of a row are 512 contiguous bytes per round, writes 256.
+// rounds (a round is 32 lanes x 8 values), so a tile of 16 to 128 values is in 2 to 16 lanes and its largest
+// magnitude takes 1 to 4 shuffles. Reads of a row are 512 contiguous bytes per round, writes 256 or 128.
 // The values that stay 16-bit come from an array of their own, `rope`, which may be a part of the other.
 //
-// Macros: LAYOUT, INPUT (bf16, f16 or float), SLOT (int64 or int), POWER_OF_TWO, ALIGNED.
+// Macros: LAYOUT, INPUT (bf16, f16 or float), SLOT (int64 or int), POWER_OF_TWO, MIN_EXPONENT (of such scales), ALIGNED.
 #include "common/pdl.cuh"
 #include "common/pages.cuh"
 #include "common/vectors.cuh"
@@ -34,20 +34,50 @@ __device__ inline float largest_of_tile(float largest) {
     return largest;
 }
 
-// Insert values [8 * chunk, 8 * chunk + 8) of a row. Called by every lane of the warp. Returns the biased exponent of a
-// power-of-two scale, or 0.
+// x / scale as an e2m1 code.
+__device__ inline uint32 e2m1_quotient(bf16, float x, float scale) { return float_to_e2m1(x, scale); }
+__device__ inline uint32 e2m1_quotient(f16, float x, float scale) { return float_to_e2m1(x, scale); }
+__device__ inline uint32 e2m1_quotient(float, float x, float scale) { return float_to_e2m1(div(x, scale), 1.0f); }
+
+// Insert e2m1 values [8 * chunk, 8 * chunk + 8) of a row, given the tile's largest finite magnitude. Returns its stored scale: a
+// power of two or an e4m3 number, NaN for a tile with a NaN, which e2m1 cannot hold.
+__device__ inline uint32 insert_e2m1_chunk(Token token, int chunk, const float (&x)[8], float amax) {
+    bool own_nan = false;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) own_nan |= x[i] != x[i];
+    uint32 of_tile = ((1u << TILE_LANES) - 1) << (chunk & 31 & -TILE_LANES), codes = 0, byte;
+    bool has_nan = __ballot_sync(~0u, own_nan) & of_tile;
+    if (8 * chunk >= LAYOUT::quantized_dim) return 0;
+    if constexpr (LAYOUT::ue8m0) {
+        int exponent = e2m1_scale_exponent(amax, MIN_EXPONENT);
+        byte = has_nan ? 255 : exponent + 127;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) codes |= float_to_e2m1(mul(x[i], power_of_two(-exponent)), 1.0f) << 4 * i;
+    } else {
+        byte = has_nan ? 0x7f : float_to_e4m3x2(fmaxf(div(amax, 6.0f), LAYOUT::min_scale), 0.0f) & 0xff;
+        float scale = stored_scale<LAYOUT>(byte);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) codes |= e2m1_quotient(INPUT{}, x[i], scale) << 4 * i;
+    }
+    store4(token.row + 4 * chunk, has_nan ? 0 : codes);
+    return byte;
+}
+
+// Insert values [8 * chunk, 8 * chunk + 8) of a row. Called by every lane of the warp. Returns the tile's scale if it is stored
+// in a byte, or 0.
 __device__ inline uint32 insert_chunk(Token token, int chunk, Raw8<INPUT> raw) {
     float x[8];
     unpack8(raw, x);
     float amax = largest_of_tile(largest_magnitude(x));
     if (__any_sync(~0u, amax == infinity())) amax = largest_of_tile(largest_finite(x));
+    if constexpr (LAYOUT::e2m1_values) return insert_e2m1_chunk(token, chunk, x, amax);
     int first = 8 * chunk;
     if (first >= LAYOUT::quantized_dim) {
         bf16* rope = reinterpret_cast<bf16*>(token.row + LAYOUT::rope_offset) + (first - LAYOUT::quantized_dim);
         if (first < LAYOUT::head_dim) store_raw8(rope, raw);
         return 0;
     }
-    int exponent = POWER_OF_TWO ? scale_exponent(amax, LAYOUT::min_exponent) : 0;
+    int exponent = POWER_OF_TWO ? scale_exponent(amax, MIN_EXPONENT) : 0;
     float scale = POWER_OF_TWO ? power_of_two(exponent) : fmaxf(div(amax, 448.0f), LAYOUT::min_scale);
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] = POWER_OF_TWO ? x[i] * power_of_two(-exponent) : div(x[i], scale);
@@ -56,10 +86,24 @@ __device__ inline uint32 insert_chunk(Token token, int chunk, Raw8<INPUT> raw) {
     return exponent + 127;
 }
 
-// Store the UE8M0 scales of a row at once: every lane gathers the exponents of all tiles. The remaining bytes of the 8 are
-// 0.
-__device__ inline void store_exponents(Token token, int lane, const uint32 (&exponents)[ROUNDS]) {
-    static_assert(!LAYOUT::ue8m0 || (LAYOUT::scale_bytes == 8 && TILE_LANES == 8 && ROUNDS == 2));
+constexpr bool BYTE_SCALES = LAYOUT::ue8m0 || LAYOUT::e4m3_scales;
+
+// Store scales of a byte four at a time: neighbouring tiles' lanes gather them.
+__device__ inline void store_byte_scales(Token token, int lane, const uint32 (&scales)[ROUNDS]) {
+    constexpr int WORD_LANES = 4 * TILE_LANES;
+    static_assert(!BYTE_SCALES || LAYOUT::scale_bytes % 4 == 0);
+#pragma unroll
+    for (int round = 0; round < ROUNDS; ++round) {
+        uint32 word = scales[round] << 8 * (lane / TILE_LANES % 4);
+#pragma unroll
+        for (int by = TILE_LANES; by < WORD_LANES; by *= 2) word |= __shfl_xor_sync(~0u, word, by);
+        int number = (32 * round + lane) / WORD_LANES;
+        if (lane % WORD_LANES == 0 && 4 * number < LAYOUT::scale_bytes) store4(token.scales + 4 * number, word);
+    }
+}
+
+// Store the eight UE8M0 scales of a row at once: every lane gathers the exponents of all tiles. The last byte is 0.
+__device__ inline void store_eight_scales(Token token, int lane, const uint32 (&exponents)[ROUNDS]) {
     uint32 words[2] = {};
 #pragma unroll
     for (int round = 0; round < 2 && round < ROUNDS; ++round) {
@@ -92,5 +136,6 @@ quantize_and_insert_k_cache(const INPUT* k, int64 k_stride, const INPUT* rope, i
     uint32 exponents[ROUNDS];
 #pragma unroll
     for (int round = 0; round < ROUNDS; ++round) exponents[round] = insert_chunk(token_row, 32 * round + lane, raw[round]);
-    if (LAYOUT::ue8m0) store_exponents(token_row, lane, exponents);
+    if constexpr (LAYOUT::ue8m0 && LAYOUT::scale_bytes == 8 && TILE_LANES == 8) store_eight_scales(token_row, lane, exponents);
+    else if constexpr (BYTE_SCALES) store_byte_scales(token_row, lane, exponents);
 }

@@ -1,14 +1,16 @@
-// Gather the indexer's keys from a paged cache, FP8 values and scales unchanged.
+// Gather the indexer's keys from a paged cache, values and scales unchanged.
 //
 // Grid: CTAs that stride over the rows, because only the device knows their number and a workspace may have many more. Block:
-// 128 threads; 8 lanes take a row of 128 bytes, 16 bytes each, and the first of them also the scale. No shared memory.
+// 128 threads; 8 lanes take a row of 128 bytes (4 one of 64), 16 bytes each, and the first of them also the 4 bytes of scales.
+// No shared memory.
 //
-// Macros: ALIGNED.
+// Macros: LAYOUT (INDEXER_FP8 or INDEXER_MXFP4), ALIGNED.
 #include "common/pdl.cuh"
 #include "common/requests.cuh"
 #include "common/vectors.cuh"
 
-using Layout = INDEXER_FP8;
+using Layout = LAYOUT;
+static_assert(Layout::scale_bytes == 4, "read and written as one word");
 constexpr int LANES = Layout::row_bytes / 16;
 
 extern "C" __global__ void __launch_bounds__(128)

@@ -103,6 +103,31 @@ __device__ inline uint32 float_to_e4m3x2(float low, float high) {
 
 #endif
 
+// Eight e2m1 codes, the first in the lowest bits, as eight e4m3 bytes of the same values.
+__device__ inline void e2m1_to_e4m3(uint32 codes, uint32& first, uint32& second) {
+    constexpr uint32 SMALL = 0x3c383000, LARGE = 0x4c484440;  // 0, 0.5, 1, 1.5 and 2, 3, 4, 6
+    uint32 magnitudes = codes & 0x77777777, even = codes << 4 & 0x80808080, odd = codes & 0x80808080;
+    first = __byte_perm(SMALL, LARGE, magnitudes) | __byte_perm(even, odd, 0x5140);
+    second = __byte_perm(SMALL, LARGE, magnitudes >> 16) | __byte_perm(even, odd, 0x7362);
+}
+
+// The four bits of x / unit as e2m1; beyond 6 saturates. Ties go to even codes: a midpoint below an odd code is not enough.
+// If unit is an e4m3 number and x has at most 11 bits, as bfloat16 and float16, comparing x with a midpoint times unit, which is
+// exact, decides as the rounded quotient does.
+__device__ inline uint32 float_to_e2m1(float x, float unit) {
+    float y = fabsf(x);
+    uint32 code = (y > 0.25f * unit) + (y >= 0.75f * unit) + (y > 1.25f * unit) + (y >= 1.75f * unit) + (y > 2.5f * unit) +
+                  (y >= 3.5f * unit) + (y > 5.0f * unit);
+    return __float_as_uint(x) >> 28 & 8 | code;
+}
+
+// Smallest e with amax <= 6 * 2^e, at least `least`. Exact: 6 is 1.5 * 2^2.
+__device__ inline int e2m1_scale_exponent(float amax, int least) {
+    uint32 bits = __float_as_uint(amax);
+    int e = int(bits >> 23) - 127 - 2 + ((bits & 0x7fffff) > 0x400000);
+    return max(e, least);
+}
+
 // Smallest e with amax <= 448 * 2^e, at least `least`. Exact: 448 is 1.75 * 2^8.
 __device__ inline int scale_exponent(float amax, int least) {
     uint32 bits = __float_as_uint(amax);

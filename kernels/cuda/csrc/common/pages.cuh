@@ -8,6 +8,15 @@ struct Token {
     uint8* scales;
 };
 
+// A scale as stored: a byte of UE8M0 or e4m3, or float32.
+template <class Layout> __device__ inline float stored_scale(uint32 stored) {
+    if (Layout::ue8m0) return ue8m0_scale(stored);
+    if (!Layout::e4m3_scales) return __uint_as_float(stored);
+    float scale, none;
+    e4m3x2_to_float(stored & 0xff, scale, none);
+    return scale;
+}
+
 struct PageRow {
     int64 page;  // -1 if absent
     int row;

@@ -32,6 +32,9 @@ __device__ inline void load_matrices(uint32 (&x)[4], const void* row) {
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(shared_address(row)) : "memory");
 }
 
+// Whether one of four e4m3 bytes is NaN.
+__device__ inline bool is_nan4(uint32 bytes) { return ((bytes & 0x7f7f7f7f) + 0x01010101) & 0x80808080; }
+
 // e4m3 bytes to float16 pairs, in units of 1 / CODE_UNIT.
 #if __CUDA_ARCH__ >= 890
 [[maybe_unused]] constexpr float CODE_UNIT = 1.0f;
@@ -48,8 +51,21 @@ __device__ inline void codes_to_f16(uint32 bytes, uint32& low, uint32& high) {
     low = spread_codes(__byte_perm(bytes, 0, 0x1404));
     high = spread_codes(__byte_perm(bytes, 0, 0x3424));
 }
-__device__ inline bool has_nan(uint32 bytes) { return ((bytes & 0x7f7f7f7f) + 0x01010101) & 0x80808080; }
+__device__ inline bool has_nan(uint32 bytes) { return is_nan4(bytes); }
 #endif
+
+// e4m3 bytes, none NaN, to bfloat16 pairs, times a pair of factors. The bits of a code, moved to bfloat16's fields, are its value
+// times 2^-120, subnormals too; the factors correct this.
+[[maybe_unused]] constexpr float CODE_TO_BF16 = 0x1p120f;
+__device__ inline uint32 scaled_bf16(uint32 halves, uint32 factors) {
+    uint32 y, x = (halves & 0x80008000) | (halves >> 4 & 0x07f007f0);
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(factors), "r"(0x80008000));  // plus -0
+    return y;
+}
+__device__ inline void codes_to_scaled_bf16(uint32 bytes, uint32 factors, uint32& low, uint32& high) {
+    low = scaled_bf16(__byte_perm(bytes, 0, 0x1404), factors);
+    high = scaled_bf16(__byte_perm(bytes, 0, 0x3424), factors);
+}
 
 __device__ inline uint32 multiply(uint32 x, uint32 factors) {
     uint32 y;

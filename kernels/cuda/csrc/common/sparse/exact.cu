@@ -17,10 +17,23 @@
 // is thus unknown: work items are claimed with atomics, and each participant enters and leaves (Participants). The last one to
 // leave clears the flags and counters for the next call.
 //
-// Macros: LAYOUT, ALIGNED, TILE_HEADS (common/sparse/work.cuh).
+// Macros: LAYOUT, EXTRA_LAYOUT, TILE_HEADS (common/sparse/work.cuh), ALIGNED, FLOAT64_ONLY: compute in float64 alone, as for
+// formats whose scales change within a slice (common/sparse/exact_mma_scores.cuh), and for two formats.
 #include "common/sparse/combine.cuh"
-#include "common/sparse/exact_mma.cuh"
+#include "common/sparse/exact.cuh"
 #include "common/pdl.cuh"
+#if FLOAT64_ONLY
+constexpr int ROWS = 16;  // heads
+struct Part {};
+struct Wide {};
+struct WideAttention {
+    int first_head;
+
+    __device__ WideAttention(const SparseProblem&, Wide&, int, int, int first_head) : first_head(first_head) {}
+};
+#else
+#include "common/sparse/exact_mma.cuh"
+#endif
 
 constexpr int UNITS = HEADS / ROWS;  // in a tile
 constexpr int WAITING = 8;
@@ -53,7 +66,9 @@ struct Unit {
     // Part `part` of `count`. `arrived` counts finished parts and is reset to 0 by the last.
     __device__ void attend(int part, int count, Part* parts, int* arrived) {
         if (!exists()) return;
-#if __CUDA_ARCH__ >= 800
+#if FLOAT64_ONLY
+        if (part != 0) return;
+#elif __CUDA_ARCH__ >= 800
         int all = blocks();
         wide.attend(all * part / count, all * (part + 1) / count);
         if (count > 1 && !gathered(part, count, parts, arrived)) return;
@@ -62,6 +77,7 @@ struct Unit {
         attend_in_float64();
     }
 
+#if !FLOAT64_ONLY
     // Store this part's result. The CTA that arrives last combines all parts and returns true.
     __device__ bool gathered(int part, int count, Part* parts, int* arrived) {
         __shared__ bool is_last;
@@ -76,6 +92,7 @@ struct Unit {
         if (threadIdx.x == 0) *arrived = 0;
         return true;
     }
+#endif
 };
 
 // Reads a word that other CTAs may be writing.

@@ -4,7 +4,7 @@
 // dequantises them into shared memory, computes scores (a warp per head, LANES lanes per key), a running softmax and the
 // weighted sum (two output values of each head per thread).
 //
-// Macros: LAYOUT, ALIGNED.
+// Macros: LAYOUT and EXTRA_LAYOUT (common/sparse/work.cuh), ALIGNED.
 #pragma once
 #include "common/sparse/work.cuh"
 #include "common/vectors.cuh"
@@ -15,6 +15,9 @@ constexpr int KEYS = 4;
 constexpr int LANES = 32 / KEYS;
 constexpr int DIM = LAYOUT::head_dim;
 constexpr int VALUES_PER_THREAD = V_DIM / THREADS;
+
+template <class A, class B> constexpr bool is_same = false;
+template <class A> constexpr bool is_same<A, A> = true;
 
 // The entries of one list that a query token attends to.
 struct SegmentEntries {
@@ -30,7 +33,9 @@ struct SegmentEntries {
         return slot < list.num_slots ? slot : -1;
     }
 
-    __device__ Token token(int slot) const { return token_at<LAYOUT>(list.pages, list.page_stride, list.block_size, slot); }
+    template <class Layout> __device__ Token token(int slot) const {
+        return token_at<Layout>(list.pages, list.page_stride, list.block_size, slot);
+    }
 };
 
 // Keeps subnormals: CuPy compiles with -ftz=true.
@@ -56,21 +61,34 @@ struct ExactShared {
 };
 
 // Scale `tile` of a token; 1 for a layout without scales.
-__device__ inline float scale_of(const Token& token, int tile) {
-    if (LAYOUT::num_scales == 0) return 1.0f;
-    if (LAYOUT::ue8m0) return ue8m0_scale(token.scales[tile]);
+template <class Layout> __device__ inline float scale_of(const Token& token, int tile) {
+    if (Layout::num_scales == 0) return 1.0f;
+    if (Layout::ue8m0 || Layout::e4m3_scales) return stored_scale<Layout>(token.scales[tile]);
     return __uint_as_float(load4(token.scales + 4 * tile));
 }
 
-// Eight values of a row; e4m3 values are multiplied by `scale`.
-__device__ inline void load_values(const uint8* row, float scale, int first, double (&values)[8]) {
+// Eight values of a row; quantised values are multiplied by `scale`.
+template <class Layout> __device__ inline void load_values(const uint8* row, float scale, int first, double (&values)[8]) {
     float x[8];
-    bool quantized = first < LAYOUT::quantized_dim;
-    if (quantized) dequantize8(load8(row + first), 1.0f, x);
-    else unpack8(Raw8<bf16>{load16(row + LAYOUT::rope_offset + 2 * (first - LAYOUT::quantized_dim))}, x);
+    bool quantized = first < Layout::quantized_dim;
+    if constexpr (Layout::e2m1_values) {
+        uint2 e4m3;
+        e2m1_to_e4m3(load4(row + first / 2), e4m3.x, e4m3.y);
+        dequantize8(e4m3, 1.0f, x);
+    } else {
+        if (quantized) dequantize8(load8(row + first), 1.0f, x);
+        else unpack8(Raw8<bf16>{load16(row + Layout::rope_offset + 2 * (first - Layout::quantized_dim))}, x);
+    }
     for (int i = 0; i < 8; ++i) values[i] = quantized ? to_double(x[i]) * to_double(scale) : to_double(x[i]);
 }
 
+template <class Layout>
+__device__ inline void load_key(const SegmentEntries& entries, int slot, int first, double (&values)[8]) {
+    Token token = entries.token<Layout>(slot);
+    load_values<Layout>(token.row, first < Layout::quantized_dim ? scale_of<Layout>(token, first / Layout::scale_tile) : 1.0f, first, values);
+}
+
+template <class Layout>
 __device__ inline void load_keys(const SegmentEntries& entries, int first_entry, ExactShared& shared) {
     __syncthreads();  // all threads are done with the previous tile
     if (threadIdx.x < KEYS) shared.slots[threadIdx.x] = entries.slot(first_entry + threadIdx.x);
@@ -78,10 +96,7 @@ __device__ inline void load_keys(const SegmentEntries& entries, int first_entry,
     for (int i = threadIdx.x; i < KEYS * (DIM / 8); i += THREADS) {
         int key = i / (DIM / 8), first = i % (DIM / 8) * 8;
         double values[8] = {};
-        if (shared.slots[key] >= 0) {
-            Token token = entries.token(shared.slots[key]);
-            load_values(token.row, first < LAYOUT::quantized_dim ? scale_of(token, first / LAYOUT::scale_tile) : 1.0f, first, values);
-        }
+        if (shared.slots[key] >= 0) load_key<Layout>(entries, shared.slots[key], first, values);
         for (int j = 0; j < 8; ++j) shared.keys[key][first + j] = values[j];
     }
     __syncthreads();
@@ -129,7 +144,9 @@ __device__ inline void attend_in_float64(const SparseProblem& problem, int b, in
     for (const Segment& list : problem.segments) {
         SegmentEntries entries(list, b, s);
         for (int first = 0; first < entries.length; first += KEYS) {
-            load_keys(entries, first, shared);
+            if constexpr (is_same<LAYOUT, EXTRA_LAYOUT>) load_keys<LAYOUT>(entries, first, shared);
+            else if (&list == problem.segments) load_keys<LAYOUT>(entries, first, shared);
+            else load_keys<EXTRA_LAYOUT>(entries, first, shared);
             int key = lane / LANES, part = lane % LANES;
             double score = 0.0;
             for (int d = part; d < DIM; d += LANES) score += to_double(to_float(shared.q[warp][d])) * shared.keys[key][d];

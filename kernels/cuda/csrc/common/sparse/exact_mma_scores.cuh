@@ -184,7 +184,7 @@ struct Scores {
         double sum = 0.0;
         for (int first = 8 * (threadIdx.x % 32); first < DIM; first += 8 * 32) {
             double values[8];
-            load_values(keys.rows[key], keys.scales[min(first / LAYOUT::scale_tile, SCALES)][key], first, values);
+            load_values<LAYOUT>(keys.rows[key], keys.scales[min(first / LAYOUT::scale_tile, SCALES)][key], first, values);
             for (int i = 0; i < 8; ++i) sum += to_double(to_float(shared.q[row][first + i])) * values[i];
         }
         return warp_sum(sum);

@@ -10,6 +10,10 @@
 #ifndef TILE_HEADS
 #define TILE_HEADS 64
 #endif
+// Formats of the first list's cache and of the second's.
+#ifndef EXTRA_LAYOUT
+#define EXTRA_LAYOUT LAYOUT
+#endif
 constexpr int HEADS = TILE_HEADS;
 constexpr int BLOCK = 64;
 [[maybe_unused]] constexpr int V_DIM = 512;

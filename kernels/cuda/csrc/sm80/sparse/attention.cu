@@ -17,12 +17,13 @@
 //
 // K and V are converted in registers from the raw rows. e4m3 becomes float16: the scales are applied to the float32 products
 // of the scores; V is multiplied by its scale in float16. bfloat16 values enter the scores unchanged and the sums as float16,
-// which is as exact except for very large and small values.
+// which is as exact except for very large and small values. V4.1's rows, FP8 and FP4, become e4m3 in the ring, and bfloat16 times
+// their scale for the scores (FINE_SCALES of sm80/sparse/rows.cuh).
 //
 // Float16 has a narrower range than caches and queries may hold. A tile that leaves it, or has a score or a result
 // that is not finite, is flagged in `unsafe` for the epilogue kernel, which the launcher runs after this one.
 //
-// Macros: LAYOUT, TILE_HEADS (common/sparse/work.cuh), KEYS, STAGES (3 or more), CTAS and SHARED_BYTES, see
+// Macros: LAYOUT, EXTRA_LAYOUT, TILE_HEADS (common/sparse/work.cuh), KEYS, STAGES (3 or more), CTAS and SHARED_BYTES, see
 // kernels/cuda/sparse/portable.py.
 #include "sm80/sparse/scores.cuh"
 
@@ -55,7 +56,8 @@ struct Sums {
         if (FP8) {
             int at = SLICE * warp + 8 * g;
             uint2 v = *reinterpret_cast<const uint2*>(one + at), w = *reinterpret_cast<const uint2*>(other + at);
-            float2 by = shared.ring.scales_at(stage, warp / SLICES_PER_SCALE, column + 2 * c);
+            int scale = FINE_SCALES ? at / FACTOR_TILE : warp / SLICES_PER_SCALE;
+            float2 by = shared.ring.scales_at(stage, scale, column + 2 * c);
             uint32 factors = pack(f16{}, by.x, by.y);
             seen |= (v.x | v.y | w.x | w.y) & 0x7f7f7f7f;
 #pragma unroll

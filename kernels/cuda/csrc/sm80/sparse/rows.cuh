@@ -2,6 +2,9 @@
 //
 // A ring of stages holds the raw rows of KEYS keys each, with their converted scales and a bias that is -inf for absent
 // keys. Rows of absent keys are zeros.
+//
+// Formats whose scales change within a slice (FINE_SCALES; V4.1's) are expanded in the ring once they have arrived: each row is
+// 512 e4m3 values with a factor for FACTOR_TILE of them, whatever its format, so that scores and sums are the same for both lists.
 #pragma once
 #include "common/sparse/work.cuh"
 #include "common/pdl.cuh"
@@ -13,11 +16,20 @@ constexpr int AHEAD = STAGES - 2;    // steps by which copies precede the scores
 constexpr int STEPS_LISTED = 16;
 constexpr int SLICE = 64;            // values
 constexpr int SLICES = LAYOUT::head_dim / SLICE, FP8_SLICES = LAYOUT::quantized_dim / SLICE;
-constexpr int NUM_SCALES = LAYOUT::num_scales, SLICES_PER_SCALE = FP8_SLICES ? LAYOUT::scale_tile / SLICE : 1;
+constexpr bool FINE_SCALES = LAYOUT::num_scales > 0 && LAYOUT::scale_tile < SLICE;
+constexpr int FACTOR_TILE = LAYOUT::scale_tile < EXTRA_LAYOUT::scale_tile ? LAYOUT::scale_tile : EXTRA_LAYOUT::scale_tile;
+constexpr int NUM_SCALES = FINE_SCALES ? LAYOUT::quantized_dim / FACTOR_TILE : LAYOUT::num_scales;  // in the ring
+constexpr int SLICES_PER_SCALE = FP8_SLICES && !FINE_SCALES ? LAYOUT::scale_tile / SLICE : 1;
 constexpr int BF16_AT = LAYOUT::rope_offset;  // the bfloat16 values of a row
-constexpr bool TAIL_SCALES = LAYOUT::scale_start_per_token > 0;
-constexpr int SCALES_AT = TAIL_SCALES ? LAYOUT::row_bytes : LAYOUT::scale_start;
-constexpr int ROW_USED = LAYOUT::row_bytes + (TAIL_SCALES ? LAYOUT::scale_bytes : 0);
+
+// A row of a format in the ring: as it is in the cache, followed by scales that are at the page's end; space for its expanded values.
+template <class Layout> struct RingRow {
+    static constexpr bool TAIL_SCALES = Layout::scale_start_per_token > 0;
+    static constexpr int SCALES_AT = TAIL_SCALES ? Layout::row_bytes : Layout::scale_start;
+    static constexpr int COPIED = Layout::row_bytes + (TAIL_SCALES ? Layout::scale_bytes : 0);
+    static constexpr int USED = FINE_SCALES && COPIED < Layout::quantized_dim ? Layout::quantized_dim : COPIED;
+};
+constexpr int ROW_USED = RingRow<LAYOUT>::USED > RingRow<EXTRA_LAYOUT>::USED ? RingRow<LAYOUT>::USED : RingRow<EXTRA_LAYOUT>::USED;
 // 32 bytes modulo 64: with the order of columns, all reads are free of bank conflicts.
 constexpr int ROW_STRIDE = (ROW_USED + 31) / 64 * 64 + 32;
 
@@ -25,6 +37,7 @@ constexpr int ROW_STRIDE = (ROW_USED + 31) / 64 * 64 + 32;
 // ones, as in rows that were never written, make V zero; where that matters, results are too small (sm80/sparse/attention.cu).
 constexpr int MIN_SCALE_BYTE = 105, MAX_SCALE_BYTE = 134, TINY_SCALE_BYTE = 40;
 constexpr float MIN_SCALE = 1.0f / 16384.0f, MAX_SCALE = 128.0f, TINY_SCALE = 0x1p-87f;
+constexpr float MIN_FINE_SCALE = 0x1p-22f;  // as MIN_SCALE_BYTE; FINE_SCALES are powers of two, or e4m3 numbers
 
 // The columns of S and P hold keys in another order: of each 16, the token at a column, and the column of a token.
 __device__ inline int token_of_column(int n) {
@@ -157,24 +170,30 @@ struct RowLoader {
             int page = list.block_shift >= 0 ? slot >> list.block_shift : int(uint32(slot) / uint32(list.block_size));
             int in_page = slot - page * list.block_size;
             const uint8* base = list.pages + page * list.page_stride;
-            const uint8* from = base + int64(in_page) * LAYOUT::row_bytes;
-            uint8* to = ring.rows[stage][row];
-#pragma unroll
-            for (int i = 0; i < (LAYOUT::row_bytes / 16 + LANES - 1) / LANES; ++i) {
-                int at = 16 * (part + i * LANES);
-                if (at < LAYOUT::row_bytes) copy_async<16>(to + at, from + at, here);
-            }
-            if (part == 0) {
-                if (TAIL_SCALES) {
-                    int64 scale_at = LAYOUT::scale_start + int64(list.block_size) * LAYOUT::scale_start_per_token;
-                    copy_async<8>(to + SCALES_AT, base + scale_at + in_page * LAYOUT::scale_stride, here);
-                }
-                ring.bias[stage][column_of_token(row)] = here ? 0.0f : -infinity();
-            }
+            if (FINE_SCALES && at.second) copy_row<EXTRA_LAYOUT>(base, in_page, list.block_size, ring.rows[stage][row], here);
+            else copy_row<LAYOUT>(base, in_page, list.block_size, ring.rows[stage][row], here);
+            if (part == 0) ring.bias[stage][column_of_token(row)] = here ? 0.0f : -infinity();
         }
         copy_indices(number + AHEAD);
         copies_commit();
         if (threadIdx.x == 0) ring.cursor.next(problem, ring.steps[(number + AHEAD + 1) % STEPS_LISTED]);
+    }
+
+    // Start copying token `in_page` of a page; zeros if it is not `here`.
+    template <class Layout> __device__ void copy_row(const uint8* base, int in_page, int block_size, uint8* to, bool here) {
+        const uint8* from = base + int64(in_page) * Layout::row_bytes;
+#pragma unroll
+        for (int i = 0; i < (Layout::row_bytes / 16 + LANES - 1) / LANES; ++i) {
+            int at = 16 * (part + i * LANES);
+            if (at < Layout::row_bytes) copy_async<16>(to + at, from + at, here);
+        }
+        if (RingRow<Layout>::TAIL_SCALES && part == 0) {
+            int64 scale_at = Layout::scale_start + int64(block_size) * Layout::scale_start_per_token;
+            constexpr int PIECE = Layout::scale_bytes % 16 ? 8 : 16;
+#pragma unroll
+            for (int at = 0; at < Layout::scale_bytes; at += PIECE)
+                copy_async<PIECE>(to + RingRow<Layout>::SCALES_AT + at, base + scale_at + in_page * Layout::scale_stride + at, here);
+        }
     }
 
     // The rows of a step have arrived: convert their scales. A barrier must follow.
@@ -183,22 +202,61 @@ struct RowLoader {
         int tile = step(number).tile;
         if (FP8_SLICES == 0 || tile < 0) return;
         __syncwarp();  // one lane of each row has copied the scales
-        const uint8* scales = ring.rows[stage][row] + SCALES_AT;
         int column = column_of_token(row);
         bool bad = false;
+        if constexpr (FINE_SCALES) {
+            bad = step(number).second ? expand<EXTRA_LAYOUT>(stage, column) : expand<LAYOUT>(stage, column);
+        } else {
+            const uint8* scales = ring.rows[stage][row] + RingRow<LAYOUT>::SCALES_AT;
 #pragma unroll
-        for (int i = part; i < NUM_SCALES; i += LANES) {
-            float scale;
-            if (LAYOUT::ue8m0) {
-                int byte = scales[i];
-                bad |= (byte < MIN_SCALE_BYTE && byte > TINY_SCALE_BYTE) || byte > MAX_SCALE_BYTE;
-                scale = __uint_as_float(byte << 23);
-            } else {
-                scale = reinterpret_cast<const float*>(scales)[i];
-                bad |= !(scale >= MIN_SCALE && scale <= MAX_SCALE) && !(fabsf(scale) <= TINY_SCALE);
+            for (int i = part; i < NUM_SCALES; i += LANES) {
+                float scale;
+                if (LAYOUT::ue8m0) {
+                    int byte = scales[i];
+                    bad |= (byte < MIN_SCALE_BYTE && byte > TINY_SCALE_BYTE) || byte > MAX_SCALE_BYTE;
+                    scale = __uint_as_float(byte << 23);
+                } else {
+                    scale = reinterpret_cast<const float*>(scales)[i];
+                    bad |= !(scale >= MIN_SCALE && scale <= MAX_SCALE) && !(fabsf(scale) <= TINY_SCALE);
+                }
+                ring.scales[stage][i][column] = scale * CODE_UNIT;
             }
-            ring.scales[stage][i][column] = scale * CODE_UNIT;
         }
         if (bad && ring.bias[stage][column] == 0.0f) ring.unsafe[tile % 2] = 1;
+    }
+
+    // Convert scales of FINE_SCALES, and e2m1 values to e4m3. Returns whether a scale is outside of the range or a value NaN.
+    // One warp has all LANES of a row.
+    template <class Layout> __device__ bool expand(int stage, int column) {
+        constexpr int FACTORS = Layout::scale_tile / FACTOR_TILE, PIECES = Layout::quantized_bytes / 16 / LANES;
+        uint8* bytes = ring.rows[stage][row];
+        bool bad = false;
+#pragma unroll
+        for (int i = part; i < Layout::num_scales; i += LANES) {
+            int byte = bytes[RingRow<Layout>::SCALES_AT + i];
+            float scale = Layout::ue8m0 ? __uint_as_float(byte << 23) : stored_scale<Layout>(byte);
+            bad |= !(scale >= MIN_FINE_SCALE && scale <= MAX_SCALE) && !(fabsf(scale) <= TINY_SCALE);
+#pragma unroll
+            for (int j = 0; j < FACTORS; ++j) ring.scales[stage][FACTORS * i + j][column] = scale * CODE_UNIT;
+        }
+        uint4 values[PIECES];
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) values[i] = *reinterpret_cast<const uint4*>(bytes + 16 * (part + LANES * i));
+        if constexpr (Layout::e2m1_values) {
+            __syncwarp();  // all lanes have read what is overwritten now
+#pragma unroll
+            for (int i = 0; i < PIECES; ++i) {
+                uint4 low, high;
+                e2m1_to_e4m3(values[i].x, low.x, low.y), e2m1_to_e4m3(values[i].y, low.z, low.w);
+                e2m1_to_e4m3(values[i].z, high.x, high.y), e2m1_to_e4m3(values[i].w, high.z, high.w);
+                uint4* to = reinterpret_cast<uint4*>(bytes + 32 * (part + LANES * i));
+                to[0] = low, to[1] = high;
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < PIECES; ++i)
+                bad |= is_nan4(values[i].x) || is_nan4(values[i].y) || is_nan4(values[i].z) || is_nan4(values[i].w);
+        }
+        return bad;
     }
 };

@@ -2,7 +2,8 @@
 //
 // Q is stored in shared memory in the order of K's bytes: an operand lane reads 16 bytes of a key at a time, so in each 64
 // values (a slice) the 4-byte words that meet in a product are adjacent, see `convert_q`. Q is converted to float16 where it
-// meets e4m3, and stays bfloat16 where it meets bfloat16.
+// meets e4m3, and stays bfloat16 where it meets bfloat16. Scales multiply the products of a slice; with FINE_SCALES they multiply
+// K, which is exact in bfloat16, and Q stays bfloat16.
 #pragma once
 #include "sm80/sparse/rows.cuh"
 
@@ -92,7 +93,7 @@ struct Scores {
             for (int i = 0; i < ROUNDS; ++i) {
                 int chunk = lane + 32 * i;
                 if (chunk < Q_CHUNKS) words[i] = *reinterpret_cast<const uint4*>(shared.q[row] + 16 * chunk);
-                if (chunk >= 8 * FP8_SLICES) continue;
+                if (FINE_SCALES || chunk >= 8 * FP8_SLICES) continue;
                 largest = __vmaxu2(largest, largest_of_8(words[i]));
                 words[i] = bf16x8_to_f16x8(words[i]);
             }
@@ -105,7 +106,7 @@ struct Scores {
                 uint32* to = reinterpret_cast<uint32*>(shared.q[row] + 128 * slice + 64 * target) + word;
                 if (chunk < Q_CHUNKS) to[0] = words[i].x, to[4] = words[i].y, to[8] = words[i].z, to[12] = words[i].w;
             }
-            if (FP8_SLICES == 0) continue;
+            if (FP8_SLICES == 0 || FINE_SCALES) continue;
             largest = __reduce_max_sync(~0u, max(largest & 0xffff, largest >> 16));
             // Zero is exact; other small values would lose their last bits.
             if (largest > MAX_F16 || (largest && largest < MIN_Q)) shared.ring.unsafe[tile % 2] = 1;
@@ -123,6 +124,34 @@ struct Scores {
 #pragma unroll
             for (int n = 0; n < N; ++n) mma(Value{}, x[m][n], a, b[n]);
         }
+    }
+
+    // Scores of rows that RowLoader::expand has expanded.
+    __device__ void score_expanded(int number, int tile) {
+        int stage = number % STAGES;
+#pragma unroll
+        for (int i = 0; i < M * N * 4; ++i) (&x[0][0][0])[i] = 0.0f;
+#pragma unroll 2
+        for (int slice = 0; slice < SLICES; ++slice) {
+            uint4 k[N];
+            uint32 factors[N];
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                int column = first_n + 8 * n + g, at = SLICE * slice + 16 * c;
+                k[n] = *reinterpret_cast<const uint4*>(shared.ring.rows[stage][token_of_column(column)] + at);
+                float factor = shared.ring.scales[stage][at / FACTOR_TILE][column] * (CODE_TO_BF16 / CODE_UNIT);
+                factors[n] = pack(bf16{}, factor, factor);
+            }
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                uint32 b[N][2];
+#pragma unroll
+                for (int n = 0; n < N; ++n)
+                    codes_to_scaled_bf16(j == 0 ? k[n].x : j == 1 ? k[n].y : j == 2 ? k[n].z : k[n].w, factors[n], b[n][0], b[n][1]);
+                multiply_q<bf16>(x, b, slice, j);
+            }
+        }
+        scale_scores(stage, tile, false);
     }
 
     __device__ void score(int number, int tile) {
@@ -237,7 +266,8 @@ struct Scores {
     // Scores and weights of a step.
     __device__ void attend(int number, int tile) {
         if (none) return;
-        score(number, tile);
+        if constexpr (FINE_SCALES) score_expanded(number, tile);
+        else score(number, tile);
         weigh(number);
     }
 

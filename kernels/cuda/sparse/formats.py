@@ -1,0 +1,27 @@
+"""The formats of a call's two caches, as the attention kernels are compiled for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....layout import CacheLayout
+
+Formats = tuple[CacheLayout, CacheLayout]  # of the first list's cache and of the second's; equal if there is one list
+SLICE = 64  # values of a row that the kernels multiply at a time
+
+
+def has_fine_scales(layout: CacheLayout) -> bool:
+    """Whether scales change within a slice, as V4.1's do."""
+    return 0 < layout.scale_tile < SLICE
+
+
+def layout_macros(formats: Formats) -> dict[str, str | int]:
+    """LAYOUT, and EXTRA_LAYOUT if the second cache has another format."""
+    first, second = formats
+    return {"LAYOUT": first.name, **({"EXTRA_LAYOUT": second.name} if second.name != first.name else {})}
+
+
+def exact_macros(formats: Formats, aligned: bool, heads: int) -> dict[str, Any]:
+    """The macros for csrc/common/sparse/exact.cu."""
+    float64 = {"FLOAT64_ONLY": 1} if any(map(has_fine_scales, formats)) else {}
+    return {**layout_macros(formats), "ALIGNED": int(aligned), "TILE_HEADS": heads, **float64}
