@@ -13,7 +13,7 @@ import cumla
 from ..arrays.memory import to_host
 from ..bounds import ROUNDED
 from ..dispatch.call import BFLOAT16
-from ..layout import DSV4_FP8, INDEXER_FP8, MLA_BF16, V32_FP8, CacheLayout
+from ..layout import DSV4_FP8, DSV41_FP4, DSV41_FP8, INDEXER_FP8, MLA_BF16, V32_FP8, CacheLayout
 from . import peers
 from .problem import (
     BLOCK,
@@ -345,9 +345,10 @@ def recorded() -> list[Any]:
     return [
         *(QueryNormInsert(tokens, heads) for heads in (64, 128, 16) for tokens in (1, 32, 128, 512, 4096)),
         *(Insert(tokens) for tokens in (1, 32, 512, 4096, 32768)),
-        Insert(32768, V32_FP8),
+        *(Insert(32768, layout) for layout in (V32_FP8, DSV41_FP8, DSV41_FP4)),
         *(Gather(*shape, lengths=True) for shape in ((4, 8192), (4, 65536))),
         *(Gather(*shape) for shape in ((1, 512), (4, 8192), (16, 8192), (4, 65536))),
+        *(Gather(16, 8192, layout) for layout in (DSV41_FP8, DSV41_FP4)),
         *(Insert(tokens, MLA_BF16) for tokens in (512, 4096, 32768)),
         DenseGather(4, 8192),
         KeyGather(4, 8192),

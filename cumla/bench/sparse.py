@@ -20,7 +20,8 @@ import cumla
 from ..arrays.memory import to_host
 from ..bounds import DECODE_OUT, PREFILL_OUT
 from ..dispatch.call import BFLOAT16
-from ..layout import DSV4_FP8, V32_FP8, CacheLayout
+from ..layout import DSV4_FP8, DSV41_FP8, V32_FP8, CacheLayout
+from ..ops.sparse_attention import PARTNERS
 from . import peers
 from .problem import (
     BLOCK,
@@ -45,12 +46,13 @@ from .problem import (
 
 SETS, PREFILL_SETS = 4, 2
 CONTEXT = 1 << 17  # of the longest request
-RECORDED_SLOTS = {"DSV4_FP8": 7 << 20, "V32_FP8": 6 << 20}  # 4 GiB
+RECORDED_SLOTS = {"DSV4_FP8": 7 << 20, "V32_FP8": 6 << 20, "DSV41_FP8": 7 << 20}  # 4 GiB
+WINDOWED = (DSV4_FP8, DSV41_FP8)  # formats whose first list is a window, with lengths and a sink
 
 
 @dataclass(frozen=True)
 class Decode:
-    """Decodes of `batch` entries of s_q tokens; `extra` keys of a second cache.
+    """Decodes of `batch` entries of s_q tokens; `extra` keys of a second cache, V4.1's with FP4 rows.
 
     lengths  as layers make them, or full lists
     ratio    positions of a row of the second cache, with lengths
@@ -71,6 +73,11 @@ class Decode:
 
     op: ClassVar[str] = "sparse_mla_decode"
 
+    @property
+    def layouts(self) -> tuple[CacheLayout, ...]:
+        """The formats of the caches."""
+        return (self.layout, PARTNERS.get(self.layout.name, self.layout))[: 2 if self.extra else 1]
+
     def __str__(self) -> str:
         keys = f"{self.topk}" + (f"+{self.extra}" if self.extra else "")
         return f"{self.layout.name} h{self.heads} b{self.batch} s{self.s_q} {keys}, {kind_of(self.lengths)}"
@@ -79,12 +86,13 @@ class Decode:
         sets = [self.inputs(sizes, seed) for seed in range(SETS)]
         keys = sum(x.keys for x in sets) / SETS
         width = self.layout.head_dim + 512
-        moved = keys * self.layout.token_bytes + self.batch * self.s_q * self.heads * 2 * width
+        moved = sum(x.row_bytes for x in sets) / SETS + self.batch * self.s_q * self.heads * 2 * width
         one_of_each = [(x,) for x in sets]
         return problem_of(
             self, sizes, by_backend(DecodeInputs.cumla, one_of_each), moved, sets[0].check, sets[0].clear,
             flop=keys * 2 * self.heads * width,
-            peer=Peer("flash_mla", peers.FLASH_MLA_DECODE, DecodeInputs.flash_mla, one_of_each),
+            peer=None if self.layout is DSV41_FP8
+            else Peer("flash_mla", peers.FLASH_MLA_DECODE, DecodeInputs.flash_mla, one_of_each),
         )  # fmt: skip
 
     def inputs(self, sizes: Sizes, seed: int) -> DecodeInputs:
@@ -99,7 +107,9 @@ class DecodeInputs:
         arrays, xp = Arrays(sizes, seed), sizes.xp
         slots = case.slots or sizes.slots
         blocks = (case.block_size, case.extra_block_size)[: 2 if case.extra else 1]
-        self.caches: list[RepeatingCache] = [repeating_cache(sizes.backend, case.layout, b, slots) for b in blocks]
+        self.caches: list[RepeatingCache] = [
+            repeating_cache(sizes.backend, layout, b, slots) for layout, b in zip(case.layouts, blocks, strict=True)
+        ]
         shape = (case.batch, case.s_q)
         self.q = arrays.rows(*shape, case.heads, case.layout.head_dim)
         self.sink = arrays.floats(case.heads)
@@ -107,13 +117,15 @@ class DecodeInputs:
         widths = (case.topk, case.extra)[: len(self.caches)]
         if case.lengths:
             lists, used = self._as_layers_make_them(arrays.rng)
-            if case.layout is DSV4_FP8:  # FlashMLA takes lengths of V4's lists alone
+            if case.layout in WINDOWED:  # FlashMLA takes lengths of V4's lists alone
                 self.lens[: len(used)] = [xp.asarray(x) for x in used]
-            self.keys = int(sum(x.sum() for x in used)) * case.s_q
+            counts = [int(x.sum()) * case.s_q for x in used]
         else:
             lists = [arrays.rng.integers(0, cache.slots, (*shape, width), np.int32)
                      for cache, width in zip(self.caches, widths, strict=True)]  # fmt: skip
-            self.keys = case.batch * case.s_q * sum(widths)
+            counts = [case.batch * case.s_q * width for width in widths]
+        self.keys = sum(counts)
+        self.row_bytes = sum(n * x.token_bytes for n, x in zip(counts, case.layouts, strict=True))
         self.lists = [xp.asarray(x) for x in lists]
         self.out = xp.empty((*shape, case.heads, 512), BFLOAT16)
         self.lse = xp.empty((case.batch, case.heads, case.s_q), np.float32)
@@ -124,7 +136,7 @@ class DecodeInputs:
         case, lists, used = self.case, [], []
         lens = contexts(rng, case.batch, CONTEXT)
         for number, cache in enumerate(self.caches):
-            if number == 0 and case.layout is DSV4_FP8:
+            if number == 0 and case.layout in WINDOWED:
                 found = window_lists(rng, lens, case.topk, cache.slots, case.block_size)
             else:
                 width, ratio = (case.extra, case.ratio) if number else (case.topk, 1)
@@ -157,7 +169,7 @@ class DecodeInputs:
 
     def _sink(self) -> Any:
         """V4's layers have one."""
-        return self.sink if self.case.lengths and self.case.layout is DSV4_FP8 else None
+        return self.sink if self.case.lengths and self.case.layout in WINDOWED else None
 
     def flash_mla(self) -> Any:
         return peers.flash_mla_decode(
@@ -179,7 +191,8 @@ class DecodeInputs:
             lens = [None if x is None else to_host(x[one]) for x in self.lens]
             more: dict[str, Any] = {}
             if len(self.caches) > 1:
-                more = {"extra_k_cache": self.caches[1].base, "extra_indices": lists[1], "extra_topk_length": lens[1]}
+                names = ("extra_k_cache", "extra_indices", "extra_topk_length", "extra_layout")
+                more = dict(zip(names, (self.caches[1].base, lists[1], lens[1], self.case.layouts[1]), strict=True))
             sink = None if self._sink() is None else to_host(self.sink)
             want, _ = cumla.sparse_mla_decode(
                 to_host(self.q[one]), self.caches[0].base, lists[0], layout=self.case.layout, topk_length=lens[0],
@@ -293,7 +306,7 @@ def _recorded(layout: CacheLayout, *args: Any, **options: Any) -> Decode:
 
 
 def recorded_decodes() -> list[Decode]:
-    v4, v32 = functools.partial(_recorded, DSV4_FP8), functools.partial(_recorded, V32_FP8)
+    v4, v32, v41 = (functools.partial(_recorded, layout) for layout in (DSV4_FP8, V32_FP8, DSV41_FP8))
     return [
         *(v4(64, b, 1, 128, 512, 256, lengths=True) for b in (1, 2, 8, 32, 48, 64, 128, 256)),
         *(v4(64, b, 1, 128, 0, 256, lengths=True) for b in (1, 8, 32, 128)),
@@ -301,6 +314,8 @@ def recorded_decodes() -> list[Decode]:
         *(v4(128, b, 1, 128, 1024, 256, lengths=True) for b in (1, 2, 8, 32, 128)),
         *(v4(16, b, 1, 128, 1024, 256, lengths=True) for b in (1, 8, 32, 128)),
         *(v32(128, b, 1, 2048, lengths=True) for b in (1, 2, 8, 32, 128)),
+        *(v41(64, b, 1, 128, 512, 32, lengths=True, ratio=2) for b in (1, 8, 32, 128)),
+        *(v41(heads, b, 1, 128, 512, 32, lengths=True, ratio=2) for heads in (8, 16) for b in (32, 128)),
         *(v4(64, b, 2, 128, 512, 256) for b in (2, 64, 128, 256)),
         *(v4(128, b, 2, 128, 1024, 256) for b in (2, 64, 128, 256)),
         *(v32(128, b, 2, 2048) for b in (2, 64, 128)),

@@ -20,7 +20,7 @@ from cumla.bench import (
 )
 from cumla.bench.problem import Sizes, contexts, selected_rows, window_lists
 from cumla.errors import RunError
-from cumla.layout import DSV4_FP8, INDEXER_FP8, MLA_BF16, V32_FP8
+from cumla.layout import DSV4_FP8, DSV41_FP4, DSV41_FP8, INDEXER_FP8, MLA_BF16, V32_FP8
 from support import peers as stand_ins
 
 SMALL = [
@@ -29,6 +29,7 @@ SMALL = [
     sparse.Decode(DSV4_FP8, 64, 3, 1, 128, lengths=True),
     sparse.Decode(V32_FP8, 64, 3, 1, 256, lengths=True),
     sparse.Decode(DSV4_FP8, 8, 2, 2, 64, 64),
+    sparse.Decode(DSV41_FP8, 8, 3, 1, 128, 64, lengths=True, ratio=2),
     sparse.Prefill(512, 16, 256, 1024, 40, lengths=True),
     sparse.Prefill(512, 20, 256, 300, 40, lengths=True),
     sparse.Prefill(576, 64, 128, 512, 40, lengths=True),
@@ -36,9 +37,11 @@ SMALL = [
     caches.QueryNormInsert(70, 16),
     caches.Insert(70),
     caches.Insert(70, V32_FP8),
+    caches.Insert(70, DSV41_FP4),
     caches.Insert(70, INDEXER_FP8),
     caches.Gather(3, 300, lengths=True),
     caches.Gather(2, 100),
+    caches.Gather(2, 100, DSV41_FP4),
     caches.Insert(70, MLA_BF16),
     caches.DenseGather(2, 100),
     caches.KeyGather(2, 100),
@@ -113,7 +116,8 @@ def test_cases_are_checked_and_so_are_their_peers(case, monkeypatch):
     impls = ["cumla", *filter(None, [second.get(case.op.split()[0].split(".")[0])])]
     assert [row["impl"] for row in found if "peer" not in row] == impls
     named = [row for row in found if "peer" in row]
-    assert len(named) == (case.op not in WITHOUT_PEERS and not isinstance(case, poisoned.PoisonedPrefill))
+    alone = isinstance(case, poisoned.PoisonedPrefill) or getattr(case, "layout", None) in (DSV41_FP8, DSV41_FP4)
+    assert len(named) == (case.op not in WITHOUT_PEERS and not alone)
     assert all("vLLM" in row["peer"] for row in named)
 
 
