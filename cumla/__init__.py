@@ -46,6 +46,7 @@ from .ops.norm_rope import (
     fused_q_kv_rmsnorm,
     indexer_knorm_rope_and_insert,
     inverse_rope_and_quantize,
+    norm_rope_and_insert,
     qnorm_rope_and_insert,
 )
 from .ops.sparse_attention import merge_attn_states, sparse_mla_decode, sparse_mla_prefill
@@ -116,6 +117,7 @@ __all__ = [
     "merge_attn_states",
     "metadata",
     "mha_varlen",
+    "norm_rope_and_insert",
     "qnorm_rope_and_insert",
     "quantize_and_insert_k_cache",
     "sparse_mla_decode",

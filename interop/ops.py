@@ -277,6 +277,7 @@ OPS = {
             results=functools.partial(rotated_results, name="q"),
             outputs=("out",),
         ),
+        Op(norm_rope.norm_rope_and_insert, writes=("k_cache",)),
         Op(norm_rope.indexer_knorm_rope_and_insert, writes=("k_cache",)),
         Op(norm_rope.apply_rope, results=functools.partial(rotated_results, name="x"), outputs=("out",)),
         Op(norm_rope.inverse_rope_and_quantize, results=quantised_output_results, outputs=("out",)),

@@ -319,6 +319,13 @@ class Fuzz:
             layout=cumla.DSV4_FP8,
             out=self.choose(None, q), **rest,
         )  # fmt: skip
+        layout = self.choose(cumla.DSV41_FP8, cumla.DSV41_FP4, cumla.DSV41_FP4_SPLIT)
+        pages, blocks, block_size = self.cache(layout)
+        cumla.norm_rope_and_insert(
+            self.rows(tokens, 512, BF16), pages, self.slots(tokens, blocks * block_size), self.ints(tokens),
+            self.turns(), weight=self.choose(None, self.put(self.rng.standard_normal(512).astype(weight))),
+            block_size=block_size, layout=layout, **rest,
+        )  # fmt: skip
         cumla.apply_rope(
             q, self.ints(tokens), self.turns(), inverse=bool(self.choose(False, True)), out=self.choose(None, q), **rest
         )

@@ -168,6 +168,11 @@ def qnorm_rope_and_insert(q: Any, kv: Any, pages: Pages, slots: Any, positions: 
 
 
 @check
+def norm_rope_and_insert(kv: Any, weight: Any, pages: Pages, slots: Any, positions: Any, *_: Any, first: int) -> None:
+    check_slots("slot_mapping", slots, pages.num_slots, positions)
+
+
+@check
 def indexer_knorm_rope_and_insert(
     k: Any, weight: Any, bias: Any, pages: Pages, slots: Any, positions: Any, *_: Any, first: int
 ) -> None:

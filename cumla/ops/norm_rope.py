@@ -15,6 +15,7 @@ from .sparse_cache import checked_slots
 
 ROWS = (*BF16, *FLOAT32)
 WINDOW_ROWS = ("DSV4_FP8", "DSV41_FP8", "DSV41_FP8_SPLIT", "DSV4_BF16", "DSV4_F32")
+LATENT_ROWS = (*WINDOW_ROWS[:3], "DSV41_FP4", "DSV41_FP4_SPLIT", *WINDOW_ROWS[3:])
 INDEXER_KEYS = ("INDEXER_FP8", "INDEXER_BF16", "INDEXER_F32")
 QUANTIZED_GROUP = 128  # values of an output that share a scale
 
@@ -118,6 +119,55 @@ def qnorm_rope_and_insert(
         with call.kernels("norm_rope") as kernels:
             kernels.qnorm_rope_and_insert(q, kv, pages, slots, positions, rotation, epsilon, q_out)
     return call.results()
+
+
+@launch_cached
+def norm_rope_and_insert(
+    kv: Any,
+    k_cache: Any,
+    slot_mapping: Any,
+    positions: Any,
+    cos_sin_cache: Any,
+    *,
+    weight: Any | None = None,
+    eps: float = 1e-6,
+    block_size: int | None = None,
+    layout: CacheLayout | str | None = None,
+    backend: str | None = None,
+    stream: Any = None,
+) -> None:
+    """Fused RMSNorm, RoPE and insert of latent rows, without queries: V4.1's window rows and compressed rows.
+
+    kv            [T, 512] bfloat16, on the host also float32
+    k_cache       a cache of `layout`, written, as qnorm_rope_and_insert takes it
+    slot_mapping  [N] int64 or int32, N <= T: slot of each row; slots outside the cache, such as -1, skip their row
+    positions     [T] int64 or int32; of a compressed row the first position that it represents
+    cos_sin_cache  [max_position, rope_dim] float32, as in qnorm_rope_and_insert
+    weight        [512] float32 or bfloat16, of the RMSNorm; None: no norm
+    eps           of the norm, positive
+    layout        DSV4_FP8, DSV41_FP8, DSV41_FP4, DSV41_FP8_SPLIT, DSV41_FP4_SPLIT or DSV4_BF16, on the host also
+                  DSV4_F32, or the name of one; None: inferred from the cache, which for V4.1 is an error
+
+    Sums and products are float32; rows are rounded to bfloat16 before they are quantised.
+    Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
+    Source: vLLM's fused RoPE and insert of DeepSeek V4.1's rows, with the norm before it.
+    """
+    check_optional_size(block_size=block_size)
+    call = Call(backend, stream)
+    kv = call.array("kv", kv, ROWS, ("T", DSV4_FP8.head_dim))
+    layout = cache_layout(call, "k_cache", k_cache, layout, block_size, kv.shape[1])
+    check_layout(layout, LATENT_ROWS)
+    call.check_float32("kv", kv.dtype.name)
+    weight = call.optional("weight", weight, ROWS, (layout.head_dim,))
+    pages = cache_pages(call, "k_cache", k_cache, layout, block_size, writable=True)
+    call.check_float32("layout", layout.value_type)
+    slots = checked_slots(call, slot_mapping, "kv")
+    positions = call.array("positions", positions, SLOTS, ("T",))
+    rotation = cos_sin(call, cos_sin_cache, layout.head_dim)
+    epsilon = check_epsilon(eps)
+    if len(slots):
+        with call.kernels("norm_rope") as kernels:
+            kernels.norm_rope_and_insert(kv, weight, pages, slots, positions, rotation, epsilon)
 
 
 @launch_cached

@@ -31,6 +31,7 @@ from ..ops.norm_rope import (
     fused_q_kv_rmsnorm,
     indexer_knorm_rope_and_insert,
     inverse_rope_and_quantize,
+    norm_rope_and_insert,
     qnorm_rope_and_insert,
 )
 from ..ops.sparse_cache import (
@@ -148,6 +149,15 @@ def window_rows(layout: CacheLayout) -> Run:
     return run
 
 
+def _latent_rows(bench: Bench) -> Sequence[Any]:
+    cache = DSV4_BF16.allocate(NUM_BLOCKS, BLOCK, bench.xp).view(BFLOAT16)
+    norm_rope_and_insert(
+        bench.normal(4, 512), cache, bench.put([7, -1, 0, 34], np.int64), bench.put([3, 0, 9, 70], np.int64),
+        _cos_sin(bench, 64, 64), weight=bench.normal(512, dtype=np.float32), layout=DSV4_BF16, backend=bench.backend,
+    )  # fmt: skip
+    return (cache,)
+
+
 def _indexer_keys(bench: Bench) -> Sequence[Any]:
     cache = bench.xp.zeros((NUM_BLOCKS, BLOCK, 128), BFLOAT16)
     indexer_knorm_rope_and_insert(
@@ -224,6 +234,7 @@ CASES = (
     Case("cp_gather_indexer_k_quant_cache", "", "sparse_cache", (EQUAL, EQUAL), _indexer_gather),
     Case("fused_q_kv_rmsnorm", "", "norm_rope", (ROUNDED, ROUNDED), _norms),
     Case("qnorm_rope_and_insert", "DSV4_BF16", "norm_rope", (ROUNDED, ROUNDED), window_rows(DSV4_BF16)),
+    Case("norm_rope_and_insert", "DSV4_BF16", "norm_rope", (ROUNDED,), _latent_rows),
     Case("indexer_knorm_rope_and_insert", "INDEXER_BF16", "norm_rope", (ROUNDED,), _indexer_keys),
     Case("apply_rope", "there and back", "norm_rope", (ROUNDED, ROUNDED), _rope),
     Case("inverse_rope_and_quantize", "scales", "norm_rope", (ROUNDED,), _quantised_output),

@@ -53,10 +53,24 @@ def qnorm_rope_and_insert(
     eps: float,
     q_out: np.ndarray,
 ) -> None:
-    queries, rows = float32(q), float32(kv[: len(slot_mapping)])
+    queries = float32(q)
     parallel_for(len(q), q[0].size * (TO_NORM + TO_ROTATE), _norm_and_rotate, queries, positions, cos_sin, eps)
     q_out[...] = queries
-    slots = np.asarray(slot_mapping, np.int64)
+    norm_rope_and_insert(kv, None, pages, slot_mapping, positions, cos_sin, eps)
+
+
+def norm_rope_and_insert(
+    kv: np.ndarray,
+    weight: np.ndarray | None,
+    pages: Pages,
+    slot_mapping: np.ndarray,
+    positions: np.ndarray,
+    cos_sin: np.ndarray,
+    eps: float,
+) -> None:
+    rows, slots = float32(kv[: len(slot_mapping)]), np.asarray(slot_mapping, np.int64)
+    if weight is not None:
+        parallel_for(len(rows), rows.shape[1] * TO_NORM, _rmsnorm, rows, weight.astype(np.float32), eps)
     nanoseconds = rows.size * (TO_ROTATE + TO_QUANTIZE) // GROUPS
     parallel_for(
         GROUPS, nanoseconds, _rotate_and_insert,

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..types.segments import Pages
 from .compile import kernel
-from .launch import C_NAMES, Kernel, is_aligned, strides
+from .launch import C_NAMES, Kernel, is_aligned, pointer, strides
 
 WARPS = 4  # per CTA
 THREADS = 256  # per CTA of apply_rope
@@ -60,6 +60,28 @@ def qnorm_rope_and_insert(
             q, q_token, q_head, kv, strides(kv)[0], q_out, out_token, out_head, heads, slot_mapping, len(slot_mapping),
             positions, cos_sin, strides(cos_sin)[0], len(cos_sin), cos_sin.shape[1], eps,
             pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size,
+        ),
+        overlap=True,
+    )  # fmt: skip
+
+
+def norm_rope_and_insert(
+    kv: Any, weight: Any | None, pages: Pages, slot_mapping: Any, positions: Any, cos_sin: Any, eps: float
+) -> None:
+    rows = len(slot_mapping)
+    _kernel(
+        "norm_rope_and_insert",
+        LAYOUT=pages.layout.name,
+        SLOT=C_NAMES[slot_mapping.dtype.name],
+        POSITION=C_NAMES[positions.dtype.name],
+        WEIGHT="float" if weight is None else C_NAMES[weight.dtype.name],
+        ALIGNED=int(is_aligned(kv, pages.bytes)),
+    )(
+        (-(-rows // WARPS),),
+        (32 * WARPS,),
+        (
+            kv, strides(kv)[0], pointer(weight), rows, slot_mapping, positions, cos_sin, strides(cos_sin)[0],
+            len(cos_sin), cos_sin.shape[1], eps, pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size,
         ),
         overlap=True,
     )  # fmt: skip

@@ -10,12 +10,13 @@ import numpy as np
 from ..numba_common.geometry import geometry_of
 from ..types.segments import Pages
 from .compiler import cuda
-from .launch import kind_of, launch
+from .launch import NO_VECTOR, kind_of, launch
 from .numbers import (
     BFLOAT16,
     INFINITY_BITS,
     bfloat16_bits,
     bfloat16_value,
+    e2m1_quantized,
     e4m3_byte,
     float32_bits,
     float32_value,
@@ -23,14 +24,13 @@ from .numbers import (
     power_of_two,
     quantized,
     scale_exponent,
-    tile_scale,
     to_float32,
 )
-from .rows import store
+from .rows import counts_for_scale, scale_of_tile, store, store_scales
 
 THREADS = 128
 WIDTH = 512  # of a row in shared memory
-MAX_TILES = 16  # of a row that these kernels write
+MAX_TILES = 32  # of a row that these kernels write
 GROUP = 128
 MIN_AMAX = np.float32(1e-10)
 
@@ -105,6 +105,38 @@ def qnorm_rope_insert_kernel(q, kv, kind, q_out, slots, positions, cos_sin, eps,
     rotate(row, WIDTH, cos_sin, at, np.float32(1))
     for i in range(cuda.threadIdx.x, WIDTH, cuda.blockDim.x):
         q_out[token, head, i] = from_float32(row[i], kind)
+
+
+def norm_rope_and_insert(
+    kv: Any, weight: Any | None, pages: Pages, slot_mapping: Any, positions: Any, cos_sin: Any, eps: float
+) -> None:
+    weights, weight_kind = (NO_VECTOR, kind_of(kv)) if weight is None else (weight, kind_of(weight))
+    launch(
+        norm_rope_insert_kernel, len(slot_mapping), THREADS,
+        kv, kind_of(kv), weights, weight_kind, slot_mapping, positions, cos_sin, np.float32(eps), pages.bytes,
+        geometry_of(pages),
+    )  # fmt: skip
+
+
+def norm_rope_insert_kernel(kv, kind, weight, weight_kind, slots, positions, cos_sin, eps, pages, g):
+    """A thread block takes a row."""
+    row = cuda.shared.array(WIDTH, np.float32)
+    total = cuda.shared.array(1, np.float32)
+    largest = cuda.shared.array(MAX_TILES, np.int32)
+    token = cuda.blockIdx.x
+    slot = np.int64(slots[token])
+    if slot < 0 or slot >= pages.shape[0] * g.block_size:
+        return
+    for i in range(cuda.threadIdx.x, WIDTH, cuda.blockDim.x):
+        row[i] = to_float32(kv[token, i], kind)
+    cuda.syncthreads()
+    if len(weight):
+        normalize(row, WIDTH, total, eps)
+        for i in range(cuda.threadIdx.x, WIDTH, cuda.blockDim.x):
+            row[i] = row[i] * to_float32(weight[i], weight_kind)
+        cuda.syncthreads()
+    rotate(row, WIDTH, cos_sin, nearest(positions[token], len(cos_sin)), np.float32(1))
+    insert_row(row, largest, pages[slot // g.block_size], slot % g.block_size, g)
 
 
 def indexer_knorm_rope_and_insert(
@@ -255,22 +287,20 @@ def insert_row(values, largest, page, row, g):
     for i in range(cuda.threadIdx.x, g.head_dim, cuda.blockDim.x):
         values[i] = bfloat16_value(bfloat16_bits(values[i]))
         magnitude = float32_bits(values[i]) & 0x7FFFFFFF
-        if i < g.quantized_dim and magnitude < INFINITY_BITS:
+        if i < g.quantized_dim and counts_for_scale(magnitude, g):
             cuda.atomic.max(largest, i // g.scale_tile, np.int32(magnitude))
     cuda.syncthreads()
-    start, scales = row * g.row_bytes, g.scale_start + row * g.scale_stride
-    num_tiles = g.quantized_dim // g.scale_tile
-    for tile in range(cuda.threadIdx.x, g.scale_bytes if g.ue8m0 else num_tiles, cuda.blockDim.x):
-        scale_bits = np.int64(0)  # for the spare byte of a row of UE8M0 scales
-        if tile < num_tiles:
-            scale_bits = float32_bits(tile_scale(float32_value(largest[tile]), True, g.min_exponent, g.min_scale))
-        if g.ue8m0:
-            page[scales + tile] = scale_bits >> 23  # the exponent
-        else:
-            store(page, scales + 4 * tile, 4, scale_bits)
+    start = row * g.row_bytes
+    store_scales(page, row, largest, True, g)
+    if g.e2m1_values:
+        for i in range(cuda.threadIdx.x, g.quantized_bytes, cuda.blockDim.x):
+            scale = scale_of_tile(largest[2 * i // g.scale_tile], True, g)
+            low, high = e2m1_quantized(values[2 * i], scale), e2m1_quantized(values[2 * i + 1], scale)
+            page[start + i] = low | (high << 4)
+        return
     for i in range(cuda.threadIdx.x, g.head_dim, cuda.blockDim.x):
         if i < g.quantized_dim:
-            scale = tile_scale(float32_value(largest[i // g.scale_tile]), True, g.min_exponent, g.min_scale)
+            scale = scale_of_tile(largest[i // g.scale_tile], True, g)
             page[start + i] = quantized(values[i], scale)
         else:
             store(page, start + g.rope_offset + 2 * (i - g.quantized_dim), 2, bfloat16_bits(values[i]))

@@ -7,12 +7,17 @@ import numpy as np
 from ..numba_common import slots
 from .compiler import cuda
 from .numbers import (
+    INFINITY_BITS,
     bfloat16_value,
     dequantized,
+    e2m1_scale,
     e2m1_value,
+    e4m3_byte,
     e4m3_value,
     float16_value,
+    float32_bits,
     float32_value,
+    tile_scale,
     ue8m0_value,
 )
 
@@ -49,6 +54,37 @@ def store(page, offset, count, bits):
     """Write `count` bytes of an integer to `offset` of a page."""
     for i in range(count):
         page[offset + i] = (bits >> (8 * i)) & 0xFF
+
+
+@cuda.jit(device=True)
+def scale_of_tile(largest, powers_of_two, g):
+    """The scale of a tile, given the float32 bits of its largest magnitude."""
+    amax = float32_value(largest)
+    if g.e2m1_values:
+        return e2m1_scale(amax, g.ue8m0, g.min_exponent, g.min_scale)
+    return tile_scale(amax, powers_of_two, g.min_exponent, g.min_scale)
+
+
+@cuda.jit(device=True)
+def store_scales(page, row, largest, powers_of_two, g):
+    """Write the scales of token `row`. Called by all threads, as `largest` is complete."""
+    scales, num_tiles = g.scale_start + row * g.scale_stride, g.quantized_dim // g.scale_tile
+    for tile in range(cuda.threadIdx.x, g.scale_bytes if g.ue8m0 else num_tiles, cuda.blockDim.x):
+        bits = np.int64(0)  # for the spare byte of a row of UE8M0 scales
+        if tile < num_tiles:
+            bits = float32_bits(scale_of_tile(largest[tile], powers_of_two, g))
+        if g.ue8m0:
+            page[scales + tile] = bits >> 23  # the exponent
+        elif g.e4m3_scales:
+            page[scales + tile] = e4m3_byte(float32_value(bits))
+        else:
+            store(page, scales + 4 * tile, 4, bits)
+
+
+@cuda.jit(device=True)
+def counts_for_scale(magnitude, g):
+    """Whether float32 bits of a magnitude count for a tile's scale. NaN does for e2m1: the scale has to hold it."""
+    return magnitude < INFINITY_BITS or (g.e2m1_values and magnitude > INFINITY_BITS)
 
 
 @cuda.jit(device=True)

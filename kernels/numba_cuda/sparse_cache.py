@@ -12,19 +12,14 @@ from .compiler import cuda
 from .launch import MAX_BLOCKS, NO_VECTOR, kind_of, launch
 from .numbers import (
     BFLOAT16,
-    INFINITY_BITS,
     bfloat16_bits,
     e2m1_quantized,
-    e2m1_scale,
-    e4m3_byte,
     float32_bits,
-    float32_value,
     from_float32,
     quantized,
-    tile_scale,
     to_float32,
 )
-from .rows import find_request, load, lookup_slot, read_value, store
+from .rows import counts_for_scale, find_request, load, lookup_slot, read_value, scale_of_tile, store, store_scales
 
 THREADS = 128
 MAX_TILES = 32  # of a row, in any layout
@@ -57,22 +52,12 @@ def insert_kernel(k, rope, kind, slots, pages, g, powers_of_two):
 
     for i in range(cuda.threadIdx.x, g.quantized_dim, cuda.blockDim.x):
         magnitude = float32_bits(to_float32(k[token, i], kind)) & 0x7FFFFFFF
-        if magnitude < INFINITY_BITS or (g.e2m1_values and magnitude > INFINITY_BITS):
+        if counts_for_scale(magnitude, g):
             cuda.atomic.max(largest, i // g.scale_tile, np.int32(magnitude))
     cuda.syncthreads()
 
-    start, scales = row * g.row_bytes, g.scale_start + row * g.scale_stride
-    num_tiles = g.quantized_dim // g.scale_tile
-    for tile in range(cuda.threadIdx.x, g.scale_bytes if g.ue8m0 else num_tiles, cuda.blockDim.x):
-        scale_bits = np.int64(0)  # for the spare byte of a row of UE8M0 scales
-        if tile < num_tiles:
-            scale_bits = float32_bits(scale_of_tile(largest[tile], powers_of_two, g))
-        if g.ue8m0:
-            page[scales + tile] = scale_bits >> 23  # the exponent
-        elif g.e4m3_scales:
-            page[scales + tile] = e4m3_byte(float32_value(scale_bits))
-        else:
-            store(page, scales + 4 * tile, 4, scale_bits)
+    start = row * g.row_bytes
+    store_scales(page, row, largest, powers_of_two, g)
     if g.e2m1_values:
         for i in range(cuda.threadIdx.x, g.quantized_bytes, cuda.blockDim.x):
             scale = scale_of_tile(largest[2 * i // g.scale_tile], powers_of_two, g)
@@ -87,15 +72,6 @@ def insert_kernel(k, rope, kind, slots, pages, g, powers_of_two):
             x = rope[token, i - g.quantized_dim]
             bits = np.int64(x) if kind == BFLOAT16 else bfloat16_bits(to_float32(x, kind))  # keeps NaN's bits
             store(page, start + g.rope_offset + 2 * (i - g.quantized_dim), 2, bits)
-
-
-@cuda.jit(device=True)
-def scale_of_tile(largest, powers_of_two, g):
-    """The scale of a tile, given the float32 bits of its largest magnitude."""
-    amax = float32_value(largest)
-    if g.e2m1_values:
-        return e2m1_scale(amax, g.ue8m0, g.min_exponent, g.min_scale)
-    return tile_scale(amax, powers_of_two, g.min_exponent, g.min_scale)
 
 
 def dequantize_and_gather_k_cache(

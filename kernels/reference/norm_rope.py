@@ -42,6 +42,24 @@ def qnorm_rope_and_insert(
             insert_row(pages, int(slot), rows[token])
 
 
+def norm_rope_and_insert(
+    kv: np.ndarray,
+    weight: np.ndarray | None,
+    pages: Pages,
+    slot_mapping: np.ndarray,
+    positions: np.ndarray,
+    cos_sin: np.ndarray,
+    eps: float,
+) -> None:
+    rows = kv.astype(np.float64)
+    if weight is not None:
+        rows = normed(rows, eps) * weight.astype(np.float64)
+    rows = rotated(rows, at_positions(cos_sin, positions))
+    for token, slot in enumerate(slot_mapping):
+        if 0 <= slot < pages.num_slots:
+            insert_row(pages, int(slot), rows[token])
+
+
 def indexer_knorm_rope_and_insert(
     k: np.ndarray,
     weight: np.ndarray,

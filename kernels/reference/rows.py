@@ -15,6 +15,7 @@ E4M3_MAX = LARGEST["e4m3"]
 # Stored type of values without a scale, by the layout's value_type.
 PLAIN_TYPES = {
     "e4m3": ml_dtypes.bfloat16,
+    "e2m1": ml_dtypes.bfloat16,
     "bfloat16": ml_dtypes.bfloat16,
     "float16": np.float16,
     "float32": np.float32,

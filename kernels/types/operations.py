@@ -61,6 +61,17 @@ class NormRope(Protocol):
         q_out: Array,
     ) -> None: ...
 
+    def norm_rope_and_insert(
+        self,
+        kv: Array,
+        weight: Array | None,
+        pages: Pages,
+        slot_mapping: Array,
+        positions: Array,
+        cos_sin: Array,
+        eps: float,
+    ) -> None: ...
+
     def indexer_knorm_rope_and_insert(
         self,
         k: Array,

@@ -104,6 +104,9 @@ SOURCES = [
         for layout, slot, weight, unit, aligned in (
             ("DSV4_FP8", "int64", "float", 8, 1),
             ("DSV4_BF16", "int", "bf16", 2, 0),
+            ("DSV41_FP8", "int64", "float", 8, 1),
+            ("DSV41_FP4", "int64", "bf16", 8, 1),
+            ("DSV41_FP4_SPLIT", "int", "float", 2, 0),
         )
     ),
     *(

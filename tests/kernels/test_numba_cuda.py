@@ -73,6 +73,7 @@ cumla.compress_and_insert(
 q, weight = np.zeros((3, 2, 512), BF16), np.zeros(512, np.float32)
 cumla.fused_q_kv_rmsnorm(kv_c, kv_c, weight, weight)
 cumla.qnorm_rope_and_insert(q, kv_c, row, np.arange(3), np.arange(3), turns)
+cumla.norm_rope_and_insert(kv_c, row, np.arange(3), np.arange(3), turns, weight=weight)
 keys_cache, ones = cumla.INDEXER_FP8.allocate(1, 4), np.ones(128, np.float32)
 cumla.indexer_knorm_rope_and_insert(kv_c[:, :128], ones, ones, keys_cache, np.arange(3), np.arange(3), turns)
 cumla.apply_rope(q, np.arange(3), turns)

@@ -35,7 +35,7 @@ def takes_the_simulator_long(x):
 
 def cache_of(layout, blocks, block_size):
     """Bytes of 0xA5, or random values."""
-    if layout.value_type == "e4m3":
+    if layout.quantized_dim:
         cache = layout.allocate(blocks, block_size)
         cache.base[...] = 0xA5
         return cache
@@ -128,10 +128,11 @@ def assert_rows(got, want, layout):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
         return
     allowed = 2.0**-7 * np.abs(want) + 2.0**-12
-    if layout.value_type == "e4m3":
+    if layout.quantized_dim:
         tile, n = layout.scale_tile, layout.quantized_dim
         largest = np.abs(want[:n]).reshape(-1, tile).max(axis=1).repeat(tile)
-        allowed[:n] = np.abs(want[:n]) / 8 + largest / 256
+        relative, absolute = (1 / 8, 1 / 256) if layout.value_type == "e4m3" else (1 / 3, 1 / 10)
+        allowed[:n] = np.abs(want[:n]) * relative + largest * absolute
     assert (np.abs(got - want) <= allowed).all()
 
 

@@ -9,6 +9,8 @@ from cumla import (
     DSV4_BF16,
     DSV4_F32,
     DSV4_FP8,
+    DSV41_FP4,
+    DSV41_FP4_SPLIT,
     DSV41_FP8,
     DSV41_FP8_SPLIT,
     INDEXER_BF16,
@@ -18,7 +20,9 @@ from cumla import (
     fused_q_kv_rmsnorm,
     indexer_knorm_rope_and_insert,
     inverse_rope_and_quantize,
+    norm_rope_and_insert,
     qnorm_rope_and_insert,
+    quantize_and_insert_k_cache,
 )
 
 
@@ -62,6 +66,49 @@ def test_queries_and_window_rows(lab, rng, layout):
         assert_rows(rows[slots[token]], rotated_rows[token], layout)
     untouched = np.setdiff1d(np.arange(64), slots)
     np.testing.assert_array_equal(rows[untouched], rows_of(before, layout)[untouched])
+
+
+LATENT = [DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT, DSV41_FP4, DSV41_FP4_SPLIT, DSV4_BF16, DSV4_F32]
+
+
+@pytest.mark.nowhere(when=is_float32_off_the_host)
+@pytest.mark.parametrize("layout", LATENT, ids=str)
+@pytest.mark.parametrize("weight", [None, "float32", "bfloat16"])
+def test_rows_without_queries(lab, rng, layout, weight):
+    """Norm, rotation and the cache's format, whose bytes are those of a row that is inserted as it is."""
+    dtype = np.float32 if layout is DSV4_F32 else BF16
+    tokens = 3 if lab.tiny else 7
+    kv = rng.standard_normal((tokens, 512), np.float32).astype(dtype)
+    weights = None if weight is None else rng.standard_normal(512, np.float32).astype(DTYPES[weight])
+    angles = rng.uniform(0, 7, (64, 32))
+    cos_sin = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+    positions, slots = rng.integers(0, 64, tokens), rng.permutation(64)[: tokens - 1].astype(np.int64)
+    slots[0] = -1
+    before, cache = cache_of(layout, 4, 16), lab.put(cache_of(layout, 4, 16))
+    norm_rope_and_insert(
+        lab.put(kv), cache, lab.put(slots), lab.put(positions), lab.put(cos_sin), weight=lab.put(weights),
+        layout=layout, backend=lab.backend,
+    )  # fmt: skip
+    x = kv.astype(np.float64)
+    if weight is not None:
+        x = x / np.sqrt((x**2).mean(axis=1, keepdims=True) + 1e-6) * weights.astype(np.float64)
+    rows, want = rows_of(lab.get(cache), layout), rotated(x, cos_sin[positions])
+    for token in range(1, tokens - 1):
+        assert_rows(rows[slots[token]], want[token], layout)
+    untouched = np.setdiff1d(np.arange(64), slots)
+    np.testing.assert_array_equal(rows[untouched], rows_of(before, layout)[untouched])
+
+
+@pytest.mark.parametrize("layout", [DSV41_FP8, DSV41_FP4, DSV41_FP4_SPLIT], ids=str)
+def test_rows_that_are_not_rotated_have_the_bytes_of_an_insert(lab, rng, layout):
+    kv = rng.standard_normal((3, 512), np.float32).astype(BF16)
+    kv[1, 5], kv[2, 20] = np.nan, np.inf
+    slots, zeros = lab.put(np.arange(3)), lab.put(np.zeros(3, np.int64))
+    cos_sin = lab.put(np.array([[1.0, 0.0]], np.float32))
+    caches = [lab.put(layout.allocate(1, 4)) for _ in range(2)]
+    norm_rope_and_insert(lab.put(kv), caches[0], slots, zeros, cos_sin, layout=layout, backend=lab.backend)
+    quantize_and_insert_k_cache(lab.put(kv), caches[1], slots, layout=layout, backend=lab.backend)
+    np.testing.assert_array_equal(*map(lab.get, caches))
 
 
 @pytest.mark.nowhere(when=lambda c: c.get("layout") is INDEXER_F32 and c.backend not in ("reference", "cpu"))

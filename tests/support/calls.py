@@ -49,6 +49,7 @@ OTHERS = {
         "build_flashinfer_mixed_sparse_indices", lambda: {"decode_compressed_topk_lens": int32(2)},
     ),
     "qnorm_rope_and_insert-DSV4_FP8": ("qnorm_rope_and_insert-DSV4_BF16", lambda: _fp8(cumla.DSV4_FP8)),
+    "norm_rope_and_insert-DSV41_FP4": ("norm_rope_and_insert-DSV4_BF16", lambda: _fp8(cumla.DSV41_FP4)),
     "indexer_knorm_rope_and_insert-INDEXER_FP8": (
         "indexer_knorm_rope_and_insert-INDEXER_BF16", lambda: _fp8(cumla.INDEXER_FP8),
     ),

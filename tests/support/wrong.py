@@ -283,6 +283,13 @@ WRONG = {
         ("cos_sin_cache", longer(-1, -1), V, "cos_sin_cache: got"),
         ("layout", cumla.V32_FP8, V, "layout: got V32_FP8"),
     ],
+    "norm_rope_and_insert-DSV41_FP4": [
+        ("kv", longer(-1, -1), V, "kv: got shape"),
+        ("weight", longer(0), V, "weight: got shape"),
+        ("slot_mapping", longer(0), V, "slot_mapping: got {wrong.size} slots"),
+        ("cos_sin_cache", longer(-1, -1), V, "cos_sin_cache: got"),
+        ("layout", cumla.INDEXER_MXFP4, V, "layout: got INDEXER_MXFP4, expected DSV4_FP8, DSV41_FP8"),
+    ],
     "indexer_knorm_rope_and_insert-INDEXER_FP8": [
         ("k", longer(-1, -1), V, "k: got shape"),
         ("bias", of(BF16), T, "bias: got dtype bfloat16"),

@@ -7,7 +7,7 @@
 //
 // Macros: LAYOUT, INPUT (bf16, f16 or float), SLOT (int64 or int), POWER_OF_TWO, MIN_EXPONENT (of such scales), ALIGNED.
 #include "common/pdl.cuh"
-#include "common/pages.cuh"
+#include "common/e2m1.cuh"
 #include "common/vectors.cuh"
 
 constexpr int ROUNDS = (LAYOUT::head_dim + 255) / 256;
@@ -34,33 +34,16 @@ __device__ inline float largest_of_tile(float largest) {
     return largest;
 }
 
-// x / scale as an e2m1 code.
-__device__ inline uint32 e2m1_quotient(bf16, float x, float scale) { return float_to_e2m1(x, scale); }
-__device__ inline uint32 e2m1_quotient(f16, float x, float scale) { return float_to_e2m1(x, scale); }
-__device__ inline uint32 e2m1_quotient(float, float x, float scale) { return float_to_e2m1(div(x, scale), 1.0f); }
-
-// Insert e2m1 values [8 * chunk, 8 * chunk + 8) of a row, given the tile's largest finite magnitude. Returns its stored scale: a
-// power of two or an e4m3 number, NaN for a tile with a NaN, which e2m1 cannot hold.
+// Insert e2m1 values [8 * chunk, 8 * chunk + 8) of a row, given the tile's largest finite magnitude. Returns its stored scale.
 __device__ inline uint32 insert_e2m1_chunk(Token token, int chunk, const float (&x)[8], float amax) {
     bool own_nan = false;
 #pragma unroll
     for (int i = 0; i < 8; ++i) own_nan |= x[i] != x[i];
-    uint32 of_tile = ((1u << TILE_LANES) - 1) << (chunk & 31 & -TILE_LANES), codes = 0, byte;
-    bool has_nan = __ballot_sync(~0u, own_nan) & of_tile;
+    bool has_nan = tile_has_nan<TILE_LANES>(own_nan, chunk % 32);
     if (8 * chunk >= LAYOUT::quantized_dim) return 0;
-    if constexpr (LAYOUT::ue8m0) {
-        int exponent = e2m1_scale_exponent(amax, MIN_EXPONENT);
-        byte = has_nan ? 255 : exponent + 127;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) codes |= float_to_e2m1(mul(x[i], power_of_two(-exponent)), 1.0f) << 4 * i;
-    } else {
-        byte = has_nan ? 0x7f : float_to_e4m3x2(fmaxf(div(amax, 6.0f), LAYOUT::min_scale), 0.0f) & 0xff;
-        float scale = stored_scale<LAYOUT>(byte);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) codes |= e2m1_quotient(INPUT{}, x[i], scale) << 4 * i;
-    }
-    store4(token.row + 4 * chunk, has_nan ? 0 : codes);
-    return byte;
+    E2m1Scale scale = e2m1_scale<LAYOUT>(amax, has_nan, MIN_EXPONENT);
+    store4(token.row + 4 * chunk, e2m1_codes<LAYOUT>(INPUT{}, x, scale));
+    return scale.byte;
 }
 
 // Insert values [8 * chunk, 8 * chunk + 8) of a row. Called by every lane of the warp. Returns the tile's scale if it is stored

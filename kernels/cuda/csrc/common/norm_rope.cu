@@ -3,6 +3,7 @@
 //                              grid                     block
 //   qnorm_rope_and_insert      (tokens, heads / 4)      128           h query heads and the row of the window cache, the last
 //                                                                     of h + 1
+//   norm_rope_and_insert       a warp per row           128           RMSNorm if it has a weight
 //   inverse_rope_and_quantize  a warp per head          128           128 values, 8 lanes, have one scale
 //   fused_q_kv_rmsnorm         (tokens, 2)              up to 1,024   blockIdx.y 0: a query's row, 1: a key's; UNIT values per
 //                                                                     thread at a time
@@ -101,6 +102,25 @@ qnorm_rope_and_insert(const bf16* q, int64 q_token, int64 q_head, const bf16* kv
     int64 slot = slots[token];
     if (slot < 0 || slot >= num_slots) return;
     Row row = load_row(kv + token * kv_token);
+    row.rotate(rotation_at(cos_sin, cos_stride, max_position, positions[token]), rope_dim, 1.0f);
+    row.insert<LAYOUT>(token_at<LAYOUT>(pages, page_stride, block_size, slot));
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+norm_rope_and_insert(const bf16* kv, int64 kv_token, const WEIGHT* weight, int rows, const SLOT* slots,
+                     const POSITION* positions, const float* cos_sin, int64 cos_stride, int max_position, int rope_dim,
+                     float eps, uint8* pages, int64 page_stride, int64 num_slots, int block_size) {
+    pdl_wait();
+    int token = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (token >= rows) return;
+    int64 slot = slots[token];
+    if (slot < 0 || slot >= num_slots) return;
+    Row row = load_row(kv + token * kv_token);
+    if (weight) {
+        row.normalize(row.squares(), eps);
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) row.x[i] *= to_float(weight[row.first() + i]);
+    }
     row.rotate(rotation_at(cos_sin, cos_stride, max_position, positions[token]), rope_dim, 1.0f);
     row.insert<LAYOUT>(token_at<LAYOUT>(pages, page_stride, block_size, slot));
 }
