@@ -84,7 +84,7 @@ class CacheLayout:
 
     @property
     def quantized_bytes(self) -> int:
-        """Bytes of those, from the start of the row."""
+        """Bytes of the quantised values, from the start of the row."""
         return self.quantized_dim * VALUE_BITS[self.value_type] // 8
 
     @property

@@ -116,6 +116,16 @@ def pytest_collection_modifyitems(items):
     return result
 
 
+def pytest_runtest_logreport(report):
+    """Write the names of skipped tests to the file SKIPPED_TESTS, if it is set. CI runs them with torch and JAX."""
+    if report.skipped and "SKIPPED_TESTS" in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:
+        with open(os.environ["SKIPPED_TESTS"], "a") as names:
+            names.write(report.nodeid + "\n")
+
+
+pytest_collectreport = pytest_runtest_logreport  # files that are skipped whole
+
+
 @pytest.fixture(autouse=True, scope="session")
 def simulated_threads_take_turns():
     """This takes a fifth of the time (support/simulator.py)."""

@@ -126,8 +126,8 @@ class ContextAttention:
         attn_sink      float32, of the heads of the result, or None
         out, lse       as in dense_decode
         plan           as in sparse_mla_decode, made for these lengths; None: planned here
-        options        layout, block_size, softmax_scale, batch_invariant, extra_k_cache, extra_topk_length and
-                       extra_block_size as in sparse_mla_decode
+        options        layout, block_size, softmax_scale, batch_invariant, extra_k_cache, extra_topk_length,
+                       extra_block_size and extra_layout as in sparse_mla_decode
 
         Returns out [T, h, 512] and lse [T, h], of the rank's own heads where heads are split.
         """

@@ -59,6 +59,7 @@ def observed(layer, given):
 
 
 @pytest.mark.parametrize("name", STEPS)
+@pytest.mark.nowhere(when=lambda x: x.simulated and x.get("name") != "drafts of any length")
 @pytest.mark.thorough(when=lambda x: x.simulated)
 def test_a_step_that_selects_maps_prefills_alone(lab, rng, name):
     """The result has the bits of a layer that gets the selection; slots and lengths are those of the map."""
