@@ -18,6 +18,7 @@ Two e2m1 values share a byte, the first in its low half.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -158,6 +159,53 @@ class CacheLayout:
                 f"{block_size * self.token_bytes} for {block_size} tokens of {self.name}"
             )
         return pages[:, : block_size * self.token_bytes].reshape(pages.shape[0], block_size, self.token_bytes)
+
+    def parts(self, cache: Any) -> tuple[Any, Any, Any]:
+        """Views of a cache: quantised values, scales and the rest of a row.
+
+        cache  uint8 [num_blocks, block_size, token_bytes], of NumPy or CuPy
+
+        Returns uint8 [num_blocks, block_size, n], with n quantized_bytes, scale_bytes and 2 * rope_dim: writing to one
+        writes to the cache. Raises ValueError for a format without scales, or an array that is no such cache.
+        """
+        if not self.num_scales:
+            raise ValueError(f"layout: got {self.name}, expected one with FP8 or FP4 values")
+        shape = tuple(getattr(cache, "shape", ()))
+        if len(shape) != 3 or shape[2] != self.token_bytes or cache.dtype != np.uint8 or cache.strides[2] != 1:
+            raise ValueError(
+                f"cache: got {getattr(cache, 'dtype', type(cache).__name__)} of shape {shape}, "
+                f"expected uint8 [num_blocks, block_size, {self.token_bytes}]"
+            )
+        blocks, tokens, _ = shape
+        rows, scales = cache, cache[:, :, self.quantized_bytes : self.quantized_bytes + self.scale_bytes]
+        if self.scale_placement == "page_tail":
+            pages, used = cache.reshape(blocks, -1), tokens * self.row_bytes
+            rows = pages[:, :used].reshape(blocks, tokens, self.row_bytes)
+            scales = pages[:, used:].reshape(blocks, tokens, self.scale_bytes)
+        return rows[:, :, : self.quantized_bytes], scales, rows[:, :, self.rope_offset : self.row_bytes]
+
+
+def rearrange(cache: Any, layout: CacheLayout, target: CacheLayout, out: Any | None = None) -> Any:
+    """Copy a cache into another arrangement of the same bytes, as between engines: DSV41_FP8 to DSV41_FP8_SPLIT.
+
+    cache   uint8 [num_blocks, block_size, token_bytes] of `layout`, of NumPy or CuPy
+    target  a format that differs from `layout` in the place of scales and in padding alone
+    out     uint8 [num_blocks, block_size, token_bytes] of `target` to write instead of allocating; no part of `cache`
+
+    Returns it. Raises ValueError for formats of other values, or arrays that do not fit.
+    """
+    ours, theirs = ((x.head_dim, x.rope_dim, x.value_type, x.scale_type, x.scale_tile) for x in (layout, target))
+    if ours != theirs or not layout.num_scales:
+        raise ValueError(f"target: got {target.name}, expected another arrangement of {layout.name}")
+    given = layout.parts(cache)
+    if out is None:
+        out = target.allocate(*cache.shape[:2], xp=np if isinstance(cache, np.ndarray) else sys.modules["cupy"])
+    elif tuple(getattr(out, "shape", ())) != (*cache.shape[:2], target.token_bytes):
+        expected = [*cache.shape[:2], target.token_bytes]
+        raise ValueError(f"out: got shape {tuple(getattr(out, 'shape', ()))}, expected {expected}")
+    for to, part in zip(target.parts(out), given, strict=True):
+        to[...] = part
+    return out
 
 
 def _positive(name: str, value: Any) -> int:

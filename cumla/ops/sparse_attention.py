@@ -226,7 +226,7 @@ def checked_sink(call: Call, attn_sink: Any) -> Any:
 def attention_layout(call: Call, k_cache: Any, layout: Any, head_dim: int) -> CacheLayout:
     """The layout of a cache, given or inferred from the cache, checked against q's head_dim."""
     layout = cache_layout(call, "k_cache", k_cache, layout)
-    if layout.head_dim not in HEAD_DIMS:
+    if not HEAD_DIMS[0] <= layout.head_dim <= HEAD_DIMS[-1]:
         raise ValueError(f"layout: got {layout.name}, expected one for attention")
     if layout.head_dim != head_dim:
         raise ValueError(f"q: got {head_dim} values a head, expected {layout.head_dim} for a {layout.name} cache")

@@ -85,7 +85,7 @@ def attend(
     (batch, s_q, heads, _), layout = q.shape, lists[0].pages.layout
     formats = layout, lists[-1].pages.layout
     caches = [x.pages.bytes for x in lists]
-    groups, float16 = layout.head_dim // GROUP, q.dtype == np.float16
+    groups, float16 = -(-layout.head_dim // GROUP), q.dtype == np.float16
     weighted = layout.num_scales > 0 and not has_fine_scales(layout)
     tile = Tile(ROWS, KEYS, groups, V_DIM // GROUP, False, weighted, float16)
     blocks = batch * s_q * -(-heads // ROWS)

@@ -20,7 +20,7 @@ from .intrinsics import permute_bytes, read1, read4, store4
 from .launch import device_function
 from .numbers import e4m3_value, float32_bits, float32_value, ue8m0_value
 from .plain_rows import LANES, ROWS_AT_A_TIME, read_of, word_reader
-from .products import GROUP, THREADS, stride_of
+from .products import GROUP, GROUP_WORDS, THREADS, stride_of
 
 LEAST_EXPONENT, LARGEST_EXPONENT = -100, 7  # limits of that power of two
 E4M3_NAN, SIGNS, ONES = 0x7F7F7F7F, 0x80808080, 0x01010101
@@ -146,11 +146,18 @@ def rows_of(tile: Tile, layout: CacheLayout, aligned: bool) -> LatentRows:
     plain_offset = rope_start - 16 * quantized_chunks
     tile_chunks, group_chunks = max(scale_tile // 16, 1), GROUP // 16
     first_plain, plain_groups = quantized_dim // GROUP, tile.groups - quantized_dim // GROUP
+    rows, row_words, padding = tile.rows, layout.head_dim // 2, tile.groups * GROUP_WORDS - layout.head_dim // 2
     read, read_scale = read_of(aligned, 1), read4 if aligned else word_reader(1)
     to_words, plain_factor = words_of(tile.float16), e4m3_factor(tile.float16)
 
     @device_function
     def prepare(m):
+        for i in range(cuda.threadIdx.x, (rows + keys) * padding, THREADS):  # of rows that do not fill their last group
+            row, at = i // max(padding, 1), row_words + i % max(padding, 1)
+            if row < rows:
+                m.q[row * stride + at] = 0
+            else:
+                m.k[(row - rows) * stride + at] = 0
         if weighted:
             for i in range(cuda.threadIdx.x, keys * plain_groups, THREADS):
                 m.weights[first_plain * keys + i] = 1

@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 
 import cumla
+from cumla.layout import rearrange
+from support.attention import Problem, make_cache, make_indices, make_q
+from support.bounds import assert_decode
 from support.lab import BF16, to_float
 
 ARRANGEMENTS = {"DSV41_FP8": "DSV41_FP8_SPLIT", "DSV41_FP4": "DSV41_FP4_SPLIT"}
@@ -188,6 +191,88 @@ def test_rows_of_both_formats_share_packed_pages(lab, rng):
         rows = lab.get(out)[0]
         assert np.abs(rows[[0, 40, 95]] - to_float(k)).max() < bound
         assert not rows[1:40].any()
+
+
+def poison(window, compressed, name):
+    """Bytes that few caches have. Returns how much larger than usual the results may be."""
+    token, places = (
+        (1, 2),
+        {"NaN": (7, 0x7F), "scale NaN": (515, 255), "scale 2^23": (515, 150), "scale 2^-37": (515, 90)},
+    )
+    if name in places:
+        at, byte = places[name]
+        window[(*token, at)] = byte
+    elif name == "all scales 2^-37":
+        window[..., 512:] = 90
+    else:
+        compressed[0, 1, 260] = {"FP4 scale NaN": 0x7F, "FP4 scale 448": 0x7E}[name]
+    return 64.0 if name in ("scale 2^23", "FP4 scale 448") else 1.0
+
+
+@pytest.mark.attention
+@pytest.mark.nowhere(when=lambda x: x.backend == "reference")
+@pytest.mark.parametrize(
+    "name",
+    ["NaN", "scale NaN", "scale 2^23", "scale 2^-37", "all scales 2^-37", "FP4 scale NaN", "FP4 scale 448"],
+)
+def test_decode_of_values_outside_the_fast_kernel_s_range(lab, rng, name):
+    first, second = cumla.DSV41_FP8, cumla.DSV41_FP4
+    window, compressed = make_cache(rng, first, 4, 8), make_cache(rng, second, 4, 8)
+    size = poison(window, compressed, name)
+    listed = np.broadcast_to(np.arange(32, dtype=np.int32), (2, 1, 32)).copy()
+    Problem(
+        make_q(rng, 2, 1, 5, first), window, listed, layout=first, extra_k_cache=compressed, extra_indices=listed,
+    ).check(lab, size=size)  # fmt: skip
+
+
+@pytest.mark.attention
+@pytest.mark.nowhere(when=lambda x: x.backend == "reference")
+def test_decode_of_caches_at_any_address(lab, rng):
+    """Rows that are no multiple of 16 bytes from an aligned address go to the exact kernel."""
+    first, second = cumla.DSV41_FP8, cumla.DSV41_FP4
+    q, lists = make_q(rng, 2, 1, 3, first), make_indices(rng, 2, 2, 20, 28)
+    caches = [make_cache(rng, layout, 4, 7) for layout in (first, second)]
+    given = {"layout": first, "extra_indices": lists[:, 1:], "backend": "reference"}
+    want, want_lse = cumla.sparse_mla_decode(q, caches[0], lists[:, :1], extra_k_cache=caches[1], **given)
+    moved = []
+    for cache in caches:
+        memory = lab.put(np.zeros(cache.nbytes + 16, np.uint8))
+        moved.append(memory[3 : 3 + cache.nbytes].reshape(cache.shape))
+        moved[-1][...] = lab.put(cache)
+    given |= {"extra_indices": lab.put(np.ascontiguousarray(lists[:, 1:])), "backend": lab.backend}
+    out, lse = cumla.sparse_mla_decode(
+        lab.put(q), moved[0], lab.put(np.ascontiguousarray(lists[:, :1])), extra_k_cache=moved[1], **given
+    )
+    assert_decode(to_float(lab.get(out)), lab.get(lse), to_float(want), want_lse)
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 64])
+@pytest.mark.parametrize("name", ARRANGEMENTS)
+def test_caches_are_rearranged(rng, name, block_size):
+    """The same rows in both arrangements, there and back, in pages with padding."""
+    in_row, split = getattr(cumla, name), getattr(cumla, ARRANGEMENTS[name])
+    cache = in_row.allocate(3, block_size, page_stride=9504 * block_size)
+    cache[...] = rng.integers(0, 256, cache.shape)
+    moved = rearrange(cache, in_row, split)
+    assert moved.strides[0] == split.page_bytes(block_size)
+    rows = []
+    for pages, layout in ((cache, in_row), (moved, split)):
+        rows.append(np.zeros((1, 3 * block_size, 512), np.float32))
+        table, lens = np.arange(3, dtype=np.int32)[None], np.array([3 * block_size], np.int32)
+        cumla.dequantize_and_gather_k_cache(rows[-1], pages, lens, None, table, layout=layout, backend="reference")
+    np.testing.assert_array_equal(*rows)
+    np.testing.assert_array_equal(rearrange(moved, split, in_row, out=np.zeros_like(cache)), cache)
+
+
+def test_what_is_no_other_arrangement():
+    cache = cumla.DSV41_FP8.allocate(2, 4)
+    for target in (cumla.DSV41_FP4, cumla.V32_NOPE_FP8, cumla.DSV4_FP8, cumla.DSV4_BF16):
+        with pytest.raises(ValueError, match=f"target: got {target.name}, expected another arrangement of DSV41_FP8"):
+            rearrange(cache, cumla.DSV41_FP8, target)
+    with pytest.raises(ValueError, match=r"out: got shape \(2, 5, 528\), expected \[2, 4, 528\]"):
+        rearrange(cache, cumla.DSV41_FP8, cumla.DSV41_FP8_SPLIT, out=cumla.DSV41_FP8_SPLIT.allocate(2, 5))
+    with pytest.raises(ValueError, match=r"cache: got uint8 of shape \(2, 4, 584\), expected uint8 \[num_blocks"):
+        rearrange(cumla.DSV4_FP8.allocate(2, 4), cumla.DSV41_FP8, cumla.DSV41_FP8_SPLIT)
 
 
 def test_index_keys(lab, rng):

@@ -15,6 +15,11 @@ def has_fine_scales(layout: CacheLayout) -> bool:
     return 0 < layout.scale_tile < SLICE
 
 
+def has_whole_slices(layout: CacheLayout) -> bool:
+    """Whether a fast kernel can take the format: its quantised values and its 16-bit tail are multiples of a slice."""
+    return layout.head_dim % SLICE == 0 and layout.quantized_dim % SLICE == 0
+
+
 def layout_macros(formats: Formats) -> dict[str, str | int]:
     """LAYOUT, and EXTRA_LAYOUT if the second cache has another format."""
     first, second = formats
@@ -23,5 +28,6 @@ def layout_macros(formats: Formats) -> dict[str, str | int]:
 
 def exact_macros(formats: Formats, aligned: bool, heads: int) -> dict[str, Any]:
     """The macros for csrc/common/sparse/exact.cu."""
-    float64 = {"FLOAT64_ONLY": 1} if any(map(has_fine_scales, formats)) else {}
+    follows = all(has_whole_slices(x) and not has_fine_scales(x) for x in formats)
+    float64 = {} if follows else {"FLOAT64_ONLY": 1}
     return {**layout_macros(formats), "ALIGNED": int(aligned), "TILE_HEADS": heads, **float64}

@@ -17,7 +17,7 @@ from ..launch import Kernel, is_aligned, most_clusters, pointer, recorded_launch
 from ..tma import NO_MAP, Words, map_of_pages
 from . import portable as sparse_portable
 from .division import COSTS, HOPPER_COSTS, UNDIVIDED, Costs, Division
-from .formats import Formats, exact_macros
+from .formats import Formats, exact_macros, has_whole_slices
 from .work import EXACT_SLOTS, HEADS, V_DIM, AttentionCall, Buffers, tile_heads
 
 CLUSTERS = (2, 3, 4, 5, 6)  # sizes for which Hopper's decode kernel can be compiled
@@ -145,7 +145,7 @@ def map_of_queries(work: AttentionCall, tile_heads: int) -> Words:
 def fastest(device: int, layout: CacheLayout) -> str:
     if is_hopper(device) and layout in (DSV4_FP8, V32_FP8):
         return "hopper"
-    return "portable" if capability(device) >= 80 else "exact"
+    return "portable" if capability(device) >= 80 and has_whole_slices(layout) else "exact"
 
 
 @functools.cache
