@@ -171,6 +171,7 @@ def test_tiles_with_large_rope_are_recomputed(here, rng, schedule, tile, monkeyp
 @pytest.mark.usefixtures("no_exact_kernel")
 @pytest.mark.parametrize("layout", FP8, ids=lambda x: x.name)
 @pytest.mark.parametrize(("tile", "parts"), [(64, 2), (32, 5), (16, 3)])
+@pytest.mark.thorough(when=lambda x: x.get("layout") is not FP8[x.get("parts") % 2])
 def test_tiles_of_clusters(here, rng, layout, schedule, tile, parts, monkeypatch):
     """The last tile has fewer heads; one token has keys in one split only, another none at all."""
     from cumla.kernels.cuda.sparse import work as sparse_work
@@ -316,6 +317,7 @@ def test_given_memory_serves_tiles_of_any_height(here, rng, device):
 @DEVICES
 @pytest.mark.usefixtures("no_exact_kernel", "many_multiprocessors")
 @pytest.mark.parametrize("present", [0, 1, 700, 2000])
+@pytest.mark.thorough(when=lambda x: x.get("present") in (1, 2000))
 def test_parts_without_keys(here, rng, device, present):
     """A tile with more splits than are loaded together: all of them, the first ones, the last ones."""
     layout, topk = cumla.DSV4_FP8, 2000

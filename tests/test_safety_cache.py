@@ -33,6 +33,7 @@ def guarded_cache(lab, rng, layout, num_blocks, block_size):
 
 
 @pytest.mark.parametrize("layout", QUANTIZED_LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.thorough(when=lambda x: x.emulated and x.get("layout").name in ("DSV41_FP8_SPLIT", "DSV41_FP4"))
 def test_insert(lab, layout):
     @for_all(lab, tokens=st.integers(0, 3 if lab.tiny else 20), **sizes)
     def check(tokens, block_size, num_blocks, seed):

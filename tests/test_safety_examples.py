@@ -57,6 +57,7 @@ def test_every_operation_has_an_example():
 
 
 @pytest.mark.usefixtures("emulated")
+@pytest.mark.slow
 def test_every_operation_is_fuzzed_on_devices(monkeypatch):
     """The cases that run under compute-sanitizer, as far as an emulated device goes: with the examples' shapes."""
     script = runpy.run_path(str(pathlib.Path(__file__).with_name("fuzz_device.py")))

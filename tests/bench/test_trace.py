@@ -78,6 +78,7 @@ def test_steps_that_mean_nothing(name):
 
 @pytest.mark.parametrize("kind", ["window", "c4a", "c128a", "v32"])
 @pytest.mark.parametrize(("heads", "name"), [(64, "decode6"), (16, "mixed3x128"), (8, "mtp2x6"), (8, "mtp4x6")])
+@pytest.mark.thorough(when=lambda x: x.get("heads") == 8)
 def test_peers_compute_what_cumla_does(kind, heads, name, monkeypatch):
     """Each call of a peer gets arguments with which it computes the same as cumla; only then is it timed."""
     pytest.importorskip("torch")
@@ -210,6 +211,7 @@ class Captured(trace.StepRows):
 
 
 @pytest.mark.parametrize("kind", ["window", "c4a", "c128a", "v32"])
+@pytest.mark.slow
 def test_steps_on_an_emulated_device(kind, here, monkeypatch):
     """All arrays are CuPy's, and all calls can be captured."""
     import cupy

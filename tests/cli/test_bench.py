@@ -33,6 +33,7 @@ def results(tmp_path, name, times, spread=0.0):
     return path
 
 
+@pytest.mark.slow
 def test_every_suite_runs_and_is_named(tmp_path, capsys):
     numbers, picture = tmp_path / "x.json", tmp_path / "x.svg"
     assert tuple(SUITES) == NAMES

@@ -386,6 +386,7 @@ def test_help_says_ranges(capsys):
             assert words in text, words
 
 
+@pytest.mark.slow
 def test_replay_on_ranks(capsys):
     small = ["--requests", "1", "--max-len", "300", "--heads", "1"]
     assert main(["replay", *small, "--ranks", "2", "--backend", "cpu"]) == 0

@@ -233,6 +233,7 @@ def test_metadata_of_an_earlier_build(place, rng):
     step(q, k, cache, early, backend=place.backend)
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_right():
     """Prefills, chunks, decodes, shared prefixes: layers of every kind, as the replay schedules them."""
     options = ReplayOptions(

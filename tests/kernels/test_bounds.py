@@ -5,6 +5,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 TESTS = pathlib.Path(__file__).parent.parent
 # Small tests that call all compiled functions of each file of kernels/cpu, which the plugin checks.
 FILES = {
@@ -26,6 +28,7 @@ FILES = {
 }
 
 
+@pytest.mark.slow
 def test_no_array_is_left():
     chosen = " or ".join(f"({pathlib.Path(file).name} and ({words}))" for file, words in FILES.items())
     options = ("-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:warnings", "-p", "support.checked", "-k", chosen)

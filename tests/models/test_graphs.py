@@ -92,6 +92,7 @@ RAGGED = ((2, 1), (1, 2), (2, 1), (1, 2))
 @pytest.mark.parametrize(
     ("case", "counts"), [*((case, ((1, 1),) * 4) for case in (2, 3, 8, 13)), (8, RAGGED), (13, RAGGED)]
 )
+@pytest.mark.thorough(when=lambda x: x.get("case") in (2, 3))
 def test_a_captured_step_is_right_at_other_lengths(device, case, counts):
     """Ragged ones, too: which request has the draft token differs from step to step."""
     import cupy

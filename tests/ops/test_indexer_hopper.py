@@ -19,6 +19,7 @@ def device(emulated):
 @pytest.mark.parametrize(
     ("block_size", "next_n", "columns"), [(64, 1, 45), (8, 2, 170), (24, 1, 130), (16, 4, 60), (128, 5, 5)]
 )
+@pytest.mark.thorough(when=lambda x: x.get("columns") in (130, 60))
 def test_rings_of_pages(device, rng, monkeypatch, schedule, block_size, next_n, columns):
     monkeypatch.setattr(launcher, "device_sms", lambda device: 3)
     q, cache, weights, table = paged(rng, cumla.INDEXER_FP8, block_size, 3, next_n, 64, columns)

@@ -145,6 +145,7 @@ def attention_out():
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.thorough(when=lambda x: x.get("layout") == "V32_FP8" and not x.get("batch_invariant"))
 @pytest.mark.thorough(when=lambda x: x.get("layout") == "MLA_BF16" and x.get("batch_invariant"))
+@pytest.mark.thorough(when=lambda x: x.get("layout") == "MLA_BF16")
 def test_sparse_decode(device, rng, layout, batch_invariant):
     """Garbage lengths may change how keys of the real rows are split, unless the call is batch-invariant."""
     layout, topk, plan = getattr(cumla, layout), 1300, cumla.DecodePlan()  # so many that they are split

@@ -95,6 +95,7 @@ def are_close_sparse_decodes(got, want):
 @pytest.mark.parametrize(("heads", "dim"), [(8, 576), (24, 512), (66, 576)])
 @pytest.mark.parametrize("lengths", [False, True])
 @pytest.mark.thorough(when=lambda x: x.emulated and x.get("heads") == 66 and not x.get("lengths"))
+@pytest.mark.thorough(when=lambda x: x.emulated and x.get("heads") == 24)
 def test_prefill(lab, kernel, rng, heads, dim, lengths):
     tokens, topk, rows = (300, 640, 4096) if on_a_device(lab) else (5, 150, 200)
     q = rng.standard_normal((tokens, heads, dim)).astype(BF16)

@@ -24,6 +24,11 @@ places = {
 }
 
 
+def is_rare(x):
+    """Layouts that the emulator compiles programs for, and the simulator runs, in slow tests alone."""
+    return (x.emulated or x.simulated) and x.get("layout").name in ("DSV41_FP8_SPLIT", "DSV41_FP4", "V32_NOPE_FP8")
+
+
 def layouts(*choices):
     return pytest.mark.parametrize("layout", choices, ids=lambda layout: layout.name)
 
@@ -32,6 +37,7 @@ def layouts(*choices):
 
 
 @layouts(*QUANTIZED_LAYOUTS)
+@pytest.mark.thorough(when=is_rare)
 def test_insert(lab, layout):
     @for_all(
         lab,
@@ -63,6 +69,7 @@ def test_insert(lab, layout):
 
 
 @layouts(*QUANTIZED_LAYOUTS)
+@pytest.mark.thorough(when=is_rare)
 def test_pages_of_one_token_may_be_parts_of_larger_ones(lab, rng, layout):
     """The distance to a next row does not matter where there is none."""
     k, slots = rng.standard_normal((3, layout.head_dim)).astype(BF16), np.array([4, 0, 2])
@@ -85,6 +92,7 @@ def test_pages_of_one_token_may_be_parts_of_larger_ones(lab, rng, layout):
 
 
 @layouts(*QUANTIZED_LAYOUTS)
+@pytest.mark.thorough(when=is_rare)
 def test_insert_writes_the_bytes_of_its_slots_and_no_other(lab, rng, layout):
     block_size, slots = 3, np.array([4, -1, 6, 99])
     used = layout.allocate(3, block_size).reshape(3, -1)
@@ -208,6 +216,7 @@ def gather_lengths(rng, requests, longest):
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=lambda dtype: np.dtype(dtype).name)
 @layouts(*QUANTIZED_LAYOUTS, cumla.MLA_BF16)
+@pytest.mark.thorough(when=is_rare)
 @pytest.mark.thorough(when=lambda x: x.emulated and x.get("dtype") is np.float16)  # a program each
 def test_gather(lab, layout, dtype):
     @for_all(

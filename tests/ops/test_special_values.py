@@ -68,6 +68,8 @@ def test_prefill(lab, name, width, heads):
 @pytest.mark.nowhere(when=lambda x: not has_kernel(x))
 @pytest.mark.nowhere(when=lambda x: x.emulated and not is_emulated_decode(x) and x.get("heads") != EMULATED_HEADS)
 @pytest.mark.thorough(when=lambda x: x.emulated and not is_emulated_decode(x))
+@pytest.mark.thorough(when=lambda x: x.emulated and x.get("layout") is cumla.DSV41_FP8 and x.get("name") == "exact")
+@pytest.mark.thorough(when=lambda x: x.backend == "cpu" and x.get("heads") not in (1, 65))
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("layout", DECODE_LAYOUTS, ids=lambda x: x.name)
 @pytest.mark.parametrize("name", DECODE_KERNELS)

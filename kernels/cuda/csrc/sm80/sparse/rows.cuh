@@ -37,7 +37,7 @@ constexpr int ROW_STRIDE = (ROW_USED + 31) / 64 * 64 + 32;
 // ones, as in rows that were never written, make V zero; where that matters, results are too small (sm80/sparse/attention.cu).
 constexpr int MIN_SCALE_BYTE = 105, MAX_SCALE_BYTE = 134, TINY_SCALE_BYTE = 40;
 constexpr float MIN_SCALE = 1.0f / 16384.0f, MAX_SCALE = 128.0f, TINY_SCALE = 0x1p-87f;
-constexpr float MIN_FINE_SCALE = 0x1p-22f;  // as MIN_SCALE_BYTE; FINE_SCALES are powers of two, or e4m3 numbers
+[[maybe_unused]] constexpr float MIN_FINE_SCALE = 0x1p-22f;  // as MIN_SCALE_BYTE; FINE_SCALES are powers of two, or e4m3 numbers
 
 // The columns of S and P hold keys in another order: of each 16, the token at a column, and the column of a token.
 __device__ inline int token_of_column(int n) {
