@@ -177,6 +177,8 @@ class CacheLayout:
                 f"expected uint8 [num_blocks, block_size, {self.token_bytes}]"
             )
         blocks, tokens, _ = shape
+        if tokens > 1 and cache.strides[1] != self.token_bytes:
+            raise ValueError(f"cache: got tokens {cache.strides[1]} bytes apart, expected {self.token_bytes}")
         rows, scales = cache, cache[:, :, self.quantized_bytes : self.quantized_bytes + self.scale_bytes]
         if self.scale_placement == "page_tail":
             pages, used = cache.reshape(blocks, -1), tokens * self.row_bytes
@@ -199,7 +201,8 @@ def rearrange(cache: Any, layout: CacheLayout, target: CacheLayout, out: Any | N
         raise ValueError(f"target: got {target.name}, expected another arrangement of {layout.name}")
     given = layout.parts(cache)
     if out is None:
-        out = target.allocate(*cache.shape[:2], xp=np if isinstance(cache, np.ndarray) else sys.modules["cupy"])
+        xp = np if isinstance(cache, np.ndarray) else sys.modules["cupy"]
+        out = target.allocate(cache.shape[0], cache.shape[1], xp)
     elif tuple(getattr(out, "shape", ())) != (*cache.shape[:2], target.token_bytes):
         expected = [*cache.shape[:2], target.token_bytes]
         raise ValueError(f"out: got shape {tuple(getattr(out, 'shape', ()))}, expected {expected}")

@@ -70,6 +70,7 @@ def check(lab, x, rows, topk, cache):
 
 @pytest.mark.parametrize("absent", [0, 0.3], ids=["pages", "absent-pages"])
 @pytest.mark.parametrize(("next_n", "width", "topk"), [(1, 300, 33), (2, 300, 512), (3, 700, 40), (4, 40, 1)])
+@pytest.mark.thorough(when=lambda x: x.simulated and x.get("width") == 700)
 def test_slots_are_what_a_map_makes_of_the_choice(lab, rng, next_n, width, topk, absent):
     requests = 2 if lab.tiny else 5
     if lab.tiny:

@@ -74,6 +74,12 @@ LATENT = [DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT, DSV41_FP4, DSV41_FP4_SPLIT, DSV4
 @pytest.mark.nowhere(when=is_float32_off_the_host)
 @pytest.mark.parametrize("layout", LATENT, ids=str)
 @pytest.mark.parametrize("weight", [None, "float32", "bfloat16"])
+@pytest.mark.thorough(
+    when=lambda x: (
+        (x.emulated or x.simulated)
+        and (x.get("weight") == "bfloat16") != (x.get("layout") is DSV41_FP4 or x.get("layout") is DSV4_BF16)
+    )
+)
 def test_rows_without_queries(lab, rng, layout, weight):
     """Norm, rotation and the cache's format, whose bytes are those of a row that is inserted as it is."""
     dtype = np.float32 if layout is DSV4_F32 else BF16

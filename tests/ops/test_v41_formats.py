@@ -12,6 +12,8 @@ from support.attention import Problem, make_cache, make_indices, make_q
 from support.bounds import assert_decode
 from support.lab import BF16, to_float
 
+# Programs of the second arrangement are compiled for the emulator, and simulated, in slow tests.
+pytestmark = pytest.mark.thorough(when=lambda x: (x.emulated or x.simulated) and "SPLIT" in str(x.get("name")))
 ARRANGEMENTS = {"DSV41_FP8": "DSV41_FP8_SPLIT", "DSV41_FP4": "DSV41_FP4_SPLIT"}
 # A value of 512, quantised by FlashMLA's and vLLM's rules with ml_dtypes: SHA-256 of data and scales of one token.
 PUBLISHED = {
@@ -271,6 +273,9 @@ def test_what_is_no_other_arrangement():
             rearrange(cache, cumla.DSV41_FP8, target)
     with pytest.raises(ValueError, match=r"out: got shape \(2, 5, 528\), expected \[2, 4, 528\]"):
         rearrange(cache, cumla.DSV41_FP8, cumla.DSV41_FP8_SPLIT, out=cumla.DSV41_FP8_SPLIT.allocate(2, 5))
+    apart = np.zeros((2, 4, 600), np.uint8)[:, :, :528]
+    with pytest.raises(ValueError, match="cache: got tokens 600 bytes apart, expected 528"):
+        rearrange(cache, cumla.DSV41_FP8, cumla.DSV41_FP8_SPLIT, out=apart)
     with pytest.raises(ValueError, match=r"cache: got uint8 of shape \(2, 4, 584\), expected uint8 \[num_blocks"):
         rearrange(cumla.DSV4_FP8.allocate(2, 4), cumla.DSV41_FP8, cumla.DSV41_FP8_SPLIT)
 

@@ -4,8 +4,9 @@
 
 // The scale of a tile: a power of two, or an e4m3 number. NaN for a tile with a NaN, which e2m1 cannot hold; its codes are 0.
 struct E2m1Scale {
-    uint32 byte;  // as stored
+    uint32 byte;    // as stored
     float value;
+    float inverse;  // of a power of two
     bool is_nan;
 };
 
@@ -13,15 +14,16 @@ struct E2m1Scale {
 template <class Layout> __device__ inline E2m1Scale e2m1_scale(float amax, bool has_nan, int min_exponent) {
     if constexpr (Layout::ue8m0) {
         int exponent = e2m1_scale_exponent(amax, min_exponent);
-        return {has_nan ? 255u : uint32(exponent + 127), power_of_two(exponent), has_nan};
+        return {has_nan ? 255u : uint32(exponent + 127), power_of_two(exponent), power_of_two(-exponent), has_nan};
     }
     uint32 byte = float_to_e4m3x2(fmaxf(div(amax, 6.0f), Layout::min_scale), 0.0f) & 0xff;
-    return {has_nan ? 0x7fu : byte, stored_scale<Layout>(byte), has_nan};
+    return {has_nan ? 0x7fu : byte, stored_scale<Layout>(byte), 0.0f, has_nan};
 }
 
 // The code of x / scale, where x has as many bits as `Input`.
 template <class Layout, class Input> __device__ inline uint32 e2m1_code(Input, float x, const E2m1Scale& scale) {
-    if constexpr (Layout::ue8m0 || sizeof(Input) == 4) return float_to_e2m1(div(x, scale.value), 1.0f);
+    if constexpr (Layout::ue8m0) return float_to_e2m1(mul(x, scale.inverse), 1.0f);
+    else if constexpr (sizeof(Input) == 4) return float_to_e2m1(div(x, scale.value), 1.0f);
     else return float_to_e2m1(x, scale.value);
 }
 
