@@ -46,6 +46,12 @@ def is_emulated_prefill(x):
     return (x.get("name"), x.get("heads"), x.get("width")) in EMULATED_PREFILL
 
 
+def is_for_devices(x):
+    """Kernels whose emulation with one layout suffices: a device runs all."""
+    names = {name for name, _ in EMULATED_DECODE} | {"chosen"}
+    return x.emulated and x.get("layout") is not cumla.DSV4_FP8 and x.get("name") not in names
+
+
 def is_emulated_decode(x):
     if x.get("layout") is not cumla.DSV4_FP8 and x.get("heads") != 1:
         return False
@@ -67,6 +73,7 @@ def test_prefill(lab, name, width, heads):
 
 @pytest.mark.nowhere(when=lambda x: not has_kernel(x))
 @pytest.mark.nowhere(when=lambda x: x.emulated and not is_emulated_decode(x) and x.get("heads") != EMULATED_HEADS)
+@pytest.mark.nowhere(when=is_for_devices)
 @pytest.mark.thorough(when=lambda x: x.emulated and not is_emulated_decode(x))
 @pytest.mark.thorough(when=lambda x: x.emulated and x.get("layout") is cumla.DSV41_FP8 and x.get("name") == "exact")
 @pytest.mark.thorough(when=lambda x: x.backend == "cpu" and x.get("heads") not in (1, 65))
