@@ -34,12 +34,8 @@ def qnorm_rope_and_insert(
     eps: float,
     q_out: np.ndarray,
 ) -> None:
-    rotation = at_positions(cos_sin, positions)
-    rows = rotated(kv.astype(np.float64), rotation)
-    q_out[...] = rotated(normed(q.astype(np.float64), eps), rotation[:, None])
-    for token, slot in enumerate(slot_mapping):
-        if 0 <= slot < pages.num_slots:
-            insert_row(pages, int(slot), rows[token])
+    q_out[...] = rotated(normed(q.astype(np.float64), eps), at_positions(cos_sin, positions)[:, None])
+    norm_rope_and_insert(kv, None, pages, slot_mapping, positions, cos_sin, eps)
 
 
 def norm_rope_and_insert(
@@ -54,10 +50,7 @@ def norm_rope_and_insert(
     rows = kv.astype(np.float64)
     if weight is not None:
         rows = normed(rows, eps) * weight.astype(np.float64)
-    rows = rotated(rows, at_positions(cos_sin, positions))
-    for token, slot in enumerate(slot_mapping):
-        if 0 <= slot < pages.num_slots:
-            insert_row(pages, int(slot), rows[token])
+    insert_rows(pages, slot_mapping, rotated(rows, at_positions(cos_sin, positions)))
 
 
 def indexer_knorm_rope_and_insert(
@@ -72,10 +65,7 @@ def indexer_knorm_rope_and_insert(
 ) -> None:
     centred = k.astype(np.float64) - k.astype(np.float64).mean(axis=1, keepdims=True)
     rows = normed(centred, eps) * weight.astype(np.float64) + bias.astype(np.float64)
-    rows = rotated_halves(rows, at_positions(cos_sin, positions))
-    for token, slot in enumerate(slot_mapping):
-        if 0 <= slot < pages.num_slots:
-            insert_row(pages, int(slot), rows[token])
+    insert_rows(pages, slot_mapping, rotated_halves(rows, at_positions(cos_sin, positions)))
 
 
 def apply_rope(x: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray, inverse: bool, out: np.ndarray) -> None:
@@ -134,6 +124,13 @@ def rotated_halves(x: np.ndarray, rotation: np.ndarray) -> np.ndarray:
     half = rotation.shape[1] // 2
     cos, sin, first, second = rotation[:, :half], rotation[:, half:], x[:, :half], x[:, half : 2 * half]
     return np.concatenate([first * cos - second * sin, second * cos + first * sin, x[:, 2 * half :]], axis=1)
+
+
+def insert_rows(pages: Pages, slot_mapping: np.ndarray, rows: np.ndarray) -> None:
+    """Write row t into slot_mapping[t], if the cache has that slot."""
+    for token, slot in enumerate(slot_mapping):
+        if 0 <= slot < pages.num_slots:
+            insert_row(pages, int(slot), rows[token])
 
 
 def insert_row(pages: Pages, slot: int, row: np.ndarray) -> None:

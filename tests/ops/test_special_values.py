@@ -16,7 +16,8 @@ from support.forced_kernels import DECODE_KERNELS, PREFILL_KERNELS, decode_by, p
 from support.lab import to_float
 from support.special_values import HEADS, PREFILL_LAYOUT, SINKS, Case, cases, problem_of
 
-DECODE_LAYOUTS = (cumla.DSV4_FP8, cumla.V32_FP8, cumla.MLA_BF16, cumla.DSV41_FP8)
+HOPPER_LAYOUTS = (cumla.DSV4_FP8, cumla.V32_FP8)
+DECODE_LAYOUTS = (*HOPPER_LAYOUTS, cumla.MLA_BF16, cumla.DSV41_FP8, cumla.DSV41_FP8_SPLIT, cumla.V32_NOPE_FP8)
 EMULATED_SINKS = ("-inf", "mixed")  # the last alone with EMULATED_HEADS
 # Emulated kernels: with tiles of all heads, of some heads, and several tiles. Slow tests run all of EMULATED_HEADS.
 EMULATED_HEADS = 65
@@ -36,7 +37,7 @@ def has_kernel(x):
     name, layout = x.get("name"), x.get("layout")
     if x.backend == "reference" or (x.backend != "cuda" and name != "chosen"):
         return False
-    if "hopper" in name and layout in (cumla.MLA_BF16, cumla.DSV41_FP8):
+    if "hopper" in name and x.get("width") is None and layout not in HOPPER_LAYOUTS:
         return False  # which portable kernels take
     # Clusters are separate programs; for the second layout a few suffice.
     return not ("cluster" in name and layout is cumla.V32_FP8 and parts_of(name) > 2)
@@ -76,6 +77,7 @@ def test_prefill(lab, name, width, heads):
 @pytest.mark.nowhere(when=is_for_devices)
 @pytest.mark.thorough(when=lambda x: x.emulated and not is_emulated_decode(x))
 @pytest.mark.thorough(when=lambda x: x.emulated and x.get("layout") is cumla.DSV41_FP8 and x.get("name") == "exact")
+@pytest.mark.thorough(when=lambda x: x.get("layout") in (cumla.DSV41_FP8_SPLIT, cumla.V32_NOPE_FP8))
 @pytest.mark.thorough(when=lambda x: x.backend == "cpu" and x.get("heads") not in (1, 65))
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("layout", DECODE_LAYOUTS, ids=lambda x: x.name)
