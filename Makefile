@@ -1,5 +1,6 @@
 # Targets that CI runs. PYTHON is any interpreter with `pip install -e '.[dev]'`.
 PYTHON ?= python
+FAMILIES = decode poisoned prefill prefill_chunks indexer candidates compressor mla attention_backends cache indices metadata
 
 .PHONY: lint types test test-gpu bench
 
@@ -24,4 +25,5 @@ test-gpu:
 	$(PYTHON) -m pytest -m gpu
 
 bench:
-	for script in benchmarks/*.py; do $(PYTHON) $$script || exit 1; done
+	for family in $(FAMILIES); do $(PYTHON) benchmarks/operations.py $$family || exit 1; done
+	for script in interop layers parallel; do $(PYTHON) benchmarks/$$script.py || exit 1; done

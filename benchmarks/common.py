@@ -6,8 +6,6 @@ cache does not answer; `us` is the host's time for one call, launch included; `l
 (4.3 TB/s) and products (790 TFLOP/s) allow. A row of another library names its function and version as `peer`.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -22,7 +20,7 @@ from cumla.bench.problem import Sizes
 from cumla.kernels.cuda import compile as compiler
 from cumla.kernels.cuda.sparse import kernels as sparse_kernels
 
-__all__ = ["L2_BYTES", "Report", "arguments", "copy_gbps", "has_peer", "run"]
+__all__ = ["L2_BYTES", "Report", "arguments", "case_arguments", "copy_gbps", "has_peer", "run"]
 
 
 def arguments(description):
@@ -32,6 +30,13 @@ def arguments(description):
         "--sources", metavar="DIR", help="compile CUDA sources of DIR where it has them, for experiments"
     )
     parser.add_argument("--only", metavar="TEXT", default="", help="run only rows whose op or config has TEXT")
+    return parser
+
+
+def case_arguments(description):
+    """Those of `run`."""
+    parser = arguments(description)
+    parser.add_argument("--kernel", choices=sparse_kernels.KERNELS, help="sparse attention by this one")
     return parser
 
 
@@ -78,15 +83,13 @@ class Report:
             self.args.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def run(description, cases, beside=(), **extra):
+def run(args, cases, beside=(), **extra):
     """Measure cases of cumla.bench, one after another, and write what came of each.
 
+    args    of a parser that `case_arguments` made
     beside  backends that are measured beside the CUDA sources
     extra   what the file has beside the rows, by name; functions are called with all rows in the end
     """
-    parser = arguments(description)
-    parser.add_argument("--kernel", choices=sparse_kernels.KERNELS, help="sparse attention by this one")
-    args = parser.parse_args()
     report, failed = Report(args), False
     known = {name: x for name, x in extra.items() if not callable(x)}
     for case in cases:

@@ -36,4 +36,4 @@ def copies(_):
 
 
 if __name__ == "__main__":
-    raise SystemExit(common.run(__doc__, recorded(), copies=copies))
+    raise SystemExit(common.run(common.case_arguments(__doc__).parse_args(), recorded(), copies=copies))

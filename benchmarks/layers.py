@@ -15,7 +15,7 @@ from typing import Any
 import cupy
 import ml_dtypes
 import numpy as np
-from common import run
+from common import case_arguments, run
 
 import cumla
 from cumla.arrays.memory import to_host
@@ -108,7 +108,7 @@ class Layer:
 
         def check(got):
             got = to_host(got)[:FEW].astype(np.float64)
-            chosen = to_host(layer.scratch.array("topk_indices", (len(x), FLASH.index_topk), np.int32, x))[:FEW]
+            chosen = to_host(layer.scratch.shaped("topk_indices", (len(x), FLASH.index_topk), np.int32, x))[:FEW]
             few = step.metadata("cpu", np.asarray, FEW)
             want = layer_on("cpu").step(to_host(x)[:FEW], before, few, topk_indices=chosen).astype(np.float64)
             error = float(np.sqrt(np.square(got - want).mean() / np.square(want).mean()))
@@ -189,4 +189,4 @@ def over_parts(rows):
 
 if __name__ == "__main__":
     cases = [*(Part(name, batch) for batch in (32, 128) for name in (*PRODUCTS, *PARTS)), Layer(32), Layer(128)]
-    raise SystemExit(run(__doc__, cases, bar=BAR, over_parts=over_parts))
+    raise SystemExit(run(case_arguments(__doc__).parse_args(), cases, bar=BAR, over_parts=over_parts))

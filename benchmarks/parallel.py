@@ -5,8 +5,6 @@ is a process of its own. Times are the slowest rank's. Results are checked again
 timed. With one GPU everything runs with one rank, which shows the overhead.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import pathlib

@@ -3,8 +3,6 @@
 parallel_jax.py RANKS
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """What each rank of parallel.py measures, in a process of its own."""
 
-from __future__ import annotations
-
 import functools
 import os
 import statistics

@@ -25,6 +25,7 @@ from .layout import (
 )
 from .ops.advance import advance_step
 from .ops.blocks import copy_blocks, swap_blocks
+from .ops.candidates import apply_candidate_mask, candidate_logits, candidate_topk, select_candidate_blocks
 from .ops.compressor import compress_and_insert
 from .ops.dense_attention import dense_mla_decode, mha_varlen
 from .ops.dense_cache import concat_and_cache_mla, gather_cache
@@ -41,6 +42,7 @@ from .ops.indices import (
     compute_global_topk_indices_and_lens,
     compute_swa_indices_and_lens,
 )
+from .ops.latents import compress_latents
 from .ops.norm_rope import (
     apply_rope,
     fused_q_kv_rmsnorm,
@@ -91,10 +93,14 @@ __all__ = [
     "DenseDecodePlan",
     "Support",
     "advance_step",
+    "apply_candidate_mask",
     "apply_rope",
     "build_flashinfer_mixed_sparse_indices",
+    "candidate_logits",
+    "candidate_topk",
     "combine_topk_swa_indices",
     "compress_and_insert",
+    "compress_latents",
     "compute_global_topk_indices_and_lens",
     "compute_swa_indices_and_lens",
     "concat_and_cache_mla",
@@ -120,6 +126,7 @@ __all__ = [
     "norm_rope_and_insert",
     "qnorm_rope_and_insert",
     "quantize_and_insert_k_cache",
+    "select_candidate_blocks",
     "sparse_mla_decode",
     "sparse_mla_prefill",
     "supports",

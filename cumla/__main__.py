@@ -8,6 +8,7 @@ import errno
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,7 +18,15 @@ from .dispatch.backends import BACKENDS
 from .errors import InputError, RunError
 from .kernels.cpu.threads import num_cores
 from .layers.prefill_path import PATHS
-from .replay.options import DEVICE_DEFAULTS, HOST_DEFAULTS, LAYER_RATIOS, MLA_CACHES, choose_backend
+from .replay.options import (
+    DEVICE_DEFAULTS,
+    FORMATS,
+    HOST_DEFAULTS,
+    LAYER_RATIOS,
+    MLA_CACHES,
+    ReplayOptions,
+    choose_backend,
+)
 from .replay.scheduler import STEP_MS
 from .replay.trace import INT32_MAX
 
@@ -33,7 +42,7 @@ freed at the end; a request that does not fit waits. Each step builds its metada
 
 Afterwards tables show throughput, time and bandwidth by op, the use of the cache, and how far a sample of every
 step's tokens is from attention in float64: over the rows in the cache (are the kernels exact?) and over the rows
-before quantisation (what does FP8 cost?).
+before quantisation (what does FP8 or FP4 cost?).
 
 Q and K come from a seeded generator with the outliers of real activations. The clock is virtual: a step takes
 {STEP_MS:.0f} ms of the trace's time, and idle time is skipped, so a run can be repeated.
@@ -174,6 +183,11 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         help=f"compressed rows a token selects at c4a, 1 to {MAX_SIZE} {_default('topk')}",
     )
     model.add_argument(
+        "--layout", choices=list(FORMATS), default=ReplayOptions.layout, metavar="FORMAT[,FORMAT]",
+        help=f"formats of the caches of swa, c4a and c128a: the window's, then that of compressed rows; one of "
+        f"{'; '.join(FORMATS)} (default: DSV4_FP8)",
+    )  # fmt: skip
+    model.add_argument(
         "--mla-cache", choices=MLA_CACHES, default=MLA_CACHES[0], help="values of mla's cache (default: bf16)"
     )
     model.add_argument(
@@ -205,14 +219,18 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    from .bench import NAMES, TRACE
+    from .bench import LAYOUT_NAMES, NAMES, TRACE
 
     parser.add_argument(
         "suite", nargs="*", type=OneOf((*NAMES, TRACE)), metavar="SUITE",
         help=f"{', '.join(NAMES)} (default: all of these), or {TRACE}: steps of a request trace, layer by layer",
     )  # fmt: skip
     sizes = parser.add_argument_group("sizes")
-    sizes.add_argument("--layout", choices=("DSV4_FP8", "V32_FP8"), default="DSV4_FP8", help="default: DSV4_FP8")
+    sizes.add_argument(
+        "--layout", choices=LAYOUT_NAMES, default="DSV4_FP8", metavar="FORMAT",
+        help=f"of the cache: {', '.join(LAYOUT_NAMES)} (default: DSV4_FP8); beside DSV41_FP8 and DSV41_FP8_SPLIT the "
+        "second cache has FP4 rows",
+    )  # fmt: skip
     sizes.add_argument(
         "--heads",
         type=ListOf(Between(1, MAX_HEADS)),
@@ -239,7 +257,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     sizes.add_argument(
         "--extra", type=Between(1, MAX_SIZE), default=512, metavar="N",
-        help=f"keys of V4's second cache, and rows that the indexer chooses, 1 to {MAX_SIZE} (default: 512)",
+        help=f"keys of V4's and V4.1's second cache, and rows that the indexer chooses, 1 to {MAX_SIZE} (default: 512)",
     )  # fmt: skip
     sizes.add_argument(
         "--context",
@@ -303,6 +321,10 @@ def _add_warmup(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--topk", type=Between(1, MAX_SIZE), default=512, metavar="N",
         help=f"rows a token selects, 1 to {MAX_SIZE}, without --config (default: 512)",
+    )  # fmt: skip
+    model.add_argument(
+        "--layout", choices=list(FORMATS), default=ReplayOptions.layout, metavar="FORMAT[,FORMAT]",
+        help=f"formats of v4's caches, as of cumla replay: {'; '.join(FORMATS)} (default: DSV4_FP8)",
     )  # fmt: skip
     parser.add_argument(
         "--batch", type=ListOf(Between(1, MAX_BATCH)), default=[1, 8, 32, 128], metavar="N,N,...",
@@ -392,6 +414,9 @@ def _warmup(args: argparse.Namespace) -> int:
     else:
         given.refuse(args, ["--kind", "--heads", "--topk"], "with --config, which sets it")
         model = warmup.Model.from_config(args.config, args.ranks)
+    if model.kind != "v4":
+        given.refuse(args, ["--layout"], f"to {model.kind}, but to v4")
+    model = replace(model, layout=args.layout)
     return warmup.run(Console(), model, args.batch, args.block_size, choose_backend(args.backend))
 
 

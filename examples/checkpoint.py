@@ -4,8 +4,6 @@ Checkpoints name a layer's experts "mlp.experts.gate_up_proj" or, one by one, "m
 transformers, or "ffn.experts.7.w3.weight" as in the authors' code. FP8 matrices have their scales in further tensors.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any

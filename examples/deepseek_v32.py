@@ -3,8 +3,6 @@
 python examples/deepseek_v32.py [FOLDER] [--device cupy] [--cache-format bfloat16] [--plot parts.png]
 """
 
-from __future__ import annotations
-
 import json
 import pathlib
 from typing import Any

@@ -5,8 +5,6 @@
 Residual streams are mixed by hyper-connections; the first layers select experts by a table, the others by score.
 """
 
-from __future__ import annotations
-
 import json
 import pathlib
 from typing import Any

@@ -4,8 +4,6 @@ A model has `groups`, {name: (positions of a page, positions that later tokens s
 tables)`, which builds a step's metadata, and `forward(tokens, metadata, last)`, the logits of the tokens at `last`.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -6,8 +6,6 @@ The rule: one generator for all parameters in the order of their names; standard
 the weights of norms, 0.1 n for biases, 0.5 n for position biases, n for other vectors, n / sqrt(columns) for matrices.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import pathlib
@@ -15,7 +13,9 @@ import pathlib
 import numpy as np
 
 from cumla.models import safetensors
-from cumla.replay.whole import by_the_rule
+from cumla.models.deepseek_v4 import DeepseekV4Config
+from cumla.models.deepseek_v32 import DeepseekV32Config
+from cumla.replay import whole
 
 V4 = {
     "model_type": "deepseek_v4", "vocab_size": 512, "hidden_size": 256, "moe_intermediate_size": 128,
@@ -44,8 +44,7 @@ def write(folder: pathlib.Path, config: dict, seed: int) -> None:
     """Write a checkpoint of this configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    shapes = v4_shapes(config) if is_v4(config) else v32_shapes(config)
-    arrays = by_the_rule(shapes, seed)
+    arrays = whole.by_the_rule(shapes_outside_attention(config) | attention_shapes(config), seed)
     for layer, kind in enumerate(mlp_types(config)):
         if kind == "hash_moe":  # the experts of each token id
             shape = (config["vocab_size"], config["num_experts_per_tok"])
@@ -115,51 +114,17 @@ def common_shapes(config: dict) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def v4_shapes(config: dict) -> dict[str, tuple[int, ...]]:
-    hidden, heads, rank = (config[name] for name in ("hidden_size", "num_attention_heads", "q_lora_rank"))
-    low, shapes = config["o_groups"] * config["o_lora_rank"], shapes_outside_attention(config)
-    for layer, kind in enumerate(config["layer_types"]):
-        attention = f"model.layers.{layer}.self_attn."
-        within = {
-            "q_a_proj.weight": (rank, hidden), "q_a_norm.weight": (rank,), "q_b_proj.weight": (heads * 512, rank),
-            "kv_proj.weight": (512, hidden), "kv_norm.weight": (512,), "sinks": (heads,),
-            "o_a_proj.weight": (low, heads * 512 // config["o_groups"]), "o_b_proj.weight": (hidden, low),
-        }  # fmt: skip
-        if kind == "compressed_sparse_attention":
-            index = "compressor.indexer."
-            within |= compressor("compressor.", 4, 1024, 512, hidden) | compressor(index, 4, 256, 128, hidden)
-            within[f"{index}q_b_proj.weight"] = (config["index_n_heads"] * 128, rank)
-            within[f"{index}scorer.weights_proj.weight"] = (config["index_n_heads"], hidden)
-        elif kind == "heavily_compressed_attention":
-            within |= compressor("compressor.", 128, 512, 512, hidden)
-        shapes |= {attention + name: shape for name, shape in within.items()}
-    return shapes
-
-
-def compressor(prefix: str, ratio: int, channels: int, dim: int, hidden: int) -> dict[str, tuple[int, ...]]:
+def attention_shapes(config: dict) -> dict[str, tuple[int, ...]]:
+    if is_v4(config):
+        v4 = DeepseekV4Config.from_dict(config)
+        layers = [whole.v4_shapes(v4, ratio) for ratio in v4.compress_ratios]
+    else:
+        layers = [whole.v32_shapes(DeepseekV32Config.from_dict(config))] * config["num_hidden_layers"]
     return {
-        f"{prefix}kv_proj.weight": (channels, hidden), f"{prefix}gate_proj.weight": (channels, hidden),
-        f"{prefix}position_bias": (ratio, channels), f"{prefix}kv_norm.weight": (dim,),
-    }  # fmt: skip
-
-
-def v32_shapes(config: dict) -> dict[str, tuple[int, ...]]:
-    hidden, heads, rank, index_heads = (
-        config[name] for name in ("hidden_size", "num_attention_heads", "q_lora_rank", "index_n_heads")
-    )
-    nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
-    shapes = common_shapes(config)
-    for layer in range(config["num_hidden_layers"]):
-        within = {
-            "q_a_proj.weight": (rank, hidden), "q_a_layernorm.weight": (rank,),
-            "q_b_proj.weight": (heads * (nope + 64), rank), "kv_a_proj_with_mqa.weight": (576, hidden),
-            "kv_a_layernorm.weight": (512,), "kv_b_proj.weight": (heads * (nope + value), 512),
-            "o_proj.weight": (hidden, heads * value), "indexer.wq_b.weight": (index_heads * 128, rank),
-            "indexer.wk.weight": (128, hidden), "indexer.k_norm.weight": (128,), "indexer.k_norm.bias": (128,),
-            "indexer.weights_proj.weight": (index_heads, hidden),
-        }  # fmt: skip
-        shapes |= {f"model.layers.{layer}.self_attn.{name}": shape for name, shape in within.items()}
-    return shapes
+        f"model.layers.{layer}.self_attn.{name}": shape
+        for layer, its in enumerate(layers)
+        for name, shape in its.items()
+    }
 
 
 if __name__ == "__main__":

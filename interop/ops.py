@@ -17,12 +17,14 @@ from ..arrays import dlpack
 from ..kernels.types.plan import DecodePlan, DenseDecodePlan
 from ..ops import (
     advance,
+    candidates,
     compressor,
     dense_attention,
     dense_cache,
     indexer,
     indexer_topk,
     indices,
+    latents,
     norm_rope,
     sparse_attention,
     sparse_cache,
@@ -223,6 +225,42 @@ def indexer_topk_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
     return (Result((math.prod(tokens), arguments["topk"]), "int32"),)
 
 
+def selected_blocks_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
+    rows, _ = shape(arguments, "logits", "M", "N")
+    return (Result((rows, arguments.get("topk_blocks", candidates.TOPK_BLOCKS)), "int32"),)
+
+
+def selected_blocks_scratch(arguments: Mapping[str, Any]) -> int:
+    rows, columns = shape(arguments, "logits", "M", "N")
+    return bounded_scratch(arguments, rows, candidates.blocks_of(columns, candidate_block_size(arguments)))
+
+
+def candidate_block_size(arguments: Mapping[str, Any]) -> int:
+    return int(arguments.get("candidate_block_size", candidates.BLOCK))
+
+
+def candidate_logits_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
+    tokens, blocks = shape(arguments, "candidate_blocks", "T", "K")
+    return (Result((tokens, blocks * candidate_block_size(arguments)), "float32"),)
+
+
+def candidate_topk_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
+    tokens, _ = shape(arguments, "candidate_blocks", "T", "K")
+    return (Result((tokens, arguments["topk"]), "int32"),)
+
+
+def candidate_topk_scratch(arguments: Mapping[str, Any]) -> int:
+    tokens, blocks = shape(arguments, "candidate_blocks", "T", "K")
+    return bounded_scratch(arguments, tokens, blocks * candidate_block_size(arguments))
+
+
+def bounded_scratch(arguments: Mapping[str, Any], rows: int, width: int) -> int:
+    """Bytes for rows of float32, as many at a time as `max_workspace_bytes` allows."""
+    row_bytes = indexer_topk.logits_row_bytes(width)
+    most = max(arguments.get("max_workspace_bytes", indexer_topk.WORKSPACE_BYTES), row_bytes)
+    return int(min(most, rows * row_bytes))
+
+
 def norms_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
     return tuple(Result(tuple(arguments[x].shape), dtype_name(arguments[x])) for x in ("qr", "kv"))
 
@@ -242,11 +280,7 @@ def quantised_output_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]
 def indexer_topk_scratch(arguments: Mapping[str, Any]) -> int:
     paged = arguments.get("block_table") is not None
     width = paged_width(arguments, "kv") if paged else arguments.get("max_seqlen_k") or int(arguments["kv"].shape[0])
-    row_bytes = indexer_topk.logits_row_bytes(width)
-    rows = math.prod(arguments["q"].shape[:-2])
-    return int(
-        min(max(arguments.get("max_workspace_bytes", indexer_topk.WORKSPACE_BYTES), row_bytes), rows * row_bytes)
-    )
+    return bounded_scratch(arguments, math.prod(arguments["q"].shape[:-2]), width)
 
 
 OPS = {
@@ -269,7 +303,24 @@ OPS = {
             scratch=indexer_topk_scratch,
             plan=None,
         ),
+        Op(
+            candidates.select_candidate_blocks,
+            results=selected_blocks_results,
+            outputs=("out",),
+            scratch=selected_blocks_scratch,
+            plan=None,
+        ),
+        Op(candidates.apply_candidate_mask, writes=("logits",)),
+        Op(candidates.candidate_logits, results=candidate_logits_results, outputs=("out",)),
+        Op(
+            candidates.candidate_topk,
+            results=candidate_topk_results,
+            outputs=("out",),
+            scratch=candidate_topk_scratch,
+            plan=None,
+        ),
         Op(compressor.compress_and_insert, writes=("state_cache", "k_cache", "index_state_cache", "index_k_cache")),
+        Op(latents.compress_latents, writes=("latents", "state_cache")),
         Op(norm_rope.fused_q_kv_rmsnorm, results=norms_results, outputs=("out",)),
         Op(
             norm_rope.qnorm_rope_and_insert,

@@ -5,8 +5,6 @@ here what it compiles or loads, `dispatch.self_test` runs it once on a small cas
 and the result is a file beside the compiled code: a process that finds it neither tests nor waits.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import os

@@ -143,6 +143,14 @@ def lab(request):
     yield from lab_of(request)
 
 
+@pytest.fixture(params=[pytest.param("cuda", id="emulated"), pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """The lab of the cuda backend, on an emulated device and on a real one."""
+    from support.lab import lab_of
+
+    yield from lab_of(request)
+
+
 @pytest.fixture
 def emulated():
     """Devices that the tests emulate, while a test runs."""

@@ -8,8 +8,6 @@ Compiles the programs of NEW's tests/kernels/test_compile.py by NVRTC from both 
 the sections that differ; exit status 1 if any does. Each checkout compiles in its own process.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

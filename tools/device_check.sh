@@ -68,9 +68,11 @@ for name in ${*:-correct fences decode poisoned prefill prefill_chunks indexer c
         replay replay_v4 --layers v4
         replay replay_v32 --layers v32
         ;;
-    trace) part trace 590 60 python3 benchmarks/trace.py $TRACE --json "$logs/trace.json" ;; # split into options
-    decode | prefill | indexer | cache) part "$name" 240 0 python3 "benchmarks/$name.py" --json "$logs/$name.json" ;;
-    *) part "$name" 90 0 python3 "benchmarks/$name.py" --json "$logs/$name.json" ;;
+    trace) part trace 590 60 python3 -m cumla bench trace $TRACE --json "$logs/trace.json" ;; # split into options
+    layers | interop | parallel) part "$name" 90 0 python3 "benchmarks/$name.py" --json "$logs/$name.json" ;;
+    decode | prefill | indexer | cache)
+        part "$name" 240 0 python3 benchmarks/operations.py "$name" --json "$logs/$name.json" ;;
+    *) part "$name" 90 0 python3 benchmarks/operations.py "$name" --json "$logs/$name.json" ;;
     esac
 done
 failed=$(cat "$logs/failed" 2>/dev/null | tr '\n' ' ')

@@ -8,8 +8,6 @@ and module names in strings count, too. Exit status 1 for an upward import, file
 file in no layer, or a tracked file at the root that ROOT_FILES does not name, such as a scratch file.
 """
 
-from __future__ import annotations
-
 import ast
 import collections
 import graphlib

@@ -7,8 +7,6 @@ Compiles csrc/FILE for a target with the macros of its launcher (tests/kernels/t
 that spill in the machine code if CUDA's nvdisasm is on the path; writes the program to --cubin.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import pathlib

@@ -7,8 +7,6 @@ Times of files are the commit's (SOURCE_DATE_EPOCH, if that is set). The wheel i
 writes the times of the build into sdists, so those are packed again: files in order, with one time, owner and mode.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import os

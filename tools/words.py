@@ -8,8 +8,6 @@ and the paths themselves; a phrase may continue on the next line. ALLOWED lists 
 names that still work. Exit status 1 for a use that is not allowed, or an entry of ALLOWED that matches nothing.
 """
 
-from __future__ import annotations
-
 import pathlib
 import re
 import subprocess

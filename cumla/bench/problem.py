@@ -203,9 +203,6 @@ class Arrays:
     def integers(self, end: int, *shape: int) -> Any:
         return self.xp.asarray(self.rng.integers(0, end, shape, np.int32))
 
-    def full(self, shape: Any, value: int) -> Any:
-        return self.xp.full(shape, value, np.int32)
-
     def cache(self, layout: CacheLayout) -> Any:
         """A cache whose pages repeat a few."""
         return repeating_cache(self.sizes.backend, layout, BLOCK, self.sizes.slots).array

@@ -20,7 +20,7 @@ import cumla
 from ..arrays.memory import to_host
 from ..bounds import DECODE_OUT, PREFILL_OUT
 from ..dispatch.call import BFLOAT16
-from ..layout import DSV4_FP8, DSV41_FP8, V32_FP8, CacheLayout
+from ..layout import DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT, V32_FP8, CacheLayout
 from ..ops.sparse_attention import PARTNERS
 from . import peers
 from .problem import (
@@ -47,7 +47,7 @@ from .problem import (
 SETS, PREFILL_SETS = 4, 2
 CONTEXT = 1 << 17  # of the longest request
 RECORDED_SLOTS = {"DSV4_FP8": 7 << 20, "V32_FP8": 6 << 20, "DSV41_FP8": 7 << 20}  # 4 GiB
-WINDOWED = (DSV4_FP8, DSV41_FP8)  # formats whose first list is a window, with lengths and a sink
+WINDOWED = (DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT)  # formats whose first list is a window, with lengths and a sink
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Decode:
         return problem_of(
             self, sizes, by_backend(DecodeInputs.cumla, one_of_each), moved, sets[0].check, sets[0].clear,
             flop=keys * 2 * self.heads * width,
-            peer=None if self.layout is DSV41_FP8
+            peer=None if self.layout not in (DSV4_FP8, V32_FP8)
             else Peer("flash_mla", peers.FLASH_MLA_DECODE, DecodeInputs.flash_mla, one_of_each),
         )  # fmt: skip
 
@@ -288,14 +288,14 @@ class Prefill:
 
 def decode(sizes: Sizes) -> Iterator[Decode]:
     """Calls of layers first."""
-    extra = sizes.extra if sizes.layout is DSV4_FP8 else 0
+    extra = sizes.extra if sizes.layout in WINDOWED else 0
     for lengths in (True, False):
         for batch in sizes.batch:
             yield Decode(sizes.layout, sizes.heads, batch, 1, sizes.topk, extra, lengths=lengths)
 
 
 def prefill(sizes: Sizes) -> Iterator[Prefill]:
-    topk = sizes.topk + (sizes.extra if sizes.layout is DSV4_FP8 else 0)
+    topk = sizes.topk + (sizes.extra if sizes.layout in WINDOWED else 0)
     for lengths in (True, False):
         for tokens in sizes.tokens:
             yield Prefill(sizes.layout.head_dim, sizes.heads, topk, sizes.context, tokens, lengths)

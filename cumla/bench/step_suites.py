@@ -23,8 +23,10 @@ from ..metadata import (
     MLAConfig,
     ServingConfig,
 )
+from ..ops.sparse_attention import PARTNERS
 from .dense import NOPE, ROPE, DenseDecode, DensePrefill, V
 from .problem import BLOCK, WINDOW, Arrays, Problem, Sizes, problem_of
+from .sparse import WINDOWED
 
 PAGE = 256  # positions of a page of a compressed cache
 SPARSE = {1: "window", 4: "C4A", C128A_RATIO: "C128A"}
@@ -76,15 +78,17 @@ def _sparse_layer(sizes: Sizes, ratio: int, batch: int) -> Problem:
     metadata = DeepseekSparseSWAMetadataBuilder(config, backend=sizes.backend).build(
         0, step, c128a_block_table=table if ratio == C128A_RATIO else None
     )
-    cache, compressed, selected = arrays.cache(DSV4_FP8), None, 0
+    layout = sizes.layout if sizes.layout in WINDOWED else DSV4_FP8
+    extra_layout = PARTNERS.get(layout.name, layout)
+    cache, compressed, selected = arrays.cache(layout), None, 0
     if ratio > 1:
         chosen = None
         selected = visible = sizes.context // ratio
         if ratio != C128A_RATIO:
             selected = min(visible, sizes.extra)
             chosen = arrays.integers(max(visible, 1), batch, sizes.extra)
-        compressed = CompressedCache(DSV4_FP8.allocate(pages, rows, xp), table, topk_indices=chosen)
-    layer = SparseMLALayer(ratio, index_topk=sizes.extra)
+        compressed = CompressedCache(extra_layout.allocate(pages, rows, xp), table, topk_indices=chosen)
+    layer = SparseMLALayer(ratio, index_topk=sizes.extra, layout=layout, extra_layout=extra_layout)
     calls = []
     for _ in range(SETS):
         q, k = arrays.rows(batch, sizes.heads, 512), arrays.rows(batch, 512)
@@ -95,9 +99,11 @@ def _sparse_layer(sizes: Sizes, ratio: int, batch: int) -> Problem:
                 backend=sizes.backend,
             )
         )  # fmt: skip
-    keys = batch * (min(sizes.topk, sizes.context) + selected)
-    moved = (keys + batch) * DSV4_FP8.token_bytes + 2 * batch * (sizes.heads * 1024 + 512)
-    config_name = f"{SPARSE[ratio]} h{sizes.heads} b{batch} of {sizes.context}"
+    window = min(sizes.topk, sizes.context)
+    keys, own = batch * (window + selected), batch * (sizes.heads * 1024 + 512)
+    moved = batch * ((window + 1) * layout.token_bytes + selected * extra_layout.token_bytes) + 2 * own
+    config_name = "" if layout is DSV4_FP8 else f"{layout.name} "
+    config_name += f"{SPARSE[ratio]} h{sizes.heads} b{batch} of {sizes.context}"
     return Problem("layer", config_name, {"cumla": ("cupy", calls)}, moved, 4 * keys * sizes.heads * 512)
 
 

@@ -41,6 +41,7 @@ LAYERS_OF = {
     "--topk": {"c4a", "v4 c4a", "v32"},
     "--mla-cache": {"mla"},
     "--prefill-path": set(LAYER_RATIOS),
+    "--layout": set(LAYER_RATIOS),
 }
 LINE_SECONDS = 5.0  # between lines of progress where there is no terminal to draw a bar on
 
@@ -56,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     trace = "shipped with cumla" if args.trace is None else str(args.trace)
     heads = counted(options.heads, "head")
     title = f"{share}, {'+'.join(options.layers)} layers, {heads}, backend {options.backend}"
+    if args.layout != ReplayOptions.layout:
+        title += f", {args.layout.replace(',', ' and ')}"
     if options.ranks > 1:
         title += f", {options.ranks} ranks"
     console.print(escape(f"{title}; trace: {trace}"), highlight=False, soft_wrap=True)
@@ -132,6 +135,7 @@ def resolve(args: argparse.Namespace) -> tuple[ReplayOptions, list[TraceRequest]
         cache_tokens=cache_size(args.cache_tokens, requests),
         max_len=max_len,
         seed=args.seed,
+        layout=args.layout,
         mla_cache=args.mla_cache,
         prefill_path=args.prefill_path,
         ranks=args.ranks,

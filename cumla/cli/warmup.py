@@ -21,18 +21,21 @@ from ..errors import InputError, RunError
 from ..kernels.self_tests import KEPT, NOT_REACHED, RESULTS, RIGHT, VARIABLE, MiscompiledError
 from ..kernels.types.plan import DecodePlan
 from ..layers.prefill_path import PATHS
-from ..layout import DSV4_FP8, INDEXER_FP8, V32_FP8, CacheLayout
+from ..layout import DSV4_FP8, INDEXER_FP8, INDEXER_MXFP4, V32_FP8, CacheLayout
 from ..models.step import STATE_BLOCK_SIZES
 from ..ops.compressor import compress_and_insert
 from ..ops.sparse_attention import V_DIM, sparse_mla_decode, sparse_mla_prefill
 from ..ops.sparse_cache import dequantize_and_gather_k_cache, quantize_and_insert_k_cache
 from ..replay.engine import warm_up
-from ..replay.options import ReplayOptions
+from ..replay.options import FORMATS, ReplayOptions
 from ..self_test import CASES, Bench, Case, cache_cases
 
 KINDS = ("v4", "v32", "mla")
 # Cases that are for other kinds of models, by what their variant begins with.
-FOREIGN = {"v4": ("V32", "MLA_BF16", "576"), "v32": ("DSV4", "MLA_BF16", "512"), "mla": ("DSV4", "V32")}
+FOREIGN = {
+    "v4": ("V32", "MLA_BF16", "576"), "v32": ("DSV4", "MLA_BF16", "512", INDEXER_MXFP4.name),
+    "mla": ("DSV4", "V32", INDEXER_MXFP4.name),
+}  # fmt: skip
 DENSE_OPS = ("concat_and_cache_mla", "gather_cache", "mha_varlen", "dense_mla_decode")
 MAX_REPLAYED_TOKENS = 512
 
@@ -45,12 +48,29 @@ class Model:
     heads   query heads of one rank
     topk    compressed rows (v4) or tokens (v32) that a token selects
     window  of V4's window cache
+    layout  of V4's caches, one of FORMATS
     """
 
     kind: str
     heads: int
     topk: int
     window: int = 128
+    layout: str = DSV4_FP8.name
+
+    @property
+    def formats(self) -> tuple[CacheLayout, CacheLayout]:
+        """Formats of the first list's cache and of the second's."""
+        return FORMATS[self.layout] if self.kind == "v4" else (V32_FP8, V32_FP8)
+
+    def needs(self, case: Case) -> bool:
+        """Whether a case of `cumla check` is of operations and formats that the model calls."""
+        if self.kind != "mla" and case.op in DENSE_OPS:
+            return False
+        formats = {layout.name for pair in FORMATS.values() for layout in pair} - {x.name for x in self.formats}
+        if self.layout == DSV4_FP8.name:
+            formats.add(INDEXER_MXFP4.name)
+        of_others = self.kind == "v4" and formats & set(case.variant.split(", "))
+        return not (of_others or case.variant.startswith(FOREIGN[self.kind]))
 
     @classmethod
     def from_config(cls, path: Path, ranks: int) -> Model:
@@ -95,12 +115,15 @@ def tasks(
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Calls by name."""
     for case in CASES:
-        if not case.variant.startswith(FOREIGN[model.kind]) and (model.kind == "mla" or case.op not in DENSE_OPS):
+        if model.needs(case):
             yield f"{case.op} {case.variant}".strip(), functools.partial(run_case, case, backend, model.heads)
     if model.kind == "v4":
-        bench = Bench(backend, 0, model.heads)
-        yield from compressor_calls(backend)
-        yield "qnorm_rope_and_insert DSV4_FP8", functools.partial(cache_cases.window_rows(DSV4_FP8), bench)
+        bench, (first, second) = Bench(backend, 0, model.heads), model.formats
+        if first is DSV4_FP8:
+            yield from compressor_calls(backend)
+        else:
+            yield f"norm_rope_and_insert {second.name}", functools.partial(cache_cases.latent_rows(second), bench)
+        yield f"qnorm_rope_and_insert {first.name}", functools.partial(cache_cases.window_rows(first), bench)
     if model.kind != "mla":
         for batch in batches:
             for name, call in sparse_calls(model, batch, block_size, backend):
@@ -110,7 +133,7 @@ def tasks(
         for prefill_path in PATHS if model.kind == "v4" else (None,):
             options = ReplayOptions(
                 backend, layers, model.heads, model.window, model.topk, MAX_REPLAYED_TOKENS, 1 << 14, 1152, 0,
-                prefill_path=prefill_path,
+                layout=model.layout, prefill_path=prefill_path,
             )  # fmt: skip
             name = f"a step of {', '.join(layers)} layers, prefill over {prefill_path or 'keys'}"
             yield name, functools.partial(warm_up, options)
@@ -145,9 +168,9 @@ def compressor_calls(backend: str) -> Iterator[tuple[str, Callable[[], Any]]]:
 def sparse_calls(model: Model, batch: int, block_size: int, backend: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Calls of a step of `batch` requests with the widths of the model, as engines make them."""
     xp: Any = backends.array_module(backend)
-    layout: CacheLayout = DSV4_FP8 if model.kind == "v4" else V32_FP8
+    layout, second = model.formats
     tokens = 4 * block_size
-    cache = layout.allocate(4, block_size, xp)
+    caches = {x: x.allocate(4, block_size, xp) for x in (layout, second)}
 
     def rows(*shape: int) -> Any:
         return xp.asarray(np.random.default_rng(0).standard_normal(shape).astype(BFLOAT16))
@@ -157,7 +180,9 @@ def sparse_calls(model: Model, batch: int, block_size: int, backend: str) -> Ite
 
     for dtype in (np.int64, np.int32):
         k, mapping = rows(min(batch, tokens), layout.head_dim), xp.arange(min(batch, tokens), dtype=dtype)
-        yield "insert", functools.partial(quantize_and_insert_k_cache, k, cache, mapping, backend=backend)
+        for x, cache in caches.items():
+            insert = functools.partial(quantize_and_insert_k_cache, k, cache, mapping, layout=x, backend=backend)
+            yield "insert", insert
     q, sink = rows(batch, 1, model.heads, layout.head_dim), xp.zeros(model.heads, np.float32)
     window: dict[str, Any] = {}
     widths: list[tuple[int, int | None]] = [(model.topk, None)]
@@ -168,20 +193,21 @@ def sparse_calls(model: Model, batch: int, block_size: int, backend: str) -> Ite
         asked = dict(window)
         if extra is not None:
             asked |= {
-                "extra_k_cache": cache, "extra_indices": slots(batch, 1, extra),
-                "extra_topk_length": xp.full(batch, extra, np.int32),
+                "extra_k_cache": caches[second], "extra_indices": slots(batch, 1, extra),
+                "extra_topk_length": xp.full(batch, extra, np.int32), "extra_layout": second,
             }  # fmt: skip
         given: dict[str, Any] = {
             "out": xp.empty((batch, 1, model.heads, 512), BFLOAT16), "plan": DecodePlan(),
             "lse": xp.empty((batch, model.heads, 1), np.float32),
         }  # fmt: skip
         for results in ({}, given):
-            options = {**asked, **results, "backend": backend}
-            yield "decode", functools.partial(sparse_mla_decode, q, cache, slots(batch, 1, topk), **options)
+            options = {**asked, **results, "layout": layout, "backend": backend}
+            yield "decode", functools.partial(sparse_mla_decode, q, caches[layout], slots(batch, 1, topk), **options)
     workspace = xp.zeros((batch, tokens, layout.head_dim), BFLOAT16)
     lens, table = xp.full(batch, tokens, np.int32), xp.asarray(np.tile(np.arange(4, dtype=np.int32), (batch, 1)))
-    gather = functools.partial(dequantize_and_gather_k_cache, workspace, cache, lens, None, table, backend=backend)
-    yield "gather", gather
+    for x, cache in caches.items():
+        gather = functools.partial(dequantize_and_gather_k_cache, workspace, cache, lens, None, table, layout=x)
+        yield "gather", functools.partial(gather, backend=backend)
     width = model.topk + (model.window if model.kind == "v4" else 0)
     options = {"attn_sink": sink if model.kind == "v4" else None, "backend": backend}
     kv = workspace.reshape(-1, layout.head_dim)
@@ -199,7 +225,8 @@ def run_case(case: Case, backend: str, heads: int) -> None:
 
 def run(console: Console, model: Model, batches: Sequence[int], block_size: int, backend: str) -> int:
     """Call everything once. Returns 0; raises RunError where a kernel gives wrong results."""
-    console.print(f"{model.kind}, {model.heads} heads, backend {backend}", highlight=False)
+    what = model.kind if model.layout == DSV4_FP8.name else f"{model.kind}, {model.layout.replace(',', ' and ')}"
+    console.print(f"{what}, {model.heads} heads, backend {backend}", highlight=False)
     start, slowest, count = time.perf_counter(), 0.0, 0
     for name, call in tasks(model, batches, block_size, backend):
         before = time.perf_counter()

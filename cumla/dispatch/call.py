@@ -17,14 +17,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable
-from typing import Any, Generic, Literal, TypeVar, cast, overload
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from ..arrays import dlpack, streams
 from ..arrays.memory import coincide, extent, share_elements
-from ..kernels.types import operations
 from ..kernels.types.segments import Pages
 from ..layout import CacheLayout
 from . import debug, dry_run
@@ -41,7 +40,6 @@ FLOATS = (BFLOAT16, np.dtype(np.float16), np.dtype(np.float32))
 BYTES = (np.dtype(np.uint8), np.dtype(np.int8))
 
 Shape = tuple[int | str, ...]
-K = TypeVar("K")  # the operations of a file of kernels
 
 
 class Call:
@@ -261,7 +259,7 @@ class Call:
         itemsize, width = native.dtype.itemsize, layout.token_bytes
         if native.dtype not in BYTES:
             if str(native.dtype) != layout.value_type:
-                expected = "uint8" if layout.value_type == "e4m3" else f"{layout.value_type} or uint8"
+                expected = "uint8" if layout.quantized_dim else f"{layout.value_type} or uint8"
                 raise TypeError(f"{name}: got dtype {native.dtype}, expected {expected} for a {layout.name} cache")
             width = layout.head_dim
         self.check_shape(name, native.shape, (-1, -1 if block_size is None else block_size, width))
@@ -287,42 +285,14 @@ class Call:
             )
         return Pages(bytes_of(native[:, :needed], len(native), needed), block_size, layout)
 
-    @overload
-    def kernels(self, file: Literal["advance"]) -> Launching[operations.Advance]: ...
-    @overload
-    def kernels(self, file: Literal["blocks"]) -> Launching[operations.Blocks]: ...
-    @overload
-    def kernels(self, file: Literal["compressor"]) -> Launching[operations.Compressor]: ...
-    @overload
-    def kernels(self, file: Literal["norm_rope"]) -> Launching[operations.NormRope]: ...
-    @overload
-    def kernels(self, file: Literal["dense_attention"]) -> Launching[operations.DenseAttention]: ...
-    @overload
-    def kernels(self, file: Literal["dense_cache"]) -> Launching[operations.DenseCache]: ...
-    @overload
-    def kernels(self, file: Literal["indexer"]) -> Launching[operations.Indexer]: ...
-    @overload
-    def kernels(self, file: Literal["indexer_metadata"]) -> Launching[operations.IndexerMetadata]: ...
-    @overload
-    def kernels(self, file: Literal["indices"]) -> Launching[operations.Indices]: ...
-    @overload
-    def kernels(self, file: Literal["projection"]) -> Launching[operations.Projection]: ...
-    @overload
-    def kernels(self, file: Literal["shards"]) -> Launching[operations.Shards]: ...
-    @overload
-    def kernels(self, file: Literal["sparse_attention"]) -> Launching[operations.SparseAttention]: ...
-    @overload
-    def kernels(self, file: Literal["sparse_cache"]) -> Launching[operations.SparseCache]: ...
-    @overload
-    def kernels(self, file: Literal["window_metadata"]) -> Launching[operations.WindowMetadata]: ...
-    def kernels(self, file: str) -> Launching[Any]:
+    def kernels(self, file: str) -> Launching:
         """A context manager for the chosen backend's `file` of kernels, on the caller's stream.
 
         Entering it raises ValueError if a written array shares elements with another one.
         """
         if self._dry_run is not None:
             return Launching(self, self._dry_run.kernels(self._backend, file), streams.NOTHING)
-        module: Any = kernels(choose(self._backend, self._device >= 0), file)
+        module = kernels(choose(self._backend, self._device >= 0), file)
         return Launching(self, module, streams.on(self._device, self._stream))
 
     def results(self) -> Any:
@@ -334,19 +304,19 @@ class Call:
         return back[0] if len(back) == 1 else back
 
 
-class Launching(Generic[K]):
+class Launching:
     """A context manager that launches on the caller's stream. (contextlib's would take a microsecond longer.)"""
 
     __slots__ = ("call", "module", "stream")
 
-    def __init__(self, call: Call, module: K, stream: contextlib.AbstractContextManager[Any]) -> None:
+    def __init__(self, call: Call, module: Any, stream: contextlib.AbstractContextManager[Any]) -> None:
         self.call, self.module, self.stream = call, module, stream
 
-    def __enter__(self) -> K:
+    def __enter__(self) -> Any:
         self.call.check_apart()
         if debug.active and self.call.checks_values():
             self.stream.__enter__()
-            return cast(K, debug.Checked(self.module))
+            return debug.Checked(self.module)
         self.stream.__enter__()
         return self.module
 

@@ -1,5 +1,5 @@
 """The checks of `cumla.debug`: a function for each kernel that reads slots, block tables or indices, with the kernel's
-own arguments (kernels/types/operations.py). They wait for the device."""
+own arguments (kernels/reference). They wait for the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..kernels.types.compressor import Compression, CompressorRows
-from ..kernels.types.index_operations import MixedIndices
+from ..kernels.types.indices import MixedIndices
 from ..kernels.types.metadata import C128A_RATIO, BatchCounts, IndexerCounts
 from ..kernels.types.segments import Pages, Segment
 from ..kernels.types.shard import Shard
@@ -180,22 +180,19 @@ def indexer_knorm_rope_and_insert(
 
 
 @check
-def compress_and_insert(
-    compressors: Sequence[CompressorRows], state_slots: Any, state_table: Any, slots: Any, positions: Any,
-    token_to_req: Any, query_start_loc: Any, compression: Compression, *, first: int,
-) -> None:  # fmt: skip
-    at, ratio = host(positions), compression.compress_ratio
-    states, num_reqs = compressors[0].state, len(state_table)
-    requests = checked_requests(token_to_req, at >= 0, num_reqs)
+def compress_and_insert(compressors: Sequence[CompressorRows], step: Compression, *, first: int) -> None:
+    positions, slots, state_table, ratio = step.positions, step.slots, step.state_block_table, step.compress_ratio
+    at, states, num_reqs = host(positions), compressors[0].state, len(state_table)
+    requests = checked_requests(step.token_to_req, at >= 0, num_reqs)
     for prefix, rows in zip(("", "index_"), compressors, strict=False):
         check_slots(f"slot_mapping of {prefix}k_cache", slots, rows.pages.num_slots, positions, requests)
         num_states = rows.state.shape[0] * rows.state.shape[1]
-        check_slots(f"state_slot_mapping of {prefix}state_cache", state_slots, num_states, positions, requests)
+        check_slots(f"state_slot_mapping of {prefix}state_cache", step.state_slots, num_states, positions, requests)
     window = ratio * compressors[0].kv_score.shape[1] // (2 * compressors[0].pages.layout.head_dim)
     begin, end = np.full(num_reqs, np.iinfo(np.int64).max), np.zeros(num_reqs, np.int64)
     for i in np.flatnonzero(at >= 0):  # rows that a step's first tokens complete also read states before the step
         r = requests[i]
-        before = at[i] - (i - host(query_start_loc)[r])  # the step's first position
+        before = at[i] - (i - host(step.query_start_loc)[r])  # the step's first position
         if (at[i] + 1) % ratio == 0 and i < len(slots) and host(slots)[i] >= 0:
             begin[r], end[r] = min(begin[r], at[i] + 1 - window), before
     check_pages("state_block_table", state_table, begin, end, states.shape[1], len(states))
@@ -246,6 +243,42 @@ def paged_mqa_logits(
     ends = host(lens)
     ends = np.minimum(ends.max(axis=1) if ends.ndim == 2 else ends, logits.shape[1])
     check_pages("block_table", block_table, np.zeros_like(ends), ends, pages.block_size, len(pages.bytes), first)
+    return len(ends)
+
+
+@check
+def compress_latents(
+    kv_score: Any, norm_weight: Any, slots: Any, latents: Any, positions: Any, starts: Any, state: Any, *_: Any,
+    first: int,
+) -> None:  # fmt: skip
+    if state is None:
+        return
+    capacity, values, at = state.shape[1], host(slots), host(positions)[: len(slots)]
+    wrong = (values < -1) | (values >= len(state) * capacity) | ((values >= 0) & (values % capacity != at % capacity))
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        raise ValueError(
+            f"slot_mapping: row {row} (position {at[row]}) has slot {values[row]}, expected -1 or 0 to "
+            f"{len(state) * capacity - 1} with remainder {at[row] % capacity} modulo the capacity {capacity}"
+        )
+
+
+@check
+def candidate_logits(
+    q: Any, pages: Pages, weights: Any, candidates: Any, lens: Any, block_table: Any, block: int, *_: Any, first: int
+) -> int:
+    ends = host(lens)
+    ends = ends.max(axis=1) if ends.ndim == 2 else ends
+    check_pages("block_table", block_table, np.zeros_like(ends), ends, pages.block_size, len(pages.bytes), first)
+    next_n, chosen = q.shape[1], host(candidates)
+    most = np.repeat(-(-np.maximum(ends, 0) // block), next_n)[:, None]
+    wrong = (chosen < -1) | (chosen >= most)
+    if wrong.any():
+        row, column = np.argwhere(wrong)[0]
+        raise ValueError(
+            f"candidate_blocks: row {first * next_n + row} has block {chosen[row, column]}, expected -1"
+            + (f" or 0 to {most[row, 0] - 1}" if most[row, 0] else "")
+        )
     return len(ends)
 
 

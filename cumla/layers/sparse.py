@@ -15,10 +15,10 @@ from ..dispatch.backends import choose
 from ..dispatch.deprecated import renamed_argument
 from ..dispatch.values import check_choice, check_integers, check_kind, shown
 from ..kernels.types.metadata import C128A_RATIO
-from ..layout import DSV4_BF16, DSV4_F32, DSV4_FP8, CacheLayout
+from ..layout import DSV4_BF16, DSV4_F32, DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT, CacheLayout
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 from ..ops.indices import combine_topk_swa_indices, compute_global_topk_indices_and_lens
-from ..ops.sparse_attention import V_DIM, scale_or_default, sparse_mla_decode, sparse_mla_prefill
+from ..ops.sparse_attention import V_DIM, check_pair, scale_or_default, sparse_mla_decode, sparse_mla_prefill
 from ..ops.sparse_cache import (
     dequantize_and_gather_k_cache,
     indexer_k_quant_and_cache,
@@ -29,7 +29,7 @@ from .selection import select_rows
 from .sparse_validation import check_step, refuse_in_capture, tokens_used
 from .step_arguments import CompressedCache, LayerWorkspace
 
-LAYOUTS = (DSV4_FP8, DSV4_BF16, DSV4_F32)
+LAYOUTS = (DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT, DSV4_BF16, DSV4_F32)
 Observer = Callable[[str], AbstractContextManager[Any]]
 
 
@@ -46,7 +46,9 @@ class SparseMLALayer:
     index_topk      the model's number of entries selected at ratio 4; topk_indices may have more columns or fewer
     attn_sink       [h] float32, or None
     softmax_scale   1 / sqrt(512) if None
-    layout          of the caches: DSV4_FP8 or DSV4_BF16; on the host also DSV4_F32
+    layout          of the window's cache: DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT or DSV4_BF16; on the host also DSV4_F32
+    extra_layout    of the compressed cache: layout's, beside DSV41_FP8 also DSV41_FP4, beside DSV41_FP8_SPLIT also
+                    DSV41_FP4_SPLIT; None: layout's. A layer of ratio 1 does not use it
     """
 
     compress_ratio: int = 1
@@ -54,6 +56,7 @@ class SparseMLALayer:
     attn_sink: Any = None
     softmax_scale: float | None = None
     layout: CacheLayout = DSV4_FP8
+    extra_layout: CacheLayout | None = None
 
     def __post_init__(self) -> None:
         check_choice((1, 4, 128), compress_ratio=self.compress_ratio)
@@ -62,6 +65,14 @@ class SparseMLALayer:
         check_kind(CacheLayout, layout=self.layout)
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout: got {self.layout.name}, expected one of {[layout.name for layout in LAYOUTS]}")
+        if self.extra_layout is not None:
+            check_kind(CacheLayout, extra_layout=self.extra_layout)
+            check_pair(self.layout, self.extra_layout)
+
+    @property
+    def compressed_layout(self) -> CacheLayout:
+        """The format of the compressed cache."""
+        return self.layout if self.extra_layout is None else self.extra_layout
 
     @renamed_argument("prefill_road", "prefill_path")
     def step(
@@ -84,7 +95,8 @@ class SparseMLALayer:
 
         q           [num_tokens, h, 512] bfloat16, RoPE applied; on the host also float32, without k
         k           [num_tokens, 512] bfloat16, RoPE applied; None: the cache contains the rows already
-        swa_cache   uint8 [num_blocks, block_size, 584] (or rows that are not quantised), of the layer's layout, written
+        swa_cache   uint8 [num_blocks, block_size, 584 or 528] (or rows that are not quantised), of the layer's layout,
+                    written
         metadata    of the step's batch
         compressed  the compressed cache, for ratios 4 and 128
         out         [num_tokens, h, 512] of q's dtype to write instead of allocating
@@ -118,10 +130,11 @@ class SparseMLALayer:
             run = _Run(self, metadata, workspace, backend, observe)
             if k is not None:
                 with observe("insert"):
-                    run.insert(k, swa_cache, metadata.slot_mapping, metadata.block_size)
+                    run.insert(k, swa_cache, self.layout, metadata.slot_mapping, metadata.block_size)
             if compressed is not None and compressed.k is not None:
                 with observe("insert"):
-                    run.insert(compressed.k, compressed.cache, compressed.slot_mapping, compressed.cache.shape[1])
+                    cache, layout = compressed.cache, self.compressed_layout
+                    run.insert(compressed.k, cache, layout, compressed.slot_mapping, cache.shape[1])
             if compressed is not None and compressed.indexer is not None:
                 compressed = run.select(compressed, q)
             mapped = run.map_decodes(compressed) if metadata.num_decode_tokens else {}
@@ -153,10 +166,10 @@ class _Run:
     backend: str | None
     observe: Observer
 
-    def insert(self, k: Any, cache: Any, slot_mapping: Any, block_size: int) -> None:
+    def insert(self, k: Any, cache: Any, layout: CacheLayout, slot_mapping: Any, block_size: int) -> None:
         k = dlpack.borrow(k, "k")
         slots = dlpack.borrow(slot_mapping, "slot_mapping")[: len(k)]
-        quantize_and_insert_k_cache(k, cache, slots, block_size, layout=self.layer.layout, backend=self.backend)
+        quantize_and_insert_k_cache(k, cache, slots, block_size, layout=layout, backend=self.backend)
 
     def select(self, compressed: CompressedCache, q: Any) -> CompressedCache:
         """Insert the indexer's keys, then return the compressed cache with the rows that tokens select."""
@@ -198,10 +211,16 @@ class _Run:
                 dlpack.borrow(getattr(compressed, name), name)[: self.metadata.num_decode_tokens]
                 for name in ("decode_slots", "decode_lens")
             )
-            return {"extra_k_cache": compressed.cache, "extra_indices": slots[:, None], "extra_topk_length": lens}
+            return self._extra(compressed, slots[:, None], lens)
         with self.observe("map"):
-            indices, lens = self._decode_compressed(compressed, self.metadata.num_decode_tokens)
-        return {"extra_k_cache": compressed.cache, "extra_indices": indices, "extra_topk_length": lens}
+            return self._extra(compressed, *self._decode_compressed(compressed, self.metadata.num_decode_tokens))
+
+    def _extra(self, compressed: CompressedCache, indices: Any, lens: Any) -> dict[str, Any]:
+        """The arguments of attention for the compressed rows at slots [tokens, 1, topk]."""
+        return {
+            "extra_k_cache": compressed.cache, "extra_indices": indices, "extra_topk_length": lens,
+            "extra_layout": self.layer.compressed_layout,
+        }  # fmt: skip
 
     def decode(self, q: Any, swa_cache: Any, extra: dict[str, Any], out: Any) -> None:
         metadata, tokens = self.metadata, self.metadata.num_decode_tokens
@@ -260,7 +279,7 @@ class _Run:
                     topk_indices, of_tokens[0], compressed.block_table, compressed.cache.shape[1], of_tokens[1],
                     compact=True, positions=of_tokens[2], compress_ratio=ratio, backend=self.backend,
                 )  # fmt: skip
-            extra = {"extra_k_cache": compressed.cache, "extra_indices": indices[:, None], "extra_topk_length": lens}
+            extra = self._extra(compressed, indices[:, None], lens)
         with self.observe("prefill"):
             window = dlpack.borrow(metadata.prefill_swa_indices, "prefill_swa_indices")[local, None]
             lens = dlpack.borrow(metadata.prefill_swa_lens, "prefill_swa_lens")[local]
@@ -299,7 +318,7 @@ class _Run:
                     compressed.cache.shape[1],
                     0,
                     compress_ratio=ratio,
-                    layout=self.layer.layout,
+                    layout=self.layer.compressed_layout,
                     backend=self.backend,
                 )
             table = dlpack.borrow(metadata.block_table, "block_table")[requests]

@@ -41,6 +41,8 @@ class SparseLayer(Protocol):
     def softmax_scale(self) -> float | None: ...
     @property
     def layout(self) -> CacheLayout: ...
+    @property
+    def compressed_layout(self) -> CacheLayout: ...
 
 
 def check_step(
@@ -72,7 +74,8 @@ def check_step(
         "sparse", ratio, backend, used, -(-(metadata.longest // ratio * ratio) // positions),
         metadata.num_decode_tokens, metadata.num_decodes + metadata.num_prefills,
         metadata.block_size, positions, layer.attn_sink, layer.softmax_scale,
-        layer.layout.name, q, k, swa_cache, metadata.slot_mapping, metadata.block_table, metadata.seq_lens,
+        layer.layout.name, layer.compressed_layout.name,
+        q, k, swa_cache, metadata.slot_mapping, metadata.block_table, metadata.seq_lens,
         metadata.query_start_loc, metadata.c128a_decode_topk_lens, out,
         *(() if compressed is None else key_parts_of(compressed)),
         *(() if workspace is None else vars(workspace).values()), stream,
@@ -162,7 +165,7 @@ def check_compressed(
 ) -> int:
     """Check the compressed cache. Returns the number of columns of topk_indices to map, 0 without them."""
     ratio = layer.compress_ratio
-    pages = call.pages("compressed.cache", compressed.cache, layer.layout, writable=True)
+    pages = call.pages("compressed.cache", compressed.cache, layer.compressed_layout, writable=True)
     table = call.array("compressed.block_table", compressed.block_table, INT32, (-1, -1))
     check_rows("compressed.block_table", table, metadata.num_decodes + metadata.num_prefills, "requests")
     positions = metadata.config.compressed_block_size

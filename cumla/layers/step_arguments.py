@@ -16,8 +16,8 @@ from .selection import IndexerInputs
 class CompressedCache:
     """The compressed rows of one layer, and the rows that a step adds.
 
-    cache         uint8 [num_blocks, block_size, 584] (or rows that are not quantised), of the layer's layout; a page
-                  has compressed_block_size positions of the metadata's config
+    cache         uint8 [num_blocks, block_size, 584, 528 or 288] (or rows that are not quantised), of the layer's
+                  extra_layout; a page has compressed_block_size positions of the metadata's config
     block_table   [num_reqs, B] int32, wide enough for the compressed rows of the longest sequence
     k             [n, 512] bfloat16, rows that this step completes; None: the cache contains them already
     slot_mapping  [n] int64 or int32, their slots, -1 skips a row; not used without k

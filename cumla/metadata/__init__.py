@@ -18,7 +18,7 @@ from .mla import MLACommonMetadata
 from .mla_builder import MLACommonMetadataBuilder, MLAConfig
 from .mla_groups import GroupedBatch, SequenceGroup
 from .mla_state import MLACommonBackend, MLACommonState
-from .slots import compute_positions, compute_slot_mapping, get_compressed_slot_mapping
+from .slots import compute_positions, compute_slot_mapping, get_compressed_slot_mapping, ring_capacity
 from .sparse_swa import DeepseekSparseSWAMetadata, DeepseekSparseSWAMetadataBuilder
 from .vllm_helpers import (
     PerLayerParameters,
@@ -61,6 +61,7 @@ __all__ = [
     "kv_spans_from_batches",
     "make_local_attention_virtual_batches",
     "reorder_batch_to_split_decodes_and_prefills",
+    "ring_capacity",
     "set_kv_cache_layout",
     "split_decodes_and_prefills",
     "split_indexer_prefill_chunks",

@@ -16,7 +16,7 @@ from ..dispatch import debug
 from ..dispatch.backends import BACKENDS
 from ..dispatch.call import INT32, SLOTS, Call
 from ..dispatch.launch_cache import VALIDATED, call_key, remember_validated
-from ..dispatch.values import check_choice, check_integers, check_kind, plain, shown
+from ..dispatch.values import check_choice, check_flags, check_integers, check_kind, plain, shown
 from ..kernels.types.metadata import SPLIT_PAGES
 from ..ops.sparse_attention import MAX_HEADS
 from .batch import CommonAttentionMetadata, host_array
@@ -24,7 +24,7 @@ from .vllm_helpers import reorder_batch_to_split_decodes_and_prefills
 
 M = TypeVar("M")
 
-COMPRESS_RATIOS = (1, 4, 128)
+COMPRESS_RATIOS = (1, 2, 4, 128)
 MOST_POSITIONS = (2**31 - 1) // SPLIT_PAGES  # of a page: kernels count the positions of a split in int32
 
 
@@ -48,7 +48,7 @@ class ServingConfig:
     """The builders' configuration, from the model and the server.
 
     window_size             positions of the sliding window, a token's own included
-    compress_ratios         one a layer: 1 (or 0) window only, 4 with an indexer, 128 without
+    compress_ratios         one a layer: 1 (or 0) window only, 2 (V4.1) and 4 (V4) with an indexer, 128 without
     block_size              tokens of a page of the window cache
     compressed_block_size   positions (not rows) that a page of a compressed cache covers
     index_topk              entries the indexer selects
@@ -60,6 +60,9 @@ class ServingConfig:
     prefill_chunk_size      requests of the longest kind that fit in the prefill workspace
     max_logits_bytes        budget for the indexer's float32 logits
     num_sms                 multiprocessors that share the indexer's decode logits (132 on an H100 or H200)
+    has_c1a                 ratio 1 is V4.1's C1A, compressed rows of one position each; window-only layers have ratio 0
+    noncausal_decodes       of DSpark's draft layers: each token of a decode sees the window before the decode's first
+                            token and all of its tokens
     """
 
     window_size: int = 128
@@ -75,9 +78,14 @@ class ServingConfig:
     prefill_chunk_size: int = 4
     max_logits_bytes: int = 512 << 20
     num_sms: int = 132
+    has_c1a: bool = False
+    noncausal_decodes: bool = False
 
     def __post_init__(self) -> None:
         numbers = {name: value for name, value in vars(self).items() if name != "compress_ratios"}
+        for name in ("has_c1a", "noncausal_decodes"):
+            check_flags(**{name: numbers.pop(name)})
+            object.__setattr__(self, name, bool(getattr(self, name)))
         check_integers(0, 2**31 - 2, num_speculative_tokens=numbers.pop("num_speculative_tokens"))
         check_integers(1, MAX_HEADS, num_heads=numbers.pop("num_heads"))
         check_integers(1, 2**63 - 1, max_logits_bytes=numbers.pop("max_logits_bytes"))
@@ -93,12 +101,12 @@ class ServingConfig:
         for ratio in given:
             check_integers(0, compress_ratios=ratio)
             if ratio and ratio not in COMPRESS_RATIOS:
-                raise ValueError(f"compress_ratios: got {ratio}, expected 0, 1, 4 or 128")
-        ratios = tuple(max(1, int(ratio)) for ratio in given)
+                raise ValueError(f"compress_ratios: got {ratio}, expected 0, 1, 2, 4 or 128")
+        ratios = tuple(int(ratio) if self.has_c1a else max(1, int(ratio)) for ratio in given)
         if not ratios:
             raise ValueError("compress_ratios: got no layers, expected at least one")
         object.__setattr__(self, "compress_ratios", ratios)
-        largest = max(ratios)
+        largest = max(*ratios, 1)
         if self.compressed_block_size % largest:
             raise ValueError(
                 f"compressed_block_size: got {self.compressed_block_size}, expected a multiple of {largest}, "
@@ -112,8 +120,22 @@ class ServingConfig:
 
     @property
     def indexer_compress_ratio(self) -> int:
-        """Positions per row of the indexer's cache: 4 if there are layers of ratio 4 (V4), otherwise 1 (V3.2)."""
-        return 4 if 4 in self.compress_ratios else 1
+        """Positions per row of the indexer's cache: 4 if there are layers of ratio 4 (V4), 2 if of ratio 2 (V4.1, which
+        has another cache for its layers of ratio 1), otherwise 1 (V3.2)."""
+        return next((ratio for ratio in (4, 2) if ratio in self.compress_ratios), 1)
+
+    @property
+    def decode_swa_width(self) -> int:
+        """Entries of a decode token's window row. Not causal: window and drafts, padded to a multiple of 64."""
+        if not self.noncausal_decodes:
+            return self.window_size
+        return -(-(self.window_size + self.num_speculative_tokens) // 64) * 64
+
+    def layer_type(self, compress_ratio: int) -> str:
+        """ "swaonly", "c1a", "c2a", "c4a" or "c128a". Raises ValueError for another ratio."""
+        check_choice((0, *COMPRESS_RATIOS), compress_ratio=compress_ratio)
+        is_window_only = compress_ratio == 0 or (compress_ratio == 1 and not self.has_c1a)
+        return "swaonly" if is_window_only else f"c{compress_ratio}a"
 
 
 class BatchArrays(NamedTuple):

@@ -1,4 +1,4 @@
-"""Metadata of the indexer, which scores a cache's rows for each query of DeepSeek V3.2 and V4 layers."""
+"""Metadata of the indexer, which scores a cache's rows for each query of DeepSeek V3.2, V4 and V4.1 layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import dlpack
 from ..dispatch.call import INT32, Call
-from ..dispatch.values import check_integers, plain_integers
+from ..dispatch.values import check_choice, check_integers, plain_integers
 from ..kernels.types.metadata import IndexerBuffers, IndexerCounts
 from .batch import CommonAttentionMetadata, HostLens, host_integers
 from .builder import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, Build, ServingConfig, ViewCache
@@ -82,8 +82,11 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
     (`natively_supported_next_n`), uniform decodes are passed as requests, with a length for each token. Otherwise
     every token becomes a separate entry (`use_flattening`), which also allows ragged decodes.
 
-    config.compress_ratios decides the cache's rows: with C4A layers a row represents 4 positions, and a page covers
-    config.compressed_block_size positions; otherwise rows are positions and a page has config.block_size.
+    compress_ratio is the number of positions of a row of the cache, config.indexer_compress_ratio if None: with C4A
+    layers 4, with C2A layers 2. Then, and for C1A layers (config.has_c1a), a page covers
+    config.compressed_block_size positions, and the builder maps slots; otherwise rows are positions, a page has
+    config.block_size, and slots are the batch's. V4.1's layers of ratio 1 and 2 have an indexer cache each, and each
+    a builder, which must be given its compress_ratio.
 
     Its buffers are allocated by the first build, on the device of that batch's arrays. The arrays that the decode
     kernels read keep their addresses: a captured graph is valid after the next build. Nothing is read back
@@ -98,22 +101,31 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
     natively_supported_next_n: ClassVar[tuple[int, ...]] = (1, 2)
     flattens_ragged: ClassVar[bool] = False  # ragged decodes are flattened, otherwise some of them count as prefills
 
-    def __init__(self, config: ServingConfig, backend: str | None = None) -> None:
+    def __init__(self, config: ServingConfig, backend: str | None = None, compress_ratio: int | None = None) -> None:
         super().__init__(config, backend)
+        if compress_ratio is None:
+            if config.has_c1a and {1, 2} <= set(config.compress_ratios):
+                raise ValueError("compress_ratio: got None for layers of ratio 1 and of ratio 2, expected one of them")
+            compress_ratio = config.indexer_compress_ratio
+        check_choice((1, 2, 4), compress_ratio=compress_ratio)
         self.num_speculative_tokens = config.num_speculative_tokens
         self.next_n = 1 + config.num_speculative_tokens
         self.use_flattening = self.next_n not in self.natively_supported_next_n
         self.num_sms = config.num_sms
-        self.compress_ratio = config.indexer_compress_ratio
-        self.page_positions = config.compressed_block_size if self.compress_ratio > 1 else config.block_size
+        self.compress_ratio = int(compress_ratio)
+        self.maps_slots = self.compress_ratio > 1 or config.has_c1a
+        self.page_positions = config.compressed_block_size if self.maps_slots else config.block_size
         self._chunks = ChunkBuilder(config, self.compress_ratio)
         self.block_size = self.page_positions // self.compress_ratio  # rows of a page
         self._max_columns = -(-config.max_model_len // self.page_positions)
         self._most_entries = config.max_num_seqs * self.next_n
         self.max_prefill_buffer_size = self._chunks.workspace_rows
         self._buffers: IndexerBuffers | None = None
-        self._before = IndexerCounts(0, 0, False, 1, 0, 0, 0, self.block_size, self.compress_ratio)
+        self._before = IndexerCounts(0, 0, False, 1, 0, 0, 0, self.block_size, self.compress_ratio, 1, self.maps_slots)
         self._views = ViewCache(self._cut)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.config, self.backend, self.compress_ratio)
 
     def build(
         self,
@@ -147,13 +159,14 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
         split = lens.split(batch, self.config.decode_threshold, require_uniform)
         num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = split
         shortest, max_decode_len = _extremes(lens, num_decodes, self.config.decode_threshold)
-        use_native = not self.use_flattening and max_decode_len == self.next_n
-        each = self.next_n if use_native else 1
+        use_native = not self.use_flattening and max_decode_len in self.natively_supported_next_n
+        each = max_decode_len if use_native else 1
         packed = shortest == max_decode_len == each or _are_packed(lens.query_lens[:num_decodes], each)
         flatten = not packed if self.flattens_ragged else not use_native and max_decode_len > 1
         counts = self._lay_out(
-            num_decodes, num_decode_tokens, flatten, 1 if flatten else each, arrays.block_table, batch.max_seq_len
-        )
+            num_decodes, num_decode_tokens, flatten, 1 if flatten else each, max_decode_len, arrays.block_table,
+            batch.max_seq_len,
+        )  # fmt: skip
         if block_table is None:
             block_table = batch.block_table_tensor
         framework = dlpack.framework_of(batch.query_start_loc)
@@ -170,7 +183,7 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
             for other in chunks[1:]:
                 kernels.build_indexer_chunk(arrays.query_start_loc, arrays.seq_lens, self.compress_ratio, other.chunk)
             views = self._views_of(framework, counts, arrays.block_table, rows)
-            if self.compress_ratio > 1:
+            if self.maps_slots:
                 slot_mapping = views["slot_mapping"]
             if num_decodes:
                 decode = DeepSeekV32IndexerDecodeMetadata(
@@ -255,7 +268,8 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
 
         Returns (seq_lens, block_table, decode_lens, batch_size, requires_padding). Requests of several tokens
         are flattened into one entry a token, those of padding tokens with length 0; or, if `use_native`, have
-        one length for each of next_n tokens, seq_lens [num_decodes, next_n]. No length is below 0.
+        one length for each of next_n tokens, seq_lens [num_decodes, next_n]: token j sees the sequence without its last
+        max_decode_len - 1 - j positions. No length is below 0 or above the sequence.
         """
         check_integers(0, num_decodes=num_decodes, num_decode_tokens=num_decode_tokens, max_decode_len=max_decode_len)
         check_integers(1, next_n=next_n)
@@ -268,8 +282,9 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
         starts = dlpack.namespace_of(starts).concatenate([starts, starts[-1:] + last_len])
         flatten = not use_native and max_decode_len > 1
         counts = self._lay_out(
-            num_decodes, num_decode_tokens, flatten, next_n if use_native else 1, table, self.config.max_model_len
-        )
+            num_decodes, num_decode_tokens, flatten, next_n if use_native else 1,
+            max_decode_len if use_native else 1, table, self.config.max_model_len,
+        )  # fmt: skip
         with call.kernels("indexer_metadata") as kernels:
             kernels.build_indexer(starts, lens, table, counts, self._fixed_buffers(call, lens), None)
             self._before = counts
@@ -285,6 +300,7 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
         num_decode_tokens: int,
         flatten: bool,
         lens_per_entry: int,
+        decode_len: int,
         block_table: Any,
         max_seq_len: int,
     ) -> IndexerCounts:
@@ -303,6 +319,7 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
         return IndexerCounts(
             num_decodes, batch_size, flatten, lens_per_entry, columns,
             before.batch_size if before.flatten else 0, before.columns, self.block_size, self.compress_ratio,
+            decode_len if lens_per_entry > 1 else 1, self.maps_slots,
         )  # fmt: skip
 
     def _fixed_buffers(self, call: Call, like: Any) -> IndexerBuffers:
@@ -312,7 +329,7 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
             self._buffers = IndexerBuffers(
                 decode_lens=xp.zeros(capacity, np.int32),
                 seq_lens=xp.zeros(capacity, np.int32),
-                slot_mapping=xp.full(capacity if self.compress_ratio > 1 else 0, -1, np.int64),
+                slot_mapping=xp.full(capacity if self.maps_slots else 0, -1, np.int64),
                 block_table=xp.zeros((self._most_entries, self._max_columns), np.int32),
                 schedule=xp.zeros((self.num_sms + 1, 2), np.int32),
             )

@@ -11,6 +11,7 @@ from ..dispatch.values import check_integers, plain_integers
 
 INT64 = (np.dtype(np.int64),)
 MOST_TOKENS = 2**31 - 1
+LEAST_RING = 8
 
 
 @plain_integers
@@ -126,3 +127,14 @@ def _slots(call: Call, num_tokens: int, out: Any) -> Any:
     if len(slots) < num_tokens:
         raise ValueError(f"out: got {len(slots)} entries, expected at least num_tokens = {num_tokens}")
     return slots
+
+
+def ring_capacity(num_speculative_tokens: int) -> int:
+    """Rows of a request's ring: a power of two, at least 8 and at least num_speculative_tokens + 2.
+
+    A step writes up to num_speculative_tokens + 1 rows, of which drafts may be rejected; the row of the last accepted
+    token stays.
+    Source: vLLM's compressor of DeepSeek V4.1.
+    """
+    check_integers(0, num_speculative_tokens=num_speculative_tokens)
+    return max(LEAST_RING, 1 << (int(num_speculative_tokens) + 1).bit_length())

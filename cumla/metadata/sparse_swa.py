@@ -1,4 +1,4 @@
-"""Sliding-window and C128A metadata of DeepSeek V4 layers."""
+"""Sliding-window and C128A metadata of DeepSeek V4 and V4.1 layers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 
 from ..arrays import dlpack
 from ..dispatch.call import INT32, Call
-from ..dispatch.values import check_choice, check_integers, check_optional_size
+from ..dispatch.values import check_flags, check_integers, check_optional_size
 from ..kernels.types.metadata import C128A_RATIO, BatchCounts, SwaBuffers
 from ..kernels.types.plan import DecodePlan, Workspace
 from .batch import CommonAttentionMetadata, HostLens
 from .builder import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, Build, ServingConfig, ViewCache
 from .validation import Table, check_batch, check_block_size, check_capacity
 
-LAYER_TYPES = {1: "swaonly", 4: "c4a", 128: "c128a"}
+LAYER_TYPES = ("swaonly", "c4a", "c128a")  # V4's; plans of V4.1's others exist for models that have them
 
 
 @dataclass
@@ -28,7 +28,7 @@ class DeepseekSparseSWAMetadata:
     is_valid_token            [slots] bool, False where slot_mapping is negative
     token_to_req_indices      [slots] int32, 0 for padding
     positions                 [slots] int32, of the token in its sequence, -1 for padding
-    decode_swa_indices        [num_decode_tokens, 1, window] int32 slots, -1 after the length
+    decode_swa_indices        [num_decode_tokens, 1, config.decode_swa_width] int32 slots, -1 after the length
     decode_swa_lens           [num_decode_tokens] int32, 0 for padding
     prefill_swa_indices       [num_prefill_tokens, window] int32 slots, for prefill straight from the pages
     prefill_swa_lens          [num_prefill_tokens] int32
@@ -37,14 +37,16 @@ class DeepseekSparseSWAMetadata:
     max_seq_len               longest sequence, or a bound on it, as in the batch
     longest                   longest sequence of seq_lens_cpu; layers check the widths of their tables by it
     prefill_seq_lens          [num_prefills] int32; None without prefills, as are the next three
-    prefill_gather_lens       [num_prefills] int32, rows of the window cache that a request's queries reach
+    prefill_gather_lens       [num_prefills] int32, rows of the window cache that a request's queries reach, none of
+                              them before its replay_start
     prefill_seq_lens_cpu, prefill_query_lens_cpu                                 host copies
     c128a_global_decode_topk_indices  [num_decode_tokens, 1, width] int32 slots of all compressed rows;
                               None without C128A layers, as are the next two
     c128a_decode_topk_lens    [num_decode_tokens] int32
     c128a_prefill_topk_indices  [num_prefill_tokens, width] int32: 0, 1, ... for the rows complete, then -1
-    tile_sched_swaonly, tile_sched_c4a, tile_sched_c128a  the decodes' plan for the layers of each type, None
-                              without such layers or without decodes
+    tile_sched_swaonly, tile_sched_c1a, tile_sched_c2a, tile_sched_c4a, tile_sched_c128a  the decodes' plan for the
+                              layers of each type, None without such layers or without decodes
+    replay_start              [num_reqs] int32 as given to the build, or None
     build                     the build that produced it, for `cumla.debug`
     """
 
@@ -78,15 +80,19 @@ class DeepseekSparseSWAMetadata:
     tile_sched_swaonly: DecodePlan | None = None
     tile_sched_c4a: DecodePlan | None = None
     tile_sched_c128a: DecodePlan | None = None
+    tile_sched_c1a: DecodePlan | None = None
+    tile_sched_c2a: DecodePlan | None = None
+    replay_start: Any = None
     build: Build | None = field(default=None, repr=False, compare=False)
-    _plans: dict[tuple[int, int], list[tuple[int, int, int, int]]] = field(init=False, repr=False, default_factory=dict)
+    _plans: dict[tuple[int, int, bool], list[tuple[int, int, int, int]]] = field(
+        init=False, repr=False, default_factory=dict
+    )
     _pages_workspace: Workspace | None = field(default=None, repr=False)
     _pages_plans: dict[tuple[int, int], DecodePlan] = field(init=False, repr=False, default_factory=dict)
 
     def decode_plan(self, compress_ratio: int) -> DecodePlan | None:
         """The plan that the decodes of the layers with this ratio share; None if the config has no such layers."""
-        check_choice((0, *LAYER_TYPES), compress_ratio=compress_ratio)
-        plan: DecodePlan | None = getattr(self, f"tile_sched_{LAYER_TYPES[max(compress_ratio, 1)]}")
+        plan: DecodePlan | None = getattr(self, f"tile_sched_{self.config.layer_type(compress_ratio)}")
         return plan
 
     def pages_plan(self, compress_ratio: int, first_token: int) -> DecodePlan:
@@ -97,32 +103,41 @@ class DeepseekSparseSWAMetadata:
         return self._pages_plans[key]
 
     def get_prefill_chunk_plan(
-        self, compress_ratio: int, prefill_chunk_size: int | None = None
+        self, compress_ratio: int, prefill_chunk_size: int | None = None, has_compressed: bool | None = None
     ) -> list[tuple[int, int, int, int]]:
         """Divide the prefills into chunks whose workspace is bounded.
 
         prefill_chunk_size  requests of the longest kind that fit in a workspace; the config's if None
+        has_compressed      whether the workspace has compressed rows; None: if the ratio is above 1. V4.1's layers of
+                            ratio 1 have them; layers of ratio 0 cannot
 
         Returns [(start, end, N, M)]: prefills [start, end) share a workspace of end - start times M rows,
         a request's first N of them being compressed rows and the rest its window rows. A chunk has as many
         requests as fit in the space of `prefill_chunk_size` requests of the longest kind; a request that does
-        not fit is a chunk of its own.
+        not fit is a chunk of its own. The plan does not depend on replay_start, which only makes windows shorter.
         """
         check_integers(0, compress_ratio=compress_ratio)
         check_optional_size(prefill_chunk_size=prefill_chunk_size)
-        size = prefill_chunk_size or self.config.prefill_chunk_size
-        if (compress_ratio, size) not in self._plans:
-            self._plans[compress_ratio, size] = self._plan(compress_ratio, size) if self.num_prefills else []
-        return self._plans[compress_ratio, size]
+        if has_compressed is None:
+            has_compressed = compress_ratio > 1
+        check_flags(has_compressed=has_compressed)
+        if has_compressed and not compress_ratio:
+            raise ValueError("has_compressed: got True for compress_ratio 0, expected a ratio of at least 1")
+        key = compress_ratio, prefill_chunk_size or self.config.prefill_chunk_size, bool(has_compressed)
+        if key not in self._plans:
+            self._plans[key] = self._plan(*key) if self.num_prefills else []
+        return self._plans[key]
 
-    def _plan(self, compress_ratio: int, prefill_chunk_size: int) -> list[tuple[int, int, int, int]]:
+    def _plan(
+        self, compress_ratio: int, prefill_chunk_size: int, has_compressed: bool
+    ) -> list[tuple[int, int, int, int]]:
         config = self.config
         longest = config.window_size + config.max_num_batched_tokens
-        if compress_ratio > 1:
+        if has_compressed:
             longest += -(-config.max_model_len // compress_ratio)
         budget = prefill_chunk_size * longest
         seq_lens, query_lens = self.prefill_seq_lens_cpu, self.prefill_query_lens_cpu
-        compressed = seq_lens // compress_ratio if compress_ratio > 1 else np.zeros_like(seq_lens)
+        compressed = seq_lens // compress_ratio if has_compressed else np.zeros_like(seq_lens)
         window = query_lens + np.minimum(seq_lens - query_lens, config.window_size - 1)
         plan: list[tuple[int, int, int, int]] = []
         start, rows_compressed, rows_window = 0, 0, 0
@@ -155,7 +170,7 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
         self.num_speculative_tokens = config.num_speculative_tokens
         self.decode_threshold = config.decode_threshold
         self.window_size, self.block_size = config.window_size, config.block_size
-        self.layer_types = {LAYER_TYPES[ratio] for ratio in config.compress_ratios}
+        self.layer_types = {config.layer_type(ratio) for ratio in config.compress_ratios}
         self._has_c128a = "c128a" in self.layer_types
         self._workspaces = {name: Workspace() for name in self.layer_types}
         self._pages_workspace = Workspace()
@@ -170,6 +185,7 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
         fast_build: bool = False,
         *,
         c128a_block_table: Any = None,
+        replay_start: Any = None,
         validate: bool = True,
         stream: Any = None,
     ) -> DeepseekSparseSWAMetadata:
@@ -178,6 +194,9 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
         common_prefix_len, fast_build  accepted for every builder; without effect
         common_attn_metadata  the batch
         c128a_block_table  [num_reqs, B] int32, pages of the C128A cache; required if the config has C128A
+        replay_start       [num_reqs] int32, the first position of each request whose window row is valid: a request
+                           that is replayed does not rebuild those before. Windows start there or later, except
+                           those of noncausal decodes. None: 0
         validate           check the host values of the batch first; False trusts them
 
         Raises ValueError, before the device is touched, for an impossible batch; the message names the request.
@@ -190,6 +209,7 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
         c128a_table = None
         if self._has_c128a:
             c128a_table = call.array("c128a_block_table", c128a_block_table, INT32, (batch.num_reqs, -1))
+        replay = call.optional("replay_start", replay_start, INT32, (batch.num_reqs,))
         lens, rows = HostLens.of(batch), len(arrays.slot_mapping)
         check_capacity(batch, config, rows)
         if validate:
@@ -200,6 +220,8 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
             check_batch(batch, lens, config, **tables)
         split = lens.split(batch, self.decode_threshold)
         num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = split
+        if config.noncausal_decodes:
+            check_decode_width(config, lens.query_lens[:num_decodes])
         counts = BatchCounts(
             batch.num_reqs, num_decodes, num_decode_tokens, int(lens.starts[-1]) if batch.num_reqs else 0, rows,
             self._rows_in_use, self._width_in_use,
@@ -210,7 +232,7 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
             call.check_place("the builder's buffers", buffers.swa_lens)
             kernels.build_sparse_swa(
                 *arrays, c128a_table, counts, config.block_size, config.window_size,
-                config.compressed_block_size // C128A_RATIO, width, buffers,
+                config.compressed_block_size // C128A_RATIO, width, buffers, replay, config.noncausal_decodes,
             )  # fmt: skip
             self._rows_in_use, self._width_in_use = rows, width
             framework = dlpack.framework_of(batch.query_start_loc)
@@ -232,9 +254,8 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
             max_seq_len=batch.max_seq_len,
             longest=int(lens.seq_lens.max(initial=0)),
             **views,
-            tile_sched_swaonly=plans["swaonly"],
-            tile_sched_c4a=plans["c4a"],
-            tile_sched_c128a=plans["c128a"],
+            **{f"tile_sched_{name}": plan for name, plan in plans.items()},
+            replay_start=replay_start,
             _pages_workspace=self._pages_workspace,
             build=self._counted(),
         )
@@ -259,13 +280,14 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
         return super().build_for_cudagraph_capture(common_attn_metadata, c128a_block_table=c128a_block_table, **options)
 
     def build_tile_scheduler(self, num_decode_tokens: int) -> dict[str, DecodePlan | None]:
-        """A plan for the decodes of one step by layer type ("swaonly", "c4a", "c128a").
+        """A plan for the decodes of one step by layer type ("swaonly", "c1a", "c2a", "c4a", "c128a").
 
         The layers of a type share a plan, which the first of them fills on the device. The plans of a type, one a step,
-        share memory whose address does not change. None for types that the model does not have, and without decodes.
+        share memory whose address does not change. None for V4's types that the model does not have, and without
+        decodes.
         """
         check_integers(0, num_decode_tokens=num_decode_tokens)
-        plans: dict[str, DecodePlan | None] = dict.fromkeys(LAYER_TYPES.values())
+        plans: dict[str, DecodePlan | None] = dict.fromkeys((*LAYER_TYPES, *self.layer_types))
         if num_decode_tokens:
             plans |= {name: DecodePlan(workspace) for name, workspace in self._workspaces.items()}
         return plans
@@ -289,7 +311,7 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
             token_to_req_indices=xp.zeros(tokens, np.int32),
             is_valid_token=xp.zeros(tokens, np.bool_),
             positions=xp.full(tokens, -1, np.int32),
-            swa_indices=xp.full((tokens, config.window_size), -1, np.int32),
+            swa_indices=xp.full((tokens, config.decode_swa_width), -1, np.int32),
             swa_lens=xp.zeros(tokens, np.int32),
             prefill_gather_lens=xp.zeros(config.max_num_seqs, np.int32),
             c128a_indices=xp.full((c128a_rows, c128a_width), -1, np.int32),
@@ -307,7 +329,7 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
             "positions": buffers.positions[:rows],
             "decode_swa_indices": buffers.swa_indices[decodes, None],
             "decode_swa_lens": buffers.swa_lens[decodes],
-            "prefill_swa_indices": buffers.swa_indices[prefills],
+            "prefill_swa_indices": buffers.swa_indices[prefills, : self.window_size],
             "prefill_swa_lens": buffers.swa_lens[prefills],
         }
         if num_prefills:
@@ -317,3 +339,13 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
             views["c128a_decode_topk_lens"] = buffers.c128a_lens[decodes]
             views["c128a_prefill_topk_indices"] = buffers.c128a_indices[prefills, :width]
         return views
+
+
+def check_decode_width(config: ServingConfig, query_lens: np.ndarray) -> None:
+    """Raise ValueError for a decode whose window and tokens do not fit in a row of decode_swa_indices."""
+    longest = int(query_lens.max(initial=0))
+    if config.window_size + longest > config.decode_swa_width:
+        raise ValueError(
+            f"query_start_loc_cpu: request {int(query_lens.argmax())} has {longest} query tokens, expected at most "
+            f"{config.decode_swa_width - config.window_size}, decode_swa_width without the window"
+        )

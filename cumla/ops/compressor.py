@@ -120,10 +120,10 @@ def compress_and_insert(
     call.may_share_pages("state_cache", "k_cache", "index_state_cache", "index_k_cache")
     if len(kv_score):
         with call.kernels("compressor") as kernels:
-            kernels.compress_and_insert(
-                compressors, state_slots, table, slots, positions, requests, starts,
-                Compression(rotation, compress_ratio, epsilon),
-            )  # fmt: skip
+            step = Compression(
+                state_slots, table, slots, positions, requests, starts, rotation, compress_ratio, epsilon
+            )
+            kernels.compress_and_insert(compressors, step)
 
 
 def _rows(

@@ -18,7 +18,7 @@ from ..dispatch.formats import named_layout
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_flags, check_integers, finite, in_float32, shown
 from ..kernels.types.metadata import SPLIT_PAGES
-from ..layout import INDEXER_BF16, INDEXER_F32, INDEXER_FP8, CacheLayout
+from ..layout import INDEXER_BF16, INDEXER_F32, INDEXER_FP8, INDEXER_MXFP4, CacheLayout
 
 HEAD_DIM = INDEXER_FP8.head_dim
 ROPE_DIM = 64
@@ -225,20 +225,29 @@ def fp8_paged_mqa_logits(
 
 def checked_paged(
     call: Call, q: Any, kv_cache: Any, weights: Any, context_lens: Any, block_table: Any, layout: Any,
-    cache_name: str = "kv_cache",
+    cache_name: str = "kv_cache", mxfp4: bool = False,
 ) -> tuple[Any, Any, Any, Any, Any]:  # fmt: skip
-    """q [B, next_n, H, 128], Pages, weights [B * next_n, H], context_lens and block_table [B, C]."""
+    """q [B, next_n, H, 128], Pages, weights [B * next_n, H], context_lens and block_table [B, C].
+
+    mxfp4  whether INDEXER_MXFP4 is allowed, for queries of any type
+    """
+    known = (INDEXER_FP8, INDEXER_BF16, INDEXER_F32) + ((INDEXER_MXFP4,) if mxfp4 else ())
     q = call.borrow("q", q)
     by_dtype = {"float32": INDEXER_F32, "bfloat16": INDEXER_BF16}
     layout = named_layout(layout)
     if layout is None:
         borrowed = call.borrow(cache_name, kv_cache)
-        if borrowed.dtype == np.uint8 and borrowed.ndim > 2 and borrowed.shape[-1] == INDEXER_FP8.token_bytes:
+        token_bytes = borrowed.shape[-1] if borrowed.dtype == np.uint8 and borrowed.ndim > 2 else 0
+        if token_bytes == INDEXER_FP8.token_bytes:
             check_queries_of_bytes(q, "a cache of keys")
         layout = by_dtype.get(q.dtype.name, INDEXER_FP8)
-    elif layout not in (INDEXER_FP8, INDEXER_BF16, INDEXER_F32):
-        raise ValueError(f"layout: got {layout.name}, expected INDEXER_FP8, INDEXER_BF16 or INDEXER_F32")
+        if mxfp4 and token_bytes == INDEXER_MXFP4.token_bytes:
+            layout = INDEXER_MXFP4
+    elif layout not in known:
+        *names, last = (x.name for x in known)
+        raise ValueError(f"layout: got {layout.name}, expected {', '.join(names)} or {last}")
     wanted = UINT8 if layout.num_scales else tuple(dtype for dtype in PLAIN if dtype.name == layout.value_type)
+    wanted = UINT8 + PLAIN if layout is INDEXER_MXFP4 else wanted
     q = call.array("q", q, wanted, ("B", "next_n", "H", HEAD_DIM))
     pages = call.pages(cache_name, kv_cache, layout)
     batch, next_n, heads, _ = q.shape

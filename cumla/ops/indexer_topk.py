@@ -52,7 +52,19 @@ def top_k_per_row(
     check_integers(0, topk=topk)
     check_integers(1, next_n=next_n)
     call = Call(backend, stream)
-    logits = call.array("logits", logits, FLOAT32, ("M", "N"))
+    logits, rows = checked_logits(call, logits, row_starts, row_ends, seq_lens, next_n)
+    indices = call.output("out", out, INT32, (len(logits), int(topk)))
+    if indices.size:
+        with call.kernels("indexer") as kernels:
+            kernels.top_k_per_row(logits, rows, indices)
+    return call.results()
+
+
+def checked_logits(
+    call: Call, logits: Any, row_starts: Any, row_ends: Any, seq_lens: Any, next_n: int, writable: bool = False
+) -> tuple[Any, Rows]:
+    """logits [M, N] and the valid columns of each row."""
+    logits = call.array("logits", logits, FLOAT32, ("M", "N"), writable=writable)
     if logits.shape[1] > INDEX_LIMIT:
         raise ValueError(f"logits: got {logits.shape[1]} columns, expected at most {INDEX_LIMIT}")
     starts = call.optional("row_starts", row_starts, INT32, ("M",))
@@ -69,11 +81,7 @@ def top_k_per_row(
                 f"seq_lens: got shape {tuple(lens.shape)} for {next_n} tokens of a request, "
                 f"expected lengths of {len(logits)} rows of logits"
             )
-    indices = call.output("out", out, INT32, (len(logits), int(topk)))
-    if indices.size:
-        with call.kernels("indexer") as kernels:
-            kernels.top_k_per_row(logits, Rows(starts, ends, lens, next_n), indices)
-    return call.results()
+    return logits, Rows(starts, ends, lens, next_n)
 
 
 @launch_cached

@@ -11,7 +11,7 @@ from typing import Any
 from ..dispatch.call import BOOL, INT32, Call
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_flags, check_integers
-from ..kernels.types.index_operations import MixedIndices
+from ..kernels.types.indices import MixedIndices
 
 INT32_MAX = 2**31 - 1
 
@@ -170,7 +170,7 @@ def combine_topk_swa_indices(
     seq_lens         [R] int32
     gather_lens      [R] int32
     window_size      positions of a window
-    compress_ratio   positions of a compressed row
+    compress_ratio   positions of a compressed row; 0 for a layer without any, whose lists are the window alone
     topk             entries of topk_indices to use at most; 0 for a layer that has only the window
     compact          take the entries among the first topk that name a row complete at the token's position, which is
                      below (position + 1) // compress_ratio, wherever in the row they are; False takes the first
@@ -181,8 +181,8 @@ def combine_topk_swa_indices(
     then min(position + 1, window_size) of the window.
     Source: vLLM combine_topk_swa_indices.
     """
-    check_integers(1, window_size=window_size, compress_ratio=compress_ratio, M=M)
-    check_integers(0, topk=topk, N=N)
+    check_integers(1, window_size=window_size, M=M)
+    check_integers(0, topk=topk, N=N, compress_ratio=compress_ratio)
     check_flags(compact=compact)
     call = Call(backend, stream)
     topk_indices = call.array("topk_indices", topk_indices, INT32, ("T", -1))
@@ -207,8 +207,8 @@ def combine_topk_swa_indices(
                 seq_lens,
                 gather_lens,
                 window_size,
-                compress_ratio,
-                topk,
+                max(compress_ratio, 1),
+                topk if compress_ratio else 0,
                 M,
                 N,
                 bool(compact),
@@ -256,7 +256,7 @@ def build_flashinfer_mixed_sparse_indices(
     token_to_req_indices         [>= D + P] int32
     swa_block_table              [R, B] int32; compressed_block_table likewise, None for SWA-only layers
     swa_block_size, compressed_block_size    rows of a page
-    window_size, compress_ratio  positions of a window, and of a compressed row
+    window_size, compress_ratio  positions of a window, and of a compressed row; ratio 0: prefill tokens have none
     topk                         entries of prefill_topk_indices to use at most
     decode_compressed_indices_are_local      whether they are positions, to be mapped by compressed_block_table
     decode_is_valid_token        [>= D] bool: padding tokens count no compressed entries; None: all valid
@@ -273,11 +273,10 @@ def build_flashinfer_mixed_sparse_indices(
         swa_block_size=swa_block_size,
         compressed_block_size=compressed_block_size,
         window_size=window_size,
-        compress_ratio=compress_ratio,
         swa_block_span=swa_block_size if swa_block_span is None else swa_block_span,
         compressed_block_span=compressed_block_size if compressed_block_span is None else compressed_block_span,
     )
-    check_integers(0, topk=topk)
+    check_integers(0, topk=topk, compress_ratio=compress_ratio)
     check_flags(decode_compressed_indices_are_local=decode_compressed_indices_are_local)
     call = Call(backend, stream)
     decode_swa_indices = two_dimensional(call, "decode_swa_indices", decode_swa_indices, ("D", window_size))
@@ -313,7 +312,8 @@ def build_flashinfer_mixed_sparse_indices(
             kernels.build_flashinfer_mixed_sparse_indices(MixedIndices(
                 decode_swa_indices, decode_compressed_indices, lens, prefill_topk_indices, query_start_loc, seq_lens,
                 token_to_req_indices, swa_block_table, swa_block_size, compressed_block_table, compressed_block_size,
-                window_size, compress_ratio, topk, bool(decode_compressed_indices_are_local), valid,
+                window_size, max(compress_ratio, 1), topk if compress_ratio else 0,
+                bool(decode_compressed_indices_are_local), valid,
                 swa_block_size if swa_block_span is None else swa_block_span,
                 compressed_block_size if compressed_block_span is None else compressed_block_span, sparse_indices,
                 sparse_topk_lens,

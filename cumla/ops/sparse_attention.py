@@ -235,17 +235,27 @@ def attention_layout(call: Call, k_cache: Any, layout: Any, head_dim: int) -> Ca
 
 def second_layout(call: Call, extra_k_cache: Any, extra_layout: Any, layout: CacheLayout) -> CacheLayout:
     """The format of the second cache, given or inferred: that of the first, `layout`, or its partner."""
-    allowed = [layout, *filter(None, [PARTNERS.get(layout.name)])]
     named = named_layout(extra_layout, "extra_layout")
     if named is not None:
-        if not any(x.name == named.name for x in allowed):
-            expected = " or ".join(x.name for x in allowed)
-            raise ValueError(f"extra_layout: got {named.name}, expected {expected} beside a {layout.name} cache")
+        check_pair(layout, named)
         return named
     native = call.borrow("extra_k_cache", extra_k_cache)
     if native.ndim in (3, 4):
-        return next((x for x in allowed if x.token_bytes == native.shape[-1]), layout)
+        return next((x for x in second_layouts(layout) if x.token_bytes == native.shape[-1]), layout)
     return layout
+
+
+def second_layouts(layout: CacheLayout) -> list[CacheLayout]:
+    """The formats that a second cache may have beside a first of `layout`."""
+    return [layout, *filter(None, [PARTNERS.get(layout.name)])]
+
+
+def check_pair(layout: CacheLayout, extra_layout: CacheLayout) -> None:
+    """Raise ValueError for caches of two formats that attention does not take together."""
+    allowed = [x.name for x in second_layouts(layout)]
+    if extra_layout.name not in allowed:
+        expected = " or ".join(allowed)
+        raise ValueError(f"extra_layout: got {extra_layout.name}, expected {expected} beside a {layout.name} cache")
 
 
 def segment(

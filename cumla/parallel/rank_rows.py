@@ -26,7 +26,8 @@ class RankRows:
 class ShardedCompressedCache:
     """A rank's compressed rows of one layer, and the rows that a step adds.
 
-    cache         uint8 [num_blocks, block_size, 584] (or rows that are not quantised), of the layer's layout
+    cache         uint8 [num_blocks, block_size, 584, 528 or 288] (or rows that are not quantised), of the layer's
+                  extra_layout
     block_table   [num_reqs, B] int32, the rank's pages of each request
     shard         how compressed rows are sharded across ranks
     k             [n, 512] bfloat16, all rows that this step completes; None: the cache contains them already

@@ -12,6 +12,7 @@ from ..arrays import dlpack, streams
 from ..dispatch.values import check_kind
 from ..kernels.types.metadata import C128A_RATIO
 from ..layers.sparse import Observer, SparseMLALayer, not_observed
+from ..layout import CacheLayout
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 from ..ops.shards import localise_indices
 from ..ops.sparse_attention import V_DIM
@@ -71,9 +72,10 @@ class ShardedSparseMLALayer:
             if result is None:
                 result = dlpack.empty((*native.shape[:2], V_DIM), native.dtype, native)
             with observe("insert"):
-                self._insert(k, swa_cache, metadata.slot_mapping, metadata.block_size)
+                self._insert(k, swa_cache, layer.layout, metadata.slot_mapping, metadata.block_size)
                 if compressed is not None:
-                    self._insert(compressed.k, compressed.cache, compressed.slot_mapping, compressed.cache.shape[1])
+                    cache, layout = compressed.cache, layer.compressed_layout
+                    self._insert(compressed.k, cache, layout, compressed.slot_mapping, cache.shape[1])
             decodes = metadata.num_decode_tokens
             used = decodes + metadata.num_prefill_tokens
             for kind, tokens, indices, lens in (
@@ -84,12 +86,12 @@ class ShardedSparseMLALayer:
                     self._attend(kind, native, tokens, swa_cache, indices, lens, metadata, compressed, result, observe)
         return dlpack.give(result, framework) if out is None else out
 
-    def _insert(self, k: Any, cache: Any, slot_mapping: Any, block_size: int) -> None:
+    def _insert(self, k: Any, cache: Any, layout: CacheLayout, slot_mapping: Any, block_size: int) -> None:
         if k is None:
             return
         k = dlpack.borrow(k, "k")
         slots = dlpack.borrow(slot_mapping, "slot_mapping")[: len(k)]
-        quantize_and_insert_k_cache(k, cache, slots, block_size, layout=self.layer.layout, backend=self.backend)
+        quantize_and_insert_k_cache(k, cache, slots, block_size, layout=layout, backend=self.backend)
 
     def _attend(
         self,
@@ -115,7 +117,10 @@ class ShardedSparseMLALayer:
                     compressed.block_table, compressed.cache.shape[1], compressed.shard,
                     self._of(metadata.is_valid_token, tokens), backend=self.backend,
                 )  # fmt: skip
-                extra = {"extra_k_cache": compressed.cache, "extra_indices": slots, "extra_topk_length": counts}
+                extra = {
+                    "extra_k_cache": compressed.cache, "extra_indices": slots, "extra_topk_length": counts,
+                    "extra_layout": self.layer.compressed_layout,
+                }  # fmt: skip
         self._attention.observe = lambda part: observe(kind if part == "attend" else part)
         self._attention.sparse_decode(
             q[tokens], swa_cache, window, lens, **extra, attn_sink=self.layer.attn_sink,

@@ -79,7 +79,7 @@ def check_sparse_step(
     call.optional("out", out, (q.dtype,), (len(q), q.shape[1], V_DIM), writable=True)
     if compressed is None:
         return
-    call.pages("compressed.cache", compressed.cache, layer.layout, writable=True)
+    call.pages("compressed.cache", compressed.cache, layer.compressed_layout, writable=True)
     check_rank_shard(call, comm, "compressed", compressed, compressed.cache, metadata, ratio)
     check_inserted(call, "compressed.k", compressed.k, BF16, V_DIM, compressed.slot_mapping)
     if (compressed.topk_indices is None) != (ratio != 4):

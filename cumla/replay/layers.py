@@ -9,7 +9,6 @@ from ..dispatch.backends import array_module
 from ..dispatch.call import BFLOAT16
 from ..layers.prefill_path import chunk_paths
 from ..layers.sparse import CompressedCache, Observer, SparseMLALayer
-from ..layout import DSV4_FP8
 from ..timing import Stopwatch
 from .activations import Activations, apply_rope
 from .blocks import BLOCK_TOKENS
@@ -36,8 +35,8 @@ class LayerInputs:
 class Layer:
     """One attention layer.
 
-    swa_cache         uint8 [num_blocks * 4, 64, 584]
-    compressed_cache  uint8 [num_blocks, 64 or 2, 584]; None for a window-only layer
+    swa_cache         uint8 [num_blocks * 4, 64, 584 or 528], of the first of the run's formats
+    compressed_cache  uint8 [num_blocks, 64 or 2, 584, 528 or 288], of the second; None for a window-only layer
     indexer           what selects compressed rows, with its cache of their keys; None but at ratio 4
     attends_alike     whether tokens of prompts go the way of decodes
     """
@@ -48,16 +47,18 @@ class Layer:
         self.name, self.index, self.ratio, self.topk = name, index, LAYER_RATIOS[name], options.topk
         self.xp = xp = array_module(options.backend)
         self.activations = Activations(options.seed, index, options.heads, xp)
-        self.attention = SparseMLALayer(self.ratio, options.topk, self.activations.attn_sink)
+        first, second = options.formats
+        sink = self.activations.attn_sink
+        self.attention = SparseMLALayer(self.ratio, options.topk, sink, layout=first, extra_layout=second)
         blocks, rows = options.num_blocks, BLOCK_TOKENS // self.ratio
-        self.swa_cache = DSV4_FP8.allocate(blocks * SWA_PAGES, SWA_BLOCK, xp)
+        self.swa_cache = first.allocate(blocks * SWA_PAGES, SWA_BLOCK, xp)
         self.compressed_cache = self._allocate_compressed(blocks, rows) if self.ratio > 1 else None
         self.indexer = None
         if self.ratio == TOPK_RATIO:
             self.indexer = Indexer(options.seed, index, blocks, rows, options.topk, options.backend, xp)
 
     def _allocate_compressed(self, blocks: int, rows: int) -> Any:
-        return DSV4_FP8.allocate(blocks, rows, self.xp)
+        return self.attention.compressed_layout.allocate(blocks, rows, self.xp)
 
     def step(
         self, q: Any, inputs: LayerInputs, batch: StepBatch, metadata: Any, out: Any, options: ReplayOptions,
@@ -76,7 +77,9 @@ class Layer:
             metadata, self.ratio, options.heads, topk, options.backend, self.attention.layout, options.prefill_path
         )
         over_pages = [path == "pages" for prefills, _, _, path in paths for _ in range(prefills.start, prefills.stop)]
-        return bytes_moved(batch, self.ratio, options.heads, options.window, options.topk, groups, over_pages)
+        return bytes_moved(
+            batch, self.ratio, options.heads, options.window, options.topk, groups, over_pages, formats=options.formats
+        )
 
     @property
     def cache_bytes(self) -> int:

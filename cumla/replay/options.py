@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from ..dispatch import backends
 from ..errors import InputError
+from ..layers.sparse import LAYOUTS
+from ..layout import CacheLayout
+from ..ops.sparse_attention import second_layouts
 from .blocks import BLOCK_TOKENS
 from .trace import INT32_MAX, TraceRequest
 
@@ -16,6 +19,11 @@ WHOLE_LAYERS = {"v4": ("v4 swa", "v4 c4a", "v4 c128a"), "v32": ("v32",)}
 WHOLE_RATIOS = {f"v4 {name}": ratio for name, ratio in LAYER_RATIOS.items()}
 LAYER_TYPES = (*LAYER_RATIOS, "mla", *WHOLE_LAYERS)
 MLA_CACHES = ("bf16", "fp8")
+# Formats of sparse layers' caches by what is asked for: the window's, then that of compressed rows if it is another.
+FORMATS = {
+    ",".join(dict.fromkeys((first.name, second.name))): (first, second)
+    for first in LAYOUTS if first.num_scales for second in second_layouts(first)
+}  # fmt: skip
 # Files of kernels that a replay calls.
 KERNELS = (
     "window_metadata", "sparse_cache", "indices", "sparse_attention", "dense_cache", "dense_attention", "projection",
@@ -50,6 +58,7 @@ class ReplayOptions:
     cache_tokens: int
     max_len: int | None
     seed: int
+    layout: str = "DSV4_FP8"  # of the caches of sparse layers: one of FORMATS
     mla_cache: str = "bf16"  # values of dense layers' caches: "bf16" or "fp8"
     prefill_path: str | None = None  # as in SparseMLALayer.step
     ranks: int = 1  # devices, or threads, that share the context
@@ -57,6 +66,11 @@ class ReplayOptions:
     @property
     def num_blocks(self) -> int:
         return self.cache_tokens // BLOCK_TOKENS
+
+    @property
+    def formats(self) -> tuple[CacheLayout, CacheLayout]:
+        """Formats of a sparse layer's window cache and of its compressed rows."""
+        return FORMATS[self.layout]
 
 
 def choose_backend(name: str | None) -> str:

@@ -15,7 +15,6 @@ import numpy as np
 from ..dispatch.backends import takes_device_arrays
 from ..errors import InputError
 from ..layers.sparse import Observer
-from ..layout import DSV4_FP8
 from ..parallel import (
     Communicator,
     RankError,
@@ -72,7 +71,7 @@ class RankLayer(Layer):
         return sharding_of(BLOCK_TOKENS // self.ratio, self.comm.rank, self.comm.size)
 
     def _allocate_compressed(self, blocks: int, rows: int) -> Any:
-        return DSV4_FP8.allocate(blocks, self.sharding.rows, self.xp)
+        return self.attention.compressed_layout.allocate(blocks, self.sharding.rows, self.xp)
 
     @property
     def compressed_bytes(self) -> int:
@@ -84,7 +83,8 @@ class RankLayer(Layer):
     def whole_compressed_bytes(self) -> int:
         """What all of them take where one device has them."""
         cache = self.compressed_cache
-        return 0 if cache is None else len(cache) * DSV4_FP8.page_bytes(BLOCK_TOKENS // self.ratio)
+        layout = self.attention.compressed_layout
+        return 0 if cache is None else len(cache) * layout.page_bytes(BLOCK_TOKENS // self.ratio)
 
     @property
     def whole_cache_bytes(self) -> int:

@@ -15,7 +15,14 @@ from .blocks import BLOCK_TOKENS
 from .options import WHOLE_LAYERS
 from .summary import ATTENTION_OPS
 from .tables import NumberTable
-from .verify import FP8_COSINE_BOUND, FP8_MEAN_BOUND, FP8_RMS_BOUND
+from .verify import (
+    FP4_COSINE_BOUND,
+    FP4_MEAN_BOUND,
+    FP4_RMS_BOUND,
+    FP8_COSINE_BOUND,
+    FP8_MEAN_BOUND,
+    FP8_RMS_BOUND,
+)
 
 SHOWN_FAILURES = 5
 WHOLE = {name for names in WHOLE_LAYERS.values() for name in names}
@@ -282,12 +289,13 @@ def _layer_outputs(summary: dict[str, Any]) -> NumberTable:
 
 
 def _fp8_cost(summary: dict[str, Any]) -> NumberTable:
+    layers = list(summary["verification"]["fp8"].items())
+    kinds = {numbers["fp4"] for _, numbers in layers}
     table = NumberTable(
-        "What FP8 costs, over the rows before quantisation",
+        f"What {'FP8 and FP4 cost' if True in kinds else 'FP8 costs'}, over the rows before quantisation",
         ["layer", "samples", "rms error, mean", "worst", "cosine distance, mean", "worst"],
         caption="Root mean square error relative to the out's own root mean square.",
     )  # fmt: skip
-    layers = list(summary["verification"]["fp8"].items())
     for layer, numbers in layers:
         table.add_row(
             layer,
@@ -298,5 +306,10 @@ def _fp8_cost(summary: dict[str, Any]) -> NumberTable:
             f"{numbers['cosine_worst']:.1e}",
             end_section=layer == layers[-1][0],
         )
-    table.add_row("bound", "", f"{FP8_MEAN_BOUND:.4f}", f"{FP8_RMS_BOUND:.4f}", "", f"{FP8_COSINE_BOUND:.1e}")
+    for fp4, name, mean, rms, cosine in (
+        (False, "bound", FP8_MEAN_BOUND, FP8_RMS_BOUND, FP8_COSINE_BOUND),
+        (True, "bound, FP4 rows", FP4_MEAN_BOUND, FP4_RMS_BOUND, FP4_COSINE_BOUND),
+    ):
+        if fp4 in kinds:
+            table.add_row(name, "", f"{mean:.4f}", f"{rms:.4f}", "", f"{cosine:.1e}")
     return table

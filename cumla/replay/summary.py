@@ -12,7 +12,7 @@ import numpy as np
 from .dense_ranks import RankDenseLayer
 from .engine import Engine, StepRecord
 from .ranks import RankLayer
-from .verify import FP8_MEAN_BOUND, Direction, Sample, directions_of
+from .verify import FP4_MEAN_BOUND, FP8_MEAN_BOUND, Direction, Sample, directions_of
 from .whole_ranks import RankWholeLayer
 
 PREFILL_OPS, DECODE_OPS = ("gather", "project", "prefill", "context"), ("absorb", "decode")
@@ -157,6 +157,7 @@ def _verification(samples: Sequence[Sample]) -> dict[str, Any]:
     fp8 = {
         layer: {
             "samples": len(some),
+            "fp4": some[0].fp4,
             "rms_worst": float(np.max([sample.fp8_rms for sample in some])),
             "rms_mean": float(np.mean([sample.fp8_rms for sample in some])),
             "cosine_worst": float(np.max([sample.fp8_cosine for sample in some])),
@@ -165,10 +166,11 @@ def _verification(samples: Sequence[Sample]) -> dict[str, Any]:
         for layer, some in by_layer.items()
     }
     for layer, numbers in fp8.items():
-        if not numbers["rms_mean"] <= FP8_MEAN_BOUND:
+        through, bound = ("FP4", FP4_MEAN_BOUND) if numbers["fp4"] else ("FP8", FP8_MEAN_BOUND)
+        if not numbers["rms_mean"] <= bound:
             failures.append(
-                f"layer {layer}: mean relative rms error through FP8 is {numbers['rms_mean']:.3g}, "
-                f"expected at most {FP8_MEAN_BOUND:.3g}"
+                f"layer {layer}: mean relative rms error through {through} is {numbers['rms_mean']:.3g}, "
+                f"expected at most {bound:.3g}"
             )
     return {
         "samples": len(samples),

@@ -16,10 +16,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..layout import DSV4_FP8
+from ..layout import DSV4_FP8, CacheLayout
 from .step_batch import Groups, StepBatch
 
-CACHE_ROW = DSV4_FP8.token_bytes
 BF16_ROW = 2 * DSV4_FP8.head_dim
 INDEX, SLOT = 4, 8
 
@@ -41,39 +40,47 @@ def bytes_moved(
     *,
     value: int = 2,
     maps_decodes: bool = True,
+    formats: tuple[CacheLayout, CacheLayout] = (DSV4_FP8, DSV4_FP8),
 ) -> dict[str, int]:
     """Bytes by op of one layer in one step.
 
     over_pages    which prefills attend over pages, none if empty
     value         bytes of a value of q, out and workspaces
     maps_decodes  whether decodes' selected rows are mapped to slots by an op of their own
+    formats       of the window's cache and of compressed rows
     """
     in_window, compressed = attended(batch.positions, ratio, window, topk)
     n = batch.num_decodes
     prefills = batch.scheduled[n:]
-    inserted = batch.num_tokens + (0 if groups is None else len(groups.slots))
-    decode_rows = int(in_window[:n].sum() + compressed[:n].sum())
+    window_row, compressed_row = (layout.token_bytes for layout in formats)
+    completed = 0 if groups is None else len(groups.slots)
+    decode_rows = int(in_window[:n].sum()), int(compressed[:n].sum())
     paged = over_pages or [False] * len(prefills)
     counts = [s.count for s in prefills]
     token_paged = np.repeat(np.array(paged, bool), counts)
-    per_token = in_window[n:] + compressed[n:]
-    prefill_rows, paged_rows = int(per_token.sum()), int(per_token[token_paged].sum())
-    gathered = sum(
-        s.count + min(s.start, window - 1) + (s.end // ratio if ratio > 1 else 0)
-        for s, skip in zip(prefills, paged, strict=True)
-        if not skip
+    prefill_rows = int(in_window[n:].sum() + compressed[n:].sum())
+    paged_rows = int(in_window[n:][token_paged].sum()), int(compressed[n:][token_paged].sum())
+    over_rows = [s for s, skip in zip(prefills, paged, strict=True) if not skip]
+    gathered = (
+        sum(s.count + min(s.start, window - 1) for s in over_rows),
+        sum(s.end // ratio for s in over_rows) if ratio > 1 else 0,
     )
-    mapped = prefill_rows - int(in_window[n:][token_paged].sum())
+    mapped = prefill_rows - paged_rows[0]
     mapped += int(compressed[:n].sum()) if ratio == 4 and maps_decodes else 0
     row = value * DSV4_FP8.head_dim
     q_and_out = 2 * heads * row
+
+    def read(rows: tuple[int, int], more: int = 0) -> int:
+        """Bytes of window rows and compressed rows, and so many more for each."""
+        return rows[0] * (window_row + more) + rows[1] * (compressed_row + more)
+
     moved = {
-        "insert": inserted * (BF16_ROW + CACHE_ROW + SLOT),
+        "insert": read((batch.num_tokens, completed), BF16_ROW + SLOT),
         "map": mapped * 2 * INDEX,
-        "decode": decode_rows * (CACHE_ROW + INDEX) + n * q_and_out,
-        "gather": gathered * (CACHE_ROW + row),
-        "prefill": (prefill_rows - paged_rows) * row
-        + paged_rows * CACHE_ROW
+        "decode": read(decode_rows, INDEX) + n * q_and_out,
+        "gather": read(gathered, row),
+        "prefill": (prefill_rows - sum(paged_rows)) * row
+        + read(paged_rows)
         + prefill_rows * INDEX
         + (batch.num_tokens - n) * q_and_out,
     }

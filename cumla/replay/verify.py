@@ -1,7 +1,7 @@
 """A sample of each step's tokens against attention in float64, twice.
 
 Over the rows as the cache holds them: what the kernels add of their own ("exactness"). Over the rows before
-they were quantised: what FP8 costs. Which rows a token attends to comes from the scheduler's view of its
+they were quantised: what FP8 or FP4 costs. Which rows a token attends to comes from the scheduler's view of its
 request, not from the metadata under test, and the rows before quantisation are made again from their keys.
 """
 
@@ -20,7 +20,7 @@ from ..dispatch.call import BFLOAT16
 from ..kernels.reference.rows import read_tokens
 from ..kernels.reference.sparse_attention import attend
 from ..kernels.types.segments import Pages
-from ..layout import DSV4_FP8
+from ..layout import DSV4_FP8, CacheLayout
 from ..ops.sparse_cache import quantize_and_insert_k_cache
 from ..parallel import Communicator
 from .activations import HEAD_DIM, apply_rope
@@ -40,6 +40,10 @@ EXACT_BOUNDS = {"decode": DECODE_OUT, "prefill": PREFILL_OUT}
 FP8_MEAN_BOUND = 2.0**-4
 FP8_RMS_BOUND = 2.0**-2
 FP8_COSINE_BOUND = FP8_RMS_BOUND**2 / 2
+# With FP4 rows: e2m1 has 2 mantissa bits fewer, and moves a value by about 2^-3.2 in the mean square.
+FP4_MEAN_BOUND = 2.0**-2
+FP4_RMS_BOUND = 2.0**-1
+FP4_COSINE_BOUND = FP4_RMS_BOUND**2 / 2
 SINGLE_HEADS = 32  # tokens of a single head whose outs together have a direction that the cosine's bound is for
 # Where ranks merge results, each part and its weights are rounded to bfloat16: by 2^-9 each, of values that may cancel.
 ROUNDED_PARTS = 2 * 2.0**-9
@@ -56,8 +60,9 @@ class Sample:
     heads         of the out
     product, norms  got x exact and got x got + exact x exact, of which cosine distances are made
     merged        whether results of several ranks were merged: twice rounded, it may turn twice as far
-    fp8_rms       relative root mean square error that FP8 costs; None where the cache is not FP8
+    fp8_rms       relative root mean square error that FP8 or FP4 costs; None where the cache is not quantised
     fp8_cosine    its cosine distance
+    fp4           whether the layer's compressed rows are FP4
     layer_rms     relative root mean square error of a whole layer's output; None for other layers
     layer_bound   of layer_rms
     """
@@ -75,16 +80,19 @@ class Sample:
     merged: bool = False
     fp8_rms: float | None = None
     fp8_cosine: float | None = None
+    fp4: bool = False
     layer_rms: float | None = None
     layer_bound: float = 0.0
 
     @property
     def failure(self) -> str | None:
         """What is beyond its bound, or None. NaN is beyond every bound. (Directions: `directions_of`.)"""
+        rms, cosine = (FP4_RMS_BOUND, FP4_COSINE_BOUND) if self.fp4 else (FP8_RMS_BOUND, FP8_COSINE_BOUND)
+        through = "FP4" if self.fp4 else "FP8"
         for what, got, bound in (
             (f"error {self.max_error:.3g} takes {self.bound_share:.3g} of its bound, which", self.bound_share, 1.0),
-            ("relative rms error through FP8", self.fp8_rms, FP8_RMS_BOUND),
-            ("cosine distance through FP8", self.fp8_cosine, FP8_COSINE_BOUND),
+            (f"relative rms error through {through}", self.fp8_rms, rms),
+            (f"cosine distance through {through}", self.fp8_cosine, cosine),
             ("relative rms error of the layer's output", self.layer_rms, self.layer_bound),
         ):
             if got is not None and not got <= bound:
@@ -194,7 +202,8 @@ class Verifier:
         scheduled = batch.scheduled[int(np.searchsorted(batch.starts, token, side="right")) - 1]
         sequence, position = scheduled.sequence, int(batch.positions[token])
         window = np.arange(max(position - self.options.window + 1, 0), position + 1)
-        cached = [cached_rows(layer.swa_cache, sequence.slots(window), layer.xp)]
+        first, second = self.options.formats
+        cached = [cached_rows(layer.swa_cache, sequence.slots(window), layer.xp, first)]
         original = [self._window_rows(layer, sequence, window)]
         if inputs.compressed is not None:
             rows = np.arange((position + 1) // layer.ratio)
@@ -204,16 +213,17 @@ class Verifier:
             original.append(self._compressed_rows(layer, sequence, rows))
             if self.comm is None:
                 slots = sequence.slots(rows, BLOCK_TOKENS // layer.ratio)
-                cached.append(cached_rows(layer.compressed_cache, slots, layer.xp))
+                cached.append(cached_rows(layer.compressed_cache, slots, layer.xp, second))
             else:
-                cached.append(quantised(original[-1]))
+                cached.append(quantised(original[-1], second))
         query, got = (to_host(array[token]).astype(np.float64) for array in (q, out))
         sink = to_host(layer.activations.attn_sink)
         exact, _, _ = attend(query, np.concatenate(cached), sink, HEAD_DIM**-0.5)
         unquantised, _, _ = attend(query, np.concatenate(original), sink, HEAD_DIM**-0.5)
         largest = max(float(np.abs(rows).max(initial=1.0)) for rows in cached) if kind == "prefill" else 1.0
         parted = 0.0 if self.comm is None else ROUNDED_PARTS * mean_sizes(query, np.concatenate(cached), sink)
-        return measured(step, layer.name, sequence.index, position, kind, got, exact, unquantised, largest, parted)
+        fp4 = inputs.compressed is not None and second.value_type == "e2m1"
+        return measured(step, layer.name, sequence.index, position, kind, got, exact, unquantised, largest, parted, fp4)
 
     def _window_rows(self, layer: Layer, sequence: Sequence, positions: np.ndarray) -> np.ndarray:
         rows = layer.activations.k_rows(sequence.token_keys[positions])
@@ -250,12 +260,14 @@ def measured(
     before: np.ndarray | None,
     largest: float = 1.0,
     parted: float | np.ndarray = 0.0,
+    fp4: bool = False,
 ) -> Sample:
     """The sample of a token's out [h, d], given what it is over the rows in the cache and over the rows before.
 
-    before   None where the cache is not FP8
+    before   None where the cache is not quantised
     largest  value that it attends to, see Bound.of_values
     parted   [h, d], what is allowed beside it where results of several ranks were merged
+    fp4      whether some of the rows are FP4
     """
     absolute, relative, _ = EXACT_BOUNDS[kind].of_values(largest)
     error = np.abs(got - exact)
@@ -273,23 +285,24 @@ def measured(
         merged=bool(np.any(parted)),
         fp8_rms=None if before is None else float(np.sqrt(((got - before) ** 2).mean() / (before**2).mean())),
         fp8_cosine=None if before is None else cosine_distance(got, before),
+        fp4=fp4,
     )
 
 
-def cached_rows(cache: Any, slots: np.ndarray, xp: Any) -> np.ndarray:
-    """The rows that a DSV4_FP8 cache holds at these slots, float64 [n, 512]; only their pages are copied."""
+def cached_rows(cache: Any, slots: np.ndarray, xp: Any, layout: CacheLayout = DSV4_FP8) -> np.ndarray:
+    """The rows that a cache holds at these slots, float64 [n, 512]; only their pages are copied."""
     block_size = cache.shape[1]
     pages, which = np.unique(slots // block_size, return_inverse=True)
     copied = to_host(cache[xp.asarray(pages)]).reshape(len(pages), block_size * cache.shape[2])
-    return read_tokens(Pages(copied, block_size, DSV4_FP8), which * block_size + slots % block_size)
+    return read_tokens(Pages(copied, block_size, layout), which * block_size + slots % block_size)
 
 
-def quantised(rows: np.ndarray) -> np.ndarray:
-    """What a DSV4_FP8 cache makes of rows of bfloat16 values, float64 [n, 512]."""
-    cache = DSV4_FP8.allocate(max(1, -(-len(rows) // SWA_BLOCK)), SWA_BLOCK)
+def quantised(rows: np.ndarray, layout: CacheLayout) -> np.ndarray:
+    """What a cache makes of rows of bfloat16 values, float64 [n, 512]."""
+    cache = layout.allocate(max(1, -(-len(rows) // SWA_BLOCK)), SWA_BLOCK)
     slots = np.arange(len(rows))
-    quantize_and_insert_k_cache(rows.astype(BFLOAT16), cache, slots, SWA_BLOCK, backend="cpu")
-    return cached_rows(cache, slots, np)
+    quantize_and_insert_k_cache(rows.astype(BFLOAT16), cache, slots, layout=layout, backend="cpu")
+    return cached_rows(cache, slots, np, layout)
 
 
 def mean_sizes(query: np.ndarray, keys: np.ndarray, sink: np.ndarray) -> np.ndarray:

@@ -26,6 +26,7 @@ from ..layout import (
 from ..ops.blocks import copy_blocks, swap_blocks
 from ..ops.compressor import compress_and_insert
 from ..ops.dense_cache import concat_and_cache_mla, gather_cache
+from ..ops.latents import compress_latents
 from ..ops.norm_rope import (
     apply_rope,
     fused_q_kv_rmsnorm,
@@ -40,7 +41,7 @@ from ..ops.sparse_cache import (
     indexer_k_quant_and_cache,
     quantize_and_insert_k_cache,
 )
-from .arrays import BLOCK, NUM_BLOCKS, SEQ_LENS, Bench
+from .arrays import BLOCK, NUM_BLOCKS, QUERY_LENS, SEQ_LENS, Bench
 from .case import UNWRITTEN, Case, Run
 
 
@@ -149,13 +150,18 @@ def window_rows(layout: CacheLayout) -> Run:
     return run
 
 
-def _latent_rows(bench: Bench) -> Sequence[Any]:
-    cache = DSV4_BF16.allocate(NUM_BLOCKS, BLOCK, bench.xp).view(BFLOAT16)
-    norm_rope_and_insert(
-        bench.normal(4, 512), cache, bench.put([7, -1, 0, 34], np.int64), bench.put([3, 0, 9, 70], np.int64),
-        _cos_sin(bench, 64, 64), weight=bench.normal(512, dtype=np.float32), layout=DSV4_BF16, backend=bench.backend,
-    )  # fmt: skip
-    return (cache,)
+def latent_rows(layout: CacheLayout) -> Run:
+    def run(bench: Bench) -> Sequence[Any]:
+        cache = layout.allocate(NUM_BLOCKS, BLOCK, bench.xp)
+        if not layout.num_scales:
+            cache = cache.view(BFLOAT16)
+        norm_rope_and_insert(
+            bench.normal(4, 512), cache, bench.put([7, -1, 0, 34], np.int64), bench.put([3, 0, 9, 70], np.int64),
+            _cos_sin(bench, 64, 64), weight=bench.normal(512, dtype=np.float32), layout=layout, backend=bench.backend,
+        )  # fmt: skip
+        return (cache,)
+
+    return run
 
 
 def _indexer_keys(bench: Bench) -> Sequence[Any]:
@@ -211,6 +217,26 @@ def compress(layout: CacheLayout, indexer: CacheLayout | None = None) -> Run:
     return run
 
 
+def _latents(ratio: int) -> Run:
+    def run(bench: Bench) -> Sequence[Any]:
+        latents = bench.xp.full((6, 512), UNWRITTEN, np.float32)
+        rows, weight = bench.normal(6, 512 * ratio, dtype=np.float32), bench.normal(512, dtype=np.float32)
+        if ratio == 1:
+            slots = bench.put([3, -1, 5, 0, 1, 2], np.int64)
+            compress_latents(rows, weight, slots, latents, compress_ratio=1, backend=bench.backend)
+            return (latents,)
+        positions, rings = np.array([12, 1, 15, 16, 17, 18]), np.array([0, 1, 2, 2, 2, 2])
+        state = bench.normal(4, 8, 1024, dtype=np.float32)
+        compress_latents(
+            rows, weight, bench.put(rings * 8 + positions % 8, np.int64), latents, compress_ratio=2,
+            positions=bench.put(positions, np.int64), query_start_loc=bench.starts(QUERY_LENS), state_cache=state,
+            backend=bench.backend,
+        )  # fmt: skip
+        return latents, state
+
+    return run
+
+
 CASES = (
     Case("quantize_and_insert_k_cache", "DSV4_FP8", "sparse_cache", (EQUAL,), _insert(DSV4_FP8)),
     Case("quantize_and_insert_k_cache", "V32_FP8", "sparse_cache", (EQUAL,), _insert(V32_FP8)),
@@ -234,10 +260,12 @@ CASES = (
     Case("cp_gather_indexer_k_quant_cache", "", "sparse_cache", (EQUAL, EQUAL), _indexer_gather),
     Case("fused_q_kv_rmsnorm", "", "norm_rope", (ROUNDED, ROUNDED), _norms),
     Case("qnorm_rope_and_insert", "DSV4_BF16", "norm_rope", (ROUNDED, ROUNDED), window_rows(DSV4_BF16)),
-    Case("norm_rope_and_insert", "DSV4_BF16", "norm_rope", (ROUNDED,), _latent_rows),
+    Case("norm_rope_and_insert", "DSV4_BF16", "norm_rope", (ROUNDED,), latent_rows(DSV4_BF16)),
     Case("indexer_knorm_rope_and_insert", "INDEXER_BF16", "norm_rope", (ROUNDED,), _indexer_keys),
     Case("apply_rope", "there and back", "norm_rope", (ROUNDED, ROUNDED), _rope),
     Case("inverse_rope_and_quantize", "scales", "norm_rope", (ROUNDED,), _quantised_output),
+    Case("compress_latents", "ratio 1", "latents", (ROUNDED,), _latents(1)),
+    Case("compress_latents", "ratio 2", "latents", (ROUNDED, EQUAL), _latents(2)),
     Case("compress_and_insert", "DSV4_BF16, ratio 4", "compressor", (ROUNDED, ROUNDED), compress(DSV4_BF16)),
     Case(
         "compress_and_insert",

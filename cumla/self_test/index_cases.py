@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from ..bounds import EQUAL, SCORES
-from ..layout import INDEXER_FP8
+from ..layout import INDEXER_FP8, INDEXER_MXFP4, CacheLayout
 from ..ops.advance import advance_step
+from ..ops.candidates import apply_candidate_mask, candidate_logits, candidate_topk, select_candidate_blocks
 from ..ops.indexer import (
     fp8_mqa_logits,
     fp8_paged_mqa_logits,
@@ -85,6 +86,39 @@ def _indexer_slots(bench: Bench) -> Sequence[Any]:
     return chosen, *slots
 
 
+def _candidate_blocks(bench: Bench) -> Sequence[Any]:
+    logits = bench.put(bench.rng.integers(-20, 20, (5, 90)), np.float32)
+    return (select_candidate_blocks(logits, 4, None, bench.indices(100, 5), backend=bench.backend),)
+
+
+def _candidate_mask(bench: Bench) -> Sequence[Any]:
+    logits = bench.put(bench.rng.integers(-20, 20, (5, 90)), np.float32)
+    apply_candidate_mask(logits, bench.indices(12, 5, 3), None, bench.indices(100, 5), backend=bench.backend)
+    return (logits,)
+
+
+def _candidate_scores(layout: CacheLayout) -> Run:
+    def run(bench: Bench) -> Sequence[Any]:
+        return (
+            candidate_logits(
+                kv_cache=bench.cache(layout), candidate_blocks=bench.indices(4, 6, 2), candidate_block_size=3,
+                layout=layout, **_indexer_paged(bench),
+            ),
+        )  # fmt: skip
+
+    return run
+
+
+def _candidate_topk(bench: Bench) -> Sequence[Any]:
+    blocks = bench.put(np.tile([0, 2, -1], (6, 1)), np.int32)
+    return (
+        candidate_topk(
+            kv_cache=bench.cache(INDEXER_FP8), candidate_blocks=blocks, topk=4, candidate_block_size=3,
+            **_indexer_paged(bench),
+        ),
+    )  # fmt: skip
+
+
 def _advance(bench: Bench) -> Sequence[Any]:
     tokens, positions, slots = (bench.xp.full(5, UNWRITTEN, np.int64) for _ in range(3))
     batch = bench.batch()
@@ -139,6 +173,11 @@ CASES = (
     Case("top_k_per_row", "", "indexer", (EQUAL,), _top_k),
     Case("indexer_topk", "", "indexer", (EQUAL,), _indexer_topk),
     Case("indexer_topk", "slots", "indexer", (EQUAL,) * 3, _indexer_slots),
+    Case("select_candidate_blocks", "", "candidates", (EQUAL,), _candidate_blocks),
+    Case("apply_candidate_mask", "", "candidates", (EQUAL,), _candidate_mask),
+    Case("candidate_logits", "INDEXER_FP8", "candidates", (SCORES,), _candidate_scores(INDEXER_FP8)),
+    Case("candidate_logits", "INDEXER_MXFP4", "candidates", (SCORES,), _candidate_scores(INDEXER_MXFP4)),
+    Case("candidate_topk", "", "candidates", (EQUAL,), _candidate_topk),
     Case("advance_step", "", "advance", (EQUAL,) * 4, _advance),
     Case("compute_swa_indices_and_lens", "", "indices", (EQUAL, EQUAL), _swa_indices),
     Case("compute_global_topk_indices_and_lens", "", "indices", (EQUAL, EQUAL), _global_topk(False)),

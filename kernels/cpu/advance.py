@@ -1,7 +1,5 @@
 """One step forward of a decode batch, all sequences at once in NumPy: a batch is small."""
 
-from __future__ import annotations
-
 import numpy as np
 
 INT32_MAX = 2**31 - 1

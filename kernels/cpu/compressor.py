@@ -1,7 +1,5 @@
 """The compressor, parallel over the cores: softmax pooling, RMSNorm, RoPE, insert; and its states."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,48 +15,27 @@ from .threads import parallel_for
 TO_COPY, TO_POOL = 1, 8
 
 
-def compress_and_insert(
-    compressors: Sequence[CompressorRows],
-    state_slots: np.ndarray,
-    state_block_table: np.ndarray,
-    slot_mapping: np.ndarray,
-    positions: np.ndarray,
-    token_to_req: np.ndarray,
-    query_start_loc: np.ndarray,
-    compression: Compression,
-) -> None:
+def compress_and_insert(compressors: Sequence[CompressorRows], step: Compression) -> None:
     for rows in compressors:
-        _compress_rows(
-            rows, state_slots, state_block_table, slot_mapping, positions, token_to_req, query_start_loc, compression
-        )
+        _compress_rows(rows, step)
 
 
-def _compress_rows(
-    own: CompressorRows,
-    state_slots: np.ndarray,
-    state_block_table: np.ndarray,
-    slot_mapping: np.ndarray,
-    positions: np.ndarray,
-    token_to_req: np.ndarray,
-    query_start_loc: np.ndarray,
-    compression: Compression,
-) -> None:
+def _compress_rows(own: CompressorRows, step: Compression) -> None:
     kv_score, state, pages = own.kv_score, own.state, own.pages
     with np.errstate(invalid="ignore"):  # signalling NaN
         states = np.array(kv_score, np.float32)
     width = states.shape[1]
-    parallel_for(len(states), width * TO_COPY, _add_bias, states, positions, own.position_bias)
-    rows = int(np.count_nonzero(np.asarray(slot_mapping) >= 0))
+    parallel_for(len(states), width * TO_COPY, _add_bias, states, step.positions, own.position_bias)
+    rows = int(np.count_nonzero(np.asarray(step.slots) >= 0))
     parallel_for(
-        GROUPS, rows * compression.compress_ratio * width * TO_POOL // GROUPS, _compress,
-        states, state, state_block_table, pages.bytes, geometry_of(pages), np.asarray(slot_mapping, np.int64),
-        positions, token_to_req, query_start_loc, own.norm_weight.astype(np.float32), compression.cos_sin,
-        compression.compress_ratio, compression.eps,
-        np.empty((GROUPS, 3, pages.layout.head_dim), np.float32), row_bits(pages.layout.head_dim),
+        GROUPS, rows * step.compress_ratio * width * TO_POOL // GROUPS, _compress,
+        states, state, step.state_block_table, pages.bytes, geometry_of(pages), np.asarray(step.slots, np.int64),
+        step.positions, step.token_to_req, step.query_start_loc, own.norm_weight.astype(np.float32), step.cos_sin,
+        step.compress_ratio, step.eps, np.empty((GROUPS, 3, pages.layout.head_dim), np.float32),
+        row_bits(pages.layout.head_dim),
     )  # fmt: skip
-    parallel_for(
-        GROUPS, len(state_slots) * width * TO_COPY // GROUPS, _save, states, state, np.asarray(state_slots, np.int64)
-    )
+    state_slots = np.asarray(step.state_slots, np.int64)
+    parallel_for(GROUPS, len(state_slots) * width * TO_COPY // GROUPS, _save, states, state, state_slots)
 
 
 @compiled(nogil=True)

@@ -1,7 +1,5 @@
 """Dense attention on the CPU: a few queries at a time; matrix products use BLAS."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ..types.segments import V_DIM, Pages, packed_rows

@@ -1,7 +1,5 @@
 """Insert into and gather from caches of plain rows, one row per loop step, parallel over the cores."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ..numba_common.compiled import compiled

@@ -1,7 +1,5 @@
 """The indexer on the CPU: scores by BLAS, some queries at a time; top-k row by row."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ..numba_common.compiled import compiled

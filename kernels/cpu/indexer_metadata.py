@@ -1,7 +1,5 @@
 """Metadata of a step for the indexer, one entry or token per loop step, parallel over the cores."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ..numba_common.compiled import compiled
@@ -30,7 +28,7 @@ def build_indexer(
     schedule_splits(
         buffers.seq_lens, counts.lens_per_entry, counts.batch_size, SPLIT_PAGES * counts.block_size, buffers.schedule
     )
-    if counts.compress_ratio > 1:
+    if counts.maps_slots:
         compressed_slot_mapping(
             query_start_loc, seq_lens, block_table, len(buffers.slot_mapping), counts.block_size,
             counts.compress_ratio, buffers.slot_mapping,
@@ -79,7 +77,7 @@ def _decode(
         elif entry < counts.batch_size:
             decode_lens[entry] = query_start_loc[entry + 1] - query_start_loc[entry]
             for j in range(counts.lens_per_entry):
-                visible = np.int64(seq_lens[entry]) - (counts.lens_per_entry - 1 - j)
+                visible = np.int64(seq_lens[entry]) - max(counts.decode_len - 1 - j, 0)
                 out_seq_lens[entry * counts.lens_per_entry + j] = rows_of(visible, counts.compress_ratio)
         if entry < len(out_block_table):
             out_block_table[entry, :columns] = 0

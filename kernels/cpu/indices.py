@@ -1,12 +1,10 @@
 """Index maps: from positions and local top-k entries to cache slots, one token per loop step, parallel over cores."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ..numba_common import slots
 from ..numba_common.compiled import compiled
-from ..types.index_operations import MixedIndices
+from ..types.indices import MixedIndices
 from .rows import lookup_slot
 from .threads import parallel_for
 

@@ -1,7 +1,5 @@
 """RMSNorm and RoPE before and after sparse attention, one token per loop step, parallel over the cores, in float32."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """One token's bytes on the CPU: Numba functions that convert values to row and scales, and back."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 

@@ -4,8 +4,6 @@ A weight below 2^-126 of the largest becomes 0. That is negligible unless its va
 (sparse_attention.py computes such tokens in float64).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

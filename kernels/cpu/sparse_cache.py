@@ -1,7 +1,5 @@
 """Insert into and gather from the paged caches, one token per loop step, parallel over the cores."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 

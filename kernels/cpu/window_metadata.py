@@ -1,7 +1,5 @@
 """Metadata of a step, one token per loop step, parallel over the cores."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ..numba_common.compiled import compiled
@@ -22,14 +20,17 @@ def build_sparse_swa(
     c128a_block_size: int,
     c128a_width: int,
     buffers: SwaBuffers,
+    replay_start: np.ndarray | None = None,
+    noncausal: bool = False,
 ) -> None:
     table = np.empty((0, 0), np.int32) if c128a_block_table is None else c128a_block_table
+    replay = np.empty(0, np.int32) if replay_start is None else replay_start
     parallel_for(
         max(counts.rows, counts.rows_before), window_size + max(c128a_width, counts.width_before), _build,
         query_start_loc, seq_lens, slot_mapping, block_table, table, counts, block_size, window_size,
-        c128a_block_size, c128a_width, buffers,
+        c128a_block_size, c128a_width, buffers, replay, noncausal,
     )  # fmt: skip
-    _gather_lens(query_start_loc, seq_lens, counts, window_size, buffers.prefill_gather_lens)
+    _gather_lens(query_start_loc, seq_lens, counts, window_size, replay, buffers.prefill_gather_lens)
 
 
 @compiled(nogil=True)
@@ -47,6 +48,8 @@ def _build(
     c128a_block_size,
     c128a_width,
     buffers,
+    replay_start,
+    noncausal,
 ):
     width = max(c128a_width, counts.width_before)
     for token in range(first_token, end_token):
@@ -63,7 +66,12 @@ def _build(
         if valid and token < counts.num_tokens:
             position = max(token_position(query_start_loc, seq_lens, request, token), np.int64(-1))
             start = max(position - window_size + 1, 0)
-            length = position + 1 - start
+            if len(replay_start):
+                start = max(start, np.int64(replay_start[request]))
+            length = max(position + 1 - start, 0)
+            if noncausal and position >= 0 and token < counts.num_decode_tokens:
+                start = first_of_block(query_start_loc, seq_lens, request, window_size)
+                length = min(np.int64(seq_lens[request]) - start, buffers.swa_indices.shape[1])
             compressed = min((position + 1) // C128A_RATIO, c128a_width)
         buffers.positions[token] = min(position, 2**31 - 1)
         write_slots(block_table, request, start, length, block_size, buffers.swa_indices[token])
@@ -79,12 +87,21 @@ def _build(
 
 
 @compiled
-def _gather_lens(query_start_loc, seq_lens, counts, window_size, prefill_gather_lens):
+def first_of_block(query_start_loc, seq_lens, request, window_size):
+    """First position that all tokens of a decode see if it is not causal."""
+    prefix = np.int64(seq_lens[request]) - query_start_loc[request + 1] + query_start_loc[request]
+    return max(prefix - window_size, 0)
+
+
+@compiled
+def _gather_lens(query_start_loc, seq_lens, counts, window_size, replay_start, prefill_gather_lens):
     prefill_gather_lens[:] = 0
     for prefill in range(counts.num_reqs - counts.num_decodes):
         request = counts.num_decodes + prefill
         query_len = np.int64(query_start_loc[request + 1]) - query_start_loc[request]
-        prefill_gather_lens[prefill] = max(min(np.int64(seq_lens[request]), query_len + window_size - 1), 0)
+        first_valid = max(np.int64(replay_start[request]), 0) if len(replay_start) else np.int64(0)
+        before = min(max(np.int64(seq_lens[request]) - query_len - first_valid, 0), window_size - 1)
+        prefill_gather_lens[prefill] = max(min(np.int64(seq_lens[request]), query_len + before), 0)
 
 
 @compiled

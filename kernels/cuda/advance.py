@@ -1,7 +1,5 @@
 """One step forward of a decode batch, in one kernel."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from .compile import kernel

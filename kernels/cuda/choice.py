@@ -3,8 +3,6 @@
 Each answer uses the launcher's own test; strides and addresses may still lead to a slower kernel.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ...layout import INDEXER_FP8

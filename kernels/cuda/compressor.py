@@ -1,7 +1,5 @@
 """The compressor."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,39 +22,20 @@ FEW_OF_SHORT, FEW_OF_LONG = 256, 16
 FEW_SAVING = 128  # saving CTAs for long windows: they run at the same time as the pooling ones
 
 
-def compress_and_insert(
-    compressors: Sequence[CompressorRows],
-    state_slots: Any,
-    state_block_table: Any,
-    slot_mapping: Any,
-    positions: Any,
-    token_to_req: Any,
-    query_start_loc: Any,
-    compression: Compression,
-) -> None:
-    step = state_slots, state_block_table, slot_mapping, positions, token_to_req, query_start_loc, compression
+def compress_and_insert(compressors: Sequence[CompressorRows], step: Compression) -> None:
     first = compressors[0]
-    window = first.position_bias.shape[1] // first.pages.layout.head_dim * compression.compress_ratio
+    window = first.position_bias.shape[1] // first.pages.layout.head_dim * step.compress_ratio
     if len(compressors) == 2 and window <= MOST_AHEAD and first.pages.layout.head_dim == 512:
-        _launch(first, compressors[1], *step)
+        _launch(first, compressors[1], step)
         return
     for rows in compressors:
-        _launch(rows, None, *step)
+        _launch(rows, None, step)
 
 
-def _launch(
-    rows: CompressorRows,
-    second: CompressorRows | None,
-    state_slots: Any,
-    state_block_table: Any,
-    slot_mapping: Any,
-    positions: Any,
-    token_to_req: Any,
-    query_start_loc: Any,
-    compression: Compression,
-) -> None:
-    tokens, ratio, dim = len(rows.kv_score), compression.compress_ratio, rows.pages.layout.head_dim
-    cos_sin, coff = compression.cos_sin, rows.position_bias.shape[1] // dim
+def _launch(rows: CompressorRows, second: CompressorRows | None, step: Compression) -> None:
+    tokens, ratio, dim = len(rows.kv_score), step.compress_ratio, rows.pages.layout.head_dim
+    state_slots, table, slots, positions = step.state_slots, step.state_block_table, step.slots, step.positions
+    cos_sin, starts, coff = step.cos_sin, step.query_start_loc, rows.position_bias.shape[1] // dim
     ahead = min(MOST_AHEAD, coff * ratio)
     rounds, parts = -(-coff * ratio // ahead), 1
     most_together = MOST_TOGETHER
@@ -86,7 +65,7 @@ def _launch(
         INPUT=C_NAMES[rows.kv_score.dtype.name],
         WEIGHT=C_NAMES[rows.norm_weight.dtype.name],
         STATE_SLOT=C_NAMES[state_slots.dtype.name],
-        SLOT=C_NAMES[slot_mapping.dtype.name],
+        SLOT=C_NAMES[slots.dtype.name],
         POSITION=C_NAMES[positions.dtype.name],
         RATIO=ratio,
         COFF=coff,
@@ -100,11 +79,10 @@ def _launch(
         (threads,),
         (
             *_struct(rows), *_struct(both[-1]),
-            state_slots, slot_mapping, positions, token_to_req, query_start_loc, state_block_table,
-            strides(state_block_table)[0], cos_sin, strides(cos_sin)[0], tokens, len(state_slots), len(slot_mapping),
-            len(query_start_loc) - 1, len(state_block_table), state_block_table.shape[1], rows.state.shape[1],
-            len(cos_sin), cos_sin.shape[1], together, saved_together, compression.eps,
-            saving, (len(both) - 1) * saving, blocks * parts,
+            state_slots, slots, positions, step.token_to_req, starts, table, strides(table)[0], cos_sin,
+            strides(cos_sin)[0], tokens, len(state_slots), len(slots), len(starts) - 1, len(table), table.shape[1],
+            rows.state.shape[1], len(cos_sin), cos_sin.shape[1], together, saved_together, step.eps, saving,
+            (len(both) - 1) * saving, blocks * parts,
         ),
         shared_mem=2 * 4 * ALL_PARTS + ALL_GROUPS * dim // (4 * parts) * MEAN_BYTES if parts > 1 else 0,
         overlap=True,

@@ -1,7 +1,5 @@
 """Insert into and gather from caches of plain rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from numpy import float32, generic

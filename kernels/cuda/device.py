@@ -1,7 +1,5 @@
 """Properties of a device by which launchers choose kernels."""
 
-from __future__ import annotations
-
 import functools
 
 CLUSTER_LAUNCH = 120  # cudaDevAttrClusterLaunch

@@ -1,7 +1,5 @@
 """The indexer: scores, top-k, queries, and keys without scales."""
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any, NamedTuple
@@ -267,9 +265,10 @@ def top_k_per_row(logits: Any, rows: Rows, indices: Any, slots: Slots | None = N
     aligned = is_aligned(logits)
     few = few_rows_size(num_rows, width, topk, device_sms(device), 8 if has_clusters(device) else 1, aligned)
     if few is not None:
+        guessed = {"GUESSED": few.guessed} if few.guessed else {}
         run = large_kernel(
             device, few.shared_bytes, "common/indexer_topk_few.cu", "top_k_of_few_rows", THREADS=few.threads,
-            BLOCKS=few.blocks, READS=few.reads, ROUNDS=few.rounds, ALIGNED=int(aligned), OUTPUT=kind,
+            BLOCKS=few.blocks, READS=few.reads, ROUNDS=few.rounds, ALIGNED=int(aligned), OUTPUT=kind, **guessed,
         )  # fmt: skip
         run((num_rows * few.blocks,), (few.threads,), arguments, shared_mem=few.shared_bytes, overlap=True)
         return
@@ -304,13 +303,15 @@ def choice_bytes(threads: int) -> int:
 
 class FewRowsSize(NamedTuple):
     """Sizes of common/indexer_topk_few.cu: threads of a CTA, CTAs of a row, reads of four columns that a thread has in
-    flight, and rounds of such reads. A single round is held in registers.
+    flight, and rounds of such reads. A single round is held in registers. guessed: whether the bound is
+    estimated from a sample.
     """
 
     threads: int
     blocks: int
     reads: int
     rounds: int = 1
+    guessed: int = 0
 
     @property
     def columns(self) -> int:
@@ -324,7 +325,9 @@ class FewRowsSize(NamedTuple):
         return -(-(8 * 8192 + received + 8 * 64 + 24 * self.blocks + bits + scratch + 12) // 16) * 16
 
     def finds(self, topk: int) -> bool:
-        """Whether a CTA can bound its fraction of k: eight lanes publish at most eight values."""
+        """Whether a CTA can bound its fraction of k: eight lanes publish at most eight values, unless they guess."""
+        if self.guessed:
+            return topk <= min(2 * self.threads, MOST_GUESSED)
         share = topk / self.blocks
         looked_for = topk if self.blocks == 1 else min(topk, share + 5 * math.sqrt(share) + 9)
         return looked_for <= self.threads
@@ -332,6 +335,7 @@ class FewRowsSize(NamedTuple):
 
 ONE_BLOCK = 16_384  # columns: for shorter rows, the CTAs of a cluster would wait longer than they read
 MOST_ROUNDS = 8  # each line's maximum fits in shared memory
+MOST_GUESSED = 2048  # k up to which the columns that a guess lets pass fit in shared memory
 
 
 @functools.lru_cache(256)
@@ -339,6 +343,11 @@ def few_rows_size(
     num_rows: int, width: int, topk: int, sms: int, most_blocks: int, aligned: bool
 ) -> FewRowsSize | None:
     """Sizes for rows that all run at the same time; None if they are too many, or too long."""
+    if width > ONE_BLOCK // 2 and num_rows <= sms < num_rows * 4 * 1.15:  # a CTA a row, for which a guess is faster
+        reads = max(2, 1 << (-(-width // 4096) - 1).bit_length())
+        size = FewRowsSize(1024, 1, reads, 1, guessed=1)
+        if reads <= (8 if aligned else 4) and size.finds(topk):
+            return size
     for blocks in (8, 4, 2, 1):
         # Clusters do not fill all SMs.
         room = blocks == 1 or (width > ONE_BLOCK and blocks <= most_blocks and num_rows * blocks * 1.15 <= sms)

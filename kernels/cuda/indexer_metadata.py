@@ -1,7 +1,5 @@
 """Metadata of a step for the indexer: one kernel for decodes and the first prefill chunk, one for each other chunk."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..types.metadata import IndexerBuffers, IndexerChunk, IndexerCounts
@@ -36,7 +34,7 @@ def build_indexer(
             query_start_loc, seq_lens, len(seq_lens), block_table, block_table.strides[0] // 4,
             block_table.shape[1], counts.num_decodes, counts.batch_size, counts.flatten,
             counts.lens_per_entry, counts.columns, counts.entries_before,
-            counts.columns_before, counts.block_size, counts.compress_ratio,
+            counts.columns_before, counts.block_size, counts.compress_ratio, counts.decode_len, counts.maps_slots,
             buffers.decode_lens, buffers.seq_lens, capacity, buffers.slot_mapping, buffers.block_table,
             buffers.block_table.shape[1], buffers.schedule, len(buffers.schedule) - 1, element_blocks,
             decode_blocks, *its_chunk,

@@ -1,11 +1,9 @@
 """Index maps: from positions and local top-k entries to cache slots."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
-from ..types.index_operations import MixedIndices
+from ..types.indices import MixedIndices
 from .compile import kernel
 from .launch import is_aligned, pointer, strides
 

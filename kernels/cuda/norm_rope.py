@@ -1,7 +1,5 @@
 """RMSNorm and RoPE before and after sparse attention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..types.segments import Pages

@@ -1,7 +1,5 @@
 """Matrix products, by cuBLAS with float32 sums."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from typing import Any

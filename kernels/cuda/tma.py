@@ -1,7 +1,5 @@
 """Tensor maps, with which the tensor memory accelerator copies boxes of an array (csrc/sm90/tma.cuh)."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math

@@ -1,12 +1,10 @@
 """Metadata of a step, in one kernel."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..types.metadata import BatchCounts, SwaBuffers
 from .compile import kernel
-from .launch import C_TYPES
+from .launch import C_TYPES, pointer
 
 WARPS = 4  # per CTA, as in common/window_metadata.cu
 
@@ -23,6 +21,8 @@ def build_sparse_swa(
     c128a_block_size: int,
     c128a_width: int,
     buffers: SwaBuffers,
+    replay_start: Any | None = None,
+    noncausal: bool = False,
 ) -> None:
     c128a = (0, 0, 0)
     if c128a_block_table is not None:
@@ -39,6 +39,7 @@ def build_sparse_swa(
             buffers.c128a_indices.shape[1], buffers.token_to_req_indices, buffers.is_valid_token, buffers.positions,
             buffers.swa_indices, buffers.swa_lens, buffers.prefill_gather_lens,
             len(buffers.prefill_gather_lens), buffers.c128a_indices, buffers.c128a_lens, token_blocks,
+            pointer(replay_start), noncausal, buffers.swa_indices.shape[1],
         ),
         overlap=True,
     )  # fmt: skip

@@ -4,8 +4,6 @@ A process that finds the machine code there does not import Numba (native.py). A
 warning.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

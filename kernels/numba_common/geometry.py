@@ -1,7 +1,5 @@
 """A layout as plain numbers, for compiled Numba code."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from ..types.segments import Pages

@@ -5,8 +5,6 @@ stay compiled as it was. So a folder is named by the content of kernels/ and the
 writable (read-only file systems, another user's home), every process recompiles.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

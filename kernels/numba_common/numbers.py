@@ -6,8 +6,6 @@ a mix of uint64 and int64). Rounding is to nearest even. Where a format is a fix
 number whose last place is that grid rounds to it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -3,8 +3,6 @@
 Arithmetic is on 64-bit integers: an int32 from an array is widened first.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """One step forward of a decode batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

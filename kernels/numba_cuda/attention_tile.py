@@ -6,8 +6,6 @@ times the weights to the sums. The largest product so far is subtracted in the e
 rescaled.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

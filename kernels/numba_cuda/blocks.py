@@ -1,7 +1,5 @@
 """Copies of whole pages."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@ It is numba-cuda, which has a simulator. Its successor, numba-cuda-mlir, has the
 docs/kernels/numba-cuda.md lists what prevents kernels that run on both.
 """
 
-from __future__ import annotations
-
 from numba import config, cuda, float32, from_dtype, int32, types, uint32
 
 SIMULATED = bool(config.ENABLE_CUDASIM)

@@ -1,10 +1,7 @@
 """The compressor: a thread block takes a token, a thread every blockDim.x-th channel of its row."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -18,39 +15,19 @@ from .numbers import float32_bits, float32_value, to_float32
 from .rows import lookup_slot
 
 
-def compress_and_insert(
-    compressors: Sequence[CompressorRows],
-    state_slots: Any,
-    state_block_table: Any,
-    slot_mapping: Any,
-    positions: Any,
-    token_to_req: Any,
-    query_start_loc: Any,
-    compression: Compression,
-) -> None:
+def compress_and_insert(compressors: Sequence[CompressorRows], step: Compression) -> None:
     for rows in compressors:
-        _compress_rows(
-            rows, state_slots, state_block_table, slot_mapping, positions, token_to_req, query_start_loc, compression
-        )
+        _compress_rows(rows, step)
 
 
-def _compress_rows(
-    own: CompressorRows,
-    state_slots: Any,
-    state_block_table: Any,
-    slot_mapping: Any,
-    positions: Any,
-    token_to_req: Any,
-    query_start_loc: Any,
-    compression: Compression,
-) -> None:
+def _compress_rows(own: CompressorRows, step: Compression) -> None:
     kv_score, state, pages = own.kv_score, own.state, own.pages
     weight = own.norm_weight
     launch(
         compress_kernel, len(kv_score), THREADS,
-        kv_score, kind_of(kv_score), own.position_bias, weight, kind_of(weight), compression.cos_sin,
-        compression.compress_ratio, np.float32(compression.eps), state, state_slots, state_block_table, pages.bytes,
-        geometry_of(pages), slot_mapping, positions, token_to_req, query_start_loc,
+        kv_score, kind_of(kv_score), own.position_bias, weight, kind_of(weight), step.cos_sin,
+        step.compress_ratio, np.float32(step.eps), state, step.state_slots, step.state_block_table, pages.bytes,
+        geometry_of(pages), step.slots, step.positions, step.token_to_req, step.query_start_loc,
     )  # fmt: skip
 
 

@@ -1,7 +1,5 @@
 """Dense attention: packed sequences, and the rows of a paged MLA cache."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

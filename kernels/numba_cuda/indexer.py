@@ -1,7 +1,5 @@
 """The indexer: a thread takes a head or a score; for top-k, a thread block takes a row."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

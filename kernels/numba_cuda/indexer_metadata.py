@@ -1,7 +1,5 @@
 """Metadata of a step for the indexer: lengths and slots, block tables, schedule of the splits, prefill chunks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -32,7 +30,7 @@ def build_indexer(
             tables_kernel, entries, THREADS, query_start_loc, block_table, counts, buffers.block_table
         )  # fmt: skip
     launch(schedule_kernel, 1, THREADS, counts, buffers.seq_lens, buffers.schedule)
-    if counts.compress_ratio > 1:
+    if counts.maps_slots:
         compressed_slot_mapping(
             query_start_loc, seq_lens, block_table, len(buffers.slot_mapping), counts.block_size,
             counts.compress_ratio, buffers.slot_mapping,
@@ -89,7 +87,7 @@ def lengths_kernel(query_start_loc, seq_lens, counts, decode_lens, out_seq_lens)
             if request >= 0:
                 rows = rows_of(token_position(query_start_loc, seq_lens, request, i) + 1, counts.compress_ratio)
         else:
-            entry, later = i // counts.lens_per_entry, counts.lens_per_entry - 1 - i % counts.lens_per_entry
+            entry, later = i // counts.lens_per_entry, max(counts.decode_len - 1 - i % counts.lens_per_entry, 0)
             if i < counts.batch_size:
                 decode_len = np.int64(query_start_loc[i + 1]) - query_start_loc[i]
             if entry < counts.batch_size:

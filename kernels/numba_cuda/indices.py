@@ -3,13 +3,11 @@
 In every kernel a thread block takes a token, and a thread every blockDim.x-th entry of its row.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 
-from ..types.index_operations import MixedIndices
+from ..types.indices import MixedIndices
 from .compiler import cuda
 from .launch import NO_TABLE, NO_VECTOR, launch
 from .rows import complete_rows, find_request, lookup_slot, to_span, token_position

@@ -15,8 +15,6 @@ elements, and the result is zero, without a read, if not `present`.
     exponential(x), logarithm(x)   natural ones of a float32
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -4,8 +4,6 @@ A thread block takes a few heads of one query token and all of its keys, or one 
 stores a partial result, and merge_parts_kernel combines them.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ instead: so no scale is rounded, however large or small. V4.1's rows, FP8 and FP
 values, become bfloat16 values times their scale, which is exact.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

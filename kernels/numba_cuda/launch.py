@@ -1,7 +1,5 @@
 """How a kernel is launched, on a device or in Numba's simulator."""
 
-from __future__ import annotations
-
 import functools
 import sys
 import typing
@@ -56,12 +54,14 @@ def launch(
     shared_bytes: int = 0,
     at_a_time: int = 1,
 ) -> None:
-    """Run `kernel` with `blocks` thread blocks of `threads` threads, on CuPy's current stream.
+    """Run `kernel` with `blocks` thread blocks of `threads` threads, on CuPy's current stream; none if `blocks` is 0.
 
     arguments     NumPy or CuPy arrays (floating-point ones are passed as bits), numbers, and tuples of numbers
     shared_bytes  dynamic shared memory per thread block
     at_a_time     thread blocks for which an SM must have registers
     """
+    if blocks == 0:  # which a driver refuses
+        return
     if SIMULATED:
         configured = _simulated(kernel)[blocks, min(threads, SIMULATED_THREADS), 0, shared_bytes]
         with warnings.catch_warnings():

@@ -3,8 +3,6 @@
 Inside the kernels -inf means that there was no key; in callers' arrays +inf does.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from .intrinsics import exponential, logarithm

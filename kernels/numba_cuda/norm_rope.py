@@ -1,7 +1,5 @@
 """RMSNorm and RoPE before and after sparse attention: a thread block takes a row and holds it in shared memory."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

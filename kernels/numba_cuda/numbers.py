@@ -1,7 +1,5 @@
 """The number formats as functions for kernels, compiled for the device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..numba_common import numbers

@@ -1,7 +1,5 @@
 """Copies rows of 16-bit values from device into shared memory, 16 bytes at a time."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -9,8 +9,6 @@ The order in which the values of a row are multiplied does not matter as long as
 reads four consecutive words. In the simulator a thread has consecutive elements, and products are NumPy's.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Products of 16-bit matrices."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The intrinsics on a device: PTX statements and wide loads, which llvmlite puts into the kernels."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

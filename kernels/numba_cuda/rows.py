@@ -1,7 +1,5 @@
 """One token's bytes, value by value: device functions of the cache kernels."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ..numba_common import slots

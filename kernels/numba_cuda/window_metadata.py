@@ -1,14 +1,12 @@
 """Metadata of a step that all sparse layers use, in one kernel."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 
 from ..types.metadata import C128A_RATIO, BatchCounts, SwaBuffers
 from .compiler import cuda
-from .launch import NO_TABLE, launch
+from .launch import NO_TABLE, NO_VECTOR, launch
 from .rows import lookup_slot, token_position
 
 THREADS = 128
@@ -26,13 +24,16 @@ def build_sparse_swa(
     c128a_block_size: int,
     c128a_width: int,
     buffers: SwaBuffers,
+    replay_start: Any | None = None,
+    noncausal: bool = False,
 ) -> None:
     token_blocks = max(counts.rows, counts.rows_before)
     launch(
         step_kernel, token_blocks + 1, THREADS,
         query_start_loc, seq_lens, slot_mapping, block_table,
         NO_TABLE if c128a_block_table is None else c128a_block_table,
-        counts, block_size, window_size, c128a_block_size, c128a_width, token_blocks, *buffers,
+        counts, block_size, window_size, c128a_block_size, c128a_width, token_blocks,
+        NO_VECTOR if replay_start is None else replay_start, noncausal, *buffers,
     )  # fmt: skip
 
 
@@ -61,6 +62,8 @@ def step_kernel(
     c128a_block_size,
     c128a_width,
     token_blocks,
+    replay_start,
+    noncausal,
     token_to_req_indices,
     is_valid_token,
     positions,
@@ -80,7 +83,11 @@ def step_kernel(
             request, gather_len = counts.num_decodes + prefill, np.int64(0)
             if request < counts.num_reqs:
                 query_len = np.int64(query_start_loc[request + 1]) - query_start_loc[request]
-                gather_len = max(min(np.int64(seq_lens[request]), query_len + window_size - 1), np.int64(0))
+                seq_len, first_valid = np.int64(seq_lens[request]), np.int64(0)
+                if len(replay_start):
+                    first_valid = max(np.int64(replay_start[request]), np.int64(0))
+                before = min(max(seq_len - query_len - first_valid, np.int64(0)), np.int64(window_size - 1))
+                gather_len = max(min(seq_len, query_len + before), np.int64(0))
             prefill_gather_lens[prefill] = gather_len
         return
 
@@ -91,8 +98,16 @@ def step_kernel(
         if valid:
             position = max(token_position(query_start_loc, seq_lens, request, token), np.int64(-1))
     start = max(position - window_size + 1, np.int64(0))
-    length = position + 1 - start
-    for j in range(cuda.threadIdx.x, window_size, cuda.blockDim.x):
+    if len(replay_start):
+        start = max(start, np.int64(replay_start[request]) if position >= 0 else np.int64(0))
+    length = max(position + 1 - start, np.int64(0))
+    width = swa_indices.shape[1]
+    if noncausal and position >= 0 and token < counts.num_decode_tokens:  # the same for all tokens of a request
+        seq_len = np.int64(seq_lens[request])
+        query_len = np.int64(query_start_loc[request + 1]) - query_start_loc[request]
+        start = max(seq_len - query_len - window_size, np.int64(0))
+        length = min(seq_len - start, np.int64(width))
+    for j in range(cuda.threadIdx.x, width, cuda.blockDim.x):
         swa_indices[token, j] = lookup_slot(block_table, request, start + j, block_size) if j < length else -1
 
     compressed = min((position + 1) // C128A_RATIO, c128a_width)

@@ -1,7 +1,5 @@
 """One step forward of a decode batch."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from .rows import lookup_slot

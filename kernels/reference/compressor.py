@@ -6,8 +6,6 @@ row[n]      = sum_p softmax_p(score[p]) kv[p]                             channe
               their channels and over the ratio positions before with the first half
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,45 +15,25 @@ from .norm_rope import at_positions, insert_row, normed, rotated
 from .rows import lookup_slot
 
 
-def compress_and_insert(
-    compressors: Sequence[CompressorRows],
-    state_slots: np.ndarray,
-    state_block_table: np.ndarray,
-    slot_mapping: np.ndarray,
-    positions: np.ndarray,
-    token_to_req: np.ndarray,
-    query_start_loc: np.ndarray,
-    compression: Compression,
-) -> None:
+def compress_and_insert(compressors: Sequence[CompressorRows], step: Compression) -> None:
     for rows in compressors:
-        _compress_rows(
-            rows, state_slots, state_block_table, slot_mapping, positions, token_to_req, query_start_loc, compression
-        )
+        _compress_rows(rows, step)
 
 
-def _compress_rows(
-    own: CompressorRows,
-    state_slots: np.ndarray,
-    state_block_table: np.ndarray,
-    slot_mapping: np.ndarray,
-    positions: np.ndarray,
-    token_to_req: np.ndarray,
-    query_start_loc: np.ndarray,
-    compression: Compression,
-) -> None:
+def _compress_rows(own: CompressorRows, step: Compression) -> None:
     kv_score, state, pages = own.kv_score, own.state, own.pages
-    ratio, state_block = compression.compress_ratio, state.shape[1]
+    positions, ratio, state_block = step.positions, step.compress_ratio, state.shape[1]
     states = biased(kv_score, positions, own.position_bias)
-    for token, slot in enumerate(slot_mapping):
+    for token, slot in enumerate(step.slots):
         if 0 <= slot < pages.num_slots:
             window = _window(
-                int(token), states, state, state_block_table, int(positions[token]), int(token_to_req[token]),
-                query_start_loc, ratio, pages.layout.head_dim,
+                int(token), states, state, step.state_block_table, int(positions[token]), int(step.token_to_req[token]),
+                step.query_start_loc, ratio, pages.layout.head_dim,
             )  # fmt: skip
-            row = normed(pooled(window), compression.eps) * own.norm_weight.astype(np.float64)
+            row = normed(pooled(window), step.eps) * own.norm_weight.astype(np.float64)
             first = np.array([positions[token] // ratio * ratio])
-            insert_row(pages, int(slot), rotated(row, at_positions(compression.cos_sin, first)[0]))
-    for token, slot in enumerate(state_slots):
+            insert_row(pages, int(slot), rotated(row, at_positions(step.cos_sin, first)[0]))
+    for token, slot in enumerate(step.state_slots):
         if 0 <= slot < len(state) * state_block:
             state[slot // state_block, slot % state_block] = states[token]
 

@@ -6,10 +6,9 @@
 A query without keys has out 0 and lse +inf.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
+from ..types.plan import DenseDecodePlan
 from ..types.segments import V_DIM, Pages, packed_rows
 from .dense_cache import gather_cache
 from .rows import lookup_slot
@@ -51,7 +50,7 @@ def dense_mla_decode(
     softmax_scale: float,
     causal: bool,
     max_seqlen: int,
-    plan: object,
+    plan: DenseDecodePlan | None,
     out: np.ndarray,
     lse: np.ndarray,
 ) -> None:

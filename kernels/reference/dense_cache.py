@@ -1,7 +1,5 @@
 """Insert into and gather from caches of plain rows."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ..types.segments import Pages

@@ -1,7 +1,5 @@
 """The indexer, query by query in float64."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 

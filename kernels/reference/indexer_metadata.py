@@ -1,7 +1,5 @@
 """Metadata of a step for the indexer, request by request."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ..types.metadata import SPLIT_PAGES, IndexerBuffers, IndexerChunk, IndexerCounts
@@ -30,11 +28,11 @@ def build_indexer(
         else:
             buffers.decode_lens[request] = end - start
             for j in range(counts.lens_per_entry):
-                visible = length - (counts.lens_per_entry - 1 - j)
+                visible = length - max(counts.decode_len - 1 - j, 0)
                 buffers.seq_lens[request * counts.lens_per_entry + j] = rows_of(visible, counts.compress_ratio)
     longest = buffers.seq_lens[: counts.batch_size * counts.lens_per_entry].reshape(-1, counts.lens_per_entry)[:, -1]
     paged_mqa_logits_metadata(longest, SPLIT_PAGES * counts.block_size, buffers.schedule)
-    if counts.compress_ratio > 1:
+    if counts.maps_slots:
         compressed_slot_mapping(
             query_start_loc, seq_lens, block_table, len(buffers.slot_mapping), counts.block_size,
             counts.compress_ratio, buffers.slot_mapping,

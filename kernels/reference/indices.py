@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..types.index_operations import MixedIndices
+from ..types.indices import MixedIndices
 from .rows import lookup_slot
 
 

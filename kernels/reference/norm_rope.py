@@ -1,7 +1,5 @@
 """RMSNorm and RoPE before and after sparse attention, in float64."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ..types.segments import Pages

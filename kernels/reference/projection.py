@@ -1,7 +1,5 @@
 """Matrix products."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

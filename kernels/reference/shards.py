@@ -1,7 +1,5 @@
 """One rank's part of tokens that are sharded across ranks, and the merge of all ranks' results."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ..types.shard import Shard

@@ -7,8 +7,6 @@
 A token whose keys are all absent has out 0 and lse +inf. A key listed twice counts twice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Metadata of a step, token by token."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ..types.metadata import C128A_RATIO, BatchCounts, SwaBuffers
@@ -22,6 +20,8 @@ def build_sparse_swa(
     c128a_block_size: int,
     c128a_width: int,
     buffers: SwaBuffers,
+    replay_start: np.ndarray | None = None,
+    noncausal: bool = False,
 ) -> None:
     width = max(c128a_width, counts.width_before)
     for token in range(max(counts.rows, counts.rows_before)):
@@ -41,8 +41,14 @@ def build_sparse_swa(
             continue
         position = int(seq_lens[request]) - int(query_start_loc[request + 1]) + token
         buffers.positions[token] = min(max(position, -1), INT32_MAX)
-        start = max(position - window_size + 1, 0)
-        window = [lookup_slot(block_table, request, p, block_size) for p in range(start, position + 1)]
+        first_valid = 0 if replay_start is None else int(replay_start[request])
+        start, end = max(position - window_size + 1, 0, first_valid), position + 1
+        if noncausal and position >= 0 and token < counts.num_decode_tokens:  # the same for all tokens of a request
+            end = int(seq_lens[request])
+            prefix = end - int(query_start_loc[request + 1]) + int(query_start_loc[request])
+            start = max(prefix - window_size, 0)
+            end = min(end, start + buffers.swa_indices.shape[1])
+        window = [lookup_slot(block_table, request, p, block_size) for p in range(start, end)]
         buffers.swa_indices[token, : len(window)] = window
         buffers.swa_lens[token] = len(window)
         if c128a_width:
@@ -58,7 +64,9 @@ def build_sparse_swa(
     for prefill in range(counts.num_reqs - counts.num_decodes):
         request = counts.num_decodes + prefill
         query_len = int(query_start_loc[request + 1]) - int(query_start_loc[request])
-        buffers.prefill_gather_lens[prefill] = max(min(int(seq_lens[request]), query_len + window_size - 1), 0)
+        first_valid = 0 if replay_start is None else max(int(replay_start[request]), 0)
+        before = min(max(int(seq_lens[request]) - query_len - first_valid, 0), window_size - 1)
+        buffers.prefill_gather_lens[prefill] = max(min(int(seq_lens[request]), query_len + before), 0)
 
 
 def request_of(query_start_loc: np.ndarray, num_reqs: int, token: int) -> int:

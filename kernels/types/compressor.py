@@ -1,7 +1,5 @@
 """Arguments of a compressor, beside the arrays of a step."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from .segments import Pages
@@ -25,13 +23,25 @@ class CompressorRows(NamedTuple):
 
 
 class Compression(NamedTuple):
-    """Arguments common to a layer's compressors.
+    """Arguments common to a layer's compressors, for a step of T tokens.
 
-    cos_sin         float32 [max_position, rope_dim]: cosines, then sines; neighbours at the end of a row are pairs
-    compress_ratio  positions per row
-    eps             of the RMSNorm
+    state_slots        int32 or int64 [at most T]: where each token's state is saved
+    state_block_table  int32 [R, columns]
+    slots              int32 or int64 [at most T]: of the row that each token completes, -1 for none
+    positions          int32 or int64 [T]
+    token_to_req       int32 [at least T]
+    query_start_loc    int32 [R + 1]
+    cos_sin            float32 [max_position, rope_dim]: cosines, then sines; neighbours at the end of a row are pairs
+    compress_ratio     positions per row
+    eps                of the RMSNorm
     """
 
+    state_slots: Any
+    state_block_table: Any
+    slots: Any
+    positions: Any
+    token_to_req: Any
+    query_start_loc: Any
     cos_sin: Any
     compress_ratio: int
     eps: float

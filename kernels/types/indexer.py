@@ -1,7 +1,5 @@
 """Arguments of the indexer's kernels beside arrays."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 

@@ -1,7 +1,5 @@
 """Arguments of a metadata step: the counts of a batch and the buffers to fill."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 C128A_RATIO = 128
@@ -32,7 +30,7 @@ class SwaBuffers(NamedTuple):
     token_to_req_indices  int32; 0 for padding
     is_valid_token        bool
     positions             int32, position of the token in its sequence; -1 for padding
-    swa_indices           int32 [.., window_size]; -1 after the length
+    swa_indices           int32 [.., decode_swa_width], at least the window size; -1 after the length
     swa_lens              int32
     prefill_gather_lens   int32, one per prefill request, clamped to 0 .. its length; 0 after the last
     c128a_indices         int32 [.., capacity]: slots for decode tokens, 0, 1, 2, ... for prefill tokens
@@ -61,6 +59,8 @@ class IndexerCounts(NamedTuple):
     columns_before
     block_size        rows of a page
     compress_ratio    positions of a row
+    decode_len        tokens of the longest request, by which lens_per_entry are counted from the end of a sequence
+    maps_slots        whether slot_mapping is to be filled
     """
 
     num_decodes: int
@@ -72,6 +72,8 @@ class IndexerCounts(NamedTuple):
     columns_before: int
     block_size: int
     compress_ratio: int
+    decode_len: int
+    maps_slots: bool
 
 
 class IndexerBuffers(NamedTuple):
@@ -79,7 +81,7 @@ class IndexerBuffers(NamedTuple):
 
     decode_lens   int32 [capacity], query tokens of an entry
     seq_lens      int32 [capacity], rows an entry may see, `lens_per_entry` for each entry
-    slot_mapping  int64 [capacity], one per token; empty unless the cache is compressed
+    slot_mapping  int64 [capacity], one per token; empty unless slots are mapped
     block_table   int32 [.., columns], one row per entry, of flattened tokens
     schedule      int32 [num_sms + 1, 2], entry and split at which each SM starts
     """

@@ -1,7 +1,5 @@
 """Device memory that calls need beside their arguments, and plans of how work is divided, kept from call to call."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

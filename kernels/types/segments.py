@@ -1,7 +1,5 @@
 """Inputs of attention: lists of token indices into paged caches, and packed sequences."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Which of a request's tokens a rank has, if a cache is sharded across ranks."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from cumla.bench import (
     caches,
+    candidate_cases,
     chunks,
     dense,
     framework_calls,
@@ -56,6 +57,8 @@ SMALL = [
     indexer_cases.Choice("decode", 40, 1200, 512),
     indexer_cases.Selection(indexer_cases.Logits(20, 100, lengths=True), 64),
     indexer_cases.Selection(indexer_cases.PagedLogits(3, 500, lengths=True), 64),
+    candidate_cases.CandidateBlocks(3, 100, 5),
+    candidate_cases.CandidateTopk(2, 200, 9),
     indexer_cases.QueryQuant(9),
     indexer_cases.Schedule(5),
     dense.DenseDecode(16, 3, 300, lengths=True),
@@ -88,7 +91,7 @@ WITHOUT_PEERS = {
     "quantize_and_insert_k_cache", "gather_cache", "cp_gather_indexer_k_quant_cache", "copy_blocks", "advance_step",
     "indexer_topk prefill", "indexer_topk decode", "fused_indexer_q_rope_quant", "mha_varlen", "compress_and_insert",
     "apply_rope", "merge_attn_states", "compute_swa_indices_and_lens", "build_flashinfer_mixed_sparse_indices",
-    step_suites.WINDOWS, step_suites.INDEXER,
+    step_suites.WINDOWS, step_suites.INDEXER, "select_candidate_blocks", "candidate_topk",
 }  # fmt: skip
 
 
@@ -109,10 +112,16 @@ def test_cases_are_checked_and_so_are_their_peers(case, monkeypatch):
     assert all(row["limit_us"] > 0 and row["us"] == 3.0 for row in found)
     assert all(row["checked"] for row in found if row["impl"] not in problem.unchecked)
     unchecked = {
-        indexer_cases.Schedule: "deep_gemm", poisoned.PoisonedDecode: "flash_mla", poisoned.PoisonedPrefill: "flash_mla"
+        indexer_cases.Schedule: "deep_gemm", poisoned.PoisonedDecode: "flash_mla",
+        poisoned.PoisonedPrefill: "flash_mla", candidate_cases.CandidateTopk: "all positions",
     }  # fmt: skip
     assert problem.unchecked == (unchecked.get(type(case), "copy"),)
-    second = {"indexer_topk": "two steps", "sparse_swa": "validate=False", "indexer": "validate=False"}
+    second = {
+        "candidate_topk": "all positions",
+        "indexer_topk": "two steps",
+        "sparse_swa": "validate=False",
+        "indexer": "validate=False",
+    }
     impls = ["cumla", *filter(None, [second.get(case.op.split()[0].split(".")[0])])]
     assert [row["impl"] for row in found if "peer" not in row] == impls
     named = [row for row in found if "peer" in row]

@@ -74,6 +74,20 @@ def test_a_suite_alone_as_json_for_a_program(capsys):
     assert "V32_FP8 1 x 7" in captured.err
 
 
+@pytest.mark.parametrize(
+    ("layout", "decode"),
+    [("DSV41_FP8", "16+512, lengths"), ("DSV41_FP8_SPLIT", "16+512, lengths"), ("V32_NOPE_FP8", "16, full lists")],
+)
+def test_formats_of_newer_models(capsys, layout, decode):
+    """Layers, too, have V4.1's formats; other formats than V4's and V4.1's have layers of V4's."""
+    assert main(["bench", "insert", "decode", "layers", *TINY, "--batch", "1", "--layout", layout, "--json", "-"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    configs = [(row["op"], row["config"]) for row in rows]
+    assert ("quantize_and_insert_k_cache", f"{layout} T=7") in configs
+    assert ("sparse_mla_decode", f"{layout} h2 b1 s1 {decode}") in configs
+    assert ("layer", f"{layout + ' ' if 'V41' in layout else ''}C4A h2 b1 of 128") in configs
+
+
 def test_frameworks_are_rows_of_their_own():
     pytest.importorskip("torch")
     found = list(rows.measured(["frameworks"], Sizes("cpu", heads=2, batch=(1,), topk=16)))

@@ -144,6 +144,10 @@ def test_replay_fails_beyond_bounds(monkeypatch, capsys):
         pytest.param(["replay", "--layers", "swa,mla", "--topk", "8"], "--topk: does not apply to", id="no-topk"),
         pytest.param(["replay", "--layers", "mla,v32", "--window", "8"], "--window: does not", id="no-window"),
         pytest.param(["replay", "--layers", "v4", "--prefill-path", "pages"], "--prefill-path: does", id="no-path"),
+        pytest.param(["replay", "--layers", "v4", "--layout", "DSV41_FP8"], "--layout: does not", id="no-layout"),
+        pytest.param(["replay", "--layout", "DSV41_FP4"], "'DSV41_FP8,DSV41_FP4'", id="layout"),
+        pytest.param(["replay", "--layout", "DSV41_FP8,DSV41_FP4_SPLIT"], "--layout: invalid choice", id="pair"),
+        pytest.param(["bench", "--layout", "DSV41"], "--layout: invalid choice: 'DSV41'", id="bench-layout"),
         pytest.param(["bench", "--steps", "decode1"], "--steps: does not apply without the suite trace", id="steps"),
         pytest.param(["bench", "trace", "--batch", "1"], "--batch: does not apply to trace", id="batch-of-trace"),
         pytest.param(["bench", "--results", "x", "--heads", "2"], "--heads: does not apply with", id="results"),
@@ -326,28 +330,19 @@ def test_a_closed_pipe_is_no_traceback():
     assert b"Traceback" not in done.stderr
 
 
-def test_an_early_interrupt_is_no_traceback():
-    code = (
-        "import sys\n"
-        "class Interrupted:\n"
-        "    def find_spec(self, name, *rest):\n"
-        "        if name == 'numpy': raise KeyboardInterrupt\n"
-        "sys.meta_path.insert(0, Interrupted())\n"
-        "import cumla_command; sys.exit(cumla_command.main())"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (130, b"cumla: interrupted\n")
-
-
-def test_an_interrupt_inside_of_numpys_import_is_no_traceback():
-    """NumPy reports it as an ImportError."""
+@pytest.mark.parametrize(
+    ("module", "interrupt"),
+    [
+        ("numpy", "raise KeyboardInterrupt"),
+        ("datetime", "os.kill(os.getpid(), signal.SIGINT)"),  # inside of NumPy's import, which makes it an ImportError
+    ],
+)
+def test_an_early_interrupt_is_no_traceback(module, interrupt):
     code = (
         "import os, signal, sys\n"
         "class Interrupted:\n"
         "    def find_spec(self, name, *rest):\n"
-        "        if name == 'datetime': os.kill(os.getpid(), signal.SIGINT)\n"
+        f"        if name == '{module}': {interrupt}\n"
         "sys.meta_path.insert(0, Interrupted())\n"
         "import cumla_command; sys.exit(cumla_command.main())"
     )

@@ -46,6 +46,34 @@ def test_warm_up_makes_every_call_of_a_kind(kind, capsys):
     assert "calls in" in out
 
 
+def calls_of(*options):
+    """The names of the calls for a model of V4's kind."""
+    from cumla.cli.warmup import Model, tasks
+
+    return [name for name, _ in tasks(Model("v4", 2, 16, 128, *options), [3], 64, "cpu")]
+
+
+def test_warm_up_makes_the_calls_of_a_model_s_formats_alone():
+    v4, pair = calls_of(), calls_of("DSV41_FP8,DSV41_FP4")
+    op = "quantize_and_insert_k_cache"
+    assert {f"{op} DSV4_FP8", "sparse_mla_decode DSV4_FP8, two caches"} <= set(v4) - set(pair)
+    assert not any("DSV41" in name or "MXFP4" in name for name in v4)
+    assert {
+        f"{op} DSV41_FP8", f"{op} DSV41_FP4", f"{op} INDEXER_MXFP4", "sparse_mla_decode DSV41_FP8, DSV41_FP4",
+        "qnorm_rope_and_insert DSV41_FP8", "norm_rope_and_insert DSV41_FP4",
+    } <= set(pair) - set(v4)  # fmt: skip
+    assert not any("SPLIT" in name or "DSV4_FP8" in name or "compress" in name.partition(" ")[0] for name in pair[-30:])
+
+
+def test_warm_up_of_two_formats(capsys):
+    given = ["warmup", "--backend", "cpu", "--heads", "2", "--batch", "1", "--topk", "16"]
+    assert main([*given, "--layout", "DSV41_FP8,DSV41_FP4"]) == 0
+    assert "v4, DSV41_FP8 and DSV41_FP4, 2 heads, backend cpu" in capsys.readouterr().out
+    assert "--layout: does not apply to v32, but to v4" in error_line(
+        capsys, [*given[:3], "--kind", "v32", "--layout", "DSV41_FP8"]
+    )
+
+
 def test_warm_up_reads_a_models_config(tmp_path):
     from cumla.cli.warmup import Model
 

@@ -1,6 +1,9 @@
 """`cumla.debug`: wrong values are errors that name what and where, in its thread, while it is on, and nowhere else."""
 
 import contextlib
+import inspect
+import pathlib
+import runpy
 import threading
 
 import numpy as np
@@ -9,8 +12,8 @@ from metadata.batches import make_batch
 
 import cumla
 from cumla.dispatch import launch_cache
+from cumla.dispatch.backends import kernels
 from cumla.dispatch.debug_validation import CHECKS
-from cumla.kernels.types import operations
 from cumla.kernels.types.shard import Shard
 from cumla.layers.selection import IndexerInputs, select_rows
 from cumla.layers.sparse import SparseMLALayer
@@ -23,6 +26,7 @@ from support.calls import call
 from support.lab import BF16, lab_of
 
 BLOCK = 8
+OPERATIONS = runpy.run_path(str(pathlib.Path(__file__).parents[2] / "tools/seam.py"))["operations"]()
 CONFIG = ServingConfig(
     window_size=16, compress_ratios=(1, 4), block_size=BLOCK, compressed_block_size=BLOCK, max_num_batched_tokens=96,
     max_num_seqs=16, max_model_len=512, num_sms=7,
@@ -87,6 +91,10 @@ WRONG = [
     ("gather_cache-bfloat16", {}, {"block_table": filled(10**6)}, r"block_table: request \d+ has page 1000000"),
     ("dense_mla_decode-bfloat16", {"block_table": filled(1)}, {"block_table": changed((0, 0), 99)},
      r"block_table: request 0 has page 99 for position 0 \(column 0\), expected 0 to \d+"),
+    ("candidate_topk", {"candidate_blocks": filled(-1)}, {"block_table": filled(10**6)},
+     r"block_table: request \d+ has page 1000000"),
+    ("candidate_topk", {"candidate_blocks": changed(slice(2, 6), -1)}, {"candidate_blocks": changed((2, 1), 99)},
+     r"candidate_blocks: row 2 has block 99, expected -1 or 0 to 0"),
     ("fp8_paged_mqa_logits", {}, {"block_table": filled(10**6)}, r"block_table: request \d+ has page 1000000"),
     ("indexer_topk", {}, {"block_table": changed((1, 0), 10**6)},
      r"block_table: request 1 has page 1000000 for position 0"),
@@ -144,9 +152,8 @@ def test_a_wrong_value_is_named(place, name, sound, wrong, text):
 def test_every_kernel_with_such_arguments_is_checked():
     """A new example must be listed, too: those left out read no slots, tables or indices."""
     parameters = {
-        name: set(function.__annotations__)
-        for protocol in operations.FILES.values()
-        for name, function in vars(protocol).items() if callable(function) and not name.startswith("_")
+        name: set(inspect.signature(getattr(kernels("reference", file), name)).parameters)
+        for file, names in OPERATIONS.items() for name in names
     }  # fmt: skip
     checked = {"slot_mapping", "block_table", "block_tables", "indices", "topk_indices", "segments", "src_to_dst"}
     reading = {name for name, of in parameters.items() if of & checked and name not in ("top_k_per_row",)}

@@ -9,14 +9,9 @@ import cumla
 from cumla.dispatch.launch_cache import UsedArrays, call_key, record
 from cumla.kernels.cuda.launch import Launch
 from support.attention import make_cache, make_indices, make_q
-from support.lab import BF16, Lab, lab_of
+from support.lab import BF16, Lab
 
 DEVICE = Lab("cuda", on_device=True)
-
-
-@pytest.fixture(params=[pytest.param("cuda", id="emulated"), pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    yield from lab_of(request)
 
 
 on_device = pytest.mark.usefixtures("device")

@@ -11,16 +11,12 @@ import cumla
 from cumla.dispatch import launch_cache
 from cumla.kernels.cuda.launch import recorded_launches
 from support.calls import NAMES, call, is_attention
-from support.lab import lab_of
 
 MARGIN, ALIGNMENT = 1 << 14, 64
-NEVER = ("indexer_topk", "indexer_topk-keys", "indexer_topk-slots")  # they allocate memory that is no result
+NEVER = (  # they allocate memory that is no result
+    "candidate_topk", "indexer_topk", "indexer_topk-keys", "indexer_topk-slots", "select_candidate_blocks",
+)  # fmt: skip
 OPERATIONS = [name for name in NAMES if not is_attention(name) or name.startswith("merge_attn_states")]
-
-
-@pytest.fixture(params=[pytest.param("cuda", id="emulated"), pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    yield from lab_of(request)
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ TABLE = {
     "fma.rn.bf16x2 %0, %1, %2, %3;": "%0 = emulator::fma_bf16x2(%1, %2, %3)",
     "mul.rn.f16x2 %0, %1, %2;": "%0 = emulator::multiply_f16x2(%1, %2)",
     "{ .reg .b32 m; abs.f16x2 m, %1; max.f16x2 %0, %0, m; }": "%0 = emulator::max_f16x2(%0, %1 & 0x7fff7fffu)",
+    "{ .reg .b32 m; abs.f16x2 m, %1; min.f16x2 %0, m, %2; }": "%0 = emulator::min_f16x2(%1 & 0x7fff7fffu, %2)",
     "prmt.b32 %0, %1, 0, %2;": "%0 = __byte_perm(%1, 0, %2)",
     "ex2.approx.ftz.f32 %0, %1;": "%0 = exp2f(%1)",
     "lg2.approx.ftz.f32 %0, %1;": "%0 = log2f(%1)",

@@ -6,12 +6,7 @@ import pytest
 from cumla.arrays import dlpack
 from cumla.interop.ops import OPS
 from support import operations
-from support.lab import BF16, lab_of
-
-
-@pytest.fixture(params=[pytest.param("cuda", id="emulated"), pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    yield from lab_of(request)
+from support.lab import BF16
 
 
 def long_decode(rng):

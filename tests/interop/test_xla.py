@@ -11,7 +11,6 @@ import pytest
 from cumla.interop import xla_frame, xla_handler
 from cumla.interop.ops import OPS, Op
 from support import operations
-from support.lab import lab_of
 
 jax = pytest.importorskip("jax")
 ops, xla = pytest.importorskip("cumla.interop.jax"), pytest.importorskip("cumla.interop.xla")
@@ -78,18 +77,13 @@ class Xla:
             raise RuntimeError(self.messages[error - 1])
 
 
-@pytest.fixture(params=[pytest.param("cuda", id="emulated")])
-def device(request):
-    yield from lab_of(request)
-
-
 @pytest.fixture(scope="module")
 def made():
     return Xla()
 
 
 @pytest.fixture
-def compiler(device, made, monkeypatch):
+def compiler(here, made, monkeypatch):
     from emulation.cupy import DRIVER
 
     made.start(DRIVER)
@@ -150,8 +144,8 @@ QUICK = "quantize_and_insert_k_cache-DSV4_FP8", "sparse_mla_decode-DSV4_FP8-two-
 @pytest.mark.parametrize(
     "case", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in operations.CASES]
 )
-def test_the_second_call_is_made_without_python(case, device, compiler, calls, rng):
-    program = Program(device, case, rng)
+def test_the_second_call_is_made_without_python(case, here, compiler, calls, rng):
+    program = Program(here, case, rng)
     for turn in range(3):
         before = len(calls)
         check(program, compiler, rng)
@@ -162,8 +156,8 @@ CASE = "dense_mla_decode-bfloat16"
 
 
 @pytest.fixture
-def program(device, compiler, rng):
-    return Program(device, CASE, rng)
+def program(here, compiler, rng):
+    return Program(here, CASE, rng)
 
 
 def check(program, compiler, rng, **more):
@@ -172,7 +166,7 @@ def check(program, compiler, rng, **more):
         assert operations.same_bits(one, other)
 
 
-def test_work_goes_to_the_stream_of_the_call(device, program, compiler, rng):
+def test_work_goes_to_the_stream_of_the_call(here, program, compiler, rng):
     import cupy
 
     for _ in range(3):
@@ -198,7 +192,7 @@ def test_another_device_has_notes_of_its_own(program, compiler, calls, rng):
         assert bool(calls[before:]) == asked
 
 
-def test_buffers_that_lie_otherwise_have_notes_of_their_own(device, program, compiler, calls, rng):
+def test_buffers_that_lie_otherwise_have_notes_of_their_own(here, program, compiler, calls, rng):
     """A launcher chooses its kernel by alignment."""
     put = program._put
     for shift, asked in ((0, True), (2, True), (0, False), (2, False)):
@@ -216,7 +210,7 @@ def test_buffers_that_lie_otherwise_have_notes_of_their_own(device, program, com
         assert bool(calls[before:]) == asked, shift
 
 
-def test_work_that_is_no_launch_is_done_each_time(device, program, compiler, calls, monkeypatch, rng):
+def test_work_that_is_no_launch_is_done_each_time(here, program, compiler, calls, monkeypatch, rng):
     import cupy
 
     done, run = [], Op.run

@@ -55,6 +55,30 @@ SOURCES = [
     ("common/indexer_keys.cu", {**INSERTS, "INPUT": "bf16", "VALUE": "float", "LAYOUT": "INDEXER_F32"}),
     ("common/indexer_logits.cu", {"VALUE": "uint8", "PAGED": 0, "LAYOUT": "INDEXER_FP8"}),
     ("common/indexer_logits.cu", {"VALUE": "bf16", "PAGED": 1, "LAYOUT": "INDEXER_BF16"}),
+    ("common/candidates.cu", {"THREADS": 256}),
+    *(
+        (
+            "common/latents.cu",
+            {
+                "INPUT": given,
+                "WEIGHT": given,
+                "OUTPUT": output,
+                "SLOT": "int64",
+                "POSITION": "int",
+                "RATIO": ratio,
+                "ROUND_POOLED": rounded,
+            },
+        )
+        for given, output, ratio, rounded in (("float", "bf16", 2, 0), ("bf16", "float", 1, 1))
+    ),
+    *(
+        ("common/candidate_logits.cu", {"QUERY": query, "VALUE": value, "LAYOUT": layout})
+        for query, value, layout in (
+            ("uint8", "uint8", "INDEXER_FP8"),
+            ("bf16", "uint8", "INDEXER_MXFP4"),
+            ("float", "float", "INDEXER_F32"),
+        )
+    ),
     ("common/indexer_queries.cu", {**QUERIES, "OUTPUT": "uint8", "ALIGNED": 1}),
     ("common/indexer_queries.cu", {**QUERIES, "OUTPUT": "float", "ALIGNED": 0}),
     *(
@@ -67,6 +91,13 @@ SOURCES = [
             ("common/indexer_topk_few.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 2, "ROUNDS": 1, "ALIGNED": 1}),
             ("common/indexer_topk_few.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 8, "ROUNDS": 1, "ALIGNED": 1}),
             ("common/indexer_topk_few.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 4, "ROUNDS": 1, "ALIGNED": 0}),
+            *(
+                (
+                    "common/indexer_topk_few.cu",
+                    {"THREADS": threads, "BLOCKS": 1, "READS": reads, "ROUNDS": 1, "ALIGNED": a, "GUESSED": guessed},
+                )
+                for threads, reads, a, guessed in ((1024, 4, 0, 1), (1024, 8, 1, 1))
+            ),
             *(
                 ("common/indexer_topk_few.cu", {"THREADS": 1024, "BLOCKS": 1, "READS": 8, "ROUNDS": 8, "ALIGNED": a})
                 for a in (0, 1)
@@ -160,6 +191,18 @@ SOURCES = [
         for layout in ("DSV4_FP8", "V32_FP8")
         for heads, parts in ((64, 2), (64, 6), (32, 2), (32, 5), (16, 2), (16, 3))
     ),
+    *(
+        ("sm90/decode/decode.cu", {**formats, "TILE_HEADS": heads, "PARTS": parts})
+        for formats, heads, parts in (
+            ({"LAYOUT": "DSV41_FP8", "EXTRA_LAYOUT": "DSV41_FP4"}, 64, 1),
+            ({"LAYOUT": "DSV41_FP8", "EXTRA_LAYOUT": "DSV41_FP4"}, 64, 6),
+            ({"LAYOUT": "DSV41_FP8_SPLIT", "EXTRA_LAYOUT": "DSV41_FP4_SPLIT"}, 32, 5),
+            ({"LAYOUT": "DSV41_FP8", "EXTRA_LAYOUT": "DSV41_FP4"}, 16, 3),
+            ({"LAYOUT": "DSV41_FP8"}, 64, 1),
+            ({"LAYOUT": "DSV41_FP4"}, 64, 2),
+            ({"LAYOUT": "V32_NOPE_FP8"}, 64, 1),
+        )
+    ),
     ("sm90/prefill/prefill.cu", {"LAYOUT": "DSV4_BF16"}),
     ("sm90/prefill/prefill.cu", {"LAYOUT": "MLA_BF16"}),
     *(("sm90/few_heads/prefill.cu", {"LAYOUT": "DSV4_BF16", "TILE_HEADS": heads}) for heads in (16, 32)),
@@ -213,7 +256,16 @@ SOURCES = [
 
 # Bytes: what is allowed to spill.
 SPILLS_ALLOWED = {
-    "sm90/decode/decode.cu-V32_FP8-sm_90a": 8,  # once a tile: every register is given to a role
+    # Once a tile: every register is given to a role.
+    "sm90/decode/decode.cu-V32_FP8-sm_90a": 12,
+    "sm90/decode/decode.cu-V32_NOPE_FP8-64-1-sm_90a": 12,
+    "sm90/decode/decode.cu-DSV41_FP8-64-1-sm_90a": 8,
+    # And in the warps that expand FP4 rows, up to four words for half a block.
+    "sm90/decode/decode.cu-DSV41_FP8-DSV41_FP4-64-1-sm_90a": 28,
+    "sm90/decode/decode.cu-DSV41_FP8-DSV41_FP4-64-6-sm_90a": 28,
+    "sm90/decode/decode.cu-DSV41_FP8_SPLIT-DSV41_FP4_SPLIT-32-5-sm_90a": 28,
+    "sm90/decode/decode.cu-DSV41_FP8-DSV41_FP4-16-3-sm_90a": 28,
+    "sm90/decode/decode.cu-DSV41_FP4-64-2-sm_90a": 28,
     # Causal, and added to the output: no layer combines both. The branch for logits beyond 2^24 keeps a scale of
     # its own alive in addition to the highest logits and the sums.
     "sm90/dense/mha_varlen.cu-f16-float-1-1-sm_90a": 44,

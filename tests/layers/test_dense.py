@@ -16,6 +16,7 @@ from cumla.metadata import MLACommonMetadataBuilder, MLACommonState, MLAConfig, 
 from cumla.metadata.batch import CommonAttentionMetadata
 from support.backends import only
 from support.bounds import assert_same_direction, assert_within
+from support.graphs import graph_of
 from support.lab import BF16, to_float
 
 pytestmark = pytest.mark.attention
@@ -372,11 +373,7 @@ def test_decodes_in_a_captured_graph(rng):
     q, kv_c, k_pe = (cupy.zeros((4, *x.shape[1:]), BF16) for x in (model.q, model.kv_c, model.k_pe))
     output = cupy.empty((4, HEADS * V), BF16)
     model.impl.forward(q, kv_c, k_pe, model.cache, captured, output)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        stream.begin_capture()
-        model.impl.forward(q, kv_c, k_pe, model.cache, captured, output)
-        graph = stream.end_capture()
+    graph = graph_of(lambda: model.impl.forward(q, kv_c, k_pe, model.cache, captured, output))
     for target, source in ((q, model.q), (kv_c, model.kv_c), (k_pe, model.k_pe)):
         target[:3] = cupy.asarray(source)
     metadata = model.metadata()

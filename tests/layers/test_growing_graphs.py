@@ -13,28 +13,17 @@ from cumla.layers.sparse import LayerWorkspace, SparseMLALayer
 from cumla.metadata import DeepseekSparseSWAMetadataBuilder, MLACommonMetadata, ServingConfig
 from cumla.metadata.batch import CommonAttentionMetadata
 from support.attention import make_cache, make_indices, make_q
-from support.lab import BF16, Lab, lab_of
+from support.graphs import graph_of
+from support.lab import BF16, Lab
 
 BATCHES = (1, 3, 5, 6)
 HEADS, BLOCK = 8, 16
 
 
-@pytest.fixture(params=[pytest.param("cuda", id="emulated"), pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    yield from lab_of(request)
-
-
 def captured(call):
     """A graph of a call, which ran once before."""
-    import cupy
-
     call()
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        stream.begin_capture()
-        call()
-        return stream.end_capture()
+    return graph_of(call)
 
 
 def results(lab, batch):

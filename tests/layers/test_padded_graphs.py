@@ -5,18 +5,14 @@ import pytest
 
 from cumla.layers.dense import MLACommonImpl
 from cumla.metadata import MLACommonMetadata
+from support.graphs import graph_of
 from support.indexing import anything
-from support.lab import BF16, lab_of
+from support.lab import BF16
 from support.operations import assert_same_bits
 from support.properties import INT64_MAX, INT64_MIN
 
 ROWS, HEADS, BLOCK, COLUMNS = 5, 8, 16, 4
 PAGES = ROWS * COLUMNS
-
-
-@pytest.fixture(params=[pytest.param("cuda", id="emulated"), pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    yield from lab_of(request)
 
 
 def rows_of(rng):
@@ -44,8 +40,6 @@ class CapturedDecodes:
     """A step of a dense layer in a graph; rows, cache and output have fixed addresses."""
 
     def __init__(self, lab, rng, rows):
-        import cupy
-
         self.lab, put = lab, lab.put
         weight = (rng.standard_normal((HEADS * 256, 512)) * 512**-0.5).astype(BF16)
         self.layer = layer = MLACommonImpl(
@@ -67,12 +61,7 @@ class CapturedDecodes:
             layer.forward(q, kv_c, k_pe, self.cache, metadata, self.output)
 
         step()
-        stream = cupy.cuda.Stream(non_blocking=True)
-        cupy.cuda.Device().synchronize()
-        with stream:
-            stream.begin_capture()
-            step()
-            self.graph = stream.end_capture()
+        self.graph = graph_of(step)
 
     def replay(self, rows):
         """Output and cache after a step of these rows, from the same initial cache every time."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cumla.layers.prefill_path import COSTS, Costs, cheaper_path, chunk_paths
-from cumla.layout import DSV4_BF16, DSV4_FP8
+from cumla.layout import DSV4_BF16, DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT
 
 WINDOW = 128
 
@@ -42,6 +42,13 @@ def test_chunks_of_a_step_go_their_own_ways():
     assert [c[:3] for c in chunk_paths(metadata(*chunks), 4, 64, 512, "cuda")] == [
         (slice(0, 1), 1 << 15, (1 << 15) + 8 + WINDOW), (slice(1, 2), 1024, 1024 + 4096 + WINDOW)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", [DSV41_FP8, DSV41_FP8_SPLIT], ids=lambda x: x.name)
+def test_layers_of_v41_have_costs(layout):
+    """A few tokens of a long request read pages; a prompt's rows are dequantised once."""
+    assert paths([(8, 1 << 17)], layout=layout) == ["pages"]
+    assert paths([(2048, 4096)], layout=layout) == ["rows"]
 
 
 def test_backends_that_were_not_measured_gather():

@@ -20,23 +20,24 @@ BLOCK, HEADS, TOPK, SCALE = 8, 3, 9, 576**-0.5
 
 
 class Step:
-    """Decodes, then prefills, then `padding` tokens, of requests with random rows in a V32_FP8 cache."""
+    """Decodes, then prefills, then `padding` tokens, of requests with random rows in a cache."""
 
-    def __init__(self, lab, rng, seq_lens, query_lens, padding=0):
+    def __init__(self, lab, rng, seq_lens, query_lens, padding=0, layout=cumla.V32_FP8):
+        self.layout, width = layout, layout.head_dim
         self.lab, self.seq_lens, self.query_lens = lab, seq_lens, query_lens
         count, requests = sum(query_lens), len(seq_lens)
         tokens, columns = count + padding, -(-max(seq_lens) // BLOCK)
         table = rng.permutation(requests * columns + 3)[: requests * columns].reshape(requests, -1).astype(np.int32)
-        k = rng.standard_normal((requests * columns * BLOCK, 576)).astype(BF16)
+        k = rng.standard_normal((requests * columns * BLOCK, width)).astype(BF16)
         slots = (table[:, :, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
-        self.cache = cumla.V32_FP8.allocate(requests * columns + 3, BLOCK, lab.xp)
-        cumla.quantize_and_insert_k_cache(lab.put(k), self.cache, lab.put(slots), layout="V32_FP8", backend=lab.backend)
-        self.rows = np.empty((requests, columns * BLOCK, 576), np.float32)
+        self.cache = layout.allocate(requests * columns + 3, BLOCK, lab.xp)
+        cumla.quantize_and_insert_k_cache(lab.put(k), self.cache, lab.put(slots), layout=layout, backend=lab.backend)
+        self.rows = np.empty((requests, columns * BLOCK, width), np.float32)
         cumla.dequantize_and_gather_k_cache(
             self.rows, lab.get(self.cache), np.full(requests, columns * BLOCK, np.int32), None, table,
-            layout="V32_FP8", backend="reference",
+            layout=layout, backend="reference",
         )  # fmt: skip
-        self.q = rng.standard_normal((tokens, HEADS, 576)).astype(BF16)
+        self.q = rng.standard_normal((tokens, HEADS, width)).astype(BF16)
         self.selected = np.full((tokens, TOPK + 2), -1, np.int32)
         self.wanted = np.zeros((tokens, HEADS, 512))
         token = 0
@@ -67,7 +68,7 @@ class Step:
         """Results, and which parts ran."""
         lab, tokens, observed = self.lab, len(self.q), []
         attention = SelectedAttention(
-            self.cache, cumla.V32_FP8, SCALE, path, lab.backend,
+            self.cache, self.layout, SCALE, path, lab.backend,
             lambda part: observed.append(part) or selected_attention.nullcontext(),
         )  # fmt: skip
         arrays = {
@@ -93,7 +94,16 @@ STEPS = {
 @pytest.mark.parametrize("room", [1, 64], ids=["a request a chunk", "all in one"])
 def test_both_paths_give_attention_to_what_is_selected(lab, rng, monkeypatch, path, step, padding, room):
     monkeypatch.setattr(selected_attention, "WORKSPACE_ROWS", room)
-    step = Step(lab, rng, *STEPS[step], padding)
+    check_step(Step(lab, rng, *STEPS[step], padding), path)
+
+
+@pytest.mark.parametrize("path", ["pages", "rows"])
+@pytest.mark.thorough(when=lambda x: x.emulated)
+def test_rows_without_a_16_bit_tail(lab, rng, path):
+    check_step(Step(lab, rng, *STEPS["mixed"], layout=cumla.V32_NOPE_FP8), path)
+
+
+def check_step(step, path):
     got, observed = step.attend(path)
     assert ("gather" in observed) == (path == "rows")
     largest = np.abs(step.rows).max()

@@ -12,6 +12,7 @@ from cumla.layers.selection import IndexerInputs, score_bytes, select_rows
 from cumla.layers.sparse import LayerWorkspace, not_observed
 from cumla.metadata import DeepseekV32IndexerMetadataBuilder
 from layers.test_sparse import batch_of, step_of
+from support.graphs import graph_of
 from support.lab import BF16, Lab
 
 TOPK, HEADS = 8, 4
@@ -138,18 +139,13 @@ def test_a_captured_step_selects_other_rows_when_lengths_change(lab, rng):
     out = lab.xp.zeros_like(given["q"])
     arguments = {**given, "out": out, "workspace": workspace}
     layer.step(**arguments)
-    stream = lab.xp.cuda.Stream(non_blocking=True)
-    lab.xp.cuda.Device().synchronize()
-    with stream:
-        stream.begin_capture()
-        layer.step(**arguments)
-        graph = stream.end_capture()
+    graph = graph_of(lambda: layer.step(**arguments))
     lens = given["compressed"].indexer.metadata.decode.seq_lens
     for changed in ([37, 50, 36], [0, 7, 20], [37, 0, 1]):
         lens[...] = lab.put(np.array(changed, np.int32).reshape(lens.shape))
         lab.xp.cuda.Device().synchronize()
-        graph.launch(stream)
-        stream.synchronize()
+        graph.launch()
+        lab.xp.cuda.Device().synchronize()
         want, _ = observed(layer, with_selection(lab, given))
         assert lab.get(out).tobytes() == lab.get(want).tobytes()
         assert lab.get(workspace.topk_lens)[:3].tolist() == [min(n, TOPK) for n in changed]

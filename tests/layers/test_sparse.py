@@ -56,13 +56,14 @@ def batch_of(lab, seq_lens, query_lens, pool):
     )  # fmt: skip
 
 
-def dequantized(lab, rows):
-    """The rows after a round trip through an FP8 cache."""
-    cache = cumla.DSV4_FP8.allocate(1, max(len(rows), 1))
-    cumla.quantize_and_insert_k_cache(rows, cache, np.arange(len(rows)), max(len(rows), 1), backend="reference")
-    out = np.zeros((1, len(rows), 512), BF16)
+def dequantized(rows, layout=cumla.DSV4_FP8):
+    """The rows after a round trip through a quantised cache."""
+    given = {"block_size": max(len(rows), 1), "layout": layout, "backend": "reference"}
+    cache = layout.allocate(1, given["block_size"])
+    cumla.quantize_and_insert_k_cache(rows, cache, np.arange(len(rows)), **given)
+    out = np.zeros((1, len(rows), 512), np.float32)
     table, lens = np.zeros((1, 1), np.int32), np.array([len(rows)], np.int32)
-    cumla.dequantize_and_gather_k_cache(out, cache, lens, None, table, max(len(rows), 1), 0, backend="reference")
+    cumla.dequantize_and_gather_k_cache(out, cache, lens, None, table, **given)
     return to_float(out[0])
 
 
@@ -80,27 +81,32 @@ def dequantized(lab, rows):
 )
 @pytest.mark.thorough(when=lambda x: x.emulated and x.get("path") is not None and x.get("ratio") != 4)
 def test_step(lab, rng, ratio, seq_lens, query_lens, path):
-    heads, topk = 3, 8
+    check_step(lab, rng, ratio, seq_lens, query_lens, path)
+
+
+def check_step(lab, rng, ratio, seq_lens, query_lens, path, layout=cumla.DSV4_FP8, extra_layout=None):
+    """A step against attention in float64 over the rows that the caches of these formats hold."""
+    heads, topk, extra = 3, 8, extra_layout or layout
     config = ServingConfig(
         window_size=WINDOW, compress_ratios=(ratio,), block_size=BLOCK, compressed_block_size=COMPRESSED_BLOCK,
         num_speculative_tokens=1, max_num_batched_tokens=64, max_num_seqs=8, max_model_len=512, prefill_chunk_size=1,
     )  # fmt: skip
     pool = Pool(rng, seq_lens, BLOCK)
-    cache = lab.put(cumla.DSV4_FP8.allocate(pool.num_blocks, BLOCK))
+    cache = lab.put(layout.allocate(pool.num_blocks, BLOCK))
     compressed_lens = [s // ratio if ratio > 1 else 0 for s in seq_lens]
     compressed_pool = Pool(rng, compressed_lens, COMPRESSED_BLOCK // ratio if ratio > 1 else 1)
 
     # Rows of earlier steps in the caches; this step completes at most the last compressed row.
     for r, (s, q) in enumerate(zip(seq_lens, query_lens, strict=True)):
-        insert(lab, pool, cache, r, np.arange(s - q))
+        insert(lab, pool, cache, r, np.arange(s - q), layout)
     batch = batch_of(lab, seq_lens, query_lens, pool)
     builder = DeepseekSparseSWAMetadataBuilder(config, backend=lab.backend)
     compressed, selected = None, None
     tokens = sum(query_lens)
     if ratio > 1:
-        compressed_cache = lab.put(cumla.DSV4_FP8.allocate(compressed_pool.num_blocks, compressed_pool.block_size))
+        compressed_cache = lab.put(extra.allocate(compressed_pool.num_blocks, compressed_pool.block_size))
         for r, n in enumerate(compressed_lens):
-            insert(lab, compressed_pool, compressed_cache, r, np.arange(max(n - 1, 0)))
+            insert(lab, compressed_pool, compressed_cache, r, np.arange(max(n - 1, 0)), extra)
         fresh = [r for r, n in enumerate(compressed_lens) if n]
         new_rows = np.array([compressed_pool.rows[r][-1] for r in fresh]).reshape(-1, 512).astype(BF16)
         new_slots = np.array([compressed_pool.slots(r, [compressed_lens[r] - 1])[0] for r in fresh], np.int64)
@@ -112,7 +118,7 @@ def test_step(lab, rng, ratio, seq_lens, query_lens, path):
     metadata = builder.build(0, batch, c128a_block_table=compressed and compressed.block_table)
 
     sink = rng.standard_normal(heads).astype(np.float32)
-    layer = SparseMLALayer(ratio, index_topk=topk, attn_sink=lab.put(sink), softmax_scale=SCALE)
+    layer = SparseMLALayer(ratio, topk, lab.put(sink), SCALE, layout, extra_layout)
     q = rng.standard_normal((tokens, heads, 512)).astype(BF16)
     k = np.concatenate([pool.rows[r][s - n : s] for r, (s, n) in enumerate(zip(seq_lens, query_lens, strict=True))])
     observed = []
@@ -127,7 +133,7 @@ def test_step(lab, rng, ratio, seq_lens, query_lens, path):
 
     token = 0
     for r, (s, n) in enumerate(zip(seq_lens, query_lens, strict=True)):
-        window_rows, compressed_rows = dequantized(lab, pool.rows[r]), dequantized(lab, compressed_pool.rows[r])
+        window_rows, compressed_rows = dequantized(pool.rows[r], layout), dequantized(compressed_pool.rows[r], extra)
         for position in range(s - n, s):
             keys = window_rows[max(position - WINDOW + 1, 0) : position + 1]
             if ratio > 1:
@@ -141,11 +147,11 @@ def test_step(lab, rng, ratio, seq_lens, query_lens, path):
             token += 1
 
 
-def insert(lab, pool, cache, request, positions):
+def insert(lab, pool, cache, request, positions, layout=cumla.DSV4_FP8):
     if len(positions):
         cumla.quantize_and_insert_k_cache(
             lab.put(pool.rows[request][positions]), cache, lab.put(pool.slots(request, positions)), pool.block_size,
-            backend=lab.backend,
+            layout=layout, backend=lab.backend,
         )  # fmt: skip
 
 

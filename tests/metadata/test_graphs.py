@@ -8,6 +8,7 @@ import pytest
 
 from cumla.metadata import DeepseekSparseSWAMetadataBuilder, DeepseekV32IndexerMetadataBuilder, ServingConfig
 from metadata.batches import BLOCK, buffers_of, make_batch
+from support.graphs import graph_of
 from support.lab import Lab
 
 CONFIGS = {
@@ -88,26 +89,21 @@ def test_a_build_can_be_captured(builder, config):
     longer = np.array([101, 60, 200, 33], np.int32)
     built.build(0, batch)
     expected = buffers_of(lab, built)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        stream.begin_capture()
-        built.build(0, batch)
-        graph = stream.end_capture()
+    graph = graph_of(lambda: built.build(0, batch))
     for name, buffer in built._buffers._asdict().items():
         if name != "block_table":  # written only as far as it is used
             buffer.fill(9)
     cupy.cuda.Device().synchronize()
-    graph.launch(stream)
-    stream.synchronize()
+    graph.launch()
+    cupy.cuda.Device().synchronize()
     written = slice(None, 50 + 2 * next_n)
     for name, buffer in buffers_of(lab, built).items():
         np.testing.assert_array_equal(buffer[written], expected[name][written], err_msg=name)
 
     batch.seq_lens.set(longer)  # the graph reads the batch's arrays again
     cupy.cuda.Device().synchronize()
-    graph.launch(stream)
-    stream.synchronize()
+    graph.launch()
+    cupy.cuda.Device().synchronize()
     fresh = builder(config)
     computed = longer - np.diff(batch.query_start_loc_cpu)
     changes = {"seq_lens_cpu": longer, "num_computed_tokens_cpu": computed, "max_seq_len": -1}

@@ -8,22 +8,13 @@ import pytest
 
 from cumla.arrays import streams
 from cumla.metadata.batch import CommonAttentionMetadata
+from support.graphs import graph_of
 from support.indexing import anything
-from support.lab import BF16, Lab, lab_of
+from support.lab import BF16, Lab
 from support.models import GoldenLayer, V4Layer, V32Layer
 from support.properties import INT64_MAX, INT64_MIN
 
 PROMPTS = (6, 3)  # for two requests; each further step but one completes one row of four positions
-
-
-@pytest.fixture(params=[pytest.param("cuda", id="emulated"), pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    yield from lab_of(request)
-
-
-@pytest.fixture(params=[pytest.param("cuda", id="emulated")])
-def emulator(request):
-    yield from lab_of(request)
 
 
 class Decodes:
@@ -95,7 +86,6 @@ RAGGED = ((2, 1), (1, 2), (2, 1), (1, 2))
 @pytest.mark.thorough(when=lambda x: x.get("case") in (2, 3))
 def test_a_captured_step_is_right_at_other_lengths(device, case, counts):
     """Ragged ones, too: which request has the draft token differs from step to step."""
-    import cupy
 
     eager, captured = Decodes(device, case, counts), Decodes(device, case, counts)
     for each in (eager, captured):
@@ -105,12 +95,7 @@ def test_a_captured_step_is_right_at_other_lengths(device, case, counts):
     eager.prepare(1)
     captured.prepare(1)
     eager.run()
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        stream.begin_capture()
-        captured.run()
-        graph = stream.end_capture()
+    graph = graph_of(captured.run)
     for index in range(1, 4):
         if index > 1:
             eager.prepare(index)
@@ -124,11 +109,11 @@ def test_a_captured_step_is_right_at_other_lengths(device, case, counts):
 @pytest.mark.parametrize("slow", ["main", "side"])
 @pytest.mark.parametrize("given", [False, True], ids=["selects", "given rows"])
 @pytest.mark.parametrize("case", [3, 8])
-def test_branches_wait_for_what_they_need_and_are_waited_for(emulator, monkeypatch, case, given, slow):
+def test_branches_wait_for_what_they_need_and_are_waited_for(here, monkeypatch, case, given, slow):
     """One of the streams is slow: a reader that does not wait for it is early. The bits of all in order."""
     import cupy
 
-    wanted, got = (Decodes(emulator, case) for _ in range(2))
+    wanted, got = (Decodes(here, case) for _ in range(2))
     topk = np.tile([[0, -1]], (2, 1)).astype(np.int32) if given and case == 8 else None
     branch, branches = streams.Side.branch, []
 
@@ -147,7 +132,7 @@ def test_branches_wait_for_what_they_need_and_are_waited_for(emulator, monkeypat
         for decodes in (wanted, got):
             decodes.prepare(index)
             observe = {"observe": lambda part: contextlib.nullcontext()} if decodes is wanted else {}
-            decodes.run(topk_indices=None if topk is None else emulator.put(topk), **observe)
+            decodes.run(topk_indices=None if topk is None else here.put(topk), **observe)
         np.testing.assert_array_equal(got.result(), wanted.result())
         assert got.result().any()
         for name in ("pooled", "indexed_weights", "topk_indices", "q"):  # whatever the number of rows
@@ -157,12 +142,12 @@ def test_branches_wait_for_what_they_need_and_are_waited_for(emulator, monkeypat
     assert 0 not in branches
 
 
-def test_captured_products_of_branches_have_memory_of_their_own(emulator, monkeypatch):
+def test_captured_products_of_branches_have_memory_of_their_own(here, monkeypatch):
     import cupy
 
     from emulation import cublas
 
-    decodes, memory = Decodes(emulator, 8), {}
+    decodes, memory = Decodes(here, 8), {}
 
     def noted(handle, address, size):
         memory.setdefault(cublas._stream[0], set()).add(address)
@@ -255,19 +240,13 @@ class PaddedDecodes(Decodes):
 @pytest.mark.parametrize("case", [2, 3, 8, 13])
 def test_rows_after_the_requests_may_hold_anything(device, rng, case):
     """Captured with one number of requests, replayed with others and with none: outputs and caches keep their bits."""
-    import cupy
 
     clean, dirty = PaddedDecodes(device, case), PaddedDecodes(device, case)
     for each in (clean, dirty):
         each.prepare([0, 1])
         each.run()
     dirty.prepare([0, 1])
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        stream.begin_capture()
-        dirty.run()
-        graph = stream.end_capture()
+    graph = graph_of(dirty.run)
     dirty.done = list(clean.done)
     for requests in ([0, 1], [1], [], [1, 0]):
         before = clean.caches()

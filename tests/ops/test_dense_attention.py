@@ -8,7 +8,7 @@ from cumla.dispatch.launch_cache import launch_cached
 from cumla.kernels.cuda import dense_attention, tma
 from cumla.kernels.types.segments import Pages
 from support.bounds import assert_decode, assert_dense_prefill
-from support.lab import BF16, lab_of, to_float
+from support.lab import BF16, to_float
 from support.properties import INT32_MAX, INT32_MIN
 
 pytestmark = pytest.mark.attention
@@ -312,17 +312,12 @@ def test_pages_of_every_size(lab, rng, block_size, page_pad):
     assert_decode(lab.get(out), lab.get(lse), *want_decode(q, kept, 0.05))
 
 
-@pytest.fixture(params=[pytest.param("cuda", id="cuda-emulated"), pytest.param("cuda", marks=pytest.mark.gpu)])
-def device_lab(request):
-    yield from lab_of(request)
-
-
 @pytest.mark.parametrize("splits", [1, 2, 3, 4, 5, 8, 9, 25, 64, 100])
 @pytest.mark.thorough(when=lambda x: x.get("splits") in (2, 3, 5, 64))
-def test_any_number_of_splits(device_lab, rng, monkeypatch, splits):
+def test_any_number_of_splits(device, rng, monkeypatch, splits):
     """Includes splits without keys, and requests that have no others."""
     monkeypatch.setattr(dense_attention, "split_count", lambda *_: splits)
-    lab, lens = device_lab, [1600, 65, 0]
+    lab, lens = device, [1600, 65, 0]
     paged = Paged(rng, lens, 64)
     q = (5 * rng.standard_normal((3, 1, 3, 576))).astype(BF16)
     out, lse = cumla.dense_mla_decode(
@@ -332,11 +327,11 @@ def test_any_number_of_splits(device_lab, rng, monkeypatch, splits):
     assert_decode(lab.get(out), lab.get(lse), *want_decode(q, paged.values, 0.05))
 
 
-def test_the_same_call_with_another_cache(device_lab, rng, monkeypatch):
+def test_the_same_call_with_another_cache(device, rng, monkeypatch):
     """Replayed from the launch cache, too, in whose arguments the cache's address occurs more than once."""
     again = launch_cached(cumla.dense_mla_decode)
     q = (5 * rng.standard_normal((3, 1, 20, 576))).astype(BF16)
-    lab, lens = device_lab, [64, 60, 40]
+    lab, lens = device, [64, 60, 40]
     calls = [Paged(rng, lens, 32) for _ in range(3)]
     device_q, device_lens = lab.put(q), lab.put(np.array(lens, np.int32))
     arrays = [(lab.put(x.cache), lab.put(x.table)) for x in calls]
@@ -362,24 +357,24 @@ class TestBoxes:
         pool = lab.put(np.zeros((blocks, block_size * 1152 + pad), np.uint8))
         return Pages(pool[:, : block_size * 1152], block_size, cumla.MLA_BF16)
 
-    def test_maps(self, device_lab):
+    def test_maps(self, device):
         """The driver makes them, and an address is their first word and nothing else."""
         tma.map_of_pages.cache_clear()
         for pages, rows in (
-            (self.pages(device_lab), 64), (self.pages(device_lab, 48), 16), (self.pages(device_lab, pad=16), 64),
-            (self.pages(device_lab, blocks=1), 64), (self.pages(device_lab, 53), 0), (self.pages(device_lab, pad=8), 0),
-            (self.pages(device_lab, blocks=0), 0),
+            (self.pages(device), 64), (self.pages(device, 48), 16), (self.pages(device, pad=16), 64),
+            (self.pages(device, blocks=1), 64), (self.pages(device, 53), 0), (self.pages(device, pad=8), 0),
+            (self.pages(device, blocks=0), 0),
         ):  # fmt: skip
             found, words = dense_attention.boxes_of(pages, 64)
             assert found == rows
             assert len(words) == tma.MAP_WORDS
             assert words[0] == (pages.bytes.data.ptr if rows else 0)
 
-    def test_a_map_that_holds_an_address_elsewhere(self, device_lab, rng, monkeypatch):
+    def test_a_map_that_holds_an_address_elsewhere(self, device, rng, monkeypatch):
         """None is made, and rows are copied one by one."""
         monkeypatch.setattr(tma, "encoded", lambda address, *sizes: (address, address, *tma.NO_MAP[2:]))
         tma.map_of_pages.cache_clear()
-        test_dense_mla_decode(device_lab, rng, [200, 64, 1, 0, 65], 64, 16)
+        test_dense_mla_decode(device, rng, [200, 64, 1, 0, 65], 64, 16)
         tma.map_of_pages.cache_clear()
 
 

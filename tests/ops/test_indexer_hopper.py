@@ -7,12 +7,6 @@ from ops.test_indexer import check_logits, paged, ragged
 import cumla
 import emulation
 from cumla.kernels.cuda import indexer as launcher
-from support.lab import Lab
-
-
-@pytest.fixture
-def device(emulated):
-    return Lab("cuda", on_device=True, emulated=True)
 
 
 @pytest.mark.parametrize("schedule", list(emulation.SCHEDULES))
@@ -20,17 +14,17 @@ def device(emulated):
     ("block_size", "next_n", "columns"), [(64, 1, 45), (8, 2, 170), (24, 1, 130), (16, 4, 60), (128, 5, 5)]
 )
 @pytest.mark.thorough(when=lambda x: x.get("columns") in (130, 60))
-def test_rings_of_pages(device, rng, monkeypatch, schedule, block_size, next_n, columns):
+def test_rings_of_pages(here, rng, monkeypatch, schedule, block_size, next_n, columns):
     monkeypatch.setattr(launcher, "device_sms", lambda device: 3)
     q, cache, weights, table = paged(rng, cumla.INDEXER_FP8, block_size, 3, next_n, 64, columns)
     table[1, ::7] = -1
     lens = np.array([columns * block_size, 0, columns * block_size * 2 // 3 + 1], np.int32)
     if schedule != "in order" and block_size == 64:
         q.reshape(-1)[::997] = 0x7F  # NaN
-    arguments = [device.put(x) for x in (q, cache, weights, lens, table)]
+    arguments = [here.put(x) for x in (q, cache, weights, lens, table)]
     reference = cumla.fp8_paged_mqa_logits(q, cache, weights, lens, table, clean_logits=True, backend="reference")
     with emulation.scheduled(emulation.SCHEDULES[schedule]):
-        found = device.get(cumla.fp8_paged_mqa_logits(*arguments, clean_logits=True, backend="cuda"))
+        found = here.get(cumla.fp8_paged_mqa_logits(*arguments, clean_logits=True, backend="cuda"))
     np.testing.assert_array_equal(np.isnan(found), np.isnan(reference))
     check_logits(np.nan_to_num(found, neginf=-np.inf), np.nan_to_num(reference, neginf=-np.inf))
 
@@ -38,12 +32,12 @@ def test_rings_of_pages(device, rng, monkeypatch, schedule, block_size, next_n, 
 @pytest.mark.parametrize("schedule", list(emulation.SCHEDULES))
 @pytest.mark.parametrize("width", [0, 90])
 @pytest.mark.parametrize("queries", [1, 13])
-def test_groups_of_eight_queries(device, rng, monkeypatch, schedule, width, queries):
+def test_groups_of_eight_queries(here, rng, monkeypatch, schedule, width, queries):
     monkeypatch.setattr(launcher, "MANY_QUERIES", 1)
     monkeypatch.setattr(launcher, "device_sms", lambda device: 2)
     q, kv, weights, starts, ends = ragged(rng, queries, 64, 700)
-    arguments = [device.put(q), tuple(map(device.put, kv)), *map(device.put, (weights, starts, ends))]
+    arguments = [here.put(q), tuple(map(here.put, kv)), *map(here.put, (weights, starts, ends))]
     reference = cumla.fp8_mqa_logits(q, kv, weights, starts, ends, True, width, backend="reference")
     with emulation.scheduled(emulation.SCHEDULES[schedule]):
-        found = device.get(cumla.fp8_mqa_logits(*arguments, True, width, backend="cuda"))
+        found = here.get(cumla.fp8_mqa_logits(*arguments, True, width, backend="cuda"))
     check_logits(found, reference)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import cumla
+from support.graphs import graph_of
 from support.lab import Lab
 
 pytestmark = pytest.mark.gpu
@@ -91,20 +92,15 @@ def test_graphs_score_and_choose_again(lab, rng):
         cumla.indexer_topk(q, cache, weights, topk, context_lens=lens, block_table=table, workspace=workspace, out=both)
 
     run()
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        stream.begin_capture()
-        run()
-        graph = stream.end_capture()
+    graph = graph_of(run)
     for _ in range(3):
         keys.set(rng.normal(size=keys.shape).astype(np.float32))
         q.set(e4m3(rng, *q.shape))
         weights.set(rng.normal(size=weights.shape).astype(np.float32))
         lens.set(rng.integers(next_n, columns * block + 1, batch).astype(np.int32))
         cupy.cuda.Device().synchronize()
-        graph.launch(stream)
-        stream.synchronize()
+        graph.launch()
+        cupy.cuda.Device().synchronize()
         wanted = cumla.top_k_per_row(lab.get(logits), topk, seq_lens=lab.get(lens), next_n=next_n, backend="reference")
         np.testing.assert_array_equal(lab.get(chosen), wanted)
         np.testing.assert_array_equal(lab.get(both), wanted)

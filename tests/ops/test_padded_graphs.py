@@ -12,19 +12,15 @@ import cumla
 from cumla.bounds import FLOAT16_WEIGHTS
 from support.attention import make_cache
 from support.bounds import assert_decode
+from support.graphs import graph_of
 from support.guarded import Guarded
 from support.indexing import anything
-from support.lab import BF16, lab_of, to_float
+from support.lab import BF16, to_float
 from support.operations import assert_same_bits
 from support.properties import INT64_MAX, INT64_MIN
 
 ROWS, REAL, HEADS, BLOCK, BLOCKS = 6, 2, 8, 16, 8
 SLOTS = BLOCK * BLOCKS
-
-
-@pytest.fixture(params=[pytest.param("cuda", id="emulated"), pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    yield from lab_of(request)
 
 
 class Captured:
@@ -45,17 +41,7 @@ class Captured:
         arrays = {name: x.array for name, x in self.guarded.items()}
         self.call = lambda: call(**arrays)
         self.call()  # compiles, allocates
-        self.graph = self.capture()
-
-    def capture(self):
-        import cupy
-
-        stream = cupy.cuda.Stream(non_blocking=True)
-        cupy.cuda.Device().synchronize()
-        with stream:
-            stream.begin_capture()
-            self.call()
-            return stream.end_capture()
+        self.graph = graph_of(self.call)
 
     def replay(self, rows):
         """Run the graph on these rows: outputs and caches, on the host."""

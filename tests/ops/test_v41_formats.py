@@ -324,6 +324,13 @@ def test_formats_of_one_size_are_named(width, names):
         cumla.sparse_mla_decode(np.zeros((1, 1, 8, 512), BF16), cache, np.zeros((1, 1, 4), np.int32))
 
 
+def test_caches_are_bytes():
+    """The message speaks of no dtype that arrays cannot have."""
+    q, indices = np.zeros((1, 1, 8, 512), BF16), np.zeros((1, 1, 4), np.int32)
+    with pytest.raises(TypeError, match="k_cache: got dtype float32, expected uint8 for a DSV41_FP4 cache"):
+        cumla.sparse_mla_decode(q, np.zeros((1, 2, 512), np.float32), indices, layout="DSV41_FP4")
+
+
 def test_page_strides_of_packed_pools():
     for layout, multiple in ((cumla.DSV41_FP8, 528), (cumla.DSV41_FP4, 288)):
         assert layout.allocate(2, 4, page_stride=9504).strides[0] == 9504

@@ -20,7 +20,8 @@ SECONDS = 60
 class Problem:
     """A step over rows where those of new tokens, and the last compressed row of each request, are not written."""
 
-    def __init__(self, rng, ratio):
+    def __init__(self, rng, ratio, layout=cumla.DSV4_FP8, extra_layout=None):
+        self.layout, self.extra_layout, self.extra = layout, extra_layout, extra_layout or layout
         self.ratio, self.lens = ratio, SEQ_LENS // ratio if ratio > 1 else 0 * SEQ_LENS
         self.request = np.repeat(np.arange(3), QUERY_LENS)
         self.position = np.concatenate([np.arange(s - q, s) for s, q in zip(SEQ_LENS, QUERY_LENS, strict=True)])
@@ -38,22 +39,22 @@ class Problem:
         return self.table[request, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
 
     def window_cache(self, upto):
-        cache = cumla.DSV4_FP8.allocate(self.table.size, BLOCK)
+        cache = self.layout.allocate(self.table.size, BLOCK)
         for request, (rows, end) in enumerate(zip(self.window, upto, strict=True)):
             slots = self.slots(request, np.arange(end))
-            cumla.quantize_and_insert_k_cache(rows[:end], cache, slots, BLOCK, backend="reference")
+            cumla.quantize_and_insert_k_cache(rows[:end], cache, slots, layout=self.layout, backend="reference")
         return cache
 
     def wanted(self):
-        whole = cumla.DSV4_FP8.allocate(max(1, -(-len(self.context.rows) // BLOCK)), BLOCK)
-        cumla.quantize_and_insert_k_cache(self.context.rows, whole, np.arange(len(self.context.rows)), BLOCK)
+        rows, whole = self.context.rows, self.extra.allocate(max(1, -(-len(self.context.rows) // BLOCK)), BLOCK)
+        cumla.quantize_and_insert_k_cache(rows, whole, np.arange(len(rows)), layout=self.extra)
         windows, rows = [], []
         for token, (request, position) in enumerate(zip(self.request, self.position, strict=True)):
             windows.append(self.slots(request, np.arange(max(position - WINDOW + 1, 0), position + 1)))
             complete = (position + 1) // self.ratio if self.ratio > 1 else 0
             seen = self.selected[token] if self.ratio == 4 else np.arange(complete)
             rows.append(seen[(seen >= 0) & (seen < complete)].astype(np.int64) + self.context.starts[request])
-        caches = [(self.window_cache(SEQ_LENS), cumla.DSV4_FP8, windows), (whole, cumla.DSV4_FP8, rows)]
+        caches = [(self.window_cache(SEQ_LENS), self.layout, windows), (whole, self.extra, rows)]
         half = (self.context.q.astype(np.float32) / 2).astype(BF16)  # as half the default scale
         return ranks.attend(half, caches, self.sink)
 
@@ -70,18 +71,19 @@ class Problem:
         compressed, shard = None, Shard(comm.rank, comm.size, 2)
         if self.ratio > 1:
             table, pages = self.context.pages(shard)
-            slots, cache = self.context.slots(table, shard, backend), cumla.DSV4_FP8.allocate(pages, BLOCK)
+            slots, cache = self.context.slots(table, shard, backend), self.extra.allocate(pages, BLOCK)
             new = self.context.starts[1:][self.lens > 0] - 1
             old = np.setdiff1d(np.arange(len(slots)), new)
-            cumla.quantize_and_insert_k_cache(self.context.rows[old], cache, slots[old], BLOCK, backend=backend)
+            rows = self.context.rows[old]
+            cumla.quantize_and_insert_k_cache(rows, cache, slots[old], layout=self.extra, backend=backend)
             compressed = ShardedCompressedCache(
                 cache, table, shard, self.context.rows[new], slots[new], self.selected if self.ratio == 4 else None
             )
         c128a = np.zeros((3, 4), np.int32) if self.ratio == 128 else None
         heads = self.context.own_heads(comm) if split_heads else slice(None)
         layer = SparseMLALayer(
-            self.ratio, TOPK, np.ascontiguousarray(self.sink[heads]), softmax_scale=0.5 * 512**-0.5
-        )  # fmt: skip
+            self.ratio, TOPK, np.ascontiguousarray(self.sink[heads]), 0.5 * 512**-0.5, self.layout, self.extra_layout
+        )
         new_rows = np.stack([self.window[r][p] for r, p in zip(self.request, self.position, strict=True)])
         return ShardedSparseMLALayer(layer, comm, split_heads=split_heads, backend=backend).step(
             np.ascontiguousarray(self.context.q[:, heads]), new_rows, self.window_cache(SEQ_LENS - QUERY_LENS),
@@ -105,4 +107,11 @@ def test_every_operation_is_on_the_layers_backend(rng, ratio):
     problem = Problem(rng, ratio)
     with only("reference"):
         outs = run_threads(2, lambda comm: problem.on(comm, False, "reference"), SECONDS)
+    ranks.check_outs(outs, problem.wanted(), False, 2)
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_a_step_of_v41_s_formats(rng, ratio):
+    problem = Problem(rng, ratio, cumla.DSV41_FP8, cumla.DSV41_FP4)
+    outs = run_threads(2, lambda comm: problem.on(comm, False), SECONDS)
     ranks.check_outs(outs, problem.wanted(), False, 2)

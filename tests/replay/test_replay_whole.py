@@ -10,9 +10,8 @@ import cumla
 from cumla.replay.engine import Engine
 from cumla.replay.options import ReplayOptions, parse_layers
 from cumla.replay.trace import TraceRequest
-from cumla.replay.whole import by_the_rule, v4_shapes, v32_shapes
+from cumla.replay.whole import v4_shapes, v32_shapes
 from support.models import DeepseekV4Config, DeepseekV32Config, records
-from support.models import by_the_rule as the_rule
 
 OPTIONS = ReplayOptions(
     backend="cpu", layers=parse_layers("v4,v32"), heads=2, window=128, topk=8, batch_tokens=300, cache_tokens=4096,
@@ -144,7 +143,7 @@ def test_layer_types_stand_for_layers():
 
 
 @pytest.mark.parametrize("case", [0, 3, 8, 13])
-def test_weights_are_those_of_the_golden_layers(case):
+def test_shapes_are_those_of_the_golden_layers(case):
     record = records("layers")[case]
     if record["model"] == "v4":
         config = DeepseekV4Config.from_dict(record["config"])
@@ -152,9 +151,6 @@ def test_weights_are_those_of_the_golden_layers(case):
     else:
         shapes = v32_shapes(DeepseekV32Config.from_dict(record["config"]))
     assert shapes == {name: tuple(shape) for name, shape in record["parameters"].items()}
-    made, want = by_the_rule(shapes, 5), the_rule(record["parameters"], 5)
-    for name in want:
-        np.testing.assert_array_equal(made[name], want[name])
 
 
 def test_the_command_reports_time_by_part(capsys):

@@ -58,6 +58,9 @@ OTHERS = {
         "sparse_mla_decode-DSV4_FP8-two-caches",
         lambda: {"k_cache": ones(np.uint8, NUM_BLOCKS, cumla.DSV4_FP8.page_bytes(BLOCK)), "block_size": BLOCK},
     ),
+    "sparse_mla_decode-inferred": (
+        "sparse_mla_decode-DSV4_FP8-two-caches", lambda: {"layout": None, "extra_layout": None},
+    ),
     "sparse_mla_prefill-values": ("sparse_mla_prefill-512", lambda: {"d_v": 512, "softmax_scale": 0.1}),
     "dense_mla_decode-longest": ("dense_mla_decode-bfloat16", lambda: {"max_seqlen": 20, "causal": True}),
     "gather_cache-bfloat16": (

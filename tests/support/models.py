@@ -15,28 +15,11 @@ from cumla.models.deepseek_v32 import (
     DeepseekV32StepBuilder,
 )
 from cumla.models.step import STATE_BLOCK_SIZES, DeepseekV4StepBuilder
+from cumla.replay.whole import by_the_rule
 
 from .golden import DATA
 
 MAX_TOKENS = 2048
-
-
-def by_the_rule(parameters, seed):
-    """Weights by name, float32 (tests/data/README.md)."""
-    generator = np.random.Generator(np.random.PCG64(seed))
-    weights = {}
-    for name in sorted(parameters):
-        shape = parameters[name]
-        n = generator.standard_normal(shape, dtype=np.float32)
-        if "norm" in name and name.endswith("weight"):
-            weights[name] = 1 + np.float32(0.1) * n
-        elif name.endswith("bias") and "position" not in name:
-            weights[name] = np.float32(0.1) * n
-        elif "position_bias" in name:
-            weights[name] = np.float32(0.5) * n
-        else:
-            weights[name] = n if len(shape) == 1 else n / np.float32(np.sqrt(shape[-1]))
-    return weights
 
 
 @functools.cache
@@ -107,6 +90,24 @@ class PagedRequests:
 class PagedLayer:
     """A golden layer with its own caches, for some requests that all have the golden hidden states."""
 
+    def __init__(self, golden, requests=1, *, backend="cpu", activations="float32", cache_format="float32",
+                 speculative=0, seed=0, lab=None):  # fmt: skip
+        self.golden = golden
+        put, xp = (np.asarray, np) if lab is None else (lab.put, lab.xp)
+        config = self.config_type.from_dict(golden.config)
+        self.layer = self.layer_type(
+            config, 0, golden.weights, activations=activations, cache_format=cache_format, max_position=MAX_TOKENS,
+            backend=backend, xp=xp,
+        )  # fmt: skip
+        serving = ServingConfig(
+            compress_ratios=getattr(config, "compress_ratios", (1,)), index_topk=config.index_topk, num_heads=8,
+            num_speculative_tokens=speculative, max_num_batched_tokens=MAX_TOKENS, max_num_seqs=8,
+            max_model_len=MAX_TOKENS,
+        )  # fmt: skip
+        self.builder = self.builder_type(serving, backend)
+        self.paged = PagedRequests(requests, golden.tokens, self.pages(), seed, put=put)
+        self.caches = self.allocated(self.paged.num_blocks, serving, cache_format, xp)
+
     def step(self, scheduled, given=True):
         """Outputs of (request, first position, tokens), one array each; `given`: the golden selection is used."""
         golden = self.golden
@@ -132,22 +133,13 @@ class PagedLayer:
 class V32Layer(PagedLayer):
     """A golden V3.2 layer."""
 
-    def __init__(self, golden, requests=1, *, backend="cpu", activations="float32", cache_format="float32",
-                 speculative=0, seed=0, lab=None):  # fmt: skip
-        self.golden = golden
-        put, xp = (np.asarray, np) if lab is None else (lab.put, lab.xp)
-        config = DeepseekV32Config.from_dict(golden.config)
-        self.layer = DeepseekV32Attention(
-            config, 0, golden.weights, activations=activations, cache_format=cache_format, max_position=MAX_TOKENS,
-            backend=backend, xp=xp,
-        )  # fmt: skip
-        serving = ServingConfig(
-            index_topk=config.index_topk, num_heads=8, num_speculative_tokens=speculative,
-            max_num_batched_tokens=MAX_TOKENS, max_num_seqs=8, max_model_len=MAX_TOKENS,
-        )  # fmt: skip
-        self.builder = DeepseekV32StepBuilder(serving, backend)
-        self.paged = PagedRequests(requests, golden.tokens, {"window": 64}, seed, put=put)
-        self.caches = DeepseekV32Caches.allocate(self.paged.num_blocks["window"], 64, cache_format, xp)
+    config_type, layer_type, builder_type = DeepseekV32Config, DeepseekV32Attention, DeepseekV32StepBuilder
+
+    def pages(self):
+        return {"window": 64}
+
+    def allocated(self, blocks, serving, cache_format, xp):
+        return DeepseekV32Caches.allocate(blocks["window"], 64, cache_format, xp)
 
     def build(self, batch, tables):
         return self.builder.build(batch)
@@ -156,28 +148,14 @@ class V32Layer(PagedLayer):
 class V4Layer(PagedLayer):
     """A golden V4 layer."""
 
-    def __init__(self, golden, requests=1, *, backend="cpu", activations="float32", cache_format="float32",
-                 speculative=0, seed=0, lab=None):  # fmt: skip
-        self.golden = golden
-        put, xp = (np.asarray, np) if lab is None else (lab.put, lab.xp)
-        config = DeepseekV4Config.from_dict(golden.config)
-        self.layer = DeepseekV4Attention(
-            config, 0, golden.weights, activations=activations, cache_format=cache_format, max_position=MAX_TOKENS,
-            backend=backend, xp=xp,
-        )  # fmt: skip
-        ratio = self.layer.ratio
-        serving = ServingConfig(
-            compress_ratios=config.compress_ratios, index_topk=config.index_topk, num_heads=8,
-            num_speculative_tokens=speculative, max_num_batched_tokens=MAX_TOKENS, max_num_seqs=8,
-            max_model_len=MAX_TOKENS,
-        )  # fmt: skip
-        self.builder = DeepseekV4StepBuilder(serving, backend)
-        pages = {"window": 64, "compressed": 256, "state": STATE_BLOCK_SIZES.get(ratio, 4)}
-        self.paged = PagedRequests(requests, golden.tokens, pages, seed, put=put)
-        blocks = self.paged.num_blocks
-        self.caches = DeepseekV4Caches.allocate(
-            ratio, serving, blocks["window"], blocks["compressed"], blocks["state"], cache_format, xp
-        )
+    config_type, layer_type, builder_type = DeepseekV4Config, DeepseekV4Attention, DeepseekV4StepBuilder
+
+    def pages(self):
+        return {"window": 64, "compressed": 256, "state": STATE_BLOCK_SIZES.get(self.layer.ratio, 4)}
+
+    def allocated(self, blocks, serving, cache_format, xp):
+        counts = (blocks[pool] for pool in ("window", "compressed", "state"))
+        return DeepseekV4Caches.allocate(self.layer.ratio, serving, *counts, cache_format, xp)
 
     def arrays(self):
         """The caches there are, by pool."""

@@ -1,7 +1,5 @@
 """Fakes of peers' modules: their signatures, on torch's host tensors, computed by cumla's operations."""
 
-from __future__ import annotations
-
 import types
 from typing import Any
 

@@ -10,8 +10,6 @@ chromium --headless=new --hide-scrollbars --window-size=400,2000 --screenshot=PN
 tools/site/check.py FOLDER
 """
 
-from __future__ import annotations
-
 import html.parser
 import pathlib
 import re

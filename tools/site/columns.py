@@ -1,7 +1,5 @@
 """An extension of mkdocstrings that converts docstrings to Markdown."""
 
-from __future__ import annotations
-
 import pathlib
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Docstrings as Markdown: their columns of arguments become lists of definitions."""
 
-from __future__ import annotations
-
 import re
 
 ENTRY = re.compile(r"^(\S.*?) {2,}(\S.*)$")

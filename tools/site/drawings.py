@@ -1,7 +1,5 @@
 """Pictures of the site: cache formats from cumla/layout.py, results from benchmarks/results."""
 
-from __future__ import annotations
-
 import html
 import io
 import json

@@ -1,7 +1,5 @@
 """MkDocs hooks: drawings of formats and of recorded results, inserted where a page names them."""
 
-from __future__ import annotations
-
 import pathlib
 import re
 import sys

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 import cupy
 
-from ....layout import DSV4_FP8, V32_FP8, CacheLayout
+from ....layout import CacheLayout
 from ..compile import kernel, start
 from ..device import capability, device_sms, has_clusters, is_hopper
 from ..launch import Kernel, is_aligned, most_clusters, pointer, recorded_launches, strides
 from ..tma import NO_MAP, Words, map_of_pages
 from . import portable as sparse_portable
 from .division import COSTS, HOPPER_COSTS, UNDIVIDED, Costs, Division
-from .formats import Formats, exact_macros, has_whole_slices
+from .formats import HOPPER, Formats, exact_macros, has_whole_slices, layout_macros
 from .work import EXACT_SLOTS, HEADS, V_DIM, AttentionCall, Buffers, tile_heads
 
 CLUSTERS = (2, 3, 4, 5, 6)  # sizes for which Hopper's decode kernel can be compiled
@@ -85,7 +85,7 @@ def choose(work: AttentionCall, may_split: bool = True) -> FastKernel | None:
     if name == "exact":
         return None
     if name == "hopper":
-        return _hopper(device, formats[0], tile_heads(work, may_split, device_sms(device), _clusters(device)))
+        return _hopper(device, formats, tile_heads(work, may_split, device_sms(device), _clusters(device)))
     return _portable(device, formats, int(work.q.shape[2]))
 
 
@@ -143,16 +143,16 @@ def map_of_queries(work: AttentionCall, tile_heads: int) -> Words:
 
 @functools.cache
 def fastest(device: int, layout: CacheLayout) -> str:
-    if is_hopper(device) and layout in (DSV4_FP8, V32_FP8):
+    if is_hopper(device) and layout in HOPPER:
         return "hopper"
     return "portable" if capability(device) >= 80 and has_whole_slices(layout) else "exact"
 
 
 @functools.cache
-def _hopper(device: int, layout: CacheLayout, heads: int) -> FastKernel:
-    of_cluster = functools.partial(_hopper_function, layout, heads)
-    start("sm90/decode/decode.cu", arch="sm_90a", **_hopper_macros(layout, heads, 1))
-    _start_others((layout, layout), heads)
+def _hopper(device: int, formats: Formats, heads: int) -> FastKernel:
+    of_cluster = functools.partial(_hopper_function, formats, heads)
+    start("sm90/decode/decode.cu", arch="sm_90a", **_hopper_macros(formats, heads, 1))
+    _start_others(formats, heads)
     return FastKernel(
         None, HOPPER_THREADS, HOPPER_SHARED_BYTES, heads, device_sms(device), HOPPER_COSTS[heads],
         clusters=_clusters(device), of_cluster=of_cluster,
@@ -165,13 +165,13 @@ def _start_others(formats: Formats, heads: int) -> None:
     start("common/sparse/plan.cu")
 
 
-def _hopper_macros(layout: CacheLayout, heads: int, parts: int) -> dict[str, Any]:
-    return {"LAYOUT": layout.name, "TILE_HEADS": heads, "PARTS": parts}
+def _hopper_macros(formats: Formats, heads: int, parts: int) -> dict[str, Any]:
+    return {**layout_macros(formats), "TILE_HEADS": heads, "PARTS": parts}
 
 
 @functools.cache
-def _hopper_function(layout: CacheLayout, heads: int, parts: int) -> Kernel:
-    macros = _hopper_macros(layout, heads, parts)
+def _hopper_function(formats: Formats, heads: int, parts: int) -> Kernel:
+    macros = _hopper_macros(formats, heads, parts)
     function = kernel("sm90/decode/decode.cu", "sparse_mla_decode", arch="sm_90a", **macros)
     function.max_dynamic_shared_size_bytes = HOPPER_SHARED_BYTES
     return function

@@ -167,6 +167,7 @@ EXPORT uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c);
 EXPORT uint32_t multiply_f16x2(uint32_t a, uint32_t b);
 EXPORT uint32_t to_f16x2_saturated(float low, float high);  // infinities become the largest finite values
 EXPORT uint32_t max_f16x2(uint32_t a, uint32_t b);   // the other one where one is NaN
+EXPORT uint32_t min_f16x2(uint32_t a, uint32_t b);
 EXPORT uint32_t max_magnitudes_bf16x2(uint32_t a, uint32_t b);  // NaN where one is; the signs multiplied
 // Keep subnormal numbers, which the rest of a kernel flushes to zero (CuPy compiles with -ftz=true).
 EXPORT float multiply(float a, float b);

@@ -92,6 +92,9 @@ uint32_t multiply_f16x2(uint32_t a, uint32_t b) {
 uint32_t max_f16x2(uint32_t a, uint32_t b) {
     return to_f16x2(fmaxf(from_f16(a), from_f16(b)), fmaxf(from_f16(a >> 16), from_f16(b >> 16)));
 }
+uint32_t min_f16x2(uint32_t a, uint32_t b) {
+    return to_f16x2(fminf(from_f16(a), from_f16(b)), fminf(from_f16(a >> 16), from_f16(b >> 16)));
+}
 uint32_t to_f16x2_saturated(float low, float high) {
     auto within = [](float x) { return x != x ? x : x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x; };
     return to_f16x2(within(low), within(high));

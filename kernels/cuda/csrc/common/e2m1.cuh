@@ -20,18 +20,39 @@ template <class Layout> __device__ inline E2m1Scale e2m1_scale(float amax, bool 
     return {has_nan ? 0x7fu : byte, stored_scale<Layout>(byte), 0.0f, has_nan};
 }
 
-// The code of x / scale, where x has as many bits as `Input`.
-template <class Layout, class Input> __device__ inline uint32 e2m1_code(Input, float x, const E2m1Scale& scale) {
-    if constexpr (Layout::ue8m0) return float_to_e2m1(mul(x, scale.inverse), 1.0f);
-    else if constexpr (sizeof(Input) == 4) return float_to_e2m1(div(x, scale.value), 1.0f);
-    else return float_to_e2m1(x, scale.value);
+// The codes of two values, given times 2^-14: one in the low four bits and one in those of the high half. As float16, an e2m1
+// number times 2^-14 has its code's bits, nine places further up, also where it is subnormal: the lowest nine are rounded off.
+__device__ inline uint32 e2m1_pair(float low, float high) {
+    constexpr uint32 SIX = 0x0e000e00, HALVES = 0x00010001;
+    uint32 pair = pack(f16{}, low, high), magnitudes;
+    asm("{\n.reg .b32 m;\nabs.f16x2 m, %1;\nmin.f16x2 %0, m, %2;\n}" : "=r"(magnitudes) : "r"(pair), "r"(SIX));
+    uint32 rounded = magnitudes + 0xff * HALVES + (magnitudes >> 9 & HALVES);
+    return (rounded >> 9 & 7 * HALVES) | (pair >> 12 & 8 * HALVES);
 }
 
-// Eight values to eight codes.
-template <class Layout, class Input> __device__ inline uint32 e2m1_codes(Input input, const float* x, const E2m1Scale& scale) {
+// Eight values to eight codes, those of x / scale, to nearest even. A bfloat16 number has 8 bits and a scale at most 4: a quotient
+// that is no midpoint of two e2m1 numbers is further than 2^-8 of it away. It stays on its side in float16, and a midpoint, which
+// float16 has, is found although the quotient is not quite exact.
+template <class Layout> __device__ inline uint32 e2m1_codes(bf16, const float* x, const E2m1Scale& scale) {
+    uint32 codes = 0;
+    constexpr float SMALLEST = 1.0f / 16384.0f;
+    float inverse = Layout::ue8m0 ? scale.inverse : div(SMALLEST, scale.value);
+    auto scaled = [&](float y) { return Layout::ue8m0 ? mul(mul(y, inverse), SMALLEST) : mul(y, inverse); };
+#pragma unroll
+    for (int i = 0; i < 4; ++i) codes |= e2m1_pair(scaled(x[i]), scaled(x[i + 4])) << 4 * i;
+    return scale.is_nan ? 0 : codes;
+}
+
+// The same of values of more bits.
+template <class Layout, class Input> __device__ inline uint32 e2m1_codes(Input, const float* x, const E2m1Scale& scale) {
     uint32 codes = 0;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) codes |= e2m1_code<Layout>(input, x[i], scale) << 4 * i;
+    for (int i = 0; i < 8; ++i) {
+        uint32 code;
+        if (Layout::ue8m0) code = float_to_e2m1(mul(x[i], scale.inverse), 1.0f);
+        else code = sizeof(Input) == 4 ? float_to_e2m1(div(x[i], scale.value), 1.0f) : float_to_e2m1(x[i], scale.value);
+        codes |= code << 4 * i;
+    }
     return scale.is_nan ? 0 : codes;
 }
 

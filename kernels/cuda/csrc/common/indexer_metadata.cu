@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 build_indexer(const int* query_start_loc, const int* seq_lens, int num_reqs, const int* block_table,
               int64 table_stride, int table_columns, int num_decodes, int batch_size, int flatten,
               int lens_per_entry, int columns, int entries_before, int columns_before, int block_size,
-              int compress_ratio, int* decode_lens, int* out_seq_lens, int capacity, int64* slot_mapping,
+              int compress_ratio, int decode_len_of_longest, int maps_slots, int* decode_lens, int* out_seq_lens, int capacity, int64* slot_mapping,
               int* out_block_table, int64 out_table_stride, int* schedule, int num_sms, int element_blocks,
               int decode_blocks, Chunk chunk) {
     pdl_wait();
@@ -194,13 +194,13 @@ build_indexer(const int* query_start_loc, const int* seq_lens, int num_reqs, con
             decode_len = i < batch_size;
             if (request >= 0) rows = entries.rows_seen(request, i);
         } else {
-            int entry = i / lens_per_entry, later = lens_per_entry - 1 - i % lens_per_entry;
+            int entry = i / lens_per_entry, later = max(decode_len_of_longest - 1 - i % lens_per_entry, 0);
             if (i < batch_size) decode_len = query_start_loc[i + 1] - query_start_loc[i];
             if (entry < batch_size) rows = rows_of(int64(seq_lens[entry]) - later, compress_ratio);
         }
         decode_lens[i] = decode_len;
         out_seq_lens[i] = rows;
-        if (compress_ratio > 1) {
+        if (maps_slots) {
             BlockTable table{block_table, table_stride, num_reqs, table_columns};
             slot_mapping[i] = compressed_slot(requests, table, i, block_size, compress_ratio);
         }

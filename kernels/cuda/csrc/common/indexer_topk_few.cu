@@ -24,8 +24,14 @@
 // With ToSlots, the slots of the chosen columns are written at the same places in another array. A row with an absent page is
 // also read again, because rows without a slot must be left out.
 //
+// With GUESSED, step 1 estimates the bound from a sample, as indexer_topk.cu does: fewer columns pass, k may exceed the number of
+// threads, and fewer threads suffice. If fewer than k columns reach it, all columns are taken.
+//
 // Macros: THREADS, BLOCKS, READS (of four columns that a thread has in flight, or holds), ROUNDS (of such reads; 1 for rows
-// held in registers), ALIGNED (rows start at multiples of 16 bytes), OUTPUT.
+// held in registers), ALIGNED (rows start at multiples of 16 bytes), OUTPUT, GUESSED (0, or 1 with one block and round).
+#ifndef GUESSED
+#define GUESSED 0
+#endif
 #define DIGIT_BITS 12  // finds the k-th in one pass where the bound is low and orders span many binades; 10 bits take two
 #include "common/choice_by_reading.cuh"
 #include "common/pdl.cuh"
@@ -34,6 +40,7 @@
 #include "common/selection.cuh"
 
 static_assert(BLOCKS <= WARPS && READS <= 8);
+static_assert(!GUESSED || (BLOCKS == 1 && ROUNDS == 1));
 constexpr int REGION = 1280;                // keys that a CTA sends
 constexpr int FEW = 64;                     // keys ranked by comparing each with each
 constexpr int GROUP = READS >= 8 ? 16 : 8;  // lanes
@@ -114,6 +121,32 @@ __device__ inline int groups_inside(const Row& row, uint32 rank) {
     return min((lines + BLOCKS - 1) / BLOCKS, LINES) / (GROUP / LANES);
 }
 
+#if GUESSED
+constexpr float SURE = 1.1f;             // margin of a warp's lane count over its expectation, in std. deviations
+constexpr int SHORTEST_SAMPLED = 1024;   // columns
+
+// An order that slightly more than k of `length` columns reach, as far as this warp's columns show; 0 if it has too few. From the
+// maxima of the same number of columns of each lane it is the one that the expected number of lanes should reach. Columns of
+// all of the warp's reads count, so that the sample is from all of the row. largest[j]: of column j of each of a lane's reads of
+// four, the last one of columns 2 and 3.
+__device__ inline uint32 guessed_order(const Row& row, const float (&largest)[3], int k) {
+    constexpr int STEP = 4 * THREADS;  // columns of all threads' reads
+    const int behind = int(row.end) - (int(threadIdx.x) / 32 + 1) * 128;  // columns after the warp's first read
+    const int reads = behind < 0 ? 0 : min(behind / STEP + 1, READS);
+    float fraction = float(k) / float(row.length()), below = 1.0f;
+#pragma unroll
+    for (int i = 0; i < READS; ++i)
+        if (i < reads) below *= 1.0f - fraction;
+    float x = largest[0], lanes_of_one = fraction * float(reads);
+    if (2.0f * lanes_of_one <= 0.6f) x = fmaxf(x, largest[1]), below *= below;
+    if (4.0f * lanes_of_one <= 0.6f) x = fmaxf(x, largest[2]), below *= below;
+    float lanes = 32.0f * (1.0f - below);
+    int rank = min(int(lanes + SURE * sqrtf(lanes * below)) + 1, 32);
+    uint32 order = order_of(largest_of_lanes<32>(x == x ? x : -infinity(), rank - 1));
+    return reads ? order : 0;
+}
+#endif
+
 // Orders of the smallest and the largest subnormal number; zero is between them.
 constexpr uint32 LEAST_SUBNORMAL = 0x7f800000, MOST_SUBNORMAL = 0x807fffff;
 __device__ inline bool is_subnormal(uint32 order) { return order - LEAST_SUBNORMAL <= MOST_SUBNORMAL - LEAST_SUBNORMAL; }
@@ -126,7 +159,7 @@ __device__ __noinline__ void read_it_again(Scratch& scratch, const float* row, i
     choose_by_reading(scratch, row, length, out, topk);
 }
 
-extern "C" CLUSTER __global__ void __launch_bounds__(THREADS, 1)
+extern "C" CLUSTER __global__ void __launch_bounds__(THREADS, GUESSED && THREADS < 1024 ? 2 : 1)
 top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, const int* starts, const int* ends,
                   const int* lens, int64 lens_stride, int next_n, int per_row, int num_keys, OUTPUT output,
                   int topk) {
@@ -173,7 +206,26 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     const bool changed = said.now() != early;
     const int pages_read = tid * BLOCKS + int(rank);  // pages to check, spread over the cluster's threads
     const bool lacks = output.of_row(number, next_n).lacks_page(row.length(), pages_read, THREADS * BLOCKS);
-    const int k = cta_limit(topk), groups = groups_inside(row, rank), of_each = groups ? (k + groups - 1) / groups : GROUP + 1;
+    const int k = cta_limit(topk);
+#if GUESSED
+    const bool guesses = row.length() > 2 * topk && row.length() >= SHORTEST_SAMPLED;
+    float largest_of_columns[3] = {x[0], x[1], fmaxf(x[2], x[3])};
+#pragma unroll
+    for (int i = 4; i < VALUES; ++i)
+        largest_of_columns[min(i % 4, 2)] = fmaxf(largest_of_columns[min(i % 4, 2)], x[i]);
+    float largest = fmaxf(fmaxf(largest_of_columns[0], largest_of_columns[1]), largest_of_columns[2]);
+    uint32 order = order_of(largest), most = __reduce_max_sync(~0u, order), inverted;
+    if (guesses) {
+        uint32 guess = guessed_order(row, largest_of_columns, topk);
+        inverted = guess ? ~guess : 0;
+    } else {  // all columns are candidates
+        float smallest = x[0];
+#pragma unroll
+        for (int i = 1; i < VALUES; ++i) smallest = fminf(smallest, x[i]);
+        inverted = __reduce_max_sync(~0u, order ? ~order_of(smallest) : 0);
+    }
+#else
+    const int groups = groups_inside(row, rank), of_each = groups ? (k + groups - 1) / groups : GROUP + 1;
 #if ROUNDS == 1  // not above, where the compiler would reorder the reads
     float largest = x[0];
 #pragma unroll
@@ -192,11 +244,25 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     }
 #endif
     uint32 inverted = __reduce_max_sync(~0u, tid / GROUP < groups || of_each > GROUP ? ~least : 0);
+#endif
     if (lane == 0) scratch.most[tid / 32] = most, scratch.most[WARPS + tid / 32] = inverted;
     bool failed = __syncthreads_or(changed | lacks);
     const bool all = !failed && row.length() <= topk;  // every column is chosen
     most = __reduce_max_sync(~0u, lane < WARPS ? scratch.most[lane] : 0);
+#if GUESSED
+    inverted = lane < WARPS ? scratch.most[WARPS + lane] : 0;
+    if (guesses && __popc(__ballot_sync(~0u, inverted != 0)) > WARPS * 3 / 4) {  // the second smallest guess
+        uint32 smallest = __reduce_max_sync(~0u, inverted);
+        if (lane == __ffs(__ballot_sync(~0u, inverted == smallest)) - 1) inverted = 0;
+    }
+    uint32 least = ~__reduce_max_sync(~0u, inverted);
+    int count;
+    Cut best;
+#pragma unroll 1
+    for (bool again = false;; again = true) {
+#else
     least = ~__reduce_max_sync(~0u, lane < WARPS ? scratch.most[WARPS + lane] : 0);
+#endif
     // Subnormal numbers compare as zeros (-ftz=true): one of them being included includes all.
     if (is_subnormal(least)) least = LEAST_SUBNORMAL;
     if (is_subnormal(most)) most = MOST_SUBNORMAL;
@@ -231,7 +297,11 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     }
 #endif
     __syncthreads();
+#if GUESSED
+    count = min(scratch.count, CAPACITY);
+#else
     const int count = min(scratch.count, CAPACITY);
+#endif
 #pragma unroll 2
     for (int i = tid; i < count; i += THREADS) {
         uint64 found = shared.keys[i];
@@ -244,7 +314,21 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
     auto own_keys = [&](auto visit) {
         for (int i = tid; i < count; i += THREADS) visit(shared.keys[i]);
     };
+#if GUESSED
+    best = all ? Cut{1, 0, 0, 0, false} : cut(scratch, k, low, high, true, own_keys);
+    if (all || again || !guesses || best.enough || failed) break;
+    least = order_of(-infinity());  // the guess was too high
+    if (tid == 0) scratch.count = 0;  // all threads have met in `cut`
+    __syncthreads();
+    }
+    auto own_keys = [&](auto visit) {
+        for (int i = tid; i < count; i += THREADS) visit(shared.keys[i]);
+    };
+    // Keys of the last bin that are all chosen need not be ranked.
+    if (best.here == best.rest && best.enough) best.high = best.low - 1, best.here = 0;
+#else
     Cut best = all ? Cut{1, 0, 0, 0, false} : cut(scratch, k, low, high, true, own_keys);
+#endif
     failed |= scratch.count > CAPACITY;
     int there = scratch.count;
 
@@ -311,7 +395,7 @@ top_k_of_few_rows(const float* logits, int64 stride, int width, int64 num_rows, 
         if (key > best.high) choose(key, before);
         else if (key >= best.low && best.here) shared.few[atomicAdd(&shared.few_count, 1)] = key;
     });
-    __syncthreads();
+    if (!GUESSED || best.here) __syncthreads();
     if (tid < best.here) {
         uint64 key = shared.few[tid];
         int above = 0;

@@ -103,6 +103,9 @@ __device__ inline uint32 float_to_e4m3x2(float low, float high) {
 
 #endif
 
+// Whether one of four e4m3 bytes is NaN.
+__device__ inline bool is_nan4(uint32 bytes) { return ((bytes & 0x7f7f7f7f) + 0x01010101) & 0x80808080; }
+
 // Eight e2m1 codes, the first in the lowest bits, as eight e4m3 bytes of the same values.
 __device__ inline void e2m1_to_e4m3(uint32 codes, uint32& first, uint32& second) {
     constexpr uint32 SMALL = 0x3c383000, LARGE = 0x4c484440;  // 0, 0.5, 1, 1.5 and 2, 3, 4, 6

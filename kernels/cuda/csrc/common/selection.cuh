@@ -10,7 +10,8 @@
 #endif
 
 constexpr int WARPS = THREADS / 32;
-constexpr int DIGIT = DIGIT_BITS, BINS = 1 << DIGIT, PASSES = 4;  // bits per digit, and digits of 32 bits
+constexpr int DIGIT = DIGIT_BITS, BINS = 1 << DIGIT;        // bits per digit
+[[maybe_unused]] constexpr int PASSES = 4;                   // digits of 32 bits
 constexpr int RUN = BINS / THREADS;                       // bins per thread
 
 // Columns [first, end) of a row; or the unchecked range that the caller gave.

@@ -32,7 +32,8 @@ build_sparse_swa(const int* query_start_loc, const int* seq_lens, int requests, 
                  const int* c128a_block_table, int64 c128a_table_stride, int c128a_table_columns, int c128a_block_size,
                  int c128a_width, int width_before, int64 c128a_stride, int* token_to_req_indices,
                  bool* is_valid_token, int* positions, int* swa_indices, int* swa_lens, int* prefill_gather_lens,
-                 int max_prefills, int* c128a_indices, int* c128a_lens, int token_blocks) {
+                 int max_prefills, int* c128a_indices, int* c128a_lens, int token_blocks, const int* replay_start,
+                 int noncausal, int swa_width) {
     pdl_wait();
     if (blockIdx.x == token_blocks) {
         for (int prefill = threadIdx.x; prefill < max_prefills; prefill += blockDim.x) {
@@ -40,7 +41,9 @@ build_sparse_swa(const int* query_start_loc, const int* seq_lens, int requests, 
             int64 gather_len = 0;
             if (request < requests) {
                 int64 query_len = int64(query_start_loc[request + 1]) - query_start_loc[request];
-                gather_len = max(min(int64(seq_lens[request]), query_len + window_size - 1), int64(0));
+                int64 first_valid = replay_start ? max(replay_start[request], 0) : 0;
+                int64 before = min(max(seq_lens[request] - query_len - first_valid, int64(0)), int64(window_size - 1));
+                gather_len = max(min(int64(seq_lens[request]), query_len + before), int64(0));
             }
             prefill_gather_lens[prefill] = int(gather_len);
         }
@@ -56,10 +59,16 @@ build_sparse_swa(const int* query_start_loc, const int* seq_lens, int requests, 
     int64 position = -1;
     if (valid && real) position = max(int64(seq_lens[request]) - query_start_loc[request + 1] + token, int64(-1));
     int64 start = max(position - window_size + 1, int64(0));
-    int length = int(position + 1 - start);
+    if (replay_start && position >= 0) start = max(start, int64(replay_start[request]));
+    int length = int(max(position + 1 - start, int64(0)));
+    if (noncausal && position >= 0 && token < num_decode_tokens) {  // the same for all tokens of a request
+        int64 seq_len = seq_lens[request], query_len = int64(query_start_loc[request + 1]) - query_start_loc[request];
+        start = max(seq_len - query_len - window_size, int64(0));
+        length = int(min(seq_len - start, int64(swa_width)));
+    }
     BlockTable table{block_table, table_stride, requests, table_columns};
-    int* window = swa_indices + int64(token) * window_size;
-    for (int j = lane; j < window_size; j += 32)
+    int* window = swa_indices + int64(token) * swa_width;
+    for (int j = lane; j < swa_width; j += 32)
         window[j] = j < length ? lookup_slot(table, request, start + j, block_size) : -1;
 
     if (c128a_width) {

@@ -32,9 +32,6 @@ __device__ inline void load_matrices(uint32 (&x)[4], const void* row) {
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(shared_address(row)) : "memory");
 }
 
-// Whether one of four e4m3 bytes is NaN.
-__device__ inline bool is_nan4(uint32 bytes) { return ((bytes & 0x7f7f7f7f) + 0x01010101) & 0x80808080; }
-
 // e4m3 bytes to float16 pairs, in units of 1 / CODE_UNIT.
 #if __CUDA_ARCH__ >= 890
 [[maybe_unused]] constexpr float CODE_UNIT = 1.0f;

@@ -33,7 +33,7 @@
 // [MIN_SCALE, MAX_SCALE], large or very small q, RoPE values of V that float16 lacks, a result that is not finite) is flagged
 // in `unsafe` for the exact kernel, which the launcher runs after this one. A float32 scale is rounded to float16.
 //
-// Macros: LAYOUT (DSV4_FP8 or V32_FP8), TILE_HEADS (64, 32, 16), PARTS (1 to 6).
+// Macros: LAYOUT, EXTRA_LAYOUT (formats.py lists the formats), TILE_HEADS (64, 32, 16), PARTS (1 to 6).
 #if PARTS > 1
 #define IN_CLUSTER
 #define CLUSTER __cluster_dims__(PARTS, 1, 1)
@@ -42,7 +42,7 @@
 #endif
 
 #include "sm90/decode/tile_scheduler.cuh"
-#include "sm90/decode/producer.cuh"
+#include "sm90/decode/expand.cuh"
 #include "sm90/decode/pv.cuh"
 #include "sm90/decode/qk_softmax.cuh"
 
@@ -71,7 +71,8 @@ extern "C" CLUSTER __global__ void __launch_bounds__(THREADS, 1) sparse_mla_deco
     } else if (role == 3) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         int warp = threadIdx.x / 32 % 4;
-        if (warp < ROW_PRODUCERS) RowProducer(problem, warp).run();
+        if (EXPANDS && warp < ROW_PRODUCERS) ExpandingProducer(problem, warp).run();
+        else if (warp < ROW_PRODUCERS) RowProducer(problem, warp).run();
         else if (warp == ROW_PRODUCERS) ScaleProducer(problem).run();
         else TileScheduler(problem).run();
     } else {

@@ -10,14 +10,14 @@
 #endif
 constexpr bool ONE_TILE = PARTS > 1;  // a CTA of a cluster has only one tile
 
-constexpr int RING = 3;     // blocks of raw rows
+constexpr int RING = EXPANDS && HEADS == 16 ? 4 : 3;  // blocks of raw rows
 constexpr int P_SLOTS = 2;
 constexpr int Q_TILE_BYTES = HEADS * 128;  // 64 values of each head; of P as many tokens
 constexpr int SCHEDULED_TILES = 4, SCHEDULED_TILE_BYTES = 80;  // see ScheduledTile
 constexpr int ROW_PRODUCERS = 2;  // warps, one for each half of a block
 
 constexpr int THREADS = 512;
-constexpr int QK_REGISTERS = 120, PV_REGISTERS = 176, PRODUCER_REGISTERS = 40;
+constexpr int QK_REGISTERS = EXPANDS ? 112 : 120, PV_REGISTERS = 176, PRODUCER_REGISTERS = EXPANDS ? 48 : 40;
 
 constexpr float NO_MAX = -1e30f;
 constexpr float LAZY = 8;  // the running maximum is raised when a weight exceeds 2^LAZY
@@ -53,11 +53,11 @@ constexpr float LAZY = 8;  // the running maximum is raised when a weight exceed
 //     PARTS_AT in Q  lines arrive after LOG_SUMS_FULL at the sender, for which this part has scored its last block
 
 struct SharedMemory {
-    alignas(16) uint8 q[SLICES + 1][Q_TILE_BYTES];  // the last tile is RoPE
+    alignas(16) uint8 q[Q_SLICES][Q_TILE_BYTES];    // the last tile is RoPE if it is bfloat16
     uint8 p[P_SLOTS][Q_TILE_BYTES];
-    uint8 rope[RING][2][HALF * 128];                // [slot][half of a block] of raw rows
+    uint8 rope[TAIL ? RING : 1][2][TAIL ? HALF * 128 : 64];  // [slot][half of a block] of raw rows
     uint8 raw[RING][2][HALF * RAW_BYTES];
-    uint16 factor[RING][2][SLICES][HALF];           // scales in float16
+    uint16 factor[RING][2][FACTORS][HALF];          // scales in float16
     float bias[RING][2][HALF];                      // of each token: 0, or -inf if absent
     float top[2][HEADS];                            // [tile % 2]: running maximum, base 2
     float sums[2][4][HEADS];                        // [tile % 2][warp of QK-softmax]: sums of weights
@@ -90,7 +90,7 @@ constexpr int LINES = HEADS / 4;                           // lines of a PV lane
 constexpr int PART_LINES = (LINES + PARTS - 1) / PARTS;    // lines that a CTA combines; the last CTAs may have fewer
 constexpr int LINE_BYTES = 256 * 16;                       // of all PV lanes, as float16
 constexpr int PART_BYTES = PART_LINES * LINE_BYTES;        // from each other CTA
-constexpr bool PARTS_IN_Q = (PARTS - 1) * PART_BYTES <= (SLICES + 1) * Q_TILE_BYTES;  // Q is no longer needed by then
+constexpr bool PARTS_IN_Q = (PARTS - 1) * PART_BYTES <= Q_SLICES * Q_TILE_BYTES;  // Q is no longer needed by then
 constexpr uint32 PARTS_AT = PARTS_IN_Q ? Q_AT : (PARTS_END + 127) / 128 * 128;
 constexpr uint32 SHARED_END = PARTS == 1 ? LOG_SUMS_FULL : PARTS_IN_Q ? PARTS_END : PARTS_AT + (PARTS - 1) * PART_BYTES;
 constexpr uint32 SHARED_BYTES = SHARED_END - SHARED_START;

@@ -23,7 +23,7 @@ struct Pv {
             int n = 2 * c + b;
             row_at[b] = rope ? ROPE_AT + n * 128 + ((g ^ n) << 4) : RAW_AT + raw_offset(token_at_permuted(n), 4 * slice + g / 2) + 8 * (g % 2);
         }
-        factor_at = FACTOR_AT + slice * (HALF * 2) + c * 8;
+        factor_at = FACTOR_AT + (64 * slice + 8 * g) / FACTOR_TILE * (HALF * 2) + c * 8;
         columns_at = 2 * c * 4;
         // Keeps the compiler from rematerialising these from threadIdx, which takes longer.
         asm volatile("" : "+r"(row_at[0]), "+r"(row_at[1]), "+r"(factor_at), "+r"(columns_at));
@@ -45,7 +45,7 @@ struct Pv {
             uint32 at = raw.slot * (2 * HALF * RAW_BYTES) + stage * (HALF * RAW_BYTES) + group * 16 * RAW_BYTES;
 #pragma unroll
             for (int t = 0; t < 4; ++t) rows.values[t] = lds64(row_at[t % 2] + at + t / 2 * 8 * RAW_BYTES);
-            rows.factors = lds64(factor_at + raw.slot * (2 * SLICES * HALF * 2) + stage * (SLICES * HALF * 2) + group * 32);
+            rows.factors = lds64(factor_at + raw.slot * (2 * FACTORS_BYTES) + stage * FACTORS_BYTES + group * 32);
         }
     }
 

@@ -20,7 +20,7 @@ struct QkSoftmax {
         int g = lane / 4, c = lane % 4, token = token_at_permuted(g), group = warp % 2 * 16, head = lane / 16 * 8 + lane % 8;
         row_at = RAW_AT + warp / 2 * (HALF * RAW_BYTES) + raw_offset(group + token, c);
         rope_at = ROPE_AT + warp / 2 * (HALF * 128) + (group + g) * 128 + ((2 * c ^ g) << 4);
-        factor_at = FACTOR_AT + warp / 2 * (SLICES * HALF * 2) + group * 2 + g / 2 * 8;
+        factor_at = FACTOR_AT + warp / 2 * FACTORS_BYTES + 16 * c / FACTOR_TILE * (HALF * 2) + group * 2 + g / 2 * 8;
         p_at = P_AT + head * 128 + ((2 * warp + lane / 8 % 2 ^ (head & 7)) << 4);
         // Keeps the compiler from rematerialising these from threadIdx, which takes longer.
         asm volatile("" : "+r"(row_at), "+r"(rope_at), "+r"(factor_at), "+r"(p_at), "+r"(lane));
@@ -45,7 +45,7 @@ struct QkSoftmax {
     };
     __device__ void load(KeyRows& rows, int slice) {
         uint32 at = slice_of(row_at, slice, token_at_permuted(lane / 4)) + raw.slot * (2 * HALF * RAW_BYTES);
-        rows.factors = lds64(factor_at + raw.slot * (2 * SLICES * HALF * 2) + slice * (HALF * 2));
+        rows.factors = lds64(factor_at + raw.slot * (2 * FACTORS_BYTES) + slice * (64 / FACTOR_TILE * HALF * 2));
         rows.values[0] = lds128(at), rows.values[1] = lds128(at + 8 * RAW_BYTES);
     }
 
@@ -91,16 +91,18 @@ struct QkSoftmax {
         uint32 a[2][4][4];
         KeyRows rows;
         barrier_wait(RAW_FULL + 8 * raw.slot, raw.phase);
-        load_rope(a[0]);
+        if constexpr (TAIL) load_rope(a[0]);
         uint32 bias_at = BIAS_AT + raw.slot * (BLOCK * 4) + (16 * warp + lane / 4) * 4;
         float bias[2] = {lds_float(bias_at), lds_float(bias_at + 32)};
         load(rows, 0);
 #pragma unroll
         for (int i = 0; i < HEADS / 2; ++i) x[i] = bias[i / 2 % 2];
-        wgmma_fence();
+        if constexpr (TAIL) {
+            wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < 4; ++i) wgmma_bf16(x, a[0][i], tile_descriptor(Q_AT + SLICES * Q_TILE_BYTES) + 2 * i, 1);
-        wgmma_commit();
+            for (int i = 0; i < 4; ++i) wgmma_bf16(x, a[0][i], tile_descriptor(Q_AT + SLICES * Q_TILE_BYTES) + 2 * i, 1);
+            wgmma_commit();
+        }
 #pragma unroll
         for (int slice = 0; slice < SLICES; ++slice) multiply_slice(x, a[(slice + 1) % 2], rows, slice);
         barrier_wait(P_EMPTY + 8 * p_slot.slot, p_slot.phase ^ 1);
@@ -127,7 +129,7 @@ struct QkSoftmax {
             bool here = row < heads;
             const bf16* head = from + (here ? row : 0) * problem.q_stride_h;
 #pragma unroll
-            for (int slice = 0; slice <= SLICES; ++slice)
+            for (int slice = 0; slice < Q_SLICES; ++slice)
                 copy_async<16>(to + slice * Q_TILE_BYTES + i * 2048, head + slice * 64, here);
         }
         copies_commit();
@@ -151,7 +153,7 @@ struct QkSoftmax {
 #pragma unroll
         for (int j = 0; j < 4; ++j) next[j] = lds128(from ^ j << 5);
 #pragma unroll 1
-        for (; slice <= SLICES; slice += TURN, to += TURN * Q_TILE_BYTES) {
+        for (; slice < Q_SLICES; slice += TURN, to += TURN * Q_TILE_BYTES) {
             uint4 x[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) x[j] = next[j];
@@ -160,7 +162,7 @@ struct QkSoftmax {
                 for (int j = 0; j < 4; ++j) x[j].x ^= SIGNS, x[j].y ^= SIGNS, x[j].z ^= SIGNS, x[j].w ^= SIGNS;
             __syncwarp();  // all lanes have read their words, which are overwritten now
             from += TURN * Q_TILE_BYTES;
-            if (slice + TURN <= SLICES)
+            if (slice + TURN < Q_SLICES)
 #pragma unroll
                 for (int j = 0; j < 4; ++j) next[j] = lds128(from ^ j << 5);
             if (slice < SLICES)

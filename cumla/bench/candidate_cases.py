@@ -1,0 +1,126 @@
+"""Candidate blocks of V4.1's indexer: their selection, and the choice among them beside that among all positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+import cumla
+
+from ..arrays.memory import to_host
+from ..ops.candidates import BLOCK as POSITIONS
+from .indexer_cases import DIM, Inputs
+from .problem import BLOCK, Problem, Sizes, by_backend, kind_of, problem_of
+
+HEADS = 32  # V4.1's index heads
+TOPK = 512
+
+
+@dataclass(frozen=True)
+class CandidateBlocks:
+    """The blocks of each row of scores."""
+
+    rows: int
+    columns: int
+    topk_blocks: int = 2048
+
+    op: ClassVar[str] = "select_candidate_blocks"
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.columns} k {self.topk_blocks}, {kind_of(False)}"
+
+    def problem(self, sizes: Sizes) -> Problem:
+        xp = sizes.xp
+        sets = sizes.sets(4 * self.rows * self.columns, 4)
+        scores = [xp.random.default_rng(i).standard_normal((self.rows, self.columns), np.float32) for i in range(sets)]
+        outs = [xp.empty((self.rows, self.topk_blocks), np.int32) for _ in range(sets)]
+        blocks = -(-self.columns // POSITIONS)
+        workspace = xp.empty(min(64 << 20, self.rows * (4 * blocks + 16)), np.uint8)
+
+        def check(result: Any) -> float:
+            for row in sorted({0, self.rows - 1}):
+                of_row = np.full(blocks * POSITIONS, -np.inf, np.float32)
+                of_row[: self.columns] = to_host(scores[0][row])
+                best = of_row.reshape(blocks, POSITIONS).max(axis=1)
+                best[-1] = np.inf
+                want = np.sort(np.argsort(-best, kind="stable")[: self.topk_blocks])
+                np.testing.assert_array_equal(to_host(result[row])[: len(want)], want)
+            return 0.0
+
+        calls = by_backend(
+            cumla.select_candidate_blocks, [(x, self.topk_blocks) for x in scores], outs, workspace=workspace
+        )
+        return problem_of(self, sizes, calls, 4 * self.rows * self.columns, check)
+
+
+@dataclass(frozen=True)
+class CandidateTopk:
+    """Scores of candidate positions and the choice among them; "all positions": the scores and choice of everything."""
+
+    batch: int
+    context: int
+    blocks: int = 2048
+
+    op: ClassVar[str] = "candidate_topk"
+
+    def __str__(self) -> str:
+        return f"b {self.batch} x {self.context}, {self.blocks} blocks k {TOPK}, {kind_of(False)}"
+
+    def problem(self, sizes: Sizes) -> Problem:
+        x, xp = Inputs(sizes), sizes.xp
+        columns = -(-self.context // BLOCK)
+        table = x.arrays.rng.permutation(self.batch * columns).reshape(self.batch, -1).astype(np.int32)
+        count = min(self.blocks, -(-self.context // POSITIONS))
+        chosen = [
+            np.sort(x.arrays.rng.choice(-(-self.context // POSITIONS), count, replace=False)) for _ in range(self.batch)
+        ]
+        candidates = np.full((self.batch, self.blocks), -1, np.int32)
+        candidates[:, :count] = chosen
+        q, cache = x.e4m3(self.batch, 1, HEADS, DIM), x.keys(self.batch * columns)
+        weights = x.uniform(self.batch, HEADS)
+        lens, table = xp.full(self.batch, self.context, np.int32), xp.asarray(table)
+        out = xp.empty((self.batch, TOPK), np.int32)
+        workspace = xp.empty((64 if sizes.on_device else 4) << 20, np.uint8)
+        given = q, cache, weights, xp.asarray(candidates), TOPK, lens, table
+
+        def check(result: Any) -> float:
+            pages = cache.reshape(len(cache), -1)[table[0]]
+            k = pages[:, : BLOCK * DIM].reshape(-1, DIM)
+            scales = xp.ascontiguousarray(pages[:, BLOCK * DIM :]).view(np.float32).reshape(-1)
+            exact = x.exact(q[0, 0], k, scales, weights[0])
+            positions = np.repeat(chosen[0] * POSITIONS, POSITIONS) + np.arange(count * POSITIONS) % POSITIONS
+            positions = positions[positions < self.context]
+            want = np.sort(exact[positions])[::-1][:TOPK]
+            found = to_host(result[0])
+            found = found[found >= 0]
+            assert len(np.unique(found)) == len(want)
+            assert np.isin(found, positions).all()
+            error = float(np.abs(np.sort(exact[found])[::-1] - want).max() / np.abs(want).max())
+            assert error < 1e-3, f"row 0: error {error}"
+            return error
+
+        def everything() -> Any:
+            return cumla.indexer_topk(
+                q, cache, weights, TOPK, context_lens=lens, block_table=table, out=out, workspace=workspace,
+                backend=sizes.backend,
+            )  # fmt: skip
+
+        pairs = self.batch * min(count * POSITIONS, self.context)
+        found = problem_of(
+            self, sizes, by_backend(cumla.candidate_topk, [given], [out], workspace=workspace),
+            pairs * (DIM + 4) + 4 * candidates.size + out.nbytes, check, lambda: out.fill(-7),
+            flop=2 * pairs * HEADS * DIM,
+        )  # fmt: skip
+        beside = replace(found, impls={**found.impls, "all positions": ("cupy", [everything])})
+        return replace(beside, unchecked=("all positions",))
+
+
+def recorded() -> Iterator[Any]:
+    for batch in (1, 16, 128):
+        yield CandidateTopk(batch, 1 << 20)
+        yield CandidateTopk(batch, 1 << 17)
+    for rows in (1, 16, 128):
+        yield CandidateBlocks(rows, 1 << 20)

@@ -1,0 +1,93 @@
+"""The compressor of DeepSeek V4.1: pools one or two tokens into a latent row, before RoPE and the cache's format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..dispatch.call import BF16, FLOAT32, SLOTS, Call
+from ..dispatch.call import INT32 as STARTS
+from ..dispatch.launch_cache import launch_cached
+from ..dispatch.values import check_choice, check_flags, check_integers
+from .compressor import slots_of
+from .norm_rope import check_epsilon
+
+DIM = 512
+VALUES = (*FLOAT32, *BF16)
+
+
+@launch_cached
+def compress_latents(
+    kv_score: Any,
+    norm_weight: Any,
+    slot_mapping: Any,
+    latents: Any,
+    *,
+    compress_ratio: int,
+    positions: Any | None = None,
+    query_start_loc: Any | None = None,
+    state_cache: Any | None = None,
+    eps: float = 1e-20,
+    round_pooled: bool = False,
+    backend: str | None = None,
+    stream: Any = None,
+) -> None:
+    """Pool tokens into latent rows, normalise these, and save in a ring what a later step pools.
+
+    Ratio 2: the row of positions 2 j and 2 j + 1 is the mean of their kv, each channel weighted by the softmax of the
+    two scores. The token at the odd position completes it. Where the even one is of an earlier step, its kv and score
+    are read from the request's ring. Ratio 1: every token's kv is a row. Rows then get RMSNorm.
+
+    kv_score         [T, 1024] float32 or bfloat16: kv, then score; for ratio 1 [T, 512], kv alone
+    norm_weight      [512] float32 or bfloat16
+    slot_mapping     [N] int64 or int32, N <= T: ratio 2, where a token's kv and score are saved, ring * capacity +
+                     position % capacity. A token with slot -1, or any slot outside the state cache, is padding: it is
+                     neither saved nor completes a row. A request whose first token is padding saves nothing. Ratio 1:
+                     tokens with a negative slot are padding
+    latents          [T, 512] bfloat16, or float32 without rounding, written: rows of the tokens that complete one.
+                     Others stay as they are
+    positions        [T] int64 or int32, of each token in its sequence. For ratio 2 only, as the next two are
+    query_start_loc  [R + 1] int32, first token of each request. Tokens of no request are padding
+    state_cache      [rings, capacity, 1024] float32, written: one ring a request, for its whole life;
+                     cumla.metadata.ring_capacity gives the capacity. Only the last `capacity` tokens of a request are
+                     saved
+    compress_ratio   1 or 2
+    eps              of the RMSNorm, positive
+    round_pooled     round the pooled row to bfloat16 before the norm, as DeepSeek's code and SGLang do; False: as vLLM
+
+    Any division of a prompt into steps gives bit-identical rows. Rejected drafts need no rollback: later tokens
+    overwrite their rows of the ring by position. Where both scores of a channel are -inf, it is 0. All arithmetic is
+    float32.
+    `norm_rope_and_insert` without a weight rotates the rows at position // ratio * ratio and inserts them; the
+    indexer's keys are projected from the rows as they are.
+    Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
+    Source: vLLM fused_save_compress_norm (DeepSeek V4.1).
+    """
+    check_integers(1, compress_ratio=compress_ratio)
+    check_choice((1, 2), compress_ratio=compress_ratio)
+    check_flags(round_pooled=round_pooled)
+    call = Call(backend, stream)
+    kv_score = call.array("kv_score", kv_score, VALUES, ("T", compress_ratio * DIM))
+    norm_weight = call.array("norm_weight", norm_weight, VALUES, (DIM,))
+    slots = slots_of(call, "slot_mapping", slot_mapping)
+    latents = call.array("latents", latents, VALUES, ("T", DIM), writable=True)
+    for name, value in (
+        ("positions", positions), ("query_start_loc", query_start_loc), ("state_cache", state_cache)
+    ):  # fmt: skip
+        if (value is None) != (compress_ratio == 1):
+            got, expected = ("None", "an array") if value is None else ("an array", "None")
+            raise ValueError(f"{name}: got {got} for compress_ratio {compress_ratio}, expected {expected}")
+    positions = call.optional("positions", positions, SLOTS, ("T",))
+    starts = call.optional("query_start_loc", query_start_loc, STARTS, (-1,))
+    if starts is not None and not len(starts):
+        raise ValueError("query_start_loc: got no entries, expected one more than there are requests")
+    state = call.optional("state_cache", state_cache, FLOAT32, (-1, -1, 2 * DIM), writable=True)
+    if state is not None and state.size:
+        row, page = state.strides[1], state.strides[0]
+        if row < 8 * DIM or (len(state) > 1 and page < state.shape[1] * row):
+            raise ValueError(f"state_cache: got strides {state.strides} bytes, expected rows and rings side by side")
+    epsilon = check_epsilon(eps)
+    if len(slots):
+        with call.kernels("latents") as kernels:
+            kernels.compress_latents(
+                kv_score, norm_weight, slots, latents, positions, starts, state, epsilon, bool(round_pooled)
+            )

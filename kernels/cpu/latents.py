@@ -1,0 +1,104 @@
+"""The compressor of V4.1, parallel over the tokens."""
+
+from typing import Any
+
+import numpy as np
+
+from ..numba_common.compiled import compiled
+from ..numba_common.numbers import bfloat16_bits, bfloat16_value
+from .norm_rope import scale_by_rms
+from .rows import copy_row, find_request
+from .threads import parallel_for
+
+DIM = 512
+TO_POOL, TO_COPY = 8, 1  # approximate nanoseconds per value
+NO_STATE = np.empty((0, 1, 0), np.float32)
+
+
+def compress_latents(
+    kv_score: np.ndarray,
+    norm_weight: np.ndarray,
+    slots: np.ndarray,
+    latents: np.ndarray,
+    positions: np.ndarray | None,
+    query_start_loc: np.ndarray | None,
+    state: np.ndarray | None,
+    eps: float,
+    round_pooled: bool,
+) -> None:
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        given, weight = kv_score.astype(np.float32), norm_weight.astype(np.float32)
+    slots = np.asarray(slots, np.int64)
+    at = np.empty(0, np.int64) if positions is None else np.asarray(positions, np.int64)
+    starts = np.empty(0, np.int32) if query_start_loc is None else query_start_loc
+    state = NO_STATE if state is None else state
+    rows, written = np.empty((len(slots), DIM), np.float32), np.zeros(len(slots), np.bool_)
+    parallel_for(
+        len(slots), DIM * TO_POOL, _pool, given, weight, slots, at, starts, state, eps, round_pooled, rows, written
+    )
+    with np.errstate(over="ignore", invalid="ignore"):
+        latents[: len(slots)][written] = rows[written].astype(latents.dtype)
+    if len(state):
+        parallel_for(len(slots), 2 * DIM * TO_COPY, _save, given, slots, starts, state)
+
+
+@compiled(nogil=True)
+def _pool(
+    first: int,
+    end: int,
+    given: np.ndarray,
+    weight: np.ndarray,
+    slots: np.ndarray,
+    positions: np.ndarray,
+    starts: np.ndarray,
+    state: np.ndarray,
+    eps: Any,
+    round_pooled: bool,
+    rows: np.ndarray,
+    written: np.ndarray,
+) -> None:
+    capacity = state.shape[1]
+    for token in range(first, end):
+        slot, row, own = slots[token], rows[token], given[token]
+        if slot < 0:
+            continue
+        if len(positions) == 0:
+            for i in range(DIM):
+                row[i] = own[i]
+        else:
+            request, position = find_request(starts, token), positions[token]
+            if request < 0 or slot >= len(state) * capacity or position < 0 or position % 2 == 0:
+                continue
+            before = state[slot // capacity, (position - 1) % capacity]
+            if token > max(starts[request], 0):
+                before = given[token - 1]
+            for i in range(DIM):
+                a, b = before[DIM + i], own[DIM + i]
+                top = max(a, b)
+                if a != a or b != b:
+                    top = a + b  # NaN
+                base = np.float32(0) if top == -np.inf else top
+                first_weight, second_weight = np.exp(a - base), np.exp(b - base)
+                total = first_weight + second_weight
+                mean = (first_weight * before[i] + second_weight * own[i]) / total if total != 0 else np.float32(0)
+                row[i] = mean
+        if round_pooled:
+            for i in range(DIM):
+                row[i] = bfloat16_value(bfloat16_bits(row[i]))
+        scale_by_rms(row, eps)
+        for i in range(DIM):
+            row[i] *= weight[i]
+        written[token] = True
+
+
+@compiled(nogil=True)
+def _save(first: int, end: int, given: np.ndarray, slots: np.ndarray, starts: np.ndarray, state: np.ndarray) -> None:
+    capacity = state.shape[1]
+    most = len(state) * capacity
+    for token in range(first, end):
+        request = find_request(starts, token)
+        if request < 0 or not 0 <= slots[token] < most:
+            continue
+        start, stop = max(starts[request], 0), min(np.int64(starts[request + 1]), len(slots))
+        if token >= stop - capacity and 0 <= slots[start] < most:
+            copy_row(state[slots[token] // capacity, slots[token] % capacity], given[token])

@@ -1,0 +1,89 @@
+"""Candidate blocks: selection, mask, and scores of candidates only."""
+
+from typing import Any
+
+from ..types.indexer import Rows
+from ..types.segments import Pages
+from .compile import kernel
+from .indexer import MAX_GRID_Y, VALUES, top_k_per_row
+from .indices import table_arguments
+from .launch import MAX_BLOCKS, pointer, strides
+
+THREADS = 256
+SEGMENT = 8192  # blocks of a row, as in common/candidates.cu
+TILE = 64  # positions, as in common/candidate_logits.cu
+
+
+def row_arguments(logits: Any, rows: Rows) -> tuple[Any, ...]:
+    lens = rows.lens
+    return (
+        logits, strides(logits)[0], logits.shape[1], len(logits), pointer(rows.starts), pointer(rows.ends),
+        pointer(lens), 0 if lens is None else strides(lens)[0], rows.next_n, lens is not None and lens.ndim == 2,
+    )  # fmt: skip
+
+
+def grid(blocks: int, rows: int) -> tuple[int, int]:
+    return min(blocks, MAX_BLOCKS), min(rows, MAX_GRID_Y)
+
+
+def select_candidate_blocks(logits: Any, rows: Rows, block: int, maxima: Any, candidates: Any) -> None:
+    kernel("common/candidates.cu", "candidate_maxima", THREADS=THREADS)(
+        grid(-(-maxima.shape[1] // THREADS), len(logits)),
+        (THREADS,),
+        (*row_arguments(logits, rows), block, maxima, strides(maxima)[0], maxima.shape[1]),
+        overlap=True,
+    )  # fmt: skip
+    top_k_per_row(maxima, Rows(), candidates)
+
+
+def apply_candidate_mask(logits: Any, rows: Rows, candidates: Any, block: int, fill: float) -> None:
+    kernel("common/candidates.cu", "apply_candidate_mask", THREADS=THREADS)(
+        grid(-(-logits.shape[1] // (SEGMENT * block)), len(logits)),
+        (THREADS,),
+        (*row_arguments(logits, rows), block, candidates, strides(candidates)[0], candidates.shape[1], fill),
+        overlap=True,
+    )  # fmt: skip
+
+
+def candidate_logits(
+    q: Any,
+    pages: Pages,
+    weights: Any,
+    candidates: Any,
+    context_lens: Any,
+    block_table: Any,
+    block: int,
+    fill: float,
+    logits: Any,
+) -> None:
+    layout = pages.layout
+    kernel(
+        "common/candidate_logits.cu",
+        "candidate_logits",
+        QUERY=VALUES[q.dtype.name],
+        VALUE=VALUES.get(layout.value_type, "uint8"),
+        LAYOUT=layout.name,
+    )(
+        grid(-(-logits.shape[1] // TILE), len(logits)),
+        (128,),
+        (
+            q, *strides(q)[:3], q.shape[2], weights, strides(weights)[0], context_lens, strides(context_lens)[0],
+            context_lens.ndim == 2, q.shape[1], len(logits), candidates, strides(candidates)[0], block,
+            logits.shape[1], fill, *table_arguments(block_table), pages.bytes, pages.bytes.strides[0],
+            pages.num_slots, pages.block_size, logits, strides(logits)[0],
+        ),
+        overlap=True,
+    )  # fmt: skip
+
+
+def top_k_of_candidates(logits: Any, candidates: Any, block: int, positions: Any) -> None:
+    top_k_per_row(logits, Rows(), positions)
+    kernel("common/candidates.cu", "candidate_positions", THREADS=THREADS)(
+        grid(-(-positions.shape[1] // THREADS), len(positions)),
+        (THREADS,),
+        (
+            positions, strides(positions)[0], positions.shape[1], len(positions), candidates, strides(candidates)[0],
+            block,
+        ),
+        overlap=True,
+    )  # fmt: skip

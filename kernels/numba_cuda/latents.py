@@ -1,0 +1,96 @@
+"""The compressor of V4.1: a thread block takes a token, a thread every blockDim.x-th channel of its row."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from .compiler import cuda
+from .launch import NO_VECTOR, kind_of, launch
+from .norm_rope import THREADS, WIDTH, normalize
+from .numbers import bfloat16_bits, bfloat16_value, float32_bits, float32_value, from_float32, to_float32
+from .rows import find_request
+
+DIM = 512
+NO_STATE = np.empty((0, 1, 0), np.float32)
+
+
+def compress_latents(
+    kv_score: Any,
+    norm_weight: Any,
+    slots: Any,
+    latents: Any,
+    positions: Any | None,
+    query_start_loc: Any | None,
+    state: Any | None,
+    eps: float,
+    round_pooled: bool,
+) -> None:
+    rings = NO_STATE if state is None else state
+    launch(
+        pool_kernel, len(slots), THREADS,
+        kv_score, kind_of(kv_score), norm_weight, kind_of(norm_weight), slots, latents, kind_of(latents),
+        NO_VECTOR if positions is None else positions, NO_VECTOR if query_start_loc is None else query_start_loc,
+        rings, np.float32(eps), round_pooled,
+    )  # fmt: skip
+    if state is not None:  # after all rows of the rings are read
+        launch(
+            save_kernel, len(slots), THREADS, kv_score, kind_of(kv_score), slots, query_start_loc, state
+        )  # fmt: skip
+
+
+def pool_kernel(
+    kv_score, kind, weight, weight_kind, slots, latents, out_kind, positions, starts, state, eps, round_pooled
+):
+    row = cuda.shared.array(WIDTH, np.float32)
+    total = cuda.shared.array(1, np.float32)
+    token, capacity = cuda.blockIdx.x, state.shape[1]
+    slot = np.int64(slots[token])
+    if slot < 0:
+        return
+    pairs = len(positions) > 0
+    position, first = np.int64(0), np.int64(token)
+    if pairs:
+        request, position = find_request(starts, token), np.int64(positions[token])
+        if request < 0 or slot >= state.shape[0] * capacity or position < 0 or position % 2 == 0:
+            return
+        first = max(np.int64(starts[request]), np.int64(0))
+    for i in range(cuda.threadIdx.x, DIM, cuda.blockDim.x):
+        mean = to_float32(np.int64(kv_score[token, i]), kind)
+        if pairs:
+            b = to_float32(np.int64(kv_score[token, DIM + i]), kind)
+            if token > first:
+                other = to_float32(np.int64(kv_score[token - 1, i]), kind)
+                a = to_float32(np.int64(kv_score[token - 1, DIM + i]), kind)
+            else:
+                other = float32_value(np.int64(state[slot // capacity, (position - 1) % capacity, i]))
+                a = float32_value(np.int64(state[slot // capacity, (position - 1) % capacity, DIM + i]))
+            top = max(a, b)
+            if a != a or b != b:
+                top = a + b  # NaN
+            base = np.float32(0) if top == -np.inf else top
+            first_weight, second_weight = np.float32(math.exp(a - base)), np.float32(math.exp(b - base))
+            weights = first_weight + second_weight
+            mean = first_weight * other + second_weight * mean
+            mean = mean / weights if weights != 0 else np.float32(0)
+        if round_pooled:
+            mean = bfloat16_value(bfloat16_bits(np.float32(mean)))
+        row[i] = mean
+    normalize(row, DIM, total, eps)
+    for i in range(cuda.threadIdx.x, DIM, cuda.blockDim.x):
+        latents[token, i] = from_float32(np.float32(row[i] * to_float32(np.int64(weight[i]), weight_kind)), out_kind)
+
+
+def save_kernel(kv_score, kind, slots, starts, state):
+    token, capacity = cuda.blockIdx.x, state.shape[1]
+    most, request, slot = state.shape[0] * capacity, find_request(starts, token), np.int64(slots[token])
+    if request < 0 or slot < 0 or slot >= most:
+        return
+    start = max(np.int64(starts[request]), np.int64(0))
+    stop = min(np.int64(starts[request + 1]), np.int64(len(slots)))
+    first_slot = np.int64(slots[start])
+    if token < stop - capacity or first_slot < 0 or first_slot >= most:
+        return
+    for i in range(cuda.threadIdx.x, 2 * DIM, cuda.blockDim.x):
+        value = to_float32(np.int64(kv_score[token, i]), kind)
+        state[slot // capacity, slot % capacity, i] = float32_bits(value)

@@ -1,0 +1,82 @@
+"""Candidate blocks, row by row."""
+
+import numpy as np
+
+from ..types.indexer import Rows
+from ..types.segments import Pages
+from .indexer import columns_of, keys_of, row_lens, scales_of, scores, top_k_per_row
+from .rows import lookup_slot, read_tokens
+
+LARGEST = np.finfo(np.float32).max
+
+
+def select_candidate_blocks(
+    logits: np.ndarray, rows: Rows, block: int, maxima: np.ndarray, candidates: np.ndarray
+) -> None:
+    """`maxima` are NaN, which top_k_per_row never selects, for blocks that are none or have no score above -inf."""
+    maxima[:] = np.nan
+    for m, row in enumerate(logits):
+        start, end = columns_of(rows, m, len(row))
+        count = -(-(end - start) // block)
+        if not count:
+            continue
+        columns = np.full(count * block, np.nan, np.float32)
+        columns[: end - start] = row[start:end]
+        best = np.minimum(np.fmax.reduce(columns.reshape(count, block), axis=1), LARGEST)
+        best[best == -np.inf] = np.nan
+        best[-1] = np.inf
+        maxima[m, :count] = best
+    top_k_per_row(maxima, Rows(), candidates)
+
+
+def apply_candidate_mask(logits: np.ndarray, rows: Rows, candidates: np.ndarray, block: int, fill: float) -> None:
+    for m, row in enumerate(logits):
+        start, end = columns_of(rows, m, len(row))
+        is_candidate = np.isin(np.arange(end - start) // block, candidates[m])
+        row[start:end][~is_candidate] = fill
+
+
+def candidate_logits(
+    q: np.ndarray,
+    pages: Pages,
+    weights: np.ndarray,
+    candidates: np.ndarray,
+    context_lens: np.ndarray,
+    block_table: np.ndarray,
+    block: int,
+    fill: float,
+    logits: np.ndarray,
+) -> None:
+    next_n = q.shape[1]
+    for row, length in enumerate(row_lens(context_lens, next_n)):
+        request, j = divmod(row, next_n)
+        positions = positions_of(candidates[row], block)
+        seen = (positions >= 0) & (positions < length)
+        slots = [lookup_slot(block_table, request, int(p), pages.block_size) for p in positions]
+        where = np.array(slots, np.int64)
+        present = seen & (where >= 0) & (where < pages.num_slots)
+        logits[row] = np.where(seen, np.float32(-np.inf), np.float32(fill))
+        keys, scales = keys_and_scales(pages, where[present])
+        with np.errstate(over="ignore"):
+            logits[row, present] = scores(q[request, j], keys, scales, weights[row])
+
+
+def keys_and_scales(pages: Pages, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Keys [n, D] and the scale of each; e2m1 keys have several, which their values contain."""
+    if pages.layout.value_type == "e2m1":
+        return read_tokens(pages, slots), np.ones(len(slots), np.float32)
+    where = np.divmod(slots, pages.block_size)
+    return keys_of(pages)[where], scales_of(pages)[where]
+
+
+def positions_of(candidates: np.ndarray, block: int) -> np.ndarray:
+    """The positions of blocks [..., K], int64 [..., K * block]; -1 where there is no block."""
+    blocks = candidates.astype(np.int64)[..., None]
+    positions = np.where(blocks >= 0, blocks * block + np.arange(block), -1)
+    return positions.reshape(*candidates.shape[:-1], -1)
+
+
+def top_k_of_candidates(logits: np.ndarray, candidates: np.ndarray, block: int, positions: np.ndarray) -> None:
+    top_k_per_row(logits, Rows(), positions)
+    for m, columns in enumerate(positions):
+        positions[m] = np.where(columns >= 0, positions_of(candidates[m], block)[columns], -1)

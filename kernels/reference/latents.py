@@ -1,0 +1,49 @@
+"""The compressor of V4.1, token by token in float64."""
+
+import ml_dtypes
+import numpy as np
+
+from .compressor import pooled
+from .norm_rope import normed
+
+DIM = 512
+
+
+def compress_latents(
+    kv_score: np.ndarray,
+    norm_weight: np.ndarray,
+    slots: np.ndarray,
+    latents: np.ndarray,
+    positions: np.ndarray | None,
+    query_start_loc: np.ndarray | None,
+    state: np.ndarray | None,
+    eps: float,
+    round_pooled: bool,
+) -> None:
+    def write(token: int, row: np.ndarray) -> None:
+        with np.errstate(invalid="ignore", over="ignore"):
+            if round_pooled:
+                row = row.astype(ml_dtypes.bfloat16).astype(np.float64)
+            latents[token] = normed(row, eps) * norm_weight.astype(np.float64)
+
+    given = kv_score.astype(np.float32)
+    if positions is None or query_start_loc is None or state is None:
+        for token in np.flatnonzero(slots >= 0).tolist():
+            write(token, given[token].astype(np.float64))
+        return
+    capacity, most = state.shape[1], len(state) * state.shape[1]
+    for start, end in zip(query_start_loc[:-1].tolist(), query_start_loc[1:].tolist(), strict=True):
+        start, end = max(start, 0), min(end, len(slots))
+        here = [token for token in range(start, end) if 0 <= slots[token] < most]
+        for token in here:
+            position = int(positions[token])
+            if position < 0 or position % 2 == 0:
+                continue
+            ring = int(slots[token]) // capacity
+            before = given[token - 1] if token > start else state[ring, (position - 1) % capacity]
+            window = np.stack([before, given[token]]).astype(np.float64).reshape(2, 2, DIM)
+            write(token, pooled(window))
+        if start in here:
+            for token in here:
+                if token >= end - capacity:
+                    state[slots[token] // capacity, slots[token] % capacity] = given[token]

@@ -1,0 +1,259 @@
+"""Candidate blocks on every backend: selection, mask, scores of candidates only, and their top-k."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from ops.test_indexer import check_logits, e4m3
+from ops.test_indexer_topk import hard_rows
+
+import cumla
+import support.v41
+from support.guarded import Guarded
+from support.indexing import anything
+from support.lab import BF16
+from support.properties import for_all, seeds
+
+HEAD_DIM = 128
+LAYOUTS = [cumla.INDEXER_FP8, cumla.INDEXER_MXFP4, cumla.INDEXER_BF16, cumla.INDEXER_F32]
+
+
+def selected(row, topk, block):
+    """The rule, block by block: the newest one, then those with the best score above -inf, the lowest first."""
+    blocks = [row[i : i + block] for i in range(0, len(row), block)]
+    best = [max([x for x in columns if x == x], default=-np.inf) for columns in blocks]
+    order = sorted(range(len(blocks)), key=lambda i: (i != len(blocks) - 1, -min(best[i], np.finfo(np.float32).max), i))
+    kept = [i for i in order if i == len(blocks) - 1 or best[i] > -np.inf][:topk]
+    return sorted(kept) + [-1] * (topk - len(kept))
+
+
+@pytest.mark.parametrize(("width", "topk", "block"), [(1, 1, 8), (66, 3, 8), (300, 40, 8), (300, 6, 5), (5000, 64, 8)])
+@pytest.mark.thorough(when=lambda x: x.simulated and x.get("width") != 66)
+def test_blocks_are_selected_by_the_rule(lab, rng, width, topk, block):
+    rows = 3 if lab.tiny else 7
+    x = hard_rows(rng, rows, width + 3)[:, :width]  # rows of any alignment
+    x[-1, -5:] = -np.inf  # the newest block has the lowest scores
+    options = {"candidate_block_size": block, "backend": lab.backend}
+    found = lab.get(cumla.select_candidate_blocks(lab.put(x), topk, **options))
+    np.testing.assert_array_equal(found, [selected(row, topk, block) for row in x])
+    starts = rng.integers(-2, width + 2, rows).astype(np.int32)
+    ends = (starts + rng.integers(-2, width + 5, rows)).astype(np.int32)
+    ranges = zip(np.clip(starts, 0, width), np.clip(ends, 0, width), strict=True)
+    expected = [
+        selected(row[start : max(start, end)], topk, block) for row, (start, end) in zip(x, ranges, strict=True)
+    ]
+    workspace = lab.put(np.zeros(-(-width // block) * 4 * 2 + 32, np.uint8))  # a row or two at a time
+    found = cumla.select_candidate_blocks(
+        lab.put(x), topk, lab.put(starts), lab.put(ends), workspace=workspace, **options
+    )
+    np.testing.assert_array_equal(lab.get(found), expected)
+    length = int(rng.integers(-1, width + 2))
+    found = cumla.select_candidate_blocks(
+        lab.put(x), topk, seq_lens=lab.put(np.array([length], np.int32)), next_n=rows, **options
+    )
+    lens = np.clip(length - rows + 1 + np.arange(rows), 0, width)
+    np.testing.assert_array_equal(
+        lab.get(found), [selected(row[:n], topk, block) for row, n in zip(x, lens, strict=True)]
+    )
+
+
+def test_the_newest_block_is_selected_beside_infinite_scores(lab):
+    x = np.full((1, 40), np.inf, np.float32)
+    x[:, 32:] = -np.inf
+    found = cumla.select_candidate_blocks(lab.put(x), 2, backend=lab.backend)
+    np.testing.assert_array_equal(lab.get(found), [[0, 4]])
+    x[:] = np.nan
+    found = cumla.select_candidate_blocks(lab.put(x), 2, backend=lab.backend)
+    np.testing.assert_array_equal(lab.get(found), [[4, -1]])
+
+
+def test_nothing_to_select(lab):
+    for shape, topk in (((0, 40), 3), ((2, 0), 3), ((2, 40), 0)):
+        logits = lab.put(np.zeros(shape, np.float32))
+        found = lab.get(cumla.select_candidate_blocks(logits, topk, backend=lab.backend))
+        np.testing.assert_array_equal(found, np.full((shape[0], topk), -1))
+        cumla.apply_candidate_mask(logits, lab.put(np.zeros((shape[0], topk), np.int32)), backend=lab.backend)
+    q, weights = np.zeros((0, 1, 2, HEAD_DIM), np.uint8), np.zeros((0, 2), np.float32)
+    none = np.zeros(0, np.int32)
+    cache, table = np.zeros((3, 4, 132), np.uint8), np.zeros((0, 2), np.int32)
+    arguments = [lab.put(x) for x in (q, cache, weights, np.zeros((0, 3), np.int32))]
+    rest = lab.put(none), lab.put(table)
+    assert cumla.candidate_logits(*arguments, *rest, backend=lab.backend).shape == (0, 24)
+    assert cumla.candidate_topk(*arguments, 5, *rest, backend=lab.backend).shape == (0, 5)
+
+
+@pytest.mark.parametrize(("width", "block"), [(75, 8), (41, 5), (70_000, 8)])
+@pytest.mark.thorough(when=lambda x: x.get("width") == 70_000 and (x.simulated or x.emulated))
+@pytest.mark.parametrize("with_nan", [False, True])
+def test_mask(lab, rng, width, block, with_nan):
+    rows = 3
+    x = rng.normal(size=(rows, width + 1)).astype(np.float32)[:, :width]
+    blocks = rng.integers(-2, width // block + 3, (rows, 4)).astype(np.int32)
+    starts, ends = np.array([0, 7, 5], np.int32), np.array([width, width - 2, 3], np.int32)
+    expected = x.copy()
+    for row, candidates, start, end in zip(expected, blocks, starts, ends, strict=True):
+        for column in range(start, max(start, end)):
+            if (column - start) // block not in candidates:
+                row[column] = np.nan if with_nan else -np.inf
+    logits = Guarded(lab, x, (4,))
+    cumla.apply_candidate_mask(
+        logits.array, lab.put(blocks), lab.put(starts), lab.put(ends), candidate_block_size=block, with_nan=with_nan,
+        backend=lab.backend,
+    )  # fmt: skip
+    logits.assert_margins()
+    np.testing.assert_array_equal(logits.get(), expected)
+
+
+def cache_of(rng, layout, blocks, block_size, gap):
+    """A cache of random keys, and their values in float64."""
+    cache = layout.allocate(blocks, block_size, page_stride=layout.page_bytes(block_size) + gap)
+    keys = rng.normal(size=(blocks * block_size, HEAD_DIM)).astype(np.float32)
+    if layout is cumla.INDEXER_MXFP4:
+        cumla.quantize_and_insert_k_cache(
+            keys.astype(BF16), cache, np.arange(len(keys)), block_size, layout=layout, backend="reference"
+        )
+        codes, scales, _ = layout.parts(cache)
+        values = np.stack([codes & 15, codes >> 4], axis=-1).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+        exponents = scales.reshape(-1, 4).astype(np.float64) - 127
+        return cache, values.reshape(-1, HEAD_DIM) * np.repeat(np.exp2(exponents), 32, axis=1)
+    cumla.indexer_k_quant_and_cache(keys, cache, np.arange(len(keys)), backend="reference")
+    if layout is not cumla.INDEXER_FP8:
+        return cache, keys.astype(BF16).astype(np.float64) if layout is cumla.INDEXER_BF16 else keys.astype(np.float64)
+    values, scales, _ = layout.parts(cache)
+    scales = np.ascontiguousarray(scales).view(np.float32).astype(np.float64)
+    return cache, (values.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * scales).reshape(-1, HEAD_DIM)
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+@pytest.mark.parametrize(
+    ("layout", "queries"),
+    [
+        (cumla.INDEXER_FP8, "e4m3"), (cumla.INDEXER_MXFP4, "e4m3"), (cumla.INDEXER_MXFP4, "bfloat16"),
+        (cumla.INDEXER_BF16, "bfloat16"), (cumla.INDEXER_F32, "float32"),
+    ],
+    ids=lambda x: getattr(x, "name", x),
+)  # fmt: skip
+@pytest.mark.thorough(when=lambda x: x.simulated and x.get("axes") == 2)
+def test_scores_and_choice(lab, rng, layout, queries, axes):
+    """Against float64, with pages that are absent, candidates of all kinds, and the choice by the scores found."""
+    heads, columns, block_size, block, next_n = (1, 3, 4, 3, 2) if lab.tiny else (35, 4, 5, 8, 2)
+    requests, candidates_of_row, topk = 2, 2 if lab.tiny else 9, 5
+    gap = 5 if lab.backend == "cuda" and layout is not cumla.INDEXER_F32 else 16  # pages at odd addresses
+    cache, keys = cache_of(rng, layout, requests * columns + 3, block_size, gap)
+    table = rng.permutation(requests * columns + 3)[: requests * columns].reshape(requests, columns).astype(np.int32)
+    table[0, 1], table[1, -1] = -1, 999
+    q = rng.normal(size=(requests, next_n, heads, HEAD_DIM)).astype(np.float32)
+    q = e4m3(q) if queries == "e4m3" else q.astype(BF16 if queries == "bfloat16" else np.float32)
+    weights = rng.normal(size=(requests * next_n, heads)).astype(np.float32)
+    blocks = np.sort([rng.permutation(candidates_of_row + 2)[:candidates_of_row] for _ in range(4)]).astype(np.int32)
+    blocks[1, -1] = -1
+    lens = np.array([columns * block_size - 1, 7] if axes == 1 else [[9, 0], [5, 40]], np.int32)
+
+    expected = np.full((4, candidates_of_row * block), -np.inf)
+    seen = np.zeros(expected.shape, np.bool_)
+    values = (q.view(ml_dtypes.float8_e4m3fn) if q.dtype == np.uint8 else q).astype(np.float64)
+    for row, column in np.ndindex(expected.shape):
+        request, j = divmod(row, next_n)
+        length = lens[request, j] if axes == 2 else lens[request] - next_n + 1 + j
+        candidate = blocks[row, column // block]
+        position = candidate * block + column % block
+        seen[row, column] = candidate >= 0 and position < length
+        if seen[row, column] and position < columns * block_size:
+            page = table[request, position // block_size]
+            if 0 <= page < len(cache):
+                key = keys[page * block_size + position % block_size]
+                expected[row, column] = weights[row].astype(np.float64) @ np.maximum(values[request, j] @ key, 0)
+    arguments = [lab.put(x) for x in (q, cache, weights, blocks)]
+    rest = lab.put(lens), lab.put(table)
+    options = {"layout": layout, "candidate_block_size": block, "backend": lab.backend}
+    found = lab.get(cumla.candidate_logits(*arguments, *rest, **options))
+    check_logits(found, expected.astype(np.float32))
+
+    positions = np.repeat(blocks, block, axis=1) * block + np.arange(found.shape[1]) % block
+    row_bytes = -(-found.shape[1] * 4 // 16) * 16
+    for bound in ({}, {"max_workspace_bytes": row_bytes * next_n}):
+        chosen = lab.get(cumla.candidate_topk(*arguments, topk, *rest, **bound, **options))
+        for row, columns_of_row in enumerate(chosen):
+            order = np.argsort(-found[row][seen[row]], kind="stable")[:topk]
+            want = sorted(positions[row][seen[row]][order])
+            np.testing.assert_array_equal(columns_of_row, want + [-1] * (topk - len(want)))
+
+
+def test_scores_of_nan_keys_are_never_selected(lab, rng):
+    cache, _ = cache_of(rng, cumla.INDEXER_MXFP4, 2, 4, 0)
+    cache[0].reshape(-1)[4 * 64 + 4] = 255  # a scale of row 1
+    q = np.full((1, 1, 1, HEAD_DIM), 0x38, np.uint8)
+    arguments = [lab.put(x) for x in (q, cache, np.ones((1, 1), np.float32), np.array([[0]], np.int32))]
+    rest = lab.put(np.array([8], np.int32)), lab.put(np.array([[0, 1]], np.int32))
+    logits = lab.get(cumla.candidate_logits(*arguments, *rest, backend=lab.backend))
+    np.testing.assert_array_equal(np.isnan(logits[0]), np.arange(8) == 1)
+    chosen = lab.get(cumla.candidate_topk(*arguments, 8, *rest, backend=lab.backend))
+    np.testing.assert_array_equal(chosen, [[0, 2, 3, 4, 5, 6, 7, -1]])
+
+
+@pytest.mark.nowhere(when=lambda x: x.simulated)  # 128 values of 8 heads of hundreds of rows
+@pytest.mark.parametrize(("case", "source", "consumer"), [(0, 3, 4), (1, 0, 3)])
+def test_choices_of_published_code(lab, case, source, consumer):
+    """Picks of the candidate source and of a layer that looks only in its blocks (tests/data/v41.npz)."""
+    layer, later = (support.v41.Layer(case, number, 0) for number in (source, consumer))
+    config, keys = layer.config, layer.index_keys()
+    gaps = [support.v41.results()[f"{case}/0/gap{number}"] for number in (source, consumer)]
+    rows = support.v41.results()[f"{case}/0/pick_rows"]
+    kept = np.flatnonzero((np.minimum(*gaps) > 1e-5) & (rows >= 150))[::25]
+    tokens = rows[kept].astype(np.int64)
+    block_size = 16
+    cache = cumla.INDEXER_F32.allocate(-(-len(keys) // block_size), block_size)
+    cumla.indexer_k_quant_and_cache(keys.astype(np.float32), cache, np.arange(len(keys)), backend="reference")
+    table = np.tile(np.arange(len(cache), dtype=np.int32), (len(tokens), 1))
+    lens = (tokens + 1).astype(np.int32)
+    q, weights = (x[tokens].astype(np.float32) for x in layer.index_queries())
+    scores = support.v41.scores(*(x[tokens] for x in layer.index_queries()), keys).astype(np.float32)
+    options = {"backend": lab.backend}
+    blocks = cumla.select_candidate_blocks(
+        lab.put(scores), config["candidate_topk_blocks"], seq_lens=lab.put(lens), **options
+    )
+    topk = config["index_topk"]
+    own = lab.get(cumla.top_k_per_row(lab.put(scores), topk, seq_lens=lab.put(lens), **options))
+    np.testing.assert_array_equal(own, support.v41.results()[f"{case}/0/picks{source}"][kept])
+    q, weights = (x[tokens] for x in later.index_queries())
+    arguments = q[:, None].astype(np.float32), cache, weights.astype(np.float32)
+    arguments = [lab.put(x) for x in arguments]
+    picks = support.v41.results()[f"{case}/0/picks{consumer}"][kept]
+    chosen = cumla.candidate_topk(*arguments, blocks, topk, lab.put(lens), lab.put(table), **options)
+    np.testing.assert_array_equal(lab.get(chosen), picks)
+    masked = lab.put(support.v41.scores(q, weights, keys).astype(np.float32))
+    cumla.apply_candidate_mask(masked, blocks, seq_lens=lab.put(lens), with_nan=True, **options)
+    chosen = cumla.top_k_per_row(masked, topk, seq_lens=lab.put(lens), **options)
+    np.testing.assert_array_equal(lab.get(chosen), picks)
+
+
+def test_no_value_leaves_the_arrays(lab):
+    @for_all(
+        lab, examples=6, tiny_examples=2, next_n=st.integers(1, 3), block=st.integers(1, 9), columns=st.integers(0, 3),
+        axes=st.integers(1, 2), layout=st.sampled_from((cumla.INDEXER_FP8, cumla.INDEXER_MXFP4)), seed=seeds,
+    )  # fmt: skip
+    def check(next_n, block, columns, axes, layout, seed):
+        rng = np.random.default_rng(seed)
+        block_size, heads = (2, 1) if lab.tiny else (5, 3)
+        tokens, width = 2 * next_n, columns * block_size
+        q = lab.put(rng.integers(0, 256, (2, next_n, heads, HEAD_DIM), np.uint8))
+        cache = Guarded(lab, rng.integers(0, 256, (3, block_size, layout.token_bytes), np.uint8))
+        lens, table = lab.put(anything(rng, (2, next_n)[:axes])), lab.put(anything(rng, (2, columns)))
+        blocks = lab.put(anything(rng, (tokens, 4)))
+        arguments = q, cache.array, lab.put(rng.standard_normal((tokens, heads), np.float32)), blocks
+        options = {"candidate_block_size": block, "backend": lab.backend}
+        logits = Guarded(lab, np.zeros((tokens, 4 * block), np.float32), (0, 4))
+        chosen = Guarded(lab, np.full((tokens, 6), -9, np.int32), (0, 4))
+        cumla.candidate_logits(*arguments, lens, table, out=logits.array, **options)
+        cumla.candidate_topk(*arguments, 6, lens, table, out=chosen.array, **options)
+        logits.assert_margins()
+        chosen.assert_margins()
+        assert (chosen.get() >= -1).all()
+        full = Guarded(lab, rng.integers(0, 2**32, (tokens, width), np.uint32).view(np.float32), (4,), 4)
+        ranges = lab.put(anything(rng, tokens)), lab.put(anything(rng, tokens))
+        found = Guarded(lab, np.full((tokens, 3), -9, np.int32), (0, 4))
+        cumla.select_candidate_blocks(full.array, 3, *ranges, out=found.array, **options)
+        found.assert_margins()
+        assert ((found.get() >= -1) & (found.get() <= width // block)).all()
+        cumla.apply_candidate_mask(full.array, blocks, *ranges, **options)
+        full.assert_margins()

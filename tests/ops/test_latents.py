@@ -1,0 +1,208 @@
+"""The compressor of V4.1 on every backend: rows of one and two tokens, and the ring between steps."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cumla
+import support.v41
+from support.guarded import Guarded
+from support.indexing import anything
+from support.lab import BF16
+
+DIM, EPS = 512, 1e-20
+
+
+def wanted(given, weight, ratio, round_pooled=False):
+    """Rows in float64: [T // ratio, 512]."""
+    rows = support.v41.pooled_rows(given.astype(np.float64), ratio)
+    if round_pooled:
+        rows = rows.astype(ml_dtypes.bfloat16).astype(np.float64)
+    return support.v41.norm(rows, weight.astype(np.float64), EPS)
+
+
+class Sequence:
+    """A request whose tokens go through the operation step by step. rows: by token, NaN where nothing was written."""
+
+    def __init__(self, lab, given, weight, capacity=8, ring=1, **options):
+        self.lab, self.given, self.weight, self.ring, self.options = lab, given, weight, ring, options
+        self.state = lab.put(np.full((ring + 2, capacity, 2 * DIM), np.nan, np.float32))
+        self.rows = np.full((len(given), DIM), np.nan, np.float32)
+        self.capacity = capacity
+
+    def step(self, first, end, padding=0):
+        """Tokens [first, end); then tokens of padding, which would complete rows if they were any."""
+        positions = np.concatenate([np.arange(first, end), np.arange(1, 2 * padding, 2)])
+        slots = self.ring * self.capacity + positions % self.capacity
+        slots[end - first :] = -1
+        latents = self.lab.put(np.full((len(positions), DIM), np.nan, np.float32))
+        given = np.concatenate([self.given[first:end], np.full((padding, 2 * DIM), np.nan, self.given.dtype)])
+        starts = np.array([0, 0, end - first, end - first], np.int32)
+        arrays = [self.lab.put(x) for x in (given, self.weight, slots)]
+        cumla.compress_latents(
+            *arrays, latents, positions=self.lab.put(positions), query_start_loc=self.lab.put(starts),
+            state_cache=self.state, compress_ratio=2, backend=self.lab.backend, **self.options,
+        )  # fmt: skip
+        found = self.lab.get(latents)
+        assert np.isnan(found[end - first :]).all()
+        self.rows[first:end] = found[: end - first]
+
+
+def random_tokens(rng, tokens, dtype=np.float32):
+    return rng.normal(size=(tokens, 2 * DIM)).astype(dtype), rng.normal(1, 0.1, DIM).astype(dtype)
+
+
+@pytest.mark.parametrize("round_pooled", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_rows(lab, rng, ratio, dtype, round_pooled):
+    tokens = 7
+    given, weight = random_tokens(rng, tokens, dtype)
+    given = given[:, : ratio * DIM]
+    arrays = [lab.put(x) for x in (given, weight)]
+    options = {"compress_ratio": ratio, "round_pooled": round_pooled, "backend": lab.backend}
+    want = wanted(given.astype(np.float32), weight, ratio, round_pooled)
+    for out, bound in ((np.float32, 1e-5 if not round_pooled else 0.02), (BF16, 0.02)):
+        latents = lab.put(np.full((tokens, DIM), 7, out))
+        if ratio == 1:
+            slots = lab.put(np.array([4, 9, -1, 0, 2, 3], np.int64))
+            cumla.compress_latents(*arrays, slots, latents, **options)
+            kept = [0, 1, 3, 4, 5]
+        else:
+            positions = np.arange(tokens)
+            slots, state = lab.put(positions % 8), lab.put(np.zeros((1, 8, 2 * DIM), np.float32))
+            starts = lab.put(np.array([0, tokens], np.int32))
+            pairs = {"positions": lab.put(positions), "query_start_loc": starts, "state_cache": state}
+            cumla.compress_latents(*arrays, slots, latents, **pairs, **options)
+            kept = [1, 3, 5]
+            np.testing.assert_array_equal(lab.get(state)[0, :tokens], given.astype(np.float32))
+        found = lab.get(latents).astype(np.float64)
+        np.testing.assert_array_equal(found[np.setdiff1d(np.arange(tokens), kept)], 7)
+        np.testing.assert_allclose(found[kept], want if ratio == 2 else want[kept], rtol=bound, atol=bound / 10)
+
+
+@pytest.mark.parametrize("capacity", [8, 16])
+def test_any_steps_give_the_same_rows(lab, rng, capacity):
+    """Steps of one token, of odd and even starts, and longer than the ring."""
+    tokens = 24
+    given, weight = random_tokens(rng, tokens)
+    whole = Sequence(lab, given, weight, capacity)
+    whole.step(0, tokens)
+    np.testing.assert_allclose(whole.rows[1::2], wanted(given, weight, 2), rtol=1e-5, atol=1e-5)
+    assert np.isnan(whole.rows[::2]).all()
+    for steps in ([1, 2, 3, 5, 6, 17, 18, 24], [9, 10, 13, 24], [*range(1, 25)]):
+        parts = Sequence(lab, given, weight, capacity)
+        for first, end in zip([0, *steps], steps, strict=False):
+            parts.step(first, end, padding=first % 3)
+        np.testing.assert_array_equal(parts.rows, whole.rows)
+        last = np.arange(tokens - capacity, tokens)
+        np.testing.assert_array_equal(lab.get(parts.state)[1, last % capacity], given[last])
+        assert np.isnan(lab.get(parts.state)[[0, 2]]).all()
+
+
+def test_rejected_drafts_and_replay(lab, rng):
+    """Drafts are overwritten by position; a sequence may go back as far as its ring reaches."""
+    given, weight = random_tokens(rng, 12)
+    right = Sequence(lab, given, weight)
+    right.step(0, 12)
+    drafts = Sequence(lab, given.copy(), weight)
+    assert [cumla.metadata.ring_capacity(n) for n in (0, 6, 7, 14, 15)] == [8, 8, 16, 16, 32]
+    drafts.step(0, 3)
+    for accepted in (4, 5, 9):
+        drafts.given[accepted:] = rng.normal(size=(12 - accepted, 2 * DIM))  # from here on they are rejected
+        drafts.step(accepted - 1, min(accepted + 5, 12))
+        drafts.given[:] = given
+    drafts.step(9, 12)
+    np.testing.assert_array_equal(drafts.rows[[1, 3, 9, 11]], right.rows[[1, 3, 9, 11]])
+    drafts.step(5, 12)
+    np.testing.assert_array_equal(drafts.rows[5:], right.rows[5:])
+
+
+def test_requests_whose_first_token_is_padding(lab, rng):
+    """They save nothing, but complete the rows that lie within the step."""
+    given, weight = random_tokens(rng, 6)
+    state = np.full((2, 8, 2 * DIM), np.nan, np.float32)
+    latents, positions = np.full((6, DIM), np.nan, np.float32), np.array([3, 4, 5, 3, 4, 5])
+    slots = np.array([-1, 4, 5, 99, 12, 13])
+    arrays = [lab.put(x) for x in (given, weight, slots, latents)]
+    pairs = {"positions": positions, "query_start_loc": np.array([0, 3, 6], np.int32), "state_cache": state}
+    pairs = {name: lab.put(x) for name, x in pairs.items()}
+    cumla.compress_latents(*arrays, **pairs, compress_ratio=2, backend=lab.backend)
+    assert np.isnan(lab.get(pairs["state_cache"])).all()
+    written = ~np.isnan(lab.get(arrays[3])).all(axis=1)
+    np.testing.assert_array_equal(written, [False, False, True, False, False, True])
+
+
+def test_special_values(lab, rng):
+    given, weight = random_tokens(rng, 2)
+    given[0, DIM], given[:, DIM + 1], given[1, DIM + 2] = -np.inf, -np.inf, np.nan
+    found = Sequence(lab, given, weight)
+    found.step(0, 2)
+    assert np.isnan(found.rows[1]).all()  # of the norm
+    given[1, DIM + 2] = 0
+    found.step(0, 2)
+    pooled = support.v41.pooled_rows(given.astype(np.float64), 2)[0]
+    pooled[1] = 0
+    want = support.v41.norm(pooled, weight.astype(np.float64), EPS)
+    np.testing.assert_allclose(found.rows[1], want, rtol=1e-5, atol=1e-5)
+    given[:] = 0
+    found.step(0, 2)
+    assert (found.rows[1] == 0).all()
+
+
+def test_no_tokens(lab):
+    nothing = np.zeros((0, 2 * DIM), np.float32)
+    arrays = [nothing, np.ones(DIM, np.float32), np.zeros(0, np.int64), nothing[:, :DIM]]
+    pairs = {
+        "positions": np.zeros(0, np.int64), "query_start_loc": np.zeros(1, np.int32),
+        "state_cache": np.zeros((0, 8, 2 * DIM), np.float32),
+    }  # fmt: skip
+    pairs = {name: lab.put(x) for name, x in pairs.items()}
+    cumla.compress_latents(*map(lab.put, arrays), **pairs, compress_ratio=2, backend=lab.backend)
+
+
+def test_no_value_leaves_the_arrays(lab, rng):
+    for _ in range(1 if lab.tiny else 6):
+        tokens = 7
+        given, weight = random_tokens(rng, tokens)
+        state = Guarded(lab, rng.normal(size=(3, 8, 2 * DIM)).astype(np.float32), (0, 16))
+        latents = Guarded(lab, np.zeros((tokens, DIM), np.float32), (0, 4))
+        slots, starts = anything(rng, tokens), np.sort(anything(rng, 4))
+        slots[::2] = rng.integers(0, 24, 4)
+        arrays = [lab.put(x) for x in (given, weight, slots)]
+        pairs = {"positions": lab.put(anything(rng, tokens)), "query_start_loc": lab.put(starts)}
+        cumla.compress_latents(
+            *arrays, latents.array, **pairs, state_cache=state.array, compress_ratio=2, backend=lab.backend
+        )
+        latents.assert_margins()
+        state.assert_margins()
+
+
+@pytest.mark.nowhere(when=lambda x: x.simulated)  # hundreds of tokens
+@pytest.mark.parametrize(("case", "number"), [(0, 1), (0, 3), (2, 0)])
+def test_choices_of_published_code(lab, case, number):
+    """Index keys of the rows, made in the golden data's steps, give its choices (tests/data/v41.npz)."""
+    layer, splits = support.v41.Layer(case, number, 0), support.v41.stacks()[case]["requests"][0]
+    given, weight = layer.kv_and_score().astype(np.float32), layer.weight("compressor.norm.weight").astype(np.float32)
+    if layer.ratio == 2:
+        sequence = Sequence(lab, given, weight)
+        for first, end in zip(np.cumsum([0, *splits[:-1]]).tolist(), np.cumsum(splits).tolist(), strict=True):
+            sequence.step(first, end)
+        rows = sequence.rows[1::2]
+    else:
+        latents = lab.put(np.zeros((len(given), DIM), np.float32))
+        arrays = [lab.put(x) for x in (given, weight, np.arange(len(given)))]
+        cumla.compress_latents(*arrays, latents, compress_ratio=1, backend=lab.backend)
+        rows = lab.get(latents)
+    np.testing.assert_allclose(rows, layer.latents(), rtol=2e-5, atol=2e-5)
+    projected = rows.astype(np.float64) @ layer.weight("indexer.wk.weight").T
+    keys = support.v41.norm(projected, layer.weight("indexer.k_norm.weight"), layer.epsilon)
+    keys = support.v41.rotated(keys, np.arange(len(keys)) * layer.ratio, layer.config)
+    gap, tokens = (support.v41.results()[f"{case}/0/{name}"] for name in (f"gap{number}", "pick_rows"))
+    kept = np.flatnonzero(gap > 1e-4)
+    tokens = tokens[kept].astype(np.int64)
+    q, weights = layer.index_queries()
+    scores = support.v41.scores(q[tokens], weights[tokens], keys).astype(np.float32)
+    lens = ((tokens + 1) // layer.ratio).astype(np.int32)
+    chosen = cumla.top_k_per_row(scores, layer.config["index_topk"], seq_lens=lens, backend="cpu")
+    np.testing.assert_array_equal(chosen, support.v41.results()[f"{case}/0/picks{number}"][kept])
