@@ -24,8 +24,8 @@ LAYOUTS = (cumla.DSV4_FP8, cumla.V32_FP8, cumla.INDEXER_FP8)
 OPS = {  # values of --ops: a method of Fuzz; the files of kernels whose examples go with it
     "caches": ("sparse_cache", "dense_cache", "blocks", "advance", "indices"),
     "attention": ("sparse_attention", "dense_attention"),
-    "indexer": ("indexer",),
-    "layers": ("norm_rope", "compressor"),
+    "indexer": ("indexer", "candidates"),
+    "layers": ("norm_rope", "compressor", "latents"),
 }
 
 
