@@ -236,7 +236,7 @@ def selected_blocks_scratch(arguments: Mapping[str, Any]) -> int:
 
 
 def candidate_block_size(arguments: Mapping[str, Any]) -> int:
-    return int(arguments.get("candidate_block_size", candidates.BLOCK))
+    return int(arguments.get("candidate_block_size", candidates.CANDIDATE_BLOCK))
 
 
 def candidate_logits_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
@@ -299,7 +299,7 @@ OPS = {
             indexer_topk.indexer_topk,
             results=indexer_topk_results,
             outputs=("out",),
-            eager=("slots", "is_valid_token"),
+            eager=("slots", "is_valid_token", "candidate_blocks", "candidate_block_size"),
             scratch=indexer_topk_scratch,
             plan=None,
         ),

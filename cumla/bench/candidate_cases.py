@@ -11,7 +11,7 @@ import numpy as np
 import cumla
 
 from ..arrays.memory import to_host
-from ..ops.candidates import BLOCK as POSITIONS
+from ..ops.candidates import CANDIDATE_BLOCK as POSITIONS
 from .indexer_cases import DIM, Inputs
 from .problem import BLOCK, Problem, Sizes, by_backend, kind_of, problem_of
 

@@ -101,12 +101,13 @@ def chunk_paths(
     Yields (prefills, N, M, path), N and M as in get_prefill_chunk_plan.
     """
     costs = COSTS.get((backend, layout.name))
-    for start, end, n, m in metadata.get_prefill_chunk_plan(compress_ratio):
+    has_compressed = metadata.config.has_compressed_rows(compress_ratio)
+    for start, end, n, m in metadata.get_prefill_chunk_plan(compress_ratio, has_compressed=has_compressed):
         prefills, path = slice(start, end), forced
         if path is None and costs is not None:
             tokens = int(np.sum(metadata.prefill_query_lens_cpu[prefills]))
             longest = int(np.max(metadata.prefill_seq_lens_cpu[prefills]))
-            compressed = 0 if compress_ratio == 1 else longest // compress_ratio
+            compressed = longest // compress_ratio if has_compressed else 0
             if topk is not None:
                 compressed = min(compressed, topk)
             window = min(longest, metadata.config.window_size)

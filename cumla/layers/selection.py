@@ -13,10 +13,13 @@ from ..layout import INDEXER_FP8, CacheLayout
 from ..metadata.builder import check_current
 from ..metadata.indexer import DeepseekV32IndexerMetadata
 from ..metadata.indexer_chunks import DeepseekV32IndexerPrefillChunkMetadata
-from ..ops.indexer_topk import WORKSPACE_BYTES, indexer_topk, logits_row_bytes
+from ..ops.candidates import candidate_topk
+from ..ops.indexer_topk import WORKSPACE_BYTES, blocks_of, indexer_topk, logits_row_bytes
+from ..ops.indices import compute_global_topk_indices_and_lens
 from ..ops.sparse_cache import cp_gather_indexer_k_quant_cache
 
 DECODE_SCORE_BYTES = 256 << 20  # limit of the memory for the scores of all decodes at once
+TABLE_BYTES = 16 << 20  # limit of the block tables of prefill tokens that score candidates, a row for each token
 
 # Returns uninitialised memory for a name, shape and dtype.
 Memory = Callable[[str, tuple[int, ...], Any], Any]
@@ -45,14 +48,40 @@ class IndexerInputs:
     layout: CacheLayout = INDEXER_FP8
 
 
-def score_bytes(inputs: IndexerInputs) -> int:
+@dataclass(frozen=True)
+class Candidates:
+    """The candidate blocks of a step's tokens (DeepSeek V4.1), which one layer writes and later ones read.
+
+    blocks   [>= num_tokens, K] int32, ascending, then -1
+    size     rows of a block
+    written  True: the blocks with the best scores are written. False: only rows of these blocks are scored
+    """
+
+    blocks: Any
+    size: int
+    written: bool
+
+    def row_bytes(self, width: int) -> int:
+        """Bytes of a token's scores over `width` rows."""
+        if self.written:
+            return int(logits_row_bytes(width) + logits_row_bytes(blocks_of(width, self.size)))
+        return int(logits_row_bytes(self.blocks.shape[1] * self.size))
+
+
+def row_bytes_of(candidates: Candidates | None, width: int) -> int:
+    """Bytes of a token's scores over `width` rows."""
+    return int(logits_row_bytes(width)) if candidates is None else candidates.row_bytes(width)
+
+
+def score_bytes(inputs: IndexerInputs, candidates: Candidates | None = None) -> int:
     """Least memory for scores of a step, in bytes: the scores of its longest request."""
     metadata, most = inputs.metadata, 0
     if metadata.decode is not None:
         lens, table = metadata.decode.seq_lens, metadata.decode.block_table
-        most = logits_row_bytes(table.shape[1] * inputs.cache.shape[1]) * (lens.shape[1] if lens.ndim == 2 else 1)
+        each = lens.shape[1] if lens.ndim == 2 else 1
+        most = row_bytes_of(candidates, table.shape[1] * inputs.cache.shape[1]) * each
     chunks = metadata.prefill.chunks if metadata.prefill is not None else ()
-    return int(max([most, *(logits_row_bytes(chunk.total_seq_lens) for chunk in chunks)]))
+    return int(max([most, *(row_bytes_of(candidates, chunk.total_seq_lens) for chunk in chunks)]))
 
 
 def select_rows(
@@ -65,6 +94,7 @@ def select_rows(
     backend: str | None = None,
     slots: tuple[Any, Any] | None = None,
     is_valid_token: Any = None,
+    candidates: Candidates | None = None,
 ) -> None:
     """The rows with each token's best scores, counted within its request, in ascending order, then -1.
 
@@ -75,16 +105,22 @@ def select_rows(
     slots        (slots [D, topk] int32, lens [D] int32) of the D decode tokens, written: slots of the rows that they
                  select in a cache with the metadata's block table, and their count; or None
     is_valid_token  [>= D] bool, with slots: a padding token's length is 0
+    candidates   the tokens' candidate blocks, to write or to choose from; None: all rows are scored
     """
     check_current("indexer.metadata", inputs.metadata)
     q, metadata = dlpack.borrow(inputs.q, "indexer.q")[: len(out)], inputs.metadata
     weights, decodes = dlpack.borrow(inputs.weights, "indexer.weights")[: len(out)], metadata.num_decode_tokens
-    run = _Run(inputs, q, weights, out, memory, backend)
+    run = _Run(inputs, q, weights, out, memory, backend, candidates)
     if decodes:
         is_valid = None if slots is None else is_valid_token[:decodes]
         run.decode(positions[:decodes], token_to_req[:decodes], block_table, slots, is_valid)
     if decodes < len(out):
         out[decodes:] = -1
+        if candidates is not None and candidates.written:
+            candidates.blocks[decodes : len(out)] = -1
+    if candidates is not None and not candidates.written:
+        run.prefill_among_candidates(decodes, positions, token_to_req, block_table)
+        return
     keys: tuple[Any, Any] | None = None
     for chunk in metadata.prefill.chunks if metadata.prefill is not None else ():
         if keys is None or not chunk.skip_kv_gather:
@@ -102,6 +138,7 @@ class _Run:
     out: Any
     memory: Memory
     backend: str | None
+    candidates: Candidates | None
 
     def decode(
         self, positions: Any, token_to_req: Any, block_table: Any, slots: tuple[Any, Any] | None, is_valid_token: Any
@@ -121,17 +158,50 @@ class _Run:
             lens, table = lens[:entries], table[:entries]
         if taken < tokens:
             self.out[taken:tokens] = -1
+            if self.candidates is not None and self.candidates.written:
+                self.candidates.blocks[taken:tokens] = -1
             if slots is not None:
                 slots[0][taken:] = -1
                 slots[1][taken:] = 0
                 slots, is_valid_token = (slots[0][:taken], slots[1][:taken]), is_valid_token[:taken]
-        of_decodes = taken * logits_row_bytes(table.shape[1] * self.inputs.cache.shape[1])
-        indexer_topk(
-            self.q[:taken].reshape(-1, each, *self.q.shape[1:]), self.inputs.cache, self.weights[:taken],
-            self.out.shape[1], context_lens=lens, block_table=table, schedule_metadata=schedule,
-            layout=self.inputs.layout, out=self.out[:taken], slots=slots, is_valid_token=is_valid_token,
+        of_decodes = taken * row_bytes_of(self.candidates, table.shape[1] * self.inputs.cache.shape[1])
+        q = self.q[:taken].reshape(-1, each, *self.q.shape[1:])
+        if self.candidates is None or self.candidates.written:
+            indexer_topk(
+                q, self.inputs.cache, self.weights[:taken], self.out.shape[1], context_lens=lens, block_table=table,
+                schedule_metadata=schedule, layout=self.inputs.layout, out=self.out[:taken], slots=slots,
+                is_valid_token=is_valid_token, **self._written(slice(0, taken)), backend=self.backend,
+                workspace=self._scores(of_decodes),
+            )  # fmt: skip
+            return
+        self._among_candidates(q, slice(0, taken), lens, table, of_decodes)
+        if slots is not None and taken:
+            compute_global_topk_indices_and_lens(
+                self.out[:taken], token_to_req[:taken], block_table, self.inputs.cache.shape[1], is_valid_token,
+                compact=True, out=slots, backend=self.backend,
+            )  # fmt: skip
+
+    def prefill_among_candidates(self, first: int, positions: Any, token_to_req: Any, block_table: Any) -> None:
+        """Select for the prefill tokens, from `first` on, among their candidates: each is an entry with a table."""
+        ratio, step = self.inputs.metadata.compress_ratio, max(1, TABLE_BYTES // max(4 * block_table.shape[1], 1))
+        for start in range(first, len(self.out), step):
+            some = slice(start, min(start + step, len(self.out)))
+            lens, table = (positions[some] + 1).astype(np.int32) // ratio, block_table[token_to_req[some]]
+            self._among_candidates(self.q[some][:, None], some, lens, table)
+
+    def _among_candidates(self, q: Any, some: slice, lens: Any, table: Any, of_decodes: int = 0) -> None:
+        assert self.candidates is not None
+        candidate_topk(
+            q, self.inputs.cache, self.weights[some], self.candidates.blocks[some], self.out.shape[1], lens, table,
+            candidate_block_size=self.candidates.size, layout=self.inputs.layout, out=self.out[some],
             backend=self.backend, workspace=self._scores(of_decodes),
         )  # fmt: skip
+
+    def _written(self, some: slice) -> dict[str, Any]:
+        """The arguments of indexer_topk for candidate blocks that it is to write."""
+        if self.candidates is None:
+            return {}
+        return {"candidate_blocks": self.candidates.blocks[some], "candidate_block_size": self.candidates.size}
 
     def gather(self, chunk: DeepseekV32IndexerPrefillChunkMetadata) -> tuple[Any, Any]:
         """Keys of the chunk's requests and their scales; later chunks of the same requests read them as well."""
@@ -148,10 +218,10 @@ class _Run:
         indexer_topk(
             self.q[some], keys if scales is None else (keys, scales), self.weights[some], self.out.shape[1],
             cu_seqlen_ks=chunk.cu_seqlen_ks, cu_seqlen_ke=chunk.cu_seqlen_ke, out=self.out[some],
-            backend=self.backend, workspace=self._scores(),
+            **self._written(some), backend=self.backend, workspace=self._scores(),
         )  # fmt: skip
 
     def _scores(self, of_decodes: int = 0) -> Any:
         """Memory for scores. of_decodes: bytes of all decodes' scores; one pass over them takes the fewest launches."""
-        size = max(WORKSPACE_BYTES, score_bytes(self.inputs), min(of_decodes, DECODE_SCORE_BYTES))
+        size = max(WORKSPACE_BYTES, score_bytes(self.inputs, self.candidates), min(of_decodes, DECODE_SCORE_BYTES))
         return self.memory("scores", (size,), np.uint8)

@@ -16,6 +16,7 @@ from ..dispatch.deprecated import renamed_argument
 from ..dispatch.values import check_choice, check_integers, check_kind, shown
 from ..kernels.types.metadata import C128A_RATIO
 from ..layout import DSV4_BF16, DSV4_F32, DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT, CacheLayout
+from ..metadata.builder import COMPRESS_RATIOS
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
 from ..ops.indices import combine_topk_swa_indices, compute_global_topk_indices_and_lens
 from ..ops.sparse_attention import V_DIM, check_pair, scale_or_default, sparse_mla_decode, sparse_mla_prefill
@@ -42,13 +43,14 @@ def not_observed(op: str) -> AbstractContextManager[Any]:
 class SparseMLALayer:
     """An attention layer of a DeepSeek V4 class model, between its projections.
 
-    compress_ratio  1: window only, 4: window and selected compressed rows, 128: window and all of them
-    index_topk      the model's number of entries selected at ratio 4; topk_indices may have more columns or fewer
+    compress_ratio  0: window only, 2 (V4.1) and 4 (V4): window and selected compressed rows, 128: window and all of
+                    them; 1: as 0, or as 2 where the metadata's config has C1A layers
+    index_topk      the model's number of entries selected; topk_indices may have more columns or fewer
     attn_sink       [h] float32, or None
     softmax_scale   1 / sqrt(512) if None
     layout          of the window's cache: DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT or DSV4_BF16; on the host also DSV4_F32
     extra_layout    of the compressed cache: layout's, beside DSV41_FP8 also DSV41_FP4, beside DSV41_FP8_SPLIT also
-                    DSV41_FP4_SPLIT; None: layout's. A layer of ratio 1 does not use it
+                    DSV41_FP4_SPLIT; None: layout's. A layer without compressed rows does not use it
     """
 
     compress_ratio: int = 1
@@ -59,7 +61,7 @@ class SparseMLALayer:
     extra_layout: CacheLayout | None = None
 
     def __post_init__(self) -> None:
-        check_choice((1, 4, 128), compress_ratio=self.compress_ratio)
+        check_choice((0, *COMPRESS_RATIOS), compress_ratio=self.compress_ratio)
         check_integers(1, index_topk=self.index_topk)
         scale_or_default(self.softmax_scale, V_DIM)
         check_kind(CacheLayout, layout=self.layout)
@@ -98,7 +100,7 @@ class SparseMLALayer:
         swa_cache   uint8 [num_blocks, block_size, 584 or 528] (or rows that are not quantised), of the layer's layout,
                     written
         metadata    of the step's batch
-        compressed  the compressed cache, for ratios 4 and 128
+        compressed  the compressed cache, for layers that have compressed rows
         out         [num_tokens, h, 512] of q's dtype to write instead of allocating
         workspace   temporary memory of decodes; with out and workspace given, and after a first step with metadata of
                     the same builder, a step of decodes allocates nothing

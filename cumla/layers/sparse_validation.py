@@ -65,13 +65,14 @@ def check_step(
         raise TypeError(f"metadata: got {type(metadata).__name__}, expected DeepseekSparseSWAMetadata")
     check_current("metadata", metadata)
     ratio = layer.compress_ratio
-    if (ratio > 1) != (compressed is not None):
+    if metadata.config.has_compressed_rows(ratio) != (compressed is not None):
         got, expected = ("None", "a CompressedCache") if compressed is None else ("a CompressedCache", "None")
         raise ValueError(f"compressed: got {got}, expected {expected} at compress_ratio {ratio}")
     check_integers(1, **{"metadata.block_size": metadata.block_size})
     used, positions = tokens_used(metadata), metadata.config.compressed_block_size
     key = call_key(
-        "sparse", ratio, backend, used, -(-(metadata.longest // ratio * ratio) // positions),
+        "sparse", ratio, metadata.config.has_c1a, backend, used,
+        -(-(metadata.longest // max(ratio, 1) * ratio) // positions),
         metadata.num_decode_tokens, metadata.num_decodes + metadata.num_prefills,
         metadata.block_size, positions, layer.attn_sink, layer.softmax_scale,
         layer.layout.name, layer.compressed_layout.name,
@@ -250,7 +251,7 @@ def check_workspace(call: Call, workspace: LayerWorkspace, tokens: int, columns:
     if not columns:
         return
     if workspace.topk_indices is None or workspace.topk_lens is None:
-        raise ValueError("workspace: got no topk_indices and topk_lens, expected them for a layer of ratio 4")
+        raise ValueError("workspace: got no topk_indices and topk_lens, expected them for a layer that selects rows")
     name = "workspace.topk_indices"
     indices = call.array(name, workspace.topk_indices, INT32, (-1, -1), writable=True)
     check_rows(name, indices, tokens, "tokens")

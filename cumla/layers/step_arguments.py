@@ -44,8 +44,8 @@ class LayerWorkspace:
     """Temporary memory of a step's decodes, for steps that must not allocate.
 
     lse           [>= num_decode_tokens, h, 1] float32
-    topk_indices  [>= num_decode_tokens, >= topk] int32, slots of the rows that tokens select; for ratio 4
-    topk_lens     [>= num_decode_tokens] int32; for ratio 4
+    topk_indices  [>= num_decode_tokens, >= topk] int32, slots of the rows that tokens select; for a layer that selects
+    topk_lens     [>= num_decode_tokens] int32; for a layer that selects
     selected      [>= num_tokens, index_topk] int32, the rows that tokens select; with an indexer
     scores        uint8 [>= score_bytes(indexer)], for scores of some tokens at a time; with an indexer
     """
@@ -60,7 +60,7 @@ class LayerWorkspace:
     def allocate(cls, q: Any, topk: int = 0, score_bytes: int = 0) -> LayerWorkspace:
         """Allocate a workspace for steps of as many tokens as `q` [num_tokens, h, 512] has, on its device.
 
-        topk         rows that a token selects, at ratio 4
+        topk         rows that a token selects, of a layer that selects
         score_bytes  for scores, with an indexer; more than cumla.layers.selection.score_bytes needs fewer launches
         """
         check_integers(0, topk=topk)

@@ -131,11 +131,14 @@ class ServingConfig:
             return self.window_size
         return -(-(self.window_size + self.num_speculative_tokens) // 64) * 64
 
+    def has_compressed_rows(self, compress_ratio: int) -> bool:
+        """Whether the layers with this ratio have compressed rows beside their window."""
+        return compress_ratio > 1 or (compress_ratio == 1 and self.has_c1a)
+
     def layer_type(self, compress_ratio: int) -> str:
         """ "swaonly", "c1a", "c2a", "c4a" or "c128a". Raises ValueError for another ratio."""
         check_choice((0, *COMPRESS_RATIOS), compress_ratio=compress_ratio)
-        is_window_only = compress_ratio == 0 or (compress_ratio == 1 and not self.has_c1a)
-        return "swaonly" if is_window_only else f"c{compress_ratio}a"
+        return f"c{compress_ratio}a" if self.has_compressed_rows(compress_ratio) else "swaonly"
 
 
 class BatchArrays(NamedTuple):

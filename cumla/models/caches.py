@@ -13,6 +13,10 @@ from ..layout import (
     DSV4_BF16,
     DSV4_F32,
     DSV4_FP8,
+    DSV41_FP4,
+    DSV41_FP4_SPLIT,
+    DSV41_FP8,
+    DSV41_FP8_SPLIT,
     INDEXER_BF16,
     INDEXER_F32,
     INDEXER_FP8,
@@ -22,8 +26,12 @@ from ..layout import (
     CacheLayout,
 )
 from ..metadata.builder import ServingConfig
+from ..metadata.slots import ring_capacity
 from .step import STATE_BLOCK_SIZES
 from .v4_config import HEAD_DIM
+from .v41_config import DeepseekV41Config
+
+RING_VALUES = 2 * HEAD_DIM  # of a token in a ring of V4.1: kv, then score
 
 CacheFormat = Literal["fp8", "bfloat16", "float32"]
 PLAIN_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16), "float32": np.dtype("f4")}
@@ -53,10 +61,10 @@ def formats(cache_format: str) -> Formats:
 
 
 def allocate(layout: CacheLayout, num_blocks: int, block_size: int, xp: Any) -> Any:
-    """A zeroed cache: bytes of an FP8 layout, or rows of 16- or 32-bit values, [num_blocks, block_size, ..]."""
+    """A zeroed cache: bytes of an FP8 or FP4 layout, or rows of 16- or 32-bit values, [num_blocks, block_size, ..]."""
     check_integers(0, num_blocks=num_blocks)
     check_integers(1, block_size=block_size)
-    if layout.value_type == "e4m3":
+    if layout.num_scales:
         return layout.allocate(num_blocks, block_size, xp)
     return xp.zeros((num_blocks, block_size, layout.head_dim), PLAIN_DTYPES[layout.value_type])
 
@@ -113,6 +121,99 @@ class DeepseekV4Caches:
             return cls(window, compressed, states(HEAD_DIM))
         keys = allocate(layouts.indexer, compressed_blocks, rows, xp)
         return cls(window, compressed, states(HEAD_DIM), keys, states(layouts.indexer.head_dim))
+
+
+V41CacheFormat = Literal["fp4", "fp8", "fp4_split", "fp8_split", "bfloat16", "float32"]
+
+
+@dataclass(frozen=True)
+class V41Formats:
+    """The layouts of V4.1's caches: of the window's rows, of the compressed rows, and of the indexer's keys."""
+
+    window: CacheLayout
+    compressed: CacheLayout
+    indexer: CacheLayout
+
+
+V41_FORMATS: dict[str, V41Formats] = {
+    "fp4": V41Formats(DSV41_FP8, DSV41_FP4, INDEXER_FP8),
+    "fp8": V41Formats(DSV41_FP8, DSV41_FP8, INDEXER_FP8),
+    "fp4_split": V41Formats(DSV41_FP8_SPLIT, DSV41_FP4_SPLIT, INDEXER_FP8),
+    "fp8_split": V41Formats(DSV41_FP8_SPLIT, DSV41_FP8_SPLIT, INDEXER_FP8),
+    "bfloat16": V41Formats(DSV4_BF16, DSV4_BF16, INDEXER_BF16),
+    "float32": V41Formats(DSV4_F32, DSV4_F32, INDEXER_F32),
+}
+
+
+@dataclass(frozen=True)
+class DeepseekV41Caches:
+    """What one layer of V4.1 keeps of its requests, in pages. Layers that share compressed rows have the same arrays.
+
+    window      [num_blocks, block_size, 528] uint8 (or [.., 512] numbers), the layer's own
+    compressed  [compressed_blocks, compressed_block_size / ratio, 288 or 528] uint8 (or [.., 512] numbers), of the
+                layer that owns the rows; None at ratio 0
+    indexer     [compressed_blocks, compressed_block_size / ratio, 132] uint8 (or [.., 128] numbers), keys of the owner;
+                None at ratio 0
+    ring        float32 [rings, capacity, 1024], tokens that a later step pools: one ring a request. An owner of ratio 2
+                alone has it
+    """
+
+    window: Any
+    compressed: Any = None
+    indexer: Any = None
+    ring: Any = None
+
+    @classmethod
+    def allocate(
+        cls,
+        config: DeepseekV41Config,
+        layer: int,
+        serving: ServingConfig,
+        blocks: int,
+        compressed_blocks: int = 0,
+        rings: int = 0,
+        *,
+        owner: DeepseekV41Caches | None = None,
+        cache_format: V41CacheFormat = "fp4",
+        xp: Any = np,
+    ) -> DeepseekV41Caches:
+        """Zeroed caches of a layer: pages of serving.block_size positions, of serving.compressed_block_size, and rings.
+
+        owner         caches of the layer's kv source, whose compressed rows and keys it shares; None for layers that
+                      own rows or have none
+        cache_format  "fp4": compressed rows in DSV41_FP4, the window's in DSV41_FP8; "fp8": both in DSV41_FP8;
+                      "fp4_split", "fp8_split": scales at the page's end; "bfloat16", or on the host "float32"
+        """
+        check_kind(DeepseekV41Config, config=config)
+        check_kind(ServingConfig, serving=serving)
+        check_integers(0, layer=layer)
+        layouts, ratio, source = v41_formats(cache_format), config.ratio(layer), config.kv_source(layer)
+        shares = source is not None and source != layer
+        if shares != (owner is not None):
+            expected = f"those of layer {source}" if shares else "None"
+            raise ValueError(f"owner: got {'None' if owner is None else 'caches'}, expected {expected}")
+        window = allocate(layouts.window, blocks, serving.block_size, xp)
+        if owner is not None:
+            check_kind(DeepseekV41Caches, owner=owner)
+            return cls(window, owner.compressed, owner.indexer)
+        if not ratio:
+            return cls(window)
+        rows = serving.compressed_block_size // ratio
+        check_integers(0, compressed_blocks=compressed_blocks, rings=rings)
+        ring = None
+        if ratio > 1:
+            ring = xp.zeros((rings, ring_capacity(serving.num_speculative_tokens), RING_VALUES), np.float32)
+        compressed, keys = (
+            allocate(layout, compressed_blocks, rows, xp) for layout in (layouts.compressed, layouts.indexer)
+        )
+        return cls(window, compressed, keys, ring)
+
+
+def v41_formats(cache_format: str) -> V41Formats:
+    """Raises ValueError for another name."""
+    if cache_format not in V41_FORMATS:
+        raise ValueError(f"cache_format: got {cache_format!r}, expected one of {', '.join(V41_FORMATS)}")
+    return V41_FORMATS[cache_format]
 
 
 @dataclass(frozen=True)

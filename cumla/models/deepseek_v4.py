@@ -22,11 +22,12 @@ from ..dispatch.values import check_kind
 from ..layers.sparse import CompressedCache, LayerWorkspace, Observer, SparseMLALayer, not_observed
 from ..layout import CacheLayout
 from ..ops.compressor import compress_and_insert
-from ..ops.norm_rope import apply_rope, fused_q_kv_rmsnorm, qnorm_rope_and_insert
+from ..ops.norm_rope import fused_q_kv_rmsnorm, qnorm_rope_and_insert
 from . import caches
 from .caches import DeepseekV4Caches
 from .hidden_states import attend
-from .products import compute_type, flat, multiply, multiply_groups, stacked
+from .output_projection import project_output
+from .products import compute_type, flat, multiply, stacked
 from .scratch import Scratch
 from .selection import Indexer
 from .step import DeepseekV4StepMetadata
@@ -191,7 +192,7 @@ class V4Step:
     def run(self, x: Any, topk_indices: Any, out: Any) -> None:
         """Decodes leave multiprocessors idle, so independent work is queued on two streams."""
         layer, metadata = self.layer, self.metadata
-        config, backend, tokens = layer.config, layer.backend, len(x)
+        config, tokens = layer.config, len(x)
         side, q = self.side(), self.array("q", (tokens, config.num_attention_heads, HEAD_DIM))
         slots = None
         if layer.ratio == 1:
@@ -217,11 +218,7 @@ class V4Step:
         o = self.array("o", q.shape)
         self.attend(q, topk_indices, slots, o, side.join)
         with self.observe("output"):
-            apply_rope(o, metadata.positions, layer.cos_sin, inverse=True, out=o, backend=backend)
-            grouped = self.array("o_low_rank", (tokens, config.o_groups, config.o_lora_rank))
-            by_group = flat(o).reshape(tokens, config.o_groups, layer.o_a.shape[2]).transpose(1, 0, 2)
-            multiply_groups(by_group, layer.o_a, grouped.transpose(1, 0, 2), backend)
-            multiply(flat(grouped), layer.o_b, out, backend)
+            project_output(layer, o, metadata.positions, out)
 
     def side(self) -> InOrder:
         """The side stream. Work is done in order for prefills, which keep a device busy, and under an observer."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..layers.selection import IndexerInputs, select_rows
+from ..layers.selection import Candidates, IndexerInputs, select_rows
 from ..layout import CacheLayout
 from ..metadata.indexer import DeepseekV32IndexerMetadata
 from ..ops.indexer import fused_indexer_q_rope_quant
@@ -21,7 +21,7 @@ class Indexer:
 
     heads, topk  of the model
     layout       INDEXER_FP8, INDEXER_BF16 or INDEXER_F32: of the cache of keys; queries have the same type
-    rope_first   whether the first values of a head are rotated, in halves (V3.2), or the last ones, in pairs (V4)
+    rope_first   whether the first values of a head are rotated, in halves (V3.2), or the last ones, in pairs (V4, V4.1)
     """
 
     def __init__(
@@ -41,6 +41,8 @@ class Indexer:
         block_table: Any,
         slots: tuple[Any, Any] | None = None,
         is_valid_token: Any = None,
+        out: Any = None,
+        candidates: Candidates | None = None,
     ) -> Any:
         """int32 [T, topk]: rows counted within each token's request, in ascending order, then -1.
 
@@ -48,15 +50,19 @@ class Indexer:
         k_cache       of `layout`, with the rows that the step's tokens may see
         positions     [T] int32 or int64; token_to_req [T] int32
         block_table   [num_reqs, B] int32, of k_cache
-        slots, is_valid_token  of `select_rows`
+        slots, is_valid_token, candidates  of `select_rows`
+        out           int32 [T, topk] to write; None: memory of the scratch
         """
 
         def memory(name: str, shape: tuple[int, ...], dtype: Any) -> Any:
             return self.scratch.shaped(name, shape, dtype, q)
 
-        out = memory("topk_indices", (len(q), self.topk), np.int32)
+        if out is None:
+            out = memory("topk_indices", (len(q), self.topk), np.int32)
         inputs = IndexerInputs(q, weights, k_cache, metadata, layout=self.layout)
-        select_rows(inputs, positions, token_to_req, block_table, out, memory, self.backend, slots, is_valid_token)
+        select_rows(
+            inputs, positions, token_to_req, block_table, out, memory, self.backend, slots, is_valid_token, candidates
+        )
         return out
 
     def queries(self, q: Any, weights: Any, positions: Any, cos_sin: Any) -> tuple[Any, Any]:

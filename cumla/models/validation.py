@@ -14,22 +14,48 @@ from ..dispatch.call import FLOAT32, INT32, Call
 from ..dispatch.launch_cache import VALIDATED, call_key, remember_validated
 from ..dispatch.values import check_choice, check_integers, check_optional_size
 from ..metadata.builder import check_current
+from ..metadata.slots import ring_capacity
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata
-from .caches import PLAIN_DTYPES, DeepseekV4Caches, DeepseekV32Caches, Formats
+from .caches import (
+    PLAIN_DTYPES,
+    RING_VALUES,
+    DeepseekV4Caches,
+    DeepseekV32Caches,
+    DeepseekV41Caches,
+    Formats,
+    V41Formats,
+)
 from .step import DeepseekV4StepMetadata, DeepseekV32StepMetadata
 from .v4_config import DeepseekV4Config
+from .v41_config import DeepseekV41Config
+from .v41_step import DeepseekV41Selection, DeepseekV41StepMetadata
 
 
-class ModelLayer(Protocol):
-    """What the checks read of an attention layer of either model."""
+class AttentionLayer(Protocol):
+    """What the checks read of an attention layer of any model."""
 
     backend: str | None
-    layouts: Formats
     cos_sin: Any
 
 
+class ModelLayer(AttentionLayer, Protocol):
+    """What they read of a layer of V4 or V3.2 beside that."""
+
+    layouts: Formats
+
+
+class V41Layer(AttentionLayer, Protocol):
+    """What they read of a `DeepseekV41Attention`."""
+
+    layouts: V41Formats
+    ratio: int
+    mode: str
+    layer: int
+    config: DeepseekV41Config
+
+
 class V4Layer(ModelLayer, Protocol):
-    """What they read of a `DeepseekV4Attention` beside that."""
+    """What they read of a `DeepseekV4Attention`."""
 
     ratio: int
     config: DeepseekV4Config
@@ -147,7 +173,91 @@ def check_v32_step(
     remember_validated(key)
 
 
-def check_positions(layer: ModelLayer, tokens: DeepseekSparseSWAMetadata) -> None:
+def check_v41_step(
+    layer: V41Layer,
+    hidden_states: Any,
+    caches: DeepseekV41Caches,
+    metadata: DeepseekV41StepMetadata,
+    selection: DeepseekV41Selection | None,
+) -> None:
+    """Raise TypeError or ValueError for arguments of a V4.1 layer's step that do not fit together.
+
+    Arguments on a device whose key was already validated are not checked again.
+    """
+    check_types(layer_caches=(caches, DeepseekV41Caches), metadata=(metadata, DeepseekV41StepMetadata))
+    check_current("metadata.window", metadata.window)
+    ratio, layouts, window = layer.ratio, layer.layouts, metadata.window
+    step, config = metadata.rows.get(ratio), window.config
+    if ratio and step is None:
+        raise ValueError(
+            f"metadata: got rows of ratios {sorted(metadata.rows)}, expected {ratio} among them: the builder's config "
+            "must have it in compress_ratios"
+        )
+    for name, got, expected in (
+        ("window_size", config.window_size, layer.config.sliding_window),
+        ("index_topk", config.index_topk, layer.config.index_topk),
+    ):
+        if got != expected:
+            raise ValueError(f"metadata: got {name} {got} in the builder's config, expected the model's {expected}")
+    check_positions(layer, window)
+    arrays: tuple[Any, ...] = ()
+    if ratio:
+        check_types(selection=(selection, DeepseekV41Selection))
+        assert selection is not None
+        assert step is not None
+        if layer.mode == "reuse":
+            selection.check("rows", layer.config.index_source(layer.layer), metadata)
+        elif layer.config.reads_candidates(layer.layer):
+            selection.check("candidates", layer.config.candidate_source_layer_id, metadata)
+        check_indexer_metadata(step.indexer, window, None)
+        arrays = (selection.topk_indices, selection.slots, selection.lens, selection.candidate_blocks)
+        arrays = (*arrays, step.slot_mapping, step.row_positions, metadata.ring_slot_mapping)
+    key = call_key(
+        "v41", ratio, layer.mode, layer.layer, layer.backend, layouts.window.name, layouts.compressed.name,
+        hidden_states, *vars(caches).values(), *arrays, window.block_size, config.compressed_block_size,
+        window.slot_mapping,
+    )  # fmt: skip
+    if key in VALIDATED:
+        return
+    call = begin(layer.backend, hidden_states)
+    call.pages("layer_caches.window", caches.window, layouts.window, window.block_size, writable=True)
+    if ratio:
+        assert selection is not None
+        rows, owns = config.compressed_block_size // ratio, layer.mode == "full"
+        wanted = ["compressed", "indexer", *(["ring"] if owns and ratio > 1 else [])]
+        for name in wanted:
+            if getattr(caches, name) is None:
+                raise ValueError(
+                    f"layer_caches.{name}: got None, expected an array for layer {layer.layer} of ratio {ratio}"
+                )
+        call.pages("layer_caches.compressed", caches.compressed, layouts.compressed, rows, writable=owns)
+        call.pages("layer_caches.indexer", caches.indexer, layouts.indexer, rows, writable=owns)
+        if "ring" in wanted:
+            call.array(
+                "layer_caches.ring",
+                caches.ring,
+                FLOAT32,
+                (-1, ring_capacity(config.num_speculative_tokens), RING_VALUES),
+                writable=True,
+            )
+        tokens, topk = len(metadata.positions), layer.config.index_topk
+        blocks = selection.candidate_blocks
+        for name, array, width in (("topk_indices", selection.topk_indices, topk), ("slots", selection.slots, topk)):
+            check_tokens(f"selection.{name}", call.array(f"selection.{name}", array, INT32, (-1, width)), tokens)
+        check_tokens("selection.lens", call.array("selection.lens", selection.lens, INT32, (-1,)), tokens)
+        if layer.config.candidate_source_layer_id >= 0:
+            width = layer.config.candidate_topk_blocks
+            blocks = call.array("selection.candidate_blocks", blocks, INT32, (-1, width))
+            check_tokens("selection.candidate_blocks", blocks, tokens)
+    remember_validated(key)
+
+
+def check_tokens(name: str, array: Any, tokens: int) -> None:
+    if len(array) < tokens:
+        raise ValueError(f"{name}: got {len(array)} tokens, expected at least the metadata's {tokens}")
+
+
+def check_positions(layer: AttentionLayer, tokens: DeepseekSparseSWAMetadata) -> None:
     """Raise ValueError for sequences longer than RoPE's tables: positions beyond them would get a wrong rotation."""
     if tokens.max_seq_len > len(layer.cos_sin):
         raise ValueError(

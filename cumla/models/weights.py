@@ -3,7 +3,8 @@
 A layer takes a mapping from transformers' names within its attention module ("q_a_proj.weight",
 "compressor.indexer.q_b_proj.weight") to arrays. A published checkpoint names the same matrices as the authors' code
 ("layers.2.attn.indexer.wq_b.weight") and stores most of them in FP8, with a scale for each block of 128 by 128
-values. The scale has the matrix's name with "scale" (V4) or "weight_scale_inv" (V3.2) in place of "weight".
+values (V4.1: of 32 by 32). The scale has the matrix's name with "scale" (V4) or "weight_scale_inv" (V3.2) in place of
+"weight".
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..arrays import dlpack
-from ..layers.weights import FP8, NUMBERS, BlockQuantizedWeight, dequantized_on_host
+from ..layers.weights import BLOCK, FP8, NUMBERS, BlockQuantizedWeight, dequantized_on_host
 
 # Within a layer's attention: published name -> transformers' name.
 V4_ATTENTION = {
@@ -56,6 +57,26 @@ V32_ATTENTION = {
         )
     },
 }
+V41_ATTENTION = {  # transformers has no such model: published names
+    name: name
+    for name in (
+        "wq_a.weight",
+        "q_norm.weight",
+        "wq_b.weight",
+        "wkv.weight",
+        "kv_norm.weight",
+        "wo_a.weight",
+        "wo_b.weight",
+        "attn_sink",
+        "compressor.wkv.weight",
+        "compressor.wgate.weight",
+        "compressor.norm.weight",
+        "indexer.wq_b.weight",
+        "indexer.weights_proj.weight",
+        "indexer.wk.weight",
+        "indexer.k_norm.weight",
+    )
+}
 # Published name of a weight in a layer's attention: groups are the layer's number and the name within the layer.
 PUBLISHED_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.attn\.(.+)")
 TRANSFORMERS_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.self_attn\.(.+)")
@@ -67,7 +88,7 @@ def transformers_name(name: str, table: Mapping[str, str]) -> str | None:
     """A weight of an attention layer under transformers' name, "model.layers.2.self_attn.sinks"; None for others.
 
     name   transformers' own or the published name of a weight or a scale, with or without "model." in front
-    table  V4_ATTENTION or V32_ATTENTION
+    table  V4_ATTENTION, V32_ATTENTION or V41_ATTENTION
     """
     if match := TRANSFORMERS_LAYER.fullmatch(name):
         return f"model.layers.{match[1]}.self_attn.{match[2]}"
@@ -94,14 +115,18 @@ class LayerWeights(Mapping[str, Any]):
 
     tensors  name -> array, under transformers' or the published names
     layer    its number
-    table    V4_ATTENTION or V32_ATTENTION
+    table    V4_ATTENTION, V32_ATTENTION or V41_ATTENTION
+    block    rows and columns of an FP8 matrix that share a scale
 
     An FP8 matrix with scales is returned as a BlockQuantizedWeight. A weight with an unknown name keeps its name.
 
     Raises KeyError if no tensor has the name of a weight of the layer's attention.
     """
 
-    def __init__(self, tensors: Mapping[str, Any], layer: int, table: Mapping[str, str]) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Any], layer: int, table: Mapping[str, str], block: tuple[int, int] = BLOCK
+    ) -> None:
+        self._block = block
         prefix = f"model.layers.{layer}.self_attn."
         self._tensors = tensors
         self._names = {}
@@ -122,7 +147,7 @@ class LayerWeights(Mapping[str, Any]):
         for kind in SCALE_NAMES:
             scale = self._names.get(name.removesuffix("weight") + kind)
             if scale is not None:
-                return BlockQuantizedWeight(weight, self._tensors[scale])
+                return BlockQuantizedWeight(weight, self._tensors[scale], self._block)
         return weight
 
     def __iter__(self) -> Iterator[str]:
@@ -159,13 +184,13 @@ def lacking(name: str, weights: Mapping[str, Any]) -> str:
     return f"{name}: the weights lack it, there are {', '.join(sorted(map(str, weights)))}"
 
 
-def place_of(weights: Mapping[str, Any]) -> Any:
-    """numpy or cupy, of a layer's weights."""
-    if "q_a_proj.weight" not in weights:
-        raise MissingWeightError(lacking("q_a_proj.weight", weights))
-    weight = weights["q_a_proj.weight"]
+def place_of(weights: Mapping[str, Any], name: str = "q_a_proj.weight") -> Any:
+    """numpy or cupy, of a layer's weights, by the weight of this name."""
+    if name not in weights:
+        raise MissingWeightError(lacking(name, weights))
+    weight = weights[name]
     values = weight.weight if isinstance(weight, BlockQuantizedWeight) else weight
-    return dlpack.namespace_of(dlpack.borrow(values, "q_a_proj.weight"))
+    return dlpack.namespace_of(dlpack.borrow(values, name))
 
 
 def plain(weight: Any, name: str) -> Any:

@@ -19,9 +19,17 @@ from ..dispatch.values import check_flags, check_integers
 from ..kernels.types.indexer import Rows
 from ..layout import CacheLayout
 from .indexer import checked_paged
-from .indexer_topk import INDEX_LIMIT, WORKSPACE_BYTES, checked_logits, logits_memory, logits_row_bytes
+from .indexer_topk import (
+    CANDIDATE_BLOCK,
+    INDEX_LIMIT,
+    WORKSPACE_BYTES,
+    blocks_of,
+    checked_logits,
+    logits_memory,
+    logits_row_bytes,
+    rows_in,
+)
 
-BLOCK = 8  # positions of a block in V4.1
 TOPK_BLOCKS = 2048
 
 
@@ -34,7 +42,7 @@ def select_candidate_blocks(
     *,
     seq_lens: Any | None = None,
     next_n: int = 1,
-    candidate_block_size: int = BLOCK,
+    candidate_block_size: int = CANDIDATE_BLOCK,
     max_workspace_bytes: int = WORKSPACE_BYTES,
     workspace: Any = None,
     out: Any = None,
@@ -72,7 +80,7 @@ def select_candidate_blocks(
         with call.kernels("candidates") as kernels:
             for first in range(0, tokens, step):
                 some = slice(first, min(first + step, tokens))
-                maxima = memory[: (some.stop - first) * row_bytes // 4].reshape(-1, row_bytes // 4)[:, :width]
+                maxima, _ = rows_in(memory, some.stop - first, row_bytes, width)
                 kernels.select_candidate_blocks(
                     logits[some], rows_of(rows, some), candidate_block_size, maxima, candidates[some]
                 )
@@ -88,7 +96,7 @@ def apply_candidate_mask(
     *,
     seq_lens: Any | None = None,
     next_n: int = 1,
-    candidate_block_size: int = BLOCK,
+    candidate_block_size: int = CANDIDATE_BLOCK,
     with_nan: bool = False,
     backend: str | None = None,
     stream: Any = None,
@@ -126,7 +134,7 @@ def candidate_logits(
     context_lens: Any,
     block_table: Any,
     *,
-    candidate_block_size: int = BLOCK,
+    candidate_block_size: int = CANDIDATE_BLOCK,
     layout: CacheLayout | str | None = None,
     out: Any = None,
     backend: str | None = None,
@@ -180,7 +188,7 @@ def candidate_topk(
     context_lens: Any,
     block_table: Any,
     *,
-    candidate_block_size: int = BLOCK,
+    candidate_block_size: int = CANDIDATE_BLOCK,
     layout: CacheLayout | str | None = None,
     max_workspace_bytes: int = WORKSPACE_BYTES,
     workspace: Any = None,
@@ -222,17 +230,13 @@ def candidate_topk(
             for first in range(0, tokens, step):
                 some = slice(first, min(first + step, tokens))
                 entries = slice(first // next_n, some.stop // next_n)
-                logits = memory[: (some.stop - first) * row_bytes // 4].reshape(-1, row_bytes // 4)[:, :width]
+                logits, _ = rows_in(memory, some.stop - first, row_bytes, width)
                 kernels.candidate_logits(
                     q[entries], pages, weights[some], candidates[some], lens[entries], table[entries],
                     candidate_block_size, math.nan, logits,
                 )  # fmt: skip
                 kernels.top_k_of_candidates(logits, candidates[some], candidate_block_size, indices[some])
     return call.results()
-
-
-def blocks_of(width: Any, block: int) -> Any:
-    return (width + block - 1) // block
 
 
 def rows_of(rows: Rows, some: slice) -> Rows:

@@ -16,6 +16,7 @@ from .indices import pair
 
 WORKSPACE_BYTES = 64 << 20
 INDEX_LIMIT = 2**31 - 1
+CANDIDATE_BLOCK = 8  # positions of a candidate block in V4.1
 ALIGNMENT = 16  # of the rows of logits in a workspace, in bytes
 
 
@@ -105,6 +106,8 @@ def indexer_topk(
     out: Any = None,
     slots: tuple[Any, Any] | None = None,
     is_valid_token: Any | None = None,
+    candidate_blocks: Any | None = None,
+    candidate_block_size: int = CANDIDATE_BLOCK,
     backend: str | None = None,
     stream: Any = None,
 ) -> Any:
@@ -127,6 +130,9 @@ def indexer_topk(
                          compute_global_topk_indices_and_lens(..., compact=True) of the result with block_table, and
                          on GPUs without a launch of its own. context_lens must count complete rows only
     is_valid_token       [M] bool, with slots: a padding token's length is 0; None: no token is padding
+    candidate_blocks     [M, K] int32 to write as well: the K blocks of candidate_block_size keys with the best scores,
+                         as select_candidate_blocks chooses them from the same logits. A workspace then also has a
+                         score for each block. Not together with max_seqlen_k
 
     Returns int32 [M, topk] (M = B * next_n), bit-identical to the two steps. Indices count from cu_seqlen_ks. A query's
     selection does not depend on the other queries of the call. The exception is packed keys on the CPU, where it may
@@ -134,7 +140,10 @@ def indexer_topk(
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     """
     check_integers(0, topk=topk, max_seqlen_k=max_seqlen_k)
+    check_integers(1, candidate_block_size=candidate_block_size)
     check_integers(1, 2**63 - 1, max_workspace_bytes=max_workspace_bytes)
+    if candidate_blocks is not None and max_seqlen_k:
+        raise ValueError(f"max_seqlen_k: got {max_seqlen_k} together with candidate_blocks, expected one or the other")
     call = Call(backend, stream)
     paged = block_table is not None
     if paged:
@@ -158,17 +167,22 @@ def indexer_topk(
         tokens, next_n, width = len(q), 1, max_seqlen_k or len(k)
     indices = call.output("out", out, INT32, (tokens, int(topk)))
     mapped = checked_slots(call, slots, is_valid_token, tokens, int(topk)) if paged else None
+    blocks = call.optional("candidate_blocks", candidate_blocks, INT32, (tokens, "K"), writable=True)
     if not indices.size:
         if mapped is not None:
             mapped[1][...] = 0
-        return call.results()
+        if blocks is None or not blocks.size:
+            return call.results()
     row_bytes = logits_row_bytes(width)
-    memory, rows = logits_memory(call, workspace, max_workspace_bytes, row_bytes, tokens, next_n)
+    block_columns = 0 if blocks is None else blocks_of(width, candidate_block_size)
+    maxima_bytes = 0 if blocks is None else logits_row_bytes(block_columns)
+    memory, rows = logits_memory(call, workspace, max_workspace_bytes, row_bytes + maxima_bytes, tokens, next_n)
     with call.kernels("indexer") as kernels:
         places = None
         for first in range(0, tokens, rows):
             some = slice(first, min(first + rows, tokens))
-            logits = memory[: (some.stop - first) * row_bytes // 4].reshape(-1, row_bytes // 4)[:, :width]
+            count = some.stop - first
+            logits, rest = rows_in(memory, count, row_bytes, width)
             if paged:
                 entries = slice(first // next_n, some.stop // next_n)
                 kernels.paged_mqa_logits(q[entries], pages, weights[some], lens[entries], table[entries], False, logits)
@@ -182,7 +196,12 @@ def indexer_topk(
                     q[some], k, scales, weights[some], starts[some], ends[some], compressed, False, logits
                 )
                 choose_from = Rows(starts[some], ends[some], num_keys=len(k) if compressed else None)
-            kernels.top_k_per_row(logits, choose_from, indices[some], places)
+            if blocks is not None:
+                maxima, _ = rows_in(rest, count, maxima_bytes, block_columns)
+                with call.kernels("candidates") as of_blocks:
+                    of_blocks.select_candidate_blocks(logits, choose_from, candidate_block_size, maxima, blocks[some])
+            if indices.size:
+                kernels.top_k_per_row(logits, choose_from, indices[some], places)
     return call.results()
 
 
@@ -203,6 +222,17 @@ def checked_slots(
 def logits_row_bytes(width: Any) -> Any:
     """Bytes of a row of logits in a workspace."""
     return (max(width, 1) * 4 + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+
+def rows_in(memory: Any, count: int, row_bytes: int, width: int) -> tuple[Any, Any]:
+    """Rows [count, width] at the beginning of a workspace, float32 [..], and what is left of it."""
+    values = row_bytes // 4
+    return memory[: count * values].reshape(-1, values)[:, :width], memory[count * values :]
+
+
+def blocks_of(width: Any, block: int) -> Any:
+    """Blocks of `block` columns in a row."""
+    return (width + block - 1) // block
 
 
 def logits_memory(

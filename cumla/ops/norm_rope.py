@@ -47,6 +47,9 @@ def fused_q_kv_rmsnorm(
     qr = call.array("qr", qr, ROWS, ("T", "q_lora_rank"))
     call.check_float32("qr", qr.dtype.name)
     kv = call.array("kv", kv, (qr.dtype,), ("T", "D"))
+    for name, rows in (("qr", qr), ("kv", kv)):
+        if not rows.shape[1]:
+            raise ValueError(f"{name}: got rows of 0 values, expected at least 1")
     q_weight = call.array("q_weight", q_weight, ROWS, ("q_lora_rank",))
     kv_weight = call.array("kv_weight", kv_weight, (q_weight.dtype,), ("D",))
     given = pair("out", out)

@@ -8,6 +8,7 @@ import pytest
 
 from cumla.layers.prefill_path import COSTS, Costs, cheaper_path, chunk_paths
 from cumla.layout import DSV4_BF16, DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT
+from cumla.metadata.builder import ServingConfig
 
 WINDOW = 128
 
@@ -21,7 +22,8 @@ def metadata(*chunks):
         for end, chunk in zip(ends, chunks, strict=True)
     ]
     return SimpleNamespace(
-        get_prefill_chunk_plan=lambda ratio: plan, config=SimpleNamespace(window_size=WINDOW),
+        get_prefill_chunk_plan=lambda ratio, has_compressed: plan,
+        config=SimpleNamespace(window_size=WINDOW, has_compressed_rows=ServingConfig().has_compressed_rows),
         prefill_query_lens_cpu=np.array([q for q, _ in prefills]),
         prefill_seq_lens_cpu=np.array([s for _, s in prefills]),
     )  # fmt: skip

@@ -1,0 +1,354 @@
+"""An attention layer of a DeepSeek V4.1 model, from hidden states to its output.
+
+qr, kv      = norm(W_qa x), norm(W_kv x)                  kv is rotated and inserted into the layer's window cache
+q           = W_qb qr, rotated; its heads have no norm
+compressor  (owners of rows) pools one or two positions into a latent row: rotated and inserted into the compressed
+            cache; W_ik of the latent, normed and rotated, is the row's index key
+indexer     (layers that select) scores the owner's keys against queries W_iqb qr, selects the top-k. One layer also
+            chooses candidate blocks; layers after it score the rows of these alone
+o           = attention over the window and the selected rows, with sinks, then inverse RoPE
+out         = W_ob (W_oa of each group of heads)
+
+Few layers own compressed rows or select: the others read an owner's caches, and the selection of the last layer that
+selects. `mode_of` says which layer does what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..dispatch.values import check_flags, check_integers, check_kind
+from ..layers.selection import Candidates
+from ..layers.sparse import CompressedCache, LayerWorkspace, Observer, SparseMLALayer, not_observed
+from ..ops.latents import compress_latents
+from ..ops.norm_rope import apply_rope, fused_q_kv_rmsnorm, norm_rope_and_insert
+from ..ops.sparse_cache import indexer_k_quant_and_cache
+from .caches import DeepseekV41Caches, V41CacheFormat, v41_formats
+from .hidden_states import attend
+from .output_projection import project_output
+from .products import compute_type, flat, multiply, stacked
+from .scratch import Scratch
+from .selection import Indexer
+from .v4_config import HEAD_DIM
+from .v41_config import DeepseekV41Config, mode_of
+from .v41_step import DeepseekV41Selection, DeepseekV41StepMetadata
+from .validation import check_options, check_v41_step
+from .weights import V41_ATTENTION, LayerWeights, WeightReader, place_of
+
+__all__ = ["DeepseekV41Attention", "DeepseekV41Caches", "DeepseekV41Config", "DeepseekV41Selection"]
+
+FLOAT32 = np.dtype(np.float32)
+SCALE_BLOCK = (32, 32)  # of FP8 weights
+
+
+class DeepseekV41Attention:
+    """One attention layer.
+
+    config        of the model
+    layer         the layer's number; from num_hidden_layers on a layer that predicts further tokens
+    weights       published names within the attention module ("wq_a.weight") -> arrays, or a checkpoint's tensors under
+                  the names of the whole model ("layers.2.attn.wq_a.weight", "mtp.0.attn.wq_a.weight"): arrays of any
+                  framework in float32 or bfloat16, or FP8 with a scale for each block of 32 by 32, dequantised here
+    activations   bfloat16, or on the host also float32
+    cache_format  "fp4", "fp8", "fp4_split", "fp8_split", "bfloat16", or on the host "float32": of the caches that
+                  `step` is given
+    max_position  positions of RoPE's tables, at least the longest sequence; max_position_embeddings if None
+    round_pooled  round a pooled row to bfloat16 before its norm, as DeepSeek's code and SGLang do; False: as vLLM
+    scratch       temporary memory, shared by layers that run one after another
+    xp            numpy or cupy, where the layer computes; None: where its weights are
+
+    Weights are kept in the type that the device multiplies: the activations' type, on the host float32.
+    """
+
+    def __init__(
+        self,
+        config: DeepseekV41Config,
+        layer: int,
+        weights: Mapping[str, Any],
+        *,
+        activations: Any = "bfloat16",
+        cache_format: V41CacheFormat = "fp4",
+        max_position: int | None = None,
+        round_pooled: bool = False,
+        scratch: Scratch | None = None,
+        xp: Any = None,
+        backend: str | None = None,
+    ) -> None:
+        check_kind(DeepseekV41Config, config=config)
+        if scratch is not None:
+            check_kind(Scratch, scratch=scratch)
+        check_kind(Mapping, weights=weights)
+        check_integers(0, layer=layer)
+        check_flags(round_pooled=round_pooled)
+        self.layouts = v41_formats(cache_format)
+        if "attn_sink" not in weights:
+            weights = LayerWeights(_as_layers(weights, config), layer, V41_ATTENTION, SCALE_BLOCK)
+        self.xp = place_of(weights, "wq_a.weight") if xp is None else xp
+        on_host = self.xp is np
+        plain = cache_format if cache_format in ("bfloat16", "float32") else "fp8"
+        self.activations = check_options(layer, None, activations, plain, max_position, on_host, backend)
+        self.config, self.layer, self.backend = config, layer, backend
+        self.ratio, self.mode = config.ratio(layer), mode_of(config, layer)
+        self.round_pooled, self.scratch = bool(round_pooled), scratch or Scratch()
+        read = WeightReader(weights)
+        self._load(read)
+        read.check_all_read()
+        table = config.cos_sin_table(self.ratio, max_position or config.max_position_embeddings)
+        self.cos_sin = self.xp.asarray(table)
+        self.attention = SparseMLALayer(
+            self.ratio, config.index_topk, self.sinks, layout=self.layouts.window,
+            extra_layout=self.layouts.compressed if self.ratio else None,
+        )  # fmt: skip
+        self.indexer = Indexer(
+            config.index_n_heads, config.index_topk, self.layouts.indexer, False, self.scratch, backend
+        )
+
+    def _load(self, get: WeightReader) -> None:
+        config, xp = self.config, self.xp
+        dtype = compute_type(self.activations, xp)
+
+        def vector(name: str, size: int) -> Any:
+            return xp.asarray(get(name, size)).astype(FLOAT32)
+
+        hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.q_lora_rank
+        groups, width = config.o_groups, config.o_groups * config.o_lora_rank
+        low = [get("wq_a.weight", rank, hidden), get("wkv.weight", HEAD_DIM, hidden)]
+        self.low_rank = stacked(low, dtype, xp)
+        self.q_norm, self.kv_norm = vector("q_norm.weight", rank), vector("kv_norm.weight", HEAD_DIM)
+        self.q_b = stacked([get("wq_b.weight", heads * HEAD_DIM, rank)], dtype, xp)
+        o_a = get("wo_a.weight", width, heads * HEAD_DIM // groups)
+        self.o_a = stacked([o_a], dtype, xp).reshape(groups, config.o_lora_rank, -1)
+        self.o_b = stacked([get("wo_b.weight", hidden, width)], dtype, xp)
+        self.sinks = vector("attn_sink", heads)
+        if self.mode not in ("full", "reindex"):
+            return
+        index_heads, index_dim = config.index_n_heads, config.index_head_dim
+        self.index_q_b = stacked([get("indexer.wq_b.weight", index_heads * index_dim, rank)], dtype, xp)
+        wide = []  # float32 products of the hidden states: what is pooled, then the weights of the index heads
+        if self.mode == "full":
+            names = ("wkv", "wgate")[: self.ratio]
+            wide += [get(f"compressor.{name}.weight", HEAD_DIM, hidden) for name in names]
+            self.latent_norm = vector("compressor.norm.weight", HEAD_DIM)
+            self.index_k = stacked([get("indexer.wk.weight", index_dim, HEAD_DIM)], dtype, xp)
+            self.index_k_norm = vector("indexer.k_norm.weight", index_dim)
+        wide.append(get("indexer.weights_proj.weight", index_heads, hidden))
+        self.wide = stacked(wide, dtype, xp)
+
+    def step(
+        self,
+        hidden_states: Any,
+        layer_caches: DeepseekV41Caches,
+        metadata: DeepseekV41StepMetadata,
+        selection: DeepseekV41Selection | None = None,
+        *,
+        out: Any = None,
+        stream: Any = None,
+        observe: Observer = not_observed,
+    ) -> Any:
+        """Insert a step's rows and keys into the caches, and attend.
+
+        hidden_states  [T, hidden_size] of the layer's activations, after the layer's input norm; T are the metadata's
+                       tokens (padding included)
+        layer_caches   written; rows and keys by their owner alone
+        metadata       of the step's batch (DeepseekV41StepBuilder)
+        selection      of the model: layers that select write it, the others read it. Layers of ratio 0 need none
+        out            [T, hidden_size] of hidden_states' dtype to write instead of allocating
+        observe        called with a part's name around each part ("project", "insert", "compress", "select", "decode",
+                       "gather", "map", "prefill", "output")
+
+        Returns out, to which the caller adds the residual. A step of decodes, once one of its size has run, allocates
+        nothing if `out` is given, and can be captured in a CUDA graph.
+        Raises TypeError or ValueError, before anything is written, for an argument that does not fit, and for a
+        selection that another layer than the layer's source, or another step, wrote.
+        """
+        check_v41_step(self, hidden_states, layer_caches, metadata, selection)
+        run = V41Step(self, layer_caches, metadata, selection, observe)
+        shape = len(metadata.positions), self.config.hidden_size
+        return attend(run.run, hidden_states, shape, self.activations, None, out, stream)
+
+    def insert(
+        self,
+        hidden_states: Any,
+        layer_caches: DeepseekV41Caches,
+        metadata: DeepseekV41StepMetadata,
+        *,
+        stream: Any = None,
+    ) -> None:
+        """Insert a step's rows into the window cache, without attending.
+
+        A draft layer keeps the rows of the main model's hidden states, not those of the tokens that it drafted.
+        Arguments as in `step`, for a layer of ratio 0.
+        """
+        if self.ratio:
+            raise ValueError(f"layer: got {self.layer} of ratio {self.ratio}, expected one of ratio 0")
+        check_v41_step(self, hidden_states, layer_caches, metadata, None)
+        run = V41Step(self, layer_caches, metadata, None, not_observed)
+        shape = len(metadata.positions), self.config.hidden_size
+        into = self.scratch.shaped("inserted", shape, self.activations, self.cos_sin)  # attend's out, not written
+        attend(run.only_insert, hidden_states, shape, self.activations, None, into, stream)
+
+
+def _as_layers(tensors: Mapping[str, Any], config: DeepseekV41Config) -> Mapping[str, Any]:
+    """A checkpoint's tensors with the layers that predict further tokens, "mtp.0.", numbered behind the others."""
+    first = config.num_hidden_layers
+    drafts = {name for name in tensors if name.removeprefix("model.").startswith("mtp.")}
+    if not drafts:
+        return tensors
+    renamed = {}
+    for name in tensors:
+        if name in drafts:
+            _, number, rest = name.removeprefix("model.").split(".", 2)
+            renamed[f"layers.{first + int(number)}.{rest}"] = tensors[name]
+        elif name.removeprefix("model.").startswith("layers."):
+            renamed[name] = tensors[name]
+    return renamed
+
+
+@dataclass(frozen=True)
+class V41Step:
+    """The parts of one step. The caller's stream is current."""
+
+    layer: DeepseekV41Attention
+    caches: DeepseekV41Caches
+    metadata: DeepseekV41StepMetadata
+    selection: DeepseekV41Selection | None
+    observe: Observer
+
+    def run(self, x: Any, _: Any, out: Any) -> None:
+        layer, metadata = self.layer, self.metadata
+        selects = layer.mode in ("full", "reindex")
+        with self.observe("project"):
+            qr, kv = self.project(x)
+            wide: Any = None
+            if selects:
+                wide = self.array("wide", (len(x), len(layer.wide)), FLOAT32)
+                multiply(x, layer.wide, wide, layer.backend)
+        if layer.mode == "full":  # the norm of kv is part of its insert; that of qr is one launch with the keys' norm
+            with self.observe("compress"):
+                self.insert_keys(self.compress(wide), qr)
+        else:
+            with self.observe("project"):
+                self.norm(qr, kv, layer.kv_norm)
+        if selects:
+            with self.observe("select"):
+                self.select(qr, wide[:, -layer.config.index_n_heads :])
+        q = self.array("q", (len(x), layer.config.num_attention_heads, HEAD_DIM))
+        with self.observe("project"):
+            multiply(qr, layer.q_b, flat(q), layer.backend)
+            apply_rope(q, metadata.positions, layer.cos_sin, out=q, backend=layer.backend)
+        with self.observe("insert"):
+            self.insert(kv)
+        o = self.array("o", q.shape)
+        self.attend(q, o)
+        with self.observe("output"):
+            project_output(layer, o, metadata.positions, out)
+
+    def only_insert(self, x: Any, *_: Any) -> None:
+        qr, kv = self.project(x)
+        self.norm(qr, kv, self.layer.kv_norm)
+        self.insert(kv)
+
+    def project(self, x: Any) -> tuple[Any, Any]:
+        """Projections: [tokens, q_lora_rank] for the queries and [tokens, 512] for the window's rows."""
+        layer, config = self.layer, self.layer.config
+        low = self.array("low_rank", (len(x), config.q_lora_rank + HEAD_DIM))
+        multiply(x, layer.low_rank, low, layer.backend)
+        return low[:, : config.q_lora_rank], low[:, config.q_lora_rank :]
+
+    def norm(self, qr: Any, other: Any, weight: Any) -> None:
+        """RMSNorm of qr and of other rows, in place."""
+        layer = self.layer
+        fused_q_kv_rmsnorm(
+            qr, other, layer.q_norm, weight, layer.config.rms_norm_eps, out=(qr, other), backend=layer.backend
+        )
+
+    def insert(self, kv: Any) -> None:
+        layer, metadata = self.layer, self.metadata
+        norm_rope_and_insert(
+            kv, self.caches.window, metadata.window.slot_mapping, metadata.positions, layer.cos_sin,
+            weight=layer.kv_norm if layer.mode == "full" else None, eps=layer.config.rms_norm_eps,
+            layout=layer.layouts.window, backend=layer.backend,
+        )  # fmt: skip
+
+    def compress(self, wide: Any) -> Any:
+        """Pool this step's tokens into compressed rows. Returns the latents, 0 where no row was completed."""
+        layer, metadata, tokens = self.layer, self.metadata, len(wide)
+        rows, eps = metadata.rows[layer.ratio], layer.config.rms_norm_eps
+        latents = self.array("latents", (tokens, HEAD_DIM))
+        latents.fill(0)
+        ring: dict[str, Any] = {}
+        if layer.ratio > 1:
+            window = metadata.window
+            ring = {
+                "positions": metadata.positions, "query_start_loc": window.query_start_loc,
+                "state_cache": self.caches.ring,
+            }  # fmt: skip
+        compress_latents(
+            wide[:, : layer.ratio * HEAD_DIM], layer.latent_norm,
+            rows.slot_mapping if layer.ratio == 1 else metadata.ring_slot_mapping, latents,
+            compress_ratio=layer.ratio, **ring, eps=eps, round_pooled=layer.round_pooled, backend=layer.backend,
+        )  # fmt: skip
+        norm_rope_and_insert(
+            latents, self.caches.compressed, rows.slot_mapping, rows.row_positions, layer.cos_sin,
+            layout=layer.layouts.compressed, backend=layer.backend,
+        )  # fmt: skip
+        return latents
+
+    def insert_keys(self, latents: Any, qr: Any) -> None:
+        """Insert the index keys of the rows. The norm of qr is done with that of the keys."""
+        layer, rows = self.layer, self.metadata.rows[self.layer.ratio]
+        keys = self.array("index_k", (len(latents), layer.config.index_head_dim))
+        multiply(latents, layer.index_k, keys, layer.backend)
+        self.norm(qr, keys, layer.index_k_norm)
+        heads = keys[:, None]
+        apply_rope(heads, rows.row_positions, layer.cos_sin, out=heads, backend=layer.backend)
+        indexer_k_quant_and_cache(keys, self.caches.indexer, rows.slot_mapping, backend=layer.backend)
+
+    def select(self, qr: Any, weights: Any) -> None:
+        """Write the selection, and candidate blocks if the layer chooses them."""
+        layer, config, metadata, selection = self.layer, self.layer.config, self.metadata, self.selection
+        assert selection is not None
+        tokens, decodes = len(qr), metadata.window.num_decode_tokens
+        q = self.array("index_q", (tokens, config.index_n_heads, config.index_head_dim))
+        multiply(qr, layer.index_q_b, flat(q), layer.backend)
+        q, weights = layer.indexer.queries(q, weights, metadata.positions, layer.cos_sin)
+        rows = metadata.rows[layer.ratio]
+        layer.indexer.select(
+            q, weights, self.caches.indexer, rows.indexer, metadata.positions, metadata.window.token_to_req_indices,
+            rows.block_table, (selection.slots[:decodes], selection.lens[:decodes]) if decodes else None,
+            metadata.window.is_valid_token, selection.topk_indices[:tokens], self.candidates(),
+        )  # fmt: skip
+        selection.note("rows", layer.layer, metadata)
+        if layer.layer == config.candidate_source_layer_id:
+            selection.note("candidates", layer.layer, metadata)
+
+    def candidates(self) -> Candidates | None:
+        layer, config = self.layer, self.layer.config
+        assert self.selection is not None
+        if layer.layer == config.candidate_source_layer_id:
+            return self.selection.candidates(written=True)
+        return self.selection.candidates(written=False) if config.reads_candidates(layer.layer) else None
+
+    def attend(self, q: Any, o: Any) -> None:
+        """Write o [tokens, heads, 512], the attention over the window's rows and the selected rows."""
+        layer, metadata, tokens, compressed = self.layer, self.metadata, len(q), None
+        if layer.ratio:
+            selection, decodes = self.selection, metadata.window.num_decode_tokens
+            assert selection is not None
+            compressed = CompressedCache(
+                self.caches.compressed, metadata.rows[layer.ratio].block_table,
+                topk_indices=selection.topk_indices[:tokens], decode_slots=selection.slots[:decodes],
+                decode_lens=selection.lens[:decodes],
+            )  # fmt: skip
+        lse = self.array("lse", (tokens, q.shape[1], 1), FLOAT32)
+        layer.attention.step(
+            q, None, self.caches.window, metadata.window, compressed, out=o, workspace=LayerWorkspace(lse),
+            backend=layer.backend, observe=self.observe,
+        )  # fmt: skip
+
+    def array(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> Any:
+        return self.layer.scratch.shaped(name, shape, dtype or self.layer.activations, self.layer.cos_sin)

@@ -1,0 +1,175 @@
+"""The configuration of DeepSeek V4.1's attention layers, from a checkpoint's config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..dispatch.values import check_choice, check_integers, check_kind
+from .config_validation import check_fixed, check_list, check_numbers, numbers_of, rope_of
+from .rope import checked_scaling, cos_sin_table
+from .v4_config import HEAD_DIM, MOST_LAYERS, ROPE_DIM
+
+MODEL_TYPES = ("deepseek_v41", "deepseek_v41_text")
+LISTS = ("compress_ratios", "kv_source_layer_ids", "index_source_layer_ids")
+
+
+@dataclass(frozen=True)
+class DeepseekV41Config:
+    """Sizes and parameters of a model's attention layers.
+
+    compress_ratios         one a layer: 0 window only, 1 or 2 with compressed rows. Layers behind num_hidden_layers
+                            predict further tokens and have ratio 0
+    kv_source_layer_ids     layers that own compressed rows and index keys. Later layers, up to the next one, read them
+    index_source_layer_ids  layers that select rows; a layer takes the selection of the last one up to itself. Every
+                            owner of rows selects
+    candidate_source_layer_id  layer that chooses candidate blocks. Later layers that select look only there; -1: none
+    candidate_topk_blocks   blocks that it chooses; candidate_block_size rows each
+    rope_theta              base of RoPE in layers of ratio 0; compress_rope_theta and rope_scaling in the others
+    Other fields are named as in the published configuration.
+    """
+
+    hidden_size: int
+    num_attention_heads: int
+    q_lora_rank: int
+    o_groups: int
+    o_lora_rank: int
+    compress_ratios: tuple[int, ...]
+    kv_source_layer_ids: tuple[int, ...]
+    index_source_layer_ids: tuple[int, ...]
+    num_hidden_layers: int
+    candidate_source_layer_id: Any = -1
+    candidate_topk_blocks: Any = 0
+    candidate_block_size: int = 8
+    index_n_heads: int = 32
+    index_head_dim: int = 128
+    index_topk: int = 512
+    sliding_window: int = 128
+    rms_norm_eps: float = 1e-20
+    max_position_embeddings: int = 1048576
+    rope_theta: float = 10000.0
+    compress_rope_theta: float = 160000.0
+    rope_scaling: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+        check_integers(-1, candidate_source_layer_id=self.candidate_source_layer_id)
+        check_integers(0, candidate_topk_blocks=self.candidate_topk_blocks)
+        check_integers(1, MOST_LAYERS, num_hidden_layers=self.num_hidden_layers)
+        check_list("compress_ratios", self.compress_ratios, self.num_hidden_layers)
+        for name in LISTS:
+            check_list(name, getattr(self, name), 0)
+            check_integers(0, **{f"{name}[{i}]": value for i, value in enumerate(getattr(self, name))})
+            object.__setattr__(self, name, tuple(int(value) for value in getattr(self, name)))
+        for layer, ratio in enumerate(self.compress_ratios):
+            check_choice((0, 1, 2), **{f"compress_ratios[{layer}]": ratio})
+            if ratio and layer >= self.num_hidden_layers:
+                raise ValueError(
+                    f"compress_ratios[{layer}]: got {ratio}, expected 0 for a layer behind num_hidden_layers"
+                )
+        if self.num_attention_heads % self.o_groups:
+            raise ValueError(f"o_groups: got {self.o_groups}, expected a divisor of {self.num_attention_heads} heads")
+        if self.index_head_dim != 128:
+            raise ValueError(f"index_head_dim: got {self.index_head_dim}, expected 128")
+        self._check_sources()
+
+    def _check_sources(self) -> None:
+        for name in LISTS[1:]:
+            for layer in getattr(self, name):
+                if not self.ratio(layer):
+                    raise ValueError(f"{name}: got {layer}, expected layers of ratio 1 or 2")
+        for layer in self.kv_source_layer_ids:
+            if layer not in self.index_source_layer_ids:
+                raise ValueError(f"index_source_layer_ids: got none for {layer}, expected every kv_source_layer_ids")
+        for layer in range(self.num_hidden_layers):
+            if not self.ratio(layer):
+                continue
+            source = self.kv_source(layer)
+            if source is None or self.ratio(source) != self.ratio(layer):
+                found = "no layer" if source is None else f"layer {source} of ratio {self.ratio(source)}"
+                raise ValueError(
+                    f"kv_source_layer_ids: got {found} for layer {layer}, expected one of ratio {self.ratio(layer)}"
+                )
+        source = self.candidate_source_layer_id
+        if source < 0:
+            return
+        if source not in self.index_source_layer_ids:
+            raise ValueError(f"candidate_source_layer_id: got {source}, expected one of index_source_layer_ids, or -1")
+        check_integers(1, candidate_topk_blocks=self.candidate_topk_blocks)
+        for layer in self.index_source_layer_ids:
+            if layer > source and self.ratio(layer) != self.ratio(source):
+                raise ValueError(
+                    f"candidate_source_layer_id: got {source} of ratio {self.ratio(source)}, but layer {layer} after "
+                    f"it selects rows of ratio {self.ratio(layer)}"
+                )
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> DeepseekV41Config:
+        """Read a config.json: the published one with its text_config, or that part alone.
+
+        Raises TypeError or ValueError for the configuration of another model, for missing entries, and for a size, a
+        compression or a RoPE that cumla does not support.
+        """
+        check_kind(Mapping, config=config)
+        if config.get("text_config") is not None:
+            check_kind(Mapping, text_config=config["text_config"])
+            check_choice(MODEL_TYPES, model_type=config.get("model_type", MODEL_TYPES[0]))
+            config = config["text_config"]
+        check_choice(MODEL_TYPES, model_type=config.get("model_type", MODEL_TYPES[0]))
+        check_fixed(config, head_dim=HEAD_DIM, qk_rope_head_dim=ROPE_DIM, num_key_value_heads=1)
+        for name in LISTS:
+            if name not in config:
+                raise ValueError(f"{name}: the configuration has none, expected a list")
+        numbers = numbers_of(cls, config, besides=("rope_scaling",))
+        rope = rope_of(config)
+        checked_scaling(rope)
+        # The published code has no factor on cosines and sines, unlike YaRN's formula, and rounds the ramp's ends.
+        scaling = None
+        if rope is not None:
+            scaling = {name: value for name, value in rope.items() if name not in ("rope_theta", "truncate")}
+            if scaling.get("rope_type", scaling.get("type")):
+                scaling = {"attention_factor": 1.0, **scaling}
+        return cls(**numbers, rope_scaling=scaling)
+
+    def ratio(self, layer: int) -> int:
+        """The layer's compress ratio; 0 behind the list."""
+        return self.compress_ratios[layer] if layer < len(self.compress_ratios) else 0
+
+    def kv_source(self, layer: int) -> int | None:
+        """The layer whose compressed rows this one reads; None at ratio 0."""
+        return self._source(layer, self.kv_source_layer_ids)
+
+    def index_source(self, layer: int) -> int | None:
+        """The layer whose selection this one takes; None at ratio 0."""
+        return self._source(layer, self.index_source_layer_ids)
+
+    def reads_candidates(self, layer: int) -> bool:
+        """Whether the layer selects rows of the candidate blocks alone."""
+        return layer in self.index_source_layer_ids and 0 <= self.candidate_source_layer_id < layer
+
+    def _source(self, layer: int, sources: tuple[int, ...]) -> int | None:
+        if not self.ratio(layer):
+            return None
+        return max((source for source in sources if source <= layer), default=None)
+
+    def cos_sin_table(self, compress_ratio: int, max_position: int) -> np.ndarray:
+        """float32 [max_position, 64], of a layer with this ratio."""
+        if compress_ratio == 0:
+            return cos_sin_table(ROPE_DIM, self.rope_theta, max_position)
+        return cos_sin_table(ROPE_DIM, self.compress_rope_theta, max_position, self.rope_scaling)
+
+
+def mode_of(config: DeepseekV41Config, layer: int) -> str:
+    """What a layer does for its compressed rows.
+
+    "window": it has none; "full": it owns rows and selects; "reindex": it selects among another layer's rows; "reuse":
+    it takes another layer's selection.
+    """
+    if not config.ratio(layer):
+        return "window"
+    if layer in config.kv_source_layer_ids:
+        return "full"
+    return "reindex" if layer in config.index_source_layer_ids else "reuse"

@@ -1,0 +1,116 @@
+"""V4.1's layers by CUDA's kernels, with bfloat16 activations: outputs, poison, graphs."""
+
+import numpy as np
+import pytest
+
+from cumla.metadata.batch import CommonAttentionMetadata
+from support.graphs import graph_of
+from support.lab import Lab
+from support.models import relative_rms
+from support.v41_stack import Stack, golden_arrays
+
+BOUNDS = {"bfloat16": 0.02, "fp8": 0.06, "fp4": 0.13, "fp4_split": 0.13}
+QUICK = [5, 1, 2]  # tokens of the steps on an emulated device
+
+
+def stack_of(lab, cache_format, case=0):
+    return Stack(case, cache_format, "cuda", "bfloat16", lab)
+
+
+@pytest.mark.nowhere(when=lambda x: x.backend != "cuda")  # the other backends' layers are tested on the host
+@pytest.mark.thorough(when=lambda x: x.emulated and (x.get("cache_format") != "fp4" or x.get("case") != 2))
+@pytest.mark.parametrize("cache_format", BOUNDS)
+@pytest.mark.parametrize("case", [0, 1, 2])
+@pytest.mark.nowhere(when=lambda x: x.emulated and x.get("case") == 1)
+def test_outputs_are_near_the_published_ones(lab, case, cache_format):
+    """Where rounding changes none of a token's choices; all of them on an emulated device, with its few tokens."""
+    stack = stack_of(lab, cache_format, case)
+    splits = QUICK if lab.emulated else stack.record["requests"][0]
+    got = stack.run(0, splits).astype(np.float32)
+    want, rows = golden_arrays()[f"{case}/0/out"], golden_arrays()[f"{case}/0/rows"]
+    rows, want = rows[rows < sum(splits)], want[:, rows < sum(splits)]
+    for layer in range(len(got)):
+        source, same = stack.config.index_source(layer), np.ones(len(rows), bool)
+        if source is not None:
+            pairs = [
+                (set(golden_arrays()[f"{case}/0/picks{source}"][row]), set(stack.picks[source][0][row])) for row in rows
+            ]
+            same = np.array([chosen == picks for chosen, picks in pairs])
+            assert np.mean([len(chosen & picks) / len(chosen | picks) for chosen, picks in pairs]) > 0.75
+        assert same.any()
+        assert relative_rms(got[layer][rows[same]], want[layer][same]) < BOUNDS[cache_format]
+
+
+@pytest.mark.nowhere(when=lambda x: x.backend != "cuda")
+@pytest.mark.thorough(when=lambda x: x.emulated)
+def test_poison_stays_with_its_request(lab):
+    """NaN in the tokens of the other request and in pages that nothing wrote: the same bits."""
+    found = []
+    for poison in (None, np.nan, np.inf):
+        stack = stack_of(lab, "fp4")
+        if poison is not None:
+            stack.hidden[1][...] = poison
+            for caches in stack.caches:
+                for array in vars(caches).values():
+                    if array is not None and array.dtype == np.uint8:
+                        array[...] = 255
+        with np.errstate(all="ignore"):
+            parts = [stack.step([(0, 0, 4), (1, 0, 5)])[0], stack.step([(0, 4, 1), (1, 5, 1)])[0]]
+        found.append(np.concatenate(parts, axis=1).view(np.uint16))
+    np.testing.assert_array_equal(found[1], found[0])
+    np.testing.assert_array_equal(found[2], found[0])
+
+
+@pytest.mark.gpu
+def test_a_captured_step_of_all_layers():
+    """One graph of a step of decodes, replayed for later positions, where rows are completed and chosen anew."""
+    lab = Lab("cuda", on_device=True)
+    steps = [[(0, 40 + i, 1), (1, 3 + i, 1)] for i in range(4)]
+    want = stack_of(lab, "fp4")
+    want.step([(0, 0, 40), (1, 0, 3)])
+    wanted = [np.concatenate(want.step(step), axis=1) for step in steps]
+
+    stack = stack_of(lab, "fp4")
+    stack.step([(0, 0, 40), (1, 0, 3)])
+    kept = {}
+
+    def keep(name, array):
+        placed = lab.put(np.ascontiguousarray(array))
+        kept.setdefault(name, placed)[...] = placed
+        return kept[name]
+
+    def prepare(step):
+        batch, tables = stack.paged.batch(step)
+        names = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
+        fixed = [keep(name, lab.get(getattr(batch, name))) for name in names]
+        batch = CommonAttentionMetadata(
+            fixed[0], batch.query_start_loc_cpu, fixed[1], batch.seq_lens_cpu, batch.num_computed_tokens_cpu, 2,
+            batch.num_actual_tokens, batch.max_query_len, fixed[2], fixed[3], max_seq_len=473,
+        )  # fmt: skip
+        rings = keep("rings", np.array([0, 1], np.int32))
+        metadata = stack.builder.build(batch, keep("compressed", lab.get(tables["compressed"])), rings)
+        for layer in range(len(stack.layers)):
+            x = np.concatenate([stack.hidden[r][layer, first : first + count] for r, first, count in step])
+            keep(f"x{layer}", x.astype(stack.layers[layer].activations))
+            keep(f"out{layer}", np.zeros_like(x, stack.layers[layer].activations))
+        return metadata
+
+    def run(metadata):
+        for number, (layer, caches) in enumerate(zip(stack.layers, stack.caches, strict=True)):
+            layer.step(kept[f"x{number}"], caches, metadata, stack.selection, out=kept[f"out{number}"])
+
+    def results():
+        import cupy
+
+        cupy.cuda.Device().synchronize()
+        return np.stack([lab.get(kept[f"out{number}"]) for number in range(len(stack.layers))])
+
+    metadata = prepare(steps[0])
+    run(metadata)
+    np.testing.assert_array_equal(results().view(np.uint16), wanted[0].view(np.uint16))
+    metadata = prepare(steps[1])
+    graph = graph_of(lambda: run(metadata))
+    for step, expected in zip(steps[1:], wanted[1:], strict=True):
+        prepare(step)
+        graph.launch()
+        np.testing.assert_array_equal(results().view(np.uint16), expected.view(np.uint16))

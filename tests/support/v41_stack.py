@@ -1,0 +1,136 @@
+"""Golden stacks of V4.1's attention layers: paged requests run through them, their outputs and choices compared."""
+
+import functools
+import json
+
+import numpy as np
+
+from cumla.models.caches import DeepseekV41Caches
+from cumla.models.deepseek_v41 import DeepseekV41Attention, DeepseekV41Config
+from cumla.models.scratch import Scratch
+from cumla.models.v41_step import DeepseekV41Selection, DeepseekV41StepBuilder, serving_of
+from cumla.replay.whole import by_the_rule
+
+from .golden import DATA
+from .models import PagedRequests, relative_rms
+
+GOLDEN = json.loads((DATA / "v41.json").read_text())
+AMBIGUOUS = 1e-5  # `gap` below which float32 may choose other rows than float64
+SPECULATIVE = 5
+
+
+@functools.cache
+def golden_arrays():
+    with np.load(DATA / "v41.npz") as archive:
+        return dict(archive)
+
+
+def hidden_states(case, request):
+    config, count = GOLDEN["cases"][case]["config"], sum(GOLDEN["cases"][case]["requests"][request])
+    generator = np.random.Generator(np.random.PCG64(GOLDEN["cases"][case]["seed"] + 7 + request))
+    return generator.standard_normal((config["num_hidden_layers"], count, config["hidden_size"]), dtype=np.float32)
+
+
+class Stack:
+    """The layers of a golden case with their caches, for all of its requests."""
+
+    def __init__(self, case, cache_format="float32", backend="cpu", activations="float32", lab=None, seed=0, **options):
+        record = GOLDEN["cases"][case]
+        self.record, self.config = record, DeepseekV41Config.from_dict(record["config"])
+        self.hidden = [hidden_states(case, request) for request in range(len(record["requests"]))]
+        longest = max(map(sum, record["requests"]))
+        self.put, self.xp = (np.asarray, np) if lab is None else (lab.put, lab.xp)
+        weights, scratch = by_the_rule(record["parameters"], record["seed"]), Scratch()
+        self.serving = serving_of(
+            self.config, num_speculative_tokens=SPECULATIVE, max_num_batched_tokens=1024, max_num_seqs=4,
+            max_model_len=1024, compressed_block_size=128, num_heads=8,
+        )  # fmt: skip
+        self.layers = [
+            DeepseekV41Attention(
+                self.config, layer, weights, activations=activations, cache_format=cache_format, max_position=longest,
+                scratch=scratch, xp=self.xp, backend=backend, **options,
+            )
+            for layer in range(self.config.num_hidden_layers)
+        ]  # fmt: skip
+        self.paged = PagedRequests(len(self.hidden), longest, {"window": 64, "compressed": 128}, seed, put=self.put)
+        blocks, self.caches = self.paged.num_blocks, []
+        for layer in range(len(self.layers)):
+            source = self.config.kv_source(layer)
+            owner = None if source in (None, layer) else self.caches[source]
+            self.caches.append(
+                DeepseekV41Caches.allocate(
+                    self.config, layer, self.serving, blocks["window"], blocks["compressed"], len(self.hidden),
+                    owner=owner, cache_format=cache_format, xp=self.xp,
+                )
+            )  # fmt: skip
+        self.builder = DeepseekV41StepBuilder(self.serving, backend)
+        self.selection = DeepseekV41Selection(self.config, self.serving, self.xp)
+        self.picks = {layer: [{} for _ in self.hidden] for layer in self.config.index_source_layer_ids}
+
+    def step(self, scheduled):
+        """Outputs [layers, count, hidden] of each (request, first position, count)."""
+        batch, tables = self.paged.batch(scheduled)
+        rings = self.put(np.array([request for request, _, _ in scheduled], np.int32))
+        metadata = self.builder.build(batch, tables["compressed"], rings)
+        outputs = []
+        for number, (layer, caches) in enumerate(zip(self.layers, self.caches, strict=True)):
+            x = np.concatenate([self.hidden[r][number, first : first + count] for r, first, count in scheduled])
+            out = layer.step(self.put(x.astype(layer.activations)), caches, metadata, self.selection)
+            outputs.append(out if isinstance(out, np.ndarray) else out.get())
+            if number in self.picks:
+                self._keep_picks(number, scheduled)
+        splits = batch.query_start_loc_cpu[1:-1]
+        return [np.stack(parts) for parts in zip(*(np.split(out, splits) for out in outputs), strict=True)]
+
+    def _keep_picks(self, layer, scheduled):
+        chosen = self.selection.topk_indices
+        chosen, row = chosen if isinstance(chosen, np.ndarray) else chosen.get(), 0
+        for request, first, count in scheduled:
+            for position in range(first, first + count):
+                self.picks[layer][request][position] = chosen[row].copy()
+                row += 1
+
+    def run(self, request, splits):
+        first, parts = 0, []
+        for count in splits:
+            parts += self.step([(request, first, count)])
+            first += count
+        return np.concatenate(parts, axis=1)
+
+
+def ambiguous(config, prefix, layer):
+    """Tokens whose choice depends on rounding in the layer that selects for this one, or on its candidates."""
+    source = config.index_source(layer)
+    if source is None:
+        return False
+    gap = golden_arrays()[f"{prefix}/gap{source}"] < AMBIGUOUS
+    if config.reads_candidates(source):
+        gap = gap | (golden_arrays()[f"{prefix}/gap{config.candidate_source_layer_id}"] < AMBIGUOUS)
+    return gap
+
+
+def check_outputs(stack, case, request, got, bound):
+    prefix = f"{case}/{request}"
+    want, rows = golden_arrays()[f"{prefix}/out"].astype(np.float64), golden_arrays()[f"{prefix}/rows"]
+    compared = 0
+    for layer in range(len(got)):
+        unclear = ambiguous(stack.config, prefix, layer)
+        kept = ~unclear[rows] if unclear is not False else np.ones(len(rows), bool)
+        error = relative_rms(got[layer][rows[kept]], want[layer][kept])
+        assert error < bound, f"layer {layer} of {stack.layers[layer].mode}: {error}"
+        compared += kept.sum()
+    assert compared > 0.8 * len(rows) * len(got)
+
+
+def check_picks(stack, case, request):
+    prefix = f"{case}/{request}"
+    for layer, picks in stack.picks.items():
+        unclear, compared = ambiguous(stack.config, prefix, layer), 0
+        rows = golden_arrays()[f"{prefix}/pick_rows"]
+        for row, want in zip(rows, golden_arrays()[f"{prefix}/picks{layer}"], strict=True):
+            if unclear[row]:
+                continue
+            got = picks[request][int(row)]
+            np.testing.assert_array_equal(got[got >= 0], want[want >= 0], f"layer {layer}, token {row}")
+            compared += 1
+        assert compared > 0.8 * len(rows)
