@@ -257,3 +257,58 @@ def test_no_value_leaves_the_arrays(lab):
         assert ((found.get() >= -1) & (found.get() <= width // block)).all()
         cumla.apply_candidate_mask(full.array, blocks, *ranges, **options)
         full.assert_margins()
+
+
+@pytest.mark.parametrize("next_n", [1, 2])
+@pytest.mark.thorough(when=lambda x: x.simulated and x.get("next_n") == 2)
+def test_top_k_writes_the_blocks_of_its_scores(lab, rng, next_n):
+    """Bit-identical to select_candidate_blocks of the same logits, however many queries a pass has."""
+    heads, columns, block_size, requests = (1, 2, 8, 2) if lab.tiny else (5, 6, 16, 3)
+    width, blocks, topk = columns * block_size, 2 if lab.tiny else 4, 3
+    cache, _ = cache_of(rng, cumla.INDEXER_FP8, requests * columns, block_size, 16)
+    table = rng.permutation(requests * columns).reshape(requests, columns).astype(np.int32)
+    q = e4m3(rng.normal(size=(requests, next_n, heads, HEAD_DIM)).astype(np.float32))
+    weights = rng.normal(size=(requests * next_n, heads)).astype(np.float32)
+    lens = np.array([width, 9, 0][:requests], np.int32)
+    given = [lab.put(x) for x in (q, cache, weights, lens, table)]
+    q, cache, weights, lens, table = given
+    logits = cumla.fp8_paged_mqa_logits(q, cache, weights, lens, table, backend=lab.backend)
+    rows = {"seq_lens": lens, "next_n": next_n, "backend": lab.backend}
+    want = lab.get(cumla.select_candidate_blocks(logits, blocks, **rows))
+    want_rows = lab.get(cumla.top_k_per_row(logits, topk, **rows))
+    row_bytes = width * 4 + -(-(width // 8) * 4 // 16) * 16  # scores of keys and of blocks, in multiples of 16 bytes
+    for bound in ({}, {"max_workspace_bytes": row_bytes * next_n}):
+        written = lab.put(np.full((requests * next_n, blocks), 7, np.int32))
+        found = cumla.indexer_topk(
+            q, cache, weights, topk, context_lens=lens, block_table=table, candidate_blocks=written,
+            backend=lab.backend, **bound,
+        )  # fmt: skip
+        np.testing.assert_array_equal(lab.get(found), want_rows)
+        np.testing.assert_array_equal(lab.get(written), want)
+    with pytest.raises(ValueError, match=r"max_workspace_bytes: got \d+ bytes, expected at least"):
+        cumla.indexer_topk(
+            q, cache, weights, topk, context_lens=lens, block_table=table, candidate_blocks=written,
+            backend=lab.backend, max_workspace_bytes=row_bytes * next_n - 1,
+        )  # fmt: skip
+
+
+def test_top_k_of_packed_keys_writes_blocks(lab, rng):
+    """Blocks count from a query's first key."""
+    tokens, rows, heads, blocks = (2, 20, 1, 2) if lab.tiny else (6, 70, 4, 3)
+    q = rng.normal(size=(tokens, heads, HEAD_DIM)).astype(np.float32)
+    k, weights = rng.normal(size=(rows, HEAD_DIM)).astype(np.float32), rng.normal(size=(tokens, heads)).astype("f4")
+    starts = rng.integers(0, rows // 2, tokens).astype(np.int32)
+    ends = (starts + rng.integers(0, rows // 2, tokens)).astype(np.int32)
+    dtype = np.float32 if not lab.on_device else BF16
+    q, k, weights, starts, ends = (lab.put(x) for x in (q.astype(dtype), k.astype(dtype), weights, starts, ends))
+    logits = cumla.fp8_mqa_logits(q, k, weights, starts, ends, backend=lab.backend)
+    want = cumla.select_candidate_blocks(logits, blocks, starts, ends, backend=lab.backend)
+    written = lab.put(np.full((tokens, blocks), 7, np.int32))
+    options = {"cu_seqlen_ks": starts, "cu_seqlen_ke": ends, "candidate_blocks": written, "backend": lab.backend}
+    cumla.indexer_topk(q, k, weights, 5, **options)
+    np.testing.assert_array_equal(lab.get(written), lab.get(want))
+    written[...] = 7
+    assert lab.get(cumla.indexer_topk(q, k, weights, 0, **options)).shape == (tokens, 0)  # blocks alone
+    np.testing.assert_array_equal(lab.get(written), lab.get(want))
+    with pytest.raises(ValueError, match="max_seqlen_k: got 3 together with candidate_blocks"):
+        cumla.indexer_topk(q, k, weights, 5, max_seqlen_k=3, **options)

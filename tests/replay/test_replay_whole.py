@@ -53,7 +53,7 @@ def test_every_layer_is_checked_against_float64(finished):
 @pytest.mark.parametrize(
     ("what", "layer", "found"),
     [
-        ("cumla.models.deepseek_v4.apply_rope", "v4 swa", "the layer's output"),
+        ("cumla.models.output_projection.apply_rope", "v4 swa", "the layer's output"),
         ("cumla.models.deepseek_v4.qnorm_rope_and_insert", "v4 swa", "through FP8"),
         ("cumla.models.deepseek_v32.concat_and_cache_mla", "v32", "through FP8"),
         ("cumla.layers.selected_attention.compute_global_topk_indices_and_lens", "v32", "of its bound"),
