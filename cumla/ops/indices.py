@@ -11,7 +11,7 @@ from typing import Any
 from ..dispatch.call import BOOL, INT32, Call
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_flags, check_integers
-from ..kernels.types.indices import MixedIndices
+from ..kernels.types.indices import CombinedIndices, MixedIndices, TopkSlots, WindowSlots
 
 INT32_MAX = 2**31 - 1
 
@@ -62,18 +62,10 @@ def compute_swa_indices_and_lens(
     swa_lens = call.output("out[1] (swa_lens)", given[1], INT32, (num_tokens,))
     if num_tokens:
         with call.kernels("indices") as kernels:
-            kernels.compute_swa_indices_and_lens(
-                query_start_loc,
-                seq_lens,
-                token_to_req_indices,
-                is_valid_token,
-                block_table,
-                block_size,
-                window_size,
-                token_offset,
-                swa_indices,
-                swa_lens,
-            )
+            kernels.compute_swa_indices_and_lens(WindowSlots(
+                query_start_loc, seq_lens, token_to_req_indices, is_valid_token, block_table, block_size, window_size,
+                token_offset, swa_indices, swa_lens,
+            ))  # fmt: skip
     return call.results()
 
 
@@ -128,18 +120,10 @@ def compute_global_topk_indices_and_lens(
     topk_lens = call.output("out[1] (topk_lens)", given[1], INT32, (num_tokens,))
     if num_tokens:
         with call.kernels("indices") as kernels:
-            kernels.compute_global_topk_indices_and_lens(
-                topk_indices,
-                token_to_req_indices,
-                block_table,
-                block_size,
-                is_valid_token,
-                bool(compact),
-                positions,
-                compress_ratio,
-                global_topk_indices,
-                topk_lens,
-            )
+            kernels.compute_global_topk_indices_and_lens(TopkSlots(
+                topk_indices, token_to_req_indices, block_table, block_size, is_valid_token, positions, compress_ratio,
+                global_topk_indices, topk_lens, bool(compact),
+            ))  # fmt: skip
     return call.results()
 
 
@@ -201,20 +185,10 @@ def combine_topk_swa_indices(
     combined_lens = call.output("out[1] (combined_lens)", given[1], INT32, (num_tokens,))
     if num_tokens:
         with call.kernels("indices") as kernels:
-            kernels.combine_topk_swa_indices(
-                topk_indices,
-                query_start_loc,
-                seq_lens,
-                gather_lens,
-                window_size,
-                max(compress_ratio, 1),
-                topk if compress_ratio else 0,
-                M,
-                N,
-                bool(compact),
-                combined_indices,
-                combined_lens,
-            )
+            kernels.combine_topk_swa_indices(CombinedIndices(
+                topk_indices, query_start_loc, seq_lens, gather_lens, window_size, max(compress_ratio, 1),
+                topk if compress_ratio else 0, M, N, bool(compact), combined_indices, combined_lens,
+            ))  # fmt: skip
     return call.results()
 
 

@@ -15,6 +15,7 @@ from ..numba_common.numbers import (
 from ..reference.indexer import keys_of, paged_mqa_logits_metadata, row_lens, scales_of
 from ..reference.rows import flush_subnormals
 from ..types.indexer import Rows, Slots
+from ..types.indices import TopkSlots
 from ..types.segments import Pages
 from .indices import compute_global_topk_indices_and_lens
 from .rows import E4M3_VALUES, lookup_slot
@@ -216,8 +217,9 @@ def top_k_per_row(logits: np.ndarray, rows: Rows, indices: np.ndarray, slots: Sl
     if slots is not None:
         requests = np.arange(len(logits), dtype=np.int32) // np.int32(rows.next_n)
         is_valid = np.ones(len(logits), bool) if slots.is_valid is None else slots.is_valid
+        table = slots.block_table, slots.block_size
         compute_global_topk_indices_and_lens(
-            indices, requests, slots.block_table, slots.block_size, is_valid, True, None, 1, slots.indices, slots.lens
+            TopkSlots(indices, requests, *table, is_valid, None, 1, slots.indices, slots.lens, True)
         )
 
 

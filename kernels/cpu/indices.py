@@ -4,7 +4,7 @@ import numpy as np
 
 from ..numba_common import slots
 from ..numba_common.compiled import compiled
-from ..types.indices import MixedIndices
+from ..types.indices import CombinedIndices, MixedIndices, TopkSlots, WindowSlots
 from .rows import lookup_slot
 from .threads import parallel_for
 
@@ -16,49 +16,22 @@ complete_rows = compiled(slots.complete_rows)
 NO_VECTOR = np.empty(0, np.int32)
 
 
-def compute_swa_indices_and_lens(
-    query_start_loc,
-    seq_lens,
-    token_to_req_indices,
-    is_valid_token,
-    block_table,
-    block_size,
-    window_size,
-    token_offset,
-    swa_indices,
-    swa_lens,
-):
-    parallel_for(
-        len(swa_lens), window_size * TO_MAP, _swa,
-        query_start_loc, seq_lens, token_to_req_indices, is_valid_token, block_table, block_size, window_size,
-        token_offset, swa_indices, swa_lens,
-    )  # fmt: skip
+def compute_swa_indices_and_lens(given: WindowSlots):
+    parallel_for(len(given.swa_lens), given.window_size * TO_MAP, _swa, given)
 
 
 @compiled(nogil=True)
-def _swa(
-    first_token,
-    end_token,
-    query_start_loc,
-    seq_lens,
-    token_to_req_indices,
-    is_valid_token,
-    block_table,
-    block_size,
-    window_size,
-    token_offset,
-    swa_indices,
-    swa_lens,
-):
+def _swa(first_token, end_token, given):
     for t in range(first_token, end_token):
-        swa_indices[t] = -1
-        swa_lens[t] = 0
-        token = t + token_offset
-        request = token_to_req_indices[token]
-        if is_valid_token[token] and 0 <= request < len(seq_lens):
-            position = token_position(query_start_loc, seq_lens, request, token)
-            swa_lens[t] = write_window(
-                block_table, request, position, block_size, block_size, swa_indices[t, :window_size]
+        given.swa_indices[t] = -1
+        given.swa_lens[t] = 0
+        token = t + given.token_offset
+        request = given.token_to_req_indices[token]
+        if given.is_valid_token[token] and 0 <= request < len(given.seq_lens):
+            position = token_position(given.query_start_loc, given.seq_lens, request, token)
+            row = given.swa_indices[t, : given.window_size]
+            given.swa_lens[t] = write_window(
+                given.block_table, request, position, given.block_size, given.block_size, row
             )
 
 
@@ -72,133 +45,66 @@ def write_window(block_table, request, position, block_size, block_span, row):
     return count
 
 
-def compute_global_topk_indices_and_lens(
-    topk_indices,
-    token_to_req_indices,
-    block_table,
-    block_size,
-    is_valid_token,
-    compact,
-    positions,
-    compress_ratio,
-    global_topk_indices,
-    topk_lens,
-):
-    parallel_for(
-        len(topk_indices),
-        topk_indices.shape[1] * TO_MAP,
-        _map_topk,
-        topk_indices,
-        token_to_req_indices,
-        block_table,
-        block_size,
-        is_valid_token,
-        compact,
-        NO_VECTOR if positions is None else positions,
-        compress_ratio,
-        global_topk_indices,
-        topk_lens,
-    )
+def compute_global_topk_indices_and_lens(given: TopkSlots):
+    if given.positions is None:
+        given = given._replace(positions=NO_VECTOR)
+    parallel_for(len(given.topk_indices), given.topk_indices.shape[1] * TO_MAP, _map_topk, given)
 
 
 @compiled(nogil=True)
-def _map_topk(
-    first_token,
-    end_token,
-    topk_indices,
-    token_to_req_indices,
-    block_table,
-    block_size,
-    is_valid_token,
-    compact,
-    positions,
-    compress_ratio,
-    global_topk_indices,
-    topk_lens,
-):
+def _map_topk(first_token, end_token, given):
+    slots = given.global_topk_indices
     for token in range(first_token, end_token):
-        request = token_to_req_indices[token]
-        complete = complete_rows(positions, token, compress_ratio)
+        request = given.token_to_req_indices[token]
+        complete = complete_rows(given.positions, token, given.compress_ratio)
         count = 0
-        for j in range(topk_indices.shape[1]):
-            local = np.int64(topk_indices[token, j])
-            slot = lookup_slot(block_table, request, local, block_size) if local < complete else -1
-            if compact:
-                global_topk_indices[token, j] = -1
+        for j in range(slots.shape[1]):
+            local = np.int64(given.topk_indices[token, j])
+            slot = lookup_slot(given.block_table, request, local, given.block_size) if local < complete else -1
+            if given.compact:
+                slots[token, j] = -1
                 if slot >= 0:
-                    global_topk_indices[token, count] = slot
+                    slots[token, count] = slot
             else:
-                global_topk_indices[token, j] = slot
+                slots[token, j] = slot
             count += slot >= 0
-        topk_lens[token] = count if is_valid_token[token] else 0
+        given.topk_lens[token] = count if given.is_valid_token[token] else 0
 
 
-def combine_topk_swa_indices(
-    topk_indices,
-    query_start_loc,
-    seq_lens,
-    gather_lens,
-    window_size,
-    compress_ratio,
-    topk,
-    row_stride,
-    swa_start,
-    compact,
-    combined_indices,
-    combined_lens,
-):
-    parallel_for(
-        len(combined_lens), combined_indices.shape[1] * TO_MAP, _combine,
-        topk_indices, query_start_loc, seq_lens, gather_lens, window_size, compress_ratio, topk, row_stride,
-        swa_start, compact, combined_indices, combined_lens,
-    )  # fmt: skip
+def combine_topk_swa_indices(given: CombinedIndices):
+    parallel_for(len(given.combined_lens), given.combined_indices.shape[1] * TO_MAP, _combine, given)
 
 
 @compiled(nogil=True)
-def _combine(
-    first_token,
-    end_token,
-    topk_indices,
-    query_start_loc,
-    seq_lens,
-    gather_lens,
-    window_size,
-    compress_ratio,
-    topk,
-    row_stride,
-    swa_start,
-    compact,
-    combined_indices,
-    combined_lens,
-):
-    num_requests = len(seq_lens)
+def _combine(first_token, end_token, given):
+    num_requests, swa_start, rows = len(given.seq_lens), given.swa_start, given.combined_indices
     for token in range(first_token, end_token):
-        combined_indices[token] = -1
-        combined_lens[token] = 0
-        query = token + query_start_loc[0]
-        request = np.searchsorted(query_start_loc, query, side="right") - 1
+        rows[token] = -1
+        given.combined_lens[token] = 0
+        query = token + given.query_start_loc[0]
+        request = np.searchsorted(given.query_start_loc, query, side="right") - 1
         if not 0 <= request < num_requests:
             continue
-        position = token_position(query_start_loc, seq_lens, request, query)
+        position = token_position(given.query_start_loc, given.seq_lens, request, query)
         if position < 0:
             continue
-        base = np.int64(row_stride) * request
-        complete = (position + 1) // compress_ratio
-        num_topk = 0 if compact else min(complete, topk)
-        num_swa = min(position + 1, window_size)
-        for j in range(topk if compact else num_topk):
-            local = topk_indices[token, j]
-            if compact and 0 <= local < min(complete, swa_start):
-                combined_indices[token, num_topk] = base + local
+        base = np.int64(given.row_stride) * request
+        complete = (position + 1) // given.compress_ratio
+        num_topk = 0 if given.compact else min(complete, given.topk)
+        num_swa = min(position + 1, given.window_size)
+        for j in range(given.topk if given.compact else num_topk):
+            local = given.topk_indices[token, j]
+            if given.compact and 0 <= local < min(complete, swa_start):
+                rows[token, num_topk] = base + local
                 num_topk += 1
-            elif not compact and 0 <= local < swa_start:
-                combined_indices[token, j] = base + local
-        first_gathered = np.int64(seq_lens[request]) - gather_lens[request]
+            elif not given.compact and 0 <= local < swa_start:
+                rows[token, j] = base + local
+        first_gathered = np.int64(given.seq_lens[request]) - given.gather_lens[request]
         for j in range(num_swa):
             gathered = position - num_swa + 1 - first_gathered + j
-            if gathered >= 0 and swa_start + gathered < row_stride:
-                combined_indices[token, num_topk + j] = base + swa_start + gathered
-        combined_lens[token] = num_topk + num_swa
+            if gathered >= 0 and swa_start + gathered < given.row_stride:
+                rows[token, num_topk + j] = base + swa_start + gathered
+        given.combined_lens[token] = num_topk + num_swa
 
 
 def build_flashinfer_mixed_sparse_indices(given: MixedIndices):

@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from ..types.indices import MixedIndices
+from ..types.indices import CombinedIndices, MixedIndices, TopkSlots, WindowSlots
 from .compile import kernel
 from .launch import is_aligned, pointer, strides
 
@@ -27,73 +27,41 @@ def table_arguments(block_table: Any) -> tuple[Any, ...]:
     return block_table, strides(block_table)[0], rows, columns
 
 
-def compute_swa_indices_and_lens(
-    query_start_loc: Any,
-    seq_lens: Any,
-    token_to_req_indices: Any,
-    is_valid_token: Any,
-    block_table: Any,
-    block_size: int,
-    window_size: int,
-    token_offset: int,
-    swa_indices: Any,
-    swa_lens: Any,
-) -> None:
+def compute_swa_indices_and_lens(given: WindowSlots) -> None:
     launch(
-        "compute_swa_indices_and_lens", len(swa_lens), window_size % 4 == 0 and is_aligned(swa_indices),
+        "compute_swa_indices_and_lens", len(given.swa_lens),
+        given.window_size % 4 == 0 and is_aligned(given.swa_indices),
         (
-            query_start_loc, seq_lens, len(seq_lens), token_to_req_indices, is_valid_token,
-            *table_arguments(block_table), *division(block_size), window_size, token_offset,
-            swa_indices, strides(swa_indices)[0], swa_lens,
+            given.query_start_loc, given.seq_lens, len(given.seq_lens), given.token_to_req_indices,
+            given.is_valid_token, *table_arguments(given.block_table), *division(given.block_size), given.window_size,
+            given.token_offset, given.swa_indices, strides(given.swa_indices)[0], given.swa_lens,
         ),
     )  # fmt: skip
 
 
-def compute_global_topk_indices_and_lens(
-    topk_indices: Any,
-    token_to_req_indices: Any,
-    block_table: Any,
-    block_size: int,
-    is_valid_token: Any,
-    compact: bool,
-    positions: Any | None,
-    compress_ratio: int,
-    global_topk_indices: Any,
-    topk_lens: Any,
-) -> None:
-    tokens, topk = topk_indices.shape
-    name = "compute_compact_topk_indices_and_lens" if compact else "compute_global_topk_indices_and_lens"
+def compute_global_topk_indices_and_lens(given: TopkSlots) -> None:
+    local, slots = given.topk_indices, given.global_topk_indices
+    tokens, topk = local.shape
+    name = "compute_compact_topk_indices_and_lens" if given.compact else "compute_global_topk_indices_and_lens"
     launch(
-        name, tokens, not compact and topk % 4 == 0 and is_aligned(topk_indices, global_topk_indices),
+        name, tokens, not given.compact and topk % 4 == 0 and is_aligned(local, slots),
         (
-            topk_indices, strides(topk_indices)[0], topk, token_to_req_indices, *table_arguments(block_table),
-            *division(block_size), is_valid_token, pointer(positions), compress_ratio,
-            global_topk_indices, strides(global_topk_indices)[0], topk_lens,
+            local, strides(local)[0], topk, given.token_to_req_indices, *table_arguments(given.block_table),
+            *division(given.block_size), given.is_valid_token, pointer(given.positions), given.compress_ratio,
+            slots, strides(slots)[0], given.topk_lens,
         ),
     )  # fmt: skip
 
 
-def combine_topk_swa_indices(
-    topk_indices: Any,
-    query_start_loc: Any,
-    seq_lens: Any,
-    gather_lens: Any,
-    window_size: int,
-    compress_ratio: int,
-    topk: int,
-    row_stride: int,
-    swa_start: int,
-    compact: bool,
-    combined_indices: Any,
-    combined_lens: Any,
-) -> None:
-    name = "combine_compact_topk_swa_indices" if compact else "combine_topk_swa_indices"
+def combine_topk_swa_indices(given: CombinedIndices) -> None:
+    local, rows = given.topk_indices, given.combined_indices
+    name = "combine_compact_topk_swa_indices" if given.compact else "combine_topk_swa_indices"
     launch(
-        name, len(combined_lens), not compact and topk % 4 == 0 and is_aligned(topk_indices, combined_indices),
+        name, len(rows), not given.compact and given.topk % 4 == 0 and is_aligned(local, rows),
         (
-            topk_indices, strides(topk_indices)[0], query_start_loc, seq_lens, len(seq_lens), gather_lens,
-            window_size, compress_ratio, topk, row_stride, swa_start,
-            combined_indices, strides(combined_indices)[0], combined_indices.shape[1], combined_lens,
+            local, strides(local)[0], given.query_start_loc, given.seq_lens, len(given.seq_lens), given.gather_lens,
+            given.window_size, given.compress_ratio, given.topk, given.row_stride, given.swa_start,
+            rows, strides(rows)[0], rows.shape[1], given.combined_lens,
         ),
     )  # fmt: skip
 

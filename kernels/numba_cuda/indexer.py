@@ -6,6 +6,7 @@ import numpy as np
 
 from ..numba_common.geometry import geometry_of
 from ..types.indexer import Rows, Slots
+from ..types.indices import TopkSlots
 from ..types.segments import Pages
 from .compiler import cuda
 from .indices import map_compact
@@ -276,10 +277,10 @@ def top_k_per_row(logits: Any, rows: Rows, indices: Any, slots: Slots | None = N
         indices,
     )  # fmt: skip
     if slots is not None:
+        table = slots.block_table, slots.block_size
         map_compact(
-            indices, None, rows.next_n, slots.block_table, slots.block_size, slots.is_valid, None, 1, slots.indices,
-            slots.lens,
-        )  # fmt: skip
+            TopkSlots(indices, None, *table, slots.is_valid, None, 1, slots.indices, slots.lens, True), rows.next_n
+        )
 
 
 @cuda.jit(device=True)

@@ -3,11 +3,10 @@
 In every kernel a thread block takes a token, and a thread every blockDim.x-th entry of its row.
 """
 
-from typing import Any
 
 import numpy as np
 
-from ..types.indices import MixedIndices
+from ..types.indices import CombinedIndices, MixedIndices, TopkSlots, WindowSlots
 from .compiler import cuda
 from .launch import NO_TABLE, NO_VECTOR, launch
 from .rows import complete_rows, find_request, lookup_slot, to_span, token_position
@@ -16,23 +15,8 @@ THREADS = 128
 NO_FLAGS = np.empty(0, np.bool_)
 
 
-def compute_swa_indices_and_lens(
-    query_start_loc: Any,
-    seq_lens: Any,
-    token_to_req_indices: Any,
-    is_valid_token: Any,
-    block_table: Any,
-    block_size: int,
-    window_size: int,
-    token_offset: int,
-    swa_indices: Any,
-    swa_lens: Any,
-) -> None:
-    launch(
-        swa_kernel, len(swa_lens), THREADS,
-        query_start_loc, seq_lens, token_to_req_indices, is_valid_token, block_table,
-        block_size, window_size, token_offset, swa_indices, swa_lens,
-    )  # fmt: skip
+def compute_swa_indices_and_lens(given: WindowSlots) -> None:
+    launch(swa_kernel, len(given.swa_lens), THREADS, *given)
 
 
 def swa_kernel(
@@ -61,50 +45,20 @@ def swa_kernel(
         swa_lens[t] = length
 
 
-def compute_global_topk_indices_and_lens(
-    topk_indices: Any,
-    token_to_req_indices: Any,
-    block_table: Any,
-    block_size: int,
-    is_valid_token: Any,
-    compact: bool,
-    positions: Any | None,
-    compress_ratio: int,
-    global_topk_indices: Any,
-    topk_lens: Any,
-) -> None:
-    if compact:
-        map_compact(
-            topk_indices, token_to_req_indices, 1, block_table, block_size, is_valid_token, positions, compress_ratio,
-            global_topk_indices, topk_lens,
-        )  # fmt: skip
+def compute_global_topk_indices_and_lens(given: TopkSlots) -> None:
+    if given.compact:
+        map_compact(given)
         return
-    launch(
-        topk_kernel, len(topk_indices), THREADS,
-        topk_indices, token_to_req_indices, block_table, block_size, is_valid_token,
-        NO_VECTOR if positions is None else positions, compress_ratio, global_topk_indices, topk_lens,
-    )  # fmt: skip
+    given = given._replace(positions=NO_VECTOR if given.positions is None else given.positions)
+    launch(topk_kernel, len(given.topk_indices), THREADS, *given[:-1])  # without `compact`
 
 
-def map_compact(
-    topk_indices: Any,
-    token_to_req_indices: Any | None,
-    next_n: int,
-    block_table: Any,
-    block_size: int,
-    is_valid_token: Any | None,
-    positions: Any | None,
-    compress_ratio: int,
-    global_topk_indices: Any,
-    topk_lens: Any,
-) -> None:
-    """The compact form; requests may have next_n tokens each, and all tokens may be valid."""
-    launch(
-        compact_topk_kernel, len(topk_indices), THREADS,
-        topk_indices, NO_VECTOR if token_to_req_indices is None else token_to_req_indices, next_n, block_table,
-        block_size, NO_FLAGS if is_valid_token is None else is_valid_token,
-        NO_VECTOR if positions is None else positions, compress_ratio, global_topk_indices, topk_lens,
-    )  # fmt: skip
+def map_compact(given: TopkSlots, next_n: int = 1) -> None:
+    """The compact form. Without token_to_req_indices requests have next_n tokens each, without is_valid_token all
+    tokens are valid."""
+    empty = {"token_to_req_indices": NO_VECTOR, "is_valid_token": NO_FLAGS, "positions": NO_VECTOR}
+    given = given._replace(**{name: array for name, array in empty.items() if getattr(given, name) is None})
+    launch(compact_topk_kernel, len(given.topk_indices), THREADS, next_n, *given[:-1])
 
 
 def topk_kernel(
@@ -143,9 +97,9 @@ def seen_row(local, complete):
 
 
 def compact_topk_kernel(
+    next_n,
     topk_indices,
     token_to_req_indices,
-    next_n,
     block_table,
     block_size,
     is_valid_token,
@@ -188,25 +142,8 @@ def compact_topk_kernel(
         topk_lens[token] = total if len(is_valid_token) == 0 or is_valid_token[token] else 0
 
 
-def combine_topk_swa_indices(
-    topk_indices: Any,
-    query_start_loc: Any,
-    seq_lens: Any,
-    gather_lens: Any,
-    window_size: int,
-    compress_ratio: int,
-    topk: int,
-    row_stride: int,
-    swa_start: int,
-    compact: bool,
-    combined_indices: Any,
-    combined_lens: Any,
-) -> None:
-    launch(
-        combine_kernel, len(combined_lens), THREADS,
-        topk_indices, query_start_loc, seq_lens, gather_lens, window_size, compress_ratio, topk, row_stride, swa_start,
-        compact, combined_indices, combined_lens,
-    )  # fmt: skip
+def combine_topk_swa_indices(given: CombinedIndices) -> None:
+    launch(combine_kernel, len(given.combined_lens), THREADS, *given)
 
 
 def combine_kernel(

@@ -2,99 +2,69 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
-from ..types.indices import MixedIndices
+from ..types.indices import CombinedIndices, MixedIndices, TopkSlots, WindowSlots
 from .rows import lookup_slot
 
 
-def compute_swa_indices_and_lens(
-    query_start_loc: np.ndarray,
-    seq_lens: np.ndarray,
-    token_to_req_indices: np.ndarray,
-    is_valid_token: np.ndarray,
-    block_table: np.ndarray,
-    block_size: int,
-    window_size: int,
-    token_offset: int,
-    swa_indices: np.ndarray,
-    swa_lens: np.ndarray,
-) -> None:
-    swa_indices[:] = -1
-    swa_lens[:] = 0
-    for t in range(len(swa_lens)):
-        token = t + token_offset
-        request = int(token_to_req_indices[token])
-        if not is_valid_token[token] or not 0 <= request < len(seq_lens):
+def compute_swa_indices_and_lens(given: WindowSlots) -> None:
+    given.swa_indices[:] = -1
+    given.swa_lens[:] = 0
+    for t in range(len(given.swa_lens)):
+        token = t + given.token_offset
+        request = int(given.token_to_req_indices[token])
+        if not given.is_valid_token[token] or not 0 <= request < len(given.seq_lens):
             continue
-        query_start, query_end = int(query_start_loc[request]), int(query_start_loc[request + 1])
-        position = int(seq_lens[request]) - (query_end - query_start) + (token - query_start)
-        start = max(position - window_size + 1, 0)
-        swa_lens[t] = max(0, position + 1 - start)
-        for j in range(swa_lens[t]):
-            swa_indices[t, j] = lookup_slot(block_table, request, start + j, block_size)
+        query_start, query_end = int(given.query_start_loc[request]), int(given.query_start_loc[request + 1])
+        position = int(given.seq_lens[request]) - (query_end - query_start) + (token - query_start)
+        start = max(position - given.window_size + 1, 0)
+        given.swa_lens[t] = max(0, position + 1 - start)
+        for j in range(given.swa_lens[t]):
+            given.swa_indices[t, j] = lookup_slot(given.block_table, request, start + j, given.block_size)
 
 
-def compute_global_topk_indices_and_lens(
-    topk_indices: np.ndarray,
-    token_to_req_indices: np.ndarray,
-    block_table: np.ndarray,
-    block_size: int,
-    is_valid_token: np.ndarray,
-    compact: bool,
-    positions: np.ndarray | None,
-    compress_ratio: int,
-    global_topk_indices: np.ndarray,
-    topk_lens: np.ndarray,
-) -> None:
-    for token, local in enumerate(topk_indices):
-        request = int(token_to_req_indices[token])
-        slots = np.array([lookup_slot(block_table, request, int(i), block_size) for i in local], np.int32)
-        if positions is not None:
-            slots[local >= (int(positions[token]) + 1) // compress_ratio] = -1
+def compute_global_topk_indices_and_lens(given: TopkSlots) -> None:
+    for token, local in enumerate(given.topk_indices):
+        request = int(given.token_to_req_indices[token])
+        slots = [lookup_slot(given.block_table, request, int(i), given.block_size) for i in local]
+        slots = np.array(slots, np.int32)
+        if given.positions is not None:
+            slots[local >= (int(given.positions[token]) + 1) // given.compress_ratio] = -1
         valid = slots >= 0
-        if compact:
+        if given.compact:
             slots = np.concatenate([slots[valid], slots[~valid]])
-        global_topk_indices[token] = slots
-        topk_lens[token] = valid.sum() if is_valid_token[token] else 0
+        given.global_topk_indices[token] = slots
+        given.topk_lens[token] = valid.sum() if given.is_valid_token[token] else 0
 
 
-def combine_topk_swa_indices(
-    topk_indices: np.ndarray,
-    query_start_loc: np.ndarray,
-    seq_lens: np.ndarray,
-    gather_lens: np.ndarray,
-    window_size: int,
-    compress_ratio: int,
-    topk: int,
-    row_stride: int,
-    swa_start: int,
-    compact: bool,
-    combined_indices: np.ndarray,
-    combined_lens: np.ndarray,
-) -> None:
-    combined_indices[:] = -1
-    combined_lens[:] = 0
-    for request in range(len(seq_lens)):
-        query_start, query_end = (int(x) - int(query_start_loc[0]) for x in query_start_loc[request : request + 2])
-        seq_len = int(seq_lens[request])
-        first_gathered = seq_len - int(gather_lens[request])
+def combine_topk_swa_indices(given: CombinedIndices) -> None:
+    rows, row_stride, swa_start = given.combined_indices, given.row_stride, given.swa_start
+    rows[:] = -1
+    given.combined_lens[:] = 0
+    starts = given.query_start_loc.astype(int) - int(given.query_start_loc[0])
+    for request, (query_start, query_end) in enumerate(itertools.pairwise(starts.tolist())):
+        seq_len = int(given.seq_lens[request])
+        first_gathered = seq_len - int(given.gather_lens[request])
         base = row_stride * request
-        for token in range(max(query_start, 0), min(query_end, len(combined_lens))):
+        for token in range(max(query_start, 0), min(query_end, len(rows))):
             position = seq_len - (query_end - query_start) + (token - query_start)
             if position < 0:
                 continue
-            complete = (position + 1) // compress_ratio
-            num_swa = min(position + 1, window_size)
-            local = topk_indices[token, : topk if compact else min(complete, topk)].astype(np.int64)
-            if compact:
+            complete = (position + 1) // given.compress_ratio
+            num_swa = min(position + 1, given.window_size)
+            local = given.topk_indices[token, : given.topk if given.compact else min(complete, given.topk)]
+            local = local.astype(np.int64)
+            if given.compact:
                 local = local[(local >= 0) & (local < min(complete, swa_start))]
             num_topk = len(local)
-            combined_indices[token, :num_topk] = np.where((local >= 0) & (local < swa_start), base + local, -1)
+            rows[token, :num_topk] = np.where((local >= 0) & (local < swa_start), base + local, -1)
             gathered = position - num_swa + 1 - first_gathered + np.arange(num_swa)
             inside = (gathered >= 0) & (swa_start + gathered < row_stride)
-            combined_indices[token, num_topk : num_topk + num_swa] = np.where(inside, base + swa_start + gathered, -1)
-            combined_lens[token] = num_topk + num_swa
+            rows[token, num_topk : num_topk + num_swa] = np.where(inside, base + swa_start + gathered, -1)
+            given.combined_lens[token] = num_topk + num_swa
 
 
 def build_flashinfer_mixed_sparse_indices(given: MixedIndices) -> None:

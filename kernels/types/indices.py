@@ -3,6 +3,57 @@
 from typing import Any, NamedTuple
 
 
+class WindowSlots(NamedTuple):
+    """The arguments of `cumla.compute_swa_indices_and_lens`, and the arrays of its results."""
+
+    query_start_loc: Any
+    seq_lens: Any
+    token_to_req_indices: Any
+    is_valid_token: Any
+    block_table: Any
+    block_size: int
+    window_size: int
+    token_offset: int
+    swa_indices: Any
+    swa_lens: Any
+
+
+class TopkSlots(NamedTuple):
+    """The arguments of `cumla.compute_global_topk_indices_and_lens`, and the arrays of its results."""
+
+    topk_indices: Any
+    token_to_req_indices: Any
+    block_table: Any
+    block_size: int
+    is_valid_token: Any
+    positions: Any
+    compress_ratio: int
+    global_topk_indices: Any
+    topk_lens: Any
+    compact: bool
+
+
+class CombinedIndices(NamedTuple):
+    """The arguments of `cumla.combine_topk_swa_indices`, and the arrays of its results.
+
+    row_stride  rows of a request in the workspace
+    swa_start   the first of them that is not compressed
+    """
+
+    topk_indices: Any
+    query_start_loc: Any
+    seq_lens: Any
+    gather_lens: Any
+    window_size: int
+    compress_ratio: int
+    topk: int
+    row_stride: int
+    swa_start: int
+    compact: bool
+    combined_indices: Any
+    combined_lens: Any
+
+
 class MixedIndices(NamedTuple):
     """The arguments of `cumla.build_flashinfer_mixed_sparse_indices`, and the arrays of its results."""
 
