@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import cumla
 from cumla.dispatch.backends import kernels
-from cumla.kernels.types.metadata import BatchCounts, SwaBuffers
+from cumla.kernels.types.metadata import BatchCounts, SwaBuffers, WindowStep
 from support.guarded import Guarded
 from support.indexing import anything
 from support.properties import for_all, seeds
@@ -134,11 +134,11 @@ def test_step(lab):
         table = lab.put(anything(rng, (requests, columns)))
         decodes, decode_tokens = int(rng.integers(requests + 1)), int(rng.integers(tokens + 1))
         counts = BatchCounts(requests, decodes, decode_tokens, tokens, tokens, 0)
-        kernels(lab.backend, "window_metadata").build_sparse_swa(
+        kernels(lab.backend, "window_metadata").build_sparse_swa(WindowStep(
             *(lab.put(anything(rng, n)) for n in (requests + 1, requests)),
             lab.put(anything(rng, tokens).astype(np.int64)), table, table if width else None, counts, block_size,
             window, block_size, width, SwaBuffers(**{name: x.array for name, x in buffers.items()}),
-        )  # fmt: skip
+        ))  # fmt: skip
         for x in buffers.values():
             x.assert_margins()
         requests_of_tokens = buffers["token_to_req_indices"].get()

@@ -10,7 +10,7 @@ import numpy as np
 from ..arrays import dlpack
 from ..dispatch.call import INT32, Call
 from ..dispatch.values import check_flags, check_integers, check_optional_size
-from ..kernels.types.metadata import C128A_RATIO, BatchCounts, SwaBuffers
+from ..kernels.types.metadata import C128A_RATIO, BatchCounts, SwaBuffers, WindowStep
 from ..kernels.types.plan import DecodePlan, Workspace
 from .batch import CommonAttentionMetadata, HostLens
 from .builder import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, Build, ServingConfig, ViewCache
@@ -230,10 +230,10 @@ class DeepseekSparseSWAMetadataBuilder(AttentionMetadataBuilder[DeepseekSparseSW
         with call.kernels("window_metadata") as kernels:
             buffers = self._buffers or self._allocate(arrays.seq_lens)
             call.check_place("the builder's buffers", buffers.swa_lens)
-            kernels.build_sparse_swa(
+            kernels.build_sparse_swa(WindowStep(
                 *arrays, c128a_table, counts, config.block_size, config.window_size,
                 config.compressed_block_size // C128A_RATIO, width, buffers, replay, config.noncausal_decodes,
-            )  # fmt: skip
+            ))  # fmt: skip
             self._rows_in_use, self._width_in_use = rows, width
             framework = dlpack.framework_of(batch.query_start_loc)
             views = self._views(framework, rows, num_decode_tokens, batch.num_actual_tokens, num_prefills, width)

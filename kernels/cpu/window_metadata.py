@@ -3,57 +3,27 @@
 import numpy as np
 
 from ..numba_common.compiled import compiled
-from ..types.metadata import C128A_RATIO, BatchCounts, SwaBuffers
+from ..types.metadata import C128A_RATIO, WindowStep
 from .indices import token_position
 from .threads import parallel_for
 
 
-def build_sparse_swa(
-    query_start_loc: np.ndarray,
-    seq_lens: np.ndarray,
-    slot_mapping: np.ndarray,
-    block_table: np.ndarray,
-    c128a_block_table: np.ndarray | None,
-    counts: BatchCounts,
-    block_size: int,
-    window_size: int,
-    c128a_block_size: int,
-    c128a_width: int,
-    buffers: SwaBuffers,
-    replay_start: np.ndarray | None = None,
-    noncausal: bool = False,
-) -> None:
-    table = np.empty((0, 0), np.int32) if c128a_block_table is None else c128a_block_table
-    replay = np.empty(0, np.int32) if replay_start is None else replay_start
-    parallel_for(
-        max(counts.rows, counts.rows_before), window_size + max(c128a_width, counts.width_before), _build,
-        query_start_loc, seq_lens, slot_mapping, block_table, table, counts, block_size, window_size,
-        c128a_block_size, c128a_width, buffers, replay, noncausal,
-    )  # fmt: skip
-    _gather_lens(query_start_loc, seq_lens, counts, window_size, replay, buffers.prefill_gather_lens)
+def build_sparse_swa(given: WindowStep) -> None:
+    if given.c128a_block_table is None:
+        given = given._replace(c128a_block_table=np.empty((0, 0), np.int32))
+    if given.replay_start is None:
+        given = given._replace(replay_start=np.empty(0, np.int32))
+    width = max(given.c128a_width, given.counts.width_before)
+    parallel_for(max(given.counts.rows, given.counts.rows_before), given.window_size + width, _build, given)
+    _gather_lens(given)
 
 
 @compiled(nogil=True)
-def _build(
-    first_token,
-    end_token,
-    query_start_loc,
-    seq_lens,
-    slot_mapping,
-    block_table,
-    c128a_block_table,
-    counts,
-    block_size,
-    window_size,
-    c128a_block_size,
-    c128a_width,
-    buffers,
-    replay_start,
-    noncausal,
-):
-    width = max(c128a_width, counts.width_before)
+def _build(first_token, end_token, given):
+    query_start_loc, seq_lens, counts, buffers = given.query_start_loc, given.seq_lens, given.counts, given.buffers
+    width = max(given.c128a_width, counts.width_before)
     for token in range(first_token, end_token):
-        valid = token < counts.rows and slot_mapping[token] >= 0
+        valid = token < counts.rows and given.slot_mapping[token] >= 0
         buffers.is_valid_token[token] = valid
         request = 0
         if token < counts.num_tokens:
@@ -65,21 +35,21 @@ def _build(
         position = np.int64(-1)
         if valid and token < counts.num_tokens:
             position = max(token_position(query_start_loc, seq_lens, request, token), np.int64(-1))
-            start = max(position - window_size + 1, 0)
-            if len(replay_start):
-                start = max(start, np.int64(replay_start[request]))
+            start = max(position - given.window_size + 1, 0)
+            if len(given.replay_start):
+                start = max(start, np.int64(given.replay_start[request]))
             length = max(position + 1 - start, 0)
-            if noncausal and position >= 0 and token < counts.num_decode_tokens:
-                start = first_of_block(query_start_loc, seq_lens, request, window_size)
+            if given.noncausal and position >= 0 and token < counts.num_decode_tokens:
+                start = first_of_block(query_start_loc, seq_lens, request, given.window_size)
                 length = min(np.int64(seq_lens[request]) - start, buffers.swa_indices.shape[1])
-            compressed = min((position + 1) // C128A_RATIO, c128a_width)
+            compressed = min((position + 1) // C128A_RATIO, given.c128a_width)
         buffers.positions[token] = min(position, 2**31 - 1)
-        write_slots(block_table, request, start, length, block_size, buffers.swa_indices[token])
+        write_slots(given.block_table, request, start, length, given.block_size, buffers.swa_indices[token])
         buffers.swa_lens[token] = length
-        if c128a_width > 0:
+        if given.c128a_width > 0:
             row = buffers.c128a_indices[token, :width]
             if token < counts.num_decode_tokens:
-                write_slots(c128a_block_table, request, 0, compressed, c128a_block_size, row)
+                write_slots(given.c128a_block_table, request, 0, compressed, given.c128a_block_size, row)
             else:
                 for j in range(width):
                     row[j] = j if j < compressed else -1
@@ -94,13 +64,15 @@ def first_of_block(query_start_loc, seq_lens, request, window_size):
 
 
 @compiled
-def _gather_lens(query_start_loc, seq_lens, counts, window_size, replay_start, prefill_gather_lens):
+def _gather_lens(given):
+    query_start_loc, seq_lens, counts = given.query_start_loc, given.seq_lens, given.counts
+    replay_start, prefill_gather_lens = given.replay_start, given.buffers.prefill_gather_lens
     prefill_gather_lens[:] = 0
     for prefill in range(counts.num_reqs - counts.num_decodes):
         request = counts.num_decodes + prefill
         query_len = np.int64(query_start_loc[request + 1]) - query_start_loc[request]
         first_valid = max(np.int64(replay_start[request]), 0) if len(replay_start) else np.int64(0)
-        before = min(max(np.int64(seq_lens[request]) - query_len - first_valid, 0), window_size - 1)
+        before = min(max(np.int64(seq_lens[request]) - query_len - first_valid, 0), given.window_size - 1)
         prefill_gather_lens[prefill] = max(min(np.int64(seq_lens[request]), query_len + before), 0)
 
 

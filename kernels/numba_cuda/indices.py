@@ -3,7 +3,6 @@
 In every kernel a thread block takes a token, and a thread every blockDim.x-th entry of its row.
 """
 
-
 import numpy as np
 
 from ..types.indices import CombinedIndices, MixedIndices, TopkSlots, WindowSlots

@@ -1,10 +1,8 @@
 """Metadata of a step that all sparse layers use, in one kernel."""
 
-from typing import Any
-
 import numpy as np
 
-from ..types.metadata import C128A_RATIO, BatchCounts, SwaBuffers
+from ..types.metadata import C128A_RATIO, WindowStep
 from .compiler import cuda
 from .launch import NO_TABLE, NO_VECTOR, launch
 from .rows import lookup_slot, token_position
@@ -12,29 +10,23 @@ from .rows import lookup_slot, token_position
 THREADS = 128
 
 
-def build_sparse_swa(
-    query_start_loc: Any,
-    seq_lens: Any,
-    slot_mapping: Any,
-    block_table: Any,
-    c128a_block_table: Any | None,
-    counts: BatchCounts,
-    block_size: int,
-    window_size: int,
-    c128a_block_size: int,
-    c128a_width: int,
-    buffers: SwaBuffers,
-    replay_start: Any | None = None,
-    noncausal: bool = False,
-) -> None:
-    token_blocks = max(counts.rows, counts.rows_before)
+def build_sparse_swa(given: WindowStep) -> None:
+    if given.c128a_block_table is None:
+        given = given._replace(c128a_block_table=NO_TABLE)
+    if given.replay_start is None:
+        given = given._replace(replay_start=NO_VECTOR)
+    token_blocks = max(given.counts.rows, given.counts.rows_before)
+    batch = given[: given._fields.index("buffers")]
     launch(
-        step_kernel, token_blocks + 1, THREADS,
-        query_start_loc, seq_lens, slot_mapping, block_table,
-        NO_TABLE if c128a_block_table is None else c128a_block_table,
-        counts, block_size, window_size, c128a_block_size, c128a_width, token_blocks,
-        NO_VECTOR if replay_start is None else replay_start, noncausal, *buffers,
-    )  # fmt: skip
+        step_kernel,
+        token_blocks + 1,
+        THREADS,
+        *batch,
+        token_blocks,
+        given.replay_start,
+        given.noncausal,
+        *given.buffers,
+    )
 
 
 @cuda.jit(device=True)

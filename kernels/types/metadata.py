@@ -47,6 +47,30 @@ class SwaBuffers(NamedTuple):
     c128a_lens: Any
 
 
+class WindowStep(NamedTuple):
+    """Arguments of a sparse-SWA build: a batch's arrays and sizes, and the buffers to fill.
+
+    slot_mapping       [rows], -1 for padding
+    c128a_block_table  None without C128A layers; c128a_width is then 0, else columns of c128a_indices to fill
+    replay_start       int32 [R], first position that windows may have, or None
+    noncausal          whether each token of a decode sees the whole request
+    """
+
+    query_start_loc: Any
+    seq_lens: Any
+    slot_mapping: Any
+    block_table: Any
+    c128a_block_table: Any
+    counts: BatchCounts
+    block_size: int
+    window_size: int
+    c128a_block_size: int
+    c128a_width: int
+    buffers: SwaBuffers
+    replay_start: Any = None
+    noncausal: bool = False
+
+
 class IndexerCounts(NamedTuple):
     """Sizes of a batch for the indexer, known to the host. Its decode kernels take `batch_size` entries.
 

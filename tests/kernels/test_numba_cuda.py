@@ -49,7 +49,7 @@ def compile_only(kernel, num_blocks, threads, *arguments, **options):
 COMPILE = """
 from cumla.kernels.numba_cuda import advance, blocks, compressor, dense_cache, indices, norm_rope, sparse_cache
 from cumla.kernels.numba_cuda import window_metadata
-from cumla.kernels.types.metadata import BatchCounts, SwaBuffers
+from cumla.kernels.types.metadata import BatchCounts, SwaBuffers, WindowStep
 
 modules = (advance, blocks, compressor, dense_cache, indices, norm_rope, sparse_cache, window_metadata)
 for module in modules:
@@ -96,7 +96,7 @@ cumla.build_flashinfer_mixed_sparse_indices(
 )
 buffers = SwaBuffers(i32(2), valid, i32(2), i32(2, 3), i32(2), i32(1), i32(2, 0), i32(2))
 window_metadata.build_sparse_swa(
-    i32(2), i32(1), tokens, i32(1, 1), None, BatchCounts(1, 0, 0, 2, 2, 0), 4, 3, 1, 0, buffers
+    WindowStep(i32(2), i32(1), tokens, i32(1, 1), None, BatchCounts(1, 0, 0, 2, 2, 0), 4, 3, 1, 0, buffers)
 )
 
 kernels = {

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import strategies as st
 
 from cumla.dispatch.backends import kernels
-from cumla.kernels.types.metadata import BatchCounts, SwaBuffers
+from cumla.kernels.types.metadata import BatchCounts, SwaBuffers, WindowStep
 from support.guarded import Guarded
 from support.indexing import batch, table_for
 from support.lab import Lab
@@ -54,10 +54,10 @@ def test_build_sparse_swa(lab):
                 for name, shape in shapes.items()
             }
             on_place = place.put(table)
-            kernels(place.backend, "window_metadata").build_sparse_swa(
+            kernels(place.backend, "window_metadata").build_sparse_swa(WindowStep(
                 place.put(starts), place.put(seq_lens), place.put(slots), on_place, on_place if width else None, counts,
                 block_size, window, 2, width, SwaBuffers(**{name: x.array for name, x in buffers.items()}),
-            )  # fmt: skip
+            ))  # fmt: skip
             results.append({name: x.everything() for name, x in buffers.items()})
         for name in shapes:
             np.testing.assert_array_equal(results[0][name], results[1][name], err_msg=name)
