@@ -7,6 +7,7 @@ from typing import Any
 from ..dispatch.call import INT32, SLOTS, Call
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_integers
+from ..kernels.types.metadata import DecodeBatch
 from .sparse_cache import vector
 
 
@@ -60,7 +61,7 @@ def advance_step(
         raise ValueError(f"block_tables: got {len(block_tables)} rows, expected at least {num_queries}, one a query")
     if num_seqs:
         with call.kernels("advance") as kernels:
-            kernels.advance_step(
+            kernels.advance_step(DecodeBatch(
                 num_seqs, num_queries, block_size, input_tokens, sampled, input_positions, seq_lens, slot_mapping,
                 block_tables,
-            )  # fmt: skip
+            ))  # fmt: skip

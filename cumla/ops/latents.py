@@ -8,6 +8,7 @@ from ..dispatch.call import BF16, FLOAT32, SLOTS, Call
 from ..dispatch.call import INT32 as STARTS
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_choice, check_flags, check_integers
+from ..kernels.types.compressor import LatentRows
 from .compressor import slots_of
 from .norm_rope import check_epsilon
 
@@ -88,6 +89,7 @@ def compress_latents(
     epsilon = check_epsilon(eps)
     if len(slots):
         with call.kernels("latents") as kernels:
+            step = positions, starts, state
             kernels.compress_latents(
-                kv_score, norm_weight, slots, latents, positions, starts, state, epsilon, bool(round_pooled)
+                LatentRows(kv_score, norm_weight, slots, latents, *step, epsilon, bool(round_pooled))
             )

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..dispatch.call import BOOL, FLOAT32, FLOATS, INT32, Call
 from ..dispatch.values import check_integers, check_kind, plain_integers, shown
-from ..kernels.types.shard import Shard
+from ..kernels.types.shard import Shard, ShardedIndices, ShardedSlots
 from .indices import request_arrays
 from .sparse_attention import checked_sink
 
@@ -130,7 +130,7 @@ def local_slot_mapping(
     if num_tokens:
         with call.kernels("shards") as kernels:
             kernels.local_slot_mapping(
-                query_start_loc, seq_lens, block_table, block_size, compress_ratio, shard, out_array
+                ShardedSlots(query_start_loc, seq_lens, block_table, block_size, compress_ratio, shard, out_array)
             )
     return call.results()
 
@@ -176,7 +176,9 @@ def localise_indices(
     lens = call.output("out[1] (lens)", given[1], INT32, (tokens,))
     if tokens:
         with call.kernels("shards") as kernels:
-            kernels.localise_indices(indices, token_to_req, valid, block_table, block_size, shard, slots, lens)
+            kernels.localise_indices(
+                ShardedIndices(indices, token_to_req, valid, block_table, block_size, shard, slots, lens)
+            )
     return call.results()
 
 

@@ -1,11 +1,10 @@
 """The compressor of V4.1, parallel over the tokens."""
 
-from typing import Any
-
 import numpy as np
 
 from ..numba_common.compiled import compiled
 from ..numba_common.numbers import bfloat16_bits, bfloat16_value
+from ..types.compressor import LatentRows
 from .norm_rope import scale_by_rms
 from .rows import copy_row, find_request
 from .threads import parallel_for
@@ -15,48 +14,26 @@ TO_POOL, TO_COPY = 8, 1  # approximate nanoseconds per value
 NO_STATE = np.empty((0, 1, 0), np.float32)
 
 
-def compress_latents(
-    kv_score: np.ndarray,
-    norm_weight: np.ndarray,
-    slots: np.ndarray,
-    latents: np.ndarray,
-    positions: np.ndarray | None,
-    query_start_loc: np.ndarray | None,
-    state: np.ndarray | None,
-    eps: float,
-    round_pooled: bool,
-) -> None:
+def compress_latents(rows: LatentRows) -> None:
     with np.errstate(invalid="ignore"):  # signalling NaN
-        given, weight = kv_score.astype(np.float32), norm_weight.astype(np.float32)
-    slots = np.asarray(slots, np.int64)
-    at = np.empty(0, np.int64) if positions is None else np.asarray(positions, np.int64)
-    starts = np.empty(0, np.int32) if query_start_loc is None else query_start_loc
-    state = NO_STATE if state is None else state
-    rows, written = np.empty((len(slots), DIM), np.float32), np.zeros(len(slots), np.bool_)
+        given, weight = rows.kv_score.astype(np.float32), rows.norm_weight.astype(np.float32)
+    slots, latents = np.asarray(rows.slots, np.int64), rows.latents
+    at = np.empty(0, np.int64) if rows.positions is None else np.asarray(rows.positions, np.int64)
+    starts = np.empty(0, np.int32) if rows.query_start_loc is None else rows.query_start_loc
+    state = NO_STATE if rows.state is None else rows.state
+    pooled, written = np.empty((len(slots), DIM), np.float32), np.zeros(len(slots), np.bool_)
     parallel_for(
-        len(slots), DIM * TO_POOL, _pool, given, weight, slots, at, starts, state, eps, round_pooled, rows, written
-    )
+        len(slots), DIM * TO_POOL, _pool,
+        given, weight, slots, at, starts, state, rows.eps, rows.round_pooled, pooled, written,
+    )  # fmt: skip
     with np.errstate(over="ignore", invalid="ignore"):
-        latents[: len(slots)][written] = rows[written].astype(latents.dtype)
+        latents[: len(slots)][written] = pooled[written].astype(latents.dtype)
     if len(state):
         parallel_for(len(slots), 2 * DIM * TO_COPY, _save, given, slots, starts, state)
 
 
 @compiled(nogil=True)
-def _pool(
-    first: int,
-    end: int,
-    given: np.ndarray,
-    weight: np.ndarray,
-    slots: np.ndarray,
-    positions: np.ndarray,
-    starts: np.ndarray,
-    state: np.ndarray,
-    eps: Any,
-    round_pooled: bool,
-    rows: np.ndarray,
-    written: np.ndarray,
-) -> None:
+def _pool(first, end, given, weight, slots, positions, starts, state, eps, round_pooled, rows, written):
     capacity = state.shape[1]
     for token in range(first, end):
         slot, row, own = slots[token], rows[token], given[token]
@@ -92,7 +69,7 @@ def _pool(
 
 
 @compiled(nogil=True)
-def _save(first: int, end: int, given: np.ndarray, slots: np.ndarray, starts: np.ndarray, state: np.ndarray) -> None:
+def _save(first, end, given, slots, starts, state):
     capacity = state.shape[1]
     most = len(state) * capacity
     for token in range(first, end):

@@ -7,7 +7,7 @@ import numpy as np
 from ..numba_common import slots as slot_rules
 from ..numba_common.compiled import compiled
 from ..reference.shards import local_block_table
-from ..types.shard import Shard
+from ..types.shard import Shard, ShardedIndices, ShardedSlots
 from .rows import find_request, lookup_slot
 from .softmax import LEAST_FLOAT32, exponential
 from .threads import parallel_for
@@ -24,78 +24,50 @@ token_position = compiled(slot_rules.token_position)
 
 
 def local_seq_lens(seq_lens: Any, s_q: int, shard: Shard, out: Any) -> None:
-    _local_lens(seq_lens, s_q, shard.rank, shard.size, shard.interleave, out)
+    _local_lens(seq_lens, s_q, shard, out)
 
 
 @compiled(nogil=True)
-def _local_lens(seq_lens, s_q, rank, size, interleave, out):
+def _local_lens(seq_lens, s_q, shard, out):
     for i in range(len(out)):
-        out[i] = local_count(np.int64(seq_lens[i // s_q]) - (s_q - 1 - i % s_q), rank, size, interleave)
+        out[i] = local_count(np.int64(seq_lens[i // s_q]) - (s_q - 1 - i % s_q), shard)
 
 
-def local_slot_mapping(
-    query_start_loc: Any,
-    seq_lens: Any,
-    block_table: Any,
-    block_size: int,
-    compress_ratio: int,
-    shard: Shard,
-    out: Any,
-) -> None:
-    parallel_for(
-        len(out), TO_MAP, _slot_mapping,
-        query_start_loc, seq_lens, block_table, block_size, compress_ratio, shard.rank, shard.size, shard.interleave,
-        out,
-    )  # fmt: skip
+def local_slot_mapping(given: ShardedSlots) -> None:
+    parallel_for(len(given.out), TO_MAP, _slot_mapping, given)
 
 
 @compiled(nogil=True)
-def _slot_mapping(
-    first_token, end_token, query_start_loc, seq_lens, block_table, block_size, compress_ratio, rank, size, interleave,
-    out,
-):  # fmt: skip
+def _slot_mapping(first_token, end_token, given):
     for token in range(first_token, end_token):
-        out[token] = -1
-        request = find_request(query_start_loc, token)
-        if 0 <= request < len(seq_lens):
-            tokens = token_position(query_start_loc, seq_lens, request, token) + 1
-            if tokens > 0 and tokens % compress_ratio == 0:
-                local = local_position(tokens // compress_ratio - 1, rank, size, interleave)
-                out[token] = lookup_slot(block_table, request, local, block_size)
+        given.out[token] = -1
+        request = find_request(given.query_start_loc, token)
+        if 0 <= request < len(given.seq_lens):
+            tokens = token_position(given.query_start_loc, given.seq_lens, request, token) + 1
+            if tokens > 0 and tokens % given.compress_ratio == 0:
+                local = local_position(tokens // given.compress_ratio - 1, given.shard)
+                given.out[token] = lookup_slot(given.block_table, request, local, given.block_size)
 
 
-def localise_indices(
-    indices: Any,
-    token_to_req: Any,
-    is_valid_token: Any | None,
-    block_table: Any,
-    block_size: int,
-    shard: Shard,
-    slots: Any,
-    lens: Any,
-) -> None:
-    parallel_for(
-        len(indices), indices.shape[1] * TO_MAP, _localise,
-        indices, token_to_req, NO_FLAGS if is_valid_token is None else is_valid_token, block_table, block_size,
-        shard.rank, shard.size, shard.interleave, slots, lens,
-    )  # fmt: skip
+def localise_indices(given: ShardedIndices) -> None:
+    if given.is_valid_token is None:
+        given = given._replace(is_valid_token=NO_FLAGS)
+    parallel_for(len(given.indices), given.indices.shape[1] * TO_MAP, _localise, given)
 
 
 @compiled(nogil=True)
-def _localise(
-    first_token, end_token, indices, token_to_req, is_valid_token, block_table, block_size, rank, size, interleave,
-    slots, lens,
-):  # fmt: skip
+def _localise(first_token, end_token, given):
+    indices, slots, is_valid_token = given.indices, given.slots, given.is_valid_token
     for token in range(first_token, end_token):
-        request, count = token_to_req[token], 0
+        request, count = given.token_to_req[token], 0
         for j in range(indices.shape[1]):
-            local = local_position(indices[token, j], rank, size, interleave)
-            slot = lookup_slot(block_table, request, local, block_size)
+            local = local_position(indices[token, j], given.shard)
+            slot = lookup_slot(given.block_table, request, local, given.block_size)
             slots[token, j] = -1
             if slot >= 0:
                 slots[token, count] = slot
                 count += 1
-        lens[token] = count if len(is_valid_token) == 0 or is_valid_token[token] else 0
+        given.lens[token] = count if len(is_valid_token) == 0 or is_valid_token[token] else 0
 
 
 def merge_partials(parts: Any, lses: Any, attn_sink: Any | None, out: Any, lse: Any) -> None:

@@ -1,39 +1,29 @@
 """One step forward of a decode batch, in one kernel."""
 
-from typing import Any
-
+from ..types.metadata import DecodeBatch
 from .compile import kernel
 from .launch import C_NAMES, strides
 
 THREADS = 128
 
 
-def advance_step(
-    num_seqs: int,
-    num_queries: int,
-    block_size: int,
-    input_tokens: Any,
-    sampled_token_ids: Any,
-    input_positions: Any,
-    seq_lens: Any,
-    slot_mapping: Any,
-    block_tables: Any,
-) -> None:
+def advance_step(batch: DecodeBatch) -> None:
+    tokens, sampled, positions = batch.input_tokens, batch.sampled_token_ids, batch.input_positions
+    slots, tables = batch.slot_mapping, batch.block_tables
     kernel(
         "common/advance.cu",
         "advance_step",
-        TOKEN=C_NAMES[input_tokens.dtype.name],
-        SAMPLED=C_NAMES[sampled_token_ids.dtype.name],
-        POSITION=C_NAMES[input_positions.dtype.name],
-        SLOT=C_NAMES[slot_mapping.dtype.name],
+        TOKEN=C_NAMES[tokens.dtype.name],
+        SAMPLED=C_NAMES[sampled.dtype.name],
+        POSITION=C_NAMES[positions.dtype.name],
+        SLOT=C_NAMES[slots.dtype.name],
     )(
-        (-(-num_seqs // THREADS),),
+        (-(-batch.num_seqs // THREADS),),
         (THREADS,),
         (
-            num_seqs, num_queries, block_size,
-            input_tokens, *strides(input_tokens), sampled_token_ids, *strides(sampled_token_ids),
-            input_positions, *strides(input_positions), seq_lens, *strides(seq_lens),
-            slot_mapping, *strides(slot_mapping), block_tables, strides(block_tables)[0], block_tables.shape[1],
+            batch.num_seqs, batch.num_queries, batch.block_size, tokens, *strides(tokens), sampled, *strides(sampled),
+            positions, *strides(positions), batch.seq_lens, *strides(batch.seq_lens), slots, *strides(slots),
+            tables, strides(tables)[0], tables.shape[1],
         ),
         overlap=True,
     )  # fmt: skip

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from ..types.shard import Shard
+from ..types.shard import Shard, ShardedIndices, ShardedSlots
 from .compile import kernel
+from .indices import table_arguments
 from .launch import C_NAMES, is_aligned, pointer, strides
 
 THREADS = 128  # per CTA, as in common/shards.cu and common/merge_partials.cu
@@ -24,36 +25,20 @@ def local_block_table(block_table: Any, s_q: int, first: int, step: int, out: An
     launch("local_block_table", rows * columns, (*table, s_q, first, step, out, strides(out)[0], rows, columns))
 
 
-def local_slot_mapping(
-    query_start_loc: Any,
-    seq_lens: Any,
-    block_table: Any,
-    block_size: int,
-    compress_ratio: int,
-    shard: Shard,
-    out: Any,
-) -> None:
-    table = (block_table, strides(block_table)[0], *block_table.shape, block_size)
-    batch = (query_start_loc, seq_lens, len(seq_lens))
-    launch("local_slot_mapping", len(out), (*batch, *table, compress_ratio, *shard, out, len(out)))
+def local_slot_mapping(given: ShardedSlots) -> None:
+    batch = (given.query_start_loc, given.seq_lens, len(given.seq_lens))
+    rest = (given.block_size, given.compress_ratio, *given.shard, given.out, len(given.out))
+    launch("local_slot_mapping", len(given.out), (*batch, *table_arguments(given.block_table), *rest))
 
 
-def localise_indices(
-    indices: Any,
-    token_to_req: Any,
-    is_valid_token: Any | None,
-    block_table: Any,
-    block_size: int,
-    shard: Shard,
-    slots: Any,
-    lens: Any,
-) -> None:
+def localise_indices(given: ShardedIndices) -> None:
+    indices, slots = given.indices, given.slots
     tokens, width = indices.shape
     launch(
         "localise_indices", THREADS * tokens,
         (
-            indices, strides(indices)[0], width, token_to_req, pointer(is_valid_token), block_table,
-            strides(block_table)[0], *block_table.shape, block_size, *shard, slots, strides(slots)[0], lens,
+            indices, strides(indices)[0], width, given.token_to_req, pointer(given.is_valid_token),
+            *table_arguments(given.block_table), given.block_size, *given.shard, slots, strides(slots)[0], given.lens,
         ),
     )  # fmt: skip
 

@@ -36,20 +36,20 @@ def complete_rows(positions: Any, token: Any, compress_ratio: Any) -> Any:
     return max(np.int64(positions[token]) + 1, 0) // compress_ratio
 
 
-def local_position(position: Any, rank: Any, size: Any, interleave: Any) -> Any:
+def local_position(position: Any, shard: Any) -> Any:
     """Index of a position among a rank's tokens (kernels/types/shard.py), or -1 for another rank's."""
-    turn = np.int64(position) // interleave
-    if position < 0 or turn % size != rank:
+    turn = np.int64(position) // shard.interleave
+    if position < 0 or turn % shard.size != shard.rank:
         return np.int64(-1)
-    return turn // size * interleave + position % interleave
+    return turn // shard.size * shard.interleave + position % shard.interleave
 
 
-def local_count(tokens: Any, rank: Any, size: Any, interleave: Any) -> Any:
+def local_count(tokens: Any, shard: Any) -> Any:
     """Number of a rank's tokens among the first `tokens`."""
-    tokens = max(np.int64(tokens), 0)
-    rounds = tokens // (size * interleave)
-    rest = tokens - rounds * (size * interleave) - rank * interleave
-    return rounds * interleave + min(max(rest, 0), interleave)
+    tokens, of_all = max(np.int64(tokens), 0), shard.size * shard.interleave
+    rounds = tokens // of_all
+    rest = tokens - rounds * of_all - shard.rank * shard.interleave
+    return rounds * shard.interleave + min(max(rest, 0), shard.interleave)
 
 
 def to_span(slot: Any, block_size: Any, block_span: Any) -> Any:

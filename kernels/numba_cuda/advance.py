@@ -1,9 +1,8 @@
 """One step forward of a decode batch."""
 
-from typing import Any
-
 import numpy as np
 
+from ..types.metadata import DecodeBatch
 from .compiler import cuda
 from .launch import launch
 from .rows import lookup_slot
@@ -12,22 +11,8 @@ THREADS = 128
 INT32_MAX = 2**31 - 1
 
 
-def advance_step(
-    num_seqs: int,
-    num_queries: int,
-    block_size: int,
-    input_tokens: Any,
-    sampled_token_ids: Any,
-    input_positions: Any,
-    seq_lens: Any,
-    slot_mapping: Any,
-    block_tables: Any,
-) -> None:
-    launch(
-        advance_kernel, -(-num_seqs // THREADS), THREADS,
-        num_seqs, num_queries, block_size, input_tokens, sampled_token_ids, input_positions, seq_lens, slot_mapping,
-        block_tables,
-    )  # fmt: skip
+def advance_step(batch: DecodeBatch) -> None:
+    launch(advance_kernel, -(-batch.num_seqs // THREADS), THREADS, *batch)
 
 
 def advance_kernel(

@@ -1,10 +1,10 @@
 """The compressor of V4.1: a thread block takes a token, a thread every blockDim.x-th channel of its row."""
 
 import math
-from typing import Any
 
 import numpy as np
 
+from ..types.compressor import LatentRows
 from .compiler import cuda
 from .launch import NO_VECTOR, kind_of, launch
 from .norm_rope import THREADS, WIDTH, normalize
@@ -15,28 +15,17 @@ DIM = 512
 NO_STATE = np.empty((0, 1, 0), np.float32)
 
 
-def compress_latents(
-    kv_score: Any,
-    norm_weight: Any,
-    slots: Any,
-    latents: Any,
-    positions: Any | None,
-    query_start_loc: Any | None,
-    state: Any | None,
-    eps: float,
-    round_pooled: bool,
-) -> None:
-    rings = NO_STATE if state is None else state
+def compress_latents(rows: LatentRows) -> None:
+    given, kind = rows.kv_score, kind_of(rows.kv_score)
     launch(
-        pool_kernel, len(slots), THREADS,
-        kv_score, kind_of(kv_score), norm_weight, kind_of(norm_weight), slots, latents, kind_of(latents),
-        NO_VECTOR if positions is None else positions, NO_VECTOR if query_start_loc is None else query_start_loc,
-        rings, np.float32(eps), round_pooled,
+        pool_kernel, len(rows.slots), THREADS,
+        given, kind, rows.norm_weight, kind_of(rows.norm_weight), rows.slots, rows.latents, kind_of(rows.latents),
+        NO_VECTOR if rows.positions is None else rows.positions,
+        NO_VECTOR if rows.query_start_loc is None else rows.query_start_loc,
+        NO_STATE if rows.state is None else rows.state, np.float32(rows.eps), rows.round_pooled,
     )  # fmt: skip
-    if state is not None:  # after all rows of the rings are read
-        launch(
-            save_kernel, len(slots), THREADS, kv_score, kind_of(kv_score), slots, query_start_loc, state
-        )  # fmt: skip
+    if rows.state is not None:  # after all rows of the rings are read
+        launch(save_kernel, len(rows.slots), THREADS, given, kind, rows.slots, rows.query_start_loc, rows.state)
 
 
 def pool_kernel(

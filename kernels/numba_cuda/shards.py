@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from ..numba_common import slots as slot_rules
-from ..types.shard import Shard
+from ..types.shard import Shard, ShardedIndices, ShardedSlots
 from .compiler import cuda
 from .intrinsics import exponential
 from .launch import MAX_BLOCKS, NO_SCALE, kind_of, launch
@@ -21,13 +21,13 @@ local_count = cuda.jit(device=True)(slot_rules.local_count)
 
 
 def local_seq_lens(seq_lens: Any, s_q: int, shard: Shard, out: Any) -> None:
-    launch(lens_kernel, -(-len(out) // THREADS), THREADS, seq_lens, s_q, *shard, out)
+    launch(lens_kernel, -(-len(out) // THREADS), THREADS, seq_lens, s_q, shard, out)
 
 
-def lens_kernel(seq_lens, s_q, rank, size, interleave, out):
+def lens_kernel(seq_lens, s_q, shard, out):
     for i in range(cuda.grid(1), len(out), cuda.gridsize(1)):
         tokens = np.int64(seq_lens[i // s_q]) - (s_q - 1 - i % s_q)
-        out[i] = local_count(tokens, rank, size, interleave)
+        out[i] = local_count(tokens, shard)
 
 
 def local_block_table(block_table: Any, s_q: int, first: int, step: int, out: Any) -> None:
@@ -41,53 +41,29 @@ def table_kernel(block_table, s_q, first, step, out):
             out[row, column] = block_table[row // s_q, source] if source < block_table.shape[1] else -1
 
 
-def local_slot_mapping(
-    query_start_loc: Any,
-    seq_lens: Any,
-    block_table: Any,
-    block_size: int,
-    compress_ratio: int,
-    shard: Shard,
-    out: Any,
-) -> None:
-    launch(
-        slots_kernel, -(-len(out) // THREADS), THREADS,
-        query_start_loc, seq_lens, block_table, block_size, compress_ratio, *shard, out,
-    )  # fmt: skip
+def local_slot_mapping(given: ShardedSlots) -> None:
+    launch(slots_kernel, -(-len(given.out) // THREADS), THREADS, *given)
 
 
-def slots_kernel(query_start_loc, seq_lens, block_table, block_size, compress_ratio, rank, size, interleave, out):
+def slots_kernel(query_start_loc, seq_lens, block_table, block_size, compress_ratio, shard, out):
     for token in range(cuda.grid(1), len(out), cuda.gridsize(1)):
         request = find_request(query_start_loc, token)
         slot = np.int64(-1)
         if request >= 0 and request < len(seq_lens):
             tokens = token_position(query_start_loc, seq_lens, request, token) + 1
             if tokens > 0 and tokens % compress_ratio == 0:
-                local = local_position(tokens // compress_ratio - 1, rank, size, interleave)
+                local = local_position(tokens // compress_ratio - 1, shard)
                 slot = np.int64(lookup_slot(block_table, request, local, block_size))
         out[token] = slot
 
 
-def localise_indices(
-    indices: Any,
-    token_to_req: Any,
-    is_valid_token: Any | None,
-    block_table: Any,
-    block_size: int,
-    shard: Shard,
-    slots: Any,
-    lens: Any,
-) -> None:
-    launch(
-        localise_kernel, len(indices), THREADS,
-        indices, token_to_req, NO_FLAGS if is_valid_token is None else is_valid_token, block_table, block_size, *shard,
-        slots, lens,
-    )  # fmt: skip
+def localise_indices(given: ShardedIndices) -> None:
+    if given.is_valid_token is None:
+        given = given._replace(is_valid_token=NO_FLAGS)
+    launch(localise_kernel, len(given.indices), THREADS, *given)
 
 
-def localise_kernel(
-    indices, token_to_req, is_valid_token, block_table, block_size, rank, size, interleave, slots, lens
-):
+def localise_kernel(indices, token_to_req, is_valid_token, block_table, block_size, shard, slots, lens):
     """A thread block takes a token, a thread a piece of its row, of which it keeps the rank's entries.
 
     It counts them; the counts of earlier threads give their place.
@@ -100,7 +76,7 @@ def localise_kernel(
     end = min(first + piece, width)
     count = 0
     for j in range(first, end):
-        local = local_position(indices[token, j], rank, size, interleave)
+        local = local_position(indices[token, j], shard)
         count += lookup_slot(block_table, request, local, block_size) >= 0
     found[cuda.threadIdx.x] = count
     cuda.syncthreads()
@@ -111,7 +87,7 @@ def localise_kernel(
             to += found[thread]
         total += found[thread]
     for j in range(first, end):
-        local = local_position(indices[token, j], rank, size, interleave)
+        local = local_position(indices[token, j], shard)
         slot = lookup_slot(block_table, request, local, block_size)
         if slot >= 0:
             slots[token, to] = slot

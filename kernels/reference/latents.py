@@ -3,31 +3,24 @@
 import ml_dtypes
 import numpy as np
 
+from ..types.compressor import LatentRows
 from .compressor import pooled
 from .norm_rope import normed
 
 DIM = 512
 
 
-def compress_latents(
-    kv_score: np.ndarray,
-    norm_weight: np.ndarray,
-    slots: np.ndarray,
-    latents: np.ndarray,
-    positions: np.ndarray | None,
-    query_start_loc: np.ndarray | None,
-    state: np.ndarray | None,
-    eps: float,
-    round_pooled: bool,
-) -> None:
+def compress_latents(rows: LatentRows) -> None:
+    slots, state, query_start_loc = rows.slots, rows.state, rows.query_start_loc
+
     def write(token: int, row: np.ndarray) -> None:
         with np.errstate(invalid="ignore", over="ignore"):
-            if round_pooled:
+            if rows.round_pooled:
                 row = row.astype(ml_dtypes.bfloat16).astype(np.float64)
-            latents[token] = normed(row, eps) * norm_weight.astype(np.float64)
+            rows.latents[token] = normed(row, rows.eps) * rows.norm_weight.astype(np.float64)
 
-    given = kv_score.astype(np.float32)
-    if positions is None or query_start_loc is None or state is None:
+    given = rows.kv_score.astype(np.float32)
+    if state is None:
         for token in np.flatnonzero(slots >= 0).tolist():
             write(token, given[token].astype(np.float64))
         return
@@ -36,7 +29,7 @@ def compress_latents(
         start, end = max(start, 0), min(end, len(slots))
         here = [token for token in range(start, end) if 0 <= slots[token] < most]
         for token in here:
-            position = int(positions[token])
+            position = int(rows.positions[token])
             if position < 0 or position % 2 == 0:
                 continue
             ring = int(slots[token]) // capacity

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..types.shard import Shard
+from ..types.shard import Shard, ShardedIndices, ShardedSlots
 from .rows import lookup_slot
 
 
@@ -26,42 +26,25 @@ def local_block_table(block_table: np.ndarray, s_q: int, first: int, step: int, 
     out[:, : columns.shape[1]] = np.repeat(columns, s_q, axis=0)
 
 
-def local_slot_mapping(
-    query_start_loc: np.ndarray,
-    seq_lens: np.ndarray,
-    block_table: np.ndarray,
-    block_size: int,
-    compress_ratio: int,
-    shard: Shard,
-    out: np.ndarray,
-) -> None:
-    out[:] = -1
-    for request in range(len(seq_lens)):
-        first, end = int(query_start_loc[request]), int(query_start_loc[request + 1])
-        for token in range(max(first, 0), min(end, len(out))):
-            tokens = int(seq_lens[request]) - end + token + 1
-            if tokens > 0 and tokens % compress_ratio == 0:
-                local = local_position(tokens // compress_ratio - 1, shard)
-                out[token] = lookup_slot(block_table, request, local, block_size)
+def local_slot_mapping(given: ShardedSlots) -> None:
+    given.out[:] = -1
+    for request in range(len(given.seq_lens)):
+        first, end = int(given.query_start_loc[request]), int(given.query_start_loc[request + 1])
+        for token in range(max(first, 0), min(end, len(given.out))):
+            tokens = int(given.seq_lens[request]) - end + token + 1
+            if tokens > 0 and tokens % given.compress_ratio == 0:
+                local = local_position(tokens // given.compress_ratio - 1, given.shard)
+                given.out[token] = lookup_slot(given.block_table, request, local, given.block_size)
 
 
-def localise_indices(
-    indices: np.ndarray,
-    token_to_req: np.ndarray,
-    is_valid_token: np.ndarray | None,
-    block_table: np.ndarray,
-    block_size: int,
-    shard: Shard,
-    slots: np.ndarray,
-    lens: np.ndarray,
-) -> None:
-    slots[:] = -1
-    for token, row in enumerate(indices):
-        request = int(token_to_req[token])
-        mine = [lookup_slot(block_table, request, local_position(int(i), shard), block_size) for i in row]
+def localise_indices(given: ShardedIndices) -> None:
+    given.slots[:] = -1
+    for token, row in enumerate(given.indices):
+        request, local = int(given.token_to_req[token]), [local_position(int(i), given.shard) for i in row]
+        mine = [lookup_slot(given.block_table, request, i, given.block_size) for i in local]
         mine = [slot for slot in mine if slot >= 0]
-        slots[token, : len(mine)] = mine
-        lens[token] = len(mine) if is_valid_token is None or is_valid_token[token] else 0
+        given.slots[token, : len(mine)] = mine
+        given.lens[token] = len(mine) if given.is_valid_token is None or given.is_valid_token[token] else 0
 
 
 def merge_partials(

@@ -22,6 +22,20 @@ class CompressorRows(NamedTuple):
     pages: Pages
 
 
+class LatentRows(NamedTuple):
+    """The arguments of `cumla.compress_latents`; positions, query_start_loc and state are None for a ratio of 1."""
+
+    kv_score: Any
+    norm_weight: Any
+    slots: Any
+    latents: Any
+    positions: Any
+    query_start_loc: Any
+    state: Any
+    eps: float
+    round_pooled: bool
+
+
 class Compression(NamedTuple):
     """Arguments common to a layer's compressors, for a step of T tokens.
 

@@ -71,6 +71,20 @@ class WindowStep(NamedTuple):
     noncausal: bool = False
 
 
+class DecodeBatch(NamedTuple):
+    """The arguments of `cumla.advance_step`: the arrays of a decode batch, and the tokens that were sampled for it."""
+
+    num_seqs: int
+    num_queries: int
+    block_size: int
+    input_tokens: Any
+    sampled_token_ids: Any
+    input_positions: Any
+    seq_lens: Any
+    slot_mapping: Any
+    block_tables: Any
+
+
 class IndexerCounts(NamedTuple):
     """Sizes of a batch for the indexer, known to the host. Its decode kernels take `batch_size` entries.
 

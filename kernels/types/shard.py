@@ -1,6 +1,6 @@
 """Which of a request's tokens a rank has, if a cache is sharded across ranks."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Shard(NamedTuple):
@@ -22,3 +22,28 @@ class Shard(NamedTuple):
         """Number of the rank's tokens in a sequence of `length` tokens."""
         rounds, rest = divmod(length, self.size * self.interleave)
         return rounds * self.interleave + min(max(rest - self.rank * self.interleave, 0), self.interleave)
+
+
+class ShardedSlots(NamedTuple):
+    """The arguments of `cumla.local_slot_mapping`, and the array of its result."""
+
+    query_start_loc: Any
+    seq_lens: Any
+    block_table: Any
+    block_size: int
+    compress_ratio: int
+    shard: Shard
+    out: Any
+
+
+class ShardedIndices(NamedTuple):
+    """The arguments of `cumla.localise_indices`, and the arrays of its results; is_valid_token may be None."""
+
+    indices: Any
+    token_to_req: Any
+    is_valid_token: Any
+    block_table: Any
+    block_size: int
+    shard: Shard
+    slots: Any
+    lens: Any
