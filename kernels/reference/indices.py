@@ -29,8 +29,8 @@ def compute_swa_indices_and_lens(given: WindowSlots) -> None:
 def compute_global_topk_indices_and_lens(given: TopkSlots) -> None:
     for token, local in enumerate(given.topk_indices):
         request = int(given.token_to_req_indices[token])
-        slots = [lookup_slot(given.block_table, request, int(i), given.block_size) for i in local]
-        slots = np.array(slots, np.int32)
+        table, block_size = given.block_table, given.block_size
+        slots = np.array([lookup_slot(table, request, int(i), block_size) for i in local], np.int32)
         if given.positions is not None:
             slots[local >= (int(given.positions[token]) + 1) // given.compress_ratio] = -1
         valid = slots >= 0
