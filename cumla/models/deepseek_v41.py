@@ -193,7 +193,7 @@ class DeepseekV41Attention:
 
 
 def _as_layers(tensors: Mapping[str, Any], config: DeepseekV41Config) -> Mapping[str, Any]:
-    """A checkpoint's tensors with the layers that predict further tokens, "mtp.0.", numbered behind the others."""
+    """A checkpoint's tensors with the layers that predict further tokens, "mtp.0.", numbered after the others."""
     first = config.num_hidden_layers
     drafts = {name for name in tensors if name.removeprefix("model.").startswith("mtp.")}
     if not drafts:

@@ -135,7 +135,7 @@ class DeepseekV41Config:
         return cls(**numbers, rope_scaling=scaling)
 
     def ratio(self, layer: int) -> int:
-        """The layer's compress ratio; 0 behind the list."""
+        """The layer's compress ratio; 0 after the end of the list."""
         return self.compress_ratios[layer] if layer < len(self.compress_ratios) else 0
 
     def kv_source(self, layer: int) -> int | None:

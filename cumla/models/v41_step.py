@@ -1,4 +1,4 @@
-"""Metadata that the layers of one step of DeepSeek V4.1 share, and the selection that they hand on."""
+"""Metadata that the layers of one step of DeepSeek V4.1 share, and the selection passed from layer to layer."""
 
 from __future__ import annotations
 
