@@ -24,6 +24,7 @@ from .replay.options import (
     HOST_DEFAULTS,
     LAYER_RATIOS,
     MLA_CACHES,
+    V41_LAYOUT,
     ReplayOptions,
     choose_backend,
 )
@@ -164,7 +165,8 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         "--layers", default=",".join(LAYER_RATIOS), metavar="TYPES",
         help="comma list of swa (attends to a window), c4a (to a selection of compressed rows of 4 tokens too), "
         "c128a (to all compressed rows of 128 tokens too), mla (dense: to all tokens), and whole layers from hidden "
-        "states to their output: v4 (one of each of the first three kinds) and v32; default: the first three",
+        "states to their output: v4 (one of each of the first three kinds), v32, and v41 (one of each of V4.1's six "
+        "kinds, which share rows and selections); default: the first three",
     )  # fmt: skip
     model.add_argument(
         "--heads", type=Between(1, MAX_HEADS), metavar="N", help=f"query heads, 1 to {MAX_HEADS} {_default('heads')}"
@@ -180,12 +182,12 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         "--topk",
         type=Between(1, MAX_SIZE),
         metavar="N",
-        help=f"compressed rows a token selects at c4a, 1 to {MAX_SIZE} {_default('topk')}",
+        help=f"rows a token selects at c4a, in v32 and in v41, 1 to {MAX_SIZE} {_default('topk')}",
     )
     model.add_argument(
-        "--layout", choices=list(FORMATS), default=ReplayOptions.layout, metavar="FORMAT[,FORMAT]",
-        help=f"formats of the caches of swa, c4a and c128a: the window's, then that of compressed rows; one of "
-        f"{'; '.join(FORMATS)} (default: DSV4_FP8)",
+        "--layout", choices=list(FORMATS), metavar="FORMAT[,FORMAT]",
+        help=f"formats of the caches of swa, c4a, c128a and v41: the window's, then that of compressed rows; one of "
+        f"{'; '.join(FORMATS)} (default: DSV4_FP8, of v41 {V41_LAYOUT})",
     )  # fmt: skip
     model.add_argument(
         "--mla-cache", choices=MLA_CACHES, default=MLA_CACHES[0], help="values of mla's cache (default: bf16)"

@@ -17,6 +17,9 @@ from ..parallel import Communicator, RankError
 from ..replay.engine import Engine, StepRecord, warm_up
 from ..replay.options import (
     LAYER_RATIOS,
+    V41_CACHE_FORMATS,
+    V41_LAYOUT,
+    V41_RATIOS,
     WHOLE_LAYERS,
     ReplayOptions,
     cache_size,
@@ -37,11 +40,11 @@ from .info import describe_machine
 
 # Layers that an option is for, where it is not for all.
 LAYERS_OF = {
-    "--window": {*LAYER_RATIOS, *WHOLE_LAYERS["v4"]},
-    "--topk": {"c4a", "v4 c4a", "v32"},
+    "--window": {*LAYER_RATIOS, *WHOLE_LAYERS["v4"], *V41_RATIOS},
+    "--topk": {"c4a", "v4 c4a", "v32", *(name for name, ratio in V41_RATIOS.items() if ratio)},
     "--mla-cache": {"mla"},
     "--prefill-path": set(LAYER_RATIOS),
-    "--layout": set(LAYER_RATIOS),
+    "--layout": {*LAYER_RATIOS, *V41_RATIOS},
 }
 LINE_SECONDS = 5.0  # between lines of progress where there is no terminal to draw a bar on
 
@@ -57,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     trace = "shipped with cumla" if args.trace is None else str(args.trace)
     heads = counted(options.heads, "head")
     title = f"{share}, {'+'.join(options.layers)} layers, {heads}, backend {options.backend}"
-    if args.layout != ReplayOptions.layout:
+    if args.layout is not None:
         title += f", {args.layout.replace(',', ' and ')}"
     if options.ranks > 1:
         title += f", {options.ranks} ranks"
@@ -112,6 +115,11 @@ def resolve(args: argparse.Namespace) -> tuple[ReplayOptions, list[TraceRequest]
     for option, names in LAYERS_OF.items():
         if not names & set(layers):
             given.refuse(args, [option], f"to --layers {args.layers}, but to {', '.join(sorted(names))}")
+    has_v41 = bool(V41_RATIOS.keys() & set(layers))
+    if has_v41 and args.layout not in (None, *V41_CACHE_FORMATS):
+        raise InputError(
+            f"--layout: got {args.layout} with layers of v41, expected one of {'; '.join(V41_CACHE_FORMATS)}"
+        )
     backend = choose_backend(args.backend)
     defaults = defaults_for(backend)
 
@@ -135,13 +143,16 @@ def resolve(args: argparse.Namespace) -> tuple[ReplayOptions, list[TraceRequest]
         cache_tokens=cache_size(args.cache_tokens, requests),
         max_len=max_len,
         seed=args.seed,
-        layout=args.layout,
+        layout=args.layout or ReplayOptions.layout,
+        v41_layout=args.layout if args.layout in V41_CACHE_FORMATS else V41_LAYOUT,
         mla_cache=args.mla_cache,
         prefill_path=args.prefill_path,
         ranks=args.ranks,
     )
     if options.ranks > 1 and options.prefill_path == "rows":
         raise InputError("--prefill-path: got rows with --ranks, expected pages: a rank has not all rows")
+    if options.ranks > 1 and has_v41:
+        raise InputError(f"--ranks: got {options.ranks} with layers of v41, which run on one device")
     return options, requests, Share.of(trace, taken, requests)
 
 

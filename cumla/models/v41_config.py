@@ -21,7 +21,7 @@ LISTS = ("compress_ratios", "kv_source_layer_ids", "index_source_layer_ids")
 class DeepseekV41Config:
     """Sizes and parameters of a model's attention layers.
 
-    compress_ratios         one a layer: 0 window only, 1 or 2 with compressed rows. Layers behind num_hidden_layers
+    compress_ratios         one a layer: 0 window only, 1 or 2 with compressed rows. Layers from num_hidden_layers on
                             predict further tokens and have ratio 0
     kv_source_layer_ids     layers that own compressed rows and index keys. Later layers, up to the next one, read them
     index_source_layer_ids  layers that select rows; a layer takes the selection of the last one up to itself. Every
@@ -68,7 +68,7 @@ class DeepseekV41Config:
             check_choice((0, 1, 2), **{f"compress_ratios[{layer}]": ratio})
             if ratio and layer >= self.num_hidden_layers:
                 raise ValueError(
-                    f"compress_ratios[{layer}]: got {ratio}, expected 0 for a layer behind num_hidden_layers"
+                    f"compress_ratios[{layer}]: got {ratio}, expected 0 for a layer from num_hidden_layers on"
                 )
         if self.num_attention_heads % self.o_groups:
             raise ValueError(f"o_groups: got {self.o_groups}, expected a divisor of {self.num_attention_heads} heads")

@@ -19,7 +19,7 @@ from .blocks import BLOCK_TOKENS, BlockPool
 from .dense import DENSE, DenseLayer, DenseMetadata, dense_bytes_moved
 from .dense_ranks import RankDenseLayer
 from .layers import Layer
-from .options import MAX_RUNNING, WHOLE_LAYERS, ReplayOptions
+from .options import MAX_RUNNING, V41_RATIOS, WHOLE_LAYERS, ReplayOptions
 from .ranks import RankLayer
 from .scheduler import Scheduler
 from .step_batch import SWA_BLOCK, StepBatch, completed_groups, make_batch
@@ -28,6 +28,7 @@ from .verify import Sample, Verifier
 from .whole import WholeLayer, WholeMetadata
 from .whole_ranks import RankWholeLayer
 from .whole_traffic import whole_bytes_moved
+from .whole_v41 import V41, V41Layer, V41Metadata
 from .whole_verify import Recorder
 
 WHOLE = {name for names in WHOLE_LAYERS.values() for name in names}
@@ -70,7 +71,9 @@ class Engine:
         self.pool = BlockPool(options.num_blocks)
         self.scheduler = Scheduler(requests, self.pool, options.batch_tokens, MAX_RUNNING)
         longest = max(request.total_length for request in requests)
-        self.layers = [layer_of(index, name, options, longest, comm) for index, name in enumerate(options.layers)]
+        self.layers: list[Any] = []
+        for index, name in enumerate(options.layers):
+            self.layers.append(layer_of(index, name, options, longest, comm, self.layers))
         self.verifier = Verifier(options, comm) if verify else None
         config = ServingConfig(
             window_size=options.window,
@@ -86,6 +89,7 @@ class Engine:
         self._dense_metadata = DenseMetadata(options, longest) if DENSE in options.layers else None
         whole = [name for name in options.layers if name in WHOLE]
         self._whole_metadata = WholeMetadata(options, whole, longest) if whole else None
+        self._v41_metadata = V41Metadata(options, longest) if V41_RATIOS.keys() & set(whole) else None
         self._builder = DeepseekSparseSWAMetadataBuilder(config, backend=options.backend)
         shape = (options.batch_tokens, options.heads, HEAD_DIM)
         self._q, self._out = self.xp.empty(shape, BFLOAT16), self.xp.empty(shape, BFLOAT16)
@@ -171,6 +175,8 @@ class Engine:
             return
         with self._stopwatch.measure((STEP, "metadata")):
             metadata = self._whole_metadata.build(batch)
+            if self._v41_metadata is not None:
+                metadata[V41] = self._v41_metadata.build(batch)
         for layer in self.layers:
             if not isinstance(layer, WholeLayer):
                 continue
@@ -194,8 +200,12 @@ class Engine:
         return self._stopwatch.measure((layer, op))
 
 
-def layer_of(index: int, name: str, options: ReplayOptions, longest: int, comm: Communicator | None) -> Any:
-    """A layer on one device, or on a rank's."""
+def layer_of(
+    index: int, name: str, options: ReplayOptions, longest: int, comm: Communicator | None, before: Sequence[Any]
+) -> Any:
+    """A layer on one device, or on a rank's. before: the layers before it, some of which share caches with it."""
+    if name in V41_RATIOS:
+        return V41Layer(index, name, options, longest, before)
     if name in WHOLE:
         return (
             WholeLayer(index, name, options, longest)

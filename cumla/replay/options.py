@@ -9,13 +9,18 @@ from ..dispatch import backends
 from ..errors import InputError
 from ..layers.sparse import LAYOUTS
 from ..layout import CacheLayout
+from ..models.caches import V41CacheFormat
 from ..ops.sparse_attention import second_layouts
 from .blocks import BLOCK_TOKENS
 from .trace import INT32_MAX, TraceRequest
 
 LAYER_RATIOS = {"swa": 1, "c4a": 4, "c128a": 128}  # of sparse layers
-# Whole layers from hidden states on, by what is asked for: one of each kind of V4's, one of V3.2's.
-WHOLE_LAYERS = {"v4": ("v4 swa", "v4 c4a", "v4 c128a"), "v32": ("v32",)}
+# V4.1's layers, in the model's order: one of each kind, with its ratio.
+V41_RATIOS = {
+    "v41 window": 0, "v41 c2a full": 2, "v41 c2a reuse": 2, "v41 c1a full": 1, "v41 c1a reindex": 1, "v41 c1a reuse": 1,
+}  # fmt: skip
+# Whole layers from hidden states on, by what is asked for: one of each kind of V4's and V4.1's, one of V3.2's.
+WHOLE_LAYERS = {"v4": ("v4 swa", "v4 c4a", "v4 c128a"), "v32": ("v32",), "v41": tuple(V41_RATIOS)}
 WHOLE_RATIOS = {f"v4 {name}": ratio for name, ratio in LAYER_RATIOS.items()}
 LAYER_TYPES = (*LAYER_RATIOS, "mla", *WHOLE_LAYERS)
 MLA_CACHES = ("bf16", "fp8")
@@ -24,10 +29,16 @@ FORMATS = {
     ",".join(dict.fromkeys((first.name, second.name))): (first, second)
     for first in LAYOUTS if first.num_scales for second in second_layouts(first)
 }  # fmt: skip
+# Formats of V4.1's layers by the same names, as these layers call them.
+V41_CACHE_FORMATS: dict[str, V41CacheFormat] = {
+    "DSV41_FP8,DSV41_FP4": "fp4", "DSV41_FP8": "fp8",
+    "DSV41_FP8_SPLIT,DSV41_FP4_SPLIT": "fp4_split", "DSV41_FP8_SPLIT": "fp8_split",
+}  # fmt: skip
+V41_LAYOUT = "DSV41_FP8,DSV41_FP4"
 # Files of kernels that a replay calls.
 KERNELS = (
     "window_metadata", "sparse_cache", "indices", "sparse_attention", "dense_cache", "dense_attention", "projection",
-    "compressor", "norm_rope", "indexer",
+    "compressor", "norm_rope", "indexer", "latents", "candidates",
 )  # fmt: skip
 MAX_RUNNING = 256  # requests in a step
 
@@ -59,6 +70,7 @@ class ReplayOptions:
     max_len: int | None
     seed: int
     layout: str = "DSV4_FP8"  # of the caches of sparse layers: one of FORMATS
+    v41_layout: str = V41_LAYOUT  # of the caches of V4.1's layers: one of V41_CACHE_FORMATS
     mla_cache: str = "bf16"  # values of dense layers' caches: "bf16" or "fp8"
     prefill_path: str | None = None  # as in SparseMLALayer.step
     ranks: int = 1  # devices, or threads, that share the context

@@ -16,6 +16,7 @@ from .options import WHOLE_LAYERS
 from .summary import ATTENTION_OPS
 from .tables import NumberTable
 from .verify import (
+    CHOICE_BOUND,
     FP4_COSINE_BOUND,
     FP4_MEAN_BOUND,
     FP4_RMS_BOUND,
@@ -272,19 +273,22 @@ def _exactness(summary: dict[str, Any]) -> NumberTable:
 
 
 def _layer_outputs(summary: dict[str, Any]) -> NumberTable:
-    table = NumberTable(
-        "Outputs of whole layers, against float64 from hidden states on",
-        ["layer", "samples", "rms error, mean", "worst", "bound"],
-        caption="Root mean square error relative to the output's own, over the rows in the cache.",
-    )
-    for layer, numbers in summary["verification"]["layers"].items():
-        table.add_row(
-            layer,
-            f"{numbers['samples']:,}",
-            f"{numbers['rms_mean']:.1e}",
-            f"{numbers['rms_worst']:.1e}",
-            f"{numbers['bound']:.1e}",
+    layers = summary["verification"]["layers"]
+    selects = any(numbers["choice_gap_worst"] is not None for numbers in layers.values())
+    caption = "Root mean square error relative to the output's own, over the rows in the cache."
+    if selects:
+        caption += (
+            " Gap: how far a selected row's score is below that of a row that was not selected, in standard deviations "
+            f"of the scores; bound {CHOICE_BOUND:.2f}."
         )
+    columns = ["layer", "samples", "rms error, mean", "worst", "bound", *(["gap, worst"] if selects else [])]
+    table = NumberTable("Outputs of whole layers, against float64 from hidden states on", columns, caption=caption)
+    for layer, numbers in layers.items():
+        gap = numbers["choice_gap_worst"]
+        table.add_row(
+            layer, f"{numbers['samples']:,}", f"{numbers['rms_mean']:.1e}", f"{numbers['rms_worst']:.1e}",
+            f"{numbers['bound']:.1e}", *(["" if gap is None else f"{gap:.2f}"] if selects else []),
+        )  # fmt: skip
     return table
 
 

@@ -190,7 +190,7 @@ def _verification(samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-def _layer_outputs(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
+def _layer_outputs(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
     """Errors of whole layers' outputs, by layer."""
     by_layer: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
@@ -202,6 +202,7 @@ def _layer_outputs(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
             "rms_mean": float(np.mean([sample.layer_rms for sample in some])),
             "rms_worst": float(np.max([sample.layer_rms for sample in some])),
             "bound": some[0].layer_bound,
+            "choice_gap_worst": max((s.choice_gap for s in some if s.choice_gap is not None), default=None),
         }
         for layer, some in by_layer.items()
     }

@@ -23,10 +23,16 @@ BF16_ROW = 2 * DSV4_FP8.head_dim
 INDEX, SLOT = 4, 8
 
 
-def attended(positions: np.ndarray, ratio: int, window: int, topk: int) -> tuple[np.ndarray, np.ndarray]:
-    """Window rows and compressed rows that tokens at these positions attend to, [n] each."""
-    compressed = (positions + 1) // ratio if ratio > 1 else np.zeros_like(positions)
-    return np.minimum(positions + 1, window), np.minimum(compressed, topk) if ratio == 4 else compressed
+def attended(
+    positions: np.ndarray, ratio: int, window: int, topk: int, has_c1a: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Window rows and compressed rows that tokens at these positions attend to, [n] each.
+
+    has_c1a  whether the model is V4.1, whose layers of ratio 1 have compressed rows
+    """
+    ratio = ratio if ratio > 1 or has_c1a else 0
+    compressed = (positions + 1) // ratio if ratio else np.zeros_like(positions)
+    return np.minimum(positions + 1, window), compressed if ratio == 128 else np.minimum(compressed, topk)
 
 
 def bytes_moved(
@@ -41,6 +47,7 @@ def bytes_moved(
     value: int = 2,
     maps_decodes: bool = True,
     formats: tuple[CacheLayout, CacheLayout] = (DSV4_FP8, DSV4_FP8),
+    has_c1a: bool = False,
 ) -> dict[str, int]:
     """Bytes by op of one layer in one step.
 
@@ -48,8 +55,10 @@ def bytes_moved(
     value         bytes of a value of q, out and workspaces
     maps_decodes  whether decodes' selected rows are mapped to slots by an op of their own
     formats       of the window's cache and of compressed rows
+    has_c1a       of `attended`
     """
-    in_window, compressed = attended(batch.positions, ratio, window, topk)
+    in_window, compressed = attended(batch.positions, ratio, window, topk, has_c1a)
+    has_rows = ratio > 1 or (ratio == 1 and has_c1a)
     n = batch.num_decodes
     prefills = batch.scheduled[n:]
     window_row, compressed_row = (layout.token_bytes for layout in formats)
@@ -63,10 +72,10 @@ def bytes_moved(
     over_rows = [s for s, skip in zip(prefills, paged, strict=True) if not skip]
     gathered = (
         sum(s.count + min(s.start, window - 1) for s in over_rows),
-        sum(s.end // ratio for s in over_rows) if ratio > 1 else 0,
+        sum(s.end // ratio for s in over_rows) if has_rows else 0,
     )
     mapped = prefill_rows - paged_rows[0]
-    mapped += int(compressed[:n].sum()) if ratio == 4 and maps_decodes else 0
+    mapped += int(compressed[:n].sum()) if ratio != 128 and maps_decodes else 0
     row = value * DSV4_FP8.head_dim
     q_and_out = 2 * heads * row
 

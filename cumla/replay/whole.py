@@ -1,4 +1,4 @@
-"""Whole attention layers of a replay, from hidden states to their output: those of V4 and V3.2.
+"""Whole attention layers of a replay, from hidden states to their output: those of V4 and V3.2 (whole_v41: V4.1's).
 
 Hidden states are made from tokens as the sparse layers' rows are, as wide as the model's. Weights follow from the seed
 by the rule of cumla's golden layers (tests/data/README.md). On the CPU sizes are a tiny model's, on a device those of
@@ -87,6 +87,14 @@ class WholeLayer:
         """Run the layer. observe: called with a part's name around each part."""
         return self.attention.step(hidden, self.caches, metadata, observe=self.observed(observe))
 
+    def selected(self, tokens: int) -> Any:
+        """The rows that a step's tokens selected, [tokens, topk] int32; None for a layer without selection."""
+        if not self.selects:
+            return None
+        attention = self.attention
+        shape = tokens, attention.config.index_topk
+        return attention.scratch.shaped("topk_indices", shape, np.int32, attention.cos_sin)
+
     @staticmethod
     def observed(observe: Any) -> Observer:
         """The same by the layer's own names of its parts."""
@@ -167,7 +175,7 @@ def serving_config(options: ReplayOptions, ratios: tuple[int, ...], longest: int
 
 
 @functools.lru_cache(maxsize=64)
-def _scratch(backend: str, rank: int) -> Scratch:
+def scratch_of(backend: str, rank: int) -> Scratch:
     """A rank's layers run one after another."""
     return Scratch()
 
@@ -182,7 +190,7 @@ def made_layer(
     options: dict[str, Any] = {
         "activations": "bfloat16" if on_device else "float32", "cache_format": CACHE_FORMAT,
         "xp": array_module(backend), "backend": backend, "max_position": reach,
-        "scratch": _scratch(backend, rank),
+        "scratch": scratch_of(backend, rank),
     }  # fmt: skip
     if name == V32:
         v32 = DeepseekV32Config(
