@@ -63,7 +63,7 @@ class V41Exact(WindowExact):
         return self.weights.mode in ("full", "reindex") and self.rows is not None and len(self.rows) > 0
 
     def choice_gap(self, hidden: Any, token: int) -> float:
-        """Of the selected rows; in the layer that chooses candidate blocks, of these if it is larger."""
+        """The gap of the selected rows; in the layer that chooses candidate blocks, of these if it is larger."""
         assert self.rows is not None
         config, size = self.config, self.config.candidate_block_size
         visible = (self.position + 1) // self.weights.ratio

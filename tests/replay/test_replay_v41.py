@@ -95,7 +95,7 @@ def test_layers_share_rows_and_selections(finished):
 
 
 def padding(rows):
-    """Bytes behind a page of the indexer's keys."""
+    """Bytes after each page of the indexer's keys."""
     return -(rows * 132) % 576
 
 
