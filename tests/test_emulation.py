@@ -7,6 +7,7 @@ import pytest
 
 import cumla
 import emulation
+from cumla.kernels.cuda import dense_attention
 from cumla.kernels.cuda.launch import recorded_launches
 from cumla.kernels.cuda.sparse.division import Division
 from cumla.self_test import check_case
@@ -361,6 +362,22 @@ def test_dense_decode(here, rng, block_size, device, schedule):
         "block_table": table, "cache_seqlens": np.array([700, 65], np.int32),
     }  # fmt: skip
     check_dense(here, device, schedule, "dense_mla_decode", arguments)
+
+
+@SCHEDULES
+@pytest.mark.parametrize("ranges", [1, 3, 10, 40])
+@pytest.mark.thorough(when=lambda x: x.get("ranges") in (1, 40))
+def test_dense_decode_of_many_lengths(here, rng, ranges, schedule, monkeypatch):
+    """A CTA has several tokens, the ends of two, a part of one, or none; tokens are more or fewer than ranges."""
+    monkeypatch.setattr(dense_attention, "range_count", lambda *_: ranges)
+    lens, columns = np.array([0, 700, 65, 0, 1, 640, 320, 2, 129, 64], np.int32), 12
+    cache = 0.1 * rng.standard_normal((len(lens) * columns, 64, 576))
+    arguments = {
+        "q": (6 * steep(70) * rng.standard_normal((len(lens), 2, 70, 576))).astype(BF16),
+        "k_cache": cache.astype(BF16), "softmax_scale": 0.05, "causal": True, "cache_seqlens": lens,
+        "block_table": rng.permutation(len(cache)).reshape(len(lens), columns).astype(np.int32),
+    }  # fmt: skip
+    check_dense(here, HOPPER, schedule, "dense_mla_decode", arguments)
 
 
 @SCHEDULES

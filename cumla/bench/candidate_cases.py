@@ -112,7 +112,7 @@ class CandidateTopk:
         found = problem_of(
             self, sizes, by_backend(cumla.candidate_topk, [given], [out], workspace=workspace),
             pairs * (DIM + 4) + 4 * candidates.size + out.nbytes, check, lambda: out.fill(-7),
-            flop=2 * pairs * HEADS * DIM,
+            flop=2 * pairs * HEADS * DIM, fp8=True,
         )  # fmt: skip
         beside = replace(found, impls={**found.impls, "all positions": ("cupy", [everything])})
         return replace(beside, unchecked=("all positions",))

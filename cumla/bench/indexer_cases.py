@@ -113,7 +113,7 @@ class Logits:
         pairs = int(seen.sum())
         return problem_of(
             self, sizes, by_backend(cumla.fp8_mqa_logits, [(q, (k, scales), weights, starts, ends, False)], [out]),
-            4 * pairs + k.nbytes + q.nbytes, check_rows(self.queries, row), flop=2 * pairs * HEADS * DIM,
+            4 * pairs + k.nbytes + q.nbytes, check_rows(self.queries, row), flop=2 * pairs * HEADS * DIM, fp8=True,
             peer=Peer("deep_gemm", peers.DEEP_GEMM_LOGITS, peers.deep_gemm_logits, [given]),
         )  # fmt: skip
 
@@ -164,6 +164,7 @@ class PagedLogits:
         return problem_of(
             self, sizes, by_backend(cumla.fp8_paged_mqa_logits, [(*x, None, self.context) for x in sets], outs),
             keys * (DIM + 4) + 4 * pairs, check_rows(self.batch * self.next_n, row), flop=2 * pairs * HEADS * DIM,
+            fp8=True,
             peer=Peer(
                 "deep_gemm", peers.DEEP_GEMM_PAGED_LOGITS, peers.deep_gemm_paged_logits,
                 [(*x, self.context) for x in sets],
@@ -264,7 +265,7 @@ class Selection:
 
         found = problem_of(
             self, sizes, by_backend(cumla.indexer_topk, [(*given[:3], self.topk)], [out], workspace=workspace, **seen),
-            read + out.nbytes, check, lambda: out.fill(-7), flop=2 * pairs * HEADS * DIM,
+            read + out.nbytes, check, lambda: out.fill(-7), flop=2 * pairs * HEADS * DIM, fp8=True,
         )  # fmt: skip
         return replace(found, impls={**found.impls, "two steps": ("cupy", [two_steps])})
 

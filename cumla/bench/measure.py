@@ -21,7 +21,7 @@ REPLAYS = 20
 HOST_ROUNDS = 20
 L2_BYTES = 64 << 20
 LONGEST_HOLD_NS = 400_000_000
-BYTES_PER_US, FLOP_PER_US = 4.3e6, 790e6  # that an H200's memory and its bfloat16 products reach
+BYTES_PER_US, FLOP_PER_US = 4.3e6, 790e6  # that an H200's memory and its bfloat16 products reach; FP8: twice as many
 PACKAGES = ("cumla", "numpy", "numba", "cupy-cuda12x", "cupy-cuda13x", "numba-cuda", "torch", "triton", "jax")
 
 Calls = Sequence[Callable[[], Any]]
@@ -84,9 +84,9 @@ def processor() -> str:
     return f"{name}, {num_cores()} threads"
 
 
-def limit_us(bytes_moved: float, flop: float = 0) -> float:
-    """The least us that an H200 can take for so many bytes and FLOP."""
-    return max(bytes_moved / BYTES_PER_US, flop / FLOP_PER_US)
+def limit_us(bytes_moved: float, flop: float = 0, fp8: bool = False) -> float:
+    """The least us that an H200 can take for so many bytes, and FLOP of bfloat16 or FP8 products."""
+    return max(bytes_moved / BYTES_PER_US, flop / FLOP_PER_US / (2 if fp8 else 1))
 
 
 def sets_for(bytes_moved: int, most: int = 8) -> int:

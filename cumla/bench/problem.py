@@ -84,6 +84,7 @@ class Problem:
     from_host  the host's time for a call counts, on a device too
     queued     not 0: calls allocate, so they are queued one by one in place of a graph, and do so many times
                what is measured
+    fp8        the products are of FP8 values
     """
 
     op: str
@@ -97,6 +98,7 @@ class Problem:
     unchecked: tuple[str, ...] = ("copy",)
     from_host: bool = False
     queued: int = 0
+    fp8: bool = False
 
 
 class Case(Protocol):
@@ -137,6 +139,7 @@ def by_backend(
 def problem_of(
     case: Case, sizes: Sizes, ours: Callable[[str], Calls], moved: float, check: Callable[[Any], float],
     clear: Callable[[], Any] | None = None, *, flop: float = 0, peer: Peer | None = None, copied: bool = False,
+    fp8: bool = False,
 ) -> Problem:  # fmt: skip
     """The problem of a case: cumla's calls by backend, those of a peer that is there, and a copy of as many bytes."""
     names = {"cumla": sizes.backend}
@@ -151,7 +154,7 @@ def problem_of(
             impls[peer.impl], functions[peer.impl] = ("torch", there), peer.function
     if copied and sizes.on_device:
         impls["copy"] = "cupy", copy_calls(int(moved) // 2, sets)
-    return Problem(case.op, str(case), impls, int(moved), flop, check, clear, functions)
+    return Problem(case.op, str(case), impls, int(moved), flop, check, clear, functions, fp8=fp8)
 
 
 def kind_of(lengths: bool) -> str:

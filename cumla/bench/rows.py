@@ -101,17 +101,17 @@ def _row(problem: Problem, impl: str, times: Sequence[float], host: float | None
         "us_graph": None if host is None else median,
         "us_low": low,
         "us_high": high,
-        **numbers_of(median, problem.bytes_moved, problem.flop),
+        **numbers_of(median, problem.bytes_moved, problem.flop, problem.fp8),
         "max_abs_err": error,
         "checked": error is not None,
     }
     return row | ({"peer": problem.functions[impl]} if impl in problem.functions else {})
 
 
-def numbers_of(us: float, bytes_moved: float, flop: float) -> Row:
+def numbers_of(us: float, bytes_moved: float, flop: float, fp8: bool = False) -> Row:
     """What follows from a time: the limit and the rates."""
     return {
-        "limit_us": limit_us(bytes_moved, flop) or None,
+        "limit_us": limit_us(bytes_moved, flop, fp8) or None,
         "gbps": bytes_moved / us / 1e3 if bytes_moved else None,
         "tflops": flop / us / 1e6 if flop else None,
     }

@@ -140,7 +140,7 @@ class StepRows:
             if error is not None:
                 facts["error"] = error
             moved, flop = inputs.work(part)
-            facts["limit_us"] = limit_us(moved, flop)
+            facts["limit_us"] = limit_us(moved, flop, fp8=part == "select")
             if part == "select":
                 facts["overlap"] = inputs.overlap()
             yield from self._timed(part, impls, facts)

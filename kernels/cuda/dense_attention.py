@@ -91,10 +91,16 @@ def dense_mla_decode(
     cache_bytes = len(pages.bytes) * pages.bytes.strides[0]
     hopper = aligned and scale is None and cache_bytes <= HOPPER_CACHE_BYTES and is_hopper(device)
     made = HOPPER_DECODE if hopper else PORTABLE_DECODE
-    groups = -(-heads // made.heads)
-    tiles = batch * s_q * groups
-    splits = split_count(tiles, max_seqlen, device_sms(device), made)
-    parts, parts_lse = partial_results(plan, batch * s_q * splits * heads, q) if splits > 1 else (None, None)
+    groups, tokens, sms = -(-heads // made.heads), batch * s_q, device_sms(device)
+    if hopper:
+        ranges = range_count(tokens, groups, max_seqlen, sms)
+        divisible = ranges > 1 and max_seqlen > made.keys * (2 * MIN_PART - 1)
+        splits, ctas, rows = 1, ranges * groups, 2 * ranges if divisible else 0
+    else:
+        splits = split_count(tokens * groups, max_seqlen, sms, made)
+        ranges, ctas, rows = 0, tokens * groups * splits, tokens * splits if splits > 1 else 0
+    parts, parts_lse = partial_results(plan, rows * heads, q) if rows else (None, None)
+    divided = division(plan, min(tokens, ranges), q) if hopper and rows else None
     results = {
         "splits": splits, "s_q": s_q, "heads": heads, "partial_out": pointer(parts), "partial_lse": pointer(parts_lse),
         "out": out, **named_strides("out", "bsh", out), "lse": lse, **named_strides("lse", "bhs", lse),
@@ -111,31 +117,29 @@ def dense_mla_decode(
             PAIRED=int(groups % 2 == 0 and has_clusters(device)),
         )  # fmt: skip
         call["box_rows"], call["map"] = boxes_of(pages, made.keys)
+        call["ranges"], call["parts"] = ranges, pointer(divided)
+        del call["splits"]
     else:
         decode = large_kernel(
             device, made.shared_bytes, "sm80/dense_decode.cu", "mla_decode", VALUE=value,
             CACHE=value if scale is None else "e4m3", ALIGNED=int(aligned),
         )  # fmt: skip
         call["scale"], call["scale_value"] = scale_arguments(scale)
-    decode(
-        (tiles * splits,), (made.threads,), decode.arguments(**call), shared_mem=made.shared_bytes, overlap=True
-    )  # fmt: skip
-    if splits > 1:
-        at_once, sets, most_sets = merge_shape(splits)
+    decode((ctas,), (made.threads,), decode.arguments(**call), shared_mem=made.shared_bytes, overlap=True)
+    if rows:
+        entries = min(tokens, ranges) if hopper else tokens
+        at_once, sets, most_sets = merge_shape(-(-ranges // tokens) if hopper else splits)
         merge = kernel(
             "common/dense_decode_merge.cu", "mla_decode_merge", VALUE=value, ALIGNED=int(aligned), AT_ONCE=at_once,
             MAX_SETS=most_sets,
         )  # fmt: skip
         merge(
-            (batch * s_q * heads,),
-            (sets * V_DIM // 4,),
-            merge.arguments(**results),
-            overlap=True,
+            (entries * heads,), (sets * V_DIM // 4,), merge.arguments(**results, parts=pointer(divided)), overlap=True
         )
 
 
 def merge_shape(splits: int) -> tuple[int, int, int]:
-    """For dense_decode_merge.cu: splits loaded together, sets of threads, and MAX_SETS."""
+    """For dense_decode_merge.cu: parts loaded together, sets of threads, and MAX_SETS, for about `splits` parts."""
     if splits <= 4:
         return 4, 1, 1
     sets = min(-(-splits // 8), 8)
@@ -173,6 +177,7 @@ PORTABLE_DECODE = DecodeKernel(
 )
 HOPPER_DECODE = DecodeKernel(64, 64, 384, 3 * 1024 + 28 * 8192, 1, 4, 0.1)
 MAX_SPLITS = 256  # bounds the memory of partial results
+MIN_RANGE, MIN_PART = 4, 2  # blocks of a range, and of a token's part, at least: as in sm90/dense/decode/work.cuh
 PARTS = {"parts": V_DIM, "parts_lse": 1}  # names of partial results, and values of a row
 
 
@@ -187,6 +192,12 @@ def split_count(tiles: int, max_seqlen: int, sms: int, made: DecodeKernel) -> in
 
     most = max(1, min(blocks, MAX_SPLITS, 4 * at_a_time // tiles))
     return min(range(1, most + 1), key=cost)
+
+
+def range_count(tokens: int, groups: int, max_seqlen: int, sms: int) -> int:
+    """CTAs of each group of heads among which sm90/dense/decode/ divides the blocks of all query tokens."""
+    blocks = -(-max_seqlen // HOPPER_DECODE.keys)
+    return max(1, min(sms // groups, tokens * -(-blocks // MIN_RANGE)))
 
 
 @functools.cache
@@ -208,12 +219,18 @@ def partial_results(plan: DenseDecodePlan | None, rows: int, like: Any) -> tuple
     return tuple(workspace.array(name, rows * size, np.float32, like) for name, size in PARTS.items())
 
 
+def division(plan: DenseDecodePlan | None, entries: int, like: Any) -> Any:
+    """int32 [4 * entries] at least: the parts of tokens, written by sm90/dense/decode/. Kept by the plan, as above."""
+    workspace = Workspace() if plan is None else plan.workspace
+    return workspace.array("divided", 4 * entries, np.int32, like)
+
+
 def workspace_bytes(batch: int, s_q: int, heads: int, max_seqlen: int, sms: int) -> int:
     """Bytes that the partial results of a dense_mla_decode of these sizes need at most, on a device of `sms` SMs."""
-    rows = 0
-    if not batch * s_q * heads:
+    tokens = batch * s_q
+    if not tokens * heads:
         return 0
-    for made in (HOPPER_DECODE, PORTABLE_DECODE):
-        splits = split_count(batch * s_q * -(-heads // made.heads), max_seqlen, sms, made)
-        rows = max(rows, batch * s_q * splits * heads)
-    return sum(aligned_bytes(4 * rows * size) for size in PARTS.values())
+    ranges = range_count(tokens, -(-heads // HOPPER_DECODE.heads), max_seqlen, sms)
+    splits = split_count(tokens * -(-heads // PORTABLE_DECODE.heads), max_seqlen, sms, PORTABLE_DECODE)
+    rows = heads * max(2 * ranges, tokens * splits)
+    return aligned_bytes(16 * min(tokens, ranges)) + sum(aligned_bytes(4 * rows * size) for size in PARTS.values())

@@ -317,6 +317,7 @@ def test_pages_of_every_size(lab, rng, block_size, page_pad):
 def test_any_number_of_splits(device, rng, monkeypatch, splits):
     """Includes splits without keys, and requests that have no others."""
     monkeypatch.setattr(dense_attention, "split_count", lambda *_: splits)
+    monkeypatch.setattr(dense_attention, "range_count", lambda *_: splits)
     lab, lens = device, [1600, 65, 0]
     paged = Paged(rng, lens, 64)
     q = (5 * rng.standard_normal((3, 1, 3, 576))).astype(BF16)

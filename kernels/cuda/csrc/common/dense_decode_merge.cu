@@ -1,6 +1,9 @@
-// Combine the partial results of split dense MLA decode.
+// Combine the partial results of dense MLA decode.
 //
-// Grid: a CTA per head of a query token. Block: up to MAX_SETS sets of four warps; each thread has four values. Shared memory:
+// With `parts` (sm90/dense/decode/decode.cu describes it) a token may have any number of them, and CTAs of tokens with one end at
+// once; without, every token has `splits`, one after another.
+//
+// Grid: a CTA per head of an entry of `parts`, or of a query token. Block: up to MAX_SETS sets of four warps; each thread has four values. Shared memory:
 // sums of the other sets. Partial results are in L2, so latency counts rather than bytes: log-sums and values of up to AT_ONCE
 // splits are loaded together. With more splits, each of several sets takes some of them.
 //
@@ -31,18 +34,27 @@ struct PartSum {
 __device__ inline float base_of(float top) { return top == -infinity() ? 0.0f : top; }  // no NaN without keys
 
 extern "C" __global__ void __launch_bounds__(SET * MAX_SETS, MIN_BLOCKS)
-mla_decode_merge(const float* partial_out, const float* partial_lse, int splits, int s_q, int heads, VALUE* out,
-                 int64 out_stride_b, int64 out_stride_s, int64 out_stride_h, float* lse, int64 lse_stride_b,
+mla_decode_merge(const float* partial_out, const float* partial_lse, const uint4* parts, int splits, int s_q, int heads,
+                 VALUE* out, int64 out_stride_b, int64 out_stride_s, int64 out_stride_h, float* lse, int64 lse_stride_b,
                  int64 lse_stride_h, int64 lse_stride_s) {
-    int head = blockIdx.x % heads, token = blockIdx.x / heads, b = token / s_q, s = token % s_q;
+    int head = blockIdx.x % heads, token = blockIdx.x / heads;
     int thread = threadIdx.x % SET, set = threadIdx.x / SET, sets = blockDim.x / SET;
-    int64 part = (int64(token) * splits + set * AT_ONCE) * heads + head;
+    pdl_release();
+    pdl_wait();
+    // Row of part i of a token: first_row + i * step, but one more for part 0 where `parts` is given.
+    int64 first_row = int64(token) * splits;
+    int step = 1;
+    if (parts) {
+        uint4 entry = parts[token];
+        if (entry.z < 2) return;
+        token = int(entry.x), first_row = 2 * int64(entry.y), splits = int(entry.z), step = 2;
+    }
+    int b = token / s_q, s = token % s_q;
+    int64 part_heads = int64(step) * heads, part = first_row * heads + head + set * AT_ONCE * part_heads;
     const float* lse_at = partial_lse + part;
     const float4* at = reinterpret_cast<const float4*>(partial_out + part * LATENT_V) + thread;
     out += b * out_stride_b + s * out_stride_s + head * out_stride_h + 4 * thread;
     lse += b * lse_stride_b + head * lse_stride_h + s * lse_stride_s;
-    pdl_release();
-    pdl_wait();
     PartSum sum{-infinity(), 0.0f, {}};
     for (int first = set * AT_ONCE; first < splits; first += sets * AT_ONCE) {
         float log_sums[AT_ONCE];
@@ -51,10 +63,11 @@ mla_decode_merge(const float* partial_out, const float* partial_lse, int splits,
         for (int i = 0; i < AT_ONCE; ++i) {  // volatile: otherwise the last load waits for the first
             log_sums[i] = -infinity(), x[i] = {};
             if (first + i >= splits) continue;
-            asm volatile("ld.global.f32 %0, [%1];" : "=f"(log_sums[i]) : "l"(lse_at + i * heads));
+            int64 row = i * part_heads + (parts && first + i == 0) * heads;
+            asm volatile("ld.global.f32 %0, [%1];" : "=f"(log_sums[i]) : "l"(lse_at + row));
             asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
                          : "=f"(x[i].x), "=f"(x[i].y), "=f"(x[i].z), "=f"(x[i].w)
-                         : "l"(at + i * heads * (LATENT_V / 4)));
+                         : "l"(at + row * (LATENT_V / 4)));
         }
         float before = sum.top;
 #pragma unroll
@@ -66,7 +79,7 @@ mla_decode_merge(const float* partial_out, const float* partial_lse, int splits,
             float weight = expf(log_sums[i] - base);
             sum.add(weight, weight, x[i]);
         }
-        lse_at += sets * AT_ONCE * heads, at += int64(sets * AT_ONCE) * heads * (LATENT_V / 4);
+        lse_at += sets * AT_ONCE * part_heads, at += sets * AT_ONCE * part_heads * (LATENT_V / 4);
     }
 #if MAX_SETS > 1
     __shared__ PartSum sums[MAX_SETS - 1][SET];

@@ -14,7 +14,7 @@ template <bool VALUE_> struct Yes { static constexpr bool value = VALUE_; };
 struct DenseProblem {
     const VALUE* q;
     int64 q_stride_b, q_stride_s, q_stride_h;
-    int s_q, heads, splits;
+    int s_q, heads;
     float scale_log2;
     VALUE* out;
     int64 out_stride_b, out_stride_s, out_stride_h;
@@ -23,19 +23,22 @@ struct DenseProblem {
     float *partial_out, *partial_lse;
 };
 
-template <int CONSUMER> __device__ inline void consume(const DenseProblem& problem, const DenseWorkRange& range, int blocks) {
+// One token, or a part of it. `used` counts the blocks so far of this consumer and of the other one, and `phase` the tokens.
+template <int CONSUMER>
+__device__ inline void consume(const DenseProblem& problem, int token, int group, int blocks, int part, bool last,
+                               const uint32 (&used)[2], uint32 phase) {
     constexpr int consumer = CONSUMER;
     int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, row = thread / 8, chunk = thread % 8;
     uint32 swizzled = row * 128 + ((chunk ^ (row & 7)) << 4);
-    int first_head = range.group * HEADS;
+    int first_head = group * HEADS, request = token / problem.s_q, query = token % problem.s_q;
     uint32 window = shared_window();
     {
-        const VALUE* token = problem.q + range.request * problem.q_stride_b + range.query * problem.q_stride_s + 8 * chunk;
+        const VALUE* from_q = problem.q + request * problem.q_stride_b + query * problem.q_stride_s + 8 * chunk;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             int head = 32 * consumer + 16 * r + row;
             bool present = first_head + head < problem.heads;
-            const VALUE* from = present ? token + (first_head + head) * problem.q_stride_h : problem.q;
+            const VALUE* from = present ? from_q + (first_head + head) * problem.q_stride_h : problem.q;
 #pragma unroll
             for (int t = 0; t < TILES; ++t)
                 copy_async<16>(window + Q_AT + t * TILE_BYTES + 2048 * (2 * consumer + r) + swizzled, from + (present ? 64 * t : 0), present);
@@ -44,7 +47,7 @@ template <int CONSUMER> __device__ inline void consume(const DenseProblem& probl
         copies_wait<0>();
         fence_proxy_async();
         warp_arrive(window + Q_READY);
-        barrier_wait(window + Q_READY, 0);
+        barrier_wait(window + Q_READY, phase);
         warpgroup_sync(2 + consumer);  // or the compiler treats what follows as divergent, and serialises the products
     }
     float scale_log2 = problem.scale_log2;
@@ -74,14 +77,15 @@ template <int CONSUMER> __device__ inline void consume(const DenseProblem& probl
 #pragma unroll
         for (int i = 0; i < 64; ++i) low[i] *= rescale[i / 2 % 2], high[i] *= rescale[i / 2 % 2];
     };
-    // Start the PV products of the other consumer's block in phase `phase`, with that consumer's weights.
-    auto add_other = [&](int phase) {
-        barrier_wait(window + WEIGHTS_READY + 8 * (consumer ^ 1), phase % 2);
+    // Start the PV products of the other consumer's block `block` (of its blocks of this token), with that consumer's weights.
+    auto add_other = [&](int block) {
+        uint32 parity = (used[1] + block) % 2;
+        barrier_wait(window + WEIGHTS_READY + 8 * (consumer ^ 1), parity);
         float now[2] = {lds_float(window + REFERENCE_AT + 256 * (consumer ^ 1) + 4 * head),
                         lds_float(window + REFERENCE_AT + 256 * (consumer ^ 1) + 4 * head + 32)};
         raise_to(now);
-        barrier_wait(window + READY + other + low_piece, phase % 2);
-        barrier_wait(window + READY + other + high_piece, phase % 2);
+        barrier_wait(window + READY + other + low_piece, parity);
+        barrier_wait(window + READY + other + high_piece, parity);
         pin(low), pin(high);
         wgmma_fence();
 #pragma unroll
@@ -95,7 +99,7 @@ template <int CONSUMER> __device__ inline void consume(const DenseProblem& probl
 
     auto take = [&](auto has_other, int block) {
         constexpr bool WITH_OTHER = decltype(has_other)::value;
-        uint32 parity = block / 2 % 2;
+        uint32 parity = (used[0] + block / 2) % 2;
         float scores[32];
         auto score = [&](int piece) {
             barrier_wait(window + READY + own + 8 * piece, parity);
@@ -192,6 +196,7 @@ template <int CONSUMER> __device__ inline void consume(const DenseProblem& probl
         add_other((blocks - 1) / 2);
         wgmma_wait<0>();
         pin(low), pin(high);
+        warp_arrive(window + FREE + other + low_piece), warp_arrive(window + FREE + other + high_piece);
     }
 
 #pragma unroll
@@ -200,10 +205,9 @@ template <int CONSUMER> __device__ inline void consume(const DenseProblem& probl
         total[half] += __shfl_xor_sync(~0u, total[half], 2);
         if (lane % 4 == 0) sts_float(window + TOTALS_AT + 256 * consumer + 4 * (head + 8 * half), total[half]);
     }
-    pdl_release();  // the kernel that combines splits is launched while they are stored
+    if (last) pdl_release();  // the kernel that combines parts is launched while they are stored
     warp_arrive(window + TOTALS_READY + 8 * consumer);
-    barrier_wait(window + TOTALS_READY + 8 * (consumer ^ 1), 0);
-    int64 token = int64(range.request) * problem.s_q + range.query;
+    barrier_wait(window + TOTALS_READY + 8 * (consumer ^ 1), phase);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         int own_head = first_head + head + 8 * half;
@@ -213,18 +217,18 @@ template <int CONSUMER> __device__ inline void consume(const DenseProblem& probl
         float inv_sum = empty ? 0.0f : 1.0f / total[half];
         float log_sum = (reference[half] + log2f(total[half])) * LN_2;
         int column = 256 * consumer + 2 * (lane % 4);
-        if (problem.splits > 1) {
-            int64 part = (token * problem.splits + range.split) * problem.heads + own_head;
-            float* to = problem.partial_out + part * LATENT_V + column;
+        if (part >= 0) {
+            int64 row_of_part = int64(part) * problem.heads + own_head;
+            float* to = problem.partial_out + row_of_part * LATENT_V + column;
 #pragma unroll
             for (int n = 0; n < 16; ++n) {
                 int i = 4 * n + 2 * half;
                 store_pair(to + 8 * n, low[i] * inv_sum, low[i + 1] * inv_sum);
                 store_pair(to + 128 + 8 * n, high[i] * inv_sum, high[i + 1] * inv_sum);
             }
-            if (consumer == 0 && lane % 4 == 0) problem.partial_lse[part] = empty ? -infinity() : log_sum;
+            if (consumer == 0 && lane % 4 == 0) problem.partial_lse[row_of_part] = empty ? -infinity() : log_sum;
         } else {
-            VALUE* to = problem.out + range.request * problem.out_stride_b + range.query * problem.out_stride_s + own_head * problem.out_stride_h + column;
+            VALUE* to = problem.out + request * problem.out_stride_b + query * problem.out_stride_s + own_head * problem.out_stride_h + column;
 #pragma unroll
             for (int n = 0; n < 16; ++n) {
                 int i = 4 * n + 2 * half;
@@ -232,7 +236,7 @@ template <int CONSUMER> __device__ inline void consume(const DenseProblem& probl
                 store_pair(to + 128 + 8 * n, high[i] * inv_sum, high[i + 1] * inv_sum);
             }
             if (consumer == 0 && lane % 4 == 0)
-                problem.lse[range.request * problem.lse_stride_b + own_head * problem.lse_stride_h + range.query * problem.lse_stride_s] =
+                problem.lse[request * problem.lse_stride_b + own_head * problem.lse_stride_h + query * problem.lse_stride_s] =
                     empty ? infinity() : log_sum;
         }
     }

@@ -1,9 +1,10 @@
-// Dense MLA decode over a paged cache of 16-bit rows, on Hopper (sm_90a): out = softmax(scale Q K^T) V, and the LSE; with
-// splits > 1 partial results for common/dense_decode_merge.cu.
+// Dense MLA decode over a paged cache of 16-bit rows, on Hopper (sm_90a): out = softmax(scale Q K^T) V, and the LSE; of query
+// tokens whose keys are divided among CTAs partial results for common/dense_decode_merge.cu.
 //
 // Keys are processed 64 at a time, a *block*.
 //
-// Grid: (requests * s_q * groups of 64 heads * splits): each CTA has 64 heads of a query token and one split of its keys.
+// Grid: (ranges * groups of 64 heads): the blocks of all query tokens are divided evenly among `ranges` CTAs of each group,
+// whatever the lengths (work.cuh). A CTA processes its tokens one after another.
 // Block: 384 threads.
 //
 //     warps    role        registers  work
@@ -30,12 +31,17 @@
 // A page consists of boxes of `box_rows` neighbouring rows. One thread copies a box, 64 values at a time (TMA). Blocks with
 // absent rows (a request's last block, missing pages) and pages without boxes (box_rows 0) are copied row by row.
 //
+// No token is divided if `parts` is null. `parts[i]` is {token, CTA of its first part, number of its parts}: of token i, or, if there are more tokens than ranges, of the
+// token that is divided at the end of CTA i (0 parts: none is). A token's first part is row 2 * CTA + 1 of the partial results,
+// the part in any later CTA row 2 * CTA.
+//
 // PAIRED, for an even number of groups of heads: two CTAs that read the same keys form a cluster, which places them next to each
 // other. They exchange nothing, but reading the same keys then costs less power, which bounds long batches.
 //
 // Limits: rows of 576 values (512 + RoPE); rows, pages and q aligned to 16 bytes.
 //
 // Macros: VALUE (bf16 or f16), PAIRED (0 or 1).
+#include "sm90/dense/decode/work.cuh"
 #include "sm90/dense/decode/producer.cuh"
 #include "sm90/dense/decode/consumer.cuh"
 
@@ -49,15 +55,16 @@ extern "C" CLUSTER __global__ void __launch_bounds__(THREADS, 1)
 mla_decode_sm90(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h, int s_q, int heads, int block_size,
                 int box_rows, const __grid_constant__ TensorMap map, const uint8* pages, int64 page_stride,
                 int64 num_slots, const int* block_table, int64 table_stride, int columns, int requests, const int* lens,
-                int causal, int splits, float softmax_scale, VALUE* out, int64 out_stride_b, int64 out_stride_s,
+                int causal, int ranges, float softmax_scale, VALUE* out, int64 out_stride_b, int64 out_stride_s,
                 int64 out_stride_h, float* lse, int64 lse_stride_b, int64 lse_stride_h, int64 lse_stride_s,
-                float* partial_out, float* partial_lse) {
+                float* partial_out, float* partial_lse, uint4* parts) {
     extern __shared__ uint4 memory[];
     uint32 window = shared_window();
     if (uint32(__cvta_generic_to_shared(memory)) != window + BARRIERS_AT || reinterpret_cast<uint64>(&map) % 64) __trap();
     if (threadIdx.x == 0 && box_rows) prefetch_tensor_map(map);
     pdl_wait();
-    int groups = (heads + HEADS - 1) / HEADS, group = threadIdx.x / 128;
+    int groups = (heads + HEADS - 1) / HEADS, role = threadIdx.x / 128, range = blockIdx.x / groups, group = blockIdx.x % groups;
+    DenseTokens tokens{lens, s_q, requests * s_q, int64(columns) * block_size, causal};
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2 * PIECES; ++i) barrier_init(window + READY + 8 * i, PRODUCERS), barrier_init(window + FREE + 8 * i, 4 * WARP_ARRIVALS);
         for (int i = 0; i < 2; ++i)
@@ -65,29 +72,44 @@ mla_decode_sm90(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stri
         barrier_init(window + Q_READY, 8 * WARP_ARRIVALS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
+    if (threadIdx.x / 32 == 1) {
+        DenseWork work = divide_work(tokens, ranges, range, parts != nullptr);
+        if (threadIdx.x == 32) store_work(window, work);
+        if (group == 0 && parts) publish_parts(work, tokens.count, ranges, range, parts);
+    }
     __syncthreads();
-    DenseWorkRange range = DenseWorkRange::of(blockIdx.x, splits, groups, s_q, lens, int64(columns) * block_size, causal, KEYS);
-    int blocks = range.last_block - range.first_block;
+    DenseWork work = load_work(window);
 
-    if (group == 0) {
+    if (role == 0) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         LatentCache cache{pages, page_stride, num_slots, block_size, {block_table, table_stride, requests, columns}};
-        int end = min(range.keys, range.last_block * KEYS);
-        RowProducer producer{cache, map, box_rows, range.request, range.first_block, end, window};
-        PageRow box = producer.box(0);
-        for (int i = 0; i < blocks; ++i) {
-            uint32 parity = i / 2 % 2 ^ 1;
-            PageRow next = producer.box(i + 1);
-            if (!producer.is_whole(box)) producer.copy_rows(i % 2, i, parity);
-            else if (threadIdx.x < 32) producer.copy_boxes(i % 2, box, parity);
-            box = next;
+        uint32 used[2] = {};  // blocks so far in each buffer
+        for (int token = work.begin.token; token <= work.last_token(); ++token) {
+            int keys = tokens.keys(token), first_block = work.first_block(token), last_block = work.last_block(token, blocks_of(keys));
+            RowProducer producer{cache, map, box_rows, token / s_q, first_block, min(keys, last_block * KEYS), window};
+            PageRow box = producer.box(0);
+            for (int i = 0; i < last_block - first_block; ++i) {
+                uint32 parity = ((i % 2 ? used[1] : used[0]) + i / 2) % 2 ^ 1;
+                PageRow next = producer.box(i + 1);
+                if (!producer.is_whole(box)) producer.copy_rows(i % 2, i, parity);
+                else if (threadIdx.x < 32) producer.copy_boxes(i % 2, box, parity);
+                box = next;
+            }
+            used[0] += (last_block - first_block + 1) / 2, used[1] += (last_block - first_block) / 2;
         }
         return;
     }
 
     warpgroup_reg_alloc<CONSUMER_REGISTERS>();
-    DenseProblem problem{q, q_stride_b, q_stride_s, q_stride_h, s_q, heads, splits, softmax_scale * LOG2_E, out, out_stride_b,
+    DenseProblem problem{q, q_stride_b, q_stride_s, q_stride_h, s_q, heads, softmax_scale * LOG2_E, out, out_stride_b,
                     out_stride_s, out_stride_h, lse, lse_stride_b, lse_stride_h, lse_stride_s, partial_out, partial_lse};
-    if (group == 1) consume<0>(problem, range, blocks);
-    else consume<1>(problem, range, blocks);
+    uint32 used[2] = {}, phase = 0;  // blocks so far of this consumer, and of the other one
+    for (int token = work.begin.token; token <= work.last_token(); ++token, phase ^= 1) {
+        int all = blocks_of(tokens.keys(token)), first_block = work.first_block(token), last_block = work.last_block(token, all);
+        int blocks = last_block - first_block, part = first_block ? 2 * range : last_block < all ? 2 * range + 1 : -1;
+        bool last = token == work.last_token();
+        if (role == 1) consume<0>(problem, token, group, blocks, part, last, used, phase);
+        else consume<1>(problem, token, group, blocks, part, last, used, phase);
+        used[0] += (blocks + (role == 1)) / 2, used[1] += (blocks + (role == 2)) / 2;
+    }
 }

@@ -22,8 +22,10 @@ constexpr int PIECES = 5;
 //                           scores the block; others: of the one                                        have ended; with piece 0 PRESENT
 //                           with the piece's values, after its PV
 //     WEIGHTS_READY[c]      4: warps of consumer c                  the other consumer                  WEIGHTS and REFERENCE[c] of c's block
-//     TOTALS_READY[c]       4: warps of consumer c; one phase       the other consumer                  TOTALS[c]
-//     Q_READY               8: warps of both consumers; one phase   both consumers                      Q, of which each copies half
+//     TOTALS_READY[c]       4: warps of consumer c; once a token    the other consumer                  TOTALS[c]; Q and WEIGHTS, which
+//                                                                                                       the next token overwrites
+//     Q_READY               8: warps of both consumers; once a      both consumers                      Q, of which each copies half;
+//                           token                                                                       TOTALS, which were read before
 //     named 2, 3            128: consumer 0; consumer 1             the same consumer                   WEIGHTS: its products with the last
 //                                                                                                       weights end before new ones are stored
 //     named 4               128: producers, row by row              producers                           warps 1 to 3 after warp 0's FREE
@@ -44,7 +46,8 @@ constexpr uint32 Q_AT = 4096;
 constexpr uint32 K_AT = Q_AT + TILES * TILE_BYTES;                 // [2 buffers][9 tiles]
 constexpr uint32 K_BYTES = TILES * TILE_BYTES;
 constexpr uint32 WEIGHTS_AT = K_AT + 2 * K_BYTES;                  // of one block at a time
-static_assert(PRESENT_AT % 16 == 0 && TOTALS_AT + 2 * 64 * 4 <= Q_AT);
+constexpr uint32 WORK_AT = TOTALS_AT + 2 * 64 * 4;                 // DenseWork
+static_assert(PRESENT_AT % 16 == 0 && WORK_AT % 16 == 0 && WORK_AT + 16 <= Q_AT);
 
 // Added to all of these addresses: in a cluster, a CTA's rank is in the upper bits of its shared addresses.
 __device__ inline uint32 shared_window() {

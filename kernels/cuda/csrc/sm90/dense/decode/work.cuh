@@ -1,0 +1,118 @@
+// The division of work of sm90/dense/decode/decode.cu, computed by each CTA from the lengths.
+//
+// The *cost* of a query token is TOKEN_COST and the blocks of its keys. The costs of all tokens, one after another, are divided
+// into ranges of equal length, one for each CTA (of each group of heads). A token that a boundary divides has a *part* in each
+// of the ranges; common/dense_decode_merge.cu combines them. Where whole tokens fill the device as evenly, none is divided.
+#pragma once
+#include "sm90/dense/decode/memory.cuh"
+
+#ifndef TOKEN_COST
+#define TOKEN_COST 4  // in blocks: the start of a token, and storing its result
+#endif
+constexpr int MIN_RANGE = 4;  // blocks of a range at least: parts of fewer take longer to combine than they save
+constexpr int MIN_PART = 2;   // blocks on either side of a boundary at least
+
+__device__ inline int blocks_of(int keys) { return keys / KEYS + (keys % KEYS > 0); }
+
+struct DenseTokens {
+    const int* lens;
+    int s_q, count;  // of all requests
+    int64 capacity;  // keys that a request's row of the block table can hold
+    int causal;
+
+    // Keys that a token sees.
+    __device__ int keys(int token) const {
+        int query = token % s_q;
+        return int(max(min(int64(lens[token / s_q]) - (causal ? s_q - 1 - query : 0), capacity), int64(0)));
+    }
+    __device__ int blocks(int token) const { return blocks_of(keys(token)); }
+};
+
+// A place in the sequence of all tokens' blocks.
+struct DenseBoundary {
+    int token, block;
+};
+
+// Work of a CTA.
+struct DenseWork {
+    DenseBoundary begin, end;
+    int parts;  // of the token that `end` divides
+
+    __device__ int last_token() const { return end.token - (end.block == 0); }
+    __device__ int first_block(int token) const { return token == begin.token ? begin.block : 0; }
+    __device__ int last_block(int token, int blocks) const { return token == end.token ? end.block : blocks; }
+    // Whether a token's first part is here.
+    __device__ bool begins_part() const { return end.block && first_block(end.token) == 0; }
+};
+
+// The whole work but for `parts`, which one warp needs.
+__device__ inline void store_work(uint32 window, const DenseWork& work) {
+    sts128(window + WORK_AT, {uint32(work.begin.token), uint32(work.begin.block), uint32(work.end.token), uint32(work.end.block)});
+}
+__device__ inline DenseWork load_work(uint32 window) {
+    uint4 x = lds128(window + WORK_AT);
+    return {{int(x.x), int(x.y)}, {int(x.z), int(x.w)}, 0};
+}
+
+// The boundary at a cost, which is within those of `token` that start at `start`.
+__device__ inline DenseBoundary boundary_within(int token, int64 start, int blocks, int64 cost) {
+    int64 block = cost - start - TOKEN_COST;
+    if (block < MIN_PART) block = 0;
+    else if (block > blocks - MIN_PART) block = blocks;
+    return cost > start && block == blocks ? DenseBoundary{token + 1, 0} : DenseBoundary{token, int(block)};
+}
+
+// The work of CTA `range` of `ranges`. Called by a warp, whose lanes get the same result.
+__device__ inline DenseWork divide_work(const DenseTokens& tokens, int ranges, int range, bool divisible) {
+    int lane = threadIdx.x % 32, longest = 0;
+    int64 total = 0;
+    for (int token = lane; token < tokens.count; token += 32) {
+        int cost = TOKEN_COST + tokens.blocks(token);
+        total += cost, longest = max(longest, cost);
+    }
+    for (int other = 16; other; other /= 2) {
+        total += __shfl_xor_sync(~0u, total, other);
+        longest = max(longest, __shfl_xor_sync(~0u, longest, other));
+    }
+    int whole = (tokens.count + ranges - 1) / ranges;  // tokens of a CTA if none is divided
+    int64 length = max((total + ranges - 1) / ranges, int64(MIN_RANGE));
+    if (!divisible || 32 * int64(whole) * longest <= 33 * (length + TOKEN_COST + MIN_PART))
+        return {{min(tokens.count, range * whole), 0}, {min(tokens.count, (range + 1) * whole), 0}, 1};
+
+    DenseWork work{{tokens.count, 0}, {tokens.count, 0}, 1};
+    int64 begin = range * length, end = begin + length, before = 0;
+    for (int first = 0; first < tokens.count && before <= end; first += 32) {
+        int token = first + lane, blocks = token < tokens.count ? tokens.blocks(token) : 0;
+        int cost = token < tokens.count ? TOKEN_COST + blocks : 0;
+        int64 up_to = cost;
+        for (int step = 1; step < 32; step *= 2) {
+            int64 left = __shfl_up_sync(~0u, up_to, step);
+            if (lane >= step) up_to += left;
+        }
+        int64 start = before + up_to - cost;
+        before += __shfl_sync(~0u, up_to, 31);
+        uint32 begins = __ballot_sync(~0u, begin >= start && begin < start + cost);
+        uint32 ends = __ballot_sync(~0u, end >= start && end < start + cost);
+        DenseBoundary here = boundary_within(token, start, blocks, begin);
+        if (begins) work.begin = {__shfl_sync(~0u, here.token, __ffs(begins) - 1), __shfl_sync(~0u, here.block, __ffs(begins) - 1)};
+        here = boundary_within(token, start, blocks, end);
+        if (ends) {
+            int64 lowest = start + TOKEN_COST + MIN_PART, highest = start + TOKEN_COST + blocks - MIN_PART;
+            int boundaries = int(highest / length - (lowest - 1) / length), owner = __ffs(ends) - 1;
+            work.end = {__shfl_sync(~0u, here.token, owner), __shfl_sync(~0u, here.block, owner)};
+            work.parts = 1 + __shfl_sync(~0u, boundaries, owner);
+        }
+    }
+    return work;
+}
+
+// Write how many parts tokens have, for the kernel that combines them. Called by a warp.
+__device__ inline void publish_parts(const DenseWork& work, int tokens, int ranges, int range, uint4* parts) {
+    int lane = threadIdx.x % 32, divided = work.begins_part() ? work.parts : 0;
+    if (tokens > ranges) {
+        if (lane == 0) parts[range] = {uint32(work.end.token), uint32(range), uint32(divided), 0};
+        return;
+    }
+    for (int token = work.begin.token + (work.begin.block > 0) + lane; token <= work.last_token(); token += 32)
+        parts[token] = {uint32(token), uint32(range), uint32(token == work.end.token ? divided : 0), 0};
+}
