@@ -43,6 +43,7 @@ from .ops.indices import (
     compute_swa_indices_and_lens,
 )
 from .ops.latents import compress_latents
+from .ops.linear import fp8_block_linear
 from .ops.norm_rope import (
     apply_rope,
     fused_q_kv_rmsnorm,
@@ -109,6 +110,7 @@ __all__ = [
     "debug",
     "dense_mla_decode",
     "dequantize_and_gather_k_cache",
+    "fp8_block_linear",
     "fp8_mqa_logits",
     "fp8_paged_mqa_logits",
     "fused_indexer_q_rope_quant",

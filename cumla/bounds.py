@@ -32,6 +32,7 @@ FLOAT16_WEIGHTS = 2.0**-11
 PREFILL_OUT, PREFILL_LSE = Bound(8e-4, 3.01 / 128, 7e-6), Bound(1e-6, 2.01 / 65536)  # lse and max_logits
 MERGE = Bound(1e-6, 1e-5)  # in float32
 ROUNDED = Bound(1e-5, 1.01 / 128, 5e-6)  # float32 arithmetic rounded once to bfloat16: a unit in the last place
+SUMS = Bound(1e-4, 1e-5, 1e-9)  # float32 sums of some hundred products of magnitudes up to tens
 SCORES = Bound(1e-2, 1e-4, 5e-6)  # of the indexer: sums with magnitudes of hundreds
 
 

@@ -25,6 +25,7 @@ from ..ops import (
     indexer_topk,
     indices,
     latents,
+    linear,
     norm_rope,
     sparse_attention,
     sparse_cache,
@@ -261,6 +262,12 @@ def bounded_scratch(arguments: Mapping[str, Any], rows: int, width: int) -> int:
     return int(min(most, rows * row_bytes))
 
 
+def linear_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
+    x, rows = arguments["x"], arguments["weight"].shape[-2]
+    dtype = "float32" if arguments.get("float32_output") else dtype_name(x)
+    return (Result((*x.shape[:-1], rows), dtype),)
+
+
 def norms_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
     return tuple(Result(tuple(arguments[x].shape), dtype_name(arguments[x])) for x in ("qr", "kv"))
 
@@ -321,6 +328,7 @@ OPS = {
         ),
         Op(compressor.compress_and_insert, writes=("state_cache", "k_cache", "index_state_cache", "index_k_cache")),
         Op(latents.compress_latents, writes=("latents", "state_cache")),
+        Op(linear.fp8_block_linear, results=linear_results, outputs=("out",)),
         Op(norm_rope.fused_q_kv_rmsnorm, results=norms_results, outputs=("out",)),
         Op(
             norm_rope.qnorm_rope_and_insert,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..bounds import EQUAL, ROUNDED
+from ..bounds import EQUAL, ROUNDED, SUMS
 from ..dispatch.call import BFLOAT16
 from ..layout import (
     DSV4_BF16,
@@ -27,6 +27,7 @@ from ..ops.blocks import copy_blocks, swap_blocks
 from ..ops.compressor import compress_and_insert
 from ..ops.dense_cache import concat_and_cache_mla, gather_cache
 from ..ops.latents import compress_latents
+from ..ops.linear import fp8_block_linear
 from ..ops.norm_rope import (
     apply_rope,
     fused_q_kv_rmsnorm,
@@ -237,6 +238,21 @@ def _latents(ratio: int) -> Run:
     return run
 
 
+def _linear(*groups: int) -> Run:
+    def run(bench: Bench) -> Sequence[Any]:
+        codes = bench.rng.integers(0, 256, (*groups, 200, 288)).astype(np.uint8)
+        codes[codes % 128 == 127] = 0  # NaN
+        scales = np.exp2(bench.rng.uniform(-10, -8, (*groups, 2, 3)))
+        return (
+            fp8_block_linear(
+                bench.normal(5, *groups, 288), bench.put(codes), bench.put(scales, np.float32), float32_output=True,
+                backend=bench.backend,
+            ),
+        )  # fmt: skip
+
+    return run
+
+
 CASES = (
     Case("quantize_and_insert_k_cache", "DSV4_FP8", "sparse_cache", (EQUAL,), _insert(DSV4_FP8)),
     Case("quantize_and_insert_k_cache", "V32_FP8", "sparse_cache", (EQUAL,), _insert(V32_FP8)),
@@ -274,6 +290,8 @@ CASES = (
         (ROUNDED,) * 4,
         compress(DSV4_BF16, INDEXER_BF16),
     ),
+    Case("fp8_block_linear", "", "projection", (SUMS,), _linear()),
+    Case("fp8_block_linear", "groups", "projection", (SUMS,), _linear(2)),
     Case("concat_and_cache_mla", "bfloat16", "dense_cache", (EQUAL,), _concat("auto", 576, BFLOAT16)),
     Case("concat_and_cache_mla", "e4m3, one scale", "dense_cache", (EQUAL,), _concat("fp8", 576, np.uint8)),
     Case("gather_cache", "e4m3, one scale", "dense_cache", (EQUAL,), _mla_gather),

@@ -1,8 +1,77 @@
 """Matrix products."""
 
+from typing import Any
+
 import numpy as np
+
+from ..numba_common.compiled import compiled
+from ..numba_common.numbers import e4m3_value
+from .threads import parallel_for
+
+VALUES_AT_A_TIME = 1 << 22  # dequantised: 16 MB, which caches of servers hold
+TO_DEQUANTIZE = 1  # approximate nanoseconds per value
+VALUES = np.array([e4m3_value(code) for code in range(256)], np.float32)  # of the codes
 
 
 def batched_product(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     """out [n, M, N] = a [n, M, K] b [n, K, N], of any strides."""
     out[...] = np.matmul(a.astype(np.float32, copy=False), b.astype(np.float32, copy=False))
+
+
+def block_scaled_product(
+    x: np.ndarray,
+    weight: np.ndarray,
+    scales: np.ndarray,
+    block_rows: int,
+    block_columns: int,
+    out: np.ndarray,
+    prefetch: bool,
+) -> None:
+    """out [n, M, N] = x [n, M, K] W^T, W of e4m3 codes [n, N, K] and a scale for each block.
+
+    Weights are dequantised some rows at a time, into memory that stays in the cache.
+    """
+    groups, rows, columns = weight.shape
+    together = min(max(VALUES_AT_A_TIME // max(columns, 1) // block_rows, 1) * block_rows, rows)
+    values, x = np.empty((together, columns), np.float32), x.astype(np.float32, copy=False)
+    for group in range(groups):
+        for first in range(0, rows, together):
+            some = values[: min(together, rows - first)]
+            its = scales[group, first // block_rows :]
+            _dequantize(weight[group, first : first + len(some)], its, block_rows, block_columns, some)
+            out[group, :, first : first + len(some)] = x[group] @ some.T
+
+
+def dequantize_blocks(
+    weight: np.ndarray, scales: np.ndarray, block_rows: int, block_columns: int, out: np.ndarray
+) -> None:
+    """out [n, N, K] is each code of [n, N, K] times its block's scale, in float32 or rounded to bfloat16."""
+    values = np.empty(out.shape[1:], np.float32)
+    for group in range(len(weight)):
+        _dequantize(weight[group], scales[group], block_rows, block_columns, values)
+        out[group] = values
+
+
+def _dequantize(weight: np.ndarray, scales: np.ndarray, block_rows: int, block_columns: int, values: np.ndarray) -> None:
+    work = TO_DEQUANTIZE * values.shape[1]
+    parallel_for(len(values), work, _dequantize_rows, VALUES, weight, scales, block_rows, block_columns, values)
+
+
+@compiled(nogil=True)
+def _dequantize_rows(
+    first: int,
+    end: int,
+    table: np.ndarray,
+    weight: np.ndarray,
+    scales: np.ndarray,
+    block_rows: Any,
+    block_columns: Any,
+    values: np.ndarray,
+) -> None:
+    columns = values.shape[1]
+    for row in range(first, end):
+        own, codes, its = values[row], weight[row], scales[row // block_rows]
+        for block in range(len(its)):
+            start = block * block_columns
+            for k in range(start, min(start + block_columns, columns)):
+                own[k] = table[codes[k]] * its[block]

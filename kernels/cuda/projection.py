@@ -1,11 +1,13 @@
-"""Matrix products, by cuBLAS with float32 sums."""
+"""Matrix products with float32 sums: by cuBLAS; of block-scaled e4m3 weights and few tokens by a kernel of their own."""
 
 import ctypes
 import functools
 from typing import Any
 
 from ...arrays.streams import Side
-from .launch import pointer, strides
+from .compile import kernel
+from .device import device_sms, has_clusters
+from .launch import C_NAMES, Kernel, is_aligned, pointer, strides
 
 # Values of cudaDataType, cublasComputeType_t, cublasGemmAlgo_t and cublasOperation_t.
 DATA_TYPES = {"float32": 0, "bfloat16": 14, "float16": 2}
@@ -13,6 +15,14 @@ COMPUTE_32F, ALGORITHM_DEFAULT, AS_IS, TRANSPOSED = 68, -1, 0, 1
 
 ONE, ZERO = ctypes.c_float(1), ctypes.c_float(0)
 WORKSPACE_BYTES = 32 << 20  # cuBLAS's own size on Hopper
+
+# sm80/projection.cu
+WARPS = 8
+TILES = (8, 16, 32, 64, 128)  # tokens
+MOST_ROWS, LEAST_ROWS, MOST_SPLITS = 128, 16, 8  # of weights a tile; CTAs that divide K
+CHUNK = 128  # columns that a warp takes at a time
+RING_BYTES = 113 << 10  # two CTAs fit on an SM of Hopper
+PARTS_OF_ROW = 2048  # values of a row that a CTA of dequantize_blocks takes at a time
 
 
 def batched_product(a: Any, b: Any, out: Any) -> None:
@@ -101,3 +111,90 @@ def cublas_library(handle: int) -> Any:
         address, *[number] * 5, address, *matrix, *matrix, address, *matrix, *[number] * 3,
     ]  # fmt: skip
     return library
+
+
+def block_scaled_product(
+    x: Any, weight: Any, scales: Any, block_rows: int, block_columns: int, out: Any, prefetch: bool
+) -> None:
+    """out [n, M, N] = x [n, M, K] W^T, W of e4m3 codes [n, N, K] and a scale for each block.
+
+    x is bfloat16, out bfloat16 or float32; the last axes are contiguous. prefetch: read weights while the preceding
+    kernel still runs.
+    """
+    groups, tokens, columns = x.shape
+    rows = weight.shape[1]
+    tile, tile_rows, splits = division(rows, columns, groups, tokens, out.device.id)
+    made, shared_bytes = product_kernel(
+        tile, tile_rows, splits, C_NAMES[out.dtype.name], block_columns % CHUNK > 0,
+        is_aligned(x, weight, out), prefetch,
+    )  # fmt: skip
+    tiles = -(-tokens // tile)
+    made(
+        (splits, -(-rows // tile_rows), groups * tiles),
+        (32 * WARPS,),
+        (
+            weight, scales, *strides(weight)[:2], *strides(scales)[:2], rows, columns, block_rows, block_columns,
+            x, out, *strides(x)[:2], *strides(out)[:2], tokens, tiles,
+        ),
+        shared_mem=shared_bytes,
+        overlap=True,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def division(rows: int, columns: int, groups: int, tokens: int, device: int) -> tuple[int, int, int]:
+    """Tokens and rows of a tile, and the CTAs that divide its columns: as many CTAs as a device runs at a time."""
+    tile = next((size for size in TILES if size >= tokens), TILES[-1])
+    at_a_time = device_sms(device) * (2 if tile < TILES[-1] else 1)
+    most_splits = MOST_SPLITS if has_clusters(device) else 1
+    tile_rows, splits = MOST_ROWS, 1
+    tiles = groups * -(-tokens // tile)
+    while (
+        splits < most_splits and 2 * splits * CHUNK < columns
+        and 2 * splits * tiles * -(-rows // tile_rows) <= at_a_time
+    ):  # fmt: skip
+        splits *= 2
+    while (
+        most_splits == 1 and tile_rows > LEAST_ROWS and ring_stages(tile, tile_rows // 2) > 1
+        and tiles * -(-rows // tile_rows) < device_sms(device)
+    ):  # fmt: skip
+        tile_rows //= 2
+    return tile, tile_rows, splits
+
+
+def ring_stages(tile: int, tile_rows: int) -> int:
+    """Stages of a ring that fit: a stage has 16 KB of weights, and the same columns of the tokens."""
+    depth = CHUNK * WARPS * LEAST_ROWS // tile_rows
+    return min(RING_BYTES // (tile_rows * depth + 2 * tile * depth), 6)
+
+
+@functools.cache
+def product_kernel(
+    tile: int, tile_rows: int, splits: int, output: str, fine: bool, aligned: bool, prefetch: bool
+) -> tuple[Kernel, int]:
+    """A kernel of sm80/projection.cu, and the shared memory that it needs."""
+    depth = CHUNK * WARPS * LEAST_ROWS // tile_rows
+    stages = ring_stages(tile, tile_rows)
+    made = kernel(
+        "sm80/projection.cu", "block_scaled_product", TOKENS=tile, ROWS=tile_rows, SPLITS=splits, STAGES=stages,
+        OUTPUT=output, FINE=int(fine), ALIGNED=int(aligned), EARLY=int(prefetch),
+    )  # fmt: skip
+    sums = depth // CHUNK * tile * (tile_rows + 4) * 4
+    shared_bytes = max(stages * depth * (tile_rows + 2 * tile), sums)
+    made.max_dynamic_shared_size_bytes = shared_bytes
+    return made, shared_bytes
+
+
+def dequantize_blocks(weight: Any, scales: Any, block_rows: int, block_columns: int, out: Any) -> None:
+    """out [n, N, K], bfloat16, is each code of [n, N, K] times its block's scale."""
+    groups, rows, columns = weight.shape
+    aligned = is_aligned(weight, out) and columns % 16 == 0
+    kernel("common/dequantize_blocks.cu", "dequantize_blocks", ALIGNED=int(aligned))(
+        (rows, groups, -(-columns // PARTS_OF_ROW)),
+        (128,),
+        (
+            weight, *strides(weight)[:2], scales, *strides(scales)[:2], out, *strides(out)[:2], columns, block_rows,
+            block_columns,
+        ),
+        overlap=True,
+    )  # fmt: skip

@@ -7,10 +7,11 @@ import numpy as np
 
 from .compiler import cuda, float32, uint32
 from .launch import SIMULATED, kind_of, launch
-from .numbers import from_float32
+from .numbers import e4m3_value, from_float32, to_float32
 from .products import GROUP_WORDS, THREADS, scores_of, stride_of
 
 ROWS, COLUMNS = (8, 16) if SIMULATED else (32, 64)  # of a tile of the product
+TOGETHER = 8  # tokens that a thread block multiplies with a row of block-scaled weights
 GROUPS = 2  # depth of a tile of the factors, in groups of 64 values
 
 
@@ -63,3 +64,53 @@ def product_kernel_of(float16: bool) -> Any:
                 out[matrix, row + r, column + c] = from_float32(products[r * product_stride + c], kind)
 
     return product_kernel
+
+
+def block_scaled_product(
+    x: Any, weight: Any, scales: Any, block_rows: int, block_columns: int, out: Any, prefetch: bool
+) -> None:
+    """out [n, M, N] = x [n, M, K] W^T, W of e4m3 codes [n, N, K] and a scale for each block."""
+    groups, tokens, rows = out.shape
+    launch(
+        row_kernel, groups * rows * -(-tokens // TOGETHER), THREADS, x, kind_of(x), weight, scales, block_rows,
+        block_columns, out, kind_of(out),
+    )  # fmt: skip
+
+
+def row_kernel(x, x_kind, weight, scales, block_rows, block_columns, out, out_kind):
+    """A thread block takes a row of weights and some tokens, a thread every blockDim.x-th column."""
+    sums = cuda.local.array(TOGETHER, np.float32)
+    shared = cuda.shared.array((TOGETHER, THREADS), float32)
+    tokens, rows, columns = out.shape[1], weight.shape[1], weight.shape[2]
+    tiles = (tokens + TOGETHER - 1) // TOGETHER
+    at, row = cuda.blockIdx.x // rows, cuda.blockIdx.x % rows
+    group, first = at // tiles, at % tiles * TOGETHER
+    count = min(tokens - first, TOGETHER)
+    for i in range(TOGETHER):
+        sums[i] = 0
+    for k in range(cuda.threadIdx.x, columns, THREADS):
+        value = e4m3_value(np.int64(weight[group, row, k]))
+        value *= to_float32(np.int64(scales[group, row // block_rows, k // block_columns]), 0)
+        for i in range(count):
+            sums[i] += value * to_float32(np.int64(x[group, first + i, k]), x_kind)
+    for i in range(count):
+        shared[i, cuda.threadIdx.x] = sums[i]
+    cuda.syncthreads()
+    for i in range(cuda.threadIdx.x, count, THREADS):
+        total = np.float32(0)
+        for thread in range(THREADS):
+            total += shared[i, thread]
+        out[group, first + i, row] = from_float32(total, out_kind)
+
+
+def dequantize_blocks(weight: Any, scales: Any, block_rows: int, block_columns: int, out: Any) -> None:
+    """out [n, N, K] is each code of [n, N, K] times its block's scale."""
+    blocks = out.shape[0] * out.shape[1]
+    launch(dequantize_kernel, blocks, THREADS, weight, scales, block_rows, block_columns, out, kind_of(out))
+
+
+def dequantize_kernel(weight, scales, block_rows, block_columns, out, kind):
+    group, row = cuda.blockIdx.x // weight.shape[1], cuda.blockIdx.x % weight.shape[1]
+    for k in range(cuda.threadIdx.x, weight.shape[2], cuda.blockDim.x):
+        scale = to_float32(np.int64(scales[group, row // block_rows, k // block_columns]), 0)
+        out[group, row, k] = from_float32(e4m3_value(np.int64(weight[group, row, k])) * scale, kind)

@@ -93,6 +93,9 @@ TABLE = {
     "mov.u32 %0, %%cluster_ctarank;": "%0 = emulator::cluster_rank",
     "mapa.shared::cluster.u32 %0, %1, %2;": "%0 = emulator::mapped(%1, %2)",
     "st.shared::cluster.f32 [%0], %1;": "*reinterpret_cast<float*>(emulator::cluster_shared_at(%0, 4)) = %1",
+    "ld.shared::cluster.v2.f32 {%0, %1}, [%2];": (
+        "auto from_ = reinterpret_cast<const float*>(emulator::cluster_shared_at(%2, 8)); %0 = from_[0]; %1 = from_[1]"
+    ),
     "st.shared::cluster.b64 [%0], %1;": "*reinterpret_cast<uint64_t*>(emulator::cluster_shared_at(%0, 8)) = %1",
     "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [%0], {%1, %2}, [%3];": (
         "emulator::store_async(%0, {%1, %2}, %3)"
