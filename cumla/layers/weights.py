@@ -92,8 +92,19 @@ def dequantized(weight: BlockQuantizedWeight, name: str = "kv_b_proj") -> Any:
 
 def dequantized_on_host(weight: BlockQuantizedWeight, name: str) -> np.ndarray:
     """The same in host memory."""
+    native, scales = checked_blocks(weight, name)
+    (rows, columns), (block_rows, block_columns) = native.shape, weight.block
+    spread = scales.repeat(block_rows, axis=0)[:rows].repeat(block_columns, axis=1)[:, :columns]
+    return np.ascontiguousarray(_host(native)).view(E4M3).astype(np.float32) * spread
+
+
+def checked_blocks(weight: BlockQuantizedWeight, name: str) -> tuple[Any, np.ndarray]:
+    """The codes where they are, uint8 [out, in], and float32 scales in host memory.
+
+    Raises TypeError or ValueError if they do not fit.
+    """
     dlpack.check_float8(weight.weight, name)
-    values, scales = _host(dlpack.borrow(weight.weight, name)), _scales(weight.scale, name)
+    values, scales = dlpack.borrow(weight.weight, name), _scales(weight.scale, name)
     if values.dtype not in FP8:
         raise TypeError(f"{name}: got dtype {values.dtype} with scales, expected float8_e4m3fn or its bytes in uint8")
     if values.ndim != 2:
@@ -102,8 +113,7 @@ def dequantized_on_host(weight: BlockQuantizedWeight, name: str) -> np.ndarray:
     expected = (-(-rows // block_rows), -(-columns // block_columns))
     if scales.shape != expected:
         raise ValueError(f"{name}: got scales of shape {scales.shape}, expected {expected} for {values.shape}")
-    spread = scales.repeat(block_rows, axis=0)[:rows].repeat(block_columns, axis=1)[:, :columns]
-    return np.ascontiguousarray(values).view(E4M3).astype(np.float32) * spread
+    return values.view(np.uint8), scales
 
 
 def _scales(scale: Any, name: str) -> np.ndarray:

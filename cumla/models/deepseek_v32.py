@@ -25,14 +25,14 @@ from . import caches
 from .caches import DeepseekV32Caches
 from .config_validation import check_absent, check_fixed, check_numbers, numbers_of, rope_of
 from .hidden_states import attend
-from .products import compute_type, flat, multiply, multiply_groups, stacked
+from .products import compute_type, flat, in_groups, multiply, multiply_groups, rows_of, stacked, transposed, width
 from .rope import checked_scaling, cos_sin_table, mscale
 from .scratch import Scratch
 from .selection import Indexer
 from .step import DeepseekV32StepBuilder as DeepseekV32StepBuilder
 from .step import DeepseekV32StepMetadata
 from .validation import check_indexer_metadata, check_options, check_types, check_v32_step
-from .weights import V32_ATTENTION, LayerWeights, WeightReader, place_of
+from .weights import V32_ATTENTION, LayerWeights, WeightFormat, WeightReader, keeps_fp8, place_of
 
 FLOAT32 = np.dtype(np.float32)
 LATENT, ROPE = 512, 64
@@ -111,6 +111,7 @@ class DeepseekV32Attention:
         *,
         activations: Any = "bfloat16",
         cache_format: caches.CacheFormat = "fp8",
+        weight_format: WeightFormat = "fp8",
         max_position: int | None = None,
         scratch: Scratch | None = None,
         xp: Any = None,
@@ -127,7 +128,7 @@ class DeepseekV32Attention:
         self.config, self.layer, self.backend = config, layer, backend
         self.layouts, self.scratch = caches.formats(cache_format), scratch or Scratch()
         self.cache_dtype = "fp8_ds_mla" if cache_format == "fp8" else "auto"
-        read = WeightReader(weights)
+        read = WeightReader(weights, keeps_fp8(weight_format))
         self._load(read)
         read.check_all_read()
         self.cos_sin = self.xp.asarray(
@@ -145,22 +146,28 @@ class DeepseekV32Attention:
             return xp.asarray(get(name, size)).astype(FLOAT32)
 
         def matrix(name: str, *shape: int) -> Any:
-            return stacked([get(name, *shape)], dtype, xp)
+            return stacked([get.matrix(name, *shape)], dtype, xp, self.scratch)
 
         hidden, heads, rank, index_heads = (
             config.hidden_size, config.num_attention_heads, config.q_lora_rank, config.index_n_heads,
         )  # fmt: skip
         nope, v_dim = config.qk_nope_head_dim, config.v_head_dim
-        low = [get("q_a_proj.weight", rank, hidden), get("kv_a_proj_with_mqa.weight", LATENT + ROPE, hidden)]
-        self.low_rank = stacked(low, dtype, xp)
+        low = [
+            get.matrix("q_a_proj.weight", rank, hidden),
+            get.matrix("kv_a_proj_with_mqa.weight", LATENT + ROPE, hidden),
+        ]
+        self.low_rank = stacked(low, dtype, xp, self.scratch)
         self.q_a_norm, self.kv_a_norm = vector("q_a_layernorm.weight", rank), vector("kv_a_layernorm.weight", LATENT)
         self.q_b = matrix("q_b_proj.weight", heads * (nope + ROPE), rank)
-        kv_b = matrix("kv_b_proj.weight", heads * (nope + v_dim), LATENT).reshape(heads, nope + v_dim, LATENT)
-        self.latent = kv_b[:, :nope].transpose(0, 2, 1)  # W_UK: [h, 512, P]
-        self.value = kv_b[:, nope:]  # W_UV: [h, V, 512]
+        kv_b = in_groups(matrix("kv_b_proj.weight", heads * (nope + v_dim), LATENT), heads)
+        self.latent = transposed(rows_of(kv_b, 0, nope), dtype)  # W_UK: [h, 512, P]
+        self.value = rows_of(kv_b, nope, nope + v_dim)  # W_UV: [h, V, 512]
         self.o = matrix("o_proj.weight", hidden, heads * v_dim)
-        keys = [get("indexer.wk.weight", 128, hidden), get("indexer.weights_proj.weight", index_heads, hidden)]
-        self.index_keys = stacked(keys, dtype, xp)
+        keys = [
+            get.matrix("indexer.wk.weight", 128, hidden),
+            get.matrix("indexer.weights_proj.weight", index_heads, hidden),
+        ]
+        self.index_keys = stacked(keys, dtype, xp, self.scratch)
         self.k_norm, self.k_bias = vector("indexer.k_norm.weight", 128), vector("indexer.k_norm.bias", 128)
         self.index_q_b = matrix("indexer.wq_b.weight", index_heads * 128, rank)
 
@@ -284,7 +291,7 @@ class V32Step:
     def insert_keys(self, x: Any, slots: Any) -> Any:
         """Write the indexer's keys. Returns the projections, float32 [T, 128 + index heads]: keys, then weights."""
         layer = self.layer
-        projected = self.array("index_projected", (len(x), len(layer.index_keys)), FLOAT32)
+        projected = self.array("index_projected", (len(x), width(layer.index_keys)), FLOAT32)
         multiply(x, layer.index_keys, projected, layer.backend)
         indexer_knorm_rope_and_insert(
             projected[:, :128], layer.k_norm, layer.k_bias, self.caches.indexer, slots, self.metadata.positions,

@@ -27,13 +27,13 @@ from . import caches
 from .caches import DeepseekV4Caches
 from .hidden_states import attend
 from .output_projection import project_output
-from .products import compute_type, flat, multiply, stacked
+from .products import compute_type, flat, in_groups, multiply, stacked, width
 from .scratch import Scratch
 from .selection import Indexer
 from .step import DeepseekV4StepMetadata
 from .v4_config import HEAD_DIM, DeepseekV4Config
 from .validation import check_indexer_metadata, check_options, check_types, check_v4_step
-from .weights import V4_ATTENTION, LayerWeights, WeightReader, place_of
+from .weights import V4_ATTENTION, LayerWeights, WeightFormat, WeightReader, keeps_fp8, place_of
 
 __all__ = ["DeepseekV4Attention", "DeepseekV4Caches", "DeepseekV4Config"]
 
@@ -47,15 +47,16 @@ class DeepseekV4Attention:
     layer         the layer's number
     weights       transformers' names within the attention module ("q_a_proj.weight") -> arrays, or a checkpoint's
                   tensors under transformers' or the published names of the whole model: arrays of any framework in
-                  float32 or bfloat16, or FP8 with a scale for each block, which is dequantised here
+                  float32 or bfloat16, or FP8 with a scale for each block
     activations   bfloat16, or on the host also float32
     cache_format  "fp8", "bfloat16", or on the host "float32": of the caches that `step` is given
+    weight_format  "fp8": matrices that the weights have in FP8 stay so; "bfloat16": they are dequantised here
     max_position  positions of RoPE's tables, at least the longest sequence; max_position_embeddings if None
     scratch       temporary memory, shared by layers that run one after another
     xp            numpy or cupy, where the layer computes; None: where its weights are
 
-    Weights are kept in the type that the device multiplies: the activations' type, on the host float32. The weights
-    that multiply the hidden states are stacked in one matrix.
+    Other weights are kept in the type that the device multiplies: the activations' type, on the host float32. The
+    weights that multiply the hidden states are stacked in one matrix.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class DeepseekV4Attention:
         *,
         activations: Any = "bfloat16",
         cache_format: caches.CacheFormat = "fp8",
+        weight_format: WeightFormat = "fp8",
         max_position: int | None = None,
         scratch: Scratch | None = None,
         xp: Any = None,
@@ -84,7 +86,7 @@ class DeepseekV4Attention:
         self.config, self.layer, self.backend = config, layer, backend
         self.ratio, self.layouts = config.compress_ratios[layer], caches.formats(cache_format)
         self.scratch = scratch or Scratch()
-        read = WeightReader(weights)
+        read = WeightReader(weights, keeps_fp8(weight_format))
         self._load(read)
         read.check_all_read()
         table = config.cos_sin_table(self.ratio, max_position or config.max_position_embeddings)
@@ -101,15 +103,17 @@ class DeepseekV4Attention:
         def vector(name: str, *shape: int) -> Any:
             return xp.asarray(get(name, *shape)).astype(FLOAT32)
 
+        def matrix(name: str, *shape: int) -> Any:
+            return stacked([get.matrix(name, *shape)], dtype, xp, self.scratch)
+
         hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.q_lora_rank
-        groups, width = config.o_groups, config.o_groups * config.o_lora_rank
-        low = [get("q_a_proj.weight", rank, hidden), get("kv_proj.weight", HEAD_DIM, hidden)]
-        self.low_rank = stacked(low, dtype, xp)
+        groups, o_width = config.o_groups, config.o_groups * config.o_lora_rank
+        low = [get.matrix("q_a_proj.weight", rank, hidden), get.matrix("kv_proj.weight", HEAD_DIM, hidden)]
+        self.low_rank = stacked(low, dtype, xp, self.scratch)
         self.q_a_norm, self.kv_norm = vector("q_a_norm.weight", rank), vector("kv_norm.weight", HEAD_DIM)
-        self.q_b = stacked([get("q_b_proj.weight", heads * HEAD_DIM, rank)], dtype, xp)
-        o_a = get("o_a_proj.weight", width, heads * HEAD_DIM // groups)
-        self.o_a = stacked([o_a], dtype, xp).reshape(groups, config.o_lora_rank, -1)
-        self.o_b = stacked([get("o_b_proj.weight", hidden, width)], dtype, xp)
+        self.q_b = matrix("q_b_proj.weight", heads * HEAD_DIM, rank)
+        self.o_a = in_groups(matrix("o_a_proj.weight", o_width, heads * HEAD_DIM // groups), groups)
+        self.o_b = matrix("o_b_proj.weight", hidden, o_width)
         self.sinks = vector("sinks", heads)
         self.compressors: list[Compressor] = []
         if self.ratio == 1:
@@ -117,15 +121,14 @@ class DeepseekV4Attention:
         coff, index_dim = (2 if self.ratio == 4 else 1), config.index_head_dim
         pooled = []
         for prefix, dim in (("compressor.", HEAD_DIM), ("compressor.indexer.", index_dim))[:coff]:
-            pooled += [get(f"{prefix}{name}.weight", coff * dim, hidden) for name in ("kv_proj", "gate_proj")]
+            pooled += [get.matrix(f"{prefix}{name}.weight", coff * dim, hidden) for name in ("kv_proj", "gate_proj")]
             bias = vector(f"{prefix}position_bias", self.ratio, coff * dim)
             self.compressors.append(Compressor(bias, vector(f"{prefix}kv_norm.weight", dim), 2 * coff * dim))
         if self.ratio == 4:
             index_heads = config.index_n_heads
-            pooled.append(get("compressor.indexer.scorer.weights_proj.weight", index_heads, hidden))
-            q_b = get("compressor.indexer.q_b_proj.weight", index_heads * index_dim, rank)
-            self.index_q_b = stacked([q_b], dtype, xp)
-        self.pooled = stacked(pooled, dtype, xp)
+            pooled.append(get.matrix("compressor.indexer.scorer.weights_proj.weight", index_heads, hidden))
+            self.index_q_b = matrix("compressor.indexer.q_b_proj.weight", index_heads * index_dim, rank)
+        self.pooled = stacked(pooled, dtype, xp, self.scratch)
 
     def step(
         self,
@@ -275,7 +278,7 @@ class V4Step:
         """Pool this step's tokens into rows of the compressed cache and of the indexer's. Returns the projections."""
         layer = self.layer
         with self.observe("compress"):
-            pooled = self.array("pooled", (len(x), len(layer.pooled)), FLOAT32)
+            pooled = self.array("pooled", (len(x), width(layer.pooled)), FLOAT32)
             multiply(x, layer.pooled, pooled, layer.backend)
             self.pool(pooled)
         return pooled

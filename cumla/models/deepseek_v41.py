@@ -30,14 +30,14 @@ from ..ops.sparse_cache import indexer_k_quant_and_cache
 from .caches import DeepseekV41Caches, V41CacheFormat, v41_formats
 from .hidden_states import attend
 from .output_projection import project_output
-from .products import compute_type, flat, multiply, stacked
+from .products import compute_type, flat, in_groups, multiply, stacked, width
 from .scratch import Scratch
 from .selection import Indexer
 from .v4_config import HEAD_DIM
 from .v41_config import DeepseekV41Config, mode_of
 from .v41_step import DeepseekV41Selection, DeepseekV41StepMetadata
 from .validation import check_options, check_v41_step
-from .weights import V41_ATTENTION, LayerWeights, WeightReader, place_of
+from .weights import V41_ATTENTION, LayerWeights, WeightFormat, WeightReader, keeps_fp8, place_of
 
 __all__ = ["DeepseekV41Attention", "DeepseekV41Caches", "DeepseekV41Config", "DeepseekV41Selection"]
 
@@ -52,16 +52,17 @@ class DeepseekV41Attention:
     layer         the layer's number; from num_hidden_layers on a layer that predicts further tokens
     weights       published names within the attention module ("wq_a.weight") -> arrays, or a checkpoint's tensors under
                   the names of the whole model ("layers.2.attn.wq_a.weight", "mtp.0.attn.wq_a.weight"): arrays of any
-                  framework in float32 or bfloat16, or FP8 with a scale for each block of 32 by 32, dequantised here
+                  framework in float32 or bfloat16, or FP8 with a scale for each block of 32 by 32
     activations   bfloat16, or on the host also float32
     cache_format  "fp4", "fp8", "fp4_split", "fp8_split", "bfloat16", or on the host "float32": of the caches that
                   `step` is given
+    weight_format  "fp8": matrices that the weights have in FP8 stay so; "bfloat16": they are dequantised here
     max_position  positions of RoPE's tables, at least the longest sequence; max_position_embeddings if None
     round_pooled  round a pooled row to bfloat16 before its norm, as DeepSeek's code and SGLang do; False: as vLLM
     scratch       temporary memory, shared by layers that run one after another
     xp            numpy or cupy, where the layer computes; None: where its weights are
 
-    Weights are kept in the type that the device multiplies: the activations' type, on the host float32.
+    Other weights are kept in the type that the device multiplies: the activations' type, on the host float32.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class DeepseekV41Attention:
         *,
         activations: Any = "bfloat16",
         cache_format: V41CacheFormat = "fp4",
+        weight_format: WeightFormat = "fp8",
         max_position: int | None = None,
         round_pooled: bool = False,
         scratch: Scratch | None = None,
@@ -94,7 +96,7 @@ class DeepseekV41Attention:
         self.config, self.layer, self.backend = config, layer, backend
         self.ratio, self.mode = config.ratio(layer), mode_of(config, layer)
         self.round_pooled, self.scratch = bool(round_pooled), scratch or Scratch()
-        read = WeightReader(weights)
+        read = WeightReader(weights, keeps_fp8(weight_format))
         self._load(read)
         read.check_all_read()
         table = config.cos_sin_table(self.ratio, max_position or config.max_position_embeddings)
@@ -114,29 +116,31 @@ class DeepseekV41Attention:
         def vector(name: str, size: int) -> Any:
             return xp.asarray(get(name, size)).astype(FLOAT32)
 
+        def matrix(name: str, *shape: int) -> Any:
+            return stacked([get.matrix(name, *shape)], dtype, xp, self.scratch)
+
         hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.q_lora_rank
-        groups, width = config.o_groups, config.o_groups * config.o_lora_rank
-        low = [get("wq_a.weight", rank, hidden), get("wkv.weight", HEAD_DIM, hidden)]
-        self.low_rank = stacked(low, dtype, xp)
+        groups, o_width = config.o_groups, config.o_groups * config.o_lora_rank
+        low = [get.matrix("wq_a.weight", rank, hidden), get.matrix("wkv.weight", HEAD_DIM, hidden)]
+        self.low_rank = stacked(low, dtype, xp, self.scratch)
         self.q_norm, self.kv_norm = vector("q_norm.weight", rank), vector("kv_norm.weight", HEAD_DIM)
-        self.q_b = stacked([get("wq_b.weight", heads * HEAD_DIM, rank)], dtype, xp)
-        o_a = get("wo_a.weight", width, heads * HEAD_DIM // groups)
-        self.o_a = stacked([o_a], dtype, xp).reshape(groups, config.o_lora_rank, -1)
-        self.o_b = stacked([get("wo_b.weight", hidden, width)], dtype, xp)
+        self.q_b = matrix("wq_b.weight", heads * HEAD_DIM, rank)
+        self.o_a = in_groups(matrix("wo_a.weight", o_width, heads * HEAD_DIM // groups), groups)
+        self.o_b = matrix("wo_b.weight", hidden, o_width)
         self.sinks = vector("attn_sink", heads)
         if self.mode not in ("full", "reindex"):
             return
         index_heads, index_dim = config.index_n_heads, config.index_head_dim
-        self.index_q_b = stacked([get("indexer.wq_b.weight", index_heads * index_dim, rank)], dtype, xp)
+        self.index_q_b = matrix("indexer.wq_b.weight", index_heads * index_dim, rank)
         wide = []  # float32 products of the hidden states: what is pooled, then the weights of the index heads
         if self.mode == "full":
             names = ("wkv", "wgate")[: self.ratio]
-            wide += [get(f"compressor.{name}.weight", HEAD_DIM, hidden) for name in names]
+            wide += [get.matrix(f"compressor.{name}.weight", HEAD_DIM, hidden) for name in names]
             self.latent_norm = vector("compressor.norm.weight", HEAD_DIM)
-            self.index_k = stacked([get("indexer.wk.weight", index_dim, HEAD_DIM)], dtype, xp)
+            self.index_k = matrix("indexer.wk.weight", index_dim, HEAD_DIM)
             self.index_k_norm = vector("indexer.k_norm.weight", index_dim)
-        wide.append(get("indexer.weights_proj.weight", index_heads, hidden))
-        self.wide = stacked(wide, dtype, xp)
+        wide.append(get.matrix("indexer.weights_proj.weight", index_heads, hidden))
+        self.wide = stacked(wide, dtype, xp, self.scratch)
 
     def step(
         self,
@@ -225,7 +229,7 @@ class V41Step:
             qr, kv = self.project(x)
             wide: Any = None
             if selects:
-                wide = self.array("wide", (len(x), len(layer.wide)), FLOAT32)
+                wide = self.array("wide", (len(x), width(layer.wide)), FLOAT32)
                 multiply(x, layer.wide, wide, layer.backend)
         if layer.mode == "full":  # the norm of kv is part of its insert; that of qr is one launch with the keys' norm
             with self.observe("compress"):

@@ -1,23 +1,46 @@
-"""Products with weights: BLAS on the host, cuBLAS on a device."""
+"""Products with weights: BLAS on the host, cuBLAS on a device; FP8 weights are read as they are.
+
+A product of FP8 weights and more than MOST_TOKENS tokens on a device dequantises some of their rows at a time, into
+memory that stays in the L2 cache, and multiplies them by cuBLAS.
+"""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 
 from ..arrays import dlpack
 from ..dispatch.call import Call
+from ..layers.weights import BlockQuantizedWeight
+from ..ops.linear import COLUMNS_STEP, by_group, fp8_block_linear
+from .block_scaled import BlockScaledWeight, Parts, block_scaled
+from .scratch import Scratch
+
+MOST_TOKENS = 256
+VALUES_AT_A_TIME = 8 << 20  # dequantised: 16 MB
 
 
 def multiply(x: Any, weight: Any, out: Any, backend: str | None) -> None:
-    """out [T, N] = x [T, K] weight^T, weight [N, K]."""
-    multiply_groups(x[None], weight[None], out[None], backend)
+    """out [T, N] = x [T, K] weight^T, weight [N, K]: an array, a BlockScaledWeight, or Parts of them."""
+    if isinstance(weight, Parts):
+        end = 0
+        for part in weight:
+            first, end = end, end + part.shape[0]
+            multiply(x, part, out[:, first:end], backend)
+    elif isinstance(weight, BlockScaledWeight):
+        multiply_block_scaled(x, weight, out, backend)
+    else:
+        multiply_groups(x[None], weight[None], out[None], backend)
 
 
 def multiply_groups(x: Any, weight: Any, out: Any, backend: str | None) -> None:
     """out [G, T, N] = x [G, T, K] weight^T, weight [G, N, K]; arrays of NumPy or CuPy, on their current stream."""
     if not x.size:
+        return
+    if isinstance(weight, BlockScaledWeight):
+        multiply_block_scaled(x.transpose(1, 0, 2), weight, out.transpose(1, 0, 2), backend)
         return
     call = Call(backend)
     call.begin(x, dlpack.framework_of(x))
@@ -25,16 +48,89 @@ def multiply_groups(x: Any, weight: Any, out: Any, backend: str | None) -> None:
         kernels.batched_product(x, weight.transpose(0, 2, 1), out)
 
 
+def multiply_block_scaled(x: Any, weight: BlockScaledWeight, out: Any, backend: str | None) -> None:
+    """out [T, N] or [T, G, N] of x [T, K] or [T, G, K]."""
+    if len(x) > MOST_TOKENS and not isinstance(x, np.ndarray):
+        multiply_dequantized(by_group(x), weight, by_group(out), backend)
+        return
+    fp8_block_linear(
+        x, weight.codes, weight.scales, block_rows=weight.block_rows, block_columns=weight.block_columns,
+        float32_output=out.dtype == np.float32, prefetch_weights=True, out=out, backend=backend,
+    )  # fmt: skip
+
+
+def multiply_dequantized(x: Any, weight: BlockScaledWeight, out: Any, backend: str | None) -> None:
+    """out [G, T, N] of x [G, T, K]: some rows of the weight at a time, in scratch memory."""
+    codes, scales = by_group(weight.codes, 0), by_group(weight.scales, 0)
+    groups, rows, columns = codes.shape
+    blocks = max(VALUES_AT_A_TIME // columns // weight.block_rows, 1)
+    together = min(blocks * weight.block_rows, rows)
+    memory = weight.scratch.array("dequantized", together * columns, x.dtype, x)[: together * columns]
+    call = Call(backend)
+    call.begin(x, dlpack.framework_of(x))
+    with call.kernels("projection") as kernels:
+        for group in range(groups):
+            for first in range(0, rows, together):
+                some = slice(first, min(first + together, rows))
+                values = memory.reshape(1, together, columns)[:, : some.stop - first]
+                its = scales[group : group + 1, first // weight.block_rows :]
+                kernels.dequantize_blocks(
+                    codes[group : group + 1, some], its, weight.block_rows, weight.block_columns, values
+                )
+                kernels.batched_product(
+                    x[group : group + 1], values.transpose(0, 2, 1), out[group : group + 1, :, some]
+                )
+
+
 def flat(x: Any) -> Any:
     """[T, heads, n] as [T, heads * n], also for T = 0."""
     return x.reshape(len(x), x.shape[1] * x.shape[2])
 
 
-def stacked(weights: list[Any], dtype: Any, xp: Any) -> Any:
-    """Matrices [n, K] stacked as one of `dtype`: one product gives the columns of all."""
-    return xp.concatenate([xp.asarray(weight).astype(dtype, copy=False) for weight in weights])
+def stacked(weights: list[Any], dtype: Any, xp: Any, scratch: Scratch) -> Any:
+    """Matrices [n, K] stacked as one of `dtype`: one product gives the columns of all.
+
+    BlockQuantizedWeights are stacked as a BlockScaledWeight; matrices of several kinds become Parts.
+    """
+    parts = []
+    for block, run in itertools.groupby(weights, block_of):
+        if block:
+            parts.append(block_scaled(list(run), xp, scratch))
+        else:
+            parts.append(xp.concatenate([xp.asarray(weight).astype(dtype, copy=False) for weight in run]))
+    return parts[0] if len(parts) == 1 else Parts(parts)
+
+
+def block_of(weight: Any) -> tuple[int, int] | None:
+    return weight.block if isinstance(weight, BlockQuantizedWeight) else None
+
+
+def width(weight: Any) -> int:
+    """Columns of a product with a matrix."""
+    return weight.rows if isinstance(weight, Parts) else len(weight)
 
 
 def compute_type(activations: Any, xp: Any) -> np.dtype[Any]:
     """The type of the weights: the activations' type on a device; on the host float32, which BLAS multiplies."""
     return np.dtype(np.float32) if xp is np else np.dtype(activations)
+
+
+def in_groups(weight: Any, groups: int) -> Any:
+    """A matrix [G * N, K] as [G, N, K]."""
+    if isinstance(weight, BlockScaledWeight):
+        return weight.in_groups(groups)
+    return weight.reshape(groups, -1, weight.shape[1])
+
+
+def rows_of(weight: Any, first: int, end: int) -> Any:
+    """Some rows of each group."""
+    return weight.some_rows(first, end) if isinstance(weight, BlockScaledWeight) else weight[:, first:end]
+
+
+def transposed(weight: Any, dtype: Any) -> Any:
+    """Rows and columns of each group exchanged; FP8 in blocks of few rows becomes `dtype`."""
+    if not isinstance(weight, BlockScaledWeight):
+        return weight.transpose(0, 2, 1)
+    if weight.block_rows % COLUMNS_STEP == 0:
+        return weight.transposed()
+    return weight.dequantized(dtype).transpose(0, 2, 1)

@@ -1,4 +1,4 @@
-"""Weights by name: transformers' names, the published checkpoints' names, and FP8 blocks dequantised.
+"""Weights by name: transformers' names, the published checkpoints' names, and FP8 with scales of blocks.
 
 A layer takes a mapping from transformers' names within its attention module ("q_a_proj.weight",
 "compressor.indexer.q_b_proj.weight") to arrays. A published checkpoint names the same matrices as the authors' code
@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from ..arrays import dlpack
-from ..layers.weights import BLOCK, FP8, NUMBERS, BlockQuantizedWeight, dequantized_on_host
+from ..dispatch.values import check_choice
+from ..layers.weights import BLOCK, FP8, NUMBERS, BlockQuantizedWeight, checked_blocks, dequantized_on_host
+from .block_scaled import can_stay
 
 # Within a layer's attention: published name -> transformers' name.
 V4_ATTENTION = {
@@ -82,6 +84,13 @@ PUBLISHED_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.attn\.(.+)")
 TRANSFORMERS_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.self_attn\.(.+)")
 TABLES = ("rotary_emb.inv_freq",)  # in old files; layers compute their own
 SCALE_NAMES = ("scale", "weight_scale_inv")
+WeightFormat = Literal["fp8", "bfloat16"]
+
+
+def keeps_fp8(weight_format: WeightFormat) -> bool:
+    """Whether FP8 matrices stay so. Raises ValueError for another format."""
+    check_choice(("fp8", "bfloat16"), weight_format=weight_format)
+    return weight_format == "fp8"
 
 
 def transformers_name(name: str, table: Mapping[str, str]) -> str | None:
@@ -158,16 +167,32 @@ class LayerWeights(Mapping[str, Any]):
 
 
 class WeightReader:
-    """Reads a layer's weights by name, and checks the type and shape of each."""
+    """Reads a layer's weights by name, and checks the type and shape of each.
 
-    def __init__(self, weights: Mapping[str, Any]) -> None:
-        self._weights, self._read = weights, set[str]()
+    keep_fp8  whether `matrix` leaves FP8 as it is
+    """
+
+    def __init__(self, weights: Mapping[str, Any], keep_fp8: bool = False) -> None:
+        self._weights, self._keep, self._read = weights, keep_fp8, set[str]()
 
     def __call__(self, name: str, *shape: int) -> Any:
         """Raises KeyError, TypeError or ValueError for a weight that is missing, or of another type or shape."""
+        return self._checked(plain(self._named(name), name), name, shape)
+
+    def matrix(self, name: str, *shape: int) -> Any:
+        """The same; a matrix in FP8 stays one, a BlockQuantizedWeight, if it is to be kept."""
+        weight = self._named(name)
+        if not self._keep or not can_stay(weight):
+            return self(name, *shape)
+        codes, scales = checked_blocks(weight, name)
+        return BlockQuantizedWeight(self._checked(codes, name, shape), scales, weight.block)
+
+    def _named(self, name: str) -> Any:
         if name not in self._weights:
             raise MissingWeightError(lacking(name, self._weights))
-        array = plain(self._weights[name], name)
+        return self._weights[name]
+
+    def _checked(self, array: Any, name: str, shape: tuple[int, ...]) -> Any:
         if array.shape != shape:
             raise ValueError(f"{name}: got shape {tuple(array.shape)}, expected {list(shape)}")
         self._read.add(name)

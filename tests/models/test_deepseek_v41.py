@@ -252,7 +252,7 @@ def test_a_request_without_a_ring_completes_nothing():
 
 
 def test_fp8_weights_have_scales_of_32_by_32():
-    """A checkpoint's e4m3 matrices: the layer equals one of the dequantised weights."""
+    """A checkpoint's e4m3 matrices, dequantised: the layer equals one of the dequantised weights."""
     record = GOLDEN["cases"][2]
     config, weights = DeepseekV41Config.from_dict(record["config"]), by_the_rule(record["parameters"], record["seed"])
     quantized, plain = {}, {}
@@ -266,8 +266,14 @@ def test_fp8_weights_have_scales_of_32_by_32():
             plain[name] = (values.astype(np.float32) * scale[:, None, :, None]).reshape(rows, columns)
             quantized[name] = values.reshape(rows, columns)
             quantized[name.removesuffix("weight") + "scale"] = scale
-    options = {"activations": "float32", "cache_format": "float32", "max_position": 64}
+    options = {"activations": "float32", "cache_format": "float32", "max_position": 64, "weight_format": "bfloat16"}
     first, second = (DeepseekV41Attention(config, 0, tensors, **options) for tensors in (quantized, plain))
     for name in ("low_rank", "q_b", "o_b"):
         np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
+    options["weight_format"] = "fp8"
+    kept = DeepseekV41Attention(config, 0, quantized, **options)
+    assert kept.q_b.codes.base is not None  # the file's bytes
+    assert (kept.q_b.block_rows, kept.q_b.block_columns) == (32, 32)
+    np.testing.assert_array_equal(kept.q_b.dequantized(np.float32), second.q_b)
+    np.testing.assert_array_equal(kept.low_rank.dequantized(np.float32), second.low_rank)
     assert BlockQuantizedWeight(None, None).block == (128, 128)

@@ -34,7 +34,7 @@ def test_every_golden_name_has_a_published_one(case, table):
 @pytest.mark.parametrize("scale_type", [np.float32, E8M0])
 @pytest.mark.parametrize("case", [0, 8])
 def test_a_published_checkpoint_with_fp8_blocks(tmp_path, case, scale_type):
-    """From a file: the same bits as from the dequantised matrices under transformers' names."""
+    """From a file, dequantised: the same bits as from the dequantised matrices under transformers' names."""
     golden = GoldenLayer(case)
     published, plain = {}, {}
     names = {value: name for name, value in V4_ATTENTION.items()}
@@ -54,7 +54,7 @@ def test_a_published_checkpoint_with_fp8_blocks(tmp_path, case, scale_type):
     layer = V4Layer(golden)
     other = DeepseekV4Attention(
         layer.layer.config, 0, safetensors.Checkpoint(tmp_path), activations="float32", cache_format="float32",
-        max_position=2048,
+        weight_format="bfloat16", max_position=2048,
     )  # fmt: skip
     for name, array in vars(layer.layer).items():
         if isinstance(array, np.ndarray):

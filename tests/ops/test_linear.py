@@ -90,18 +90,14 @@ def test_special_values(lab, rng, block):
     scales[0, -1] = 0
     with np.errstate(invalid="ignore"):
         want = x.astype(np.float64) @ dequantized(codes, scales, block).T
-    got = call(
-        lab, x, codes, scales, float32_output=True, block_rows=block[0], block_columns=block[1]
-    )
+    got = call(lab, x, codes, scales, float32_output=True, block_rows=block[0], block_columns=block[1])
     np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
     np.testing.assert_array_equal(np.isinf(got), np.isinf(want))
     finite = np.isfinite(want)
     np.testing.assert_allclose(got[finite], want[finite], rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(np.sign(got[np.isinf(want)]), np.sign(want[np.isinf(want)]))
     scales[0, 0] = np.nan
-    got = call(
-        lab, x, codes, scales, float32_output=True, block_rows=block[0], block_columns=block[1]
-    )
+    got = call(lab, x, codes, scales, float32_output=True, block_rows=block[0], block_columns=block[1])
     assert np.isnan(got[:, : block[0]]).all()
     assert np.isfinite(got[0, block[0] : rows - 1]).all()
 
@@ -130,11 +126,12 @@ def test_divisions(device, rng, monkeypatch, tile, rows, splits, fine):
     monkeypatch.setattr(projection, "division", lambda *_: (tile, rows, splits))
     block = (32, 32) if fine else (128, 128)
     tokens, columns = tile + 1 if tile < 32 else tile - 1, 1184
-    x, (codes, scales) = rng.standard_normal((tokens, columns)).astype(BF16), weights(rng, rows + 8, columns, block=block)
-    codes[3, 1000] = 0x7F
-    got = call(
-        device, x, codes, scales, float32_output=True, block_rows=block[0], block_columns=block[1]
+    x, (codes, scales) = (
+        rng.standard_normal((tokens, columns)).astype(BF16),
+        weights(rng, rows + 8, columns, block=block),
     )
+    codes[3, 1000] = 0x7F
+    got = call(device, x, codes, scales, float32_output=True, block_rows=block[0], block_columns=block[1])
     assert np.isnan(got[:, 3]).all()
     keep = np.arange(len(codes)) != 3
     check(got[:, keep], x, codes[keep], scales.repeat(block[0], 0)[: len(codes)][keep], (1, block[1]))

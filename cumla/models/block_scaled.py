@@ -1,0 +1,113 @@
+"""FP8 matrices as a checkpoint has them: e4m3 with a scale for each block, where a layer computes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..arrays import dlpack
+from ..layers.weights import E4M3, BlockQuantizedWeight, checked_blocks
+from ..ops.linear import COLUMNS_STEP
+from .scratch import Scratch
+
+
+@dataclass(frozen=True)
+class BlockScaledWeight:
+    """One matrix, or one for each of G groups.
+
+    codes    [N, K] or [G, N, K] uint8, e4m3, rows contiguous
+    scales   [ceil(N / block_rows), ceil(K / block_columns)] float32, of groups [G, ...]
+    scratch  memory for the rows that a product of many tokens dequantises
+    """
+
+    codes: Any
+    scales: Any
+    block_rows: int
+    block_columns: int
+    scratch: Scratch
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape: tuple[int, ...] = self.codes.shape
+        return shape
+
+    @property
+    def size(self) -> int:
+        return int(self.codes.size)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.codes.nbytes + self.scales.nbytes)
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def copy(self) -> BlockScaledWeight:
+        return replace(self, codes=self.codes.copy(), scales=self.scales.copy())
+
+    def with_block_rows(self, rows: int) -> BlockScaledWeight:
+        """The same values with scales for so many rows, a divisor of block_rows."""
+        times = self.block_rows // rows
+        scales = self.scales.repeat(times, axis=-2)[..., : -(-self.shape[-2] // rows), :]
+        return self if times == 1 else replace(self, scales=scales, block_rows=rows)
+
+    def in_groups(self, groups: int) -> BlockScaledWeight:
+        """Consecutive rows as groups, of a matrix."""
+        rows = self.shape[0] // groups
+        same = self.with_block_rows(math.gcd(self.block_rows, rows))
+        codes, scales = (x.reshape(groups, -1, x.shape[-1]) for x in (same.codes, same.scales))
+        return replace(same, codes=codes, scales=scales)
+
+    def some_rows(self, first: int, end: int) -> BlockScaledWeight:
+        """A copy of some rows of each group."""
+        same = self.with_block_rows(math.gcd(self.block_rows, first))
+        blocks = slice(first // same.block_rows, -(-end // same.block_rows))
+        return replace(same, codes=same.codes[:, first:end].copy(), scales=same.scales[:, blocks].copy())
+
+    def transposed(self) -> BlockScaledWeight:
+        """A copy with rows and columns of each group exchanged; block_rows is a multiple of COLUMNS_STEP."""
+        codes, scales = (x.transpose(0, 2, 1).copy() for x in (self.codes, self.scales))
+        return replace(self, codes=codes, scales=scales, block_rows=self.block_columns, block_columns=self.block_rows)
+
+    def dequantized(self, dtype: Any) -> Any:
+        """Its values."""
+        scales = self.scales.repeat(self.block_rows, axis=-2)[..., : self.shape[-2], :]
+        scales = scales.repeat(self.block_columns, axis=-1)[..., : self.shape[-1]]
+        codes = self.codes if isinstance(self.codes, np.ndarray) else self.codes.get()
+        host = scales if isinstance(scales, np.ndarray) else scales.get()
+        values = codes.view(E4M3).astype(np.float32) * host
+        return dlpack.namespace_of(self.codes).asarray(values.astype(dtype))
+
+
+class Parts(tuple[Any, ...]):
+    """Matrices of several types that multiply the same rows; the columns of their products are consecutive."""
+
+    @property
+    def rows(self) -> int:
+        return sum(part.shape[0] for part in self)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self)
+
+
+def can_stay(weight: Any) -> bool:
+    """Whether a weight is one that the products take as it is."""
+    return isinstance(weight, BlockQuantizedWeight) and weight.block[1] % COLUMNS_STEP == 0
+
+
+def block_scaled(weights: list[BlockQuantizedWeight], xp: Any, scratch: Scratch) -> BlockScaledWeight:
+    """Matrices [n, K] of the same blocks stacked as one: the file's bytes, copied only if there are several."""
+    checked = [checked_blocks(weight, "weight") for weight in weights]
+    block_rows, block_columns = weights[0].block
+    rows = math.gcd(block_rows, *(len(codes) for codes, _ in checked[:-1]))
+    made = [
+        BlockScaledWeight(xp.asarray(codes), scales, block_rows, block_columns, scratch).with_block_rows(rows)
+        for codes, scales in checked
+    ]
+    codes = xp.concatenate([each.codes for each in made]) if len(made) > 1 else made[0].codes
+    scales = np.concatenate([each.scales for each in made])
+    return BlockScaledWeight(codes, xp.asarray(scales), rows, block_columns, scratch)
