@@ -54,9 +54,9 @@ def fp8_block_linear(
     groups: tuple[str, ...] = ("G",) if grouped else ()
     x = call.array("x", x, INPUTS, ("T", *groups, "K"))
     call.check_float32("x", x.dtype.name)
-    weight = call.array("weight", weight, BYTES[:1], (*groups, "N", "K"))
     if not x.shape[-1]:
         raise ValueError("x: got rows of 0 values, expected at least 1")
+    weight = call.array("weight", weight, BYTES[:1], (*groups, "N", "K"))
     rows, columns = weight.shape[-2:]
     blocks = -(-rows // block_rows), -(-columns // block_columns)
     scale = call.array("weight_scale", weight_scale, FLOAT32, (*groups, *blocks))

@@ -39,7 +39,8 @@ def block_scaled_product(
             some = values[: min(together, rows - first)]
             its = scales[group, first // block_rows :]
             _dequantize(weight[group, first : first + len(some)], its, block_rows, block_columns, some)
-            out[group, :, first : first + len(some)] = x[group] @ some.T
+            with np.errstate(over="ignore", invalid="ignore"):
+                out[group, :, first : first + len(some)] = x[group] @ some.T
 
 
 def dequantize_blocks(

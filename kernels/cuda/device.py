@@ -27,6 +27,14 @@ def is_hopper(device: int) -> bool:
 
 
 @functools.cache
+def shared_bytes_per_block(device: int) -> int:
+    """Shared memory that a CTA may have."""
+    import cupy
+
+    return int(cupy.cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"])
+
+
+@functools.cache
 def has_clusters(device: int) -> bool:
     """Whether the CTAs of a cluster can write to each other's shared memory on the device."""
     import cupy

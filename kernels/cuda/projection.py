@@ -6,7 +6,7 @@ from typing import Any
 
 from ...arrays.streams import Side
 from .compile import kernel
-from .device import device_sms, has_clusters
+from .device import device_sms, has_clusters, shared_bytes_per_block
 from .launch import C_NAMES, Kernel, is_aligned, pointer, strides
 
 # Values of cudaDataType, cublasComputeType_t, cublasGemmAlgo_t and cublasOperation_t.
@@ -21,7 +21,8 @@ WARPS = 8
 TILES = (8, 16, 32, 64, 128)  # tokens
 MOST_ROWS, LEAST_ROWS, MOST_SPLITS = 128, 16, 8  # of weights a tile; CTAs that divide K
 CHUNK = 128  # columns that a warp takes at a time
-RING_BYTES = 113 << 10  # two CTAs fit on an SM of Hopper
+MOST_STAGES = 6
+TWO_CTAS = 32  # tokens of a tile up to which two CTAs fit on an SM: by their registers, and so by their memory
 PARTS_OF_ROW = 2048  # values of a row that a CTA of dequantize_blocks takes at a time
 
 
@@ -126,7 +127,7 @@ def block_scaled_product(
     tile, tile_rows, splits = division(rows, columns, groups, tokens, out.device.id)
     made, shared_bytes = product_kernel(
         tile, tile_rows, splits, C_NAMES[out.dtype.name], block_columns % CHUNK > 0,
-        is_aligned(x, weight, out), prefetch,
+        is_aligned(x, weight, out), prefetch, out.device.id,
     )  # fmt: skip
     tiles = -(-tokens // tile)
     made(
@@ -145,7 +146,7 @@ def block_scaled_product(
 def division(rows: int, columns: int, groups: int, tokens: int, device: int) -> tuple[int, int, int]:
     """Tokens and rows of a tile, and the CTAs that divide its columns: as many CTAs as a device runs at a time."""
     tile = next((size for size in TILES if size >= tokens), TILES[-1])
-    at_a_time = device_sms(device) * (2 if tile < TILES[-1] else 1)
+    at_a_time = device_sms(device) * (2 if tile <= TWO_CTAS else 1)
     most_splits = MOST_SPLITS if has_clusters(device) else 1
     tile_rows, splits = MOST_ROWS, 1
     tiles = groups * -(-tokens // tile)
@@ -155,26 +156,29 @@ def division(rows: int, columns: int, groups: int, tokens: int, device: int) -> 
     ):  # fmt: skip
         splits *= 2
     while (
-        most_splits == 1 and tile_rows > LEAST_ROWS and ring_stages(tile, tile_rows // 2) > 1
+        most_splits == 1 and tile_rows > LEAST_ROWS and ring_stages(tile, tile_rows // 2, device) > 1
         and tiles * -(-rows // tile_rows) < device_sms(device)
     ):  # fmt: skip
         tile_rows //= 2
     return tile, tile_rows, splits
 
 
-def ring_stages(tile: int, tile_rows: int) -> int:
+def ring_stages(tile: int, tile_rows: int, device: int) -> int:
     """Stages of a ring that fit: a stage has 16 KB of weights, and the same columns of the tokens."""
     depth = CHUNK * WARPS * LEAST_ROWS // tile_rows
-    return min(RING_BYTES // (tile_rows * depth + 2 * tile * depth), 6)
+    most = shared_bytes_per_block(device)
+    if tile <= TWO_CTAS:
+        most = min(most, (most + 1024) // 2 - 1024)  # of each CTA's memory the driver takes 1 KB
+    return min(most // (tile_rows * depth + 2 * tile * depth), MOST_STAGES)
 
 
 @functools.cache
 def product_kernel(
-    tile: int, tile_rows: int, splits: int, output: str, fine: bool, aligned: bool, prefetch: bool
+    tile: int, tile_rows: int, splits: int, output: str, fine: bool, aligned: bool, prefetch: bool, device: int
 ) -> tuple[Kernel, int]:
     """A kernel of sm80/projection.cu, and the shared memory that it needs."""
     depth = CHUNK * WARPS * LEAST_ROWS // tile_rows
-    stages = ring_stages(tile, tile_rows)
+    stages = max(ring_stages(tile, tile_rows, device), 2)
     made = kernel(
         "sm80/projection.cu", "block_scaled_product", TOKENS=tile, ROWS=tile_rows, SPLITS=splits, STAGES=stages,
         OUTPUT=output, FINE=int(fine), ALIGNED=int(aligned), EARLY=int(prefetch),

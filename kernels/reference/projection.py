@@ -20,7 +20,8 @@ def block_scaled_product(
 ) -> None:
     """out [n, M, N] = x [n, M, K] W^T, W of e4m3 codes [n, N, K] and a scale for each block."""
     weights = dequantized(weight, scales, block_rows, block_columns)
-    out[...] = np.matmul(x.astype(np.float64), weights.transpose(0, 2, 1))
+    with np.errstate(over="ignore", invalid="ignore"):
+        out[...] = np.matmul(x.astype(np.float64), weights.transpose(0, 2, 1))
 
 
 def dequantize_blocks(

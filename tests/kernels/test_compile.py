@@ -215,6 +215,31 @@ SOURCES = [
     ("common/hold.cu", {}),
     ("common/indexer_metadata.cu", {}),
     ("common/shards.cu", {}),
+    ("common/dequantize_blocks.cu", {"ALIGNED": 1}),
+    ("common/dequantize_blocks.cu", {"ALIGNED": 0}),
+    *(
+        (
+            "sm80/projection.cu",
+            {
+                "TOKENS": tokens,
+                "ROWS": rows,
+                "SPLITS": 1,
+                "STAGES": stages,
+                "OUTPUT": output,
+                "FINE": fine,
+                "ALIGNED": aligned,
+                "EARLY": early,
+            },
+        )
+        for tokens, rows, stages, output, fine, aligned, early in (
+            (8, 128, 6, "bf16", 0, 1, 1),
+            (32, 128, 4, "float", 0, 1, 1),
+            (16, 16, 2, "bf16", 1, 1, 0),
+            (64, 128, 3, "float", 1, 1, 1),
+            (128, 128, 2, "bf16", 0, 1, 1),
+            (8, 64, 5, "float", 0, 0, 0),
+        )
+    ),
     ("common/merge_partials.cu", {"VALUE": "bf16", "ALIGNED": 1}),
     ("common/merge_partials.cu", {"VALUE": "f16", "ALIGNED": 0}),
     ("common/merge_partials.cu", {"VALUE": "float", "ALIGNED": 1}),
@@ -319,6 +344,17 @@ COMPILATIONS += [
     for heads in (16, 64)
     for target in TARGETS
 ]
+COMPILATIONS += [
+    (
+        "sm80/projection.cu",
+        {
+            "TOKENS": tokens, "ROWS": 128, "SPLITS": splits, "STAGES": 4, "OUTPUT": "bf16", "FINE": 0, "ALIGNED": 1,
+            "EARLY": 1,
+        },
+        target,
+    )
+    for tokens, splits, target in ((8, 8, "sm_90a"), (32, 4, "sm_90a"), (32, 2, "sm_100"), (128, 2, "sm_90a"))
+]  # fmt: skip
 COMPILATIONS += [  # clusters
     (
         "common/compressor.cu",

@@ -305,6 +305,23 @@ WRONG = {
         ("state_block_table", first, V, "state_block_table: got shape"),
         ("compress_ratio", 3, V, "position_bias: got shape"),
     ],
+    "fp8_block_linear": [
+        ("x", of(np.float16), T, "x: got dtype float16"),
+        ("x", longer(-1), V, "weight: got shape"),
+        ("x", first, V, "x: got shape"),
+        ("x", lambda x: x[:, :0], V, "x: got rows of 0 values"),
+        ("weight", of(np.int32), T, "weight: got dtype int32"),
+        ("weight", strided(), V, "weight: got strides"),
+        ("weight_scale", longer(0), V, "weight_scale: got shape"),
+        ("weight_scale", of(BF16), T, "weight_scale: got dtype bfloat16"),
+        ("block_rows", 0, V, "block_rows: got 0"),
+        ("block_columns", 48, V, "block_columns: got 48, expected a multiple of 32"),
+        ("float32_output", 1, T, "float32_output: got 1"),
+    ],
+    "fp8_block_linear-groups": [
+        ("weight", first, V, "weight: got shape"),
+        ("weight_scale", longer(0), V, "weight_scale: got shape"),
+    ],
     "fused_q_kv_rmsnorm": [
         ("kv", of(np.float32), T, "kv: got dtype float32"),
         ("q_weight", longer(0, -1), V, "q_weight: got shape"),

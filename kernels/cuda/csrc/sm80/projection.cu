@@ -123,6 +123,12 @@ __device__ inline void load_scales(float (&scale)[2][4], const Weights& w, const
 #define CLUSTER
 #endif
 
+#if TOKENS + 16 * FINE <= 32
+#define BOUNDS THREADS, 2
+#else
+#define BOUNDS THREADS
+#endif
+
 // Two floats at `from` in the shared memory of CTA `rank` of the cluster.
 __device__ inline float2 load_pair_of(int rank, const float* from) {
 #if SPLITS > 1
@@ -150,7 +156,7 @@ __device__ inline void store(bf16* p, float x) { p->bits = uint16(pack(bf16{}, x
 __device__ inline void store_pair(float* p, float2 x) { *reinterpret_cast<float2*>(p) = x; }
 __device__ inline void store_pair(bf16* p, float2 x) { *reinterpret_cast<uint32*>(p) = pack(bf16{}, x.x, x.y); }
 
-extern "C" CLUSTER __global__ void __launch_bounds__(THREADS, TOKENS <= 64 ? 2 : 1)
+extern "C" CLUSTER __global__ void __launch_bounds__(BOUNDS)
 block_scaled_product(Weights w, Tokens tokens) {
     extern __shared__ uint4 memory[];
     uint8* ring = reinterpret_cast<uint8*>(memory);
