@@ -8,6 +8,7 @@ import numpy as np
 
 from ..dispatch.call import INT32, Call
 from ..dispatch.values import check_integers, plain_integers
+from ..kernels.types.metadata import CompressedSlots
 
 INT64 = (np.dtype(np.int64),)
 MOST_TOKENS = 2**31 - 1
@@ -42,7 +43,9 @@ def compute_positions(
     one_page = call.scratch("block_table", 4 * len(seq_lens)).view(np.int32).reshape(-1, 1)
     with call.kernels("indexer_metadata") as kernels:
         one_page[:] = 0  # slots are positions if all positions are in page 0
-        kernels.compressed_slot_mapping(query_start_loc, seq_lens, one_page, num_tokens, MOST_TOKENS, 1, slots)
+        kernels.compressed_slot_mapping(
+            CompressedSlots(query_start_loc, seq_lens, one_page, num_tokens, MOST_TOKENS, 1, slots)
+        )
     return call.results()[:num_tokens]
 
 
@@ -110,7 +113,7 @@ def get_compressed_slot_mapping(
     slots = _slots(call, num_tokens, out)
     with call.kernels("indexer_metadata") as kernels:
         kernels.compressed_slot_mapping(
-            query_start_loc, seq_lens, block_table, num_tokens, block_size, compress_ratio, slots
+            CompressedSlots(query_start_loc, seq_lens, block_table, num_tokens, block_size, compress_ratio, slots)
         )
     return call.results()[:num_tokens]
 

@@ -10,6 +10,7 @@ import numpy as np
 from ..dispatch.call import BF16, BYTES, INT32, Call
 from ..dispatch.values import FLOAT32_MAX, check_flags, check_integers, in_float32, plain_integers
 from ..kernels.types.plan import DenseDecodePlan
+from ..kernels.types.segments import DenseDecode, PackedAttention
 from ..layout import MLA_BF16, plain_rows
 from .dense_cache import VALUE_TYPES, checked_scale
 from .sparse_attention import V_DIM, check_heads, check_plan
@@ -88,9 +89,9 @@ def mha_varlen(
     lse_array = call.output("lse", lse, FLOAT32, (heads, tokens))
     if q.size and len(cu_seqlens_q) > 1:
         with call.kernels("dense_attention") as kernels:
-            kernels.mha_varlen(
+            kernels.mha_varlen(PackedAttention(
                 q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, scale, bool(causal), bool(accumulate), out_array, lse_array,
-            )  # fmt: skip
+            ))  # fmt: skip
     return call.results()
 
 
@@ -162,10 +163,10 @@ def dense_mla_decode(
     lse_array = call.output("lse", lse, FLOAT32, (batch, heads, s_q))
     if q.size:
         with call.kernels("dense_attention") as kernels:
-            kernels.dense_mla_decode(
+            kernels.dense_mla_decode(DenseDecode(
                 q, pages, block_table[:batch], cache_seqlens[:batch], tensor_scale,
                 logits_scale, bool(causal), longest, plan, out_array, lse_array,
-            )  # fmt: skip
+            ))  # fmt: skip
     return call.results()
 
 

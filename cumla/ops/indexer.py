@@ -17,6 +17,7 @@ from ..dispatch.call import FLOAT32, FLOATS, INT32, SLOTS, Call
 from ..dispatch.formats import named_layout
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_flags, check_integers, finite, in_float32, shown
+from ..kernels.types.indexer import IndexQueries, PackedScores
 from ..kernels.types.metadata import SPLIT_PAGES
 from ..layout import INDEXER_BF16, INDEXER_F32, INDEXER_FP8, INDEXER_MXFP4, CacheLayout
 
@@ -88,9 +89,9 @@ def fused_indexer_q_rope_quant(
     least = LEAST_EXPONENT_ROPE_FIRST if rope_first else LEAST_EXPONENT
     if tokens and heads:
         with call.kernels("indexer") as kernels:
-            kernels.fused_indexer_q_rope_quant(
+            kernels.fused_indexer_q_rope_quant(IndexQueries(
                 positions, index_q, table, index_weights, scale, bool(rope_first), bool(is_neox), least, q_out, weights
-            )
+            ))  # fmt: skip
     return call.results()
 
 
@@ -135,7 +136,8 @@ def fp8_mqa_logits(
     logits = call.output("out", out, FLOAT32, (len(q), max_seqlen_k or len(k)))
     if logits.size:
         with call.kernels("indexer") as kernels:
-            kernels.mqa_logits(q, k, scales, weights, starts, ends, max_seqlen_k > 0, bool(clean_logits), logits)
+            compressed, clean = max_seqlen_k > 0, bool(clean_logits)
+            kernels.mqa_logits(PackedScores(q, k, scales, weights, starts, ends, compressed, clean, logits))
     return call.results()
 
 

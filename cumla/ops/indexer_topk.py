@@ -9,7 +9,7 @@ import numpy as np
 from ..dispatch.call import BOOL, FLOAT32, INT32, Call
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_integers
-from ..kernels.types.indexer import Rows, Slots
+from ..kernels.types.indexer import PackedScores, Rows, Slots
 from ..layout import CacheLayout
 from .indexer import UINT8, check_schedule, checked_keys, checked_paged, checked_width
 from .indices import pair
@@ -192,9 +192,9 @@ def indexer_topk(
                     places = Slots(found, found_lens, table[entries], pages.block_size, is_valid)
             else:
                 compressed = max_seqlen_k > 0
-                kernels.mqa_logits(
+                kernels.mqa_logits(PackedScores(
                     q[some], k, scales, weights[some], starts[some], ends[some], compressed, False, logits
-                )
+                ))  # fmt: skip
                 choose_from = Rows(starts[some], ends[some], num_keys=len(k) if compressed else None)
             if blocks is not None:
                 maxima, _ = rows_in(rest, count, maxima_bytes, block_columns)

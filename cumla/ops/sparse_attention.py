@@ -11,7 +11,7 @@ from ..dispatch.formats import cache_layout, cache_pages, named_layout
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_choice, check_flags, check_kind, check_optional_size, in_float32, shown
 from ..kernels.types.plan import DecodePlan, DenseDecodePlan
-from ..kernels.types.segments import V_DIM, Pages, Segment
+from ..kernels.types.segments import V_DIM, Pages, Segment, SparseDecode, SparsePrefill
 from ..layout import DSV41_FP4, DSV41_FP4_SPLIT, CacheLayout
 
 ROWS = (*BF16, *FLOAT32)
@@ -108,14 +108,7 @@ def sparse_mla_decode(
     if q.size:
         with call.kernels("sparse_attention") as kernels:
             kernels.sparse_mla_decode(
-                q,
-                segments,
-                attn_sink,
-                scale,
-                out_array,
-                lse_array,
-                plan,
-                batch_invariant,
+                SparseDecode(q, segments, attn_sink, scale, out_array, lse_array, plan, batch_invariant)
             )
     return call.results()
 
@@ -175,8 +168,8 @@ def sparse_mla_prefill(
     if q.size:
         with call.kernels("sparse_attention") as kernels:
             kernels.sparse_mla_prefill(
-                q, kv, indices, topk_length, attn_sink, scale, out_array, max_logits, lse,
-            )  # fmt: skip
+                SparsePrefill(q, kv, indices, topk_length, attn_sink, scale, out_array, max_logits, lse)
+            )
     return call.results()
 
 

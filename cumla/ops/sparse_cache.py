@@ -11,7 +11,7 @@ from ..dispatch.call import BYTES, FLOAT32, FLOATS, INT32, SLOTS, Call, bytes_of
 from ..dispatch.formats import cache_layout, cache_pages, check_row_width
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_choice, check_flags, check_integers, check_optional_size
-from ..kernels.types.segments import Pages
+from ..kernels.types.segments import GatheredRows, Pages
 from ..layout import INDEXER_BF16, INDEXER_F32, INDEXER_FP8, INDEXER_MXFP4, CacheLayout
 
 
@@ -149,7 +149,7 @@ def dequantize_and_gather_k_cache(
     if out.size:
         with call.kernels("sparse_cache") as kernels:
             kernels.dequantize_and_gather_k_cache(
-                out, pages, seq_lens, gather_lens, block_table, offset, compress_ratio
+                GatheredRows(out, pages, seq_lens, gather_lens, block_table, offset, compress_ratio)
             )
 
 

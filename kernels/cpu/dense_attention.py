@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..types.segments import V_DIM, Pages, packed_rows
+from ..types.segments import V_DIM, DenseDecode, PackedAttention, packed_rows
 from .dense_cache import E4M3_VALUES
 from .softmax import exponentials
 from .sparse_attention import merge_attn_states
@@ -10,19 +10,8 @@ from .sparse_attention import merge_attn_states
 SCORES_AT_ONCE = 4 << 20  # 16 MiB of float32
 
 
-def mha_varlen(
-    q: np.ndarray,
-    k: np.ndarray,
-    k_pe: np.ndarray | None,
-    v: np.ndarray,
-    cu_seqlens_q: np.ndarray,
-    cu_seqlens_k: np.ndarray,
-    softmax_scale: float,
-    causal: bool,
-    accumulate: bool,
-    out: np.ndarray,
-    lse: np.ndarray,
-) -> None:
+def mha_varlen(given: PackedAttention) -> None:
+    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, accumulate, out, lse = given
     heads = q.shape[1]
     for queries, keys in zip(packed_rows(cu_seqlens_q, len(q)), packed_rows(cu_seqlens_k, len(k)), strict=True):
         m, n = queries.stop - queries.start, keys.stop - keys.start
@@ -47,19 +36,8 @@ def mha_varlen(
                 out[part], lse[:, part] = result, log_sum
 
 
-def dense_mla_decode(
-    q: np.ndarray,
-    pages: Pages,
-    block_table: np.ndarray,
-    cache_seqlens: np.ndarray,
-    scale: float | np.ndarray | None,
-    softmax_scale: float,
-    causal: bool,
-    max_seqlen: int,
-    plan: object,
-    out: np.ndarray,
-    lse: np.ndarray,
-) -> None:
+def dense_mla_decode(given: DenseDecode) -> None:
+    q, pages, block_table, cache_seqlens, scale, softmax_scale, causal, _, _, out, lse = given
     batch, s_q, heads, head_dim = q.shape
     rows = pages.bytes.reshape(len(pages.bytes), pages.block_size, pages.layout.row_bytes)
     for b in range(batch):

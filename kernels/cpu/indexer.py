@@ -14,7 +14,7 @@ from ..numba_common.numbers import (
 )
 from ..reference.indexer import keys_of, paged_mqa_logits_metadata, row_lens, scales_of
 from ..reference.rows import flush_subnormals
-from ..types.indexer import Rows, Slots
+from ..types.indexer import IndexQueries, PackedScores, Rows, Slots
 from ..types.indices import TopkSlots
 from ..types.segments import Pages
 from .indices import compute_global_topk_indices_and_lens
@@ -41,18 +41,8 @@ TO_CHOOSE = 10  # approximate nanoseconds per logit
 # ---- queries
 
 
-def fused_indexer_q_rope_quant(
-    positions: np.ndarray,
-    index_q: np.ndarray,
-    table: np.ndarray,
-    index_weights: np.ndarray,
-    scale: float,
-    rope_first: bool,
-    is_neox: bool,
-    least_exponent: int,
-    q_out: np.ndarray,
-    weights: np.ndarray,
-) -> None:
+def fused_indexer_q_rope_quant(queries: IndexQueries) -> None:
+    positions, index_q, table, index_weights, scale, rope_first, is_neox, least_exponent, q_out, weights = queries
     with np.errstate(invalid="ignore"):  # signalling NaN
         q = index_q.astype(np.float32)
     first = 0 if rope_first else q.shape[2] - ROPE_DIM
@@ -135,17 +125,8 @@ def _look_up(block_table, request, start, block_size, slots):
 # ---- scores
 
 
-def mqa_logits(
-    q: np.ndarray,
-    k: np.ndarray,
-    scales: np.ndarray | None,
-    weights: np.ndarray,
-    starts: np.ndarray,
-    ends: np.ndarray,
-    compressed: bool,
-    clean: bool,
-    logits: np.ndarray,
-) -> None:
+def mqa_logits(given: PackedScores) -> None:
+    q, k, scales, weights, starts, ends, compressed, clean, logits = given
     firsts = np.clip(starts.astype(np.int64), 0, len(k))
     lasts = np.clip(ends.astype(np.int64), firsts, len(k))
     keys = _float32(k)

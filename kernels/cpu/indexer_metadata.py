@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..numba_common.compiled import compiled
-from ..types.metadata import SPLIT_PAGES, IndexerBuffers, IndexerChunk, IndexerCounts
+from ..types.metadata import SPLIT_PAGES, CompressedSlots, IndexerBuffers, IndexerChunk, IndexerCounts
 from .rows import copy_row
 from .threads import parallel_for
 
@@ -29,10 +29,8 @@ def build_indexer(
         buffers.seq_lens, counts.lens_per_entry, counts.batch_size, SPLIT_PAGES * counts.block_size, buffers.schedule
     )
     if counts.maps_slots:
-        compressed_slot_mapping(
-            query_start_loc, seq_lens, block_table, len(buffers.slot_mapping), counts.block_size,
-            counts.compress_ratio, buffers.slot_mapping,
-        )  # fmt: skip
+        batch, slots = (query_start_loc, seq_lens, block_table), buffers.slot_mapping
+        compressed_slot_mapping(CompressedSlots(*batch, len(slots), counts.block_size, counts.compress_ratio, slots))
     if chunk is not None:
         build_indexer_chunk(query_start_loc, seq_lens, counts.compress_ratio, chunk)
 
@@ -40,25 +38,11 @@ def build_indexer(
 def build_indexer_chunk(
     query_start_loc: np.ndarray, seq_lens: np.ndarray, compress_ratio: int, chunk: IndexerChunk
 ) -> None:
-    _chunk(
-        query_start_loc, seq_lens, chunk.first_request, chunk.num_reqs, compress_ratio, chunk.cu_seqlen_ks,
-        chunk.cu_seqlen_ke, chunk.cu_seq_lens, chunk.token_to_seq,
-    )  # fmt: skip
+    _chunk(query_start_loc, seq_lens, compress_ratio, chunk)
 
 
-def compressed_slot_mapping(
-    query_start_loc: np.ndarray,
-    seq_lens: np.ndarray,
-    block_table: np.ndarray,
-    num_tokens: int,
-    block_size: int,
-    compress_ratio: int,
-    slots: np.ndarray,
-) -> None:
-    parallel_for(
-        len(slots), TO_SEARCH, _slot_mapping,
-        query_start_loc, seq_lens, block_table, num_tokens, block_size, compress_ratio, slots,
-    )  # fmt: skip
+def compressed_slot_mapping(given: CompressedSlots) -> None:
+    parallel_for(len(given.slots), TO_SEARCH, _slot_mapping, given)
 
 
 @compiled(nogil=True)
@@ -129,47 +113,37 @@ def splits_of(lens, lens_per_entry, entry, split):
 
 
 @compiled(nogil=True)
-def _slot_mapping(
-    first_token, end_token, query_start_loc, seq_lens, block_table, num_tokens, block_size, compress_ratio, slots
-):
+def _slot_mapping(first_token, end_token, given):
     for token in range(first_token, end_token):
-        slots[token] = -1
-        request = request_of(query_start_loc, len(seq_lens), token) if token < num_tokens else np.int64(-1)
+        given.slots[token] = -1
+        request = np.int64(-1)
+        if token < given.num_tokens:
+            request = request_of(given.query_start_loc, len(given.seq_lens), token)
         if request < 0:
             continue
-        positions = visible_to(query_start_loc, seq_lens, request, token)
-        row = positions // compress_ratio - 1
-        if positions <= 0 or positions % compress_ratio or row >= block_table.shape[1] * block_size:
+        positions = visible_to(given.query_start_loc, given.seq_lens, request, token)
+        row, rows = positions // given.compress_ratio - 1, given.block_table.shape[1] * given.block_size
+        if positions <= 0 or positions % given.compress_ratio or row >= rows:
             continue
-        block = np.int64(block_table[request, row // block_size])
+        block = np.int64(given.block_table[request, row // given.block_size])
         if block >= 0:
-            slots[token] = block * block_size + row % block_size
+            given.slots[token] = block * given.block_size + row % given.block_size
 
 
 @compiled
-def _chunk(
-    query_start_loc,
-    seq_lens,
-    first_request,
-    num_reqs,
-    compress_ratio,
-    cu_seqlen_ks,
-    cu_seqlen_ke,
-    cu_seq_lens,
-    token_to_seq,
-):
-    origin = query_start_loc[first_request]
+def _chunk(query_start_loc, seq_lens, compress_ratio, chunk):
+    origin = query_start_loc[chunk.first_request]
     row_start = 0
-    for i in range(num_reqs):
-        request = first_request + i
-        row_end = min(row_start + rows_of(np.int64(seq_lens[request]), compress_ratio), len(token_to_seq))
-        cu_seq_lens[i] = row_start
-        cu_seq_lens[i + 1] = row_end
-        token_to_seq[row_start:row_end] = i
+    for i in range(chunk.num_reqs):
+        request = chunk.first_request + i
+        row_end = min(row_start + rows_of(np.int64(seq_lens[request]), compress_ratio), len(chunk.token_to_seq))
+        chunk.cu_seq_lens[i] = row_start
+        chunk.cu_seq_lens[i + 1] = row_end
+        chunk.token_to_seq[row_start:row_end] = i
         first = max(query_start_loc[request] - origin, 0)
-        last = min(query_start_loc[request + 1] - origin, len(cu_seqlen_ks))
+        last = min(query_start_loc[request + 1] - origin, len(chunk.cu_seqlen_ks))
         for token in range(first, last):
             visible = visible_to(query_start_loc, seq_lens, request, token + origin)
-            cu_seqlen_ks[token] = row_start
-            cu_seqlen_ke[token] = row_start + rows_of(visible, compress_ratio)
+            chunk.cu_seqlen_ks[token] = row_start
+            chunk.cu_seqlen_ke[token] = row_start + rows_of(visible, compress_ratio)
         row_start = row_end

@@ -6,13 +6,13 @@ that stays in the core's cache, multiplies there, and takes the next token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from ..numba_common.compiled import compiled
-from ..types.segments import V_DIM, Segment
+from ..types.segments import V_DIM, SparseDecode, SparsePrefill
 from .rows import Geometry, copy_row, flat, float32_of_bfloat16, geometry_of, read_row, round_to_bfloat16
 from .softmax import LEAST_FLOAT32, LEAST_FLOAT64, exponential, exponentials
 from .threads import for_each
@@ -22,17 +22,9 @@ LARGE_VALUE = np.float32(2.0**100)  # below it, weights that are flushed to 0 ar
 Gather = Callable[[int, np.ndarray], int]  # fills the rows of a token and returns their number
 
 
-def sparse_mla_decode(
-    q: np.ndarray,
-    segments: Sequence[Segment],
-    attn_sink: np.ndarray | None,
-    softmax_scale: float,
-    out: np.ndarray,
-    lse: np.ndarray,
-    plan: object = None,
-    batch_invariant: bool = False,
-) -> None:
+def sparse_mla_decode(given: SparseDecode) -> None:
     """The plan is not used: every token is computed on its own."""
+    q, segments, attn_sink, softmax_scale, out, lse, _, _ = given
     s_q = q.shape[1]
     caches = [(*flat(x.pages), x.indices, x.lengths, geometry_of(x.pages)) for x in segments]
 
@@ -47,17 +39,8 @@ def sparse_mla_decode(
     _attend(q, sum(x.indices.shape[2] for x in segments), gather, attn_sink, softmax_scale, out, None, lse)
 
 
-def sparse_mla_prefill(
-    q: np.ndarray,
-    kv: np.ndarray,
-    indices: np.ndarray,
-    topk_length: np.ndarray | None,
-    attn_sink: np.ndarray | None,
-    softmax_scale: float,
-    out: np.ndarray,
-    max_logits: np.ndarray,
-    lse: np.ndarray,
-) -> None:
+def sparse_mla_prefill(given: SparsePrefill) -> None:
+    q, kv, indices, topk_length, attn_sink, softmax_scale, out, max_logits, lse = given
     rows_of, width = (kv if kv.dtype == np.float32 else kv.view(np.uint16)), indices.shape[1]
     append = _gather_float32_rows if kv.dtype == np.float32 else _gather_rows
 

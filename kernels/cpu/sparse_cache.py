@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 
 from ..numba_common.compiled import compiled
-from ..types.segments import Pages
+from ..types.segments import GatheredRows, Pages
 from .rows import GROUPS, Geometry, copy_row, find_request, geometry_of, group_of, lookup_slot, read_row, write_row
 from .threads import parallel_for
 
@@ -45,15 +45,8 @@ def _insert(
             write_row(pages[slot // g.block_size], slot % g.block_size, values[token], rope[token], g, power_of_two)
 
 
-def dequantize_and_gather_k_cache(
-    out: np.ndarray,
-    pages: Pages,
-    seq_lens: np.ndarray,
-    gather_lens: np.ndarray | None,
-    block_table: np.ndarray,
-    offset: int,
-    compress_ratio: int,
-) -> None:
+def dequantize_and_gather_k_cache(given: GatheredRows) -> None:
+    out, pages, seq_lens, gather_lens, block_table, offset, compress_ratio = given
     seq_lens = seq_lens.astype(np.int64) // compress_ratio
     lens = np.minimum(np.maximum(seq_lens if gather_lens is None else gather_lens, 0), seq_lens).astype(np.int64)
     rows = np.maximum(np.minimum(lens, out.shape[1] - offset), 0)

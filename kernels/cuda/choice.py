@@ -17,19 +17,19 @@ def chosen(function: str, arguments: tuple[Any, ...], device: int) -> str:
     """ "hopper", "portable" or "exact". Raises ValueError if there is no kernel for the arguments."""
     hopper = is_hopper(device)
     if function == "sparse_mla_decode":
-        return sparse_kernels.fastest(device, arguments[1][0].pages.layout)
+        return sparse_kernels.fastest(device, arguments[0].segments[0].pages.layout)
     if function == "sparse_mla_prefill":
         return sparse_kernels.fastest_prefill(device)
     if function == "mha_varlen":
-        q, k, _, v = arguments[:4]
-        dims = q.shape[2], q.shape[2] - k.shape[2], v.shape[2]
+        (given,) = arguments
+        dims = given.q.shape[2], given.q.shape[2] - given.k.shape[2], given.v.shape[2]
         check_head_dims(*dims)
         return "hopper" if hopper and dims == HOPPER_HEAD_DIMS else "portable"
     if function == "dense_mla_decode":
-        return "hopper" if hopper and arguments[4] is None else "portable"
+        return "hopper" if hopper and arguments[0].scale is None else "portable"
     if function == "mqa_logits":
-        q, _, scales = arguments[:3]
-        return "hopper" if hopper and scales is not None and q.shape[1] == INDEXER_HEADS else "portable"
+        (given,) = arguments
+        return "hopper" if hopper and given.scales is not None and given.q.shape[1] == INDEXER_HEADS else "portable"
     if function == "paged_mqa_logits":
         q, pages = arguments[:2]
         fits = pages.layout is INDEXER_FP8 and q.shape[2] == INDEXER_HEADS and box_rows(64, pages.block_size)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..types.plan import DenseDecodePlan, Workspace, aligned_bytes
-from ..types.segments import V_DIM, Pages
+from ..types.segments import V_DIM, DenseDecode, PackedAttention, Pages
 from .compile import kernel
 from .dense_cache import scale_arguments
 from .device import device_sms, has_clusters, is_hopper
@@ -21,19 +21,8 @@ HOPPER_HEAD_DIMS = (192, 64, 128)  # of q, of its RoPE part, of v: sizes of sm90
 HOPPER_CACHE_BYTES = 1 << 36  # limit of sm90/dense/decode/
 
 
-def mha_varlen(
-    q: Any,
-    k: Any,
-    k_pe: Any | None,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    softmax_scale: float,
-    causal: bool,
-    accumulate: bool,
-    out: Any,
-    lse: Any,
-) -> None:
+def mha_varlen(given: PackedAttention) -> None:
+    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, accumulate, out, lse = given
     (tokens, heads, head_dim), v_dim = q.shape, v.shape[2]
     rope_dim = head_dim - k.shape[2]
     check_head_dims(head_dim, rope_dim, v_dim)
@@ -73,19 +62,8 @@ def check_head_dims(head_dim: int, rope_dim: int, v_dim: int) -> None:
         )
 
 
-def dense_mla_decode(
-    q: Any,
-    pages: Pages,
-    block_table: Any,
-    cache_seqlens: Any,
-    scale: Any | None,
-    softmax_scale: float,
-    causal: bool,
-    max_seqlen: int,
-    plan: DenseDecodePlan | None,
-    out: Any,
-    lse: Any,
-) -> None:
+def dense_mla_decode(given: DenseDecode) -> None:
+    q, pages, block_table, cache_seqlens, scale, softmax_scale, causal, max_seqlen, plan, out, lse = given
     (batch, s_q, heads, _), device = q.shape, q.device.id
     value, aligned = C_NAMES[q.dtype.name], is_aligned(q, pages.bytes, out)
     cache_bytes = len(pages.bytes) * pages.bytes.strides[0]

@@ -5,7 +5,7 @@ import math
 from typing import Any, NamedTuple
 
 from ...layout import INDEXER_FP8
-from ..types.indexer import Rows, Slots
+from ..types.indexer import IndexQueries, PackedScores, Rows, Slots
 from ..types.segments import Pages
 from .compile import kernel
 from .dense_attention import large_kernel
@@ -23,18 +23,8 @@ LANES_PER_HEAD, QUERY_THREADS = 16, 128  # as in common/indexer_queries.cu
 KEY_THREADS = 128  # as in common/indexer_keys.cu
 
 
-def fused_indexer_q_rope_quant(
-    positions: Any,
-    index_q: Any,
-    table: Any,
-    index_weights: Any,
-    scale: float,
-    rope_first: bool,
-    is_neox: bool,
-    least_exponent: int,
-    q_out: Any,
-    weights: Any,
-) -> None:
+def fused_indexer_q_rope_quant(queries: IndexQueries) -> None:
+    positions, index_q, table, index_weights, scale, rope_first, is_neox, least_exponent, q_out, weights = queries
     tokens, heads = weights.shape
     kernel(
         "common/indexer_queries.cu",
@@ -94,17 +84,8 @@ def gather_keys(pages: Pages, dst_k: Any, block_table: Any, cu_seq_lens: Any) ->
 # ---- scores
 
 
-def mqa_logits(
-    q: Any,
-    k: Any,
-    scales: Any | None,
-    weights: Any,
-    starts: Any,
-    ends: Any,
-    compressed: bool,
-    clean: bool,
-    logits: Any,
-) -> None:
+def mqa_logits(given: PackedScores) -> None:
+    q, k, scales, weights, starts, ends, compressed, clean, logits = given
     room = logits.shape[1] if compressed else 0
     seen = (starts, ends, 0, False, len(q))
     if clean:

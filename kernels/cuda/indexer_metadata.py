@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..types.metadata import IndexerBuffers, IndexerChunk, IndexerCounts
+from ..types.metadata import CompressedSlots, IndexerBuffers, IndexerChunk, IndexerCounts
 from .compile import kernel
 
 THREADS, WARPS, COLUMNS = 1024, 32, 1024  # as in common/indexer_metadata.cu
@@ -43,23 +43,16 @@ def build_indexer(
     )  # fmt: skip
 
 
-def compressed_slot_mapping(
-    query_start_loc: Any,
-    seq_lens: Any,
-    block_table: Any,
-    num_tokens: int,
-    block_size: int,
-    compress_ratio: int,
-    slots: Any,
-) -> None:
+def compressed_slot_mapping(given: CompressedSlots) -> None:
+    table, slots = given.block_table, given.slots
     if not len(slots):
         return
     kernel("common/indexer_metadata.cu", "compressed_slot_mapping")(
         (-(-len(slots) // THREADS),),
         (THREADS,),
         (
-            query_start_loc, seq_lens, len(seq_lens), block_table, block_table.strides[0] // 4,
-            block_table.shape[1], num_tokens, block_size, compress_ratio, slots, len(slots),
+            given.query_start_loc, given.seq_lens, len(given.seq_lens), table, table.strides[0] // 4, table.shape[1],
+            given.num_tokens, given.block_size, given.compress_ratio, slots, len(slots),
         ),
         overlap=True,
     )  # fmt: skip

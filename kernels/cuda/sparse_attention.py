@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from ...arrays.streams import capture_id
 from ...layout import DSV4_BF16, MLA_BF16
 from ..types.plan import DecodePlan
-from ..types.segments import Pages, Segment
+from ..types.segments import Pages, Segment, SparseDecode, SparsePrefill
 from .compile import kernel
 from .launch import C_NAMES, int32, pointer, strides
 from .sparse import kernels as sparse_kernels
@@ -17,31 +16,14 @@ from .sparse.division import Division
 from .sparse.work import AttentionCall
 
 
-def sparse_mla_decode(
-    q: Any,
-    segments: Sequence[Segment],
-    attn_sink: Any | None,
-    softmax_scale: float,
-    out: Any,
-    lse: Any,
-    plan: DecodePlan | None = None,
-    batch_invariant: bool = False,
-) -> None:
+def sparse_mla_decode(given: SparseDecode) -> None:
+    q, segments, attn_sink, softmax_scale, out, lse, plan, batch_invariant = given
     work = AttentionCall(q, segments, attn_sink, softmax_scale, out, None, (0, 0), lse, strides(lse))
     _attend(work, plan, not batch_invariant)
 
 
-def sparse_mla_prefill(
-    q: Any,
-    kv: Any,
-    indices: Any,
-    topk_length: Any | None,
-    attn_sink: Any | None,
-    softmax_scale: float,
-    out: Any,
-    max_logits: Any,
-    lse: Any,
-) -> None:
+def sparse_mla_prefill(given: SparsePrefill) -> None:
+    q, kv, indices, topk_length, attn_sink, softmax_scale, out, max_logits, lse = given
     # A workspace row is a page of one token.
     row_bytes = kv.shape[1] * kv.dtype.itemsize
     rows = type(kv)((len(kv), row_bytes), "uint8", kv.data, (kv.strides[0], 1))

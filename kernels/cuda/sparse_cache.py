@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...layout import INDEXER_FP8
-from ..types.segments import Pages
+from ..types.segments import GatheredRows, Pages
 from .compile import kernel
 from .launch import C_NAMES, MAX_BLOCKS, is_aligned, pointer, strides
 
@@ -70,15 +70,8 @@ def insert(
     )  # fmt: skip
 
 
-def dequantize_and_gather_k_cache(
-    out: Any,
-    pages: Pages,
-    seq_lens: Any,
-    gather_lens: Any | None,
-    block_table: Any,
-    offset: int,
-    compress_ratio: int,
-) -> None:
+def dequantize_and_gather_k_cache(given: GatheredRows) -> None:
+    out, pages, seq_lens, gather_lens, block_table, offset, compress_ratio = given
     requests, num_rows = out.shape[0], out.shape[1] - offset
     if num_rows == 0:
         return

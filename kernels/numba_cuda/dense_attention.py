@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ..types.plan import DenseDecodePlan
-from ..types.segments import Pages
+from ..types.segments import DenseDecode, PackedAttention
 from .attention_tile import ABSENT, Tile, attention_of
 from .compiler import cuda, float32, int32, uint32
 from .dense_cache import scale_arguments
@@ -23,37 +22,15 @@ MAX_HEAD_DIM = 256
 UNSCALED = (NO_SCALE, np.float32(1))
 
 
-def dense_mla_decode(
-    q: Any,
-    pages: Pages,
-    block_table: Any,
-    cache_seqlens: Any,
-    scale: Any | None,
-    softmax_scale: float,
-    causal: bool,
-    max_seqlen: int,
-    plan: DenseDecodePlan | None,
-    out: Any,
-    lse: Any,
-) -> None:
+def dense_mla_decode(given: DenseDecode) -> None:
+    q, pages, block_table, cache_seqlens, scale, softmax_scale, causal, max_seqlen, plan, out, lse = given
     keys = KeyList(pages, block_table, cache_seqlens)
     scale = UNSCALED if scale is None else scale_arguments(scale)
     attend(q, [keys], max_seqlen, None, softmax_scale, Results(out, None, lse), plan, True, causal, scale)
 
 
-def mha_varlen(
-    q: Any,
-    k: Any,
-    k_pe: Any | None,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    softmax_scale: float,
-    causal: bool,
-    accumulate: bool,
-    out: Any,
-    lse: Any,
-) -> None:
+def mha_varlen(given: PackedAttention) -> None:
+    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, accumulate, out, lse = given
     (tokens, heads, head_dim), v_dim = q.shape, v.shape[2]
     rope_dim = head_dim - k.shape[2]
     if head_dim % 16 or rope_dim % 16 or v_dim % 16 or max(head_dim, v_dim) > MAX_HEAD_DIM:

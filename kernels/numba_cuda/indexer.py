@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from ..numba_common.geometry import geometry_of
-from ..types.indexer import Rows, Slots
+from ..types.indexer import IndexQueries, PackedScores, Rows, Slots
 from ..types.indices import TopkSlots
 from ..types.segments import Pages
 from .compiler import cuda
@@ -32,18 +32,8 @@ ROPE_DIM = 64
 E4M3 = -1  # instead of a floating-point kind
 
 
-def fused_indexer_q_rope_quant(
-    positions: Any,
-    index_q: Any,
-    table: Any,
-    index_weights: Any,
-    scale: float,
-    rope_first: bool,
-    is_neox: bool,
-    least_exponent: int,
-    q_out: Any,
-    weights: Any,
-) -> None:
+def fused_indexer_q_rope_quant(queries: IndexQueries) -> None:
+    positions, index_q, table, index_weights, scale, rope_first, is_neox, least_exponent, q_out, weights = queries
     launch(
         queries_kernel, min(weights.size, MAX_BLOCKS), 32,
         positions, index_q, kind_of(index_q), table, kind_of(table), index_weights, kind_of(index_weights),
@@ -139,17 +129,8 @@ def gather_kernel(pages, block_size, dst_k, size, block_table, cu_seq_lens):
 # ---- scores
 
 
-def mqa_logits(
-    q: Any,
-    k: Any,
-    scales: Any | None,
-    weights: Any,
-    starts: Any,
-    ends: Any,
-    compressed: bool,
-    clean: bool,
-    logits: Any,
-) -> None:
+def mqa_logits(given: PackedScores) -> None:
+    q, k, scales, weights, starts, ends, compressed, clean, logits = given
     launch(
         logits_kernel, min(-(-logits.size // THREADS), MAX_BLOCKS), THREADS,
         q, element_kind(q), k, NO_SCALE if scales is None else scales, weights, starts, ends, compressed, clean, logits,

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from ..types.metadata import SPLIT_PAGES, IndexerBuffers, IndexerChunk, IndexerCounts
+from ..types.metadata import SPLIT_PAGES, CompressedSlots, IndexerBuffers, IndexerChunk, IndexerCounts
 from .compiler import cuda
 from .launch import launch
 from .rows import find_request, lookup_block, token_position
@@ -31,28 +31,14 @@ def build_indexer(
         )  # fmt: skip
     launch(schedule_kernel, 1, THREADS, counts, buffers.seq_lens, buffers.schedule)
     if counts.maps_slots:
-        compressed_slot_mapping(
-            query_start_loc, seq_lens, block_table, len(buffers.slot_mapping), counts.block_size,
-            counts.compress_ratio, buffers.slot_mapping,
-        )  # fmt: skip
+        batch, slots = (query_start_loc, seq_lens, block_table), buffers.slot_mapping
+        compressed_slot_mapping(CompressedSlots(*batch, len(slots), counts.block_size, counts.compress_ratio, slots))
     if chunk is not None:
         build_indexer_chunk(query_start_loc, seq_lens, counts.compress_ratio, chunk)
 
 
-def compressed_slot_mapping(
-    query_start_loc: Any,
-    seq_lens: Any,
-    block_table: Any,
-    num_tokens: int,
-    block_size: int,
-    compress_ratio: int,
-    slots: Any,
-) -> None:
-    if len(slots):
-        launch(
-            slots_kernel, -(-len(slots) // THREADS), THREADS,
-            query_start_loc, seq_lens, block_table, num_tokens, block_size, compress_ratio, slots,
-        )  # fmt: skip
+def compressed_slot_mapping(given: CompressedSlots) -> None:
+    launch(slots_kernel, -(-len(given.slots) // THREADS), THREADS, *given)
 
 
 def build_indexer_chunk(query_start_loc: Any, seq_lens: Any, compress_ratio: int, chunk: IndexerChunk) -> None:

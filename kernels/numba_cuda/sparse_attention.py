@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ...layout import DSV4_BF16, MLA_BF16
-from ..types.plan import DecodePlan
-from ..types.segments import Pages, Segment
+from ..types.segments import Pages, SparseDecode, SparsePrefill
 from .compiler import cuda
 from .latent_attention import KeyList, Results, attend
 from .launch import MAX_BLOCKS, NO_PARTS, kind_of, launch
@@ -19,34 +17,17 @@ from .numbers import from_float32, to_float32
 MERGE_THREADS = 128
 
 
-def sparse_mla_decode(
-    q: Any,
-    segments: Sequence[Segment],
-    attn_sink: Any | None,
-    softmax_scale: float,
-    out: Any,
-    lse: Any,
-    plan: DecodePlan | None = None,
-    batch_invariant: bool = False,
-) -> None:
+def sparse_mla_decode(given: SparseDecode) -> None:
     """The plan provides only memory for partial results; the shapes determine the number of parts."""
+    q, segments, attn_sink, softmax_scale, out, lse, plan, batch_invariant = given
     lists = [KeyList(x.pages, x.indices, x.lengths) for x in segments]
     most_keys = sum(x.indices.shape[2] for x in segments)
     attend(q, lists, most_keys, attn_sink, softmax_scale, Results(out, None, lse), plan, not batch_invariant)
 
 
-def sparse_mla_prefill(
-    q: Any,
-    kv: Any,
-    indices: Any,
-    topk_length: Any | None,
-    attn_sink: Any | None,
-    softmax_scale: float,
-    out: Any,
-    max_logits: Any,
-    lse: Any,
-) -> None:
+def sparse_mla_prefill(given: SparsePrefill) -> None:
     """Tokens are a batch with one query each, and a row of the workspace is a page of one token."""
+    q, kv, indices, topk_length, attn_sink, softmax_scale, out, max_logits, lse = given
     pages = Pages(row_bytes_of(kv), 1, {512: DSV4_BF16, 576: MLA_BF16}[kv.shape[1]])
     lengths = None if topk_length is None else topk_length[:, None]
     results = Results(out[:, None], max_logits[..., None], lse[..., None])

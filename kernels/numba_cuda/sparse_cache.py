@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..numba_common.geometry import geometry_of
-from ..types.segments import Pages
+from ..types.segments import GatheredRows, Pages
 from .compiler import cuda
 from .launch import MAX_BLOCKS, NO_VECTOR, kind_of, launch
 from .numbers import (
@@ -74,15 +74,8 @@ def insert_kernel(k, rope, kind, slots, pages, g, powers_of_two):
             store(page, start + g.rope_offset + 2 * (i - g.quantized_dim), 2, bits)
 
 
-def dequantize_and_gather_k_cache(
-    out: Any,
-    pages: Pages,
-    seq_lens: Any,
-    gather_lens: Any | None,
-    block_table: Any,
-    offset: int,
-    compress_ratio: int,
-) -> None:
+def dequantize_and_gather_k_cache(given: GatheredRows) -> None:
+    out, pages, seq_lens, gather_lens, block_table, offset, compress_ratio = given
     requests, num_rows = out.shape[0], out.shape[1] - offset
     if num_rows:
         launch(

@@ -8,26 +8,14 @@ A query without keys has out 0 and lse +inf.
 
 import numpy as np
 
-from ..types.plan import DenseDecodePlan
-from ..types.segments import V_DIM, Pages, packed_rows
+from ..types.segments import V_DIM, DenseDecode, PackedAttention, packed_rows
 from .dense_cache import gather_cache
 from .rows import lookup_slot
 from .sparse_attention import merge_attn_states
 
 
-def mha_varlen(
-    q: np.ndarray,
-    k: np.ndarray,
-    k_pe: np.ndarray | None,
-    v: np.ndarray,
-    cu_seqlens_q: np.ndarray,
-    cu_seqlens_k: np.ndarray,
-    softmax_scale: float,
-    causal: bool,
-    accumulate: bool,
-    out: np.ndarray,
-    lse: np.ndarray,
-) -> None:
+def mha_varlen(given: PackedAttention) -> None:
+    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, accumulate, out, lse = given
     for queries, keys in zip(packed_rows(cu_seqlens_q, len(q)), packed_rows(cu_seqlens_k, len(k)), strict=True):
         part, part_lse = np.empty(out[queries].shape), np.empty(lse[:, queries].shape)
         for head in range(q.shape[1]):
@@ -41,19 +29,8 @@ def mha_varlen(
             out[queries], lse[:, queries] = part, part_lse
 
 
-def dense_mla_decode(
-    q: np.ndarray,
-    pages: Pages,
-    block_table: np.ndarray,
-    cache_seqlens: np.ndarray,
-    scale: float | np.ndarray | None,
-    softmax_scale: float,
-    causal: bool,
-    max_seqlen: int,
-    plan: DenseDecodePlan | None,
-    out: np.ndarray,
-    lse: np.ndarray,
-) -> None:
+def dense_mla_decode(given: DenseDecode) -> None:
+    q, pages, block_table, cache_seqlens, scale, softmax_scale, causal, _, _, out, lse = given
     for b in range(q.shape[0]):
         length = min(max(int(cache_seqlens[b]), 0), block_table.shape[1] * pages.block_size)
         found = [lookup_slot(block_table, b, position, pages.block_size) for position in range(length)]

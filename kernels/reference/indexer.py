@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 
-from ..types.indexer import Rows, Slots
+from ..types.indexer import IndexQueries, PackedScores, Rows, Slots
 from ..types.indices import TopkSlots
 from ..types.segments import Pages
 from .indices import compute_global_topk_indices_and_lens
@@ -12,18 +12,8 @@ from .rows import flush_subnormals, lookup_slot, scale_exponent, to_e4m3
 ROPE_DIM = 64
 
 
-def fused_indexer_q_rope_quant(
-    positions: np.ndarray,
-    index_q: np.ndarray,
-    table: np.ndarray,
-    index_weights: np.ndarray,
-    scale: float,
-    rope_first: bool,
-    is_neox: bool,
-    least_exponent: int,
-    q_out: np.ndarray,
-    weights: np.ndarray,
-) -> None:
+def fused_indexer_q_rope_quant(queries: IndexQueries) -> None:
+    positions, index_q, table, index_weights, scale, rope_first, is_neox, least_exponent, q_out, weights = queries
     q = index_q.astype(np.float32)
     part = q[..., :ROPE_DIM] if rope_first else q[..., -ROPE_DIM:]
     rotate(part, positions, table.astype(np.float32), is_neox)
@@ -100,17 +90,8 @@ def scores(q: np.ndarray, k: np.ndarray, scales: np.ndarray, weights: np.ndarray
         return (flush_subnormals(weights).astype(np.float64) @ products) * flush_subnormals(scales).astype(np.float64)
 
 
-def mqa_logits(
-    q: np.ndarray,
-    k: np.ndarray,
-    scales: np.ndarray | None,
-    weights: np.ndarray,
-    starts: np.ndarray,
-    ends: np.ndarray,
-    compressed: bool,
-    clean: bool,
-    logits: np.ndarray,
-) -> None:
+def mqa_logits(given: PackedScores) -> None:
+    q, k, scales, weights, starts, ends, compressed, clean, logits = given
     scales = np.ones(len(k), np.float32) if scales is None else scales
     for m in range(len(q)):
         start, end = np.clip((int(starts[m]), int(ends[m])), 0, len(k))

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..types.metadata import SPLIT_PAGES, IndexerBuffers, IndexerChunk, IndexerCounts
+from ..types.metadata import SPLIT_PAGES, CompressedSlots, IndexerBuffers, IndexerChunk, IndexerCounts
 from .indexer import paged_mqa_logits_metadata
 
 
@@ -33,10 +33,8 @@ def build_indexer(
     longest = buffers.seq_lens[: counts.batch_size * counts.lens_per_entry].reshape(-1, counts.lens_per_entry)[:, -1]
     paged_mqa_logits_metadata(longest, SPLIT_PAGES * counts.block_size, buffers.schedule)
     if counts.maps_slots:
-        compressed_slot_mapping(
-            query_start_loc, seq_lens, block_table, len(buffers.slot_mapping), counts.block_size,
-            counts.compress_ratio, buffers.slot_mapping,
-        )  # fmt: skip
+        batch, slots = (query_start_loc, seq_lens, block_table), buffers.slot_mapping
+        compressed_slot_mapping(CompressedSlots(*batch, len(slots), counts.block_size, counts.compress_ratio, slots))
     if chunk is not None:
         build_indexer_chunk(query_start_loc, seq_lens, counts.compress_ratio, chunk)
 
@@ -46,26 +44,18 @@ def rows_of(positions: int, compress_ratio: int) -> int:
     return max(positions, 0) // compress_ratio
 
 
-def compressed_slot_mapping(
-    query_start_loc: np.ndarray,
-    seq_lens: np.ndarray,
-    block_table: np.ndarray,
-    num_tokens: int,
-    block_size: int,
-    compress_ratio: int,
-    slots: np.ndarray,
-) -> None:
-    slots[:] = -1
-    for request in range(len(seq_lens)):
-        start, end, length = (int(x) for x in (*query_start_loc[request : request + 2], seq_lens[request]))
-        for token in range(max(start, 0), min(end, num_tokens)):
-            position = length - end + token
-            row, last = divmod(position + 1, compress_ratio)
-            if position < 0 or last or row > block_table.shape[1] * block_size:
+def compressed_slot_mapping(given: CompressedSlots) -> None:
+    given.slots[:] = -1
+    for request in range(len(given.seq_lens)):
+        start, end = (int(x) for x in given.query_start_loc[request : request + 2])
+        for token in range(max(start, 0), min(end, given.num_tokens)):
+            position = int(given.seq_lens[request]) - end + token
+            row, last = divmod(position + 1, given.compress_ratio)
+            if position < 0 or last or row > given.block_table.shape[1] * given.block_size:
                 continue
-            page, offset = divmod(row - 1, block_size)
-            if (block := int(block_table[request, page])) >= 0:
-                slots[token] = block * block_size + offset
+            page, offset = divmod(row - 1, given.block_size)
+            if (block := int(given.block_table[request, page])) >= 0:
+                given.slots[token] = block * given.block_size + offset
 
 
 def build_indexer_chunk(

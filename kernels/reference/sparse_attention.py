@@ -7,27 +7,16 @@
 A token whose keys are all absent has out 0 and lse +inf. A key listed twice counts twice.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from ..types.plan import DecodePlan
-from ..types.segments import V_DIM, Segment
+from ..types.segments import V_DIM, Segment, SparseDecode, SparsePrefill
 from .rows import read_tokens
 
 
 @np.errstate(over="ignore")  # overflow of bfloat16 or float32 gives infinite results, without a warning
-def sparse_mla_decode(
-    q: np.ndarray,
-    segments: Sequence[Segment],
-    attn_sink: np.ndarray | None,
-    softmax_scale: float,
-    out: np.ndarray,
-    lse: np.ndarray,
-    plan: DecodePlan | None = None,
-    batch_invariant: bool = False,
-) -> None:
+def sparse_mla_decode(given: SparseDecode) -> None:
     """The plan is not used: every token is computed on its own."""
+    q, segments, attn_sink, softmax_scale, out, lse, _, _ = given
     for b in range(q.shape[0]):
         for s in range(q.shape[1]):
             keys = np.concatenate([read_tokens(x.pages, attended_slots(x, b, s)) for x in segments])
@@ -37,17 +26,8 @@ def sparse_mla_decode(
 
 
 @np.errstate(over="ignore")
-def sparse_mla_prefill(
-    q: np.ndarray,
-    kv: np.ndarray,
-    indices: np.ndarray,
-    topk_length: np.ndarray | None,
-    attn_sink: np.ndarray | None,
-    softmax_scale: float,
-    out: np.ndarray,
-    max_logits: np.ndarray,
-    lse: np.ndarray,
-) -> None:
+def sparse_mla_prefill(given: SparsePrefill) -> None:
+    q, kv, indices, topk_length, attn_sink, softmax_scale, out, max_logits, lse = given
     for s in range(q.shape[0]):
         listed = indices[s] if topk_length is None else indices[s, : max(0, int(topk_length[s]))]
         keys = kv[listed[(listed >= 0) & (listed < len(kv))]].astype(np.float64)

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 
-from ..types.segments import Pages
+from ..types.segments import GatheredRows, Pages
 from .rows import gathered_rows, lookup_slot, read_token, rope_bits, write_token
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -19,15 +19,8 @@ def quantize_and_insert_k_cache(
                 write_token(pages, int(slot), values.astype(np.float32), rope.astype(BFLOAT16), power_of_two_scales)
 
 
-def dequantize_and_gather_k_cache(
-    out: np.ndarray,
-    pages: Pages,
-    seq_lens: np.ndarray,
-    gather_lens: np.ndarray | None,
-    block_table: np.ndarray,
-    offset: int,
-    compress_ratio: int,
-) -> None:
+def dequantize_and_gather_k_cache(given: GatheredRows) -> None:
+    out, pages, seq_lens, gather_lens, block_table, offset, compress_ratio = given
     for request, seq_len in enumerate(seq_lens.astype(np.int64) // compress_ratio):
         wanted = seq_len if gather_lens is None else gather_lens[request]
         gather_len = max(0, min(seq_len, wanted, out.shape[1] - offset))

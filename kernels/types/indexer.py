@@ -19,6 +19,45 @@ class Rows(NamedTuple):
     num_keys: int | None = None
 
 
+class IndexQueries(NamedTuple):
+    """The arguments of `cumla.fused_indexer_q_rope_quant`, and the arrays of its results.
+
+    table           cosines, then sines
+    scale           of the weights
+    least_exponent  of a head's scale
+    """
+
+    positions: Any
+    index_q: Any
+    table: Any
+    index_weights: Any
+    scale: float
+    rope_first: bool
+    is_neox: bool
+    least_exponent: int
+    q_out: Any
+    weights: Any
+
+
+class PackedScores(NamedTuple):
+    """The arguments of `cumla.fp8_mqa_logits`, and the array of its results.
+
+    scales      of e4m3 keys, else None
+    compressed  column j of query m is key starts[m] + j
+    clean       write -inf for keys that a query does not see
+    """
+
+    q: Any
+    k: Any
+    scales: Any
+    weights: Any
+    starts: Any
+    ends: Any
+    compressed: bool
+    clean: bool
+    logits: Any
+
+
 class Slots(NamedTuple):
     """Outputs of top-k beside the columns: slots of the chosen rows in a paged cache.
 

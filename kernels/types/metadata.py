@@ -85,6 +85,18 @@ class DecodeBatch(NamedTuple):
     block_tables: Any
 
 
+class CompressedSlots(NamedTuple):
+    """The arguments of `cumla.metadata.get_compressed_slot_mapping`, and the array of its results."""
+
+    query_start_loc: Any
+    seq_lens: Any
+    block_table: Any
+    num_tokens: int
+    block_size: int
+    compress_ratio: int
+    slots: Any
+
+
 class IndexerCounts(NamedTuple):
     """Sizes of a batch for the indexer, known to the host. Its decode kernels take `batch_size` entries.
 

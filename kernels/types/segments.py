@@ -1,11 +1,13 @@
 """Inputs of attention: lists of token indices into paged caches, and packed sequences."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...layout import CacheLayout
+from .plan import DecodePlan, DenseDecodePlan
 
 V_DIM = 512  # values of a result: those of a latent row, without RoPE unless it is part of them
 
@@ -38,6 +40,81 @@ class Segment(NamedTuple):
     pages: Pages
     indices: Any
     lengths: Any | None
+
+
+class SparseDecode(NamedTuple):
+    """The arguments of `cumla.sparse_mla_decode`, and the arrays of its results."""
+
+    q: Any
+    segments: Sequence[Segment]
+    attn_sink: Any
+    softmax_scale: float
+    out: Any
+    lse: Any
+    plan: DecodePlan | None = None
+    batch_invariant: bool = False
+
+
+class SparsePrefill(NamedTuple):
+    """The arguments of `cumla.sparse_mla_prefill`, and the arrays of its results."""
+
+    q: Any
+    kv: Any
+    indices: Any
+    topk_length: Any
+    attn_sink: Any
+    softmax_scale: float
+    out: Any
+    max_logits: Any
+    lse: Any
+
+
+class GatheredRows(NamedTuple):
+    """The arguments of `cumla.dequantize_and_gather_k_cache`; gather_lens may be None."""
+
+    out: Any
+    pages: Pages
+    seq_lens: Any
+    gather_lens: Any
+    block_table: Any
+    offset: int
+    compress_ratio: int
+
+
+class PackedAttention(NamedTuple):
+    """The arguments of `cumla.mha_varlen`, and the arrays of its results."""
+
+    q: Any
+    k: Any
+    k_pe: Any
+    v: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    softmax_scale: float
+    causal: bool
+    accumulate: bool
+    out: Any
+    lse: Any
+
+
+class DenseDecode(NamedTuple):
+    """The arguments of `cumla.dense_mla_decode`, and the arrays of its results.
+
+    scale       of e4m3 rows: a number or float32 [1]; None: the rows are 16-bit
+    max_seqlen  upper bound of cache_seqlens
+    """
+
+    q: Any
+    pages: Pages
+    block_table: Any
+    cache_seqlens: Any
+    scale: Any
+    softmax_scale: float
+    causal: bool
+    max_seqlen: int
+    plan: DenseDecodePlan | None
+    out: Any
+    lse: Any
 
 
 def packed_rows(cu_seqlens: np.ndarray, num_rows: int) -> list[slice]:
