@@ -8,6 +8,7 @@ from ..dispatch.call import BF16, BYTES, FLOAT32, SLOTS, Call
 from ..dispatch.formats import cache_layout, cache_pages, check_layout
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_flags, check_integers, check_optional_size, in_float32
+from ..kernels.types.segments import Insertion, Pages
 from ..layout import DSV4_FP8, INDEXER_FP8, CacheLayout
 from .indices import pair
 from .sparse_attention import check_heads
@@ -112,15 +113,11 @@ def qnorm_rope_and_insert(
     call.check_float32("q", q.dtype.name)
     kv = call.array("kv", kv, (q.dtype,), ("T", layout.head_dim))
     pages = cache_pages(call, "k_cache", k_cache, layout, block_size, writable=True)
-    call.check_float32("layout", layout.value_type)
-    slots = checked_slots(call, slot_mapping, "kv")
-    positions = call.array("positions", positions, SLOTS, ("T",))
-    rotation = cos_sin(call, cos_sin_cache, layout.head_dim)
-    epsilon = check_epsilon(eps)
+    into = insertion(call, "kv", pages, slot_mapping, positions, cos_sin_cache, eps)
     q_out = call.output("out", out, (q.dtype,), q.shape, may_be="q")
     if len(q):
         with call.kernels("norm_rope") as kernels:
-            kernels.qnorm_rope_and_insert(q, kv, pages, slots, positions, rotation, epsilon, q_out)
+            kernels.qnorm_rope_and_insert(q, kv, into, q_out)
     return call.results()
 
 
@@ -163,14 +160,10 @@ def norm_rope_and_insert(
     call.check_float32("kv", kv.dtype.name)
     weight = call.optional("weight", weight, ROWS, (layout.head_dim,))
     pages = cache_pages(call, "k_cache", k_cache, layout, block_size, writable=True)
-    call.check_float32("layout", layout.value_type)
-    slots = checked_slots(call, slot_mapping, "kv")
-    positions = call.array("positions", positions, SLOTS, ("T",))
-    rotation = cos_sin(call, cos_sin_cache, layout.head_dim)
-    epsilon = check_epsilon(eps)
-    if len(slots):
+    into = insertion(call, "kv", pages, slot_mapping, positions, cos_sin_cache, eps)
+    if len(into.slots):
         with call.kernels("norm_rope") as kernels:
-            kernels.norm_rope_and_insert(kv, weight, pages, slots, positions, rotation, epsilon)
+            kernels.norm_rope_and_insert(kv, weight, into)
 
 
 @launch_cached
@@ -215,14 +208,10 @@ def indexer_knorm_rope_and_insert(
     weight = call.array("weight", weight, ROWS, (layout.head_dim,))
     bias = call.array("bias", bias, (weight.dtype,), (layout.head_dim,))
     pages = cache_pages(call, "k_cache", k_cache, layout, block_size, writable=True)
-    call.check_float32("layout", layout.value_type)
-    slots = checked_slots(call, slot_mapping, "k")
-    positions = call.array("positions", positions, SLOTS, ("T",))
-    rotation = cos_sin(call, cos_sin_cache, layout.head_dim)
-    epsilon = check_epsilon(eps)
-    if len(slots):
+    into = insertion(call, "k", pages, slot_mapping, positions, cos_sin_cache, eps)
+    if len(into.slots):
         with call.kernels("norm_rope") as kernels:
-            kernels.indexer_knorm_rope_and_insert(k, weight, bias, pages, slots, positions, rotation, epsilon)
+            kernels.indexer_knorm_rope_and_insert(k, weight, bias, into)
 
 
 @launch_cached
@@ -305,6 +294,17 @@ def inverse_rope_and_quantize(
             kernels.inverse_rope_and_quantize(o, positions, rotation, bool(is_ue8m0), values, scales)
     results: tuple[Any, Any] = call.results()
     return results
+
+
+def insertion(
+    call: Call, rows_name: str, pages: Pages, slot_mapping: Any, positions: Any, cos_sin_cache: Any, eps: Any
+) -> Insertion:
+    """Check where T rows are inserted, after the norm and RoPE."""
+    call.check_float32("layout", pages.layout.value_type)
+    slots = checked_slots(call, slot_mapping, rows_name)
+    positions = call.array("positions", positions, SLOTS, ("T",))
+    rotation = cos_sin(call, cos_sin_cache, pages.layout.head_dim)
+    return Insertion(pages, slots, positions, rotation, check_epsilon(eps))
 
 
 def cos_sin(call: Call, cos_sin_cache: Any, head_dim: int) -> Any:

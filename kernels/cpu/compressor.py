@@ -1,14 +1,13 @@
 """The compressor, parallel over the cores: softmax pooling, RMSNorm, RoPE, insert; and its states."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from ..numba_common.compiled import compiled
 from ..types.compressor import Compression, CompressorRows
 from .norm_rope import insert_row, nearest, rotate, row_bits, scale_by_rms
-from .rows import GROUPS, Geometry, copy_row, geometry_of, group_of, lookup_slot
+from .rows import GROUPS, copy_row, geometry_of, group_of, lookup_slot
 from .threads import parallel_for
 
 # Approximate nanoseconds per value.
@@ -26,20 +25,19 @@ def _compress_rows(own: CompressorRows, step: Compression) -> None:
         states = np.array(kv_score, np.float32)
     width = states.shape[1]
     parallel_for(len(states), width * TO_COPY, _add_bias, states, step.positions, own.position_bias)
-    rows = int(np.count_nonzero(np.asarray(step.slots) >= 0))
+    step = step._replace(slots=np.asarray(step.slots, np.int64))
+    rows = int(np.count_nonzero(step.slots >= 0))
     parallel_for(
         GROUPS, rows * step.compress_ratio * width * TO_POOL // GROUPS, _compress,
-        states, state, step.state_block_table, pages.bytes, geometry_of(pages), np.asarray(step.slots, np.int64),
-        step.positions, step.token_to_req, step.query_start_loc, own.norm_weight.astype(np.float32), step.cos_sin,
-        step.compress_ratio, step.eps, np.empty((GROUPS, 3, pages.layout.head_dim), np.float32),
-        row_bits(pages.layout.head_dim),
+        states, state, pages.bytes, geometry_of(pages), own.norm_weight.astype(np.float32), step,
+        np.empty((GROUPS, 3, pages.layout.head_dim), np.float32), row_bits(pages.layout.head_dim),
     )  # fmt: skip
     state_slots = np.asarray(step.state_slots, np.int64)
     parallel_for(GROUPS, len(state_slots) * width * TO_COPY // GROUPS, _save, states, state, state_slots)
 
 
 @compiled(nogil=True)
-def _add_bias(first: int, end: int, states: np.ndarray, positions: np.ndarray, bias: np.ndarray) -> None:
+def _add_bias(first, end, states, positions, bias):
     half = bias.shape[1]
     for token in range(first, end):
         row = bias[np.int64(positions[token]) % len(bias)]
@@ -48,7 +46,7 @@ def _add_bias(first: int, end: int, states: np.ndarray, positions: np.ndarray, b
 
 
 @compiled(nogil=True)
-def _save(first_group: int, end_group: int, states: np.ndarray, state: np.ndarray, slots: np.ndarray) -> None:
+def _save(first_group, end_group, states, state, slots):
     block = state.shape[1]
     for token in range(len(slots)):
         slot = slots[token]
@@ -57,62 +55,33 @@ def _save(first_group: int, end_group: int, states: np.ndarray, state: np.ndarra
 
 
 @compiled(nogil=True)
-def _compress(
-    first_group: int,
-    end_group: int,
-    states: np.ndarray,
-    state: np.ndarray,
-    block_table: np.ndarray,
-    pages: np.ndarray,
-    g: Geometry,
-    slots: np.ndarray,
-    positions: np.ndarray,
-    token_to_req: np.ndarray,
-    query_start_loc: np.ndarray,
-    weight: np.ndarray,
-    cos_sin: np.ndarray,
-    ratio: int,
-    eps: Any,
-    numbers: np.ndarray,
-    bits: np.ndarray,
-) -> None:
+def _compress(first_group, end_group, states, state, pages, g, weight, step, numbers, bits):
     row, top, total = numbers[first_group, 0], numbers[first_group, 1], numbers[first_group, 2]
-    for token in range(len(slots)):
-        slot = slots[token]
+    for token in range(len(step.slots)):
+        slot = step.slots[token]
         if not (0 <= slot < pages.shape[0] * g.block_size and first_group <= group_of(slot) < end_group):
             continue
-        position, request = np.int64(positions[token]), np.int64(token_to_req[token])
-        _pool(row, top, total, token, states, state, block_table, position, request, query_start_loc, ratio)
-        scale_by_rms(row, eps)
+        _pool(row, top, total, token, states, state, step)
+        scale_by_rms(row, step.eps)
         for i in range(len(row)):
             row[i] *= weight[i]
-        rotate(row, cos_sin[nearest(position // ratio * ratio, len(cos_sin))], np.float32(1))
+        position = np.int64(step.positions[token]) // step.compress_ratio * step.compress_ratio
+        rotate(row, step.cos_sin[nearest(position, len(step.cos_sin))], np.float32(1))
         insert_row(pages, slot, row, bits[first_group], g)
 
 
 @compiled
-def _pool(
-    row: np.ndarray,
-    top: np.ndarray,
-    total: np.ndarray,
-    token: int,
-    states: np.ndarray,
-    state: np.ndarray,
-    block_table: np.ndarray,
-    position: int,
-    request: int,
-    query_start_loc: np.ndarray,
-    ratio: int,
-) -> None:
+def _pool(row, top, total, token, states, state, step):
     """The mean of the window's kv weighted by the softmax of its score into `row`; by position, to save memory.
 
     top, total  [head_dim] float32, scratch memory
     """
     head_dim, channels, block = len(row), states.shape[1] // 2, state.shape[1]
-    overlaps = channels == 2 * head_dim
+    overlaps, ratio = channels == 2 * head_dim, step.compress_ratio
+    position, request = np.int64(step.positions[token]), np.int64(step.token_to_req[token])
     first_token = token
-    if 0 <= request < len(query_start_loc) - 1:
-        first_token = max(np.int64(query_start_loc[request]), 0)
+    if 0 <= request < len(step.query_start_loc) - 1:
+        first_token = max(np.int64(step.query_start_loc[request]), 0)
     row[:], top[:], total[:] = 0, -np.inf, 0
     for back in range((2 if overlaps else 1) * ratio - 1, -1, -1):
         if back > position:
@@ -121,7 +90,7 @@ def _pool(
         if token - back >= first_token:
             source = states[token - back]
         else:
-            slot = lookup_slot(block_table, request, position - back, block)
+            slot = lookup_slot(step.state_block_table, request, position - back, block)
             if slot < 0 or slot >= len(state) * block:
                 continue
             source = state[slot // block, slot % block]

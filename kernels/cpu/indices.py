@@ -119,58 +119,36 @@ def build_flashinfer_mixed_sparse_indices(given: MixedIndices):
         given = given._replace(decode_compressed_indices=np.empty((decodes, 0), np.int32))
     if given.compressed_block_table is None:
         given = given._replace(compressed_block_table=np.empty((0, 0), np.int32), topk=0)
-    parallel_for(len(given.sparse_topk_lens), given.sparse_indices.shape[1] * TO_MAP, _build_mixed, *given)
+    parallel_for(len(given.sparse_topk_lens), given.sparse_indices.shape[1] * TO_MAP, _build_mixed, given)
 
 
 @compiled(nogil=True)
-def _build_mixed(
-    first_token,
-    end_token,
-    decode_swa_indices,
-    decode_compressed_indices,
-    decode_compressed_topk_lens,
-    prefill_topk_indices,
-    query_start_loc,
-    seq_lens,
-    token_to_req_indices,
-    swa_block_table,
-    swa_block_size,
-    compressed_block_table,
-    compressed_block_size,
-    window_size,
-    compress_ratio,
-    topk,
-    decode_compressed_indices_are_local,
-    decode_is_valid_token,
-    swa_block_span,
-    compressed_block_span,
-    sparse_indices,
-    sparse_topk_lens,
-):
-    num_decode_tokens = len(decode_swa_indices)
-    width = decode_compressed_indices.shape[1]
+def _build_mixed(first_token, end_token, given):
+    num_decode_tokens, window_size = len(given.decode_swa_indices), given.window_size
+    width, are_local = given.decode_compressed_indices.shape[1], given.decode_compressed_indices_are_local
     for token in range(first_token, end_token):
-        row = sparse_indices[token]
+        row = given.sparse_indices[token]
         row[:] = -1
-        request = token_to_req_indices[token]
+        request = given.token_to_req_indices[token]
         compressed = 0
         if token < num_decode_tokens:
             for j in range(window_size):
-                row[j] = to_span(decode_swa_indices[token, j], swa_block_size, swa_block_span)
+                row[j] = to_span(given.decode_swa_indices[token, j], given.swa_block_size, given.swa_block_span)
             for j in range(width):
-                slot = np.int64(decode_compressed_indices[token, j])
-                if decode_compressed_indices_are_local:
-                    slot = lookup_slot(compressed_block_table, request, slot, compressed_block_size)
-                    compressed += slot >= 0 and decode_is_valid_token[token]
-                row[window_size + j] = to_span(slot, compressed_block_size, compressed_block_span)
-            if not decode_compressed_indices_are_local:
-                compressed = min(max(decode_compressed_topk_lens[token], 0), width)
-        elif 0 <= request < len(seq_lens):
-            position = token_position(query_start_loc, seq_lens, request, token)
-            write_window(swa_block_table, request, position, swa_block_size, swa_block_span, row[:window_size])
-            compressed = max(0, min((position + 1) // compress_ratio, topk))
+                slot = np.int64(given.decode_compressed_indices[token, j])
+                if are_local:
+                    slot = lookup_slot(given.compressed_block_table, request, slot, given.compressed_block_size)
+                    compressed += slot >= 0 and given.decode_is_valid_token[token]
+                row[window_size + j] = to_span(slot, given.compressed_block_size, given.compressed_block_span)
+            if not are_local:
+                compressed = min(max(given.decode_compressed_topk_lens[token], 0), width)
+        elif 0 <= request < len(given.seq_lens):
+            position = token_position(given.query_start_loc, given.seq_lens, request, token)
+            table, block_size, block_span = given.swa_block_table, given.swa_block_size, given.swa_block_span
+            write_window(table, request, position, block_size, block_span, row[:window_size])
+            compressed = max(0, min((position + 1) // given.compress_ratio, given.topk))
             for j in range(compressed):
-                local = np.int64(prefill_topk_indices[token - num_decode_tokens, j])
-                slot = lookup_slot(compressed_block_table, request, local, compressed_block_size)
-                row[window_size + j] = to_span(slot, compressed_block_size, compressed_block_span)
-        sparse_topk_lens[token] = window_size + compressed
+                local = np.int64(given.prefill_topk_indices[token - num_decode_tokens, j])
+                slot = lookup_slot(given.compressed_block_table, request, local, given.compressed_block_size)
+                row[window_size + j] = to_span(slot, given.compressed_block_size, given.compressed_block_span)
+        given.sparse_topk_lens[token] = window_size + compressed

@@ -7,8 +7,8 @@ import numpy as np
 
 from ..numba_common.compiled import compiled
 from ..numba_common.numbers import e4m3_byte, float32_bits, power_of_two, scale_exponent
-from ..types.segments import Pages
-from .rows import GROUPS, Geometry, float32_of_bfloat16, geometry_of, group_of, round_to_bfloat16, write_row
+from ..types.segments import Insertion
+from .rows import GROUPS, float32_of_bfloat16, geometry_of, group_of, round_to_bfloat16, write_row
 from .threads import parallel_for
 
 GROUP = 128
@@ -41,45 +41,29 @@ def _rmsnorm(first, end, rows, weight, eps):
             rows[token, i] *= weight[i]
 
 
-def qnorm_rope_and_insert(
-    q: np.ndarray,
-    kv: np.ndarray,
-    pages: Pages,
-    slot_mapping: np.ndarray,
-    positions: np.ndarray,
-    cos_sin: np.ndarray,
-    eps: float,
-    q_out: np.ndarray,
-) -> None:
-    queries = float32(q)
-    parallel_for(len(q), q[0].size * (TO_NORM + TO_ROTATE), _norm_and_rotate, queries, positions, cos_sin, eps)
+def qnorm_rope_and_insert(q: np.ndarray, kv: np.ndarray, into: Insertion, q_out: np.ndarray) -> None:
+    queries, nanoseconds = float32(q), q[0].size * (TO_NORM + TO_ROTATE)
+    parallel_for(len(q), nanoseconds, _norm_and_rotate, queries, into.positions, into.cos_sin, into.eps)
     q_out[...] = queries
-    norm_rope_and_insert(kv, None, pages, slot_mapping, positions, cos_sin, eps)
+    norm_rope_and_insert(kv, None, into)
 
 
-def norm_rope_and_insert(
-    kv: np.ndarray,
-    weight: np.ndarray | None,
-    pages: Pages,
-    slot_mapping: np.ndarray,
-    positions: np.ndarray,
-    cos_sin: np.ndarray,
-    eps: float,
-) -> None:
-    rows, slots = float32(kv[: len(slot_mapping)]), np.asarray(slot_mapping, np.int64)
+def norm_rope_and_insert(kv: np.ndarray, weight: np.ndarray | None, into: Insertion) -> None:
+    rows = float32(kv[: len(into.slots)])
     if weight is not None:
-        parallel_for(len(rows), rows.shape[1] * TO_NORM, _rmsnorm, rows, weight.astype(np.float32), eps)
+        parallel_for(len(rows), rows.shape[1] * TO_NORM, _rmsnorm, rows, weight.astype(np.float32), into.eps)
     nanoseconds = rows.size * (TO_ROTATE + TO_QUANTIZE) // GROUPS
-    parallel_for(
-        GROUPS, nanoseconds, _rotate_and_insert,
-        rows, pages.bytes, geometry_of(pages), slots, positions, cos_sin, row_bits(rows.shape[1]),
-    )  # fmt: skip
+    parallel_for(GROUPS, nanoseconds, _rotate_and_insert, rows, *_place(into), row_bits(rows.shape[1]))
+
+
+def _place(into: Insertion) -> tuple[Any, ...]:
+    """The cache, the slots and the rotation, as compiled functions take them."""
+    slots = np.asarray(into.slots, np.int64)
+    return into.pages.bytes, geometry_of(into.pages), slots, into.positions, into.cos_sin
 
 
 @compiled(nogil=True)
-def _norm_and_rotate(
-    first: int, end: int, q: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray, eps: float
-) -> None:
+def _norm_and_rotate(first, end, q, positions, cos_sin, eps):
     for token in range(first, end):
         rotation = cos_sin[nearest(positions[token], len(cos_sin))]
         for head in range(q.shape[1]):
@@ -88,17 +72,7 @@ def _norm_and_rotate(
 
 
 @compiled(nogil=True)
-def _rotate_and_insert(
-    first_group: int,
-    end_group: int,
-    rows: np.ndarray,
-    pages: np.ndarray,
-    g: Geometry,
-    slots: np.ndarray,
-    positions: np.ndarray,
-    cos_sin: np.ndarray,
-    bits: np.ndarray,
-) -> None:
+def _rotate_and_insert(first_group, end_group, rows, pages, g, slots, positions, cos_sin, bits):
     for token in range(len(slots)):
         slot = slots[token]
         if 0 <= slot < pages.shape[0] * g.block_size and first_group <= group_of(slot) < end_group:
@@ -106,21 +80,12 @@ def _rotate_and_insert(
             insert_row(pages, slot, rows[token], bits[first_group], g)
 
 
-def indexer_knorm_rope_and_insert(
-    k: np.ndarray,
-    weight: np.ndarray,
-    bias: np.ndarray,
-    pages: Pages,
-    slot_mapping: np.ndarray,
-    positions: np.ndarray,
-    cos_sin: np.ndarray,
-    eps: float,
-) -> None:
-    rows, slots = float32(k[: len(slot_mapping)]), np.asarray(slot_mapping, np.int64)
+def indexer_knorm_rope_and_insert(k: np.ndarray, weight: np.ndarray, bias: np.ndarray, into: Insertion) -> None:
+    rows = float32(k[: len(into.slots)])
     nanoseconds = rows.size * (TO_NORM + TO_ROTATE + TO_QUANTIZE) // GROUPS
     parallel_for(
-        GROUPS, nanoseconds, _norm_rotate_and_insert, rows, weight.astype(np.float32), bias.astype(np.float32), eps,
-        pages.bytes, geometry_of(pages), slots, positions, cos_sin, row_bits(rows.shape[1]),
+        GROUPS, nanoseconds, _norm_rotate_and_insert,
+        rows, weight.astype(np.float32), bias.astype(np.float32), into.eps, *_place(into), row_bits(rows.shape[1]),
     )  # fmt: skip
 
 
@@ -156,9 +121,7 @@ def apply_rope(x: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray, invers
 
 
 @compiled(nogil=True)
-def _rotate_heads(
-    first: int, end: int, x: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray, direction: Any
-) -> None:
+def _rotate_heads(first, end, x, positions, cos_sin, direction):
     for token in range(first, end):
         rotation = cos_sin[nearest(positions[token], len(cos_sin))]
         for head in range(x.shape[1]):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..types.segments import Pages
+from ..types.segments import Insertion
 from .compile import kernel
 from .launch import C_NAMES, Kernel, is_aligned, pointer, strides
 
@@ -39,74 +39,60 @@ def fused_q_kv_rmsnorm(qr: Any, kv: Any, q_weight: Any, kv_weight: Any, eps: flo
     )  # fmt: skip
 
 
-def qnorm_rope_and_insert(
-    q: Any, kv: Any, pages: Pages, slot_mapping: Any, positions: Any, cos_sin: Any, eps: float, q_out: Any
-) -> None:
+def insertion_macros(into: Insertion) -> dict[str, str | int]:
+    return {
+        "LAYOUT": into.pages.layout.name, "SLOT": C_NAMES[into.slots.dtype.name],
+        "POSITION": C_NAMES[into.positions.dtype.name],
+    }  # fmt: skip
+
+
+def insertion_arguments(into: Insertion) -> tuple[Any, ...]:
+    """Positions, their rotation, and the cache; the slots come before."""
+    table, pages = into.cos_sin, into.pages
+    rotation = into.positions, table, strides(table)[0], len(table), table.shape[1], into.eps
+    return *rotation, pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size
+
+
+def qnorm_rope_and_insert(q: Any, kv: Any, into: Insertion, q_out: Any) -> None:
     tokens, heads, _ = q.shape
-    q_token, q_head, _ = strides(q)
-    out_token, out_head, _ = strides(q_out)
-    _kernel(
-        "qnorm_rope_and_insert",
-        LAYOUT=pages.layout.name,
-        SLOT=C_NAMES[slot_mapping.dtype.name],
-        POSITION=C_NAMES[positions.dtype.name],
-        ALIGNED=int(is_aligned(q, kv, q_out, pages.bytes)),
-    )(
+    aligned = is_aligned(q, kv, q_out, into.pages.bytes)
+    _kernel("qnorm_rope_and_insert", **insertion_macros(into), ALIGNED=int(aligned))(
         (tokens, -(-(heads + 1) // WARPS)),
         (32 * WARPS,),
         (
-            q, q_token, q_head, kv, strides(kv)[0], q_out, out_token, out_head, heads, slot_mapping, len(slot_mapping),
-            positions, cos_sin, strides(cos_sin)[0], len(cos_sin), cos_sin.shape[1], eps,
-            pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size,
+            q, *strides(q)[:2], kv, strides(kv)[0], q_out, *strides(q_out)[:2], heads, into.slots, len(into.slots),
+            *insertion_arguments(into),
         ),
         overlap=True,
     )  # fmt: skip
 
 
-def norm_rope_and_insert(
-    kv: Any, weight: Any | None, pages: Pages, slot_mapping: Any, positions: Any, cos_sin: Any, eps: float
-) -> None:
-    rows = len(slot_mapping)
-    _kernel(
-        "norm_rope_and_insert",
-        LAYOUT=pages.layout.name,
-        SLOT=C_NAMES[slot_mapping.dtype.name],
-        POSITION=C_NAMES[positions.dtype.name],
-        WEIGHT="float" if weight is None else C_NAMES[weight.dtype.name],
-        ALIGNED=int(is_aligned(kv, pages.bytes)),
-    )(
+def norm_rope_and_insert(kv: Any, weight: Any | None, into: Insertion) -> None:
+    rows, weight_type = len(into.slots), "float" if weight is None else C_NAMES[weight.dtype.name]
+    aligned = is_aligned(kv, into.pages.bytes)
+    _kernel("norm_rope_and_insert", **insertion_macros(into), WEIGHT=weight_type, ALIGNED=int(aligned))(
         (-(-rows // WARPS),),
         (32 * WARPS,),
-        (
-            kv, strides(kv)[0], pointer(weight), rows, slot_mapping, positions, cos_sin, strides(cos_sin)[0],
-            len(cos_sin), cos_sin.shape[1], eps, pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size,
-        ),
+        (kv, strides(kv)[0], pointer(weight), rows, into.slots, *insertion_arguments(into)),
         overlap=True,
-    )  # fmt: skip
+    )
 
 
-def indexer_knorm_rope_and_insert(
-    k: Any, weight: Any, bias: Any, pages: Pages, slot_mapping: Any, positions: Any, cos_sin: Any, eps: float
-) -> None:
-    rows = len(slot_mapping)
+def indexer_knorm_rope_and_insert(k: Any, weight: Any, bias: Any, into: Insertion) -> None:
+    rows = len(into.slots)
     kernel(
         "common/indexer_norm_rope.cu",
         "indexer_knorm_rope_and_insert",
-        LAYOUT=pages.layout.name,
         INPUT=C_NAMES[k.dtype.name],
         WEIGHT=C_NAMES[weight.dtype.name],
-        SLOT=C_NAMES[slot_mapping.dtype.name],
-        POSITION=C_NAMES[positions.dtype.name],
-        ALIGNED=int(is_aligned(pages.bytes)),
+        ALIGNED=int(is_aligned(into.pages.bytes)),
+        **insertion_macros(into),
     )(
         (-(-rows // WARPS),),
         (32 * WARPS,),
-        (
-            k, strides(k)[0], weight, bias, rows, slot_mapping, positions, cos_sin, strides(cos_sin)[0], len(cos_sin),
-            cos_sin.shape[1], eps, pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size,
-        ),
+        (k, strides(k)[0], weight, bias, rows, into.slots, *insertion_arguments(into)),
         overlap=True,
-    )  # fmt: skip
+    )
 
 
 def apply_rope(x: Any, positions: Any, cos_sin: Any, inverse: bool, out: Any) -> None:

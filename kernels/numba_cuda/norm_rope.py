@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..numba_common.geometry import geometry_of
-from ..types.segments import Pages
+from ..types.segments import Insertion
 from .compiler import cuda
 from .launch import NO_VECTOR, kind_of, launch
 from .numbers import (
@@ -67,14 +67,15 @@ def add_in_order(total, part):
         cuda.syncthreads()
 
 
-def qnorm_rope_and_insert(
-    q: Any, kv: Any, pages: Pages, slot_mapping: Any, positions: Any, cos_sin: Any, eps: float, q_out: Any
-) -> None:
-    heads = q.shape[1]
+def qnorm_rope_and_insert(q: Any, kv: Any, into: Insertion, q_out: Any) -> None:
     launch(
-        qnorm_rope_insert_kernel, len(q) * (heads + 1), THREADS,
-        q, kv, kind_of(q), q_out, slot_mapping, positions, cos_sin, np.float32(eps), pages.bytes, geometry_of(pages),
+        qnorm_rope_insert_kernel, len(q) * (q.shape[1] + 1), THREADS, q, kv, kind_of(q), q_out, *arguments(into)
     )  # fmt: skip
+
+
+def arguments(into: Insertion) -> tuple[Any, ...]:
+    pages = into.pages
+    return into.slots, into.positions, into.cos_sin, np.float32(into.eps), pages.bytes, geometry_of(pages)
 
 
 def qnorm_rope_insert_kernel(q, kv, kind, q_out, slots, positions, cos_sin, eps, pages, g):
@@ -105,15 +106,10 @@ def qnorm_rope_insert_kernel(q, kv, kind, q_out, slots, positions, cos_sin, eps,
         q_out[token, head, i] = from_float32(row[i], kind)
 
 
-def norm_rope_and_insert(
-    kv: Any, weight: Any | None, pages: Pages, slot_mapping: Any, positions: Any, cos_sin: Any, eps: float
-) -> None:
+def norm_rope_and_insert(kv: Any, weight: Any | None, into: Insertion) -> None:
     weights, weight_kind = (NO_VECTOR, kind_of(kv)) if weight is None else (weight, kind_of(weight))
-    launch(
-        norm_rope_insert_kernel, len(slot_mapping), THREADS,
-        kv, kind_of(kv), weights, weight_kind, slot_mapping, positions, cos_sin, np.float32(eps), pages.bytes,
-        geometry_of(pages),
-    )  # fmt: skip
+    rows = (kv, kind_of(kv), weights, weight_kind)
+    launch(norm_rope_insert_kernel, len(into.slots), THREADS, *rows, *arguments(into))
 
 
 def norm_rope_insert_kernel(kv, kind, weight, weight_kind, slots, positions, cos_sin, eps, pages, g):
@@ -137,14 +133,9 @@ def norm_rope_insert_kernel(kv, kind, weight, weight_kind, slots, positions, cos
     insert_row(row, largest, pages[slot // g.block_size], slot % g.block_size, g)
 
 
-def indexer_knorm_rope_and_insert(
-    k: Any, weight: Any, bias: Any, pages: Pages, slot_mapping: Any, positions: Any, cos_sin: Any, eps: float
-) -> None:
-    launch(
-        knorm_rope_insert_kernel, len(slot_mapping), THREADS,
-        k, kind_of(k), weight, bias, kind_of(weight), slot_mapping, positions, cos_sin, np.float32(eps), pages.bytes,
-        geometry_of(pages),
-    )  # fmt: skip
+def indexer_knorm_rope_and_insert(k: Any, weight: Any, bias: Any, into: Insertion) -> None:
+    rows = (k, kind_of(k), weight, bias, kind_of(weight))
+    launch(knorm_rope_insert_kernel, len(into.slots), THREADS, *rows, *arguments(into))
 
 
 def knorm_rope_insert_kernel(k, kind, weight, bias, weight_kind, slots, positions, cos_sin, eps, pages, g):

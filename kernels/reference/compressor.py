@@ -26,10 +26,7 @@ def _compress_rows(own: CompressorRows, step: Compression) -> None:
     states = biased(kv_score, positions, own.position_bias)
     for token, slot in enumerate(step.slots):
         if 0 <= slot < pages.num_slots:
-            window = _window(
-                int(token), states, state, step.state_block_table, int(positions[token]), int(step.token_to_req[token]),
-                step.query_start_loc, ratio, pages.layout.head_dim,
-            )  # fmt: skip
+            window = _window(int(token), states, state, step, pages.layout.head_dim)
             row = normed(pooled(window), step.eps) * own.norm_weight.astype(np.float64)
             first = np.array([positions[token] // ratio * ratio])
             insert_row(pages, int(slot), rotated(row, at_positions(step.cos_sin, first)[0]))
@@ -45,21 +42,12 @@ def biased(kv_score: np.ndarray, positions: np.ndarray, bias: np.ndarray) -> np.
     return states
 
 
-def _window(
-    token: int,
-    states: np.ndarray,
-    state: np.ndarray,
-    block_table: np.ndarray,
-    position: int,
-    request: int,
-    query_start_loc: np.ndarray,
-    ratio: int,
-    head_dim: int,
-) -> np.ndarray:
-    """kv and score of the positions that a row ending at `position` pools, float64 [n, 2, D]."""
+def _window(token: int, states: np.ndarray, state: np.ndarray, step: Compression, head_dim: int) -> np.ndarray:
+    """kv and score of the positions that a token's row pools, float64 [n, 2, D]."""
+    ratio, position, request = step.compress_ratio, int(step.positions[token]), int(step.token_to_req[token])
     overlaps = states.shape[1] == 4 * head_dim
-    present = 0 <= request < len(query_start_loc) - 1
-    first_token = max(int(query_start_loc[request]), 0) if present else token
+    present = 0 <= request < len(step.query_start_loc) - 1
+    first_token = max(int(step.query_start_loc[request]), 0) if present else token
     rows = []
     for back in range((2 if overlaps else 1) * ratio):  # from the last position on backwards
         at = position - back
@@ -68,7 +56,7 @@ def _window(
         if token - back >= first_token:
             whole = states[token - back]
         else:
-            slot = lookup_slot(block_table, request, at, state.shape[1])
+            slot = lookup_slot(step.state_block_table, request, at, state.shape[1])
             if not 0 <= slot < len(state) * state.shape[1]:
                 continue
             whole = state[slot // state.shape[1], slot % state.shape[1]]

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..types.segments import Pages
+from ..types.segments import Insertion, Pages
 from .rows import E4M3_MAX, PLAIN_TYPES, scale_exponent, to_e4m3, write_token
 
 GROUP = 128
@@ -22,48 +22,23 @@ def fused_q_kv_rmsnorm(
     kv_out[...] = normed(kv.astype(np.float64), eps) * kv_weight.astype(np.float64)
 
 
-def qnorm_rope_and_insert(
-    q: np.ndarray,
-    kv: np.ndarray,
-    pages: Pages,
-    slot_mapping: np.ndarray,
-    positions: np.ndarray,
-    cos_sin: np.ndarray,
-    eps: float,
-    q_out: np.ndarray,
-) -> None:
-    q_out[...] = rotated(normed(q.astype(np.float64), eps), at_positions(cos_sin, positions)[:, None])
-    norm_rope_and_insert(kv, None, pages, slot_mapping, positions, cos_sin, eps)
+def qnorm_rope_and_insert(q: np.ndarray, kv: np.ndarray, into: Insertion, q_out: np.ndarray) -> None:
+    rotation = at_positions(into.cos_sin, into.positions)
+    q_out[...] = rotated(normed(q.astype(np.float64), into.eps), rotation[:, None])
+    norm_rope_and_insert(kv, None, into)
 
 
-def norm_rope_and_insert(
-    kv: np.ndarray,
-    weight: np.ndarray | None,
-    pages: Pages,
-    slot_mapping: np.ndarray,
-    positions: np.ndarray,
-    cos_sin: np.ndarray,
-    eps: float,
-) -> None:
+def norm_rope_and_insert(kv: np.ndarray, weight: np.ndarray | None, into: Insertion) -> None:
     rows = kv.astype(np.float64)
     if weight is not None:
-        rows = normed(rows, eps) * weight.astype(np.float64)
-    insert_rows(pages, slot_mapping, rotated(rows, at_positions(cos_sin, positions)))
+        rows = normed(rows, into.eps) * weight.astype(np.float64)
+    insert_rows(into, rotated(rows, at_positions(into.cos_sin, into.positions)))
 
 
-def indexer_knorm_rope_and_insert(
-    k: np.ndarray,
-    weight: np.ndarray,
-    bias: np.ndarray,
-    pages: Pages,
-    slot_mapping: np.ndarray,
-    positions: np.ndarray,
-    cos_sin: np.ndarray,
-    eps: float,
-) -> None:
+def indexer_knorm_rope_and_insert(k: np.ndarray, weight: np.ndarray, bias: np.ndarray, into: Insertion) -> None:
     centred = k.astype(np.float64) - k.astype(np.float64).mean(axis=1, keepdims=True)
-    rows = normed(centred, eps) * weight.astype(np.float64) + bias.astype(np.float64)
-    insert_rows(pages, slot_mapping, rotated_halves(rows, at_positions(cos_sin, positions)))
+    rows = normed(centred, into.eps) * weight.astype(np.float64) + bias.astype(np.float64)
+    insert_rows(into, rotated_halves(rows, at_positions(into.cos_sin, into.positions)))
 
 
 def apply_rope(x: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray, inverse: bool, out: np.ndarray) -> None:
@@ -124,11 +99,11 @@ def rotated_halves(x: np.ndarray, rotation: np.ndarray) -> np.ndarray:
     return np.concatenate([first * cos - second * sin, second * cos + first * sin, x[:, 2 * half :]], axis=1)
 
 
-def insert_rows(pages: Pages, slot_mapping: np.ndarray, rows: np.ndarray) -> None:
-    """Write row t into slot_mapping[t], if the cache has that slot."""
-    for token, slot in enumerate(slot_mapping):
-        if 0 <= slot < pages.num_slots:
-            insert_row(pages, int(slot), rows[token])
+def insert_rows(into: Insertion, rows: np.ndarray) -> None:
+    """Write row t into slots[t], if the cache has that slot."""
+    for token, slot in enumerate(into.slots):
+        if 0 <= slot < into.pages.num_slots:
+            insert_row(into.pages, int(slot), rows[token])
 
 
 def insert_row(pages: Pages, slot: int, row: np.ndarray) -> None:

@@ -29,6 +29,23 @@ class Pages(NamedTuple):
         return int(self.bytes.shape[0]) * self.block_size
 
 
+class Insertion(NamedTuple):
+    """Where rows are inserted after RoPE, for rows of T tokens.
+
+    pages      the cache
+    slots      int32 or int64 [N], N <= T: slot of each row; out of range skips its row
+    positions  int32 or int64 [T], clamped to the table
+    cos_sin    float32 [max_position, rope_dim]: cosines, then sines
+    eps        of the norm before RoPE
+    """
+
+    pages: Pages
+    slots: Any
+    positions: Any
+    cos_sin: Any
+    eps: float
+
+
 class Segment(NamedTuple):
     """The tokens of one cache that each query attends to.
 
