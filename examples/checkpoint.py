@@ -39,7 +39,7 @@ def load(tensors: Mapping[str, Any], config: dict, xp: Any) -> dict[str, Any]:
 
     Raises KeyError or ValueError for a weight that is missing, unknown or of another shape than `config` says.
     """
-    found = dict(_merged(dict(_outside_attention(tensors, config)), config["n_routed_experts"]))
+    found = dict(_merged(dict(_outside_attention(tensors, config)), config.get("n_routed_experts", 0)))
     embedding = found.get("model.embed_tokens.weight")
     if config.get("tie_word_embeddings") and embedding is not None:
         found["lm_head.weight"] = embedding

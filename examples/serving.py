@@ -23,12 +23,13 @@ from cumla.metadata.batch import CommonAttentionMetadata
 
 @dataclass
 class Request:
-    """A prompt and the tokens generated after it. `computed` tokens are in the caches."""
+    """A prompt and the tokens after it. `computed` tokens are in the caches; the last `drafts` are guesses."""
 
     number: int
     tokens: list[int]
     new_tokens: int
     computed: int = 0
+    drafts: int = 0
     pages: dict[str, list[int]] = field(default_factory=dict)
     logits: list[np.ndarray] = field(default_factory=list)
 
@@ -75,8 +76,11 @@ class Pages:
 class Server:
     """Greedy generation for several requests at once: each step decodes all running requests and continues prompts.
 
-    batch_tokens  tokens of a step; a longer prompt is prefilled in chunks
+    batch_tokens   tokens of a step; a longer prompt is prefilled in chunks
+    decode_tokens  most tokens of a request that the model's metadata takes as a decode
     """
+
+    decode_tokens = 1
 
     def __init__(self, model: Any, num_pages: dict[str, int], batch_tokens: int = 256, max_running: int = 8) -> None:
         self.model, self.pages = model, Pages(model.groups, num_pages)
@@ -99,21 +103,28 @@ class Server:
         scheduled = self.schedule()
         if not scheduled:
             raise RuntimeError("a request does not fit into the pages there are")
-        scheduled.sort(key=lambda x: x[1] > 1)  # decodes first
+        scheduled.sort(key=lambda x: x[1] > self.decode_tokens)  # decodes first
         batch, tables = self.batch(scheduled)
         tokens = np.concatenate([r.tokens[r.computed : r.computed + count] for r, count in scheduled]).astype(np.int32)
-        last = batch.query_start_loc_cpu[1:] - 1
-        logits = self.model.forward(tokens, self.model.build(batch, tables), last)
-        for (request, count), row in zip(scheduled, logits, strict=True):
-            request.computed += count
+        # The last row of each request chooses its next token; of drafts, the row before each of them does, too.
+        counts = [min(r.drafts + 1, count) for r, count in scheduled]
+        ends = batch.query_start_loc_cpu[1:]
+        rows = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, counts, strict=True)])
+        logits = self.model.forward(tokens, self.model.build(batch, tables), rows)
+        for (request, count), its in zip(scheduled, np.split(logits, np.cumsum(counts)[:-1]), strict=True):
+            self.take(request, count, its)
             self.pages.forget(request)
-            if request.computed == len(request.tokens) and not request.done:
-                request.logits.append(row)
-                request.tokens.append(int(row.argmax()))
-                request.new_tokens -= 1
             if request.done:
                 self.pages.release(request)
                 self.running.remove(request)
+
+    def take(self, request: Request, count: int, logits: np.ndarray) -> None:
+        """Note that `count` tokens are computed, and take the next one if they are the last."""
+        request.computed += count
+        if request.computed == len(request.tokens) and not request.done:
+            request.logits.append(logits[-1])
+            request.tokens.append(int(logits[-1].argmax()))
+            request.new_tokens -= 1
 
     def schedule(self) -> list[tuple[Request, int]]:
         """Requests with the number of tokens to compute; the youngest is preempted if there are too few pages."""
@@ -228,12 +239,15 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def main(name: str, model_class: Any, tiny: dict) -> None:
+def main(
+    name: str, model_class: Any, tiny: dict, formats: tuple[str, ...] = ("fp8", "bfloat16", "float32"),
+    server_class: type[Server] = Server,
+) -> Server:  # fmt: skip
     parser = argparse.ArgumentParser(description=f"Greedy generation with a {name} checkpoint, without torch.")
     parser.add_argument("folder", nargs="?", type=pathlib.Path, help="a checkpoint; a tiny one if left out")
     parser.add_argument("--device", choices=("numpy", "cupy"), default="numpy")
     parser.add_argument("--backend", help="of cumla, such as numba_cuda; without, the device's fastest")
-    parser.add_argument("--cache-format", choices=("fp8", "bfloat16", "float32"), default="fp8")
+    parser.add_argument("--cache-format", choices=formats, default=formats[0])
     parser.add_argument("--prompts", type=positive, default=3, help="prompts of random tokens, of different lengths")
     parser.add_argument("--longest", type=positive, default=200, help="tokens of the longest prompt")
     parser.add_argument("--new-tokens", type=positive, default=16)
@@ -258,7 +272,7 @@ def main(name: str, model_class: Any, tiny: dict) -> None:
         shortest = max(1, options.longest // options.prompts)
         lengths = np.linspace(shortest, options.longest, options.prompts).astype(int)
         prompts = [rng.integers(2, config["vocab_size"], length).tolist() for length in lengths]
-        server = Server(model, model.num_pages, options.batch_tokens)
+        server = server_class(model, model.num_pages, options.batch_tokens)
         start = time.perf_counter()
         for request in server.generate(prompts, options.new_tokens):
             length = len(prompts[request.number])
@@ -267,3 +281,4 @@ def main(name: str, model_class: Any, tiny: dict) -> None:
         print(f"{name}: {options.prompts * options.new_tokens} tokens in {seconds:.2f} s")
         if options.plot:
             model.stopwatch.plot(options.plot, f"{name}, {options.cache_format} caches, {options.device}")
+        return server

@@ -1,6 +1,6 @@
 """Write a tiny checkpoint: config.json and model.safetensors, with weights determined by a seed.
 
-    python examples/tiny_checkpoint.py v4 FOLDER        or v32
+    python examples/tiny_checkpoint.py v4 FOLDER        or v32, v41
 
 The rule: one generator for all parameters in the order of their names; standard normals n of each, then 1 + 0.1 n for
 the weights of norms, 0.1 n for biases, 0.5 n for position biases, n for other vectors, n / sqrt(columns) for matrices.
@@ -15,7 +15,9 @@ import numpy as np
 from cumla.models import safetensors
 from cumla.models.deepseek_v4 import DeepseekV4Config
 from cumla.models.deepseek_v32 import DeepseekV32Config
+from cumla.models.deepseek_v41 import DeepseekV41Config
 from cumla.replay import whole
+from cumla.replay.whole_v41 import v41_shapes
 
 V4 = {
     "model_type": "deepseek_v4", "vocab_size": 512, "hidden_size": 256, "moe_intermediate_size": 128,
@@ -35,6 +37,19 @@ V32 = {
     "q_lora_rank": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
     "index_n_heads": 8, "index_head_dim": 128, "max_position_embeddings": 8192, "num_hidden_layers": 3,
     "index_topk": 64,
+}  # fmt: skip
+V41 = {  # layers of every kind, and two draft layers
+    "model_type": "deepseek_v41_text", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 256,
+    "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 512, "q_lora_rank": 128, "o_groups": 2,
+    "o_lora_rank": 64, "index_n_heads": 8, "index_head_dim": 128, "index_topk": 16, "sliding_window": 128,
+    "rms_norm_eps": 1e-20, "max_position_embeddings": 8192, "num_hidden_layers": 10,
+    "compress_ratios": [0, 0, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0], "kv_source_layer_ids": [2, 4, 6],
+    "index_source_layer_ids": [2, 4, 6, 8], "candidate_source_layer_id": 6, "candidate_topk_blocks": 4,
+    "candidate_block_size": 8, "num_nextn_predict_layers": 2, "dspark_block_size": 5,
+    "dspark_target_layer_ids": [8, 9], "dspark_noise_token_id": 1, "rope_theta": 10000.0,
+    "compress_rope_theta": 160000.0,
+    "rope_scaling": {"rope_type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1,
+                     "original_max_position_embeddings": 65536},
 }  # fmt: skip
 HASH_LAYERS = 3  # of V4, by default
 DENSE_LAYERS = 3  # of V3.2, by default
@@ -57,8 +72,17 @@ def is_v4(config: dict) -> bool:
     return "hc_mult" in config
 
 
+def is_v41(config: dict) -> bool:
+    return "kv_source_layer_ids" in config
+
+
 def mlp_types(config: dict) -> list[str]:
-    """The type of each layer: "dense", "moe", or "hash_moe", whose experts are selected by a table."""
+    """The type of each layer: "dense", "moe", or "hash_moe", whose experts are selected by a table.
+
+    All layers of the toy of V4.1 are dense.
+    """
+    if is_v41(config):
+        return ["dense"] * config["num_hidden_layers"]
     layers, types = config["num_hidden_layers"], config.get("mlp_layer_types")
     if types is None:
         name, default, first = ("num_hash_layers", HASH_LAYERS, "hash_moe")
@@ -89,9 +113,8 @@ def shapes_outside_attention(config: dict) -> dict[str, tuple[int, ...]]:
 
 
 def common_shapes(config: dict) -> dict[str, tuple[int, ...]]:
-    vocab, hidden, width, experts = (
-        config[name] for name in ("vocab_size", "hidden_size", "moe_intermediate_size", "n_routed_experts")
-    )
+    vocab, hidden = config["vocab_size"], config["hidden_size"]
+    width, experts = (config.get(name, 0) for name in ("moe_intermediate_size", "n_routed_experts"))
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden),
     }  # fmt: skip
@@ -114,7 +137,30 @@ def common_shapes(config: dict) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def draft_shapes(config: dict) -> dict[str, tuple[int, ...]]:
+    """Shapes of the toy's draft layers outside attention, and of what they share."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    joined = hidden * len(config["dspark_target_layer_ids"])
+    shapes: dict[str, tuple[int, ...]] = {
+        "mtp.0.main_proj.weight": (hidden, joined), "mtp.0.main_norm.weight": (hidden,), "mtp.0.norm.weight": (hidden,)
+    }  # fmt: skip
+    for layer in range(config["num_nextn_predict_layers"]):
+        shapes |= {f"mtp.{layer}.{name}.weight": (hidden,) for name in ("attn_norm", "ffn_norm")}
+        shapes |= {f"mtp.{layer}.ffn.{name}.weight": (inner, hidden) for name in ("w1", "w3")}
+        shapes[f"mtp.{layer}.ffn.w2.weight"] = (hidden, inner)
+    return shapes
+
+
 def attention_shapes(config: dict) -> dict[str, tuple[int, ...]]:
+    if is_v41(config):
+        v41, count = DeepseekV41Config.from_dict(config), config["num_hidden_layers"]
+        drafts = range(config.get("num_nextn_predict_layers", 0))
+        layers = {f"layers.{layer}": layer for layer in range(count)} | {f"mtp.{i}": count + i for i in drafts}
+        return {
+            f"{prefix}.attn.{name}": shape
+            for prefix, layer in layers.items()
+            for name, shape in v41_shapes(v41, layer).items()
+        } | (draft_shapes(config) if drafts else {})
     if is_v4(config):
         v4 = DeepseekV4Config.from_dict(config)
         layers = [whole.v4_shapes(v4, ratio) for ratio in v4.compress_ratios]
@@ -129,8 +175,8 @@ def attention_shapes(config: dict) -> dict[str, tuple[int, ...]]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=("v4", "v32"))
+    parser.add_argument("model", choices=("v4", "v32", "v41"))
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--seed", type=int, default=6000)
     options = parser.parse_args()
-    write(options.folder, V4 if options.model == "v4" else V32, options.seed)
+    write(options.folder, {"v4": V4, "v32": V32, "v41": V41}[options.model], options.seed)

@@ -45,8 +45,10 @@ def run(name, capsys, *arguments):
     return printed
 
 
-# Whole models and what they share: tests/models/test_models.py runs them.
-MODELS = {"checkpoint.py", "deepseek_v4.py", "deepseek_v32.py", "serving.py", "tiny_checkpoint.py"}
+# Whole models and what they share: tests/models/test_models.py and test_example_v41.py run them.
+MODELS = {
+    "checkpoint.py", "deepseek_v4.py", "deepseek_v32.py", "deepseek_v41.py", "serving.py", "tiny_checkpoint.py"
+}  # fmt: skip
 
 
 def test_every_example_is_listed():
