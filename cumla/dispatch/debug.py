@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 active = 0  # number of entered contexts, of all threads
@@ -94,9 +96,27 @@ class Checked:
         check = importlib.import_module(".debug_validation", __package__).CHECKS.get(name)
         if check is None:
             return function
+        names = parameters(self._kernels.__name__.rpartition(".")[2], name)
 
         def call(*arguments: Any) -> None:
-            self._done[name] = self._done.get(name, 0) + (check(*arguments, first=self._done.get(name, 0)) or 0)
+            given = by_name(names, arguments)
+            given.first = self._done.get(name, 0)
+            self._done[name] = given.first + (check(given) or 0)
             function(*arguments)
 
         return call
+
+
+def parameters(file: str, name: str) -> tuple[str, ...]:
+    """The names of a kernel's parameters, which every backend calls by position."""
+    reference = importlib.import_module(f"..kernels.reference.{file}", __package__)
+    return tuple(inspect.signature(getattr(reference, name)).parameters)
+
+
+def by_name(names: Sequence[str], arguments: Sequence[Any]) -> SimpleNamespace:
+    """Arguments by the names of parameters; those that a NamedTuple groups also by the names of its fields."""
+    given = dict(zip(names, arguments, strict=True))
+    grouped = {
+        field: getattr(value, field) for value in arguments for field in getattr(type(value), "_fields", ())
+    }  # fmt: skip
+    return SimpleNamespace(**(grouped | given))

@@ -1,24 +1,24 @@
-"""The checks of `cumla.debug`: a function for each kernel that reads slots, block tables or indices, with the kernel's
-own arguments (kernels/reference). They wait for the device."""
+"""The checks of `cumla.debug`: a function for each kernel that reads slots, block tables or indices. They wait for the
+device.
+
+`given` has the kernel's arguments by name (kernels/reference), those that a NamedTuple groups one by one, and `first`,
+the index of the call's first row in the arrays of the public call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ..kernels.types.compressor import Compression, CompressorRows
-from ..kernels.types.indices import MixedIndices
-from ..kernels.types.metadata import C128A_RATIO, BatchCounts, IndexerCounts
-from ..kernels.types.segments import Pages, Segment
+from ..kernels.types.metadata import C128A_RATIO
 from ..kernels.types.shard import Shard
 
 CHECKS: dict[str, Callable[..., int | None]] = {}
 
 
 def check(function: Callable[..., int | None]) -> Callable[..., int | None]:
-    """Check calls of the kernel of this name. `first` is the index of its first row in the public call's arrays."""
+    """Check calls of the kernel of this name. The result: rows that it took, if a large call is made in pieces."""
     CHECKS[function.__name__] = function
     return function
 
@@ -93,6 +93,12 @@ def check_pages(
         )
 
 
+def check_cached(given: Any, begin: Any, end: Any) -> None:
+    """The same for the cache whose pages and block table a call has."""
+    begin, pages = np.broadcast_to(begin, np.shape(end)), given.pages
+    check_pages("block_table", given.block_table, begin, end, pages.block_size, len(pages.bytes), given.first)
+
+
 def check_indices(name: str, indices: Any, used: Any, limit: int, what: str = "query") -> np.ndarray:
     """Raise ValueError for an entry in use that is neither -1 nor below a limit; the indices [rows, entries].
 
@@ -150,141 +156,133 @@ def last_positions(query_start_loc: Any, seq_lens: Any) -> tuple[np.ndarray, np.
 
 
 @check
-def quantize_and_insert_k_cache(k: Any, pages: Pages, slots: Any, *_: Any, first: int) -> None:
-    check_slots("slot_mapping", slots, pages.num_slots)
+def quantize_and_insert_k_cache(given: Any) -> None:
+    check_slots("slot_mapping", given.slot_mapping, given.pages.num_slots)
 
 
 CHECKS["insert_keys"] = quantize_and_insert_k_cache
 
 
 @check
-def concat_and_cache_mla(kv_c: Any, k_pe: Any, pages: Pages, slots: Any, *_: Any, first: int) -> None:
-    check_slots("slot_mapping", slots, pages.num_slots)
+def concat_and_cache_mla(given: Any) -> None:
+    check_slots("slot_mapping", given.slot_mapping, given.pages.num_slots)
 
 
 @check
-def qnorm_rope_and_insert(q: Any, kv: Any, pages: Pages, slots: Any, positions: Any, *_: Any, first: int) -> None:
-    check_slots("slot_mapping", slots, pages.num_slots, positions)
+def qnorm_rope_and_insert(given: Any) -> None:
+    check_slots("slot_mapping", given.slot_mapping, given.pages.num_slots, given.positions)
 
 
 @check
-def norm_rope_and_insert(kv: Any, weight: Any, pages: Pages, slots: Any, positions: Any, *_: Any, first: int) -> None:
-    check_slots("slot_mapping", slots, pages.num_slots, positions)
+def norm_rope_and_insert(given: Any) -> None:
+    check_slots("slot_mapping", given.slot_mapping, given.pages.num_slots, given.positions)
 
 
 @check
-def indexer_knorm_rope_and_insert(
-    k: Any, weight: Any, bias: Any, pages: Pages, slots: Any, positions: Any, *_: Any, first: int
-) -> None:
-    check_slots("slot_mapping", slots, pages.num_slots, positions)
+def indexer_knorm_rope_and_insert(given: Any) -> None:
+    check_slots("slot_mapping", given.slot_mapping, given.pages.num_slots, given.positions)
 
 
 @check
-def compress_and_insert(compressors: Sequence[CompressorRows], step: Compression, *, first: int) -> None:
-    positions, slots, state_table, ratio = step.positions, step.slots, step.state_block_table, step.compress_ratio
-    at, states, num_reqs = host(positions), compressors[0].state, len(state_table)
-    requests = checked_requests(step.token_to_req, at >= 0, num_reqs)
-    for prefix, rows in zip(("", "index_"), compressors, strict=False):
+def compress_and_insert(given: Any) -> None:
+    positions, slots, state_table, ratio = given.positions, given.slots, given.state_block_table, given.compress_ratio
+    at, states, num_reqs = host(positions), given.compressors[0].state, len(state_table)
+    requests = checked_requests(given.token_to_req, at >= 0, num_reqs)
+    for prefix, rows in zip(("", "index_"), given.compressors, strict=False):
         check_slots(f"slot_mapping of {prefix}k_cache", slots, rows.pages.num_slots, positions, requests)
         num_states = rows.state.shape[0] * rows.state.shape[1]
-        check_slots(f"state_slot_mapping of {prefix}state_cache", step.state_slots, num_states, positions, requests)
-    window = ratio * compressors[0].kv_score.shape[1] // (2 * compressors[0].pages.layout.head_dim)
+        check_slots(f"state_slot_mapping of {prefix}state_cache", given.state_slots, num_states, positions, requests)
+    window = ratio * given.compressors[0].kv_score.shape[1] // (2 * given.compressors[0].pages.layout.head_dim)
     begin, end = np.full(num_reqs, np.iinfo(np.int64).max), np.zeros(num_reqs, np.int64)
     for i in np.flatnonzero(at >= 0):  # rows that a step's first tokens complete also read states before the step
         r = requests[i]
-        before = at[i] - (i - host(step.query_start_loc)[r])  # the step's first position
+        before = at[i] - (i - host(given.query_start_loc)[r])  # the step's first position
         if (at[i] + 1) % ratio == 0 and i < len(slots) and host(slots)[i] >= 0:
             begin[r], end[r] = min(begin[r], at[i] + 1 - window), before
     check_pages("state_block_table", state_table, begin, end, states.shape[1], len(states))
 
 
 @check
-def dequantize_and_gather_k_cache(
-    out: Any, pages: Pages, seq_lens: Any, gather_lens: Any, block_table: Any, offset: int, compress_ratio: int, *,
-    first: int,
-) -> None:  # fmt: skip
-    end = host(seq_lens) // compress_ratio
-    begin = np.zeros_like(end) if gather_lens is None else end - np.maximum(host(gather_lens), 0)
-    check_pages("block_table", block_table, begin, end, pages.block_size, len(pages.bytes))
+def dequantize_and_gather_k_cache(given: Any) -> None:
+    end = host(given.seq_lens) // given.compress_ratio
+    begin = np.zeros_like(end) if given.gather_lens is None else end - np.maximum(host(given.gather_lens), 0)
+    check_cached(given, begin, end)
 
 
 @check
-def cp_gather_indexer_k_quant_cache(
-    pages: Pages, dst_k: Any, dst_scale: Any, block_table: Any, cu_seq_lens: Any, *, first: int
-) -> None:
-    lens = np.diff(host(cu_seq_lens))
-    check_pages("block_table", block_table, np.zeros_like(lens), lens, pages.block_size, len(pages.bytes))
+def cp_gather_indexer_k_quant_cache(given: Any) -> None:
+    lens = np.diff(host(given.cu_seq_lens))
+    check_cached(given, 0, lens)
+
+
+CHECKS["gather_keys"] = cp_gather_indexer_k_quant_cache
 
 
 @check
-def gather_keys(pages: Pages, dst_k: Any, block_table: Any, cu_seq_lens: Any, *, first: int) -> None:
-    cp_gather_indexer_k_quant_cache(pages, dst_k, None, block_table, cu_seq_lens, first=first)
+def gather_cache(given: Any) -> None:
+    lens = np.diff(host(given.cu_seq_lens))
+    begin = np.zeros_like(lens) if given.seq_starts is None else host(given.seq_starts)
+    check_cached(given, begin, begin + lens)
 
 
 @check
-def gather_cache(
-    pages: Pages, dst: Any, block_table: Any, cu_seq_lens: Any, seq_starts: Any, *_: Any, first: int
-) -> None:
-    lens = np.diff(host(cu_seq_lens))
-    begin = np.zeros_like(lens) if seq_starts is None else host(seq_starts)
-    check_pages("block_table", block_table, begin, begin + lens, pages.block_size, len(pages.bytes))
+def dense_mla_decode(given: Any) -> None:
+    lens = host(given.cache_seqlens)
+    check_cached(given, 0, lens)
 
 
 @check
-def dense_mla_decode(q: Any, pages: Pages, block_table: Any, seqlens: Any, *_: Any, first: int) -> None:
-    lens = host(seqlens)
-    check_pages("block_table", block_table, np.zeros_like(lens), lens, pages.block_size, len(pages.bytes))
-
-
-@check
-def paged_mqa_logits(
-    q: Any, pages: Pages, weights: Any, lens: Any, block_table: Any, clean: bool, logits: Any, *, first: int
-) -> int:
-    ends = host(lens)
-    ends = np.minimum(ends.max(axis=1) if ends.ndim == 2 else ends, logits.shape[1])
-    check_pages("block_table", block_table, np.zeros_like(ends), ends, pages.block_size, len(pages.bytes), first)
+def paged_mqa_logits(given: Any) -> int:
+    ends = host(given.context_lens)
+    ends = np.minimum(ends.max(axis=1) if ends.ndim == 2 else ends, given.logits.shape[1])
+    check_cached(given, 0, ends)
     return len(ends)
 
 
 @check
-def compress_latents(
-    kv_score: Any, norm_weight: Any, slots: Any, latents: Any, positions: Any, starts: Any, state: Any, *_: Any,
-    first: int,
-) -> None:  # fmt: skip
-    if state is None:
+def compress_latents(given: Any) -> None:
+    if given.state is None:
         return
-    capacity, values, at = state.shape[1], host(slots), host(positions)[: len(slots)]
-    wrong = (values < -1) | (values >= len(state) * capacity) | ((values >= 0) & (values % capacity != at % capacity))
+    rings, capacity, _ = given.state.shape
+    slots, at = host(given.slots), host(given.positions)[: len(given.slots)]
+    wrong = (slots < -1) | (slots >= rings * capacity) | ((slots >= 0) & (slots % capacity != at % capacity))
     if wrong.any():
         row = int(np.argmax(wrong))
         raise ValueError(
-            f"slot_mapping: row {row} (position {at[row]}) has slot {values[row]}, expected -1 or 0 to "
-            f"{len(state) * capacity - 1} with remainder {at[row] % capacity} modulo the capacity {capacity}"
+            f"slot_mapping: row {row} (position {at[row]}) has slot {slots[row]}, expected -1 or 0 to "
+            f"{rings * capacity - 1} with remainder {at[row] % capacity} modulo the capacity {capacity}"
         )
+    starts, owner = host(given.query_start_loc), dict[int, int]()
+    for request in range(len(starts) - 1):
+        its = slots[max(starts[request], 0) : max(starts[request + 1], 0)]
+        for ring in np.unique(its[its >= 0] // capacity).tolist():
+            other = owner.setdefault(ring, request)
+            if other != request:
+                raise ValueError(
+                    f"slot_mapping: requests {other} and {request} both have ring {ring}, expected rings that differ"
+                )
 
 
 @check
-def candidate_logits(
-    q: Any, pages: Pages, weights: Any, candidates: Any, lens: Any, block_table: Any, block: int, *_: Any, first: int
-) -> int:
-    ends = host(lens)
+def candidate_logits(given: Any) -> int:
+    ends = host(given.context_lens)
     ends = ends.max(axis=1) if ends.ndim == 2 else ends
-    check_pages("block_table", block_table, np.zeros_like(ends), ends, pages.block_size, len(pages.bytes), first)
-    next_n, chosen = q.shape[1], host(candidates)
-    most = np.repeat(-(-np.maximum(ends, 0) // block), next_n)[:, None]
+    check_cached(given, 0, ends)
+    next_n, chosen = given.q.shape[1], host(given.candidates)
+    most = np.repeat(-(-np.maximum(ends, 0) // given.block), next_n)[:, None]
     wrong = (chosen < -1) | (chosen >= most)
     if wrong.any():
         row, column = np.argwhere(wrong)[0]
         raise ValueError(
-            f"candidate_blocks: row {first * next_n + row} has block {chosen[row, column]}, expected -1"
+            f"candidate_blocks: row {given.first * next_n + row} has block {chosen[row, column]}, expected -1"
             + (f" or 0 to {most[row, 0] - 1}" if most[row, 0] else "")
         )
     return len(ends)
 
 
 @check
-def sparse_mla_decode(q: Any, segments: Sequence[Segment], *_: Any, first: int) -> None:
-    for prefix, (pages, indices, lengths) in zip(("", "extra_"), segments, strict=False):
+def sparse_mla_decode(given: Any) -> None:
+    for prefix, (pages, indices, lengths) in zip(("", "extra_"), given.segments, strict=False):
         batch, queries, entries = indices.shape
         used = np.full((batch, queries), entries) if lengths is None else host(lengths)
         for i in range(queries):
@@ -293,37 +291,31 @@ def sparse_mla_decode(q: Any, segments: Sequence[Segment], *_: Any, first: int) 
 
 
 @check
-def sparse_mla_prefill(q: Any, kv: Any, indices: Any, topk_length: Any, *_: Any, first: int) -> None:
-    used = np.full(len(indices), indices.shape[1]) if topk_length is None else host(topk_length)
-    check_indices("indices", indices, used, len(kv))
+def sparse_mla_prefill(given: Any) -> None:
+    used = np.full(len(given.indices), given.indices.shape[1]) if given.topk_length is None else host(given.topk_length)
+    check_indices("indices", given.indices, used, len(given.kv))
 
 
 @check
-def compute_swa_indices_and_lens(
-    query_start_loc: Any, seq_lens: Any, token_to_req: Any, is_valid: Any, block_table: Any, block_size: int,
-    window_size: int, token_offset: int, swa_indices: Any, swa_lens: Any, *, first: int,
-) -> None:  # fmt: skip
-    valid = host(is_valid)[token_offset : token_offset + len(swa_lens)]
-    num_reqs = min(len(host(seq_lens)), len(block_table))
-    requests = np.where(valid, checked_requests(token_to_req, valid, num_reqs, token_offset), -1)
-    _, begin, end = last_positions(query_start_loc, seq_lens)
+def compute_swa_indices_and_lens(given: Any) -> None:
+    valid = host(given.is_valid_token)[given.token_offset : given.token_offset + len(given.swa_lens)]
+    num_reqs = min(len(host(given.seq_lens)), len(given.block_table))
+    requests = np.where(valid, checked_requests(given.token_to_req_indices, valid, num_reqs, given.token_offset), -1)
+    _, begin, end = last_positions(given.query_start_loc, given.seq_lens)
     present = np.isin(np.arange(num_reqs), requests)
-    begin, end = begin[:num_reqs] - (window_size - 1), np.where(present, end[:num_reqs], 0)
-    check_pages("block_table", block_table[:num_reqs], begin, end, block_size)
+    begin, end = begin[:num_reqs] - (given.window_size - 1), np.where(present, end[:num_reqs], 0)
+    check_pages("block_table", given.block_table[:num_reqs], begin, end, given.block_size)
 
 
 @check
-def compute_global_topk_indices_and_lens(
-    topk_indices: Any, token_to_req: Any, block_table: Any, block_size: int, is_valid: Any, compact: bool,
-    positions: Any, compress_ratio: int, *_: Any, first: int,
-) -> None:  # fmt: skip
-    values = host(topk_indices)
-    valid = host(is_valid)[: len(values)]
-    requests = checked_requests(token_to_req, valid, len(block_table))
+def compute_global_topk_indices_and_lens(given: Any) -> None:
+    values = host(given.topk_indices)
+    valid = host(given.is_valid_token)[: len(values)]
+    requests = checked_requests(given.token_to_req_indices, valid, len(given.block_table))
     used = np.broadcast_to(valid[:, None], values.shape)
-    if positions is not None:  # rows that are not complete at the token's position count as absent
-        used = used & (values < ((host(positions)[: len(values)] + 1) // compress_ratio)[:, None])
-    check_mapped("topk_indices", topk_indices, used, requests, "block_table", block_table, block_size)
+    if given.positions is not None:  # rows that are not complete at the token's position count as absent
+        used = used & (values < ((host(given.positions)[: len(values)] + 1) // given.compress_ratio)[:, None])
+    check_mapped("topk_indices", given.topk_indices, used, requests, "block_table", given.block_table, given.block_size)
 
 
 def rows_complete(query_start_loc: Any, seq_lens: Any, first: int, tokens: int, ratio: int) -> np.ndarray:
@@ -338,18 +330,17 @@ def rows_complete(query_start_loc: Any, seq_lens: Any, first: int, tokens: int, 
 
 
 @check
-def combine_topk_swa_indices(
-    topk_indices: Any, query_start_loc: Any, seq_lens: Any, gather_lens: Any, window_size: int, ratio: int, topk: int,
-    row_stride: int, swa_start: int, compact: bool, *_: Any, first: int,
-) -> None:  # fmt: skip
-    values = host(topk_indices)[:, :topk]
-    complete = rows_complete(query_start_loc, seq_lens, int(host(query_start_loc)[0]), len(values), ratio)[:, None]
-    used = values < complete if compact else np.arange(values.shape[1]) < complete
-    check_indices("topk_indices", values, used, swa_start, "token")
+def combine_topk_swa_indices(given: Any) -> None:
+    values = host(given.topk_indices)[:, : given.topk]
+    complete = rows_complete(
+        given.query_start_loc, given.seq_lens, int(host(given.query_start_loc)[0]), len(values), given.compress_ratio
+    )[:, None]
+    used = values < complete if given.compact else np.arange(values.shape[1]) < complete
+    check_indices("topk_indices", values, used, given.swa_start, "token")
 
 
 @check
-def build_flashinfer_mixed_sparse_indices(given: MixedIndices, *, first: int) -> None:
+def build_flashinfer_mixed_sparse_indices(given: Any) -> None:
     decodes, prefills = len(given.decode_swa_indices), len(given.prefill_topk_indices)
     valid = np.ones(decodes + prefills, np.bool_)
     if given.decode_is_valid_token is not None:
@@ -370,9 +361,9 @@ def build_flashinfer_mixed_sparse_indices(given: MixedIndices, *, first: int) ->
 
 
 @check
-def copy_blocks(src: Any, dst: Any, pairs: Any, *, first: int) -> None:
-    for name, column, pages in (("first", 0, len(src)), ("second", 1, len(dst))):
-        blocks = host(pairs)[:, column]
+def copy_blocks(given: Any) -> None:
+    for name, column, pages in (("first", 0, len(given.src)), ("second", 1, len(given.dst))):
+        blocks = host(given.src_to_dst)[:, column]
         wrong = (blocks < -1) | (blocks >= pages)
         if wrong.any():
             i = int(np.argmax(wrong))
@@ -385,12 +376,9 @@ CHECKS["copy_blocks_across"] = copy_blocks
 
 
 @check
-def advance_step(
-    num_seqs: int, num_queries: int, block_size: int, tokens: Any, sampled: Any, positions: Any, seq_lens: Any,
-    slots: Any, block_tables: Any, *, first: int,
-) -> None:  # fmt: skip
-    lens = host(seq_lens)[:num_queries]
-    check_pages("block_tables", block_tables[:num_queries], lens, lens + 1, block_size)
+def advance_step(given: Any) -> None:
+    lens = host(given.seq_lens)[: given.num_queries]
+    check_pages("block_tables", given.block_tables[: given.num_queries], lens, lens + 1, given.block_size)
 
 
 def of_rank(rows: np.ndarray, shard: Shard) -> np.ndarray:
@@ -401,60 +389,58 @@ def of_rank(rows: np.ndarray, shard: Shard) -> np.ndarray:
 
 
 @check
-def local_slot_mapping(
-    query_start_loc: Any, seq_lens: Any, block_table: Any, block_size: int, ratio: int, shard: Shard, out: Any, *,
-    first: int,
-) -> None:  # fmt: skip
-    _, first_positions, lens = last_positions(query_start_loc, seq_lens)
+def local_slot_mapping(given: Any) -> None:
+    _, first_positions, lens = last_positions(given.query_start_loc, given.seq_lens)
     ranges = []
-    for at, stop in zip(np.maximum(first_positions, 0) // ratio, lens // ratio, strict=True):
-        rows = of_rank(np.arange(at, max(at, stop)), shard)
+    firsts, ends = (np.maximum(x, 0) // given.compress_ratio for x in (first_positions, lens))
+    for at, stop in zip(firsts, ends, strict=True):
+        rows = of_rank(np.arange(at, max(at, stop)), given.shard)
         own = rows[rows >= 0]
         ranges.append((own.min(), own.max() + 1) if len(own) else (0, 0))
     begin, end = np.array(ranges, np.int64).reshape(-1, 2).T
-    check_pages("block_table", block_table, begin, end, block_size)
+    check_pages("block_table", given.block_table, begin, end, given.block_size)
 
 
 @check
-def localise_indices(
-    indices: Any, token_to_req: Any, is_valid: Any, block_table: Any, block_size: int, shard: Shard, *_: Any,
-    first: int,
-) -> None:  # fmt: skip
-    values = host(indices)
-    valid = np.ones(len(values), np.bool_) if is_valid is None else host(is_valid)
-    requests = checked_requests(token_to_req, valid, len(block_table))
+def localise_indices(given: Any) -> None:
+    values = host(given.indices)
+    valid = np.ones(len(values), np.bool_) if given.is_valid_token is None else host(given.is_valid_token)
+    requests = checked_requests(given.token_to_req, valid, len(given.block_table))
     used = np.broadcast_to(valid[:, None], values.shape)
     check_indices("indices", values, used, np.iinfo(np.int32).max, "token")
-    check_mapped("indices", of_rank(values, shard), used, requests, "block_table", block_table, block_size)
+    check_mapped(
+        "indices", of_rank(values, given.shard), used, requests, "block_table", given.block_table, given.block_size
+    )
 
 
 @check
-def build_sparse_swa(
-    query_start_loc: Any, seq_lens: Any, slot_mapping: Any, block_table: Any, c128a_table: Any, counts: BatchCounts,
-    block_size: int, window_size: int, c128a_block_size: int, *_: Any, first: int,
-) -> None:  # fmt: skip
-    check_slots("slot_mapping", slot_mapping, None)
-    starts, begin, lens = last_positions(query_start_loc, seq_lens)
+def build_sparse_swa(given: Any) -> None:
+    check_slots("slot_mapping", given.slot_mapping, None)
+    starts, begin, lens = last_positions(given.query_start_loc, given.seq_lens)
     end = lens * (np.diff(starts) > 0)  # padding requests read nothing
-    check_pages("block_table_tensor", block_table, begin - (window_size - 1), end, block_size)
-    if c128a_table is not None:
-        check_pages("c128a_block_table", c128a_table, np.zeros_like(end), end // C128A_RATIO, c128a_block_size)
+    reached = np.full(len(lens), given.window_size - 1)
+    if given.noncausal:  # the tokens of a decode see the whole window of its first token's predecessor
+        reached[: given.counts.num_decodes] += 1
+    first = begin - reached
+    if given.replay_start is not None:  # whose windows have nothing before it, save those of noncausal decodes
+        causal = np.arange(len(lens)) >= (given.counts.num_decodes if given.noncausal else 0)
+        first = np.where(causal, np.maximum(first, host(given.replay_start)), first)
+    check_pages("block_table_tensor", given.block_table, first, end, given.block_size)
+    table, rows = given.c128a_block_table, end // C128A_RATIO
+    if table is not None:
+        check_pages("c128a_block_table", table, np.zeros_like(end), rows, given.c128a_block_size)
 
 
 @check
-def build_indexer(
-    query_start_loc: Any, seq_lens: Any, block_table: Any, counts: IndexerCounts, *_: Any, first: int
-) -> None:
-    starts, __, end = last_positions(query_start_loc, seq_lens)
-    rows = end * (np.diff(starts) > 0) // counts.compress_ratio
-    check_pages("block_table", block_table, np.zeros_like(rows), rows, counts.block_size)
+def build_indexer(given: Any) -> None:
+    starts, __, end = last_positions(given.query_start_loc, given.seq_lens)
+    rows = end * (np.diff(starts) > 0) // given.counts.compress_ratio
+    check_pages("block_table", given.block_table, np.zeros_like(rows), rows, given.counts.block_size)
 
 
 @check
-def compressed_slot_mapping(
-    query_start_loc: Any, seq_lens: Any, block_table: Any, num_tokens: int, block_size: int, ratio: int, *_: Any,
-    first: int,
-) -> None:  # fmt: skip
-    if ratio > 1:  # ratio 1: pages of states, freed when no longer needed
-        __, begin, end = last_positions(query_start_loc, seq_lens)
-        check_pages("block_table", block_table, np.maximum(begin, 0) // ratio, end // ratio, block_size)
+def compressed_slot_mapping(given: Any) -> None:
+    if given.compress_ratio > 1:  # ratio 1: pages of states, freed when no longer needed
+        __, begin, end = last_positions(given.query_start_loc, given.seq_lens)
+        begin, end = np.maximum(begin, 0) // given.compress_ratio, end // given.compress_ratio
+        check_pages("block_table", given.block_table, begin, end, given.block_size)

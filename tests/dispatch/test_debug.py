@@ -3,8 +3,11 @@
 import contextlib
 import inspect
 import pathlib
+import re
 import runpy
 import threading
+import typing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -149,16 +152,83 @@ def test_a_wrong_value_is_named(place, name, sound, wrong, text):
         right.function(**given)  # the value is nothing that an operation minds
 
 
+def names_of(file, name):
+    """The names of a kernel's arguments, those of the fields of NamedTuples among them."""
+    hints = typing.get_type_hints(getattr(kernels("reference", file), name))
+    return set(hints) | {field for hint in hints.values() for field in getattr(hint, "_fields", ())}
+
+
 def test_every_kernel_with_such_arguments_is_checked():
     """A new example must be listed, too: those left out read no slots, tables or indices."""
-    parameters = {
-        name: set(inspect.signature(getattr(kernels("reference", file), name)).parameters)
-        for file, names in OPERATIONS.items() for name in names
+    parameters = {name: names_of(file, name) for file, names in OPERATIONS.items() for name in names}
+    checked = {
+        "slot_mapping", "slots", "block_table", "block_tables", "indices", "topk_indices", "segments", "src_to_dst",
+        "candidates",
     }  # fmt: skip
-    checked = {"slot_mapping", "block_table", "block_tables", "indices", "topk_indices", "segments", "src_to_dst"}
     reading = {name for name, of in parameters.items() if of & checked and name not in ("top_k_per_row",)}
-    assert reading - CHECKS.keys() == {"local_block_table"}  # these forward pages
+    # Not checked: forwarded pages, an output, and what ignores blocks that are out of range.
+    ignoring = {"local_block_table", "select_candidate_blocks", "apply_candidate_mask", "top_k_of_candidates"}
+    assert reading - CHECKS.keys() == ignoring
     assert CHECKS.keys() <= parameters.keys()
+
+
+def test_checks_read_arguments_that_kernels_have():
+    """Without a call: an argument that was renamed would be missed only in debug mode."""
+    for file, names in OPERATIONS.items():
+        for name in CHECKS.keys() & set(names):
+            read = set(re.findall(r"\bgiven\.(\w+)", inspect.getsource(CHECKS[name])))
+            assert read <= names_of(file, name) | {"first"}, name
+
+
+def test_requests_have_rings_of_their_own(place):
+    """A chunk may be longer than its ring, and padding has none."""
+
+    def save(slots, positions, starts):
+        state = np.zeros((3, 8, 1024), np.float32)
+        tokens = len(slots)
+        given = [
+            np.zeros((tokens, 1024), np.float32),
+            np.ones(512, np.float32),
+            slots,
+            np.zeros((tokens, 512), np.float32),
+        ]
+        pairs = {"positions": positions, "query_start_loc": np.array(starts, np.int32), "state_cache": state}
+        cumla.compress_latents(
+            *(place.put(np.asarray(x)) for x in given), compress_ratio=2, backend=place.backend,
+            **{name: place.put(np.asarray(x)) for name, x in pairs.items()},
+        )  # fmt: skip
+
+    long = np.arange(10)
+    with cumla.debug():
+        save([*(8 + long % 8), 16, -1], [*long, 0, 0], [0, 10, 11])
+        with pytest.raises(ValueError, match="slot_mapping: requests 0 and 1 both have ring 1, expected rings that"):
+            save([*(8 + long % 8), 12], [*long, 4], [0, 10, 11])
+        with pytest.raises(
+            ValueError, match=r"row 1 \(position 5\) has slot 99, expected -1 or 0 to 23 with remainder 5"
+        ):
+            save([12, 99], [4, 5], [0, 2])
+        with pytest.raises(ValueError, match=r"row 0 \(position 4\) has slot 3"):
+            save([3, 4], [4, 4], [0, 2])
+
+
+def test_pages_before_a_replay_may_be_absent(place):
+    """Windows of replayed requests begin at replay_start; blocks of draft layers reach one position further back."""
+    config = replace(CONFIG, window_size=12)
+    batch = make_batch(place, [30, 40], [1, 20])
+    table = place.get(batch.block_table_tensor).copy()
+    size = config.block_size
+    table[0, : 24 // size], table[1, : 24 // size] = -1, -1
+    batch = replace(batch, block_table_tensor=place.put(table))
+    builder = DeepseekSparseSWAMetadataBuilder(config, place.backend)
+    with cumla.debug():
+        with pytest.raises(ValueError, match="block_table_tensor: request 0 has page -1 for position"):
+            builder.build(0, batch)
+        builder.build(0, batch, replay_start=place.put(np.array([24, 24], np.int32)))
+        with pytest.raises(ValueError, match="block_table_tensor: request 1 has page -1 for position 2"):
+            builder.build(0, batch, replay_start=place.put(np.array([24, 23], np.int32)))
+        blocks = DeepseekSparseSWAMetadataBuilder(replace(config, noncausal_decodes=True), place.backend)
+        with pytest.raises(ValueError, match="block_table_tensor: request 0 has page -1 for position"):
+            blocks.build(0, batch, replay_start=place.put(np.array([24, 24], np.int32)))
 
 
 class TestRanks:
