@@ -170,17 +170,17 @@ def concat_and_cache_mla(given: Any) -> None:
 
 @check
 def qnorm_rope_and_insert(given: Any) -> None:
-    check_slots("slot_mapping", given.slot_mapping, given.pages.num_slots, given.positions)
+    check_slots("slot_mapping", given.slots, given.pages.num_slots, given.positions)
 
 
 @check
 def norm_rope_and_insert(given: Any) -> None:
-    check_slots("slot_mapping", given.slot_mapping, given.pages.num_slots, given.positions)
+    check_slots("slot_mapping", given.slots, given.pages.num_slots, given.positions)
 
 
 @check
 def indexer_knorm_rope_and_insert(given: Any) -> None:
-    check_slots("slot_mapping", given.slot_mapping, given.pages.num_slots, given.positions)
+    check_slots("slot_mapping", given.slots, given.pages.num_slots, given.positions)
 
 
 @check
