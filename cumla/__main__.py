@@ -24,8 +24,9 @@ from .replay.options import (
     HOST_DEFAULTS,
     LAYER_RATIOS,
     MLA_CACHES,
+    V41_CACHE_FORMATS,
     V41_LAYOUT,
-    ReplayOptions,
+    WARM_KINDS,
     choose_backend,
 )
 from .replay.scheduler import STEP_MS
@@ -306,7 +307,7 @@ def _add_warmup(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument(
         "--config", type=Path, metavar="FILE",
-        help="config.json of a DeepSeek V2, V3, V3.2 or V4 model; - for stdin",
+        help="config.json of a DeepSeek V2, V3, V3.2, V4 or V4.1 model; - for stdin",
     )  # fmt: skip
     model.add_argument(
         "--ranks",
@@ -315,7 +316,7 @@ def _add_warmup(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="ranks that share the heads of --config (default: 1)",
     )
-    model.add_argument("--kind", choices=("v4", "v32", "mla"), default="v4", help="without --config (default: v4)")
+    model.add_argument("--kind", choices=WARM_KINDS, default="v4", help="without --config (default: v4)")
     model.add_argument(
         "--heads", type=Between(1, MAX_HEADS), default=64, metavar="N",
         help=f"query heads of a rank, 1 to {MAX_HEADS}, without --config (default: 64)",
@@ -325,8 +326,9 @@ def _add_warmup(parser: argparse.ArgumentParser) -> None:
         help=f"rows a token selects, 1 to {MAX_SIZE}, without --config (default: 512)",
     )  # fmt: skip
     model.add_argument(
-        "--layout", choices=list(FORMATS), default=ReplayOptions.layout, metavar="FORMAT[,FORMAT]",
-        help=f"formats of v4's caches, as of cumla replay: {'; '.join(FORMATS)} (default: DSV4_FP8)",
+        "--layout", choices=list(FORMATS), metavar="FORMAT[,FORMAT]",
+        help=f"formats of v4's or v41's caches, as of cumla replay: {'; '.join(FORMATS)} (default: DSV4_FP8, of v41 "
+        f"{V41_LAYOUT})",
     )  # fmt: skip
     parser.add_argument(
         "--batch", type=ListOf(Between(1, MAX_BATCH)), default=[1, 8, 32, 128], metavar="N,N,...",
@@ -416,9 +418,14 @@ def _warmup(args: argparse.Namespace) -> int:
     else:
         given.refuse(args, ["--kind", "--heads", "--topk"], "with --config, which sets it")
         model = warmup.Model.from_config(args.config, args.ranks)
-    if model.kind != "v4":
-        given.refuse(args, ["--layout"], f"to {model.kind}, but to v4")
-    model = replace(model, layout=args.layout)
+    if not model.has_window:
+        given.refuse(args, ["--layout"], f"to {model.kind}, but to v4 and v41")
+    if model.kind == "v41":
+        if args.layout not in (None, *V41_CACHE_FORMATS):
+            raise InputError(f"--layout: got {args.layout} for v41, expected one of {'; '.join(V41_CACHE_FORMATS)}")
+        model = replace(model, layout=args.layout or V41_LAYOUT)
+    elif args.layout is not None:
+        model = replace(model, layout=args.layout)
     return warmup.run(Console(), model, args.batch, args.block_size, choose_backend(args.backend))
 
 

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,16 @@ from ..ops.compressor import compress_and_insert
 from ..ops.sparse_attention import V_DIM, sparse_mla_decode, sparse_mla_prefill
 from ..ops.sparse_cache import dequantize_and_gather_k_cache, quantize_and_insert_k_cache
 from ..replay.engine import warm_up
-from ..replay.options import FORMATS, ReplayOptions
+from ..replay.options import FORMATS, V41_LAYOUT, V41_RATIOS, ReplayOptions
 from ..self_test import CASES, Bench, Case, cache_cases
 
-KINDS = ("v4", "v32", "mla")
 # Cases that are for other kinds of models, by what their variant begins with.
 FOREIGN = {
-    "v4": ("V32", "MLA_BF16", "576"), "v32": ("DSV4", "MLA_BF16", "512", INDEXER_MXFP4.name),
+    "v4": ("V32", "MLA_BF16", "576"), "v41": ("V32", "MLA_BF16", "576"),
+    "v32": ("DSV4", "MLA_BF16", "512", INDEXER_MXFP4.name),
     "mla": ("DSV4", "V32", INDEXER_MXFP4.name),
 }  # fmt: skip
+V4_OPS = ("compress_and_insert", "qnorm_rope_and_insert")  # not of V4.1
 DENSE_OPS = ("concat_and_cache_mla", "gather_cache", "mha_varlen", "dense_mla_decode")
 MAX_REPLAYED_TOKENS = 512
 
@@ -44,11 +45,11 @@ MAX_REPLAYED_TOKENS = 512
 class Model:
     """What decides which kernels a model's attention calls.
 
-    kind    "v4", "v32" or "mla" (dense)
+    kind    one of WARM_KINDS; "mla" is dense
     heads   query heads of one rank
-    topk    compressed rows (v4) or tokens (v32) that a token selects
-    window  of V4's window cache
-    layout  of V4's caches, one of FORMATS
+    topk    compressed rows (v4, v41) or tokens (v32) that a token selects
+    window  of V4's and V4.1's window caches
+    layout  of these models' caches, one of FORMATS; of V4.1 one of V41_CACHE_FORMATS
     """
 
     kind: str
@@ -60,16 +61,20 @@ class Model:
     @property
     def formats(self) -> tuple[CacheLayout, CacheLayout]:
         """Formats of the first list's cache and of the second's."""
-        return FORMATS[self.layout] if self.kind == "v4" else (V32_FP8, V32_FP8)
+        return FORMATS[self.layout] if self.has_window else (V32_FP8, V32_FP8)
+
+    @property
+    def has_window(self) -> bool:
+        return self.kind in ("v4", "v41")
 
     def needs(self, case: Case) -> bool:
         """Whether a case of `cumla check` is of operations and formats that the model calls."""
-        if self.kind != "mla" and case.op in DENSE_OPS:
+        if case.op in {"mla": (), "v41": (*DENSE_OPS, *V4_OPS)}.get(self.kind, DENSE_OPS):
             return False
         formats = {layout.name for pair in FORMATS.values() for layout in pair} - {x.name for x in self.formats}
         if self.layout == DSV4_FP8.name:
             formats.add(INDEXER_MXFP4.name)
-        of_others = self.kind == "v4" and formats & set(case.variant.split(", "))
+        of_others = self.has_window and formats & set(case.variant.split(", "))
         return not (of_others or case.variant.startswith(FOREIGN[self.kind]))
 
     @classmethod
@@ -84,14 +89,18 @@ class Model:
             raise InputError(f"--config: {path} is no JSON: {error}") from None
         if not isinstance(config, dict):
             raise InputError(f"--config: {path} holds no object")
-        if "compress_ratios" in config or "compressed" in str(config.get("layer_types")):
+        if config.get("model_type") == "deepseek_v41" and isinstance(config.get("text_config"), dict):
+            config = config["text_config"]
+        if "kv_source_layer_ids" in config:
+            kind = "v41"
+        elif "compress_ratios" in config or "compressed" in str(config.get("layer_types")):
             kind = "v4"
         elif "index_topk" in config:
             kind = "v32"
         elif "kv_lora_rank" in config:
             kind = "mla"
         else:
-            raise InputError(f"--config: {path} is no model of DeepSeek's V2, V3, V3.2 or V4 attention")
+            raise InputError(f"--config: {path} is no model of DeepSeek's V2, V3, V3.2, V4 or V4.1 attention")
 
         def count(name: str, default: int | None, most: int = 2**20) -> int:
             value = config.get(name) or default
@@ -107,7 +116,8 @@ class Model:
             raise InputError(f"--ranks: got {ranks}, expected a divisor of num_attention_heads, {heads}")
         if not 1 <= heads // ranks <= 128:
             raise InputError(f"--ranks: got {ranks}, expected at most 128 of {heads} heads a rank")
-        return cls(kind, heads // ranks, count("index_topk", 512), count("sliding_window", 128))
+        model = cls(kind, heads // ranks, count("index_topk", 512), count("sliding_window", 128))
+        return replace(model, layout=V41_LAYOUT) if kind == "v41" else model
 
 
 def tasks(
@@ -117,18 +127,23 @@ def tasks(
     for case in CASES:
         if model.needs(case):
             yield f"{case.op} {case.variant}".strip(), functools.partial(run_case, case, backend, model.heads)
-    if model.kind == "v4":
+    if model.has_window:
         bench, (first, second) = Bench(backend, 0, model.heads), model.formats
         if first is DSV4_FP8:
             yield from compressor_calls(backend)
         else:
             yield f"norm_rope_and_insert {second.name}", functools.partial(cache_cases.latent_rows(second), bench)
-        yield f"qnorm_rope_and_insert {first.name}", functools.partial(cache_cases.window_rows(first), bench)
+        if model.kind == "v4":
+            yield f"qnorm_rope_and_insert {first.name}", functools.partial(cache_cases.window_rows(first), bench)
+        elif second is not first:
+            yield f"norm_rope_and_insert {first.name}", functools.partial(cache_cases.latent_rows(first), bench)
     if model.kind != "mla":
         for batch in batches:
             for name, call in sparse_calls(model, batch, block_size, backend):
                 yield f"{name}, {batch} requests", call
-    if model.kind != "v32":
+    if model.kind == "v41":
+        yield f"a step of {', '.join(V41_RATIOS)} layers", functools.partial(warm_up, v41_options(model, backend))
+    elif model.kind != "v32":
         layers = ("mla",) if model.kind == "mla" else ("swa", "c4a", "c128a")
         for prefill_path in PATHS if model.kind == "v4" else (None,):
             options = ReplayOptions(
@@ -137,6 +152,14 @@ def tasks(
             )  # fmt: skip
             name = f"a step of {', '.join(layers)} layers, prefill over {prefill_path or 'keys'}"
             yield name, functools.partial(warm_up, options)
+
+
+def v41_options(model: Model, backend: str) -> ReplayOptions:
+    """A replay of small layers: kernels do not depend on the size of hidden states."""
+    return ReplayOptions(
+        backend, tuple(V41_RATIOS), model.heads, model.window, model.topk, MAX_REPLAYED_TOKENS, 1 << 14, 1152, 0,
+        v41_layout=model.layout, tiny=True,
+    )  # fmt: skip
 
 
 def compressor_calls(backend: str) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -186,7 +209,7 @@ def sparse_calls(model: Model, batch: int, block_size: int, backend: str) -> Ite
     q, sink = rows(batch, 1, model.heads, layout.head_dim), xp.zeros(model.heads, np.float32)
     window: dict[str, Any] = {}
     widths: list[tuple[int, int | None]] = [(model.topk, None)]
-    if model.kind == "v4":
+    if model.has_window:
         window = {"topk_length": xp.full(batch, model.window, np.int32), "attn_sink": sink}
         widths = [(model.window, None), (model.window, model.topk)]
     for topk, extra in widths:
@@ -208,8 +231,8 @@ def sparse_calls(model: Model, batch: int, block_size: int, backend: str) -> Ite
     for x, cache in caches.items():
         gather = functools.partial(dequantize_and_gather_k_cache, workspace, cache, lens, None, table, layout=x)
         yield "gather", functools.partial(gather, backend=backend)
-    width = model.topk + (model.window if model.kind == "v4" else 0)
-    options = {"attn_sink": sink if model.kind == "v4" else None, "backend": backend}
+    width = model.topk + (model.window if model.has_window else 0)
+    options = {"attn_sink": sink if model.has_window else None, "backend": backend}
     kv = workspace.reshape(-1, layout.head_dim)
     yield "prefill", functools.partial(sparse_mla_prefill, q[:, 0], kv, slots(batch, width), **options)
 
@@ -225,8 +248,8 @@ def run_case(case: Case, backend: str, heads: int) -> None:
 
 def run(console: Console, model: Model, batches: Sequence[int], block_size: int, backend: str) -> int:
     """Call everything once. Returns 0; raises RunError where a kernel gives wrong results."""
-    what = model.kind if model.layout == DSV4_FP8.name else f"{model.kind}, {model.layout.replace(',', ' and ')}"
-    console.print(f"{what}, {model.heads} heads, backend {backend}", highlight=False)
+    formats = "" if model.layout == DSV4_FP8.name else f", {model.layout.replace(',', ' and ')}"
+    console.print(f"{model.kind}{formats}, {model.heads} heads, backend {backend}", highlight=False)
     start, slowest, count = time.perf_counter(), 0.0, 0
     for name, call in tasks(model, batches, block_size, backend):
         before = time.perf_counter()

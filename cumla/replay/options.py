@@ -22,6 +22,7 @@ V41_RATIOS = {
 # Whole layers from hidden states on, by what is asked for: one of each kind of V4's and V4.1's, one of V3.2's.
 WHOLE_LAYERS = {"v4": ("v4 swa", "v4 c4a", "v4 c128a"), "v32": ("v32",), "v41": tuple(V41_RATIOS)}
 WHOLE_RATIOS = {f"v4 {name}": ratio for name, ratio in LAYER_RATIOS.items()}
+WARM_KINDS = ("v4", "v41", "v32", "mla")  # of models that cumla warmup knows
 LAYER_TYPES = (*LAYER_RATIOS, "mla", *WHOLE_LAYERS)
 MLA_CACHES = ("bf16", "fp8")
 # Formats of sparse layers' caches by what is asked for: the window's, then that of compressed rows if it is another.
@@ -74,6 +75,7 @@ class ReplayOptions:
     mla_cache: str = "bf16"  # values of dense layers' caches: "bf16" or "fp8"
     prefill_path: str | None = None  # as in SparseMLALayer.step
     ranks: int = 1  # devices, or threads, that share the context
+    tiny: bool = False  # whether V4.1's layers have a tiny model's sizes on a device, too
 
     @property
     def num_blocks(self) -> int:

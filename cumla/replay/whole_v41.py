@@ -28,8 +28,8 @@ from .whole import LEAST_REACH, Sizes, WholeLayer, by_the_rule, cache_bytes, scr
 
 V41 = "v41"
 NAMES = tuple(V41_RATIOS)
-DEVICE_SIZES, HOST_SIZES = Sizes(5120, 1280, 8, 1024, 32), Sizes(256, 128, 2, 64, 8)
-CANDIDATE_BLOCKS, HOST_CANDIDATE_BLOCKS = 2048, 16
+SIZES, TINY_SIZES = Sizes(5120, 1280, 8, 1024, 32), Sizes(256, 128, 2, 64, 8)
+CANDIDATE_BLOCKS, TINY_CANDIDATE_BLOCKS = 2048, 16
 # The published model's RoPE of layers with compressed rows.
 YARN = {
     "rope_type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 65536,
@@ -61,8 +61,8 @@ class V41Layer(WholeLayer):
         shared, blocks = self.shared, options.num_blocks
         cache_format = V41_CACHE_FORMATS[options.v41_layout]
         self.attention: Any = made_layer(
-            index, number, options.heads, options.topk, options.window, options.seed, options.backend,
-            max(LEAST_REACH, longest), cache_format,
+            index, number, is_tiny(options), options.heads, options.topk, options.window, options.seed, options.backend,
+            longest if is_tiny(options) else max(LEAST_REACH, longest), cache_format,
         )  # fmt: skip
         self.hidden_size, self.selects = shared.config.hidden_size, ratio > 0
         self.chooses_candidates = number == shared.config.candidate_source_layer_id
@@ -107,20 +107,23 @@ class V41Metadata:
         return np.array([self._rings[scheduled.sequence] for scheduled in batch.scheduled], np.int32)
 
 
-def _config(heads: int, topk: int, window: int, backend: str) -> DeepseekV41Config:
-    on_device = takes_device_arrays(backend)
-    sizes = DEVICE_SIZES if on_device else HOST_SIZES
+def is_tiny(options: ReplayOptions) -> bool:
+    return options.tiny or not takes_device_arrays(options.backend)
+
+
+def _config(tiny: bool, heads: int, topk: int, window: int) -> DeepseekV41Config:
+    sizes = TINY_SIZES if tiny else SIZES
     return DeepseekV41Config(
         sizes.hidden, heads, sizes.q_rank, math.gcd(sizes.o_groups, heads), sizes.o_rank,
         tuple(V41_RATIOS.values()), kv_source_layer_ids=(1, 3), index_source_layer_ids=(1, 3, 4),
         num_hidden_layers=len(NAMES), candidate_source_layer_id=3,
-        candidate_topk_blocks=CANDIDATE_BLOCKS if on_device else HOST_CANDIDATE_BLOCKS,
+        candidate_topk_blocks=TINY_CANDIDATE_BLOCKS if tiny else CANDIDATE_BLOCKS,
         index_n_heads=sizes.index_heads, index_topk=topk, sliding_window=window, rope_scaling=YARN,
     )  # fmt: skip
 
 
 def _config_and_serving(options: ReplayOptions, longest: int) -> tuple[DeepseekV41Config, ServingConfig]:
-    config = _config(options.heads, options.topk, options.window, options.backend)
+    config = _config(is_tiny(options), options.heads, options.topk, options.window)
     return config, serving_of(
         config, block_size=SWA_BLOCK, compressed_block_size=BLOCK_TOKENS, max_num_batched_tokens=options.batch_tokens,
         max_num_seqs=MAX_RUNNING, max_model_len=longest,
@@ -134,10 +137,11 @@ def _shared(options: ReplayOptions, longest: int) -> V41Shared:
 
 @functools.lru_cache(maxsize=64)
 def made_layer(
-    index: int, number: int, heads: int, topk: int, window: int, seed: int, backend: str, reach: int, cache_format: Any
-) -> DeepseekV41Attention:
+    index: int, number: int, tiny: bool, heads: int, topk: int, window: int, seed: int, backend: str, reach: int,
+    cache_format: Any,
+) -> DeepseekV41Attention:  # fmt: skip
     """A layer with its weights, for `reach` positions; kept, as a warm-up has the same ones as the run."""
-    config = _config(heads, topk, window, backend)
+    config = _config(tiny, heads, topk, window)
     return DeepseekV41Attention(
         config, number, by_the_rule(v41_shapes(config, number), seed + index),
         activations="bfloat16" if takes_device_arrays(backend) else "float32", cache_format=cache_format,

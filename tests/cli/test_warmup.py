@@ -69,9 +69,42 @@ def test_warm_up_of_two_formats(capsys):
     given = ["warmup", "--backend", "cpu", "--heads", "2", "--batch", "1", "--topk", "16"]
     assert main([*given, "--layout", "DSV41_FP8,DSV41_FP4"]) == 0
     assert "v4, DSV41_FP8 and DSV41_FP4, 2 heads, backend cpu" in capsys.readouterr().out
-    assert "--layout: does not apply to v32, but to v4" in error_line(
+    assert "--layout: does not apply to v32, but to v4 and v41" in error_line(
         capsys, [*given[:3], "--kind", "v32", "--layout", "DSV41_FP8"]
     )
+
+
+@pytest.mark.slow
+def test_warm_up_of_v41(capsys):
+    assert main(["warmup", "--backend", "cpu", "--kind", "v41", "--heads", "2", "--batch", "1", "--topk", "16"]) == 0
+    out = capsys.readouterr().out
+    assert "v41, DSV41_FP8 and DSV41_FP4, 2 heads, backend cpu" in out
+    assert "calls in" in out
+
+
+def test_the_calls_of_v41():
+    from cumla.cli.warmup import Model, tasks
+
+    def calls(layout):
+        return {name for name, _ in tasks(Model("v41", 2, 16, 128, layout), [3], 64, "cpu")}
+
+    pair, one = calls("DSV41_FP8,DSV41_FP4"), calls("DSV41_FP8_SPLIT")
+    assert {
+        "compress_latents ratio 2", "candidate_topk", "norm_rope_and_insert DSV41_FP4", "decode, 3 requests",
+        "select_candidate_blocks", "sparse_mla_decode DSV41_FP8, DSV41_FP4",
+    } <= pair  # fmt: skip
+    assert any(name.startswith("a step of v41 window, v41 c2a full") for name in pair)
+    for name in pair:
+        assert not name.startswith(("compress_and_insert", "qnorm_rope_and_insert", "dense_mla_decode"))
+        assert not any(other in name for other in ("SPLIT", "DSV4_FP8", "V32_FP8"))
+    assert "norm_rope_and_insert DSV41_FP8_SPLIT" in one
+    assert not any("FP4" in name and "MXFP4" not in name for name in one)
+
+
+@pytest.mark.parametrize("layout", ["DSV4_FP8"])
+def test_formats_that_v41_has_not(capsys, layout):
+    line = error_line(capsys, ["warmup", "--backend", "cpu", "--kind", "v41", "--layout", layout])
+    assert f"--layout: got {layout} for v41, expected one of DSV41_FP8,DSV41_FP4; DSV41_FP8; " in line
 
 
 def test_warm_up_reads_a_models_config(tmp_path):
@@ -79,8 +112,11 @@ def test_warm_up_reads_a_models_config(tmp_path):
 
     config = tmp_path / "config.json"
     v4 = {"num_attention_heads": 64, "compress_ratios": [1, 4], "index_topk": 512, "sliding_window": 128}
+    v41 = v4 | {"compress_ratios": [0, 2, 1], "kv_source_layer_ids": [1, 2]}
     for written, expected in (
         (v4, Model("v4", 8, 512)),
+        (v41 | {"model_type": "deepseek_v41_text"}, Model("v41", 8, 512, layout="DSV41_FP8,DSV41_FP4")),
+        ({"model_type": "deepseek_v41", "text_config": v41}, Model("v41", 8, 512, layout="DSV41_FP8,DSV41_FP4")),
         ({"num_attention_heads": 128, "kv_lora_rank": 512, "index_topk": 2048}, Model("v32", 16, 2048)),
         ({"num_attention_heads": 128, "kv_lora_rank": 512}, Model("mla", 16, 512)),
     ):
