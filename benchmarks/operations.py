@@ -20,8 +20,8 @@ poisoned            sparse attention over values that float16 lacks. Decode of 1
                     are allocated; `1 x 1e6` has a row whose RoPE part has 1e6 somewhere, to which one request attends,
                     `128 x NaN` one with NaN, to which all do; under `2^-95` all scales are that. Prefill of 4,096
                     tokens: each row has such a value, or all values are multiplied by 2^-95
-prefill             sparse prefill over gathered rows. Rows with lengths are chunks of prompts, whose neighbouring
-                    tokens select nearly the same
+prefill             sparse prefill over gathered rows. Rows with lengths have a sink and are chunks of prompts, whose
+                    neighbouring tokens select nearly the same
 prefill_chunks      a C4A layer's prefill chunk whole, over both paths, beside vLLM's two gathers, index map and
                     FlashMLA. The first row is the path that the layer takes by itself. Errors are distances from
                     attention over the pages. Such steps allocate: their calls are queued before the first one begins

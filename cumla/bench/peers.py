@@ -136,7 +136,7 @@ def flash_mla_dense_decode(q: Any, cache: Any, block_table: Any, seq_lens: Any, 
     return lambda: peer.flash_mla_with_kvcache(query, pages, table, lens, 512, plan, softmax_scale=scale)
 
 
-def flash_mla_prefill(q: Any, kv: Any, indices: Any, lens: Any = None) -> Call | None:
+def flash_mla_prefill(q: Any, kv: Any, indices: Any, lens: Any = None, sink: Any = None) -> Call | None:
     """Sparse prefill. 8, 16 and 32 heads have a kernel of their own; others are padded to 64 or 128."""
     peer = module(FLASH_MLA)
     if peer is None or indices.shape[1] % 128:
@@ -145,6 +145,8 @@ def flash_mla_prefill(q: Any, kv: Any, indices: Any, lens: Any = None) -> Call |
     query = tensor(q) if heads in (8, 16, 32) else _padded(tensor(q), 64 if heads <= 64 else 128)
     rows, listed = tensor(kv)[:, None], tensor(indices)[:, None]
     more = {} if lens is None else {"topk_length": tensor(lens)}
+    if sink is not None:
+        more["attn_sink"] = _padded(tensor(sink)[:, None], query.shape[1], -math.inf)[:, 0].contiguous()
 
     def call() -> Any:
         out, *_ = peer.flash_mla_sparse_fwd(query, rows, listed, q.shape[2] ** -0.5, **more)

@@ -204,7 +204,7 @@ class DecodeInputs:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Prefill over `rows` gathered rows: with lengths, a chunk of a C4A layer at the end of a context."""
+    """Prefill over `rows` gathered rows: with lengths and a sink, a chunk of a C4A layer at the end of a context."""
 
     width: int
     heads: int
@@ -228,15 +228,16 @@ class Prefill:
             *(xp.empty((self.tokens, self.heads), np.float32) for _ in range(2)),
         )
         sets, keys = [], 0.0
+        sink = arrays.floats(self.heads) if self.lengths else None
         for _ in range(PREFILL_SETS):
             lists, lens = self._lists(arrays.rng)
             keys += int((lists >= 0).sum()) / PREFILL_SETS
             given = arrays.rows(self.tokens, self.heads, self.width), kv, xp.asarray(lists)
-            sets.append((*given, None if lens is None else xp.asarray(lens)))
+            sets.append((*given, None if lens is None else xp.asarray(lens), sink))
 
         def ours(backend: str) -> Calls:
             call = functools.partial(cumla.sparse_mla_prefill, out=out, backend=backend)
-            return [functools.partial(call, *x[:3], topk_length=x[3]) for x in sets]
+            return [functools.partial(call, *x[:3], topk_length=x[3], attn_sink=x[4]) for x in sets]
 
         moved = self.rows * 2 * self.width + self.tokens * self.heads * 2 * (self.width + 512)
         return problem_of(
@@ -270,15 +271,15 @@ class Prefill:
             np.put_along_axis(listed, columns, np.maximum(last, 0).astype(np.int32), axis=1)
         return listed, count + np.int32(window)
 
-    def _check(self, given: tuple[Any, Any, Any, Any], result: Any) -> float:
+    def _check(self, given: tuple[Any, Any, Any, Any, Any], result: Any) -> float:
         """The largest error of some tokens."""
-        q, kv, listed, lens = given
+        q, kv, listed, lens, sink = given
         worst, rows = 0.0, to_host(kv)
         for token in np.linspace(0, len(q) - 1, CHECKED).astype(int):
             one = slice(token, token + 1)
             want, _, _ = cumla.sparse_mla_prefill(
                 to_host(q[one]), rows, to_host(listed[one]), topk_length=None if lens is None else to_host(lens[one]),
-                backend="reference",
+                attn_sink=None if sink is None else to_host(sink), backend="reference",
             )  # fmt: skip
             got = first((result[0] if isinstance(result, (tuple, list)) else result)[one])
             largest = self.largest(rows[to_host(listed[one])[0]])
@@ -333,8 +334,10 @@ def recorded_prefills() -> list[Prefill]:
     k = 1024
     return [
         *(Prefill(512, 64, 640, rows, lengths=True) for rows in (8 * k, 32 * k, 128 * k)),
-        *(Prefill(512, heads, 1152, 32 * k, lengths=True) for heads in (8, 16, 32, 128)),
-        *(Prefill(576, 128, 2048, rows, lengths=True) for rows in (8 * k, 32 * k)),
+        *(Prefill(512, 64, 640, 32 * k, tokens, lengths=True) for tokens in (512, 2004)),
+        *(Prefill(512, 128, topk, 32 * k, lengths=True) for topk in (640, 1152, 2048)),
+        *(Prefill(512, heads, 1152, 32 * k, lengths=True) for heads in (8, 16, 32)),
+        *(Prefill(576, 128, 2048, rows, lengths=True) for rows in (8 * k, 32 * k, 128 * k)),
         *(Prefill(512, 64, 640, rows) for rows in (8 * k, 32 * k, 128 * k)),
         *(Prefill(512, 128, topk, 32 * k) for topk in (640, 1152)),
         *(Prefill(512, 128, 2048, rows) for rows in (8 * k, 32 * k, 128 * k)),
