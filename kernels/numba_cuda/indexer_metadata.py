@@ -38,7 +38,7 @@ def build_indexer(
 
 
 def compressed_slot_mapping(given: CompressedSlots) -> None:
-    launch(slots_kernel, -(-len(given.slots) // THREADS), THREADS, *given)
+    launch(slots_kernel, -(-len(given.slots) // THREADS), THREADS, given)
 
 
 def build_indexer_chunk(query_start_loc: Any, seq_lens: Any, compress_ratio: int, chunk: IndexerChunk) -> None:
@@ -117,19 +117,19 @@ def splits_of(lens, counts, entry):
     return (np.int64(lens[(entry + 1) * counts.lens_per_entry - 1]) + split - 1) // split
 
 
-def slots_kernel(query_start_loc, seq_lens, block_table, num_tokens, block_size, compress_ratio, slots):
+def slots_kernel(given):
     """A thread takes the tokens of its index, in a grid-stride loop."""
-    for token in range(cuda.grid(1), len(slots), cuda.gridsize(1)):
+    for token in range(cuda.grid(1), len(given.slots), cuda.gridsize(1)):
         slot = np.int64(-1)
-        request = find_request(query_start_loc, token)
-        if token < num_tokens and request >= 0:
-            positions = token_position(query_start_loc, seq_lens, request, token) + 1
-            if positions > 0 and positions % compress_ratio == 0:
-                row = positions // compress_ratio - 1
-                block = lookup_block(block_table, request, row // block_size)
+        request = find_request(given.query_start_loc, token)
+        if token < given.num_tokens and request >= 0:
+            positions = token_position(given.query_start_loc, given.seq_lens, request, token) + 1
+            if positions > 0 and positions % given.compress_ratio == 0:
+                row = positions // given.compress_ratio - 1
+                block = lookup_block(given.block_table, request, row // given.block_size)
                 if block >= 0:
-                    slot = block * block_size + row % block_size
-        slots[token] = slot
+                    slot = block * given.block_size + row % given.block_size
+        given.slots[token] = slot
 
 
 def chunk_kernel(

@@ -2,7 +2,6 @@
 
 import functools
 import sys
-import typing
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +30,9 @@ _AS_BITS: dict[Any, np.dtype[Any]] = {
 
 _NUMBERS = {
     bool: numba_types.boolean,
+    np.bool_: numba_types.boolean,
     int: numba_types.int64,
+    np.int64: numba_types.int64,
     float: numba_types.float64,
     np.float32: numba_types.float32,
 }
@@ -56,7 +57,7 @@ def launch(
 ) -> None:
     """Run `kernel` with `blocks` thread blocks of `threads` threads, on CuPy's current stream; none if `blocks` is 0.
 
-    arguments     NumPy or CuPy arrays (floating-point ones are passed as bits), numbers, and tuples of numbers
+    arguments     NumPy or CuPy arrays (floating-point ones are passed as bits), numbers, and named tuples of both
     shared_bytes  dynamic shared memory per thread block
     at_a_time     thread blocks for which an SM must have registers
     """
@@ -68,7 +69,7 @@ def launch(
             warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, for values that overflow float32
             configured(*(_simulated_argument(x) for x in arguments))
         return
-    types = tuple((x.dtype, x.ndim) if _is_array(x) else type(x) for x in arguments)
+    types = tuple(type_of(x) for x in arguments)
     device, stream = _current_device_and_stream()
     configured = _configured(kernel, types, blocks, threads, shared_bytes, at_a_time, device, stream)
     configured(*(_device_argument(x) for x in arguments))
@@ -154,23 +155,33 @@ def device_function(function: Callable[..., Any]) -> Any:
     return cuda.jit(device=True)(function) if "cuda" in function.__code__.co_names else function
 
 
+def type_of(argument: Any) -> Any:
+    """What a kernel's code depends on: an array's dtype and ndim, a named tuple's class and members, else the type."""
+    if _is_array(argument):
+        return argument.dtype, argument.ndim
+    if isinstance(argument, tuple):
+        return type(argument), tuple(type_of(x) for x in argument)
+    return type(argument)
+
+
 def signature(types: tuple[Any, ...]) -> Any:
-    """Numba's signature of a kernel. An array is (dtype, ndim), anything else its Python type."""
+    """Numba's signature of a kernel, for arguments of these types (`type_of`)."""
     return numba_types.void(*(_numba_type(x) for x in types))
 
 
 def _numba_type(python_type: Any) -> Any:
-    if isinstance(python_type, tuple):
-        dtype, ndim = python_type
-        return numba_types.Array(from_dtype(_as_bits(dtype)), ndim, "A")  # "A": any strides
-    if python_type in _NUMBERS:
+    if not isinstance(python_type, tuple):
         return _NUMBERS[python_type]
-    fields = typing.get_type_hints(python_type)
-    return numba_types.NamedTuple([_NUMBERS[fields[name]] for name in python_type._fields], python_type)
+    kind, rest = python_type
+    if isinstance(rest, tuple):
+        return numba_types.NamedTuple([_numba_type(x) for x in rest], kind)
+    return numba_types.Array(from_dtype(_as_bits(kind)), rest, "A")  # "A": any strides
 
 
 def _device_argument(argument: Any) -> Any:
     """A CuPy array as Numba's, without its stream, for which Numba would synchronise."""
+    if isinstance(argument, tuple):
+        return type(argument)(*(_device_argument(x) for x in argument))
     if not _is_array(argument):
         return argument
     address = 0 if isinstance(argument, np.ndarray) else argument.data.ptr
@@ -191,8 +202,10 @@ def _simulated(kernel: Callable[..., None]) -> Any:
 
 def _simulated_argument(argument: Any) -> Any:
     """A NumPy array as the simulator's, over the same memory: the simulator would copy a plain one."""
+    if isinstance(argument, tuple):
+        return type(argument)(*(_simulated_argument(x) for x in argument))
     if not isinstance(argument, np.ndarray):
         return argument
-    from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+    from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray, FakeWithinKernelCUDAArray
 
-    return FakeCUDAArray(argument.view(_as_bits(argument.dtype)))
+    return FakeWithinKernelCUDAArray(FakeCUDAArray(argument.view(_as_bits(argument.dtype))))

@@ -42,42 +42,42 @@ def table_kernel(block_table, s_q, first, step, out):
 
 
 def local_slot_mapping(given: ShardedSlots) -> None:
-    launch(slots_kernel, -(-len(given.out) // THREADS), THREADS, *given)
+    launch(slots_kernel, -(-len(given.out) // THREADS), THREADS, given)
 
 
-def slots_kernel(query_start_loc, seq_lens, block_table, block_size, compress_ratio, shard, out):
-    for token in range(cuda.grid(1), len(out), cuda.gridsize(1)):
-        request = find_request(query_start_loc, token)
+def slots_kernel(given):
+    for token in range(cuda.grid(1), len(given.out), cuda.gridsize(1)):
+        request = find_request(given.query_start_loc, token)
         slot = np.int64(-1)
-        if request >= 0 and request < len(seq_lens):
-            tokens = token_position(query_start_loc, seq_lens, request, token) + 1
-            if tokens > 0 and tokens % compress_ratio == 0:
-                local = local_position(tokens // compress_ratio - 1, shard)
-                slot = np.int64(lookup_slot(block_table, request, local, block_size))
-        out[token] = slot
+        if request >= 0 and request < len(given.seq_lens):
+            tokens = token_position(given.query_start_loc, given.seq_lens, request, token) + 1
+            if tokens > 0 and tokens % given.compress_ratio == 0:
+                local = local_position(tokens // given.compress_ratio - 1, given.shard)
+                slot = np.int64(lookup_slot(given.block_table, request, local, given.block_size))
+        given.out[token] = slot
 
 
 def localise_indices(given: ShardedIndices) -> None:
     if given.is_valid_token is None:
         given = given._replace(is_valid_token=NO_FLAGS)
-    launch(localise_kernel, len(given.indices), THREADS, *given)
+    launch(localise_kernel, len(given.indices), THREADS, given)
 
 
-def localise_kernel(indices, token_to_req, is_valid_token, block_table, block_size, shard, slots, lens):
+def localise_kernel(given):
     """A thread block takes a token, a thread a piece of its row, of which it keeps the rank's entries.
 
     It counts them; the counts of earlier threads give their place.
     """
     found = cuda.shared.array(THREADS, np.int32)  # per thread
     token = cuda.blockIdx.x
-    request, width = token_to_req[token], indices.shape[1]
+    request, width = given.token_to_req[token], given.indices.shape[1]
     piece = (width + cuda.blockDim.x - 1) // cuda.blockDim.x
     first = cuda.threadIdx.x * piece
     end = min(first + piece, width)
     count = 0
     for j in range(first, end):
-        local = local_position(indices[token, j], shard)
-        count += lookup_slot(block_table, request, local, block_size) >= 0
+        local = local_position(given.indices[token, j], given.shard)
+        count += lookup_slot(given.block_table, request, local, given.block_size) >= 0
     found[cuda.threadIdx.x] = count
     cuda.syncthreads()
 
@@ -87,15 +87,15 @@ def localise_kernel(indices, token_to_req, is_valid_token, block_table, block_si
             to += found[thread]
         total += found[thread]
     for j in range(first, end):
-        local = local_position(indices[token, j], shard)
-        slot = lookup_slot(block_table, request, local, block_size)
+        local = local_position(given.indices[token, j], given.shard)
+        slot = lookup_slot(given.block_table, request, local, given.block_size)
         if slot >= 0:
-            slots[token, to] = slot
+            given.slots[token, to] = slot
             to += 1
     for j in range(total + cuda.threadIdx.x, width, cuda.blockDim.x):
-        slots[token, j] = -1
+        given.slots[token, j] = -1
     if cuda.threadIdx.x == 0:
-        lens[token] = total if len(is_valid_token) == 0 or is_valid_token[token] else 0
+        given.lens[token] = total if len(given.is_valid_token) == 0 or given.is_valid_token[token] else 0
 
 
 def merge_partials(parts: Any, lses: Any, attn_sink: Any | None, out: Any, lse: Any) -> None:

@@ -40,7 +40,7 @@ call.choose = lambda name, on_device: "numba_cuda"
 compiled = {}
 
 def compile_only(kernel, num_blocks, threads, *arguments, **options):
-    key = tuple((x.dtype, x.ndim) if isinstance(x, np.ndarray) else type(x) for x in arguments)
+    key = tuple(map(launch.type_of, arguments))
     if (kernel, key) not in compiled:
         ptx, _ = cuda.compile_ptx(kernel, launch.signature(key), cc=(9, 0))
         compiled[kernel, key] = ptx
