@@ -163,11 +163,16 @@ def division(rows: int, columns: int, groups: int, tokens: int, device: int) -> 
     return tile, tile_rows, splits
 
 
+def depth_of(tile_rows: int) -> int:
+    """Columns of a stage: the warps that are not needed along the rows take further ones."""
+    return CHUNK * max(WARPS * LEAST_ROWS // tile_rows, 1)
+
+
 def ring_stages(tile: int, tile_rows: int, device: int) -> int:
     """Stages of a ring that fit: a stage has 16 KB of weights, and the same columns of the tokens."""
-    depth = CHUNK * WARPS * LEAST_ROWS // tile_rows
+    depth = depth_of(tile_rows)
     most = shared_bytes_per_block(device)
-    if tile <= TWO_CTAS:
+    if tile <= TWO_CTAS and tile_rows <= MOST_ROWS:
         most = min(most, (most + 1024) // 2 - 1024)  # of each CTA's memory the driver takes 1 KB
     return min(most // (tile_rows * depth + 2 * tile * depth), MOST_STAGES)
 
@@ -177,7 +182,7 @@ def product_kernel(
     tile: int, tile_rows: int, splits: int, output: str, fine: bool, aligned: bool, prefetch: bool, device: int
 ) -> tuple[Kernel, int]:
     """A kernel of sm80/projection.cu, and the shared memory that it needs."""
-    depth = CHUNK * WARPS * LEAST_ROWS // tile_rows
+    depth = depth_of(tile_rows)
     stages = max(ring_stages(tile, tile_rows, device), 2)
     made = kernel(
         "sm80/projection.cu", "block_scaled_product", TOKENS=tile, ROWS=tile_rows, SPLITS=splits, STAGES=stages,

@@ -118,7 +118,7 @@ def test_nothing_to_do(lab):
 
 @pytest.mark.parametrize(
     ("tile", "rows", "splits", "fine"),
-    [(8, 128, 4, 0), (8, 16, 1, 0), (16, 32, 2, 1), (32, 128, 8, 0), (64, 64, 2, 0), (128, 128, 2, 1)],
+    [(8, 128, 4, 0), (8, 16, 1, 0), (16, 32, 2, 1), (32, 128, 8, 0), (64, 64, 2, 0), (128, 128, 2, 1), (16, 256, 2, 0)],
 )
 @pytest.mark.thorough(when=lambda x: x.emulated and x.get("tile") > 32)
 def test_divisions(device, rng, monkeypatch, tile, rows, splits, fine):

@@ -5,19 +5,20 @@
 // a weight is rounded.
 //
 // Grid: (SPLITS, tiles of ROWS rows, groups * tiles of TOKENS tokens). The SPLITS CTAs of a tile are a cluster and divide K; sums
-// are added in the order of K, so results do not depend on timing. Block: 8 warps, ROWS / 16 of them along the rows and the others
+// are added in the order of K, so results do not depend on timing. Block: 8 warps, each with 16 rows (of 256 rows 32), the others
 // along K. A ring of STAGES stages is filled by cp.async: ROWS rows of weights and TOKENS rows of x, 128 values for each warp along K.
 // 16-byte chunks are swizzled so that neither copies nor loads of fragments conflict in shared memory's banks.
 //
-// Registers are bound by TOKENS / 2 sums and 32 of converted weights a thread; memory by 16 KB of weights a stage, whatever ROWS is.
+// Registers are bound by TOKENS / 2 sums and 32 of converted weights a thread; memory by 16 KB of weights a stage (32 for 256 rows).
 //
-// Macros: TOKENS (8 to 128), ROWS (16 to 128), SPLITS (1, 2, 4, 8), STAGES, OUTPUT (bf16 or float), FINE (whether a block has
+// Macros: TOKENS (8 to 128), ROWS (16 to 256), SPLITS (1, 2, 4, 8), STAGES, OUTPUT (bf16 or float), FINE (whether a block has
 // fewer than 128 columns), ALIGNED (whether rows start at multiples of 16 bytes), EARLY (whether weights may be read before the
 // preceding kernel has ended).
 #include "sm80/mma.cuh"
 #include "common/pdl.cuh"
 
-constexpr int WARPS = 8, THREADS = 32 * WARPS, STRIPS = ROWS / 16, PARTS = WARPS / STRIPS, DEPTH = 128 * PARTS;
+constexpr int WARPS = 8, THREADS = 32 * WARPS, HEIGHT = ROWS > 128 ? 2 : 1;  // HEIGHT: tiles of 16 rows of a warp
+constexpr int STRIPS = ROWS / 16 / HEIGHT, PARTS = WARPS / STRIPS, DEPTH = 128 * PARTS;
 constexpr int WEIGHT_BYTES = ROWS * DEPTH, STAGE_BYTES = WEIGHT_BYTES + 2 * TOKENS * DEPTH;
 constexpr int SUM_STRIDE = ROWS + 4;  // floats from token to token: the four tokens of a store are in different banks
 
@@ -67,54 +68,62 @@ __device__ inline void copy_x(uint8* to, const Tokens& tokens, const bf16* x, in
     }
 }
 
-// A warp's sums: rows g and g + 8 of its 16, tokens 8 n + 2 c and + 1, for lane 4 g + c.
+// A warp's sums: of each of its tiles rows g and g + 8, tokens 8 n + 2 c and + 1, for lane 4 g + c.
 struct Sums {
-    float x[TOKENS / 8][4];
-    uint32 nan[2];  // bit 7 of a byte: a code was NaN, for each row
+    float x[HEIGHT][TOKENS / 8][4];
+    uint32 nan[HEIGHT][2];  // bit 7 of a byte: a code was NaN, for each row
 };
+using Scales = float[HEIGHT][2][4];  // of these rows, for each 32 columns of 128
 
-// Add the products of 128 columns: `scale` of the lane's two rows for each 32 columns.
-__device__ inline void multiply_chunk(Sums& sums, const uint8* weights, const uint8* x, const float (&scale)[2][4]) {
+// Add the products of 128 columns.
+__device__ inline void multiply_chunk(Sums& sums, const uint8* weights, const uint8* x, const Scales& scale) {
     int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-    uint32 a[8][4];
+    uint32 a[HEIGHT][8][4];
 #pragma unroll
-    for (int q = 0; q < 4; ++q)
+    for (int h = 0; h < HEIGHT; ++h)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            int at = (g + 8 * half) * 128 + ((2 * q + c / 2) ^ 2 * (g & 3)) * 16 + c % 2 * 8;
-            uint2 codes = *reinterpret_cast<const uint2*>(weights + at);
-            sums.nan[half] |= ((codes.x & 0x7f7f7f7f) + 0x01010101) | ((codes.y & 0x7f7f7f7f) + 0x01010101);
-            constexpr uint32 UNIT = 0x7b807b80;  // 2^120, twice
-            codes_to_scaled_bf16(codes.x, UNIT, a[2 * q][half], a[2 * q][half + 2]);
-            codes_to_scaled_bf16(codes.y, UNIT, a[2 * q + 1][half], a[2 * q + 1][half + 2]);
-        }
+        for (int q = 0; q < 4; ++q)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                int at = (16 * h + g + 8 * half) * 128 + ((2 * q + c / 2) ^ 2 * (g & 3)) * 16 + c % 2 * 8;
+                uint2 codes = *reinterpret_cast<const uint2*>(weights + at);
+                sums.nan[h][half] |= ((codes.x & 0x7f7f7f7f) + 0x01010101) | ((codes.y & 0x7f7f7f7f) + 0x01010101);
+                constexpr uint32 UNIT = 0x7b807b80;  // 2^120, twice
+                codes_to_scaled_bf16(codes.x, UNIT, a[h][2 * q][half], a[h][2 * q][half + 2]);
+                codes_to_scaled_bf16(codes.y, UNIT, a[h][2 * q + 1][half], a[h][2 * q + 1][half + 2]);
+            }
 #pragma unroll
     for (int n = 0; n < TOKENS / 8; ++n) {
         const uint8* row = x + (8 * n + g) * 256;
-        float products[4] = {};
+        float products[HEIGHT][4] = {};
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
             uint4 values = *reinterpret_cast<const uint4*>(row + ((4 * q + c) ^ 4 * (g & 1)) * 16);
-            mma(bf16{}, products, a[2 * q], {values.x, values.y});
-            mma(bf16{}, products, a[2 * q + 1], {values.z, values.w});
-            if (FINE || q == 3) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    sums.x[n][i] = fmaf(products[i], scale[i / 2][q], sums.x[n][i]);
-                    products[i] = 0.0f;
+            for (int h = 0; h < HEIGHT; ++h) {
+                mma(bf16{}, products[h], a[h][2 * q], {values.x, values.y});
+                mma(bf16{}, products[h], a[h][2 * q + 1], {values.z, values.w});
+                if (FINE || q == 3) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        sums.x[h][n][i] = fmaf(products[h][i], scale[h][i / 2][q], sums.x[h][n][i]);
+                        products[h][i] = 0.0f;
+                    }
                 }
             }
         }
     }
 }
 
-// The scales of rows g and g + 8 for columns [k, k + 128); the last one's beyond K.
-__device__ inline void load_scales(float (&scale)[2][4], const Weights& w, const float* (&rows)[2], int k) {
+// The scales for columns [k, k + 128) of the rows whose scales are at `rows`; the last one's beyond K.
+__device__ inline void load_scales(Scales& scale, const Weights& w, const float* (&rows)[HEIGHT][2], int k) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
+    for (int h = 0; h < HEIGHT; ++h)
 #pragma unroll
-        for (int q = FINE ? 0 : 3; q < 4; ++q)
-            scale[half][q] = rows[half][min(k + (FINE ? 32 * q : 0), w.columns - 1) / w.block_columns];
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int q = FINE ? 0 : 3; q < 4; ++q)
+                scale[h][half][q] = rows[h][half][min(k + (FINE ? 32 * q : 0), w.columns - 1) / w.block_columns];
 }
 
 #if SPLITS > 1
@@ -123,7 +132,7 @@ __device__ inline void load_scales(float (&scale)[2][4], const Weights& w, const
 #define CLUSTER
 #endif
 
-#if TOKENS + 16 * FINE <= 32
+#if TOKENS + 16 * FINE <= 32 && ROWS <= 128
 #define BOUNDS THREADS, 2
 #else
 #define BOUNDS THREADS
@@ -164,19 +173,20 @@ block_scaled_product(Weights w, Tokens tokens) {
     int first = blockIdx.z % tokens.tiles * TOKENS, count = min(tokens.count - first, TOKENS);
     const uint8* codes = w.codes + group * w.group_stride;
     const bf16* x = tokens.x + group * tokens.x_group_stride + first * tokens.x_stride;
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, strip = warp % STRIPS, part = warp / STRIPS;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp / STRIPS;
+    int strip_row = warp % STRIPS * 16 * HEIGHT;  // the warp's first row in the tile
 
     int all = (w.columns + DEPTH - 1) / DEPTH, begin = split * all / SPLITS, chunks = (split + 1) * all / SPLITS - begin;
     auto stage = [&](int i) { return ring + i % STAGES * STAGE_BYTES; };
     auto column = [&](int i) { return (begin + i) * DEPTH; };
     if (!EARLY) pdl_wait();
     for (int i = 0; i < min(STAGES - 1, chunks); ++i) copy_weights(stage(i), w, codes, row, column(i), w.columns);
-    const float* scale_rows[2];
+    const float* scale_rows[HEIGHT][2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
-        scale_rows[half] = w.scales + group * w.scale_group_stride +
-                           min(row + 16 * strip + lane / 4 + 8 * half, w.rows - 1) / w.block_rows * w.scale_row_stride;
-    float next[2][4];
+    for (int i = 0; i < 2 * HEIGHT; ++i)
+        scale_rows[i / 2][i % 2] = w.scales + group * w.scale_group_stride +
+                                   min(row + strip_row + 8 * i + lane / 4, w.rows - 1) / w.block_rows * w.scale_row_stride;
+    Scales next;
     load_scales(next, w, scale_rows, column(0) + 128 * part);
     if (EARLY) pdl_wait();
     for (int i = 0; i < STAGES - 1; ++i) {
@@ -194,11 +204,11 @@ block_scaled_product(Weights w, Tokens tokens) {
             copy_x(stage(later) + WEIGHT_BYTES, tokens, x, count, column(later), w.columns);
         }
         copies_commit();
-        float scale[2][4];
+        Scales scale;
 #pragma unroll
-        for (int j = 0; j < 8; ++j) scale[j / 4][j % 4] = next[j / 4][j % 4];
+        for (int j = 0; j < 8 * HEIGHT; ++j) scale[j / 8][j / 4 % 2][j % 4] = next[j / 8][j / 4 % 2][j % 4];
         load_scales(next, w, scale_rows, column(i + 1) + 128 * part);
-        multiply_chunk(sums, stage(i) + (part * ROWS + 16 * strip) * 128, stage(i) + WEIGHT_BYTES + part * TOKENS * 256, scale);
+        multiply_chunk(sums, stage(i) + (part * ROWS + strip_row) * 128, stage(i) + WEIGHT_BYTES + part * TOKENS * 256, scale);
     }
     pdl_release();
     copies_wait<0>();
@@ -206,17 +216,16 @@ block_scaled_product(Weights w, Tokens tokens) {
 
     float* partial = reinterpret_cast<float*>(memory);  // [PARTS][TOKENS][SUM_STRIDE], in place of the ring
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        uint32 nan = sums.nan[half];
+    for (int i = 0; i < 2 * HEIGHT; ++i) {
+        uint32 nan = sums.nan[i / 2][i % 2];
         nan |= __shfl_xor_sync(~0u, nan, 1);
         nan |= __shfl_xor_sync(~0u, nan, 2);
         bool is_nan = nan & 0x80808080;
+        float* to = partial + (part * TOKENS + lane % 4 * 2) * SUM_STRIDE + strip_row + 8 * i + lane / 4;
 #pragma unroll
-        for (int n = 0; n < TOKENS / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                partial[(part * TOKENS + 8 * n + lane % 4 * 2 + i) * SUM_STRIDE + 16 * strip + lane / 4 + 8 * half] =
-                    is_nan ? __uint_as_float(0x7fc00000) : sums.x[n][2 * half + i];
+        for (int j = 0; j < TOKENS / 4; ++j)
+            to[(j / 2 * 8 + j % 2) * SUM_STRIDE] =
+                is_nan ? __uint_as_float(0x7fc00000) : sums.x[i / 2][j / 2][i % 2 * 2 + j % 2];
     }
     sync_splits();
     OUTPUT* out = tokens.out + group * tokens.out_group_stride + first * tokens.out_stride + row;
