@@ -2,9 +2,12 @@
 
     python benchmarks/layers.py [--json benchmarks/results/h200/layers.json]
 
-Beside it its products, attention, indexer logits and top-k, each alone in a graph of its own. The layer's output is
-compared with the cpu backend's for some of the requests, over the rows that the device selected; its error is the
-relative rms. `over_parts` is the layer's time over the sum of its parts, by configuration.
+With weights as published, FP8 but those of the compressors, and all in bfloat16. Beside it its products, attention,
+indexer logits and top-k, each alone in a graph of its own, and the peers' where they can be imported: DeepGEMM's FP8
+products with their quantisation and its logits, FlashMLA, vLLM's top-k. The layer's output is compared with the cpu
+backend's for some of the requests, over the rows that the device selected; its error is the relative rms. `over_parts`
+is the layer's time over the sum of its parts, by configuration, and `over_peers` over the sum of the peers' parts, ours
+where there is none: a chain without norms, RoPE, inserts and compressors.
 """
 
 import dataclasses
@@ -21,9 +24,12 @@ import cumla
 from cumla.arrays.memory import to_host
 from cumla.bench.indexer_cases import Choice, PagedLogits
 from cumla.bench.problem import Arrays, Problem, repeating_cache
+from cumla.bench.products import BlockLinear
 from cumla.bench.sparse import Decode
 from cumla.bench.step_suites import batch_of
+from cumla.layers.weights import BlockQuantizedWeight
 from cumla.metadata.builder import ServingConfig
+from cumla.models.block_scaled import BlockScaledWeight
 from cumla.models.deepseek_v4 import DeepseekV4Attention, DeepseekV4Caches, DeepseekV4Config
 from cumla.models.products import multiply, multiply_groups
 from cumla.models.step import STATE_BLOCK_SIZES, DeepseekV4StepBuilder
@@ -50,10 +56,22 @@ PARTS: dict[str, Callable[[int], Any]] = {
 
 
 @functools.cache
-def layer_on(backend):
-    options = {"activations": "bfloat16", "cache_format": "fp8", "backend": backend}
-    xp = np if backend == "cpu" else cupy
-    return DeepseekV4Attention(FLASH, 0, by_the_rule(v4_shapes(FLASH, RATIO), 0), xp=xp, **options)
+def layer_on(backend, weights):
+    options = {"activations": "bfloat16", "cache_format": "fp8", "weight_format": weights, "backend": backend}
+    return DeepseekV4Attention(FLASH, 0, published(), xp=np if backend == "cpu" else cupy, **options)
+
+
+@functools.cache
+def published():
+    """Weights of which a published checkpoint has these in FP8, with scales that are powers of two."""
+    found = by_the_rule(v4_shapes(FLASH, RATIO), 0)
+    for name in ("q_a_proj", "kv_proj", "q_b_proj", "o_a_proj", "o_b_proj", "compressor.indexer.q_b_proj"):
+        weight = found[f"{name}.weight"]
+        blocks = weight.reshape(len(weight) // 128, 128, -1, 128)
+        scales = np.exp2(np.ceil(np.log2(np.abs(blocks).max((1, 3)) / 448))).astype(np.float32)
+        codes = (blocks / scales[:, None, :, None]).astype(ml_dtypes.float8_e4m3fn).reshape(weight.shape)
+        found[f"{name}.weight"] = BlockQuantizedWeight(codes, scales)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,22 +80,23 @@ class Part:
 
     name: str
     batch: int
+    weights: str
 
     @property
     def op(self):
         return f"alone: {self.name}" if self.name in PARTS else f"alone: product: {self.name}"
 
     def __str__(self):
-        return f"b {self.batch}, {CONTEXT:,} of context"
+        return f"b {self.batch}, {CONTEXT:,} of context, {self.weights} weights"
 
     def problem(self, sizes):
         if self.name in PARTS:
-            found = PARTS[self.name](self.batch).problem(sizes)
-            return dataclasses.replace(
-                found, op=self.op, config=str(self), impls={"cumla": found.impls["cumla"]}, functions={}
-            )
+            return self.named(PARTS[self.name](self.batch).problem(sizes))
         weight, dtype = PRODUCTS[self.name]
-        weight, arrays = getattr(layer_on("cuda"), weight), Arrays(sizes)
+        weight, arrays = getattr(layer_on("cuda", self.weights), weight), Arrays(sizes)
+        if isinstance(weight, BlockScaledWeight):
+            groups = weight.shape[0] if len(weight.shape) == 3 else 1
+            return self.named(BlockLinear(self.batch, *weight.shape[-2:], groups).problem(sizes))
         x, out = arrays.rows(self.batch, weight.shape[-1]), cupy.empty((self.batch, weight.shape[-2]), dtype)
         if self.name == "o, first":
             groups, rank, width = FLASH.o_groups, FLASH.o_lora_rank, FLASH.num_attention_heads * 512 // FLASH.o_groups
@@ -89,19 +108,25 @@ class Part:
         moved = weight.nbytes + x.nbytes + out.nbytes
         return Problem(self.op, str(self), {"cumla": ("cupy", calls)}, moved, 2 * self.batch * weight.size)
 
+    def named(self, problem):
+        """A case's, its implementation and the peer's."""
+        impls = {name: x for name, x in problem.impls.items() if name == "cumla" or name in problem.functions}
+        return dataclasses.replace(problem, op=self.op, config=str(self), impls=impls)
+
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
     """A step of decodes, one of each request, one in four of which completes a row."""
 
     batch: int
+    weights: str
 
     op = "layer"
 
     __str__ = Part.__str__
 
     def problem(self, sizes):
-        layer, step = layer_on("cuda"), Step(self.batch)
+        layer, step = layer_on("cuda", self.weights), Step(self.batch)
         metadata, caches = step.metadata(None, cupy.asarray, self.batch), step.caches()
         x = Arrays(sizes).rows(self.batch, FLASH.hidden_size)
         out, before = cupy.empty_like(x), host_caches(caches)
@@ -110,7 +135,11 @@ class Layer:
             got = to_host(got)[:FEW].astype(np.float64)
             chosen = to_host(layer.scratch.shaped("topk_indices", (len(x), FLASH.index_topk), np.int32, x))[:FEW]
             few = step.metadata("cpu", np.asarray, FEW)
-            want = layer_on("cpu").step(to_host(x)[:FEW], before, few, topk_indices=chosen).astype(np.float64)
+            want = (
+                layer_on("cpu", self.weights)
+                .step(to_host(x)[:FEW], before, few, topk_indices=chosen)
+                .astype(np.float64)
+            )
             error = float(np.sqrt(np.square(got - want).mean() / np.square(want).mean()))
             assert error < MOST_ERROR, error
             return error
@@ -178,15 +207,26 @@ def host_caches(caches):
     return DeepseekV4Caches(**copies)
 
 
-def over_parts(rows):
+def over_parts(rows, peers=False):
+    """peers: over the peers' parts, where they were measured."""
     found = {}
-    for config in {row["config"]: None for row in rows if row.get("us_graph")}:
-        us = {row["op"]: row["us_graph"] for row in rows if row["config"] == config}
+    rows = [row for row in rows if row.get("us_graph")]
+    for config in {row["config"]: None for row in rows}:
+        us = {}
+        for row in rows:
+            if row["config"] == config and (row["impl"] == "cumla" or peers):
+                us[row["op"]] = row["us_graph"]  # a peer's row comes after ours
         parts = sum(us.values()) - us.get(Layer.op, 0.0)
         found[config] = us.get(Layer.op, 0.0) / parts if parts else None
     return found
 
 
 if __name__ == "__main__":
-    cases = [*(Part(name, batch) for batch in (32, 128) for name in (*PRODUCTS, *PARTS)), Layer(32), Layer(128)]
-    raise SystemExit(run(case_arguments(__doc__).parse_args(), cases, bar=BAR, over_parts=over_parts))
+    cases = []
+    for weights in ("fp8", "bfloat16"):
+        for batch in (32, 128):
+            cases += [*(Part(name, batch, weights) for name in (*PRODUCTS, *PARTS)), Layer(batch, weights)]
+    over_peers = functools.partial(over_parts, peers=True)
+    raise SystemExit(
+        run(case_arguments(__doc__).parse_args(), cases, bar=BAR, over_parts=over_parts, over_peers=over_peers)
+    )

@@ -22,6 +22,8 @@ poisoned            sparse attention over values that float16 lacks. Decode of 1
                     tokens: each row has such a value, or all values are multiplied by 2^-95
 prefill             sparse prefill over gathered rows. Rows with lengths have a sink and are chunks of prompts, whose
                     neighbouring tokens select nearly the same
+products            of FP8 weights and few tokens, at V4 Flash's sizes; `deep_gemm` includes its quantisation of the
+                    activations, `bfloat16` is cuBLAS's product of weights of twice the bytes
 prefill_chunks      a C4A layer's prefill chunk whole, over both paths, beside vLLM's two gathers, index map and
                     FlashMLA. The first row is the path that the layer takes by itself. Errors are distances from
                     attention over the pages. Such steps allocate: their calls are queued before the first one begins
@@ -44,6 +46,7 @@ from cumla.bench import (
     indexer_cases,
     layer_suites,
     poisoned,
+    products,
     sparse,
     step_suites,
 )
@@ -88,6 +91,7 @@ FAMILIES = {
     "metadata": Family(step_suites.recorded_metadata, NUMBA),
     "mla": Family(step_suites.recorded_dense),
     "poisoned": Family(poisoned.recorded),
+    "products": Family(products.recorded),
     "prefill": Family(sparse.recorded_prefills),
     "prefill_chunks": Family(chunks.recorded),
 }

@@ -2,7 +2,7 @@
 
 NAMES = (  # of the suites
     "insert", "gather", "decode", "prefill", "indices", "indexer", "dense", "compressor", "norms", "merge", "metadata",
-    "layers", "frameworks",
+    "products", "layers", "frameworks",
 )  # fmt: skip
 LAYOUT_NAMES = (  # of caches
     "DSV4_FP8", "V32_FP8", "DSV41_FP8", "DSV41_FP4", "DSV41_FP8_SPLIT", "DSV41_FP4_SPLIT", "V32_NOPE_FP8",

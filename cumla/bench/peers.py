@@ -32,6 +32,7 @@ VLLM_KEYS = "indexer_k_quant_and_cache, vLLM 0.26"
 VLLM_CONCAT = "concat_and_cache_mla, vLLM 0.26"
 VLLM_PREFILL_CHOICE = "top_k_per_row_prefill, vLLM 0.26"
 DEEP_GEMM_LOGITS = "fp8_mqa_logits, DeepGEMM of vLLM 0.26"
+DEEP_GEMM_LINEAR = "per_token_group_fp8_quant of vLLM 0.26 and fp8_gemm_nt, DeepGEMM of vLLM 0.26"
 DEEP_GEMM_SCHEDULE = "get_paged_mqa_logits_metadata, DeepGEMM of vLLM 0.26"
 DEEP_GEMM_PAGED_LOGITS = "fp8_paged_mqa_logits, DeepGEMM of vLLM 0.26"
 
@@ -270,3 +271,24 @@ def deep_gemm_schedule(lens: Any, block_size: int, multiprocessors: int) -> Call
     return None if peer is None else functools.partial(
         peer.get_paged_mqa_logits_metadata, tensor(lens), block_size, multiprocessors
     )  # fmt: skip
+
+
+def deep_gemm_linear(x: Any, weight: Any, scale: Any, out: Any) -> Call | None:
+    """x W^T for e4m3 weights in blocks of 128 x 128: x is quantised by groups of 128 first, with scales by columns."""
+    peer, operations = module(DEEP_GEMM), vllm_operations()
+    if peer is None or operations is None or not hasattr(peer, "fp8_gemm_nt"):
+        return None
+    import torch
+
+    tokens, columns = x.shape
+    given, codes, scales, result = tensor(x), tensor(weight).view(torch.float8_e4m3fn), tensor(scale), tensor(out)
+    quantized = torch.empty((tokens, columns), dtype=torch.float8_e4m3fn, device=given.device)
+    padded = torch.empty((columns // 128, -(-tokens // 4) * 4), dtype=torch.float32, device=given.device)
+    factors = padded.t()[:tokens]
+
+    def call() -> Any:
+        operations._C.per_token_group_fp8_quant(given, quantized, factors, 128, 1e-10, -448.0, 448.0, False)
+        peer.fp8_gemm_nt((quantized, factors), (codes, scales), result)
+        return result
+
+    return call

@@ -12,7 +12,18 @@ from typing import Any, NamedTuple
 
 from ..dispatch.values import shown
 from ..errors import InputError
-from . import NAMES, caches, dense, framework_calls, index_maps, indexer_cases, layer_suites, sparse, step_suites
+from . import (
+    NAMES,
+    caches,
+    dense,
+    framework_calls,
+    index_maps,
+    indexer_cases,
+    layer_suites,
+    products,
+    sparse,
+    step_suites,
+)
 from .measure import call_times, graph_times_in_turn, host_times_in_turn, host_us, limit_us, queued_times_in_turn
 from .problem import Case, Problem, Sizes
 
@@ -20,7 +31,7 @@ LEAST_NOISE = 0.02  # of a time: what clocks and power limits make of a run
 UNKNOWN_NOISE = 0.05  # of files that do not say how far their times spread
 CONTROL = 2.0  # a change says something beyond so many times what a run makes of the same calls
 
-FILES = (sparse, caches, indexer_cases, index_maps, dense, layer_suites, step_suites, framework_calls)
+FILES = (sparse, caches, indexer_cases, index_maps, dense, layer_suites, step_suites, products, framework_calls)
 SUITES: dict[str, Callable[[Sizes], Iterator[Problem | Case]]] = {
     name: next(vars(file)[name] for file in FILES if callable(vars(file).get(name))) for name in NAMES
 }

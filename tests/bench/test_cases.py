@@ -15,6 +15,7 @@ from cumla.bench import (
     indexer_cases,
     layer_suites,
     poisoned,
+    products,
     rows,
     sparse,
     step_suites,
@@ -65,6 +66,7 @@ SMALL = [
     dense.DenseDecode(16, 2, 128),
     dense.DensePrefill(4, 40),
     dense.DensePrefill(5, 20, 100),
+    products.BlockLinear(5, 200, 256),
     layer_suites.Compress(4, 9),
     layer_suites.Compress(128, 130),
     layer_suites.Compress(4, 41, prompt=True),
@@ -114,11 +116,14 @@ def test_cases_are_checked_and_so_are_their_peers(case, monkeypatch):
     unchecked = {
         indexer_cases.Schedule: "deep_gemm", poisoned.PoisonedDecode: "flash_mla",
         poisoned.PoisonedPrefill: "flash_mla", candidate_cases.CandidateTopk: "all positions",
+        products.BlockLinear: ("deep_gemm", "bfloat16"),
     }  # fmt: skip
-    assert problem.unchecked == (unchecked.get(type(case), "copy"),)
+    left_out = unchecked.get(type(case), "copy")
+    assert problem.unchecked == (left_out if isinstance(left_out, tuple) else (left_out,))
     second = {
         "candidate_topk": "all positions",
         "indexer_topk": "two steps",
+        "fp8_block_linear": "bfloat16",
         "sparse_swa": "validate=False",
         "indexer": "validate=False",
     }
@@ -156,7 +161,7 @@ RECORDED = {
     "decode": sparse.recorded_decodes(), "prefill": sparse.recorded_prefills(), "cache": caches.recorded(),
     "indexer": indexer_cases.recorded(), "prefill_chunks": chunks.recorded(), "compressor": layer_suites.recorded(),
     "indices": index_maps.recorded(), "mla": step_suites.recorded_dense(), "poisoned": poisoned.recorded(),
-    "metadata": step_suites.recorded_metadata(), "interop": framework_calls.recorded(),
+    "products": products.recorded(), "metadata": step_suites.recorded_metadata(), "interop": framework_calls.recorded(),
 }  # fmt: skip
 
 

@@ -79,6 +79,15 @@ class DeepGemm:
 
     fp8_mqa_logits = staticmethod(cumla.fp8_mqa_logits)
 
+    @staticmethod
+    def fp8_gemm_nt(a, b, out):
+        import torch
+
+        (codes, scales), (weight, weight_scales) = a, b
+        assert scales.stride() == (1, -(-len(codes) // 4) * 4)
+        x = codes.float().unflatten(1, (-1, 128)) * scales[:, :, None]
+        out.copy_(cumla.fp8_block_linear(x.flatten(1), weight.view(torch.uint8), weight_scales))
+
 
 class Operations:
     """As torch.ops with vLLM's library: this is its _C and its _C_cache_ops."""
@@ -104,6 +113,12 @@ class Operations:
     def indexer_k_quant_and_cache(k, cache, slots, block_size, scale_format):
         assert (block_size, scale_format) == (128, "ue8m0")
         cumla.indexer_k_quant_and_cache(k, cache, slots)
+
+    @staticmethod
+    def per_token_group_fp8_quant(x, codes, scales, size, eps, least, most, ue8m0):
+        groups = x.float().unflatten(1, (-1, size))
+        scales.copy_(groups.abs().amax(2).clamp(min=eps) / most)
+        codes.copy_((groups / scales[:, :, None]).flatten(1).to(codes.dtype))
 
     @staticmethod
     def concat_and_cache_mla(kv_c, k_pe, cache, slots, dtype, scale):
