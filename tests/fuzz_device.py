@@ -25,7 +25,7 @@ OPS = {  # values of --ops: a method of Fuzz; the files of kernels whose example
     "caches": ("sparse_cache", "dense_cache", "blocks", "advance", "indices"),
     "attention": ("sparse_attention", "dense_attention"),
     "indexer": ("indexer", "candidates"),
-    "layers": ("norm_rope", "compressor", "latents"),
+    "layers": ("norm_rope", "compressor", "latents", "projection"),
 }
 
 
@@ -334,9 +334,25 @@ class Fuzz:
             q, self.ints(tokens), self.turns(), groups, is_ue8m0=bool(self.choose(False, True)), **rest
         )
 
+    def products(self):
+        tokens, rows, columns = (int(self.rng.integers(1, most)) for most in (150, 300, 1500))
+        block_rows, block_columns = int(self.choose(128, 32, 7)), int(self.choose(128, 32))
+        groups = self.choose((), (3,))
+        blocks = -(-rows // block_rows), -(-columns // block_columns)
+        codes = self.rng.integers(0, 256, (*groups, rows, columns), np.uint8)
+        scales = anything(self.rng, (int(np.prod(groups)) * blocks[0], blocks[1])).astype(np.float32)
+        x = self.rng.standard_normal((tokens, *groups, columns)).astype(BF16)
+        cumla.fp8_block_linear(
+            self.put(x, int(self.choose(0, 8, 3))), self.put(codes, int(self.choose(0, 16, 5))),
+            self.put(scales.reshape(*groups, *blocks)), block_rows=block_rows, block_columns=block_columns,
+            float32_output=bool(self.choose(False, True)), prefetch_weights=bool(self.choose(False, True)),
+            backend=self.backend,
+        )  # fmt: skip
+
     def layers(self):
         self.compress()
         self.norms()
+        self.products()
 
     def scores(self):
         """Logits of a few queries, top-k of both kinds, and both at once; over keys and over pages."""

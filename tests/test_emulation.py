@@ -7,7 +7,7 @@ import pytest
 
 import cumla
 import emulation
-from cumla.kernels.cuda import dense_attention
+from cumla.kernels.cuda import dense_attention, projection
 from cumla.kernels.cuda.launch import recorded_launches
 from cumla.kernels.cuda.sparse.division import Division
 from cumla.self_test import check_case
@@ -53,6 +53,19 @@ def test_every_operation(here, name, device):
     with here.xp.cuda.Device(device), emulation.scheduled(WILDEST):
         outcome = check_case(operations.EXAMPLES[name], "cuda", seed=0)
     assert outcome.passed, outcome
+
+
+@SCHEDULES
+@pytest.mark.parametrize(("tile", "rows", "splits"), [(8, 128, 4), (16, 32, 2), (8, 16, 1)])
+def test_products_of_clusters(here, rng, monkeypatch, schedule, tile, rows, splits):
+    """CTAs of a cluster write their sums, and leave, at any time."""
+    monkeypatch.setattr(projection, "division", lambda *_: (tile, rows, splits))
+    codes, scales = rng.integers(0, 120, (150, 1100)).astype(np.uint8), np.full((2, 9), 0.25, np.float32)
+    x = rng.standard_normal((tile - 1, 1100)).astype(BF16)
+    with emulation.scheduled(schedule):
+        got = here.get(cumla.fp8_block_linear(*map(here.put, (x, codes, scales)), float32_output=True, backend="cuda"))
+    want = cumla.fp8_block_linear(x, codes, scales, float32_output=True, backend="reference")
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6 * float(np.abs(want).max()))
 
 
 @pytest.fixture

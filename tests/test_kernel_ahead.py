@@ -12,6 +12,7 @@ from cumla.metadata import DeepseekSparseSWAMetadataBuilder, DeepseekV32IndexerM
 from emulation import launches, queues
 from support import operations
 from support.attention import make_cache, make_indices, make_q
+from support.lab import BF16
 
 pytestmark = pytest.mark.skipif(emulation.unavailable() is not None, reason=str(emulation.unavailable()))
 
@@ -108,6 +109,19 @@ def assert_waits_for_the_kernel_ahead(here, function, make, old=KernelAhead.OLD)
 def test_every_operation_waits_for_the_kernel_ahead(here, name):
     example = operations.EXAMPLES[name]
     assert_waits_for_the_kernel_ahead(here, operations.public(example), lambda: operations.arguments_of(example, 0))
+
+
+@pytest.mark.parametrize("tokens", [5, 20])
+def test_a_product_reads_its_weights_ahead_and_nothing_else(here, rng, tokens):
+    """x is written, and the result's memory read, by the kernel that it overlaps with; the weights are constant."""
+    codes, scales = rng.integers(0, 120, (150, 800)).astype(np.uint8), np.full((2, 7), 0.25, np.float32)
+    weights = here.put(codes), here.put(scales)
+
+    def product(x, out, backend):
+        return cumla.fp8_block_linear(x, *weights, prefetch_weights=True, out=out, backend=backend)
+
+    x = rng.standard_normal((tokens, 800)).astype(BF16)
+    assert_waits_for_the_kernel_ahead(here, product, lambda: {"x": x, "out": np.zeros((tokens, 150), BF16)})
 
 
 def test_a_large_decode_waits_for_the_kernel_ahead(here, rng):
