@@ -146,3 +146,17 @@ def test_another_format_is_an_error():
     layer = kind(golden).layer
     with pytest.raises(ValueError, match="weight_format: got 'fp4', expected 'fp8' or 'bfloat16'"):
         type(layer)(layer.config, 0, golden.weights, activations="float32", weight_format="fp4")
+
+
+@pytest.mark.parametrize("most_tokens", [products.MOST_TOKENS, 0], ids=["as they are", "dequantised"])
+@pytest.mark.parametrize("case", [8, 13])
+def test_layers_on_a_device(device, monkeypatch, case, most_tokens):
+    """Within the rounding of activations of a layer in float32."""
+    monkeypatch.setattr(products, "MOST_TOKENS", most_tokens)
+    golden, kind = golden_of(case, as_values)
+    splits = [7, 1, 1] if device.emulated else golden.splits
+    want = kind(golden).run(splits)
+    golden, kind = golden_of(case, quantized)
+    options = {"activations": "bfloat16", "cache_format": "bfloat16"}
+    got = kind(golden, **options, backend="cuda", lab=device).run(splits)
+    assert relative_rms(got, want) < 0.01
