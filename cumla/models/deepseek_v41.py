@@ -35,11 +35,14 @@ from .scratch import Scratch
 from .selection import Indexer
 from .v4_config import HEAD_DIM
 from .v41_config import DeepseekV41Config, mode_of
-from .v41_step import DeepseekV41Selection, DeepseekV41StepMetadata
+from .v41_step import DeepseekV41Selection, DeepseekV41StepBuilder, DeepseekV41StepMetadata, serving_of
 from .validation import check_options, check_v41_step
 from .weights import V41_ATTENTION, LayerWeights, WeightFormat, WeightReader, keeps_fp8, place_of
 
-__all__ = ["DeepseekV41Attention", "DeepseekV41Caches", "DeepseekV41Config", "DeepseekV41Selection"]
+__all__ = [
+    "DeepseekV41Attention", "DeepseekV41Caches", "DeepseekV41Config", "DeepseekV41Selection", "DeepseekV41StepBuilder",
+    "DeepseekV41StepMetadata", "serving_of",
+]  # fmt: skip
 
 FLOAT32 = np.dtype(np.float32)
 SCALE_BLOCK = (32, 32)  # of FP8 weights
