@@ -72,12 +72,20 @@ SOURCES = [
         for given, output, ratio, rounded in (("float", "bf16", 2, 0), ("bf16", "float", 1, 1))
     ),
     *(
-        ("common/candidate_logits.cu", {"QUERY": query, "VALUE": value, "LAYOUT": layout})
-        for query, value, layout in (
-            ("uint8", "uint8", "INDEXER_FP8"),
-            ("bf16", "uint8", "INDEXER_MXFP4"),
-            ("float", "float", "INDEXER_F32"),
+        ("sm80/candidate_logits.cu", {"QUERY": query, "LAYOUT": layout, "HEADS": heads, "ALIGNED": aligned})
+        for query, layout, heads, aligned in (
+            ("uint8", "INDEXER_FP8", 32, 1),
+            ("uint8", "INDEXER_MXFP4", 32, 1),
+            ("bf16", "INDEXER_MXFP4", 32, 1),
+            ("bf16", "INDEXER_BF16", 32, 1),
+            ("uint8", "INDEXER_FP8", 0, 0),
+            ("bf16", "INDEXER_MXFP4", 0, 1),
+            ("bf16", "INDEXER_BF16", 0, 0),
         )
+    ),
+    *(
+        ("common/candidate_logits.cu", {"LAYOUT": layout})
+        for layout in ("INDEXER_MXFP4", "INDEXER_F32")
     ),
     ("common/indexer_queries.cu", {**QUERIES, "OUTPUT": "uint8", "ALIGNED": 1}),
     ("common/indexer_queries.cu", {**QUERIES, "OUTPUT": "float", "ALIGNED": 0}),

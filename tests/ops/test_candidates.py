@@ -1,5 +1,7 @@
 """Candidate blocks on every backend: selection, mask, scores of candidates only, and their top-k."""
 
+import importlib
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -133,12 +135,18 @@ def cache_of(rng, layout, blocks, block_size, gap):
     ],
     ids=lambda x: getattr(x, "name", x),
 )  # fmt: skip
-@pytest.mark.thorough(when=lambda x: x.simulated and x.get("axes") == 2)
-def test_scores_and_choice(lab, rng, layout, queries, axes):
+@pytest.mark.parametrize("heads", [35, 32])
+@pytest.mark.thorough(when=lambda x: x.simulated and (x.get("axes") == 2 or x.get("heads") == 32))
+def test_scores_and_choice(lab, rng, layout, queries, axes, heads, monkeypatch):
     """Against float64, with pages that are absent, candidates of all kinds, and the choice by the scores found."""
-    heads, columns, block_size, block, next_n = (1, 3, 4, 3, 2) if lab.tiny else (35, 4, 5, 8, 2)
-    requests, candidates_of_row, topk = 2, 2 if lab.tiny else 9, 5
-    gap = 5 if lab.backend == "cuda" and layout is not cumla.INDEXER_F32 else 16  # pages at odd addresses
+    sizes = (1, 3, 4, 3, 2) if lab.tiny else {35: (35, 4, 5, 8, 9), 32: (32, 17, 8, 8, 20)}[heads]
+    heads, columns, block_size, block, candidates_of_row = sizes
+    requests, next_n, topk = 2, 2, 5
+    odd = lab.backend == "cuda" and layout is not cumla.INDEXER_F32 and heads == 35
+    gap = 5 if odd else 16  # pages at odd addresses, or at multiples of 16
+    if lab.backend == "cuda":
+        cuda = importlib.import_module("cumla.kernels.cuda.candidates")
+        monkeypatch.setattr(cuda, "query_parts", lambda *_: 1 if axes == 1 else 3)  # several tiles a warp
     cache, keys = cache_of(rng, layout, requests * columns + 3, block_size, gap)
     table = rng.permutation(requests * columns + 3)[: requests * columns].reshape(requests, columns).astype(np.int32)
     table[0, 1], table[1, -1] = -1, 999
@@ -177,6 +185,34 @@ def test_scores_and_choice(lab, rng, layout, queries, axes):
             order = np.argsort(-found[row][seen[row]], kind="stable")[:topk]
             want = sorted(positions[row][seen[row]][order])
             np.testing.assert_array_equal(columns_of_row, want + [-1] * (topk - len(want)))
+
+
+@pytest.mark.parametrize("layout", [cumla.INDEXER_FP8, cumla.INDEXER_MXFP4], ids=lambda x: x.name)
+@pytest.mark.parametrize("heads", [2, 32])
+@pytest.mark.thorough(when=lambda x: x.simulated and x.get("heads") == 32)
+def test_scores_of_special_values(lab, rng, layout, heads):
+    """NaN, zeros of both signs, subnormal values and extreme scales in keys, queries and weights, as the reference."""
+    rows = 4 if lab.tiny else 32
+    cache = layout.allocate(1, rows)
+    values, scales, _ = layout.parts(cache)
+    values[:] = rng.choice(np.array([0, 0x80, 0x01, 0x81, 0x38, 0xB8, 0x77], np.uint8), values.shape)
+    if layout is cumla.INDEXER_FP8:
+        values[0, rows - 1, 5] = 0x7F
+        of_rows = rng.choice(np.array([0.0, -0.0, 2.0**-126, 1.0, -3.5, 2.0**90], np.float32), (1, rows, 1))
+        of_rows[0, 1], of_rows[0, 2] = np.nan, np.inf
+        scales[:] = of_rows.view(np.uint8)
+    else:
+        scales[:] = rng.choice(np.array([0, 1, 90, 127, 133], np.uint8), scales.shape)
+        scales[0, rows - 1, 2] = 255
+    q = rng.choice(np.array([0, 0x80, 0x01, 0x38, 0xBC], np.uint8), (2, 1, heads, HEAD_DIM))
+    q[1, 0, -1, 7] = 0xFF
+    weights = rng.choice(np.array([0.0, -0.0, 1.0, -2.0], np.float32), (2, heads))
+    blocks = np.tile(np.arange(-(-rows // 8), dtype=np.int32), (2, 1))
+    given = q, cache, weights, blocks, np.array([rows, rows - 1], np.int32), np.zeros((2, 1), np.int32)
+    want = cumla.candidate_logits(*given, layout=layout, backend="reference")
+    found = lab.get(cumla.candidate_logits(*map(lab.put, given), layout=layout, backend=lab.backend))
+    assert np.isnan(want).any() and np.isnan(want[1, : rows - 1]).all()
+    check_logits(found, want)
 
 
 def test_scores_of_nan_keys_are_never_selected(lab, rng):

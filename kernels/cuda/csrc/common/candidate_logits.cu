@@ -1,27 +1,19 @@
-// Indexer scores of the positions of each query's candidate blocks, in a paged cache:
+// Indexer scores of the positions of float32 queries' candidate blocks, in a paged cache:
 // logits = scale * sum of weights * relu(q . k).
 //
 // Grid: (tiles of 64 candidate positions, queries), both strided. Block: 128 threads; a thread has 4 positions and 4 heads, 16
 // threads have the tile's positions, and 8 groups of them 32 heads.
 // Shared memory: 28 KiB, static: half of the values of the tile's keys and of 32 heads, as float32, and the keys' addresses.
 //
-// Float32 arithmetic: each value that is read from shared memory takes part in four products. A tensor core variant would halve
-// the bytes and leave the products free (docs/kernels/candidates.md).
+// Float32 arithmetic: each value that is read from shared memory takes part in four products. Queries and keys of 16 bits and fewer
+// take tensor cores (sm80/candidate_logits.cu).
 //
-// Macros: QUERY and VALUE (uint8 for e4m3, bf16 or float; VALUE of e2m1 keys is not used), LAYOUT.
+// Macros: LAYOUT (INDEXER_F32 or INDEXER_MXFP4).
 #include "common/pages.cuh"
 #include "common/pdl.cuh"
 
 constexpr int DIM = 128, HALF = 64, KEYS = 64, HEADS = 32, THREADS = 128, CHUNK = 16;
 constexpr int KEY_STRIDE = KEYS + 4, HEAD_STRIDE = HEADS + 4;
-
-__device__ inline float value_of(uint8 x) {
-    float low, high;
-    e4m3x2_to_float(x, low, high);
-    return low;
-}
-__device__ inline float value_of(bf16 x) { return to_float(x); }
-__device__ inline float value_of(float x) { return x; }
 
 // CHUNK values of a key from value d on, e2m1 ones scaled.
 __device__ inline void read_chunk(const Token& token, int d, float (&x)[CHUNK]) {
@@ -38,21 +30,14 @@ __device__ inline void read_chunk(const Token& token, int d, float (&x)[CHUNK]) 
                 x[8 * word + i] = low * scale, x[8 * word + i + 1] = high * scale;
             }
         }
-    } else if constexpr (sizeof(VALUE) == 1) {
-#pragma unroll
-        for (int word = 0; word < 4; ++word) {
-            uint32 bytes = read_at<uint32>(token.row + d + 4 * word);
-            e4m3x2_to_float(bytes & 0xffff, x[4 * word], x[4 * word + 1]);
-            e4m3x2_to_float(bytes >> 16, x[4 * word + 2], x[4 * word + 3]);
-        }
     } else {
 #pragma unroll
-        for (int i = 0; i < CHUNK; ++i) x[i] = value_of(read_at<VALUE>(token.row + (d + i) * int(sizeof(VALUE))));
+        for (int i = 0; i < CHUNK; ++i) x[i] = read_at<float>(token.row + (d + i) * int(sizeof(float)));
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-candidate_logits(const QUERY* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h, int heads, const float* weights,
+candidate_logits(const float* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h, int heads, const float* weights,
                  int64 weights_stride, const int* lens, int64 lens_stride, int per_query, int next_n, int num_queries,
                  const int* candidates, int64 candidates_stride, int block, int columns, float fill,
                  const int* block_table, int64 table_stride, int table_rows, int table_columns, uint8* pages,
@@ -97,10 +82,10 @@ candidate_logits(const QUERY* q, int64 q_stride_b, int64 q_stride_s, int64 q_str
 #pragma unroll
                         for (int n = 0; n < CHUNK; ++n) key[d + n][at] = x[n];
                     }
-                    const QUERY* from = q + entry * q_stride_b + j * q_stride_s + first;
+                    const float* from = q + entry * q_stride_b + j * q_stride_s + first;
                     for (int i = threadIdx.x; i < HEADS * HALF; i += THREADS) {
                         int d = i % HALF, head = first_head + i / HALF;
-                        query_head[d][i / HALF] = head < heads ? value_of(from[head * q_stride_h + d]) : 0.0f;
+                        query_head[d][i / HALF] = head < heads ? from[head * q_stride_h + d] : 0.0f;
                     }
                     __syncthreads();
 #pragma unroll 4
@@ -137,7 +122,6 @@ candidate_logits(const QUERY* q, int64 q_stride_b, int64 q_stride_s, int64 q_str
                 float total = sums[0][threadIdx.x];
                 for (int other = 1; other < THREADS / 32; ++other) total += sums[other][threadIdx.x];
                 Token token = tokens[threadIdx.x];
-                if (LAYOUT::num_scales == 1 && token.row) total *= read_at<float>(token.scales);
                 if (!token.row) total = is_seen[threadIdx.x] ? -infinity() : fill;
                 logits[query * logits_stride + column] = total;
             }

@@ -114,6 +114,27 @@ __device__ inline void e2m1_to_e4m3(uint32 codes, uint32& first, uint32& second)
     second = __byte_perm(SMALL, LARGE, magnitudes >> 16) | __byte_perm(even, odd, 0x7362);
 }
 
+// Eight e2m1 codes, the first in the lowest bits, as four pairs of bfloat16 values.
+__device__ inline void e2m1_to_bf16(uint32 codes, uint32 (&pairs)[4]) {
+    constexpr uint32 LOW_SMALL = 0xc0800000, LOW_LARGE = 0xc0804000;    // low bytes of 0, 0.5, 1, 1.5 and 2, 3, 4, 6
+    constexpr uint32 HIGH_SMALL = 0x3f3f3f00, HIGH_LARGE = 0x40404040;  // high bytes
+    uint32 even = codes << 4;  // each second code's sign is a byte's highest bit
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        uint32 magnitudes = (codes & 0x77777777) >> 16 * i;
+        uint32 signs = __byte_perm(even, codes, i ? 0x7362 : 0x5140) & 0x80808080;
+        uint32 low = __byte_perm(LOW_SMALL, LOW_LARGE, magnitudes), high = __byte_perm(HIGH_SMALL, HIGH_LARGE, magnitudes) | signs;
+        pairs[2 * i] = __byte_perm(low, high, 0x5140), pairs[2 * i + 1] = __byte_perm(low, high, 0x7362);
+    }
+}
+
+// max(x, 0); NaN stays NaN.
+__device__ inline float relu(float x) {
+    float y;
+    asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // The four bits of x / unit as e2m1; beyond 6 saturates. Ties go to even codes: a midpoint below an odd code is not enough.
 // If unit is an e4m3 number and x has at most 11 bits, as bfloat16 and float16, comparing x with a midpoint times unit, which is
 // exact, decides as the rounded quotient does.

@@ -344,13 +344,6 @@ __device__ inline void multiply(float (&x)[64], uint64 k, uint64 q, int add) {
                  : FLOATS64(x) : "l"(k), "l"(q), "r"(add));
 }
 
-// max(x, 0); NaN stays NaN.
-__device__ inline float relu(float x) {
-    float y;
-    asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // The weighted sums over a thread's 16 heads for its keys g and g + 8, for the query whose products begin at x[first].
 __device__ inline void sum_heads(const float (&x)[COLUMNS], int first, const float (&weights)[16], float& low, float& high) {
     float sums[4];

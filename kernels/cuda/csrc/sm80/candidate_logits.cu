@@ -1,0 +1,262 @@
+// Indexer scores of the positions of each query's candidate blocks, in a paged cache, by tensor cores:
+// logits = scale * sum of weights * relu(q . k). common/candidate_logits.cu scores float32 queries and keys.
+//
+// Grid: (CTAs). Block: 128 threads, four warps that work alone: each has a work range of one query, `parts` of which cover it.
+// Shared memory: a ring of 3 stages for each warp, 50 KiB for FP8 keys. A lane copies to it only what this lane reads, so no thread waits for
+// another one.
+//
+// A warp takes 32 positions at a time, a *tile*, and lane 4 g + c looks up position 8 c + g of it. The keys of a tile are rows
+// of two products of 16 rows, heads of the query their columns. The order of values in a product is free if both operands have
+// the same one: a lane reads 16 bytes of a row in a piece, and four values of them are its operands of a step of 16 values.
+//
+//     keys     bytes a row    product     pieces of a lane    values of a piece
+//     e4m3     128            float16     2                   64 h + 16 c to + 15
+//     e2m1     64             bfloat16    1                   32 c to + 31: the scale's tile
+//     bf16     256            bfloat16    4                   32 h + 8 c to + 7
+//
+// float16 has every e4m3 value. bfloat16 has every e2m1 value times a power of two, and every e4m3 value. So products are exact,
+// and sums are float32.
+//
+// Before a tile is multiplied, copies of the two tiles after it have been started, the page of the third is being read from the
+// block table, and so is the candidate block of the fourth.
+//
+// Macros: QUERY (uint8 for e4m3, or bf16), LAYOUT (INDEXER_FP8 with QUERY uint8, INDEXER_BF16 with QUERY bf16, INDEXER_MXFP4),
+// HEADS (32: exactly 32 heads, whose operands stay in registers; 0: any number), ALIGNED (whether rows of queries and keys are at
+// multiples of 16 bytes).
+#include "common/pages.cuh"
+#include "common/pdl.cuh"
+#include "sm80/mma.cuh"
+
+constexpr int DIM = 128, WARPS = 4, KEYS = 32, STAGES = 3, CHUNK_HEADS = 32, STEPS = DIM / 16;
+constexpr bool IS_MXFP4 = LAYOUT::e2m1_values, IS_E4M3 = !IS_MXFP4 && LAYOUT::num_scales == 1;
+constexpr int PIECES = LAYOUT::row_bytes / 64, PIECE_STEPS = STEPS / PIECES;
+
+template <bool E4M3> struct ProductType { using type = bf16; };
+template <> struct ProductType<true> { using type = f16; };
+using Product = ProductType<IS_E4M3>::type;
+
+// A tile of a warp's ring.
+struct Stage {
+    uint4 rows[4][PIECES][32];  // of each lane: positions g, g + 8, g + 16 and g + 24
+    uint32 scales[32];          // of each lane's position: a float, or four bytes
+};
+
+// Four e4m3 values as two pairs.
+__device__ inline void pairs_of_e4m3(f16 type, uint32 bytes, uint32& low, uint32& high) {
+#if __CUDA_ARCH__ >= 890
+    codes_to_f16(bytes, low, high);
+#else
+    float x[4];
+    e4m3x2_to_float(bytes & 0xffff, x[0], x[1]), e4m3x2_to_float(bytes >> 16, x[2], x[3]);
+    low = pack(type, x[0], x[1]), high = pack(type, x[2], x[3]);
+#endif
+}
+__device__ inline void pairs_of_e4m3(bf16 type, uint32 bytes, uint32& low, uint32& high) {
+    float x[4];
+    e4m3x2_to_float(bytes & 0xffff, x[0], x[1]), e4m3x2_to_float(bytes >> 16, x[2], x[3]);
+    low = pack(type, x[0], x[1]), high = pack(type, x[2], x[3]);
+}
+
+// The first of the four values that lanes with this c have in a step.
+__device__ inline int first_value(int step, int c) {
+    int piece = step / PIECE_STEPS, values = DIM / PIECES;
+    return piece * values + c * (values / 4) + step % PIECE_STEPS * 4;
+}
+
+// A pair of UE8M0 scales as bfloat16.
+__device__ inline uint32 scale_pair(uint32 byte) {
+    uint32 scale = byte == 255 ? 0x7fc0u : byte == 0 ? 0x0040u : byte << 7;
+    return scale << 16 | scale;
+}
+
+// A lane's operands of a key in a step of a piece. factor: the scale of its values, for e2m1.
+__device__ inline void key_pairs(uint4 piece, int step, uint32 factor, uint32& low, uint32& high) {
+    uint32 words[4] = {piece.x, piece.y, piece.z, piece.w};
+    if constexpr (IS_MXFP4) {
+        uint32 pairs[4];
+        e2m1_to_bf16(words[step / 2], pairs);
+        constexpr uint32 MINUS_ZERO = 0x80008000;
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(low) : "r"(pairs[step % 2 * 2]), "r"(factor), "r"(MINUS_ZERO));
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(high) : "r"(pairs[step % 2 * 2 + 1]), "r"(factor), "r"(MINUS_ZERO));
+    } else if constexpr (IS_E4M3) {
+        pairs_of_e4m3(Product{}, words[step], low, high);
+    } else {
+        low = words[2 * step], high = words[2 * step + 1];
+    }
+}
+
+// A word at `from`.
+template <class T> __device__ inline T load(const void* from) {
+    if constexpr (ALIGNED) return *static_cast<const T*>(from);
+    else return read_at<T>(static_cast<const uint8*>(from));
+}
+
+// Copy to shared memory, or write zeros there.
+__device__ inline void copy_piece(uint4* to, const uint8* from, bool present) {
+    if constexpr (ALIGNED) {
+        copy_async<16>(to, from, present);
+    } else {
+        uint32 words[4] = {};
+        for (int i = 0; present && i < 4; ++i) words[i] = read_at<uint32>(from + 4 * i);
+        *to = {words[0], words[1], words[2], words[3]};
+    }
+}
+__device__ inline void copy_word(uint32* to, const uint8* from, bool present) {
+    if constexpr (ALIGNED) copy_async<4>(to, from, present);
+    else *to = present ? read_at<uint32>(from) : 0;
+}
+
+// 32 heads of a query as operands, and their weights.
+struct Heads {
+    uint32 b[CHUNK_HEADS / 8][STEPS][2];
+    float weights[CHUNK_HEADS / 8][2];
+
+    __device__ void read(const QUERY* q, int64 q_stride_h, const float* of_heads, int first, int heads) {
+        int lane = threadIdx.x % 32, c = lane % 4;
+#pragma unroll
+        for (int n = 0; n < CHUNK_HEADS / 8; ++n) {
+            int head = first + 8 * n + lane / 4;
+            bool present = HEADS || head < heads;
+            const QUERY* row = q + (present ? head : 0) * q_stride_h;
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                const QUERY* from = row + first_value(step, c);
+                if constexpr (sizeof(QUERY) == 1) {
+                    pairs_of_e4m3(Product{}, load<uint32>(from), b[n][step][0], b[n][step][1]);
+                } else {
+                    uint2 words{load<uint32>(from), load<uint32>(from + 2)};
+                    b[n][step][0] = words.x, b[n][step][1] = words.y;
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                int column = first + 8 * n + 2 * c + i;
+                weights[n][i] = HEADS || column < heads ? of_heads[column] : 0;
+            }
+        }
+    }
+};
+
+// The value of each lane's position of four values a lane, which are added up over the four lanes of a g.
+__device__ inline float sum_of_four(const float (&x)[4]) {
+    int c = threadIdx.x % 4;
+    bool odd = c & 1, upper = c & 2;
+    float low = (odd ? x[1] : x[0]) + __shfl_xor_sync(~0u, odd ? x[0] : x[1], 1);
+    float high = (odd ? x[3] : x[2]) + __shfl_xor_sync(~0u, odd ? x[2] : x[3], 1);
+    return (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, 2);
+}
+
+#if __CUDA_ARCH__ >= 890
+constexpr int CTAS = 3;  // on an SM
+#else
+constexpr int CTAS = 2;  // conversion of e4m3 takes registers
+#endif
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS)
+candidate_logits_mma(const QUERY* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h, int heads, const float* weights,
+                     int64 weights_stride, const int* lens, int64 lens_stride, int per_query, int next_n, int num_queries,
+                     const int* candidates, int64 candidates_stride, int block, int columns, float fill,
+                     const int* block_table, int64 table_stride, int table_rows, int table_columns, uint8* pages,
+                     int64 page_stride, int64 num_slots, int block_size, float* logits, int64 logits_stride, int parts) {
+    extern __shared__ uint4 memory[];
+    int lane = threadIdx.x % 32, c = lane % 4, key = 8 * c + lane / 4;
+    Stage* ring = reinterpret_cast<Stage*>(memory) + threadIdx.x / 32 * STAGES;
+    int64 item = int64(blockIdx.x) * WARPS + threadIdx.x / 32;
+    int query = int(item / parts), part = int(item - int64(query) * parts);
+    if (query >= num_queries) return;
+    pdl_wait();
+    BlockTable table{block_table, table_stride, table_rows, table_columns};
+    int entry = query / next_n, j = query - entry * next_n;
+    int64 tiles = (int64(columns) + KEYS - 1) / KEYS, first = tiles * part / parts, end = tiles * (part + 1) / parts;
+    const int* blocks = candidates + query * candidates_stride;
+    const QUERY* own_q = q + entry * q_stride_b + j * q_stride_s;
+    const float* own_weights = weights + query * weights_stride;
+
+    // This lane's position of a tile, in three steps: its candidate block, then the block table's entry, then copies.
+    auto candidate_of = [&](int64 tile) {
+        int64 column = tile * KEYS + key;
+        return tile < end && column < columns ? blocks[uint32(column) / uint32(block)] : -1;
+    };
+    int candidate = candidate_of(first);
+    int64 length = per_query ? lens[entry * lens_stride + j] : int64(lens[entry * lens_stride]) - (next_n - 1 - j);
+    int position, in_table;  // of the next tile that is copied; -1: not seen by the query, and absent
+    auto find_page = [&](int64 tile) {
+        int64 at = int64(candidate) * block + uint32(tile * KEYS + key) % uint32(block);
+        position = candidate >= 0 && at < length ? int(at) : -1;
+        uint32 column = uint32(position) / uint32(block_size);
+        bool known = position >= 0 && entry < table.rows && int64(column) < table.columns;
+        in_table = known ? table.entries[entry * table.row_stride + column] : -1;
+    };
+    uint32 states = 0;  // two bits of each tile in the ring: whether the position is seen, and whether its page is present
+    auto copy = [&](Stage& stage, int64 tile) {
+        PageRow at{in_table, position >= 0 ? int(uint32(position) % uint32(block_size)) : 0};
+        int64 slot = int64(in_table) * block_size + at.row;
+        bool present = in_table >= 0 && slot <= INT32_LIMIT && slot < num_slots;
+        states = states << 2 | present << 1 | (position >= 0);
+        Token token = token_at<LAYOUT>(pages, page_stride, block_size, present ? at : PageRow{0, 0});
+        int64 offset = present ? token.row - pages : -1;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            int64 from = __shfl_sync(~0u, offset, (lane & ~3) + i);
+#pragma unroll
+            for (int h = 0; h < PIECES; ++h)
+                copy_piece(&stage.rows[i][h][lane], pages + (from >= 0 ? from + 64 * h + 16 * c : 0), from >= 0);
+        }
+        if (LAYOUT::num_scales) copy_word(&stage.scales[lane], token.scales, present);
+        copies_commit();
+        find_page(tile + 1);
+        candidate = candidate_of(tile + 2);
+    };
+
+    find_page(first);
+    candidate = candidate_of(first + 1);
+    Heads of_query;
+    if (HEADS) of_query.read(own_q, q_stride_h, own_weights, 0, heads);
+    int stage = 0;
+    for (int i = 0; i < STAGES - 1; ++i) copy(ring[i], first + i);
+    for (int64 tile = first; tile < end; ++tile) {
+        copy(ring[stage == 0 ? STAGES - 1 : stage - 1], tile + STAGES - 1);
+        copies_wait<STAGES - 1>();
+        const Stage& now = ring[stage];
+        uint32 scale = LAYOUT::num_scales ? now.scales[lane] : 0;
+        float sums[4] = {};
+        for (int first_head = 0; first_head < (HEADS ? HEADS : heads); first_head += CHUNK_HEADS) {
+            if (!HEADS) of_query.read(own_q, q_stride_h, own_weights, first_head, heads);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float x[CHUNK_HEADS / 8][4] = {};
+                uint32 factors[2] = {};
+                if (IS_MXFP4)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i)
+                        factors[i] = scale_pair(__shfl_sync(~0u, scale, (lane & ~3) + 2 * half + i) >> 8 * c & 0xff);
+#pragma unroll
+                for (int h = 0; h < PIECES; ++h) {
+                    uint4 low = now.rows[2 * half][h][lane], high = now.rows[2 * half + 1][h][lane];
+#pragma unroll
+                    for (int step = 0; step < PIECE_STEPS; ++step) {
+                        uint32 a[4];
+                        key_pairs(low, step, factors[0], a[0], a[2]);
+                        key_pairs(high, step, factors[1], a[1], a[3]);
+#pragma unroll
+                        for (int n = 0; n < CHUNK_HEADS / 8; ++n)
+                            mma(Product{}, x[n], a, of_query.b[n][h * PIECE_STEPS + step]);
+                    }
+                }
+#pragma unroll
+                for (int n = 0; n < CHUNK_HEADS / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        if (HEADS || first_head + 8 * n + 2 * c + i % 2 < heads)  // a product of no head with infinity is NaN
+                            sums[2 * half + i / 2] = fmaf(relu(x[n][i]), of_query.weights[n][i % 2], sums[2 * half + i / 2]);
+            }
+        }
+        float score = sum_of_four(sums);
+        uint32 state = states >> 2 * (STAGES - 1) & 3;
+        if (LAYOUT::num_scales == 1) score *= __uint_as_float(scale);
+        if (state != 3) score = state ? -infinity() : fill;
+        int64 column = tile * KEYS + key;
+        if (column < columns) logits[query * logits_stride + column] = score;
+        stage = stage == STAGES - 1 ? 0 : stage + 1;
+    }
+}
