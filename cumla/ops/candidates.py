@@ -142,9 +142,7 @@ def candidate_logits(
 ) -> Any:
     """Scores of the positions of each query's candidate blocks, in a paged cache of index keys.
 
-    q                 uint8 [B, next_n, H, 128], e4m3; or float32 or bfloat16 as the cache's rows are. With
-                      INDEXER_MXFP4 any of the three
-    kv_cache          as in fp8_paged_mqa_logits, or uint8 [num_blocks, block_size, 68] as INDEXER_MXFP4
+    q, kv_cache       as in fp8_paged_mqa_logits
     weights           [B * next_n, H] float32
     candidate_blocks  [B * next_n, K] int32, blocks of each query; -1: none
     context_lens      [B] int32, rows of each request: query j sees the first context_lens - next_n + 1 + j of them;
@@ -164,9 +162,7 @@ def candidate_logits(
     """
     check_integers(1, candidate_block_size=candidate_block_size)
     call = Call(backend, stream)
-    q, pages, weights, lens, table = checked_paged(
-        call, q, kv_cache, weights, context_lens, block_table, layout, mxfp4=True
-    )
+    q, pages, weights, lens, table = checked_paged(call, q, kv_cache, weights, context_lens, block_table, layout)
     tokens = q.shape[0] * q.shape[1]
     candidates, width = checked_candidates(call, candidate_blocks, tokens, candidate_block_size)
     logits = call.output("out", out, FLOAT32, (tokens, width))
@@ -216,9 +212,7 @@ def candidate_topk(
     check_integers(1, candidate_block_size=candidate_block_size)
     check_integers(1, 2**63 - 1, max_workspace_bytes=max_workspace_bytes)
     call = Call(backend, stream)
-    q, pages, weights, lens, table = checked_paged(
-        call, q, kv_cache, weights, context_lens, block_table, layout, mxfp4=True
-    )
+    q, pages, weights, lens, table = checked_paged(call, q, kv_cache, weights, context_lens, block_table, layout)
     next_n = q.shape[1]
     tokens = len(q) * next_n
     candidates, width = checked_candidates(call, candidate_blocks, tokens, candidate_block_size)

@@ -3,7 +3,8 @@
     logits[m, n] = scale[n] * sum over heads h of weights[m, h] * relu(q[m, h] . k[n])
 
 q and k are e4m3 bytes: k has a float32 scale a row, q one a head, which `fused_indexer_q_rope_quant` folds into
-`weights`. For exact scores both may be float32 or bfloat16 instead, which have no scales.
+`weights`. MXFP4 keys (DeepSeek V4.1) have a scale for each 32 values instead. For exact scores both may be float32 or
+bfloat16, which have no scales.
 """
 
 from __future__ import annotations
@@ -112,8 +113,9 @@ def fp8_mqa_logits(
 ) -> Any:
     """Scores of packed keys, a range of them for each query.
 
-    q             uint8 [M, H, 128], e4m3; or float32 or bfloat16 as the keys are
-    kv            (k, scales): uint8 [N, 128], e4m3, and float32 [N] or [N, 1]; or float32 or bfloat16 [N, 128] alone
+    q             uint8 [M, H, 128], e4m3; or float32 or bfloat16 as the keys are. With MXFP4 keys any of the three
+    kv            (k, scales): uint8 [N, 128], e4m3, and float32 [N] or [N, 1]; or uint8 [N, 64], MXFP4, and uint8
+                  [N, 4], as cp_gather_indexer_k_quant_cache gives them; or float32 or bfloat16 [N, 128] alone
     weights       [M, H] float32
     cu_seqlen_ks, cu_seqlen_ke    [M] int32: query m sees the keys ks[m] <= n < ke[m], and none beyond N
     clean_logits  write -inf for keys that a query does not see; False leaves these logits unwritten
@@ -151,7 +153,7 @@ def check_queries_of_bytes(q: Any, of: str) -> None:
 
 
 def checked_keys(call: Call, q: Any, kv: Any, kv_scales: Any, weights: Any) -> tuple[Any, Any, Any, Any]:
-    """q [M, H, 128], k [N, 128], its scales [N] or None, and weights [M, H]."""
+    """q [M, H, 128], k [N, 128], its scales [N] or None, and weights [M, H]; of MXFP4 k [N, 64] and scales [N, 4]."""
     pair = isinstance(kv, (tuple, list))
     if pair and len(kv) != 2:
         raise ValueError(f"kv: got {len(kv)} arrays, expected (k, scales) or one array")
@@ -162,6 +164,12 @@ def checked_keys(call: Call, q: Any, kv: Any, kv_scales: Any, weights: Any) -> t
     if not pair and call.borrow("kv", kv).dtype == np.uint8:
         check_queries_of_bytes(call.borrow("q", q), "keys")
         raise ValueError("kv_scales: got None for e4m3 keys, expected their scales, or kv (k, scales)")
+    if pair and call.borrow("kv[0] (k)", kv[0]).shape[1:] == (INDEXER_MXFP4.row_bytes,):
+        q = call.array("q", q, UINT8 + PLAIN, ("M", "H", HEAD_DIM))
+        k = call.array("kv[0] (k)", kv[0], UINT8, ("N", INDEXER_MXFP4.row_bytes))
+        scales = call.array("kv[1] (scales)", kv[1], UINT8, ("N", INDEXER_MXFP4.scale_bytes))
+        check_contiguous_scales(scales, INDEXER_MXFP4.scale_bytes)
+        return q, k, scales, call.array("weights", weights, FLOAT32, ("M", "H"))
     q = call.array("q", q, UINT8 if pair else PLAIN, ("M", "H", HEAD_DIM))
     if not pair:
         k = call.array("kv", kv, (q.dtype,), ("N", HEAD_DIM))
@@ -171,9 +179,13 @@ def checked_keys(call: Call, q: Any, kv: Any, kv_scales: Any, weights: Any) -> t
     scales = call.array("kv[1] (scales)", scales, FLOAT32, ("N", 1)[: max(scales.ndim, 1)])
     if scales.ndim == 2:
         scales = scales[:, 0]
-    if scales.strides[0] != scales.itemsize and len(scales) > 1:
-        raise ValueError(f"kv[1] (scales): got strides {scales.strides} bytes, expected contiguous scales")
+    check_contiguous_scales(scales, INDEXER_FP8.scale_bytes)
     return q, k, scales, call.array("weights", weights, FLOAT32, ("M", "H"))
+
+
+def check_contiguous_scales(scales: Any, row_bytes: int) -> None:
+    if scales.strides[0] != row_bytes and len(scales) > 1:
+        raise ValueError(f"kv[1] (scales): got strides {scales.strides} bytes, expected contiguous scales")
 
 
 @launch_cached
@@ -194,9 +206,11 @@ def fp8_paged_mqa_logits(
 ) -> Any:
     """Scores of the rows of a paged cache for a few queries of each request.
 
-    q                  uint8 [B, next_n, H, 128], e4m3; or float32 or bfloat16 as the cache's rows are
-    kv_cache           uint8 [num_blocks, block_size, 132] (or [num_blocks, block_size, 1, 132]) as INDEXER_FP8; or
-                       float32 or bfloat16 [num_blocks, block_size, 128]; bytes of those with `layout`
+    q                  uint8 [B, next_n, H, 128], e4m3; or float32 or bfloat16 as the cache's rows are. With
+                       INDEXER_MXFP4 any of the three
+    kv_cache           uint8 [num_blocks, block_size, 132] (or [num_blocks, block_size, 1, 132]) as INDEXER_FP8, or 68
+                       bytes as INDEXER_MXFP4; or float32 or bfloat16 [num_blocks, block_size, 128]; bytes of those
+                       with `layout`
     weights            [B * next_n, H] float32
     context_lens       [B] int32, rows of each request: query j sees the first context_lens - next_n + 1 + j of them;
                        or [B, next_n], rows that each query sees
@@ -205,7 +219,8 @@ def fp8_paged_mqa_logits(
                        ignored: these kernels schedule the rows by the lengths
     max_context_len    width of the logits; None: all rows of the block table. Rows beyond it are left out
     clean_logits       write -inf for rows that a query does not see; False leaves these logits unwritten
-    layout             INDEXER_FP8, INDEXER_BF16 or INDEXER_F32, or the name of one; by q's dtype if None
+    layout             INDEXER_FP8, INDEXER_MXFP4, INDEXER_BF16 or INDEXER_F32, or the name of one; by kv_cache and q
+                       if None
     out                to write instead of allocating
 
     Returns logits float32 [B * next_n, max_context_len]. A row whose page is absent (not in the table, or the table's
@@ -227,13 +242,10 @@ def fp8_paged_mqa_logits(
 
 def checked_paged(
     call: Call, q: Any, kv_cache: Any, weights: Any, context_lens: Any, block_table: Any, layout: Any,
-    cache_name: str = "kv_cache", mxfp4: bool = False,
+    cache_name: str = "kv_cache",
 ) -> tuple[Any, Any, Any, Any, Any]:  # fmt: skip
-    """q [B, next_n, H, 128], Pages, weights [B * next_n, H], context_lens and block_table [B, C].
-
-    mxfp4  whether INDEXER_MXFP4 is allowed, for queries of any type
-    """
-    known = (INDEXER_FP8, INDEXER_BF16, INDEXER_F32) + ((INDEXER_MXFP4,) if mxfp4 else ())
+    """q [B, next_n, H, 128], Pages, weights [B * next_n, H], context_lens and block_table [B, C]."""
+    known = (INDEXER_FP8, INDEXER_MXFP4, INDEXER_BF16, INDEXER_F32)
     q = call.borrow("q", q)
     by_dtype = {"float32": INDEXER_F32, "bfloat16": INDEXER_BF16}
     layout = named_layout(layout)
@@ -243,7 +255,7 @@ def checked_paged(
         if token_bytes == INDEXER_FP8.token_bytes:
             check_queries_of_bytes(q, "a cache of keys")
         layout = by_dtype.get(q.dtype.name, INDEXER_FP8)
-        if mxfp4 and token_bytes == INDEXER_MXFP4.token_bytes:
+        if token_bytes == INDEXER_MXFP4.token_bytes:
             layout = INDEXER_MXFP4
     elif layout not in known:
         *names, last = (x.name for x in known)

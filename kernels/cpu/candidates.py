@@ -4,11 +4,10 @@ import numpy as np
 
 from ..numba_common.compiled import compiled
 from ..reference.candidates import positions_of
-from ..reference.indexer import keys_of, row_lens, scales_of
-from ..reference.rows import read_tokens
+from ..reference.indexer import row_lens
 from ..types.indexer import Rows
 from ..types.segments import Pages
-from .indexer import _columns, _float32, _scores, top_k_per_row
+from .indexer import _columns, _keys_and_scales, _scores, top_k_per_row
 from .rows import lookup_slot
 from .threads import parallel_for
 
@@ -86,11 +85,7 @@ def candidate_logits(
         logits[row] = np.where(seen, np.float32(-np.inf), np.float32(fill))
         if not present.any():
             continue
-        if pages.layout.value_type == "e2m1":
-            keys, scales = read_tokens(pages, slots[present]).astype(np.float32), None
-        else:
-            where = np.divmod(slots[present], pages.block_size)
-            keys, scales = _float32(keys_of(pages)[where]), scales_of(pages)[where] if pages.layout.num_scales else None
+        keys, scales = _keys_and_scales(pages, slots[present])
         logits[row, present] = _scores(q[request, j : j + 1], keys, scales, weights[row : row + 1])[0]
 
 

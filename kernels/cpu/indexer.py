@@ -12,7 +12,13 @@ from ..numba_common.numbers import (
     quantized,
     scale_exponent,
 )
-from ..reference.indexer import keys_of, paged_mqa_logits_metadata, row_lens, scales_of
+from ..reference.indexer import (
+    keys_and_scales,
+    keys_of,
+    packed_keys_and_scales,
+    paged_mqa_logits_metadata,
+    row_lens,
+)
 from ..reference.rows import flush_subnormals
 from ..types.indexer import IndexQueries, PackedScores, Rows, Slots
 from ..types.indices import TopkSlots
@@ -129,7 +135,11 @@ def mqa_logits(given: PackedScores) -> None:
     q, k, scales, weights, starts, ends, compressed, clean, logits = given
     firsts = np.clip(starts.astype(np.int64), 0, len(k))
     lasts = np.clip(ends.astype(np.int64), firsts, len(k))
-    keys = _float32(k)
+    if scales is not None and scales.dtype == np.uint8:
+        values, scales = packed_keys_and_scales(k, scales)
+        keys, scales = values.astype(np.float32), None
+    else:
+        keys = _float32(k)
     step = max(1, PRODUCTS_AT_ONCE // max(q.shape[1] * len(k), 1))
     for begin in range(0, len(q), step):
         some = slice(begin, begin + step)
@@ -155,20 +165,24 @@ def paged_mqa_logits(
 ) -> None:
     batch, next_n = q.shape[:2]
     lens = np.clip(row_lens(context_lens, next_n).astype(np.int64), 0, logits.shape[1]).reshape(batch, next_n)
-    keys, scales = keys_of(pages), scales_of(pages) if pages.layout.num_scales else None
     for request in range(batch):
         longest = int(lens[request].max())
         page, row, present = _slots(block_table, request, 0, longest, pages)
-        where = page[present], row[present]
+        keys, scales = _keys_and_scales(pages, page[present] * pages.block_size + row[present])
         rows = slice(request * next_n, (request + 1) * next_n)
         found = np.full((next_n, longest), -np.inf, np.float32)
-        some_scales = None if scales is None else scales[where]
-        found[:, present] = _scores(q[request], _float32(keys[where]), some_scales, weights[rows])
+        found[:, present] = _scores(q[request], keys, scales, weights[rows])
         for j in range(next_n):
             out = logits[request * next_n + j]
             if clean:
                 out[:] = -np.inf
             out[: lens[request, j]] = found[j, : lens[request, j]]
+
+
+def _keys_and_scales(pages: Pages, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """Keys float32 [n, D] and their scales, if they have one each."""
+    keys, scales = keys_and_scales(pages, slots)
+    return _float32(keys), scales if pages.layout.num_scales == 1 else None
 
 
 def _float32(array: np.ndarray) -> np.ndarray:

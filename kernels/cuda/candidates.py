@@ -5,18 +5,14 @@ from typing import Any
 from ..types.indexer import Rows
 from ..types.segments import Pages
 from .compile import kernel
-from .dense_attention import large_kernel
-from .device import device_sms
-from .indexer import MAX_GRID_Y, VALUES, top_k_per_row
+from .index_scores import index_scores
+from .indexer import MAX_GRID_Y, top_k_per_row
 from .indices import table_arguments
-from .launch import MAX_BLOCKS, is_aligned, pointer, strides
+from .launch import MAX_BLOCKS, pointer, strides
 
 THREADS = 256
 SEGMENT = 8192  # blocks of a row, as in common/candidates.cu
 TILE = 64  # positions, as in common/candidate_logits.cu
-# As in sm80/candidate_logits.cu: warps of a CTA, their positions at a time and stages, heads in registers, CTAs on an SM.
-WARPS, WARP_TILE, STAGES, HEADS, CTAS = 4, 32, 3, 32, 3
-MANY_PARTS = 16  # work ranges of a query where there are many: long enough to hide their beginning
 
 
 def row_arguments(logits: Any, rows: Rows) -> tuple[Any, ...]:
@@ -61,45 +57,22 @@ def candidate_logits(
     fill: float,
     logits: Any,
 ) -> None:
-    layout = pages.layout
-    arguments = (
-        q, *strides(q)[:3], q.shape[2], weights, strides(weights)[0], context_lens, strides(context_lens)[0],
-        context_lens.ndim == 2, q.shape[1], len(logits), candidates, strides(candidates)[0], block,
-        logits.shape[1], fill, *table_arguments(block_table), pages.bytes, pages.bytes.strides[0],
-        pages.num_slots, pages.block_size, logits, strides(logits)[0],
-    )  # fmt: skip
+    seen = (context_lens, 0, strides(context_lens)[0], context_lens.ndim == 2, q.shape[1])
+    blocks = (candidates, strides(candidates)[0], block)
     if q.dtype.name != "float32":
-        device, stage = q.data.device_id, 4 * layout.row_bytes * 8 + 4 * WARP_TILE
-        shared_bytes = WARPS * STAGES * stage
-        parts = query_parts(len(logits), logits.shape[1], device_sms(device))
-        run = large_kernel(
-            device, shared_bytes, "sm80/candidate_logits.cu", "candidate_logits_mma", QUERY=VALUES[q.dtype.name],
-            LAYOUT=layout.name, HEADS=HEADS if q.shape[2] == HEADS else 0, ALIGNED=int(is_aligned(q, pages.bytes)),
-        )  # fmt: skip
-        run(
-            (-(-len(logits) * parts // WARPS),),
-            (32 * WARPS,),
-            (*arguments, parts),
-            shared_mem=shared_bytes,
-            overlap=True,
-        )
+        index_scores(q, weights, seen, pages, table_arguments(block_table), logits, candidates=blocks, fill=fill)
         return
-    kernel(
-        "common/candidate_logits.cu",
-        "candidate_logits",
-        LAYOUT=layout.name,
-    )(
+    kernel("common/candidate_logits.cu", "candidate_logits", LAYOUT=pages.layout.name)(
         grid(-(-logits.shape[1] // TILE), len(logits)),
         (128,),
-        arguments,
+        (
+            q, *strides(q)[:3], q.shape[2], weights, strides(weights)[0], context_lens, strides(context_lens)[0],
+            context_lens.ndim == 2, q.shape[1], len(logits), *blocks, logits.shape[1], fill,
+            *table_arguments(block_table), pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size,
+            logits, strides(logits)[0],
+        ),
         overlap=True,
-    )
-
-
-def query_parts(queries: int, columns: int, sms: int) -> int:
-    """Work ranges of a query: one for each warp that the device holds, or several waves of them."""
-    parts = sms * CTAS * WARPS // queries
-    return min(-(-columns // WARP_TILE), parts if parts >= 4 else MANY_PARTS)
+    )  # fmt: skip
 
 
 def top_k_of_candidates(logits: Any, candidates: Any, block: int, positions: Any) -> None:

@@ -4,12 +4,13 @@ import functools
 import math
 from typing import Any, NamedTuple
 
-from ...layout import INDEXER_FP8
+from ...layout import INDEXER_F32, INDEXER_FP8, INDEXER_MXFP4
 from ..types.indexer import IndexQueries, PackedScores, Rows, Slots
 from ..types.segments import Pages
 from .compile import kernel
 from .dense_attention import large_kernel
 from .device import device_sms, has_clusters, is_hopper
+from .index_scores import index_scores
 from .indices import division, table_arguments
 from .launch import C_NAMES, MAX_BLOCKS, is_aligned, pointer, strides
 from .tma import NO_MAP, Words, box_rows, map_of_pages
@@ -93,12 +94,13 @@ def mqa_logits(given: PackedScores) -> None:
     if not len(k):
         return
     maps, size = None, HopperSize(2, 2 if len(q) < MANY_QUERIES else 4)
-    if scales is not None and q.shape[1] == HEADS and is_hopper(q.data.device_id) and k.strides[0] == DIM:
+    fits = scales is not None and k.shape[1] == DIM and k.strides[0] == DIM and q.shape[1] == HEADS
+    if fits and is_hopper(q.data.device_id):
         maps = query_map(q), map_of_pages(k.data.ptr, 1, len(k) * DIM, len(k), DIM, size.keys)
     if maps is not None and NO_MAP not in maps:
         score_on_hopper(size, False, q, weights, seen, maps, (scales, len(k), room), NO_TABLE, (0, 0, 0, 1, 1), logits)
         return
-    score(q[None], weights, seen, (k, strides(k)[0], pointer(scales), len(k), room), NO_TABLE, None, logits)
+    score(q[None], weights, seen, (k, scales), NO_TABLE, room, logits)
 
 
 def paged_mqa_logits(
@@ -123,25 +125,36 @@ def paged_mqa_logits(
             place = (pages.bytes, page_bytes, pages.num_slots, pages.block_size, rows)
             score_on_hopper(size, True, q, weights, seen, maps, (0, width, 0), table, place, logits)
             return
-    score(q, weights, seen, (0, 0, 0, width, 0), table, pages, logits)
+    score(q, weights, seen, pages, table, 0, logits)
 
 
 def score(
-    q: Any, weights: Any, seen: tuple[Any, ...], keys: tuple[Any, ...], table: Any, pages: Pages | None, logits: Any
+    q: Any,
+    weights: Any,
+    seen: tuple[Any, ...],
+    keys: Pages | tuple[Any, Any],
+    table: tuple[Any, ...],
+    room: int,
+    logits: Any,
 ) -> None:
-    """Scores by the portable kernel: q [B, n, H, 128]."""
-    macros = {"LAYOUT": "INDEXER_FP8"} if pages is None else {"LAYOUT": pages.layout.name}
-    place = NO_PAGES
-    if pages is not None:
-        place = (pages.bytes, pages.bytes.strides[0], pages.num_slots, pages.block_size)
-    width, num_queries = keys[3] if not keys[4] else keys[4], len(weights)
-    kernel(
-        "common/indexer_logits.cu", "indexer_logits", VALUE=VALUES[q.dtype.name], PAGED=int(pages is not None), **macros
-    )(
+    """Scores by kernels for every GPU: q [B, n, H, 128]; keys in pages, or packed keys and their scales."""
+    if q.dtype.name != "float32":
+        index_scores(q, weights, seen, keys, table, logits, compressed_width=room)
+        return
+    width, num_queries = logits.shape[1], len(weights)
+    paged = isinstance(keys, Pages)
+    if isinstance(keys, Pages):
+        layout, packed = keys.layout, (0, 0, 0, width, 0)
+        place = (keys.bytes, keys.bytes.strides[0], keys.num_slots, keys.block_size)
+    else:
+        k, scales = keys
+        layout = INDEXER_F32 if scales is None else INDEXER_MXFP4
+        packed, place = (k, k.strides[0], pointer(scales), len(k), room), NO_PAGES
+    kernel("common/indexer_logits.cu", "indexer_logits", PAGED=int(paged), LAYOUT=layout.name)(
         (min(-(-width // 32), MAX_BLOCKS), min(num_queries, MAX_GRID_Y)),
         (128,),
         (
-            q, *strides(q)[:3], q.shape[2], weights, strides(weights)[0], *seen, num_queries, *keys, *table, *place,
+            q, *strides(q)[:3], q.shape[2], weights, strides(weights)[0], *seen, num_queries, *packed, *table, *place,
             logits, strides(logits)[0],
         ),
         overlap=True,
@@ -150,7 +163,7 @@ def score(
 
 def clean_logits(seen: tuple[Any, ...], keys: int, room: int, logits: Any, paged: bool) -> None:
     """-inf where a query does not see a key."""
-    kernel("common/indexer_logits.cu", "clean_logits", VALUE="uint8", PAGED=int(paged), LAYOUT="INDEXER_FP8")(
+    kernel("common/indexer_logits.cu", "clean_logits", PAGED=int(paged), LAYOUT="INDEXER_F32")(
         (min(-(-logits.shape[1] // 512), MAX_BLOCKS), min(len(logits), MAX_GRID_Y)),
         (128,),
         (*seen, len(logits), keys, room, logits, strides(logits)[0]),

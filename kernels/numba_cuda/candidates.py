@@ -8,14 +8,23 @@ from ..numba_common.geometry import geometry_of
 from ..types.indexer import Rows
 from ..types.segments import Pages
 from .compiler import cuda
-from .indexer import element, element_kind, length_of, order_of, top_k_per_row, two_axes
+from .indexer import (
+    E4M3_KEYS,
+    element,
+    element_kind,
+    keys_kind,
+    length_of,
+    order_of,
+    page_element,
+    top_k_per_row,
+    two_axes,
+)
 from .launch import MAX_BLOCKS, NO_TABLE, NO_VECTOR, launch
-from .numbers import e2m1_value, float32_bits, float32_value, flushed, ue8m0_value
+from .numbers import float32_bits, float32_value, flushed
 from .rows import load, lookup_slot
 
 THREADS = 128
 LARGEST_BITS, NAN_BITS, INFINITY_BITS = 0x7F7FFFFF, 0x7FC00000, 0x7F800000
-PLAIN, E4M3, E2M1 = 0, 1, 2  # types of keys
 SEGMENT = 1024  # blocks of a row that a thread block masks
 
 
@@ -108,11 +117,10 @@ def candidate_logits(
     logits: Any,
 ) -> None:
     layout = pages.layout
-    kind = {"e4m3": E4M3, "e2m1": E2M1}.get(layout.value_type, PLAIN)
     launch(
         logits_kernel, min(-(-logits.size // THREADS), MAX_BLOCKS), THREADS,
-        q, element_kind(q), pages.bytes, geometry_of(pages), kind, layout.row_bytes // layout.head_dim, weights,
-        candidates, two_axes(context_lens), block_table, block, int(np.float32(fill).view(np.uint32)), logits,
+        q, element_kind(q), pages.bytes, geometry_of(pages), keys_kind(pages), layout.row_bytes // layout.head_dim,
+        weights, candidates, two_axes(context_lens), block_table, block, int(np.float32(fill).view(np.uint32)), logits,
     )  # fmt: skip
 
 
@@ -138,16 +146,11 @@ def logits_kernel(
         for head in range(q.shape[2]):
             product = np.float32(0)
             for i in range(q.shape[3]):
-                if kind == E2M1:
-                    code = np.int64(page[token * g.row_bytes + i // 2]) >> (4 * (i % 2)) & 0xF
-                    scale = ue8m0_value(np.int64(page[g.scale_start + token * g.scale_stride + i // g.scale_tile]))
-                    key = e2m1_value(code) * scale
-                else:
-                    key = element(load(page, token * g.row_bytes + size * i, size), query_kind)
+                key = page_element(page, g, token, i, kind, size, query_kind)
                 product += element(q[entry, j, head, i], query_kind) * key
             product = np.float32(0) if product < 0 else product
             score += product * flushed(float32_value(np.int64(weights[row, head])))
-        if kind == E4M3:
+        if kind == E4M3_KEYS:
             score *= flushed(float32_value(load(page, g.scale_start + token * g.scale_stride, 4)))
         logits[row, column] = float32_bits(score)
 

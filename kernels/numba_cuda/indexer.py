@@ -16,6 +16,7 @@ from .numbers import (
     bfloat16_bits,
     bfloat16_value,
     dequantized,
+    e2m1_value,
     float32_bits,
     float32_value,
     flushed,
@@ -24,12 +25,14 @@ from .numbers import (
     quantized,
     scale_exponent,
     to_float32,
+    ue8m0_value,
 )
 from .rows import find_request, load, lookup_slot, store
 
 THREADS = 128
 ROPE_DIM = 64
 E4M3 = -1  # instead of a floating-point kind
+PLAIN_KEYS, E4M3_KEYS, E2M1_KEYS = 0, 1, 2
 
 
 def fused_indexer_q_rope_quant(queries: IndexQueries) -> None:
@@ -131,9 +134,12 @@ def gather_kernel(pages, block_size, dst_k, size, block_table, cu_seq_lens):
 
 def mqa_logits(given: PackedScores) -> None:
     q, k, scales, weights, starts, ends, compressed, clean, logits = given
+    is_e2m1 = scales is not None and scales.dtype == np.uint8
+    keys = PLAIN_KEYS if scales is None else E2M1_KEYS if is_e2m1 else E4M3_KEYS
     launch(
         logits_kernel, min(-(-logits.size // THREADS), MAX_BLOCKS), THREADS,
-        q, element_kind(q), k, NO_SCALE if scales is None else scales, weights, starts, ends, compressed, clean, logits,
+        q, element_kind(q), k, keys, NO_SCALE if scales is None else scales.reshape(-1), weights, starts, ends,
+        compressed, clean, logits,
     )  # fmt: skip
 
 
@@ -148,7 +154,13 @@ def element(bits, kind):
     return to_float32(np.int64(bits), kind)
 
 
-def logits_kernel(q, kind, k, scales, weights, starts, ends, compressed, clean, logits):
+@cuda.jit(device=True)
+def e2m1_element(byte, i, scale):
+    """Value i of a key, of which `byte` has two, times its UE8M0 scale."""
+    return e2m1_value(np.int64(byte) >> (4 * (i % 2)) & 0xF) * ue8m0_value(np.int64(scale))
+
+
+def logits_kernel(q, kind, k, key_kind, scales, weights, starts, ends, compressed, clean, logits):
     """A thread takes a column of a query."""
     keys = np.int64(len(k))
     for number in range(cuda.grid(1), logits.shape[0] * logits.shape[1], cuda.gridsize(1)):
@@ -164,10 +176,14 @@ def logits_kernel(q, kind, k, scales, weights, starts, ends, compressed, clean, 
         for head in range(q.shape[1]):
             product = np.float32(0)
             for i in range(q.shape[2]):
-                product += element(q[m, head, i], kind) * element(k[n, i], kind)
+                if key_kind == E2M1_KEYS:
+                    key = e2m1_element(k[n, i // 2], i, scales[n * 4 + i // 32])
+                else:
+                    key = element(k[n, i], kind)
+                product += element(q[m, head, i], kind) * key
             product = np.float32(0) if product < 0 else product
             score += product * flushed(float32_value(np.int64(weights[m, head])))
-        if len(scales):
+        if key_kind == E4M3_KEYS:
             score *= flushed(float32_value(np.int64(scales[n])))
         logits[m, column] = float32_bits(score)
 
@@ -184,18 +200,31 @@ def two_axes(lens: Any) -> Any:
     return lens.reshape(-1, 1) if lens.ndim == 1 else lens
 
 
+def keys_kind(pages: Pages) -> int:
+    return {"e4m3": E4M3_KEYS, "e2m1": E2M1_KEYS}.get(pages.layout.value_type, PLAIN_KEYS)
+
+
+@cuda.jit(device=True)
+def page_element(page, g, token, i, key_kind, size, kind):
+    """Value i of a key in a page, e2m1 ones scaled."""
+    if key_kind == E2M1_KEYS:
+        scale = page[g.scale_start + token * g.scale_stride + i // g.scale_tile]
+        return e2m1_element(page[token * g.row_bytes + i // 2], i, scale)
+    return element(load(page, token * g.row_bytes + size * i, size), kind)
+
+
 def paged_mqa_logits(
     q: Any, pages: Pages, weights: Any, context_lens: Any, block_table: Any, clean: bool, logits: Any
 ) -> None:
     layout = pages.layout
     launch(
         paged_logits_kernel, min(-(-logits.size // THREADS), MAX_BLOCKS), THREADS,
-        q, element_kind(q), pages.bytes, geometry_of(pages), layout.row_bytes // layout.head_dim, weights,
-        two_axes(context_lens), block_table, clean, logits,
+        q, element_kind(q), pages.bytes, geometry_of(pages), keys_kind(pages), layout.row_bytes // layout.head_dim,
+        weights, two_axes(context_lens), block_table, clean, logits,
     )  # fmt: skip
 
 
-def paged_logits_kernel(q, kind, pages, g, size, weights, lens, block_table, clean, logits):
+def paged_logits_kernel(q, kind, pages, g, key_kind, size, weights, lens, block_table, clean, logits):
     """A thread takes a column of a query."""
     next_n = q.shape[1]
     for number in range(cuda.grid(1), logits.shape[0] * logits.shape[1], cuda.gridsize(1)):
@@ -214,11 +243,11 @@ def paged_logits_kernel(q, kind, pages, g, size, weights, lens, block_table, cle
         for head in range(q.shape[2]):
             product = np.float32(0)
             for i in range(q.shape[3]):
-                key = element(load(page, token * g.row_bytes + size * i, size), kind)
+                key = page_element(page, g, token, i, key_kind, size, kind)
                 product += element(q[entry, j, head, i], kind) * key
             product = np.float32(0) if product < 0 else product
             score += product * flushed(float32_value(np.int64(weights[row, head])))
-        if kind == E4M3:
+        if key_kind == E4M3_KEYS:
             score *= flushed(float32_value(load(page, g.scale_start + token * g.scale_stride, 4)))
         logits[row, n] = float32_bits(score)
 

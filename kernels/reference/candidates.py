@@ -4,8 +4,8 @@ import numpy as np
 
 from ..types.indexer import Rows
 from ..types.segments import Pages
-from .indexer import columns_of, keys_of, row_lens, scales_of, scores, top_k_per_row
-from .rows import lookup_slot, read_tokens
+from .indexer import columns_of, keys_and_scales, row_lens, scores, top_k_per_row
+from .rows import lookup_slot
 
 LARGEST = np.finfo(np.float32).max
 
@@ -59,14 +59,6 @@ def candidate_logits(
         keys, scales = keys_and_scales(pages, where[present])
         with np.errstate(over="ignore"):
             logits[row, present] = scores(q[request, j], keys, scales, weights[row])
-
-
-def keys_and_scales(pages: Pages, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Keys [n, D] and the scale of each; e2m1 keys have several, which their values contain."""
-    if pages.layout.value_type == "e2m1":
-        return read_tokens(pages, slots), np.ones(len(slots), np.float32)
-    where = np.divmod(slots, pages.block_size)
-    return keys_of(pages)[where], scales_of(pages)[where]
 
 
 def positions_of(candidates: np.ndarray, block: int) -> np.ndarray:

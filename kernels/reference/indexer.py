@@ -3,11 +3,13 @@
 import ml_dtypes
 import numpy as np
 
+from ...layout import INDEXER_MXFP4
 from ..types.indexer import IndexQueries, PackedScores, Rows, Slots
 from ..types.indices import TopkSlots
 from ..types.segments import Pages
+from . import rows as token_rows
 from .indices import compute_global_topk_indices_and_lens
-from .rows import flush_subnormals, lookup_slot, scale_exponent, to_e4m3
+from .rows import flush_subnormals, lookup_slot, quantized_values, read_tokens, scale_exponent, to_e4m3
 
 ROPE_DIM = 64
 
@@ -77,6 +79,24 @@ def scales_of(pages: Pages) -> np.ndarray:
     return np.ascontiguousarray(pages.bytes[:, start : start + pages.block_size * layout.scale_bytes]).view(np.float32)
 
 
+def keys_and_scales(pages: Pages, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Keys [n, D] and the scale of each; e2m1 keys have several, which their values contain."""
+    if pages.layout.value_type == "e2m1":
+        return read_tokens(pages, slots), np.ones(len(slots), np.float32)
+    where = np.divmod(slots, pages.block_size)
+    return keys_of(pages)[where], scales_of(pages)[where]
+
+
+def packed_keys_and_scales(k: np.ndarray, scales: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """The same of packed keys; those of e2m1 have uint8 scales."""
+    if scales is None:
+        return k, np.ones(len(k), np.float32)
+    if scales.dtype != np.uint8:
+        return k, scales
+    tiles = np.repeat(token_rows.scales_of(scales, INDEXER_MXFP4.scale_type), INDEXER_MXFP4.scale_tile, axis=1)
+    return quantized_values(k, INDEXER_MXFP4) * tiles, np.ones(len(k), np.float32)
+
+
 def values(array: np.ndarray) -> np.ndarray:
     """Queries or keys in float64; bytes are e4m3."""
     with np.errstate(invalid="ignore"):  # signalling NaN
@@ -92,7 +112,7 @@ def scores(q: np.ndarray, k: np.ndarray, scales: np.ndarray, weights: np.ndarray
 
 def mqa_logits(given: PackedScores) -> None:
     q, k, scales, weights, starts, ends, compressed, clean, logits = given
-    scales = np.ones(len(k), np.float32) if scales is None else scales
+    k, scales = packed_keys_and_scales(k, scales)
     for m in range(len(q)):
         start, end = np.clip((int(starts[m]), int(ends[m])), 0, len(k))
         if clean:
@@ -128,11 +148,10 @@ def paged_mqa_logits(
         length = min(max(int(length), 0), width)
         slots = np.array([lookup_slot(block_table, request, i, pages.block_size) for i in range(length)], np.int64)
         present = (slots >= 0) & (slots < pages.num_slots)
-        where = np.divmod(slots[present], pages.block_size)
         logits[row, :length] = -np.inf
-        keys = keys_of(pages)[where]
+        keys, scales = keys_and_scales(pages, slots[present])
         with np.errstate(over="ignore"):
-            logits[row, :length][present] = scores(q[request, j], keys, scales_of(pages)[where], weights[row])
+            logits[row, :length][present] = scores(q[request, j], keys, scales, weights[row])
 
 
 def paged_mqa_logits_metadata(lens: np.ndarray, split: int, schedule: np.ndarray) -> None:

@@ -53,8 +53,8 @@ SOURCES = [
     ("common/indexer_insert.cu", {**INSERTS, "INPUT": "float", "POWER_OF_TWO": 0, "ALIGNED": 0}),
     ("common/indexer_keys.cu", {**INSERTS, "INPUT": "float", "VALUE": "bf16", "LAYOUT": "INDEXER_BF16"}),
     ("common/indexer_keys.cu", {**INSERTS, "INPUT": "bf16", "VALUE": "float", "LAYOUT": "INDEXER_F32"}),
-    ("common/indexer_logits.cu", {"VALUE": "uint8", "PAGED": 0, "LAYOUT": "INDEXER_FP8"}),
-    ("common/indexer_logits.cu", {"VALUE": "bf16", "PAGED": 1, "LAYOUT": "INDEXER_BF16"}),
+    ("common/indexer_logits.cu", {"PAGED": 0, "LAYOUT": "INDEXER_F32"}),
+    ("common/indexer_logits.cu", {"PAGED": 1, "LAYOUT": "INDEXER_MXFP4"}),
     ("common/candidates.cu", {"THREADS": 256}),
     *(
         (
@@ -72,21 +72,29 @@ SOURCES = [
         for given, output, ratio, rounded in (("float", "bf16", 2, 0), ("bf16", "float", 1, 1))
     ),
     *(
-        ("sm80/candidate_logits.cu", {"QUERY": query, "LAYOUT": layout, "HEADS": heads, "ALIGNED": aligned})
-        for query, layout, heads, aligned in (
-            ("uint8", "INDEXER_FP8", 32, 1),
-            ("uint8", "INDEXER_MXFP4", 32, 1),
-            ("bf16", "INDEXER_MXFP4", 32, 1),
-            ("bf16", "INDEXER_BF16", 32, 1),
-            ("uint8", "INDEXER_FP8", 0, 0),
-            ("bf16", "INDEXER_MXFP4", 0, 1),
-            ("bf16", "INDEXER_BF16", 0, 0),
+        (
+            "sm80/index_scores.cu",
+            {
+                "QUERY": query,
+                "LAYOUT": layout,
+                "HEADS": heads,
+                "PAGED": paged,
+                "CANDIDATES": candidates,
+                "ALIGNED": aligned,
+            },
+        )
+        for query, layout, heads, paged, candidates, aligned in (
+            ("uint8", "INDEXER_FP8", 32, 1, 1, 1),
+            ("uint8", "INDEXER_MXFP4", 32, 1, 1, 1),
+            ("uint8", "INDEXER_MXFP4", 32, 1, 0, 1),
+            ("bf16", "INDEXER_MXFP4", 32, 0, 0, 1),
+            ("bf16", "INDEXER_BF16", 32, 1, 0, 1),
+            ("uint8", "INDEXER_FP8", 0, 0, 0, 0),
+            ("bf16", "INDEXER_MXFP4", 0, 1, 1, 1),
+            ("bf16", "INDEXER_BF16", 0, 1, 0, 0),
         )
     ),
-    *(
-        ("common/candidate_logits.cu", {"LAYOUT": layout})
-        for layout in ("INDEXER_MXFP4", "INDEXER_F32")
-    ),
+    *(("common/candidate_logits.cu", {"LAYOUT": layout}) for layout in ("INDEXER_MXFP4", "INDEXER_F32")),
     ("common/indexer_queries.cu", {**QUERIES, "OUTPUT": "uint8", "ALIGNED": 1}),
     ("common/indexer_queries.cu", {**QUERIES, "OUTPUT": "float", "ALIGNED": 0}),
     *(

@@ -145,7 +145,7 @@ def test_scores_and_choice(lab, rng, layout, queries, axes, heads, monkeypatch):
     odd = lab.backend == "cuda" and layout is not cumla.INDEXER_F32 and heads == 35
     gap = 5 if odd else 16  # pages at odd addresses, or at multiples of 16
     if lab.backend == "cuda":
-        cuda = importlib.import_module("cumla.kernels.cuda.candidates")
+        cuda = importlib.import_module("cumla.kernels.cuda.index_scores")
         monkeypatch.setattr(cuda, "query_parts", lambda *_: 1 if axes == 1 else 3)  # several tiles a warp
     cache, keys = cache_of(rng, layout, requests * columns + 3, block_size, gap)
     table = rng.permutation(requests * columns + 3)[: requests * columns].reshape(requests, columns).astype(np.int32)
@@ -211,7 +211,8 @@ def test_scores_of_special_values(lab, rng, layout, heads):
     given = q, cache, weights, blocks, np.array([rows, rows - 1], np.int32), np.zeros((2, 1), np.int32)
     want = cumla.candidate_logits(*given, layout=layout, backend="reference")
     found = lab.get(cumla.candidate_logits(*map(lab.put, given), layout=layout, backend=lab.backend))
-    assert np.isnan(want).any() and np.isnan(want[1, : rows - 1]).all()
+    assert np.isnan(want).any()
+    assert np.isnan(want[1, : rows - 1]).all()
     check_logits(found, want)
 
 

@@ -6,7 +6,7 @@
 // Shared memory: 28 KiB, static: half of the values of the tile's keys and of 32 heads, as float32, and the keys' addresses.
 //
 // Float32 arithmetic: each value that is read from shared memory takes part in four products. Queries and keys of 16 bits and fewer
-// take tensor cores (sm80/candidate_logits.cu).
+// take tensor cores (sm80/index_scores.cu).
 //
 // Macros: LAYOUT (INDEXER_F32 or INDEXER_MXFP4).
 #include "common/pages.cuh"

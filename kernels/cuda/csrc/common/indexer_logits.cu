@@ -1,25 +1,27 @@
-// Indexer scores for queries of any type and number of heads: logits = scale * sum of weights * relu(q . k).
+// Indexer scores of float32 queries: logits = scale * sum of weights * relu(q . k).
 // clean_logits writes -inf where a query does not see a key.
 //
 // Grid: (blocks of 32 keys, queries), both strided.
 // Block: 128 threads; lane i has key i, and the heads are split across the warps.
 // Shared memory: 19 KiB, static: keys, a head of Q per warp, partial sums.
 //
-// Plain float32 arithmetic; sm90/indexer/logits.cu is the fast kernel for the usual case.
+// Plain float32 arithmetic; queries of 16 bits and fewer take sm80/index_scores.cu and sm90/indexer/logits.cu.
 //
-// Macros: VALUE (uint8 for e4m3, bf16 or float), PAGED (a paged cache, or packed keys).
+// Macros: LAYOUT (INDEXER_F32 or INDEXER_MXFP4), PAGED (a paged cache, or packed keys).
 #include "common/pages.cuh"
 #include "common/pdl.cuh"
 
 constexpr int DIM = 128, KEYS = 32, WARPS = 4, THREADS = 32 * WARPS;
 
-__device__ inline float value_of(uint8 x) {
+// Value d of a key.
+__device__ inline float key_value(const uint8* row, const uint8* scales, int d) {
+    if constexpr (!LAYOUT::e2m1_values) return read_at<float>(row + d * int(sizeof(float)));
+    uint32 e4m3, none;
+    e2m1_to_e4m3(row[d / 2] >> d % 2 * 4 & 15, e4m3, none);
     float low, high;
-    e4m3x2_to_float(x, low, high);
-    return low;
+    e4m3x2_to_float(e4m3 & 0xffff, low, high);
+    return low * ue8m0_scale(scales[d / LAYOUT::scale_tile]);
 }
-__device__ inline float value_of(bf16 x) { return to_float(x); }
-__device__ inline float value_of(float x) { return x; }
 
 // Keys that each query sees.
 struct Queries {
@@ -41,9 +43,9 @@ struct Queries {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-indexer_logits(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h, int heads, const float* weights,
+indexer_logits(const float* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h, int heads, const float* weights,
                int64 weights_stride, const int* starts, const int* ends, int64 lens_stride, int per_query, int count,
-               int num_queries, const VALUE* k, int64 k_stride, const float* scales, int keys, int compressed_width,
+               int num_queries, const uint8* k, int64 k_stride, const uint8* scales, int keys, int compressed_width,
                const int* block_table, int64 table_stride, int table_rows, int table_columns, uint8* pages,
                int64 page_stride, int64 num_slots, int block_size, float* logits, int64 logits_stride) {
     __shared__ float key[KEYS][DIM + 1];
@@ -58,7 +60,6 @@ indexer_logits(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_strid
         int entry = PAGED ? query / count : 0, j = PAGED ? query % count : query;
         for (int64 start = first + int64(blockIdx.x) * KEYS; start < end; start += int64(gridDim.x) * KEYS) {
             int here = int(min(int64(KEYS), end - start));
-            float scale = 1;
             bool present = lane < here;
 #if PAGED
             BlockTable table{block_table, table_stride, table_rows, table_columns};
@@ -66,24 +67,19 @@ indexer_logits(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_strid
                 PageRow at = lookup_page_row(table, entry, start + i, block_size, num_slots);
                 if (at.page < 0) continue;
                 Token token = token_at<LAYOUT>(pages, page_stride, block_size, at);
-                for (int d = lane; d < DIM; d += 32) key[i][d] = value_of(read_at<VALUE>(token.row + d * sizeof(VALUE)));
+                for (int d = lane; d < DIM; d += 32) key[i][d] = key_value(token.row, token.scales, d);
             }
-            if (present) {
-                PageRow at = lookup_page_row(table, entry, start + lane, block_size, num_slots);
-                present = at.page >= 0;
-                if (present && LAYOUT::num_scales)
-                    scale = read_at<float>(token_at<LAYOUT>(pages, page_stride, block_size, at).scales);
-            }
+            if (present) present = lookup_page_row(table, entry, start + lane, block_size, num_slots).page >= 0;
 #else
             for (int i = warp; i < here; i += WARPS)
-                for (int d = lane; d < DIM; d += 32) key[i][d] = value_of(k[(start + i) * k_stride + d]);
-            if (present && scales) scale = scales[start + lane];
+                for (int d = lane; d < DIM; d += 32)
+                    key[i][d] = key_value(k + (start + i) * k_stride, scales + (start + i) * LAYOUT::scale_bytes, d);
 #endif
             __syncthreads();
             float sum = 0;
             for (int head = warp; head < heads; head += WARPS) {
-                const VALUE* from = q + entry * q_stride_b + j * q_stride_s + head * q_stride_h;
-                for (int d = lane; d < DIM; d += 32) query_head[warp][d] = value_of(from[d]);
+                const float* from = q + entry * q_stride_b + j * q_stride_s + head * q_stride_h;
+                for (int d = lane; d < DIM; d += 32) query_head[warp][d] = from[d];
                 __syncwarp();
                 float product = 0;
                 for (int d = 0; d < DIM; ++d) product = fmaf(query_head[warp][d], key[lane][d], product);
@@ -95,7 +91,7 @@ indexer_logits(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_strid
             __syncthreads();
             if (warp == 0 && lane < here) {
                 for (int other = 1; other < WARPS; ++other) sum += sums[other][lane];
-                logits[query * logits_stride + start + lane - (compressed_width ? first : 0)] = present ? sum * scale : -infinity();
+                logits[query * logits_stride + start + lane - (compressed_width ? first : 0)] = present ? sum : -infinity();
             }
             __syncthreads();
         }

@@ -1,9 +1,9 @@
-// Indexer scores of the positions of each query's candidate blocks, in a paged cache, by tensor cores:
-// logits = scale * sum of weights * relu(q . k). common/candidate_logits.cu scores float32 queries and keys.
+// Indexer scores by tensor cores of any device: logits = scale * sum of weights * relu(q . k). The keys are those of a paged cache,
+// of candidate blocks of one, or packed. Float32 queries take common/indexer_logits.cu and common/candidate_logits.cu.
 //
 // Grid: (CTAs). Block: 128 threads, four warps that work alone: each has a work range of one query, `parts` of which cover it.
-// Shared memory: a ring of 3 stages for each warp, 50 KiB for FP8 keys. A lane copies to it only what this lane reads, so no thread waits for
-// another one.
+// Shared memory: a ring of 3 stages for each warp, 50 KiB for FP8 keys. A lane copies to it only what this lane reads, so no thread
+// waits for another one.
 //
 // A warp takes 32 positions at a time, a *tile*, and lane 4 g + c looks up position 8 c + g of it. The keys of a tile are rows
 // of two products of 16 rows, heads of the query their columns. The order of values in a product is free if both operands have
@@ -21,8 +21,8 @@
 // block table, and so is the candidate block of the fourth.
 //
 // Macros: QUERY (uint8 for e4m3, or bf16), LAYOUT (INDEXER_FP8 with QUERY uint8, INDEXER_BF16 with QUERY bf16, INDEXER_MXFP4),
-// HEADS (32: exactly 32 heads, whose operands stay in registers; 0: any number), ALIGNED (whether rows of queries and keys are at
-// multiples of 16 bytes).
+// HEADS (32: exactly 32 heads, whose operands stay in registers; 0: any number), PAGED and CANDIDATES (which keys), ALIGNED
+// (whether rows of queries and keys are at multiples of 16 bytes, and scales of MXFP4 keys at multiples of 4).
 #include "common/pages.cuh"
 #include "common/pdl.cuh"
 #include "sm80/mma.cuh"
@@ -146,6 +146,83 @@ __device__ inline float sum_of_four(const float (&x)[4]) {
     return (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, 2);
 }
 
+// Which keys, and where.
+struct Keys {
+    const int *starts, *ends;  // packed keys: of each query. Else lengths, and null
+    int64 lens_stride;         // between entries
+    int per_query, next_n;     // whether each query has a length of its own; queries of an entry
+    const int* candidates;     // blocks of each query, [.., columns / block]
+    int64 candidates_stride;
+    int block;
+    int columns;               // of logits
+    int count;                 // packed keys
+    int compressed_width;      // of compressed rows of packed keys, else 0
+    BlockTable table;
+    uint8* bytes;  // pages, or packed keys
+    int64 stride;  // of pages or keys, in bytes
+    int64 num_slots;
+    int block_size;
+    const uint8* scales;  // of packed keys
+};
+
+// The keys of one query as a warp goes through them: this lane's key of each tile, in three steps, one tile ahead of one another.
+struct Cursor {
+    const Keys& keys;
+    int entry;
+    int64 first, length;  // positions; with candidates, length is what the query sees
+    int64 columns;        // scores of this query
+    const int* blocks;
+    int candidate, position, page;  // -1: none, or not seen by the query, or absent
+
+    __device__ Cursor(const Keys& given, int query) : keys(given), entry(query / given.next_n), first(0), candidate(-1) {
+        int j = query - entry * keys.next_n;
+        if (PAGED) {
+            length = keys.per_query ? keys.starts[entry * keys.lens_stride + j]
+                                    : int64(keys.starts[entry * keys.lens_stride]) - (keys.next_n - 1 - j);
+            columns = CANDIDATES ? keys.columns : min(max(length, int64(0)), int64(keys.columns));
+        } else {
+            first = min(max(keys.starts[query], 0), keys.count), length = min(max(keys.ends[query], int(first)), keys.count);
+            if (keys.compressed_width) length = min(length, first + keys.compressed_width);
+            columns = length - first;
+        }
+        blocks = CANDIDATES ? keys.candidates + query * keys.candidates_stride : nullptr;
+    }
+
+    // The candidate block of this lane's column.
+    __device__ void find_block(int64 column, bool present) {
+        if (CANDIDATES) candidate = present && column < columns ? blocks[uint32(column) / uint32(keys.block)] : -1;
+    }
+    // This lane's position, and its page.
+    __device__ void find_page(int64 column, bool present) {
+        int64 at = first + column;
+        if (CANDIDATES) {
+            at = int64(candidate) * keys.block + uint32(column) % uint32(keys.block);
+            present = candidate >= 0 && at < length;
+        } else {
+            present = present && column < columns;
+        }
+        position = present ? int(at) : -1;
+        if (PAGED) {
+            uint32 place = uint32(position) / uint32(keys.block_size);
+            bool known = position >= 0 && entry < keys.table.rows && int64(place) < keys.table.columns;
+            page = known ? keys.table.entries[entry * keys.table.row_stride + place] : -1;
+        }
+    }
+    // Where the key is in keys.bytes, -1 if absent, and its scales.
+    __device__ int64 offset_of_key(const uint8*& scales) const {
+        if (!PAGED) {
+            scales = keys.scales + int64(max(position, 0)) * LAYOUT::scale_bytes;
+            return position < 0 ? -1 : position * keys.stride;
+        }
+        int row = position >= 0 ? int(uint32(position) % uint32(keys.block_size)) : 0;
+        int64 slot = int64(page) * keys.block_size + row;
+        bool present = page >= 0 && slot <= INT32_LIMIT && slot < keys.num_slots;
+        Token token = token_at<LAYOUT>(keys.bytes, keys.stride, keys.block_size, present ? PageRow{page, row} : PageRow{0, 0});
+        scales = token.scales;
+        return present ? token.row - keys.bytes : -1;
+    }
+};
+
 #if __CUDA_ARCH__ >= 890
 constexpr int CTAS = 3;  // on an SM
 #else
@@ -153,63 +230,51 @@ constexpr int CTAS = 2;  // conversion of e4m3 takes registers
 #endif
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS)
-candidate_logits_mma(const QUERY* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h, int heads, const float* weights,
-                     int64 weights_stride, const int* lens, int64 lens_stride, int per_query, int next_n, int num_queries,
-                     const int* candidates, int64 candidates_stride, int block, int columns, float fill,
-                     const int* block_table, int64 table_stride, int table_rows, int table_columns, uint8* pages,
-                     int64 page_stride, int64 num_slots, int block_size, float* logits, int64 logits_stride, int parts) {
+index_scores(const QUERY* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h, int heads, const float* weights,
+             int64 weights_stride, const int* starts, const int* ends, int64 lens_stride, int per_query, int next_n,
+             int num_queries, const int* candidates, int64 candidates_stride, int block, int columns, float fill, int count,
+             int compressed_width, const int* block_table, int64 table_stride, int table_rows, int table_columns,
+             uint8* bytes, int64 stride, int64 num_slots, int block_size, const uint8* scales, float* logits,
+             int64 logits_stride, int parts) {
     extern __shared__ uint4 memory[];
     int lane = threadIdx.x % 32, c = lane % 4, key = 8 * c + lane / 4;
     Stage* ring = reinterpret_cast<Stage*>(memory) + threadIdx.x / 32 * STAGES;
     int64 item = int64(blockIdx.x) * WARPS + threadIdx.x / 32;
+    if (item >= int64(num_queries) * parts) return;
     int query = int(item / parts), part = int(item - int64(query) * parts);
-    if (query >= num_queries) return;
     pdl_wait();
-    BlockTable table{block_table, table_stride, table_rows, table_columns};
-    int entry = query / next_n, j = query - entry * next_n;
-    int64 tiles = (int64(columns) + KEYS - 1) / KEYS, first = tiles * part / parts, end = tiles * (part + 1) / parts;
-    const int* blocks = candidates + query * candidates_stride;
+    const Keys keys{starts, ends, lens_stride, per_query, next_n, candidates, candidates_stride, block, columns, count,
+                    compressed_width, {block_table, table_stride, table_rows, table_columns}, bytes, stride, num_slots,
+                    block_size, scales};
+    Cursor cursor(keys, query);
+    int64 tiles = (cursor.columns + KEYS - 1) / KEYS, first = tiles * part / parts, end = tiles * (part + 1) / parts;
+    if (first == end) return;
+    int entry = cursor.entry, j = query - entry * next_n;
     const QUERY* own_q = q + entry * q_stride_b + j * q_stride_s;
     const float* own_weights = weights + query * weights_stride;
+    float* row = logits + query * logits_stride + (compressed_width ? 0 : cursor.first);
 
-    // This lane's position of a tile, in three steps: its candidate block, then the block table's entry, then copies.
-    auto candidate_of = [&](int64 tile) {
-        int64 column = tile * KEYS + key;
-        return tile < end && column < columns ? blocks[uint32(column) / uint32(block)] : -1;
-    };
-    int candidate = candidate_of(first);
-    int64 length = per_query ? lens[entry * lens_stride + j] : int64(lens[entry * lens_stride]) - (next_n - 1 - j);
-    int position, in_table;  // of the next tile that is copied; -1: not seen by the query, and absent
-    auto find_page = [&](int64 tile) {
-        int64 at = int64(candidate) * block + uint32(tile * KEYS + key) % uint32(block);
-        position = candidate >= 0 && at < length ? int(at) : -1;
-        uint32 column = uint32(position) / uint32(block_size);
-        bool known = position >= 0 && entry < table.rows && int64(column) < table.columns;
-        in_table = known ? table.entries[entry * table.row_stride + column] : -1;
-    };
-    uint32 states = 0;  // two bits of each tile in the ring: whether the position is seen, and whether its page is present
+    uint32 states = 0;  // two bits of each tile in the ring: whether the position is seen, and whether its key is present
     auto copy = [&](Stage& stage, int64 tile) {
-        PageRow at{in_table, position >= 0 ? int(uint32(position) % uint32(block_size)) : 0};
-        int64 slot = int64(in_table) * block_size + at.row;
-        bool present = in_table >= 0 && slot <= INT32_LIMIT && slot < num_slots;
-        states = states << 2 | present << 1 | (position >= 0);
-        Token token = token_at<LAYOUT>(pages, page_stride, block_size, present ? at : PageRow{0, 0});
-        int64 offset = present ? token.row - pages : -1;
+        const uint8* own_scales;
+        int64 offset = cursor.offset_of_key(own_scales);
+        states = states << 2 | (offset >= 0) << 1 | (cursor.position >= 0);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             int64 from = __shfl_sync(~0u, offset, (lane & ~3) + i);
 #pragma unroll
             for (int h = 0; h < PIECES; ++h)
-                copy_piece(&stage.rows[i][h][lane], pages + (from >= 0 ? from + 64 * h + 16 * c : 0), from >= 0);
+                copy_piece(&stage.rows[i][h][lane], bytes + (from >= 0 ? from + 64 * h + 16 * c : 0), from >= 0);
         }
-        if (LAYOUT::num_scales) copy_word(&stage.scales[lane], token.scales, present);
+        if (LAYOUT::num_scales) copy_word(&stage.scales[lane], own_scales, offset >= 0);
         copies_commit();
-        find_page(tile + 1);
-        candidate = candidate_of(tile + 2);
+        cursor.find_page((tile + 1) * KEYS + key, tile + 1 < end);
+        cursor.find_block((tile + 2) * KEYS + key, tile + 2 < end);
     };
 
-    find_page(first);
-    candidate = candidate_of(first + 1);
+    cursor.find_block(first * KEYS + key, true);
+    cursor.find_page(first * KEYS + key, true);
+    cursor.find_block((first + 1) * KEYS + key, first + 1 < end);
     Heads of_query;
     if (HEADS) of_query.read(own_q, q_stride_h, own_weights, 0, heads);
     int stage = 0;
@@ -256,7 +321,7 @@ candidate_logits_mma(const QUERY* q, int64 q_stride_b, int64 q_stride_s, int64 q
         if (LAYOUT::num_scales == 1) score *= __uint_as_float(scale);
         if (state != 3) score = state ? -infinity() : fill;
         int64 column = tile * KEYS + key;
-        if (column < columns) logits[query * logits_stride + column] = score;
+        if (column < cursor.columns) row[column] = score;
         stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
 }
