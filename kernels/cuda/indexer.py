@@ -93,8 +93,9 @@ def mqa_logits(given: PackedScores) -> None:
         clean_logits(seen, len(k), room, logits, paged=False)
     if not len(k):
         return
-    maps, size = None, HopperSize(2, 2 if len(q) < MANY_QUERIES else 4)
-    fits = scales is not None and k.shape[1] == DIM and k.strides[0] == DIM and q.shape[1] == HEADS
+    maps, heads = None, q.shape[1]
+    size = HopperSize(heads, PACKED_COLUMNS // max(heads, 1), 2 if len(q) < MANY_QUERIES else 4)
+    fits = scales is not None and k.shape[1] == DIM and k.strides[0] == DIM and heads in HEADS
     if fits and is_hopper(q.data.device_id):
         maps = query_map(q), map_of_pages(k.data.ptr, 1, len(k) * DIM, len(k), DIM, size.keys)
     if maps is not None and NO_MAP not in maps:
@@ -111,11 +112,11 @@ def paged_mqa_logits(
     if clean:
         clean_logits(seen, width, 0, logits, paged=True)
     table = table_arguments(block_table)
-    size = HopperSize(min(next_n, 2), 1 if next_n <= 2 else 2)
-    rows, layout = box_rows(64, pages.block_size), pages.layout
+    heads, rows, layout = q.shape[2], box_rows(64, pages.block_size), pages.layout
     page_bytes = pages.bytes.strides[0]
-    if layout is INDEXER_FP8 and q.shape[2] == HEADS and rows and page_bytes % 16 == 0 and is_hopper(q.data.device_id):
-        queries = q.reshape(-1, HEADS, DIM) if q.strides[0] == next_n * q.strides[1] else None
+    if layout is INDEXER_FP8 and heads in HEADS and rows and page_bytes % 16 == 0 and is_hopper(q.data.device_id):
+        size = HopperSize(heads, *queries_at_once(heads, next_n))
+        queries = q.reshape(-1, heads, DIM) if q.strides[0] == next_n * q.strides[1] else None
         at = pages.bytes.data.ptr
         maps = (
             NO_MAP if queries is None else query_map(queries),
@@ -173,7 +174,8 @@ def clean_logits(seen: tuple[Any, ...], keys: int, room: int, logits: Any, paged
 
 # ---- scores on Hopper
 
-HEADS = 64  # heads of a query that the kernel supports
+HEADS = (32, 64)  # heads of a query that the kernel supports
+PACKED_COLUMNS = 128  # of a product with packed keys: heads of several queries
 MANY_QUERIES = 64  # number of queries from which groups of eight leave little idle
 HOPPER_THREADS = 640
 
@@ -181,21 +183,31 @@ HOPPER_THREADS = 640
 class HopperSize:
     """Sizes of sm90/indexer/logits.cu for `queries_of_pass` queries of a warpgroup and `query_groups` groups."""
 
-    def __init__(self, queries_of_pass: int, query_groups: int) -> None:
-        self.macros = {"PASS": queries_of_pass, "QUERY_GROUPS": query_groups}
+    def __init__(self, heads: int, queries_of_pass: int, query_groups: int) -> None:
+        self.macros = {"HEADS": heads, "PASS": queries_of_pass, "QUERY_GROUPS": query_groups}
         queries, key_groups = queries_of_pass * query_groups, 4 // query_groups
         self.keys = 64 * key_groups
-        stages = 8 if query_groups >= 2 else 5 if queries_of_pass == 2 else 6
-        small = 2048 + 2 * queries * HEADS * 4 + stages * self.keys * 4
-        self.shared_bytes = -(-small // 1024) * 1024 + 2 * queries * HEADS * DIM + stages * self.keys * DIM - 1024
+        stages = 8 if query_groups >= 2 else 5 if heads * queries_of_pass > 64 else 6
+        small = 2048 + 2 * queries * heads * 4 + stages * self.keys * 4
+        self.shared_bytes = -(-small // 1024) * 1024 + 2 * queries * heads * DIM + stages * self.keys * DIM - 1024
+
+
+def queries_at_once(heads: int, next_n: int) -> tuple[int, int]:
+    """Queries of a warpgroup, and groups of them, that read a request's keys once if possible."""
+    if heads == 64:
+        return min(next_n, 2), 1 if next_n <= 2 else 2
+    if next_n <= 4:
+        return (next_n, 4)[next_n > 2], 1
+    return (3 if next_n <= 6 else 4), 2
 
 
 def query_map(q: Any) -> Words:
-    """The map of queries [n, 64, 128], or NO_MAP if heads are not contiguous."""
+    """The map of queries [n, H, 128], or NO_MAP if heads are not contiguous."""
+    heads = q.shape[1]
     if q.strides[1] != DIM or not len(q):
         return NO_MAP
-    stride = q.strides[0] if len(q) > 1 else HEADS * DIM
-    return map_of_pages(q.data.ptr, len(q), stride, HEADS, DIM, HEADS)
+    stride = q.strides[0] if len(q) > 1 else heads * DIM
+    return map_of_pages(q.data.ptr, len(q), stride, heads, DIM, heads)
 
 
 def score_on_hopper(

@@ -122,8 +122,21 @@ SOURCES = [
         )
     ),
     *(
-        ("sm90/indexer/logits.cu", {"PAGED": paged, "PASS": queries, "QUERY_GROUPS": groups})
-        for paged, queries, groups in ((0, 2, 2), (0, 2, 4), (1, 1, 1), (1, 2, 1), (1, 2, 2))
+        ("sm90/indexer/logits.cu", {"HEADS": heads, "PAGED": paged, "PASS": queries, "QUERY_GROUPS": groups})
+        for heads, paged, queries, groups in (
+            (64, 0, 2, 2),
+            (64, 0, 2, 4),
+            (64, 1, 1, 1),
+            (64, 1, 2, 1),
+            (64, 1, 2, 2),
+            (32, 0, 4, 2),
+            (32, 0, 4, 4),
+            (32, 1, 1, 1),
+            (32, 1, 2, 1),
+            (32, 1, 4, 1),
+            (32, 1, 3, 2),
+            (32, 1, 4, 2),
+        )
     ),
     ("common/cache_gather.cu", {"LAYOUT": "DSV4_FP8", "OUTPUT": "bf16", "TOKENS": 2, "ALIGNED": 1, "STREAM": 1}),
     ("common/cache_gather.cu", {"LAYOUT": "DSV41_FP8", "OUTPUT": "bf16", "TOKENS": 2, "ALIGNED": 1, "STREAM": 1}),

@@ -11,12 +11,16 @@ from cumla.kernels.cuda import indexer as launcher
 
 @pytest.mark.parametrize("schedule", list(emulation.SCHEDULES))
 @pytest.mark.parametrize(
-    ("block_size", "next_n", "columns"), [(64, 1, 45), (8, 2, 170), (24, 1, 130), (16, 4, 60), (128, 5, 5)]
-)
-@pytest.mark.thorough(when=lambda x: x.get("columns") in (130, 60))
-def test_rings_of_pages(here, rng, monkeypatch, schedule, block_size, next_n, columns):
+    ("heads", "block_size", "next_n", "columns"),
+    [
+        (64, 64, 1, 45), (64, 8, 2, 170), (64, 24, 1, 130), (64, 16, 4, 60), (64, 128, 5, 5), (32, 64, 1, 45),
+        (32, 64, 2, 45), (32, 16, 3, 60), (32, 64, 4, 20), (32, 64, 6, 21), (32, 32, 8, 30),
+    ],
+)  # fmt: skip
+@pytest.mark.thorough(when=lambda x: x.get("columns") in (130, 60, 30) or (x.get("heads"), x.get("next_n")) == (32, 2))
+def test_rings_of_pages(here, rng, monkeypatch, schedule, heads, block_size, next_n, columns):
     monkeypatch.setattr(launcher, "device_sms", lambda device: 3)
-    q, cache, weights, table = paged(rng, cumla.INDEXER_FP8, block_size, 3, next_n, 64, columns)
+    q, cache, weights, table = paged(rng, cumla.INDEXER_FP8, block_size, 3, next_n, heads, columns)
     table[1, ::7] = -1
     lens = np.array([columns * block_size, 0, columns * block_size * 2 // 3 + 1], np.int32)
     if schedule != "in order" and block_size == 64:
@@ -32,10 +36,12 @@ def test_rings_of_pages(here, rng, monkeypatch, schedule, block_size, next_n, co
 @pytest.mark.parametrize("schedule", list(emulation.SCHEDULES))
 @pytest.mark.parametrize("width", [0, 90])
 @pytest.mark.parametrize("queries", [1, 13])
-def test_groups_of_eight_queries(here, rng, monkeypatch, schedule, width, queries):
+@pytest.mark.parametrize("heads", [64, 32])
+@pytest.mark.thorough(when=lambda x: x.get("heads") == 32 and x.get("queries") == 1)
+def test_groups_of_many_queries(here, rng, monkeypatch, schedule, width, queries, heads):
     monkeypatch.setattr(launcher, "MANY_QUERIES", 1)
     monkeypatch.setattr(launcher, "device_sms", lambda device: 2)
-    q, kv, weights, starts, ends = ragged(rng, queries, 64, 700)
+    q, kv, weights, starts, ends = ragged(rng, queries, heads, 700)
     arguments = [here.put(q), tuple(map(here.put, kv)), *map(here.put, (weights, starts, ends))]
     reference = cumla.fp8_mqa_logits(q, kv, weights, starts, ends, True, width, backend="reference")
     with emulation.scheduled(emulation.SCHEDULES[schedule]):

@@ -1,4 +1,4 @@
-// Indexer logits of FP8 keys for FP8 queries of 64 heads, on Hopper (sm_90a): logits = scale * sum of weights * relu(q . k).
+// Indexer logits of FP8 keys for FP8 queries of 64 or 32 heads, on Hopper (sm_90a): logits = scale * sum of weights * relu(q . k).
 //
 // QUERIES queries are a *group*; their keys are processed KEYS at a time, a *tile*.
 //
@@ -7,8 +7,8 @@
 // Block: 640 threads.
 //
 //     warps     role       registers       work
-//     0..15     consumers  104, PASS 2 112  each warpgroup multiplies 64 keys by 64 * PASS heads
-//     16..19    producers  56, PASS 2 32    the first RINGS warps load keys, a ring each; warp Q_WARP loads queries
+//     0..15     consumers  104, WIDE 112  each warpgroup multiplies 64 keys by HEADS * PASS heads
+//     16..19    producers  56, WIDE 32    the first RINGS warps load keys, a ring each; warp Q_WARP loads queries
 //
 //     QUERY_GROUPS 1    256 keys, 64 for each warpgroup, and all queries
 //     QUERY_GROUPS 2    128 keys, and half of the queries for each pair of warpgroups: half the keys read for each product
@@ -16,9 +16,9 @@
 //
 //     shared memory        bytes
 //     barriers, Info       1,024
-//     weights              2 stages * QUERIES * 256
+//     weights              2 stages * QUERIES * HEADS * 4
 //     scales               K_STAGES * KEYS * 4; then padded to a multiple of 1,024
-//     Q                    2 stages * QUERIES * 8,192
+//     Q                    2 stages * QUERIES * HEADS * 128
 //     K                    K_STAGES * KEYS * 128
 //
 // For packed keys one warp loads whole tiles. Pages arrive as memory delivers them, and warpgroups that wait for the same tile
@@ -41,24 +41,29 @@
 //
 // No named barrier except that of __syncthreads, while the work range is computed.
 //
-// Limits: 64 heads of 128 values; box_rows of pages is 8, 16, 32 or 64.
+// Limits: heads of 128 values; box_rows of pages is 8, 16, 32 or 64.
 //
-// Macros: PAGED (a paged cache, or packed keys), PASS (queries of a warpgroup, 1 or 2), QUERY_GROUPS (1, 2 or 4).
+// Macros: HEADS (32 or 64), PAGED (a paged cache, or packed keys), PASS (queries of a warpgroup: 1 or 2, of 32 heads up to 4),
+// QUERY_GROUPS (1, 2 or 4).
 #define ALIGNED 1
 #include "common/pages.cuh"
 #include "common/pdl.cuh"
 #include "sm90/tma.cuh"
+#include "sm90/wgmma.cuh"
 
-constexpr int HEADS = 64, DIM = 128, WARPGROUPS = 4, CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 128;
+constexpr int DIM = 128, WARPGROUPS = 4, CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 128;
 constexpr int QUERIES = PASS * QUERY_GROUPS, KEY_GROUPS = WARPGROUPS / QUERY_GROUPS, KEYS = 64 * KEY_GROUPS;
-constexpr int PRODUCER_REGISTERS = PASS == 2 ? 32 : 56, CONSUMER_REGISTERS = PASS == 2 ? 112 : 104;
-constexpr int Q_STAGES = 2, K_STAGES = QUERY_GROUPS >= 2 ? 8 : PASS == 2 ? 5 : 6;
+constexpr bool WIDE = HEADS * PASS > 64;  // products of more than 64 columns
+constexpr int PRODUCER_REGISTERS = WIDE ? 32 : 56, CONSUMER_REGISTERS = WIDE ? 112 : 104;
+constexpr int Q_STAGES = 2, K_STAGES = QUERY_GROUPS >= 2 ? 8 : WIDE ? 5 : 6;
+constexpr int Q_BYTES = HEADS * DIM;
 constexpr int RINGS = PAGED ? KEY_GROUPS : 1, RING_KEYS = KEYS / RINGS;  // a ring has K_STAGES stages, loaded by one warp
 constexpr int Q_WARP = RINGS < 4 ? RINGS : 0;  // the warp that loads queries
-// Where tiles arrive no faster than they are needed, the first of two queries is reduced while the second is multiplied.
-// Elsewhere one product of both queries reads less shared memory.
-constexpr int PRODUCTS = PAGED && QUERY_GROUPS == 1 ? PASS : 1, COLUMNS = 32 * PASS / PRODUCTS;  // in a thread's registers
-static_assert(HEADS * DIM == TILE_BYTES);
+// Where tiles arrive no faster than they are needed, the first of two queries of 64 heads is reduced while the second is
+// multiplied. Elsewhere one product of all queries reads less shared memory.
+constexpr int PRODUCTS = PAGED && QUERY_GROUPS == 1 && HEADS == 64 ? PASS : 1;
+constexpr int COLUMNS = HEADS / 2 * PASS / PRODUCTS;  // in a thread's registers
+static_assert(HEADS * PASS <= 128 && Q_BYTES % 1024 == 0);
 
 // A group of the work range, as consumers read it.
 struct Info {
@@ -78,7 +83,7 @@ constexpr uint32 SUMS_AT = INFO_AT + Q_STAGES * sizeof(Info);  // of each warp, 
 constexpr uint32 WEIGHTS_AT = 2048;                            // [Q_STAGES][QUERIES][HEADS]
 constexpr uint32 SCALES_AT = WEIGHTS_AT + Q_STAGES * QUERIES * HEADS * 4;  // [K_STAGES][KEYS]
 constexpr uint32 Q_AT = (SCALES_AT + K_STAGES * KEYS * 4 + 1023) / 1024 * 1024;
-constexpr uint32 K_AT = Q_AT + Q_STAGES * QUERIES * TILE_BYTES;
+constexpr uint32 K_AT = Q_AT + Q_STAGES * QUERIES * Q_BYTES;
 constexpr uint32 K_BYTES = RING_KEYS * DIM;
 static_assert(SUMS_AT + 8 * (THREADS / 32) + 16 <= WEIGHTS_AT);
 
@@ -245,11 +250,11 @@ struct Producer {
             sts32(info, first_key);
             sts32(info + 4, tiles);
             sts32(info + 8 + 8 * QUERIES, query);
-            barrier_arrive_expecting(ready, tiles ? QUERIES * TILE_BYTES : 0);
+            barrier_arrive_expecting(ready, tiles ? QUERIES * Q_BYTES : 0);
         }
         __syncwarp();
         if (tiles && lane < QUERIES)
-            tma_load(Q_AT + (q_stage * QUERIES + lane) * TILE_BYTES, q_map, 0, 0, query + lane, ready);
+            tma_load(Q_AT + (q_stage * QUERIES + lane) * Q_BYTES, q_map, 0, 0, query + lane, ready);
 #pragma unroll 4
         for (int i = lane; i < QUERIES * HEADS; i += 32) {
             bool present = i / HEADS < count;
@@ -332,7 +337,23 @@ struct Producer {
     }
 };
 
-// x (64 keys x 64 * PASS heads) = k q^T: 32 values along both.
+#define FLOATS48(x) \
+    FLOATS32(x), FLOATS16((x + 32))
+#define REGISTERS48 \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
+    "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47} "
+
+// x (64 keys x HEADS * PASS heads) = k q^T: 32 values along both.
+__device__ inline void multiply(float (&x)[16], uint64 k, uint64 q, int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 " REGISTERS16 ", %16, %17, p, 1, 1;\n}\n"
+                 : FLOATS16(x) : "l"(k), "l"(q), "r"(add));
+}
+__device__ inline void multiply(float (&x)[48], uint64 k, uint64 q, int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %50, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n96k32.f32.e4m3.e4m3 " REGISTERS48 ", %48, %49, p, 1, 1;\n}\n"
+                 : FLOATS48(x) : "l"(k), "l"(q), "r"(add));
+}
 __device__ inline void multiply(float (&x)[32], uint64 k, uint64 q, int add) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " REGISTERS32 ", %32, %33, p, 1, 1;\n}\n"
@@ -344,26 +365,34 @@ __device__ inline void multiply(float (&x)[64], uint64 k, uint64 q, int add) {
                  : FLOATS64(x) : "l"(k), "l"(q), "r"(add));
 }
 
-// The weighted sums over a thread's 16 heads for its keys g and g + 8, for the query whose products begin at x[first].
-__device__ inline void sum_heads(const float (&x)[COLUMNS], int first, const float (&weights)[16], float& low, float& high) {
+// The weighted sums over a thread's HEADS / 4 heads for its keys g and g + 8, for the query whose products begin at x[first].
+__device__ inline void sum_heads(const float (&x)[COLUMNS], int first, const float (&weights)[HEADS / 4], float& low, float& high) {
     float sums[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) sums[i] = relu(x[first + i]) * weights[i % 2];
 #pragma unroll
-    for (int n = 1; n < 8; ++n)
+    for (int n = 1; n < HEADS / 8; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) sums[i] = fmaf(relu(x[first + 4 * n + i]), weights[2 * n + i % 2], sums[i]);
     low = sums[0] + sums[1], high = sums[2] + sums[3];
 }
 
+// Lane c's query of the sums of four queries, added up over four lanes.
+__device__ inline float sum_of_query(const float (&x)[4], int c) {
+    bool odd = c & 1, upper = c & 2;
+    float low = (odd ? x[1] : x[0]) + __shfl_xor_sync(~0u, odd ? x[0] : x[1], 1);
+    float high = (odd ? x[3] : x[2]) + __shfl_xor_sync(~0u, odd ? x[2] : x[3], 1);
+    return (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, 2);
+}
+
 __device__ inline void consume(const Problem& problem) {
     int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     int key_group = warpgroup % KEY_GROUPS, query_group = warpgroup / KEY_GROUPS, c = lane % 4;
-    // After the reduction over lanes, this lane has one key of one query.
-    int own_query = query_group * PASS + (PASS == 2 ? c & 1 : 0);
-    int own_key = 64 * key_group + 16 * warp + lane / 4 + 8 * (PASS == 2 ? c >> 1 : c & 1);
+    // After the reduction over lanes, this lane has one key of one query; with more than two queries, another one 8 further.
+    int own_query = query_group * PASS + (PASS > 2 ? min(c, PASS - 1) : PASS == 2 ? c & 1 : 0);
+    int own_key = 64 * key_group + 16 * warp + lane / 4 + 8 * (PASS > 2 ? 0 : PASS == 2 ? c >> 1 : c & 1);
     int in_stage = own_key % RING_KEYS;
-    bool stores = PASS == 2 || c < 2;
+    bool stores = PASS == 1 ? c < 2 : PASS == 3 ? c < 3 : true;
     int stage = key_group % RINGS;
     uint32 parity = 0;
     for (uint32 q_count = 0;; ++q_count) {
@@ -375,16 +404,16 @@ __device__ inline void consume(const Problem& problem) {
         int first = lds32(info + 8 + 4 * own_query), end = lds32(info + 8 + 4 * (QUERIES + own_query));
         int64 row = int(lds32(info + 8 + 8 * QUERIES)) + own_query;
         float* logits = problem.logits + row * problem.logits_stride - (problem.compressed_width ? first : 0);
-        float weights[PASS][16];
+        float weights[PASS][HEADS / 4];
 #pragma unroll
         for (int query = 0; query < PASS; ++query)
 #pragma unroll
-            for (int n = 0; n < 8; ++n) {
+            for (int n = 0; n < HEADS / 8; ++n) {
                 uint32 at = WEIGHTS_AT + ((q_stage * QUERIES + query_group * PASS + query) * HEADS + 8 * n + 2 * c) * 4;
                 float2 pair = lds_float2(at);
                 weights[query][2 * n] = pair.x, weights[query][2 * n + 1] = pair.y;
             }
-        uint64 q_tile = tile_descriptor(Q_AT + (q_stage * QUERIES + query_group * PASS) * TILE_BYTES);
+        uint64 q_tile = tile_descriptor(Q_AT + (q_stage * QUERIES + query_group * PASS) * Q_BYTES);
 #pragma unroll 1
         for (; tiles; --tiles, key += KEYS) {
             barrier_wait(K_READY + 8 * stage, parity);
@@ -395,42 +424,61 @@ __device__ inline void consume(const Problem& problem) {
             wgmma_fence();
 #pragma unroll
             for (int j = 0; j < PRODUCTS; ++j) {
-                uint64 own = q_tile + j * (TILE_BYTES / 16);
+                uint64 own = q_tile + j * (Q_BYTES / 16);
 #pragma unroll
                 for (int step = 0; step < DIM / 32; ++step) multiply(x[j], k_tile + 2 * step, own + 2 * step, step > 0);
                 wgmma_commit();
             }
             float scale, low, high, score;
             bool present;
-            auto read_scale = [&] {
+            auto read_scale = [&](int in_stage) {
                 scale = lds_float(SCALES_AT + (stage * RING_KEYS + in_stage) * 4);
                 present = !PAGED || lds32(PRESENT_AT + 4 * stage) >> in_stage / 8 & 1;
             };
-            if (!PAGED) read_scale();  // with PAGED, registers are too few
+            auto store = [&](int key) {
+                score = present ? score * scale : -infinity();
+                if (stores && key >= first && key < end) logits[key] = score;
+            };
+            if (!PAGED && PASS <= 2) read_scale(in_stage);  // with PAGED, registers are too few
             wgmma_wait<PRODUCTS - 1>();
             pin(x[0]);
-            if (PRODUCTS == 2) {
-                sum_heads(x[0], 0, weights[0], low, high);
-                wgmma_wait<0>();
-                pin(x[PRODUCTS - 1]);
-            }
-            if (PAGED) read_scale();
-            warp_arrive(K_FREE + 8 * stage);
-            if (PRODUCTS == 1) sum_heads(x[0], 0, weights[0], low, high);
-            if (PASS == 2) {
-                float other_low, other_high;
-                sum_heads(x[PRODUCTS - 1], 32 * (PASS - PRODUCTS), weights[PASS - 1], other_low, other_high);
-                bool odd = c & 1;
-                float sent_low = __shfl_xor_sync(~0u, odd ? low : other_low, 1);
-                float sent_high = __shfl_xor_sync(~0u, odd ? high : other_high, 1);
-                low = (odd ? other_low : low) + sent_low, high = (odd ? other_high : high) + sent_high;
-                score = (c & 2 ? high : low) + __shfl_xor_sync(~0u, c & 2 ? low : high, 2);
+            if constexpr (PASS > 2) {
+                float other_scale, sums[2][4] = {};  // [key g or g + 8][query]
+                bool other_present;
+                read_scale(in_stage + 8);
+                other_scale = scale, other_present = present;
+                read_scale(in_stage);
+                warp_arrive(K_FREE + 8 * stage);
+#pragma unroll
+                for (int query = 0; query < PASS; ++query)
+                    sum_heads(x[0], HEADS / 2 * query, weights[query], sums[0][query], sums[1][query]);
+                score = sum_of_query(sums[0], c);
+                store(key);
+                score = sum_of_query(sums[1], c), scale = other_scale, present = other_present;
+                store(key + 8);
             } else {
-                score = (c & 1 ? high : low) + __shfl_xor_sync(~0u, c & 1 ? low : high, 1);
-                score += __shfl_xor_sync(~0u, score, 2);
+                if (PRODUCTS == 2) {
+                    sum_heads(x[0], 0, weights[0], low, high);
+                    wgmma_wait<0>();
+                    pin(x[PRODUCTS - 1]);
+                }
+                if (PAGED) read_scale(in_stage);
+                warp_arrive(K_FREE + 8 * stage);
+                if (PRODUCTS == 1) sum_heads(x[0], 0, weights[0], low, high);
+                if (PASS == 2) {
+                    float other_low, other_high;
+                    sum_heads(x[PRODUCTS - 1], HEADS / 2 * (PASS - PRODUCTS), weights[PASS - 1], other_low, other_high);
+                    bool odd = c & 1;
+                    float sent_low = __shfl_xor_sync(~0u, odd ? low : other_low, 1);
+                    float sent_high = __shfl_xor_sync(~0u, odd ? high : other_high, 1);
+                    low = (odd ? other_low : low) + sent_low, high = (odd ? other_high : high) + sent_high;
+                    score = (c & 2 ? high : low) + __shfl_xor_sync(~0u, c & 2 ? low : high, 2);
+                } else {
+                    score = (c & 1 ? high : low) + __shfl_xor_sync(~0u, c & 1 ? low : high, 1);
+                    score += __shfl_xor_sync(~0u, score, 2);
+                }
+                store(key);
             }
-            score = present ? score * scale : -infinity();
-            if (stores && key >= first && key < end) logits[key] = score;
             if ((stage += RINGS) >= RINGS * K_STAGES) stage -= RINGS * K_STAGES, parity ^= 1;
         }
         warp_arrive(Q_FREE + 8 * q_stage);
