@@ -11,6 +11,7 @@ import numpy as np
 import cumla
 
 from ..arrays.memory import to_host
+from ..layout import INDEXER_FP8, INDEXER_MXFP4, CacheLayout
 from ..ops.candidates import CANDIDATE_BLOCK as POSITIONS
 from .indexer_cases import DIM, Inputs
 from .problem import BLOCK, Problem, Sizes, by_backend, kind_of, problem_of
@@ -63,11 +64,13 @@ class CandidateTopk:
     batch: int
     context: int
     blocks: int = 2048
+    layout: CacheLayout = INDEXER_FP8
 
     op: ClassVar[str] = "candidate_topk"
 
     def __str__(self) -> str:
-        return f"b {self.batch} x {self.context}, {self.blocks} blocks k {TOPK}, {kind_of(False)}"
+        kind = "" if self.layout is INDEXER_FP8 else " mxfp4"
+        return f"b {self.batch} x {self.context}{kind}, {self.blocks} blocks k {TOPK}, {kind_of(False)}"
 
     def problem(self, sizes: Sizes) -> Problem:
         x, xp = Inputs(sizes), sizes.xp
@@ -79,7 +82,7 @@ class CandidateTopk:
         ]
         candidates = np.full((self.batch, self.blocks), -1, np.int32)
         candidates[:, :count] = chosen
-        q, cache = x.e4m3(self.batch, 1, HEADS, DIM), x.keys(self.batch * columns)
+        q, cache = x.e4m3(self.batch, 1, HEADS, DIM), x.keys(self.batch * columns, self.layout)
         weights = x.uniform(self.batch, HEADS)
         lens, table = xp.full(self.batch, self.context, np.int32), xp.asarray(table)
         out = xp.empty((self.batch, TOPK), np.int32)
@@ -87,10 +90,7 @@ class CandidateTopk:
         given = q, cache, weights, xp.asarray(candidates), TOPK, lens, table
 
         def check(result: Any) -> float:
-            pages = cache.reshape(len(cache), -1)[table[0]]
-            k = pages[:, : BLOCK * DIM].reshape(-1, DIM)
-            scales = xp.ascontiguousarray(pages[:, BLOCK * DIM :]).view(np.float32).reshape(-1)
-            exact = x.exact(q[0, 0], k, scales, weights[0])
+            exact = x.exact(q[0, 0], *x.keys_of_pages(cache, table[0], self.layout), weights[0])
             positions = np.repeat(chosen[0] * POSITIONS, POSITIONS) + np.arange(count * POSITIONS) % POSITIONS
             positions = positions[positions < self.context]
             want = np.sort(exact[positions])[::-1][:TOPK]
@@ -111,7 +111,7 @@ class CandidateTopk:
         pairs = self.batch * min(count * POSITIONS, self.context)
         found = problem_of(
             self, sizes, by_backend(cumla.candidate_topk, [given], [out], workspace=workspace),
-            pairs * (DIM + 4) + 4 * candidates.size + out.nbytes, check, lambda: out.fill(-7),
+            pairs * self.layout.token_bytes + 4 * candidates.size + out.nbytes, check, lambda: out.fill(-7),
             flop=2 * pairs * HEADS * DIM, fp8=True,
         )  # fmt: skip
         beside = replace(found, impls={**found.impls, "all positions": ("cupy", [everything])})
@@ -121,6 +121,7 @@ class CandidateTopk:
 def recorded() -> Iterator[Any]:
     for batch in (1, 16, 128):
         yield CandidateTopk(batch, 1 << 20)
+        yield CandidateTopk(batch, 1 << 20, layout=INDEXER_MXFP4)
         yield CandidateTopk(batch, 1 << 17)
     for rows in (1, 16, 128):
         yield CandidateBlocks(rows, 1 << 20)

@@ -16,13 +16,14 @@ import numpy as np
 import cumla
 
 from ..arrays.memory import to_host
-from ..layout import INDEXER_FP8
+from ..layout import INDEXER_FP8, INDEXER_MXFP4, CacheLayout
 from . import peers
 from .caches import Insert
 from .problem import BLOCK, Arrays, Peer, Problem, Sizes, by_backend, contexts, kind_of, problem_of
 
 HEADS, DIM = 64, 128
 TOLERANCE = 1e-3  # of scores, as a part of a row's largest magnitude
+E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
 
 
@@ -41,16 +42,32 @@ class Inputs:
         draw = self.xp.random.default_rng(int(self.arrays.rng.integers(2**31))).random(shape, np.float32)
         return draw * np.float32(1.0 - low) + np.float32(low)
 
-    def keys(self, pages: int) -> Any:
+    def keys(self, pages: int, layout: CacheLayout = INDEXER_FP8) -> Any:
         """A cache of random keys and scales."""
-        cache = self.e4m3(pages, BLOCK * (DIM + 4))
-        cache[:, BLOCK * DIM :] = self.uniform(pages, BLOCK, low=0.5).view(np.uint8)
-        return cache.reshape(pages, BLOCK, DIM + 4)
+        cache = self.e4m3(pages, BLOCK * layout.token_bytes)
+        scales = cache[:, BLOCK * layout.row_bytes :]
+        if layout is INDEXER_MXFP4:
+            scales[:] = scales % 5 + 124
+        else:
+            scales[:] = self.uniform(pages, BLOCK, low=0.5).view(np.uint8)
+        return cache.reshape(pages, BLOCK, layout.token_bytes)
+
+    def keys_of_pages(self, cache: Any, pages: Any, layout: CacheLayout) -> tuple[Any, Any]:
+        """Keys of some pages [N, 128], e4m3 bytes or float64, and their scales [N]."""
+        xp, rows = self.xp, cache.reshape(len(cache), -1)[pages]
+        k = rows[:, : BLOCK * layout.row_bytes].reshape(-1, layout.row_bytes)
+        scales = xp.ascontiguousarray(rows[:, BLOCK * layout.row_bytes :])
+        if layout is not INDEXER_MXFP4:
+            return k, scales.view(np.float32).reshape(-1)
+        values = xp.asarray(E2M1)[xp.stack([k & 15, k >> 4], axis=-1)].reshape(len(k), 4, -1)
+        values = values * xp.exp2(scales.reshape(-1, 4, 1).astype(np.float64) - 127)
+        return values.reshape(len(k), DIM), xp.ones(len(k))
 
     def exact(self, q: Any, k: Any, scales: Any, weights: Any) -> np.ndarray:
-        """Scores of one query in float64: q [H, D], k [N, D]."""
+        """Scores of one query in float64: q [H, D], k [N, D] bytes or float64."""
         values = self.xp.asarray(E4M3)
-        scores = (self.xp.maximum(values[q] @ values[k].T, 0) * weights[:, None]).sum(axis=0) * scales
+        keys = values[k] if k.dtype == np.uint8 else k
+        scores = (self.xp.maximum(values[q] @ keys.T, 0) * weights[:, None]).sum(axis=0) * scales
         return to_host(scores)
 
 
@@ -126,11 +143,15 @@ class PagedLogits:
     context: int
     next_n: int = 1
     lengths: bool = False
+    heads: int = HEADS
+    layout: CacheLayout = INDEXER_FP8
 
     op: ClassVar[str] = "fp8_paged_mqa_logits"
 
     def __str__(self) -> str:
-        return f"b {self.batch} x {self.context} next_n {self.next_n}, {kind_of(self.lengths)}"
+        kind = "" if self.layout is INDEXER_FP8 else " mxfp4"
+        heads = "" if self.heads == HEADS else f" h {self.heads}"
+        return f"b {self.batch} x {self.context} next_n {self.next_n}{heads}{kind}, {kind_of(self.lengths)}"
 
     def inputs(self, sizes: Sizes, seed: int) -> tuple[Any, Any, Any, Any, Any]:
         """q, cache, weights, lens, table."""
@@ -142,30 +163,28 @@ class PagedLogits:
         columns = -(-self.context // BLOCK)
         table = x.arrays.rng.permutation(self.batch * columns).reshape(self.batch, -1).astype(np.int32)
         return (
-            x.e4m3(self.batch, self.next_n, HEADS, DIM), x.keys(self.batch * columns),
-            x.uniform(self.batch * self.next_n, HEADS), xp.asarray(lens), xp.asarray(table),
+            x.e4m3(self.batch, self.next_n, self.heads, DIM), x.keys(self.batch * columns, self.layout),
+            x.uniform(self.batch * self.next_n, self.heads), xp.asarray(lens), xp.asarray(table),
         )  # fmt: skip
 
     def problem(self, sizes: Sizes) -> Problem:
-        moved_of_keys = self.batch * self.context * (DIM + 4)
+        moved_of_keys = self.batch * self.context * self.layout.token_bytes
         sets = [self.inputs(sizes, seed) for seed in range(sizes.sets(moved_of_keys, 4))]
         outs = [sizes.xp.empty((self.batch * self.next_n, self.context), np.float32) for _ in sets]
         q, cache, weights, lens, table = sets[0]
-        seen, exact = to_host(lens), Inputs(sizes).exact
+        seen, inputs = to_host(lens), Inputs(sizes)
 
         def row(i: int) -> tuple[int, np.ndarray]:
             entry, j = divmod(i, self.next_n)
-            pages = cache.reshape(len(cache), -1)[table[entry]]
-            k = pages[:, : BLOCK * DIM].reshape(-1, DIM)
-            scales = sizes.xp.ascontiguousarray(pages[:, BLOCK * DIM :]).view(np.float32).reshape(-1)
-            return 0, exact(q[entry, j], k, scales, weights[i])[: seen[entry, j]]
+            k, scales = inputs.keys_of_pages(cache, table[entry], self.layout)
+            return 0, inputs.exact(q[entry, j], k, scales, weights[i])[: seen[entry, j]]
 
         keys, pairs = int(seen[:, -1].sum()), int(seen.sum())
         return problem_of(
             self, sizes, by_backend(cumla.fp8_paged_mqa_logits, [(*x, None, self.context) for x in sets], outs),
-            keys * (DIM + 4) + 4 * pairs, check_rows(self.batch * self.next_n, row), flop=2 * pairs * HEADS * DIM,
-            fp8=True,
-            peer=Peer(
+            keys * self.layout.token_bytes + 4 * pairs, check_rows(self.batch * self.next_n, row),
+            flop=2 * pairs * self.heads * DIM, fp8=True,
+            peer=None if self.layout is not INDEXER_FP8 else Peer(
                 "deep_gemm", peers.DEEP_GEMM_PAGED_LOGITS, peers.deep_gemm_paged_logits,
                 [(*x, self.context) for x in sets],
             ),
@@ -348,6 +367,11 @@ def recorded() -> list[Any]:
         *(
             PagedLogits(b, c * k, n)
             for b, c, n in ((1, 32, 1), (32, 8, 1), (128, 32, 1), (16, 128, 1), (128, 32, 2), (128, 32, 4))
+        ),
+        *(
+            PagedLogits(128, 32 * k, next_n, heads=32, layout=layout)
+            for layout in (INDEXER_FP8, INDEXER_MXFP4)
+            for next_n in (1, 2, 4, 6)
         ),
         *(
             Choice("decode", rows, columns * k, topk)

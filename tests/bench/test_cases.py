@@ -22,7 +22,7 @@ from cumla.bench import (
 )
 from cumla.bench.problem import Sizes, contexts, selected_rows, window_lists
 from cumla.errors import RunError
-from cumla.layout import DSV4_FP8, DSV41_FP4, DSV41_FP8, INDEXER_FP8, MLA_BF16, V32_FP8
+from cumla.layout import DSV4_FP8, DSV41_FP4, DSV41_FP8, INDEXER_FP8, INDEXER_MXFP4, MLA_BF16, V32_FP8
 from support import peers as stand_ins
 
 SMALL = [
@@ -53,6 +53,7 @@ SMALL = [
     indexer_cases.Logits(3, 100),
     indexer_cases.PagedLogits(3, 500, lengths=True),
     indexer_cases.PagedLogits(2, 200, 2),
+    indexer_cases.PagedLogits(2, 200, 2, heads=32, layout=INDEXER_MXFP4),
     indexer_cases.Choice("decode", 3, 800, 512, lengths=True),
     indexer_cases.Choice("prefill", 40, 800, 512, lengths=True),
     indexer_cases.Choice("decode", 40, 1200, 512),
@@ -60,6 +61,7 @@ SMALL = [
     indexer_cases.Selection(indexer_cases.PagedLogits(3, 500, lengths=True), 64),
     candidate_cases.CandidateBlocks(3, 100, 5),
     candidate_cases.CandidateTopk(2, 200, 9),
+    candidate_cases.CandidateTopk(2, 200, 9, layout=INDEXER_MXFP4),
     indexer_cases.QueryQuant(9),
     indexer_cases.Schedule(5),
     dense.DenseDecode(16, 3, 300, lengths=True),
