@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ...layout import INDEXER_F32, INDEXER_FP8, INDEXER_MXFP4
@@ -94,7 +95,7 @@ def mqa_logits(given: PackedScores) -> None:
     if not len(k):
         return
     maps, heads = None, q.shape[1]
-    size = HopperSize(heads, PACKED_COLUMNS // max(heads, 1), 2 if len(q) < MANY_QUERIES else 4)
+    size = HopperSize(max(heads, 1), PACKED_COLUMNS // max(heads, 1), query_groups=2 if len(q) < MANY_QUERIES else 4)
     fits = scales is not None and k.shape[1] == DIM and k.strides[0] == DIM and heads in HEADS
     if fits and is_hopper(q.data.device_id):
         maps = query_map(q), map_of_pages(k.data.ptr, 1, len(k) * DIM, len(k), DIM, size.keys)
@@ -113,18 +114,17 @@ def paged_mqa_logits(
         clean_logits(seen, width, 0, logits, paged=True)
     table = table_arguments(block_table)
     heads, rows, layout = q.shape[2], box_rows(64, pages.block_size), pages.layout
-    page_bytes = pages.bytes.strides[0]
-    if layout is INDEXER_FP8 and heads in HEADS and rows and page_bytes % 16 == 0 and is_hopper(q.data.device_id):
-        size = HopperSize(heads, *queries_at_once(heads, next_n))
+    page_bytes, at = pages.bytes.strides[0], pages.bytes.data.ptr
+    fits = layout in (INDEXER_FP8, INDEXER_MXFP4) and q.dtype.name == "uint8" and heads in HEADS and rows
+    if fits and page_bytes % 16 == 0 and at % 16 == 0 and is_hopper(q.data.device_id):
+        size = queries_at_once(heads, next_n, layout is INDEXER_MXFP4)
         queries = q.reshape(-1, heads, DIM) if q.strides[0] == next_n * q.strides[1] else None
-        at = pages.bytes.data.ptr
-        maps = (
-            NO_MAP if queries is None else query_map(queries),
-            map_of_pages(at, len(pages.bytes), page_bytes, pages.block_size, layout.row_bytes, rows),
-        )
+        maps = [NO_MAP if queries is None else query_map(queries)] * 2
+        if layout is INDEXER_FP8:
+            maps[1] = map_of_pages(at, len(pages.bytes), page_bytes, pages.block_size, layout.row_bytes, rows)
         if NO_MAP not in maps:
             place = (pages.bytes, page_bytes, pages.num_slots, pages.block_size, rows)
-            score_on_hopper(size, True, q, weights, seen, maps, (0, width, 0), table, place, logits)
+            score_on_hopper(size, True, queries, weights, seen, maps, (0, width, 0), table, place, logits)
             return
     score(q, weights, seen, pages, table, 0, logits)
 
@@ -181,24 +181,31 @@ HOPPER_THREADS = 640
 
 
 class HopperSize:
-    """Sizes of sm90/indexer/logits.cu for `queries_of_pass` queries of a warpgroup and `query_groups` groups."""
+    """Sizes of sm90/indexer/logits.cu: queries of a product, products of MXFP4 keys, and groups of queries."""
 
-    def __init__(self, heads: int, queries_of_pass: int, query_groups: int) -> None:
-        self.macros = {"HEADS": heads, "PASS": queries_of_pass, "QUERY_GROUPS": query_groups}
-        queries, key_groups = queries_of_pass * query_groups, 4 // query_groups
-        self.keys = 64 * key_groups
-        stages = 8 if query_groups >= 2 else 5 if heads * queries_of_pass > 64 else 6
+    def __init__(
+        self, heads: int, of_product: int, products: int = 1, query_groups: int = 1, mxfp4: bool = False
+    ) -> None:
+        self.macros = {
+            "HEADS": heads, "PASS": of_product, "PASSES": products, "QUERY_GROUPS": query_groups, "MXFP4": int(mxfp4)
+        }  # fmt: skip
+        queries, self.keys = of_product * products * query_groups, 64 * 4 // query_groups
+        stages = 8 if query_groups >= 2 else 5 if heads * of_product > 64 else 6
         small = 2048 + 2 * queries * heads * 4 + stages * self.keys * 4
-        self.shared_bytes = -(-small // 1024) * 1024 + 2 * queries * heads * DIM + stages * self.keys * DIM - 1024
+        key_bytes = DIM // 2 if mxfp4 else DIM
+        self.shared_bytes = -(-small // 1024) * 1024 + 2 * queries * heads * DIM + stages * self.keys * key_bytes - 1024
 
 
-def queries_at_once(heads: int, next_n: int) -> tuple[int, int]:
-    """Queries of a warpgroup, and groups of them, that read a request's keys once if possible."""
+def queries_at_once(heads: int, next_n: int, mxfp4: bool) -> HopperSize:
+    """Sizes for queries of a request, which read its keys once if they are no more than 6 (of 64 e4m3 heads 4)."""
+    if mxfp4:
+        of_product = min(next_n, 64 // heads)
+        return HopperSize(heads, of_product, min(-(-next_n // of_product), 6 // of_product), mxfp4=True)
     if heads == 64:
-        return min(next_n, 2), 1 if next_n <= 2 else 2
+        return HopperSize(heads, min(next_n, 2), query_groups=1 if next_n <= 2 else 2)
     if next_n <= 4:
-        return (next_n, 4)[next_n > 2], 1
-    return (3 if next_n <= 6 else 4), 2
+        return HopperSize(heads, (next_n, 4)[next_n > 2])
+    return HopperSize(heads, 3 if next_n <= 6 else 4, query_groups=2)
 
 
 def query_map(q: Any) -> Words:
@@ -216,7 +223,7 @@ def score_on_hopper(
     q: Any,
     weights: Any,
     seen: tuple[Any, ...],
-    maps: tuple[Words, Words],
+    maps: Sequence[Words],
     keys: tuple[Any, ...],
     table: tuple[Any, ...],
     place: tuple[Any, ...],
@@ -232,7 +239,7 @@ def score_on_hopper(
         (HOPPER_THREADS,),
         (
             weights, strides(weights)[0], *seen, *maps[0], *maps[1], *keys, *table, *place,
-            logits, strides(logits)[0],
+            logits, strides(logits)[0], q, q.strides[0],
         ),
         shared_mem=size.shared_bytes,
         overlap=True,

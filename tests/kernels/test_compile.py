@@ -122,7 +122,10 @@ SOURCES = [
         )
     ),
     *(
-        ("sm90/indexer/logits.cu", {"HEADS": heads, "PAGED": paged, "PASS": queries, "QUERY_GROUPS": groups})
+        (
+            "sm90/indexer/logits.cu",
+            {"HEADS": heads, "PAGED": paged, "PASS": queries, "PASSES": 1, "QUERY_GROUPS": groups, "MXFP4": 0},
+        )
         for heads, paged, queries, groups in (
             (64, 0, 2, 2),
             (64, 0, 2, 4),
@@ -137,6 +140,13 @@ SOURCES = [
             (32, 1, 3, 2),
             (32, 1, 4, 2),
         )
+    ),
+    *(
+        (
+            "sm90/indexer/logits.cu",
+            {"HEADS": heads, "PAGED": 1, "PASS": queries, "PASSES": products, "QUERY_GROUPS": 1, "MXFP4": 1},
+        )
+        for heads, queries, products in ((32, 1, 1), (32, 2, 1), (32, 2, 2), (32, 2, 3), (64, 1, 1), (64, 1, 6))
     ),
     ("common/cache_gather.cu", {"LAYOUT": "DSV4_FP8", "OUTPUT": "bf16", "TOKENS": 2, "ALIGNED": 1, "STREAM": 1}),
     ("common/cache_gather.cu", {"LAYOUT": "DSV41_FP8", "OUTPUT": "bf16", "TOKENS": 2, "ALIGNED": 1, "STREAM": 1}),

@@ -70,7 +70,16 @@ def paged(rng, layout, block_size, batch, next_n, heads, columns, gap=16):
     blocks = batch * columns + 3
     cache = layout.allocate(blocks, block_size, page_stride=layout.page_bytes(block_size) + gap)
     keys = rng.normal(size=(blocks * block_size, HEAD_DIM)).astype(np.float32)
-    cumla.indexer_k_quant_and_cache(keys, cache, np.arange(len(keys)), backend="reference")
+    if layout is cumla.INDEXER_MXFP4:
+        keys[::7, 32:64] *= 2.0**-10  # scales as far apart as Hopper's e4m3 keys may have them, and further
+        keys[5::29, 64:96] *= 2.0**-18
+        keys[9::31, :32] *= 2.0**15
+        slots = np.arange(len(keys))
+        cumla.quantize_and_insert_k_cache(
+            keys.astype(ml_dtypes.bfloat16), cache, slots, block_size, layout=layout, backend="reference"
+        )
+    else:
+        cumla.indexer_k_quant_and_cache(keys, cache, np.arange(len(keys)), backend="reference")
     table = rng.permutation(blocks)[: batch * columns].reshape(batch, columns).astype(np.int32)
     table[0, columns // 2], table[-1, -1] = -1, blocks
     q = rng.normal(size=(batch, next_n, heads, HEAD_DIM))
@@ -81,7 +90,11 @@ def paged(rng, layout, block_size, batch, next_n, heads, columns, gap=16):
 SIMULATED_PAGES = [(2, 1, cumla.INDEXER_FP8), (3, 2, cumla.INDEXER_BF16)]
 
 
-@pytest.mark.parametrize("layout", [cumla.INDEXER_FP8, cumla.INDEXER_BF16, cumla.INDEXER_F32], ids=lambda x: x.name)
+@pytest.mark.parametrize(
+    "layout",
+    [cumla.INDEXER_FP8, cumla.INDEXER_MXFP4, cumla.INDEXER_BF16, cumla.INDEXER_F32],
+    ids=lambda x: x.name,
+)
 @pytest.mark.parametrize(("block_size", "next_n", "heads"), [(64, 1, 64), (16, 2, 64), (5, 3, 4)])
 @pytest.mark.parametrize("axes", [1, 2])
 @pytest.mark.thorough(

@@ -18,9 +18,10 @@ from cumla.kernels.cuda import indexer as launcher
     ],
 )  # fmt: skip
 @pytest.mark.thorough(when=lambda x: x.get("columns") in (130, 60, 30) or (x.get("heads"), x.get("next_n")) == (32, 2))
-def test_rings_of_pages(here, rng, monkeypatch, schedule, heads, block_size, next_n, columns):
+@pytest.mark.parametrize("layout", [cumla.INDEXER_FP8, cumla.INDEXER_MXFP4], ids=lambda x: x.name)
+def test_rings_of_pages(here, rng, monkeypatch, schedule, heads, block_size, next_n, columns, layout):
     monkeypatch.setattr(launcher, "device_sms", lambda device: 3)
-    q, cache, weights, table = paged(rng, cumla.INDEXER_FP8, block_size, 3, next_n, heads, columns)
+    q, cache, weights, table = paged(rng, layout, block_size, 3, next_n, heads, columns)
     table[1, ::7] = -1
     lens = np.array([columns * block_size, 0, columns * block_size * 2 // 3 + 1], np.int32)
     if schedule != "in order" and block_size == 64:

@@ -172,8 +172,10 @@ struct Product {
         Tile a_at(of[0].a ? b_tile : a_tile), b_at(b_tile);
         for (int row = 0; row < 16; ++row)
             for (int k = 0; k < depth; ++k) {
-                int lane = row % 8 * 4 + k % 8 / 2;
-                a[row][k] = of[lane].a ? value(of[lane].a[row / 8 + k / 8 * 2], k % 2, type == Operands::BF16)
+                int per_word = 4 / bytes_of(type), lane = row % 8 * 4 + k % (4 * per_word) / per_word;
+                uint32_t word = of[lane].a ? of[lane].a[row / 8 + k / (4 * per_word) * 2] : 0;
+                a[row][k] = of[lane].a && type == Operands::E4M3 ? from_e4m3(word >> 8 * (k % 4) & 0xff)
+                             : of[lane].a ? value(word, k % 2, type == Operands::BF16)
                              : a_rows  ? a_at.along(first_row + row, k, type)
                                        : a_at.across(k, first_row + row, type);
             }

@@ -1,0 +1,167 @@
+// What a CTA of the index logits works on: sizes, shared memory, the problem and the CTA's work range (sm90/indexer/logits.cu).
+#pragma once
+#define ALIGNED 1
+#include "common/pages.cuh"
+#include "common/pdl.cuh"
+#include "sm90/tma.cuh"
+#include "sm90/wgmma.cuh"
+
+constexpr int DIM = 128, WARPGROUPS = 4, CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 128;
+constexpr int QUERIES = PASS * PASSES * QUERY_GROUPS, KEY_GROUPS = WARPGROUPS / QUERY_GROUPS, KEYS = 64 * KEY_GROUPS;
+constexpr bool WIDE = HEADS * PASS > 64;  // products of more than 64 columns
+constexpr int PRODUCER_REGISTERS = WIDE ? 32 : 56, CONSUMER_REGISTERS = WIDE ? 112 : 104;
+constexpr int Q_STAGES = 2, K_STAGES = QUERY_GROUPS >= 2 ? 8 : WIDE ? 5 : 6;
+constexpr int Q_BYTES = HEADS * DIM, ROW_BYTES = MXFP4 ? DIM / 2 : DIM;
+constexpr int RINGS = PAGED ? KEY_GROUPS : 1, RING_KEYS = KEYS / RINGS;  // a ring has K_STAGES stages, loaded by one warp
+constexpr int Q_WARP = RINGS < 4 ? RINGS : 0;  // the warp that loads queries
+// Where tiles arrive no faster than they are needed, the first of two queries of 64 heads is reduced while the second is
+// multiplied. Elsewhere one product of all queries reads less shared memory.
+constexpr int PRODUCTS = PAGED && QUERY_GROUPS == 1 && HEADS == 64 ? PASS : 1;
+constexpr int COLUMNS = HEADS / 2 * PASS / PRODUCTS;  // in a thread's registers
+static_assert(HEADS * PASS <= 128 && Q_BYTES % 1024 == 0);
+
+// A group of the work range, as consumers read it.
+struct Info {
+    int first_key, tiles;           // tiles 0: no more groups
+    int first[QUERIES], end[QUERIES];  // keys that each query sees
+    int row;                        // of the first query
+    int padding;
+};
+
+// Shared memory. Without static shared memory the dynamic part starts at 1024; the kernel traps otherwise.
+constexpr uint32 BARRIERS_AT = 1024;
+constexpr uint32 Q_READY = BARRIERS_AT, Q_FREE = Q_READY + 8 * Q_STAGES;
+constexpr uint32 K_READY = Q_FREE + 8 * Q_STAGES, K_FREE = K_READY + 8 * RINGS * K_STAGES;  // [K_STAGES][RINGS], as all of keys
+constexpr uint32 PRESENT_AT = K_FREE + 8 * RINGS * K_STAGES;   // of each stage: a bit for each eight of its rows
+constexpr uint32 INFO_AT = PRESENT_AT + 4 * RINGS * K_STAGES;  // of each Q stage
+constexpr uint32 SUMS_AT = INFO_AT + Q_STAGES * sizeof(Info);  // of each warp, while the work range is computed; then the range
+constexpr uint32 WEIGHTS_AT = 2048;                            // [Q_STAGES][QUERIES][HEADS]
+constexpr uint32 SCALES_AT = WEIGHTS_AT + Q_STAGES * QUERIES * HEADS * 4;  // [K_STAGES][KEYS]
+constexpr uint32 Q_AT = (SCALES_AT + K_STAGES * KEYS * 4 + 1023) / 1024 * 1024;
+constexpr uint32 K_AT = Q_AT + Q_STAGES * QUERIES * Q_BYTES;
+constexpr uint32 K_BYTES = RING_KEYS * ROW_BYTES;
+static_assert(MXFP4 ? PAGED && QUERY_GROUPS == 1 && !WIDE && PASS <= 2 : PASSES == 1);
+static_assert(SUMS_AT + 8 * (THREADS / 32) + 16 <= WEIGHTS_AT);
+
+struct Problem {
+    const float* weights;
+    int64 weights_stride;
+    int queries;  // in all; PAGED: per entry of the block table
+    const int *starts, *ends;  // PAGED: lengths, and null
+    int64 lens_stride;         // between entries; 0, like per_query, for packed keys
+    int per_query;             // whether every query has a length of its own
+    int keys;                  // number of keys; PAGED: width of logits
+    int compressed_width;                  // width of compressed rows of logits, else 0
+    BlockTable table;
+    const uint8* pages;
+    int64 page_stride, num_slots;
+    int block_size, box_rows;
+    float* logits;
+    int64 logits_stride;
+    const float* scales;
+    const uint8* q;  // as q_map
+    int64 q_stride;
+
+    __device__ int groups_of_entry() const { return (queries + QUERIES - 1) / QUERIES; }
+    __device__ int groups() const { return PAGED ? table.rows * groups_of_entry() : groups_of_entry(); }
+    // The entry of a group, its first query within the entry, and its number of queries.
+    __device__ int entry_of(int group, int& first, int& count) const {
+        int entry = 0;
+        if (PAGED && queries <= QUERIES) entry = group, first = 0;  // the common case, without a division
+        else {
+            if (PAGED) entry = group / groups_of_entry();
+            first = (group - entry * groups_of_entry()) * QUERIES;
+        }
+        count = min(queries - first, QUERIES);
+        return entry;
+    }
+    // Keys that a query of an entry sees.
+    __device__ void range_of(int entry, int j, int& first, int& end) const {
+        if (PAGED) {
+            int64 length = per_query ? starts[entry * lens_stride + j] : int64(starts[entry * lens_stride]) - (queries - 1 - j);
+            first = 0, end = int(min(max(length, int64(0)), int64(keys)));
+        } else {
+            first = min(max(starts[j], 0), keys), end = min(max(ends[j], first), keys);
+            if (compressed_width) end = int(min(int64(end), int64(first) + compressed_width));
+        }
+    }
+    // Number of tiles of a group, and its first key: the span of the keys of all its queries.
+    __device__ int tiles_of(int group, int& first) const {
+        int j, count, entry = entry_of(group, j, count), end = 0;
+        first = PAGED ? 0 : INT32_LIMIT;
+#pragma unroll
+        for (int i = 0; i < QUERIES; ++i) {
+            int from = 0, to = 0;
+            if (i < count) range_of(entry, j + i, from, to);
+            if (to > from) first = min(first, from), end = max(end, to);
+        }
+        return end > first ? int((int64(end) - first + KEYS - 1) / KEYS) : 0;
+    }
+};
+
+// A number of tiles of several groups. With PAGED it is below 2^31, because each tile except a group's last writes at least 256
+// logits. Otherwise a group's span also has keys between its queries' ranges, for which compressed rows have no logits.
+#if PAGED
+using Count = int;
+using Unsigned = uint32;
+#else
+using Count = int64;
+using Unsigned = uint64;
+#endif
+
+// Store to and load from shared memory.
+__device__ inline void put(uint32 at, int x) { sts32(at, x); }
+__device__ inline void put(uint32 at, int64 x) { sts32(at, uint32(x)), sts32(at + 4, uint32(x >> 32)); }
+__device__ inline void get(uint32 at, int& x) { x = lds32(at); }
+__device__ inline void get(uint32 at, int64& x) { x = int64(uint64(lds32(at + 4)) << 32 | lds32(at)); }
+
+__device__ inline int sum_of_warp(int x) { return __reduce_add_sync(~0u, x); }
+__device__ inline int64 sum_of_warp(int64 x) {
+#pragma unroll
+    for (int by = 16; by; by /= 2) x += __shfl_xor_sync(~0u, x, by);
+    return x;
+}
+
+// The work range of a CTA: `count` tiles from tile `tile` of group `group` on, which has `tiles` tiles from key `first_key` on.
+struct WorkRange {
+    int group, tile, tiles, first_key;
+    Count count;
+};
+
+// Called by all threads of the CTA.
+__device__ inline WorkRange work_range_of(const Problem& problem) {
+    int groups = problem.groups(), run = groups <= THREADS ? 1 : (groups + THREADS - 1) / THREADS;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, begin = min(int(threadIdx.x) * run, groups);
+    int end = min(begin + run, groups), first_key = 0;
+    Count own = 0;
+    for (int group = begin; group < end; ++group) own += problem.tiles_of(group, first_key);
+    auto sum_to = [&](Count x) {  // inclusive prefix sum over the lanes
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            Count left = __shfl_up_sync(~0u, x, step);
+            if (lane >= step) x += left;
+        }
+        return x;
+    };
+    Count up_to = sum_to(own), sum = 0;
+    if (lane == 31) put(SUMS_AT + sizeof(Count) * warp, up_to);
+    __syncthreads();
+    if (lane < THREADS / 32) get(SUMS_AT + sizeof(Count) * lane, sum);
+    Count total = sum_of_warp(sum), before = up_to - own + sum_of_warp(lane < warp ? sum : Count(0));
+    Count even = Unsigned(total) / gridDim.x, larger = total - even * gridDim.x, block = blockIdx.x;
+    Count first = block * even + min(block, larger), count = even + (block < larger);
+    constexpr uint32 FOUND_AT = SUMS_AT + sizeof(Count) * (THREADS / 32);
+    if (count && before <= first && first < before + own) {
+        int group = begin, tiles = int(own);  // of one group, or found below
+        Count tile = first - before;
+        for (; run > 1; ++group) {
+            tiles = problem.tiles_of(group, first_key);
+            if (tile < tiles) break;
+            tile -= tiles;
+        }
+        sts32(FOUND_AT, group), sts32(FOUND_AT + 4, int(tile)), sts32(FOUND_AT + 8, tiles), sts32(FOUND_AT + 12, first_key);
+    }
+    __syncthreads();
+    return {int(lds32(FOUND_AT)), int(lds32(FOUND_AT + 4)), int(lds32(FOUND_AT + 8)), int(lds32(FOUND_AT + 12)), count};
+}
+
