@@ -22,6 +22,7 @@ from .caches import Insert
 from .problem import BLOCK, Arrays, Peer, Problem, Sizes, by_backend, contexts, kind_of, problem_of
 
 HEADS, DIM = 64, 128
+MOST_PAGES = 1 << 14  # of random keys
 TOLERANCE = 1e-3  # of scores, as a part of a row's largest magnitude
 E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
@@ -43,14 +44,18 @@ class Inputs:
         return draw * np.float32(1.0 - low) + np.float32(low)
 
     def keys(self, pages: int, layout: CacheLayout = INDEXER_FP8) -> Any:
-        """A cache of random keys and scales."""
-        cache = self.e4m3(pages, BLOCK * layout.token_bytes)
-        scales = cache[:, BLOCK * layout.row_bytes :]
+        """A cache of random keys and scales, whose pages repeat a million rows."""
+        base = self.e4m3(min(pages, MOST_PAGES), BLOCK * layout.token_bytes)
+        scales = base[:, BLOCK * layout.row_bytes :]
         if layout is INDEXER_MXFP4:
             scales[:] = scales % 5 + 124
         else:
-            scales[:] = self.uniform(pages, BLOCK, low=0.5).view(np.uint8)
-        return cache.reshape(pages, BLOCK, layout.token_bytes)
+            scales[:] = self.uniform(len(base), BLOCK, low=0.5).view(np.uint8)
+        cache = self.xp.empty((pages, BLOCK, layout.token_bytes), np.uint8)
+        for start in range(0, pages, len(base)):
+            some = cache[start : start + len(base)]
+            some[...] = base.reshape(-1, BLOCK, layout.token_bytes)[: len(some)]
+        return cache
 
     def keys_of_pages(self, cache: Any, pages: Any, layout: CacheLayout) -> tuple[Any, Any]:
         """Keys of some pages [N, 128], e4m3 bytes or float64, and their scales [N]."""
