@@ -164,7 +164,8 @@ def checked_keys(call: Call, q: Any, kv: Any, kv_scales: Any, weights: Any) -> t
     if not pair and call.borrow("kv", kv).dtype == np.uint8:
         check_queries_of_bytes(call.borrow("q", q), "keys")
         raise ValueError("kv_scales: got None for e4m3 keys, expected their scales, or kv (k, scales)")
-    if pair and call.borrow("kv[0] (k)", kv[0]).shape[1:] == (INDEXER_MXFP4.row_bytes,):
+    is_mxfp4 = pair and call.borrow("kv[0] (k)", kv[0]).shape[1:] == (INDEXER_MXFP4.row_bytes,)
+    if is_mxfp4 and call.borrow("kv[1] (scales)", kv[1]).dtype == np.uint8:
         q = call.array("q", q, UINT8 + PLAIN, ("M", "H", HEAD_DIM))
         k = call.array("kv[0] (k)", kv[0], UINT8, ("N", INDEXER_MXFP4.row_bytes))
         scales = call.array("kv[1] (scales)", kv[1], UINT8, ("N", INDEXER_MXFP4.scale_bytes))

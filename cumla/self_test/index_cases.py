@@ -58,9 +58,12 @@ def _indexer_paged(bench: Bench) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _indexer_paged_scores(bench: Bench) -> Sequence[Any]:
-    cache = bench.cache(INDEXER_FP8)
-    return (fp8_paged_mqa_logits(kv_cache=cache, clean_logits=True, **_indexer_paged(bench)),)
+def _indexer_paged_scores(layout: CacheLayout) -> Run:
+    def run(bench: Bench) -> Sequence[Any]:
+        cache = bench.cache(layout)
+        return (fp8_paged_mqa_logits(kv_cache=cache, clean_logits=True, layout=layout, **_indexer_paged(bench)),)
+
+    return run
 
 
 def _indexer_schedule(bench: Bench) -> Sequence[Any]:
@@ -168,7 +171,8 @@ def _flashinfer(bench: Bench) -> Sequence[Any]:
 CASES = (
     Case("fused_indexer_q_rope_quant", "not quantised", "indexer", (SCORES, SCORES), _indexer_queries),
     Case("fp8_mqa_logits", "", "indexer", (SCORES,), _indexer_scores),
-    Case("fp8_paged_mqa_logits", "", "indexer", (SCORES,), _indexer_paged_scores),
+    Case("fp8_paged_mqa_logits", "", "indexer", (SCORES,), _indexer_paged_scores(INDEXER_FP8)),
+    Case("fp8_paged_mqa_logits", "INDEXER_MXFP4", "indexer", (SCORES,), _indexer_paged_scores(INDEXER_MXFP4)),
     Case("get_paged_mqa_logits_metadata", "", "indexer", (EQUAL,), _indexer_schedule),
     Case("top_k_per_row", "", "indexer", (EQUAL,), _top_k),
     Case("indexer_topk", "", "indexer", (EQUAL,), _indexer_topk),

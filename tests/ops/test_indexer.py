@@ -41,6 +41,11 @@ def ragged(rng, queries, heads, keys, kind="fp8"):
     weights = rng.normal(size=(queries, heads)).astype(np.float32)
     if kind == "fp8":
         return e4m3(q), (e4m3(k), rng.uniform(0.1, 2, keys).astype(np.float32)), weights, starts, ends
+    if kind.startswith("mxfp4"):
+        kv = rng.integers(0, 256, (keys, HEAD_DIM // 2), np.uint8), rng.integers(115, 128, (keys, 4), np.uint8)
+        kv[1][keys // 2, 2], kv[1][keys // 3, 0] = 0, 90
+        q = e4m3(q) if kind == "mxfp4" else q.astype(PLAIN[kind.removeprefix("mxfp4 ")])
+        return q, kv, weights, starts, ends
     return q.astype(PLAIN[kind]), k.astype(PLAIN[kind]), weights, starts, ends
 
 
@@ -48,9 +53,10 @@ def put_keys(lab, kv):
     return tuple(map(lab.put, kv)) if isinstance(kv, tuple) else lab.put(kv)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "bfloat16", "float32"])
-@pytest.mark.parametrize("heads", [64, 5])
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4", "mxfp4 bfloat16", "mxfp4 float32", "bfloat16", "float32"])
+@pytest.mark.parametrize("heads", [64, 32, 5])
 @pytest.mark.parametrize("width", [0, 40])
+@pytest.mark.thorough(when=lambda x: x.simulated and (x.get("heads") != 5 or x.get("width")))
 def test_scores_of_ranges(lab, rng, kind, heads, width):
     if lab.tiny:
         heads = 1
