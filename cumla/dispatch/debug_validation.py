@@ -423,6 +423,13 @@ def build_sparse_swa(given: Any) -> None:
         reached[: given.counts.num_decodes] += 1
     first = begin - reached
     if given.replay_start is not None:  # whose windows have nothing before it, save those of noncausal decodes
+        late = (host(given.replay_start) > begin) & (end > 0)
+        if late.any():
+            r = int(np.argmax(late))
+            raise ValueError(
+                f"replay_start: request {r} has {host(given.replay_start)[r]}, expected at most {begin[r]}, its first "
+                "position of this step"
+            )
         causal = np.arange(len(lens)) >= (given.counts.num_decodes if given.noncausal else 0)
         first = np.where(causal, np.maximum(first, host(given.replay_start)), first)
     check_pages("block_table_tensor", given.block_table, first, end, given.block_size)

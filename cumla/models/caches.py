@@ -192,6 +192,7 @@ class DeepseekV41Caches:
         if shares != (owner is not None):
             expected = f"those of layer {source}" if shares else "None"
             raise ValueError(f"owner: got {'None' if owner is None else 'caches'}, expected {expected}")
+        check_integers(0, blocks=blocks, compressed_blocks=compressed_blocks, rings=rings)
         window = allocate(layouts.window, blocks, serving.block_size, xp)
         if owner is not None:
             check_kind(DeepseekV41Caches, owner=owner)
@@ -199,7 +200,6 @@ class DeepseekV41Caches:
         if not ratio:
             return cls(window)
         rows = serving.compressed_block_size // ratio
-        check_integers(0, compressed_blocks=compressed_blocks, rings=rings)
         ring = None
         if ratio > 1:
             ring = xp.zeros((rings, ring_capacity(serving.num_speculative_tokens), RING_VALUES), np.float32)

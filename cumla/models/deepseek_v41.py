@@ -169,8 +169,8 @@ class DeepseekV41Attention:
 
         Returns out, to which the caller adds the residual. A step of decodes, once one of its size has run, allocates
         nothing if `out` is given, and can be captured in a CUDA graph.
-        Raises TypeError or ValueError, before anything is written, for an argument that does not fit, and for a
-        selection that another layer than the layer's source, or another step, wrote.
+        Raises TypeError or ValueError, before anything is written, for an argument that does not fit, and where the
+        layer's owner or source has not run in this step, or wrote to other caches.
         """
         check_v41_step(self, hidden_states, layer_caches, metadata, selection)
         run = V41Step(self, layer_caches, metadata, selection, observe)
@@ -314,6 +314,8 @@ class V41Step:
         heads = keys[:, None]
         apply_rope(heads, rows.row_positions, layer.cos_sin, out=heads, backend=layer.backend)
         indexer_k_quant_and_cache(keys, self.caches.indexer, rows.slot_mapping, backend=layer.backend)
+        assert self.selection is not None
+        self.selection.note_owned(layer.layer, self.metadata, self.caches)
 
     def select(self, qr: Any, weights: Any) -> None:
         """Write the selection, and candidate blocks if the layer chooses them."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import dlpack
+from ..arrays.memory import coincide
 from ..dispatch.call import INT32, Call
 from ..dispatch.values import check_integers, check_kind
 from ..layers.selection import Candidates
@@ -17,6 +18,7 @@ from ..metadata.indexer import DeepseekV32IndexerMetadata
 from ..metadata.slots import ring_capacity
 from ..metadata.sparse_swa import DeepseekSparseSWAMetadata, DeepseekSparseSWAMetadataBuilder
 from ..metadata.validation import check_tables
+from .caches import DeepseekV41Caches
 from .step import StepIndexerMetadataBuilder
 from .v41_config import DeepseekV41Config
 
@@ -163,6 +165,7 @@ class DeepseekV41Selection:
             self.candidate_blocks = xp.full((tokens, config.candidate_topk_blocks), -1, np.int32)
         self._block_size = config.candidate_block_size
         self._written: dict[str, tuple[int, Any]] = {}
+        self._owned: dict[int, tuple[Any, Any]] = {}  # by owner: the step, and the caches that it wrote
 
     def candidates(self, written: bool) -> Candidates:
         """The candidate blocks, to write or to read."""
@@ -179,6 +182,26 @@ class DeepseekV41Selection:
             got = "none" if found is None else f"those of layer {found}"
             of = "" if found is None or step is metadata else " and of another step"
             raise ValueError(f"selection: got {what}: {got}{of}, expected those of layer {layer} of this step")
+
+    def note_owned(self, layer: int, metadata: DeepseekV41StepMetadata, caches: DeepseekV41Caches) -> None:
+        """Remember the caches to which an owner added the step's rows and keys."""
+        self._owned[layer] = metadata, caches
+
+    def check_owned(self, layer: int, metadata: DeepseekV41StepMetadata, caches: DeepseekV41Caches) -> None:
+        """Raise ValueError unless the owner wrote the step's rows and keys, and to the arrays of these caches."""
+        step, its = self._owned.get(layer, (None, None))
+        if step is not metadata:
+            raise ValueError(
+                f"selection: layer {layer}, which owns the rows, has not run in this step, expected it before"
+            )
+        for name in ("compressed", "indexer"):
+            ours, owned = getattr(caches, name), getattr(its, name)
+            if ours is not owned and ours is not None:
+                ours, owned = (dlpack.borrow(x, f"layer_caches.{name}") for x in (ours, owned))
+                if ours.shape != owned.shape or not coincide(ours, owned):
+                    raise ValueError(
+                        f"layer_caches.{name}: got another array than that of layer {layer}, which owns the rows"
+                    )
 
 
 def serving_of(config: DeepseekV41Config, **options: Any) -> ServingConfig:

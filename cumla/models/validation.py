@@ -209,6 +209,9 @@ def check_v41_step(
             selection.check("rows", layer.config.index_source(layer.layer), metadata)
         elif layer.config.reads_candidates(layer.layer):
             selection.check("candidates", layer.config.candidate_source_layer_id, metadata)
+        source = layer.config.kv_source(layer.layer)
+        if layer.mode != "full" and source is not None:
+            selection.check_owned(source, metadata, caches)
         check_indexer_metadata(step.indexer, window, None)
         arrays = (selection.topk_indices, selection.slots, selection.lens, selection.candidate_blocks)
         arrays = (*arrays, step.slot_mapping, step.row_positions, metadata.ring_slot_mapping)

@@ -214,7 +214,7 @@ def test_requests_have_rings_of_their_own(place):
 def test_pages_before_a_replay_may_be_absent(place):
     """Windows of replayed requests begin at replay_start; blocks of draft layers reach one position further back."""
     config = replace(CONFIG, window_size=12)
-    batch = make_batch(place, [30, 40], [1, 20])
+    batch = make_batch(place, [30, 44], [1, 20])
     table = place.get(batch.block_table_tensor).copy()
     size = config.block_size
     table[0, : 24 // size], table[1, : 24 // size] = -1, -1
@@ -226,6 +226,8 @@ def test_pages_before_a_replay_may_be_absent(place):
         builder.build(0, batch, replay_start=place.put(np.array([24, 24], np.int32)))
         with pytest.raises(ValueError, match="block_table_tensor: request 1 has page -1 for position 2"):
             builder.build(0, batch, replay_start=place.put(np.array([24, 23], np.int32)))
+        with pytest.raises(ValueError, match="replay_start: request 1 has 25, expected at most 24, its first position"):
+            builder.build(0, batch, replay_start=place.put(np.array([24, 25], np.int32)))
         blocks = DeepseekSparseSWAMetadataBuilder(replace(config, noncausal_decodes=True), place.backend)
         with pytest.raises(ValueError, match="block_table_tensor: request 0 has page -1 for position"):
             blocks.build(0, batch, replay_start=place.put(np.array([24, 24], np.int32)))

@@ -258,7 +258,8 @@ def test_fp8_weights_have_scales_of_32_by_32():
     quantized, plain = {}, {}
     for name, weight in weights.items():
         quantized[name] = plain[name] = weight
-        if name.rpartition(".attn.")[2] in ("wq_a.weight", "wq_b.weight", "wkv.weight", "wo_b.weight"):
+        its = ("wq_a.weight", "wq_b.weight", "wkv.weight", "wo_b.weight", "indexer.wq_b.weight")
+        if name.rpartition(".attn.")[2] in its:
             rows, columns = weight.shape
             tiles = weight.reshape(rows // 32, 32, columns // 32, 32)
             scale = 2.0 ** np.ceil(np.log2(np.abs(tiles).max(axis=(1, 3)) / 448)).astype(np.float32)
@@ -268,7 +269,7 @@ def test_fp8_weights_have_scales_of_32_by_32():
             quantized[name.removesuffix("weight") + "scale"] = scale
     options = {"activations": "float32", "cache_format": "float32", "max_position": 64, "weight_format": "bfloat16"}
     first, second = (DeepseekV41Attention(config, 0, tensors, **options) for tensors in (quantized, plain))
-    for name in ("low_rank", "q_b", "o_b"):
+    for name in ("low_rank", "q_b", "o_b", "index_q_b"):
         np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
     options["weight_format"] = "fp8"
     kept = DeepseekV41Attention(config, 0, quantized, **options)

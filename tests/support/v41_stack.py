@@ -34,7 +34,10 @@ def hidden_states(case, request):
 class Stack:
     """The layers of a golden case with their caches, for all of its requests."""
 
-    def __init__(self, case, cache_format="float32", backend="cpu", activations="float32", lab=None, seed=0, **options):
+    def __init__(
+        self, case, cache_format="float32", backend="cpu", activations="float32", lab=None, seed=0, pages=(64, 128),
+        **options,
+    ):  # fmt: skip
         record = GOLDEN["cases"][case]
         self.record, self.config = record, DeepseekV41Config.from_dict(record["config"])
         self.hidden = [hidden_states(case, request) for request in range(len(record["requests"]))]
@@ -43,7 +46,7 @@ class Stack:
         weights, scratch = by_the_rule(record["parameters"], record["seed"]), Scratch()
         self.serving = serving_of(
             self.config, num_speculative_tokens=SPECULATIVE, max_num_batched_tokens=1024, max_num_seqs=4,
-            max_model_len=1024, compressed_block_size=128, num_heads=8,
+            max_model_len=1024, block_size=pages[0], compressed_block_size=pages[1], num_heads=8,
         )  # fmt: skip
         self.layers = [
             DeepseekV41Attention(
@@ -52,7 +55,9 @@ class Stack:
             )
             for layer in range(self.config.num_hidden_layers)
         ]  # fmt: skip
-        self.paged = PagedRequests(len(self.hidden), longest, {"window": 64, "compressed": 128}, seed, put=self.put)
+        self.paged = PagedRequests(
+            len(self.hidden), longest, dict(zip(("window", "compressed"), pages, strict=True)), seed, put=self.put
+        )
         blocks, self.caches = self.paged.num_blocks, []
         for layer in range(len(self.layers)):
             source = self.config.kv_source(layer)
