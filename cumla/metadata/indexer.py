@@ -10,7 +10,7 @@ import numpy as np
 from ..arrays import dlpack
 from ..dispatch.call import INT32, Call
 from ..dispatch.values import check_choice, check_integers, plain_integers
-from ..kernels.types.metadata import IndexerBuffers, IndexerCounts
+from ..kernels.types.metadata import IndexerBuffers, IndexerCounts, IndexerStep
 from .batch import CommonAttentionMetadata, HostLens, host_integers
 from .builder import AttentionCGSupport, AttentionMetadataBuilder, BatchArrays, Build, ServingConfig, ViewCache
 from .indexer_chunks import ChunkBuilder, DeepseekV32IndexerPrefillChunkMetadata, DeepseekV32IndexerPrefillMetadata
@@ -175,10 +175,8 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
         with call.kernels("indexer_metadata") as kernels:
             buffers = self._fixed_buffers(call, arrays.seq_lens)
             chunks = self._chunks.lay_out(lens, num_decodes, arrays.seq_lens) if num_prefills else []
-            kernels.build_indexer(
-                arrays.query_start_loc, arrays.seq_lens, arrays.block_table, counts, buffers,
-                chunks[0].chunk if chunks else None,
-            )  # fmt: skip
+            batch_arrays = arrays.query_start_loc, arrays.seq_lens, arrays.block_table
+            kernels.build_indexer(IndexerStep(*batch_arrays, counts, buffers, chunks[0].chunk if chunks else None))
             self._before = counts
             for other in chunks[1:]:
                 kernels.build_indexer_chunk(arrays.query_start_loc, arrays.seq_lens, self.compress_ratio, other.chunk)
@@ -286,7 +284,7 @@ class DeepseekV32IndexerMetadataBuilder(AttentionMetadataBuilder[DeepseekV32Inde
             max_decode_len if use_native else 1, table, self.config.max_model_len,
         )  # fmt: skip
         with call.kernels("indexer_metadata") as kernels:
-            kernels.build_indexer(starts, lens, table, counts, self._fixed_buffers(call, lens), None)
+            kernels.build_indexer(IndexerStep(starts, lens, table, counts, self._fixed_buffers(call, lens)))
             self._before = counts
         views = self._views_of(dlpack.framework_of(seq_lens), counts, table, 0)
         shortest = int(np.minimum.reduce(decode_lens_cpu, initial=max_decode_len))

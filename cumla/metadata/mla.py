@@ -104,27 +104,20 @@ class MLACommonMetadata:
             return None
         if "prefill" not in self._views:
             first, first_token = self.num_decodes, self.num_decode_tokens
-            self._views["prefill"] = MLACommonMetadata(
-                num_prefills=self.num_prefills,
-                num_prefill_tokens=self.num_prefill_tokens,
+            self._views["prefill"] = dataclasses.replace(
+                self,
+                num_decodes=0,
                 num_decode_tokens=0,
                 slot_mapping=_from(self.slot_mapping, first_token),
                 seq_lens=_from(self.seq_lens, first),
                 seq_lens_tensor=_from(self.seq_lens_tensor, first),
-                max_prefill_seq_len=self.max_prefill_seq_len,
                 max_decode_seq_len=0,
                 context_lens_tensor=_from(self.context_lens_tensor, first),
                 block_tables=_from(self.block_tables, first),
-                max_query_len=self.max_query_len,
+                use_cuda_graph=False,
                 max_decode_query_len=0,
                 query_start_loc=_rebased(self.query_start_loc, first),
                 seq_start_loc=_rebased(self.seq_start_loc, first),
-                head_dim=self.head_dim,
-                is_profile_run=self.is_profile_run,
-                context_chunk_cu_seq_lens=self.context_chunk_cu_seq_lens,
-                context_chunk_starts=self.context_chunk_starts,
-                context_chunk_seq_tot=self.context_chunk_seq_tot,
-                context_chunk_max_seq_lens=self.context_chunk_max_seq_lens,
             )
         return self._views["prefill"]
 
@@ -135,25 +128,24 @@ class MLACommonMetadata:
             return None
         if "decode" not in self._views:
             end = self.num_decodes
-            self._views["decode"] = MLACommonMetadata(
+            self._views["decode"] = dataclasses.replace(
+                self,
                 num_prefills=0,
                 num_prefill_tokens=0,
-                num_decodes=end,
-                num_decode_tokens=self.num_decode_tokens,
                 slot_mapping=_to(self.slot_mapping, self.num_decode_tokens),
                 seq_lens=_to(self.seq_lens, end),
                 seq_lens_tensor=_to(self.seq_lens_tensor, end),
                 max_prefill_seq_len=0,
-                max_decode_seq_len=self.max_decode_seq_len,
                 context_lens_tensor=_to(self.context_lens_tensor, end),
                 block_tables=_to(self.block_tables, end),
-                use_cuda_graph=self.use_cuda_graph,
                 max_query_len=self.max_decode_query_len,
-                max_decode_query_len=self.max_decode_query_len,
                 query_start_loc=_to(self.query_start_loc, end + 1),
                 seq_start_loc=_to(self.seq_start_loc, end + 1),
-                head_dim=self.head_dim,
-                is_profile_run=self.is_profile_run,
+                context_chunk_cu_seq_lens=None,
+                context_chunk_starts=None,
+                context_chunk_seq_tot=None,
+                context_chunk_max_seq_lens=None,
+                context_chunk_workspace=None,
             )
         return self._views["decode"]
 

@@ -3,21 +3,15 @@
 import numpy as np
 
 from ..numba_common.compiled import compiled
-from ..types.metadata import SPLIT_PAGES, CompressedSlots, IndexerBuffers, IndexerChunk, IndexerCounts
+from ..types.metadata import SPLIT_PAGES, CompressedSlots, IndexerChunk, IndexerStep
 from .rows import copy_row
 from .threads import parallel_for
 
 TO_SEARCH = 20  # nanoseconds to find a token's request
 
 
-def build_indexer(
-    query_start_loc: np.ndarray,
-    seq_lens: np.ndarray,
-    block_table: np.ndarray,
-    counts: IndexerCounts,
-    buffers: IndexerBuffers,
-    chunk: IndexerChunk | None,
-) -> None:
+def build_indexer(step: IndexerStep) -> None:
+    query_start_loc, seq_lens, block_table, counts, buffers, chunk = step
     buffers.decode_lens[:] = 0
     buffers.seq_lens[:] = 0
     entries, columns = max(counts.batch_size, counts.entries_before), max(counts.columns, counts.columns_before)
@@ -29,8 +23,7 @@ def build_indexer(
         buffers.seq_lens, counts.lens_per_entry, counts.batch_size, SPLIT_PAGES * counts.block_size, buffers.schedule
     )
     if counts.maps_slots:
-        batch, slots = (query_start_loc, seq_lens, block_table), buffers.slot_mapping
-        compressed_slot_mapping(CompressedSlots(*batch, len(slots), counts.block_size, counts.compress_ratio, slots))
+        compressed_slot_mapping(step.slots)
     if chunk is not None:
         build_indexer_chunk(query_start_loc, seq_lens, counts.compress_ratio, chunk)
 

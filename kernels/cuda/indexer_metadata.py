@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..types.metadata import CompressedSlots, IndexerBuffers, IndexerChunk, IndexerCounts
+from ..types.metadata import CompressedSlots, IndexerChunk, IndexerStep
 from .compile import kernel
 
 THREADS, WARPS, COLUMNS = 1024, 32, 1024  # as in common/indexer_metadata.cu
@@ -11,14 +11,8 @@ MOST_SPLITS = 256
 NO_CHUNK = (0, 0, 0, 0, 0, 0, 1, 0, 0, 0)  # `Chunk` of common/indexer_metadata.cu
 
 
-def build_indexer(
-    query_start_loc: Any,
-    seq_lens: Any,
-    block_table: Any,
-    counts: IndexerCounts,
-    buffers: IndexerBuffers,
-    chunk: IndexerChunk | None,
-) -> None:
+def build_indexer(step: IndexerStep) -> None:
+    query_start_loc, seq_lens, block_table, counts, buffers, chunk = step
     capacity = len(buffers.decode_lens)
     element_blocks = -(-capacity // THREADS)
     copied = counts.batch_size if counts.flatten else 0

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from ..types.metadata import SPLIT_PAGES, CompressedSlots, IndexerBuffers, IndexerChunk, IndexerCounts
+from ..types.metadata import SPLIT_PAGES, CompressedSlots, IndexerChunk, IndexerStep
 from .compiler import cuda
 from .launch import launch
 from .rows import find_request, lookup_block, token_position
@@ -12,14 +12,8 @@ from .rows import find_request, lookup_block, token_position
 THREADS = 128
 
 
-def build_indexer(
-    query_start_loc: Any,
-    seq_lens: Any,
-    block_table: Any,
-    counts: IndexerCounts,
-    buffers: IndexerBuffers,
-    chunk: IndexerChunk | None,
-) -> None:
+def build_indexer(step: IndexerStep) -> None:
+    query_start_loc, seq_lens, block_table, counts, buffers, chunk = step
     launch(
         lengths_kernel, -(-len(buffers.decode_lens) // THREADS), THREADS,
         query_start_loc, seq_lens, counts, buffers.decode_lens, buffers.seq_lens,
@@ -31,8 +25,7 @@ def build_indexer(
         )  # fmt: skip
     launch(schedule_kernel, 1, THREADS, counts, buffers.seq_lens, buffers.schedule)
     if counts.maps_slots:
-        batch, slots = (query_start_loc, seq_lens, block_table), buffers.slot_mapping
-        compressed_slot_mapping(CompressedSlots(*batch, len(slots), counts.block_size, counts.compress_ratio, slots))
+        compressed_slot_mapping(step.slots)
     if chunk is not None:
         build_indexer_chunk(query_start_loc, seq_lens, counts.compress_ratio, chunk)
 
@@ -42,11 +35,7 @@ def compressed_slot_mapping(given: CompressedSlots) -> None:
 
 
 def build_indexer_chunk(query_start_loc: Any, seq_lens: Any, compress_ratio: int, chunk: IndexerChunk) -> None:
-    launch(
-        chunk_kernel, chunk.num_reqs, THREADS,
-        query_start_loc, seq_lens, chunk.first_request, compress_ratio, chunk.cu_seqlen_ks, chunk.cu_seqlen_ke,
-        chunk.cu_seq_lens, chunk.token_to_seq,
-    )  # fmt: skip
+    launch(chunk_kernel, chunk.num_reqs, THREADS, query_start_loc, seq_lens, compress_ratio, chunk)
 
 
 @cuda.jit(device=True)
@@ -132,26 +121,24 @@ def slots_kernel(given):
         given.slots[token] = slot
 
 
-def chunk_kernel(
-    query_start_loc, seq_lens, first_request, compress_ratio, cu_seqlen_ks, cu_seqlen_ke, cu_seq_lens, token_to_seq
-):
+def chunk_kernel(query_start_loc, seq_lens, compress_ratio, chunk):
     """A thread block takes a request, its threads every blockDim.x-th row and query."""
     number = cuda.blockIdx.x
-    request = first_request + number
-    total_rows, row_start = np.int64(len(token_to_seq)), np.int64(0)
-    for earlier in range(first_request, request):
+    request = chunk.first_request + number
+    total_rows, row_start = np.int64(len(chunk.token_to_seq)), np.int64(0)
+    for earlier in range(chunk.first_request, request):
         row_start = min(row_start + rows_of(seq_lens[earlier], compress_ratio), total_rows)
     row_end = min(row_start + rows_of(seq_lens[request], compress_ratio), total_rows)
     for row in range(row_start + cuda.threadIdx.x, row_end, cuda.blockDim.x):
-        token_to_seq[row] = number
-    origin = np.int64(query_start_loc[first_request])
+        chunk.token_to_seq[row] = number
+    origin = np.int64(query_start_loc[chunk.first_request])
     first = max(query_start_loc[request] - origin, np.int64(0))
-    last = min(query_start_loc[request + 1] - origin, np.int64(len(cu_seqlen_ks)))
+    last = min(query_start_loc[request + 1] - origin, np.int64(len(chunk.cu_seqlen_ks)))
     for token in range(first + cuda.threadIdx.x, last, cuda.blockDim.x):
         visible = token_position(query_start_loc, seq_lens, request, token + origin) + 1
-        cu_seqlen_ks[token] = row_start
-        cu_seqlen_ke[token] = row_start + rows_of(visible, compress_ratio)
+        chunk.cu_seqlen_ks[token] = row_start
+        chunk.cu_seqlen_ke[token] = row_start + rows_of(visible, compress_ratio)
     if cuda.threadIdx.x == 0:
         if number == 0:
-            cu_seq_lens[0] = 0
-        cu_seq_lens[number + 1] = row_end
+            chunk.cu_seq_lens[0] = 0
+        chunk.cu_seq_lens[number + 1] = row_end

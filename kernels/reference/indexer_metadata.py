@@ -2,18 +2,12 @@
 
 import numpy as np
 
-from ..types.metadata import SPLIT_PAGES, CompressedSlots, IndexerBuffers, IndexerChunk, IndexerCounts
+from ..types.metadata import SPLIT_PAGES, CompressedSlots, IndexerChunk, IndexerStep
 from .indexer import paged_mqa_logits_metadata
 
 
-def build_indexer(
-    query_start_loc: np.ndarray,
-    seq_lens: np.ndarray,
-    block_table: np.ndarray,
-    counts: IndexerCounts,
-    buffers: IndexerBuffers,
-    chunk: IndexerChunk | None,
-) -> None:
+def build_indexer(step: IndexerStep) -> None:
+    query_start_loc, seq_lens, block_table, counts, buffers, chunk = step
     buffers.decode_lens[:] = 0
     buffers.seq_lens[:] = 0
     buffers.block_table[:] = 0
@@ -33,8 +27,7 @@ def build_indexer(
     longest = buffers.seq_lens[: counts.batch_size * counts.lens_per_entry].reshape(-1, counts.lens_per_entry)[:, -1]
     paged_mqa_logits_metadata(longest, SPLIT_PAGES * counts.block_size, buffers.schedule)
     if counts.maps_slots:
-        batch, slots = (query_start_loc, seq_lens, block_table), buffers.slot_mapping
-        compressed_slot_mapping(CompressedSlots(*batch, len(slots), counts.block_size, counts.compress_ratio, slots))
+        compressed_slot_mapping(step.slots)
     if chunk is not None:
         build_indexer_chunk(query_start_loc, seq_lens, counts.compress_ratio, chunk)
 

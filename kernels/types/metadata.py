@@ -160,3 +160,19 @@ class IndexerChunk(NamedTuple):
     cu_seqlen_ke: Any
     cu_seq_lens: Any
     token_to_seq: Any
+
+
+class IndexerStep(NamedTuple):
+    """Arguments of an indexer's build: a batch's arrays and sizes, and what to fill; no chunk without prefills."""
+
+    query_start_loc: Any
+    seq_lens: Any
+    block_table: Any
+    counts: IndexerCounts
+    buffers: IndexerBuffers
+    chunk: IndexerChunk | None = None
+
+    @property
+    def slots(self) -> CompressedSlots:
+        counts, out = self.counts, self.buffers.slot_mapping
+        return CompressedSlots(*self[:3], len(out), counts.block_size, counts.compress_ratio, out)
