@@ -7,15 +7,18 @@ from ..types.metadata import C128A_RATIO, WindowStep
 from .indices import token_position
 from .threads import parallel_for
 
+NO_TABLE, NO_VECTOR = np.empty((0, 0), np.int32), np.empty(0, np.int32)
+
 
 def build_sparse_swa(given: WindowStep) -> None:
-    if given.c128a_block_table is None:
-        given = given._replace(c128a_block_table=np.empty((0, 0), np.int32))
-    if given.replay_start is None:
-        given = given._replace(replay_start=np.empty(0, np.int32))
-    width = max(given.c128a_width, given.counts.width_before)
-    parallel_for(max(given.counts.rows, given.counts.rows_before), given.window_size + width, _build, given)
-    _gather_lens(given)
+    table, replay, counts = given.c128a_block_table, given.replay_start, given.counts
+    given = given._replace(
+        c128a_block_table=NO_TABLE if table is None else table, replay_start=NO_VECTOR if replay is None else replay
+    )
+    width = max(given.c128a_width, counts.width_before)
+    parallel_for(max(counts.rows, counts.rows_before), given.window_size + width, _build, given)
+    lens = given.buffers.prefill_gather_lens
+    _gather_lens(given.query_start_loc, given.seq_lens, counts, given.window_size, given.replay_start, lens)
 
 
 @compiled(nogil=True)
@@ -64,15 +67,13 @@ def first_of_block(query_start_loc, seq_lens, request, window_size):
 
 
 @compiled
-def _gather_lens(given):
-    query_start_loc, seq_lens, counts = given.query_start_loc, given.seq_lens, given.counts
-    replay_start, prefill_gather_lens = given.replay_start, given.buffers.prefill_gather_lens
+def _gather_lens(query_start_loc, seq_lens, counts, window_size, replay_start, prefill_gather_lens):
     prefill_gather_lens[:] = 0
     for prefill in range(counts.num_reqs - counts.num_decodes):
         request = counts.num_decodes + prefill
         query_len = np.int64(query_start_loc[request + 1]) - query_start_loc[request]
         first_valid = max(np.int64(replay_start[request]), 0) if len(replay_start) else np.int64(0)
-        before = min(max(np.int64(seq_lens[request]) - query_len - first_valid, 0), given.window_size - 1)
+        before = min(max(np.int64(seq_lens[request]) - query_len - first_valid, 0), window_size - 1)
         prefill_gather_lens[prefill] = max(min(np.int64(seq_lens[request]), query_len + before), 0)
 
 

@@ -27,7 +27,7 @@ RESULTS: dict[str, Any] = {
 # in calls of functions of this kind.
 Memory = ctypes.c_int64 * 2
 Entry = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
-PLAIN = {bool, int, float}
+PLAIN, ARRAY = {bool, int, float}, np.ndarray
 FLAGS = 0x1 | 0x2 | 0x100 | 0x400  # NumPy flags: C-contiguous, Fortran-contiguous, aligned, writeable
 
 
@@ -94,22 +94,25 @@ def taken_apart(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]]
     """The types of arguments that machine code depends on, and the arguments as words."""
     key: list[Any] = []
     words: list[Any] = []
+    _take_apart(arguments, key, words)
+    return tuple(key), words
+
+
+def _take_apart(arguments: tuple[Any, ...], key: list[Any], words: list[Any]) -> None:
     for value in arguments:
         kind = value.__class__
-        if kind is np.ndarray:
+        if kind is ARRAY:
             words.append(id(value))
             key += (value.dtype, value.ndim, value.flags.num & FLAGS)
         elif kind in PLAIN:
             words.append(value)
             key.append(kind)
         elif isinstance(value, tuple):
-            parts, inner = taken_apart(value)
-            words += inner
-            key += (kind, parts)
+            key += (kind, len(value))
+            _take_apart(value, key, words)
         else:
             words.append(value.item())
             key.append(kind)
-    return tuple(key), words
 
 
 def packing(words: list[Any]) -> str:
