@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import dlpack
-from ..layout import INDEXER_FP8, CacheLayout
+from ..layout import INDEXER_FP8, INDEXER_MXFP4, CacheLayout
 from ..metadata.builder import check_current
 from ..metadata.indexer import DeepseekV32IndexerMetadata
 from ..metadata.indexer_chunks import DeepseekV32IndexerPrefillChunkMetadata
@@ -32,12 +32,12 @@ class IndexerInputs:
     q         uint8 [num_tokens, heads, 128], e4m3, RoPE applied, as fused_indexer_q_rope_quant makes them; for a cache
               that is not quantised, of the cache's type
     weights   [num_tokens, heads] float32, the scales of q folded in
-    cache     uint8 [num_blocks, block_size, 132] (or rows that are not quantised), of `layout`, with the pages of the
-              cache whose rows are selected
+    cache     uint8 [num_blocks, block_size, 132 or 68] (or rows that are not quantised), of `layout`, with the pages of
+              the cache whose rows are selected
     metadata  of the indexer, of the step's batch and the block table of the cache whose rows are selected
     k         [n, 128], keys of the rows that this step completes, one for each slot of the compressed cache's
               slot_mapping; None: the cache contains them already
-    layout    of the cache: INDEXER_FP8, INDEXER_BF16 or INDEXER_F32
+    layout    of the cache: INDEXER_FP8, INDEXER_MXFP4, INDEXER_BF16 or INDEXER_F32
     """
 
     q: Any
@@ -206,8 +206,12 @@ class _Run:
     def gather(self, chunk: DeepseekV32IndexerPrefillChunkMetadata) -> tuple[Any, Any]:
         """Keys of the chunk's requests and their scales; later chunks of the same requests read them as well."""
         layout, rows = self.inputs.layout, chunk.total_seq_lens
-        keys = self.memory("index_keys", (rows, layout.head_dim), self.q.dtype)
-        scales = self.memory("index_scales", (rows,), np.float32) if layout.num_scales else None
+        if layout is INDEXER_MXFP4:
+            keys = self.memory("index_keys", (rows, layout.row_bytes), np.uint8)
+            scales = self.memory("index_scales", (rows, layout.scale_bytes), np.uint8)
+        else:
+            keys = self.memory("index_keys", (rows, layout.head_dim), self.q.dtype)
+            scales = self.memory("index_scales", (rows,), np.float32) if layout.num_scales else None
         cp_gather_indexer_k_quant_cache(
             self.inputs.cache, keys, scales, chunk.block_table, chunk.cu_seq_lens, backend=self.backend
         )

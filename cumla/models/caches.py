@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import ml_dtypes
@@ -20,6 +20,7 @@ from ..layout import (
     INDEXER_BF16,
     INDEXER_F32,
     INDEXER_FP8,
+    INDEXER_MXFP4,
     MLA_BF16,
     MLA_F32,
     V32_FP8,
@@ -124,6 +125,7 @@ class DeepseekV4Caches:
 
 
 V41CacheFormat = Literal["fp4", "fp8", "fp4_split", "fp8_split", "bfloat16", "float32"]
+KeyFormat = Literal["fp8", "mxfp4"]
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,9 @@ V41_FORMATS: dict[str, V41Formats] = {
 }
 
 
+KEY_FORMATS = {"fp8": INDEXER_FP8, "mxfp4": INDEXER_MXFP4}
+
+
 @dataclass(frozen=True)
 class DeepseekV41Caches:
     """What one layer of V4.1 keeps of its requests, in pages. Layers that share compressed rows have the same arrays.
@@ -152,8 +157,8 @@ class DeepseekV41Caches:
     window      [num_blocks, block_size, 528] uint8 (or [.., 512] numbers), the layer's own
     compressed  [compressed_blocks, compressed_block_size / ratio, 288 or 528] uint8 (or [.., 512] numbers), of the
                 layer that owns the rows; None at ratio 0
-    indexer     [compressed_blocks, compressed_block_size / ratio, 132] uint8 (or [.., 128] numbers), keys of the owner;
-                None at ratio 0
+    indexer     [compressed_blocks, compressed_block_size / ratio, 132 or 68] uint8 (or [.., 128] numbers), keys of the
+                owner; None at ratio 0
     ring        float32 [rings, capacity, 1024], tokens that a later step pools: one ring a request. An owner of ratio 2
                 alone has it
     """
@@ -175,6 +180,7 @@ class DeepseekV41Caches:
         *,
         owner: DeepseekV41Caches | None = None,
         cache_format: V41CacheFormat = "fp4",
+        key_format: KeyFormat | None = None,
         xp: Any = np,
     ) -> DeepseekV41Caches:
         """Zeroed caches of a layer: pages of serving.block_size positions, of serving.compressed_block_size, and rings.
@@ -183,11 +189,13 @@ class DeepseekV41Caches:
                       own rows or have none
         cache_format  "fp4": compressed rows in DSV41_FP4, the window's in DSV41_FP8; "fp8": both in DSV41_FP8;
                       "fp4_split", "fp8_split": scales at the page's end; "bfloat16", or on the host "float32"
+        key_format    of the index keys: "fp8", or "mxfp4" of 68 bytes a row instead of 132. None: "fp8", or the type
+                      of rows that are not quantised
         """
         check_kind(DeepseekV41Config, config=config)
         check_kind(ServingConfig, serving=serving)
         check_integers(0, layer=layer)
-        layouts, ratio, source = v41_formats(cache_format), config.ratio(layer), config.kv_source(layer)
+        layouts, ratio, source = v41_formats(cache_format, key_format), config.ratio(layer), config.kv_source(layer)
         shares = source is not None and source != layer
         if shares != (owner is not None):
             expected = f"those of layer {source}" if shares else "None"
@@ -209,11 +217,17 @@ class DeepseekV41Caches:
         return cls(window, compressed, keys, ring)
 
 
-def v41_formats(cache_format: str) -> V41Formats:
-    """Raises ValueError for another name."""
+def v41_formats(cache_format: str, key_format: str | None = None) -> V41Formats:
+    """Raises ValueError for another name, and for a format of keys beside rows that are not quantised."""
     if cache_format not in V41_FORMATS:
         raise ValueError(f"cache_format: got {cache_format!r}, expected one of {', '.join(V41_FORMATS)}")
-    return V41_FORMATS[cache_format]
+    layouts = V41_FORMATS[cache_format]
+    if key_format is None:
+        return layouts
+    check_choice(tuple(KEY_FORMATS), key_format=key_format)
+    if not layouts.indexer.num_scales:
+        raise ValueError(f"key_format: got {key_format!r} with cache_format {cache_format!r}, expected None")
+    return replace(layouts, indexer=KEY_FORMATS[key_format])
 
 
 @dataclass(frozen=True)

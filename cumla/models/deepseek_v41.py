@@ -27,7 +27,7 @@ from ..layers.sparse import CompressedCache, LayerWorkspace, Observer, SparseMLA
 from ..ops.latents import compress_latents
 from ..ops.norm_rope import apply_rope, fused_q_kv_rmsnorm, norm_rope_and_insert
 from ..ops.sparse_cache import indexer_k_quant_and_cache
-from .caches import DeepseekV41Caches, V41CacheFormat, v41_formats
+from .caches import DeepseekV41Caches, KeyFormat, V41CacheFormat, v41_formats
 from .hidden_states import attend
 from .output_projection import project_output
 from .products import compute_type, flat, in_groups, multiply, stacked, width
@@ -59,6 +59,8 @@ class DeepseekV41Attention:
     activations   bfloat16, or on the host also float32
     cache_format  "fp4", "fp8", "fp4_split", "fp8_split", "bfloat16", or on the host "float32": of the caches that
                   `step` is given
+    key_format    of their index keys: "fp8" or "mxfp4", with queries in e4m3; None: "fp8", or the type of rows that are
+                  not quantised
     weight_format  "fp8": matrices that the weights have in FP8 stay so; "bfloat16": they are dequantised here
     max_position  positions of RoPE's tables, at least the longest sequence; max_position_embeddings if None
     round_pooled  round a pooled row to bfloat16 before its norm, as DeepSeek's code and SGLang do; False: as vLLM
@@ -76,6 +78,7 @@ class DeepseekV41Attention:
         *,
         activations: Any = "bfloat16",
         cache_format: V41CacheFormat = "fp4",
+        key_format: KeyFormat | None = None,
         weight_format: WeightFormat = "fp8",
         max_position: int | None = None,
         round_pooled: bool = False,
@@ -89,7 +92,7 @@ class DeepseekV41Attention:
         check_kind(Mapping, weights=weights)
         check_integers(0, layer=layer)
         check_flags(round_pooled=round_pooled)
-        self.layouts = v41_formats(cache_format)
+        self.layouts = v41_formats(cache_format, key_format)
         if "attn_sink" not in weights:
             weights = LayerWeights(_as_layers(weights, config), layer, V41_ATTENTION, SCALE_BLOCK)
         self.xp = place_of(weights, "wq_a.weight") if xp is None else xp
@@ -313,7 +316,8 @@ class V41Step:
         self.norm(qr, keys, layer.index_k_norm)
         heads = keys[:, None]
         apply_rope(heads, rows.row_positions, layer.cos_sin, out=heads, backend=layer.backend)
-        indexer_k_quant_and_cache(keys, self.caches.indexer, rows.slot_mapping, backend=layer.backend)
+        tile = layer.layouts.indexer.scale_tile or 128
+        indexer_k_quant_and_cache(keys, self.caches.indexer, rows.slot_mapping, tile, backend=layer.backend)
         assert self.selection is not None
         self.selection.note_owned(layer.layer, self.metadata, self.caches)
 

@@ -20,7 +20,8 @@ class Indexer:
     """The configuration that the indexers of a model's layers share.
 
     heads, topk  of the model
-    layout       INDEXER_FP8, INDEXER_BF16 or INDEXER_F32: of the cache of keys; queries have the same type
+    layout       INDEXER_FP8, INDEXER_MXFP4, INDEXER_BF16 or INDEXER_F32: of the cache of keys. Queries are e4m3 for the
+                 first two, otherwise of the same type
     rope_first   whether the first values of a head are rotated, in halves (V3.2), or the last ones, in pairs (V4, V4.1)
     """
 

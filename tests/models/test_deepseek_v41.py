@@ -78,13 +78,18 @@ def test_rejected_drafts_leave_no_trace():
             assert relative_rms(got[:, i], want[first - 131 + i][:, 0]) < 1e-6
 
 
-SPLIT = [pytest.param(f, marks=pytest.mark.slow) for f in ("fp8_split", "fp4_split")]
+SPLIT = [pytest.param(f, None, marks=pytest.mark.slow) for f in ("fp8_split", "fp4_split")]
 
 
-@pytest.mark.parametrize("cache_format", ["bfloat16", "fp8", "fp4", *SPLIT])
-def test_rounded_caches_stay_near(cache_format):
+@pytest.mark.parametrize(
+    ("cache_format", "key_format"), [("bfloat16", None), ("fp8", None), ("fp4", None), ("fp8", "mxfp4"), *SPLIT]
+)
+def test_rounded_caches_stay_near(cache_format, key_format):
     """Rounded keys change some of a token's choices; where they change none, the output is near."""
-    stack = Stack(0, cache_format)
+    stack = Stack(0, cache_format, key_format=key_format)
+    assert (
+        stack.caches[3].indexer.shape[2] == {None: 128 if cache_format == "bfloat16" else 132, "mxfp4": 68}[key_format]
+    )
     got = stack.run(0, stack.record["requests"][0])
     want, rows = golden_arrays()["0/0/out"], golden_arrays()["0/0/rows"]
     for layer in range(len(got)):
@@ -94,10 +99,12 @@ def test_rounded_caches_stay_near(cache_format):
                 (set(golden_arrays()[f"0/0/picks{source}"][row]), set(stack.picks[source][0][row])) for row in rows
             ]
             same = np.array([chosen == picks for chosen, picks in pairs])
-            assert np.mean([len(chosen & picks) / len(chosen) for chosen, picks in pairs]) > 0.9
+            shared = np.mean([len(chosen & picks) / len(chosen) for chosen, picks in pairs])
+            print(cache_format, key_format, layer, f"{shared:.3f}")
+            assert shared > (0.9 if key_format is None else 0.8)
         error = relative_rms(got[layer][rows[same]], want[layer][same])
         print(cache_format, layer, f"{same.mean():.2f}", f"{error:.2%}")
-        assert same.sum() > 4
+        assert same.sum() > (4 if key_format is None else 0)
         assert error < BOUNDS[cache_format.removesuffix("_split")]
 
 

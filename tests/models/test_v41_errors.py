@@ -286,6 +286,8 @@ def test_windows_of_a_replayed_request():
     ({"cache_format": "fp16"}, "cache_format: got 'fp16'"), ({"activations": "float16"}, "activations: got 'float16'"),
     ({"layer": -1}, "layer: got -1"), ({"round_pooled": 1}, "round_pooled: got 1"),
     ({"weights": None}, "weights: got None"), ({"scratch": 3}, "scratch: got 3 of type int"),
+    ({"key_format": "fp4"}, "key_format: got 'fp4'"),
+    ({"key_format": "mxfp4", "cache_format": "bfloat16"}, "key_format: got 'mxfp4' with cache_format 'bfloat16'"),
     ({"config": {}}, "config: got {} of type dict"), ({"max_position": 0}, "max_position: got"),
 ])  # fmt: skip
 def test_a_layer_says_what_it_does_not_take(wrong):

@@ -9,12 +9,14 @@ from support.lab import Lab
 from support.models import relative_rms
 from support.v41_stack import Stack, golden_arrays
 
-BOUNDS = {"bfloat16": 0.02, "fp8": 0.06, "fp4": 0.13, "fp4_split": 0.13}
+BOUNDS = {"bfloat16": 0.02, "fp8": 0.06, "fp4": 0.13, "fp4_split": 0.13, "fp4, mxfp4": 0.13}
 QUICK = [5, 1, 2]  # tokens of the steps on an emulated device
 
 
-def stack_of(lab, cache_format, case=0):
-    return Stack(case, cache_format, "cuda", "bfloat16", lab)
+def stack_of(lab, formats, case=0):
+    """formats: of rows, and of index keys if they are MXFP4."""
+    cache_format, _, key_format = formats.partition(", ")
+    return Stack(case, cache_format, "cuda", "bfloat16", lab, key_format=key_format or None)
 
 
 @pytest.mark.nowhere(when=lambda x: x.backend != "cuda")  # the other backends' layers are tested on the host

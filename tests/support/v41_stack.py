@@ -36,7 +36,7 @@ class Stack:
 
     def __init__(
         self, case, cache_format="float32", backend="cpu", activations="float32", lab=None, seed=0, pages=(64, 128),
-        **options,
+        key_format=None, **options,
     ):  # fmt: skip
         record = GOLDEN["cases"][case]
         self.record, self.config = record, DeepseekV41Config.from_dict(record["config"])
@@ -50,8 +50,8 @@ class Stack:
         )  # fmt: skip
         self.layers = [
             DeepseekV41Attention(
-                self.config, layer, weights, activations=activations, cache_format=cache_format, max_position=longest,
-                scratch=scratch, xp=self.xp, backend=backend, **options,
+                self.config, layer, weights, activations=activations, cache_format=cache_format, key_format=key_format,
+                max_position=longest, scratch=scratch, xp=self.xp, backend=backend, **options,
             )
             for layer in range(self.config.num_hidden_layers)
         ]  # fmt: skip
@@ -65,7 +65,7 @@ class Stack:
             self.caches.append(
                 DeepseekV41Caches.allocate(
                     self.config, layer, self.serving, blocks["window"], blocks["compressed"], len(self.hidden),
-                    owner=owner, cache_format=cache_format, xp=self.xp,
+                    owner=owner, cache_format=cache_format, key_format=key_format, xp=self.xp,
                 )
             )  # fmt: skip
         self.builder = DeepseekV41StepBuilder(self.serving, backend)
