@@ -155,7 +155,8 @@ PORTABLE_DECODE = DecodeKernel(
 )
 HOPPER_DECODE = DecodeKernel(64, 64, 384, 3 * 1024 + 28 * 8192, 1, 4, 0.1)
 MAX_SPLITS = 256  # bounds the memory of partial results
-MIN_RANGE, MIN_PART = 4, 2  # blocks of a range, and of a token's part, at least: as in sm90/dense/decode/work.cuh
+# As in sm90/dense/decode/work.cuh: blocks of a range and of a token's part, at least; the cost of a token's start.
+MIN_RANGE, MIN_PART, TOKEN_COST = 4, 2, 4
 PARTS = {"parts": V_DIM, "parts_lse": 1}  # names of partial results, and values of a row
 
 
@@ -175,7 +176,7 @@ def split_count(tiles: int, max_seqlen: int, sms: int, made: DecodeKernel) -> in
 def range_count(tokens: int, groups: int, max_seqlen: int, sms: int) -> int:
     """CTAs of each group of heads among which sm90/dense/decode/ divides the blocks of all query tokens."""
     blocks = -(-max_seqlen // HOPPER_DECODE.keys)
-    return max(1, min(sms // groups, tokens * -(-blocks // MIN_RANGE)))
+    return max(1, min(sms // groups, tokens * -(-(blocks + TOKEN_COST) // MIN_RANGE)))
 
 
 @functools.cache

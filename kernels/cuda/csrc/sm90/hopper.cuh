@@ -19,6 +19,9 @@ constexpr int TILE_BYTES = 64 * 128;
 #define SHARED_AT(member) (SHARED_START + uint32(__INTADDR__(&((SharedMemory*)0)->member)))
 #endif
 
+// x, equal in all lanes, such that the compiler knows that it is uniform.
+__device__ inline int uniform(uint32 x) { return int(__reduce_max_sync(~0u, x)); }
+
 __device__ inline uint4 lds128(uint32 address) {
     uint4 x;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(own(address)));

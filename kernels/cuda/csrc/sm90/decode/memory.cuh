@@ -99,9 +99,6 @@ static_assert(SHARED_BYTES <= 232448, "shared memory exceeds the 227 KiB of an S
 // Lines that a CTA of a cluster combines.
 __device__ inline int lines_of(int rank) { return max(0, min(PART_LINES, LINES - rank * PART_LINES)); }
 
-// x, equal in all lanes, such that the compiler knows that it is uniform.
-__device__ inline int uniform(uint32 x) { return int(__reduce_max_sync(~0u, x)); }
-
 // A tile of this CTA, or its part of one, as the tile scheduler publishes it to all roles. Tile t + 1 is published once t - 1 is
 // scored. By then results of t - 3 are stored, because QK-softmax is at most P_SLOTS blocks ahead of PV. So SCHEDULED_TILES
 // entries need no barrier that frees them.

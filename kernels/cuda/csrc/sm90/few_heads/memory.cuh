@@ -83,5 +83,3 @@ template <int SIZE> struct Place {
 
 __device__ inline uint32 slot_at(uint32 slot) { return RING_AT + slot * SLOT_BYTES; }
 
-// x, equal in all lanes, such that the compiler knows that it is uniform.
-__device__ inline int uniform(uint32 x) { return int(__reduce_max_sync(~0u, x)); }

@@ -1,6 +1,6 @@
 // The consumers of sm90/dense/decode/decode.cu.
 #pragma once
-#include "sm90/dense/decode/memory.cuh"
+#include "sm90/dense/decode/work.cuh"
 
 constexpr int EARLY_PIECES = 2;  // pieces that are scored before the other consumer's block is added up
 
@@ -23,15 +23,17 @@ struct DenseProblem {
     float *partial_out, *partial_lse;
 };
 
-// One token, or a part of it. `used` counts the blocks so far of this consumer and of the other one, and `phase` the tokens.
+// One token, or a part of it. `phases`: bit c is the parity of consumer c's blocks so far, bit 2 that of tokens. Returns the next one's.
 template <int CONSUMER>
-__device__ inline void consume(const DenseProblem& problem, int token, int group, int blocks, int part, bool last,
-                               const uint32 (&used)[2], uint32 phase) {
+__device__ inline uint32 consume_token(const DenseProblem& problem, const DenseTokens& tokens, int token, uint32 phases) {
     constexpr int consumer = CONSUMER;
-    int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32, row = thread / 8, chunk = thread % 8;
+    int thread = threadIdx.x % 128, cta = blockIdx.x, groups = (problem.heads + HEADS - 1) / HEADS;
+    asm volatile("" : "+r"(thread), "+r"(cta), "+r"(token));  // what follows from these is computed for every token, not kept in registers
+    int range = cta / groups, group = cta % groups, warp = thread / 32, lane = thread % 32, row = thread / 8, chunk = thread % 8;
     uint32 swizzled = row * 128 + ((chunk ^ (row & 7)) << 4);
     int first_head = group * HEADS, request = token / problem.s_q, query = token % problem.s_q;
     uint32 window = shared_window();
+    int blocks = load_work(window).blocks_here(token, uniform(tokens.blocks(token)));
     {
         const VALUE* from_q = problem.q + request * problem.q_stride_b + query * problem.q_stride_s + 8 * chunk;
 #pragma unroll
@@ -47,7 +49,7 @@ __device__ inline void consume(const DenseProblem& problem, int token, int group
         copies_wait<0>();
         fence_proxy_async();
         warp_arrive(window + Q_READY);
-        barrier_wait(window + Q_READY, phase);
+        barrier_wait(window + Q_READY, phases >> 2);
         warpgroup_sync(2 + consumer);  // or the compiler treats what follows as divergent, and serialises the products
     }
     float scale_log2 = problem.scale_log2;
@@ -79,7 +81,7 @@ __device__ inline void consume(const DenseProblem& problem, int token, int group
     };
     // Start the PV products of the other consumer's block `block` (of its blocks of this token), with that consumer's weights.
     auto add_other = [&](int block) {
-        uint32 parity = (used[1] + block) % 2;
+        uint32 parity = ((phases >> (consumer ^ 1)) + block) % 2;
         barrier_wait(window + WEIGHTS_READY + 8 * (consumer ^ 1), parity);
         float now[2] = {lds_float(window + REFERENCE_AT + 256 * (consumer ^ 1) + 4 * head),
                         lds_float(window + REFERENCE_AT + 256 * (consumer ^ 1) + 4 * head + 32)};
@@ -99,10 +101,11 @@ __device__ inline void consume(const DenseProblem& problem, int token, int group
 
     auto take = [&](auto has_other, int block) {
         constexpr bool WITH_OTHER = decltype(has_other)::value;
-        uint32 parity = (used[0] + block / 2) % 2;
+        uint32 parity = ((phases >> consumer) + block / 2) % 2;
         float scores[32];
         auto score = [&](int piece) {
             barrier_wait(window + READY + own + 8 * piece, parity);
+            wgmma_fence();  // again, because the compiler treats the code after a wait as divergent
 #pragma unroll
             for (int step = 0; step < 4 * tile_count(piece); ++step) {
                 int tile = (first_tile(piece) + step / 4) * (TILE_BYTES >> 4);
@@ -205,9 +208,11 @@ __device__ inline void consume(const DenseProblem& problem, int token, int group
         total[half] += __shfl_xor_sync(~0u, total[half], 2);
         if (lane % 4 == 0) sts_float(window + TOTALS_AT + 256 * consumer + 4 * (head + 8 * half), total[half]);
     }
-    if (last) pdl_release();  // the kernel that combines parts is launched while they are stored
+    DenseWork work = load_work(window);  // again: its registers serve the products
+    if (token == work.last_token()) pdl_release();  // the kernel that combines parts is launched while they are stored
     warp_arrive(window + TOTALS_READY + 8 * consumer);
-    barrier_wait(window + TOTALS_READY + 8 * (consumer ^ 1), phase);
+    barrier_wait(window + TOTALS_READY + 8 * (consumer ^ 1), phases >> 2);
+    int part = work.part(token, tokens.blocks(token), range);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         int own_head = first_head + head + 8 * half;
@@ -240,4 +245,12 @@ __device__ inline void consume(const DenseProblem& problem, int token, int group
                     empty ? infinity() : log_sum;
         }
     }
+    return phases ^ ((blocks + 1) / 2 % 2 | blocks / 2 % 2 << 1 | 4);
+}
+
+template <int CONSUMER>
+__device__ inline void consume(const DenseProblem& problem, const DenseTokens& tokens) {
+    uint32 phases = 0;
+    for (int token = load_work(shared_window()).begin.token; token <= load_work(shared_window()).last_token(); ++token)
+        phases = consume_token<CONSUMER>(problem, tokens, token, phases);
 }

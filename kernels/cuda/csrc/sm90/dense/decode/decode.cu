@@ -64,7 +64,7 @@ mla_decode_sm90(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stri
     if (threadIdx.x == 0 && box_rows) prefetch_tensor_map(map);
     pdl_wait();
     int groups = (heads + HEADS - 1) / HEADS, role = threadIdx.x / 128, range = blockIdx.x / groups, group = blockIdx.x % groups;
-    DenseTokens tokens{lens, s_q, requests * s_q, int64(columns) * block_size, causal};
+    DenseTokens tokens{lens, s_q, requests * s_q, columns, block_size, causal};
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2 * PIECES; ++i) barrier_init(window + READY + 8 * i, PRODUCERS), barrier_init(window + FREE + 8 * i, 4 * WARP_ARRIVALS);
         for (int i = 0; i < 2; ++i)
@@ -78,11 +78,11 @@ mla_decode_sm90(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stri
         if (group == 0 && parts) publish_parts(work, tokens.count, ranges, range, parts);
     }
     __syncthreads();
-    DenseWork work = load_work(window);
 
     if (role == 0) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         LatentCache cache{pages, page_stride, num_slots, block_size, {block_table, table_stride, requests, columns}};
+        DenseWork work = load_work(window);
         uint32 used[2] = {};  // blocks so far in each buffer
         for (int token = work.begin.token; token <= work.last_token(); ++token) {
             int keys = tokens.keys(token), first_block = work.first_block(token), last_block = work.last_block(token, blocks_of(keys));
@@ -103,13 +103,6 @@ mla_decode_sm90(const VALUE* q, int64 q_stride_b, int64 q_stride_s, int64 q_stri
     warpgroup_reg_alloc<CONSUMER_REGISTERS>();
     DenseProblem problem{q, q_stride_b, q_stride_s, q_stride_h, s_q, heads, softmax_scale * LOG2_E, out, out_stride_b,
                     out_stride_s, out_stride_h, lse, lse_stride_b, lse_stride_h, lse_stride_s, partial_out, partial_lse};
-    uint32 used[2] = {}, phase = 0;  // blocks so far of this consumer, and of the other one
-    for (int token = work.begin.token; token <= work.last_token(); ++token, phase ^= 1) {
-        int all = blocks_of(tokens.keys(token)), first_block = work.first_block(token), last_block = work.last_block(token, all);
-        int blocks = last_block - first_block, part = first_block ? 2 * range : last_block < all ? 2 * range + 1 : -1;
-        bool last = token == work.last_token();
-        if (role == 1) consume<0>(problem, token, group, blocks, part, last, used, phase);
-        else consume<1>(problem, token, group, blocks, part, last, used, phase);
-        used[0] += (blocks + (role == 1)) / 2, used[1] += (blocks + (role == 2)) / 2;
-    }
+    if (role == 1) consume<0>(problem, tokens);
+    else consume<1>(problem, tokens);
 }

@@ -16,14 +16,15 @@ __device__ inline int blocks_of(int keys) { return keys / KEYS + (keys % KEYS > 
 
 struct DenseTokens {
     const int* lens;
-    int s_q, count;  // of all requests
-    int64 capacity;  // keys that a request's row of the block table can hold
+    int s_q, count;           // of all requests
+    int columns, block_size;  // of the block table, whose rows hold so many pages
     int causal;
 
     // Keys that a token sees.
     __device__ int keys(int token) const {
         int query = token % s_q;
-        return int(max(min(int64(lens[token / s_q]) - (causal ? s_q - 1 - query : 0), capacity), int64(0)));
+        int keys = max(lens[token / s_q], 0) - (causal ? s_q - 1 - query : 0);
+        return int(min(int64(max(keys, 0)), int64(columns) * block_size));
     }
     __device__ int blocks(int token) const { return blocks_of(keys(token)); }
 };
@@ -41,6 +42,12 @@ struct DenseWork {
     __device__ int last_token() const { return end.token - (end.block == 0); }
     __device__ int first_block(int token) const { return token == begin.token ? begin.block : 0; }
     __device__ int last_block(int token, int blocks) const { return token == end.token ? end.block : blocks; }
+    // Blocks of a token that has `blocks`.
+    __device__ int blocks_here(int token, int blocks) const { return last_block(token, blocks) - first_block(token); }
+    // Row of the partial results, or -1: the whole token is here.
+    __device__ int part(int token, int blocks, int range) const {
+        return first_block(token) ? 2 * range : last_block(token, blocks) < blocks ? 2 * range + 1 : -1;
+    }
     // Whether a token's first part is here.
     __device__ bool begins_part() const { return end.block && first_block(end.token) == 0; }
 };
@@ -51,8 +58,11 @@ __device__ inline void store_work(uint32 window, const DenseWork& work) {
 }
 __device__ inline DenseWork load_work(uint32 window) {
     uint4 x = lds128(window + WORK_AT);
-    return {{int(x.x), int(x.y)}, {int(x.z), int(x.w)}, 0};
+    return {{uniform(x.x), uniform(x.y)}, {uniform(x.z), uniform(x.w)}, 0};
 }
+
+// a / b of numbers that are not negative. Division of 64 bits takes a microsecond.
+__device__ inline int64 quotient(int64 a, int64 b) { return (a | b) >> 32 ? a / b : int64(uint32(a) / uint32(b)); }
 
 // The boundary at a cost, which is within those of `token` that start at `start`.
 __device__ inline DenseBoundary boundary_within(int token, int64 start, int blocks, int64 cost) {
@@ -75,7 +85,7 @@ __device__ inline DenseWork divide_work(const DenseTokens& tokens, int ranges, i
         longest = max(longest, __shfl_xor_sync(~0u, longest, other));
     }
     int whole = (tokens.count + ranges - 1) / ranges;  // tokens of a CTA if none is divided
-    int64 length = max((total + ranges - 1) / ranges, int64(MIN_RANGE));
+    int64 length = max(quotient(total + ranges - 1, ranges), int64(MIN_RANGE));
     if (!divisible || 32 * int64(whole) * longest <= 33 * (length + TOKEN_COST + MIN_PART))
         return {{min(tokens.count, range * whole), 0}, {min(tokens.count, (range + 1) * whole), 0}, 1};
 
@@ -98,7 +108,7 @@ __device__ inline DenseWork divide_work(const DenseTokens& tokens, int ranges, i
         here = boundary_within(token, start, blocks, end);
         if (ends) {
             int64 lowest = start + TOKEN_COST + MIN_PART, highest = start + TOKEN_COST + blocks - MIN_PART;
-            int boundaries = int(highest / length - (lowest - 1) / length), owner = __ffs(ends) - 1;
+            int boundaries = int(quotient(highest, length) - quotient(lowest - 1, length)), owner = __ffs(ends) - 1;
             work.end = {__shfl_sync(~0u, here.token, owner), __shfl_sync(~0u, here.block, owner)};
             work.parts = 1 + __shfl_sync(~0u, boundaries, owner);
         }
