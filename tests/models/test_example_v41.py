@@ -11,7 +11,7 @@ from support.models import relative_rms
 from support.v41_exact import Toy
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
-PROMPT = np.random.default_rng(6).integers(2, 512, 231).tolist()
+PROMPT = np.random.default_rng(20).integers(2, 512, 141).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +78,14 @@ def test_guesses_are_those_of_float64(folder, exact):
     (request,) = server.generate([PROMPT], 4)
     assert 1 <= len(asked) <= 3
     assert server.accepted == 0  # so each step made one token
-    for i in (0, len(asked) - 1):
-        end = len(PROMPT) + i
-        exact.logits(request.tokens[:end])
-        assert relative_rms(asked[i], exact.guesses(request.tokens[end])) < 1e-4
+    end = len(PROMPT) + len(asked) - 1
+    exact.logits(request.tokens[:end])
+    assert relative_rms(asked[-1], exact.guesses(request.tokens[end])) < 1e-4
 
 
-@pytest.mark.parametrize("right", [0, 1, 4, 5])
+@pytest.mark.parametrize(
+    "right", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(4, marks=pytest.mark.slow), 5]
+)
 def test_guesses_change_no_token(folder, plain, right):
     """The first `right` guesses of each block are those of the model itself, the others are wrong."""
     answers = {tuple(r.tokens[:n]): r.tokens[n:] for r in plain for n in range(len(r.tokens))}
@@ -106,6 +107,7 @@ def test_guesses_change_no_token(folder, plain, right):
     assert server.accepted < server.proposed or right == 5
 
 
+@pytest.mark.slow
 def test_a_preempted_request_starts_again(folder):
     """Both have two pages and need a third: the younger gives its pages back, its ring and guesses as well."""
     server = server_of(folder, {"window": 4}, batch_tokens=256)
