@@ -63,6 +63,20 @@ def test_poison_stays_with_its_request(lab):
     np.testing.assert_array_equal(found[2], found[0])
 
 
+@pytest.mark.nowhere(when=lambda x: x.backend != "cuda")
+@pytest.mark.thorough(when=lambda x: x.emulated)
+def test_the_first_tokens_one_by_one(lab):
+    """At ratio 2 the first one sees no row, and the second one completes one that the ring has half of."""
+    one, by_one = stack_of(lab, "bfloat16", 2), stack_of(lab, "bfloat16", 2)
+    want = one.run(0, [4]).astype(np.float32)
+    got = by_one.run(0, [1, 1, 1, 1]).astype(np.float32)
+    for layer in range(len(want)):
+        for token in range(4):
+            assert relative_rms(got[layer, token], want[layer, token]) < BOUNDS["bfloat16"]
+    assert (by_one.picks[0][0][0] == -1).all()
+    assert by_one.picks[0][0][1].tolist() == [0] + [-1] * (by_one.config.index_topk - 1)
+
+
 @pytest.mark.gpu
 def test_a_captured_step_of_all_layers():
     """One graph of a step of decodes, replayed for later positions, where rows are completed and chosen anew."""

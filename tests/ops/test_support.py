@@ -129,3 +129,39 @@ def test_copies_of_pages_can_be_asked_for():
     assert cumla.supports("swap_blocks", src=cache, dst=cache, src_to_dst=pairs, device=-1)
     refused = cumla.supports("swap_blocks", src=cache, dst=other, src_to_dst=pairs, device=-1)
     assert refused.reason == "dst: got pages of shape (64, 656), expected (64, 584) as src has"
+
+
+def test_the_calls_of_v41():
+    """A step's calls with the sizes of V4.1-Flash, and pairs of formats that there are not."""
+    floats, ints, rows = "float32", "int32", ((4,), "int64")
+    q, window, compressed = ((4, 1, 64, 512), "bfloat16"), ((16, 64, 528), "uint8"), ((16, 128, 288), "uint8")
+    decode = {
+        "q": q, "k_cache": window, "indices": ((4, 1, 128), ints), "layout": "DSV41_FP8", "extra_k_cache": compressed,
+        "extra_indices": ((4, 1, 512), ints), "extra_layout": "DSV41_FP4",
+    }  # fmt: skip
+    of_ring = {"positions": ((4,), ints), "query_start_loc": ((3,), ints), "state_cache": ((2, 8, 1024), floats)}
+    scored = {
+        "q": ((4, 1, 32, 128), "uint8"), "weights": ((4, 32), floats), "context_lens": ((4,), ints),
+        "block_table": ((4, 9), ints), "topk": 512,
+    }  # fmt: skip
+    calls = {
+        "sparse_mla_decode": decode,
+        "compress_latents": of_ring | {
+            "kv_score": ((4, 1024), floats), "norm_weight": ((512,), floats), "slot_mapping": rows,
+            "latents": ((4, 512), "bfloat16"), "compress_ratio": 2,
+        },
+        "norm_rope_and_insert": {
+            "kv": ((4, 512), "bfloat16"), "k_cache": compressed, "slot_mapping": rows, "positions": ((4,), ints),
+            "cos_sin_cache": ((99, 64), floats), "layout": "DSV41_FP4",
+        },
+        "candidate_topk": scored | {"kv_cache": ((16, 128, 68), "uint8"), "candidate_blocks": ((4, 2048), ints)},
+        "indexer_topk": scored | {"kv": ((16, 128, 68), "uint8"), "candidate_blocks": ((4, 2048), ints)},
+        "select_candidate_blocks": {"logits": ((4, 1 << 20), floats), "seq_lens": ((4,), ints)},
+    }  # fmt: skip
+    for name, arguments in calls.items():
+        found = cumla.supports(name, device=-1, **arguments)
+        assert found, (name, found)
+    mixed = cumla.supports("sparse_mla_decode", device=-1, **(decode | {"extra_layout": "DSV41_FP4_SPLIT"}))
+    assert "extra_layout: got DSV41_FP4_SPLIT, expected" in mixed.reason
+    unnamed = cumla.supports("sparse_mla_decode", device=-1, **(decode | {"layout": None}))
+    assert "layout" in unnamed.reason
