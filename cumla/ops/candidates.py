@@ -16,7 +16,7 @@ from typing import Any
 from ..dispatch.call import FLOAT32, INT32, Call
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_flags, check_integers
-from ..kernels.types.indexer import Rows
+from ..kernels.types.indexer import CandidateScores, Rows
 from ..layout import CacheLayout
 from .indexer import checked_paged
 from .indexer_topk import (
@@ -169,7 +169,7 @@ def candidate_logits(
     if logits.size:
         with call.kernels("candidates") as kernels:
             kernels.candidate_logits(
-                q, pages, weights, candidates, lens, table, candidate_block_size, -math.inf, logits
+                CandidateScores(q, pages, weights, candidates, lens, table, candidate_block_size, -math.inf, logits)
             )
     return call.results()
 
@@ -225,10 +225,10 @@ def candidate_topk(
                 some = slice(first, min(first + step, tokens))
                 entries = slice(first // next_n, some.stop // next_n)
                 logits, _ = rows_in(memory, some.stop - first, row_bytes, width)
-                kernels.candidate_logits(
+                kernels.candidate_logits(CandidateScores(
                     q[entries], pages, weights[some], candidates[some], lens[entries], table[entries],
                     candidate_block_size, math.nan, logits,
-                )  # fmt: skip
+                ))  # fmt: skip
                 kernels.top_k_of_candidates(logits, candidates[some], candidate_block_size, indices[some])
     return call.results()
 

@@ -18,7 +18,7 @@ from ..dispatch.call import FLOAT32, FLOATS, INT32, SLOTS, Call
 from ..dispatch.formats import named_layout
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_flags, check_integers, finite, in_float32, shown
-from ..kernels.types.indexer import IndexQueries, PackedScores
+from ..kernels.types.indexer import IndexQueries, PackedScores, PagedScores
 from ..kernels.types.metadata import SPLIT_PAGES
 from ..layout import INDEXER_BF16, INDEXER_F32, INDEXER_FP8, INDEXER_MXFP4, CacheLayout
 
@@ -237,7 +237,7 @@ def fp8_paged_mqa_logits(
     logits = call.output("out", out, FLOAT32, (q.shape[0] * q.shape[1], width))
     if logits.size:
         with call.kernels("indexer") as kernels:
-            kernels.paged_mqa_logits(q, pages, weights, lens, table, bool(clean_logits), logits)
+            kernels.paged_mqa_logits(PagedScores(q, pages, weights, lens, table, bool(clean_logits), logits))
     return call.results()
 
 

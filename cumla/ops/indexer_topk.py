@@ -9,7 +9,7 @@ import numpy as np
 from ..dispatch.call import BOOL, FLOAT32, INT32, Call
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_integers
-from ..kernels.types.indexer import PackedScores, Rows, Slots
+from ..kernels.types.indexer import PackedScores, PagedScores, Rows, Slots
 from ..layout import CacheLayout
 from .indexer import UINT8, check_schedule, checked_keys, checked_paged, checked_width
 from .indices import pair
@@ -185,7 +185,9 @@ def indexer_topk(
             logits, rest = rows_in(memory, count, row_bytes, width)
             if paged:
                 entries = slice(first // next_n, some.stop // next_n)
-                kernels.paged_mqa_logits(q[entries], pages, weights[some], lens[entries], table[entries], False, logits)
+                kernels.paged_mqa_logits(
+                    PagedScores(q[entries], pages, weights[some], lens[entries], table[entries], False, logits)
+                )
                 choose_from = Rows(lens=lens[entries], next_n=next_n)
                 if mapped is not None:
                     found, found_lens, is_valid = (None if array is None else array[some] for array in mapped)

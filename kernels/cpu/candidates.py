@@ -5,8 +5,7 @@ import numpy as np
 from ..numba_common.compiled import compiled
 from ..reference.candidates import positions_of
 from ..reference.indexer import row_lens
-from ..types.indexer import Rows
-from ..types.segments import Pages
+from ..types.indexer import CandidateScores, Rows
 from .indexer import _columns, _keys_and_scales, _scores, top_k_per_row
 from .rows import lookup_slot
 from .threads import parallel_for
@@ -63,17 +62,8 @@ def _mask(first_row, end_row, logits, first, count, candidates, block, fill, all
                 logits[m, first[m] + column] = fill
 
 
-def candidate_logits(
-    q: np.ndarray,
-    pages: Pages,
-    weights: np.ndarray,
-    candidates: np.ndarray,
-    context_lens: np.ndarray,
-    block_table: np.ndarray,
-    block: int,
-    fill: float,
-    logits: np.ndarray,
-) -> None:
+def candidate_logits(given: CandidateScores) -> None:
+    q, pages, weights, candidates, context_lens, block_table, block, fill, logits = given
     next_n = q.shape[1]
     slots = np.empty(logits.shape[1], np.int64)
     for row, length in enumerate(row_lens(context_lens, next_n)):

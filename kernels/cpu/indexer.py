@@ -20,7 +20,7 @@ from ..reference.indexer import (
     row_lens,
 )
 from ..reference.rows import flush_subnormals
-from ..types.indexer import IndexQueries, PackedScores, Rows, Slots
+from ..types.indexer import IndexQueries, PackedScores, PagedScores, Rows, Slots
 from ..types.indices import TopkSlots
 from ..types.segments import Pages
 from .indices import compute_global_topk_indices_and_lens
@@ -154,15 +154,8 @@ def mqa_logits(given: PackedScores) -> None:
             logits[m, start - shift : end - shift] = found[m - begin, start - first : end - first]
 
 
-def paged_mqa_logits(
-    q: np.ndarray,
-    pages: Pages,
-    weights: np.ndarray,
-    context_lens: np.ndarray,
-    block_table: np.ndarray,
-    clean: bool,
-    logits: np.ndarray,
-) -> None:
+def paged_mqa_logits(given: PagedScores) -> None:
+    q, pages, weights, context_lens, block_table, clean, logits = given
     batch, next_n = q.shape[:2]
     lens = np.clip(row_lens(context_lens, next_n).astype(np.int64), 0, logits.shape[1]).reshape(batch, next_n)
     for request in range(batch):

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from ..types.indexer import Rows
-from ..types.segments import Pages
+from ..types.indexer import CandidateScores, Rows
 from .compile import kernel
 from .index_scores import index_scores
 from .indexer import MAX_GRID_Y, top_k_per_row
@@ -46,17 +45,8 @@ def apply_candidate_mask(logits: Any, rows: Rows, candidates: Any, block: int, f
     )  # fmt: skip
 
 
-def candidate_logits(
-    q: Any,
-    pages: Pages,
-    weights: Any,
-    candidates: Any,
-    context_lens: Any,
-    block_table: Any,
-    block: int,
-    fill: float,
-    logits: Any,
-) -> None:
+def candidate_logits(given: CandidateScores) -> None:
+    q, pages, weights, candidates, context_lens, block_table, block, fill, logits = given
     seen = (context_lens, 0, strides(context_lens)[0], context_lens.ndim == 2, q.shape[1])
     blocks = (candidates, strides(candidates)[0], block)
     if q.dtype.name != "float32":

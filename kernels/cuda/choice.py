@@ -5,12 +5,10 @@ Each answer uses the launcher's own test; strides and addresses may still lead t
 
 from typing import Any
 
-from ...layout import INDEXER_FP8
 from .dense_attention import HOPPER_HEAD_DIMS, check_head_dims
 from .device import is_hopper
-from .indexer import HEADS as INDEXER_HEADS
+from .indexer import packed_on_hopper, pages_on_hopper
 from .sparse import kernels as sparse_kernels
-from .tma import box_rows
 
 
 def chosen(function: str, arguments: tuple[Any, ...], device: int) -> str:
@@ -28,10 +26,7 @@ def chosen(function: str, arguments: tuple[Any, ...], device: int) -> str:
     if function == "dense_mla_decode":
         return "hopper" if hopper and arguments[0].scale is None else "portable"
     if function == "mqa_logits":
-        (given,) = arguments
-        return "hopper" if hopper and given.scales is not None and given.q.shape[1] == INDEXER_HEADS else "portable"
+        return "hopper" if hopper and packed_on_hopper(arguments[0]) else "portable"
     if function == "paged_mqa_logits":
-        q, pages = arguments[:2]
-        fits = pages.layout is INDEXER_FP8 and q.shape[2] == INDEXER_HEADS and box_rows(64, pages.block_size)
-        return "hopper" if hopper and fits else "portable"
+        return "hopper" if hopper and pages_on_hopper(arguments[0]) else "portable"
     return "portable"

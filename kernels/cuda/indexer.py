@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ...layout import INDEXER_F32, INDEXER_FP8, INDEXER_MXFP4
-from ..types.indexer import IndexQueries, PackedScores, Rows, Slots
+from ..types.indexer import IndexQueries, PackedScores, PagedScores, Rows, Slots
 from ..types.segments import Pages
 from .compile import kernel
 from .dense_attention import large_kernel
@@ -96,8 +96,7 @@ def mqa_logits(given: PackedScores) -> None:
         return
     maps, heads = None, q.shape[1]
     size = HopperSize(max(heads, 1), PACKED_COLUMNS // max(heads, 1), query_groups=2 if len(q) < MANY_QUERIES else 4)
-    fits = scales is not None and k.shape[1] == DIM and k.strides[0] == DIM and heads in HEADS
-    if fits and is_hopper(q.data.device_id):
+    if packed_on_hopper(given) and k.strides[0] == DIM and is_hopper(q.data.device_id):
         maps = query_map(q), map_of_pages(k.data.ptr, 1, len(k) * DIM, len(k), DIM, size.keys)
     if maps is not None and NO_MAP not in maps:
         score_on_hopper(size, False, q, weights, seen, maps, (scales, len(k), room), NO_TABLE, (0, 0, 0, 1, 1), logits)
@@ -105,9 +104,8 @@ def mqa_logits(given: PackedScores) -> None:
     score(q[None], weights, seen, (k, scales), NO_TABLE, room, logits)
 
 
-def paged_mqa_logits(
-    q: Any, pages: Pages, weights: Any, context_lens: Any, block_table: Any, clean: bool, logits: Any
-) -> None:
+def paged_mqa_logits(given: PagedScores) -> None:
+    q, pages, weights, context_lens, block_table, clean, logits = given
     next_n, width = q.shape[1], logits.shape[1]
     seen = (context_lens, 0, strides(context_lens)[0], context_lens.ndim == 2, next_n)
     if clean:
@@ -115,8 +113,7 @@ def paged_mqa_logits(
     table = table_arguments(block_table)
     heads, rows, layout = q.shape[2], box_rows(64, pages.block_size), pages.layout
     page_bytes, at = pages.bytes.strides[0], pages.bytes.data.ptr
-    fits = layout in (INDEXER_FP8, INDEXER_MXFP4) and q.dtype.name == "uint8" and heads in HEADS and rows
-    if fits and page_bytes % 16 == 0 and at % 16 == 0 and is_hopper(q.data.device_id):
+    if pages_on_hopper(given) and page_bytes % 16 == 0 and at % 16 == 0 and is_hopper(q.data.device_id):
         size = queries_at_once(heads, next_n, layout is INDEXER_MXFP4)
         queries = q.reshape(-1, heads, DIM) if q.strides[0] == next_n * q.strides[1] else None
         maps = [NO_MAP if queries is None else query_map(queries)] * 2
@@ -178,6 +175,17 @@ HEADS = (32, 64)  # heads of a query that the kernel supports
 PACKED_COLUMNS = 128  # of a product with packed keys: heads of several queries
 MANY_QUERIES = 64  # number of queries from which groups of eight leave little idle
 HOPPER_THREADS = 640
+
+
+def packed_on_hopper(given: PackedScores) -> bool:
+    """Whether Hopper's kernel scores packed keys of these shapes."""
+    return given.scales is not None and given.k.shape[1] == DIM and given.q.shape[1] in HEADS
+
+
+def pages_on_hopper(given: PagedScores) -> bool:
+    """Whether it scores paged keys of these shapes."""
+    fits = given.pages.layout in (INDEXER_FP8, INDEXER_MXFP4) and given.q.dtype.name == "uint8"
+    return fits and given.q.shape[2] in HEADS and bool(box_rows(64, given.pages.block_size))
 
 
 class HopperSize:

@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 
 from ..numba_common.geometry import geometry_of
-from ..types.indexer import Rows
-from ..types.segments import Pages
+from ..types.indexer import CandidateScores, Rows
 from .compiler import cuda
 from .indexer import (
     E4M3_KEYS,
@@ -105,17 +104,8 @@ def mask_kernel(logits, starts, ends, lens, next_n, candidates, block, fill):
         cuda.syncthreads()
 
 
-def candidate_logits(
-    q: Any,
-    pages: Pages,
-    weights: Any,
-    candidates: Any,
-    context_lens: Any,
-    block_table: Any,
-    block: int,
-    fill: float,
-    logits: Any,
-) -> None:
+def candidate_logits(given: CandidateScores) -> None:
+    q, pages, weights, candidates, context_lens, block_table, block, fill, logits = given
     layout = pages.layout
     launch(
         logits_kernel, min(-(-logits.size // THREADS), MAX_BLOCKS), THREADS,

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from ..numba_common.geometry import geometry_of
-from ..types.indexer import IndexQueries, PackedScores, Rows, Slots
+from ..types.indexer import IndexQueries, PackedScores, PagedScores, Rows, Slots
 from ..types.indices import TopkSlots
 from ..types.segments import Pages
 from .compiler import cuda
@@ -213,9 +213,8 @@ def page_element(page, g, token, i, key_kind, size, kind):
     return element(load(page, token * g.row_bytes + size * i, size), kind)
 
 
-def paged_mqa_logits(
-    q: Any, pages: Pages, weights: Any, context_lens: Any, block_table: Any, clean: bool, logits: Any
-) -> None:
+def paged_mqa_logits(given: PagedScores) -> None:
+    q, pages, weights, context_lens, block_table, clean, logits = given
     layout = pages.layout
     launch(
         paged_logits_kernel, min(-(-logits.size // THREADS), MAX_BLOCKS), THREADS,

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from ..types.indexer import Rows
-from ..types.segments import Pages
+from ..types.indexer import CandidateScores, Rows
 from .indexer import columns_of, keys_and_scales, row_lens, scores, top_k_per_row
 from .rows import lookup_slot
 
@@ -36,17 +35,8 @@ def apply_candidate_mask(logits: np.ndarray, rows: Rows, candidates: np.ndarray,
         row[start:end][~is_candidate] = fill
 
 
-def candidate_logits(
-    q: np.ndarray,
-    pages: Pages,
-    weights: np.ndarray,
-    candidates: np.ndarray,
-    context_lens: np.ndarray,
-    block_table: np.ndarray,
-    block: int,
-    fill: float,
-    logits: np.ndarray,
-) -> None:
+def candidate_logits(given: CandidateScores) -> None:
+    q, pages, weights, candidates, context_lens, block_table, block, fill, logits = given
     next_n = q.shape[1]
     for row, length in enumerate(row_lens(context_lens, next_n)):
         request, j = divmod(row, next_n)

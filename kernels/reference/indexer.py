@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 
 from ...layout import INDEXER_MXFP4
-from ..types.indexer import IndexQueries, PackedScores, Rows, Slots
+from ..types.indexer import IndexQueries, PackedScores, PagedScores, Rows, Slots
 from ..types.indices import TopkSlots
 from ..types.segments import Pages
 from . import rows as token_rows
@@ -131,15 +131,8 @@ def row_lens(lens: np.ndarray, next_n: int) -> np.ndarray:
     return lens.reshape(-1)
 
 
-def paged_mqa_logits(
-    q: np.ndarray,
-    pages: Pages,
-    weights: np.ndarray,
-    context_lens: np.ndarray,
-    block_table: np.ndarray,
-    clean: bool,
-    logits: np.ndarray,
-) -> None:
+def paged_mqa_logits(given: PagedScores) -> None:
+    q, pages, weights, context_lens, block_table, clean, logits = given
     next_n, width = q.shape[1], logits.shape[1]
     for row, length in enumerate(row_lens(context_lens, next_n)):
         request, j = divmod(row, next_n)

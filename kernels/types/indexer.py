@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+from .segments import Pages
+
 
 class Rows(NamedTuple):
     """The valid columns of each row of logits.
@@ -55,6 +57,36 @@ class PackedScores(NamedTuple):
     ends: Any
     compressed: bool
     clean: bool
+    logits: Any
+
+
+class PagedScores(NamedTuple):
+    """The arguments of `cumla.fp8_paged_mqa_logits`, and the array of its result; clean as in PackedScores."""
+
+    q: Any
+    pages: Pages
+    weights: Any
+    context_lens: Any
+    block_table: Any
+    clean: bool
+    logits: Any
+
+
+class CandidateScores(NamedTuple):
+    """The arguments of `cumla.candidate_logits`, and the array of its result.
+
+    block  positions of a candidate block
+    fill   logit where there is no position that the query sees
+    """
+
+    q: Any
+    pages: Pages
+    weights: Any
+    candidates: Any
+    context_lens: Any
+    block_table: Any
+    block: int
+    fill: float
     logits: Any
 
 

@@ -89,6 +89,19 @@ def test_a_device_does_what_is_said(example):
     assert all(kernel.endswith((" (hopper)", " (portable)", " (exact)")) for kernel in found.kernels)
 
 
+def scored(heads):
+    """Arguments of index scores: of packed keys, and of pages."""
+    packed = {
+        "q": ((9, heads, 128), "uint8"), "kv": ((70, 128), "uint8"), "kv_scales": ((70,), "float32"),
+        "weights": ((9, heads), "float32"), "cu_seqlen_ks": ((9,), "int32"), "cu_seqlen_ke": ((9,), "int32"),
+    }  # fmt: skip
+    of_pages = {
+        "q": ((2, 1, heads, 128), "uint8"), "kv_cache": ((4, 64, 132), "uint8"), "weights": ((2, heads), "float32"),
+        "context_lens": ((2,), "int32"), "block_table": ((2, 3), "int32"),
+    }  # fmt: skip
+    return packed, of_pages
+
+
 @pytest.mark.skipif(bool(emulation.unavailable()), reason=str(emulation.unavailable()))
 def test_which_kernel_on_a_device():
     """An emulated Hopper, without memory for the arrays either."""
@@ -108,6 +121,12 @@ def test_which_kernel_on_a_device():
         float32 = {**decode, "q": (Q[0], "float32")}
         assert asked("sparse_mla_decode", **float32).reason.startswith("q: got float32 for a device's kernels")
         assert asked("mha_varlen", **mha).kernels == ("dense_attention.mha_varlen (hopper)",)
+        for heads, kernel in ((16, "portable"), (32, "hopper"), (64, "hopper")):
+            packed, of_pages = scored(heads)
+            assert asked("fp8_mqa_logits", **packed).kernels == (f"indexer.mqa_logits ({kernel})",)
+            for width in (132, 68):  # INDEXER_FP8, INDEXER_MXFP4
+                of_width = {**of_pages, "kv_cache": ((4, 64, width), "uint8")}
+                assert asked("fp8_paged_mqa_logits", **of_width).kernels == (f"indexer.paged_mqa_logits ({kernel})",)
         odd = {**mha, "q": ((8, 4, 200), "bfloat16"), "k": ((9, 4, 136), "bfloat16")}
         assert "expected multiples of 16 up to" in asked("mha_varlen", **odd).reason
         assert "device: got 7, expected one of the" in cumla.supports("sparse_mla_decode", device=7, **decode).reason
