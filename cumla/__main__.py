@@ -110,7 +110,7 @@ def make_parser() -> Parser:
         "Exit status 1 if one is beyond its bounds.",
     )  # fmt: skip
     check.add_argument("--backend", choices=[name for name in BACKENDS if name != "reference"], help="only this one")
-    _add_seed(check)
+    _add_number(check, "--seed", 0, MAX_SEED, "of the random numbers", default=0)
     check.set_defaults(run=_check)
     _add_bench(commands.add_parser(
         "bench", help="time the operations on this machine, compare and draw results",
@@ -141,26 +141,20 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         "cumla (300 requests, Mooncake project); - for stdin",
     )  # fmt: skip
     load = parser.add_argument_group("load")
-    load.add_argument(
-        "--requests", type=Between(1, INT32_MAX), metavar="N", help=f"first N requests, from 1 {_default('requests')}"
-    )
-    load.add_argument(
-        "--max-len", type=Between(2, INT32_MAX), metavar="TOKENS",
-        help=f"cut requests to this length, from 2, at most 1/16 of it output {_default('max_len')}",
+    of_place = {name: _default(name) for name in ("requests", "max_len", "batch_tokens", "heads", "topk")}
+    _add_number(load, "--requests", 1, INT32_MAX, "first N requests", shown=of_place["requests"])
+    _add_number(
+        load, "--max-len", 2, INT32_MAX, "cut requests to this length, at most 1/16 of it output", unit="TOKENS",
+        shown=of_place["max_len"],
     )  # fmt: skip
-    load.add_argument(
-        "--batch-tokens",
-        type=Between(1, MAX_SIZE),
-        metavar="TOKENS",
-        help=f"tokens of a step, 1 to {MAX_SIZE} {_default('batch_tokens')}",
-    )
-    load.add_argument(
-        "--cache-tokens", type=Between(1, INT32_MAX), metavar="TOKENS",
-        help="tokens of the cache (default: half the tokens of all requests, at least those of the largest one)",
+    _add_number(
+        load, "--batch-tokens", 1, MAX_SIZE, "tokens of a step", unit="TOKENS", shown=of_place["batch_tokens"]
     )  # fmt: skip
-    load.add_argument(
-        "--seed", type=Between(0, MAX_SEED), default=0, metavar="N", help="of Q and K, from 0 (default: 0)"
-    )
+    _add_number(
+        load, "--cache-tokens", 1, INT32_MAX, "tokens of the cache", unit="TOKENS",
+        shown="(default: half the tokens of all requests, at least those of the largest one)",
+    )  # fmt: skip
+    _add_number(load, "--seed", 0, MAX_SEED, "of Q and K", default=0)
     model = parser.add_argument_group("model")
     model.add_argument(
         "--layers", default=",".join(LAYER_RATIOS), metavar="TYPES",
@@ -169,22 +163,11 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         "states to their output: v4 (one of each of the first three kinds), v32, and v41 (one of each of V4.1's six "
         "kinds, which share rows and selections); default: the first three",
     )  # fmt: skip
-    model.add_argument(
-        "--heads", type=Between(1, MAX_HEADS), metavar="N", help=f"query heads, 1 to {MAX_HEADS} {_default('heads')}"
-    )
-    model.add_argument(
-        "--window",
-        type=Between(1, MAX_SIZE),
-        default=128,
-        metavar="TOKENS",
-        help=f"1 to {MAX_SIZE} (default: 128)",
-    )
-    model.add_argument(
-        "--topk",
-        type=Between(1, MAX_SIZE),
-        metavar="N",
-        help=f"rows a token selects at c4a, in v32 and in v41, 1 to {MAX_SIZE} {_default('topk')}",
-    )
+    _add_number(model, "--heads", 1, MAX_HEADS, "query heads", shown=of_place["heads"])
+    _add_number(model, "--window", 1, MAX_SIZE, unit="TOKENS", default=128)
+    _add_number(
+        model, "--topk", 1, MAX_SIZE, "rows a token selects at c4a, in v32 and in v41", shown=of_place["topk"]
+    )  # fmt: skip
     model.add_argument(
         "--layout", choices=list(FORMATS), metavar="FORMAT[,FORMAT]",
         help=f"formats of the caches of swa, c4a, c128a and v41: the window's, then that of compressed rows; one of "
@@ -203,9 +186,8 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         "--prefill-road", action=Renamed, dest="prefill_path", choices=PATHS, default=argparse.SUPPRESS,
         help=argparse.SUPPRESS,
     )  # fmt: skip
-    model.add_argument(
-        "--ranks", type=Between(1, 64), default=1, metavar="N",
-        help="shard the rows of long contexts across N GPUs, or N threads on the CPU (default: 1)",
+    _add_number(
+        model, "--ranks", 1, 64, "shard the rows of long contexts across N GPUs, or N threads on the CPU", default=1
     )  # fmt: skip
     model.add_argument(
         "--backend", choices=list(BACKENDS), help="default: cuda if there is a device that CuPy can use, else cpu"
@@ -240,35 +222,14 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"1 to {MAX_HEADS} (default: 64); of a trace also N,N,...",
     )
-    sizes.add_argument(
-        "--batch",
-        type=ListOf(Between(1, MAX_BATCH)),
-        default=[1, 32],
-        metavar="N,N,...",
-        help=f"requests, 1 to {MAX_BATCH} (default: 1,32)",
-    )
-    sizes.add_argument(
-        "--tokens", type=ListOf(Between(1, MAX_SIZE)), default=[1024], metavar="N,N,...",
-        help=f"tokens of insert, gather and prefill, 1 to {MAX_SIZE} (default: 1024)",
+    _add_number(sizes, "--batch", 1, MAX_BATCH, "requests", default=[1, 32])
+    _add_number(sizes, "--tokens", 1, MAX_SIZE, "tokens of insert, gather and prefill", default=[1024])
+    _add_number(sizes, "--topk", 1, MAX_SIZE, "keys of the first cache", default=128)
+    _add_number(
+        sizes, "--extra", 1, MAX_SIZE, "keys of V4's and V4.1's second cache, and rows that the indexer chooses",
+        default=512,
     )  # fmt: skip
-    sizes.add_argument(
-        "--topk",
-        type=Between(1, MAX_SIZE),
-        default=128,
-        metavar="N",
-        help=f"keys of the first cache, 1 to {MAX_SIZE} (default: 128)",
-    )
-    sizes.add_argument(
-        "--extra", type=Between(1, MAX_SIZE), default=512, metavar="N",
-        help=f"keys of V4's and V4.1's second cache, and rows that the indexer chooses, 1 to {MAX_SIZE} (default: 512)",
-    )  # fmt: skip
-    sizes.add_argument(
-        "--context",
-        type=Between(64, MAX_SIZE),
-        default=8192,
-        metavar="TOKENS",
-        help=f"64 to {MAX_SIZE} (default: 8192)",
-    )
+    _add_number(sizes, "--context", 64, MAX_SIZE, unit="TOKENS", default=8192)
     sizes.add_argument("--backend", choices=list(BACKENDS), help="default: cuda if there is a device, else cpu")
     steps = parser.add_argument_group("trace")
     steps.add_argument(
@@ -278,9 +239,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     steps.add_argument(
         "--kinds", type=_names, metavar="NAME,...", help="of layers: window, c4a, c128a, v32 (default: all)"
     )
-    steps.add_argument(
-        "--layers", type=Between(1, 64), default=8, metavar="N", help="timed at once, 1 to 64 (default: 8)"
-    )
+    _add_number(steps, "--layers", 1, 64, "timed at once", default=8)
     steps.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="instead of the trace that cumla ships")
     output = parser.add_argument_group("results")
     output.add_argument("--json", metavar="FILE", help="write the rows, with versions and device; - for stdout")
@@ -309,35 +268,17 @@ def _add_warmup(parser: argparse.ArgumentParser) -> None:
         "--config", type=Path, metavar="FILE",
         help="config.json of a DeepSeek V2, V3, V3.2, V4 or V4.1 model; - for stdin",
     )  # fmt: skip
-    model.add_argument(
-        "--ranks",
-        type=Between(1, MAX_SIZE),
-        default=1,
-        metavar="N",
-        help="ranks that share the heads of --config (default: 1)",
-    )
+    _add_number(model, "--ranks", 1, MAX_SIZE, "ranks that share the heads of --config", default=1)
     model.add_argument("--kind", choices=WARM_KINDS, default="v4", help="without --config (default: v4)")
-    model.add_argument(
-        "--heads", type=Between(1, MAX_HEADS), default=64, metavar="N",
-        help=f"query heads of a rank, 1 to {MAX_HEADS}, without --config (default: 64)",
-    )  # fmt: skip
-    model.add_argument(
-        "--topk", type=Between(1, MAX_SIZE), default=512, metavar="N",
-        help=f"rows a token selects, 1 to {MAX_SIZE}, without --config (default: 512)",
-    )  # fmt: skip
+    _add_number(model, "--heads", 1, MAX_HEADS, "query heads of a rank, without --config", default=64)
+    _add_number(model, "--topk", 1, MAX_SIZE, "rows a token selects, without --config", default=512)
     model.add_argument(
         "--layout", choices=list(FORMATS), metavar="FORMAT[,FORMAT]",
         help=f"formats of v4's or v41's caches, as of cumla replay: {'; '.join(FORMATS)} (default: DSV4_FP8, of v41 "
         f"{V41_LAYOUT})",
     )  # fmt: skip
-    parser.add_argument(
-        "--batch", type=ListOf(Between(1, MAX_BATCH)), default=[1, 8, 32, 128], metavar="N,N,...",
-        help=f"requests of a step, 1 to {MAX_BATCH} (default: 1,8,32,128)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--block-size", type=Between(1, 2**16), default=64, metavar="TOKENS",
-        help="tokens of a page, 1 to 65536 (default: 64)",
-    )  # fmt: skip
+    _add_number(parser, "--batch", 1, MAX_BATCH, "requests of a step", default=[1, 8, 32, 128])
+    _add_number(parser, "--block-size", 1, 2**16, "tokens of a page", unit="TOKENS", default=64)
     parser.add_argument("--backend", choices=["cpu", "cuda"], help="default: cuda if there is a device, else cpu")
     parser.set_defaults(run=_warmup)
 
@@ -345,12 +286,6 @@ def _add_warmup(parser: argparse.ArgumentParser) -> None:
 def _default(name: str) -> str:
     device, host = (getattr(defaults, name) for defaults in (DEVICE_DEFAULTS, HOST_DEFAULTS))
     return f"(default: {'uncut' if device is None else device} on a device, {host} on the CPU)"
-
-
-def _add_seed(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--seed", type=Between(0, MAX_SEED), default=0, metavar="N", help="of the random numbers, from 0 (default: 0)"
-    )
 
 
 class OneOf:
@@ -391,6 +326,24 @@ class ListOf:
 
     def __call__(self, text: str) -> list[int]:
         return [self.part(part) for part in text.split(",")]
+
+
+def _add_number(
+    group: argparse._ActionsContainer, option: str, least: int, most: int, what: str = "", *, unit: str = "N",
+    default: Any = None, shown: str = "",
+) -> None:  # fmt: skip
+    """Add an option that takes an integer within bounds, or a comma list of them if that is the default.
+
+    what   in its help, before the bounds and the default
+    shown  in place of the default
+    """
+    of, many = Between(least, most), isinstance(default, list)
+    bounds = f"{least} to {most}" if most < INT32_MAX else f"from {least}"
+    shown = shown or f"(default: {','.join(map(str, default)) if many else default})"
+    group.add_argument(
+        option, type=ListOf(of) if many else of, default=default, metavar=f"{unit},{unit},..." if many else unit,
+        help=f"{what}, {bounds} {shown}" if what else f"{bounds} {shown}",
+    )  # fmt: skip
 
 
 def _replay(args: argparse.Namespace) -> int:

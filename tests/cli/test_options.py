@@ -4,6 +4,7 @@ A file is named by itself.
 """
 
 import argparse
+import re
 
 import pytest
 
@@ -88,12 +89,14 @@ def test_numbers_have_two_ends(capsys, command, option, bounds):
 
 
 def test_whole_numbers_are_parsed_within_bounds_alone():
-    """An option whose default or whose reader is numeric has a type with lower and upper limits."""
+    """An option whose default or whose reader is numeric has a type with lower and upper limits, as its help says."""
     found = 0
     for command, parser in commands().items():
         for action in parser._actions:
             default = action.default[0] if isinstance(action.default, list) else action.default
             if isinstance(default, int) or action.metavar in ("N", "TOKENS", "N,N,...") or action.type is int:
                 assert isinstance(action.type, (Between, ListOf)), (command, action.dest)
+                bounds = getattr(action.type, "part", action.type)
+                assert re.search(rf"from {bounds.minimum} |{bounds.minimum} to {bounds.maximum} ", action.help)
                 found += 1
     assert found > 15
