@@ -34,7 +34,9 @@ def debug() -> Iterator[None]:
 
     slots              outside of the cache and not -1, or given twice in one insert
     block tables       no page of the cache for a position that a call reads (other entries may have any value)
-    indices            out of range, except -1
+    indices            out of range, except -1; candidate blocks likewise
+    rings              of V4.1's compressor, that two requests have, and slots that are not at their position
+    replay_start       after a request's first position of the step
     requests           of a token, without a row in the block table
     lengths            seq_lens and query_start_loc of a batch that differ from their copies in host memory
     metadata           of a build before its builder's last, whose arrays contain another batch by now
