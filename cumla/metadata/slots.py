@@ -9,6 +9,7 @@ import numpy as np
 from ..dispatch.call import INT32, Call
 from ..dispatch.values import check_integers, plain_integers
 from ..kernels.types.metadata import CompressedSlots
+from ..ops.indices import request_arrays
 
 INT64 = (np.dtype(np.int64),)
 MOST_TOKENS = 2**31 - 1
@@ -38,7 +39,7 @@ def compute_positions(
     """
     check_integers(0, num_tokens=num_tokens)
     call = Call(backend, stream)
-    query_start_loc, seq_lens = _check_requests(call, query_start_loc, seq_lens)
+    query_start_loc, seq_lens = request_arrays(call, query_start_loc, seq_lens)
     slots = _slots(call, num_tokens, out)
     one_page = call.scratch("block_table", 4 * len(seq_lens)).view(np.int32).reshape(-1, 1)
     with call.kernels("indexer_metadata") as kernels:
@@ -108,7 +109,7 @@ def get_compressed_slot_mapping(
     check_integers(0, num_tokens=num_tokens)
     check_integers(1, block_size=block_size, compress_ratio=compress_ratio)
     call = Call(backend, stream)
-    query_start_loc, seq_lens = _check_requests(call, query_start_loc, seq_lens)
+    query_start_loc, seq_lens = request_arrays(call, query_start_loc, seq_lens)
     block_table = call.array("block_table", block_table, INT32, ("R", -1))
     slots = _slots(call, num_tokens, out)
     with call.kernels("indexer_metadata") as kernels:
@@ -116,13 +117,6 @@ def get_compressed_slot_mapping(
             CompressedSlots(query_start_loc, seq_lens, block_table, num_tokens, block_size, compress_ratio, slots)
         )
     return call.results()[:num_tokens]
-
-
-def _check_requests(call: Call, query_start_loc: Any, seq_lens: Any) -> tuple[Any, Any]:
-    query_start_loc = call.array("query_start_loc", query_start_loc, INT32, (-1,))
-    seq_lens = call.array("seq_lens", seq_lens, INT32, ("R",))
-    call.check_shape("query_start_loc", query_start_loc.shape, (len(seq_lens) + 1,))
-    return query_start_loc, seq_lens
 
 
 def _slots(call: Call, num_tokens: int, out: Any) -> Any:

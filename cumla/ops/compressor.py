@@ -10,6 +10,7 @@ from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_integers, check_optional_size
 from ..kernels.types.compressor import Compression, CompressorRows
 from ..layout import CacheLayout
+from .indices import per_token
 from .norm_rope import check_epsilon, cos_sin
 
 PROJECTED = (*FLOAT32, *BF16)
@@ -111,9 +112,7 @@ def compress_and_insert(
     table = call.array("state_block_table", state_block_table, INT32, ("R", -1))
     slots = slots_of(call, "slot_mapping", slot_mapping)
     positions = call.array("positions", positions, SLOTS, ("T",))
-    requests = call.array("token_to_req_indices", token_to_req_indices, INT32, (-1,))
-    if len(requests) < len(kv_score):
-        raise ValueError(f"token_to_req_indices: got {len(requests)} entries, expected {len(kv_score)}, one a token")
+    requests = per_token(call, "token_to_req_indices", token_to_req_indices, INT32, len(kv_score))
     starts = call.array("query_start_loc", query_start_loc, INT32, (call.size("R") + 1,))
     rotation = cos_sin(call, cos_sin_cache, min(rows.pages.layout.head_dim for rows in compressors))
     epsilon = check_epsilon(eps)

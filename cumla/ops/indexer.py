@@ -17,10 +17,11 @@ import numpy as np
 from ..dispatch.call import FLOAT32, FLOATS, INT32, SLOTS, Call
 from ..dispatch.formats import named_layout
 from ..dispatch.launch_cache import launch_cached
-from ..dispatch.values import check_flags, check_integers, finite, in_float32, shown
+from ..dispatch.values import check_flags, check_integers, finite, in_float32
 from ..kernels.types.indexer import IndexQueries, PackedScores, PagedScores
 from ..kernels.types.metadata import SPLIT_PAGES
 from ..layout import INDEXER_BF16, INDEXER_F32, INDEXER_FP8, INDEXER_MXFP4, CacheLayout
+from .indices import pair
 
 HEAD_DIM = INDEXER_FP8.head_dim
 ROPE_DIM = 64
@@ -82,9 +83,7 @@ def fused_indexer_q_rope_quant(
     scale = HEAD_DIM**-0.5 if softmax_scale is None else softmax_scale
     scale *= max(heads, 1) ** -0.5 if head_scale is None else head_scale
     in_float32("index_weights_softmax_scale * index_weights_head_scale", scale)
-    given = (None, None) if out is None else out
-    if not isinstance(given, (tuple, list)) or len(given) != 2:
-        raise TypeError(f"out: got {shown(out)}, expected (q, weights)")
+    given = pair("out", out, "(q, weights)")
     q_out = call.output("out[0] (q)", given[0], UINT8 if quantize else PLAIN, (tokens, heads, HEAD_DIM))
     weights = call.output("out[1] (weights)", given[1], FLOAT32, (tokens, heads))
     least = LEAST_EXPONENT_ROPE_FIRST if rope_first else LEAST_EXPONENT

@@ -52,11 +52,10 @@ def compute_swa_indices_and_lens(
     check_integers(0, num_tokens=num_tokens, token_offset=token_offset)
     call = Call(backend, stream)
     query_start_loc, seq_lens = request_arrays(call, query_start_loc, seq_lens)
-    token_to_req_indices = call.array("token_to_req_indices", token_to_req_indices, INT32, (-1,))
-    is_valid_token = call.array("is_valid_token", is_valid_token, BOOL, (-1,))
+    tokens = num_tokens + token_offset
+    token_to_req_indices = per_token(call, "token_to_req_indices", token_to_req_indices, INT32, tokens)
+    is_valid_token = per_token(call, "is_valid_token", is_valid_token, BOOL, tokens)
     block_table = call.array("block_table", block_table, INT32, (-1, -1))
-    for name, array in (("token_to_req_indices", token_to_req_indices), ("is_valid_token", is_valid_token)):
-        check_covers(name, array, num_tokens + token_offset)
     given = pair("out", out)
     swa_indices = call.output("out[0] (swa_indices)", given[0], INT32, (num_tokens, window_size))
     swa_lens = call.output("out[1] (swa_lens)", given[1], INT32, (num_tokens,))
@@ -105,16 +104,11 @@ def compute_global_topk_indices_and_lens(
     check_flags(compact=compact)
     call = Call(backend, stream)
     topk_indices = call.array("topk_indices", topk_indices, INT32, ("T", "K"))
-    token_to_req_indices = call.array("token_to_req_indices", token_to_req_indices, INT32, (-1,))
-    block_table = call.array("block_table", block_table, INT32, (-1, -1))
-    is_valid_token = call.array("is_valid_token", is_valid_token, BOOL, (-1,))
     num_tokens, topk = topk_indices.shape
-    positions = call.optional("positions", positions, INT32, (-1,))
-    for name, array in (
-        ("token_to_req_indices", token_to_req_indices), ("is_valid_token", is_valid_token), ("positions", positions)
-    ):  # fmt: skip
-        if array is not None:
-            check_covers(name, array, num_tokens)
+    token_to_req_indices = per_token(call, "token_to_req_indices", token_to_req_indices, INT32, num_tokens)
+    block_table = call.array("block_table", block_table, INT32, (-1, -1))
+    is_valid_token = per_token(call, "is_valid_token", is_valid_token, BOOL, num_tokens)
+    positions = None if positions is None else per_token(call, "positions", positions, INT32, num_tokens)
     given = pair("out", out)
     global_topk_indices = call.output("out[0] (global_topk_indices)", given[0], INT32, (num_tokens, topk))
     topk_lens = call.output("out[1] (topk_lens)", given[1], INT32, (num_tokens,))
@@ -265,14 +259,13 @@ def build_flashinfer_mixed_sparse_indices(
     lens = call.optional("decode_compressed_topk_lens", decode_compressed_topk_lens, INT32, ("D",))
     prefill_topk_indices = call.array("prefill_topk_indices", prefill_topk_indices, INT32, ("P", -1))
     query_start_loc, seq_lens = request_arrays(call, query_start_loc, seq_lens)
-    token_to_req_indices = call.array("token_to_req_indices", token_to_req_indices, INT32, (-1,))
+    num_tokens = num_decode_tokens + call.size("P")
+    token_to_req_indices = per_token(call, "token_to_req_indices", token_to_req_indices, INT32, num_tokens)
     swa_block_table = call.array("swa_block_table", swa_block_table, INT32, (-1, -1))
     compressed_block_table = call.optional("compressed_block_table", compressed_block_table, INT32, (-1, -1))
-    valid = call.optional("decode_is_valid_token", decode_is_valid_token, BOOL, (-1,))
-    num_tokens = num_decode_tokens + call.size("P")
-    check_covers("token_to_req_indices", token_to_req_indices, num_tokens)
-    if valid is not None:
-        check_covers("decode_is_valid_token", valid, num_decode_tokens)
+    valid = None
+    if decode_is_valid_token is not None:
+        valid = per_token(call, "decode_is_valid_token", decode_is_valid_token, BOOL, num_decode_tokens)
     if compressed_block_table is not None and call.size("P") and prefill_topk_indices.shape[1] < topk:
         raise ValueError(
             f"prefill_topk_indices: got {prefill_topk_indices.shape[1]} columns, expected at least topk = {topk}"
@@ -315,16 +308,20 @@ def two_dimensional(call: Call, name: str, value: Any, shape: tuple[int | str, .
     return call.array(name, native, INT32, shape)
 
 
-def check_covers(name: str, array: Any, num_tokens: int) -> None:
-    """Raise ValueError if a per-token array has fewer entries than there are tokens."""
+def per_token(call: Call, name: str, value: Any, dtypes: tuple[Any, ...], num_tokens: int) -> Any:
+    """The first entries of a vector, one for each token. Raises ValueError if there are fewer."""
+    array = call.array(name, value, dtypes, (-1,))
     if len(array) < num_tokens:
         raise ValueError(f"{name}: got {len(array)} entries, expected at least {num_tokens}, one a token")
+    return array[:num_tokens]
 
 
-def pair(name: str, out: Any) -> tuple[Any, Any]:
+def pair(name: str, out: Any, expected: str = "a pair of arrays") -> tuple[Any, Any]:
     """Two output arrays as given, or (None, None)."""
     if out is None:
         return None, None
-    if not isinstance(out, (tuple, list)) or len(out) != 2:
-        raise TypeError(f"{name}: got {type(out).__name__}, expected a pair of arrays")
+    is_tuple = isinstance(out, (tuple, list))
+    if not is_tuple or len(out) != 2:
+        got = f"{len(out)} arrays" if is_tuple else type(out).__name__
+        raise TypeError(f"{name}: got {got}, expected {expected}")
     return out[0], out[1]

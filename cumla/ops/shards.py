@@ -13,7 +13,7 @@ import numpy as np
 from ..dispatch.call import BOOL, FLOAT32, FLOATS, INT32, Call
 from ..dispatch.values import check_integers, check_kind, plain_integers, shown
 from ..kernels.types.shard import Shard, ShardedIndices, ShardedSlots
-from .indices import request_arrays
+from .indices import pair, per_token, request_arrays
 from .sparse_attention import checked_sink
 
 SLOT_MAPPING = (np.dtype(np.int64),)
@@ -166,12 +166,10 @@ def localise_indices(
     call = Call(backend, stream)
     indices = call.array("indices", indices, INT32, ("T", "K"))
     tokens = len(indices)
-    token_to_req = at_least(call, "token_to_req_indices", token_to_req_indices, INT32, tokens)
-    valid = None if is_valid_token is None else at_least(call, "is_valid_token", is_valid_token, BOOL, tokens)
+    token_to_req = per_token(call, "token_to_req_indices", token_to_req_indices, INT32, tokens)
+    valid = None if is_valid_token is None else per_token(call, "is_valid_token", is_valid_token, BOOL, tokens)
     block_table = call.array("block_table", block_table, INT32, ("R", "B"))
-    given = (None, None) if out is None else out
-    if not isinstance(given, (tuple, list)) or len(given) != 2:
-        raise TypeError(f"out: got {shown(out)}, expected (slots, lens)")
+    given = pair("out", out, "(slots, lens)")
     slots = call.output("out[0] (slots)", given[0], INT32, indices.shape)
     lens = call.output("out[1] (lens)", given[1], INT32, (tokens,))
     if tokens:
@@ -180,14 +178,6 @@ def localise_indices(
                 ShardedIndices(indices, token_to_req, valid, block_table, block_size, shard, slots, lens)
             )
     return call.results()
-
-
-def at_least(call: Call, name: str, value: Any, dtypes: tuple[np.dtype[Any], ...], count: int) -> Any:
-    """The first `count` entries of a vector. Raises ValueError for one that has fewer."""
-    array = call.array(name, value, dtypes, (-1,))
-    if len(array) < count:
-        raise ValueError(f"{name}: got {len(array)} entries, expected at least {count}, one a token")
-    return array[:count]
 
 
 @plain_integers
