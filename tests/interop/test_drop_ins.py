@@ -11,6 +11,7 @@ from cumla.interop import flash_mla, vllm
 from cumla.metadata import DeepseekSparseSWAMetadataBuilder, ServingConfig
 from cumla.metadata.batch import CommonAttentionMetadata
 from support import golden
+from support.attention import make_cache, make_indices, make_q
 from support.bounds import assert_decode, assert_prefill
 from support.lab import BF16, to_float
 
@@ -124,6 +125,25 @@ def test_sparse_decode(function, number, stack):
     result, _ = flash_mla.flash_mla_with_kvcache(*arguments, **keywords, out=again)
     assert result is again
     assert stack.get(again).tobytes() == stack.get(out).tobytes()
+
+
+@pytest.mark.parametrize("compressed", [cumla.DSV41_FP4, cumla.DSV41_FP8], ids=str)
+def test_sparse_decode_of_v41(rng, stack, compressed):
+    """The last axes of both caches tell their formats: 528 bytes have UE8M0 scales in the row, beside them may be 288."""
+    window, q = make_cache(rng, cumla.DSV41_FP8, 3, 8), make_q(rng, 2, 2, 3, cumla.DSV41_FP8)
+    extra, sink = make_cache(rng, compressed, 2, 16), np.linspace(-2, 2, 3, dtype=np.float32)
+    lists, lengths = make_indices(rng, 2, 4, 20, 24), np.array([20, 7], np.int32)
+    listed, more = np.ascontiguousarray(lists[:, :2]), np.ascontiguousarray(lists[:, 2:])
+    want, want_lse = cumla.sparse_mla_decode(
+        q, window, listed, layout=cumla.DSV41_FP8, topk_length=lengths, extra_k_cache=extra, extra_indices=more,
+        extra_layout=compressed, attn_sink=sink, backend="reference",
+    )  # fmt: skip
+    out, lse = flash_mla.flash_mla_with_kvcache(
+        stack.put(q), stack.put(window[:, :, None]), None, None, 512, flash_mla.get_mla_metadata()[0],
+        is_fp8_kvcache=True, indices=stack.put(listed), topk_length=stack.put(lengths), attn_sink=stack.put(sink),
+        extra_k_cache=stack.put(extra[:, :, None]), extra_indices_in_kvcache=stack.put(more),
+    )  # fmt: skip
+    assert_decode(to_float(stack.get(out)), to_float(stack.get(lse)), to_float(want), want_lse)
 
 
 @pytest.mark.parametrize(("function", "number"), cases("sparse_prefill"))
