@@ -206,6 +206,47 @@ def test_tiles_of_clusters(here, rng, layout, schedule, tile, parts, monkeypatch
 
 
 @SCHEDULES
+@pytest.mark.usefixtures("no_exact_kernel")
+@pytest.mark.parametrize("how", ["whole", "cut"])
+@pytest.mark.parametrize("layout", [cumla.DSV4_BF16, cumla.MLA_BF16], ids=lambda x: x.name)
+def test_bfloat16_rows_of_the_hopper_kernel(here, rng, schedule, layout, how):
+    """Several tiles a thread block, some without keys, and splits of them; two lists; the last heads are few."""
+    lengths = np.array([[128, 0], [0, 400], [70, 330], [0, 0], [1, 64]], np.int32)
+    problem = Problem(
+        make_q(rng, 5, 1, 70, layout, steep(70)), make_cache(rng, layout, 9, 32, spread=0),
+        make_indices(rng, 5, 1, 128, 9 * 32), layout=layout, topk_length=lengths[:, 0].copy(),
+        extra_k_cache=make_cache(rng, layout, 20, 53, spread=0), extra_indices=make_indices(rng, 5, 1, 400, 1060),
+        extra_topk_length=lengths[:, 1].copy(), attn_sink=np.linspace(-3, 3, 70, dtype=np.float32),
+    )  # fmt: skip
+    on(here, HOPPER, schedule, problem, batch_invariant=how == "whole")
+
+
+@SCHEDULES
+@pytest.mark.usefixtures("no_exact_kernel")
+@pytest.mark.parametrize(("tile", "how"), [(64, "whole"), (64, "cut"), (32, "whole"), (16, "cut"), (32, "cluster")])
+@pytest.mark.thorough(when=lambda x: (x.get("tile"), x.get("how")) == (64, "cut"))
+def test_expanded_rows_of_the_hopper_kernel(here, rng, schedule, tile, how, monkeypatch):
+    """V4.1's pair: tiles of FP8 blocks, of FP4 blocks, of both and of none, and splits that begin in either."""
+    if how == "cluster":
+        from cumla.kernels.cuda.sparse import work as sparse_work
+
+        monkeypatch.setattr(
+            sparse_work, "divide", lambda work, *rest: Division(work.tiles * 3, False, False, 3, cluster=True)
+        )
+    monkeypatch.setattr("cumla.kernels.cuda.sparse.kernels.tile_heads", lambda *arguments: tile)
+    first, second = cumla.DSV41_FP8, cumla.DSV41_FP4
+    lengths = np.array([[128, 0], [0, 400], [70, 330], [0, 0], [1, 64]], np.int32)
+    problem = Problem(
+        make_q(rng, 5, 1, tile + 6, first, steep(tile + 6)), make_cache(rng, first, 9, 32, spread=0),
+        make_indices(rng, 5, 1, 128, 9 * 32), layout=first, topk_length=lengths[:, 0].copy(),
+        extra_k_cache=make_cache(rng, second, 20, 53, spread=0), extra_indices=make_indices(rng, 5, 1, 400, 1060),
+        extra_topk_length=lengths[:, 1].copy(), extra_layout=second,
+        attn_sink=np.linspace(-3, 3, tile + 6, dtype=np.float32),
+    )  # fmt: skip
+    on(here, HOPPER, schedule, problem, batch_invariant=how == "whole")
+
+
+@SCHEDULES
 @DEVICES
 @LATE_ON_AMPERE
 @pytest.mark.usefixtures("no_exact_kernel")

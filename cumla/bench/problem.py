@@ -235,7 +235,10 @@ def repeating_cache(backend: str, layout: CacheLayout, block_size: int, slots: i
     array = layout.allocate(slots // block_size // pages * pages, block_size, xp)
     base = layout.allocate(pages, block_size, xp)
     k = Arrays(sizes).rows(pages * block_size, layout.head_dim)
-    quantize_and_insert_k_cache(k, base, xp.arange(len(k)), block_size, layout=layout, backend=backend)
+    if layout.quantized_dim:
+        quantize_and_insert_k_cache(k, base, xp.arange(len(k)), block_size, layout=layout, backend=backend)
+    else:
+        base[...] = k.view(np.uint16).view(np.uint8).reshape(base.shape)
     for start in range(0, len(array), pages):
         array[start : start + pages] = base
     on_host = layout.allocate(pages, block_size)

@@ -20,7 +20,7 @@ import cumla
 from ..arrays.memory import to_host
 from ..bounds import DECODE_OUT, PREFILL_OUT
 from ..dispatch.call import BFLOAT16
-from ..layout import DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT, V32_FP8, CacheLayout
+from ..layout import DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT, MLA_BF16, V32_FP8, CacheLayout
 from ..ops.sparse_attention import PARTNERS
 from . import peers
 from .problem import (
@@ -46,7 +46,7 @@ from .problem import (
 
 SETS, PREFILL_SETS = 4, 2
 CONTEXT = 1 << 17  # of the longest request
-RECORDED_SLOTS = {"DSV4_FP8": 7 << 20, "V32_FP8": 6 << 20, "DSV41_FP8": 7 << 20}  # 4 GiB
+RECORDED_SLOTS = {"DSV4_FP8": 7 << 20, "V32_FP8": 6 << 20, "DSV41_FP8": 7 << 20, "MLA_BF16": 7 << 19}  # 4 GiB
 WINDOWED = (DSV4_FP8, DSV41_FP8, DSV41_FP8_SPLIT)  # formats whose first list is a window, with lengths and a sink
 
 
@@ -307,7 +307,7 @@ def _recorded(layout: CacheLayout, *args: Any, **options: Any) -> Decode:
 
 
 def recorded_decodes() -> list[Decode]:
-    v4, v32, v41 = (functools.partial(_recorded, layout) for layout in (DSV4_FP8, V32_FP8, DSV41_FP8))
+    v4, v32, v41, mla = (functools.partial(_recorded, layout) for layout in (DSV4_FP8, V32_FP8, DSV41_FP8, MLA_BF16))
     return [
         *(v4(64, b, 1, 128, 512, 256, lengths=True) for b in (1, 2, 8, 32, 48, 64, 128, 256)),
         *(v4(64, b, 1, 128, 0, 256, lengths=True) for b in (1, 8, 32, 128)),
@@ -319,7 +319,8 @@ def recorded_decodes() -> list[Decode]:
         *(v41(heads, b, 1, 128, 512, 32, lengths=True, ratio=2) for heads in (8, 16) for b in (32, 128)),
         *(v4(64, b, 2, 128, 512, 256) for b in (2, 64, 128, 256)),
         *(v4(128, b, 2, 128, 1024, 256) for b in (2, 64, 128, 256)),
-        *(v32(128, b, 2, 2048) for b in (2, 64, 128)),
+        *(v32(128, b, 2, 2048) for b in (2, 8, 64, 128)),
+        *(mla(128, b, 2, 2048) for b in (8, 64, 128)),
         *(make(heads, 148, 2, 16384) for make in (v4, v32) for heads in (64, 128)),
         *(v4(64, b, 1, 128, 0, 256) for b in (1, 8, 32)),
         *(v4(64, b, 1, 128, 512, 256) for b in (1, 2, 8, 32)),

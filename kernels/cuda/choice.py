@@ -15,7 +15,8 @@ def chosen(function: str, arguments: tuple[Any, ...], device: int) -> str:
     """ "hopper", "portable" or "exact". Raises ValueError if there is no kernel for the arguments."""
     hopper = is_hopper(device)
     if function == "sparse_mla_decode":
-        return sparse_kernels.fastest(device, arguments[0].segments[0].pages.layout)
+        (given,) = arguments
+        return sparse_kernels.fastest(device, given.segments[0].pages.layout, int(given.q.shape[2]))
     if function == "sparse_mla_prefill":
         return sparse_kernels.fastest_prefill(device)
     if function == "mha_varlen":

@@ -32,6 +32,7 @@ SMALL = [
     sparse.Decode(V32_FP8, 64, 3, 1, 256, lengths=True),
     sparse.Decode(DSV4_FP8, 8, 2, 2, 64, 64),
     sparse.Decode(DSV41_FP8, 8, 3, 1, 128, 64, lengths=True, ratio=2),
+    sparse.Decode(MLA_BF16, 34, 2, 1, 64),
     sparse.Prefill(512, 16, 256, 1024, 40, lengths=True),
     sparse.Prefill(512, 20, 256, 300, 40, lengths=True),
     sparse.Prefill(576, 64, 128, 512, 40, lengths=True),

@@ -129,7 +129,7 @@ def test_sparse_decode(function, number, stack):
 
 @pytest.mark.parametrize("compressed", [cumla.DSV41_FP4, cumla.DSV41_FP8], ids=str)
 def test_sparse_decode_of_v41(rng, stack, compressed):
-    """The last axes of both caches tell their formats: 528 bytes have UE8M0 scales in the row, beside them may be 288."""
+    """Formats are inferred from the last axes: 528 bytes have UE8M0 scales in the row, and the second may be 288."""
     window, q = make_cache(rng, cumla.DSV41_FP8, 3, 8), make_q(rng, 2, 2, 3, cumla.DSV41_FP8)
     extra, sink = make_cache(rng, compressed, 2, 16), np.linspace(-2, 2, 3, dtype=np.float32)
     lists, lengths = make_indices(rng, 2, 4, 20, 24), np.array([20, 7], np.int32)

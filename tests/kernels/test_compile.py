@@ -240,6 +240,8 @@ SOURCES = [
             ({"LAYOUT": "DSV41_FP8"}, 64, 1),
             ({"LAYOUT": "DSV41_FP4"}, 64, 2),
             ({"LAYOUT": "V32_NOPE_FP8"}, 64, 1),
+            ({"LAYOUT": "DSV4_BF16"}, 64, 1),
+            ({"LAYOUT": "MLA_BF16"}, 64, 1),
         )
     ),
     ("sm90/prefill/prefill.cu", {"LAYOUT": "DSV4_BF16"}),
@@ -324,12 +326,9 @@ SPILLS_ALLOWED = {
     "sm90/decode/decode.cu-V32_FP8-sm_90a": 12,
     "sm90/decode/decode.cu-V32_NOPE_FP8-64-1-sm_90a": 12,
     "sm90/decode/decode.cu-DSV41_FP8-64-1-sm_90a": 8,
-    # And in the warps that expand FP4 rows, up to four words for half a block.
-    "sm90/decode/decode.cu-DSV41_FP8-DSV41_FP4-64-1-sm_90a": 28,
-    "sm90/decode/decode.cu-DSV41_FP8-DSV41_FP4-64-6-sm_90a": 28,
-    "sm90/decode/decode.cu-DSV41_FP8_SPLIT-DSV41_FP4_SPLIT-32-5-sm_90a": 28,
-    "sm90/decode/decode.cu-DSV41_FP8-DSV41_FP4-16-3-sm_90a": 28,
-    "sm90/decode/decode.cu-DSV41_FP4-64-2-sm_90a": 28,
+    "sm90/decode/decode.cu-DSV41_FP8-DSV41_FP4-64-1-sm_90a": 8,
+    "sm90/decode/decode.cu-DSV4_BF16-64-1-sm_90a": 8,
+    "sm90/decode/decode.cu-MLA_BF16-64-1-sm_90a": 24,
     # Causal, and added to the output: no layer combines both. The branch for logits beyond 2^24 keeps a scale of
     # its own alive in addition to the highest logits and the sums.
     "sm90/dense/mha_varlen.cu-f16-float-1-1-sm_90a": 44,

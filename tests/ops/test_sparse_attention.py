@@ -77,6 +77,33 @@ def test_caches_of_v41(lab, kernel, rng, formats):
     ).check(lab)  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "name", ["V 1e6", "V 1e-8", "V inf", "NaN", "NaN beside V", "scores 1e5", "scores -inf", "absent"]
+)
+@pytest.mark.nowhere(when=lambda x: x.backend == "reference")
+@pytest.mark.thorough(when=lambda x: x.backend != "cuda")
+def test_bfloat16_rows_outside_float16_s_range(lab, rng, name):
+    """More heads than the portable kernel takes on Hopper: what its kernel flags is computed again."""
+    layout = cumla.MLA_BF16
+    q, cache = make_q(rng, 2, 1, 34, layout), make_cache(rng, layout, 4, 8)
+    rows, listed = cache.view(BF16), np.broadcast_to(np.arange(32, dtype=np.int32), (2, 1, 32)).copy()
+    size = 1.0
+    if name.startswith("V 1e"):
+        size = float(name[2:])
+        rows[..., :512] = to_float(rows[..., :512]) * size
+        q = (to_float(q) / size).astype(BF16)
+    elif name == "scores 1e5":
+        q = (to_float(q) * 1e4).astype(BF16)
+    elif name == "scores -inf":
+        q[..., :512], q[..., 512:], rows[..., 512:] = 0, -1e25, 1e25
+    elif name == "absent":
+        listed[1] = -1
+    else:
+        rows[1, 2, 530 if "beside" in name else 5] = np.inf if name == "V inf" else np.nan
+    with np.errstate(all="ignore"):
+        Problem(q, cache, listed, layout=layout).check(lab, size=size)
+
+
 @pytest.mark.parametrize("layout", FP8, ids=lambda x: x.name)
 @pytest.mark.parametrize(
     ("batch", "topk"), [(1, 1), (1, 64), (1, 4000), (2, 640), (3, 2000), (40, 200), (100, 2100), (300, 130)]

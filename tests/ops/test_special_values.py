@@ -37,8 +37,10 @@ def has_kernel(x):
     name, layout = x.get("name"), x.get("layout")
     if x.backend == "reference" or (x.backend != "cuda" and name != "chosen"):
         return False
+    if "hopper" in name and layout is cumla.MLA_BF16:
+        return name.startswith("hopper 64") and "cluster" not in name
     if "hopper" in name and x.get("width") is None and layout not in HOPPER_LAYOUTS:
-        return False  # which portable kernels take
+        return False  # V4.1's are measured as chosen
     # Clusters are separate programs; for the second layout a few suffice.
     return not ("cluster" in name and layout is cumla.V32_FP8 and parts_of(name) > 2)
 
@@ -54,6 +56,8 @@ def is_for_devices(x):
 
 
 def is_emulated_decode(x):
+    if x.get("layout") is cumla.MLA_BF16 and x.get("name") == "hopper 64 parts 3":
+        return x.get("heads") == 63
     if x.get("layout") is not cumla.DSV4_FP8 and x.get("heads") != 1:
         return False
     return (x.get("name"), x.get("heads")) in EMULATED_DECODE

@@ -116,8 +116,9 @@ def test_which_kernel_on_a_device():
 
         decode = {"q": Q, "k_cache": CACHE, "indices": INDICES}
         assert asked("sparse_mla_decode", **decode).kernels == ("sparse_attention.sparse_mla_decode (hopper)",)
-        plain = {**decode, "k_cache": ((16, 64, 512), "bfloat16")}
-        assert asked("sparse_mla_decode", **plain).kernels == ("sparse_attention.sparse_mla_decode (portable)",)
+        for heads, kernel in ((32, "portable"), (33, "hopper")):
+            plain = {**decode, "q": ((*Q[0][:2], heads, Q[0][3]), Q[1]), "k_cache": ((16, 64, 512), "bfloat16")}
+            assert asked("sparse_mla_decode", **plain).kernels == (f"sparse_attention.sparse_mla_decode ({kernel})",)
         float32 = {**decode, "q": (Q[0], "float32")}
         assert asked("sparse_mla_decode", **float32).reason.startswith("q: got float32 for a device's kernels")
         assert asked("mha_varlen", **mha).kernels == ("dense_attention.mha_varlen (hopper)",)

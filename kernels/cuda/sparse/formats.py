@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from ....layout import (
+    DSV4_BF16,
     DSV4_FP8,
     DSV41_FP4,
     DSV41_FP4_SPLIT,
     DSV41_FP8,
     DSV41_FP8_SPLIT,
+    MLA_BF16,
     V32_FP8,
     V32_NOPE_FP8,
     CacheLayout,
@@ -17,8 +19,9 @@ from ....layout import (
 
 Formats = tuple[CacheLayout, CacheLayout]  # of the first list's cache and of the second's; equal if there is one list
 SLICE = 64  # values of a row that the kernels multiply at a time
-# Formats of csrc/sm90/decode: e4m3 or e2m1 values, and a tail of one slice or none.
-HOPPER = (DSV4_FP8, V32_FP8, V32_NOPE_FP8, DSV41_FP8, DSV41_FP4, DSV41_FP8_SPLIT, DSV41_FP4_SPLIT)
+# Formats of csrc/sm90/decode: e4m3 or e2m1 values with a tail of one slice or none, or bfloat16 in tiles of 64 heads.
+HOPPER_BF16 = (DSV4_BF16, MLA_BF16)
+HOPPER = (DSV4_FP8, V32_FP8, V32_NOPE_FP8, DSV41_FP8, DSV41_FP4, DSV41_FP8_SPLIT, DSV41_FP4_SPLIT, *HOPPER_BF16)
 
 
 def has_fine_scales(layout: CacheLayout) -> bool:

@@ -17,13 +17,14 @@ from ..launch import Kernel, is_aligned, most_clusters, pointer, recorded_launch
 from ..tma import NO_MAP, Words, map_of_pages
 from . import portable as sparse_portable
 from .division import COSTS, HOPPER_COSTS, UNDIVIDED, Costs, Division
-from .formats import HOPPER, Formats, exact_macros, has_whole_slices, layout_macros
+from .formats import HOPPER, HOPPER_BF16, Formats, exact_macros, has_whole_slices, layout_macros
 from .work import EXACT_SLOTS, HEADS, V_DIM, AttentionCall, Buffers, tile_heads
 
 CLUSTERS = (2, 3, 4, 5, 6)  # sizes for which Hopper's decode kernel can be compiled
 HOPPER_THREADS, HOPPER_SHARED_BYTES = 512, 232448  # the maximum; sm90/decode/memory.cuh has the layout
 PREFILL_THREADS, FEW_HEADS_THREADS = 384, 512  # sm90/prefill/memory.cuh, sm90/few_heads/memory.cuh
 PREFILL_HEADS = (16, 32, HEADS)  # per tile
+LEAST_BF16_HEADS = 32  # with more, Hopper's decode kernel is the one for bfloat16 rows
 PREFILL_WAVES = 8  # work ranges of the portable kernel per resident CTA: lengths grow with position
 COMBINE_VALUES = 128  # values that a warp combines at a time, as in common/sparse/combine.cuh
 EXACT_ROWS, EXACT_THREADS, EXACT_BLOCKS_PER_SM = 16, 256, 2  # as in common/sparse/exact_mma_scores.cuh
@@ -81,9 +82,11 @@ def choose(work: AttentionCall, may_split: bool = True) -> FastKernel | None:
     """
     device = work.q.device.id
     formats = work.formats
-    name = _name(work, fastest(device, formats[0]))
+    name = _name(work, fastest(device, formats[0], int(work.q.shape[2])))
     if name == "exact":
         return None
+    if name == "hopper" and formats[0] in HOPPER_BF16:
+        return _hopper(device, formats, HEADS)
     if name == "hopper":
         return _hopper(device, formats, tile_heads(work, may_split, device_sms(device), _clusters(device)))
     return _portable(device, formats, int(work.q.shape[2]))
@@ -142,8 +145,8 @@ def map_of_queries(work: AttentionCall, tile_heads: int) -> Words:
 
 
 @functools.cache
-def fastest(device: int, layout: CacheLayout) -> str:
-    if is_hopper(device) and layout in HOPPER:
+def fastest(device: int, layout: CacheLayout, heads: int) -> str:
+    if is_hopper(device) and layout in HOPPER and (layout not in HOPPER_BF16 or heads > LEAST_BF16_HEADS):
         return "hopper"
     return "portable" if capability(device) >= 80 and has_whole_slices(layout) else "exact"
 
@@ -155,7 +158,7 @@ def _hopper(device: int, formats: Formats, heads: int) -> FastKernel:
     _start_others(formats, heads)
     return FastKernel(
         None, HOPPER_THREADS, HOPPER_SHARED_BYTES, heads, device_sms(device), HOPPER_COSTS[heads],
-        clusters=_clusters(device), of_cluster=of_cluster,
+        clusters=() if formats[0] in HOPPER_BF16 else _clusters(device), of_cluster=of_cluster,
     )  # fmt: skip
 
 

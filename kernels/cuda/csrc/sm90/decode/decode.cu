@@ -1,4 +1,4 @@
-// Sparse MLA decode over paged FP8 caches, on Hopper (sm_90a): out = softmax(scale Q K^T) V with an optional sink, and the LSE.
+// Sparse MLA decode over paged caches, on Hopper (sm_90a): out = softmax(scale Q K^T) V with an optional sink, and the LSE.
 //
 // A *tile* is a query token and TILE_HEADS of its heads; its keys are processed 64 at a time, a *block* (common/sparse/work.cuh).
 //
@@ -12,7 +12,8 @@
 //     4..7     PV 0           176        O^T = V^T P^T for values 0..255, with V converted in registers from the raw rows
 //     8..11    PV 1           176        the same for values 256..511
 //     12, 13   row producers  40         each copies half of every block's raw rows into the ring (cp.async)
-//     14       scale warp     40         converts scales to float16 factors; writes -inf as the bias of absent tokens
+//     14       scale warp     40         converts scales to float16 factors; writes -inf as the bias of absent tokens.
+//                                        Warps 12 to 14 copy bfloat16 rows, each a third of the tiles
 //     15       scheduler      40         publishes the next tile; computes the factors that scale accumulators by 1/l
 //
 //     shared memory (TILE_HEADS 64)  DSV4_FP8  V32_FP8
@@ -42,7 +43,7 @@
 #endif
 
 #include "sm90/decode/tile_scheduler.cuh"
-#include "sm90/decode/expand.cuh"
+#include "sm90/decode/producer.cuh"
 #include "sm90/decode/pv.cuh"
 #include "sm90/decode/qk_softmax.cuh"
 
@@ -50,7 +51,8 @@ extern "C" CLUSTER __global__ void __launch_bounds__(THREADS, 1) sparse_mla_deco
     extern __shared__ uint8 memory[];
     if (threadIdx.x == 0) {
         if (uint32(__cvta_generic_to_shared(memory)) != own(SHARED_START)) __trap();
-        for (int i = 0; i < RING; ++i) barrier_init(RAW_FULL + 8 * i, 32 * ROW_PRODUCERS + WARP_ARRIVALS);  // and the scale warp
+        for (int i = 0; i < RING; ++i) barrier_init(RAW_FULL + 8 * i, ROW_ARRIVALS + WARP_ARRIVALS);  // and the scale warp
+        for (int i = 0; EXPANDS && i < RING; ++i) barrier_init(RAW_LANDED + 8 * i, 32 * ROW_PRODUCERS);
         for (int i = 0; i < 2 * RING; ++i) barrier_init(RAW_EMPTY + 8 * i, 10 * WARP_ARRIVALS);  // both PV, half of QK-softmax
         for (int i = 0; i < P_SLOTS; ++i) barrier_init(P_FULL + 8 * i, 4 * WARP_ARRIVALS), barrier_init(P_EMPTY + 8 * i, 8 * WARP_ARRIVALS);
         for (int i = 0; i < SCHEDULED_TILES; ++i) barrier_init(SCHEDULED_FULL + 8 * i, 1);
@@ -71,9 +73,9 @@ extern "C" CLUSTER __global__ void __launch_bounds__(THREADS, 1) sparse_mla_deco
     } else if (role == 3) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         int warp = threadIdx.x / 32 % 4;
-        if (EXPANDS && warp < ROW_PRODUCERS) ExpandingProducer(problem, warp).run();
+        if (BF16_ROWS && warp < ROW_PRODUCERS) TileProducer(problem, warp).run();
         else if (warp < ROW_PRODUCERS) RowProducer(problem, warp).run();
-        else if (warp == ROW_PRODUCERS) ScaleProducer(problem).run();
+        else if (!BF16_ROWS && warp == ROW_PRODUCERS) ScaleProducer(problem).run();
         else TileScheduler(problem).run();
     } else {
         warpgroup_reg_alloc<PV_REGISTERS>();

@@ -1,94 +1,77 @@
-// The row producers of sm90/decode/decode.cu where a cache has FP4 values: they expand these to FP8 in the ring.
+// FP4 rows in the ring of sm90/decode/decode.cu: the PV warpgroups expand them to FP8, each warp eight rows of a block.
 #pragma once
-#include "sm90/decode/producer.cuh"
+#include "sm90/decode/memory.cuh"
 
 // Eight e2m1 codes, the first in the lowest bits, as eight e4m3 bytes of 2^-6 times their values, subnormals too: exponent and
-// mantissa only move. Factors make up for it (ScaleProducer).
+// mantissa only move. Factors make up for it.
 __device__ inline void e2m1_to_small_e4m3(uint32 codes, uint32& first, uint32& second) {
     constexpr uint32 SIGN = 0x80808080, MAGNITUDE = 0x1c1c1c1c;
     uint32 even = (codes << 4 & SIGN) | (codes << 2 & MAGNITUDE), odd = (codes & SIGN) | (codes >> 2 & MAGNITUDE);
     first = __byte_perm(even, odd, 0x5140), second = __byte_perm(even, odd, 0x7362);
 }
 
-// A warp copies one half of each block into the ring, up to AHEAD blocks before it delivers them. FP8 rows arrive at the barrier
-// themselves. FP4 rows are copied to the first half of their place, and delivered by the warp, which expands them there.
-struct ExpandingProducer {
-    static constexpr int AHEAD = RING - 1;
+// A warp's part of the expansion: eight rows, four lanes a row. A row has landed with its scales in the first 32 bytes of its
+// place and its codes in the second half. Codes are expanded from the first on, so none is overwritten before it is read.
+struct Expander {
+    int lane;
+    uint32 row_at, factor_at;  // this lane's row in slot 0, and the first of the eight factors that it stores
 
-    BlockCursor upcoming;
-    int half;
-    PipelineState<RING> oldest;  // of the blocks that are copied and not delivered
-    int ahead = 0;               // how many these are
-    uint32 packed = 0;           // whether they have FP4 values, the oldest in bit 0
-    int index = 0;               // of this lane's row in the block to copy next
-
-    __device__ ExpandingProducer(const SparseProblem& problem, int h) : upcoming(problem), half(h) {}
-
-    __device__ void copy() {
-        const Segment& list = upcoming.problem.segments[upcoming.second];
-        if (upcoming.second) copy_from<EXTRA_LAYOUT>(list);
-        else copy_from<LAYOUT>(list);
-        copies_commit();
-        ++ahead;
+    // The part of warp `warp` of the eight of both PV.
+    __device__ Expander(int warp, int lane) : lane(lane) {
+        int half = warp / 4, row = warp % 4 * 8 + lane / 4, n = permuted(row & 15);
+        row_at = RAW_AT + (half * HALF + row) * RAW_BYTES;
+        factor_at = FACTOR_AT + half * FACTORS_BYTES + lane % 4 * 8 * FACTOR_STRIDE + (row & 16) * 2 + (n >> 1 & 3) * 8 + (n & 1) * 2 + (n >> 3) * 4;
+        if (EXPANDS) asm volatile("" : "+r"(row_at), "+r"(factor_at));
     }
 
-    template <class Layout> __device__ void copy_from(const Segment& list) {
-        uint64 row = reinterpret_cast<uint64>(token_in<Layout>(list, index).row);
-        if (upcoming.tile_blocks > 1) upcoming.next_block(), index = upcoming.fetch_index(half);
-        else upcoming.tile_blocks = 0;
-        int slot = oldest.slot + ahead;
-        bool next_round = slot >= RING;
-        if (next_round) slot -= RING;
-        barrier_wait(RAW_EMPTY + 8 * (2 * slot + half), oldest.phase ^ !next_round);
-        copy_rows<Layout::quantized_bytes>(slot, half, upcoming.lane, row);
-        if (Layout::e2m1_values) packed |= 1u << ahead;
-        else copies_arrive(RAW_FULL + 8 * slot);
+    // Blocks of a tile before those that are expanded.
+    __device__ static int fp8_blocks(ScheduledTile scheduled) {
+        if (LAYOUT::e2m1_values || scheduled.summary().w & ScheduledTile::SECOND) return 0;
+        return scheduled.list(0).w;
     }
 
-    __device__ void deliver() {
-        if (packed & 1) {
-            if (ahead == AHEAD) copies_wait<AHEAD - 1>();
-            else copies_wait<0>();
-            expand(RAW_AT + (2 * oldest.slot + half) * (HALF * RAW_BYTES));
-            barrier_arrive(RAW_FULL + 8 * oldest.slot);
+    __device__ void expand(PipelineState<RING> at) {
+        barrier_wait(RAW_LANDED + 8 * at.slot, at.phase);
+        uint32 row = row_at + at.slot * (2 * HALF * RAW_BYTES);
+        uint32 from = chunk_at(row, lane % 4) + RAW_BYTES / 2;
+        uint4 codes = lds128(from);
+        store_factors(lds64(chunk_at(row, lane % 4 / 2) + lane % 2 * 8), factor_at + at.slot * (2 * FACTORS_BYTES));
+        store_values(codes, from, chunk_at(row, lane % 4 * 2));
+        __syncwarp();
+        if (WARP_ARRIVALS == 32) barrier_arrive(RAW_FULL + 8 * at.slot);
+        else if (lane == 0) barrier_arrive(RAW_FULL + 8 * at.slot, ROW_ARRIVALS / 8);
+    }
+
+    // A chunk of the lane's row.
+    __device__ uint32 chunk_at(uint32 row, int chunk) const { return row + raw_offset(lane / 4, chunk) - lane / 4 * RAW_BYTES; }
+
+    __device__ static void store_factors(uint2 scales, uint32 to) {
+        constexpr uint32 SIXTY_FOUR = 0x54005400;  // values are 2^-6 times their own
+#pragma unroll
+        for (int i = 0; i < 8; i += 4) {
+            uint32 low, high;
+            to_f16(i ? scales.y : scales.x, low, high);
+            low = multiply(low, SIXTY_FOUR), high = multiply(high, SIXTY_FOUR);
+            uint32 factors[4] = {low, low >> 16, high, high >> 16};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) sts16(to + (i + j) * FACTOR_STRIDE, factors[j]);
         }
-        packed >>= 1;
-        oldest.advance(), --ahead;
     }
 
-    // Eight rows at a time, of which each lane expands what it has copied itself. Its values overwrite what others copied.
-    __device__ void expand(uint32 rows) {
-        int first = upcoming.lane / 4, part = upcoming.lane % 4;
-        uint32 from = rows + raw_offset(first, part), to = rows + raw_offset(first, 2 * part), end = from + HALF * RAW_BYTES;
+    // A step of a lane takes 16 bytes of codes, the first those at `from`. Steps of odd rows are exchanged in the ring (slice_of).
+    __device__ static void store_values(uint4 codes, uint32 from, uint32 to) {
+        constexpr int STEPS = RAW_BYTES / 128;
+        static_assert(!EXPANDS || (RAW_BYTES % 128 == 0 && RAW_AT % 128 == 0));
 #pragma unroll 1
-        for (; from < end; from += 8 * RAW_BYTES, to += 8 * RAW_BYTES) {
-            uint4 codes[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) codes[j] = lds128(slice_of(from, j, first));
-            __syncwarp();
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                uint4 low, high;
-                e2m1_to_small_e4m3(codes[j].x, low.x, low.y), e2m1_to_small_e4m3(codes[j].y, low.z, low.w);
-                e2m1_to_small_e4m3(codes[j].z, high.x, high.y), e2m1_to_small_e4m3(codes[j].w, high.z, high.w);
-                sts128(to + 128 * j, low), sts128((to ^ 16) + 128 * j, high);
-            }
-        }
-    }
-
-    __device__ void run() {
-        int tile_blocks = upcoming.tile_blocks;  // of the tile whose blocks are copied; 0 after the last one
-        if (tile_blocks) index = upcoming.fetch_index(half);
-        for (;;) {
-            // The next tile is scheduled once the tile before this one is scored, whose blocks must have been delivered for that.
-            if (tile_blocks && !upcoming.more() && ahead <= tile_blocks) {
-                upcoming.tile_blocks = 1, upcoming.next_block();
-                tile_blocks = upcoming.tile_blocks;
-                if (tile_blocks) index = upcoming.fetch_index(half);
-            }
-            if (upcoming.more() && ahead < AHEAD) copy();
-            else if (ahead) deliver();
-            else break;
+        for (int j = 0; j < STEPS; ++j) {
+            if (j) codes = lds128(from);
+            __syncwarp();  // all lanes have read what is overwritten now
+            uint4 low, high;
+            e2m1_to_small_e4m3(codes.x, low.x, low.y), e2m1_to_small_e4m3(codes.y, low.z, low.w);
+            e2m1_to_small_e4m3(codes.z, high.x, high.y), e2m1_to_small_e4m3(codes.w, high.z, high.w);
+            sts128(to, low), sts128(to ^ 16, high);
+            to += 128;
+            from = (from ^ 64) + (j & 1) * 128;
         }
     }
 };

@@ -10,14 +10,18 @@
 #endif
 constexpr bool ONE_TILE = PARTS > 1;  // a CTA of a cluster has only one tile
 
-constexpr int RING = EXPANDS && HEADS == 16 ? 4 : 3;  // blocks of raw rows
-constexpr int P_SLOTS = 2;
+constexpr int RING = BF16_ROWS ? 2 : 3;  // blocks of raw rows
+// Two blocks of 576 bfloat16 values and Q leave 11 KiB: one slot for weights, no sums of a second tile.
+constexpr bool TIGHT = BF16_ROWS && LAYOUT::head_dim > 512;
+constexpr int P_SLOTS = TIGHT ? 1 : 2, SUM_SLOTS = TIGHT ? 1 : 2;
+static_assert(!BF16_ROWS || (HEADS == 64 && PARTS == 1));
+constexpr int TAIL_BYTES = (TAIL ? TAIL_TILES : 1) * 2 * HALF * 128;  // of a block's bfloat16 values, tile by tile
 constexpr int Q_TILE_BYTES = HEADS * 128;  // 64 values of each head; of P as many tokens
 constexpr int SCHEDULED_TILES = 4, SCHEDULED_TILE_BYTES = 80;  // see ScheduledTile
-constexpr int ROW_PRODUCERS = 2;  // warps, one for each half of a block
+constexpr int ROW_PRODUCERS = BF16_ROWS ? 3 : 2;  // warps: one for each half of a block, or for a third of the tiles
 
 constexpr int THREADS = 512;
-constexpr int QK_REGISTERS = EXPANDS ? 112 : 120, PV_REGISTERS = 176, PRODUCER_REGISTERS = EXPANDS ? 48 : 40;
+constexpr int QK_REGISTERS = 120, PV_REGISTERS = 176, PRODUCER_REGISTERS = 40;
 
 constexpr float NO_MAX = -1e30f;
 constexpr float LAZY = 8;  // the running maximum is raised when a weight exceeds 2^LAZY
@@ -27,7 +31,9 @@ constexpr float LAZY = 8;  // the running maximum is raised when a weight exceed
 //     barrier                arrivals of a phase                  waits                  guards
 //     RAW_FULL[slot]         65: 64 lanes of the row producers,   QK-softmax, both PV    raw rows, RoPE, FACTOR and BIAS
 //                            when their copies have landed; the                          of a block
-//                            scale warp
+//                            scale warp. For FP4 rows both PV
+//                            in place of those lanes (ROW_ARRIVALS)
+//     RAW_LANDED[slot]       64: lanes of the row producers         both PV             FP4 rows that they expand (EXPANDS)
 //     RAW_EMPTY[slot][half]  10: warps of both PV, and the two    row producer `half`,   the same of half a block, until
 //                            of QK-softmax that score the half    the scale warp         it is in registers
 //     P_FULL[slot]           4: warps of QK-softmax               both PV                P, ALPHA and RAISED of a block
@@ -52,21 +58,26 @@ constexpr float LAZY = 8;  // the running maximum is raised when a weight exceed
 //     ScheduledTile  see there
 //     PARTS_AT in Q  lines arrive after LOG_SUMS_FULL at the sender, for which this part has scored its last block
 
+// Arrivals of the row producers at RAW_FULL, or of the warps of both PV if they have expanded the rows.
+constexpr int COPY_ARRIVALS = EXPANDS && WARP_ARRIVALS == 32 ? 4 : 1;  // of a lane
+constexpr int ROW_ARRIVALS = 32 * ROW_PRODUCERS * COPY_ARRIVALS;
+
 struct SharedMemory {
     alignas(16) uint8 q[Q_SLICES][Q_TILE_BYTES];    // the last tile is RoPE if it is bfloat16
     uint8 p[P_SLOTS][Q_TILE_BYTES];
-    uint8 rope[TAIL ? RING : 1][2][TAIL ? HALF * 128 : 64];  // [slot][half of a block] of raw rows
-    uint8 raw[RING][2][HALF * RAW_BYTES];
-    uint16 factor[RING][2][FACTORS][HALF];          // scales in float16
-    float bias[RING][2][HALF];                      // of each token: 0, or -inf if absent
+    uint8 rope[TAIL ? RING : 1][TAIL ? TAIL_BYTES : 128];  // [slot]: bfloat16 values, tile by tile, both halves of a block
+    uint8 raw[RING][2][BF16_ROWS ? 4 : HALF * RAW_BYTES];
+    uint16 factor[RING][2][BF16_ROWS ? 1 : FACTORS][BF16_ROWS ? 2 : FACTOR_STRIDE / 2];  // scales in float16
+    float bias[RING][2][BF16_ROWS ? 1 : HALF];      // of each token: 0, or -inf if absent; of bfloat16 rows a bit a token
     float top[2][HEADS];                            // [tile % 2]: running maximum, base 2
-    float sums[2][4][HEADS];                        // [tile % 2][warp of QK-softmax]: sums of weights
+    float sums[SUM_SLOTS][4][HEADS];                // [tile % 2][warp of QK-softmax]: sums of weights
     float inv_sum[2][HEADS];                        // [tile % 2]: scales accumulators by 1/l, sink included
-    float highest[4][HEADS];                        // [warp of QK-softmax]: maxima of a block's scores
+    float highest[TIGHT ? 1 : 4][TIGHT ? 2 : HEADS];  // [warp of QK-softmax]: maxima of a block's scores
     float alpha[P_SLOTS][HEADS];                    // rescales earlier sums after a raised maximum
     alignas(16) uint8 schedule[SCHEDULED_TILES][SCHEDULED_TILE_BYTES];  // read 16 bytes at a time, see ScheduledTile
-    uint32 raised[P_SLOTS];                         // whether a block raised a maximum
-    uint64 raw_full[RING], raw_empty[RING][2];      // barriers
+    uint32 raised[P_SLOTS + (BF16_ROWS ? 8 : 0)];   // whether a block raised a maximum; SEEN
+    uint64 raw_full[EXPANDS ? 2 * RING : RING];     // barriers: RAW_FULL, and after it RAW_LANDED
+    uint64 raw_empty[RING][2];
     uint64 p_full[P_SLOTS], p_empty[P_SLOTS];
     uint64 scheduled_full[SCHEDULED_TILES];
     uint64 sums_full[2], inv_sum_full[2];           // [tile % 2]
@@ -78,9 +89,10 @@ struct SharedMemory {
 };
 constexpr uint32 Q_AT = SHARED_AT(q), P_AT = SHARED_AT(p), ROPE_AT = SHARED_AT(rope), RAW_AT = SHARED_AT(raw);
 constexpr uint32 FACTOR_AT = SHARED_AT(factor), BIAS_AT = SHARED_AT(bias), TOP_AT = SHARED_AT(top), SUMS_AT = SHARED_AT(sums);
-constexpr uint32 INV_SUM_AT = SHARED_AT(inv_sum), HIGHEST_AT = SHARED_AT(highest), ALPHA_AT = SHARED_AT(alpha);
+constexpr uint32 INV_SUM_AT = SHARED_AT(inv_sum), HIGHEST_AT = TIGHT ? P_AT : SHARED_AT(highest), ALPHA_AT = SHARED_AT(alpha);
 constexpr uint32 SCHEDULE_AT = SHARED_AT(schedule), RAISED_AT = SHARED_AT(raised);
-constexpr uint32 RAW_FULL = SHARED_AT(raw_full), RAW_EMPTY = SHARED_AT(raw_empty);
+constexpr uint32 SEEN_AT = RAISED_AT + 4 * P_SLOTS;  // [tile % 2][warp of QK-softmax]: whether it scored a present bfloat16 row
+constexpr uint32 RAW_FULL = SHARED_AT(raw_full), RAW_LANDED = RAW_FULL + 8 * RING, RAW_EMPTY = SHARED_AT(raw_empty);
 constexpr uint32 P_FULL = SHARED_AT(p_full), P_EMPTY = SHARED_AT(p_empty), SCHEDULED_FULL = SHARED_AT(scheduled_full);
 constexpr uint32 SUMS_FULL = SHARED_AT(sums_full), INV_SUM_FULL = SHARED_AT(inv_sum_full);
 constexpr uint32 LOG_SUMS_FULL = SHARED_AT(log_sums_full), PARTS_FULL = SHARED_AT(parts_full);
@@ -95,6 +107,9 @@ constexpr uint32 PARTS_AT = PARTS_IN_Q ? Q_AT : (PARTS_END + 127) / 128 * 128;
 constexpr uint32 SHARED_END = PARTS == 1 ? LOG_SUMS_FULL : PARTS_IN_Q ? PARTS_END : PARTS_AT + (PARTS - 1) * PART_BYTES;
 constexpr uint32 SHARED_BYTES = SHARED_END - SHARED_START;
 static_assert(SHARED_BYTES <= 232448, "shared memory exceeds the 227 KiB of an SM");
+
+// Which of the sums are those of a tile.
+__device__ inline int sums_slot(int parity) { return SUM_SLOTS == 1 ? 0 : parity; }
 
 // Lines that a CTA of a cluster combines.
 __device__ inline int lines_of(int rank) { return max(0, min(PART_LINES, LINES - rank * PART_LINES)); }

@@ -79,9 +79,9 @@ __device__ inline void copy_of_row(uint32 to, const uint8* from, int size) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(own(to)), "l"(from), "r"(size) : "memory");
 }
 
-// Start copying half a block of rows into a slot, BYTES of quantised values and RoPE of each: 4 lanes a row, 8 rows at a time.
-// Lane i has the address of row i.
-template <int BYTES> __device__ inline void copy_rows(int slot, int half, int lane, uint64 address) {
+// Start copying half a block of rows into a slot, BYTES of quantised values, from slice FIRST of their place on, and RoPE of
+// each: 4 lanes a row, 8 rows at a time. Lane i has the address of row i.
+template <int BYTES, int FIRST = 0> __device__ inline void copy_rows(int slot, int half, int lane, uint64 address) {
     int first = lane / 4, part = lane % 4;  // row of 8; part of 16 bytes, of 4 in each 64 of a row
     uint32 raw = RAW_AT + (2 * slot + half) * (HALF * RAW_BYTES) + raw_offset(first, part);
     uint32 rope = ROPE_AT + (2 * slot + half) * (HALF * 128) + permuted(first) * 128 + ((part ^ permuted(first)) << 4);
@@ -92,7 +92,7 @@ template <int BYTES> __device__ inline void copy_rows(int slot, int half, int la
         int size = row ? 16 : 0;
 #pragma unroll
         for (int slice = 0; slice < BYTES / 64; ++slice)
-            copy_of_row(slice_of(raw, slice, first) + i * 8 * RAW_BYTES, from + 64 * slice, size);
+            copy_of_row(slice_of(raw, FIRST + slice, first) + i * 8 * RAW_BYTES, from + 64 * slice, size);
         if constexpr (TAIL) {
             copy_of_row(rope + i * 1024, from + LAYOUT::rope_offset, size);
             copy_of_row((rope ^ 64) + i * 1024, from + LAYOUT::rope_offset + 64, size);
@@ -108,21 +108,40 @@ struct RowProducer {
 
     __device__ RowProducer(const SparseProblem& problem, int h) : upcoming(problem), half(h) {}
 
-    __device__ void gather(int slot, uint64 address) {
-        copy_rows<LAYOUT::quantized_bytes>(slot, half, upcoming.lane, address);
-        copies_arrive(RAW_FULL + 8 * slot);
+    template <class Layout> __device__ void gather(int slot, Token token) {
+        uint64 address = reinterpret_cast<uint64>(token.row);
+        if constexpr (Layout::e2m1_values) {
+            copy_rows<Layout::quantized_bytes, SLICES / 2>(slot, half, upcoming.lane, address);
+            copy_scales<Layout>(slot, token);
+        } else {
+            copy_rows<Layout::quantized_bytes>(slot, half, upcoming.lane, address);
+#pragma unroll
+            for (int i = 0; i < COPY_ARRIVALS; ++i) copies_arrive(RAW_FULL + 8 * slot);
+        }
+        if (EXPANDS) copies_arrive(RAW_LANDED + 8 * slot);
+    }
+
+    // The scales of FP4 rows, to the start of the rows' places.
+    template <class Layout> __device__ void copy_scales(int slot, Token token) {
+        uint32 rows = RAW_AT + (2 * slot + half) * (HALF * RAW_BYTES);
+#pragma unroll
+        for (int i = 0; i < Layout::scale_bytes / 16; ++i)
+            copy_of_row(rows + raw_offset(upcoming.lane, i), token.scales + 16 * i, token.row ? 16 : 0);
     }
 
     __device__ void run() {
         PipelineState<RING> at;
         int index = upcoming.more() ? upcoming.fetch_index(half) : 0;
         while (upcoming.more()) {
-            uint64 row = reinterpret_cast<uint64>(token_in<LAYOUT>(upcoming.problem.segments[upcoming.second], index).row);
+            bool second = upcoming.second;
+            const Segment& list = upcoming.problem.segments[second];
+            Token token = EXPANDS && second ? token_in<EXTRA_LAYOUT>(list, index) : token_in<LAYOUT>(list, index);
             // The next tile may not be scheduled yet, so the last block of a tile is copied before asking for it.
             bool last = upcoming.tile_blocks == 1;
             if (!last) upcoming.next_block(), index = upcoming.fetch_index(half);
             barrier_wait(RAW_EMPTY + 8 * (2 * at.slot + half), at.phase ^ 1);
-            gather(at.slot, row);
+            if (EXPANDS && second) gather<EXTRA_LAYOUT>(at.slot, token);
+            else gather<LAYOUT>(at.slot, token);
             if (last) {
                 upcoming.next_block();
                 if (upcoming.more()) index = upcoming.fetch_index(half);
@@ -132,71 +151,108 @@ struct RowProducer {
     }
 };
 
+// Where rows are bfloat16, each of three warps copies a third of their tiles.
+struct TileProducer {
+    static constexpr int TILES = (Q_SLICES + ROW_PRODUCERS - 1) / ROW_PRODUCERS;
+
+    BlockCursor upcoming;
+    int warp;
+
+    __device__ TileProducer(const SparseProblem& problem, int w) : upcoming(problem), warp(w) {}
+
+    // As copy_rows.
+    __device__ void copy(int slot, int half, uint64 address) {
+        int first = upcoming.lane / 4, part = upcoming.lane % 4;
+        uint32 to = ROPE_AT + slot * TAIL_BYTES + half * (HALF * 128) + permuted(first) * 128 + ((part ^ permuted(first)) << 4);
+#pragma unroll
+        for (int i = 0; i < HALF / 8; ++i) {
+            uint64 row = __shfl_sync(~0u, address, first + 8 * i);
+            const uint8* from = reinterpret_cast<const uint8*>(row) + 16 * part + warp * (TILES * 128);
+            int size = row ? 16 : 0;
+#pragma unroll
+            for (int j = 0; j < TILES; ++j) {
+                if (Q_SLICES % ROW_PRODUCERS && warp * TILES + j >= Q_SLICES) break;
+                uint32 at = to + (warp * TILES + j) * (2 * HALF * 128) + i * 1024;
+                copy_of_row(at, from + 128 * j, size), copy_of_row(at ^ 64, from + 128 * j + 64, size);
+            }
+        }
+    }
+
+    // A bit for each position of a half, for QK-softmax.
+    __device__ void store_presence(int half_block, bool present) {
+        int n = upcoming.lane;
+        uint32 bits = __ballot_sync(~0u, __shfl_sync(~0u, int(present), (n & 16) + token_at_permuted(n & 15)));
+        if (n == 0) sts32(BIAS_AT + half_block * 4, bits);
+    }
+
+    __device__ void run() {
+        PipelineState<RING> at;
+        int index[2] = {upcoming.more() ? upcoming.fetch_index(0) : 0, upcoming.more() ? upcoming.fetch_index(1) : 0};
+        while (upcoming.more()) {
+            const Segment& list = upcoming.problem.segments[upcoming.second];
+            uint64 rows[2];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) rows[half] = reinterpret_cast<uint64>(token_in<LAYOUT>(list, index[half]).row);
+            bool last = upcoming.tile_blocks == 1;  // as in RowProducer::run
+            if (!last) upcoming.next_block(), index[0] = upcoming.fetch_index(0), index[1] = upcoming.fetch_index(1);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                barrier_wait(RAW_EMPTY + 8 * (2 * at.slot + half), at.phase ^ 1);
+                copy(at.slot, half, rows[half]);
+                if (warp == 0) store_presence(2 * at.slot + half, rows[half]);
+            }
+            copies_arrive(RAW_FULL + 8 * at.slot);
+            if (warp == 0) warp_arrive(RAW_FULL + 8 * at.slot);
+            if (last) {
+                upcoming.next_block();
+                if (upcoming.more()) index[0] = upcoming.fetch_index(0), index[1] = upcoming.fetch_index(1);
+            }
+            at.advance();
+        }
+    }
+};
+
 // The scale warp loads the tokens' scales a block ahead, stores them as float16, and writes the bias that masks absent tokens.
+// Scales of FP4 rows are copied and converted with the rows.
 struct ScaleProducer {
     BlockCursor upcoming;
 
     // Loads of scales in flight.
     struct Pending {
-        uint4 scales[LAYOUT::scale_bytes > 16 || EXTRA_LAYOUT::scale_bytes > 16 ? 2 : 1];
-        bool present, second;
+        uint4 scales;
+        bool present, packed;
     };
 
     __device__ ScaleProducer(const SparseProblem& problem) : upcoming(problem) {}
 
     __device__ Pending fetch(int slot) {
         const Segment& list = upcoming.problem.segments[upcoming.second];
-        Pending pending{{}, uint32(slot) < uint32(list.num_slots), upcoming.second};
-        if (EXPANDS && pending.second) load<EXTRA_LAYOUT>(pending, token_in<EXTRA_LAYOUT>(list, slot).scales);
-        else load<LAYOUT>(pending, token_in<LAYOUT>(list, slot).scales);
+        bool packed = EXPANDS && (LAYOUT::e2m1_values || upcoming.second);
+        Pending pending{{}, uint32(slot) < uint32(list.num_slots), packed};
+        if (!packed) load(pending.scales, token_in<LAYOUT>(list, slot).scales);
         return pending;
     }
 
-    template <class Layout> __device__ static void load(Pending& pending, const uint8* scales) {
-        if (Layout::scale_bytes == 8) {
-            uint4& to = pending.scales[0];
+    __device__ static void load(uint4& to, const uint8* scales) {
+        if (LAYOUT::scale_bytes == 8) {
             asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(to.x), "=r"(to.y) : "l"(scales));
         } else {
-#pragma unroll
-            for (int i = 0; i < Layout::scale_bytes / 16; ++i) {
-                uint4& to = pending.scales[i];
-                asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
-                             : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w) : "l"(scales + 16 * i));
-            }
+            asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w) : "l"(scales));
         }
     }
 
-    // Word i of the scales.
-    __device__ static uint32 word(const Pending& pending, int i) {
-        const uint4& scales = pending.scales[i / 4];
-        return i % 4 == 0 ? scales.x : i % 4 == 1 ? scales.y : i % 4 == 2 ? scales.z : scales.w;
-    }
-
     // Store a token's factors from `at` on. Returns whether float16 has all scales.
-    template <class Layout> __device__ static bool store(uint32 at, const Pending& pending) {
+    __device__ static bool store(uint32 at, uint4 scales) {
+        constexpr int SHARED = BF16_ROWS ? 1 : LAYOUT::scale_tile / FACTOR_TILE;  // factors that have the same scale
+        uint32 words[4] = {scales.x, scales.y, scales.z, scales.w};
         bool all = true;
-        if constexpr (Layout::e4m3_scales) {
-            static_assert(Layout::scale_tile == FACTOR_TILE);
-            constexpr uint32 SIXTY_FOUR = 0x54005400;
+        if constexpr (!LAYOUT::e2m1_values && !BF16_ROWS)
 #pragma unroll
-            for (int i = 0; i < FACTORS; i += 4) {
-                uint32 low, high, bytes = word(pending, i / 4);
-                to_f16(bytes, low, high);
-                low = multiply(low, SIXTY_FOUR), high = multiply(high, SIXTY_FOUR);  // values are 2^-6 times their own
-                uint32 factors[4] = {low, low >> 16, high, high >> 16};
-#pragma unroll
-                for (int j = 0; j < 4; ++j) sts16(at + (i + j) * (HALF * 2), factors[j]);
-                all &= !is_nan4(bytes);
-            }
-        } else {
-            constexpr int SHARED = Layout::scale_tile / FACTOR_TILE;  // factors that have the same scale
-#pragma unroll
-            for (int i = 0; i < FACTORS; ++i) {
-                int scale = i / SHARED;
-                uint32 bits = Layout::ue8m0 ? (word(pending, scale / 4) >> 8 * (scale % 4) & 0xff) << 23 : word(pending, scale);
-                sts16(at + i * (HALF * 2), pack(f16{}, __uint_as_float(bits), 0.0f));
-                all &= fits_f16(bits);
-            }
+        for (int i = 0; i < FACTORS; ++i) {
+            int scale = i / SHARED;
+            uint32 bits = LAYOUT::ue8m0 ? (words[scale / 4] >> 8 * (scale % 4) & 0xff) << 23 : words[scale];
+            sts16(at + i * FACTOR_STRIDE, pack(f16{}, __uint_as_float(bits), 0.0f));
+            all &= fits_f16(bits);
         }
         return all;
     }
@@ -206,7 +262,7 @@ struct ScaleProducer {
         int lane = upcoming.lane, n = (lane & 16) + permuted(lane & 15);
         int b = n & 1, c = n >> 1 & 3, h = n >> 3 & 1;
         uint32 at = FACTOR_AT + half_block * FACTORS_BYTES + (lane & 16) * 2 + c * 8 + (b + 2 * h) * 2;
-        bool all = EXPANDS && pending.second ? store<EXTRA_LAYOUT>(at, pending) : store<LAYOUT>(at, pending);
+        bool all = pending.packed || store(at, pending.scales);
         sts_float(BIAS_AT + (half_block * HALF + n) * 4, pending.present ? 0.0f : -infinity());
         return pending.present && !all;
     }

@@ -1,6 +1,6 @@
 // The PV warpgroups of sm90/decode/decode.cu.
 #pragma once
-#include "sm90/decode/memory.cuh"
+#include "sm90/decode/expand.cuh"
 
 // One warpgroup computes half of the values; a warp has 64 of them. Sums are transposed: rows are values, columns are heads.
 // Lane 4 g + c has its warp's values 8 g to 8 g + 7: two of every 4 elements of each of sums[4].
@@ -12,33 +12,44 @@ struct Pv {
     // Addresses of this lane's raw values in slot 0: for the tokens at positions 2 c + b of a group of 16, the values
     // 8 g .. 8 g + 7 of this warp's 64. Positions + 8, groups and slots are constant distances away.
     uint32 row_at[2], factor_at, columns_at;
-    bool rope;  // whether this warp's values are RoPE, which is bfloat16
+    bool rope;  // whether this warp's values are bfloat16: RoPE, or those of such rows
+    Expander expander;
     uint32 seen;  // bitwise or of a tile's raw values; for RoPE their largest magnitudes
 
-    __device__ Pv(const SparseProblem& p, int h) : problem(p), half(h), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {
+    __device__ Pv(const SparseProblem& p, int h)
+        : problem(p), half(h), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32), expander(4 * h + warp, lane) {
         int g = lane / 4, c = lane % 4, slice = 4 * half + warp;
-        rope = __any_sync(~0u, ROPE_IN_V && half == 1 && warp == 3);
+        rope = BF16_ROWS || __any_sync(~0u, ROPE_IN_V && half == 1 && warp == 3);
 #pragma unroll
         for (int b = 0; b < 2; ++b) {
             int n = 2 * c + b;
-            row_at[b] = rope ? ROPE_AT + n * 128 + ((g ^ n) << 4) : RAW_AT + raw_offset(token_at_permuted(n), 4 * slice + g / 2) + 8 * (g % 2);
+            row_at[b] = rope ? ROPE_AT + (BF16_ROWS ? slice * (2 * HALF * 128) : 0) + n * 128 + ((g ^ n) << 4) : RAW_AT + raw_offset(token_at_permuted(n), 4 * slice + g / 2) + 8 * (g % 2);
         }
-        factor_at = FACTOR_AT + (64 * slice + 8 * g) / FACTOR_TILE * (HALF * 2) + c * 8;
+        factor_at = FACTOR_AT + (64 * slice + 8 * g) / FACTOR_TILE * FACTOR_STRIDE + c * 8;
         columns_at = 2 * c * 4;
         // Keeps the compiler from rematerialising these from threadIdx, which takes longer.
         asm volatile("" : "+r"(row_at[0]), "+r"(row_at[1]), "+r"(factor_at), "+r"(columns_at));
     }
 
-    // A lane's raw values of a group of 16 tokens: one load has all 8 values, or 4 of RoPE, at two bytes a value.
+    // A lane's raw values of a group of 16 tokens: one load has all 8 values, or 4 of RoPE.
     struct ValueRows {
         uint2 values[4];  // [b + 2 h]: the token at position 2 c + b + 8 h
         uint2 factors;
+        uint2 others[4];  // of bfloat16 rows the last four values
     };
     // Part i of a block: 16 tokens from 16 (i / 2) on, half i % 2 of the values.
     __device__ void load(ValueRows& rows, int i) {
         int stage = i / 4, group = i / 2 % 2;
-        if (rope) {
-            uint32 at = raw.slot * (2 * HALF * 128) + stage * (HALF * 128) + group * 2048 + i % 2 * 8;
+        if (BF16_ROWS) {
+            if (i % 2) return;
+            uint32 at = raw.slot * TAIL_BYTES + stage * (HALF * 128) + group * 2048;
+#pragma unroll
+            for (int t = 0; t < 4; ++t) {
+                uint4 x = lds128(row_at[t % 2] + at + t / 2 * 1024);
+                rows.values[t] = {x.x, x.y}, rows.others[t] = {x.z, x.w};
+            }
+        } else if (rope) {
+            uint32 at = raw.slot * TAIL_BYTES + stage * (HALF * 128) + group * 2048 + i % 2 * 8;
 #pragma unroll
             for (int t = 0; t < 4; ++t) rows.values[t] = lds64(row_at[t % 2] + at + t / 2 * 1024);
         } else if (i % 2 == 0) {
@@ -51,8 +62,8 @@ struct Pv {
 
     // Fragments of V^T: fragment j has values 4 * (i % 2) + 2 j and + 1 of each 8.
     __device__ void convert(uint32 (&a)[2][4], const ValueRows& rows, int i) {
-        const uint2(&x)[4] = rows.values;
-        if (rope) {
+        const uint2(&x)[4] = BF16_ROWS && i % 2 ? rows.others : rows.values;
+        if (BF16_ROWS || rope) {
 #pragma unroll
             for (int t = 0; t < 4; ++t) raise_to_bf16(seen, x[t].x), raise_to_bf16(seen, x[t].y);
 #pragma unroll
@@ -152,8 +163,20 @@ struct Pv {
         while (int left = ScheduledTile(ring).summary().y) {
             bool fresh = true;
             seen = 0;
+            int added = -1, fp8_blocks = EXPANDS ? Expander::fp8_blocks(ScheduledTile(ring)) : 0;
+            left += EXPANDS;
 #pragma unroll 1
             for (; left; --left) {
+                if constexpr (EXPANDS) {
+                    // The block that QK-softmax scores next: before the first block is added, the first.
+                    if (fp8_blocks-- <= 0 && left > 1) {
+                        PipelineState<RING> next = raw;
+                        if (added >= 0) next.advance();
+                        expander.expand(next);
+                    }
+                    if (added++ < 0) continue;
+                    fresh = added == 1;
+                }
                 if constexpr (HEADS == 64) add_block(sums, fresh);
                 else add_narrow_block(sums, fresh);
                 fresh = false;

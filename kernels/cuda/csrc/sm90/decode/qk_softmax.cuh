@@ -9,6 +9,7 @@ struct QkSoftmax {
     int warp, lane;
     PipelineState<RING> raw;
     PipelineState<P_SLOTS> p_slot;
+    uint32 seen = 0;  // non-zero once a present bfloat16 row of the tile was scored
     // Addresses for a block in slot 0: this lane's 16 of the first slice's 64 raw values, the RoPE and the scales of the token
     // at position g of its warp's 16 (the token at position g + 8 is 8 rows further), and the destination of its weights.
     uint32 row_at, rope_at, factor_at, p_at;
@@ -20,7 +21,7 @@ struct QkSoftmax {
         int g = lane / 4, c = lane % 4, token = token_at_permuted(g), group = warp % 2 * 16, head = lane / 16 * 8 + lane % 8;
         row_at = RAW_AT + warp / 2 * (HALF * RAW_BYTES) + raw_offset(group + token, c);
         rope_at = ROPE_AT + warp / 2 * (HALF * 128) + (group + g) * 128 + ((2 * c ^ g) << 4);
-        factor_at = FACTOR_AT + warp / 2 * FACTORS_BYTES + 16 * c / FACTOR_TILE * (HALF * 2) + group * 2 + g / 2 * 8;
+        factor_at = FACTOR_AT + warp / 2 * FACTORS_BYTES + 16 * c / FACTOR_TILE * FACTOR_STRIDE + group * 2 + g / 2 * 8;
         p_at = P_AT + head * 128 + ((2 * warp + lane / 8 % 2 ^ (head & 7)) << 4);
         // Keeps the compiler from rematerialising these from threadIdx, which takes longer.
         asm volatile("" : "+r"(row_at), "+r"(rope_at), "+r"(factor_at), "+r"(p_at), "+r"(lane));
@@ -45,7 +46,7 @@ struct QkSoftmax {
     };
     __device__ void load(KeyRows& rows, int slice) {
         uint32 at = slice_of(row_at, slice, token_at_permuted(lane / 4)) + raw.slot * (2 * HALF * RAW_BYTES);
-        rows.factors = lds64(factor_at + raw.slot * (2 * FACTORS_BYTES) + slice * (64 / FACTOR_TILE * HALF * 2));
+        rows.factors = lds64(factor_at + raw.slot * (2 * FACTORS_BYTES) + slice * (64 / FACTOR_TILE * FACTOR_STRIDE));
         rows.values[0] = lds128(at), rows.values[1] = lds128(at + 8 * RAW_BYTES);
     }
 
@@ -88,9 +89,38 @@ struct QkSoftmax {
     // Compute a block's scores x, -inf for absent tokens, and load the columns' running maxima. While the last products run,
     // wait until the PV warpgroups have freed the slot for the weights.
     __device__ void score(float (&x)[HEADS / 2], float2 (&top)[HEADS / 8], int parity) {
-        uint32 a[2][4][4];
-        KeyRows rows;
+        uint32 a[2][4][4];  // lives until the products have ended
         barrier_wait(RAW_FULL + 8 * raw.slot, raw.phase);
+        if constexpr (BF16_ROWS) multiply_bf16_rows(x);
+        else multiply_slices(x, a);
+        barrier_wait(P_EMPTY + 8 * p_slot.slot, p_slot.phase ^ 1);
+        wgmma_wait<0>();
+        pin(x);
+        load_top(top, parity);
+        warp_arrive(RAW_EMPTY + 8 * (2 * raw.slot + warp / 2));
+        raw.advance();
+    }
+
+    // Rows of bfloat16 values are multiplied as they are stored.
+    template <int N> __device__ void multiply_bf16_rows(float (&x)[N]) {
+        fence_proxy_async();
+        uint32 present = lds32(BIAS_AT + (2 * raw.slot + warp / 2) * 4), mine = present >> (warp % 2 * 16 + lane / 4);
+        seen |= present;
+#pragma unroll
+        for (int i = 0; i < N; ++i) x[i] = mine >> i / 2 % 2 * 8 & 1 ? 0.0f : -infinity();
+        uint64 k = tile_descriptor(ROPE_AT + raw.slot * TAIL_BYTES), q = tile_descriptor(Q_AT);
+        wgmma_fence();
+#pragma unroll
+        for (int tile = 0; tile < Q_SLICES; ++tile)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                wgmma_bf16(x, k + (tile * (2 * HALF * 128) >> 4) + 2 * i, q + (tile * Q_TILE_BYTES >> 4) + 2 * i, 1);
+        wgmma_commit();
+    }
+
+    // Those of FP8 values are converted slice by slice.
+    __device__ void multiply_slices(float (&x)[HEADS / 2], uint32 (&a)[2][4][4]) {
+        KeyRows rows;
         if constexpr (TAIL) load_rope(a[0]);
         uint32 bias_at = BIAS_AT + raw.slot * (BLOCK * 4) + (16 * warp + lane / 4) * 4;
         float bias[2] = {lds_float(bias_at), lds_float(bias_at + 32)};
@@ -105,12 +135,6 @@ struct QkSoftmax {
         }
 #pragma unroll
         for (int slice = 0; slice < SLICES; ++slice) multiply_slice(x, a[(slice + 1) % 2], rows, slice);
-        barrier_wait(P_EMPTY + 8 * p_slot.slot, p_slot.phase ^ 1);
-        wgmma_wait<0>();
-        pin(x);
-        load_top(top, parity);
-        warp_arrive(RAW_EMPTY + 8 * (2 * raw.slot + warp / 2));
-        raw.advance();
     }
 
     __device__ void load_top(float2 (&top)[HEADS / 8], int parity) {
@@ -135,12 +159,27 @@ struct QkSoftmax {
         copies_commit();
     }
 
+    // Apply a negative scale to what this thread has copied of Q. Beside bfloat16 rows it stays as it is otherwise.
+    __device__ void finish_q() {
+        int thread = threadIdx.x % 128, chunk = thread % 8, row = thread / 8;
+        uint32 at = Q_AT + row * 128 + ((chunk ^ (row & 7)) << 4);
+        if (problem.softmax_scale < 0.0f)
+#pragma unroll 1
+            for (int i = 0; i < Q_SLICES * (HEADS / 16); ++i, at += 2048) {  // 16 rows further, and on to the next tile
+                uint4 x = lds128(at);
+                sts128(at, {x.x ^ SIGNS, x.y ^ SIGNS, x.z ^ SIGNS, x.w ^ SIGNS});
+            }
+        fence_proxy_async();
+        sync();
+    }
+
     // Wait for Q and store it in the order of the products, all but RoPE as float16: word 8 j + 2 i + h of a slice's 32 words
     // goes to product i, its half h, position j (see load). In a row, one thread has the words with i < 2 and another the rest:
     // they read every other chunk and write neighbouring chunks. Rows are assigned to lanes such that reads have no bank
     // conflicts. A warp has 16 rows; with fewer than 64 rows, the slices are distributed over warps.
     __device__ void arrange_q(ScheduledTile scheduled) {
         copies_wait<0>();
+        if constexpr (BF16_ROWS) return finish_q();
         sync();  // a thread arranges what others copied
         constexpr int ROW_WARPS = HEADS / 16, TURN = 4 / ROW_WARPS;
         int part = lane % 2, row = 16 * (warp % ROW_WARPS) + (lane & 6) + lane / 8 % 2 + lane / 16 * 8;
@@ -267,6 +306,7 @@ struct QkSoftmax {
         float scale = problem.softmax_scale == 0.0f ? 1e-30f : fabsf(problem.softmax_scale) * LOG2_E;
         PipelineState<SCHEDULED_TILES> ring;
         int parity = 0;
+        uint32 scored = 0;  // tiles
         int blocks = uniform(ScheduledTile(ring).summary().y);
         pdl_wait();
         if (blocks) copy_q(ScheduledTile(ring));
@@ -291,7 +331,12 @@ struct QkSoftmax {
                 softmax(x, top, sums, scale, first, parity);
                 first = false;
             }
-            reduce_rows(SUMS_AT + (parity * 4 + warp) * HEADS * 4, sums, [](float a, float b) { return a + b; });
+            if (SUM_SLOTS == 1 && scored) barrier_wait(INV_SUM_FULL + 8 * (parity ^ 1), scored - 1 >> 1 & 1);  // the last tile's are read
+            if (BF16_ROWS) {
+                sts32(SEEN_AT + (parity * 4 + warp) * 4, seen);
+                seen = 0, ++scored;
+            }
+            reduce_rows(SUMS_AT + (sums_slot(parity) * 4 + warp) * HEADS * 4, sums, [](float a, float b) { return a + b; });
             warp_arrive(SUMS_FULL + 8 * parity);
             parity ^= 1;
         }

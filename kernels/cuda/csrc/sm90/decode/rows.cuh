@@ -1,4 +1,4 @@
-// Rows of FP8 values in the ring of sm90/decode/decode.cu: order of tokens and bytes, range of scales, conversion to float16.
+// Rows in the ring of sm90/decode/decode.cu: order of tokens and bytes, range of scales, conversion to float16.
 #pragma once
 #include "common/sparse/work.cuh"
 #include "common/f16.cuh"
@@ -6,20 +6,25 @@
 constexpr int HALF = 32;  // tokens that are gathered, and freed, together
 constexpr int SLICES = LAYOUT::quantized_dim / 64;
 constexpr int Q_SLICES = LAYOUT::head_dim / 64;
-constexpr bool TAIL = SLICES < Q_SLICES;  // 64 values, RoPE, that are bfloat16
+constexpr int TAIL_TILES = Q_SLICES - SLICES;  // of 64 values that are bfloat16: none, RoPE, or all
+constexpr bool TAIL = TAIL_TILES > 0, BF16_ROWS = SLICES == 0;
 constexpr bool ROPE_IN_V = LAYOUT::quantized_dim < V_DIM;
-constexpr int RAW_BYTES = LAYOUT::quantized_dim;  // of a row in the ring
-static_assert(Q_SLICES - SLICES == TAIL && LAYOUT::head_dim % 64 == 0 && LAYOUT::quantized_dim % 64 == 0);
+constexpr int RAW_BYTES = LAYOUT::quantized_dim;  // of a row's quantised values in the ring
+static_assert((TAIL_TILES <= 1 || BF16_ROWS) && LAYOUT::head_dim % 64 == 0 && LAYOUT::quantized_dim % 64 == 0);
 static_assert(LAYOUT::head_dim == EXTRA_LAYOUT::head_dim && LAYOUT::quantized_dim == EXTRA_LAYOUT::quantized_dim);
 
-// Whether a cache has FP4 values, which the producer expands to FP8 in the ring (expand.cuh).
+// Whether a cache has FP4 values, which the PV warpgroups expand to FP8 in the ring (expand.cuh).
 constexpr bool EXPANDS = LAYOUT::e2m1_values || EXTRA_LAYOUT::e2m1_values;
 
 // Values that share a factor in the ring, at most a slice: those of the finer of both formats.
 constexpr int FINER_TILE = LAYOUT::scale_tile < EXTRA_LAYOUT::scale_tile ? LAYOUT::scale_tile : EXTRA_LAYOUT::scale_tile;
-constexpr int FACTOR_TILE = FINER_TILE < 64 ? FINER_TILE : 64;
-constexpr int FACTORS = LAYOUT::quantized_dim / FACTOR_TILE, FACTORS_BYTES = FACTORS * HALF * 2;  // of a row; of half a block
+constexpr int FACTOR_TILE = FINER_TILE < 64 && !BF16_ROWS ? FINER_TILE : 64;
+constexpr int FACTORS = LAYOUT::quantized_dim / FACTOR_TILE;  // of a row
+// From a factor of all rows to the next; where warps store factors of several tiles at a time, without bank conflicts.
+constexpr int FACTOR_STRIDE = HALF * 2 + (EXPANDS ? 8 : 0), FACTORS_BYTES = FACTORS * FACTOR_STRIDE;  // of half a block
 static_assert(FACTOR_TILE >= 16, "a lane of QK-softmax has one factor for its 16 values of a slice");
+
+constexpr float MAX_PRECISE_SCORE = 1024.0f;  // base 2; float32 sums of products of bfloat16 rows are off by 2^-10 there
 
 // float32 exponents of scales. Values with a scale of 2^-87 or less, as of a row that was never written, are negligible: to
 // scores if q is in range and softmax_scale below MAX_SOFTMAX_SCALE, and to results of at least MIN_RESULT.

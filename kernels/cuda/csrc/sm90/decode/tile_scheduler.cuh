@@ -83,11 +83,12 @@ struct TileScheduler {
         float2 top = lds_float2(TOP_AT + (parity * HEADS + row) * 4), sum = {};
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
-            float2 of_warp = lds_float2(SUMS_AT + ((parity * 4 + w) * HEADS + row) * 4);
+            float2 of_warp = lds_float2(SUMS_AT + ((sums_slot(parity) * 4 + w) * HEADS + row) * 4);
             sum.x += of_warp.x, sum.y += of_warp.y;
         }
         float lse2[2] = {top.x + log2f(sum.x), top.y + log2f(sum.y)}, inv_sum[2] = {1.0f / sum.x, 1.0f / sum.y};
         bool empty[2] = {sum.x == 0.0f, sum.y == 0.0f};
+        if (BF16_ROWS) check_scores(summary.x, parity, top, empty);
         if (PARTS > 1) weigh(row, mine, lse2, sink, empty, inv_sum);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -107,6 +108,13 @@ struct TileScheduler {
 #pragma unroll
             for (int r = 0; r < 2; ++r) to[r] = empty[r] ? -infinity() : lse2[r];
         }
+    }
+
+    // Flag a tile of bfloat16 rows if its scores are so large that float32 cannot resolve their differences, or all -inf.
+    __device__ void check_scores(int tile, int parity, float2 top, const bool (&empty)[2]) {
+        uint32 seen = lane < 4 ? lds32(SEEN_AT + (parity * 4 + lane) * 4) : 0;
+        bool any = __any_sync(~0u, seen), large = !(fmaxf(fabsf(empty[0] ? 0.0f : top.x), fabsf(empty[1] ? 0.0f : top.y)) <= MAX_PRECISE_SCORE);
+        if (__any_sync(~0u, large || (any && (empty[0] || empty[1]))) && lane == 0) problem.mark(tile);
     }
 
     // Weight of this CTA's part in the combined result of a cluster's tile. Replaces lse2 by the LSE over all parts.
