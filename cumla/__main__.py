@@ -129,6 +129,11 @@ def make_parser() -> Parser:
         description="Print versions, devices and backends; for each backend that cannot run, why, and the line "
         "that installs it.",
     )  # fmt: skip
+    info.add_argument(
+        "--capability",
+        metavar="X.Y",
+        help="which kernels a device of this compute capability gets",
+    )
     info.set_defaults(run=_info)
     return parser
 
@@ -387,6 +392,8 @@ def _info(args: argparse.Namespace) -> int:
 
     from .cli import info
 
+    if args.capability is not None:
+        return info.run_capability(Console(), args.capability)
     return info.run(Console())
 
 

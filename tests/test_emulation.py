@@ -299,7 +299,7 @@ def many_multiprocessors(here, monkeypatch):
     from cumla.kernels.cuda.sparse import kernels as sparse_kernels
     from cumla.kernels.cuda.sparse import work as sparse_work
 
-    caches = (sparse_work.device_sms, sparse_kernels._hopper, sparse_kernels._portable)
+    caches = (sparse_work.device_sms, sparse_kernels._hopper, sparse_kernels._portable_within)
     monkeypatch.setattr(here.xp.cuda.Device, "MULTIPROCESSORS", 132)
     for cache in caches:
         cache.cache_clear()

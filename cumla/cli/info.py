@@ -12,10 +12,16 @@ from rich.table import Table
 
 from .. import __version__
 from ..dispatch import backends
+from ..errors import InputError
+from ..layout import DSV4_BF16, DSV4_FP8, DSV41_FP8, MLA_BF16, V32_FP8, CacheLayout
+from ..ops.support import assumed_capability
 
 PACKAGES = (
     "numpy", "ml_dtypes", "numba", "rich", "cupy-cuda12x", "cupy-cuda13x", "numba-cuda", "torch", "jax", "matplotlib",
 )  # fmt: skip
+
+
+HEADS = (16, 32, 64, 128)  # of a rank, by which attention kernels differ
 
 
 def versions() -> dict[str, str]:
@@ -68,6 +74,33 @@ def describe_machine() -> dict[str, Any]:
         "cuda": cuda_versions(),
         "devices": devices(),
     }
+
+
+def run_capability(console: Console, capability: str) -> int:
+    """Print what a device of this compute capability gets. Raises InputError for one that is not known."""
+    try:
+        with assumed_capability(capability) as limits:
+            kib = limits.shared_bytes >> 10
+            console.print(f"Compute capability {capability}: {kib} KiB of shared memory a CTA", highlight=False)
+            table = _new_table("Sparse attention: kernel, heads x keys of a tile", "call", *map(str, HEADS))
+            for layout in (DSV4_FP8, V32_FP8, DSV41_FP8, DSV4_BF16, MLA_BF16):
+                prefill = not layout.quantized_dim
+                name = f"prefill, {layout.head_dim} values" if prefill else f"decode, {layout.name}"
+                table.add_row(name, *(_kernel(layout, heads, prefill) for heads in HEADS))
+    except ValueError as error:
+        raise InputError(f"--{error}") from None
+    console.print(table)
+    return 0
+
+
+def _kernel(layout: CacheLayout, heads: int, prefill: bool) -> str:
+    from ..kernels.cuda import choice
+
+    name = choice.fastest_prefill(0) if prefill else choice.fastest(0, layout, heads)
+    if name != "portable":
+        return name
+    size = choice.portable_size(0, (layout, layout), heads, prefill)
+    return f"{name} {size.heads} x {size.keys}"
 
 
 def run(console: Console) -> int:

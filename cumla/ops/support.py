@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import os
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -45,7 +46,12 @@ class Support:
 
 
 def supports(
-    op: str | Callable[..., Any], *, backend: str | None = None, device: int | None = None, **arguments: Any
+    op: str | Callable[..., Any],
+    *,
+    backend: str | None = None,
+    device: int | None = None,
+    capability: str | None = None,
+    **arguments: Any,
 ) -> Support:
     """Whether a call of a public operation is served here, by which kernel, and why not. Nothing is run or allocated.
 
@@ -53,11 +59,12 @@ def supports(
     backend    the backend to ask; None: the default for where the arrays are
     device     number of the CUDA device that the arrays are on, -1: host memory; None: where the backend needs them,
                and without a backend the first CUDA device if there is one that CuPy can use
+    capability "8.6": a CUDA device of this compute capability, which need not be here, in place of `device`
     arguments  the call's other arguments by name. For an array: (shape, dtype) or anything with `shape` and `dtype`,
                such as an array of any framework or jax.ShapeDtypeStruct; a dtype may be a name as "bfloat16"
 
     Returns a Support. Only shapes and dtypes are examined; arrays are assumed to be contiguous and aligned. Raises
-    TypeError for an unknown operation, and for arguments that it does not have.
+    TypeError for an unknown operation, and for arguments that it does not have; ValueError for an unknown capability.
 
         >>> import cumla
         >>> q, cache, indices = ((2, 1, 64, 512), "bfloat16"), ((16, 64, 584), "uint8"), ((2, 1, 128), "int32")
@@ -74,6 +81,11 @@ def supports(
         raise TypeError(f"{', '.join(missing)}: got nothing, which {function.__name__} needs")
     if backend is not None and (not isinstance(backend, str) or backend not in backends.BACKENDS):
         raise ValueError(f"backend: got {shown(backend)}, expected one of {', '.join(backends.BACKENDS)}")
+    if capability is not None:
+        if backend not in (None, "cuda"):
+            raise ValueError(f"backend: got {shown(backend)}, expected 'cuda' for a capability")
+        with assumed_capability(capability):
+            return _asked(function, arguments, "cuda", None, 0)
     if device is None:
         on_device = backends.takes_device_arrays(backend) if backend else backends.unavailable("cuda") is None
     else:
@@ -83,13 +95,32 @@ def supports(
     reason = unserved(name, on_device, where)
     if reason is not None:
         return Support(False, name, reason=reason)
+    return _asked(function, arguments, name, name, where)
+
+
+def _asked(
+    function: Callable[..., Any], arguments: dict[str, Any], name: str, backend: str | None, where: int
+) -> Support:
+    """The answer by a dry run; `backend` is what the call is given, `name` the backend that takes it."""
     try:
         with dry_running(where) as dry_run:
-            function(**{key: _without_memory(value) for key, value in arguments.items()}, backend=name)
+            function(**{key: _without_memory(value) for key, value in arguments.items()}, backend=backend)
         asked = [f"{x.file}.{x.function}{_variant(name, x.function, x.arguments, where)}" for x in dry_run.asked]
     except (TypeError, ValueError) as error:
         return Support(False, name, reason=str(error))
     return Support(True, name, tuple(dict.fromkeys(asked)))
+
+
+@contextlib.contextmanager
+def assumed_capability(capability: str) -> Iterator[Any]:
+    """A context in which every device has this compute capability; gives its Limits. Raises ValueError."""
+    from ..kernels.cuda import device
+
+    known = {f"{number // 10}.{number % 10}": number for number in sorted(device.LIMITS)}
+    if capability not in known:
+        raise ValueError(f"capability: got {shown(capability)}, expected one of {', '.join(known)}")
+    with device.assumed(known[capability]) as limits:
+        yield limits
 
 
 def unserved(backend: str, on_device: bool, device: int) -> str | None:

@@ -9,6 +9,9 @@ from .dense_attention import HOPPER_HEAD_DIMS, check_head_dims
 from .device import is_hopper
 from .indexer import packed_on_hopper, pages_on_hopper
 from .sparse import kernels as sparse_kernels
+from .sparse.kernels import fastest, fastest_prefill, portable_size
+
+__all__ = ["chosen", "fastest", "fastest_prefill", "portable_size"]
 
 
 def chosen(function: str, arguments: tuple[Any, ...], device: int) -> str:

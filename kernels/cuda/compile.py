@@ -17,6 +17,7 @@ from typing import Any
 from ...arrays.streams import relaxed_capture
 from ...layout import LAYOUTS, CacheLayout
 from ..self_tests import Fresh, note
+from .device import assumed_capability, cached_by_capability
 from .launch import Kernel, packing, parameters
 
 log = logging.getLogger(__name__)
@@ -125,6 +126,9 @@ def _program(file: str, arch: str | None, defines: dict[str, str | int]) -> Prog
     import cupy
 
     options = OPTIONS + (() if arch is None else (f"-arch={arch}",))
+    assumed = assumed_capability()
+    if assumed is not None:
+        defines = {"ASSUMED_ARCH": 10 * assumed, **defines}
     text = "".join(f"#define {macro} {value}\n" for macro, value in defines.items()) + source(file)
     return text, options, 0 if _is_emulated() else int(cupy.cuda.Device().id)
 
@@ -162,7 +166,7 @@ def _module(program: Program) -> Any:
     return cupy.RawModule(code=text, options=options)
 
 
-@functools.cache
+@cached_by_capability
 def kernel(file: str, name: str, arch: str | None = None, **defines: str | int) -> Kernel:
     """The kernel `name` of csrc/<file>.
 

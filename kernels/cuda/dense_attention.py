@@ -11,7 +11,7 @@ from ..types.plan import DenseDecodePlan, Workspace, aligned_bytes
 from ..types.segments import V_DIM, DenseDecode, PackedAttention, Pages
 from .compile import kernel
 from .dense_cache import scale_arguments
-from .device import device_sms, has_clusters, is_hopper
+from .device import cached_by_capability, device_sms, has_clusters, is_hopper
 from .launch import C_NAMES, Kernel, is_aligned, named_strides, pointer, strides
 from .tma import NO_MAP, Words, box_rows, map_of_pages
 
@@ -179,7 +179,7 @@ def range_count(tokens: int, groups: int, max_seqlen: int, sms: int) -> int:
     return max(1, min(sms // groups, tokens * -(-(blocks + TOKEN_COST) // MIN_RANGE)))
 
 
-@functools.cache
+@cached_by_capability
 def large_kernel(
     device: int, shared_bytes: int, file: str, name: str, arch: str | None = None, **defines: str | int
 ) -> Kernel:

@@ -1,8 +1,96 @@
-"""Properties of a device by which launchers choose kernels."""
+"""Properties of a device by which launchers choose kernels: none asks for a name.
 
+`assumed` replaces them with another device's, so that tests and benchmarks see what that device would get.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
 import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
+T = TypeVar("T")
 CLUSTER_LAUNCH = 120  # cudaDevAttrClusterLaunch
+HOPPER = 90
+
+
+class Limits(NamedTuple):
+    """Properties of a device.
+
+    capability       compute capability, 90 for 9.0
+    shared_bytes     shared memory that a CTA can have
+    sm_shared_bytes  shared memory of a multiprocessor
+    """
+
+    capability: int
+    shared_bytes: int
+    sm_shared_bytes: int
+
+
+# CUDA C++ Programming Guide, technical specifications per compute capability.
+LIMITS = {
+    capability: Limits(capability, of_block << 10, of_sm << 10)
+    for capabilities, of_block, of_sm in (
+        ((80, 87), 163, 164), ((86, 89, 120, 121), 99, 100), ((90, 100, 103, 110), 227, 228),
+    )
+    for capability in capabilities
+}  # fmt: skip
+
+_assumed: contextvars.ContextVar[Limits | None] = contextvars.ContextVar("assumed limits", default=None)
+
+
+@contextlib.contextmanager
+def assumed(capability: int) -> Iterator[Limits]:
+    """For tests and benchmarks: within the context every device counts as one of this capability, one of LIMITS.
+
+    Launchers choose what that device would get, within its shared memory; kernels are compiled for the device that runs
+    them, but convert e4m3 as the assumed one does (ASSUMED_ARCH). Calls that the launch cache has recorded keep their
+    kernels: use it within `recorded_launches`.
+
+    Raises ValueError for a capability that LIMITS lacks.
+    """
+    if capability not in LIMITS:
+        known = ", ".join(str(x / 10) for x in sorted(LIMITS))
+        raise ValueError(f"capability: got {capability / 10}, expected one of {known}")
+    token = _assumed.set(LIMITS[capability])
+    try:
+        yield LIMITS[capability]
+    finally:
+        _assumed.reset(token)
+
+
+def assumed_capability() -> int | None:
+    """The capability within `assumed`, else None."""
+    found = _assumed.get()
+    return None if found is None else found.capability
+
+
+def cached_by_capability(function: Callable[..., T]) -> Callable[..., T]:
+    """As functools.cache, for each assumed capability."""
+    cached = functools.cache(lambda assumed, *args, **keywords: function(*args, **keywords))
+
+    @functools.wraps(function)
+    def call(*args: Any, **keywords: Any) -> T:
+        return cached(assumed_capability(), *args, **keywords)
+
+    call.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
+    return call
+
+
+def limits(device: int) -> Limits:
+    """The limits of a device."""
+    return _assumed.get() or _limits(device)
+
+
+@functools.cache
+def _limits(device: int) -> Limits:
+    import cupy
+
+    found = cupy.cuda.Device(device)
+    shared = (int(found.attributes[f"MaxSharedMemoryPer{x}"]) for x in ("BlockOptin", "Multiprocessor"))
+    return Limits(int(found.compute_capability), *shared)
 
 
 @functools.cache
@@ -13,30 +101,29 @@ def device_sms(device: int) -> int:
     return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
 
 
-@functools.cache
 def capability(device: int) -> int:
     """Compute capability of a device; 90 is Hopper."""
-    import cupy
+    return limits(device).capability
 
-    return int(cupy.cuda.Device(device).compute_capability)
+
+def shared_bytes_per_block(device: int) -> int:
+    """Shared memory that a CTA may have."""
+    return limits(device).shared_bytes
 
 
 def is_hopper(device: int) -> bool:
     """Whether the device runs kernels of csrc/sm90: their instructions are specific to that architecture."""
-    return capability(device) == 90
+    return capability(device) == HOPPER
 
 
-@functools.cache
-def shared_bytes_per_block(device: int) -> int:
-    """Shared memory that a CTA may have."""
-    import cupy
-
-    return int(cupy.cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"])
-
-
-@functools.cache
 def has_clusters(device: int) -> bool:
     """Whether the CTAs of a cluster can write to each other's shared memory on the device."""
+    found = _assumed.get()
+    return _has_clusters(device) if found is None else found.capability >= HOPPER
+
+
+@functools.cache
+def _has_clusters(device: int) -> bool:
     import cupy
 
     return bool(cupy.cuda.runtime.deviceGetAttribute(CLUSTER_LAUNCH, device))

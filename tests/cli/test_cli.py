@@ -271,6 +271,17 @@ def test_info(capsys):
         assert text in out
 
 
+def test_info_of_a_capability(capsys):
+    assert main(["info", "--capability", "8.6"]) == 0
+    shown = capsys.readouterr().out
+    assert "8.6: 99 KiB" in shown
+    assert "hopper" not in shown
+    assert main(["info", "--capability", "9.0"]) == 0
+    assert "portable" not in capsys.readouterr().out
+    assert main(["info", "--capability", "7.5"]) == 2
+    assert "--capability: got '7.5', expected one of 8.0, 8.6" in capsys.readouterr().err
+
+
 def test_info_says_how_to_install(monkeypatch, capsys):
     monkeypatch.setattr("cumla.dispatch.backends._importable", lambda module: module not in ("cupy", "numba.cuda"))
     monkeypatch.setattr("cumla.dispatch.backends.unavailable", cumla.dispatch.backends.unavailable.__wrapped__)

@@ -3,6 +3,7 @@
 import pytest
 
 import cumla
+from cumla.kernels.cuda.device import assumed, has_clusters, limits
 from cumla.kernels.cuda.sparse import portable as sparse_portable
 
 LAYOUTS = (cumla.DSV4_FP8, cumla.V32_FP8, cumla.MLA_BF16, cumla.DSV4_BF16)
@@ -23,6 +24,27 @@ def test_every_device_has_room(device, layout, heads):
     assert size.heads in (16, 32, 64)
     assert 64 % size.keys == 0
     assert size.heads < max(2 * heads, 17)  # not mostly empty
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", [cumla.MLA_BF16, cumla.DSV4_BF16], ids=lambda x: x.name)
+def test_every_device_has_room_for_prefill(device, layout):
+    block_limit = DEVICES[device][0] * KIB
+    size = sparse_portable.choose_for_prefill(layout, 64, block_limit)
+    assert size.heads == 64
+    assert sparse_portable.prefill_shared_bytes(layout, size) <= block_limit
+    assert sparse_portable.choose_for_prefill(layout, 32, block_limit) is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_assumed_limits_are_the_devices(device):
+    number = int(device.replace(".", ""))
+    with assumed(number) as found:
+        assert (found.capability, limits(0)) == (number, found)
+        assert (found.shared_bytes, found.sm_shared_bytes) == tuple(KIB * x for x in DEVICES[device])
+        assert has_clusters(0) == (number >= 90)
+    with pytest.raises(ValueError, match=r"capability: got 7\.5, expected one of 8\.0, 8\.6"), assumed(75):
+        pass
 
 
 def test_large_devices_take_64_heads():

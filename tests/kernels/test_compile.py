@@ -15,7 +15,7 @@ from cumla.kernels.cuda.sparse import portable as sparse_portable
 
 nvrtc = support.nvrtc.nvrtc()
 
-TARGETS = ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120")
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 INSERTS = {"SLOT": "int64"}
 QUERIES = {"INPUT": "bf16", "WEIGHT": "float", "TABLE": "float", "POSITION": "int64"}
 MHA = {
@@ -332,6 +332,10 @@ SPILLS_ALLOWED = {
     # Causal, and added to the output: no layer combines both. The branch for logits beyond 2^24 keeps a scale of
     # its own alive in addition to the highest logits and the sums.
     "sm90/dense/mha_varlen.cu-f16-float-1-1-sm_90a": 44,
+    # Once a tile, in a kernel that runs on Hopper only on request; once a step, as newer targets need more registers.
+    "sm80/sparse/prefill.cu-MLA_BF16-32-3-165456-sm_90a": 8,
+    "sm80/sparse/prefill.cu-MLA_BF16-32-3-165456-sm_100": 28,
+    "sm80/sparse/prefill.cu-DSV4_BF16-16-4-99280-sm_120": 16,
 }
 if nvrtc.nvrtcVersion()[1] < 13:  # CUDA 12 needs more than the same 128 registers
     SPILLS_ALLOWED["sm80/dense_decode.cu-f16-e4m3-0-sm_90a"] = 40
@@ -355,7 +359,8 @@ def targets_of(file):
 
 # Shared memory of a thread block and of a multiprocessor, in KiB.
 SHARED_MEMORY = {
-    "sm_80": (163, 164), "sm_89": (99, 100), "sm_90a": (227, 228), "sm_100": (227, 228), "sm_120": (99, 100),
+    "sm_80": (163, 164), "sm_86": (99, 100), "sm_89": (99, 100), "sm_90a": (227, 228), "sm_100": (227, 228),
+    "sm_120": (99, 100),
 }  # fmt: skip
 
 
@@ -363,6 +368,12 @@ def portable_attention(formats, heads, target):
     """The portable attention kernel as a device takes it."""
     size = sparse_portable.choose(formats, heads, *(1024 * limit for limit in SHARED_MEMORY[target]))
     return "sm80/sparse/attention.cu", sparse_portable.macros(formats, size), target
+
+
+def portable_prefill(layout, target):
+    """The portable prefill kernel of more than 32 heads as a device takes it."""
+    size = sparse_portable.choose_for_prefill(layout, 64, 1024 * SHARED_MEMORY[target][0])
+    return "sm80/sparse/prefill.cu", sparse_portable.prefill_macros(layout, size), target
 
 
 FIRST = dict(reversed(SOURCES))  # variant of each file
@@ -393,6 +404,7 @@ COMPILATIONS += [
     )
     for tokens, splits, target in ((8, 8, "sm_90a"), (32, 4, "sm_90a"), (32, 2, "sm_100"), (128, 2, "sm_90a"))
 ]  # fmt: skip
+COMPILATIONS += [portable_prefill(x, target) for x in (cumla.DSV4_BF16, cumla.MLA_BF16) for target in TARGETS]
 COMPILATIONS += [  # clusters
     (
         "common/compressor.cu",

@@ -23,11 +23,12 @@ EMULATED_SINKS = ("-inf", "mixed")  # the last alone with EMULATED_HEADS
 EMULATED_HEADS = 65
 EMULATED_PREFILL = {
     ("hopper 16", 8, 512), ("hopper 16", 8, 576), ("hopper 32", 32, 512), ("hopper 64", 65, 512),
-    ("hopper 64", 63, 576), ("portable", 8, 512), ("exact", 1, 512),
+    ("hopper 64", 63, 576), ("portable", 8, 512), ("portable 8.6", 65, 512), ("exact", 1, 512),
 }  # fmt: skip
 EMULATED_DECODE = {
     ("hopper 16 whole", 8), ("hopper 32 cut", 32), ("hopper 64 parts 3", 65), ("hopper 16 cluster 6", 1),
-    ("hopper 32 cluster 2", 16), ("hopper 64 whole", 63), ("portable whole", 16), ("portable cut", 1), ("exact", 1),
+    ("hopper 32 cluster 2", 16), ("hopper 64 whole", 63), ("portable whole", 16), ("portable cut", 1),
+    ("portable cut 8.0", 65), ("exact", 1),
 }  # fmt: skip
 pytestmark = pytest.mark.attention
 

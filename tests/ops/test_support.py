@@ -64,6 +64,16 @@ def test_operations_of_several_ranks():
     assert str(found) == "cpu: shards.local_seq_lens"
 
 
+@pytest.mark.parametrize(("capability", "kernel"), [("8.6", "portable"), ("9.0", "hopper"), ("12.0", "portable")])
+def test_a_device_that_is_not_here(capability, kernel):
+    found = cumla.supports("sparse_mla_decode", q=Q, k_cache=CACHE, indices=INDICES, capability=capability)
+    assert str(found) == f"cuda: sparse_attention.sparse_mla_decode ({kernel})"
+    with pytest.raises(ValueError, match=r"capability: got '7\.5', expected one of 8\.0, 8\.6"):
+        cumla.supports("sparse_mla_decode", q=Q, k_cache=CACHE, indices=INDICES, capability="7.5")
+    with pytest.raises(ValueError, match="backend: got 'cpu', expected 'cuda' for a capability"):
+        cumla.supports("sparse_mla_decode", q=Q, k_cache=CACHE, indices=INDICES, capability="8.6", backend="cpu")
+
+
 def test_what_is_no_question():
     with pytest.raises(TypeError, match="op: got 'sparse_mla', expected an operation"):
         cumla.supports("sparse_mla")

@@ -51,6 +51,8 @@ def steep(heads):
 @contextlib.contextmanager
 def nothing_attended_again():
     """The fast kernels do all work: no exact kernel recomputes values that they wrongly flag as out of range."""
+    import cupy
+
     from cumla.kernels.cuda.sparse import kernels as sparse_kernels
     from cumla.kernels.cuda.sparse.work import PackedSegment, SparseProblem
 
@@ -61,7 +63,7 @@ def nothing_attended_again():
     def epilogue_without_marks(work, problem, memory=None, **options):
         if memory is None:
             return  # marks are where the results are, and there is no epilogue
-        no_marks = sparse_kernels.cupy.zeros(1 + work.tiles, np.int32)  # after the word that marks all tiles
+        no_marks = cupy.zeros(1 + work.tiles, np.int32)  # after the word that marks all tiles
         problem = (*problem[:unsafe_at], no_marks.data.ptr + 4, *problem[unsafe_at + 1 :])
         launch_epilogue(work, problem, memory=memory, **options)
 

@@ -12,11 +12,12 @@ from support.attention import nothing_attended_again
 TILES, PARTS = (16, 32, 64), (2, 3, 4, 5, 6)
 FEW_RANGES, SPLIT_RANGES = 3, 7  # CTAs: several tiles each; splits that begin anywhere in a tile
 
-PREFILL_KERNELS = ("chosen", *(f"hopper {tile}" for tile in TILES), "portable", "exact")
+CAPABILITIES = {"8.0": 80, "8.6": 86, "8.9": 89}  # of devices whose limits a portable kernel is given
+PREFILL_KERNELS = ("chosen", *(f"hopper {tile}" for tile in TILES), "portable", "portable 8.0", "portable 8.6", "exact")
 DIVISIONS = ("whole", "cut", *(f"parts {n}" for n in PARTS), *(f"cluster {n}" for n in PARTS))
 DECODE_KERNELS = (
     "chosen", *(f"hopper {tile} {division}" for tile in TILES for division in DIVISIONS), "portable whole",
-    "portable cut", "exact",
+    "portable cut", *(f"portable cut {x}" for x in CAPABILITIES), "exact",
 )  # fmt: skip
 
 
@@ -34,10 +35,10 @@ def prefill_by(name):
         device, layout, heads = work.q.device.id, work.segments[0].pages.layout, int(work.q.shape[2])
         if kernel == "hopper":
             return sparse_kernels._hopper_prefill(device, layout, int(tile[0]))._replace(max_ranges=FEW_RANGES)
-        return sparse_kernels._portable(device, work.formats, heads)._replace(max_ranges=FEW_RANGES)
+        return sparse_kernels._portable_prefill(device, layout, heads)._replace(max_ranges=FEW_RANGES)
 
     kernel, *tile = name.split()
-    with forced(kernel) as patch:
+    with forced(kernel, name) as patch:
         if kernel in ("hopper", "portable"):
             patch.setattr(sparse_kernels, "choose_for_prefill", choose)
         yield
@@ -64,7 +65,7 @@ def decode_by(name):
 
     made = []
     kernel, *how = name.split()
-    with forced(kernel) as patch:
+    with forced(kernel, name) as patch:
         if kernel in ("hopper", "portable"):
             patch.setattr(sparse_work, "divide", divide)
         if kernel == "hopper":
@@ -73,14 +74,17 @@ def decode_by(name):
 
 
 @contextlib.contextmanager
-def forced(kernel):
-    from cumla.kernels.cuda.device import is_hopper
+def forced(kernel, name):
+    """The kernel, with the limits of the device of a capability if the name ends in one."""
+    from cumla.kernels.cuda.device import assumed, is_hopper
     from cumla.kernels.cuda.sparse import kernels as sparse_kernels
 
     if kernel == "hopper" and not is_hopper(0):
         pytest.skip("other devices' kernels are portable")
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
+        if name.split()[-1] in CAPABILITIES:
+            stack.enter_context(assumed(CAPABILITIES[name.split()[-1]]))
         if kernel != "chosen":
             stack.enter_context(sparse_kernels.forced(kernel))
         if kernel in ("hopper", "portable"):

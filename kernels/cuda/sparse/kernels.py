@@ -8,11 +8,9 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import cupy
-
 from ....layout import CacheLayout
 from ..compile import kernel, start
-from ..device import capability, device_sms, has_clusters, is_hopper
+from ..device import Limits, capability, device_sms, has_clusters, is_hopper, limits
 from ..launch import Kernel, is_aligned, most_clusters, pointer, recorded_launches, strides
 from ..tma import NO_MAP, Words, map_of_pages
 from . import portable as sparse_portable
@@ -105,7 +103,7 @@ def choose_for_prefill(work: AttentionCall) -> FastKernel | None:
         if few < HEADS and map_of_queries(work, few) != NO_MAP:
             return _hopper_prefill(device, layout, few)
         return fast
-    fast = _portable(device, work.formats, int(work.q.shape[2]))
+    fast = _portable_prefill(device, layout, int(work.q.shape[2]))
     return fast._replace(max_ranges=PREFILL_WAVES * fast.max_ranges)
 
 
@@ -114,10 +112,8 @@ def _name(work: AttentionCall, fastest: str) -> str:
     return (_forced.get() or fastest) if aligned else "exact"
 
 
-@functools.cache
 def fastest_prefill(device: int) -> str:
-    capability = int(cupy.cuda.Device(device).compute_capability)
-    return "hopper" if capability == 90 else "portable" if capability >= 80 else "exact"
+    return "hopper" if is_hopper(device) else "portable" if capability(device) >= 80 else "exact"
 
 
 @functools.cache
@@ -144,7 +140,6 @@ def map_of_queries(work: AttentionCall, tile_heads: int) -> Words:
     return map_of_pages(work.q.data.ptr, tokens, 2 * token_stride, heads, 2 * head_stride, tile_heads)
 
 
-@functools.cache
 def fastest(device: int, layout: CacheLayout, heads: int) -> str:
     if is_hopper(device) and layout in HOPPER and (layout not in HOPPER_BF16 or heads > LEAST_BF16_HEADS):
         return "hopper"
@@ -190,18 +185,44 @@ def _clusters(device: int) -> tuple[tuple[int, int], ...]:
     return tuple((size, most_clusters(probe, size, HOPPER_THREADS, HOPPER_SHARED_BYTES)) for size in CLUSTERS)
 
 
-@functools.cache
 def _portable(device: int, formats: Formats, heads: int) -> FastKernel:
-    limits = cupy.cuda.Device(device).attributes
-    size = sparse_portable.choose(
-        formats, heads, limits["MaxSharedMemoryPerBlockOptin"], limits["MaxSharedMemoryPerMultiprocessor"]
-    )
+    return _portable_within(limits(device), device, formats, heads)
+
+
+def portable_size(device: int, formats: Formats, heads: int, prefill: bool) -> sparse_portable.Size:
+    """The sizes that the portable kernel takes on the device for queries of so many heads."""
+    of = limits(device)
+    found = sparse_portable.choose_for_prefill(formats[0], heads, of.shared_bytes) if prefill else None
+    return found or sparse_portable.choose(formats, heads, of.shared_bytes, of.sm_shared_bytes)
+
+
+@functools.cache
+def _portable_within(limits: Limits, device: int, formats: Formats, heads: int) -> FastKernel:
+    size = sparse_portable.choose(formats, heads, limits.shared_bytes, limits.sm_shared_bytes)
     _start_others(formats, size.heads)
     function = kernel("sm80/sparse/attention.cu", "sparse_mla_mma", **sparse_portable.macros(formats, size))
     shared_bytes = sparse_portable.shared_bytes(formats, size)
     function.max_dynamic_shared_size_bytes = shared_bytes
     max_ranges = size.blocks * device_sms(device)
     return FastKernel(function, sparse_portable.THREADS, shared_bytes, size.heads, max_ranges)
+
+
+def _portable_prefill(device: int, layout: CacheLayout, heads: int) -> FastKernel:
+    """For gathered rows."""
+    return _portable_prefill_within(limits(device), device, layout, heads)
+
+
+@functools.cache
+def _portable_prefill_within(limits: Limits, device: int, layout: CacheLayout, heads: int) -> FastKernel:
+    size = sparse_portable.choose_for_prefill(layout, heads, limits.shared_bytes)
+    if size is None:
+        return _portable_within(limits, device, (layout, layout), heads)
+    _start_others((layout, layout), size.heads)
+    macros = sparse_portable.prefill_macros(layout, size)
+    function = kernel("sm80/sparse/prefill.cu", "sparse_mla_prefill_mma", **macros)
+    shared_bytes = sparse_portable.prefill_shared_bytes(layout, size)
+    function.max_dynamic_shared_size_bytes = shared_bytes
+    return FastKernel(function, sparse_portable.THREADS, shared_bytes, size.heads, device_sms(device))
 
 
 def epilogue_ctas(units: int, device: int) -> int:

@@ -1,4 +1,7 @@
-"""Sizes of csrc/sm80/sparse/attention.cu: heads and keys that it takes at a time, by formats and shared memory."""
+"""Sizes of csrc/sm80/sparse: heads and keys that its kernels take at a time, by formats and shared memory.
+
+attention.cu takes all formats, decode and prefill; prefill.cu gathered rows for more than 32 heads.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from .formats import Formats, has_fine_scales, layout_macros
 
 THREADS, WARPS = 256, 8
 STEP_BYTES, CURSOR_BYTES, STEPS_LISTED = 24, 64, 16  # Step and StepCursor of sm80/sparse/rows.cuh
+PREFILL_TILES_BYTES = 4 * 40 + 24  # RowRing's tiles and range, of sm80/sparse/prefill_rows.cuh
 RESERVED_BYTES = 1024  # of an SM's shared memory, per CTA
 
 
@@ -41,6 +45,35 @@ def choose(formats: Formats, heads: int, block_limit: int, multiprocessor_limit:
             if needed <= block_limit and size.blocks * (needed + RESERVED_BYTES) <= multiprocessor_limit:
                 return size
     raise ValueError(f"shared memory: got {block_limit} bytes a thread block, expected more for {formats[0].name}")
+
+
+# Sizes of prefill.cu, the fastest first.
+PREFILL_SIZES = (Size(64, 32, 3, 1), Size(64, 16, 4, 1), Size(64, 16, 3, 1))
+PREFILL_MOST_OTHERS = 32  # heads up to which prefill takes attention.cu
+
+
+def choose_for_prefill(layout: CacheLayout, heads: int, block_limit: int) -> Size | None:
+    """The sizes of prefill.cu for gathered rows within the shared memory of a CTA; None: take attention.cu."""
+    fitting = (size for size in PREFILL_SIZES if prefill_shared_bytes(layout, size) <= block_limit)
+    return next(fitting, None) if heads > PREFILL_MOST_OTHERS else None
+
+
+def prefill_macros(layout: CacheLayout, size: Size) -> dict[str, str | int]:
+    """The macros for csrc/sm80/sparse/prefill.cu."""
+    return {
+        "LAYOUT": layout.name,
+        "KEYS": size.keys,
+        "STAGES": size.stages,
+        "SHARED_BYTES": prefill_shared_bytes(layout, size),
+    }
+
+
+def prefill_shared_bytes(layout: CacheLayout, size: Size) -> int:
+    """The size of PrefillShared in csrc/sm80/sparse/prefill.cu, which asserts it."""
+    heads, keys, stages, _ = size
+    ring = _aligned(stages * keys * (2 * layout.head_dim + 16 + 4) + PREFILL_TILES_BYTES)
+    partial_scores, kept = 4 * heads * keys * 4, 32 * THREADS
+    return _aligned(ring + partial_scores + 2 * heads * (2 * keys + 16) + kept + 4 * (6 * heads + 1))
 
 
 def macros(formats: Formats, size: Size) -> dict[str, str | int]:

@@ -8,6 +8,13 @@ using uint32 = unsigned int;
 using uint64 = unsigned long long;
 using int64 = long long;
 
+// The device whose instructions convert e4m3: this one, or one that it stands in for (kernels/cuda/device.py).
+#ifdef ASSUMED_ARCH
+#define E4M3_ARCH ASSUMED_ARCH
+#else
+#define E4M3_ARCH __CUDA_ARCH__
+#endif
+
 struct bf16 { uint16 bits; };
 struct f16 { uint16 bits; };
 
@@ -57,7 +64,7 @@ __device__ inline float power_of_two(int e) { return __uint_as_float(uint32(e + 
 // The scale of a UE8M0 byte; 255 is NaN.
 __device__ inline float ue8m0_scale(int byte) { return byte == 255 ? __uint_as_float(0x7fc00000) : exp2i(byte - 127); }
 
-#if __CUDA_ARCH__ >= 890
+#if E4M3_ARCH >= 890
 
 // Two e4m3 bytes (the low 16 bits) to two floats; NaN stays NaN.
 __device__ inline void e4m3x2_to_float(uint32 bytes, float& low, float& high) {

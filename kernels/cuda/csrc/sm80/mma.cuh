@@ -33,7 +33,7 @@ __device__ inline void load_matrices(uint32 (&x)[4], const void* row) {
 }
 
 // e4m3 bytes to float16 pairs, in units of 1 / CODE_UNIT.
-#if __CUDA_ARCH__ >= 890
+#if E4M3_ARCH >= 890
 [[maybe_unused]] constexpr float CODE_UNIT = 1.0f;
 __device__ inline void codes_to_f16(uint32 bytes, uint32& low, uint32& high) {
     asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
