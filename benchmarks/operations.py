@@ -20,6 +20,8 @@ poisoned            sparse attention over values that float16 lacks. Decode of 1
                     are allocated; `1 x 1e6` has a row whose RoPE part has 1e6 somewhere, to which one request attends,
                     `128 x NaN` one with NaN, to which all do; under `2^-95` all scales are that. Prefill of 4,096
                     tokens: each row has such a value, or all values are multiplied by 2^-95
+portable            kernels of other compute capabilities on this device as a stand-in, and what its instructions reach;
+                    `share` is of the pace of mma.sync and of the memory
 prefill             sparse prefill over gathered rows. Rows with lengths have a sink and are chunks of prompts, whose
                     neighbouring tokens select nearly the same
 products            of FP8 weights and few tokens, at V4 Flash's sizes; `deep_gemm` includes its quantisation of the
@@ -46,6 +48,7 @@ from cumla.bench import (
     indexer_cases,
     layer_suites,
     poisoned,
+    portable,
     products,
     sparse,
     step_suites,
@@ -91,6 +94,7 @@ FAMILIES = {
     "metadata": Family(step_suites.recorded_metadata, NUMBA),
     "mla": Family(step_suites.recorded_dense),
     "poisoned": Family(poisoned.recorded),
+    "portable": Family(portable.recorded, extra=lambda: {"instructions": portable.shares}),
     "products": Family(products.recorded),
     "prefill": Family(sparse.recorded_prefills),
     "prefill_chunks": Family(chunks.recorded),

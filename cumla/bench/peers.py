@@ -156,6 +156,29 @@ def flash_mla_prefill(q: Any, kv: Any, indices: Any, lens: Any = None, sink: Any
     return call
 
 
+def torch_sparse_prefill(case: Any, sizes: Any, tokens_at_a_time: int = 64) -> Call | None:
+    """Sparse prefill of a case composed of torch's operations; None for other cases, and without torch."""
+    if case.op != "sparse_mla_prefill" or not has_peer("torch") or not sizes.on_device:
+        return None
+    import torch
+
+    options: Any = {"dtype": torch.bfloat16, "device": "cuda"}
+    q = torch.randn((case.tokens, case.heads, case.width), **options)
+    kv = torch.randn((case.rows, case.width), **options)
+    listed = torch.randint(0, case.rows, (case.tokens, case.topk), device="cuda")
+    out = torch.empty((case.tokens, case.heads, 512), **options)
+
+    def call() -> Any:
+        for start in range(0, case.tokens, tokens_at_a_time):
+            some = slice(start, start + tokens_at_a_time)
+            keys = kv[listed[some]]
+            weights = torch.softmax(q[some] @ keys.mT * case.width**-0.5, dim=-1)
+            torch.matmul(weights, keys[..., :512], out=out[some])
+        return out
+
+    return call
+
+
 def vllm_qnorm_rope_insert(
     q: Any, kv: Any, cache: Any, slots: Any, positions: Any, cos_sin: Any, block_size: int
 ) -> Call | None:

@@ -15,6 +15,7 @@ from cumla.bench import (
     indexer_cases,
     layer_suites,
     poisoned,
+    portable,
     products,
     rows,
     sparse,
@@ -165,6 +166,7 @@ RECORDED = {
     "indexer": indexer_cases.recorded(), "prefill_chunks": chunks.recorded(), "compressor": layer_suites.recorded(),
     "indices": index_maps.recorded(), "mla": step_suites.recorded_dense(), "poisoned": poisoned.recorded(),
     "products": products.recorded(), "metadata": step_suites.recorded_metadata(), "interop": framework_calls.recorded(),
+    "portable": portable.recorded(),
 }  # fmt: skip
 
 

@@ -1,0 +1,120 @@
+"""Portable kernels on a stand-in: the same calls with the limits of other devices, beside this device's own kernels.
+
+Rows `sm_80`, `sm_86` and `sm_89` are of kernels that a device of that compute capability gets, run on this one
+(docs/kernels/portable.md says what that shows). `share` is the part of the instructions' pace that a row reaches: its
+FLOP at the pace of mma.sync or its bytes at the memory's, whichever takes longer, over its time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ..layout import DSV4_FP8, DSV41_FP8, V32_FP8
+from . import dense, indexer_cases, instructions, layer_suites, peers, sparse
+from .measure import BYTES_PER_US
+from .problem import Calls, Problem, Sizes
+
+CAPABILITIES = (80, 86, 89)
+TORCH_COMPOSED = "gather, matmul and softmax of torch, in chunks of tokens"
+
+
+@dataclass(frozen=True)
+class WithLimits:
+    """A case by this device's kernels, and by those of other capabilities."""
+
+    case: Any
+    capabilities: tuple[int, ...] = CAPABILITIES
+
+    @property
+    def op(self) -> str:
+        return str(self.case.op)
+
+    def __str__(self) -> str:
+        return str(self.case)
+
+    def problem(self, sizes: Sizes) -> Problem:
+        problems = {"cumla": self.case.problem(sizes)}
+        if sizes.backend == "cuda":
+            problems |= {f"sm_{x}": self.case.problem(sizes) for x in self.capabilities}
+        ran = [problems["cumla"]]  # whose result is checked
+
+        def noted(problem: Problem, call: Callable[[], Any]) -> Any:
+            ran[0] = problem
+            return call()
+
+        impls: dict[str, tuple[str, Calls]] = {}
+        for name, x in problems.items():
+            calls = [functools.partial(noted, x, call) for call in x.impls["cumla"][1]]
+            if name != "cumla":
+                calls = [functools.partial(with_limits, int(name.removeprefix("sm_")), call) for call in calls]
+            impls[name] = "cupy", calls
+        functions = {}
+        composed = peers.torch_sparse_prefill(self.case, sizes)
+        if composed is not None:
+            impls["torch"], functions["torch"] = ("torch", [composed, composed]), TORCH_COMPOSED
+        first = problems["cumla"]
+
+        def clear() -> None:
+            for x in problems.values():
+                if x.clear is not None:
+                    x.clear()
+
+        def check(result: Any) -> float:
+            return ran[0].check(result) if ran[0].check is not None else 0.0
+
+        return Problem(
+            first.op, first.config, impls, first.bytes_moved, first.flop, check, clear, functions, unchecked=("torch",)
+        )
+
+
+def with_limits(capability: int, call: Callable[[], Any]) -> Any:
+    """The call as a device of this capability would make it."""
+    from ..kernels.cuda.device import assumed
+    from ..kernels.cuda.launch import recorded_launches
+
+    with assumed(capability), recorded_launches():
+        return call()
+
+
+def shares(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Add `share` to rows; the pace of the instructions, which the rows of `instructions` have measured."""
+    rows = list(rows)
+    paces = [row["tflops"] for row in rows if row["op"] == instructions.Products.op and row.get("tflops")]
+    pace = min(paces) if paces else None
+    for row in rows:
+        us = row.get("us_graph")
+        if not us or pace is None or row["op"] in (instructions.Products.op, instructions.Copies.op):
+            continue
+        flop, moved = (row.get("tflops") or 0) * us * 1e6, (row.get("gbps") or 0) * us * 1e3
+        row["limit_us"] = max(flop / pace / 1e6, moved / BYTES_PER_US)
+        row["share"] = row["limit_us"] / us
+    return {"mma_sync_tflops": pace}
+
+
+def recorded() -> list[Any]:
+    k = 1024
+    v4, v32 = (functools.partial(sparse.Decode, x, slots=2 << 20) for x in (DSV4_FP8, V32_FP8))
+    return [
+        *instructions.recorded(),
+        *(WithLimits(sparse.Prefill(*x, 32 * k, tokens)) for x, tokens in (
+            ((512, 64, 640), 4096), ((512, 64, 2 * k), 4096), ((576, 128, 2 * k), 2048), ((512, 16, 640), 4096),
+        )),
+        *(WithLimits(v4(64, b, 1, 128, 512, 256, lengths=True)) for b in (1, 8, 32, 128)),
+        WithLimits(v4(64, 128, 2, 128, 512, 256, lengths=True)),
+        *(WithLimits(v4(heads, 128, 1, 128, k, 256, lengths=True)) for heads in (16, 128)),
+        *(WithLimits(v32(128, b, 1, 2 * k, lengths=True)) for b in (1, 32, 128)),
+        *(
+            WithLimits(sparse.Decode(DSV41_FP8, 64, b, 1, 128, 512, 32, lengths=True, ratio=2, slots=2 << 20))
+            for b in (1, 32, 128)
+        ),
+        *(WithLimits(dense.DenseDecode(128, b, 8 * k, lengths=True)) for b in (16, 128)),
+        WithLimits(dense.DensePrefill(16, 8 * k)),
+        WithLimits(indexer_cases.Logits(8 * k, 32 * k, lengths=True)),
+        *(WithLimits(indexer_cases.PagedLogits(*x, 1, lengths=True)) for x in ((32, 8 * k), (128, 32 * k))),
+        *(WithLimits(indexer_cases.Choice("decode", rows, 32 * k, 512, lengths=True)) for rows in (4, 32, 128)),
+        WithLimits(indexer_cases.Choice("prefill", 8 * k, 32 * k, 512, lengths=True)),
+        *(WithLimits(layer_suites.Compress(ratio, tokens)) for ratio in (4, 128) for tokens in (32, 4096)),
+    ]  # fmt: skip
