@@ -25,6 +25,12 @@ FILES = {
     ),
     "ops/test_shards.py": "cpu and (hostile or test_merge and 1-40)",
     "ops/test_sparse_attention.py": "float32_rows and cpu",
+    "kernels/test_cpu_attention.py": "huge_value",
+    "ops/test_sparse_cache.py": "cpu and test_gather and (DSV4_FP8 or DSV41_FP4)",
+    "ops/test_candidates.py": "cpu and not published",
+    "ops/test_latents.py": "cpu and not published",
+    "ops/test_linear.py": "cpu and (groups or special or nothing)",
+    "metadata/test_v41.py": "cpu and noncausal",
 }
 
 
