@@ -233,6 +233,16 @@ def dense_mla_decode(given: Any) -> None:
 
 @check
 def paged_mqa_logits(given: Any) -> int:
+    return check_lengths(given)
+
+
+@check
+def paged_logits_and_blocks(given: Any) -> int:
+    return check_lengths(given)
+
+
+def check_lengths(given: Any) -> int:
+    """Pages of all rows that the queries see; the number of requests."""
     ends = host(given.context_lens)
     ends = np.minimum(ends.max(axis=1) if ends.ndim == 2 else ends, given.logits.shape[1])
     check_cached(given, 0, ends)

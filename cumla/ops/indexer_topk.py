@@ -185,9 +185,13 @@ def indexer_topk(
             logits, rest = rows_in(memory, count, row_bytes, width)
             if paged:
                 entries = slice(first // next_n, some.stop // next_n)
-                kernels.paged_mqa_logits(
-                    PagedScores(q[entries], pages, weights[some], lens[entries], table[entries], False, logits)
-                )
+                given = PagedScores(q[entries], pages, weights[some], lens[entries], table[entries], False, logits)
+                if blocks is None:
+                    kernels.paged_mqa_logits(given)
+                else:
+                    maxima, _ = rows_in(rest, count, maxima_bytes, block_columns)
+                    with call.kernels("candidates") as of_blocks:
+                        of_blocks.paged_logits_and_blocks(given, candidate_block_size, maxima, blocks[some])
                 choose_from = Rows(lens=lens[entries], next_n=next_n)
                 if mapped is not None:
                     found, found_lens, is_valid = (None if array is None else array[some] for array in mapped)
@@ -198,7 +202,7 @@ def indexer_topk(
                     q[some], k, scales, weights[some], starts[some], ends[some], compressed, False, logits
                 ))  # fmt: skip
                 choose_from = Rows(starts[some], ends[some], num_keys=len(k) if compressed else None)
-            if blocks is not None:
+            if blocks is not None and not paged:
                 maxima, _ = rows_in(rest, count, maxima_bytes, block_columns)
                 with call.kernels("candidates") as of_blocks:
                     of_blocks.select_candidate_blocks(logits, choose_from, candidate_block_size, maxima, blocks[some])

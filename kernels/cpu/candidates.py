@@ -5,8 +5,8 @@ import numpy as np
 from ..numba_common.compiled import compiled
 from ..reference.candidates import positions_of
 from ..reference.indexer import row_lens
-from ..types.indexer import CandidateScores, Rows
-from .indexer import _columns, _keys_and_scales, _scores, top_k_per_row
+from ..types.indexer import CandidateScores, PagedScores, Rows
+from .indexer import _columns, _keys_and_scales, _scores, paged_mqa_logits, top_k_per_row
 from .rows import lookup_slot
 from .threads import parallel_for
 
@@ -38,6 +38,11 @@ def _find_maxima(first_row, end_row, logits, first, count, block, maxima):
             else:
                 best = min(best, LARGEST)
             maxima[m, i] = best
+
+
+def paged_logits_and_blocks(given: PagedScores, block: int, maxima: np.ndarray, candidates: np.ndarray) -> None:
+    paged_mqa_logits(given)
+    select_candidate_blocks(given.logits, Rows(lens=given.context_lens, next_n=given.q.shape[1]), block, maxima, candidates)
 
 
 def apply_candidate_mask(logits: np.ndarray, rows: Rows, candidates: np.ndarray, block: int, fill: float) -> None:

@@ -2,15 +2,16 @@
 
 from typing import Any
 
-from ..types.indexer import CandidateScores, Rows
+from ..types.indexer import CandidateScores, PagedScores, Rows
 from .compile import kernel
 from .index_scores import index_scores
-from .indexer import MAX_GRID_Y, top_k_per_row
+from .indexer import MAX_GRID_Y, scores_of_pages, top_k_per_row
 from .indices import table_arguments
 from .launch import MAX_BLOCKS, pointer, strides
 
 THREADS = 256
 SEGMENT = 8192  # blocks of a row, as in common/candidates.cu
+MAXIMUM_OF = 8  # logits whose maximum sm90/indexer/logits.cu writes
 TILE = 64  # positions, as in common/candidate_logits.cu
 
 
@@ -34,6 +35,14 @@ def select_candidate_blocks(logits: Any, rows: Rows, block: int, maxima: Any, ca
         overlap=True,
     )  # fmt: skip
     top_k_per_row(maxima, Rows(), candidates)
+
+
+def paged_logits_and_blocks(given: PagedScores, block: int, maxima: Any, candidates: Any) -> None:
+    if scores_of_pages(given, maxima if block == MAXIMUM_OF else None):
+        top_k_per_row(maxima, Rows(), candidates)
+    else:
+        rows = Rows(lens=given.context_lens, next_n=given.q.shape[1])
+        select_candidate_blocks(given.logits, rows, block, maxima, candidates)
 
 
 def apply_candidate_mask(logits: Any, rows: Rows, candidates: Any, block: int, fill: float) -> None:

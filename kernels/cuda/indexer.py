@@ -105,11 +105,20 @@ def mqa_logits(given: PackedScores) -> None:
 
 
 def paged_mqa_logits(given: PagedScores) -> None:
-    q, pages, weights, context_lens, block_table, clean, logits = given
-    next_n, width = q.shape[1], logits.shape[1]
-    seen = (context_lens, 0, strides(context_lens)[0], context_lens.ndim == 2, next_n)
-    if clean:
-        clean_logits(seen, width, 0, logits, paged=True)
+    if given.clean:
+        clean_logits(lengths_of(given), given.logits.shape[1], 0, given.logits, paged=True)
+    scores_of_pages(given)
+
+
+def lengths_of(given: PagedScores) -> tuple[Any, ...]:
+    lens = given.context_lens
+    return lens, 0, strides(lens)[0], lens.ndim == 2, given.q.shape[1]
+
+
+def scores_of_pages(given: PagedScores, maxima: Any | None = None) -> bool:
+    """Whether the largest of each eight logits of a row have been written to `maxima` as well, if they are given."""
+    q, pages, weights, _, block_table, _, logits = given
+    next_n, width, seen = q.shape[1], logits.shape[1], lengths_of(given)
     table = table_arguments(block_table)
     heads, rows, layout = q.shape[2], box_rows(64, pages.block_size), pages.layout
     page_bytes, at = pages.bytes.strides[0], pages.bytes.data.ptr
@@ -121,9 +130,10 @@ def paged_mqa_logits(given: PagedScores) -> None:
             maps[1] = map_of_pages(at, len(pages.bytes), page_bytes, pages.block_size, layout.row_bytes, rows)
         if NO_MAP not in maps:
             place = (pages.bytes, page_bytes, pages.num_slots, pages.block_size, rows)
-            score_on_hopper(size, True, queries, weights, seen, maps, (0, width, 0), table, place, logits)
-            return
+            score_on_hopper(size, True, queries, weights, seen, maps, (0, width, 0), table, place, logits, maxima)
+            return maxima is not None
     score(q, weights, seen, pages, table, 0, logits)
+    return False
 
 
 def score(
@@ -236,18 +246,20 @@ def score_on_hopper(
     table: tuple[Any, ...],
     place: tuple[Any, ...],
     logits: Any,
+    maxima: Any | None = None,
 ) -> None:
     device = q.data.device_id
+    largest = (0, 0, 0) if maxima is None else (maxima, strides(maxima)[0], maxima.shape[1])
     run = large_kernel(
         device, size.shared_bytes, "sm90/indexer/logits.cu", "indexer_logits_sm90", "sm_90a", PAGED=int(paged),
-        **size.macros,
+        MAXIMA=int(maxima is not None), **size.macros,
     )  # fmt: skip
     run(
         (device_sms(device),),
         (HOPPER_THREADS,),
         (
             weights, strides(weights)[0], *seen, *maps[0], *maps[1], *keys, *table, *place,
-            logits, strides(logits)[0], q, q.strides[0],
+            logits, strides(logits)[0], q, q.strides[0], *largest,
         ),
         shared_mem=size.shared_bytes,
         overlap=True,

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from ..numba_common.geometry import geometry_of
-from ..types.indexer import CandidateScores, Rows
+from ..types.indexer import CandidateScores, PagedScores, Rows
 from .compiler import cuda
 from .indexer import (
     E4M3_KEYS,
@@ -15,6 +15,7 @@ from .indexer import (
     length_of,
     order_of,
     page_element,
+    paged_mqa_logits,
     top_k_per_row,
     two_axes,
 )
@@ -71,6 +72,11 @@ def maxima_kernel(logits, starts, ends, lens, next_n, block, maxima):
         elif best == INFINITY_BITS:
             best = np.int64(LARGEST_BITS)
         maxima[m, i] = best
+
+
+def paged_logits_and_blocks(given: PagedScores, block: int, maxima: Any, candidates: Any) -> None:
+    paged_mqa_logits(given)
+    select_candidate_blocks(given.logits, Rows(lens=given.context_lens, next_n=given.q.shape[1]), block, maxima, candidates)
 
 
 def apply_candidate_mask(logits: Any, rows: Rows, candidates: Any, block: int, fill: float) -> None:

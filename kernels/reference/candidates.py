@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from ..types.indexer import CandidateScores, Rows
-from .indexer import columns_of, keys_and_scales, row_lens, scores, top_k_per_row
+from ..types.indexer import CandidateScores, PagedScores, Rows
+from .indexer import columns_of, keys_and_scales, paged_mqa_logits, row_lens, scores, top_k_per_row
 from .rows import lookup_slot
 
 LARGEST = np.finfo(np.float32).max
@@ -26,6 +26,12 @@ def select_candidate_blocks(
         best[-1] = np.inf
         maxima[m, :count] = best
     top_k_per_row(maxima, Rows(), candidates)
+
+
+def paged_logits_and_blocks(given: PagedScores, block: int, maxima: np.ndarray, candidates: np.ndarray) -> None:
+    """Scores as paged_mqa_logits, and the blocks with the best of them."""
+    paged_mqa_logits(given)
+    select_candidate_blocks(given.logits, Rows(lens=given.context_lens, next_n=given.q.shape[1]), block, maxima, candidates)
 
 
 def apply_candidate_mask(logits: np.ndarray, rows: Rows, candidates: np.ndarray, block: int, fill: float) -> None:

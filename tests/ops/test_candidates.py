@@ -296,13 +296,20 @@ def test_no_value_leaves_the_arrays(lab):
         full.assert_margins()
 
 
-@pytest.mark.parametrize("next_n", [1, 2])
-@pytest.mark.thorough(when=lambda x: x.simulated and x.get("next_n") == 2)
-def test_top_k_writes_the_blocks_of_its_scores(lab, rng, next_n):
+@pytest.mark.parametrize("next_n", [1, 2, 4, 6])
+@pytest.mark.parametrize(
+    ("heads", "layout"),
+    [(5, cumla.INDEXER_FP8), (32, cumla.INDEXER_FP8), (32, cumla.INDEXER_MXFP4), (64, cumla.INDEXER_FP8)],
+)
+@pytest.mark.thorough(when=lambda x: x.get("next_n") >= 2 and (x.simulated or (x.get("heads") == 64 and x.emulated)))
+def test_top_k_writes_the_blocks_of_its_scores(lab, rng, next_n, heads, layout):
     """Bit-identical to select_candidate_blocks of the same logits, however many queries a pass has."""
-    heads, columns, block_size, requests = (1, 2, 8, 2) if lab.tiny else (5, 6, 16, 3)
+    heads, columns, block_size, requests = (1, 2, 8, 2) if lab.tiny else (heads, 6, 16, 3)
     width, blocks, topk = columns * block_size, 2 if lab.tiny else 4, 3
-    cache, _ = cache_of(rng, cumla.INDEXER_FP8, requests * columns, block_size, 16)
+    cache, _ = cache_of(rng, layout, requests * columns, block_size, 16)
+    if layout is cumla.INDEXER_FP8:
+        special = np.array([np.nan] * 7 + [np.inf], np.float32)
+        layout.parts(cache)[1][-1, :8] = special.view(np.uint8).reshape(8, 4)
     table = rng.permutation(requests * columns).reshape(requests, columns).astype(np.int32)
     q = e4m3(rng.normal(size=(requests, next_n, heads, HEAD_DIM)).astype(np.float32))
     weights = rng.normal(size=(requests * next_n, heads)).astype(np.float32)

@@ -45,7 +45,8 @@
 // Limits: heads of 128 values; box_rows of pages is 8, 16, 32 or 64.
 //
 // Macros: HEADS (32 or 64), PAGED (a paged cache, or packed keys), MXFP4 (keys of a paged cache, or e4m3 ones), PASS (queries of a
-// product: 1 or 2, of 32 heads and e4m3 keys up to 4), PASSES (products of a warpgroup's keys; MXFP4 only), QUERY_GROUPS (1, 2 or 4).
+// product: 1 or 2, of 32 heads and e4m3 keys up to 4), PASSES (products of a warpgroup's keys; MXFP4 only), QUERY_GROUPS (1, 2 or 4),
+// MAXIMA (whether the largest of each 8 logits is written, too; pages only).
 #include "sm90/indexer/mxfp4.cuh"
 #include "sm90/indexer/producer.cuh"
 
@@ -104,6 +105,7 @@ __device__ inline void consume(const Problem& problem) {
             auto store = [&](int key) {
                 score = present ? score * scale : -infinity();
                 if (stores && key >= first && key < end) logits[key] = score;
+                store_maximum(problem, row, key, end, score, stores);
             };
             if (!PAGED && PASS <= 2) read_scale(in_stage);  // with PAGED, registers are too few
             wgmma_wait<PRODUCTS - 1>();
@@ -160,7 +162,7 @@ indexer_logits_sm90(const float* weights, int64 weights_stride, const int* start
                     const __grid_constant__ TensorMap k_map, const float* scales, int keys, int compressed_width,
                     const int* block_table, int64 table_stride, int table_rows, int table_columns, const uint8* pages,
                     int64 page_stride, int64 num_slots, int block_size, int box_rows, float* logits,
-                    int64 logits_stride, const uint8* q, int64 q_stride) {
+                    int64 logits_stride, const uint8* q, int64 q_stride, float* maxima, int64 maxima_stride, int blocks) {
     extern __shared__ uint4 memory[];
     if (uint32(__cvta_generic_to_shared(memory)) != BARRIERS_AT || reinterpret_cast<uint64>(&q_map) % 64) __trap();
     if (threadIdx.x == 0) {
@@ -175,7 +177,8 @@ indexer_logits_sm90(const float* weights, int64 weights_stride, const int* start
     pdl_wait();
     Problem problem{weights, weights_stride, queries, starts, ends, lens_stride, per_query, keys, compressed_width,
                     {block_table, table_stride, table_rows, table_columns}, pages, page_stride, num_slots, block_size,
-                    box_rows, logits, logits_stride, scales, q, q_stride};
+                    box_rows, logits, logits_stride, scales, q, q_stride, maxima, maxima_stride, blocks};
+    clear_other_maxima(problem);
     WorkRange work = work_range_of(problem);  // synchronises all threads
     if (threadIdx.x >= CONSUMERS) {
         warpgroup_reg_dealloc<PRODUCER_REGISTERS>();

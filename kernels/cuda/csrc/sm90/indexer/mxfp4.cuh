@@ -153,6 +153,7 @@ __device__ inline void consume(const Problem& problem) {
                 if (!(present >> upper & 1)) score = -infinity();
                 if (stores && key >= first && key < end)
                     problem.logits[int64(first_row + query) * problem.logits_stride + key] = score;
+                store_maximum(problem, first_row + query, key, end, score, stores);
             }
             warp_arrive(K_FREE + 8 * stage);
             if ((stage += RINGS) >= RINGS * K_STAGES) stage -= RINGS * K_STAGES, parity ^= 1;

@@ -61,6 +61,9 @@ struct Problem {
     const float* scales;
     const uint8* q;  // as q_map
     int64 q_stride;
+    float* maxima;  // MAXIMA: of each 8 logits of a row, as candidate_maxima computes them (common/candidates.cu)
+    int64 maxima_stride;
+    int blocks;     // of a row of maxima
 
     __device__ int groups_of_entry() const { return (queries + QUERIES - 1) / QUERIES; }
     __device__ int groups() const { return PAGED ? table.rows * groups_of_entry() : groups_of_entry(); }
