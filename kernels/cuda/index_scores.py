@@ -6,12 +6,13 @@ from ...layout import INDEXER_BF16, INDEXER_FP8, INDEXER_MXFP4, CacheLayout
 from ..types.segments import Pages
 from .dense_attention import large_kernel
 from .device import device_sms
+from .indices import division
 from .launch import C_NAMES, is_aligned, pointer, strides
 
 # As in the kernel: warps of a CTA, their keys at a time and stages, heads in registers, CTAs on an SM.
 WARPS, TILE, STAGES, HEADS, CTAS = 4, 32, 3, 32, 3
 MANY_PARTS = 16  # work ranges of a query where there are many: long enough to hide their beginning
-NO_CANDIDATES = (0, 0, 1)  # blocks, their stride, and positions of a block
+NO_CANDIDATES = (0, 0, *division(1))  # blocks, their stride, and positions of a block
 
 
 def index_scores(
@@ -30,18 +31,19 @@ def index_scores(
 
     seen        the kernel's starts, ends, lens_stride, per_query and next_n
     keys        a paged cache; or packed keys [N, ..] and their scales, or None
-    candidates  the kernel's candidates, candidates_stride and block; logits then have a column for each position of a
-                block, with `fill` where the query sees none
+    candidates  candidate blocks, their stride and the positions of a block; logits then have a column for each position
+                of a block, with `fill` where the query sees none
     """
     device, query = q.data.device_id, "uint8" if q.dtype.name == "uint8" else C_NAMES[q.dtype.name]
     columns = logits.shape[1]
+    blocks = NO_CANDIDATES if candidates is None else (*candidates[:2], *division(candidates[2]))
     if isinstance(keys, Pages):
         layout, count, scales = keys.layout, 0, 0
-        place = (keys.bytes, keys.bytes.strides[0], keys.num_slots, keys.block_size)
+        place = (keys.bytes, keys.bytes.strides[0], keys.num_slots, *division(keys.block_size))
         aligned = is_aligned(q, keys.bytes)
     else:
         k, scale = keys
-        layout, count, scales, place = layout_of_packed(k), len(k), pointer(scale), (k, k.strides[0], 0, 1)
+        layout, count, scales, place = layout_of_packed(k), len(k), pointer(scale), (k, k.strides[0], 0, *division(1))
         aligned = is_aligned(q, k) and scales % 4 == 0
     shared_bytes = WARPS * STAGES * (TILE * layout.row_bytes + 4 * TILE)
     parts = query_parts(len(weights), columns, device_sms(device))
@@ -55,8 +57,7 @@ def index_scores(
         (32 * WARPS,),
         (
             q, *strides(q)[:3], q.shape[2], weights, strides(weights)[0], *seen, len(weights),
-            *(candidates or NO_CANDIDATES), columns, fill, count, compressed_width, *table, *place, scales,
-            logits, strides(logits)[0], parts,
+            *blocks, columns, fill, count, compressed_width, *table, *place, scales, logits, strides(logits)[0], parts,
         ),
         shared_mem=shared_bytes,
         overlap=True,

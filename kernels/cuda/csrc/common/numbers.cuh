@@ -142,6 +142,9 @@ __device__ inline float relu(float x) {
     return y;
 }
 
+// Twice that for a finite x or NaN, by an addition, which takes half as long as a comparison.
+__device__ inline float twice_relu(float x) { return x + fabsf(x); }
+
 // The four bits of x / unit as e2m1; beyond 6 saturates. Ties go to even codes: a midpoint below an odd code is not enough.
 // If unit is an e4m3 number and x has at most 11 bits, as bfloat16 and float16, comparing x with a midpoint times unit, which is
 // exact, decides as the rounded quotient does.

@@ -53,6 +53,7 @@ struct BlockSize {
     __device__ uint32 page_of(uint32 position) const {  // positions below 2^31
         return __umulhi(2 * position, multiplier) >> shift;
     }
+    __device__ int remainder_of(uint32 position) const { return int(position - page_of(position) * tokens); }
 };
 
 struct BlockTable {

@@ -29,6 +29,7 @@
 
 constexpr int DIM = 128, WARPS = 4, KEYS = 32, STAGES = 3, CHUNK_HEADS = 32, STEPS = DIM / 16;
 constexpr bool IS_MXFP4 = LAYOUT::e2m1_values, IS_E4M3 = !IS_MXFP4 && LAYOUT::num_scales == 1;
+constexpr float UNIT = IS_E4M3 ? 0.5f : 1.0f;  // of sums, which are doubled where no product is infinite
 constexpr int PIECES = LAYOUT::row_bytes / 64, PIECE_STEPS = STEPS / PIECES;
 
 template <bool E4M3> struct ProductType { using type = bf16; };
@@ -40,6 +41,9 @@ struct Stage {
     uint4 rows[4][PIECES][32];  // of each lane: positions g, g + 8, g + 16 and g + 24
     uint32 scales[32];          // of each lane's position: a float, or four bytes
 };
+
+// max(x, 0) / UNIT
+__device__ inline float positive(float x) { return IS_E4M3 ? twice_relu(x) : relu(x); }
 
 // Four e4m3 values as two pairs.
 __device__ inline void pairs_of_e4m3(f16 type, uint32 bytes, uint32& low, uint32& high) {
@@ -153,7 +157,7 @@ struct Keys {
     int per_query, next_n;     // whether each query has a length of its own; queries of an entry
     const int* candidates;     // blocks of each query, [.., columns / block]
     int64 candidates_stride;
-    int block;
+    BlockSize block;
     int columns;               // of logits
     int count;                 // packed keys
     int compressed_width;      // of compressed rows of packed keys, else 0
@@ -161,7 +165,7 @@ struct Keys {
     uint8* bytes;  // pages, or packed keys
     int64 stride;  // of pages or keys, in bytes
     int64 num_slots;
-    int block_size;
+    BlockSize block_size;
     const uint8* scales;  // of packed keys
 };
 
@@ -190,20 +194,20 @@ struct Cursor {
 
     // The candidate block of this lane's column.
     __device__ void find_block(int64 column, bool present) {
-        if (CANDIDATES) candidate = present && column < columns ? blocks[uint32(column) / uint32(keys.block)] : -1;
+        if (CANDIDATES) candidate = present && column < columns ? blocks[keys.block.page_of(uint32(column))] : -1;
     }
     // This lane's position, and its page.
     __device__ void find_page(int64 column, bool present) {
         int64 at = first + column;
         if (CANDIDATES) {
-            at = int64(candidate) * keys.block + uint32(column) % uint32(keys.block);
+            at = int64(candidate) * keys.block.tokens + keys.block.remainder_of(uint32(column));
             present = candidate >= 0 && at < length;
         } else {
             present = present && column < columns;
         }
         position = present ? int(at) : -1;
         if (PAGED) {
-            uint32 place = uint32(position) / uint32(keys.block_size);
+            uint32 place = keys.block_size.page_of(uint32(max(position, 0)));
             bool known = position >= 0 && entry < keys.table.rows && int64(place) < keys.table.columns;
             page = known ? keys.table.entries[entry * keys.table.row_stride + place] : -1;
         }
@@ -214,10 +218,10 @@ struct Cursor {
             scales = keys.scales + int64(max(position, 0)) * LAYOUT::scale_bytes;
             return position < 0 ? -1 : position * keys.stride;
         }
-        int row = position >= 0 ? int(uint32(position) % uint32(keys.block_size)) : 0;
-        int64 slot = int64(page) * keys.block_size + row;
+        int row = keys.block_size.remainder_of(uint32(max(position, 0)));
+        int64 slot = int64(page) * keys.block_size.tokens + row;
         bool present = page >= 0 && slot <= INT32_LIMIT && slot < keys.num_slots;
-        Token token = token_at<LAYOUT>(keys.bytes, keys.stride, keys.block_size, present ? PageRow{page, row} : PageRow{0, 0});
+        Token token = token_at<LAYOUT>(keys.bytes, keys.stride, keys.block_size.tokens, present ? PageRow{page, row} : PageRow{0, 0});
         scales = token.scales;
         return present ? token.row - keys.bytes : -1;
     }
@@ -232,9 +236,10 @@ constexpr int CTAS = 2;  // conversion of e4m3 takes registers
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS)
 index_scores(const QUERY* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_h, int heads, const float* weights,
              int64 weights_stride, const int* starts, const int* ends, int64 lens_stride, int per_query, int next_n,
-             int num_queries, const int* candidates, int64 candidates_stride, int block, int columns, float fill, int count,
-             int compressed_width, const int* block_table, int64 table_stride, int table_rows, int table_columns,
-             uint8* bytes, int64 stride, int64 num_slots, int block_size, const uint8* scales, float* logits,
+             int num_queries, const int* candidates, int64 candidates_stride, int block, uint32 block_multiplier,
+             int block_shift, int columns, float fill, int count, int compressed_width, const int* block_table,
+             int64 table_stride, int table_rows, int table_columns, uint8* bytes, int64 stride, int64 num_slots,
+             int block_size, uint32 block_size_multiplier, int block_size_shift, const uint8* scales, float* logits,
              int64 logits_stride, int parts) {
     extern __shared__ uint4 memory[];
     int lane = threadIdx.x % 32, c = lane % 4, key = 8 * c + lane / 4;
@@ -243,9 +248,10 @@ index_scores(const QUERY* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_
     if (item >= int64(num_queries) * parts) return;
     int query = int(item / parts), part = int(item - int64(query) * parts);
     pdl_wait();
-    const Keys keys{starts, ends, lens_stride, per_query, next_n, candidates, candidates_stride, block, columns, count,
-                    compressed_width, {block_table, table_stride, table_rows, table_columns}, bytes, stride, num_slots,
-                    block_size, scales};
+    const Keys keys{starts, ends, lens_stride, per_query, next_n, candidates, candidates_stride,
+                    {block, block_multiplier, block_shift}, columns, count, compressed_width,
+                    {block_table, table_stride, table_rows, table_columns}, bytes, stride, num_slots,
+                    {block_size, block_size_multiplier, block_size_shift}, scales};
     Cursor cursor(keys, query);
     int64 tiles = (cursor.columns + KEYS - 1) / KEYS, first = tiles * part / parts, end = tiles * (part + 1) / parts;
     if (first == end) return;
@@ -313,10 +319,10 @@ index_scores(const QUERY* q, int64 q_stride_b, int64 q_stride_s, int64 q_stride_
 #pragma unroll
                     for (int i = 0; i < 4; ++i)
                         if (HEADS || first_head + 8 * n + 2 * c + i % 2 < heads)  // a product of no head with infinity is NaN
-                            sums[2 * half + i / 2] = fmaf(relu(x[n][i]), of_query.weights[n][i % 2], sums[2 * half + i / 2]);
+                            sums[2 * half + i / 2] = fmaf(positive(x[n][i]), of_query.weights[n][i % 2], sums[2 * half + i / 2]);
             }
         }
-        float score = sum_of_four(sums);
+        float score = sum_of_four(sums) * UNIT;
         uint32 state = states >> 2 * (STAGES - 1) & 3;
         if (LAYOUT::num_scales == 1) score *= __uint_as_float(scale);
         if (state != 3) score = state ? -infinity() : fill;

@@ -37,6 +37,11 @@ __device__ inline uint32 lds32(uint32 address) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(own(address)));
     return x;
 }
+__device__ inline uint32 lds8(uint32 address) {
+    uint32 x;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(own(address)));
+    return x;
+}
 __device__ inline float2 lds_float2(uint32 address) {
     float2 x;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(own(address)));

@@ -91,7 +91,7 @@ __device__ inline void consume(const Problem& problem) {
             wgmma_fence();
 #pragma unroll
             for (int j = 0; j < PRODUCTS; ++j) {
-                uint64 own = q_tile + j * (Q_BYTES / 16);
+                uint64 own = q_tile + j * (PASS / PRODUCTS * Q_BYTES / 16);
 #pragma unroll
                 for (int step = 0; step < DIM / 32; ++step) multiply(x[j], k_tile + 2 * step, own + 2 * step, step > 0);
                 wgmma_commit();
@@ -103,7 +103,7 @@ __device__ inline void consume(const Problem& problem) {
                 present = !PAGED || lds32(PRESENT_AT + 4 * stage) >> in_stage / 8 & 1;
             };
             auto store = [&](int key) {
-                score = present ? score * scale : -infinity();
+                score = present ? score * 0.5f * scale : -infinity();  // sums are doubled
                 if (stores && key >= first && key < end) logits[key] = score;
                 store_maximum(problem, row, key, end, score, stores);
             };
@@ -116,10 +116,18 @@ __device__ inline void consume(const Problem& problem) {
                 read_scale(in_stage + 8);
                 other_scale = scale, other_present = present;
                 read_scale(in_stage);
-                warp_arrive(K_FREE + 8 * stage);
+                if (PRODUCTS == 1) warp_arrive(K_FREE + 8 * stage);
 #pragma unroll
-                for (int query = 0; query < PASS; ++query)
-                    sum_heads(x[0], HEADS / 2 * query, weights[query], sums[0][query], sums[1][query]);
+                for (int query = 0; query < PASS; ++query) {
+                    if (PRODUCTS == 2 && query == PASS / 2) {
+                        wgmma_wait<0>();
+                        pin(x[PRODUCTS - 1]);
+                        warp_arrive(K_FREE + 8 * stage);
+                    }
+                    int of_product = PASS / PRODUCTS;
+                    sum_heads(x[query / of_product], HEADS / 2 * (query % of_product), weights[query], sums[0][query],
+                              sums[1][query]);
+                }
                 score = sum_of_four(sums[0], c);
                 store(key);
                 score = sum_of_four(sums[1], c), scale = other_scale, present = other_present;
@@ -162,7 +170,8 @@ indexer_logits_sm90(const float* weights, int64 weights_stride, const int* start
                     const __grid_constant__ TensorMap k_map, const float* scales, int keys, int compressed_width,
                     const int* block_table, int64 table_stride, int table_rows, int table_columns, const uint8* pages,
                     int64 page_stride, int64 num_slots, int block_size, int box_rows, float* logits,
-                    int64 logits_stride, const uint8* q, int64 q_stride, float* maxima, int64 maxima_stride, int blocks) {
+                    int64 logits_stride, const uint8* q, int64 q_stride, float* maxima, int64 maxima_stride,
+                    int blocks) {
     extern __shared__ uint4 memory[];
     if (uint32(__cvta_generic_to_shared(memory)) != BARRIERS_AT || reinterpret_cast<uint64>(&q_map) % 64) __trap();
     if (threadIdx.x == 0) {

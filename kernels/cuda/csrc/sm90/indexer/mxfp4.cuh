@@ -1,34 +1,41 @@
 // Consumers of MXFP4 keys (sm90/indexer/logits.cu).
 //
-// The keys become e4m3 in registers, as a product's first operand, once for all queries: PASSES products of PASS queries. A key's four
-// scales are at most 2^11 apart in practice: its values, each times its scale over the largest one and 2^6, are e4m3 numbers, so
-// products are exact. Other keys are scored in float32 (score_of_key). A lane has 32 values of two keys, those of one scale each, in an
-// order that queries are brought into as they are loaded: four values 32 c + 8 s + 4 o become those that lane c has at 16 o of step s.
+// The keys become e4m3 in registers, as a product's first operand, once for all queries: PASSES products of PASS queries. A key's
+// four scales are at most 2^11 apart in practice: its values, each times its scale over the largest one and 2^6, are e4m3
+// numbers, so products are exact. Other keys are scored in float32 (score_of_key). A lane has 32 values of two keys, those of
+// one scale each, in an order that queries are brought into as they are loaded: four values 32 c + 8 s + 4 o become those that
+// lane c has at 16 o of step s. While a tile is multiplied, the keys of the next one are expanded.
 #pragma once
 #include "sm90/indexer/products.cuh"
 
 #if MXFP4
 
 constexpr int EXACT_SPAN = 11, LARGEST_SHIFT = 6;  // exponents of a key's scales; those of its values in e4m3
-constexpr float UNIT = 1.0f / (1 << LARGEST_SHIFT);
+constexpr float UNIT = 0.5f / (1 << LARGEST_SHIFT);  // sums are doubled
 
-// This lane's values of keys g and g + 8 as operands of four steps. Returns, for each key, 16 bits: its largest scale, and
-// whether its scales are too far apart.
+// This lane's values of keys g and g + 8 as operands of four steps. Returns, for each key, 16 bits: its largest scale, and whether
+// this lane's scale is too far below it.
 __device__ inline uint32 expand_keys(uint32 row, uint32 scales, int c, uint32 (&a)[4][4]) {
     uint32 found = 0;
+    int own[2], most[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) most[i] = own[i] = lds8(scales + 8 * i * 4 + c);
+#pragma unroll
+    for (int by = 1; by <= 2; by *= 2)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) most[i] = max(most[i], __shfl_xor_sync(~0u, most[i], by));
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         uint4 codes = lds128(row + 8 * i * ROW_BYTES + 16 * c);
-        uint32 bytes = lds32(scales + 8 * i * 4), words[4] = {codes.x, codes.y, codes.z, codes.w};
-        int first = bytes & 255, second = bytes >> 8 & 255, third = bytes >> 16 & 255, fourth = bytes >> 24;
-        int most = max(max(first, second), max(third, fourth)), least = min(min(first, second), min(third, fourth));
-        int shift = max(int(bytes >> 8 * c & 255) - most, -EXACT_SPAN) + LARGEST_SHIFT;
+        uint32 words[4] = {codes.x, codes.y, codes.z, codes.w};
+        int below = own[i] - most[i], shift = max(below, -EXACT_SPAN) + LARGEST_SHIFT;
         // e4m3 numbers times 2^shift, without borrows: 0, 0.5, 1, 1.5 and 2, 3, 4, 6.
         uint32 small = 0x3c383000 + shift * 0x08080800, large = 0x4c484440 + shift * 0x08080808;
-        found |= uint32(most | (most - least > EXACT_SPAN) << 8) << 16 * i;
+        found |= uint32(most[i] | (below < -EXACT_SPAN) << 8) << 16 * i;
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
             uint32 magnitudes = words[step] & 0x77777777, even = words[step] << 4;
+            asm("" : "+r"(magnitudes));  // else both halves are masked
             a[step][i] = __byte_perm(small, large, magnitudes) | (__byte_perm(even, words[step], 0x5140) & 0x80808080);
             a[step][2 + i] = __byte_perm(small, large, magnitudes >> 16) | (__byte_perm(even, words[step], 0x7362) & 0x80808080);
         }
@@ -79,7 +86,7 @@ __device__ inline void score_rare_keys(uint32 found, int stage, int own_row, int
     for (int upper = 0; upper < 2; ++upper) {
 #pragma unroll 1
         for (uint32 rare = __ballot_sync(~0u, found >> (16 * upper + 8) & 1); rare;) {
-            int from = __ffs(rare) - 1, row = own_row - lane / 4 + from / 4 + 8 * upper;
+            int from = (__ffs(rare) - 1) & ~3, row = own_row - lane / 4 + from / 4 + 8 * upper;
             rare &= ~(0xfu << from);
 #pragma unroll 1
             for (int query = 0; query < PASS; ++query) {
@@ -107,14 +114,15 @@ __device__ inline void consume(const Problem& problem) {
         int key = int(lds32(info)) + own_key, tiles = __shfl_sync(~0u, int(lds32(info + 4)), 0);
         if (!tiles) return;
         int first_row = lds32(info + 8 + 8 * QUERIES);
-#pragma unroll 1
-        for (; tiles; --tiles, key += KEYS) {
-            barrier_wait(K_READY + 8 * stage, parity);
-            uint32 a[4][4], keys = K_AT + stage * K_BYTES + row * ROW_BYTES, scales = SCALES_AT + (stage * RING_KEYS + row) * 4;
-            uint32 found = expand_keys(keys, scales, c, a);
+        auto keys_at = [&](int at) { return K_AT + at * K_BYTES + row * ROW_BYTES; };
+        auto scales_at = [&](int at) { return SCALES_AT + (at * RING_KEYS + row) * 4; };
+        // Score a tile, whose keys are `a`; meanwhile expand those of the next one.
+        auto score_tile = [&](uint32 (&a)[4][4], uint32 found, uint32 (&next)[4][4], uint32& found_next) {
             uint32 present = lds32(PRESENT_AT + 4 * stage) >> row / 8;  // of row, and of row + 8
             float scale = scale_of(found >> 16 * upper & 255);
             bool rare = __any_sync(~0u, found & 0x01000100 && present & 3);
+            int after = stage + RINGS >= RINGS * K_STAGES ? stage + RINGS - RINGS * K_STAGES : stage + RINGS;
+            uint32 parity_after = after < stage ? parity ^ 1 : parity;
 #pragma unroll 1
             for (int pass = 0; pass < PASSES; ++pass) {
                 int query = pass * PASS + own_query;
@@ -126,6 +134,13 @@ __device__ inline void consume(const Problem& problem) {
 #pragma unroll
                 for (int step = 0; step < DIM / 32; ++step) multiply(x, a[step], q_tile + 2 * step, step > 0);
                 wgmma_commit();
+                if (pass == PASSES - 1 && tiles > 1) {
+                    barrier_wait(K_READY + 8 * after, parity_after);
+                    found_next = expand_keys(keys_at(after), scales_at(after), c, next);
+                }
+                int first = lds32(info + 8 + 4 * query), end = lds32(info + 8 + 4 * (QUERIES + query));
+                wgmma_wait<0>();
+                pin(x);
                 float weights[PASS][HEADS / 4];
 #pragma unroll
                 for (int i = 0; i < PASS; ++i)
@@ -134,9 +149,6 @@ __device__ inline void consume(const Problem& problem) {
                         float2 pair = lds_float2(WEIGHTS_AT + ((at + i) * HEADS + 8 * n + 2 * c) * 4);
                         weights[i][2 * n] = pair.x, weights[i][2 * n + 1] = pair.y;
                     }
-                int first = lds32(info + 8 + 4 * query), end = lds32(info + 8 + 4 * (QUERIES + query));
-                wgmma_wait<0>();
-                pin(x);
                 float score, low, high;
                 sum_heads(x, 0, weights[0], low, high);
                 if constexpr (PASS == 2) {
@@ -156,7 +168,17 @@ __device__ inline void consume(const Problem& problem) {
                 store_maximum(problem, first_row + query, key, end, score, stores);
             }
             warp_arrive(K_FREE + 8 * stage);
-            if ((stage += RINGS) >= RINGS * K_STAGES) stage -= RINGS * K_STAGES, parity ^= 1;
+            stage = after, parity = parity_after, key += KEYS, --tiles;
+        };
+        uint32 even[4][4], odd[4][4], found_even, found_odd;
+        barrier_wait(K_READY + 8 * stage, parity);
+        found_even = expand_keys(keys_at(stage), scales_at(stage), c, even);
+#pragma unroll 1
+        while (true) {
+            score_tile(even, found_even, odd, found_odd);
+            if (!tiles) break;
+            score_tile(odd, found_odd, even, found_even);
+            if (!tiles) break;
         }
         warp_arrive(Q_FREE + 8 * q_stage);
     }

@@ -53,9 +53,9 @@ struct Producer {
 #pragma unroll 4
             for (int row = 0; row < QUERIES * HEADS; ++row) {
                 bool present = row / HEADS < count;
-                const uint8* from = problem.q + (present ? (query + row / HEADS) * problem.q_stride + row % HEADS * DIM : 0) + 4 * lane;
+                int64 offset = present ? (query + row / HEADS) * problem.q_stride + row % HEADS * DIM : 0;
                 uint32 to = Q_AT + q_stage * QUERIES * Q_BYTES + row * DIM + ((word / 4 ^ row % 8) << 4) + word % 4 * 4;
-                copy_async<4>(to, from, present);
+                copy_async<4>(to, problem.q + offset + 4 * lane, present);
             }
         } else if (tiles && lane < QUERIES)
             tma_load(Q_AT + (q_stage * QUERIES + lane) * Q_BYTES, q_map, 0, 0, query + lane, ready);
@@ -93,8 +93,9 @@ struct Producer {
                 if (lane >> boxes_log == i && place.page >= 0) {
                     int row = key % RING_KEYS;
                     const uint8* page = problem.pages + place.page * problem.page_stride;
-                    if (MXFP4) bulk_load_once(K_AT + stage * K_BYTES + row * ROW_BYTES, page + place.row * ROW_BYTES, problem.box_rows * ROW_BYTES, ready);
-                    else tma_load_once(K_AT + stage * K_BYTES + row * DIM, k_map, 0, place.row, int(place.page), ready);
+                    uint32 to = K_AT + stage * K_BYTES + row * ROW_BYTES;
+                    if (MXFP4) bulk_load_once(to, page + place.row * ROW_BYTES, problem.box_rows * ROW_BYTES, ready);
+                    else tma_load_once(to, k_map, 0, place.row, int(place.page), ready);
                     const uint8* scales = page + int64(problem.block_size) * ROW_BYTES + place.row * 4;
                     bulk_load_once(SCALES_AT + (stage * RING_KEYS + row) * 4, scales, problem.box_rows * 4, ready);
                 }

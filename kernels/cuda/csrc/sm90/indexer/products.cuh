@@ -54,7 +54,7 @@ __device__ inline void multiply(float (&x)[64], const uint32 (&a)[4], uint64 q, 
 
 // The largest of 8 logits that the lanes with one c have, those before `end`, to the maxima of a row.
 __device__ inline void store_maximum(const Problem& problem, int64 row, int key, int end, float score, bool stores) {
-    if (!MAXIMA) return;
+#if MAXIMA
     float best = key < end ? score : -infinity();
 #pragma unroll
     for (int by = 4; by < 32; by *= 2) best = fmaxf(best, __shfl_xor_sync(~0u, best, by));  // which leaves NaN out
@@ -62,28 +62,30 @@ __device__ inline void store_maximum(const Problem& problem, int64 row, int key,
         best = best > -infinity() ? fminf(best, __uint_as_float(0x7f7fffff)) : __uint_as_float(0x7fc00000);
         problem.maxima[row * problem.maxima_stride + key / 8] = key / 8 == (end - 1) / 8 ? infinity() : best;
     }
+#endif
 }
 
 // NaN for blocks that rows do not have.
 __device__ inline void clear_other_maxima(const Problem& problem) {
-    if (!MAXIMA) return;
+#if MAXIMA
     for (int64 row = blockIdx.x; row < int64(problem.table.rows) * problem.queries; row += gridDim.x) {
         int entry = row / problem.queries, first, end;
         problem.range_of(entry, row - int64(entry) * problem.queries, first, end);
         for (int i = (end + 7) / 8 + threadIdx.x; i < problem.blocks; i += THREADS)
             problem.maxima[row * problem.maxima_stride + i] = __uint_as_float(0x7fc00000);
     }
+#endif
 }
 
-// The weighted sums over a thread's HEADS / 4 heads for its keys g and g + 8, for the query whose products begin at x[first].
+// Twice the weighted sums over a thread's HEADS / 4 heads for its keys g and g + 8, for the query whose products begin at x[first].
 __device__ inline void sum_heads(const float (&x)[COLUMNS], int first, const float (&weights)[HEADS / 4], float& low, float& high) {
     float sums[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sums[i] = relu(x[first + i]) * weights[i % 2];
+    for (int i = 0; i < 4; ++i) sums[i] = twice_relu(x[first + i]) * weights[i % 2];
 #pragma unroll
     for (int n = 1; n < HEADS / 8; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sums[i] = fmaf(relu(x[first + 4 * n + i]), weights[2 * n + i % 2], sums[i]);
+        for (int i = 0; i < 4; ++i) sums[i] = fmaf(twice_relu(x[first + 4 * n + i]), weights[2 * n + i % 2], sums[i]);
     low = sums[0] + sums[1], high = sums[2] + sums[3];
 }
 

@@ -14,9 +14,9 @@ constexpr int Q_STAGES = 2, K_STAGES = QUERY_GROUPS >= 2 ? 8 : WIDE ? 5 : 6;
 constexpr int Q_BYTES = HEADS * DIM, ROW_BYTES = MXFP4 ? DIM / 2 : DIM;
 constexpr int RINGS = PAGED ? KEY_GROUPS : 1, RING_KEYS = KEYS / RINGS;  // a ring has K_STAGES stages, loaded by one warp
 constexpr int Q_WARP = RINGS < 4 ? RINGS : 0;  // the warp that loads queries
-// Where tiles arrive no faster than they are needed, the first of two queries of 64 heads is reduced while the second is
-// multiplied. Elsewhere one product of all queries reads less shared memory.
-constexpr int PRODUCTS = PAGED && QUERY_GROUPS == 1 && HEADS == 64 ? PASS : 1;
+// Where tiles arrive no faster than they are needed, the first half of 128 columns is reduced while the second is multiplied.
+// Elsewhere one product of all queries reads less shared memory.
+constexpr int PRODUCTS = PAGED && QUERY_GROUPS == 1 && HEADS * PASS == 128 ? 2 : 1;
 constexpr int COLUMNS = HEADS / 2 * PASS / PRODUCTS;  // in a thread's registers
 static_assert(HEADS * PASS <= 128 && Q_BYTES % 1024 == 0);
 
