@@ -42,7 +42,9 @@ def _find_maxima(first_row, end_row, logits, first, count, block, maxima):
 
 def paged_logits_and_blocks(given: PagedScores, block: int, maxima: np.ndarray, candidates: np.ndarray) -> None:
     paged_mqa_logits(given)
-    select_candidate_blocks(given.logits, Rows(lens=given.context_lens, next_n=given.q.shape[1]), block, maxima, candidates)
+    select_candidate_blocks(
+        given.logits, Rows(lens=given.context_lens, next_n=given.q.shape[1]), block, maxima, candidates
+    )
 
 
 def apply_candidate_mask(logits: np.ndarray, rows: Rows, candidates: np.ndarray, block: int, fill: float) -> None:

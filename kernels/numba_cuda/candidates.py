@@ -76,7 +76,9 @@ def maxima_kernel(logits, starts, ends, lens, next_n, block, maxima):
 
 def paged_logits_and_blocks(given: PagedScores, block: int, maxima: Any, candidates: Any) -> None:
     paged_mqa_logits(given)
-    select_candidate_blocks(given.logits, Rows(lens=given.context_lens, next_n=given.q.shape[1]), block, maxima, candidates)
+    select_candidate_blocks(
+        given.logits, Rows(lens=given.context_lens, next_n=given.q.shape[1]), block, maxima, candidates
+    )
 
 
 def apply_candidate_mask(logits: Any, rows: Rows, candidates: Any, block: int, fill: float) -> None:

@@ -31,7 +31,9 @@ def select_candidate_blocks(
 def paged_logits_and_blocks(given: PagedScores, block: int, maxima: np.ndarray, candidates: np.ndarray) -> None:
     """Scores as paged_mqa_logits, and the blocks with the best of them."""
     paged_mqa_logits(given)
-    select_candidate_blocks(given.logits, Rows(lens=given.context_lens, next_n=given.q.shape[1]), block, maxima, candidates)
+    select_candidate_blocks(
+        given.logits, Rows(lens=given.context_lens, next_n=given.q.shape[1]), block, maxima, candidates
+    )
 
 
 def apply_candidate_mask(logits: np.ndarray, rows: Rows, candidates: np.ndarray, block: int, fill: float) -> None:
