@@ -190,8 +190,7 @@ def indexer_topk(
                     kernels.paged_mqa_logits(given)
                 else:
                     maxima, _ = rows_in(rest, count, maxima_bytes, block_columns)
-                    with call.kernels("candidates") as of_blocks:
-                        of_blocks.paged_logits_and_blocks(given, candidate_block_size, maxima, blocks[some])
+                    score_with_blocks(call, given, candidate_block_size, maxima, blocks[some])
                 choose_from = Rows(lens=lens[entries], next_n=next_n)
                 if mapped is not None:
                     found, found_lens, is_valid = (None if array is None else array[some] for array in mapped)
@@ -209,6 +208,12 @@ def indexer_topk(
             if indices.size:
                 kernels.top_k_per_row(logits, choose_from, indices[some], places)
     return call.results()
+
+
+def score_with_blocks(call: Call, given: PagedScores, block: int, maxima: Any, candidates: Any) -> None:
+    """Scores of pages, and the candidate blocks with the best of them."""
+    with call.kernels("candidates") as kernels:
+        kernels.paged_logits_and_blocks(given, block, maxima, candidates)
 
 
 def checked_slots(
