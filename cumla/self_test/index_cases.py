@@ -89,6 +89,12 @@ def _indexer_slots(bench: Bench) -> Sequence[Any]:
     return chosen, *slots
 
 
+def _indexer_blocks(bench: Bench) -> Sequence[Any]:
+    blocks = bench.xp.full((6, 2), UNWRITTEN, np.int32)
+    chosen = indexer_topk(kv=bench.cache(INDEXER_FP8), topk=4, candidate_blocks=blocks, **_indexer_paged(bench))
+    return chosen, blocks
+
+
 def _candidate_blocks(bench: Bench) -> Sequence[Any]:
     logits = bench.put(bench.rng.integers(-20, 20, (5, 90)), np.float32)
     return (select_candidate_blocks(logits, 4, None, bench.indices(100, 5), backend=bench.backend),)
@@ -176,6 +182,7 @@ CASES = (
     Case("get_paged_mqa_logits_metadata", "", "indexer", (EQUAL,), _indexer_schedule),
     Case("top_k_per_row", "", "indexer", (EQUAL,), _top_k),
     Case("indexer_topk", "", "indexer", (EQUAL,), _indexer_topk),
+    Case("indexer_topk", "candidate_blocks", "indexer", (EQUAL,) * 2, _indexer_blocks),
     Case("indexer_topk", "slots", "indexer", (EQUAL,) * 3, _indexer_slots),
     Case("select_candidate_blocks", "", "candidates", (EQUAL,), _candidate_blocks),
     Case("apply_candidate_mask", "", "candidates", (EQUAL,), _candidate_mask),
