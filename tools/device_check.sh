@@ -7,7 +7,8 @@
 # Parts: correct (tests, sanitizers, check and small replays, in parallel: no timings, 2 to 5 minutes depending on the
 # number of cores) fences decode poisoned prefill prefill_chunks indexer compressor layers mla attention_backends cache
 # indices metadata interop replay (all of them, in this order: about 12 minutes); only when named: tests, soak (operations
-# repeated for two minutes, bitwise), trace (10 minutes, OPTIONS in TRACE), or parallel, on a machine with several GPUs
+# repeated for two minutes, bitwise), trace (10 minutes, OPTIONS in TRACE), portable, or
+# parallel, on a machine with several GPUs
 [ $# -gt 0 ] || { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 2; }
 dir=$1
 shift
@@ -70,7 +71,7 @@ for name in ${*:-correct fences decode poisoned prefill prefill_chunks indexer c
         ;;
     trace) part trace 590 60 python3 -m cumla bench trace $TRACE --json "$logs/trace.json" ;; # split into options
     layers | interop | parallel) part "$name" 90 0 python3 "benchmarks/$name.py" --json "$logs/$name.json" ;;
-    decode | prefill | indexer | cache)
+    decode | prefill | indexer | cache | portable)
         part "$name" 240 0 python3 benchmarks/operations.py "$name" --json "$logs/$name.json" ;;
     *) part "$name" 90 0 python3 benchmarks/operations.py "$name" --json "$logs/$name.json" ;;
     esac
