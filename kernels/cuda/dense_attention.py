@@ -18,7 +18,7 @@ from .tma import NO_MAP, Words, box_rows, map_of_pages
 MAX_HEAD_DIM = 256
 LOG2_E = 1.4426950408889634
 HOPPER_HEAD_DIMS = (192, 64, 128)  # of q, of its RoPE part, of v: sizes of sm90/dense/mha_varlen.cu
-HOPPER_CACHE_BYTES = 1 << 36  # limit of sm90/dense/decode/
+HOPPER_CACHE_BYTES = 1 << 36  # limit of sm90/dense/decode/, beside that of all tokens' blocks
 
 
 def mha_varlen(given: PackedAttention) -> None:
@@ -67,9 +67,11 @@ def dense_mla_decode(given: DenseDecode) -> None:
     (batch, s_q, heads, _), device = q.shape, q.device.id
     value, aligned = C_NAMES[q.dtype.name], is_aligned(q, pages.bytes, out)
     cache_bytes = len(pages.bytes) * pages.bytes.strides[0]
-    hopper = aligned and scale is None and cache_bytes <= HOPPER_CACHE_BYTES and is_hopper(device)
+    tokens, blocks = batch * s_q, block_table.shape[1] * pages.block_size // HOPPER_DECODE.keys
+    fits = cache_bytes <= HOPPER_CACHE_BYTES and tokens * (blocks + 1 + TOKEN_COST) < 1 << 31
+    hopper = aligned and scale is None and fits and is_hopper(device)
     made = HOPPER_DECODE if hopper else PORTABLE_DECODE
-    groups, tokens, sms = -(-heads // made.heads), batch * s_q, device_sms(device)
+    groups, sms = -(-heads // made.heads), device_sms(device)
     if hopper:
         ranges = range_count(tokens, groups, max_seqlen, sms)
         divisible = ranges > 1 and max_seqlen > made.keys * (2 * MIN_PART - 1)

@@ -3,6 +3,7 @@
 // The *cost* of a query token is TOKEN_COST and the blocks of its keys. The costs of all tokens, one after another, are divided
 // into ranges of equal length, one for each CTA (of each group of heads). A token that a boundary divides has a *part* in each
 // of the ranges; common/dense_decode_merge.cu combines them. Where whole tokens fill the device as evenly, none is divided.
+// Limit: all costs together are below 2^31.
 #pragma once
 #include "sm90/dense/decode/memory.cuh"
 
@@ -61,45 +62,38 @@ __device__ inline DenseWork load_work(uint32 window) {
     return {{uniform(x.x), uniform(x.y)}, {uniform(x.z), uniform(x.w)}, 0};
 }
 
-// a / b of numbers that are not negative. Division of 64 bits takes a microsecond.
-__device__ inline int64 quotient(int64 a, int64 b) { return (a | b) >> 32 ? a / b : int64(uint32(a) / uint32(b)); }
-
 // The boundary at a cost, which is within those of `token` that start at `start`.
-__device__ inline DenseBoundary boundary_within(int token, int64 start, int blocks, int64 cost) {
-    int64 block = cost - start - TOKEN_COST;
+__device__ inline DenseBoundary boundary_within(int token, int start, int blocks, int cost) {
+    int block = cost - start - TOKEN_COST;
     if (block < MIN_PART) block = 0;
     else if (block > blocks - MIN_PART) block = blocks;
-    return cost > start && block == blocks ? DenseBoundary{token + 1, 0} : DenseBoundary{token, int(block)};
+    return cost > start && block == blocks ? DenseBoundary{token + 1, 0} : DenseBoundary{token, block};
 }
 
 // The work of CTA `range` of `ranges`. Called by a warp, whose lanes get the same result.
 __device__ inline DenseWork divide_work(const DenseTokens& tokens, int ranges, int range, bool divisible) {
-    int lane = threadIdx.x % 32, longest = 0;
-    int64 total = 0;
+    int lane = threadIdx.x % 32, longest = 0, total = 0;
     for (int token = lane; token < tokens.count; token += 32) {
         int cost = TOKEN_COST + tokens.blocks(token);
         total += cost, longest = max(longest, cost);
     }
-    for (int other = 16; other; other /= 2) {
-        total += __shfl_xor_sync(~0u, total, other);
-        longest = max(longest, __shfl_xor_sync(~0u, longest, other));
-    }
+    total = __reduce_add_sync(~0u, total), longest = uniform(longest);
     int whole = (tokens.count + ranges - 1) / ranges;  // tokens of a CTA if none is divided
-    int64 length = max(quotient(total + ranges - 1, ranges), int64(MIN_RANGE));
-    if (!divisible || 32 * int64(whole) * longest <= 33 * (length + TOKEN_COST + MIN_PART))
+    int length = max((total - 1) / ranges + 1, MIN_RANGE);
+    if (!divisible || 32 * int64(whole) * longest <= 33 * int64(length + TOKEN_COST + MIN_PART))
         return {{min(tokens.count, range * whole), 0}, {min(tokens.count, (range + 1) * whole), 0}, 1};
 
     DenseWork work{{tokens.count, 0}, {tokens.count, 0}, 1};
-    int64 begin = range * length, end = begin + length, before = 0;
+    int begin = min(range * int64(length), int64(total)), end = min(begin + int64(length), int64(total)), before = 0;
     for (int first = 0; first < tokens.count && before <= end; first += 32) {
         int token = first + lane, blocks = token < tokens.count ? tokens.blocks(token) : 0;
         int cost = token < tokens.count ? TOKEN_COST + blocks : 0;
-        int64 up_to = cost;
+        int up_to = cost;
         for (int step = 1; step < 32; step *= 2) {
-            int64 left = __shfl_up_sync(~0u, up_to, step);
+            int left = __shfl_up_sync(~0u, up_to, step);
             if (lane >= step) up_to += left;
         }
-        int64 start = before + up_to - cost;
+        int start = before + up_to - cost;
         before += __shfl_sync(~0u, up_to, 31);
         uint32 begins = __ballot_sync(~0u, begin >= start && begin < start + cost);
         uint32 ends = __ballot_sync(~0u, end >= start && end < start + cost);
@@ -107,8 +101,8 @@ __device__ inline DenseWork divide_work(const DenseTokens& tokens, int ranges, i
         if (begins) work.begin = {__shfl_sync(~0u, here.token, __ffs(begins) - 1), __shfl_sync(~0u, here.block, __ffs(begins) - 1)};
         here = boundary_within(token, start, blocks, end);
         if (ends) {
-            int64 lowest = start + TOKEN_COST + MIN_PART, highest = start + TOKEN_COST + blocks - MIN_PART;
-            int boundaries = int(quotient(highest, length) - quotient(lowest - 1, length)), owner = __ffs(ends) - 1;
+            int lowest = start + TOKEN_COST + MIN_PART, highest = start + TOKEN_COST + blocks - MIN_PART;
+            int boundaries = highest / length - (lowest - 1) / length, owner = __ffs(ends) - 1;
             work.end = {__shfl_sync(~0u, here.token, owner), __shfl_sync(~0u, here.block, owner)};
             work.parts = 1 + __shfl_sync(~0u, boundaries, owner);
         }
