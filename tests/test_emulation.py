@@ -56,12 +56,12 @@ def test_every_operation(here, name, device):
 
 
 @SCHEDULES
-@pytest.mark.parametrize(("tile", "rows", "splits"), [(8, 128, 4), (16, 32, 2), (8, 16, 1)])
-def test_products_of_clusters(here, rng, monkeypatch, schedule, tile, rows, splits):
+@pytest.mark.parametrize("tiles", [(8, 128, 4), (16, 32, 2), (8, 16, 1), (16, 128, 2, True)], ids=str)
+def test_products_of_clusters(here, rng, monkeypatch, schedule, tiles):
     """CTAs of a cluster write their sums, and leave, at any time."""
-    monkeypatch.setattr(projection, "division", lambda *_: (tile, rows, splits))
+    monkeypatch.setattr(projection, "division", lambda *_: projection.Tiles(*tiles))
     codes, scales = rng.integers(0, 120, (150, 1100)).astype(np.uint8), np.full((2, 9), 0.25, np.float32)
-    x = rng.standard_normal((tile - 1, 1100)).astype(BF16)
+    x = rng.standard_normal((tiles[0] - 1, 1100)).astype(BF16)
     with emulation.scheduled(schedule):
         got = here.get(cumla.fp8_block_linear(*map(here.put, (x, codes, scales)), float32_output=True, backend="cuda"))
     want = cumla.fp8_block_linear(x, codes, scales, float32_output=True, backend="reference")

@@ -21,6 +21,7 @@ class BlockScaledWeight:
     codes    [N, K] or [G, N, K] uint8, e4m3, rows contiguous
     scales   [ceil(N / block_rows), ceil(K / block_columns)] float32, of groups [G, ...]
     scratch  memory for the rows that a product of many tokens dequantises
+    finite   whether it is known that no code is NaN
     """
 
     codes: Any
@@ -28,6 +29,7 @@ class BlockScaledWeight:
     block_rows: int
     block_columns: int
     scratch: Scratch
+    finite: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -110,4 +112,5 @@ def block_scaled(weights: list[BlockQuantizedWeight], xp: Any, scratch: Scratch)
     ]
     codes = xp.concatenate([each.codes for each in made]) if len(made) > 1 else made[0].codes
     scales = np.concatenate([each.scales for each in made])
-    return BlockScaledWeight(codes, xp.asarray(scales), rows, block_columns, scratch)
+    finite = xp is not np and not bool(((codes & 0x7F) == 0x7F).any())  # only devices' kernels have a use for it
+    return BlockScaledWeight(codes, xp.asarray(scales), rows, block_columns, scratch, finite)

@@ -26,6 +26,7 @@ def block_scaled_product(
     block_columns: int,
     out: np.ndarray,
     prefetch: bool,
+    finite: bool,
 ) -> None:
     """out [n, M, N] = x [n, M, K] W^T, W of e4m3 codes [n, N, K] and a scale for each block.
 

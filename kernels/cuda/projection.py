@@ -2,11 +2,11 @@
 
 import ctypes
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...arrays.streams import Side
 from .compile import kernel
-from .device import device_sms, has_clusters, shared_bytes_per_block
+from .device import device_sms, has_clusters, is_hopper, shared_bytes_per_block
 from .launch import C_NAMES, Kernel, is_aligned, pointer, strides
 
 # Values of cudaDataType, cublasComputeType_t, cublasGemmAlgo_t and cublasOperation_t.
@@ -16,9 +16,9 @@ COMPUTE_32F, ALGORITHM_DEFAULT, AS_IS, TRANSPOSED = 68, -1, 0, 1
 ONE, ZERO = ctypes.c_float(1), ctypes.c_float(0)
 WORKSPACE_BYTES = 32 << 20  # cuBLAS's own size on Hopper
 
-# sm80/projection.cu
+# sm80/projection.cu and sm90/projection.cu
 WARPS = 8
-TILES = (8, 16, 32, 64, 128)  # tokens
+TILES = (8, 16, 32, 64, 128)  # tokens; by wgmma from 16 on
 MOST_ROWS, LEAST_ROWS, MOST_SPLITS = 128, 16, 8  # of weights a tile; CTAs that divide K
 CHUNK = 128  # columns that a warp takes at a time
 MOST_STAGES = 6
@@ -115,37 +115,47 @@ def cublas_library(handle: int) -> Any:
 
 
 def block_scaled_product(
-    x: Any, weight: Any, scales: Any, block_rows: int, block_columns: int, out: Any, prefetch: bool
+    x: Any, weight: Any, scales: Any, block_rows: int, block_columns: int, out: Any, prefetch: bool, finite: bool
 ) -> None:
     """out [n, M, N] = x [n, M, K] W^T, W of e4m3 codes [n, N, K] and a scale for each block.
 
     x is bfloat16, out bfloat16 or float32; the last axes are contiguous. prefetch: read weights while the preceding
-    kernel still runs.
+    kernel still runs; finite: no code is NaN.
     """
     groups, tokens, columns = x.shape
     rows = weight.shape[1]
-    tile, tile_rows, splits = division(rows, columns, groups, tokens, out.device.id)
+    tiles = division(rows, columns, groups, tokens, out.device.id)
     made, shared_bytes = product_kernel(
-        tile, tile_rows, splits, C_NAMES[out.dtype.name], block_columns % CHUNK > 0,
-        is_aligned(x, weight, out), prefetch, out.device.id,
+        tiles, C_NAMES[out.dtype.name], block_columns % CHUNK > 0, is_aligned(x, weight, out), prefetch, finite,
+        out.device.id,
     )  # fmt: skip
-    tiles = -(-tokens // tile)
+    of_tokens = -(-tokens // tiles.tokens)
     made(
-        (splits, -(-rows // tile_rows), groups * tiles),
+        (tiles.splits, -(-rows // tiles.rows), groups * of_tokens),
         (32 * WARPS,),
         (
             weight, scales, *strides(weight)[:2], *strides(scales)[:2], rows, columns, block_rows, block_columns,
-            x, out, *strides(x)[:2], *strides(out)[:2], tokens, tiles,
+            x, out, *strides(x)[:2], *strides(out)[:2], tokens, of_tokens,
         ),
         shared_mem=shared_bytes,
         overlap=True,
     )  # fmt: skip
 
 
+class Tiles(NamedTuple):
+    """Tokens and rows of a tile, the CTAs that divide its columns, and whether wgmma multiplies it."""
+
+    tokens: int
+    rows: int
+    splits: int
+    hopper: bool = False
+
+
 @functools.lru_cache(maxsize=256)
-def division(rows: int, columns: int, groups: int, tokens: int, device: int) -> tuple[int, int, int]:
-    """Tokens and rows of a tile, and the CTAs that divide its columns: as many CTAs as a device runs at a time."""
-    tile = next((size for size in TILES if size >= tokens), TILES[-1])
+def division(rows: int, columns: int, groups: int, tokens: int, device: int) -> Tiles:
+    """As many CTAs as a device runs at a time."""
+    hopper = is_hopper(device)
+    tile = next((size for size in TILES[int(hopper) :] if size >= tokens), TILES[-1])
     at_a_time = device_sms(device) * (2 if tile <= TWO_CTAS else 1)
     most_splits = MOST_SPLITS if has_clusters(device) else 1
     tile_rows, splits = MOST_ROWS, 1
@@ -156,11 +166,11 @@ def division(rows: int, columns: int, groups: int, tokens: int, device: int) -> 
     ):  # fmt: skip
         splits *= 2
     while (
-        most_splits == 1 and tile_rows > LEAST_ROWS and ring_stages(tile, tile_rows // 2, device) > 1
+        not hopper and most_splits == 1 and tile_rows > LEAST_ROWS and ring_stages(tile, tile_rows // 2, device) > 1
         and tiles * -(-rows // tile_rows) < device_sms(device)
     ):  # fmt: skip
         tile_rows //= 2
-    return tile, tile_rows, splits
+    return Tiles(tile, tile_rows, splits, hopper)
 
 
 def depth_of(tile_rows: int) -> int:
@@ -179,17 +189,17 @@ def ring_stages(tile: int, tile_rows: int, device: int) -> int:
 
 @functools.cache
 def product_kernel(
-    tile: int, tile_rows: int, splits: int, output: str, fine: bool, aligned: bool, prefetch: bool, device: int
+    tiles: Tiles, output: str, fine: bool, aligned: bool, prefetch: bool, finite: bool, device: int
 ) -> tuple[Kernel, int]:
-    """A kernel of sm80/projection.cu, and the shared memory that it needs."""
-    depth = depth_of(tile_rows)
-    stages = max(ring_stages(tile, tile_rows, device), 2)
+    """The kernel for such tiles, and the shared memory that it needs."""
+    depth, stages = depth_of(tiles.rows), max(ring_stages(tiles.tokens, tiles.rows, device), 2)
+    file, arch = ("sm90/projection.cu", "sm_90a") if tiles.hopper else ("sm80/projection.cu", None)
     made = kernel(
-        "sm80/projection.cu", "block_scaled_product", TOKENS=tile, ROWS=tile_rows, SPLITS=splits, STAGES=stages,
-        OUTPUT=output, FINE=int(fine), ALIGNED=int(aligned), EARLY=int(prefetch),
+        file, "block_scaled_product", arch, TOKENS=tiles.tokens, ROWS=tiles.rows, SPLITS=tiles.splits, STAGES=stages,
+        OUTPUT=output, FINE=int(fine), ALIGNED=int(aligned), EARLY=int(prefetch), FINITE=int(finite),
     )  # fmt: skip
-    sums = depth // CHUNK * tile * (tile_rows + 4) * 4
-    shared_bytes = max(stages * depth * (tile_rows + 2 * tile), sums)
+    sums = depth // CHUNK * tiles.tokens * (tiles.rows + 4) * 4
+    shared_bytes = max(stages * depth * (tiles.rows + 2 * tiles.tokens), sums)
     made.max_dynamic_shared_size_bytes = shared_bytes
     return made, shared_bytes
 

@@ -6,6 +6,7 @@ import pytest
 
 from cumla import fp8_block_linear
 from cumla.kernels.cuda import projection
+from cumla.kernels.cuda.projection import Tiles
 from support.lab import BF16
 
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -117,18 +118,22 @@ def test_nothing_to_do(lab):
 
 
 @pytest.mark.parametrize(
-    ("tile", "rows", "splits", "fine"),
-    [(8, 128, 4, 0), (8, 16, 1, 0), (16, 32, 2, 1), (32, 128, 8, 0), (64, 64, 2, 0), (128, 128, 2, 1), (16, 256, 2, 0)],
-)
-@pytest.mark.thorough(when=lambda x: x.emulated and x.get("tile") > 32)
-def test_divisions(device, rng, monkeypatch, tile, rows, splits, fine):
+    ("tiles", "fine"),
+    [
+        (Tiles(8, 128, 4), 0), (Tiles(8, 16, 1), 0), (Tiles(16, 32, 2), 1), (Tiles(32, 128, 8), 0),
+        (Tiles(64, 64, 2), 0), (Tiles(128, 128, 2), 1), (Tiles(16, 256, 2), 0), (Tiles(16, 128, 4, True), 0),
+        (Tiles(32, 128, 1, True), 1), (Tiles(64, 128, 2, True), 0), (Tiles(128, 128, 8, True), 0),
+    ],
+)  # fmt: skip
+@pytest.mark.thorough(when=lambda x: x.emulated and x.get("tiles").tokens > 32)
+def test_divisions(device, rng, monkeypatch, tiles, fine):
     """Every division of the work gives the same values: rows and tokens of a tile, and clusters that divide columns."""
-    monkeypatch.setattr(projection, "division", lambda *_: (tile, rows, splits))
+    monkeypatch.setattr(projection, "division", lambda *_: tiles)
     block = (32, 32) if fine else (128, 128)
-    tokens, columns = tile + 1 if tile < 32 else tile - 1, 1184
+    tokens, columns = tiles.tokens + 1 if tiles.tokens < 32 else tiles.tokens - 1, 1184
     x, (codes, scales) = (
         rng.standard_normal((tokens, columns)).astype(BF16),
-        weights(rng, rows + 8, columns, block=block),
+        weights(rng, tiles.rows + 8, columns, block=block),
     )
     codes[3, 1000] = 0x7F
     got = call(device, x, codes, scales, float32_output=True, block_rows=block[0], block_columns=block[1])
@@ -148,9 +153,10 @@ def test_small_weights_occupy_the_device(monkeypatch, sms, clusters):
     """CTAs that divide the columns, or tiles of fewer rows where there are no clusters."""
     monkeypatch.setattr(projection, "device_sms", lambda _: sms)
     monkeypatch.setattr(projection, "has_clusters", lambda _: clusters)
+    monkeypatch.setattr(projection, "is_hopper", lambda _: clusters)
     for rows, columns, groups in ((1536, 4096, 1), (32768, 1024, 1), (8192, 1024, 1), (4096, 8192, 1), (1024, 4096, 8)):
         for tokens in (1, 32) if clusters else (1,):
-            tile, tile_rows, splits = projection.division.__wrapped__(rows, columns, groups, tokens, 0)
+            tile, tile_rows, splits, _ = projection.division.__wrapped__(rows, columns, groups, tokens, 0)
             assert tile >= tokens
             assert groups * -(-rows // tile_rows) * splits >= 0.7 * sms
             assert splits == 1 or clusters
