@@ -47,21 +47,17 @@ class BlockLinear:
         return f"{self.tokens} tokens, {groups}{self.rows} x {self.columns}"
 
     def problem(self, sizes: Sizes) -> Problem:
-        inputs, xp = Inputs(sizes), sizes.xp
+        inputs, arrays, xp = Inputs(sizes), Arrays(sizes), sizes.xp
         size = self.groups * self.rows * self.columns
         shape = self.groups, self.rows, self.columns
         codes = [inputs.e4m3(*shape) for _ in range(sizes.sets(size, MOST_SETS))]
         blocks = -(-self.rows // BLOCK), -(-self.columns // BLOCK)
-        scales = inputs.uniform(self.groups, *blocks, low=0.5) * np.float32(1 / 64)
-        x = Arrays(sizes).rows(self.tokens, self.groups, self.columns)
+        scales = xp.exp2(arrays.integers(2, self.groups, *blocks) - 7).astype(np.float32)
+        x = arrays.rows(self.tokens, self.groups, self.columns)
         out = xp.empty((self.tokens, self.groups, self.rows), BFLOAT16)
-        ours = by_backend(
-            cumla.fp8_block_linear,
-            [(x, each, scales) for each in codes],
-            out=out,
-            prefetch_weights=True,
-            finite_weights=True,
-        )
+        given = [(x, each, scales) for each in codes]
+        options = {"prefetch_weights": True, "finite_weights": True, "is_ue8m0": True}
+        ours = by_backend(cumla.fp8_block_linear, given, out=out, **options)
 
         def check(_: Any) -> float:
             """Some rows of every group."""

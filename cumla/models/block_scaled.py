@@ -22,6 +22,7 @@ class BlockScaledWeight:
     scales   [ceil(N / block_rows), ceil(K / block_columns)] float32, of groups [G, ...]
     scratch  memory for the rows that a product of many tokens dequantises
     finite   whether it is known that no code is NaN
+    is_ue8m0  whether it is known that all scales are powers of two from 2^-100 to 2^7
     """
 
     codes: Any
@@ -30,6 +31,7 @@ class BlockScaledWeight:
     block_columns: int
     scratch: Scratch
     finite: bool = False
+    is_ue8m0: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -113,4 +115,6 @@ def block_scaled(weights: list[BlockQuantizedWeight], xp: Any, scratch: Scratch)
     codes = xp.concatenate([each.codes for each in made]) if len(made) > 1 else made[0].codes
     scales = np.concatenate([each.scales for each in made])
     finite = xp is not np and not bool(((codes & 0x7F) == 0x7F).any())  # only devices' kernels have a use for it
-    return BlockScaledWeight(codes, xp.asarray(scales), rows, block_columns, scratch, finite)
+    fractions, exponents = np.frexp(scales)  # in [0.5, 1)
+    is_ue8m0 = bool(((fractions == 0.5) & (exponents >= -99) & (exponents <= 8)).all())
+    return BlockScaledWeight(codes, xp.asarray(scales), rows, block_columns, scratch, finite, is_ue8m0)

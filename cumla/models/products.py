@@ -55,8 +55,8 @@ def multiply_block_scaled(x: Any, weight: BlockScaledWeight, out: Any, backend: 
         return
     fp8_block_linear(
         x, weight.codes, weight.scales, block_rows=weight.block_rows, block_columns=weight.block_columns,
-        float32_output=out.dtype == np.float32, prefetch_weights=True, finite_weights=weight.finite, out=out,
-        backend=backend,
+        float32_output=out.dtype == np.float32, prefetch_weights=True, finite_weights=weight.finite,
+        is_ue8m0=weight.is_ue8m0, out=out, backend=backend,
     )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ def fp8_block_linear(
     float32_output: bool = False,
     prefetch_weights: bool = False,
     finite_weights: bool = False,
+    is_ue8m0: bool = False,
     out: Any = None,
     backend: str | None = None,
     stream: Any = None,
@@ -39,6 +40,8 @@ def fp8_block_linear(
                   only for weights that this work does not write
     finite_weights  whether no byte of the weight is NaN (0x7f, 0xff), which saves a check; if one is, the result is
                   unspecified
+    is_ue8m0      whether all scales are powers of two from 2^-100 to 2^7, which saves work; if one is not, the result
+                  is unspecified
     out           [T, N] or [T, G, N] to write instead of allocating
 
     Returns [T, N] or [T, G, N]. Each product is exact, sums are float32, rounded once at the end. The products of a
@@ -49,7 +52,10 @@ def fp8_block_linear(
     Source: block-wise FP8 of DeepSeek V3 checkpoints (128 x 128), V4.1 (32 x 32).
     """
     check_integers(1, block_rows=block_rows, block_columns=block_columns)
-    check_flags(float32_output=float32_output, prefetch_weights=prefetch_weights, finite_weights=finite_weights)
+    check_flags(
+        float32_output=float32_output, prefetch_weights=prefetch_weights, finite_weights=finite_weights,
+        is_ue8m0=is_ue8m0,
+    )  # fmt: skip
     if block_columns % COLUMNS_STEP:
         raise ValueError(f"block_columns: got {block_columns}, expected a multiple of {COLUMNS_STEP}")
     call = Call(backend, stream)
@@ -69,7 +75,7 @@ def fp8_block_linear(
         with call.kernels("projection") as kernels:
             kernels.block_scaled_product(
                 by_group(x), by_group(weight, 0), by_group(scale, 0), block_rows, block_columns, by_group(result),
-                prefetch_weights, finite_weights,
+                prefetch_weights, finite_weights, is_ue8m0,
             )  # fmt: skip
     return call.results()
 

@@ -27,6 +27,7 @@ def block_scaled_product(
     out: np.ndarray,
     prefetch: bool,
     finite: bool,
+    power_of_two: bool,
 ) -> None:
     """out [n, M, N] = x [n, M, K] W^T, W of e4m3 codes [n, N, K] and a scale for each block.
 

@@ -115,19 +115,27 @@ def cublas_library(handle: int) -> Any:
 
 
 def block_scaled_product(
-    x: Any, weight: Any, scales: Any, block_rows: int, block_columns: int, out: Any, prefetch: bool, finite: bool
+    x: Any,
+    weight: Any,
+    scales: Any,
+    block_rows: int,
+    block_columns: int,
+    out: Any,
+    prefetch: bool,
+    finite: bool,
+    power_of_two: bool,
 ) -> None:
     """out [n, M, N] = x [n, M, K] W^T, W of e4m3 codes [n, N, K] and a scale for each block.
 
     x is bfloat16, out bfloat16 or float32; the last axes are contiguous. prefetch: read weights while the preceding
-    kernel still runs; finite: no code is NaN.
+    kernel still runs; finite: no code is NaN; power_of_two: scales are, from 2^-100 to 2^7.
     """
     groups, tokens, columns = x.shape
     rows = weight.shape[1]
-    tiles = division(rows, columns, groups, tokens, out.device.id)
+    tiles = division(rows, columns, groups, tokens, power_of_two, out.device.id)
     made, shared_bytes = product_kernel(
         tiles, C_NAMES[out.dtype.name], block_columns % CHUNK > 0, is_aligned(x, weight, out), prefetch, finite,
-        out.device.id,
+        power_of_two, out.device.id,
     )  # fmt: skip
     of_tokens = -(-tokens // tiles.tokens)
     made(
@@ -152,13 +160,15 @@ class Tiles(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def division(rows: int, columns: int, groups: int, tokens: int, device: int) -> Tiles:
+def division(rows: int, columns: int, groups: int, tokens: int, power_of_two: bool, device: int) -> Tiles:
     """As many CTAs as a device runs at a time."""
     hopper = is_hopper(device)
     tile = next((size for size in TILES[int(hopper) :] if size >= tokens), TILES[-1])
     at_a_time = device_sms(device) * (2 if tile <= TWO_CTAS else 1)
     most_splits = MOST_SPLITS if has_clusters(device) else 1
     tile_rows, splits = MOST_ROWS, 1
+    if hopper and power_of_two and tile == TILES[-1] and rows > MOST_ROWS:
+        tile_rows *= 2  # as its sums need no registers beside them, and x is read half as often
     tiles = groups * -(-tokens // tile)
     while (
         splits < most_splits and 2 * splits * CHUNK < columns
@@ -189,7 +199,7 @@ def ring_stages(tile: int, tile_rows: int, device: int) -> int:
 
 @functools.cache
 def product_kernel(
-    tiles: Tiles, output: str, fine: bool, aligned: bool, prefetch: bool, finite: bool, device: int
+    tiles: Tiles, output: str, fine: bool, aligned: bool, prefetch: bool, finite: bool, power_of_two: bool, device: int
 ) -> tuple[Kernel, int]:
     """The kernel for such tiles, and the shared memory that it needs."""
     depth, stages = depth_of(tiles.rows), max(ring_stages(tiles.tokens, tiles.rows, device), 2)
@@ -197,6 +207,7 @@ def product_kernel(
     made = kernel(
         file, "block_scaled_product", arch, TOKENS=tiles.tokens, ROWS=tiles.rows, SPLITS=tiles.splits, STAGES=stages,
         OUTPUT=output, FINE=int(fine), ALIGNED=int(aligned), EARLY=int(prefetch), FINITE=int(finite),
+        POWER_OF_TWO=int(power_of_two),
     )  # fmt: skip
     sums = depth // CHUNK * tiles.tokens * (tiles.rows + 4) * 4
     shared_bytes = max(stages * depth * (tiles.rows + 2 * tiles.tokens), sums)

@@ -67,7 +67,15 @@ def product_kernel_of(float16: bool) -> Any:
 
 
 def block_scaled_product(
-    x: Any, weight: Any, scales: Any, block_rows: int, block_columns: int, out: Any, prefetch: bool, finite: bool
+    x: Any,
+    weight: Any,
+    scales: Any,
+    block_rows: int,
+    block_columns: int,
+    out: Any,
+    prefetch: bool,
+    finite: bool,
+    power_of_two: bool,
 ) -> None:
     """out [n, M, N] = x [n, M, K] W^T, W of e4m3 codes [n, N, K] and a scale for each block."""
     groups, tokens, rows = out.shape

@@ -23,6 +23,15 @@ MHA = {
     "ACCUMULATE": 0,
 }  # fmt: skip
 MHA_TYPES = [("bf16", "bf16", 1), ("bf16", "float", 0), ("f16", "f16", 1)]
+
+
+def projection_macros(tokens, rows, splits, stages, fine, aligned, early, finite, power_of_two, output):
+    return {
+        "TOKENS": tokens, "ROWS": rows, "SPLITS": splits, "STAGES": stages, "OUTPUT": output, "FINE": fine,
+        "ALIGNED": aligned, "EARLY": early, "FINITE": finite, "POWER_OF_TWO": power_of_two,
+    }  # fmt: skip
+
+
 # Every file of csrc/, with the macros of its launchers.
 SOURCES = [
     (
@@ -297,26 +306,25 @@ SOURCES = [
     ("common/dequantize_blocks.cu", {"ALIGNED": 1}),
     ("common/dequantize_blocks.cu", {"ALIGNED": 0}),
     *(
-        (
-            "sm80/projection.cu",
-            {
-                "TOKENS": tokens,
-                "ROWS": rows,
-                "SPLITS": 1,
-                "STAGES": stages,
-                "OUTPUT": output,
-                "FINE": fine,
-                "ALIGNED": aligned,
-                "EARLY": early,
-            },
+        ("sm80/projection.cu", projection_macros(*numbers, output))
+        for *numbers, output in (
+            (8, 128, 1, 6, 0, 1, 1, 1, 1, "bf16"),
+            (32, 128, 1, 4, 0, 1, 1, 1, 0, "float"),
+            (16, 16, 1, 2, 1, 1, 0, 0, 0, "bf16"),
+            (64, 128, 1, 3, 1, 1, 1, 1, 0, "float"),
+            (128, 128, 1, 2, 0, 1, 1, 1, 0, "bf16"),
+            (8, 64, 1, 5, 0, 0, 0, 0, 0, "float"),
         )
-        for tokens, rows, stages, output, fine, aligned, early in (
-            (8, 128, 6, "bf16", 0, 1, 1),
-            (32, 128, 4, "float", 0, 1, 1),
-            (16, 16, 2, "bf16", 1, 1, 0),
-            (64, 128, 3, "float", 1, 1, 1),
-            (128, 128, 2, "bf16", 0, 1, 1),
-            (8, 64, 5, "float", 0, 0, 0),
+    ),
+    *(
+        ("sm90/projection.cu", projection_macros(*numbers, output))
+        for *numbers, output in (
+            (16, 128, 8, 5, 0, 1, 1, 1, 1, "bf16"),
+            (128, 256, 1, 3, 0, 1, 1, 1, 1, "bf16"),
+            (32, 128, 4, 4, 0, 1, 1, 1, 0, "float"),
+            (64, 128, 2, 6, 1, 1, 1, 0, 0, "bf16"),
+            (128, 128, 2, 4, 0, 1, 1, 0, 0, "bf16"),
+            (32, 128, 1, 4, 1, 0, 0, 0, 1, "float"),
         )
     ),
     ("common/merge_partials.cu", {"VALUE": "bf16", "ALIGNED": 1}),
@@ -432,16 +440,9 @@ COMPILATIONS += [
     for target in TARGETS
 ]
 COMPILATIONS += [
-    (
-        "sm80/projection.cu",
-        {
-            "TOKENS": tokens, "ROWS": 128, "SPLITS": splits, "STAGES": 4, "OUTPUT": "bf16", "FINE": 0, "ALIGNED": 1,
-            "EARLY": 1,
-        },
-        target,
-    )
-    for tokens, splits, target in ((8, 8, "sm_90a"), (32, 4, "sm_90a"), (32, 2, "sm_100"), (128, 2, "sm_90a"))
-]  # fmt: skip
+    ("sm80/projection.cu", projection_macros(tokens, 128, splits, 4, 0, 1, 1, 1, 1, "bf16"), target)
+    for tokens, splits, target in ((8, 8, "sm_90a"), (32, 4, "sm_90a"), (32, 2, "sm_100"))
+]
 COMPILATIONS += [portable_prefill(x, target) for x in (cumla.DSV4_BF16, cumla.MLA_BF16) for target in TARGETS]
 COMPILATIONS += [  # clusters
     (

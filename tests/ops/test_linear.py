@@ -12,12 +12,13 @@ from support.lab import BF16
 E4M3 = ml_dtypes.float8_e4m3fn
 
 
-def weights(rng, *shape, block=(128, 128)):
-    """Codes without NaN, and scales that are no powers of two."""
+def weights(rng, *shape, block=(128, 128), is_ue8m0=False):
+    """Codes without NaN, and scales that are no powers of two, or all are."""
     codes = rng.integers(0, 256, shape).astype(np.uint8)
     codes[codes % 128 == 127] = 0
     blocks = -(-shape[-2] // block[0]), -(-shape[-1] // block[1])
-    return codes, np.exp2(rng.uniform(-9, -7, (*shape[:-2], *blocks))).astype(np.float32)
+    exponents = rng.uniform(-9, -6, (*shape[:-2], *blocks))
+    return codes, np.exp2(np.floor(exponents) if is_ue8m0 else exponents).astype(np.float32)
 
 
 def dequantized(codes, scales, block=(128, 128)):
@@ -118,28 +119,34 @@ def test_nothing_to_do(lab):
 
 
 @pytest.mark.parametrize(
-    ("tiles", "fine"),
+    "tiles",
     [
-        (Tiles(8, 128, 4), 0), (Tiles(8, 16, 1), 0), (Tiles(16, 32, 2), 1), (Tiles(32, 128, 8), 0),
-        (Tiles(64, 64, 2), 0), (Tiles(128, 128, 2), 1), (Tiles(16, 256, 2), 0), (Tiles(16, 128, 4, True), 0),
-        (Tiles(32, 128, 1, True), 1), (Tiles(64, 128, 2, True), 0), (Tiles(128, 128, 8, True), 0),
+        Tiles(8, 128, 4), Tiles(8, 16, 1), Tiles(16, 32, 2), Tiles(32, 128, 8), Tiles(64, 64, 2), Tiles(128, 128, 2),
+        Tiles(16, 256, 2), Tiles(16, 128, 4, True), Tiles(32, 128, 1, True), Tiles(64, 128, 2, True),
+        Tiles(128, 128, 8, True), Tiles(16, 256, 2, True), Tiles(128, 256, 1, True),
     ],
+    ids=str,
 )  # fmt: skip
-@pytest.mark.thorough(when=lambda x: x.emulated and x.get("tiles").tokens > 32)
-def test_divisions(device, rng, monkeypatch, tiles, fine):
+@pytest.mark.parametrize("fine", [False, True], ids=["128", "32"])
+@pytest.mark.parametrize("is_ue8m0", [False, True], ids=["any scale", "ue8m0"])
+@pytest.mark.nowhere(when=lambda x: x.get("tiles").rows > 128 and x.get("tiles").tokens > 64 and not x.get("is_ue8m0"))
+@pytest.mark.thorough(when=lambda x: x.emulated and (x.get("tiles").tokens > 32 or x.get("fine") != x.get("is_ue8m0")))
+def test_divisions(device, rng, monkeypatch, tiles, fine, is_ue8m0):
     """Every division of the work gives the same values: rows and tokens of a tile, and clusters that divide columns."""
     monkeypatch.setattr(projection, "division", lambda *_: tiles)
     block = (32, 32) if fine else (128, 128)
     tokens, columns = tiles.tokens + 1 if tiles.tokens < 32 else tiles.tokens - 1, 1184
-    x, (codes, scales) = (
-        rng.standard_normal((tokens, columns)).astype(BF16),
-        weights(rng, tiles.rows + 8, columns, block=block),
-    )
+    x = rng.standard_normal((tokens, columns)).astype(BF16)
+    codes, scales = weights(rng, tiles.rows + 8, columns, block=block, is_ue8m0=is_ue8m0)
+    options = {
+        "float32_output": True, "block_rows": block[0], "block_columns": block[1], "is_ue8m0": is_ue8m0,
+        "prefetch_weights": fine,
+    }  # fmt: skip
+    check(call(device, x, codes, scales, **options, finite_weights=True), x, codes, scales, block)
     codes[3, 1000] = 0x7F
-    got = call(device, x, codes, scales, float32_output=True, block_rows=block[0], block_columns=block[1])
+    got = call(device, x, codes, scales, **options)
     assert np.isnan(got[:, 3]).all()
-    keep = np.arange(len(codes)) != 3
-    check(got[:, keep], x, codes[keep], scales.repeat(block[0], 0)[: len(codes)][keep], (1, block[1]))
+    assert np.isfinite(np.delete(got, 3, 1)).all()
 
 
 def test_many_tokens_take_several_tiles(device, rng):
@@ -156,7 +163,7 @@ def test_small_weights_occupy_the_device(monkeypatch, sms, clusters):
     monkeypatch.setattr(projection, "is_hopper", lambda _: clusters)
     for rows, columns, groups in ((1536, 4096, 1), (32768, 1024, 1), (8192, 1024, 1), (4096, 8192, 1), (1024, 4096, 8)):
         for tokens in (1, 32) if clusters else (1,):
-            tile, tile_rows, splits, _ = projection.division.__wrapped__(rows, columns, groups, tokens, 0)
+            tile, tile_rows, splits, _ = projection.division.__wrapped__(rows, columns, groups, tokens, False, 0)
             assert tile >= tokens
             assert groups * -(-rows // tile_rows) * splits >= 0.7 * sms
             assert splits == 1 or clusters

@@ -6,11 +6,12 @@
 // along K. A ring of STAGES stages is filled by cp.async: ROWS rows of weights and TOKENS rows of x, 128 values for each warp along K.
 //
 // A code becomes bfloat16 in registers, exactly; a block's products are added by the tensor cores, then times its scale, then to the
-// sum in float32. So neither x nor a weight is rounded.
+// sum in float32. Scales that are powers of two are part of the bfloat16 weight, and products go to the sum at once. So neither x nor
+// a weight is rounded.
 //
 // Macros: TOKENS (8 to 128), ROWS (16 to 256), SPLITS (1, 2, 4, 8), STAGES, OUTPUT (bf16 or float), FINE (whether a block has
 // fewer than 128 columns), ALIGNED (whether rows start at multiples of 16 bytes), EARLY (whether weights may be read before the
-// preceding kernel has ended), FINITE (whether no code is NaN).
+// preceding kernel has ended), FINITE (whether no code is NaN), POWER_OF_TWO (whether scales are powers of two, 2^-100 to 2^7).
 #pragma once
 #include "common/async_copy.cuh"
 #include "common/pdl.cuh"
@@ -72,14 +73,18 @@ struct WeightCopies {
     }
 };
 
+// The factor of codes' bits in bfloat16's fields, which are their values times 2^-120, subnormals too; twice.
+__device__ inline uint32 code_unit(float scale) {
+    return POWER_OF_TWO ? __byte_perm(__float_as_uint(scale) + (120 << 23), 0, 0x3232) : 0x7b807b80;
+}
+
 // Four codes, none NaN, as two pairs of bfloat16.
-__device__ inline void codes_to_bf16(uint32 codes, uint32& low, uint32& high) {
-    // Bits of a code in bfloat16's fields are its value times 2^-120, subnormals too.
+__device__ inline void codes_to_bf16(uint32 codes, uint32 unit, uint32& low, uint32& high) {
     uint32 upper = (codes >> 4 & 0x07070707) | (codes & 0x80808080), lower = codes * 16 & 0xf0f0f0f0;
     low = __byte_perm(lower, upper, 0x5140), high = __byte_perm(lower, upper, 0x7362);
-    constexpr uint32 UNIT = 0x7b807b80, MINUS_ZERO = 0x80008000;  // 2^120, twice
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(low) : "r"(low), "r"(UNIT), "r"(MINUS_ZERO));
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(high) : "r"(high), "r"(UNIT), "r"(MINUS_ZERO));
+    constexpr uint32 MINUS_ZERO = 0x80008000;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(low) : "r"(low), "r"(unit), "r"(MINUS_ZERO));
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(high) : "r"(high), "r"(unit), "r"(MINUS_ZERO));
 }
 
 // A warp's sums: of each of its tiles rows g and g + 8, tokens 8 n + 2 c and + 1, for lane 4 g + c.
@@ -91,7 +96,7 @@ using Scales = float[HEIGHT][2][4];  // of these rows, for each 32 columns of 12
 using Codes = uint32[HEIGHT][8][4];
 
 // The operand of the warp's rows: of each step of 16 columns lane 4 g + c holds columns 32 q + 8 c + 4 (step % 2) to + 3.
-__device__ inline void load_weights(Codes& a, Sums& sums, const uint8* weights) {
+__device__ inline void load_weights(Codes& a, Sums& sums, const uint8* weights, const Scales& scale) {
     int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
 #pragma unroll
     for (int h = 0; h < HEIGHT; ++h)
@@ -103,8 +108,9 @@ __device__ inline void load_weights(Codes& a, Sums& sums, const uint8* weights) 
                 uint2 codes = *reinterpret_cast<const uint2*>(weights + at);
                 if (!FINITE)
                     sums.nan[h][half] |= ((codes.x & 0x7f7f7f7f) + 0x01010101) | ((codes.y & 0x7f7f7f7f) + 0x01010101);
-                codes_to_bf16(codes.x, a[h][2 * q][half], a[h][2 * q][half + 2]);
-                codes_to_bf16(codes.y, a[h][2 * q + 1][half], a[h][2 * q + 1][half + 2]);
+                uint32 unit = code_unit(scale[h][half][FINE ? q : 3]);
+                codes_to_bf16(codes.x, unit, a[h][2 * q][half], a[h][2 * q][half + 2]);
+                codes_to_bf16(codes.y, unit, a[h][2 * q + 1][half], a[h][2 * q + 1][half + 2]);
             }
 }
 
@@ -196,7 +202,7 @@ template <class Products> __device__ inline void multiply_rows(const Weights& w,
         for (int j = 0; j < 8 * HEIGHT; ++j) scale[j / 8][j / 4 % 2][j % 4] = next[j / 8][j / 4 % 2][j % 4];
         load_scales(next, w, scale_rows, column(i + 1) + 128 * part);
         Codes a;
-        load_weights(a, sums, stage(i) + (part * ROWS + strip_row) * 128);
+        load_weights(a, sums, stage(i) + (part * ROWS + strip_row) * 128, scale);
         products.multiply(sums, a, stage(i) + WEIGHT_BYTES + part * TOKENS * 256, scale);
     }
     pdl_release();

@@ -44,9 +44,10 @@ struct Mma {
                 uint4 values = *reinterpret_cast<const uint4*>(row + ((4 * q + c) ^ 4 * (g & 1)) * 16);
 #pragma unroll
                 for (int h = 0; h < HEIGHT; ++h) {
-                    mma(bf16{}, products[h], a[h][2 * q], {values.x, values.y});
-                    mma(bf16{}, products[h], a[h][2 * q + 1], {values.z, values.w});
-                    if (FINE || q == 3) {
+                    float(&to)[4] = POWER_OF_TWO ? sums.x[h][n] : products[h];
+                    mma(bf16{}, to, a[h][2 * q], {values.x, values.y});
+                    mma(bf16{}, to, a[h][2 * q + 1], {values.z, values.w});
+                    if (!POWER_OF_TWO && (FINE || q == 3)) {
 #pragma unroll
                         for (int i = 0; i < 4; ++i) {
                             sums.x[h][n][i] = fmaf(products[h][i], scale[h][i / 2][q], sums.x[h][n][i]);

@@ -1,14 +1,15 @@
 // out [tokens, rows] = x [tokens, K] W^T for few tokens, by wgmma: weights are the first operand, from registers, and x the second, from
-// shared memory (sm80/block_scaled.cuh says how the work is divided). ROWS is 128: a warpgroup has 64 of them.
+// shared memory (sm80/block_scaled.cuh says how the work is divided). A warpgroup has tiles of
+// 64 rows, 16 of each warp.
 //
 // wgmma takes the columns of a step of 16 in their order, where a lane has eight neighbouring codes of 32. So the columns of x are
 // permuted as they are copied: four bytes at a time, a row of 128 bytes by a warp, without conflicts.
 #include "sm80/block_scaled.cuh"
 #include "sm90/wgmma.cuh"
 
-static_assert(ROWS == 128, "a warpgroup has 64 rows");
+static_assert(ROWS == 128 || ROWS == 256, "a warpgroup has one or two tiles of 64 rows");
 
-#if TOKENS <= 32
+#if TOKENS <= 32 && ROWS == 128
 #define BOUNDS THREADS, 2
 #else
 #define BOUNDS THREADS
@@ -66,21 +67,29 @@ struct Wgmma {
     }
 
     __device__ void multiply(Sums& sums, const Codes& a, const uint8* x, const Scales& scale) const {
-        constexpr int STEPS = FINE ? 2 : 8;  // of 16 columns that share scales
+        constexpr int STEPS = FINE && !POWER_OF_TWO ? 2 : 8;  // of 16 columns that are added before they are scaled
         uint64 tile = tile_descriptor(shared_address(x) & 0xffffff);  // without the CTA's rank in its cluster
 #pragma unroll
-        for (int first = 0; first < 8; first += STEPS) {
-            float products[TOKENS / 2];
-            wgmma_fence();
+        for (int h = 0; h < HEIGHT; ++h) {
+            float(&sum)[TOKENS / 2] = reinterpret_cast<float(&)[TOKENS / 2]>(sums.x[h]);
 #pragma unroll
-            for (int step = first; step < first + STEPS; ++step)
-                wgmma_bf16(products, a[0][step], tile + step / 4 * (TOKENS * 128 >> 4) + step % 4 * 2, step > first);
-            wgmma_commit();
-            wgmma_wait<0>();
-            pin(products);
+            for (int first = 0; first < 8; first += STEPS) {
+                float products[TOKENS / 2];
+                wgmma_fence();
 #pragma unroll
-            for (int i = 0; i < TOKENS / 2; ++i)
-                sums.x[0][i / 4][i % 4] = fmaf(products[i], scale[0][i / 2 % 2][FINE ? first / 2 : 3], sums.x[0][i / 4][i % 4]);
+                for (int step = first; step < first + STEPS; ++step)
+                    wgmma_bf16(POWER_OF_TWO ? sum : products, a[h][step],
+                               tile + step / 4 * (TOKENS * 128 >> 4) + step % 4 * 2, POWER_OF_TWO || step > first);
+                wgmma_commit();
+                wgmma_wait<0>();
+                if (POWER_OF_TWO) {
+                    pin(sum);
+                    continue;
+                }
+                pin(products);
+#pragma unroll
+                for (int i = 0; i < TOKENS / 2; ++i) sum[i] = fmaf(products[i], scale[h][i / 2 % 2][FINE ? first / 2 : 3], sum[i]);
+            }
         }
     }
 };
