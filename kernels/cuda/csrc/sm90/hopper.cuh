@@ -111,10 +111,10 @@ __device__ inline void barrier_wait(uint32 barrier, uint32 parity) {
 // Arrive for a warp, after all its lanes: one arrival, or with -DEVERY_LANE_ARRIVES one a lane, for racecheck, which attributes
 // an arrival only to the lane that makes it.
 #ifdef EVERY_LANE_ARRIVES
-constexpr int WARP_ARRIVALS = 32;
+[[maybe_unused]] constexpr int WARP_ARRIVALS = 32;
 __device__ inline void warp_arrive(uint32 barrier) { barrier_arrive(barrier); }
 #else
-constexpr int WARP_ARRIVALS = 1;
+[[maybe_unused]] constexpr int WARP_ARRIVALS = 1;
 __device__ inline void warp_arrive(uint32 barrier) {
     __syncwarp();
     asm volatile(
