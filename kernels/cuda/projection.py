@@ -133,16 +133,17 @@ def block_scaled_product(
     groups, tokens, columns = x.shape
     rows = weight.shape[1]
     tiles = division(rows, columns, groups, tokens, power_of_two, out.device.id)
+    block_columns = min(block_columns, -(-columns // CHUNK) * CHUNK)  # fewer values, fewer programs
     made, shared_bytes = product_kernel(
-        tiles, C_NAMES[out.dtype.name], block_columns % CHUNK > 0, is_aligned(x, weight, out), prefetch, finite,
-        power_of_two, out.device.id,
+        tiles, C_NAMES[out.dtype.name], block_columns, is_aligned(x, weight, out), prefetch, finite, power_of_two,
+        out.device.id,
     )  # fmt: skip
     of_tokens = -(-tokens // tiles.tokens)
     made(
         (tiles.splits, -(-rows // tiles.rows), groups * of_tokens),
         (32 * WARPS,),
         (
-            weight, scales, *strides(weight)[:2], *strides(scales)[:2], rows, columns, block_rows, block_columns,
+            weight, scales, *strides(weight)[:2], *strides(scales)[:2], rows, columns, block_rows, 0,
             x, out, *strides(x)[:2], *strides(out)[:2], tokens, of_tokens,
         ),
         shared_mem=shared_bytes,
@@ -199,14 +200,21 @@ def ring_stages(tile: int, tile_rows: int, device: int) -> int:
 
 @functools.cache
 def product_kernel(
-    tiles: Tiles, output: str, fine: bool, aligned: bool, prefetch: bool, finite: bool, power_of_two: bool, device: int
+    tiles: Tiles,
+    output: str,
+    block_columns: int,
+    aligned: bool,
+    prefetch: bool,
+    finite: bool,
+    power_of_two: bool,
+    device: int,
 ) -> tuple[Kernel, int]:
     """The kernel for such tiles, and the shared memory that it needs."""
     depth, stages = depth_of(tiles.rows), max(ring_stages(tiles.tokens, tiles.rows, device), 2)
     file, arch = ("sm90/projection.cu", "sm_90a") if tiles.hopper else ("sm80/projection.cu", None)
     made = kernel(
         file, "block_scaled_product", arch, TOKENS=tiles.tokens, ROWS=tiles.rows, SPLITS=tiles.splits, STAGES=stages,
-        OUTPUT=output, FINE=int(fine), ALIGNED=int(aligned), EARLY=int(prefetch), FINITE=int(finite),
+        OUTPUT=output, BLOCK_COLUMNS=block_columns, ALIGNED=int(aligned), EARLY=int(prefetch), FINITE=int(finite),
         POWER_OF_TWO=int(power_of_two),
     )  # fmt: skip
     sums = depth // CHUNK * tiles.tokens * (tiles.rows + 4) * 4

@@ -49,6 +49,8 @@ TABLE = {
     # asynchronous copies
     "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;": "emulator::copy_async(%0, %1, 16, %2)",
     "cp.async.cg.shared.global [%0], [%1], 16, %2;": "emulator::copy_async(%0, %1, 16, %2)",
+    "cp.async.cg.shared.global.L2::128B [%0], [%1], 16;": "emulator::copy_async(%0, %1, 16, 16)",
+    "cp.async.ca.shared.global [%0], [%1], 4;": "emulator::copy_async(%0, %1, 4, 4)",
     "cp.async.ca.shared.global [%0], [%1], %2, %3;": "emulator::copy_async(%0, %1, %2, %3)",
     "cp.async.commit_group;": "emulator::copies_commit()",
     "cp.async.wait_group %0;": "emulator::copies_wait(%0)",

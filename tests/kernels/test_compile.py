@@ -27,8 +27,9 @@ MHA_TYPES = [("bf16", "bf16", 1), ("bf16", "float", 0), ("f16", "f16", 1)]
 
 def projection_macros(tokens, rows, splits, stages, fine, aligned, early, finite, power_of_two, output):
     return {
-        "TOKENS": tokens, "ROWS": rows, "SPLITS": splits, "STAGES": stages, "OUTPUT": output, "FINE": fine,
-        "ALIGNED": aligned, "EARLY": early, "FINITE": finite, "POWER_OF_TWO": power_of_two,
+        "TOKENS": tokens, "ROWS": rows, "SPLITS": splits, "STAGES": stages, "OUTPUT": output,
+        "BLOCK_COLUMNS": 32 if fine else 128, "ALIGNED": aligned, "EARLY": early, "FINITE": finite,
+        "POWER_OF_TWO": power_of_two,
     }  # fmt: skip
 
 

@@ -9,13 +9,13 @@
 // sum in float32. Scales that are powers of two are part of the bfloat16 weight, and products go to the sum at once. So neither x nor
 // a weight is rounded.
 //
-// Macros: TOKENS (8 to 128), ROWS (16 to 256), SPLITS (1, 2, 4, 8), STAGES, OUTPUT (bf16 or float), FINE (whether a block has
-// fewer than 128 columns), ALIGNED (whether rows start at multiples of 16 bytes), EARLY (whether weights may be read before the
+// Macros: TOKENS (8 to 128), ROWS (16 to 256), SPLITS (1, 2, 4, 8), STAGES, OUTPUT (bf16 or float), BLOCK_COLUMNS, ALIGNED (whether rows start at multiples of 16 bytes), EARLY (whether weights may be read before the
 // preceding kernel has ended), FINITE (whether no code is NaN), POWER_OF_TWO (whether scales are powers of two, 2^-100 to 2^7).
 #pragma once
 #include "common/async_copy.cuh"
 #include "common/pdl.cuh"
 
+constexpr bool FINE = BLOCK_COLUMNS % 128 != 0;  // several scales in a chunk of 128 columns
 constexpr int WARPS = 8, THREADS = 32 * WARPS, HEIGHT = ROWS > 128 ? 2 : 1;  // HEIGHT: tiles of 16 rows of a warp
 constexpr int STRIPS = ROWS / 16 / HEIGHT, PARTS = WARPS / STRIPS, DEPTH = 128 * PARTS;
 constexpr int WEIGHT_BYTES = ROWS * DEPTH, STAGE_BYTES = WEIGHT_BYTES + 2 * TOKENS * DEPTH;
@@ -26,7 +26,7 @@ struct Weights {
     const uint8* codes;
     const float* scales;
     int64 group_stride, row_stride, scale_group_stride, scale_row_stride;
-    int rows, columns, block_rows, block_columns;
+    int rows, columns, block_rows, unused;
 };
 struct Tokens {
     const bf16* x;
@@ -42,6 +42,10 @@ __device__ inline void copy16(uint8* to, const void* from, int size) {
 #else
     for (int i = 0; i < 16; ++i) to[i] = i < size ? static_cast<const uint8*>(from)[i] : 0;
 #endif
+}
+
+__device__ inline void copy_whole16(uint8* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 
 // Copies of a thread: 16 columns of every ROWS_APART-th row to [PARTS][ROWS][128] bytes, whose 16-byte chunks are swizzled so that
@@ -60,16 +64,20 @@ struct WeightCopies {
         rows = w.rows - row - r;
         to = (piece / 8 * ROWS + r) * 128 + ((piece % 8) ^ 2 * (r & 3)) * 16;
     }
-    // Columns [k, k + DEPTH).
+    // Columns [k, k + DEPTH); zeros from `end` on. Rows that the weights lack stay as they are: nothing reads what they make.
     __device__ void copy(uint8* stage, int k, int end) const {
-        int size = min(max(end - k - column, 0), 16);
         const uint8* source = from + k;
+        stage += to;
+        if (ALIGNED && k + DEPTH <= end) {
 #pragma unroll
-        for (int i = 0; i < ROWS / ROWS_APART; ++i) {
-            bool present = i * ROWS_APART < rows && size > 0;
-            copy16(stage + to + i * ROWS_APART * 128, present ? source : from - column, present ? size : 0);
-            source += apart;
+            for (int i = 0; i < ROWS / ROWS_APART; ++i, source += apart)
+                if (i * ROWS_APART < rows) copy_whole16(stage + i * ROWS_APART * 128, source);
+            return;
         }
+        int size = min(max(end - k - column, 0), 16);
+#pragma unroll 1
+        for (int i = 0; i < ROWS / ROWS_APART; ++i, source += apart)
+            if (i * ROWS_APART < rows) copy16(stage + i * ROWS_APART * 128, size ? source : from - column, size);
     }
 };
 
@@ -122,7 +130,7 @@ __device__ inline void load_scales(Scales& scale, const Weights& w, const float*
         for (int half = 0; half < 2; ++half)
 #pragma unroll
             for (int q = FINE ? 0 : 3; q < 4; ++q)
-                scale[h][half][q] = rows[h][half][min(k + (FINE ? 32 * q : 0), w.columns - 1) / w.block_columns];
+                scale[h][half][q] = rows[h][half][min(k + (FINE ? 32 * q : 0), w.columns - 1) / BLOCK_COLUMNS];
 }
 
 #if SPLITS > 1
@@ -168,14 +176,18 @@ template <class Products> __device__ inline void multiply_rows(const Weights& w,
     int strip_row = warp % STRIPS * 16 * HEIGHT;  // the warp's first row in the tile
 
     int all = (w.columns + DEPTH - 1) / DEPTH, begin = split * all / SPLITS, chunks = (split + 1) * all / SPLITS - begin;
-    auto stage = [&](int i) { return ring + i % STAGES * STAGE_BYTES; };
+    int slot = 0, free_slot = STAGES - 1;  // of the ring: the chunk's, and that of the chunk before it
     auto column = [&](int i) { return (begin + i) * DEPTH; };
     WeightCopies copies(w, codes, row);
     Products products(tokens, x, count);
-    auto copy_weights = [&](int i) { if (i < chunks) copies.copy(stage(i), column(i), w.columns); };
-    auto copy_x = [&](int i) { if (i < chunks) products.copy(stage(i) + WEIGHT_BYTES, column(i), w.columns); };
+    auto copy_weights = [&](int i, int slot) {
+        if (i < chunks) copies.copy(ring + slot * STAGE_BYTES, column(i), w.columns);
+    };
+    auto copy_x = [&](int i, int slot) {
+        if (i < chunks) products.copy(ring + slot * STAGE_BYTES + WEIGHT_BYTES, column(i), w.columns);
+    };
     if (!EARLY) pdl_wait();
-    for (int i = 0; i < AHEAD; ++i) copy_weights(i);
+    for (int i = 0; i < AHEAD; ++i) copy_weights(i, i);
     const float* scale_rows[HEIGHT][2];
 #pragma unroll
     for (int i = 0; i < 2 * HEIGHT; ++i)
@@ -185,8 +197,8 @@ template <class Products> __device__ inline void multiply_rows(const Weights& w,
     load_scales(next, w, scale_rows, column(0) + 128 * part);
     if (EARLY) pdl_wait();
     for (int i = 0; i < STAGES - 1; ++i) {  // the first stage is there before the last one
-        if (i >= AHEAD) copy_weights(i);
-        copy_x(i);
+        if (i >= AHEAD) copy_weights(i, i);
+        copy_x(i, i);
         copies_commit();
     }
 
@@ -194,16 +206,19 @@ template <class Products> __device__ inline void multiply_rows(const Weights& w,
     for (int i = 0; i < chunks; ++i) {
         copies_wait<STAGES - 2>();
         Products::sync();
-        copy_weights(i + STAGES - 1);
-        copy_x(i + STAGES - 1);
+        copy_weights(i + STAGES - 1, free_slot);
+        copy_x(i + STAGES - 1, free_slot);
         copies_commit();
         Scales scale;
 #pragma unroll
         for (int j = 0; j < 8 * HEIGHT; ++j) scale[j / 8][j / 4 % 2][j % 4] = next[j / 8][j / 4 % 2][j % 4];
         load_scales(next, w, scale_rows, column(i + 1) + 128 * part);
         Codes a;
-        load_weights(a, sums, stage(i) + (part * ROWS + strip_row) * 128, scale);
-        products.multiply(sums, a, stage(i) + WEIGHT_BYTES + part * TOKENS * 256, scale);
+        const uint8* stage = ring + slot * STAGE_BYTES;
+        load_weights(a, sums, stage + (part * ROWS + strip_row) * 128, scale);
+        products.multiply(sums, a, stage + WEIGHT_BYTES + part * TOKENS * 256, scale);
+        free_slot = slot;
+        slot = slot + 1 == STAGES ? 0 : slot + 1;
     }
     pdl_release();
     copies_wait<0>();

@@ -5,7 +5,7 @@
 #include "sm80/block_scaled.cuh"
 #include "sm80/mma.cuh"
 
-#if TOKENS + 16 * FINE <= 32 && ROWS <= 128
+#if TOKENS + 16 * (BLOCK_COLUMNS % 128 != 0) <= 32 && ROWS <= 128
 #define BOUNDS THREADS, 2
 #else
 #define BOUNDS THREADS

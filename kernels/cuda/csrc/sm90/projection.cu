@@ -42,28 +42,33 @@ struct Wgmma {
         __syncthreads();
     }
 
+    __device__ static void copy_pair(uint8* target, const bf16* source) {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(target)), "l"(source) : "memory");
+    }
+
+    // A pair, of which `left` values are there.
+    __device__ static void store_part(uint8* target, const bf16* source, int left) {
+        uint32 low = left > 0 ? source[0].bits : 0, high = left > 1 ? source[1].bits : 0;
+        *reinterpret_cast<uint32*>(target) = low | high << 16;
+    }
+
     // Columns [k, k + 128) to two tiles of TOKENS rows of 128 bytes. Rows without a token stay as they are: they make columns of the
     // product that nothing reads.
     __device__ void copy(uint8* stage, int k, int end) const {
+        const bf16* source = from + k;
+        stage += to;
+        if (ALIGNED && k + 128 <= end) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            int left = end - k - 64 * half - column;
-            const bf16* source = from + k + 64 * half;
+            for (int i = 0; i < TOKENS / 8; ++i, source += apart)
 #pragma unroll
-            for (int i = 0; i < TOKENS / 8; ++i) {
-                uint8* target = stage + half * TOKENS * 128 + to + 1024 * i;
-                if (8 * i < rows) {
-#if ALIGNED
-                    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(target)), "l"(left > 0 ? source : from - column),
-                                 "n"(4), "r"(2 * min(max(left, 0), 2)) : "memory");
-#else
-                    uint16 low = left > 0 ? source[0].bits : 0, high = left > 1 ? source[1].bits : 0;
-                    *reinterpret_cast<uint32*>(target) = low | uint32(high) << 16;
-#endif
-                }
-                source += apart;
-            }
+                for (int half = 0; half < 2; ++half)
+                    if (8 * i < rows) copy_pair(stage + half * TOKENS * 128 + 1024 * i, source + 64 * half);
+            return;
         }
+#pragma unroll 1
+        for (int i = 0; i < TOKENS / 8; ++i, source += apart)
+            for (int half = 0; half < 2; ++half)
+                if (8 * i < rows) store_part(stage + half * TOKENS * 128 + 1024 * i, source + 64 * half, end - k - column - 64 * half);
     }
 
     __device__ void multiply(Sums& sums, const Codes& a, const uint8* x, const Scales& scale) const {
