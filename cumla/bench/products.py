@@ -56,8 +56,8 @@ class BlockLinear:
         x = arrays.rows(self.tokens, self.groups, self.columns)
         out = xp.empty((self.tokens, self.groups, self.rows), BFLOAT16)
         given = [(x, each, scales) for each in codes]
-        options = {"prefetch_weights": True, "finite_weights": True, "is_ue8m0": True}
-        ours = by_backend(cumla.fp8_block_linear, given, out=out, **options)
+        call = functools.partial(cumla.fp8_block_linear, prefetch_weights=True, finite_weights=True, is_ue8m0=True)
+        ours = by_backend(call, given, out=out)
 
         def check(_: Any) -> float:
             """Some rows of every group."""

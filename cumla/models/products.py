@@ -18,7 +18,7 @@ from ..ops.linear import COLUMNS_STEP, by_group, fp8_block_linear
 from .block_scaled import BlockScaledWeight, Parts, block_scaled
 from .scratch import Scratch
 
-MOST_TOKENS = 256
+MOST_TOKENS = 384
 VALUES_AT_A_TIME = 8 << 20  # dequantised: 16 MB
 
 

@@ -18,10 +18,11 @@ WORKSPACE_BYTES = 32 << 20  # cuBLAS's own size on Hopper
 
 # sm80/projection.cu and sm90/projection.cu
 WARPS = 8
-TILES = (8, 16, 32, 64, 128)  # tokens; by wgmma from 16 on
+TILES = (8, 16, 32, 64, 128)  # tokens; on Hopper wgmma multiplies those from 16 on
 MOST_ROWS, LEAST_ROWS, MOST_SPLITS = 128, 16, 8  # of weights a tile; CTAs that divide K
 CHUNK = 128  # columns that a warp takes at a time
 MOST_STAGES = 6
+ENOUGH = 0.7  # of the SMs with a CTA: others wait for memory anyway
 TWO_CTAS = 32  # tokens of a tile up to which two CTAs fit on an SM: by their registers, and so by their memory
 PARTS_OF_ROW = 2048  # values of a row that a CTA of dequantize_blocks takes at a time
 
@@ -162,26 +163,35 @@ class Tiles(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def division(rows: int, columns: int, groups: int, tokens: int, power_of_two: bool, device: int) -> Tiles:
-    """As many CTAs as a device runs at a time."""
-    hopper = is_hopper(device)
-    tile = next((size for size in TILES[int(hopper) :] if size >= tokens), TILES[-1])
-    at_a_time = device_sms(device) * (2 if tile <= TWO_CTAS else 1)
-    most_splits = MOST_SPLITS if has_clusters(device) else 1
-    tile_rows, splits = MOST_ROWS, 1
-    if hopper and power_of_two and tile == TILES[-1] and rows > MOST_ROWS:
-        tile_rows *= 2  # as its sums need no registers beside them, and x is read half as often
-    tiles = groups * -(-tokens // tile)
-    while (
-        splits < most_splits and 2 * splits * CHUNK < columns
-        and 2 * splits * tiles * -(-rows // tile_rows) <= at_a_time
-    ):  # fmt: skip
+    """Tiles that occupy the device, as an H200 measured them (docs/kernels/weights.md).
+
+    Clusters of more than two CTAs cost more than they divide unless each SM has two of them. A few tokens are best
+    multiplied by tiles of few rows, whose columns a CTA's warps divide.
+    """
+    sms, hopper = device_sms(device), is_hopper(device)
+    tile = next((size for size in TILES if size >= tokens), TILES[-1])
+    hopper = hopper and tile > TILES[0]
+    of_tokens = groups * -(-tokens // tile)
+    tiles, most_splits, splits = of_tokens * -(-rows // MOST_ROWS), MOST_SPLITS if has_clusters(device) else 1, 1
+    while splits < most_splits and 2 * splits * CHUNK < columns and splits * tiles < ENOUGH * sms:
         splits *= 2
+    if hopper and tile > TWO_CTAS:
+        wide = power_of_two and splits in (1, 4) and rows > MOST_ROWS  # then x is read half as often
+        return Tiles(tile, 2 * MOST_ROWS if wide else MOST_ROWS, splits, hopper)
+    if hopper or tiles >= sms or splits == MOST_SPLITS:
+        if splits == 4 and 2 * splits * CHUNK < columns:
+            splits *= 2
+        return Tiles(tile, MOST_ROWS, splits, hopper)
+    tile_rows, splits = MOST_ROWS, 1
+    least = 32 if most_splits > 1 else LEAST_ROWS
     while (
-        not hopper and most_splits == 1 and tile_rows > LEAST_ROWS and ring_stages(tile, tile_rows // 2, device) > 1
-        and tiles * -(-rows // tile_rows) < device_sms(device)
+        tile_rows > least and ring_stages(tile, tile_rows // 2, device) > 1
+        and of_tokens * -(-rows // tile_rows) < sms
     ):  # fmt: skip
         tile_rows //= 2
-    return Tiles(tile, tile_rows, splits, hopper)
+    if 2 * of_tokens * -(-rows // tile_rows) <= 2 * sms and most_splits > 1 and 2 * depth_of(tile_rows) < columns:
+        splits = 2
+    return Tiles(tile, tile_rows, splits)
 
 
 def depth_of(tile_rows: int) -> int:
