@@ -356,19 +356,22 @@ class Fuzz:
 
     def scores(self):
         """Logits of a few queries, top-k of both kinds, and both at once; over keys and over pages."""
-        heads, queries, keys = int(self.choose(3, 64)), int(self.rng.integers(1, 9)), int(self.rng.integers(1, 700))
+        heads, queries, keys = int(self.choose(3, 32, 64)), int(self.rng.integers(1, 9)), int(self.rng.integers(1, 700))
         rest = {"backend": self.backend}
         q = self.put(self.rng.integers(0, 256, (queries, heads, 128), np.uint8))
         weights = self.numbers32(queries, heads)
         kv = self.put(self.rng.integers(0, 256, (keys, 128), np.uint8)), self.numbers32(keys)
+        if self.rng.random() < 0.5:
+            kv = tuple(self.put(self.rng.integers(0, 256, (keys, n), np.uint8)) for n in (64, 4))
         ranges, width = (self.ints(queries), self.ints(queries)), int(self.choose(0, 5, 300))
         topk = int(self.choose(1, 7, 64))
         cumla.fp8_mqa_logits(q, kv, weights, *ranges, True, width, **rest)
         cumla.indexer_topk(
             q, kv, weights, topk, cu_seqlen_ks=ranges[0], cu_seqlen_ke=ranges[1], max_seqlen_k=width, **rest
         )
-        pages, _, block_size = self.cache(cumla.INDEXER_FP8)
-        cache, next_n, columns = cumla.INDEXER_FP8.view(pages, block_size), *map(int, self.rng.integers((1, 0), (5, 6)))
+        layout = self.choose(cumla.INDEXER_FP8, cumla.INDEXER_MXFP4)
+        pages, _, block_size = self.cache(layout)
+        cache, next_n, columns = layout.view(pages, block_size), *map(int, self.rng.integers((1, 0), (7, 6)))
         tokens = queries // next_n * next_n
         q, weights = q[:tokens].reshape(-1, next_n, heads, 128), weights[:tokens]
         lens = self.ints(len(q)) if self.rng.random() < 0.5 else self.ints(len(q), next_n)
@@ -381,6 +384,11 @@ class Fuzz:
         cumla.indexer_topk(
             q, cache, weights, topk, context_lens=lens, block_table=table, slots=slots, is_valid_token=valid, **rest
         )
+        blocks, size = cupy.empty((tokens, int(self.choose(1, 5))), np.int32), int(self.choose(8, 3))
+        cumla.indexer_topk(
+            q, cache, weights, topk, context_lens=lens, block_table=table, candidate_blocks=blocks,
+            candidate_block_size=size, **rest,
+        )  # fmt: skip
         schedule = cupy.empty((int(self.rng.integers(1, 200)) + 1, 2), np.int32)
         cumla.get_paged_mqa_logits_metadata(lens, 64, len(schedule) - 1, out=schedule, **rest)
 
