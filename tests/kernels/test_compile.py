@@ -352,6 +352,7 @@ SOURCES = [
     ("sm90/decode/decode.cu", {"LAYOUT": "DSV4_FP8", "EVERY_LANE_ARRIVES": 1}),
     ("sm90/decode/decode.cu", {"LAYOUT": "DSV4_FP8", "TILE_HEADS": 32, "PARTS": 2, "EVERY_LANE_ARRIVES": 1}),
     ("sm90/prefill/prefill.cu", {"LAYOUT": "DSV4_BF16", "EVERY_LANE_ARRIVES": 1}),
+    ("sm90/prefill/prefill.cu", {"LAYOUT": "DSV4_BF16", "TRACE": 1}),
     ("sm90/few_heads/prefill.cu", {"LAYOUT": "MLA_BF16", "TILE_HEADS": 32, "EVERY_LANE_ARRIVES": 1}),
     (
         "sm90/dense/mha_varlen.cu",

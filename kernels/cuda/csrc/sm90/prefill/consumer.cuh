@@ -2,7 +2,7 @@
 #pragma once
 #include "common/f16.cuh"
 #include "sm90/gathered_rows.cuh"
-#include "sm90/prefill/memory.cuh"
+#include "sm90/prefill/trace.cuh"
 #include "common/vectors.cuh"
 
 // Weights are exp2(score - reference); the reference is raised to the running maximum when that is so much larger,
@@ -29,6 +29,7 @@ template <int CONSUMER> struct Consumer {
     float low[64], high[64];  // sums of 128 values each
     Row rows[2];
     uint32 seen;              // non-zero once a present key was scored
+    Trace trace;
 
     __device__ explicit Consumer(const SparseProblem& p) : problem(p), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {
         head = 16 * warp + lane / 4;
@@ -60,6 +61,7 @@ template <int CONSUMER> struct Consumer {
     // Start the PV products of the other consumer's block, the CTA's n-th, with that consumer's weights.
     __device__ void add_other(uint32 n) {
         barrier_wait(WEIGHTS_READY + 8 * (CONSUMER ^ 1), n / 2 % 2);
+        trace.note(WEIGHTS_ARRIVED);
         uint32 at = REFERENCE_AT + 4 * HEADS * (CONSUMER ^ 1) + 4 * head;
         float now[2] = {lds_float(at), lds_float(at + 32)};
         raise_to(now);
@@ -75,6 +77,7 @@ template <int CONSUMER> struct Consumer {
         for (int step = 0; step < 4; ++step)
             wgmma_columns(bf16{}, high, weights + 2 * step, columns + (2 * TILE_BYTES >> 4) + 128 * step, 1);
         wgmma_commit();
+        trace.note(OTHER_STARTED);
     }
 
     // Start the products of one tile of Q and K.
@@ -85,7 +88,9 @@ template <int CONSUMER> struct Consumer {
     }
     template <int PIECE> __device__ void score_piece(float (&scores)[32], uint32 n, uint32 tiles) {
         barrier_wait(Q_READY + 8 * PIECE, tiles % 2);
+        trace.note(Q_ARRIVED);
         barrier_wait(READY + OWN + 8 * PIECE, n / 2 % 2);
+        trace.note(ROWS_ARRIVED);
         wgmma_fence();  // again, because the compiler treats the code after a wait as divergent
         score_tile<first_tile(PIECE)>(scores);
         score_tile<first_tile(PIECE) + 1>(scores);
@@ -141,6 +146,7 @@ template <int CONSUMER> struct Consumer {
 
     // Add the other consumer's last block of the `tiles`-th tile, and wait for its products.
     __device__ __forceinline__ void add_last_of_other(uint32 n, uint32 tiles) {
+        trace.note(LAST_BEGIN);
         add_other(n);
         publish_totals(tiles);
         wgmma_wait<1>();
@@ -148,6 +154,7 @@ template <int CONSUMER> struct Consumer {
         wgmma_wait<0>();
         pin(low), pin(high);
         warp_arrive(FREE + OTHER + HIGH);
+        trace.note(LAST_DONE);
     }
 
     // Process the CTA's n-th block, which this consumer scores, in the CTA's `tiles`-th tile with keys; `last` if it is the last
@@ -156,6 +163,7 @@ template <int CONSUMER> struct Consumer {
     template <bool FIRST> __device__ __forceinline__ void take(uint32 n, uint32 tiles, bool last) {
         float scores[32];
         pin(scores);
+        trace.note(SCORES_BEGIN);
         if (!FIRST) add_other(n - 1);
         score_piece<0>(scores, n, tiles);
         wgmma_commit();
@@ -164,19 +172,23 @@ template <int CONSUMER> struct Consumer {
             warp_arrive(FREE + OTHER + LOW);
             wgmma_wait<1>();
             warp_arrive(FREE + OTHER + HIGH);
+            trace.note(OTHER_DONE);
         }
         score_piece<1>(scores, n, tiles);
         score_piece<2>(scores, n, tiles);
         score_piece<3>(scores, n, tiles);
         if (HAS_ROPE) score_tile<TILES - 1>(scores);
         wgmma_commit();
+        trace.note(SCORES_STARTED);
         wgmma_wait<0>();
         pin(scores), pin(low), pin(high);
+        trace.note(SCORES_DONE);
         if (last) free_q();
         mask(scores);
         uint32 weights[4][4];
         float now[2], sum[2];
         weigh(scores, weights, now, sum);
+        trace.note(WEIGHTS_STORED);
 
         raise_to(now);
         rows[0].total += sum[0], rows[1].total += sum[1];
@@ -190,11 +202,13 @@ template <int CONSUMER> struct Consumer {
         for (int step = 0; step < 4; ++step)
             wgmma_columns(bf16{}, high, weights[step], columns + (2 * TILE_BYTES >> 4) + 128 * step, 1);
         wgmma_commit();
+        trace.note(OWN_STARTED);
         wgmma_wait<1>();
         warp_arrive(FREE + OWN + LOW);
         wgmma_wait<0>();
         pin(low), pin(high);
         warp_arrive(FREE + OWN + HIGH);
+        trace.note(OWN_DONE);
     }
 
     __device__ void free_q() {
@@ -218,6 +232,7 @@ template <int CONSUMER> struct Consumer {
 
     // Epilogue: combine both consumers' sums, and store the results of a tile.
     __device__ void finish(int tile, uint32 tiles) {
+        trace.note(FINISH_BEGIN);
         uint32 slot = 2 * (tiles % 2) + (CONSUMER ^ 1);
         float checks[8] = {};  // NaN once a value is not finite; several, to shorten the dependent chains
 #pragma unroll
@@ -261,6 +276,7 @@ template <int CONSUMER> struct Consumer {
             store_row(out, low, r, factor, here);
             store_row(out + 128, high, r, factor, here);
         }
+        trace.note(FINISH_END);
     }
 
     // Store 128 values of row r: of every four neighbouring chunks of 8 values this lane stores one, at `out` + 32 i.
@@ -308,7 +324,8 @@ template <int CONSUMER> struct Consumer {
                 if (n % 2 == CONSUMER) add_last_of_other(n - 1, tiles - 1);
                 finish(tile_before, tiles - 1);
             }
-            if (!more) return;
+            if (!more) return trace.store();
+            trace.of_tile(tiles);
             uint32 end = n + blocks_of(length), own = n;
             warpgroup_sync(2 + CONSUMER);  // or the compiler treats what follows as divergent, and serialises the products
             begin();

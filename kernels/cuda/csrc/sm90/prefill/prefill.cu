@@ -26,7 +26,7 @@
 // Limits: one list of keys; 512 values of V. A tile is flagged by UNSAFE_BITS (work.cuh) for the exact kernel if a score, a sum
 // or a result is not finite, or if its highest score exceeds MAX_PRECISE_SCORE.
 //
-// Macros: LAYOUT (DSV4_BF16 or MLA_BF16: 512 or 576 values a row).
+// Macros: LAYOUT (DSV4_BF16 or MLA_BF16: 512 or 576 values a row); TRACE (sm90/prefill/trace.cuh).
 #include "sm90/prefill/producer.cuh"
 #include "sm90/prefill/consumer.cuh"
 

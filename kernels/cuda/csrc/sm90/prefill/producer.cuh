@@ -1,7 +1,7 @@
 // The producer of sm90/prefill/prefill.cu.
 #pragma once
 #include "sm90/gathered_rows.cuh"
-#include "sm90/prefill/memory.cuh"
+#include "sm90/prefill/trace.cuh"
 #include "sm90/tma.cuh"
 
 // A warp copies a quarter of the rows of a block, piece by piece: 16 bytes a lane, so four rows of 128 bytes at a time.
@@ -81,7 +81,9 @@ struct Producer {
         signal(Q_READY);
     }
 
-    __device__ void run() const {
+    Trace trace;
+
+    __device__ void run() {
         const Segment& list = problem.segments[0];
         BlockWalk walk(problem);
         if (!walk.more()) return;
@@ -95,20 +97,28 @@ struct Producer {
             walk.advance();
             if (walk.more()) next = listed_rows(walk, lane);
             uint32 buffer = n % 2;
+            if (first) trace.of_tile(tiles);
 #pragma unroll
             for (int piece = 0; piece < PIECES; ++piece) {
+                trace.note(SPACE_BEGIN);
                 barrier_wait(FREE + 8 * (PIECES * buffer + piece), n / 2 % 2 ^ 1);
+                trace.note(SPACE_FREE);
                 copy_piece(K_AT + buffer * K_BYTES, from, piece);
+                trace.note(COPIES_STARTED);
             }
             uint32 low = __ballot_sync(~0u, rows.low >= 0), high = __ballot_sync(~0u, rows.high >= 0);
             if (warp + lane == 0) sts32(PRESENT_AT + 8 * buffer, low), sts32(PRESENT_AT + 8 * buffer + 4, high);
             if (first && q_map.start) {
+                trace.note(Q_SPACE_BEGIN);
                 barrier_wait(Q_FREE + 8 * warp, tiles % 2 ^ 1);
+                trace.note(Q_SPACE_FREE);
                 load_q(tile);
             }
             signal(READY + 8 * PIECES * buffer);
+            trace.note(COPIES_LANDED);
             if (first && !q_map.start) copy_q(tile, tiles);
             tiles += first;
         }
+        trace.store();
     }
 };
