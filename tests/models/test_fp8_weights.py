@@ -150,7 +150,7 @@ def test_another_format_is_an_error():
 
 @pytest.mark.parametrize("most_tokens", [products.MOST_TOKENS, 0], ids=["as they are", "dequantised"])
 @pytest.mark.parametrize("case", [8, 13])
-@pytest.mark.thorough(when=lambda x: x.emulated and (x.get("case") == 8) == (x.get("most_tokens") == 0))
+@pytest.mark.thorough(when=lambda x: not x.device and (x.get("case") == 8) == (x.get("most_tokens") == 0))
 def test_layers_on_a_device(device, monkeypatch, case, most_tokens):
     """Within the rounding of activations of a layer in float32."""
     monkeypatch.setattr(products, "MOST_TOKENS", most_tokens)
