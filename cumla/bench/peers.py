@@ -310,7 +310,7 @@ def deep_gemm_linear(x: Any, weight: Any, scale: Any, out: Any) -> Call | None:
     factors = padded.t()[:tokens]
 
     def call() -> Any:
-        operations._C.per_token_group_fp8_quant(given, quantized, factors, 128, 1e-10, -448.0, 448.0, False)
+        operations._C.per_token_group_fp8_quant(given, quantized, factors, 128, 1e-10, -448.0, 448.0, False, True, True)
         peer.fp8_gemm_nt((quantized, factors), (codes, scales), result)
         return result
 

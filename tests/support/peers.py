@@ -115,7 +115,7 @@ class Operations:
         cumla.indexer_k_quant_and_cache(k, cache, slots)
 
     @staticmethod
-    def per_token_group_fp8_quant(x, codes, scales, size, eps, least, most, ue8m0):
+    def per_token_group_fp8_quant(x, codes, scales, size, eps, least, most, ue8m0, transposed, aligned):
         groups = x.float().unflatten(1, (-1, size))
         scales.copy_(groups.abs().amax(2).clamp(min=eps) / most)
         codes.copy_((groups / scales[:, :, None]).flatten(1).to(codes.dtype))
