@@ -139,6 +139,7 @@ def test_cases_are_checked_and_so_are_their_peers(case, monkeypatch):
     assert all("vLLM" in row["peer"] for row in named)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: f"{case.op} {case}")
 def test_wrong_results_are_not_timed(case):
     """Every check rejects a result that is wrong everywhere."""

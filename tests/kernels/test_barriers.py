@@ -36,7 +36,7 @@ def names_in_table(source):
 def test_every_barrier_is_listed(name):
     source = "\n".join(path.read_text() for path in files_of(KERNELS[name]))
     code = re.sub(r"//.*", "", source)
-    names = names_in_table(source)
+    names = names_in_table(source) if re.search(r"\bbarrier_|bar\.sync|warpgroup_(sync|any)\(", code) else []
     assert len(names) == len(set(names))
     assert {x for x in names if x.isupper()} == set(re.findall(r"\bbarrier_init" + MBARRIER, code))
     assert set(re.findall(r"\b(?:cluster_)?barrier_wait" + MBARRIER, code)) <= set(names)

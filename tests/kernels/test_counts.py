@@ -41,7 +41,8 @@ def test_tiles_of_the_indexers_ranges(here, queries, keys):
     of_group, of_tile, blocks = 8, 64, 7
     starts = np.zeros(queries, np.int32)
     starts[of_group - 1 :: of_group] = keys - 1
-    macros = "#define PAGED 0\n#define PASS 2\n#define QUERY_GROUPS 4\n"
+    values = {"HEADS": 64, "PAGED": 0, "MXFP4": 0, "PASS": 2, "PASSES": 1, "QUERY_GROUPS": 4, "MAXIMA": 0}
+    macros = "".join(f"#define {name} {value}\n" for name, value in values.items())
     found = launch(
         here, macros + compiler.source("sm90/indexer/logits.cu") + WORK_RANGES, "work_ranges", blocks,
         indexer.HOPPER_THREADS, np.full((blocks, 5), -1, np.int64), starts, starts + 1,

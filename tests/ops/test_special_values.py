@@ -80,7 +80,7 @@ def test_prefill(lab, name, width, heads):
 @pytest.mark.nowhere(when=lambda x: not has_kernel(x))
 @pytest.mark.nowhere(when=lambda x: x.emulated and not is_emulated_decode(x) and x.get("heads") != EMULATED_HEADS)
 @pytest.mark.nowhere(when=is_for_devices)
-@pytest.mark.thorough(when=lambda x: x.emulated and not is_emulated_decode(x))
+@pytest.mark.thorough(when=lambda x: x.emulated and (not is_emulated_decode(x) or " cut " in x.get("name")))
 @pytest.mark.thorough(when=lambda x: x.emulated and x.get("layout") is cumla.DSV41_FP8 and x.get("name") == "exact")
 @pytest.mark.thorough(when=lambda x: x.get("layout") in (cumla.DSV41_FP8_SPLIT, cumla.V32_NOPE_FP8))
 @pytest.mark.thorough(when=lambda x: x.backend == "cpu" and x.get("heads") not in (1, 65))
