@@ -14,7 +14,8 @@ from support.calls import NAMES, call, is_attention
 
 MARGIN, ALIGNMENT = 1 << 14, 64
 NEVER = (  # they allocate memory that is no result
-    "candidate_topk", "indexer_topk", "indexer_topk-candidate_blocks", "indexer_topk-keys", "indexer_topk-slots", "select_candidate_blocks",
+    "candidate_topk", "indexer_topk", "indexer_topk-candidate_blocks", "indexer_topk-keys", "indexer_topk-slots",
+    "select_candidate_blocks",
 )  # fmt: skip
 OPERATIONS = [name for name in NAMES if not is_attention(name) or name.startswith("merge_attn_states")]
 
