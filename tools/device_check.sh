@@ -1,10 +1,11 @@
 #!/bin/sh
 # Check a device in one run: tests, sanitizers, every benchmark, replay. Prints a line for each part, and its failures;
-# logs and JSON are in DIR/proof.tgz (the tests' log names each test, also of a run that was cut off). A part that fails or exceeds its time limit does not stop the others.
+# logs and JSON are in DIR/proof.tgz; the tests' log names each test, also of a run that was cut off. A part that fails or exceeds its
+# time limit does not stop the others.
 #
 #     tools/with_cumla.sh tools/device_check.sh DIR [PART ...]
 #
-# Parts: correct (tests, sanitizers, check and small replays, in parallel: no timings, 2 to 5 minutes depending on the
+# Parts: correct (tests, sanitizers, check and small replays, in parallel: no timings, 5 to 9 minutes depending on the
 # number of cores) fences decode poisoned prefill prefill_chunks indexer compressor layers mla attention_backends cache
 # indices metadata interop replay (all of them, in this order: about 12 minutes); only when named: tests, soak (operations
 # repeated for two minutes, bitwise), trace (10 minutes, OPTIONS in TRACE), portable, or
@@ -41,7 +42,7 @@ sanitize() { # name, tools, rounds, operations
 }
 
 correct() {
-    part tests 300 1 python3 -m pytest -m gpu -v --tb=short -p no:cacheprovider &
+    part tests 540 1 python3 -m pytest -m gpu -v --tb=short -p no:cacheprovider &
     part check 240 1 python3 -m cumla check & # Numba compiles for a minute
     replay replay_numba --backend numba_cuda &
     replay replay_mla_one_head --layers mla --heads 1 &
@@ -59,7 +60,7 @@ correct() {
 for name in ${*:-correct fences decode poisoned prefill prefill_chunks indexer compressor layers mla attention_backends cache indices metadata interop replay}; do
     case $name in
     correct) correct ;;
-    tests) part tests 240 1 python3 -m pytest -m gpu -v --tb=short -p no:cacheprovider ;;
+    tests) part tests 480 1 python3 -m pytest -m gpu -v --tb=short -p no:cacheprovider ;;
     fences) part fences 120 24 env PYTHONPATH="$PWD/tests:$PYTHONPATH" python3 tests/fences_device.py ;;
     soak) part soak 300 32 env PYTHONPATH="$PWD/tests:$PYTHONPATH" python3 tests/soak_device.py ;;
     replay)
