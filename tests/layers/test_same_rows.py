@@ -14,7 +14,7 @@ from support.bounds import assert_same_direction, assert_within
 from support.lab import BF16, to_float
 from support.properties import for_all, seeds
 
-pytestmark = pytest.mark.attention
+pytestmark = [pytest.mark.attention, pytest.mark.thorough(when=lambda x: x.emulated)]
 
 WINDOW, BLOCK, PAGE, HEADS, TOPK = 12, 8, 256, 2, 6
 

@@ -13,6 +13,7 @@ from support.lab import BF16, to_float
 
 FP8 = (cumla.DSV4_FP8, cumla.V32_FP8)
 pytestmark = [
+    pytest.mark.thorough(when=lambda x: x.emulated),
     pytest.mark.attention,
     pytest.mark.nowhere(when=lambda x: x.backend != "cuda"),
     pytest.mark.parametrize("tile", [16, 32, 64]),

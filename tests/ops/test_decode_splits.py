@@ -10,7 +10,10 @@ import cumla
 from cumla.kernels.cuda.launch import recorded_launches
 from support.attention import Problem, make_cache, make_indices, make_q, nothing_attended_again, steep
 
-pytestmark = [pytest.mark.attention, pytest.mark.nowhere(when=lambda x: x.backend != "cuda")]
+pytestmark = [
+    pytest.mark.attention, pytest.mark.nowhere(when=lambda x: x.backend != "cuda"),
+    pytest.mark.thorough(when=lambda x: x.emulated),
+]  # fmt: skip
 
 LENGTHS = np.array([[0, 1, 64, 0, 128, 65, 128], [0, 0, 0, 300, 0, 64, 300]], np.int32)  # of lists of 128 and of 300
 

@@ -13,6 +13,8 @@ from support.bounds import assert_decode
 from support.lab import BF16, to_float
 from support.operations import assert_same_bits
 
+pytestmark = pytest.mark.thorough(when=lambda x: x.emulated)
+
 MOST_ALONE = 6
 
 
