@@ -77,7 +77,7 @@ def dense_mla_decode(given: DenseDecode) -> None:
         divisible = ranges > 1 and max_seqlen > made.keys * (2 * MIN_PART - 1)
         splits, ctas, rows = 1, ranges * groups, 2 * ranges if divisible else 0
     else:
-        splits = split_count(tokens * groups, max_seqlen, sms, made)
+        splits = split_count(tokens * groups, max_seqlen, sms)
         ranges, ctas, rows = 0, tokens * groups * splits, tokens * splits if splits > 1 else 0
     parts, parts_lse = partial_results(plan, rows * heads, q) if rows else (None, None)
     divided = division(plan, min(tokens, ranges), q) if hopper and rows else None
@@ -137,25 +137,18 @@ def boxes_of(pages: Pages, keys: int) -> tuple[int, Words]:
 
 
 class DecodeKernel(NamedTuple):
-    """Sizes of a decode kernel, as in its source, and its costs in units of a block of keys.
-
-    tile_cost  start of a tile and store of its result
-    part_cost  merge of one split's partial result
-    """
+    """Sizes of a decode kernel, as in its source: heads of a tile, keys of a block, threads and shared memory."""
 
     heads: int
     keys: int
     threads: int
     shared_bytes: int
-    blocks_per_sm: int
-    tile_cost: float
-    part_cost: float
 
 
-PORTABLE_DECODE = DecodeKernel(
-    32, 32, 256, (32 + 32) * (2 * 576 + 16) + 32 * (2 * 32 + 16 + 4 * 33 + 4) + 8 * 32, 2, 6, 0.5
-)
-HOPPER_DECODE = DecodeKernel(64, 64, 384, 3 * 1024 + 28 * 8192, 1, 4, 0.1)
+PORTABLE_DECODE = DecodeKernel(32, 32, 256, (32 + 32) * (2 * 576 + 16) + 32 * (2 * 32 + 16 + 4 * 33 + 4) + 8 * 32)
+HOPPER_DECODE = DecodeKernel(64, 64, 384, 3 * 1024 + 28 * 8192)
+# The portable kernel's CTAs on an SM, and its costs in blocks: of a tile's start and result, and of merging a split.
+CTAS_PER_SM, TILE_COST, PART_COST = 2, 6, 0.5
 MAX_SPLITS = 256  # bounds the memory of partial results
 # As in sm90/dense/decode/work.cuh: blocks of a range and of a token's part, at least; the cost of a token's start.
 MIN_RANGE, MIN_PART, TOKEN_COST = 4, 2, 4
@@ -163,13 +156,13 @@ PARTS = {"parts": V_DIM, "parts_lse": 1}  # names of partial results, and values
 
 
 @functools.lru_cache(maxsize=1024)
-def split_count(tiles: int, max_seqlen: int, sms: int, made: DecodeKernel) -> int:
-    """Number of splits of each tile's keys that fills the device with CTAs."""
-    blocks, at_a_time = -(-max_seqlen // made.keys), sms * made.blocks_per_sm
+def split_count(tiles: int, max_seqlen: int, sms: int) -> int:
+    """Number of splits of each of the portable kernel's tiles that fills the device with CTAs."""
+    blocks, at_a_time = -(-max_seqlen // PORTABLE_DECODE.keys), sms * CTAS_PER_SM
 
     def cost(splits: int) -> float:
         waves = -(-tiles * splits // at_a_time)
-        return waves * (-(-blocks // splits) + made.tile_cost) + (splits * made.part_cost if splits > 1 else 0)
+        return waves * (-(-blocks // splits) + TILE_COST) + (splits * PART_COST if splits > 1 else 0)
 
     most = max(1, min(blocks, MAX_SPLITS, 4 * at_a_time // tiles))
     return min(range(1, most + 1), key=cost)
@@ -212,6 +205,6 @@ def workspace_bytes(batch: int, s_q: int, heads: int, max_seqlen: int, sms: int)
     if not tokens * heads:
         return 0
     ranges = range_count(tokens, -(-heads // HOPPER_DECODE.heads), max_seqlen, sms)
-    splits = split_count(tokens * -(-heads // PORTABLE_DECODE.heads), max_seqlen, sms, PORTABLE_DECODE)
+    splits = split_count(tokens * -(-heads // PORTABLE_DECODE.heads), max_seqlen, sms)
     rows = heads * max(2 * ranges, tokens * splits)
     return aligned_bytes(16 * min(tokens, ranges)) + sum(aligned_bytes(4 * rows * size) for size in PARTS.values())

@@ -1,4 +1,5 @@
-// Decode over the paged rows of a dense MLA cache: addresses of rows, and the split of the work.
+// Decode over the paged rows of a dense MLA cache: addresses of rows, and the split of the portable kernel's work (Hopper's is in
+// sm90/dense/decode/work.cuh).
 //
 // A *tile* is a query token and a group of its heads. The keys of a tile are divided into blocks, and these evenly into
 // `splits`; each CTA takes one split and stores a partial result, or the result if there is only one split.

@@ -7,9 +7,7 @@
 #pragma once
 #include "sm90/dense/decode/memory.cuh"
 
-#ifndef TOKEN_COST
-#define TOKEN_COST 4  // in blocks: the start of a token, and storing its result
-#endif
+constexpr int TOKEN_COST = 4;  // in blocks: the start of a token, and storing its result
 constexpr int MIN_RANGE = 4;  // blocks of a range at least: parts of fewer take longer to combine than they save
 constexpr int MIN_PART = 2;   // blocks on either side of a boundary at least
 
