@@ -17,7 +17,8 @@ from support.lab import to_float
 from support.special_values import HEADS, PREFILL_LAYOUT, SINKS, Case, cases, problem_of
 
 HOPPER_LAYOUTS = (cumla.DSV4_FP8, cumla.V32_FP8)
-DECODE_LAYOUTS = (*HOPPER_LAYOUTS, cumla.MLA_BF16, cumla.DSV41_FP8, cumla.DSV41_FP8_SPLIT, cumla.V32_NOPE_FP8)
+BF16_LAYOUTS = (cumla.MLA_BF16, cumla.DSV4_BF16)
+DECODE_LAYOUTS = (*HOPPER_LAYOUTS, *BF16_LAYOUTS, cumla.DSV41_FP8, cumla.DSV41_FP8_SPLIT, cumla.V32_NOPE_FP8)
 EMULATED_SINKS = ("-inf", "mixed")  # the last alone with EMULATED_HEADS
 # Emulated kernels: with tiles of all heads, of some heads, and several tiles. Slow tests run all of EMULATED_HEADS.
 EMULATED_HEADS = 65
@@ -38,7 +39,7 @@ def has_kernel(x):
     name, layout = x.get("name"), x.get("layout")
     if x.backend == "reference" or (x.backend != "cuda" and name != "chosen"):
         return False
-    if "hopper" in name and layout is cumla.MLA_BF16:
+    if "hopper" in name and layout in BF16_LAYOUTS:
         return name.startswith("hopper 64") and "cluster" not in name
     if "hopper" in name and x.get("width") is None and layout not in HOPPER_LAYOUTS:
         return False  # V4.1's are measured as chosen
@@ -82,7 +83,7 @@ def test_prefill(lab, name, width, heads):
 @pytest.mark.nowhere(when=is_for_devices)
 @pytest.mark.thorough(when=lambda x: x.emulated and (not is_emulated_decode(x) or " cut " in x.get("name")))
 @pytest.mark.thorough(when=lambda x: x.emulated and x.get("layout") is cumla.DSV41_FP8 and x.get("name") == "exact")
-@pytest.mark.thorough(when=lambda x: x.get("layout") in (cumla.DSV41_FP8_SPLIT, cumla.V32_NOPE_FP8))
+@pytest.mark.thorough(when=lambda x: x.get("layout") in (cumla.DSV4_BF16, cumla.DSV41_FP8_SPLIT, cumla.V32_NOPE_FP8))
 @pytest.mark.thorough(when=lambda x: x.backend == "cpu" and x.get("heads") not in (1, 65))
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("layout", DECODE_LAYOUTS, ids=lambda x: x.name)
