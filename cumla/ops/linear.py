@@ -7,6 +7,7 @@ from typing import Any
 from ..dispatch.call import BF16, BYTES, FLOAT32, Call
 from ..dispatch.launch_cache import launch_cached
 from ..dispatch.values import check_flags, check_integers
+from ..kernels.types.projection import BlockScaledProduct
 
 INPUTS = (*BF16, *FLOAT32)
 COLUMNS_STEP = 32  # columns of a block are a multiple of it
@@ -74,8 +75,10 @@ def fp8_block_linear(
     if result.size:
         with call.kernels("projection") as kernels:
             kernels.block_scaled_product(
-                by_group(x), by_group(weight, 0), by_group(scale, 0), block_rows, block_columns, by_group(result),
-                prefetch_weights, finite_weights, is_ue8m0,
+                BlockScaledProduct(
+                    by_group(x), by_group(weight, 0), by_group(scale, 0), block_rows, block_columns, by_group(result),
+                    prefetch_weights, finite_weights, is_ue8m0,
+                )
             )  # fmt: skip
     return call.results()
 

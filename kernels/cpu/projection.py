@@ -6,6 +6,7 @@ import numpy as np
 
 from ..numba_common.compiled import compiled
 from ..numba_common.numbers import e4m3_value
+from ..types.projection import BlockScaledProduct
 from .threads import parallel_for
 
 VALUES_AT_A_TIME = 1 << 22  # dequantised: 16 MB, which caches of servers hold
@@ -18,24 +19,12 @@ def batched_product(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     out[...] = np.matmul(a.astype(np.float32, copy=False), b.astype(np.float32, copy=False))
 
 
-def block_scaled_product(
-    x: np.ndarray,
-    weight: np.ndarray,
-    scales: np.ndarray,
-    block_rows: int,
-    block_columns: int,
-    out: np.ndarray,
-    prefetch: bool,
-    finite: bool,
-    power_of_two: bool,
-) -> None:
-    """out [n, M, N] = x [n, M, K] W^T, W of e4m3 codes [n, N, K] and a scale for each block.
-
-    Weights are dequantised some rows at a time, into memory that stays in the cache.
-    """
+def block_scaled_product(given: BlockScaledProduct) -> None:
+    """Weights are dequantised some rows at a time, into memory that stays in the cache."""
+    _, weight, scales, block_rows, block_columns, out, *_ = given
     groups, rows, columns = weight.shape
     together = min(max(VALUES_AT_A_TIME // max(columns, 1) // block_rows, 1) * block_rows, rows)
-    values, x = np.empty((together, columns), np.float32), x.astype(np.float32, copy=False)
+    values, x = np.empty((together, columns), np.float32), given.x.astype(np.float32, copy=False)
     for group in range(groups):
         for first in range(0, rows, together):
             some = values[: min(together, rows - first)]

@@ -5,6 +5,7 @@ import functools
 from typing import Any, NamedTuple
 
 from ...arrays.streams import Side
+from ..types.projection import BlockScaledProduct
 from .compile import kernel
 from .device import device_sms, has_clusters, is_hopper, shared_bytes_per_block
 from .launch import C_NAMES, Kernel, is_aligned, pointer, strides
@@ -115,22 +116,8 @@ def cublas_library(handle: int) -> Any:
     return library
 
 
-def block_scaled_product(
-    x: Any,
-    weight: Any,
-    scales: Any,
-    block_rows: int,
-    block_columns: int,
-    out: Any,
-    prefetch: bool,
-    finite: bool,
-    power_of_two: bool,
-) -> None:
-    """out [n, M, N] = x [n, M, K] W^T, W of e4m3 codes [n, N, K] and a scale for each block.
-
-    x is bfloat16, out bfloat16 or float32; the last axes are contiguous. prefetch: read weights while the preceding
-    kernel still runs; finite: no code is NaN; power_of_two: scales are, from 2^-100 to 2^7.
-    """
+def block_scaled_product(given: BlockScaledProduct) -> None:
+    x, weight, scales, block_rows, block_columns, out, prefetch, finite, power_of_two = given
     groups, tokens, columns = x.shape
     rows = weight.shape[1]
     tiles = division(rows, columns, groups, tokens, power_of_two, out.device.id)

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from ..types.projection import BlockScaledProduct
 from .compiler import cuda, float32, uint32
 from .launch import SIMULATED, kind_of, launch
 from .numbers import e4m3_value, from_float32, to_float32
@@ -66,18 +67,8 @@ def product_kernel_of(float16: bool) -> Any:
     return product_kernel
 
 
-def block_scaled_product(
-    x: Any,
-    weight: Any,
-    scales: Any,
-    block_rows: int,
-    block_columns: int,
-    out: Any,
-    prefetch: bool,
-    finite: bool,
-    power_of_two: bool,
-) -> None:
-    """out [n, M, N] = x [n, M, K] W^T, W of e4m3 codes [n, N, K] and a scale for each block."""
+def block_scaled_product(given: BlockScaledProduct) -> None:
+    x, weight, scales, block_rows, block_columns, out, *_ = given
     groups, tokens, rows = out.shape
     launch(
         row_kernel, groups * rows * -(-tokens // TOGETHER), THREADS, x, kind_of(x), weight, scales, block_rows,

@@ -3,27 +3,18 @@
 import ml_dtypes
 import numpy as np
 
+from ..types.projection import BlockScaledProduct
+
 
 def batched_product(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
     """out [n, M, N] = a [n, M, K] b [n, K, N], of any strides."""
     out[...] = np.matmul(a.astype(np.float64), b.astype(np.float64))
 
 
-def block_scaled_product(
-    x: np.ndarray,
-    weight: np.ndarray,
-    scales: np.ndarray,
-    block_rows: int,
-    block_columns: int,
-    out: np.ndarray,
-    prefetch: bool,
-    finite: bool,
-    power_of_two: bool,
-) -> None:
-    """out [n, M, N] = x [n, M, K] W^T, W of e4m3 codes [n, N, K] and a scale for each block."""
-    weights = dequantized(weight, scales, block_rows, block_columns)
+def block_scaled_product(given: BlockScaledProduct) -> None:
+    weights = dequantized(given.weight, given.scales, given.block_rows, given.block_columns)
     with np.errstate(over="ignore", invalid="ignore"):
-        out[...] = np.matmul(x.astype(np.float64), weights.transpose(0, 2, 1))
+        given.out[...] = np.matmul(given.x.astype(np.float64), weights.transpose(0, 2, 1))
 
 
 def dequantize_blocks(
