@@ -153,6 +153,9 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         shown=of_place["max_len"],
     )  # fmt: skip
     _add_number(
+        load, "--max-output", 1, INT32_MAX, "cut outputs to this length", unit="TOKENS", shown="(default: uncut)"
+    )  # fmt: skip
+    _add_number(
         load, "--batch-tokens", 1, MAX_SIZE, "tokens of a step", unit="TOKENS", shown=of_place["batch_tokens"]
     )  # fmt: skip
     _add_number(

@@ -130,7 +130,7 @@ def resolve(args: argparse.Namespace) -> tuple[ReplayOptions, list[TraceRequest]
     max_len = value_of("max_len")
     trace = requests_of(args.trace)
     taken = trace[: value_of("requests")]
-    requests = [request.clipped(max_len) for request in in_order(taken)]
+    requests = [request.clipped(max_len, args.max_output) for request in in_order(taken)]
     if args.requests is not None and len(requests) < args.requests:
         raise InputError(f"--requests: got {args.requests}, but the trace has {len(requests)}")
     options = ReplayOptions(
@@ -142,6 +142,7 @@ def resolve(args: argparse.Namespace) -> tuple[ReplayOptions, list[TraceRequest]
         batch_tokens=value_of("batch_tokens"),
         cache_tokens=cache_size(args.cache_tokens, requests),
         max_len=max_len,
+        max_output=args.max_output,
         seed=args.seed,
         layout=args.layout or ReplayOptions.layout,
         v41_layout=args.layout if args.layout in V41_CACHE_FORMATS else V41_LAYOUT,

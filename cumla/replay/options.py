@@ -75,6 +75,7 @@ class ReplayOptions:
     mla_cache: str = "bf16"  # values of dense layers' caches: "bf16" or "fp8"
     prefill_path: str | None = None  # as in SparseMLALayer.step
     ranks: int = 1  # devices, or threads, that share the context
+    max_output: int | None = None  # tokens that a request generates
     tiny: bool = False  # whether V4.1's layers have a tiny model's sizes on a device, too
 
     @property

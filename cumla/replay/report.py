@@ -110,7 +110,9 @@ def _run(summary: dict[str, Any]) -> Table:
     cut = share["requests"] - share["whole_requests"]
     lengths = "as long as in the trace"
     if cut:
-        lengths = f"{cut:,} of the {share['requests']:,} cut to {config['max_len']:,} tokens (--max-len)"
+        limits = (("max_len", "tokens (--max-len)"), ("max_output", "of output (--max-output)"))
+        to = " and ".join(f"{config[name]:,} {what}" for name, what in limits if config[name] is not None)
+        lengths = f"{cut:,} of the {share['requests']:,} cut to {to}"
     rows = (
         (
             "requests",

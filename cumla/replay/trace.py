@@ -45,12 +45,17 @@ class TraceRequest:
         """Positions the cache will hold: the last generated token is never fed back."""
         return self.input_length + max(self.output_length, 1) - 1
 
-    def clipped(self, max_len: int | None) -> TraceRequest:
-        """The request with prompt and output cut to `max_len` tokens in all; a longer prompt loses its end."""
-        if max_len is None:
-            return self
-        output_length = min(self.output_length, max(max_len // OUTPUT_SHARE, 1))
-        input_length = min(self.input_length, max_len - output_length)
+    def clipped(self, max_len: int | None, max_output: int | None = None) -> TraceRequest:
+        """The request with prompt and output cut to `max_len` tokens in all, and the output to `max_output`.
+
+        A longer prompt loses its end.
+        """
+        input_length, output_length = self.input_length, self.output_length
+        if max_output is not None:
+            output_length = min(output_length, max_output)
+        if max_len is not None:
+            output_length = min(output_length, max(max_len // OUTPUT_SHARE, 1))
+            input_length = min(input_length, max_len - output_length)
         if (input_length, output_length) == (self.input_length, self.output_length):
             return self
         hash_ids = self.hash_ids[: -(-input_length // HASH_TOKENS)]

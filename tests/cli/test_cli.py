@@ -79,6 +79,10 @@ def test_replay_says_how_much_of_the_trace_it_ran(capsys, tmp_path):
     }  # fmt: skip
     for latency in summary["latency"].values():
         assert 0 < latency["p50"] <= latency["p90"] <= latency["p99"] <= latency["max"]
+    assert main([*run, "--requests", "2", "--max-output", "3"]) == 0
+    assert "2 of the 2 cut to 1,152 tokens (--max-len) and 3 of output (--max-output)" in " ".join(
+        capsys.readouterr().out.replace("│", " ").split()
+    )
     assert main([*run, "--requests", "1"]) == 0
     assert "1 of the trace's 4 requests, uncut" in capsys.readouterr().out
 
@@ -117,6 +121,7 @@ def test_replay_fails_beyond_bounds(monkeypatch, capsys):
         pytest.param(["replay", "--heads", "129"], "expected an integer from 1 to 128", id="heads"),
         pytest.param(["replay", "--requests", "0"], "from 1 to 2147483647", id="no-requests"),
         pytest.param(["replay", "--max-len", "1"], "from 2 to 2147483647", id="max-len"),
+        pytest.param(["replay", "--max-output", "0"], "from 1 to 2147483647", id="max-output"),
         pytest.param(["replay", "--seed", "-1"], "from 0 to 140737488355328", id="seed"),
         pytest.param(["replay", "--layers", "swa,c5a"], "got 'c5a'", id="layers"),
         pytest.param(["replay", "--layers", ""], "got ''", id="no-layers"),

@@ -98,6 +98,10 @@ def test_clipped():
     cut = request.clipped(1600)
     assert (cut.input_length, cut.output_length, cut.hash_ids) == (1500, 100, (0, 1, 2))
     assert cut.total_length == 1599
+    brief = request.clipped(None, 40)
+    assert (brief.input_length, brief.output_length, brief.hash_ids) == (5000, 40, request.hash_ids)
+    assert request.clipped(1600, 40).total_length == 1599
+    assert request.clipped(None, 700) is request
     short = TraceRequest(0.0, 10, 0, (3,))
     assert short.clipped(1600) == short
     assert short.total_length == 10
