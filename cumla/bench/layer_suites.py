@@ -14,6 +14,7 @@ from ..arrays.memory import to_host
 from ..bounds import ROUNDED
 from ..dispatch.call import BFLOAT16
 from ..layout import DSV4_FP8
+from ..metadata.slots import ring_capacity
 from .caches import QueryNormInsert, sample
 from .problem import BLOCK, Arrays, Problem, Sizes, by_backend, error_within, picked, problem_of
 
@@ -83,6 +84,68 @@ class Compress:
 
         calls = by_backend(cumla.compress_and_insert, given, compress_ratio=ratio)
         return problem_of(self, sizes, calls, moved, check, clear, copied=moved > 1 << 24)
+
+
+@dataclass(frozen=True)
+class CompressLatents:
+    """V4.1's compressor: decodes of `each` tokens with rings, every other position at an odd one, or a prompt."""
+
+    ratio: int
+    tokens: int
+    each: int = 1
+    prompt: bool = False
+
+    op: ClassVar[str] = "compress_latents"
+
+    def __str__(self) -> str:
+        what = "a prompt" if self.prompt else "decodes" if self.each == 1 else f"decodes of {self.each} tokens"
+        return f"ratio {self.ratio}, {self.tokens:,} tokens, {what}"
+
+    def problem(self, sizes: Sizes) -> Problem:
+        arrays, xp, tokens, ratio = Arrays(sizes), sizes.xp, self.tokens, self.ratio
+        each = tokens if self.prompt else self.each
+        requests, capacity = tokens // each, ring_capacity(each - 1 if each < 8 else 0)
+        first = np.zeros(requests, np.int64) if self.prompt else CONTEXT + np.arange(requests)
+        positions = (first[:, None] + np.arange(each)).ravel()
+        slots = np.repeat(np.arange(requests), each) * capacity + positions % capacity
+        completed = np.flatnonzero((positions + 1) % ratio == 0)
+        saved = requests * min(each, capacity) if ratio == 2 else 0
+        pooled = len(completed) * ratio * 4 * HEAD_DIM * ratio
+        moved = pooled + len(completed) * 2 * HEAD_DIM + saved * 2 * 4 * 2 * HEAD_DIM
+        weight, score = arrays.rows(HEAD_DIM), arrays.floats(tokens, ratio * HEAD_DIM)
+        state = arrays.floats(requests, capacity, 2 * HEAD_DIM)
+        starts = xp.asarray(np.arange(0, tokens + 1, each, dtype=np.int32))
+        where, of_tokens = xp.asarray(slots), xp.asarray(positions)
+        given = []
+        for _ in range(sizes.sets(moved)):
+            rings = (of_tokens, starts, state.copy()) if ratio == 2 else (None, None, None)
+            given.append((score.copy(), weight, where, xp.zeros((tokens, HEAD_DIM), BFLOAT16), *rings))
+        out: Any = given[0][3]
+        on_host: list[Any] = [x if x is None else to_host(x) for x in given[0]]
+        _compress_latents(*on_host, ratio=ratio, backend="cpu")
+
+        def check(_: Any) -> float:
+            if ratio == 2:
+                np.testing.assert_array_equal(to_host(given[0][6]), on_host[6])
+            got, want = (x[completed].astype(np.float32) for x in (to_host(out), on_host[3]))
+            return error_within(got, want, ROUNDED)
+
+        def clear() -> None:
+            out.fill(0)
+            if ratio == 2:
+                given[0][6][...] = state
+
+        calls = by_backend(_compress_latents, given, ratio=ratio)
+        return problem_of(self, sizes, calls, moved, check, clear, copied=moved > 1 << 21)
+
+
+def _compress_latents(
+    score: Any, weight: Any, slots: Any, out: Any, positions: Any, starts: Any, state: Any, *, ratio: int, backend: str
+) -> None:
+    cumla.compress_latents(
+        score, weight, slots, out, compress_ratio=ratio, positions=positions, query_start_loc=starts, state_cache=state,
+        backend=backend,
+    )  # fmt: skip
 
 
 def _first_rows(cache: np.ndarray, tokens: int) -> np.ndarray:
@@ -160,9 +223,10 @@ def _rotation(sizes: Sizes) -> Any:
     return sizes.xp.full((POSITIONS, ROPE_DIM), 0.5**0.5, np.float32)
 
 
-def compressor(sizes: Sizes) -> Iterator[Compress]:
+def compressor(sizes: Sizes) -> Iterator[Compress | CompressLatents]:
     for ratio in STATE_BLOCK:
         yield from (Compress(ratio, batch) for batch in sizes.batch)
+    yield from (CompressLatents(2, batch) for batch in sizes.batch)
 
 
 def norms(sizes: Sizes) -> Iterator[QueryNormInsert | InverseRope]:
@@ -179,6 +243,9 @@ def merge(sizes: Sizes) -> Iterator[Merge]:
 def recorded() -> list[Any]:
     return [
         *(Compress(ratio, tokens, tokens == 4096) for ratio in STATE_BLOCK for tokens in (1, 32, 128, 4096)),
+        *(CompressLatents(2, tokens) for tokens in (1, 32, 128)),
+        CompressLatents(2, 768, 6),
+        *(CompressLatents(ratio, 4096, prompt=True) for ratio in (2, 1)),
         *(QueryNormInsert(tokens, 128) for tokens in (1, 17, 4096)),
         InverseRope(128, 128),
     ]

@@ -8,7 +8,7 @@ import cumla
 import support.v41
 from support.guarded import Guarded
 from support.indexing import anything
-from support.lab import BF16
+from support.lab import BF16, Lab
 
 DIM, EPS = 512, 1e-20
 
@@ -131,6 +131,29 @@ def test_requests_whose_first_token_is_padding(lab, rng):
     assert np.isnan(lab.get(pairs["state_cache"])).all()
     written = ~np.isnan(lab.get(arrays[3])).all(axis=1)
     np.testing.assert_array_equal(written, [False, False, True, False, False, True])
+
+
+@pytest.mark.nowhere(when=lambda x: x.simulated or x.backend == "reference")  # hundreds of tokens
+@pytest.mark.parametrize(("requests", "longest"), [(1, 40), (33, 3), (70, 4), (1100, 1)])
+def test_many_requests(lab, rng, requests, longest):
+    """Requests without tokens among them; tokens before the first one and after the last one."""
+    counts = rng.integers(0, longest + 1, requests)
+    counts[-1] = longest
+    starts = (1 + np.concatenate([[0], np.cumsum(counts)])).astype(np.int32)
+    of = np.searchsorted(starts[1:], np.arange(starts[-1] + 2), side="right").clip(0, requests - 1)
+    positions = np.arange(len(of)) - starts[of] + rng.integers(0, 9, requests)[of] + 1
+    given, weight = random_tokens(rng, len(of))
+    found = []
+    for place in (lab, Lab("reference", False)):
+        state = place.put(np.ones((requests, 8, 2 * DIM), np.float32))
+        latents = place.put(np.full((len(of), DIM), 7, np.float32))
+        arrays = [place.put(x) for x in (given, weight, of * 8 + positions % 8)]
+        pairs = {"positions": place.put(positions), "query_start_loc": place.put(starts), "state_cache": state}
+        cumla.compress_latents(*arrays, latents, **pairs, compress_ratio=2, backend=place.backend)
+        found.append((place.get(latents), place.get(state)))
+    np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(found[0][1], found[1][1])
+    assert (found[0][0] != 7).any()
 
 
 def test_special_values(lab, rng):
