@@ -121,7 +121,7 @@ class CompressLatents:
             rings = (of_tokens, starts, state.copy()) if ratio == 2 else (None, None, None)
             given.append((score.copy(), weight, where, xp.zeros((tokens, HEAD_DIM), BFLOAT16), *rings))
         out: Any = given[0][3]
-        on_host: list[Any] = [x if x is None else to_host(x) for x in given[0]]
+        on_host: list[Any] = [x if x is None else to_host(x).copy() for x in given[0]]
         _compress_latents(*on_host, ratio=ratio, backend="cpu")
 
         def check(_: Any) -> float:

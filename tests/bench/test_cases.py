@@ -100,8 +100,9 @@ UNREAD_BY_PEERS = (DSV41_FP8, DSV41_FP4, INDEXER_MXFP4)
 WITHOUT_PEERS = {
     "quantize_and_insert_k_cache", "gather_cache", "cp_gather_indexer_k_quant_cache", "copy_blocks", "advance_step",
     "indexer_topk prefill", "indexer_topk decode", "fused_indexer_q_rope_quant", "mha_varlen", "compress_and_insert",
-    "apply_rope", "merge_attn_states", "compute_swa_indices_and_lens", "build_flashinfer_mixed_sparse_indices",
-    step_suites.WINDOWS, step_suites.INDEXER, "select_candidate_blocks", "candidate_topk",
+    "compress_latents", "apply_rope", "merge_attn_states", "compute_swa_indices_and_lens",
+    "build_flashinfer_mixed_sparse_indices", step_suites.WINDOWS, step_suites.INDEXER, "select_candidate_blocks",
+    "candidate_topk",
 }  # fmt: skip
 
 
