@@ -15,11 +15,16 @@ import cumla
 from cumla import parallel
 from cumla.kernels.cuda import compile as compiler
 from cumla.kernels.cuda.sparse import kernels as sparse_kernels
+from cumla.ops.sparse_attention import PARTNERS
 from support import operations
 from support.indexing import anything, anything_like
 from support.lab import BF16
 from support.properties import INT64_MAX, INT64_MIN
 
+ATTENDED = (
+    cumla.DSV4_FP8, cumla.V32_FP8, cumla.V32_NOPE_FP8, cumla.DSV41_FP8, cumla.DSV41_FP8_SPLIT, cumla.DSV4_BF16,
+    cumla.MLA_BF16,
+)  # fmt: skip
 LAYOUTS = (cumla.DSV4_FP8, cumla.V32_FP8, cumla.INDEXER_FP8)
 OPS = {  # values of --ops: a method of Fuzz; the files of kernels whose examples go with it
     "caches": ("sparse_cache", "dense_cache", "blocks", "advance", "indices"),
@@ -188,15 +193,21 @@ class Fuzz:
         pages, blocks, block_size = self.cache(layout)
         slots = cupy.arange(self.choose(blocks * block_size, max(1, (blocks - 1) * block_size)))
         rows = self.numbers(len(slots), layout.head_dim)
-        cumla.quantize_and_insert_k_cache(rows, pages, slots, block_size, layout=layout, backend=self.backend)
-        return layout.view(pages, block_size), blocks * block_size
+        cache = layout.view(pages, block_size)
+        if layout.quantized_dim:
+            cumla.quantize_and_insert_k_cache(rows, pages, slots, block_size, layout=layout, backend=self.backend)
+        else:
+            cache[...] = self.numbers(blocks, block_size, layout.head_dim).view(np.uint8)
+        return cache, blocks * block_size
 
     def sparse(self, kernel):
-        layout = self.choose(cumla.DSV4_FP8, cumla.V32_FP8)
+        layout = self.choose(*ATTENDED)
+        extra_layout = self.choose(layout, PARTNERS.get(layout.name, layout))
         batch, s_q, heads = (int(x) for x in self.rng.integers((1, 1, 1), (4, 3, 70)))
-        options = {}
-        for prefix in ("", "extra_")[: self.choose(1, 2)]:
-            cache, slots = self.filled_cache(layout)
+        lists = (("", layout), ("extra_", extra_layout))[: self.choose(1, 2)]
+        options = {"extra_layout": extra_layout} if len(lists) > 1 else {}
+        for prefix, of_list in lists:
+            cache, slots = self.filled_cache(of_list)
             indices = self.rng.integers(-1, slots + 1, (batch, s_q, int(self.choose(0, 1, 60, 64, 130, 200))))
             lengths = self.choose(None, self.ints(batch), self.ints(batch, s_q))
             options |= {f"{prefix}k_cache": cache, f"{prefix}indices": self.put(indices.astype(np.int32))}
