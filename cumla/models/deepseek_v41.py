@@ -64,6 +64,7 @@ class DeepseekV41Attention:
     weight_format  "fp8": matrices that the weights have in FP8 stay so; "bfloat16": they are dequantised here
     max_position  positions of RoPE's tables, at least the longest sequence; max_position_embeddings if None
     round_pooled  round a pooled row to bfloat16 before its norm, as DeepSeek's code and SGLang do; False: as vLLM
+    round_rows    round rotated rows to bfloat16 before they are quantised, as these two do; False: as vLLM
     scratch       temporary memory, shared by layers that run one after another
     xp            numpy or cupy, where the layer computes; None: where its weights are
 
@@ -82,6 +83,7 @@ class DeepseekV41Attention:
         weight_format: WeightFormat = "fp8",
         max_position: int | None = None,
         round_pooled: bool = False,
+        round_rows: bool = True,
         scratch: Scratch | None = None,
         xp: Any = None,
         backend: str | None = None,
@@ -91,7 +93,7 @@ class DeepseekV41Attention:
             check_kind(Scratch, scratch=scratch)
         check_kind(Mapping, weights=weights)
         check_integers(0, layer=layer)
-        check_flags(round_pooled=round_pooled)
+        check_flags(round_pooled=round_pooled, round_rows=round_rows)
         self.layouts = v41_formats(cache_format, key_format)
         if "attn_sink" not in weights:
             weights = LayerWeights(_as_layers(weights, config), layer, V41_ATTENTION, SCALE_BLOCK)
@@ -101,7 +103,8 @@ class DeepseekV41Attention:
         self.activations = check_options(layer, None, activations, plain, max_position, on_host, backend)
         self.config, self.layer, self.backend = config, layer, backend
         self.ratio, self.mode = config.ratio(layer), mode_of(config, layer)
-        self.round_pooled, self.scratch = bool(round_pooled), scratch or Scratch()
+        self.round_pooled, self.round_rows = bool(round_pooled), bool(round_rows)
+        self.scratch = scratch or Scratch()
         read = WeightReader(weights, keeps_fp8(weight_format))
         self._load(read)
         read.check_all_read()
@@ -281,7 +284,7 @@ class V41Step:
         norm_rope_and_insert(
             kv, self.caches.window, metadata.window.slot_mapping, metadata.positions, layer.cos_sin,
             weight=layer.kv_norm if layer.mode == "full" else None, eps=layer.config.rms_norm_eps,
-            layout=layer.layouts.window, backend=layer.backend,
+            round_rows=layer.round_rows, layout=layer.layouts.window, backend=layer.backend,
         )  # fmt: skip
 
     def compress(self, wide: Any) -> Any:
@@ -304,7 +307,7 @@ class V41Step:
         )  # fmt: skip
         norm_rope_and_insert(
             latents, self.caches.compressed, rows.slot_mapping, rows.row_positions, layer.cos_sin,
-            layout=layer.layouts.compressed, backend=layer.backend,
+            round_rows=layer.round_rows, layout=layer.layouts.compressed, backend=layer.backend,
         )  # fmt: skip
         return latents
 

@@ -131,6 +131,7 @@ def norm_rope_and_insert(
     *,
     weight: Any | None = None,
     eps: float = 1e-6,
+    round_rows: bool = True,
     block_size: int | None = None,
     layout: CacheLayout | str | None = None,
     backend: str | None = None,
@@ -145,14 +146,17 @@ def norm_rope_and_insert(
     cos_sin_cache  [max_position, rope_dim] float32, as in qnorm_rope_and_insert
     weight        [512] float32 or bfloat16, of the RMSNorm; None: no norm
     eps           of the norm, positive
+    round_rows    round rows to bfloat16 before they are quantised, as DeepSeek's code and SGLang do; False: as vLLM,
+                  quantise the float32 values. Values that a cache keeps in bfloat16 are the same
     layout        DSV4_FP8, DSV41_FP8, DSV41_FP4, DSV41_FP8_SPLIT, DSV41_FP4_SPLIT or DSV4_BF16, on the host also
                   DSV4_F32, or the name of one; None: inferred from the cache, which for V4.1 is an error
 
-    Sums and products are float32; rows are rounded to bfloat16 before they are quantised.
+    Sums and products are float32.
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM's fused RoPE and insert of DeepSeek V4.1's rows, with the norm before it.
     """
     check_optional_size(block_size=block_size)
+    check_flags(round_rows=round_rows)
     call = Call(backend, stream)
     kv = call.array("kv", kv, ROWS, ("T", DSV4_FP8.head_dim))
     layout = cache_layout(call, "k_cache", k_cache, layout, block_size, kv.shape[1])
@@ -163,7 +167,7 @@ def norm_rope_and_insert(
     into = insertion(call, "kv", pages, slot_mapping, positions, cos_sin_cache, eps)
     if len(into.slots):
         with call.kernels("norm_rope") as kernels:
-            kernels.norm_rope_and_insert(kv, weight, into)
+            kernels.norm_rope_and_insert(kv, weight, into._replace(round_rows=bool(round_rows)))
 
 
 @launch_cached

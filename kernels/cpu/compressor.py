@@ -67,7 +67,7 @@ def _compress(first_group, end_group, states, state, pages, g, weight, step, num
             row[i] *= weight[i]
         position = np.int64(step.positions[token]) // step.compress_ratio * step.compress_ratio
         rotate(row, step.cos_sin[nearest(position, len(step.cos_sin))], np.float32(1))
-        insert_row(pages, slot, row, bits[first_group], g)
+        insert_row(pages, slot, row, bits[first_group], g, True)
 
 
 @compiled

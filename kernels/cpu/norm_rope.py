@@ -53,7 +53,9 @@ def norm_rope_and_insert(kv: np.ndarray, weight: np.ndarray | None, into: Insert
     if weight is not None:
         parallel_for(len(rows), rows.shape[1] * TO_NORM, _rmsnorm, rows, weight.astype(np.float32), into.eps)
     nanoseconds = rows.size * (TO_ROTATE + TO_QUANTIZE) // GROUPS
-    parallel_for(GROUPS, nanoseconds, _rotate_and_insert, rows, *_place(into), row_bits(rows.shape[1]))
+    parallel_for(
+        GROUPS, nanoseconds, _rotate_and_insert, rows, *_place(into), row_bits(rows.shape[1]), into.round_rows
+    )  # fmt: skip
 
 
 def _place(into: Insertion) -> tuple[Any, ...]:
@@ -72,12 +74,12 @@ def _norm_and_rotate(first, end, q, positions, cos_sin, eps):
 
 
 @compiled(nogil=True)
-def _rotate_and_insert(first_group, end_group, rows, pages, g, slots, positions, cos_sin, bits):
+def _rotate_and_insert(first_group, end_group, rows, pages, g, slots, positions, cos_sin, bits, round_rows):
     for token in range(len(slots)):
         slot = slots[token]
         if 0 <= slot < pages.shape[0] * g.block_size and first_group <= group_of(slot) < end_group:
             rotate(rows[token], cos_sin[nearest(positions[token], len(cos_sin))], np.float32(1))
-            insert_row(pages, slot, rows[token], bits[first_group], g)
+            insert_row(pages, slot, rows[token], bits[first_group], g, round_rows)
 
 
 def indexer_knorm_rope_and_insert(k: np.ndarray, weight: np.ndarray, bias: np.ndarray, into: Insertion) -> None:
@@ -110,7 +112,7 @@ def _norm_rotate_and_insert(first_group, end_group, rows, weight, bias, eps, pag
             x, y = row[i], row[half + i]
             row[i] = x * rotation[i] - y * rotation[half + i]
             row[half + i] = y * rotation[i] + x * rotation[half + i]
-        insert_row(pages, slot, row, bits[first_group], g)
+        insert_row(pages, slot, row, bits[first_group], g, True)
 
 
 def apply_rope(x: np.ndarray, positions: np.ndarray, cos_sin: np.ndarray, inverse: bool, out: np.ndarray) -> None:
@@ -201,10 +203,11 @@ def rotate(row, rotation, direction):
 
 
 @compiled
-def insert_row(pages, slot, row, bits, g):
+def insert_row(pages, slot, row, bits, g, rounded):
     """Write float32 values into a slot, through bfloat16 unless the cache holds float32. Also rounds `row`.
 
-    bits  [len(row)] uint16, scratch memory for the row in bfloat16
+    bits     [len(row)] uint16, scratch memory for the row in bfloat16
+    rounded  also the values that the cache quantises
     """
     page, token = pages[slot // g.block_size], slot % g.block_size
     if g.float32_values:
@@ -215,5 +218,6 @@ def insert_row(pages, slot, row, bits, g):
         return
     for i in range(len(row)):
         bits[i] = round_to_bfloat16(row[i])
-        row[i] = float32_of_bfloat16(bits[i])
+        if rounded:
+            row[i] = float32_of_bfloat16(bits[i])
     write_row(page, token, row, bits[g.quantized_dim :], g, True)

@@ -13,7 +13,8 @@ MOST_Y = 65535  # limit of gridDim.y
 FILE = "common/norm_rope.cu"
 # Macros that a kernel of the file does not use.
 DEFAULTS: dict[str, str | int] = {
-    "LAYOUT": "DSV4_FP8", "SLOT": "int64", "POSITION": "int64", "WEIGHT": "float", "UNIT": 2, "ALIGNED": 0,
+    "LAYOUT": "DSV4_FP8", "SLOT": "int64", "POSITION": "int64", "WEIGHT": "float", "UNIT": 2, "ROUND_ROWS": 1,
+    "ALIGNED": 0,
 }  # fmt: skip
 
 
@@ -70,7 +71,8 @@ def qnorm_rope_and_insert(q: Any, kv: Any, into: Insertion, q_out: Any) -> None:
 def norm_rope_and_insert(kv: Any, weight: Any | None, into: Insertion) -> None:
     rows, weight_type = len(into.slots), "float" if weight is None else C_NAMES[weight.dtype.name]
     aligned = is_aligned(kv, into.pages.bytes)
-    _kernel("norm_rope_and_insert", **insertion_macros(into), WEIGHT=weight_type, ALIGNED=int(aligned))(
+    macros = insertion_macros(into) | {"WEIGHT": weight_type, "ROUND_ROWS": int(into.round_rows)}
+    _kernel("norm_rope_and_insert", **macros, ALIGNED=int(aligned))(
         (-(-rows // WARPS),),
         (32 * WARPS,),
         (kv, strides(kv)[0], pointer(weight), rows, into.slots, *insertion_arguments(into)),

@@ -89,4 +89,4 @@ def compress_kernel(
         row[channel] = row[channel] * to_float32(weight[channel], weight_kind)
     cuda.syncthreads()
     rotate(row, dim, cos_sin, nearest(position - remainder, len(cos_sin)), np.float32(1))
-    insert_row(row, largest, pages[slot // g.block_size], slot % g.block_size, g)
+    insert_row(row, largest, pages[slot // g.block_size], slot % g.block_size, g, True)

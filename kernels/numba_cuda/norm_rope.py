@@ -96,7 +96,7 @@ def qnorm_rope_insert_kernel(q, kv, kind, q_out, slots, positions, cos_sin, eps,
             row[i] = to_float32(kv[token, i], kind)
         cuda.syncthreads()
         rotate(row, WIDTH, cos_sin, at, np.float32(1))
-        insert_row(row, largest, pages[slot // g.block_size], slot % g.block_size, g)
+        insert_row(row, largest, pages[slot // g.block_size], slot % g.block_size, g, True)
         return
     for i in range(cuda.threadIdx.x, WIDTH, cuda.blockDim.x):
         row[i] = to_float32(q[token, head, i], kind)
@@ -109,10 +109,10 @@ def qnorm_rope_insert_kernel(q, kv, kind, q_out, slots, positions, cos_sin, eps,
 def norm_rope_and_insert(kv: Any, weight: Any | None, into: Insertion) -> None:
     weights, weight_kind = (NO_VECTOR, kind_of(kv)) if weight is None else (weight, kind_of(weight))
     rows = (kv, kind_of(kv), weights, weight_kind)
-    launch(norm_rope_insert_kernel, len(into.slots), THREADS, *rows, *arguments(into))
+    launch(norm_rope_insert_kernel, len(into.slots), THREADS, *rows, into.round_rows, *arguments(into))
 
 
-def norm_rope_insert_kernel(kv, kind, weight, weight_kind, slots, positions, cos_sin, eps, pages, g):
+def norm_rope_insert_kernel(kv, kind, weight, weight_kind, round_rows, slots, positions, cos_sin, eps, pages, g):
     """A thread block takes a row."""
     row = cuda.shared.array(WIDTH, np.float32)
     total = cuda.shared.array(1, np.float32)
@@ -130,7 +130,7 @@ def norm_rope_insert_kernel(kv, kind, weight, weight_kind, slots, positions, cos
             row[i] = row[i] * to_float32(weight[i], weight_kind)
         cuda.syncthreads()
     rotate(row, WIDTH, cos_sin, nearest(positions[token], len(cos_sin)), np.float32(1))
-    insert_row(row, largest, pages[slot // g.block_size], slot % g.block_size, g)
+    insert_row(row, largest, pages[slot // g.block_size], slot % g.block_size, g, round_rows)
 
 
 def indexer_knorm_rope_and_insert(k: Any, weight: Any, bias: Any, into: Insertion) -> None:
@@ -170,7 +170,7 @@ def knorm_rope_insert_kernel(k, kind, weight, bias, weight_kind, slots, position
         row[i] = a * cos - b * sin
         row[half + i] = b * cos + a * sin
     cuda.syncthreads()
-    insert_row(row, largest, pages[slot // g.block_size], slot % g.block_size, g)
+    insert_row(row, largest, pages[slot // g.block_size], slot % g.block_size, g, True)
 
 
 def apply_rope(x: Any, positions: Any, cos_sin: Any, inverse: bool, out: Any) -> None:
@@ -268,13 +268,17 @@ def rotate(row, width, cos_sin, at, direction):
 
 
 @cuda.jit(device=True)
-def insert_row(values, largest, page, row, g):
-    """Write a row into token `row` of a page, through bfloat16. Called by all threads."""
+def insert_row(values, largest, page, row, g, rounded):
+    """Write a row into token `row` of a page, through bfloat16. Called by all threads.
+
+    rounded  whether the values that the cache quantises go through bfloat16, too
+    """
     for tile in range(cuda.threadIdx.x, MAX_TILES, cuda.blockDim.x):
         largest[tile] = 0
     cuda.syncthreads()
     for i in range(cuda.threadIdx.x, g.head_dim, cuda.blockDim.x):
-        values[i] = bfloat16_value(bfloat16_bits(values[i]))
+        if rounded:
+            values[i] = bfloat16_value(bfloat16_bits(values[i]))
         magnitude = float32_bits(values[i]) & 0x7FFFFFFF
         if i < g.quantized_dim and counts_for_scale(magnitude, g):
             cuda.atomic.max(largest, i // g.scale_tile, np.int32(magnitude))

@@ -103,12 +103,17 @@ def insert_rows(into: Insertion, rows: np.ndarray) -> None:
     """Write row t into slots[t], if the cache has that slot."""
     for token, slot in enumerate(into.slots):
         if 0 <= slot < into.pages.num_slots:
-            insert_row(into.pages, int(slot), rows[token])
+            insert_row(into.pages, int(slot), rows[token], into.round_rows)
 
 
-def insert_row(pages: Pages, slot: int, row: np.ndarray) -> None:
-    """Write float64 values into a slot, through bfloat16 unless the cache holds float32."""
+def insert_row(pages: Pages, slot: int, row: np.ndarray, rounded: bool = True) -> None:
+    """Write float64 values into a slot, through bfloat16 unless the cache holds float32.
+
+    rounded  also the values that the cache quantises
+    """
     with np.errstate(over="ignore", invalid="ignore"):  # beyond bfloat16 is infinite; signalling NaN
         stored = row.astype(np.float32).astype(PLAIN_TYPES[pages.layout.value_type])
         values, rope = np.split(stored, [pages.layout.quantized_dim])
+        if not rounded:
+            values = row[: len(values)]
         write_token(pages, slot, values.astype(np.float32), rope, power_of_two=True)

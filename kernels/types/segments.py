@@ -37,6 +37,7 @@ class Insertion(NamedTuple):
     positions  int32 or int64 [T], clamped to the table
     cos_sin    float32 [max_position, rope_dim]: cosines, then sines
     eps        of the norm before RoPE
+    round_rows  whether rows are rounded to bfloat16 before they are quantised
     """
 
     pages: Pages
@@ -44,6 +45,7 @@ class Insertion(NamedTuple):
     positions: Any
     cos_sin: Any
     eps: float
+    round_rows: bool = True
 
 
 class Segment(NamedTuple):

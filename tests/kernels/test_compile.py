@@ -217,6 +217,7 @@ SOURCES = [
                 "POSITION": "int64",
                 "WEIGHT": weight,
                 "UNIT": unit,
+                "ROUND_ROWS": int(unit == 8),
                 "ALIGNED": aligned,
             },
         )
@@ -224,6 +225,7 @@ SOURCES = [
             ("DSV4_FP8", "int64", "float", 8, 1),
             ("DSV4_BF16", "int", "bf16", 2, 0),
             ("DSV41_FP8", "int64", "float", 8, 1),
+            ("DSV41_FP8_SPLIT", "int", "bf16", 2, 0),
             ("DSV41_FP4", "int64", "bf16", 8, 1),
             ("DSV41_FP4_SPLIT", "int", "float", 2, 0),
         )

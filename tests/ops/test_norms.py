@@ -117,6 +117,54 @@ def test_rows_that_are_not_rotated_have_the_bytes_of_an_insert(lab, rng, layout)
     np.testing.assert_array_equal(*map(lab.get, caches))
 
 
+@pytest.mark.parametrize("layout", [DSV41_FP8, DSV41_FP4, DSV41_FP4_SPLIT, DSV4_FP8], ids=str)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_rows_are_quantised_as_they_are_or_through_bfloat16(lab, rng, layout, weighted):
+    """Values of 12 bits and turns of 2, so that float32 is exact on every backend: all bytes are known."""
+    tokens = 2 if lab.tiny else 6
+    kv, weight = rng.integers(-255, 256, (tokens, 512)) / 64, None
+    if weighted:  # rows of 1 and -1, whose norm changes nothing
+        kv, weight = rng.choice([-1.0, 1.0], (tokens, 512)), (rng.integers(-4095, 4096, 512) / 512).astype(np.float32)
+    cos_sin = rng.choice([0.75, -0.5, 1.25, 0.625, 1.5], (tokens, 64)).astype(np.float32)
+    rows = rotated(kv if weight is None else kv * weight, cos_sin)
+    found = []
+    for round_rows in (True, False):
+        cache = lab.put(layout.allocate(1, tokens))
+        norm_rope_and_insert(
+            lab.put(kv.astype(BF16)), cache, lab.put(np.arange(tokens)), lab.put(np.arange(tokens)), lab.put(cos_sin),
+            weight=lab.put(weight), eps=1e-20, round_rows=round_rows, layout=layout, backend=lab.backend,
+        )  # fmt: skip
+        values, scales, rope = layout.parts(lab.get(cache))
+        given = rows.astype(BF16).astype(np.float64) if round_rows else rows
+        want_values, want_scales = quantised_by_ml_dtypes(given[:, : layout.quantized_dim], layout)
+        np.testing.assert_array_equal(values.reshape(tokens, -1), want_values)
+        np.testing.assert_array_equal(scales.reshape(tokens, -1)[:, : want_scales.shape[1]], want_scales)
+        tail = np.ascontiguousarray(rope).view(np.uint8).reshape(tokens, -1)
+        np.testing.assert_array_equal(tail, rows[:, layout.quantized_dim :].astype(BF16).view(np.uint8))
+        found.append(values.copy())
+    differ = (found[0] != found[1]).mean()
+    if weighted:
+        assert differ > 0.001
+    elif layout is DSV4_FP8:  # which rotates none of what it quantises
+        assert differ == 0
+
+
+def quantised_by_ml_dtypes(rows, layout):
+    """Bytes of values and of scales: the largest value of a tile decides its scale, to nearest even."""
+    tiles = rows.reshape(len(rows), -1, layout.scale_tile)
+    largest = np.abs(tiles).max(axis=2)
+    if layout.value_type == "e4m3":
+        exponents = np.maximum(
+            np.ceil(np.log2(largest / 448)), layout.min_exponent
+        )  # no power of two is as near as 2^-40
+        values = (tiles * 2.0 ** -exponents[..., None]).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
+        return values.view(np.uint8).reshape(len(rows), -1), (exponents + 127).astype(np.uint8)
+    scales = np.maximum(largest.astype(np.float32) / np.float32(6), np.float32(2.0**-9)).astype(ml_dtypes.float8_e4m3fn)
+    codes = (tiles.astype(np.float32) / scales.astype(np.float32)[..., None]).astype(ml_dtypes.float4_e2m1fn)
+    codes = codes.view(np.uint8).reshape(len(rows), -1, 2)
+    return codes[..., 0] | codes[..., 1] << 4, scales.view(np.uint8)
+
+
 @pytest.mark.nowhere(when=lambda c: c.get("layout") is INDEXER_F32 and c.backend not in ("reference", "cpu"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", [INDEXER_FP8, INDEXER_BF16, INDEXER_F32], ids=str)

@@ -340,6 +340,7 @@ WRONG = {
         ("weight", longer(0), V, "weight: got shape"),
         ("slot_mapping", longer(0), V, "slot_mapping: got {wrong.size} slots"),
         ("cos_sin_cache", longer(-1, -1), V, "cos_sin_cache: got"),
+        ("round_rows", 1, T, "round_rows: got 1 of type int, expected True or False"),
         ("layout", cumla.INDEXER_MXFP4, V, "layout: got INDEXER_MXFP4, expected DSV4_FP8, DSV41_FP8"),
     ],
     "indexer_knorm_rope_and_insert-INDEXER_FP8": [

@@ -11,8 +11,8 @@
 //
 // Shared memory: only in fused_q_kv_rmsnorm, a float per warp.
 //
-// Macros: LAYOUT, SLOT and POSITION (int64 or int), WEIGHT (float or bf16), UNIT (8, or 2), ALIGNED. Rows
-// are bf16.
+// Macros: LAYOUT, SLOT and POSITION (int64 or int), WEIGHT (float or bf16), UNIT (8, or 2), ROUND_ROWS (rows are rounded
+// before they are quantised: norm_rope_and_insert), ALIGNED. Rows are bf16.
 #include "common/pdl.cuh"
 #include "common/warp_row.cuh"
 
@@ -122,7 +122,7 @@ norm_rope_and_insert(const bf16* kv, int64 kv_token, const WEIGHT* weight, int r
         for (int i = 0; i < VALUES; ++i) row.x[i] *= to_float(weight[row.first() + i]);
     }
     row.rotate(rotation_at(cos_sin, cos_stride, max_position, positions[token]), rope_dim, 1.0f);
-    row.insert<LAYOUT>(token_at<LAYOUT>(pages, page_stride, block_size, slot));
+    row.insert<LAYOUT, ROUND_ROWS>(token_at<LAYOUT>(pages, page_stride, block_size, slot));
 }
 
 extern "C" __global__ void __launch_bounds__(128)

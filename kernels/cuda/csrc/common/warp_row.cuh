@@ -77,8 +77,8 @@ template <int VALUES, int WARPS = 1> struct WarpRow {
         for (int i = 0; i < VALUES; i += 2) store4(p + 2 * i, pack(bf16{}, x[i], x[i + 1]));
     }
 
-    // Write a row of bfloat16 values, 8 or more a lane, as e2m1.
-    template <class Layout> __device__ void insert_e2m1(Token token) const {
+    // Write a row of values that Input holds, 8 or more a lane, as e2m1.
+    template <class Layout, class Input> __device__ void insert_e2m1(Token token) const {
         constexpr int lanes = Layout::scale_tile / VALUES;
         static_assert(VALUES % 8 == 0 && lanes > 0);
         bool own_nan = false;
@@ -86,20 +86,24 @@ template <int VALUES, int WARPS = 1> struct WarpRow {
         for (int i = 0; i < VALUES; ++i) own_nan |= x[i] != x[i];
         E2m1Scale scale = e2m1_scale<Layout>(largest_of_tile<lanes>(), tile_has_nan<lanes>(own_nan, lane), Layout::min_exponent);
 #pragma unroll
-        for (int i = 0; i < VALUES; i += 8) store4(token.row + (first() + i) / 2, e2m1_codes<Layout>(bf16{}, x + i, scale));
+        for (int i = 0; i < VALUES; i += 8) store4(token.row + (first() + i) / 2, e2m1_codes<Layout>(Input{}, x + i, scale));
         if (lane % lanes == 0) token.scales[first() / Layout::scale_tile] = scale.byte;
     }
 
-    // Write the row into a cache, through bfloat16. Called by every lane.
-    template <class Layout> __device__ void insert(Token token) {
+    // Write the row into a cache, through bfloat16; unless ROUNDED, the values that it quantises as they are. Called by every lane.
+    template <class Layout, bool ROUNDED = true> __device__ void insert(Token token) {
         static_assert(Layout::head_dim == DIM);
         if constexpr (Layout::quantized_dim == 0) {
             store_bf16(token.row + 2 * first());
         } else if constexpr (Layout::e2m1_values) {
-            round(bf16{});
-            insert_e2m1<Layout>(token);
+            if constexpr (ROUNDED) {
+                round(bf16{});
+                insert_e2m1<Layout, bf16>(token);
+            } else {
+                insert_e2m1<Layout, float>(token);
+            }
         } else {
-            round(bf16{});
+            if (ROUNDED) round(bf16{});
             constexpr int lanes = Layout::scale_tile / VALUES;
             int tile = first() / Layout::scale_tile;
             int exponent = scale_exponent(largest_of_tile<lanes>(), Layout::min_exponent);
