@@ -2,7 +2,7 @@
 
 from ..types.compressor import LatentRows
 from .compile import kernel
-from .launch import C_NAMES, pointer, strides
+from .launch import C_NAMES, is_aligned, pointer, strides
 
 WARPS = 4  # per CTA, as in common/latents.cu
 
@@ -24,6 +24,7 @@ def compress_latents(rows: LatentRows) -> None:
         POSITION="int64" if rows.positions is None else C_NAMES[rows.positions.dtype.name],
         RATIO=1 if state is None else 2,
         ROUND_POOLED=int(rows.round_pooled),
+        WIDE=int(is_aligned(rows.kv_score, rows.norm_weight, rows.latents, *(() if state is None else (state,)))),
     )(
         (requests + -(-len(slots) // WARPS),),
         (32 * WARPS,),

@@ -77,9 +77,10 @@ SOURCES = [
                 "POSITION": "int",
                 "RATIO": ratio,
                 "ROUND_POOLED": rounded,
+                "WIDE": wide,
             },
         )
-        for given, output, ratio, rounded in (("float", "bf16", 2, 0), ("bf16", "float", 1, 1))
+        for given, output, ratio, rounded, wide in (("float", "bf16", 2, 0, 1), ("bf16", "float", 1, 1, 0))
     ),
     *(
         (

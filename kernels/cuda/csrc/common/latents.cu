@@ -1,18 +1,19 @@
 // The compressor of V4.1: pool one or two tokens, RMSNorm; save tokens in rings for later steps.
 //
 // Grid: first a CTA per request, then CTAs of four tokens. Block: 128 threads; a warp pools a token, lane i has the channels
-// i, i + 32, ... of its row, so each access of a warp is contiguous. No shared memory.
+// 4 i to 4 i + 3 of each 128. No shared memory.
 //
-// A request's CTA pools its first token, the only one that reads the ring, and saves the request's last tokens after that, as
-// one of them may overwrite the row that was read.
+// A request's CTA pools its first token, the only one that reads the ring, and saves the request's last tokens once that row
+// has been read, as one of them may overwrite it.
 //
-// Macros: INPUT, WEIGHT and OUTPUT (float or bf16), SLOT and POSITION (int64 or int), RATIO (1 or 2), ROUND_POOLED.
-#include "common/numbers.cuh"
+// Macros: INPUT, WEIGHT and OUTPUT (float or bf16), SLOT and POSITION (int64 or int), RATIO (1 or 2), ROUND_POOLED, WIDE (rows
+// may be accessed 4 values at a time).
+#include "common/packed.cuh"
 #include "common/pdl.cuh"
+#include "common/quads.cuh"
 #include "common/requests.cuh"
 
-constexpr int DIM = 512, WARPS = 4, EACH = DIM / 32;
-constexpr float LOG2_E = 1.4426950408889634f;
+constexpr int DIM = 512, WARPS = 4, QUADS = DIM / 128;
 
 struct Rings {
     float* rows;
@@ -23,39 +24,61 @@ struct Rings {
     __device__ float* row(int64 ring, int64 place) const { return rows + ring * ring_stride + place * row_stride; }
 };
 
-__device__ inline void assign(float x, float& y) { y = x; }
-__device__ inline void assign(float x, bf16& y) { y = {uint16(pack(bf16{}, x, 0.0f))}; }
-
-// Pools the row whose last token is `own`; `before` is the token before it. Called by a warp.
-template <class Before>
-__device__ inline void pool(const Before* before, const INPUT* own, const WEIGHT* weight, float eps, OUTPUT* out) {
-    int lane = threadIdx.x % 32;
-    float x[EACH], squares = 0.0f;
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-        int channel = lane + 32 * i;
-        x[i] = to_float(own[channel]);
-        if (RATIO == 2) {
-            float a = to_float(before[DIM + channel]), b = to_float(own[DIM + channel]);
-            float top = a != a || b != b ? a + b : fmaxf(a, b);
-            if (top == -infinity()) top = 0.0f;
-            float first = exp2_approx((a - top) * LOG2_E), second = exp2_approx((b - top) * LOG2_E), total = first + second;
-            float sum = fmaf(first, to_float(before[channel]), second * x[i]);
-            x[i] = total == 0.0f ? 0.0f : div(sum, total);
-        }
-        if (ROUND_POOLED) {
-            bf16 rounded;
-            assign(x[i], rounded);
-            x[i] = to_float(rounded);
-        }
-        squares += x[i] * x[i];
-    }
-#pragma unroll
-    for (int other = 1; other < 32; other *= 2) squares += __shfl_xor_sync(~0u, squares, other);
-    float scale = div(1.0f, sqrtf(div(squares, float(DIM)) + eps));
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) assign(x[i] * scale * to_float(weight[lane + 32 * i]), out[lane + 32 * i]);
+__device__ inline void write4(bf16* p, Quad q) {
+    uint32 low = pack(bf16{}, q.x[0], q.x[1]), high = pack(bf16{}, q.x[2], q.x[3]);
+#if WIDE
+    *reinterpret_cast<uint2*>(p) = {low, high};
+#else
+    p[0] = {uint16(low)}, p[1] = {uint16(low >> 16)}, p[2] = {uint16(high)}, p[3] = {uint16(high >> 16)};
+#endif
 }
+
+// What a lane has of a row. Two of its tokens are loaded before the first is used.
+struct LatentRow {
+    Quad kv[RATIO][QUADS], score[RATIO][QUADS];
+
+    static __device__ int channel(int quad) { return 4 * (threadIdx.x % 32) + 128 * quad; }
+
+    template <class T> __device__ void load(int which, const T* token) {
+#pragma unroll
+        for (int i = 0; i < QUADS; ++i) {
+            kv[which][i] = read4(token + channel(i));
+            if (RATIO == 2) score[which][i] = read4(token + DIM + channel(i));
+        }
+    }
+
+    // The mean of both tokens, its norm, and the row. Called by a warp.
+    __device__ void finish(const WEIGHT* weight, float eps, OUTPUT* out) {
+        float squares = 0.0f;
+#pragma unroll
+        for (int i = 0; i < QUADS; ++i) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                float& x = kv[0][i].x[j];
+#if RATIO == 2
+                float a = score[0][i].x[j], b = score[1][i].x[j];
+                float top = a != a || b != b ? a + b : fmaxf(a, b);
+                if (top == -infinity()) top = 0.0f;
+                float first = exp2_approx((a - top) * LOG2_E), second = exp2_approx((b - top) * LOG2_E);
+                float total = first + second, sum = fmaf(first, x, second * kv[1][i].x[j]);
+                x = total == 0.0f ? 0.0f : div(sum, total);
+#endif
+                if (ROUND_POOLED) x = to_float(bf16{uint16(pack(bf16{}, x, 0.0f))});
+                squares += x * x;
+            }
+        }
+#pragma unroll
+        for (int other = 1; other < 32; other *= 2) squares += __shfl_xor_sync(~0u, squares, other);
+        float scale = div(1.0f, sqrtf(div(squares, float(DIM)) + eps));
+#pragma unroll
+        for (int i = 0; i < QUADS; ++i) {
+            Quad norm = read4(weight + channel(i));
+#pragma unroll
+            for (int j = 0; j < 4; ++j) kv[0][i].x[j] *= scale * norm.x[j];
+            write4(out + channel(i), kv[0][i]);
+        }
+    }
+};
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 compress_latents(const INPUT* kv_score, int64 kv_stride, const WEIGHT* weight, const SLOT* slots, int num_slots,
@@ -63,36 +86,47 @@ compress_latents(const INPUT* kv_score, int64 kv_stride, const WEIGHT* weight, c
                  float* state, int64 ring_stride, int64 row_stride, int64 num_rows, int capacity, float eps) {
     pdl_wait();
     int warp = threadIdx.x / 32;
+    LatentRow row;
 #if RATIO == 2
     Rings rings{state, ring_stride, row_stride, num_rows, capacity};
     if (blockIdx.x < requests) {
         int start = max(starts[blockIdx.x], 0), end = min(starts[blockIdx.x + 1], num_slots);
-        if (start >= end || !rings.has(slots[start])) return;
-        int64 position = positions[start], ring = slots[start] / capacity;
-        if (warp == 0 && position > 0 && position % 2 == 1)
-            pool(rings.row(ring, (position - 1) % capacity), kv_score + start * kv_stride, weight, eps,
-                 latents + start * latents_stride);
+        if (start >= end) return;
+        int64 slot = slots[start], position = positions[start];
+        if (!rings.has(slot)) return;
+        bool pools = warp == 0 && position > 0 && position % 2 == 1;
+        if (pools) {
+            row.load(0, rings.row(slot / capacity, (position - 1) % capacity));
+            row.load(1, kv_score + start * kv_stride);
+        }
         __syncthreads();
-        for (int token = max(start, end - capacity) + warp; token < end; token += WARPS) {
+        // The warp that pools saves last.
+        for (int token = max(start, end - capacity) + (warp + WARPS - 1) % WARPS; token < end; token += WARPS) {
             int64 slot = slots[token];
             if (!rings.has(slot)) continue;
+            const INPUT* from = kv_score + token * kv_stride;
             float* to = rings.row(slot / capacity, slot % capacity);
-            for (int i = threadIdx.x % 32; i < 2 * DIM; i += 32) to[i] = to_float(kv_score[token * kv_stride + i]);
+#pragma unroll
+            for (int i = 0; i < 2 * QUADS; ++i) write4(to + LatentRow::channel(i), read4(from + LatentRow::channel(i)));
         }
+        if (pools) row.finish(weight, eps, latents + start * latents_stride);
         return;
     }
 #endif
     int token = (blockIdx.x - (RATIO == 2 ? requests : 0)) * WARPS + warp;
     if (token >= num_slots) return;
+    int64 slot = slots[token];
     const INPUT* own = kv_score + token * kv_stride;
 #if RATIO == 2
     int64 position = positions[token];
-    if (!rings.has(slots[token]) || position < 0 || position % 2 == 0) return;
-    int request = GatheredRows{starts, requests}.request(token);
+    if (!rings.has(slot) || position < 0 || position % 2 == 0) return;
+    int request = GatheredRows{starts, requests}.request_by_warp(token);
     if (request < 0 || token <= max(starts[request], 0)) return;  // the first is its request's CTA's
-    pool(own - kv_stride, own, weight, eps, latents + token * latents_stride);
+    row.load(0, own - kv_stride);
+    row.load(1, own);
 #else
-    if (slots[token] < 0) return;
-    pool(own, own, weight, eps, latents + token * latents_stride);
+    if (slot < 0) return;
+    row.load(0, own);
 #endif
+    row.finish(weight, eps, latents + token * latents_stride);
 }
