@@ -61,11 +61,16 @@ class Candidates:
     size: int
     written: bool
 
+    @property
+    def reach(self) -> int:
+        """Rows of all of a token's blocks: as many visible rows are all candidates."""
+        return int(self.blocks.shape[1]) * self.size
+
     def row_bytes(self, width: int) -> int:
         """Bytes of a token's scores over `width` rows."""
         if self.written:
             return int(logits_row_bytes(width) + logits_row_bytes(blocks_of(width, self.size)))
-        return int(logits_row_bytes(self.blocks.shape[1] * self.size))
+        return int(logits_row_bytes(self.reach))
 
 
 def row_bytes_of(candidates: Candidates | None, width: int) -> int:
@@ -118,11 +123,12 @@ def select_rows(
         out[decodes:] = -1
         if candidates is not None and candidates.written:
             candidates.blocks[decodes : len(out)] = -1
-    if candidates is not None and not candidates.written:
-        run.prefill_among_candidates(decodes, positions, token_to_req, block_table)
-        return
     keys: tuple[Any, Any] | None = None
     for chunk in metadata.prefill.chunks if metadata.prefill is not None else ():
+        # Rows that are all candidates are scored together, which reads the keys once and not for each token.
+        if candidates is not None and not candidates.written and chunk.total_seq_lens > candidates.reach:
+            run.prefill_among_candidates(chunk, positions, token_to_req, block_table)
+            continue
         if keys is None or not chunk.skip_kv_gather:
             keys = run.gather(chunk)
         run.prefill(chunk, *keys)
@@ -181,11 +187,13 @@ class _Run:
                 compact=True, out=slots, backend=self.backend,
             )  # fmt: skip
 
-    def prefill_among_candidates(self, first: int, positions: Any, token_to_req: Any, block_table: Any) -> None:
-        """Select for the prefill tokens, from `first` on, among their candidates: each is an entry with a table."""
+    def prefill_among_candidates(
+        self, chunk: DeepseekV32IndexerPrefillChunkMetadata, positions: Any, token_to_req: Any, block_table: Any
+    ) -> None:
+        """Select for the chunk's tokens among their candidates: each is an entry with a table."""
         ratio, step = self.inputs.metadata.compress_ratio, max(1, TABLE_BYTES // max(4 * block_table.shape[1], 1))
-        for start in range(first, len(self.out), step):
-            some = slice(start, min(start + step, len(self.out)))
+        for start in range(chunk.token_start, chunk.token_end, step):
+            some = slice(start, min(start + step, chunk.token_end))
             lens, table = (positions[some] + 1).astype(np.int32) // ratio, block_table[token_to_req[some]]
             self._among_candidates(self.q[some][:, None], some, lens, table)
 
@@ -199,7 +207,7 @@ class _Run:
 
     def _written(self, some: slice) -> dict[str, Any]:
         """The arguments of indexer_topk for candidate blocks that it is to write."""
-        if self.candidates is None:
+        if self.candidates is None or not self.candidates.written:
             return {}
         return {"candidate_blocks": self.candidates.blocks[some], "candidate_block_size": self.candidates.size}
 

@@ -6,11 +6,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from cumla.layers import selection
 from cumla.layers.weights import BlockQuantizedWeight
 from cumla.models.caches import DeepseekV41Caches
 from cumla.models.deepseek_v41 import DeepseekV41Attention, DeepseekV41Config
 from cumla.models.v41_config import mode_of
 from cumla.models.v41_step import DeepseekV41StepBuilder, serving_of
+from cumla.ops.candidates import candidate_topk
 from cumla.replay.whole import by_the_rule
 from support.models import PagedRequests, relative_rms
 from support.v41_stack import GOLDEN, Stack, check_outputs, check_picks, golden_arrays
@@ -129,6 +131,28 @@ def test_rows_may_be_quantised_as_they_are(cache_format):
         ours, theirs = (getattr(stack.caches[1], name) for stack in (exact, plain))
         assert 0 < (ours != theirs).mean() < 0.05
     assert 0 < relative_rms(got[1], want[1]) < 0.03
+
+
+def test_prompts_whose_rows_are_all_candidates_score_them_together(monkeypatch):
+    """And select the same rows as among their candidates; longer ones select among these."""
+    calls = []
+
+    def counted(*arguments, **options):
+        calls.append(len(arguments[0]))
+        return candidate_topk(*arguments, **options)
+
+    monkeypatch.setattr(selection, "candidate_topk", counted)
+    together, apart = Stack(0), Stack(0)
+    reach = together.config.candidate_topk_blocks * together.config.candidate_block_size
+    together.step([(0, 0, reach)])
+    assert not calls
+    together.step([(0, reach, 9)])
+    assert calls == [9]
+    monkeypatch.setattr(selection.Candidates, "reach", 0)
+    apart.step([(0, 0, reach)])
+    for layer, (found, *_) in together.picks.items():
+        for token in range(reach):
+            np.testing.assert_array_equal(found[token], apart.picks[layer][0][token])
 
 
 def draft_layer(**options):
