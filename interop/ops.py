@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ..arrays import dlpack
 from ..kernels.types.plan import DecodePlan, DenseDecodePlan
+from ..layout import INDEXER_MXFP4
 from ..ops import (
     advance,
     candidates,
@@ -192,6 +193,8 @@ def dense_decode_scratch(arguments: Mapping[str, Any]) -> int:
 
 def queries_results(arguments: Mapping[str, Any]) -> tuple[Result, ...]:
     tokens, heads, dim = shape(arguments, "index_q", "T", "H", "D")
+    if arguments.get("q_format") == "mxfp4_rows":
+        dim = INDEXER_MXFP4.token_bytes
     return Result((tokens, heads, dim), "uint8" if arguments.get("quantize", True) else "float32"), Result(
         (tokens, heads), "float32"
     )

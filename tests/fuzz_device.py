@@ -422,7 +422,8 @@ class Fuzz:
         for rope_first in (False, True):
             cumla.fused_indexer_q_rope_quant(
                 self.ints(tokens), q, table, self.numbers32(tokens, heads), rope_first=rope_first,
-                is_neox=bool(self.choose(False, True)), backend=self.backend,
+                is_neox=bool(self.choose(False, True)), q_format=str(self.choose("fp8", "mxfp4", "mxfp4_rows")),
+                backend=self.backend,
             )  # fmt: skip
 
     def indexer(self):

@@ -16,12 +16,13 @@ import numpy as np
 import cumla
 
 from ..arrays.memory import to_host
+from ..kernels.types.indexer import QueryFormat
 from ..layout import INDEXER_FP8, INDEXER_MXFP4, CacheLayout
 from . import peers
 from .caches import Insert
 from .problem import BLOCK, Arrays, Peer, Problem, Sizes, by_backend, contexts, kind_of, problem_of
 
-HEADS, DIM = 64, 128
+HEADS, V41_HEADS, DIM = 64, 32, 128
 MOST_PAGES = 1 << 14  # of random keys
 TOLERANCE = 1e-3  # of scores, as a part of a row's largest magnitude
 E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
@@ -296,28 +297,33 @@ class Selection:
 
 @dataclass(frozen=True)
 class QueryQuant:
+    """Queries rotated and quantised; in MXFP4 as many heads as DeepSeek V4.1 has."""
+
     tokens: int
+    q_format: QueryFormat = "fp8"
 
     op: ClassVar[str] = "fused_indexer_q_rope_quant"
 
     def __str__(self) -> str:
-        return f"T {self.tokens}"
+        return f"T {self.tokens}" + ("" if self.q_format == "fp8" else f" {self.q_format}")
 
     def problem(self, sizes: Sizes) -> Problem:
-        x, xp, count = Inputs(sizes), sizes.xp, self.tokens
-        q, weights = x.uniform(count, HEADS, DIM).astype(np.float16), x.uniform(count, HEADS)
+        x, xp, count, heads = Inputs(sizes), sizes.xp, self.tokens, HEADS if self.q_format == "fp8" else V41_HEADS
+        q, weights = x.uniform(count, heads, DIM).astype(np.float16), x.uniform(count, heads)
         table, positions = x.uniform(4096, 64), xp.arange(count, dtype=np.int64) % 4096
-        out = xp.empty((count, HEADS, DIM), np.uint8), xp.empty((count, HEADS), np.float32)
+        out = xp.empty((count, heads, DIM), np.uint8), xp.empty((count, heads), np.float32)
         want = cumla.fused_indexer_q_rope_quant(
-            to_host(positions[:8]), to_host(q[:8]), to_host(table), to_host(weights[:8]), backend="reference"
-        )
+            to_host(positions[:8]), to_host(q[:8]), to_host(table), to_host(weights[:8]), q_format=self.q_format,
+            backend="reference",
+        )  # fmt: skip
 
         def check(result: Any) -> float:
             for got, right in zip(result, want, strict=True):
                 np.testing.assert_array_equal(to_host(got[:8]), right)
             return 0.0
 
-        calls = by_backend(cumla.fused_indexer_q_rope_quant, [(positions, q, table, weights)], [out])
+        given = [(positions, q, table, weights)]
+        calls = by_backend(cumla.fused_indexer_q_rope_quant, given, [out], q_format=self.q_format)
         return problem_of(self, sizes, calls, q.nbytes + out[0].nbytes, check)
 
 
@@ -390,5 +396,6 @@ def recorded() -> list[Any]:
         Selection(PagedLogits(128, 32 * k), 512),
         Schedule(128),
         *(QueryQuant(tokens) for tokens in (1, 128, 4096)),
+        *(QueryQuant(tokens, "mxfp4") for tokens in (1, 128, 4096)),
         *(Insert(tokens, INDEXER_FP8) for tokens in (1, 128, 512, 4096, 32768)),
     ]  # fmt: skip

@@ -9,7 +9,7 @@ bfloat16, which have no scales.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import ml_dtypes
 import numpy as np
@@ -17,14 +17,15 @@ import numpy as np
 from ..dispatch.call import FLOAT32, FLOATS, INT32, SLOTS, Call
 from ..dispatch.formats import named_layout
 from ..dispatch.launch_cache import launch_cached
-from ..dispatch.values import check_flags, check_integers, finite, in_float32
-from ..kernels.types.indexer import IndexQueries, PackedScores, PagedScores
+from ..dispatch.values import check_choice, check_flags, check_integers, finite, in_float32
+from ..kernels.types.indexer import IndexQueries, PackedScores, PagedScores, QueryFormat
 from ..kernels.types.metadata import SPLIT_PAGES
 from ..layout import INDEXER_BF16, INDEXER_F32, INDEXER_FP8, INDEXER_MXFP4, CacheLayout
 from .indices import pair
 
 HEAD_DIM = INDEXER_FP8.head_dim
 ROPE_DIM = 64
+Q_FORMATS = get_args(QueryFormat)
 UINT8 = (np.dtype(np.uint8),)
 PLAIN = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))  # keys without scales
 TABLE = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
@@ -44,11 +45,12 @@ def fused_indexer_q_rope_quant(
     rope_first: bool = False,
     is_neox: bool = False,
     quantize: bool = True,
+    q_format: QueryFormat = "fp8",
     out: tuple[Any, Any] | None = None,
     backend: str | None = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
-    """Rotate the indexer's queries, quantise them to FP8 and fold their scales into the weights of the heads.
+    """Rotate the indexer's queries, quantise them to FP8 or MXFP4 and fold their scales into the weights of the heads.
 
     positions              [T] int64 or int32
     index_q                [T, H, 128] bfloat16, float16 or float32
@@ -58,6 +60,8 @@ def fused_indexer_q_rope_quant(
     rope_first  whether the first 64 values are rotated (V3.2) or the last 64 (V4)
     is_neox     whether value i is paired with value i + 32 or neighbours are paired
     quantize    False: the queries are not quantised after RoPE, and the weights do not contain their scales
+    q_format    "fp8"; "mxfp4", of which q has the values in e4m3, as the logits take them (DeepSeek V4.1); or
+                "mxfp4_rows", as MXFP4 is stored
     out         (q, weights) to write instead of allocating
 
     Returns q uint8 [T, H, 128], e4m3 (float32 unless quantised; bfloat16 if `out` says so), and weights float32
@@ -66,10 +70,20 @@ def fused_indexer_q_rope_quant(
     (1e-10 with rope_first), fits in e4m3. RoPE is computed in float32, and its result is rounded to bfloat16 before it
     is quantised. Queries at a position outside the table are not rotated.
 
+    In MXFP4, 32 values have a scale: the smallest power of two, at least 2^-126, with which their largest finite
+    magnitude is at most 6. Values are rounded to nearest even, an infinity to 6; with a NaN all 32 are NaN. "mxfp4"
+    returns them as e4m3 with one scale a head, 2^-6 of its largest, folded into the weights: the same values, except
+    in tiles whose scale is less than 2^-14 of the head's largest, where they are rounded again. "mxfp4_rows" returns
+    q uint8 [T, H, 68], a row of INDEXER_MXFP4: 64 bytes of two values each, the first in the lower half, and four
+    UE8M0 scales. The weights do not contain these.
+
     Raises TypeError or ValueError, before anything is written, for an argument that does not fit.
     Source: vLLM fused_indexer_q_rope_quant (DeepSeek V4) and its V3.2 indexer's forward.
     """
     check_flags(rope_first=rope_first, is_neox=is_neox, quantize=quantize)
+    check_choice(Q_FORMATS, q_format=q_format)
+    if not quantize and q_format != "fp8":
+        raise ValueError(f"q_format: got {q_format!r} for queries that are not quantised")
     scales = {
         "index_weights_softmax_scale": index_weights_softmax_scale, "index_weights_head_scale": index_weights_head_scale
     }  # fmt: skip
@@ -84,13 +98,17 @@ def fused_indexer_q_rope_quant(
     scale *= max(heads, 1) ** -0.5 if head_scale is None else head_scale
     in_float32("index_weights_softmax_scale * index_weights_head_scale", scale)
     given = pair("out", out, "(q, weights)")
-    q_out = call.output("out[0] (q)", given[0], UINT8 if quantize else PLAIN, (tokens, heads, HEAD_DIM))
+    row = INDEXER_MXFP4.token_bytes if q_format == "mxfp4_rows" else HEAD_DIM
+    q_out = call.output("out[0] (q)", given[0], UINT8 if quantize else PLAIN, (tokens, heads, row))
     weights = call.output("out[1] (weights)", given[1], FLOAT32, (tokens, heads))
     least = LEAST_EXPONENT_ROPE_FIRST if rope_first else LEAST_EXPONENT
+    if q_format != "fp8":
+        least = INDEXER_MXFP4.min_exponent
     if tokens and heads:
         with call.kernels("indexer") as kernels:
             kernels.fused_indexer_q_rope_quant(IndexQueries(
-                positions, index_q, table, index_weights, scale, bool(rope_first), bool(is_neox), least, q_out, weights
+                positions, index_q, table, index_weights, scale, bool(rope_first), bool(is_neox), least, q_format,
+                q_out, weights,
             ))  # fmt: skip
     return call.results()
 

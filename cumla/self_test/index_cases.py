@@ -35,12 +35,21 @@ def _scores(bench: Bench, *shape: int) -> Any:
     return bench.put(bench.rng.integers(0, 0x39, shape), np.uint8)
 
 
-def _indexer_queries(bench: Bench) -> Sequence[Any]:
+def _index_queries(bench: Bench, positions: Sequence[int], **options: Any) -> Sequence[Any]:
     q, weights = fused_indexer_q_rope_quant(
-        bench.put([3, 0, 9], np.int64), bench.normal(3, 5, 128), bench.normal(7, 64, dtype=np.float32),
-        bench.normal(3, 5, dtype=np.float32), quantize=False, backend=bench.backend,
+        bench.put(list(positions), np.int64), bench.normal(3, 5, 128), bench.normal(7, 64, dtype=np.float32),
+        bench.normal(3, 5, dtype=np.float32), **options, backend=bench.backend,
     )  # fmt: skip
     return q, weights
+
+
+def _indexer_queries(bench: Bench) -> Sequence[Any]:
+    return _index_queries(bench, (3, 0, 9), quantize=False)
+
+
+def _mxfp4_queries(bench: Bench) -> Sequence[Any]:
+    """Not rotated, so that a rounding to bfloat16 cannot differ."""
+    return _index_queries(bench, (-1, -1, -1), q_format="mxfp4_rows")
 
 
 def _indexer_scores(bench: Bench) -> Sequence[Any]:
@@ -176,6 +185,7 @@ def _flashinfer(bench: Bench) -> Sequence[Any]:
 
 CASES = (
     Case("fused_indexer_q_rope_quant", "not quantised", "indexer", (SCORES, SCORES), _indexer_queries),
+    Case("fused_indexer_q_rope_quant", "mxfp4_rows", "indexer", (EQUAL, SCORES), _mxfp4_queries),
     Case("fp8_mqa_logits", "", "indexer", (SCORES,), _indexer_scores),
     Case("fp8_paged_mqa_logits", "", "indexer", (SCORES,), _indexer_paged_scores(INDEXER_FP8)),
     Case("fp8_paged_mqa_logits", "INDEXER_MXFP4", "indexer", (SCORES,), _indexer_paged_scores(INDEXER_MXFP4)),

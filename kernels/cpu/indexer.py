@@ -2,10 +2,15 @@
 
 import numpy as np
 
+from ...layout import INDEXER_MXFP4
 from ..numba_common.compiled import compiled
 from ..numba_common.numbers import (
     bfloat16_bits,
     bfloat16_value,
+    e2m1_quantized,
+    e2m1_scale,
+    e2m1_value,
+    e4m3_byte,
     float32_bits,
     flushed,
     power_of_two,
@@ -13,6 +18,7 @@ from ..numba_common.numbers import (
     scale_exponent,
 )
 from ..reference.indexer import (
+    MXFP4_SHIFT,
     keys_and_scales,
     keys_of,
     packed_keys_and_scales,
@@ -24,7 +30,7 @@ from ..types.indexer import IndexQueries, PackedScores, PagedScores, Rows, Slots
 from ..types.indices import TopkSlots
 from ..types.segments import Pages
 from .indices import compute_global_topk_indices_and_lens
-from .rows import E4M3_VALUES, lookup_slot
+from .rows import E4M3_VALUES, largest_finite, lookup_slot
 from .sparse_cache import TO_QUANTIZE
 from .threads import parallel_for
 
@@ -38,7 +44,8 @@ __all__ = [
     "top_k_per_row",
 ]
 
-ROPE_DIM = 64
+ROPE_DIM, TILE = 64, INDEXER_MXFP4.scale_tile
+MXFP4_GONE = 30  # values of a tile whose scale is so many powers of two below the head's are 0 in e4m3
 PRODUCTS_AT_ONCE = 4 << 20  # 16 MiB of float32
 DIGIT_BITS = 8  # of the radix selection
 TO_CHOOSE = 10  # approximate nanoseconds per logit
@@ -48,7 +55,7 @@ TO_CHOOSE = 10  # approximate nanoseconds per logit
 
 
 def fused_indexer_q_rope_quant(queries: IndexQueries) -> None:
-    positions, index_q, table, index_weights, scale, rope_first, is_neox, least_exponent, q_out, weights = queries
+    positions, index_q, table, index_weights, scale, rope_first, is_neox, least, q_format, q_out, weights = queries
     with np.errstate(invalid="ignore"):  # signalling NaN
         q = index_q.astype(np.float32)
     first = 0 if rope_first else q.shape[2] - ROPE_DIM
@@ -57,7 +64,8 @@ def fused_indexer_q_rope_quant(queries: IndexQueries) -> None:
     stored = q_out if quantize else np.empty((0, 0, 0), np.uint8)
     parallel_for(
         len(q), q[:1].size * TO_QUANTIZE, _rotate_and_quantize,
-        positions, q, table.astype(np.float32), np.float32(scale), first, is_neox, least_exponent, stored, weights,
+        positions, q, table.astype(np.float32), np.float32(scale), first, is_neox, least, q_format != "fp8", stored,
+        weights,
     )  # fmt: skip
     if not quantize:
         q_out[:] = q
@@ -65,7 +73,7 @@ def fused_indexer_q_rope_quant(queries: IndexQueries) -> None:
 
 @compiled(nogil=True)
 def _rotate_and_quantize(
-    first_token, end_token, positions, q, table, scale, first, is_neox, least_exponent, q_out, weights
+    first_token, end_token, positions, q, table, scale, first, is_neox, least_exponent, is_mxfp4, q_out, weights
 ):
     half = ROPE_DIM // 2
     for token in range(first_token, end_token):
@@ -80,16 +88,37 @@ def _rotate_and_quantize(
                 x[low], x[high] = a * cosine - b * sine, b * cosine + a * sine
             q_scale = np.float32(1)
             if len(q_out):
-                amax = np.float32(0)
                 for i in range(len(x)):
                     x[i] = bfloat16_value(bfloat16_bits(x[i]))
-                    magnitude = np.abs(x[i])
-                    if magnitude > amax and magnitude < np.inf:
-                        amax = magnitude
-                q_scale = power_of_two(scale_exponent(amax, least_exponent))
-                for i in range(len(x)):
-                    q_out[token, head, i] = quantized(x[i], q_scale)
+                if is_mxfp4:
+                    q_scale = _to_mxfp4(x, q_out[token, head], least_exponent)
+                else:
+                    q_scale = power_of_two(scale_exponent(largest_finite(x, False), least_exponent))
+                    for i in range(len(x)):
+                        q_out[token, head, i] = quantized(x[i], q_scale)
             weights[token, head] = flushed(flushed(flushed(weights[token, head]) * q_scale) * flushed(scale))
+
+
+@compiled
+def _to_mxfp4(x, out, least_exponent):
+    """Round x, float32 [128], to MXFP4: a row of codes and scales, or e4m3 bytes, whose scale is returned."""
+    head = np.int64(least_exponent)
+    for first in range(0, len(x), TILE):
+        scale = e2m1_scale(largest_finite(x[first : first + TILE], True), True, least_exponent, 0.0)
+        if scale == scale:
+            head = max(head, (float32_bits(scale) >> 23) - 127 - MXFP4_SHIFT)
+    for first in range(0, len(x), TILE):
+        scale = e2m1_scale(largest_finite(x[first : first + TILE], True), True, least_exponent, 0.0)
+        if len(out) != len(x):
+            out[len(x) // 2 + first // TILE] = float32_bits(scale) >> 23
+            for i in range(first, first + TILE, 2):
+                out[i // 2] = e2m1_quantized(x[i], scale) | (e2m1_quantized(x[i + 1], scale) << 4)
+        else:
+            exponent = max((float32_bits(scale) >> 23) - 127 - head, -MXFP4_GONE)
+            factor = scale if scale != scale else power_of_two(exponent)
+            for i in range(first, first + TILE):
+                out[i] = e4m3_byte(e2m1_value(e2m1_quantized(x[i], scale)) * factor)
+    return power_of_two(head) if len(out) == len(x) else np.float32(1)
 
 
 # ---- keys without scales

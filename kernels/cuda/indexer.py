@@ -26,7 +26,7 @@ KEY_THREADS = 128  # as in common/indexer_keys.cu
 
 
 def fused_indexer_q_rope_quant(queries: IndexQueries) -> None:
-    positions, index_q, table, index_weights, scale, rope_first, is_neox, least_exponent, q_out, weights = queries
+    positions, index_q, table, index_weights, scale, rope_first, is_neox, least, q_format, q_out, weights = queries
     tokens, heads = weights.shape
     kernel(
         "common/indexer_queries.cu",
@@ -36,13 +36,14 @@ def fused_indexer_q_rope_quant(queries: IndexQueries) -> None:
         TABLE=C_NAMES[table.dtype.name],
         POSITION=C_NAMES[positions.dtype.name],
         OUTPUT=VALUES[q_out.dtype.name],
-        ALIGNED=int(is_aligned(index_q, q_out)),
+        Q_FORMAT=q_format.upper(),
+        ALIGNED=int(is_aligned(index_q) if q_format == "mxfp4_rows" else is_aligned(index_q, q_out)),
     )(
         (-(-tokens * heads * LANES_PER_HEAD // QUERY_THREADS),),
         (QUERY_THREADS,),
         (
             positions, index_q, *strides(index_q)[:2], table, strides(table)[0], len(table),
-            index_weights, strides(index_weights)[0], scale, rope_first, is_neox, least_exponent, tokens, heads,
+            index_weights, strides(index_weights)[0], scale, rope_first, is_neox, least, tokens, heads,
             q_out, *strides(q_out)[:2], weights, strides(weights)[0],
         ),
         overlap=True,

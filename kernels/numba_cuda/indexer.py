@@ -4,7 +4,9 @@ from typing import Any
 
 import numpy as np
 
+from ...layout import INDEXER_MXFP4
 from ..numba_common.geometry import geometry_of
+from ..reference.indexer import MXFP4_SHIFT
 from ..types.indexer import IndexQueries, PackedScores, PagedScores, Rows, Slots
 from ..types.indices import TopkSlots
 from ..types.segments import Pages
@@ -16,7 +18,10 @@ from .numbers import (
     bfloat16_bits,
     bfloat16_value,
     dequantized,
+    e2m1_quantized,
+    e2m1_scale,
     e2m1_value,
+    e4m3_byte,
     float32_bits,
     float32_value,
     flushed,
@@ -30,19 +35,38 @@ from .numbers import (
 from .rows import find_request, load, lookup_slot, store
 
 THREADS = 128
-ROPE_DIM = 64
+ROPE_DIM, TILE = 64, INDEXER_MXFP4.scale_tile
+MXFP4_GONE = 30  # values of a tile whose scale is so many powers of two below the head's are 0 in e4m3
 E4M3 = -1  # instead of a floating-point kind
 PLAIN_KEYS, E4M3_KEYS, E2M1_KEYS = 0, 1, 2
 
 
 def fused_indexer_q_rope_quant(queries: IndexQueries) -> None:
-    positions, index_q, table, index_weights, scale, rope_first, is_neox, least_exponent, q_out, weights = queries
+    positions, index_q, table, index_weights, scale, rope_first, is_neox, least, q_format, q_out, weights = queries
+    is_mxfp4 = q_format != "fp8"
     launch(
-        queries_kernel, min(weights.size, MAX_BLOCKS), 32,
+        mxfp4_queries_kernel if is_mxfp4 else queries_kernel, min(weights.size, MAX_BLOCKS), 32,
         positions, index_q, kind_of(index_q), table, kind_of(table), index_weights, kind_of(index_weights),
-        np.float32(scale), 0 if rope_first else index_q.shape[2] - ROPE_DIM, is_neox, least_exponent,
+        np.float32(scale), 0 if rope_first else index_q.shape[2] - ROPE_DIM, is_neox, least,
         q_out, E4M3 if q_out.dtype == np.uint8 else kind_of(q_out), weights,
     )  # fmt: skip
+
+
+@cuda.jit(device=True)
+def rotated(q, kind, table, table_kind, position, first, is_neox, i):
+    """Value i of a head after RoPE; `position` is -1 outside of the table."""
+    half = ROPE_DIM // 2
+    x = to_float32(np.int64(q[i]), kind)
+    j = i - first
+    if position < 0 or j < 0 or j >= ROPE_DIM:
+        return x
+    angle = j % half if is_neox else j // 2
+    second = j >= half if is_neox else j % 2 == 1
+    other = (half if is_neox else 1) * (-1 if second else 1)
+    y = to_float32(np.int64(q[i + other]), kind)
+    cosine = to_float32(np.int64(table[position, angle]), table_kind)
+    sine = to_float32(np.int64(table[position, half + angle]), table_kind)
+    return x * cosine + (y if second else -y) * sine
 
 
 def queries_kernel(
@@ -50,7 +74,6 @@ def queries_kernel(
     out_kind, weights,
 ):  # fmt: skip
     """A thread takes a head, in two passes: its largest value, then the output."""
-    half, dims = ROPE_DIM // 2, q.shape[2]
     for number in range(cuda.grid(1), weights.shape[0] * weights.shape[1], cuda.gridsize(1)):
         token, head = number // weights.shape[1], number % weights.shape[1]
         position = np.int64(positions[token])
@@ -59,17 +82,8 @@ def queries_kernel(
         q_scale = np.float32(1)
         for writes in range(out_kind != E4M3, 2):
             amax = np.float32(0)
-            for i in range(dims):
-                x = to_float32(np.int64(q[token, head, i]), kind)
-                j = i - first
-                if position >= 0 and j >= 0 and j < ROPE_DIM:
-                    angle = j % half if is_neox else j // 2
-                    second = j >= half if is_neox else j % 2 == 1
-                    other = (half if is_neox else 1) * (-1 if second else 1)
-                    y = to_float32(np.int64(q[token, head, i + other]), kind)
-                    cosine = to_float32(np.int64(table[position, angle]), table_kind)
-                    sine = to_float32(np.int64(table[position, half + angle]), table_kind)
-                    x = x * cosine + (y if second else -y) * sine
+            for i in range(q.shape[2]):
+                x = rotated(q[token, head], kind, table, table_kind, position, first, is_neox, i)
                 if out_kind == E4M3:
                     x = bfloat16_value(bfloat16_bits(x))
                 if writes:
@@ -79,6 +93,54 @@ def queries_kernel(
             if not writes:
                 q_scale = power_of_two(scale_exponent(amax, least_exponent))
         weight = flushed(to_float32(np.int64(index_weights[token, head]), weight_kind))
+        weights[token, head] = float32_bits(flushed(flushed(weight * q_scale) * flushed(scale)))
+
+
+def mxfp4_queries_kernel(
+    positions, q, kind, table, table_kind, index_weights, weight_kind, scale, first, is_neox, least_exponent, q_out,
+    out_kind, weights,
+):  # fmt: skip
+    """A thread takes a head. For e4m3 bytes it first finds the largest scale of its tiles."""
+    dims = q.shape[2]
+    rows = q_out.shape[2] != dims
+    for number in range(cuda.grid(1), weights.shape[0] * weights.shape[1], cuda.gridsize(1)):
+        token, head = number // weights.shape[1], number % weights.shape[1]
+        position = np.int64(positions[token])
+        if position >= len(table):
+            position = np.int64(-1)
+        largest = np.int64(least_exponent)
+        for writes in range(rows, 2):
+            for tile in range(dims // TILE):
+                amax = np.float32(0)
+                for i in range(tile * TILE, (tile + 1) * TILE):
+                    x = bfloat16_value(bfloat16_bits(
+                        rotated(q[token, head], kind, table, table_kind, position, first, is_neox, i)
+                    ))  # fmt: skip
+                    if x != x or (abs(x) > amax and abs(x) < np.inf):
+                        amax = np.float32(abs(x))
+                tile_scale = e2m1_scale(amax, True, least_exponent, np.float32(0))
+                exponent = (float32_bits(tile_scale) >> 23) - 127
+                is_nan = tile_scale != tile_scale
+                if not writes:
+                    if not is_nan:
+                        largest = max(largest, exponent - MXFP4_SHIFT)
+                    continue
+                factor = tile_scale if is_nan else power_of_two(max(exponent - largest, -MXFP4_GONE))
+                if rows:
+                    q_out[token, head, dims // 2 + tile] = exponent + 127
+                low = np.int64(0)
+                for i in range(tile * TILE, (tile + 1) * TILE):
+                    x = bfloat16_value(bfloat16_bits(
+                        rotated(q[token, head], kind, table, table_kind, position, first, is_neox, i)
+                    ))  # fmt: skip
+                    code = e2m1_quantized(x, tile_scale)
+                    if not rows:
+                        q_out[token, head, i] = e4m3_byte(e2m1_value(code) * factor)
+                    elif i % 2:
+                        q_out[token, head, i // 2] = low | (code << 4)
+                    low = code
+        weight = flushed(to_float32(np.int64(index_weights[token, head]), weight_kind))
+        q_scale = np.float32(1) if rows else power_of_two(largest)
         weights[token, head] = float32_bits(flushed(flushed(weight * q_scale) * flushed(scale)))
 
 

@@ -9,13 +9,23 @@ from ..types.indices import TopkSlots
 from ..types.segments import Pages
 from . import rows as token_rows
 from .indices import compute_global_topk_indices_and_lens
-from .rows import flush_subnormals, lookup_slot, quantized_values, read_tokens, scale_exponent, to_e4m3
+from .rows import (
+    flush_subnormals,
+    lookup_slot,
+    quantize_tile,
+    quantized_values,
+    read_tokens,
+    scale_bytes,
+    scale_exponent,
+    to_e4m3,
+)
 
 ROPE_DIM = 64
+MXFP4_SHIFT = 6  # 6 * 2^6 is below 448; 0.5 * 2^6 * 2^-14 is the smallest number of e4m3
 
 
 def fused_indexer_q_rope_quant(queries: IndexQueries) -> None:
-    positions, index_q, table, index_weights, scale, rope_first, is_neox, least_exponent, q_out, weights = queries
+    positions, index_q, table, index_weights, scale, rope_first, is_neox, least, q_format, q_out, weights = queries
     q = index_q.astype(np.float32)
     part = q[..., :ROPE_DIM] if rope_first else q[..., -ROPE_DIM:]
     rotate(part, positions, table.astype(np.float32), is_neox)
@@ -24,12 +34,38 @@ def fused_indexer_q_rope_quant(queries: IndexQueries) -> None:
         q_out[:], weights[:] = q, flush_subnormals(given * factor)
         return
     q = q.astype(ml_dtypes.bfloat16).astype(np.float32)
-    finite = np.where(np.isfinite(q), np.abs(q), np.float32(0))
     for token, head in np.ndindex(weights.shape):
-        q_scale = np.float32(np.ldexp(1.0, scale_exponent(finite[token, head].max(), least_exponent)))
-        with np.errstate(invalid="ignore"):  # signalling NaN
-            q_out[token, head] = to_e4m3(q[token, head] / q_scale)
-        weights[token, head] = flush_subnormals(flush_subnormals(given[token, head] * q_scale) * factor)
+        if q_format == "fp8":
+            q_out[token, head], q_scale = e4m3_query(q[token, head], least)
+        else:
+            codes, scales = mxfp4_query(q[token, head])
+            if q_format == "mxfp4_rows":
+                q_out[token, head], q_scale = np.append(codes, scale_bytes(scales, INDEXER_MXFP4.scale_type)), 1.0
+            else:
+                q_out[token, head], q_scale = mxfp4_in_e4m3(codes, scales, least)
+        weights[token, head] = flush_subnormals(flush_subnormals(given[token, head] * np.float32(q_scale)) * factor)
+
+
+def e4m3_query(x: np.ndarray, least_exponent: int) -> tuple[np.ndarray, float]:
+    """float32 [128] as e4m3 bytes, and their scale."""
+    finite = np.where(np.isfinite(x), np.abs(x), np.float32(0))
+    scale = np.ldexp(1.0, scale_exponent(finite.max(), least_exponent))
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        return to_e4m3(x / np.float32(scale)), float(scale)
+
+
+def mxfp4_query(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """float32 [128] as bytes of two codes [64], and a scale for each tile, float32 [4]."""
+    tiles = [quantize_tile(part, INDEXER_MXFP4, True) for part in np.split(x, INDEXER_MXFP4.num_scales)]
+    return np.concatenate([codes for codes, _ in tiles]), np.array([scale for _, scale in tiles], np.float32)
+
+
+def mxfp4_in_e4m3(codes: np.ndarray, scales: np.ndarray, least_exponent: int) -> tuple[np.ndarray, float]:
+    """The same values as e4m3 bytes with one scale, 2^-6 of the largest."""
+    exponents = np.where(scales > 0, np.frexp(scales)[1] - 1, least_exponent)  # NaN's too
+    head = max(int(exponents.max()) - MXFP4_SHIFT, least_exponent)
+    tiles = np.repeat(scales.astype(np.float64), INDEXER_MXFP4.scale_tile) * np.ldexp(1.0, -head)
+    return to_e4m3(quantized_values(codes[None], INDEXER_MXFP4)[0] * tiles), float(np.ldexp(1.0, head))
 
 
 def rotate(x: np.ndarray, positions: np.ndarray, table: np.ndarray, is_neox: bool) -> None:

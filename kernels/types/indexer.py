@@ -1,8 +1,10 @@
 """Arguments of the indexer's kernels beside arrays."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .segments import Pages
+
+QueryFormat = Literal["fp8", "mxfp4", "mxfp4_rows"]
 
 
 class Rows(NamedTuple):
@@ -26,7 +28,8 @@ class IndexQueries(NamedTuple):
 
     table           cosines, then sines
     scale           of the weights
-    least_exponent  of a head's scale
+    least_exponent  of a scale
+    q_format        of quantised queries
     """
 
     positions: Any
@@ -37,6 +40,7 @@ class IndexQueries(NamedTuple):
     rope_first: bool
     is_neox: bool
     least_exponent: int
+    q_format: QueryFormat
     q_out: Any
     weights: Any
 

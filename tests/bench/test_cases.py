@@ -65,6 +65,7 @@ SMALL = [
     candidate_cases.CandidateTopk(2, 200, 9),
     candidate_cases.CandidateTopk(2, 200, 9, layout=INDEXER_MXFP4),
     indexer_cases.QueryQuant(9),
+    indexer_cases.QueryQuant(9, "mxfp4"),
     indexer_cases.Schedule(5),
     dense.DenseDecode(16, 3, 300, lengths=True),
     dense.DenseDecode(16, 2, 128),

@@ -106,8 +106,11 @@ SOURCES = [
         )
     ),
     *(("common/candidate_logits.cu", {"LAYOUT": layout}) for layout in ("INDEXER_MXFP4", "INDEXER_F32")),
-    ("common/indexer_queries.cu", {**QUERIES, "OUTPUT": "uint8", "ALIGNED": 1}),
-    ("common/indexer_queries.cu", {**QUERIES, "OUTPUT": "float", "ALIGNED": 0}),
+    ("common/indexer_queries.cu", {**QUERIES, "OUTPUT": "uint8", "Q_FORMAT": "MXFP4_ROWS", "ALIGNED": 0}),
+    *(
+        ("common/indexer_queries.cu", {**QUERIES, "OUTPUT": output, "Q_FORMAT": q_format, "ALIGNED": aligned})
+        for output, q_format, aligned in (("uint8", "FP8", 1), ("float", "FP8", 0), ("uint8", "MXFP4", 1))
+    ),
     *(
         (file, {**macros, "OUTPUT": output})
         for output in ("ToColumns", "ToSlots")

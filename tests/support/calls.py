@@ -39,6 +39,7 @@ def _over_keys():
 # Optional arguments, or arguments that backends round differently, which examples leave out.
 OTHERS = {
     "fused_indexer_q_rope_quant": ("fused_indexer_q_rope_quant-not-quantised", lambda: {"quantize": True}),
+    "fused_indexer_q_rope_quant-mxfp4": ("fused_indexer_q_rope_quant-mxfp4_rows", lambda: {"q_format": "mxfp4"}),
     "fp8_mqa_logits-few": ("fp8_mqa_logits", _few_keys),
     "indexer_topk-keys": ("indexer_topk", _over_keys),
     "fp8_paged_mqa_logits-scheduled": (
