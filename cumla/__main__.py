@@ -22,6 +22,7 @@ from .replay.options import (
     DEVICE_DEFAULTS,
     FORMATS,
     HOST_DEFAULTS,
+    INDEX_KEYS,
     LAYER_RATIOS,
     MLA_CACHES,
     V41_CACHE_FORMATS,
@@ -183,6 +184,9 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     model.add_argument(
         "--mla-cache", choices=MLA_CACHES, default=MLA_CACHES[0], help="values of mla's cache (default: bf16)"
+    )
+    model.add_argument(
+        "--index-keys", choices=INDEX_KEYS, default=INDEX_KEYS[0], help="of v41's layers that select (default: fp8)"
     )
     model.add_argument(
         "--prefill-path",

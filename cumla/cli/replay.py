@@ -43,6 +43,7 @@ LAYERS_OF = {
     "--window": {*LAYER_RATIOS, *WHOLE_LAYERS["v4"], *V41_RATIOS},
     "--topk": {"c4a", "v4 c4a", "v32", *(name for name, ratio in V41_RATIOS.items() if ratio)},
     "--mla-cache": {"mla"},
+    "--index-keys": {name for name, ratio in V41_RATIOS.items() if ratio},
     "--prefill-path": set(LAYER_RATIOS),
     "--layout": {*LAYER_RATIOS, *V41_RATIOS},
 }
@@ -147,6 +148,7 @@ def resolve(args: argparse.Namespace) -> tuple[ReplayOptions, list[TraceRequest]
         layout=args.layout or ReplayOptions.layout,
         v41_layout=args.layout if args.layout in V41_CACHE_FORMATS else V41_LAYOUT,
         mla_cache=args.mla_cache,
+        index_keys=args.index_keys,
         prefill_path=args.prefill_path,
         ranks=args.ranks,
     )

@@ -59,8 +59,8 @@ class DeepseekV41Attention:
     activations   bfloat16, or on the host also float32
     cache_format  "fp4", "fp8", "fp4_split", "fp8_split", "bfloat16", or on the host "float32": of the caches that
                   `step` is given
-    key_format    of their index keys: "fp8" or "mxfp4", with queries in e4m3; None: "fp8", or the type of rows that are
-                  not quantised
+    key_format    of their index keys: "fp8", with queries in e4m3, or "mxfp4", with queries rounded to MXFP4, as
+                  DeepSeek's code does; None: "fp8", or the type of rows that are not quantised
     weight_format  "fp8": matrices that the weights have in FP8 stay so; "bfloat16": they are dequantised here
     max_position  positions of RoPE's tables, at least the longest sequence; max_position_embeddings if None
     round_pooled  round a pooled row to bfloat16 before its norm, as DeepSeek's code and SGLang do; False: as vLLM

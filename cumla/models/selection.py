@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..layers.selection import Candidates, IndexerInputs, select_rows
-from ..layout import CacheLayout
+from ..layout import INDEXER_MXFP4, CacheLayout
 from ..metadata.indexer import DeepseekV32IndexerMetadata
 from ..ops.indexer import fused_indexer_q_rope_quant
 from .caches import PLAIN_DTYPES
@@ -21,7 +21,7 @@ class Indexer:
 
     heads, topk  of the model
     layout       INDEXER_FP8, INDEXER_MXFP4, INDEXER_BF16 or INDEXER_F32: of the cache of keys. Queries are e4m3 for the
-                 first two, otherwise of the same type
+                 first two, for MXFP4 keys with values rounded to MXFP4; otherwise of the same type
     rope_first   whether the first values of a head are rotated, in halves (V3.2), or the last ones, in pairs (V4, V4.1)
     """
 
@@ -81,6 +81,6 @@ class Indexer:
         )
         fused_indexer_q_rope_quant(
             positions, q, cos_sin, weights, rope_first=self.rope_first, is_neox=self.rope_first, quantize=quantized,
-            out=out, backend=self.backend,
+            q_format="mxfp4" if self.layout is INDEXER_MXFP4 else "fp8", out=out, backend=self.backend,
         )  # fmt: skip
         return out

@@ -9,7 +9,7 @@ from ..dispatch import backends
 from ..errors import InputError
 from ..layers.sparse import LAYOUTS
 from ..layout import CacheLayout
-from ..models.caches import V41CacheFormat
+from ..models.caches import KeyFormat, V41CacheFormat
 from ..ops.sparse_attention import second_layouts
 from .blocks import BLOCK_TOKENS
 from .trace import INT32_MAX, TraceRequest
@@ -25,6 +25,7 @@ WHOLE_RATIOS = {f"v4 {name}": ratio for name, ratio in LAYER_RATIOS.items()}
 WARM_KINDS = ("v4", "v41", "v32", "mla")  # of models that cumla warmup knows
 LAYER_TYPES = (*LAYER_RATIOS, "mla", *WHOLE_LAYERS)
 MLA_CACHES = ("bf16", "fp8")
+INDEX_KEYS: tuple[KeyFormat, ...] = ("fp8", "mxfp4")
 # Formats of sparse layers' caches by what is asked for: the window's, then that of compressed rows if it is another.
 FORMATS = {
     ",".join(dict.fromkeys((first.name, second.name))): (first, second)
@@ -75,6 +76,7 @@ class ReplayOptions:
     mla_cache: str = "bf16"  # values of dense layers' caches: "bf16" or "fp8"
     prefill_path: str | None = None  # as in SparseMLALayer.step
     ranks: int = 1  # devices, or threads, that share the context
+    index_keys: KeyFormat = "fp8"  # of V4.1's layers: one of INDEX_KEYS
     max_output: int | None = None  # tokens that a request generates
     tiny: bool = False  # whether V4.1's layers have a tiny model's sizes on a device, too
 

@@ -281,7 +281,7 @@ def _layer_outputs(summary: dict[str, Any]) -> NumberTable:
     if selects:
         caption += (
             " Gap: how far a selected row's score is below that of a row that was not selected, in standard deviations "
-            f"of the scores; bound {CHOICE_BOUND:.2f}."
+            f"of the scores; bound {CHOICE_BOUND:.1e}."
         )
     columns = ["layer", "samples", "rms error, mean", "worst", "bound", *(["gap, worst"] if selects else [])]
     table = NumberTable("Outputs of whole layers, against float64 from hidden states on", columns, caption=caption)
@@ -289,7 +289,7 @@ def _layer_outputs(summary: dict[str, Any]) -> NumberTable:
         gap = numbers["choice_gap_worst"]
         table.add_row(
             layer, f"{numbers['samples']:,}", f"{numbers['rms_mean']:.1e}", f"{numbers['rms_worst']:.1e}",
-            f"{numbers['bound']:.1e}", *(["" if gap is None else f"{gap:.2f}"] if selects else []),
+            f"{numbers['bound']:.1e}", *(["" if gap is None else f"{gap:.1e}"] if selects else []),
         )  # fmt: skip
     return table
 

@@ -44,9 +44,9 @@ FP8_COSINE_BOUND = FP8_RMS_BOUND**2 / 2
 FP4_MEAN_BOUND = 2.0**-2
 FP4_RMS_BOUND = 2.0**-1
 FP4_COSINE_BOUND = FP4_RMS_BOUND**2 / 2
-# The indexer's queries are e4m3: a score moves by about 2^-5 of the scores' standard deviation, and each of two rows,
-# among hundreds near the choice's border, by up to eight times as much. A wrong row is off by 1 and more.
-CHOICE_BOUND = 2.0**-1
+# A choice is compared with exact scores of the queries and keys that the layer has. cumla.bounds.SCORES allows a cosine
+# distance of 5e-6, so errors of 2^-8.3 of the scores in the mean square. A wrong row is off by 1 and more.
+CHOICE_BOUND = 2.0**-7
 SINGLE_HEADS = 32  # tokens of a single head whose outs together have a direction that the cosine's bound is for
 # Where ranks merge results, each part and its weights are rounded to bfloat16: by 2^-9 each, of values that may cancel.
 ROUNDED_PARTS = 2 * 2.0**-9
@@ -71,6 +71,8 @@ class Sample:
     choice_gap    how far the lowest score of a selected row is below the highest of a row that was not selected, in
                   standard deviations of the scores; None for a layer that does not select
     key_rms       relative root mean square error of the selected rows' index keys, as the cache has them; None likewise
+    query_rms     the same of the token's index queries, as they were scored
+    index_bound   of these two, by the format of keys and queries
     """
 
     step: int
@@ -91,6 +93,8 @@ class Sample:
     layer_bound: float = 0.0
     choice_gap: float | None = None
     key_rms: float | None = None
+    query_rms: float | None = None
+    index_bound: float = 0.0
 
     @property
     def failure(self) -> str | None:
@@ -103,7 +107,8 @@ class Sample:
             (f"cosine distance through {through}", self.fp8_cosine, cosine),
             ("relative rms error of the layer's output", self.layer_rms, self.layer_bound),
             ("gap of the selected rows' scores", self.choice_gap, CHOICE_BOUND),
-            ("relative rms error of the selected rows' keys", self.key_rms, FP8_MEAN_BOUND),
+            ("relative rms error of the selected rows' keys", self.key_rms, self.index_bound),
+            ("relative rms error of the index queries", self.query_rms, self.index_bound),
         ):
             if got is not None and not got <= bound:
                 return (

@@ -87,6 +87,11 @@ class WholeLayer:
         """Run the layer. observe: called with a part's name around each part."""
         return self.attention.step(hidden, self.caches, metadata, observe=self.observed(observe))
 
+    @property
+    def makes_index_queries(self) -> bool:
+        """Whether the layer's choice is checked by the index queries that it made."""
+        return False
+
     def selected(self, tokens: int) -> Any:
         """The rows that a step's tokens selected, [tokens, topk] int32; None for a layer without selection."""
         if not self.selects:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..layers.prefill_path import chunk_paths
-from ..layout import DSV4_FP8, INDEXER_FP8, V32_FP8
+from ..layout import DSV4_FP8, INDEXER_FP8, V32_FP8, CacheLayout
 from .options import V41_RATIOS, WHOLE_RATIOS, ReplayOptions
 from .step_batch import StepBatch, completed_groups
 from .traffic import INDEX, SLOT, bytes_moved
@@ -35,9 +35,9 @@ def whole_bytes_moved(layer: WholeLayer, batch: StepBatch, metadata: Any, option
     return {part: int(count) for part, count in moved.items() if count}
 
 
-def _indexer_keys(batch: StepBatch, ratio: int) -> int:
+def _indexer_keys(batch: StepBatch, ratio: int, layout: CacheLayout = INDEXER_FP8) -> int:
     """Bytes of the keys that a step's requests score."""
-    return sum(s.end // ratio for s in batch.scheduled) * INDEXER_FP8.token_bytes
+    return sum(s.end // ratio for s in batch.scheduled) * layout.token_bytes
 
 
 def _v4(layer: WholeLayer, batch: StepBatch, metadata: Any, options: ReplayOptions) -> dict[str, int]:
@@ -92,7 +92,7 @@ def _v41(layer: Any, batch: StepBatch, metadata: Any, options: ReplayOptions) ->
         row = layouts.compressed.token_bytes + layouts.indexer.token_bytes
         pooled = tokens * ratio * 512 * FLOAT + 2 * tokens * 512 * value
         moved["compress"] = weights.index_k.nbytes + pooled + len(completed_groups(batch, ratio).slots) * row
-        moved["select"] += _indexer_keys(batch, ratio)
+        moved["select"] += _indexer_keys(batch, ratio, layouts.indexer)
     else:
         visible = (batch.positions + 1) // ratio
         candidates = np.minimum(visible, config.candidate_topk_blocks * config.candidate_block_size).sum()

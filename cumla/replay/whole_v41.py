@@ -62,7 +62,7 @@ class V41Layer(WholeLayer):
         cache_format = V41_CACHE_FORMATS[options.v41_layout]
         self.attention: Any = made_layer(
             index, number, is_tiny(options), options.heads, options.topk, options.window, options.seed, options.backend,
-            longest if is_tiny(options) else max(LEAST_REACH, longest), cache_format,
+            longest if is_tiny(options) else max(LEAST_REACH, longest), cache_format, options.index_keys,
         )  # fmt: skip
         self.hidden_size, self.selects = shared.config.hidden_size, ratio > 0
         self.chooses_candidates = number == shared.config.candidate_source_layer_id
@@ -70,11 +70,16 @@ class V41Layer(WholeLayer):
         self.owner = self if source is None else shared.layers[source]
         self.caches: Any = DeepseekV41Caches.allocate(
             shared.config, number, shared.serving, blocks * SWA_PAGES, blocks if ratio else 0, MAX_RUNNING,
-            owner=None if self.owner is self else self.owner.caches, cache_format=cache_format, xp=self.xp,
+            owner=None if self.owner is self else self.owner.caches, cache_format=cache_format,
+            key_format=options.index_keys, xp=self.xp,
         )  # fmt: skip
 
     def step(self, hidden: Any, metadata: Any, observe: Any) -> Any:
         return self.attention.step(hidden, self.caches, metadata, self.shared.selection, observe=self.observed(observe))
+
+    @property
+    def makes_index_queries(self) -> bool:
+        return self.attention.mode in ("full", "reindex")
 
     def selected(self, tokens: int) -> Any:
         return self.shared.selection.topk_indices[:tokens] if self.selects else None
@@ -138,14 +143,15 @@ def _shared(options: ReplayOptions, longest: int) -> V41Shared:
 @functools.lru_cache(maxsize=64)
 def made_layer(
     index: int, number: int, tiny: bool, heads: int, topk: int, window: int, seed: int, backend: str, reach: int,
-    cache_format: Any,
+    cache_format: Any, key_format: Any,
 ) -> DeepseekV41Attention:  # fmt: skip
     """A layer with its weights, for `reach` positions; kept, as a warm-up has the same ones as the run."""
     config = _config(tiny, heads, topk, window)
     return DeepseekV41Attention(
         config, number, by_the_rule(v41_shapes(config, number), seed + index),
         activations="bfloat16" if takes_device_arrays(backend) else "float32", cache_format=cache_format,
-        max_position=reach, scratch=scratch_of(backend, 0), xp=array_module(backend), backend=backend,
+        key_format=key_format, max_position=reach, scratch=scratch_of(backend, 0), xp=array_module(backend),
+        backend=backend,
     )  # fmt: skip
 
 

@@ -11,8 +11,10 @@ import ml_dtypes
 import numpy as np
 
 from ..arrays.memory import to_host
+from ..kernels.reference.rows import E2M1_VALUES
 from ..layout import CacheLayout
 from .blocks import BLOCK_TOKENS
+from .verify import FP4_MEAN_BOUND, FP8_MEAN_BOUND
 from .whole_exact import WindowExact, double, rms_norm
 
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
@@ -62,12 +64,19 @@ class V41Exact(WindowExact):
         """Whether the layer selects rows, and the token has some."""
         return self.weights.mode in ("full", "reindex") and self.rows is not None and len(self.rows) > 0
 
-    def choice_gap(self, hidden: Any, token: int) -> float:
-        """The gap of the selected rows; in the layer that chooses candidate blocks, of these if it is larger."""
+    @property
+    def index_bound(self) -> float:
+        return FP4_MEAN_BOUND if self.weights.layouts.indexer.value_type == "e2m1" else FP8_MEAN_BOUND
+
+    def choice_gap(self, q: np.ndarray, of_heads: np.ndarray, token: int) -> float:
+        """The gap of the selected rows; in the layer that chooses candidate blocks, of these if it is larger.
+
+        q, of_heads  the token's index queries, e4m3 [heads, 128], and weights [heads]
+        """
         assert self.rows is not None
         config, size = self.config, self.config.candidate_block_size
         visible = (self.position + 1) // self.weights.ratio
-        scores = self.scores(hidden, visible)
+        scores = self.scores(E4M3_VALUES[q], of_heads.astype(np.float64), visible)
         if not self.layer.chooses_candidates and self.weights.mode == "full":
             return gap(scores, self.rows, config.index_topk)
         blocks = to_host(self.layer.shared.selection.candidate_blocks[token]).astype(np.int64)
@@ -84,15 +93,22 @@ class V41Exact(WindowExact):
             return float("inf")
         return gap(scores[rows], np.searchsorted(rows, self.rows), config.index_topk)
 
-    def scores(self, hidden: Any, visible: int) -> np.ndarray:
+    def scores(self, q: np.ndarray, of_heads: np.ndarray, visible: int) -> np.ndarray:
         """The first rows' scores, by the keys that the cache holds."""
-        weights, config = self.weights, self.config
-        qr = rms_norm(self.low_rank(hidden[None])[0], config.rms_norm_eps, weights.q_norm)
-        q = self.product(weights.index_q_b, qr).reshape(config.index_n_heads, config.index_head_dim)
-        of_heads = self.product(weights.wide[-config.index_n_heads :], to_host(double(hidden))[None])[0]
         keys = self.cached_keys(self.sequence.blocks[: -(-visible // self.layer.caches.indexer.shape[1])])[:visible]
-        dots = self.xp.maximum(keys @ self.xp.asarray(self.rotated(q, self.position)).T, 0)
+        dots = self.xp.maximum(keys @ self.xp.asarray(q).T, 0)
         return to_host(dots @ self.xp.asarray(of_heads))
+
+    def query_rms(self, hidden: Any, got: np.ndarray, of_heads: np.ndarray) -> float:
+        """The error of each head's query times its weight, as the layer made them: e4m3 [heads, 128], float32 [heads]."""
+        weights, config = self.weights, self.config
+        heads, dim = config.index_n_heads, config.index_head_dim
+        qr = rms_norm(self.low_rank(hidden[None])[0], config.rms_norm_eps, weights.q_norm)
+        q = self.rotated(self.product(weights.index_q_b, qr).reshape(heads, dim), self.position)
+        weight = self.product(weights.wide[-heads:], to_host(double(hidden))[None])[0]
+        want = q * weight[:, None] * (heads * dim) ** -0.5
+        error = E4M3_VALUES[got] * of_heads.astype(np.float64)[:, None] - want
+        return float(np.sqrt(np.square(error).mean() / np.square(want).mean()))
 
     def key_rms(self) -> float:
         assert self.rows is not None
@@ -111,6 +127,11 @@ class V41Exact(WindowExact):
         """The keys of a request's first pages, float64 [n, 128], where the cache is."""
         xp, layout, cache = self.xp, self.weights.layouts.indexer, self.layer.caches.indexer
         values, scales, _ = layout.parts(cache[xp.asarray(np.array(pages))])
+        if layout.value_type == "e2m1":
+            codes = xp.stack([values & 0x0F, values >> 4], axis=-1)
+            tiles = xp.asarray(E2M1_VALUES)[codes].reshape(-1, layout.num_scales, layout.scale_tile)
+            tiles *= xp.exp2(xp.ascontiguousarray(scales).reshape(-1, layout.num_scales, 1).astype(np.float64) - 127)
+            return tiles.reshape(-1, layout.head_dim)
         keys = xp.asarray(E4M3_VALUES)[values].reshape(-1, layout.head_dim)
         keys *= xp.ascontiguousarray(scales).view(np.float32).reshape(-1, 1)
         return keys

@@ -4,7 +4,8 @@ Two comparisons for each token. The attention's output is compared with attentio
 layer made, over the rows that the caches hold; this has the bounds of the attention kernels. The layer's output is
 compared with the whole layer in float64, from the hidden state through the layer's weights; its bound covers the
 roundings of the activations' type. Both read the rows that the indexer selected; V4.1's layers that select have their
-choice checked, too. Rows computed again from hidden states give the cost of FP8 or FP4.
+choice checked, too: the index queries that they made and the keys that the caches hold against float64 ones, and the
+choice by exact scores of these queries and keys. Rows computed again from hidden states give the cost of FP8 or FP4.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Recorded(NamedTuple):
     q      [h, d], queries as attended
     o      [h, 512], what attention gave, before any inverse rotation
     rows   rows that the indexer selected, counted within the request; None where a layer has no indexer
+    index_queries  of V4.1's layers that select: e4m3 [heads, 128], and float32 [heads], weights with their scales
     """
 
     token: int
@@ -45,6 +47,7 @@ class Recorded(NamedTuple):
     q: np.ndarray
     o: np.ndarray
     rows: np.ndarray | None
+    index_queries: tuple[np.ndarray, np.ndarray] | None
 
 
 class Recorder:
@@ -55,7 +58,7 @@ class Recorder:
 
     def __init__(self, layer: WholeLayer, batch: StepBatch, picked: list[tuple[str, int]]) -> None:
         self._layer, self._batch, self._picked = layer, batch, picked
-        self._copies: list[tuple[Any, Any, Any]] = []
+        self._copies: list[tuple[Any, ...]] = []
 
     def observed(self, observe: Any) -> Any:
         """`observe` of the layer's parts, which also records."""
@@ -77,16 +80,25 @@ class Recorder:
 
         q = array("q", (tokens, heads, width), attention.activations)
         o = array("o", (tokens, heads, 512), attention.activations)
-        rows = layer.selected(tokens)
+        rows, index = layer.selected(tokens), None
+        if layer.makes_index_queries:
+            shape = tokens, attention.config.index_n_heads
+            index = (
+                array("indexed_q", (*shape, attention.config.index_head_dim), np.dtype(np.uint8)),
+                array("indexed_weights", shape, np.dtype(np.float32)),
+            )
         for _, token in self._picked:
-            self._copies.append((q[token].copy(), o[token].copy(), None if rows is None else rows[token].copy()))
+            chosen = None if rows is None else rows[token].copy()
+            queries = None if index is None else tuple(x[token].copy() for x in index)
+            self._copies.append((q[token].copy(), o[token].copy(), chosen, queries))
 
     def records(self) -> list[Recorded]:
         made = []
-        for (kind, token), (q, o, rows) in zip(self._picked, self._copies, strict=True):
+        for (kind, token), (q, o, rows, index) in zip(self._picked, self._copies, strict=True):
             chosen = None if rows is None else to_host(rows).astype(np.int64)
             q, o = (to_host(x).astype(np.float64) for x in (q, o))
-            made.append(Recorded(token, kind, q, o, None if chosen is None else chosen[chosen >= 0]))
+            queries = None if index is None else (to_host(index[0]), to_host(index[1]))
+            made.append(Recorded(token, kind, q, o, None if chosen is None else chosen[chosen >= 0], queries))
         return made
 
 
@@ -111,4 +123,8 @@ def check(step: int, layer: WholeLayer, batch: StepBatch, hidden: Any, out: Any,
     sample = replace(sample, layer_rms=error, layer_bound=LAYER_BOUNDS[layer.attention.activations.name])
     if not isinstance(exact, V41Exact) or not exact.chooses:
         return sample
-    return replace(sample, choice_gap=exact.choice_gap(hidden[token], token), key_rms=exact.key_rms())
+    assert recorded.index_queries is not None
+    return replace(
+        sample, choice_gap=exact.choice_gap(*recorded.index_queries, token), key_rms=exact.key_rms(),
+        query_rms=exact.query_rms(hidden[token], *recorded.index_queries), index_bound=exact.index_bound,
+    )  # fmt: skip

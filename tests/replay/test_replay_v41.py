@@ -66,7 +66,8 @@ def test_every_layer_is_checked_against_float64(finished):
         assert {sample.fp4 for sample in samples} == {layer != "v41 window"}
         gaps = {sample.choice_gap for sample in samples}
         assert (None not in gaps) == ("select" in PARTS[layer])
-        assert {sample.key_rms is None for sample in samples} == {"select" not in PARTS[layer]}
+        for found in (sample.key_rms for sample in samples), (sample.query_rms for sample in samples):
+            assert {x is None for x in found} == {"select" not in PARTS[layer]}
         assert max(x for x in gaps | {0.0} if x is not None) < CHOICE_BOUND
 
 
@@ -76,6 +77,15 @@ def test_other_formats(layout):
     assert failures_of(records) == []
     assert [layer.caches.compressed.shape[2] for layer in engine.layers[1:]] == [288 if "FP4" in layout else 528] * 5
     assert {sample.fp4 for record in records for sample in record.samples} == {False, "FP4" in layout}
+
+
+def test_index_keys_and_queries_may_be_mxfp4():
+    engine, records = run(REQUESTS[1:2], index_keys="mxfp4")
+    assert failures_of(records) == []
+    assert [layer.caches.indexer.shape[2] for layer in engine.layers[1:]] == [68] * 5
+    samples = [sample for record in records for sample in record.samples if sample.query_rms is not None]
+    for found in ([sample.key_rms for sample in samples], [sample.query_rms for sample in samples]):
+        assert 0.05 < np.mean(found) < 0.2  # e4m3: 0.03
 
 
 def test_layers_share_rows_and_selections(finished):
@@ -107,6 +117,7 @@ def padding(rows):
         ("cumla.models.deepseek_v41.indexer_k_quant_and_cache", "v41 c1a full", "of the selected rows' keys"),
         ("cumla.layers.selection.candidate_topk", "v41 c1a reindex", "gap of the selected rows"),
         ("cumla.models.deepseek_v41.apply_rope", "v41 c2a reuse", "the layer's output"),
+        ("cumla.models.selection.fused_indexer_q_rope_quant", "v41 c1a reindex", "of the index queries"),
     ],
 )
 def test_a_wrong_operation_is_found(monkeypatch, what, layer, found):
@@ -119,6 +130,8 @@ def test_a_wrong_operation_is_found(monkeypatch, what, layer, found):
             args = (args[0], args[1] + 1, *args[2:])
         elif name == "compress_latents":  # rows of other tokens
             args = (np.roll(args[0], 1, axis=0), *args[1:])
+        elif name == "fused_indexer_q_rope_quant":  # rotates by the wrong angle
+            args = (args[0] + 1, *args[1:])
         elif name == "candidate_topk":  # scores of other queries
             args = (np.roll(args[0], 1, axis=-1), *args[1:])
         else:  # keys of other rows
@@ -200,6 +213,7 @@ def test_the_command(capsys):
     [
         (["--layout", "DSV4_FP8"], "--layout: got DSV4_FP8 with layers of v41, expected one of DSV41_FP8,DSV41_FP4; "),
         (["--ranks", "2"], "--ranks: got 2 with layers of v41, which run on one device"),
+        (["--index-keys", "fp4"], "--index-keys: invalid choice"),
         (["--mla-cache", "fp8"], "--mla-cache: does not apply to --layers v41, but to mla"),
         (["--prefill-path", "rows"], "--prefill-path: does not apply to --layers v41"),
     ],
