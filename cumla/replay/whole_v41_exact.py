@@ -100,7 +100,7 @@ class V41Exact(WindowExact):
         return to_host(dots @ self.xp.asarray(of_heads))
 
     def query_rms(self, hidden: Any, got: np.ndarray, of_heads: np.ndarray) -> float:
-        """The error of each head's query times its weight, as the layer made them: e4m3 [heads, 128], float32 [heads]."""
+        """The error of each head's query times its weight, as the layer made them: e4m3 [heads, 128] and [heads]."""
         weights, config = self.weights, self.config
         heads, dim = config.index_n_heads, config.index_head_dim
         qr = rms_norm(self.low_rank(hidden[None])[0], config.rms_norm_eps, weights.q_norm)
