@@ -125,7 +125,8 @@ def scores_of_pages(given: PagedScores, maxima: Any | None = None) -> bool:
     page_bytes, at = pages.bytes.strides[0], pages.bytes.data.ptr
     if pages_on_hopper(given) and page_bytes % 16 == 0 and at % 16 == 0 and is_hopper(q.data.device_id):
         size = queries_at_once(heads, next_n, layout is INDEXER_MXFP4)
-        queries = q.reshape(-1, heads, DIM) if q.strides[0] == next_n * q.strides[1] else None
+        in_rows = next_n == 1 or q.strides[0] == next_n * q.strides[1]  # q[:, None] has a stride of 0 there
+        queries = q.reshape(-1, heads, DIM) if in_rows else None
         maps = [NO_MAP if queries is None else query_map(queries)] * 2
         if layout is INDEXER_FP8:
             maps[1] = map_of_pages(at, len(pages.bytes), page_bytes, pages.block_size, layout.row_bytes, rows)

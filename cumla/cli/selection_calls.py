@@ -1,0 +1,94 @@
+"""Calls of the indexer's selection: `cumla warmup` makes them once.
+
+Kernels of scores and of the top-k have sizes that follow from the number of rows and columns, which change with every
+step. The calls here have all of them: every number of decodes; rows and columns of prompts in steps of at most a half.
+Contexts are empty, so that a call takes no longer than its launches.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from ..dispatch import backends
+from ..layers.selection import DECODE_SCORE_BYTES
+from ..layout import INDEXER_MXFP4, CacheLayout
+from ..ops.candidates import candidate_topk
+from ..ops.indexer_topk import WORKSPACE_BYTES, indexer_topk, logits_row_bytes
+from .served_model import Model
+
+LEAST_COLUMNS, MOST_PROMPT_ROWS, PAGE = 64, 8192, 64
+
+
+def selection_calls(model: Model, decodes: int, backend: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Selections of up to `decodes` decodes, and of prompts, by name; none on the host, where sizes decide nothing."""
+    if not backends.takes_device_arrays(backend):
+        return
+    for layout in model.index_formats:
+        columns = LEAST_COLUMNS
+        while columns < 2 * model.context:
+            selection = Selection(model, layout, columns, backend)
+            name = f"selection among {columns:,} rows of {layout.name}"
+            yield f"{name}, decodes", functools.partial(selection.decodes, decodes)
+            yield f"{name}, prompts", selection.prompts
+            columns *= 2
+
+
+class Selection:
+    """Selections among so many rows."""
+
+    def __init__(self, model: Model, layout: CacheLayout, columns: int, backend: str) -> None:
+        self.model, self.layout, self.columns, self.backend = model, layout, columns, backend
+        self.xp: Any = backends.array_module(backend)
+        # V4.1's layers that own rows choose candidate blocks, or not; the others choose among them.
+        self.blocks = (0, model.candidate_blocks) if model.kind == "v41" else (0,)
+
+    def queries(self, rows: int) -> tuple[Any, Any]:
+        heads = self.model.index_heads
+        return self.xp.zeros((rows, heads, 128), np.uint8), self.xp.zeros((rows, heads), np.float32)
+
+    def chosen(self, rows: int, blocks: int) -> dict[str, Any]:
+        return {"candidate_blocks": self.xp.full((rows, blocks), -1, np.int32)} if blocks else {}
+
+    def decodes(self, most: int) -> None:
+        cache, topk = self.layout.allocate(1, PAGE, self.xp), self.model.topk
+        options = {"layout": self.layout, "backend": self.backend}
+        row_bytes = logits_row_bytes(self.columns)
+        each_of = [(1, count) for count in range(1, most + 1)]
+        each_of += [(each, most) for each in range(2, self.model.decode_tokens + 1)]
+        for each, count in each_of:
+            rows = each * count
+            q, weights = self.queries(rows)
+            paged = q.reshape(count, each, *q.shape[1:]), cache, weights
+            lens = self.xp.zeros(count, np.int32)
+            table = self.xp.zeros((count, -(-self.columns // PAGE)), np.int32)
+            slots = self.xp.empty((rows, topk), np.int32), self.xp.empty(rows, np.int32)
+            # As much memory for scores as layers give (cumla.layers.selection).
+            most_bytes = max(WORKSPACE_BYTES, min(rows * row_bytes, DECODE_SCORE_BYTES))
+            for blocks in self.blocks:
+                indexer_topk(
+                    *paged, topk, context_lens=lens, block_table=table, slots=slots, max_workspace_bytes=most_bytes,
+                    **self.chosen(rows, blocks), **options,
+                )  # fmt: skip
+                if blocks:
+                    candidate_topk(*paged, self.chosen(rows, blocks)["candidate_blocks"], topk, lens, table, **options)
+
+    def prompts(self) -> None:
+        columns, xp = self.columns, self.xp
+        if self.layout is INDEXER_MXFP4:
+            keys = xp.zeros((columns, 64), np.uint8), xp.zeros((columns, 4), np.uint8)
+        else:
+            keys = xp.zeros((columns, 128), np.uint8), xp.zeros(columns, np.float32)
+        # The last pass over a chunk has any number of rows.
+        most = min(MOST_PROMPT_ROWS, WORKSPACE_BYTES // logits_row_bytes(columns))
+        for rows in sorted({most, *(n for power in range(14) for n in (2**power, 3 * 2**power // 2) if n <= most)}):
+            q, weights = self.queries(rows)
+            none = xp.zeros(rows, np.int32)
+            for blocks in self.blocks:
+                indexer_topk(
+                    q, keys, weights, self.model.topk, cu_seqlen_ks=none, cu_seqlen_ke=none,
+                    **self.chosen(rows, blocks), backend=self.backend,
+                )  # fmt: skip

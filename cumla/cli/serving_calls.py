@@ -1,0 +1,118 @@
+"""Calls of attention and of the compressors, as engines make them in a step: `cumla warmup` makes them once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from ..dispatch import backends
+from ..dispatch.call import BFLOAT16
+from ..kernels.types.plan import DecodePlan
+from ..layout import DSV4_FP8, INDEXER_FP8, CacheLayout
+from ..models.step import STATE_BLOCK_SIZES
+from ..ops.compressor import compress_and_insert
+from ..ops.sparse_attention import sparse_mla_decode, sparse_mla_prefill
+from ..ops.sparse_cache import dequantize_and_gather_k_cache, quantize_and_insert_k_cache
+from .served_model import Model
+
+
+def compressor_calls(backend: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Compressors of V4's layers, of a decode and of a prompt, whose kernels differ; nothing is written."""
+    xp: Any = backends.array_module(backend)
+
+    def call(ratio: int, coff: int, tokens: int) -> None:
+        def rows(dim: int, layout: CacheLayout) -> tuple[Any, ...]:
+            width = 2 * coff * dim
+            shapes = (tokens, width), (ratio, width // 2), (dim,), (1, STATE_BLOCK_SIZES[ratio], width)
+            return *(xp.zeros(shape, np.float32) for shape in shapes), layout.allocate(1, 64, xp)
+
+        own, names = rows(512, DSV4_FP8), ("kv_score", "position_bias", "norm_weight", "state_cache", "k_cache")
+        arrays = dict(zip(names, own, strict=True))
+        if ratio == 4:
+            arrays |= {f"index_{name}": x for name, x in zip(names, rows(128, INDEXER_FP8), strict=True)}
+        none, zeros = xp.full(tokens, -1, np.int64), xp.zeros(tokens, np.int32)
+        compress_and_insert(
+            **arrays, state_slot_mapping=none, state_block_table=xp.zeros((1, 1), np.int32), slot_mapping=none,
+            positions=zeros, token_to_req_indices=zeros, query_start_loc=xp.zeros(2, np.int32),
+            cos_sin_cache=xp.zeros((1, 64), np.float32), compress_ratio=ratio, backend=backend,
+        )  # fmt: skip
+
+    for ratio, coff in ((4, 2), (128, 1)):
+        for tokens in (1, 300):
+            yield f"compress_and_insert ratio {ratio}, {tokens} tokens", functools.partial(call, ratio, coff, tokens)
+
+
+def sparse_calls(model: Model, batch: int, block_size: int, backend: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Calls of a step of `batch` requests with the widths of the model, as engines make them."""
+    xp: Any = backends.array_module(backend)
+    layout, second = model.formats
+    tokens = 4 * block_size
+    caches = {x: x.allocate(4, block_size, xp) for x in (layout, second)}
+
+    def rows(*shape: int) -> Any:
+        return xp.asarray(np.random.default_rng(0).standard_normal(shape).astype(BFLOAT16))
+
+    def slots(*shape: int) -> Any:
+        return xp.asarray(np.random.default_rng(0).integers(0, tokens, shape).astype(np.int32))
+
+    for dtype in (np.int64, np.int32):
+        k, mapping = rows(min(batch, tokens), layout.head_dim), xp.arange(min(batch, tokens), dtype=dtype)
+        for x, cache in caches.items():
+            insert = functools.partial(quantize_and_insert_k_cache, k, cache, mapping, layout=x, backend=backend)
+            yield "insert", insert
+    q, sink = rows(batch, 1, model.heads, layout.head_dim), xp.zeros(model.heads, np.float32)
+    window: dict[str, Any] = {}
+    widths: list[tuple[int, int | None]] = [(model.topk, None)]
+    if model.has_window:
+        window = {"topk_length": xp.full(batch, model.window, np.int32), "attn_sink": sink}
+        widths = [(model.window, None), (model.window, model.topk)]
+    for topk, extra in widths:
+        asked = dict(window)
+        if extra is not None:
+            asked |= {
+                "extra_k_cache": caches[second], "extra_indices": slots(batch, 1, extra),
+                "extra_topk_length": xp.full(batch, extra, np.int32), "extra_layout": second,
+            }  # fmt: skip
+        given: dict[str, Any] = {
+            "out": xp.empty((batch, 1, model.heads, 512), BFLOAT16), "plan": DecodePlan(),
+            "lse": xp.empty((batch, model.heads, 1), np.float32),
+        }  # fmt: skip
+        for results in ({}, given):
+            options = {**asked, **results, "layout": layout, "backend": backend}
+            yield "decode", functools.partial(sparse_mla_decode, q, caches[layout], slots(batch, 1, topk), **options)
+    workspace = xp.zeros((batch, tokens, layout.head_dim), BFLOAT16)
+    lens, table = xp.full(batch, tokens, np.int32), xp.asarray(np.tile(np.arange(4, dtype=np.int32), (batch, 1)))
+    for x, cache in caches.items():
+        gather = functools.partial(dequantize_and_gather_k_cache, workspace, cache, lens, None, table, layout=x)
+        yield "gather", functools.partial(gather, backend=backend)
+    width = model.topk + (model.window if model.has_window else 0)
+    options = {"attn_sink": sink if model.has_window else None, "backend": backend}
+    kv = workspace.reshape(-1, layout.head_dim)
+    yield "prefill", functools.partial(sparse_mla_prefill, q[:, 0], kv, slots(batch, width), **options)
+
+
+def decodes_of_any_number(model: Model, most: int, backend: str) -> None:
+    """Decodes of 1 to `most` requests, whose number decides how a kernel divides the work; of several tokens, too.
+
+    Lists are empty, so that a call takes no longer than its launches.
+    """
+    xp: Any = backends.array_module(backend)
+    layout, second = model.formats
+    caches = [x.allocate(1, 64, xp) for x in (layout, second)]
+    for tokens in range(1, most * model.decode_tokens + 1):
+        q, none = xp.zeros((tokens, 1, model.heads, layout.head_dim), BFLOAT16), xp.zeros(tokens, np.int32)
+        shapes = [(tokens, 1, width) for width in (model.window, model.topk)]
+        if not model.has_window:
+            absent = xp.full(shapes[1], -1, np.int32)
+            sparse_mla_decode(q, caches[0], absent, layout=layout, backend=backend)
+            continue
+        absent, extra = (xp.full(shape, -1, np.int32) for shape in shapes)
+        window = {"topk_length": none, "attn_sink": xp.zeros(model.heads, np.float32)}
+        compressed = {
+            "extra_k_cache": caches[1], "extra_indices": extra, "extra_topk_length": none, "extra_layout": second,
+        }  # fmt: skip
+        for more in ({}, compressed):
+            sparse_mla_decode(q, caches[0], absent, layout=layout, **window, **more, backend=backend)
