@@ -66,6 +66,10 @@ class Candidates:
         """Rows of all of a token's blocks: as many visible rows are all candidates."""
         return int(self.blocks.shape[1]) * self.size
 
+    def limit(self, chunk: DeepseekV32IndexerPrefillChunkMetadata) -> bool:
+        """Whether tokens of the chunk may see rows that are no candidates."""
+        return not self.written and chunk.max_seq_len > self.reach
+
     def row_bytes(self, width: int) -> int:
         """Bytes of a token's scores over `width` rows."""
         if self.written:
@@ -86,7 +90,10 @@ def score_bytes(inputs: IndexerInputs, candidates: Candidates | None = None) -> 
         each = lens.shape[1] if lens.ndim == 2 else 1
         most = row_bytes_of(candidates, table.shape[1] * inputs.cache.shape[1]) * each
     chunks = metadata.prefill.chunks if metadata.prefill is not None else ()
-    return int(max([most, *(row_bytes_of(candidates, chunk.total_seq_lens) for chunk in chunks)]))
+    for chunk in chunks:
+        limited = candidates is None or candidates.written or candidates.limit(chunk)
+        most = max(most, row_bytes_of(candidates if limited else None, chunk.total_seq_lens))
+    return int(most)
 
 
 def select_rows(
@@ -126,7 +133,7 @@ def select_rows(
     keys: tuple[Any, Any] | None = None
     for chunk in metadata.prefill.chunks if metadata.prefill is not None else ():
         # Rows that are all candidates are scored together, which reads the keys once and not for each token.
-        if candidates is not None and not candidates.written and chunk.total_seq_lens > candidates.reach:
+        if candidates is not None and candidates.limit(chunk):
             run.prefill_among_candidates(chunk, positions, token_to_req, block_table)
             continue
         if keys is None or not chunk.skip_kv_gather:

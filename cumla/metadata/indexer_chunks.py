@@ -33,6 +33,7 @@ class DeepseekV32IndexerPrefillChunkMetadata:
     token_start, token_end  its queries among the tokens of the step
     num_reqs        its requests
     skip_kv_gather  the previous chunk had the same requests: the workspace has their rows already
+    max_seq_len     rows of its longest request
     """
 
     block_table: Any
@@ -45,6 +46,7 @@ class DeepseekV32IndexerPrefillChunkMetadata:
     token_end: int
     num_reqs: int
     skip_kv_gather: bool = False
+    max_seq_len: int = INT32_MAX
 
 
 @dataclass
@@ -174,6 +176,7 @@ class ChunkArrays(NamedTuple):
         first_token: int,
         block_table: Any,
         skip_kv_gather: bool,
+        max_seq_len: int,
     ) -> DeepseekV32IndexerPrefillChunkMetadata:
         """The metadata of a chunk with some of the queries."""
         ks, ke = self.cu_seqlen_ks, self.cu_seqlen_ke
@@ -190,6 +193,7 @@ class ChunkArrays(NamedTuple):
             token_end=first_token + queries.stop,
             num_reqs=requests.stop - requests.start,
             skip_kv_gather=skip_kv_gather,
+            max_seq_len=max_seq_len,
         )
 
 
@@ -259,7 +263,8 @@ class ChunkBuilder:
         for chunk, part, first_token, requests, its_queries in laid_out:
             arrays = ChunkArrays(*chunk[3:]) if framework in ("cupy", "numpy") else self._parts(framework, part)
             for queries in its_queries:
-                chunks.append(arrays.metadata(requests, queries, first_token, block_table, queries.start > 0))
+                again = queries.start > 0
+                chunks.append(arrays.metadata(requests, queries, first_token, block_table, again, chunk.longest))
         return DeepseekV32IndexerPrefillMetadata(chunks)
 
     def build_one(
@@ -298,7 +303,7 @@ class ChunkBuilder:
             )  # fmt: skip
         framework = dlpack.framework_of(block_table)
         chunk = ChunkArrays(*(dlpack.give(array, framework) for array in chunk))
-        return chunk.metadata(requests, queries, int(starts[0]), block_table, skip_kv_gather)
+        return chunk.metadata(requests, queries, int(starts[0]), block_table, skip_kv_gather, int(rows.max()))
 
     def _make_room(self, total_rows: int, like: Any) -> None:
         xp, tokens = dlpack.namespace_of(like), self.config.max_num_batched_tokens

@@ -144,12 +144,12 @@ def test_prompts_whose_rows_are_all_candidates_score_them_together(monkeypatch):
     monkeypatch.setattr(selection, "candidate_topk", counted)
     together, apart = Stack(0), Stack(0)
     reach = together.config.candidate_topk_blocks * together.config.candidate_block_size
-    together.step([(0, 0, reach)])
+    together.step([(1, 0, 33), (0, 0, reach)])
     assert not calls
     together.step([(0, reach, 9)])
     assert calls == [9]
     monkeypatch.setattr(selection.Candidates, "reach", 0)
-    apart.step([(0, 0, reach)])
+    apart.step([(1, 0, 33), (0, 0, reach)])
     for layer, (found, *_) in together.picks.items():
         for token in range(reach):
             np.testing.assert_array_equal(found[token], apart.picks[layer][0][token])
