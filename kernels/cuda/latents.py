@@ -9,7 +9,7 @@ WARPS = 4  # per CTA, as in common/latents.cu
 
 def compress_latents(rows: LatentRows) -> None:
     state, slots = rows.state, rows.slots
-    requests = 0 if rows.query_start_loc is None else len(rows.query_start_loc) - 1
+    requests, ratio = 0 if rows.query_start_loc is None else len(rows.query_start_loc) - 1, 1 if state is None else 2
     rings = (0, 0, 0, 0, 1)
     if state is not None:
         ring_stride, row_stride, _ = strides(state)
@@ -22,11 +22,11 @@ def compress_latents(rows: LatentRows) -> None:
         OUTPUT=C_NAMES[rows.latents.dtype.name],
         SLOT=C_NAMES[slots.dtype.name],
         POSITION="int64" if rows.positions is None else C_NAMES[rows.positions.dtype.name],
-        RATIO=1 if state is None else 2,
+        RATIO=ratio,
         ROUND_POOLED=int(rows.round_pooled),
         WIDE=int(is_aligned(rows.kv_score, rows.norm_weight, rows.latents, *(() if state is None else (state,)))),
     )(
-        (requests + -(-len(slots) // WARPS),),
+        (requests + -(-len(slots) // (WARPS * ratio)),),
         (32 * WARPS,),
         (
             rows.kv_score, strides(rows.kv_score)[0], rows.norm_weight, slots, len(slots),

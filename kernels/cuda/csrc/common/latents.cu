@@ -1,7 +1,8 @@
 // The compressor of V4.1: pool one or two tokens, RMSNorm; save tokens in rings for later steps.
 //
-// Grid: first a CTA per request, then CTAs of four tokens. Block: 128 threads; a warp pools a token, lane i has the channels
-// 4 i to 4 i + 3 of each 128. No shared memory.
+// Grid: first a CTA per request, then CTAs of four warps, each of which takes RATIO neighbouring tokens: of two, at most one
+// completes a row, unless the other is its request's first. Block: 128 threads; lane i has the channels 4 i to 4 i + 3 of each 128
+// of a row. No shared memory.
 //
 // A request's CTA pools its first token, the only one that reads the ring, and saves the request's last tokens once that row
 // has been read, as one of them may overwrite it.
@@ -44,6 +45,15 @@ struct LatentRow {
         for (int i = 0; i < QUADS; ++i) {
             kv[which][i] = read4(token + channel(i));
             if (RATIO == 2) score[which][i] = read4(token + DIM + channel(i));
+        }
+    }
+
+    // The same of the step's own tokens, which no thread writes: begins before it is known whether they are needed.
+    __device__ void ask(int which, const INPUT* token) {
+#pragma unroll
+        for (int i = 0; i < QUADS; ++i) {
+            kv[which][i] = ask4(token + channel(i));
+            if (RATIO == 2) score[which][i] = ask4(token + DIM + channel(i));
         }
     }
 
@@ -113,20 +123,27 @@ compress_latents(const INPUT* kv_score, int64 kv_stride, const WEIGHT* weight, c
         return;
     }
 #endif
-    int token = (blockIdx.x - (RATIO == 2 ? requests : 0)) * WARPS + warp;
-    if (token >= num_slots) return;
-    int64 slot = slots[token];
-    const INPUT* own = kv_score + token * kv_stride;
+    int token = ((blockIdx.x - (RATIO == 2 ? requests : 0)) * WARPS + warp) * RATIO;
 #if RATIO == 2
-    int64 position = positions[token];
-    if (!rings.has(slot) || position < 0 || position % 2 == 0) return;
-    int request = GatheredRows{starts, requests}.request_by_warp(token);
-    if (request < 0 || token <= max(starts[request], 0)) return;  // the first is its request's CTA's
-    row.load(0, own - kv_stride);
-    row.load(1, own);
+    bool odd[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        int64 position = token + i < num_slots ? int64(positions[token + i]) : 0;
+        odd[i] = position > 0 && position % 2 == 1 && rings.has(slots[token + i]);
+    }
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i, ++token) {
+        if (!(i ? odd[1] : odd[0]) || token == 0) continue;
+        const INPUT* own = kv_score + token * kv_stride;
+        row.ask(0, own - kv_stride);
+        row.ask(1, own);
+        int request = GatheredRows{starts, requests}.request_by_warp(token);
+        if (request < 0 || token <= max(starts[request], 0)) continue;  // the first is its request's CTA's
+        row.finish(weight, eps, latents + token * latents_stride);
+    }
 #else
-    if (slot < 0) return;
-    row.load(0, own);
-#endif
+    if (token >= num_slots || slots[token] < 0) return;
+    row.load(0, kv_score + token * kv_stride);
     row.finish(weight, eps, latents + token * latents_stride);
+#endif
 }

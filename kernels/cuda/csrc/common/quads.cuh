@@ -35,6 +35,17 @@ __device__ inline Quad ask4(const float* p) {
 #endif
 }
 
+__device__ inline Quad ask4(const bf16* p) {
+#if WIDE
+    uint2 x;
+    asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
+    return {to_float(bf16{uint16(x.x)}), to_float(bf16{uint16(x.x >> 16)}), to_float(bf16{uint16(x.y)}),
+            to_float(bf16{uint16(x.y >> 16)})};
+#else
+    return read4(p);
+#endif
+}
+
 __device__ inline void write4(float* p, Quad q) {
 #if WIDE
     *reinterpret_cast<float4*>(p) = make_float4(q.x[0], q.x[1], q.x[2], q.x[3]);
