@@ -55,14 +55,14 @@ class Selection:
 
     def decodes(self, most: int) -> None:
         cache, topk = self.layout.allocate(1, PAGE, self.xp), self.model.topk
-        options = {"layout": self.layout, "backend": self.backend}
+        options: dict[str, Any] = {"layout": self.layout, "backend": self.backend}
         row_bytes = logits_row_bytes(self.columns)
         each_of = [(1, count) for count in range(1, most + 1)]
         each_of += [(each, most) for each in range(2, self.model.decode_tokens + 1)]
         for each, count in each_of:
             rows = each * count
             q, weights = self.queries(rows)
-            paged = q.reshape(count, each, *q.shape[1:]), cache, weights
+            q = q.reshape(count, each, *q.shape[1:])
             lens = self.xp.zeros(count, np.int32)
             table = self.xp.zeros((count, -(-self.columns // PAGE)), np.int32)
             slots = self.xp.empty((rows, topk), np.int32), self.xp.empty(rows, np.int32)
@@ -70,11 +70,12 @@ class Selection:
             most_bytes = max(WORKSPACE_BYTES, min(rows * row_bytes, DECODE_SCORE_BYTES))
             for blocks in self.blocks:
                 indexer_topk(
-                    *paged, topk, context_lens=lens, block_table=table, slots=slots, max_workspace_bytes=most_bytes,
+                    q, cache, weights, topk, context_lens=lens, block_table=table, slots=slots, max_workspace_bytes=most_bytes,
                     **self.chosen(rows, blocks), **options,
                 )  # fmt: skip
                 if blocks:
-                    candidate_topk(*paged, self.chosen(rows, blocks)["candidate_blocks"], topk, lens, table, **options)
+                    listed = self.chosen(rows, blocks)["candidate_blocks"]
+                    candidate_topk(q, cache, weights, listed, topk, lens, table, **options)
 
     def prompts(self) -> None:
         columns, xp = self.columns, self.xp
