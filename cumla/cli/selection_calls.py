@@ -70,8 +70,8 @@ class Selection:
             most_bytes = max(WORKSPACE_BYTES, min(rows * row_bytes, DECODE_SCORE_BYTES))
             for blocks in self.blocks:
                 indexer_topk(
-                    q, cache, weights, topk, context_lens=lens, block_table=table, slots=slots, max_workspace_bytes=most_bytes,
-                    **self.chosen(rows, blocks), **options,
+                    q, cache, weights, topk, context_lens=lens, block_table=table, slots=slots,
+                    max_workspace_bytes=most_bytes, **self.chosen(rows, blocks), **options,
                 )  # fmt: skip
                 if blocks:
                     listed = self.chosen(rows, blocks)["candidate_blocks"]
