@@ -39,12 +39,14 @@ class BlockLinear:
     rows: int
     columns: int
     groups: int = 1
+    is_ue8m0: bool = True
 
     op: ClassVar[str] = "fp8_block_linear"
 
     def __str__(self) -> str:
         groups = f"{self.groups} x " if self.groups > 1 else ""
-        return f"{self.tokens} tokens, {groups}{self.rows} x {self.columns}"
+        scales = "" if self.is_ue8m0 else ", any scale"
+        return f"{self.tokens} tokens, {groups}{self.rows} x {self.columns}{scales}"
 
     def problem(self, sizes: Sizes) -> Problem:
         inputs, arrays, xp = Inputs(sizes), Arrays(sizes), sizes.xp
@@ -53,10 +55,14 @@ class BlockLinear:
         codes = [inputs.e4m3(*shape) for _ in range(sizes.sets(size, MOST_SETS))]
         blocks = -(-self.rows // BLOCK), -(-self.columns // BLOCK)
         scales = xp.exp2(arrays.integers(2, self.groups, *blocks) - 7).astype(np.float32)
+        if not self.is_ue8m0:
+            scales *= np.float32(1.1)
         x = arrays.rows(self.tokens, self.groups, self.columns)
         out = xp.empty((self.tokens, self.groups, self.rows), BFLOAT16)
         given = [(x, each, scales) for each in codes]
-        call = functools.partial(cumla.fp8_block_linear, prefetch_weights=True, finite_weights=True, is_ue8m0=True)
+        call = functools.partial(
+            cumla.fp8_block_linear, prefetch_weights=True, finite_weights=True, is_ue8m0=self.is_ue8m0
+        )
         ours = by_backend(call, given, out=out)
 
         def check(_: Any) -> float:

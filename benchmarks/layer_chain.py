@@ -1,0 +1,241 @@
+"""The peers' chains for whole layers: what vLLM runs from hidden states to the layer's output, in one graph.
+
+Products are DeepGEMM's of FP8 weights, with vLLM's quantisation of the activations; inserts, indexer logits, top-k,
+index maps and attention are vLLM's, DeepGEMM's and FlashMLA's, with the lengths that they take. What these libraries
+lack here (or have only in PyTorch's eager operations) is cumla's, and `OURS` names it. As in vLLM, a V4 layer's
+compressors run on a second stream.
+"""
+
+from cumla.bench import peers
+from cumla.ops.compressor import compress_and_insert
+from cumla.ops.indexer import fused_indexer_q_rope_quant
+from cumla.ops.norm_rope import (
+    apply_rope,
+    fused_q_kv_rmsnorm,
+    indexer_knorm_rope_and_insert,
+    inverse_rope_and_quantize,
+)
+
+FUNCTIONS = "DeepGEMM and operations of vLLM 0.26, FlashMLA of vLLM 0.33, torch's bfloat16 products"
+OURS = {
+    "C4A": "low-rank norms, compressors, quantisation of index queries, inverse RoPE with its quantisation",
+    "V3.2": "low-rank norms, RoPE, insert of index keys, quantisation of index queries",
+}
+LATENT, GROUP = 512, 128
+
+
+class Chain:
+    """What both models have in common. Arrays of the layer and its step are shared with torch.
+
+    step  called without arguments; writes out
+    """
+
+    def __init__(self, layer, caches, metadata, tokens, x, out):
+        import torch
+
+        self.torch, self.layer, self.config, self.tokens = torch, layer, layer.config, tokens
+        self.arrays, self.tensors = {}, {}
+        self.x, self.out = self.tensor(x), self.tensor(out)
+        self.caches = {name: self.tensor(array) for name, array in vars(caches).items()}
+        self.metadata, self.cos_sin = metadata, self.tensor(layer.cos_sin)
+        self.indexer = metadata.indexer.decode
+        self.positions = self.tensor(metadata.positions)[: len(x)].long()
+        self.gemm, self.ops = peers.module(peers.DEEP_GEMM), peers.vllm_operations()
+        self.mla, self.maps = peers.module(peers.FLASH_MLA), peers.module(peers.VLLM_CACHE)
+        if None in (self.gemm, self.ops, self.mla, self.maps):
+            raise ImportError("the peers are not there: DeepGEMM, vLLM's operations and FlashMLA")
+        self.plan, _ = self.mla.get_mla_metadata()
+        self.lens = self.tensor(self.indexer.seq_lens)
+        self.lens = self.lens if self.lens.ndim == 2 else self.lens[:, None]
+        self.index_table = self.tensor(self.indexer.block_table)
+        multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+        page = self.caches["indexer"].shape[1]
+        self.schedule = self.gemm.get_paged_mqa_logits_metadata(self.lens, page, multiprocessors)
+        self.columns = -(-int(self.lens.max()) // 256) * 256
+        self.selected = self.empty(len(x), self.config.index_topk, dtype=torch.int32)
+        self.index_q = self.empty(len(x), self.config.index_n_heads, 128, dtype=torch.uint8)
+        self.index_weights = self.empty(len(x), self.config.index_n_heads, dtype=torch.float32)
+        self.workspace = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
+
+    def empty(self, *shape, dtype=None):
+        return self.torch.empty(shape, dtype=dtype or self.torch.bfloat16, device="cuda")
+
+    def tensor(self, array):
+        """An array of the layer or of its metadata as torch's. Shared once: it cannot be done in a capture."""
+        if id(array) not in self.tensors:
+            self.tensors[id(array)] = array, peers.tensor(array)
+        return self.tensors[id(array)][1]
+
+    def memory(self, name, *shape, dtype=None):
+        """The same memory from call to call."""
+        if (name, shape) not in self.arrays:
+            self.arrays[name, shape] = self.empty(*shape, dtype=dtype)
+        return self.arrays[name, shape]
+
+    def quantized(self, x):
+        """Codes and scales of groups of 128 values, as DeepGEMM takes them."""
+        torch, (tokens, columns) = self.torch, x.shape
+        codes = self.memory("codes", tokens, columns, dtype=torch.float8_e4m3fn)
+        padded = self.memory("scales", columns // GROUP, -(-tokens // 4) * 4, dtype=torch.float32)
+        scales = padded.t()[:tokens]
+        self.ops._C.per_token_group_fp8_quant(x, codes, scales, GROUP, 1e-10, -448.0, 448.0, False, True, True)
+        return codes, scales
+
+    def product(self, quantized, name, weight):
+        out = self.memory(name, len(quantized[0]), weight.shape[0])
+        self.multiply(quantized, weight, out)
+        return out
+
+    def multiply(self, quantized, weight, out):
+        codes = self.tensor(weight.codes).view(self.torch.float8_e4m3fn)
+        self.gemm.fp8_gemm_nt(quantized, (codes, self.tensor(weight.scales)), out)
+
+    def select(self, projected, weights, rope_first):
+        """Slots of the selected rows, and their counts."""
+        heads = self.config.index_n_heads
+        q = projected.view(-1, heads, 128)
+        fused_indexer_q_rope_quant(
+            self.positions, q, self.cos_sin, weights, rope_first=rope_first, is_neox=rope_first,
+            out=(self.index_q, self.index_weights),
+        )  # fmt: skip
+        logits = self.gemm.fp8_paged_mqa_logits(
+            self.index_q.view(self.torch.float8_e4m3fn)[:, None], self.caches["indexer"][:, :, None],
+            self.index_weights, self.lens, self.index_table, self.schedule, self.columns, clean_logits=False,
+        )  # fmt: skip
+        choose = getattr(self.ops._C, peers.top_k_function(len(q)))
+        choose(logits, self.lens, self.selected, self.workspace, self.config.index_topk, self.columns)
+
+    def slots(self, table, block_size):
+        tokens = self.tokens
+        return self.maps.compute_global_topk_indices_and_lens(
+            self.selected, self.tensor(tokens.token_to_req_indices), table, block_size,
+            self.tensor(tokens.is_valid_token),
+        )  # fmt: skip
+
+
+class V4Chain(Chain):
+    """A C4A layer of DeepSeek V4."""
+
+    def __init__(self, layer, caches, metadata, x, out):
+        super().__init__(layer, caches, metadata, metadata.window, x, out)
+        self.side = self.torch.cuda.Stream()
+
+    def __call__(self):
+        layer, config, torch = self.layer, self.config, self.torch
+        main, rank = torch.cuda.current_stream(), config.q_lora_rank
+        self.side.wait_stream(main)
+        with torch.cuda.stream(self.side):
+            pooled = torch.mm(self.x, self.tensor(layer.pooled).t(), out_dtype=torch.float32)
+            self.pool(pooled)
+        low = self.product(self.quantized(self.x), "low", layer.low_rank)
+        qr, kv = self.memory("qr", len(low), rank), self.memory("kv", len(low), LATENT)
+        norms = (self.tensor(weight) for weight in (layer.q_a_norm, layer.kv_norm))
+        fused_q_kv_rmsnorm(low[:, :rank], low[:, rank:], *norms, config.rms_norm_eps, out=(qr, kv))
+        low_rank = self.quantized(qr)
+        index_q = self.product(low_rank, "index q", layer.index_q_b)
+        projected = self.product(low_rank, "q", layer.q_b).view(len(low), -1, LATENT)
+        cache = self.caches["window"]
+        q = self.ops._C.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert(
+            projected, kv, cache.view(len(cache), -1), self.tensor(self.tokens.slot_mapping), self.positions,
+            self.cos_sin, projected.shape[1], config.rms_norm_eps, cache.shape[1],
+        )  # fmt: skip
+        main.wait_stream(self.side)
+        self.select(index_q, pooled[:, -config.index_n_heads :], False)
+        o = self.attend(q)
+        low_o = self.memory("low o", len(o), *layer.o_a.shape[:2])
+        self.multiply_groups(o, low_o)
+        self.multiply(self.quantized(low_o.view(len(o), -1)), layer.o_b, self.out)
+        return self.out
+
+    def multiply_groups(self, o, out):
+        """out [T, G, N] of attention's output [T, heads, 512]: inverse RoPE, quantisation, product."""
+        torch, fp8, weight = self.torch, self.torch.float8_e4m3fn, self.layer.o_a
+        groups, _, columns = weight.shape
+        values = self.memory("o values", groups, len(o), columns, dtype=torch.uint8)
+        scales = self.memory("o scales", groups, len(o), columns // GROUP, dtype=torch.float32)
+        inverse_rope_and_quantize(o, self.positions, self.cos_sin, groups, out=(values, scales))
+        self.gemm.fp8_einsum(
+            "bhr,hdr->bhd", (values.view(fp8).transpose(0, 1), scales.transpose(0, 1)),
+            (self.tensor(weight.codes).view(fp8), self.tensor(weight.scales)), out, recipe=(1, GROUP, GROUP),
+        )  # fmt: skip
+
+    def pool(self, pooled):
+        layer, caches = self.layer, self.caches
+        own, its = layer.compressors
+        step = self.metadata.compressors[4]
+        compress_and_insert(
+            pooled[:, : own.columns], *map(self.tensor, (own.position_bias, own.norm_weight)), caches["state"],
+            *map(self.tensor, (step.state_slot_mapping, step.state_block_table)), caches["compressed"],
+            self.tensor(step.slot_mapping), self.positions, self.tensor(self.tokens.token_to_req_indices),
+            self.tensor(self.tokens.query_start_loc), self.cos_sin, compress_ratio=4, eps=self.config.rms_norm_eps,
+            layout=layer.layouts.v4, index_kv_score=pooled[:, own.columns : own.columns + its.columns],
+            index_position_bias=self.tensor(its.position_bias), index_norm_weight=self.tensor(its.norm_weight),
+            index_state_cache=caches["indexer_state"], index_k_cache=caches["indexer"],
+        )  # fmt: skip
+
+    def attend(self, q):
+        tokens, compressed = self.tokens, self.caches["compressed"]
+        table = self.tensor(self.metadata.compressors[4].block_table)
+        indices, lens = self.slots(table, compressed.shape[1])
+        out = self.memory("o", len(q), 1, q.shape[1], LATENT)
+        self.mla.flash_mla_with_kvcache(
+            q[:, None], self.caches["window"][:, :, None], None, None, LATENT, self.plan, None,
+            softmax_scale=LATENT**-0.5, is_fp8_kvcache=True, indices=self.tensor(tokens.decode_swa_indices),
+            topk_length=self.tensor(tokens.decode_swa_lens), attn_sink=self.tensor(self.layer.sinks), out=out,
+            extra_k_cache=compressed[:, :, None], extra_indices_in_kvcache=indices[:, None], extra_topk_length=lens,
+        )  # fmt: skip
+        return out[:, 0]
+
+
+class V32Chain(Chain):
+    """A layer of DeepSeek V3.2. W_UK and W_UV are bfloat16, as vLLM has them."""
+
+    def __init__(self, layer, caches, metadata, x, out):
+        super().__init__(layer, caches, metadata, metadata.tokens, x, out)
+        dequantized = (weight.dequantized(x.dtype) for weight in (layer.latent, layer.value))
+        self.latent, self.value = (
+            self.tensor(weight).transpose(1, 2) for weight in dequantized
+        )  # [h, P, 512], [h, 512, V]
+
+    def __call__(self):
+        layer, config, torch = self.layer, self.config, self.torch
+        tokens, heads, rank = len(self.x), config.num_attention_heads, config.q_lora_rank
+        nope, slots = config.qk_nope_head_dim, self.tensor(self.tokens.slot_mapping)
+        hidden = self.quantized(self.x)
+        wk, weights_proj = layer.index_keys
+        low = self.product(hidden, "low", layer.low_rank)
+        keys = self.product(hidden, "index keys", wk)
+        weights = torch.mm(self.x, self.tensor(weights_proj).t(), out_dtype=torch.float32)
+        qr, kv = self.memory("qr", tokens, rank), low[:, rank:]
+        norms = (self.tensor(weight) for weight in (layer.q_a_norm, layer.kv_a_norm))
+        fused_q_kv_rmsnorm(low[:, :rank], kv[:, :LATENT], *norms, 1e-6, out=(qr, kv[:, :LATENT]))
+        low_rank = self.quantized(qr)
+        projected = self.product(low_rank, "q", layer.q_b).view(tokens, heads, -1)
+        q = self.memory("absorbed q", tokens, heads, LATENT + 64)
+        self.torch.bmm(projected[..., :nope].transpose(0, 1), self.latent, out=q[..., :LATENT].transpose(0, 1))
+        apply_rope(projected[..., nope:], self.positions, self.cos_sin, out=q[..., LATENT:])
+        apply_rope(kv[:, None], self.positions, self.cos_sin, out=kv[:, None])
+        scale = self.memory("scale", 1, dtype=torch.float32)  # not read
+        self.ops._C_cache_ops.concat_and_cache_mla(
+            kv[:, :LATENT], kv[:, LATENT:], self.caches["rows"], slots, "fp8_ds_mla", scale
+        )
+        indexer_knorm_rope_and_insert(
+            keys, self.tensor(layer.k_norm), self.tensor(layer.k_bias), self.caches["indexer"], slots, self.positions,
+            self.cos_sin, eps=1e-6, layout=layer.layouts.indexer,
+        )  # fmt: skip
+        self.select(self.product(low_rank, "index q", layer.index_q_b), weights, True)
+        o = self.attend(q)
+        values = self.memory("values", tokens, heads, config.v_head_dim)
+        torch.bmm(o.transpose(0, 1), self.value, out=values.transpose(0, 1))
+        self.multiply(self.quantized(values.view(tokens, -1)), layer.o, self.out)
+        return self.out
+
+    def attend(self, q):
+        rows = self.caches["rows"]
+        indices, _ = self.slots(self.tensor(self.tokens.block_table), rows.shape[1])
+        out = self.memory("o", len(q), 1, q.shape[1], LATENT)
+        self.mla.flash_mla_with_kvcache(
+            q[:, None], rows[:, :, None], None, None, LATENT, self.plan, None, softmax_scale=self.config.softmax_scale,
+            is_fp8_kvcache=True, indices=indices[:, None], out=out,
+        )  # fmt: skip
+        return out[:, 0]

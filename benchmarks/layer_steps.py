@@ -1,0 +1,97 @@
+"""Steps of decodes at the end of their contexts, for benchmarks/layers.py: lengths, tables, caches."""
+
+import cupy
+import numpy as np
+
+import cumla
+from cumla.arrays.memory import to_host
+from cumla.bench.problem import repeating_cache
+from cumla.bench.step_suites import batch_of
+from cumla.metadata.builder import ServingConfig
+from cumla.models.caches import DeepseekV4Caches, DeepseekV32Caches
+from cumla.models.step import STATE_BLOCK_SIZES, DeepseekV4StepBuilder, DeepseekV32StepBuilder
+
+CONTEXT, RATIO, PAGE, COMPRESSED_PAGE = 32_768, 4, 64, 256
+LAYOUTS = {
+    "window": cumla.DSV4_FP8, "compressed": cumla.DSV4_FP8, "indexer": cumla.INDEXER_FP8, "rows": cumla.V32_FP8,
+}  # fmt: skip
+
+
+def serving_of(config, batch, ratio):
+    return ServingConfig(
+        compress_ratios=(ratio,), index_topk=config.index_topk, num_heads=config.num_attention_heads, block_size=PAGE,
+        compressed_block_size=COMPRESSED_PAGE, max_num_batched_tokens=batch, max_num_seqs=batch, max_model_len=CONTEXT,
+    )  # fmt: skip
+
+
+def fill(cache, layout):
+    """With rows of ordinary numbers."""
+    slots = len(cache) * cache.shape[1] + (1 << 16)
+    cache[...] = repeating_cache("cuda", layout, cache.shape[1], slots).array[: len(cache)]
+
+
+class V4Step:
+    """A step's lengths and tables, of which any number of the first requests can be taken."""
+
+    def __init__(self, config, batch):
+        rng = np.random.default_rng(0)
+        self.serving = serving_of(config, batch, RATIO)
+        self.lens = (CONTEXT - np.arange(batch) % RATIO).astype(np.int32)
+        self.window = self.last_pages(batch, PAGE, 3)
+        self.states = self.last_pages(batch, STATE_BLOCK_SIZES[RATIO], 3)
+        self.compressed = rng.permutation(batch * CONTEXT // COMPRESSED_PAGE).astype(np.int32).reshape(batch, -1)
+
+    @staticmethod
+    def last_pages(batch, size, count):
+        """A table of requests that hold their last pages alone; those before are page 0, which is not read."""
+        table = np.zeros((batch, CONTEXT // size), np.int32)
+        table[:, -count:] = 1 + np.arange(batch * count).reshape(batch, count)
+        return table
+
+    def metadata(self, backend, put, requests):
+        """What the layer takes, of the first requests."""
+        batch = batch_of(put, [1] * requests, self.lens[:requests], self.window[:requests])
+        builder = DeepseekV4StepBuilder(self.serving, backend)
+        return builder.build(batch, put(self.compressed[:requests]), {RATIO: put(self.states[:requests])})
+
+    def caches(self):
+        """Filled with rows of ordinary numbers."""
+        caches = DeepseekV4Caches.allocate(
+            RATIO, self.serving, self.window.max() + 1, self.compressed.size, self.states.max() + 1, xp=cupy
+        )
+        for name in ("window", "compressed", "indexer"):
+            fill(getattr(caches, name), LAYOUTS[name])
+        for states in (caches.state, caches.indexer_state):
+            states[...] = cupy.random.default_rng(5).standard_normal(states.shape, np.float32)
+        return caches
+
+
+class V32Step:
+    """The same of V3.2's layers, whose rows of all positions are in pages of one table."""
+
+    def __init__(self, config, batch):
+        self.serving = serving_of(config, batch, 1)
+        self.lens = (CONTEXT - np.arange(batch) % RATIO).astype(np.int32)
+        self.table = np.random.default_rng(0).permutation(batch * CONTEXT // PAGE).astype(np.int32).reshape(batch, -1)
+
+    def metadata(self, backend, put, requests):
+        """What the layer takes, of the first requests."""
+        batch = batch_of(put, [1] * requests, self.lens[:requests], self.table[:requests])
+        return DeepseekV32StepBuilder(self.serving, backend).build(batch)
+
+    def caches(self):
+        """Filled with rows of ordinary numbers."""
+        caches = DeepseekV32Caches.allocate(self.table.size, PAGE, xp=cupy)
+        for name in ("rows", "indexer"):
+            fill(getattr(caches, name), LAYOUTS[name])
+        return caches
+
+
+def host_caches(caches):
+    """Copies in memory of the host, pages as far from one another as they are on the device."""
+    copies = {name: to_host(cupy.ascontiguousarray(array)) for name, array in vars(caches).items()}
+    for name, pages in copies.items():
+        if pages.dtype == np.uint8:
+            copies[name] = LAYOUTS[name].allocate(*pages.shape[:2])
+            copies[name][...] = pages
+    return type(caches)(**copies)
